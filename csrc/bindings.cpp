@@ -1,0 +1,152 @@
+// The Python module _C: pybind11 over raw pointers, no framework header. Arguments are keyword-only; ops/ validates them.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <stdexcept>
+
+#include "kv_page_layout.h"
+#include "sparse_decode/sparse_decode.h"
+
+#ifndef DSV4_VERSION
+#define DSV4_VERSION "unknown"
+#endif
+#ifndef DSV4_GIT_COMMIT
+#define DSV4_GIT_COMMIT "unknown"
+#endif
+#ifndef DSV4_ARCHS
+#define DSV4_ARCHS ""
+#endif
+
+namespace py = pybind11;
+using namespace dsv4;
+
+namespace {
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+sparse_decode::Cache make_cache(uintptr_t pages, int64_t page_bytes, int page_size, int64_t num_pages, uintptr_t indices,
+                                int64_t indices_stride, int width, uintptr_t topk_length) {
+  sparse_decode::Cache c = {};
+  if (pages == 0) return c;
+  c.pages = pointer<const uint8_t>(pages);
+  c.page_bytes = page_bytes;
+  c.num_slots = num_pages * page_size;
+  c.page_size = sparse_decode::make_divisor(page_size);
+  c.indices = pointer<const int32_t>(indices);
+  c.indices_stride = indices_stride;
+  c.width = width;
+  c.topk_length = pointer<const int32_t>(topk_length);
+  return c;
+}
+
+void run_sparse_decode(uintptr_t q, int64_t q_stride_row, int64_t q_stride_head, int rows, int heads, uintptr_t kv_pages,
+                       int64_t page_bytes, int page_size, int64_t num_pages, uintptr_t indices, int64_t indices_stride,
+                       int indices_width, uintptr_t topk_length, uintptr_t extra_kv_pages, int64_t extra_page_bytes,
+                       int extra_page_size, int64_t extra_num_pages, uintptr_t extra_indices, int64_t extra_indices_stride,
+                       int extra_indices_width, uintptr_t extra_topk_length, uintptr_t attn_sink, double softmax_scale,
+                       uintptr_t out, int64_t out_stride_row, int64_t out_stride_head, uintptr_t lse, uintptr_t partials,
+                       int64_t partials_bytes, uintptr_t control, int control_words, int num_sms, bool pdl, uintptr_t stream,
+                       int splits) {
+  sparse_decode::Params p = {};
+  p.q = pointer<const uint16_t>(q);
+  p.q_stride_row = q_stride_row;
+  p.q_stride_head = q_stride_head;
+  p.out = pointer<uint16_t>(out);
+  p.out_stride_row = out_stride_row;
+  p.out_stride_head = out_stride_head;
+  p.lse = pointer<float>(lse);
+  p.attn_sink = pointer<const float>(attn_sink);
+  p.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
+  p.rows = rows;
+  p.heads = heads;
+  p.main = make_cache(kv_pages, page_bytes, page_size, num_pages, indices, indices_stride, indices_width, topk_length);
+  p.extra = make_cache(extra_kv_pages, extra_page_bytes, extra_page_size, extra_num_pages, extra_indices, extra_indices_stride,
+                       extra_indices_width, extra_topk_length);
+  const auto plan = sparse_decode::make_plan(rows, heads, indices_width + (extra_kv_pages ? extra_indices_width : 0), num_sms, splits);
+  if (partials_bytes < plan.partials_bytes || control_words < plan.control_words)
+    throw std::runtime_error("sparse_decode: workspace too small: needs " + std::to_string(plan.partials_bytes) + " bytes and " +
+                             std::to_string(plan.control_words) + " control words, got " + std::to_string(partials_bytes) + " and " +
+                             std::to_string(control_words));
+  p.head_groups = sparse_decode::head_groups(heads);
+  p.partials = pointer<float>(partials);
+  p.control = pointer<uint32_t>(control);
+  p.splits = plan.splits;
+  p.unit_slots = plan.unit_slots;
+  p.num_items = rows * p.head_groups * plan.splits;
+  sparse_decode::launch(p, plan, pdl, pointer<CUstream_st>(stream));
+}
+
+py::list kernel_attributes() {
+  py::list all;
+  for (const auto& a : sparse_decode::kernel_attributes()) {
+    py::dict d;
+    d["name"] = a.name;
+    d["registers"] = a.registers;
+    d["shared_bytes"] = a.shared_bytes;
+    d["local_bytes"] = a.local_bytes;
+    d["blocks_per_sm"] = a.blocks_per_sm;
+    all.append(d);
+  }
+  return all;
+}
+
+py::dict build_info() {
+  py::dict d;
+  py::list archs;
+  std::string word;
+  for (const char c : std::string(DSV4_ARCHS) + " ") {
+    if (c != ' ') {
+      word += c;
+    } else if (!word.empty()) {
+      archs.append(word);
+      word.clear();
+    }
+  }
+  d["version"] = DSV4_VERSION;
+  d["git_commit"] = DSV4_GIT_COMMIT;
+  d["cuda_version"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+  d["archs"] = archs;
+  d["python"] = std::to_string(PY_MAJOR_VERSION) + "." + std::to_string(PY_MINOR_VERSION);
+  return d;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.attr("KV_NOPE_DIM") = kNopeDim;
+  m.attr("KV_ROPE_DIM") = kRopeDim;
+  m.attr("KV_HEAD_DIM") = kHeadDim;
+  m.attr("KV_DATA_BYTES") = kDataBytes;
+  m.attr("KV_SCALE_BYTES") = kScaleBytes;
+  m.attr("KV_TOKEN_BYTES") = kTokenBytes;
+  m.attr("KV_TILE") = kTileDim;
+  m.attr("KV_PAGE_ALIGN") = kPageAlign;
+  m.def("kv_page_bytes", [](int64_t page_size) { return page_bytes(page_size); }, py::arg("page_size"));
+
+  using namespace py::literals;
+  m.def("sparse_decode", &run_sparse_decode, py::kw_only(), "q"_a, "q_stride_row"_a, "q_stride_head"_a, "rows"_a, "heads"_a,
+        "kv_pages"_a, "page_bytes"_a, "page_size"_a, "num_pages"_a, "indices"_a, "indices_stride"_a, "indices_width"_a,
+        "topk_length"_a, "extra_kv_pages"_a, "extra_page_bytes"_a, "extra_page_size"_a, "extra_num_pages"_a, "extra_indices"_a,
+        "extra_indices_stride"_a, "extra_indices_width"_a, "extra_topk_length"_a, "attn_sink"_a, "softmax_scale"_a, "out"_a,
+        "out_stride_row"_a, "out_stride_head"_a, "lse"_a, "partials"_a, "partials_bytes"_a, "control"_a, "control_words"_a,
+        "num_sms"_a, "pdl"_a, "stream"_a, "splits"_a = 0);
+  m.def(
+      "sparse_decode_workspace",
+      [](int rows, int heads, int indices_width, int extra_indices_width, int num_sms, int splits) {
+        const auto plan = sparse_decode::make_plan(rows, heads, indices_width + extra_indices_width, num_sms, splits);
+        return py::make_tuple(plan.partials_bytes, plan.control_words);
+      },
+      py::kw_only(), "rows"_a, "heads"_a, "indices_width"_a, "extra_indices_width"_a, "num_sms"_a, "splits"_a = 0);
+  m.attr("sparse_decode_max_control_words") = sparse_decode::max_control_words();
+  m.def("build_info", &build_info);
+  m.def("kernel_attributes", &kernel_attributes);
+  m.def("kernel_shared_bytes", [] {
+    py::dict d;
+    d["sparse_decode_kernel"] = sparse_decode::shared_bytes();
+    return d;
+  });
+}

@@ -1,0 +1,68 @@
+// Sparse MLA decode over FP8 pages: parameters and launch. Device code in kernel.cuh, sizes in config.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace dsv4::sparse_decode {
+
+// n / divisor for 0 <= n < 2^31 by one multiplication
+struct FastDivisor {
+  uint32_t divisor;
+  uint32_t multiplier;  // 0: divisor is 1
+  uint32_t shift;
+};
+
+struct Cache {
+  const uint8_t* pages;         // [num_pages] pages, 16-byte aligned; nullptr: absent
+  int64_t page_bytes;           // stride between pages, multiple of 16
+  int64_t num_slots;            // num_pages * page_size; a slot >= num_slots is masked
+  FastDivisor page_size;        // tokens per page
+  const int32_t* indices;       // [rows, width] token slots, negative = masked
+  int64_t indices_stride;       // elements between rows
+  int32_t width;
+  const int32_t* topk_length;   // [rows], clamped to 0..width; nullptr: width
+};
+
+struct Params {
+  const uint16_t* q;            // [rows, heads, 512] bf16
+  int64_t q_stride_row, q_stride_head;  // elements, multiples of 8
+  uint16_t* out;                // [rows, heads, 512] bf16
+  int64_t out_stride_row, out_stride_head;
+  float* lse;                   // [rows, heads] or nullptr: natural log, without the sink, +inf where no candidate is valid
+  const float* attn_sink;       // [heads] natural-log logits or nullptr
+  float scale_log2;             // softmax scale * log2(e)
+  int32_t rows, heads, head_groups;
+  Cache main, extra;
+  float* partials;              // [slots][unit_slots][kPartialFloats]
+  uint32_t* control;            // [rows * head_groups][kControlWords], zero between calls
+  int32_t splits;               // blocks per row and head group; 1: no partials but for long rows
+  int32_t unit_slots;           // partial slots per row and head group
+  int32_t num_items;            // rows * head_groups * splits
+};
+
+struct Plan {
+  int32_t splits, unit_slots, grid;
+  int64_t partials_bytes;
+  int32_t control_words;
+};
+
+// The launch geometry for a shape. Depends on sizes alone, never on the lengths (they are on the device); bounds the scratch.
+Plan make_plan(int rows, int heads, int max_candidates, int num_sms, int splits_override);
+int max_control_words();
+int head_groups(int heads);  // blocks that a row's heads need
+
+FastDivisor make_divisor(int divisor);
+void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);
+
+struct KernelAttributes {
+  std::string name;
+  int registers, shared_bytes, local_bytes, blocks_per_sm;
+};
+std::vector<KernelAttributes> kernel_attributes();
+int shared_bytes();
+
+}  // namespace dsv4::sparse_decode
