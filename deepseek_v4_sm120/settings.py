@@ -1,0 +1,60 @@
+"""The environment variables of this package: read once, in this module only.
+
+    DSV4_SM120=off              nothing is patched
+    DSV4_SM120_FORCE=ops        validation on other GPUs (capability 9.0 and later): our gate is open, SGLang keeps its own path
+    DSV4_SM120_FORCE=seams      validation on other GPUs: SGLang itself takes its SM120 branches, so that their seams are run
+    DSV4_SM120_SHADOW=1         run the original beside ours on the live inputs, keep the original's result, record the difference
+    DSV4_SM120_SHADOW=ours      the same, but keep our result
+    DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out with a warning instead of stopping the server
+    DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json
+"""
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_ACCEPTED = {
+    "DSV4_SM120": ("on", "off"),
+    "DSV4_SM120_FORCE": ("ops", "seams"),
+    "DSV4_SM120_SHADOW": ("1", "ours"),
+    "DSV4_SM120_ON_BROKEN": ("raise", "warn"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    off: bool = False
+    force: str | None = None  # None, "ops" or "seams"
+    shadow: str | None = None  # None, "1" (keep the original's result) or "ours"
+    on_broken: str = "raise"  # "raise" or "warn"
+    report: str | None = None  # folder of the per-process reports
+
+    @property
+    def mode(self) -> str:
+        """What the table's rows are chosen by: "sm120" in normal use, else the validation switch."""
+        return self.force or "sm120"
+
+
+def read_settings(environ: Mapping[str, str]) -> Settings:
+    """Settings from a mapping; an unknown value raises ValueError with the accepted ones, unset and empty mean the default."""
+
+    def value(name: str) -> str | None:
+        text = environ.get(name, "")
+        if text and text not in _ACCEPTED[name]:
+            raise ValueError(f"{name} must be unset or one of {', '.join(_ACCEPTED[name])}; got {text!r}")
+        return text or None
+
+    return Settings(
+        off=value("DSV4_SM120") == "off",
+        force=value("DSV4_SM120_FORCE"),
+        shadow=value("DSV4_SM120_SHADOW"),
+        on_broken=value("DSV4_SM120_ON_BROKEN") or "raise",
+        report=environ.get("DSV4_SM120_REPORT") or None,
+    )
+
+
+@functools.cache
+def settings() -> Settings:
+    """This process's settings, read at the first call."""
+    return read_settings(os.environ)
