@@ -1,0 +1,316 @@
+"""SGLang's sparse MLA calls -> `ops.sparse_decode`.
+
+Three functions that SGLang calls for the same attention over the 584-byte FP8 pages, each with its own signature:
+
+    replace_sm120       flash_mla_with_kvcache_sm120(**kwargs) of SGLang's SM120 branch (0.5.13 and later)
+    replace_flash_mla   flash_mla_with_kvcache of the pip package flash_mla (0.5.12 and the preview image)
+    replace_sgl_kernel  flash_mla_with_kvcache of sgl_kernel, SGLang's call on other GPUs (DSV4_SM120_FORCE=ops)
+
+Each serves a call when `handles` says so and otherwise returns what the original returns for the very arguments.
+Around them: the number of heads worth computing (replace_kernel_num_heads, replace_backend_forward) and FlashMLA's
+scheduler metadata, which our kernel does not use (replace_sched_meta, replace_create_sched_meta).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_v4_sm120 import device_gate, kv_page_layout, shadow
+from deepseek_v4_sm120.ops import sparse_decode as op
+from deepseek_v4_sm120.settings import settings
+
+PATCH = "sparse_decode"
+MAX_HEADS = 128
+SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the output and two of P explain about 0.0015
+
+SM120_NAMES = (
+    "q",
+    "k_cache",
+    "head_dim_v",
+    "softmax_scale",
+    "indices",
+    "topk_length",
+    "attn_sink",
+    "extra_k_cache",
+    "extra_indices_in_kvcache",
+    "extra_topk_length",
+)
+FLASH_MLA_NAMES = (
+    "q",
+    "k_cache",
+    "block_table",
+    "cache_seqlens",
+    "head_dim_v",
+    "tile_scheduler_metadata",
+    "num_splits",
+    "softmax_scale",
+    "causal",
+    "is_fp8_kvcache",
+    "indices",
+    "attn_sink",
+    "extra_k_cache",
+    "extra_indices_in_kvcache",
+    "topk_length",
+    "extra_topk_length",
+)
+SGL_KERNEL_NAMES = FLASH_MLA_NAMES[:9] + ("descale_q", "descale_k") + FLASH_MLA_NAMES[9:]
+
+_real_heads: int | None = None  # heads of q that carry data, known inside the backend's forward of 0.5.13 to 0.5.19
+
+
+@dataclass(slots=True)
+class Call:
+    """One sparse attention call, whatever its signature was, and how the original would be called."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    indices: torch.Tensor | None
+    head_dim_v: int
+    softmax_scale: float | None
+    topk_length: torch.Tensor | None
+    attn_sink: torch.Tensor | None
+    extra_k_cache: torch.Tensor | None
+    extra_indices: torch.Tensor | None
+    extra_topk_length: torch.Tensor | None
+    is_sparse_fp8: bool
+    args: tuple
+    kwargs: dict
+
+    @property
+    def heads(self) -> int:
+        """Leading heads of q that carry data; the rest is padding."""
+        padded = self.q.shape[2]
+        return padded if _real_heads is None else min(_real_heads, padded)
+
+
+def _bind(where: str, names: tuple[str, ...], args: tuple, kwargs: dict) -> dict:
+    """Arguments by name; like Python's own binding, with both lists in the message."""
+    unknown = [name for name in kwargs if name not in names]
+    if unknown or len(args) > len(names):
+        raise TypeError(
+            f"{where}: unknown arguments {unknown}, {len(args)} positional; this patch knows {list(names)}. "
+            "This SGLang calls it in a way that the patch was not written for: run with DSV4_SM120=off and report it."
+        )
+    values = dict(zip(names, args, strict=False))
+    twice = [name for name in values if name in kwargs]
+    if twice:
+        raise TypeError(f"{where}: {twice} given by position and by keyword; this patch knows {list(names)}")
+    values.update(kwargs)
+    missing = [name for name in ("q", "k_cache", "head_dim_v") if name not in values]
+    if missing:
+        raise TypeError(f"{where}: missing arguments {missing}, got {list(values)}; this patch knows {list(names)}")
+    return values
+
+
+def _call(values: dict, args: tuple, kwargs: dict, *, is_sparse_fp8: bool) -> Call:
+    return Call(
+        q=values["q"],
+        k_cache=values["k_cache"],
+        indices=values.get("indices"),
+        head_dim_v=values["head_dim_v"],
+        softmax_scale=values.get("softmax_scale"),
+        topk_length=values.get("topk_length"),
+        attn_sink=values.get("attn_sink"),
+        extra_k_cache=values.get("extra_k_cache"),
+        extra_indices=values.get("extra_indices_in_kvcache"),
+        extra_topk_length=values.get("extra_topk_length"),
+        is_sparse_fp8=is_sparse_fp8,
+        args=args,
+        kwargs=kwargs,
+    )
+
+
+def _is_served_cache(cache: torch.Tensor, indices: torch.Tensor | None) -> bool:
+    return (
+        cache.ndim == 4
+        and cache.shape[2] == 1
+        and cache.shape[3] == kv_page_layout.LAYOUT.token_bytes
+        and cache.element_size() == 1
+        and indices is not None
+        and indices.ndim == 3
+        and indices.dtype == torch.int32
+    )
+
+
+def handles(call: Call) -> bool:
+    """True for the calls that ops.sparse_decode computes: DeepSeek-V4's attention, on a device that the gate serves."""
+    q = call.q
+    return (
+        call.is_sparse_fp8
+        and q.dtype == torch.bfloat16
+        and q.ndim == 4
+        and q.shape[1] == 1
+        and 1 <= q.shape[2] <= MAX_HEADS
+        and q.shape[3] == call.head_dim_v == kv_page_layout.LAYOUT.head_dim
+        and _is_served_cache(call.k_cache, call.indices)
+        and (call.extra_k_cache is None or _is_served_cache(call.extra_k_cache, call.extra_indices))
+        and device_gate.serves(q.device)
+    )
+
+
+def _serve(call: Call, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out [rows, 1, heads, 512], lse [rows, heads, 1] or None). Padded heads of `out` are left uninitialised."""
+    q, attn_sink, out, whole = call.q, call.attn_sink, None, None
+    heads = call.heads
+    if heads < q.shape[2]:
+        whole = q.new_empty(q.shape)
+        q, out = q[:, :, :heads], whole[:, :, :heads]
+        attn_sink = None if attn_sink is None else attn_sink[:heads]
+    result = op.sparse_decode(
+        q,
+        call.k_cache,
+        call.indices,
+        softmax_scale=call.softmax_scale,
+        topk_length=call.topk_length,
+        attn_sink=attn_sink,
+        extra_kv_pages=call.extra_k_cache,
+        extra_indices=call.extra_indices,
+        extra_topk_length=call.extra_topk_length,
+        out=out,
+        return_lse=return_lse,
+    )
+    computed, lse = result if return_lse else (result, None)
+    return (computed if whole is None else whole), lse
+
+
+def _shape(call: Call) -> dict[str, int]:
+    shape = {
+        "rows": call.q.shape[0],
+        "heads": call.heads,
+        "width": call.indices.shape[-1],
+        "page_size": call.k_cache.shape[1],
+    }
+    if call.extra_k_cache is not None:
+        shape |= {"extra_width": call.extra_indices.shape[-1], "extra_page_size": call.extra_k_cache.shape[1]}
+    return shape
+
+
+# every layer has its own sliding-window cache, so its address stands for the layer
+COMPARISON = shadow.Comparison(
+    tensors=lambda ours, original, call: [(ours[0][:, 0, : call.heads], original[0][:, 0, : call.heads])],
+    identity=lambda call: call.k_cache.data_ptr(),
+    shape=_shape,
+    relative_l2=SHADOW_RELATIVE_L2,
+)
+
+
+def _server(original: Callable, *, return_lse: bool) -> Callable[[Call], tuple]:
+    """What computes a handled call: ours, or ours and the original in shadow mode."""
+    ours = functools.partial(_serve, return_lse=return_lse)
+    if not settings().shadow:
+        return ours
+    return shadow.shadowed(PATCH, ours, lambda call: original(*call.args, **call.kwargs), COMPARISON)
+
+
+def replace_sm120(original: Callable) -> Callable:
+    """For flash_mla_with_kvcache_sm120(**kwargs): returns (out, None), as SGLang's default backend does."""
+    serve = _server(original, return_lse=False)
+
+    @functools.wraps(original)
+    def flash_mla_with_kvcache_sm120(**kwargs):
+        if not device_gate.serves(kwargs["q"].device):
+            return original(**kwargs)
+        values = _bind("flash_mla_with_kvcache_sm120", SM120_NAMES, (), kwargs)
+        call = _call(values, (), kwargs, is_sparse_fp8=True)
+        return serve(call) if handles(call) else original(**kwargs)
+
+    return flash_mla_with_kvcache_sm120
+
+
+def _replace_flash_mla_with_kvcache(original: Callable, where: str, names: tuple[str, ...]) -> Callable:
+    serve = _server(original, return_lse=True)
+
+    @functools.wraps(original)
+    def flash_mla_with_kvcache(*args, **kwargs):
+        q = args[0] if args else kwargs["q"]
+        if not device_gate.serves(q.device):
+            return original(*args, **kwargs)
+        values = _bind(where, names, args, kwargs)
+        is_sparse_fp8 = (
+            bool(values.get("is_fp8_kvcache"))
+            and not values.get("causal")
+            and values.get("descale_q") is None
+            and values.get("descale_k") is None
+        )
+        call = _call(values, args, kwargs, is_sparse_fp8=is_sparse_fp8)
+        return serve(call) if handles(call) else original(*args, **kwargs)
+
+    return flash_mla_with_kvcache
+
+
+def replace_flash_mla(original: Callable) -> Callable:
+    """For flash_mla.flash_mla_with_kvcache, positional or by keyword: returns (out, lse) in FlashMLA's convention."""
+    return _replace_flash_mla_with_kvcache(original, "flash_mla.flash_mla_with_kvcache", FLASH_MLA_NAMES)
+
+
+def replace_sgl_kernel(original: Callable) -> Callable:
+    """For sgl_kernel.flash_mla.flash_mla_with_kvcache: returns (out, lse) in FlashMLA's convention.
+
+    FlashMLASchedMeta objects fill themselves at the first original call that gets them; a call that we serve leaves
+    them empty, which is the state in which the next original call expects to find them.
+    """
+    return _replace_flash_mla_with_kvcache(original, "sgl_kernel.flash_mla.flash_mla_with_kvcache", SGL_KERNEL_NAMES)
+
+
+def _runs_sm120_branches() -> bool:
+    """False under DSV4_SM120_FORCE=ops, where SGLang runs another chip's branches, which stay as they are."""
+    return settings().force != "ops"
+
+
+def replace_kernel_num_heads(original: Callable) -> Callable:
+    """For MqaAttentionBase._kernel_num_heads (0.5.20 and later): no padding, our kernel takes any number of heads."""
+
+    @functools.wraps(original)
+    def _kernel_num_heads(self, num_tokens):
+        if _runs_sm120_branches() and device_gate.serves(self.attn_sink.device):
+            return self.n_local_heads
+        return original(self, num_tokens)
+
+    return _kernel_num_heads
+
+
+def replace_backend_forward(original: Callable) -> Callable:
+    """For DeepseekV4AttnBackend.forward of 0.5.13 to 0.5.19, whose q is padded to 64 heads above TP1.
+
+    The model writes the rank's heads to the front of q and takes the front of the result, so only those are computed.
+    Not for 0.5.12, where the rank's heads lie at an offset that this call does not tell.
+    """
+
+    @functools.wraps(original)
+    def forward(self, q, k, v, layer, *args, **kwargs):
+        global _real_heads
+        outer, _real_heads = _real_heads, layer.tp_q_head_num
+        try:
+            return original(self, q, k, v, layer, *args, **kwargs)
+        finally:
+            _real_heads = outer
+
+    return forward
+
+
+def replace_sched_meta(original: Callable) -> Callable:
+    """For flash_mla.get_mla_metadata: our kernel plans its own split, and FlashMLA's planner has no SM120 code."""
+
+    @functools.wraps(original)
+    def get_mla_metadata(*args, **kwargs):
+        if _runs_sm120_branches() and device_gate.serves_current_device():
+            return None, None
+        return original(*args, **kwargs)
+
+    return get_mla_metadata
+
+
+def replace_create_sched_meta(original: Callable) -> Callable:
+    """For _create_flashmla_metadata of 0.5.12's backend module; later versions return None on SM120 by themselves."""
+
+    @functools.wraps(original)
+    def _create_flashmla_metadata():
+        if _runs_sm120_branches() and device_gate.serves_current_device():
+            return None
+        return original()
+
+    return _create_flashmla_metadata
