@@ -1,0 +1,6 @@
+"""Fast DeepSeek-V4 for SGLang on NVIDIA SM120, applied at run time. Importing this package imports nothing else."""
+
+__version__ = "0.1.0"
+
+# The operators; each name is the same in csrc/, ops/, reference/, sglang_adapters/, tests/ and bench/.
+OPS = ("sparse_decode",)
