@@ -1,11 +1,11 @@
 """The environment variables of this package: read once, in this module only.
 
     DSV4_SM120=off              nothing is patched
-    DSV4_SM120_FORCE=ops        validation on other GPUs (capability 9.0 and later): our gate is open, SGLang keeps its own path
-    DSV4_SM120_FORCE=seams      validation on other GPUs: SGLang itself takes its SM120 branches, so that their seams are run
-    DSV4_SM120_SHADOW=1         run the original beside ours on the live inputs, keep the original's result, record the difference
+    DSV4_SM120_FORCE=ops        validation on other GPUs (9.0 and later): our gate is open, SGLang keeps its own path
+    DSV4_SM120_FORCE=seams      validation on other GPUs: SGLang itself takes its SM120 branches, so their seams are run
+    DSV4_SM120_SHADOW=1         run the original beside ours on the live inputs, record the difference, keep the original's
     DSV4_SM120_SHADOW=ours      the same, but keep our result
-    DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out with a warning instead of stopping the server
+    DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out with a warning, the server starts
     DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json
 """
 
@@ -37,7 +37,7 @@ class Settings:
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
-    """Settings from a mapping; an unknown value raises ValueError with the accepted ones, unset and empty mean the default."""
+    """Settings from a mapping. Unset and empty mean the default; an unknown value raises ValueError."""
 
     def value(name: str) -> str | None:
         text = environ.get(name, "")

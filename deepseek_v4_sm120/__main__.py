@@ -1,0 +1,84 @@
+"""`python3 -m deepseek_v4_sm120 status|selftest`: what is patched here, and does it compute the right thing."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import deepseek_v4_sm120
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python3 -m deepseek_v4_sm120", description=deepseek_v4_sm120.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    status_parser = commands.add_parser("status", help="which patches fit the SGLang found here; needs no GPU")
+    status_parser.add_argument("--json", action="store_true", help="machine-readable")
+    commands.add_parser("selftest", help="every operator against its reference, on this machine", add_help=False)
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.command == "selftest":
+        from deepseek_v4_sm120 import selftest
+
+        return selftest.main(rest)
+    if rest:
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    found = status()
+    print(json.dumps(found, indent=1) if arguments.json else status_text(found))
+    return 1 if any(row["state"] == "BROKEN" for row in found["patches"]) else 0
+
+
+def status() -> dict:
+    """What would be patched in this interpreter, by looking at the files only; and what running processes reported."""
+    from deepseek_v4_sm120 import patching
+    from deepseek_v4_sm120.patching import report
+    from deepseek_v4_sm120.patching.engine import Engine
+    from deepseek_v4_sm120.settings import settings
+    from deepseek_v4_sm120.sglang_patches import TABLE
+
+    engine = Engine(TABLE, host=patching.HOST, settings=settings())
+    engine.survey()
+    found = report.as_dict(engine)
+    found["build"] = report.build_info()
+    found["processes"] = processes(settings().report)
+    return found
+
+
+def processes(folder: str | None) -> list[dict]:
+    """The reports that patched processes wrote to DSV4_SM120_REPORT, but for our own."""
+    if folder is None or not os.path.isdir(folder):
+        return []
+    files = sorted(Path(folder).glob("*.json"), key=lambda path: int(path.stem) if path.stem.isdigit() else -1)
+    return [json.loads(path.read_text()) for path in files if path.stem != str(os.getpid())]
+
+
+def status_text(found: dict) -> str:
+    from deepseek_v4_sm120 import patching
+    from deepseek_v4_sm120.patching import report
+
+    host_version = found[patching.HOST] or "not found on this interpreter's path"
+    lines = [
+        f"deepseek_v4_sm120 {found['deepseek_v4_sm120']}, Python {found['python']}",
+        f"SGLang            {host_version}",
+        f"build             {found['build']}",
+    ]
+    used = [f"{name}={value}" for name, value in found["settings"].items() if value and value != "raise"]
+    lines += [f"settings          {', '.join(used)}"] if used else []
+    rows = [("patch", "state", "target", "reason")]
+    for row in found["patches"]:
+        rows.append((row["patch"], row["state"], row["target"], _reason(row)))
+    lines += ["", report.table(rows)]
+    for process in found["processes"]:
+        applied = sorted({row["patch"] for row in process["patches"] if row["state"] == "APPLIED"})
+        broken = sorted({row["patch"] for row in process["patches"] if row["state"] == "BROKEN"})
+        lines.append(f"\npid {process['pid']}: applied {', '.join(applied) or 'nothing'}")
+        lines += [f"  BROKEN: {', '.join(broken)}"] if broken else []
+        lines += [f"  {line}" for line in process["shadow_summary"]]
+    return "\n".join(lines)
+
+
+def _reason(row: dict) -> str:
+    return "; ".join(text for text in (row["reason"], row["review"]) if text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""What the user sees: one log line, warnings, a JSON file per process, the status table."""
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+
+import deepseek_v4_sm120
+from deepseek_v4_sm120 import device_gate, patching
+
+_LOGGER = logging.getLogger("deepseek_v4_sm120")
+_write_lock = threading.Lock()
+
+
+def our_version() -> str:
+    return deepseek_v4_sm120.__version__
+
+
+def info(text: str) -> None:
+    _say(logging.INFO, text)
+
+
+def warn(text: str) -> None:
+    _say(logging.WARNING, text)
+
+
+def _say(level: int, text: str) -> None:
+    """Through the host's logging where it is set up, else to stderr: early in a process nothing is."""
+    if logging.getLogger().handlers and _LOGGER.isEnabledFor(level):
+        _LOGGER.log(level, text)
+    else:
+        sys.stderr.write(f"deepseek_v4_sm120: {text}\n")
+
+
+def summary(engine) -> str:
+    """One line: what is in place in this process, what waits, what is left out."""
+    names = {state: [] for state in ("APPLIED", "READY", "UNSUPPORTED", "BROKEN")}
+    unreviewed = []
+    for record in engine.records:
+        if record.state in names and record.patch.name not in names[record.state]:
+            names[record.state].append(record.patch.name)
+        if record.review.startswith("UNREVIEWED") and record.patch.name not in unreviewed:
+            unreviewed.append(record.patch.name)
+    parts = [f"deepseek_v4_sm120 {our_version()} pid {os.getpid()}: {engine.host} {engine.version}"]
+    if engine.settings.force:
+        parts.append(f"VALIDATION MODE {engine.settings.force}")
+    parts += [f"{state.lower()} {', '.join(found)}" for state, found in names.items() if found]
+    parts += [f"UNREVIEWED {', '.join(unreviewed)}"] if unreviewed else []
+    return "; ".join(parts)
+
+
+def as_dict(engine) -> dict:
+    """Everything that is known about this process, JSON-able."""
+    import dataclasses
+
+    return {
+        "deepseek_v4_sm120": our_version(),
+        "pid": os.getpid(),
+        "command": sys.argv[:1],
+        "python": sys.version.split()[0],
+        engine.host: engine.version,
+        "settings": dataclasses.asdict(engine.settings),
+        "patches": [
+            {
+                "patch": r.patch.name,
+                "target": r.where,
+                "state": r.state,
+                "reason": r.reason,
+                "review": r.review,
+                "digest": r.digest,
+                "still_original_in": r.by_name,
+            }
+            for r in engine.records
+        ],
+        "devices_served": {str(index): served for index, served in device_gate.answers().items()},
+        **_shadow(engine),
+    }
+
+
+def build_info() -> dict | str:
+    """What the extension says about its build; in words where it is missing or does not fit this Python."""
+    try:
+        from deepseek_v4_sm120 import extension
+
+        return extension.build_info()
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+
+
+def _shadow(engine) -> dict:
+    """The shadow's measurements; shadow.report() reads host memory only, so any thread may ask at any time."""
+    shadow = sys.modules.get("deepseek_v4_sm120.shadow") if engine.settings.shadow else None
+    if shadow is None:
+        return {"shadow": [], "shadow_summary": []}
+    rows = shadow.report()
+    return {"shadow": rows, "shadow_summary": [shadow.describe(line) for line in shadow.summary(rows)]}
+
+
+def start(engine) -> None:
+    """Write the first report and see to it that the last state is written; nothing without DSV4_SM120_REPORT."""
+    if engine.settings.report:
+        write(engine)
+        atexit.register(write, engine)
+
+
+def write(engine=None) -> None:
+    """<DSV4_SM120_REPORT>/<pid>.json of this process's engine, replaced as a whole; any thread may ask for it."""
+    engine = engine or patching.engine()
+    if engine is None or not engine.settings.report:
+        return
+    folder = Path(engine.settings.report)
+    final = folder / f"{os.getpid()}.json"
+    draft = final.with_suffix(".tmp")
+    with _write_lock:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(as_dict(engine), indent=1))
+        os.replace(draft, final)
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Left-aligned columns; the last one is free text."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] + [0]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)

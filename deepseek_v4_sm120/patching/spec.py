@@ -1,0 +1,85 @@
+"""What a patch is: plain data, filled in by sglang_patches.py and read by the engine. No SGLang name, no kernel."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deepseek_v4_sm120.patching.contract import Contract
+
+MODES = ("sm120", "ops", "seams")  # normal use and the two validation switches (settings.Settings.mode)
+
+
+class PatchError(RuntimeError):
+    """A patch does not fit. Never an ImportError: SGLang guards optional imports by catching those."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One name to replace, in the host versions where the job is done there.
+
+    where        "module:qualname"; qualname may be "Class.method"
+    sglang       versions, as a PEP 440 specifier set; pre-releases count
+    contract     what the definition on disk must look like, else the patch is BROKEN
+    replacement  "module:function": replace(original) -> what is put there; imported only when it is applied
+    reviewed     SGLang version -> digest of the definition that a human read; anything else is applied as UNREVIEWED
+    caller       module whose calls of the name are checked too: they may pass only what the contract knows
+    """
+
+    where: str
+    sglang: str
+    contract: Contract
+    replacement: str
+    reviewed: Mapping[str, str] = field(default_factory=dict)
+    caller: str | None = None
+
+    @property
+    def module(self) -> str:
+        return self.where.partition(":")[0]
+
+    @property
+    def qualname(self) -> str:
+        return self.where.partition(":")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One reason to touch the host, with all the places where it does.
+
+    needs        what must load before it may be applied, "module:function" each (called without arguments)
+    modes        in which modes it is active
+    retire       when this row should be deleted
+    """
+
+    name: str
+    why: str
+    targets: tuple[Target, ...]
+    retire: str
+    needs: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ("sm120", "seams")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn:
+    """A module that we provide where the real one is not installed.
+
+    package      our package that stands in for it
+    sglang       versions, as in Target
+    only_after   only once this module is imported: nobody else's probe for `name` may find it
+    condition    "module:function", asked at the import; False means that it stays absent
+    """
+
+    name: str
+    why: str
+    package: str
+    sglang: str
+    only_after: str
+    condition: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """supported: host versions that we know at all. preflight: the module whose import starts the check of all rows."""
+
+    supported: str
+    preflight: str
+    patches: tuple[Patch, ...]
+    stand_ins: tuple[StandIn, ...] = ()

@@ -1,0 +1,226 @@
+"""THE table: every SGLang name that we touch, why, in which versions, and until when. The only file that spells them.
+
+Adding an operator: a Patch row here, an adapter in sglang_adapters/, an op in ops/. Reviewing a release: read the
+definitions that tests/patching/test_wheels.py calls UNREVIEWED, then add version and digest to `reviewed`.
+"""
+
+from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
+from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
+
+BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
+INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
+MODEL = "sglang.srt.models.deepseek_v4"
+ADAPTER = "deepseek_v4_sm120.sglang_adapters.sparse_decode"
+SEAMS = "deepseek_v4_sm120.sglang_adapters.platform_seams"
+EXTENSION = "deepseek_v4_sm120.extension:load"
+
+SM120_KEYS = (
+    "q",
+    "k_cache",
+    "head_dim_v",
+    "softmax_scale",
+    "indices",
+    "topk_length",
+    "attn_sink",
+    "extra_k_cache",
+    "extra_indices_in_kvcache",
+    "extra_topk_length",
+)
+FLASH_MLA_PARAMETERS = (
+    "q",
+    "k_cache",
+    "block_table",
+    "cache_seqlens",
+    "head_dim_v",
+    "tile_scheduler_metadata",
+    "num_splits",
+    "softmax_scale",
+    "causal",
+    "is_fp8_kvcache",
+    "indices",
+    "attn_sink",
+    "extra_k_cache",
+    "extra_indices_in_kvcache",
+    "topk_length",
+    "extra_topk_length",
+)
+SGL_KERNEL_PARAMETERS = FLASH_MLA_PARAMETERS[:9] + ("descale_q", "descale_k") + FLASH_MLA_PARAMETERS[9:]
+
+SPARSE_DECODE = Patch(
+    name="sparse_decode",
+    why="the sparse attention of every layer and mode: stock has no SM120 kernel (0.5.12), a Triton kernel that reads "
+    "the cache once per head (0.5.14), FlashInfer's behind a page copy (0.5.17 and later); bench/sparse_decode.py",
+    targets=(
+        Target(
+            where="flash_mla:flash_mla_with_kvcache",  # 0.5.12, the preview image, trees with the pip package flash_mla
+            sglang="<0.5.13",
+            contract=Parameters(FLASH_MLA_PARAMETERS),
+            replacement=f"{ADAPTER}:replace_flash_mla",
+            reviewed={"0.5.12": "d40be1b51ab0a97c"},  # our stand-in's; the real package is on no index
+        ),
+        Target(
+            where="sglang.srt.layers.attention.flash_mla_sm120:flash_mla_with_kvcache_sm120",
+            sglang=">=0.5.13,<0.5.16",
+            contract=ConsumedKeys(SM120_KEYS),
+            replacement=f"{ADAPTER}:replace_sm120",
+            reviewed={"0.5.14": "f36f6856b0c66f24"},
+            caller=BACKEND,
+        ),
+        Target(
+            where="sglang.kernels.ops.attention.flash_mla_sm120:flash_mla_with_kvcache_sm120",
+            sglang=">=0.5.16,<0.6",
+            contract=ConsumedKeys(SM120_KEYS),
+            replacement=f"{ADAPTER}:replace_sm120",
+            reviewed={"0.5.17": "13917ae59b9e1101", "0.5.20": "6bc29bd2c2d101be", "0.5.23": "6bc29bd2c2d101be"},
+            caller=BACKEND,
+        ),
+    ),
+    needs=(EXTENSION,),
+    modes=("sm120", "ops", "seams"),
+    retire="when the stock kernel is faster on SM120 (bench/sparse_decode.py)",
+)
+
+SPARSE_DECODE_HOPPER = Patch(
+    name="sparse_decode_hopper",
+    why="validation only: SGLang's call on other GPUs, so that ours is compared with FlashMLA's Hopper kernel. Extend "
+    "goes through it too with SGLANG_OPT_FLASHMLA_SPARSE_PREFILL=0 and at most 11,673 rows, else through another one",
+    targets=(
+        Target(
+            where="sgl_kernel.flash_mla:flash_mla_with_kvcache",  # of sglang-kernel; imported inside the backend's forward
+            sglang=">=0.5.13,<0.5.23",
+            contract=Parameters(SGL_KERNEL_PARAMETERS),
+            replacement=f"{ADAPTER}:replace_sgl_kernel",
+            reviewed={"0.5.17": "ab854e31a46e30d2"},  # of sglang-kernel 0.4.5, which 0.5.17 pins
+            caller=BACKEND,
+        ),
+    ),
+    needs=(EXTENSION,),
+    modes=("ops",),
+    retire="never: it is a test",
+)
+
+UNPADDED_HEADS = Patch(
+    name="unpadded_heads",
+    why="above TP1 the queries are padded to 64 heads for kernels that need it; ours takes the rank's own heads",
+    targets=(
+        Target(
+            where=f"{BACKEND}:DeepseekV4AttnBackend.forward",
+            sglang=">=0.5.13,<0.5.20",
+            contract=Parameters(
+                ("self", "q", "k", "v", "layer", "forward_batch", "compress_ratio", "save_kv_cache", "attn_sink", "**_")
+            ),
+            replacement=f"{ADAPTER}:replace_backend_forward",
+            reviewed={"0.5.14": "7da962da28620918", "0.5.17": "476ca3dfdcac7bf1"},
+        ),
+        Target(
+            where=f"{MODEL}:MqaAttentionBase._kernel_num_heads",
+            sglang=">=0.5.20,<0.6",
+            contract=Parameters(("self", "num_tokens")),
+            replacement=f"{ADAPTER}:replace_kernel_num_heads",
+            reviewed={"0.5.20": "bb41bfd8b57e71f1", "0.5.23": "bb41bfd8b57e71f1"},
+        ),
+    ),
+    needs=(EXTENSION,),
+    retire="with sparse_decode",
+)
+
+SCHED_META = Patch(
+    name="sched_meta",
+    why="FlashMLA's tile schedule: planned by CUDA code that has no SM120 build, and unused by our kernel",
+    targets=(
+        Target(
+            where="flash_mla:get_mla_metadata",
+            sglang="<0.5.13",
+            contract=Bound(),
+            replacement=f"{ADAPTER}:replace_sched_meta",
+            reviewed={"0.5.12": "75cb7364486c8e5d"},
+        ),
+    ),
+    retire="with SGLang 0.5.12",
+)
+
+
+def _seam(where: str, replacement: str, sglang: str, digest: str, reviewed: tuple[str, ...]) -> Target:
+    return Target(
+        where=where,
+        sglang=sglang,
+        contract=Bound(),
+        replacement=f"{SEAMS}:{replacement}",
+        reviewed=dict.fromkeys(reviewed, digest),
+    )
+
+
+# (versions, digest of the binding, versions whose uses of it were read)
+IMPORTED_PREDICATE_14 = (">=0.5.13,<0.5.19", "1e58558a9af6a6d9", ("0.5.14", "0.5.17"))
+IMPORTED_PREDICATE_17 = (">=0.5.16,<0.5.19", "1e58558a9af6a6d9", ("0.5.17",))
+FROZEN_BACKEND_FLAG = (">=0.5.13,<0.5.19", "93bfbc0866cac10b", ("0.5.14", "0.5.17"))
+FROZEN_METADATA_FLAG = (">=0.5.20,<0.6", "31034dd003a331cd", ("0.5.20", "0.5.23"))
+IMPORTED_PLATFORM = (">=0.5.19,<0.6", "68f5f8aadaddaa43", ("0.5.20", "0.5.23"))
+IMPORTED_PLATFORM_20 = (">=0.5.20,<0.6", "68f5f8aadaddaa43", ("0.5.20", "0.5.23"))
+IMPORTED_PLATFORM_23 = (">=0.5.21,<0.6", "68f5f8aadaddaa43", ("0.5.23",))
+
+SM120_SEAMS = Patch(
+    name="sm120_seams",
+    why="validation only: the modules that choose and run DeepSeek-V4's attention, indexer and mHC are told that the GPU "
+    "is SM120. Argument resolution then forces what SM120 users get: TileLang indexer, top-k v1, torch mHC, bf16 wo_a",
+    targets=(
+        # up to 0.5.18: the predicate as each module imported it, and one global frozen from it
+        _seam("sglang.srt.server_args:is_sm120_supported", "replace_predicate", *IMPORTED_PREDICATE_14),
+        _seam(f"{BACKEND}:_is_sm120", "replace_flag", *FROZEN_BACKEND_FLAG),
+        _seam(f"{INDEXER}:is_sm120_supported", "replace_predicate", *IMPORTED_PREDICATE_14),
+        _seam(f"{MODEL}:is_sm120_supported", "replace_predicate", *IMPORTED_PREDICATE_17),
+        # from 0.5.19: the platform object as each module imported it, and one global frozen from it
+        _seam("sglang.srt.arg_groups.model_hook:get_platform", "replace_get_platform", *IMPORTED_PLATFORM),
+        _seam(f"{BACKEND}:get_platform", "replace_get_platform", *IMPORTED_PLATFORM),
+        _seam(f"{INDEXER}:get_platform", "replace_get_platform", *IMPORTED_PLATFORM),
+        _seam("sglang.srt.layers.attention.dsv4.metadata:_IS_SM120", "replace_flag", *FROZEN_METADATA_FLAG),
+        _seam(f"{MODEL}:get_platform", "replace_get_platform", *IMPORTED_PLATFORM),
+        _seam(
+            "sglang.srt.models.deepseek_common.amd.deepseek_v4_fused_mhc:get_platform",
+            "replace_get_platform",
+            *IMPORTED_PLATFORM_20,
+        ),
+        _seam(
+            "sglang.srt.mem_cache.deepseek_v4_memory_pool:get_platform", "replace_get_platform", *IMPORTED_PLATFORM_23
+        ),
+    ),
+    modes=("seams",),
+    retire="never: it is a test",
+)
+
+# What DSV4_SM120_FORCE=seams leaves at the truth, because an SM120 answer there selects code that another GPU cannot
+# run, or says nothing about our seams. On an H200 the engine then runs with --moe-runner-backend marlin and the dense
+# GEMM backend that SGLang picks there (DeepGEMM), or --fp8-gemm-backend triton. The stock SM120 attention, where we do
+# not serve or in shadow mode, needs SGLANG_SM120_FLASHMLA_BACKEND=triton: FlashInfer's kernel has SM120 code only.
+LEFT_AT_TRUTH = {
+    "sglang.srt.utils.common": "the predicate itself: everything below asks it",
+    "sglang.srt.layers.quantization.fp8_utils": "dense FP8 GEMM: the SM120 CUTLASS kernel is compiled for sm_120a only",
+    "sglang.kernels.ops.gemm.fp8_blockwise_gemm": "asserts SM120 before it compiles that kernel",
+    "sglang.kernels.ops.quantization.fp8_kernel": "Triton stages for 99 KB of shared memory: tuning",
+    "sglang.kernels.ops.gemm.fused_a_gemm": "chooses a CuTe DSL kernel for SM120",
+    "sglang.srt.layers.deep_gemm_wrapper.configurer": "DeepGEMM stays on: it is the machine's dense GEMM",
+    "sglang.srt.arg_groups.overrides": "would turn --moe-runner-backend auto into flashinfer_mxfp4, whose kernel "
+    "(MXFP8 x MXFP4) needs SM120; pass marlin",
+    "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe": "MXFP8 activations: block-scaled FP8 instructions",
+    "sglang.srt.layers.quantization.mxfp4_marlin_moe": "accepts SM90 as well",
+    "sglang.srt.layers.moe.fused_moe_triton.triton_kernels_moe": "Triton MoE tuning, not on this path",
+    "sglang.kernels.ops.layernorm.mhc": "TileLang compile flags (0.5.20: no warp specialisation on SM120), asked by a local "
+    "import; the kernels compile either way",
+    "sgl_kernel": "loads its library for the machine's own capability",
+}
+
+TABLE = Table(
+    supported="<0.6",
+    preflight="sglang.srt.managers.scheduler",
+    patches=(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, SCHED_META, SM120_SEAMS),
+    stand_ins=(
+        StandIn(
+            name="flash_mla",
+            why="SGLang 0.5.12 imports it inside its attention backend, but does not require it",
+            package="deepseek_v4_sm120.sglang_adapters.flash_mla_absent",
+            sglang="<0.5.13",
+            only_after=BACKEND,
+            condition="deepseek_v4_sm120.device_gate:serves_current_device",
+        ),
+    ),
+)
