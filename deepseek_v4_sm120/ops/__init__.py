@@ -1,0 +1,1 @@
+"""Public operators: they validate, allocate, and launch. One module per operator."""

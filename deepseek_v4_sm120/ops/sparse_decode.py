@@ -1,0 +1,313 @@
+"""Public sparse decode: checks the arguments, owns the workspace, launches `_C.sparse_decode`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120.kv_page_layout import kv_page_layout
+
+MAX_HEADS = 128
+_ALIGN_BYTES = 16  # the kernel moves 16 bytes at a time
+_ALIGN_BF16 = _ALIGN_BYTES // 2
+_CAPTURE_RING_BYTES = 4 << 20
+
+_PAGE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
+
+
+def sparse_decode(
+    q,
+    kv_pages,
+    indices,
+    *,
+    softmax_scale=None,
+    topk_length=None,
+    attn_sink=None,
+    extra_kv_pages=None,
+    extra_indices=None,
+    extra_topk_length=None,
+    out=None,
+    return_lse=False,
+):
+    """One decode step of sparse MLA over FP8 pages: one softmax over one or two paged caches, with a sink.
+
+    q                  [rows, 1, heads, 512] bf16, last dim contiguous, other strides multiples of 8; heads in 1..128
+    kv_pages           [pages, page_size, 1, 584] uint8 or float8_e4m3fn, any page_size; stride(0) = page stride in
+                       bytes, the inner strides do not describe the memory (csrc/kv_page_layout.h)
+    indices            [rows, 1, width] int32 token slots, last dim contiguous, row stride free; a negative slot and one
+                       beyond the pool have no weight in the softmax and are not read
+    softmax_scale      float, default 512 ** -0.5
+    topk_length        [rows] int32: only that many leading indices count, clamped to 0..width; None: all
+    attn_sink          [heads] float32, natural-log logit without a value, or None; -inf is no sink, +inf gives out 0
+    extra_kv_pages, extra_indices, extra_topk_length
+                       the second cache (C4, C128), with page size, width and lengths of its own; pages and indices
+                       together or not at all
+    out                bf16 like q, written in place, or None; must not overlap q
+    return_lse         also return lse
+    returns            out [rows, 1, heads, 512] bf16, or (out, lse); lse [rows, heads, 1] float32: natural log, without
+                       the sink. A row without a candidate has out 0 and lse +inf
+    raises             TypeError (dtype), ValueError (shape, stride, alignment: says name, expected, got),
+                       RuntimeError (device, launch)
+    cuda graphs        capture-safe: no host sync; allocates only out, lse and the split workspace, through torch
+    streams            runs on the current stream of q's device; concurrent calls on several streams are independent,
+                       and so are graphs replayed side by side
+    source             semantics of FlashMLA's flash_mla_with_kvcache (sparse, FP8, MODEL1 pages), which masks only -1;
+                       specification in reference/sparse_decode.py
+    """
+    _check_query(q)
+    rows, _, heads, dim = q.shape
+    device = q.device
+    _check_cache("kv_pages", kv_pages, "indices", indices, "topk_length", topk_length, rows, device)
+    if extra_kv_pages is not None and extra_indices is not None:
+        extra = ("extra_kv_pages", extra_kv_pages, "extra_indices", extra_indices)
+        _check_cache(*extra, "extra_topk_length", extra_topk_length, rows, device)
+    elif not (extra_kv_pages is None and extra_indices is None and extra_topk_length is None):
+        _refuse_partial_extra(extra_kv_pages, extra_indices)
+    if attn_sink is not None:
+        _check_vector("attn_sink", attn_sink, torch.float32, heads, "heads", device)
+    if out is not None:
+        _check_out(out, q)
+    if device.type != "cuda":
+        raise RuntimeError(f"sparse_decode: q.device must be a CUDA device, got {device}")
+    if out is None:
+        out = torch.empty((rows, 1, heads, dim), dtype=torch.bfloat16, device=device)
+    lse = torch.empty((rows, heads), dtype=torch.float32, device=device) if return_lse else None
+    if rows:
+        call = (q, kv_pages, indices, topk_length, extra_kv_pages, extra_indices, extra_topk_length)
+        scale = dim**-0.5 if softmax_scale is None else float(softmax_scale)
+        if device.index == torch._C._cuda_getDevice():
+            _launch(*call, attn_sink, scale, out, lse)
+        else:
+            with torch.cuda.device(device):
+                _launch(*call, attn_sink, scale, out, lse)
+    return (out, lse.unsqueeze(-1)) if return_lse else out
+
+
+def _launch(
+    q, kv_pages, indices, topk_length, extra_kv_pages, extra_indices, extra_topk_length, attn_sink, scale, out, lse
+):
+    """Checked arguments to raw pointers; q's device is current."""
+    rows, _, heads, _ = q.shape
+    q_strides, out_strides = q.stride(), out.stride()
+    width = indices.shape[2]
+    extra_width = 0 if extra_indices is None else extra_indices.shape[2]
+    index = q.device.index
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    num_sms = _num_sms(index)
+    partials_bytes, control_words = _workspace(rows, heads, width, extra_width, num_sms)
+    partials = torch.empty((partials_bytes,), dtype=torch.uint8, device=q.device) if partials_bytes else None
+    control = _control(index, stream, control_words)
+    extension.load().sparse_decode(
+        q=q.data_ptr(),
+        q_stride_row=q_strides[0],
+        q_stride_head=q_strides[2],
+        rows=rows,
+        heads=heads,
+        kv_pages=kv_pages.data_ptr(),
+        page_bytes=kv_pages.stride(0),
+        page_size=kv_pages.shape[1],
+        num_pages=kv_pages.shape[0],
+        indices=indices.data_ptr(),
+        indices_stride=indices.stride(0),
+        indices_width=width,
+        topk_length=0 if topk_length is None else topk_length.data_ptr(),
+        extra_kv_pages=0 if extra_kv_pages is None else extra_kv_pages.data_ptr(),
+        extra_page_bytes=0 if extra_kv_pages is None else extra_kv_pages.stride(0),
+        extra_page_size=1 if extra_kv_pages is None else extra_kv_pages.shape[1],
+        extra_num_pages=0 if extra_kv_pages is None else extra_kv_pages.shape[0],
+        extra_indices=0 if extra_indices is None else extra_indices.data_ptr(),
+        extra_indices_stride=0 if extra_indices is None else extra_indices.stride(0),
+        extra_indices_width=extra_width,
+        extra_topk_length=0 if extra_topk_length is None else extra_topk_length.data_ptr(),
+        attn_sink=0 if attn_sink is None else attn_sink.data_ptr(),
+        softmax_scale=scale,
+        out=out.data_ptr(),
+        out_stride_row=out_strides[0],
+        out_stride_head=out_strides[2],
+        lse=0 if lse is None else lse.data_ptr(),
+        partials=0 if partials is None else partials.data_ptr(),
+        partials_bytes=partials_bytes,
+        control=control.data_ptr(),
+        control_words=control_words,
+        num_sms=num_sms,
+        pdl=True,
+        stream=stream,
+    )
+
+
+# ---- workspace
+
+
+@functools.cache
+def _num_sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.lru_cache(maxsize=4096)
+def _workspace(rows: int, heads: int, width: int, extra_width: int, num_sms: int) -> tuple[int, int]:
+    return extension.load().sparse_decode_workspace(
+        rows=rows, heads=heads, indices_width=width, extra_indices_width=extra_width, num_sms=num_sms
+    )
+
+
+class _ControlWords:
+    """The counters by which the blocks of a call find each other, on one device. Zero before a call and after it.
+
+    Calls that may run at the same time must not share words. Eager calls of one stream run in order and share a buffer
+    made on that stream. A captured call can be replayed on any stream, so each takes the next words of a ring; two
+    captured calls share words only when the ring (room for over 1,000 of the largest calls) went round between them.
+    A first call that is already being captured zeroes words of its own, with one more node in that graph.
+    """
+
+    def __init__(self):
+        self._by_stream = {}
+        self._ring = None
+        self._next = 0
+
+    def take(self, index: int, stream: int, words: int) -> torch.Tensor:
+        """At least `words` zeroed int32; hold the tensor until the launch is queued."""
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return self._take_captured(index, words)
+        buffer = self._by_stream.get(stream)
+        return self._add_stream(index, stream) if buffer is None else buffer
+
+    def _take_captured(self, index: int, words: int) -> torch.Tensor:
+        if self._ring is None:
+            return torch.zeros(words, dtype=torch.int32, device=f"cuda:{index}")
+        start = self._next if self._next + words <= self._ring.numel() else 0
+        self._next = start + -(-words // 32) * 32  # 128-byte steps: no two calls in one cache line
+        return self._ring[start : start + words]
+
+    def _add_stream(self, index: int, stream: int) -> torch.Tensor:
+        device = f"cuda:{index}"
+        if self._ring is None:
+            self._ring = torch.zeros(_CAPTURE_RING_BYTES // 4, dtype=torch.int32, device=device)
+            torch.cuda.current_stream(index).synchronize()  # once per device: later graphs run on any stream
+        words = extension.load().sparse_decode_max_control_words
+        self._by_stream[stream] = torch.zeros(words, dtype=torch.int32, device=device)
+        return self._by_stream[stream]
+
+
+_control_words: dict[int, _ControlWords] = {}
+
+
+def _control(index: int, stream: int, words: int) -> torch.Tensor:
+    device_words = _control_words.get(index)
+    if device_words is None:
+        device_words = _control_words[index] = _ControlWords()
+    return device_words.take(index, stream, words)
+
+
+# ---- checks: every message says argument, expected, got
+
+
+def _check_query(q) -> None:
+    head_dim = kv_page_layout().head_dim
+    if q.dtype != torch.bfloat16:
+        raise TypeError(f"sparse_decode: q.dtype must be torch.bfloat16, got {q.dtype}")
+    shape = q.shape
+    if len(shape) != 4 or shape[1] != 1 or shape[3] != head_dim:
+        raise ValueError(f"sparse_decode: q.shape must be [rows, 1, heads, {head_dim}], got {list(shape)}")
+    if not 1 <= shape[2] <= MAX_HEADS:
+        raise ValueError(f"sparse_decode: q.shape[2] must be 1..{MAX_HEADS} (heads), got {shape[2]}")
+    _check_vectors_of_8("q", q, shape)
+
+
+def _check_vectors_of_8(name, tensor, shape) -> None:
+    """bf16 [rows, 1, heads, 512]: last dim contiguous, rows and heads on 16-byte boundaries."""
+    strides = tensor.stride()
+    if strides[3] != 1:
+        raise ValueError(f"sparse_decode: {name}.stride(3) must be 1 (contiguous head dimension), got {strides[3]}")
+    if (shape[0] > 1 and strides[0] % _ALIGN_BF16) or (shape[2] > 1 and strides[2] % _ALIGN_BF16):
+        got = f"{strides[0]} and {strides[2]}"
+        raise ValueError(
+            f"sparse_decode: {name}.stride(0) and {name}.stride(2) must be multiples of {_ALIGN_BF16} (16 bytes), "
+            f"got {got}"
+        )
+    _check_alignment(name, tensor)
+
+
+def _check_alignment(name, tensor) -> None:
+    if tensor.data_ptr() % _ALIGN_BYTES:
+        got = f"an address {tensor.data_ptr() % _ALIGN_BYTES} bytes past one"
+        raise ValueError(f"sparse_decode: {name} must start on a {_ALIGN_BYTES}-byte boundary, got {got}")
+
+
+def _check_cache(pages_name, kv_pages, indices_name, indices, length_name, topk_length, rows, device) -> None:
+    if kv_pages.dtype not in _PAGE_DTYPES:
+        accepted = " or ".join(map(str, _PAGE_DTYPES))
+        raise TypeError(f"sparse_decode: {pages_name}.dtype must be {accepted}, got {kv_pages.dtype}")
+    shape = kv_pages.shape
+    if len(shape) != 4 or shape[0] < 1 or shape[1] < 1 or shape[2] != 1:
+        got = list(shape)
+        raise ValueError(f"sparse_decode: {pages_name}.shape must be [pages, page_size, 1, bytes], none 0, got {got}")
+    token_bytes = kv_page_layout().token_bytes
+    if shape[3] != token_bytes:
+        got = shape[3]
+        raise ValueError(f"sparse_decode: {pages_name}.shape[-1] must be {token_bytes} (KV token bytes), got {got}")
+    page_stride = kv_pages.stride(0)
+    if shape[0] > 1 and (page_stride < shape[1] * token_bytes or page_stride % _ALIGN_BYTES):
+        raise ValueError(
+            f"sparse_decode: {pages_name}.stride(0) must be a multiple of {_ALIGN_BYTES} and at least "
+            f"{shape[1] * token_bytes} (page bytes), got {page_stride}"
+        )
+    if kv_pages.device != device:
+        raise RuntimeError(f"sparse_decode: {pages_name}.device must be q's, {device}, got {kv_pages.device}")
+    _check_alignment(pages_name, kv_pages)
+    if indices.dtype != torch.int32:
+        raise TypeError(f"sparse_decode: {indices_name}.dtype must be torch.int32, got {indices.dtype}")
+    shape = indices.shape
+    if len(shape) != 3 or shape[0] != rows or shape[1] != 1:
+        raise ValueError(f"sparse_decode: {indices_name}.shape must be [{rows}, 1, width], got {list(shape)}")
+    if shape[2] > 1 and indices.stride(2) != 1:
+        got = indices.stride(2)
+        raise ValueError(f"sparse_decode: {indices_name}.stride(2) must be 1 (contiguous candidates), got {got}")
+    if indices.device != device:
+        raise RuntimeError(f"sparse_decode: {indices_name}.device must be q's, {device}, got {indices.device}")
+    if topk_length is not None:
+        _check_vector(length_name, topk_length, torch.int32, rows, "rows", device)
+
+
+def _check_vector(name, tensor, dtype, size, meaning, device) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"sparse_decode: {name}.dtype must be {dtype}, got {tensor.dtype}")
+    if tensor.shape != (size,):
+        raise ValueError(f"sparse_decode: {name}.shape must be [{size}] ({meaning}), got {list(tensor.shape)}")
+    if size > 1 and tensor.stride(0) != 1:
+        raise ValueError(f"sparse_decode: {name}.stride(0) must be 1, got {tensor.stride(0)}")
+    if tensor.device != device:
+        raise RuntimeError(f"sparse_decode: {name}.device must be q's, {device}, got {tensor.device}")
+
+
+def _refuse_partial_extra(extra_kv_pages, extra_indices) -> None:
+    got = ["None" if value is None else "a tensor" for value in (extra_kv_pages, extra_indices)]
+    raise ValueError(
+        "sparse_decode: extra_kv_pages and extra_indices must be given together, extra_topk_length only with them, "
+        f"got extra_kv_pages = {got[0]} and extra_indices = {got[1]}"
+    )
+
+
+def _check_out(out, q) -> None:
+    if out.dtype != torch.bfloat16:
+        raise TypeError(f"sparse_decode: out.dtype must be torch.bfloat16, got {out.dtype}")
+    if out.shape != q.shape:
+        raise ValueError(f"sparse_decode: out.shape must be q's, {list(q.shape)}, got {list(out.shape)}")
+    if out.device != q.device:
+        raise RuntimeError(f"sparse_decode: out.device must be q's, {q.device}, got {out.device}")
+    _check_vectors_of_8("out", out, out.shape)
+    spans = sorted((stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1)
+    end = 0
+    for stride, size in spans:
+        if stride <= end:
+            raise ValueError(f"sparse_decode: out must not overlap itself, got strides {list(out.stride())}")
+        end += stride * (size - 1)
+    if out.numel() and q.numel() and _bytes_of(out)[0] < _bytes_of(q)[1] and _bytes_of(q)[0] < _bytes_of(out)[1]:
+        raise ValueError("sparse_decode: out must not overlap q, got memory that both cover")
+
+
+def _bytes_of(tensor) -> tuple[int, int]:
+    """First byte and the byte after the last that a tensor reaches."""
+    last = sum(stride * (size - 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -1,0 +1,1 @@
+"""Slow, plain torch, written from the specification and never from a kernel. Needs no extension."""
