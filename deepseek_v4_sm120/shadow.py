@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from deepseek_v4_sm120 import patching
+from deepseek_v4_sm120.patching import report as process_report
 from deepseek_v4_sm120.settings import settings
 
 logger = logging.getLogger(__name__)
@@ -283,9 +285,9 @@ def _write_while_calls_arrive() -> None:
 
 
 def _write_report() -> None:
-    from deepseek_v4_sm120.patching import report as process_report
-
-    process_report.write()
+    engine = patching.engine()
+    if engine is not None:
+        process_report.write(engine)
 
 
 def describe(line: Mapping) -> str:

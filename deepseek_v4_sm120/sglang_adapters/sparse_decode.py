@@ -8,7 +8,7 @@ Three functions that SGLang calls for the same attention over the 584-byte FP8 p
 
 Each serves a call when `handles` says so and otherwise returns what the original returns for the very arguments.
 Around them: the number of heads worth computing (replace_kernel_num_heads, replace_backend_forward) and FlashMLA's
-scheduler metadata, which our kernel does not use (replace_sched_meta, replace_create_sched_meta).
+scheduler metadata, which our kernel does not use (replace_sched_meta).
 """
 
 from __future__ import annotations
@@ -19,45 +19,14 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120 import device_gate, kv_page_layout, shadow
+from deepseek_v4_sm120 import device_gate, shadow
+from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches import FLASH_MLA_PARAMETERS, SGL_KERNEL_PARAMETERS, SM120_KEYS
 
 PATCH = "sparse_decode"
-MAX_HEADS = 128
 SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the output and two of P explain about 0.0015
-
-SM120_NAMES = (
-    "q",
-    "k_cache",
-    "head_dim_v",
-    "softmax_scale",
-    "indices",
-    "topk_length",
-    "attn_sink",
-    "extra_k_cache",
-    "extra_indices_in_kvcache",
-    "extra_topk_length",
-)
-FLASH_MLA_NAMES = (
-    "q",
-    "k_cache",
-    "block_table",
-    "cache_seqlens",
-    "head_dim_v",
-    "tile_scheduler_metadata",
-    "num_splits",
-    "softmax_scale",
-    "causal",
-    "is_fp8_kvcache",
-    "indices",
-    "attn_sink",
-    "extra_k_cache",
-    "extra_indices_in_kvcache",
-    "topk_length",
-    "extra_topk_length",
-)
-SGL_KERNEL_NAMES = FLASH_MLA_NAMES[:9] + ("descale_q", "descale_k") + FLASH_MLA_NAMES[9:]
 
 _real_heads: int | None = None  # heads of q that carry data, known inside the backend's forward of 0.5.13 to 0.5.19
 
@@ -128,7 +97,7 @@ def _is_served_cache(cache: torch.Tensor, indices: torch.Tensor | None) -> bool:
     return (
         cache.ndim == 4
         and cache.shape[2] == 1
-        and cache.shape[3] == kv_page_layout.LAYOUT.token_bytes
+        and cache.shape[3] == kv_page_layout().token_bytes
         and cache.element_size() == 1
         and indices is not None
         and indices.ndim == 3
@@ -144,9 +113,10 @@ def handles(call: Call) -> bool:
         and q.dtype == torch.bfloat16
         and q.ndim == 4
         and q.shape[1] == 1
-        and 1 <= q.shape[2] <= MAX_HEADS
-        and q.shape[3] == call.head_dim_v == kv_page_layout.LAYOUT.head_dim
+        and 1 <= q.shape[2] <= op.MAX_HEADS
+        and q.shape[3] == call.head_dim_v == kv_page_layout().head_dim
         and _is_served_cache(call.k_cache, call.indices)
+        and (call.extra_k_cache is None) == (call.extra_indices is None)
         and (call.extra_k_cache is None or _is_served_cache(call.extra_k_cache, call.extra_indices))
         and device_gate.serves(q.device)
     )
@@ -214,7 +184,7 @@ def replace_sm120(original: Callable) -> Callable:
     def flash_mla_with_kvcache_sm120(**kwargs):
         if not device_gate.serves(kwargs["q"].device):
             return original(**kwargs)
-        values = _bind("flash_mla_with_kvcache_sm120", SM120_NAMES, (), kwargs)
+        values = _bind("flash_mla_with_kvcache_sm120", SM120_KEYS, (), kwargs)
         call = _call(values, (), kwargs, is_sparse_fp8=True)
         return serve(call) if handles(call) else original(**kwargs)
 
@@ -244,7 +214,7 @@ def _replace_flash_mla_with_kvcache(original: Callable, where: str, names: tuple
 
 def replace_flash_mla(original: Callable) -> Callable:
     """For flash_mla.flash_mla_with_kvcache, positional or by keyword: returns (out, lse) in FlashMLA's convention."""
-    return _replace_flash_mla_with_kvcache(original, "flash_mla.flash_mla_with_kvcache", FLASH_MLA_NAMES)
+    return _replace_flash_mla_with_kvcache(original, "flash_mla.flash_mla_with_kvcache", FLASH_MLA_PARAMETERS)
 
 
 def replace_sgl_kernel(original: Callable) -> Callable:
@@ -253,7 +223,8 @@ def replace_sgl_kernel(original: Callable) -> Callable:
     FlashMLASchedMeta objects fill themselves at the first original call that gets them; a call that we serve leaves
     them empty, which is the state in which the next original call expects to find them.
     """
-    return _replace_flash_mla_with_kvcache(original, "sgl_kernel.flash_mla.flash_mla_with_kvcache", SGL_KERNEL_NAMES)
+    where = "sgl_kernel.flash_mla.flash_mla_with_kvcache"
+    return _replace_flash_mla_with_kvcache(original, where, SGL_KERNEL_PARAMETERS)
 
 
 def _runs_sm120_branches() -> bool:
@@ -302,15 +273,3 @@ def replace_sched_meta(original: Callable) -> Callable:
         return original(*args, **kwargs)
 
     return get_mla_metadata
-
-
-def replace_create_sched_meta(original: Callable) -> Callable:
-    """For _create_flashmla_metadata of 0.5.12's backend module; later versions return None on SM120 by themselves."""
-
-    @functools.wraps(original)
-    def _create_flashmla_metadata():
-        if _runs_sm120_branches() and device_gate.serves_current_device():
-            return None
-        return original()
-
-    return _create_flashmla_metadata

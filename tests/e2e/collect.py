@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+"""Turn run_stage.py's outputs into one table of results and print it.
+
+usage: collect.py STAGE.json .. [--write bench/results/e2e_sglang_0.5.17.json] [--commit HASH]
+
+Rows have the form of bench/results: {issue, case, impl, metric, value, bar, met}; bar and met are null where a number
+is reported and nothing is demanded of it.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ISSUE = 2
+PATCH = "sparse_decode"
+SHADOW_BAR = 0.004  # relative L2 of every call against the original
+FINITE_BAR = 0
+IMPLEMENTATIONS = {
+    "stock": "SGLang stock (FlashMLA, Hopper)",
+    "stock43": "SGLang stock (FlashMLA, Hopper)",
+    "ops": "ours, DSV4_SM120_FORCE=ops",
+    "ops_paged": "ours, DSV4_SM120_FORCE=ops, paged extend",
+    "ops43": "ours, DSV4_SM120_FORCE=ops",
+    "ops_shadow": "ours beside FlashMLA's Hopper kernel",
+    "ops43_shadow": "ours beside FlashMLA's Hopper kernel",
+    "seams": "ours, DSV4_SM120_FORCE=seams",
+    "seams43": "ours, DSV4_SM120_FORCE=seams",
+    "seams_shadow": "ours beside SGLang's Triton kernel",
+    "seams43_shadow": "ours beside SGLang's Triton kernel",
+}
+ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
+
+
+def row(case, impl, metric, value, bar=None):
+    met = None if bar is None else value is not None and value <= bar
+    return {"issue": ISSUE, "case": case, "impl": impl, "metric": metric, "value": value, "bar": bar, "met": met}
+
+
+def shadow_rows(name, records):
+    """Totals of one run's shadow records; a run without any is a failed one, not a passed one."""
+    impl = IMPLEMENTATIONS[name]
+    records = [r for r in records if r["patch"] == PATCH]
+    calls = sum(r["calls"] for r in records)
+    if not calls:
+        return [row(name, impl, "shadow calls recorded: none", None, SHADOW_BAR)]
+    eager = [r for r in records if not r["captured"]]
+    kinds = {
+        "all calls": records,
+        "replayed in graphs": [r for r in records if r["captured"]],
+        "eager, up to 128 rows": [r for r in eager if isinstance(r["shape"]["rows"], int)],
+        "eager, above 128 rows": [r for r in eager if isinstance(r["shape"]["rows"], str)],
+    }
+    rows = []
+    for kind, chosen in kinds.items():
+        case = f"{name}, {kind}"
+        n = sum(r["calls"] for r in chosen)
+        if not n:
+            rows.append(row(case, impl, "calls", 0))
+            continue
+        mean = sum(r["relative_l2_mean"] * r["calls"] for r in chosen) / n
+        rows += [
+            row(case, impl, "calls", n),
+            row(case, impl, "relative L2 of a call, greatest", max(r["relative_l2_max"] for r in chosen), SHADOW_BAR),
+            row(case, impl, "relative L2 of a call, mean", mean),
+            row(case, impl, "relative L2 of a row, greatest", max(r["row_relative_l2_max"] for r in chosen)),
+            row(case, impl, "absolute error, greatest", max(r["absolute_error_max"] for r in chosen)),
+            row(case, impl, "calls above the bound", sum(r["bad_calls"] for r in chosen), 0),
+            row(case, impl, "non-finite elements of ours only", sum(r["nonfinite_ours"] for r in chosen), 0),
+            row(case, impl, "non-finite elements of the original", sum(r["nonfinite_original"] for r in chosen)),
+        ]
+    rows.append(row(name, impl, "layers seen", len({r["layer"] for r in records})))
+    return rows
+
+
+def timing_rows(name, batches):
+    impl, rows = IMPLEMENTATIONS[name], []
+    for batch, timed in batches.items():
+        case = f"flash43e64, batch {batch}, 1K context"
+        for metric, key in (
+            ("decode step, ms, best", "step_ms_best"),
+            ("decode step, ms, median", "step_ms_median"),
+            ("prefill, ms, best", "prefill_ms"),
+            ("launches per step", "launches_per_step"),
+            ("kernel time per step, us", "busy_us_per_step"),
+        ):
+            if key in timed:
+                rows.append(row(case, impl, metric, timed[key]))
+        attention = [k for k in timed.get("kernels", []) if ATTENTION_KERNELS.search(k[0])]
+        if attention:
+            rows.append(row(case, impl, "sparse attention launches per step", sum(k[1] for k in attention)))
+            rows.append(row(case, impl, "sparse attention per step, us", sum(k[2] for k in attention)))
+    return rows
+
+
+def case_rows(name, case):
+    impl = IMPLEMENTATIONS[name]
+    rows = [row(name, impl, "exit code of the engine run", case["exit"] if case["exit"] in (0, None) else 1, 0)]
+    if case["patched"]:
+        rows.append(row(name, impl, "processes that applied the patch", len(case["reports"])))
+    if "bad_logprobs" in case:
+        rows.append(row(name, impl, "log-probabilities", case["logprobs"]))
+        rows.append(row(name, impl, "log-probabilities that are not finite", case["bad_logprobs"], FINITE_BAR))
+    if name.endswith("_shadow"):
+        rows += shadow_rows(name, [r for report in case["reports"] for r in report["shadow"]])
+    return rows + timing_rows(name, case.get("rows", {}))
+
+
+def difference_rows(difference):
+    rows = []
+    for found in difference["rows"]:
+        case = f"flash6h, {found['prompt']} tokens: {difference['what']}"
+        impl = IMPLEMENTATIONS[difference["run"]]
+        rows.append(row(case, impl, "log-probability difference, mean", found["mean"]))
+        rows.append(row(case, impl, "log-probability difference, greatest", found["greatest"]))
+        rows.append(row(case, impl, "share of positions with the same greatest token", found["same_greatest"]))
+        for name, own in zip((difference["run"], difference["against"]), found["repeated"], strict=False):
+            rows.append(row(case, IMPLEMENTATIONS[name], "the run against its own repetition", own["greatest"]))
+    return rows
+
+
+def collect(stages, commit):
+    rows, differences = [], {}
+    for stage in stages:
+        for name, case in stage["cases"].items():
+            rows += case_rows(name, case)
+        for difference in stage["differences"]:  # a later stage's file repeats what its work folder still holds
+            differences[difference["what"]] = difference
+    for difference in differences.values():
+        rows += difference_rows(difference)
+    return {
+        "device": stages[0]["device"],
+        "date": stages[0]["date"],
+        "commit": stages[0]["commit"] or commit,
+        "command": [stage["command"] for stage in stages],
+        "sglang": sorted({c["sglang"] for stage in stages for c in stage["cases"].values() if "sglang" in c}),
+        "ceilings": {"relative_l2_of_a_call": SHADOW_BAR},
+        "runs": {name: case["command"] for stage in stages for name, case in stage["cases"].items()},
+        "rows": rows,
+    }
+
+
+def head_commit():
+    asked = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return asked.stdout.strip() or None
+
+
+def show(table):
+    for r in table["rows"]:
+        verdict = {None: "", True: "met", False: "NOT MET"}[r["met"]]
+        value = f"{r['value']:.6g}" if isinstance(r["value"], (int, float)) else str(r["value"])
+        print(f"{r['case'][:76]:76s}  {r['metric'][:44]:44s}  {value:>12s}  {verdict:7s}  {r['impl']}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stages", nargs="+", type=Path)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--commit", help="of the measured tree, where the stage files do not say (default: HEAD here)")
+    arguments = parser.parse_args()
+    stages = [json.loads(path.read_text()) for path in arguments.stages]
+    table = collect(stages, arguments.commit or head_commit())
+    show(table)
+    if arguments.write:
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(json.dumps(table, indent=1) + "\n")
+        print(f"wrote {arguments.write}, {len(table['rows'])} rows")
+    unmet = [r for r in table["rows"] if r["met"] is False]
+    print(f"{len(unmet)} of {sum(r['met'] is not None for r in table['rows'])} bars not met")
+    sys.exit(1 if unmet else 0)
+
+
+if __name__ == "__main__":
+    main()

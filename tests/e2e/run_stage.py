@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+"""Run one stage of the end-to-end validation on a GPU machine: real SGLang, stock against patched.
+
+usage: run_stage.py STAGE [--harness DIR] [--patch build] [--out $OUT] [--jobs 2] [--limit-s 560] [--only CASE ..]
+
+A stage is a list of cases; a case is one start of the engine (engine_case.py) with its own patch, environment and
+options. Raw answers stay in --work; OUT/stage_STAGE.json gets what collect.py reads: differences of answers (by the
+harness's own `compare`), shadow records, timings, kernels. Cases that only answer may run side by side (--jobs);
+cases that are timed run alone. The limit covers the stage: cases that have not ended by then are stopped and say so.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parent.parent
+
+# every extend row goes through the paged kernel as a decode row does, so that our call replaces it in `ops` mode:
+# by default SGLang's Hopper path gathers an extend's history and calls flash_mla_sparse_fwd, which is not our seam
+PAGED_EXTEND = {"SGLANG_OPT_FLASHMLA_SPARSE_PREFILL": "0"}
+OPS = {"DSV4_SM120_FORCE": "ops"}
+# SGLang's own SM120 branches; FlashInfer's attention has no code for other chips, Triton's runs everywhere. Experts are
+# Marlin's (the harness's default); dense GEMMs stay on the backend that SGLang picks for the machine
+SEAMS = {"DSV4_SM120_FORCE": "seams", "SGLANG_SM120_FLASHMLA_BACKEND": "triton"}
+SHADOW = {"DSV4_SM120_SHADOW": "1"}
+
+ANSWER = ["--phases", "answer", "--batches", "8", "32", "--graph-bs", "1", "8", "32", "--batch-prompts", ""]
+SIX_LAYERS = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--repeat", "2", "--new", "48"]
+ALL_LAYERS = ["--variant", "flash43e64"]
+ALL_LAYERS_ANSWER = [*ALL_LAYERS, "--prompts", "5,700,2100,8200", "--repeat", "1", "--new", "32"]
+TIMED = [*ALL_LAYERS, "--phases", "bench", "profile", "--bs", "1", "8", "32", "--in-len", "1024", "--out-len", "64"]
+TIMED += ["--reps", "3", "--max-total-tokens", "2000000"]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    options: list[str]
+    patched: bool = True
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_timed(self) -> bool:
+        return "bench" in self.options
+
+
+STAGES = {
+    # six layers, all hash-routed: the variant whose answers can be compared
+    "ops": [
+        Case("stock", SIX_LAYERS + ANSWER, patched=False),
+        Case("ops", SIX_LAYERS + ANSWER, environment=OPS),
+        Case("ops_shadow", SIX_LAYERS + ANSWER, environment=OPS | PAGED_EXTEND | SHADOW),
+        Case("ops_paged", SIX_LAYERS + ANSWER, environment=OPS | PAGED_EXTEND),
+    ],
+    "seams": [
+        Case("seams_shadow", SIX_LAYERS + ANSWER, environment=SEAMS | SHADOW),
+        Case("seams", SIX_LAYERS + ANSWER, environment=SEAMS),
+    ],
+    # all 43 layers, 64 of the 256 experts: every layer's call, and the speed
+    "ops43_shadow": [Case("ops43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=OPS | PAGED_EXTEND | SHADOW)],
+    "ops43": [Case("stock43", TIMED, patched=False), Case("ops43", TIMED, environment=OPS)],
+    "seams43_shadow": [Case("seams43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=SEAMS | SHADOW)],
+    "seams43": [Case("seams43", TIMED, environment=SEAMS)],
+}
+# (what, this run, against that run); the same kernel twice is the yardstick of what rounding does to the answers
+DIFFERENCES = [
+    ("ours against stock, SGLang's default extend", "ops", "stock"),
+    ("ours against stock, paged extend", "ops_paged", "ops_shadow"),
+    ("yardstick: stock's paged extend against stock's sparse_fwd extend", "ops_shadow", "stock"),
+    ("ours against stock Triton, SM120 branches", "seams", "seams_shadow"),
+    ("yardstick: stock's SM120 branches against stock's Hopper path", "seams_shadow", "stock"),
+]
+
+
+def environment(case, arguments):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
+    reports = {"DSV4_SM120_REPORT": str(arguments.work / f"{case.name}_reports")} if case.patched else {}
+    return kept | case.environment | reports
+
+
+def command(case, arguments, number):
+    line = [sys.executable, str(HERE / "engine_case.py"), "--harness", str(arguments.harness), *case.options]
+    line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={30000 + 2000 * number}"]
+    return line + (["--patch", str(arguments.patch)] if case.patched else [])
+
+
+def run_case(case, arguments, number, deadline):
+    """Run one engine to its end or to the deadline; returns what is known about it."""
+    for old in arguments.work.glob(f"{case.name}_reports/*.json"):
+        old.unlink()
+    line = command(case, arguments, number)
+    started = time.monotonic()
+    log_path = arguments.work / f"{case.name}.log"
+    with open(log_path, "w") as log:
+        process = subprocess.Popen(
+            line, stdout=log, stderr=subprocess.STDOUT, env=environment(case, arguments), start_new_session=True
+        )
+        try:
+            code = process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = "stopped at the limit"
+    text = log_path.read_text(errors="replace").splitlines()
+    said = [x for x in text if f"[{case.name}]" in x or "deepseek_v4_sm120" in x or "shadow " in x]
+    print(f"== {case.name}: exit {code}, {time.monotonic() - started:.0f} s", *said[-12:], sep="\n   ", flush=True)
+    if code != 0:
+        print(*text[-30:], sep="\n   | ", flush=True)
+    shown = " ".join(f"{k}={v}" for k, v in case.environment.items())
+    return {
+        "exit": code,
+        "seconds": round(time.monotonic() - started, 1),
+        "command": f"{shown} {shlex.join(['engine_case.py', *case.options])}".strip(),
+        "patched": case.patched,
+        "log": said[:40] + (text[-80:] if code != 0 else []),
+    }
+
+
+def read_json(path):
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def reports(case, work):
+    """The patches and shadow records of the processes that patched something."""
+    found = []
+    for path in sorted(work.glob(f"{case.name}_reports/*.json")):
+        report = read_json(path)
+        if any(p["state"] == "APPLIED" for p in report["patches"]):
+            applied = [{k: p[k] for k in ("patch", "target", "state", "review")} for p in report["patches"]]
+            found.append({"pid": report["pid"], "patches": applied, "shadow": report["shadow"]})
+    return found
+
+
+def compare_answers(harness, ours, theirs):
+    """By prompt: positions, agreement of the greatest token, |difference|; and of each run against its repetition."""
+    rows = []
+    for part in ("single", "batch"):
+        for name in [n for n in ours[part] if n in theirs[part]]:
+            a, b = ours[part][name], theirs[part][name]
+            positions, agreement, mean, greatest = harness.compare(a[0], b[0])
+            own = [harness.compare(x[0], x[1])[2:] for x in (a, b) if len(x) > 1]
+            rows.append(
+                {
+                    "prompt": name if part == "batch" else f"1x{name}",
+                    "positions": positions,
+                    "same_greatest": agreement,
+                    "mean": mean,
+                    "greatest": greatest,
+                    "repeated": [{"mean": m, "greatest": g} for m, g in own],
+                }
+            )
+    return rows
+
+
+def differences(arguments):
+    sys.path.insert(0, str(arguments.harness))
+    import run_engine as harness
+
+    found = []
+    for what, ours, theirs in DIFFERENCES:
+        a, b = (read_json(arguments.work / f"{name}.json") for name in (ours, theirs))
+        if a and b:
+            found.append({"what": what, "run": ours, "against": theirs, "rows": compare_answers(harness, a, b)})
+    return found
+
+
+def device():
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "capability": [properties.major, properties.minor],
+        "sms": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def commit():
+    """None in a copy without history: collect.py then takes the commit of the checkout that it runs in."""
+    if not (REPO / ".git").exists() or not shutil.which("git"):
+        return None
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True).stdout.strip() or None
+
+
+def result(cases, outcomes, arguments):
+    found = {}
+    for case in cases:
+        answers, timings = (read_json(arguments.work / f"{case.name}{suffix}.json") for suffix in ("", "_bench"))
+        entry = dict(outcomes[case.name], reports=reports(case, arguments.work))
+        if answers and not case.is_timed:
+            entry |= {k: answers[k] for k in ("sglang", "startup_s", "logprobs", "bad_logprobs")}
+        if timings and case.is_timed:
+            entry |= {k: timings[k] for k in ("sglang", "startup_s", "rows")}
+        found[case.name] = entry
+    return found
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--harness", type=Path, default=Path(os.environ.get("E2E_HARNESS", REPO / ".e2e/tools")))
+    parser.add_argument("--patch", type=Path, default=REPO / "build", help="the built folder that users mount")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--work", type=Path, default=Path("/tmp/dsv4_sm120_e2e"))
+    parser.add_argument("--jobs", type=int, default=2, help="untimed engines side by side")
+    parser.add_argument("--limit-s", type=float, default=560)
+    parser.add_argument("--only", nargs="+", help="only these cases of the stage")
+    return parser.parse_args(argv)
+
+
+def main():
+    arguments = parse(sys.argv[1:])
+    deadline = time.monotonic() + arguments.limit_s
+    for name in ("harness", "patch", "work", "out"):
+        setattr(arguments, name, getattr(arguments, name).resolve())
+    for path in (arguments.harness / "run_engine.py", arguments.patch / "sitecustomize.py"):
+        if not path.exists():
+            raise SystemExit(f"run_stage: {path} does not exist (--harness, --patch)")
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    cases = [c for c in STAGES[arguments.stage] if not arguments.only or c.name in arguments.only]
+    if not cases:
+        known = [c.name for c in STAGES[arguments.stage]]
+        raise SystemExit(f"run_stage: no such case; stage {arguments.stage} has {known}")
+    for case in cases:  # what an earlier stage or an earlier try left must not be taken for this run's
+        for suffix in ("", "_bench"):
+            (arguments.work / f"{case.name}{suffix}.json").unlink(missing_ok=True)
+    jobs = 1 if any(c.is_timed for c in cases) else arguments.jobs
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = {c.name: pool.submit(run_case, c, arguments, i, deadline) for i, c in enumerate(cases)}
+        outcomes = {name: future.result() for name, future in futures.items()}
+    stage = {
+        "stage": arguments.stage,
+        "device": device(),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "command": f"python3 tests/e2e/run_stage.py {arguments.stage}",
+        "cases": result(cases, outcomes, arguments),
+        "differences": differences(arguments),
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"stage_{arguments.stage}.json"
+    path.write_text(json.dumps(stage))
+    print(f"wrote {path.name}, {path.stat().st_size / 1e6:.2f} MB", flush=True)
+    subprocess.run([sys.executable, str(HERE / "collect.py"), str(path)], check=False)
+    sys.exit(0 if all(o["exit"] == 0 for o in outcomes.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Shadow mode: what is counted, eagerly on the CPU and, marked gpu, through graph capture and replay."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deepseek_v4_sm120 import shadow
+from deepseek_v4_sm120.settings import Settings
+
+BOUND = 0.004
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(shadow, "_start_writer", lambda: None)
+    monkeypatch.setattr(shadow, "settings", lambda: Settings(shadow="1"))
+    shadow.reset()
+    yield
+    shadow.reset()
+
+
+COMPARISON = shadow.Comparison(
+    tensors=lambda ours, original, x, layer: [(ours, original)],
+    identity=lambda x, layer: layer,
+    shape=lambda x, layer: {"rows": x.shape[0], "heads": x.shape[1]},
+    relative_l2=BOUND,
+)
+
+
+def shadowed(ours, original=lambda x, layer: x.clone()):
+    return shadow.shadowed("test", ours, original, COMPARISON)
+
+
+def values(rows=4, heads=3, device="cpu"):
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, heads, 32, generator=generator).to(device)
+
+
+def test_keeps_the_originals_result_or_ours(monkeypatch):
+    x = values()
+    assert torch.equal(shadowed(lambda x, layer: x * 2)(x, 0), x)
+    monkeypatch.setattr(shadow, "settings", lambda: Settings(shadow="ours"))
+    assert torch.equal(shadowed(lambda x, layer: x * 2)(x, 0), x * 2)
+
+
+def test_counts_and_errors_of_equal_calls():
+    function = shadowed(lambda x, layer: x * 1.001)
+    x = values()
+    for _ in range(3):
+        function(x, 0)
+    (record,) = shadow.report()
+    assert record["calls"] == 3 and record["rows"] == 12 and record["bad_calls"] == 0
+    assert record["relative_l2_max"] == pytest.approx(0.001, rel=1e-3)
+    assert record["relative_l2_mean"] == pytest.approx(0.001, rel=1e-3)
+    assert record["row_relative_l2_max"] == pytest.approx(0.001, rel=1e-3)
+    assert record["absolute_error_max"] == pytest.approx(0.001 * x.abs().max().item(), rel=1e-3)
+    assert record["first_bad_call"] == 0
+    assert record["patch"] == "test" and record["captured"] is False and record["bound"] == BOUND
+
+
+def test_mean_is_over_calls_and_worst_row_is_a_rows():
+    x = values()
+    factors = iter([1.001, 1.003])
+    function = shadowed(lambda x, layer: x * next(factors))
+    function(x, 0), function(x, 0)
+    one_row = x.clone()
+    one_row[2] *= 1.5
+    shadowed(lambda x, layer: one_row)(x, 1)
+    first, second = shadow.report()
+    assert first["relative_l2_mean"] == pytest.approx(0.002, rel=1e-2)
+    assert second["row_relative_l2_max"] == pytest.approx(0.5, rel=1e-4)
+    assert second["relative_l2_max"] < 0.3 and second["bad_calls"] == 1
+
+
+def test_first_bad_call_is_remembered():
+    factors = iter([1.0, 1.01, 1.0, 1.5])
+    function = shadowed(lambda x, layer: x * next(factors))
+    for rows in (4, 4, 4, 4):
+        function(values(rows), 0)
+    (record,) = shadow.report()
+    assert record["bad_calls"] == 2 and record["first_bad_call"] == 2 and record["first_bad_rows"] == 4
+    (line,) = shadow.summary(shadow.report())
+    assert line["first_bad"]["shape"] == {"rows": 4, "heads": 3} and line["first_bad"]["first_bad_call"] == 2
+    assert "2 calls above 0.004" in shadow.describe(line)
+
+
+def test_rows_of_large_eager_calls_share_a_record():
+    function = shadowed(lambda x, layer: x * 2)
+    for rows in (128, 129, 200, 256, 257):
+        function(values(rows), 0)
+    found = {r["shape"]["rows"]: r for r in shadow.report()}
+    assert set(found) == {128, "129-256", "257-512"}
+    assert found["129-256"]["calls"] == 3 and found["129-256"]["first_bad_rows"] == 129
+
+
+def test_elements_where_the_original_is_not_finite_do_not_count():
+    x = values()
+
+    def original(x, layer):
+        y = x.clone()
+        y[1, 2] = float("nan")
+        y[3, 0, 0] = float("inf")
+        return y
+
+    shadowed(lambda x, layer: x.clone(), original)(x, 0)
+    (record,) = shadow.report()
+    assert record["nonfinite_original"] == 33 and record["nonfinite_ours"] == 0
+    assert record["bad_calls"] == 0 and record["relative_l2_max"] == 0
+
+
+def test_ours_not_finite_where_the_original_is_makes_a_bad_call():
+    def ours(x, layer):
+        y = x.clone()
+        y[0, 0, 5] = float("nan")
+        return y
+
+    shadowed(ours)(values(), 0)
+    (record,) = shadow.report()
+    assert record["nonfinite_ours"] == 1 and record["bad_calls"] == 1 and record["first_bad_call"] == 1
+    assert record["relative_l2_max"] == 0, "the rest is compared as usual"
+
+
+def test_zero_rows_and_zero_values():
+    function = shadowed(lambda x, layer: x.clone())
+    function(values()[:0], 0)
+    assert shadow.report() == []
+    function(torch.zeros(2, 3, 32), 0)
+    (record,) = shadow.report()
+    assert record["relative_l2_max"] == 0 and record["bad_calls"] == 0
+    shadowed(lambda x, layer: x + 1e-3)(torch.zeros(2, 3, 32), 0)
+    assert shadow.report()[0]["bad_calls"] == 1, "a difference from zero is not small"
+
+
+def test_layers_are_numbered_by_first_appearance():
+    function = shadowed(lambda x, layer: x.clone())
+    for address in (0x7000, 0x1000, 0x7000, 0x4000):
+        function(values(), address)
+    assert [(r["layer"], r["calls"]) for r in shadow.report()] == [(0, 2), (1, 1), (2, 1)]
+
+
+def test_chunks_make_no_difference(monkeypatch):
+    x, y = values(50), values(50) * 1.002
+    whole = shadow.difference([(y, x)])
+    monkeypatch.setattr(shadow, "CHUNK_ELEMENTS", 200)
+    parts = shadow.difference([(y, x)])
+    for name in whole:
+        assert parts[name].item() == pytest.approx(whole[name].item(), rel=1e-6), name
+
+
+def test_different_shapes_raise():
+    with pytest.raises(ValueError, match="ours has shape"):
+        shadowed(lambda x, layer: x[:2])(values(), 0)
+
+
+def test_more_records_than_the_table_has_share_the_first_row(monkeypatch):
+    monkeypatch.setattr(shadow, "MAX_RECORDS", 3)
+    function = shadowed(lambda x, layer: x.clone())
+    for layer in range(5):
+        function(values(), layer)
+    assert sorted((r["patch"], r["calls"]) for r in shadow.report()) == [("other", 3), ("test", 1), ("test", 1)]
+
+
+def test_works_inside_and_outside_inference_mode():
+    function = shadowed(lambda x, layer: x.clone())
+    with torch.inference_mode():
+        function(values(), 0)
+    function(values(), 0)
+    assert shadow.report()[0]["calls"] == 2
+
+
+def test_report_is_plain_data():
+    shadowed(lambda x, layer: x * 2)(values(), 0)
+    records = json.loads(json.dumps(shadow.report()))
+    assert json.loads(json.dumps(shadow.summary(records)))[0]["calls"] == 1
+
+
+def test_writer_rewrites_the_report_while_calls_arrive(tmp_path):
+    """In a process of its own that is killed, as the engine's are."""
+    script = f"""
+import os, signal, sys, time, types, torch
+from deepseek_v4_sm120 import shadow
+written = []
+def write(engine):
+    with open({str(tmp_path / "out")!r}, "w") as f:
+        f.write(str([r["calls"] for r in shadow.report()]))
+shadow.process_report = types.SimpleNamespace(write=write)
+shadow.patching = types.SimpleNamespace(engine=lambda: "engine")
+shadow.settings = lambda: types.SimpleNamespace(shadow="1")
+compare = shadow.Comparison(lambda a, b, x: [(a, b)], lambda x: 0, lambda x: {{"rows": x.shape[0]}}, 0.1)
+f = shadow.shadowed("test", lambda x: x, lambda x: x, compare)
+for _ in range(3):
+    f(torch.ones(2, 4))
+time.sleep(4 * shadow.WRITE_EVERY_S)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == -9, ended.stderr
+    assert (tmp_path / "out").read_text() == "[3]"
+
+
+@pytest.mark.gpu
+def test_capture_and_replay():
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = values(8, device=device)
+    error = torch.zeros((), device=device)
+    function = shadowed(lambda x, layer: x * (1 + error))
+    function(x, 0)  # the engine runs a batch size eagerly before it captures it
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = function(x, 0)
+        function(x, 1)
+    torch.cuda.synchronize()
+    assert [r["captured"] for r in shadow.report()] == [False], "capturing executes nothing"
+    for step in range(5):
+        error.fill_(0.01 if step == 3 else 0.001)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(kept, x)
+    captured = [r for r in shadow.report() if r["captured"]]
+    assert [r["layer"] for r in captured] == [0, 1]
+    for record in captured:
+        assert record["calls"] == 5 and record["bad_calls"] == 1 and record["first_bad_call"] == 4
+        assert record["relative_l2_max"] == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_first_call_under_capture_is_counted_as_unrecorded():
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = values(device=device)
+    function = shadowed(lambda x, layer: x.clone())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function(x, 0)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert shadow.report() == []
+    function(x, 0)
+    torch.cuda.synchronize()
+    (line,) = shadow.summary(shadow.report())
+    assert line["unrecorded_calls"] == 1 and line["calls"] == 1
+
+
+@pytest.mark.gpu
+def test_reading_does_not_disturb_a_capture():
+    """report() from another thread while this one captures in CUDA's default, global mode."""
+    import threading
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = values(device=device)
+    function = shadowed(lambda x, layer: x.clone())
+    function(x, 0)
+    stop, reads = threading.Event(), []
+
+    def read():
+        while not stop.is_set():
+            reads.append(len(shadow.report()))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(200):
+            function(x, 0)
+    graph.replay()
+    torch.cuda.synchronize()
+    stop.set()
+    reader.join()
+    assert reads and sum(r["calls"] for r in shadow.report()) == 201
