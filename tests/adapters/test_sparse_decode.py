@@ -1,4 +1,4 @@
-"""The sparse decode adapters on argument sets as SGLang makes them, with the reference in the operator's place (CPU)."""
+"""The adapters of sparse decode on argument sets as SGLang makes them; the reference is in the operator's place."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -178,17 +178,18 @@ def test_flash_mla_returns_out_and_lse(recorded, served, original):
     torch.testing.assert_close(out[:, :, : recorded.real_heads].double(), expected, atol=2e-2, rtol=2**-7)
 
 
-@pytest.mark.parametrize(
-    ("replace", "names"),
-    [(adapter.replace_flash_mla, adapter.FLASH_MLA_PARAMETERS), (adapter.replace_sgl_kernel, adapter.SGL_KERNEL_PARAMETERS)],
-    ids=["flash_mla", "sgl_kernel"],
-)
+FLASH_MLA = (adapter.replace_flash_mla, adapter.FLASH_MLA_PARAMETERS)
+SGL_KERNEL = (adapter.replace_sgl_kernel, adapter.SGL_KERNEL_PARAMETERS)
+
+
+@pytest.mark.parametrize(("replace", "names"), [FLASH_MLA, SGL_KERNEL], ids=["flash_mla", "sgl_kernel"])
 def test_by_position_is_by_keyword(replace, names, served, original):
     call = flash_mla_call(engine_call(RECORDED[1]))
     defaults = {"num_splits": None, "causal": False, "descale_q": None, "descale_k": None}
     by_position = [(defaults | call)[name] for name in names]
     function = replace(original)
-    whole = [function(**call), function(*by_position), function(*by_position[:5], **dict(zip(names[5:], by_position[5:])))]
+    rest = dict(zip(names[5:], by_position[5:], strict=True))
+    whole = [function(**call), function(*by_position), function(*by_position[:5], **rest)]
     assert len(served) == 3 and not original.calls
     for out, lse in whole[1:]:
         assert torch.equal(out, whole[0][0]) and torch.equal(lse, whole[0][1])

@@ -1,0 +1,164 @@
+"""The end-to-end scripts without a GPU: a stand-in for the engine and for the harness, the real control flow."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+HARNESS = '''
+import argparse, os, sys
+def parse(argv):
+    p = argparse.ArgumentParser()
+    p.add_argument("mode")
+    for name in ("name", "out", "patch", "variant", "prompts", "batch-prompts"):
+        p.add_argument("--" + name)
+    for name, default in (("repeat", 2), ("new", 4), ("top", 2), ("prompt-positions", 3), ("out-len", 4), ("reps", 1)):
+        p.add_argument("--" + name, type=int, default=default)
+    p.add_argument("--max-total-tokens", type=int)
+    for name in ("bs", "graph-bs", "in-len"):
+        p.add_argument("--" + name, type=int, nargs="+", default=[1])
+    p.add_argument("--set", action="append")
+    return p.parse_args(argv)
+def reexec(a):
+    if os.environ.get("E2E_REEXEC") != "1":
+        os.environ["E2E_REEXEC"] = "1"
+        os.execve(sys.executable, [sys.executable, os.path.abspath(__file__)] + sys.argv[1:], os.environ)
+def engine_args(a):
+    return {"name": a.name, "patch": a.patch}, "model"
+def vocab_of(model):
+    return 100
+def ids(n, vocab, seed):
+    return [seed % vocab] * n
+def slim(o):
+    return o
+def compare(p, q):
+    d = [abs(x - y) for x, y in zip(p["logprobs"], q["logprobs"])]
+    return len(d), 1.0, sum(d) / len(d), max(d)
+'''
+
+SGLANG = '''
+import gzip, json, os, time
+__version__ = "0.0.0.fake"
+RECORD = {"patch": "sparse_decode", "layer": 0, "captured": True, "shape": {"rows": 1}, "calls": 7, "bad_calls": 0,
+          "rows": 7,
+          "relative_l2_mean": 0.001, "relative_l2_max": 0.002, "row_relative_l2_max": 0.003, "absolute_error_max": 0.1,
+          "nonfinite_ours": 0, "nonfinite_original": 0, "bound": 0.004}
+class Engine:
+    def __init__(self, name, patch, **more):
+        self.name = name
+        if name == os.environ.get("FAKE_CRASH"):
+            raise SystemExit("the fake engine does not start")
+        if patch:
+            folder = os.environ["DSV4_SM120_REPORT"]
+            os.makedirs(folder, exist_ok=True)
+            shadow = [RECORD] if os.environ.get("DSV4_SM120_SHADOW") else []
+            patch = {"patch": "sparse_decode", "target": "a:b", "state": "APPLIED", "review": "reviewed"}
+            with open(f"{folder}/{os.getpid()}.json", "w") as f:
+                json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow}, f)
+    def generate(self, input_ids, sampling_params, **more):
+        forced = os.environ.get("E2E_FORCE") == "1"
+        assert forced == bool(more), "timed runs are not forced"
+        off = -1.5 if self.name == "ops" else -1.0
+        n = sampling_params["max_new_tokens"]
+        time.sleep(0.001 * n)
+        top = [[[off, 1]]] * n
+        return [{"logprobs": [off] * n, "top": top, "prompt_top": top, "output_ids": [1] * n} for _ in input_ids]
+    def start_profile(self, output_dir, activities, profile_id):
+        os.makedirs(output_dir)
+        event = {"cat": "kernel", "name": "dsv4::sparse_decode_split", "dur": 2.0, "args": {"graph node id": 3}}
+        with gzip.open(output_dir + "/t.json.gz", "wt") as f:
+            json.dump({"traceEvents": [event] * 46}, f)
+    def stop_profile(self):
+        pass
+    def shutdown(self):
+        pass
+'''
+
+
+@pytest.fixture
+def machine(tmp_path):
+    files = {"harness/run_engine.py": HARNESS, "site/sglang/__init__.py": SGLANG, "patch/sitecustomize.py": ""}
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    engine_case = (HERE / "engine_case.py").read_text().replace("SETTLE_S = 3.0", "SETTLE_S = 0.0")
+    scripts = tmp_path / "repo/tests/e2e"
+    scripts.mkdir(parents=True)
+    (scripts / "engine_case.py").write_text(engine_case)
+    for name in ("run_stage.py", "collect.py"):
+        (scripts / name).write_text((HERE / name).read_text())
+
+    def run(stage, *more, **environment):
+        line = [sys.executable, str(scripts / "run_stage.py"), stage, "--harness", str(tmp_path / "harness"), *more]
+        line += ["--patch", str(tmp_path / "patch"), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+        path = os.environ | {"PYTHONPATH": str(tmp_path / "site")} | environment
+        return subprocess.run(line, env=path, capture_output=True, text=True, timeout=300)
+
+    run.out = tmp_path / "out"
+    return run
+
+
+def collect():
+    spec = importlib.util.spec_from_file_location("e2e_collect", HERE / "collect.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows_of(*paths):
+    table = collect().collect([json.loads(p.read_text()) for p in paths], "c0ffee")
+    assert {"device", "date", "commit", "command", "ceilings", "rows"} <= table.keys()
+    assert all(r.keys() == {"issue", "case", "impl", "metric", "value", "bar", "met"} for r in table["rows"])
+    return table["rows"]
+
+
+def test_answers_differences_and_shadow(machine):
+    ended = machine("ops")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    path = machine.out / "stage_ops.json"
+    stage = json.loads(path.read_text())
+    assert set(stage["cases"]) == {"stock", "ops", "ops_shadow", "ops_paged"}
+    assert "DSV4_SM120_FORCE=ops" in stage["cases"]["ops"]["command"]
+    assert not stage["cases"]["stock"]["reports"] and len(stage["cases"]["ops"]["reports"]) == 1
+    greatest = {(d["run"], d["against"]): max(r["greatest"] for r in d["rows"]) for d in stage["differences"]}
+    assert greatest == {("ops", "stock"): 0.5, ("ops_paged", "ops_shadow"): 0.0, ("ops_shadow", "stock"): 0.0}
+    prompts = [r["prompt"] for r in stage["differences"][0]["rows"]]
+    assert prompts[:5] == ["1x5", "1x130", "1x700", "1x2100", "1x8200"] and len(prompts) == 5 + 8 + 32
+    rows = rows_of(path)
+    worst = {r["case"]: r for r in rows if r["metric"] == "relative L2 of a call, greatest"}["ops_shadow, all calls"]
+    assert (worst["value"], worst["bar"], worst["met"]) == (0.002, 0.004, True)
+    assert all(r["met"] for r in rows if r["met"] is not None)
+
+
+def test_timed_stage(machine):
+    ended = machine("ops43")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = rows_of(machine.out / "stage_ops43.json")
+    found = {(r["case"], r["metric"], r["impl"][:4]): r["value"] for r in rows}
+    case = "flash43e64, batch 8, 1K context"
+    assert found[case, "launches per step", "ours"] == found[case, "sparse attention launches per step", "ours"] == 2
+    assert 0.5 < found[case, "decode step, ms, best", "SGLa"] < 50
+
+
+def test_a_crash_is_a_failed_bar(machine):
+    ended = machine("ops", "--only", "stock", "ops_shadow", FAKE_CRASH="ops_shadow")
+    assert ended.returncode == 1 and "does not start" in ended.stdout
+    unmet = [(r["case"], r["metric"]) for r in rows_of(machine.out / "stage_ops.json") if r["met"] is False]
+    assert unmet == [("ops_shadow", "exit code of the engine run"), ("ops_shadow", "shadow calls recorded: none")]
+
+
+def test_a_case_is_stopped_at_the_limit(machine):
+    ended = machine("ops", "--only", "stock", "--limit-s", "0")
+    assert ended.returncode == 1 and "stopped at the limit" in ended.stdout
+
+
+def test_no_such_case_and_no_such_folder(machine):
+    assert "stage ops has" in machine("ops", "--only", "nothing").stderr
+    assert "does not exist" in machine("ops", "--harness", "/nowhere").stderr
