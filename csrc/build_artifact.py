@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Builds the folder that users mount: the Python package, its compiled module per Python ABI, sitecustomize.py, dist-info.
+"""Builds the folder that users mount: the package, its compiled module per Python ABI, sitecustomize.py, dist-info.
 
 build_docker.sh, the Dockerfile and tests/run.py all call this script, so what CI checks is what the image builds.
-Needs Python 3.11+, g++ and, unless they are found, the network: nvcc, pybind11 and ninja then come from PyPI into .build-cache/.
-No GPU, no torch, no SGLang.
+Needs Python 3.11+, g++ and the network: pybind11 and ninja, and nvcc where none is found, come from PyPI into
+.build-cache/. No GPU, no torch, no SGLang.
 
-Why a written build.ninja and not CMake with scikit-build-core: one set of CUDA objects serves several Python ABIs, which a wheel
-build per interpreter cannot express; the flags are one list in this file; there is no configure step.
+Why a written build.ninja and not CMake with scikit-build-core: one set of CUDA objects serves several Python ABIs,
+which a wheel build per interpreter cannot express; the flags are one list in this file; there is no configure step.
 """
 
 from __future__ import annotations
@@ -39,26 +39,34 @@ REPO = Path(__file__).resolve().parent.parent
 CSRC = REPO / "csrc"
 PACKAGE = REPO / "deepseek_v4_sm120"
 
-# 120a: RTX PRO 6000 and RTX 50. 121a: GB10. 90a: H100 and H200, where the kernels are validated. Cubins only, no PTX: an
-# architecture-specific target ("a") has no forward compatibility to offer.
+# 120a: RTX PRO 6000 and RTX 50. 121a: GB10. 90a: H100 and H200, where the kernels are validated. Cubins only, no PTX:
+# an architecture-specific target ("a") has no forward compatibility to offer.
 ARCHS = ("120a", "121a", "90a")
 OLDEST_CUDA = (12, 9)
 MAX_SHARED_BYTES = 101_376  # what one block can have on SM120: 99 KiB
 NEWEST_GLIBC = (2, 34)  # SGLang's own wheels are manylinux_2_34
-# Everything else is static. libstdc++ stays shared: two copies of it in one process, one of them in another pybind11 module,
-# share pybind11's exception translators but not the unwinder's state.
-ALLOWED_NEEDED = ("libstdc++.so.6", "libgcc_s.so.1", "libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1",
-                  "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1")  # fmt: skip
+# Everything else is static. libstdc++ stays shared: with a copy of its own, this module would share pybind11's
+# exception translators with other modules in the process, but not the exception state that they rethrow from.
+ALLOWED_NEEDED = (
+    *("libstdc++.so.6", "libgcc_s.so.1", "libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"),
+    *("ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"),
+)
 
-CUDA_FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-lineinfo", "-Xptxas=-v", "-Xcompiler=-fPIC",
-              "-Xcompiler=-fvisibility=hidden")  # fmt: skip
+CUDA_FLAGS = (
+    *("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-lineinfo", "-Xptxas=-v"),
+    *("-Xcompiler=-fPIC", "-Xcompiler=-fvisibility=hidden"),
+)
 CXX_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
-# --exclude-libs: static cudart must not export its symbols to, or take them from, the libcudart that torch loads.
-LINK_FLAGS = ("-shared", "-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-Wl,-z,noexecstack")
+# The version script keeps all but the init function private: static cudart must not export its symbols to, or take them
+# from, the libcudart that torch loads.
+LINK_FLAGS = ("-shared", "-Wl,--version-script=exports.map", "-Wl,--as-needed", "-Wl,-z,noexecstack")
+EXPORTS = "{ global: PyInit__C; local: *; };\n"
 
 TOOL_WHEELS = ("pybind11==3.0.4", "ninja==1.13.0")
-CUDA_WHEELS = ("nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88", "nvidia-nvvm==13.0.88", "nvidia-cuda-runtime==13.0.96",
-               "nvidia-cuda-cccl==13.0.85")  # fmt: skip
+CUDA_WHEELS = (
+    *("nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88", "nvidia-nvvm==13.0.88"),
+    *("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-cccl==13.0.85"),
+)
 
 
 class BuildError(Exception):
@@ -87,7 +95,7 @@ class Interpreter:
 
 @dataclass(frozen=True)
 class KernelUse:
-    """What ptxas reported for one kernel on one architecture; a device function that was not inlined counts with its kernel."""
+    """What ptxas said of one kernel on one architecture; device functions that were not inlined count with it."""
 
     kernel: str
     arch: str
@@ -101,26 +109,37 @@ def say(text: str) -> None:
     print(f"build_artifact: {text}", flush=True)
 
 
-def run(command: list[str | Path], **options) -> str:
+def run(command: list[str | Path]) -> str:
     """Output of a command; BuildError with the end of what it printed when it fails."""
-    done = subprocess.run([str(c) for c in command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    done = subprocess.run([str(c) for c in command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode != 0:
         raise BuildError(f"exit {done.returncode} of: {shlex.join(str(c) for c in command)}\n{done.stdout[-6000:]}")
     return done.stdout
 
 
-# ---------------------------------------------------------------------------------------------------------------- tools
+# tools
 
 
 def private_venv(cache: Path, wheels: tuple[str, ...]) -> tuple[Path, Path]:
-    """(scripts, site-packages) of a venv under the cache that holds exactly these wheels; a finished one is used again."""
+    """(scripts, site-packages) of a venv under the cache with exactly these wheels; a finished one is used again."""
     digest = hashlib.sha256(" ".join((sys.version, *wheels)).encode()).hexdigest()[:12]
     venv = cache / f"venv-{digest}"
     if not (venv / "complete").exists():
         say(f"installing {', '.join(wheels)} into {venv}")
         shutil.rmtree(venv, ignore_errors=True)
         run([sys.executable, "-m", "venv", venv])
-        run([venv / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *wheels])
+        run(
+            [
+                venv / "bin/python",
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-deps",
+                *wheels,
+            ]
+        )
         (venv / "complete").touch()
     return venv / "bin", Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
 
@@ -130,7 +149,9 @@ def read_toolkit(nvcc: Path) -> Toolkit:
     release = re.search(r"release (\d+)\.(\d+)", run([nvcc, "--version"]))
     if release is None:
         raise BuildError(f"{nvcc} --version names no release")
-    top = re.search(r"^#\$ TOP=(.*)$", run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]), re.MULTILINE)
+    top = re.search(
+        r"^#\$ TOP=(.*)$", run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]), re.MULTILINE
+    )
     if top is None:
         raise BuildError(f"{nvcc} --dryrun names no toolkit folder")
     root = Path(top[1].strip()).resolve()
@@ -138,14 +159,17 @@ def read_toolkit(nvcc: Path) -> Toolkit:
     cudart = next((f / "libcudart_static.a" for f in folders if (f / "libcudart_static.a").exists()), None)
     if cudart is None:
         raise BuildError(f"no libcudart_static.a in {', '.join(map(str, folders))} (toolkit of {nvcc})")
-    include = next((f for f in (root / "include", *sorted(root.glob("targets/*/include"))) if (f / "cuda_runtime.h").exists()), None)
+    include = next(
+        (f for f in (root / "include", *sorted(root.glob("targets/*/include"))) if (f / "cuda_runtime.h").exists()),
+        None,
+    )
     if include is None:
         raise BuildError(f"no cuda_runtime.h under {root} (toolkit of {nvcc})")
     return Toolkit(nvcc, (int(release[1]), int(release[2])), include, cudart)
 
 
 def find_toolkit(asked: str | None, cache: Path) -> Toolkit:
-    """--nvcc, else CUDA_HOME, else PATH, else PyPI wheels. Only a toolkit that was asked for by name may end the build."""
+    """--nvcc, else CUDA_HOME, else PATH, else PyPI wheels. Only one that was asked for by name may end the build."""
     wanted = ".".join(map(str, OLDEST_CUDA))
     if asked and asked != "pypi":
         toolkit = read_toolkit(Path(asked).absolute())
@@ -169,7 +193,8 @@ def find_toolkit(asked: str | None, cache: Path) -> Toolkit:
 
 def read_interpreter(path: str) -> Interpreter:
     script = (
-        "import json, sys, sysconfig as s; print(json.dumps(dict(path=sys.executable, version='%d.%d' % sys.version_info[:2],"
+        "import json, sys, sysconfig as s;"
+        "print(json.dumps(dict(path=sys.executable, version='%d.%d' % sys.version_info[:2],"
         " include=s.get_path('include'), ext_suffix=s.get_config_var('EXT_SUFFIX'))))"
     )
     # -I: another project's PYTHONPATH or sitecustomize must not speak into the answer.
@@ -190,7 +215,11 @@ def find_interpreters(asked: list[str]) -> list[Interpreter]:
         found = [read_interpreter(path) for path in asked]
     else:
         pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-        candidates = [shutil.which("python3.12"), *sorted(map(str, pyenv.glob("versions/3.12*/bin/python3.12"))), sys.executable]
+        candidates = [
+            shutil.which("python3.12"),
+            *sorted(map(str, pyenv.glob("versions/3.12*/bin/python3.12"))),
+            sys.executable,
+        ]
         found = []
         for path in filter(None, candidates):
             try:
@@ -201,17 +230,22 @@ def find_interpreters(asked: list[str]) -> list[Interpreter]:
     if not by_abi:
         raise BuildError("no usable Python; name one with --python PATH")
     if not any(i.version == "3.12" for i in found):
-        say("WARNING: no Python 3.12 found; SGLang's images run 3.12 and will not load this artifact (--python PATH adds one)")
+        say("WARNING: no Python 3.12 found; SGLang's images run 3.12 and will not load this artifact; see --python")
     return sorted(by_abi.values(), key=lambda i: i.ext_suffix)
 
 
-# -------------------------------------------------------------------------------------------------------------- compile
+# compile
 
 
 def write_build_file(
-    folder: Path, toolkit: Toolkit, pybind11: Path, interpreters: list[Interpreter], archs: list[str], defines: dict[str, str]
+    folder: Path,
+    toolkit: Toolkit,
+    pybind11: Path,
+    interpreters: list[Interpreter],
+    archs: list[str],
+    defines: dict[str, str],
 ) -> list[Path]:
-    """build.ninja in folder; returns the CUDA sources. Paths are absolute, quoted for the shell and escaped for ninja."""
+    """build.ninja in folder; returns the CUDA objects, relative to it. Paths are quoted for the shell and for ninja."""
 
     def quoted(*words: object) -> str:
         return shlex.join(str(w) for w in words).replace("$", "$$")
@@ -249,11 +283,12 @@ def write_build_file(
     for i in interpreters:
         lines.append(f"build bindings{i.ext_suffix}.o: cxx {name(CSRC / 'bindings.cpp')}")
         lines += [f"  python = {i.version}", f"  include = {quoted(i.include)}"]
-        lines.append(f"build {i.module}: link bindings{i.ext_suffix}.o {' '.join(map(name, objects))} | {name(toolkit.cudart)}")
+        inputs = f"bindings{i.ext_suffix}.o {' '.join(map(name, objects))}"
+        lines.append(f"build {i.module}: link {inputs} | exports.map {name(toolkit.cudart)}")
     text = "\n".join(lines) + "\n"
-    build_file = folder / "build.ninja"
-    if not build_file.exists() or build_file.read_text() != text:
-        build_file.write_text(text)
+    for path, content in ((folder / "build.ninja", text), (folder / "exports.map", EXPORTS)):
+        if not path.exists() or path.read_text() != content:
+            path.write_text(content)
     return [Path(o) for o in objects]
 
 
@@ -265,7 +300,7 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 def read_ptxas(text: str) -> list[KernelUse]:
-    """Kernels of one `ptxas -v` log; BuildError when the log cannot be attributed, which must not pass as "no spills"."""
+    """Kernels of one `ptxas -v` log; BuildError when it cannot be attributed, which must not pass as "no spills"."""
     uses, entry, stack, spills = [], None, None, 0
     for line in text.splitlines():
         if found := _ENTRY.match(line):
@@ -294,7 +329,9 @@ def demangled(names: list[str]) -> list[str]:
 
 def compile_all(folder: Path, objects: list[Path], ninja: Path, archs: list[str]) -> list[KernelUse]:
     """Runs ninja; returns what ptxas said of every kernel on every architecture."""
-    done = subprocess.run([ninja, "-C", folder, "-j", str(os.cpu_count() or 1)], env=os.environ | {"NINJA_STATUS": "  [%f/%t] "})
+    done = subprocess.run(
+        [ninja, "-C", folder, "-j", str(os.cpu_count() or 1)], env=os.environ | {"NINJA_STATUS": "  [%f/%t] "}
+    )
     if done.returncode != 0:
         raise BuildError("the compilation failed, see above")
     uses = []
@@ -306,7 +343,9 @@ def compile_all(folder: Path, objects: list[Path], ninja: Path, archs: list[str]
         uses += read_ptxas(text)
     if not uses:
         raise BuildError("ptxas reported no kernel at all; the resource checks would check nothing")
-    uses = [KernelUse(**asdict(u) | {"kernel": k}) for u, k in zip(uses, demangled([u.kernel for u in uses]), strict=True)]
+    uses = [
+        KernelUse(**asdict(u) | {"kernel": k}) for u, k in zip(uses, demangled([u.kernel for u in uses]), strict=True)
+    ]
     for kernel in {u.kernel for u in uses}:
         seen = sorted(u.arch for u in uses if u.kernel == kernel)
         if seen != sorted(archs):
@@ -314,12 +353,20 @@ def compile_all(folder: Path, objects: list[Path], ninja: Path, archs: list[str]
     return sorted(uses, key=lambda u: (u.kernel, archs.index(u.arch)))
 
 
-# --------------------------------------------------------------------------------------------------------------- checks
+# checks
 
 
 def check_kernels(uses: list[KernelUse], shared: dict[str, int]) -> None:
-    faults = [f"{u.kernel} sm_{u.arch}: stack {u.stack_bytes} B, spills {u.spill_bytes} B" for u in uses if u.stack_bytes or u.spill_bytes]
-    faults += [f"{u.kernel} sm_{u.arch}: {u.static_shared_bytes} B static shared" for u in uses if u.static_shared_bytes > MAX_SHARED_BYTES]
+    faults = [
+        f"{u.kernel} sm_{u.arch}: stack {u.stack_bytes} B, spills {u.spill_bytes} B"
+        for u in uses
+        if u.stack_bytes or u.spill_bytes
+    ]
+    faults += [
+        f"{u.kernel} sm_{u.arch}: {u.static_shared_bytes} B static shared"
+        for u in uses
+        if u.static_shared_bytes > MAX_SHARED_BYTES
+    ]
     faults += [f"{name}: {size} B of shared memory" for name, size in shared.items() if size > MAX_SHARED_BYTES]
     if not shared:
         faults.append("_C.kernel_shared_bytes() is empty")
@@ -331,7 +378,9 @@ def check_kernels(uses: list[KernelUse], shared: dict[str, int]) -> None:
 def check_library(library: Path) -> str:
     """Newest GLIBC version that this library needs; BuildError for a library or a symbol that users may not have."""
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", run(["readelf", "-dW", library]))
-    versions = {tuple(map(int, v.split("."))) for v in re.findall(r"Name: GLIBC_([\d.]+)", run(["readelf", "-VW", library]))}
+    versions = {
+        tuple(map(int, v.split("."))) for v in re.findall(r"Name: GLIBC_([\d.]+)", run(["readelf", "-VW", library]))
+    }
     if not needed or not versions:
         raise BuildError(f"readelf shows no NEEDED or no GLIBC version in {library.name}")
     strangers = sorted(set(needed) - set(ALLOWED_NEEDED))
@@ -339,7 +388,8 @@ def check_library(library: Path) -> str:
         raise BuildError(f"{library.name} needs {', '.join(strangers)}; allowed are {', '.join(ALLOWED_NEEDED)}")
     newest = ".".join(map(str, max(versions)))
     if max(versions) > NEWEST_GLIBC:
-        raise BuildError(f"{library.name} needs GLIBC {newest}, SGLang's images promise {'.'.join(map(str, NEWEST_GLIBC))}: build in Docker")
+        promised = ".".join(map(str, NEWEST_GLIBC))
+        raise BuildError(f"{library.name} needs GLIBC {newest}, SGLang's wheels promise {promised}: build in Docker")
     return newest
 
 
@@ -352,24 +402,39 @@ def ask_module(interpreter: Interpreter, folder: Path) -> dict:
     return json.loads(run([interpreter.path, "-I", "-B", "-c", script, folder]).splitlines()[-1])
 
 
-# -------------------------------------------------------------------------------------------------------------- artifact
+# artifact
 
 
 def package_version() -> str:
     for node in ast.parse((PACKAGE / "__init__.py").read_text()).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__version__" for t in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == "__version__" for t in node.targets
+        ):
             return ast.literal_eval(node.value)
     raise BuildError(f"no __version__ in {PACKAGE / '__init__.py'}")
 
 
 def git_commit() -> str:
-    """Commit of the checkout, "-dirty" when a file that goes into the artifact differs from it; "unknown" outside git."""
+    """Commit of the checkout, "-dirty" when an input of the artifact differs from it; "unknown" outside git."""
     if not (REPO / ".git").exists() or shutil.which("git") is None:
         return "unknown"
     commit = subprocess.run(["git", "-C", REPO, "rev-parse", "--short=12", "HEAD"], text=True, capture_output=True)
     if commit.returncode != 0:
         return "unknown"
-    changed = run(["git", "-C", REPO, "status", "--porcelain", "--", "csrc", "deepseek_v4_sm120", "sitecustomize.py", "pyproject.toml"])
+    changed = run(
+        [
+            "git",
+            "-C",
+            REPO,
+            "status",
+            "--porcelain",
+            "--",
+            "csrc",
+            "deepseek_v4_sm120",
+            "sitecustomize.py",
+            "pyproject.toml",
+        ]
+    )
     return commit.stdout.strip() + ("-dirty" if changed.strip() else "")
 
 
@@ -379,14 +444,26 @@ def write_dist_info(folder: Path, version: str, interpreters: list[Interpreter])
     info = folder / f"deepseek_v4_sm120-{version}.dist-info"
     (info / "licenses").mkdir(parents=True)
     shutil.copyfile(REPO / "LICENSE", info / "licenses/LICENSE")
-    headers = ["Metadata-Version: 2.4", f"Name: {project['name']}", f"Version: {version}", f"Summary: {project['description']}",
-               f"License-Expression: {project['license']}", "License-File: LICENSE", f"Requires-Python: {project['requires-python']}",
-               "Description-Content-Type: text/markdown"]  # fmt: skip
+    headers = [
+        "Metadata-Version: 2.4",
+        f"Name: {project['name']}",
+        f"Version: {version}",
+        f"Summary: {project['description']}",
+        f"License-Expression: {project['license']}",
+        "License-File: LICENSE",
+        f"Requires-Python: {project['requires-python']}",
+        "Description-Content-Type: text/markdown",
+    ]
     (info / "METADATA").write_text("\n".join(headers) + "\n\n" + (REPO / "README.md").read_text())
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     tags = [f"Tag: cp{v}-cp{v}-{platform}" for v in (i.version.replace(".", "") for i in interpreters)]
-    (info / "WHEEL").write_text("\n".join(["Wheel-Version: 1.0", "Generator: build_artifact", "Root-Is-Purelib: false", *tags]) + "\n")
-    groups = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in project["entry-points"].items()]
+    (info / "WHEEL").write_text(
+        "\n".join(["Wheel-Version: 1.0", "Generator: build_artifact", "Root-Is-Purelib: false", *tags]) + "\n"
+    )
+    groups = [
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items())
+        for group, entries in project["entry-points"].items()
+    ]
     (info / "entry_points.txt").write_text("\n".join(groups))
     rows = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -428,14 +505,17 @@ def fill(folder: Path, objects: Path, interpreters: list[Interpreter], info: dic
     write_dist_info(folder, info["version"], interpreters)
 
 
-def print_report(info: dict, out: Path, seconds: float) -> None:
-    width = max(len(k["kernel"]) for k in info["kernels"])
+def print_kernels(uses: list[KernelUse], shared: dict[str, int]) -> None:
+    width = max(len(u.kernel) for u in uses)
     print(f"\n{'kernel':{width}}  {'arch':8} registers  stack  spills  static shared")
-    for k in info["kernels"]:
-        numbers = f"{k['registers']:9}  {k['stack_bytes']:5}  {k['spill_bytes']:6}  {k['static_shared_bytes']:13}"
-        print(f"{k['kernel']:{width}}  sm_{k['arch']:5} {numbers}")
-    for name, size in info["shared_bytes"].items():
+    for u in uses:
+        numbers = f"{u.registers:9}  {u.stack_bytes:5}  {u.spill_bytes:6}  {u.static_shared_bytes:13}"
+        print(f"{u.kernel:{width}}  sm_{u.arch:5} {numbers}")
+    for name, size in shared.items():
         print(f"{name}: {size} of {MAX_SHARED_BYTES} B of shared memory per block")
+
+
+def print_artifact(info: dict, out: Path, seconds: float) -> None:
     size = sum(p.stat().st_size for p in out.rglob("*") if p.is_file())
     print(f"\n{'folder':14} {out} ({size / 2**20:.1f} MiB)")
     print(f"{'version':14} {info['version']}, commit {info['git_commit']}")
@@ -458,12 +538,16 @@ def build(options: argparse.Namespace) -> None:
         interpreters = find_interpreters(options.python)
         scripts, packages = private_venv(cache, TOOL_WHEELS)
         version, commit = package_version(), options.git_commit or git_commit()
-        say(f"CUDA {'.'.join(map(str, toolkit.version))} ({toolkit.nvcc}), Python {', '.join(i.version for i in interpreters)}")
+        pythons = ", ".join(i.version for i in interpreters)
+        say(f"CUDA {'.'.join(map(str, toolkit.version))} ({toolkit.nvcc}), Python {pythons}")
         defines = {"DSV4_VERSION": version, "DSV4_GIT_COMMIT": commit, "DSV4_ARCHS": " ".join(options.archs)}
         logs = write_build_file(objects, toolkit, packages / "pybind11/include", interpreters, options.archs, defines)
         uses = compile_all(objects, logs, scripts / "ninja", options.archs)
-        glibc = max((check_library(objects / i.module) for i in interpreters), key=lambda v: tuple(map(int, v.split("."))))
+        glibc = max(
+            (check_library(objects / i.module) for i in interpreters), key=lambda v: tuple(map(int, v.split(".")))
+        )
         answers = [ask_module(i, objects) for i in interpreters]
+        print_kernels(uses, answers[0]["shared"])
         check_kernels(uses, answers[0]["shared"])
         info = {
             "version": version,
@@ -477,15 +561,23 @@ def build(options: argparse.Namespace) -> None:
         }
         with published(out) as fresh:
             fill(fresh, objects, interpreters, info)
-    print_report(info, out, time.monotonic() - begin)
+    print_artifact(info, out, time.monotonic() - begin)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=REPO / "build", help="folder to make (default: build/ in the checkout)")
-    parser.add_argument("--nvcc", help="this nvcc, or 'pypi' for the one from PyPI wheels (default: CUDA_HOME, PATH, PyPI)")
-    parser.add_argument("--python", action="append", default=[], metavar="PATH", help="a Python to build for; repeatable")
-    parser.add_argument("--archs", type=lambda s: s.split(","), default=list(ARCHS), help="comma-separated, e.g. 90a, for a quick trial")
+    parser.add_argument(
+        "--out", type=Path, default=REPO / "build", help="folder to make (default: build/ in the checkout)"
+    )
+    parser.add_argument(
+        "--nvcc", help="this nvcc, or 'pypi' for the one from PyPI wheels (default: CUDA_HOME, PATH, PyPI)"
+    )
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="PATH", help="a Python to build for; repeatable"
+    )
+    parser.add_argument(
+        "--archs", type=lambda s: s.split(","), default=list(ARCHS), help="comma-separated, e.g. 90a, for a quick trial"
+    )
     parser.add_argument("--git-commit", help="what build_info() reports (default: asked of git)")
     parser.add_argument("--cache", type=Path, default=REPO / ".build-cache", help="objects and private tools")
     try:

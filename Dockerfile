@@ -1,0 +1,23 @@
+# ./build_docker.sh runs stage `artifact` and exports its files. Stage `runtime` is for people who prefer an image to a mount:
+#   docker build --target runtime --build-arg BASE=lmsysorg/sglang:v0.5.23 -t sglang-deepseek-v4-sm120 .
+ARG BASE=lmsysorg/sglang:v0.5.23
+
+# Not a CUDA image: Debian's g++ 12, this Python 3.12 with its headers, and nvcc 13.0 from PyPI wheels are all that the build needs,
+# 0.3 GB instead of several, and the same compiler wherever it runs. Debian 12 has glibc 2.36; what the module uses of it is at
+# most 2.34, as SGLang's own wheels (manylinux_2_34), and build_artifact.py fails when that stops being so.
+FROM python:3.12-slim-bookworm AS build
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE sitecustomize.py ./
+COPY csrc csrc
+COPY deepseek_v4_sm120 deepseek_v4_sm120
+ARG GIT_COMMIT=unknown
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python3 csrc/build_artifact.py --out /artifact --git-commit "$GIT_COMMIT"
+
+FROM scratch AS artifact
+COPY --from=build /artifact /
+
+FROM ${BASE} AS runtime
+COPY --from=build /artifact /opt/deepseek_v4_sm120
+ENV PYTHONPATH=/opt/deepseek_v4_sm120${PYTHONPATH:+:$PYTHONPATH}

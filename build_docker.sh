@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Makes the folder to mount: ./build_docker.sh [--out DIR]   (default: build/)
+# With a Docker engine inside the Dockerfile's build stage, else with this machine's toolchain; csrc/build_artifact.py does it in both.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+out=build
+while (($#)); do
+  case "$1" in
+    --out) out="${2:?--out needs a folder}"; shift 2 ;;
+    --out=*) out="${1#--out=}"; shift ;;
+    *) echo "usage: $0 [--out DIR]" >&2; exit 2 ;;
+  esac
+done
+
+if ! command -v docker >/dev/null || ! docker info >/dev/null 2>&1; then
+  echo "build_docker.sh: no Docker engine answers (docker info): building with this machine's toolchain"
+  for python in python3 python3.14 python3.13 python3.12 python3.11; do
+    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      exec "$python" csrc/build_artifact.py --out "$out"
+    fi
+  done
+  echo "build_docker.sh: needs a Docker engine, or Python 3.11 or newer" >&2
+  exit 1
+fi
+
+if [[ -e $out && ! -d $out/deepseek_v4_sm120 && -n $(ls -A "$out") ]]; then
+  echo "build_docker.sh: $out is not empty and holds no earlier artifact; choose another --out or empty it" >&2
+  exit 1
+fi
+commit=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
+if [[ $commit != unknown && -n $(git status --porcelain -- csrc deepseek_v4_sm120 sitecustomize.py pyproject.toml) ]]; then
+  commit+=-dirty
+fi
+mkdir -p "$(dirname "$out")"
+fresh=$(mktemp -d "$(dirname "$out")/.$(basename "$out").new-XXXXXX")
+trap 'rm -rf "$fresh"' EXIT
+docker build --progress plain --target artifact --build-arg "GIT_COMMIT=$commit" --output "type=local,dest=$fresh" .
+chmod 755 "$fresh" # mktemp made it 700; the container may run as another user
+rm -rf "$out"
+mv "$fresh" "$out"
+echo "build_docker.sh: made $out"

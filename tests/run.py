@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""The test command: builds the artifact, then ruff and pytest.
+
+    python3 tests/run.py [pytest arguments]          what needs no GPU, in an environment of its own (requirements.txt)
+    python3 tests/run.py --gpu [pytest arguments]    the tests marked gpu, with this interpreter's own torch and pytest
+
+The environment is kept under XDG_CACHE_HOME (default ~/.cache) and made anew when tests/requirements.txt changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+REPO = Path(__file__).resolve().parent.parent
+REQUIREMENTS = REPO / "tests/requirements.txt"
+BUILD = [str(REPO / "csrc/build_artifact.py")]
+GPU_DEVICES = (Path("/dev/nvidia0"), Path("/dev/dxg"))
+
+
+def say(text: str) -> None:
+    print(f"tests/run.py: {text}", flush=True)
+
+
+def clean_environment() -> dict[str, str]:
+    """Without what would make the tests speak about another checkout, or about the caller's DSV4 switches."""
+    strangers = {"PYTHONPATH", "PYTHONHOME", "PYTEST_ADDOPTS", "VIRTUAL_ENV"}
+    return {k: v for k, v in os.environ.items() if k not in strangers and not k.startswith("DSV4_")}
+
+
+def private_python() -> Path:
+    """Python of the cached environment that holds tests/requirements.txt."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepseek-v4-sm120"
+    cache.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(sys.version.encode() + REQUIREMENTS.read_bytes()).hexdigest()[:12]
+    venv = cache / f"tests-{digest}"
+    with open(cache / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (venv / "complete").exists():
+            say(f"installing tests/requirements.txt into {venv}")
+            shutil.rmtree(venv, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+            pip = [str(venv / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([*pip, "-r", str(REQUIREMENTS)], check=True)
+            (venv / "complete").touch()
+    return venv / "bin/python"
+
+
+def run_without_gpu(arguments: list[str]) -> int:
+    python = str(private_python())
+    environment = clean_environment()
+    # The build runs on the interpreter that started us, not on the private one: it must need the standard library only.
+    if code := subprocess.run([sys.executable, *BUILD], env=environment, cwd=REPO).returncode:
+        return code
+    lint = subprocess.run([python, "-m", "ruff", "check", "."], env=environment, cwd=REPO).returncode
+    tests = subprocess.run([python, "-m", "pytest", "-m", "not gpu", *arguments], env=environment, cwd=REPO).returncode
+    if any(device.exists() for device in GPU_DEVICES):
+        say("this machine has a GPU; its tests were not selected. Run them with: python3 tests/run.py --gpu")
+    if lint:
+        say("ruff found faults, see above pytest's output")
+    return tests or lint
+
+
+def run_on_gpu(arguments: list[str]) -> int:
+    """The gpu tests. Here a skipped test is a failed one: whoever asked for the GPU wants to know what ran on it."""
+    probe = "import pytest, torch; print('%d.%d' % torch.cuda.get_device_capability(), torch.cuda.get_device_name())"
+    found = subprocess.run([sys.executable, "-c", probe], text=True, capture_output=True)
+    if found.returncode != 0:
+        say(f"{sys.executable} needs pytest and a torch that sees a GPU:\n{found.stderr.strip()}")
+        return 1
+    capability, name = found.stdout.strip().split(" ", 1)
+    say(f"GPU {name}, capability {capability}")
+    environment = clean_environment()
+    present = [
+        sys.executable,
+        "-c",
+        "import sys; from deepseek_v4_sm120 import extension; sys.exit(extension.explain())",
+    ]
+    if subprocess.run(present, env=environment, cwd=REPO).returncode != 0:
+        build = [sys.executable, *BUILD, "--python", sys.executable]
+        if code := subprocess.run(build, env=environment, cwd=REPO).returncode:
+            return code
+    selection = "gpu" if capability.startswith("12.") else "gpu and not sm120"
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "pytest.xml")
+        command = [sys.executable, "-m", "pytest", "-m", selection, f"--junitxml={log}", *arguments]
+        code = subprocess.run(command, env=environment, cwd=REPO).returncode
+        skipped = [c.get("name") for c in ElementTree.parse(log).iter("testcase") if c.find("skipped") is not None]
+    if skipped:
+        say(f"FAILED: {len(skipped)} GPU tests were skipped: {', '.join(skipped[:8])}")
+    return code or bool(skipped)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true", help="run the tests marked gpu with this interpreter")
+    options, arguments = parser.parse_known_args()
+    return run_on_gpu(arguments) if options.gpu else run_without_gpu(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Opens the built folder, the thing that users mount, with tools that the build does not use."""
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import build_artifact
+import pytest
+from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection
+
+import deepseek_v4_sm120
+
+REPO = Path(__file__).resolve().parent.parent
+ARTIFACT = REPO / "build"
+PACKAGE = ARTIFACT / "deepseek_v4_sm120"
+DIST_INFO = f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info"
+ARCHS = {"sm_120a", "sm_121a", "sm_90a"}
+SM120_BLOCK_SHARED_BYTES = 99 * 1024
+NEWEST_GLIBC = (2, 34)
+
+
+@pytest.fixture(scope="module")
+def info() -> dict:
+    assert ARTIFACT.is_dir(), f"{ARTIFACT} is missing: run python3 csrc/build_artifact.py"
+    return json.loads((PACKAGE / "build_info.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def modules(info) -> dict[str, Path]:
+    found = {version: PACKAGE / name for version, name in info["pythons"].items()}
+    assert found
+    return found
+
+
+def cuobjdump(*arguments: str) -> str:
+    files = metadata.files("nvidia-cuda-cuobjdump")
+    tool = next(f.locate() for f in files if Path(f).name == "cuobjdump")
+    return subprocess.run([tool, *arguments], check=True, text=True, capture_output=True).stdout
+
+
+def interpreter(version: str) -> str:
+    """The Python of this version that the build used; found the way the build finds it."""
+    found = {i.version: i.path for i in build_artifact.find_interpreters([])}
+    if version not in found:
+        pytest.skip(f"the artifact has a module for Python {version}, which this machine lacks")
+    return found[version]
+
+
+def run_isolated(python: str, script: str) -> str:
+    """-I: nothing of the checkout or of this test environment is on sys.path, only the artifact."""
+    command = [python, "-I", "-B", "-c", f"import sys; sys.path.insert(0, {str(ARTIFACT)!r})\n{script}"]
+    done = subprocess.run(command, text=True, capture_output=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_only_what_belongs(info):
+    assert {p.name for p in ARTIFACT.iterdir()} == {"sitecustomize.py", "deepseek_v4_sm120", DIST_INFO}
+    modules = {f"deepseek_v4_sm120/{name}" for name in info["pythons"].values()}
+    sources = {str(p.relative_to(REPO)) for p in (REPO / "deepseek_v4_sm120").rglob("*.py")} | {"sitecustomize.py"}
+    extra = {"deepseek_v4_sm120/build_info.json"}
+    dist = {f"{DIST_INFO}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
+    assert {
+        str(p.relative_to(ARTIFACT)) for p in ARTIFACT.rglob("*") if p.is_file()
+    } == modules | sources | extra | dist
+    assert len(sources) > 3
+    for source in sources:
+        assert (ARTIFACT / source).read_bytes() == (REPO / source).read_bytes(), (
+            f"{source}: build/ is older than the checkout"
+        )
+
+
+def test_record_is_true():
+    rows = [line.rsplit(",", 2) for line in (ARTIFACT / DIST_INFO / "RECORD").read_text().splitlines()]
+    assert {row[0] for row in rows} == {str(p.relative_to(ARTIFACT)) for p in ARTIFACT.rglob("*") if p.is_file()}
+    for name, digest, size in rows:
+        if name == f"{DIST_INFO}/RECORD":
+            continue
+        content = (ARTIFACT / name).read_bytes()
+        expected = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        assert (digest, int(size)) == (f"sha256={expected}", len(content)), name
+
+
+def test_entry_point_is_discoverable():
+    script = (
+        "from importlib.metadata import distribution, entry_points\n"
+        "found = entry_points(group='sglang.srt.plugins', name='deepseek_v4_sm120')\n"
+        "print([e.value for e in found], all(callable(e.load()) for e in found))\n"
+        "print(distribution('deepseek-v4-sm120').version)"
+    )
+    out = run_isolated(sys.executable, script).splitlines()
+    assert out == ["['deepseek_v4_sm120.patching:install'] True", deepseek_v4_sm120.__version__]
+
+
+def test_needs_only_common_libraries(modules):
+    allowed = {
+        "libstdc++.so.6",
+        "libgcc_s.so.1",
+        "libc.so.6",
+        "libm.so.6",
+        "libpthread.so.0",
+        "libdl.so.2",
+        "librt.so.1",
+    }
+    allowed |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+    for path in modules.values():
+        with path.open("rb") as stream:
+            elf = ELFFile(stream)
+            dynamic = list(elf.get_section_by_name(".dynamic").iter_tags())
+            needed = {tag.needed for tag in dynamic if tag.entry.d_tag == "DT_NEEDED"}
+            assert "libc.so.6" in needed
+            assert needed <= allowed, path.name
+            assert not [tag for tag in dynamic if tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH")], path.name
+            versions = {
+                aux.name
+                for section in elf.iter_sections()
+                if isinstance(section, GNUVerNeedSection)
+                for _, auxiliaries in section.iter_versions()
+                for aux in auxiliaries
+            }
+        glibc = {tuple(map(int, v.removeprefix("GLIBC_").split("."))) for v in versions if v.startswith("GLIBC_2")}
+        assert glibc
+        assert max(glibc) <= NEWEST_GLIBC, path.name
+
+
+def test_exports_only_its_init_function(modules):
+    """A cudart symbol that is exported could be taken by torch's libcudart, or take its place."""
+    for path in modules.values():
+        with path.open("rb") as stream:
+            symbols = ELFFile(stream).get_section_by_name(".dynsym")
+            defined = {s.name for s in symbols.iter_symbols() if s.name and s.entry.st_shndx != "SHN_UNDEF"}
+        assert defined == {"PyInit__C"}, path.name
+
+
+def test_cubins_are_the_intended_ones(modules, info):
+    assert {f"sm_{a}" for a in info["archs"]} == ARCHS
+    for path in modules.values():
+        listed = re.findall(r"\.(sm_\w+)\.cubin", cuobjdump("--list-elf", str(path)))
+        assert set(listed) == ARCHS, path.name
+        assert not re.findall(r"\.ptx\b", cuobjdump("--list-ptx", str(path))), path.name
+
+
+def test_kernels_use_what_the_build_reported(modules, info):
+    """cuobjdump on the library against ptxas's report: no stack, no local memory, bounded shared memory."""
+    reported = {(k["arch"], k["registers"], k["stack_bytes"], k["static_shared_bytes"]) for k in info["kernels"]}
+    assert not [k for k in info["kernels"] if k["stack_bytes"] or k["spill_bytes"]]
+    for path in modules.values():
+        seen, arch, count = set(), None, 0
+        for line in cuobjdump("--dump-resource-usage", str(path)).splitlines():
+            if found := re.search(r"arch = sm_(\w+)", line):
+                arch = found[1]
+            if found := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line):
+                registers, stack, shared, local = map(int, found.groups())
+                assert stack == 0 and local == 0, f"{path.name} sm_{arch}: {line.strip()}"
+                assert shared <= SM120_BLOCK_SHARED_BYTES
+                seen.add((arch, registers, stack, shared))
+                count += 1
+        assert count == len(info["kernels"]) > 0
+        assert {s[0] for s in seen} == {r[0] for r in reported}
+        assert {s[:3] for s in seen} == {r[:3] for r in reported}
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12"])
+def test_imports_where_it_was_built_for(version, info):
+    if version not in info["pythons"]:
+        pytest.skip(f"not built for Python {version}")
+    script = (
+        "import json\n"
+        "from deepseek_v4_sm120 import extension\n"
+        "shared = extension.load().kernel_shared_bytes()\n"
+        "print(json.dumps([extension.build_info(), shared, extension.describe(), 'torch' in sys.modules]))"
+    )
+    built, shared, described, torch_loaded = json.loads(run_isolated(interpreter(version), script))
+    assert built == {key: info[key] for key in ("version", "git_commit", "cuda_version", "archs")} | {"python": version}
+    assert built["version"] == deepseek_v4_sm120.__version__
+    assert shared == info["shared_bytes"]
+    assert shared and max(shared.values()) <= SM120_BLOCK_SHARED_BYTES
+    assert described["problem"] is None and described["archs"] == info["archs"]
+    assert Path(described["file"]) == PACKAGE / info["pythons"][version]
+    assert not torch_loaded
+
+
+def test_serves_the_python_of_sglang(info):
+    if "3.12" not in info["pythons"]:
+        pytest.skip("this machine has no Python 3.12 with headers; ./build_docker.sh with Docker builds for it")
+    assert info["pythons"]["3.12"].startswith("_C.cpython-312-")
