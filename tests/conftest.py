@@ -1,0 +1,79 @@
+"""Seeds, and the rule for GPU tests: they run or they fail, they are never skipped without a word.
+
+Without a GPU the runner deselects them (`-m "not gpu"`); one that is selected anyway fails and says why. With a GPU a
+test that skips itself fails the run, and deselected ones are counted in the summary.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+if importlib.util.find_spec("deepseek_v4_sm120") is None:  # `pytest` as a program does not put the checkout on the path
+    sys.path.insert(0, str(REPO))
+
+_skipped_on_gpu: list[str] = []
+_deselected_on_gpu: list[str] = []
+
+
+@functools.cache
+def cuda_problem() -> str | None:
+    """Why GPU tests cannot run here, or None."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA device"
+    return None
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and (problem := cuda_problem()):
+        pytest.fail(f'a gpu test was selected, but {problem}; without a GPU run with -m "not gpu"', pytrace=False)
+
+
+def pytest_runtest_logreport(report):
+    if report.skipped and "gpu" in report.keywords and cuda_problem() is None:
+        _skipped_on_gpu.append(report.nodeid)
+
+
+def pytest_deselected(items):
+    gpu_items = [item.nodeid for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and cuda_problem() is None:
+        _deselected_on_gpu.extend(gpu_items)
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if _skipped_on_gpu and exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    if _skipped_on_gpu:
+        terminalreporter.write_line(f"FAILED: GPU tests skipped on a machine with a GPU: {_skipped_on_gpu}", red=True)
+    if _deselected_on_gpu:
+        count = len(_deselected_on_gpu)
+        terminalreporter.write_line(f"{count} GPU tests were deselected on a machine with a GPU", yellow=True)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """The same random numbers in every run and for every order of the tests."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def device():
+    """The CUDA device of GPU tests."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())

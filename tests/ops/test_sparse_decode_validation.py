@@ -1,0 +1,429 @@
+"""Every refusal of ops.sparse_decode, and what it hands to the extension. CPU only, with a stand-in for `_C`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import types
+
+import pytest
+import torch
+
+from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120.kv_page_layout import kv_page_layout
+from deepseek_v4_sm120.reference import kv_pages
+
+op = importlib.import_module("deepseek_v4_sm120.ops.sparse_decode")
+
+ROWS, HEADS = 4, 16
+
+
+class FakeExtension(types.SimpleNamespace):
+    """The names that ops reads from `_C`; records launches instead of running them."""
+
+    def __init__(self):
+        super().__init__(
+            KV_NOPE_DIM=448,
+            KV_ROPE_DIM=64,
+            KV_HEAD_DIM=512,
+            KV_DATA_BYTES=576,
+            KV_SCALE_BYTES=8,
+            KV_TOKEN_BYTES=584,
+            KV_TILE=64,
+            KV_PAGE_ALIGN=576,
+            kv_page_bytes=kv_pages.page_bytes,
+            sparse_decode_max_control_words=1024,
+            sparse_decode_workspace=lambda **sizes: (4096 * sizes["rows"], 4 * sizes["rows"]),
+            sparse_decode=lambda **call: self.calls.append(call),
+            calls=[],
+        )
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    """`_C` without a compiler or a GPU; the caches that hold its answers are emptied before and after."""
+    stand_in = FakeExtension()
+    monkeypatch.setattr(extension, "load", lambda: stand_in)
+    for cached in (kv_page_layout, op._num_sms, op._workspace):
+        cached.cache_clear()
+    yield stand_in
+    for cached in (kv_page_layout, op._workspace):
+        cached.cache_clear()
+
+
+def good(**changes) -> dict:
+    arguments = {
+        "q": torch.zeros(ROWS, 1, HEADS, 512, dtype=torch.bfloat16),
+        "kv_pages": kv_pages.new_pages(3, 256),
+        "indices": torch.zeros(ROWS, 1, 128, dtype=torch.int32),
+        "topk_length": torch.zeros(ROWS, dtype=torch.int32),
+        "attn_sink": torch.zeros(HEADS),
+        "extra_kv_pages": kv_pages.new_pages(5, 64),
+        "extra_indices": torch.zeros(ROWS, 1, 512, dtype=torch.int32),
+        "extra_topk_length": torch.zeros(ROWS, dtype=torch.int32),
+    }
+    return {**arguments, **changes}
+
+
+def bf16(*shape) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def int32(*shape) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def strided_pages(stride: int) -> torch.Tensor:
+    return torch.zeros(4 * stride + 584 * 64, dtype=torch.uint8).as_strided((3, 64, 1, 584), (stride, 584, 584, 1))
+
+
+def shifted(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+    """The same shape, starting `elements` past an aligned address."""
+    return torch.zeros(tensor.numel() + elements, dtype=tensor.dtype)[elements:].view(tensor.shape)
+
+
+META_LENGTH = torch.zeros(ROWS, device="meta", dtype=torch.int32)
+
+REFUSALS = {
+    "q dtype": (
+        dict(q=torch.zeros(ROWS, 1, HEADS, 512)),
+        TypeError,
+        "q.dtype must be torch.bfloat16, got torch.float32",
+    ),
+    "q rank": (dict(q=bf16(ROWS, HEADS, 512)), ValueError, "q.shape must be [rows, 1, heads, 512], got [4, 16, 512]"),
+    "q second dim": (
+        dict(q=bf16(ROWS, 2, HEADS, 512)),
+        ValueError,
+        "q.shape must be [rows, 1, heads, 512], got [4, 2,",
+    ),
+    "q head dim": (
+        dict(q=bf16(ROWS, 1, HEADS, 576)),
+        ValueError,
+        "q.shape must be [rows, 1, heads, 512], got [4, 1, 16, 576]",
+    ),
+    "too many heads": (dict(q=bf16(ROWS, 1, 129, 512)), ValueError, "q.shape[2] must be 1..128 (heads), got 129"),
+    "no heads": (dict(q=bf16(ROWS, 1, 0, 512)), ValueError, "q.shape[2] must be 1..128 (heads), got 0"),
+    "q last stride": (
+        dict(q=bf16(ROWS, 1, HEADS, 1024)[..., ::2]),
+        ValueError,
+        "q.stride(3) must be 1 (contiguous head dimension), got 2",
+    ),
+    "q strides": (
+        dict(q=bf16(ROWS, 1, HEADS, 516)[..., :512]),
+        ValueError,
+        "q.stride(0) and q.stride(2) must be multiples of 8 (16 bytes), got 8256 and 516",
+    ),
+    "q address": (
+        dict(q=shifted(bf16(ROWS, 1, HEADS, 512), 4)),
+        ValueError,
+        "q must start on a 16-byte boundary, got an address 8 bytes past one",
+    ),
+    "pages dtype": (
+        dict(kv_pages=kv_pages.new_pages(3, 256).view(torch.int8)),
+        TypeError,
+        "kv_pages.dtype must be torch.uint8 or torch.float8_e4m3fn, got torch.int8",
+    ),
+    "pages rank": (
+        dict(kv_pages=torch.zeros(3, 256, 584, dtype=torch.uint8)),
+        ValueError,
+        "kv_pages.shape must be [pages, page_size, 1, bytes], none 0, got [3, 256, 584]",
+    ),
+    "pages KV heads": (
+        dict(kv_pages=torch.zeros(3, 64, 2, 584, dtype=torch.uint8)),
+        ValueError,
+        "kv_pages.shape must be [pages, page_size, 1, bytes], none 0, got [3, 64, 2, 584]",
+    ),
+    "no pages": (
+        dict(kv_pages=torch.zeros(0, 64, 1, 584, dtype=torch.uint8)),
+        ValueError,
+        "kv_pages.shape must be [pages, page_size, 1, bytes], none 0, got [0, 64, 1, 584]",
+    ),
+    "token bytes": (
+        dict(kv_pages=torch.zeros(3, 64, 1, 576, dtype=torch.uint8)),
+        ValueError,
+        "kv_pages.shape[-1] must be 584 (KV token bytes), got 576",
+    ),
+    "page stride not aligned": (
+        dict(kv_pages=strided_pages(37_448)),
+        ValueError,
+        "kv_pages.stride(0) must be a multiple of 16 and at least 37376 (page bytes), got 37448",
+    ),
+    "page stride too small": (
+        dict(kv_pages=strided_pages(36_864)),
+        ValueError,
+        "kv_pages.stride(0) must be a multiple of 16 and at least 37376 (page bytes), got 36864",
+    ),
+    "page address": (
+        dict(kv_pages=shifted(torch.zeros(3, 64, 1, 584, dtype=torch.uint8), 8)),
+        ValueError,
+        "kv_pages must start on a 16-byte boundary, got an address 8 bytes past one",
+    ),
+    "indices dtype": (
+        dict(indices=torch.zeros(ROWS, 1, 128, dtype=torch.int64)),
+        TypeError,
+        "indices.dtype must be torch.int32, got torch.int64",
+    ),
+    "indices rows": (
+        dict(indices=int32(3, 1, 128)),
+        ValueError,
+        "indices.shape must be [4, 1, width], got [3, 1, 128]",
+    ),
+    "indices rank": (dict(indices=int32(ROWS, 128)), ValueError, "indices.shape must be [4, 1, width], got [4, 128]"),
+    "indices stride": (
+        dict(indices=int32(ROWS, 1, 256)[..., ::2]),
+        ValueError,
+        "indices.stride(2) must be 1 (contiguous candidates), got 2",
+    ),
+    "length dtype": (
+        dict(topk_length=torch.zeros(ROWS, dtype=torch.int64)),
+        TypeError,
+        "topk_length.dtype must be torch.int32, got torch.int64",
+    ),
+    "length shape": (dict(topk_length=int32(5)), ValueError, "topk_length.shape must be [4] (rows), got [5]"),
+    "length stride": (dict(topk_length=int32(8)[::2]), ValueError, "topk_length.stride(0) must be 1, got 2"),
+    "sink dtype": (
+        dict(attn_sink=torch.zeros(HEADS, dtype=torch.bfloat16)),
+        TypeError,
+        "attn_sink.dtype must be torch.float32, got torch.bfloat16",
+    ),
+    "sink shape": (dict(attn_sink=torch.zeros(64)), ValueError, "attn_sink.shape must be [16] (heads), got [64]"),
+    "extra pages alone": (
+        dict(extra_indices=None, extra_topk_length=None),
+        ValueError,
+        "extra_kv_pages and extra_indices must be given together, extra_topk_length only with them, "
+        "got extra_kv_pages = a tensor and extra_indices = None",
+    ),
+    "extra indices alone": (
+        dict(extra_kv_pages=None),
+        ValueError,
+        "got extra_kv_pages = None and extra_indices = a tensor",
+    ),
+    "extra length alone": (
+        dict(extra_kv_pages=None, extra_indices=None),
+        ValueError,
+        "got extra_kv_pages = None and extra_indices = None",
+    ),
+    "extra token bytes": (
+        dict(extra_kv_pages=torch.zeros(3, 64, 1, 656, dtype=torch.uint8)),
+        ValueError,
+        "extra_kv_pages.shape[-1] must be 584 (KV token bytes), got 656",
+    ),
+    "extra indices rows": (
+        dict(extra_indices=int32(1, 1, 512)),
+        ValueError,
+        "extra_indices.shape must be [4, 1, width], got [1, 1, 512]",
+    ),
+    "extra length": (
+        dict(extra_topk_length=int32(1)),
+        ValueError,
+        "extra_topk_length.shape must be [4] (rows), got [1]",
+    ),
+    "pages device": (
+        dict(kv_pages=torch.zeros(3, 64, 1, 584, dtype=torch.uint8, device="meta")),
+        RuntimeError,
+        "kv_pages.device must be q's, cpu, got meta",
+    ),
+    "indices device": (
+        dict(extra_indices=torch.zeros(ROWS, 1, 512, dtype=torch.int32, device="meta")),
+        RuntimeError,
+        "extra_indices.device must be q's, cpu, got meta",
+    ),
+    "length device": (dict(topk_length=META_LENGTH), RuntimeError, "topk_length.device must be q's, cpu, got meta"),
+    "out dtype": (
+        dict(out=torch.zeros(ROWS, 1, HEADS, 512)),
+        TypeError,
+        "out.dtype must be torch.bfloat16, got torch.float32",
+    ),
+    "out shape": (
+        dict(out=bf16(ROWS, HEADS, 512)),
+        ValueError,
+        "out.shape must be q's, [4, 1, 16, 512], got [4, 16, 512]",
+    ),
+    "out device": (
+        dict(out=torch.zeros(ROWS, 1, HEADS, 512, dtype=torch.bfloat16, device="meta")),
+        RuntimeError,
+        "out.device must be q's, cpu, got meta",
+    ),
+    "out strides": (
+        dict(out=bf16(ROWS, 1, HEADS, 516)[..., :512]),
+        ValueError,
+        "out.stride(0) and out.stride(2) must be multiples of 8 (16 bytes), got 8256 and 516",
+    ),
+    "out on itself": (
+        dict(out=bf16(1, 1, HEADS, 512).expand(ROWS, 1, HEADS, 512)),
+        ValueError,
+        "out must not overlap itself, got strides [0, 8192, 512, 1]",
+    ),
+    "CPU": ({}, RuntimeError, "q.device must be a CUDA device, got cpu"),
+    "CPU, no rows": (
+        dict(
+            q=bf16(0, 1, HEADS, 512),
+            indices=int32(0, 1, 128),
+            topk_length=int32(0),
+            extra_indices=int32(0, 1, 512),
+            extra_topk_length=int32(0),
+        ),
+        RuntimeError,
+        "q.device must be a CUDA device, got cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal(name, fake):
+    changes, error, message = REFUSALS[name]
+    with pytest.raises(error, match=re.escape(message)) as raised:
+        op.sparse_decode(**good(**changes))
+    assert str(raised.value).startswith("sparse_decode: ")
+    assert not fake.calls
+
+
+def test_out_must_not_overlap_q():
+    arguments = good()
+    with pytest.raises(ValueError, match="out must not overlap q, got memory that both cover"):
+        op.sparse_decode(**arguments, out=arguments["q"])
+
+
+ACCEPTED = {
+    "plain": {},
+    "no lengths, no sink": dict(topk_length=None, attn_sink=None, extra_topk_length=None),
+    "no extra cache": dict(extra_kv_pages=None, extra_indices=None, extra_topk_length=None),
+    "float8 pages": dict(kv_pages=kv_pages.new_pages(3, 256).view(torch.float8_e4m3fn)),
+    "padded q": dict(q=bf16(ROWS, 1, HEADS + 8, 640)[:, :, :HEADS, :512]),
+    "heads before rows": dict(q=bf16(HEADS, ROWS, 1, 512).permute(1, 2, 0, 3)),
+    "padded indices": dict(indices=int32(ROWS, 1, 200)[..., :128], extra_indices=int32(ROWS, 1, 600)[..., 3:515]),
+    "one index row for all": dict(indices=int32(1, 1, 128).expand(ROWS, 1, 128)),
+    "out": dict(out=bf16(ROWS, 1, HEADS, 512)),
+    "padded out": dict(out=bf16(ROWS, 1, 64, 512)[:, :, :HEADS]),
+    "odd page size": dict(kv_pages=kv_pages.new_pages(7, 48), extra_kv_pages=kv_pages.new_pages(9, 3)),
+    "single page without pad": dict(kv_pages=torch.zeros(1, 1, 1, 584, dtype=torch.uint8)),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted(name):
+    """All checks pass: what is left to refuse is the CPU."""
+    with pytest.raises(RuntimeError, match="CUDA device, got cpu"):
+        op.sparse_decode(**good(**ACCEPTED[name]))
+
+
+class Stream:
+    """torch's current stream and capture state, as far as ops asks."""
+
+    def __init__(self, monkeypatch):
+        self.raw, self.capturing = 77, False
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.raw, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing, raising=False)
+        monkeypatch.setattr(op, "_num_sms", lambda index: 132)
+        monkeypatch.setattr(op, "_control_words", {})
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **kind: zeros(*size, **kind))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(synchronize=lambda: None))
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    return Stream(monkeypatch)
+
+
+def launch(arguments, lse=None):
+    names = (
+        "q",
+        "kv_pages",
+        "indices",
+        "topk_length",
+        "extra_kv_pages",
+        "extra_indices",
+        "extra_topk_length",
+        "attn_sink",
+    )
+    out = torch.empty_like(arguments["q"])
+    op._launch(*(arguments[name] for name in names), 0.125, out, lse)
+    return out
+
+
+def test_the_call_that_reaches_the_extension(fake, stream):
+    arguments = good(q=bf16(ROWS, 1, 24, 512)[:, :, :HEADS], indices=int32(ROWS, 1, 192)[..., 64:])
+    lse = torch.zeros(ROWS, HEADS)
+    out = launch(arguments, lse)
+    call = fake.calls[0]
+    workspace = {name: call.pop(name) for name in ("partials", "partials_bytes", "control", "control_words")}
+    assert call == dict(
+        q=arguments["q"].data_ptr(),
+        q_stride_row=24 * 512,
+        q_stride_head=512,
+        rows=ROWS,
+        heads=HEADS,
+        kv_pages=arguments["kv_pages"].data_ptr(),
+        page_bytes=149_760,
+        page_size=256,
+        num_pages=3,
+        indices=arguments["indices"].data_ptr(),
+        indices_stride=192,
+        indices_width=128,
+        topk_length=arguments["topk_length"].data_ptr(),
+        extra_kv_pages=arguments["extra_kv_pages"].data_ptr(),
+        extra_page_bytes=37_440,
+        extra_page_size=64,
+        extra_num_pages=5,
+        extra_indices=arguments["extra_indices"].data_ptr(),
+        extra_indices_stride=512,
+        extra_indices_width=512,
+        extra_topk_length=arguments["extra_topk_length"].data_ptr(),
+        attn_sink=arguments["attn_sink"].data_ptr(),
+        softmax_scale=0.125,
+        out=out.data_ptr(),
+        out_stride_row=24 * 512 if out.stride(0) == 24 * 512 else HEADS * 512,
+        out_stride_head=512,
+        lse=lse.data_ptr(),
+        num_sms=132,
+        pdl=True,
+        stream=77,
+    )
+    assert workspace["partials"] and workspace["control"]
+    assert (workspace["partials_bytes"], workspace["control_words"]) == (4096 * ROWS, 4 * ROWS)
+
+
+def test_absent_arguments_are_zero(fake, stream):
+    absent = ("topk_length", "attn_sink", "extra_kv_pages", "extra_indices", "extra_topk_length")
+    launch(good(**dict.fromkeys(absent)))
+    call = fake.calls[0]
+    assert [call[name] for name in (*absent, "lse", "extra_page_bytes", "extra_num_pages", "extra_indices_width")] == [
+        0
+    ] * 9
+
+
+def test_eager_calls_of_a_stream_share_control_words_and_streams_do_not(fake, stream):
+    launch(good())
+    launch(good())
+    stream.raw = 78
+    launch(good())
+    first, second, other = (call["control"] for call in fake.calls)
+    assert first == second and abs(other - first) >= 4 * 1024
+
+
+def test_captured_calls_take_words_of_their_own(fake, stream):
+    launch(good())
+    stream.capturing = True
+    for _ in range(3):
+        launch(good())
+    eager, *captured = (call["control"] for call in fake.calls)
+    assert len({eager, *captured}) == 4
+    assert all(b - a == 128 for a, b in zip(captured, captured[1:], strict=False))
+
+
+def test_the_ring_of_captured_calls_goes_round(fake, stream):
+    launch(good())
+    stream.capturing = True
+    words = op._control_words[None]
+    ring = words._ring
+    taken = [words.take(0, 77, 1000) for _ in range(2 * ring.numel() // 1024)]
+    addresses = [part.data_ptr() for part in taken]
+    assert all(ring.data_ptr() <= a and a + 4000 <= ring.data_ptr() + 4 * ring.numel() for a in addresses)
+    assert addresses[0] in addresses[1:] and len(set(addresses)) >= 1000
+
+
+def test_a_first_call_under_capture_zeroes_words_of_its_own(fake, stream):
+    stream.capturing = True
+    launch(good())
+    assert op._control_words[None]._ring is None and fake.calls[0]["control"]
