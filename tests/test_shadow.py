@@ -63,7 +63,7 @@ def test_counts_and_errors_of_equal_calls():
 
 def test_mean_is_over_calls_and_worst_row_is_a_rows():
     x = values()
-    factors = iter([1.001, 1.003])
+    factors = iter([1.003, 1.001])
     function = shadowed(lambda x, layer: x * next(factors))
     function(x, 0), function(x, 0)
     one_row = x.clone()
@@ -71,6 +71,7 @@ def test_mean_is_over_calls_and_worst_row_is_a_rows():
     shadowed(lambda x, layer: one_row)(x, 1)
     first, second = shadow.report()
     assert first["relative_l2_mean"] == pytest.approx(0.002, rel=1e-2)
+    assert first["relative_l2_max"] == pytest.approx(0.003, rel=1e-2), "of all calls, not of the last"
     assert second["row_relative_l2_max"] == pytest.approx(0.5, rel=1e-4)
     assert second["relative_l2_max"] < 0.3 and second["bad_calls"] == 1
 

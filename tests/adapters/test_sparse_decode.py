@@ -236,8 +236,9 @@ def test_what_is_not_ours_goes_to_the_original(different, served, original):
     assert len(original.calls) == 1 and not served
 
 
-def test_descaled_query_goes_to_the_original(served, original):
-    call = flash_mla_call(engine_call(RECORDED[1])) | {"descale_q": torch.ones(3), "descale_k": torch.ones(3)}
+@pytest.mark.parametrize("name", ["descale_q", "descale_k"])
+def test_descaled_values_go_to_the_original(name, served, original):
+    call = flash_mla_call(engine_call(RECORDED[1])) | {name: torch.ones(3)}
     assert adapter.replace_sgl_kernel(original)(**call) is original.result
     assert not served
 

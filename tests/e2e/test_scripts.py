@@ -54,6 +54,8 @@ class Engine:
         self.name = name
         if name == os.environ.get("FAKE_CRASH"):
             raise SystemExit("the fake engine does not start")
+        if name == os.environ.get("FAKE_HANG"):
+            time.sleep(600)
         if patch:
             folder = os.environ["DSV4_SM120_REPORT"]
             os.makedirs(folder, exist_ok=True)
@@ -155,7 +157,7 @@ def test_a_crash_is_a_failed_bar(machine):
 
 
 def test_a_case_is_stopped_at_the_limit(machine):
-    ended = machine("ops", "--only", "stock", "--limit-s", "0")
+    ended = machine("ops", "--only", "stock", "--limit-s", "2", FAKE_HANG="stock")
     assert ended.returncode == 1 and "stopped at the limit" in ended.stdout
 
 
