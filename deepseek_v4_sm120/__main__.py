@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def status() -> dict:
     """What would be patched in this interpreter, by looking at the files only; and what running processes reported."""
-    from deepseek_v4_sm120 import patching
+    from deepseek_v4_sm120 import extension, patching
     from deepseek_v4_sm120.patching import report
     from deepseek_v4_sm120.patching.engine import Engine
     from deepseek_v4_sm120.settings import settings
@@ -38,7 +38,7 @@ def status() -> dict:
     engine = Engine(TABLE, host=patching.HOST, settings=settings())
     engine.survey()
     found = report.as_dict(engine)
-    found["build"] = report.build_info()
+    found["build"] = extension.describe()
     found["processes"] = processes(settings().report)
     return found
 
@@ -59,7 +59,7 @@ def status_text(found: dict) -> str:
     lines = [
         f"deepseek_v4_sm120 {found['deepseek_v4_sm120']}, Python {found['python']}",
         f"SGLang            {host_version}",
-        f"build             {found['build']}",
+        f"build             {_build_text(found['build'])}",
     ]
     used = [f"{name}={value}" for name, value in found["settings"].items() if value and value != "raise"]
     lines += [f"settings          {', '.join(used)}"] if used else []
@@ -74,6 +74,13 @@ def status_text(found: dict) -> str:
         lines += [f"  BROKEN: {', '.join(broken)}"] if broken else []
         lines += [f"  {line}" for line in process["shadow_summary"]]
     return "\n".join(lines)
+
+
+def _build_text(build: dict) -> str:
+    if build["problem"]:
+        return build["problem"]
+    archs = ", ".join(f"sm_{arch}" for arch in build["archs"] or ())
+    return f"{build['version']}, git {build['git_commit']}, CUDA {build['cuda_version']}, {archs}; {build['file']}"
 
 
 def _reason(row: dict) -> str:

@@ -86,7 +86,7 @@ SPARSE_DECODE_HOPPER = Patch(
     "goes through it too with SGLANG_OPT_FLASHMLA_SPARSE_PREFILL=0 and at most 11,673 rows, else through another one",
     targets=(
         Target(
-            where="sgl_kernel.flash_mla:flash_mla_with_kvcache",  # of sglang-kernel; imported inside the backend's forward
+            where="sgl_kernel.flash_mla:flash_mla_with_kvcache",  # of sglang-kernel; the backend imports it at the call
             sglang=">=0.5.13,<0.5.23",
             contract=Parameters(SGL_KERNEL_PARAMETERS),
             replacement=f"{ADAPTER}:replace_sgl_kernel",
@@ -161,8 +161,8 @@ IMPORTED_PLATFORM_23 = (">=0.5.21,<0.6", "68f5f8aadaddaa43", ("0.5.23",))
 
 SM120_SEAMS = Patch(
     name="sm120_seams",
-    why="validation only: the modules that choose and run DeepSeek-V4's attention, indexer and mHC are told that the GPU "
-    "is SM120. Argument resolution then forces what SM120 users get: TileLang indexer, top-k v1, torch mHC, bf16 wo_a",
+    why="validation only: the modules that choose and run DeepSeek-V4's attention, indexer and mHC are told that the "
+    "GPU is SM120. Argument resolution then forces what SM120 users get: TileLang indexer, top-k v1, torch mHC, bf16 wo_a",
     targets=(
         # up to 0.5.18: the predicate as each module imported it, and one global frozen from it
         _seam("sglang.srt.server_args:is_sm120_supported", "replace_predicate", *IMPORTED_PREDICATE_14),
@@ -204,8 +204,8 @@ LEFT_AT_TRUTH = {
     "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe": "MXFP8 activations: block-scaled FP8 instructions",
     "sglang.srt.layers.quantization.mxfp4_marlin_moe": "accepts SM90 as well",
     "sglang.srt.layers.moe.fused_moe_triton.triton_kernels_moe": "Triton MoE tuning, not on this path",
-    "sglang.kernels.ops.layernorm.mhc": "TileLang compile flags (0.5.20: no warp specialisation on SM120), asked by a local "
-    "import; the kernels compile either way",
+    "sglang.kernels.ops.layernorm.mhc": "TileLang compile flags (0.5.20: no warp specialisation on SM120), asked by a "
+    "local import; the kernels compile either way",
     "sgl_kernel": "loads its library for the machine's own capability",
 }
 

@@ -285,7 +285,7 @@ def _write_while_calls_arrive() -> None:
 
 
 def _write_report() -> None:
-    engine = patching.engine()
+    engine = patching.active_engine()
     if engine is not None:
         process_report.write(engine)
 

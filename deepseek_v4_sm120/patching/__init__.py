@@ -23,7 +23,7 @@ def install():
         _installed = True
 
 
-def engine():
+def active_engine():
     """This process's engine, or None before SGLang is imported and with DSV4_SM120=off."""
     return _engine
 

@@ -58,7 +58,7 @@ class Engine:
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
         self.records = [record for patch in table.patches for record in self._select(patch)]
         self._announced = False
-        self._warned_unsupported = False
+        self._warned: set[str] = set()  # each reason is told once
         self._needs_met: dict[str, str | None] = {}  # "module:function" -> None, or why it failed
 
     # Selection ------------------------------------------------------------------------------------------------------
@@ -80,15 +80,17 @@ class Engine:
         targets = [t for t in patch.targets if self._chosen(t)]
         if not targets:
             return [Record(patch, None, NOT_APPLICABLE, f"{self.host} {self.version} has no such place")]
-        return [Record(patch, t, READY, f"waits for the import of {t.module}") for t in targets]
+        return [Record(patch, t, READY, f"when {self.host} imports it") for t in targets]
 
     def _version_is_known(self) -> bool:
         return self.version is not None and not self.version.startswith("0.0.0")  # 0.0.0.devN: a checkout without tags
 
     def _in_range(self, specifiers: str) -> bool:
-        from packaging.specifiers import SpecifierSet
+        if not self._version_is_known():
+            return True
+        from packaging.specifiers import SpecifierSet  # the host requires it; there may be no host
 
-        return not self._version_is_known() or SpecifierSet(specifiers).contains(self.version, prereleases=True)
+        return SpecifierSet(specifiers).contains(self.version, prereleases=True)
 
     def _chosen(self, target: Target) -> bool:
         """By version; a tree that does not know its version is judged by the modules that it has."""
@@ -124,10 +126,9 @@ class Engine:
                 problem = self._examine(record)
                 if problem:
                     problems.append(self._broken(record, problem))
-        unsupported = [r for r in self.records if r.state == UNSUPPORTED]
-        if unsupported and not self._warned_unsupported:
-            self._warned_unsupported = True
-            report.warn(unsupported[0].reason)
+        for reason in {r.reason for r in self.records if r.state == UNSUPPORTED} - self._warned:
+            self._warned.add(reason)
+            report.warn(reason)
         report.write(self)
         self._fail(problems)
 
@@ -202,13 +203,16 @@ class Engine:
         return f"{record.patch.name}: {problem}"
 
     def _fail(self, problems: list[str]) -> None:
+        if self.settings.on_broken == "warn":
+            problems = [problem for problem in problems if problem not in self._warned]
+            self._warned.update(problems)
         if not problems:
             return
         text = (
             f"deepseek_v4_sm120 {report.our_version()} does not fit {self.host} {self.version}:\n  "
             + "\n  ".join(problems)
-            + "\nWhat to do: use a release of deepseek_v4_sm120 that lists this version; or set DSV4_SM120_ON_BROKEN=warn"
-            " to run the stock code in these places; or DSV4_SM120=off to run without us."
+            + "\nWhat to do: use a release of deepseek_v4_sm120 that lists this version; or set"
+            " DSV4_SM120_ON_BROKEN=warn to run the stock code in these places; or DSV4_SM120=off to run without us."
         )
         report.write(self)
         if self.settings.on_broken == "warn":

@@ -32,7 +32,7 @@ def _say(level: int, text: str) -> None:
     if logging.getLogger().handlers and _LOGGER.isEnabledFor(level):
         _LOGGER.log(level, text)
     else:
-        sys.stderr.write(f"deepseek_v4_sm120: {text}\n")
+        sys.stderr.write(f"{text}\n" if text.startswith("deepseek_v4_sm120") else f"deepseek_v4_sm120: {text}\n")
 
 
 def summary(engine) -> str:
@@ -80,16 +80,6 @@ def as_dict(engine) -> dict:
     }
 
 
-def build_info() -> dict | str:
-    """What the extension says about its build; in words where it is missing or does not fit this Python."""
-    try:
-        from deepseek_v4_sm120 import extension
-
-        return extension.build_info()
-    except (ImportError, RuntimeError) as error:
-        return str(error)
-
-
 def _shadow(engine) -> dict:
     """The shadow's measurements; shadow.report() reads host memory only, so any thread may ask at any time."""
     shadow = sys.modules.get("deepseek_v4_sm120.shadow") if engine.settings.shadow else None
@@ -108,7 +98,7 @@ def start(engine) -> None:
 
 def write(engine=None) -> None:
     """<DSV4_SM120_REPORT>/<pid>.json of this process's engine, replaced as a whole; any thread may ask for it."""
-    engine = engine or patching.engine()
+    engine = engine or patching.active_engine()
     if engine is None or not engine.settings.report:
         return
     folder = Path(engine.settings.report)

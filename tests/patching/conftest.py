@@ -1,0 +1,93 @@
+"""Small SGLang-like trees on disk, and Pythons that run with our folder first on PYTHONPATH."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+KEYS = """
+    q = kwargs["q"]
+    read = [kwargs["k_cache"], kwargs["head_dim_v"], kwargs["indices"]]
+    for name in (kwargs.get("softmax_scale"), kwargs.get("topk_length"), kwargs.get("attn_sink"),
+                 kwargs.get("extra_k_cache"), kwargs.get("extra_indices_in_kvcache"), kwargs.get("extra_topk_length")):
+        read.append(name)
+"""
+SM120_FUNCTION = f"def flash_mla_with_kvcache_sm120(**kwargs):{KEYS}    return (kwargs, q)\n"
+
+BACKEND = """
+from sglang.srt.utils.common import is_sm120_supported
+_is_sm120 = is_sm120_supported()
+
+class DeepseekV4AttnBackend:
+    def forward(self, q, k, v, layer, forward_batch, compress_ratio, save_kv_cache=True, attn_sink=None, **_):
+        from sglang.kernels.ops.attention.flash_mla_sm120 import flash_mla_with_kvcache_sm120
+        return flash_mla_with_kvcache_sm120(q=q, k_cache=k, head_dim_v=512, indices=v)
+"""
+
+TREE_0_5_17 = {
+    "sglang/__init__.py": "",
+    "sglang/_version.py": "__version__ = version = '0.5.17'\n",
+    "sglang/srt/managers/scheduler.py": "started = True\n",
+    "sglang/srt/utils/common.py": "def is_sm120_supported():\n    return False\n",
+    "sglang/srt/server_args.py": "from sglang.srt.utils.common import is_sm120_supported\n",
+    "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND,
+    "sglang/srt/layers/attention/dsv4/indexer.py": "from sglang.srt.utils.common import is_sm120_supported\n",
+    "sglang/srt/models/deepseek_v4.py": "from sglang.srt.utils.common import is_sm120_supported\n",
+    "sglang/kernels/ops/attention/flash_mla_sm120.py": SM120_FUNCTION,
+}
+
+
+def _write_tree(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    return folder
+
+
+@pytest.fixture
+def write_tree():
+    """write_tree(folder, {file name: text}) -> folder"""
+    return _write_tree
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A folder with an `sglang` that has what the table touches in 0.5.17; call with changes to it (None deletes)."""
+
+    def make(changes: dict[str, str | None] | None = None) -> Path:
+        files = {**TREE_0_5_17, **(changes or {})}
+        return _write_tree(tmp_path / "host", {name: text for name, text in files.items() if text is not None})
+
+    return make
+
+
+class Python:
+    """Runs code in a new interpreter whose PYTHONPATH is our folder and then `path`."""
+
+    def __call__(self, code, *, path=(), env=None, flags=(), check=True, ours=True):
+        script = [code] if isinstance(code, Path) else ["-c", textwrap.dedent(code)]
+        folders = ([str(REPO)] if ours else []) + [str(p) for p in path]
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "PYTHON"))}
+        environ |= {"PYTHONPATH": os.pathsep.join(folders), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+        done = subprocess.run(
+            [sys.executable, *flags, *map(str, script)], env=environ, capture_output=True, text=True, timeout=120
+        )
+        if check and done.returncode:
+            raise AssertionError(f"rc {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done
+
+    def json(self, code, **options):
+        """The last line that the code printed, as JSON."""
+        return json.loads(self(code, **options).stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def python():
+    return Python()

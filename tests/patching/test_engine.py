@@ -1,0 +1,373 @@
+"""The engine with a table of its own over a small host package: no SGLang name, no torch, no compiled module."""
+
+import importlib
+import json
+import logging
+import sys
+
+import pytest
+
+from deepseek_v4_sm120 import device_gate
+from deepseek_v4_sm120.patching import import_hook, report
+from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters, check
+from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, NOT_APPLICABLE, OFF, READY, UNSUPPORTED, Engine
+from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Table, Target
+from deepseek_v4_sm120.settings import Settings
+
+FUNCTION = "def f(**kwargs):\n    return kwargs['a'] + kwargs.get('b', 0)\n"
+HOST = {
+    "eng_host/__init__.py": "",
+    "eng_host/_version.py": "__version__ = '1.2.0'\n",
+    "eng_host/main.py": "",
+    "eng_host/kernels.py": FUNCTION,
+    "eng_host/caller.py": "from eng_host import kernels\ndef run(): return kernels.f(a=1)\n",
+    "eng_host/model.py": "class Model:\n    def heads(self, n):\n        return 64\n",
+    "eng_ours/__init__.py": """
+        import functools
+        def replace(original):
+            @functools.wraps(original)
+            def ours(*args, **kwargs):
+                return ("ours", original(*args, **kwargs))
+            return ours
+        def flag(original):
+            return True
+        def fine(): pass
+        def missing(): raise ImportError("no compiled module for this Python; build it")
+    """,
+}
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch, write_tree):
+    """host(changes) writes the small package; modules, hooks and settings of it are removed afterwards"""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(device_gate, "_first_served", [])
+
+    def write(changes=None):
+        files = {**HOST, **(changes or {})}
+        write_tree(tmp_path, {name: text for name, text in files.items() if text is not None})
+        importlib.invalidate_caches()
+
+    yield write
+    import_hook.forget()
+    for name in set(sys.modules) - before:
+        if name.startswith("eng_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What the user was told, as (level, text)."""
+    told = []
+    monkeypatch.setattr(report, "_say", lambda level, text: told.append((logging.getLevelName(level), text)))
+    return told
+
+
+def digest(source=FUNCTION):
+    return check("m:f", Bound(), None, {"m": source}.get).digest
+
+
+def function_target(**changes):
+    given = {
+        "where": "eng_host.kernels:f",
+        "sglang": ">=1.2,<1.5",
+        "contract": ConsumedKeys(("a", "b")),
+        "replacement": "eng_ours:replace",
+        "reviewed": {"1.2.0": digest()},
+        "caller": "eng_host.caller",
+    }
+    return Target(**{**given, **changes})
+
+
+def make(*targets, settings=None, start=True, supported=">=1,<2", stand_ins=(), **patch):
+    patches = (Patch(name="job", why="test", targets=targets or (function_target(),), retire="never", **patch),)
+    table = Table(supported=supported, preflight="eng_host.main", patches=patches, stand_ins=stand_ins)
+    engine = Engine(table, host="eng_host", settings=settings or Settings())
+    if start:
+        engine.start()
+    return engine
+
+
+def states(engine):
+    return [record.state for record in engine.records]
+
+
+def test_applies_at_the_import_and_says_so_once(host, said):
+    host()
+    engine = make()
+    assert states(engine) == [READY]
+    from eng_host import caller, kernels
+
+    assert caller.run() == ("ours", 1) and kernels.f.__wrapped__(a=1) == 1
+    assert states(engine) == [APPLIED] and engine.records[0].review == "reviewed"
+    importlib.reload(kernels)
+    assert len(said) == 1 and said[0][0] == "INFO" and "eng_host 1.2.0; applied job" in said[0][1]
+
+
+def test_methods(host):
+    host()
+    target = function_target(
+        where="eng_host.model:Model.heads", contract=Parameters(("self", "n")), reviewed={}, caller=None
+    )
+    engine = make(target)
+    from eng_host.model import Model
+
+    assert Model().heads(8) == ("ours", 64)
+    assert engine.undo() == [] and Model().heads(8) == 64
+
+
+def test_reload_double_apply_and_undo(host):
+    host()
+    engine = make()
+    from eng_host import kernels
+
+    ours = kernels.f
+    engine.apply(engine.records[0], kernels)
+    assert kernels.f is ours
+    importlib.reload(kernels)
+    assert kernels.f is not ours and kernels.f(a=1) == ("ours", 1) and kernels.f.__wrapped__(a=1) == 1
+    original = kernels.f.__wrapped__
+    assert engine.undo() == [] and kernels.f is original and states(engine) == [READY]
+
+
+def test_undo_leaves_a_stranger_on_top_alone(host):
+    host()
+    engine = make()
+    from eng_host import kernels
+
+    def stranger(**kwargs):
+        return "stranger"
+
+    kernels.f = stranger
+    assert engine.undo() == engine.records and kernels.f is stranger and states(engine) == [APPLIED]
+
+
+def test_flags(host):
+    host({"eng_host/flags.py": "is_new = False\n"})
+    make(function_target(where="eng_host.flags:is_new", contract=Bound(), replacement="eng_ours:flag", caller=None))
+    from eng_host import flags
+
+    assert flags.is_new is True
+
+
+@pytest.mark.parametrize(
+    ("version", "function", "review"),
+    [
+        ("1.2.0", FUNCTION + "# a comment\n", "reviewed"),
+        ("1.3.0", FUNCTION, "UNREVIEWED: nobody has looked at eng_host 1.3.0; this code is that of 1.2.0"),
+        ("1.3.0.dev7+g1", FUNCTION, "UNREVIEWED: nobody has looked at eng_host 1.3.0.dev7+g1; this code is that of"),
+        ("1.2.0", FUNCTION.replace("0)", "1)"), "UNREVIEWED: nobody has looked at this code (digest "),
+    ],
+)
+def test_review(host, version, function, review):
+    host({"eng_host/_version.py": f"__version__ = '{version}'", "eng_host/kernels.py": function})
+    engine = make()
+    import eng_host.kernels  # noqa: F401
+
+    assert states(engine) == [APPLIED] and engine.records[0].review.startswith(review)
+    assert ("UNREVIEWED job" in report.summary(engine)) == review.startswith("UNREVIEWED")
+
+
+BROKEN_HOSTS = [
+    ({"eng_host/kernels.py": FUNCTION.replace("'b'", "'c'")}, "consumed keys: missing b; unexpected c"),
+    ({"eng_host/kernels.py": "g = 1"}, "eng_host.kernels does not define f"),
+    ({"eng_host/kernels.py": None}, "there is no module eng_host.kernels"),
+    ({"eng_host/caller.py": "def run(k): return k.f(a=1, new=2)"}, "passes new to f, which we do not know"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BROKEN_HOSTS)
+def test_a_broken_contract_stops_the_preflight(host, changes, words):
+    host(changes)
+    engine = make()
+    with pytest.raises(PatchError) as error:
+        import eng_host.main  # noqa: F401
+    text = str(error.value)
+    assert words in text and "eng_host 1.2.0" in text and "DSV4_SM120_ON_BROKEN=warn" in text
+    assert not isinstance(error.value, ImportError) and states(engine) == [BROKEN]
+
+
+def test_a_broken_contract_stops_the_import_of_the_target_too(host):
+    host(BROKEN_HOSTS[0][0])
+    make()
+    with pytest.raises(PatchError, match="missing b"):
+        import eng_host.kernels  # noqa: F401
+
+
+def test_on_broken_warn_runs_the_stock_code(host, said):
+    host(BROKEN_HOSTS[0][0])
+    engine = make(settings=Settings(on_broken="warn"))
+    from eng_host import kernels, main  # noqa: F401
+
+    assert kernels.f(a=1) == 1 and states(engine) == [BROKEN]
+    assert [(level, "missing b" in text) for level, text in said] == [("WARNING", True)]
+
+
+def test_a_need_that_fails_is_broken_with_its_own_words(host):
+    host()
+    engine = make(needs=("eng_ours:fine", "eng_ours:missing"))
+    with pytest.raises(PatchError, match="no compiled module for this Python; build it"):
+        import eng_host.main  # noqa: F401
+    assert states(engine) == [BROKEN]
+
+
+def test_the_preflight_imports_no_target(host):
+    host()
+    engine = make(needs=("eng_ours:fine",))
+    import eng_host.main  # noqa: F401
+
+    assert "eng_host.kernels" not in sys.modules and states(engine) == [READY]
+    assert engine.records[0].review == "reviewed"
+
+
+def test_unsupported_version_warns_once_and_runs_stock(host, said):
+    host({"eng_host/_version.py": "__version__ = '2.0.1'"})
+    engine = make()
+    import eng_host.main
+    from eng_host import kernels
+
+    importlib.reload(eng_host.main)
+    assert kernels.f(a=1) == 1 and states(engine) == [UNSUPPORTED]
+    assert [level for level, _ in said] == ["WARNING"]
+    assert "eng_host 2.0.1 is outside of what this release knows" in said[0][1]
+
+
+def test_not_applicable_is_quiet(host, said):
+    host({"eng_host/_version.py": "__version__ = '1.9'"})
+    assert states(make()) == [NOT_APPLICABLE]
+    host()
+    assert states(make(modes=("ops",))) == [NOT_APPLICABLE]
+    assert states(make(modes=("ops",), settings=Settings(force="ops"), start=False)) == [READY]
+    assert states(make(settings=Settings(off=True))) == [OFF]
+    import eng_host.main  # noqa: F401
+
+    assert said == []
+
+
+def test_a_tree_that_does_not_know_its_version_is_judged_by_its_modules(host):
+    host({"eng_host/_version.py": "__version__ = '0.0.0.dev0'"})
+    targets = (function_target(), function_target(where="eng_host.elsewhere:f"))
+    engine = make(*targets)
+    assert [record.where for record in engine.records] == ["eng_host.kernels:f"]
+
+
+def test_no_host_at_all(host):
+    host({name: None for name in HOST if name.startswith("eng_host/")})
+    engine = make()
+    assert states(engine) == [NOT_APPLICABLE] and engine.version is None
+
+
+def test_version_from_the_distribution(host, tmp_path):
+    host({"eng_host/_version.py": None, "eng_host-1.4.dist-info/METADATA": "Name: eng_host\nVersion: 1.4\n"})
+    assert make(start=False).version == "1.4"
+
+
+def test_logging_is_used_where_it_is_set_up_and_stderr_elsewhere(caplog, capsys, monkeypatch):
+    caplog.set_level("INFO")
+    report.info("through logging")
+    assert [r.getMessage() for r in caplog.records] == ["through logging"] and capsys.readouterr().err == ""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    report.info("nothing is set up")
+    assert capsys.readouterr().err == "deepseek_v4_sm120: nothing is set up\n"
+
+
+def test_audit_reports_importers_that_kept_the_original(host, said):
+    host({"eng_host/early.py": "from eng_host.kernels import f as g\n"})
+    import eng_host.early
+
+    engine = make()
+    assert eng_host.kernels.f(a=1) == ("ours", 1)
+    while device_gate._first_served:
+        device_gate._first_served.pop()()
+    assert engine.records[0].by_name == ["eng_host.early:g"]
+    assert said[-1] == ("WARNING", "job: still the original in eng_host.early:g")
+    assert eng_host.early.g(a=1) == 1, "the audit reports, it does not rewrite"
+
+
+def test_a_late_start_during_the_targets_own_import(host):
+    host({"eng_host/kernels.py": FUNCTION + "import eng_door\n", "eng_door.py": "import eng_start\neng_start.go()\n"})
+    door = type(sys)("eng_start")
+    made = []
+    door.go = lambda: made.append(make())
+    sys.modules["eng_start"] = door
+    from eng_host import kernels
+
+    assert kernels.f(a=1) == 1
+    import eng_host.main  # noqa: F401
+
+    assert kernels.f(a=1) == ("ours", 1) and states(made[0]) == [APPLIED]
+
+
+def test_report_file(host, tmp_path):
+    host()
+    folder = tmp_path / "reports" / "new"
+    engine = make(settings=Settings(report=str(folder)))
+    (file,) = folder.glob("*.json")
+    assert json.loads(file.read_text())["patches"][0]["state"] == READY
+    import eng_host.kernels  # noqa: F401
+
+    found = json.loads(file.read_text())
+    row = found["patches"][0]
+    assert (row["patch"], row["target"], row["state"]) == ("job", "eng_host.kernels:f", APPLIED)
+    assert found["eng_host"] == "1.2.0" and found["shadow"] == [] and row["digest"] == digest()
+    assert [p.name for p in folder.iterdir()] == [file.name], "no draft is left behind"
+    engine.undo()
+
+
+def test_stand_in(host):
+    package = "deepseek_v4_sm120.sglang_adapters.flash_mla_absent"
+    host({"eng_host/backend.py": "def run():\n    import flash_mla\n    return flash_mla.get_mla_metadata()\n"})
+    stand_in = StandIn(
+        name="flash_mla",
+        why="test",
+        package=package,
+        sglang="<1.5",
+        only_after="eng_host.backend",
+        condition="eng_ours:is_on",
+    )
+    target = Target(
+        where="flash_mla:get_mla_metadata",
+        sglang="<1.5",
+        contract=Parameters(("*args", "**kwargs")),
+        replacement="eng_ours:replace",
+    )
+    host(
+        {
+            "eng_ours/__init__.py": HOST["eng_ours/__init__.py"]
+            + "\n        on = []\n        def is_on(): return bool(on)\n"
+        }
+    )
+    engine = make(target, stand_ins=(stand_in,))
+    import eng_host.main  # noqa: F401
+
+    assert states(engine) == [READY]
+    import eng_ours
+
+    eng_ours.on.append(True)
+    assert importlib.util.find_spec("flash_mla") is None, "not before its caller is imported"
+    from eng_host import backend
+
+    eng_ours.on.clear()
+    with pytest.raises(ModuleNotFoundError):
+        backend.run()
+    eng_ours.on.append(True)
+    try:
+        assert backend.run()[0] == "ours"
+    finally:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "flash_mla"]:
+            del sys.modules[name]
+
+
+def test_stand_in_is_not_offered_to_versions_that_do_not_need_it(host):
+    host({"eng_host/_version.py": "__version__ = '1.9'"})
+    stand_in = StandIn(
+        name="flash_mla",
+        why="test",
+        package="deepseek_v4_sm120.patching",
+        sglang="<1.5",
+        only_after="sys",
+        condition="eng_ours:fine",
+    )
+    make(stand_ins=(stand_in,))
+    assert importlib.util.find_spec("flash_mla") is None

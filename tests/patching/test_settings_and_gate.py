@@ -1,0 +1,108 @@
+"""Settings and the device gate, without a GPU."""
+
+import sys
+import types
+
+import pytest
+
+from deepseek_v4_sm120 import device_gate
+from deepseek_v4_sm120.settings import Settings, read_settings
+
+
+def test_defaults():
+    assert read_settings({}) == read_settings({"DSV4_SM120": "", "DSV4_SM120_REPORT": ""}) == Settings()
+    assert Settings().mode == "sm120"
+
+
+def test_all_values():
+    environ = {
+        "DSV4_SM120": "off",
+        "DSV4_SM120_FORCE": "seams",
+        "DSV4_SM120_SHADOW": "ours",
+        "DSV4_SM120_ON_BROKEN": "warn",
+        "DSV4_SM120_REPORT": "/reports",
+    }
+    assert read_settings(environ) == Settings(True, "seams", "ours", "warn", "/reports")
+    assert read_settings(environ).mode == "seams"
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted"),
+    [
+        ("DSV4_SM120", "on, off"),
+        ("DSV4_SM120_FORCE", "ops, seams"),
+        ("DSV4_SM120_SHADOW", "1, ours"),
+        ("DSV4_SM120_ON_BROKEN", "raise, warn"),
+    ],
+)
+def test_unknown_values_raise_with_the_accepted_ones(name, accepted):
+    with pytest.raises(ValueError, match=f"{name} must be unset or one of {accepted}; got 'maybe'"):
+        read_settings({name: "maybe"})
+
+
+@pytest.mark.parametrize(
+    ("capability", "force", "served"),
+    [
+        ((12, 0), None, True),
+        ((12, 1), None, True),
+        ((9, 0), None, False),
+        ((10, 0), None, False),
+        ((8, 9), None, False),
+        ((13, 0), None, False),
+        ((9, 0), "ops", True),
+        ((10, 0), "seams", True),
+        ((8, 9), "ops", False),
+    ],
+)
+def test_rule(capability, force, served):
+    assert device_gate.serves_capability(capability, force) is served
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A torch whose devices 0 and 1 are SM120 and SM90; counts the look-ups."""
+    asked = []
+
+    def get_device_capability(index):
+        asked.append(index)
+        return {0: (12, 0), 1: (9, 0)}[index]
+
+    cuda = types.SimpleNamespace(
+        get_device_capability=get_device_capability, current_device=lambda: 1, is_available=lambda: True
+    )
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device_gate, "_answers", {})
+    monkeypatch.setattr(device_gate, "_first_served", [])
+    monkeypatch.setattr(device_gate, "settings", lambda: Settings())
+    return asked
+
+
+def device(kind, index=None):
+    return types.SimpleNamespace(type=kind, index=index)
+
+
+def test_asks_each_device_once(gpus):
+    answers = [device_gate.serves(device("cuda", i)) for i in (0, 1, 0, 1, None)]
+    assert answers == [True, False, True, False, False] and gpus == [0, 1]
+    assert device_gate.answers() == {0: True, 1: False}
+    assert device_gate.serves_current_device() is False
+
+
+def test_other_devices_are_never_served_and_touch_no_cuda(gpus):
+    assert device_gate.serves(device("cpu")) is False and device_gate.serves(device("meta")) is False
+    assert gpus == []
+
+
+def test_first_served_calls_back_once(gpus):
+    calls = []
+    device_gate.on_first_served(lambda: calls.append("audit"))
+    device_gate.serves(device("cuda", 1))
+    assert calls == []
+    device_gate.serves(device("cuda", 0))
+    device_gate.serves(device("cuda", 0))
+    assert calls == ["audit"]
+
+
+def test_force_opens_the_gate(gpus, monkeypatch):
+    monkeypatch.setattr(device_gate, "settings", lambda: Settings(force="ops"))
+    assert device_gate.serves(device("cuda", 1)) is True

@@ -1,0 +1,278 @@
+"""The real table over a small tree that looks like SGLang 0.5.17, in processes of their own."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from deepseek_v4_sm120.patching.spec import MODES, Target
+from deepseek_v4_sm120.sglang_patches import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
+
+TARGETS = [(patch, target) for patch in TABLE.patches for target in patch.targets]
+SEAMS = {"DSV4_SM120_FORCE": "seams"}
+FAKE_SM120 = """
+    import torch
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda index=0: (12, 0)
+"""
+
+
+def test_every_row_is_complete():
+    assert len(TARGETS) > 10
+    names = [patch.name for patch in TABLE.patches]
+    assert len(set(names)) == len(names)
+    for patch in TABLE.patches:
+        assert patch.why and patch.retire and patch.targets and patch.modes and set(patch.modes) <= set(MODES)
+    for _, target in TARGETS:
+        assert isinstance(target, Target) and target.module and target.qualname and target.sglang
+        assert all(len(digest) == 16 for digest in target.reviewed.values())
+    for stand_in in TABLE.stand_ins:
+        assert stand_in.why and stand_in.only_after
+
+
+@pytest.mark.parametrize("where", sorted({target.replacement for _, target in TARGETS}))
+def test_every_replacement_exists(where):
+    module, _, name = where.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_seams_are_patched_nowhere_that_is_left_at_the_truth():
+    assert LEFT_AT_TRUTH and not {target.module for target in SM120_SEAMS.targets} & set(LEFT_AT_TRUTH)
+
+
+def test_forced_seams_tell_some_modules_and_leave_the_others(python, tree):
+    code = """
+        from sglang.srt.layers.attention import deepseek_v4_backend as backend
+        from sglang.srt.layers.attention.dsv4 import indexer
+        from sglang.srt.models import deepseek_v4 as model
+        from sglang.srt import server_args
+        from sglang.srt.utils import common
+        from sglang.srt.layers.quantization import fp8_utils
+        asked = [module.is_sm120_supported() for module in (server_args, indexer, model, common, fp8_utils)]
+        print(backend._is_sm120, asked, fp8_utils._is_sm120)
+    """
+    fp8_utils = "from sglang.srt.utils.common import is_sm120_supported\n_is_sm120 = is_sm120_supported()\n"
+    host = tree({"sglang/srt/layers/quantization/fp8_utils.py": fp8_utils})
+    assert python(code, path=[host], env=SEAMS).stdout == "True [True, True, True, False, False] False\n"
+    assert python(code, path=[host]).stdout == "False [False, False, False, False, False] False\n"
+
+
+def test_forced_seams_of_later_versions_answer_by_the_platform(python, tree):
+    context = """
+        class Platform:
+            is_sm120, is_sm90, is_blackwell = False, True, False
+        def get_platform():
+            return Platform()
+    """
+    by_name = "from sglang.srt.runtime_context import get_platform\n"
+    changes = {
+        "sglang/_version.py": "__version__ = '0.5.20'",
+        "sglang/srt/runtime_context.py": context,
+        "sglang/srt/arg_groups/model_hook.py": by_name,
+        "sglang/srt/layers/quantization/fp8_utils.py": by_name,
+    }
+    code = """
+        from sglang.srt.arg_groups.model_hook import get_platform as told
+        from sglang.srt.layers.quantization.fp8_utils import get_platform as true
+        print([(p.is_sm120, p.is_sm90, p.is_blackwell) for p in (told(), true())])
+    """
+    assert python(code, path=[tree(changes)], env=SEAMS).stdout == "[(True, False, False), (False, True, False)]\n"
+
+
+def test_closed_gate_runs_the_very_original(python, tree):
+    code = """
+        import sglang, torch
+        from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
+        from sglang.kernels.ops.attention import flash_mla_sm120 as module
+        q, pages, indices = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+        layer = type("Layer", (), {"tp_q_head_num": 16})
+        kwargs, result = DeepseekV4AttnBackend().forward(q, pages, indices, layer, None, 4)
+        from deepseek_v4_sm120 import patching
+        print(hasattr(module.flash_mla_with_kvcache_sm120, "__wrapped__"), result is q,
+              kwargs["k_cache"] is pages, sorted(kwargs), [r.state for r in patching.active_engine().records])
+    """
+    out = python(code, path=[tree()]).stdout
+    assert out.startswith(
+        "True True True ['head_dim_v', 'indices', 'k_cache', 'q'] ['APPLIED', 'NOT APPLICABLE', 'APPLIED'"
+    )
+
+
+def test_import_before_install_through_the_plugin_door(python, tree):
+    code = """
+        import sys
+        from sglang.srt.server_args import is_sm120_supported as early
+        from sglang.srt import server_args
+        sys.path.insert(0, REPO)
+        from deepseek_v4_sm120.patching import install
+        install(); install()
+        print(early(), server_args.is_sm120_supported(), server_args.is_sm120_supported.__wrapped__ is early,
+              sum("deepseek_v4_sm120" in repr(f) for f in sys.meta_path))
+    """.replace("REPO", repr(str(Path(__file__).resolve().parents[2])))
+    out = python(code, path=[tree()], env=SEAMS, ours=False).stdout
+    assert out == "False True True 1\n"
+
+
+def test_both_doors_are_one_install(python, tree):
+    code = """
+        from deepseek_v4_sm120.patching import active_engine, install
+        import sglang
+        first = active_engine()
+        install()
+        from sglang.srt.server_args import is_sm120_supported
+        print(active_engine() is first, hasattr(is_sm120_supported.__wrapped__, "__wrapped__"))
+    """
+    assert python(code, path=[tree()], env=SEAMS).stdout == "True False\n"
+
+
+def test_undo_restores_every_original(python, tree):
+    code = """
+        from sglang.srt.layers.attention import deepseek_v4_backend as backend
+        from sglang.srt import server_args
+        from sglang.srt.utils import common
+        from deepseek_v4_sm120 import patching
+        left = patching.active_engine().undo()
+        print(left, server_args.is_sm120_supported is common.is_sm120_supported, backend._is_sm120)
+    """
+    assert python(code, path=[tree()], env=SEAMS).stdout == "[] True False\n"
+
+
+def test_a_broken_tree_stops_the_scheduler_in_words(python, tree):
+    broken = "def flash_mla_with_kvcache_sm120(**kwargs):\n    return kwargs['q'], kwargs['brand_new']\n"
+    host = tree({"sglang/kernels/ops/attention/flash_mla_sm120.py": broken})
+    code = "import sglang.srt.managers.scheduler as s; print(s.started)"
+    done = python(code, path=[host], check=False)
+    assert done.returncode == 1 and "PatchError" in done.stderr and "unexpected brand_new" in done.stderr
+    warned = python(code, path=[host], env={"DSV4_SM120_ON_BROKEN": "warn"})
+    assert warned.stdout == "True\n" and "unexpected brand_new" in warned.stderr
+
+
+def test_a_newer_release_is_unreviewed_and_a_next_generation_unsupported(python, tree):
+    code = """
+        import sglang.srt.managers.scheduler
+        from deepseek_v4_sm120 import patching
+        print([(r.state, r.review) for r in patching.active_engine().records if r.patch.name == "sparse_decode"])
+    """
+    newer = python(
+        code, path=[tree({"sglang/_version.py": "__version__ = '0.5.99'"})], env={"DSV4_SM120_ON_BROKEN": "warn"}
+    )
+    assert "UNREVIEWED: nobody has looked at" in newer.stdout and "of sglang 0.5.99" in newer.stdout
+    next_generation = python(code, path=[tree({"sglang/_version.py": "__version__ = '0.6.0'"})])
+    assert next_generation.stdout == "[('UNSUPPORTED', '')]\n"
+    assert next_generation.stderr.count("sglang 0.6.0 is outside of what this release knows (<0.6)") == 1
+
+
+BACKEND_0_5_12 = """
+    def _create_flashmla_metadata():
+        import flash_mla
+        return flash_mla.get_mla_metadata()[0]
+
+    def run(q):
+        import flash_mla
+        return flash_mla.flash_mla_with_kvcache(
+            q, q, None, None, 512, None, indices=None, is_fp8_kvcache=True, extra_topk_length=None)
+"""
+TREE_0_5_12 = {
+    "sglang/_version.py": "__version__ = '0.5.12'",
+    "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND_0_5_12,
+    "sglang/kernels/ops/attention/flash_mla_sm120.py": None,
+}
+
+
+def test_0_5_12_without_the_package_flash_mla(python, tree):
+    code = f"""
+        {FAKE_SM120}
+        import importlib.util, sglang.srt.managers.scheduler
+        before = importlib.util.find_spec("flash_mla")
+        from sglang.srt.layers.attention import deepseek_v4_backend as backend
+        print(before, backend._create_flashmla_metadata())
+        try:
+            backend.run(torch.zeros(1, 1, 1, 1))
+        except RuntimeError as error:
+            print(error)
+        from flash_mla.flash_mla_interface import FlashMLASchedMeta
+        from deepseek_v4_sm120 import patching
+        print([r.state for r in patching.active_engine().records if r.where.startswith("flash_mla")])
+    """.replace("\n    import torch", "\n        import torch").replace("\n    torch.", "\n        torch.")
+    lines = python(code, path=[tree(TREE_0_5_12)]).stdout.splitlines()
+    assert lines[0] == "None None" and lines[2] == "['APPLIED', 'APPLIED']"
+    assert "the package is not installed, and deepseek_v4_sm120 does not serve this call" in lines[1]
+
+
+def test_0_5_12_without_the_package_on_another_gpu_fails_as_stock_does(python, tree):
+    code = """
+        from sglang.srt.layers.attention import deepseek_v4_backend as backend
+        try:
+            backend._create_flashmla_metadata()
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    assert python(code, path=[tree(TREE_0_5_12)]).stdout == "No module named 'flash_mla'\n"
+
+
+def test_the_real_package_flash_mla_is_patched_through_its_reexport(python, tree):
+    interface = """
+        def get_mla_metadata(*args, **kwargs):
+            return "real metadata", None
+        def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata,
+                num_splits=None, softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None,
+                extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None):
+            return "real", q
+    """
+    package = {
+        "flash_mla/__init__.py": "from flash_mla.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata\n",
+        "flash_mla/flash_mla_interface.py": interface,
+        "sglang/_version.py": "__version__ = '0.5.10.post1.dev7+gabc'",
+    }
+    code = """
+        import sglang.srt.managers.scheduler, torch, flash_mla
+        from sglang.srt.layers.attention import deepseek_v4_backend as backend
+        from deepseek_v4_sm120 import patching
+        q = torch.zeros(1)
+        print(backend._create_flashmla_metadata(), backend.run(q)[0],
+              [(r.state, r.review[:10]) for r in patching.active_engine().records if r.where.startswith("flash_mla")])
+    """
+    out = python(code, path=[tree({**TREE_0_5_12, **package})]).stdout
+    assert out == "real metadata real [('APPLIED', 'UNREVIEWED'), ('APPLIED', 'UNREVIEWED')]\n"
+
+
+# status ---------------------------------------------------------------------------------------------------------------
+
+
+def status(python, *arguments, **options):
+    code = f"import sys; from deepseek_v4_sm120.__main__ import main; sys.exit(main({['status', *arguments]!r}))"
+    return python(code, **options)
+
+
+def test_status_without_sglang_and_torch(python):
+    done = status(python, flags=["-S"], path=[])
+    assert "SGLang            not found" in done.stdout and "sparse_decode" in done.stdout
+
+
+def test_status_json(python, tree):
+    found = json.loads(status(python, "--json", path=[tree()], check=False).stdout)
+    rows = {row["patch"]: row for row in found["patches"]}
+    assert found["sglang"] == "0.5.17" and set(found["build"]) >= {"file", "problem", "version", "archs"}
+    assert rows["sparse_decode"]["target"].endswith(":flash_mla_with_kvcache_sm120")
+    assert rows["sm120_seams"]["state"] == "NOT APPLICABLE"
+    assert set(rows) == {patch.name for patch in TABLE.patches}
+
+
+def test_status_of_a_broken_tree_and_of_off(python, tree):
+    host = tree({"sglang/kernels/ops/attention/flash_mla_sm120.py": "other = 1\n"})
+    done = status(python, path=[host], check=False)
+    assert done.returncode == 1 and "BROKEN" in done.stdout and "does not define" in done.stdout
+    off = status(python, path=[host], env={"DSV4_SM120": "off"})
+    assert "OFF" in off.stdout and "BROKEN" not in off.stdout
+
+
+def test_status_shows_what_running_processes_reported(python, tree, tmp_path):
+    env = {**SEAMS, "DSV4_SM120_REPORT": str(tmp_path / "reports")}
+    host = tree()
+    python("import sglang.srt.server_args", path=[host], env=env)
+    (file,) = (tmp_path / "reports").glob("*.json")
+    found = json.loads(file.read_text())
+    assert [r["state"] for r in found["patches"] if r["target"].startswith("sglang.srt.server_args")] == ["APPLIED"]
+    shown = status(python, path=[host], env=env, check=False).stdout
+    assert f"pid {file.stem}: applied sm120_seams" in shown

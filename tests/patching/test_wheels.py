@@ -1,0 +1,208 @@
+"""The table against the real wheels of SGLang, by `ast`: nothing of them is imported or installed.
+
+Each wheel is fetched from PyPI once and kept in $DSV4_WHEEL_CACHE, by default <user cache>/deepseek_v4_sm120/wheels. A
+wheel that cannot be fetched is a failure.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from deepseek_v4_sm120.patching import contract, engine
+from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Engine
+from deepseek_v4_sm120.patching.spec import MODES
+from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.sglang_patches import BACKEND, EXTENSION, LEFT_AT_TRUTH, SM120_KEYS, SM120_SEAMS, TABLE
+
+VERSIONS = ("0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23")
+EXPECTED = {  # version -> what the normal mode finds: patch -> target's module
+    "0.5.12": {"sparse_decode": "flash_mla", "sched_meta": "flash_mla"},
+    "0.5.14": {"sparse_decode": "sglang.srt.layers.attention.flash_mla_sm120", "unpadded_heads": BACKEND},
+    "0.5.17": {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", "unpadded_heads": BACKEND},
+    "0.5.20": {
+        "sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120",
+        "unpadded_heads": "sglang.srt.models.deepseek_v4",
+    },
+    "0.5.23": {
+        "sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120",
+        "unpadded_heads": "sglang.srt.models.deepseek_v4",
+    },
+}
+NUM_SEAMS = {"0.5.12": 0, "0.5.14": 3, "0.5.17": 4, "0.5.20": 6, "0.5.23": 7}
+
+
+def cache_folder() -> Path:
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("DSV4_WHEEL_CACHE") or user_cache / "deepseek_v4_sm120" / "wheels")
+
+
+def fetch(version: str) -> Path:
+    folder = cache_folder()
+    if not list(folder.glob(f"sglang-{version}-*.whl")):
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--python-version", "3.12", "--dest", str(folder)]
+        for glibc in (34, 28, 17):
+            command += ["--platform", f"manylinux_2_{glibc}_x86_64"]
+        done = subprocess.run([*command, f"sglang=={version}"], capture_output=True, text=True)
+        assert done.returncode == 0, f"cannot fetch the wheel of SGLang {version}: {done.stderr}"
+    (wheel,) = folder.glob(f"sglang-{version}-*.whl")
+    return wheel
+
+
+class WheelSources:
+    """What patching.sources.Sources is for an installed tree, for a wheel: only the members asked for are unpacked."""
+
+    def __init__(self, wheel: Path, stand_ins: dict[str, str]):
+        self.archive = zipfile.ZipFile(wheel)
+        self.members = set(self.archive.namelist())
+        self.stand_ins = stand_ins
+
+    def path(self, module: str) -> Path | None:
+        top, *rest = module.split(".")
+        if top in self.stand_ins:
+            base = Path(self.stand_ins[top]).parent.joinpath(*rest)
+            return next((p for p in (base / "__init__.py", base.with_suffix(".py")) if p.is_file()), None)
+        base = module.replace(".", "/")
+        return next((Path(m) for m in (f"{base}/__init__.py", f"{base}.py") if m in self.members), None)
+
+    def read(self, module: str) -> str | None:
+        path = self.path(module)
+        if path is None:
+            return None
+        return path.read_text() if path.is_absolute() else self.archive.read(str(path)).decode()
+
+
+@pytest.fixture
+def inspect_wheel(monkeypatch):
+    """inspect_wheel(version, mode) -> the engine after looking at that wheel; `called`: the version it shall claim."""
+    monkeypatch.setitem(sys.modules, "deepseek_v4_sm120.extension", type(sys)("extension"))
+    sys.modules["deepseek_v4_sm120.extension"].load = lambda: None  # whether _C loads is test_extension.py's business
+
+    def make(version, mode="sm120", called=None):
+        wheel = fetch(version)
+        monkeypatch.setattr(engine, "Sources", lambda stand_ins=None: WheelSources(wheel, stand_ins or {}))
+        if called:
+            monkeypatch.setattr(engine, "package_version", lambda host, sources: called)
+        made = Engine(TABLE, host="sglang", settings=Settings(force=None if mode == "sm120" else mode))
+        made.survey()
+        return made
+
+    return make
+
+
+def found_in(made, *, patch=None):
+    return [r for r in made.records if r.target is not None and patch in (None, r.patch.name)]
+
+
+def test_the_table_and_these_tests_speak_of_the_same_versions():
+    reviewed = {version for patch in TABLE.patches for target in patch.targets for version in target.reviewed}
+    assert reviewed == set(VERSIONS) == set(EXPECTED) == set(NUM_SEAMS)
+    assert any(EXTENSION in patch.needs for patch in TABLE.patches)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_normal_mode(inspect_wheel, version):
+    made = inspect_wheel(version)
+    assert made.version == version
+    found = found_in(made)
+    assert {r.patch.name: r.target.module for r in found} == EXPECTED[version]
+    for record in found:
+        assert (record.state, record.review) == (READY, "reviewed"), f"{record.where}: {record.reason}; {record.review}"
+    assert {r.state for r in made.records} == {READY, NOT_APPLICABLE}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_seams_mode(inspect_wheel, version):
+    made = inspect_wheel(version, "seams")
+    found = found_in(made, patch="sm120_seams")
+    assert len(found) == NUM_SEAMS[version]
+    for record in found:
+        assert (record.state, record.review) == (READY, "reviewed"), f"{record.where}: {record.reason}; {record.review}"
+    assert {r.patch.name for r in found_in(made)} >= set(EXPECTED[version])
+
+
+@pytest.mark.parametrize("version", ("0.5.14", "0.5.17", "0.5.20"))
+def test_ops_mode_targets_what_sglang_calls_on_other_gpus(inspect_wheel, version):
+    """The function itself is in the wheel of sglang-kernel (380 MB, not fetched); here is how SGLang calls it."""
+    made = inspect_wheel(version, "ops")
+    (record,) = found_in(made, patch="sparse_decode_hopper")
+    assert record.reason == "sgl_kernel.flash_mla:flash_mla_with_kvcache: there is no module sgl_kernel.flash_mla"
+    names = set(record.target.contract.names)
+    tree = ast.parse(made.sources.read(BACKEND))
+    calls = contract.passed_keywords(tree, "flash_mla_with_kvcache")
+    assert calls and all(call <= names for call in calls)
+    imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    aliases = [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
+    assert "sgl_kernel.flash_mla" in imported + aliases
+
+
+@pytest.mark.parametrize("version", VERSIONS[1:])
+def test_the_sm120_call_passes_what_the_function_reads(inspect_wheel, version):
+    made = inspect_wheel(version)
+    calls = contract.passed_keywords(ast.parse(made.sources.read(BACKEND)), "flash_mla_with_kvcache_sm120")
+    assert calls == [set(SM120_KEYS)]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_preflight_module_exists(inspect_wheel, version):
+    assert inspect_wheel(version).sources.path(TABLE.preflight) is not None
+
+
+def test_modules_left_at_the_truth_exist_in_0_5_17(inspect_wheel):
+    sources = inspect_wheel("0.5.17").sources
+    left = [module for module in LEFT_AT_TRUTH if module.startswith("sglang.")]
+    assert left and all(sources.path(module) is not None for module in left)
+
+
+def test_every_sm120_question_of_0_5_17_is_told_or_left_on_purpose(inspect_wheel):
+    """DeepSeek-V4's own modules that ask `is_sm120_supported` by name are all among the seams."""
+    sources = inspect_wheel("0.5.17").sources
+    told = {target.module for target in SM120_SEAMS.targets}
+    asking = set()
+    for member in sources.members:
+        in_scope = "deepseek_v4" in member or "/dsv4/" in member
+        if in_scope and member.endswith(".py") and "is_sm120_supported" in sources.archive.read(member).decode():
+            asking.add(member.removesuffix(".py").replace("/", "."))
+    assert asking and asking <= told
+
+
+def test_a_wheel_newer_than_the_table_is_unreviewed_in_words(inspect_wheel):
+    """Simulated: 0.5.23's wheel that calls itself 0.5.24."""
+    made = inspect_wheel("0.5.23", called="0.5.24")
+    found = found_in(made)
+    assert len(found) == len(EXPECTED["0.5.23"])
+    for record in found:
+        assert record.state == READY
+        assert record.review == "UNREVIEWED: nobody has looked at sglang 0.5.24; this code is that of 0.5.23"
+
+
+def test_a_changed_function_is_unreviewed_and_a_changed_contract_broken(inspect_wheel):
+    """Simulated: 0.5.17's function in 0.5.20's place, then one that reads a key more."""
+    made = inspect_wheel("0.5.20")
+    (record,) = found_in(made, patch="sparse_decode")
+    text = made.sources.read(record.target.module)
+    for old, new, state, words in [
+        ('kwargs["head_dim_v"]', 'int(kwargs["head_dim_v"])', READY, "nobody has looked at this code (digest "),
+        ('kwargs["head_dim_v"]', 'kwargs["head_dim_v"] + kwargs["sinks"]', BROKEN, "unexpected sinks"),
+    ]:
+        assert old in text
+        made.sources.read = lambda module, old=old, new=new: (
+            text.replace(old, new) if module == record.target.module else WheelSources.read(made.sources, module)
+        )
+        record.state = READY
+        made.survey()
+        assert record.state == state and words in record.reason + record.review
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_between_the_read_versions_nothing_falls_through(inspect_wheel, mode):
+    """0.5.13 to 0.5.22 exist and were not all read: each has exactly one place for the attention call."""
+    for minor in range(12, 30):
+        made = inspect_wheel("0.5.17", mode, called=f"0.5.{minor}")
+        assert len(found_in(made, patch="sparse_decode")) == 1, minor
