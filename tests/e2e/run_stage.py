@@ -37,9 +37,9 @@ SHADOW = {"DSV4_SM120_SHADOW": "1"}
 ANSWER = ["--phases", "answer", "--batches", "8", "32", "--graph-bs", "1", "8", "32", "--batch-prompts", ""]
 SIX_LAYERS = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--repeat", "2", "--new", "48"]
 ALL_LAYERS = ["--variant", "flash43e64"]
-ALL_LAYERS_ANSWER = [*ALL_LAYERS, "--prompts", "5,700,2100,8200", "--repeat", "1", "--new", "32"]
+ALL_LAYERS_ANSWER = [*ALL_LAYERS, "--prompts", "5,700,8200", "--repeat", "1", "--new", "32"]
 TIMED = [*ALL_LAYERS, "--phases", "bench", "profile", "--bs", "1", "8", "32", "--in-len", "1024", "--out-len", "64"]
-TIMED += ["--reps", "3", "--max-total-tokens", "2000000"]
+TIMED += ["--reps", "2", "--max-total-tokens", "2000000"]
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,11 @@ STAGES = {
         Case("seams", SIX_LAYERS + ANSWER, environment=SEAMS),
     ],
     # all 43 layers, 64 of the 256 experts: every layer's call, and the speed
-    "ops43_shadow": [Case("ops43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=OPS | PAGED_EXTEND | SHADOW)],
+    "shadow43": [
+        Case("ops43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=OPS | PAGED_EXTEND | SHADOW),
+        Case("seams43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=SEAMS | SHADOW),
+    ],
     "ops43": [Case("stock43", TIMED, patched=False), Case("ops43", TIMED, environment=OPS)],
-    "seams43_shadow": [Case("seams43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=SEAMS | SHADOW)],
     "seams43": [Case("seams43", TIMED, environment=SEAMS)],
 }
 # (what, this run, against that run); the same kernel twice is the yardstick of what rounding does to the answers
