@@ -2,9 +2,9 @@
 # Makes the folder to mount: ./build_docker.sh [--out DIR]   (default: build/)
 # With a Docker engine inside the Dockerfile's build stage, else with this machine's toolchain; csrc/build_artifact.py does it in both.
 set -euo pipefail
-cd "$(dirname "$0")"
 
-out=build
+checkout=$(cd "$(dirname "$0")" && pwd)
+out=$checkout/build
 while (($#)); do
   case "$1" in
     --out) out="${2:?--out needs a folder}"; shift 2 ;;
@@ -12,6 +12,8 @@ while (($#)); do
     *) echo "usage: $0 [--out DIR]" >&2; exit 2 ;;
   esac
 done
+out=$(realpath -m "$out")
+cd "$checkout"
 
 if ! command -v docker >/dev/null || ! docker info >/dev/null 2>&1; then
   echo "build_docker.sh: no Docker engine answers (docker info): building with this machine's toolchain"

@@ -60,7 +60,9 @@ def run_without_gpu(arguments: list[str]) -> int:
     # The build runs on the interpreter that started us, not on the private one: it must need the standard library only.
     if code := subprocess.run([sys.executable, *BUILD], env=environment, cwd=REPO).returncode:
         return code
-    lint = subprocess.run([python, "-m", "ruff", "check", "."], env=environment, cwd=REPO).returncode
+    lint = subprocess.run(
+        [python, "-m", "ruff", "check", "--output-format=concise", "."], env=environment, cwd=REPO
+    ).returncode
     tests = subprocess.run([python, "-m", "pytest", "-m", "not gpu", *arguments], env=environment, cwd=REPO).returncode
     if any(device.exists() for device in GPU_DEVICES):
         say("this machine has a GPU; its tests were not selected. Run them with: python3 tests/run.py --gpu")
@@ -93,6 +95,8 @@ def run_on_gpu(arguments: list[str]) -> int:
         log = Path(folder, "pytest.xml")
         command = [sys.executable, "-m", "pytest", "-m", selection, f"--junitxml={log}", *arguments]
         code = subprocess.run(command, env=environment, cwd=REPO).returncode
+        if not log.exists():
+            return code or 1
         skipped = [c.get("name") for c in ElementTree.parse(log).iter("testcase") if c.find("skipped") is not None]
     if skipped:
         say(f"FAILED: {len(skipped)} GPU tests were skipped: {', '.join(skipped[:8])}")
