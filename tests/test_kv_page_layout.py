@@ -1,4 +1,4 @@
-"""The FP8 page, by four witnesses: a page spelt by hand, the reference's own reading, the binary, and SGLang's writer."""
+"""The FP8 page, by four witnesses: a page spelt by hand, the reference, the binary, and SGLang's writer."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ if importlib.util.find_spec("sglang") is not None:  # elsewhere the recorded pag
     @pytest.mark.gpu
     @pytest.mark.parametrize("page_size", [256, 64, 2])
     def test_sglang_kernel_writes_the_same_page(device, page_size):
-        """SGLang's own Triton writer on the GPU, rounding included. Its floor is 1e-8, so no tile is near ours of 1e-4."""
+        """SGLang's own Triton writer on the GPU, rounding included. Its floor is 1e-8: no tile here is near ours."""
         from sglang.kernels.ops.attention.dsv4.index_buf_accessor import _set_k_and_s_triton
         from sglang.kernels.ops.attention.dsv4.quant_k_cache import quant_to_nope_fp8_rope_bf16_pack_triton
 
