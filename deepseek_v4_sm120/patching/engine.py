@@ -54,7 +54,7 @@ class Engine:
         self.host = host
         self.settings = settings
         self.version = package_version(host, Sources())
-        self.stand_ins = [s for s in table.stand_ins if self._in_range(s.sglang)]
+        self.stand_ins = [s for s in table.stand_ins if self._version_is_known() and self._in_range(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
         self.records = [record for patch in table.patches for record in self._select(patch)]
         self._announced = False
@@ -77,9 +77,12 @@ class Engine:
                 f"the stock code runs. Use a newer release of deepseek_v4_sm120, or an older {self.host}"
             )
             return [Record(patch, None, UNSUPPORTED, reason)]
-        targets = [t for t in patch.targets if self._chosen(t)]
-        if not targets:
+        targets = self._targets(patch)
+        if not targets and self._version_is_known():
             return [Record(patch, None, NOT_APPLICABLE, f"{self.host} {self.version} has no such place")]
+        if not targets:
+            reason = f"{self.host} does not tell its version, and no place of it fits {patch.name}: the stock code runs"
+            return [Record(patch, None, UNSUPPORTED, reason)]
         return [Record(patch, t, READY, f"when {self.host} imports it") for t in targets]
 
     def _version_is_known(self) -> bool:
@@ -92,11 +95,29 @@ class Engine:
 
         return SpecifierSet(specifiers).contains(self.version, prereleases=True)
 
-    def _chosen(self, target: Target) -> bool:
-        """By version; a tree that does not know its version is judged by the modules that it has."""
-        if self._version_is_known():
-            return self._in_range(target.sglang)
-        return self.sources.path(target.module) is not None
+    def _targets(self, patch: Patch) -> list[Target]:
+        """By version; by what is on disk in a tree that does not tell its version, and for a pre-release that lies
+        between two ranges (0.5.13.dev5 is neither <0.5.13 nor >=0.5.13)."""
+        if not self._version_is_known():
+            return self._fitting(patch)
+        by_version = [t for t in patch.targets if self._in_range(t.sglang)]
+        if by_version or not self._is_between_ranges(patch):
+            return by_version
+        return self._fitting(patch) or [t for t in patch.targets if self.sources.path(t.module) is not None]
+
+    def _is_between_ranges(self, patch: Patch) -> bool:
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import Version
+
+        version = Version(self.version)
+        released = [t for t in patch.targets if SpecifierSet(t.sglang).contains(version.base_version)]
+        return version.is_prerelease and bool(released)
+
+    def _fitting(self, patch: Patch) -> list[Target]:
+        return [t for t in patch.targets if self._check(t).problem is None]
+
+    def _check(self, target: Target) -> contract.Finding:
+        return contract.check(target.where, target.contract, target.caller, self.sources.read)
 
     # Hooks ----------------------------------------------------------------------------------------------------------
 
@@ -126,9 +147,13 @@ class Engine:
                 problem = self._examine(record)
                 if problem:
                     problems.append(self._broken(record, problem))
-        for reason in {r.reason for r in self.records if r.state == UNSUPPORTED} - self._warned:
-            self._warned.add(reason)
-            report.warn(reason)
+        told = [r.reason for r in self.records if r.state == UNSUPPORTED]
+        unreviewed = [r for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")]
+        told += [f"{r.patch.name}: {r.review}" for r in unreviewed]
+        for text in dict.fromkeys(told):
+            if text not in self._warned:
+                self._warned.add(text)
+                report.warn(text)
         report.write(self)
         self._fail(problems)
 
@@ -172,7 +197,7 @@ class Engine:
     def _examine(self, record: Record) -> str | None:
         """Check contract and needs; fills in digest and review, returns the problem."""
         target = record.target
-        finding = contract.check(target.where, target.contract, target.caller, self.sources.read)
+        finding = self._check(target)
         record.digest = finding.digest
         record.review = self._review(target, finding.digest)
         if finding.problem:

@@ -86,6 +86,8 @@ class _HookedLoader:
         self.name = name
 
     def __getattr__(self, attribute):  # get_code, get_source, is_package ... of whoever asked find_spec() only
+        if attribute == "loader":  # a copy made without __init__
+            raise AttributeError(attribute)
         return getattr(self.loader, attribute)
 
     def create_module(self, spec):

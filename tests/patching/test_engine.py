@@ -245,11 +245,46 @@ def test_not_applicable_is_quiet(host, said):
     assert said == []
 
 
-def test_a_tree_that_does_not_know_its_version_is_judged_by_its_modules(host):
+def test_a_tree_that_does_not_tell_its_version_is_judged_by_what_it_has(host, said):
     host({"eng_host/_version.py": "__version__ = '0.0.0.dev0'"})
-    targets = (function_target(), function_target(where="eng_host.elsewhere:f"))
-    engine = make(*targets)
-    assert [record.where for record in engine.records] == ["eng_host.kernels:f"]
+    targets = (
+        function_target(),
+        function_target(where="eng_host.elsewhere:f"),
+        function_target(where="eng_host.model:f"),
+    )
+    assert [record.where for record in make(*targets).records] == ["eng_host.kernels:f"]
+    assert states(make(*targets[1:])) == [UNSUPPORTED]
+    import eng_host.main  # noqa: F401
+
+    assert "eng_host does not tell its version, and no place of it fits job: the stock code runs" in [
+        t for _, t in said
+    ]
+
+
+def test_a_prerelease_between_two_ranges_is_judged_by_what_it_has(host):
+    targets = (function_target(sglang="<1.3"), function_target(where="eng_host.caller:run", sglang=">=1.3"))
+    targets += (function_target(where="eng_host.nowhere:f", sglang=">=1.3"),)
+    for version, chosen in [
+        ("1.3.0.dev5", ["eng_host.kernels:f"]),
+        ("1.2.9.dev5", ["eng_host.kernels:f"]),
+        ("1.3.1.dev5", ["eng_host.caller:run", "eng_host.nowhere:f"]),
+    ]:
+        host({"eng_host/_version.py": f"__version__ = '{version}'"})
+        assert [record.where for record in make(*targets, start=False).records] == chosen
+    host({"eng_host/_version.py": "__version__ = '1.3.0.dev5'", "eng_host/kernels.py": "def f(): pass"})
+    found = make(*targets, start=False)
+    assert [record.where for record in found.records] == ["eng_host.kernels:f", "eng_host.caller:run"]
+    assert {record.state for record in found.survey()} == {BROKEN}, "nothing fits: said, not passed over"
+
+
+def test_unreviewed_is_told_once_in_words(host, said):
+    host({"eng_host/_version.py": "__version__ = '1.3.0'"})
+    make()
+    import eng_host.main
+
+    importlib.reload(eng_host.main)
+    words = "job: UNREVIEWED: nobody has looked at eng_host 1.3.0; this code is that of 1.2.0"
+    assert said == [("WARNING", words)]
 
 
 def test_no_host_at_all(host):

@@ -206,3 +206,6 @@ def test_between_the_read_versions_nothing_falls_through(inspect_wheel, mode):
     for minor in range(12, 30):
         made = inspect_wheel("0.5.17", mode, called=f"0.5.{minor}")
         assert len(found_in(made, patch="sparse_decode")) == 1, minor
+    for development in ("0.5.13.dev3", "0.5.16.dev1+gabc", "0.5.20rc1", "0.5.24.dev9", "0.0.0.dev0"):
+        made = inspect_wheel("0.5.17", mode, called=development)
+        assert [r.state for r in found_in(made, patch="sparse_decode")] == [READY], development
