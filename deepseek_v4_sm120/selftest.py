@@ -1,0 +1,312 @@
+"""`python3 -m deepseek_v4_sm120 selftest`: every operator against its reference on this machine, GPU or not.
+
+Prints one line per check: PASS, FAIL, or NOT RUN and why. Exit status 1 when anything failed. `--quick` leaves out the
+larger shapes, `--json` prints the same for a program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from deepseek_v4_sm120 import OPS, __version__, extension
+
+PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+ON_GPU = ("torch", "module", "GPU")
+
+
+class Failure(Exception):
+    """What a check found wrong."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table. `run` returns a detail or raises Failure."""
+
+    operator: str
+    name: str
+    run: Callable[[], str]
+    needs: tuple[str, ...] = ("torch",)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    operator: str
+    check: str
+    result: str
+    detail: str
+    seconds: float
+
+
+def checks(quick: bool) -> Iterator[Check]:
+    """All checks in the order in which they are run."""
+    yield Check("build", "compiled module", _check_build, ("module",))
+    yield Check("build", "kernels on this GPU", _check_kernels, ON_GPU)
+    yield Check("kv_page_layout", "compiled against reference", _check_layout, ("torch", "module"))
+    yield Check("kv_page_layout", "golden page", _check_golden_page)
+    for operator in OPS:
+        yield from CHECKS_OF[operator](quick)
+
+
+# ---- build and page layout
+
+
+def _check_build() -> str:
+    info = extension.build_info()
+    source = f"version {info['version']}, commit {info['git_commit']}"
+    return f"{source}, CUDA {info['cuda_version']}, for {' '.join(info['archs'])}"
+
+
+def _check_kernels() -> str:
+    import torch
+
+    kernels = extension.load().kernel_attributes()
+    if not kernels:
+        raise Failure("the module names no kernel")
+    spilled = [kernel["name"] for kernel in kernels if kernel["local_bytes"]]
+    if spilled:
+        raise Failure(f"kernels with local memory (spills): {', '.join(spilled)}")
+    blocks = min(kernel["blocks_per_sm"] for kernel in kernels)
+    registers = max(kernel["registers"] for kernel in kernels)
+    return (
+        f"{torch.cuda.get_device_name()}: {len(kernels)} kernels, <= {registers} registers, >= {blocks} blocks per SM"
+    )
+
+
+def _check_layout() -> str:
+    from deepseek_v4_sm120.kv_page_layout import kv_page_layout
+    from deepseek_v4_sm120.reference import kv_pages
+
+    layout = kv_page_layout()
+    own_reading = {
+        "nope_dim": kv_pages.NOPE_DIM,
+        "rope_dim": kv_pages.ROPE_DIM,
+        "head_dim": kv_pages.HEAD_DIM,
+        "data_bytes": kv_pages.DATA_BYTES,
+        "scale_bytes": kv_pages.SCALE_BYTES,
+        "token_bytes": kv_pages.TOKEN_BYTES,
+        "tile_dim": kv_pages.TILE_DIM,
+        "page_align": kv_pages.PAGE_ALIGN,
+    }
+    wrong = [
+        f"{name} {getattr(layout, name)}, not {value}"
+        for name, value in own_reading.items()
+        if getattr(layout, name) != value
+    ]
+    for page_size in (256, 64, 2):
+        if layout.page_bytes(page_size) != kv_pages.page_bytes(page_size):
+            wrong.append(
+                f"page_bytes({page_size}) {layout.page_bytes(page_size)}, not {kv_pages.page_bytes(page_size)}"
+            )
+    if wrong:
+        raise Failure("; ".join(wrong))
+    return f"{layout.token_bytes} bytes a token, 256-token pages of {layout.page_bytes(256)} bytes"
+
+
+GOLDEN_VALUES = (
+    (0, 448.0),
+    (1, 1.0),
+    (64, 449.0),
+    (65, -1.0),
+    (128, 1e-4),
+    (192, 17.0),
+    (193, 448.0),
+    (448, 1.0),
+    (449, -2.0),
+)
+GOLDEN_BYTES = (
+    (0, "7E 38"),
+    (64, "76 B0"),
+    (128, "7D"),
+    (192, "58 7E"),
+    (448, "80 3F 00 C0"),
+    (576, "7F 80 69 7F 69 69 69 EE"),
+)
+
+
+def _check_golden_page() -> str:
+    """A one-token page worked out by hand: rounding to even, round-up scales, the floor, untouched pad bytes."""
+    import torch
+
+    from deepseek_v4_sm120.reference import kv_pages
+
+    row = torch.zeros(1, kv_pages.HEAD_DIM)
+    for column, value in GOLDEN_VALUES:
+        row[0, column] = value
+    expected = bytearray(576) + bytearray([0xEE]) * 576
+    for offset, text in GOLDEN_BYTES:
+        expected[offset : offset + len(bytes.fromhex(text))] = bytes.fromhex(text)
+    page = kv_pages.pack_rows(row, 1, fill=0xEE)
+    got = bytes(page.as_strided((page.stride(0),), (1,)).tolist())
+    wrong = [
+        f"byte {at}: {got[at]:02X}, not {expected[at]:02X}" for at in range(len(expected)) if got[at] != expected[at]
+    ]
+    if wrong:
+        raise Failure("; ".join(wrong[:4]))
+    back = kv_pages.read_rows(page, torch.tensor([0]))[0, [0, 64, 192, 448, 449]].tolist()
+    if back != [448.0, 448.0, 16.0, 1.0, -2.0]:
+        raise Failure(f"reads back as {back}")
+    return f"{len(expected)} bytes as worked out by hand"
+
+
+# ---- sparse_decode
+
+SPARSE_DECODE_EXTRAS = {
+    "window": None,
+    "C4": {"page_size": 64, "width": 512, "lengths": 512},
+    "C128 at 8K, captured for 1M": {"page_size": 2, "width": 8192, "lengths": 64, "ascending": True},
+    "C128 at 512K": {"page_size": 2, "width": 4096, "lengths": 4096, "ascending": True},
+}
+
+
+def _sparse_decode_checks(quick: bool) -> Iterator[Check]:
+    yield Check("sparse_decode", "two references", functools.partial(_check_two_references, quick))
+    for name, extra in SPARSE_DECODE_EXTRAS.items():
+        if not (quick and name == "C128 at 512K"):
+            yield Check("sparse_decode", name, functools.partial(_check_sparse_decode, extra, quick), ON_GPU)
+    yield Check("sparse_decode", "graph replay", _check_graph_replay, ON_GPU)
+
+
+def _check_two_references(quick: bool) -> str:
+    """The float64 definition against a float32 online softmax with its own byte decoder, at real widths."""
+    from deepseek_v4_sm120.reference import sparse_decode as reference
+    from deepseek_v4_sm120.reference.accuracy import relative_error
+    from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
+
+    extras = [CacheShape(64, 512, lengths=(512, 3), masked=0.05)]
+    if not quick:
+        extras.append(CacheShape(2, 4096, lengths=(4096, 64), ascending=True))
+    worst = 0.0
+    for extra in extras:
+        inputs = make_inputs(Shape(2, 64, CacheShape(256, 128, lengths=128), extra), device="cpu")
+        one, one_lse = reference.sparse_decode(**inputs.arguments())
+        other, other_lse = reference.sparse_decode_online(**inputs.arguments())
+        worst = max(worst, relative_error(other, one), relative_error(other_lse, one_lse))
+    if worst > 2e-6:
+        raise Failure(f"relative difference {worst:.1e}, allowed 2e-6")
+    return f"relative difference {worst:.1e}"
+
+
+def _check_sparse_decode(extra: dict | None, quick: bool) -> str:
+    """DeepSeek-V4-Flash's shapes on one to eight GPUs: 8 to 64 heads, 1 to 64 rows."""
+    from deepseek_v4_sm120.ops.sparse_decode import sparse_decode
+    from deepseek_v4_sm120.reference.accuracy import MAX_RELATIVE_ERROR, relative_error
+    from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
+    from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
+
+    window = CacheShape(256, 128, lengths=128)
+    all_heads, all_rows = ((16, 64), (1, 8)) if quick else ((8, 16, 32, 64), (1, 8, 64))
+    worst = 0.0
+    for heads, rows in itertools.product(all_heads, all_rows):
+        shape = Shape(rows, heads, window, None if extra is None else CacheShape(**extra))
+        inputs = make_inputs(shape, device="cuda")
+        out, lse = sparse_decode(**inputs.arguments(), return_lse=True)
+        truth, true_lse = reference(**inputs.arguments())
+        error, lse_error = relative_error(out, truth), relative_error(lse, true_lse)
+        if error > MAX_RELATIVE_ERROR or lse_error > 1e-4:
+            allowed = f"allowed {MAX_RELATIVE_ERROR} and 1e-4"
+            raise Failure(f"{rows} rows, {heads} heads: relative error {error:.5f}, of lse {lse_error:.1e}, {allowed}")
+        worst = max(worst, error)
+    return f"rows {all_rows} x heads {all_heads}: relative error at most {worst:.5f}"
+
+
+def _check_graph_replay() -> str:
+    """Captured, replayed with other contents, compared to the bit with an eager call."""
+    import torch
+
+    from deepseek_v4_sm120.ops.sparse_decode import sparse_decode
+    from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
+
+    shape = Shape(8, 16, CacheShape(256, 128, lengths=128), CacheShape(64, 512, lengths=512))
+    static, fresh = make_inputs(shape, seed=1), make_inputs(shape, seed=2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sparse_decode(**static.arguments())
+    for name, value in static.arguments().items():
+        if torch.is_tensor(value):
+            value.copy_(getattr(fresh, name))
+    for _ in range(3):
+        graph.replay()
+    expected = sparse_decode(**fresh.arguments())
+    if not torch.equal(out, expected):
+        raise Failure(f"{int((out != expected).sum())} of {out.numel()} elements differ from an eager call")
+    return "equal to an eager call, bit by bit"
+
+
+CHECKS_OF: dict[str, Callable[[bool], Iterator[Check]]] = {"sparse_decode": _sparse_decode_checks}
+
+
+# ---- running and printing
+
+
+def _missing() -> dict[str, tuple[str, str]]:
+    """What the checks need and this machine lacks: name -> (result, reason)."""
+    missing = {}
+    if (problem := extension.explain()) is not None:
+        missing["module"] = (FAIL, problem)
+    if importlib.util.find_spec("torch") is None:
+        return {**missing, "torch": (FAIL, f"torch is not installed for {sys.executable}")}
+    import torch
+
+    if not torch.cuda.is_available():
+        missing["GPU"] = (NOT_RUN, f"no GPU: torch {torch.__version__} sees no CUDA device")
+    elif problem is None and (reason := _foreign_gpu()) is not None:
+        missing["GPU"] = (NOT_RUN, reason)
+    return missing
+
+
+def _foreign_gpu() -> str | None:
+    """Why this GPU cannot run the module, or None. sm_120a code runs on capability 12.0 alone, sm_90a on 9.0."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    built = extension.build_info()["archs"]
+    if any(arch.removeprefix("sm_").rstrip("af") == f"{major}{minor}" for arch in built):
+        return None
+    return f"{torch.cuda.get_device_name()} has capability {major}.{minor}; the module is built for {' '.join(built)}"
+
+
+def _run(check: Check, missing: dict[str, tuple[str, str]]) -> Outcome:
+    for need in check.needs:
+        if need in missing:
+            return Outcome(check.operator, check.name, *missing[need], 0.0)
+    start = time.perf_counter()
+    try:
+        result, detail = PASS, check.run()
+    except Failure as failure:
+        result, detail = FAIL, str(failure)
+    except Exception as error:  # the table goes on; the error is its result
+        result, detail = FAIL, f"{type(error).__name__}: {error}"
+    return Outcome(check.operator, check.name, result, detail, round(time.perf_counter() - start, 3))
+
+
+def _table(outcomes: list[Outcome]) -> str:
+    widths = [max(len(getattr(outcome, column)) for outcome in outcomes) for column in ("operator", "check", "result")]
+    lines = [f"deepseek_v4_sm120 {__version__} self-test"]
+    for outcome in outcomes:
+        cells = zip((outcome.operator, outcome.check, outcome.result), widths, strict=True)
+        lines.append("  ".join(cell.ljust(width) for cell, width in cells) + f"  {outcome.detail}")
+    counts = {result: sum(outcome.result == result for outcome in outcomes) for result in (PASS, FAIL, NOT_RUN)}
+    lines.append(", ".join(f"{count} {result}" for result, count in counts.items()))
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python3 -m deepseek_v4_sm120 selftest", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--quick", action="store_true", help="without the larger shapes")
+    arguments = parser.parse_args(argv)
+    missing = _missing()
+    outcomes = [_run(check, missing) for check in checks(arguments.quick)]
+    if arguments.json:
+        print(json.dumps({"version": __version__, "checks": [asdict(outcome) for outcome in outcomes]}, indent=1))
+    else:
+        print(_table(outcomes))
+    return int(any(outcome.result == FAIL for outcome in outcomes))

@@ -1,0 +1,69 @@
+"""The self-test on this machine, and that it can fail."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deepseek_v4_sm120 import OPS, extension, selftest
+from deepseek_v4_sm120.reference import kv_pages
+
+
+def outcomes(capsys, *arguments: str) -> tuple[int, dict]:
+    status = selftest.main(["--quick", "--json", *arguments])
+    found = json.loads(capsys.readouterr().out)
+    return status, {(check["operator"], check["check"]): check for check in found["checks"]}
+
+
+def test_every_operator_has_checks_with_and_without_a_gpu():
+    assert set(selftest.CHECKS_OF) == set(OPS)
+    for quick in (True, False):
+        for operator in OPS:
+            needs = {check.needs for check in selftest.checks(quick) if check.operator == operator}
+            assert ("torch",) in needs and selftest.ON_GPU in needs
+
+
+def test_nothing_fails_here(capsys):
+    status, found = outcomes(capsys)
+    failed = {name: check["detail"] for name, check in found.items() if check["result"] == "FAIL"}
+    if extension.explain() is None:
+        assert status == 0 and not failed
+    else:
+        assert {check["operator"] for check in found.values() if check["result"] == "FAIL"} <= {
+            "build",
+            "kv_page_layout",
+        } | set(OPS)
+    assert found["kv_page_layout", "golden page"]["result"] == "PASS"
+    assert found["sparse_decode", "two references"]["result"] == "PASS"
+    for check in found.values():
+        assert check["detail"], f"{check['check']} says nothing"
+
+
+@pytest.mark.parametrize("name", ["AMAX_FLOOR", "E4M3_MAX"])
+def test_a_wrong_writer_fails_with_status_1(name, monkeypatch, capsys):
+    monkeypatch.setattr(kv_pages, name, 2 * getattr(kv_pages, name))
+    status, found = outcomes(capsys)
+    assert status == 1 and found["kv_page_layout", "golden page"]["result"] == "FAIL"
+    assert "byte" in found["kv_page_layout", "golden page"]["detail"]
+
+
+def test_an_exception_is_a_failure_and_the_table_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(kv_pages, "pack_rows", None)
+    assert selftest.main(["--quick"]) == 1
+    table = capsys.readouterr().out
+    assert "FAIL     TypeError: 'NoneType' object is not callable" in table
+    assert "two references" in table.split("golden page")[1]
+
+
+def test_a_missing_module_is_a_failure_that_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(extension, "explain", lambda: "no compiled module; build with ./build_docker.sh")
+    status, found = outcomes(capsys)
+    assert status == 1 and "build_docker.sh" in found["build", "compiled module"]["detail"]
+
+
+@pytest.mark.gpu
+def test_everything_runs_on_a_gpu(capsys):
+    status, found = outcomes(capsys)
+    not_run = {name: check["detail"] for name, check in found.items() if check["result"] != "PASS"}
+    assert status == 0 and not not_run
