@@ -248,8 +248,13 @@ class Engine:
     # Afterwards -----------------------------------------------------------------------------------------------------
 
     def audit(self) -> None:
-        """Once, at the first served call: list module attributes that still are an original; rewrites nothing."""
-        originals = {id(r.original): r for r in self.records if r.state == APPLIED and hasattr(r.replacement, MARK)}
+        """Once, at the first served call: list module attributes that still are an original; rewrites nothing.
+
+        Only for functions that the target's module defines: one that it imported is replaced there on purpose, and
+        stays what it is for everybody else.
+        """
+        applied = [r for r in self.records if r.state == APPLIED and hasattr(r.replacement, MARK)]
+        originals = {id(r.original): r for r in applied if r.original.__module__ == r.target.module}
         for name, module in list(sys.modules.items()):
             for attribute, value in list(getattr(module, "__dict__", {}).items()):
                 record = originals.get(id(value))

@@ -37,13 +37,12 @@ def _say(level: int, text: str) -> None:
 
 def summary(engine) -> str:
     """One line: what is in place in this process, what waits, what is left out."""
-    names = {state: [] for state in ("APPLIED", "READY", "UNSUPPORTED", "BROKEN")}
-    unreviewed = []
-    for record in engine.records:
-        if record.state in names and record.patch.name not in names[record.state]:
-            names[record.state].append(record.patch.name)
-        if record.review.startswith("UNREVIEWED") and record.patch.name not in unreviewed:
-            unreviewed.append(record.patch.name)
+    names, told = {}, set()
+    for state in ("BROKEN", "APPLIED", "READY", "UNSUPPORTED"):  # a patch with several places is told once
+        found = [r.patch.name for r in engine.records if r.state == state and r.patch.name not in told]
+        names[state] = list(dict.fromkeys(found))
+        told.update(found)
+    unreviewed = list(dict.fromkeys(r.patch.name for r in engine.records if r.review.startswith("UNREVIEWED")))
     parts = [f"deepseek_v4_sm120 {our_version()} pid {os.getpid()}: {engine.host} {engine.version}"]
     if engine.settings.force:
         parts.append(f"VALIDATION MODE {engine.settings.force}")

@@ -320,6 +320,16 @@ def test_audit_reports_importers_that_kept_the_original(host, said):
     assert eng_host.early.g(a=1) == 1, "the audit reports, it does not rewrite"
 
 
+def test_audit_is_silent_about_what_was_replaced_in_one_importer_only(host, said):
+    host({"eng_host/consumer.py": "from eng_host.kernels import f\n"})
+    engine = make(function_target(where="eng_host.consumer:f", contract=Bound(), caller=None))
+    from eng_host import consumer, kernels
+
+    engine.audit()
+    assert consumer.f(a=1) == ("ours", 1) and kernels.f(a=1) == 1
+    assert engine.records[0].by_name == [] and [level for level, _ in said] == ["INFO"]
+
+
 def test_a_late_start_during_the_targets_own_import(host):
     host({"eng_host/kernels.py": FUNCTION + "import eng_door\n", "eng_door.py": "import eng_start\neng_start.go()\n"})
     door = type(sys)("eng_start")

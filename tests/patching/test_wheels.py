@@ -1,6 +1,6 @@
 """The table against the real wheels of SGLang, by `ast`: nothing of them is imported or installed.
 
-Each wheel is fetched from PyPI once and kept in $DSV4_WHEEL_CACHE, by default <user cache>/deepseek_v4_sm120/wheels. A
+Each wheel is fetched from PyPI once and kept in $DSV4_WHEEL_CACHE, by default <user cache>/deepseek-v4-sm120/wheels. A
 wheel that cannot be fetched is a failure.
 """
 
@@ -38,7 +38,7 @@ NUM_SEAMS = {"0.5.12": 0, "0.5.14": 3, "0.5.17": 4, "0.5.20": 6, "0.5.23": 7}
 
 def cache_folder() -> Path:
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("DSV4_WHEEL_CACHE") or user_cache / "deepseek_v4_sm120" / "wheels")
+    return Path(os.environ.get("DSV4_WHEEL_CACHE") or user_cache / "deepseek-v4-sm120" / "wheels")
 
 
 def fetch(version: str) -> Path:
