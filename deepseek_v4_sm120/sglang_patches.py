@@ -162,7 +162,8 @@ IMPORTED_PLATFORM_23 = (">=0.5.21,<0.6", "68f5f8aadaddaa43", ("0.5.23",))
 SM120_SEAMS = Patch(
     name="sm120_seams",
     why="validation only: the modules that choose and run DeepSeek-V4's attention, indexer and mHC are told that the "
-    "GPU is SM120. Argument resolution then forces what SM120 users get: TileLang indexer, top-k v1, torch mHC, bf16 wo_a",
+    "GPU is SM120. Argument resolution then forces what SM120 users get: TileLang indexer, top-k v1, torch mHC, bf16 "
+    "wo_a",
     targets=(
         # up to 0.5.18: the predicate as each module imported it, and one global frozen from it
         _seam("sglang.srt.server_args:is_sm120_supported", "replace_predicate", *IMPORTED_PREDICATE_14),
