@@ -334,13 +334,13 @@ def main() -> int:
     report.write(arguments.out)  # before the peers: what they do wrong must not cost our numbers
     run_peers(report, cases, pools, found, generator)
     report.write(arguments.out)
-    if peers.is_installed("matplotlib"):
-        plot(report, cases, arguments.out.with_suffix(".png"))
     print(f"\nFI, FI+copy, FM, Triton: quoted ({QUOTED_FROM}); columns marked `run` are of this run\n")
     print(ratios(report))
     print(summary(report, cases, [peer.name for peer in found]))
     missed = sum(row.met is False for row in report.rows)
     print(f"{sum(row.met is True for row in report.rows)} bars met, {missed} missed; {arguments.out}")
+    if peers.is_installed("matplotlib"):
+        plot(report, cases, arguments.out.with_suffix(".png"))
     return 0
 
 
