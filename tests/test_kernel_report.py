@@ -1,0 +1,54 @@
+"""bench/kernel_report.py: names, main loop and occupancy, from made-up listings."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+
+from kernel_report import INSTRUCTION, Kernel, class_of, short_name  # noqa: E402
+
+LISTING = """
+        /*0000*/                   LDC R1, c[0x0][0x37c]     ?trans1;           /* 0x1 */
+        /*0010*/                   LDG.E R2, desc[UR4][R2.64] ;
+        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R6, R4 ;
+        /*0030*/               @P0 BRA 0x30 ;
+        /*0040*/                   LDSM.16.M88.4 R8, [R3] ;
+        /*0050*/                   HMMA.16816.F32 R4, R8, R6, R4 ;
+        /*0060*/              @!P1 HMMA.16816.F32 R4, R8, R6, R4 ;
+        /*0070*/                   MUFU.EX2 R9, R9 ;
+        /*0080*/               @P1 BRA 0x40 ;
+        /*0090*/               @P2 BRA 0x10 ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def kernel(**changes) -> Kernel:
+    code = [(int(address, 16), opcode, operands) for address, opcode, operands in INSTRUCTION.findall(LISTING)]
+    return Kernel(**{"arch": "sm_120a", "name": "k", "registers": 128, "threads": 256, "instructions": code, **changes})
+
+
+def test_names():
+    mangled = "_ZN4dsv413sparse_decode20sparse_decode_kernelILi2ELb1EEEvNS0_6ParamsE"
+    assert short_name(mangled) == "sparse_decode_kernel<2,1>"
+    assert short_name("plain_kernel") == "plain_kernel"
+
+
+def test_main_loop_is_the_innermost_with_tensor_work():
+    assert len(kernel().instructions) == 11
+    assert [class_of(opcode) for _, opcode, _ in kernel().main_loop()] == [
+        "ldmatrix",
+        "tensor",
+        "tensor",
+        "special",
+        "branch",
+    ]
+    assert kernel(instructions=kernel().instructions[:2]).main_loop() == []
+
+
+def test_occupancy_is_the_tightest_limit():
+    assert kernel().blocks_per_sm(49_152) == 2  # registers 2, shared memory 2
+    assert kernel(registers=64).blocks_per_sm(49_152) == 2
+    assert kernel().blocks_per_sm(101_376) == 1
+    assert kernel(registers=32, threads=512).blocks_per_sm(1024) == 3  # warps
