@@ -33,7 +33,7 @@ sparse_decode::Cache make_cache(uintptr_t pages, int64_t page_bytes, int page_si
   sparse_decode::Cache c = {};
   if (pages == 0) return c;
   c.pages = pointer<const uint8_t>(pages);
-  c.page_bytes = page_bytes;
+  c.page_bytes = static_cast<uint32_t>(page_bytes);
   c.num_slots = num_pages * page_size;
   c.page_size = sparse_decode::make_divisor(page_size);
   c.indices = pointer<const int32_t>(indices);
@@ -66,17 +66,13 @@ void run_sparse_decode(uintptr_t q, int64_t q_stride_row, int64_t q_stride_head,
   p.main = make_cache(kv_pages, page_bytes, page_size, num_pages, indices, indices_stride, indices_width, topk_length);
   p.extra = make_cache(extra_kv_pages, extra_page_bytes, extra_page_size, extra_num_pages, extra_indices, extra_indices_stride,
                        extra_indices_width, extra_topk_length);
-  const auto plan = sparse_decode::make_plan(rows, heads, indices_width + (extra_kv_pages ? extra_indices_width : 0), num_sms, splits);
+  const auto plan = sparse_decode::make_plan(rows, heads, p.main.width, p.extra.width, num_sms, splits);
   if (partials_bytes < plan.partials_bytes || control_words < plan.control_words)
     throw std::runtime_error("sparse_decode: workspace too small: needs " + std::to_string(plan.partials_bytes) + " bytes and " +
                              std::to_string(plan.control_words) + " control words, got " + std::to_string(partials_bytes) + " and " +
                              std::to_string(control_words));
-  p.head_groups = sparse_decode::head_groups(heads);
   p.partials = pointer<float>(partials);
   p.control = pointer<uint32_t>(control);
-  p.splits = plan.splits;
-  p.unit_slots = plan.unit_slots;
-  p.num_items = rows * p.head_groups * plan.splits;
   sparse_decode::launch(p, plan, pdl, pointer<CUstream_st>(stream));
 }
 
@@ -137,7 +133,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "sparse_decode_workspace",
       [](int rows, int heads, int indices_width, int extra_indices_width, int num_sms, int splits) {
-        const auto plan = sparse_decode::make_plan(rows, heads, indices_width + extra_indices_width, num_sms, splits);
+        const auto plan = sparse_decode::make_plan(rows, heads, indices_width, extra_indices_width, num_sms, splits);
         return py::make_tuple(plan.partials_bytes, plan.control_words);
       },
       py::kw_only(), "rows"_a, "heads"_a, "indices_width"_a, "extra_indices_width"_a, "num_sms"_a, "splits"_a = 0);

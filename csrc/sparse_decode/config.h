@@ -1,11 +1,14 @@
 // Sizes of the sparse decode kernel: tiles, the fold tree, shared memory.
 //
-// The fold tree decides every rounding, so it is a function of the row's own lengths alone (n candidates = main then extra):
+// The fold tree decides every rounding, so it is a function of the row's own lengths alone (its candidates are main then extra, each
+// filled up to whole leaves):
 //   leaf  32 candidates: scores, softmax weights relative to an integer reference (power-of-two rescaling is exact), P V
-//   unit  left fold of consecutive leaves: 1 leaf for n <= 1280, else 8 * 2^j leaves with the least j giving <= 20 units
+//   unit  left fold of consecutive leaves: 1 leaf in a row of up to 40, else 2^j leaves with the least j >= 3 giving <= 20 units
 //   row   left fold of its units
 // A block computes either single units (written as partials, folded in order by whoever merges) or the whole row.
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include <cstdint>
 
@@ -13,54 +16,75 @@
 
 namespace dsv4::sparse_decode {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kBlockHeads = 16;                       // one m16 tile
+constexpr int kBlockHeads = 16;                       // of a block: one mma tile
+constexpr int kTiles = kNumNopeTiles + 1;             // of 64 dimensions: 7 E4M3 tiles and the rotary tile
+constexpr int kTeamWarps = kTiles;                    // one a tile
+constexpr int kTeamThreads = 32 * kTeamWarps;
+constexpr int kMathThreads = 2 * kTeamThreads;        // the value team, the score team
+constexpr int kGatherWarps = 4;                       // and those that gather
+constexpr int kGatherRows = 32 / kGatherWarps;        // candidates of a leaf for each of them
+constexpr int kThreads = kMathThreads + 32 * kGatherWarps;
 constexpr int kLeaf = 32;                             // candidates of a leaf
-constexpr int kStages = 2;
-constexpr int kMinBlocksPerSm = 2;
+constexpr int kStages = 3;                            // of gathered rows
+constexpr int kBuffers = 2;                           // of scores and weights between the teams
 
-constexpr int kShortRow = 1280;                       // candidates up to which a unit is one leaf
+constexpr int kShortLeaves = 40;                      // leaves up to which a unit is one leaf
 constexpr int kMaxUnitsLong = 20;
-constexpr int kMaxUnits = kShortRow / kLeaf;          // 40
-constexpr int kMinLongUnitLeaves = 8;
+constexpr int kMaxUnits = kShortLeaves;
+constexpr int kMinLongUnitLog2 = 3;
 
-constexpr int kTilePairs = 4;                         // 7 E4M3 tiles and the rotary tile, two per warp pair
 constexpr int kRowPitch = 592;                        // bytes of a candidate in shared memory: 37 x 16, conflict-free for ldmatrix
-constexpr int kRowScale = kDataBytes;                 // its 8 scale bytes follow its data
 constexpr int kWeightPitch = 2 * kLeaf + 16;          // bytes of a head's softmax weights: 5 x 16, conflict-free for ldmatrix
-constexpr int kWeightLog2 = 14;                       // f16 weights are stored times 2^14
+constexpr int kWeightLog2 = 11;                       // f16 weights, up to 2^(kReferenceStep / 2), are stored times 2^11
+constexpr int kReferenceStep = 8;                     // softmax references are multiples of it (nearest to the maximum): they rarely move
 
-constexpr int kPartialVectors = kWarps * 32 * 8;      // float4 of one partial: a thread's 32 accumulators
-constexpr int kPartialFloats = 4 * kPartialVectors + 2 * kBlockHeads;  // then (reference, sum) per head
-constexpr int kControlWords = 4;                      // arrived, generation, abandoned, pad
+constexpr int kControlWords = 2;                      // arrivals, abandoned shares
 constexpr int kMaxSplitItems = 256;                   // rows * head groups up to which rows are split over blocks
 
-static_assert(kRowPitch >= kDataBytes + kScaleBytes && kRowPitch % 16 == 0 && kRowPitch / 16 % 2 == 1, "pitch");
+constexpr int kPartialVectors = kBlockHeads * kHeadDim / 4;            // float4 of a partial
+constexpr int kPartialFloats = 4 * kPartialVectors + 2 * kBlockHeads;  // then (reference, sum) per head
+
+static_assert(kRowPitch >= kDataBytes && kRowPitch % 16 == 0 && kRowPitch / 16 % 2 == 1, "pitch");
 static_assert(kWeightPitch / 16 % 2 == 1, "pitch");
-static_assert(4 * kPartialVectors == kBlockHeads * kHeadDim, "a partial is the block's heads by the head dimension");
-static_assert(kThreads == kLeaf * 8, "eight threads gather a candidate");
-static_assert(kThreads == kBlockHeads * kLeaf / 2, "a softmax thread has one head and two candidates");
+static_assert(kGatherRows == 8, "a byte of the mask, eight lanes a row");
+static_assert(kBlockHeads == 2 * kTeamWarps && kLeaf == 32, "warp roles: half a warp a head, a lane two candidates");
+
+struct Stage {
+  alignas(128) uint8_t rows[kLeaf][kRowPitch];  // 18,944
+  uint8_t scales[kLeaf][kScaleBytes];           //    256
+};
+
+constexpr float kRounder = 12582912.f;                 // 1.5 * 2^23: adding it rounds to an integer, and its bits then order like it
+constexpr float kEmpty = -kRounder * kReferenceStep;   // softmax reference of a set without valid candidates
+
+struct Fold {
+  float reference;  // log2, a multiple of kReferenceStep
+  float sum;        // of 2^(x - reference)
+};
 
 struct SharedMemoryPlan {
-  alignas(128) uint8_t rows[kStages][kLeaf][kRowPitch];           // 37,888
-  alignas(16) float scores[kTilePairs][kBlockHeads][kLeaf];       //  8,192  columns xor-swizzled by head; also the merge's factors
-  alignas(16) uint8_t weights_f16[kBlockHeads][kWeightPitch];     //  1,280
-  alignas(16) uint8_t weights_bf16[kBlockHeads][kWeightPitch];    //  1,280
-  alignas(16) float2 factors[kBlockHeads];                        //    128  (old, new) fold factors
-  alignas(16) float q_amax[kTilePairs][kBlockHeads];              //    256
-  uint8_t valid[kStages][kLeaf];                                  //     64
-  uint32_t generation, shares;                                    //      8
+  Stage stages[kStages];                                             // 57,600
+  alignas(16) float scores[kBuffers][kTiles][kBlockHeads][kLeaf];    // 32,768  columns xor-swizzled by head
+  alignas(16) uint8_t weights_f16[kBuffers][kBlockHeads][kWeightPitch];   //  2,560
+  alignas(16) uint8_t weights_bf16[kBuffers][kBlockHeads][kWeightPitch];  //  2,560
+  alignas(16) float2 factors[kBuffers][kBlockHeads];                 //    256  (old, new) fold factors of a leaf
+  alignas(16) float2 unit_factors[kBlockHeads];                      //    128  of a unit of a long row
+  alignas(16) float q_amax[kTiles][kBlockHeads];                     //    512
+  float output_factor[kBlockHeads];                                  //     64
+  alignas(8) uint64_t full[kStages], empty[kStages];                 //     48  a stage is filled, may be filled
+  alignas(8) uint64_t weighed[kBuffers], folded[kBuffers];           //     32  the weights of a leaf are there, are used
+  alignas(4) uint8_t valid[kStages][kGatherWarps];                   //     12  a bit a candidate
+  int units, per_block;                                              //      8
+  uint32_t outcome, abandoned;                                       //      8
 };
-static_assert(sizeof(SharedMemoryPlan) <= 50176, "two blocks on an SM120 multiprocessor (102,400 B, 1 KB reserved each)");
-static_assert(sizeof(float2) * kMaxUnits * kBlockHeads <= sizeof(SharedMemoryPlan::scores), "merge factors fit");
+static_assert(sizeof(SharedMemoryPlan) <= 101376, "shared memory of an SM120 block");
 
-// leaves per unit of a row with n candidates
-__host__ __device__ constexpr int unit_leaves(int n) {
-  if (n <= kShortRow) return 1;
-  int leaves = kMinLongUnitLeaves;
-  while (n > leaves * kLeaf * kMaxUnitsLong) leaves *= 2;
-  return leaves;
+// log2 of the leaves per unit of a row
+__host__ __device__ constexpr int unit_leaves_log2(int leaves) {
+  if (leaves <= kShortLeaves) return 0;
+  int log2 = kMinLongUnitLog2;
+  while (leaves > kMaxUnitsLong << log2) ++log2;
+  return log2;
 }
 
 }  // namespace dsv4::sparse_decode

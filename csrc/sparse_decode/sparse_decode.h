@@ -9,16 +9,16 @@
 
 namespace dsv4::sparse_decode {
 
-// n / divisor for 0 <= n < 2^31 by one multiplication
+// n / divisor = (2 n * multiplier) >> (32 + shift) for 0 <= n < 2^31
 struct FastDivisor {
   uint32_t divisor;
-  uint32_t multiplier;  // 0: divisor is 1
+  uint32_t multiplier;
   uint32_t shift;
 };
 
 struct Cache {
   const uint8_t* pages;         // [num_pages] pages, 16-byte aligned; nullptr: absent
-  int64_t page_bytes;           // stride between pages, multiple of 16
+  uint32_t page_bytes;          // stride between pages, multiple of 16
   int64_t num_slots;            // num_pages * page_size; a slot >= num_slots is masked
   FastDivisor page_size;        // tokens per page
   const int32_t* indices;       // [rows, width] token slots, negative = masked
@@ -35,28 +35,30 @@ struct Params {
   float* lse;                   // [rows, heads] or nullptr: natural log, without the sink, +inf where no candidate is valid
   const float* attn_sink;       // [heads] natural-log logits or nullptr
   float scale_log2;             // softmax scale * log2(e)
-  int32_t rows, heads, head_groups;
+  int32_t rows, heads;
   Cache main, extra;
   float* partials;              // [slots][unit_slots][kPartialFloats]
-  uint32_t* control;            // [rows * head_groups][kControlWords], zero between calls
-  int32_t splits;               // blocks per row and head group; 1: no partials but for long rows
+  uint32_t* control;            // [rows * head_groups][kControlWords], a multiple of 64 and 0 between calls
+  FastDivisor splits;           // blocks per row and head group; 1: no partials but for long rows
   int32_t unit_slots;           // partial slots per row and head group
-  int32_t num_items;            // rows * head_groups * splits
+  int32_t guess_leaves, guess_main_leaves;  // leaves per block and of the main cache for rows as long as the tensors are wide
 };
 
 struct Plan {
-  int32_t splits, unit_slots, grid;
+  int32_t head_groups;      // blocks for the heads of a row
+  int32_t splits, unit_slots;
+  int32_t rows_per_launch;  // all of them but for thousands of long rows
   int64_t partials_bytes;
   int32_t control_words;
 };
 
 // The launch geometry for a shape. Depends on sizes alone, never on the lengths (they are on the device); bounds the scratch.
-Plan make_plan(int rows, int heads, int max_candidates, int num_sms, int splits_override);
+Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int splits_override);
 int max_control_words();
-int head_groups(int heads);  // blocks that a row's heads need
 
 FastDivisor make_divisor(int divisor);
-void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);
+// Fills in what the plan decides, and launches.
+void launch(Params params, const Plan& plan, bool pdl, cudaStream_t stream);
 
 struct KernelAttributes {
   std::string name;

@@ -1,0 +1,27 @@
+// What the warps of a sparse decode block share: barriers, the ring of stages.
+#pragma once
+
+#include "config.h"
+#include "device.cuh"
+
+namespace dsv4::sparse_decode {
+
+__device__ __forceinline__ void score_sync() { sync_threads<1, kTeamThreads>(); }
+__device__ __forceinline__ void math_sync() { sync_threads<2, kMathThreads>(); }
+
+// Position of leaf `i` of a block in the ring of stages, and in that of the buffers between the teams.
+struct Ring {
+  int i = 0, stage = 0;
+  uint32_t stage_phase = 0;
+
+  __device__ __forceinline__ int buffer() const { return i & 1; }
+  __device__ __forceinline__ uint32_t buffer_phase() const { return i >> 1 & 1; }
+  __device__ __forceinline__ void advance() {
+    ++i;
+    stage_phase ^= stage == kStages - 1;
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+};
+static_assert(kBuffers == 2, "buffer index");
+
+}  // namespace dsv4::sparse_decode
