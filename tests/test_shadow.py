@@ -188,7 +188,7 @@ def write(engine):
     with open({str(tmp_path / "out")!r}, "w") as f:
         f.write(str([r["calls"] for r in shadow.report()]))
 shadow.process_report = types.SimpleNamespace(write=write)
-shadow.patching = types.SimpleNamespace(engine=lambda: "engine")
+shadow.patching = types.SimpleNamespace(active_engine=lambda: "engine")
 shadow.settings = lambda: types.SimpleNamespace(shadow="1")
 compare = shadow.Comparison(lambda a, b, x: [(a, b)], lambda x: 0, lambda x: {{"rows": x.shape[0]}}, 0.1)
 f = shadow.shadowed("test", lambda x: x, lambda x: x, compare)
