@@ -18,15 +18,16 @@ namespace dsv4::sparse_decode {
 
 constexpr int kBlockHeads = 16;                       // of a block: one mma tile
 constexpr int kTiles = kNumNopeTiles + 1;             // of 64 dimensions: 7 E4M3 tiles and the rotary tile
-constexpr int kTeamWarps = kTiles;                    // one a tile
-constexpr int kTeamThreads = 32 * kTeamWarps;
-constexpr int kMathThreads = 2 * kTeamThreads;        // the value team, the score team
-constexpr int kGatherWarps = 4;                       // and those that gather
-constexpr int kGatherRows = 32 / kGatherWarps;        // candidates of a leaf for each of them
+constexpr int kValueWarps = kTiles;                   // one a tile
+constexpr int kScoreWarps = kTiles;                   // one a tile
+constexpr int kSoftmaxWarps = 2;
+constexpr int kGatherWarps = 2;
+constexpr int kMathThreads = 32 * (kValueWarps + kScoreWarps + kSoftmaxWarps);  // in this order
 constexpr int kThreads = kMathThreads + 32 * kGatherWarps;
+constexpr int kGatherRows = 32 / kGatherWarps;        // candidates of a leaf for each gathering warp
 constexpr int kLeaf = 32;                             // candidates of a leaf
 constexpr int kStages = 3;                            // of gathered rows
-constexpr int kBuffers = 2;                           // of scores and weights between the teams
+constexpr int kBuffers = 2;                           // of scores and of weights, between the teams
 
 constexpr int kShortLeaves = 40;                      // leaves up to which a unit is one leaf
 constexpr int kMaxUnitsLong = 20;
@@ -46,8 +47,7 @@ constexpr int kPartialFloats = 4 * kPartialVectors + 2 * kBlockHeads;  // then (
 
 static_assert(kRowPitch >= kDataBytes && kRowPitch % 16 == 0 && kRowPitch / 16 % 2 == 1, "pitch");
 static_assert(kWeightPitch / 16 % 2 == 1, "pitch");
-static_assert(kGatherRows == 8, "a byte of the mask, eight lanes a row");
-static_assert(kBlockHeads == 2 * kTeamWarps && kLeaf == 32, "warp roles: half a warp a head, a lane two candidates");
+static_assert(kBlockHeads == 8 * kSoftmaxWarps && kLeaf == 32, "four softmax lanes a head, eight candidates a lane");
 
 struct Stage {
   alignas(128) uint8_t rows[kLeaf][kRowPitch];  // 18,944
@@ -72,8 +72,9 @@ struct SharedMemoryPlan {
   alignas(16) float q_amax[kTiles][kBlockHeads];                     //    512
   float output_factor[kBlockHeads];                                  //     64
   alignas(8) uint64_t full[kStages], empty[kStages];                 //     48  a stage is filled, may be filled
+  alignas(8) uint64_t scored[kBuffers], read[kBuffers];              //     32  the scores of a leaf are there, are read
   alignas(8) uint64_t weighed[kBuffers], folded[kBuffers];           //     32  the weights of a leaf are there, are used
-  alignas(4) uint8_t valid[kStages][kGatherWarps];                   //     12  a bit a candidate
+  alignas(4) uint16_t valid[kStages][kGatherWarps];                  //     12  a bit a candidate
   int units, per_block;                                              //      8
   uint32_t outcome, abandoned;                                       //      8
 };

@@ -26,8 +26,8 @@ struct Gatherer {
                            static_cast<uint64_t>(page) * (in_main ? main.page_bytes : extra.page_bytes);
     const uint64_t row = start + static_cast<uint64_t>(entry) * kDataBytes + (valid ? 0 : 1);  // bit 0: masked
     const uint32_t mask = __ballot_sync(0xffffffffu, valid), full = shared_address(&sm.full[stage]);
-    if (lane == 0) sm.valid[stage][first_row / kGatherRows] = static_cast<uint8_t>(mask);
-    cp_async_8_if(lane < kGatherRows, shared_address(&sm.stages[stage].scales[first_row + piece][0]), start + static_cast<uint64_t>(page_size) * kDataBytes + entry * kScaleBytes,
+    if (lane == 0) sm.valid[stage][first_row / kGatherRows] = static_cast<uint16_t>(mask);
+    cp_async_8_if(lane < kGatherRows, shared_address(&sm.stages[stage].scales[first_row + lane % kGatherRows][0]), start + static_cast<uint64_t>(page_size) * kDataBytes + entry * kScaleBytes,
                valid);
     const uint32_t dst = shared_address(&sm.stages[stage].rows[first_row + (lane >> 3)][piece * 16]);
 #pragma unroll

@@ -2,12 +2,13 @@
 //
 //   s_i = scale <q_h, k_i>     o_h = sum_i exp(s_i) k_i / (sum_i exp(s_i) + exp(sink_h))     over the valid candidates i
 //
-// A block has 16 heads of one row and a range of its leaves (config.h). Three kinds of warps work on different leaves at a time:
-//   gather   four warps copy rows to shared memory by cp.async, three stages; masked candidates become zeros
+// A block has 16 heads of one row and a range of its leaves (config.h). Its warps form teams that work on different leaves at a time:
+//   gather   two warps copy rows to shared memory by cp.async, three stages; masked candidates become zeros
 //   score    eight warps own 64 of the 512 dimensions each, seven E4M3 tiles and the rotary tile, so that one exponent per candidate and
 //            warp scales all that the warp touches. E4M3 is converted to f16 in registers (exact), its exponent applied to the fp32 dot
-//            product; q is scaled per head by a power of two into f16's range. Then half a warp a head makes the softmax weights; the
-//            reference is a coarse integer, so that every later rescaling is exact, and rare
+//            product; q is scaled per head by a power of two into f16's range
+//   softmax  two warps add the tiles' scores and make the weights; the reference is a coarse integer, so that every later rescaling is
+//            exact, and rare
 //   value    eight warps multiply a tile each; the exponents, relative to the leaf's greatest, go into the f16 weights
 //   fold     accumulator = accumulator * 2^a + leaf * 2^b: the same bits whether a block folds in registers or partials in memory
 // Not supported: head dimension other than 512, caches other than the 584-byte layout.
@@ -16,6 +17,7 @@
 #include "gather.cuh"
 #include "merge.cuh"
 #include "score.cuh"
+#include "softmax.cuh"
 #include "value.cuh"
 #include "sparse_decode.h"
 
@@ -27,10 +29,10 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm, i
   const int main_length = load_length(p.main, row), extra_length = load_length(p.extra, row);
   Work w;
   w.row = row;
-  if (warp >= 2 * kTeamWarps) {
+  if (warp >= kMathThreads / 32) {
     // The first slots are fetched as if the row were as long as the tensors are wide, beside the lengths; fetched again if not.
     const int guessed_leaf = kSplit ? split * p.guess_leaves : 0;
-    const int first_row = (warp - 2 * kTeamWarps) * kGatherRows, lane_row = first_row + threadIdx.x % kGatherRows;
+    const int first_row = (warp - kMathThreads / 32) * kGatherRows, lane_row = first_row + threadIdx.x % kGatherRows;
     w.main_leaves = p.guess_main_leaves;
     w.main_length = p.main.width;
     w.extra_length = p.extra.width;
@@ -52,16 +54,16 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm, i
     sm.units = w.units;
     sm.per_block = w.per_block;
   }
-  const int item_slot = row * gridDim.x + group;
-  if (warp >= kTeamWarps) {
-    run_score_team<kSplit>(p, sm, w, group, warp - kTeamWarps, item_slot);
-    if (w.whole_row) math_sync();  // the output factors are there
+  if (warp >= kValueWarps + kScoreWarps) {
+    run_softmax_team<kSplit>(p, sm, w, group);
+  } else if (warp >= kValueWarps) {
+    run_score_team(p, sm, w, group, warp - kValueWarps);
   } else if (warp == kNumNopeTiles) {
-    run_value_team<kSplit, true>(p, sm, w, group, warp, item_slot);
+    run_value_team<kSplit, true>(p, sm, w, group, warp);
   } else {
-    run_value_team<kSplit, false>(p, sm, w, group, warp, item_slot);
+    run_value_team<kSplit, false>(p, sm, w, group, warp);
   }
-  if (!w.whole_row) merge_row(p, sm, row, group, item_slot, split);
+  if (!w.whole_row) merge_row(p, sm, row, group, split);
 }
 
 template <bool kSplit>
@@ -70,19 +72,18 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid
   auto& sm = *reinterpret_cast<SharedMemoryPlan*>(shared);
   if (threadIdx.x < kStages) {
     mbarrier_init(shared_address(&sm.full[threadIdx.x]), (32 + 1) * kGatherWarps);  // the copies of each gathering lane, and the mask
-    mbarrier_init(shared_address(&sm.empty[threadIdx.x]), kTeamWarps);
+    mbarrier_init(shared_address(&sm.empty[threadIdx.x]), kValueWarps);
   } else if (threadIdx.x < kStages + kBuffers) {
-    mbarrier_init(shared_address(&sm.weighed[threadIdx.x - kStages]), kTeamWarps);
-    mbarrier_init(shared_address(&sm.folded[threadIdx.x - kStages]), kTeamWarps);
+    const int buffer = threadIdx.x - kStages;
+    mbarrier_init(shared_address(&sm.scored[buffer]), kScoreWarps);
+    mbarrier_init(shared_address(&sm.read[buffer]), kSoftmaxWarps);
+    mbarrier_init(shared_address(&sm.weighed[buffer]), kSoftmaxWarps);
+    mbarrier_init(shared_address(&sm.folded[buffer]), kValueWarps);
   }
   __syncthreads();
   pdl_wait();
   pdl_trigger();
-  if constexpr (kSplit) {
-    run_row<true>(p, sm, blockIdx.z, blockIdx.x, blockIdx.y);
-  } else {
-    run_row<false>(p, sm, blockIdx.y, blockIdx.x, 0);
-  }
+  run_row<kSplit>(p, sm, blockIdx.z, blockIdx.x, blockIdx.y);
 }
 
 }  // namespace dsv4::sparse_decode

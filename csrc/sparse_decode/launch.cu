@@ -100,7 +100,7 @@ void launch(Params p, const Plan& plan, bool pdl, cudaStream_t stream) {
   }
   for (int rows = p.rows; rows > 0; rows -= plan.rows_per_launch) {
     p.rows = std::min(rows, plan.rows_per_launch);
-    launch_kernel<false>(p, dim3(groups, p.rows), pdl, stream);
+    launch_kernel<false>(p, dim3(groups, 1, p.rows), pdl, stream);
     p.q += p.rows * p.q_stride_row;
     p.out += p.rows * p.out_stride_row;
     if (p.lse != nullptr) p.lse += static_cast<int64_t>(p.rows) * p.heads;

@@ -104,8 +104,8 @@ __device__ __forceinline__ void merge_share(const Params& p, MergeMemory& mm, in
   }
 }
 
-__device__ __forceinline__ void merge_row(const Params& p, SharedMemoryPlan& sm, int row, int group, int item_slot, int split) {
-  uint32_t* control = p.control + static_cast<int64_t>(item_slot) * kControlWords;
+__device__ __forceinline__ void merge_row(const Params& p, SharedMemoryPlan& sm, int row, int group, int split) {
+  uint32_t* control = p.control + static_cast<int64_t>(item_slot()) * kControlWords;
   math_sync();  // the partials of this block are written
   const int units = sm.units, per_block = sm.per_block, participants = (units + per_block - 1) / per_block;
   if (threadIdx.x == 0) sm.outcome = arrive_and_wait(control, min(per_block, units - split * per_block), units, split);
@@ -113,7 +113,7 @@ __device__ __forceinline__ void merge_row(const Params& p, SharedMemoryPlan& sm,
   const uint32_t outcome = sm.outcome;
   if (outcome == 0) return;
   auto& mm = *reinterpret_cast<MergeMemory*>(sm.stages);
-  const float* partials = partial_of(p, item_slot, 0);
+  const float* partials = partial_of(p, item_slot(), 0);
   merge_share(p, mm, row, group, partials, units, split, participants, true);
   if (outcome & kWaitLast) {
     if (threadIdx.x == 0) {

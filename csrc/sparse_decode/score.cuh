@@ -1,4 +1,4 @@
-// The score team: q K, softmax weights and their statistics.
+// The score team: q K.
 #pragma once
 
 #include "fold.cuh"
@@ -111,124 +111,31 @@ __device__ __forceinline__ void multiply(uint32_t rows, uint32_t scales, uint32_
   }
 }
 
-// Softmax weights of a leaf: half a warp a head, a lane two candidates.
-struct Softmax {
-  float2 part[kTiles];
-  uint32_t valid;
-  float reference, w0, w1;
-
-  __device__ __forceinline__ void load(const SharedMemoryPlan& sm, int buffer, int head, uint32_t leaf_valid) {
-    const int pair = threadIdx.x & 15;
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) part[t] = *reinterpret_cast<const float2*>(&sm.scores[buffer][t][head][(2 * pair) ^ ((head & 3) << 3)]);
-    valid = leaf_valid >> (2 * pair);
-  }
-  __device__ __forceinline__ void weigh(float logit_scale) {
-    float2 x = part[0];
-#pragma unroll
-    for (int t = 1; t < kTiles; ++t) {
-      x.x += part[t].x;
-      x.y += part[t].y;
-    }
-    x.x *= logit_scale;
-    x.y *= logit_scale;
-    // rounded to an integer, as bits that order like it; below all of them where masked
-    float steps = fmaxf(valid & 1 ? fmaf(x.x, 1.f / kReferenceStep, kRounder) : 0.f, valid & 2 ? fmaf(x.y, 1.f / kReferenceStep, kRounder) : 0.f);
-#pragma unroll
-    for (int d = 8; d > 0; d >>= 1) steps = fmaxf(steps, __shfl_xor_sync(0xffffffffu, steps, d));
-    reference = (steps - kRounder) * kReferenceStep;
-    w0 = valid & 1 ? exp2_approx(x.x - reference) : 0.f;
-    w1 = valid & 2 ? exp2_approx(x.y - reference) : 0.f;
-  }
-  // hands the weights to the value team and folds the statistics
-  __device__ __forceinline__ void store(SharedMemoryPlan& sm, int buffer, int head, uint32_t weighed, Fold& fold) const {
-    const int pair = threadIdx.x & 15;
-    constexpr float up = 1 << kWeightLog2;
-    *reinterpret_cast<uint32_t*>(&sm.weights_f16[buffer][head][4 * pair]) = pack_f16x2(w0 * up, w1 * up);
-    *reinterpret_cast<uint32_t*>(&sm.weights_bf16[buffer][head][4 * pair]) = pack_bf16x2(w0, w1);
-    const float2 factor = fold_factors(fold.reference, reference);
-    if (pair == 0) sm.factors[buffer][head] = factor;
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbarrier_arrive(weighed);
-    float sum = w0 + w1;
-#pragma unroll
-    for (int d = 8; d > 0; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-    fold = {fmaxf(fold.reference, reference), fmaf(sum, factor.y, fold.sum * factor.x)};
-  }
-};
-
-// Folds a finished unit of a long row into the row's statistics, which live in its partial; `fold` becomes the row's so far.
-__device__ __forceinline__ void fold_unit_stats(SharedMemoryPlan& sm, float* partial, int head, bool first, Fold& fold) {
-  float2* stats = stats_of(partial) + head;
-  const float2 old = first ? make_float2(kEmpty, 0.f) : __ldcg(stats);
-  const float2 factor = fold_factors(old.x, fold.reference);
-  fold = {fmaxf(old.x, fold.reference), fmaf(fold.sum, factor.y, old.y * factor.x)};
-  __syncwarp();
-  if ((threadIdx.x & 15) == 0) {
-    __stcg(stats, make_float2(fold.reference, fold.sum));
-    sm.unit_factors[head] = factor;
-  }
-  __syncwarp();
-}
-
-template <bool kSplit>
-__device__ __forceinline__ void run_score_team(const Params& p, SharedMemoryPlan& sm, const Work& w, int group, int tile, int item_slot) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3, head = 2 * tile + (lane >> 4);
+__device__ __forceinline__ void run_score_team(const Params& p, SharedMemoryPlan& sm, const Work& w, int group, int tile) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   const bool rotary = tile == kNumNopeTiles;
   QueryTile q;
   load_query(p, w.row, group, tile, rotary, q);
   publish_query_amax(sm, tile, q);
-  score_sync();
+  query_sync();
   scale_query(sm, rotary, q);
-  const float logit_scale = p.scale_log2 * __int_as_float((127 - query_exponent(sm, head)) << 23);
-
   const Stage& stage0 = sm.stages[0];
   const uint32_t rows = shared_address(&stage0.rows[lane & 7][tile * kTileDim + (lane >> 3) * 16]);
   const uint32_t scales = shared_address(&stage0.scales[2 * j][tile]);
   const uint32_t store = shared_address(&sm.scores[0][tile][g][(2 * j) ^ ((g & 3) << 3)]);
-  const uint32_t full = shared_address(&sm.full[0]), weighed = shared_address(&sm.weighed[0]), folded = shared_address(&sm.folded[0]);
+  const uint32_t full = shared_address(&sm.full[0]), scored = shared_address(&sm.scored[0]), read = shared_address(&sm.read[0]);
   constexpr int kStageBytes = sizeof(Stage), kScoreBytes = sizeof(sm.scores[0]);
-  Fold fold = {kEmpty, 0.f};
-  Ring ring;  // of the leaf whose weights are made; the product of the next one is made beside them
-  mbarrier_wait(full, 0);
-  multiply(rows, scales, store, rotary, q);
-  score_sync();
-  int leaf = w.first_leaf;
-  for (;;) {
-    for (const int end = min(leaf + w.fold_leaves, w.end_leaf); leaf < end; ++leaf) {
-      const int buffer = ring.buffer();
-      const uint32_t free_phase = ring.buffer_phase() ^ 1;
-      Softmax softmax;
-      softmax.load(sm, buffer, head, *reinterpret_cast<const uint32_t*>(sm.valid[ring.stage]));
-      ring.advance();
-      if (leaf + 1 < w.end_leaf) {
-        mbarrier_wait(full + ring.stage * 8, ring.stage_phase);
-        multiply(rows + ring.stage * kStageBytes, scales + ring.stage * kStageBytes, store + (buffer ^ 1) * kScoreBytes, rotary, q);
-        softmax.weigh(logit_scale);
-      } else {
-        softmax.weigh(logit_scale);
-      }
-      mbarrier_wait(folded + buffer * 8, free_phase);
-      softmax.store(sm, buffer, head, weighed + buffer * 8, fold);
-      score_sync();  // the next scores are there; everybody has used these
-    }
-    const bool last = leaf == w.end_leaf;
-    if (w.whole_row && w.units == 1) break;
-    if (!w.whole_row) {
-      if ((lane & 15) == 0) __stcg(stats_of(partial_of(p, item_slot, w.unit_before(leaf))) + head, make_float2(fold.reference, fold.sum));
-    } else if constexpr (!kSplit) {
-      fold_unit_stats(sm, partial_of(p, item_slot, 0), head, leaf <= w.fold_leaves, fold);
-      math_sync();
-    }
-    if (last) break;
-    fold = {kEmpty, 0.f};
+  Ring ring;
+  for (int leaf = w.first_leaf; leaf < w.end_leaf; ++leaf) {
+    const int buffer = ring.buffer();
+    mbarrier_wait(full + ring.stage * 8, ring.stage_phase);
+    mbarrier_wait(read + buffer * 8, ring.buffer_phase() ^ 1);
+    multiply(rows + ring.stage * kStageBytes, scales + ring.stage * kStageBytes, store + buffer * kScoreBytes, rotary, q);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(scored + buffer * 8);
+    ring.advance();
   }
-  if (w.whole_row && (lane & 15) == 0) {
-    const int global_head = group * kBlockHeads + head;
-    const bool live = global_head < p.heads;
-    sm.output_factor[head] = live ? output_factor(p, global_head, fold) : 0.f;
-    if (live && p.lse != nullptr) p.lse[static_cast<int64_t>(w.row) * p.heads + global_head] = lse_of(fold);
-  }
+  if (w.whole_row) math_sync();  // the output factors are there
 }
 
 }  // namespace dsv4::sparse_decode

@@ -141,7 +141,7 @@ __device__ __forceinline__ void store_output(const Params& p, const SharedMemory
 }
 
 template <bool kSplit, bool kRotary>
-__device__ __forceinline__ void run_value_team(const Params& p, SharedMemoryPlan& sm, const Work& w, int group, int tile, int item_slot) {
+__device__ __forceinline__ void run_value_team(const Params& p, SharedMemoryPlan& sm, const Work& w, int group, int tile) {
   const int lane = threadIdx.x & 31;
   const Stage& stage0 = sm.stages[0];
   const uint32_t rows = shared_address(&stage0.rows[lane & 15][tile * kTileDim + (lane >> 4) * 16]);
@@ -186,12 +186,12 @@ __device__ __forceinline__ void run_value_team(const Params& p, SharedMemoryPlan
       ring.advance();
     }
     const bool last = leaf == w.end_leaf;
-    if (w.whole_row && w.units == 1) break;
+    if (w.whole_row && (kSplit || w.units == 1)) break;
     if (!w.whole_row) {
-      store_vectors(partial_of(p, item_slot, w.unit_before(leaf)), tile, kRotary, acc);
+      store_vectors(partial_of(p, item_slot(), w.unit_before(leaf)), tile, kRotary, acc);
     } else if constexpr (!kSplit) {
-      float* partial = partial_of(p, item_slot, 0);
-      math_sync();  // the factors of the unit are there
+      float* partial = partial_of(p, item_slot(), 0);
+      unit_sync();  // the factors of the unit are there
       if (leaf > w.fold_leaves) fold_vectors(partial, sm, tile, kRotary, acc);
       if (!last) store_vectors(partial, tile, kRotary, acc);
     }

@@ -19,7 +19,7 @@ struct Work {
   int main_length, extra_length;
   int main_leaves, fold_leaves, units;
   int first_leaf, end_leaf, per_block, leaves;
-  bool whole_row;  // this block has all of it
+  int whole_row;  // this block has all of it
 
   __device__ __forceinline__ int unit_before(int leaf) const { return (leaf - 1) >> (31 - __clz(fold_leaves)); }
 };
@@ -47,6 +47,7 @@ __device__ __forceinline__ void plan_work(const Params& p, Work& w, int split) {
     w.fold_leaves = w.leaves;
     w.units = w.per_block = 1;
   }
+  asm volatile("" : "+r"(w.whole_row));  // one register, not the two that it came from
 }
 
 // slot of candidate `lane_row` of a leaf, -1 where there is none

@@ -1,0 +1,135 @@
+// The softmax team: weights and their statistics.
+#pragma once
+
+#include "fold.cuh"
+#include "roles.cuh"
+#include "score.cuh"
+#include "work.cuh"
+
+namespace dsv4::sparse_decode {
+
+// A thread has eight candidates of one head, 4 q .. 4 q + 3 and 16 + 4 q .. 16 + 4 q + 3; four lanes a head. Heads two apart are neighbours,
+// which keeps the loads of the swizzled scores free of bank conflicts.
+__device__ __forceinline__ int softmax_head() {
+  const int t = (threadIdx.x - 32 * (kValueWarps + kScoreWarps)) >> 2;
+  return (t & ~3) | (t & 1) << 1 | (t >> 1 & 1);
+}
+
+struct Softmax {
+  float x[8];
+  uint32_t valid;  // a bit for each of x
+  float reference, sum;
+
+  __device__ __forceinline__ void load(const SharedMemoryPlan& sm, int buffer, int stage, int head) {
+    const int q = threadIdx.x & 3;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 part = *reinterpret_cast<const float4*>(&sm.scores[buffer][t][head][(16 * half + 4 * q) ^ ((head & 3) << 3)]);
+        float* to = x + 4 * half;
+        to[0] = t == 0 ? part.x : to[0] + part.x;
+        to[1] = t == 0 ? part.y : to[1] + part.y;
+        to[2] = t == 0 ? part.z : to[2] + part.z;
+        to[3] = t == 0 ? part.w : to[3] + part.w;
+      }
+    const uint32_t mask = *reinterpret_cast<const uint32_t*>(sm.valid[stage]) >> (4 * q);
+    valid = (mask & 0xfu) | (mask >> 12 & 0xf0u);
+  }
+  // x becomes the weights
+  __device__ __forceinline__ void weigh(float logit_scale) {
+    float steps = 0.f;  // rounded to integers, as bits that order like them; below all of them where masked
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      x[i] *= logit_scale;
+      steps = fmaxf(steps, valid >> i & 1 ? fmaf(x[i], 1.f / kReferenceStep, kRounder) : 0.f);
+    }
+    steps = fmaxf(steps, __shfl_xor_sync(0xffffffffu, steps, 1));
+    steps = fmaxf(steps, __shfl_xor_sync(0xffffffffu, steps, 2));
+    reference = (steps - kRounder) * kReferenceStep;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = valid >> i & 1 ? exp2_approx(x[i] - reference) : 0.f;
+  }
+  __device__ __forceinline__ void store(SharedMemoryPlan& sm, int buffer, int head, float2 factor) const {
+    const int q = threadIdx.x & 3;
+    constexpr float up = 1 << kWeightLog2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* from = x + 4 * half;
+      *reinterpret_cast<uint2*>(&sm.weights_f16[buffer][head][32 * half + 8 * q]) =
+          make_uint2(pack_f16x2(from[0] * up, from[1] * up), pack_f16x2(from[2] * up, from[3] * up));
+      *reinterpret_cast<uint2*>(&sm.weights_bf16[buffer][head][32 * half + 8 * q]) =
+          make_uint2(pack_bf16x2(from[0], from[1]), pack_bf16x2(from[2], from[3]));
+    }
+    if (q == 0) sm.factors[buffer][head] = factor;
+  }
+  __device__ __forceinline__ float total() const {
+    float s = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+    s += __shfl_xor_sync(0xffffffffu, s, 1);
+    return s + __shfl_xor_sync(0xffffffffu, s, 2);
+  }
+};
+
+// Folds a finished unit of a long row into the row's statistics, which live in its partial; `fold` becomes the row's so far.
+__device__ __forceinline__ void fold_unit_stats(SharedMemoryPlan& sm, float* partial, int head, bool first, Fold& fold) {
+  float2* stats = stats_of(partial) + head;
+  const float2 old = first ? make_float2(kEmpty, 0.f) : __ldcg(stats);
+  const float2 factor = fold_factors(old.x, fold.reference);
+  fold = {fmaxf(old.x, fold.reference), fmaf(fold.sum, factor.y, old.y * factor.x)};
+  __syncwarp();
+  if ((threadIdx.x & 3) == 0) {
+    __stcg(stats, make_float2(fold.reference, fold.sum));
+    sm.unit_factors[head] = factor;
+  }
+  __syncwarp();
+}
+
+template <bool kSplit>
+__device__ __forceinline__ void run_softmax_team(const Params& p, SharedMemoryPlan& sm, const Work& w, int group) {
+  const int lane = threadIdx.x & 31, head = softmax_head();
+  query_sync();
+  const float logit_scale = p.scale_log2 * __int_as_float((127 - query_exponent(sm, head)) << 23);
+  const uint32_t scored = shared_address(&sm.scored[0]), read = shared_address(&sm.read[0]);
+  const uint32_t weighed = shared_address(&sm.weighed[0]), folded = shared_address(&sm.folded[0]);
+  Fold fold = {kEmpty, 0.f};
+  Ring ring;
+  int leaf = w.first_leaf;
+  for (;;) {
+    for (const int end = min(leaf + w.fold_leaves, w.end_leaf); leaf < end; ++leaf) {
+      const int buffer = ring.buffer();
+      Softmax softmax;
+      mbarrier_wait(scored + buffer * 8, ring.buffer_phase());
+      softmax.load(sm, buffer, ring.stage, head);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(read + buffer * 8);
+      softmax.weigh(logit_scale);
+      const float2 factor = fold_factors(fold.reference, softmax.reference);
+      mbarrier_wait(folded + buffer * 8, ring.buffer_phase() ^ 1);
+      softmax.store(sm, buffer, head, factor);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(weighed + buffer * 8);
+      fold = {fmaxf(fold.reference, softmax.reference), fmaf(softmax.total(), factor.y, fold.sum * factor.x)};
+      ring.advance();
+    }
+    const bool last = leaf == w.end_leaf;
+    if (w.whole_row && (kSplit || w.units == 1)) break;
+    if (!w.whole_row) {
+      if ((lane & 3) == 0) __stcg(stats_of(partial_of(p, item_slot(), w.unit_before(leaf))) + head, make_float2(fold.reference, fold.sum));
+    } else if constexpr (!kSplit) {
+      fold_unit_stats(sm, partial_of(p, item_slot(), 0), head, leaf <= w.fold_leaves, fold);
+      unit_sync();
+    }
+    if (last) break;
+    fold = {kEmpty, 0.f};
+  }
+  if (!w.whole_row) return;
+  if ((lane & 3) == 0) {
+    const int global_head = group * kBlockHeads + head;
+    const bool live = global_head < p.heads;
+    sm.output_factor[head] = live ? output_factor(p, global_head, fold) : 0.f;
+    if (live && p.lse != nullptr) p.lse[static_cast<int64_t>(w.row) * p.heads + global_head] = lse_of(fold);
+  }
+  math_sync();  // the output factors are there
+}
+
+}  // namespace dsv4::sparse_decode
