@@ -1,0 +1,113 @@
+"""The layout: one name per operator in every layer, nothing in a layer that is no operator, sizes one can read."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.selftest import CHECKS_OF
+from deepseek_v4_sm120.sglang_patches import TABLE
+
+REPO = Path(__file__).resolve().parent.parent
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+
+LAYERS = (
+    "csrc/{op}/launch.cu",
+    "csrc/{op}/{op}.h",
+    "deepseek_v4_sm120/sglang_adapters/{op}.py",
+    "deepseek_v4_sm120/ops/{op}.py",
+    "deepseek_v4_sm120/reference/{op}.py",
+    "tests/adapters/test_{op}.py",
+    "tests/ops/test_{op}_gpu.py",
+    "tests/ops/test_{op}_reference.py",
+    "bench/{op}.py",
+)
+# files of an operator's layer that belong to none
+SHARED = {
+    "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
+    "deepseek_v4_sm120/sglang_adapters": {"platform_seams"},
+    "bench": {"common", "kernel_report"},
+}
+# names that say nothing of a file's contents
+VAGUE = {"utils", "util", "helpers", "misc", "tools", "lib"}
+
+
+@functools.cache
+def files(*patterns: str) -> tuple[Path, ...]:
+    """The repository's own files that match, never none."""
+    folders = ("bench", "csrc", "deepseek_v4_sm120", "tests")
+    found = [path for folder in folders for pattern in patterns for path in (REPO / folder).rglob(pattern)]
+    assert found, f"{patterns} match nothing under {folders}"
+    return tuple(sorted(path for path in found if "__pycache__" not in path.parts))
+
+
+def test_there_are_operators():
+    assert OPS and len(set(OPS)) == len(OPS)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_layer_has_the_operator(op, layer):
+    assert (REPO / layer.format(op=op)).is_file()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_operator_is_public_patched_and_self_tested(op):
+    assert op in {patch.name for patch in TABLE.patches}
+    assert op in CHECKS_OF
+    for layer in ("ops", "reference"):
+        tree = ast.parse((REPO / "deepseek_v4_sm120" / layer / f"{op}.py").read_text())
+        assert op in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, layer
+
+
+@pytest.mark.parametrize(
+    "folder", ["deepseek_v4_sm120/ops", "deepseek_v4_sm120/reference", "deepseek_v4_sm120/sglang_adapters", "bench"]
+)
+def test_a_layer_holds_operators_only(folder):
+    """A module is an operator's, or starts with its name (sparse_decode_inputs), or is shared and said to be."""
+    stems = {path.stem for path in (REPO / folder).glob("*.py")} - {"__init__"}
+    assert stems >= set(OPS)
+    strangers = {stem for stem in stems if not any(stem == op or stem.startswith(f"{op}_") for op in OPS)}
+    assert strangers == SHARED.get(folder, set())
+
+
+def test_files_are_short_and_say_what_they_hold():
+    sources = files("*.py", "*.cu", "*.cuh", "*.h", "*.cpp")
+    lengths = {str(path.relative_to(REPO)): len(path.read_text().splitlines()) for path in sources}
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+    assert {name for name in lengths if Path(name).stem in VAGUE} == set()
+
+
+def test_functions_are_short():
+    functions = {
+        f"{path.relative_to(REPO)}:{node.name}": node.end_lineno - node.lineno + 1
+        for path in files("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert len(functions) > len(files("*.py"))
+    assert {name: length for name, length in functions.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+def test_kernels_know_nothing_of_torch():
+    includes = [
+        (path.name, line)
+        for path in files("*.cu", "*.cuh", "*.h", "*.cpp")
+        for line in re.findall(r"^\s*#\s*include\s*[<\"](.+?)[>\"]", path.read_text(), re.MULTILINE)
+    ]
+    assert includes
+    assert [found for found in includes if re.match(r"torch|ATen|c10", found[1])] == []
+
+
+def test_readme_names_every_operator_and_every_setting():
+    readme = (REPO / "README.md").read_text()
+    documented = set(re.findall(r"\bDSV4_SM120[A-Z_]*", readme))
+    read = set(re.findall(r"\bDSV4_SM120[A-Z_]*", (REPO / "deepseek_v4_sm120/settings.py").read_text()))
+    assert read and documented == read
+    assert [op for op in OPS if f"`{op}`" not in readme] == []
