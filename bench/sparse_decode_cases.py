@@ -20,7 +20,6 @@ class Kind:
 
 WINDOW = Kind()
 C4 = Kind(page_size=64, length=512, width=512)
-C4_PRO = Kind(page_size=64, length=1024, width=1024)
 C128_512K = Kind(page_size=2, length=4096, width=4096)
 C128_1K = Kind(page_size=2, length=8, width=64)
 C128_1K_OF_1M = Kind(page_size=2, length=8, width=8192)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from deepseek_v4_sm120 import OPS, __version__, extension
+from deepseek_v4_sm120.patching import report
 
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 ON_GPU = ("torch", "module", "GPU")
@@ -288,14 +289,10 @@ def _run(check: Check, missing: dict[str, tuple[str, str]]) -> Outcome:
 
 
 def _table(outcomes: list[Outcome]) -> str:
-    widths = [max(len(getattr(outcome, column)) for outcome in outcomes) for column in ("operator", "check", "result")]
-    lines = [f"deepseek_v4_sm120 {__version__} self-test"]
-    for outcome in outcomes:
-        cells = zip((outcome.operator, outcome.check, outcome.result), widths, strict=True)
-        lines.append("  ".join(cell.ljust(width) for cell, width in cells) + f"  {outcome.detail}")
+    rows = report.table([(o.operator, o.check, o.result, o.detail) for o in outcomes])
     counts = {result: sum(outcome.result == result for outcome in outcomes) for result in (PASS, FAIL, NOT_RUN)}
-    lines.append(", ".join(f"{count} {result}" for result, count in counts.items()))
-    return "\n".join(lines)
+    total = ", ".join(f"{count} {result}" for result, count in counts.items())
+    return f"deepseek_v4_sm120 {__version__} self-test\n{rows}\n{total}"
 
 
 def main(argv: list[str] | None = None) -> int:
