@@ -8,6 +8,7 @@ is reported and nothing is demanded of it.
 """
 
 import argparse
+import collections
 import json
 import re
 import subprocess
@@ -25,11 +26,18 @@ IMPLEMENTATIONS = {
     "ops_paged": "ours, DSV4_SM120_FORCE=ops, paged extend",
     "ops43": "ours, DSV4_SM120_FORCE=ops",
     "ops_shadow": "ours beside FlashMLA's Hopper kernel",
+    "stock43_launches": "SGLang stock (FlashMLA, Hopper)",
+    "ops43_launches": "ours, DSV4_SM120_FORCE=ops",
+    "seams43_launches": "ours, DSV4_SM120_FORCE=seams",
     "ops43_shadow": "ours beside FlashMLA's Hopper kernel",
     "seams": "ours, DSV4_SM120_FORCE=seams",
     "seams43": "ours, DSV4_SM120_FORCE=seams",
     "seams_shadow": "ours beside SGLang's Triton kernel",
     "seams43_shadow": "ours beside SGLang's Triton kernel",
+}
+KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answer as stock does
+    "ops_shadow": "SGLang stock (FlashMLA, paged extend)",
+    "seams_shadow": "SGLang stock (Triton, SM120 branches)",
 }
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
 
@@ -81,13 +89,16 @@ def timing_rows(name, batches):
         case = f"flash43e64, batch {batch}, 1K context"
         for metric, key in (
             ("decode step, ms, best", "step_ms_best"),
-            ("decode step, ms, median", "step_ms_median"),
+            ("decode step, ms, worst", "step_ms_worst"),
+            ("decode step, ms, worst", "step_ms_median"),  # older files' name for the slower of two
             ("prefill, ms, best", "prefill_ms"),
             ("launches per step", "launches_per_step"),
             ("kernel time per step, us", "busy_us_per_step"),
         ):
-            if key in timed:
+            if timed.get(key):  # 0: not measured
                 rows.append(row(case, impl, metric, timed[key]))
+        if timed.get("launches_per_step") and "uneven_launches" in timed:
+            rows.append(row(case, impl, "launches that are not a whole number per step", timed["uneven_launches"]))
         attention = [k for k in timed.get("kernels", []) if ATTENTION_KERNELS.search(k[0])]
         if attention:
             rows.append(row(case, impl, "sparse attention launches per step", sum(k[1] for k in attention)))
@@ -99,7 +110,7 @@ def case_rows(name, case):
     impl = IMPLEMENTATIONS[name]
     rows = [row(name, impl, "exit code of the engine run", case["exit"] if case["exit"] in (0, None) else 1, 0)]
     if case["patched"]:
-        rows.append(row(name, impl, "processes that applied the patch", len(case["reports"])))
+        rows.append(row(name, impl, "processes that applied a patch", len(case["reports"])))
     if "bad_logprobs" in case:
         rows.append(row(name, impl, "log-probabilities", case["logprobs"]))
         rows.append(row(name, impl, "log-probabilities that are not finite", case["bad_logprobs"], FINITE_BAR))
@@ -108,17 +119,39 @@ def case_rows(name, case):
     return rows + timing_rows(name, case.get("rows", {}))
 
 
+def merged(found):
+    """One entry for the prompts of a batch: mean of their means, greatest of all, share of all positions."""
+    positions = sum(f["positions"] for f in found)
+    return {
+        "mean": sum(f["mean"] for f in found) / len(found),
+        "greatest": max(f["greatest"] for f in found),
+        "same_greatest": sum(f["same_greatest"] * f["positions"] for f in found) / positions,
+        "repeated": [],
+    }
+
+
 def difference_rows(difference):
-    rows = []
+    """Rows of every single prompt, and of every batch as one."""
+    by_case = collections.defaultdict(list)
     for found in difference["rows"]:
-        case = f"flash6h, {found['prompt']} tokens: {difference['what']}"
-        impl = IMPLEMENTATIONS[difference["run"]]
+        size, length = found["prompt"].split("x")
+        by_case[f"prompt of {length} tokens" if size == "1" else f"batch of {size} prompts"].append(found)
+    answered, rows = IMPLEMENTATIONS | KEPT_ANSWERS, []
+    for name, chosen in by_case.items():
+        found = chosen[0] if len(chosen) == 1 else merged(chosen)
+        case = f"flash6h, {name}: {difference['what']}"
+        impl = answered[difference["run"]]
         rows.append(row(case, impl, "log-probability difference, mean", found["mean"]))
         rows.append(row(case, impl, "log-probability difference, greatest", found["greatest"]))
         rows.append(row(case, impl, "share of positions with the same greatest token", found["same_greatest"]))
-        for name, own in zip((difference["run"], difference["against"]), found["repeated"], strict=False):
-            rows.append(row(case, IMPLEMENTATIONS[name], "the run against its own repetition", own["greatest"]))
+        for run, own in zip((difference["run"], difference["against"]), found["repeated"], strict=False):
+            rows.append(row(case, answered[run], "the run against its own repetition", own["greatest"]))
     return rows
+
+
+def commit_of(stage, commit):
+    """A copy without history says none, or the bare word that git prints there."""
+    return commit if stage["commit"] in (None, "HEAD") else stage["commit"]
 
 
 def collect(stages, commit):
@@ -133,11 +166,15 @@ def collect(stages, commit):
     return {
         "device": stages[0]["device"],
         "date": stages[0]["date"],
-        "commit": stages[0]["commit"] or commit,
-        "command": [stage["command"] for stage in stages],
+        "commit": ", ".join(dict.fromkeys(commit_of(stage, commit) for stage in stages)),
+        "command": list(dict.fromkeys(stage["command"] for stage in stages)),
         "sglang": sorted({c["sglang"] for stage in stages for c in stage["cases"].values() if "sglang" in c}),
         "ceilings": {"relative_l2_of_a_call": SHADOW_BAR},
-        "runs": {name: case["command"] for stage in stages for name, case in stage["cases"].items()},
+        "runs": {
+            name: {"command": case["command"], "commit": commit_of(stage, commit)}
+            for stage in stages
+            for name, case in stage["cases"].items()
+        },
         "rows": rows,
     }
 
@@ -163,7 +200,7 @@ def main():
     parser.add_argument("--commit", help="of the measured tree, where the stage files do not say (default: HEAD here)")
     arguments = parser.parse_args()
     stages = [json.loads(path.read_text()) for path in arguments.stages]
-    table = collect(stages, arguments.commit or head_commit())
+    table = collect(stages, arguments.commit or head_commit() or "unknown")
     show(table)
     if arguments.write:
         arguments.write.parent.mkdir(parents=True, exist_ok=True)

@@ -15,10 +15,11 @@ import gzip
 import json
 import math
 import os
+import shutil
 import sys
 import time
 
-PROFILED_STEPS = 23
+PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
 SETTLE_S = 3.0  # shadow mode's writer runs twice a second, and shutting the engine down kills its processes
 PARTS = ("single", "batch")
 
@@ -38,6 +39,36 @@ def batch_lengths(size):
 
 def is_bad(logprob):
     return logprob is None or not math.isfinite(logprob)
+
+
+def by_kernel(events):
+    """{kernel: (launches, us)} of a profiler trace."""
+    found = collections.defaultdict(lambda: (0, 0.0))
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event:
+            launches, us = found[event["name"][:120]]
+            found[event["name"][:120]] = launches + 1, us + event["dur"]
+    return dict(found)
+
+
+def per_step(short, long, steps):
+    """What each of `steps` more decode steps adds; prefill, which both runs have, cancels.
+
+    Launches that no whole number a step explains are `uneven`: few of them, or the two prefills were not alike.
+    """
+    added = {}
+    for name in short.keys() | long.keys():
+        (n0, us0), (n1, us1) = short.get(name, (0, 0.0)), long.get(name, (0, 0.0))
+        if n1 != n0:  # a kernel of prefill alone adds only the noise of its time
+            added[name] = n1 - n0, us1 - us0
+    table = [[name, n / steps, us / steps] for name, (n, us) in added.items()]
+    return {
+        "launches_per_step": sum(t[1] for t in table),
+        "busy_us_per_step": sum(t[2] for t in table),
+        "uneven_launches": sum(abs(n - steps * round(n / steps)) for n, _ in added.values()),
+        "profiled_steps": steps,
+        "kernels": sorted(table, key=lambda t: -t[2]),
+    }
 
 
 class Case:
@@ -115,40 +146,37 @@ class Case:
             "out_len": new,
             "prefill_ms": 1e3 * min(short for short, _ in pairs),
             "step_ms_best": steps_ms[0],
-            "step_ms_median": steps_ms[len(steps_ms) // 2],
+            "step_ms_worst": steps_ms[-1],
         }
         print(f"[{self.options.name}] batch {batch}: step {row['step_ms_best']:.3f} ms best", flush=True)
         return row
 
+    def trace(self, batch, new):
+        """{kernel: (launches, us)} of one run of `new` decode steps, its prefill included."""
+        folder = os.path.join(self.options.out, f"{self.options.name}_trace_{batch}_{new}")
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier run's trace must not be taken for this one's
+        self.engine.start_profile(output_dir=folder, activities=["GPU"], profile_id=f"bs{batch}_{new}")
+        self.generate(batch, self.options.in_len[0], 1 + new, 5)
+        self.engine.stop_profile()  # returns when the trace is written
+        traces = glob.glob(folder + "/**/*.json.gz", recursive=True)
+        if len(traces) != 1:
+            raise RuntimeError(f"profile: expected one trace in {folder}, got {len(traces)}")
+        with gzip.open(traces[0], "rt") as f:
+            return by_kernel(json.load(f)["traceEvents"])
+
     def profile(self, batch):
-        """Launches and busy time of a decode step, from the graph's own events in the engine's profiler."""
-        folder = os.path.join(self.options.out, f"{self.options.name}_trace_{batch}")
-        length = self.options.in_len[0]
-        self.generate(batch, length, 8, 5)
-        self.engine.start_profile(output_dir=folder, activities=["GPU"], profile_id=f"bs{batch}")
-        self.generate(batch, length, PROFILED_STEPS + 1, 5)
-        self.engine.stop_profile()
-        time.sleep(SETTLE_S)
-        traces = sorted(glob.glob(folder + "/**/*.json.gz", recursive=True), key=os.path.getmtime)
-        if not traces:
-            raise RuntimeError(f"the profiler left no trace in {folder}")
-        with gzip.open(traces[-1], "rt") as f:
-            events = json.load(f)["traceEvents"]
-        kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
-        in_graph = [e for e in kernels if e.get("args", {}).get("graph node id") or e.get("args", {}).get("graph id")]
-        by_name = collections.defaultdict(lambda: [0, 0.0])
-        for event in in_graph:
-            entry = by_name[event["name"][:120]]
-            entry[0] += 1
-            entry[1] += event["dur"]
-        table = [[name, n / PROFILED_STEPS, us / PROFILED_STEPS] for name, (n, us) in by_name.items()]
-        row = {
-            "launches_per_step": len(in_graph) / PROFILED_STEPS,
-            "busy_us_per_step": sum(t[2] for t in table),
-            "launches_outside_graphs": len(kernels) - len(in_graph),
-            "kernels": sorted(table, key=lambda t: -t[2]),
-        }
-        print(f"[{self.options.name}] batch {batch}: {row['launches_per_step']:.0f} launches a step", flush=True)
+        """Launches and busy time of a decode step: a longer run less a shorter one of the same prompts."""
+        self.generate(batch, self.options.in_len[0], 1 + PROFILED_STEPS[0], 5)
+        repeats = 1 if batch == 1 else 2  # several prompts may enter prefill together or one after the other
+        short, long = ([self.trace(batch, new) for _ in range(repeats)] for new in PROFILED_STEPS)
+        steps = PROFILED_STEPS[1] - PROFILED_STEPS[0]
+        row = min((per_step(a, b, steps) for a in short for b in long), key=lambda r: r["uneven_launches"])
+        if row["launches_per_step"] <= 0 or row["busy_us_per_step"] <= 0:
+            raise RuntimeError(
+                f"profile: {steps} more decode steps must add launches and time, got {row['launches_per_step']:.1f} "
+                f"launches and {row['busy_us_per_step']:.1f} us a step"
+            )
+        print(f"[{self.options.name}] batch {batch}: {row['launches_per_step']:.1f} launches a step", flush=True)
         return row
 
 

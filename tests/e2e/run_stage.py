@@ -38,8 +38,9 @@ ANSWER = ["--phases", "answer", "--batches", "8", "32", "--graph-bs", "1", "8", 
 SIX_LAYERS = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--repeat", "2", "--new", "48"]
 ALL_LAYERS = ["--variant", "flash43e64"]
 ALL_LAYERS_ANSWER = [*ALL_LAYERS, "--prompts", "5,700,8200", "--repeat", "1", "--new", "32"]
-TIMED = [*ALL_LAYERS, "--phases", "bench", "profile", "--bs", "1", "8", "32", "--in-len", "1024", "--out-len", "64"]
-TIMED += ["--reps", "2", "--max-total-tokens", "2000000"]
+AT_1K = [*ALL_LAYERS, "--in-len", "1024", "--max-total-tokens", "2000000"]
+TIMED = [*AT_1K, "--phases", "bench", "--bs", "1", "8", "32", "--out-len", "64", "--reps", "2"]
+PROFILED = [*AT_1K, "--phases", "profile", "--bs", "1", "8"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Case:
 
     @property
     def is_timed(self) -> bool:
-        return "bench" in self.options
+        return "bench" in self.options or "profile" in self.options
 
 
 STAGES = {
@@ -73,6 +74,11 @@ STAGES = {
     ],
     "ops43": [Case("stock43", TIMED, patched=False), Case("ops43", TIMED, environment=OPS)],
     "seams43": [Case("seams43", TIMED, environment=SEAMS)],
+    "launches43": [
+        Case("stock43_launches", PROFILED, patched=False),
+        Case("ops43_launches", PROFILED, environment=OPS),
+        Case("seams43_launches", PROFILED, environment=SEAMS),
+    ],
 }
 # (what, this run, against that run); the same kernel twice is the yardstick of what rounding does to the answers
 DIFFERENCES = [
@@ -192,10 +198,11 @@ def device():
 
 
 def commit():
-    """None in a copy without history: collect.py then takes the commit of the checkout that it runs in."""
+    """None in a copy without history: collect.py is then told (--commit)."""
     if not (REPO / ".git").exists() or not shutil.which("git"):
         return None
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True).stdout.strip() or None
+    line = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
+    return subprocess.run(line, cwd=REPO, capture_output=True, text=True).stdout.strip() or None
 
 
 def result(cases, outcomes, arguments):
@@ -244,12 +251,13 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = {c.name: pool.submit(run_case, c, arguments, i, deadline) for i, c in enumerate(cases)}
         outcomes = {name: future.result() for name, future in futures.items()}
+    only = f" --only {' '.join(arguments.only)}" if arguments.only else ""
     stage = {
         "stage": arguments.stage,
         "device": device(),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
-        "command": f"python3 tests/e2e/run_stage.py {arguments.stage}",
+        "command": f"python3 tests/e2e/run_stage.py {arguments.stage}{only}",
         "cases": result(cases, outcomes, arguments),
         "differences": differences(arguments),
     }

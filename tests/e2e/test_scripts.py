@@ -50,6 +50,7 @@ RECORD = {"patch": "sparse_decode", "layer": 0, "captured": True, "shape": {"row
           "relative_l2_mean": 0.001, "relative_l2_max": 0.002, "row_relative_l2_max": 0.003, "absolute_error_max": 0.1,
           "nonfinite_ours": 0, "nonfinite_original": 0, "bound": 0.004}
 class Engine:
+    traced, profiles = None, 0
     def __init__(self, name, patch, **more):
         self.name = name
         if name == os.environ.get("FAKE_CRASH"):
@@ -69,15 +70,26 @@ class Engine:
         off = -1.5 if self.name == "ops" else -1.0
         n = sampling_params["max_new_tokens"]
         time.sleep(0.001 * n)
+        if self.traced is not None:
+            self.trace(len(input_ids), n - 1)
         top = [[[off, 1]]] * n
         return [{"logprobs": [off] * n, "top": top, "prompt_top": top, "output_ids": [1] * n} for _ in input_ids]
     def start_profile(self, output_dir, activities, profile_id):
         os.makedirs(output_dir)
-        event = {"cat": "kernel", "name": "dsv4::sparse_decode_split", "dur": 2.0, "args": {"graph node id": 3}}
-        with gzip.open(output_dir + "/t.json.gz", "wt") as f:
-            json.dump({"traceEvents": [event] * 46}, f)
+        self.folder, self.traced, self.profiles = output_dir, [], self.profiles + 1
+    def trace(self, prompts, steps):
+        def add(name, n, us):
+            self.traced += [{"cat": "kernel", "name": name, "dur": us, "args": {}}] * n
+        prefills = 2 if prompts > 1 and self.profiles % 2 else 1  # several prompts that enter one after the other
+        add("prefill_gemm", 5 * prefills, 100.0)
+        add("both_gemm", 3 * prefills, 4.0)
+        if os.environ.get("FAKE_NO_STEPS") != self.name:
+            add("both_gemm", steps, 4.0)
+            add("dsv4::sparse_decode_split", 2 * steps, 2.0)
     def stop_profile(self):
-        pass
+        with gzip.open(self.folder + "/t.json.gz", "wt") as f:
+            json.dump({"traceEvents": self.traced}, f)
+        self.traced = None
     def shutdown(self):
         pass
 '''
@@ -107,15 +119,15 @@ def machine(tmp_path):
     return run
 
 
-def collect():
-    spec = importlib.util.spec_from_file_location("e2e_collect", HERE / "collect.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"e2e_{name}", HERE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def rows_of(*paths):
-    table = collect().collect([json.loads(p.read_text()) for p in paths], "c0ffee")
+    table = script("collect").collect([json.loads(p.read_text()) for p in paths], "c0ffee")
     assert {"device", "date", "commit", "command", "ceilings", "rows"} <= table.keys()
     assert all(r.keys() == {"issue", "case", "impl", "metric", "value", "bar", "met"} for r in table["rows"])
     return table["rows"]
@@ -144,9 +156,53 @@ def test_timed_stage(machine):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = rows_of(machine.out / "stage_ops43.json")
     found = {(r["case"], r["metric"], r["impl"][:4]): r["value"] for r in rows}
-    case = "flash43e64, batch 8, 1K context"
-    assert found[case, "launches per step", "ours"] == found[case, "sparse attention launches per step", "ours"] == 2
-    assert 0.5 < found[case, "decode step, ms, best", "SGLa"] < 50
+    assert 0.5 < found["flash43e64, batch 8, 1K context", "decode step, ms, best", "SGLa"] < 50
+    assert not any("launches" in metric for _, metric, _ in found)
+
+
+def test_launches_of_a_step_without_its_prefill(machine):
+    ended = machine("launches43")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = rows_of(machine.out / "stage_launches43.json")
+    for batch in (1, 8):
+        for impl in ("SGLang stock", "FORCE=ops", "FORCE=seams"):
+            mine = [r for r in rows if r["case"] == f"flash43e64, batch {batch}, 1K context" and impl in r["impl"]]
+            assert {r["metric"]: r["value"] for r in mine} == {
+                "launches per step": 3,
+                "kernel time per step, us": 8,
+                "launches that are not a whole number per step": 0,
+                "sparse attention launches per step": 2,
+                "sparse attention per step, us": 4,
+            }
+
+
+def test_a_profile_without_decode_kernels_fails(machine):
+    ended = machine("launches43", FAKE_NO_STEPS="ops43_launches")
+    assert ended.returncode == 1 and "more decode steps must add launches and time, got 0.0" in ended.stdout
+    unmet = [r["case"] for r in rows_of(machine.out / "stage_launches43.json") if r["met"] is False]
+    assert unmet == ["ops43_launches"]
+
+
+def test_unlike_prefills_show_as_uneven_launches():
+    short, long = {"a": (50, 5.0), "prefill": (9, 9.0)}, {"a": (50 + 64, 69.0), "prefill": (9, 7.0)}
+    found = script("engine_case").per_step(short, long, 32)
+    assert found["kernels"] == [["a", 2.0, 2.0]] and found["uneven_launches"] == 0
+    assert script("engine_case").per_step({"a": (57, 5.0)}, long, 32)["uneven_launches"] == 7 + 9
+
+
+def test_unmeasured_launches_have_no_row_and_batches_one_of_each():
+    table = script("collect")
+    old = {"step_ms_best": 9.0, "launches_per_step": 0.0, "busy_us_per_step": 0, "kernels": []}
+    assert [r["metric"] for r in table.timing_rows("ops43", {"1": old})] == ["decode step, ms, best"]
+
+    def found(prompt, positions, same, mean, greatest):
+        keys = ("prompt", "positions", "same_greatest", "mean", "greatest", "repeated")
+        return dict(zip(keys, (prompt, positions, same, mean, greatest, []), strict=True))
+
+    answers = [found("1x5", 4, 1.0, 0.5, 2.0), found("8x5", 10, 1.0, 0.1, 0.9), found("8x128", 30, 0.5, 0.3, 0.4)]
+    rows = table.difference_rows({"what": "x", "run": "ops", "against": "stock", "rows": answers})
+    assert [r["case"] for r in rows] == ["flash6h, prompt of 5 tokens: x"] * 3 + ["flash6h, batch of 8 prompts: x"] * 3
+    assert [r["value"] for r in rows] == pytest.approx([0.5, 2.0, 1.0, 0.2, 0.9, 0.625])
 
 
 def test_a_crash_is_a_failed_bar(machine):
