@@ -27,7 +27,12 @@ constexpr int kThreads = kMathThreads + 32 * kGatherWarps;
 constexpr int kGatherRows = 32 / kGatherWarps;        // candidates of a leaf for each gathering warp
 constexpr int kLeaf = 32;                             // candidates of a leaf
 constexpr int kStages = 3;                            // of gathered rows
+constexpr int kMasks = 8;                             // of gathered rows: more than gathering may be ahead of the softmax
 constexpr int kBuffers = 2;                           // of scores and of weights, between the teams
+
+constexpr int kRegisters = 96;                        // a thread: 65536 / kThreads
+constexpr int kScoreRegisters = 88;                   // a thread of the score team leaves some
+constexpr int kValueRegisters = 104;                  // to one of the value team, which holds a leaf's values besides the accumulator
 
 constexpr int kShortLeaves = 40;                      // leaves up to which a unit is one leaf
 constexpr int kMaxUnitsLong = 20;
@@ -48,6 +53,10 @@ constexpr int kPartialFloats = 4 * kPartialVectors + 2 * kBlockHeads;  // then (
 static_assert(kRowPitch >= kDataBytes && kRowPitch % 16 == 0 && kRowPitch / 16 % 2 == 1, "pitch");
 static_assert(kWeightPitch / 16 % 2 == 1, "pitch");
 static_assert(kBlockHeads == 8 * kSoftmaxWarps && kLeaf == 32, "four softmax lanes a head, eight candidates a lane");
+static_assert(kValueWarps % 4 == 0 && kScoreWarps % 4 == 0, "registers are set for four warps at a time");
+static_assert(kValueWarps * (kValueRegisters - kRegisters) == kScoreWarps * (kRegisters - kScoreRegisters), "as many taken as left");
+static_assert(kThreads * kRegisters <= 65536, "registers");
+static_assert(kMasks > kStages + kBuffers, "the mask outlives the stage");
 
 struct Stage {
   alignas(128) uint8_t rows[kLeaf][kRowPitch];  // 18,944
@@ -62,6 +71,32 @@ struct Fold {
   float sum;        // of 2^(x - reference)
 };
 
+// The split of a row into leaves and units, and this block's range of it.
+struct Work {
+  int row;
+  int main_length, extra_length;
+  int main_leaves, units;
+  int fold_leaves;  // of a unit; 0: the leaves are folded straight into the row
+  int first_leaf, end_leaf, per_block, leaves;
+
+  // whether this block has all of the row
+  template <bool kSplit>
+  __device__ __forceinline__ bool whole_row() const {
+    return !kSplit || fold_leaves == 0;
+  }
+  __device__ __forceinline__ int unit_end(int leaf) const { return fold_leaves == 0 ? end_leaf : min(leaf + fold_leaves, end_leaf); }
+  __device__ __forceinline__ int unit_before(int leaf) const { return (leaf - 1) >> (31 - __clz(fold_leaves)); }
+};
+
+// mbarriers, as byte offsets into their array
+constexpr uint32_t kFull = 0;                              // [stage] it is filled
+constexpr uint32_t kFree = kFull + 8 * kStages;            // [stage] it may be filled
+constexpr uint32_t kScored = kFree + 8 * kStages;          // [buffer] the scores of a leaf are there
+constexpr uint32_t kScoresRead = kScored + 8 * kBuffers;   // [buffer] they are read
+constexpr uint32_t kWeighed = kScoresRead + 8 * kBuffers;  // [buffer] the weights of a leaf are there
+constexpr uint32_t kFolded = kWeighed + 8 * kBuffers;      // [buffer] they are used
+constexpr int kNumBarriers = 2 * kStages + 4 * kBuffers;
+
 struct SharedMemoryPlan {
   Stage stages[kStages];                                             // 57,600
   alignas(16) float scores[kBuffers][kTiles][kBlockHeads][kLeaf];    // 32,768  columns xor-swizzled by head
@@ -71,11 +106,9 @@ struct SharedMemoryPlan {
   alignas(16) float2 unit_factors[kBlockHeads];                      //    128  of a unit of a long row
   alignas(16) float q_amax[kTiles][kBlockHeads];                     //    512
   float output_factor[kBlockHeads];                                  //     64
-  alignas(8) uint64_t full[kStages], empty[kStages];                 //     48  a stage is filled, may be filled
-  alignas(8) uint64_t scored[kBuffers], read[kBuffers];              //     32  the scores of a leaf are there, are read
-  alignas(8) uint64_t weighed[kBuffers], folded[kBuffers];           //     32  the weights of a leaf are there, are used
-  alignas(4) uint16_t valid[kStages][kGatherWarps];                  //     12  a bit a candidate
-  int units, per_block;                                              //      8
+  alignas(8) uint64_t barriers[kNumBarriers];                        //    112  mbarriers, by the offsets above
+  alignas(4) uint16_t valid[kMasks][kGatherWarps];                   //     32  a bit a candidate
+  Work work;                                                         //     40
   uint32_t outcome, abandoned;                                       //      8
 };
 static_assert(sizeof(SharedMemoryPlan) <= 101376, "shared memory of an SM120 block");

@@ -36,12 +36,23 @@ __device__ __forceinline__ float4 in_dimension_order(const float (&v)[4], bool r
   return rotary ? make_float4(v[0], v[1], v[2], v[3]) : make_float4(v[0], v[2], v[1], v[3]);
 }
 
-// This block's (row, head group), as an index. Read anew at every use: it is not worth a register in the loops.
-__device__ __forceinline__ int item_slot() {
-  int group, row, groups;
-  asm volatile("mov.u32 %0, %ctaid.x; mov.u32 %1, %ctaid.z; mov.u32 %2, %nctaid.x;" : "=r"(group), "=r"(row), "=r"(groups));
-  return row * groups + group;
+// This block's head group, split and row. Read anew at every use: they are not worth registers in the loops.
+__device__ __forceinline__ int block_group() {
+  int v;
+  asm volatile("mov.u32 %0, %ctaid.x;" : "=r"(v));
+  return v;
 }
+__device__ __forceinline__ int block_split() {
+  int v;
+  asm volatile("mov.u32 %0, %ctaid.y;" : "=r"(v));
+  return v;
+}
+__device__ __forceinline__ int block_row() {
+  int v;
+  asm volatile("mov.u32 %0, %ctaid.z;" : "=r"(v));
+  return v;
+}
+__device__ __forceinline__ int item_slot() { return block_row() * gridDim.x + block_group(); }
 
 // Partials: [slot][unit][float4 of (warp, segment, head half, lane) in dimension order, then (reference, sum) per head].
 __device__ __forceinline__ float* partial_of(const Params& p, int slot, int unit) {

@@ -13,7 +13,7 @@ struct Gatherer {
   SharedMemoryPlan& sm;
   const int first_row;
 
-  __device__ __forceinline__ void fill(bool in_main, int slot, int stage) const {
+  __device__ __forceinline__ void fill(bool in_main, int slot, int stage, int i) const {
     const int lane = threadIdx.x & 31, piece = lane & 7;
     const Cache& main = p.main;
     const Cache& extra = p.extra;
@@ -25,10 +25,10 @@ struct Gatherer {
     const uint64_t start = reinterpret_cast<uint64_t>(in_main ? main.pages : extra.pages) +
                            static_cast<uint64_t>(page) * (in_main ? main.page_bytes : extra.page_bytes);
     const uint64_t row = start + static_cast<uint64_t>(entry) * kDataBytes + (valid ? 0 : 1);  // bit 0: masked
-    const uint32_t mask = __ballot_sync(0xffffffffu, valid), full = shared_address(&sm.full[stage]);
-    if (lane == 0) sm.valid[stage][first_row / kGatherRows] = static_cast<uint16_t>(mask);
-    cp_async_8_if(lane < kGatherRows, shared_address(&sm.stages[stage].scales[first_row + lane % kGatherRows][0]), start + static_cast<uint64_t>(page_size) * kDataBytes + entry * kScaleBytes,
-               valid);
+    const uint32_t mask = __ballot_sync(0xffffffffu, valid), full = shared_address(sm.barriers) + kFull + 8 * stage;
+    if (lane == 0) sm.valid[i % kMasks][first_row / kGatherRows] = static_cast<uint16_t>(mask);
+    cp_async_8_if(lane < kGatherRows, shared_address(&sm.stages[stage].scales[first_row + lane % kGatherRows][0]),
+                  start + static_cast<uint64_t>(page_size) * kDataBytes + entry * kScaleBytes, valid);
     const uint32_t dst = shared_address(&sm.stages[stage].rows[first_row + (lane >> 3)][piece * 16]);
 #pragma unroll
     for (int k = 0; k < kGatherRows / 4; ++k) {  // rows 4k .. 4k + 3
@@ -51,8 +51,8 @@ struct Gatherer {
     for (int leaf = w.first_leaf; leaf < w.end_leaf; ++leaf) {
       const int current = slot;
       if (leaf + 1 < w.end_leaf) slot = load_slot(p, w, leaf + 1, lane_row);
-      mbarrier_wait(shared_address(&sm.empty[stage]), phase);
-      fill(leaf < w.main_leaves, current, stage);
+      mbarrier_wait(shared_address(sm.barriers) + kFree + 8 * stage, phase);
+      fill(leaf < w.main_leaves, current, stage, leaf - w.first_leaf);
       phase ^= stage == kStages - 1;
       stage = stage == kStages - 1 ? 0 : stage + 1;
     }

@@ -24,7 +24,8 @@
 namespace dsv4::sparse_decode {
 
 template <bool kSplit>
-__device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm, int row, int group, int split) {
+__device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
+  const int row = block_row(), split = block_split();
   const int warp = uniform(threadIdx.x >> 5);
   const int main_length = load_length(p.main, row), extra_length = load_length(p.extra, row);
   Work w;
@@ -50,40 +51,44 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm, i
   w.extra_length = uniform(extra_length);
   plan_work<kSplit>(p, w, split);
   if (w.first_leaf >= w.end_leaf) return;
-  if (threadIdx.x == 0) {  // for the merge
-    sm.units = w.units;
-    sm.per_block = w.per_block;
-  }
+  if (threadIdx.x == 0) sm.work = w;  // the teams read it there: their registers are for other things
   if (warp >= kValueWarps + kScoreWarps) {
-    run_softmax_team<kSplit>(p, sm, w, group);
+    run_softmax_team<kSplit>(p, sm);
   } else if (warp >= kValueWarps) {
-    run_score_team(p, sm, w, group, warp - kValueWarps);
-  } else if (warp == kNumNopeTiles) {
-    run_value_team<kSplit, true>(p, sm, w, group, warp);
+    set_registers<kScoreRegisters, false>();
+    run_score_team<kSplit>(p, sm, warp - kValueWarps);
+    set_registers<kRegisters, true>();
   } else {
-    run_value_team<kSplit, false>(p, sm, w, group, warp);
+    set_registers<kValueRegisters, true>();
+    if (warp == kNumNopeTiles) {
+      run_value_team<kSplit, true>(p, sm, kNumNopeTiles);
+    } else {
+      run_value_team<kSplit, false>(p, sm, warp);
+    }
+    set_registers<kRegisters, false>();
   }
-  if (!w.whole_row) merge_row(p, sm, row, group, split);
+  if (!sm.work.template whole_row<kSplit>()) merge_row(p, sm);
 }
 
 template <bool kSplit>
 __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& sm = *reinterpret_cast<SharedMemoryPlan*>(shared);
+  const uint32_t barriers = shared_address(sm.barriers);
   if (threadIdx.x < kStages) {
-    mbarrier_init(shared_address(&sm.full[threadIdx.x]), (32 + 1) * kGatherWarps);  // the copies of each gathering lane, and the mask
-    mbarrier_init(shared_address(&sm.empty[threadIdx.x]), kValueWarps);
+    mbarrier_init(barriers + kFull + 8 * threadIdx.x, (32 + 1) * kGatherWarps);  // the copies of each gathering lane, and the mask
+    mbarrier_init(barriers + kFree + 8 * threadIdx.x, kScoreWarps + kValueWarps);
   } else if (threadIdx.x < kStages + kBuffers) {
     const int buffer = threadIdx.x - kStages;
-    mbarrier_init(shared_address(&sm.scored[buffer]), kScoreWarps);
-    mbarrier_init(shared_address(&sm.read[buffer]), kSoftmaxWarps);
-    mbarrier_init(shared_address(&sm.weighed[buffer]), kSoftmaxWarps);
-    mbarrier_init(shared_address(&sm.folded[buffer]), kValueWarps);
+    mbarrier_init(barriers + kScored + 8 * buffer, kScoreWarps);
+    mbarrier_init(barriers + kScoresRead + 8 * buffer, kSoftmaxWarps);
+    mbarrier_init(barriers + kWeighed + 8 * buffer, kSoftmaxWarps);
+    mbarrier_init(barriers + kFolded + 8 * buffer, kValueWarps);
   }
   __syncthreads();
   pdl_wait();
   pdl_trigger();
-  run_row<kSplit>(p, sm, blockIdx.z, blockIdx.x, blockIdx.y);
+  run_row<kSplit>(p, sm);
 }
 
 }  // namespace dsv4::sparse_decode

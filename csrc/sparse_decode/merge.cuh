@@ -104,25 +104,31 @@ __device__ __forceinline__ void merge_share(const Params& p, MergeMemory& mm, in
   }
 }
 
-__device__ __forceinline__ void merge_row(const Params& p, SharedMemoryPlan& sm, int row, int group, int split) {
+__device__ __forceinline__ void merge_row(const Params& p, SharedMemoryPlan& sm) {
   uint32_t* control = p.control + static_cast<int64_t>(item_slot()) * kControlWords;
+  const int row = block_row(), group = block_group(), split = block_split();
   math_sync();  // the partials of this block are written
-  const int units = sm.units, per_block = sm.per_block, participants = (units + per_block - 1) / per_block;
+  const int units = sm.work.units, per_block = sm.work.per_block, participants = (units + per_block - 1) / per_block;
   if (threadIdx.x == 0) sm.outcome = arrive_and_wait(control, min(per_block, units - split * per_block), units, split);
   math_sync();
   const uint32_t outcome = sm.outcome;
   if (outcome == 0) return;
   auto& mm = *reinterpret_cast<MergeMemory*>(sm.stages);
   const float* partials = partial_of(p, item_slot(), 0);
-  merge_share(p, mm, row, group, partials, units, split, participants, true);
-  if (outcome & kWaitLast) {
-    if (threadIdx.x == 0) {
-      __threadfence();
-      sm.abandoned = atomicExch(&control[1], 0);
+  bool prepare = true, last = outcome & kWaitLast;
+  for (uint32_t shares = 1u << split; shares != 0;) {
+    merge_share(p, mm, row, group, partials, units, __ffs(shares) - 1, participants, prepare);
+    prepare = false;
+    shares &= shares - 1;
+    if (shares == 0 && last) {  // and what others left
+      if (threadIdx.x == 0) {
+        __threadfence();
+        sm.abandoned = atomicExch(&control[1], 0);
+      }
+      math_sync();
+      shares = sm.abandoned;
+      last = false;
     }
-    math_sync();
-    for (uint32_t rest = sm.abandoned; rest != 0; rest &= rest - 1)
-      merge_share(p, mm, row, group, partials, units, __ffs(rest) - 1, participants, false);
   }
 }
 

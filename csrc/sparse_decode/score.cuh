@@ -111,31 +111,36 @@ __device__ __forceinline__ void multiply(uint32_t rows, uint32_t scales, uint32_
   }
 }
 
-__device__ __forceinline__ void run_score_team(const Params& p, SharedMemoryPlan& sm, const Work& w, int group, int tile) {
+template <bool kSplit>
+__device__ __forceinline__ void run_score_team(const Params& p, SharedMemoryPlan& sm, int tile) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   const bool rotary = tile == kNumNopeTiles;
   QueryTile q;
-  load_query(p, w.row, group, tile, rotary, q);
+  load_query(p, block_row(), block_group(), tile, rotary, q);
   publish_query_amax(sm, tile, q);
-  query_sync();
+  math_sync();  // the greatest magnitudes of q and the work are there
+  const Work& w = sm.work;
   scale_query(sm, rotary, q);
   const Stage& stage0 = sm.stages[0];
   const uint32_t rows = shared_address(&stage0.rows[lane & 7][tile * kTileDim + (lane >> 3) * 16]);
   const uint32_t scales = shared_address(&stage0.scales[2 * j][tile]);
   const uint32_t store = shared_address(&sm.scores[0][tile][g][(2 * j) ^ ((g & 3) << 3)]);
-  const uint32_t full = shared_address(&sm.full[0]), scored = shared_address(&sm.scored[0]), read = shared_address(&sm.read[0]);
+  const uint32_t barriers = shared_address(sm.barriers);
   constexpr int kStageBytes = sizeof(Stage), kScoreBytes = sizeof(sm.scores[0]);
   Ring ring;
   for (int leaf = w.first_leaf; leaf < w.end_leaf; ++leaf) {
     const int buffer = ring.buffer();
-    mbarrier_wait(full + ring.stage * 8, ring.stage_phase);
-    mbarrier_wait(read + buffer * 8, ring.buffer_phase() ^ 1);
+    mbarrier_wait(barriers + kFull + 8 * ring.stage, ring.stage_phase);
+    mbarrier_wait(barriers + kScoresRead + 8 * buffer, ring.buffer_phase() ^ 1);
     multiply(rows + ring.stage * kStageBytes, scales + ring.stage * kStageBytes, store + buffer * kScoreBytes, rotary, q);
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(scored + buffer * 8);
+    if (lane == 0) {
+      mbarrier_arrive(barriers + kScored + 8 * buffer);
+      mbarrier_arrive(barriers + kFree + 8 * ring.stage);
+    }
     ring.advance();
   }
-  if (w.whole_row) math_sync();  // the output factors are there
+  if (w.whole_row<kSplit>()) math_sync();  // the output factors are there
 }
 
 }  // namespace dsv4::sparse_decode

@@ -20,7 +20,8 @@ struct Softmax {
   uint32_t valid;  // a bit for each of x
   float reference, sum;
 
-  __device__ __forceinline__ void load(const SharedMemoryPlan& sm, int buffer, int stage, int head) {
+  // leaf i of this block
+  __device__ __forceinline__ void load(const SharedMemoryPlan& sm, int buffer, int i, int head) {
     const int q = threadIdx.x & 3;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
@@ -33,7 +34,7 @@ struct Softmax {
         to[2] = t == 0 ? part.z : to[2] + part.z;
         to[3] = t == 0 ? part.w : to[3] + part.w;
       }
-    const uint32_t mask = *reinterpret_cast<const uint32_t*>(sm.valid[stage]) >> (4 * q);
+    const uint32_t mask = *reinterpret_cast<const uint32_t*>(sm.valid[i % kMasks]) >> (4 * q);
     valid = (mask & 0xfu) | (mask >> 12 & 0xf0u);
   }
   // x becomes the weights
@@ -85,35 +86,35 @@ __device__ __forceinline__ void fold_unit_stats(SharedMemoryPlan& sm, float* par
 }
 
 template <bool kSplit>
-__device__ __forceinline__ void run_softmax_team(const Params& p, SharedMemoryPlan& sm, const Work& w, int group) {
+__device__ __forceinline__ void run_softmax_team(const Params& p, SharedMemoryPlan& sm) {
   const int lane = threadIdx.x & 31, head = softmax_head();
-  query_sync();
+  math_sync();  // the greatest magnitudes of q and the work are there
+  const Work w = sm.work;
   const float logit_scale = p.scale_log2 * __int_as_float((127 - query_exponent(sm, head)) << 23);
-  const uint32_t scored = shared_address(&sm.scored[0]), read = shared_address(&sm.read[0]);
-  const uint32_t weighed = shared_address(&sm.weighed[0]), folded = shared_address(&sm.folded[0]);
+  const uint32_t barriers = shared_address(sm.barriers);
   Fold fold = {kEmpty, 0.f};
   Ring ring;
   int leaf = w.first_leaf;
   for (;;) {
-    for (const int end = min(leaf + w.fold_leaves, w.end_leaf); leaf < end; ++leaf) {
+    for (const int end = w.unit_end(leaf); leaf < end; ++leaf) {
       const int buffer = ring.buffer();
       Softmax softmax;
-      mbarrier_wait(scored + buffer * 8, ring.buffer_phase());
-      softmax.load(sm, buffer, ring.stage, head);
+      mbarrier_wait(barriers + kScored + 8 * buffer, ring.buffer_phase());
+      softmax.load(sm, buffer, ring.i, head);
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(read + buffer * 8);
+      if (lane == 0) mbarrier_arrive(barriers + kScoresRead + 8 * buffer);
       softmax.weigh(logit_scale);
       const float2 factor = fold_factors(fold.reference, softmax.reference);
-      mbarrier_wait(folded + buffer * 8, ring.buffer_phase() ^ 1);
+      mbarrier_wait(barriers + kFolded + 8 * buffer, ring.buffer_phase() ^ 1);
       softmax.store(sm, buffer, head, factor);
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(weighed + buffer * 8);
+      if (lane == 0) mbarrier_arrive(barriers + kWeighed + 8 * buffer);
       fold = {fmaxf(fold.reference, softmax.reference), fmaf(softmax.total(), factor.y, fold.sum * factor.x)};
       ring.advance();
     }
     const bool last = leaf == w.end_leaf;
-    if (w.whole_row && (kSplit || w.units == 1)) break;
-    if (!w.whole_row) {
+    if (w.fold_leaves == 0) break;
+    if (!w.whole_row<kSplit>()) {
       if ((lane & 3) == 0) __stcg(stats_of(partial_of(p, item_slot(), w.unit_before(leaf))) + head, make_float2(fold.reference, fold.sum));
     } else if constexpr (!kSplit) {
       fold_unit_stats(sm, partial_of(p, item_slot(), 0), head, leaf <= w.fold_leaves, fold);
@@ -122,12 +123,12 @@ __device__ __forceinline__ void run_softmax_team(const Params& p, SharedMemoryPl
     if (last) break;
     fold = {kEmpty, 0.f};
   }
-  if (!w.whole_row) return;
+  if (!w.whole_row<kSplit>()) return;
   if ((lane & 3) == 0) {
-    const int global_head = group * kBlockHeads + head;
+    const int global_head = block_group() * kBlockHeads + head;
     const bool live = global_head < p.heads;
     sm.output_factor[head] = live ? output_factor(p, global_head, fold) : 0.f;
-    if (live && p.lse != nullptr) p.lse[static_cast<int64_t>(w.row) * p.heads + global_head] = lse_of(fold);
+    if (live && p.lse != nullptr) p.lse[static_cast<int64_t>(block_row()) * p.heads + global_head] = lse_of(fold);
   }
   math_sync();  // the output factors are there
 }

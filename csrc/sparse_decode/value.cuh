@@ -13,9 +13,8 @@ struct ValueScales {
   float greatest;  // the greatest exponent and 2^-kWeightLog2, as a factor
 };
 
-__device__ __forceinline__ ValueScales load_value_scales(uint32_t address, bool rotary) {
-  ValueScales v = {{{0, 0}, {0, 0}}, 1.f};
-  if (rotary) return v;
+__device__ __forceinline__ ValueScales load_value_scales(uint32_t address) {
+  ValueScales v;
   const int byte = load_shared_u8(address), j = threadIdx.x & 3;
   const int greatest = __reduce_max_sync(0xffffffffu, byte);
   const int d = byte - greatest;  // <= 0
@@ -29,59 +28,41 @@ __device__ __forceinline__ ValueScales load_value_scales(uint32_t address, bool 
   return v;
 }
 
-// raw operands of two segments of an E4M3 tile: [k step]
-using RawValues = uint32_t[2][4];
-// two segments of this warp's tile: [k step][segment][tile of the segment][2]
-using Values = uint32_t[2][2][2][2];
-
-__device__ __forceinline__ void load_raw(uint32_t rows, int two, RawValues& r) {
-#pragma unroll
-  for (int step = 0; step < 2; ++step) ldmatrix_x4_trans(r[step], rows + step * 16 * kRowPitch + two * 32);
-}
-__device__ __forceinline__ void convert(const RawValues& r, Values& v) {
-#pragma unroll
-  for (int step = 0; step < 2; ++step)
-#pragma unroll
-    for (int k = 0; k < 4; ++k)  // (candidate, candidate + 1) of the even and of the odd dimensions
-      e4m3x4_to_f16(__byte_perm(r[step][k], 0, 0x3120), v[step][k >> 1][0][k & 1], v[step][k >> 1][1][k & 1]);
-}
-__device__ __forceinline__ void load_rotary(uint32_t rows, int two, Values& v) {
-  uint32_t r[4];
-#pragma unroll
-  for (int step = 0; step < 2; ++step)
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      ldmatrix_x4_trans(r, rows + step * 16 * kRowPitch + (2 * two + s) * 32);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) v[step][s][k >> 1][k & 1] = r[k];
-    }
-}
-
-// acc of two segments += (weights * values) * b
+// This warp's tile of a leaf, as it comes from shared memory: E4M3 bytes [two segments][k step], or bf16 [segment][k step].
 template <bool kRotary>
-__device__ __forceinline__ void accumulate(const uint32_t (&a)[2][4], const Values& v, float b0, float b1, int two, Accumulator& acc) {
-  float x[2][2][4] = {};  // [segment][tile of the segment]
+struct Values {
+  uint32_t r[kRotary ? 4 : 2][2][4];
+
+  __device__ __forceinline__ void load(uint32_t rows, int i) {
 #pragma unroll
-  for (int step = 0; step < 2; ++step)
+    for (int step = 0; step < 2; ++step) ldmatrix_x4_trans(r[i][step], rows + step * 16 * kRowPitch + i * 32);
+  }
+  // acc of a segment += (weights * values) * b
+  __device__ __forceinline__ void accumulate(int segment, const uint32_t (&a)[2][4], float b0, float b1, Accumulator& acc) const {
+    float x[2][4] = {};  // [tile of the segment]
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int step = 0; step < 2; ++step) {
       if (kRotary) {
-        mma_bf16(x[k >> 1][k & 1], a[step], v[step][k >> 1][k & 1][0], v[step][k >> 1][k & 1][1]);
+        const uint32_t(&v)[4] = r[segment][step];
+        mma_bf16(x[0], a[step], v[0], v[1]);
+        mma_bf16(x[1], a[step], v[2], v[3]);
       } else {
-        mma_f16(x[k >> 1][k & 1], a[step], v[step][k >> 1][k & 1][0], v[step][k >> 1][k & 1][1]);
+        uint32_t even[2], odd[2];  // (candidate, candidate + 1) of the even and of the odd dimensions
+#pragma unroll
+        for (int k = 0; k < 2; ++k) e4m3x4_to_f16(__byte_perm(r[segment >> 1][step][2 * (segment & 1) + k], 0, 0x3120), even[k], odd[k]);
+        mma_f16(x[0], a[step], even[0], even[1]);
+        mma_f16(x[1], a[step], odd[0], odd[1]);
       }
     }
-#pragma unroll
-  for (int s = 0; s < 2; ++s)
 #pragma unroll
     for (int t = 0; t < 2; ++t)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        float(&to)[2][4] = acc[2 * two + s];
-        to[0][2 * t + c] = fmaf(x[s][t][c], b0, to[0][2 * t + c]);
-        to[1][2 * t + c] = fmaf(x[s][t][2 + c], b1, to[1][2 * t + c]);
+        acc[segment][0][2 * t + c] = fmaf(x[t][c], b0, acc[segment][0][2 * t + c]);
+        acc[segment][1][2 * t + c] = fmaf(x[t][2 + c], b1, acc[segment][1][2 * t + c]);
       }
-}
+  }
+};
 
 // the leaf's weights as operands of the second product and its fold factors; the accumulator is rescaled
 struct Weights {
@@ -116,9 +97,9 @@ struct Weights {
 };
 
 // the whole row is in registers: normalise and write
-__device__ __forceinline__ void store_output(const Params& p, const SharedMemoryPlan& sm, int row, int group, int tile, bool rotary,
+__device__ __forceinline__ void store_output(const Params& p, const SharedMemoryPlan& sm, int tile, bool rotary,
                                              const Accumulator& acc) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
+  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3, row = block_row(), group = block_group();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int head = group * kBlockHeads + g + 8 * half;
@@ -141,53 +122,46 @@ __device__ __forceinline__ void store_output(const Params& p, const SharedMemory
 }
 
 template <bool kSplit, bool kRotary>
-__device__ __forceinline__ void run_value_team(const Params& p, SharedMemoryPlan& sm, const Work& w, int group, int tile) {
+__device__ __forceinline__ void run_value_team(const Params& p, SharedMemoryPlan& sm, int tile) {
   const int lane = threadIdx.x & 31;
   const Stage& stage0 = sm.stages[0];
   const uint32_t rows = shared_address(&stage0.rows[lane & 15][tile * kTileDim + (lane >> 4) * 16]);
   const uint32_t scale_bytes = shared_address(&stage0.scales[lane][tile]);
-  const uint32_t weights_f16 = shared_address(&sm.weights_f16[0][lane & 15][(lane >> 4) * 16]);
-  const uint32_t weights_bf16 = shared_address(&sm.weights_bf16[0][lane & 15][(lane >> 4) * 16]);
-  const uint32_t full = shared_address(&sm.full[0]), empty = shared_address(&sm.empty[0]);
-  const uint32_t weighed = shared_address(&sm.weighed[0]), folded = shared_address(&sm.folded[0]);
+  const uint32_t weights_at = shared_address(&(kRotary ? sm.weights_bf16 : sm.weights_f16)[0][lane & 15][(lane >> 4) * 16]);
+  const uint32_t barriers = shared_address(sm.barriers);
   Accumulator acc = {};
+  math_sync();  // the work is there
+  const Work& w = sm.work;
   Ring ring;
-  int leaf = w.first_leaf;
   for (;;) {
-    for (const int end = min(leaf + w.fold_leaves, w.end_leaf); leaf < end; ++leaf) {
+    for (const int end = w.unit_end(w.first_leaf + ring.i) - w.first_leaf; ring.i < end;) {
       const int offset = ring.stage * static_cast<int>(sizeof(Stage)), buffer = ring.buffer() * static_cast<int>(sizeof(sm.weights_f16[0]));
-      RawValues raw;
-      Values v;
+      Values<kRotary> values;
       ValueScales scales;
-      mbarrier_wait(full + ring.stage * 8, ring.stage_phase);
+      mbarrier_wait(barriers + kFull + 8 * ring.stage, ring.stage_phase);
+      if (!kRotary) scales = load_value_scales(scale_bytes + offset);
+      values.load(rows + offset, 0);
+      values.load(rows + offset, 1);
       if (kRotary) {
-        load_rotary(rows + offset, 0, v);
-      } else {
-        scales = load_value_scales(scale_bytes + offset, false);
-        load_raw(rows + offset, 0, raw);
-        convert(raw, v);
-        load_raw(rows + offset, 1, raw);
+        values.load(rows + offset, 2);
+        values.load(rows + offset, 3);
       }
-      mbarrier_wait(weighed + ring.buffer() * 8, ring.buffer_phase());
+      __syncwarp();
+      if (elect_one()) mbarrier_arrive(barriers + kFree + 8 * ring.stage);  // the leaf is in registers
+      mbarrier_wait(barriers + kWeighed + 8 * ring.buffer(), ring.buffer_phase());
       Weights weights;
-      weights.load((kRotary ? weights_bf16 : weights_f16) + buffer, sm.factors[ring.buffer()], acc);
+      weights.load(weights_at + buffer, sm.factors[ring.buffer()], acc);
+      __syncwarp();
+      if (elect_one()) mbarrier_arrive(barriers + kFolded + 8 * ring.buffer());
       if (!kRotary) weights.scale(scales);
-      accumulate<kRotary>(weights.a, v, weights.b0, weights.b1, 0, acc);
-      if (kRotary) {
-        load_rotary(rows + offset, 1, v);
-      } else {
-        convert(raw, v);
-      }
-      if (lane == 0) {
-        mbarrier_arrive(folded + ring.buffer() * 8);
-        mbarrier_arrive(empty + ring.stage * 8);
-      }
-      accumulate<kRotary>(weights.a, v, weights.b0, weights.b1, 1, acc);
+#pragma unroll
+      for (int segment = 0; segment < 4; ++segment) values.accumulate(segment, weights.a, weights.b0, weights.b1, acc);
       ring.advance();
     }
+    const int leaf = w.first_leaf + ring.i;
     const bool last = leaf == w.end_leaf;
-    if (w.whole_row && (kSplit || w.units == 1)) break;
-    if (!w.whole_row) {
+    if (w.fold_leaves == 0) break;
+    if (!w.whole_row<kSplit>()) {
       store_vectors(partial_of(p, item_slot(), w.unit_before(leaf)), tile, kRotary, acc);
     } else if constexpr (!kSplit) {
       float* partial = partial_of(p, item_slot(), 0);
@@ -199,9 +173,9 @@ __device__ __forceinline__ void run_value_team(const Params& p, SharedMemoryPlan
 #pragma unroll
     for (int k = 0; k < 32; ++k) acc[k >> 3][k >> 2 & 1][k & 3] = 0.f;
   }
-  if (w.whole_row) {
+  if (w.whole_row<kSplit>()) {
     math_sync();  // the output factors are there
-    store_output(p, sm, w.row, group, tile, kRotary, acc);
+    store_output(p, sm, tile, kRotary, acc);
   }
 }
 

@@ -13,17 +13,6 @@ __device__ __forceinline__ int load_length(const Cache& c, int row) {
   return c.topk_length == nullptr ? c.width : min(max(c.topk_length[row], 0), c.width);
 }
 
-// The split of a row into leaves and units, and this block's range of it.
-struct Work {
-  int row;
-  int main_length, extra_length;
-  int main_leaves, fold_leaves, units;
-  int first_leaf, end_leaf, per_block, leaves;
-  int whole_row;  // this block has all of it
-
-  __device__ __forceinline__ int unit_before(int leaf) const { return (leaf - 1) >> (31 - __clz(fold_leaves)); }
-};
-
 template <bool kSplit>
 __device__ __forceinline__ void plan_work(const Params& p, Work& w, int split) {
   w.main_leaves = (w.main_length + kLeaf - 1) / kLeaf;
@@ -40,14 +29,12 @@ __device__ __forceinline__ void plan_work(const Params& p, Work& w, int split) {
     w.first_leaf = split * w.per_block << unit_log2;
     w.end_leaf = min(w.first_leaf + (w.per_block << unit_log2), w.leaves);
   } else if (kSplit && split > 0) {
-    w.first_leaf = w.end_leaf;  // more units than slots for them: the first block takes the row
+    w.first_leaf = w.end_leaf;  // more units, of a leaf each, than slots for them: the first block takes the row
   }
-  w.whole_row = w.per_block == w.units;
-  if (w.whole_row && unit_log2 == 0) {  // the left fold of the leaves is the row
-    w.fold_leaves = w.leaves;
+  if (w.per_block == w.units && unit_log2 == 0) {  // the left fold of the leaves is the row
+    w.fold_leaves = 0;
     w.units = w.per_block = 1;
   }
-  asm volatile("" : "+r"(w.whole_row));  // one register, not the two that it came from
 }
 
 // slot of candidate `lane_row` of a leaf, -1 where there is none
