@@ -48,11 +48,10 @@ void advance(Cache& cache, int rows) {
   if (cache.topk_length != nullptr) cache.topk_length += rows;
 }
 
-// Blocks per row and head group: as many as fit beside each other. Four leaves are done before a merge would be, and two blocks for a
-// short row spend on its partials, one a leaf, what they save.
+// Blocks per row and head group: as many as fit beside each other.
 int auto_splits(int items, int max_leaves, int num_sms) {
   const int splits = num_sms / items;
-  return max_leaves <= 4 || (splits == 2 && max_leaves <= kShortLeaves) ? 1 : splits;
+  return worth_splitting(max_leaves, splits) ? splits : 1;
 }
 
 }  // namespace

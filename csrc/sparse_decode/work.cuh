@@ -24,12 +24,12 @@ __device__ __forceinline__ void plan_work(const Params& p, Work& w, int split) {
   w.first_leaf = 0;
   w.end_leaf = w.leaves;
   w.per_block = w.units;
-  if (kSplit && w.units <= p.unit_slots) {
+  if (kSplit && w.units <= p.unit_slots && worth_splitting(w.leaves, p.splits.divisor)) {
     w.per_block = divide(w.units + p.splits.divisor - 1, p.splits);
     w.first_leaf = split * w.per_block << unit_log2;
     w.end_leaf = min(w.first_leaf + (w.per_block << unit_log2), w.leaves);
   } else if (kSplit && split > 0) {
-    w.first_leaf = w.end_leaf;  // more units, of a leaf each, than slots for them: the first block takes the row
+    w.first_leaf = w.end_leaf;  // too short, or more units, of a leaf each, than slots for them: the first block takes the row
   }
   if (w.per_block == w.units && unit_log2 == 0) {  // the left fold of the leaves is the row
     w.fold_leaves = 0;
