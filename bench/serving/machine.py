@@ -1,0 +1,132 @@
+"""What the machine is, and what its clocks did while a side was measured. Reads nvidia-smi, lscpu and git; changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import threading
+from pathlib import Path
+
+GPU_FIELDS = (
+    "index,name,uuid,driver_version,vbios_version,power.limit,clocks.max.sm,clocks.max.mem,"
+    "pcie.link.gen.max,pcie.link.width.max,memory.total"
+)
+CLOCK_FIELDS = "index,clocks.sm,clocks.mem,temperature.gpu,power.draw,utilization.gpu,clocks_throttle_reasons.active"
+BUSY_PERCENT = 20  # clocks of an idle GPU say nothing
+# bits of clocks_throttle_reasons: hardware slowdown, hardware thermal, hardware power brake, software thermal
+BAD_THROTTLE = 0x8 | 0x40 | 0x80 | 0x20
+
+
+def output_of(command: list[str], timeout_s: float = 30.0) -> str | None:
+    """What the program prints, None where it is absent or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def rows_of(fields: str) -> list[dict[str, str]]:
+    text = output_of(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+    names = fields.split(",")
+    return [dict(zip(names, map(str.strip, line.split(",")), strict=False)) for line in (text or "").splitlines()]
+
+
+def processor() -> str:
+    for line in (output_of(["lscpu"]) or "").splitlines():
+        if line.startswith("Model name:"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit(folder: Path) -> str | None:
+    """The commit of a checkout, with "-dirty" where files differ; None outside git."""
+    found = output_of(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    if found and output_of(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]):
+        found += "-dirty"
+    return found
+
+
+def describe(folder: Path) -> dict:
+    """Devices, topology, driver, host, commit of `folder`. Absent tools give None, never a guess."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "gpus": rows_of(GPU_FIELDS),
+        "topology": output_of(["nvidia-smi", "topo", "-m"]),
+        "host": platform.node(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "commit": commit(folder),
+    }
+
+
+def gpu_names(described: dict) -> str:
+    names = [gpu["name"] for gpu in described["gpus"]]
+    found = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    return ", ".join(found) or "no GPU seen by nvidia-smi"
+
+
+class ClockWatch:
+    """Samples the clocks once in `period_s` in a thread. Samples of idle GPUs are not counted."""
+
+    def __init__(self, period_s: float = 1.0):
+        self.period_s, self.samples = period_s, []
+
+    @contextlib.contextmanager
+    def watching(self):
+        ended = threading.Event()
+        thread = threading.Thread(target=self._sample, args=(ended,), daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            ended.set()
+            thread.join()
+
+    def _sample(self, ended: threading.Event) -> None:
+        if shutil.which("nvidia-smi") is None:
+            return
+        while not ended.is_set():
+            self.samples += rows_of(CLOCK_FIELDS)
+            ended.wait(self.period_s)
+
+    def summary(self) -> dict | None:
+        return summarise_clocks(self.samples)
+
+
+def number(text: str) -> float | None:
+    """nvidia-smi writes [N/A] where a card has no such value."""
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None
+
+
+def summarise_clocks(samples: list[dict[str, str]]) -> dict | None:
+    """Median clocks (MHz), greatest temperature (C), bad throttle reasons seen; None where no GPU was busy."""
+    busy = [s for s in samples if (number(s.get("utilization.gpu")) or 0) >= BUSY_PERCENT]
+    found: dict = {"busy_samples": len(busy)}
+    for name, key, reduce in (
+        ("clocks.sm", "sm_mhz", statistics.median),
+        ("clocks.mem", "mem_mhz", statistics.median),
+        ("temperature.gpu", "temperature_c", max),
+        ("power.draw", "power_w", statistics.median),
+    ):
+        values = [value for sample in busy if (value := number(sample.get(name))) is not None]
+        found[key] = reduce(values) if values else None
+    bits = 0
+    for sample in busy:
+        reason = sample.get("clocks_throttle_reasons.active") or "0"
+        bits |= int(reason, 16) if reason.startswith("0x") else 0
+    found["throttled"] = bool(bits & BAD_THROTTLE)
+    return found if busy else None
