@@ -9,6 +9,7 @@ Called of bench_serving (sglang.benchmark.serving, before 0.5.17 sglang.bench_se
 times the requests, and the request functions under it. Ours: the prompts, the delay of a late request, and a tokenizer
 that counts words, because bench_serving counts the answers' tokens a second time; those counts are not used.
 The warm-up of bench_serving is off: it would send the first prompt twice, and its prefix would then be in the cache.
+Its pause of a second after the warm-up is left out with it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -67,6 +69,20 @@ class WordCounter:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[str]:
         return text.split()
+
+
+class WithoutPause:
+    """The module `time` or `asyncio` as bench_serving sees it, with a sleep that does not sleep."""
+
+    def __init__(self, original, sleep):
+        self._original, self.sleep = original, sleep
+
+    def __getattr__(self, name: str):
+        return getattr(self._original, name)
+
+
+async def no_sleep(_seconds: float) -> None:
+    """The requests are sent at once (request_rate inf), so that all sleep of bench_serving is that pause."""
 
 
 def find_module():
@@ -151,6 +167,7 @@ def main() -> None:
     if missing:
         raise SystemExit(f"load_generator: {module.__name__} has no {', '.join(sorted(missing))} in its outputs")
     print("ready", module.__name__, file=answers, flush=True)
+    module.time, module.asyncio = WithoutPause(time, lambda _: None), WithoutPause(asyncio, no_sleep)
     for line in sys.stdin:
         path = Path(line.strip())
         try:
