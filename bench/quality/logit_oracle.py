@@ -36,10 +36,13 @@ class Alignment:
     overlap: dict[int, float] = field(default_factory=lambda: dict.fromkeys(OVERLAPS, 0.0))
     lost: int = 0  # positions that could not be compared: too many restarts
 
-    def add(self, reference: list[tuple[float, int]], candidate: list[tuple[float, int]]) -> None:
-        """One position: the best (log-probability, id) of both, best first."""
+    def add(self, reference: list[tuple[float, int]], candidate: list[tuple[float, int]], same_token: bool) -> None:
+        """One position: the best (log-probability, id) of both, best first; whether both chose the same token.
+
+        What was chosen need not be the best: between the logits and the answer there is a sampler.
+        """
         self.positions += 1
-        self.same_token += reference[0][1] == candidate[0][1]
+        self.same_token += same_token
         theirs = {token: logprob for logprob, token in candidate}
         for count in OVERLAPS:
             mine = {token for _, token in reference[:count]}
@@ -77,8 +80,9 @@ def align(endpoint: Endpoint, prompt: list[int], reference: Answer, found: Align
         left = len(reference.ids) - begin
         answer = endpoint.generate([*prompt, *reference.ids[:begin]], left, top=greedy.TOP, ignore_eos=True)
         for step, top in enumerate(answer.tops):
-            found.add(reference.tops[begin + step], top)
-            if answer.ids[step] != reference.ids[begin + step]:
+            same = answer.ids[step] == reference.ids[begin + step]
+            found.add(reference.tops[begin + step], top, same)
+            if not same:
                 if first is None:
                     place, (value, token) = begin + step, reference.tops[begin + step][0]
                     theirs = {one: number for number, one in top}.get(token, float("nan"))

@@ -16,7 +16,8 @@ from bench.serving.cells import Cell
 PERCENTILES = (50, 90, 99)
 MIN_ROUNDS = 3
 REUSED_MIN_PROMPT_CACHED = 0.9  # a depth cell counts as reused when this share of the prompt came from the cache
-UNIQUE_MAX_PROMPT_CACHED = 0.02  # a unique prompt may share its first tokens with another, no more
+UNIQUE_MAX_CACHED = 0.02  # of a unique prompt: it may share its first tokens with another,
+COMMON_START_TOKENS = 16  # which is this many at most
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,11 @@ def problems(cell: Cell, outputs: Sequence[dict], ignore_eos: bool) -> list[str]
             found.append(
                 f"{len(short)} answers are shorter than the {cell.output_tokens} tokens asked for: {short[:4]}"
             )
-    lengths = prompt_lengths(cell)
     if cell.kind != "depth":
-        shares = [output.get("cached_tokens", 0) / length for output, length in zip(outputs, lengths, strict=False)]
-        hit = [share for share in shares if share > UNIQUE_MAX_PROMPT_CACHED]
-        # a short prompt's few cached tokens are a page of common beginnings; a tenth of it is a reused prompt
-        if hit and max(hit) * max(lengths) > 256:
-            found.append(f"{len(hit)} unique prompts were partly in the prefix cache (up to {max(hit):.0%})")
+        pairs = [(o.get("cached_tokens") or 0, n) for o, n in zip(outputs, prompt_lengths(cell), strict=True)]
+        hit = [cached for cached, length in pairs if cached > max(COMMON_START_TOKENS, UNIQUE_MAX_CACHED * length)]
+        if hit:
+            found.append(f"{len(hit)} unique prompts were partly in the prefix cache (up to {max(hit)} tokens)")
     return found
 
 

@@ -65,8 +65,8 @@ def table_rows(variant: dict) -> Iterator[tuple[str, ...]]:
             if name in found
         ]
         yield from rows
-        if problems:
-            yield (cell["name"], "NOT MEASURED" if not rows else "PARTLY MEASURED", "", "", "", problems[0])
+        for problem in problems[:3]:
+            yield (cell["name"], "NOT MEASURED" if not rows else "PARTLY MEASURED", "", "", "", problem)
 
 
 def change_texts(name: str, found: dict[str, Spread]) -> tuple[str, str]:

@@ -18,7 +18,13 @@ from tests.serving.fake_server import FakeServer  # noqa: E402
 
 THIRD_PARTY = Path(__file__).resolve().parent / "third_party"
 VERSIONS = ("0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23")
-REAL = ("bench_serving.py", "benchmark/serving.py", "benchmark/utils.py", "benchmark/goodput.py", "benchmark/datasets/common.py")
+REAL = (
+    "bench_serving.py",
+    "benchmark/serving.py",
+    "benchmark/utils.py",
+    "benchmark/goodput.py",
+    "benchmark/datasets/common.py",
+)
 STAND_INS = {
     "__init__.py": "",
     "benchmark/__init__.py": "",

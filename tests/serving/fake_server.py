@@ -138,7 +138,9 @@ class Engine:
             for token in self.tokens.ids(script)[:limit]:
                 yield token, -0.01, [(-0.01, token), *((-6.0 - i, token_of(" " + WORDS[i])) for i in range(19))]
             return
-        state = zlib.crc32(repr(ids).encode())
+        state = 0
+        for token in ids:  # a function of the whole context, wherever the prompt ends
+            state = zlib.crc32(token.to_bytes(4, "little"), state)
         if "short_answers" in self.faults:
             limit = max(1, limit // 2)
         last = None
@@ -360,6 +362,8 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("model") not in (None, "default", self.server.model):
             return self.refuse(f"The model {body['model']!r} does not exist.", 404)
         message = self.reply(body)
+        if self.died():
+            return None
         if not body.get("stream"):
             return self.send_whole({"choices": [{"message": message, "finish_reason": "stop"}]})
         self.begin_stream()

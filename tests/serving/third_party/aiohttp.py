@@ -49,7 +49,12 @@ class Post:
     async def __aenter__(self):
         reader, self.writer = await asyncio.open_connection(self.parts.hostname, self.parts.port, limit=1 << 24)
         data = json.dumps(self.body).encode()
-        head = {"Host": self.parts.netloc, "Content-Type": "application/json", "Content-Length": len(data), **self.headers}
+        head = {
+            "Host": self.parts.netloc,
+            "Content-Type": "application/json",
+            "Content-Length": len(data),
+            **self.headers,
+        }
         lines = [f"POST {self.parts.path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
         self.writer.write("\r\n".join(lines).encode() + data)
         await self.writer.drain()
