@@ -64,8 +64,11 @@ def run(options: argparse.Namespace) -> Verdict:
     others_lengths = [max(8, options.length // 2 + 23 * (index % 19)) for index in range(options.others)]
     findings, faults, ties, worst, own = [], 0, 0, 0.0, 0.0
     for index, prompt in enumerate(prompts):
+        greedy.forget(endpoint)
         alone = endpoint.generate(prompt, options.new, top=1, ignore_eos=True)
+        greedy.forget(endpoint)
         again = endpoint.generate(prompt, options.new, top=1, ignore_eos=True)
+        greedy.forget(endpoint)
         own = max(own, logprob_difference(alone, again))
         if (place := greedy.divergence(endpoint, index, prompt, alone, again, options.tie)) is not None:
             findings.append(f"alone and alone again: {place.text('first', 'second')}")

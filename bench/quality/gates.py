@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> Verdict:
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.gate == "summary":
-        print(markdown(options.files))
+        print(markdown({str(path.with_suffix("")): path for path in options.files}))
         return PASSED
     try:
         found = run(options)

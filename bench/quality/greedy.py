@@ -7,10 +7,11 @@ and is no fault. Anything wider is one.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.serving.endpoint import Answer, Endpoint
+from bench.serving.endpoint import Answer, Endpoint, ServerRefused
 from bench.serving.prompts import PromptSource
 
 TIE = 0.125  # one step of a bf16 logit between 16 and 32, in natural logarithms
@@ -44,6 +45,12 @@ def prompts_for(endpoint: Endpoint, kind: str, lengths: Sequence[int], seed: int
     """Token ids of prompts of these lengths, all different. `text` uses the server's tokenizer."""
     source = PromptSource(kind, endpoint.tokenize)
     return [source.ids(length, seed * 1000 + index) for index, length in enumerate(lengths)]
+
+
+def forget(endpoint: Endpoint) -> None:
+    """Empty the prefix cache where the server lets us: a reused prefix is another way of computing the same."""
+    with contextlib.suppress(ServerRefused):
+        endpoint.flush_cache()
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:

@@ -66,7 +66,10 @@ class Alignment:
 
 def record(endpoint: Endpoint, prompts: list[list[int]], new: int) -> dict:
     """The reference's answers, JSON-able."""
-    answers = [endpoint.generate(prompt, new, top=greedy.TOP, ignore_eos=True) for prompt in prompts]
+    answers = []
+    for prompt in prompts:
+        greedy.forget(endpoint)
+        answers.append(endpoint.generate(prompt, new, top=greedy.TOP, ignore_eos=True))
     if any(len(answer.tops) != len(answer.ids) for answer in answers):
         raise ValueError(f"{endpoint.url} gives no log-probabilities; the oracle needs them")
     pairs = zip(prompts, answers, strict=True)
@@ -78,6 +81,7 @@ def align(endpoint: Endpoint, prompt: list[int], reference: Answer, found: Align
     begin, first = 0, None
     for _ in range(RESTARTS):
         left = len(reference.ids) - begin
+        greedy.forget(endpoint)
         answer = endpoint.generate([*prompt, *reference.ids[:begin]], left, top=greedy.TOP, ignore_eos=True)
         for step, top in enumerate(answer.tops):
             same = answer.ids[step] == reference.ids[begin + step]

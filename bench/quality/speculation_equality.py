@@ -36,6 +36,7 @@ def run(options: argparse.Namespace) -> Verdict:
     expected = plain.generate_many(prompts, 1, **settings)
     findings, figures, faults = [], {}, 0
     for concurrency in options.concurrency:
+        greedy.forget(speculating)
         answers = speculating.generate_many(prompts, concurrency, **settings)
         parted = [
             place

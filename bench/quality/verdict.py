@@ -43,12 +43,12 @@ class Verdict:
         )
 
 
-def markdown(files: list[Path]) -> str:
-    """A table of the verdicts in these JSON files."""
+def markdown(files: dict[str, Path]) -> str:
+    """A table of the verdicts in these JSON files, {what the row is called: file}."""
     lines = ["| gate | verdict | what it saw |", "|---|---|---|"]
-    for path in files:
+    for name, path in files.items():
         found = json.loads(path.read_text())
         figures = ", ".join(f"{name} {value:.4g}" for name, value in found["figures"].items())
         seen = "; ".join(filter(None, [found["incomplete"] or found["summary"], figures, *found["notes"]]))
-        lines.append(f"| {found['gate']} | {found['verdict']} | {seen.replace('|', '/')} |")
+        lines.append(f"| {name} | {found['verdict']} | {seen.replace('|', '/')} |")
     return "\n".join(lines)

@@ -71,7 +71,7 @@ def prefill(lengths: tuple[int, ...] = PREFILL_LENGTHS, requests: int = 3) -> li
 
 
 def intrusion(
-    streams: int = 8, long_tokens: int = 65536, output: int = 512, delay_s: float = 2.0, prompt: int = 512
+    streams: int = 8, long_tokens: int = 65536, output: int = 2048, delay_s: float = 2.0, prompt: int = 512
 ) -> list[Cell]:
     name = f"intrusion {label(long_tokens)} into {streams}"
     return [Cell(name, "intrusion", prompt, output, streams, streams + 1, long_tokens, delay_s)]
@@ -93,7 +93,7 @@ def quick() -> list[Cell]:
         *concurrent((1, 8, 32), output=128),
         *depth((8192, 32768), output=64, requests=2),
         *prefill((1024, 8192, 32768), requests=2),
-        *intrusion(long_tokens=16384, output=384, delay_s=1.0),
+        *intrusion(long_tokens=16384, output=768, delay_s=0.5),
     ]
 
 

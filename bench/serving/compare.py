@@ -43,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
         group.add_argument(f"--{letter}-cmd", help="shell command that starts the server in the foreground")
         group.add_argument(f"--{letter}-url", help="its address; default: from --port in the command")
         group.add_argument(f"--{letter}-backend", default="sglang", choices=sorted(PATHS), help="of bench_serving")
+        group.add_argument(
+            f"--{letter}-pid", type=int, help="with an address on this host: whose environment to look at"
+        )
         group.add_argument(f"--{letter}-report", type=Path, help="folder of the server's DSV4_SM120_REPORT")
     found.add_argument("--change", action="append", default=[], metavar="WHAT", help="the one intended change: patch, "
                        "version, model, flag:NAME, env:NAME, nothing (an A/A run); may be repeated")  # fmt: skip
@@ -84,7 +87,8 @@ def make_sides(options: argparse.Namespace, extra_flags: str) -> tuple[Side, Sid
         if command and extra_flags:
             command = f"{command} {extra_flags}"
         label, backend = getattr(options, f"{letter}_label"), getattr(options, f"{letter}_backend")
-        found.append(Side(letter.upper(), label, url, command, backend, getattr(options, f"{letter}_report")))
+        known = getattr(options, f"{letter}_report"), getattr(options, f"{letter}_pid")
+        found.append(Side(letter.upper(), label, url, command, backend, *known))
     return found[0], found[1]
 
 

@@ -149,8 +149,18 @@ class Endpoint:
             return response.read().decode(errors="replace")
 
     def is_ready(self) -> bool:
+        """/health is 503 while SGLang still warms up; /v1/models is asked where there is no /health."""
         try:
-            self.get("/v1/models", timeout_s=5.0)
+            self.text_of("/health")
+        except ServerRefused as error:
+            if error.status != 404:
+                return False
+        except ServerError:
+            return False
+        else:
+            return True
+        try:
+            self.models()
         except ServerError:
             return False
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -34,6 +35,29 @@ class ServerDied(Exception):
 
 def is_watched(name: str) -> bool:
     return name.startswith(WATCHED_ENVIRONMENT)
+
+
+def watched_environment(pid: int) -> dict[str, str]:
+    """The environment of the processes in the group of `pid`, as far as it matters and can be read. Later ones win."""
+    found: dict[str, str] = {}
+    group = os.getpgid(pid)
+    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        try:
+            if os.getpgid(int(folder.name)) != group:
+                continue
+            entries = (folder / "environ").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        for entry in entries:
+            name, _, value = entry.decode(errors="replace").partition("=")
+            if is_watched(name):
+                found[name] = value
+    return found
+
+
+def command_of(pid: int) -> str:
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    return shlex.join(word.decode(errors="replace") for word in words)
 
 
 class ServerProcess:
@@ -105,17 +129,4 @@ class ServerProcess:
         return True
 
     def watched_environment(self) -> dict[str, str]:
-        """The environment of the group's processes, as far as it matters and can be read. Later processes win."""
-        found: dict[str, str] = {}
-        for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
-            try:
-                if os.getpgid(int(folder.name)) != self.process.pid:
-                    continue
-                entries = (folder / "environ").read_bytes().split(b"\0")
-            except (OSError, ValueError):
-                continue
-            for entry in entries:
-                name, _, value = entry.decode(errors="replace").partition("=")
-                if is_watched(name):
-                    found[name] = value
-        return found
+        return watched_environment(self.process.pid)

@@ -16,7 +16,7 @@ from bench.serving.cells import DEPTH_SUFFIX, Cell
 from bench.serving.endpoint import Endpoint, ServerError, ServerRefused
 from bench.serving.generator_process import Generator, GeneratorFailed, Row
 from bench.serving.prompts import PromptSource
-from bench.serving.server_process import ServerDied, ServerProcess
+from bench.serving.server_process import ServerDied, ServerProcess, command_of, watched_environment
 
 FORMAT = "serving-comparison 1"
 OWN_VARIABLE = "DSV4_SM120_REPORT"  # set by this program on both sides
@@ -55,6 +55,7 @@ class Side:
     command: str | None = None
     backend: str = "sglang"
     report: Path | None = None
+    pid: int | None = None
     clocks: list[dict] = field(default_factory=list)
     identity: identity.Identity | None = None
     server: ServerProcess | None = None
@@ -110,14 +111,20 @@ class Session:
     def _ready(self, side: Side) -> None:
         """Wait for the server and learn who it is. A later start of the same side must be the same server."""
         report = side.report
-        environment = None
+        environment, command = None, side.command
         if side.server is not None:
             side.startup_s.append(round(side.server.wait_ready(self.settings.start_s), 1))
             self.say(f"{side.label}: ready after {side.startup_s[-1]:.0f} s")
             environment = side.server.watched_environment()
+        elif side.pid is not None:
+            try:
+                environment, command = watched_environment(side.pid), command_of(side.pid)
+            except OSError as error:
+                raise SessionEnded(f"{side.label}: no process {side.pid} can be looked at: {error}") from error
+        if environment is not None:
             folder = environment.pop(OWN_VARIABLE, None)
             report = report or (Path(folder) if folder else None)
-        found = identity.identify(side.label, side.endpoint, self.settings.model, side.command, environment, report)
+        found = identity.identify(side.label, side.endpoint, self.settings.model, command, environment, report)
         if side.identity is not None:
             changed = identity.reasons_to_refuse(side.identity, found, ["nothing"])
             if changed:
