@@ -155,7 +155,8 @@ def reasons_to_refuse(a: Identity, b: Identity, changes: Iterable[str]) -> list[
         values = f"A {a.flags.get(key)!r}, B {b.flags.get(key)!r}"
         kinds = {f"flag:{key}"} | ({"model"} if key in ("model_path", "served_model_name", "tokenizer_path") else set())
         note(kinds, f"server argument {key} differs: {values} (--change flag:{key})")
-    for key in differing(a.environment or {}, b.environment or {}) if a.environment and b.environment else []:
+    known = a.environment is not None and b.environment is not None
+    for key in differing(a.environment, b.environment) if known else []:
         kinds = {f"env:{key}"} | ({"patch"} if key.startswith(PATCH_ENVIRONMENT) else set())
         values = f"A {a.environment.get(key)!r}, B {b.environment.get(key)!r}"
         note(kinds, f"environment variable {key} differs: {values} (--change env:{key})")
