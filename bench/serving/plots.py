@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 
+from bench.serving.machine import gpu_names
 from bench.serving.report import spreads
 
 COLORS = {"A": "#777777", "B": "#0b6e99"}
@@ -44,16 +45,18 @@ def draw(result: dict) -> dict[str, bytes]:
             continue
         suffix = f" ({variant['name']})" if len(result["variants"]) > 1 else ""
         for caption, line in LINES.items():
-            if image := _line_plot(variant, *line):
-                found[caption + suffix] = image
-        if image := _latency_plot(variant):
-            found[LATENCY + suffix] = image
+            if figure := _line_plot(variant, *line):
+                found[caption + suffix] = _png(figure, caption + suffix, result)
+        if figure := _latency_plot(variant):
+            found[LATENCY + suffix] = _png(figure, LATENCY + suffix, result)
     return found
 
 
-def _png(figure) -> bytes:
+def _png(figure, caption: str, result: dict) -> bytes:
+    """A picture that still says what it shows when somebody posts it alone."""
     import matplotlib.pyplot as plt
 
+    figure.suptitle(f"{caption}\n{result['title']}; {gpu_names(result['machine'])}", fontsize=9)
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=100, bbox_inches="tight", metadata={"Software": None})
     plt.close(figure)
@@ -64,7 +67,8 @@ def _label(variant: dict, letter: str) -> str:
     return f"{letter}: {variant['sides'][letter]['label']}"
 
 
-def _line_plot(variant: dict, kind: str, metric: str, axis: str, x_label: str, y_label: str) -> bytes | None:
+def _line_plot(variant: dict, kind: str, metric: str, axis: str, x_label: str, y_label: str):
+    """The figure, None where there is nothing to draw."""
     import matplotlib.pyplot as plt
 
     points: dict[str, list] = {"A": [], "B": []}
@@ -90,10 +94,10 @@ def _line_plot(variant: dict, kind: str, metric: str, axis: str, x_label: str, y
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.grid(alpha=0.3)
     axes.legend()
-    return _png(figure)
+    return figure
 
 
-def _latency_plot(variant: dict) -> bytes | None:
+def _latency_plot(variant: dict):
     """The share of gaps that last longer than x: the tail is what a reader of a stream feels."""
     import matplotlib.pyplot as plt
 
@@ -113,4 +117,4 @@ def _latency_plot(variant: dict) -> bytes | None:
     axes.set(xscale="log", yscale="log", xlabel="gap between tokens, ms", ylabel="share of gaps at least as long")
     axes.grid(alpha=0.3)
     axes.legend()
-    return _png(figure)
+    return figure
