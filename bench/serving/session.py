@@ -287,7 +287,7 @@ class Session:
                     run["problems"].append(f"the prefix could not be filled: {fill_output['error'].strip()[-200:]}")
             with watch.watching():
                 outputs = self._send(side, cell, rows, len(rows) if cell.kind == "intrusion" else cell.streams)
-            self._judge(run, cell, outputs, fill_output)
+            self._judge(run, side, cell, outputs, fill_output)
         except GeneratorFailed as error:
             run["problems"].append(str(error))
         except ServerError as error:
@@ -298,7 +298,15 @@ class Session:
         if run["problems"]:
             self._check_alive(side, cell)
 
-    def _judge(self, run: dict, cell: Cell, outputs: list[dict], fill: dict | None) -> None:
+    def _acceptance_of_server(self, run: dict, side: Side) -> None:
+        """bench_serving before 0.5.17 keeps no acceptance by request: the server's own average since its start then."""
+        states = side.endpoint.server_info().get("internal_states") or [{}]
+        length = states[0].get("avg_spec_accept_length")
+        if length and "stream_tok_s" in run["values"]:
+            run["values"] |= {"acceptance_length": length, "verifier_steps_s": run["values"]["stream_tok_s"] / length}
+            run["note"] = "the acceptance is the server's average since its start"
+
+    def _judge(self, run: dict, side: Side, cell: Cell, outputs: list[dict], fill: dict | None) -> None:
         run["requests"] = [{k: v for k, v in o.items() if k not in ("itl", "error")} for o in outputs]
         run["problems"] += measures.problems(cell, outputs, self.ignores_eos(cell))
         if run["problems"]:
@@ -309,6 +317,8 @@ class Session:
         except ValueError as error:
             run["problems"].append(str(error))
             return
+        if side.identity.speculates and "acceptance_length" not in run["values"]:
+            self._acceptance_of_server(run, side)
         if cell.kind == "intrusion":
             run["pools"] = {name: sorted(round(value, 3) for value in values) for name, values in pools.items()}
         if cell.kind == "depth" and run["cached_share"] < measures.REUSED_MIN_PROMPT_CACHED:

@@ -125,6 +125,7 @@ class Stage:
         options = self.options(patched)
         arguments, model = self.harness.engine_args(options)
         arguments.pop("skip_tokenizer_init")
+        arguments.setdefault("swa_full_tokens_ratio", 0.5)  # whole prompts fit the sliding-window pool: no queueing
         write_tokenizer(Path(model), self.harness.vocab_of(model))
         environment = environment_of(self.harness, options)
         environment = {key: value for key, value in environment.items() if not key.startswith("DSV4_")}

@@ -115,6 +115,15 @@ def test_speculation_is_run_off_and_on_with_acceptance_and_verifier_steps(run):
     assert "| acceptance_length, tokens | 3 | 3 |" in text
 
 
+def test_an_older_bench_serving_takes_the_acceptance_from_the_server(run, serve, sglang_path, monkeypatch):
+    code, result, text, _ = run(*urls(serve(), serve(accept_length=2)), "--change", "nothing", "--only", "single")
+    assert code == compare.REFUSED  # speculation on one side is a difference of flags
+    monkeypatch.setenv("PYTHONPATH", sglang_path("0.5.12"))
+    sides = urls(serve(accept_length=2), serve(accept_length=2))
+    code, result, text, _ = run(*sides, "--change", "nothing", "--only", "single")
+    assert code == compare.COMPARED and values(result, "single", "A")[0]["acceptance_length"] == 2
+
+
 def test_commands_take_turns_when_there_is_room_for_one(run, capsys):
     port = free_port()  # the same one: B can only start when A has stopped
     sides = ["--a-cmd", command(port), "--b-cmd", command(port), "--change", "nothing", "--only", "single"]

@@ -6,12 +6,14 @@ import ast
 import json
 import os
 import sys
+import zipfile
 
 import pytest
 
-from bench.serving import load_generator
+from bench.quality import corruption_soak, tool_calls
+from bench.serving import load_generator, prompts
 from bench.serving.generator_process import Generator, GeneratorFailed, Row
-from tests.serving.conftest import VERSIONS, bench_serving_source
+from tests.serving.conftest import VERSIONS, bench_serving_source, wheel
 
 OURS = {"benchmark", "calculate_metrics", "get_request_headers", "get_request", "async_request_sglang_generate"}
 PASSED = {
@@ -124,3 +126,23 @@ def test_the_generator_itself_is_never_patched(tmp_path):
 
 def test_a_job_is_plain_data():
     assert json.loads(json.dumps(vars(Row([1, 2], 3, 0.5)))) == {"prompt": [1, 2], "output_tokens": 3, "delay_s": 0.5}
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.20"])  # 0.5.23 takes the encoder from a package of its own
+def test_the_markers_of_prompts_and_leaks_are_the_models(version):
+    """Our prompts write DeepSeek-V4's own markers, and the gates look for them: as SGLang's encoder has them."""
+    with zipfile.ZipFile(wheel(version)) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/encoding_dsv4.py")]
+        source = archive.read(name).decode()
+        detector = archive.read("sglang/srt/function_call/deepseekv4_detector.py").decode()
+    markers = {
+        node.targets[0].id if isinstance(node, ast.Assign) else node.target.id: node.value.value
+        for node in ast.parse(source).body
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant)
+    }
+    assert markers["bos_token"] == prompts.BEGIN and markers["USER_SP_TOKEN"] == prompts.USER
+    assert markers["ASSISTANT_SP_TOKEN"] + markers["thinking_end_token"] == prompts.ASSISTANT
+    leaks = [markers["dsml_token"], markers["thinking_start_token"], markers["thinking_end_token"], prompts.USER]
+    assert all(tool_calls.LEAK.search(f"text {leak}") for leak in leaks)
+    assert f"<{markers['dsml_token']}tool_calls>" in detector
+    assert any("tool-call" in mark for mark in corruption_soak.marks(f"text <{markers['dsml_token']}tool_calls>"))
