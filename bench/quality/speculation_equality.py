@@ -36,6 +36,11 @@ def run(options: argparse.Namespace) -> Verdict:
     expected = plain.generate_many(prompts, 1, **settings)
     findings, figures, faults = [], {}, 0
     for concurrency in options.concurrency:
+        if concurrency > 1:  # does the batch alone, without speculation, change an answer?
+            greedy.forget(plain)
+            crowded = plain.generate_many(prompts, concurrency, **settings)
+            same = sum(one.ids == other.ids for one, other in zip(crowded, expected, strict=True))
+            figures[f"equal_without_speculation_at_{concurrency}"] = same
         greedy.forget(speculating)
         answers = speculating.generate_many(prompts, concurrency, **settings)
         parted = [

@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--cell-timeout", type=float, default=3600.0, metavar="S")
     found.add_argument("--title", default="Serving comparison")
     found.add_argument("--note", action="append", default=[], help="a sentence for the reports; may be repeated")
+    found.add_argument("--commit", help="of this checkout, where it is a copy without git")
     found.add_argument("--out", type=Path, default=Path("serving_comparison"))
     found.add_argument("--from", dest="from_file", type=Path, help="write the reports of an earlier result.json again")
     return found
@@ -150,12 +151,13 @@ def start_of(options: argparse.Namespace) -> dict:
         "format": FORMAT,
         "title": options.title,
         "command": "python3 " + shlex.join(sys.argv),
-        "machine": machine.describe(REPO),
+        "machine": machine.describe(REPO) | ({"commit": options.commit} if options.commit else {}),
         "matrix": options.matrix + (f", only {options.only}" if options.only else ""),
         "changes": options.change,
         "notes": list(options.note),
         "settings": {},
         "generator": "",
+        "versions": {},
         "variants": [],
     }
 
@@ -164,7 +166,7 @@ def compare(options: argparse.Namespace) -> dict:
     result = start_of(options)
     with Generator(options.python, options.out / "load_generator.log") as generator:
         generator.start()
-        result["generator"] = generator.module
+        result["generator"], result["versions"] = generator.module, generator.versions
         for name, flags in variants(options):
             settings = Settings(
                 rounds=options.rounds,

@@ -190,8 +190,13 @@ class Endpoint:
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of `text` by the server's own tokenizer; special tokens written out in the text are recognised."""
-        found = self.post("/v1/tokenize", {"prompt": text, "add_special_tokens": False})
-        return found["tokens"]
+        body = {"prompt": text, "add_special_tokens": False}
+        try:
+            return self.post("/v1/tokenize", body)["tokens"]
+        except ServerRefused as error:
+            if error.status != 404:
+                raise
+        return self.post("/tokenize", body)["tokens"]  # vLLM's name of it
 
     def generate(
         self, prompt: Sequence[int] | str, max_new_tokens: int, top: int = 0, ignore_eos: bool = False

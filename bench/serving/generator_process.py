@@ -40,7 +40,7 @@ class Generator:
         self.environment["DSV4_SM120"] = "off"
         self.process: subprocess.Popen | None = None
         self.folder = Path(tempfile.mkdtemp(prefix="serving_bench_"))
-        self.module = ""
+        self.module, self.versions = "", {}
         self._jobs = 0
 
     def __enter__(self) -> Generator:
@@ -65,9 +65,11 @@ class Generator:
             )
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, args=(self.process, self._answers), daemon=True).start()
-        word, _, self.module = self._answer(self.start_s).partition(" ")
+        word, _, text = self._answer(self.start_s).partition(" ")
         if word != "ready":
             raise GeneratorFailed(f"the load generator did not start: {self.tail()}")
+        found = json.loads(text)
+        self.module, self.versions = found["module"], found["versions"]
 
     @staticmethod
     def _read(process: subprocess.Popen, answers: queue.Queue[str]) -> None:

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import sys
 import time
 import traceback
@@ -60,6 +63,16 @@ ARGUMENTS = {
     "top_p": 1.0,
     "warmup_requests": 0,
 }
+PACKAGES = (
+    "sglang",
+    "torch",
+    "triton",
+    "flashinfer_python",
+    "sglang-kernel",
+    "sgl-kernel",
+    "sgl-deep-gemm",
+    "transformers",
+)
 PATHS = {"sglang": "/generate", "sglang-oai": "/v1/completions", "vllm": "/v1/completions"}
 KEPT = ("success", "error", "start_time", "ttft", "latency", "itl", "output_len", "cached_tokens", "spec_accept_length")
 
@@ -158,6 +171,15 @@ def run_job(module, job: dict) -> dict:
     return {"outputs": outputs, "failure": failure}
 
 
+def versions() -> dict[str, str]:
+    """Of this interpreter and of what a server started with it would run on."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -166,7 +188,7 @@ def main() -> None:
     missing = {"success", "error", "start_time", "ttft", "latency", "itl", "output_len"} - fields
     if missing:
         raise SystemExit(f"load_generator: {module.__name__} has no {', '.join(sorted(missing))} in its outputs")
-    print("ready", module.__name__, file=answers, flush=True)
+    print("ready", json.dumps({"module": module.__name__, "versions": versions()}), file=answers, flush=True)
     module.time, module.asyncio = WithoutPause(time, lambda _: None), WithoutPause(asyncio, no_sleep)
     for line in sys.stdin:
         path = Path(line.strip())

@@ -50,7 +50,7 @@ METRICS = {
 HEADLINES = {
     "single": ("stream_tok_s", "ttft_ms", "itl_p99_ms"),
     "concurrent": ("total_tok_s", "stream_tok_s", "ttft_ms"),
-    "depth": ("stream_tok_s", "ttft_ms", "fill_ttft_ms"),
+    "depth": ("stream_tok_s", "itl_p50_ms", "ttft_ms", "fill_ttft_ms"),
     "prefill": ("prefill_tok_s",),
     "intrusion": ("itl_p50_ms", "itl_p99_ms", "itl_max_ms"),
 }
@@ -165,8 +165,10 @@ def figures(cell: Cell, outputs: Sequence[dict], fill: dict | None = None) -> tu
     return values, pools
 
 
-def cached_share(outputs: Sequence[dict], prompt_tokens: int) -> float:
-    """The share of the prompts' tokens that came from the prefix cache, median over the requests."""
+def cached_share(outputs: Sequence[dict], prompt_tokens: int) -> float | None:
+    """The share of the prompts' tokens that came from the prefix cache, median over the requests; None: not told."""
+    if any("cached_tokens" not in output for output in outputs):
+        return None
     return statistics.median((output.get("cached_tokens") or 0) / prompt_tokens for output in outputs)
 
 

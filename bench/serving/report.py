@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import json
 from collections.abc import Iterator
 
 from bench.serving.cells import KINDS
@@ -14,6 +15,25 @@ FOOT = (
     "Medians over the rounds, least and greatest in brackets; `ratio` is B over A. `within noise`: the ranges touch. "
     "Ranges of equal servers stay apart by chance in 1 of 10 rows with three rounds, in 1 of 35 with four, in 1 of 126 "
     "with five; fewer than three rounds get no verdict."
+)
+
+
+# of the hundreds of server arguments, those that a reader asks for first
+SHOWN_FLAGS = (
+    "tp_size",
+    "dp_size",
+    "ep_size",
+    "quantization",
+    "kv_cache_dtype",
+    "attention_backend",
+    "moe_runner_backend",
+    "chunked_prefill_size",
+    "mem_fraction_static",
+    "max_running_requests",
+    "disable_radix_cache",
+    "speculative_algorithm",
+    "speculative_num_steps",
+    "speculative_num_draft_tokens",
 )
 
 
@@ -83,7 +103,9 @@ def cache_notes(variant: dict) -> list[str]:
         for letter, runs in entry["runs"].items():
             shares = [run["cached_share"] for run in runs if "cached_share" in run]
             if shares and entry["cell"]["kind"] == "depth":
-                text = f"{entry['cell']['name']}, {letter}: {min(shares):.0%} of the prefix came from the cache"
+                known = None not in shares
+                what = f"{min(shares):.0%} of the prefix came from the cache" if known else "cache hits are not known"
+                text = f"{entry['cell']['name']}, {letter}: {what}"
                 found.append(text + "".join(f"; {run['note']}" for run in runs[:1] if "note" in run))
     return found
 
@@ -115,6 +137,11 @@ def side_lines(letter: str, side: dict) -> list[str]:
         f"clocks {seen}",
         f"  - command: `{who['command'] or 'not started by this program, ' + who['url']}`",
     ]
+    shown = {name: who["flags"][name] for name in SHOWN_FLAGS if who["flags"].get(name) is not None}
+    if shown:
+        found.append(
+            "  - flags: " + ", ".join(f"{name} {value}" for name, value in shown.items()) + "; all in the JSON"
+        )
     if who["cache_tokens"]:
         found.append(f"  - room for {who['cache_tokens']:,} tokens in the KV cache")
     found += [f"  - not known: {text}" for text in who["unknown"]]
@@ -132,9 +159,11 @@ def machine_lines(result: dict) -> list[str]:
     drivers = sorted({gpu["driver_version"] for gpu in there["gpus"]})
     driver, host = ", ".join(drivers) or "not known", f"{there['processor']}, {there['cores']} cores"
     generator = result["generator"] or "not started"
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return [
         f"- {gpu_names(there)}; driver {driver}; {host}",
         f"- {there['date']}, commit {there['commit'] or 'not known'}, load generator {generator}",
+        f"- in the load generator's Python: {versions or 'not known'}",
         f"- {settings['rounds']} rounds, {settings['prompts']} prompts, seed {settings['seed']}, "
         f"matrix {result['matrix']}; intended change: {', '.join(result['changes'])}",
         f"- command: `{result['command']}`",
@@ -214,6 +243,11 @@ def html_page(result: dict, plots: dict[str, bytes], plot_problem: str | None) -
         parts.append(f"<h2>{html.escape(variant['name'])}</h2>")
         for letter, side in variant["sides"].items():
             parts.append(html_items(side_lines(letter, side)))
+            who = side["identity"] or {}
+            everything = json.dumps({key: who.get(key) for key in ("flags", "environment", "patch")}, indent=1)
+            parts.append(
+                f"<details><summary>{letter}: all flags</summary><pre>{html.escape(everything)}</pre></details>"
+            )
         state = state_lines(variant)
         if state:
             parts.append("<div class='bad'>" + html_items([line.replace("**", "") for line in state]) + "</div>")

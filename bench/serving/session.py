@@ -243,6 +243,8 @@ class Session:
             self.settings.cell_s,
         )
         outputs = found["outputs"]
+        if side.backend != "sglang":  # bench_serving learns of cache hits from SGLang's own interface only
+            outputs = [{key: value for key, value in o.items() if key != "cached_tokens"} for o in outputs]
         if found["failure"] and not any(not output["success"] for output in outputs):
             raise GeneratorFailed(found["failure"].strip().splitlines()[-1])
         return outputs
@@ -321,7 +323,8 @@ class Session:
             self._acceptance_of_server(run, side)
         if cell.kind == "intrusion":
             run["pools"] = {name: sorted(round(value, 3) for value in values) for name, values in pools.items()}
-        if cell.kind == "depth" and run["cached_share"] < measures.REUSED_MIN_PROMPT_CACHED:
+        share = run["cached_share"]
+        if cell.kind == "depth" and share is not None and share < measures.REUSED_MIN_PROMPT_CACHED:
             run["note"] = "the prefix was not reused: every request filled it again, and ttft_ms holds that"
 
     def _tell(self, side: Side, cell: Cell, run: dict) -> None:

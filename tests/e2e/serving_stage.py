@@ -31,7 +31,7 @@ from bench.serving import compare, identity  # noqa: E402
 from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
 
-PORTS = {"stock": 30100, "patched": 32100, "speculating": 34100}
+NAMES = ("stock", "patched", "speculating")
 GRACE_S = 10.0  # of the limit, for writing what is done
 GRAPHS = ["1", "2", "4", "8", "16", "32"]
 CELLS = "single,concurrency,depth,prefill,intrusion"
@@ -110,7 +110,8 @@ class Stage:
         self.harness = load_harness(arguments.harness)
         self.servers: dict[str, ServerProcess] = {}
         self.gave_up = False
-        self.reports = {name: arguments.out / f"patch_reports_{name}" for name in PORTS}
+        self.ports = dict(zip(NAMES, arguments.ports, strict=True))
+        self.reports = {name: arguments.out / f"patch_reports_{name}" for name in NAMES}
 
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
@@ -133,9 +134,9 @@ class Stage:
         self.reports[name].mkdir(parents=True, exist_ok=True)
         if patched:
             environment["DSV4_SM120_FORCE"] = self.arguments.mode
-        words = [sys.executable, "-m", "sglang.launch_server", "--port", str(PORTS[name])]
+        words = [sys.executable, "-m", "sglang.launch_server", "--port", str(self.ports[name])]
         command = "exec " + " ".join([*words, *flags({**arguments, **(extra or {})})])
-        url = f"http://127.0.0.1:{PORTS[name]}"
+        url = f"http://127.0.0.1:{self.ports[name]}"
         server = ServerProcess(name, command, url, self.arguments.out / f"{name}.log", environment)
         self.servers[name] = server
         server.start()
@@ -155,6 +156,7 @@ class Stage:
             "--title",
             f"Stock against patched ({self.arguments.mode}), {self.arguments.variant}, validation mode",
         ]
+        words += ["--commit", self.arguments.commit] if self.arguments.commit else []
         for letter, name in (("a", "stock"), ("b", "patched")):
             words += [f"--{letter}-label", name, f"--{letter}-url", self.servers[name].url]
             words += [f"--{letter}-pid", str(self.servers[name].process.pid)]
@@ -250,6 +252,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "serving")
     parser.add_argument("--models", type=Path, default=Path("/tmp/models_serving"))
     parser.add_argument("--variant", default="flash6h", help="flash6h for the gates; flash43e64 for true step times")
+    parser.add_argument("--ports", type=int, nargs=len(NAMES), default=[30100, 32100, 34100], help="far apart")
+    parser.add_argument("--commit", help="of the patch, where this is a copy without git")
     parser.add_argument("--mode", default="ops", choices=("ops", "seams"))
     parser.add_argument("--matrix", default="quick")
     parser.add_argument("--rounds", type=int, default=3)

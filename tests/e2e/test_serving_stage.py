@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +59,14 @@ server.http.serve_forever()
 """
 
 
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
 @pytest.fixture
 def stage(sglang_path, tmp_path):  # noqa: F811
     """stage(*options, **faults) -> (CompletedProcess, the folder it left)."""
@@ -71,7 +81,7 @@ def stage(sglang_path, tmp_path):  # noqa: F811
     def run(*options: str, **faults: str):
         command = [sys.executable, str(HERE / "serving_stage.py"), "--harness", str(tmp_path / "tools")]
         command += ["--patch", str(tmp_path / "build"), "--out", str(tmp_path / "out"), "--models", str(tmp_path / "m")]
-        command += ["--matrix", "smoke", "--rounds", "1", *options]
+        command += ["--matrix", "smoke", "--rounds", "1", "--ports", *map(str, free_ports(3)), *options]
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("DSV4_", "E2E_"))}
         environment = {**kept, **{f"FAKE_FAULT_{key}": value for key, value in faults.items()}, "PYTHONPATH": path}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
@@ -81,9 +91,10 @@ def stage(sglang_path, tmp_path):  # noqa: F811
 
 
 def test_both_servers_are_compared_and_pass_the_gates(stage):
-    done, out = stage()
+    done, out = stage("--commit", "abc123")
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((out / "result.json").read_text())
+    assert result["machine"]["commit"] == "abc123" and "python" in result["versions"]
     (variant,) = result["variants"]
     assert variant["refused"] == [] and variant["incomplete"] == []
     assert {entry["cell"]["kind"] for entry in variant["cells"]} == {

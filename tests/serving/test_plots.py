@@ -61,6 +61,7 @@ def result(**variant) -> dict:
         "changes": ["patch"],
         "notes": ["random <weights>"],
         "generator": "g",
+        "versions": {"torch": "2"},
         "variants": [{"name": "v", "sides": sides, "cells": cells, "refused": [], "incomplete": [], **variant}],
     }
 
