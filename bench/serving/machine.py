@@ -12,6 +12,7 @@ import shutil
 import statistics
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 GPU_FIELDS = (
@@ -37,8 +38,11 @@ def output_of(command: list[str], timeout_s: float = 30.0) -> str | None:
 
 def rows_of(fields: str) -> list[dict[str, str]]:
     text = output_of(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
-    names = fields.split(",")
-    return [dict(zip(names, map(str.strip, line.split(",")), strict=False)) for line in (text or "").splitlines()]
+    return [row_of(fields, line) for line in (text or "").splitlines()]
+
+
+def row_of(fields: str, line: str) -> dict[str, str]:
+    return dict(zip(fields.split(","), map(str.strip, line.split(",")), strict=False))
 
 
 def processor() -> str:
@@ -77,31 +81,34 @@ def gpu_names(described: dict) -> str:
 
 
 class ClockWatch:
-    """Samples the clocks once in `period_s` in a thread. Samples of idle GPUs are not counted."""
+    """Samples the clocks every `period_s`, from one nvidia-smi that keeps running: starting it each time costs the
+    GPU.
+    """
 
     def __init__(self, period_s: float = 1.0):
         self.period_s, self.samples = period_s, []
 
     @contextlib.contextmanager
-    def watching(self):
-        ended = threading.Event()
-        thread = threading.Thread(target=self._sample, args=(ended,), daemon=True)
+    def watching(self) -> Iterator[ClockWatch]:
+        if shutil.which("nvidia-smi") is None:
+            yield self
+            return
+        command = ["nvidia-smi", f"--query-gpu={CLOCK_FIELDS}", "--format=csv,noheader,nounits"]
+        command += [f"--loop-ms={max(1, round(self.period_s * 1000))}"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        thread = threading.Thread(target=self._read, args=(process,), daemon=True)
         thread.start()
         try:
             yield self
         finally:
-            ended.set()
+            process.terminate()
+            process.wait()
             thread.join()
+            process.stdout.close()
 
-    def _sample(self, ended: threading.Event) -> None:
-        if shutil.which("nvidia-smi") is None:
-            return
-        while not ended.is_set():
-            self.samples += rows_of(CLOCK_FIELDS)
-            ended.wait(self.period_s)
-
-    def summary(self) -> dict | None:
-        return summarise_clocks(self.samples)
+    def _read(self, process: subprocess.Popen) -> None:
+        for line in process.stdout:
+            self.samples.append(row_of(CLOCK_FIELDS, line))
 
 
 def number(text: str) -> float | None:

@@ -47,6 +47,7 @@ FAULTS = {
     "short_answers": "stops at half of the tokens asked for",
     "no_text": "gives token ids only, as with --skip-tokenizer-init",
     "no_tokenizer": "cannot tokenize",
+    "vllm_routes": "tokenizes at /tokenize and knows no /v1/tokenize",
     "no_server_info": "has no /server_info",
     "error_500": "every completion fails",
     "hang": "never answers a completion",
@@ -269,7 +270,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/flush_cache":
             self.engine.cached.clear()
             return self.send_whole("Cache flushed.\n", kind="text/plain")
-        if self.path == "/v1/tokenize":
+        if self.path == ("/tokenize" if "vllm_routes" in self.engine.faults else "/v1/tokenize"):
             if "no_tokenizer" in self.engine.faults:
                 return self.refuse("the server was started with --skip-tokenizer-init")
             ids = self.engine.tokens.ids(body["prompt"])

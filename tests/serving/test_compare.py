@@ -221,6 +221,17 @@ def test_a_server_without_server_info_is_told_as_unknown(run, serve):
     assert "not known: flags and version" in text and "not known: patch status" in text
 
 
+def test_another_engine_is_measured_and_what_it_does_not_tell_stays_unknown(run, serve):
+    faults = "vllm_routes", "no_server_info"
+    code, result, text, _ = run(
+        *urls(serve(*faults, step_s=0.004), serve(*faults, step_s=0.002)),
+        *("--a-backend", "vllm", "--b-backend", "vllm", "--change", "nothing", "--only", "single,depth"),
+    )
+    assert code == compare.COMPARED
+    assert values(result, "depth 512", "B")[0]["stream_tok_s"] > values(result, "depth 512", "A")[0]["stream_tok_s"]
+    assert text.count("cache hits are not known") == 2 and "not reused" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 
 import pytest
 
@@ -118,6 +119,22 @@ def test_the_gpus_as_nvidia_smi_tells_them(monkeypatch, tmp_path):
     found = machine.describe(tmp_path)
     assert machine.gpu_names(found) == "2 x NVIDIA X"
     assert found["gpus"][1]["driver_version"] == "580.1" and found["gpus"][1]["pcie.link.width.max"] == "16"
+
+
+def test_the_clocks_are_watched_while_a_side_is_measured(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/sh\nwhile :; do echo "0, 2400, 14001, 60, 300.5, 95, 0x0000000000000004"; sleep 0.05; done\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    watch = machine.ClockWatch(0.05)
+    with watch.watching():
+        time.sleep(0.3)
+    count = len(watch.samples)
+    assert count >= 2 and machine.summarise_clocks(watch.samples)["sm_mhz"] == 2400
+    time.sleep(0.15)
+    assert len(watch.samples) == count
 
 
 def test_percentiles_by_hand():
