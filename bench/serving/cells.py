@@ -7,7 +7,7 @@ from dataclasses import dataclass
 DEPTHS = (8192, 32768, 65536, 131072, 262144, 524288)
 PREFILL_LENGTHS = (1024, 8192, 32768, 65536, 131072)
 CONCURRENCIES = (1, 4, 8, 16, 32)
-DEPTH_SUFFIX = 64  # tokens after the shared prefix, different in every request
+DEPTH_SUFFIX = 96  # tokens after the shared prefix, different in every request
 KINDS = {
     "single": "one stream, short prompt",
     "concurrent": "several streams, short prompts",

@@ -53,7 +53,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--matrix", default="quick", choices=sorted(cells.MATRICES))
     found.add_argument("--only", metavar="WORDS", help="only cells whose name contains one of these, comma-separated")
     found.add_argument("--prompts", default="text", choices=("text", "random"), help="random: token ids, no tokenizer")
-    found.add_argument("--natural-end", action="store_true", help="short prompts: the model may end its answer")
+    found.add_argument(
+        "--natural-end",
+        action="store_true",
+        help="the model may end its answer (not of streams that a prompt intrudes into)",
+    )
     found.add_argument("--rounds", type=int, default=3)
     found.add_argument("--seed", type=int, default=1)
     found.add_argument("--model", help="the served model's name, checked on both sides")

@@ -105,6 +105,8 @@ class ClockWatch:
             process.wait()
             thread.join()
             process.stdout.close()
+            if not self.samples:  # a short stretch, or a pipe that is not flushed
+                self.samples += rows_of(CLOCK_FIELDS)
 
     def _read(self, process: subprocess.Popen) -> None:
         for line in process.stdout:

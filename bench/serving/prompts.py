@@ -82,16 +82,32 @@ class PromptSource:
         self.kind, self.tokenize = kind, tokenize
 
     def ids(self, length: int, seed: int) -> list[int]:
-        """`length` token ids. Text: a made document, then a request that calls for a long answer."""
+        """A whole prompt of `length` token ids. Text: a made document, then a request that calls for a long answer."""
         if self.kind == "random":
             return random_ids(length, seed)
-        head = list(self.tokenize(BEGIN + USER))
-        tail = list(self.tokenize(f"\n\n{task(seed)}{ASSISTANT}"))
-        room = length - len(head) - len(tail)
-        if room < 0:
-            return (head + tail)[-length:]
-        body = self.document(room, seed)
-        return head + body + tail
+        head = self._head()
+        if length <= len(head):
+            return self.end(length, seed)
+        return head + self.end(length - len(head), seed)
+
+    def beginning(self, length: int, seed: int) -> list[int]:
+        """The first `length` token ids of prompts that share a long document; `end` completes one."""
+        if self.kind == "random":
+            return random_ids(length, seed)
+        head = self._head()
+        return (head + self.document(max(0, length - len(head)), seed))[:length]
+
+    def end(self, length: int, seed: int) -> list[int]:
+        """`length` token ids: running text as far as there is room, then the request."""
+        if self.kind == "random":
+            return random_ids(length, seed)
+        request = list(self.tokenize(f"\n\n{task(seed)}{ASSISTANT}"))
+        if len(request) > length:
+            return request[-length:]
+        return self.document(length - len(request), seed) + request
+
+    def _head(self) -> list[int]:
+        return list(self.tokenize(BEGIN + USER))
 
     def document(self, length: int, seed: int) -> list[int]:
         """`length` token ids of running text, no request in it."""

@@ -221,8 +221,8 @@ class Session:
 
         source = self.prompt_source
         if cell.kind == "depth":
-            prefix = source.document(cell.prompt_tokens, seed("prefix"))
-            rows = [Row(prefix + source.ids(DEPTH_SUFFIX, seed(i)), cell.output_tokens) for i in range(cell.requests)]
+            prefix = source.beginning(cell.prompt_tokens, seed("prefix"))
+            rows = [Row(prefix + source.end(DEPTH_SUFFIX, seed(i)), cell.output_tokens) for i in range(cell.requests)]
             return rows, Row(prefix, 1)
         if cell.kind == "intrusion":
             rows = [Row(source.ids(cell.prompt_tokens, seed(i)), cell.output_tokens) for i in range(cell.streams)]
@@ -230,7 +230,7 @@ class Session:
         return [Row(source.ids(cell.prompt_tokens, seed(i)), cell.output_tokens) for i in range(cell.requests)], None
 
     def ignores_eos(self, cell: Cell) -> bool:
-        return not (self.settings.natural_end and cell.kind in ("single", "concurrent"))
+        return not (self.settings.natural_end and cell.kind in ("single", "concurrent", "depth"))
 
     def _send(self, side: Side, cell: Cell, rows: list[Row], streams: int) -> list[dict]:
         found = self.generator.run(

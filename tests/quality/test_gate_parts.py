@@ -8,7 +8,7 @@ import pytest
 
 from bench.quality import arithmetic, corruption_soak, gates, greedy, logit_oracle, needle, tool_calls
 from bench.serving.endpoint import Endpoint
-from bench.serving.prompts import PromptSource, prose, task
+from bench.serving.prompts import ASSISTANT, BEGIN, USER, PromptSource, prose, task
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,10 @@ def test_prompts_have_the_length_asked_for_and_differ():
             first, second = source.ids(length, 1), source.ids(length, 2)
             assert len(first) == len(second) == length and (first != second or length < 20)
             assert source.ids(length, 1) == first
+            ends = source.end(length, 1), source.end(length, 2)
+            assert len(source.beginning(length, 1)) == len(ends[0]) == length and (ends[0] != ends[1] or length < 20)
+    first = PromptSource("text", str.split).ids(60, 1)
+    assert first[0].startswith(BEGIN + USER) and first[-1].endswith(ASSISTANT) and first.count(first[0]) == 1
     assert prose(50, 1) != prose(50, 2) and task(1) != task(2)
     with pytest.raises(ValueError, match="need a tokenizer"):
         PromptSource("text")
