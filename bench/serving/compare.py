@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--start-timeout", type=float, default=1800.0, metavar="S")
     found.add_argument("--cell-timeout", type=float, default=3600.0, metavar="S")
+    found.add_argument("--limit-s", type=float, metavar="S", help="start no round that would not end by then")
     found.add_argument("--title", default="Serving comparison")
     found.add_argument("--note", action="append", default=[], help="a sentence for the reports; may be repeated")
     found.add_argument("--commit", help="of this checkout, where it is a copy without git")
@@ -181,6 +182,7 @@ def compare(options: argparse.Namespace) -> dict:
                 model=options.model,
                 start_s=options.start_timeout,
                 cell_s=options.cell_timeout,
+                limit_s=options.limit_s,
             )
             result["settings"] = dataclasses.asdict(settings)
             result["variants"].append({})

@@ -41,6 +41,7 @@ class Settings:
     model: str | None = None
     start_s: float = 1800.0
     cell_s: float = 3600.0
+    limit_s: float | None = None
     warmup_up_to_tokens: int = 65536
     clock_period_s: float = 1.0
 
@@ -174,16 +175,27 @@ class Session:
         """A B, B A, A B, ...: a slow drift of the machine hits both alike."""
         return list(self.sides) if round_index % 2 == 0 else list(reversed(self.sides))
 
+    def _rounds(self) -> Iterator[int]:
+        """The rounds; ends the session where the next one, as long as the last, would pass the limit."""
+        begin = last = time.monotonic()
+        for index in range(self.settings.rounds):
+            now = time.monotonic()
+            if index and self.settings.limit_s is not None and 2 * now - last - begin > self.settings.limit_s:
+                done = f"{index} of {self.settings.rounds} rounds"
+                raise SessionEnded(f"{done}: another one would pass the limit of {self.settings.limit_s:g} s")
+            last = now
+            yield index
+
     def _alternate_cells(self) -> None:
         with self._up(list(self.sides)):
             self._prepare(self.sides[0])
-            for round_index in range(self.settings.rounds):
+            for round_index in self._rounds():
                 for cell in self.cells:
                     for side in self._order(round_index):
                         self._measure(side, cell, round_index, first=round_index == 0)
 
     def _alternate_servers(self) -> None:
-        for round_index in range(self.settings.rounds):
+        for round_index in self._rounds():
             for side in self._order(round_index):
                 with self._up([side]):
                     self._prepare(side)

@@ -32,6 +32,7 @@ from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
 
 NAMES = ("stock", "patched", "speculating")
+AFTER_COMPARE_S = 95.0  # for the gates and the third server
 GRACE_S = 10.0  # of the limit, for writing what is done
 GRAPHS = ["1", "2", "4", "8", "16", "32"]
 CELLS = "single,concurrency,depth,prefill,intrusion"
@@ -156,6 +157,7 @@ class Stage:
             "--title",
             f"Stock against patched ({self.arguments.mode}), {self.arguments.variant}, validation mode",
         ]
+        words += ["--limit-s", str(max(30.0, self.left_s() - AFTER_COMPARE_S))]
         words += ["--commit", self.arguments.commit] if self.arguments.commit else []
         for letter, name in (("a", "stock"), ("b", "patched")):
             words += [f"--{letter}-label", name, f"--{letter}-url", self.servers[name].url]

@@ -264,6 +264,14 @@ def test_a_command_that_fails_at_once_shows_the_end_of_its_log(run):
     assert "the server ended (exit code 7); its log ends: no such device" in text
 
 
+def test_rounds_that_would_pass_the_limit_are_not_begun(run, serve):
+    sides = urls(serve(step_s=0.01), serve(step_s=0.01))
+    code, result, text, _ = run(*sides, "--change", "nothing", "--only", "single", "--rounds", "9", "--limit-s", "2")
+    done = len(values(result, "single", "A"))
+    assert code == compare.INCOMPLETE and 1 <= done < 9 and len(values(result, "single", "B")) == done
+    assert f"{done} of 9 rounds: another one would pass the limit of 2 s" in text
+
+
 def test_reports_are_made_again_from_the_result(run, serve, tmp_path, monkeypatch):
     code, result, text, page = run(*urls(serve(), serve()), "--change", "nothing", "--only", "single")
     for name in ("report.md", "report.html"):
