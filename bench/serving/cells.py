@@ -71,7 +71,7 @@ def prefill(lengths: tuple[int, ...] = PREFILL_LENGTHS, requests: int = 3) -> li
 
 
 def intrusion(
-    streams: int = 8, long_tokens: int = 65536, output: int = 2048, delay_s: float = 2.0, prompt: int = 512
+    streams: int = 8, long_tokens: int = 65536, output: int = 4096, delay_s: float = 2.0, prompt: int = 512
 ) -> list[Cell]:
     name = f"intrusion {label(long_tokens)} into {streams}"
     return [Cell(name, "intrusion", prompt, output, streams, streams + 1, long_tokens, delay_s)]
@@ -93,7 +93,7 @@ def quick() -> list[Cell]:
         *concurrent((1, 8, 32), output=128),
         *depth((8192, 32768), output=64, requests=2),
         *prefill((1024, 8192, 32768), requests=2),
-        *intrusion(long_tokens=16384, output=768, delay_s=0.5),
+        *intrusion(long_tokens=16384, output=1024, delay_s=0.5),
     ]
 
 
@@ -104,7 +104,7 @@ def smoke() -> list[Cell]:
         *concurrent((2, 4), 64, 16),
         *depth((512,), 16, 2),
         *prefill((256,), 2),
-        *intrusion(2, 512, 48, 0.1, 32),
+        *intrusion(2, 512, 96, 0.05, 32),
     ]
 
 

@@ -15,6 +15,7 @@ from bench.serving.cells import Cell
 
 PERCENTILES = (50, 90, 99)
 MIN_ROUNDS = 3
+MIN_EFFECT = 0.01  # a smaller difference is no news, however steady
 REUSED_MIN_PROMPT_CACHED = 0.9  # a depth cell counts as reused when this share of the prompt came from the cache
 UNIQUE_MAX_CACHED = 0.02  # of a unique prompt: it may share its first tokens with another,
 COMMON_START_TOKENS = 16  # which is this many at most
@@ -188,7 +189,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Change:
-    """B against A. `better` and `worse` only when the two ranges do not touch; fewer than MIN_ROUNDS say nothing."""
+    """B against A. `better` and `worse` only when the ranges do not touch and the medians differ by MIN_EFFECT."""
 
     ratio: float
     verdict: str
@@ -200,4 +201,6 @@ class Change:
             return cls(ratio, "too few rounds")
         if a.low <= b.high and b.low <= a.high:
             return cls(ratio, "within noise")
+        if abs(ratio - 1) < MIN_EFFECT:
+            return cls(ratio, f"within {MIN_EFFECT:.0%}")
         return cls(ratio, "better" if (b.median > a.median) == metric.higher_is_better else "worse")

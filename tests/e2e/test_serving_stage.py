@@ -81,7 +81,17 @@ def stage(sglang_path, tmp_path):  # noqa: F811
     def run(*options: str, **faults: str):
         command = [sys.executable, str(HERE / "serving_stage.py"), "--harness", str(tmp_path / "tools")]
         command += ["--patch", str(tmp_path / "build"), "--out", str(tmp_path / "out"), "--models", str(tmp_path / "m")]
-        command += ["--matrix", "smoke", "--rounds", "1", "--ports", *map(str, free_ports(3)), *options]
+        command += [
+            "--matrix",
+            "smoke",
+            "--cells",
+            "single,concurrency 2,depth,prefill,intrusion",
+            "--rounds",
+            "1",
+            "--ports",
+            *map(str, free_ports(3)),
+            *options,
+        ]
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("DSV4_", "E2E_"))}
         environment = {**kept, **{f"FAKE_FAULT_{key}": value for key, value in faults.items()}, "PYTHONPATH": path}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)

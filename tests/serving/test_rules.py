@@ -153,6 +153,7 @@ def test_percentiles_by_hand():
         (LOWER, [1, 2, 3], [4, 5, 6], "worse"),
         (LOWER, [4, 5, 6], [1, 2, 3], "better"),
         (FASTER, [1, 2, 4], [4, 5, 6], "within noise"),
+        (FASTER, [100, 100.1, 100.2], [100.5, 100.6, 100.7], "within 1%"),
         (FASTER, [1, 2], [4, 5], "too few rounds"),
         (FASTER, [1, 2, 3], [9], "too few rounds"),
     ],
