@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import socket
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -141,12 +142,28 @@ class Endpoint:
                 data = line[5:].strip()
                 if data == b"[DONE]":
                     return
-                yield json.loads(data)
+                try:
+                    found = json.loads(data)
+                except ValueError as error:
+                    raise ServerGone(f"POST {self.url}{path}: an event is no JSON: {data[:80]!r}") from error
+                yield found
             raise ServerGone(f"POST {self.url}{path}: the stream ended without [DONE]")
 
     def text_of(self, path: str) -> str:
         with self._answer(path, None, 10.0) as response:
             return response.read().decode(errors="replace")
+
+    def is_local(self) -> bool:
+        """Whether the server's address is one of this machine's: only then do its clocks and devices say anything."""
+        try:
+            addresses = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)
+        except OSError:
+            return False
+        for family, kind, protocol, _, address in addresses:
+            with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
+                probe.bind(address)
+                return True
+        return False
 
     def is_ready(self) -> bool:
         """/health is 503 while SGLang still warms up; /v1/models is asked where there is no /health."""
@@ -222,8 +239,12 @@ class Endpoint:
 
     def chat(self, body: dict) -> dict:
         """The message of a non-streamed chat completion."""
-        choice = self.post("/v1/chat/completions", {"temperature": 0.0, **body, "stream": False})["choices"][0]
-        return choice["message"] | {"finish_reason": choice.get("finish_reason")}
+        found = self.post("/v1/chat/completions", {"temperature": 0.0, **body, "stream": False})
+        try:
+            choice = found["choices"][0]
+            return choice["message"] | {"finish_reason": choice.get("finish_reason")}
+        except (KeyError, IndexError, TypeError) as error:
+            raise ServerGone(f"{self.url}: an answer without a message: {str(found)[:120]}") from error
 
     def chat_stream(self, body: dict) -> dict:
         """The message of a streamed chat completion, its pieces joined as a client must join them."""

@@ -58,6 +58,7 @@ class Identity:
     name: str
     url: str
     command: str | None = None
+    host: str = "this host"
     version: str | None = None
     model: str | None = None
     flags: dict = field(default_factory=dict)
@@ -105,6 +106,9 @@ def identify(
 ) -> Identity:
     """Ask the server what it is. What cannot be known is listed in `unknown`, and never counts as equal in silence."""
     found = Identity(name, endpoint.url, command, environment=environment, patch=patch_states(report))
+    if not endpoint.is_local():
+        found.host = endpoint.host
+        found.unknown.append("devices, clocks, topology (the server is on another host; what is told is this one's)")
     served = endpoint.models()
     if model:
         endpoint.check_model(model)
@@ -147,6 +151,8 @@ def reasons_to_refuse(a: Identity, b: Identity, changes: Iterable[str]) -> list[
         else:
             found.append(text)
 
+    if a.host != b.host:
+        note(set(), f"A and B are not on one host: A {a.host}, B {b.host}")
     if a.version != b.version:
         note({"version"}, f"SGLang differs: A {a.version}, B {b.version} (--change version)")
     if a.model != b.model:

@@ -10,6 +10,7 @@ import pytest
 
 from bench.serving import cells, identity, machine, measures, report
 from bench.serving.cells import Cell
+from bench.serving.endpoint import Endpoint
 from bench.serving.identity import Identity
 from bench.serving.measures import Change, Metric, Spread
 
@@ -48,6 +49,16 @@ def test_equal_sides_pass_as_an_a_a_run_and_fail_as_a_comparison():
         "the intended change patch is not there: A and B are the same in it"
     ]
     assert identity.reasons_to_refuse(side(patch=None), side(patch=None), ["patch"]) == []  # told as unknown instead
+
+
+def test_two_hosts_are_never_compared():
+    (reason,) = identity.reasons_to_refuse(side(), side(host="10.0.0.2"), ["nothing"])
+    assert "not on one host" in reason
+
+
+def test_which_addresses_are_local():
+    assert Endpoint("http://127.0.0.1:1").is_local() and Endpoint("localhost:1").is_local()
+    assert not Endpoint("http://192.0.2.1:1").is_local() and not Endpoint("http://no.such.host.invalid:1").is_local()
 
 
 def test_an_environment_that_is_known_of_one_side_only_is_no_proof_of_a_difference():
