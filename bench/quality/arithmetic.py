@@ -114,6 +114,7 @@ def run_lm_eval(options: argparse.Namespace, endpoint: Endpoint) -> Verdict:
         raise ValueError("arithmetic: --lm-eval needs lm-evaluation-harness in this Python (pip install lm-eval[api])")
     folder = (options.out or Path("quality")) / "lm_eval"
     model = f"model={endpoint.models()[0]},base_url={endpoint.url}/v1/completions,num_concurrent={options.concurrency}"
+    model += ",tokenizer_backend=None,tokenized_requests=False"  # the server tokenizes; no tokenizer is fetched
     command = [
         sys.executable,
         "-m",

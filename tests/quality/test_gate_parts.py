@@ -120,6 +120,29 @@ def test_gsm8k_from_a_file_and_what_can_be_wrong_with_it(serve, tmp_path, capsys
     assert "pip install lm-eval" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("score", "code", "verdict"), [(0.95, 0, "PASS"), (0.2, 0, "FAIL"), (0, 3, "INCOMPLETE")])
+def test_lm_eval_is_handed_the_work(score, code, verdict, serve, tmp_path, monkeypatch):
+    """A stand-in for lm-evaluation-harness: what it is called with, and what is made of its result."""
+    package = tmp_path / "path/lm_eval"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(
+        "import json, pathlib, sys\n"
+        "folder = pathlib.Path(sys.argv[sys.argv.index('--output_path') + 1]) / 'model'\n"
+        "folder.mkdir(parents=True)\n"
+        f"found = {{'results': {{'gsm8k': {{'exact_match,flexible-extract': {score}}}}}, 'argv': sys.argv}}\n"
+        "(folder / 'results_1.json').write_text(json.dumps(found))\n"
+        f"sys.exit({code})\n"
+    )
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    url = serve().url
+    gates.main(["arithmetic", "--url", url, "--lm-eval", "--limit", "9", "--out", str(tmp_path)])
+    assert json.loads((tmp_path / "arithmetic.json").read_text())["verdict"] == verdict
+    words = json.loads(next((tmp_path / "lm_eval").rglob("results_1.json")).read_text())["argv"]
+    assert f"base_url={url}/v1/completions" in words[words.index("--model_args") + 1] and words[-1] == "9"
+
+
 def test_a_needle_stands_where_it_is_said():
     for depth in needle.DEPTHS:
         prompt, number = needle.question(3000, depth, 1)
