@@ -26,6 +26,8 @@ WATCHED_ENVIRONMENT = (
     "OMP_",
     "PYTHONPATH",
 )
+# what a server makes up at every start
+NOT_WATCHED = ("SGLANG_RUN_ID",)
 STOP_S = 30.0
 
 
@@ -34,7 +36,7 @@ class ServerDied(Exception):
 
 
 def is_watched(name: str) -> bool:
-    return name.startswith(WATCHED_ENVIRONMENT)
+    return name.startswith(WATCHED_ENVIRONMENT) and name not in NOT_WATCHED
 
 
 def watched_environment(pid: int) -> dict[str, str]:
