@@ -12,7 +12,6 @@ import deepseek_v4_sm120
 from deepseek_v4_sm120.console import BAD_INPUT, CommandError
 from deepseek_v4_sm120.patching.spec import PatchError
 
-
 COMMANDS = {  # name -> (what it does, module with add_arguments(parser) and run(arguments) -> exit status)
     "doctor": ("what in this machine, container or running server costs speed or breaks", "doctor.command"),
     "plan": ("what fits these cards, with which flags, and how fast it can be at best", "plan.command"),
@@ -105,7 +104,8 @@ def status_text(found: dict) -> str:
     lines += ["", report.table(rows), "", report.table(_setting_rows(found))]
     if found["profile"]:
         profile = found["profile"]
-        told = profile["problem"] or (profile["warnings"] or [", ".join(f"{k}: {v}" for k, v in profile["winners"].items())])[0]
+        winners = ", ".join(f"{operator}: {winner}" for operator, winner in profile["winners"].items())
+        told = profile["problem"] or (profile["warnings"] or [winners])[0]
         lines += ["", f"profile           {told}"]
     if found["unknown_choices"]:
         lines += ["", found["unknown_choices"]]
@@ -120,10 +120,10 @@ def status_text(found: dict) -> str:
 
 def _setting_rows(found: dict) -> list[tuple[str, ...]]:
     rows = [("setting", "state", "value", "reason")]
-    for row in found["table_settings"]:
+    for row in [row for row in found["table_settings"] if row["state"] != "NOT APPLICABLE"]:
         value = " ".join(row["applied"]) or row["would_set"]
         rows.append((row["setting"], row["state"], value if len(value) < 61 else value[:57] + "...", row["reason"]))
-    return rows
+    return rows if len(rows) > 1 else [("settings", "none for this SGLang", "", "")]
 
 
 def _build_text(build: dict) -> str:

@@ -1,4 +1,4 @@
-"""Everything that the checks look at, read once. Tests hand in another root, another environment and their own commands."""
+"""Everything that the checks look at, read once. Tests hand in another root, other variables and their own commands."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _driver(facts: Facts) -> Iterator[Finding]:
             "driver",
             f"{driver}; our module is built with CUDA {cuda}",
             f"the kernels do not load below driver {oldest[0]}",
-            f"install driver {oldest[0]} or newer, or rebuild with CUDA 12.9: python3 csrc/build_artifact.py --nvcc ...",
+            f"install driver {oldest[0]} or newer, or rebuild with CUDA 12.9 (build_artifact.py --nvcc)",
         )
         return
     archs = {str(a).removeprefix("sm_").rstrip("af") for a in build.get("archs") or ()}
@@ -95,7 +95,7 @@ def _links(facts: Facts) -> Iterator[Finding]:
             continue
         under_load = loaded.get(str(gpu.index))
         if under_load is None:
-            generation, width, when = gpu.link_generation[1], gpu.link_width[0], "width at rest, generation as announced"
+            generation, width, when = generation_max, gpu.link_width[0], "width at rest, generation as announced"
         else:
             (generation, width), when = under_load, f"under load ({rest})"
         found = f"gen {generation} x{width} {when}; the card can gen {generation_max} x{width_max}"
@@ -104,15 +104,15 @@ def _links(facts: Facts) -> Iterator[Finding]:
             yield warn(
                 name,
                 found,
-                f"{share:.0%} of the link: prefill's all-reduces (8 KB a token, 87 times) take {1 / share:.0f}x as long",
+                f"{share:.0%} of the link: prefill's all-reduces (87 of 8 KB a token) take {1 / share:.0f}x the time",
                 "another slot or riser; BIOS: no x8/x8 bifurcation, link speed Gen 5; disable ASPM",
             )
         elif (generation_max or 0, width_max or 0) < FULL_LINK:
             yield warn(
-                name, found, "half of a gen 5 link or less: published prefill rates are with gen 5 x16", "none, the card"
+                name, found, "half of a gen 5 link or less; published prefill is with gen 5 x16", "none, the card"
             )
         elif under_load is None:
-            yield not_run(name, f"{found}; not tried under load", "run doctor where torch sees the GPUs, without --quick")
+            yield not_run(name, f"{found}; not tried under load", "run it where torch sees the GPUs, not --quick")
         else:
             yield ok(name, found)
 
@@ -151,7 +151,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
             yield warn(
                 name,
                 f"{found}: {free} MiB free beside a running server",
-                "a long prompt's scratch kills a rank hours later; at 0.95 to 0.975 this was seen at 240K to 550K tokens",
+                "a long prompt's scratch kills a rank hours later; seen with 0.95 to 0.975 at 240K to 550K tokens",
                 "lower --mem-fraction-static or --chunked-prefill-size; `plan` computes both",
             )
         elif not serving and gpu.memory_used > IDLE_MEMORY_MIB:

@@ -14,8 +14,8 @@ UNLIMITED = -1
 
 # variable -> (values that matter, what they cost, fix); None: any value
 NCCL_COSTS: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
-    "NCCL_P2P_DISABLE": (("1",), "all-reduces above 2 cards go through host memory", "unset it where peer copies are OK"),
-    "NCCL_SHM_DISABLE": (("1",), "ranks talk over sockets where peers cannot", "unset it and give the container --ipc=host"),
+    "NCCL_P2P_DISABLE": (("1",), "all-reduces above 2 cards go through host memory", "unset it where peers move data"),
+    "NCCL_SHM_DISABLE": (("1",), "ranks talk over sockets where peers cannot", "unset it; docker run --ipc=host"),
     "NCCL_P2P_LEVEL": (("LOC", "NVL", "0", "1"), "peer copies over PCIe are off", "NCCL_P2P_LEVEL=SYS, or unset it"),
     "NCCL_DEBUG": (("TRACE",), "writes a line per operation", "NCCL_DEBUG=WARN"),
     "NCCL_ALGO": (None, "pins an algorithm that is right for one size only", "unset it"),

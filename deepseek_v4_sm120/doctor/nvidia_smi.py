@@ -74,7 +74,8 @@ def _gpu(index: int, node: ElementTree.Element, capability: tuple[int, int] | No
     link = node.find("pci/pci_gpu_link_info")
     power = next((p for p in (node.find("gpu_power_readings"), node.find("power_readings")) if p is not None), None)
     reasons = [r for name in ("clocks_event_reasons", "clocks_throttle_reasons") for r in node.findall(f"{name}/*")]
-    slow = [re.sub(r"^clocks_(event|throttle)_reason_", "", r.tag) for r in reasons if (r.text or "").strip() == "Active"]
+    active = [r.tag for r in reasons if (r.text or "").strip() == "Active"]
+    slow = [re.sub(r"^clocks_(event|throttle)_reason_", "", tag) for tag in active]
     return Gpu(
         index=index,
         name=_text(node, "product_name") or "unknown GPU",

@@ -50,9 +50,11 @@ def links(torch) -> dict[str, list[int]]:
     count = torch.cuda.device_count()
     host = torch.empty(32 << 20, dtype=torch.uint8, pin_memory=True)
     buffers = [torch.empty(32 << 20, dtype=torch.uint8, device=f"cuda:{i}") for i in range(count)]
-    question = subprocess.Popen(["nvidia-smi", "-q", "-x"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    end = time.monotonic() + LOAD_SECONDS
-    while time.monotonic() < end or question.poll() is None:
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    end, question = time.monotonic() + LOAD_SECONDS, None
+    while question is None or question.poll() is None:
+        if question is None and time.monotonic() > end - LOAD_SECONDS / 2:  # the links are awake by then
+            question = subprocess.Popen(["nvidia-smi", "-q", "-x"], stdout=pipe, stderr=nothing, text=True)
         for buffer in buffers:
             buffer.copy_(host, non_blocking=True)
         for i in range(count):

@@ -1,4 +1,4 @@
-"""A running server's own answers: /server_info (or /get_server_info) and /metrics, each setting with its cost and fix."""
+"""A running server's own answers: /server_info (or /get_server_info) and /metrics; each setting with cost and fix."""
 
 from __future__ import annotations
 
@@ -117,11 +117,14 @@ def _all_reduce(a: Answers) -> Iterator[Finding]:
     tp = a.get("tp_size") or 1
     if tp == 2 and a.get("disable_custom_all_reduce"):
         cost = "NCCL: about 10 us more in each of 87 all-reduces of a step"
-        yield warn("all-reduce", "custom all-reduce off", cost, "remove --disable-custom-all-reduce where peers move data")
+        yield warn("all-reduce", "custom all-reduce off", cost, "remove --disable-custom-all-reduce")
     elif tp > 2 and not a.get("disable_custom_all_reduce"):
         fix = "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE=1 (0.5.22 and later); DSV4_SM120_SET=pcie_ipc_all_reduce=on does it"
         if a.version >= (0, 5, 22):
-            found, cost = "NCCL unless the PCIe kernel is switched on; the server does not tell", "21.1 -> 13.6 ms a step at TP8"
+            found, cost = (
+                "NCCL, unless the PCIe kernel is on; the server does not tell",
+                "21.1, not 13.6 ms a step at TP8",
+            )
             yield not_run("all-reduce", f"{found}: {cost}", fix)
         else:
             cost = f"NCCL: custom all-reduce serves 2 PCIe cards only; {tp} pay 21 to 30 us per all-reduce"
@@ -163,11 +166,17 @@ def _memory(a: Answers) -> Iterator[Finding]:
     if isinstance(fraction, int | float) and fraction >= HIGH_FRACTION:
         cost = "0.95 to 0.975 killed a rank at 240K to 550K tokens, hours after the start"
         yield warn("memory fraction", f"{fraction}", cost, "--mem-fraction-static 0.93; `plan` computes what is safe")
-    if isinstance(running, int) and running > 64 and "deepseek-v4-pro" not in str(a.get("model_path")).lower():
+    slots_cost = memory.has_request_states(a.version)
+    if (
+        slots_cost
+        and isinstance(running, int)
+        and running > 64
+        and "deepseek-v4-pro" not in str(a.get("model_path")).lower()
+    ):
         speculative = bool(a.get("speculative_algorithm"))
         taken = memory.c128_state_bytes(models.FLASH, running, speculative)
-        cost = f"C128 states of {running} requests take {taken / 1e9:.1f} GB of every card, used or not (from 0.5.13 on)"
-        yield warn("request slots", f"max_running_requests={running}", cost, "--max-running-requests <your concurrency>")
+        cost = f"C128 states of {running} requests take {taken / 1e9:.1f} GB of every card, used or not"
+        yield warn("request slots", f"max_running_requests={running}", cost, "--max-running-requests <your streams>")
 
 
 def _speculation(a: Answers) -> Iterator[Finding]:

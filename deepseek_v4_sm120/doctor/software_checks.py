@@ -58,7 +58,8 @@ def _build(facts: Facts) -> Iterator[Finding]:
     if build is None:
         yield not_run("compiled module", facts.status_problem or "unknown")
     elif build["problem"]:
-        yield fail("compiled module", build["problem"], "our CUDA operators cannot load", "./build_docker.sh, mount build/")
+        cost = "our CUDA operators cannot load"
+        yield fail("compiled module", build["problem"], cost, "./build_docker.sh; mount build/")
     else:
         yield ok("compiled module", f"{build['version']}, git {build['git_commit']}, CUDA {build['cuda_version']}")
 
@@ -74,11 +75,12 @@ def _versions(facts: Facts) -> Iterator[Finding]:
         if facts.versions.get(name) and facts.versions[name].partition("+")[0] != pin
     ]
     if wrong:
+        pins = " ".join(f"{name}=={pin}" for name, pin in facts.pins.items() if name in facts.versions)
         yield warn(
             "versions",
             ", ".join(wrong),
             "kernels are missing or called with other arguments than they take",
-            "use SGLang's own image, or: pip install " + " ".join(f"{n}=={p}" for n, p in facts.pins.items() if n in facts.versions),
+            f"use SGLang's own image, or: pip install {pins}",
         )
     if sglang == FLASHINFER_WITHOUT_KERNEL:
         yield fail(
@@ -127,10 +129,11 @@ def _patches(facts: Facts) -> Iterator[Finding]:
 
 def _settings(facts: Facts) -> Iterator[Finding]:
     for row in (facts.status or {}).get("table_settings", []):
+        name = f"setting {row['setting']}"
         if row["state"] == "OFF" and row["reason"] == "never run on SM120" and row["would_set"]:
-            yield not_run(f"setting {row['setting']}", f"off: {row['why']}", f"to try it: DSV4_SM120_SET={row['setting']}=on")
+            yield not_run(name, f"off: {row['why']}", f"to try it: DSV4_SM120_SET={row['setting']}=on")
         elif row["state"] == "OFF":
-            yield warn(f"setting {row['setting']}", f"off by {row['reason']}", row["why"], "remove it from DSV4_SM120_SET")
+            yield warn(name, f"off by {row['reason']}", row["why"], "remove it from DSV4_SM120_SET")
     unknown = (facts.status or {}).get("unknown_choices")
     if unknown:
         yield fail("DSV4_SM120_SET", unknown, "the server does not start", "a name of that list")
@@ -142,7 +145,8 @@ def _profile(facts: Facts) -> Iterator[Finding]:
         yield not_run("profile", "none: the shipped defaults hold", "`calibrate` writes one for this machine")
         return
     if found["problem"]:
-        yield fail("profile", found["problem"], "the server does not start", "write it again, or unset DSV4_SM120_PROFILE")
+        fix = "write it again, or unset DSV4_SM120_PROFILE"
+        yield fail("profile", found["problem"], "the server does not start", fix)
         return
     if found["warnings"]:
         yield warn("profile", found["warnings"][0], "it is not used", "`calibrate` on this machine")
@@ -181,12 +185,18 @@ def _processes(facts: Facts) -> Iterator[Finding]:
             yield ok(name, f"applied {', '.join(applied) or 'nothing yet'}")
 
 
+def _top(path: Path) -> Path:
+    """/root/.cache/tvm-ffi -> /root/.cache: one volume for all of a home folder's caches."""
+    return path.parent if path.parent.name.startswith(".") else path
+
+
 def _caches(facts: Facts) -> Iterator[Finding]:
     lost = [c for c in facts.caches if not c.survives]
     empty = [c for c in facts.caches if not c.is_filled]
     cost = "6 layers started in 34 s with compiled kernels and in 355 s without; 43 layers take longer"
     if lost:
-        mounts = " ".join(f"-v dsv4-{c.path.name.lstrip('.')}:{c.path}" for c in lost)
+        folders = sorted({_top(c.path) for c in lost})
+        mounts = " ".join(f"-v dsv4-{folder.name.lstrip('.')}:{folder}" for folder in folders)
         where = ", ".join(str(c.path) for c in lost)
         yield warn("kernel caches", f"in the container itself, lost with it: {where}", cost, f"docker run {mounts}")
     elif empty:

@@ -92,9 +92,7 @@ def read(path: str | Path) -> dict:
     except ValueError as error:
         raise ProfileError(f"profile {path} is not JSON ({error}); write it again with `calibrate`") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ProfileError(
-            f"profile {path} is not one of ours, or of another release; write it again with `calibrate`"
-        )
+        raise ProfileError(f"profile {path} is not one of ours, or of another release; write it again with `calibrate`")
     operators, identity = found.get("operators"), found.get("identity")
     is_complete = isinstance(identity, dict) and isinstance(operators, dict)
     if not is_complete or not all(isinstance(o, dict) and isinstance(o.get("winner"), str) for o in operators.values()):

@@ -1,4 +1,4 @@
-"""`python3 -m deepseek_v4_sm120 plan`: does the model fit these cards, with which flags, and how fast can it be at best.
+"""`python3 -m deepseek_v4_sm120 plan`: does the model fit these cards, with which flags, how fast at best.
 
 models.py    the shapes of the two models, or those of a config.json
 memory.py    bytes: weights of a rank, pools as SGLang sizes them, scratch

@@ -17,7 +17,7 @@ DEFAULT_MEMORY_GB = 96
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="flash", help="flash, pro, or the folder of a checkpoint (default: flash)")
-    parser.add_argument("--experts", choices=(models.FP4, models.FP8), help="format of the experts (default: the model's)")
+    parser.add_argument("--experts", choices=(models.FP4, models.FP8), help="format of the experts")
     parser.add_argument("--gpus", type=int, help="cards of one machine (default: those found, else 2)")
     parser.add_argument("--memory", type=float, help="GB of a card as sold (default: as found, else 96)")
     parser.add_argument("--context", type=int, default=393_216, help="longest request in tokens (default: 393216)")
@@ -99,7 +99,8 @@ def show(plan: Plan) -> None:
     if not plan.fits:
         print(f"\n{why_not(plan)}")
         return
-    print(f"\nIt fits: {plan.tokens:,} tokens of KV cache, {plan.tokens // r.context} request(s) of full length at once.")
+    at_once = plan.tokens // r.context
+    print(f"\nIt fits: {plan.tokens:,} tokens of KV cache, {at_once} request(s) of full length at once.")
     rows = [(f.name, f.value, f.reason) for f in (*plan.flags, *plan.environment)]
     console.print_table("Flags and variables", ("flag", "value", "why"), rows)
     header = ("streams", "ceiling, tok/s", "step, ms", "with NCCL", "best published", "by")
@@ -115,7 +116,8 @@ def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     total = r.memory_mib * (1 << 20)
     rows = [("weights", plan.weights, "the checkpoint's shapes, wo_a in bf16 as SGLang holds it on SM120")]
     rows += [("C128 states", plan.states, f"{r.concurrency} request slots")] if plan.states else []
-    rows += [("sliding-window pool", plan.window, f"{r.concurrency} request slots, chunk {plan.chunk}")] if plan.window else []
+    pool = ("sliding-window pool", plan.window, f"{r.concurrency} request slots, chunk {plan.chunk}")
+    rows += [pool] if plan.window else []
     static = plan.fraction * total
     rows.append(("KV cache", max(0.0, static - plan.weights - plan.states - plan.window), f"{plan.tokens:,} tokens"))
     rows += [(x.what, x.bytes, x.basis) for x in plan.reserves]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.console import CommandError
@@ -131,7 +132,8 @@ def _flags(plan: Plan) -> None:
     add(Flag("--tp-size", str(r.gpus), f"{plan.weights / 1e9:.1f} GB of weights a card"))
     add(Flag("--trust-remote-code", "", "the checkpoint's own configuration"))
     add(Flag("--context-length", str(r.context), "every captured width and the indexer's scratch follow it"))
-    slots = "C128 states and the sliding-window pool are held per slot" if r.version >= (0, 5, 23) else "states per slot"
+    pool = " and the sliding-window pool" if memory.has_fixed_window(r.version) else ""
+    slots = f"C128 states{pool} are held per slot"
     add(Flag("--max-running-requests", str(r.concurrency), f"{slots}; SGLang's default is 256"))
     graphs = "--cuda-graph-max-bs" if r.version < (0, 5, 14) else "--cuda-graph-max-bs-decode"
     add(Flag(graphs, str(r.concurrency), "no graphs for batches that cannot come"))
@@ -168,15 +170,15 @@ def _interleaving(plan: Plan) -> None:
     r, n = plan.request, plan.interval
     if n == 0:
         return
-    reason = f"{n} decode steps after each chunk: decode keeps about {DECODE_SHARE:.0%} of the time beside a long prompt"
+    reason = f"{n} decode steps after each chunk: decode keeps about {DECODE_SHARE:.0%} of the time"
     if r.version >= (0, 5, 20):
         plan.flags.append(Flag("--prefill-decode-interval", str(n), reason))
     elif r.version == (0, 5, 17):
         plan.environment.append(Flag("DSV4_SM120_SET", f"prefill_decode_interval_0_5_17={n}", reason))
     else:
         plan.notes.append(
-            f"SGLang {r.sglang} has no way to let streams decode between the chunks of a long prompt: they stop until it "
-            "is read. 0.5.20 and later have one"
+            f"SGLang {r.sglang} has no way to let streams decode between the chunks of a long prompt: they stop until "
+            "it is read. 0.5.20 and later have one"
         )
 
 
@@ -185,7 +187,7 @@ def _notes(plan: Plan) -> None:
     if r.sglang not in REVIEWED:
         plan.notes.append(f"nobody has read SGLang {r.sglang} for this; sizes are those of the next older release read")
     if r.version < (0, 5, 13) and "index_select" not in OPS:
-        plan.notes.append("0.5.12 has no indexer that runs on SM120, and this release brings none: it cannot serve there")
+        plan.notes.append("0.5.12 has no indexer for SM120, and this release brings none: it cannot serve")
     if r.gpus > 2 and r.version >= (0, 5, 22):
         plan.notes.append(
             "above 2 cards all-reduce is NCCL; where `doctor` finds that peers move data, try "
@@ -195,8 +197,8 @@ def _notes(plan: Plan) -> None:
     if plan.fits and per_request < r.concurrency:
         each = plan.tokens // r.concurrency
         plan.notes.append(
-            f"{plan.tokens:,} tokens hold {per_request} request(s) of {r.context:,} at once; {r.concurrency} streams may "
-            f"have {each:,} each, beyond that requests wait"
+            f"{plan.tokens:,} tokens hold {per_request} request(s) of {r.context:,} at once; {r.concurrency} streams "
+            f"may have {each:,} each, beyond that requests wait"
         )
 
 
@@ -210,7 +212,8 @@ def server_arguments(plan: Plan) -> list[str]:
 
 def launch_line(plan: Plan, host: str = "0.0.0.0", port: int = 30000) -> str:
     """For a machine with SGLang installed."""
-    env = " ".join(f"{flag.name}={shlex.quote(flag.value)}" for flag in plan.environment)
+    here = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    env = " ".join(f"{flag.name}={shlex.quote(here.get(flag.name, flag.value))}" for flag in plan.environment)
     words = ["python3", "-m", "sglang.launch_server", "--host", host, "--port", str(port), *server_arguments(plan)]
     return f"{env} {shlex.join(words)}"
 

@@ -1,7 +1,7 @@
 """The least time of a decode step: every byte once at the card's bandwidth, all-reduces beside it. Never a promise.
 
-RTX PRO 6000: 1.79 TB/s, PCIe 5.0 x16. Latencies of an all-reduce are assumptions (a public one-shot kernel on PCIe cards;
-NCCL). Published figures are other people's, on their cards, with their prompts.
+RTX PRO 6000: 1.79 TB/s, PCIe 5.0 x16. Latencies of an all-reduce are assumptions (a public one-shot kernel on PCIe
+cards; NCCL). Published figures are other people's, on their cards, with their prompts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def step_bytes(m: Model, tp: int, batch: int, context: int, *, wo_a_bf16: bool) 
         entries += {0: 0, 4: min(m.index_topk, context // 4), 128: context // 128}[ratio]
         total += layers * batch * entries * memory.KV_TOKEN_BYTES
         if ratio == 4:
-            total += layers * batch * (context // 4 * memory.INDEX_BYTES["fp8"] + 8 * 4 * (m.head_dim + m.index_dim) * 4)
+            keys = context // 4 * memory.INDEX_BYTES["fp8"]
+            total += layers * batch * (keys + 8 * 4 * (m.head_dim + m.index_dim) * 4)
         if ratio == 128:
             total += layers * batch * 128 * 2 * m.head_dim * 4 / 128
     return total

@@ -1,4 +1,4 @@
-"""`serve`: the planned server as a child of this process. Its log goes through unchanged; stages are named beside it."""
+"""`serve`: the planned server as a child of this process. Its log goes through unchanged, stages are named."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=30000, help="port to listen on (default: 30000)")
     parser.add_argument("--profile", help="file that `calibrate` wrote")
     parser.add_argument("--dry-run", action="store_true", help="print the command and stop")
-    parser.add_argument("extra", nargs=argparse.REMAINDER, help="after --: arguments for sglang.launch_server, which win")
+    parser.add_argument(
+        "extra", nargs=argparse.REMAINDER, help="after --: arguments for sglang.launch_server; they win"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
