@@ -219,6 +219,29 @@ def _flashmla():
 
 
 def _torch():
-    from deepseek_v4_sm120.reference.sparse_decode import sparse_decode_online
+    """Plain float32 torch: gather, dequantise, two matrix products."""
+    import torch
 
-    return lambda inputs: sparse_decode_online(**inputs.arguments())[0]
+    from deepseek_v4_sm120.reference import kv_pages
+    from deepseek_v4_sm120.reference.sparse_decode import valid_candidates
+
+    def gathered(pages, indices, lengths):
+        slots = pages.shape[0] * pages.shape[1]
+        valid = valid_candidates(indices, slots, lengths)
+        chosen = indices[:, 0, :].clamp(0, slots - 1)
+        keys = kv_pages.read_rows(pages, chosen.flatten(), torch.float32).view(*chosen.shape, -1)
+        return keys.masked_fill(~valid[..., None], 0.0), valid
+
+    def call(inputs):
+        parts = [gathered(inputs.kv_pages, inputs.indices, inputs.topk_length)]
+        if inputs.extra_kv_pages is not None:
+            parts.append(gathered(inputs.extra_kv_pages, inputs.extra_indices, inputs.extra_topk_length))
+        keys, valid = (torch.cat(both, dim=1) for both in zip(*parts, strict=True))
+        scale = inputs.q.shape[-1] ** -0.5 if inputs.softmax_scale is None else inputs.softmax_scale
+        scores = torch.einsum("rhd,rkd->rhk", inputs.q[:, 0].float(), keys) * scale
+        scores = scores.masked_fill(~valid[:, None], float("-inf"))
+        sink = inputs.attn_sink[None, :, None].expand(scores.shape[0], -1, 1)
+        weights = torch.cat([scores, sink], dim=2).softmax(dim=2)[..., :-1]
+        return torch.einsum("rhk,rkd->rhd", weights, keys)[:, None].to(inputs.q.dtype)
+
+    return call

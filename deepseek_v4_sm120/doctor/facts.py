@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 from deepseek_v4_sm120.doctor import nvidia_smi, pci
 
@@ -79,7 +80,7 @@ def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_com
         shm_bytes=_size(root / "dev/shm"),
         is_container=is_container,
         limits={name: resource.getrlimit(getattr(resource, name))[0] for name in ("RLIMIT_MEMLOCK", "RLIMIT_NOFILE")},
-        sitecustomize=[str(p) for p in sitecustomize_files(sys.path)],
+        sitecustomize=[str(p) for p in sitecustomize_files(sys.path, sys.modules.get("sitecustomize"))],
         package=str(Path(__file__).resolve().parent.parent.parent),
         is_isolated=bool(sys.flags.isolated or sys.flags.no_site or sys.flags.ignore_environment),
         caches=[_cache(root, environ, home, variable, is_container) for variable in CACHES],
@@ -92,9 +93,10 @@ def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_com
     return found
 
 
-def sitecustomize_files(path: list[str]) -> list[Path]:
-    """Every sitecustomize.py on the path, in the order in which Python finds them; the first one runs."""
-    files = [Path(folder or ".", "sitecustomize.py") for folder in path]
+def sitecustomize_files(path: list[str], ran: ModuleType | None) -> list[Path]:
+    """Every sitecustomize.py on the path, first the one that ran (`python -m` adds the current folder only later)."""
+    first = [Path(ran.__file__)] if ran is not None and getattr(ran, "__file__", None) else []
+    files = first + [Path(folder, "sitecustomize.py") for folder in path if folder and Path(folder) != Path.cwd()]
     return list(dict.fromkeys(file.resolve() for file in files if file.is_file()))
 
 

@@ -84,7 +84,7 @@ def _get(url: str) -> str | None:
 def checks(answers: Answers) -> Iterator[Finding]:
     """Every setting that is known to be slow or dangerous on SM120, then what the metrics say."""
     name = f"SGLang {answers.get('version')}, {answers.get('model_path')}, TP{answers.get('tp_size')}"
-    if "deepseek" not in str(answers.get("model_path", "")).lower() and answers.get("attention_backend") != "dsv4":
+    if "deepseek" not in str(answers.get("model_path")).lower() and answers.get("attention_backend") != "dsv4":
         yield warn("server", name, "these checks are for DeepSeek-V4; nothing is known of this model", "")
     else:
         yield ok("server", name)
