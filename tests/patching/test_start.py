@@ -1,19 +1,22 @@
-"""SGLang 0.5.12, which has no SM120 branch: argument resolution and imports of the real wheel, with faked GPUs.
+"""Argument resolution and imports of SGLang's real wheels, on two faked SM120 cards, with our folder on PYTHONPATH.
 
-What this cannot see: kernels. The indexer of 0.5.12 has none for SM120 (its TileLang and torch variants both refuse the
-lengths that they are given), so that release serves only with an operator of ours in that place.
+0.5.12 has no SM120 branch and must get through with our settings. What this cannot see: kernels. The indexer of 0.5.12
+has none for SM120 (its TileLang and torch variants both refuse the lengths that they are given), so that release
+serves only with an operator of ours in that place.
 """
 
+import functools
 import json
 import subprocess
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
-REQUIREMENTS = HERE.parent / "requirements-sglang-0.5.12.txt"
+REQUIREMENTS = HERE.parent / "requirements-sglang.txt"
 CONFIG = json.loads((HERE.parent / "data/flash_config.json").read_text())
 
 RESOLVE = """
@@ -26,8 +29,14 @@ RESOLVE = """
     engine = patching.active_engine()
     arguments = ServerArgs(model_path=MODEL, tp_size=2, skip_tokenizer_init=True, **MORE)
     names = ("attention_backend", "moe_runner_backend", "page_size", "chunked_prefill_size", "max_running_requests")
+    resolved = arguments
+    if hasattr(arguments, "resolve_once"):  # 0.5.20 and later
+        from sglang.srt.arg_groups.overrides import resolved_view
+        arguments.resolve_once()
+        resolved = resolved_view(arguments)
+        names += ("prefill_decode_interval",)
     print(json.dumps({
-        "arguments": {name: getattr(arguments, name) for name in names},
+        "arguments": {name: getattr(resolved, name) for name in names},
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "_DSV4"))},
         "states": {c.setting: [c.state, c.reason] for c in engine.steering.choices} if engine else {},
     }))
@@ -56,12 +65,24 @@ WORKER = """
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory, sglang_wheel, wheel_cache):
-    """The unpacked wheel, the packages that it needs, a model folder with nothing but the released configuration."""
-    wheel = tmp_path_factory.mktemp("sglang")
-    with zipfile.ZipFile(sglang_wheel("0.5.12")) as archive:
-        archive.extractall(wheel, [m for m in archive.namelist() if not m.startswith("sglang/multimodal_gen/")])
-    packages = wheel_cache.parent / f"sglang-0.5.12-{sys.version_info.minor}-{abs(hash_of(REQUIREMENTS))}"
+def unpacked(tmp_path_factory, sglang_wheel):
+    """unpacked(version) -> folder of that wheel"""
+
+    @functools.cache
+    def unpack(version):
+        folder = tmp_path_factory.mktemp("sglang")
+        with zipfile.ZipFile(sglang_wheel(version)) as archive:
+            archive.extractall(folder, [m for m in archive.namelist() if not m.startswith("sglang/multimodal_gen/")])
+        return folder
+
+    return unpack
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, wheel_cache):
+    """The packages that the wheels need, and a model folder with nothing but the released configuration."""
+    digest = zlib.crc32(REQUIREMENTS.read_bytes())
+    packages = wheel_cache.parent / f"sglang-packages-{sys.version_info.minor}-{digest:08x}"
     if not (packages / "complete").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
         done = subprocess.run([*command, "--target", packages, "-r", REQUIREMENTS], capture_output=True, text=True)
@@ -69,19 +90,13 @@ def places(tmp_path_factory, sglang_wheel, wheel_cache):
         (packages / "complete").touch()
     model = tmp_path_factory.mktemp("model")
     (model / "config.json").write_text(json.dumps(CONFIG))
-    return {"WHEEL": str(wheel), "PACKAGES": str(packages), "MODEL": str(model), "MACHINE": str(HERE)}
-
-
-def hash_of(path: Path) -> int:
-    import zlib
-
-    return zlib.crc32(path.read_bytes())
+    return {"PACKAGES": str(packages), "MODEL": str(model), "MACHINE": str(HERE)}
 
 
 @pytest.fixture
-def run(python, places):
-    def run(code, more="{}", **environment):
-        for name, value in places.items():
+def run(python, places, unpacked):
+    def run(code, more="{}", version="0.5.12", **environment):
+        for name, value in {**places, "WHEEL": str(unpacked(version))}.items():
             code = code.replace(name, repr(value))
         return python.json(code.replace("MORE", more), env={"HF_HUB_OFFLINE": "1", **environment})
 
@@ -128,3 +143,22 @@ def test_a_worker_imports_with_the_parents_decision(run):
     assert (found["deep_gemm"], found["wo_a"], found["topk_v2"], found["marlin"]) == (False, False, False, True)
     assert found["records"]["sparse_decode"] in ("READY", "APPLIED")
     assert found["records"]["marlin_on_sm120"] == "APPLIED"
+
+
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.17", "0.5.20", "0.5.23"])
+def test_later_releases_resolve_with_our_settings(run, version):
+    found = run(RESOLVE, version=version)
+    assert found["arguments"]["attention_backend"] == "dsv4"
+    assert found["arguments"].get("prefill_decode_interval", 8) == 8
+    assert not [name for name, (state, _) in found["states"].items() if state == "USER'S OWN"]
+    on = {name for name, (state, _) in found["states"].items() if state == "ON"}
+    assert on == ({"prefill_decode_interval"} if version in ("0.5.20", "0.5.23") else set())
+
+
+def test_in_0_5_23_the_user_decides_and_a_forced_variable_reaches_the_children(run):
+    found = run(RESOLVE, more="{'prefill_decode_interval': 0}", version="0.5.23", DSV4_SM120_SET="topk_v2=on")
+    assert found["arguments"]["prefill_decode_interval"] == 0
+    assert found["states"]["prefill_decode_interval"] == ["USER'S OWN", "kept prefill_decode_interval=0"]
+    assert found["environment"]["SGLANG_OPT_USE_TOPK_V2"] == "False"  # SGLang has the last word in the parent
+    handover = json.loads(found["environment"]["_DSV4_SM120_CHILD_ENVIRONMENT"])
+    assert handover == {"SGLANG_OPT_USE_TOPK_V2": "1"}
