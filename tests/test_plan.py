@@ -58,7 +58,7 @@ def test_the_fewest_bytes_of_a_step():
 def test_two_cards_hold_the_fp4_checkpoint_and_not_the_fp8_one(capsys):
     plan = launch.make(request())
     assert plan.fits and plan.fraction <= memory.MOST_FRACTION
-    assert plan.fraction * MEMORY * (1 << 20) > plan.weights + plan.states + plan.window
+    assert plan.fraction * MEMORY * (1 << 20) > plan.weights + plan.states
     assert not launch.make(request(model=models.find("flash", "fp8"))).fits
     assert launch.make(request(model=models.find("flash", "fp8"), gpus=4)).fits
     assert not launch.make(request(model=models.PRO, gpus=8)).fits
@@ -81,6 +81,12 @@ def test_flags_that_this_version_knows(version):
     assert ("DSV4_SM120_SET" in environment) == (version == "0.5.17")
     assert found["--max-running-requests"] == "8" and all(flag.reason for flag in plan.flags)
     assert found["--chunked-prefill-size"] in ("4096", "2048", "1024")
+
+
+def test_many_short_streams_need_window_slots():
+    plan = launch.make(request(context=1024, concurrency=200, sglang="0.5.12"))
+    assert not plan.fits and plan.tokens > 1024
+    assert "sliding-window slots for 200 streams" in command.why_not(plan)
 
 
 def test_one_stream_needs_no_fairness():

@@ -77,7 +77,6 @@ def as_dict(plan: Plan) -> dict:
         "tokens": plan.tokens,
         "weights_bytes": plan.weights,
         "states_bytes": plan.states,
-        "window_bytes": plan.window,
         "reserves": [asdict(x) for x in plan.reserves],
         "flags": [asdict(f) for f in plan.flags],
         "environment": [asdict(f) for f in plan.environment],
@@ -116,10 +115,8 @@ def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     total = r.memory_mib * (1 << 20)
     rows = [("weights", plan.weights, "the checkpoint's shapes, wo_a in bf16 as SGLang holds it on SM120")]
     rows += [("C128 states", plan.states, f"{r.concurrency} request slots")] if plan.states else []
-    pool = ("sliding-window pool", plan.window, f"{r.concurrency} request slots, chunk {plan.chunk}")
-    rows += [pool] if plan.window else []
     static = plan.fraction * total
-    rows.append(("KV cache", max(0.0, static - plan.weights - plan.states - plan.window), f"{plan.tokens:,} tokens"))
+    rows.append(("KV cache", max(0.0, static - plan.weights - plan.states), f"{plan.tokens:,} tokens"))
     rows += [(x.what, x.bytes, x.basis) for x in plan.reserves]
     return [(what, f"{size / 1e9:7.2f}", source) for what, size, source in rows] + [
         ("card", f"{total / 1e9:7.2f}", f"{plan.fraction:.2f} of it static")
@@ -145,6 +142,9 @@ def why_not(plan: Plan) -> str:
     card = r.memory_mib * (1 << 20) / 1e9
     if plan.weights > plan.fraction * card * 1e9:
         reason = f"{plan.weights / 1e9:.1f} GB of weights on a card of {card:.1f} GB"
+    elif plan.tokens >= r.context:
+        slots = int(launch.memory.SWA_RATIO * plan.tokens)
+        reason = f"{slots:,} sliding-window slots for {r.concurrency} streams, which need {plan.window_tokens:,}"
     else:
         reason = f"room for {plan.tokens:,} tokens, one request needs {r.context:,}"
     remedies = launch.remedies(r)

@@ -57,7 +57,6 @@ class Plan:
     weights: float
     reserves: list[memory.Reserve]
     states: float
-    window: float
     tokens: int
     flags: list[Flag] = field(default_factory=list)
     environment: list[Flag] = field(default_factory=list)
@@ -65,8 +64,13 @@ class Plan:
     interval: int = 0
 
     @property
+    def window_tokens(self) -> int:
+        """Sliding-window slots that must be there at once: two chunks in flight, the window and two pages a request."""
+        return 2 * self.chunk + self.request.concurrency * (self.request.model.window + 2 * memory.PAGE_TOKENS)
+
+    @property
     def fits(self) -> bool:
-        return self.tokens >= self.request.context
+        return self.tokens >= self.request.context and memory.SWA_RATIO * self.tokens >= self.window_tokens
 
 
 def check(request: Request) -> None:
@@ -109,10 +113,9 @@ def _sized(request: Request, chunk: int) -> Plan:
     weights = memory.weight_bytes(m, tp, mtp=speculative, wo_a_bf16="wo_a" not in OPS)
     requests = request.concurrency
     states = memory.c128_state_bytes(m, requests, speculative) if memory.has_request_states(version) else 0.0
-    window = memory.fixed_window_bytes(m, version, requests, chunk, request.drafts)
-    room = max(0.0, fraction * total - weights - states - window)
+    room = max(0.0, fraction * total - weights - states)
     tokens = int(room / memory.token_bytes(m, version, speculative)) // memory.PAGE_TOKENS * memory.PAGE_TOKENS
-    return Plan(request, chunk, round(fraction, 2), weights, reserves, states, window, tokens)
+    return Plan(request, chunk, round(fraction, 2), weights, reserves, states, tokens)
 
 
 def _interval(request: Request, chunk: int) -> int:
@@ -132,8 +135,9 @@ def _flags(plan: Plan) -> None:
     add(Flag("--tp-size", str(r.gpus), f"{plan.weights / 1e9:.1f} GB of weights a card"))
     add(Flag("--trust-remote-code", "", "the checkpoint's own configuration"))
     add(Flag("--context-length", str(r.context), "every captured width and the indexer's scratch follow it"))
-    pool = " and the sliding-window pool" if memory.has_fixed_window(r.version) else ""
-    slots = f"C128 states{pool} are held per slot"
+    slots = (
+        "C128 states are held per slot" if memory.has_request_states(r.version) else "the streams that were asked for"
+    )
     add(Flag("--max-running-requests", str(r.concurrency), f"{slots}; SGLang's default is 256"))
     graphs = "--cuda-graph-max-bs" if r.version < (0, 5, 14) else "--cuda-graph-max-bs-decode"
     add(Flag(graphs, str(r.concurrency), "no graphs for batches that cannot come"))

@@ -102,34 +102,15 @@ def swa_token_bytes(m: Model, version: Version, speculative: bool) -> float:
 
 
 def token_bytes(m: Model, version: Version, speculative: bool) -> float:
-    """SGLang's bytes per token of capacity, apart from what a fixed sliding-window pool takes."""
+    """SGLang's bytes per token of capacity: compressed entries, index keys, and 0.1 sliding-window slots."""
     compressed = m.layers_c4 * (KV_TOKEN_BYTES + INDEX_BYTES["fp8"]) / 4 + m.layers_c128 * KV_TOKEN_BYTES / 128
-    window = 0.0 if has_fixed_window(version) else SWA_RATIO * swa_token_bytes(m, version, speculative)
-    return (compressed + window) * _draft_share(m, speculative)
-
-
-def _draft_share(m: Model, speculative: bool) -> float:
-    return (m.layers + 1) / m.layers if speculative else 1.0
+    window = SWA_RATIO * swa_token_bytes(m, version, speculative)
+    return (compressed + window) * ((m.layers + 1) / m.layers if speculative else 1.0)
 
 
 def has_request_states(version: Version) -> bool:
     """Before 0.5.17 (read: 0.5.14) the C128 states follow the sliding-window pool, not the number of requests."""
     return version >= (0, 5, 17)
-
-
-def has_fixed_window(version: Version) -> bool:
-    """From 0.5.23 on the sliding-window pool follows --max-running-requests, not the capacity."""
-    return version >= (0, 5, 23)
-
-
-def fixed_window_bytes(m: Model, version: Version, requests: int, chunk: int, drafts: int) -> float:
-    """That pool: the window, a page of slack, evictions 128 steps apart, two chunks in flight, and 4 reusable prefix
-    ends per request."""
-    if not has_fixed_window(version):
-        return 0.0
-    per_request = m.window + 128 * max(1, drafts) + PAGE_TOKENS + (2 * PAGE_TOKENS if drafts else PAGE_TOKENS)
-    slots = requests * per_request + 2 * chunk + PAGE_TOKENS + 4 * requests * (m.window + PAGE_TOKENS)
-    return slots * swa_token_bytes(m, version, drafts > 0) * _draft_share(m, drafts > 0)
 
 
 # ---- scratch: what is outside of SGLang's static fraction

@@ -1,5 +1,6 @@
 """doctor's machine checks over faked nvidia-smi answers, /sys, /proc and environments."""
 
+import json
 import struct
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from deepseek_v4_sm120.doctor import facts, gpu_checks, host_checks, nvidia_smi, pci, software_checks
 from deepseek_v4_sm120.doctor.command import examine, show
 from deepseek_v4_sm120.doctor.finding import FAIL, NOT_RUN, OK, WARN
+from deepseek_v4_sm120.patching import profile
 
 H200 = (Path(__file__).resolve().parents[1] / "data/nvidia_smi_h200.xml").read_text()  # a driver's true answer
 BUILD = {"problem": None, "version": "0.1.0", "git_commit": "c0ffee", "cuda_version": "13.0", "archs": ["120a", "90a"]}
@@ -248,6 +250,16 @@ def test_patches_settings_processes_and_the_build(tmp_path):
         checks
     ).items()
     assert finding(checks, "setting topk_v2").fix == "to try it: DSV4_SM120_SET=topk_v2=on"
+
+
+def test_a_provider_that_is_wrong_on_this_card_is_named(tmp_path):
+    measured = {"winner": "ours", "wrong": {"triton": "C4: relative error 0.3, allowed 0.08"}}
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"format": 1, "identity": {}, "operators": {"sparse_decode": measured}}))
+    found = gathered(tmp_path)
+    found.status["profile"] = profile.consult(str(file), None).describe()
+    named = finding(software_checks.checks(found), "profile")
+    assert named.state == FAIL and "sparse_decode/triton is wrong on this card: C4" in named.found
 
 
 def test_caches_that_a_container_loses(tmp_path):
