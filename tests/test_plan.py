@@ -43,6 +43,12 @@ def test_pools_are_those_of_sglangs_configurator():
     assert memory.c128_state_bytes(models.FLASH, 256, False) == pytest.approx(rows * 1024 * 4 * 20, rel=0.005)
 
 
+def test_the_bytes_of_a_token_are_the_kernels():
+    from deepseek_v4_sm120.reference import kv_pages
+
+    assert kv_pages.TOKEN_BYTES == memory.KV_TOKEN_BYTES
+
+
 def test_the_index_logits_of_a_chunk():
     assert memory.index_logits_bytes(8192, 131_072) == 1 << 30
     assert memory.chunk_for(1 << 20, 2 << 30) == 2048

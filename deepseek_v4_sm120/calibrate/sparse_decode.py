@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 from deepseek_v4_sm120.calibrate.provider import OURS, STOCK, Provider, is_installed, unpatched
+from deepseek_v4_sm120.plan.memory import KV_TOKEN_BYTES
+from deepseek_v4_sm120.plan.models import FLASH
 
 # SGLang's SM120 function, newest home first (sglang_patches.py has the versions)
 STOCK_MODULES = ("sglang.kernels.ops.attention.flash_mla_sm120", "sglang.srt.layers.attention.flash_mla_sm120")
@@ -34,20 +36,21 @@ class Case:
 
     @property
     def bytes_per_call(self) -> int:
-        return self.rows * (128 + self.length) * 608 + 2 * self.rows * self.heads * 1024
+        candidates = self.rows * (FLASH.window + self.length)
+        return candidates * KV_TOKEN_BYTES + 2 * self.rows * self.heads * FLASH.head_dim * 2
 
 
 def cases(*, tp: int, context: int, concurrency: int, quick: bool) -> list[Case]:
     """What a decode step of this plan calls."""
-    heads = 64 // tp
-    c4 = min(512, context // 4)
+    heads = FLASH.heads // tp
+    c4 = min(FLASH.index_topk, context // 4)
     c128 = max(1, context // 128)
     width = math.ceil(c128 / 64) * 64
     rows = sorted({1, concurrency} if quick else {1, concurrency, 2 * concurrency, 64})
     found = []
     for count in rows:
         found.append(Case("window", count, heads))
-        found.append(Case("C4", count, heads, 64, c4, 512))
+        found.append(Case("C4", count, heads, 64, c4, FLASH.index_topk))
         found.append(Case(f"C128 at {context // 1024}K", count, heads, 2, c128, width))
     return found
 
@@ -63,9 +66,9 @@ def providers() -> tuple[Provider, ...]:
     return (
         Provider(OURS, _our_problem, _ours),
         Provider(STOCK, _stock_problem, _stock),
-        Provider("triton", _triton_problem, _triton, lambda case: case.rows * (128 + case.length) <= 16 * 640),
+        Provider("triton", _triton_problem, _triton, lambda case: case.rows * (FLASH.window + case.length) <= 16 * 640),
         Provider("flashmla", _flashmla_problem, _flashmla, lambda case: case.heads == 64),
-        Provider("torch", lambda: None, _torch, lambda case: case.rows * (128 + case.length) <= 8 * 640),
+        Provider("torch", lambda: None, _torch, lambda case: case.rows * (FLASH.window + case.length) <= 8 * 640),
     )
 
 
@@ -77,7 +80,7 @@ def correctness_inputs(case: Case) -> list:
     from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
 
     rows = min(case.rows, 8)
-    window = CacheShape(SWA_PAGE, 128, lengths=(128, 5, 77), masked=0.02)
+    window = CacheShape(SWA_PAGE, FLASH.window, lengths=(FLASH.window, 5, 77), masked=0.02)
     extra = None
     if case.page_size:
         lengths = (case.length, max(1, case.length // 3), 1)
@@ -117,10 +120,12 @@ class TimingInputs:
             shape = (count, case.rows, 1, width)
             return torch.randint(0, slots, shape, generator=self.generator, device="cuda", dtype=torch.int32)
 
-        q = torch.randn((count, case.rows, 1, case.heads, 512), generator=self.generator, device="cuda").bfloat16()
+        q = torch.randn(
+            (count, case.rows, 1, case.heads, FLASH.head_dim), generator=self.generator, device="cuda"
+        ).bfloat16()
         swa = self.pool(SWA_PAGE)
-        indices = random(swa.shape[0] * SWA_PAGE, 128)
-        lengths = torch.full((case.rows,), 128, dtype=torch.int32, device="cuda")
+        indices = random(swa.shape[0] * SWA_PAGE, FLASH.window)
+        lengths = torch.full((case.rows,), FLASH.window, dtype=torch.int32, device="cuda")
         sink = torch.randn((case.heads,), generator=self.generator, device="cuda")
         found = [Inputs(q[i], swa, indices[i], lengths, sink) for i in range(count)]
         if case.page_size:

@@ -39,7 +39,7 @@ class Steering:
         self.known = tuple(row.name for row in rows)
         self.choices = [self._decide(row, row.name in self.rows, settings) for row in rows]
         self.is_child = False
-        self.user_environment: frozenset[str] = frozenset()
+        self._ours: set[str] = set()  # variables that we set; all others that are set are the user's
 
     def _decide(self, row: Setting, is_in_range: bool, settings: Settings) -> Choice:
         asked = settings.choices.get(row.name)
@@ -71,11 +71,10 @@ class Steering:
         return next((c.value or 0 for c in self.choices if c.setting == name and c.state == ON), 0)
 
     def start(self, environ: MutableMapping[str, str]) -> None:
-        """Before the host's first line: in a child take over the parent's decision, else note what the user set."""
+        """Before the host's first line: a child takes over the parent's decision."""
         self.is_child = HANDOVER in environ
         if self.is_child:
             environ.update(json.loads(environ[HANDOVER]))
-        self.user_environment = frozenset(environ)
 
     def apply(self, environ: MutableMapping[str, str], argument: Callable, set_argument: Callable) -> list[Choice]:
         """Put the values in place. `argument(name)` reads a server argument, `set_argument(name, value)` writes it."""
@@ -95,10 +94,11 @@ class Steering:
     def _apply_row(self, row, choice, environ, handover, argument, set_argument) -> None:
         applied, kept = [], []
         for name, value in row.environment.items():
-            if name in self.user_environment:
+            if name in environ and name not in self._ours:
                 kept.append(f"{name}={environ.get(name)}")
                 continue
             environ[name] = handover[name] = value
+            self._ours.add(name)
             applied.append(f"{name}={value}")
         for name, value in row.arguments.items():
             wanted = choice.value if value == VALUE else value

@@ -14,9 +14,8 @@ from deepseek_v4_sm120.plan.models import FP4, Model
 
 GIB = 1 << 30
 PAGE_TOKENS = 256
-KV_TOKEN_BYTES = 584
-SWA_PAGE_BYTES = 149_760
-INDEX_BYTES = {"fp8": 132, "fp4": 68}
+KV_TOKEN_BYTES = 584  # csrc/kv_page_layout.h; here because a plan needs no compiled module (a test compares)
+INDEX_KEY_BYTES = 132  # FP8, with its fp32 scale
 SWA_RATIO = 0.1  # SGLang's for this model
 STATE_BYTES = 4  # fp32
 MOST_FRACTION = 0.93  # above it ranks were lost hours after the start
@@ -103,7 +102,7 @@ def swa_token_bytes(m: Model, version: Version, speculative: bool) -> float:
 
 def token_bytes(m: Model, version: Version, speculative: bool) -> float:
     """SGLang's bytes per token of capacity: compressed entries, index keys, and 0.1 sliding-window slots."""
-    compressed = m.layers_c4 * (KV_TOKEN_BYTES + INDEX_BYTES["fp8"]) / 4 + m.layers_c128 * KV_TOKEN_BYTES / 128
+    compressed = m.layers_c4 * (KV_TOKEN_BYTES + INDEX_KEY_BYTES) / 4 + m.layers_c128 * KV_TOKEN_BYTES / 128
     window = SWA_RATIO * swa_token_bytes(m, version, speculative)
     return (compressed + window) * ((m.layers + 1) / m.layers if speculative else 1.0)
 

@@ -46,7 +46,7 @@ def step_bytes(m: Model, tp: int, batch: int, context: int, *, wo_a_bf16: bool) 
         entries += {0: 0, 4: min(m.index_topk, context // 4), 128: context // 128}[ratio]
         total += layers * batch * entries * memory.KV_TOKEN_BYTES
         if ratio == 4:
-            keys = context // 4 * memory.INDEX_BYTES["fp8"]
+            keys = context // 4 * memory.INDEX_KEY_BYTES
             total += layers * batch * (keys + 8 * 4 * (m.head_dim + m.index_dim) * 4)
         if ratio == 128:
             total += layers * batch * 128 * 2 * m.head_dim * 4 / 128

@@ -42,6 +42,13 @@ def test_the_users_own_wins():
     assert environ == {"STOCK_A": "1"} and arguments == {"steps": 0}
 
 
+def test_what_a_script_sets_after_its_imports_is_the_users_too():
+    environ = {}
+    made = steering(environ)
+    environ["STOCK_A"] = "1"
+    assert apply(made, environ, {"steps": None})["safe"] == USER and environ["STOCK_A"] == "1"
+
+
 def test_choices_turn_on_off_and_change_the_number():
     environ, arguments = {}, {"steps": None}
     states = apply(steering(environ, safe="off", risky="on", count="3"), environ, arguments)
