@@ -82,8 +82,9 @@ class Measurement:
             now, written = time.perf_counter(), chunk["meta_info"]["completion_tokens"]
             self.times[index] += [now] * (written - seen)
             seen = written
-            if self.first is not None and sum(t > self.first for t in self.times[index]) >= STREAM_TOKENS_AFTER:
-                return
+
+    def are_done(self):
+        return all(sum(t > self.first for t in times) >= STREAM_TOKENS_AFTER for times in self.times)
 
     async def run(self):
         streams = [asyncio.ensure_future(self.stream(i)) for i in range(len(self.prompts))]
@@ -92,7 +93,10 @@ class Measurement:
         arrival = time.perf_counter()
         async for _ in await self.generate(self.long_prompt, 1):
             self.first = self.first or time.perf_counter()
-        await asyncio.wait(streams, timeout=60)
+        while not self.are_done() and not all(one.done() for one in streams):
+            await asyncio.sleep(0.01)
+        self.engine.tokenizer_manager.abort_request(abort_all=True)
+        await asyncio.wait(streams, timeout=30)  # an aborted request ends its stream, with or without an exception
         for one in streams:
             one.cancel()
         return figures(self.times, arrival, self.first)

@@ -41,6 +41,7 @@ class Engine:
         self.chunk, self.loop, self.queues, self.left, self.task = chunk, asyncio.new_event_loop(), {}, 0, None
         interval = os.environ.get("DSV4_SM120_SET", "=0").rpartition("=")[2]
         self.interval = int(interval) if patch else 0
+        self.tokenizer_manager = self
         if os.environ.get("FAKE_CRASH"):
             raise SystemExit("the fake engine does not start")
     async def scheduler(self):
@@ -66,9 +67,14 @@ class Engine:
             self.queues[input_ids[0]] = queue
         async def chunks():
             for n in range(1, sampling_params["max_new_tokens"] + 1):
-                await queue.get()
+                if await queue.get() is None:
+                    return
                 yield {"meta_info": {"completion_tokens": n}}
         return chunks()
+    def abort_request(self, abort_all):
+        for queue in self.queues.values():
+            queue.put_nowait(None)
+        self.queues = {}
     def shutdown(self):
         pass
 """
