@@ -9,6 +9,7 @@ import pytest
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.calibrate import OPERATORS, command, sparse_decode, worker
 from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
+from deepseek_v4_sm120.console import CommandError
 from deepseek_v4_sm120.patching import profile
 
 SHAPES = {"tp": 2, "context": 131_072, "concurrency": 8, "quick": True}
@@ -103,6 +104,12 @@ def test_a_crash_is_a_result(tmp_path, monkeypatch):
     found = fake_worker(tmp_path, monkeypatch, json.dumps({"case": "C4", "error": None, "allowed": 0.003}))
     assert found["wrong"] == "C4: relative error not finite, allowed 0.003"
     assert fake_worker(tmp_path, monkeypatch, json.dumps({"problem": "not here"})) == {"problem": "not here"}
+
+
+def test_a_module_that_does_not_load_writes_no_verdict(monkeypatch):
+    monkeypatch.setattr(command, "run_worker", lambda *words: {"problem": "no compiled module"})
+    with pytest.raises(CommandError, match="sparse_decode cannot run here: no compiled module"):
+        command.calibrate("sparse_decode", SHAPES, command.console.Progress(5))
 
 
 def test_the_worker_itself_tells_that_there_is_no_gpu():

@@ -89,6 +89,8 @@ def calibrate(name: str, shapes: dict, progress: console.Progress) -> dict:
         started = time.monotonic()
         results[provider.name] = run_worker(name, provider.name, shapes)
         progress.step(f"{name}: {provider.name}, {time.monotonic() - started:.0f} s")
+        if provider.name == OURS and "problem" in results[OURS]:  # nothing to compare, and no reason to rule us out
+            raise CommandError(f"{name} cannot run here: {results[OURS]['problem']}")
     return decide(results)
 
 

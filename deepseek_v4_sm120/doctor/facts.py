@@ -112,6 +112,8 @@ def _nvcc(environ: Mapping[str, str]) -> str | None:
 
 def _cache(root: Path, environ: Mapping[str, str], home: Path, variable: str, is_container: bool) -> Cache:
     path = Path(environ[variable]) if environ.get(variable) else home / CACHES[variable]
+    if variable == "FLASHINFER_WORKSPACE_BASE" and environ.get(variable):
+        path = path / CACHES[variable]  # the variable names the folder that stands for the home folder
     inside = root / str(path).lstrip("/")
     is_filled = inside.is_dir() and any(inside.iterdir())
     return Cache(variable, path, is_filled, not is_container or _is_mounted(root, path))
