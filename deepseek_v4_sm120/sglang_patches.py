@@ -123,6 +123,7 @@ UNPADDED_HEADS = Patch(
         ),
     ),
     needs=(EXTENSION,),
+    serves="sparse_decode",
     retire="with sparse_decode",
 )
 
@@ -138,6 +139,7 @@ SCHED_META = Patch(
             reviewed={"0.5.12": "75cb7364486c8e5d"},
         ),
     ),
+    serves="sparse_decode",
     retire="with SGLang 0.5.12",
 )
 

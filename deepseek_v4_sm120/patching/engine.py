@@ -83,7 +83,7 @@ class Engine:
             return [Record(patch, None, UNSUPPORTED, reason)]
         if patch.setting and self.steering.state(patch.setting) != ON:
             return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.setting}=on")]
-        if (verdict := self.profile.against(patch.name)) is not None:
+        if (verdict := self.profile.against(patch.serves or patch.name)) is not None:
             return [Record(patch, None, NOT_APPLICABLE, verdict)]
         targets = self._targets(patch)
         if not targets and self._version_is_known():

@@ -46,6 +46,7 @@ class Patch:
 
     needs        what must load before it may be applied, "module:function" each (called without arguments)
     setting      active only while this setting of the table is on
+    serves       the operator without which it makes no sense, where that is not its own name
     modes        in which modes it is active
     retire       when this row should be deleted
     """
@@ -57,6 +58,7 @@ class Patch:
     needs: tuple[str, ...] = ()
     modes: tuple[str, ...] = ("sm120", "seams")
     setting: str | None = None
+    serves: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
