@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ FLASHMLA_MODULES = ("sgl_kernel.flash_mla", "flash_mla")
 # stock rounds Q and P to FP8 by default, a few percent of relative error; beyond this it is broken, not coarse
 LOOSE_ERROR = 0.08
 SWA_PAGE, POOL_BYTES = 256, 768 << 20
+PREFILL_ROWS, CHECKED_PREFILL_ROWS = 2048, 520  # a chunk; as many rows as make the operator take its other kernel
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,13 @@ def cases(*, tp: int, context: int, concurrency: int, quick: bool) -> list[Case]
         found.append(Case("window", count, heads))
         found.append(Case("C4", count, heads, 64, c4, FLASH.index_topk))
         found.append(Case(f"C128 at {context // 1024}K", count, heads, 2, c128, width))
+    if not quick:
+        found.append(Case("C4", PREFILL_ROWS, heads, 64, c4, FLASH.index_topk))
     return found
+
+
+def _is_prefill(case: Case) -> bool:
+    return case.rows == PREFILL_ROWS
 
 
 def max_error(provider: str) -> float:
@@ -65,6 +73,8 @@ def max_error(provider: str) -> float:
 def providers() -> tuple[Provider, ...]:
     return (
         Provider(OURS, _our_problem, _ours),
+        Provider(f"{OURS}, decode kernel", _our_problem, functools.partial(_ours, prefill=False), _is_prefill),
+        Provider(f"{OURS}, prefill kernel", _our_problem, functools.partial(_ours, prefill=True), _is_prefill),
         Provider(STOCK, _stock_problem, _stock),
         Provider("triton", _triton_problem, _triton, lambda case: case.rows * (FLASH.window + case.length) <= 16 * 640),
         Provider("flashmla", _flashmla_problem, _flashmla, lambda case: case.heads == 64),
@@ -79,13 +89,16 @@ def correctness_inputs(case: Case) -> list:
     """A few calls with masked entries, short and zero lengths, NaN in every byte that must not be read."""
     from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
 
-    rows = min(case.rows, 8)
+    rows = CHECKED_PREFILL_ROWS if _is_prefill(case) else min(case.rows, 8)
     window = CacheShape(SWA_PAGE, FLASH.window, lengths=(FLASH.window, 5, 77), masked=0.02)
     extra = None
     if case.page_size:
         lengths = (case.length, max(1, case.length // 3), 1)
         extra = CacheShape(case.page_size, case.width, lengths=lengths, ascending=case.page_size == 2)
-    return [make_inputs(Shape(rows, case.heads, window, extra), seed=seed, device="cuda") for seed in (0, 1)]
+    return [
+        make_inputs(Shape(rows, case.heads, window, extra), seed=seed, device="cuda")
+        for seed in range(1 if _is_prefill(case) else 2)
+    ]
 
 
 class TimingInputs:
@@ -154,10 +167,11 @@ def _our_problem() -> str | None:
     return extension.explain()
 
 
-def _ours():
+def _ours(prefill: bool | None = None):
+    """The operator as it is called, or with one of its two kernels."""
     from deepseek_v4_sm120.ops.sparse_decode import sparse_decode
 
-    return lambda inputs: sparse_decode(**inputs.arguments())
+    return lambda inputs: sparse_decode(**inputs.arguments(), prefill=prefill)
 
 
 def _stock_module() -> str | None:
