@@ -27,6 +27,7 @@ from deepseek_v4_sm120.plan import launch
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent.parent
 READY_TIMEOUT_S = 3600
 STOP_TIMEOUT_S = 30
+LAST_WORDS_S = 5  # to read what the server wrote while it stopped
 POLL_S = 0.5
 # words of SGLang's log -> the stage that begins there
 STAGES = (
@@ -60,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     words, dropped = command_line(plan, arguments.host, arguments.port, extra)
     added = environment(plan, os.environ, arguments.profile)
     for name in dropped:
-        print(f"[serve] yours instead of the plan's: {name}", flush=True)
+        _say(f"[serve] yours instead of the plan's: {name}")
     shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in added.items())
-    print(f"[serve] {shown} {shlex.join(words)}", flush=True)
+    _say(f"[serve] {shown} {shlex.join(words)}")
     if arguments.dry_run:
         return 0
     _check_machine(arguments)
@@ -121,6 +122,15 @@ def _reachable(host: str) -> str:
 
 # ---- the child
 
+_writing = threading.Lock()
+
+
+def _say(text: str) -> None:
+    """A whole line at once: the server's log and our own words come from two threads."""
+    with _writing:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
 
 def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
     """Run the server until it ends or Ctrl-C (or SIGTERM) comes; returns its exit status, 0 after a clean stop."""
@@ -137,17 +147,20 @@ def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
         if is_up:
             _show_status(environ, url)
         code = child.wait()
-        log.join()
-        print(f"[serve] the server ended with status {code}{'' if is_up else ' before it answered'}", flush=True)
+        log.join(LAST_WORDS_S)
+        _say(f"[serve] the server ended with status {code}{'' if is_up else ' before it answered'}")
         return 1 if code else 0
     except KeyboardInterrupt:
-        print("\n[serve] stopping", flush=True)
+        _say("[serve] stopping")
         stop(child)
+        log.join(LAST_WORDS_S)
         return 0
     finally:
         signal.signal(signal.SIGTERM, restore)
         if child.poll() is None:
             stop(child)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # workers that outlived a server that died
 
 
 def _interrupt(*_) -> None:
@@ -161,7 +174,7 @@ def stop(child: subprocess.Popen) -> None:
     try:
         child.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        print(f"[serve] still there after {STOP_TIMEOUT_S} s: killed", flush=True)
+        _say(f"[serve] still there after {STOP_TIMEOUT_S} s: killed")
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -178,12 +191,12 @@ class _Log(threading.Thread):
 
     def run(self) -> None:
         for line in self.child.stdout:
-            sys.stdout.write(line)
+            _say(line.rstrip("\n"))
             self.last.append(line.strip())
             stage = next((name for words, name in STAGES if words.lower() in line.lower()), self.stage)
             if stage != self.stage:
                 self.stage = stage
-                print(f"[serve] {time.monotonic() - self.started:5.0f} s  {stage}", flush=True)
+                _say(f"[serve] {time.monotonic() - self.started:5.0f} s  {stage}")
 
 
 def _wait_until_healthy(child: subprocess.Popen, log: _Log, url: str) -> bool:
@@ -192,11 +205,11 @@ def _wait_until_healthy(child: subprocess.Popen, log: _Log, url: str) -> bool:
     while child.poll() is None and time.monotonic() < end:
         with contextlib.suppress(urllib.error.URLError, OSError):
             if urllib.request.urlopen(f"{url}/health", timeout=5).status == 200:
-                print(f"[serve] {time.monotonic() - log.started:5.0f} s  answers at {url}", flush=True)
+                _say(f"[serve] {time.monotonic() - log.started:5.0f} s  answers at {url}")
                 return True
         if time.monotonic() - told > 30:
             told = time.monotonic()
-            print(f"[serve] {told - log.started:5.0f} s  still {log.stage}", flush=True)
+            _say(f"[serve] {told - log.started:5.0f} s  still {log.stage}")
         time.sleep(POLL_S)
     if child.poll() is None:
         raise CommandError(f"the server does not answer at {url} after {READY_TIMEOUT_S} s ({log.stage})")
@@ -205,4 +218,4 @@ def _wait_until_healthy(child: subprocess.Popen, log: _Log, url: str) -> bool:
 
 def _show_status(environ: Mapping[str, str], url: str) -> None:
     subprocess.run([sys.executable, "-m", "deepseek_v4_sm120", "status"], env=environ, check=False)
-    print(f"[serve] `doctor --url {url}` names what is slow; Ctrl-C stops the server", flush=True)
+    _say(f"[serve] `doctor --url {url}` names what is slow; Ctrl-C stops the server")
