@@ -1,12 +1,23 @@
-"""`python3 -m deepseek_v4_sm120 status|selftest`: what is patched here, and does it compute the right thing."""
+"""`python3 -m deepseek_v4_sm120 status|selftest|doctor|plan|serve|calibrate`. Exit status: 0 fine, 1 something is wrong
+with what was looked at, 2 the command could not do what was asked (one sentence says why)."""
 
 import argparse
+import importlib
 import json
 import os
 import sys
 from pathlib import Path
 
 import deepseek_v4_sm120
+from deepseek_v4_sm120.console import BAD_INPUT, CommandError
+from deepseek_v4_sm120.patching.spec import PatchError
+
+COMMANDS = {  # name -> (what it does, module with add_arguments(parser) and run(arguments) -> exit status)
+    "doctor": ("what in this machine, container or running server costs speed or breaks", "doctor.command"),
+    "plan": ("what fits these cards, with which flags, and how fast it can be at best", "plan.command"),
+    "serve": ("start SGLang as planned, wait until it answers, show what is patched", "serve.command"),
+    "calibrate": ("check and time every implementation on this card, write a profile", "calibrate.command"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,6 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     status_parser = commands.add_parser("status", help="which patches fit the SGLang found here; needs no GPU")
     status_parser.add_argument("--json", action="store_true", help="machine-readable")
     commands.add_parser("selftest", help="every operator against its reference, on this machine", add_help=False)
+    for name, (summary, module) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        importlib.import_module(f"deepseek_v4_sm120.{module}").add_arguments(command)
+    argv = sys.argv[1:] if argv is None else argv
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command == "selftest":
         from deepseek_v4_sm120 import selftest
@@ -22,6 +37,25 @@ def main(argv: list[str] | None = None) -> int:
         return selftest.main(rest)
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
+    try:
+        return _run(arguments)
+    except (CommandError, PatchError) as error:
+        print(f"deepseek_v4_sm120 {arguments.command}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from deepseek_v4_sm120.settings import settings
+
+    try:
+        settings()
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if arguments.command in COMMANDS:
+        return importlib.import_module(f"deepseek_v4_sm120.{COMMANDS[arguments.command][1]}").run(arguments)
     found = status()
     print(json.dumps(found, indent=1) if arguments.json else status_text(found))
     return 1 if any(row["state"] == "BROKEN" for row in found["patches"]) else 0
@@ -38,6 +72,7 @@ def status() -> dict:
     engine = Engine(TABLE, host=patching.HOST, settings=settings())
     engine.survey()
     found = report.as_dict(engine)
+    found["unknown_choices"] = engine.steering.problem()
     found["build"] = extension.describe()
     found["processes"] = processes(settings().report)
     return found
@@ -66,7 +101,14 @@ def status_text(found: dict) -> str:
     rows = [("patch", "state", "target", "reason")]
     for row in found["patches"]:
         rows.append((row["patch"], row["state"], row["target"], _reason(row)))
-    lines += ["", report.table(rows)]
+    lines += ["", report.table(rows), "", report.table(_setting_rows(found))]
+    if found["profile"]:
+        profile = found["profile"]
+        winners = ", ".join(f"{operator}: {winner}" for operator, winner in profile["winners"].items())
+        told = profile["problem"] or (profile["warnings"] or [winners])[0]
+        lines += ["", f"profile           {told}"]
+    if found["unknown_choices"]:
+        lines += ["", found["unknown_choices"]]
     for process in found["processes"]:
         applied = sorted({row["patch"] for row in process["patches"] if row["state"] == "APPLIED"})
         broken = sorted({row["patch"] for row in process["patches"] if row["state"] == "BROKEN"})
@@ -74,6 +116,14 @@ def status_text(found: dict) -> str:
         lines += [f"  BROKEN: {', '.join(broken)}"] if broken else []
         lines += [f"  {line}" for line in process["shadow_summary"]]
     return "\n".join(lines)
+
+
+def _setting_rows(found: dict) -> list[tuple[str, ...]]:
+    rows = [("setting", "state", "value", "reason")]
+    for row in [row for row in found["table_settings"] if row["state"] != "NOT APPLICABLE"]:
+        value = " ".join(row["applied"]) or row["would_set"]
+        rows.append((row["setting"], row["state"], value if len(value) < 61 else value[:57] + "...", row["reason"]))
+    return rows if len(rows) > 1 else [("settings", "none for this SGLang", "", "")]
 
 
 def _build_text(build: dict) -> str:

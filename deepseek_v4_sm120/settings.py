@@ -7,12 +7,14 @@
     DSV4_SM120_SHADOW=ours      the same, but keep our result
     DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out with a warning, the server starts
     DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json
+    DSV4_SM120_SET=<name>=<on, off or a number>[,...]   the table's settings: others than its defaults
+    DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out
 """
 
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _ACCEPTED = {
     "DSV4_SM120": ("on", "off"),
@@ -29,6 +31,8 @@ class Settings:
     shadow: str | None = None  # None, "1" (keep the original's result) or "ours"
     on_broken: str = "raise"  # "raise" or "warn"
     report: str | None = None  # folder of the per-process reports
+    choices: Mapping[str, str] = field(default_factory=dict)  # setting of the table -> "on", "off" or a number
+    profile: str | None = None  # file that `calibrate` wrote
 
     @property
     def mode(self) -> str:
@@ -51,7 +55,20 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         shadow=value("DSV4_SM120_SHADOW"),
         on_broken=value("DSV4_SM120_ON_BROKEN") or "raise",
         report=environ.get("DSV4_SM120_REPORT") or None,
+        choices=read_choices(environ.get("DSV4_SM120_SET", "")),
+        profile=environ.get("DSV4_SM120_PROFILE") or None,
     )
+
+
+def read_choices(text: str) -> dict[str, str]:
+    """DSV4_SM120_SET: {name: "on", "off" or digits}; ValueError for anything else."""
+    choices = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (part.strip() for part in item.partition("="))
+        if not name or not (value in ("on", "off") or value.isdigit()):
+            raise ValueError(f"DSV4_SM120_SET must be <name>=<on, off or a number>, comma-separated; got {item!r}")
+        choices[name] = value
+    return choices
 
 
 @functools.cache

@@ -1,11 +1,13 @@
-"""THE table: every SGLang name that we touch, why, in which versions, and until when. The only file that spells them.
+"""THE table: every SGLang name that we touch, why, in which versions, and until when. The only file that spells them,
+but for its second half, sglang_settings.py: SGLang's own defaults that we change.
 
 Adding an operator: a Patch row here, an adapter in sglang_adapters/, an op in ops/. Reviewing a release: read the
 definitions that tests/patching/test_wheels.py calls UNREVIEWED, then add version and digest to `reviewed`.
 """
 
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
-from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
+from deepseek_v4_sm120.patching.spec import MODES, Patch, StandIn, Table, Target
+from deepseek_v4_sm120.sglang_settings import SETTINGS
 
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
@@ -121,6 +123,7 @@ UNPADDED_HEADS = Patch(
         ),
     ),
     needs=(EXTENSION,),
+    serves="sparse_decode",
     retire="with sparse_decode",
 )
 
@@ -136,7 +139,64 @@ SCHED_META = Patch(
             reviewed={"0.5.12": "75cb7364486c8e5d"},
         ),
     ),
+    serves="sparse_decode",
     retire="with SGLang 0.5.12",
+)
+
+
+ARGUMENT_DEFAULTS = Patch(
+    name="argument_defaults",
+    why="the place where SGLang resolves this model's arguments: sglang_settings.py is applied there",
+    targets=(
+        Target(
+            where="sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults",
+            sglang=">=0.5.12,<0.6",
+            contract=Parameters(("server_args", "model_arch")),
+            replacement="deepseek_v4_sm120.sglang_adapters.argument_defaults:replace_apply_defaults",
+            reviewed={
+                "0.5.12": "e8b556a12df90f80",
+                "0.5.14": "d0293a8acdce312c",
+                "0.5.17": "481b45ec921f171d",
+                "0.5.20": "a3b8837de4056da1",
+                "0.5.23": "e8fcbf998c3ee743",
+            },
+        ),
+    ),
+    modes=MODES,
+    retire="with the last setting",
+)
+
+MARLIN_ON_SM120 = Patch(
+    name="marlin_on_sm120",
+    why="0.5.12's Marlin experts refuse every GPU but SM90; the kernel is compiled on the machine and runs on SM120",
+    targets=(
+        Target(
+            where="sglang.srt.layers.quantization.mxfp4_marlin_moe:is_sm90_supported",
+            sglang=">=0.5.12,<0.5.13",
+            contract=Bound(),
+            replacement="deepseek_v4_sm120.sglang_adapters.argument_defaults:replace_marlin_gate",
+            reviewed={"0.5.12": "4b35d2c5815d32dc"},
+        ),
+    ),
+    modes=("sm120",),
+    retire="with SGLang 0.5.12",
+)
+
+PREFILL_INTERVAL = Patch(
+    name="prefill_interval",
+    why="one long prompt's chunks all run before anybody else's next token; later releases have an argument for it",
+    targets=(
+        Target(
+            where="sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
+            sglang=">=0.5.17,<0.5.18",
+            contract=Parameters(("self", "prefill_delayer_single_pass", "running_batch")),
+            replacement="deepseek_v4_sm120.sglang_adapters.scheduling:replace_new_batch_prefill",
+            reviewed={"0.5.17": "1aa796d9f30f8472"},
+        ),
+    ),
+    modes=MODES,
+    setting="prefill_decode_interval_0_5_17",
+    retire="with SGLang 0.5.17",
 )
 
 
@@ -213,7 +273,11 @@ LEFT_AT_TRUTH = {
 TABLE = Table(
     supported="<0.6",
     preflight="sglang.srt.managers.scheduler",
-    patches=(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, SCHED_META, SM120_SEAMS),
+    patches=(
+        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, SCHED_META),
+        *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
+    ),
+    settings=SETTINGS,
     stand_ins=(
         StandIn(
             name="flash_mla",

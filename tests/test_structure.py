@@ -32,7 +32,7 @@ LAYERS = (
 # files of an operator's layer that belong to none
 SHARED = {
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
-    "deepseek_v4_sm120/sglang_adapters": {"platform_seams"},
+    "deepseek_v4_sm120/sglang_adapters": {"argument_defaults", "platform_seams", "scheduling"},
     "bench": {"common", "kernel_report", "sparse_prefill"},
 }
 # the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each

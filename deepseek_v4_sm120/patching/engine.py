@@ -1,15 +1,17 @@
 """version -> target -> contract -> needs -> setattr -> record. Knows neither the host nor our kernels."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepseek_v4_sm120 import device_gate
-from deepseek_v4_sm120.patching import contract, import_hook, report
+from deepseek_v4_sm120.patching import contract, import_hook, profile, report
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Table, Target
+from deepseek_v4_sm120.patching.steering import ON, Steering
 from deepseek_v4_sm120.settings import Settings
 
 READY = "READY"  # fits; waits for the host to import the module
@@ -56,6 +58,8 @@ class Engine:
         self.version = package_version(host, Sources())
         self.stand_ins = [s for s in table.stand_ins if self._version_is_known() and self._in_range(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
+        self.steering = Steering(table.settings, settings, self._has_setting)
+        self.profile = profile.consult(settings.profile, self.version)
         self.records = [record for patch in table.patches for record in self._select(patch)]
         self._announced = False
         self._warned: set[str] = set()  # each reason is told once
@@ -77,6 +81,10 @@ class Engine:
                 f"the stock code runs. Use a newer release of deepseek_v4_sm120, or an older {self.host}"
             )
             return [Record(patch, None, UNSUPPORTED, reason)]
+        if patch.setting and self.steering.state(patch.setting) != ON:
+            return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.setting}=on")]
+        if (verdict := self.profile.against(patch.serves or patch.name)) is not None:
+            return [Record(patch, None, NOT_APPLICABLE, verdict)]
         targets = self._targets(patch)
         if not targets and self._version_is_known():
             return [Record(patch, None, NOT_APPLICABLE, f"{self.host} {self.version} has no such place")]
@@ -85,14 +93,23 @@ class Engine:
             return [Record(patch, None, UNSUPPORTED, reason)]
         return [Record(patch, t, READY, f"when {self.host} imports it") for t in targets]
 
+    def _has_setting(self, specifiers: str) -> bool:
+        """Settings are for versions that we know: a tree that does not tell its version gets none."""
+        return self._version_is_known() and self._in_range(self.table.supported) and self._in_range(specifiers)
+
     def _version_is_known(self) -> bool:
         return self.version is not None and not self.version.startswith("0.0.0")  # 0.0.0.devN: a checkout without tags
 
     def _in_range(self, specifiers: str) -> bool:
         if not self._version_is_known():
             return True
-        from packaging.specifiers import SpecifierSet  # the host requires it; there may be no host
-
+        try:
+            from packaging.specifiers import SpecifierSet
+        except ImportError as error:
+            raise PatchError(
+                f"deepseek_v4_sm120: {sys.executable} finds {self.host} {self.version} but not the package `packaging`,"
+                f" which {self.host} itself requires; install it with: {sys.executable} -m pip install packaging"
+            ) from error
         return SpecifierSet(specifiers).contains(self.version, prereleases=True)
 
     def _targets(self, patch: Patch) -> list[Target]:
@@ -123,6 +140,7 @@ class Engine:
 
     def start(self) -> None:
         """Hook every chosen target and the preflight."""
+        self.steering.start(os.environ)
         device_gate.on_first_served(self.audit)
         for stand_in in self.stand_ins:
             import_hook.provide(stand_in.name, _package_file(stand_in.package), self._condition(stand_in))
@@ -141,13 +159,13 @@ class Engine:
     def preflight(self) -> None:
         """Before the host starts to work: check every row on disk, load what they need; BROKEN stops it now."""
         import_hook.fire_missed()
-        problems = []
+        problems = [problem for problem in (self.steering.problem(), self.profile.problem) if problem]
         for record in self.records:
             if record.state == READY:
                 problem = self._examine(record)
                 if problem:
                     problems.append(self._broken(record, problem))
-        told = [r.reason for r in self.records if r.state == UNSUPPORTED]
+        told = [r.reason for r in self.records if r.state == UNSUPPORTED] + self.profile.warnings
         unreviewed = [r for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")]
         told += [f"{r.patch.name}: {r.review}" for r in unreviewed]
         for text in dict.fromkeys(told):

@@ -74,6 +74,8 @@ def as_dict(engine) -> dict:
             }
             for r in engine.records
         ],
+        "table_settings": engine.steering.as_rows(),
+        "profile": engine.profile.describe(),
         "devices_served": {str(index): served for index, served in device_gate.answers().items()},
         **_shadow(engine),
     }

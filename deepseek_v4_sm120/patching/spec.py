@@ -45,6 +45,8 @@ class Patch:
     """One reason to touch the host, with all the places where it does.
 
     needs        what must load before it may be applied, "module:function" each (called without arguments)
+    setting      active only while this setting of the table is on
+    serves       the operator without which it makes no sense, where that is not its own name
     modes        in which modes it is active
     retire       when this row should be deleted
     """
@@ -55,6 +57,8 @@ class Patch:
     retire: str
     needs: tuple[str, ...] = ()
     modes: tuple[str, ...] = ("sm120", "seams")
+    setting: str | None = None
+    serves: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +80,38 @@ class StandIn:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A default of the host that is slow or wrong on SM120, and the value that is put in its place.
+
+    why          what the host's default costs or breaks
+    source       where that is known from: read in the code [R], measured by others [M], inferred [I]
+    sglang       versions, as in Target
+    on           whether it is applied when nobody asks; off wherever it was never seen to work on SM120
+    environment  variable -> value, for variables that the user has not set
+    arguments    server argument -> value, where the host still has None or "auto"; VALUE stands for `value`
+    value        the number behind VALUE, which DSV4_SM120_SET=name=N changes
+    forced       the host overwrites the variables after us in the parent; the children then get them back
+    unless       variable and its values with which the setting makes no sense
+    how          what a user does to get the same, or to prevent it, without us
+    """
+
+    name: str
+    why: str
+    source: str
+    sglang: str
+    on: bool
+    how: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, str | int] = field(default_factory=dict)
+    value: int | None = None
+    forced: bool = False
+    unless: tuple[str, tuple[str, ...]] | None = None
+
+
+VALUE = "<value>"  # in Setting.arguments
+
+
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """supported: host versions that we know at all. preflight: the module whose import starts the check of all rows."""
 
@@ -83,3 +119,4 @@ class Table:
     preflight: str
     patches: tuple[Patch, ...]
     stand_ins: tuple[StandIn, ...] = ()
+    settings: tuple[Setting, ...] = ()

@@ -5,8 +5,6 @@ wheel that cannot be fetched is a failure.
 """
 
 import ast
-import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -20,39 +18,30 @@ from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches import BACKEND, EXTENSION, LEFT_AT_TRUTH, SM120_KEYS, SM120_SEAMS, TABLE
 
 VERSIONS = ("0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23")
+ARGUMENTS = {"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook"}
 EXPECTED = {  # version -> what the normal mode finds: patch -> target's module
-    "0.5.12": {"sparse_decode": "flash_mla", "sched_meta": "flash_mla"},
-    "0.5.14": {"sparse_decode": "sglang.srt.layers.attention.flash_mla_sm120", "unpadded_heads": BACKEND},
-    "0.5.17": {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", "unpadded_heads": BACKEND},
+    "0.5.12": {
+        "sparse_decode": "flash_mla",
+        "sched_meta": "flash_mla",
+        "marlin_on_sm120": "sglang.srt.layers.quantization.mxfp4_marlin_moe",
+        **ARGUMENTS,
+    },
+    "0.5.14": {"sparse_decode": "sglang.srt.layers.attention.flash_mla_sm120", "unpadded_heads": BACKEND}
+    | ARGUMENTS,
+    "0.5.17": {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", "unpadded_heads": BACKEND}
+    | ARGUMENTS,
     "0.5.20": {
         "sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120",
         "unpadded_heads": "sglang.srt.models.deepseek_v4",
+        **ARGUMENTS,
     },
     "0.5.23": {
         "sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120",
         "unpadded_heads": "sglang.srt.models.deepseek_v4",
+        **ARGUMENTS,
     },
 }
 NUM_SEAMS = {"0.5.12": 0, "0.5.14": 3, "0.5.17": 4, "0.5.20": 6, "0.5.23": 7}
-
-
-def cache_folder() -> Path:
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("DSV4_WHEEL_CACHE") or user_cache / "deepseek-v4-sm120" / "wheels")
-
-
-def fetch(version: str) -> Path:
-    folder = cache_folder()
-    if not list(folder.glob(f"sglang-{version}-*.whl")):
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--python-version", "3.12", "--dest", str(folder)]
-        for glibc in (34, 28, 17):
-            command += ["--platform", f"manylinux_2_{glibc}_x86_64"]
-        done = subprocess.run([*command, f"sglang=={version}"], capture_output=True, text=True)
-        assert done.returncode == 0, f"cannot fetch the wheel of SGLang {version}: {done.stderr}"
-    (wheel,) = folder.glob(f"sglang-{version}-*.whl")
-    return wheel
 
 
 class WheelSources:
@@ -79,13 +68,13 @@ class WheelSources:
 
 
 @pytest.fixture
-def inspect_wheel(monkeypatch):
+def inspect_wheel(monkeypatch, sglang_wheel):
     """inspect_wheel(version, mode) -> the engine after looking at that wheel; `called`: the version it shall claim."""
     monkeypatch.setitem(sys.modules, "deepseek_v4_sm120.extension", type(sys)("extension"))
     sys.modules["deepseek_v4_sm120.extension"].load = lambda: None  # whether _C loads is test_extension.py's business
 
     def make(version, mode="sm120", called=None):
-        wheel = fetch(version)
+        wheel = sglang_wheel(version)
         monkeypatch.setattr(engine, "Sources", lambda stand_ins=None: WheelSources(wheel, stand_ins or {}))
         if called:
             monkeypatch.setattr(engine, "package_version", lambda host, sources: called)
@@ -124,7 +113,7 @@ def test_seams_mode(inspect_wheel, version):
     assert len(found) == NUM_SEAMS[version]
     for record in found:
         assert (record.state, record.review) == (READY, "reviewed"), f"{record.where}: {record.reason}; {record.review}"
-    assert {r.patch.name for r in found_in(made)} >= set(EXPECTED[version])
+    assert {r.patch.name for r in found_in(made)} >= set(EXPECTED[version]) - {"marlin_on_sm120"}
 
 
 @pytest.mark.parametrize("version", ("0.5.14", "0.5.17", "0.5.20"))
@@ -147,6 +136,33 @@ def test_the_sm120_call_passes_what_the_function_reads(inspect_wheel, version):
     made = inspect_wheel(version)
     calls = contract.passed_keywords(ast.parse(made.sources.read(BACKEND)), "flash_mla_with_kvcache_sm120")
     assert calls == [set(SM120_KEYS)]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_wheel, version):
+    made = inspect_wheel(version)
+    variables = made.sources.read("sglang.srt.environ")
+    fields = "".join(
+        made.sources.archive.read(member).decode()
+        for member in made.sources.members
+        if member == "sglang/srt/server_args.py" or "/arg_groups/fields/" in member
+    )
+    for row in made.steering.rows.values():
+        assert [name for name in row.environment if f"    {name} = Env" not in variables] == [], row.name
+        assert [name for name in row.arguments if f"    {name}: " not in fields] == [], row.name
+    assert bool(made.steering.rows) == (version != "0.5.14")
+
+
+def test_the_prefill_interval_of_0_5_17_fits_its_scheduler(inspect_wheel, monkeypatch):
+    made = inspect_wheel("0.5.17")
+    assert not found_in(made, patch="prefill_interval")
+    asked = Settings(choices={"prefill_decode_interval_0_5_17": "4"})
+    made = Engine(TABLE, host="sglang", settings=asked)
+    made.survey()
+    (record,) = found_in(made, patch="prefill_interval")
+    assert (record.state, record.review) == (READY, "reviewed") and made.steering.value(record.patch.setting) == 4
+    scheduler = made.sources.read(record.target.module)
+    assert "if self.chunked_req.extend_range.end > len(self.chunked_req.prefix_indices)" in scheduler
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -1,0 +1,124 @@
+"""nvidia-smi's answers as data. The fields differ between drivers; what is missing is None."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+Run = Callable[[list[str]], str | None]  # a command's output, None when it is not there or fails
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. Memory in MiB, power in W, clocks in MHz; link generation and width as (current, maximum)."""
+
+    index: int
+    name: str
+    bus_id: str  # as sysfs writes it: 0000:01:00.0
+    memory_total: int
+    memory_used: int
+    link_generation: tuple[int | None, int | None]
+    link_width: tuple[int | None, int | None]
+    power_limit: float | None
+    power_default: float | None
+    power_max: float | None
+    clock: int | None
+    clock_max: int | None
+    slowdowns: tuple[str, ...] = ()
+    capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Smi:
+    gpus: tuple[Gpu, ...]
+    driver: str | None
+    cuda: str | None
+    topology: dict[tuple[int, int], str]
+    problem: str | None = None  # why there are no GPUs
+
+
+NOT_A_SLOWDOWN = ("gpu_idle", "applications_clocks_setting", "sw_power_cap", "display_clocks_setting", "sync_boost")
+
+
+def read(run: Run) -> Smi:
+    """Ask nvidia-smi; never raises."""
+    text = run(["nvidia-smi", "-q", "-x"])
+    if text is None:
+        return Smi((), None, None, {}, "nvidia-smi is not there or does not answer (in a container: --gpus all)")
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        return Smi((), None, None, {}, f"nvidia-smi -q -x answers with something that is not XML ({error})")
+    capabilities = _capabilities(run(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]))
+    nodes = root.findall("gpu")
+    gpus = tuple(_gpu(i, node, capabilities[i] if i < len(capabilities) else None) for i, node in enumerate(nodes))
+    topology = read_topology(run(["nvidia-smi", "topo", "-m"]) or "", len(gpus))
+    problem = None if gpus else "nvidia-smi lists no GPU"
+    return Smi(gpus, _text(root, "driver_version"), _text(root, "cuda_version"), topology, problem)
+
+
+def read_topology(text: str, count: int) -> dict[tuple[int, int], str]:
+    """`nvidia-smi topo -m`: (i, j) -> PIX, PXB, PHB, NODE, SYS or NV#, for i < j."""
+    found = {}
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines():
+        cells = line.split()
+        if cells and (match := re.fullmatch(r"GPU(\d+)", cells[0])) and len(cells) > count:
+            i = int(match[1])
+            found |= {(i, j): cells[1 + j] for j in range(i + 1, count)}
+    return found
+
+
+def _gpu(index: int, node: ElementTree.Element, capability: tuple[int, int] | None) -> Gpu:
+    link = node.find("pci/pci_gpu_link_info")
+    power = next((p for p in (node.find("gpu_power_readings"), node.find("power_readings")) if p is not None), None)
+    reasons = [r for name in ("clocks_event_reasons", "clocks_throttle_reasons") for r in node.findall(f"{name}/*")]
+    active = [r.tag for r in reasons if (r.text or "").strip() == "Active"]
+    slow = [re.sub(r"^clocks_(event|throttle)_reason_", "", tag) for tag in active]
+    return Gpu(
+        index=index,
+        name=_text(node, "product_name") or "unknown GPU",
+        bus_id=_sysfs_bus_id(_text(node, "pci/pci_bus_id") or node.get("id") or ""),
+        memory_total=_number(node, "fb_memory_usage/total") or 0,
+        memory_used=_number(node, "fb_memory_usage/used") or 0,
+        link_generation=(
+            _number(link, "pcie_gen/current_link_gen"),
+            _greatest(_number(link, "pcie_gen/max_device_link_gen"), _number(link, "pcie_gen/max_link_gen")),
+        ),
+        link_width=(_number(link, "link_widths/current_link_width"), _number(link, "link_widths/max_link_width")),
+        power_limit=_number(power, "current_power_limit", float) or _number(power, "power_limit", float),
+        power_default=_number(power, "default_power_limit", float),
+        power_max=_number(power, "max_power_limit", float),
+        clock=_number(node, "clocks/sm_clock"),
+        clock_max=_number(node, "max_clocks/sm_clock"),
+        slowdowns=tuple(name for name in slow if name not in NOT_A_SLOWDOWN),
+        capability=capability,
+    )
+
+
+def _capabilities(text: str | None) -> list[tuple[int, int] | None]:
+    found = [re.fullmatch(r"\s*(\d+)\.(\d+)\s*", line) for line in (text or "").splitlines() if line.strip()]
+    return [(int(m[1]), int(m[2])) if m else None for m in found]
+
+
+def _sysfs_bus_id(text: str) -> str:
+    """nvidia-smi writes 00000000:01:00.0, sysfs 0000:01:00.0."""
+    domain, _, rest = text.lower().partition(":")
+    return f"{domain[-4:]}:{rest}" if rest else text
+
+
+def _text(node: ElementTree.Element | None, path: str) -> str | None:
+    found = node.find(path) if node is not None else None
+    text = (found.text or "").strip() if found is not None else ""
+    return text if text and text != "N/A" else None
+
+
+def _number(node, path: str, kind: type = int):
+    match = re.match(r"\d+(\.\d+)?", _text(node, path) or "")
+    return kind(float(match[0])) if match else None
+
+
+def _greatest(*values):
+    known = [value for value in values if value is not None]
+    return max(known) if known else None  # the device's own maximum where the driver tells both

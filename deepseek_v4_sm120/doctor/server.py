@@ -1,0 +1,221 @@
+"""A running server's own answers: /server_info (or /get_server_info) and /metrics; each setting with cost and fix."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.doctor.finding import OK, Finding, fail, not_run, ok, warn
+from deepseek_v4_sm120.plan import memory, models
+
+TIMEOUT_S = 10
+PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that has no SM120 code
+HIGH_FRACTION = 0.95
+FULL_POOL = 0.95
+DEEP_DRAFTS = 5
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the server said. `metrics` is None where it was started without --enable-metrics."""
+
+    info: dict
+    metrics: dict[str, float] | None
+
+    def get(self, name: str):
+        return self.info.get(name)
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        numbers = str(self.info.get("version", "")).split(".")[:3]
+        return tuple(int(n) for n in numbers if n.isdigit())
+
+
+def ask(url: str) -> Answers:
+    """CommandError in one sentence when nobody, or somebody else, answers."""
+    base = url.rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        raise CommandError(f"--url must start with http:// or https://, got {url!r}")
+    text = _get(f"{base}/server_info") or _get(f"{base}/get_server_info")
+    if text is None:
+        raise CommandError(f"{base} answers, but has neither /server_info nor /get_server_info: not an SGLang server")
+    try:
+        info = json.loads(text)
+    except ValueError:
+        info = None
+    if not isinstance(info, dict) or "version" not in info:
+        raise CommandError(f"{base}/server_info is not what SGLang answers: {text[:80]!r}")
+    metrics = _get(f"{base}/metrics")
+    return Answers(info, None if metrics is None else read_metrics(metrics))
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """Prometheus text: metric -> greatest value over its labels."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0].strip()
+        if name.startswith("sglang:"):
+            try:
+                found[name.removeprefix("sglang:")] = max(float(value), found.get(name, float("-inf")))
+            except ValueError:
+                continue
+    return found
+
+
+def _get(url: str) -> str | None:
+    """Body; None for 404. CommandError when there is nobody or no sense."""
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+            return answer.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        if error.code in (404, 405):
+            return None
+        raise CommandError(f"{url} answers {error.code} {error.reason}") from error
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise CommandError(f"no server at {url}: {reason}") from error
+
+
+def checks(answers: Answers) -> Iterator[Finding]:
+    """Every setting that is known to be slow or dangerous on SM120, then what the metrics say."""
+    name = f"SGLang {answers.get('version')}, {answers.get('model_path')}, TP{answers.get('tp_size')}"
+    if "deepseek" not in str(answers.get("model_path")).lower() and answers.get("attention_backend") != "dsv4":
+        yield warn("server", name, "these checks are for DeepSeek-V4; nothing is known of this model", "")
+    else:
+        yield ok("server", name)
+    found = [finding for rule in RULES for finding in rule(answers)]
+    yield from found
+    if not [finding for finding in found if finding.state != OK]:
+        yield ok("settings", "none that is known to be slow on SM120")
+    yield from _metrics(answers)
+
+
+def _graphs(a: Answers) -> Iterator[Finding]:
+    config = a.get("cuda_graph_config") or {}
+    decode = config.get("decode") if isinstance(config, dict) else None
+    is_off = a.get("disable_cuda_graph") or (isinstance(decode, dict) and decode.get("backend") == "disabled")
+    if is_off:
+        cost = "a decode step is about 2,000 launches: several times slower without a graph"
+        yield warn("CUDA graphs", "off", cost, "remove --disable-cuda-graph")
+
+
+def _experts(a: Answers) -> Iterator[Finding]:
+    backend = a.get("moe_runner_backend")
+    if a.version[:3] == (0, 5, 12) and backend in ("auto", "triton"):
+        cost = "packed FP4 experts fail an assertion"
+        yield fail("experts", f"moe_runner_backend={backend}", cost, "--moe-runner-backend marlin")
+    elif backend == "triton":
+        yield warn("experts", "triton", "FP4 experts expanded to FP8: twice the memory", "--moe-runner-backend auto")
+
+
+def _all_reduce(a: Answers) -> Iterator[Finding]:
+    tp = a.get("tp_size") or 1
+    if tp == 2 and a.get("disable_custom_all_reduce"):
+        cost = "NCCL: about 10 us more in each of 87 all-reduces of a step"
+        yield warn("all-reduce", "custom all-reduce off", cost, "remove --disable-custom-all-reduce")
+    elif tp > 2 and not a.get("disable_custom_all_reduce"):
+        fix = "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE=1 (0.5.22 and later); DSV4_SM120_SET=pcie_ipc_all_reduce=on does it"
+        if a.version >= (0, 5, 22):
+            found, cost = (
+                "NCCL, unless the PCIe kernel is on; the server does not tell",
+                "21.1, not 13.6 ms a step at TP8",
+            )
+            yield not_run("all-reduce", f"{found}: {cost}", fix)
+        else:
+            cost = f"NCCL: custom all-reduce serves 2 PCIe cards only; {tp} pay 21 to 30 us per all-reduce"
+            yield warn("all-reduce", f"TP{tp} over PCIe", cost, "SGLang 0.5.22 or newer, then " + fix)
+
+
+def _prefill(a: Answers) -> Iterator[Finding]:
+    chunk = a.get("chunked_prefill_size")
+    if not isinstance(chunk, int):
+        return
+    if chunk <= 0:
+        cost = "a long prompt is one forward: out of memory, and nobody else gets a token meanwhile"
+        yield fail("prefill chunk", "no chunking", cost, "--chunked-prefill-size 8192")
+    elif a.version[:3] == (0, 5, 14) and chunk > PREFILL_ROW_LIMIT:
+        cost = f"0.5.14 crashes above {PREFILL_ROW_LIMIT} rows in one extend"
+        yield fail("prefill chunk", str(chunk), cost, "--chunked-prefill-size 8192")
+    context = a.get("context_length")
+    if isinstance(context, int) and chunk > 0:
+        scratch = memory.index_logits_bytes(chunk, context)
+        if scratch > 2 << 30:
+            cost = f"the indexer's logits take up to {scratch / 2**30:.1f} GiB for one chunk at {context} tokens"
+            fix = f"--chunked-prefill-size {memory.chunk_for(context, 2 << 30)}, or a smaller --context-length"
+            yield warn("prefill scratch", f"chunk {chunk} x context {context}", cost, fix)
+
+
+def _fairness(a: Answers) -> Iterator[Finding]:
+    if "prefill_decode_interval" in a.info:
+        if not a.get("prefill_decode_interval"):
+            cost = "a long prompt stops all other streams: 2 to 3 tokens/s for half a minute was measured"
+            yield warn("prefill and decode", "no interleaving", cost, "--prefill-decode-interval 8")
+    elif not a.get("enable_mixed_chunk"):
+        cost = "a long prompt stops all other streams; this release has no --prefill-decode-interval"
+        fix = "0.5.20 or newer; 0.5.17: DSV4_SM120_SET=prefill_decode_interval_0_5_17=on; or a smaller chunk"
+        yield warn("prefill and decode", "no interleaving", cost, fix)
+
+
+def _memory(a: Answers) -> Iterator[Finding]:
+    fraction, running = a.get("mem_fraction_static"), a.get("max_running_requests")
+    if isinstance(fraction, int | float) and fraction >= HIGH_FRACTION:
+        cost = "0.95 to 0.975 killed a rank at 240K to 550K tokens, hours after the start"
+        yield warn("memory fraction", f"{fraction}", cost, "--mem-fraction-static 0.93; `plan` computes what is safe")
+    slots_cost = memory.has_request_states(a.version)
+    if (
+        slots_cost
+        and isinstance(running, int)
+        and running > 64
+        and "deepseek-v4-pro" not in str(a.get("model_path")).lower()
+    ):
+        speculative = bool(a.get("speculative_algorithm"))
+        taken = memory.c128_state_bytes(models.FLASH, running, speculative)
+        cost = f"C128 states of {running} requests take {taken / 1e9:.1f} GB of every card, used or not"
+        yield warn("request slots", f"max_running_requests={running}", cost, "--max-running-requests <your streams>")
+
+
+def _speculation(a: Answers) -> Iterator[Finding]:
+    drafts = a.get("speculative_num_draft_tokens")
+    if isinstance(drafts, int) and drafts > DEEP_DRAFTS:
+        cost = "each draft row reads 1.6 GB more per step and card on 2 cards; k=3 beat k=7 by 10% under load"
+        yield warn("speculation", f"{drafts} draft tokens", cost, "--speculative-num-draft-tokens 4 or fewer")
+
+
+def _parsers(a: Answers) -> Iterator[Finding]:
+    for name, value in (("tool_call_parser", "deepseekv4"), ("reasoning_parser", "deepseek-v4")):
+        if name in a.info and not a.get(name):
+            cost = "tool calls or thoughts arrive as raw markup in the text"
+            yield warn("parsers", f"no {name}", cost, f"--{name.replace('_', '-')} {value}")
+
+
+RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
+    *(_graphs, _experts, _all_reduce, _prefill, _fairness, _memory, _speculation, _parsers),
+)
+
+
+def _metrics(a: Answers) -> Iterator[Finding]:
+    if a.metrics is None:
+        yield not_run("metrics", "the server has none", "--enable-metrics")
+        return
+    m = a.metrics
+    complaints = []
+    if m.get("token_usage", 0) > FULL_POOL:
+        complaints.append(f"KV cache {m['token_usage']:.0%} full")
+    if m.get("num_retracted_requests_total", 0) > 0:
+        complaints.append(f"{m['num_retracted_requests_total']:.0f} requests retracted and computed again")
+    if m.get("num_queue_reqs", 0) > 0 and m.get("token_usage", 1) < 0.5:
+        complaints.append(f"{m['num_queue_reqs']:.0f} requests wait while the cache is half empty")
+    if complaints:
+        fix = "fewer --max-running-requests or a shorter context; `plan` says what fits"
+        yield warn("load", ", ".join(complaints), "requests wait, or are computed twice", fix)
+    else:
+        yield ok("load", f"KV cache {m.get('token_usage', 0):.0%} full, {m.get('num_queue_reqs', 0):.0f} waiting")
+    accepted = m.get("spec_accept_length")
+    if accepted and accepted < 1.3:
+        cost = "drafts cost more than they bring"
+        yield warn("speculation", f"{accepted:.2f} tokens accepted a step", cost, "fewer draft tokens, or none")

@@ -1,0 +1,134 @@
+"""The table's settings in this process: which hold, who decided it, and the values put in place of the host's defaults.
+
+The parent decides, while it resolves the arguments of a model that is ours on a GPU that we serve (`apply`). Its
+children are new interpreters: they find the decision in one variable and put back what the parent's host code has
+overwritten since (`inherit`). What the user set himself always stays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import asdict, dataclass
+
+from deepseek_v4_sm120.patching.spec import VALUE, Setting
+from deepseek_v4_sm120.settings import Settings
+
+ON, OFF, USER, NOT_APPLICABLE = "ON", "OFF", "USER'S OWN", "NOT APPLICABLE"
+HANDOVER = "_DSV4_SM120_CHILD_ENVIRONMENT"  # JSON that a patched parent leaves for its children; no setting of users
+AT_HOST_DEFAULT = (None, "auto")  # values of a server argument that nobody chose
+
+
+@dataclass
+class Choice:
+    """What became of one setting."""
+
+    setting: str
+    state: str
+    reason: str
+    value: int | None = None
+    applied: tuple[str, ...] = ()
+
+
+class Steering:
+    """The settings of one process. `in_range` answers whether the host's version is in a specifier set."""
+
+    def __init__(self, rows: tuple[Setting, ...], settings: Settings, in_range: Callable[[str], bool]):
+        self.rows = {row.name: row for row in rows if in_range(row.sglang)}
+        self.unknown = sorted(set(settings.choices) - {row.name for row in rows})
+        self.known = tuple(row.name for row in rows)
+        self.choices = [self._decide(row, row.name in self.rows, settings) for row in rows]
+        self.is_child = False
+        self._ours: set[str] = set()  # variables that we set; all others that are set are the user's
+
+    def _decide(self, row: Setting, is_in_range: bool, settings: Settings) -> Choice:
+        asked = settings.choices.get(row.name)
+        if settings.off:
+            return Choice(row.name, NOT_APPLICABLE, "DSV4_SM120=off")
+        if not is_in_range:
+            return Choice(row.name, NOT_APPLICABLE, f"for SGLang {row.sglang}")
+        if asked == "off" or asked == "0":
+            return Choice(row.name, OFF, "DSV4_SM120_SET")
+        value = int(asked) if asked and asked.isdigit() else row.value
+        if asked:
+            return Choice(row.name, ON, "DSV4_SM120_SET", value)
+        if row.on and settings.mode != "sm120":
+            return Choice(row.name, OFF, "validation mode: only what DSV4_SM120_SET asks for")
+        return Choice(row.name, ON if row.on else OFF, "by default" if row.on else "never run on SM120", value)
+
+    def problem(self) -> str | None:
+        """A name in DSV4_SM120_SET that no setting has."""
+        if not self.unknown:
+            return None
+        return f"DSV4_SM120_SET names {', '.join(self.unknown)}; the settings are {', '.join(self.known)}"
+
+    def state(self, name: str) -> str:
+        """ON, OFF, USER'S OWN or NOT APPLICABLE."""
+        return next(c.state for c in self.choices if c.setting == name)
+
+    def value(self, name: str) -> int:
+        """The number of a setting that is on, else 0."""
+        return next((c.value or 0 for c in self.choices if c.setting == name and c.state == ON), 0)
+
+    def start(self, environ: MutableMapping[str, str]) -> None:
+        """Before the host's first line: a child takes over the parent's decision."""
+        self.is_child = HANDOVER in environ
+        if self.is_child:
+            environ.update(json.loads(environ[HANDOVER]))
+
+    def apply(self, environ: MutableMapping[str, str], argument: Callable, set_argument: Callable) -> list[Choice]:
+        """Put the values in place. `argument(name)` reads a server argument, `set_argument(name, value)` writes it."""
+        if self.is_child:
+            return self.choices
+        handover: dict[str, str] = {}
+        for choice in [c for c in self.choices if c.state == ON]:
+            row = self.rows[choice.setting]
+            if row.unless and environ.get(row.unless[0], "").lower() in row.unless[1]:
+                choice.state, choice.reason = NOT_APPLICABLE, f"{row.unless[0]}={environ[row.unless[0]]}"
+                continue
+            self._apply_row(row, choice, environ, handover, argument, set_argument)
+        if handover:
+            environ[HANDOVER] = json.dumps(handover)
+        return self.choices
+
+    def _apply_row(self, row, choice, environ, handover, argument, set_argument) -> None:
+        applied, kept = [], []
+        for name, value in row.environment.items():
+            if name in environ and name not in self._ours:
+                kept.append(f"{name}={environ.get(name)}")
+                continue
+            environ[name] = handover[name] = value
+            self._ours.add(name)
+            applied.append(f"{name}={value}")
+        for name, value in row.arguments.items():
+            wanted = choice.value if value == VALUE else value
+            current = argument(name)
+            if current in AT_HOST_DEFAULT:
+                set_argument(name, wanted)
+                applied.append(f"{name}={wanted}")
+            elif current != wanted:
+                kept.append(f"{name}={current}")
+        choice.applied = (*choice.applied, *(one for one in applied if one not in choice.applied))
+        if kept:
+            choice.state = USER if not choice.applied else ON
+            choice.reason = f"kept {', '.join(kept)}"
+
+    def as_rows(self) -> list[dict]:
+        """For reports: every setting with its state, and why it exists."""
+        rows = {row.name: row for row in self.rows.values()}
+        return [
+            {
+                **asdict(choice),
+                "would_set": what(rows[choice.setting], choice.value) if choice.setting in rows else "",
+                "why": rows[choice.setting].why if choice.setting in rows else "",
+            }
+            for choice in self.choices
+        ]
+
+
+def what(row: Setting, value: int | None) -> str:
+    """The values of a setting in words."""
+    arguments: Mapping[str, object] = {k: value if v == VALUE else v for k, v in row.arguments.items()}
+    words = [f"{name}={text}" for name, text in row.environment.items()]
+    words += [f"--{name.replace('_', '-')} {text}" for name, text in arguments.items()]
+    return " ".join(words)

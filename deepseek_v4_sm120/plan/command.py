@@ -1,0 +1,151 @@
+"""`plan`: print what fits and the command lines; exit status 1 when it does not fit."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from deepseek_v4_sm120 import console
+from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.patching.sources import Sources, package_version
+from deepseek_v4_sm120.plan import launch, models, roofline
+from deepseek_v4_sm120.plan.launch import Plan, Request
+
+DEFAULT_SGLANG = "0.5.23"
+DEFAULT_MEMORY_GB = 96
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="flash", help="flash, pro, or the folder of a checkpoint (default: flash)")
+    parser.add_argument("--experts", choices=(models.FP4, models.FP8), help="format of the experts")
+    parser.add_argument("--gpus", type=int, help="cards of one machine (default: those found, else 2)")
+    parser.add_argument("--memory", type=float, help="GB of a card as sold (default: as found, else 96)")
+    parser.add_argument("--context", type=int, default=393_216, help="longest request in tokens (default: 393216)")
+    parser.add_argument("--concurrency", type=int, default=8, help="streams at the same time (default: 8)")
+    parser.add_argument("--spec", choices=("mtp", "none"), default="mtp", help="speculation (default: mtp)")
+    parser.add_argument("--sglang", help="its version (default: the one found here, else " + DEFAULT_SGLANG + ")")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """CommandError for anything that is not a version, a model, a number of cards."""
+    sglang = arguments.sglang or package_version("sglang", Sources()) or DEFAULT_SGLANG
+    numbers = sglang.lstrip("v").split("+")[0].split(".")[:3]
+    if len(numbers) < 3 or not all(part.isdigit() for part in numbers):
+        raise CommandError(f"--sglang must be a version like {DEFAULT_SGLANG}, got {sglang!r}")
+    gpus, memory_mib = _machine(arguments)
+    return Request(
+        model=models.find(arguments.model, arguments.experts),
+        gpus=gpus,
+        memory_mib=memory_mib,
+        context=arguments.context,
+        concurrency=arguments.concurrency,
+        mtp=arguments.spec == "mtp",
+        sglang=".".join(numbers),
+    )
+
+
+def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
+    gpus, memory_gb = arguments.gpus, arguments.memory
+    if gpus is not None and memory_gb is not None:
+        return gpus, int(memory_gb * launch.REPORTED_PER_GB)
+    from deepseek_v4_sm120.doctor import facts, nvidia_smi
+
+    found = nvidia_smi.read(facts.run_command).gpus
+    if memory_gb is not None or not found:
+        memory_mib = int((memory_gb or DEFAULT_MEMORY_GB) * launch.REPORTED_PER_GB)
+    else:
+        memory_mib = min(gpu.memory_total for gpu in found)
+    usable = max((tp for tp in launch.TPS if tp <= len(found)), default=2)
+    return (usable if gpus is None else gpus), memory_mib
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan = launch.make(request_of(arguments))
+    if arguments.json:
+        console.print_json(as_dict(plan))
+    else:
+        show(plan)
+    return 0 if plan.fits else 1
+
+
+def as_dict(plan: Plan) -> dict:
+    r = plan.request
+    return {
+        "fits": plan.fits,
+        "request": asdict(r),
+        "tokens": plan.tokens,
+        "weights_bytes": plan.weights,
+        "states_bytes": plan.states,
+        "reserves": [asdict(x) for x in plan.reserves],
+        "flags": [asdict(f) for f in plan.flags],
+        "environment": [asdict(f) for f in plan.environment],
+        "notes": plan.notes,
+        "remedies": [] if plan.fits else launch.remedies(r),
+        "launch": launch.launch_line(plan),
+        "docker": launch.docker_line(plan),
+        "speed": speed_rows(plan),
+    }
+
+
+def show(plan: Plan) -> None:
+    r = plan.request
+    print(
+        f"{r.model.name}, {r.model.expert_format.upper()} experts, on {r.gpus} card(s) of {r.memory_mib} MiB, SGLang "
+        f"{r.sglang}: {r.concurrency} stream(s), up to {r.context:,} tokens, {'MTP' if r.mtp else 'no speculation'}"
+    )
+    console.print_table("Memory of one card", ("what", "GB", "from"), memory_rows(plan))
+    if not plan.fits:
+        print(f"\n{why_not(plan)}")
+        return
+    at_once = plan.tokens // r.context
+    print(f"\nIt fits: {plan.tokens:,} tokens of KV cache, {at_once} request(s) of full length at once.")
+    rows = [(f.name, f.value, f.reason) for f in (*plan.flags, *plan.environment)]
+    console.print_table("Flags and variables", ("flag", "value", "why"), rows)
+    header = ("streams", "ceiling, tok/s", "step, ms", "with NCCL", "best published", "by")
+    title = "Speed without speculation (ceiling: every byte once at 1.79 TB/s, then all-reduces; nobody reaches it)"
+    console.print_table(title, header, speed_rows(plan))
+    for note in plan.notes:
+        print(f"\nNote: {note}.")
+    print(f"\nWith SGLang installed:\n  {launch.launch_line(plan)}\n\nWith Docker:\n  {launch.docker_line(plan)}")
+
+
+def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    r = plan.request
+    total = r.memory_mib * (1 << 20)
+    rows = [("weights", plan.weights, "the checkpoint's shapes, wo_a in bf16 as SGLang holds it on SM120")]
+    rows += [("C128 states", plan.states, f"{r.concurrency} request slots")] if plan.states else []
+    static = plan.fraction * total
+    rows.append(("KV cache", max(0.0, static - plan.weights - plan.states), f"{plan.tokens:,} tokens"))
+    rows += [(x.what, x.bytes, x.basis) for x in plan.reserves]
+    return [(what, f"{size / 1e9:7.2f}", source) for what, size, source in rows] + [
+        ("card", f"{total / 1e9:7.2f}", f"{plan.fraction:.2f} of it static")
+    ]
+
+
+def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
+    r, rows = plan.request, []
+    if r.gpus == 1:
+        return rows
+    for streams in sorted({1, r.concurrency}):
+        context = min(r.context, 8192)
+        fast = roofline.step_seconds(r.model, r.gpus, streams, context)
+        nccl = roofline.step_seconds(r.model, r.gpus, streams, context, fast=False)
+        best = roofline.PUBLISHED.get((r.gpus, streams)) if r.model.hidden == models.FLASH.hidden else None
+        cells = (f"{streams / fast:.0f} at {context // 1024}K", f"{fast * 1e3:.2f}", f"{streams / nccl:.0f}")
+        rows.append((str(streams), *cells, *((f"{best[0]:.0f}", best[1]) if best else ("-", "nobody"))))
+    return rows
+
+
+def why_not(plan: Plan) -> str:
+    r = plan.request
+    card = r.memory_mib * (1 << 20) / 1e9
+    if plan.weights > plan.fraction * card * 1e9:
+        reason = f"{plan.weights / 1e9:.1f} GB of weights on a card of {card:.1f} GB"
+    elif plan.tokens >= r.context:
+        slots = int(launch.memory.SWA_RATIO * plan.tokens)
+        reason = f"{slots:,} sliding-window slots for {r.concurrency} streams, which need {plan.window_tokens:,}"
+    else:
+        reason = f"room for {plan.tokens:,} tokens, one request needs {r.context:,}"
+    remedies = launch.remedies(r)
+    return f"It does not fit: {reason}. What would: {', or '.join(remedies) or 'nothing on one machine of such cards'}."

@@ -1,0 +1,258 @@
+"""From a request (model, cards, context, streams) to a plan: what it takes, whether it fits, the flags with reasons."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.plan import memory, roofline
+from deepseek_v4_sm120.plan.models import FP8, Model
+
+TPS = (1, 2, 4, 8)
+REPORTED_PER_GB = 97887 / 96  # MiB that the driver reports per GB of the label, RTX PRO 6000
+CHUNK_WITH_OTHERS = 4096  # about half a second of prefill on 2 or 4 cards by published rates
+DECODE_SHARE = 0.3  # of the time while a long prompt is read
+LEAST_FRACTION, STEP = 0.5, 0.01
+IMAGE = "lmsysorg/sglang:v{version}"
+MOUNT = "/opt/deepseek_v4_sm120"
+REVIEWED = ("0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23")
+
+
+@dataclass(frozen=True)
+class Request:
+    model: Model
+    gpus: int
+    memory_mib: int
+    context: int
+    concurrency: int
+    mtp: bool
+    sglang: str
+
+    @property
+    def version(self) -> memory.Version:
+        return tuple(int(part) for part in self.sglang.split(".")[:3])
+
+    @property
+    def drafts(self) -> int:
+        """Draft tokens in SGLang's counting, the verified token among them; 0 without speculation."""
+        return 2 if self.mtp else 0
+
+
+@dataclass(frozen=True)
+class Flag:
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass
+class Plan:
+    request: Request
+    chunk: int
+    fraction: float
+    weights: float
+    reserves: list[memory.Reserve]
+    states: float
+    tokens: int
+    flags: list[Flag] = field(default_factory=list)
+    environment: list[Flag] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    interval: int = 0
+
+    @property
+    def window_tokens(self) -> int:
+        """Sliding-window slots that must be there at once: two chunks in flight, the window and two pages a request."""
+        return 2 * self.chunk + self.request.concurrency * (self.request.model.window + 2 * memory.PAGE_TOKENS)
+
+    @property
+    def fits(self) -> bool:
+        return self.tokens >= self.request.context and memory.SWA_RATIO * self.tokens >= self.window_tokens
+
+
+def check(request: Request) -> None:
+    """CommandError for a request that contradicts itself or the model."""
+    m = request.model
+    if request.gpus not in TPS or m.heads % request.gpus or m.o_groups % request.gpus:
+        usable = [tp for tp in TPS if m.heads % tp == 0 and m.o_groups % tp == 0]
+        near = max([tp for tp in usable if tp <= request.gpus], default=usable[0])
+        raise CommandError(f"--gpus {request.gpus}: {m.name} divides into {usable} ranks; take {near} of the cards")
+    if not 1024 <= request.context <= m.max_context:
+        raise CommandError(f"--context must be 1024 to {m.max_context} tokens for this model, got {request.context}")
+    if request.concurrency < 1:
+        raise CommandError(f"--concurrency must be at least 1, got {request.concurrency}")
+    if not 8 * 1024 <= request.memory_mib <= 1024 * 1024:
+        raise CommandError(f"--memory must be 8 to 1024 GB per card, got {request.memory_mib / 1024:.0f}")
+    if request.version < (0, 5, 12):
+        raise CommandError(f"SGLang {request.sglang} does not have this model; take 0.5.17 or newer")
+    if request.version >= (0, 6):
+        raise CommandError(f"SGLang {request.sglang} is newer than what this release knows (below 0.6)")
+
+
+def make(request: Request) -> Plan:
+    """The plan with the largest prefill chunk that leaves room; the caller looks at `fits`."""
+    check(request)
+    wanted = memory.CHUNKS[0] if request.concurrency == 1 else CHUNK_WITH_OTHERS
+    plans = [_sized(request, chunk) for chunk in memory.CHUNKS if chunk <= wanted]
+    best = max(plan.tokens for plan in plans)
+    plan = next((p for p in plans if p.fits and p.tokens >= 0.9 * best), max(plans, key=lambda p: p.tokens))
+    plan.interval = _interval(request, plan.chunk)
+    _flags(plan)
+    return plan
+
+
+def _sized(request: Request, chunk: int) -> Plan:
+    m, tp, version, speculative = request.model, request.gpus, request.version, request.mtp
+    total = request.memory_mib * (1 << 20)
+    rows = request.concurrency * max(1, request.drafts)
+    reserves = memory.reserves(m, tp=tp, context=request.context, chunk=chunk, rows=rows)
+    fraction = min(memory.MOST_FRACTION, math.floor((1 - sum(r.bytes for r in reserves) / total) / STEP) * STEP)
+    weights = memory.weight_bytes(m, tp, mtp=speculative, wo_a_bf16="wo_a" not in OPS)
+    requests = request.concurrency
+    states = memory.c128_state_bytes(m, requests, speculative) if memory.has_request_states(version) else 0.0
+    room = max(0.0, fraction * total - weights - states)
+    tokens = int(room / memory.token_bytes(m, version, speculative)) // memory.PAGE_TOKENS * memory.PAGE_TOKENS
+    return Plan(request, chunk, round(fraction, 2), weights, reserves, states, tokens)
+
+
+def _interval(request: Request, chunk: int) -> int:
+    """Decode steps after each chunk, so that decode keeps DECODE_SHARE of the time while a prompt is read."""
+    if request.concurrency == 1:
+        return 0
+    rate = roofline.PUBLISHED_PREFILL.get(request.gpus, roofline.PUBLISHED_PREFILL[4])[0]
+    ideal = roofline.step_seconds(request.model, request.gpus, request.concurrency, request.context // 4)
+    step = roofline.TYPICAL_OVER_IDEAL * ideal
+    return max(1, min(32, math.ceil(DECODE_SHARE / (1 - DECODE_SHARE) * (chunk / rate) / step)))
+
+
+def _flags(plan: Plan) -> None:
+    r, m = plan.request, plan.request.model
+    add = plan.flags.append
+    add(Flag("--model-path", m.path or m.name, f"{m.name}, {m.expert_format.upper()} experts"))
+    add(Flag("--tp-size", str(r.gpus), f"{plan.weights / 1e9:.1f} GB of weights a card"))
+    add(Flag("--trust-remote-code", "", "the checkpoint's own configuration"))
+    add(Flag("--context-length", str(r.context), "every captured width and the indexer's scratch follow it"))
+    slots = (
+        "C128 states are held per slot" if memory.has_request_states(r.version) else "the streams that were asked for"
+    )
+    add(Flag("--max-running-requests", str(r.concurrency), f"{slots}; SGLang's default is 256"))
+    graphs = "--cuda-graph-max-bs" if r.version < (0, 5, 14) else "--cuda-graph-max-bs-decode"
+    add(Flag(graphs, str(r.concurrency), "no graphs for batches that cannot come"))
+    reserve = sum(x.bytes for x in plan.reserves) / memory.GIB
+    add(Flag("--mem-fraction-static", f"{plan.fraction:.2f}", f"leaves {reserve:.1f} GiB of scratch, itemised above"))
+    add(Flag("--chunked-prefill-size", str(plan.chunk), _chunk_reason(plan)))
+    if r.mtp:
+        add(Flag("--speculative-algorithm", "EAGLE", "the model's own MTP block"))
+        add(Flag("--speculative-num-steps", "1", "1 draft is within 7% of the best depth up to 8 streams"))
+        add(Flag("--speculative-eagle-topk", "1", "the only one for this model"))
+        add(Flag("--speculative-num-draft-tokens", "2", "the verified token and one draft"))
+    if r.version < (0, 5, 13) and m.expert_format != FP8:
+        add(Flag("--moe-runner-backend", "marlin", "0.5.12's default asserts on FP4 experts"))
+    add(Flag("--reasoning-parser", "deepseek-v4", "thoughts apart from the answer"))
+    add(Flag("--tool-call-parser", "deepseekv4", "tool calls as calls, not as markup"))
+    add(Flag("--enable-metrics", "", "for `doctor --url`"))
+    _interleaving(plan)
+    env = plan.environment.append
+    env(Flag("PYTHONPATH", MOUNT, "our folder, in every process of the server"))
+    env(Flag("DSV4_SM120_REPORT", "/tmp/dsv4", "what each process applied, for `status` and `doctor`"))
+    if m.expert_format == FP8:
+        env(Flag("SGLANG_DSV4_FP4_EXPERTS", "0", "the checkpoint's experts are FP8"))
+    _notes(plan)
+
+
+def _chunk_reason(plan: Plan) -> str:
+    if plan.request.concurrency == 1:
+        return "one stream: nobody waits for a chunk"
+    rate = roofline.PUBLISHED_PREFILL.get(plan.request.gpus, (6000.0, ""))[0]
+    return f"about {plan.chunk / rate:.1f} s at published rates: the longest that other streams wait"
+
+
+def _interleaving(plan: Plan) -> None:
+    r, n = plan.request, plan.interval
+    if n == 0:
+        return
+    reason = f"{n} decode steps after each chunk: decode keeps about {DECODE_SHARE:.0%} of the time"
+    if r.version >= (0, 5, 20):
+        plan.flags.append(Flag("--prefill-decode-interval", str(n), reason))
+    elif r.version == (0, 5, 17):
+        plan.environment.append(Flag("DSV4_SM120_SET", f"prefill_decode_interval_0_5_17={n}", reason))
+    else:
+        plan.notes.append(
+            f"SGLang {r.sglang} has no way to let streams decode between the chunks of a long prompt: they stop until "
+            "it is read. 0.5.20 and later have one"
+        )
+
+
+def _notes(plan: Plan) -> None:
+    r = plan.request
+    if r.sglang not in REVIEWED:
+        plan.notes.append(f"nobody has read SGLang {r.sglang} for this; sizes are those of the next older release read")
+    if r.version < (0, 5, 13) and "index_select" not in OPS:
+        plan.notes.append("0.5.12 has no indexer for SM120, and this release brings none: it cannot serve")
+    if r.gpus > 2 and r.version >= (0, 5, 22):
+        plan.notes.append(
+            "above 2 cards all-reduce is NCCL; where `doctor` finds that peers move data, try "
+            "DSV4_SM120_SET=pcie_ipc_all_reduce=on (35% of a step at TP8 elsewhere)"
+        )
+    per_request = plan.tokens // r.context
+    if plan.fits and per_request < r.concurrency:
+        each = plan.tokens // r.concurrency
+        plan.notes.append(
+            f"{plan.tokens:,} tokens hold {per_request} request(s) of {r.context:,} at once; {r.concurrency} streams "
+            f"may have {each:,} each, beyond that requests wait"
+        )
+
+
+# ---- command lines
+
+
+def server_arguments(plan: Plan) -> list[str]:
+    """Arguments of sglang.launch_server, host and port apart."""
+    return [word for flag in plan.flags for word in (flag.name, flag.value) if word]
+
+
+def launch_line(plan: Plan, host: str = "0.0.0.0", port: int = 30000) -> str:
+    """For a machine with SGLang installed."""
+    here = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    env = " ".join(f"{flag.name}={shlex.quote(here.get(flag.name, flag.value))}" for flag in plan.environment)
+    words = ["python3", "-m", "sglang.launch_server", "--host", host, "--port", str(port), *server_arguments(plan)]
+    return f"{env} {shlex.join(words)}"
+
+
+def docker_line(plan: Plan, port: int = 30000) -> str:
+    """With the built folder mounted into SGLang's image; kernel caches are kept in volumes."""
+    env = " ".join(f"-e {flag.name}={shlex.quote(flag.value)}" for flag in plan.environment)
+    image = IMAGE.format(version=plan.request.sglang)
+    words = ["python3", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", str(port), *server_arguments(plan)]
+    return (
+        f"docker run --rm --gpus all --ipc=host -p {port}:{port} --ulimit memlock=-1 "
+        "-v ~/.cache/huggingface:/root/.cache/huggingface -v dsv4-cache:/root/.cache -v dsv4-triton:/root/.triton "
+        f'-v "$PWD/build:{MOUNT}:ro" {env} {image} {shlex.join(words)}'
+    )
+
+
+def remedies(request: Request) -> list[str]:
+    """Requests near this one that would fit."""
+    found = []
+    for tp in [tp for tp in TPS if tp > request.gpus]:
+        other = Request(**vars(request) | {"gpus": tp})
+        try:
+            if make(other).fits:
+                found.append(f"{tp} cards")
+                break
+        except CommandError:
+            continue
+    contexts = [request.context // 2**i for i in range(1, 9) if request.context // 2**i >= 1024]
+    smaller = next((c for c in contexts if make(Request(**vars(request) | {"context": c})).fits), None)
+    if smaller:
+        found.append(f"--context {smaller}")
+    if request.mtp and make(Request(**vars(request) | {"mtp": False})).fits:
+        found.append("--spec none")
+    if request.concurrency > 1 and make(Request(**vars(request) | {"concurrency": 1})).fits:
+        found.append("--concurrency 1")
+    if request.model.expert_format == FP8:
+        found.append("the FP4 checkpoint (deepseek-ai/DeepSeek-V4-Flash)")
+    return found

@@ -1,0 +1,167 @@
+"""Bytes of one card: weights, SGLang's pools as its own pool configurator sizes them, scratch.
+
+Weights: fp8 with one scale byte per 128 x 128 block, fp4 with one per 32, as in the checkpoint. Pools: read in
+pool_configurator.py of 0.5.12, .14, .17, .20 and .23. What is an estimate says so in `reserves`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.plan.models import FP4, Model
+
+GIB = 1 << 30
+PAGE_TOKENS = 256
+KV_TOKEN_BYTES = 584  # csrc/kv_page_layout.h; here because a plan needs no compiled module (a test compares)
+INDEX_KEY_BYTES = 132  # FP8, with its fp32 scale
+SWA_RATIO = 0.1  # SGLang's for this model
+STATE_BYTES = 4  # fp32
+MOST_FRACTION = 0.93  # above it ranks were lost hours after the start
+INDEX_SELECT_BYTES = 256 << 20  # our indexer's own bound for a prefill chunk, whatever the context
+CHUNKS = (8192, 4096, 2048, 1024)
+
+Version = tuple[int, ...]
+
+
+# ---- weights
+
+
+def _fp8(rows: int, columns: int) -> int:
+    return rows * columns + math.ceil(rows / 128) * math.ceil(columns / 128)
+
+
+def _fp4(rows: int, columns: int) -> int:
+    return rows * columns // 2 + rows * columns // 32
+
+
+def expert_bytes(m: Model) -> int:
+    one = _fp4 if m.expert_format == FP4 else _fp8
+    return 3 * one(m.expert_width, m.hidden)
+
+
+def layer_weights(m: Model, ratio: int, wo_a_bf16: bool) -> dict[str, tuple[int, bool]]:
+    """{part: (bytes, divided by TP)} of a layer; `routed` is one expert."""
+    inputs = m.heads * m.head_dim // m.o_groups
+    wo_a = m.o_groups * (2 * m.o_lora * inputs if wo_a_bf16 else _fp8(m.o_lora, inputs))
+    mix = (2 + m.streams) * m.streams
+    found = {
+        "qkv_a": (_fp8(m.q_lora + m.head_dim, m.hidden), False),
+        "q_b": (_fp8(m.heads * m.head_dim, m.q_lora), True),
+        "wo_a": (wo_a, True),
+        "wo_b": (_fp8(m.hidden, m.o_groups * m.o_lora), True),
+        "router": (2 * m.experts * m.hidden, False),
+        "shared": (3 * _fp8(m.expert_width, m.hidden), True),
+        "routed": (expert_bytes(m), True),
+        "mhc": (2 * mix * m.streams * m.hidden * 4, False),
+        "norms": (2 * (2 * m.hidden + m.q_lora + m.head_dim) + 4 * m.heads, False),
+    }
+    if ratio == 4:
+        rows = 4 * m.head_dim + 4 * m.index_dim
+        indexer = _fp8(m.index_heads * m.index_dim, m.q_lora) + 2 * m.index_heads * m.hidden
+        found["compressor"] = (2 * rows * m.hidden + 4 * 2 * (m.head_dim + m.index_dim) * 4 + indexer, False)
+    if ratio == 128:
+        found["compressor"] = (2 * 2 * m.head_dim * m.hidden + 128 * m.head_dim * 4, False)
+    return found
+
+
+def weight_bytes(m: Model, tp: int, *, mtp: bool, wo_a_bf16: bool = True) -> float:
+    """One rank's weights as SGLang holds them on SM120, where wo_a is expanded to bf16 unless FP8 is switched on."""
+    divided = whole = 0.0
+    for ratio, layers in (*m.kinds(), (0, int(mtp))):
+        for part, (size, is_divided) in layer_weights(m, ratio, wo_a_bf16).items():
+            total = layers * size * (m.experts if part == "routed" else 1)
+            divided, whole = (divided + total, whole) if is_divided else (divided, whole + total)
+    whole += 2 * _fp8(m.hidden, m.hidden) * mtp + 4 * m.vocab * m.experts_per_token * m.hash_layers
+    return (divided + 4 * m.vocab * m.hidden) / tp + whole
+
+
+# ---- pools
+
+
+def c128_state_bytes(m: Model, requests: int, speculative: bool) -> int:
+    """Compressor state of the C128 layers, held for every request slot, used or not (0.5.17 and later)."""
+    ring = 256 if speculative else 128
+    rows = math.ceil(((requests + 1) * ring + ring + 1) / 128) * 128
+    return rows * 2 * m.head_dim * STATE_BYTES * m.layers_c128
+
+
+def _c4_state_bytes(m: Model) -> int:
+    return 2 * 2 * (m.head_dim + m.index_dim) * STATE_BYTES * m.layers_c4
+
+
+def swa_token_bytes(m: Model, version: Version, speculative: bool) -> float:
+    """One slot of the sliding-window pool, with the C4 state (before 0.5.17 the C128 state too) that follows it."""
+    page = PAGE_TOKENS if version >= (0, 5, 23) else m.window
+    size = KV_TOKEN_BYTES * m.layers + (16 if speculative else 8) / page * _c4_state_bytes(m)
+    if not has_request_states(version):
+        size += (256 if speculative else 128) / page * 2 * m.head_dim * STATE_BYTES * m.layers_c128
+    return size
+
+
+def token_bytes(m: Model, version: Version, speculative: bool) -> float:
+    """SGLang's bytes per token of capacity: compressed entries, index keys, and 0.1 sliding-window slots."""
+    compressed = m.layers_c4 * (KV_TOKEN_BYTES + INDEX_KEY_BYTES) / 4 + m.layers_c128 * KV_TOKEN_BYTES / 128
+    window = SWA_RATIO * swa_token_bytes(m, version, speculative)
+    return (compressed + window) * ((m.layers + 1) / m.layers if speculative else 1.0)
+
+
+def has_request_states(version: Version) -> bool:
+    """Before 0.5.17 (read: 0.5.14) the C128 states follow the sliding-window pool, not the number of requests."""
+    return version >= (0, 5, 17)
+
+
+# ---- scratch: what is outside of SGLang's static fraction
+
+
+@dataclass(frozen=True)
+class Reserve:
+    what: str
+    bytes: float
+    basis: str
+
+
+def index_logits_bytes(rows: int, context: int) -> int:
+    """The stock indexer's [rows, C4 entries] fp32, allocated at the captured or chunk's worst case."""
+    return rows * math.ceil(context / PAGE_TOKENS) * 64 * 4
+
+
+def chunk_for(context: int, budget: int) -> int:
+    """The largest usual prefill chunk whose index logits fit in `budget` bytes."""
+    return next((chunk for chunk in CHUNKS if index_logits_bytes(chunk, context) <= budget), CHUNKS[-1])
+
+
+def attention_workspace_bytes(rows: int, heads: int, context: int, num_sms: int = 188) -> tuple[float, str]:
+    """Split results of one attention call of ours at the captured width: the compiled module's own bound."""
+    from deepseek_v4_sm120 import extension
+
+    width = math.ceil(context / 128 / 64) * 64
+    if extension.explain() is None:
+        partials, words = extension.load().sparse_decode_workspace(
+            rows=rows, heads=heads, indices_width=128, extra_indices_width=width, num_sms=num_sms
+        )
+        return partials + 4 * words, "sparse_decode's own bound"
+    splits = 2 + width // 64
+    return rows * heads * splits * 512 * 2, "estimate: FlashInfer's scratch; our module is not built here"
+
+
+def reserves(m: Model, *, tp: int, context: int, chunk: int, rows: int) -> list[Reserve]:
+    """What must stay free beside weights and pools. rows: of the largest captured decode or verify batch."""
+    heads = m.heads // tp
+    streams = 3 * m.streams * m.hidden * 2
+    attention = 2 * heads * m.head_dim * 2
+    experts = m.experts_per_token * (2 * m.expert_width // tp + m.hidden) * 2
+    workspace, basis = attention_workspace_bytes(rows, heads, context)
+    has_own_indexer = "index_select" in OPS
+    logits = INDEX_SELECT_BYTES if has_own_indexer else index_logits_bytes(chunk, context)
+    lists = chunk * math.ceil(context / 128 / 64) * 64 * 4
+    source = "index_select's own bound" if has_own_indexer else "[chunk, context / 4] fp32 of the stock indexer"
+    return [
+        Reserve("CUDA context, libraries, NCCL", 1.5 * GIB, "estimate"),
+        Reserve("decode graphs", (0.5 + 0.02 * rows) * GIB, "estimate"),
+        Reserve("prefill activations", chunk * (streams + attention + experts), f"arithmetic, chunk of {chunk}"),
+        Reserve("index logits of a prefill chunk", logits, source),
+        Reserve("C128 index lists of a prefill chunk", lists, "[chunk, context / 128] int32"),
+        Reserve("attention workspace", workspace, basis),
+    ]

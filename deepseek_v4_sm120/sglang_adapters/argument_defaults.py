@@ -1,0 +1,59 @@
+"""Where SGLang resolves DeepSeek-V4's arguments -> the table's settings (sglang_settings.py).
+
+`apply_deepseek_v4_defaults(server_args, model_arch)` runs once per server in the parent, for this model only; asking
+for the GPU there is safe, because SGLang itself has asked by then and its workers are spawned, not forked.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+
+from deepseek_v4_sm120 import device_gate, patching
+from deepseek_v4_sm120.patching import report
+
+
+def _accessors(server_args) -> tuple[Callable, Callable]:
+    """(read, write) of a server argument. From 0.5.20 on they are a sealed record beside a list of decisions."""
+    declarations = importlib.import_module("sglang.srt.arg_groups.overrides") if _is_sealed(server_args) else None
+    if declarations is None:
+        return functools.partial(getattr, server_args), functools.partial(setattr, server_args)
+    view = declarations.resolving_view(server_args)
+    return functools.partial(getattr, view), lambda name, value: declarations.declare_resolution(
+        server_args, "deepseek_v4_sm120", **{name: value}
+    )
+
+
+def _is_sealed(server_args) -> bool:
+    return hasattr(server_args, "_input_frozen")
+
+
+def replace_apply_defaults(original: Callable) -> Callable:
+    """For apply_deepseek_v4_defaults: ours first, so that SGLang's own checks see the values; then the original."""
+
+    @functools.wraps(original)
+    def apply_deepseek_v4_defaults(server_args, model_arch):
+        engine = patching.active_engine()
+        if engine is not None and device_gate.serves_current_device():
+            read, write = _accessors(server_args)
+            engine.steering.apply(os.environ, read, write)
+            applied = [f"{c.setting}: {', '.join(c.applied)}" for c in engine.steering.choices if c.applied]
+            if applied:
+                report.info(f"deepseek_v4_sm120: settings for this GPU: {'; '.join(applied)}")
+            report.write(engine)
+        return original(server_args, model_arch)
+
+    return apply_deepseek_v4_defaults
+
+
+def replace_marlin_gate(original: Callable) -> Callable:
+    """For `is_sm90_supported` as 0.5.12's Marlin experts imported it: Marlin's kernel is compiled on the machine and
+    runs on SM120; 0.5.13 and later accept that GPU themselves."""
+
+    @functools.wraps(original)
+    def is_sm90_supported(*args, **kwargs):
+        return device_gate.serves_current_device() or original(*args, **kwargs)
+
+    return is_sm90_supported

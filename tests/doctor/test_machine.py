@@ -1,0 +1,279 @@
+"""doctor's machine checks over faked nvidia-smi answers, /sys, /proc and environments."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from deepseek_v4_sm120.doctor import facts, gpu_checks, host_checks, nvidia_smi, pci, software_checks
+from deepseek_v4_sm120.doctor.command import examine, show
+from deepseek_v4_sm120.doctor.finding import FAIL, NOT_RUN, OK, WARN
+from deepseek_v4_sm120.patching import profile
+
+H200 = (Path(__file__).resolve().parents[1] / "data/nvidia_smi_h200.xml").read_text()  # a driver's true answer
+BUILD = {"problem": None, "version": "0.1.0", "git_commit": "c0ffee", "cuda_version": "13.0", "archs": ["120a", "90a"]}
+CARD = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
+SHORT = {"width": "<current_link_width>16x", "limit": "<current_power_limit>600"}
+TOPOLOGY = "\t\x1b[4mGPU0\tGPU1\tCPU Affinity\x1b[0m\nGPU0\t X \t{kind}\t0-15\nGPU1\t{kind}\t X \t0-15\n\nLegend:\n"
+
+
+def rtx(count=2, **changes):
+    """nvidia-smi's answer on a machine of RTX PRO 6000 cards, made from the H200's by its own words."""
+    head, gpu = H200.split(' <gpu id="00000000:00:06.0">')
+    gpu, tail = gpu.split(" </gpu>")
+    gpu = gpu.replace("NVIDIA H200", CARD).replace("700.00 W", "600.00 W").replace("143771 MiB", "97887 MiB")
+    for old, new in changes.items():
+        old = SHORT.get(old, old)
+        assert old in gpu, old
+        gpu = gpu.replace(old, old.rpartition(">")[0] + ">" + new if ">" in old else new)
+    bodies = [f' <gpu id="x">{gpu.replace("00000000:00:06.0", f"00000000:0{i + 1}:00.0")} </gpu>' for i in range(count)]
+    return head + "".join(bodies) + tail
+
+
+def smi(xml, *, capability="12.0", kind="PIX"):
+    def run(command):
+        if command[1] == "topo":
+            return TOPOLOGY.format(kind=kind)
+        return xml if "-x" in command else f"{capability}\n" * xml.count("<gpu id")
+
+    return run
+
+
+def gathered(tmp_path, xml=None, environ=None, **how):
+    for folder in ("sys", "proc/self", "dev/shm"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    run = smi(xml, **how) if xml else lambda command: None
+    found = facts.gather(tmp_path, {"HOME": "/root", **(environ or {})}, run)
+    found.status = {"build": BUILD, "patches": [], "processes": [], "table_settings": [], "profile": None}
+    found.limits = {"RLIMIT_MEMLOCK": -1, "RLIMIT_NOFILE": 65535}
+    return found
+
+
+def states(findings):
+    return {f.check: f.state for f in findings}
+
+
+def finding(findings, check):
+    (found,) = [f for f in findings if f.check == check]
+    return found
+
+
+def test_a_drivers_true_answer_is_read():
+    found = nvidia_smi.read(smi(H200, capability="9.0"))
+    (gpu,) = found.gpus
+    assert (gpu.name, gpu.bus_id, gpu.capability) == ("NVIDIA H200", "0000:00:06.0", (9, 0))
+    assert (gpu.memory_total, gpu.memory_used, gpu.clock_max) == (143771, 0, 1980)
+    assert (gpu.link_generation, gpu.link_width) == ((5, 5), (16, 16))
+    assert (gpu.power_limit, gpu.power_default, gpu.slowdowns) == (700.0, 700.0, ())
+    assert (found.driver, found.cuda) == ("580.159.04", "13.0")
+
+
+def test_no_gpu_is_one_line_and_no_failure(tmp_path):
+    found = gathered(tmp_path)
+    (only,) = gpu_checks.checks(found)
+    assert (only.check, only.state) == ("GPU", NOT_RUN)
+    assert FAIL not in states(examine(found)).values()
+
+
+@pytest.mark.parametrize("answer", ["not xml", "<nvidia_smi_log/>"])
+def test_strange_answers_are_told(answer):
+    assert nvidia_smi.read(lambda command: answer).problem
+
+
+def test_a_good_machine_has_nothing_to_complain_about(tmp_path):
+    found = gathered(tmp_path, rtx())
+    found.probe = {
+        "links": {"0": [5, 16], "1": [5, 16]},
+        "peers": [{"from": i, "to": 1 - i, "reported": True, "moved": True, "gbs": 49.0} for i in (0, 1)],
+    }
+    assert set(states(gpu_checks.checks(found)).values()) <= {OK, NOT_RUN}
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "state", "words"),
+    [
+        ({"width": "8x"}, "PCIe link of GPU 0", WARN, "x8"),
+        ({"limit": "300"}, "power of GPU 0", WARN, "limit 300 W"),
+        ({"thermal": "Active"}, "power of GPU 0", WARN, "hw_thermal_slowdown"),
+        ({"<used>0 MiB": "9000 MiB"}, "memory of GPU 0", WARN, "9000 of 97887 MiB"),
+        ({"580.159.04": "570.1"}, "driver", FAIL, "570.1"),
+    ],
+)
+def test_what_is_wrong_with_a_card(tmp_path, change, check, state, words):
+    (old, new), *_ = change.items()
+    if old == "580.159.04":
+        xml = rtx().replace(old, new)
+    elif "thermal" in old:
+        tag = "clocks_event_reason_hw_thermal_slowdown"
+        xml = rtx().replace(f"<{tag}>Not Active", f"<{tag}>Active")
+    else:
+        xml = rtx(**change)
+    found = finding(gpu_checks.checks(gathered(tmp_path, xml)), check)
+    assert found.state == state and words in found.found and found.cost and found.fix
+
+
+def test_a_link_that_does_not_wake_up(tmp_path):
+    found = gathered(tmp_path, rtx())
+    found.probe = {"links": {"0": [3, 16], "1": [5, 16]}, "peers": []}
+    checks = list(gpu_checks.checks(found))
+    assert finding(checks, "PCIe link of GPU 0").cost.startswith("25% of the link")
+    assert finding(checks, "PCIe link of GPU 1").state == OK
+
+
+@pytest.mark.parametrize(
+    ("pair", "state", "words"),
+    [
+        ({"reported": True, "moved": False, "gbs": 0.1}, FAIL, "data does not arrive"),
+        ({"reported": False, "moved": True, "gbs": 9.0}, WARN, "not possible"),
+        ({"reported": True, "moved": True, "gbs": 9.0}, WARN, "9.0 GB/s"),
+        ({"reported": True, "moved": True, "gbs": 45.0}, OK, "45.0 GB/s"),
+    ],
+)
+def test_peers_that_lie_are_slow_or_absent(tmp_path, pair, state, words):
+    found = gathered(tmp_path, rtx())
+    found.probe = {"links": {}, "peers": [{"from": 0, "to": 1, **pair}]}
+    peers = finding(gpu_checks.checks(found), "peer copies")
+    assert peers.state == state and words in peers.found
+
+
+def test_copies_that_never_end_are_suspected_not_hidden(tmp_path):
+    found = gathered(tmp_path, rtx())
+    found.probe, found.probe_problem = {"links": {}, "peers": []}, "the copies did not end within 60 s"
+    assert "did not end" in finding(gpu_checks.checks(found), "peer copies").found
+
+
+@pytest.mark.parametrize(("kind", "state"), [("PIX", OK), ("PHB", WARN), ("SYS", WARN)])
+def test_topology(tmp_path, kind, state):
+    assert finding(gpu_checks.checks(gathered(tmp_path, rtx(), kind=kind)), "topology").state == state
+
+
+def test_other_architectures_and_mixed_machines(tmp_path):
+    assert finding(gpu_checks.checks(gathered(tmp_path, H200, capability="9.0")), "GPU").state == WARN
+    mixed = rtx().replace(CARD, "NVIDIA RTX 5090", 1)
+    assert "several kinds" in finding(gpu_checks.checks(gathered(tmp_path, mixed)), "GPU").found
+
+
+def config_space(control):
+    """4 KiB of PCI registers with an ACS capability behind another one."""
+    data = bytearray(4096)
+    struct.pack_into("<I", data, 0x100, 0x0001 | 1 << 16 | 0x140 << 20)
+    struct.pack_into("<IHH", data, 0x140, pci.ACS_CAPABILITY | 1 << 16, 0x5F, control)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("config", "state"), [(config_space(0x1D), WARN), (config_space(0x00), OK), (config_space(0)[:64], NOT_RUN)]
+)
+def test_access_control_of_the_bridges(tmp_path, config, state):
+    bridge = tmp_path / "sys/devices/pci0000:00/0000:00:01.0"
+    devices = tmp_path / "sys/bus/pci/devices"
+    devices.mkdir(parents=True)
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (bridge / name).mkdir(parents=True)
+        (devices / name).symlink_to(bridge / name)
+    (bridge / "config").write_bytes(config)
+    (devices / "0000:00:01.0").symlink_to(bridge)
+    (tmp_path / "sys/kernel/iommu_groups/7").mkdir(parents=True)
+    found = finding(gpu_checks.checks(gathered(tmp_path, rtx())), "ACS and IOMMU")
+    assert found.state == state and "IOMMU on (1 groups)" in found.found
+
+
+def test_a_driver_too_old_and_a_build_without_the_cards_code(tmp_path):
+    found = gathered(tmp_path, rtx(), capability="12.1")
+    assert "not for sm_121" in finding(gpu_checks.checks(found), "driver").found
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE=1"),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING=1"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments"),
+    ],
+)
+def test_variables_that_cost_speed_or_answers(tmp_path, environ, words):
+    found = [f for f in host_checks.checks(gathered(tmp_path, rtx(), environ)) if f.state in (WARN, FAIL)]
+    assert words in " ".join(f.found for f in found)
+
+
+def test_variables_of_a_running_server_are_read_where_one_may(tmp_path):
+    (tmp_path / "proc/77").mkdir(parents=True)
+    (tmp_path / "proc/77/environ").write_bytes(b"NCCL_SHM_DISABLE=1\0HOME=/\0")
+    found = gathered(tmp_path, rtx())
+    found.server_environ = {77: facts._environ_of(tmp_path, 77)}
+    assert finding(host_checks.checks(found), "variables of server process 77").state == WARN
+    assert facts._environ_of(tmp_path, 78) is None
+
+
+def test_small_shared_memory_and_limits(tmp_path):
+    found = gathered(tmp_path, rtx())
+    found.shm_bytes, found.limits = 64 << 20, {"RLIMIT_MEMLOCK": 8 << 20, "RLIMIT_NOFILE": 1024}
+    checks = list(host_checks.checks(found))
+    assert finding(checks, "/dev/shm").state == FAIL and "--ipc=host" in finding(checks, "/dev/shm").fix
+    assert finding(checks, "ulimits").found == "locked memory 8192 KiB, 1024 open files"
+
+
+def test_sitecustomize_of_others(tmp_path):
+    found = gathered(tmp_path)
+    ours = str(Path(found.package, "sitecustomize.py"))
+    for files, state in (([ours, "/x"], OK), (["/x/sitecustomize.py", ours], FAIL), ([], WARN)):
+        found.sitecustomize = files
+        assert finding(software_checks.checks(found), "sitecustomize").state == state
+    found.is_isolated = True
+    assert "-I, -E or -S" in finding(software_checks.checks(found), "sitecustomize").found
+
+
+def test_versions_against_sglangs_own_pins(tmp_path):
+    found = gathered(tmp_path)
+    found.versions = {"sglang": "0.5.23", "torch": "2.14.1+cu130", "flashinfer-python": "0.6.18"}
+    found.pins = {"torch": "2.14.1", "flashinfer-python": "0.7.2"}
+    (versions,) = [f for f in software_checks.checks(found) if f.check == "versions"]
+    assert versions.state == WARN and versions.found == "flashinfer-python 0.6.18 (SGLang 0.5.23 pins 0.7.2)"
+    found.versions["flashinfer-python"] = "0.7.2"
+    assert finding(software_checks.checks(found), "versions").state == OK
+    found.versions["sglang"] = "0.5.15"
+    assert finding(software_checks.checks(found), "versions").state == FAIL
+
+
+def test_patches_settings_processes_and_the_build(tmp_path):
+    found = gathered(tmp_path)
+    found.versions = {"sglang": "0.5.23"}
+    row = {"patch": "sparse_decode", "state": "BROKEN", "reason": "no such key", "review": ""}
+    setting = {"setting": "topk_v2", "state": "OFF", "reason": "never run on SM120", "would_set": "X=1", "why": "slow"}
+    process = {"pid": 5, "patches": [row | {"state": "APPLIED"}], "devices_served": {"0": False}}
+    found.status |= {"patches": [row], "table_settings": [setting], "processes": [process]}
+    found.status["build"] = BUILD | {"problem": "no compiled module"}
+    found.status["unknown_choices"] = "DSV4_SM120_SET names x"
+    checks = list(software_checks.checks(found))
+    assert {"patches": FAIL, "compiled module": FAIL, "process 5": WARN, "DSV4_SM120_SET": FAIL}.items() <= states(
+        checks
+    ).items()
+    assert finding(checks, "setting topk_v2").fix == "to try it: DSV4_SM120_SET=topk_v2=on"
+
+
+def test_a_provider_that_is_wrong_on_this_card_is_named(tmp_path):
+    measured = {"winner": "ours", "wrong": {"triton": "C4: relative error 0.3, allowed 0.08"}}
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"format": 1, "identity": {}, "operators": {"sparse_decode": measured}}))
+    found = gathered(tmp_path)
+    found.status["profile"] = profile.consult(str(file), None).describe()
+    named = finding(software_checks.checks(found), "profile")
+    assert named.state == FAIL and "sparse_decode/triton is wrong on this card: C4" in named.found
+
+
+def test_caches_that_a_container_loses(tmp_path):
+    (tmp_path / ".dockerenv").touch()
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mounts").write_text("overlay / overlay rw 0 0\n/dev/sda /root/.cache ext4 rw 0 0\n")
+    found = gathered(tmp_path)
+    lost = [c.variable for c in found.caches if not c.survives]
+    assert lost == ["TRITON_CACHE_DIR", "TILELANG_CACHE_DIR"]
+    fix = finding(software_checks.checks(found), "kernel caches").fix
+    assert fix == "docker run -v dsv4-tilelang:/root/.tilelang -v dsv4-triton:/root/.triton"
+
+
+def test_it_is_shown_with_cost_and_fix(tmp_path, capsys):
+    show(list(gpu_checks.checks(gathered(tmp_path, rtx(width="8x")))))
+    text = capsys.readouterr().out
+    assert "costs: 50% of the link" in text and "fix: another slot" in text and " WARN" in text

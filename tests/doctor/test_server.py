@@ -1,0 +1,148 @@
+"""doctor --url against a small local server with recorded answers."""
+
+import http.server
+import json
+import threading
+
+import pytest
+
+from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.doctor import server
+from deepseek_v4_sm120.doctor.finding import FAIL, NOT_RUN, OK, WARN
+
+# the fields that SGLang 0.5.17 and 0.5.23 answer with, at the values that an unplanned start has on 2 cards
+STOCK = {
+    "version": "0.5.23",
+    "model_path": "deepseek-ai/DeepSeek-V4-Flash",
+    "attention_backend": "dsv4",
+    "tp_size": 2,
+    "disable_cuda_graph": False,
+    "moe_runner_backend": "flashinfer_mxfp4",
+    "disable_custom_all_reduce": False,
+    "chunked_prefill_size": 8192,
+    "context_length": 1048576,
+    "prefill_decode_interval": 0,
+    "enable_mixed_chunk": False,
+    "mem_fraction_static": 0.86,
+    "max_running_requests": 256,
+    "speculative_algorithm": None,
+    "speculative_num_draft_tokens": None,
+    "tool_call_parser": None,
+    "reasoning_parser": None,
+    "internal_states": [{}],
+}
+PLANNED = STOCK | {
+    "context_length": 393216,
+    "chunked_prefill_size": 4096,
+    "prefill_decode_interval": 8,
+    "max_running_requests": 8,
+    "tool_call_parser": "deepseekv4",
+    "reasoning_parser": "deepseek-v4",
+}
+METRICS = """# HELP sglang:token_usage x
+sglang:token_usage{{model_name="m",tp_rank="0"}} {usage}
+sglang:num_queue_reqs{{tp_rank="0"}} 3.0
+sglang:num_retracted_requests_total{{tp_rank="0"}} {retracted}
+sglang:spec_accept_length{{tp_rank="0"}} 1.1
+process_cpu_seconds_total 5
+sglang:broken{{}} nonsense
+"""
+
+
+@pytest.fixture
+def serve():
+    """serve({path: (status, text)}) -> base URL"""
+    servers = []
+
+    def start(answers):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                status, text = answers.get(self.path, (404, ""))
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *args):
+                pass
+
+        made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        servers.append(made)
+        return f"http://127.0.0.1:{made.server_port}"
+
+    yield start
+    for made in servers:
+        made.shutdown()
+        made.server_close()
+
+
+def found(info, metrics=None):
+    return {f.check: f for f in server.checks(server.Answers(info, metrics))}
+
+
+def test_an_unplanned_server_is_named_setting_by_setting(serve):
+    url = serve({"/server_info": (200, json.dumps(STOCK)), "/metrics": (200, METRICS.format(usage=0.97, retracted=4))})
+    answers = server.ask(url + "/")
+    checks = {f.check: f for f in server.checks(answers)}
+    assert checks["prefill and decode"].fix == "--prefill-decode-interval 8"
+    assert "8.0 GiB" in checks["prefill scratch"].cost
+    assert checks["request slots"].fix == "--max-running-requests <your streams>"
+    assert checks["load"].state == WARN and "97% full, 4 requests retracted" in checks["load"].found
+    assert checks["speculation"].found == "1.10 tokens accepted a step"
+    assert all(f.cost and f.fix for f in checks.values() if f.state in (WARN, FAIL))
+
+
+def test_a_planned_server_is_fine(serve):
+    checks = found(PLANNED, {"token_usage": 0.3})
+    assert {f.state for f in checks.values()} == {OK}
+
+
+def test_the_older_address_and_no_metrics(serve):
+    answers = server.ask(serve({"/get_server_info": (200, json.dumps(PLANNED))}))
+    assert {f.check: f.state for f in server.checks(answers)}["metrics"] == NOT_RUN
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "state"),
+    [
+        ({"disable_cuda_graph": True}, "CUDA graphs", WARN),
+        ({"cuda_graph_config": {"decode": {"backend": "disabled"}}}, "CUDA graphs", WARN),
+        ({"version": "0.5.12", "moe_runner_backend": "auto"}, "experts", FAIL),
+        ({"disable_custom_all_reduce": True}, "all-reduce", WARN),
+        ({"tp_size": 4}, "all-reduce", NOT_RUN),
+        ({"tp_size": 4, "version": "0.5.17"}, "all-reduce", WARN),
+        ({"chunked_prefill_size": -1}, "prefill chunk", FAIL),
+        ({"version": "0.5.14", "chunked_prefill_size": 16384}, "prefill chunk", FAIL),
+        ({"mem_fraction_static": 0.97}, "memory fraction", WARN),
+        ({"speculative_num_draft_tokens": 8}, "speculation", WARN),
+        ({"tool_call_parser": None}, "parsers", WARN),
+    ],
+)
+def test_each_rule(change, check, state):
+    assert found(PLANNED | change)[check].state == state
+
+
+def test_a_release_without_the_interval():
+    info = {k: v for k, v in PLANNED.items() if k != "prefill_decode_interval"} | {"version": "0.5.17"}
+    assert "prefill_decode_interval_0_5_17" in found(info)["prefill and decode"].fix
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({}, "not an SGLang server"),
+        ({"/server_info": (200, "<html>")}, "is not what SGLang answers"),
+        ({"/server_info": (200, "[]")}, "is not what SGLang answers"),
+        ({"/server_info": (500, "")}, "answers 500"),
+    ],
+)
+def test_strangers_and_broken_servers_are_one_sentence(serve, answers, words):
+    with pytest.raises(CommandError, match=words):
+        server.ask(serve(answers))
+
+
+def test_nobody_there():
+    with pytest.raises(CommandError, match="no server at"):
+        server.ask("http://127.0.0.1:9")
+    with pytest.raises(CommandError, match="must start with http"):
+        server.ask("127.0.0.1:30000")

@@ -1,0 +1,91 @@
+"""Profiles of `calibrate`: read, refused, and what they do to the patches."""
+
+import json
+
+import pytest
+
+import deepseek_v4_sm120
+from deepseek_v4_sm120.patching import profile
+
+GOOD = {
+    "format": profile.FORMAT,
+    "identity": {"device": "GPU A", "driver": "580.1", "sglang": "0.5.17", "package": deepseek_v4_sm120.__version__},
+    "operators": {
+        "sparse_decode": {"winner": "stock", "wrong": {}},
+        "fine": {"winner": "ours", "wrong": {}},
+        "bad": {"winner": "stock", "wrong": {"ours": "relative error 0.2"}},
+    },
+}
+
+
+@pytest.fixture
+def proc(tmp_path, monkeypatch):
+    folder = tmp_path / "proc"
+    (folder / "gpus/0").mkdir(parents=True)
+    (folder / "gpus/0/information").write_text("Model: \t\t GPU A\nIRQ: 3\n")
+    (folder / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.1  Release Build\n")
+    monkeypatch.setattr(profile, "here", lambda sglang, real=profile.here: real(sglang, folder))
+    return folder
+
+
+def write(tmp_path, found):
+    path = tmp_path / "profile.json"
+    path.write_text(found if isinstance(found, str) else json.dumps(found))
+    return str(path)
+
+
+def test_a_profile_of_this_machine_rules_out_what_lost(tmp_path, proc):
+    found = profile.consult(write(tmp_path, GOOD), "0.5.17")
+    assert found.problem is None and not found.warnings
+    assert found.against("fine") is None and found.against("never measured") is None
+    assert found.against("sparse_decode").endswith("stock is faster on this machine")
+    assert found.against("bad").endswith("ours: relative error 0.2")
+    assert found.describe()["winners"]["bad"] == "stock"
+
+
+@pytest.mark.parametrize("changed", [{"device": "GPU B"}, {"driver": "590.2"}, {"sglang": "0.5.20"}, {"package": "9"}])
+def test_a_foreign_profile_counts_for_nothing_and_is_told(tmp_path, proc, changed):
+    found = profile.consult(write(tmp_path, GOOD | {"identity": GOOD["identity"] | changed}), "0.5.17")
+    assert found.against("sparse_decode") is None and found.problem is None
+    assert f"{next(iter(changed.values()))}, not" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not one of ours"),
+        ({"format": 99}, "is not one of ours"),
+        (GOOD | {"operators": {"sparse_decode": {}}}, "is damaged"),
+        (GOOD | {"identity": 3}, "is damaged"),
+    ],
+)
+def test_a_corrupt_profile_is_one_sentence(tmp_path, content, words):
+    found = profile.consult(write(tmp_path, content), None)
+    assert words in found.problem and found.against("sparse_decode") is None
+
+
+def test_no_profile_and_a_missing_one(tmp_path):
+    assert profile.consult(None, None).describe() is None
+    assert "cannot be read: No such file" in profile.consult(str(tmp_path / "none.json"), None).problem
+
+
+def test_the_engine_leaves_out_what_lost_and_stops_at_a_corrupt_file(python, tree, tmp_path):
+    code = """
+        from sglang.srt.layers.attention import deepseek_v4_backend
+        from sglang.kernels.ops.attention import flash_mla_sm120 as module
+        from deepseek_v4_sm120 import patching
+        records = patching.active_engine().records
+        ours = [r for r in records if "sparse_decode" in (r.patch.name, r.patch.serves)]
+        print(hasattr(module.flash_mla_with_kvcache_sm120, "__wrapped__"), ours[0].reason[-31:],
+              [(r.patch.name, r.state) for r in ours if r.state != "NOT APPLICABLE"])
+        import sglang.srt.managers.scheduler
+    """
+    path = write(tmp_path, GOOD | {"identity": {}})
+    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path})
+    assert done.stdout == "False stock is faster on this machine []\n"
+    path = write(tmp_path, "{")
+    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path}, check=False)
+    assert done.returncode == 1 and f"profile {path} is not JSON" in done.stderr
+    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path, "DSV4_SM120_ON_BROKEN": "warn"})
+    assert done.stdout.startswith("True") and "is not JSON" in done.stderr

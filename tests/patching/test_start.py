@@ -1,0 +1,164 @@
+"""Argument resolution and imports of SGLang's real wheels, on two faked SM120 cards, with our folder on PYTHONPATH.
+
+0.5.12 has no SM120 branch and must get through with our settings. What this cannot see: kernels. The indexer of 0.5.12
+has none for SM120 (its TileLang and torch variants both refuse the lengths that they are given), so that release
+serves only with an operator of ours in that place.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+REQUIREMENTS = HERE.parent / "requirements-sglang.txt"
+CONFIG = json.loads((HERE.parent / "data/flash_config.json").read_text())
+
+RESOLVE = """
+    import json, os, sys
+    sys.path[1:1] = [MACHINE]
+    import sm120_machine
+    sys.path += [WHEEL, PACKAGES]
+    from sglang.srt.server_args import ServerArgs
+    from deepseek_v4_sm120 import patching
+    engine = patching.active_engine()
+    arguments = ServerArgs(model_path=MODEL, tp_size=2, skip_tokenizer_init=True, **MORE)
+    names = ("attention_backend", "moe_runner_backend", "page_size", "chunked_prefill_size", "max_running_requests")
+    resolved = arguments
+    if hasattr(arguments, "resolve_once"):  # 0.5.20 and later
+        from sglang.srt.arg_groups.overrides import resolved_view
+        arguments.resolve_once()
+        resolved = resolved_view(arguments)
+        names += ("prefill_decode_interval",)
+    print(json.dumps({
+        "arguments": {name: getattr(resolved, name) for name in names},
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "_DSV4"))},
+        "states": {c.setting: [c.state, c.reason] for c in engine.steering.choices} if engine else {},
+    }))
+"""
+WORKER = """
+    import importlib, json, os, sys
+    sys.path[1:1] = [MACHINE]
+    import sm120_machine
+    sys.path += [WHEEL, PACKAGES]
+    import sglang
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.deep_gemm_wrapper import configurer
+    from sglang.srt.layers.quantization import mxfp4_marlin_moe
+    import sglang.srt.layers.attention.deepseek_v4_backend
+    import sglang.srt.models.deepseek_v4 as model
+    import sglang.srt.managers.scheduler  # the preflight: every row is checked here
+    from deepseek_v4_sm120 import patching
+    print(json.dumps({
+        "deep_gemm": configurer.ENABLE_JIT_DEEPGEMM,
+        "marlin": mxfp4_marlin_moe.is_sm90_supported(),
+        "wo_a": model._FP8_WO_A_GEMM,
+        "topk_v2": envs.SGLANG_OPT_USE_TOPK_V2.get(),
+        "records": {r.patch.name: r.state for r in patching.active_engine().records},
+    }))
+"""
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory, sglang_wheel):
+    """unpacked(version) -> folder of that wheel"""
+
+    @functools.cache
+    def unpack(version):
+        folder = tmp_path_factory.mktemp("sglang")
+        with zipfile.ZipFile(sglang_wheel(version)) as archive:
+            archive.extractall(folder, [m for m in archive.namelist() if not m.startswith("sglang/multimodal_gen/")])
+        return folder
+
+    return unpack
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, wheel_cache):
+    """The packages that the wheels need, and a model folder with nothing but the released configuration."""
+    digest = zlib.crc32(REQUIREMENTS.read_bytes())
+    packages = wheel_cache.parent / f"sglang-packages-{sys.version_info.minor}-{digest:08x}"
+    if not (packages / "complete").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
+        done = subprocess.run([*command, "--target", packages, "-r", REQUIREMENTS], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        (packages / "complete").touch()
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    return {"PACKAGES": str(packages), "MODEL": str(model), "MACHINE": str(HERE)}
+
+
+@pytest.fixture
+def run(python, places, unpacked):
+    def run(code, more="{}", version="0.5.12", **environment):
+        for name, value in {**places, "WHEEL": str(unpacked(version))}.items():
+            code = code.replace(name, repr(value))
+        return python.json(code.replace("MORE", more), env={"HF_HUB_OFFLINE": "1", **environment})
+
+    return run
+
+
+def test_arguments_resolve_to_what_the_gpu_can_run(run):
+    found = run(RESOLVE)
+    assert found["arguments"] == {
+        "attention_backend": "dsv4",
+        "moe_runner_backend": "marlin",
+        "page_size": 256,
+        "chunked_prefill_size": 8192,
+        "max_running_requests": 256,
+    }
+    wanted = {
+        "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+        "SGLANG_OPT_USE_TOPK_V2": "0",
+        "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0",
+        "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",
+    }
+    assert wanted.items() <= found["environment"].items()
+    assert wanted.items() <= json.loads(found["environment"]["_DSV4_SM120_CHILD_ENVIRONMENT"]).items()
+
+
+def test_what_the_user_set_stays(run):
+    own = {"SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "1", "SGLANG_DSV4_FP4_EXPERTS": "0"}
+    found = run(RESOLVE, more="{'moe_runner_backend': 'triton'}", **own)
+    assert found["arguments"]["moe_runner_backend"] == "triton"
+    assert found["environment"]["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] == "1"
+    assert found["states"]["custom_all_reduce_v1"] == ["USER'S OWN", "kept SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2=1"]
+    assert found["states"]["fp4_experts_marlin"] == ["NOT APPLICABLE", "SGLANG_DSV4_FP4_EXPERTS=0"]
+
+
+def test_without_us_it_stays_at_what_cannot_start(run):
+    found = run(RESOLVE, DSV4_SM120="off")
+    assert found["arguments"]["moe_runner_backend"] == "auto"
+    assert "SGLANG_ENABLE_JIT_DEEPGEMM" not in found["environment"]
+
+
+def test_a_worker_imports_with_the_parents_decision(run):
+    handover = run(RESOLVE)["environment"]["_DSV4_SM120_CHILD_ENVIRONMENT"]
+    found = run(WORKER, _DSV4_SM120_CHILD_ENVIRONMENT=handover)
+    assert (found["deep_gemm"], found["wo_a"], found["topk_v2"], found["marlin"]) == (False, False, False, True)
+    assert found["records"]["sparse_decode"] in ("READY", "APPLIED")
+    assert found["records"]["marlin_on_sm120"] == "APPLIED"
+
+
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.17", "0.5.20", "0.5.23"])
+def test_later_releases_resolve_with_our_settings(run, version):
+    found = run(RESOLVE, version=version)
+    assert found["arguments"]["attention_backend"] == "dsv4"
+    assert found["arguments"].get("prefill_decode_interval", 8) == 8
+    assert not [name for name, (state, _) in found["states"].items() if state == "USER'S OWN"]
+    on = {name for name, (state, _) in found["states"].items() if state == "ON"}
+    assert on == ({"prefill_decode_interval"} if version in ("0.5.20", "0.5.23") else set())
+
+
+def test_in_0_5_23_the_user_decides_and_a_forced_variable_reaches_the_children(run):
+    found = run(RESOLVE, more="{'prefill_decode_interval': 0}", version="0.5.23", DSV4_SM120_SET="topk_v2=on")
+    assert found["arguments"]["prefill_decode_interval"] == 0
+    assert found["states"]["prefill_decode_interval"] == ["USER'S OWN", "kept prefill_decode_interval=0"]
+    assert found["environment"]["SGLANG_OPT_USE_TOPK_V2"] == "False"  # SGLang has the last word in the parent
+    handover = json.loads(found["environment"]["_DSV4_SM120_CHILD_ENVIRONMENT"])
+    assert handover == {"SGLANG_OPT_USE_TOPK_V2": "1"}

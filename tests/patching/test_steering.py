@@ -1,0 +1,127 @@
+"""The table's settings: who decides, what is written, what children inherit. No SGLang here."""
+
+import json
+
+import pytest
+
+from deepseek_v4_sm120.patching.spec import VALUE, Setting
+from deepseek_v4_sm120.patching.steering import HANDOVER, NOT_APPLICABLE, OFF, ON, USER, Steering
+from deepseek_v4_sm120.settings import Settings, read_choices
+from deepseek_v4_sm120.sglang_settings import SETTINGS
+
+ROWS = (
+    Setting(name="safe", why="w", source="s", sglang="a", on=True, how="h", environment={"STOCK_A": "0"}),
+    Setting(name="risky", why="w", source="s", sglang="a", on=False, how="h", environment={"STOCK_B": "1"}),
+    Setting(name="count", why="w", source="s", sglang="a", on=True, how="h", arguments={"steps": VALUE}, value=8),
+    Setting(name="later", why="w", source="s", sglang="b", on=True, how="h", environment={"STOCK_C": "1"}),
+)
+
+
+def steering(environ, **choices):
+    made = Steering(ROWS, Settings(choices=choices), lambda versions: versions == "a")
+    made.start(environ)
+    return made
+
+
+def apply(made, environ, arguments):
+    made.apply(environ, arguments.get, arguments.__setitem__)
+    return {c.setting: c.state for c in made.choices}
+
+
+def test_defaults():
+    environ, arguments = {}, {"steps": None}
+    states = apply(steering(environ), environ, arguments)
+    assert states == {"safe": ON, "risky": OFF, "count": ON, "later": NOT_APPLICABLE}
+    assert environ == {"STOCK_A": "0", HANDOVER: json.dumps({"STOCK_A": "0"})} and arguments == {"steps": 8}
+
+
+def test_the_users_own_wins():
+    environ, arguments = {"STOCK_A": "1"}, {"steps": 0}
+    states = apply(steering(environ), environ, arguments)
+    assert (states["safe"], states["count"]) == (USER, USER)
+    assert environ == {"STOCK_A": "1"} and arguments == {"steps": 0}
+
+
+def test_what_a_script_sets_after_its_imports_is_the_users_too():
+    environ = {}
+    made = steering(environ)
+    environ["STOCK_A"] = "1"
+    assert apply(made, environ, {"steps": None})["safe"] == USER and environ["STOCK_A"] == "1"
+
+
+def test_choices_turn_on_off_and_change_the_number():
+    environ, arguments = {}, {"steps": None}
+    states = apply(steering(environ, safe="off", risky="on", count="3"), environ, arguments)
+    assert (states["safe"], states["risky"]) == (OFF, ON)
+    assert environ["STOCK_B"] == "1" and "STOCK_A" not in environ and arguments == {"steps": 3}
+
+
+def test_a_child_gets_back_what_the_host_overwrote():
+    environ = {}
+    apply(steering(environ, risky="on"), environ, {"steps": None})
+    environ["STOCK_B"] = "0"  # the host's own argument resolution, after ours
+    child = dict(environ)
+    made = steering(child, risky="on")
+    assert made.is_child and child["STOCK_B"] == "1"
+    assert apply(made, child, {"steps": None})["safe"] == ON and child["STOCK_A"] == "0"
+
+
+def test_twice_is_once():
+    environ, arguments = {}, {"steps": None}
+    made = steering(environ)
+    apply(made, environ, arguments)
+    assert apply(made, environ, arguments)["safe"] == ON and arguments == {"steps": 8}
+    assert [c.applied for c in made.choices if c.setting == "safe"] == [("STOCK_A=0",)]
+
+
+def test_validation_modes_change_nothing_unasked():
+    made = Steering(ROWS, Settings(force="ops", choices={"risky": "on"}), lambda versions: True)
+    assert {c.setting: c.state for c in made.choices} == {"safe": OFF, "risky": ON, "count": OFF, "later": OFF}
+
+
+def test_unknown_names_are_a_problem_in_words():
+    made = steering({}, sfae="on")
+    assert made.problem() == "DSV4_SM120_SET names sfae; the settings are safe, risky, count, later"
+    assert steering({}, safe="on").problem() is None
+
+
+@pytest.mark.parametrize("text", ["safe", "safe=yes", "=on", "safe=on;risky=on", "count=-1"])
+def test_malformed_choices(text):
+    with pytest.raises(ValueError, match="DSV4_SM120_SET must be"):
+        read_choices(text)
+
+
+def test_choices_are_read():
+    assert read_choices(" safe=on, count = 3 ,") == {"safe": "on", "count": "3"}
+
+
+def test_every_row_of_the_table_says_why_and_how():
+    assert len({row.name for row in SETTINGS}) == len(SETTINGS) > 5
+    for row in SETTINGS:
+        assert row.why and row.how and "[" in row.source
+        assert row.environment or row.arguments or row.value
+        assert not (row.on and row.source.count("[I]") and "[R]" not in row.source), row.name
+
+
+def test_the_prefill_interval_holds_chunks_back_only_while_somebody_decodes(monkeypatch):
+    from deepseek_v4_sm120.sglang_adapters import scheduling
+
+    monkeypatch.setattr(scheduling, "_interval", lambda: 2)
+
+    class Batch(list):
+        def is_empty(self):
+            return not self
+
+    class Scheduler:
+        chunks = 4
+
+        def raw(self, prefill_delayer_single_pass, running_batch):
+            self.chunks -= 1
+            return ("chunk" if self.chunks >= 0 else None), running_batch
+
+    Scheduler.raw = scheduling.replace_new_batch_prefill(Scheduler.raw)
+    scheduler, busy = Scheduler(), Batch(["stream"])
+    asked = [scheduler.raw(prefill_delayer_single_pass=None, running_batch=busy)[0] for _ in range(8)]
+    assert asked == ["chunk", None, None, "chunk", None, None, "chunk", None]
+    assert scheduler.raw(None, Batch())[0] == "chunk"  # nobody decodes: at once
+    assert [scheduler.raw(None, busy)[0] for _ in range(3)] == [None, None, None] and scheduler.chunks == -1

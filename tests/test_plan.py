@@ -1,0 +1,163 @@
+"""plan: bytes against the published checkpoint, what fits, flags by version, bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.plan import command, launch, memory, models, roofline
+
+CONFIG = Path(__file__).parent / "data/flash_config.json"
+MEMORY = int(96 * launch.REPORTED_PER_GB)
+
+
+def request(**changes):
+    values = dict(
+        model=models.FLASH, gpus=2, memory_mib=MEMORY, context=393_216, concurrency=8, mtp=True, sglang="0.5.23"
+    )
+    return launch.Request(**values | changes)
+
+
+def flags(plan):
+    return {flag.name: flag.value for flag in plan.flags}
+
+
+def test_weights_are_those_of_the_published_checkpoints():
+    whole = memory.weight_bytes(models.FLASH, 1, mtp=True, wo_a_bf16=False)
+    assert whole == pytest.approx(159.6e9, rel=0.001)
+    assert memory.weight_bytes(models.FLASH, 2, mtp=True, wo_a_bf16=False) == pytest.approx(80.5e9, rel=0.002)
+    assert memory.weight_bytes(models.PRO, 1, mtp=True, wo_a_bf16=False) == pytest.approx(864.7e9, rel=0.001)
+    fp8 = models.find("flash", "fp8")
+    assert memory.weight_bytes(fp8, 2, mtp=True) == pytest.approx(147e9, rel=0.02)
+
+
+def test_pools_are_those_of_sglangs_configurator():
+    """By hand, for Flash in 0.5.17: 58.4 x 43 + 584/4 x 21 + 584/128 x 20 + 132/4 x 21 + 0.1 x 8/128 x 10240 x 21."""
+    by_hand = 58.4 * 43 + 146 * 21 + 4.5625 * 20 + 33 * 21 + 0.1 / 16 * 10240 * 21
+    assert memory.token_bytes(models.FLASH, (0, 5, 17), False) == pytest.approx(by_hand)
+    more = 0.1 * 2 * 512 * 4 * 20
+    assert memory.token_bytes(models.FLASH, (0, 5, 14), False) == pytest.approx(by_hand + more)
+    assert memory.token_bytes(models.FLASH, (0, 5, 17), True) > by_hand * 44 / 43
+    rows = 257 * 128 + 128 + 128  # up to the next multiple of 128
+    assert memory.c128_state_bytes(models.FLASH, 256, False) == pytest.approx(rows * 1024 * 4 * 20, rel=0.005)
+
+
+def test_the_bytes_of_a_token_are_the_kernels():
+    from deepseek_v4_sm120.reference import kv_pages
+
+    assert kv_pages.TOKEN_BYTES == memory.KV_TOKEN_BYTES
+
+
+def test_the_index_logits_of_a_chunk():
+    assert memory.index_logits_bytes(8192, 131_072) == 1 << 30
+    assert memory.chunk_for(1 << 20, 2 << 30) == 2048
+
+
+def test_the_fewest_bytes_of_a_step():
+    read = roofline.step_bytes(models.FLASH, 2, 1, 8192, wo_a_bf16=False)
+    assert read / roofline.BYTES_PER_S == pytest.approx(3.51e-3, rel=0.01)
+    read = roofline.step_bytes(models.FLASH, 4, 8, 131_072, wo_a_bf16=False)
+    assert read / roofline.BYTES_PER_S == pytest.approx(5.69e-3, rel=0.02)
+
+
+def test_two_cards_hold_the_fp4_checkpoint_and_not_the_fp8_one(capsys):
+    plan = launch.make(request())
+    assert plan.fits and plan.fraction <= memory.MOST_FRACTION
+    assert plan.fraction * MEMORY * (1 << 20) > plan.weights + plan.states
+    assert not launch.make(request(model=models.find("flash", "fp8"))).fits
+    assert launch.make(request(model=models.find("flash", "fp8"), gpus=4)).fits
+    assert not launch.make(request(model=models.PRO, gpus=8)).fits
+
+
+def test_what_would_fit_is_said():
+    words = launch.remedies(request(memory_mib=int(80 * launch.REPORTED_PER_GB)))
+    assert "4 cards" in words
+    assert any(word.startswith("--context") for word in launch.remedies(request(sglang="0.5.12", context=1_000_000)))
+
+
+@pytest.mark.parametrize("version", launch.REVIEWED)
+def test_flags_that_this_version_knows(version):
+    plan = launch.make(request(sglang=version, context=131_072))
+    found = flags(plan)
+    assert ("--cuda-graph-max-bs" in found) == (version == "0.5.12")
+    assert ("--prefill-decode-interval" in found) == (version in ("0.5.20", "0.5.23"))
+    assert ("--moe-runner-backend" in found) == (version == "0.5.12")
+    environment = {flag.name: flag.value for flag in plan.environment}
+    assert ("DSV4_SM120_SET" in environment) == (version == "0.5.17")
+    assert found["--max-running-requests"] == "8" and all(flag.reason for flag in plan.flags)
+    assert found["--chunked-prefill-size"] in ("4096", "2048", "1024")
+
+
+def test_many_short_streams_need_window_slots():
+    plan = launch.make(request(context=1024, concurrency=200, sglang="0.5.12"))
+    assert not plan.fits and plan.tokens > 1024
+    assert "sliding-window slots for 200 streams" in command.why_not(plan)
+
+
+def test_one_stream_needs_no_fairness():
+    plan = launch.make(request(concurrency=1, context=131_072))
+    assert plan.interval == 0 and "--prefill-decode-interval" not in flags(plan)
+    assert flags(plan)["--chunked-prefill-size"] == "8192"
+
+
+def test_long_contexts_take_smaller_chunks_rather_than_memory():
+    plan = launch.make(request(context=1 << 20, concurrency=1, sglang="0.5.17", mtp=False))
+    assert int(flags(plan)["--chunked-prefill-size"]) < 8192
+
+
+def test_a_real_configuration_gives_the_built_in_shape():
+    found = models.from_config(CONFIG, None)
+    assert {k: v for k, v in vars(found).items() if k not in ("name", "path")} == {
+        k: v for k, v in vars(models.FLASH).items() if k not in ("name", "path")
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "is not a DeepSeek-V4 model"),
+        ({"hidden_size": None}, "must be positive whole numbers"),
+        ({"compress_ratios": [0] * 43 + [7]}, None),
+        ({"compress_ratios": [7] * 44}, "are not those of DeepSeek-V4"),
+        ({"compress_ratios": [0]}, "one entry a layer"),
+        ({"o_groups": ...}, "lacks o_groups"),
+    ],
+)
+def test_bad_configurations_are_one_sentence(tmp_path, change, words):
+    config = json.loads(CONFIG.read_text()) | change
+    config = {k: v for k, v in config.items() if v is not ...}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    if words is None:
+        assert models.find(str(tmp_path), None).layers == 43
+        return
+    with pytest.raises(CommandError, match=words):
+        models.find(str(tmp_path), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gpus": 3}, "divides into"),
+        ({"context": 100}, "--context must be"),
+        ({"context": 1 << 21}, "--context must be"),
+        ({"concurrency": 0}, "--concurrency must be"),
+        ({"memory_mib": 1024}, "--memory must be"),
+        ({"sglang": "0.5.11"}, "does not have this model"),
+        ({"sglang": "0.6.0"}, "newer than what this release knows"),
+    ],
+)
+def test_contradictions_are_one_sentence(change, words):
+    with pytest.raises(CommandError, match=words):
+        launch.make(request(**change))
+
+
+def test_output_for_people_and_programs(capsys):
+    plan = launch.make(request())
+    command.show(plan)
+    text = capsys.readouterr().out
+    assert "It fits" in text and "docker run" in text and "best published" in text
+    found = command.as_dict(plan)
+    assert json.loads(json.dumps(found))["tokens"] == plan.tokens
+    assert plan.flags[0].value in launch.docker_line(plan)
