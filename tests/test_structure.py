@@ -32,7 +32,7 @@ LAYERS = (
 SHARED = {
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
     "deepseek_v4_sm120/sglang_adapters": {"platform_seams"},
-    "bench": {"common", "kernel_report"},
+    "bench": {"common", "kernel_report", "tune_moe"},
 }
 # names that say nothing of a file's contents
 VAGUE = {"utils", "util", "helpers", "misc", "tools", "lib"}
