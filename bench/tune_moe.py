@@ -29,10 +29,10 @@ from deepseek_v4_sm120.ops import mxfp4_moe as op  # noqa: E402
 from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs  # noqa: E402
 
 ROWS = (256, 1024, 8192)
-BLOCK_M = (32, 64, 128)
+BLOCK_M = (64, 128)
 REST = {
-    "gate_up": ((64, 64, 3, 4), (64, 64, 2, 4), (64, 128, 2, 4), (128, 64, 3, 8)),
-    "down": ((64, 64, 3, 4), (128, 64, 3, 4), (128, 64, 3, 8), (128, 64, 4, 8), (128, 128, 2, 4)),
+    "gate_up": ((64, 64, 3, 4), (64, 128, 2, 4), (64, 128, 3, 4)),
+    "down": ((64, 64, 3, 4), (128, 64, 3, 4), (128, 64, 4, 8)),
 }
 
 
@@ -95,13 +95,13 @@ def best_pair(rows: int, inter: int, product: str) -> dict[str, Blocks]:
     return {gemm: found[gemm, block_m][1] for gemm in REST}
 
 
-def tune(tp_sizes: list[int], products: list[str]) -> list[Entry]:
+def tune(tp_sizes: list[int], products: list[str], row_counts: list[int]) -> list[Entry]:
     major, entries = torch.cuda.get_device_capability()[0], []
-    for tp, product, rows in combinations(tp_sizes, products, ROWS):
+    for tp, product, rows in combinations(tp_sizes, products, row_counts):
         inter = 2048 // tp
         shapes = {"gate_up": (inter, 4096), "down": (4096, inter)}
         for gemm, blocks in best_pair(rows, inter, product).items():
-            limit = 1e9 if rows == ROWS[-1] else rows * 6 / 256 * 2
+            limit = 1e9 if rows == max(row_counts) else rows * 6 / 256 * 2
             n, k = shapes[gemm]
             entries.append(Entry(major, product, gemm, limit, blocks, n=n, k=k))
     return entries
@@ -122,13 +122,14 @@ def write(entries: list[Entry], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--dry-run", action="store_true", help="print the entries, write nothing")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
     major = torch.cuda.get_device_capability()[0]
     products = ["w4a16", "w4a8"] if major == op.BLOCK_SCALED_MAJOR else ["w4a16"]
-    own = tune(arguments.tp, products)
+    own = tune(arguments.tp, products, arguments.rows)
     entries = [entry for entry in table.ENTRIES if entry.major != major] + own
     if arguments.dry_run:
         print("\n".join(map(repr, own)))

@@ -32,7 +32,10 @@ class Entry:
 
 DEFAULT = {"gate_up": Blocks(64, 64, 64, 3, 4), "down": Blocks(64, 128, 64, 3, 4)}
 
-ENTRIES: tuple[Entry, ...] = ()
+ENTRIES: tuple[Entry, ...] = (  # fmt: skip
+    Entry(9, "w4a16", "gate_up", 1e9, Blocks(128, 64, 128, 3, 4)),
+    Entry(9, "w4a16", "down", 1e9, Blocks(128, 128, 64, 4, 8)),
+)
 
 
 def choose(major, product, gemm, pairs_per_expert, n, k, *, block_m=None) -> Blocks:
