@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "kv_page_layout.h"
+#include "mxfp4_moe/mxfp4_moe.h"
 #include "sparse_decode/sparse_decode.h"
 
 #ifndef DSV4_VERSION
@@ -76,9 +77,43 @@ void run_sparse_decode(uintptr_t q, int64_t q_stride_row, int64_t q_stride_head,
   sparse_decode::launch(p, plan, pdl, pointer<CUstream_st>(stream));
 }
 
-py::list kernel_attributes() {
-  py::list all;
-  for (const auto& a : sparse_decode::kernel_attributes()) {
+void run_mxfp4_moe(uintptr_t x, int64_t x_stride, uintptr_t topk_ids, int64_t ids_stride, uintptr_t topk_weights,
+                   int64_t weights_stride, uintptr_t expert_map, int map_size, int first_expert, uintptr_t w13, int64_t w13_stride,
+                   uintptr_t w13_scale, int64_t w13_scale_stride, uintptr_t w2, int64_t w2_stride, uintptr_t w2_scale,
+                   int64_t w2_scale_stride, uintptr_t h, uintptr_t y, uintptr_t out, int64_t out_stride, double limit,
+                   double routed_scaling, int rows, int topk, int experts, int hidden, int inter, bool up_first, int num_sms, bool pdl,
+                   uintptr_t stream) {
+  mxfp4_moe::Params p = {};
+  p.x = pointer<const uint16_t>(x);
+  p.x_stride = x_stride;
+  p.topk_ids = pointer<const int32_t>(topk_ids);
+  p.ids_stride = ids_stride;
+  p.topk_weights = pointer<const float>(topk_weights);
+  p.weights_stride = weights_stride;
+  p.expert_map = pointer<const int32_t>(expert_map);
+  p.map_size = map_size;
+  p.first_expert = first_expert;
+  p.w13 = {pointer<const uint8_t>(w13), pointer<const uint8_t>(w13_scale), w13_stride, w13_scale_stride};
+  p.w2 = {pointer<const uint8_t>(w2), pointer<const uint8_t>(w2_scale), w2_stride, w2_scale_stride};
+  p.h = pointer<uint16_t>(h);
+  p.y = pointer<float>(y);
+  p.out = pointer<uint16_t>(out);
+  p.out_stride = out_stride;
+  p.limit = static_cast<float>(limit);
+  p.routed_scaling = static_cast<float>(routed_scaling);
+  p.rows = rows;
+  p.topk = topk;
+  p.experts = experts;
+  p.hidden = hidden;
+  p.inter = inter;
+  p.gate_row = up_first ? inter : 0;
+  p.up_row = up_first ? 0 : inter;
+  mxfp4_moe::launch(p, num_sms, pdl, pointer<CUstream_st>(stream));
+}
+
+template <typename Attributes>
+void describe(py::list& all, const std::vector<Attributes>& kernels) {
+  for (const auto& a : kernels) {
     py::dict d;
     d["name"] = a.name;
     d["registers"] = a.registers;
@@ -87,6 +122,12 @@ py::list kernel_attributes() {
     d["blocks_per_sm"] = a.blocks_per_sm;
     all.append(d);
   }
+}
+
+py::list kernel_attributes() {
+  py::list all;
+  describe(all, sparse_decode::kernel_attributes());
+  describe(all, mxfp4_moe::kernel_attributes());
   return all;
 }
 
@@ -138,11 +179,18 @@ PYBIND11_MODULE(_C, m) {
       },
       py::kw_only(), "rows"_a, "heads"_a, "indices_width"_a, "extra_indices_width"_a, "num_sms"_a, "splits"_a = 0, "prefill"_a = false);
   m.attr("sparse_decode_max_control_words") = sparse_decode::max_control_words();
+  m.def("mxfp4_moe", &run_mxfp4_moe, py::kw_only(), "x"_a, "x_stride"_a, "topk_ids"_a, "ids_stride"_a, "topk_weights"_a,
+        "weights_stride"_a, "expert_map"_a, "map_size"_a, "first_expert"_a, "w13"_a, "w13_stride"_a, "w13_scale"_a,
+        "w13_scale_stride"_a, "w2"_a, "w2_stride"_a, "w2_scale"_a, "w2_scale_stride"_a, "h"_a, "y"_a, "out"_a, "out_stride"_a,
+        "limit"_a, "routed_scaling"_a, "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a, "up_first"_a, "num_sms"_a, "pdl"_a,
+        "stream"_a);
+  m.def("mxfp4_moe_problem", &mxfp4_moe::problem, py::kw_only(), "hidden"_a, "inter"_a, "experts"_a, "pairs"_a);
   m.def("build_info", &build_info);
   m.def("kernel_attributes", &kernel_attributes);
   m.def("kernel_shared_bytes", [] {
     py::dict d;
     for (const auto& [kernel, bytes] : sparse_decode::shared_bytes()) d[kernel.c_str()] = bytes;
+    d["experts_kernel"] = mxfp4_moe::shared_bytes();
     return d;
   });
 }

@@ -114,7 +114,7 @@ def status_text(found: dict) -> str:
         broken = sorted({row["patch"] for row in process["patches"] if row["state"] == "BROKEN"})
         lines.append(f"\npid {process['pid']}: applied {', '.join(applied) or 'nothing'}")
         lines += [f"  BROKEN: {', '.join(broken)}"] if broken else []
-        lines += [f"  {line}" for line in process["shadow_summary"]]
+        lines += [f"  {line}" for line in (*process.get("notes", ()), *process["shadow_summary"])]
     return "\n".join(lines)
 
 

@@ -14,6 +14,9 @@ INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
 MODEL = "sglang.srt.models.deepseek_v4"
 ADAPTER = "deepseek_v4_sm120.sglang_adapters.sparse_decode"
 SEAMS = "deepseek_v4_sm120.sglang_adapters.platform_seams"
+EXPERTS = "deepseek_v4_sm120.sglang_adapters.mxfp4_moe"
+MARLIN_EXPERTS = "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoEMethod"
+CUTLASS_EXPERTS = "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod"
 EXTENSION = "deepseek_v4_sm120.extension:load"
 
 SM120_KEYS = (
@@ -99,6 +102,57 @@ SPARSE_DECODE_HOPPER = Patch(
     needs=(EXTENSION,),
     modes=("ops",),
     retire="never: it is a test",
+)
+
+MXFP4_MOE = Patch(
+    name="mxfp4_moe",
+    why="the routed experts of FP4 checkpoints: stock raises on SM120 (0.5.12), runs Marlin with an unfused clamp, by "
+    "--moe-runner-backend marlin, or six kernels with MXFP8 activations (0.5.16 and later); bench/mxfp4_moe.py",
+    targets=(
+        Target(
+            where=f"{MARLIN_EXPERTS}.process_weights_after_loading",
+            sglang=">=0.5.12,<0.6",
+            contract=Parameters(("self", "layer")),
+            replacement=f"{EXPERTS}:replace_marlin_process",
+            reviewed={
+                "0.5.12": "6856147747eaa5a2",
+                "0.5.14": "cbe4552b1105d054",
+                "0.5.17": "cbe4552b1105d054",
+                "0.5.20": "62542b6cfa4eb95b",
+                "0.5.23": "62542b6cfa4eb95b",
+            },
+        ),
+        Target(
+            where=f"{MARLIN_EXPERTS}.apply",
+            sglang=">=0.5.12,<0.6",
+            contract=Parameters(("self", "layer", "dispatch_output")),
+            replacement=f"{EXPERTS}:replace_marlin_apply",
+            reviewed={
+                "0.5.12": "46da8327a373cdb4",
+                "0.5.14": "c15c6fcab53e6047",
+                "0.5.17": "bfa8edbd0a6a8b0d",
+                "0.5.20": "bfa8edbd0a6a8b0d",
+                "0.5.23": "bfa8edbd0a6a8b0d",
+            },
+        ),
+        Target(
+            where=f"{CUTLASS_EXPERTS}.process_weights_after_loading",
+            sglang=">=0.5.16,<0.6",
+            contract=Parameters(("self", "layer")),
+            replacement=f"{EXPERTS}:replace_cutlass_process",
+            reviewed={"0.5.17": "1b0d6ad6bd4b8623", "0.5.20": "d8b38b4abd50e76a", "0.5.23": "d8b38b4abd50e76a"},
+        ),
+        Target(
+            where=f"{CUTLASS_EXPERTS}.apply",
+            sglang=">=0.5.16,<0.6",
+            contract=Parameters(("self", "layer", "dispatch_output")),
+            replacement=f"{EXPERTS}:replace_cutlass_apply",
+            reviewed={"0.5.17": "a60a31559c139f06", "0.5.20": "48e70296a35afa27", "0.5.23": "f52934b6ec0f0d6e"},
+        ),
+    ),
+    needs=(EXTENSION,),
+    modes=("sm120", "ops", "seams"),
+    retire="when the stock experts are faster on SM120 (bench/mxfp4_moe.py)",
 )
 
 UNPADDED_HEADS = Patch(
@@ -274,7 +328,7 @@ TABLE = Table(
     supported="<0.6",
     preflight="sglang.srt.managers.scheduler",
     patches=(
-        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, SCHED_META),
+        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, SCHED_META, MXFP4_MOE),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     settings=SETTINGS,

@@ -33,7 +33,7 @@ LAYERS = (
 SHARED = {
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
     "deepseek_v4_sm120/sglang_adapters": {"argument_defaults", "platform_seams", "scheduling"},
-    "bench": {"common", "kernel_report", "sparse_prefill"},
+    "bench": {"common", "kernel_report", "sparse_prefill", "tune_moe"},
 }
 # the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each
 # other; SGLang (the load generator's process) and matplotlib (the plots) are looked for when they are needed

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import deepseek_v4_sm120
@@ -13,6 +14,7 @@ from deepseek_v4_sm120 import device_gate, patching
 
 _LOGGER = logging.getLogger("deepseek_v4_sm120")
 _write_lock = threading.Lock()
+_notes: dict[str, Callable[[], str]] = {}  # patch name -> one line for status, asked when the report is written
 
 
 def our_version() -> str:
@@ -76,6 +78,7 @@ def as_dict(engine) -> dict:
         ],
         "table_settings": engine.steering.as_rows(),
         "profile": engine.profile.describe(),
+        "notes": [describe() for describe in list(_notes.values())],
         "devices_served": {str(index): served for index, served in device_gate.answers().items()},
         **_shadow(engine),
     }
@@ -88,6 +91,11 @@ def _shadow(engine) -> dict:
         return {"shadow": [], "shadow_summary": []}
     rows = shadow.report()
     return {"shadow": rows, "shadow_summary": [shadow.describe(line) for line in shadow.summary(rows)]}
+
+
+def add_note(patch_name: str, describe: Callable[[], str]) -> None:
+    """`status` shows describe() for this process; it must make no CUDA call."""
+    _notes[patch_name] = describe
 
 
 def start(engine) -> None:

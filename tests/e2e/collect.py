@@ -18,6 +18,8 @@ from pathlib import Path
 ISSUE = 2
 PATCH = "sparse_decode"
 SHADOW_BAR = 0.004  # relative L2 of every call against the original
+EXPERTS = "experts"  # the runs of this name judge another patch, by its own issue and bar
+EXPERTS_PATCH, EXPERTS_ISSUE, EXPERTS_BAR = "mxfp4_moe", 6, 0.008  # sglang_adapters/mxfp4_moe.py says why
 FINITE_BAR = 0
 IMPLEMENTATIONS = {
     "stock": "SGLang stock (FlashMLA, Hopper)",
@@ -36,6 +38,8 @@ IMPLEMENTATIONS = {
     "seams": "ours, DSV4_SM120_FORCE=seams",
     "seams43": "ours, DSV4_SM120_FORCE=seams",
     "seams_shadow": "ours beside SGLang's Triton kernel",
+    "experts_shadow": "ours beside SGLang's Marlin experts",
+    "experts43_shadow": "ours beside SGLang's Marlin experts",
     "seams43_shadow": "ours beside SGLang's Triton kernel",
 }
 KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answer as stock does
@@ -47,16 +51,18 @@ ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_
 
 def row(case, impl, metric, value, bar=None):
     met = None if bar is None else value is not None and value <= bar
-    return {"issue": ISSUE, "case": case, "impl": impl, "metric": metric, "value": value, "bar": bar, "met": met}
+    issue = EXPERTS_ISSUE if case.startswith(EXPERTS) else ISSUE
+    return {"issue": issue, "case": case, "impl": impl, "metric": metric, "value": value, "bar": bar, "met": met}
 
 
 def shadow_rows(name, records):
     """Totals of one run's shadow records; a run without any is a failed one, not a passed one."""
     impl = IMPLEMENTATIONS[name]
-    records = [r for r in records if r["patch"] == PATCH]
+    patch, bar = (EXPERTS_PATCH, EXPERTS_BAR) if name.startswith(EXPERTS) else (PATCH, SHADOW_BAR)
+    records = [r for r in records if r["patch"] == patch]
     calls = sum(r["calls"] for r in records)
     if not calls:
-        return [row(name, impl, "shadow calls recorded: none", None, SHADOW_BAR)]
+        return [row(name, impl, "shadow calls recorded: none", None, bar)]
     eager = [r for r in records if not r["captured"]]
     kinds = {
         "all calls": records,
@@ -74,7 +80,7 @@ def shadow_rows(name, records):
         mean = sum(r["relative_l2_mean"] * r["calls"] for r in chosen) / n
         rows += [
             row(case, impl, "calls", n),
-            row(case, impl, "relative L2 of a call, greatest", max(r["relative_l2_max"] for r in chosen), SHADOW_BAR),
+            row(case, impl, "relative L2 of a call, greatest", max(r["relative_l2_max"] for r in chosen), bar),
             row(case, impl, "relative L2 of a call, mean", mean),
             row(case, impl, "relative L2 of a row, greatest", max(r["row_relative_l2_max"] for r in chosen)),
             row(case, impl, "absolute error, greatest", max(r["absolute_error_max"] for r in chosen)),

@@ -79,6 +79,11 @@ STAGES = {
         Case("ops43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=OPS | PAGED_EXTEND | SHADOW),
         Case("seams43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=SEAMS | SHADOW),
     ],
+    # the FP4 experts beside Marlin; both engines hold the experts twice: --jobs 1
+    "experts": [
+        Case("experts_shadow", SIX_LAYERS + ANSWER, environment=OPS | SHADOW),
+        Case("experts43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=OPS | SHADOW),
+    ],
     "ops43": [Case("stock43", TIMED, patched=False), Case("ops43", TIMED, environment=OPS)],
     "seams43": [Case("seams43", TIMED, environment=SEAMS)],
     "launches43": [

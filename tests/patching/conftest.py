@@ -30,6 +30,15 @@ class DeepseekV4AttnBackend:
         return flash_mla_with_kvcache_sm120(q=q, k_cache=k, head_dim_v=512, indices=v)
 """
 
+EXPERTS = """
+class {name}:
+    def process_weights_after_loading(self, layer):
+        return layer
+
+    def apply(self, layer, dispatch_output):
+        return dispatch_output
+"""
+
 TREE_0_5_17 = {
     "sglang/__init__.py": "",
     "sglang/_version.py": "__version__ = version = '0.5.17'\n",
@@ -41,6 +50,10 @@ TREE_0_5_17 = {
     "sglang/srt/layers/attention/dsv4/indexer.py": "from sglang.srt.utils.common import is_sm120_supported\n",
     "sglang/srt/models/deepseek_v4.py": "from sglang.srt.utils.common import is_sm120_supported\n",
     "sglang/kernels/ops/attention/flash_mla_sm120.py": SM120_FUNCTION,
+    "sglang/srt/layers/quantization/mxfp4_marlin_moe.py": EXPERTS.format(name="Mxfp4MarlinMoEMethod"),
+    "sglang/srt/layers/quantization/mxfp4_flashinfer_cutlass_moe.py": EXPERTS.format(
+        name="Mxfp4FlashinferCutlassMoEMethod"
+    ),
 }
 
 

@@ -15,30 +15,52 @@ from deepseek_v4_sm120.patching import contract, engine
 from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Engine
 from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
-from deepseek_v4_sm120.sglang_patches import BACKEND, EXTENSION, LEFT_AT_TRUTH, SM120_KEYS, SM120_SEAMS, TABLE
+from deepseek_v4_sm120.sglang_patches import (
+    BACKEND,
+    CUTLASS_EXPERTS,
+    EXTENSION,
+    LEFT_AT_TRUTH,
+    MARLIN_EXPERTS,
+    MXFP4_MOE,
+    SM120_KEYS,
+    SM120_SEAMS,
+    TABLE,
+)
 
 VERSIONS = ("0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23")
 ARGUMENTS = {"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook"}
-EXPECTED = {  # version -> what the normal mode finds: patch -> target's module
+MARLIN, CUTLASS = (where.partition(":")[0] for where in (MARLIN_EXPERTS, CUTLASS_EXPERTS))
+EXPECTED = {  # version -> what the normal mode finds: patch -> module of its last target
     "0.5.12": {
         "sparse_decode": "flash_mla",
         "sched_meta": "flash_mla",
         "marlin_on_sm120": "sglang.srt.layers.quantization.mxfp4_marlin_moe",
+        "mxfp4_moe": MARLIN,
         **ARGUMENTS,
     },
-    "0.5.14": {"sparse_decode": "sglang.srt.layers.attention.flash_mla_sm120", "unpadded_heads": BACKEND}
-    | ARGUMENTS,
-    "0.5.17": {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", "unpadded_heads": BACKEND}
-    | ARGUMENTS,
+    "0.5.14": {
+        "sparse_decode": "sglang.srt.layers.attention.flash_mla_sm120",
+        "unpadded_heads": BACKEND,
+        "mxfp4_moe": MARLIN,
+        **ARGUMENTS,
+    },
+    "0.5.17": {
+        "sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120",
+        "unpadded_heads": BACKEND,
+        "mxfp4_moe": CUTLASS,
+        **ARGUMENTS,
+    },
     "0.5.20": {
         "sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120",
         "unpadded_heads": "sglang.srt.models.deepseek_v4",
+        "mxfp4_moe": CUTLASS,
         **ARGUMENTS,
     },
     "0.5.23": {
         "sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120",
         "unpadded_heads": "sglang.srt.models.deepseek_v4",
         **ARGUMENTS,
+        "mxfp4_moe": CUTLASS,
     },
 }
 NUM_SEAMS = {"0.5.12": 0, "0.5.14": 3, "0.5.17": 4, "0.5.20": 6, "0.5.23": 7}
@@ -192,7 +214,7 @@ def test_a_wheel_newer_than_the_table_is_unreviewed_in_words(inspect_wheel):
     """Simulated: 0.5.23's wheel that calls itself 0.5.24."""
     made = inspect_wheel("0.5.23", called="0.5.24")
     found = found_in(made)
-    assert len(found) == len(EXPECTED["0.5.23"])
+    assert {r.patch.name for r in found} == set(EXPECTED["0.5.23"])
     for record in found:
         assert record.state == READY
         assert record.review == "UNREVIEWED: nobody has looked at sglang 0.5.24; this code is that of 0.5.23"
@@ -225,3 +247,76 @@ def test_between_the_read_versions_nothing_falls_through(inspect_wheel, mode):
     for development in ("0.5.13.dev3", "0.5.16.dev1+gabc", "0.5.20rc1", "0.5.24.dev9", "0.0.0.dev0"):
         made = inspect_wheel("0.5.17", mode, called=development)
         assert [r.state for r in found_in(made, patch="sparse_decode")] == [READY], development
+
+
+QUANTIZATION = "sglang.srt.layers.quantization"
+
+
+def method_body(made, where, name) -> str:
+    module, _, cls = where.partition(":")
+    return ast.unparse(contract.find_definition(ast.parse(made.sources.read(module)), f"{cls}.{name}"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_experts_what_the_adapter_takes_from_the_methods_is_there(inspect_wheel, version):
+    """Names of weights and scales, the order of w13, who scales: as sglang_adapters/mxfp4_moe.py says."""
+    made = inspect_wheel(version)
+    classes = {r.target.where.rpartition(".")[0] for r in found_in(made, patch="mxfp4_moe")}
+    assert MARLIN_EXPERTS in classes and (CUTLASS_EXPERTS in classes) == (version >= "0.5.16")
+    marlin = method_body(made, MARLIN_EXPERTS, "create_weights")
+    for name in ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv"):
+        assert f"'{name}'" in marlin
+    assert "dtype=torch.int8" in marlin
+    assert ("float8_e8m0fnu" in marlin) == (version >= "0.5.17")  # before: float32 powers of two
+    for where in classes:
+        process = method_body(made, where, "process_weights_after_loading")
+        assert "self._fp8.process_weights_after_loading(layer)" in process
+        module = where.partition(":")[0]
+        tree = ast.parse(made.sources.read(module))
+        assert (contract.find_definition(tree, f"{where.partition(':')[2]}.load_up_proj_weight_first") is not None) == (
+            where == CUTLASS_EXPERTS
+        )
+        in_topk = contract.find_definition(tree, f"{where.partition(':')[2]}.fuse_routed_scaling_factor_in_topk")
+        assert (in_topk is not None) == (version >= "0.5.20"), where
+        assert "routed_scaling" not in method_body(made, where, "apply")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_experts_the_model_scales_where_the_router_does_not(inspect_wheel, version):
+    """Up to 0.5.19 the 1.5 comes behind the experts, for these very classes; from 0.5.20 on only if topk has not."""
+    made = inspect_wheel(version)
+    module = f"{QUANTIZATION}.mxfp4_flashinfer_trtllm_moe"
+    tree = ast.parse(made.sources.read(module))
+    body = ast.unparse(contract.find_definition(tree, "maybe_fuse_routed_scale_and_shared_add"))
+    assert "Mxfp4MarlinMoEMethod" in body and "Mxfp4FlashinferCutlassMoEMethod" in body
+    assert ("should_fuse_routed_scaling_factor_in_topk" in body) == (version >= "0.5.20")
+    assert "maybe_fuse_routed_scale_and_shared_add(" in made.sources.read("sglang.srt.models.deepseek_v2")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_experts_dispatch_output_and_ids_are_as_the_adapter_reads_them(inspect_wheel, version):
+    made = inspect_wheel(version)
+    text = made.sources.read("sglang.srt.layers.moe.token_dispatcher.standard")
+    names = {node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+    assert {"StandardDispatcher", "StandardDispatchOutput", "StandardCombineInput"} <= names
+    assert "self.skip_local_expert_mapping" in text and "enable_flashinfer_mxfp4_moe" in text
+    layer = made.sources.read("sglang.srt.layers.moe.fused_moe_triton.layer")
+    assert "self.moe_ep_rank" in layer and "self.moe_runner_config" in layer and "self.dispatcher" in layer
+
+
+def test_experts_of_an_fp8_checkpoint_use_neither_class(inspect_wheel):
+    """Both classes are made only where the configuration says FP4 experts."""
+    for version in VERSIONS:
+        made = inspect_wheel(version)
+        tree = ast.parse(made.sources.read(f"{QUANTIZATION}.fp8"))
+        makers = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If)
+            and any(
+                f"return {name}(" in ast.unparse(node) for name in ("Mxfp4MarlinMoEMethod", "Mxfp4FlashinferCutlass")
+            )
+        ]
+        assert makers, version
+        assert any("is_fp4_experts" in ast.unparse(node.test) for node in makers), version
+    assert MXFP4_MOE in TABLE.patches

@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""Writes kernels/mxfp4_moe_table.py for this card: `python3 bench/tune_moe.py [--tp 1 2 4 8] [--dry-run]`.
+
+For each tensor-parallel size, product and number of rows it times every candidate of both grouped GEMMs (graph replay)
+and keeps the fastest pair with one block_m. Only the entries of this GPU's capability are replaced. Candidates that
+this GPU cannot build (shared memory) are passed over with a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from itertools import product as combinations
+from pathlib import Path
+
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "bench")]
+
+import common  # noqa: E402
+from triton.runtime.errors import OutOfResources  # noqa: E402
+
+from deepseek_v4_sm120.kernels import mxfp4_moe as kernels  # noqa: E402
+from deepseek_v4_sm120.kernels import mxfp4_moe_table as table  # noqa: E402
+from deepseek_v4_sm120.kernels.mxfp4_moe_table import Blocks, Entry  # noqa: E402
+from deepseek_v4_sm120.ops import mxfp4_moe as op  # noqa: E402
+from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs  # noqa: E402
+
+ROWS = (256, 1024, 8192)
+BLOCK_M = (64, 128)
+REST = {
+    "gate_up": ((64, 64, 3, 4), (64, 128, 2, 4), (64, 128, 3, 4)),
+    "down": ((64, 64, 3, 4), (128, 64, 3, 4), (128, 64, 4, 8)),
+}
+
+
+class Layer:
+    """One layer's weights, rows and scratch for a number of rows."""
+
+    def __init__(self, rows: int, inter: int, product: str):
+        self.inputs = inputs = make_inputs(Shape(rows, inter=inter), seed=1)
+        self.product = product
+        self.routing = op.Routing(inputs.topk_ids, inputs.topk_weights, 0, None, 1.0)
+        pairs, dtype, width = rows * 6, torch.bfloat16, inputs.hidden.shape[1]
+        self.x, self.x_scale, self.h_scale = inputs.hidden, None, None
+        if product == "w4a8":
+            dtype = torch.float8_e4m3fn
+            self.x = torch.empty((rows, width), dtype=dtype, device="cuda")
+            self.x_scale = torch.empty((rows, width // 32), dtype=torch.uint8, device="cuda")
+            self.h_scale = torch.full((pairs, inter // 32), 120, dtype=torch.uint8, device="cuda")
+            kernels.launch_quantize(inputs.hidden, self.x, self.x_scale)
+        self.h = torch.ones((pairs, inter), device="cuda").to(dtype)
+        self.y = torch.empty((pairs, width), dtype=torch.bfloat16, device="cuda")
+
+    def microseconds(self, gemm: str, blocks: Blocks) -> float:
+        inputs, tiles = self.inputs, op.make_tiles(self.routing, self.inputs.w13.shape[0], blocks.block_m)
+
+        def gate_up():
+            arguments = (self.x, self.x_scale, inputs.w13, inputs.w13_scale, tiles, self.h, self.h_scale)
+            options = {"up_first": False, "limit": 10.0, "topk": 6, "product": self.product, "blocks": blocks}
+            kernels.launch_gate_up(*arguments, **options)
+
+        def down():
+            arguments = (self.h, self.h_scale, inputs.w2, inputs.w2_scale, tiles, self.y)
+            kernels.launch_down(*arguments, product=self.product, blocks=blocks)
+
+        return common.graph_microseconds([gate_up if gemm == "gate_up" else down])
+
+
+def fits(gemm: str, blocks: Blocks, inter: int) -> bool:
+    n, k = (inter, 4096) if gemm == "gate_up" else (4096, inter)
+    return n % blocks.block_n == 0 and k % blocks.block_k == 0
+
+
+def best_pair(rows: int, inter: int, product: str) -> dict[str, Blocks]:
+    """The fastest blocks of both GEMMs with one block_m."""
+    layer, found = Layer(rows, inter, product), {}
+    for gemm, block_m in combinations(REST, BLOCK_M):
+        for rest in REST[gemm]:
+            blocks = Blocks(block_m, *rest)
+            if not fits(gemm, blocks, inter):
+                continue
+            try:
+                microseconds = layer.microseconds(gemm, blocks)
+            except OutOfResources as error:
+                print(f"  {gemm} {blocks}: passed over, {error}")
+                continue
+            if microseconds < found.get((gemm, block_m), (float("inf"),))[0]:
+                found[gemm, block_m] = (microseconds, blocks)
+    whole = {m: found["gate_up", m][0] + found["down", m][0] for m in BLOCK_M if all((g, m) in found for g in REST)}
+    block_m = min(whole, key=whole.get)
+    print(f"{product}, inter {inter}, {rows} rows: {whole[block_m]:.0f} us with block_m {block_m}", flush=True)
+    return {gemm: found[gemm, block_m][1] for gemm in REST}
+
+
+def tune(tp_sizes: list[int], products: list[str], row_counts: list[int]) -> list[Entry]:
+    major, entries = torch.cuda.get_device_capability()[0], []
+    for tp, product, rows in combinations(tp_sizes, products, row_counts):
+        inter = 2048 // tp
+        shapes = {"gate_up": (inter, 4096), "down": (4096, inter)}
+        for gemm, blocks in best_pair(rows, inter, product).items():
+            limit = 1e9 if rows == max(row_counts) else rows * 6 / 256 * 2
+            n, k = shapes[gemm]
+            entries.append(Entry(major, product, gemm, limit, blocks, n=n, k=k))
+    return entries
+
+
+def write(entries: list[Entry], path: Path) -> None:
+    text = path.read_text()
+    lines = "".join(f"    {entry!r},\n" for entry in entries)
+    replaced = f"ENTRIES: tuple[Entry, ...] = (  # fmt: skip\n{lines})\n"
+    new, count = re.subn(
+        r"ENTRIES: tuple\[Entry, \.\.\.\] = \((?:\)|.*?\n\))\n", lambda _: replaced, text, flags=re.DOTALL
+    )
+    if count != 1:
+        raise SystemExit(f"{path} has no ENTRIES to replace")
+    path.write_text(new)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--dry-run", action="store_true", help="print the entries, write nothing")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+    major = torch.cuda.get_device_capability()[0]
+    products = ["w4a16", "w4a8"] if major == op.BLOCK_SCALED_MAJOR else ["w4a16"]
+    own = tune(arguments.tp, products, arguments.rows)
+    entries = [entry for entry in table.ENTRIES if entry.major != major] + own
+    if arguments.dry_run:
+        print("\n".join(map(repr, own)))
+    else:
+        write(entries, Path(table.__file__))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

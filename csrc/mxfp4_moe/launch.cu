@@ -1,0 +1,136 @@
+// Choice and launch of the kernels for few rows.
+#include <algorithm>
+#include <stdexcept>
+
+#include "../check.h"
+#include "experts.cuh"
+
+namespace dsv4::mxfp4_moe {
+
+namespace {
+
+constexpr char kName[] = "mxfp4_moe";
+
+//                             warps slices steps rows gated          inputs
+using GateUp4096 = Config<8, 8, 4, 8, true>;
+using GateUp7168 = Config<14, 14, 4, 4, true>;
+using Down3072 = Config<8, 8, 3, 8, false>;
+using Down2048 = Config<8, 4, 4, 8, false>;
+using Down1536 = Config<8, 4, 3, 8, false>;
+using Down1024 = Config<8, 2, 4, 8, false>;
+using Down768 = Config<8, 2, 3, 8, false>;
+using Down512 = Config<8, 1, 4, 8, false>;
+using Down384 = Config<8, 1, 3, 8, false>;
+using Down256 = Config<8, 1, 2, 8, false>;
+
+// Calls use(Config{}) with the kernel for so many inputs; false: there is none.
+template <typename Use>
+bool with_gate_up(int hidden, Use use) {
+  if (hidden == GateUp4096::kInputs) return use(GateUp4096{}), true;
+  if (hidden == GateUp7168::kInputs) return use(GateUp7168{}), true;
+  return false;
+}
+
+template <typename Use, typename First, typename... Rest>
+bool with_any(int inputs, Use use, First first, Rest... rest) {
+  if (inputs == First::kInputs) return use(first), true;
+  if constexpr (sizeof...(Rest) > 0) {
+    return with_any(inputs, use, rest...);
+  } else {
+    return false;
+  }
+}
+
+template <typename Use>
+bool with_down(int inter, Use use) {
+  return with_any(inter, use, Down3072{}, Down2048{}, Down1536{}, Down1024{}, Down768{}, Down512{}, Down384{}, Down256{});
+}
+
+// Blocks of a kernel that a multiprocessor holds; asked once per device.
+template <typename C>
+int blocks_per_sm() {
+  static int known[64] = {};
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), kName, "cudaGetDevice");
+  if (device < 64 && known[device] > 0) return known[device];
+  const int shared = sizeof(typename C::Shared);
+  check_cuda(cudaFuncSetAttribute(&experts_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName, "cudaFuncSetAttribute");
+  int blocks = 0;
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, experts_kernel<C>, C::kThreads, shared), kName, "occupancy query");
+  if (blocks < 1) throw std::runtime_error("mxfp4_moe: a block does not fit a multiprocessor");
+  if (device < 64) known[device] = blocks;
+  return blocks;
+}
+
+struct Launcher {
+  bool pdl;
+  cudaStream_t stream;
+  int num_sms;
+
+  void operator()(void (*kernel)(Params), dim3 grid, int threads, size_t shared, const Params& params) const {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = pdl ? 1 : 0;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, params), kName, "launch");
+  }
+};
+
+// One block for each that fits at once, but no more than there are units.
+template <typename C>
+void launch_experts(const Params& p, const Launcher& launcher) {
+  const int64_t pairs = static_cast<int64_t>(p.rows) * p.topk;
+  const int64_t units = pairs * ((C::kGated ? p.inter : p.hidden) / C::kUnitOutputs);
+  const int64_t resident = static_cast<int64_t>(launcher.num_sms) * blocks_per_sm<C>();
+  launcher(experts_kernel<C>, dim3(static_cast<unsigned>(std::min(units, resident))), C::kThreads, sizeof(typename C::Shared), p);
+}
+
+template <typename C>
+KernelAttributes attributes_of(const char* name) {
+  const int blocks = blocks_per_sm<C>();
+  void (*const kernel)(Params) = &experts_kernel<C>;
+  cudaFuncAttributes a = {};
+  check_cuda(cudaFuncGetAttributes(&a, kernel), kName, "cudaFuncGetAttributes");
+  const int shared = static_cast<int>(a.sharedSizeBytes + sizeof(typename C::Shared));
+  return {name, a.numRegs, shared, static_cast<int>(a.localSizeBytes), blocks};
+}
+
+}  // namespace
+
+std::string problem(int hidden, int inter, int experts, int pairs) {
+  if (pairs > kMaxPairs) return "at most " + std::to_string(kMaxPairs) + " pairs (rows * topk), got " + std::to_string(pairs);
+  if (experts > kMaxExperts) return "at most " + std::to_string(kMaxExperts) + " experts, got " + std::to_string(experts);
+  if (!with_gate_up(hidden, [](auto) {})) return "hidden 4096 or 7168, got " + std::to_string(hidden);
+  if (!with_down(inter, [](auto) {})) return "inter 256, 384, 512, 768, 1024, 1536, 2048 or 3072, got " + std::to_string(inter);
+  return "";
+}
+
+void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
+  const std::string why_not = problem(params.hidden, params.inter, params.experts, params.rows * params.topk);
+  if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
+  const Launcher launcher = {pdl, stream, num_sms};
+  with_gate_up(params.hidden, [&](auto c) { launch_experts<decltype(c)>(params, launcher); });
+  with_down(params.inter, [&](auto c) { launch_experts<decltype(c)>(params, launcher); });
+  const unsigned columns = (params.hidden / 4 + kCombineThreads - 1) / kCombineThreads;
+  launcher(combine_kernel, dim3(columns, params.rows), kCombineThreads, 0, params);
+}
+
+std::vector<KernelAttributes> kernel_attributes() {
+  return {attributes_of<GateUp4096>("mxfp4_moe_gate_up"), attributes_of<Down2048>("mxfp4_moe_down")};
+}
+
+int shared_bytes() {
+  size_t most = 0;
+  const auto note = [&](auto c) { most = std::max(most, sizeof(typename decltype(c)::Shared)); };
+  for (const int hidden : {4096, 7168}) with_gate_up(hidden, note);
+  for (const int inter : {256, 384, 512, 768, 1024, 1536, 2048, 3072}) with_down(inter, note);
+  return static_cast<int>(most);
+}
+
+}  // namespace dsv4::mxfp4_moe

@@ -1,0 +1,56 @@
+// MXFP4 experts for few rows: parameters and launch. Device code in experts.cuh, sizes in config.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace dsv4::mxfp4_moe {
+
+// One of the two products of every expert. Rows are outputs; two codes a byte, the even input in the low nibble.
+struct Weights {
+  const uint8_t* codes;          // [experts][outputs][inputs / 2] E2M1
+  const uint8_t* scales;         // [experts][outputs][inputs / 32] UE8M0
+  int64_t expert_bytes;          // between experts, multiple of 16
+  int64_t expert_scale_bytes;    // multiple of 16
+};
+
+struct Params {
+  const uint16_t* x;             // [rows, hidden] bf16
+  int64_t x_stride;              // elements, multiple of 8
+  const int32_t* topk_ids;       // [rows, topk]; an id that names no local expert is skipped
+  int64_t ids_stride;
+  const float* topk_weights;     // [rows, topk]
+  int64_t weights_stride;
+  const int32_t* expert_map;     // [map_size] id -> local expert or -1; nullptr: id - first_expert
+  int32_t map_size, first_expert;
+  Weights w13, w2;
+  uint16_t* h;                   // [pairs, inter] bf16 scratch
+  float* y;                      // [pairs, hidden] scratch
+  uint16_t* out;                 // [rows, hidden] bf16
+  int64_t out_stride;            // elements, multiple of 4
+  float limit;                   // +inf: no clamp
+  float routed_scaling;
+  int32_t rows, topk, experts, hidden, inter;
+  int32_t gate_row, up_row;      // where gate and up begin in w13: 0 and inter, or the other way round
+};
+
+constexpr int kMaxPairs = 1024;
+constexpr int kMaxExperts = 512;
+
+// Why the kernels cannot take these sizes; empty: they can.
+std::string problem(int hidden, int inter, int experts, int pairs);
+
+// Three kernels: gate/up with SwiGLU, down, the sum over a row's experts.
+void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream);
+
+struct KernelAttributes {
+  std::string name;
+  int registers, shared_bytes, local_bytes, blocks_per_sm;
+};
+std::vector<KernelAttributes> kernel_attributes();
+int shared_bytes();  // of the kernel that takes the most
+
+}  // namespace dsv4::mxfp4_moe

@@ -1,0 +1,115 @@
+// Which pairs (row, slot) go to which expert, found by every block for itself: no sort, no kernel of its own.
+#pragma once
+
+#include "config.h"
+
+namespace dsv4::mxfp4_moe {
+
+// local expert of a pair, -1: none
+__device__ __forceinline__ int local_expert(const Params& p, int pair) {
+  const int id = p.topk_ids[(pair / p.topk) * p.ids_stride + pair % p.topk];
+  if (id < 0) return -1;
+  int local;
+  if (p.expert_map != nullptr) {
+    if (id >= p.map_size) return -1;
+    local = p.expert_map[id];
+  } else {
+    local = id - p.first_expert;
+  }
+  return local >= 0 && local < p.experts ? local : -1;
+}
+
+// Up to 32 pairs: one warp, one pair a lane.
+template <int kRows>
+__device__ void route_warp(const Params& p, int pairs, Routing& routing, int32_t* group_of) {
+  const int lane = threadIdx.x % 32;
+  const int expert = lane < pairs ? local_expert(p, lane) : -1;
+  const unsigned peers = __match_any_sync(0xffffffffu, expert), before = (1u << lane) - 1;
+  const int rank = __popc(peers & before), count = __popc(peers);
+  const bool first = expert >= 0 && rank % kRows == 0;
+  const unsigned firsts = __ballot_sync(0xffffffffu, first);
+  const int mine = __popc(firsts & before);
+  if (first) {
+    routing.expert[mine] = expert;
+    routing.rows[mine] = min(kRows, count - rank);
+    group_of[lane] = mine;
+  }
+  __syncwarp();
+  if (expert >= 0) {
+    const unsigned earlier = peers & firsts & (before | 1u << lane);  // the last of them leads this lane's group
+    routing.pairs[group_of[31 - __clz(earlier)]][rank % kRows] = lane;
+  }
+  if (lane == 0) routing.num_groups = __popc(firsts);
+}
+
+// Any number of pairs: rank, scan, place. A pair's rank among its expert's is by its number, so that all blocks agree.
+template <int kRows, int kThreads>
+__device__ void route_block(const Params& p, int pairs, Routing& routing, int16_t* expert_of, uint16_t* rank_of, int32_t* counts,
+                            int32_t* scan) {
+  constexpr int kExpertsPerThread = (kMaxExperts + kThreads - 1) / kThreads;
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  for (int e = tid; e < kMaxExperts; e += kThreads) counts[e] = 0;
+  for (int pair = tid; pair < pairs; pair += kThreads) expert_of[pair] = local_expert(p, pair);
+  __syncthreads();
+  if (warp == 0) {
+    for (int begin = 0; begin < pairs; begin += 32) {
+      const int pair = begin + lane, expert = pair < pairs ? expert_of[pair] : -1;
+      const unsigned peers = __match_any_sync(0xffffffffu, expert);
+      const int before = __popc(peers & ((1u << lane) - 1));
+      const int earlier = expert >= 0 ? counts[expert] : 0;
+      __syncwarp();
+      if (expert >= 0) {
+        rank_of[pair] = earlier + before;
+        if (before == 0) counts[expert] = earlier + __popc(peers);
+      }
+      __syncwarp();
+    }
+  }
+  __syncthreads();
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < kExpertsPerThread; ++i) {
+    const int e = tid * kExpertsPerThread + i;
+    if (e < kMaxExperts) sum += (counts[e] + kRows - 1) / kRows;
+  }
+  int inclusive = sum;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, inclusive, d);
+    if (lane >= d) inclusive += other;
+  }
+  if (lane == 31) scan[warp] = inclusive;
+  __syncthreads();
+  int base = inclusive - sum;
+  for (int w = 0; w < warp; ++w) base += scan[w];
+#pragma unroll
+  for (int i = 0; i < kExpertsPerThread; ++i) {
+    const int e = tid * kExpertsPerThread + i;
+    if (e >= kMaxExperts) break;
+    const int count = counts[e];
+    counts[e] = base;
+    for (int left = count; left > 0; left -= kRows, ++base) {
+      routing.expert[base] = e;
+      routing.rows[base] = min(left, kRows);
+    }
+  }
+  if (tid == kThreads - 1) routing.num_groups = base;
+  __syncthreads();
+  for (int pair = tid; pair < pairs; pair += kThreads) {
+    if (expert_of[pair] >= 0) routing.pairs[counts[expert_of[pair]] + rank_of[pair] / kRows][rank_of[pair] % kRows] = pair;
+  }
+}
+
+template <typename C>
+__device__ __forceinline__ void route(const Params& p, typename C::Shared& s) {
+  const int pairs = p.rows * p.topk;
+  if (pairs <= 32) {
+    if (threadIdx.x < 32) route_warp<C::kRows>(p, pairs, s.routing, s.counts);
+  } else {
+    int16_t* const scratch = reinterpret_cast<int16_t*>(s.x);  // before x is there
+    route_block<C::kRows, C::kThreads>(p, pairs, s.routing, scratch, reinterpret_cast<uint16_t*>(scratch + kMaxPairs), s.counts, s.scan);
+  }
+  __syncthreads();
+}
+
+}  // namespace dsv4::mxfp4_moe

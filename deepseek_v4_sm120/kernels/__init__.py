@@ -1,0 +1,1 @@
+"""Triton device functions and their launches. No checks and no allocation: ops/ does both."""

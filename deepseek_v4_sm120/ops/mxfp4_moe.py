@@ -1,0 +1,400 @@
+"""Public MXFP4 experts: checks the arguments, chooses the regime, owns the scratch, launches.
+
+Few rows (up to DECODE_ROWS): `_C.mxfp4_moe`, three kernels that stream the touched experts' weights once. More rows:
+Triton's grouped GEMMs over the pairs sorted by expert, with block sizes from kernels/mxfp4_moe_table.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_v4_sm120 import extension
+
+DECODE_ROWS = 128
+GROUP = 32  # inputs per scale byte
+BLOCK_SCALED_MAJOR = 12  # compute capability with mma.sync of block-scaled FP8
+_ALIGN_BYTES = 16
+_PACKED_DTYPES = (torch.uint8, torch.int8)
+_SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+ACTIVATIONS = ("bf16", "mxfp8")
+
+
+def mxfp4_moe(
+    hidden,
+    topk_ids,
+    topk_weights,
+    w13,
+    w13_scale,
+    w2,
+    w2_scale,
+    *,
+    routed_scaling=1.0,
+    swiglu_limit=10.0,
+    first_expert=0,
+    expert_map=None,
+    up_first=False,
+    activations="bf16",
+    out=None,
+):
+    """The routed experts of a layer on this rank: gate/up, SwiGLU with a clamp, down, weighted sum over each row's.
+
+    hidden             [rows, hidden] bf16, last dim contiguous, row stride a multiple of 8
+    topk_ids           [rows, topk] int32; an id that names no local expert (-1, another rank's) adds nothing and costs
+                       nothing. The same expert twice in a row is allowed
+    topk_weights       [rows, topk] float32, normalised by the router
+    w13, w13_scale     [experts, 2 * inter, hidden / 2] uint8 or int8: E2M1, two a byte, even input in the low nibble;
+                       [experts, 2 * inter, hidden / 32] uint8 or float8_e8m0fnu: UE8M0. The first half of the rows is
+                       the gate (w1), the second up (w3): the checkpoint's bytes. Only the experts' stride is free
+    w2, w2_scale       [experts, hidden, inter / 2] and [experts, hidden, inter / 32] likewise
+    routed_scaling     factor of the whole sum, applied here and nowhere else; 1.0 where topk_weights already hold it
+    swiglu_limit       h = silu(min(gate, limit)) * clamp(up, -limit, limit); None: no clamp
+    first_expert       id of w13[0]; ids from there to first_expert + experts - 1 are local
+    expert_map         [ids] int32: id -> local expert or -1, instead of first_expert; or None
+    up_first           w13's first half is up, its second the gate
+    activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 128 rows what both products read is E4M3 with a UE8M0
+                       scale per 32 values, by SM120's block-scaled instruction. Up to 128 rows it is always bf16
+    out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8; or None
+    returns            out [rows, hidden] bf16: this rank's part of the sum, without the shared expert
+    accuracy           relative L2 against float64: W4A16 below 0.004 (bf16 h and bf16 out), W4A8 about 0.045
+    determinism        the same bits in every run; up to 128 rows also in every batch: a row alone equals the row among
+                       others. Exact weights for scale bytes 34 to 160; above, up to 128 rows give inf or NaN
+    sizes              up to 128 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash and Pro at TP 1 to 8), at most 512
+                       experts and 1024 pairs; other sizes take the other regime, which needs multiples of 128
+    raises             TypeError (dtype), ValueError (shape, stride, alignment, sizes: says name, expected, got),
+                       RuntimeError (device, launch)
+    cuda graphs        capture-safe: no host sync; allocates only out and scratch, through torch
+    streams            the current stream of hidden's device; scratch is the call's own, so calls on several streams and
+                       the shared expert beside it are independent
+    source             DeepSeek's inference/model.py (Expert, MoE); specification in reference/mxfp4_moe.py
+    """
+    sizes = _check_all(hidden, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, expert_map, activations)
+    if out is not None:
+        _check_out(out, hidden)
+    device = hidden.device
+    if device.type != "cuda":
+        raise RuntimeError(f"mxfp4_moe: hidden.device must be a CUDA device, got {device}")
+    few = sizes.rows <= DECODE_ROWS and not _few_rows_problem(sizes.hidden, sizes.inter, sizes.experts, sizes.pairs)
+    if not few:
+        _check_grouped(sizes, activations, device)
+    if out is None:
+        out = torch.empty((sizes.rows, sizes.hidden), dtype=torch.bfloat16, device=device)
+    if sizes.rows == 0:
+        return out
+    weights = Weights(w13, w13_scale, w2, w2_scale, up_first)
+    routing = Routing(topk_ids, topk_weights, first_expert, expert_map, routed_scaling)
+    limit = math.inf if swiglu_limit is None else float(swiglu_limit)
+    run = _few_rows if few else functools.partial(_grouped, mxfp8=activations == "mxfp8")
+    if device.index == torch._C._cuda_getDevice():
+        run(hidden, weights, routing, limit, out)
+    else:
+        with torch.cuda.device(device):
+            run(hidden, weights, routing, limit, out)
+    return out
+
+
+@dataclass(frozen=True)
+class Sizes:
+    rows: int
+    topk: int
+    hidden: int
+    inter: int
+    experts: int
+
+    @property
+    def pairs(self) -> int:
+        return self.rows * self.topk
+
+
+@dataclass(frozen=True)
+class Weights:
+    w13: torch.Tensor
+    w13_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
+    up_first: bool
+
+
+@dataclass(frozen=True)
+class Routing:
+    ids: torch.Tensor
+    weights: torch.Tensor
+    first_expert: int
+    expert_map: torch.Tensor | None
+    scaling: float
+
+
+# ---- few rows
+
+
+@functools.cache
+def _num_sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.lru_cache(maxsize=4096)
+def _few_rows_problem(hidden: int, inter: int, experts: int, pairs: int) -> str:
+    return extension.load().mxfp4_moe_problem(hidden=hidden, inter=inter, experts=experts, pairs=pairs)
+
+
+def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
+    """Checked arguments to raw pointers; hidden's device is current."""
+    rows, topk = routing.ids.shape
+    width, inter = hidden.shape[1], weights.w13.shape[1] // 2
+    index = hidden.device.index
+    h = torch.empty((rows * topk, inter), dtype=torch.bfloat16, device=hidden.device)
+    y = torch.empty((rows * topk, width), dtype=torch.float32, device=hidden.device)
+    expert_map = routing.expert_map
+    extension.load().mxfp4_moe(
+        x=hidden.data_ptr(),
+        x_stride=hidden.stride(0),
+        topk_ids=routing.ids.data_ptr(),
+        ids_stride=routing.ids.stride(0),
+        topk_weights=routing.weights.data_ptr(),
+        weights_stride=routing.weights.stride(0),
+        expert_map=0 if expert_map is None else expert_map.data_ptr(),
+        map_size=0 if expert_map is None else expert_map.numel(),
+        first_expert=routing.first_expert,
+        w13=weights.w13.data_ptr(),
+        w13_stride=weights.w13.stride(0),
+        w13_scale=weights.w13_scale.data_ptr(),
+        w13_scale_stride=weights.w13_scale.stride(0),
+        w2=weights.w2.data_ptr(),
+        w2_stride=weights.w2.stride(0),
+        w2_scale=weights.w2_scale.data_ptr(),
+        w2_scale_stride=weights.w2_scale.stride(0),
+        h=h.data_ptr(),
+        y=y.data_ptr(),
+        out=out.data_ptr(),
+        out_stride=out.stride(0),
+        limit=limit,
+        routed_scaling=routing.scaling,
+        rows=rows,
+        topk=topk,
+        experts=weights.w13.shape[0],
+        hidden=width,
+        inter=inter,
+        up_first=weights.up_first,
+        num_sms=_num_sms(index),
+        pdl=True,
+        stream=torch._C._cuda_getCurrentRawStream(index),
+    )
+
+
+# ---- many rows
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The pairs sorted by expert and cut into tiles: what every program of a grouped GEMM looks up.
+
+    An expert's pairs are cut into tiles of block_m; what is left over becomes a tile of a quarter, a half, both, or
+    a whole one, so that few rows are multiplied for nothing: 192 pairs are 128 + 64. Three lists, one behind the other.
+    """
+
+    pairs: torch.Tensor  # [pairs] int32: sorted position -> pair (row * topk + slot)
+    expert: torch.Tensor  # [tiles] int32 local expert, -1 where there is no tile
+    begin: torch.Tensor  # [tiles] int32 first sorted position
+    end: torch.Tensor  # [tiles] int32 position behind the last
+    pair_expert: torch.Tensor  # [pairs] int32 local expert or -1
+    num_whole: int  # length of the list of whole tiles; the rest is halves, then as many quarters
+
+    def by_height(self, block_m: int) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+        """(rows of a tile, (expert, begin, end)) of the lists that can hold one."""
+        table = (self.expert, self.begin, self.end)
+        pieces = (self.expert.shape[0] - self.num_whole) // 2
+        sizes = (self.num_whole, pieces, pieces)
+        parts = zip(*(tensor.split(sizes) for tensor in table), strict=True)
+        heights = (block_m, block_m // 2, block_m // 4)
+        return [(height, part) for height, part in zip(heights, parts, strict=True) if part[0].numel()]
+
+
+def make_tiles(routing: Routing, experts: int, block_m: int) -> Tiles:
+    """Device operations only, tiles bounded by the shapes. Within an expert the order is the pairs' own."""
+    ids = routing.ids.flatten()
+    if routing.expert_map is None:
+        local = ids - routing.first_expert
+    else:
+        last = routing.expert_map.numel() - 1
+        local = torch.where(ids > last, -1, routing.expert_map[ids.clamp(0, last).long()])
+    local = torch.where((ids >= 0) & (local >= 0) & (local < experts), local, -1)
+    by_expert, order = torch.sort(torch.where(local < 0, experts, local), stable=True)
+    names = torch.arange(experts + 1, dtype=by_expert.dtype, device=ids.device)
+    bounds = torch.searchsorted(by_expert, names)
+    begins, counts = bounds[:-1], bounds[1:] - bounds[:-1]
+    half, quarter = block_m // 2, block_m // 4
+    rest = counts % block_m
+    whole = counts // block_m + (rest > half + quarter)
+    has_half = (rest > quarter) & (rest <= half + quarter)
+    has_quarter = ((rest > 0) & (rest <= quarter)) | ((rest > half) & (rest <= half + quarter))
+    behind_whole = begins + counts - rest
+    last_tile = torch.cumsum(whole, 0)
+    num_whole = ids.numel() // (half + quarter)
+    tile = torch.arange(num_whole, device=ids.device)
+    expert = torch.searchsorted(last_tile, tile, right=True)
+    known = expert.clamp(max=experts - 1)
+    begin = begins[known] + (tile - last_tile[known] + whole[known]) * block_m
+    quarter_begin = torch.where(has_half, behind_whole + half, behind_whole)
+    name = names[:-1].long()
+    half_end = torch.where(rest > half, behind_whole + half, bounds[1:])
+    return Tiles(
+        pairs=order.to(torch.int32),
+        expert=torch.cat(
+            (
+                torch.where(expert < experts, expert, -1),
+                torch.where(has_half, name, -1),
+                torch.where(has_quarter, name, -1),
+            )
+        ).to(torch.int32),
+        begin=torch.cat((begin, behind_whole, quarter_begin)).to(torch.int32),
+        end=torch.cat((torch.minimum(begin + block_m, bounds[known + 1]), half_end, bounds[1:])).to(torch.int32),
+        pair_expert=local.to(torch.int32),
+        num_whole=num_whole,
+    )
+
+
+def _grouped(hidden, weights: Weights, routing: Routing, limit: float, out, *, mxfp8: bool) -> None:
+    from deepseek_v4_sm120.kernels import mxfp4_moe_table as table
+
+    experts, inter = weights.w13.shape[0], weights.w13.shape[1] // 2
+    rows_per_expert = routing.ids.numel() / experts
+    major = torch.cuda.get_device_capability(hidden.device)[0]
+    product = "w4a8" if mxfp8 else "w4a16"
+    gate_up = table.choose(major, product, "gate_up", rows_per_expert, inter, hidden.shape[1])
+    down = table.choose(major, product, "down", rows_per_expert, hidden.shape[1], inter, block_m=gate_up.block_m)
+    run_grouped(hidden, weights, routing, limit, out, product, gate_up, down)
+
+
+def run_grouped(hidden, weights: Weights, routing: Routing, limit: float, out, product: str, gate_up, down) -> None:
+    """The grouped GEMMs with given block sizes (of one block_m); also on the CPU, for Triton's interpreter."""
+    from deepseek_v4_sm120.kernels import mxfp4_moe as kernels
+
+    device, topk = hidden.device, routing.ids.shape[1]
+    inter, pairs = weights.w13.shape[1] // 2, routing.ids.numel()
+    tiles = make_tiles(routing, weights.w13.shape[0], gate_up.block_m)
+    packed = [t.view(torch.uint8) for t in (weights.w13, weights.w13_scale, weights.w2, weights.w2_scale)]
+    x, x_scale, h_scale, h_dtype = hidden, None, None, out.dtype
+    if product.startswith("w4a8"):
+        h_dtype = torch.float8_e4m3fn
+        x = torch.empty(hidden.shape, dtype=h_dtype, device=device)
+        x_scale = torch.empty((hidden.shape[0], hidden.shape[1] // GROUP), dtype=torch.uint8, device=device)
+        h_scale = torch.empty((pairs, inter // GROUP), dtype=torch.uint8, device=device)
+        kernels.launch_quantize(hidden, x, x_scale)
+    h = torch.empty((pairs, inter), dtype=h_dtype, device=device)
+    y = torch.empty((pairs, hidden.shape[1]), dtype=out.dtype, device=device)
+    kernels.launch_gate_up(
+        *(x, x_scale, packed[0], packed[1], tiles, h, h_scale),
+        up_first=weights.up_first,
+        limit=limit,
+        topk=topk,
+        product=product,
+        blocks=gate_up,
+    )
+    kernels.launch_down(h, h_scale, packed[2], packed[3], tiles, y, product=product, blocks=down)
+    kernels.launch_combine(y, routing.weights, tiles.pair_expert, out, routed_scaling=routing.scaling)
+
+
+# ---- checks: every message says argument, expected, got
+
+
+def _check_all(hidden, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, expert_map, activations) -> Sizes:
+    _check_rows("hidden", hidden)
+    if w13.dim() != 3 or w13.shape[1] % 2 or not w13.shape[0]:
+        raise ValueError(f"mxfp4_moe: w13.shape must be [experts, 2 * inter, hidden / 2], got {list(w13.shape)}")
+    rows, width = hidden.shape
+    experts, inter, device = w13.shape[0], w13.shape[1] // 2, hidden.device
+    if width % GROUP or inter % GROUP or not inter:
+        raise ValueError(f"mxfp4_moe: hidden and inter must be multiples of {GROUP}, got {width} and {inter}")
+    _check_weights("w13", w13, _PACKED_DTYPES, (experts, 2 * inter, width // 2), device)
+    _check_weights("w13_scale", w13_scale, _SCALE_DTYPES, (experts, 2 * inter, width // GROUP), device)
+    _check_weights("w2", w2, _PACKED_DTYPES, (experts, width, inter // 2), device)
+    _check_weights("w2_scale", w2_scale, _SCALE_DTYPES, (experts, width, inter // GROUP), device)
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != rows or topk_ids.shape[1] < 1:
+        raise ValueError(f"mxfp4_moe: topk_ids.shape must be [{rows}, topk], got {list(topk_ids.shape)}")
+    _check_table("topk_ids", topk_ids, torch.int32, tuple(topk_ids.shape), device)
+    _check_table("topk_weights", topk_weights, torch.float32, tuple(topk_ids.shape), device)
+    if expert_map is not None:
+        if expert_map.dim() != 1 or not expert_map.numel():
+            raise ValueError(f"mxfp4_moe: expert_map.shape must be [ids], got {list(expert_map.shape)}")
+        _check_table("expert_map", expert_map, torch.int32, tuple(expert_map.shape), device)
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"mxfp4_moe: activations must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")
+    return Sizes(rows, topk_ids.shape[1], width, inter, experts)
+
+
+def _check_grouped(sizes: Sizes, activations: str, device) -> None:
+    if sizes.hidden % 128 or sizes.inter % 128:
+        got = f"{sizes.hidden} and {sizes.inter}"
+        raise ValueError(f"mxfp4_moe: hidden and inter must be multiples of 128, got {got}")
+    if activations == "mxfp8" and (found := torch.cuda.get_device_capability(device))[0] != BLOCK_SCALED_MAJOR:
+        got = f"{found[0]}.{found[1]}"
+        raise RuntimeError(
+            f'mxfp4_moe: activations "mxfp8" needs a GPU of capability {BLOCK_SCALED_MAJOR}.x (block-scaled mma.sync) '
+            f'above {DECODE_ROWS} rows, got {got}; use "bf16"'
+        )
+
+
+def _check_rows(name, tensor) -> None:
+    if tensor.dtype != torch.bfloat16:
+        raise TypeError(f"mxfp4_moe: {name}.dtype must be torch.bfloat16, got {tensor.dtype}")
+    if tensor.dim() != 2:
+        raise ValueError(f"mxfp4_moe: {name}.shape must be [rows, hidden], got {list(tensor.shape)}")
+    if tensor.stride(1) != 1 or (tensor.shape[0] > 1 and tensor.stride(0) % 8):
+        got = list(tensor.stride())
+        raise ValueError(f"mxfp4_moe: {name}'s strides must be [a multiple of 8, 1], got {got}")
+    _check_alignment(name, tensor)
+
+
+def _check_alignment(name, tensor) -> None:
+    if tensor.data_ptr() % _ALIGN_BYTES:
+        got = f"an address {tensor.data_ptr() % _ALIGN_BYTES} bytes past one"
+        raise ValueError(f"mxfp4_moe: {name} must start on a {_ALIGN_BYTES}-byte boundary, got {got}")
+
+
+def _check_weights(name, tensor, dtypes, shape, device) -> None:
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"mxfp4_moe: {name}.dtype must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"mxfp4_moe: {name}.shape must be {list(shape)}, got {list(tensor.shape)}")
+    stride = tensor.stride()
+    if stride[2] != 1 or stride[1] != shape[2] or (shape[0] > 1 and stride[0] % _ALIGN_BYTES):
+        expected = f"[a multiple of {_ALIGN_BYTES}, {shape[2]}, 1]"
+        raise ValueError(f"mxfp4_moe: {name}'s strides must be {expected}, got {list(stride)}")
+    if tensor.device != device:
+        raise RuntimeError(f"mxfp4_moe: {name}.device must be hidden's, {device}, got {tensor.device}")
+    _check_alignment(name, tensor)
+
+
+def _check_table(name, tensor, dtype, shape, device) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"mxfp4_moe: {name}.dtype must be {dtype}, got {tensor.dtype}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"mxfp4_moe: {name}.shape must be {list(shape)}, got {list(tensor.shape)}")
+    if shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"mxfp4_moe: {name}.stride({tensor.dim() - 1}) must be 1, got {tensor.stride(-1)}")
+    if tensor.device != device:
+        raise RuntimeError(f"mxfp4_moe: {name}.device must be hidden's, {device}, got {tensor.device}")
+
+
+def _check_out(out, hidden) -> None:
+    _check_rows("out", out)
+    if out.shape != hidden.shape:
+        raise ValueError(f"mxfp4_moe: out.shape must be hidden's, {list(hidden.shape)}, got {list(out.shape)}")
+    if out.device != hidden.device:
+        raise RuntimeError(f"mxfp4_moe: out.device must be hidden's, {hidden.device}, got {out.device}")
+    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        raise ValueError(f"mxfp4_moe: out's rows must not overlap, got strides {list(out.stride())}")
+    if out.numel() and _overlap(out, hidden):
+        raise ValueError("mxfp4_moe: out must not overlap hidden, got tensors that share memory")
+
+
+def _overlap(a, b) -> bool:
+    def span(tensor):
+        begin = tensor.data_ptr()
+        return begin, begin + ((tensor.shape[0] - 1) * tensor.stride(0) + tensor.shape[1]) * tensor.element_size()
+
+    (a_begin, a_end), (b_begin, b_end) = span(a), span(b)
+    return a_begin < b_end and b_begin < a_end

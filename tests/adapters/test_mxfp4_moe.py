@@ -1,0 +1,246 @@
+"""The adapters of the experts on method objects as SGLang makes them; the reference is in the operator's place."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from deepseek_v4_sm120 import device_gate, settings, shadow
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference
+from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs
+from deepseek_v4_sm120.sglang_adapters import mxfp4_moe as adapter
+
+SMALL = Shape(3, hidden=256, inter=128, experts=8)
+
+
+class StandardDispatchOutput(NamedTuple):
+    hidden_states: torch.Tensor
+    hidden_states_scale: torch.Tensor | None
+    topk_output: object
+
+
+class StandardCombineInput(NamedTuple):
+    hidden_states: torch.Tensor
+
+
+class StandardDispatcher:
+    def __init__(self, ids_are_global=False):
+        self.skip_local_expert_mapping = ids_are_global
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What distinguishes the versions and backends: how scales are stored, w13's order, who maps ids."""
+
+    name: str
+    scale_dtype: torch.dtype
+    cutlass: bool = False
+    ep_rank: int = 0
+
+
+RECORDED = [
+    Recorded("0.5.12 marlin", torch.float32),
+    Recorded("0.5.17 marlin", torch.float8_e8m0fnu),
+    Recorded("0.5.23 marlin, second rank", torch.float8_e8m0fnu, ep_rank=1),
+    Recorded("0.5.17 flashinfer_mxfp4", torch.float8_e8m0fnu, cutlass=True),
+    Recorded("0.5.23 flashinfer_mxfp4, second rank", torch.float8_e8m0fnu, cutlass=True, ep_rank=1),
+]
+
+
+def parameter(tensor):
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def stored_scale(scale, dtype):
+    return torch.exp2(scale.float() - 127) if dtype == torch.float32 else scale.view(dtype)
+
+
+class Method:
+    """What both classes have; `process` and `apply` are what the patch finds and keeps as the original."""
+
+    def __init__(self, cutlass):
+        self._fp8 = SimpleNamespace(process_weights_after_loading=lambda layer: layer.log.append("fp8"))
+        if cutlass:
+            self.load_up_proj_weight_first = True
+
+
+def original_process(self, layer):
+    layer.log.append("repacked")
+    layer.w13_weight = parameter(torch.zeros(1, dtype=torch.int32))
+
+
+def original_apply(self, layer, dispatch_output):
+    layer.log.append("applied")
+    return StandardCombineInput(dispatch_output.hidden_states * 2)
+
+
+def engine_layer(recorded, inputs):
+    config = SimpleNamespace(activation="silu", is_gated=True, gemm1_alpha=None, swiglu_limit=inputs.swiglu_limit)
+    return SimpleNamespace(
+        w13_weight=parameter(inputs.w13.view(torch.int8).clone()),
+        w2_weight=parameter(inputs.w2.view(torch.int8).clone()),
+        w13_weight_scale_inv=parameter(stored_scale(inputs.w13_scale.clone(), recorded.scale_dtype)),
+        w2_weight_scale_inv=parameter(stored_scale(inputs.w2_scale.clone(), recorded.scale_dtype)),
+        moe_runner_config=config,
+        dispatcher=StandardDispatcher(ids_are_global=recorded.cutlass),
+        moe_ep_rank=recorded.ep_rank,
+        log=[],
+    )
+
+
+def engine_inputs(recorded):
+    """Weights are finite everywhere: float32 scales have no byte 255."""
+    shape = dataclasses.replace(SMALL, rows=24, up_first=recorded.cutlass)
+    if recorded.cutlass and recorded.ep_rank:
+        shape = dataclasses.replace(shape, first_expert=8, all_experts=16)
+    return make_inputs(shape, device="cpu")
+
+
+def dispatched(inputs):
+    topk = SimpleNamespace(topk_ids=inputs.topk_ids, topk_weights=inputs.topk_weights)
+    return StandardDispatchOutput(inputs.hidden, None, topk)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The gate is open for the CPU, the reference computes, SGLang's module of the outputs is this one."""
+    calls = []
+
+    def operator(*args, activations, **kwargs):
+        calls.append(activations)
+        return reference(*args, **kwargs).to(torch.bfloat16)
+
+    monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    monkeypatch.setattr(adapter.op, "mxfp4_moe", operator)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
+    monkeypatch.setattr(adapter, "memory", adapter.Memory())
+    monkeypatch.setattr(report, "_notes", {})
+    module = ModuleType("dispatch")
+    module.StandardCombineInput = StandardCombineInput
+    monkeypatch.setitem(sys.modules, "dispatch", module)
+    monkeypatch.setattr(StandardDispatchOutput, "__module__", "dispatch")
+    return calls
+
+
+def replaced(cutlass):
+    if cutlass:
+        return adapter.replace_cutlass_process(original_process), adapter.replace_cutlass_apply(original_apply)
+    return adapter.replace_marlin_process(original_process), adapter.replace_marlin_apply(original_apply)
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: r.name)
+def test_a_layer_is_loaded_without_a_repack_and_computed(served, recorded):
+    inputs = engine_inputs(recorded)
+    layer, method = engine_layer(recorded, inputs), Method(recorded.cutlass)
+    address = layer.w13_weight.data_ptr()
+    process, apply = replaced(recorded.cutlass)
+    process(method, layer)
+    assert layer.log == ["fp8"] and layer.w13_weight.data_ptr() == address
+    found = apply(method, layer, dispatched(inputs))
+    assert isinstance(found, StandardCombineInput) and layer.log == ["fp8"]
+    assert relative_error(found.hidden_states, reference(**inputs.arguments())) < 0.004
+    assert served == ["mxfp8" if recorded.cutlass else "bf16"]
+    assert layer.w13_weight_scale_inv.dtype == torch.float8_e8m0fnu  # float32 scales have made room for bytes
+    assert torch.equal(
+        layer.w13_weight_scale_inv.view(torch.uint8)[inputs.topk_ids[0, 0] % 8],
+        inputs.w13_scale[inputs.topk_ids[0, 0] % 8],
+    )
+
+
+def test_status_tells_the_memory(served):
+    inputs = engine_inputs(RECORDED[1])
+    process, _ = replaced(False)
+    for _ in range(3):
+        process(Method(False), engine_layer(RECORDED[1], inputs))
+    (describe,) = report._notes.values()
+    assert "3 layers" in describe() and "0 bytes repacked" in describe() and "shadow" not in describe()
+    assert adapter.memory.weight_bytes == 3 * sum(
+        t.numel() for t in (inputs.w13, inputs.w13_scale, inputs.w2, inputs.w2_scale)
+    )
+
+
+def change(**changes):
+    def apply(layer):
+        for name, value in changes.items():
+            holder = layer.moe_runner_config if hasattr(layer.moe_runner_config, name) else layer
+            setattr(holder, name, value)
+
+    return apply
+
+
+REFUSED = {
+    "another activation": change(activation="gelu"),
+    "not gated": change(is_gated=False),
+    "GPT-OSS's clamp": change(gemm1_alpha=1.7),
+    "biases": change(w13_weight_bias=torch.zeros(1)),
+    "FP8 experts": change(w13_weight=parameter(torch.zeros(8, 256, 256).to(torch.float8_e4m3fn))),
+    "odd sizes": change(w13_weight=parameter(torch.zeros(8, 192, 128, dtype=torch.int8))),
+    "another dispatcher": change(dispatcher=SimpleNamespace()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_layers_are_left_to_the_original(served, name):
+    layer = engine_layer(RECORDED[1], engine_inputs(RECORDED[1]))
+    REFUSED[name](layer)
+    process, apply = replaced(False)
+    process(Method(False), layer)
+    apply(Method(False), layer, dispatched(engine_inputs(RECORDED[1])))
+    assert layer.log == ["repacked", "applied"] and served == []
+
+
+def test_another_gpu_is_left_to_the_original(served, monkeypatch):
+    monkeypatch.setattr(device_gate, "serves", lambda device: False)
+    layer = engine_layer(RECORDED[1], engine_inputs(RECORDED[1]))
+    process, apply = replaced(False)
+    process(Method(False), layer)
+    apply(Method(False), layer, dispatched(engine_inputs(RECORDED[1])))
+    assert layer.log == ["repacked", "applied"]
+
+
+def test_without_block_scaled_instructions_activations_stay_bf16(served, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    recorded = RECORDED[3]
+    inputs = engine_inputs(recorded)
+    layer = engine_layer(recorded, inputs)
+    process, apply = replaced(True)
+    process(Method(True), layer)
+    apply(Method(True), layer, dispatched(inputs))
+    assert served == ["bf16"]
+
+
+def test_packed_topk_is_refused_in_words(served):
+    inputs = engine_inputs(RECORDED[1])
+    layer = engine_layer(RECORDED[1], inputs)
+    process, apply = replaced(False)
+    process(Method(False), layer)
+    packed = StandardDispatchOutput(inputs.hidden, None, SimpleNamespace(packed_topk_ids=inputs.topk_ids))
+    with pytest.raises(ValueError, match="topk_output must have topk_ids and topk_weights"):
+        apply(Method(False), layer, packed)
+
+
+@pytest.mark.parametrize("keep", ["1", "ours"])
+def test_shadow_keeps_a_copy_and_compares(served, monkeypatch, keep):
+    monkeypatch.setattr(adapter, "settings", lambda: settings.Settings(shadow=keep))
+    monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow=keep))
+    shadow.reset()
+    inputs = engine_inputs(RECORDED[1])
+    layer = engine_layer(RECORDED[1], inputs)
+    process, apply = replaced(False)
+    process(Method(False), layer)
+    assert layer.log == ["repacked"] and adapter.memory.shadow_copy_bytes > 0
+    out = apply(Method(False), layer, dispatched(inputs)).hidden_states
+    assert layer.log == ["repacked", "applied"]
+    assert torch.equal(out, inputs.hidden * 2) == (keep == "1")
+    (record,) = shadow.report()
+    assert record["patch"] == "mxfp4_moe" and record["calls"] == 1 and record["bad_calls"] == 1
+    assert record["shape"] == {"rows": 24, "inter": 128}
+    shadow.reset()

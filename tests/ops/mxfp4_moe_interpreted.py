@@ -1,0 +1,83 @@
+"""Runs the Triton kernels of mxfp4_moe in Triton's interpreter, on the CPU; prints {case: relative error} as JSON.
+
+A program of its own: TRITON_INTERPRET must be set before the kernels are imported. float32 stands in for bf16, whose
+conversions the interpreter truncates, so that the errors show every mistake of indexing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402
+
+from deepseek_v4_sm120.kernels import mxfp4_moe as kernels  # noqa: E402
+from deepseek_v4_sm120.kernels.mxfp4_moe_table import Blocks  # noqa: E402
+from deepseek_v4_sm120.ops import mxfp4_moe as op  # noqa: E402
+from deepseek_v4_sm120.reference import mxfp4_moe as reference  # noqa: E402
+from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
+from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs  # noqa: E402
+
+SMALL = Shape(5, hidden=128, inter=64, experts=8)
+SHAPES = {
+    "plain": SMALL,
+    "holes": dataclasses.replace(SMALL, rows=20, masked=0.4),
+    "no expert at all": dataclasses.replace(SMALL, masked=1.0),
+    "one expert takes all": dataclasses.replace(SMALL, rows=12, ids="one"),
+    "row counts at tile edges": dataclasses.replace(SMALL, rows=66, experts=14, ids="edges"),
+    "repeated within a row": dataclasses.replace(SMALL, rows=9, ids="few"),
+    "second rank": dataclasses.replace(SMALL, rows=14, first_expert=8, all_experts=16),
+    "map": dataclasses.replace(SMALL, rows=14, mapped=True, all_experts=24),
+    "up first, scaled": dataclasses.replace(SMALL, up_first=True, routed_scaling=1.5),
+    "no limit": dataclasses.replace(SMALL, swiglu_limit=None),
+    "wide scales": dataclasses.replace(SMALL, wide_scales=True),
+}
+
+
+def run(shape: Shape, product: str, block_m: int = 32) -> float:
+    inputs = make_inputs(shape, seed=7, device="cpu")
+    out = torch.full((shape.rows, shape.hidden), float("nan"))
+    limit = math.inf if inputs.swiglu_limit is None else inputs.swiglu_limit
+    routing = op.Routing(
+        inputs.topk_ids, inputs.topk_weights, inputs.first_expert, inputs.expert_map, inputs.routed_scaling
+    )
+    weights = op.Weights(inputs.w13, inputs.w13_scale, inputs.w2, inputs.w2_scale, inputs.up_first)
+    blocks = (Blocks(block_m, 32, 64, 1, 4), Blocks(block_m, 64, 32, 1, 4))
+    op.run_grouped(inputs.hidden.float(), weights, routing, limit, out, product, *blocks)
+    return relative_error(out, reference.mxfp4_moe(**inputs.arguments()))
+
+
+def quantized() -> float:
+    """The share of scale bytes that differ from the specification's."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(64, 128, generator=generator) * torch.exp2(
+        torch.randint(-20, 20, (64, 1), generator=generator)
+    )
+    values[0], values[1, :32], values[2, 5] = 0.0, 448.0, 449.0
+    values = values.to(torch.bfloat16)
+    kept = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
+    scale = torch.empty((64, 4), dtype=torch.uint8)
+    kernels.launch_quantize(values, kept, scale)
+    greatest = values.double().unflatten(1, (4, 32)).abs().amax(-1)
+    exponent = torch.ceil(torch.log2((greatest / 448.0).clamp_min(2.0**-126))) + 127
+    return float((scale.double() != exponent).double().mean())
+
+
+def main() -> None:
+    found = {name: run(shape, "w4a16_interpreted") for name, shape in SHAPES.items()}
+    found["tiles of 64"] = run(SHAPES["row counts at tile edges"], "w4a16_interpreted", 64)
+    found["MXFP8 scales"] = quantized()
+    # the interpreter's float8 conversion drops a carry, so only the order of magnitude can be asked for
+    found["MXFP8, coarse"] = run(SMALL, "w4a8_interpreted")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

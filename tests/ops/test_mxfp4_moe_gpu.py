@@ -1,0 +1,153 @@
+"""ops.mxfp4_moe on the GPU against the reference: shapes of Flash and Pro, hostile routing, bits, graphs, streams."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.ops.mxfp4_moe import DECODE_ROWS, mxfp4_moe
+from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference
+from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Inputs, Shape, make_inputs, routed_ids, routed_weights
+
+pytestmark = pytest.mark.gpu
+
+MAX_RELATIVE_ERROR = 0.004  # W4A16: bf16 h and bf16 out, nothing coarser
+MAX_RELATIVE_ERROR_W4A8 = 0.06
+
+BASE = Shape(8, inter=512, experts=32)
+SHAPES = {
+    **{f"{rows} rows": dataclasses.replace(BASE, rows=rows) for rows in (1, 2, 5, 6, 8, 9, 31, 64, 128)},
+    **{f"inter {n}": dataclasses.replace(BASE, rows=5, inter=n) for n in (256, 384, 768, 1024, 1536, 2048, 3072)},
+    "inter 256, 40 rows": dataclasses.replace(BASE, rows=40, inter=256),
+    "Pro, 3 rows": Shape(3, hidden=7168, inter=384, experts=24),
+    "Pro, 50 rows": Shape(50, hidden=7168, inter=768, experts=24),
+    "Pro, all experts": Shape(20, hidden=7168, inter=384, experts=384),
+    "one expert, 1 row": dataclasses.replace(BASE, rows=1, ids="one"),
+    "one expert, 5 rows": dataclasses.replace(BASE, rows=5, ids="one"),
+    "one expert, 128 rows": dataclasses.replace(BASE, rows=128, ids="one"),
+    "edges": dataclasses.replace(BASE, rows=60, ids="edges"),
+    "few": dataclasses.replace(BASE, rows=4, ids="few"),
+    "holes": dataclasses.replace(BASE, rows=30, masked=0.5),
+    "holes, 3 rows": dataclasses.replace(BASE, rows=3, masked=0.5),
+    "second rank": dataclasses.replace(BASE, rows=20, first_expert=32, all_experts=96),
+    "map": dataclasses.replace(BASE, rows=20, mapped=True, all_experts=96),
+    "up first, scaled": dataclasses.replace(BASE, up_first=True, routed_scaling=1.5),
+    "no limit": dataclasses.replace(BASE, swiglu_limit=None),
+    "wide scales": dataclasses.replace(BASE, wide_scales=True),
+    "topk 8": dataclasses.replace(BASE, rows=100, topk=8),
+    "past 2^31 bytes": Shape(8, inter=2048, experts=256, first_expert=0),
+    "129 rows": dataclasses.replace(BASE, rows=129),
+    "1000 rows": dataclasses.replace(BASE, rows=1000),
+    "1000 rows, one expert": dataclasses.replace(BASE, rows=1000, ids="one"),
+    "200 rows, edges": dataclasses.replace(BASE, rows=200, ids="edges"),
+    "200 rows, holes, map": dataclasses.replace(BASE, rows=200, mapped=True, all_experts=96, masked=0.3),
+    "200 rows, second rank": dataclasses.replace(BASE, rows=200, first_expert=32, all_experts=96, up_first=True),
+    "300 rows, past 2^31 bytes": Shape(300, inter=2048, experts=256),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_against_the_reference(name, device):
+    inputs = make_inputs(SHAPES[name], seed=11, device=device)
+    out = mxfp4_moe(**inputs.arguments())
+    truth = reference(**inputs.arguments())
+    assert bool(torch.isfinite(out).all())
+    assert float(truth.abs().max()) > 0
+    assert relative_error(out, truth) < MAX_RELATIVE_ERROR
+    assert torch.equal(out, mxfp4_moe(**inputs.arguments()))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40, 200])
+def test_no_expert_at_all(rows, device):
+    inputs = make_inputs(dataclasses.replace(BASE, rows=rows, masked=1.0), device=device)
+    out = torch.full_like(inputs.hidden, float("nan"))
+    assert mxfp4_moe(**inputs.arguments(), out=out) is out
+    assert not out.any()
+
+
+def test_no_rows(device):
+    inputs = make_inputs(dataclasses.replace(BASE, rows=0), device=device)
+    assert mxfp4_moe(**inputs.arguments()).shape == (0, 4096)
+
+
+def rows_of(inputs: Inputs, chosen: list[int]) -> dict:
+    names = ("hidden", "topk_ids", "topk_weights")
+    return {**inputs.arguments(), **{name: getattr(inputs, name)[chosen] for name in names}}
+
+
+@pytest.mark.parametrize("inter", [2048, 1024, 512, 256])
+def test_a_row_alone_equals_the_row_among_others(inter, device):
+    inputs = make_inputs(Shape(DECODE_ROWS, inter=inter, experts=16, masked=0.1), seed=4, device=device)
+    together = mxfp4_moe(**inputs.arguments())
+    for chosen in ([0], [77], [127], [3, 90], list(range(60, 69)), list(range(40)), list(range(127, -1, -1))):
+        assert torch.equal(mxfp4_moe(**rows_of(inputs, chosen)), together[chosen]), chosen
+
+
+def test_strided_arguments(device):
+    inputs = make_inputs(dataclasses.replace(BASE, rows=7), seed=2, device=device)
+    expected = mxfp4_moe(**inputs.arguments())
+    wide = torch.full((7, 5000), float("nan"), dtype=torch.bfloat16, device=device)
+    wide[:, 8 : 8 + 4096] = inputs.hidden
+    ids = torch.full((7, 9), 2, dtype=torch.int32, device=device)
+    ids[:, 3:] = inputs.topk_ids
+    weights = torch.full((7, 8), float("nan"), device=device)
+    weights[:, :6] = inputs.topk_weights
+    out = torch.full((7, 4096 + 64), 7.0, dtype=torch.bfloat16, device=device)
+    strided = {"hidden": wide[:, 8 : 8 + 4096], "topk_ids": ids[:, 3:], "topk_weights": weights[:, :6]}
+    mxfp4_moe(**{**inputs.arguments(), **strided}, out=out[:, :4096])
+    assert torch.equal(out[:, :4096], expected)
+    assert bool((out[:, 4096:] == 7.0).all())
+
+
+@pytest.mark.parametrize("rows", [3, 24, 200])
+def test_a_captured_call_follows_its_inputs(rows, device):
+    inputs = make_inputs(dataclasses.replace(BASE, rows=rows, experts=8), seed=1, device=device)
+    fresh = dataclasses.replace(BASE, rows=rows, experts=8)
+    mxfp4_moe(**inputs.arguments())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mxfp4_moe(**inputs.arguments())
+    for seed in range(3):
+        generator = torch.Generator(device).manual_seed(seed)
+        inputs.hidden.copy_(torch.randn(inputs.hidden.shape, generator=generator, device=device))
+        ids = routed_ids(dataclasses.replace(fresh, masked=0.2 * seed), generator)
+        known = torch.isin(ids, inputs.topk_ids.unique())  # the others' weights are NaN
+        inputs.topk_ids.copy_(torch.where(known, ids, -1))
+        inputs.topk_weights.copy_(routed_weights(fresh, generator))
+        graph.replay()
+        assert torch.equal(out, mxfp4_moe(**inputs.arguments()))
+        assert relative_error(out, reference(**inputs.arguments())) < MAX_RELATIVE_ERROR
+
+
+def test_calls_on_two_streams(device):
+    both = [make_inputs(dataclasses.replace(BASE, rows=rows), seed=rows, device=device) for rows in (4, 60)]
+    expected = [mxfp4_moe(**inputs.arguments()) for inputs in both]
+    streams = [torch.cuda.Stream(device) for _ in both]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        for inputs, stream in zip(both, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(mxfp4_moe(**inputs.arguments()))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(found))
+
+
+def test_a_scale_of_nan_or_beyond_the_range_is_seen(device):
+    for byte in (255, 200):
+        inputs = make_inputs(dataclasses.replace(BASE, rows=1), device=device)
+        inputs.w13_scale[int(inputs.topk_ids[0, 0])] = byte
+        assert not bool(torch.isfinite(mxfp4_moe(**inputs.arguments())).all())
+
+
+@pytest.mark.sm120
+@pytest.mark.parametrize("rows", [129, 1000])
+def test_mxfp8_activations(rows, device):
+    inputs = make_inputs(dataclasses.replace(BASE, rows=rows), seed=3, device=device)
+    out = mxfp4_moe(**inputs.arguments(), activations="mxfp8")
+    assert relative_error(out, reference(**inputs.arguments(), activations="mxfp8")) < 0.01
+    assert relative_error(out, reference(**inputs.arguments())) < MAX_RELATIVE_ERROR_W4A8
