@@ -2,8 +2,9 @@
 """Writes kernels/mxfp4_moe_table.py for this card: `python3 bench/tune_moe.py [--tp 1 2 4 8] [--dry-run]`.
 
 For each tensor-parallel size, product and number of rows it times every candidate of both grouped GEMMs (graph replay)
-and keeps the fastest pair with one block_m. Only the entries of this GPU's capability are replaced. Candidates that
-this GPU cannot build (shared memory) are passed over with a line.
+and keeps the fastest pair with one block_m. A candidate must repeat itself to the last bit and agree with the default;
+one that does not, or that this GPU cannot build (shared memory), is passed over with a line. Only the entries of this
+GPU's capability are replaced.
 """
 
 from __future__ import annotations
@@ -26,14 +27,21 @@ from deepseek_v4_sm120.kernels import mxfp4_moe as kernels  # noqa: E402
 from deepseek_v4_sm120.kernels import mxfp4_moe_table as table  # noqa: E402
 from deepseek_v4_sm120.kernels.mxfp4_moe_table import Blocks, Entry  # noqa: E402
 from deepseek_v4_sm120.ops import mxfp4_moe as op  # noqa: E402
+from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs  # noqa: E402
 
 ROWS = (256, 1024, 8192)
+MAX_DIFFERENCE = 0.01  # relative L2 to the default's result: the order of a sum, not a mistake
+CHECKS = 4  # runs of a candidate that must give the same bits; a race shows in the first few
 BLOCK_M = (64, 128)
 REST = {
     "gate_up": ((64, 64, 3, 4), (64, 128, 2, 4), (64, 128, 3, 4)),
-    "down": ((64, 64, 3, 4), (128, 64, 3, 4), (128, 64, 4, 8)),
+    "down": ((64, 64, 3, 4), (128, 64, 3, 4), (128, 64, 3, 8)),
 }
+
+
+class WrongResult(Exception):
+    """A candidate that does not compute what the default computes."""
 
 
 class Layer:
@@ -53,6 +61,9 @@ class Layer:
             kernels.launch_quantize(inputs.hidden, self.x, self.x_scale)
         self.h = torch.ones((pairs, inter), device="cuda").to(dtype)
         self.y = torch.empty((pairs, width), dtype=torch.bfloat16, device="cuda")
+        self.results: dict[str, torch.Tensor] = {}
+        self.microseconds("gate_up", table.DEFAULT["gate_up"])
+        self.microseconds("down", table.DEFAULT["down"])
 
     def microseconds(self, gemm: str, blocks: Blocks) -> float:
         inputs, tiles = self.inputs, op.make_tiles(self.routing, self.inputs.w13.shape[0], blocks.block_m)
@@ -66,7 +77,24 @@ class Layer:
             arguments = (self.h, self.h_scale, inputs.w2, inputs.w2_scale, tiles, self.y)
             kernels.launch_down(*arguments, product=self.product, blocks=blocks)
 
-        return common.graph_microseconds([gate_up if gemm == "gate_up" else down])
+        call, result = (gate_up, self.h) if gemm == "gate_up" else (down, self.y)
+        if gemm == "down":
+            self.h.copy_(self.results["gate_up"])  # the default's, whatever a candidate left there
+        self.check(gemm, call, result)
+        return common.graph_microseconds([call])
+
+    def check(self, gemm: str, call, result: torch.Tensor) -> None:
+        """The candidate repeats itself to the last bit and agrees with the default, which is the first to be asked."""
+        found = []
+        for _ in range(CHECKS):
+            result.view(torch.uint8).fill_(0xFF)
+            call()
+            found.append(result.clone())
+        known = self.results.setdefault(gemm, found[0])
+        if any(not torch.equal(one.view(torch.uint8), found[0].view(torch.uint8)) for one in found):
+            raise WrongResult("its result changes from run to run")
+        if not relative_error(found[0].float(), known.float()) < MAX_DIFFERENCE:
+            raise WrongResult("its result differs from the default's")
 
 
 def fits(gemm: str, blocks: Blocks, inter: int) -> bool:
@@ -84,7 +112,7 @@ def best_pair(rows: int, inter: int, product: str) -> dict[str, Blocks]:
                 continue
             try:
                 microseconds = layer.microseconds(gemm, blocks)
-            except OutOfResources as error:
+            except (OutOfResources, WrongResult) as error:
                 print(f"  {gemm} {blocks}: passed over, {error}")
                 continue
             if microseconds < found.get((gemm, block_m), (float("inf"),))[0]:
