@@ -8,6 +8,7 @@ import pytest
 
 from deepseek_v4_sm120.patching.spec import MODES, Target
 from deepseek_v4_sm120.sglang_patches import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
+from tests.patching.conftest import EXPERTS
 
 TARGETS = [(patch, target) for patch in TABLE.patches for target in patch.targets]
 SEAMS = {"DSV4_SM120_FORCE": "seams"}
@@ -177,7 +178,8 @@ TREE_0_5_12 = {
     "sglang/_version.py": "__version__ = '0.5.12'",
     "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND_0_5_12,
     "sglang/kernels/ops/attention/flash_mla_sm120.py": None,
-    "sglang/srt/layers/quantization/mxfp4_marlin_moe.py": "from sglang.srt.utils.common import is_sm90_supported\n",
+    "sglang/srt/layers/quantization/mxfp4_marlin_moe.py": "from sglang.srt.utils.common import is_sm90_supported\n"
+    + EXPERTS.format(name="Mxfp4MarlinMoEMethod"),
 }
 
 
