@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "index_select/bindings.h"
 #include "kv_page_layout.h"
 #include "sparse_decode/sparse_decode.h"
 
@@ -76,9 +77,9 @@ void run_sparse_decode(uintptr_t q, int64_t q_stride_row, int64_t q_stride_head,
   sparse_decode::launch(p, plan, pdl, pointer<CUstream_st>(stream));
 }
 
-py::list kernel_attributes() {
-  py::list all;
-  for (const auto& a : sparse_decode::kernel_attributes()) {
+template <typename Attributes>
+void append_attributes(py::list& all, const std::vector<Attributes>& kernels) {
+  for (const auto& a : kernels) {
     py::dict d;
     d["name"] = a.name;
     d["registers"] = a.registers;
@@ -87,6 +88,12 @@ py::list kernel_attributes() {
     d["blocks_per_sm"] = a.blocks_per_sm;
     all.append(d);
   }
+}
+
+py::list kernel_attributes() {
+  py::list all;
+  append_attributes(all, sparse_decode::kernel_attributes());
+  append_attributes(all, index_select::kernel_attributes());
   return all;
 }
 
@@ -138,11 +145,13 @@ PYBIND11_MODULE(_C, m) {
       },
       py::kw_only(), "rows"_a, "heads"_a, "indices_width"_a, "extra_indices_width"_a, "num_sms"_a, "splits"_a = 0);
   m.attr("sparse_decode_max_control_words") = sparse_decode::max_control_words();
+  index_select::bind(m);
   m.def("build_info", &build_info);
   m.def("kernel_attributes", &kernel_attributes);
   m.def("kernel_shared_bytes", [] {
     py::dict d;
     d["sparse_decode_kernel"] = sparse_decode::shared_bytes();
+    for (const auto& [name, bytes] : index_select::shared_bytes()) d[py::str(name)] = bytes;
     return d;
   });
 }
