@@ -1,4 +1,4 @@
-// One list of candidates from the ordered keys of up to kChunk entries in shared memory.
+// One list of candidates from the ordered keys of a chunk of entries in shared memory.
 #pragma once
 
 #include "order.cuh"
@@ -39,17 +39,27 @@ __device__ __forceinline__ void count_to_starts(const ListWork& w, uint32_t top,
   }
 }
 
-// All threads of a team of kTeam; `thread` is the rank in it. Keys, greatest and counts are there (a barrier has passed).
+// All threads of a team of kTeam; `thread` is the rank in it. Keys, greatest and counts are there (a barrier has passed); counts are
+// to be zeroed after the next one, greatest is.
 template <int kTeam>
 __device__ __forceinline__ void emit_list(const ListWork& w, int n, int k, int thread, int barrier) {
   const uint32_t floor = *w.floor, top = *w.greatest >> kBinShift;
+  uint32_t lowest = 0;  // entries of the last bin: often most, so they are counted by the thread
   for (int i = thread; i < n; i += kTeam) {
-    const uint32_t key = w.keys[i];
-    if (key >= floor) atomicAdd(&w.counts[min(top - (key >> kBinShift), kBins - 1u)], 1u);
+    const uint32_t key = w.keys[i], bin = top - (key >> kBinShift);
+    if (key >= floor) {
+      if (bin >= kBins - 1u) {
+        ++lowest;
+      } else {
+        atomicAdd(&w.counts[bin], 1u);
+      }
+    }
   }
+  if (lowest > 0) atomicAdd(&w.counts[kBins - 1], lowest);
   sync_team<kTeam>(barrier);
   if (thread < 32) count_to_starts(w, top, k);
   sync_team<kTeam>(barrier);
+  if (thread == 0) *w.greatest = 0;
   const uint32_t cut = *w.cut;
   for (int i = thread; i < n; i += kTeam) {
     const uint32_t key = w.keys[i], bin = min(top - (key >> kBinShift), kBins - 1u);

@@ -9,31 +9,37 @@
 
 namespace dsv4::index_select {
 
+// Sum of v over the threads before this one's warp, and over all; the same for all lanes of a warp. One barrier inside.
+__device__ __forceinline__ uint32_t sum_before(MergeShared& s, uint32_t warp_sum, uint32_t& all) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  if (lane == 0) s.warp_sums[warp] = warp_sum;
+  __syncthreads();
+  const uint32_t v = s.warp_sums[lane];
+  all = __reduce_add_sync(0xffffffffu, v);
+  return __reduce_add_sync(0xffffffffu, lane < warp ? v : 0u);
+}
+static_assert(kMergeWarps == 32, "a lane for each warp");
+
 // The digit, from the greatest down, in which the `wanted`-th lies: its index, how many are above it and in it. counts[kCount] is ready
 // (a barrier has passed); the results are after the call.
 template <int kCount>
 __device__ __forceinline__ void find_digit(MergeShared& s, const uint32_t* counts, uint32_t wanted) {
   constexpr int kEach = kCount / kMergeThreads;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread & 31;
-  uint32_t mine[kEach], sum = 0;
+  const uint32_t* own = counts + kCount - kEach * (threadIdx.x + 1);
+  uint32_t mine[kEach], sum = 0, all;
 #pragma unroll
-  for (int i = 0; i < kEach; i += 4) {
-    const uint4 v = *reinterpret_cast<const uint4*>(counts + kCount - kEach * (thread + 1) + i);
-    mine[i] = v.x, mine[i + 1] = v.y, mine[i + 2] = v.z, mine[i + 3] = v.w;
+  for (int i = 0; i < kEach; ++i) {
+    mine[i] = own[i];
+    sum += mine[i];
   }
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) sum += mine[i];
   const uint32_t within = inclusive_sum(sum);
-  if (lane == 31) s.warp_sums[warp] = within;
-  __syncthreads();
-  uint32_t end = within;
-  for (int w = 0; w < warp; ++w) end += s.warp_sums[w];
+  const uint32_t end = sum_before(s, __shfl_sync(0xffffffffu, within, 31), all) + within;
   if (end >= wanted && end - sum < wanted) {
     uint32_t above = end - sum;
 #pragma unroll
     for (int i = kEach - 1; i >= 0; --i) {
       if (above < wanted && above + mine[i] >= wanted) {
-        s.found = kCount - kEach * (thread + 1) + i;
+        s.found = kCount - kEach * (threadIdx.x + 1) + i;
         s.found_above = above;
         s.found_count = mine[i];
       }
@@ -45,15 +51,24 @@ __device__ __forceinline__ void find_digit(MergeShared& s, const uint32_t* count
 
 struct RowLists {
   int length;                 // of the row
+  int chunk;
   Range range;                // of its group's blocks
   int lists;
 
-  __device__ __forceinline__ int first(int list) const {
-    return list / range.lists * range.entries + list % range.lists * kChunk;
-  }
+  __device__ __forceinline__ int first(int list) const { return list / range.lists * range.entries + list % range.lists * chunk; }
   // whether the score kernel made it: blocks of short ranges have fewer lists than they could
-  __device__ __forceinline__ bool made(int list) const { return list % range.lists * kChunk < range.entries && first(list) < length; }
+  __device__ __forceinline__ bool made(int list) const { return list % range.lists * chunk < range.entries && first(list) < length; }
 };
+
+// Headers of kHeaders lists from `begin` on; those that were not made count nothing. All are there after the call.
+__device__ __forceinline__ void load_headers(MergeShared& s, const MergeParams& p, int row, const RowLists& r, int begin) {
+  constexpr int kVectors = sizeof(ListHeader) / 16;
+  const uint4* headers = reinterpret_cast<const uint4*>(header_of(p.lists, p.split, row, begin));
+  __syncthreads();
+  for (int i = threadIdx.x; i < min(r.lists - begin, kHeaders) * kVectors; i += kMergeThreads)
+    reinterpret_cast<uint4*>(s.headers)[i] = r.made(begin + i / kVectors) ? headers[i] : make_uint4(0, 0, 0, 0);
+  __syncthreads();
+}
 
 // How many entries of a list lie in bins from `bin` up; `lowest`: these include its last bin, which holds all smaller ones.
 __device__ __forceinline__ int front_of(const ListHeader* header, uint32_t bin, bool& lowest) {
@@ -69,11 +84,10 @@ __device__ __forceinline__ uint64_t candidate(uint32_t key, int entry) { return 
 __device__ __forceinline__ int entry_of(uint64_t candidate) { return static_cast<int>(~static_cast<uint32_t>(candidate)); }
 
 // Counts of the absolute bins. What a list has in its last bin is counted at the lowest: the bin found is never too high.
-__device__ __forceinline__ void count_bins(MergeShared& s, const MergeParams& p, int row, const RowLists& r) {
+__device__ __forceinline__ void count_bins(MergeShared& s, int lists) {
   const int lane = threadIdx.x & 31;
-  for (int list = threadIdx.x / 32; list < r.lists; list += kMergeWarps) {
-    if (!r.made(list)) continue;
-    const ListHeader* header = header_of(p.lists, p.split, row, list);
+  for (int list = threadIdx.x / 32; list < lists; list += kMergeWarps) {
+    const ListHeader* header = &s.headers[list];
     const uint32_t top = header->top_bin, pair = reinterpret_cast<const uint32_t*>(header->counts)[lane];
     if (pair & 0xffff) atomicAdd(&s.bins[top - 2 * lane], pair & 0xffff);
     if (pair >> 16) atomicAdd(&s.bins[lane == 31 ? 0 : top - 2 * lane - 1], pair >> 16);
@@ -89,27 +103,44 @@ __device__ __forceinline__ void visit_lists(const MergeParams& p, int row, const
     bool lowest;
     const int n = front_of(header_of(p.lists, p.split, row, list), bin, lowest), first = r.first(list);
     const int64_t place = place_of(p.split, row, list);
+#pragma unroll 1
     for (int i = lane; i < n; i += 32) visit(candidate(p.lists.keys[place + i], first + p.lists.offsets[place + i]));
   }
 }
 
-// Brings the fronts to shared memory, as far as they fit; s.total is how many there are.
-__device__ __forceinline__ void stage(MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint32_t bin) {
-  const int lane = threadIdx.x & 31;
-  for (int list = threadIdx.x / 32; list < r.lists; list += kMergeWarps) {
-    if (!r.made(list)) continue;
-    bool lowest;
-    const int n = front_of(header_of(p.lists, p.split, row, list), bin, lowest), first = r.first(list);
-    if (n == 0) continue;
-    uint32_t at = 0;
-    if (lane == 0) {
-      at = atomicAdd(&s.total, static_cast<uint32_t>(n));
-      if (lowest) s.exact = 0;
+// Brings the fronts of the lists from `begin` on to shared memory, as far as they fit; s.total is how many there are.
+__device__ __forceinline__ void stage(MergeShared& s, const MergeParams& p, int row, const RowLists& r, int begin, uint32_t bin) {
+  const int lane = threadIdx.x & 31, lists = min(r.lists - begin, kHeaders);
+#pragma unroll 1
+  for (int held = threadIdx.x / 32; held < lists; held += kListsAtOnce * kMergeWarps) {
+    int n[kListsAtOnce];
+    uint32_t own = 0, keys[kListsAtOnce], offsets[kListsAtOnce];
+#pragma unroll
+    for (int u = 0; u < kListsAtOnce; ++u) {
+      const int list = held + u * kMergeWarps;
+      bool lowest = false;
+      n[u] = list < lists ? front_of(&s.headers[list], bin, lowest) : 0;
+      if (lowest && lane == 0) s.exact = 0;
+      if (lane == u) own = n[u];
+      const int64_t place = place_of(p.split, row, begin + list);
+      if (lane < n[u]) {
+        keys[u] = p.lists.keys[place + lane];
+        offsets[u] = p.lists.offsets[place + lane];
+      }
     }
-    at = __shfl_sync(0xffffffffu, at, 0);
-    const int64_t place = place_of(p.split, row, list);
-    for (int i = lane; i < n && at + i < kStaged; i += 32)
-      s.candidates[at + i] = candidate(p.lists.keys[place + i], first + p.lists.offsets[place + i]);
+    if (own > 0) own = atomicAdd(&s.total, own);
+#pragma unroll
+    for (int u = 0; u < kListsAtOnce; ++u) {
+      const int list = begin + held + u * kMergeWarps;
+      const uint32_t at = __shfl_sync(0xffffffffu, own, u);
+      if (n[u] == 0) continue;
+      const int first = r.first(list);
+      const int64_t place = place_of(p.split, row, list);
+      if (lane < n[u] && at + lane < kStaged) s.candidates[at + lane] = candidate(keys[u], first + offsets[u]);
+#pragma unroll 1
+      for (int i = lane + 32; i < n[u] && at + i < kStaged; i += 32)
+        s.candidates[at + i] = candidate(p.lists.keys[place + i], first + p.lists.offsets[place + i]);
+    }
   }
 }
 
@@ -118,6 +149,7 @@ template <typename Visit>
 __device__ __forceinline__ void visit_all(const MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint32_t bin,
                                           const Visit& visit) {
   if (s.total <= kStaged) {
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < s.total; i += kMergeThreads) visit(s.candidates[i]);
   } else {
     visit_lists(p, row, r, bin, visit);
@@ -159,29 +191,24 @@ __device__ __forceinline__ void write(const MergeParams& p, int row, int rank, i
 
 // Ranks the chosen candidates by entry and writes them, kWindow entries at a time.
 __device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint32_t bin, uint64_t least) {
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread & 31;
   int rank_base = 0;
   for (int window = 0; window < r.length; window += kWindow) {
     const int words = ceil_div(min(r.length - window, kWindow), 32), each = ceil_div(words, kMergeThreads);
     __syncthreads();
-    for (int i = thread; i < words; i += kMergeThreads) s.chosen[i] = 0;
+    for (int i = threadIdx.x; i < words; i += kMergeThreads) s.chosen[i] = 0;
     __syncthreads();
     visit_all(s, p, row, r, bin, [&](uint64_t c) {
       const int at = entry_of(c) - window;
       if (c >= least && at >= 0 && at < kWindow) atomicOr(&s.chosen[at / 32], 1u << (at % 32));
     });
     __syncthreads();
-    const int begin = min(thread * each, words), end = min(begin + each, words);
-    uint32_t sum = 0;
+    const int begin = min(static_cast<int>(threadIdx.x) * each, words), end = min(begin + each, words);
+    uint32_t sum = 0, all;
+#pragma unroll 1
     for (int i = begin; i < end; ++i) sum += __popc(s.chosen[i]);
     const uint32_t within = inclusive_sum(sum);
-    if (lane == 31) s.warp_sums[warp] = within;
-    __syncthreads();
-    uint32_t before = within - sum, all = 0;
-    for (int w = 0; w < kMergeWarps; ++w) {
-      if (w < warp) before += s.warp_sums[w];
-      all += s.warp_sums[w];
-    }
+    uint32_t before = sum_before(s, __shfl_sync(0xffffffffu, within, 31), all) + within - sum;
+#pragma unroll 1
     for (int i = begin; i < end; ++i) {
       s.before[i] = static_cast<uint16_t>(before);
       before += __popc(s.chosen[i]);
@@ -204,56 +231,62 @@ __device__ __forceinline__ void write_short(const MergeParams& p, int row, int l
     write(p, row, i, i < length ? i : -1, i < length ? __uint_as_float(0x7fffffffu) : -INFINITY);
 }
 
+// The lengths are read before the wait: the kernel that this one waits for has waited itself for what wrote them.
 __global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __grid_constant__ MergeParams p) {
   extern __shared__ __align__(16) uint8_t shared_memory[];
   auto& s = *reinterpret_cast<MergeShared*>(shared_memory);
   const int row = blockIdx.x, k = p.split.k;
+  const int length = min(max(p.split.lengths[row], 0), p.split.width);
+  RowLists r;
+  r.length = length;
+  r.chunk = p.split.chunk;
+  r.range = range_of(group_length(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, r.chunk);
+  r.lists = p.split.splits * r.range.lists;
   for (int i = threadIdx.x; i < kAllBins; i += kMergeThreads) s.bins[i] = 0;
   if (threadIdx.x == 0) s.total = 0, s.exact = 1;
   pdl_wait();
   pdl_trigger();
-  const int length = min(max(p.split.lengths[row], 0), p.split.width);
   if (length <= k && p.logits == nullptr) return write_short(p, row, length);
-  RowLists r;
-  r.length = length;
-  r.range = range_of(group_length(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits);
-  r.lists = r.range.lists == 0 ? 0 : p.split.splits * r.range.lists;
-  __syncthreads();
   uint64_t least = 0;
-  uint32_t bin = 0;
+  uint32_t bin = 0, above = 0;
   if (length > k) {
-    count_bins(s, p, row, r);
+    for (int begin = 0; begin < r.lists; begin += kHeaders) {
+      load_headers(s, p, row, r, begin);
+      count_bins(s, min(r.lists - begin, kHeaders));
+    }
     __syncthreads();
     find_digit<kAllBins>(s, s.bins, k);
     bin = s.found;
-    const uint32_t above = s.found_above;
-    stage(s, p, row, r, bin);
-    __syncthreads();
+    above = s.found_above;
+  } else {
+    for (int i = length + threadIdx.x; i < k; i += kMergeThreads) write(p, row, i, -1, -INFINITY);
+  }
+  for (int begin = 0; begin < r.lists; begin += kHeaders) {
+    if (length <= k || r.lists > kHeaders) load_headers(s, p, row, r, begin);
+    stage(s, p, row, r, begin, bin);
+  }
+  __syncthreads();
+  if (length > k) {
     // where a list's last bin reaches up to here, its entries were counted too low: all bits are searched
     const bool exact = s.exact != 0;
     least = least_chosen(s, p, row, r, bin, exact ? bin : 0, exact ? 32 - kBinShift : 0, exact ? k - above : k);
-  } else {
-    stage(s, p, row, r, 0);
-    __syncthreads();
-    for (int i = length + threadIdx.x; i < k; i += kMergeThreads) write(p, row, i, -1, -INFINITY);
   }
   write_chosen(s, p, row, r, bin, least);
 }
 
 // Lists from logits in memory: the counterpart of the score kernel.
 __global__ void __launch_bounds__(kListThreads) list_kernel(const __grid_constant__ ListParams p) {
-  __shared__ ListShared s;
+  __shared__ RowShared<1> s;
   pdl_wait();
   pdl_trigger();
   const int row = blockIdx.y, length = group_length(p.split, row);
-  const Range range = range_of(length, p.split.splits);
+  const Range range = range_of(length, p.split.splits, chunk_of(1));
   const int begin = blockIdx.x * range.entries, end = min(begin + range.entries, length);
   if (begin >= end) return;
-  if (threadIdx.x == 0) s.floor[0] = 0;
-  for (int first = begin, list = blockIdx.x * range.lists; first < end; first += kChunk, ++list) {
-    const int n = min(end - first, kChunk);
+  if (threadIdx.x == 0) s.floor[0] = 0, s.greatest[0] = 0;
+  for (int first = begin, list = blockIdx.x * range.lists; first < end; first += chunk_of(1), ++list) {
+    const int n = min(end - first, chunk_of(1));
     if (threadIdx.x < kBins) s.counts[0][threadIdx.x] = 0;
-    if (threadIdx.x == 0) s.greatest[0] = 0;
     __syncthreads();
     uint32_t greatest = 0;
     for (int i = threadIdx.x; i < n; i += kListThreads) {

@@ -77,41 +77,43 @@ __device__ __forceinline__ void load_scales(float (&scale)[kTiles / 2], const ui
   }
 }
 
+// The queries and weights of the block's rows, on their way from memory.
 template <Format kFormat, int kRows>
-__device__ __forceinline__ void stage_queries(ScoreShared<kFormat, kRows>& s, const ScoreParams& p, int first_row, int rows) {
-  constexpr int kPieces = Traits<kFormat>::kKeyBytes / 16;
-  for (int i = threadIdx.x; i < rows * kHeads * kPieces; i += threads_of(kRows)) {
-    const int piece = i % kPieces, head = i / kPieces % kHeads, r = i / (kPieces * kHeads);
-    const int64_t row = first_row + r;
-    const uint4 x = __ldg(reinterpret_cast<const uint4*>(p.q + row * p.q_stride_row + head * p.q_stride_head + 16 * piece));
-    uint32_t scales = 0;
-    if constexpr (kFormat == Format::kFp4) scales = static_cast<uint32_t>(__ldg(p.q_scales + row * p.q_scales_stride + head));
-    stage_query_piece<kFormat>(s.q[r], head, piece, x, scales);
-  }
-  for (int i = threadIdx.x; i < rows * kHeads; i += threads_of(kRows))
-    s.weights[i / kHeads][i % kHeads] = __ldg(p.weights + (first_row + i / kHeads) * p.weights_stride + i % kHeads);
-}
+struct RawQueries {
+  static constexpr int kPieces = kHeads * Traits<kFormat>::kKeyBytes / 16;  // of a row
+  static constexpr int kEach = ceil_div(kPieces, threads_of(kRows));        // of a thread
+  uint4 x[kEach];
+  uint32_t scales[kEach];
+  float weight;
 
-template <Format kFormat, int kRows>
-__device__ __forceinline__ void begin_chunk(ScoreShared<kFormat, kRows>& s, const ScoreParams& p, int first_row, int rows, int first,
-                                            int entries) {
-  const int pages = ceil_div(entries, kPage);
-  for (int i = threadIdx.x; i < rows * (kChunk / kPage); i += threads_of(kRows)) {
-    const int r = i / (kChunk / kPage), j = i % (kChunk / kPage);
-    if (j < pages && first + j * kPage < s.lengths[r])
-      s.pages[r][j] = __ldg(p.table.pages + (first_row + r) * p.table.stride + first / kPage + j);
+  __device__ __forceinline__ void load(const ScoreParams& p, int64_t row) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int piece = threadIdx.x + i * threads_of(kRows), head = piece / (kPieces / kHeads);
+      if (piece >= kPieces) break;
+      x[i] = __ldg(reinterpret_cast<const uint4*>(p.q + row * p.q_stride_row + head * p.q_stride_head + 16 * (piece % (kPieces / kHeads))));
+      scales[i] = kFormat == Format::kFp4 ? static_cast<uint32_t>(__ldg(p.q_scales + row * p.q_scales_stride + head)) : 0;
+    }
+    if (threadIdx.x < kHeads) weight = __ldg(p.weights + row * p.weights_stride + threadIdx.x);
   }
-  for (int i = threadIdx.x; i < kRows * kBins; i += threads_of(kRows)) s.counts[i / kBins][i % kBins] = 0;
-  if (threadIdx.x < kRows) s.greatest[threadIdx.x] = 0;
-}
+  __device__ __forceinline__ void store(uint8_t* q, float* weights) const {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int piece = threadIdx.x + i * threads_of(kRows);
+      if (piece >= kPieces) break;
+      stage_query_piece<kFormat>(q, piece / (kPieces / kHeads), piece % (kPieces / kHeads), x[i], scales[i]);
+    }
+    if (threadIdx.x < kHeads) weights[threadIdx.x] = weight;
+  }
+};
 
 __device__ __forceinline__ const uint8_t* page_address(const ScoreParams& p, int page) {
   return static_cast<uint32_t>(page) < p.table.num_pages ? p.k_pages + page * p.page_bytes : nullptr;
 }
 
 // Puts the row's keys of the warp's tiles in place.
-template <Format kFormat, int kRows, int kTiles>
-__device__ __forceinline__ void keep_keys(ScoreShared<kFormat, kRows>& s, int r, int at, int valid, const float (&score)[kTiles / 2],
+template <int kRows, int kTiles>
+__device__ __forceinline__ void keep_keys(RowShared<kRows>& s, int r, int at, int valid, const float (&score)[kTiles / 2],
                                           const float (&scale)[kTiles / 2]) {
   uint32_t greatest = 0;
 #pragma unroll
@@ -127,42 +129,80 @@ __device__ __forceinline__ void keep_keys(ScoreShared<kFormat, kRows>& s, int r,
   if ((threadIdx.x & 31) == 0) atomicMax(&s.greatest[r], greatest);
 }
 
-// One row: the next tile's keys are on their way while this one is scored.
-template <Format kFormat>
-__device__ __forceinline__ void score_chunk_of_one(ScoreShared<kFormat, 1>& s, const ScoreParams& p, int entries) {
-  constexpr int kTiles = 2, kEntries = 16 * kTiles, kWarps = warps_of(1);
-  const int warp = threadIdx.x / 32;
-  RawKeys<kFormat, kTiles> raw;
-  Keys<kFormat, kTiles> keys;
-  float next_scale[1], scale[1], score[1];
-  int at = warp * kEntries;
-  if (at < entries) {
-    const uint8_t* page = page_address(p, s.pages[0][at / kPage]);
-    load_keys<kFormat, kTiles>(raw, page, at % kPage);
-    load_scales<kFormat, kTiles>(next_scale, page, at % kPage);
+// What becomes of the keys of a chunk: a list per row, or logits in memory. All threads, after a barrier; another one must follow.
+template <int kRows>
+__device__ __forceinline__ void finish_chunk(RowShared<kRows>& s, const ScoreParams& p, const int32_t* lengths, int first_row, int rows,
+                                             int list, int first, int entries) {
+  constexpr int kTeam = threads_of(kRows) / kRows;
+  const int r = threadIdx.x / kTeam, thread = threadIdx.x % kTeam, row = first_row + r;
+  const int n = r < rows ? entries_in(lengths[r], first, entries) : 0;
+  if (n == 0) return;
+  if (p.logits != nullptr) {
+    float* out = p.logits + row * p.logits_stride + first;
+    for (int i = thread; i < n; i += kTeam) out[i] = logit_of(s.keys[r][i]);
+    return;
   }
+  const int64_t place = place_of(p.split, row, list);
+  const ListWork work = {s.keys[r], s.counts[r], &s.greatest[r], &s.floor[r], &s.cut[r], header_of(p.lists, p.split, row, list),
+                         p.lists.keys + place, p.lists.offsets + place};
+  emit_list<kTeam>(work, n, p.split.k, thread, 1 + r);
+}
+
+template <int kRows>
+__device__ __forceinline__ void zero_counts(RowShared<kRows>& s) {
+  for (int i = threadIdx.x; i < kRows * kBins; i += threads_of(kRows)) s.counts[i / kBins][i % kBins] = 0;
+}
+
+// One row: a warp's next keys are on their way while it scores, across chunks too, and its page id two tiles ahead.
+template <Format kFormat>
+__device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const ScoreParams& p, int row, int begin, int end, int list) {
+  constexpr int kTiles = 2, kEntries = 16 * kTiles, kWarps = warps_of(1), kChunk = chunk_of(1);
+  const int32_t* pages = p.table.pages + row * p.table.stride;
+  RawQueries<kFormat, 1> queries;
+  queries.load(p, row);
+  int at = begin + threadIdx.x / 32 * kEntries;
+  RawKeys<kFormat, kTiles> raw;
+  float next_scale[1];
+  const auto load = [&](int entry, int page) {
+    const uint8_t* address = page_address(p, page);
+    load_keys<kFormat, kTiles>(raw, address, entry % kPage);
+    load_scales<kFormat, kTiles>(next_scale, address, entry % kPage);
+  };
+  const auto page_of = [&](int entry) { return entry < end ? __ldg(pages + entry / kPage) : -1; };
+  const int first_page = page_of(at);
+  int next_page = page_of(at + kWarps * kEntries);
+  if (at < end) load(at, first_page);
+  queries.store(s.q[0], s.weights[0]);
+  zero_counts<1>(s.rows);
+  __syncthreads();
 #pragma unroll 1
-  for (; at < entries; at += kWarps * kEntries) {
-    widen_keys<kFormat, kTiles>(keys, raw);
-    scale[0] = next_scale[0];
-    const int next = at + kWarps * kEntries;
-    if (next < entries) {
-      const uint8_t* page = page_address(p, s.pages[0][next / kPage]);
-      load_keys<kFormat, kTiles>(raw, page, next % kPage);
-      load_scales<kFormat, kTiles>(next_scale, page, next % kPage);
+  for (int first = begin; first < end; first += kChunk, ++list) {
+    const int entries = min(end - first, kChunk);
+#pragma unroll 1
+    for (; at < first + entries; at += kWarps * kEntries) {
+      Keys<kFormat, kTiles> keys;
+      widen_keys<kFormat, kTiles>(keys, raw);
+      const float scale[1] = {next_scale[0]};
+      const int next = at + kWarps * kEntries;
+      if (next < end) load(next, next_page);
+      next_page = page_of(next + kWarps * kEntries);
+      float score[1];
+      score_row<kFormat, kTiles>(score, keys, s.q[0], s.weights[0]);
+      keep_keys<1, kTiles>(s.rows, 0, at - first, entries, score, scale);
     }
-    score_row<kFormat, kTiles>(score, keys, s.q[0], s.weights[0]);
-    keep_keys<kFormat, 1, kTiles>(s, 0, at, entries, score, scale);
+    __syncthreads();
+    finish_chunk<1>(s.rows, p, s.lengths, row, 1, list, first, entries);
+    __syncthreads();
+    zero_counts<1>(s.rows);
   }
 }
 
 // Several rows: a page's keys are loaded once and scored for each row that has this page.
 template <Format kFormat, int kRows>
-__device__ __forceinline__ void score_chunk_of_rows(ScoreShared<kFormat, kRows>& s, const ScoreParams& p, int rows, int first, int entries) {
+__device__ __forceinline__ void score_chunk(ScoreShared<kFormat, kRows>& s, const ScoreParams& p, int rows, int first, int entries) {
   constexpr int kTiles = 4, kWarps = warps_of(kRows);
-  const int warp = threadIdx.x / 32;
 #pragma unroll 1
-  for (int at = warp * kPage; at < entries; at += kWarps * kPage) {
+  for (int at = threadIdx.x / 32 * kPage; at < entries; at += kWarps * kPage) {
     Keys<kFormat, kTiles> keys;
     float scale[kTiles / 2], score[kTiles / 2];
     int64_t loaded = -1;  // no page
@@ -180,33 +220,36 @@ __device__ __forceinline__ void score_chunk_of_rows(ScoreShared<kFormat, kRows>&
         loaded = static_cast<uint32_t>(page);
       }
       score_row<kFormat, kTiles>(score, keys, s.q[r], s.weights[r]);
-      keep_keys<kFormat, kRows, kTiles>(s, r, at, min(valid, entries), score, scale);
+      keep_keys<kRows, kTiles>(s.rows, r, at, min(valid, entries), score, scale);
     }
   }
 }
 
 template <Format kFormat, int kRows>
-__device__ __forceinline__ void write_logits(const ScoreShared<kFormat, kRows>& s, const ScoreParams& p, int first_row, int rows, int first,
-                                             int entries) {
+__device__ __forceinline__ void score_shared(ScoreShared<kFormat, kRows>& s, const ScoreParams& p, int first_row, int rows, int begin, int end,
+                                             int list) {
+  constexpr int kChunk = chunk_of(kRows), kPages = kChunk / kPage;
   for (int r = 0; r < rows; ++r) {
-    float* out = p.logits + (first_row + r) * p.logits_stride + first;
-    const int n = min(s.lengths[r] - first, entries);
-    for (int i = threadIdx.x; i < n; i += threads_of(kRows)) out[i] = logit_of(s.keys[r][i]);
+    RawQueries<kFormat, kRows> queries;
+    queries.load(p, first_row + r);
+    queries.store(s.q[r], s.weights[r]);
   }
-}
-
-template <Format kFormat, int kRows>
-__device__ __forceinline__ void emit_lists(ScoreShared<kFormat, kRows>& s, const ScoreParams& p, int first_row, int rows, int list, int first,
-                                           int entries) {
-  constexpr int kTeam = threads_of(kRows) / kRows;
-  const int r = threadIdx.x / kTeam;
-  if (r >= rows) return;
-  const int row = first_row + r, n = entries_in(s.lengths[r], first, entries);
-  if (n == 0) return;
-  const int64_t place = place_of(p.split, row, list);
-  const ListWork work = {s.keys[r], s.counts[r], &s.greatest[r], &s.floor[r], &s.cut[r], header_of(p.lists, p.split, row, list),
-                         p.lists.keys + place, p.lists.offsets + place};
-  emit_list<kTeam>(work, n, p.split.k, threadIdx.x % kTeam, 1 + r);
+  __syncthreads();
+#pragma unroll 1
+  for (int first = begin; first < end; first += kChunk, ++list) {
+    const int entries = min(end - first, kChunk);
+    for (int i = threadIdx.x; i < rows * kPages; i += threads_of(kRows)) {
+      const int r = i / kPages, j = i % kPages;
+      if (j < ceil_div(entries, kPage) && first + j * kPage < s.lengths[r])
+        s.pages[r][j] = __ldg(p.table.pages + (first_row + r) * p.table.stride + first / kPage + j);
+    }
+    zero_counts<kRows>(s.rows);
+    __syncthreads();
+    score_chunk<kFormat, kRows>(s, p, rows, first, entries);
+    __syncthreads();
+    finish_chunk<kRows>(s.rows, p, s.lengths, first_row, rows, list, first, entries);
+    __syncthreads();
+  }
 }
 
 // The format as a number: names of kernels stay plain.
@@ -217,34 +260,21 @@ __global__ void __launch_bounds__(threads_of(kRows), 1) score_kernel(const __gri
   auto& s = *reinterpret_cast<ScoreShared<kFormat, kRows>*>(shared_memory);
   const int first_row = blockIdx.y * kRows, rows = min(kRows, p.split.rows - first_row);
   pdl_wait();
-  pdl_trigger();
+  pdl_trigger();  // after the wait: what comes next may read, before its own wait, what was there before this kernel
   const int length = group_length(p.split, first_row);
-  const Range range = range_of(length, p.split.splits);
+  const Range range = range_of(length, p.split.splits, chunk_of(kRows));
   const int begin = blockIdx.x * range.entries, end = min(begin + range.entries, length);
   if (begin >= end || (p.logits == nullptr && length <= p.split.k && !p.split.short_lists)) return;
   if (threadIdx.x < kRows) {
     s.lengths[threadIdx.x] = threadIdx.x < rows ? min(max(p.split.lengths[first_row + threadIdx.x], 0), p.split.width) : 0;
-    s.floor[threadIdx.x] = 0;
+    s.rows.floor[threadIdx.x] = 0;
+    s.rows.greatest[threadIdx.x] = 0;
   }
-  stage_queries<kFormat, kRows>(s, p, first_row, rows);
-  __syncthreads();
-#pragma unroll 1
-  for (int first = begin, list = blockIdx.x * range.lists; first < end; first += kChunk, ++list) {
-    const int entries = min(end - first, kChunk);
-    begin_chunk<kFormat, kRows>(s, p, first_row, rows, first, entries);
-    __syncthreads();
-    if constexpr (kRows == 1) {
-      score_chunk_of_one<kFormat>(s, p, entries);
-    } else {
-      score_chunk_of_rows<kFormat, kRows>(s, p, rows, first, entries);
-    }
-    __syncthreads();
-    if (p.logits != nullptr) {
-      write_logits<kFormat, kRows>(s, p, first_row, rows, first, entries);
-    } else {
-      emit_lists<kFormat, kRows>(s, p, first_row, rows, list, first, entries);
-    }
-    __syncthreads();
+  const int list = blockIdx.x * range.lists;
+  if constexpr (kRows == 1) {
+    score_one<kFormat>(s, p, first_row, begin, end, list);
+  } else {
+    score_shared<kFormat, kRows>(s, p, first_row, rows, begin, end, list);
   }
 }
 

@@ -30,6 +30,27 @@ class DeepseekV4AttnBackend:
         return flash_mla_with_kvcache_sm120(q=q, k_cache=k, head_dim_v=512, indices=v)
 """
 
+INDEXER = """
+from sglang.srt.utils.common import is_sm120_supported
+
+def topk_transform_512(scores, *arguments):
+    return "original top-k", scores
+def topk_transform_512_v2(scores, *arguments):
+    return "original top-k 2", scores
+def topk_transform_512_pytorch_vectorized(scores, *arguments):
+    return "torch top-k", scores
+def topk_transform_512_flashinfer_unfused(scores, *arguments):
+    return "FlashInfer top-k", scores
+def fp8_paged_mqa_logits_torch(*arguments):
+    return "original torch logits"
+
+class C4IndexerBackendMixin:
+    def forward_c4_indexer(self, x, q_lora, c4_indexer, forward_batch, topk=topk_transform_512):
+        from sglang.kernels.ops.attention.dsa.tilelang_kernel import tilelang_fp8_paged_mqa_logits as fn
+        return topk(fn(x, x, x, x, x, None, 64, False), x, x, x, 64)
+"""
+TILELANG = "def tilelang_fp8_paged_mqa_logits(*arguments):\n    return 'original logits'\n"
+
 TREE_0_5_17 = {
     "sglang/__init__.py": "",
     "sglang/_version.py": "__version__ = version = '0.5.17'\n",
@@ -37,7 +58,8 @@ TREE_0_5_17 = {
     "sglang/srt/utils/common.py": "def is_sm120_supported():\n    return False\n",
     "sglang/srt/server_args.py": "from sglang.srt.utils.common import is_sm120_supported\n",
     "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND,
-    "sglang/srt/layers/attention/dsv4/indexer.py": "from sglang.srt.utils.common import is_sm120_supported\n",
+    "sglang/srt/layers/attention/dsv4/indexer.py": INDEXER,
+    "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,
     "sglang/srt/models/deepseek_v4.py": "from sglang.srt.utils.common import is_sm120_supported\n",
     "sglang/kernels/ops/attention/flash_mla_sm120.py": SM120_FUNCTION,
 }
