@@ -89,7 +89,7 @@ def index_select(
                 k=k,
                 rows_per_request=hint,
                 fp4=fp4,
-                fp8_mma=_has_fp8_mma(q.device.index),
+                fp8_mma=has_fp8_mma(q.device.index),
                 **_outputs(out, entries, logits),
                 scratch=scratch.data_ptr(),
                 scratch_bytes=scratch_bytes,
@@ -122,7 +122,7 @@ def mqa_logits(q, k_pages, weights, lengths, page_table, *, q_scales=None, rows_
                 width=width,
                 rows_per_request=min(int(rows_per_request), 2),
                 fp4=fp4,
-                fp8_mma=_has_fp8_mma(q.device.index),
+                fp8_mma=has_fp8_mma(q.device.index),
                 logits=out.data_ptr(),
                 logits_stride=out.stride(0),
                 pdl=True,
@@ -217,7 +217,7 @@ def _on(device):
 
 
 @functools.cache
-def _has_fp8_mma(index: int) -> bool:
+def has_fp8_mma(index: int) -> bool:
     """SM120's FP8 MMA is native; on SM90 the instruction is emulated, and f16 MMA (exact as well) is faster."""
     return torch.cuda.get_device_capability(index)[0] >= 12
 

@@ -1,7 +1,7 @@
 """SGLang's C4 indexer -> `ops.index_select`: no logits tensor.
 
 Inside `forward_c4_indexer` SGLang calls a function for the logits and right after it, with its result, one for top-k
-and page transform. Everything around the two (query projection, capturers, HiSparse, row chunks) stays SGLang's. There
+and page transform. Everything around the two (query projection, capturers, HiSparse, row chunks) stays SGLang's.
 
     replace_logits      computes nothing: it returns a Deferred, which is the arguments of the call
     replace_topk        gets the Deferred and runs ops.index_select on the arguments of both
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_v4_sm120 import device_gate, shadow
-from deepseek_v4_sm120.ops.index_select import index_select
+from deepseek_v4_sm120.ops.index_select import index_select, topk_select
 from deepseek_v4_sm120.ops.index_select_checks import FP4_ENTRY_BYTES, FP8_ENTRY_BYTES
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import DEEP_GEMM, DEEP_GEMM_LOGITS, DEEP_GEMM_LOGITS_FP4
@@ -169,7 +169,7 @@ def _serve_beside(original: Callable) -> Callable:
         scores = deferred.logits()
         original(scores, seq_lens, page_tables, out, page_size, *rest, **kwargs)
         if out.shape[0]:
-            _record(deferred, scores, slots, entries, out)
+            _record(deferred, scores, seq_lens.reshape(-1), slots, entries, out)
         if settings().shadow == "ours":
             out.copy_(slots)
             if (raw := _raw_indices(rest, kwargs, out)) is not None:
@@ -178,28 +178,28 @@ def _serve_beside(original: Callable) -> Callable:
     return serve
 
 
-def compare_sets(scores, slots, entries, stock) -> tuple[torch.Tensor, torch.Tensor]:
+def compare_sets(scores, lengths, slots, entries, stock) -> tuple[torch.Tensor, torch.Tensor]:
     """(wrong, tolerated) [rows] float32: our entries that stock did not choose, beyond and within the tolerance.
 
-    Within: stock's own logit of the entry is at least the least one that both chose, less LOGIT_TOLERANCE of the
-    greatest. Rows that choose another number of entries have the difference among the wrong.
+    Within: stock's own logit of the entry is no further from the k-th greatest of stock's logits than LOGIT_TOLERANCE
+    of the greatest. Rows that choose another number of entries have the difference among the wrong.
     """
+    exact = torch.empty(slots.shape, dtype=torch.float32, device=slots.device)
+    topk_select(scores, lengths, k=slots.shape[1], logits=exact)
+    threshold = exact.masked_fill(exact == -torch.inf, torch.inf).amin(dim=1, keepdim=True)
+    greatest = exact.abs().masked_fill(exact == -torch.inf, 0.0).nan_to_num().amax(dim=1, keepdim=True)
     ordered = stock.sort(dim=1).values
     at = torch.searchsorted(ordered, slots).clamp_max(slots.shape[1] - 1)
-    real = entries >= 0
-    common = (ordered.gather(1, at) == slots) & real
-    values = scores.gather(1, entries.clamp_min(0).to(torch.int64)).float()
-    greatest = values.abs().nan_to_num().masked_fill(~real, 0.0).amax(dim=1, keepdim=True)
-    least = values.masked_fill(~common, torch.inf).amin(dim=1, keepdim=True)
-    only_ours = real & ~common
-    near = only_ours & (values >= least - LOGIT_TOLERANCE * greatest)
-    count = (real.sum(dim=1) - (stock >= 0).sum(dim=1)).abs()
+    only_ours = (ordered.gather(1, at) != slots) & (entries >= 0)
+    values = scores.gather(1, entries.clamp_min(0).to(torch.int64))
+    near = only_ours & ((values - threshold).abs() <= LOGIT_TOLERANCE * greatest)
+    count = ((entries >= 0).sum(dim=1) - (stock >= 0).sum(dim=1)).abs()
     return ((only_ours & ~near).sum(dim=1) + count).float(), near.sum(dim=1).float()
 
 
-def _record(deferred, scores, slots, entries, stock) -> None:
+def _record(deferred, scores, lengths, slots, entries, stock) -> None:
     """Two records a call, as numbers of entries beside k: relative L2 is the share of entries that differ."""
-    wrong, tolerated = compare_sets(scores, slots, entries, stock)
+    wrong, tolerated = compare_sets(scores, lengths, slots, entries, stock)
     k = torch.full_like(wrong, slots.shape[1])
     shape = {
         "rows": slots.shape[0],
