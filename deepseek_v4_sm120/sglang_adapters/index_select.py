@@ -28,6 +28,7 @@ import torch
 from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.ops.index_select import index_select, topk_select
 from deepseek_v4_sm120.ops.index_select_checks import FP4_ENTRY_BYTES, FP8_ENTRY_BYTES
+from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import DEEP_GEMM, DEEP_GEMM_LOGITS, DEEP_GEMM_LOGITS_FP4
 
@@ -122,10 +123,17 @@ def replace_topk(original: Callable) -> Callable:
 
 def replace_other_topk(original: Callable) -> Callable:
     """For the functions of a top-k that was asked for explicitly: they get the original's logits."""
+    told = False
 
     @functools.wraps(original)
     def topk_transform(scores, *args, **kwargs):
-        return original(scores.logits() if isinstance(scores, Deferred) else scores, *args, **kwargs)
+        nonlocal told
+        if not isinstance(scores, Deferred):
+            return original(scores, *args, **kwargs)
+        if not told:
+            told = True
+            report.info(f"index_select: SGLang was asked for {original.__name__}; its own indexer runs")
+        return original(scores.logits(), *args, **kwargs)
 
     return topk_transform
 
