@@ -80,7 +80,7 @@ template <Format kFormat, int kRows>
 struct ScoreShared {
   alignas(16) uint8_t q[kRows][Traits<kFormat>::kQueryBytes];
   RowShared<kRows> rows;
-  float weights[kRows][kHeads];
+  alignas(16) float weights[kRows][kHeads];
   int32_t pages[kRows][chunk_of(kRows) / kPage];
   int32_t lengths[kRows];
 };
