@@ -47,7 +47,7 @@ class Case:
         count = f"{self.entries // 1024}K" if self.entries >= 1024 else str(self.entries)
         words = [f"{self.rows} x {count}", "FP4" if self.fp4 else "FP8"]
         words += [f"{self.rows_per_request} rows a request"] if self.rows_per_request > 1 else []
-        words += [f"captured for {self.columns // 16}K tokens"] if self.columns else []
+        words += [f"captured for {self.columns // 4}K tokens"] if self.columns else []
         return ", ".join(words)
 
     @property

@@ -34,10 +34,9 @@ int best_splits(int groups, int width, int slots, int start) {
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 void set_lists(Plan& plan, int width) {
-  plan.chunk = chunk_of(plan.group_rows);
-  const Range range = range_of(width, plan.splits, plan.chunk);
+  const Range range = range_of(width, plan.splits);
   plan.lists = plan.splits * std::max(range.lists, 1);
-  plan.list_capacity = std::max(std::min(range.entries, plan.chunk), kPage);
+  plan.list_capacity = std::max(std::min(range.entries, kChunk), kPage);
 }
 
 // keys start on a 16-byte boundary, and so do offsets: a list has a multiple of 64 entries
@@ -57,7 +56,7 @@ void launch_static(void (*kernel)(Params), const Params& p, dim3 grid, int threa
 Plan make_plan(int rows, int width, int rows_per_request, int64_t max_scratch_bytes, bool score) {
   Plan plan = {};
   plan.group_rows = score && rows_per_request > 1 ? kSharedRows : 1;
-  const int slots = score ? multiprocessors() : 4 * multiprocessors();
+  const int slots = score ? multiprocessors() : multiprocessors() / 4;
   const int start = plan.group_rows == 1 ? 512 : 256;
   for (int launches = std::max(ceil_div(rows, kMaxGridRows), 1);; ++launches) {  // equal ones, as few as the scratch allows
     plan.rows_per_launch = static_cast<int>(round_up(std::max(ceil_div(rows, launches), 1), plan.group_rows));

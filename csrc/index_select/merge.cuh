@@ -14,11 +14,11 @@ __device__ __forceinline__ uint32_t sum_before(MergeShared& s, uint32_t warp_sum
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   if (lane == 0) s.warp_sums[warp] = warp_sum;
   __syncthreads();
-  const uint32_t v = s.warp_sums[lane];
+  const uint32_t v = lane < kMergeWarps ? s.warp_sums[lane] : 0;
   all = __reduce_add_sync(0xffffffffu, v);
   return __reduce_add_sync(0xffffffffu, lane < warp ? v : 0u);
 }
-static_assert(kMergeWarps == 32, "a lane for each warp");
+static_assert(kMergeWarps <= 32, "a lane for each warp");
 
 // The digit, from the greatest down, in which the `wanted`-th lies: its index, how many are above it and in it. counts[kCount] is ready
 // (a barrier has passed); the results are after the call.
@@ -51,13 +51,12 @@ __device__ __forceinline__ void find_digit(MergeShared& s, const uint32_t* count
 
 struct RowLists {
   int length;                 // of the row
-  int chunk;
   Range range;                // of its group's blocks
   int lists;
 
-  __device__ __forceinline__ int first(int list) const { return list / range.lists * range.entries + list % range.lists * chunk; }
+  __device__ __forceinline__ int first(int list) const { return list / range.lists * range.entries + list % range.lists * kChunk; }
   // whether the score kernel made it: blocks of short ranges have fewer lists than they could
-  __device__ __forceinline__ bool made(int list) const { return list % range.lists * chunk < range.entries && first(list) < length; }
+  __device__ __forceinline__ bool made(int list) const { return list % range.lists * kChunk < range.entries && first(list) < length; }
 };
 
 // Headers of kHeaders lists from `begin` on; those that were not made count nothing. All are there after the call.
@@ -70,14 +69,28 @@ __device__ __forceinline__ void load_headers(MergeShared& s, const MergeParams& 
   __syncthreads();
 }
 
-// How many entries of a list lie in bins from `bin` up; `lowest`: these include its last bin, which holds all smaller ones.
+// The lists of a batch, kGroup lanes each: how many entries of this group's list lie in bins from `bin` up, and whether these include its
+// last bin, which holds all smaller ones. All lanes of a warp call it.
 __device__ __forceinline__ int front_of(const ListHeader* header, uint32_t bin, bool& lowest) {
-  const int lane = threadIdx.x & 31;
-  const uint32_t top = header->top_bin, pair = reinterpret_cast<const uint32_t*>(header->counts)[lane];
-  const int bins = top < bin ? 0 : min(static_cast<int>(top - bin) + 1, kBins);
-  const uint32_t mine = (2 * lane < bins ? pair & 0xffff : 0u) + (2 * lane + 1 < bins ? pair >> 16 : 0u);
-  lowest = bins == kBins && (__shfl_sync(0xffffffffu, pair, 31) >> 16) != 0;
-  return static_cast<int>(__reduce_add_sync(0xffffffffu, mine));
+  static_assert(kBins == 8 * kGroup, "eight counts a lane");
+  const int sub = threadIdx.x % kGroup;
+  uint32_t mine = 0, last = 0;
+  if (header != nullptr) {
+    const uint32_t top = header->top_bin;
+    const int bins = top < bin ? 0 : min(static_cast<int>(top - bin) + 1, kBins);
+    const uint4 counts = reinterpret_cast<const uint4*>(header->counts)[sub];
+    const uint32_t pairs[4] = {counts.x, counts.y, counts.z, counts.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int first = 8 * sub + 2 * i;
+      mine += (first < bins ? pairs[i] & 0xffff : 0u) + (first + 1 < bins ? pairs[i] >> 16 : 0u);
+    }
+    last = bins == kBins && sub == kGroup - 1 ? pairs[3] >> 16 : 0;
+  }
+#pragma unroll
+  for (int d = 1; d < kGroup; d *= 2) mine += __shfl_xor_sync(0xffffffffu, mine, d);
+  lowest = last != 0;
+  return static_cast<int>(mine);
 }
 
 __device__ __forceinline__ uint64_t candidate(uint32_t key, int entry) { return static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(entry); }
@@ -94,76 +107,65 @@ __device__ __forceinline__ void count_bins(MergeShared& s, int lists) {
   }
 }
 
-// Reads the fronts of the lists; calls visit(candidate) for each.
-template <typename Visit>
-__device__ __forceinline__ void visit_lists(const MergeParams& p, int row, const RowLists& r, uint32_t bin, const Visit& visit) {
-  const int lane = threadIdx.x & 31;
-  for (int list = threadIdx.x / 32; list < r.lists; list += kMergeWarps) {
-    if (!r.made(list)) continue;
-    bool lowest;
-    const int n = front_of(header_of(p.lists, p.split, row, list), bin, lowest), first = r.first(list);
-    const int64_t place = place_of(p.split, row, list);
+// The fronts of `lists` lists from `begin` on, by their headers: use(candidate, its place), where places are given out if kReserve.
+template <bool kReserve, typename Use>
+__device__ __forceinline__ void read_fronts(MergeShared& s, const MergeParams& p, int row, const RowLists& r, const ListHeader* headers,
+                                            int begin, int lists, uint32_t bin, const Use& use) {
+  constexpr int kGroups = kMergeThreads / kGroup, kAtOnce = 2;
+  const int sub = threadIdx.x % kGroup;
 #pragma unroll 1
-    for (int i = lane; i < n; i += 32) visit(candidate(p.lists.keys[place + i], first + p.lists.offsets[place + i]));
-  }
-}
-
-// Brings the fronts of the lists from `begin` on to shared memory, as far as they fit; s.total is how many there are.
-__device__ __forceinline__ void stage(MergeShared& s, const MergeParams& p, int row, const RowLists& r, int begin, uint32_t bin) {
-  const int lane = threadIdx.x & 31, lists = min(r.lists - begin, kHeaders);
-#pragma unroll 1
-  for (int held = threadIdx.x / 32; held < lists; held += kListsAtOnce * kMergeWarps) {
-    int n[kListsAtOnce];
-    uint32_t own = 0, keys[kListsAtOnce], offsets[kListsAtOnce];
+  for (int held = 0; held < lists; held += kAtOnce * kGroups) {
+    int n[kAtOnce];
+    uint32_t at[kAtOnce], keys[kAtOnce], offsets[kAtOnce];
 #pragma unroll
-    for (int u = 0; u < kListsAtOnce; ++u) {
-      const int list = held + u * kMergeWarps;
-      bool lowest = false;
-      n[u] = list < lists ? front_of(&s.headers[list], bin, lowest) : 0;
-      if (lowest && lane == 0) s.exact = 0;
-      if (lane == u) own = n[u];
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int list = held + u * kGroups + threadIdx.x / kGroup;
+      bool lowest;
+      n[u] = front_of(list < lists && r.made(begin + list) ? headers + list : nullptr, bin, lowest);
+      if (lowest) s.exact = 0;
       const int64_t place = place_of(p.split, row, begin + list);
-      if (lane < n[u]) {
-        keys[u] = p.lists.keys[place + lane];
-        offsets[u] = p.lists.offsets[place + lane];
+      if (sub < n[u]) {
+        keys[u] = p.lists.keys[place + sub];
+        offsets[u] = p.lists.offsets[place + sub];
       }
+      at[u] = 0;
+      if (kReserve && sub == 0 && n[u] > 0) at[u] = atomicAdd(&s.total, static_cast<uint32_t>(n[u]));
     }
-    if (own > 0) own = atomicAdd(&s.total, own);
 #pragma unroll
-    for (int u = 0; u < kListsAtOnce; ++u) {
-      const int list = begin + held + u * kMergeWarps;
-      const uint32_t at = __shfl_sync(0xffffffffu, own, u);
-      if (n[u] == 0) continue;
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int list = begin + held + u * kGroups + threadIdx.x / kGroup;
+      const uint32_t base = __shfl_sync(0xffffffffu, at[u], 0, kGroup);
       const int first = r.first(list);
       const int64_t place = place_of(p.split, row, list);
-      if (lane < n[u] && at + lane < kStaged) s.candidates[at + lane] = candidate(keys[u], first + offsets[u]);
-#pragma unroll 1
-      for (int i = lane + 32; i < n[u] && at + i < kStaged; i += 32)
-        s.candidates[at + i] = candidate(p.lists.keys[place + i], first + p.lists.offsets[place + i]);
+      if (sub < n[u]) use(candidate(keys[u], first + offsets[u]), base + sub);
+#pragma unroll 2
+      for (int i = sub + kGroup; i < n[u]; i += kGroup) use(candidate(p.lists.keys[place + i], first + p.lists.offsets[place + i]), base + i);
     }
   }
 }
 
-// Visits every candidate, wherever they are.
+// Visits every candidate, wherever they are. All threads.
 template <typename Visit>
-__device__ __forceinline__ void visit_all(const MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint32_t bin,
+__device__ __forceinline__ void visit_all(MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint32_t bin,
                                           const Visit& visit) {
   if (s.total <= kStaged) {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < s.total; i += kMergeThreads) visit(s.candidates[i]);
-  } else {
-    visit_lists(p, row, r, bin, visit);
+    return;
   }
+  read_fronts<false>(s, p, row, r, header_of(p.lists, p.split, row, 0), 0, r.lists, bin, [&](uint64_t c, uint32_t) { visit(c); });
+}
+
+__device__ __forceinline__ void zero_digits(MergeShared& s) {
+  for (int i = threadIdx.x; i < (1 << kDigitBits) / 4; i += kMergeThreads) reinterpret_cast<uint4*>(s.digits)[i] = make_uint4(0, 0, 0, 0);
 }
 
 // The least of the `wanted` greatest candidates. `known` leading bits are `prefix` for all that matter.
 __device__ __forceinline__ uint64_t least_chosen(MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint32_t bin,
                                                  uint64_t prefix, int known, uint32_t wanted) {
   int shift = 64 - known;
-  while (true) {
+  while (true) {  // the digits' counts are zero, and a barrier has passed
     const int bits = min(kDigitBits, shift), below = shift - bits;
-    for (int i = threadIdx.x; i < 1 << kDigitBits; i += kMergeThreads) s.digits[i] = 0;
-    __syncthreads();
     visit_all(s, p, row, r, bin, [&](uint64_t c) {
       if (shift == 64 || c >> shift == prefix) atomicAdd(&s.digits[c >> below & ((1u << bits) - 1)], 1u);
     });
@@ -173,6 +175,7 @@ __device__ __forceinline__ uint64_t least_chosen(MergeShared& s, const MergePara
     wanted -= s.found_above;
     shift = below;
     if (wanted == s.found_count || shift == 0) return prefix << shift;
+    zero_digits(s);
     __syncthreads();
   }
 }
@@ -189,14 +192,16 @@ __device__ __forceinline__ void write(const MergeParams& p, int row, int rank, i
   p.slots[row * p.slots_stride + rank] = slot;
 }
 
-// Ranks the chosen candidates by entry and writes them, kWindow entries at a time.
+// Ranks the chosen candidates by entry and writes them, kWindow entries at a time. The bits of the first window are zero.
 __device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint32_t bin, uint64_t least) {
   int rank_base = 0;
   for (int window = 0; window < r.length; window += kWindow) {
     const int words = ceil_div(min(r.length - window, kWindow), 32), each = ceil_div(words, kMergeThreads);
-    __syncthreads();
-    for (int i = threadIdx.x; i < words; i += kMergeThreads) s.chosen[i] = 0;
-    __syncthreads();
+    if (window > 0) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < words; i += kMergeThreads) s.chosen[i] = 0;
+      __syncthreads();
+    }
     visit_all(s, p, row, r, bin, [&](uint64_t c) {
       const int at = entry_of(c) - window;
       if (c >= least && at >= 0 && at < kWindow) atomicOr(&s.chosen[at / 32], 1u << (at % 32));
@@ -216,10 +221,9 @@ __device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& 
     __syncthreads();
     visit_all(s, p, row, r, bin, [&](uint64_t c) {
       const int entry = entry_of(c), at = entry - window;
-      if (c >= least && at >= 0 && at < kWindow) {
-        const int rank = s.before[at / 32] + __popc(s.chosen[at / 32] & ((1u << (at % 32)) - 1));
-        write(p, row, rank_base + rank, entry, logit_of(static_cast<uint32_t>(c >> 32)));
-      }
+      if (c < least || at < 0 || at >= kWindow) return;
+      const int rank = s.before[at / 32] + __popc(s.chosen[at / 32] & ((1u << (at % 32)) - 1));
+      write(p, row, rank_base + rank, entry, logit_of(static_cast<uint32_t>(c >> 32)));
     });
     rank_base += all;
   }
@@ -232,17 +236,17 @@ __device__ __forceinline__ void write_short(const MergeParams& p, int row, int l
 }
 
 // The lengths are read before the wait: the kernel that this one waits for has waited itself for what wrote them.
-__global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __grid_constant__ MergeParams p) {
+__global__ void __launch_bounds__(kMergeThreads, 2) merge_kernel(const __grid_constant__ MergeParams p) {
   extern __shared__ __align__(16) uint8_t shared_memory[];
   auto& s = *reinterpret_cast<MergeShared*>(shared_memory);
   const int row = blockIdx.x, k = p.split.k;
   const int length = min(max(p.split.lengths[row], 0), p.split.width);
   RowLists r;
   r.length = length;
-  r.chunk = p.split.chunk;
-  r.range = range_of(group_length(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, r.chunk);
+  r.range = range_of(group_length(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits);
   r.lists = p.split.splits * r.range.lists;
   for (int i = threadIdx.x; i < kAllBins; i += kMergeThreads) s.bins[i] = 0;
+  for (int i = threadIdx.x; i < ceil_div(min(length, kWindow), 32); i += kMergeThreads) s.chosen[i] = 0;
   if (threadIdx.x == 0) s.total = 0, s.exact = 1;
   pdl_wait();
   pdl_trigger();
@@ -261,9 +265,12 @@ __global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __grid_co
   } else {
     for (int i = length + threadIdx.x; i < k; i += kMergeThreads) write(p, row, i, -1, -INFINITY);
   }
+  zero_digits(s);
   for (int begin = 0; begin < r.lists; begin += kHeaders) {
     if (length <= k || r.lists > kHeaders) load_headers(s, p, row, r, begin);
-    stage(s, p, row, r, begin, bin);
+    read_fronts<true>(s, p, row, r, s.headers, begin, min(r.lists - begin, kHeaders), bin, [&](uint64_t c, uint32_t at) {
+      if (at < kStaged) s.candidates[at] = c;
+    });
   }
   __syncthreads();
   if (length > k) {
@@ -280,12 +287,13 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(const __grid_constan
   pdl_wait();
   pdl_trigger();
   const int row = blockIdx.y, length = group_length(p.split, row);
-  const Range range = range_of(length, p.split.splits, chunk_of(1));
+  const Range range = range_of(length, p.split.splits);
   const int begin = blockIdx.x * range.entries, end = min(begin + range.entries, length);
   if (begin >= end) return;
   if (threadIdx.x == 0) s.floor[0] = 0, s.greatest[0] = 0;
-  for (int first = begin, list = blockIdx.x * range.lists; first < end; first += chunk_of(1), ++list) {
-    const int n = min(end - first, chunk_of(1));
+  Running running;
+  for (int first = begin, list = blockIdx.x * range.lists; first < end; first += kChunk, ++list) {
+    const int n = min(end - first, kChunk);
     if (threadIdx.x < kBins) s.counts[0][threadIdx.x] = 0;
     __syncthreads();
     uint32_t greatest = 0;
@@ -300,7 +308,7 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(const __grid_constan
     const int64_t place = place_of(p.split, row, list);
     const ListWork work = {s.keys[0], s.counts[0], &s.greatest[0], &s.floor[0], &s.cut[0], header_of(p.lists, p.split, row, list),
                            p.lists.keys + place, p.lists.offsets + place};
-    emit_list<kListThreads>(work, n, p.split.k, threadIdx.x, 1);
+    emit_list<kListThreads>(work, running, n, p.split.k, threadIdx.x, 1);
     __syncthreads();
   }
 }
