@@ -19,7 +19,7 @@ T* pointer_to(uintptr_t address) {
 }
 
 inline Split make_split(const Plan& plan, uintptr_t lengths, int width, int k) {
-  return {0, plan.group_rows, plan.splits, plan.lists, plan.list_capacity, pointer_to<const int32_t>(lengths), width, k, false};
+  return {0, plan.group_rows, plan.splits, plan.lists, plan.chunk, plan.list_capacity, pointer_to<const int32_t>(lengths), width, k, false};
 }
 
 inline void check_scratch(const Plan& plan, int64_t bytes) {

@@ -24,13 +24,12 @@ constexpr int kHeads = 64;
 constexpr int kDim = 128;
 constexpr int kPage = 64;                              // entries of a page
 constexpr int kSharedRows = 4;                         // rows of a block where adjacent rows share their entries
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kChunk = 2048;                           // entries whose keys a block holds at once: one list
-constexpr int kShortRange = 16 * kWarps * 4;           // entries of a block up to which warps take 32 of them at a time, not 64
+constexpr int warps_of(int rows) { return rows == 1 ? 12 : 8; }  // of a block: 168 or 255 registers a thread
+constexpr int threads_of(int rows) { return 32 * warps_of(rows); }
+constexpr int chunk_of(int rows) { return rows == 1 ? 2304 : 2048; }  // entries whose keys a block holds at once: one list
 constexpr int kListThreads = 256;                      // of a block that makes lists from given logits
 constexpr int kMaxK = 1024;
-static_assert(kChunk % (kPage * kWarps) == 0, "whole rounds");
+static_assert(chunk_of(1) % (32 * warps_of(1)) == 0 && chunk_of(kSharedRows) % (kPage * warps_of(kSharedRows)) == 0, "whole rounds");
 
 // Ordered keys: unsigned order is the order of the logits, -0 equals +0, NaN is 0 and so below everything.
 // A bin is the key's top 12 bits: an eighth of an octave. A list counts the 63 bins from its own greatest down; the last is all below.
@@ -70,7 +69,7 @@ struct Traits<Format::kFp4> {
 // What a row needs between its scores and its list.
 template <int kRows>
 struct RowShared {
-  uint32_t keys[kRows][kChunk];
+  uint32_t keys[kRows][chunk_of(kRows)];
   uint32_t counts[kRows][kBins];
   uint32_t greatest[kRows];
   uint32_t floor[kRows];      // keys below it cannot be among the k greatest of the row
@@ -82,7 +81,7 @@ struct ScoreShared {
   alignas(16) uint8_t q[kRows][Traits<kFormat>::kQueryBytes];
   RowShared<kRows> rows;
   alignas(16) float weights[kRows][kHeads];
-  int32_t pages[kRows][kChunk / kPage];
+  int32_t pages[kRows][chunk_of(kRows) / kPage];
   int32_t lengths[kRows];
 };
 static_assert(sizeof(ScoreShared<Format::kFp8Half, kSharedRows>) <= 101376, "one block on SM120");
@@ -90,22 +89,23 @@ static_assert(sizeof(ScoreShared<Format::kFp8Half, kSharedRows>) <= 101376, "one
 constexpr int kMergeThreads = 512;
 constexpr int kMergeWarps = kMergeThreads / 32;
 constexpr int kHeaders = 192;                          // lists whose headers are held at once
-constexpr int kGroup = 8;                              // lanes that read the front of a list
-constexpr int kStaged = 2560;                          // candidates held in shared memory; more are read again for every digit
+constexpr int kGroup = 8;                              // lanes that count the front of a list
+constexpr int kStaged = 6144;                          // candidates held in shared memory; more are read again for every digit
 constexpr int kDigitBits = 11;
 constexpr int kWindow = 1 << 18;                       // entries whose chosen ones are ranked at once
 
 struct MergeShared {
   uint64_t candidates[kStaged];                        // key, then the inverted entry: greater is better, no two are equal
-  uint32_t chosen[kWindow / 32];                       // a bit for each entry
+  union {
+    ListHeader headers[kHeaders];
+    uint32_t chosen[kWindow / 32];                     // a bit for each entry
+  };
   union {
     uint32_t bins[kAllBins];
     uint32_t digits[1 << kDigitBits];
-  };
-  union {
-    ListHeader headers[kHeaders];
     uint16_t before[kWindow / 32];                     // chosen entries before the word
   };
+  uint32_t starts[kHeaders + 1];                       // of the lists' fronts among the candidates
   uint32_t warp_sums[kMergeWarps];
   uint32_t total, exact;
   uint32_t found, found_above, found_count;
@@ -119,9 +119,9 @@ struct Range {
   int32_t entries;            // of every block but the last
   int32_t lists;              // of every block
 };
-__host__ __device__ inline Range range_of(int length, int splits) {
+__host__ __device__ inline Range range_of(int length, int splits, int chunk) {
   const int pages = ceil_div(ceil_div(length, kPage), splits);
-  return {pages * kPage, ceil_div(pages * kPage, kChunk)};
+  return {pages * kPage, ceil_div(pages * kPage, chunk)};
 }
 
 }  // namespace dsv4::index_select

@@ -22,6 +22,7 @@ struct Split {
   int32_t group_rows;         // adjacent rows that one block scores together
   int32_t splits;             // blocks per group of rows
   int32_t lists;              // of a row: splits * lists per block, from the greatest possible length
+  int32_t chunk;              // entries from which a list is made, a multiple of 64
   int32_t list_capacity;      // entries of a list
   const int32_t* lengths;     // [rows] entries, clamped to 0..width
   int32_t width;
@@ -78,7 +79,7 @@ struct MergeParams {
 };
 
 struct Plan {
-  int32_t group_rows, splits, lists, list_capacity;
+  int32_t group_rows, splits, lists, chunk, list_capacity;
   int32_t rows_per_launch;
   int64_t scratch_bytes;      // headers, keys, offsets of one launch
 };

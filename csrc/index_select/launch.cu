@@ -34,9 +34,10 @@ int best_splits(int groups, int width, int slots, int start) {
 int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 void set_lists(Plan& plan, int width) {
-  const Range range = range_of(width, plan.splits);
+  plan.chunk = chunk_of(plan.group_rows);
+  const Range range = range_of(width, plan.splits, plan.chunk);
   plan.lists = plan.splits * std::max(range.lists, 1);
-  plan.list_capacity = std::max(std::min(range.entries, kChunk), kPage);
+  plan.list_capacity = std::max(std::min(range.entries, plan.chunk), kPage);
 }
 
 // keys start on a 16-byte boundary, and so do offsets: a list has a multiple of 64 entries

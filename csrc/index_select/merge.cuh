@@ -51,12 +51,13 @@ __device__ __forceinline__ void find_digit(MergeShared& s, const uint32_t* count
 
 struct RowLists {
   int length;                 // of the row
+  int chunk;
   Range range;                // of its group's blocks
   int lists;
 
-  __device__ __forceinline__ int first(int list) const { return list / range.lists * range.entries + list % range.lists * kChunk; }
+  __device__ __forceinline__ int first(int list) const { return list / range.lists * range.entries + list % range.lists * chunk; }
   // whether the score kernel made it: blocks of short ranges have fewer lists than they could
-  __device__ __forceinline__ bool made(int list) const { return list % range.lists * kChunk < range.entries && first(list) < length; }
+  __device__ __forceinline__ bool made(int list) const { return list % range.lists * chunk < range.entries && first(list) < length; }
 };
 
 // Headers of kHeaders lists from `begin` on; those that were not made count nothing. All are there after the call.
@@ -107,53 +108,64 @@ __device__ __forceinline__ void count_bins(MergeShared& s, int lists) {
   }
 }
 
-// The fronts of `lists` lists from `begin` on, by their headers: use(candidate, its place), where places are given out if kReserve.
-template <bool kReserve, typename Use>
-__device__ __forceinline__ void read_fronts(MergeShared& s, const MergeParams& p, int row, const RowLists& r, const ListHeader* headers,
-                                            int begin, int lists, uint32_t bin, const Use& use) {
-  constexpr int kGroups = kMergeThreads / kGroup, kAtOnce = 2;
-  const int sub = threadIdx.x % kGroup;
-#pragma unroll 1
-  for (int held = 0; held < lists; held += kAtOnce * kGroups) {
-    int n[kAtOnce];
-    uint32_t at[kAtOnce], keys[kAtOnce], offsets[kAtOnce];
+// Starts of the fronts of the held lists among all candidates, the first of them at `base`; s.exact falls where a last bin is in one.
+__device__ __forceinline__ void start_fronts(MergeShared& s, int lists, uint32_t bin, uint32_t base) {
+  constexpr int kRounds = ceil_div(kHeaders, kMergeThreads / kGroup);
+  const int group = threadIdx.x / kGroup;
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const int list = held + u * kGroups + threadIdx.x / kGroup;
-      bool lowest;
-      n[u] = front_of(list < lists && r.made(begin + list) ? headers + list : nullptr, bin, lowest);
-      if (lowest) s.exact = 0;
-      const int64_t place = place_of(p.split, row, begin + list);
-      if (sub < n[u]) {
-        keys[u] = p.lists.keys[place + sub];
-        offsets[u] = p.lists.offsets[place + sub];
-      }
-      at[u] = 0;
-      if (kReserve && sub == 0 && n[u] > 0) at[u] = atomicAdd(&s.total, static_cast<uint32_t>(n[u]));
-    }
-#pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const int list = begin + held + u * kGroups + threadIdx.x / kGroup;
-      const uint32_t base = __shfl_sync(0xffffffffu, at[u], 0, kGroup);
-      const int first = r.first(list);
-      const int64_t place = place_of(p.split, row, list);
-      if (sub < n[u]) use(candidate(keys[u], first + offsets[u]), base + sub);
-#pragma unroll 2
-      for (int i = sub + kGroup; i < n[u]; i += kGroup) use(candidate(p.lists.keys[place + i], first + p.lists.offsets[place + i]), base + i);
-    }
+  for (int i = 0; i < kRounds; ++i) {
+    const int list = group + i * (kMergeThreads / kGroup);
+    bool lowest;
+    const int n = front_of(list < lists ? &s.headers[list] : nullptr, bin, lowest);
+    if (lowest) s.exact = 0;
+    if (threadIdx.x % kGroup == 0 && list < kHeaders) s.starts[list] = n;
   }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    constexpr int kEach = kHeaders / 32;
+    uint32_t n[kEach], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) sum += n[i] = s.starts[kEach * threadIdx.x + i];
+    uint32_t start = base + inclusive_sum(sum) - sum;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      s.starts[kEach * threadIdx.x + i] = start;
+      start += n[i];
+    }
+    if (threadIdx.x == 31) s.starts[kHeaders] = s.total = start;
+  }
+  __syncthreads();
 }
 
-// Visits every candidate, wherever they are. All threads.
+// Candidate `i` of the fronts that start_fronts arranged, whose lists begin with `begin`.
+__device__ __forceinline__ uint64_t read_candidate(const MergeShared& s, const MergeParams& p, int row, const RowLists& r, int begin, uint32_t i) {
+  int list = 0, step = 128;
+#pragma unroll
+  for (; step > 0; step /= 2)
+    if (list + step < kHeaders && s.starts[list + step] <= i) list += step;
+  const int64_t place = place_of(p.split, row, begin + list) + (i - s.starts[list]);
+  return candidate(p.lists.keys[place], r.first(begin + list) + p.lists.offsets[place]);
+}
+
+// Visits every candidate, wherever they are. All threads. Fronts that are not held are counted again.
 template <typename Visit>
-__device__ __forceinline__ void visit_all(MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint32_t bin,
-                                          const Visit& visit) {
+__device__ __forceinline__ void visit_all(MergeShared& s, const MergeParams& p, int row, const RowLists& r, const Visit& visit) {
   if (s.total <= kStaged) {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < s.total; i += kMergeThreads) visit(s.candidates[i]);
-    return;
+  } else if (r.lists <= kHeaders) {
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < s.total; i += kMergeThreads) visit(read_candidate(s, p, row, r, 0, i));
+  } else {  // a warp per list: every one of its entries, for too many are right as well
+#pragma unroll 1
+    for (int list = threadIdx.x / 32; list < r.lists; list += kMergeWarps) {
+      if (!r.made(list)) continue;
+      const int kept = header_of(p.lists, p.split, row, list)->kept, first = r.first(list);
+      const int64_t place = place_of(p.split, row, list);
+#pragma unroll 4
+      for (int i = threadIdx.x & 31; i < kept; i += 32) visit(candidate(p.lists.keys[place + i], first + p.lists.offsets[place + i]));
+    }
   }
-  read_fronts<false>(s, p, row, r, header_of(p.lists, p.split, row, 0), 0, r.lists, bin, [&](uint64_t c, uint32_t) { visit(c); });
 }
 
 __device__ __forceinline__ void zero_digits(MergeShared& s) {
@@ -161,12 +173,11 @@ __device__ __forceinline__ void zero_digits(MergeShared& s) {
 }
 
 // The least of the `wanted` greatest candidates. `known` leading bits are `prefix` for all that matter.
-__device__ __forceinline__ uint64_t least_chosen(MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint32_t bin,
-                                                 uint64_t prefix, int known, uint32_t wanted) {
+__device__ __forceinline__ uint64_t least_chosen(MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint64_t prefix, int known, uint32_t wanted) {
   int shift = 64 - known;
   while (true) {  // the digits' counts are zero, and a barrier has passed
     const int bits = min(kDigitBits, shift), below = shift - bits;
-    visit_all(s, p, row, r, bin, [&](uint64_t c) {
+    visit_all(s, p, row, r, [&](uint64_t c) {
       if (shift == 64 || c >> shift == prefix) atomicAdd(&s.digits[c >> below & ((1u << bits) - 1)], 1u);
     });
     __syncthreads();
@@ -193,7 +204,7 @@ __device__ __forceinline__ void write(const MergeParams& p, int row, int rank, i
 }
 
 // Ranks the chosen candidates by entry and writes them, kWindow entries at a time. The bits of the first window are zero.
-__device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint32_t bin, uint64_t least) {
+__device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint64_t least) {
   int rank_base = 0;
   for (int window = 0; window < r.length; window += kWindow) {
     const int words = ceil_div(min(r.length - window, kWindow), 32), each = ceil_div(words, kMergeThreads);
@@ -202,7 +213,7 @@ __device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& 
       for (int i = threadIdx.x; i < words; i += kMergeThreads) s.chosen[i] = 0;
       __syncthreads();
     }
-    visit_all(s, p, row, r, bin, [&](uint64_t c) {
+    visit_all(s, p, row, r, [&](uint64_t c) {
       const int at = entry_of(c) - window;
       if (c >= least && at >= 0 && at < kWindow) atomicOr(&s.chosen[at / 32], 1u << (at % 32));
     });
@@ -219,7 +230,7 @@ __device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& 
       before += __popc(s.chosen[i]);
     }
     __syncthreads();
-    visit_all(s, p, row, r, bin, [&](uint64_t c) {
+    visit_all(s, p, row, r, [&](uint64_t c) {
       const int entry = entry_of(c), at = entry - window;
       if (c < least || at < 0 || at >= kWindow) return;
       const int rank = s.before[at / 32] + __popc(s.chosen[at / 32] & ((1u << (at % 32)) - 1));
@@ -243,10 +254,10 @@ __global__ void __launch_bounds__(kMergeThreads, 2) merge_kernel(const __grid_co
   const int length = min(max(p.split.lengths[row], 0), p.split.width);
   RowLists r;
   r.length = length;
-  r.range = range_of(group_length(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits);
+  r.chunk = p.split.chunk;
+  r.range = range_of(group_length(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, r.chunk);
   r.lists = p.split.splits * r.range.lists;
   for (int i = threadIdx.x; i < kAllBins; i += kMergeThreads) s.bins[i] = 0;
-  for (int i = threadIdx.x; i < ceil_div(min(length, kWindow), 32); i += kMergeThreads) s.chosen[i] = 0;
   if (threadIdx.x == 0) s.total = 0, s.exact = 1;
   pdl_wait();
   pdl_trigger();
@@ -268,17 +279,22 @@ __global__ void __launch_bounds__(kMergeThreads, 2) merge_kernel(const __grid_co
   zero_digits(s);
   for (int begin = 0; begin < r.lists; begin += kHeaders) {
     if (length <= k || r.lists > kHeaders) load_headers(s, p, row, r, begin);
-    read_fronts<true>(s, p, row, r, s.headers, begin, min(r.lists - begin, kHeaders), bin, [&](uint64_t c, uint32_t at) {
-      if (at < kStaged) s.candidates[at] = c;
-    });
+    const uint32_t before = s.total;
+    __syncthreads();
+    start_fronts(s, min(r.lists - begin, kHeaders), bin, before);
+#pragma unroll 4
+    for (uint32_t i = before + threadIdx.x; i < min(s.total, kStaged); i += kMergeThreads)
+      s.candidates[i] = read_candidate(s, p, row, r, begin, i);
   }
   __syncthreads();
+  for (int i = threadIdx.x; i < ceil_div(min(length, kWindow), 32); i += kMergeThreads) s.chosen[i] = 0;  // where the headers were
+  if (length <= k) __syncthreads();
   if (length > k) {
     // where a list's last bin reaches up to here, its entries were counted too low: all bits are searched
     const bool exact = s.exact != 0;
-    least = least_chosen(s, p, row, r, bin, exact ? bin : 0, exact ? 32 - kBinShift : 0, exact ? k - above : k);
+    least = least_chosen(s, p, row, r, exact ? bin : 0, exact ? 32 - kBinShift : 0, exact ? k - above : k);
   }
-  write_chosen(s, p, row, r, bin, least);
+  write_chosen(s, p, row, r, least);
 }
 
 // Lists from logits in memory: the counterpart of the score kernel.
@@ -287,13 +303,13 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(const __grid_constan
   pdl_wait();
   pdl_trigger();
   const int row = blockIdx.y, length = group_length(p.split, row);
-  const Range range = range_of(length, p.split.splits);
+  const Range range = range_of(length, p.split.splits, chunk_of(1));
   const int begin = blockIdx.x * range.entries, end = min(begin + range.entries, length);
   if (begin >= end) return;
   if (threadIdx.x == 0) s.floor[0] = 0, s.greatest[0] = 0;
   Running running;
-  for (int first = begin, list = blockIdx.x * range.lists; first < end; first += kChunk, ++list) {
-    const int n = min(end - first, kChunk);
+  for (int first = begin, list = blockIdx.x * range.lists; first < end; first += chunk_of(1), ++list) {
+    const int n = min(end - first, chunk_of(1));
     if (threadIdx.x < kBins) s.counts[0][threadIdx.x] = 0;
     __syncthreads();
     uint32_t greatest = 0;

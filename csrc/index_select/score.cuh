@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_scales(float (&scale)[kTiles / 2], const ui
 template <Format kFormat, int kRows>
 struct RawQueries {
   static constexpr int kPieces = kHeads * Traits<kFormat>::kKeyBytes / 16;  // of a row
-  static constexpr int kEach = ceil_div(kPieces, kThreads);        // of a thread
+  static constexpr int kEach = ceil_div(kPieces, threads_of(kRows));        // of a thread
   uint4 x[kEach];
   uint32_t scales[kEach];
   float weight;
@@ -89,7 +89,7 @@ struct RawQueries {
   __device__ __forceinline__ void load(const ScoreParams& p, int64_t row) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int piece = threadIdx.x + i * kThreads, head = piece / (kPieces / kHeads);
+      const int piece = threadIdx.x + i * threads_of(kRows), head = piece / (kPieces / kHeads);
       if (piece >= kPieces) break;
       x[i] = __ldg(reinterpret_cast<const uint4*>(p.q + row * p.q_stride_row + head * p.q_stride_head + 16 * (piece % (kPieces / kHeads))));
       scales[i] = kFormat == Format::kFp4 ? static_cast<uint32_t>(__ldg(p.q_scales + row * p.q_scales_stride + head)) : 0;
@@ -99,7 +99,7 @@ struct RawQueries {
   __device__ __forceinline__ void store(uint8_t* q, float* weights) const {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int piece = threadIdx.x + i * kThreads;
+      const int piece = threadIdx.x + i * threads_of(kRows);
       if (piece >= kPieces) break;
       stage_query_piece<kFormat>(q, piece / (kPieces / kHeads), piece % (kPieces / kHeads), x[i], scales[i]);
     }
@@ -133,7 +133,7 @@ __device__ __forceinline__ void keep_keys(RowShared<kRows>& s, int r, int at, in
 template <int kRows>
 __device__ __forceinline__ void finish_chunk(RowShared<kRows>& s, Running& running, const ScoreParams& p, const int32_t* lengths, int first_row, int rows,
                                              int list, int first, int entries) {
-  constexpr int kTeam = kThreads / kRows;
+  constexpr int kTeam = threads_of(kRows) / kRows;
   const int r = threadIdx.x / kTeam, thread = threadIdx.x % kTeam, row = first_row + r;
   const int n = r < rows ? entries_in(lengths[r], first, entries) : 0;
   if (n == 0) return;
@@ -150,41 +150,28 @@ __device__ __forceinline__ void finish_chunk(RowShared<kRows>& s, Running& runni
 
 template <int kRows>
 __device__ __forceinline__ void zero_counts(RowShared<kRows>& s) {
-  for (int i = threadIdx.x; i < kRows * kBins; i += kThreads) s.counts[i / kBins][i % kBins] = 0;
+  for (int i = threadIdx.x; i < kRows * kBins; i += threads_of(kRows)) s.counts[i / kBins][i % kBins] = 0;
 }
 
-// Brings a page to the L2, a line a lane.
+// One row: a warp's next keys are on their way while it scores, across chunks too, and its page id two tiles ahead.
 template <Format kFormat>
-__device__ __forceinline__ void prefetch_page(const uint8_t* page) {
-  constexpr int kBytes = kPage * (Traits<kFormat>::kKeyBytes + 4);
-  if (page == nullptr) return;
-#pragma unroll
-  for (int line = 0; line < ceil_div(kBytes, 128 * 32); ++line) {
-    const int at = 128 * (32 * line + static_cast<int>(threadIdx.x & 31));
-    if (at < kBytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(page + at));
-  }
-}
-
-// One row. Short ranges are taken 32 entries a warp at a time, so that more warps work; the next keys are on their way to registers while
-// the warp scores. Long ones 64 at a time, a page, which needs half the query reads; the next page is on its way to the L2.
-template <Format kFormat, int kTiles>
 __device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const ScoreParams& p, int row, int begin, int end, int list) {
-  constexpr int kEntries = 16 * kTiles, kStep = kWarps * kEntries;
-  constexpr bool kAhead = kTiles == 2;
+  constexpr int kTiles = 2, kEntries = 16 * kTiles, kStep = warps_of(1) * kEntries, kChunk = chunk_of(1);
   const int32_t* pages = p.table.pages + row * p.table.stride;
   RawQueries<kFormat, 1> queries;
   queries.load(p, row);
   int at = begin + threadIdx.x / 32 * kEntries;
+  RawKeys<kFormat, kTiles> raw;
+  float next_scale[1];
+  const auto load = [&](int entry, int page) {
+    const uint8_t* address = page_address(p, page);
+    load_keys<kFormat, kTiles>(raw, address, entry % kPage);
+    load_scales<kFormat, kTiles>(next_scale, address, entry % kPage);
+  };
   const auto page_of = [&](int entry) { return entry < end ? __ldg(pages + entry / kPage) : -1; };
-  int page = page_of(at), next_page = page_of(at + kStep);
-  RawKeys<kFormat, kAhead ? kTiles : 1> raw;
-  float next_scale[kTiles / 2];
-  if constexpr (kAhead) {
-    load_keys<kFormat, kTiles>(raw, page_address(p, page), at % kPage);
-    load_scales<kFormat, kTiles>(next_scale, page_address(p, page), at % kPage);
-  } else {
-    prefetch_page<kFormat>(page_address(p, page));
-  }
+  const int first_page = page_of(at);
+  int next_page = page_of(at + kStep);
+  if (at < end) load(at, first_page);
   queries.store(s.q[0], s.weights[0]);
   zero_counts<1>(s.rows);
   __syncthreads();
@@ -195,22 +182,12 @@ __device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const Scor
 #pragma unroll 1
     for (; at < first + entries; at += kStep) {
       Keys<kFormat, kTiles> keys;
-      float scale[kTiles / 2], score[kTiles / 2];
-      const uint8_t* next = page_address(p, next_page);
-      if constexpr (kAhead) {
-        widen_keys<kFormat, kTiles>(keys, raw);
-        scale[0] = next_scale[0];
-        load_keys<kFormat, kTiles>(raw, next, (at + kStep) % kPage);
-        load_scales<kFormat, kTiles>(next_scale, next, (at + kStep) % kPage);
-      } else {
-        RawKeys<kFormat, kTiles> own;
-        load_keys<kFormat, kTiles>(own, page_address(p, page), 0);
-        load_scales<kFormat, kTiles>(scale, page_address(p, page), 0);
-        prefetch_page<kFormat>(next);
-        widen_keys<kFormat, kTiles>(keys, own);
-      }
-      page = next_page;
-      next_page = page_of(at + 2 * kStep);
+      widen_keys<kFormat, kTiles>(keys, raw);
+      const float scale[1] = {next_scale[0]};
+      const int next = at + kStep;
+      if (next < end) load(next, next_page);
+      next_page = page_of(next + kStep);
+      float score[1];
       score_row<kFormat, kTiles>(score, keys, s.q[0], s.weights[0]);
       keep_keys<1, kTiles>(s.rows, 0, at - first, entries, score, scale);
     }
@@ -224,7 +201,7 @@ __device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const Scor
 // Several rows: a page's keys are loaded once and scored for each row that has this page.
 template <Format kFormat, int kRows>
 __device__ __forceinline__ void score_chunk(ScoreShared<kFormat, kRows>& s, const ScoreParams& p, int rows, int first, int entries) {
-  constexpr int kTiles = 4;
+  constexpr int kTiles = 4, kWarps = warps_of(kRows);
 #pragma unroll 1
   for (int at = threadIdx.x / 32 * kPage; at < entries; at += kWarps * kPage) {
     Keys<kFormat, kTiles> keys;
@@ -252,7 +229,7 @@ __device__ __forceinline__ void score_chunk(ScoreShared<kFormat, kRows>& s, cons
 template <Format kFormat, int kRows>
 __device__ __forceinline__ void score_shared(ScoreShared<kFormat, kRows>& s, const ScoreParams& p, int first_row, int rows, int begin, int end,
                                              int list) {
-  constexpr int kPages = kChunk / kPage;
+  constexpr int kChunk = chunk_of(kRows), kPages = kChunk / kPage;
   for (int r = 0; r < rows; ++r) {
     RawQueries<kFormat, kRows> queries;
     queries.load(p, first_row + r);
@@ -263,7 +240,7 @@ __device__ __forceinline__ void score_shared(ScoreShared<kFormat, kRows>& s, con
 #pragma unroll 1
   for (int first = begin; first < end; first += kChunk, ++list) {
     const int entries = min(end - first, kChunk);
-    for (int i = threadIdx.x; i < rows * kPages; i += kThreads) {
+    for (int i = threadIdx.x; i < rows * kPages; i += threads_of(kRows)) {
       const int r = i / kPages, j = i % kPages;
       if (j < ceil_div(entries, kPage) && first + j * kPage < s.lengths[r])
         s.pages[r][j] = __ldg(p.table.pages + (first_row + r) * p.table.stride + first / kPage + j);
@@ -279,7 +256,7 @@ __device__ __forceinline__ void score_shared(ScoreShared<kFormat, kRows>& s, con
 
 // The format as a number: names of kernels stay plain.
 template <int kFormatNumber, int kRows>
-__global__ void __launch_bounds__(kThreads, 1) score_kernel(const __grid_constant__ ScoreParams p) {
+__global__ void __launch_bounds__(threads_of(kRows), 1) score_kernel(const __grid_constant__ ScoreParams p) {
   constexpr Format kFormat = static_cast<Format>(kFormatNumber);
   extern __shared__ __align__(16) uint8_t shared_memory[];
   auto& s = *reinterpret_cast<ScoreShared<kFormat, kRows>*>(shared_memory);
@@ -287,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(const __grid_constan
   pdl_wait();
   pdl_trigger();  // after the wait: what comes next may read, before its own wait, what was there before this kernel
   const int length = group_length(p.split, first_row);
-  const Range range = range_of(length, p.split.splits);
+  const Range range = range_of(length, p.split.splits, chunk_of(kRows));
   const int begin = blockIdx.x * range.entries, end = min(begin + range.entries, length);
   if (begin >= end || (p.logits == nullptr && length <= p.split.k && !p.split.short_lists)) return;
   if (threadIdx.x < kRows) {
@@ -297,11 +274,7 @@ __global__ void __launch_bounds__(kThreads, 1) score_kernel(const __grid_constan
   }
   const int list = blockIdx.x * range.lists;
   if constexpr (kRows == 1) {
-    if (range.entries <= kShortRange) {
-      score_one<kFormat, 2>(s, p, first_row, begin, end, list);
-    } else {
-      score_one<kFormat, 4>(s, p, first_row, begin, end, list);
-    }
+    score_one<kFormat>(s, p, first_row, begin, end, list);
   } else {
     score_shared<kFormat, kRows>(s, p, first_row, rows, begin, end, list);
   }

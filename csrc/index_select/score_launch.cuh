@@ -17,12 +17,12 @@ struct ScoreKernel {
   }
   static void launch(const ScoreParams& p, bool pdl, cudaStream_t stream) {
     const dim3 grid(p.split.splits, ceil_div(p.split.rows, kRows));
-    launch_kernel(function(), p, grid, kThreads, kSharedBytes, pdl, stream, "index_select");
+    launch_kernel(function(), p, grid, threads_of(kRows), kSharedBytes, pdl, stream, "index_select");
   }
   static KernelAttributes attributes() {
     const char* format = kFormat == Format::kFp8Half ? "fp8_by_f16" : kFormat == Format::kFp8 ? "fp8" : "fp4";
     const std::string name = std::string("index_score_") + format + (kRows == 1 ? "_row" : "_shared");
-    return attributes_of(function(), name, kThreads, kSharedBytes);
+    return attributes_of(function(), name, threads_of(kRows), kSharedBytes);
   }
 };
 
