@@ -101,7 +101,7 @@ struct MergeShared {
     uint32_t chosen[kWindow / 32];                     // a bit for each entry
   };
   union {
-    uint32_t bins[kAllBins];
+    alignas(16) uint32_t bins[kAllBins];
     uint32_t digits[1 << kDigitBits];
     uint16_t before[kWindow / 32];                     // chosen entries before the word
   };

@@ -25,12 +25,14 @@ static_assert(kMergeWarps <= 32, "a lane for each warp");
 template <int kCount>
 __device__ __forceinline__ void find_digit(MergeShared& s, const uint32_t* counts, uint32_t wanted) {
   constexpr int kEach = kCount / kMergeThreads;
-  const uint32_t* own = counts + kCount - kEach * (threadIdx.x + 1);
+  static_assert(kEach % 4 == 0, "whole vectors");
+  const uint4* own = reinterpret_cast<const uint4*>(counts + kCount - kEach * (threadIdx.x + 1));
   uint32_t mine[kEach], sum = 0, all;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    mine[i] = own[i];
-    sum += mine[i];
+  for (int i = 0; i < kEach; i += 4) {
+    const uint4 v = own[i / 4];
+    mine[i] = v.x, mine[i + 1] = v.y, mine[i + 2] = v.z, mine[i + 3] = v.w;
+    sum += v.x + v.y + v.z + v.w;
   }
   const uint32_t within = inclusive_sum(sum);
   const uint32_t end = sum_before(s, __shfl_sync(0xffffffffu, within, 31), all) + within;
@@ -55,9 +57,13 @@ struct RowLists {
   Range range;                // of its group's blocks
   int lists;
 
-  __device__ __forceinline__ int first(int list) const { return list / range.lists * range.entries + list % range.lists * chunk; }
+  __device__ __forceinline__ int first(int list) const {
+    return range.lists == 1 ? list * range.entries : list / range.lists * range.entries + list % range.lists * chunk;
+  }
   // whether the score kernel made it: blocks of short ranges have fewer lists than they could
-  __device__ __forceinline__ bool made(int list) const { return list % range.lists * chunk < range.entries && first(list) < length; }
+  __device__ __forceinline__ bool made(int list) const {
+    return first(list) < length && (range.lists == 1 || list % range.lists * chunk < range.entries);
+  }
 };
 
 // Headers of kHeaders lists from `begin` on; those that were not made count nothing. All are there after the call.
