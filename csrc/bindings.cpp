@@ -51,7 +51,7 @@ void run_sparse_decode(uintptr_t q, int64_t q_stride_row, int64_t q_stride_head,
                        int extra_indices_width, uintptr_t extra_topk_length, uintptr_t attn_sink, double softmax_scale,
                        uintptr_t out, int64_t out_stride_row, int64_t out_stride_head, uintptr_t lse, uintptr_t partials,
                        int64_t partials_bytes, uintptr_t control, int control_words, int num_sms, bool pdl, uintptr_t stream,
-                       int splits) {
+                       int splits, bool prefill) {
   sparse_decode::Params p = {};
   p.q = pointer<const uint16_t>(q);
   p.q_stride_row = q_stride_row;
@@ -67,7 +67,7 @@ void run_sparse_decode(uintptr_t q, int64_t q_stride_row, int64_t q_stride_head,
   p.main = make_cache(kv_pages, page_bytes, page_size, num_pages, indices, indices_stride, indices_width, topk_length);
   p.extra = make_cache(extra_kv_pages, extra_page_bytes, extra_page_size, extra_num_pages, extra_indices, extra_indices_stride,
                        extra_indices_width, extra_topk_length);
-  const auto plan = sparse_decode::make_plan(rows, heads, p.main.width, p.extra.width, num_sms, splits);
+  const auto plan = sparse_decode::make_plan(rows, heads, p.main.width, p.extra.width, num_sms, splits, prefill);
   if (partials_bytes < plan.partials_bytes || control_words < plan.control_words)
     throw std::runtime_error("sparse_decode: workspace too small: needs " + std::to_string(plan.partials_bytes) + " bytes and " +
                              std::to_string(plan.control_words) + " control words, got " + std::to_string(partials_bytes) + " and " +
@@ -136,22 +136,22 @@ PYBIND11_MODULE(_C, m) {
         "topk_length"_a, "extra_kv_pages"_a, "extra_page_bytes"_a, "extra_page_size"_a, "extra_num_pages"_a, "extra_indices"_a,
         "extra_indices_stride"_a, "extra_indices_width"_a, "extra_topk_length"_a, "attn_sink"_a, "softmax_scale"_a, "out"_a,
         "out_stride_row"_a, "out_stride_head"_a, "lse"_a, "partials"_a, "partials_bytes"_a, "control"_a, "control_words"_a,
-        "num_sms"_a, "pdl"_a, "stream"_a, "splits"_a = 0);
+        "num_sms"_a, "pdl"_a, "stream"_a, "splits"_a = 0, "prefill"_a = false);
   m.def(
       "sparse_decode_workspace",
-      [](int rows, int heads, int indices_width, int extra_indices_width, int num_sms, int splits) {
-        const auto plan = sparse_decode::make_plan(rows, heads, indices_width, extra_indices_width, num_sms, splits);
+      [](int rows, int heads, int indices_width, int extra_indices_width, int num_sms, int splits, bool prefill) {
+        const auto plan = sparse_decode::make_plan(rows, heads, indices_width, extra_indices_width, num_sms, splits, prefill);
         return py::make_tuple(plan.partials_bytes, plan.control_words);
       },
-      py::kw_only(), "rows"_a, "heads"_a, "indices_width"_a, "extra_indices_width"_a, "num_sms"_a, "splits"_a = 0);
+      py::kw_only(), "rows"_a, "heads"_a, "indices_width"_a, "extra_indices_width"_a, "num_sms"_a, "splits"_a = 0, "prefill"_a = false);
   m.attr("sparse_decode_max_control_words") = sparse_decode::max_control_words();
   index_select::bind(m);
   m.def("build_info", &build_info);
   m.def("kernel_attributes", &kernel_attributes);
   m.def("kernel_shared_bytes", [] {
     py::dict d;
-    d["sparse_decode_kernel"] = sparse_decode::shared_bytes();
-    for (const auto& [name, bytes] : index_select::shared_bytes()) d[py::str(name)] = bytes;
+    for (const auto& [kernel, bytes] : sparse_decode::shared_bytes()) d[kernel.c_str()] = bytes;
+    for (const auto& [kernel, bytes] : index_select::shared_bytes()) d[kernel.c_str()] = bytes;
     return d;
   });
 }

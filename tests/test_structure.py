@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,13 @@ LAYERS = (
 SHARED = {
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
     "deepseek_v4_sm120/sglang_adapters": {"platform_seams"},
-    "bench": {"common", "kernel_report"},
+    "bench": {"common", "kernel_report", "sparse_prefill"},
 }
+# the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each
+# other; SGLang (the load generator's process) and matplotlib (the plots) are looked for when they are needed
+CLIENT_FOLDERS = ("bench/serving", "bench/quality")
+# of bench/quality, what is no gate
+NO_GATE = {"gates", "greedy", "verdict"}
 # names that say nothing of a file's contents
 VAGUE = {"utils", "util", "helpers", "misc", "tools", "lib"}
 
@@ -75,6 +81,28 @@ def test_a_layer_holds_operators_only(folder):
     assert stems >= set(OPS)
     strangers = {stem for stem in stems if not any(stem == op or stem.startswith(f"{op}_") for op in OPS)}
     assert strangers == SHARED.get(folder, set())
+
+
+@pytest.mark.parametrize("folder", CLIENT_FOLDERS)
+def test_the_serving_client_needs_the_standard_library_only(folder):
+    found = sorted((REPO / folder).glob("*.py"))
+    assert len(found) > 5
+    for path in found:
+        for node in ast.parse(path.read_text()).body:  # module level: what an import of the file needs
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            strangers = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"bench"}
+            assert strangers == set(), path.name
+
+
+def test_every_gate_can_be_run_and_is_documented():
+    sys.path.insert(0, str(REPO))
+    from bench.quality import gates
+
+    modules = {gate.__name__.rpartition(".")[2] for gate in gates.GATES.values()}
+    assert modules == {path.stem for path in (REPO / "bench/quality").glob("*.py")} - NO_GATE
+    readme = (REPO / "README.md").read_text()
+    assert [name for name in gates.GATES if f"`{name}`" not in readme or name not in gates.__doc__] == []
 
 
 def test_files_are_short_and_say_what_they_hold():

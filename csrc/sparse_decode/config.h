@@ -41,8 +41,8 @@ constexpr int kMinLongUnitLog2 = 3;
 
 constexpr int kRowPitch = 592;                        // bytes of a candidate in shared memory: 37 x 16, conflict-free for ldmatrix
 constexpr int kWeightPitch = 2 * kLeaf + 16;          // bytes of a head's softmax weights: 5 x 16, conflict-free for ldmatrix
-constexpr int kWeightLog2 = 11;                       // f16 weights, up to 2^(kReferenceStep / 2), are stored times 2^11
-constexpr int kReferenceStep = 8;                     // softmax references are multiples of it (nearest to the maximum): they rarely move
+constexpr int kWeightLog2 = 7;                        // f16 weights, up to 2^(kReferenceStep / 2), are stored times 2^7
+constexpr int kReferenceStep = 16;                    // softmax references are multiples of it (nearest to the maximum): they rarely move
 
 constexpr int kControlWords = 2;                      // arrivals, abandoned shares
 constexpr int kMaxSplitItems = 256;                   // rows * head groups up to which rows are split over blocks
@@ -99,7 +99,7 @@ constexpr int kNumBarriers = 2 * kStages + 4 * kBuffers;
 
 struct SharedMemoryPlan {
   Stage stages[kStages];                                             // 57,600
-  alignas(16) float scores[kBuffers][kTiles][kBlockHeads][kLeaf];    // 32,768  columns xor-swizzled by head
+  alignas(128) float scores[kBuffers][kTiles][kBlockHeads][kLeaf];    // 32,768  columns xor-swizzled by head
   alignas(16) uint8_t weights_f16[kBuffers][kBlockHeads][kWeightPitch];   //  2,560
   alignas(16) uint8_t weights_bf16[kBuffers][kBlockHeads][kWeightPitch];  //  2,560
   alignas(16) float2 factors[kBuffers][kBlockHeads];                 //    256  (old, new) fold factors of a leaf

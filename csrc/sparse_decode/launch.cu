@@ -4,6 +4,7 @@
 
 #include "../check.h"
 #include "kernel.cuh"
+#include "prefill.cuh"
 
 namespace dsv4::sparse_decode {
 
@@ -15,32 +16,40 @@ constexpr int kMaxLongItems = 1024;                     // blocks that fold long
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-template <bool kSplit>
-void configure() {  // once per device
-  static uint64_t configured = 0;
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "sparse_decode", "cudaGetDevice");
-  if (device < 64 && (configured >> device & 1)) return;
-  check_cuda(cudaFuncSetAttribute(&sparse_decode_kernel<kSplit>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  sizeof(SharedMemoryPlan)),
-             "sparse_decode", "cudaFuncSetAttribute");
-  if (device < 64) configured |= uint64_t{1} << device;
-}
+// The kernels, by what a launch needs to know of them.
+template <void (*kKernel)(Params), int kThreadCount, int kSharedBytes>
+struct Kernel {
+  static constexpr int kThreads = kThreadCount, kShared = kSharedBytes;
 
-template <bool kSplit>
+  static void configure() {  // once per device
+    static uint64_t configured = 0;
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "sparse_decode", "cudaGetDevice");
+    if (device < 64 && (configured >> device & 1)) return;
+    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), "sparse_decode", "cudaFuncSetAttribute");
+    if (device < 64) configured |= uint64_t{1} << device;
+  }
+  static void* address() { return reinterpret_cast<void*>(kKernel); }
+};
+using SplitKernel = Kernel<&sparse_decode_kernel<true>, kThreads, sizeof(SharedMemoryPlan)>;
+using RowKernel = Kernel<&sparse_decode_kernel<false>, kThreads, sizeof(SharedMemoryPlan)>;
+using PrefillKernel = Kernel<&prefill::sparse_prefill_kernel, prefill::kThreads, sizeof(prefill::PrefillMemory)>;
+
+template <typename K>
 void launch_kernel(const Params& params, dim3 grid, bool pdl, cudaStream_t stream) {
-  configure<kSplit>();
+  K::configure();
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = sizeof(SharedMemoryPlan);
+  config.blockDim = dim3(K::kThreads);
+  config.dynamicSmemBytes = K::kShared;
   config.stream = stream;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = pdl ? 1 : 0;
-  check_cuda(cudaLaunchKernelEx(&config, sparse_decode_kernel<kSplit>, params), "sparse_decode", "launch");
+  void* arguments[] = {const_cast<Params*>(&params)};
+  check_cuda(cudaLaunchKernelExC(&config, K::address(), arguments), "sparse_decode", "launch");
 }
 
 void advance(Cache& cache, int rows) {
@@ -65,10 +74,16 @@ FastDivisor make_divisor(int divisor) {
 
 int max_control_words() { return kMaxSplitItems * kControlWords; }
 
-Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int splits_override) {
+Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int splits_override, bool prefill) {
   const int max_leaves = std::max(ceil_div(width, kLeaf) + ceil_div(extra_width, kLeaf), 1);
   const int max_units = std::min(max_leaves, kMaxUnits), needed_units = std::min(max_leaves, kMaxUnitsLong);
   Plan plan = {};
+  if (prefill) {
+    plan.head_groups = ceil_div(heads, prefill::kHeads);
+    plan.splits = 1;
+    plan.prefill_blocks = static_cast<int>(std::min<int64_t>(static_cast<int64_t>(rows) * plan.head_groups, num_sms));
+    return plan;
+  }
   plan.head_groups = ceil_div(heads, kBlockHeads);
   const int items = rows * plan.head_groups;
   const int64_t partial_bytes = kPartialFloats * 4;
@@ -92,18 +107,23 @@ Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int
 
 void launch(Params p, const Plan& plan, bool pdl, cudaStream_t stream) {
   const int groups = plan.head_groups;
+  if (plan.prefill_blocks > 0) {
+    p.head_blocks = groups;
+    launch_kernel<PrefillKernel>(p, dim3(plan.prefill_blocks), pdl, stream);
+    return;
+  }
   p.splits = make_divisor(plan.splits);
   p.unit_slots = plan.unit_slots;
   p.guess_main_leaves = ceil_div(p.main.width, kLeaf);
   const int leaves = std::max(p.guess_main_leaves + ceil_div(p.extra.width, kLeaf), 1), unit_log2 = unit_leaves_log2(leaves);
   p.guess_leaves = ceil_div(ceil_div(leaves, 1 << unit_log2), plan.splits) << unit_log2;
   if (plan.splits > 1) {
-    launch_kernel<true>(p, dim3(groups, plan.splits, p.rows), pdl, stream);
+    launch_kernel<SplitKernel>(p, dim3(groups, plan.splits, p.rows), pdl, stream);
     return;
   }
   for (int rows = p.rows; rows > 0; rows -= plan.rows_per_launch) {
     p.rows = std::min(rows, plan.rows_per_launch);
-    launch_kernel<false>(p, dim3(groups, 1, p.rows), pdl, stream);
+    launch_kernel<RowKernel>(p, dim3(groups, 1, p.rows), pdl, stream);
     p.q += p.rows * p.q_stride_row;
     p.out += p.rows * p.out_stride_row;
     if (p.lse != nullptr) p.lse += static_cast<int64_t>(p.rows) * p.heads;
@@ -112,23 +132,23 @@ void launch(Params p, const Plan& plan, bool pdl, cudaStream_t stream) {
   }
 }
 
-template <bool kSplit>
-static KernelAttributes attributes_of() {
-  configure<kSplit>();
-  void (*const kernel)(Params) = &sparse_decode_kernel<kSplit>;
-  const int shared = sizeof(SharedMemoryPlan);
+template <typename K>
+static KernelAttributes attributes_of(const char* name) {
+  K::configure();
   cudaFuncAttributes a = {};
-  check_cuda(cudaFuncGetAttributes(&a, kernel), "sparse_decode", "cudaFuncGetAttributes");
+  check_cuda(cudaFuncGetAttributes(&a, K::address()), "sparse_decode", "cudaFuncGetAttributes");
   int blocks = 0;
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared), "sparse_decode", "occupancy query");
-  const std::string name = kSplit ? "sparse_decode_split" : "sparse_decode_row";
-  return {name, a.numRegs, static_cast<int>(a.sharedSizeBytes) + shared, static_cast<int>(a.localSizeBytes), blocks};
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, K::address(), K::kThreads, K::kShared), "sparse_decode", "occupancy query");
+  return {name, a.numRegs, static_cast<int>(a.sharedSizeBytes) + K::kShared, static_cast<int>(a.localSizeBytes), blocks};
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {attributes_of<true>(), attributes_of<false>()};
+  return {attributes_of<SplitKernel>("sparse_decode_split"), attributes_of<RowKernel>("sparse_decode_row"),
+          attributes_of<PrefillKernel>("sparse_prefill")};
 }
 
-int shared_bytes() { return sizeof(SharedMemoryPlan); }
+std::vector<std::pair<std::string, int>> shared_bytes() {
+  return {{"sparse_decode_kernel", SplitKernel::kShared}, {"sparse_prefill_kernel", PrefillKernel::kShared}};
+}
 
 }  // namespace dsv4::sparse_decode

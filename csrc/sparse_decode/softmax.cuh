@@ -8,62 +8,75 @@
 
 namespace dsv4::sparse_decode {
 
-// A thread has eight candidates of one head, 4 q .. 4 q + 3 and 16 + 4 q .. 16 + 4 q + 3; four lanes a head. Heads two apart are neighbours,
-// which keeps the loads of the swizzled scores free of bank conflicts.
-__device__ __forceinline__ int softmax_head() {
-  const int t = (threadIdx.x - 32 * (kValueWarps + kScoreWarps)) >> 2;
+// Head of thread `thread` of those that weigh: four lanes have a head. Heads two apart are neighbours, which keeps the loads of the swizzled
+// scores free of bank conflicts.
+__device__ __forceinline__ int softmax_head(int thread) {
+  const int t = thread >> 2;
   return (t & ~3) | (t & 1) << 1 | (t >> 1 & 1);
 }
 
+// A thread has eight candidates of its head: 4 q .. 4 q + 3 and 16 + 4 q .. 16 + 4 q + 3.
 struct Softmax {
   float x[8];
   uint32_t valid;  // a bit for each of x
-  float reference, sum;
+  float reference;
 
-  // leaf i of this block
-  __device__ __forceinline__ void load(const SharedMemoryPlan& sm, int buffer, int i, int head) {
-    const int q = threadIdx.x & 3;
+  // The sum of the tiles, by pairs of tiles, from a part for each tile or for each pair.
+  template <int kParts, int kHeads>
+  __device__ __forceinline__ void load(const float (&scores)[kParts][kHeads][kLeaf], int head, uint32_t valid_bits) {
+    constexpr int kPairs = kTiles / 2;
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
+    for (int pair = 0; pair < kPairs; ++pair)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float4 part = *reinterpret_cast<const float4*>(&sm.scores[buffer][t][head][(16 * half + 4 * q) ^ ((head & 3) << 3)]);
+        const int column = (16 * half + 4 * (threadIdx.x & 3)) ^ ((head & 3) << 3);
+        float4 sum = *reinterpret_cast<const float4*>(&scores[pair * kParts / kPairs][head][column]);
+        if (kParts == kTiles) sum = add(sum, *reinterpret_cast<const float4*>(&scores[pair * 2 + 1][head][column]));
         float* to = x + 4 * half;
-        to[0] = t == 0 ? part.x : to[0] + part.x;
-        to[1] = t == 0 ? part.y : to[1] + part.y;
-        to[2] = t == 0 ? part.z : to[2] + part.z;
-        to[3] = t == 0 ? part.w : to[3] + part.w;
+        to[0] = pair == 0 ? sum.x : to[0] + sum.x;
+        to[1] = pair == 0 ? sum.y : to[1] + sum.y;
+        to[2] = pair == 0 ? sum.z : to[2] + sum.z;
+        to[3] = pair == 0 ? sum.w : to[3] + sum.w;
       }
-    const uint32_t mask = *reinterpret_cast<const uint32_t*>(sm.valid[i % kMasks]) >> (4 * q);
-    valid = (mask & 0xfu) | (mask >> 12 & 0xf0u);
+    valid = valid_bits;
   }
-  // x becomes the weights
-  __device__ __forceinline__ void weigh(float logit_scale) {
+  // x becomes logits in log2, `reference` that of the greatest
+  __device__ __forceinline__ void refer(float logit_scale) {
     float steps = 0.f;  // rounded to integers, as bits that order like them; below all of them where masked
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      x[i] *= logit_scale;
-      steps = fmaxf(steps, valid >> i & 1 ? fmaf(x[i], 1.f / kReferenceStep, kRounder) : 0.f);
+      x[i] = valid >> i & 1 ? x[i] * logit_scale : -__int_as_float(0x7f800000);
+      steps = fmaxf(steps, fmaf(x[i], 1.f / kReferenceStep, kRounder));
     }
     steps = fmaxf(steps, __shfl_xor_sync(0xffffffffu, steps, 1));
     steps = fmaxf(steps, __shfl_xor_sync(0xffffffffu, steps, 2));
     reference = (steps - kRounder) * kReferenceStep;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = valid >> i & 1 ? exp2_approx(x[i] - reference) : 0.f;
   }
-  __device__ __forceinline__ void store(SharedMemoryPlan& sm, int buffer, int head, float2 factor) const {
-    const int q = threadIdx.x & 3;
+  // x becomes the weights
+  __device__ __forceinline__ void weigh(float relative_to) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = exp2_approx(x[i] - relative_to);
+  }
+  template <int kHeads>
+  __device__ __forceinline__ void store_f16(uint8_t (&weights)[kHeads][kWeightPitch], int head) const {
     constexpr float up = 1 << kWeightLog2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float* from = x + 4 * half;
-      *reinterpret_cast<uint2*>(&sm.weights_f16[buffer][head][32 * half + 8 * q]) =
+      *reinterpret_cast<uint2*>(&weights[head][32 * half + 8 * (threadIdx.x & 3)]) =
           make_uint2(pack_f16x2(from[0] * up, from[1] * up), pack_f16x2(from[2] * up, from[3] * up));
-      *reinterpret_cast<uint2*>(&sm.weights_bf16[buffer][head][32 * half + 8 * q]) =
+    }
+  }
+  template <int kHeads>
+  __device__ __forceinline__ void store_bf16(uint8_t (&weights)[kHeads][kWeightPitch], int head) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* from = x + 4 * half;
+      *reinterpret_cast<uint2*>(&weights[head][32 * half + 8 * (threadIdx.x & 3)]) =
           make_uint2(pack_bf16x2(from[0], from[1]), pack_bf16x2(from[2], from[3]));
     }
-    if (q == 0) sm.factors[buffer][head] = factor;
   }
+  // of the head's weights
   __device__ __forceinline__ float total() const {
     float s = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
     s += __shfl_xor_sync(0xffffffffu, s, 1);
@@ -85,9 +98,15 @@ __device__ __forceinline__ void fold_unit_stats(SharedMemoryPlan& sm, float* par
   __syncwarp();
 }
 
+// the bits of a thread's candidates, from a bit each of the leaf's
+__device__ __forceinline__ uint32_t valid_of(uint32_t leaf_bits) {
+  const uint32_t mine = leaf_bits >> (4 * (threadIdx.x & 3));
+  return (mine & 0xfu) | (mine >> 12 & 0xf0u);
+}
+
 template <bool kSplit>
 __device__ __forceinline__ void run_softmax_team(const Params& p, SharedMemoryPlan& sm) {
-  const int lane = threadIdx.x & 31, head = softmax_head();
+  const int lane = threadIdx.x & 31, head = softmax_head(threadIdx.x - 32 * (kValueWarps + kScoreWarps));
   math_sync();  // the greatest magnitudes of q and the work are there
   const Work w = sm.work;
   const float logit_scale = p.scale_log2 * __int_as_float((127 - query_exponent(sm, head)) << 23);
@@ -100,13 +119,16 @@ __device__ __forceinline__ void run_softmax_team(const Params& p, SharedMemoryPl
       const int buffer = ring.buffer();
       Softmax softmax;
       mbarrier_wait(barriers + kScored + 8 * buffer, ring.buffer_phase());
-      softmax.load(sm, buffer, ring.i, head);
+      softmax.load(sm.scores[buffer], head, valid_of(*reinterpret_cast<const uint32_t*>(sm.valid[ring.i % kMasks])));
       __syncwarp();
       if (lane == 0) mbarrier_arrive(barriers + kScoresRead + 8 * buffer);
-      softmax.weigh(logit_scale);
+      softmax.refer(logit_scale);
+      softmax.weigh(softmax.reference);
       const float2 factor = fold_factors(fold.reference, softmax.reference);
       mbarrier_wait(barriers + kFolded + 8 * buffer, ring.buffer_phase() ^ 1);
-      softmax.store(sm, buffer, head, factor);
+      softmax.store_f16(sm.weights_f16[buffer], head);
+      softmax.store_bf16(sm.weights_bf16[buffer], head);
+      if ((lane & 3) == 0) sm.factors[buffer][head] = factor;
       __syncwarp();
       if (lane == 0) mbarrier_arrive(barriers + kWeighed + 8 * buffer);
       fold = {fmaxf(fold.reference, softmax.reference), fmaf(softmax.total(), factor.y, fold.sum * factor.x)};

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace dsv4::sparse_decode {
@@ -35,7 +36,7 @@ struct Params {
   float* lse;                   // [rows, heads] or nullptr: natural log, without the sink, +inf where no candidate is valid
   const float* attn_sink;       // [heads] natural-log logits or nullptr
   float scale_log2;             // softmax scale * log2(e)
-  int32_t rows, heads;
+  int32_t rows, heads, head_blocks;  // blocks for the heads of a row
   Cache main, extra;
   float* partials;              // [slots][unit_slots][kPartialFloats]
   uint32_t* control;            // [rows * head_groups][kControlWords], a multiple of 64 and 0 between calls
@@ -50,10 +51,11 @@ struct Plan {
   int32_t rows_per_launch;  // all of them but for thousands of long rows
   int64_t partials_bytes;
   int32_t control_words;
+  int32_t prefill_blocks;   // 0: not the prefill kernel
 };
 
-// The launch geometry for a shape. Depends on sizes alone, never on the lengths (they are on the device); bounds the scratch.
-Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int splits_override);
+// The launch geometry for a shape; prefill: by the kernel for many rows. Depends on sizes alone, never on the lengths (they are on the device); bounds the scratch.
+Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int splits_override, bool prefill);
 int max_control_words();
 
 FastDivisor make_divisor(int divisor);
@@ -65,6 +67,6 @@ struct KernelAttributes {
   int registers, shared_bytes, local_bytes, blocks_per_sm;
 };
 std::vector<KernelAttributes> kernel_attributes();
-int shared_bytes();
+std::vector<std::pair<std::string, int>> shared_bytes();  // of a block, by kernel
 
 }  // namespace dsv4::sparse_decode

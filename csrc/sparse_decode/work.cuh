@@ -13,11 +13,15 @@ __device__ __forceinline__ int load_length(const Cache& c, int row) {
   return c.topk_length == nullptr ? c.width : min(max(c.topk_length[row], 0), c.width);
 }
 
-template <bool kSplit>
-__device__ __forceinline__ void plan_work(const Params& p, Work& w, int split) {
+__device__ __forceinline__ void count_leaves(Work& w) {
   w.main_leaves = (w.main_length + kLeaf - 1) / kLeaf;
   w.leaves = w.main_leaves + (w.extra_length + kLeaf - 1) / kLeaf;
   if (w.leaves == 0) w.leaves = w.main_leaves = 1;  // no candidate: one masked leaf
+}
+
+template <bool kSplit>
+__device__ __forceinline__ void plan_work(const Params& p, Work& w, int split) {
+  count_leaves(w);
   const int unit_log2 = unit_leaves_log2(w.leaves);
   w.units = (w.leaves + (1 << unit_log2) - 1) >> unit_log2;
   w.fold_leaves = 1 << unit_log2;

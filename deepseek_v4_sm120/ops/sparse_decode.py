@@ -10,6 +10,9 @@ from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 
 MAX_HEADS = 128
+# From so many rows and heads on, the kernel for many rows takes a call. It is faster from about 100 rows on, but decode
+# and verify must not change kernels with the size of the batch: their bits would differ.
+PREFILL_ROWS, PREFILL_HEADS = 513, 33
 _ALIGN_BYTES = 16  # the kernel moves 16 bytes at a time
 _ALIGN_BF16 = _ALIGN_BYTES // 2
 _CAPTURE_RING_BYTES = 4 << 20
@@ -30,8 +33,9 @@ def sparse_decode(
     extra_topk_length=None,
     out=None,
     return_lse=False,
+    prefill=None,
 ):
-    """One decode step of sparse MLA over FP8 pages: one softmax over one or two paged caches, with a sink.
+    """Sparse MLA over FP8 pages, for decode and for prefill: one softmax over one or two paged caches, with a sink.
 
     q                  [rows, 1, heads, 512] bf16, last dim contiguous, other strides multiples of 8; heads in 1..128
     kv_pages           [pages, page_size, 1, 584] uint8 or float8_e4m3fn, any page_size; stride(0) = page stride in
@@ -46,6 +50,8 @@ def sparse_decode(
                        together or not at all
     out                bf16 like q, written in place, or None; must not overlap q
     return_lse         also return lse
+    prefill            True: the kernel for many rows, False: the one for few, None: PREFILL_ROWS and PREFILL_HEADS
+                       decide. A row's bits depend on the kernel, by rounding, and on nothing else outside the row
     returns            out [rows, 1, heads, 512] bf16, or (out, lse); lse [rows, heads, 1] float32: natural log, without
                        the sink. A row without a candidate has out 0 and lse +inf
     raises             TypeError (dtype), ValueError (shape, stride, alignment: says name, expected, got),
@@ -78,15 +84,26 @@ def sparse_decode(
         call = (q, kv_pages, indices, topk_length, extra_kv_pages, extra_indices, extra_topk_length)
         scale = dim**-0.5 if softmax_scale is None else float(softmax_scale)
         if device.index == torch._C._cuda_getDevice():
-            _launch(*call, attn_sink, scale, out, lse)
+            _launch(*call, attn_sink, scale, out, lse, prefill)
         else:
             with torch.cuda.device(device):
-                _launch(*call, attn_sink, scale, out, lse)
+                _launch(*call, attn_sink, scale, out, lse, prefill)
     return (out, lse.unsqueeze(-1)) if return_lse else out
 
 
 def _launch(
-    q, kv_pages, indices, topk_length, extra_kv_pages, extra_indices, extra_topk_length, attn_sink, scale, out, lse
+    q,
+    kv_pages,
+    indices,
+    topk_length,
+    extra_kv_pages,
+    extra_indices,
+    extra_topk_length,
+    attn_sink,
+    scale,
+    out,
+    lse,
+    prefill,
 ):
     """Checked arguments to raw pointers; q's device is current."""
     rows, _, heads, _ = q.shape
@@ -96,7 +113,9 @@ def _launch(
     index = q.device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
     num_sms = _num_sms(index)
-    partials_bytes, control_words = _workspace(rows, heads, width, extra_width, num_sms)
+    if prefill is None:
+        prefill = rows >= PREFILL_ROWS and heads >= PREFILL_HEADS
+    partials_bytes, control_words = (0, 0) if prefill else _workspace(rows, heads, width, extra_width, num_sms)
     partials = torch.empty((partials_bytes,), dtype=torch.uint8, device=q.device) if partials_bytes else None
     control = _control(index, stream, control_words)
     extension.load().sparse_decode(
@@ -132,6 +151,7 @@ def _launch(
         control=control.data_ptr(),
         control_words=control_words,
         num_sms=num_sms,
+        prefill=prefill,
         pdl=True,
         stream=stream,
     )

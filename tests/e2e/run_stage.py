@@ -38,6 +38,7 @@ SHADOW = {"DSV4_SM120_SHADOW": "1"}
 
 ANSWER = ["--phases", "answer", "--batches", "8", "32", "--graph-bs", "1", "8", "32", "--batch-prompts", ""]
 SIX_LAYERS = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--repeat", "2", "--new", "48"]
+LONG_PROMPT = ["--variant", "flash6h", "--prompts", "32000", "--repeat", "2", "--new", "32"]
 LONG = ["--variant", "flash6h", "--prompts", "2100,4100,8200", "--repeat", "2", "--new", "48"]
 ALL_LAYERS = ["--variant", "flash43e64"]
 ALL_LAYERS_ANSWER = [*ALL_LAYERS, "--prompts", "5,700,8200", "--repeat", "1", "--new", "32"]
@@ -65,6 +66,12 @@ STAGES = {
         Case("ops", SIX_LAYERS + ANSWER, environment=OPS),
         Case("ops_shadow", SIX_LAYERS + ANSWER, environment=OPS | PAGED_EXTEND | SHADOW),
         Case("ops_paged", SIX_LAYERS + ANSWER, environment=OPS | PAGED_EXTEND),
+    ],
+    # one prompt of 32,000 tokens: chunks of 8,192 rows, so the kernel for many rows
+    "prompt32k": [
+        Case("stock32k", LONG_PROMPT + ANSWER, patched=False, environment=PAGED_EXTEND),
+        Case("ops32k_shadow", LONG_PROMPT + ANSWER, environment=OPS | PAGED_EXTEND | SHADOW),
+        Case("ops32k", LONG_PROMPT + ANSWER, environment=OPS | PAGED_EXTEND),
     ],
     "seams": [
         Case("seams_shadow", SIX_LAYERS + ANSWER, environment=SEAMS | SHADOW),
@@ -97,6 +104,8 @@ DIFFERENCES = [
     ("ours against stock, SGLang's default extend", "ops", "stock"),
     ("ours against stock, paged extend", "ops_paged", "ops_shadow"),
     ("yardstick: stock's paged extend against stock's sparse_fwd extend", "ops_shadow", "stock"),
+    ("ours against stock, 32,000 tokens, paged extend", "ops32k", "stock32k"),
+    ("yardstick: the same stock kernels twice, 32,000 tokens", "ops32k_shadow", "stock32k"),
     ("ours against stock Triton, SM120 branches", "seams", "seams_shadow"),
     ("yardstick: stock's SM120 branches against stock's Hopper path", "seams_shadow", "stock"),
 ]

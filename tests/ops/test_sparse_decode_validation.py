@@ -326,7 +326,7 @@ def stream(monkeypatch):
     return Stream(monkeypatch)
 
 
-def launch(arguments, lse=None):
+def launch(arguments, lse=None, prefill=None):
     names = (
         "q",
         "kv_pages",
@@ -338,7 +338,7 @@ def launch(arguments, lse=None):
         "attn_sink",
     )
     out = torch.empty_like(arguments["q"])
-    op._launch(*(arguments[name] for name in names), 0.125, out, lse)
+    op._launch(*(arguments[name] for name in names), 0.125, out, lse, prefill)
     return out
 
 
@@ -377,11 +377,31 @@ def test_the_call_that_reaches_the_extension(fake, stream):
         out_stride_head=512,
         lse=lse.data_ptr(),
         num_sms=132,
+        prefill=False,
         pdl=True,
         stream=77,
     )
     assert workspace["partials"] and workspace["control"]
     assert (workspace["partials_bytes"], workspace["control_words"]) == (4096 * ROWS, 4 * ROWS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "asked", "chosen"),
+    [
+        (op.PREFILL_ROWS, op.PREFILL_HEADS, None, True),
+        (op.PREFILL_ROWS - 1, op.PREFILL_HEADS, None, False),
+        (op.PREFILL_ROWS, op.PREFILL_HEADS - 1, None, False),
+        (1, 1, True, True),
+        (op.PREFILL_ROWS, op.PREFILL_HEADS, False, False),
+    ],
+)
+def test_rows_and_heads_choose_the_kernel_and_the_one_for_many_rows_takes_no_scratch(
+    fake, stream, rows, heads, asked, chosen
+):
+    few = dict(indices=int32(rows, 1, 128), topk_length=None, extra_kv_pages=None, extra_indices=None)
+    launch(good(q=bf16(rows, 1, heads, 512), extra_topk_length=None, attn_sink=None, **few), prefill=asked)
+    call = fake.calls[0]
+    assert call["prefill"] is chosen and bool(call["partials_bytes"]) is not chosen
 
 
 def test_absent_arguments_are_zero(fake, stream):

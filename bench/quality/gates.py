@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""The correctness gates: `python3 bench/quality/gates.py GATE --url http://127.0.0.1:30000 [options]`, standard
+library only.
+
+  logit-oracle           greedy tokens and the 20 best log-probabilities against a reference server or file
+  speculation-equality   the same text with and without speculation, at concurrency 1, 8, 32
+  batch-invariance       one prompt alone, and among 31 others
+  needle                 a fact in a long document
+  arithmetic             GSM8K from a local file, or a small set of our own
+  corruption-soak        hours of mixed load, every answer looked at; resumable
+  tool-calls             DSML tool calls and reasoning, streamed and not
+  summary FILE...        a Markdown table of verdicts
+
+Exit codes: 0 passed; 1 failed; 2 wrong usage; 3 no verdict; 4 incomplete: the server was lost on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(REPO)]
+
+from bench.quality import (  # noqa: E402
+    arithmetic,
+    batch_invariance,
+    corruption_soak,
+    greedy,
+    logit_oracle,
+    needle,
+    speculation_equality,
+    tool_calls,
+)
+from bench.quality.verdict import Verdict, markdown  # noqa: E402
+from bench.serving.endpoint import ServerError, ServerRefused  # noqa: E402
+
+GATES = {
+    gate.NAME: gate
+    for gate in (
+        logit_oracle,
+        speculation_equality,
+        batch_invariance,
+        needle,
+        arithmetic,
+        corruption_soak,
+        tool_calls,
+    )
+}
+# with random weights these measure nothing: there is no quality to lose
+NEED_A_TRAINED_MODEL = {needle.NAME, arithmetic.NAME, corruption_soak.NAME, tool_calls.NAME}
+PASSED, FAILED, USAGE, NO_VERDICT, INCOMPLETE = range(5)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    gates = found.add_subparsers(dest="gate", required=True)
+    for name, gate in GATES.items():
+        one = gates.add_parser(name, description=gate.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        one.add_argument("--url", required=True, help="the server under test")
+        one.add_argument("--timeout", type=float, default=600.0, help="seconds of silence before a request is given up")
+        one.add_argument("--seed", type=int, default=1)
+        one.add_argument(
+            "--prompts", default="text", choices=("text", "random"), help="random: token ids, no tokenizer"
+        )
+        one.add_argument("--tie", type=float, default=greedy.TIE, help="log-probabilities this close are a tie")
+        one.add_argument(
+            "--random-weights", action="store_true", help="the model is not trained: quality has no verdict"
+        )
+        one.add_argument("--out", type=Path, help="folder for GATE.json")
+        gate.add_arguments(one)
+    summary = gates.add_parser("summary")
+    summary.add_argument("files", nargs="+", type=Path)
+    return found
+
+
+def run(options: argparse.Namespace) -> Verdict:
+    """The gate's verdict; a lost server is INCOMPLETE, never a pass. ValueError: wrong usage."""
+    try:
+        found = GATES[options.gate].run(options)
+    except ServerRefused as error:
+        if "/v1/tokenize" in str(error):
+            raise ValueError(
+                f"no tokenizer: {error}. Start the server with its tokenizer, or take --prompts random"
+            ) from error
+        found = Verdict(options.gate, None, "", incomplete=str(error))
+    except ServerError as error:
+        found = Verdict(options.gate, None, "", incomplete=str(error))
+    if options.random_weights:
+        found.notes.append("random weights")
+        if options.gate in NEED_A_TRAINED_MODEL and not found.incomplete:
+            found.passed = None
+            found.notes.append("no quality can be measured; this run only shows that the gate works against the server")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.gate == "summary":
+        print(markdown({str(path.with_suffix("")): path for path in options.files}))
+        return PASSED
+    try:
+        found = run(options)
+    except (ValueError, OSError) as error:
+        print(f"gates: {error}", file=sys.stderr)
+        return USAGE
+    print(found.text())
+    if options.out:
+        found.write(options.out / f"{options.gate}.json", "python3 " + shlex.join(sys.argv))
+    if found.incomplete:
+        return INCOMPLETE
+    return {True: PASSED, False: FAILED, None: NO_VERDICT}[found.passed]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

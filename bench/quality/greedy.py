@@ -1,0 +1,85 @@
+"""Greedy answers next to each other: where they part, and whether that was a tie.
+
+Two right servers may part where the two best tokens are as likely as each other: logits in bf16 have a step of 0.125
+at 16 to 32, so a difference of one step is rounding. Such a place is a tie, is stated with both log-probabilities,
+and is no fault. Anything wider is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.serving.endpoint import Answer, Endpoint, ServerRefused
+from bench.serving.prompts import PromptSource
+
+TIE = 0.125  # one step of a bf16 logit between 16 and 32, in natural logarithms
+TOP = 20
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where two answers part. Log-probabilities by `judge`, None: not among its best `TOP`."""
+
+    prompt: int
+    position: int
+    first_id: int | None
+    second_id: int | None
+    first_logprob: float | None
+    second_logprob: float | None
+    tie: bool
+
+    def text(self, first: str, second: str) -> str:
+        def value(number: float | None) -> str:
+            return f"below the best {TOP}" if number is None else f"{number:.4f}"
+
+        return (
+            f"prompt {self.prompt}, output position {self.position}: {first} chose {self.first_id} "
+            f"({value(self.first_logprob)}), {second} chose {self.second_id} ({value(self.second_logprob)})"
+            + (" - a tie" if self.tie else "")
+        )
+
+
+def prompts_for(endpoint: Endpoint, kind: str, lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """Token ids of prompts of these lengths, all different. `text` uses the server's tokenizer."""
+    source = PromptSource(kind, endpoint.tokenize)
+    return [source.ids(length, seed * 1000 + index) for index, length in enumerate(lengths)]
+
+
+def forget(endpoint: Endpoint) -> None:
+    """Empty the prefix cache where the server lets us: a reused prefix is another way of computing the same."""
+    with contextlib.suppress(ServerRefused):
+        endpoint.flush_cache()
+
+
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
+    """The first position where the sequences differ (also where one ends), None where they are equal."""
+    for position, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return position
+    return None if len(first) == len(second) else min(len(first), len(second))
+
+
+def judge(endpoint: Endpoint, context: Sequence[int], first: int, second: int, tie: float) -> tuple:
+    """(log-probability of each of two tokens after `context` by `endpoint`, whether they tie). One token is decoded."""
+    answer = endpoint.generate(context, 1, top=TOP, ignore_eos=True)
+    best = {token: logprob for logprob, token in (answer.tops[0] if answer.tops else [])}
+    a, b = best.get(first), best.get(second)
+    # both among the best is not enough: they must be the best, else both servers chose badly
+    tied = a is not None and b is not None and abs(a - b) <= tie and max(best.values()) - min(a, b) <= tie
+    return a, b, tied
+
+
+def divergence(
+    judge_endpoint: Endpoint, index: int, prompt: Sequence[int], first: Answer, second: Answer, tie: float
+) -> Divergence | None:
+    """Where two answers to one prompt part, judged by a third look at that very context; None: equal."""
+    position = first_difference(first.ids, second.ids)
+    if position is None:
+        return None
+    ids = [answer.ids[position] if position < len(answer.ids) else None for answer in (first, second)]
+    if None in ids:  # one has ended: no second token to weigh
+        return Divergence(index, position, *ids, None, None, False)
+    logprobs = judge(judge_endpoint, [*prompt, *first.ids[:position]], *ids, tie)
+    return Divergence(index, position, *ids, *logprobs)

@@ -1,0 +1,58 @@
+"""Gate 4: a fact at a known depth of a long, made document must be found. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+
+from bench.quality.verdict import Verdict
+from bench.serving.endpoint import Endpoint
+from bench.serving.prompts import ASSISTANT, BEGIN, USER, prose
+
+NAME = "needle"
+LENGTHS = (4096, 32768, 131072)
+DEPTHS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+NAMES = ("Arbuckle", "Birtwhistle", "Cavendish", "Drummond", "Ellsworth", "Fairweather", "Greenhalgh", "Hathersage")
+WORDS_A_TOKEN = 0.7  # of English prose; the real number of tokens is in the figures
+
+
+def question(length: int, depth: float, seed: int) -> tuple[str, str]:
+    """(prompt, the number to be found): about `length` tokens of prose with one fact at `depth` (0 start, 1 end)."""
+    source = random.Random(f"needle {length} {depth} {seed}")
+    name, number = source.choice(NAMES), str(source.randrange(10_000, 100_000))
+    sentences = re.findall(r"[^.]+\.", prose(int(length * WORDS_A_TOKEN), seed * 31 + int(depth * 100)))
+    sentences.insert(round(depth * len(sentences)), f" The secret number of {name} is {number}.")
+    asked = f"\n\nWhat is the secret number of {name}? Answer with the number alone."
+    return BEGIN + USER + "".join(sentences) + asked + ASSISTANT, number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="about this many tokens")
+    parser.add_argument("--depths", type=float, nargs="+", default=list(DEPTHS), help="0 start, 1 end")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--min-score", type=float, default=1.0)
+
+
+def run(options: argparse.Namespace) -> Verdict:
+    endpoint = Endpoint(options.url, options.timeout)
+    bad = [depth for depth in options.depths if not 0 <= depth <= 1]
+    if bad:
+        raise ValueError(f"needle: --depths must lie between 0 and 1, got {bad}")
+    findings, asked, found, grid, tokens = [], 0, 0, {}, 0
+    for length in options.lengths:
+        for depth in options.depths:
+            for repeat in range(options.repeats):
+                prompt, number = question(length, depth, options.seed + repeat)
+                answer = endpoint.generate(prompt, 24)
+                right = number in re.findall(r"\d+", answer.text)
+                asked, found, tokens = asked + 1, found + right, max(tokens, answer.prompt_tokens)
+                cell = grid.setdefault(f"{length} at {depth:g}", [0, 0])
+                cell[0], cell[1] = cell[0] + right, cell[1] + 1
+                if not right:
+                    place = f"{answer.prompt_tokens} tokens, depth {depth:g}"
+                    findings.append(f"{place}: expected {number}, got {answer.text.strip()[:60]!r}")
+    score = found / asked
+    summary = f"{found} of {asked} found (bar {options.min_score:.0%})"
+    figures = {"score": score, "longest_prompt_tokens": tokens}
+    return Verdict(NAME, score >= options.min_score, summary, findings, figures, details={"found_of_asked": grid})

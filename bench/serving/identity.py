@@ -1,0 +1,191 @@
+"""Who the two sides are, and the rules by which a comparison is refused.
+
+A comparison says something of one change. The sides' server arguments, versions, watched environment, GPUs and clocks
+must agree but for what the caller named as intended (`--change`); else nothing is compared, and the reasons are
+printed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.serving.endpoint import Endpoint, ServerError
+
+# of /server_info: what differs between two equal servers, or from one moment to the next
+NOT_FLAGS = {
+    "admin_api_key",
+    "api_key",
+    "cpu_memory_usage",
+    "crash_dump_folder",
+    "detokenizer_pid",
+    "dist_init_addr",
+    "file_storage_path",
+    "host",
+    "instance_id",
+    "internal_states",
+    "kv_events",
+    "log_file",
+    "max_req_input_len",
+    "max_total_num_tokens",
+    "memory_usage",
+    "model_config",
+    "nccl_port",
+    "pid",
+    "port",
+    "random_seed",
+    "scheduler_pid",
+    "startup_time",
+    "status",
+    "tokenizer_worker_num",
+    "uptime",
+    "version",
+    "weight_version",
+}
+PATCH_ENVIRONMENT = ("DSV4_", "PYTHONPATH")
+# what --change may name, besides flag:NAME and env:NAME
+CHANGES = ("patch", "version", "model", "nothing")
+MAX_CLOCK_DIFFERENCE = 0.03
+CLOCKS = ("sm_mhz", "mem_mhz")
+
+
+@dataclass
+class Identity:
+    """One side. `patch`: {patch name: state} over its processes, None: not known (no report folder)."""
+
+    name: str
+    url: str
+    command: str | None = None
+    host: str = "this host"
+    version: str | None = None
+    model: str | None = None
+    flags: dict = field(default_factory=dict)
+    environment: dict[str, str] | None = None
+    patch: dict[str, str] | None = None
+    max_request_tokens: int | None = None
+    cache_tokens: int | None = None
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def speculates(self) -> bool:
+        return bool(self.flags.get("speculative_algorithm"))
+
+    @property
+    def patch_status(self) -> str:
+        if self.patch is None:
+            return "not known"
+        return ", ".join(f"{name} {state}" for name, state in sorted(self.patch.items())) or "stock"
+
+
+def patch_states(folder: Path | None) -> dict[str, str] | None:
+    """{patch: state} from the reports of DSV4_SM120_REPORT; APPLIED if it is in any process. No report: stock."""
+    if folder is None:
+        return None
+    found: dict[str, str] = {}
+    for path in sorted(folder.glob("*.json")):
+        report = json.loads(path.read_text())
+        mode = report.get("settings", {}).get("force")
+        for entry in report.get("patches", []):
+            if entry["state"] == "NOT APPLICABLE":
+                continue
+            state = entry["state"] + (f" (validation mode {mode})" if mode else "")
+            if not found.get(entry["patch"], "").startswith("APPLIED"):
+                found[entry["patch"]] = state
+    return found
+
+
+def identify(
+    name: str,
+    endpoint: Endpoint,
+    model: str | None = None,
+    command: str | None = None,
+    environment: dict[str, str] | None = None,
+    report: Path | None = None,
+) -> Identity:
+    """Ask the server what it is. What cannot be known is listed in `unknown`, and never counts as equal in silence."""
+    found = Identity(name, endpoint.url, command, environment=environment, patch=patch_states(report))
+    if not endpoint.is_local():
+        found.host = endpoint.host
+        found.unknown.append("devices, clocks, topology (the server is on another host; what is told is this one's)")
+    served = endpoint.models()
+    if model:
+        endpoint.check_model(model)
+    found.model = model or (served[0] if served else None)
+    try:
+        info = endpoint.server_info()
+    except ServerError as error:
+        found.unknown.append(f"flags and version (no /server_info: {error})")
+        info = {}
+    found.version = info.get("version")
+    found.max_request_tokens = info.get("max_req_input_len") or info.get("context_length")
+    found.cache_tokens = info.get("max_total_num_tokens")
+    found.flags = {key: value for key, value in info.items() if key not in NOT_FLAGS}
+    if environment is None:
+        found.unknown.append("environment (the server was not started by this program)")
+    if found.patch is None:
+        found.unknown.append("patch status (no folder of DSV4_SM120_REPORT given)")
+    return found
+
+
+def check_changes(changes: Iterable[str]) -> None:
+    for change in changes:
+        if change not in CHANGES and not change.startswith(("flag:", "env:")):
+            raise ValueError(f"--change must be {', '.join(CHANGES)}, flag:NAME or env:NAME; got {change!r}")
+
+
+def differing(a: dict, b: dict) -> list[str]:
+    absent = object()
+    return sorted(key for key in a.keys() | b.keys() if a.get(key, absent) != b.get(key, absent))
+
+
+def reasons_to_refuse(a: Identity, b: Identity, changes: Iterable[str]) -> list[str]:
+    """Every difference that was not named as intended, and every intended change that is not there."""
+    changes = set(changes)
+    found, seen = [], set()
+
+    def note(kinds: set[str], text: str) -> None:
+        if changes & kinds:
+            seen.update(changes & kinds)
+        else:
+            found.append(text)
+
+    if a.host != b.host:
+        note(set(), f"A and B are not on one host: A {a.host}, B {b.host}")
+    if a.version != b.version:
+        note({"version"}, f"SGLang differs: A {a.version}, B {b.version} (--change version)")
+    if a.model != b.model:
+        note({"model"}, f"the model differs: A {a.model}, B {b.model} (--change model)")
+    for key in differing(a.flags, b.flags):
+        values = f"A {a.flags.get(key)!r}, B {b.flags.get(key)!r}"
+        kinds = {f"flag:{key}"} | ({"model"} if key in ("model_path", "served_model_name", "tokenizer_path") else set())
+        note(kinds, f"server argument {key} differs: {values} (--change flag:{key})")
+    known = a.environment is not None and b.environment is not None
+    for key in differing(a.environment, b.environment) if known else []:
+        kinds = {f"env:{key}"} | ({"patch"} if key.startswith(PATCH_ENVIRONMENT) else set())
+        values = f"A {a.environment.get(key)!r}, B {b.environment.get(key)!r}"
+        note(kinds, f"environment variable {key} differs: {values} (--change env:{key})")
+    if a.patch is not None and b.patch is not None and a.patch != b.patch:
+        note({"patch"}, f"the patch differs: A {a.patch_status}, B {b.patch_status} (--change patch)")
+    for change in sorted(changes - seen - {"nothing"}):
+        if change == "patch" and (a.patch is None or b.patch is None):
+            continue  # said in `unknown`
+        found.append(f"the intended change {change} is not there: A and B are the same in it")
+    return found
+
+
+def clock_reasons(a: dict | None, b: dict | None) -> list[str]:
+    """Clocks of the two sides, as summarised by machine.ClockWatch. Neither known: nothing to say here."""
+    if (a is None) != (b is None):
+        return [f"clocks were seen on side {'B' if a is None else 'A'} only"]
+    if a is None or b is None:
+        return []
+    found = []
+    for key in CLOCKS:
+        if a.get(key) and b.get(key) and abs(b[key] / a[key] - 1) > MAX_CLOCK_DIFFERENCE:
+            found.append(f"{key} differs by more than {MAX_CLOCK_DIFFERENCE:.0%}: A {a[key]:g}, B {b[key]:g}")
+    for name, side in (("A", a), ("B", b)):
+        if side.get("throttled"):
+            found.append(f"side {name} was throttled (heat or power brake)")
+    return found

@@ -1,0 +1,245 @@
+#!/usr/bin/env python3
+"""sparse_decode on prompts against its bars: `python3 bench/sparse_prefill.py [--quick] [--out FILE]`.
+
+Rows are neighbouring tokens of one prompt: their windows overlap, their C4 picks are drawn from the same context, their
+C128 lists are all entries. TFLOP/s count 2 x 1024 x heads x valid candidates a row. Both kernels are timed for every
+case (`prefill` forced); `ours` is the one that a call without it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "bench")]
+
+import common  # noqa: E402
+
+from deepseek_v4_sm120 import extension  # noqa: E402
+from deepseek_v4_sm120.ops import sparse_decode as op  # noqa: E402
+from deepseek_v4_sm120.reference import kv_pages  # noqa: E402
+from deepseek_v4_sm120.reference.accuracy import MAX_RELATIVE_ERROR, relative_error  # noqa: E402
+from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference  # noqa: E402
+from deepseek_v4_sm120.reference.sparse_decode_inputs import SWA_WIDTH, Inputs, rms_rows  # noqa: E402
+
+DEVICE = "cuda"
+HISTORY = 32768  # tokens before the first row
+SAMPLED_ROWS = 48  # compared with the reference
+ISSUE = 4
+FLASHMLA = "459-590 from a dequantised flat cache, 281-359 paged; Triton 0.9 (H200, November 2026)"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One chunk of a prompt. `width`: C4 picks or C128 entries; `bar` in TFLOP/s."""
+
+    rows: int
+    heads: int
+    width: int
+    page_size: int
+    bar: float | None = None
+
+    @property
+    def name(self) -> str:
+        second = f" + {self.width} in {self.page_size}-token pages" if self.width else ""
+        return f"{self.rows} rows x {self.heads} heads, 128{second}"
+
+
+def _cases() -> list[Case]:
+    bars = {64: 240, 32: 200, 16: 130, 8: 70}
+    cases = [Case(rows, heads, 512, 64, bars[heads]) for heads in (64, 32, 16, 8) for rows in (2048, 8192)]
+    cases += [Case(rows, 64, 1024, 2, 270) for rows in (2048, 8192)]
+    return [*cases, Case(2048, 128, 1024, 64), Case(2048, 64, 0, 64), Case(2048, 64, 4096, 2)]
+
+
+CASES = _cases()
+MEETING_ROWS = (
+    64,
+    96,
+    128,
+    256,
+    op.PREFILL_ROWS - 1,
+)  # 64 heads, C4: where the kernels meet, and where the predicate switches
+
+
+def make_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    rows, tokens = case.rows, HISTORY + case.rows
+    main = kv_pages.pack_rows(rms_rows(-(-(SWA_WIDTH + rows) // 256) * 256, generator), 256)
+    token = torch.arange(rows, device=DEVICE)
+    one = Inputs(
+        q=torch.randn((rows, 1, case.heads, kv_pages.HEAD_DIM), generator=generator, device=DEVICE).to(torch.bfloat16),
+        kv_pages=main,
+        indices=(token[:, None] + torch.arange(SWA_WIDTH, device=DEVICE)).to(torch.int32)[:, None],
+        topk_length=torch.full((rows,), SWA_WIDTH, dtype=torch.int32, device=DEVICE),
+        attn_sink=torch.randn((case.heads,), generator=generator, device=DEVICE),
+    )
+    if case.width:
+        slots = tokens // 4 if case.page_size == 64 else max(case.width, 2)
+        one.extra_kv_pages = kv_pages.pack_rows(rms_rows(-(-slots // 256) * 256, generator), case.page_size)
+        if case.page_size == 64:
+            picks = torch.rand((rows, slots), generator=generator, device=DEVICE).topk(case.width, dim=1).indices
+        else:
+            picks = torch.arange(case.width, device=DEVICE).expand(rows, -1)
+        one.extra_indices = picks.to(torch.int32).contiguous()[:, None]
+        one.extra_topk_length = torch.full((rows,), case.width, dtype=torch.int32, device=DEVICE)
+    return one
+
+
+def sample(inputs: Inputs, out: torch.Tensor) -> float:
+    """Relative error of some rows."""
+    chosen = torch.linspace(0, out.shape[0] - 1, SAMPLED_ROWS, device=DEVICE).long()
+    arguments = inputs.arguments()
+    for name in ("q", "indices", "topk_length", "extra_indices", "extra_topk_length"):
+        if arguments.get(name) is not None:
+            arguments[name] = arguments[name][chosen]
+    return relative_error(out[chosen], reference(**arguments)[0])
+
+
+def time_case(inputs: Inputs, prefill: bool | None, calls: int) -> float:
+    out = torch.empty_like(inputs.q)
+    return common.graph_microseconds([lambda: op.sparse_decode(**inputs.arguments(), out=out, prefill=prefill)] * calls)
+
+
+def tflops(case: Case, microseconds: float) -> float:
+    return 2 * 1024 * case.heads * (SWA_WIDTH + case.width) * case.rows / microseconds / 1e6
+
+
+def run_case(report: common.Report, case: Case, generator) -> str:
+    inputs = make_inputs(case, generator)
+    error = sample(inputs, op.sparse_decode(**inputs.arguments()))
+    if not error <= MAX_RELATIVE_ERROR:
+        raise SystemExit(f"{case.name}: relative error {error:.5f} above {MAX_RELATIVE_ERROR}: not timed")
+    chosen = case.rows >= op.PREFILL_ROWS and case.heads >= op.PREFILL_HEADS
+    found = {name: tflops(case, time_case(inputs, name, 2)) for name in (True, False)}
+    ours = found[chosen]
+    met = None if case.bar is None else ours >= case.bar
+    report.add(common.Row(ISSUE, case.name, "ours", "tflops", round(ours, 1), case.bar, met))
+    report.add(common.row(ISSUE, case.name, "ours", "relative_error", round(error, 6), MAX_RELATIVE_ERROR))
+    report.add(common.row(ISSUE, case.name, "ours, prefill kernel", "tflops", round(found[True], 1)))
+    report.add(common.row(ISSUE, case.name, "ours, decode kernel", "tflops", round(found[False], 1)))
+    share = ours / report.ceilings["mma_bf16_tflops"] if report.ceilings["mma_bf16_tflops"] else 0.0
+    report.add(common.row(ISSUE, case.name, "ours", "mma_share", round(share, 3)))
+    verdict = "" if met is None else f"bar {case.bar:g}{'' if met else ' MISSED'}"
+    return (
+        f"{case.name}: {ours:.0f} TFLOP/s ({share:.2f} of mma.sync) {verdict}; prefill kernel {found[True]:.0f}, "
+        f"decode kernel {found[False]:.0f}; error {error:.5f}"
+    )
+
+
+def run_meeting(report: common.Report, generator) -> list[str]:
+    """Both kernels at row counts up to where the predicate switches."""
+    lines = []
+    for rows in MEETING_ROWS:
+        case = Case(rows, 64, 512, 64)
+        inputs = make_inputs(case, generator)
+        found = {name: time_case(inputs, name, 8) for name in (True, False)}
+        at_switch = rows == op.PREFILL_ROWS - 1
+        ratio = max(found.values()) / min(found.values())
+        for name, label in ((True, "ours, prefill kernel"), (False, "ours, decode kernel")):
+            report.add(common.row(ISSUE, case.name, label, "us", round(found[name], 1)))
+        if at_switch:
+            report.add(common.row(ISSUE, case.name, "ours", "ratio", round(ratio, 3), 1.1, "slower to faster kernel"))
+        lines.append(f"{case.name}: prefill kernel {found[True]:.1f} us, decode kernel {found[False]:.1f} us")
+    return lines
+
+
+MMA_SOURCE = r"""
+extern "C" __global__ void mma_rate(float* out, int rounds) {
+  float d[8][4] = {};
+  unsigned a[4] = {threadIdx.x, 1, 2, 3}, b[2] = {4, threadIdx.x};
+  for (int i = 0; i < rounds; ++i)
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                   "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                   : "+f"(d[k][0]), "+f"(d[k][1]), "+f"(d[k][2]), "+f"(d[k][3])
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  float sum = 0;
+  for (int k = 0; k < 8; ++k) sum += d[k][0];
+  if (sum == 12345.f) out[0] = sum;
+}
+"""
+
+
+def mma_rate() -> float:
+    """bf16 mma.sync from registers alone, TFLOP/s; 0 where this torch cannot compile a kernel."""
+    compile_kernel = getattr(torch.cuda, "_compile_kernel", None)
+    if compile_kernel is None:
+        return 0.0
+    kernel, out = compile_kernel(MMA_SOURCE, "mma_rate"), torch.zeros(1, device=DEVICE)
+    sms, threads, rounds = torch.cuda.get_device_properties(0).multi_processor_count, 256, 4000
+
+    def call():
+        kernel((sms * 4, 1, 1), (threads, 1, 1), (out, rounds))
+
+    call()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    best = 0.0
+    for _ in range(5):
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        flop = sms * 4 * (threads // 32) * rounds * 8 * 2 * 16 * 8 * 16
+        best = max(best, flop / start.elapsed_time(end) / 1e9)
+    return best
+
+
+def plot(report: common.Report, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in report.rows if row.metric == "tflops" and row.impl != "ours"]
+    names = list(dict.fromkeys(row.case for row in rows))
+    figure, axis = pyplot.subplots(figsize=(11, 5))
+    for offset, impl in ((-0.2, "ours, prefill kernel"), (0.2, "ours, decode kernel")):
+        values = {row.case: row.value for row in rows if row.impl == impl}
+        axis.barh([index + offset for index in range(len(names))], [values[name] for name in names], 0.4, label=impl)
+    for index, name in enumerate(names):
+        bar = next((row.bar for row in report.rows if row.case == name and row.metric == "tflops" and row.bar), None)
+        if bar:
+            axis.plot([bar, bar], [index - 0.4, index + 0.4], color="black", linewidth=2)
+    axis.set(yticks=range(len(names)), yticklabels=names, xlabel="TFLOP/s (black: the bar)")
+    axis.invert_yaxis()
+    axis.legend(fontsize=8)
+    figure.suptitle(f"sparse attention of prompts, {torch.cuda.get_device_name()}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="2,048 rows only")
+    parser.add_argument("--out", type=Path, default=REPO / "bench/results/sparse_prefill.json")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    ceilings = common.ceilings() | {"mma_bf16_tflops": round(mma_rate(), 1)}
+    report = common.Report("sparse_prefill", extension.build_info()["git_commit"], ceilings)
+    print(torch.cuda.get_device_name(), report.ceilings)
+    for case in CASES:
+        if not arguments.quick or case.rows == 2048:
+            print(run_case(report, case, generator), flush=True)
+    print(*run_meeting(report, generator), sep="\n")
+    report.write(arguments.out)
+    print(f"quoted, 64 heads: FlashMLA {FLASHMLA}")
+    print(
+        f"{sum(row.met is True for row in report.rows)} bars met, {sum(row.met is False for row in report.rows)} missed"
+    )
+    try:
+        plot(report, arguments.out.with_suffix(".png"))
+    except ImportError:
+        print("matplotlib is not installed: no plot")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+#!/usr/bin/env python3
+"""The serving comparison and the equality gates against the real engine: stock and patched server side by side on one
+GPU.
+
+usage: serving_stage.py [--harness DIR] [--patch build] [--out $OUT] [--mode ops] [--variant flash6h] [--limit-s 240]
+
+Starts two HTTP servers with the harness's cut-down model (random weights, a made tokenizer: one word a token), runs
+bench/serving/compare.py on their addresses, then the gates that random weights leave a meaning, then tries a third
+server with speculation (the draft layer has random weights too, so acceptance is nil; the verifier is what is tested).
+Every part is guarded and has its own limit; what is done stays in OUT: result.json, report.md, report.html, plots,
+gates/*.json, gates.md, and the ends of the servers' logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(REPO)]
+
+from bench.quality import gates  # noqa: E402
+from bench.quality.verdict import markdown  # noqa: E402
+from bench.serving import compare, identity  # noqa: E402
+from bench.serving.endpoint import Endpoint  # noqa: E402
+from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
+
+NAMES = ("stock", "patched", "speculating")
+AFTER_COMPARE_S = 80.0  # for the gates and the third server
+GRACE_S = 10.0  # of the limit, for writing what is done
+GRAPHS = ["1", "2", "4", "8", "16", "32"]
+CELLS = "single,concurrency,depth 8K,prefill 1K,prefill 8K,intrusion"  # of the quick matrix, what four minutes hold
+SPECULATION = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 1,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 2,
+}
+NOTES = (
+    "cut-down model with random weights: times and equality mean something, quality does not",
+    "an H200 in validation mode, not an SM120 card: no figure here is an SM120 figure",
+    "both servers share the GPU; while one is measured the other is idle",
+)
+
+
+def say(text: str) -> None:
+    print(f"serving_stage: {text}", flush=True)
+
+
+def load_harness(folder: Path):
+    sys.path.insert(0, str(folder))
+    import run_engine
+
+    return run_engine
+
+
+def environment_of(harness, options) -> dict[str, str]:
+    """What the harness would start the engine with: it replaces this process, so its call is caught."""
+    caught: list[dict] = []
+    original, os.execve = os.execve, lambda program, arguments, environment: caught.append(environment)
+    try:
+        os.environ.pop("E2E_REEXEC", None)
+        harness.reexec(options)
+    finally:
+        os.execve = original
+    return caught[0]
+
+
+def flags(arguments: dict) -> list[str]:
+    """Engine arguments as launch_server's options."""
+    found = []
+    for key, value in arguments.items():
+        option = "--" + key.replace("_", "-")
+        if value is True:
+            found.append(option)
+        elif isinstance(value, (list, tuple)):
+            found += [option, *map(str, value)]
+        elif value not in (None, False):
+            found += [option, str(value)]
+    return found
+
+
+def write_tokenizer(model: Path, vocabulary: int) -> None:
+    """One made word a token: bench_serving counts tokens by the text that the server sends."""
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(vocabulary)}, "unk_token": "w3"},
+    }
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1", "unk_token": "w3"}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+class Stage:
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments = arguments
+        self.deadline = time.monotonic() + arguments.limit_s
+        self.harness = load_harness(arguments.harness)
+        self.servers: dict[str, ServerProcess] = {}
+        self.gave_up = False
+        self.ports = dict(zip(NAMES, arguments.ports, strict=True))
+        self.reports = {name: arguments.out / f"patch_reports_{name}" for name in NAMES}
+
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def options(self, patched: bool):
+        words = ["run", "--variant", self.arguments.variant, "--models", str(self.arguments.models)]
+        words += ["--context", "40960", "--max-total-tokens", "400000", "--graph-bs", *GRAPHS]
+        words += ["--radix"] if self.arguments.radix else []
+        return self.harness.parse(words + (["--patch", str(self.arguments.patch)] if patched else []))
+
+    def start(self, name: str, patched: bool, extra: dict | None = None) -> None:
+        options = self.options(patched)
+        arguments, model = self.harness.engine_args(options)
+        arguments.pop("skip_tokenizer_init")
+        arguments.setdefault("swa_full_tokens_ratio", 0.5)  # whole prompts fit the sliding-window pool: no queueing
+        write_tokenizer(Path(model), self.harness.vocab_of(model))
+        environment = environment_of(self.harness, options)
+        environment = {key: value for key, value in environment.items() if not key.startswith("DSV4_")}
+        environment["DSV4_SM120_REPORT"] = str(self.reports[name])
+        self.reports[name].mkdir(parents=True, exist_ok=True)
+        if patched:
+            environment["DSV4_SM120_FORCE"] = self.arguments.mode
+        words = [sys.executable, "-m", "sglang.launch_server", "--port", str(self.ports[name])]
+        command = "exec " + " ".join([*words, *flags({**arguments, **(extra or {})})])
+        url = f"http://127.0.0.1:{self.ports[name]}"
+        server = ServerProcess(name, command, url, self.arguments.out / f"{name}.log", environment)
+        self.servers[name] = server
+        server.start()
+
+    def ready(self, name: str, limit_s: float) -> None:
+        say(f"{name}: ready after {self.servers[name].wait_ready(max(1.0, min(limit_s, self.left_s()))):.1f} s")
+
+    def unforeseen(self) -> list[str]:
+        """Server arguments that differ though both were given the same: named, so that the report says so."""
+        infos = [Endpoint(self.servers[name].url).server_info() for name in ("stock", "patched")]
+        return [key for key in identity.differing(*infos) if key not in identity.NOT_FLAGS]
+
+    def compare(self) -> None:
+        words = [
+            "--change",
+            "patch",
+            "--matrix",
+            self.arguments.matrix,
+            "--prompts",
+            "random",
+            "--only",
+            self.arguments.cells,
+        ]
+        words += ["--rounds", str(self.arguments.rounds), "--cell-timeout", "60", "--out", str(self.arguments.out)]
+        words += [
+            "--title",
+            f"Stock against patched ({self.arguments.mode}), {self.arguments.variant}, validation mode",
+        ]
+        words += ["--limit-s", str(max(30.0, self.left_s() - AFTER_COMPARE_S))]
+        words += ["--commit", self.arguments.commit] if self.arguments.commit else []
+        for letter, name in (("a", "stock"), ("b", "patched")):
+            words += [f"--{letter}-label", name, f"--{letter}-url", self.servers[name].url]
+            words += [f"--{letter}-pid", str(self.servers[name].process.pid)]
+            words += [f"--{letter}-report", str(self.reports[name])]
+        notes = list(NOTES)
+        for key in self.unforeseen():
+            words += ["--change", f"flag:{key}"]
+            notes.append(f"the servers report different values of {key} though they were started with the same flags")
+        for note in notes:
+            words += ["--note", note]
+        say(f"compare.py ended with {compare.main(words)}")
+
+    def gate(self, label: str, name: str, server: str, *more: str) -> None:
+        folder = self.arguments.out / "gates" / label
+        words = [name, "--url", self.servers[server].url, "--prompts", "random", "--random-weights", "--timeout", "60"]
+        say(f"{label}: {name} ended with {gates.main([*words, '--out', str(folder), *more])}")
+
+    def gates(self) -> None:
+        stock = self.servers["stock"].url
+        oracle = ["--lengths", "16", "130", "700", "1000", "--new", "32"]
+        self.guarded(self.gate, "oracle_stock_against_itself", "logit-oracle", "stock", "--reference", stock, *oracle)
+        self.guarded(self.gate, "oracle_patched", "logit-oracle", "patched", "--reference", stock, *oracle)
+        for name in ("stock", "patched"):
+            self.guarded(self.gate, f"batch_{name}", "batch-invariance", name, "--num-prompts", "3", "--new", "48")
+
+    def speculation(self) -> None:
+        if self.left_s() < 45:
+            return say("speculation: not tried, no time left")
+        self.start("speculating", True, SPECULATION)
+        self.ready("speculating", self.arguments.speculation_s)
+        equality = ["--without", self.servers["patched"].url, "--num-prompts", "32", "--new", "32"]
+        self.gate("speculation_patched", "speculation-equality", "speculating", *equality)
+
+    def guarded(self, part, *arguments) -> None:
+        try:
+            part(*arguments)
+        except ServerDied as error:
+            say(f"{part.__name__}: {error}")
+        except Exception:  # a part less is no reason to lose the others; the trace is in the log
+            traceback.print_exc()
+
+    def run(self) -> int:
+        watchdog = threading.Timer(max(1.0, self.left_s() - GRACE_S), self.give_up)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            for name in ("stock", "patched"):
+                self.start(name, name == "patched")
+            for name in ("stock", "patched"):
+                self.ready(name, self.arguments.start_s)
+            if not self.arguments.only_gates:
+                self.guarded(self.compare)
+            if not self.arguments.only_compare and not self.gave_up:
+                self.guarded(self.gates)
+                self.guarded(self.speculation)
+        except ServerDied as error:
+            say(str(error))
+            return 1
+        finally:
+            watchdog.cancel()
+            self.finish()
+        return 3 if self.gave_up else 0
+
+    def give_up(self) -> None:
+        """Without servers every part ends by itself and writes what it has; who does not is ended."""
+        say(f"the limit of {self.arguments.limit_s:g} s is near: stopped, what is done is kept")
+        self.gave_up = True
+        last = threading.Timer(GRACE_S, os._exit, (3,))
+        last.daemon = True
+        last.start()
+        self.stop_servers()
+
+    def stop_servers(self) -> None:
+        for server in self.servers.values():
+            server.stop()
+
+    def finish(self) -> None:
+        files = {path.parent.name: path for path in sorted((self.arguments.out / "gates").glob("*/*.json"))}
+        if files:
+            (self.arguments.out / "gates.md").write_text(markdown(files) + "\n")
+            print(markdown(files), flush=True)
+        self.stop_servers()
+        for name in self.servers:
+            log = self.arguments.out / f"{name}.log"
+            lines = log.read_text(errors="replace").splitlines()
+            log.write_text("\n".join(lines[:40] + ["..."] + lines[-160:] if len(lines) > 200 else lines) + "\n")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--harness", type=Path, default=Path(os.environ.get("E2E_HARNESS", REPO / ".e2e/tools")))
+    parser.add_argument("--patch", type=Path, default=REPO / "build", help="the built folder that users mount")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "serving")
+    parser.add_argument("--models", type=Path, default=Path("/tmp/models_serving"))
+    parser.add_argument("--variant", default="flash6h", help="flash6h for the gates; flash43e64 for true step times")
+    parser.add_argument("--ports", type=int, nargs=len(NAMES), default=[30100, 32100, 34100], help="far apart")
+    parser.add_argument("--commit", help="of the patch, where this is a copy without git")
+    parser.add_argument("--mode", default="ops", choices=("ops", "seams"))
+    parser.add_argument("--matrix", default="quick")
+    parser.add_argument("--cells", default=CELLS, help="words of cell names, comma-separated")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-radix", dest="radix", action="store_false", help="without the prefix cache")
+    parser.add_argument("--limit-s", type=float, default=240)
+    parser.add_argument("--start-s", type=float, default=110, help="that the two servers may take to start")
+    parser.add_argument("--speculation-s", type=float, default=60, help="that the third server may take to start")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--only-compare", action="store_true")
+    only.add_argument("--only-gates", action="store_true")
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    arguments = parse(sys.argv[1:])
+    for name in ("harness", "patch", "out", "models"):
+        setattr(arguments, name, getattr(arguments, name).resolve())
+    for path in (arguments.harness / "run_engine.py", arguments.patch / "sitecustomize.py"):
+        if not path.exists():
+            raise SystemExit(f"serving_stage: {path} does not exist (--harness, --patch)")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    return Stage(arguments).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

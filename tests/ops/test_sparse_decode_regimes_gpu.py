@@ -1,0 +1,58 @@
+"""The two kernels of ops.sparse_decode: which one a call takes, and that they agree."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.ops import sparse_decode as op
+from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+WINDOW = CacheShape(256, 128, lengths=(128, 128, 77))
+C4 = CacheShape(64, 512, lengths=(512, 512, 300))
+C128 = CacheShape(2, 8192, lengths=(8192, 64, 1500), ascending=True)
+TWO_BF16_ROUNDINGS = 0.0026  # relative, of the output and of the weights, and the same again for the other kernel
+
+
+def bits(inputs, **more):
+    return op.sparse_decode(**inputs.arguments(), **more)
+
+
+@pytest.mark.parametrize("heads", [8, 32, 33, 64, 128])
+@pytest.mark.parametrize("extra", [None, C4, C128], ids=["window", "C4", "C128"])
+def test_both_kernels_agree_within_rounding(extra, heads, device):
+    inputs = make_inputs(Shape(9, heads, WINDOW, extra), device=device)
+    few, few_lse = bits(inputs, prefill=False, return_lse=True)
+    many, many_lse = bits(inputs, prefill=True, return_lse=True)
+    assert relative_error(many, few) <= TWO_BF16_ROUNDINGS
+    finite = torch.isfinite(few_lse)
+    assert torch.equal(finite, torch.isfinite(many_lse))
+    assert float((many_lse - few_lse)[finite].abs().max()) <= 2e-4
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "many"),
+    [
+        (op.PREFILL_ROWS, op.PREFILL_HEADS, True),
+        (op.PREFILL_ROWS - 1, 64, False),
+        (op.PREFILL_ROWS, op.PREFILL_HEADS - 1, False),
+    ],
+)
+def test_rows_and_heads_choose_the_kernel(rows, heads, many, device):
+    inputs = make_inputs(Shape(rows, heads, WINDOW, C4), device=device)
+    chosen = bits(inputs)
+    assert torch.equal(chosen, bits(inputs, prefill=many))
+    assert not torch.equal(chosen, bits(inputs, prefill=not many))
+
+
+def test_65536_rows(device):
+    """More rows than a dimension of the grid holds."""
+    inputs = make_inputs(Shape(65536, 33, CacheShape(256, 128, lengths=(3, 0, 40))), device=device)
+    last = slice(65531, 65536)
+    rows = {name: getattr(inputs, name)[last] for name in ("q", "indices", "topk_length")}
+    assert torch.equal(bits(inputs)[last], bits(dataclasses.replace(inputs, **rows), prefill=True))

@@ -1,0 +1,490 @@
+#!/usr/bin/env python3
+"""A small stand-in for an SGLang server, on loopback, standard library only, with faults to order.
+
+Its "model" is deterministic: the next token depends on every token before it. It knows a few scripted skills (needle,
+arithmetic, tool calls, reasoning), so that each gate has something to pass and, with a fault, something to catch.
+
+In a test: `with FakeServer(faults={"foreign_script"}) as server: ... server.url`. As a process: `fake_server.py
+--port N`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+import threading
+import time
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent.parent)]
+
+from bench.quality.arithmetic import shipped_problems  # noqa: E402
+
+FAULTS = {
+    "wrong_logits": "log-probabilities and sometimes the greatest token are off",
+    "spec_corrupt": "with eight requests and more in flight, a token of some answers is another one",
+    "tie_flip": "takes the second token where two are exactly as likely",
+    "batch_variant": "answers depend on how many requests are in flight",
+    "forgets": "does not find what stands in the first half of a long prompt",
+    "bad_math": "every answer is one too high",
+    "foreign_script": "Chinese words in English text",
+    "frozen": "the same token again and again",
+    "broken_markup": "half of a tool call's markup in plain text",
+    "markup_leak": "the tool call's markup also stands in content",
+    "reasoning_leak": "</think> and the reasoning stand in content",
+    "broken_arguments": "a tool call's arguments are no JSON",
+    "empty_call": "asked for a tool call, gives none",
+    "stream_differs": "the streamed tool call has other arguments",
+    "lost_tool_delta": "the streamed tool call never comes",
+    "cached_everything": "reports every prompt as found in the cache",
+    "no_radix": "keeps no prefixes",
+    "short_answers": "stops at half of the tokens asked for",
+    "no_text": "gives token ids only, as with --skip-tokenizer-init",
+    "no_tokenizer": "cannot tokenize",
+    "vllm_routes": "tokenizes at /tokenize and knows no /v1/tokenize",
+    "no_server_info": "has no /server_info",
+    "error_500": "every completion fails",
+    "hang": "never answers a completion",
+    "die_mid_stream": "after `die_after` completions the server dies within the next one",
+    "rejects_logprobs": "log-probabilities are refused, as by some speculation modes",
+}
+_TEXT = (
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work government number night point home water room mother "
+    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
+    "father power hour game line end member law car city community name president team minute idea body information"
+)
+WORDS = _TEXT.split()
+FOREIGN = ("的时候", "因为", "我们")
+PIECE = re.compile(r"<[｜/][^>]*>|</?think>|\s*[^\s<]+|\s+|<")
+BLOCK = 64  # tokens of a cached block
+EOS = 1
+
+
+def token_of(piece: str) -> int:
+    return zlib.crc32(piece.encode()) & 0x7FFFFFFF
+
+
+class Tokens:
+    """Text to ids and back; ids that no text was seen for are written w123."""
+
+    def __init__(self):
+        self.pieces: dict[int, str] = {}
+        for word in [" " + word for word in WORDS] + [" " + word for word in FOREIGN]:
+            self.pieces[token_of(word)] = word
+
+    def ids(self, text: str) -> list[int]:
+        found = []
+        for piece in PIECE.findall(text):
+            found.append(token_of(piece))
+            self.pieces[found[-1]] = piece
+        return found
+
+    def text(self, ids) -> str:
+        return "".join(self.pieces.get(i, f" w{i}") for i in ids)
+
+
+class Engine:
+    """What is behind the HTTP: one 'GPU' that one request uses at a time, a prefix cache, a model."""
+
+    def __init__(self, faults=(), step_s=0.0, prefill_s=0.0, accept_length=1, die_after=0, on_death=None):
+        unknown = set(faults) - set(FAULTS)
+        assert not unknown, f"no such fault: {unknown}"
+        self.faults, self.step_s, self.prefill_s = set(faults), step_s, prefill_s
+        self.accept_length, self.die_after, self.on_death = accept_length, die_after, on_death
+        self.tokens = Tokens()
+        self.gpu, self.count = threading.Lock(), threading.Lock()
+        self.active = self.completions = self.max_active = 0
+        self.cached: set[int] = set()
+        self.ended = threading.Event()
+        self.script = {problem.question: problem.answer for problem in shipped_problems()}
+
+    # --- the model
+
+    def scripted(self, text: str) -> str | None:
+        asked = re.findall(r"What is the secret number of (\w+)\?", text)
+        if asked:
+            told = list(re.finditer(rf"The secret number of {asked[-1]} is (\d+)\.", text))
+            if told and "forgets" in self.faults and told[-1].start() < len(text) / 2:
+                return " I do not know."
+            return f" The secret number is {told[-1].group(1)}." if told else " I do not know."
+        for question, answer in self.script.items():
+            if text.rstrip().endswith("Answer:") and question in text.rsplit("Question:", 1)[-1]:
+                return f" We count. #### {answer + ('bad_math' in self.faults)}"
+        return None
+
+    def candidates(self, state: int) -> list[tuple[float, int]]:
+        """The twenty best (log-probability, id) after the tokens whose hash is `state`."""
+        source = random.Random(state)
+        words = source.sample(WORDS, 20)
+        gap = 0.0 if state % 11 == 0 else 0.5 + source.random()
+        logprobs = [-0.4, *(-0.4 - gap - 0.3 * rank for rank in range(19))]
+        ids = [token_of(" " + word) for word in words]
+        if "wrong_logits" in self.faults:
+            logprobs = sorted((value + source.gauss(0, 0.5) for value in logprobs), reverse=True)
+            if state % 3 == 0:
+                ids[0], ids[1] = ids[1], ids[0]
+        return list(zip(logprobs, ids, strict=True))
+
+    def steps(self, ids: list[int], limit: int, ignore_eos: bool):
+        """(id, log-probability, top twenty) of each new token."""
+        script = self.scripted(self.tokens.text(ids))
+        if script is not None and not ignore_eos:
+            for token in self.tokens.ids(script)[:limit]:
+                yield token, -0.01, [(-0.01, token), *((-6.0 - i, token_of(" " + WORDS[i])) for i in range(19))]
+            return
+        state = 0
+        for token in ids:  # a function of the whole context, wherever the prompt ends
+            state = zlib.crc32(token.to_bytes(4, "little"), state)
+        if "short_answers" in self.faults:
+            limit = max(1, limit // 2)
+        last = None
+        for position in range(limit):
+            top = self.candidates(state)
+            logprob, token = top[0]
+            if "tie_flip" in self.faults and top[0][0] == top[1][0]:
+                logprob, token = top[1]
+            if "spec_corrupt" in self.faults and self.active >= 8 and position == 5 and top[0][0] - top[7][0] > 1:
+                logprob, token = top[7]
+            if "batch_variant" in self.faults and self.active >= 4 and position >= 3:
+                logprob, token = top[1 + position % 3]
+            if "foreign_script" in self.faults and position % 9 == 8:
+                token = token_of(" " + FOREIGN[position % 3])
+            if "frozen" in self.faults and position > 4:
+                token = last
+            last = token
+            yield token, logprob, top
+            state = zlib.crc32(token.to_bytes(4, "little"), state)
+
+    # --- the machine
+
+    def find_cached(self, ids: list[int]) -> int:
+        """Tokens of the longest known prefix, and remember this one."""
+        if "cached_everything" in self.faults:
+            return len(ids)
+        state, longest, known = 0, 0, []
+        for place in range(0, len(ids) - BLOCK, BLOCK):
+            state = zlib.crc32(repr(ids[place : place + BLOCK]).encode(), state)
+            known.append(state)
+            if state in self.cached and longest == place:
+                longest = place + BLOCK
+        if "no_radix" not in self.faults:
+            self.cached.update(known)
+        return longest
+
+    def enter(self) -> None:
+        with self.count:
+            self.completions += 1
+            self.active += 1
+            self.max_active = max(self.max_active, self.active)
+
+    def leave(self) -> None:
+        with self.count:
+            self.active -= 1
+
+    def is_dying(self) -> bool:
+        return "die_mid_stream" in self.faults and self.completions > self.die_after
+
+    def die(self) -> None:
+        self.ended.set()
+        if self.on_death:
+            self.on_death()
+
+    def prefill(self, num_tokens: int) -> None:
+        with self.gpu:
+            time.sleep(self.prefill_s * num_tokens)
+
+    def step(self) -> None:
+        if self.step_s:
+            with self.gpu:
+                pass  # a prefill that runs is waited for, as in an engine without chunks
+            time.sleep(self.step_s)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeServer._Http
+
+    def log_message(self, *_):
+        pass
+
+    @property
+    def engine(self) -> Engine:
+        return self.server.engine
+
+    # --- answers
+
+    def send_whole(self, content, status: int = 200, kind: str = "application/json") -> None:
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def begin_stream(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+
+    def send_event(self, content) -> None:
+        line = f"data: {content if isinstance(content, str) else json.dumps(content)}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+        self.wfile.flush()
+
+    def end_stream(self) -> None:
+        self.send_event("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+        self.wfile.flush()
+
+    def refuse(self, message: str, status: int = 400) -> None:
+        self.send_whole({"error": {"message": message}}, status)
+
+    # --- routes
+
+    def do_GET(self):
+        engine, faults = self.engine, self.engine.faults
+        if self.path in ("/server_info", "/get_server_info"):
+            if "no_server_info" in faults:
+                return self.refuse("not found", 404)
+            state = {"avg_spec_accept_length": engine.accept_length} if engine.accept_length > 1 else {}
+            info = {"version": self.server.version, **self.server.flags, "internal_states": [state]}
+            return self.send_whole(info | {"max_total_num_tokens": 100_000, "port": self.server.server_port})
+        if self.path in ("/v1/models", "/model_info"):
+            return self.send_whole({"data": [{"id": self.server.model}], "model_path": self.server.model})
+        if self.path == "/metrics":
+            return self.send_whole(f"sglang:num_requests_total {engine.completions}\n", kind="text/plain")
+        if self.path in ("/health", "/health_generate"):
+            return self.send_whole("", kind="text/plain")
+        return self.refuse(f"no {self.path}", 404)
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        if self.path == "/flush_cache":
+            self.engine.cached.clear()
+            return self.send_whole("Cache flushed.\n", kind="text/plain")
+        if self.path == ("/tokenize" if "vllm_routes" in self.engine.faults else "/v1/tokenize"):
+            if "no_tokenizer" in self.engine.faults:
+                return self.refuse("the server was started with --skip-tokenizer-init")
+            ids = self.engine.tokens.ids(body["prompt"])
+            return self.send_whole({"tokens": ids, "count": len(ids)})
+        routes = {
+            "/generate": self.generate,
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat,
+        }
+        if self.path not in routes:
+            return self.refuse(f"no {self.path}", 404)
+        if "error_500" in self.engine.faults:
+            return self.refuse("out of memory", 500)
+        self.engine.enter()
+        try:
+            if "hang" in self.engine.faults:
+                self.engine.ended.wait(60)
+                return None
+            return routes[self.path](body)
+        finally:
+            self.engine.leave()
+
+    def died(self) -> bool:
+        if self.engine.is_dying():
+            self.close_connection = True
+            self.engine.die()
+            return True
+        return False
+
+    def generate(self, body):
+        engine = self.engine
+        ids = body["input_ids"] if "input_ids" in body else engine.tokens.ids(body["text"])
+        sampling = body.get("sampling_params", {})
+        limit, wants = sampling.get("max_new_tokens", 16), body.get("return_logprob")
+        if not ids:
+            return self.refuse("The input is empty.")
+        if wants and "rejects_logprobs" in engine.faults:
+            return self.refuse("return_logprob is not supported with this speculative algorithm")
+        cached = engine.find_cached(ids)
+        engine.prefill(len(ids) - cached)
+        made, logprobs, tops = [], [], []
+        stream = body.get("stream")
+        if stream:
+            self.begin_stream()
+
+        def answer(finish):
+            meta = {"prompt_tokens": len(ids), "completion_tokens": len(made), "cached_tokens": cached}
+            meta["finish_reason"] = finish
+            if engine.accept_length > 1:
+                meta["spec_accept_length"] = engine.accept_length
+            if wants:
+                meta["output_token_logprobs"] = [[lp, i, None] for lp, i in zip(logprobs, made, strict=True)]
+                meta["output_top_logprobs"] = tops
+            found = {"output_ids": list(made), "meta_info": meta}
+            return found if "no_text" in engine.faults else found | {"text": engine.tokens.text(made)}
+
+        for token, logprob, top in engine.steps(ids, limit, sampling.get("ignore_eos", False)):
+            made.append(token)
+            logprobs.append(logprob)
+            tops.append([[lp, i, None] for lp, i in top[: body.get("top_logprobs_num") or 0]])
+            if len(made) % engine.accept_length == 0 or len(made) == 1:
+                if self.died():
+                    return None
+                engine.step()
+                if stream:
+                    self.send_event(answer(None))
+        finish = {"type": "length" if len(made) == limit else "stop"}
+        if not stream:
+            return self.send_whole(answer(finish))
+        self.send_event(answer(finish))
+        return self.end_stream()
+
+    def completions(self, body):
+        """/v1/completions, streamed only: what the load generator's vllm backend uses."""
+        engine = self.engine
+        prompt = body["prompt"]
+        ids = engine.tokens.ids(prompt) if isinstance(prompt, str) else prompt
+        engine.prefill(len(ids) - engine.find_cached(ids))
+        self.begin_stream()
+        answer = engine.steps(ids, body["max_tokens"], body.get("ignore_eos", False))
+        for made, (token, _, _) in enumerate(answer, 1):
+            if self.died():
+                return
+            engine.step()
+            usage = {"prompt_tokens": len(ids), "completion_tokens": made}
+            self.send_event({"choices": [{"text": engine.tokens.text([token])}], "usage": usage})
+        self.end_stream()
+
+    def chat(self, body):
+        if body.get("model") not in (None, "default", self.server.model):
+            return self.refuse(f"The model {body['model']!r} does not exist.", 404)
+        message = self.reply(body)
+        if self.died():
+            return None
+        if not body.get("stream"):
+            return self.send_whole({"choices": [{"message": message, "finish_reason": "stop"}]})
+        self.begin_stream()
+        for key in ("reasoning_content", "content"):
+            for piece in re.findall(r"\s*\S+", message.get(key) or ""):
+                self.send_event({"choices": [{"delta": {key: piece}}]})
+        for index, call in enumerate(message.get("tool_calls") or []):
+            if "lost_tool_delta" in self.engine.faults:
+                break
+            arguments = call["function"]["arguments"]
+            if "stream_differs" in self.engine.faults:
+                arguments = arguments.replace("Paris", "London")
+            for part in (
+                {"name": call["function"]["name"]},
+                {"arguments": arguments[:5]},
+                {"arguments": arguments[5:]},
+            ):
+                self.send_event({"choices": [{"delta": {"tool_calls": [{"index": index, "function": part}]}}]})
+        self.send_event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+        return self.end_stream()
+
+    def reply(self, body) -> dict:
+        """The message of a chat completion."""
+        faults = self.engine.faults
+        text = " ".join(m["content"] for m in body["messages"] if isinstance(m.get("content"), str))
+        thinks = (body.get("chat_template_kwargs") or {}).get("thinking")
+        reasoning = "The user asks something, so I consider it first." if thinks else None
+        names = [tool["function"]["name"] for tool in body.get("tools") or []]
+        city = next((c for c in ("Paris", "Rome", "Oslo") if c in text), None)
+        message: dict = {"role": "assistant", "content": "", "reasoning_content": reasoning}
+        if names and city:
+            arguments = json.dumps(
+                {"city": city, "note": 'a "quoted" <tag> & more'} if "note" in text else {"city": city}
+            )
+            calls = [{"function": {"name": names[0], "arguments": arguments}}]
+            if city == "Paris" and "Rome" in text:
+                calls.append({"function": {"name": names[0], "arguments": json.dumps({"city": "Rome"})}})
+            message["tool_calls"] = [] if "empty_call" in faults else calls
+            if "broken_arguments" in faults:
+                calls[0]["function"]["arguments"] = '{"city": '
+            if "markup_leak" in faults:
+                message["content"] = '<｜DSML｜invoke name="get_weather">'
+        else:
+            scripted = self.engine.scripted(text)
+            message["content"] = (scripted or " The answer is four, as two and two make four.").strip()
+        if reasoning and "reasoning_leak" in faults:
+            message["content"] = f"{reasoning}</think>{message['content']}"
+            message["reasoning_content"] = None
+        if "broken_markup" in faults:
+            message["content"] += ' <｜DSML｜parameter name="x"'
+        if "foreign_script" in faults:
+            message["content"] += " " + FOREIGN[0] * 3
+        return message
+
+
+FLAGS = {"model_path": "fake/model", "tp_size": 2, "attention_backend": "dsv4", "max_req_input_len": 99_000}
+
+
+class FakeServer:
+    """In-process server; `url` once entered. `flags` go into /server_info."""
+
+    class _Http(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 256
+
+        def handle_error(self, *_):
+            pass  # a client that went away, or a death to order
+
+    def __init__(self, faults=(), port=0, version="0.5.17", model="fake/model", flags=None, **engine):
+        self.engine = Engine(faults, on_death=self.die, **engine)
+        self.http = self._Http(("127.0.0.1", port), Handler)
+        self.http.engine, self.http.version, self.http.model = self.engine, version, model
+        self.http.flags = {**FLAGS, **(flags or {})}
+        if self.engine.accept_length > 1:
+            self.http.flags["speculative_algorithm"] = "EAGLE"
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.exits = False
+
+    def die(self) -> None:
+        if self.exits:
+            os._exit(9)
+        threading.Thread(target=self.close, daemon=True).start()
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    def __enter__(self) -> FakeServer:
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.engine.ended.set()
+        self.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--fault", action="append", default=[], choices=sorted(FAULTS))
+    parser.add_argument("--step", type=float, default=0.0, metavar="S", help="seconds a token")
+    parser.add_argument("--prefill", type=float, default=0.0, metavar="S", help="seconds a prompt token")
+    parser.add_argument("--accept-length", type=int, default=1)
+    parser.add_argument("--die-after", type=int, default=0, metavar="COMPLETIONS")
+    parser.add_argument("--version", default="0.5.17")
+    parser.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE", help="shown in /server_info")
+    options = parser.parse_args()
+    server = FakeServer(
+        options.fault,
+        options.port,
+        options.version,
+        flags=dict(flag.split("=", 1) for flag in options.flag),
+        step_s=options.step,
+        prefill_s=options.prefill,
+        accept_length=options.accept_length,
+        die_after=options.die_after,
+    )
+    server.exits = True
+    server.http.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""compare.py as a user calls it: two servers, the real load generator, the files it leaves, the codes it ends with."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.serving import cells, compare, measures, plots
+
+FAKE = Path(__file__).resolve().parent / "fake_server.py"
+CELLS = "single,concurrency 2,depth,prefill,intrusion"
+
+
+@pytest.fixture
+def run(sglang_path, tmp_path, monkeypatch):
+    """run(*arguments) -> (exit code, result.json or None, report.md, report.html)."""
+    monkeypatch.setenv("PYTHONPATH", sglang_path())
+    out = tmp_path / "out"
+
+    def call(*arguments: str):
+        code = compare.main(
+            ["--matrix", "smoke", "--rounds", "1", "--out", str(out), "--cell-timeout", "20", *arguments]
+        )
+        files = [out / name for name in ("result.json", "report.md", "report.html")]
+        texts = [path.read_text() if path.exists() else None for path in files]
+        return code, texts[0] and json.loads(texts[0]), *texts[1:]
+
+    return call
+
+
+def urls(a, b) -> list[str]:
+    return ["--a-url", a.url, "--b-url", b.url, "--a-label", "stock", "--b-label", "ours"]
+
+
+def command(port: int, *arguments: str) -> str:
+    return " ".join([sys.executable, str(FAKE), "--port", str(port), *arguments])
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def values(result: dict, cell: str, side: str, variant: int = 0) -> list[dict]:
+    (entry,) = [e for e in result["variants"][variant]["cells"] if e["cell"]["name"] == cell]
+    return [run["values"] for run in entry["runs"][side]]
+
+
+def test_a_slower_server_is_found_slower_in_every_kind_of_cell(run, serve):
+    slow, fast = serve(step_s=0.006, prefill_s=4e-5), serve(step_s=0.002, prefill_s=1e-5)
+    code, result, text, page = run(*urls(slow, fast), "--change", "nothing", "--only", CELLS, "--rounds", "3")
+    assert code == compare.COMPARED
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and line.endswith("better |")]
+    better = {row[0].removeprefix("| ") for row in rows}
+    assert better == {"single", "concurrency 2", "depth 512", "prefill 256", "intrusion 512 into 2"}
+    assert "worse |" not in text
+    assert values(result, "single", "A")[0]["stream_tok_s"] == pytest.approx(1 / 0.006, rel=0.3)
+    assert values(result, "prefill 256", "A")[0]["prefill_tok_s"] < 1 / 4e-5
+    assert result["settings"]["seed"] == 1 and result["command"] and result["machine"]["date"]
+    assert "data:image/png" in page or plots.NO_MATPLOTLIB.split(".")[0] in page
+    assert not re.search(r"(src|href)=['\"]?(http|//)", page)
+
+
+def test_the_prefix_is_filled_once_and_its_hits_are_apart_from_prefill(run, serve):
+    a, b = serve(prefill_s=1e-4), serve("no_radix", prefill_s=1e-4)
+    code, result, text, _ = run(*urls(a, b), "--change", "nothing", "--only", "depth")
+    assert code == compare.COMPARED
+    kept, refilled = values(result, "depth 512", "A")[0], values(result, "depth 512", "B")[0]
+    assert kept["fill_ttft_ms"] > 40 and kept["ttft_ms"] < 30 and refilled["ttft_ms"] > 40
+    assert "A: 8" in text or "A: 9" in text  # per cent from the cache
+    assert "B: 0% of the prefix came from the cache; the prefix was not reused" in text
+
+
+def test_every_stream_and_round_has_a_prompt_of_its_own(run, serve, monkeypatch):
+    seen = {}
+    a, b = serve(), serve()
+    for server in (a, b):
+        original = server.engine.find_cached
+        seen[server] = []
+
+        def find(ids, original=original, seen=seen[server]):
+            seen.append(tuple(ids))
+            return original(ids)
+
+        monkeypatch.setattr(server.engine, "find_cached", find)
+    code, *_ = run(*urls(a, b), "--change", "nothing", "--only", "concurrency", "--rounds", "2")
+    assert code == compare.COMPARED
+    assert len(seen[a]) == len(set(seen[a])) > 20
+    assert sorted(seen[a]) == sorted(seen[b])  # and both sides get the same ones
+
+
+def test_speculation_is_run_off_and_on_with_acceptance_and_verifier_steps(run):
+    a, b = free_port(), free_port()
+    code, result, text, _ = run(
+        *("--a-cmd", command(a, "--step", "0.004")),
+        *("--b-cmd", command(b, "--step", "0.002")),
+        *("--change", "nothing", "--only", "single", "--spec", "--accept-length 3", "--both-at-once"),
+    )
+    assert code == compare.COMPARED
+    assert [variant["name"] for variant in result["variants"]] == [
+        "without speculation",
+        "with speculation: --accept-length 3",
+    ]
+    plain, drafted = values(result, "single", "A")[0], values(result, "single", "A", 1)[0]
+    assert "acceptance_length" not in plain and drafted["acceptance_length"] == 3
+    assert drafted["verifier_steps_s"] == pytest.approx(drafted["stream_tok_s"] / 3)
+    assert drafted["stream_tok_s"] > 1.5 * plain["stream_tok_s"]
+    assert "| acceptance_length, tokens | 3 | 3 |" in text
+
+
+def test_an_older_bench_serving_takes_the_acceptance_from_the_server(run, serve, sglang_path, monkeypatch):
+    code, result, text, _ = run(*urls(serve(), serve(accept_length=2)), "--change", "nothing", "--only", "single")
+    assert code == compare.REFUSED  # speculation on one side is a difference of flags
+    monkeypatch.setenv("PYTHONPATH", sglang_path("0.5.12"))
+    sides = urls(serve(accept_length=2), serve(accept_length=2))
+    code, result, text, _ = run(*sides, "--change", "nothing", "--only", "single")
+    assert code == compare.COMPARED and values(result, "single", "A")[0]["acceptance_length"] == 2
+
+
+def test_commands_take_turns_when_there_is_room_for_one(run, capsys):
+    port = free_port()  # the same one: B can only start when A has stopped
+    sides = ["--a-cmd", command(port), "--b-cmd", command(port), "--change", "nothing", "--only", "single"]
+    code, result, _, _ = run(*sides, "--rounds", "2")
+    assert code == compare.COMPARED
+    told = [line.split(",")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("round")]
+    assert told == ["round 1 A", "round 1 B", "round 2 B", "round 2 A"]
+    assert len(result["variants"][0]["sides"]["A"]["startup_s"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"version": "0.5.20"}, "SGLang differs: A 0.5.17, B 0.5.20"),
+        ({"flags": {"tp_size": 4}}, "server argument tp_size differs: A 2, B 4"),
+        ({"model": "fake/other"}, "the model differs: A fake/model, B fake/other"),
+    ],
+)
+def test_a_comparison_of_more_than_the_intended_change_is_refused(run, serve, option, reason):
+    code, result, text, page = run(
+        *urls(serve(), serve(**option)), "--change", "flag:attention_backend", "--only", "single"
+    )
+    assert code == compare.REFUSED
+    assert reason in text and "No comparison" in text and "No comparison" in page
+    assert "tok/s" not in text and "tok/s" not in page
+    assert "the intended change flag:attention_backend is not there" in text
+    assert result["variants"][0]["cells"] == []  # found out before anything was measured
+
+
+def test_the_intended_change_alone_is_compared(run, serve):
+    sides = urls(serve(), serve(flags={"attention_backend": "other"}))
+    assert run(*sides, "--change", "flag:attention_backend", "--only", "single")[0] == compare.COMPARED
+
+
+def test_an_environment_variable_of_one_side_is_a_difference(run):
+    sides = ["--a-cmd", command(free_port()), "--b-cmd", f"SGLANG_TEST_SWITCH=1 {command(free_port())}"]
+    rest = ["--only", "single", "--both-at-once"]
+    code, _, text, _ = run(*sides, "--change", "nothing", *rest)
+    assert code == compare.REFUSED
+    assert "environment variable SGLANG_TEST_SWITCH differs: A None, B '1'" in text
+    assert run(*sides, "--change", "env:SGLANG_TEST_SWITCH", *rest)[0] == compare.COMPARED
+
+
+def test_a_server_that_dies_leaves_a_marked_partial_result(run):
+    sides = ["--a-cmd", command(free_port()), "--b-cmd", command(free_port(), "--fault die_mid_stream --die-after 7")]
+    code, result, text, _ = run(*sides, "--change", "nothing", "--both-at-once", "--only", "single,concurrency")
+    assert code == compare.INCOMPLETE
+    assert values(result, "single", "A")[0]["stream_tok_s"] > 0
+    assert "INCOMPLETE" in text and "B: the server ended (exit code 9)" in text
+    assert "| single | stream_tok_s" in text  # what was measured is shown
+    assert re.search(r"concurrency 2 \| .*MEASURED .* B, round 1: \d+ of \d+ requests failed", text)
+
+
+def test_a_server_that_hangs_is_a_failed_cell_not_a_wait_for_ever(run, serve):
+    sides = urls(serve(), serve("hang"))
+    code, result, text, _ = run(*sides, "--change", "nothing", "--only", "single", "--cell-timeout", "1")
+    assert code == compare.INCOMPLETE
+    assert "no result within 1 s" in text
+    assert values(result, "single", "A")[0]["stream_tok_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("error_500", "requests failed"),
+        ("short_answers", "shorter than the 16 tokens asked for"),
+        ("no_text", "a request gave no token"),
+    ],
+)
+def test_answers_that_are_no_measurement_are_not_counted(run, serve, fault, reason):
+    code, result, text, _ = run(*urls(serve(), serve(fault)), "--change", "nothing", "--only", "single")
+    assert code == compare.INCOMPLETE
+    assert reason in text and values(result, "single", "B") == [{}]
+
+
+def test_unique_prompts_that_hit_the_cache_are_not_prefill(run, serve):
+    sides = urls(serve(step_s=0.004), serve("cached_everything", step_s=0.004))
+    code, _, text, _ = run(*sides, "--change", "nothing", "--only", "intrusion")
+    assert code == compare.INCOMPLETE
+    assert "unique prompts were partly in the prefix cache" in text
+
+
+def test_a_server_without_tokenizer_is_said_and_random_prompts_are_the_way_out(run, serve):
+    sides = urls(serve("no_tokenizer"), serve("no_tokenizer"))
+    code, _, text, _ = run(*sides, "--change", "nothing", "--only", "single")
+    assert code == compare.INCOMPLETE and "no tokenizer" in text and "--prompts random" in text
+    assert run(*sides, "--change", "nothing", "--only", "single", "--prompts", "random")[0] == compare.COMPARED
+
+
+def test_a_server_without_server_info_is_told_as_unknown(run, serve):
+    code, _, text, _ = run(
+        *urls(serve("no_server_info"), serve("no_server_info")), "--change", "nothing", "--only", "single"
+    )
+    assert code == compare.COMPARED
+    assert "not known: flags and version" in text and "not known: patch status" in text
+
+
+def test_another_engine_is_measured_and_what_it_does_not_tell_stays_unknown(run, serve):
+    faults = "vllm_routes", "no_server_info"
+    code, result, text, _ = run(
+        *urls(serve(*faults, step_s=0.004), serve(*faults, step_s=0.002)),
+        *("--a-backend", "vllm", "--b-backend", "vllm", "--change", "nothing", "--only", "single,depth"),
+    )
+    assert code == compare.COMPARED
+    assert values(result, "depth 512", "B")[0]["stream_tok_s"] > values(result, "depth 512", "A")[0]["stream_tok_s"]
+    assert text.count("cache hits are not known") == 2 and "not reused" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--change", "nothing"], "side A needs --a-cmd or --a-url"),
+        (["--a-url", "http://h:1", "--b-url", "http://h:2"], "name the intended change"),
+        (["--a-url", "http://h:1", "--b-url", "http://h:2", "--change", "speed"], "--change must be"),
+        (["--a-url", "http://h:1", "--b-url", "http://h:1", "--change", "patch"], "the same address"),
+        (["--a-url", "http://h:1", "--b-cmd", "x", "--change", "patch"], "one side is a command"),
+        (["--a-url", "http://h:1", "--b-url", "http://h:2", "--change", "patch", "--only", "nosuch"], "no cell"),
+        (["--a-url", "http://h:1", "--b-url", "http://h:2", "--change", "patch", "--spec", "--x y"], "--spec needs"),
+        (["--a-url", "http://h:1", "--b-url", "http://h:2", "--change", "patch", "--rounds", "0"], "--rounds"),
+        (["--a-url", "https://h:1", "--b-url", "http://h:2", "--change", "patch"], "http://host:port"),
+    ],
+)
+def test_wrong_usage_is_said_before_anything_starts(run, capsys, arguments, message):
+    assert run(*arguments)[0] == compare.USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_a_wrong_model_name_names_those_that_are_served(run, serve):
+    code, _, text, _ = run(*urls(serve(), serve()), "--change", "nothing", "--model", "nosuch", "--only", "single")
+    assert code == compare.INCOMPLETE
+    assert "serves ['fake/model'], not 'nosuch'" in text
+
+
+def test_a_command_that_fails_at_once_shows_the_end_of_its_log(run):
+    sides = ["--a-cmd", "echo no such device; exit 7", "--b-cmd", command(free_port()), "--a-url", "http://127.0.0.1:9"]
+    code, _, text, _ = run(*sides, "--change", "nothing", "--only", "single")
+    assert code == compare.INCOMPLETE
+    assert "the server ended (exit code 7); its log ends: no such device" in text
+
+
+def test_rounds_that_would_pass_the_limit_are_not_begun(run, serve):
+    sides = urls(serve(step_s=0.01), serve(step_s=0.01))
+    code, result, text, _ = run(*sides, "--change", "nothing", "--only", "single", "--rounds", "9", "--limit-s", "2")
+    done = len(values(result, "single", "A"))
+    assert code == compare.INCOMPLETE and 1 <= done < 9 and len(values(result, "single", "B")) == done
+    assert f"{done} of 9 rounds: another one would pass the limit of 2 s" in text
+
+
+def test_reports_are_made_again_from_the_result(run, serve, tmp_path, monkeypatch):
+    code, result, text, page = run(*urls(serve(), serve()), "--change", "nothing", "--only", "single")
+    for name in ("report.md", "report.html"):
+        (tmp_path / "out" / name).unlink()
+    assert compare.main(["--from", str(tmp_path / "out/result.json")]) == code
+    assert (tmp_path / "out/report.md").read_text() == text
+    monkeypatch.setattr(plots, "problem", lambda: plots.NO_MATPLOTLIB)
+    assert compare.main(["--from", str(tmp_path / "out/result.json")]) == code
+    assert "matplotlib is not installed" in (tmp_path / "out/report.html").read_text()
+    (tmp_path / "other.json").write_text("{}")
+    assert compare.main(["--from", str(tmp_path / "other.json")]) == compare.USAGE
+
+
+def test_the_full_matrix_is_the_issues():
+    names = {cell.name for cell in cells.full()}
+    assert {f"concurrency {n}" for n in (1, 4, 8, 16, 32)} <= names
+    assert {f"depth {n}K" for n in (8, 32, 64, 128, 256, 512)} <= names
+    assert {"single", "intrusion 64K into 8", "prefill 128K"} <= names
+    assert all(measures.HEADLINES[cell.kind] for cell in cells.full())
+    chosen, left_out = cells.select("full", None, 300_000)
+    assert "depth 512K" not in {cell.name for cell in chosen} and "depth 512K" in left_out[0]

@@ -1,0 +1,266 @@
+"""The parts of the comparison that need no server: refusal rules, clocks, statistics, cells, patch reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import pytest
+
+from bench.serving import cells, identity, machine, measures, report
+from bench.serving.cells import Cell
+from bench.serving.endpoint import Endpoint
+from bench.serving.identity import Identity
+from bench.serving.measures import Change, Metric, Spread
+
+FASTER, LOWER = Metric("rate", "tok/s", True), Metric("wait", "ms", False)
+
+
+def side(**values) -> Identity:
+    known = {"version": "0.5.17", "model": "m", "flags": {"tp_size": 2}, "environment": {}, "patch": {}}
+    return Identity("x", "http://h", **{**known, **values})
+
+
+@pytest.mark.parametrize(
+    ("changed", "change"),
+    [
+        ({"version": "0.5.20"}, "version"),
+        ({"model": "other"}, "model"),
+        ({"flags": {"tp_size": 4}}, "flag:tp_size"),
+        ({"flags": {"tp_size": 2, "new_flag": None}}, "flag:new_flag"),
+        ({"environment": {"NCCL_ALGO": "Ring"}}, "env:NCCL_ALGO"),
+        ({"environment": {"PYTHONPATH": "build"}}, "patch"),
+        ({"patch": {"sparse_decode": "APPLIED"}}, "patch"),
+    ],
+)
+def test_one_difference_is_allowed_by_its_name_only(changed, change):
+    a, b = side(), side(**changed)
+    (reason,) = identity.reasons_to_refuse(a, b, ["nothing"])
+    assert f"--change {change}" in reason or change == "patch"
+    assert identity.reasons_to_refuse(a, b, [change]) == []
+    wrong = "env:OTHER"
+    assert len(identity.reasons_to_refuse(a, b, [wrong])) == 2  # the difference, and that the named one is not there
+
+
+def test_equal_sides_pass_as_an_a_a_run_and_fail_as_a_comparison():
+    assert identity.reasons_to_refuse(side(), side(), ["nothing"]) == []
+    assert identity.reasons_to_refuse(side(), side(), ["patch"]) == [
+        "the intended change patch is not there: A and B are the same in it"
+    ]
+    assert identity.reasons_to_refuse(side(patch=None), side(patch=None), ["patch"]) == []  # told as unknown instead
+
+
+def test_two_hosts_are_never_compared():
+    (reason,) = identity.reasons_to_refuse(side(), side(host="10.0.0.2"), ["nothing"])
+    assert "not on one host" in reason
+
+
+def test_which_addresses_are_local():
+    assert Endpoint("http://127.0.0.1:1").is_local() and Endpoint("localhost:1").is_local()
+    assert not Endpoint("http://192.0.2.1:1").is_local() and not Endpoint("http://no.such.host.invalid:1").is_local()
+
+
+def test_an_environment_that_is_known_of_one_side_only_is_no_proof_of_a_difference():
+    assert identity.reasons_to_refuse(side(environment=None), side(environment={"A": "1"}), ["nothing"]) == []
+
+
+@pytest.mark.parametrize("change", ["speed", "flag", "environment:X", ""])
+def test_unknown_kinds_of_change(change):
+    with pytest.raises(ValueError, match="--change must be"):
+        identity.check_changes([change])
+
+
+def clocks(**values) -> dict:
+    return {"sm_mhz": 2400.0, "mem_mhz": 14001.0, "throttled": False, **values}
+
+
+def test_clocks():
+    assert identity.clock_reasons(None, None) == []
+    assert identity.clock_reasons(clocks(), clocks(sm_mhz=2430.0)) == []
+    assert "sm_mhz differs by more than 3%" in identity.clock_reasons(clocks(), clocks(sm_mhz=2200.0))[0]
+    assert "side B was throttled" in identity.clock_reasons(clocks(), clocks(throttled=True))[0]
+    assert "clocks were seen on side A only" in identity.clock_reasons(clocks(), None)[0]
+
+
+def sample(sm="2400", busy="90", throttle="0x0000000000000000", **more) -> dict[str, str]:
+    return {
+        "clocks.sm": sm,
+        "clocks.mem": "14001",
+        "temperature.gpu": "60",
+        "power.draw": "300.5",
+        "utilization.gpu": busy,
+        "clocks_throttle_reasons.active": throttle,
+        **more,
+    }
+
+
+def test_only_busy_samples_count():
+    found = machine.summarise_clocks([sample("210", "0"), sample("2400"), sample("2420"), sample("2410")])
+    assert (found["sm_mhz"], found["busy_samples"], found["throttled"]) == (2410, 3, False)
+    assert machine.summarise_clocks([sample(busy="0")]) is None and machine.summarise_clocks([]) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "throttled"), [("0x4", False), ("0x1", False), ("0x8", True), ("0x20", True), ("[N/A]", False)]
+)
+def test_a_power_cap_is_ordinary_heat_is_not(reason, throttled):
+    assert machine.summarise_clocks([sample(throttle=reason)])["throttled"] is throttled
+
+
+def test_values_that_a_card_does_not_have():
+    found = machine.summarise_clocks([sample(**{"power.draw": "[N/A]"})])
+    assert found["power_w"] is None and found["sm_mhz"] == 2400
+
+
+def test_the_machine_is_described_without_any_tool(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = machine.describe(tmp_path)
+    assert found["gpus"] == [] and found["topology"] is None and found["commit"] is None
+    assert machine.gpu_names(found) == "no GPU seen by nvidia-smi"
+
+
+def test_the_gpus_as_nvidia_smi_tells_them(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/sh\nfor i in 0 1; do echo "$i, NVIDIA X, GPU-$i, 580.1, 98, 600.00, 2430, 14001, 5, 16, 97887"; done\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    found = machine.describe(tmp_path)
+    assert machine.gpu_names(found) == "2 x NVIDIA X"
+    assert found["gpus"][1]["driver_version"] == "580.1" and found["gpus"][1]["pcie.link.width.max"] == "16"
+
+
+def test_the_clocks_are_watched_while_a_side_is_measured(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/sh\nwhile :; do echo "0, 2400, 14001, 60, 300.5, 95, 0x0000000000000004"; sleep 0.05; done\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    watch = machine.ClockWatch(0.05)
+    with watch.watching():
+        time.sleep(0.3)
+    count = len(watch.samples)
+    assert count >= 2 and machine.summarise_clocks(watch.samples)["sm_mhz"] == 2400
+    time.sleep(0.15)
+    assert len(watch.samples) == count
+
+
+def test_percentiles_by_hand():
+    assert measures.percentile([1, 2, 3, 4], 50) == 2.5
+    assert measures.percentile([5], 99) == 5
+    assert measures.percentile(list(range(101)), 99) == 99
+    with pytest.raises(ValueError, match="no values"):
+        measures.percentile([], 50)
+
+
+@pytest.mark.parametrize(
+    ("metric", "a", "b", "verdict"),
+    [
+        (FASTER, [1, 2, 3], [4, 5, 6], "better"),
+        (FASTER, [4, 5, 6], [1, 2, 3], "worse"),
+        (LOWER, [1, 2, 3], [4, 5, 6], "worse"),
+        (LOWER, [4, 5, 6], [1, 2, 3], "better"),
+        (FASTER, [1, 2, 4], [4, 5, 6], "within noise"),
+        (FASTER, [100, 100.1, 100.2], [100.5, 100.6, 100.7], "within 1%"),
+        (FASTER, [1, 2], [4, 5], "too few rounds"),
+        (FASTER, [1, 2, 3], [9], "too few rounds"),
+    ],
+)
+def test_a_verdict_needs_ranges_that_do_not_touch(metric, a, b, verdict):
+    assert Change.of(metric, Spread.of(a), Spread.of(b)).verdict == verdict
+
+
+def output(start=0.0, ttft=1.0, gaps=(0.1, 0.1), **more) -> dict:
+    times = {"start_time": start, "ttft": ttft, "itl": list(gaps), "latency": ttft + sum(gaps)}
+    return {"success": True, "error": "", "output_len": len(gaps) + 1, "cached_tokens": 0, **times, **more}
+
+
+def test_figures_of_concurrent_streams_by_hand():
+    cell = Cell("c", "concurrent", 100, 3, streams=2, requests=2)
+    values, pools = measures.figures(cell, [output(), output(start=0.5, gaps=(0.2, 0.2))])
+    assert values["total_tok_s"] == pytest.approx(6 / 1.9)
+    assert values["stream_tok_s"] == pytest.approx((10 + 5) / 2)
+    assert values["ttft_ms"] == 1000 and values["itl_max_ms"] == pytest.approx(200)
+    assert len(pools["itl"]) == 4
+
+
+def test_figures_of_prefill_and_speculation_by_hand():
+    values, _ = measures.figures(Cell("p", "prefill", 8000, 1), [output(ttft=2.0, gaps=())])
+    assert values == {"ttft_ms": 2000, "prefill_tok_s": 4000}
+    values, _ = measures.figures(Cell("s", "single", 10, 3), [output(spec_accept_length=2.5)])
+    assert values["acceptance_length"] == 2.5 and values["verifier_steps_s"] == pytest.approx(4)
+
+
+def test_the_gaps_that_a_long_prompt_is_felt_in():
+    cell = Cell("i", "intrusion", 10, 5, streams=1, requests=2, long_tokens=99, delay_s=1)
+    stream = output(ttft=1.0, gaps=(0.1, 0.1, 3.0, 0.1))  # tokens at 1.1, 1.2, 4.2, 4.3
+    late = output(start=2.0, ttft=2.1, gaps=())  # its prefill is from 2.0 to 4.1
+    values, pools = measures.figures(cell, [stream, late])
+    assert pools["during"] == [pytest.approx(3000)] and len(pools["otherwise"]) == 3
+    assert values["itl_max_ms"] == pytest.approx(3000) and values["ttft_ms"] == pytest.approx(2100)
+    with pytest.raises(ValueError, match="no stream was still decoding"):
+        measures.figures(cell, [stream, output(start=9.0, ttft=1.0, gaps=())])
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (
+            {"success": False, "error": "Traceback\nServerDisconnectedError"},
+            "1 of 1 requests failed: ServerDisconnected",
+        ),
+        ({"ttft": 0.0}, "gave no token"),
+        ({"output_len": 2}, "shorter than the 3 tokens asked for"),
+        ({"cached_tokens": 64}, "partly in the prefix cache (up to 64 tokens)"),
+    ],
+)
+def test_outputs_that_are_no_measurement(more, problem):
+    cell = Cell("s", "single", 100, 3)
+    assert measures.problems(cell, [output()], True) == []
+    assert problem in measures.problems(cell, [output(**more)], True)[0]
+
+
+def test_a_natural_end_may_be_early_and_a_depth_prompt_may_be_cached():
+    assert measures.problems(Cell("s", "single", 100, 3), [output(output_len=2)], False) == []
+    assert measures.problems(Cell("d", "depth", 100, 3), [output(cached_tokens=99)], True) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "other"}, "kind must be one of"),
+        ({"streams": 0}, "must be at least 1"),
+        ({"kind": "intrusion"}, "needs long_tokens and delay_s"),
+    ],
+)
+def test_cells_that_make_no_sense(values, message):
+    with pytest.raises(ValueError, match=message):
+        Cell(**{"name": "x", "kind": "single", "prompt_tokens": 1, "output_tokens": 1, **values})
+
+
+@pytest.mark.parametrize("matrix", cells.MATRICES)
+def test_every_matrix_asks_every_question(matrix):
+    found = cells.MATRICES[matrix]()
+    assert {cell.kind for cell in found} == set(cells.KINDS)
+    assert len({cell.name for cell in found}) == len(found)
+
+
+def test_patch_states_from_the_reports_of_several_processes(tmp_path):
+    states = ["NOT APPLICABLE", "READY", "APPLIED", "READY"]
+    for number, state in enumerate(states):
+        content = {"settings": {"force": None}, "patches": [{"patch": "sparse_decode", "state": state}]}
+        (tmp_path / f"{number}.json").write_text(json.dumps(content))
+    assert identity.patch_states(tmp_path) == {"sparse_decode": "APPLIED"}
+    assert identity.patch_states(tmp_path / "none") == {} and identity.patch_states(None) is None
+
+
+def test_a_pipe_in_a_cell_does_not_break_the_table():
+    table = report.markdown_table(("a", "b"), iter([("x|y", "z")]))
+    assert table.splitlines()[-1] == "| x\\|y | z |"
+
+
+def test_the_identity_is_plain_data():
+    assert json.loads(json.dumps(dataclasses.asdict(side())))["model"] == "m"

@@ -1,0 +1,3 @@
+"""Stand-in."""
+
+from json import loads  # noqa: F401

@@ -1,0 +1,5 @@
+"""Stand-in: bars are off."""
+
+
+class tqdm:
+    pass

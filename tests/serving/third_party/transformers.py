@@ -1,0 +1,8 @@
+"""Stand-in: names only, no tokenizer is loaded on our way."""
+
+
+class PreTrainedTokenizerBase:
+    pass
+
+
+AutoProcessor = AutoTokenizer = PreTrainedTokenizer = PreTrainedTokenizerFast = PreTrainedTokenizerBase
