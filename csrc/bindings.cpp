@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "index_select/bindings.h"
 #include "kv_page_layout.h"
 #include "mxfp4_moe/mxfp4_moe.h"
 #include "sparse_decode/sparse_decode.h"
@@ -112,7 +113,7 @@ void run_mxfp4_moe(uintptr_t x, int64_t x_stride, uintptr_t topk_ids, int64_t id
 }
 
 template <typename Attributes>
-void describe(py::list& all, const std::vector<Attributes>& kernels) {
+void append_attributes(py::list& all, const std::vector<Attributes>& kernels) {
   for (const auto& a : kernels) {
     py::dict d;
     d["name"] = a.name;
@@ -126,8 +127,9 @@ void describe(py::list& all, const std::vector<Attributes>& kernels) {
 
 py::list kernel_attributes() {
   py::list all;
-  describe(all, sparse_decode::kernel_attributes());
-  describe(all, mxfp4_moe::kernel_attributes());
+  append_attributes(all, sparse_decode::kernel_attributes());
+  append_attributes(all, index_select::kernel_attributes());
+  append_attributes(all, mxfp4_moe::kernel_attributes());
   return all;
 }
 
@@ -185,11 +187,13 @@ PYBIND11_MODULE(_C, m) {
         "limit"_a, "routed_scaling"_a, "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a, "up_first"_a, "num_sms"_a, "pdl"_a,
         "stream"_a);
   m.def("mxfp4_moe_problem", &mxfp4_moe::problem, py::kw_only(), "hidden"_a, "inter"_a, "experts"_a, "pairs"_a);
+  index_select::bind(m);
   m.def("build_info", &build_info);
   m.def("kernel_attributes", &kernel_attributes);
   m.def("kernel_shared_bytes", [] {
     py::dict d;
     for (const auto& [kernel, bytes] : sparse_decode::shared_bytes()) d[kernel.c_str()] = bytes;
+    for (const auto& [kernel, bytes] : index_select::shared_bytes()) d[kernel.c_str()] = bytes;
     d["experts_kernel"] = mxfp4_moe::shared_bytes();
     return d;
   });

@@ -67,13 +67,14 @@ def status() -> dict:
     from deepseek_v4_sm120.patching import report
     from deepseek_v4_sm120.patching.engine import Engine
     from deepseek_v4_sm120.settings import settings
-    from deepseek_v4_sm120.sglang_patches import TABLE
+    from deepseek_v4_sm120.sglang_patches import INDEXER_CHOICES, TABLE
 
     engine = Engine(TABLE, host=patching.HOST, settings=settings())
     engine.survey()
     found = report.as_dict(engine)
     found["unknown_choices"] = engine.steering.problem()
     found["build"] = extension.describe()
+    found["indexer_choices"] = {name: os.environ[name] for name in INDEXER_CHOICES if os.environ.get(name)}
     found["processes"] = processes(settings().report)
     return found
 
@@ -98,6 +99,9 @@ def status_text(found: dict) -> str:
     ]
     used = [f"{name}={value}" for name, value in found["settings"].items() if value and value != "raise"]
     lines += [f"settings          {', '.join(used)}"] if used else []
+    if found["indexer_choices"]:
+        chosen = ", ".join(f"{name}={value}" for name, value in found["indexer_choices"].items())
+        lines.append(f"SGLang's indexer  {chosen}: respected where it picks other logits or another top-k than ours")
     rows = [("patch", "state", "target", "reason")]
     for row in found["patches"]:
         rows.append((row["patch"], row["state"], row["target"], _reason(row)))

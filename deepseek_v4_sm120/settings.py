@@ -1,14 +1,14 @@
 """The environment variables of this package: read once, in this module only.
 
-    DSV4_SM120=off              nothing is patched
-    DSV4_SM120_FORCE=ops        validation on other GPUs (9.0 and later): our gate is open, SGLang keeps its own path
-    DSV4_SM120_FORCE=seams      validation on other GPUs: SGLang itself takes its SM120 branches, so their seams are run
-    DSV4_SM120_SHADOW=1         run ours beside the original on live inputs, record the difference, keep the original's
-    DSV4_SM120_SHADOW=ours      the same, but keep our result
-    DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out with a warning, the server starts
-    DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json
-    DSV4_SM120_SET=<name>=<on, off or a number>[,...]   the table's settings: others than its defaults
-    DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out
+DSV4_SM120=off              nothing is patched
+DSV4_SM120_FORCE=ops        validation on other GPUs (9.0 and later): our gate is open, SGLang keeps its own path
+DSV4_SM120_FORCE=seams      validation on other GPUs: SGLang itself takes its SM120 branches, so their seams are run
+DSV4_SM120_SHADOW=1         run ours beside the original on live inputs, record the difference, keep the original's
+DSV4_SM120_SHADOW=ours      the same, but keep our result
+DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out with a warning, the server starts
+DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json
+DSV4_SM120_SET=<name>=<on, off or a number>[,...]   the table's settings: others than its defaults
+DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out
 """
 
 import functools

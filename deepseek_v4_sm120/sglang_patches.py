@@ -13,6 +13,7 @@ BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
 MODEL = "sglang.srt.models.deepseek_v4"
 ADAPTER = "deepseek_v4_sm120.sglang_adapters.sparse_decode"
+INDEX_ADAPTER = "deepseek_v4_sm120.sglang_adapters.index_select"
 SEAMS = "deepseek_v4_sm120.sglang_adapters.platform_seams"
 EXPERTS = "deepseek_v4_sm120.sglang_adapters.mxfp4_moe"
 MARLIN_EXPERTS = "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoEMethod"
@@ -253,6 +254,122 @@ PREFILL_INTERVAL = Patch(
     retire="with SGLang 0.5.17",
 )
 
+# DeepGEMM's logits, which forward_c4_indexer imports at the call: (q, cache, weights, lengths, page table, ...)
+DEEP_GEMM = "deep_gemm"
+DEEP_GEMM_LOGITS = "fp8_paged_mqa_logits"
+DEEP_GEMM_LOGITS_FP4 = "fp8_fp4_paged_mqa_logits"
+# What users set to choose SGLang's own indexer or top-k; `status` shows the ones that are set
+INDEXER_CHOICES = (
+    "SGLANG_OPT_USE_TILELANG_INDEXER",
+    "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH",
+    "SGLANG_OPT_USE_TOPK_V2",
+    "SGLANG_TOPK_TRANSFORM_512_TORCH",
+    "SGLANG_OPT_DSV4_NONPAGED_INDEXER",
+)
+TILELANG = "sglang.kernels.ops.attention.dsa.tilelang_kernel"
+
+
+def _index(where: str, replacement: str, sglang: str, reviewed: dict[str, str], names: tuple[str, ...] = ()) -> Target:
+    return Target(
+        where=where,
+        sglang=sglang,
+        contract=Parameters(names) if names else Bound(),
+        replacement=f"{INDEX_ADAPTER}:replace_{replacement}",
+        reviewed=reviewed,
+    )
+
+
+INDEX_SELECT = Patch(
+    name="index_select",
+    why="index logits and top-k of the C4 layers: stock keeps fp32 logits of [rows, captured context] between a kernel "
+    "that reads all keys once per query and one that has a block per row; bench/index_select.py",
+    targets=(
+        _index(
+            f"{INDEXER}:C4IndexerBackendMixin.forward_c4_indexer",
+            "forward",
+            "<0.6",
+            {
+                "0.5.12": "280968036612965c",
+                "0.5.14": "e6c37a47d3b43cc2",
+                "0.5.17": "9939ac78d7425547",
+                "0.5.20": "df5963106f535afb",
+                "0.5.23": "1aead2dc6df941e3",
+            },
+        ),
+        # the logits that SGLang picks on SM120: torch up to 0.5.15, then TileLang
+        _index(f"{INDEXER}:fp8_paged_mqa_logits_torch", "logits", "<0.5.13", {"0.5.12": "aca49af674dd7109"}),
+        _index(
+            f"{INDEXER}:fp8_paged_mqa_logits_torch_sm120", "logits", ">=0.5.13,<0.5.16", {"0.5.14": "4eabbd1136a4ef9b"}
+        ),
+        _index(
+            f"{TILELANG}:tilelang_fp8_paged_mqa_logits",
+            "logits",
+            ">=0.5.16,<0.6",
+            {"0.5.17": "43a709112fee8ed8", "0.5.20": "43a709112fee8ed8", "0.5.23": "43a709112fee8ed8"},
+        ),
+        # SGLang's own top-k, as the indexer imported it
+        _index(
+            f"{INDEXER}:topk_transform_512",
+            "topk",
+            "<0.5.20",
+            {"0.5.12": "93b190573e132513", "0.5.14": "1c68cee181fff17c", "0.5.17": "2052e4d7b1696863"},
+        ),
+        _index(
+            f"{INDEXER}:topk_transform_512_v2",
+            "topk",
+            "<0.5.20",
+            {"0.5.12": "4af335786bebdd5d", "0.5.14": "cd2a7c03aa0261d6", "0.5.17": "bb7e4834194b1f29"},
+        ),
+        _index(
+            f"{INDEXER}:topk_transform_paged",
+            "topk",
+            ">=0.5.20,<0.6",
+            {"0.5.20": "236b41b2ed380f16", "0.5.23": "236b41b2ed380f16"},
+        ),
+        _index(
+            f"{INDEXER}:topk_transform_paged_v2",
+            "topk",
+            ">=0.5.20,<0.6",
+            {"0.5.20": "d39f45e5d73c2cd2", "0.5.23": "d39f45e5d73c2cd2"},
+        ),
+        # explicit choices: these get stock logits
+        _index(
+            f"{INDEXER}:topk_transform_512_pytorch_vectorized",
+            "other_topk",
+            "<0.5.20",
+            {"0.5.12": "635be9664aeb4535", "0.5.14": "6acb8a7fb22d46e9", "0.5.17": "beb253a0dfc955b6"},
+        ),
+        _index(
+            f"{INDEXER}:topk_transform_512_flashinfer_unfused",
+            "other_topk",
+            ">=0.5.17,<0.5.20",
+            {"0.5.17": "2dd73c673ff1bede"},
+        ),
+        _index(f"{INDEXER}:topk_transform_512_flashinfer_fused", "other_topk", ">=0.5.19,<0.5.20", {}),
+        _index(
+            f"{INDEXER}:topk_transform_pytorch_vectorized",
+            "other_topk",
+            ">=0.5.20,<0.6",
+            {"0.5.20": "0f10ad7599afc5ee", "0.5.23": "0f10ad7599afc5ee"},
+        ),
+        _index(
+            f"{INDEXER}:topk_transform_flashinfer_unfused",
+            "other_topk",
+            ">=0.5.20,<0.6",
+            {"0.5.20": "942114d6ab0f9dc6", "0.5.23": "942114d6ab0f9dc6"},
+        ),
+        _index(
+            f"{INDEXER}:topk_transform_flashinfer_fused",
+            "other_topk",
+            ">=0.5.20,<0.6",
+            {"0.5.20": "a4da5a9becdb650c", "0.5.23": "a4da5a9becdb650c"},
+        ),
+    ),
+    needs=(EXTENSION,),
+    modes=("sm120", "ops", "seams"),
+    retire="when the stock pair is faster on SM120 and needs no logits tensor (bench/index_select.py)",
+)
+
 
 def _seam(where: str, replacement: str, sglang: str, digest: str, reviewed: tuple[str, ...]) -> Target:
     return Target(
@@ -328,7 +445,7 @@ TABLE = Table(
     supported="<0.6",
     preflight="sglang.srt.managers.scheduler",
     patches=(
-        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, SCHED_META, MXFP4_MOE),
+        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, SCHED_META, INDEX_SELECT, MXFP4_MOE),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     settings=SETTINGS,

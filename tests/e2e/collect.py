@@ -17,6 +17,11 @@ from pathlib import Path
 
 ISSUE = 2
 PATCH = "sparse_decode"
+INDEX_SELECT = "index_select"
+INDEX_PATCHES = {
+    INDEX_SELECT: "beyond the tolerance",
+    "index_select_within_tolerance": "within the tolerance",
+}
 SHADOW_BAR = 0.004  # relative L2 of every call against the original
 EXPERTS = "experts"  # the runs of this name judge another patch, by its own issue and bar
 EXPERTS_PATCH, EXPERTS_ISSUE, EXPERTS_BAR = "mxfp4_moe", 6, 0.008  # sglang_adapters/mxfp4_moe.py says why
@@ -41,8 +46,13 @@ IMPLEMENTATIONS = {
     "experts_shadow": "ours beside SGLang's Marlin experts",
     "experts43_shadow": "ours beside SGLang's Marlin experts",
     "seams43_shadow": "ours beside SGLang's Triton kernel",
+    "index_shadow": "ours beside DeepGEMM's logits and SGLang's top-k",
+    "index_seams_shadow": "ours beside TileLang's logits and SGLang's top-k",
+    "index_a": "ours, DSV4_SM120_FORCE=ops, every call ours",
+    "index_b": "ours, DSV4_SM120_FORCE=ops, every call ours",
 }
 KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answer as stock does
+    "index_shadow": "SGLang stock (FlashMLA, paged extend, DeepGEMM's paged logits)",
     "ops_shadow": "SGLang stock (FlashMLA, paged extend)",
     "seams_shadow": "SGLang stock (Triton, SM120 branches)",
 }
@@ -92,6 +102,24 @@ def shadow_rows(name, records):
     return rows
 
 
+def index_rows(name, records):
+    """The indexer's shadow records: sets of entries, as numbers of entries that differ."""
+    impl, rows = IMPLEMENTATIONS[name], []
+    for patch, what in INDEX_PATCHES.items():
+        chosen = [r for r in records if r["patch"] == patch]
+        n = sum(r["calls"] for r in chosen)
+        if not n:
+            continue
+        mean = sum(r["relative_l2_mean"] * r["calls"] for r in chosen) / n
+        bar, worst = 0 if patch == INDEX_SELECT else None, max(r["absolute_error_max"] for r in chosen)
+        rows += [
+            row(name, impl, f"index_select calls, {what}", n),
+            row(name, impl, f"entries of a row that differ {what}, greatest", worst, bar),
+            row(name, impl, f"share of entries that differ {what}, mean", mean),
+        ]
+    return rows
+
+
 def timing_rows(name, batches):
     impl, rows = IMPLEMENTATIONS[name], []
     for batch, timed in batches.items():
@@ -124,7 +152,8 @@ def case_rows(name, case):
         rows.append(row(name, impl, "log-probabilities", case["logprobs"]))
         rows.append(row(name, impl, "log-probabilities that are not finite", case["bad_logprobs"], FINITE_BAR))
     if name.endswith("_shadow"):
-        rows += shadow_rows(name, [r for report in case["reports"] for r in report["shadow"]])
+        records = [r for report in case["reports"] for r in report["shadow"]]
+        rows += shadow_rows(name, records) + index_rows(name, records)
     return rows + timing_rows(name, case.get("rows", {}))
 
 

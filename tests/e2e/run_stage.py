@@ -29,6 +29,8 @@ REPO = HERE.parent.parent
 # by default SGLang's Hopper path gathers an extend's history and calls flash_mla_sparse_fwd, which is not our seam
 PAGED_EXTEND = {"SGLANG_OPT_FLASHMLA_SPARSE_PREFILL": "0"}
 OPS = {"DSV4_SM120_FORCE": "ops"}
+# a prefill chunk of 8,192 rows would gather its keys and call DeepGEMM's other logits function, which is not our seam
+PAGED_INDEX = {"SGLANG_OPT_DSV4_NONPAGED_INDEXER": "0"}
 # SGLang's own SM120 branches; FlashInfer's attention has no code for other chips, Triton's runs everywhere. Experts are
 # Marlin's (the harness's default); dense GEMMs stay on the backend that SGLang picks for the machine
 SEAMS = {"DSV4_SM120_FORCE": "seams", "SGLANG_SM120_FLASHMLA_BACKEND": "triton"}
@@ -37,6 +39,7 @@ SHADOW = {"DSV4_SM120_SHADOW": "1"}
 ANSWER = ["--phases", "answer", "--batches", "8", "32", "--graph-bs", "1", "8", "32", "--batch-prompts", ""]
 SIX_LAYERS = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--repeat", "2", "--new", "48"]
 LONG_PROMPT = ["--variant", "flash6h", "--prompts", "32000", "--repeat", "2", "--new", "32"]
+LONG = ["--variant", "flash6h", "--prompts", "2100,4100,8200", "--repeat", "2", "--new", "48"]
 ALL_LAYERS = ["--variant", "flash43e64"]
 ALL_LAYERS_ANSWER = [*ALL_LAYERS, "--prompts", "5,700,8200", "--repeat", "1", "--new", "32"]
 AT_1K = [*ALL_LAYERS, "--in-len", "1024", "--max-total-tokens", "2000000"]
@@ -84,6 +87,13 @@ STAGES = {
         Case("experts_shadow", SIX_LAYERS + ANSWER, environment=OPS | SHADOW),
         Case("experts43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=OPS | SHADOW),
     ],
+    # the indexer: every selected set against stock's; and whether long prompts repeat to the last bit when all is ours
+    "index": [
+        Case("index_shadow", LONG + ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX | SHADOW),
+        Case("index_a", LONG + ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX),
+        Case("index_b", LONG + ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX),
+    ],
+    "index_seams": [Case("index_seams_shadow", LONG + ANSWER, environment=SEAMS | SHADOW)],
     "ops43": [Case("stock43", TIMED, patched=False), Case("ops43", TIMED, environment=OPS)],
     "seams43": [Case("seams43", TIMED, environment=SEAMS)],
     "launches43": [
@@ -94,6 +104,8 @@ STAGES = {
 }
 # (what, this run, against that run); the same kernel twice is the yardstick of what rounding does to the answers
 DIFFERENCES = [
+    ("all ours, two processes: 0 if every kernel is reproducible", "index_b", "index_a"),
+    ("all ours against stock, long prompts", "index_a", "index_shadow"),
     ("ours against stock, SGLang's default extend", "ops", "stock"),
     ("ours against stock, paged extend", "ops_paged", "ops_shadow"),
     ("yardstick: stock's paged extend against stock's sparse_fwd extend", "ops_shadow", "stock"),

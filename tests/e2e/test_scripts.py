@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 
-HARNESS = '''
+HARNESS = """
 import argparse, os, sys
 def parse(argv):
     p = argparse.ArgumentParser()
@@ -40,9 +40,9 @@ def slim(o):
 def compare(p, q):
     d = [abs(x - y) for x, y in zip(p["logprobs"], q["logprobs"])]
     return len(d), 1.0, sum(d) / len(d), max(d)
-'''
+"""
 
-SGLANG = '''
+SGLANG = """
 import gzip, json, os, time
 __version__ = "0.0.0.fake"
 RECORD = {"patch": "sparse_decode", "layer": 0, "captured": True, "shape": {"rows": 1}, "calls": 7, "bad_calls": 0,
@@ -92,7 +92,7 @@ class Engine:
         self.traced = None
     def shutdown(self):
         pass
-'''
+"""
 
 
 @pytest.fixture

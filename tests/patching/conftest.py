@@ -38,6 +38,26 @@ class {name}:
     def apply(self, layer, dispatch_output):
         return dispatch_output
 """
+INDEXER = """
+from sglang.srt.utils.common import is_sm120_supported
+
+def topk_transform_512(scores, *arguments):
+    return "original top-k", scores
+def topk_transform_512_v2(scores, *arguments):
+    return "original top-k 2", scores
+def topk_transform_512_pytorch_vectorized(scores, *arguments):
+    return "torch top-k", scores
+def topk_transform_512_flashinfer_unfused(scores, *arguments):
+    return "FlashInfer top-k", scores
+def fp8_paged_mqa_logits_torch(*arguments):
+    return "original torch logits"
+
+class C4IndexerBackendMixin:
+    def forward_c4_indexer(self, x, q_lora, c4_indexer, forward_batch, topk=topk_transform_512):
+        from sglang.kernels.ops.attention.dsa.tilelang_kernel import tilelang_fp8_paged_mqa_logits as fn
+        return topk(fn(x, x, x, x, x, None, 64, False), x, x, x, 64)
+"""
+TILELANG = "def tilelang_fp8_paged_mqa_logits(*arguments):\n    return 'original logits'\n"
 
 TREE_0_5_17 = {
     "sglang/__init__.py": "",
@@ -47,7 +67,8 @@ TREE_0_5_17 = {
     "sglang/srt/utils/common.py": "def is_sm120_supported():\n    return False\n",
     "sglang/srt/server_args.py": "from sglang.srt.utils.common import is_sm120_supported\n",
     "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND,
-    "sglang/srt/layers/attention/dsv4/indexer.py": "from sglang.srt.utils.common import is_sm120_supported\n",
+    "sglang/srt/layers/attention/dsv4/indexer.py": INDEXER,
+    "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,
     "sglang/srt/models/deepseek_v4.py": "from sglang.srt.utils.common import is_sm120_supported\n",
     "sglang/kernels/ops/attention/flash_mla_sm120.py": SM120_FUNCTION,
     "sglang/srt/layers/quantization/mxfp4_marlin_moe.py": EXPERTS.format(name="Mxfp4MarlinMoEMethod"),

@@ -279,3 +279,37 @@ def test_status_shows_what_running_processes_reported(python, tree, tmp_path):
     assert [r["state"] for r in found["patches"] if r["target"].startswith("sglang.srt.server_args")] == ["APPLIED"]
     shown = status(python, path=[host], env=env, check=False).stdout
     assert f"pid {file.stem}: applied sm120_seams" in shown
+
+
+def test_status_shows_what_sglang_was_asked_for(python, tree):
+    env = {"SGLANG_OPT_USE_TILELANG_INDEXER": "0"}
+    assert (
+        "SGLang's indexer  SGLANG_OPT_USE_TILELANG_INDEXER=0: respected"
+        in status(python, path=[tree()], env=env).stdout
+    )
+    assert "SGLang's indexer" not in status(python, path=[tree()]).stdout
+
+
+# the indexer --------------------------------------------------------------------------------------------------------
+
+INDEXER_CALL = """
+    import torch
+    from sglang.srt.layers.attention.dsv4 import indexer
+    from deepseek_v4_sm120.sglang_adapters import index_select as adapter
+    adapter.device_gate.serves = lambda device: GATE
+    adapter.handles = lambda args: True
+    adapter.index_select = lambda *args, **kwargs: print("ours")
+    mode = type("Mode", (), {"is_decode": lambda self: True})()
+    batch = type("Batch", (), {"forward_mode": mode})()
+    x = torch.zeros(1, 4)
+    for topk in (indexer.topk_transform_512, indexer.topk_transform_512_pytorch_vectorized):
+        print(indexer.C4IndexerBackendMixin().forward_c4_indexer(x, x, None, batch, topk))
+"""
+
+
+def test_the_indexer_of_a_patched_tree(python, tree):
+    served = python(INDEXER_CALL.replace("GATE", "True"), path=[tree()])
+    assert served.stdout == "ours\nNone\n('torch top-k', 'original logits')\n"
+    assert "index_select: SGLang was asked for topk_transform_512_pytorch_vectorized" in served.stderr
+    closed = python(INDEXER_CALL.replace("GATE", "False"), path=[tree()])
+    assert closed.stdout == "('original top-k', 'original logits')\n('torch top-k', 'original logits')\n"

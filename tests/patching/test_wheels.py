@@ -18,7 +18,11 @@ from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches import (
     BACKEND,
     CUTLASS_EXPERTS,
+    DEEP_GEMM,
+    DEEP_GEMM_LOGITS,
+    DEEP_GEMM_LOGITS_FP4,
     EXTENSION,
+    INDEXER,
     LEFT_AT_TRUTH,
     MARLIN_EXPERTS,
     MXFP4_MOE,
@@ -62,6 +66,16 @@ EXPECTED = {  # version -> what the normal mode finds: patch -> module of its la
         **ARGUMENTS,
         "mxfp4_moe": CUTLASS,
     },
+}
+for _found in EXPECTED.values():
+    _found["index_select"] = INDEXER
+# version -> (logits, our top-k, top-k of an explicit choice) that the indexer is found with
+INDEX_NAMES = {
+    "0.5.12": (1, 2, 1),
+    "0.5.14": (1, 2, 1),
+    "0.5.17": (1, 2, 2),
+    "0.5.20": (1, 2, 3),
+    "0.5.23": (1, 2, 3),
 }
 NUM_SEAMS = {"0.5.12": 0, "0.5.14": 3, "0.5.17": 4, "0.5.20": 6, "0.5.23": 7}
 
@@ -320,3 +334,68 @@ def test_experts_of_an_fp8_checkpoint_use_neither_class(inspect_wheel):
         assert makers, version
         assert any("is_fp4_experts" in ast.unparse(node.test) for node in makers), version
     assert MXFP4_MOE in TABLE.patches
+
+
+# index_select: SGLang's own pairing of logits and top-k
+
+
+def indexer_function(made, name="forward_c4_indexer"):
+    tree = ast.parse(made.sources.read(INDEXER))
+    (found,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name]
+    return found
+
+
+def calls_of(tree: ast.AST, prefix: str) -> list[ast.Call]:
+    named = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    return [n for n in named if n.func.id == prefix or (prefix.endswith("_") and n.func.id.startswith(prefix))]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_indexer_rows(inspect_wheel, version):
+    found = found_in(inspect_wheel(version), patch="index_select")
+    kinds = [r.target.replacement.rpartition(":")[2] for r in found]
+    names = ("replace_logits", "replace_topk", "replace_other_topk")
+    assert tuple(kinds.count(name) for name in names) == INDEX_NAMES[version]
+    assert kinds.count("replace_forward") == 1
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_indexer_hands_logits_straight_to_a_topk_that_the_table_knows(inspect_wheel, version):
+    """What replace_logits and replace_topk rest on: eight positional arguments, and nobody else looks at the logits."""
+    made = inspect_wheel(version)
+    forward = indexer_function(made)
+    (logits_call,) = calls_of(forward, "fn")
+    assert len(logits_call.args) == 8 and not logits_call.keywords
+    known = {r.target.qualname for r in found_in(made, patch="index_select")}
+    topk_calls = calls_of(forward, "topk_transform_")
+    assert topk_calls and {c.func.id for c in topk_calls} <= known
+    for call in topk_calls:
+        assert isinstance(call.args[0], ast.Name) and call.args[0].id == "logits" and not call.keywords
+        assert len(call.args) in (6, 7)
+    methods = [n for n in ast.walk(forward) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    assert {n.func.attr for n in methods if "topk_transform" in n.func.attr} <= {"flashinfer_topk_transform"}
+    uses = [
+        n for n in ast.walk(forward) if isinstance(n, ast.Name) and n.id == "logits" and isinstance(n.ctx, ast.Load)
+    ]
+    passed = [a for n in ast.walk(forward) if isinstance(n, ast.Call) for a in n.args]
+    assert uses and all(any(use is argument for argument in passed) for use in uses)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_where_the_indexer_takes_its_logits_from(inspect_wheel, version):
+    made = inspect_wheel(version)
+    imports = [n for n in ast.walk(indexer_function(made)) if isinstance(n, ast.ImportFrom)]
+    sources = {(n.module, a.name) for n in imports for a in n.names if a.asname == "fn"}
+    assert (DEEP_GEMM, DEEP_GEMM_LOGITS) in sources
+    assert ((DEEP_GEMM, DEEP_GEMM_LOGITS_FP4) in sources) == (version != "0.5.12")
+    (record,) = [r for r in found_in(made, patch="index_select") if r.target.replacement.endswith("replace_logits")]
+    in_indexer = record.target.module == INDEXER
+    assert in_indexer or (record.target.module, record.target.qualname) in sources
+
+
+def test_the_indexer_between_the_read_versions(inspect_wheel):
+    """0.5.20 renamed the top-k; 0.5.18 and 0.5.19 were looked at and have 0.5.17's names."""
+    for minor in range(12, 26):
+        found = found_in(inspect_wheel("0.5.17", called=f"0.5.{minor}"), patch="index_select")
+        kinds = [r.target.replacement.rpartition(":")[2] for r in found]
+        assert [kinds.count(k) for k in ("replace_forward", "replace_logits", "replace_topk")] == [1, 1, 2], minor
