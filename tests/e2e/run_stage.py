@@ -82,11 +82,6 @@ STAGES = {
         Case("ops43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=OPS | PAGED_EXTEND | SHADOW),
         Case("seams43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=SEAMS | SHADOW),
     ],
-    # the FP4 experts beside Marlin; both engines hold the experts twice: --jobs 1
-    "experts": [
-        Case("experts_shadow", SIX_LAYERS + ANSWER, environment=OPS | SHADOW),
-        Case("experts43_shadow", ALL_LAYERS_ANSWER + ANSWER, environment=OPS | SHADOW),
-    ],
     # the indexer: every selected set against stock's; and whether long prompts repeat to the last bit when all is ours
     "index": [
         Case("index_shadow", LONG + ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX | SHADOW),

@@ -146,7 +146,9 @@ def test_answers_differences_and_shadow(machine):
     prompts = [r["prompt"] for r in stage["differences"][0]["rows"]]
     assert prompts[:5] == ["1x5", "1x130", "1x700", "1x2100", "1x8200"] and len(prompts) == 5 + 8 + 32
     rows = rows_of(path)
-    worst = {r["case"]: r for r in rows if r["metric"] == "relative L2 of a call, greatest"}["ops_shadow, all calls"]
+    worst = {r["case"]: r for r in rows if r["metric"] == "relative L2 of a call, greatest"}[
+        "ops_shadow, sparse_decode, all calls"
+    ]
     assert (worst["value"], worst["bar"], worst["met"]) == (0.002, 0.004, True)
     assert all(r["met"] for r in rows if r["met"] is not None)
 
@@ -205,11 +207,29 @@ def test_unmeasured_launches_have_no_row_and_batches_one_of_each():
     assert [r["value"] for r in rows] == pytest.approx([0.5, 2.0, 1.0, 0.2, 0.9, 0.625])
 
 
+def test_every_patch_of_a_shadow_run_is_judged_by_its_own_bound_and_issue():
+    numbers = {"relative_l2_mean": 0.003, "row_relative_l2_max": 0.006, "nonfinite_ours": 0, "nonfinite_original": 0}
+    common = numbers | {"calls": 4, "bad_calls": 0, "captured": False, "shape": {"rows": 8}, "layer": 1}
+    records = [
+        common | {"patch": "sparse_decode", "bound": 0.004, "relative_l2_max": 0.005, "absolute_error_max": 0.1},
+        common | {"patch": "mxfp4_moe", "bound": 0.008, "relative_l2_max": 0.005, "absolute_error_max": 0.1},
+        common | {"patch": "index_select", "bound": 0.0, "relative_l2_max": 0.1, "absolute_error_max": 3.0},
+    ]
+    rows = script("collect").shadow_rows("ops_shadow", records)
+    judged = {(r["issue"], r["case"], r["value"], r["bar"]): r["met"] for r in rows if "greatest" in r["metric"]}
+    assert judged[2, "ops_shadow, sparse_decode, all calls", 0.005, 0.004] is False
+    assert judged[6, "ops_shadow, mxfp4_moe, all calls", 0.005, 0.008] is True
+    assert judged[5, "ops_shadow, index_select", 3.0, 0] is False
+
+
 def test_a_crash_is_a_failed_bar(machine):
     ended = machine("ops", "--only", "stock", "ops_shadow", FAKE_CRASH="ops_shadow")
     assert ended.returncode == 1 and "does not start" in ended.stdout
     unmet = [(r["case"], r["metric"]) for r in rows_of(machine.out / "stage_ops.json") if r["met"] is False]
-    assert unmet == [("ops_shadow", "exit code of the engine run"), ("ops_shadow", "shadow calls recorded: none")]
+    assert unmet == [
+        ("ops_shadow", "exit code of the engine run"),
+        ("ops_shadow, sparse_decode", "shadow calls recorded: none"),
+    ]
 
 
 def test_a_case_is_stopped_at_the_limit(machine):
