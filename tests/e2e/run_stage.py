@@ -39,7 +39,8 @@ SHADOW = {"DSV4_SM120_SHADOW": "1"}
 ANSWER = ["--phases", "answer", "--batches", "8", "32", "--graph-bs", "1", "8", "32", "--batch-prompts", ""]
 SIX_LAYERS = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--repeat", "2", "--new", "48"]
 LONG_PROMPT = ["--variant", "flash6h", "--prompts", "32000", "--repeat", "2", "--new", "32"]
-LONG = ["--variant", "flash6h", "--prompts", "2100,4100,8200", "--repeat", "2", "--new", "48"]
+# three engines side by side, one with the experts twice: what the others hold must not count as a reserve
+LONG = ["--variant", "flash6h", "--prompts", "2100,4100,8200", "--repeat", "2", "--new", "48", "--mem", "0.95"]
 ALL_LAYERS = ["--variant", "flash43e64"]
 ALL_LAYERS_ANSWER = [*ALL_LAYERS, "--prompts", "5,700,8200", "--repeat", "1", "--new", "32"]
 AT_1K = [*ALL_LAYERS, "--in-len", "1024", "--max-total-tokens", "2000000"]
