@@ -159,8 +159,8 @@ MXFP4_MOE = Patch(
 
 BF16_LINEAR = Patch(
     name="bf16_linear",
-    why="the compressors' and the indexer's bf16 projections for up to 32 rows: cuBLAS splits each in two launches of 10 to "
-    "20 us for 1 to 4 us of bytes (H200, batch 1); bench/bf16_linear.py",
+    why="the compressors' and the indexer's bf16 projections for up to 32 rows: cuBLAS takes two launches (split-K and "
+    "its reduction) and a multiple of the time that the bytes need; bench/bf16_linear.py",
     targets=(
         Target(
             where="sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
