@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "bf16_linear/bf16_linear.h"
 #include "index_select/bindings.h"
 #include "kv_page_layout.h"
 #include "mxfp4_moe/mxfp4_moe.h"
@@ -112,6 +113,22 @@ void run_mxfp4_moe(uintptr_t x, int64_t x_stride, uintptr_t topk_ids, int64_t id
   mxfp4_moe::launch(p, num_sms, pdl, pointer<CUstream_st>(stream));
 }
 
+void run_bf16_linear(uintptr_t x, int64_t x_stride, uintptr_t weight, int64_t weight_stride, uintptr_t out, int64_t out_stride,
+                     bool bf16_out, int rows, int inputs, int outputs, int num_sms, bool pdl, uintptr_t stream) {
+  bf16_linear::Params p = {};
+  p.x = pointer<const uint16_t>(x);
+  p.x_stride = x_stride;
+  p.weight = pointer<const uint16_t>(weight);
+  p.weight_stride = weight_stride;
+  p.out = pointer<void>(out);
+  p.out_stride = out_stride;
+  p.rows = rows;
+  p.inputs = inputs;
+  p.outputs = outputs;
+  p.bf16_out = bf16_out;
+  bf16_linear::launch(p, num_sms, pdl, pointer<CUstream_st>(stream));
+}
+
 template <typename Attributes>
 void append_attributes(py::list& all, const std::vector<Attributes>& kernels) {
   for (const auto& a : kernels) {
@@ -130,6 +147,7 @@ py::list kernel_attributes() {
   append_attributes(all, sparse_decode::kernel_attributes());
   append_attributes(all, index_select::kernel_attributes());
   append_attributes(all, mxfp4_moe::kernel_attributes());
+  append_attributes(all, bf16_linear::kernel_attributes());
   return all;
 }
 
@@ -187,6 +205,9 @@ PYBIND11_MODULE(_C, m) {
         "limit"_a, "routed_scaling"_a, "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a, "up_first"_a, "num_sms"_a, "pdl"_a,
         "stream"_a);
   m.def("mxfp4_moe_problem", &mxfp4_moe::problem, py::kw_only(), "hidden"_a, "inter"_a, "experts"_a, "pairs"_a);
+  m.def("bf16_linear", &run_bf16_linear, py::kw_only(), "x"_a, "x_stride"_a, "weight"_a, "weight_stride"_a, "out"_a, "out_stride"_a,
+        "bf16_out"_a, "rows"_a, "inputs"_a, "outputs"_a, "num_sms"_a, "pdl"_a, "stream"_a);
+  m.attr("bf16_linear_limits") = py::make_tuple(bf16_linear::kMaxRows, bf16_linear::kInputsMultiple, bf16_linear::kOutputsMultiple);
   index_select::bind(m);
   m.def("build_info", &build_info);
   m.def("kernel_attributes", &kernel_attributes);
@@ -195,6 +216,7 @@ PYBIND11_MODULE(_C, m) {
     for (const auto& [kernel, bytes] : sparse_decode::shared_bytes()) d[kernel.c_str()] = bytes;
     for (const auto& [kernel, bytes] : index_select::shared_bytes()) d[kernel.c_str()] = bytes;
     d["experts_kernel"] = mxfp4_moe::shared_bytes();
+    d["bf16_linear_kernel"] = bf16_linear::shared_bytes();
     return d;
   });
 }

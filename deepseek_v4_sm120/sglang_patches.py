@@ -16,6 +16,7 @@ ADAPTER = "deepseek_v4_sm120.sglang_adapters.sparse_decode"
 INDEX_ADAPTER = "deepseek_v4_sm120.sglang_adapters.index_select"
 SEAMS = "deepseek_v4_sm120.sglang_adapters.platform_seams"
 EXPERTS = "deepseek_v4_sm120.sglang_adapters.mxfp4_moe"
+LINEAR_ADAPTER = "deepseek_v4_sm120.sglang_adapters.bf16_linear"
 MARLIN_EXPERTS = "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoEMethod"
 CUTLASS_EXPERTS = "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod"
 EXTENSION = "deepseek_v4_sm120.extension:load"
@@ -154,6 +155,43 @@ MXFP4_MOE = Patch(
     needs=(EXTENSION,),
     modes=("sm120", "ops", "seams"),
     retire="when the stock experts are faster on SM120 (bench/mxfp4_moe.py)",
+)
+
+BF16_LINEAR = Patch(
+    name="bf16_linear",
+    why="the compressors' and the indexer's bf16 projections for up to 32 rows: cuBLAS takes two launches (split-K and "
+    "its reduction) and a multiple of the time that the bytes need; bench/bf16_linear.py",
+    targets=(
+        Target(
+            where="sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
+            sglang=">=0.5.12,<0.6",
+            contract=Bound(),  # keywords, where a caller has any, go to the original
+            replacement=f"{LINEAR_ADAPTER}:replace_linear_bf16_fp32",
+            reviewed={
+                "0.5.12": "d8d03ea7980370cf",
+                "0.5.14": "807591cd84255b1b",
+                "0.5.17": "d9ece2fafe7b7827",
+                "0.5.20": "d9ece2fafe7b7827",
+                "0.5.23": "1792bd426b86361f",
+            },
+        ),
+        Target(
+            where=f"{INDEXER}:C4Indexer.compute_weights",
+            sglang=">=0.5.12,<0.6",
+            contract=Parameters(("self", "x", "skip_scale")),
+            replacement=f"{LINEAR_ADAPTER}:replace_compute_weights",
+            reviewed={
+                "0.5.12": "b04b41deacdc98de",
+                "0.5.14": "b04b41deacdc98de",
+                "0.5.17": "b04b41deacdc98de",
+                "0.5.20": "b04b41deacdc98de",
+                "0.5.23": "b04b41deacdc98de",
+            },
+        ),
+    ),
+    needs=(EXTENSION,),
+    modes=("sm120", "ops", "seams"),
+    retire="when the stock projections are as fast on SM120 (bench/bf16_linear.py)",
 )
 
 UNPADDED_HEADS = Patch(
@@ -445,7 +483,7 @@ TABLE = Table(
     supported="<0.6",
     preflight="sglang.srt.managers.scheduler",
     patches=(
-        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, SCHED_META, INDEX_SELECT, MXFP4_MOE),
+        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, SCHED_META, INDEX_SELECT, MXFP4_MOE, BF16_LINEAR),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     settings=SETTINGS,

@@ -68,7 +68,7 @@ EXPECTED = {  # version -> what the normal mode finds: patch -> module of its la
     },
 }
 for _found in EXPECTED.values():
-    _found["index_select"] = INDEXER
+    _found["index_select"] = _found["bf16_linear"] = INDEXER
 # version -> (logits, our top-k, top-k of an explicit choice) that the indexer is found with
 INDEX_NAMES = {
     "0.5.12": (1, 2, 1),

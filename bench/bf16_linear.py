@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""bf16_linear over the model's shapes: `python3 bench/bf16_linear.py [--commit HASH] [--out FILE]`.
+
+Cold weights (a graph over layers with weights of their own, together over twice the L2), microseconds a call, share of
+the read bandwidth of the same run. Peer: torch.mm into float32, which is what SGLang calls (cuBLAS). The issue
+sets no bar for these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "bench")]
+
+import common  # noqa: E402
+
+from deepseek_v4_sm120 import extension  # noqa: E402
+from deepseek_v4_sm120.ops.bf16_linear import bf16_linear  # noqa: E402
+from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
+from deepseek_v4_sm120.reference.bf16_linear import bf16_linear as reference  # noqa: E402
+
+ISSUE = 7
+INPUTS = 4096
+ROWS = (1, 2, 8, 16, 32)
+MAX_RELATIVE_ERROR = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    what: str
+    outputs: int
+    rows: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}, {self.rows} rows"
+
+    @property
+    def bytes(self) -> int:
+        return 2 * INPUTS * self.outputs
+
+
+MATRICES = {"C4 compressor": 2048, "C128 compressor": 1024, "index compressor": 512, "index head weights": 64}
+CASES = tuple(Case(what, outputs, rows) for what, outputs in MATRICES.items() for rows in ROWS)
+
+
+def read_bandwidth_gbs() -> float:
+    """A sum over 6 GB."""
+    data = torch.ones(6 << 28, dtype=torch.float32, device="cuda")
+    return data.numel() * 4 / common.graph_microseconds([lambda: torch.sum(data)] * 2) / 1e3
+
+
+def measure(case: Case, gbs: float, report: common.Report) -> None:
+    layers = common.layers_for_cold_caches(case.bytes)
+    generator = torch.Generator("cuda").manual_seed(case.rows)
+    weights = [
+        torch.randn(case.outputs, INPUTS, generator=generator, device="cuda").bfloat16() * 0.02 for _ in range(layers)
+    ]
+    x = torch.randn(case.rows, INPUTS, generator=generator, device="cuda").bfloat16()
+    error = relative_error(bf16_linear(x, weights[0]), reference(x, weights[0]))
+    if not error <= MAX_RELATIVE_ERROR:
+        raise SystemExit(f"{case.name}: relative error {error:.2g}, allowed {MAX_RELATIVE_ERROR:g}: not timed")
+    ours = common.graph_microseconds([lambda w=w: bf16_linear(x, w) for w in weights])
+    cublas = common.graph_microseconds([lambda w=w: torch.mm(x, w.t(), out_dtype=torch.float32) for w in weights])
+    share = case.bytes / ours / 1e3 / gbs
+    report.add(
+        common.row(ISSUE, case.name, "ours", "us", round(ours, 2)),
+        common.row(ISSUE, case.name, "ours", "read_share", round(share, 3)),
+        common.row(ISSUE, case.name, "ours", "relative_error", float(f"{error:.3g}"), MAX_RELATIVE_ERROR),
+        common.row(ISSUE, case.name, "torch.mm", "us", round(cublas, 2)),
+    )
+    print(f"{case.name}: {ours:.2f} us, {share:.2f} of read; torch.mm {cublas:.2f} us", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--commit", default=None, help="of the measured tree (default: the build's)")
+    parser.add_argument("--out", type=Path, default=REPO / "bench/results/bf16_linear_h200.json")
+    arguments = parser.parse_args()
+    commit = arguments.commit or extension.build_info()["git_commit"]
+    gbs = read_bandwidth_gbs()
+    found = common.ceilings() | {"read_gbs": round(gbs, 1)}
+    print(found, flush=True)
+    report = common.Report("bf16_linear", commit, found)
+    for case in CASES:
+        measure(case, gbs, report)
+    report.write(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

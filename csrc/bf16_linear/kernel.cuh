@@ -1,0 +1,112 @@
+// out = x W^T for few rows of x: one pass over the weights, from memory through registers into mma.sync.
+//
+// A block owns kOutputs rows of W and all inputs: its 16 warps share the inputs, each asks for everything that its share
+// has of them at once (at most 64 registers a lane), before it waits for the kernel in front; the warps' sums meet in shared
+// memory and are added in their order. No scratch, no second launch, nothing that depends on the number of rows.
+//
+// The weights are the 16 rows of the mma, the rows of x its columns. Which input an mma calls its k-th is a free choice,
+// made for both operands alike: lane t of a group of four holds inputs 8 t to 8 t + 7 of 32, so that a load of 16 bytes is
+// operands for two steps as it lies.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "../sparse_decode/device.cuh"
+#include "bf16_linear.h"
+
+namespace dsv4::bf16_linear {
+
+constexpr int kWarps = 16, kThreads = 32 * kWarps;
+
+template <int kOutputs_, int kTiles_>
+struct Config {
+  static constexpr int kOutputs = kOutputs_;                // rows of W a block: 4, 8 or 16
+  static constexpr int kTiles = kTiles_;                    // eights of rows of x
+  static constexpr int kHalves = kOutputs > 8 ? 2 : 1;      // a lane holds rows g and g + 8
+  static constexpr int kColumns = 8 * kTiles;
+  static constexpr int kAhead = kOutputs * kTiles < 64 ? 8 : 4;  // loads of 32 inputs in flight for each of a lane's rows
+  struct Shared {
+    float sums[kWarps][kOutputs][kColumns + 1];
+  };
+};
+
+__device__ __forceinline__ uint4 load_weights(const uint16_t* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+// Plain: x is what the kernel in front has just written
+__device__ __forceinline__ uint4 load_inputs(const uint16_t* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
+template <typename C>
+__global__ void __launch_bounds__(kThreads, 1) bf16_linear_kernel(const Params p) {
+  extern __shared__ float dynamic_shared[];
+  auto& shared = *reinterpret_cast<typename C::Shared*>(dynamic_shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+  const int first_output = blockIdx.x * C::kOutputs;
+  const int steps = p.inputs / kInputsMultiple;  // of 32 inputs, for each warp
+  const int64_t begin = static_cast<int64_t>(warp) * steps * 32 + quarter * 8;
+  const bool has_row = group < C::kOutputs;
+  const uint16_t* weight = p.weight + static_cast<int64_t>(first_output + (has_row ? group : 0)) * p.weight_stride + begin;
+  const uint16_t* x = p.x + begin;
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+
+  pdl_trigger();
+  uint4 held[C::kHalves][C::kAhead];
+  float sums[C::kTiles][4] = {};
+  for (int step = 0; step < steps; step += C::kAhead) {
+#pragma unroll
+    for (int i = 0; i < C::kAhead; ++i) {
+#pragma unroll
+      for (int half = 0; half < C::kHalves; ++half) {
+        const bool wanted = has_row && step + i < steps;
+        held[half][i] = wanted ? load_weights(weight + half * 8 * p.weight_stride + (step + i) * 32) : zero;
+      }
+    }
+    if (step == 0) pdl_wait();
+#pragma unroll
+    for (int i = 0; i < C::kAhead; ++i) {
+      if (step + i >= steps) break;
+      const uint4 low = held[0][i], high = C::kHalves == 2 ? held[C::kHalves - 1][i] : zero;
+#pragma unroll
+      for (int tile = 0; tile < C::kTiles; ++tile) {
+        const int row = tile * 8 + group;
+        const uint4 in = row < p.rows ? load_inputs(x + row * p.x_stride + (step + i) * 32) : zero;
+        const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+        mma_bf16(sums[tile], first, in.x, in.y);
+        mma_bf16(sums[tile], second, in.z, in.w);
+      }
+    }
+  }
+
+#pragma unroll
+  for (int tile = 0; tile < C::kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int output = group + (i / 2) * 8, column = tile * 8 + quarter * 2 + i % 2;
+      if (output < C::kOutputs) shared.sums[warp][output][column] = sums[tile][i];
+    }
+  }
+  __syncthreads();
+  for (int item = threadIdx.x; item < C::kOutputs * p.rows; item += kThreads) {
+    const int output = item % C::kOutputs, row = item / C::kOutputs;
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += shared.sums[w][output][row];
+    const int64_t where = row * p.out_stride + first_output + output;
+    if (p.bf16_out) {
+      static_cast<__nv_bfloat16*>(p.out)[where] = __float2bfloat16_rn(sum);
+    } else {
+      static_cast<float*>(p.out)[where] = sum;
+    }
+  }
+}
+
+}  // namespace dsv4::bf16_linear

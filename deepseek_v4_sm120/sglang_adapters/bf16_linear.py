@@ -1,0 +1,87 @@
+"""SGLang's small bf16 projections -> `ops.bf16_linear`.
+
+The compressors' kv and gate projection (`linear_bf16_fp32`, float32 out) and the indexer's head weights
+(`weights_proj`, bf16 out) read few rows of hidden state against 0.5 to 17 MB of weights. cuBLAS takes two launches for
+it (split-K and its reduction), ours one. Up to MAX_ROWS rows; above, and for what the operator does not take, the
+original runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from deepseek_v4_sm120 import device_gate, shadow
+from deepseek_v4_sm120.ops import bf16_linear as op
+from deepseek_v4_sm120.settings import settings
+
+PATCH = "bf16_linear"
+SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the same float32 sum, where out is bf16
+
+
+def handles(x, weight) -> bool:
+    return isinstance(weight, torch.Tensor) and op.takes(x, weight) and device_gate.serves(x.device)
+
+
+def replace_linear_bf16_fp32(original: Callable) -> Callable:
+    """For linear_bf16_fp32(x, weight) -> [rows, outputs] float32, as compressor.py imported it."""
+
+    def serve(x, weight):
+        return op.bf16_linear(x, weight)
+
+    if settings().shadow:
+        comparison = shadow.Comparison(
+            tensors=lambda ours, theirs, *_: [(ours, theirs)],
+            identity=lambda _x, weight: weight.data_ptr(),
+            shape=_shape,
+            relative_l2=SHADOW_RELATIVE_L2,
+        )
+        serve = shadow.shadowed(PATCH, serve, original, comparison)
+
+    @functools.wraps(original)
+    def linear_bf16_fp32(x, y, *args, **kwargs):
+        if args or kwargs or not handles(x, y):
+            return original(x, y, *args, **kwargs)
+        return serve(x, y)
+
+    return linear_bf16_fp32
+
+
+def replace_compute_weights(original: Callable) -> Callable:
+    """For C4Indexer.compute_weights(self, x, skip_scale=False) -> [rows, heads] bf16."""
+
+    def serve(self, x, skip_scale=False):
+        out = op.bf16_linear(x, self.weights_proj.weight, out_dtype=torch.bfloat16)
+        return out if skip_scale else out * self.weight_scale
+
+    if settings().shadow:
+        comparison = shadow.Comparison(
+            tensors=lambda ours, theirs, *_, **__: [(ours, theirs)],
+            identity=lambda self, *_, **__: self.weights_proj.weight.data_ptr(),
+            shape=lambda self, x, *_, **__: _shape(x, self.weights_proj.weight),
+            relative_l2=SHADOW_RELATIVE_L2,
+        )
+        serve = shadow.shadowed(PATCH, serve, original, comparison)
+
+    @functools.wraps(original)
+    def compute_weights(self, x, skip_scale=False):
+        if not _is_plain(self.weights_proj) or not handles(x, self.weights_proj.weight):
+            return original(self, x, skip_scale)
+        return serve(self, x, skip_scale)
+
+    return compute_weights
+
+
+def _is_plain(layer) -> bool:
+    """SGLang's own unquantised layer without bias: nothing wraps it (LoRA) and nothing is added."""
+    return (
+        type(layer).__name__ == "ReplicatedLinear"
+        and getattr(layer, "bias", None) is None
+        and type(getattr(layer, "quant_method", None)).__name__ == "UnquantizedLinearMethod"
+    )
+
+
+def _shape(x, weight) -> dict[str, int]:
+    return {"rows": x.shape[0], "outputs": weight.shape[0]}

@@ -1,0 +1,100 @@
+"""ops.bf16_linear on the GPU against float64: the model's shapes, hostile values, bits, graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.ops.bf16_linear import MAX_ROWS, bf16_linear
+from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.bf16_linear import bf16_linear as reference
+
+pytestmark = pytest.mark.gpu
+
+# (inputs, outputs): compressors of C4 layers, of the indexer, of C128 layers, head weights; Pro's; odd ones
+SHAPES = [
+    (4096, 2048),
+    (4096, 512),
+    (4096, 1024),
+    (4096, 64),
+    (7168, 2048),
+    (7168, 64),
+    (512, 4),
+    (1024, 20),
+    (8704, 264),
+]
+
+
+def make(rows, inputs, outputs, device, seed=0, stride=0):
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(rows, inputs + stride, generator=generator, device=device).bfloat16()[:, :inputs]
+    weight = torch.randn(outputs, inputs, generator=generator, device=device).bfloat16() * 0.02
+    return x, weight
+
+
+@pytest.mark.parametrize("inputs, outputs", SHAPES)
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 31, 32])
+def test_against_the_reference(rows, inputs, outputs, device):
+    x, weight = make(rows, inputs, outputs, device, seed=rows)
+    truth = reference(x, weight)
+    assert float(truth.abs().max()) > 0
+    assert relative_error(bf16_linear(x, weight), truth) < 1e-5
+    rounded = bf16_linear(x, weight, out_dtype=torch.bfloat16)
+    assert torch.equal(rounded, bf16_linear(x, weight).bfloat16())
+
+
+@pytest.mark.parametrize("inputs, outputs", SHAPES)
+def test_a_row_alone_and_among_others(inputs, outputs, device):
+    x, weight = make(MAX_ROWS, inputs, outputs, device)
+    together = bf16_linear(x, weight)
+    for row in (0, 5, 8, 31):
+        assert torch.equal(bf16_linear(x[row : row + 1], weight)[0], together[row])
+    assert torch.equal(bf16_linear(x[:16], weight), together[:16])
+
+
+def test_a_row_of_nan_and_infinity_stays_its_own(device):
+    x, weight = make(9, 4096, 512, device)
+    clean = bf16_linear(x, weight)
+    x[3], x[8, 5] = float("nan"), float("inf")
+    found = bf16_linear(x, weight)
+    assert bool(found[3].isnan().all()) and not bool(found[8].isfinite().any())
+    kept = [r for r in range(9) if r not in (3, 8)]
+    assert torch.equal(found[kept], clean[kept])
+    weight[7] = float("nan")
+    assert torch.equal(bf16_linear(x, weight)[kept][:, :7], clean[kept][:, :7])
+
+
+def test_views_and_out(device):
+    x, weight = make(5, 4096, 1024, device, stride=24)
+    assert not x.is_contiguous()
+    holder = torch.full((5, 1100), float("nan"), device=device)
+    out = bf16_linear(x, weight, out=holder[:, :1024])
+    assert torch.equal(out, bf16_linear(x.contiguous(), weight))
+    assert bool(holder[:, 1024:].isnan().all())
+
+
+def test_weights_past_two_to_the_31_bytes(device):
+    weight = torch.zeros(300_000, 4096, dtype=torch.bfloat16, device=device)  # 2.4 GB
+    x, few = make(2, 4096, 8, device)
+    weight[-8:] = few
+    assert torch.equal(bf16_linear(x, weight)[:, -8:], bf16_linear(x, few))
+
+
+def test_graph_replay_behind_the_kernel_that_writes_x(device):
+    """Weights are read before the kernel in front has ended; x must not be."""
+    x, weight = make(8, 4096, 2048, device)
+    source = torch.empty_like(x)
+    bf16_linear(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden = source * 2
+        for _ in range(3):
+            hidden = hidden + 1
+        out = bf16_linear(hidden, weight)
+    for seed in range(4):
+        source.copy_(make(8, 4096, 4, device, seed=seed + 50)[0])
+        graph.replay()
+        expected = source * 2
+        for _ in range(3):
+            expected = expected + 1
+        assert torch.equal(out, bf16_linear(expected, weight))
