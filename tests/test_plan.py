@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.console import CommandError
 from deepseek_v4_sm120.plan import command, launch, memory, models, roofline
 
@@ -47,6 +48,37 @@ def test_the_bytes_of_a_token_are_the_kernels():
     from deepseek_v4_sm120.reference import kv_pages
 
     assert kv_pages.TOKEN_BYTES == memory.KV_TOKEN_BYTES
+
+
+def test_the_bounds_are_the_operators():
+    from deepseek_v4_sm120.ops import index_select
+
+    assert index_select.PREFILL_SCRATCH_BYTES == memory.INDEX_SELECT_PREFILL_BYTES
+    assert index_select.DECODE_SCRATCH_BYTES == memory.INDEX_SELECT_DECODE_BYTES
+
+
+def test_what_is_ours_needs_no_logits_and_less_of_the_experts():
+    def sizes(**changes):
+        return {r.what: r.bytes for r in launch.make(request(context=1 << 20, **changes)).reserves}
+
+    ours, stock = sizes(), sizes(replaced=("sparse_decode",))
+    assert ours["index selection, chunk and graphs"] == (256 + 64) << 20
+    assert stock["index logits, chunk and graphs"] > 1 << 30 and "index selection, chunk and graphs" not in stock
+    assert memory.experts_bytes(models.FLASH, 2, 4096, True) < memory.experts_bytes(models.FLASH, 2, 4096, False)
+    longer = launch.make(request(context=1 << 20, concurrency=1)).chunk
+    assert longer >= launch.make(request(context=1 << 20, concurrency=1, replaced=())).chunk
+
+
+def test_a_profile_that_leaves_an_operator_out(tmp_path):
+    path = tmp_path / "p.json"
+    verdicts = {"index_select": {"winner": "stock"}, "mxfp4_moe": {"winner": "ours"}}
+    path.write_text(json.dumps({"format": 1, "identity": {}, "operators": verdicts}))
+    assert command._replaced(str(path)) == tuple(op for op in OPS if op != "index_select")
+    plan = launch.make(request(replaced=command._replaced(str(path))))
+    assert any("leaves out index_select" in note for note in plan.notes)
+    path.write_text("[]")
+    with pytest.raises(CommandError, match="is not one of ours"):
+        command._replaced(str(path))
 
 
 def test_the_index_logits_of_a_chunk():
@@ -101,9 +133,11 @@ def test_one_stream_needs_no_fairness():
     assert flags(plan)["--chunked-prefill-size"] == "8192"
 
 
-def test_long_contexts_take_smaller_chunks_rather_than_memory():
-    plan = launch.make(request(context=1 << 20, concurrency=1, sglang="0.5.17", mtp=False))
-    assert int(flags(plan)["--chunked-prefill-size"]) < 8192
+def test_long_contexts_take_smaller_chunks_where_the_logits_are_a_tensor():
+    wanted = request(context=1 << 20, concurrency=1, sglang="0.5.17", mtp=False)
+    assert flags(launch.make(wanted))["--chunked-prefill-size"] == "8192"
+    stock = launch.Request(**vars(wanted) | {"replaced": ("sparse_decode",)})
+    assert int(flags(launch.make(stock))["--chunked-prefill-size"]) < 8192
 
 
 def test_a_real_configuration_gives_the_built_in_shape():

@@ -52,7 +52,8 @@ class Case:
     @property
     def bytes_per_call(self) -> int:
         requests = math.ceil(self.rows / self.rows_per_request)
-        return requests * self.entries * (FP4_KEY_BYTES if self.fp4 else INDEX_KEY_BYTES)
+        queries = self.rows * FLASH.index_heads * FLASH.index_dim // (2 if self.fp4 else 1)
+        return requests * self.entries * (FP4_KEY_BYTES if self.fp4 else INDEX_KEY_BYTES) + queries
 
 
 @dataclass

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from deepseek_v4_sm120 import console
+from deepseek_v4_sm120 import OPS, console
 from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.plan import launch, models, roofline
 from deepseek_v4_sm120.plan.launch import Plan, Request
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=8, help="streams at the same time (default: 8)")
     parser.add_argument("--spec", choices=("mtp", "none"), default="mtp", help="speculation (default: mtp)")
     parser.add_argument("--sglang", help="its version (default: the one found here, else " + DEFAULT_SGLANG + ")")
+    parser.add_argument("--profile", help="file that `calibrate` wrote: what it leaves out counts as SGLang's")
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
@@ -42,7 +44,19 @@ def request_of(arguments: argparse.Namespace) -> Request:
         concurrency=arguments.concurrency,
         mtp=arguments.spec == "mtp",
         sglang=".".join(numbers),
+        replaced=_replaced(arguments.profile),
     )
+
+
+def _replaced(path: str | None) -> tuple[str, ...]:
+    """The operators that a server with this profile replaces; without one all."""
+    if path is None:
+        return OPS
+    try:
+        operators = profile.read(path)["operators"]
+    except profile.ProfileError as error:
+        raise CommandError(str(error)) from error
+    return tuple(op for op in OPS if operators.get(op, {}).get("winner", profile.OURS) == profile.OURS)
 
 
 def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
@@ -118,6 +132,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     static = plan.fraction * total
     rows.append(("KV cache", max(0.0, static - plan.weights - plan.states), f"{plan.tokens:,} tokens"))
     rows += [(x.what, x.bytes, x.basis) for x in plan.reserves]
+    rows += [("left free", total - static - sum(x.bytes for x in plan.reserves), "what the estimates may be wrong by")]
     return [(what, f"{size / 1e9:7.2f}", source) for what, size, source in rows] + [
         ("card", f"{total / 1e9:7.2f}", f"{plan.fraction:.2f} of it static")
     ]

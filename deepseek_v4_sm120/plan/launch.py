@@ -31,6 +31,7 @@ class Request:
     concurrency: int
     mtp: bool
     sglang: str
+    replaced: tuple[str, ...] = OPS  # the operators that will be ours
 
     @property
     def version(self) -> memory.Version:
@@ -108,9 +109,9 @@ def _sized(request: Request, chunk: int) -> Plan:
     m, tp, version, speculative = request.model, request.gpus, request.version, request.mtp
     total = request.memory_mib * (1 << 20)
     rows = request.concurrency * max(1, request.drafts)
-    reserves = memory.reserves(m, tp=tp, context=request.context, chunk=chunk, rows=rows)
+    reserves = memory.reserves(m, tp=tp, context=request.context, chunk=chunk, rows=rows, replaced=request.replaced)
     fraction = min(memory.MOST_FRACTION, math.floor((1 - sum(r.bytes for r in reserves) / total) / STEP) * STEP)
-    weights = memory.weight_bytes(m, tp, mtp=speculative, wo_a_bf16="wo_a" not in OPS)
+    weights = memory.weight_bytes(m, tp, mtp=speculative)
     requests = request.concurrency
     states = memory.c128_state_bytes(m, requests, speculative) if memory.has_request_states(version) else 0.0
     room = max(0.0, fraction * total - weights - states)
@@ -190,8 +191,15 @@ def _notes(plan: Plan) -> None:
     r = plan.request
     if r.sglang not in REVIEWED:
         plan.notes.append(f"nobody has read SGLang {r.sglang} for this; sizes are those of the next older release read")
-    if r.version < (0, 5, 13) and "index_select" not in OPS:
-        plan.notes.append("0.5.12 has no indexer for SM120, and this release brings none: it cannot serve")
+    if r.version < (0, 5, 13) and "index_select" not in r.replaced:
+        plan.notes.append("0.5.12 has no fast indexer for SM120, only one that gathers all keys; take 0.5.17 or newer")
+    if missing := [op for op in OPS if op not in r.replaced]:
+        plan.notes.append(f"the profile leaves out {', '.join(missing)}: SGLang's own memory is reckoned there")
+    if r.version >= (0, 5, 17) and "index_select" in r.replaced and r.concurrency == 1:
+        plan.notes.append(
+            "SGLang keeps prefill out of CUDA graphs for this model because of the index logits, which are gone; "
+            "--cuda-graph-backend-prefill breakable puts it back. Nobody has run that with us: measure it first"
+        )
     if r.gpus > 2 and r.version >= (0, 5, 22):
         plan.notes.append(
             "above 2 cards all-reduce is NCCL; where `doctor` finds that peers move data, try "
