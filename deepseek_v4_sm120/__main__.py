@@ -89,7 +89,7 @@ def processes(folder: str | None) -> list[dict]:
 
 def status_text(found: dict) -> str:
     from deepseek_v4_sm120 import patching
-    from deepseek_v4_sm120.patching import report
+    from deepseek_v4_sm120.patching import profile, report
 
     host_version = found[patching.HOST] or "not found on this interpreter's path"
     lines = [
@@ -107,9 +107,8 @@ def status_text(found: dict) -> str:
         rows.append((row["patch"], row["state"], row["target"], _reason(row)))
     lines += ["", report.table(rows), "", report.table(_setting_rows(found))]
     if found["profile"]:
-        profile = found["profile"]
-        winners = ", ".join(f"{operator}: {winner}" for operator, winner in profile["winners"].items())
-        told = profile["problem"] or (profile["warnings"] or [winners])[0]
+        described = found["profile"]
+        told = described["problem"] or (described["warnings"] or [profile.verdicts(described)])[0]
         lines += ["", f"profile           {told}"]
     if found["unknown_choices"]:
         lines += ["", found["unknown_choices"]]

@@ -70,6 +70,15 @@ class Profile:
         return {"path": self.path, "winners": winners, "left_out": left_out, **told}
 
 
+def verdicts(described: dict) -> str:
+    """What Profile.describe says, in a line."""
+    words = []
+    for operator, winner in described["winners"].items():
+        without = [way.removeprefix(f"{OURS}, ") for way in described["left_out"].get(operator, ())]
+        words.append(f"{operator}: {winner}" + (f" without {', '.join(without)}" if without else ""))
+    return ", ".join(words)
+
+
 def here(sglang: str | None, proc: Path = PROC) -> Identity:
     """This machine, as far as it can be told without CUDA."""
     return Identity(_device(proc), _driver(proc), sglang, deepseek_v4_sm120.__version__)

@@ -12,7 +12,7 @@ GOOD = {
     "identity": {"device": "GPU A", "driver": "580.1", "sglang": "0.5.17", "package": deepseek_v4_sm120.__version__},
     "operators": {
         "sparse_decode": {"winner": "stock", "wrong": {}},
-        "fine": {"winner": "ours", "wrong": {}},
+        "fine": {"winner": "ours", "wrong": {}, "left_out": {"ours, quick": "takes 2.00 times as long"}},
         "bad": {"winner": "stock", "wrong": {"ours": "relative error 0.2"}},
     },
 }
@@ -41,6 +41,8 @@ def test_a_profile_of_this_machine_rules_out_what_lost(tmp_path, proc):
     assert found.against("sparse_decode").endswith("stock is faster on this machine")
     assert found.against("bad").endswith("ours: relative error 0.2")
     assert found.describe()["winners"]["bad"] == "stock"
+    assert found.left_out("fine", "ours, quick") == "takes 2.00 times as long" and found.left_out("bad", "x") is None
+    assert profile.verdicts(found.describe()) == "sparse_decode: stock, fine: ours without quick, bad: stock"
 
 
 @pytest.mark.parametrize("changed", [{"device": "GPU B"}, {"driver": "590.2"}, {"sglang": "0.5.20"}, {"package": "9"}])
@@ -58,6 +60,8 @@ def test_a_foreign_profile_counts_for_nothing_and_is_told(tmp_path, proc, change
         ({"format": 99}, "is not one of ours"),
         (GOOD | {"operators": {"sparse_decode": {}}}, "is damaged"),
         (GOOD | {"identity": 3}, "is damaged"),
+        (GOOD | {"operators": {"x": {"winner": "ours", "wrong": []}}}, "is damaged"),
+        (GOOD | {"operators": {"x": {"winner": "ours", "left_out": 3}}}, "is damaged"),
     ],
 )
 def test_a_corrupt_profile_is_one_sentence(tmp_path, content, words):
