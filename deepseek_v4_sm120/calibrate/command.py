@@ -25,10 +25,23 @@ WORKER_SECONDS = 600
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", type=int, default=2, choices=(1, 2, 4, 8), help="cards of the plan (default: 2)")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        default=2,
+        choices=(1, 2, 4, 8),
+        help="cards of the plan; shapes are those of one (default: 2)",
+    )
     parser.add_argument("--context", type=int, default=393_216, help="longest request in tokens (default: 393216)")
     parser.add_argument("--concurrency", type=int, default=8, help="streams at the same time (default: 8)")
-    parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(OPERATORS), help="default: all")
+    parser.add_argument(
+        "--operators",
+        nargs="+",
+        choices=OPERATORS,
+        default=list(OPERATORS),
+        metavar="NAME",
+        help=f"{', '.join(OPERATORS)} (default: all)",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     parser.add_argument("--out", default="dsv4-profile.json", help="file to write (default: dsv4-profile.json)")
     parser.add_argument("--json", action="store_true", help="print the profile instead of the table")
@@ -50,7 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         "concurrency": arguments.concurrency,
         "quick": arguments.quick,
     }
-    operators = {name: calibrate(name, shapes, progress) for name, progress in _with_progress(arguments.operators)}
+    operators = {
+        name: calibrate(name, shapes, progress)
+        for name, progress in _with_progress(list(dict.fromkeys(arguments.operators)))
+    }
     found = as_profile(operators, device, shapes)
     try:
         out.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
@@ -181,6 +197,8 @@ def show(found: dict, out: Path) -> None:
         if rows:
             title = f"{name}: microseconds a call, cold caches ({worker.operator(name).ERROR})"
             console.print_table(title, ("case", *ran), rows)
+        if note := getattr(worker.operator(name), "NOTE", None):
+            print(note)
         for p, why in measured["wrong"].items():
             print(f"WRONG  {p}: {why}")
         for p in [p for p in providers if "problem" in providers[p]]:

@@ -2,8 +2,7 @@
 
 What is compared follows SGLang's default on SM120: from 0.5.16 on FlashInfer's CUTLASS kernels with MXFP8 activations,
 before that Marlin with bf16. `ours, mxfp8` is what the patch runs under the former above 128 rows; where it is wrong
-or slower, the patch keeps bf16 there. Block sizes are not chosen here: bench/tune_moe.py times those of the prefill
-kernels and writes them to kernels/mxfp4_moe_table.py; run it first if you run it at all.
+or slower, the patch keeps bf16 there. Block sizes are not chosen here, see NOTE.
 """
 
 from __future__ import annotations
@@ -17,6 +16,10 @@ from deepseek_v4_sm120.plan import memory, roofline
 from deepseek_v4_sm120.plan.models import FLASH
 
 ERROR = "relative error against float64"
+NOTE = (
+    "The block sizes of the prefill kernels come from kernels/mxfp4_moe_table.py; bench/tune_moe.py of a checkout "
+    "chooses them for this card. Tune, build, then calibrate."
+)
 OURS_MXFP8 = f"{OURS}, mxfp8"
 DECODE_ROWS = 128  # ops/mxfp4_moe.py; here because the shapes need no torch (a test compares)
 PREFILL_ROWS, CHECKED_PREFILL_ROWS = 2048, 264

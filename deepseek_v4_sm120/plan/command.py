@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import asdict
 
 from deepseek_v4_sm120 import OPS, console
@@ -61,6 +62,8 @@ def _replaced(path: str | None) -> tuple[str, ...]:
 
 def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
     gpus, memory_gb = arguments.gpus, arguments.memory
+    if memory_gb is not None and not math.isfinite(memory_gb):
+        raise CommandError(f"--memory must be a number of GB, got {memory_gb}")
     if gpus is not None and memory_gb is not None:
         return gpus, int(memory_gb * launch.REPORTED_PER_GB)
     from deepseek_v4_sm120.doctor import facts, nvidia_smi

@@ -251,6 +251,7 @@ def test_patches_settings_processes_and_the_build(tmp_path):
     assert {"patches": FAIL, "compiled module": FAIL, "process 5": WARN, "DSV4_SM120_SET": FAIL}.items() <= states(
         checks
     ).items()
+    assert "setting old" not in states(checks)
     assert finding(checks, "setting topk_v2").fix == "to try it: DSV4_SM120_SET=topk_v2=on"
 
 
