@@ -84,7 +84,7 @@ def test_bad_input_is_one_sentence(run, words, sentence):
 def test_without_a_command_all_are_listed(run):
     done = run()
     assert done.returncode == 2
-    assert all(f"    {name} " in done.stderr for name in ("status", "selftest", "doctor", "plan", "serve", "calibrate"))
+    assert all(f"    {name}" in done.stderr for name in ("status", "selftest", "doctor", "plan", "serve", "calibrate"))
 
 
 @pytest.mark.parametrize("command", ["status", "doctor", "plan"])
