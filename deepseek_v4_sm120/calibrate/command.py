@@ -184,10 +184,10 @@ def as_profile(operators: dict[str, dict], device: str, shapes: dict) -> dict:
 
 
 def show(found: dict, out: Path) -> None:
-    identity = found["identity"]
+    identity, commit = found["identity"], found["build"]["git_commit"] or "commit unknown"
     print(
         f"\n{identity['device']}, driver {identity['driver'] or '?'}, SGLang {identity['sglang'] or 'not installed'}, "
-        f"deepseek_v4_sm120 {identity['package']} ({found['build']['git_commit']}); TP{found['plan']['tp']}"
+        f"deepseek_v4_sm120 {identity['package']} ({commit}); TP{found['plan']['tp']}"
     )
     for name, measured in found["operators"].items():
         providers = measured["providers"]

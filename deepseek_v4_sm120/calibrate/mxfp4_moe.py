@@ -222,6 +222,7 @@ class Marlin(Prepared):
             setattr(layer, name, torch.nn.Parameter(scale, requires_grad=False))
         layer.orig_dtype = torch.bfloat16
         importlib.import_module(REPACK).prepare_moe_mxfp4_layer_for_marlin(layer)
+        layer.workspace = importlib.import_module(WORKSPACE).marlin_make_workspace(inputs.w13.device, 4)
         return layer
 
     def run(self, inputs):
@@ -235,7 +236,7 @@ class Marlin(Prepared):
             gating_output=inputs.topk_weights,
             topk_weights=inputs.topk_weights,
             topk_ids=inputs.topk_ids,
-            workspace=importlib.import_module(WORKSPACE).marlin_make_workspace(inputs.hidden.device, 4),
+            workspace=layer.workspace,
             num_bits=4,
             is_k_full=True,
             inplace=False,

@@ -74,6 +74,22 @@ def test_no_profile_and_a_missing_one(tmp_path):
     assert "cannot be read: No such file" in profile.consult(str(tmp_path / "none.json"), None).problem
 
 
+def test_every_operator_can_be_left_out(python, tree, tmp_path):
+    """With all patches that serve it, and nothing else."""
+    code = """
+        import sglang
+        from deepseek_v4_sm120 import OPS, patching
+        records = [(r.patch.serves or r.patch.name, r) for r in patching.active_engine().records]
+        for operator, record in records:
+            assert (operator in OPS) == record.reason.endswith("stock is faster on this machine"), record
+        print({operator for operator, record in records} >= set(OPS))
+    """
+    lost = {op: {"winner": "stock"} for op in deepseek_v4_sm120.OPS}
+    path = write(tmp_path, GOOD | {"identity": {}, "operators": lost})
+    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path})
+    assert done.stdout == "True\n"
+
+
 def test_the_engine_leaves_out_what_lost_and_stops_at_a_corrupt_file(python, tree, tmp_path):
     code = """
         from sglang.srt.layers.attention import deepseek_v4_backend
