@@ -74,8 +74,11 @@ def test_a_profile_that_leaves_an_operator_out(tmp_path):
     verdicts = {"index_select": {"winner": "stock"}, "mxfp4_moe": {"winner": "ours"}}
     path.write_text(json.dumps({"format": 1, "identity": {}, "operators": verdicts}))
     assert command._replaced(str(path)) == tuple(op for op in OPS if op != "index_select")
-    plan = launch.make(request(replaced=command._replaced(str(path))))
+    plan = launch.make(request(replaced=command._replaced(str(path)), profile=str(path)))
     assert any("leaves out index_select" in note for note in plan.notes)
+    assert f"DSV4_SM120_PROFILE={path} " in launch.launch_line(plan)
+    assert f"-v {path}:{launch.PROFILE_MOUNT}:ro" in launch.docker_line(plan)
+    assert f"-e DSV4_SM120_PROFILE={launch.PROFILE_MOUNT}" in launch.docker_line(plan)
     path.write_text("[]")
     with pytest.raises(CommandError, match="is not one of ours"):
         command._replaced(str(path))
@@ -127,6 +130,18 @@ def test_many_short_streams_need_window_slots():
     assert "sliding-window slots for 200 streams" in command.why_not(plan)
 
 
+def test_scratch_that_does_not_fit_is_not_the_weights():
+    plan = launch.make(request(concurrency=1000))
+    assert not plan.fits and "for 1000 streams beside them" in command.why_not(plan)
+
+
+def test_prefill_graphs_are_a_note_where_the_logits_are_gone():
+    def told(**changes):
+        return any("breakable" in note for note in launch.make(request(**changes)).notes)
+
+    assert told() and not told(replaced=("sparse_decode",)) and not told(sglang="0.5.14", context=8192)
+
+
 def test_one_stream_needs_no_fairness():
     plan = launch.make(request(concurrency=1, context=131_072))
     assert plan.interval == 0 and "--prefill-decode-interval" not in flags(plan)
@@ -174,6 +189,8 @@ def test_bad_configurations_are_one_sentence(tmp_path, change, words):
     ("change", "words"),
     [
         ({"gpus": 3}, "divides into"),
+        ({"gpus": -2}, "--gpus must be at least 1"),
+        ({"concurrency": 100_000}, "--concurrency must be 1 to"),
         ({"context": 100}, "--context must be"),
         ({"context": 1 << 21}, "--context must be"),
         ({"concurrency": 0}, "--concurrency must be"),

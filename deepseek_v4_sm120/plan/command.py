@@ -46,6 +46,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         mtp=arguments.spec == "mtp",
         sglang=".".join(numbers),
         replaced=_replaced(arguments.profile),
+        profile=arguments.profile,
     )
 
 
@@ -158,8 +159,14 @@ def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
 def why_not(plan: Plan) -> str:
     r = plan.request
     card = r.memory_mib * (1 << 20) / 1e9
-    if plan.weights > plan.fraction * card * 1e9:
+    scratch = (plan.states + sum(x.bytes for x in plan.reserves)) / 1e9
+    if plan.weights > launch.memory.MOST_FRACTION * card * 1e9:
         reason = f"{plan.weights / 1e9:.1f} GB of weights on a card of {card:.1f} GB"
+    elif plan.weights / 1e9 + scratch > card:
+        reason = (
+            f"{plan.weights / 1e9:.1f} GB of weights, and {scratch:.1f} GB for {r.concurrency} streams beside them, "
+        )
+        reason += f"on a card of {card:.1f} GB"
     elif plan.tokens >= r.context:
         slots = int(launch.memory.SWA_RATIO * plan.tokens)
         reason = f"{slots:,} sliding-window slots for {r.concurrency} streams, which need {plan.window_tokens:,}"
