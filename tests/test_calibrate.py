@@ -1,5 +1,6 @@
 """calibrate without a GPU: the decision, the profile, the workers' protocol, the providers' arithmetic on the CPU."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -177,6 +178,33 @@ def test_the_torch_experts_are_right():
     result = torch_provider(mxfp4_moe)(inputs)
     assert mxfp4_moe.error("torch", result, inputs) < 0.01
     assert mxfp4_moe.error("torch", result.roll(1, dims=0), inputs) > 0.5
+
+
+@pytest.mark.parametrize("case", index_select.cases(**SHAPES | {"context": 4096}), ids=lambda case: case.name)
+def test_what_is_timed_of_the_indexer(case, monkeypatch):
+    monkeypatch.setattr(index_select, "POOL_BYTES", 4 << 20)
+    calls = index_select.TimingInputs("cpu").calls(case, 2)
+    one, other = (call.inputs for call in calls)
+    assert one.q.shape[0] == case.rows and one.page_table.shape == (case.rows, case.columns)
+    assert int(one.lengths.max()) <= case.entries <= 64 * case.columns
+    assert not torch.equal(one.page_table[0], other.page_table[0]) and one.page_table.is_contiguous()
+    few = dataclasses.replace(one, q=one.q[:2], weights=one.weights[:2], lengths=one.lengths[:2])
+    few = dataclasses.replace(few, page_table=one.page_table[:2], q_scales=None if not case.fp4 else one.q_scales[:2])
+    call = index_select.Call(few)
+    assert index_select.error("torch", torch_provider(index_select)(call), call) == 0.0
+
+
+def test_what_is_timed_of_the_experts(monkeypatch):
+    monkeypatch.setattr(mxfp4_moe, "FLASH", dataclasses.replace(mxfp4_moe.FLASH, hidden=256))
+    timing = mxfp4_moe.TimingInputs("cpu")
+    calls = timing.calls(mxfp4_moe.Case(1, 128), 43)
+    dealt = torch.cat([inputs.topk_ids[0] for inputs in calls])
+    assert dealt[:256].unique().numel() == 256  # nobody comes again before all have been dealt
+    assert int((calls[0].w13_scale == 255).sum()) == 0  # every expert's weights are there
+    for rows in (8, 300):
+        (inputs,) = timing.calls(mxfp4_moe.Case(rows, 128), 1)
+        assert inputs.hidden.shape == (rows, 256) and inputs.topk_ids.shape == (rows, 6)
+        assert all(len(set(ids)) == 6 for ids in inputs.topk_ids.tolist()) and inputs.w13 is calls[0].w13
 
 
 def test_experts_in_another_layout_are_prepared_once():

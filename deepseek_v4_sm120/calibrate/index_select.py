@@ -117,10 +117,11 @@ def correctness_inputs(case: Case) -> list[Call]:
 class TimingInputs:
     """Calls whose pages lie all over a large pool of keys, so that each finds cold caches."""
 
-    def __init__(self):
+    def __init__(self, device: str = "cuda"):
         import torch
 
-        self.generator = torch.Generator(device="cuda").manual_seed(0)
+        self.device = device
+        self.generator = torch.Generator(device=device).manual_seed(0)
         self.pools: dict[bool, object] = {}
 
     def pool(self, fp4: bool):
@@ -131,10 +132,10 @@ class TimingInputs:
             from deepseek_v4_sm120.reference import index_select as reference
             from deepseek_v4_sm120.reference.index_select_inputs import new_pages
 
-            template = new_pages(TEMPLATE_PAGES, fp4, device="cuda")
+            template = new_pages(TEMPLATE_PAGES, fp4, device=self.device)
             count = TEMPLATE_PAGES * PAGE
-            keys = torch.randn((count, FLASH.index_dim), generator=self.generator, device="cuda")
-            reference.write_keys(template, torch.arange(count, device="cuda"), keys)
+            keys = torch.randn((count, FLASH.index_dim), generator=self.generator, device=self.device)
+            reference.write_keys(template, torch.arange(count, device=self.device), keys)
             size = TEMPLATE_PAGES * template.stride(0)
             copies = math.ceil(POOL_BYTES / size)
             storage = template.as_strided((1, size), (size, 1)).repeat(copies, 1)
@@ -148,16 +149,16 @@ class TimingInputs:
         from deepseek_v4_sm120.reference.index_select_inputs import Inputs, make_queries
 
         pool, requests = self.pool(case.fp4), math.ceil(case.rows / case.rows_per_request)
-        order = torch.randperm(pool.shape[0], generator=self.generator, device="cuda").to(torch.int32)
-        each = torch.arange(requests * case.columns, device="cuda")
-        lengths = torch.full((case.rows,), case.entries, dtype=torch.int32, device="cuda")
+        order = torch.randperm(pool.shape[0], generator=self.generator, device=self.device).to(torch.int32)
+        each = torch.arange(requests * case.columns, device=self.device)
+        lengths = torch.full((case.rows,), case.entries, dtype=torch.int32, device=self.device)
         if _is_prefill(case):  # the last chunk of the context
-            lengths = lengths - (torch.arange(case.rows, 0, -1, device="cuda") // 4).to(torch.int32)
+            lengths = lengths - (torch.arange(case.rows, 0, -1, device=self.device) // 4).to(torch.int32)
         lengths = lengths.clamp_min(1)
         found = []
         for number in range(count):
             q, q_scales = make_queries(case.rows, case.fp4, self.generator)
-            weights = torch.randn((case.rows, FLASH.index_heads), generator=self.generator, device="cuda") * 0.01
+            weights = torch.randn((case.rows, FLASH.index_heads), generator=self.generator, device=self.device) * 0.01
             table = order[(each + number * each.numel()) % order.numel()].view(requests, case.columns)
             table = table.repeat_interleave(case.rows_per_request, dim=0)[: case.rows].contiguous()
             found.append(Call(Inputs(q, pool, weights, lengths, table, q_scales), case.rows_per_request))

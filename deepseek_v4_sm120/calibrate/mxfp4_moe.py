@@ -90,10 +90,11 @@ class TimingInputs:
     """Calls on one layer's weights, 3.4 GB / TP. Few rows deal their experts from a deck, so that none comes again
     before all others have; more rows touch more bytes in one call than a cache holds."""
 
-    def __init__(self):
+    def __init__(self, device: str = "cuda"):
         import torch
 
-        self.generator = torch.Generator(device="cuda").manual_seed(0)
+        self.device = device
+        self.generator = torch.Generator(device=device).manual_seed(0)
         self.layers: dict[int, object] = {}
 
     def layer(self, inter: int):
@@ -102,7 +103,7 @@ class TimingInputs:
             from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs
 
             rows = 4 * FLASH.experts  # so many that every expert is named: the others' weights are NaN
-            self.layers[inter] = make_inputs(Shape(rows, FLASH.hidden, inter, FLASH.experts), device="cuda")
+            self.layers[inter] = make_inputs(Shape(rows, FLASH.hidden, inter, FLASH.experts), device=self.device)
         return self.layers[inter]
 
     def calls(self, case: Case, count: int) -> list:
@@ -112,17 +113,17 @@ class TimingInputs:
 
         one = self.layer(case.inter)
         uniform = Shape(case.rows, FLASH.hidden, case.inter, FLASH.experts)
-        deck = torch.randperm(FLASH.experts, generator=self.generator, device="cuda").to(torch.int32)
+        deck = torch.randperm(FLASH.experts, generator=self.generator, device=self.device).to(torch.int32)
         pairs = case.rows * uniform.topk
         found = []
         for number in range(count):
             if pairs <= FLASH.experts // 4:
-                dealt = torch.arange(number * pairs, (number + 1) * pairs, device="cuda") % FLASH.experts
+                dealt = torch.arange(number * pairs, (number + 1) * pairs, device=self.device) % FLASH.experts
                 ids = deck[dealt].view(case.rows, uniform.topk)
             else:
                 ids = routed_ids(uniform, self.generator)
             shape = (case.rows, FLASH.hidden)
-            hidden = torch.randn(shape, generator=self.generator, device="cuda").bfloat16()
+            hidden = torch.randn(shape, generator=self.generator, device=self.device).bfloat16()
             weights = routed_weights(uniform, self.generator)
             found.append(Inputs(hidden, ids, weights, one.w13, one.w13_scale, one.w2, one.w2_scale))
         return found
