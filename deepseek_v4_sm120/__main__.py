@@ -22,7 +22,8 @@ COMMANDS = {  # name -> (what it does, module with add_arguments(parser) and run
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m deepseek_v4_sm120", description=deepseek_v4_sm120.__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=deepseek_v4_sm120.__version__)
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     status_parser = commands.add_parser("status", help="which patches fit the SGLang found here; needs no GPU")
     status_parser.add_argument("--json", action="store_true", help="machine-readable")
     commands.add_parser("selftest", help="every operator against its reference, on this machine", add_help=False)
@@ -31,6 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         importlib.import_module(f"deepseek_v4_sm120.{module}").add_arguments(command)
     argv = sys.argv[1:] if argv is None else argv
     arguments, rest = parser.parse_known_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return BAD_INPUT
     if arguments.command == "selftest":
         from deepseek_v4_sm120 import selftest
 
@@ -89,9 +93,9 @@ def processes(folder: str | None) -> list[dict]:
 
 def status_text(found: dict) -> str:
     from deepseek_v4_sm120 import patching
-    from deepseek_v4_sm120.patching import report
+    from deepseek_v4_sm120.patching import profile, report
 
-    host_version = found[patching.HOST] or "not found on this interpreter's path"
+    host_version = found[patching.HOST] or "not found on this interpreter's path; ask SGLang's own Python, in its image"
     lines = [
         f"deepseek_v4_sm120 {found['deepseek_v4_sm120']}, Python {found['python']}",
         f"SGLang            {host_version}",
@@ -107,9 +111,8 @@ def status_text(found: dict) -> str:
         rows.append((row["patch"], row["state"], row["target"], _reason(row)))
     lines += ["", report.table(rows), "", report.table(_setting_rows(found))]
     if found["profile"]:
-        profile = found["profile"]
-        winners = ", ".join(f"{operator}: {winner}" for operator, winner in profile["winners"].items())
-        told = profile["problem"] or (profile["warnings"] or [winners])[0]
+        described = found["profile"]
+        told = described["problem"] or (described["warnings"] or [profile.verdicts(described)])[0]
         lines += ["", f"profile           {told}"]
     if found["unknown_choices"]:
         lines += ["", found["unknown_choices"]]

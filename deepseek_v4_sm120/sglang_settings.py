@@ -31,7 +31,8 @@ SETTINGS = (
     ),
     Setting(
         name="fp4_experts_marlin",
-        why="0.5.12 gives packed FP4 experts to a kernel that asserts their width; Marlin reads them",
+        why="0.5.12 gives packed FP4 experts to a kernel that asserts their width; Marlin's method keeps their bytes, "
+        "and mxfp4_moe computes with them",
         source="[R] Fp8Config.get_quant_method of 0.5.12; 0.5.13 and later choose it themselves",
         sglang=">=0.5.12,<0.5.13",
         on=True,
@@ -89,6 +90,7 @@ SETTINGS = (
         how="no way without us: SGLang overwrites the variable",
         environment={"SGLANG_OPT_USE_TOPK_V2": "1"},
         forced=True,
+        moot_with="index_select",
     ),
     Setting(
         name="fp8_wo_a",

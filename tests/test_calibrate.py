@@ -1,15 +1,20 @@
 """calibrate without a GPU: the decision, the profile, the workers' protocol, the providers' arithmetic on the CPU."""
 
+import dataclasses
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from deepseek_v4_sm120 import OPS
-from deepseek_v4_sm120.calibrate import OPERATORS, command, sparse_decode, worker
+from deepseek_v4_sm120.calibrate import OPERATORS, command, index_select, mxfp4_moe, provider, sparse_decode, worker
 from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
 from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.ops import index_select as index_op
+from deepseek_v4_sm120.ops import mxfp4_moe as moe_op
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.patching import profile
 
@@ -55,13 +60,32 @@ def test_the_profile_is_what_the_patch_table_reads(tmp_path, monkeypatch, capsys
     assert "WRONG  ours: C4" in text and "not run  x: absent" in text and "stock is used" in text
 
 
+@pytest.mark.parametrize(
+    ("way", "left_out", "ratio"),
+    [
+        (times(b=5), None, 2**0.5),
+        (times(b=20), "takes 2.00 times as long as ours", 1.0),
+        (WRONG, "C4: relative error 0.3000, allowed 0.003", 1.0),
+        ({"problem": "not on this GPU"}, None, 1.0),
+    ],
+)
+def test_a_way_of_ours_that_loses_is_left_out_and_not_the_operator(way, left_out, ratio):
+    found = command.decide({OURS: times(a=10, b=10), "ours, b": way, STOCK: times(a=10, b=10)}, ["ours, b"])
+    assert found["winner"] == OURS and found["stock_over_ours"] == pytest.approx(ratio)
+    assert found["left_out"] == ({"ours, b": left_out} if left_out else {})
+
+
 def test_every_operator_has_a_file_here():
-    assert set(OPERATORS) <= set(OPS) and OPERATORS
+    assert {"sparse_decode", "index_select", "mxfp4_moe"} <= set(OPERATORS) <= set(OPS)
     for name in OPERATORS:
         described = worker.operator(name)
         names = [p.name for p in described.providers()]
         assert names[0] == OURS and STOCK in names and len(set(names)) == len(names)
-        assert described.cases(**SHAPES)
+        assert all(p.name.startswith(OURS) for p in described.providers() if p.optional)
+        cases = described.cases(**SHAPES)
+        assert cases and len({c.name for c in cases}) == len(cases) and all(c.bytes_per_call > 0 for c in cases)
+        assert isinstance(described.ERROR, str) and described.max_error(OURS) <= described.max_error(STOCK)
+        assert callable(described.error) and callable(described.correctness_inputs) and described.TimingInputs
 
 
 def test_the_shapes_are_those_of_the_plan():
@@ -72,19 +96,144 @@ def test_the_shapes_are_those_of_the_plan():
     assert op.PREFILL_ROWS <= sparse_decode.CHECKED_PREFILL_ROWS <= sparse_decode.PREFILL_ROWS
 
 
+def on_cpu(monkeypatch, module):
+    make = module.make_inputs
+    monkeypatch.setattr(module, "make_inputs", lambda shape, seed=0, device="": make(shape, seed=seed, device="cpu"))
+
+
+def torch_provider(described):
+    return next(p for p in described.providers() if p.name == "torch").build()
+
+
 @pytest.mark.parametrize("kind", ["window", "C4", "C128 at 1K"])
 def test_the_torch_provider_is_right(kind, monkeypatch):
     from deepseek_v4_sm120.reference import sparse_decode_inputs
-    from deepseek_v4_sm120.reference.accuracy import relative_error
 
-    make = sparse_decode_inputs.make_inputs
-    monkeypatch.setattr(
-        sparse_decode_inputs, "make_inputs", lambda shape, seed, device: make(shape, seed=seed, device="cpu")
-    )
+    on_cpu(monkeypatch, sparse_decode_inputs)
     case = next(c for c in sparse_decode.cases(**SHAPES | {"context": 1024}) if c.kind == kind)
-    call = next(p for p in sparse_decode.providers() if p.name == "torch").build()
+    call = torch_provider(sparse_decode)
     for inputs in sparse_decode.correctness_inputs(case):
-        assert relative_error(call(inputs), sparse_decode.reference(inputs)) < 0.003
+        assert sparse_decode.error("torch", call(inputs), inputs) < 0.003
+
+
+@pytest.mark.parametrize("case", index_select.cases(**SHAPES | {"context": 4096}), ids=lambda case: case.name)
+def test_a_selection_is_judged_by_its_entries(case, monkeypatch):
+    from deepseek_v4_sm120.reference import index_select as reference
+    from deepseek_v4_sm120.reference import index_select_inputs
+
+    on_cpu(monkeypatch, index_select_inputs)
+    monkeypatch.setattr(index_select, "CHECKED_PREFILL_ROWS", 9)
+    for one in index_select.correctness_inputs(case):
+        assert int(one.inputs.page_table.max()) < one.inputs.k_pages.shape[0]
+        right, _ = reference.index_select(**one.inputs.arguments(), k=512)
+        assert index_select.error(OURS, right, one) == 0.0
+        assert index_select.error("torch", torch_provider(index_select)(one), one) == 0.0
+        longest = int(one.inputs.lengths.argmax())
+        chosen = int((right >= 0).sum())
+        missing, twice, strange = right.clone(), right.clone(), right.clone()
+        missing[longest, 7], twice[longest, 7], strange[longest, 7] = -1, right[longest, 8], 1 << 30
+        for wrong in (missing, twice, strange):
+            assert index_select.error(STOCK, wrong, one) == pytest.approx(1 / chosen)
+        worst = reference.mqa_logits(**one.inputs.arguments())[longest].where(
+            torch.arange(one.inputs.page_table.shape[1] * 64) < one.inputs.lengths[longest], torch.inf
+        )
+        lowest = int(worst.argmin())
+        slot = int(one.inputs.page_table[longest, lowest // 64]) * 64 + lowest % 64
+        if int(one.inputs.lengths[longest]) > 512 and slot not in right[longest]:
+            swapped = right.clone()
+            swapped[longest, 7] = slot
+            assert index_select.error(STOCK, swapped, one) == pytest.approx(1 / chosen)
+
+
+def test_the_indexer_is_asked_for_what_the_plan_calls():
+    cases = index_select.cases(**SHAPES | {"context": 393_216, "quick": False})
+    assert {c.entries for c in cases} == {98_304} and {c.fp4 for c in cases} == {True, False}
+    assert {(c.kind, c.rows) for c in cases} >= {("decode", 1), ("decode", 8), ("verify", 16), ("prefill", 2048)}
+    assert index_select.PREFILL_ROWS > index_select.CHECKED_PREFILL_ROWS > index_op.DECODE_ROWS
+
+
+@pytest.mark.parametrize(("version", "handled"), [(None, True), ((0, 5, 14), False), ((0, 5, 17), True)])
+def test_the_stock_indexer_of_a_release(version, handled, monkeypatch):
+    monkeypatch.setattr(index_select, "sglang_version", lambda: version)
+    prefill = next(c for c in index_select.cases(**SHAPES) if c.kind == "prefill")
+    assert index_select._stock_handles(prefill) == handled  # 0.5.14 gathers all keys of all rows as fp32
+    assert not index_select._stock_handles(index_select.Case("decode", 1, 4096, fp4=True))
+    if version is None:
+        assert "no index logits for SM120" in index_select._stock_problem()
+
+
+def test_the_experts_are_those_of_a_rank(monkeypatch):
+    cases = mxfp4_moe.cases(**SHAPES)
+    assert {c.inter for c in cases} == {1024} and [c.rows for c in cases] == [1, 8, 2048]
+    assert cases[0].bytes_per_call == pytest.approx(6 * 13_369_344 / 2, rel=0.02)
+    assert mxfp4_moe.DECODE_ROWS == moe_op.DECODE_ROWS < mxfp4_moe.CHECKED_PREFILL_ROWS
+    mxfp8 = next(p for p in mxfp4_moe.providers() if p.name == mxfp4_moe.OURS_MXFP8)
+    assert [c.rows for c in cases if mxfp8.handles(c)] == [2048]
+
+
+def test_the_torch_experts_are_right():
+    from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs
+
+    inputs = make_inputs(Shape(3, 256, 128, 16, routed_scaling=1.5), device="cpu")
+    result = torch_provider(mxfp4_moe)(inputs)
+    assert mxfp4_moe.error("torch", result, inputs) < 0.01
+    assert mxfp4_moe.error("torch", result.roll(1, dims=0), inputs) > 0.5
+
+
+@pytest.mark.parametrize("case", index_select.cases(**SHAPES | {"context": 4096}), ids=lambda case: case.name)
+def test_what_is_timed_of_the_indexer(case, monkeypatch):
+    monkeypatch.setattr(index_select, "POOL_BYTES", 4 << 20)
+    calls = index_select.TimingInputs("cpu").calls(case, 2)
+    one, other = (call.inputs for call in calls)
+    assert one.q.shape[0] == case.rows and one.page_table.shape == (case.rows, case.columns)
+    assert int(one.lengths.max()) <= case.entries <= 64 * case.columns
+    assert not torch.equal(one.page_table[0], other.page_table[0]) and one.page_table.is_contiguous()
+    few = dataclasses.replace(one, q=one.q[:2], weights=one.weights[:2], lengths=one.lengths[:2])
+    few = dataclasses.replace(few, page_table=one.page_table[:2], q_scales=None if not case.fp4 else one.q_scales[:2])
+    call = index_select.Call(few)
+    assert index_select.error("torch", torch_provider(index_select)(call), call) == 0.0
+
+
+def test_what_is_timed_of_the_experts(monkeypatch):
+    monkeypatch.setattr(mxfp4_moe, "FLASH", dataclasses.replace(mxfp4_moe.FLASH, hidden=256))
+    timing = mxfp4_moe.TimingInputs("cpu")
+    calls = timing.calls(mxfp4_moe.Case(1, 128), 43)
+    dealt = torch.cat([inputs.topk_ids[0] for inputs in calls])
+    assert dealt[:256].unique().numel() == 256  # nobody comes again before all have been dealt
+    assert int((calls[0].w13_scale == 255).sum()) == 0  # every expert's weights are there
+    for rows in (8, 300):
+        (inputs,) = timing.calls(mxfp4_moe.Case(rows, 128), 1)
+        assert inputs.hidden.shape == (rows, 256) and inputs.topk_ids.shape == (rows, 6)
+        assert all(len(set(ids)) == 6 for ids in inputs.topk_ids.tolist()) and inputs.w13 is calls[0].w13
+
+
+def test_experts_in_another_layout_are_prepared_once():
+    prepared = []
+
+    class Other(mxfp4_moe.Prepared):
+        def prepare(self, inputs):
+            prepared.append(inputs)
+            return len(prepared)
+
+        def run(self, inputs):
+            return self.layout
+
+    one, two, call = SimpleNamespace(w13=object()), SimpleNamespace(w13=object()), Other()
+    assert [call(i) for i in (one, one, two, two, one)] == [1, 1, 2, 2, 3]
+
+
+def test_a_provider_whose_package_is_absent_starts_no_worker(monkeypatch):
+    monkeypatch.setattr(command, "run_worker", lambda name, provider, shapes: times(a=1))
+    monkeypatch.setattr(provider.importlib.util, "find_spec", lambda name: None if name == "sglang" else object())
+    found = command.calibrate("index_select", SHAPES, command.console.Progress(5))["providers"]
+    assert found[STOCK] == {"problem": "SGLang is not installed"} and "cases" in found[OURS]
+
+
+def test_a_provider_for_none_of_the_shapes_is_not_asked(monkeypatch):
+    asked = []
+    monkeypatch.setattr(command, "run_worker", lambda name, provider, shapes: asked.append(provider) or times(a=1))
+    command.calibrate("sparse_decode", SHAPES, command.console.Progress(5))
+    assert OURS in asked and "ours, prefill kernel" not in asked
 
 
 def fake_worker(tmp_path, monkeypatch, lines, code=0, stderr=""):

@@ -60,6 +60,8 @@ def run(tmp_path):
     [
         (["plan", "--model", "/nowhere"], "there is no /nowhere"),
         (["plan", "--gpus", "3"], "divides into"),
+        (["plan", "--memory", "nan"], "must be a number of GB"),
+        (["plan", "--profile", "/nowhere.json"], "cannot be read"),
         (["plan", "--sglang", "newest"], "must be a version"),
         (["plan", "--model", "pro", "--experts", "fp8"], "no fp8 checkpoint of pro"),
         (["plan", *PLAN, "--context", "5"], "--context must be"),
@@ -77,6 +79,12 @@ def test_bad_input_is_one_sentence(run, words, sentence):
     done = run(*words)
     assert done.returncode == 2 and sentence in done.stderr
     assert done.stderr.startswith(f"deepseek_v4_sm120 {words[0]}: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_without_a_command_all_are_listed(run):
+    done = run()
+    assert done.returncode == 2
+    assert all(f"    {name}" in done.stderr for name in ("status", "selftest", "doctor", "plan", "serve", "calibrate"))
 
 
 @pytest.mark.parametrize("command", ["status", "doctor", "plan"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.console import CommandError
 from deepseek_v4_sm120.plan import command, launch, memory, models, roofline
 
@@ -47,6 +48,40 @@ def test_the_bytes_of_a_token_are_the_kernels():
     from deepseek_v4_sm120.reference import kv_pages
 
     assert kv_pages.TOKEN_BYTES == memory.KV_TOKEN_BYTES
+
+
+def test_the_bounds_are_the_operators():
+    from deepseek_v4_sm120.ops import index_select
+
+    assert index_select.PREFILL_SCRATCH_BYTES == memory.INDEX_SELECT_PREFILL_BYTES
+    assert index_select.DECODE_SCRATCH_BYTES == memory.INDEX_SELECT_DECODE_BYTES
+
+
+def test_what_is_ours_needs_no_logits_and_less_of_the_experts():
+    def sizes(**changes):
+        return {r.what: r.bytes for r in launch.make(request(context=1 << 20, **changes)).reserves}
+
+    ours, stock = sizes(), sizes(replaced=("sparse_decode",))
+    assert ours["index selection, chunk and graphs"] == (256 + 64) << 20
+    assert stock["index logits, chunk and graphs"] > 1 << 30 and "index selection, chunk and graphs" not in stock
+    assert memory.experts_bytes(models.FLASH, 2, 4096, True) < memory.experts_bytes(models.FLASH, 2, 4096, False)
+    longer = launch.make(request(context=1 << 20, concurrency=1)).chunk
+    assert longer >= launch.make(request(context=1 << 20, concurrency=1, replaced=())).chunk
+
+
+def test_a_profile_that_leaves_an_operator_out(tmp_path):
+    path = tmp_path / "p.json"
+    verdicts = {"index_select": {"winner": "stock"}, "mxfp4_moe": {"winner": "ours"}}
+    path.write_text(json.dumps({"format": 1, "identity": {}, "operators": verdicts}))
+    assert command._replaced(str(path)) == tuple(op for op in OPS if op != "index_select")
+    plan = launch.make(request(replaced=command._replaced(str(path)), profile=str(path)))
+    assert any("leaves out index_select" in note for note in plan.notes)
+    assert f"DSV4_SM120_PROFILE={path} " in launch.launch_line(plan)
+    assert f"-v {path}:{launch.PROFILE_MOUNT}:ro" in launch.docker_line(plan)
+    assert f"-e DSV4_SM120_PROFILE={launch.PROFILE_MOUNT}" in launch.docker_line(plan)
+    path.write_text("[]")
+    with pytest.raises(CommandError, match="is not one of ours"):
+        command._replaced(str(path))
 
 
 def test_the_index_logits_of_a_chunk():
@@ -95,15 +130,29 @@ def test_many_short_streams_need_window_slots():
     assert "sliding-window slots for 200 streams" in command.why_not(plan)
 
 
+def test_scratch_that_does_not_fit_is_not_the_weights():
+    plan = launch.make(request(concurrency=1000))
+    assert not plan.fits and "for 1000 streams beside them" in command.why_not(plan)
+
+
+def test_prefill_graphs_are_a_note_where_the_logits_are_gone():
+    def told(**changes):
+        return any("breakable" in note for note in launch.make(request(**changes)).notes)
+
+    assert told() and not told(replaced=("sparse_decode",)) and not told(sglang="0.5.14", context=8192)
+
+
 def test_one_stream_needs_no_fairness():
     plan = launch.make(request(concurrency=1, context=131_072))
     assert plan.interval == 0 and "--prefill-decode-interval" not in flags(plan)
     assert flags(plan)["--chunked-prefill-size"] == "8192"
 
 
-def test_long_contexts_take_smaller_chunks_rather_than_memory():
-    plan = launch.make(request(context=1 << 20, concurrency=1, sglang="0.5.17", mtp=False))
-    assert int(flags(plan)["--chunked-prefill-size"]) < 8192
+def test_long_contexts_take_smaller_chunks_where_the_logits_are_a_tensor():
+    wanted = request(context=1 << 20, concurrency=1, sglang="0.5.17", mtp=False)
+    assert flags(launch.make(wanted))["--chunked-prefill-size"] == "8192"
+    stock = launch.Request(**vars(wanted) | {"replaced": ("sparse_decode",)})
+    assert int(flags(launch.make(stock))["--chunked-prefill-size"]) < 8192
 
 
 def test_a_real_configuration_gives_the_built_in_shape():
@@ -140,6 +189,8 @@ def test_bad_configurations_are_one_sentence(tmp_path, change, words):
     ("change", "words"),
     [
         ({"gpus": 3}, "divides into"),
+        ({"gpus": -2}, "--gpus must be at least 1"),
+        ({"concurrency": 100_000}, "--concurrency must be 1 to"),
         ({"context": 100}, "--context must be"),
         ({"context": 1 << 21}, "--context must be"),
         ({"concurrency": 0}, "--concurrency must be"),

@@ -10,6 +10,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,10 +25,23 @@ WORKER_SECONDS = 600
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", type=int, default=2, choices=(1, 2, 4, 8), help="cards of the plan (default: 2)")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        default=2,
+        choices=(1, 2, 4, 8),
+        help="cards of the plan; shapes are those of one (default: 2)",
+    )
     parser.add_argument("--context", type=int, default=393_216, help="longest request in tokens (default: 393216)")
     parser.add_argument("--concurrency", type=int, default=8, help="streams at the same time (default: 8)")
-    parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(OPERATORS), help="default: all")
+    parser.add_argument(
+        "--operators",
+        nargs="+",
+        choices=OPERATORS,
+        default=list(OPERATORS),
+        metavar="NAME",
+        help=f"{', '.join(OPERATORS)} (default: all)",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     parser.add_argument("--out", default="dsv4-profile.json", help="file to write (default: dsv4-profile.json)")
     parser.add_argument("--json", action="store_true", help="print the profile instead of the table")
@@ -49,7 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         "concurrency": arguments.concurrency,
         "quick": arguments.quick,
     }
-    operators = {name: calibrate(name, shapes, progress) for name, progress in _with_progress(arguments.operators)}
+    operators = {
+        name: calibrate(name, shapes, progress)
+        for name, progress in _with_progress(list(dict.fromkeys(arguments.operators)))
+    }
     found = as_profile(operators, device, shapes)
     try:
         out.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
@@ -59,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print_json(found)
     else:
         show(found, out)
-    return int(any(OURS in one["wrong"] for one in operators.values()))
+    return int(any(name.startswith(OURS) for one in operators.values() for name in one["wrong"]))
 
 
 def _with_progress(names: list[str]):
@@ -82,16 +99,20 @@ def _device() -> str:
 
 
 def calibrate(name: str, shapes: dict, progress: console.Progress) -> dict:
-    """All providers of one operator: {"providers", "wrong", "winner", "ratio"}."""
+    """All providers of one operator that take a shape of the plan: what `decide` says."""
     described = worker.operator(name)
-    results = {}
+    results, cases = {}, described.cases(**shapes)
     for provider in described.providers():
+        if not any(map(provider.handles, cases)):
+            progress.step(f"{name}: {provider.name}, for none of these shapes")
+            continue
         started = time.monotonic()
-        results[provider.name] = run_worker(name, provider.name, shapes)
+        absent = provider.absent()
+        results[provider.name] = {"problem": absent} if absent else run_worker(name, provider.name, shapes)
         progress.step(f"{name}: {provider.name}, {time.monotonic() - started:.0f} s")
         if provider.name == OURS and "problem" in results[OURS]:  # nothing to compare, and no reason to rule us out
             raise CommandError(f"{name} cannot run here: {results[OURS]['problem']}")
-    return decide(results)
+    return decide(results, [provider.name for provider in described.providers() if provider.optional])
 
 
 def run_worker(name: str, provider: str, shapes: dict) -> dict:
@@ -118,20 +139,36 @@ def run_worker(name: str, provider: str, shapes: dict) -> dict:
     return {"cases": cases, "wrong": wrong}
 
 
-def decide(results: dict[str, dict]) -> dict:
-    """Ours, unless it is wrong here, or stock is right and faster over the shapes that both ran (geometric mean)."""
+def decide(results: dict[str, dict], optional: Iterable[str] = ()) -> dict:
+    """Ours, unless it is wrong here, or stock is right and faster over the shapes that both ran (geometric mean).
+
+    optional: ways of ours that count as ours where they are right and faster; the others are `left_out`, with why.
+    """
     wrong = {name: found["wrong"] for name, found in results.items() if found.get("wrong")}
     times = {
         name: {c["case"]: c["us"] for c in found.get("cases", ()) if "us" in c}
         for name, found in results.items()
         if name not in wrong
     }
-    ours, stock = times.get(OURS, {}), times.get(STOCK, {})
-    both = [case for case in ours if case in stock]
-    ratio = math.exp(sum(math.log(stock[c] / ours[c]) for c in both) / len(both)) if both else None
+    ours, left_out = dict(times.get(OURS, {})), {}
+    for way in optional:
+        ratio = _ratio(times.get(OURS, {}), times.get(way, {}))
+        if way in wrong:
+            left_out[way] = wrong[way]
+        elif ratio is not None and ratio < 1.0:
+            left_out[way] = f"takes {1 / ratio:.2f} times as long as {OURS}"
+        else:
+            ours |= times.get(way, {})
+    ratio = _ratio(times.get(STOCK, {}), ours)
     can_run = OURS not in wrong and "problem" not in results.get(OURS, {"problem": ""})
     winner = OURS if can_run and (ratio is None or ratio >= 1.0) else STOCK
-    return {"winner": winner, "stock_over_ours": ratio, "wrong": wrong, "providers": results}
+    return {"winner": winner, "stock_over_ours": ratio, "wrong": wrong, "left_out": left_out, "providers": results}
+
+
+def _ratio(these: dict[str, float], those: dict[str, float]) -> float | None:
+    """How many times as long these take over the cases of both; None without such."""
+    both = [case for case in these if case in those]
+    return math.exp(sum(math.log(these[c] / those[c]) for c in both) / len(both)) if both else None
 
 
 def as_profile(operators: dict[str, dict], device: str, shapes: dict) -> dict:
@@ -147,10 +184,10 @@ def as_profile(operators: dict[str, dict], device: str, shapes: dict) -> dict:
 
 
 def show(found: dict, out: Path) -> None:
-    identity = found["identity"]
+    identity, commit = found["identity"], found["build"]["git_commit"] or "commit unknown"
     print(
         f"\n{identity['device']}, driver {identity['driver'] or '?'}, SGLang {identity['sglang'] or 'not installed'}, "
-        f"deepseek_v4_sm120 {identity['package']} ({found['build']['git_commit']}); TP{found['plan']['tp']}"
+        f"deepseek_v4_sm120 {identity['package']} ({commit}); TP{found['plan']['tp']}"
     )
     for name, measured in found["operators"].items():
         providers = measured["providers"]
@@ -158,12 +195,16 @@ def show(found: dict, out: Path) -> None:
         cases = list(dict.fromkeys(c["case"] for p in ran for c in providers[p]["cases"]))
         rows = [(case, *(_cell(providers[p]["cases"], case) for p in ran)) for case in cases]
         if rows:
-            title = f"{name}: microseconds a call, cold caches (relative error against fp64)"
+            title = f"{name}: microseconds a call, cold caches ({worker.operator(name).ERROR})"
             console.print_table(title, ("case", *ran), rows)
+        if note := getattr(worker.operator(name), "NOTE", None):
+            print(note)
         for p, why in measured["wrong"].items():
             print(f"WRONG  {p}: {why}")
         for p in [p for p in providers if "problem" in providers[p]]:
             print(f"not run  {p}: {providers[p]['problem']}")
+        for p, why in measured["left_out"].items():
+            print(f"left out  {p}: {why}")
         ratio = measured["stock_over_ours"]
         beside = f"; stock takes {ratio:.2f} times ours" if ratio else ""
         print(f"{name}: {measured['winner']} is used{beside}")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from deepseek_v4_sm120.patching.sources import Sources, package_version
 
 OURS, STOCK = "ours", "stock"  # the two that decide; others are shown beside them
 
@@ -14,15 +18,28 @@ OURS, STOCK = "ours", "stock"  # the two that decide; others are shown beside th
 class Provider:
     """One implementation.
 
-    problem   why it cannot run on this machine, None if it can; imports nothing that needs a GPU
-    build     loads it and returns call(inputs) -> result, in the form of the operator's reference
+    problem   why it cannot run on this machine, None if it can; asked in the worker
+    build     loads it and returns call(inputs) -> result, in the form that the operator's `error` takes
     handles   whether it takes a case
+    packages  what must be installed; where it is not, no worker is started
+    optional  a way of ours that the operator can do without: where it is wrong, or slower than `ours`, the profile
+              rules out this way and not the operator
     """
 
     name: str
     problem: Callable[[], str | None]
     build: Callable[[], Callable]
     handles: Callable[[object], bool] = lambda case: True
+    packages: tuple[str, ...] = ()
+    optional: bool = False
+
+    def absent(self) -> str | None:
+        """The first package that is not there, in words; nothing is imported."""
+        missing = next((name for name in self.packages if importlib.util.find_spec(name) is None), None)
+        return missing and f"{PACKAGE_NAMES.get(missing, missing)} is not installed"
+
+
+PACKAGE_NAMES = {"sglang": "SGLang", "deep_gemm": "DeepGEMM", "flashinfer": "FlashInfer"}
 
 
 def is_installed(module: str) -> bool:
@@ -37,3 +54,11 @@ def unpatched(module: str, name: str) -> Callable:
     """A function of SGLang as SGLang wrote it, also where our patch is in its place."""
     function = getattr(importlib.import_module(module), name)
     return getattr(function, "__wrapped__", function)
+
+
+@functools.cache
+def sglang_version() -> tuple[int, ...] | None:
+    """Of the SGLang found here, without importing it."""
+    text = package_version("sglang", Sources()) or ""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    return tuple(map(int, numbers.groups())) if numbers else None

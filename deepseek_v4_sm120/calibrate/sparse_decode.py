@@ -75,11 +75,15 @@ def providers() -> tuple[Provider, ...]:
         Provider(OURS, _our_problem, _ours),
         Provider(f"{OURS}, decode kernel", _our_problem, functools.partial(_ours, prefill=False), _is_prefill),
         Provider(f"{OURS}, prefill kernel", _our_problem, functools.partial(_ours, prefill=True), _is_prefill),
-        Provider(STOCK, _stock_problem, _stock),
-        Provider("triton", _triton_problem, _triton, lambda case: case.rows * (FLASH.window + case.length) <= 16 * 640),
+        Provider(STOCK, _stock_problem, _stock, packages=("sglang",)),
+        Provider("triton", _triton_problem, _triton, _is_small, ("sglang",)),
         Provider("flashmla", _flashmla_problem, _flashmla, lambda case: case.heads == 64),
         Provider("torch", lambda: None, _torch, lambda case: case.rows * (FLASH.window + case.length) <= 8 * 640),
     )
+
+
+def _is_small(case: Case) -> bool:
+    return case.rows * (FLASH.window + case.length) <= 16 * 640
 
 
 # ---- inputs
@@ -151,11 +155,14 @@ class TimingInputs:
         return found
 
 
-def reference(inputs):
-    """The float64 definition."""
+ERROR = "relative error against float64"
+
+
+def error(provider: str, result, inputs) -> float:
+    from deepseek_v4_sm120.reference.accuracy import relative_error
     from deepseek_v4_sm120.reference.sparse_decode import sparse_decode
 
-    return sparse_decode(**inputs.arguments())[0]
+    return relative_error(result, sparse_decode(**inputs.arguments())[0])
 
 
 # ---- providers

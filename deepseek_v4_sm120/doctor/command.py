@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from deepseek_v4_sm120 import console
@@ -31,12 +31,19 @@ def run(arguments: argparse.Namespace) -> int:
         found.probe, found.probe_problem = probe.run(facts.python(), PROBE_SECONDS)
     findings = examine(found)
     if answers is not None:
-        findings += list(server.checks(answers))
+        findings += list(server.checks(replace(answers, applied=applied(found))))
     if arguments.json:
         console.print_json({"findings": [asdict(f) for f in findings]})
     else:
         show(findings)
     return int(any(f.state == FAIL for f in findings))
+
+
+def applied(found: facts.Facts) -> frozenset[str] | None:
+    """Patches that running processes report as applied; None where there are no reports."""
+    processes = (found.status or {}).get("processes", [])
+    rows = [row for process in processes for row in process["patches"]]
+    return frozenset(row["patch"] for row in rows if row["state"] == "APPLIED") if processes else None
 
 
 def examine(found: facts.Facts) -> list[Finding]:

@@ -17,6 +17,7 @@ PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that
 HIGH_FRACTION = 0.95
 FULL_POOL = 0.95
 DEEP_DRAFTS = 5
+OTHER_EXPERTS = ("humming", "deep_gemm")  # backends for FP4 experts that we do not replace
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Answers:
 
     info: dict
     metrics: dict[str, float] | None
+    applied: frozenset[str] | None = None  # patches of running servers by their reports; None: no reports
 
     def get(self, name: str):
         return self.info.get(name)
@@ -111,6 +113,9 @@ def _experts(a: Answers) -> Iterator[Finding]:
         yield fail("experts", f"moe_runner_backend={backend}", cost, "--moe-runner-backend marlin")
     elif backend == "triton":
         yield warn("experts", "triton", "FP4 experts expanded to FP8: twice the memory", "--moe-runner-backend auto")
+    elif backend in OTHER_EXPERTS and "fp8" not in str(a.get("model_path")).lower():
+        cost = "FP4 experts run through SGLang's own kernels: mxfp4_moe serves flashinfer_mxfp4 and marlin"
+        yield warn("experts", str(backend), cost, "--moe-runner-backend auto")
 
 
 def _all_reduce(a: Answers) -> Iterator[Finding]:
@@ -144,9 +149,14 @@ def _prefill(a: Answers) -> Iterator[Finding]:
     context = a.get("context_length")
     if isinstance(context, int) and chunk > 0:
         scratch = memory.index_logits_bytes(chunk, context)
-        if scratch > 2 << 30:
-            cost = f"the indexer's logits take up to {scratch / 2**30:.1f} GiB for one chunk at {context} tokens"
+        if scratch > 2 << 30 and "index_select" not in (a.applied or ()):
+            size = f"up to {scratch / 2**30:.1f} GiB for one chunk at {context} tokens"
+            if a.applied is None:
+                found = f"chunk {chunk} x context {context}: {size}, unless index_select is in place"
+                yield not_run("prefill scratch", found, "start server and doctor with DSV4_SM120_REPORT=<one folder>")
+                return
             fix = f"--chunked-prefill-size {memory.chunk_for(context, 2 << 30)}, or a smaller --context-length"
+            cost = f"the stock indexer's logits take {size}; index_select is not in place there"
             yield warn("prefill scratch", f"chunk {chunk} x context {context}", cost, fix)
 
 

@@ -130,6 +130,8 @@ def _patches(facts: Facts) -> Iterator[Finding]:
 def _settings(facts: Facts) -> Iterator[Finding]:
     for row in (facts.status or {}).get("table_settings", []):
         name = f"setting {row['setting']}"
+        if row["moot"]:
+            continue
         if row["state"] == "OFF" and row["reason"] == "never run on SM120" and row["would_set"]:
             yield not_run(name, f"off: {row['why']}", f"to try it: DSV4_SM120_SET={row['setting']}=on")
         elif row["state"] == "OFF":
@@ -151,21 +153,25 @@ def _profile(facts: Facts) -> Iterator[Finding]:
     if found["warnings"]:
         yield warn("profile", found["warnings"][0], "it is not used", "`calibrate` on this machine")
         return
+    told = profile.verdicts(found)
     wrong = {
         f"{operator}/{provider}": why
         for operator, measured in profile.read(found["path"])["operators"].items()
         for provider, why in measured.get("wrong", {}).items()
     }
-    winners = ", ".join(f"{name}: {winner}" for name, winner in found["winners"].items())
     if wrong:
         yield fail(
             "profile",
-            "; ".join(f"{name} is wrong on this card: {why}" for name, why in wrong.items()),
-            "wrong answers where it is used; we never use it",
+            f"{told}; " + "; ".join(f"{name} is wrong on this card: {why}" for name, why in wrong.items()),
+            "ours are left out where they are wrong; a wrong one of SGLang's answers wrongly where it is used",
             "report it; where it is SGLang's own, choose another backend",
         )
+    elif lost := [name for name, winner in found["winners"].items() if winner != profile.OURS]:
+        yield warn(
+            "profile", told, f"SGLang's own {', '.join(lost)} was faster here, and is used", "tell us the figures"
+        )
     else:
-        yield ok("profile", winners)
+        yield ok("profile", told)
 
 
 def _processes(facts: Facts) -> Iterator[Finding]:

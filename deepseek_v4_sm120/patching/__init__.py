@@ -28,6 +28,11 @@ def active_engine():
     return _engine
 
 
+def left_out(patch, way):
+    """Why DSV4_SM120_PROFILE leaves out one way of a patch on this machine; None where it may be taken."""
+    return None if _engine is None else _engine.profile.left_out(patch, way)
+
+
 def _start():
     global _engine
     from deepseek_v4_sm120.settings import settings

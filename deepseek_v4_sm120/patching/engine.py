@@ -263,6 +263,17 @@ class Engine:
         else:
             raise PatchError(text)
 
+    def setting_rows(self) -> list[dict]:
+        """The settings for reports; `moot` is the patch that makes one that is off superfluous here, or None."""
+        in_place = {record.patch.name for record in self.records if record.state in (READY, APPLIED)}
+        rows = self.steering.as_rows()
+        for row in rows:
+            replacing = self.steering.rows[row["setting"]].moot_with if row["setting"] in self.steering.rows else None
+            row["moot"] = replacing if replacing in in_place and row["state"] == OFF else None
+            if row["moot"]:
+                row["reason"] = f"{replacing} runs in its place"
+        return rows
+
     # Afterwards -----------------------------------------------------------------------------------------------------
 
     def audit(self) -> None:

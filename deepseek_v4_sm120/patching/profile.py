@@ -57,11 +57,26 @@ class Profile:
         reasons = [f"{name}: {why}" for name, why in found.get("wrong", {}).items() if name.startswith(OURS)]
         return f"profile {self.path}: " + ("; ".join(reasons) or f"{found['winner']} is faster on this machine")
 
+    def left_out(self, patch: str, way: str) -> str | None:
+        """Why the patch must do without one of its ways here ("ours, mxfp8"), None when it may use it."""
+        return self.operators.get(patch, {}).get("left_out", {}).get(way)
+
     def describe(self) -> dict | None:
         if self.path is None:
             return None
         winners = {name: found["winner"] for name, found in self.operators.items()}
-        return {"path": self.path, "winners": winners, "problem": self.problem, "warnings": self.warnings}
+        left_out = {name: found["left_out"] for name, found in self.operators.items() if found.get("left_out")}
+        told = {"problem": self.problem, "warnings": self.warnings}
+        return {"path": self.path, "winners": winners, "left_out": left_out, **told}
+
+
+def verdicts(described: dict) -> str:
+    """What Profile.describe says, in a line."""
+    words = []
+    for operator, winner in described["winners"].items():
+        without = [way.removeprefix(f"{OURS}, ") for way in described["left_out"].get(operator, ())]
+        words.append(f"{operator}: {winner}" + (f" without {', '.join(without)}" if without else ""))
+    return ", ".join(words)
 
 
 def here(sglang: str | None, proc: Path = PROC) -> Identity:
@@ -95,9 +110,17 @@ def read(path: str | Path) -> dict:
         raise ProfileError(f"profile {path} is not one of ours, or of another release; write it again with `calibrate`")
     operators, identity = found.get("operators"), found.get("identity")
     is_complete = isinstance(identity, dict) and isinstance(operators, dict)
-    if not is_complete or not all(isinstance(o, dict) and isinstance(o.get("winner"), str) for o in operators.values()):
+    if not is_complete or not all(map(_is_verdict, operators.values())):
         raise ProfileError(f"profile {path} is damaged: an operator without a winner; write it again with `calibrate`")
     return found
+
+
+def _is_verdict(found) -> bool:
+    return (
+        isinstance(found, dict)
+        and isinstance(found.get("winner"), str)
+        and all(isinstance(found.get(name, {}), dict) for name in ("wrong", "left_out"))
+    )
 
 
 def identity_of(found: dict) -> Identity:

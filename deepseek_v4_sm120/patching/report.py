@@ -76,7 +76,7 @@ def as_dict(engine) -> dict:
             }
             for r in engine.records
         ],
-        "table_settings": engine.steering.as_rows(),
+        "table_settings": engine.setting_rows(),
         "profile": engine.profile.describe(),
         "notes": [describe() for describe in list(_notes.values())],
         "devices_served": {str(index): served for index, served in device_gate.answers().items()},

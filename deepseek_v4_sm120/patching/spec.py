@@ -92,6 +92,7 @@ class Setting:
     value        the number behind VALUE, which DSV4_SM120_SET=name=N changes
     forced       the host overwrites the variables after us in the parent; the children then get them back
     unless       variable and its values with which the setting makes no sense
+    moot_with    the patch with which it changes nothing, where it is in place
     how          what a user does to get the same, or to prevent it, without us
     """
 
@@ -106,6 +107,7 @@ class Setting:
     value: int | None = None
     forced: bool = False
     unless: tuple[str, tuple[str, ...]] | None = None
+    moot_with: str | None = None
 
 
 VALUE = "<value>"  # in Setting.arguments

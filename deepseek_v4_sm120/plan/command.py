@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import asdict
 
-from deepseek_v4_sm120 import console
+from deepseek_v4_sm120 import OPS, console
 from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.plan import launch, models, roofline
 from deepseek_v4_sm120.plan.launch import Plan, Request
@@ -24,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=8, help="streams at the same time (default: 8)")
     parser.add_argument("--spec", choices=("mtp", "none"), default="mtp", help="speculation (default: mtp)")
     parser.add_argument("--sglang", help="its version (default: the one found here, else " + DEFAULT_SGLANG + ")")
+    parser.add_argument("--profile", help="file that `calibrate` wrote: what it leaves out counts as SGLang's")
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
@@ -42,11 +45,26 @@ def request_of(arguments: argparse.Namespace) -> Request:
         concurrency=arguments.concurrency,
         mtp=arguments.spec == "mtp",
         sglang=".".join(numbers),
+        replaced=_replaced(arguments.profile),
+        profile=arguments.profile,
     )
+
+
+def _replaced(path: str | None) -> tuple[str, ...]:
+    """The operators that a server with this profile replaces; without one all."""
+    if path is None:
+        return OPS
+    try:
+        operators = profile.read(path)["operators"]
+    except profile.ProfileError as error:
+        raise CommandError(str(error)) from error
+    return tuple(op for op in OPS if operators.get(op, {}).get("winner", profile.OURS) == profile.OURS)
 
 
 def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
     gpus, memory_gb = arguments.gpus, arguments.memory
+    if memory_gb is not None and not math.isfinite(memory_gb):
+        raise CommandError(f"--memory must be a number of GB, got {memory_gb}")
     if gpus is not None and memory_gb is not None:
         return gpus, int(memory_gb * launch.REPORTED_PER_GB)
     from deepseek_v4_sm120.doctor import facts, nvidia_smi
@@ -118,6 +136,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     static = plan.fraction * total
     rows.append(("KV cache", max(0.0, static - plan.weights - plan.states), f"{plan.tokens:,} tokens"))
     rows += [(x.what, x.bytes, x.basis) for x in plan.reserves]
+    rows += [("left free", total - static - sum(x.bytes for x in plan.reserves), "what the estimates may be wrong by")]
     return [(what, f"{size / 1e9:7.2f}", source) for what, size, source in rows] + [
         ("card", f"{total / 1e9:7.2f}", f"{plan.fraction:.2f} of it static")
     ]
@@ -140,8 +159,14 @@ def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
 def why_not(plan: Plan) -> str:
     r = plan.request
     card = r.memory_mib * (1 << 20) / 1e9
-    if plan.weights > plan.fraction * card * 1e9:
+    scratch = (plan.states + sum(x.bytes for x in plan.reserves)) / 1e9
+    if plan.weights > launch.memory.MOST_FRACTION * card * 1e9:
         reason = f"{plan.weights / 1e9:.1f} GB of weights on a card of {card:.1f} GB"
+    elif plan.weights / 1e9 + scratch > card:
+        reason = (
+            f"{plan.weights / 1e9:.1f} GB of weights, and {scratch:.1f} GB for {r.concurrency} streams beside them, "
+        )
+        reason += f"on a card of {card:.1f} GB"
     elif plan.tokens >= r.context:
         slots = int(launch.memory.SWA_RATIO * plan.tokens)
         reason = f"{slots:,} sliding-window slots for {r.concurrency} streams, which need {plan.window_tokens:,}"

@@ -17,8 +17,10 @@ REPORTED_PER_GB = 97887 / 96  # MiB that the driver reports per GB of the label,
 CHUNK_WITH_OTHERS = 4096  # about half a second of prefill on 2 or 4 cards by published rates
 DECODE_SHARE = 0.3  # of the time while a long prompt is read
 LEAST_FRACTION, STEP = 0.5, 0.01
+MOST_STREAMS = 4096
 IMAGE = "lmsysorg/sglang:v{version}"
 MOUNT = "/opt/deepseek_v4_sm120"
+PROFILE_MOUNT = "/opt/dsv4-profile.json"
 REVIEWED = ("0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23")
 
 
@@ -31,6 +33,8 @@ class Request:
     concurrency: int
     mtp: bool
     sglang: str
+    replaced: tuple[str, ...] = OPS  # the operators that will be ours
+    profile: str | None = None  # the file that says so
 
     @property
     def version(self) -> memory.Version:
@@ -76,14 +80,16 @@ class Plan:
 def check(request: Request) -> None:
     """CommandError for a request that contradicts itself or the model."""
     m = request.model
+    if request.gpus < 1:
+        raise CommandError(f"--gpus must be at least 1, got {request.gpus}")
     if request.gpus not in TPS or m.heads % request.gpus or m.o_groups % request.gpus:
         usable = [tp for tp in TPS if m.heads % tp == 0 and m.o_groups % tp == 0]
         near = max([tp for tp in usable if tp <= request.gpus], default=usable[0])
         raise CommandError(f"--gpus {request.gpus}: {m.name} divides into {usable} ranks; take {near} of the cards")
     if not 1024 <= request.context <= m.max_context:
         raise CommandError(f"--context must be 1024 to {m.max_context} tokens for this model, got {request.context}")
-    if request.concurrency < 1:
-        raise CommandError(f"--concurrency must be at least 1, got {request.concurrency}")
+    if not 1 <= request.concurrency <= MOST_STREAMS:
+        raise CommandError(f"--concurrency must be 1 to {MOST_STREAMS}, got {request.concurrency}")
     if not 8 * 1024 <= request.memory_mib <= 1024 * 1024:
         raise CommandError(f"--memory must be 8 to 1024 GB per card, got {request.memory_mib / 1024:.0f}")
     if request.version < (0, 5, 12):
@@ -108,9 +114,9 @@ def _sized(request: Request, chunk: int) -> Plan:
     m, tp, version, speculative = request.model, request.gpus, request.version, request.mtp
     total = request.memory_mib * (1 << 20)
     rows = request.concurrency * max(1, request.drafts)
-    reserves = memory.reserves(m, tp=tp, context=request.context, chunk=chunk, rows=rows)
+    reserves = memory.reserves(m, tp=tp, context=request.context, chunk=chunk, rows=rows, replaced=request.replaced)
     fraction = min(memory.MOST_FRACTION, math.floor((1 - sum(r.bytes for r in reserves) / total) / STEP) * STEP)
-    weights = memory.weight_bytes(m, tp, mtp=speculative, wo_a_bf16="wo_a" not in OPS)
+    weights = memory.weight_bytes(m, tp, mtp=speculative)
     requests = request.concurrency
     states = memory.c128_state_bytes(m, requests, speculative) if memory.has_request_states(version) else 0.0
     room = max(0.0, fraction * total - weights - states)
@@ -158,6 +164,8 @@ def _flags(plan: Plan) -> None:
     env = plan.environment.append
     env(Flag("PYTHONPATH", MOUNT, "our folder, in every process of the server"))
     env(Flag("DSV4_SM120_REPORT", "/tmp/dsv4", "what each process applied, for `status` and `doctor`"))
+    if r.profile is not None:
+        env(Flag("DSV4_SM120_PROFILE", PROFILE_MOUNT, f"what calibrate found: {r.profile}"))
     if m.expert_format == FP8:
         env(Flag("SGLANG_DSV4_FP4_EXPERTS", "0", "the checkpoint's experts are FP8"))
     _notes(plan)
@@ -190,8 +198,15 @@ def _notes(plan: Plan) -> None:
     r = plan.request
     if r.sglang not in REVIEWED:
         plan.notes.append(f"nobody has read SGLang {r.sglang} for this; sizes are those of the next older release read")
-    if r.version < (0, 5, 13) and "index_select" not in OPS:
-        plan.notes.append("0.5.12 has no indexer for SM120, and this release brings none: it cannot serve")
+    if r.version < (0, 5, 13) and "index_select" not in r.replaced:
+        plan.notes.append("0.5.12 has no fast indexer for SM120, only one that gathers all keys; take 0.5.17 or newer")
+    if missing := [op for op in OPS if op not in r.replaced]:
+        plan.notes.append(f"the profile leaves out {', '.join(missing)}: SGLang's own memory is reckoned there")
+    if r.version >= (0, 5, 17) and "index_select" in r.replaced:
+        plan.notes.append(
+            "SGLang keeps prefill out of CUDA graphs for this model because of the index logits, which are gone; "
+            "--cuda-graph-backend-prefill breakable puts it back. Nobody has run that with us: measure it first"
+        )
     if r.gpus > 2 and r.version >= (0, 5, 22):
         plan.notes.append(
             "above 2 cards all-reduce is NCCL; where `doctor` finds that peers move data, try "
@@ -217,6 +232,8 @@ def server_arguments(plan: Plan) -> list[str]:
 def launch_line(plan: Plan, host: str = "0.0.0.0", port: int = 30000) -> str:
     """For a machine with SGLang installed."""
     here = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    if plan.request.profile is not None:
+        here["DSV4_SM120_PROFILE"] = str(Path(plan.request.profile).resolve())
     env = " ".join(f"{flag.name}={shlex.quote(here.get(flag.name, flag.value))}" for flag in plan.environment)
     words = ["python3", "-m", "sglang.launch_server", "--host", host, "--port", str(port), *server_arguments(plan)]
     return f"{env} {shlex.join(words)}"
@@ -226,11 +243,13 @@ def docker_line(plan: Plan, port: int = 30000) -> str:
     """With the built folder mounted into SGLang's image; kernel caches are kept in volumes."""
     env = " ".join(f"-e {flag.name}={shlex.quote(flag.value)}" for flag in plan.environment)
     image = IMAGE.format(version=plan.request.sglang)
+    profile = plan.request.profile
+    mount = "" if profile is None else f"-v {shlex.quote(str(Path(profile).resolve()))}:{PROFILE_MOUNT}:ro "
     words = ["python3", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", str(port), *server_arguments(plan)]
     return (
         f"docker run --rm --gpus all --ipc=host -p {port}:{port} --ulimit memlock=-1 "
         "-v ~/.cache/huggingface:/root/.cache/huggingface -v dsv4-cache:/root/.cache -v dsv4-triton:/root/.triton "
-        f'-v "$PWD/build:{MOUNT}:ro" {env} {image} {shlex.join(words)}'
+        f'-v "$PWD/build:{MOUNT}:ro" {mount}{env} {image} {shlex.join(words)}'
     )
 
 

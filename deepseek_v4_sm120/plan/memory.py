@@ -7,6 +7,7 @@ pool_configurator.py of 0.5.12, .14, .17, .20 and .23. What is an estimate says 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from deepseek_v4_sm120 import OPS
@@ -19,7 +20,8 @@ INDEX_KEY_BYTES = 132  # FP8, with its fp32 scale
 SWA_RATIO = 0.1  # SGLang's for this model
 STATE_BYTES = 4  # fp32
 MOST_FRACTION = 0.93  # above it ranks were lost hours after the start
-INDEX_SELECT_BYTES = 256 << 20  # our indexer's own bound for a prefill chunk, whatever the context
+# index_select's own bounds of a call, whatever the context (ops/index_select.py; a test compares)
+INDEX_SELECT_PREFILL_BYTES, INDEX_SELECT_DECODE_BYTES = 256 << 20, 64 << 20
 CHUNKS = (8192, 4096, 2048, 1024)
 
 Version = tuple[int, ...]
@@ -146,22 +148,40 @@ def attention_workspace_bytes(rows: int, heads: int, context: int, num_sms: int 
     return rows * heads * splits * 512 * 2, "estimate: FlashInfer's scratch; our module is not built here"
 
 
-def reserves(m: Model, *, tp: int, context: int, chunk: int, rows: int) -> list[Reserve]:
-    """What must stay free beside weights and pools. rows: of the largest captured decode or verify batch."""
+def experts_bytes(m: Model, tp: int, rows: int, is_ours: bool) -> int:
+    """What the experts hold besides input and output. mxfp4_moe: h and y of every pair of row and expert, and its
+    sorted list; stock: gate and up beside each other, then y."""
+    inter = m.expert_width // tp
+    pair = 2 * (inter + m.hidden) + 64 if is_ours else 2 * (2 * inter + m.hidden)
+    return rows * m.experts_per_token * pair
+
+
+def reserves(
+    m: Model, *, tp: int, context: int, chunk: int, rows: int, replaced: Collection[str] = OPS
+) -> list[Reserve]:
+    """What must stay free beside weights and pools. rows: of the largest captured decode or verify batch; replaced:
+    the operators that are ours."""
     heads = m.heads // tp
-    streams = 3 * m.streams * m.hidden * 2
-    attention = 2 * heads * m.head_dim * 2
-    experts = m.experts_per_token * (2 * m.expert_width // tp + m.hidden) * 2
+    activations = 2 * (3 * m.streams * m.hidden + 2 * heads * m.head_dim)
+    has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
+    experts = experts_bytes(m, tp, chunk, has_experts)
     workspace, basis = attention_workspace_bytes(rows, heads, context)
-    has_own_indexer = "index_select" in OPS
-    logits = INDEX_SELECT_BYTES if has_own_indexer else index_logits_bytes(chunk, context)
     lists = chunk * math.ceil(context / 128 / 64) * 64 * 4
-    source = "index_select's own bound" if has_own_indexer else "[chunk, context / 4] fp32 of the stock indexer"
+    if "index_select" in replaced:
+        selection = Reserve(
+            "index selection, chunk and graphs",
+            INDEX_SELECT_PREFILL_BYTES + INDEX_SELECT_DECODE_BYTES,
+            "index_select's own bounds, at any context",
+        )
+    else:
+        logits = index_logits_bytes(chunk, context) + index_logits_bytes(rows, context)
+        selection = Reserve("index logits, chunk and graphs", logits, "[rows, context / 4] fp32 of the stock indexer")
     return [
         Reserve("CUDA context, libraries, NCCL", 1.5 * GIB, "estimate"),
         Reserve("decode graphs", (0.5 + 0.02 * rows) * GIB, "estimate"),
-        Reserve("prefill activations", chunk * (streams + attention + experts), f"arithmetic, chunk of {chunk}"),
-        Reserve("index logits of a prefill chunk", logits, source),
+        Reserve("prefill activations", chunk * activations, f"arithmetic, chunk of {chunk}"),
+        Reserve("experts of a prefill chunk", experts, "mxfp4_moe's scratch" if has_experts else "arithmetic"),
+        selection,
         Reserve("C128 index lists of a prefill chunk", lists, "[chunk, context / 128] int32"),
         Reserve("attention workspace", workspace, basis),
     ]

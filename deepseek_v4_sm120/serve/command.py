@@ -46,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan_command.add_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=30000, help="port to listen on (default: 30000)")
-    parser.add_argument("--profile", help="file that `calibrate` wrote")
     parser.add_argument("--dry-run", action="store_true", help="print the command and stop")
     parser.add_argument(
         "extra", nargs=argparse.REMAINDER, help="after --: arguments for sglang.launch_server; they win"

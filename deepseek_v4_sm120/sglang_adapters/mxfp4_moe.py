@@ -8,7 +8,7 @@ bytes, repack them for their kernels, and multiply. Two methods of each are repl
     apply                           one call of ops.mxfp4_moe
 
 The user's flag keeps its meaning for prefill: above 128 rows `marlin` is W4A16 with us too, and `flashinfer_mxfp4` is
-W4A8 where the GPU has block-scaled instructions. Up to 128 rows it is W4A16.
+W4A8 where the GPU has block-scaled instructions and the profile does not leave that out. Up to 128 rows it is W4A16.
 
 Who applies the routed scaling (1.5): never these methods. Up to 0.5.19 the model does, behind the experts, for exactly
 these classes; from 0.5.20 on the router's weights contain it. So `routed_scaling` is 1.0 in the call.
@@ -29,12 +29,13 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120 import device_gate, shadow
+from deepseek_v4_sm120 import device_gate, patching, shadow
 from deepseek_v4_sm120.ops import mxfp4_moe as op
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 
 PATCH = "mxfp4_moe"
+WAY_MXFP8 = "ours, mxfp8"  # what `calibrate` calls it; a profile that leaves it out leaves bf16
 # Two W4A16 formulations: ours rounds h and the output to bf16 (0.0029 against float64); Marlin also rounds gate and up,
 # each expert's output, and what it sums. Together below 0.008.
 SHADOW_RELATIVE_L2 = 0.008
@@ -126,6 +127,7 @@ def scale_bytes(scale: torch.Tensor) -> torch.Tensor:
 
 def _experts(method, layer, *, mxfp8: bool) -> Experts:
     native = torch.cuda.get_device_capability(layer.w13_weight.device)[0] == op.BLOCK_SCALED_MAJOR
+    mxfp8 = mxfp8 and native and patching.left_out(PATCH, WAY_MXFP8) is None
     ids_are_global = bool(getattr(layer.dispatcher, "skip_local_expert_mapping", False))
     return Experts(
         w13=layer.w13_weight.data,
@@ -135,7 +137,7 @@ def _experts(method, layer, *, mxfp8: bool) -> Experts:
         first_expert=layer.moe_ep_rank * layer.w13_weight.shape[0] if ids_are_global else 0,
         up_first=bool(getattr(method, "load_up_proj_weight_first", False)),
         swiglu_limit=layer.moe_runner_config.swiglu_limit,
-        activations="mxfp8" if mxfp8 and native else "bf16",
+        activations="mxfp8" if mxfp8 else "bf16",
     )
 
 

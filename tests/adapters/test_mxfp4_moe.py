@@ -11,8 +11,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings, shadow
-from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120 import device_gate, patching, settings, shadow
+from deepseek_v4_sm120.calibrate import mxfp4_moe
+from deepseek_v4_sm120.patching import profile, report
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference
 from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs
@@ -215,6 +216,18 @@ def test_without_block_scaled_instructions_activations_stay_bf16(served, monkeyp
     process(Method(True), layer)
     apply(Method(True), layer, dispatched(inputs))
     assert served == ["bf16"]
+
+
+def test_a_profile_that_leaves_mxfp8_out_leaves_bf16(served, monkeypatch):
+    left_out = {"mxfp4_moe": {"winner": "ours", "left_out": {mxfp4_moe.OURS_MXFP8: "wrong on this card"}}}
+    engine = SimpleNamespace(profile=profile.Profile("p.json", left_out))
+    monkeypatch.setattr(patching, "_engine", engine)
+    inputs = engine_inputs(RECORDED[3])
+    layer = engine_layer(RECORDED[3], inputs)
+    process, apply = replaced(True)
+    process(Method(True), layer)
+    apply(Method(True), layer, dispatched(inputs))
+    assert served == ["bf16"] and mxfp4_moe.OURS_MXFP8 == adapter.WAY_MXFP8
 
 
 def test_packed_topk_is_refused_in_words(served):

@@ -241,14 +241,17 @@ def test_patches_settings_processes_and_the_build(tmp_path):
     found.versions = {"sglang": "0.5.23"}
     row = {"patch": "sparse_decode", "state": "BROKEN", "reason": "no such key", "review": ""}
     setting = {"setting": "topk_v2", "state": "OFF", "reason": "never run on SM120", "would_set": "X=1", "why": "slow"}
+    setting |= {"moot": None}
+    superfluous = setting | {"setting": "old", "moot": "index_select"}
     process = {"pid": 5, "patches": [row | {"state": "APPLIED"}], "devices_served": {"0": False}}
-    found.status |= {"patches": [row], "table_settings": [setting], "processes": [process]}
+    found.status |= {"patches": [row], "table_settings": [setting, superfluous], "processes": [process]}
     found.status["build"] = BUILD | {"problem": "no compiled module"}
     found.status["unknown_choices"] = "DSV4_SM120_SET names x"
     checks = list(software_checks.checks(found))
     assert {"patches": FAIL, "compiled module": FAIL, "process 5": WARN, "DSV4_SM120_SET": FAIL}.items() <= states(
         checks
     ).items()
+    assert "setting old" not in states(checks)
     assert finding(checks, "setting topk_v2").fix == "to try it: DSV4_SM120_SET=topk_v2=on"
 
 

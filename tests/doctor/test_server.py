@@ -85,7 +85,10 @@ def test_an_unplanned_server_is_named_setting_by_setting(serve):
     answers = server.ask(url + "/")
     checks = {f.check: f for f in server.checks(answers)}
     assert checks["prefill and decode"].fix == "--prefill-decode-interval 8"
-    assert "8.0 GiB" in checks["prefill scratch"].cost
+    scratch = checks["prefill scratch"]
+    assert (
+        scratch.state == NOT_RUN and "8.0 GiB" in scratch.found and "unless index_select is in place" in scratch.found
+    )
     assert checks["request slots"].fix == "--max-running-requests <your streams>"
     assert checks["load"].state == WARN and "97% full, 4 requests retracted" in checks["load"].found
     assert checks["speculation"].found == "1.10 tokens accepted a step"
@@ -95,6 +98,16 @@ def test_an_unplanned_server_is_named_setting_by_setting(serve):
 def test_a_planned_server_is_fine(serve):
     checks = found(PLANNED, {"token_usage": 0.3})
     assert {f.state for f in checks.values()} == {OK}
+
+
+def test_the_logits_tensor_is_nobodys_where_index_select_is_applied():
+    def scratch(*applied):
+        return {f.check: f for f in server.checks(server.Answers(STOCK, None, frozenset(applied)))}.get(
+            "prefill scratch"
+        )
+
+    assert scratch("sparse_decode", "index_select") is None
+    assert scratch("sparse_decode").state == WARN and "8.0 GiB" in scratch("sparse_decode").cost
 
 
 def test_the_older_address_and_no_metrics(serve):
@@ -108,6 +121,7 @@ def test_the_older_address_and_no_metrics(serve):
         ({"disable_cuda_graph": True}, "CUDA graphs", WARN),
         ({"cuda_graph_config": {"decode": {"backend": "disabled"}}}, "CUDA graphs", WARN),
         ({"version": "0.5.12", "moe_runner_backend": "auto"}, "experts", FAIL),
+        ({"moe_runner_backend": "humming"}, "experts", WARN),
         ({"disable_custom_all_reduce": True}, "all-reduce", WARN),
         ({"tp_size": 4}, "all-reduce", NOT_RUN),
         ({"tp_size": 4, "version": "0.5.17"}, "all-reduce", WARN),

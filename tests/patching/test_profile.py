@@ -12,7 +12,7 @@ GOOD = {
     "identity": {"device": "GPU A", "driver": "580.1", "sglang": "0.5.17", "package": deepseek_v4_sm120.__version__},
     "operators": {
         "sparse_decode": {"winner": "stock", "wrong": {}},
-        "fine": {"winner": "ours", "wrong": {}},
+        "fine": {"winner": "ours", "wrong": {}, "left_out": {"ours, quick": "takes 2.00 times as long"}},
         "bad": {"winner": "stock", "wrong": {"ours": "relative error 0.2"}},
     },
 }
@@ -41,6 +41,8 @@ def test_a_profile_of_this_machine_rules_out_what_lost(tmp_path, proc):
     assert found.against("sparse_decode").endswith("stock is faster on this machine")
     assert found.against("bad").endswith("ours: relative error 0.2")
     assert found.describe()["winners"]["bad"] == "stock"
+    assert found.left_out("fine", "ours, quick") == "takes 2.00 times as long" and found.left_out("bad", "x") is None
+    assert profile.verdicts(found.describe()) == "sparse_decode: stock, fine: ours without quick, bad: stock"
 
 
 @pytest.mark.parametrize("changed", [{"device": "GPU B"}, {"driver": "590.2"}, {"sglang": "0.5.20"}, {"package": "9"}])
@@ -58,6 +60,8 @@ def test_a_foreign_profile_counts_for_nothing_and_is_told(tmp_path, proc, change
         ({"format": 99}, "is not one of ours"),
         (GOOD | {"operators": {"sparse_decode": {}}}, "is damaged"),
         (GOOD | {"identity": 3}, "is damaged"),
+        (GOOD | {"operators": {"x": {"winner": "ours", "wrong": []}}}, "is damaged"),
+        (GOOD | {"operators": {"x": {"winner": "ours", "left_out": 3}}}, "is damaged"),
     ],
 )
 def test_a_corrupt_profile_is_one_sentence(tmp_path, content, words):
@@ -68,6 +72,22 @@ def test_a_corrupt_profile_is_one_sentence(tmp_path, content, words):
 def test_no_profile_and_a_missing_one(tmp_path):
     assert profile.consult(None, None).describe() is None
     assert "cannot be read: No such file" in profile.consult(str(tmp_path / "none.json"), None).problem
+
+
+def test_every_operator_can_be_left_out(python, tree, tmp_path):
+    """With all patches that serve it, and nothing else."""
+    code = """
+        import sglang
+        from deepseek_v4_sm120 import OPS, patching
+        records = [(r.patch.serves or r.patch.name, r) for r in patching.active_engine().records]
+        for operator, record in records:
+            assert (operator in OPS) == record.reason.endswith("stock is faster on this machine"), record
+        print({operator for operator, record in records} >= set(OPS))
+    """
+    lost = {op: {"winner": "stock"} for op in deepseek_v4_sm120.OPS}
+    path = write(tmp_path, GOOD | {"identity": {}, "operators": lost})
+    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path})
+    assert done.stdout == "True\n"
 
 
 def test_the_engine_leaves_out_what_lost_and_stops_at_a_corrupt_file(python, tree, tmp_path):
