@@ -10,6 +10,7 @@ from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 
 MAX_HEADS = 128
+MAX_TABLE_WIDTH = 1 << 30  # entries of a row of extra_page_table
 # From so many rows and heads on, the kernel for many rows takes a call. It is faster from about 100 rows on, but decode
 # and verify must not change kernels with the size of the batch: their bits would differ.
 PREFILL_ROWS, PREFILL_HEADS = 513, 33
@@ -31,6 +32,8 @@ def sparse_decode(
     extra_kv_pages=None,
     extra_indices=None,
     extra_topk_length=None,
+    extra_page_table=None,
+    extra_page_table_rows=None,
     out=None,
     return_lse=False,
     prefill=None,
@@ -46,8 +49,16 @@ def sparse_decode(
     topk_length        [rows] int32: only that many leading indices count, clamped to 0..width; None: all
     attn_sink          [heads] float32, natural-log logit without a value, or None; -inf is no sink, +inf gives out 0
     extra_kv_pages, extra_indices, extra_topk_length
-                       the second cache (C4, C128), with page size, width and lengths of its own; pages and indices
-                       together or not at all
+                       the second cache (C4, C128), with page size, width and lengths of its own; pages come with
+                       indices or with a page table, or not at all
+    extra_page_table   [tables, pages] int32 page ids, last dim contiguous, row stride free; instead of extra_indices
+                       where a row's candidates are all entries below its length (C128: (t + 1) // 128), a list of
+                       which is page_size times as wide and per row. Candidate e is slot
+                       page_table[table, e // page_size] * page_size + e % page_size, masked where the page is negative
+                       or beyond the pool; lengths are clamped to 0..pages * page_size. To the bit as with that list
+    extra_page_table_rows
+                       [rows] int32: the table of each row (its request's), all masked where that is no table; None:
+                       a table for each row, tables = rows
     out                bf16 like q, written in place, or None; must not overlap q
     return_lse         also return lse
     prefill            True: the kernel for many rows, False: the one for few, None: PREFILL_ROWS and PREFILL_HEADS
@@ -66,11 +77,8 @@ def sparse_decode(
     rows, _, heads, dim = q.shape
     device = q.device
     _check_cache("kv_pages", kv_pages, "indices", indices, "topk_length", topk_length, rows, device)
-    if extra_kv_pages is not None and extra_indices is not None:
-        extra = ("extra_kv_pages", extra_kv_pages, "extra_indices", extra_indices)
-        _check_cache(*extra, "extra_topk_length", extra_topk_length, rows, device)
-    elif not (extra_kv_pages is None and extra_indices is None and extra_topk_length is None):
-        _refuse_partial_extra(extra_kv_pages, extra_indices)
+    extra = (extra_kv_pages, extra_indices, extra_topk_length, extra_page_table, extra_page_table_rows)
+    _check_extra(*extra, rows, device)
     if attn_sink is not None:
         _check_vector("attn_sink", attn_sink, torch.float32, heads, "heads", device)
     if out is not None:
@@ -81,13 +89,12 @@ def sparse_decode(
         out = torch.empty((rows, 1, heads, dim), dtype=torch.bfloat16, device=device)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=device) if return_lse else None
     if rows:
-        call = (q, kv_pages, indices, topk_length, extra_kv_pages, extra_indices, extra_topk_length)
         scale = dim**-0.5 if softmax_scale is None else float(softmax_scale)
         if device.index == torch._C._cuda_getDevice():
-            _launch(*call, attn_sink, scale, out, lse, prefill)
+            _launch(q, kv_pages, indices, topk_length, *extra, attn_sink, scale, out, lse, prefill)
         else:
             with torch.cuda.device(device):
-                _launch(*call, attn_sink, scale, out, lse, prefill)
+                _launch(q, kv_pages, indices, topk_length, *extra, attn_sink, scale, out, lse, prefill)
     return (out, lse.unsqueeze(-1)) if return_lse else out
 
 
@@ -99,6 +106,8 @@ def _launch(
     extra_kv_pages,
     extra_indices,
     extra_topk_length,
+    extra_page_table,
+    extra_page_table_rows,
     attn_sink,
     scale,
     out,
@@ -110,6 +119,8 @@ def _launch(
     q_strides, out_strides = q.stride(), out.stride()
     width = indices.shape[2]
     extra_width = 0 if extra_indices is None else extra_indices.shape[2]
+    if extra_page_table is not None:
+        extra_width = extra_page_table.shape[1] * extra_kv_pages.shape[1]
     index = q.device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
     num_sms = _num_sms(index)
@@ -140,6 +151,10 @@ def _launch(
         extra_indices_stride=0 if extra_indices is None else extra_indices.stride(0),
         extra_indices_width=extra_width,
         extra_topk_length=0 if extra_topk_length is None else extra_topk_length.data_ptr(),
+        extra_page_table=0 if extra_page_table is None else extra_page_table.data_ptr(),
+        extra_page_table_stride=0 if extra_page_table is None else extra_page_table.stride(0),
+        extra_num_page_tables=0 if extra_page_table is None else extra_page_table.shape[0],
+        extra_page_table_rows=0 if extra_page_table_rows is None else extra_page_table_rows.data_ptr(),
         attn_sink=0 if attn_sink is None else attn_sink.data_ptr(),
         softmax_scale=scale,
         out=out.data_ptr(),
@@ -256,6 +271,32 @@ def _check_alignment(name, tensor) -> None:
 
 
 def _check_cache(pages_name, kv_pages, indices_name, indices, length_name, topk_length, rows, device) -> None:
+    _check_pages(pages_name, kv_pages, device)
+    if indices.dtype != torch.int32:
+        raise TypeError(f"sparse_decode: {indices_name}.dtype must be torch.int32, got {indices.dtype}")
+    shape = indices.shape
+    if len(shape) != 3 or shape[0] != rows or shape[1] != 1:
+        raise ValueError(f"sparse_decode: {indices_name}.shape must be [{rows}, 1, width], got {list(shape)}")
+    if shape[2] > 1 and indices.stride(2) != 1:
+        got = indices.stride(2)
+        raise ValueError(f"sparse_decode: {indices_name}.stride(2) must be 1 (contiguous candidates), got {got}")
+    if indices.device != device:
+        raise RuntimeError(f"sparse_decode: {indices_name}.device must be q's, {device}, got {indices.device}")
+    if topk_length is not None:
+        _check_vector(length_name, topk_length, torch.int32, rows, "rows", device)
+
+
+def _check_extra(kv_pages, indices, topk_length, table, table_rows, rows, device) -> None:
+    if table is not None or table_rows is not None:
+        _check_page_table(table, table_rows, kv_pages, indices, topk_length, rows, device)
+    elif kv_pages is not None and indices is not None:
+        names = ("extra_kv_pages", "extra_indices", "extra_topk_length")
+        _check_cache(names[0], kv_pages, names[1], indices, names[2], topk_length, rows, device)
+    elif not (kv_pages is None and indices is None and topk_length is None):
+        _refuse_partial_extra(kv_pages, indices)
+
+
+def _check_pages(pages_name, kv_pages, device) -> None:
     if kv_pages.dtype not in _PAGE_DTYPES:
         accepted = " or ".join(map(str, _PAGE_DTYPES))
         raise TypeError(f"sparse_decode: {pages_name}.dtype must be {accepted}, got {kv_pages.dtype}")
@@ -276,18 +317,36 @@ def _check_cache(pages_name, kv_pages, indices_name, indices, length_name, topk_
     if kv_pages.device != device:
         raise RuntimeError(f"sparse_decode: {pages_name}.device must be q's, {device}, got {kv_pages.device}")
     _check_alignment(pages_name, kv_pages)
-    if indices.dtype != torch.int32:
-        raise TypeError(f"sparse_decode: {indices_name}.dtype must be torch.int32, got {indices.dtype}")
-    shape = indices.shape
-    if len(shape) != 3 or shape[0] != rows or shape[1] != 1:
-        raise ValueError(f"sparse_decode: {indices_name}.shape must be [{rows}, 1, width], got {list(shape)}")
-    if shape[2] > 1 and indices.stride(2) != 1:
-        got = indices.stride(2)
-        raise ValueError(f"sparse_decode: {indices_name}.stride(2) must be 1 (contiguous candidates), got {got}")
-    if indices.device != device:
-        raise RuntimeError(f"sparse_decode: {indices_name}.device must be q's, {device}, got {indices.device}")
+
+
+def _check_page_table(table, table_rows, kv_pages, indices, topk_length, rows, device) -> None:
+    """The second cache where its candidates come from a page table."""
+    if table is None or kv_pages is None or indices is not None:
+        got = ["None" if value is None else "a tensor" for value in (table, kv_pages, indices)]
+        raise ValueError(
+            "sparse_decode: extra_page_table must be given with extra_kv_pages and without extra_indices, "
+            "extra_page_table_rows only with it, "
+            f"got extra_page_table = {got[0]}, extra_kv_pages = {got[1]} and extra_indices = {got[2]}"
+        )
+    _check_pages("extra_kv_pages", kv_pages, device)
+    if table.dtype != torch.int32:
+        raise TypeError(f"sparse_decode: extra_page_table.dtype must be torch.int32, got {table.dtype}")
+    shape = table.shape
+    if len(shape) != 2 or (table_rows is None and shape[0] != rows):
+        tables = rows if table_rows is None else "tables"
+        raise ValueError(f"sparse_decode: extra_page_table.shape must be [{tables}, pages], got {list(shape)}")
+    if shape[1] * kv_pages.shape[1] > MAX_TABLE_WIDTH:
+        got = f"{shape[1]} pages of {kv_pages.shape[1]}"
+        raise ValueError(f"sparse_decode: extra_page_table must span at most {MAX_TABLE_WIDTH} entries, got {got}")
+    if shape[1] > 1 and table.stride(1) != 1:
+        got = table.stride(1)
+        raise ValueError(f"sparse_decode: extra_page_table.stride(1) must be 1 (contiguous pages), got {got}")
+    if table.device != device:
+        raise RuntimeError(f"sparse_decode: extra_page_table.device must be q's, {device}, got {table.device}")
+    if table_rows is not None:
+        _check_vector("extra_page_table_rows", table_rows, torch.int32, rows, "rows", device)
     if topk_length is not None:
-        _check_vector(length_name, topk_length, torch.int32, rows, "rows", device)
+        _check_vector("extra_topk_length", topk_length, torch.int32, rows, "rows", device)
 
 
 def _check_vector(name, tensor, dtype, size, meaning, device) -> None:
@@ -304,7 +363,8 @@ def _check_vector(name, tensor, dtype, size, meaning, device) -> None:
 def _refuse_partial_extra(extra_kv_pages, extra_indices) -> None:
     got = ["None" if value is None else "a tensor" for value in (extra_kv_pages, extra_indices)]
     raise ValueError(
-        "sparse_decode: extra_kv_pages and extra_indices must be given together, extra_topk_length only with them, "
+        "sparse_decode: extra_kv_pages and extra_indices or extra_page_table must be given together, extra_topk_length "
+        "only with them, "
         f"got extra_kv_pages = {got[0]} and extra_indices = {got[1]}"
     )
 
