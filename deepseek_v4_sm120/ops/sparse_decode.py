@@ -15,7 +15,8 @@ MAX_TABLE_WIDTH = 1 << 30  # entries of a row of extra_page_table
 # and verify must not change kernels with the size of the batch: their bits would differ.
 PREFILL_ROWS, PREFILL_HEADS = 513, 33
 _ALIGN_BYTES = 16  # the kernel moves 16 bytes at a time
-_ALIGN_BF16 = _ALIGN_BYTES // 2
+_BF16_BYTES = 2
+_ALIGN_BF16 = _ALIGN_BYTES // _BF16_BYTES
 _CAPTURE_RING_BYTES = 4 << 20
 
 _PAGE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
@@ -116,11 +117,17 @@ def _launch(
 ):
     """Checked arguments to raw pointers; q's device is current."""
     rows, _, heads, _ = q.shape
-    q_strides, out_strides = q.stride(), out.stride()
+    q_stride_row, _, q_stride_head, _ = q.stride()
+    out_stride_row, _, out_stride_head, _ = out.stride()
+    num_pages, page_size, _, _ = kv_pages.shape
     width = indices.shape[2]
-    extra_width = 0 if extra_indices is None else extra_indices.shape[2]
-    if extra_page_table is not None:
-        extra_width = extra_page_table.shape[1] * extra_kv_pages.shape[1]
+    extra_num_pages, extra_page_size, extra_width = 0, 1, 0
+    if extra_kv_pages is not None:
+        extra_num_pages, extra_page_size, _, _ = extra_kv_pages.shape
+        if extra_page_table is None:
+            extra_width = extra_indices.shape[2]
+        else:
+            extra_width = extra_page_table.shape[1] * extra_page_size
     index = q.device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
     num_sms = _num_sms(index)
@@ -131,22 +138,22 @@ def _launch(
     control = _control(index, stream, control_words)
     extension.load().sparse_decode(
         q=q.data_ptr(),
-        q_stride_row=q_strides[0],
-        q_stride_head=q_strides[2],
+        q_stride_row=q_stride_row,
+        q_stride_head=q_stride_head,
         rows=rows,
         heads=heads,
         kv_pages=kv_pages.data_ptr(),
         page_bytes=kv_pages.stride(0),
-        page_size=kv_pages.shape[1],
-        num_pages=kv_pages.shape[0],
+        page_size=page_size,
+        num_pages=num_pages,
         indices=indices.data_ptr(),
         indices_stride=indices.stride(0),
         indices_width=width,
         topk_length=0 if topk_length is None else topk_length.data_ptr(),
         extra_kv_pages=0 if extra_kv_pages is None else extra_kv_pages.data_ptr(),
         extra_page_bytes=0 if extra_kv_pages is None else extra_kv_pages.stride(0),
-        extra_page_size=1 if extra_kv_pages is None else extra_kv_pages.shape[1],
-        extra_num_pages=0 if extra_kv_pages is None else extra_kv_pages.shape[0],
+        extra_page_size=extra_page_size,
+        extra_num_pages=extra_num_pages,
         extra_indices=0 if extra_indices is None else extra_indices.data_ptr(),
         extra_indices_stride=0 if extra_indices is None else extra_indices.stride(0),
         extra_indices_width=extra_width,
@@ -158,8 +165,8 @@ def _launch(
         attn_sink=0 if attn_sink is None else attn_sink.data_ptr(),
         softmax_scale=scale,
         out=out.data_ptr(),
-        out_stride_row=out_strides[0],
-        out_stride_head=out_strides[2],
+        out_stride_row=out_stride_row,
+        out_stride_head=out_stride_head,
         lse=0 if lse is None else lse.data_ptr(),
         partials=0 if partials is None else partials.data_ptr(),
         partials_bytes=partials_bytes,
@@ -354,7 +361,7 @@ def _check_vector(name, tensor, dtype, size, meaning, device) -> None:
         raise TypeError(f"sparse_decode: {name}.dtype must be {dtype}, got {tensor.dtype}")
     if tensor.shape != (size,):
         raise ValueError(f"sparse_decode: {name}.shape must be [{size}] ({meaning}), got {list(tensor.shape)}")
-    if size > 1 and tensor.stride(0) != 1:
+    if not tensor.is_contiguous():
         raise ValueError(f"sparse_decode: {name}.stride(0) must be 1, got {tensor.stride(0)}")
     if tensor.device != device:
         raise RuntimeError(f"sparse_decode: {name}.device must be q's, {device}, got {tensor.device}")
@@ -377,17 +384,28 @@ def _check_out(out, q) -> None:
     if out.device != q.device:
         raise RuntimeError(f"sparse_decode: out.device must be q's, {q.device}, got {out.device}")
     _check_vectors_of_8("out", out, out.shape)
+    rows, _, heads, dim = out.shape
+    row_stride, _, head_stride, _ = out.stride()
+    if head_stride < dim or row_stride < heads * head_stride:  # else rows and heads follow each other
+        _refuse_overlapping(out)
+    if rows and _overlap(out, q):
+        raise ValueError("sparse_decode: out must not overlap q, got memory that both cover")
+
+
+def _refuse_overlapping(out) -> None:
     spans = sorted((stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1)
     end = 0
     for stride, size in spans:
         if stride <= end:
             raise ValueError(f"sparse_decode: out must not overlap itself, got strides {list(out.stride())}")
         end += stride * (size - 1)
-    if out.numel() and q.numel() and _bytes_of(out)[0] < _bytes_of(q)[1] and _bytes_of(q)[0] < _bytes_of(out)[1]:
-        raise ValueError("sparse_decode: out must not overlap q, got memory that both cover")
 
 
-def _bytes_of(tensor) -> tuple[int, int]:
-    """First byte and the byte after the last that a tensor reaches."""
-    last = sum(stride * (size - 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+def _overlap(one, other) -> bool:
+    """Whether the address ranges of two bf16 tensors of the same shape [rows, 1, heads, 512] meet."""
+    lower, upper = one.data_ptr(), other.data_ptr()
+    if lower > upper:
+        one, lower, upper = other, upper, lower
+    rows, _, heads, dim = one.shape
+    row_stride, _, head_stride, _ = one.stride()
+    return upper < lower + ((rows - 1) * row_stride + (heads - 1) * head_stride + dim) * _BF16_BYTES
