@@ -337,6 +337,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a third of the table, no ratios")
     parser.add_argument("--cases", default="", help="only cases whose name contains this text")
     parser.add_argument("--no-peers", action="store_true", help="run no other implementation")
+    parser.add_argument("--page-tables", action="store_true", help="C128 by list and by page table alone")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/sparse_decode.json")
     return parser.parse_args()
 
@@ -354,6 +355,11 @@ def main() -> int:
     report = common.Report("sparse_decode", extension.build_info()["git_commit"], common.ceilings())
     print(torch.cuda.get_device_name(), report.ceilings)
     print_kernels()
+    if arguments.page_tables:
+        run_page_tables(report, PAGE_TABLE_CASES, pools, generator)
+        run_host_time(report, pools, generator)
+        report.write(arguments.out)
+        return 0
     run_cases(report, cases, pools, generator)
     if not arguments.quick:
         run_width_pairs(report, [pair for pair in WIDTH_PAIRS if arguments.cases in pair[0].name], pools, generator)

@@ -253,6 +253,7 @@ def plot(report: common.Report, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2,048 rows only")
+    parser.add_argument("--page-tables", action="store_true", help="C128 by list and by page table alone")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/sparse_prefill.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -261,6 +262,10 @@ def main() -> int:
     ceilings = common.ceilings() | {"mma_bf16_tflops": round(mma_rate(), 1)}
     report = common.Report("sparse_prefill", extension.build_info()["git_commit"], ceilings)
     print(torch.cuda.get_device_name(), report.ceilings)
+    if arguments.page_tables:
+        run_page_tables(report, generator)
+        report.write(arguments.out)
+        return 0
     for case in CASES:
         if not arguments.quick or case.rows == 2048:
             print(run_case(report, case, generator), flush=True)

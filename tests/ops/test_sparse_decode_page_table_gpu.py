@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from deepseek_v4_sm120.ops.sparse_decode import sparse_decode
+from deepseek_v4_sm120.ops.sparse_decode import MAX_TABLE_WIDTH, sparse_decode
 from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.reference.accuracy import MAX_RELATIVE_ERROR, relative_error
 from deepseek_v4_sm120.reference.sparse_decode import indices_of_page_table
@@ -79,6 +79,15 @@ def test_a_table_of_1m_entries(prefill, device):
     extra = CacheShape(64, 1 << 20, lengths=(600, 64, 1300, 0), tables=1)
     inputs = make_inputs(Shape(4, 16, WINDOW, extra), device=device)
     check("1M entries", inputs, prefill)
+
+
+def test_the_widest_table_there_may_be(prefill, device):
+    """2^30 entries; a row's bits do not depend on the width."""
+    inputs = make_inputs(Shape(5, 16, WINDOW, CacheShape(64, 1024, lengths=(1024, 3, 700), tables=1)), device=device)
+    wide = torch.full((1, MAX_TABLE_WIDTH // 64), 2**31 - 1, dtype=torch.int32, device=device)
+    wide[:, :16] = inputs.page_table
+    found, expected = by_table(dataclasses.replace(inputs, page_table=wide), prefill), by_list(inputs, prefill)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_rows_of_no_table_and_tables_with_gaps(prefill, device):
