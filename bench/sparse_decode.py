@@ -7,6 +7,7 @@ Prints a compact table last; writes every number as JSON and, where matplotlib i
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import sparse_decode_peers as peers  # noqa: E402
 from sparse_decode_cases import (  # noqa: E402
     C4,
     CASES,
+    PAGE_TABLE_CASES,
     QUOTED_FROM,
     VERIFY_CASES,
     VERIFY_RATIO_BAR,
@@ -230,6 +232,32 @@ def run_verification(report: common.Report, cases, pools: Pools, generator) -> N
         print(f"{name}: {shared_us:.2f} us, {ratio:.3f} of separate requests' {separate_us:.2f} us", flush=True)
 
 
+def with_page_table(inputs: Inputs) -> Inputs:
+    """The same call with the second cache's list as the page table that it came from."""
+    page_size = inputs.extra_kv_pages.shape[1]
+    table = torch.div(inputs.extra_indices[:, 0, ::page_size], page_size, rounding_mode="floor")
+    return dataclasses.replace(inputs, page_table=table.contiguous())
+
+
+def run_page_tables(report: common.Report, cases, pools: Pools, generator) -> None:
+    """C128's candidates from lengths and page table against their list: the same bits, time and memory of the two."""
+    for case in cases:
+        layers = make_layers(case, pools, generator)
+        list_us, _ = gated_time(layers)
+        tables = [with_page_table(one) for one in layers.inputs]
+        if not torch.equal(ours(tables[0]), sparse_decode(**tables[0].table_arguments())):
+            raise SystemExit(f"{case.name}: list and page table differ")
+        arguments = [one.table_arguments() for one in tables]
+        table_us = common.graph_microseconds([lambda one=one: sparse_decode(**one) for one in arguments])
+        for impl, us, tensor in (
+            ("ours, list", list_us, tables[0].extra_indices),
+            ("ours, page table", table_us, tables[0].page_table),
+        ):
+            report.add(common.row(4, case.name, impl, "us", round(us, 2)))
+            report.add(common.row(4, case.name, impl, "index_bytes", tensor.numel() * tensor.element_size()))
+        print(f"{case.name}: list {list_us:.2f} us, page table {table_us:.2f} us", flush=True)
+
+
 def run_host_time(report: common.Report, pools: Pools, generator) -> None:
     layers = make_layers(Case("C4", 1, 16, C4), pools, generator)
     microseconds = common.host_microseconds(lambda: ours(layers.inputs[0]))
@@ -309,6 +337,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a third of the table, no ratios")
     parser.add_argument("--cases", default="", help="only cases whose name contains this text")
     parser.add_argument("--no-peers", action="store_true", help="run no other implementation")
+    parser.add_argument("--page-tables", action="store_true", help="C128 by list and by page table alone")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/sparse_decode.json")
     return parser.parse_args()
 
@@ -326,10 +355,16 @@ def main() -> int:
     report = common.Report("sparse_decode", extension.build_info()["git_commit"], common.ceilings())
     print(torch.cuda.get_device_name(), report.ceilings)
     print_kernels()
+    if arguments.page_tables:
+        run_page_tables(report, PAGE_TABLE_CASES, pools, generator)
+        run_host_time(report, pools, generator)
+        report.write(arguments.out)
+        return 0
     run_cases(report, cases, pools, generator)
     if not arguments.quick:
         run_width_pairs(report, [pair for pair in WIDTH_PAIRS if arguments.cases in pair[0].name], pools, generator)
         run_verification(report, [case for case in VERIFY_CASES if arguments.cases in case.name], pools, generator)
+        run_page_tables(report, [case for case in PAGE_TABLE_CASES if arguments.cases in case.name], pools, generator)
     run_host_time(report, pools, generator)
     report.write(arguments.out)  # before the peers: what they do wrong must not cost our numbers
     run_peers(report, cases, pools, found, generator)

@@ -98,3 +98,8 @@ VERIFY_CASES = tuple(Case("C4", rows, heads, C4) for heads in (16, 64) for rows 
     Case("C128 at 512K", rows, 64, C128_512K) for rows in (4, 8)
 )
 VERIFY_RATIO_BAR = 1.02  # 1, and what two runs of the same case differ by
+
+# C128's candidates from lengths and page table, against their list.
+PAGE_TABLE_CASES = tuple(Case("C128 at 512K", rows, 64, C128_512K) for rows in (1, 16, 64)) + (
+    Case("C128 at 8K, captured for 1M", 16, 64, C128_8K_OF_1M),
+)

@@ -9,6 +9,8 @@ case (`prefill` forced); `ours` is the one that a call without it takes.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,8 @@ def _cases() -> list[Case]:
 
 
 CASES = _cases()
+PAGE_TABLE_CASES = [Case(2048, 64, 1024, 2), Case(2048, 64, 4096, 2), Case(2048, 16, 1024, 2)]
+TABLE_PAGES = 4096  # of a context of 1M tokens
 MEETING_ROWS = (
     64,
     96,
@@ -148,6 +152,38 @@ def run_meeting(report: common.Report, generator) -> list[str]:
     return lines
 
 
+def with_page_table(inputs: Inputs) -> Inputs:
+    """One request's page table, as wide as a context of 1M tokens, and the list that SGLang makes of it."""
+    rows, page_size = inputs.q.shape[0], inputs.extra_kv_pages.shape[1]
+    table = torch.full((1, TABLE_PAGES), -1, dtype=torch.int32, device=DEVICE)
+    own = -(-inputs.extra_indices.shape[2] // page_size)
+    table[0, :own] = torch.arange(own, device=DEVICE)
+    listed = torch.full((rows, 1, TABLE_PAGES * page_size), -1, dtype=torch.int32, device=DEVICE)
+    listed[:, :, : inputs.extra_indices.shape[2]] = inputs.extra_indices
+    rows_of_table = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    return dataclasses.replace(inputs, extra_indices=listed, page_table=table, page_table_rows=rows_of_table)
+
+
+def run_page_tables(report: common.Report, generator) -> None:
+    """C128's candidates from lengths and a request's page table against their list, captured for 1M tokens."""
+    for case in PAGE_TABLE_CASES:
+        inputs = with_page_table(make_inputs(case, generator))
+        forms = {"ours, list": inputs.arguments(), "ours, page table": inputs.table_arguments()}
+        out = [op.sparse_decode(**arguments) for arguments in forms.values()]
+        if not torch.equal(*out):
+            raise SystemExit(f"{case.name}: list and page table differ")
+        held = inputs.extra_indices.numel() * 4, (inputs.page_table.numel() + inputs.page_table_rows.numel()) * 4
+        cells = []
+        for (impl, arguments), index_bytes in zip(forms.items(), held, strict=True):
+            call = functools.partial(op.sparse_decode, **arguments, out=out[0])
+            microseconds = common.graph_microseconds([call] * 2)
+            name = f"{case.name}, captured for 1M"
+            report.add(common.row(ISSUE, name, impl, "tflops", round(tflops(case, microseconds), 1)))
+            report.add(common.row(ISSUE, name, impl, "index_bytes", index_bytes))
+            cells.append(f"{impl} {tflops(case, microseconds):.0f} TFLOP/s, {index_bytes / 1e6:.2f} MB")
+        print(f"{name}: {'; '.join(cells)}", flush=True)
+
+
 MMA_SOURCE = r"""
 extern "C" __global__ void mma_rate(float* out, int rounds) {
   float d[8][4] = {};
@@ -196,7 +232,7 @@ def plot(report: common.Report, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in report.rows if row.metric == "tflops" and row.impl != "ours"]
+    rows = [row for row in report.rows if row.metric == "tflops" and row.impl.endswith(" kernel")]
     names = list(dict.fromkeys(row.case for row in rows))
     figure, axis = pyplot.subplots(figsize=(11, 5))
     for offset, impl in ((-0.2, "ours, prefill kernel"), (0.2, "ours, decode kernel")):
@@ -217,6 +253,7 @@ def plot(report: common.Report, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2,048 rows only")
+    parser.add_argument("--page-tables", action="store_true", help="C128 by list and by page table alone")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/sparse_prefill.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -225,10 +262,15 @@ def main() -> int:
     ceilings = common.ceilings() | {"mma_bf16_tflops": round(mma_rate(), 1)}
     report = common.Report("sparse_prefill", extension.build_info()["git_commit"], ceilings)
     print(torch.cuda.get_device_name(), report.ceilings)
+    if arguments.page_tables:
+        run_page_tables(report, generator)
+        report.write(arguments.out)
+        return 0
     for case in CASES:
         if not arguments.quick or case.rows == 2048:
             print(run_case(report, case, generator), flush=True)
     print(*run_meeting(report, generator), sep="\n")
+    run_page_tables(report, generator)
     report.write(arguments.out)
     print(f"quoted, 64 heads: FlashMLA {FLASHMLA}")
     print(

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 
@@ -50,10 +51,11 @@ void run_sparse_decode(uintptr_t q, int64_t q_stride_row, int64_t q_stride_head,
                        int64_t page_bytes, int page_size, int64_t num_pages, uintptr_t indices, int64_t indices_stride,
                        int indices_width, uintptr_t topk_length, uintptr_t extra_kv_pages, int64_t extra_page_bytes,
                        int extra_page_size, int64_t extra_num_pages, uintptr_t extra_indices, int64_t extra_indices_stride,
-                       int extra_indices_width, uintptr_t extra_topk_length, uintptr_t attn_sink, double softmax_scale,
-                       uintptr_t out, int64_t out_stride_row, int64_t out_stride_head, uintptr_t lse, uintptr_t partials,
-                       int64_t partials_bytes, uintptr_t control, int control_words, int num_sms, bool pdl, uintptr_t stream,
-                       int splits, bool prefill) {
+                       int extra_indices_width, uintptr_t extra_topk_length, uintptr_t extra_page_table,
+                       int64_t extra_page_table_stride, int extra_num_page_tables, uintptr_t extra_page_table_rows,
+                       uintptr_t attn_sink, double softmax_scale, uintptr_t out, int64_t out_stride_row,
+                       int64_t out_stride_head, uintptr_t lse, uintptr_t partials, int64_t partials_bytes, uintptr_t control,
+                       int control_words, int num_sms, bool pdl, uintptr_t stream, int splits, bool prefill) {
   sparse_decode::Params p = {};
   p.q = pointer<const uint16_t>(q);
   p.q_stride_row = q_stride_row;
@@ -69,6 +71,11 @@ void run_sparse_decode(uintptr_t q, int64_t q_stride_row, int64_t q_stride_head,
   p.main = make_cache(kv_pages, page_bytes, page_size, num_pages, indices, indices_stride, indices_width, topk_length);
   p.extra = make_cache(extra_kv_pages, extra_page_bytes, extra_page_size, extra_num_pages, extra_indices, extra_indices_stride,
                        extra_indices_width, extra_topk_length);
+  p.extra_table.pages = pointer<const int32_t>(extra_page_table);
+  p.extra_table.stride = extra_page_table_stride;
+  p.extra_table.table_of_row = pointer<const int32_t>(extra_page_table_rows);
+  p.extra_table.num_tables = extra_num_page_tables;
+  p.extra_table.num_pages = static_cast<int32_t>(std::min<int64_t>(extra_num_pages, INT32_MAX / extra_page_size));
   const auto plan = sparse_decode::make_plan(rows, heads, p.main.width, p.extra.width, num_sms, splits, prefill);
   if (partials_bytes < plan.partials_bytes || control_words < plan.control_words)
     throw std::runtime_error("sparse_decode: workspace too small: needs " + std::to_string(plan.partials_bytes) + " bytes and " +
@@ -188,7 +195,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("sparse_decode", &run_sparse_decode, py::kw_only(), "q"_a, "q_stride_row"_a, "q_stride_head"_a, "rows"_a, "heads"_a,
         "kv_pages"_a, "page_bytes"_a, "page_size"_a, "num_pages"_a, "indices"_a, "indices_stride"_a, "indices_width"_a,
         "topk_length"_a, "extra_kv_pages"_a, "extra_page_bytes"_a, "extra_page_size"_a, "extra_num_pages"_a, "extra_indices"_a,
-        "extra_indices_stride"_a, "extra_indices_width"_a, "extra_topk_length"_a, "attn_sink"_a, "softmax_scale"_a, "out"_a,
+        "extra_indices_stride"_a, "extra_indices_width"_a, "extra_topk_length"_a, "extra_page_table"_a, "extra_page_table_stride"_a,
+        "extra_num_page_tables"_a, "extra_page_table_rows"_a, "attn_sink"_a, "softmax_scale"_a, "out"_a,
         "out_stride_row"_a, "out_stride_head"_a, "lse"_a, "partials"_a, "partials_bytes"_a, "control"_a, "control_words"_a,
         "num_sms"_a, "pdl"_a, "stream"_a, "splits"_a = 0, "prefill"_a = false);
   m.def(

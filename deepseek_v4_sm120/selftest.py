@@ -172,6 +172,7 @@ def _sparse_decode_checks(quick: bool) -> Iterator[Check]:
     for name, extra in SPARSE_DECODE_EXTRAS.items():
         if not (quick and name == "C128 at 512K"):
             yield Check("sparse_decode", name, functools.partial(_check_sparse_decode, extra, quick), ON_GPU)
+    yield Check("sparse_decode", "C128 by page table", _check_page_table, ON_GPU)
     yield Check("sparse_decode", "graph replay", _check_graph_replay, ON_GPU)
 
 
@@ -216,6 +217,25 @@ def _check_sparse_decode(extra: dict | None, quick: bool) -> str:
             raise Failure(f"{rows} rows, {heads} heads: relative error {error:.5f}, of lse {lse_error:.1e}, {allowed}")
         worst = max(worst, error)
     return f"rows {all_rows} x heads {all_heads}: relative error at most {worst:.5f}"
+
+
+def _check_page_table() -> str:
+    """Candidates from lengths and a page table against their list, in both kernels, to the bit."""
+    import torch
+
+    from deepseek_v4_sm120.ops.sparse_decode import sparse_decode
+    from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
+
+    window = CacheShape(256, 128, lengths=128)
+    for page_size, heads, prefill in itertools.product((2, 64), (16, 64), (False, True)):
+        extra = CacheShape(page_size, 4096, lengths=(4096, 64, 0, 777), tables=3, masked=0.05)
+        inputs = make_inputs(Shape(12, heads, window, extra))
+        expected = sparse_decode(**inputs.arguments(), prefill=prefill)
+        found = sparse_decode(**inputs.table_arguments(), prefill=prefill)
+        if not torch.equal(found, expected):
+            case = f"{heads} heads, page size {page_size}, {'many' if prefill else 'few'} rows"
+            raise Failure(f"{case}: {int((found != expected).sum())} of {found.numel()} elements differ")
+    return "equal to the list of the same candidates, bit by bit"
 
 
 def _check_graph_replay() -> str:

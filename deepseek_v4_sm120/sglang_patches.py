@@ -12,6 +12,7 @@ from deepseek_v4_sm120.sglang_settings import SETTINGS
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
 MODEL = "sglang.srt.models.deepseek_v4"
+SM120_ATTENTION_0_5_14 = "sglang.srt.layers.attention.flash_mla_sm120"  # 0.5.13 to 0.5.15
 ADAPTER = "deepseek_v4_sm120.sglang_adapters.sparse_decode"
 INDEX_ADAPTER = "deepseek_v4_sm120.sglang_adapters.index_select"
 SEAMS = "deepseek_v4_sm120.sglang_adapters.platform_seams"
@@ -66,7 +67,7 @@ SPARSE_DECODE = Patch(
             reviewed={"0.5.12": "d40be1b51ab0a97c"},  # our stand-in's; the real package is on no index
         ),
         Target(
-            where="sglang.srt.layers.attention.flash_mla_sm120:flash_mla_with_kvcache_sm120",
+            where=f"{SM120_ATTENTION_0_5_14}:flash_mla_with_kvcache_sm120",
             sglang=">=0.5.13,<0.5.16",
             contract=ConsumedKeys(SM120_KEYS),
             replacement=f"{ADAPTER}:replace_sm120",
@@ -218,6 +219,30 @@ UNPADDED_HEADS = Patch(
     needs=(EXTENSION,),
     serves="sparse_decode",
     retire="with sparse_decode",
+)
+
+PAGED_PREFILL = Patch(
+    name="paged_prefill",
+    why="extend above 11,673 rows, in 0.5.15 of any size, copies the history to bf16 for a kernel without SM120 code; "
+    "0.5.16 asks for the GPU first. sparse_decode reads the pages in place",
+    targets=(
+        Target(
+            where=f"{BACKEND}:DeepseekV4AttnBackend._forward_prefill_sparse",
+            sglang=">=0.5.13,<0.5.16",
+            contract=Parameters(
+                (
+                    *("self", "q", "layer_id", "compress_ratio", "forward_batch", "token_to_kv_pool"),
+                    *("core_attn_metadata", "attn_sink"),
+                )
+            ),
+            replacement=f"{ADAPTER}:replace_forward_prefill_sparse",
+            reviewed={"0.5.14": "7d948c1e049d185f"},
+            caller=BACKEND,
+        ),
+    ),
+    needs=(EXTENSION,),
+    serves="sparse_decode",
+    retire="with SGLang 0.5.15",
 )
 
 SCHED_META = Patch(
@@ -483,7 +508,8 @@ TABLE = Table(
     supported="<0.6",
     preflight="sglang.srt.managers.scheduler",
     patches=(
-        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, SCHED_META, INDEX_SELECT, MXFP4_MOE, BF16_LINEAR),
+        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
+        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     settings=SETTINGS,

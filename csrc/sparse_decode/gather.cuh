@@ -7,21 +7,21 @@
 namespace dsv4::sparse_decode {
 
 // A gathering warp: fills its rows of the stages with the leaves of this block. A lane finds the address of a candidate, eight copy it.
+template <bool kTable>
 struct Gatherer {
   const Params& p;
   const Work& w;
   SharedMemoryPlan& sm;
   const int first_row;
+  const int32_t* table;  // of the row, with kTable
 
-  __device__ __forceinline__ void fill(bool in_main, int slot, int stage, int i) const {
-    const int lane = threadIdx.x & 31, piece = lane & 7;
+  __device__ __forceinline__ void fill(int leaf, int loaded, int stage) const {
+    const int lane = threadIdx.x & 31, piece = lane & 7, i = leaf - w.first_leaf;
     const Cache& main = p.main;
     const Cache& extra = p.extra;
-    const bool valid = slot >= 0 && slot < (in_main ? main.num_slots : extra.num_slots);
-    const uint32_t index = valid ? slot : 0;
+    const bool in_main = leaf < w.main_leaves;
+    const auto [valid, page, entry] = locate<kTable>(p, w, loaded, leaf, first_row + lane % kGatherRows);
     const uint32_t page_size = in_main ? main.page_size.divisor : extra.page_size.divisor;
-    const uint32_t page = in_main ? divide(index, main.page_size) : divide(index, extra.page_size);
-    const uint32_t entry = index - page * page_size;
     const uint64_t start = reinterpret_cast<uint64_t>(in_main ? main.pages : extra.pages) +
                            static_cast<uint64_t>(page) * (in_main ? main.page_bytes : extra.page_bytes);
     const uint64_t row = start + static_cast<uint64_t>(entry) * kDataBytes + (valid ? 0 : 1);  // bit 0: masked
@@ -43,16 +43,16 @@ struct Gatherer {
     if (lane == 0) mbarrier_arrive(full);
   }
 
-  // `slot` is the first leaf's
-  __device__ __forceinline__ void run(int slot) const {
+  // `loaded`: about the first leaf
+  __device__ __forceinline__ void run(int loaded) const {
     const int lane_row = first_row + threadIdx.x % kGatherRows;
     int stage = 0;
     uint32_t phase = 1;
     for (int leaf = w.first_leaf; leaf < w.end_leaf; ++leaf) {
-      const int current = slot;
-      if (leaf + 1 < w.end_leaf) slot = load_slot(p, w, leaf + 1, lane_row);
+      const int current = loaded;
+      if (leaf + 1 < w.end_leaf) loaded = load_candidate<kTable>(p, w, table, leaf + 1, lane_row);
       mbarrier_wait(shared_address(sm.barriers) + kFree + 8 * stage, phase);
-      fill(leaf < w.main_leaves, current, stage, leaf - w.first_leaf);
+      fill(leaf, current, stage);
       phase ^= stage == kStages - 1;
       stage = stage == kStages - 1 ? 0 : stage + 1;
     }

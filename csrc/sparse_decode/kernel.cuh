@@ -23,7 +23,7 @@
 
 namespace dsv4::sparse_decode {
 
-template <bool kSplit>
+template <bool kSplit, bool kTable>
 __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
   const int row = block_row(), split = block_split();
   const int warp = uniform(threadIdx.x >> 5);
@@ -31,20 +31,21 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
   Work w;
   w.row = row;
   if (warp >= kMathThreads / 32) {
-    // The first slots are fetched as if the row were as long as the tensors are wide, beside the lengths; fetched again if not.
+    // The first candidates are fetched as if the row were as long as the tensors are wide, beside the lengths; fetched again if not.
     const int guessed_leaf = kSplit ? split * p.guess_leaves : 0;
     const int first_row = (warp - kMathThreads / 32) * kGatherRows, lane_row = first_row + threadIdx.x % kGatherRows;
     w.main_leaves = p.guess_main_leaves;
     w.main_length = p.main.width;
     w.extra_length = p.extra.width;
-    int slot = load_slot(p, w, guessed_leaf, lane_row);
+    const int32_t* table = table_of<kTable>(p.extra_table, row);
+    int loaded = load_candidate<kTable>(p, w, table, guessed_leaf, lane_row);
     w.main_length = uniform(main_length);
     w.extra_length = uniform(extra_length);
     plan_work<kSplit>(p, w, split);
     if (w.first_leaf != guessed_leaf || w.main_leaves != p.guess_main_leaves || w.extra_length != p.extra.width ||
         w.main_length != p.main.width)
-      slot = load_slot(p, w, w.first_leaf, lane_row);
-    Gatherer{p, w, sm, first_row}.run(slot);
+      loaded = load_candidate<kTable>(p, w, table, w.first_leaf, lane_row);
+    Gatherer<kTable>{p, w, sm, first_row, table}.run(loaded);
     return;
   }
   w.main_length = uniform(main_length);
@@ -70,7 +71,8 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
   if (!sm.work.template whole_row<kSplit>()) merge_row(p, sm);
 }
 
-template <bool kSplit>
+// kSplit: several blocks may share a row; kTable: the extra cache's candidates come from a page table, not a list
+template <bool kSplit, bool kTable>
 __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& sm = *reinterpret_cast<SharedMemoryPlan*>(shared);
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid
   __syncthreads();
   pdl_wait();
   pdl_trigger();
-  run_row<kSplit>(p, sm);
+  run_row<kSplit, kTable>(p, sm);
 }
 
 }  // namespace dsv4::sparse_decode

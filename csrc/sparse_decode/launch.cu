@@ -31,9 +31,12 @@ struct Kernel {
   }
   static void* address() { return reinterpret_cast<void*>(kKernel); }
 };
-using SplitKernel = Kernel<&sparse_decode_kernel<true>, kThreads, sizeof(SharedMemoryPlan)>;
-using RowKernel = Kernel<&sparse_decode_kernel<false>, kThreads, sizeof(SharedMemoryPlan)>;
-using PrefillKernel = Kernel<&prefill::sparse_prefill_kernel, prefill::kThreads, sizeof(prefill::PrefillMemory)>;
+template <bool kTable>
+using SplitKernel = Kernel<&sparse_decode_kernel<true, kTable>, kThreads, sizeof(SharedMemoryPlan)>;
+template <bool kTable>
+using RowKernel = Kernel<&sparse_decode_kernel<false, kTable>, kThreads, sizeof(SharedMemoryPlan)>;
+template <bool kTable>
+using PrefillKernel = Kernel<&prefill::sparse_prefill_kernel<kTable>, prefill::kThreads, sizeof(prefill::PrefillMemory)>;
 
 template <typename K>
 void launch_kernel(const Params& params, dim3 grid, bool pdl, cudaStream_t stream) {
@@ -55,6 +58,14 @@ void launch_kernel(const Params& params, dim3 grid, bool pdl, cudaStream_t strea
 void advance(Cache& cache, int rows) {
   cache.indices += rows * cache.indices_stride;
   if (cache.topk_length != nullptr) cache.topk_length += rows;
+}
+
+void advance(PageTable& table, int rows) {
+  if (table.table_of_row != nullptr) {
+    table.table_of_row += rows;
+  } else {
+    table.pages += rows * table.stride;
+  }
 }
 
 // Blocks per row and head group: as many as fit beside each other.
@@ -105,11 +116,14 @@ Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int
   return plan;
 }
 
-void launch(Params p, const Plan& plan, bool pdl, cudaStream_t stream) {
+namespace {
+
+template <bool kTable>
+void launch_kernels(Params p, const Plan& plan, bool pdl, cudaStream_t stream) {
   const int groups = plan.head_groups;
   if (plan.prefill_blocks > 0) {
     p.head_blocks = groups;
-    launch_kernel<PrefillKernel>(p, dim3(plan.prefill_blocks), pdl, stream);
+    launch_kernel<PrefillKernel<kTable>>(p, dim3(plan.prefill_blocks), pdl, stream);
     return;
   }
   p.splits = make_divisor(plan.splits);
@@ -118,17 +132,28 @@ void launch(Params p, const Plan& plan, bool pdl, cudaStream_t stream) {
   const int leaves = std::max(p.guess_main_leaves + ceil_div(p.extra.width, kLeaf), 1), unit_log2 = unit_leaves_log2(leaves);
   p.guess_leaves = ceil_div(ceil_div(leaves, 1 << unit_log2), plan.splits) << unit_log2;
   if (plan.splits > 1) {
-    launch_kernel<SplitKernel>(p, dim3(groups, plan.splits, p.rows), pdl, stream);
+    launch_kernel<SplitKernel<kTable>>(p, dim3(groups, plan.splits, p.rows), pdl, stream);
     return;
   }
   for (int rows = p.rows; rows > 0; rows -= plan.rows_per_launch) {
     p.rows = std::min(rows, plan.rows_per_launch);
-    launch_kernel<RowKernel>(p, dim3(groups, 1, p.rows), pdl, stream);
+    launch_kernel<RowKernel<kTable>>(p, dim3(groups, 1, p.rows), pdl, stream);
     p.q += p.rows * p.q_stride_row;
     p.out += p.rows * p.out_stride_row;
     if (p.lse != nullptr) p.lse += static_cast<int64_t>(p.rows) * p.heads;
     advance(p.main, p.rows);
     advance(p.extra, p.rows);
+    if (kTable) advance(p.extra_table, p.rows);
+  }
+}
+
+}  // namespace
+
+void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream) {
+  if (params.extra_table.pages != nullptr) {
+    launch_kernels<true>(params, plan, pdl, stream);
+  } else {
+    launch_kernels<false>(params, plan, pdl, stream);
   }
 }
 
@@ -143,12 +168,13 @@ static KernelAttributes attributes_of(const char* name) {
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {attributes_of<SplitKernel>("sparse_decode_split"), attributes_of<RowKernel>("sparse_decode_row"),
-          attributes_of<PrefillKernel>("sparse_prefill")};
+  return {attributes_of<SplitKernel<false>>("sparse_decode_split"),      attributes_of<RowKernel<false>>("sparse_decode_row"),
+          attributes_of<PrefillKernel<false>>("sparse_prefill"),         attributes_of<SplitKernel<true>>("sparse_decode_split, page table"),
+          attributes_of<RowKernel<true>>("sparse_decode_row, page table"), attributes_of<PrefillKernel<true>>("sparse_prefill, page table")};
 }
 
 std::vector<std::pair<std::string, int>> shared_bytes() {
-  return {{"sparse_decode_kernel", SplitKernel::kShared}, {"sparse_prefill_kernel", PrefillKernel::kShared}};
+  return {{"sparse_decode_kernel", SplitKernel<false>::kShared}, {"sparse_prefill_kernel", PrefillKernel<false>::kShared}};
 }
 
 }  // namespace dsv4::sparse_decode

@@ -127,13 +127,15 @@ __device__ __forceinline__ void dequantise(PrefillMemory& sm, int first_row) {
   }
 }
 
-// The gathering warps: four lanes copy a candidate. The slots are loaded a leaf ahead, the lengths a row ahead.
+// The gathering warps: four lanes copy a candidate. The slots or pages are loaded a leaf ahead, the lengths a row ahead.
+template <bool kTable>
 __device__ __forceinline__ void run_gathering(const Params& p, PrefillMemory& sm) {
   const int thread = threadIdx.x - kMathThreads, candidate = thread >> 2, piece = thread & 3;
   const uint32_t full = shared_address(&sm.full);
   const uint32_t dst = shared_address(&sm.rows[candidate][piece * 16]);
   Work w;
-  int item = blockIdx.x, next_main = 0, next_extra = 0, slot = -1;
+  int item = blockIdx.x, next_main = 0, next_extra = 0, loaded = -1;
+  const int32_t* table = nullptr;
   const auto load_lengths = [&](int of) {
     if (of >= num_items(p)) return;
     next_main = load_length(p.main, of / p.head_blocks);
@@ -144,7 +146,8 @@ __device__ __forceinline__ void run_gathering(const Params& p, PrefillMemory& sm
     w.main_length = next_main;
     w.extra_length = next_extra;
     count_leaves(w);
-    slot = load_slot(p, w, 0, candidate);
+    table = table_of<kTable>(p.extra_table, w.row);
+    loaded = load_candidate<kTable>(p, w, table, 0, candidate);
     load_lengths(item + gridDim.x);
   };
   load_lengths(item);
@@ -152,14 +155,13 @@ __device__ __forceinline__ void run_gathering(const Params& p, PrefillMemory& sm
   for (uint32_t leaf = 0, phase = 1, parity = 0;;) {  // phase: of the leaves so far; parity: of the rows so far
     const bool in_main = static_cast<int>(leaf) < w.main_leaves;
     const Cache& c = in_main ? p.main : p.extra;
-    const bool valid = slot >= 0 && slot < c.num_slots;
-    const uint32_t index = valid ? slot : 0, page = divide(index, c.page_size), entry = index - page * c.page_size.divisor;
+    const auto [valid, page, entry] = locate<kTable>(p, w, loaded, leaf, candidate);
     const uint64_t start = reinterpret_cast<uint64_t>(c.pages) + static_cast<uint64_t>(page) * c.page_bytes;
     const uint64_t src = start + entry * kDataBytes + piece * 16;
     const uint64_t scales = start + static_cast<uint64_t>(c.page_size.divisor) * kDataBytes + entry * kScaleBytes;
     const int leaves = w.leaves;
     const bool row_ends = static_cast<int>(leaf) + 1 == leaves;
-    if (!row_ends) slot = load_slot(p, w, leaf + 1, candidate);
+    if (!row_ends) loaded = load_candidate<kTable>(p, w, table, leaf + 1, candidate);
 #pragma unroll
     for (int i = 0; i < kDataBytes / 64; ++i) cp_async_16(dst + i * 64, src + i * 64, valid);
     cp_async_8_if(piece == 0, shared_address(&sm.scales[candidate][0]), scales, valid);
@@ -374,6 +376,7 @@ __device__ __forceinline__ void run_mathematics(const Params& p, PrefillMemory& 
   }
 }
 
+template <bool kTable>
 __global__ void __launch_bounds__(kThreads, 1) sparse_prefill_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& sm = *reinterpret_cast<PrefillMemory*>(shared);
@@ -383,7 +386,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_prefill_kernel(const __gri
   pdl_trigger();
   if (threadIdx.x >= kMathThreads) {
     set_registers<40, false>();
-    run_gathering(p, sm);
+    run_gathering<kTable>(p, sm);
   } else {
     set_registers<232, true>();  // 40 + 2 x 232 = 3 x 168, of four warps each
     run_mathematics(p, sm);

@@ -28,6 +28,14 @@ struct Cache {
   const int32_t* topk_length;   // [rows], clamped to 0..width; nullptr: width
 };
 
+// Candidates of the extra cache that no list names: candidate e of a row is entry e % page_size of page pages[e / page_size] of the row's table.
+struct PageTable {
+  const int32_t* pages;         // [num_tables, width / page_size] page ids, one outside the pool = masked; nullptr: the cache has a list
+  int64_t stride;               // elements between tables
+  const int32_t* table_of_row;  // [rows], one outside 0..num_tables = all masked; nullptr: a table for each row
+  int32_t num_tables, num_pages;  // pages of the pool, as far as their slots are below 2^31
+};
+
 struct Params {
   const uint16_t* q;            // [rows, heads, 512] bf16
   int64_t q_stride_row, q_stride_head;  // elements, multiples of 8
@@ -43,6 +51,7 @@ struct Params {
   FastDivisor splits;           // blocks per row and head group; 1: no partials but for long rows
   int32_t unit_slots;           // partial slots per row and head group
   int32_t guess_leaves, guess_main_leaves;  // leaves per block and of the main cache for rows as long as the tensors are wide
+  PageTable extra_table;        // instead of extra.indices
 };
 
 struct Plan {
@@ -60,7 +69,7 @@ int max_control_words();
 
 FastDivisor make_divisor(int divisor);
 // Fills in what the plan decides, and launches.
-void launch(Params params, const Plan& plan, bool pdl, cudaStream_t stream);
+void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);
 
 struct KernelAttributes {
   std::string name;

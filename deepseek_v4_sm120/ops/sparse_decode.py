@@ -10,11 +10,13 @@ from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 
 MAX_HEADS = 128
+MAX_TABLE_WIDTH = 1 << 30  # entries of a row of extra_page_table
 # From so many rows and heads on, the kernel for many rows takes a call. It is faster from about 100 rows on, but decode
 # and verify must not change kernels with the size of the batch: their bits would differ.
 PREFILL_ROWS, PREFILL_HEADS = 513, 33
 _ALIGN_BYTES = 16  # the kernel moves 16 bytes at a time
-_ALIGN_BF16 = _ALIGN_BYTES // 2
+_BF16_BYTES = 2
+_ALIGN_BF16 = _ALIGN_BYTES // _BF16_BYTES
 _CAPTURE_RING_BYTES = 4 << 20
 
 _PAGE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
@@ -31,6 +33,8 @@ def sparse_decode(
     extra_kv_pages=None,
     extra_indices=None,
     extra_topk_length=None,
+    extra_page_table=None,
+    extra_page_table_rows=None,
     out=None,
     return_lse=False,
     prefill=None,
@@ -46,8 +50,16 @@ def sparse_decode(
     topk_length        [rows] int32: only that many leading indices count, clamped to 0..width; None: all
     attn_sink          [heads] float32, natural-log logit without a value, or None; -inf is no sink, +inf gives out 0
     extra_kv_pages, extra_indices, extra_topk_length
-                       the second cache (C4, C128), with page size, width and lengths of its own; pages and indices
-                       together or not at all
+                       the second cache (C4, C128), with page size, width and lengths of its own; pages come with
+                       indices or with a page table, or not at all
+    extra_page_table   [tables, pages] int32 page ids, last dim contiguous, row stride free; instead of extra_indices
+                       where a row's candidates are all entries below its length (C128: (t + 1) // 128), a list of
+                       which is page_size times as wide and per row. Candidate e is slot
+                       page_table[table, e // page_size] * page_size + e % page_size, masked where the page is negative
+                       or beyond the pool; lengths are clamped to 0..pages * page_size. To the bit as with that list
+    extra_page_table_rows
+                       [rows] int32: the table of each row (its request's), all masked where that is no table; None:
+                       a table for each row, tables = rows
     out                bf16 like q, written in place, or None; must not overlap q
     return_lse         also return lse
     prefill            True: the kernel for many rows, False: the one for few, None: PREFILL_ROWS and PREFILL_HEADS
@@ -66,11 +78,8 @@ def sparse_decode(
     rows, _, heads, dim = q.shape
     device = q.device
     _check_cache("kv_pages", kv_pages, "indices", indices, "topk_length", topk_length, rows, device)
-    if extra_kv_pages is not None and extra_indices is not None:
-        extra = ("extra_kv_pages", extra_kv_pages, "extra_indices", extra_indices)
-        _check_cache(*extra, "extra_topk_length", extra_topk_length, rows, device)
-    elif not (extra_kv_pages is None and extra_indices is None and extra_topk_length is None):
-        _refuse_partial_extra(extra_kv_pages, extra_indices)
+    extra = (extra_kv_pages, extra_indices, extra_topk_length, extra_page_table, extra_page_table_rows)
+    _check_extra(*extra, rows, device)
     if attn_sink is not None:
         _check_vector("attn_sink", attn_sink, torch.float32, heads, "heads", device)
     if out is not None:
@@ -81,13 +90,12 @@ def sparse_decode(
         out = torch.empty((rows, 1, heads, dim), dtype=torch.bfloat16, device=device)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=device) if return_lse else None
     if rows:
-        call = (q, kv_pages, indices, topk_length, extra_kv_pages, extra_indices, extra_topk_length)
         scale = dim**-0.5 if softmax_scale is None else float(softmax_scale)
         if device.index == torch._C._cuda_getDevice():
-            _launch(*call, attn_sink, scale, out, lse, prefill)
+            _launch(q, kv_pages, indices, topk_length, *extra, attn_sink, scale, out, lse, prefill)
         else:
             with torch.cuda.device(device):
-                _launch(*call, attn_sink, scale, out, lse, prefill)
+                _launch(q, kv_pages, indices, topk_length, *extra, attn_sink, scale, out, lse, prefill)
     return (out, lse.unsqueeze(-1)) if return_lse else out
 
 
@@ -99,6 +107,8 @@ def _launch(
     extra_kv_pages,
     extra_indices,
     extra_topk_length,
+    extra_page_table,
+    extra_page_table_rows,
     attn_sink,
     scale,
     out,
@@ -107,9 +117,17 @@ def _launch(
 ):
     """Checked arguments to raw pointers; q's device is current."""
     rows, _, heads, _ = q.shape
-    q_strides, out_strides = q.stride(), out.stride()
+    q_stride_row, _, q_stride_head, _ = q.stride()
+    out_stride_row, _, out_stride_head, _ = out.stride()
+    num_pages, page_size, _, _ = kv_pages.shape
     width = indices.shape[2]
-    extra_width = 0 if extra_indices is None else extra_indices.shape[2]
+    extra_num_pages, extra_page_size, extra_width = 0, 1, 0
+    if extra_kv_pages is not None:
+        extra_num_pages, extra_page_size, _, _ = extra_kv_pages.shape
+        if extra_page_table is None:
+            extra_width = extra_indices.shape[2]
+        else:
+            extra_width = extra_page_table.shape[1] * extra_page_size
     index = q.device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
     num_sms = _num_sms(index)
@@ -120,31 +138,35 @@ def _launch(
     control = _control(index, stream, control_words)
     extension.load().sparse_decode(
         q=q.data_ptr(),
-        q_stride_row=q_strides[0],
-        q_stride_head=q_strides[2],
+        q_stride_row=q_stride_row,
+        q_stride_head=q_stride_head,
         rows=rows,
         heads=heads,
         kv_pages=kv_pages.data_ptr(),
         page_bytes=kv_pages.stride(0),
-        page_size=kv_pages.shape[1],
-        num_pages=kv_pages.shape[0],
+        page_size=page_size,
+        num_pages=num_pages,
         indices=indices.data_ptr(),
         indices_stride=indices.stride(0),
         indices_width=width,
         topk_length=0 if topk_length is None else topk_length.data_ptr(),
         extra_kv_pages=0 if extra_kv_pages is None else extra_kv_pages.data_ptr(),
         extra_page_bytes=0 if extra_kv_pages is None else extra_kv_pages.stride(0),
-        extra_page_size=1 if extra_kv_pages is None else extra_kv_pages.shape[1],
-        extra_num_pages=0 if extra_kv_pages is None else extra_kv_pages.shape[0],
+        extra_page_size=extra_page_size,
+        extra_num_pages=extra_num_pages,
         extra_indices=0 if extra_indices is None else extra_indices.data_ptr(),
         extra_indices_stride=0 if extra_indices is None else extra_indices.stride(0),
         extra_indices_width=extra_width,
         extra_topk_length=0 if extra_topk_length is None else extra_topk_length.data_ptr(),
+        extra_page_table=0 if extra_page_table is None else extra_page_table.data_ptr(),
+        extra_page_table_stride=0 if extra_page_table is None else extra_page_table.stride(0),
+        extra_num_page_tables=0 if extra_page_table is None else extra_page_table.shape[0],
+        extra_page_table_rows=0 if extra_page_table_rows is None else extra_page_table_rows.data_ptr(),
         attn_sink=0 if attn_sink is None else attn_sink.data_ptr(),
         softmax_scale=scale,
         out=out.data_ptr(),
-        out_stride_row=out_strides[0],
-        out_stride_head=out_strides[2],
+        out_stride_row=out_stride_row,
+        out_stride_head=out_stride_head,
         lse=0 if lse is None else lse.data_ptr(),
         partials=0 if partials is None else partials.data_ptr(),
         partials_bytes=partials_bytes,
@@ -256,6 +278,32 @@ def _check_alignment(name, tensor) -> None:
 
 
 def _check_cache(pages_name, kv_pages, indices_name, indices, length_name, topk_length, rows, device) -> None:
+    _check_pages(pages_name, kv_pages, device)
+    if indices.dtype != torch.int32:
+        raise TypeError(f"sparse_decode: {indices_name}.dtype must be torch.int32, got {indices.dtype}")
+    shape = indices.shape
+    if len(shape) != 3 or shape[0] != rows or shape[1] != 1:
+        raise ValueError(f"sparse_decode: {indices_name}.shape must be [{rows}, 1, width], got {list(shape)}")
+    if shape[2] > 1 and indices.stride(2) != 1:
+        got = indices.stride(2)
+        raise ValueError(f"sparse_decode: {indices_name}.stride(2) must be 1 (contiguous candidates), got {got}")
+    if indices.device != device:
+        raise RuntimeError(f"sparse_decode: {indices_name}.device must be q's, {device}, got {indices.device}")
+    if topk_length is not None:
+        _check_vector(length_name, topk_length, torch.int32, rows, "rows", device)
+
+
+def _check_extra(kv_pages, indices, topk_length, table, table_rows, rows, device) -> None:
+    if table is not None or table_rows is not None:
+        _check_page_table(table, table_rows, kv_pages, indices, topk_length, rows, device)
+    elif kv_pages is not None and indices is not None:
+        names = ("extra_kv_pages", "extra_indices", "extra_topk_length")
+        _check_cache(names[0], kv_pages, names[1], indices, names[2], topk_length, rows, device)
+    elif not (kv_pages is None and indices is None and topk_length is None):
+        _refuse_partial_extra(kv_pages, indices)
+
+
+def _check_pages(pages_name, kv_pages, device) -> None:
     if kv_pages.dtype not in _PAGE_DTYPES:
         accepted = " or ".join(map(str, _PAGE_DTYPES))
         raise TypeError(f"sparse_decode: {pages_name}.dtype must be {accepted}, got {kv_pages.dtype}")
@@ -276,18 +324,36 @@ def _check_cache(pages_name, kv_pages, indices_name, indices, length_name, topk_
     if kv_pages.device != device:
         raise RuntimeError(f"sparse_decode: {pages_name}.device must be q's, {device}, got {kv_pages.device}")
     _check_alignment(pages_name, kv_pages)
-    if indices.dtype != torch.int32:
-        raise TypeError(f"sparse_decode: {indices_name}.dtype must be torch.int32, got {indices.dtype}")
-    shape = indices.shape
-    if len(shape) != 3 or shape[0] != rows or shape[1] != 1:
-        raise ValueError(f"sparse_decode: {indices_name}.shape must be [{rows}, 1, width], got {list(shape)}")
-    if shape[2] > 1 and indices.stride(2) != 1:
-        got = indices.stride(2)
-        raise ValueError(f"sparse_decode: {indices_name}.stride(2) must be 1 (contiguous candidates), got {got}")
-    if indices.device != device:
-        raise RuntimeError(f"sparse_decode: {indices_name}.device must be q's, {device}, got {indices.device}")
+
+
+def _check_page_table(table, table_rows, kv_pages, indices, topk_length, rows, device) -> None:
+    """The second cache where its candidates come from a page table."""
+    if table is None or kv_pages is None or indices is not None:
+        got = ["None" if value is None else "a tensor" for value in (table, kv_pages, indices)]
+        raise ValueError(
+            "sparse_decode: extra_page_table must be given with extra_kv_pages and without extra_indices, "
+            "extra_page_table_rows only with it, "
+            f"got extra_page_table = {got[0]}, extra_kv_pages = {got[1]} and extra_indices = {got[2]}"
+        )
+    _check_pages("extra_kv_pages", kv_pages, device)
+    if table.dtype != torch.int32:
+        raise TypeError(f"sparse_decode: extra_page_table.dtype must be torch.int32, got {table.dtype}")
+    shape = table.shape
+    if len(shape) != 2 or (table_rows is None and shape[0] != rows):
+        tables = rows if table_rows is None else "tables"
+        raise ValueError(f"sparse_decode: extra_page_table.shape must be [{tables}, pages], got {list(shape)}")
+    if shape[1] * kv_pages.shape[1] > MAX_TABLE_WIDTH:
+        got = f"{shape[1]} pages of {kv_pages.shape[1]}"
+        raise ValueError(f"sparse_decode: extra_page_table must span at most {MAX_TABLE_WIDTH} entries, got {got}")
+    if shape[1] > 1 and table.stride(1) != 1:
+        got = table.stride(1)
+        raise ValueError(f"sparse_decode: extra_page_table.stride(1) must be 1 (contiguous pages), got {got}")
+    if table.device != device:
+        raise RuntimeError(f"sparse_decode: extra_page_table.device must be q's, {device}, got {table.device}")
+    if table_rows is not None:
+        _check_vector("extra_page_table_rows", table_rows, torch.int32, rows, "rows", device)
     if topk_length is not None:
-        _check_vector(length_name, topk_length, torch.int32, rows, "rows", device)
+        _check_vector("extra_topk_length", topk_length, torch.int32, rows, "rows", device)
 
 
 def _check_vector(name, tensor, dtype, size, meaning, device) -> None:
@@ -295,7 +361,7 @@ def _check_vector(name, tensor, dtype, size, meaning, device) -> None:
         raise TypeError(f"sparse_decode: {name}.dtype must be {dtype}, got {tensor.dtype}")
     if tensor.shape != (size,):
         raise ValueError(f"sparse_decode: {name}.shape must be [{size}] ({meaning}), got {list(tensor.shape)}")
-    if size > 1 and tensor.stride(0) != 1:
+    if not tensor.is_contiguous():
         raise ValueError(f"sparse_decode: {name}.stride(0) must be 1, got {tensor.stride(0)}")
     if tensor.device != device:
         raise RuntimeError(f"sparse_decode: {name}.device must be q's, {device}, got {tensor.device}")
@@ -304,7 +370,8 @@ def _check_vector(name, tensor, dtype, size, meaning, device) -> None:
 def _refuse_partial_extra(extra_kv_pages, extra_indices) -> None:
     got = ["None" if value is None else "a tensor" for value in (extra_kv_pages, extra_indices)]
     raise ValueError(
-        "sparse_decode: extra_kv_pages and extra_indices must be given together, extra_topk_length only with them, "
+        "sparse_decode: extra_kv_pages and extra_indices or extra_page_table must be given together, extra_topk_length "
+        "only with them, "
         f"got extra_kv_pages = {got[0]} and extra_indices = {got[1]}"
     )
 
@@ -317,17 +384,28 @@ def _check_out(out, q) -> None:
     if out.device != q.device:
         raise RuntimeError(f"sparse_decode: out.device must be q's, {q.device}, got {out.device}")
     _check_vectors_of_8("out", out, out.shape)
+    rows, _, heads, dim = out.shape
+    row_stride, _, head_stride, _ = out.stride()
+    if head_stride < dim or row_stride < heads * head_stride:  # else rows and heads follow each other
+        _refuse_overlapping(out)
+    if rows and _overlap(out, q):
+        raise ValueError("sparse_decode: out must not overlap q, got memory that both cover")
+
+
+def _refuse_overlapping(out) -> None:
     spans = sorted((stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1)
     end = 0
     for stride, size in spans:
         if stride <= end:
             raise ValueError(f"sparse_decode: out must not overlap itself, got strides {list(out.stride())}")
         end += stride * (size - 1)
-    if out.numel() and q.numel() and _bytes_of(out)[0] < _bytes_of(q)[1] and _bytes_of(q)[0] < _bytes_of(out)[1]:
-        raise ValueError("sparse_decode: out must not overlap q, got memory that both cover")
 
 
-def _bytes_of(tensor) -> tuple[int, int]:
-    """First byte and the byte after the last that a tensor reaches."""
-    last = sum(stride * (size - 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+def _overlap(one, other) -> bool:
+    """Whether the address ranges of two bf16 tensors of the same shape [rows, 1, heads, 512] meet."""
+    lower, upper = one.data_ptr(), other.data_ptr()
+    if lower > upper:
+        one, lower, upper = other, upper, lower
+    rows, _, heads, dim = one.shape
+    row_stride, _, head_stride, _ = one.stride()
+    return upper < lower + ((rows - 1) * row_stride + (heads - 1) * head_stride + dim) * _BF16_BYTES

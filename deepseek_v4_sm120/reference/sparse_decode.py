@@ -30,6 +30,19 @@ def valid_candidates(indices, num_slots: int, topk_length=None) -> torch.Tensor:
     return valid
 
 
+def indices_of_page_table(page_table, page_size: int, num_pages: int, table_rows=None) -> torch.Tensor:
+    """The list [rows, 1, pages * page_size] int32 that extra_page_table stands for: every entry, -1 where masked."""
+    pages = page_table.long()
+    if table_rows is not None:
+        known = (table_rows >= 0) & (table_rows < pages.shape[0])
+        if not pages.shape[0]:
+            pages = pages.new_full((1, pages.shape[1]), -1)
+        pages = pages[torch.where(known, table_rows, 0).long()].masked_fill(~known[:, None], -1)
+    slots = pages[:, :, None] * page_size + torch.arange(page_size, device=pages.device)
+    inside = (pages >= 0) & (pages < num_pages)
+    return slots.masked_fill(~inside[:, :, None], -1).flatten(1).to(torch.int32)[:, None, :]
+
+
 def _gather(kv_pages, indices, topk_length, dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows [rows, width, 512] with zeros where masked, mask [rows, width]); masked slots are not read."""
     valid = valid_candidates(indices, kv_pages.shape[0] * kv_pages.shape[1], topk_length)
@@ -65,10 +78,15 @@ def sparse_decode(
     extra_kv_pages=None,
     extra_indices=None,
     extra_topk_length=None,
+    extra_page_table=None,
+    extra_page_table_rows=None,
     dtype=torch.float64,
 ):
     """Arguments of ops.sparse_decode. Returns (out [rows, 1, heads, 512], lse [rows, heads, 1]) in `dtype`."""
     rows, _, heads, dim = q.shape
+    if extra_page_table is not None:
+        num_pages, page_size = extra_kv_pages.shape[:2]
+        extra_indices = indices_of_page_table(extra_page_table, page_size, num_pages, extra_page_table_rows)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     width = indices.shape[-1] + (extra_indices.shape[-1] if extra_indices is not None else 0)
     step = max(1, _CHUNK_BYTES // max(1, width * dim * dtype.itemsize))
@@ -126,6 +144,22 @@ def _attend_online(q, kv_pages, slots, scale: float, block: int):
     return maximum, total, values
 
 
+def _slots(pages, candidates, length, table_row) -> torch.Tensor:
+    """A row's valid slots one by one: from its list, or where `table_row` is given from the page table."""
+    num_pages, page_size = pages.shape[:2]
+    if table_row is None:
+        count = candidates.shape[-1] if length is None else min(max(0, int(length)), candidates.shape[-1])
+        slots = candidates[:count].tolist()
+    elif not 0 <= table_row < candidates.shape[0]:
+        return torch.tensor([], dtype=torch.int64)
+    else:
+        width = candidates.shape[1] * page_size
+        count = width if length is None else min(max(0, int(length)), width)
+        table = candidates[table_row].tolist()
+        slots = [table[entry // page_size] * page_size + entry % page_size for entry in range(count)]
+    return torch.tensor([slot for slot in slots if 0 <= slot < num_pages * page_size], dtype=torch.int64)
+
+
 def sparse_decode_online(
     q,
     kv_pages,
@@ -137,23 +171,27 @@ def sparse_decode_online(
     extra_kv_pages=None,
     extra_indices=None,
     extra_topk_length=None,
+    extra_page_table=None,
+    extra_page_table_rows=None,
     block=64,
 ):
     """The second formulation: float32, one row and one cache at a time, online in blocks, the caches merged by their
     maxima, the sink last. CPU tensors only, and slow. Same returns, in float32."""
     rows, _, heads, dim = q.shape
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
-    caches = [(kv_pages, indices, topk_length)]
-    if extra_kv_pages is not None:
-        caches.append((extra_kv_pages, extra_indices, extra_topk_length))
     out, lse = torch.zeros((rows, 1, heads, dim)), torch.full((rows, heads, 1), math.inf)
     for row in range(rows):
-        parts = []
-        for pages, candidates, lengths in caches:
-            slots = candidates[row, 0] if lengths is None else candidates[row, 0, : max(0, int(lengths[row]))]
-            slots = slots[(slots >= 0) & (slots < pages.shape[0] * pages.shape[1])]
-            if slots.numel():
-                parts.append(_attend_online(q[row, 0].float(), pages, slots, scale, block))
+        length = None if topk_length is None else topk_length[row]
+        slots = [(kv_pages, _slots(kv_pages, indices[row, 0], length, None))]
+        if extra_kv_pages is not None:
+            length = None if extra_topk_length is None else extra_topk_length[row]
+            if extra_page_table is None:
+                extra = _slots(extra_kv_pages, extra_indices[row, 0], length, None)
+            else:
+                table_row = row if extra_page_table_rows is None else int(extra_page_table_rows[row])
+                extra = _slots(extra_kv_pages, extra_page_table, length, table_row)
+            slots.append((extra_kv_pages, extra))
+        parts = [_attend_online(q[row, 0].float(), pages, some, scale, block) for pages, some in slots if some.numel()]
         if not parts:
             continue
         maximum = torch.stack([part[0] for part in parts]).amax(dim=0)

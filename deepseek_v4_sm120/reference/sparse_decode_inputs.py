@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deepseek_v4_sm120.reference import kv_pages as pages_of
-from deepseek_v4_sm120.reference.sparse_decode import valid_candidates
+from deepseek_v4_sm120.reference.sparse_decode import indices_of_page_table, valid_candidates
 
 SWA_WIDTH = 128  # the sliding window: what every layer attends to
 MASKED = (-1, -(2**31), 2**31 - 1)  # a negative slot and one beyond every pool
@@ -26,7 +26,8 @@ class CacheShape:
     lengths: tuple[int, ...] | int | None = None  # per row, repeated; None: no length tensor
     ascending: bool = False  # C128 lists are ascending, C4 lists unordered
     pool_slots: int | None = None  # None: about twice what the rows can name
-    masked: float = 0.0  # share of candidates replaced by a masked index
+    masked: float = 0.0  # share of candidates (with `tables`: of pages) replaced by a masked index
+    tables: int | None = None  # of the second cache: rows have all entries of one of so many page tables
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Shape:
 
 @dataclass
 class Inputs:
-    """Arguments of ops.sparse_decode; `arguments()` passes them on."""
+    """Arguments of ops.sparse_decode; `arguments()` passes them on, the candidates as lists."""
 
     q: torch.Tensor
     kv_pages: torch.Tensor
@@ -57,9 +58,17 @@ class Inputs:
     extra_topk_length: torch.Tensor | None = None
     softmax_scale: float | None = None
     shape: Shape | None = field(default=None, repr=False)
+    page_table: torch.Tensor | None = None  # what extra_indices lists, where the shape says `tables`
+    page_table_rows: torch.Tensor | None = None
 
     def arguments(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name != "shape"}
+        left_out = ("shape", "page_table", "page_table_rows")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def table_arguments(self) -> dict:
+        """The same call with the page table instead of the second cache's list."""
+        table = {"extra_page_table": self.page_table, "extra_page_table_rows": self.page_table_rows}
+        return {**self.arguments(), "extra_indices": None, **table}
 
 
 def rms_rows(count: int, generator: torch.Generator, dtype=torch.bfloat16) -> torch.Tensor:
@@ -113,14 +122,32 @@ def _indices(cache: CacheShape, rows: int, generator: torch.Generator) -> tuple[
     return chosen.to(torch.int32)[:, None, :], slots
 
 
+def _page_tables(cache: CacheShape, rows: int, generator: torch.Generator):
+    """(indices, slots of the pool, page table [tables, pages], table of each row): distinct pages in no order."""
+    device, columns = generator.device, -(-cache.width // cache.page_size)
+    num_pages = max(1, 2 * cache.tables * columns)
+    table = torch.randperm(num_pages, generator=generator, device=device)[: cache.tables * columns]
+    if cache.masked:
+        draw = torch.rand(table.shape, generator=generator, device=device)
+        kind = torch.randint(0, len(MASKED), table.shape, generator=generator, device=device)
+        table = torch.where(draw < cache.masked, torch.tensor(MASKED, device=device)[kind], table)
+    table = table.to(torch.int32).view(cache.tables, columns)
+    table_rows = torch.randint(0, cache.tables, (rows,), generator=generator, device=device).to(torch.int32)
+    indices = indices_of_page_table(table, cache.page_size, num_pages, table_rows)
+    return indices, num_pages * cache.page_size, table, table_rows
+
+
 def _cache(cache: CacheShape, shape: Shape, generator: torch.Generator):
-    """(pool, indices, lengths): only slots that a valid candidate names hold numbers, all else is 0xFF."""
-    indices, slots = _indices(cache, shape.rows, generator)
+    """(pool, indices, lengths, page tables): only slots that a valid candidate names hold numbers, all else is 0xFF."""
+    if cache.tables is None:
+        (indices, slots), tables = _indices(cache, shape.rows, generator), (None, None)
+    else:
+        indices, slots, *tables = _page_tables(cache, shape.rows, generator)
     lengths = _lengths(cache, shape.rows, generator.device)
     pages = pages_of.new_pages(slots // cache.page_size, cache.page_size, fill=0xFF, device=generator.device)
     live = indices[:, 0, :][valid_candidates(indices, slots, lengths)].unique()
     pages_of.write_rows(pages, live, _rows(live.numel(), shape, generator))
-    return pages, indices, lengths
+    return pages, indices, lengths, *tables
 
 
 def _sink(shape: Shape, generator: torch.Generator) -> torch.Tensor | None:
@@ -136,8 +163,8 @@ def _sink(shape: Shape, generator: torch.Generator) -> torch.Tensor | None:
 def make_inputs(shape: Shape, *, seed: int = 0, device="cuda") -> Inputs:
     """Random inputs of a shape; the same seed gives the same inputs on the same device type."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    pages, indices, lengths = _cache(shape.main, shape, generator)
-    extra = _cache(shape.extra, shape, generator) if shape.extra is not None else (None, None, None)
+    pages, indices, lengths, *_ = _cache(shape.main, shape, generator)
+    extra = _cache(shape.extra, shape, generator) if shape.extra is not None else (None,) * 5
     q = torch.randn((shape.rows, 1, shape.heads, pages_of.HEAD_DIM), generator=generator, device=device)
     if shape.flashmla:
         q = q.clamp(-1, 1)
@@ -153,4 +180,6 @@ def make_inputs(shape: Shape, *, seed: int = 0, device="cuda") -> Inputs:
         extra_topk_length=extra[2],
         softmax_scale=None if not shape.wide_scales else pages_of.HEAD_DIM**-0.5 * 1e-3,
         shape=shape,
+        page_table=extra[3],
+        page_table_rows=extra[4],
     )

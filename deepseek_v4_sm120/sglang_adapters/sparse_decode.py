@@ -7,13 +7,15 @@ Three functions that SGLang calls for the same attention over the 584-byte FP8 p
     replace_sgl_kernel  flash_mla_with_kvcache of sgl_kernel, SGLang's call on other GPUs (DSV4_SM120_FORCE=ops)
 
 Each serves a call when `handles` says so and otherwise returns what the original returns for the very arguments.
-Around them: the number of heads worth computing (replace_kernel_num_heads, replace_backend_forward) and FlashMLA's
-scheduler metadata, which our kernel does not use (replace_sched_meta).
+Around them: the number of heads worth computing (replace_kernel_num_heads, replace_backend_forward), prompts that would
+not come to these functions (replace_forward_prefill_sparse) and FlashMLA's scheduler metadata, which our kernel does
+not use (replace_sched_meta).
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,7 +25,12 @@ from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.settings import settings
-from deepseek_v4_sm120.sglang_patches import FLASH_MLA_PARAMETERS, SGL_KERNEL_PARAMETERS, SM120_KEYS
+from deepseek_v4_sm120.sglang_patches import (
+    FLASH_MLA_PARAMETERS,
+    SGL_KERNEL_PARAMETERS,
+    SM120_ATTENTION_0_5_14,
+    SM120_KEYS,
+)
 
 PATCH = "sparse_decode"
 SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the output and two of P explain about 0.0015
@@ -261,6 +268,63 @@ def replace_backend_forward(original: Callable) -> Callable:
             _real_heads = outer
 
     return forward
+
+
+def _match_rows(tensor: torch.Tensor, rows: int, value: int) -> torch.Tensor:
+    """The first rows, or `value` in the missing ones: a padded batch has more rows than its metadata, or fewer."""
+    if tensor.shape[0] >= rows:
+        return tensor[:rows]
+    return torch.cat([tensor, tensor.new_full((rows - tensor.shape[0], *tensor.shape[1:]), value)])
+
+
+def _paged_view(buffer: torch.Tensor, page_size: int, token_bytes: int) -> torch.Tensor:
+    """A pool [pages, padded page bytes] as [pages, page_size, 1, token_bytes]."""
+    return buffer[:, : page_size * token_bytes].view(buffer.shape[0], page_size, 1, token_bytes)
+
+
+def _paged_call(backend, q, layer_id, compress_ratio, pool, metadata, attn_sink) -> dict:
+    """Arguments of flash_mla_with_kvcache_sm120, made as DeepseekV4AttnBackend.forward of 0.5.13 to 0.5.15 makes them
+    for calls that it does not hand to _forward_prefill_sparse."""
+    rows, token_bytes = q.shape[0], pool.swa_kv_pool.kv_cache_total_dim
+    extra_cache = extra_indices = extra_length = None
+    if compress_ratio:
+        extra_cache = _paged_view(pool.get_extra_key_buffer(layer_id), pool.page_size // compress_ratio, token_bytes)
+        of_c4 = (metadata.c4_sparse_page_indices, metadata.c4_sparse_topk_lengths)
+        of_c128 = (metadata.c128_page_indices, metadata.c128_topk_lengths_clamp1)
+        extra_indices, extra_length = of_c4 if compress_ratio == 4 else of_c128
+        extra_indices = _match_rows(extra_indices, rows, -1).view(rows, 1, -1)
+        extra_length = _match_rows(extra_length, rows, 1)
+    return {
+        "q": q.unsqueeze(1) if q.ndim == 3 else q,
+        "k_cache": _paged_view(pool.get_swa_key_buffer_radix(layer_id), pool.swa_window_size, token_bytes),
+        "head_dim_v": backend.head_dim_v,
+        "softmax_scale": backend.softmax_scale,
+        "indices": _match_rows(metadata.swa_page_indices, rows, 0).view(rows, 1, -1),
+        "topk_length": _match_rows(metadata.swa_topk_lengths, rows, 1),
+        "attn_sink": attn_sink,
+        "extra_k_cache": extra_cache,
+        "extra_indices_in_kvcache": extra_indices,
+        "extra_topk_length": extra_length,
+    }
+
+
+def replace_forward_prefill_sparse(original: Callable) -> Callable:
+    """For DeepseekV4AttnBackend._forward_prefill_sparse of 0.5.13 to 0.5.15: a prompt's history copied to bf16, then
+    flash_mla_sparse_fwd, which has no SM120 code. SGLang goes there with more than 11,673 rows, and with all rows where
+    SGLANG_OPT_FLASHMLA_SPARSE_PREFILL is on (0.5.15's default). On the GPUs that we serve it makes the paged call of
+    all other rows instead: through SGLang's own function, so through replace_sm120, and its shadow mode."""
+
+    @functools.wraps(original)
+    def _forward_prefill_sparse(
+        self, q, layer_id, compress_ratio, forward_batch, token_to_kv_pool, core_attn_metadata, attn_sink
+    ):
+        if not (_runs_sm120_branches() and device_gate.serves(q.device)):
+            batch = (forward_batch, token_to_kv_pool, core_attn_metadata)
+            return original(self, q, layer_id, compress_ratio, *batch, attn_sink)
+        call = _paged_call(self, q, layer_id, compress_ratio, token_to_kv_pool, core_attn_metadata, attn_sink)
+        return importlib.import_module(SM120_ATTENTION_0_5_14).flash_mla_with_kvcache_sm120(**call)[0].squeeze(1)
+
+    return _forward_prefill_sparse
 
 
 def replace_sched_meta(original: Callable) -> Callable:

@@ -9,7 +9,12 @@ import torch
 
 from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.reference.accuracy import FLASHMLA_LSE, FLASHMLA_OUT, complaint, relative_error
-from deepseek_v4_sm120.reference.sparse_decode import lse_base2_with_sink, sparse_decode, sparse_decode_online
+from deepseek_v4_sm120.reference.sparse_decode import (
+    indices_of_page_table,
+    lse_base2_with_sink,
+    sparse_decode,
+    sparse_decode_online,
+)
 from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
 
 C4 = CacheShape(64, 512, lengths=(512, 1, 0), masked=0.1)
@@ -22,6 +27,7 @@ SHAPES = {
     "no lengths, no sink": Shape(2, 1, CacheShape(64, 64), CacheShape(2, 64), sink=False),
     "flashmla": Shape(2, 16, CacheShape(64, 128), CacheShape(64, 128, masked=0.3), flashmla=True),
     "wide scales": Shape(2, 8, wide_scales=True),
+    "page table": Shape(4, 8, extra=CacheShape(2, 201, lengths=(64, 999, 0), tables=2, masked=0.1)),
 }
 
 
@@ -34,6 +40,30 @@ def test_two_formulations_agree(name):
     assert complaint(online, out, FLASHMLA_OUT) is None
     assert complaint(online_lse, lse, FLASHMLA_LSE) is None
     assert float(out.abs().max()) > 0
+
+
+@pytest.mark.parametrize("page_size", [2, 3, 64])
+def test_a_page_table_is_its_list_in_both_formulations(page_size):
+    lengths = (130, 1, 0, -4, 2**31 - 1)
+    extra = CacheShape(page_size, 130, lengths=lengths, tables=3, masked=0.2)
+    inputs = make_inputs(Shape(7, 4, extra=extra), seed=5, device="cpu")
+    inputs.page_table_rows[3:5] = torch.tensor([-1, 3])  # no such table
+    for formulation in (sparse_decode, sparse_decode_online):
+        by_table = formulation(**inputs.table_arguments())
+        listed = indices_of_page_table(inputs.page_table, page_size, len(inputs.extra_kv_pages), inputs.page_table_rows)
+        by_list = formulation(**{**inputs.arguments(), "extra_indices": listed})
+        assert all(torch.equal(one, other) for one, other in zip(by_table, by_list, strict=True))
+        assert not torch.equal(by_table[0], formulation(**inputs.arguments())[0])  # the rows changed above
+
+
+def test_the_list_of_a_page_table_by_hand():
+    table = torch.tensor([[3, -1], [4, 0], [2**31 - 1, 1]], dtype=torch.int32)
+    listed = indices_of_page_table(table, 2, 4)
+    assert listed.tolist() == [[[6, 7, -1, -1]], [[-1, -1, 0, 1]], [[-1, -1, 2, 3]]] and listed.dtype == torch.int32
+    of_rows = indices_of_page_table(table, 2, 4, torch.tensor([2, -1, 0, 3], dtype=torch.int32))
+    assert of_rows.tolist() == [[[-1, -1, 2, 3]], [[-1] * 4], [[6, 7, -1, -1]], [[-1] * 4]]
+    none = indices_of_page_table(table[:0], 2, 4, torch.tensor([0], dtype=torch.int32))
+    assert none.tolist() == [[[-1] * 4]]
 
 
 def keys_at(slots: list[int], page_size: int = 2, pages: int = 4):

@@ -82,6 +82,11 @@ def shifted(tensor: torch.Tensor, elements: int) -> torch.Tensor:
     return torch.zeros(tensor.numel() + elements, dtype=tensor.dtype)[elements:].view(tensor.shape)
 
 
+def table(page_table, **changes) -> dict:
+    """A call with a page table instead of the second cache's list."""
+    return {"extra_indices": None, "extra_page_table": page_table, **changes}
+
+
 META_LENGTH = torch.zeros(ROWS, device="meta", dtype=torch.int32)
 
 REFUSALS = {
@@ -190,8 +195,8 @@ REFUSALS = {
     "extra pages alone": (
         dict(extra_indices=None, extra_topk_length=None),
         ValueError,
-        "extra_kv_pages and extra_indices must be given together, extra_topk_length only with them, "
-        "got extra_kv_pages = a tensor and extra_indices = None",
+        "extra_kv_pages and extra_indices or extra_page_table must be given together, extra_topk_length only with "
+        "them, got extra_kv_pages = a tensor and extra_indices = None",
     ),
     "extra indices alone": (
         dict(extra_kv_pages=None),
@@ -217,6 +222,73 @@ REFUSALS = {
         dict(extra_topk_length=int32(1)),
         ValueError,
         "extra_topk_length.shape must be [4] (rows), got [1]",
+    ),
+    "list and page table": (
+        dict(extra_page_table=int32(ROWS, 8)),
+        ValueError,
+        "extra_page_table must be given with extra_kv_pages and without extra_indices, extra_page_table_rows only with "
+        "it, got extra_page_table = a tensor, extra_kv_pages = a tensor and extra_indices = a tensor",
+    ),
+    "page table without pages": (
+        table(int32(ROWS, 8), extra_kv_pages=None),
+        ValueError,
+        "got extra_page_table = a tensor, extra_kv_pages = None and extra_indices = None",
+    ),
+    "rows of no page table": (
+        dict(extra_page_table_rows=int32(ROWS)),
+        ValueError,
+        "got extra_page_table = None, extra_kv_pages = a tensor and extra_indices = a tensor",
+    ),
+    "page table dtype": (
+        table(torch.zeros(ROWS, 8, dtype=torch.int64)),
+        TypeError,
+        "extra_page_table.dtype must be torch.int32, got torch.int64",
+    ),
+    "page table rank": (
+        table(int32(ROWS, 1, 8)),
+        ValueError,
+        "extra_page_table.shape must be [4, pages], got [4, 1, 8]",
+    ),
+    "page table rows": (table(int32(2, 8)), ValueError, "extra_page_table.shape must be [4, pages], got [2, 8]"),
+    "page table rank, with rows": (
+        table(int32(8), extra_page_table_rows=int32(ROWS)),
+        ValueError,
+        "extra_page_table.shape must be [tables, pages], got [8]",
+    ),
+    "page table too wide": (
+        table(int32(ROWS, 1).expand(ROWS, 2**24 + 1)),
+        ValueError,
+        "extra_page_table must span at most 1073741824 entries, got 16777217 pages of 64",
+    ),
+    "page table stride": (
+        table(int32(ROWS, 16)[:, ::2]),
+        ValueError,
+        "extra_page_table.stride(1) must be 1 (contiguous pages), got 2",
+    ),
+    "page table device": (
+        table(torch.zeros(ROWS, 8, dtype=torch.int32, device="meta")),
+        RuntimeError,
+        "extra_page_table.device must be q's, cpu, got meta",
+    ),
+    "rows of page table": (
+        table(int32(2, 8), extra_page_table_rows=int32(5)),
+        ValueError,
+        "extra_page_table_rows.shape must be [4] (rows), got [5]",
+    ),
+    "rows of page table dtype": (
+        table(int32(2, 8), extra_page_table_rows=torch.zeros(ROWS, dtype=torch.int64)),
+        TypeError,
+        "extra_page_table_rows.dtype must be torch.int32, got torch.int64",
+    ),
+    "page table and length": (
+        table(int32(ROWS, 8), extra_topk_length=int32(5)),
+        ValueError,
+        "extra_topk_length.shape must be [4] (rows), got [5]",
+    ),
+    "page table and token bytes": (
+        table(int32(ROWS, 8), extra_kv_pages=torch.zeros(3, 64, 1, 656, dtype=torch.uint8)),
+        ValueError,
+        "extra_kv_pages.shape[-1] must be 584 (KV token bytes), got 656",
     ),
     "pages device": (
         dict(kv_pages=torch.zeros(3, 64, 1, 584, dtype=torch.uint8, device="meta")),
@@ -293,6 +365,11 @@ ACCEPTED = {
     "heads before rows": dict(q=bf16(HEADS, ROWS, 1, 512).permute(1, 2, 0, 3)),
     "padded indices": dict(indices=int32(ROWS, 1, 200)[..., :128], extra_indices=int32(ROWS, 1, 600)[..., 3:515]),
     "one index row for all": dict(indices=int32(1, 1, 128).expand(ROWS, 1, 128)),
+    "page table": table(int32(ROWS, 8)),
+    "page table of a request": table(int32(3, 8), extra_page_table_rows=int32(ROWS)),
+    "no page table at all": table(int32(0, 0), extra_page_table_rows=int32(ROWS)),
+    "one page table for all": table(int32(1, 8).expand(ROWS, 8), extra_topk_length=None),
+    "padded page table": table(int32(ROWS, 20)[:, 3:11], extra_kv_pages=kv_pages.new_pages(9, 2)),
     "out": dict(out=bf16(ROWS, 1, HEADS, 512)),
     "padded out": dict(out=bf16(ROWS, 1, 64, 512)[:, :, :HEADS]),
     "odd page size": dict(kv_pages=kv_pages.new_pages(7, 48), extra_kv_pages=kv_pages.new_pages(9, 3)),
@@ -335,10 +412,12 @@ def launch(arguments, lse=None, prefill=None):
         "extra_kv_pages",
         "extra_indices",
         "extra_topk_length",
+        "extra_page_table",
+        "extra_page_table_rows",
         "attn_sink",
     )
     out = torch.empty_like(arguments["q"])
-    op._launch(*(arguments[name] for name in names), 0.125, out, lse, prefill)
+    op._launch(*(arguments.get(name) for name in names), 0.125, out, lse, prefill)
     return out
 
 
@@ -370,6 +449,10 @@ def test_the_call_that_reaches_the_extension(fake, stream):
         extra_indices_stride=512,
         extra_indices_width=512,
         extra_topk_length=arguments["extra_topk_length"].data_ptr(),
+        extra_page_table=0,
+        extra_page_table_stride=0,
+        extra_num_page_tables=0,
+        extra_page_table_rows=0,
         attn_sink=arguments["attn_sink"].data_ptr(),
         softmax_scale=0.125,
         out=out.data_ptr(),
@@ -383,6 +466,15 @@ def test_the_call_that_reaches_the_extension(fake, stream):
     )
     assert workspace["partials"] and workspace["control"]
     assert (workspace["partials_bytes"], workspace["control_words"]) == (4096 * ROWS, 4 * ROWS)
+
+
+def test_the_page_table_that_reaches_the_extension(fake, stream):
+    page_table, rows = int32(3, 20)[:, 2:10], int32(ROWS)
+    launch(good(**table(page_table, extra_page_table_rows=rows)))
+    call = fake.calls[0]
+    named = ("extra_page_table", "extra_page_table_stride", "extra_num_page_tables", "extra_page_table_rows")
+    assert [call[name] for name in named] == [page_table.data_ptr(), 20, 3, rows.data_ptr()]
+    assert (call["extra_indices"], call["extra_indices_width"], call["extra_page_size"]) == (0, 8 * 64, 64)
 
 
 @pytest.mark.parametrize(

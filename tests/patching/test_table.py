@@ -8,7 +8,7 @@ import pytest
 
 from deepseek_v4_sm120.patching.spec import MODES, Target
 from deepseek_v4_sm120.sglang_patches import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
-from tests.patching.conftest import EXPERTS
+from tests.patching.conftest import EXPERTS, SM120_FUNCTION
 
 TARGETS = [(patch, target) for patch in TABLE.patches for target in patch.targets]
 SEAMS = {"DSV4_SM120_FORCE": "seams"}
@@ -238,6 +238,49 @@ def test_the_real_package_flash_mla_is_patched_through_its_reexport(python, tree
     """
     out = python(code, path=[tree({**TREE_0_5_12, **package})]).stdout
     assert out == "real metadata real [('APPLIED', 'UNREVIEWED'), ('APPLIED', 'UNREVIEWED')]\n"
+
+
+BACKEND_0_5_14 = """
+    class DeepseekV4AttnBackend:
+        head_dim_v, softmax_scale = 512, 0.125
+        def forward(self, q, k, v, layer, forward_batch, compress_ratio, save_kv_cache=True, attn_sink=None, **_):
+            if q.shape[0] > 3:
+                return self._forward_prefill_sparse(q=q, layer_id=0, compress_ratio=compress_ratio, attn_sink=attn_sink,
+                    forward_batch=forward_batch, token_to_kv_pool=k, core_attn_metadata=v)
+            from sglang.srt.layers.attention.flash_mla_sm120 import flash_mla_with_kvcache_sm120
+            return flash_mla_with_kvcache_sm120(q=q, k_cache=k, head_dim_v=512, indices=v)
+        def _forward_prefill_sparse(self, q, layer_id, compress_ratio, forward_batch, token_to_kv_pool,
+                core_attn_metadata, attn_sink):
+            return "no SM120 code"
+"""
+TREE_0_5_14 = {
+    "sglang/_version.py": "__version__ = '0.5.14'",
+    "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND_0_5_14,
+    "sglang/srt/layers/attention/flash_mla_sm120.py": SM120_FUNCTION.replace("(kwargs, q)", "(q * 2, kwargs)"),
+    "sglang/kernels/ops/attention/flash_mla_sm120.py": None,
+}
+LONG_PROMPT = """
+    import torch
+    from types import SimpleNamespace as Some
+    from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
+    from deepseek_v4_sm120 import patching
+    from deepseek_v4_sm120.sglang_adapters import sparse_decode as adapter
+    adapter.device_gate.serves = lambda device: GATE
+    adapter.handles = lambda call: print("sparse_decode", tuple(call.indices.shape), call.heads)  # then the original
+    pool = Some(page_size=256, swa_window_size=256, swa_kv_pool=Some(kv_cache_total_dim=584),
+                get_swa_key_buffer_radix=lambda layer_id: torch.zeros(2, 149760, dtype=torch.uint8))
+    lists = Some(swa_page_indices=torch.zeros(5, 128, dtype=torch.int32), swa_topk_lengths=torch.ones(5))
+    answer = DeepseekV4AttnBackend().forward(torch.ones(5, 1, 64, 4), pool, lists, Some(tp_q_head_num=16), None, 0)
+    print(answer if isinstance(answer, str) else (tuple(answer.shape), float(answer.sum())))
+    print([r.state for r in patching.active_engine().records if r.patch.name == "paged_prefill"])
+"""
+
+
+def test_0_5_14_long_prompts_go_to_the_paged_attention(python, tree):
+    served = python(LONG_PROMPT.replace("GATE", "True"), path=[tree(TREE_0_5_14)]).stdout
+    assert served == "sparse_decode (5, 1, 128) 16\n((5, 64, 4), 2560.0)\n['APPLIED']\n"
+    closed = python(LONG_PROMPT.replace("GATE", "False"), path=[tree(TREE_0_5_14)]).stdout
+    assert closed == "no SM120 code\n['APPLIED']\n"
 
 
 # status ---------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from deepseek_v4_sm120.sglang_patches import (
     LEFT_AT_TRUTH,
     MARLIN_EXPERTS,
     MXFP4_MOE,
+    SM120_ATTENTION_0_5_14,
     SM120_KEYS,
     SM120_SEAMS,
     TABLE,
@@ -43,8 +44,9 @@ EXPECTED = {  # version -> what the normal mode finds: patch -> module of its la
         **ARGUMENTS,
     },
     "0.5.14": {
-        "sparse_decode": "sglang.srt.layers.attention.flash_mla_sm120",
+        "sparse_decode": SM120_ATTENTION_0_5_14,
         "unpadded_heads": BACKEND,
+        "paged_prefill": BACKEND,
         "mxfp4_moe": MARLIN,
         **ARGUMENTS,
     },
