@@ -7,6 +7,7 @@
 
 #include "index_select/bindings.h"
 #include "kv_page_layout.h"
+#include "mhc/bindings.h"
 #include "mxfp4_moe/mxfp4_moe.h"
 #include "sparse_decode/sparse_decode.h"
 
@@ -130,6 +131,7 @@ py::list kernel_attributes() {
   append_attributes(all, sparse_decode::kernel_attributes());
   append_attributes(all, index_select::kernel_attributes());
   append_attributes(all, mxfp4_moe::kernel_attributes());
+  append_attributes(all, mhc::kernel_attributes());
   return all;
 }
 
@@ -188,6 +190,7 @@ PYBIND11_MODULE(_C, m) {
         "stream"_a);
   m.def("mxfp4_moe_problem", &mxfp4_moe::problem, py::kw_only(), "hidden"_a, "inter"_a, "experts"_a, "pairs"_a);
   index_select::bind(m);
+  mhc::bind(m);
   m.def("build_info", &build_info);
   m.def("kernel_attributes", &kernel_attributes);
   m.def("kernel_shared_bytes", [] {
@@ -195,6 +198,7 @@ PYBIND11_MODULE(_C, m) {
     for (const auto& [kernel, bytes] : sparse_decode::shared_bytes()) d[kernel.c_str()] = bytes;
     for (const auto& [kernel, bytes] : index_select::shared_bytes()) d[kernel.c_str()] = bytes;
     d["experts_kernel"] = mxfp4_moe::shared_bytes();
+    d["many_kernel"] = mhc::shared_bytes();
     return d;
   });
 }
