@@ -20,6 +20,7 @@ from deepseek_v4_sm120 import extension
 
 STREAMS = 4
 MIXES = STREAMS * (2 + STREAMS)
+HIDDEN = (4096, 7168)  # Flash, Pro
 # From so many rows on the kernel for many rows takes a boundary, where there is one (hidden 4096)
 MANY_ROWS = 1025
 MANY_HIDDEN = 4096
@@ -274,7 +275,6 @@ def _workspace(rows: int, hidden: int, head: bool, many: bool) -> tuple[int, int
 
 # ---- checks: every message says argument, expected, got
 
-_HIDDEN = (4096, 7168)
 _MAX_ROWS = 1 << 26
 
 
@@ -285,8 +285,8 @@ def _check_streams(streams) -> tuple[int, int]:
     if len(shape) != 3 or shape[1] != STREAMS:
         raise ValueError(f"mhc: streams.shape must be [rows, {STREAMS}, hidden], got {list(shape)}")
     rows, _, hidden = shape
-    if hidden not in _HIDDEN:
-        raise ValueError(f"mhc: streams.shape[2] must be {' or '.join(map(str, _HIDDEN))} (hidden), got {hidden}")
+    if hidden not in HIDDEN:
+        raise ValueError(f"mhc: streams.shape[2] must be {' or '.join(map(str, HIDDEN))} (hidden), got {hidden}")
     if rows > _MAX_ROWS:
         raise ValueError(f"mhc: streams.shape[0] must be at most {_MAX_ROWS} (rows), got {rows}")
     if stride[2] != 1 or stride[1] != hidden or (rows > 1 and stride[0] % _ALIGN_BF16):
