@@ -25,7 +25,7 @@ constexpr int kMaxHidden = 7168;      // DeepSeek-V4-Pro; Flash has 4096
 constexpr int kMaxWarps = kMaxHidden / (32 * kLaneColumns);
 
 constexpr int kMixThreads = 32 * kStreams;  // a warp per stream
-constexpr int kMixTiles = 4;                // blocks of rows side by side, at most
+constexpr int kMixTiles = 6;                // blocks of rows side by side, at most
 
 // values per row and slice in the workspace: the mixes, the sum of squares, padding
 template <bool kHead>

@@ -24,28 +24,33 @@ __device__ __forceinline__ float normed_mix(const float (*octets)[32], int num_o
   return sum * rsqrtf(squares / static_cast<float>(kStreams * p.hidden) + p.rms_eps);
 }
 
-// c / (its sums + eps) along rows (kRows) or columns, all sixteen in one thread's registers
+// Sinkhorn on the reciprocals of the scalings. With C = diag(1/a) C0 diag(1/b), dividing the rows by their sums + eps is
+// a_i <- sum_j C0_ij / b_j + eps a_i, and columns likewise: four reciprocals by one, and most of the work beside it.
+//   x: the scalings that are divided by, y: those that are renewed. kRows: x = b, y = a.
 template <bool kRows>
-__device__ __forceinline__ void normalize(float (&c)[kStreams][kStreams], float eps) {
+__device__ __forceinline__ void rescale(const float (&c)[kStreams][kStreams], const float (&x)[kStreams], float (&y)[kStreams], float eps) {
+  const float x01 = x[0] * x[1], x23 = x[2] * x[3], inverse = reciprocal(x01 * x23);
 #pragma unroll
   for (int i = 0; i < kStreams; ++i) {
-    float sum = kRows ? (c[i][0] + c[i][1]) + (c[i][2] + c[i][3]) : (c[0][i] + c[1][i]) + (c[2][i] + c[3][i]);
-    const float inverse = reciprocal(sum + eps);
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
-      if constexpr (kRows) {
-        c[i][j] *= inverse;
-      } else {
-        c[j][i] *= inverse;
-      }
-    }
+    const float c0 = kRows ? c[i][0] : c[0][i], c1 = kRows ? c[i][1] : c[1][i], c2 = kRows ? c[i][2] : c[2][i], c3 = kRows ? c[i][3] : c[3][i];
+    const float first = fmaf(c1, x[0], c0 * x[1]), second = fmaf(c3, x[2], c2 * x[3]);
+    y[i] = fmaf(fmaf(second, x01, first * x23), inverse, eps * y[i]);
   }
 }
 
-// post and comb of one row from its mixes (lane o has the o-th); a full warp
-__device__ __forceinline__ void write_coefficients(const Params& p, int64_t row, float mix, int lane) {
-  const float scale = p.scale[lane < 8 ? 1 : 2], z = fmaf(mix, scale, lane < kMixes ? p.base[lane] : 0.f);
-  if (lane >= 4 && lane < 8) p.post_out[row * kStreams + lane - 4] = p.post_scale * sigmoid(z);
+// What a lane needs of scale and base: read before the wait.
+template <bool kHead>
+struct Gates {
+  float scale, base;
+
+  __device__ __forceinline__ void load(const Params& p, int lane) {
+    scale = __ldg(p.scale + (kHead || lane < 4 ? 0 : lane < 8 ? 1 : 2));
+    base = lane < kOutputs<kHead> ? __ldg(p.base + lane) : 0.f;
+  }
+};
+
+// post and comb of one row from z = mix * scale + base (lane o has the o-th); a full warp
+__device__ __forceinline__ void write_coefficients(const Params& p, int64_t row, float z, int lane) {
   float c[kStreams][kStreams];
 #pragma unroll
   for (int i = 0; i < kStreams; ++i) {
@@ -57,20 +62,25 @@ __device__ __forceinline__ void write_coefficients(const Params& p, int64_t row,
     const float most = fmaxf(fmaxf(c[i][0], c[i][1]), fmaxf(c[i][2], c[i][3]));
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) c[i][j] = expf(c[i][j] - most);
-    const float sum = (c[i][0] + c[i][1]) + (c[i][2] + c[i][3]);
+    const float inverse = reciprocal((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]));
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) c[i][j] = c[i][j] / sum + p.hc_eps;
+    for (int j = 0; j < kStreams; ++j) c[i][j] = fmaf(c[i][j], inverse, p.hc_eps);
   }
-  normalize<false>(c, p.hc_eps);
+  float a[kStreams] = {1.f, 1.f, 1.f, 1.f}, b[kStreams] = {1.f, 1.f, 1.f, 1.f};
+  rescale<false>(c, a, b, p.hc_eps);
   for (int turn = 1; turn < p.sinkhorn_iters; ++turn) {
-    normalize<true>(c, p.hc_eps);
-    normalize<false>(c, p.hc_eps);
+    rescale<true>(c, b, a, p.hc_eps);
+    rescale<false>(c, a, b, p.hc_eps);
   }
   float4* const out = reinterpret_cast<float4*>(p.comb_out + row * (kStreams * kStreams));
 #pragma unroll
+  for (int j = 0; j < kStreams; ++j) b[j] = reciprocal(b[j]);
+#pragma unroll
   for (int i = 0; i < kStreams; ++i) {
-    if (lane == i) out[i] = make_float4(c[i][0], c[i][1], c[i][2], c[i][3]);
+    const float r = reciprocal(a[i]);
+    if (lane == i) out[i] = make_float4(c[i][0] * r * b[0], c[i][1] * r * b[1], c[i][2] * r * b[2], c[i][3] * r * b[3]);
   }
+  if (lane >= 4 && lane < 8) p.post_out[row * kStreams + lane - 4] = p.post_scale * sigmoid(z);
 }
 
 // y at a lane's eight columns; returns their sum of squares, unrounded
@@ -122,6 +132,8 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + 1)) finish_kernel(const Para
   const bool has_columns = warp < num_warps, normed = p.norm_weight != nullptr;
   uint4 weight = make_uint4(0, 0, 0, 0);
   if (has_columns && normed) weight = load_16(p.norm_weight + column);
+  Gates<kHead> gates;
+  gates.load(p, lane);
   pdl_wait();
   pdl_trigger();
   uint4 x[kStreams];
@@ -136,12 +148,12 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + 1)) finish_kernel(const Para
     octets[warp][lane] = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
   }
   __syncthreads();
-  const float mix = normed_mix<kHead>(octets, num_warps, p, lane);
+  const float z = fmaf(normed_mix<kHead>(octets, num_warps, p, lane), gates.scale, gates.base);
   if (!has_columns) {
-    if constexpr (!kHead) write_coefficients(p, row, mix, lane);
+    if constexpr (!kHead) write_coefficients(p, row, z, lane);
     return;
   }
-  const float gate = sigmoid(fmaf(mix, p.scale[0], lane < kStreams ? p.base[lane] : 0.f)) + p.hc_eps;
+  const float gate = sigmoid(z) + p.hc_eps;
   float pre[kStreams];
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) pre[j] = __shfl_sync(0xffffffffu, gate, j);
