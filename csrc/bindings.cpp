@@ -9,6 +9,7 @@
 #include "bf16_linear/bf16_linear.h"
 #include "index_select/bindings.h"
 #include "kv_page_layout.h"
+#include "mhc/bindings.h"
 #include "mxfp4_moe/mxfp4_moe.h"
 #include "sparse_decode/sparse_decode.h"
 
@@ -155,6 +156,7 @@ py::list kernel_attributes() {
   append_attributes(all, index_select::kernel_attributes());
   append_attributes(all, mxfp4_moe::kernel_attributes());
   append_attributes(all, bf16_linear::kernel_attributes());
+  append_attributes(all, mhc::kernel_attributes());
   return all;
 }
 
@@ -217,6 +219,7 @@ PYBIND11_MODULE(_C, m) {
         "bf16_out"_a, "rows"_a, "inputs"_a, "outputs"_a, "num_sms"_a, "pdl"_a, "stream"_a);
   m.attr("bf16_linear_limits") = py::make_tuple(bf16_linear::kMaxRows, bf16_linear::kInputsMultiple, bf16_linear::kOutputsMultiple);
   index_select::bind(m);
+  mhc::bind(m);
   m.def("build_info", &build_info);
   m.def("kernel_attributes", &kernel_attributes);
   m.def("kernel_shared_bytes", [] {
@@ -225,6 +228,7 @@ PYBIND11_MODULE(_C, m) {
     for (const auto& [kernel, bytes] : index_select::shared_bytes()) d[kernel.c_str()] = bytes;
     d["experts_kernel"] = mxfp4_moe::shared_bytes();
     d["bf16_linear_kernel"] = bf16_linear::shared_bytes();
+    d["many_kernel"] = mhc::shared_bytes();
     return d;
   });
 }

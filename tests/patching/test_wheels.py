@@ -31,6 +31,7 @@ from deepseek_v4_sm120.sglang_patches import (
     SM120_SEAMS,
     TABLE,
 )
+from deepseek_v4_sm120.sglang_patches_mhc import FUSED, MTP_MODEL
 
 VERSIONS = ("0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23")
 ARGUMENTS = {"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook"}
@@ -71,6 +72,7 @@ EXPECTED = {  # version -> what the normal mode finds: patch -> module of its la
 }
 for _found in EXPECTED.values():
     _found["index_select"] = _found["bf16_linear"] = INDEXER
+    _found["mhc"] = MTP_MODEL.partition(":")[0]
 # version -> (logits, our top-k, top-k of an explicit choice) that the indexer is found with
 INDEX_NAMES = {
     "0.5.12": (1, 2, 1),
@@ -401,3 +403,64 @@ def test_the_indexer_between_the_read_versions(inspect_wheel):
         found = found_in(inspect_wheel("0.5.17", called=f"0.5.{minor}"), patch="index_select")
         kinds = [r.target.replacement.rpartition(":")[2] for r in found]
         assert [kinds.count(k) for k in ("replace_forward", "replace_logits", "replace_topk")] == [1, 1, 2], minor
+
+
+# mhc: the boundary's calls
+
+
+def mhc_rows(made) -> dict[str, str]:
+    """Replacement -> target, of the rows that this version has; each at most once."""
+    found = [(r.target.replacement.rpartition(":replace_")[2], r.target.where) for r in found_in(made, patch="mhc")]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_mhc_rows(inspect_wheel, version):
+    found = set(mhc_rows(inspect_wheel(version)))
+    fused = {"fusion_enabled", "fused_post_pre"} if version != "0.5.12" else set()
+    assert found == {"hc_pre", "hc_post", "fused_head", "hc_head"} | fused
+
+
+def all_calls(text: str, name: str) -> list[ast.Call]:
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == name]
+
+
+@pytest.mark.parametrize("version", VERSIONS[1:])
+def test_mhc_boundaries_are_called_as_the_adapter_reads_them(inspect_wheel, version):
+    """Twelve positional arguments, the last two epsilons equal, then the norm's weight and epsilon."""
+    made = inspect_wheel(version)
+    model = "sglang.srt.models.deepseek_v4"
+    caller = model if version < "0.5.19" else mhc_rows(made)["fusion_enabled"].partition(":")[0]
+    calls = [call for call in all_calls(made.sources.read(caller), FUSED) if call.args]  # AMD's has keywords only
+    assert calls
+    for call in calls:
+        assert len(call.args) == 12 and {keyword.arg for keyword in call.keywords} == {"norm_weight", "norm_eps"}
+        assert ast.unparse(call.args[8]) == ast.unparse(call.args[9])
+    if version >= "0.5.17":
+        assert FUSED in made.sources.read(
+            model
+        )  # through get_mhc_ops, a cached tuple that imports it at the first call
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_mhc_layers_have_what_the_adapter_reads(inspect_wheel, version):
+    made = inspect_wheel(version)
+    text = made.sources.read("sglang.srt.models.deepseek_v4")
+    for name in ("rms_norm_eps", "hc_eps", "hc_sinkhorn_iters"):
+        assert f"self.{name} = " in text
+    assert ("_MHC_POST_MULT_VALUE = 2.0" in text) or version in ("0.5.12", "0.5.23")
+    mtp = made.sources.read(MTP_MODEL.partition(":")[0])
+    assert "self.rms_norm_eps = " in mtp and "self.hc_eps = " in mtp
+    for call in all_calls(text, "hc_pre"):
+        assert {keyword.arg for keyword in call.keywords} <= {"norm", "forward_batch"}
+    heads = all_calls(text, "fused_hc_head")
+    assert heads and all({keyword.arg for keyword in call.keywords} == {"norm_eps", "hc_eps"} for call in heads)
+
+
+def test_mhc_between_the_read_versions(inspect_wheel):
+    """0.5.18, 0.5.19, 0.5.21 and 0.5.22 were looked at: the switch moved in 0.5.19, the class was renamed in 0.5.23."""
+    for minor in range(12, 30):
+        found = set(mhc_rows(inspect_wheel("0.5.17", called=f"0.5.{minor}")))
+        assert len(found) == (4 if minor < 13 else 6), minor

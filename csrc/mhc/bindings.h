@@ -1,0 +1,76 @@
+// The Python functions of the hyper-connections: raw pointers and sizes, keyword-only; ops/ validates them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "mhc.h"
+
+namespace dsv4::mhc {
+
+namespace py = pybind11;
+
+template <typename T>
+T* pointer_to(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+inline void run(uintptr_t f, int64_t f_stride, uintptr_t post, uintptr_t comb, uintptr_t streams, uintptr_t x, int64_t x_stride,
+                uintptr_t fn, uintptr_t scale, uintptr_t base, uintptr_t norm_weight, double rms_eps, double hc_eps, double norm_eps,
+                double post_scale, int sinkhorn_iters, uintptr_t y, uintptr_t post_out, uintptr_t comb_out, uintptr_t partials,
+                int64_t partials_bytes, uintptr_t counters, int64_t counter_words, int rows, int hidden, bool head, bool many, int num_sms,
+                bool pdl, uintptr_t stream) {
+  Params p = {};
+  p.f = pointer_to<const uint16_t>(f);
+  p.f_stride = f_stride;
+  p.post = pointer_to<const float>(post);
+  p.comb = pointer_to<const float>(comb);
+  p.streams = pointer_to<uint16_t>(streams);
+  p.x = pointer_to<const uint16_t>(x);
+  p.x_stride = x_stride;
+  p.fn = pointer_to<const float>(fn);
+  p.scale = pointer_to<const float>(scale);
+  p.base = pointer_to<const float>(base);
+  p.norm_weight = pointer_to<const uint16_t>(norm_weight);
+  p.rms_eps = static_cast<float>(rms_eps);
+  p.hc_eps = static_cast<float>(hc_eps);
+  p.norm_eps = static_cast<float>(norm_eps);
+  p.post_scale = static_cast<float>(post_scale);
+  p.sinkhorn_iters = sinkhorn_iters;
+  p.y = pointer_to<uint16_t>(y);
+  p.post_out = pointer_to<float>(post_out);
+  p.comb_out = pointer_to<float>(comb_out);
+  p.partials = pointer_to<float>(partials);
+  p.counters = pointer_to<uint32_t>(counters);
+  p.rows = rows;
+  p.hidden = hidden;
+  p.head = head;
+  if (p.fn != nullptr) {
+    const Workspace needed = workspace(rows, hidden, head, many);
+    if (partials_bytes < needed.partials_bytes || counter_words < needed.counter_words)
+      throw std::runtime_error("mhc: workspace too small: needs " + std::to_string(needed.partials_bytes) + " bytes and " +
+                               std::to_string(needed.counter_words) + " counters, got " + std::to_string(partials_bytes) + " and " +
+                               std::to_string(counter_words));
+  }
+  launch(p, many, num_sms, pdl, pointer_to<CUstream_st>(stream));
+}
+
+inline void bind(py::module_& m) {
+  using namespace py::literals;
+  m.def("mhc", &run, py::kw_only(), "f"_a, "f_stride"_a, "post"_a, "comb"_a, "streams"_a, "x"_a, "x_stride"_a, "fn"_a, "scale"_a, "base"_a,
+        "norm_weight"_a, "rms_eps"_a, "hc_eps"_a, "norm_eps"_a, "post_scale"_a, "sinkhorn_iters"_a, "y"_a, "post_out"_a, "comb_out"_a,
+        "partials"_a, "partials_bytes"_a, "counters"_a, "counter_words"_a, "rows"_a, "hidden"_a, "head"_a, "many"_a, "num_sms"_a, "pdl"_a,
+        "stream"_a);
+  m.def("mhc_problem", &problem, py::kw_only(), "hidden"_a);
+  m.def(
+      "mhc_workspace",
+      [](int rows, int hidden, bool head, bool many) {
+        const Workspace w = workspace(rows, hidden, head, many);
+        return py::make_tuple(w.partials_bytes, w.counter_words);
+      },
+      py::kw_only(), "rows"_a, "hidden"_a, "head"_a, "many"_a);
+}
+
+}  // namespace dsv4::mhc

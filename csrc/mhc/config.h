@@ -1,0 +1,43 @@
+// How the mixes are split and summed: the same for every number of rows, so that a row's bits never depend on them.
+//
+//   slice   32 columns of all four streams: 128 of the 4 * hidden inputs. A row's partial sums of a slice are 24 mixes and
+//           one sum of squares (the head: 4 and one): per stream by mma.sync, then (stream 0 + 1) + (2 + 3)
+//   octet   8 slices, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)); octets are added in order
+//
+// fn is fp32; an mma takes it as three bf16 parts, which together are fn exactly. The streams are bf16, so a product is
+// exact and only the sums round, in fp32.
+#pragma once
+
+#include <cstdint>
+
+#include "mhc.h"
+
+namespace dsv4::mhc {
+
+constexpr int kStreams = 4;
+constexpr int kMixes = 24;            // 4 pre, 4 post, 16 comb
+constexpr int kSliceColumns = 32;     // 4 lanes x 8
+constexpr int kOctet = 8;             // slices
+constexpr int kTileRows = 16;         // m of m16n8k16
+constexpr int kParts = 3;             // bf16 parts of an fp32 weight
+constexpr int kLaneColumns = 8;       // 16 bytes
+constexpr int kMaxHidden = 7168;      // DeepSeek-V4-Pro; Flash has 4096
+constexpr int kMaxWarps = kMaxHidden / (32 * kLaneColumns);
+
+constexpr int kMixThreads = 32 * kStreams;  // a warp per stream
+constexpr int kMixTiles = 6;                // blocks of rows side by side, at most
+
+// values per row and slice in the workspace: the mixes, the sum of squares, padding
+template <bool kHead>
+constexpr int kWidth = kHead ? 8 : 32;
+template <bool kHead>
+constexpr int kOutputs = kHead ? kStreams : kMixes;
+
+// Many rows, with a post: a block takes 64 rows x 128 columns.
+constexpr int kManyHidden = 4096;
+constexpr int kManyRows = 64;
+constexpr int kManySlices = 4;
+constexpr int kManyColumns = kManySlices * kSliceColumns;
+constexpr int kManyThreads = 256;     // four tiles of rows x two halves of the slices
+
+}  // namespace dsv4::mhc

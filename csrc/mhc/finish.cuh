@@ -1,0 +1,172 @@
+// Few rows, second kernel: a row's mixes from their partial sums, its coefficients, the next sublayer's normed input.
+//
+//   m = sum * rsqrt(mean(x'^2) + rms_eps)
+//   pre = sigmoid(m[0:4] scale0 + base[0:4]) + eps       post = post_scale sigmoid(m[4:8] scale1 + base[4:8])
+//   C = softmax_rows(m[8:24] scale2 + base[8:24]) + eps, divided by its column sums + eps, then sinkhorn_iters - 1 times
+//       by its row sums + eps and its column sums + eps
+//   y = sum_j pre_j X'_j in fp32;  out = bf16(bf16(y) * rsqrt(mean(y^2) + norm_eps) * norm_weight)
+//
+// A block per row: hidden / 256 warps with eight columns a lane, and one more that iterates C meanwhile.
+#pragma once
+
+#include "mix.cuh"
+
+namespace dsv4::mhc {
+
+__device__ __forceinline__ float sigmoid(float z) { return 1.f / (1.f + expf(-z)); }
+
+// Lane o's mix before its scale: octets in order, times the reciprocal root of the mean square (lane kOutputs' sum).
+template <bool kHead>
+__device__ __forceinline__ float normed_mix(const float (*octets)[32], int num_octets, const Params& p, int lane) {
+  float sum = 0.f;
+  for (int w = 0; w < num_octets; ++w) sum += octets[w][lane];
+  const float squares = __shfl_sync(0xffffffffu, sum, kOutputs<kHead>);
+  return sum * rsqrtf(squares / static_cast<float>(kStreams * p.hidden) + p.rms_eps);
+}
+
+// Sinkhorn on the reciprocals of the scalings. With C = diag(1/a) C0 diag(1/b), dividing the rows by their sums + eps is
+// a_i <- sum_j C0_ij / b_j + eps a_i, and columns likewise: four reciprocals by one, and most of the work beside it.
+//   x: the scalings that are divided by, y: those that are renewed. kRows: x = b, y = a.
+template <bool kRows>
+__device__ __forceinline__ void rescale(const float (&c)[kStreams][kStreams], const float (&x)[kStreams], float (&y)[kStreams], float eps) {
+  const float x01 = x[0] * x[1], x23 = x[2] * x[3], inverse = reciprocal(x01 * x23);
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    const float c0 = kRows ? c[i][0] : c[0][i], c1 = kRows ? c[i][1] : c[1][i], c2 = kRows ? c[i][2] : c[2][i], c3 = kRows ? c[i][3] : c[3][i];
+    const float first = fmaf(c1, x[0], c0 * x[1]), second = fmaf(c3, x[2], c2 * x[3]);
+    y[i] = fmaf(fmaf(second, x01, first * x23), inverse, eps * y[i]);
+  }
+}
+
+// What a lane needs of scale and base: read before the wait.
+template <bool kHead>
+struct Gates {
+  float scale, base;
+
+  __device__ __forceinline__ void load(const Params& p, int lane) {
+    scale = __ldg(p.scale + (kHead || lane < 4 ? 0 : lane < 8 ? 1 : 2));
+    base = lane < kOutputs<kHead> ? __ldg(p.base + lane) : 0.f;
+  }
+};
+
+// post and comb of one row from z = mix * scale + base (lane o has the o-th); a full warp
+__device__ __forceinline__ void write_coefficients(const Params& p, int64_t row, float z, int lane) {
+  float c[kStreams][kStreams];
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) c[i][j] = __shfl_sync(0xffffffffu, z, 8 + i * kStreams + j);
+  }
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    const float most = fmaxf(fmaxf(c[i][0], c[i][1]), fmaxf(c[i][2], c[i][3]));
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) c[i][j] = expf(c[i][j] - most);
+    const float inverse = reciprocal((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]));
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) c[i][j] = fmaf(c[i][j], inverse, p.hc_eps);
+  }
+  float a[kStreams] = {1.f, 1.f, 1.f, 1.f}, b[kStreams] = {1.f, 1.f, 1.f, 1.f};
+  rescale<false>(c, a, b, p.hc_eps);
+  for (int turn = 1; turn < p.sinkhorn_iters; ++turn) {
+    rescale<true>(c, b, a, p.hc_eps);
+    rescale<false>(c, a, b, p.hc_eps);
+  }
+  float4* const out = reinterpret_cast<float4*>(p.comb_out + row * (kStreams * kStreams));
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) b[j] = reciprocal(b[j]);
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    const float r = reciprocal(a[i]);
+    if (lane == i) out[i] = make_float4(c[i][0] * r * b[0], c[i][1] * r * b[1], c[i][2] * r * b[2], c[i][3] * r * b[3]);
+  }
+  if (lane >= 4 && lane < 8) p.post_out[row * kStreams + lane - 4] = p.post_scale * sigmoid(z);
+}
+
+// y at a lane's eight columns; returns their sum of squares, unrounded
+__device__ __forceinline__ float collapse(const float (&pre)[kStreams], const uint4 (&x)[kStreams], uint4& rounded) {
+  uint32_t out[4];
+  float squares = 0.f;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    float low = 0.f, high = 0.f;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) {
+      low = fmaf(pre[j], bf16_low(word_of(x[j], w)), low);
+      high = fmaf(pre[j], bf16_high(word_of(x[j], w)), high);
+    }
+    squares = fmaf(low, low, squares);
+    squares = fmaf(high, high, squares);
+    out[w] = pack_bf16x2(low, high);
+  }
+  rounded = make_uint4(out[0], out[1], out[2], out[3]);
+  return squares;
+}
+
+__device__ __forceinline__ uint4 times_weight(const uint4& y, float inverse, const uint4& weight) {
+  uint32_t out[4];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t a = word_of(y, w), b = word_of(weight, w);
+    out[w] = pack_bf16x2(bf16_low(a) * inverse * bf16_low(b), bf16_high(a) * inverse * bf16_high(b));
+  }
+  return make_uint4(out[0], out[1], out[2], out[3]);
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
+  return v;
+}
+
+// barrier of the first `threads` threads of the block
+__device__ __forceinline__ void sync_first(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+
+template <bool kHead>
+__global__ void __launch_bounds__(32 * (kMaxWarps + 1)) finish_kernel(const Params p) {
+  __shared__ float octets[kMaxWarps][32];
+  __shared__ float squares[kMaxWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = p.hidden / (32 * kLaneColumns);
+  const int64_t row = blockIdx.x;
+  const int column = threadIdx.x * kLaneColumns;
+  const bool has_columns = warp < num_warps, normed = p.norm_weight != nullptr;
+  uint4 weight = make_uint4(0, 0, 0, 0);
+  if (has_columns && normed) weight = load_16(p.norm_weight + column);
+  Gates<kHead> gates;
+  gates.load(p, lane);
+  pdl_wait();
+  pdl_trigger();
+  uint4 x[kStreams];
+  if (has_columns) {
+    const uint16_t* const streams = p.f != nullptr ? p.streams + row * kStreams * p.hidden : p.x + row * p.x_stride;
+    const float* const partial = p.partials + (row * num_warps + warp) * kOctet * kWidth<kHead>;
+    float v[kOctet];
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) v[i] = lane <= kOutputs<kHead> ? partial[i * kWidth<kHead> + lane] : 0.f;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) x[j] = load_16(streams + static_cast<int64_t>(j) * p.hidden + column);
+    octets[warp][lane] = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+  }
+  __syncthreads();
+  const float z = fmaf(normed_mix<kHead>(octets, num_warps, p, lane), gates.scale, gates.base);
+  if (!has_columns) {
+    if constexpr (!kHead) write_coefficients(p, row, z, lane);
+    return;
+  }
+  const float gate = sigmoid(z) + p.hc_eps;
+  float pre[kStreams];
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) pre[j] = __shfl_sync(0xffffffffu, gate, j);
+  uint4 y;
+  const float mine = warp_sum(collapse(pre, x, y));
+  if (normed) {
+    if (lane == 0) squares[warp] = mine;
+    sync_first(num_warps * 32);
+    float sum = 0.f;
+    for (int w = 0; w < num_warps; ++w) sum += squares[w];
+    y = times_weight(y, rsqrtf(sum / static_cast<float>(p.hidden) + p.norm_eps), weight);
+  }
+  *reinterpret_cast<uint4*>(p.y + row * p.hidden + column) = y;
+}
+
+}  // namespace dsv4::mhc

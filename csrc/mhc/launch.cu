@@ -1,0 +1,129 @@
+// Choice and launch of the kernels of the hyper-connections.
+#include <algorithm>
+#include <stdexcept>
+
+#include "../check.h"
+#include "many.cuh"
+
+namespace dsv4::mhc {
+
+namespace {
+
+constexpr char kName[] = "mhc";
+
+struct Launcher {
+  bool pdl;
+  cudaStream_t stream;
+
+  // `cooperative`: all blocks are resident, or the launch fails; without programmatic dependent launch
+  void operator()(void (*kernel)(const Params), dim3 grid, int threads, size_t shared, const Params& params, bool cooperative = false) const {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    if (cooperative) {
+      attribute.id = cudaLaunchAttributeCooperative;
+      attribute.val.cooperative = 1;
+    } else {
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+    config.attrs = &attribute;
+    config.numAttrs = pdl || cooperative ? 1 : 0;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, params), kName, "launch");
+  }
+};
+
+using Kernel = void (*)(const Params);
+
+Kernel mix_of(const Params& p) {
+  if (p.head) return p.f != nullptr ? mix_kernel<true, true> : mix_kernel<false, true>;
+  return p.f != nullptr ? mix_kernel<true, false> : mix_kernel<false, false>;
+}
+
+void launch_post(const Params& p, const Launcher& launcher) {
+  constexpr int kMostY = 32768;
+  const int columns = kMixThreads * kLaneColumns, y = std::min(p.rows, kMostY);
+  const dim3 grid((p.hidden + columns - 1) / columns, y, (p.rows + y - 1) / y);
+  launcher(post_kernel, grid, kMixThreads, 0, p);
+}
+
+void launch_few(const Params& p, const Launcher& launcher) {
+  const int tiles = (p.rows + kTileRows - 1) / kTileRows;
+  launcher(mix_of(p), dim3(p.hidden / kSliceColumns, std::min(tiles, kMixTiles)), kMixThreads, 0, p);
+  const int threads = p.hidden / kLaneColumns + 32;
+  launcher(p.head ? Kernel(finish_kernel<true>) : Kernel(finish_kernel<false>), dim3(p.rows), threads, 0, p);
+}
+
+// Blocks of many_kernel that a multiprocessor holds; asked once per device.
+int many_blocks_per_sm() {
+  static int known[64] = {};
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), kName, "cudaGetDevice");
+  if (device < 64 && known[device] > 0) return known[device];
+  const int shared = sizeof(ManyShared);
+  check_cuda(cudaFuncSetAttribute(many_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName, "cudaFuncSetAttribute");
+  int blocks = 0;
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, many_kernel, kManyThreads, shared), kName, "occupancy query");
+  if (blocks < 1) throw std::runtime_error("mhc: a block does not fit a multiprocessor");
+  if (device < 64) known[device] = blocks;
+  return blocks;
+}
+
+void launch_many(const Params& p, int num_sms, const Launcher& launcher) {
+  const int groups = (p.rows + kManyRows - 1) / kManyRows, resident = many_blocks_per_sm() * num_sms / kColumnBlocks;
+  if (resident < 1) throw std::runtime_error("mhc: the kernel for many rows needs " + std::to_string(kColumnBlocks) + " resident blocks");
+  launcher(many_kernel, dim3(std::min(groups, resident) * kColumnBlocks), kManyThreads, sizeof(ManyShared), p, true);
+}
+
+template <typename K>
+KernelAttributes attributes_of(const char* name, K kernel, int threads, int dynamic) {
+  cudaFuncAttributes a = {};
+  check_cuda(cudaFuncGetAttributes(&a, kernel), kName, "cudaFuncGetAttributes");
+  if (dynamic) check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic), kName, "cudaFuncSetAttribute");
+  int blocks = 0;
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, dynamic), kName, "occupancy query");
+  return {name, a.numRegs, static_cast<int>(a.sharedSizeBytes) + dynamic, static_cast<int>(a.localSizeBytes), blocks};
+}
+
+}  // namespace
+
+bool has_many(const Params& p) { return p.f != nullptr && p.fn != nullptr && !p.head && p.hidden == kManyHidden; }
+
+std::string problem(int hidden) {
+  if (hidden == 4096 || hidden == kMaxHidden) return "";
+  return "hidden 4096 or 7168, got " + std::to_string(hidden);
+}
+
+Workspace workspace(int rows, int hidden, bool head, bool many) {
+  const int64_t slices = hidden / (many ? kManyColumns : kSliceColumns), width = head ? kWidth<true> : kWidth<false>;
+  return {rows * slices * width * 4, many ? (rows + kManyRows - 1) / kManyRows : 0};
+}
+
+void launch(const Params& params, bool many, int num_sms, bool pdl, cudaStream_t stream) {
+  const std::string why_not = problem(params.hidden);
+  if (!why_not.empty()) throw std::runtime_error("mhc: takes " + why_not);
+  if (many && !has_many(params)) throw std::runtime_error("mhc: this form or width has no kernel for many rows");
+  const Launcher launcher = {pdl, stream};
+  if (params.fn == nullptr) {
+    launch_post(params, launcher);
+  } else if (many) {
+    launch_many(params, num_sms, launcher);
+  } else {
+    launch_few(params, launcher);
+  }
+}
+
+std::vector<KernelAttributes> kernel_attributes() {
+  const int finish_threads = 4096 / kLaneColumns + 32, many = sizeof(ManyShared);
+  return {attributes_of("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
+          attributes_of("mhc_finish", &finish_kernel<false>, finish_threads, 0),
+          attributes_of("mhc_post", &post_kernel, kMixThreads, 0),
+          attributes_of("mhc_many", &many_kernel, kManyThreads, many)};
+}
+
+int shared_bytes() { return sizeof(ManyShared); }
+
+}  // namespace dsv4::mhc

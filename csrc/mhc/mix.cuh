@@ -1,0 +1,200 @@
+// Few rows, first kernel: the new streams, and the partial sums of their mixes by slice.
+//
+//   X'_i = post_i f + sum_j comb[j][i] X_j          fp32, in this order, rounded to bf16
+//   partial[row, slice, o] = sum_k fn[o, k] x'_k     k: the slice's 32 columns of all four streams
+//   partial[row, slice, 24] = sum_k x'_k^2
+//
+// Grid: slices x blocks of rows, so the whole card reads fn whatever the number of rows. A block's four warps take one
+// stream each, for 16 rows at a time. fn does not depend on the predecessor and is read before the wait.
+//
+// The k of an mma is a free choice, made for both operands alike: a lane's eight consecutive columns are its four k of
+// two instructions, so a row's bf16 pairs are operand A as they were loaded.
+#pragma once
+
+#include "../sparse_decode/device.cuh"
+#include "config.h"
+
+namespace dsv4::mhc {
+
+__device__ __forceinline__ uint4 load_16(const void* p) { return *static_cast<const uint4*>(p); }
+
+__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Two weights as three pairs of bf16, whose sum they are: 8 bits of the significand each.
+__device__ __forceinline__ void split_pair(float low, float high, uint32_t (&part)[kParts]) {
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    part[i] = pack_bf16x2(low, high);
+    low -= bf16_low(part[i]);
+    high -= bf16_high(part[i]);
+  }
+}
+
+// A lane's weights of one stream and slice: operand B of two instructions, for tiles of eight mixes.
+template <bool kHead>
+struct Weights {
+  static constexpr int kTiles = kHead ? 1 : kMixes / 8;
+  uint32_t part[kTiles][2][kParts][2];
+
+  __device__ __forceinline__ void load(const float* fn, int64_t mix_stride, int lane) {
+    float4 value[kTiles][2];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const int mix = n * 8 + lane / 4;
+      const float4* const p = reinterpret_cast<const float4*>(fn + mix * mix_stride + lane % 4 * kLaneColumns);
+      const bool real = mix < kOutputs<kHead>;
+      value[n][0] = real ? __ldg(p) : make_float4(0.f, 0.f, 0.f, 0.f);
+      value[n][1] = real ? __ldg(p + 1) : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        uint32_t first[kParts], second[kParts];
+        split_pair(value[n][step].x, value[n][step].y, first);
+        split_pair(value[n][step].z, value[n][step].w, second);
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+          part[n][step][i][0] = first[i];
+          part[n][step][i][1] = second[i];
+        }
+      }
+    }
+  }
+};
+
+// A pair of columns of one new stream of one row: post_i f + sum_j comb[j] x[j], rounded.
+__device__ __forceinline__ uint32_t mix_pair(float post, uint32_t f, const float (&comb)[kStreams], const uint32_t (&x)[kStreams]) {
+  float low = post * bf16_low(f), high = post * bf16_high(f);
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    low = fmaf(comb[j], bf16_low(x[j]), low);
+    high = fmaf(comb[j], bf16_high(x[j]), high);
+  }
+  return pack_bf16x2(low, high);
+}
+
+// The same for a lane's eight columns.
+__device__ __forceinline__ uint4 mix_streams(float post, const uint4& f, const float (&comb)[kStreams], const uint4 (&x)[kStreams]) {
+  const uint32_t x0[kStreams] = {x[0].x, x[1].x, x[2].x, x[3].x}, x1[kStreams] = {x[0].y, x[1].y, x[2].y, x[3].y};
+  const uint32_t x2[kStreams] = {x[0].z, x[1].z, x[2].z, x[3].z}, x3[kStreams] = {x[0].w, x[1].w, x[2].w, x[3].w};
+  return make_uint4(mix_pair(post, f.x, comb, x0), mix_pair(post, f.y, comb, x1), mix_pair(post, f.z, comb, x2), mix_pair(post, f.w, comb, x3));
+}
+
+__device__ __forceinline__ float sum_of_squares(const uint4& v) {
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const float low = bf16_low(word_of(v, w)), high = bf16_high(word_of(v, w));
+    sum = fmaf(low, low, sum);
+    sum = fmaf(high, high, sum);
+  }
+  return sum;
+}
+
+// d[n] = this lane's part of the 16 rows' mixes; rows g and g + 8 are `low` and `high`. B through `weight(n, step, part)`.
+template <int kTiles, typename Weight>
+__device__ __forceinline__ void multiply(float (&d)[kTiles][4], const uint4& low, const uint4& high, Weight weight) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) d[n][0] = d[n][1] = d[n][2] = d[n][3] = 0.f;
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    const uint32_t a[4] = {word_of(low, 2 * step), word_of(high, 2 * step), word_of(low, 2 * step + 1), word_of(high, 2 * step + 1)};
+#pragma unroll
+    for (int part = kParts - 1; part >= 0; --part) {  // the smallest first
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const uint2 b = weight(n, step, part);
+        mma_bf16(d[n], a, b.x, b.y);
+      }
+    }
+  }
+}
+
+// New stream `stream` of one row at this lane's columns, written where there is a post; zeros past the last row.
+template <bool kPost>
+__device__ __forceinline__ uint4 new_stream(const Params& p, int64_t row, int stream, int column) {
+  if (row >= p.rows) return make_uint4(0, 0, 0, 0);
+  const uint16_t* const x = p.x + row * p.x_stride + column;
+  if constexpr (!kPost) {
+    return load_16(x + static_cast<int64_t>(stream) * p.hidden);
+  } else {
+    uint4 old[kStreams];
+    float comb[kStreams];
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) {
+      old[j] = load_16(x + static_cast<int64_t>(j) * p.hidden);
+      comb[j] = p.comb[row * (kStreams * kStreams) + j * kStreams + stream];
+    }
+    const uint4 v = mix_streams(p.post[row * kStreams + stream], load_16(p.f + row * p.f_stride + column), comb, old);
+    *reinterpret_cast<uint4*>(p.streams + (row * kStreams + stream) * p.hidden + column) = v;
+    return v;
+  }
+}
+
+template <bool kPost, bool kHead>
+__global__ void __launch_bounds__(kMixThreads) mix_kernel(const Params p) {
+  constexpr int kTiles = Weights<kHead>::kTiles, kColumns = kTiles * 8;
+  __shared__ float partial[2][kStreams][kTileRows][kColumns + 1];
+  const int lane = threadIdx.x % 32, stream = threadIdx.x / 32, group = lane / 4;
+  const int slice = blockIdx.x, num_slices = gridDim.x, column = slice * kSliceColumns + lane % 4 * kLaneColumns;
+  Weights<kHead> weights;
+  weights.load(p.fn + static_cast<int64_t>(stream) * p.hidden + slice * kSliceColumns, static_cast<int64_t>(kStreams) * p.hidden, lane);
+  pdl_wait();
+  pdl_trigger();
+  const int num_tiles = (p.rows + kTileRows - 1) / kTileRows;
+  for (int tile = blockIdx.y, turn = 0; tile < num_tiles; tile += gridDim.y, turn ^= 1) {
+    const int64_t first_row = static_cast<int64_t>(tile) * kTileRows;
+    const uint4 low = new_stream<kPost>(p, first_row + group, stream, column);
+    const uint4 high = new_stream<kPost>(p, first_row + group + 8, stream, column);
+    float squares[2] = {sum_of_squares(low), sum_of_squares(high)};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], 1);
+      squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], 2);
+    }
+    float d[kTiles][4];
+    multiply(d, low, high, [&](int n, int step, int part) { return make_uint2(weights.part[n][step][part][0], weights.part[n][step][part][1]); });
+    auto& mine = partial[turn][stream];  // two turns: the next tile's writes need no barrier of their own
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const int mix = n * 8 + lane % 4 * 2;
+      mine[group][mix] = d[n][0];
+      mine[group][mix + 1] = d[n][1];
+      mine[group + 8][mix] = d[n][2];
+      mine[group + 8][mix + 1] = d[n][3];
+    }
+    if (lane % 4 < 2) mine[group + lane % 4 * 8][kColumns] = lane % 4 ? squares[1] : squares[0];
+    __syncthreads();
+    const int64_t row = first_row + threadIdx.x / 8;
+    if (row >= p.rows) continue;
+    float* const out = p.partials + (row * num_slices + slice) * kWidth<kHead>;
+    for (int o = threadIdx.x % 8; o <= kOutputs<kHead>; o += 8) {
+      const int at = o == kOutputs<kHead> ? kColumns : o, r = threadIdx.x / 8;
+      out[o] = (partial[turn][0][r][at] + partial[turn][1][r][at]) + (partial[turn][2][r][at] + partial[turn][3][r][at]);
+    }
+  }
+}
+
+// Post without a pre: the last boundary.
+__global__ void __launch_bounds__(kMixThreads) post_kernel(const Params p) {
+  pdl_wait();
+  pdl_trigger();
+  const int64_t row = blockIdx.y + static_cast<int64_t>(blockIdx.z) * gridDim.y;
+  const int column = (blockIdx.x * kMixThreads + threadIdx.x) * kLaneColumns;
+  if (row >= p.rows || column >= p.hidden) return;
+  uint4 old[kStreams];
+  const uint16_t* const x = p.x + row * p.x_stride + column;
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) old[j] = load_16(x + static_cast<int64_t>(j) * p.hidden);
+  const uint4 f = load_16(p.f + row * p.f_stride + column);
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    float comb[kStreams];
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) comb[j] = p.comb[row * (kStreams * kStreams) + j * kStreams + i];
+    *reinterpret_cast<uint4*>(p.streams + (row * kStreams + i) * p.hidden + column) = mix_streams(p.post[row * kStreams + i], f, comb, old);
+  }
+}
+
+}  // namespace dsv4::mhc

@@ -1,0 +1,356 @@
+"""Public hyper-connections (mHC): checks the arguments, owns the scratch, launches `_C.mhc`.
+
+    mhc        a whole boundary: post of one sublayer, pre and RMSNorm of the next
+    mhc_pre    pre and RMSNorm alone: the first layer, or where the streams exist already
+    mhc_post   post alone: behind the last layer
+    mhc_head   the collapse before the model's last norm, which it can do as well; with a post, if `f` is given
+
+Up to MANY_ROWS - 1 rows (and always, but for `mhc`) two kernels, whose work is spread over the whole card whatever the
+number of rows; above, for hidden 4096, one that reads the streams once. The sums are the same in both, value by value:
+a row's bits depend on nothing outside the row, not on the number of rows either.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from deepseek_v4_sm120 import extension
+
+STREAMS = 4
+MIXES = STREAMS * (2 + STREAMS)
+HIDDEN = (4096, 7168)  # Flash, Pro
+# From so many rows on the kernel for many rows takes a boundary, where there is one (hidden 4096)
+MANY_ROWS = 257
+MANY_HIDDEN = 4096
+_ALIGN_BYTES = 16  # the kernels move 16 bytes at a time
+_ALIGN_BF16 = _ALIGN_BYTES // 2
+
+
+def mhc(
+    f,
+    streams,
+    post,
+    comb,
+    fn,
+    scale,
+    base,
+    *,
+    norm_weight=None,
+    norm_eps=1e-6,
+    rms_eps=1e-6,
+    hc_eps=1e-6,
+    post_scale=2.0,
+    sinkhorn_iters=20,
+    many=None,
+):
+    """A boundary between two sublayers: the new streams, their coefficients, and the next sublayer's normed input.
+
+    f              [rows, hidden] bf16, the sublayer's output; last dim contiguous, row stride a multiple of 8
+    streams        [rows, 4, hidden] bf16, the old streams; a row contiguous, row stride a multiple of 8
+    post           [rows, 4] or [rows, 4, 1] float32, contiguous: how much of f each stream gets
+    comb           [rows, 4, 4] float32, contiguous: first index the old stream, second the new one
+    fn             [24, 4 * hidden] float32, contiguous; scale [3], base [24] float32: the next sublayer's
+    norm_weight    [hidden] bf16, the RMSNorm behind the pre; None: y is not normed
+    norm_eps, rms_eps, hc_eps
+                   epsilons of that norm, of the mixes' mean square, and of gates and Sinkhorn
+    post_scale     factor of the new post's sigmoid
+    sinkhorn_iters 1 and more; the first is the softmax and one division by the column sums
+    many           True: the kernel for many rows, False: the two for few, None: MANY_ROWS decides
+    returns        (streams [rows, 4, hidden] bf16, post [rows, 4] float32, comb [rows, 4, 4] float32, y [rows, hidden]
+                   bf16), all new tensors
+    sizes          hidden 4096 (Flash) or 7168 (Pro); any number of rows below 2^31 / 32
+    accuracy       fn is used exactly (three bf16 parts), sums in fp32. Against float64, relative L2: post and comb below
+                   5e-6, streams and y below 0.0025, which is their rounding to bf16. y: sum of squares of the unrounded
+                   sum, whose bf16 rounding the norm multiplies, as SGLang's fused kernel does
+    determinism    the same bits in every run and in every batch; for NaN and infinity, too: a row keeps its own
+    raises         TypeError (dtype), ValueError (shape, stride, alignment, range: says name, expected, got),
+                   RuntimeError (device, launch)
+    cuda graphs    capture-safe: no host sync; allocates only results and scratch, through torch
+    streams (CUDA) the current stream of f's device. fn, scale, base and norm_weight may be read while the kernel before
+                   still runs: do not write them in the same stream right before without a synchronisation
+    source         DeepSeek's inference/model.py (hc_post, hc_pre); specification in reference/mhc.py
+    """
+    rows, hidden = _check_streams(streams)
+    device = streams.device
+    _check_rows("f", f, rows, hidden, device)
+    post = _check_post(post, rows, device)
+    _check_exact("comb", comb, torch.float32, (rows, STREAMS, STREAMS), device)
+    _check_mixes(fn, scale, base, norm_weight, MIXES, 3, hidden, device)
+    _check_range(norm_eps, rms_eps, hc_eps, sinkhorn_iters)
+    new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=device)
+    y, new_post, new_comb = _results(rows, hidden, device)
+    options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
+    if many is None:
+        many = rows >= MANY_ROWS and hidden == MANY_HIDDEN
+    elif many and hidden != MANY_HIDDEN:
+        raise ValueError(f"mhc: many needs hidden {MANY_HIDDEN}, got {hidden}")
+    _launch(streams, f, post, comb, new, y=y, post_out=new_post, comb_out=new_comb, many=many, **options)
+    return new, new_post, new_comb, y
+
+
+def mhc_pre(
+    streams,
+    fn,
+    scale,
+    base,
+    *,
+    norm_weight=None,
+    norm_eps=1e-6,
+    rms_eps=1e-6,
+    hc_eps=1e-6,
+    post_scale=2.0,
+    sinkhorn_iters=20,
+):
+    """Pre and RMSNorm of given streams: (post, comb, y). Everything else as `mhc`'s; the same bits."""
+    rows, hidden = _check_streams(streams)
+    _check_mixes(fn, scale, base, norm_weight, MIXES, 3, hidden, streams.device)
+    _check_range(norm_eps, rms_eps, hc_eps, sinkhorn_iters)
+    y, post, comb = _results(rows, hidden, streams.device)
+    options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
+    _launch(streams, None, None, None, None, y=y, post_out=post, comb_out=comb, many=False, **options)
+    return post, comb, y
+
+
+def mhc_post(f, streams, post, comb):
+    """The new streams alone, [rows, 4, hidden] bf16. Arguments as `mhc`'s; the same bits."""
+    rows, hidden = _check_streams(streams)
+    _check_rows("f", f, rows, hidden, streams.device)
+    post = _check_post(post, rows, streams.device)
+    _check_exact("comb", comb, torch.float32, (rows, STREAMS, STREAMS), streams.device)
+    new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=streams.device)
+    _launch(streams, f, post, comb, new)
+    return new
+
+
+def mhc_head(
+    streams,
+    fn,
+    scale,
+    base,
+    *,
+    f=None,
+    post=None,
+    comb=None,
+    norm_weight=None,
+    norm_eps=1e-6,
+    rms_eps=1e-6,
+    hc_eps=1e-6,
+):
+    """The head's collapse y [rows, hidden] bf16; with f, post and comb of the last boundary: (streams, y).
+
+    fn [4, 4 * hidden], scale [1], base [4] float32; norm_weight: the model's last norm, or None. f,
+    post and comb together or not at all. The rest as `mhc`'s.
+    """
+    rows, hidden = _check_streams(streams)
+    device, new = streams.device, None
+    _check_mixes(fn, scale, base, norm_weight, STREAMS, 1, hidden, device)
+    _check_range(norm_eps, rms_eps, hc_eps, 1)
+    given = [value is not None for value in (f, post, comb)]
+    if any(given):
+        if not all(given):
+            raise ValueError(f"mhc_head: f, post and comb must be given together, got {given}")
+        _check_rows("f", f, rows, hidden, device)
+        post = _check_post(post, rows, device)
+        _check_exact("comb", comb, torch.float32, (rows, STREAMS, STREAMS), device)
+        new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=device)
+    y = torch.empty((rows, hidden), dtype=torch.bfloat16, device=device)
+    options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, 0.0, 1)
+    _launch(streams, f, post, comb, new, y=y, head=True, many=False, **options)
+    return y if new is None else (new, y)
+
+
+# ---- launch
+
+
+def _results(rows, hidden, device):
+    y = torch.empty((rows, hidden), dtype=torch.bfloat16, device=device)
+    post = torch.empty((rows, STREAMS), dtype=torch.float32, device=device)
+    comb = torch.empty((rows, STREAMS, STREAMS), dtype=torch.float32, device=device)
+    return y, post, comb
+
+
+def _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters) -> dict:
+    return {
+        "fn": fn,
+        "scale": scale,
+        "base": base,
+        "norm_weight": norm_weight,
+        "numbers": {
+            "norm_eps": float(norm_eps),
+            "rms_eps": float(rms_eps),
+            "hc_eps": float(hc_eps),
+            "post_scale": float(post_scale),
+            "sinkhorn_iters": int(sinkhorn_iters),
+        },
+    }
+
+
+_NO_NUMBERS = {"norm_eps": 0.0, "rms_eps": 0.0, "hc_eps": 0.0, "post_scale": 0.0, "sinkhorn_iters": 1}
+
+
+def _launch(streams, *arguments, **options) -> None:
+    device = streams.device
+    if not streams.shape[0]:
+        return
+    if device.index == torch._C._cuda_getDevice():
+        _launch_here(streams, *arguments, **options)
+    else:
+        with torch.cuda.device(device):
+            _launch_here(streams, *arguments, **options)
+
+
+def _launch_here(
+    streams,
+    f,
+    post,
+    comb,
+    new,
+    *,
+    fn=None,
+    scale=None,
+    base=None,
+    norm_weight=None,
+    y=None,
+    post_out=None,
+    comb_out=None,
+    numbers=_NO_NUMBERS,
+    head=False,
+    many=False,
+) -> None:
+    """Checked arguments to raw pointers; streams' device is current."""
+    rows, _, hidden = streams.shape
+    index, device = streams.device.index, streams.device
+    partials_bytes = counter_words = 0
+    partials = counters = None
+    if fn is not None:
+        partials_bytes, counter_words = _workspace(rows, hidden, head, many)
+        partials = torch.empty((partials_bytes,), dtype=torch.uint8, device=device)
+        if counter_words:
+            counters = torch.zeros((counter_words,), dtype=torch.int32, device=device)
+    extension.load().mhc(
+        f=_address(f),
+        f_stride=0 if f is None else f.stride(0),
+        post=_address(post),
+        comb=_address(comb),
+        streams=_address(new),
+        x=streams.data_ptr(),
+        x_stride=streams.stride(0),
+        fn=_address(fn),
+        scale=_address(scale),
+        base=_address(base),
+        norm_weight=_address(norm_weight),
+        y=_address(y),
+        post_out=_address(post_out),
+        comb_out=_address(comb_out),
+        partials=_address(partials),
+        partials_bytes=partials_bytes,
+        counters=_address(counters),
+        counter_words=counter_words,
+        rows=rows,
+        hidden=hidden,
+        head=head,
+        many=many,
+        num_sms=_num_sms(index),
+        pdl=True,
+        stream=torch._C._cuda_getCurrentRawStream(index),
+        **numbers,
+    )
+
+
+def _address(tensor) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def _num_sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.lru_cache(maxsize=4096)
+def _workspace(rows: int, hidden: int, head: bool, many: bool) -> tuple[int, int]:
+    return extension.load().mhc_workspace(rows=rows, hidden=hidden, head=head, many=many)
+
+
+# ---- checks: every message says argument, expected, got
+
+_MAX_ROWS = 1 << 26
+
+
+def _check_streams(streams) -> tuple[int, int]:
+    if streams.dtype != torch.bfloat16:
+        raise TypeError(f"mhc: streams.dtype must be torch.bfloat16, got {streams.dtype}")
+    shape, stride = streams.shape, streams.stride()
+    if len(shape) != 3 or shape[1] != STREAMS:
+        raise ValueError(f"mhc: streams.shape must be [rows, {STREAMS}, hidden], got {list(shape)}")
+    rows, _, hidden = shape
+    if hidden not in HIDDEN:
+        raise ValueError(f"mhc: streams.shape[2] must be {' or '.join(map(str, HIDDEN))} (hidden), got {hidden}")
+    if rows > _MAX_ROWS:
+        raise ValueError(f"mhc: streams.shape[0] must be at most {_MAX_ROWS} (rows), got {rows}")
+    if stride[2] != 1 or stride[1] != hidden or (rows > 1 and stride[0] % _ALIGN_BF16):
+        expected = f"[a multiple of {_ALIGN_BF16}, {hidden}, 1]"
+        raise ValueError(f"mhc: streams' strides must be {expected}, got {list(stride)}")
+    _check_alignment("streams", streams)
+    if streams.device.type != "cuda":
+        raise RuntimeError(f"mhc: streams.device must be a CUDA device, got {streams.device}")
+    return rows, hidden
+
+
+def _check_rows(name, tensor, rows, hidden, device) -> None:
+    if tensor.dtype != torch.bfloat16:
+        raise TypeError(f"mhc: {name}.dtype must be torch.bfloat16, got {tensor.dtype}")
+    if tuple(tensor.shape) != (rows, hidden):
+        raise ValueError(f"mhc: {name}.shape must be {[rows, hidden]}, got {list(tensor.shape)}")
+    if tensor.stride(1) != 1 or (rows > 1 and tensor.stride(0) % _ALIGN_BF16):
+        got = list(tensor.stride())
+        raise ValueError(f"mhc: {name}'s strides must be [a multiple of {_ALIGN_BF16}, 1], got {got}")
+    _check_alignment(name, tensor)
+    _check_device(name, tensor, device)
+
+
+def _check_post(post, rows, device):
+    if post.dim() == 3 and post.shape[2] == 1:
+        post = post.squeeze(2)
+    _check_exact("post", post, torch.float32, (rows, STREAMS), device)
+    return post
+
+
+def _check_exact(name, tensor, dtype, shape, device) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"mhc: {name}.dtype must be {dtype}, got {tensor.dtype}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"mhc: {name}.shape must be {list(shape)}, got {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"mhc: {name} must be contiguous, got strides {list(tensor.stride())}")
+    _check_device(name, tensor, device)
+
+
+def _check_mixes(fn, scale, base, norm_weight, mixes, scales, hidden, device) -> None:
+    _check_exact("fn", fn, torch.float32, (mixes, STREAMS * hidden), device)
+    _check_alignment("fn", fn)
+    _check_exact("scale", scale, torch.float32, (scales,), device)
+    _check_exact("base", base, torch.float32, (mixes,), device)
+    if norm_weight is not None:
+        _check_exact("norm_weight", norm_weight, torch.bfloat16, (hidden,), device)
+        _check_alignment("norm_weight", norm_weight)
+
+
+def _check_range(norm_eps, rms_eps, hc_eps, sinkhorn_iters) -> None:
+    for name, value in (("norm_eps", norm_eps), ("rms_eps", rms_eps), ("hc_eps", hc_eps)):
+        if not value >= 0:
+            raise ValueError(f"mhc: {name} must be 0 or more, got {value}")
+    if sinkhorn_iters < 1:
+        raise ValueError(f"mhc: sinkhorn_iters must be 1 or more, got {sinkhorn_iters}")
+
+
+def _check_alignment(name, tensor) -> None:
+    if tensor.data_ptr() % _ALIGN_BYTES:
+        got = f"an address {tensor.data_ptr() % _ALIGN_BYTES} bytes past one"
+        raise ValueError(f"mhc: {name} must start on a {_ALIGN_BYTES}-byte boundary, got {got}")
+
+
+def _check_device(name, tensor, device) -> None:
+    if tensor.device != device:
+        raise RuntimeError(f"mhc: {name}.device must be streams', {device}, got {tensor.device}")

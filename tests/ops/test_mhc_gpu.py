@@ -1,0 +1,195 @@
+"""The hyper-connections on a GPU against the float64 reference: forms, row counts, hostile rows, bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.ops.mhc import MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre
+from deepseek_v4_sm120.reference import mhc as reference
+from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.mhc import MAX_ERROR_BF16, MAX_ERROR_COEFFICIENTS
+from deepseek_v4_sm120.reference.mhc_inputs import Inputs, Shape, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+ROWS = (1, 2, 7, 8, 16, 17, 33, 64, 65, 100, 256, 1000)
+
+
+def check_boundary(inputs: Inputs, found, *, coefficients: float = MAX_ERROR_COEFFICIENTS) -> None:
+    """Each part from what the operator itself made before it, so that errors do not hide behind each other."""
+    streams, post, comb, y = found
+    assert relative_error(streams, reference.mhc_post(**inputs.post_only())) < MAX_ERROR_BF16
+    more = {name: getattr(inputs, name) for name in ("fn", "scale", "base", "norm_weight")}
+    true_y, true_post, true_comb = reference.mhc_pre(streams, **more)
+    assert float(true_y.abs().max()) > 0
+    assert relative_error(post, true_post) < coefficients
+    assert relative_error(comb, true_comb) < coefficients
+    assert relative_error(y, true_y) < MAX_ERROR_BF16
+    row_errors = (y.double() - true_y).norm(dim=1) / true_y.norm(dim=1).clamp_min(1e-30)
+    assert float(row_errors.max()) < 2 * MAX_ERROR_BF16
+
+
+def equal(one, other) -> bool:
+    """To the bit, NaN included."""
+    return all(
+        torch.equal(
+            a.view(torch.int16 if a.element_size() == 2 else torch.int32),
+            b.view_as(a).view(torch.int16 if a.element_size() == 2 else torch.int32),
+        )
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_boundary_against_the_reference(rows, device):
+    inputs = make_inputs(Shape(rows), seed=rows, device=device)
+    found = mhc(**inputs.boundary())
+    check_boundary(inputs, found)
+    assert equal(found, mhc(**inputs.boundary()))
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000, 2111])
+def test_the_kernel_for_many_rows_has_the_same_bits(rows, device):
+    inputs = make_inputs(Shape(rows), seed=rows, device=device)
+    found = mhc(**inputs.boundary(), many=True)
+    check_boundary(inputs, found)
+    assert equal(found, mhc(**inputs.boundary(), many=False))
+    assert all(equal(found, mhc(**inputs.boundary(), many=True)) for _ in range(5))
+
+
+def test_many_rows(device):
+    inputs = make_inputs(Shape(8192), seed=3, device=device)
+    found = mhc(**inputs.boundary())
+    check_boundary(inputs, found)
+    few = {name: value[-100:] if value.shape[0] == 8192 else value for name, value in inputs.boundary().items()}
+    assert equal([part[-100:] for part in found], mhc(**few))
+    assert MANY_ROWS < 8192
+
+
+def test_hidden_of_pro(device):
+    inputs = make_inputs(Shape(37, hidden=7168), seed=5, device=device)
+    check_boundary(inputs, mhc(**inputs.boundary()))
+
+
+@pytest.mark.parametrize("rows", [1, 9, 64, 300])
+def test_pre_post_and_head(rows, device):
+    inputs = make_inputs(Shape(rows), seed=rows, device=device)
+    streams, post, comb, y = mhc(**inputs.boundary())
+    assert equal([mhc_post(**inputs.post_only())], [streams])
+    assert equal([mhc_post(**{**inputs.post_only(), "post": inputs.post.unsqueeze(-1)})], [streams])
+    assert equal(mhc_pre(**{**inputs.pre(), "streams": streams}), [post, comb, y])
+    head = {**inputs.head(), "streams": streams}
+    plain = mhc_head(**head)
+    assert relative_error(plain, reference.mhc_head(**head)) < MAX_ERROR_BF16
+    normed = mhc_head(**head, norm_weight=inputs.norm_weight)
+    assert relative_error(normed, reference.mhc_head(**head, norm_weight=inputs.norm_weight)) < MAX_ERROR_BF16
+    last = {name: getattr(inputs, name) for name in ("f", "post", "comb")}
+    assert equal(mhc_head(**inputs.head(), **last), [streams, plain])
+    unnormed = {name: value for name, value in inputs.pre().items() if name != "norm_weight"}
+    assert relative_error(mhc_pre(**unnormed)[2], reference.mhc_pre(**unnormed)[0]) < MAX_ERROR_BF16
+
+
+def rows_of(inputs: Inputs, chosen: list[int]) -> dict:
+    names = ("f", "streams", "post", "comb")
+    return {**inputs.boundary(), **{name: getattr(inputs, name)[chosen] for name in names}}
+
+
+def test_a_row_alone_equals_the_row_among_others(device):
+    inputs = make_inputs(Shape(256), seed=4, device=device)
+    together = mhc(**inputs.boundary())
+    for chosen in ([0], [77], [255], [3, 90], list(range(60, 69)), list(range(130)), list(range(255, -1, -1))):
+        assert equal(mhc(**rows_of(inputs, chosen)), [part[chosen] for part in together]), chosen
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_bad_row_keeps_to_itself(many, device):
+    inputs = make_inputs(Shape(130), seed=6, device=device)
+    clean = mhc(**inputs.boundary(), many=many)
+    inputs.streams[5, 2, 100] = float("nan")
+    inputs.f[40] = float("inf")
+    inputs.post[77] = float("nan")
+    inputs.comb[129, 1, 2] = float("inf")
+    bad, good = [5, 40, 77, 129], [row for row in range(130) if row not in (5, 40, 77, 129)]
+    found = mhc(**inputs.boundary(), many=many)
+    assert equal([part[good] for part in found], [part[good] for part in clean])
+    assert not bool(torch.isfinite(found[3][bad].float()).all(1).any())
+
+
+@pytest.mark.parametrize("x_scale", [1e-6, 1e-3, 30.0, 1e4, 1e12])
+@pytest.mark.parametrize("mix_scale", [1.0, 50.0])
+def test_extreme_scales(x_scale, mix_scale, device):
+    """Tiny streams meet rms_eps, great ones fp32's range of squares; great logits saturate softmax and sigmoid."""
+    inputs = make_inputs(Shape(33, x_scale=x_scale, mix_scale=mix_scale), seed=8, device=device)
+    found = mhc(**inputs.boundary())
+    assert all(bool(torch.isfinite(part.float()).all()) for part in found)
+    check_boundary(inputs, found, coefficients=MAX_ERROR_COEFFICIENTS * max(1.0, mix_scale / 2))
+
+
+def test_zero_rows_and_zero_streams(device):
+    inputs = make_inputs(Shape(0), device=device)
+    assert [part.shape[0] for part in mhc(**inputs.boundary())] == [0, 0, 0, 0]
+    assert mhc_post(**inputs.post_only()).shape == (0, 4, 4096)
+    inputs = make_inputs(Shape(3), device=device)
+    inputs.streams.zero_()
+    inputs.f.zero_()
+    streams, _, comb, y = mhc(**inputs.boundary())
+    assert not streams.any() and not y.any()
+    assert float((comb.sum(1) - 1).abs().max()) < 1e-4
+
+
+def test_strided_arguments(device):
+    inputs = make_inputs(Shape(20), seed=2, device=device)
+    expected = mhc(**inputs.boundary())
+    wide = torch.full((20, 5000), float("nan"), dtype=torch.bfloat16, device=device)
+    wide[:, 8 : 8 + 4096] = inputs.f
+    deep = torch.full((20, 6, 4096), float("nan"), dtype=torch.bfloat16, device=device)
+    deep[:, 1:5] = inputs.streams
+    strided = {**inputs.boundary(), "f": wide[:, 8 : 8 + 4096], "streams": deep[:, 1:5]}
+    for many in (False, True):
+        assert equal(mhc(**strided, many=many), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 24, 200, 1500])
+def test_a_captured_call_follows_its_inputs(rows, device):
+    inputs = make_inputs(Shape(rows), seed=1, device=device)
+    mhc(**inputs.boundary())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain = mhc(**inputs.boundary())
+        again = mhc(inputs.f, *chain[:3], inputs.fn, inputs.scale, inputs.base, norm_weight=inputs.norm_weight)
+    for seed in range(3):
+        fresh = make_inputs(Shape(rows), seed=10 + seed, device=device)
+        for name in ("f", "streams", "post", "comb"):
+            getattr(inputs, name).copy_(getattr(fresh, name))
+        graph.replay()
+        first = mhc(**inputs.boundary())
+        assert equal(chain, first)
+        second = mhc(inputs.f, *first[:3], inputs.fn, inputs.scale, inputs.base, norm_weight=inputs.norm_weight)
+        assert equal(again, second)
+
+
+def test_calls_on_two_streams(device):
+    both = [make_inputs(Shape(rows), seed=rows, device=device) for rows in (4, 1200)]
+    expected = [mhc(**inputs.boundary()) for inputs in both]
+    streams = [torch.cuda.Stream(device) for _ in both]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for inputs, stream in zip(both, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(mhc(**inputs.boundary()))
+    torch.cuda.synchronize()
+    assert all(equal(parts, expected[i % 2]) for i, parts in enumerate(found))
+
+
+def test_past_two_gib(device):
+    rows = 70_000  # 2.3 GB of streams
+    inputs = make_inputs(Shape(64), seed=9, device=device)
+    index = torch.arange(rows, device=device) % 64
+    names = ("f", "streams", "post", "comb")
+    wide = {**inputs.boundary(), **{name: getattr(inputs, name)[index] for name in names}}
+    expected = mhc(**inputs.boundary())
+    found = mhc(**wide)
+    assert equal([part[-64:] for part in found], [part[index[-64:]] for part in expected])
