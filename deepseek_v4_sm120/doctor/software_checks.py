@@ -159,6 +159,8 @@ def _profile(facts: Facts) -> Iterator[Finding]:
         for operator, measured in profile.read(found["path"])["operators"].items()
         for provider, why in measured.get("wrong", {}).items()
     }
+    crashed = [name for name, why in wrong.items() if why.startswith("crashed") and f"/{profile.OURS}" not in name]
+    wrong = {name: why for name, why in wrong.items() if name not in crashed}
     if wrong:
         yield fail(
             "profile",
@@ -166,6 +168,9 @@ def _profile(facts: Facts) -> Iterator[Finding]:
             "ours are left out where they are wrong; a wrong one of SGLang's answers wrongly where it is used",
             "report it; where it is SGLang's own, choose another backend",
         )
+    elif crashed:
+        found = f"{told}; crashed under calibrate: {', '.join(crashed)}"
+        yield warn("profile", found, "we do not use it; nothing else, unless a server does", "report it with the table")
     elif lost := [name for name, winner in found["winners"].items() if winner != profile.OURS]:
         yield warn(
             "profile", told, f"SGLang's own {', '.join(lost)} was faster here, and is used", "tell us the figures"

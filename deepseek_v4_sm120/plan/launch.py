@@ -140,7 +140,8 @@ def _flags(plan: Plan) -> None:
     add(Flag("--model-path", m.path or m.name, f"{m.name}, {m.expert_format.upper()} experts"))
     add(Flag("--tp-size", str(r.gpus), f"{plan.weights / 1e9:.1f} GB of weights a card"))
     add(Flag("--trust-remote-code", "", "the checkpoint's own configuration"))
-    add(Flag("--context-length", str(r.context), "every captured width and the indexer's scratch follow it"))
+    followers = "every captured width" + ("" if "index_select" in r.replaced else " and the indexer's logits")
+    add(Flag("--context-length", str(r.context), f"the longest request; {followers} grows with it"))
     slots = (
         "C128 states are held per slot" if memory.has_request_states(r.version) else "the streams that were asked for"
     )

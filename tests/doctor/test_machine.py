@@ -263,6 +263,13 @@ def test_a_provider_that_is_wrong_on_this_card_is_named(tmp_path):
     found.status["profile"] = profile.consult(str(file), None).describe()
     named = finding(software_checks.checks(found), "profile")
     assert named.state == FAIL and "sparse_decode/triton is wrong on this card: C4" in named.found
+    measured["wrong"] = {"triton": "crashed after 0 case(s): no such argument"}
+    file.write_text(json.dumps({"format": 1, "identity": {}, "operators": {"sparse_decode": measured}}))
+    named = finding(software_checks.checks(found), "profile")
+    assert named.state == WARN and "crashed under calibrate: sparse_decode/triton" in named.found
+    measured["wrong"] = {"ours": "crashed after 0 case(s): illegal access"}
+    file.write_text(json.dumps({"format": 1, "identity": {}, "operators": {"sparse_decode": measured}}))
+    assert finding(software_checks.checks(found), "profile").state == FAIL
 
 
 def test_caches_that_a_container_loses(tmp_path):

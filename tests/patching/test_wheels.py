@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_v4_sm120.calibrate import index_select, mxfp4_moe
 from deepseek_v4_sm120.patching import contract, engine
 from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Engine
 from deepseek_v4_sm120.patching.spec import MODES
@@ -464,3 +465,24 @@ def test_mhc_between_the_read_versions(inspect_wheel):
     for minor in range(12, 30):
         found = set(mhc_rows(inspect_wheel("0.5.17", called=f"0.5.{minor}")))
         assert len(found) == (4 if minor < 13 else 6), minor
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_calibrate_finds_the_stock_operators(inspect_wheel, version, monkeypatch):
+    """The functions that its providers import exist in this release under these names."""
+    sources, numbers = inspect_wheel(version).sources, tuple(map(int, version.split(".")))
+    monkeypatch.setattr(index_select, "sglang_version", lambda: numbers)
+
+    def defines(module, name):
+        text = sources.read(module)
+        return text is not None and name in {n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}
+
+    assert defines(mxfp4_moe.MARLIN, "fused_marlin_moe")
+    assert defines(mxfp4_moe.REPACK, "prepare_moe_mxfp4_layer_for_marlin")
+    assert defines(mxfp4_moe.WORKSPACE, "marlin_make_workspace")
+    logits = index_select._stock_logits()
+    assert (logits is None) == (version == "0.5.12")
+    if logits is not None:
+        assert defines(*logits) and sum(defines(*home) for home in index_select.TOPK) == 1
+    cutlass = sources.read("sglang.srt.layers.moe.moe_runner.flashinfer_cutlass") or ""
+    assert ("FlashInferCutlassMxfp4MoeQuantInfo" in cutlass) == (numbers >= mxfp4_moe.CUTLASS_SINCE)
