@@ -56,7 +56,8 @@ def sparse_decode(
                        where a row's candidates are all entries below its length (C128: (t + 1) // 128), a list of
                        which is page_size times as wide and per row. Candidate e is slot
                        page_table[table, e // page_size] * page_size + e % page_size, masked where the page is negative
-                       or beyond the pool; lengths are clamped to 0..pages * page_size. To the bit as with that list
+                       or beyond the pool; lengths are clamped to 0..pages * page_size. To the bit as with that list.
+                       At most 2^30 entries a row. SGLang's page_table is such a table of C128, with lengths seq // 128
     extra_page_table_rows
                        [rows] int32: the table of each row (its request's), all masked where that is no table; None:
                        a table for each row, tables = rows

@@ -63,8 +63,14 @@ class Call:
         return padded if _real_heads is None else min(_real_heads, padded)
 
 
+_REQUIRED = ("q", "k_cache", "head_dim_v")
+_as_set = functools.cache(frozenset)
+
+
 def _bind(where: str, names: tuple[str, ...], args: tuple, kwargs: dict) -> dict:
     """Arguments by name; like Python's own binding, with both lists in the message."""
+    if not args and kwargs.keys() <= _as_set(names) and kwargs.keys() >= _as_set(_REQUIRED):
+        return kwargs  # as SGLang calls it
     unknown = [name for name in kwargs if name not in names]
     if unknown or len(args) > len(names):
         raise TypeError(
@@ -76,7 +82,7 @@ def _bind(where: str, names: tuple[str, ...], args: tuple, kwargs: dict) -> dict
     if twice:
         raise TypeError(f"{where}: {twice} given by position and by keyword; this patch knows {list(names)}")
     values.update(kwargs)
-    missing = [name for name in ("q", "k_cache", "head_dim_v") if name not in values]
+    missing = [name for name in _REQUIRED if name not in values]
     if missing:
         raise TypeError(f"{where}: missing arguments {missing}, got {list(values)}; this patch knows {list(names)}")
     return values
@@ -101,10 +107,11 @@ def _call(values: dict, args: tuple, kwargs: dict, *, is_sparse_fp8: bool) -> Ca
 
 
 def _is_served_cache(cache: torch.Tensor, indices: torch.Tensor | None) -> bool:
+    shape = cache.shape
     return (
-        cache.ndim == 4
-        and cache.shape[2] == 1
-        and cache.shape[3] == kv_page_layout().token_bytes
+        len(shape) == 4
+        and shape[2] == 1
+        and shape[3] == kv_page_layout().token_bytes
         and cache.element_size() == 1
         and indices is not None
         and indices.ndim == 3
@@ -114,14 +121,14 @@ def _is_served_cache(cache: torch.Tensor, indices: torch.Tensor | None) -> bool:
 
 def handles(call: Call) -> bool:
     """True for the calls that ops.sparse_decode computes: DeepSeek-V4's attention, on a device that the gate serves."""
-    q = call.q
+    q, shape = call.q, call.q.shape
     return (
         call.is_sparse_fp8
         and q.dtype == torch.bfloat16
-        and q.ndim == 4
-        and q.shape[1] == 1
-        and 1 <= q.shape[2] <= op.MAX_HEADS
-        and q.shape[3] == call.head_dim_v == kv_page_layout().head_dim
+        and len(shape) == 4
+        and shape[1] == 1
+        and 1 <= shape[2] <= op.MAX_HEADS
+        and shape[3] == call.head_dim_v == kv_page_layout().head_dim
         and _is_served_cache(call.k_cache, call.indices)
         and (call.extra_k_cache is None) == (call.extra_indices is None)
         and (call.extra_k_cache is None or _is_served_cache(call.extra_k_cache, call.extra_indices))

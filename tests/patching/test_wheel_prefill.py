@@ -1,5 +1,6 @@
-"""SGLang 0.5.14's own DeepseekV4AttnBackend.forward, taken out of the wheel and run over stand-ins: what it passes to
-the paged attention for few rows is what replace_forward_prefill_sparse passes for many. And who asks for the GPU."""
+"""SGLang's own code, taken out of the wheels and run. 0.5.14's DeepseekV4AttnBackend.forward over stand-ins: what it
+passes to the paged attention for few rows is what replace_forward_prefill_sparse passes for many. Who asks for the GPU
+before the other prefill. And the C128 lists that it makes are those that our page tables stand for."""
 
 import ast
 import sys
@@ -191,3 +192,35 @@ def test_who_asks_for_the_gpu_before_the_copied_history(version, sglang_wheel):
     guarded += [n for n in ast.walk(tree) if isinstance(n, ast.If) and "_use_sparse_prefill" in ast.unparse(n.test)]
     inside = [n for test in guarded for n in ast.walk(test)]
     assert copied and all(any(call is n for n in inside) for call in copied)
+
+
+LISTS = {
+    "0.5.14": "sglang/srt/layers/attention/dsv4/metadata_kernel.py",
+    "0.5.17": "sglang/kernels/ops/attention/dsv4/metadata_kernel.py",
+    "0.5.20": "sglang/kernels/ops/attention/dsv4/metadata_kernel.py",
+    "0.5.23": "sglang/kernels/ops/attention/dsv4/metadata_kernel.py",
+}
+# The kernel in Triton's interpreter, whose switch must be set before the module is imported
+MAKE_LIST = """
+    import sys, torch
+    sys.path.insert(0, FOLDER)
+    from metadata_kernel import init_compression_metadata
+    from deepseek_v4_sm120.reference.sparse_decode import indices_of_page_table
+    torch.manual_seed(0)
+    seq_lens = torch.tensor([1, 127, 128, 255, 256, 300, 5000, 8192], dtype=torch.int32)
+    rows, page_size = seq_lens.numel(), 256
+    table = torch.randperm(rows * 40)[: rows * 33].view(rows, 33).to(torch.int32)
+    made = init_compression_metadata(seq_lens, seq_lens - 1, seq_lens.long(), table, page_size)[8]
+    width = 33 * page_size // 128
+    stood_for = indices_of_page_table(table, page_size // 128, rows * 40)[:, 0]
+    beyond = torch.arange(width) >= (seq_lens // 128)[:, None]
+    print(tuple(made.shape), bool((made >= 0).any()), torch.equal(made, stood_for.masked_fill(beyond, -1)))
+"""
+
+
+@pytest.mark.parametrize("version", LISTS)
+def test_a_page_table_stands_for_the_c128_list_that_sglang_makes(version, sglang_wheel, tmp_path, python):
+    """SGLang's table of a row, of 256-token pages, is the C128 cache's too; lengths are seq // 128."""
+    (tmp_path / "metadata_kernel.py").write_bytes(zipfile.ZipFile(sglang_wheel(version)).read(LISTS[version]))
+    code = MAKE_LIST.replace("FOLDER", repr(str(tmp_path)))
+    assert python(code, env={"TRITON_INTERPRET": "1"}).stdout == "(8, 66) True True\n"
