@@ -61,9 +61,9 @@ def mhc(
     returns        (streams [rows, 4, hidden] bf16, post [rows, 4] float32, comb [rows, 4, 4] float32, y [rows, hidden]
                    bf16), all new tensors
     sizes          hidden 4096 (Flash) or 7168 (Pro); any number of rows below 2^31 / 32
-    accuracy       fn is used exactly (three bf16 parts), sums in fp32. Against float64, relative L2: post and comb below
-                   5e-6, streams and y below 0.0025, which is their rounding to bf16. y: sum of squares of the unrounded
-                   sum, whose bf16 rounding the norm multiplies, as SGLang's fused kernel does
+    accuracy       fn is used exactly (three bf16 parts), sums in fp32. Against float64, relative L2: post and comb
+                   below 5e-6, streams and y below 0.0025, which is their rounding to bf16. y: sum of squares of
+                   the unrounded sum, whose bf16 rounding the norm multiplies, as SGLang's fused kernel does
     determinism    the same bits in every run and in every batch; for NaN and infinity, too: a row keeps its own
     raises         TypeError (dtype), ValueError (shape, stride, alignment, range: says name, expected, got),
                    RuntimeError (device, launch)
