@@ -7,7 +7,7 @@ DSV4_SM120_SHADOW=1         run ours beside the original on live inputs, record 
 DSV4_SM120_SHADOW=ours      the same, but keep our result
 DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out with a warning, the server starts
 DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json
-DSV4_SM120_SET=<name>=<on, off or a number>[,...]   the table's settings: others than its defaults
+DSV4_SM120_SET=<name>=<on, off or a number>[,...]   the table's settings: others than its defaults; <operator>=off
 DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out
 """
 

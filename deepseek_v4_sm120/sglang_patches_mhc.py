@@ -6,8 +6,8 @@ What each version has:
     0.5.14 to 0.5.18  the boundary exists, off by default (and never on where the TileLang pre is off: 0.5.14); we turn
                       it on. From 0.5.17 on it is what SM120 may use
     0.5.19 and later  on by default for SM120 where both TileLang switches allow it; we turn it on for every choice
-    0.5.23            the same calls behind layer boundaries (models/deepseek_v4_boundary.py), class renamed; DeepSeek-V4.1
-                      (hidden 5120, `pre` of the sublayer before) is SGLang's
+    0.5.23            the same calls behind layer boundaries (models/deepseek_v4_boundary.py), class renamed;
+                      DeepSeek-V4.1 (hidden 5120, `pre` of the sublayer before) is SGLang's
 """
 
 from deepseek_v4_sm120.patching.contract import Contract, Parameters
@@ -50,8 +50,8 @@ def _same(digest: str, *versions: str) -> dict[str, str]:
 
 MHC = Patch(
     name="mhc",
-    why="hyper-connections: at a boundary stock runs post, a product in torch or TileLang, Sinkhorn, a weighted sum and "
-    "the RMSNorm one by one, above 32 rows with a product on ceil(rows / 32) blocks; bench/mhc.py",
+    why="hyper-connections: at a boundary stock runs post, a product in torch or TileLang, Sinkhorn, a weighted sum "
+    "and the RMSNorm one by one, above 32 rows with a product on ceil(rows / 32) blocks; bench/mhc.py",
     targets=(
         _target(
             f"{MODEL}:{SWITCH}",

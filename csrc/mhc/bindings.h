@@ -46,6 +46,7 @@ inline void run(uintptr_t f, int64_t f_stride, uintptr_t post, uintptr_t comb, u
   p.counters = pointer_to<uint32_t>(counters);
   p.rows = rows;
   p.hidden = hidden;
+  p.inverse_hidden = 1.f / static_cast<float>(hidden);
   p.head = head;
   if (p.fn != nullptr) {
     const Workspace needed = workspace(rows, hidden, head, many);

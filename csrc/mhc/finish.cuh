@@ -21,7 +21,7 @@ __device__ __forceinline__ float normed_mix(const float (*octets)[32], int num_o
   float sum = 0.f;
   for (int w = 0; w < num_octets; ++w) sum += octets[w][lane];
   const float squares = __shfl_sync(0xffffffffu, sum, kOutputs<kHead>);
-  return sum * rsqrtf(squares / static_cast<float>(kStreams * p.hidden) + p.rms_eps);
+  return sum * rsqrtf(fmaf(squares, 0.25f * p.inverse_hidden, p.rms_eps));
 }
 
 // Sinkhorn on the reciprocals of the scalings. With C = diag(1/a) C0 diag(1/b), dividing the rows by their sums + eps is
@@ -51,23 +51,22 @@ struct Gates {
 
 // post and comb of one row from z = mix * scale + base (lane o has the o-th); a full warp
 __device__ __forceinline__ void write_coefficients(const Params& p, int64_t row, float z, int lane) {
+  // lanes 8 to 23 have a row of C in four lanes each
+  float most = fmaxf(z, __shfl_xor_sync(0xffffffffu, z, 1));
+  most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+  const float power = expf(z - most);
+  float sum = power + __shfl_xor_sync(0xffffffffu, power, 1);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+  const float start = fmaf(power, reciprocal(sum), p.hc_eps);
   float c[kStreams][kStreams];
 #pragma unroll
   for (int i = 0; i < kStreams; ++i) {
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) c[i][j] = __shfl_sync(0xffffffffu, z, 8 + i * kStreams + j);
+    for (int j = 0; j < kStreams; ++j) c[i][j] = __shfl_sync(0xffffffffu, start, 8 + i * kStreams + j);
   }
+  float a[kStreams] = {1.f, 1.f, 1.f, 1.f}, b[kStreams];
 #pragma unroll
-  for (int i = 0; i < kStreams; ++i) {
-    const float most = fmaxf(fmaxf(c[i][0], c[i][1]), fmaxf(c[i][2], c[i][3]));
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) c[i][j] = expf(c[i][j] - most);
-    const float inverse = reciprocal((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]));
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) c[i][j] = fmaf(c[i][j], inverse, p.hc_eps);
-  }
-  float a[kStreams] = {1.f, 1.f, 1.f, 1.f}, b[kStreams] = {1.f, 1.f, 1.f, 1.f};
-  rescale<false>(c, a, b, p.hc_eps);
+  for (int j = 0; j < kStreams; ++j) b[j] = ((c[0][j] + c[1][j]) + (c[2][j] + c[3][j])) + p.hc_eps;
   for (int turn = 1; turn < p.sinkhorn_iters; ++turn) {
     rescale<true>(c, b, a, p.hc_eps);
     rescale<false>(c, a, b, p.hc_eps);
@@ -164,7 +163,7 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + 1)) finish_kernel(const Para
     sync_first(num_warps * 32);
     float sum = 0.f;
     for (int w = 0; w < num_warps; ++w) sum += squares[w];
-    y = times_weight(y, rsqrtf(sum / static_cast<float>(p.hidden) + p.norm_eps), weight);
+    y = times_weight(y, rsqrtf(fmaf(sum, p.inverse_hidden, p.norm_eps)), weight);
   }
   *reinterpret_cast<uint4*>(p.y + row * p.hidden + column) = y;
 }

@@ -6,7 +6,8 @@
 //
 // The sums are those of mix.cuh and finish.cuh, value by value: a row has the same bits as among few.
 //
-// Shared memory: the bf16 parts of fn 72 KB, coefficients 5 KB, sums of warps or of the finished rows' octets 14 KB.
+// Shared memory: the bf16 parts of fn 72 KB, coefficients 5 KB, sums of warps or of the finished rows' octets 14 KB, sums
+// of the first two slices 7 KB.
 #pragma once
 
 #include "finish.cuh"
@@ -27,6 +28,7 @@ struct ManyShared {
     float other[kPasses][kManyTiles][14][32];                   // sums for the other half's warp, by lane
     float octets[kTeams][kManyHidden / 256][32];                // of the rows that are finished
   };
+  float kept[14][kManyThreads / 2];                            // sums of the first pass, by the thread of the half
   float squares[kTeams][kManyHidden / 256];
 };
 static_assert(sizeof(ManyShared) <= 101376, "an SM120 block has 99 KiB");
@@ -150,7 +152,7 @@ __device__ __forceinline__ void load_coefficients(const Params& p, ManyShared& s
 }
 
 // Slice 0 + 1 of the pass: of a warp's 14 sums its half keeps mixes 0-15, or 16-23 and the squares, and gives the others
-// away. The first pass's are kept in the workspace meanwhile: registers are short.
+// away. The first pass's are kept in shared memory meanwhile: registers are short.
 __device__ __forceinline__ void add_halves(const Params& p, ManyShared& s, int first_row, int tile, int half, int pass, const Sums& sums) {
   const int lane = threadIdx.x % 32;
   float(&other)[14][32] = s.other[pass][tile];
@@ -163,16 +165,23 @@ __device__ __forceinline__ void add_halves(const Params& p, ManyShared& s, int f
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + lane / 4 + 8 * r;
-    if (row >= p.rows) continue;
     float* const out = p.partials + (static_cast<int64_t>(row) * kColumnBlocks + blockIdx.x % kColumnBlocks) * kWidth<false>;
-    const auto write = [&](int at, int i) { out[at] = pass == 0 ? value(i) + other[i][lane] : out[at] + (value(i) + other[i][lane]); };
+    const auto add = [&](int mix, int i) {
+      const float sum = value(i) + other[i][lane];
+      float& kept = s.kept[i][threadIdx.x % (kManyThreads / 2)];
+      if (pass == 0) {
+        kept = sum;
+      } else if (row < p.rows) {
+        out[mix] = kept + sum;
+      }
+    };
 #pragma unroll
     for (int n = 0; n < kMixTilesN; ++n) {
       if ((n < 2) != (half == 0)) continue;
-      write(n * 8 + lane % 4 * 2, n * 4 + 2 * r);
-      write(n * 8 + lane % 4 * 2 + 1, n * 4 + 2 * r + 1);
+      add(n * 8 + lane % 4 * 2, n * 4 + 2 * r);
+      add(n * 8 + lane % 4 * 2 + 1, n * 4 + 2 * r + 1);
     }
-    if (half == 1 && lane % 4 == 0) write(kMixes, 12 + r);
+    if (half == 1 && lane % 4 == 0) add(kMixes, 12 + r);
   }
 }
 
@@ -228,7 +237,7 @@ __device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int64
     sync_team();
     float sum = 0.f;
     for (int w = 0; w < kOctets; ++w) sum += s.squares[team][w];
-    inverse = rsqrtf(sum / static_cast<float>(p.hidden) + p.norm_eps);
+    inverse = rsqrtf(fmaf(sum, p.inverse_hidden, p.norm_eps));
   }
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {

@@ -61,9 +61,9 @@ def mhc(
     returns        (streams [rows, 4, hidden] bf16, post [rows, 4] float32, comb [rows, 4, 4] float32, y [rows, hidden]
                    bf16), all new tensors
     sizes          hidden 4096 (Flash) or 7168 (Pro); any number of rows below 2^31 / 32
-    accuracy       fn is used exactly (three bf16 parts), sums in fp32. Against float64, relative L2: post and comb below
-                   5e-6, streams and y below 0.0025, which is their rounding to bf16. y: sum of squares of the unrounded
-                   sum, whose bf16 rounding the norm multiplies, as SGLang's fused kernel does
+    accuracy       fn is used exactly (three bf16 parts), sums in fp32. Against float64, relative L2: post and comb
+                   below 5e-6, streams and y below 0.0025, which is their rounding to bf16. y: sum of squares of
+                   the unrounded sum, whose bf16 rounding the norm multiplies, as SGLang's fused kernel does
     determinism    the same bits in every run and in every batch; for NaN and infinity, too: a row keeps its own
     raises         TypeError (dtype), ValueError (shape, stride, alignment, range: says name, expected, got),
                    RuntimeError (device, launch)
@@ -79,13 +79,14 @@ def mhc(
     _check_exact("comb", comb, torch.float32, (rows, STREAMS, STREAMS), device)
     _check_mixes(fn, scale, base, norm_weight, MIXES, 3, hidden, device)
     _check_range(norm_eps, rms_eps, hc_eps, sinkhorn_iters)
+    if many and hidden != MANY_HIDDEN:
+        raise ValueError(f"mhc: many needs hidden {MANY_HIDDEN}, got {hidden}")
+    _check_cuda(device)
     new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=device)
     y, new_post, new_comb = _results(rows, hidden, device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
     if many is None:
         many = rows >= MANY_ROWS and hidden == MANY_HIDDEN
-    elif many and hidden != MANY_HIDDEN:
-        raise ValueError(f"mhc: many needs hidden {MANY_HIDDEN}, got {hidden}")
     _launch(streams, f, post, comb, new, y=y, post_out=new_post, comb_out=new_comb, many=many, **options)
     return new, new_post, new_comb, y
 
@@ -107,6 +108,7 @@ def mhc_pre(
     rows, hidden = _check_streams(streams)
     _check_mixes(fn, scale, base, norm_weight, MIXES, 3, hidden, streams.device)
     _check_range(norm_eps, rms_eps, hc_eps, sinkhorn_iters)
+    _check_cuda(streams.device)
     y, post, comb = _results(rows, hidden, streams.device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
     _launch(streams, None, None, None, None, y=y, post_out=post, comb_out=comb, many=False, **options)
@@ -119,6 +121,7 @@ def mhc_post(f, streams, post, comb):
     _check_rows("f", f, rows, hidden, streams.device)
     post = _check_post(post, rows, streams.device)
     _check_exact("comb", comb, torch.float32, (rows, STREAMS, STREAMS), streams.device)
+    _check_cuda(streams.device)
     new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=streams.device)
     _launch(streams, f, post, comb, new)
     return new
@@ -145,15 +148,17 @@ def mhc_head(
     """
     rows, hidden = _check_streams(streams)
     device, new = streams.device, None
+    given = [value is not None for value in (f, post, comb)]
+    if any(given) and not all(given):
+        raise ValueError(f"mhc: f, post and comb of a head must be given together, got {given}")
     _check_mixes(fn, scale, base, norm_weight, STREAMS, 1, hidden, device)
     _check_range(norm_eps, rms_eps, hc_eps, 1)
-    given = [value is not None for value in (f, post, comb)]
-    if any(given):
-        if not all(given):
-            raise ValueError(f"mhc_head: f, post and comb must be given together, got {given}")
+    if all(given):
         _check_rows("f", f, rows, hidden, device)
         post = _check_post(post, rows, device)
         _check_exact("comb", comb, torch.float32, (rows, STREAMS, STREAMS), device)
+    _check_cuda(device)
+    if all(given):
         new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=device)
     y = torch.empty((rows, hidden), dtype=torch.bfloat16, device=device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, 0.0, 1)
@@ -293,9 +298,13 @@ def _check_streams(streams) -> tuple[int, int]:
         expected = f"[a multiple of {_ALIGN_BF16}, {hidden}, 1]"
         raise ValueError(f"mhc: streams' strides must be {expected}, got {list(stride)}")
     _check_alignment("streams", streams)
-    if streams.device.type != "cuda":
-        raise RuntimeError(f"mhc: streams.device must be a CUDA device, got {streams.device}")
     return rows, hidden
+
+
+def _check_cuda(device) -> None:
+    """After all other checks: they hold on the CPU, too."""
+    if device.type != "cuda":
+        raise RuntimeError(f"mhc: streams.device must be a CUDA device, got {device}")
 
 
 def _check_rows(name, tensor, rows, hidden, device) -> None:

@@ -58,7 +58,8 @@ class Engine:
         self.version = package_version(host, Sources())
         self.stand_ins = [s for s in table.stand_ins if self._version_is_known() and self._in_range(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
-        self.steering = Steering(table.settings, settings, self._has_setting)
+        operators = tuple(dict.fromkeys(patch.serves or patch.name for patch in table.patches))
+        self.steering = Steering(table.settings, settings, self._has_setting, operators)
         self.profile = profile.consult(settings.profile, self.version)
         self.records = [record for patch in table.patches for record in self._select(patch)]
         self._announced = False
@@ -70,6 +71,8 @@ class Engine:
     def _select(self, patch: Patch) -> list[Record]:
         if self.settings.off:
             return [Record(patch, None, OFF, "DSV4_SM120=off")]
+        if self.settings.choices.get(patch.serves or patch.name) == "off":
+            return [Record(patch, None, OFF, f"DSV4_SM120_SET={patch.serves or patch.name}=off")]
         if self.sources.path(self.host) is None:
             return [Record(patch, None, NOT_APPLICABLE, f"{self.host} is not on this interpreter's path")]
         if self.settings.mode not in patch.modes:

@@ -33,10 +33,17 @@ class Choice:
 class Steering:
     """The settings of one process. `in_range` answers whether the host's version is in a specifier set."""
 
-    def __init__(self, rows: tuple[Setting, ...], settings: Settings, in_range: Callable[[str], bool]):
+    def __init__(
+        self,
+        rows: tuple[Setting, ...],
+        settings: Settings,
+        in_range: Callable[[str], bool],
+        operators: tuple[str, ...] = (),  # the engine leaves out those that are chosen "off"
+    ):
         self.rows = {row.name: row for row in rows if in_range(row.sglang)}
-        self.unknown = sorted(set(settings.choices) - {row.name for row in rows})
-        self.known = tuple(row.name for row in rows)
+        self.known = (*(row.name for row in rows), *operators)
+        self.unknown = sorted(set(settings.choices) - set(self.known))
+        self.numbered = [n for n in operators if settings.choices.get(n, "off") not in ("on", "off")]
         self.choices = [self._decide(row, row.name in self.rows, settings) for row in rows]
         self.is_child = False
         self._ours: set[str] = set()  # variables that we set; all others that are set are the user's
@@ -57,10 +64,12 @@ class Steering:
         return Choice(row.name, ON if row.on else OFF, "by default" if row.on else "never run on SM120", value)
 
     def problem(self) -> str | None:
-        """A name in DSV4_SM120_SET that no setting has."""
+        """A name in DSV4_SM120_SET that no setting and no operator has, or a number for an operator."""
+        if self.numbered:
+            return f"DSV4_SM120_SET must be on or off for {', '.join(self.numbered)}, which are no numbers"
         if not self.unknown:
             return None
-        return f"DSV4_SM120_SET names {', '.join(self.unknown)}; the settings are {', '.join(self.known)}"
+        return f"DSV4_SM120_SET names {', '.join(self.unknown)}; it takes {', '.join(self.known)}"
 
     def state(self, name: str) -> str:
         """ON, OFF, USER'S OWN or NOT APPLICABLE."""

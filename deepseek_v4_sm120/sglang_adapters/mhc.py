@@ -8,8 +8,8 @@
     replace_fused_head       fused_hc_head, the collapse before the model's last norm
     replace_hc_head          the MTP block's own hc_head
 
-Each serves a call when `_handles...` says so and otherwise returns what the original returns. In shadow mode each output
-of a call (streams, post, comb, y) is compared and counted by itself, with the same bound.
+Each serves a call when `_is_served...` says so and otherwise returns what the original returns. In shadow mode each
+output of a call (streams, post, comb, y) is compared and counted by itself, with the same bound.
 """
 
 from __future__ import annotations

@@ -63,6 +63,32 @@ class C4IndexerBackendMixin:
 """
 TILELANG = "def tilelang_fp8_paged_mqa_logits(*arguments):\n    return 'original logits'\n"
 
+MODEL = """
+from sglang.srt.utils.common import is_sm120_supported
+
+def _is_fused_mhc_post_pre_enabled():
+    return False
+
+class DeepseekV4DecoderLayer:
+    def hc_pre(self, x, hc_fn, hc_scale, hc_base, norm=None, forward_batch=None):
+        return x, x, x, False
+
+    def hc_post(self, x, residual, post, comb):
+        return residual
+"""
+MTP_MODEL = """
+class DeepseekV4ModelNextN:
+    def hc_head(self, x, hc_fn, hc_scale, hc_base):
+        return x
+"""
+MHC_KERNELS = """
+def mhc_fused_post_pre(x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
+                       hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, n_splits=1, tile_n=1, *, norm_weight=None,
+                       norm_eps=None):
+    return residual, post_layer_mix, comb_res_mix, x
+"""
+MHC_HEAD = "def fused_hc_head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps):\n    return x\n"
+
 TREE_0_5_17 = {
     "sglang/__init__.py": "",
     "sglang/_version.py": "__version__ = version = '0.5.17'\n",
@@ -74,7 +100,10 @@ TREE_0_5_17 = {
     "sglang/srt/layers/attention/dsv4/indexer.py": INDEXER,
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,
     "sglang/srt/layers/attention/dsv4/compressor.py": "def linear_bf16_fp32(x, y):\n    return x\n",
-    "sglang/srt/models/deepseek_v4.py": "from sglang.srt.utils.common import is_sm120_supported\n",
+    "sglang/srt/models/deepseek_v4.py": MODEL,
+    "sglang/srt/models/deepseek_v4_nextn.py": MTP_MODEL,
+    "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,
+    "sglang/kernels/ops/layernorm/mhc_head.py": MHC_HEAD,
     "sglang/kernels/ops/attention/flash_mla_sm120.py": SM120_FUNCTION,
     "sglang/srt/layers/quantization/mxfp4_marlin_moe.py": EXPERTS.format(name="Mxfp4MarlinMoEMethod"),
     "sglang/srt/layers/quantization/mxfp4_flashinfer_cutlass_moe.py": EXPERTS.format(

@@ -81,8 +81,17 @@ def test_validation_modes_change_nothing_unasked():
 
 def test_unknown_names_are_a_problem_in_words():
     made = steering({}, sfae="on")
-    assert made.problem() == "DSV4_SM120_SET names sfae; the settings are safe, risky, count, later"
+    assert made.problem() == "DSV4_SM120_SET names sfae; it takes safe, risky, count, later"
     assert steering({}, safe="on").problem() is None
+
+
+def test_an_operator_is_off_or_on_and_no_number():
+    def problem(**choices):
+        return Steering(ROWS, Settings(choices=choices), lambda versions: True, ("mhc",)).problem()
+
+    assert problem(mhc="off") is None and problem(mhc="on") is None
+    assert problem(mhc="3") == "DSV4_SM120_SET must be on or off for mhc, which are no numbers"
+    assert "it takes safe, risky, count, later, mhc" in problem(mch="off")
 
 
 @pytest.mark.parametrize("text", ["safe", "safe=yes", "=on", "safe=on;risky=on", "count=-1"])
