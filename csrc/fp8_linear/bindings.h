@@ -16,16 +16,19 @@ inline void run(uintptr_t x, int64_t x_stride, int64_t x_stride_group, uintptr_t
                 int64_t scale_stride_output, int64_t scale_stride_input, int scale_bytes, uintptr_t out, int64_t out_stride,
                 int64_t out_stride_group, uintptr_t partial, int64_t partial_bytes, int rows, int groups, int outputs, int inputs,
                 int num_sms, int64_t prefetch, bool pdl, uintptr_t stream, int row_tiles, int warp_rows, int blocks) {
+  for (const int64_t stride : {x_stride, x_stride_group, weight_stride, scale_stride_output * scale_bytes, scale_stride_input * scale_bytes}) {
+    if (stride < 0 || stride > UINT32_MAX) throw std::runtime_error("fp8_linear: takes strides below 2^32, got " + std::to_string(stride));
+  }
   Params p = {};
   p.weight = reinterpret_cast<const uint8_t*>(weight);
-  p.weight_stride = weight_stride;
+  p.weight_stride = static_cast<uint32_t>(weight_stride);
   p.scale = reinterpret_cast<const void*>(scale);
-  p.scale_stride_output = scale_stride_output;
-  p.scale_stride_input = scale_stride_input;
+  p.scale_stride_output = static_cast<uint32_t>(scale_stride_output * scale_bytes);
+  p.scale_stride_input = static_cast<uint32_t>(scale_stride_input * scale_bytes);
   p.scale_bytes = scale_bytes;
   p.x = reinterpret_cast<const uint16_t*>(x);
-  p.x_stride = x_stride;
-  p.x_stride_group = x_stride_group;
+  p.x_stride = static_cast<uint32_t>(x_stride);
+  p.x_stride_group = static_cast<uint32_t>(x_stride_group);
   p.out = reinterpret_cast<uint16_t*>(out);
   p.out_stride = out_stride;
   p.out_stride_group = out_stride_group;
@@ -34,11 +37,11 @@ inline void run(uintptr_t x, int64_t x_stride, int64_t x_stride_group, uintptr_t
   p.groups = groups;
   p.outputs = outputs;
   p.inputs = inputs;
-  const Plan plan = make_plan(rows, groups, outputs, inputs, num_sms, row_tiles, warp_rows, blocks);
+  const Plan plan = make_plan(rows, groups, outputs, inputs, num_sms, prefetch, row_tiles, warp_rows, blocks);
   if (partial_bytes < plan.partial_bytes)
     throw std::runtime_error("fp8_linear: scratch too small: needs " + std::to_string(plan.partial_bytes) + " bytes, got " +
                              std::to_string(partial_bytes));
-  launch(p, plan, prefetch, pdl, reinterpret_cast<cudaStream_t>(stream));
+  launch(p, plan, pdl, reinterpret_cast<cudaStream_t>(stream));
 }
 
 inline void bind(py::module_& m) {
@@ -52,7 +55,7 @@ inline void bind(py::module_& m) {
   m.def(
       "fp8_linear_scratch_bytes",
       [](int rows, int groups, int outputs, int inputs, int num_sms, int row_tiles, int warp_rows, int blocks) {
-        return make_plan(rows, groups, outputs, inputs, num_sms, row_tiles, warp_rows, blocks).partial_bytes;
+        return make_plan(rows, groups, outputs, inputs, num_sms, 0, row_tiles, warp_rows, blocks).partial_bytes;
       },
       py::kw_only(), "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "row_tiles"_a = 0, "warp_rows"_a = 0, "blocks"_a = 0);
 }
