@@ -137,7 +137,8 @@ Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int64
   place(plan, rows);
   const int tiles = tiles_of(static_cast<int64_t>(groups) * outputs, plan.row_tiles, plan.warp_rows);
   plan.group_tiles = tiles / groups;
-  plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, num_sms / plan.splits));
+  const int resident = plan.column_tiles <= 2 ? 2 : 1;  // blocks of a multiprocessor
+  plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, resident * num_sms / plan.splits));
   plan.block_tiles = {tiles / plan.blocks, tiles % plan.blocks};
   plan.prefetch_rows = static_cast<int32_t>(std::min<int64_t>(prefetch / (inputs / plan.splits), 1 << 20));
   if (plan.splits > 1) plan.partial_bytes = static_cast<int64_t>(plan.splits) * rows * groups * outputs * 4;
