@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "bf16_linear/bf16_linear.h"
+#include "fp8_linear/bindings.h"
 #include "index_select/bindings.h"
 #include "kv_page_layout.h"
 #include "mhc/bindings.h"
@@ -157,6 +158,7 @@ py::list kernel_attributes() {
   append_attributes(all, mxfp4_moe::kernel_attributes());
   append_attributes(all, bf16_linear::kernel_attributes());
   append_attributes(all, mhc::kernel_attributes());
+  append_attributes(all, fp8_linear::kernel_attributes());
   return all;
 }
 
@@ -220,6 +222,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("bf16_linear_limits") = py::make_tuple(bf16_linear::kMaxRows, bf16_linear::kInputsMultiple, bf16_linear::kOutputsMultiple);
   index_select::bind(m);
   mhc::bind(m);
+  fp8_linear::bind(m);
   m.def("build_info", &build_info);
   m.def("kernel_attributes", &kernel_attributes);
   m.def("kernel_shared_bytes", [] {
@@ -229,6 +232,7 @@ PYBIND11_MODULE(_C, m) {
     d["experts_kernel"] = mxfp4_moe::shared_bytes();
     d["bf16_linear_kernel"] = bf16_linear::shared_bytes();
     d["many_kernel"] = mhc::shared_bytes();
+    d["linear_kernel"] = fp8_linear::shared_bytes();
     return d;
   });
 }

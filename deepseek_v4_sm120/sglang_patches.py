@@ -18,6 +18,7 @@ ADAPTER = "deepseek_v4_sm120.sglang_adapters.sparse_decode"
 INDEX_ADAPTER = "deepseek_v4_sm120.sglang_adapters.index_select"
 SEAMS = "deepseek_v4_sm120.sglang_adapters.platform_seams"
 EXPERTS = "deepseek_v4_sm120.sglang_adapters.mxfp4_moe"
+FP8_METHOD = "sglang.srt.layers.quantization.fp8:Fp8LinearMethod"
 LINEAR_ADAPTER = "deepseek_v4_sm120.sglang_adapters.bf16_linear"
 MARLIN_EXPERTS = "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoEMethod"
 CUTLASS_EXPERTS = "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod"
@@ -194,6 +195,30 @@ BF16_LINEAR = Patch(
     needs=(EXTENSION,),
     modes=("sm120", "ops", "seams"),
     retire="when the stock projections are as fast on SM120 (bench/bf16_linear.py)",
+)
+
+FP8_LINEAR = Patch(
+    name="fp8_linear",
+    why="the dense FP8 layers, up to 64 rows: stock quantises the activations in a launch of its own before each GEMM "
+    "(Triton up to 0.5.15, then CUTLASS; DeepGEMM on Hopper); bench/fp8_linear.py",
+    targets=(
+        Target(
+            where=f"{FP8_METHOD}.apply",
+            sglang=">=0.5.12,<0.6",
+            contract=Parameters(("self", "layer", "x", "bias")),
+            replacement="deepseek_v4_sm120.sglang_adapters.fp8_linear:replace_apply",
+            reviewed={
+                "0.5.12": "d90366a0b0d097bf",
+                "0.5.14": "ff7163103d9a7a98",
+                "0.5.17": "b412ac2835e20458",
+                "0.5.20": "8f4aa5256c300082",
+                "0.5.23": "28b38c86cb4b24c7",
+            },
+        ),
+    ),
+    needs=(EXTENSION,),
+    modes=("sm120", "ops", "seams"),
+    retire="when the stock GEMM and its quantisation are faster on SM120 for few rows (bench/fp8_linear.py)",
 )
 
 UNPADDED_HEADS = Patch(
@@ -510,7 +535,7 @@ TABLE = Table(
     preflight="sglang.srt.managers.scheduler",
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
-        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, MHC),
+        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, MHC),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     settings=SETTINGS,

@@ -38,6 +38,11 @@ class {name}:
     def apply(self, layer, dispatch_output):
         return dispatch_output
 """
+FP8 = """
+class Fp8LinearMethod:
+    def apply(self, layer, x, bias=None):
+        return "original linear", x
+"""
 INDEXER = """
 from sglang.srt.utils.common import is_sm120_supported
 
@@ -105,6 +110,7 @@ TREE_0_5_17 = {
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,
     "sglang/kernels/ops/layernorm/mhc_head.py": MHC_HEAD,
     "sglang/kernels/ops/attention/flash_mla_sm120.py": SM120_FUNCTION,
+    "sglang/srt/layers/quantization/fp8.py": FP8,
     "sglang/srt/layers/quantization/mxfp4_marlin_moe.py": EXPERTS.format(name="Mxfp4MarlinMoEMethod"),
     "sglang/srt/layers/quantization/mxfp4_flashinfer_cutlass_moe.py": EXPERTS.format(
         name="Mxfp4FlashinferCutlassMoEMethod"

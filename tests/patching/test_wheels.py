@@ -23,6 +23,7 @@ from deepseek_v4_sm120.sglang_patches import (
     DEEP_GEMM_LOGITS,
     DEEP_GEMM_LOGITS_FP4,
     EXTENSION,
+    FP8_METHOD,
     INDEXER,
     LEFT_AT_TRUTH,
     MARLIN_EXPERTS,
@@ -73,6 +74,7 @@ EXPECTED = {  # version -> what the normal mode finds: patch -> module of its la
 }
 for _found in EXPECTED.values():
     _found["index_select"] = _found["bf16_linear"] = INDEXER
+    _found["fp8_linear"] = FP8_METHOD.partition(":")[0]
     _found["mhc"] = MTP_MODEL.partition(":")[0]
 # version -> (logits, our top-k, top-k of an explicit choice) that the indexer is found with
 INDEX_NAMES = {

@@ -1,0 +1,63 @@
+// The Python functions of the FP8 linear: raw pointers and sizes, keyword-only; ops/ validates them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "fp8_linear.h"
+
+namespace dsv4::fp8_linear {
+
+namespace py = pybind11;
+
+inline void run(uintptr_t x, int64_t x_stride, int64_t x_stride_group, uintptr_t weight, int64_t weight_stride, uintptr_t scale,
+                int64_t scale_stride_output, int64_t scale_stride_input, int scale_bytes, uintptr_t out, int64_t out_stride,
+                int64_t out_stride_group, uintptr_t partial, int64_t partial_bytes, int rows, int groups, int outputs, int inputs,
+                int num_sms, int64_t prefetch, bool pdl, uintptr_t stream, int row_tiles, int warp_rows, int blocks) {
+  for (const int64_t stride : {x_stride, x_stride_group, weight_stride, scale_stride_output * scale_bytes, scale_stride_input * scale_bytes}) {
+    if (stride < 0 || stride > UINT32_MAX) throw std::runtime_error("fp8_linear: takes strides below 2^32, got " + std::to_string(stride));
+  }
+  Params p = {};
+  p.weight = reinterpret_cast<const uint8_t*>(weight);
+  p.weight_stride = static_cast<uint32_t>(weight_stride);
+  p.scale = reinterpret_cast<const void*>(scale);
+  p.scale_stride_output = static_cast<uint32_t>(scale_stride_output * scale_bytes);
+  p.scale_stride_input = static_cast<uint32_t>(scale_stride_input * scale_bytes);
+  p.scale_bytes = scale_bytes;
+  p.x = reinterpret_cast<const uint16_t*>(x);
+  p.x_stride = static_cast<uint32_t>(x_stride);
+  p.x_stride_group = static_cast<uint32_t>(x_stride_group);
+  p.out = reinterpret_cast<uint16_t*>(out);
+  p.out_stride = out_stride;
+  p.out_stride_group = out_stride_group;
+  p.partial = reinterpret_cast<float*>(partial);
+  p.rows = rows;
+  p.groups = groups;
+  p.outputs = outputs;
+  p.inputs = inputs;
+  const Plan plan = make_plan(rows, groups, outputs, inputs, num_sms, prefetch, row_tiles, warp_rows, blocks);
+  if (partial_bytes < plan.partial_bytes)
+    throw std::runtime_error("fp8_linear: scratch too small: needs " + std::to_string(plan.partial_bytes) + " bytes, got " +
+                             std::to_string(partial_bytes));
+  launch(p, plan, pdl, reinterpret_cast<cudaStream_t>(stream));
+}
+
+inline void bind(py::module_& m) {
+  using namespace py::literals;
+  m.attr("FP8_LINEAR_MAX_ROWS") = kMaxRows;
+  m.def("fp8_linear", &run, py::kw_only(), "x"_a, "x_stride"_a, "x_stride_group"_a, "weight"_a, "weight_stride"_a, "scale"_a,
+        "scale_stride_output"_a, "scale_stride_input"_a, "scale_bytes"_a, "out"_a, "out_stride"_a, "out_stride_group"_a, "partial"_a,
+        "partial_bytes"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "prefetch"_a, "pdl"_a, "stream"_a,
+        "row_tiles"_a = 0, "warp_rows"_a = 0, "blocks"_a = 0);
+  m.def("fp8_linear_problem", &problem, py::kw_only(), "rows"_a, "groups"_a, "outputs"_a, "inputs"_a);
+  m.def(
+      "fp8_linear_scratch_bytes",
+      [](int rows, int groups, int outputs, int inputs, int num_sms, int row_tiles, int warp_rows, int blocks) {
+        return make_plan(rows, groups, outputs, inputs, num_sms, 0, row_tiles, warp_rows, blocks).partial_bytes;
+      },
+      py::kw_only(), "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "row_tiles"_a = 0, "warp_rows"_a = 0, "blocks"_a = 0);
+}
+
+}  // namespace dsv4::fp8_linear

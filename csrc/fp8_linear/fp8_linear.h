@@ -1,0 +1,65 @@
+// FP8 block-scaled linear for few rows: parameters and launch. Device code in kernel.cuh, sizes in config.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace dsv4::fp8_linear {
+
+struct Params {
+  const uint8_t* weight;         // [groups * outputs][inputs] E4M3
+  const void* scale;             // [groups * outputs / 128][inputs / 128]
+  uint32_t weight_stride;        // bytes between rows, multiple of 16
+  uint32_t scale_stride_output, scale_stride_input;  // bytes
+  int32_t scale_bytes;           // 4: fp32, 1: UE8M0
+  const uint16_t* x;             // [rows, groups, inputs] bf16
+  uint32_t x_stride, x_stride_group;  // elements, multiples of 8
+  uint16_t* out;                 // [rows, groups, outputs] bf16
+  int64_t out_stride, out_stride_group;  // elements, multiples of 4
+  float* partial;                // [splits][rows][groups * outputs], where the plan splits
+  int32_t rows, groups, outputs, inputs;
+};
+
+// So many in each of `parts`, and one more in the first `more` of them.
+struct Shares {
+  int32_t each, more;
+};
+
+// What the launcher does with these sizes. The slices, and so every bit, depend on the inputs alone.
+struct Plan {
+  int32_t column_tiles;          // of 8 rows of x
+  int32_t row_tiles;             // of 16 weight rows, one warp's
+  int32_t warp_rows;             // warps beside each other along the weight rows; the others share the inputs
+  int32_t slices, splits;        // of the inputs; slices of one block = slices / splits
+  Shares slice_blocks;           // blocks of 128 inputs of a slice
+  int32_t slots;                 // of 128 inputs that a slice keeps in shared memory: all, or as many as are on their way
+  int32_t exchange;              // where in shared memory warps exchange sums: behind x, or over it where x comes anew anyway
+  int32_t blocks;                // of one split
+  Shares block_tiles;            // tiles of a block
+  int32_t group_tiles;           // tiles of a group
+  int32_t prefetch_rows;         // weight rows of a block that go to the L2 ahead of the predecessor's end
+  int64_t partial_bytes;
+};
+
+constexpr int kMaxRows = 64;
+
+// Why the kernel cannot take these sizes; empty: it can.
+std::string problem(int rows, int groups, int outputs, int inputs);
+
+// `prefetch`: most bytes that a block sends to the L2 ahead of the predecessor's end. Zero in `row_tiles`, `warp_rows`, `blocks`: the launcher's choice (tuning). No choice changes a bit of the result.
+Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int64_t prefetch, int row_tiles, int warp_rows, int blocks);
+
+// One kernel, or two where the plan splits.
+void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);
+
+struct KernelAttributes {
+  std::string name;
+  int registers, shared_bytes, local_bytes, blocks_per_sm;
+};
+std::vector<KernelAttributes> kernel_attributes();
+int shared_bytes();  // of the kernel that takes the most
+
+}  // namespace dsv4::fp8_linear

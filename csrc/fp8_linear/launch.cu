@@ -1,0 +1,180 @@
+// Choice and launch of the kernels.
+#include <algorithm>
+#include <stdexcept>
+
+#include "../check.h"
+#include "kernel.cuh"
+
+namespace dsv4::fp8_linear {
+
+namespace {
+
+constexpr char kName[] = "fp8_linear";
+
+using LinearKernel = void (*)(Params, Plan);
+
+struct Variant {
+  int column_tiles, row_tiles, warp_rows;
+  LinearKernel kernel;
+};
+
+template <int kColumnTiles, int kRowTiles, int kWarpRows>
+Variant variant() {
+  return {kColumnTiles, kRowTiles, kWarpRows, &linear_kernel<Config<kColumnTiles, kRowTiles, kWarpRows>>};
+}
+
+const Variant kVariants[] = {
+    variant<1, 1, 1>(), variant<1, 2, 1>(), variant<1, 1, 2>(), variant<1, 1, 4>(), variant<1, 1, 8>(),
+    variant<2, 1, 1>(), variant<2, 2, 1>(), variant<2, 1, 2>(), variant<2, 2, 2>(), variant<2, 1, 4>(), variant<2, 1, 8>(),
+    variant<4, 1, 2>(), variant<4, 2, 2>(), variant<4, 1, 4>(), variant<4, 2, 4>(), variant<4, 1, 8>(),
+    variant<8, 1, 4>(), variant<8, 1, 8>(),
+};
+
+const Variant* find(int column_tiles, int row_tiles, int warp_rows) {
+  for (const Variant& v : kVariants) {
+    if (v.column_tiles == column_tiles && v.row_tiles == row_tiles && v.warp_rows == warp_rows) return &v;
+  }
+  return nullptr;
+}
+
+int slices_of(int inputs) {
+  int slices = kMaxSlices;
+  while (slices > inputs / kBlock) slices /= 2;
+  return slices;
+}
+
+int tiles_of(int64_t weight_rows, int row_tiles, int warp_rows) {
+  const int rows = kTileRows * row_tiles * warp_rows;
+  return static_cast<int>(weight_rows / rows);
+}
+
+// Row tiles of a warp: two where one would not keep enough on its way, if that leaves a tile for most multiprocessors.
+void choose(Plan& plan, int groups, int outputs, int inputs, int num_sms, int asked_row_tiles, int asked_warp_rows) {
+  const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
+  const int least = kMaxSlices / plan.slices;
+  plan.warp_rows = std::max(least, asked_warp_rows ? asked_warp_rows : plan.column_tiles == 8 ? 4 : plan.column_tiles == 4 ? 2 : 1);
+  const int blocks = inputs / kBlock / plan.slices;
+  int row_tiles = asked_row_tiles;
+  if (row_tiles == 0) {
+    row_tiles = plan.column_tiles > 1 || blocks < steps_of(1) ? 2 : 1;
+    const int splits = plan.slices * plan.warp_rows / kWarps;
+    if (4 * tiles_of(weight_rows, row_tiles, plan.warp_rows) * splits < 3 * num_sms) row_tiles = 1;
+  }
+  while (row_tiles > 1 && (find(plan.column_tiles, row_tiles, plan.warp_rows) == nullptr || outputs % (kTileRows * row_tiles * plan.warp_rows))) {
+    row_tiles /= 2;  // one is always possible: outputs are a multiple of 128
+  }
+  plan.row_tiles = row_tiles;
+}
+
+int x_shared(const Plan& plan, int rows, int slots) {
+  const int here = kWarps / plan.warp_rows, kept = rows_in_shared(plan.column_tiles, rows);
+  return x_bytes(kept, here, slots) + factor_bytes(kept, here, slots);
+}
+
+int shared_of(const Plan& plan, int rows) {
+  return std::max(x_shared(plan, rows, plan.slots), plan.exchange + sum_bytes(rows, plan.row_tiles));
+}
+
+// x of all blocks of inputs beside the sums, or as many blocks as are on their way under them.
+void place(Plan& plan, int rows) {
+  plan.slots = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
+  plan.exchange = x_shared(plan, rows, plan.slots);
+  if (shared_of(plan, rows) <= kMaxShared) return;
+  const int ahead = ahead_of(plan.column_tiles, plan.row_tiles), most = plan.slots;
+  plan.slots = ahead;
+  while (plan.slots + ahead <= most && x_shared(plan, rows, plan.slots + ahead) <= kMaxShared) plan.slots += ahead;
+  plan.exchange = 0;
+}
+
+void allow_shared(const Variant& v) {
+  static bool allowed[64][std::size(kVariants)] = {};
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), kName, "cudaGetDevice");
+  bool& known = allowed[device % 64][&v - kVariants];
+  if (known) return;
+  check_cuda(cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared), kName, "cudaFuncSetAttribute");
+  known = true;
+}
+
+struct Launcher {
+  bool pdl;
+  cudaStream_t stream;
+
+  template <typename... Parameters, typename... Arguments>
+  void operator()(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, const Arguments&... arguments) const {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = pdl ? 1 : 0;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), kName, "launch");
+  }
+};
+
+}  // namespace
+
+std::string problem(int rows, int groups, int outputs, int inputs) {
+  if (rows > kMaxRows) return "at most " + std::to_string(kMaxRows) + " rows, got " + std::to_string(rows);
+  if (inputs % kBlock || inputs < kBlock) return "inputs a multiple of 128, got " + std::to_string(inputs);
+  if (outputs % kBlock || outputs < kBlock) return "outputs a multiple of 128, got " + std::to_string(outputs);
+  if (static_cast<int64_t>(groups) * outputs > 1 << 24) return "at most 2^24 outputs of all groups, got " + std::to_string(int64_t(groups) * outputs);
+  if (inputs > 1 << 20) return "at most 2^20 inputs, got " + std::to_string(inputs);
+  return "";
+}
+
+Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int64_t prefetch, int row_tiles, int warp_rows, int blocks) {
+  Plan plan = {};
+  plan.column_tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
+  plan.slices = slices_of(inputs);
+  plan.slice_blocks = {inputs / kBlock / plan.slices, inputs / kBlock % plan.slices};
+  choose(plan, groups, outputs, inputs, num_sms, row_tiles, warp_rows);
+  plan.splits = plan.slices * plan.warp_rows / kWarps;
+  place(plan, rows);
+  const int tiles = tiles_of(static_cast<int64_t>(groups) * outputs, plan.row_tiles, plan.warp_rows);
+  plan.group_tiles = tiles / groups;
+  const int resident = plan.column_tiles <= 2 ? 2 : 1;  // blocks of a multiprocessor
+  plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, resident * num_sms / plan.splits));
+  plan.block_tiles = {tiles / plan.blocks, tiles % plan.blocks};
+  plan.prefetch_rows = static_cast<int32_t>(std::min<int64_t>(prefetch / (inputs / plan.splits), 1 << 20));
+  if (plan.splits > 1) plan.partial_bytes = static_cast<int64_t>(plan.splits) * rows * groups * outputs * 4;
+  return plan;
+}
+
+void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream) {
+  const std::string why_not = problem(params.rows, params.groups, params.outputs, params.inputs);
+  if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
+  const Variant* const v = find(plan.column_tiles, plan.row_tiles, plan.warp_rows);
+  if (v == nullptr || shared_of(plan, params.rows) > kMaxShared) throw std::runtime_error("fp8_linear: no kernel for this plan");
+  allow_shared(*v);
+  const Launcher launcher = {pdl, stream};
+  launcher(v->kernel, dim3(plan.blocks, plan.splits), kThreads, shared_of(plan, params.rows), params, plan);
+  if (plan.splits == 1) return;
+  const int64_t weight_rows = static_cast<int64_t>(params.groups) * params.outputs;
+  const dim3 grid(static_cast<unsigned>((weight_rows / 4 + kMergeThreads - 1) / kMergeThreads), params.rows);
+  void (*const merge)(Params) = plan.splits == 2 ? merge_kernel<2> : plan.splits == 4 ? merge_kernel<4> : merge_kernel<8>;
+  launcher(merge, grid, kMergeThreads, 0, params);
+}
+
+std::vector<KernelAttributes> kernel_attributes() {
+  std::vector<KernelAttributes> all;
+  for (const Variant& v : kVariants) {
+    allow_shared(v);
+    cudaFuncAttributes a = {};
+    check_cuda(cudaFuncGetAttributes(&a, v.kernel), kName, "cudaFuncGetAttributes");
+    const int shared = sum_bytes(8 * v.column_tiles, v.row_tiles);
+    int blocks = 0;
+    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, v.kernel, kThreads, shared), kName, "occupancy query");
+    all.push_back({"fp8_linear_" + std::to_string(v.column_tiles) + "_" + std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows),
+                   a.numRegs, shared, static_cast<int>(a.localSizeBytes), blocks});
+  }
+  return all;
+}
+
+int shared_bytes() { return kMaxShared; }
+
+}  // namespace dsv4::fp8_linear

@@ -1,0 +1,64 @@
+"""Random inputs of fp8_linear, and the matrices of DeepSeek-V4-Flash that it multiplies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_v4_sm120.reference.fp8_linear import BLOCK
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One of the model's FP8 matrices on a rank; groups > 1 (or wo_a) is the grouped form."""
+
+    name: str
+    tp: int
+    groups: int
+    outputs: int
+    inputs: int
+
+    @property
+    def bytes(self) -> int:
+        return self.groups * self.outputs * self.inputs
+
+    @property
+    def label(self) -> str:
+        groups = f"{self.groups} x " if self.name == "wo_a" else ""
+        return f"{self.name}, TP{self.tp}, {groups}[{self.outputs}, {self.inputs}]"
+
+
+def matrices(tp: int) -> list[Matrix]:
+    """Of a layer on a rank. wqkv_a and the index queries are replicated."""
+    return [
+        Matrix("wqkv_a", tp, 1, 1536, 4096),
+        Matrix("wq_b", tp, 1, 32768 // tp, 1024),
+        Matrix("index_wq_b", tp, 1, 8192, 1024),
+        Matrix("wo_a", tp, 8 // tp, 1024, 4096),
+        Matrix("wo_b", tp, 1, 4096, 8192 // tp),
+        Matrix("shared_gate_up", tp, 1, 4096 // tp, 4096),
+        Matrix("shared_down", tp, 1, 4096, 2048 // tp),
+    ]
+
+
+def make_x(rows: int, groups: int, inputs: int, generator: torch.Generator) -> torch.Tensor:
+    """[rows, groups, inputs] bf16 as activations are: channels of different size, a few large ones."""
+    device = generator.device
+    x = torch.randn((rows, groups, inputs), generator=generator, device=device)
+    x *= torch.exp(0.7 * torch.randn((inputs,), generator=generator, device=device))
+    large = torch.rand((inputs,), generator=generator, device=device) < 0.002
+    return torch.where(large, 30 * x, x).to(torch.bfloat16)
+
+
+def make_weight(groups: int, outputs: int, inputs: int, generator: torch.Generator, *, ue8m0=False):
+    """([groups, outputs, inputs] E4M3 of every finite code, [groups, outputs / 128, inputs / 128] scales)."""
+    device = generator.device
+    codes = torch.randint(0, 254, (groups, outputs, inputs), generator=generator, device=device, dtype=torch.uint8)
+    codes += (codes >= 0x7F).to(torch.uint8)  # 0 .. 0x7e, 0x80 .. 0xfe: all but the NaNs
+    shape = (groups, outputs // BLOCK, inputs // BLOCK)
+    if ue8m0:
+        scale = torch.randint(112, 122, shape, generator=generator, device=device, dtype=torch.uint8)
+    else:
+        scale = 0.001 + 0.01 * torch.rand(shape, generator=generator, device=device)
+    return codes.view(torch.float8_e4m3fn), scale

@@ -1,0 +1,90 @@
+"""SGLang's FP8 linear method -> `ops.fp8_linear`.
+
+Every dense FP8 layer of the model (wqkv_a, wq_b, wo_b, the indexer's wq_b, the shared experts, the MTP projections) is
+an `Fp8LinearMethod`, whichever GEMM it chose; its `apply` is replaced. The function that it stores is not touched: code
+that compares it by identity (quantise-once in deepseek_v2.py) sees SGLang's own.
+
+Up to 64 rows of bf16 activations go to our operator: one launch, x is not quantised. The choice depends on the number
+of rows, and on what is fixed for a layer, never on contents. All else is the original's: more rows; x that is already
+quantised (a tuple); a bias; MXFP8 and Marlin layers; weights or scales in a layout that the operator does not read
+(DeepGEMM's packed scales, blocks other than 128 x 128).
+
+`wo_a` is no such layer where SGLang expands it to bf16 at load; see NOTES in bench/ for what FP8 there would take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from deepseek_v4_sm120 import device_gate, shadow
+from deepseek_v4_sm120.ops import fp8_linear as op
+from deepseek_v4_sm120.settings import settings
+
+PATCH = "fp8_linear"
+# Against a product whose activations are rounded to E4M3, 2.6% relative L2 for what is normally distributed, with
+# float32 as with power-of-two scales; tests/ops/test_fp8_linear_reference.py. Ours alone is below 0.002.
+SHADOW_RELATIVE_L2 = 0.06
+
+
+def has_few_rows(x) -> bool:
+    """True for 1 to 64 rows of bf16, in any number of leading dimensions."""
+    return isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 and 0 < x.numel() <= op.MAX_ROWS * x.shape[-1]
+
+
+def as_rows(x) -> torch.Tensor:
+    """x as [rows, inputs] with strides and an address that the operator takes; a copy only where they are others."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    aligned = rows.stride(-1) == 1 and rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
+    return rows if aligned else rows.clone(memory_format=torch.contiguous_format)
+
+
+def serves_layer(method, layer) -> bool:
+    """True for block-scaled E4M3 weights as the checkpoint has them, on a GPU that we serve."""
+    weight, scale = layer.weight, getattr(layer, "weight_scale_inv", None)
+    return (
+        bool(method.block_quant)
+        and not getattr(method, "use_marlin", False)
+        and not getattr(method, "use_mxfp8", False)
+        and scale is not None
+        and device_gate.serves(weight.device)
+        and op.takes(weight, scale)
+    )
+
+
+def _serve(_method, layer, x, _bias=None):
+    out = op.fp8_linear(as_rows(x), layer.weight, layer.weight_scale_inv)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _tensors(ours, original, *_) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(ours.reshape(-1, ours.shape[-1]), original.reshape(-1, original.shape[-1]))]
+
+
+def _identity(_method, layer, *_) -> int:
+    return layer.weight.data_ptr()
+
+
+def _shape(_method, layer, x, *_) -> dict[str, int]:
+    outputs, inputs = layer.weight.shape
+    return {"rows": x.numel() // inputs, "outputs": outputs, "inputs": inputs}
+
+
+def replace_apply(original: Callable) -> Callable:
+    """For Fp8LinearMethod.apply."""
+    serve = _serve
+    if settings().shadow:
+        comparison = shadow.Comparison(
+            tensors=_tensors, identity=_identity, shape=_shape, relative_l2=SHADOW_RELATIVE_L2
+        )
+        serve = shadow.shadowed(PATCH, _serve, original, comparison)
+
+    @functools.wraps(original)
+    def apply(self, layer, x, bias=None):
+        if bias is not None or not has_few_rows(x) or not serves_layer(self, layer):
+            return original(self, layer, x, bias)
+        return serve(self, layer, x)
+
+    return apply

@@ -1,0 +1,135 @@
+"""The adapter on Fp8LinearMethod and layers as SGLang makes them; the reference is in the operator's place."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepseek_v4_sm120 import device_gate, settings, shadow
+from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.fp8_linear import dequantized, quantized_activations
+from deepseek_v4_sm120.reference.fp8_linear import fp8_linear as reference
+from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight, make_x
+from deepseek_v4_sm120.sglang_adapters import fp8_linear as adapter
+
+
+def original(self, layer, x, bias=None):
+    """What stock computes: E4M3 activations."""
+    layer.log.append("original")
+    if isinstance(x, tuple):
+        return "quantised once"
+    rows = x.reshape(-1, x.shape[-1])
+    weight = layer.weight.float().double() if layer.plain else dequantized(layer.weight, layer.weight_scale_inv)
+    out = (quantized_activations(rows) @ weight.T).to(torch.bfloat16)
+    return (out if bias is None else out + bias).view(*x.shape[:-1], out.shape[-1])
+
+
+def make(rows=5, *, ue8m0=False):
+    generator = torch.Generator().manual_seed(rows)
+    weight, scale = make_weight(1, 256, 384, generator, ue8m0=ue8m0)
+    method = SimpleNamespace(block_quant=True, use_marlin=False, use_mxfp8=False)
+    layer = SimpleNamespace(weight=weight[0], weight_scale_inv=scale[0], log=[], plain=False)
+    return method, layer, make_x(rows, 1, 384, generator)[:, 0]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The gate is open for the CPU; the reference computes what passes the operator's own checks."""
+    shapes = []
+
+    def operator(x, weight, scale):
+        adapter.op._check_x("fp8_linear", x, 2, ("rows", "inputs"))
+        adapter.op._check_weight("fp8_linear", weight, scale, x, (x.shape[1],))
+        shapes.append(tuple(x.shape))
+        return reference(x, weight, scale).to(torch.bfloat16)
+
+    monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    monkeypatch.setattr(adapter.op, "fp8_linear", operator)
+    return shapes
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_few_rows_are_ours(served, rows, ue8m0):
+    method, layer, x = make(rows, ue8m0=ue8m0)
+    out = adapter.replace_apply(original)(method, layer, x)
+    assert relative_error(out, reference(x, layer.weight, layer.weight_scale_inv)) < 0.002
+    assert layer.log == [] and served == [(rows, 384)]
+
+
+def test_other_shapes_and_strides_of_x(served):
+    method, layer, x = make(6)
+    apply = adapter.replace_apply(original)
+    expected = apply(method, layer, x)
+    assert torch.equal(apply(method, layer, x.view(2, 3, 384)), expected.view(2, 3, 256))
+    wide = torch.zeros(6, 401, dtype=torch.bfloat16)
+    wide[:, 3:387] = x
+    assert torch.equal(apply(method, layer, wide[:, 3:387]), expected)
+    assert torch.equal(apply(method, layer, x.T.contiguous().T), expected)
+    assert layer.log == []
+
+
+def change(**changes):
+    return lambda method, layer: [setattr(method if hasattr(method, n) else layer, n, v) for n, v in changes.items()]
+
+
+REFUSED = {
+    "65 rows": (None, lambda x: x.repeat(13, 1)),
+    "no rows": (None, lambda x: x[:0]),
+    "another dtype": (None, lambda x: x.half()),
+    "quantised once": (None, lambda x: (x.to(torch.float8_e4m3fn), torch.ones(5, 3))),
+    "no blocks": (change(block_quant=False), None),
+    "Marlin": (change(use_marlin=True), None),
+    "MXFP8": (change(use_mxfp8=True), None),
+    "expanded weights": (change(weight=torch.zeros(256, 384, dtype=torch.bfloat16), plain=True), None),
+    "packed scales": (change(weight_scale_inv=torch.ones(256, 1, dtype=torch.int32), plain=True), None),
+    "no scales": (change(weight_scale_inv=None, plain=True), None),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_rest_is_the_originals(served, name):
+    method, layer, x = make()
+    alter, other_x = REFUSED[name]
+    if alter:
+        alter(method, layer)
+    adapter.replace_apply(original)(method, layer, x if other_x is None else other_x(x))
+    assert layer.log == ["original"] and served == []
+
+
+def test_a_bias_and_another_gpu_are_the_originals(served, monkeypatch):
+    method, layer, x = make()
+    apply = adapter.replace_apply(original)
+    apply(method, layer, x, torch.zeros(256, dtype=torch.bfloat16))
+    monkeypatch.setattr(device_gate, "serves", lambda device: False)
+    apply(method, layer, x, bias=None)
+    assert layer.log == ["original"] * 2 and served == []
+
+
+def test_versions_without_a_switch_have_none(served):
+    """0.5.12's method has no use_mxfp8 where the checkpoint is block-scaled."""
+    method, layer, x = make()
+    del method.use_mxfp8, method.use_marlin
+    adapter.replace_apply(original)(method, layer, x)
+    assert served == [(5, 384)]
+
+
+@pytest.mark.parametrize("keep", ["1", "ours"])
+def test_shadow_compares_with_fp8_activations(served, monkeypatch, keep):
+    monkeypatch.setattr(adapter, "settings", lambda: settings.Settings(shadow=keep))
+    monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow=keep))
+    shadow.reset()
+    method, layer, x = make()
+    apply = adapter.replace_apply(original)
+    out = apply(method, layer, x)
+    ours = reference(x, layer.weight, layer.weight_scale_inv).to(torch.bfloat16)
+    assert torch.equal(out, ours) == (keep == "ours")
+    (record,) = shadow.report()
+    assert record["patch"] == "fp8_linear" and (record["calls"], record["bad_calls"]) == (1, 0)
+    assert record["shape"] == {"rows": 5, "outputs": 256, "inputs": 384} and record["relative_l2_max"] > 0.01
+    monkeypatch.setattr(adapter.op, "fp8_linear", lambda x, w, s: 1.1 * ours)
+    apply(method, layer, x)
+    assert shadow.report()[0]["bad_calls"] == 1
+    shadow.reset()

@@ -1,0 +1,209 @@
+"""ops.fp8_linear on the GPU against the reference: the model's shapes, hostile numbers, bits, graphs, streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.ops import fp8_linear as op
+from deepseek_v4_sm120.ops.fp8_linear import fp8_grouped_linear, fp8_linear
+from deepseek_v4_sm120.reference import fp8_linear as reference
+from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight, make_x, matrices
+
+pytestmark = pytest.mark.gpu
+
+MAX_RELATIVE_ERROR = 0.002  # bf16 out: 0.0017
+ODD_SIZES = [(128, 128), (128, 256), (256, 384), (384, 512), (2048, 512), (640, 640), (1152, 1536), (128, 7168)]
+SHAPES = sorted({(m.groups, m.outputs, m.inputs) for tp in (1, 2, 4, 8) for m in matrices(tp)})
+ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64)
+
+
+def _make(rows, outputs, inputs, *, groups=1, seed=3, ue8m0=False):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    weight, scale = make_weight(groups, outputs, inputs, generator, ue8m0=ue8m0)
+    return make_x(rows, groups, inputs, generator), weight, scale
+
+
+def _plain(rows, outputs, inputs, **options):
+    x, weight, scale = _make(rows, outputs, inputs, **options)
+    return x[:, 0], weight[0], scale[0]
+
+
+def _bits(tensor):
+    return tensor.view(torch.int16)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_matrix_of_the_model(shape):
+    groups, outputs, inputs = shape
+    x, weight, scale = _make(64, outputs, inputs, groups=groups)
+    truth = reference.fp8_grouped_linear(x, weight, scale)
+    together = fp8_grouped_linear(x, weight, scale)
+    for rows in (1, 5, 16, 24, 64):
+        out = fp8_grouped_linear(x[:rows], weight, scale)
+        assert relative_error(out, truth[:rows]) < MAX_RELATIVE_ERROR
+        assert torch.equal(_bits(out), _bits(together[:rows]))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_and_scales(rows):
+    for ue8m0 in (False, True):
+        x, weight, scale = _plain(rows, 1536, 4096, ue8m0=ue8m0)
+        assert relative_error(fp8_linear(x, weight, scale), reference.fp8_linear(x, weight, scale)) < MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("size", ODD_SIZES, ids=str)
+def test_odd_sizes(size):
+    x, weight, scale = _plain(64, *size)
+    truth, together = reference.fp8_linear(x, weight, scale), fp8_linear(x, weight, scale)
+    assert relative_error(together, truth) < MAX_RELATIVE_ERROR
+    for rows in (1, 8, 13, 30):
+        assert torch.equal(_bits(fp8_linear(x[:rows], weight, scale)), _bits(together[:rows]))
+
+
+def test_a_row_has_the_same_bits_in_every_batch():
+    for outputs, inputs in ((4096, 8192), (8192, 1024), (4096, 2048), (1536, 4096), (4096, 512)):
+        x, weight, scale = _plain(64, outputs, inputs)
+        together = fp8_linear(x, weight, scale)
+        for row in (0, 11, 63):
+            assert torch.equal(_bits(fp8_linear(x[row : row + 1], weight, scale)[0]), _bits(together[row]))
+        shuffled = torch.randperm(64, device="cuda")
+        assert torch.equal(_bits(fp8_linear(x[shuffled][:40], weight, scale)), _bits(together[shuffled][:40]))
+
+
+@pytest.mark.parametrize("rows", (1, 12, 40, 64))
+def test_no_tuning_changes_a_bit(rows):
+    x, weight, scale = _make(rows, 4096, 2048)
+    expected = fp8_grouped_linear(x, weight, scale)
+    tried = 0
+    choices = ((1, 1, 0), (2, 1, 7), (1, 2, 0), (2, 2, 264), (1, 4, 0), (2, 4, 50), (1, 8, 0))
+    for row_tiles, warp_rows, blocks in choices:
+        out = torch.full_like(expected, torch.nan)
+        try:
+            op._run(x, weight, scale, out, row_tiles=row_tiles, warp_rows=warp_rows, blocks=blocks, prefetch=0)
+        except RuntimeError as error:
+            assert "no kernel for this plan" in str(error)
+            continue
+        tried += 1
+        assert torch.equal(_bits(out), _bits(expected))
+    assert tried >= 2
+
+
+def test_more_rows_than_a_launch_takes():
+    x, weight, scale = _plain(201, 1024, 2048)
+    out = fp8_linear(x, weight, scale)
+    assert relative_error(out, reference.fp8_linear(x, weight, scale)) < MAX_RELATIVE_ERROR
+    assert torch.equal(_bits(out[70:80]), _bits(fp8_linear(x[70:80], weight, scale)))
+    assert fp8_linear(x[:0], weight, scale).shape == (0, 1024)
+
+
+def test_subnormal_weights_alone():
+    x, weight, scale = _plain(5, 256, 1024)
+    codes = weight.view(torch.uint8)
+    codes.copy_(codes & 0x87)
+    assert relative_error(fp8_linear(x, weight, scale), reference.fp8_linear(x, weight, scale)) < MAX_RELATIVE_ERROR
+
+
+def test_nan_weights_spoil_their_outputs_alone():
+    x, weight, scale = _plain(20, 384, 1024)
+    clean = fp8_linear(x, weight, scale)
+    for code, output, place in ((0x7F, 5, 0), (0xFF, 200, 1023), (0x7F, 383, 517)):
+        weight.view(torch.uint8)[output, place] = code
+    out = fp8_linear(x, weight, scale)
+    spoiled = torch.zeros(384, dtype=torch.bool, device="cuda")
+    spoiled[[5, 200, 383]] = True
+    assert bool(out[:, spoiled].isnan().all())
+    assert torch.equal(_bits(out[:, ~spoiled]), _bits(clean[:, ~spoiled]))
+
+
+@pytest.mark.parametrize("rows", (4, 30, 64))
+def test_nonfinite_rows_do_not_leak(rows):
+    x, weight, scale = _plain(rows, 512, 1024)
+    clean = fp8_linear(x, weight, scale)
+    x[1, 77], x[3, 1000] = torch.nan, torch.inf
+    out = fp8_linear(x, weight, scale)
+    assert bool(out[1].isnan().all())
+    assert not bool(out[3].isfinite().any())
+    kept = [row for row in range(rows) if row not in (1, 3)]
+    assert torch.equal(_bits(out[kept]), _bits(clean[kept]))
+
+
+def test_sizes_of_numbers_far_apart():
+    x, weight, scale = _plain(6, 256, 1024)
+    factors = torch.tensor([1e-30, 1e-6, 1.0, 1e6, 1e28, 3e-38], device="cuda")
+    x = (x.double() * factors[:, None].double()).to(torch.bfloat16)
+    scale[0] *= 1e6
+    out, truth = fp8_linear(x, weight, scale), reference.fp8_linear(x, weight, scale)
+    for row in range(6):
+        assert relative_error(out[row], truth[row]) < MAX_RELATIVE_ERROR
+    x, weight, scale = _plain(2, 256, 1024)
+    x[:, ::128] *= 2.0**18  # one input of each block far above the others
+    assert relative_error(fp8_linear(x, weight, scale), reference.fp8_linear(x, weight, scale)) < MAX_RELATIVE_ERROR
+    scale.fill_(torch.finfo(torch.float32).max)
+    assert bool(fp8_linear(x[:, :], weight, scale).isinf().any())
+    assert not bool(fp8_linear(torch.zeros_like(x), weight, scale).any())
+
+
+def test_nan_scales_spoil_their_block_of_outputs():
+    x, weight, scale = _plain(3, 512, 512, ue8m0=True)
+    clean = fp8_linear(x, weight, scale)
+    scale[1, 2] = 255
+    out = fp8_linear(x, weight, scale)
+    assert bool(out[:, 128:256].isnan().all())
+    assert torch.equal(_bits(out[:, 256:]), _bits(clean[:, 256:]))
+    scale[1, 2] = 0
+    assert bool(fp8_linear(x, weight, scale).isfinite().all())
+    same = fp8_linear(x, weight, scale.view(torch.float8_e8m0fnu))
+    assert torch.equal(_bits(same), _bits(fp8_linear(x, weight, scale)))
+
+
+def test_strides():
+    x, weight, scale = _plain(9, 512, 1024)
+    expected = fp8_linear(x, weight, scale)
+    wide_x = torch.full((9, 1024 + 64), torch.nan, dtype=torch.bfloat16, device="cuda")
+    wide_x[:, 8:1032] = x
+    wide_weight = torch.empty((512, 1024 + 48), dtype=torch.uint8, device="cuda").fill_(0x7F)
+    wide_weight[:, 16:1040] = weight.view(torch.uint8)
+    wide_out = torch.full((9, 520), 7.0, dtype=torch.bfloat16, device="cuda")
+    columns = scale.T.contiguous().T
+    sliced = wide_weight[:, 16:1040].view(torch.float8_e4m3fn)
+    out = fp8_linear(wide_x[:, 8:1032], sliced, columns, out=wide_out[:, 4:516])
+    assert torch.equal(_bits(out), _bits(expected))
+    assert bool((wide_out[:, :4] == 7).all()) and bool((wide_out[:, 516:] == 7).all())
+    x, weight, scale = _make(9, 256, 512, groups=4)
+    transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(
+        _bits(fp8_grouped_linear(transposed, weight, scale)), _bits(fp8_grouped_linear(x, weight, scale))
+    )
+
+
+@pytest.mark.parametrize("rows", (1, 16, 64))
+def test_a_graph_replays_it(rows):
+    x, weight, scale = _plain(rows, 4096, 4096)
+    expected = fp8_linear(x, weight, scale)
+    static = torch.zeros_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = fp8_linear(static, weight, scale)
+        second = fp8_linear(first, weight, scale)
+    static.copy_(x)
+    for _ in range(3):
+        graph.replay()
+    assert torch.equal(_bits(first), _bits(expected))
+    assert torch.equal(_bits(second), _bits(fp8_linear(expected, weight, scale)))
+
+
+def test_a_chain_of_dependent_calls():
+    """Each launch reads what the launch before wrote, while its own weights are already on their way."""
+    _, weight, scale = _plain(1, 1024, 1024)
+    scale *= 0.1
+    for rows in (1, 20):
+        x = _plain(rows, 1024, 1024)[0]
+        chained, waited = x, x
+        for _ in range(50):
+            chained = fp8_linear(chained, weight, scale)
+        for _ in range(50):
+            torch.cuda.synchronize()
+            waited = fp8_linear(waited, weight, scale)
+        assert torch.equal(_bits(chained), _bits(waited))
