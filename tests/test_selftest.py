@@ -8,6 +8,7 @@ import pytest
 
 from deepseek_v4_sm120 import OPS, extension, selftest
 from deepseek_v4_sm120.reference import kv_pages
+from deepseek_v4_sm120.selftest.check import ON_GPU
 
 
 def outcomes(capsys, *arguments: str) -> tuple[int, dict]:
@@ -17,11 +18,11 @@ def outcomes(capsys, *arguments: str) -> tuple[int, dict]:
 
 
 def test_every_operator_has_checks_with_and_without_a_gpu():
-    assert set(selftest.CHECKS_OF) == set(OPS)
+    assert set(OPS) <= {check.operator for check in selftest.checks(quick=True)}
     for quick in (True, False):
         for operator in OPS:
             needs = {check.needs for check in selftest.checks(quick) if check.operator == operator}
-            assert ("torch",) in needs and selftest.ON_GPU in needs
+            assert ("torch",) in needs and ON_GPU in needs
 
 
 def test_nothing_fails_here(capsys):

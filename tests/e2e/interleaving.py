@@ -11,6 +11,7 @@ beside the same before the prompt; and the prompt's time to its first token. Eac
 """
 
 import argparse
+import ast
 import asyncio
 import datetime
 import json
@@ -102,6 +103,13 @@ class Measurement:
         return figures(self.times, arrival, self.first)
 
 
+def operators(patch):
+    """OPS of the built folder, read without importing it: it must not hook this process before the engine's."""
+    tree = ast.parse((patch / "deepseek_v4_sm120/__init__.py").read_text())
+    (found,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "OPS"]
+    return ast.literal_eval(found)
+
+
 def run_case(name, arguments):
     """In a process of its own: start the engine, warm it up, measure twice; the second counts."""
     sys.path.insert(0, str(arguments.harness))
@@ -122,7 +130,8 @@ def run_case(name, arguments):
     words += ["--set", "enable_mixed_chunk=true"] if mixed else []
     if interval:
         words += ["--patch", str(arguments.patch)]
-        os.environ |= {"DSV4_SM120_FORCE": "ops", "DSV4_SM120_SET": f"{SETTING}={interval}"}
+        off = [f"{operator}=off" for operator in operators(arguments.patch)]  # the interval is the only change
+        os.environ |= {"DSV4_SM120_FORCE": "ops", "DSV4_SM120_SET": ",".join([f"{SETTING}={interval}", *off])}
     options = harness.parse(words)
     harness.__file__ = str(Path(__file__).resolve())  # what its reexec starts again, with the engine's PYTHONPATH
     harness.reexec(options)

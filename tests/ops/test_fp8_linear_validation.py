@@ -1,4 +1,5 @@
-"""ops.fp8_linear: every bad argument gets an error that names it, before any launch. CPU: good ones end at the device."""
+"""ops.fp8_linear: every bad argument gets an error that names it, before any launch. On the CPU good ones end at the
+device."""
 
 from __future__ import annotations
 

@@ -1,0 +1,105 @@
+"""`python3 -m deepseek_v4_sm120 selftest`: every operator against its reference on this machine, GPU or not.
+
+Prints one line per check: PASS, FAIL, or NOT RUN and why. Exit status 1 when anything failed. `--quick` leaves out the
+larger shapes, `--json` prints the same for a program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from deepseek_v4_sm120 import OPS, __version__, extension
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.selftest import build_and_layout
+from deepseek_v4_sm120.selftest.check import Check, Failure
+
+PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    operator: str
+    check: str
+    result: str
+    detail: str
+    seconds: float
+
+
+def checks(quick: bool) -> Iterator[Check]:
+    """All checks in the order in which they are run; selftest/<operator>.py has those of an operator."""
+    yield from build_and_layout.checks(quick)
+    for operator in OPS:
+        yield from importlib.import_module(f"deepseek_v4_sm120.selftest.{operator}").checks(quick)
+
+
+def _missing() -> dict[str, tuple[str, str]]:
+    """What the checks need and this machine lacks: name -> (result, reason)."""
+    missing = {}
+    if (problem := extension.explain()) is not None:
+        missing["module"] = (FAIL, problem)
+    if importlib.util.find_spec("torch") is None:
+        return {**missing, "torch": (FAIL, f"torch is not installed for {sys.executable}")}
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        missing["triton"] = (FAIL, f"triton is not installed for {sys.executable}")
+    if not torch.cuda.is_available():
+        missing["GPU"] = (NOT_RUN, f"no GPU: torch {torch.__version__} sees no CUDA device")
+    elif problem is None and (reason := _foreign_gpu()) is not None:
+        missing["GPU"] = (NOT_RUN, reason)
+    elif torch.cuda.get_device_capability()[0] != 12:
+        missing["block-scaled FP8"] = (NOT_RUN, f"{torch.cuda.get_device_name()} has no block-scaled mma.sync")
+    return missing
+
+
+def _foreign_gpu() -> str | None:
+    """Why this GPU cannot run the module, or None. sm_120a code runs on capability 12.0 alone, sm_90a on 9.0."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    built = extension.build_info()["archs"]
+    if any(arch.removeprefix("sm_").rstrip("af") == f"{major}{minor}" for arch in built):
+        return None
+    return f"{torch.cuda.get_device_name()} has capability {major}.{minor}; the module is built for {' '.join(built)}"
+
+
+def _run(check: Check, missing: dict[str, tuple[str, str]]) -> Outcome:
+    for need in check.needs:
+        if need in missing:
+            return Outcome(check.operator, check.name, *missing[need], 0.0)
+    start = time.perf_counter()
+    try:
+        result, detail = PASS, check.run()
+    except Failure as failure:
+        result, detail = FAIL, str(failure)
+    except Exception as error:  # the table goes on; the error is its result
+        result, detail = FAIL, f"{type(error).__name__}: {error}"
+    return Outcome(check.operator, check.name, result, detail, round(time.perf_counter() - start, 3))
+
+
+def _table(outcomes: list[Outcome]) -> str:
+    rows = report.table([(o.operator, o.check, o.result, o.detail) for o in outcomes])
+    counts = {result: sum(outcome.result == result for outcome in outcomes) for result in (PASS, FAIL, NOT_RUN)}
+    total = ", ".join(f"{count} {result}" for result, count in counts.items())
+    return f"deepseek_v4_sm120 {__version__} self-test\n{rows}\n{total}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python3 -m deepseek_v4_sm120 selftest", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--quick", action="store_true", help="without the larger shapes")
+    arguments = parser.parse_args(argv)
+    missing = _missing()
+    outcomes = [_run(check, missing) for check in checks(arguments.quick)]
+    if arguments.json:
+        print(json.dumps({"version": __version__, "checks": [asdict(outcome) for outcome in outcomes]}, indent=1))
+    else:
+        print(_table(outcomes))
+    return int(any(outcome.result == FAIL for outcome in outcomes))
