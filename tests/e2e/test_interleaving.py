@@ -39,8 +39,9 @@ import asyncio, os
 class Engine:
     def __init__(self, patch, chunk, swa_full_tokens_ratio):
         self.chunk, self.loop, self.queues, self.left, self.task = chunk, asyncio.new_event_loop(), {}, 0, None
-        interval = os.environ.get("DSV4_SM120_SET", "=0").rpartition("=")[2]
-        self.interval = int(interval) if patch else 0
+        chosen = dict(item.split("=") for item in os.environ.get("DSV4_SM120_SET", "").split(",") if item)
+        assert not patch or chosen["mhc"] == "off"  # the interval alone
+        self.interval = int(chosen["prefill_decode_interval_0_5_17"]) if patch else 0
         self.tokenizer_manager = self
         if os.environ.get("FAKE_CRASH"):
             raise SystemExit("the fake engine does not start")
@@ -95,6 +96,8 @@ def run(tmp_path):
         path.write_text(text)
     (tmp_path / "patch").mkdir()
     (tmp_path / "patch/sitecustomize.py").touch()
+    (tmp_path / "patch/deepseek_v4_sm120").mkdir()
+    (tmp_path / "patch/deepseek_v4_sm120/__init__.py").write_text('OPS = ("sparse_decode", "mhc")\n')
 
     def call(*more, **environment):
         line = [sys.executable, str(HERE / "interleaving.py"), "--harness", str(tmp_path / "harness"), *more]
