@@ -135,6 +135,7 @@ class Stage:
         self.reports[name].mkdir(parents=True, exist_ok=True)
         if patched:
             environment["DSV4_SM120_FORCE"] = self.arguments.mode
+            environment["DSV4_SM120_SET"] = self.arguments.choices
         words = [sys.executable, "-m", "sglang.launch_server", "--port", str(self.ports[name])]
         command = "exec " + " ".join([*words, *flags({**arguments, **(extra or {})})])
         url = f"http://127.0.0.1:{self.ports[name]}"
@@ -166,7 +167,8 @@ class Stage:
             "--title",
             f"Stock against patched ({self.arguments.mode}), {self.arguments.variant}, validation mode",
         ]
-        words += ["--limit-s", str(max(30.0, self.left_s() - AFTER_COMPARE_S))]
+        after_s = 2 * GRACE_S if self.arguments.only_compare else AFTER_COMPARE_S
+        words += ["--limit-s", str(max(30.0, self.left_s() - after_s))]
         words += ["--commit", self.arguments.commit] if self.arguments.commit else []
         for letter, name in (("a", "stock"), ("b", "patched")):
             words += [f"--{letter}-label", name, f"--{letter}-url", self.servers[name].url]
@@ -266,6 +268,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ports", type=int, nargs=len(NAMES), default=[30100, 32100, 34100], help="far apart")
     parser.add_argument("--commit", help="of the patch, where this is a copy without git")
     parser.add_argument("--mode", default="ops", choices=("ops", "seams"))
+    parser.add_argument("--choices", default="", help="DSV4_SM120_SET of the patched server, mhc=off")
     parser.add_argument("--matrix", default="quick")
     parser.add_argument("--cells", default=CELLS, help="words of cell names, comma-separated")
     parser.add_argument("--rounds", type=int, default=3)
