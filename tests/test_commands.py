@@ -100,6 +100,15 @@ def test_plan_for_programs(run):
     assert done.returncode == 1 and json.loads(done.stdout)["remedies"]
 
 
+def test_plan_with_an_operator_switched_off(run):
+    switched = {"DSV4_SM120_SET": "index_select=off"}
+    found = json.loads(run("plan", *PLAN, "--sglang", "0.5.17", "--json", **switched).stdout)
+    values = {flag["name"]: flag["value"] for flag in found["environment"]}
+    assert values["DSV4_SM120_SET"].startswith("index_select=off,prefill_decode_interval_0_5_17=")
+    assert any(reserve["what"].startswith("index logits") for reserve in found["reserves"])
+    assert any("DSV4_SM120_SET leaves out index_select" in note for note in found["notes"])
+
+
 def test_doctor_runs_without_anything(run):
     done = run("doctor", "--json")
     findings = json.loads(done.stdout)["findings"]

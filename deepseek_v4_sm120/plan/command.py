@@ -12,6 +12,7 @@ from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.plan import launch, models, roofline
 from deepseek_v4_sm120.plan.launch import Plan, Request
+from deepseek_v4_sm120.settings import settings
 
 DEFAULT_SGLANG = "0.5.23"
 DEFAULT_MEMORY_GB = 96
@@ -37,6 +38,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     if len(numbers) < 3 or not all(part.isdigit() for part in numbers):
         raise CommandError(f"--sglang must be a version like {DEFAULT_SGLANG}, got {sglang!r}")
     gpus, memory_mib = _machine(arguments)
+    switched_off = tuple(op for op in OPS if settings().choices.get(op) == "off")
     return Request(
         model=models.find(arguments.model, arguments.experts),
         gpus=gpus,
@@ -45,8 +47,9 @@ def request_of(arguments: argparse.Namespace) -> Request:
         concurrency=arguments.concurrency,
         mtp=arguments.spec == "mtp",
         sglang=".".join(numbers),
-        replaced=_replaced(arguments.profile),
+        replaced=tuple(op for op in _replaced(arguments.profile) if op not in switched_off),
         profile=arguments.profile,
+        switched_off=switched_off,
     )
 
 

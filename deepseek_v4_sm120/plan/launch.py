@@ -35,6 +35,7 @@ class Request:
     sglang: str
     replaced: tuple[str, ...] = OPS  # the operators that will be ours
     profile: str | None = None  # the file that says so
+    switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
 
     @property
     def version(self) -> memory.Version:
@@ -165,6 +166,12 @@ def _flags(plan: Plan) -> None:
     env = plan.environment.append
     env(Flag("PYTHONPATH", MOUNT, "our folder, in every process of the server"))
     env(Flag("DSV4_SM120_REPORT", "/tmp/dsv4", "what each process applied, for `status` and `doctor`"))
+    if r.switched_off:
+        planned = [flag for flag in plan.environment if flag.name == "DSV4_SM120_SET"]
+        plan.environment[:] = [flag for flag in plan.environment if flag not in planned]
+        values = [f"{operator}=off" for operator in r.switched_off] + [flag.value for flag in planned]
+        reasons = ["as in your environment"] + [flag.reason for flag in planned]
+        env(Flag("DSV4_SM120_SET", ",".join(values), "; ".join(reasons)))
     if r.profile is not None:
         env(Flag("DSV4_SM120_PROFILE", PROFILE_MOUNT, f"what calibrate found: {r.profile}"))
     if m.expert_format == FP8:
@@ -202,7 +209,8 @@ def _notes(plan: Plan) -> None:
     if r.version < (0, 5, 13) and "index_select" not in r.replaced:
         plan.notes.append("0.5.12 has no fast indexer for SM120, only one that gathers all keys; take 0.5.17 or newer")
     if missing := [op for op in OPS if op not in r.replaced]:
-        plan.notes.append(f"the profile leaves out {', '.join(missing)}: SGLang's own memory is reckoned there")
+        by = "DSV4_SM120_SET" if set(missing) <= set(r.switched_off) else "the profile"
+        plan.notes.append(f"{by} leaves out {', '.join(missing)}: SGLang's own memory is reckoned there")
     if r.version >= (0, 5, 17) and "index_select" in r.replaced:
         plan.notes.append(
             "SGLang keeps prefill out of CUDA graphs for this model because of the index logits, which are gone; "
