@@ -1,6 +1,6 @@
 """The rows of sglang_patches.py that are the hyper-connections': which calls become `ops.mhc`, in which versions.
 
-What each version has:
+What each version has (the preview image, older than 0.5.12, was not looked at: there mHC is SGLang's):
 
     0.5.12            no fused boundary: a post and a pre, which norms as well, are two calls of ours (3 launches)
     0.5.14 to 0.5.18  the boundary exists, off by default (and never on where the TileLang pre is off: 0.5.14); we turn
@@ -81,7 +81,7 @@ MHC = Patch(
             FUSED_PARAMETERS,
             {"0.5.17": "1f6085e55e0e601f", "0.5.20": "9fa628961d83bf15", "0.5.23": "90d043598b7707f6"},
         ),
-        _target(f"{LAYER}.hc_pre", "hc_pre", "<0.5.13", OLD_PRE_PARAMETERS, {"0.5.12": "e1b58d2311cd8caf"}),
+        _target(f"{LAYER}.hc_pre", "hc_pre", ">=0.5.12,<0.5.13", OLD_PRE_PARAMETERS, {"0.5.12": "e1b58d2311cd8caf"}),
         _target(
             f"{LAYER}.hc_pre",
             "hc_pre",
@@ -93,7 +93,7 @@ MHC = Patch(
         _target(
             f"{LAYER}.hc_post",
             "hc_post",
-            "<0.5.23",
+            ">=0.5.12,<0.5.23",
             POST_PARAMETERS,
             {
                 "0.5.12": "a7ad22d475304517",
@@ -106,7 +106,7 @@ MHC = Patch(
         _target(
             f"{OLD_KERNELS}.mhc_head:fused_hc_head",
             "fused_head",
-            "<0.5.16",
+            ">=0.5.12,<0.5.16",
             HEAD_PARAMETERS,
             _same("3b5e539f4554f23e", "0.5.12", "0.5.14"),
         ),
@@ -120,7 +120,7 @@ MHC = Patch(
         _target(
             f"{MTP_MODEL}.hc_head",
             "hc_head",
-            "<0.6",
+            ">=0.5.12,<0.6",
             MODEL_HEAD_PARAMETERS,
             _same("af6bf70ba12bff1f", "0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23"),
         ),

@@ -10,6 +10,9 @@
 
 Each serves a call when `_is_served...` says so and otherwise returns what the original returns. In shadow mode each
 output of a call (streams, post, comb, y) is compared and counted by itself, with the same bound.
+
+SGLang's own switches (SGLANG_OPT_*MHC*) choose what runs where we do not serve. Results are ordinary allocations: with
+--enable-symm-mem y is not in the symmetric pool, where SGLang puts it for experts that write in place (ours do not).
 """
 
 from __future__ import annotations

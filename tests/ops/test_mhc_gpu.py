@@ -170,8 +170,21 @@ def test_a_captured_call_follows_its_inputs(rows, device):
         assert equal(again, second)
 
 
-def test_calls_on_two_streams(device):
-    both = [make_inputs(Shape(rows), seed=rows, device=device) for rows in (4, 1200)]
+def test_past_two_gib(device):
+    rows = 70_000  # 2.3 GB of streams
+    inputs = make_inputs(Shape(64), seed=9, device=device)
+    index = torch.arange(rows, device=device) % 64
+    names = ("f", "streams", "post", "comb")
+    wide = {**inputs.boundary(), **{name: getattr(inputs, name)[index] for name in names}}
+    expected = mhc(**inputs.boundary())
+    found = mhc(**wide)
+    assert equal([part[-64:] for part in found], [part[index[-64:]] for part in expected])
+
+
+@pytest.mark.parametrize("rows", [(4, 1200), (1200, 700)])
+def test_calls_on_two_streams(rows, device):
+    """The second pair: two kernels whose blocks wait for each other, side by side."""
+    both = [make_inputs(Shape(count), seed=count, device=device) for count in rows]
     expected = [mhc(**inputs.boundary()) for inputs in both]
     streams = [torch.cuda.Stream(device) for _ in both]
     torch.cuda.synchronize()
@@ -182,14 +195,3 @@ def test_calls_on_two_streams(device):
                 found.append(mhc(**inputs.boundary()))
     torch.cuda.synchronize()
     assert all(equal(parts, expected[i % 2]) for i, parts in enumerate(found))
-
-
-def test_past_two_gib(device):
-    rows = 70_000  # 2.3 GB of streams
-    inputs = make_inputs(Shape(64), seed=9, device=device)
-    index = torch.arange(rows, device=device) % 64
-    names = ("f", "streams", "post", "comb")
-    wide = {**inputs.boundary(), **{name: getattr(inputs, name)[index] for name in names}}
-    expected = mhc(**inputs.boundary())
-    found = mhc(**wide)
-    assert equal([part[-64:] for part in found], [part[index[-64:]] for part in expected])

@@ -8,7 +8,7 @@ import pytest
 
 from deepseek_v4_sm120.patching.spec import MODES, Target
 from deepseek_v4_sm120.sglang_patches import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
-from tests.patching.conftest import EXPERTS, SM120_FUNCTION
+from tests.patching.conftest import EXPERTS, MHC_HEAD, MODEL, SM120_FUNCTION
 
 TARGETS = [(patch, target) for patch in TABLE.patches for target in patch.targets]
 SEAMS = {"DSV4_SM120_FORCE": "seams"}
@@ -178,6 +178,8 @@ TREE_0_5_12 = {
     "sglang/_version.py": "__version__ = '0.5.12'",
     "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND_0_5_12,
     "sglang/kernels/ops/attention/flash_mla_sm120.py": None,
+    "sglang/srt/models/deepseek_v4.py": MODEL.replace(", forward_batch=None", ""),
+    "sglang/srt/layers/mhc_head.py": MHC_HEAD,
     "sglang/srt/layers/quantization/mxfp4_marlin_moe.py": "from sglang.srt.utils.common import is_sm90_supported\n"
     + EXPERTS.format(name="Mxfp4MarlinMoEMethod"),
 }
