@@ -5,8 +5,8 @@ Cold weights: a graph's calls have weights of their own, together over twice the
 it. Shares are of the read bandwidth that a plain sum over 6 GiB reaches in the same run, and count the weights alone.
 
 Peers of the same run: torch.matmul on bf16 weights, and torch._scaled_mm (cuBLAS FP8, one scale for the whole tensor, x
-already quantised, rows padded to 16). DeepGEMM's Hopper GEMM, with which the issue compares, is quoted from a profile
-the engine on another day: the mean of all FP8 GEMMs of a step with their quantisation, against the same mix of ours.
+already quantised, rows padded to 16). DeepGEMM's Hopper GEMM, with which the issue compares, is quoted from an engine
+profile of another day: the mean of all FP8 GEMMs of a step with their quantisation, against the same mix of ours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROWS = (1, 4, 8, 16, 32, 64)
 QUICK_ROWS = (1, 8, 16, 64)
 LARGE_BYTES = 8 << 20  # matrices that have a bar
 SHARES = {1: 0.70, 4: 0.70, 8: 0.70, 16: 0.70, 64: 0.60}  # rows -> share of the read bandwidth
-PEER_ROWS = (1, 8, 64)
+PEER_ROWS = (1, 8, 16, 32, 64)
 # layers of a TP1 step that have the matrix; wo_a is no DeepGEMM GEMM in that profile
 LAYERS = {"wqkv_a": 43, "wq_b": 43, "index_wq_b": 21, "wo_b": 43, "shared_gate_up": 43, "shared_down": 43}
 # rows -> (GEMM us, quantisation us, GEMMs) a step of stock 0.5.17 on an H200, TP1
