@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""fp8_linear over the model's FP8 matrices at TP1, 2 and 4: `python3 bench/fp8_linear.py [--quick] [--out FILE]`.
+
+Cold weights: a graph's calls have weights of their own, together over twice the L2; x is warm, as its producer leaves
+it. Shares are of the read bandwidth that a plain sum over 6 GiB reaches in the same run, and count the weights alone.
+
+Peers of the same run: torch.matmul on bf16 weights, and torch._scaled_mm (cuBLAS FP8, one scale for the whole tensor, x
+already quantised, rows padded to 16). DeepGEMM's Hopper GEMM, with which the issue compares, is quoted from an engine
+profile of another day: the mean of all FP8 GEMMs of a step with their quantisation, against the same mix of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "bench")]
+
+import common  # noqa: E402
+
+from deepseek_v4_sm120 import extension  # noqa: E402
+from deepseek_v4_sm120.ops.fp8_linear import fp8_grouped_linear  # noqa: E402
+from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
+from deepseek_v4_sm120.reference.fp8_linear import fp8_grouped_linear as reference  # noqa: E402
+from deepseek_v4_sm120.reference.fp8_linear_inputs import Matrix, make_weight, make_x, matrices  # noqa: E402
+
+ISSUE = 7
+READ_BYTES = 6 << 30
+MAX_RELATIVE_ERROR = 0.002
+ROWS = (1, 4, 8, 16, 32, 64)
+QUICK_ROWS = (1, 8, 16, 64)
+LARGE_BYTES = 8 << 20  # matrices that have a bar
+SHARES = {1: 0.70, 4: 0.70, 8: 0.70, 16: 0.70, 64: 0.60}  # rows -> share of the read bandwidth
+PEER_ROWS = (1, 8, 16, 32, 64)
+# layers of a TP1 step that have the matrix; wo_a is no DeepGEMM GEMM in that profile
+LAYERS = {"wqkv_a": 43, "wq_b": 43, "index_wq_b": 21, "wo_b": 43, "shared_gate_up": 43, "shared_down": 43}
+# rows -> (GEMM us, quantisation us, GEMMs) a step of stock 0.5.17 on an H200, TP1
+DEEP_GEMM = {1: (2762, 375, 246), 8: (2452, 610, 246)}
+DEEP_GEMM_NOTE = "quoted: engine profile, H200, SGLang 0.5.17, not this run"
+FASTER_THAN_DEEP_GEMM = 1.5
+
+
+@dataclass(frozen=True)
+class Case:
+    matrix: Matrix
+    rows: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.matrix.label}, {self.rows} rows"
+
+    @property
+    def share(self) -> float | None:
+        return SHARES.get(self.rows) if self.matrix.bytes >= LARGE_BYTES else None
+
+
+def unlike_matrices() -> list[Matrix]:
+    """Each shape once, by the first rank count that has it."""
+    found: dict[tuple, Matrix] = {}
+    for tp in (1, 2, 4):
+        for matrix in matrices(tp):
+            found.setdefault((matrix.name == "wo_a", matrix.groups, matrix.outputs, matrix.inputs), matrix)
+    return list(found.values())
+
+
+def cases(rows: tuple[int, ...] = ROWS) -> list[Case]:
+    return [Case(matrix, count) for matrix in unlike_matrices() for count in rows]
+
+
+def read_bandwidth_gbs() -> float:
+    source = torch.empty(READ_BYTES, dtype=torch.uint8, device="cuda").fill_(1).view(torch.float32)
+    return READ_BYTES / common.graph_microseconds([source.sum] * 2) / 1e3
+
+
+def run_case(report: common.Report, case: Case, x, weights, scales) -> None:
+    matrix, gbs = case.matrix, report.ceilings["read_gbs"]
+    error = relative_error(fp8_grouped_linear(x, weights[0], scales[0]), reference(x, weights[0], scales[0]))
+    if not error <= MAX_RELATIVE_ERROR:
+        raise SystemExit(f"{case.name}: relative error {error:.5f} above {MAX_RELATIVE_ERROR}: not timed")
+    calls = [lambda i=i: fp8_grouped_linear(x, weights[i], scales[i]) for i in range(len(weights))]
+    microseconds = common.graph_microseconds(calls)
+    bar = note = None
+    if case.share:
+        bar, note = round(matrix.bytes / case.share / gbs / 1e3, 2), f"{case.share:.0%} of the read bandwidth"
+    share = matrix.bytes / microseconds / 1e3 / gbs
+    report.add(
+        common.row(ISSUE, case.name, "ours", "us", round(microseconds, 2), bar, note or ""),
+        common.row(ISSUE, case.name, "ours", "read_share", round(share, 4)),
+        common.row(ISSUE, case.name, "ours", "relative_error", round(error, 6), MAX_RELATIVE_ERROR),
+    )
+
+
+def run_peers(report: common.Report, case: Case, x, weights) -> None:
+    """cuBLAS on the same shape; wo_a's groups as torch.einsum, which is what stock calls."""
+    matrix = case.matrix
+    layers = range(max(common.MIN_LAYERS, len(weights) // 2 + 1))
+    wide = [torch.randn(weights.shape[1:], device="cuda", dtype=torch.bfloat16) for _ in layers]
+    if matrix.name == "wo_a":
+        calls = [lambda w=w: torch.einsum("tgd,grd->tgr", x, w) for w in wide]
+    else:
+        calls = [lambda w=w: torch.nn.functional.linear(x[:, 0], w[0]) for w in wide]
+    report.add(common.row(ISSUE, case.name, "torch bf16", "us", round(common.graph_microseconds(calls), 2)))
+    if matrix.name == "wo_a":
+        return
+    padded = torch.zeros(-(-case.rows // 16) * 16, matrix.inputs, device="cuda").to(torch.float8_e4m3fn)
+    one = torch.ones((), device="cuda")
+    calls = [
+        lambda i=i: torch._scaled_mm(padded, weights[i, 0].t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        for i in range(len(weights))
+    ]
+    microseconds = round(common.graph_microseconds(calls), 2)
+    report.add(common.row(ISSUE, case.name, "torch._scaled_mm", "us", microseconds, note="without quantising x"))
+
+
+def compare_with_deep_gemm(report: common.Report) -> None:
+    """The mean FP8 GEMM of a TP1 step, by the number of layers that have each matrix."""
+    ours = {row.case: row.value for row in report.rows if (row.impl, row.metric) == ("ours", "us")}
+    chosen = [matrix for matrix in matrices(1) if matrix.name in LAYERS]
+    for rows, (gemm, quantise, count) in DEEP_GEMM.items():
+        names = {matrix: Case(matrix, rows).name for matrix in chosen}
+        if not all(name in ours for name in names.values()):
+            continue
+        total = sum(LAYERS[matrix.name] * ours[name] for matrix, name in names.items())
+        mean, theirs = total / sum(LAYERS[matrix.name] for matrix in chosen), (gemm + quantise) / count
+        name = f"mean FP8 linear of a step, TP1, {rows} rows"
+        bar = round(theirs / FASTER_THAN_DEEP_GEMM, 2)
+        report.add(
+            common.row(ISSUE, name, "DeepGEMM + quantisation, quoted", "us", round(theirs, 2), note=DEEP_GEMM_NOTE),
+            common.row(ISSUE, name, "ours", "us", round(mean, 2), bar, f"{FASTER_THAN_DEEP_GEMM:g} times as fast"),
+        )
+
+
+def summary(report: common.Report) -> str:
+    values = {(row.case, row.impl, row.metric): row for row in report.rows}
+    lines = []
+    for name in dict.fromkeys(row.case for row in report.rows):
+        us = values[name, "ours", "us"]
+        bar = "" if us.bar is None else f"{us.bar:g}{'' if us.met else ' MISSED'}"
+        share = values.get((name, "ours", "read_share"))
+        peers = [values.get((name, peer, "us")) for peer in ("torch bf16", "torch._scaled_mm")]
+        cells = ["" if cell is None else f"{cell.value:.3g}" for cell in (share, *peers)]
+        lines.append((name, f"{us.value:.2f}", bar, *cells))
+    return common.table(("case", "ours us", "bar us", "share", "bf16 us", "scaled_mm us"), lines)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROWS} rows only, no peers")
+    parser.add_argument("--cases", default="", help="only cases whose name contains this text")
+    parser.add_argument("--commit", default=None, help="of the measured tree (default: the build's)")
+    parser.add_argument("--out", type=Path, default=REPO / "bench/results/fp8_linear.json")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+    ceilings = {"read_gbs": round(read_bandwidth_gbs(), 1), **common.ceilings()}
+    report = common.Report("fp8_linear", arguments.commit or extension.build_info()["git_commit"], ceilings)
+    print(torch.cuda.get_device_name(), ceilings, flush=True)
+    chosen = [c for c in cases(QUICK_ROWS if arguments.quick else ROWS) if arguments.cases in c.name]
+    for matrix in dict.fromkeys(case.matrix for case in chosen):
+        layers = common.layers_for_cold_caches(matrix.bytes)
+        generator = torch.Generator("cuda").manual_seed(matrix.outputs)
+        weights, scales = make_weight(layers * matrix.groups, matrix.outputs, matrix.inputs, generator)
+        weights, scales = (t.view(layers, matrix.groups, *t.shape[1:]) for t in (weights, scales))
+        x = make_x(max(ROWS), matrix.groups, matrix.inputs, generator)
+        for case in [case for case in chosen if case.matrix == matrix]:
+            run_case(report, case, x[: case.rows], weights, scales)
+            if case.rows in PEER_ROWS and not arguments.quick:
+                run_peers(report, case, x[: case.rows], weights)
+        report.write(arguments.out)
+    compare_with_deep_gemm(report)
+    report.write(arguments.out)
+    print("\n" + summary(report))
+    missed = sum(row.met is False for row in report.rows)
+    print(f"{sum(row.met is True for row in report.rows)} bars met, {missed} missed; {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
