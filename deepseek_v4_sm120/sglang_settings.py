@@ -111,6 +111,7 @@ SETTINGS = (
         on=False,
         how="SGLANG_OPT_DEEPGEMM_HC_PRENORM=1",
         environment={"SGLANG_OPT_DEEPGEMM_HC_PRENORM": "1"},
+        moot_with="mhc",
     ),
     Setting(
         name="pcie_ipc_all_reduce",

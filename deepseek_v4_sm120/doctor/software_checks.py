@@ -109,6 +109,12 @@ def _patches(facts: Facts) -> Iterator[Finding]:
     unsupported = [r["reason"] for r in facts.status["patches"] if r["state"] == "UNSUPPORTED"]
     unreviewed = sorted({r["patch"] for r in facts.status["patches"] if r["review"].startswith("UNREVIEWED")})
     ready = sorted({r["patch"] for r in facts.status["patches"] if r["state"] == "READY"})
+    off = {r["patch"]: r["reason"] for r in facts.status["patches"] if r["state"] == "OFF"}
+    if off:
+        why = ", ".join(dict.fromkeys(off.values()))
+        yield warn("switched off", f"{', '.join(off)} by {why}", "SGLang's own code runs there", "unset the variable")
+        if not ready:
+            return
     if facts.versions.get("sglang") is None and not ready:
         yield not_run("patches", "SGLang is not on this Python's path")
     elif broken:

@@ -251,7 +251,9 @@ def test_patches_settings_processes_and_the_build(tmp_path):
     assert {"patches": FAIL, "compiled module": FAIL, "process 5": WARN, "DSV4_SM120_SET": FAIL}.items() <= states(
         checks
     ).items()
-    assert "setting old" not in states(checks)
+    assert "setting old" not in states(checks) and "switched off" not in states(checks)
+    found.status["patches"] = [row | {"state": "OFF", "patch": "mhc", "reason": "DSV4_SM120_SET=mhc=off"}]
+    assert finding(software_checks.checks(found), "switched off").found == "mhc by DSV4_SM120_SET=mhc=off"
     assert finding(checks, "setting topk_v2").fix == "to try it: DSV4_SM120_SET=topk_v2=on"
 
 
