@@ -1,7 +1,13 @@
 """`python3 -m deepseek_v4_sm120 calibrate`: every implementation of every operator on this card, checked, then timed.
 
 provider.py        what an implementation is
-<operator>.py      cases, inputs, error against the reference, and providers of one operator
+<operator>.py      one operator; the whole of what adding one takes:
+                     cases(tp, context, concurrency, quick) -> cases with name and bytes_per_call
+                     providers()                            -> Providers, `ours` first, `stock` among them
+                     correctness_inputs(case)               -> inputs of a few hostile calls
+                     error(provider, result, inputs)        -> float, in words ERROR; max_error(provider) is allowed
+                     TimingInputs().calls(case, count)      -> inputs that each find cold caches
+                     NOTE (optional)                        -> a sentence below its table
 worker.py          one provider of one operator in a process of its own: a crash is a result, not the end
 command.py         runs the workers, decides, prints the table, writes the profile (patching/profile.py reads it)
 """
