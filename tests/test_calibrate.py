@@ -207,6 +207,22 @@ def test_what_is_timed_of_the_experts(monkeypatch):
         assert all(len(set(ids)) == 6 for ids in inputs.topk_ids.tolist()) and inputs.w13 is calls[0].w13
 
 
+def test_flashmla_gets_a_schedule_for_each_set_of_lengths(monkeypatch):
+    used = []
+    functions = {
+        "get_mla_metadata": lambda: (object(), None),
+        "flash_mla_with_kvcache": lambda **how: (used.append(how["tile_scheduler_metadata"]),),
+    }
+    monkeypatch.setattr(sparse_decode, "is_installed", lambda name: True)
+    monkeypatch.setattr(sparse_decode, "unpatched", lambda module, name: functions[name])
+    monkeypatch.setattr(sparse_decode, "_keywords", lambda inputs: {})
+    call = next(p for p in sparse_decode.providers() if p.name == "flashmla").build()
+    a, b = object(), object()
+    for lengths in ((a, None), (a, None), (a, b), (a, None)):
+        call(SimpleNamespace(topk_length=lengths[0], extra_topk_length=lengths[1]))
+    assert used[0] is used[1] and len({id(made) for made in used}) == 3
+
+
 def test_experts_in_another_layout_are_prepared_once():
     prepared = []
 

@@ -237,11 +237,20 @@ def _flashmla_problem() -> str | None:
 
 
 def _flashmla():
+    """With a tile schedule for each set of lengths: FlashMLA's first call with a new one fills it in. The engine makes
+    one a step, so it is not timed."""
     module = next(name for name in FLASHMLA_MODULES if is_installed(name))
-    function = unpatched(module, "flash_mla_with_kvcache")
-    metadata = unpatched(module, "get_mla_metadata")()[0]
-    fixed = {"block_table": None, "cache_seqlens": None, "tile_scheduler_metadata": metadata, "is_fp8_kvcache": True}
-    return lambda inputs: function(**_keywords(inputs), **fixed)[0]
+    function, metadata = unpatched(module, "flash_mla_with_kvcache"), unpatched(module, "get_mla_metadata")
+    fixed = {"block_table": None, "cache_seqlens": None, "is_fp8_kvcache": True}
+    schedule = {"lengths": (None, None)}
+
+    def call(inputs):
+        lengths = (inputs.topk_length, inputs.extra_topk_length)
+        if any(new is not old for new, old in zip(lengths, schedule["lengths"], strict=True)):
+            schedule.update(lengths=lengths, made=metadata()[0])
+        return function(**_keywords(inputs), **fixed, tile_scheduler_metadata=schedule["made"])[0]
+
+    return call
 
 
 def _torch():
