@@ -162,3 +162,73 @@ def test_in_0_5_23_the_user_decides_and_a_forced_variable_reaches_the_children(r
     assert found["environment"]["SGLANG_OPT_USE_TOPK_V2"] == "False"  # SGLang has the last word in the parent
     handover = json.loads(found["environment"]["_DSV4_SM120_CHILD_ENVIRONMENT"])
     assert handover == {"SGLANG_OPT_USE_TOPK_V2": "1"}
+
+
+MHC_BOUNDARY = """
+    import importlib, json, sys
+    sys.path[1:1] = [MACHINE]
+    import sm120_machine
+    sys.path += [WHEEL, PACKAGES]
+    import torch
+    import sglang.srt.models.deepseek_v4 as model
+    import sglang.srt.models.deepseek_v4_nextn as nextn
+    from deepseek_v4_sm120 import device_gate, patching
+    from deepseek_v4_sm120.sglang_adapters import mhc as adapter
+
+    calls = []
+    def stand_in(name, result):
+        def call(*args, **kwargs):
+            calls.append(name)
+            return result
+        setattr(adapter.op, name, call)
+    rows = torch.zeros(3, 4096, dtype=torch.bfloat16)
+    streams, post, comb = torch.zeros(3, 4, 4096, dtype=torch.bfloat16), torch.zeros(3, 4), torch.zeros(3, 4, 4)
+    stand_in("mhc", (streams, post, comb, rows))
+    stand_in("mhc_pre", (post, comb, rows))
+    stand_in("mhc_post", streams)
+    stand_in("mhc_head", rows)
+    device_gate.serves = lambda device: True
+
+    fn, scale, base = torch.zeros(24, 16384), torch.zeros(3), torch.zeros(24)
+    fused = importlib.import_module("sglang.srt.models.deepseek_common.amd.deepseek_v4_fused_mhc")
+    switch = getattr(model, "_is_fused_mhc_post_pre_enabled", None) or fused._is_fused_mhc_post_pre_enabled
+    get_ops = getattr(model, "get_mhc_ops", None) or model._get_mhc_ops
+    norm = {"norm_weight": torch.ones(4096, dtype=torch.bfloat16), "norm_eps": 1e-6}
+    numbers = (1e-6, 1e-6, 1e-6, 2.0, 20)
+    boundary = get_ops().mhc_fused_post_pre(rows, streams, post[:, :, None], comb, fn, scale, base, *numbers, **norm)
+    if hasattr(fused, "apply_mhc_post_pre_boundary"):
+        more = (4, 1e-6, 1e-6, 2.0, 20, norm["norm_weight"], 1e-6)
+        arguments = (rows, streams, post, comb, fn, scale, base, *more)
+        applied = fused.apply_mhc_post_pre_boundary(*arguments, fn_transpose=True)
+        assert applied[2].shape == (3, 4) and applied[4] is True
+
+    layer_class = getattr(model, "DeepseekV4DecoderLayerBase", None) or model.DeepseekV4DecoderLayer
+    layer = object.__new__(layer_class)
+    torch.nn.Module.__init__(layer)
+    layer.rms_norm_eps, layer.hc_eps, layer.hc_sinkhorn_iters, layer.hc_mult = 1e-6, 1e-6, 20, 4
+    norm_module = model.RMSNorm(4096, eps=1e-6).bfloat16()
+    pre = layer.hc_pre(streams, fn, scale, base, norm=norm_module, forward_batch=None)
+    posted = layer.hc_post(rows, streams, post, comb)
+    head = nextn.DeepseekV4ModelNextN.hc_head(layer, streams, fn[:4], scale[:1], base[:4])
+    heads = importlib.import_module("sglang.kernels.ops.layernorm.mhc_head")
+    heads.fused_hc_head(streams, fn[:4], scale[:1], base[:4], norm_eps=1e-6, hc_eps=1e-6)
+    print(json.dumps({
+        "calls": calls,
+        "switch": bool(switch()),
+        "post": list(boundary[1].shape),
+        "normed": pre[3],
+        "shapes": [list(t.shape) for t in (pre[0], pre[1], pre[2], posted, head)],
+        "records": sorted({r.state for r in patching.active_engine().records if r.patch.name == "mhc" and r.target}),
+    }))
+"""
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+def test_mhc_calls_of_the_real_model_reach_ours(run, version):
+    """SGLang's own layer, boundary and heads, imported from the wheel, with stand-ins for our four operators."""
+    found = run(MHC_BOUNDARY, version=version)
+    fused = ["mhc"] * (2 if version == "0.5.23" else 1)
+    assert found["calls"] == [*fused, "mhc_pre", "mhc_post", "mhc_head", "mhc_head"]
+    assert found["switch"] is True and found["post"] == [3, 4, 1] and found["normed"] is True
+    assert found["shapes"] == [[3, 4096], [3, 4], [3, 4, 4], [3, 4, 4096], [3, 4096]]
+    assert found["records"] == ["APPLIED"]
