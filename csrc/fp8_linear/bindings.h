@@ -37,7 +37,7 @@ inline void run(uintptr_t x, int64_t x_stride, int64_t x_stride_group, uintptr_t
   p.groups = groups;
   p.outputs = outputs;
   p.inputs = inputs;
-  const Plan plan = make_plan(rows, groups, outputs, inputs, num_sms, prefetch, row_tiles, warp_rows, blocks);
+  const Plan plan = make_plan(rows, groups, outputs, inputs, num_sms, multiprocessor_shared(), prefetch, row_tiles, warp_rows, blocks);
   if (partial_bytes < plan.partial_bytes)
     throw std::runtime_error("fp8_linear: scratch too small: needs " + std::to_string(plan.partial_bytes) + " bytes, got " +
                              std::to_string(partial_bytes));
@@ -55,7 +55,7 @@ inline void bind(py::module_& m) {
   m.def(
       "fp8_linear_scratch_bytes",
       [](int rows, int groups, int outputs, int inputs, int num_sms, int row_tiles, int warp_rows, int blocks) {
-        return make_plan(rows, groups, outputs, inputs, num_sms, 0, row_tiles, warp_rows, blocks).partial_bytes;
+        return make_plan(rows, groups, outputs, inputs, num_sms, 0, 0, row_tiles, warp_rows, blocks).partial_bytes;
       },
       py::kw_only(), "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "row_tiles"_a = 0, "warp_rows"_a = 0, "blocks"_a = 0);
 }

@@ -46,11 +46,16 @@ struct Plan {
 
 constexpr int kMaxRows = 64;
 
+// Bytes of shared memory of a multiprocessor of the current device.
+int multiprocessor_shared();
+
 // Why the kernel cannot take these sizes; empty: it can.
 std::string problem(int rows, int groups, int outputs, int inputs);
 
-// `prefetch`: most bytes that a block sends to the L2 ahead of the predecessor's end. Zero in `row_tiles`, `warp_rows`, `blocks`: the launcher's choice (tuning). No choice changes a bit of the result.
-Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int64_t prefetch, int row_tiles, int warp_rows, int blocks);
+// `prefetch`: most bytes that a block sends to the L2 ahead of the predecessor's end. Zero in `row_tiles`, `warp_rows`,
+// `blocks`: the launcher's choice (tuning). No choice changes a bit of the result.
+Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int64_t prefetch, int row_tiles, int warp_rows,
+               int blocks);
 
 // One kernel, or two where the plan splits.
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);

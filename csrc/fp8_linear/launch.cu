@@ -118,6 +118,18 @@ struct Launcher {
 
 }  // namespace
 
+// Shared memory of a multiprocessor of the current device; asked once.
+int multiprocessor_shared() {
+  static int known[64] = {};
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), kName, "cudaGetDevice");
+  int& bytes = known[device % 64];
+  if (bytes == 0) {
+    check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), kName, "cudaDeviceGetAttribute");
+  }
+  return bytes;
+}
+
 std::string problem(int rows, int groups, int outputs, int inputs) {
   if (rows > kMaxRows) return "at most " + std::to_string(kMaxRows) + " rows, got " + std::to_string(rows);
   if (inputs % kBlock || inputs < kBlock) return "inputs a multiple of 128, got " + std::to_string(inputs);
@@ -127,7 +139,8 @@ std::string problem(int rows, int groups, int outputs, int inputs) {
   return "";
 }
 
-Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int64_t prefetch, int row_tiles, int warp_rows, int blocks) {
+Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int64_t prefetch, int row_tiles, int warp_rows,
+               int blocks) {
   Plan plan = {};
   plan.column_tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
   plan.slices = slices_of(inputs);
@@ -137,7 +150,8 @@ Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int64
   place(plan, rows);
   const int tiles = tiles_of(static_cast<int64_t>(groups) * outputs, plan.row_tiles, plan.warp_rows);
   plan.group_tiles = tiles / groups;
-  const int resident = plan.column_tiles <= 2 ? 2 : 1;  // blocks of a multiprocessor
+  // blocks of a multiprocessor: by registers, and by shared memory, of which each block takes 1 KB more
+  const int resident = plan.column_tiles <= 2 && sm_shared >= 2 * (shared_of(plan, rows) + 1024) ? 2 : 1;
   plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, resident * num_sms / plan.splits));
   plan.block_tiles = {tiles / plan.blocks, tiles % plan.blocks};
   plan.prefetch_rows = static_cast<int32_t>(std::min<int64_t>(prefetch / (inputs / plan.splits), 1 << 20));
