@@ -216,6 +216,7 @@ FP8_LINEAR = Patch(
             },
         ),
     ),
+    off_because="slower than a quantised GEMM from 16 rows on where it was measured",  # H200, bench/NOTES.md
     needs=(EXTENSION,),
     modes=("sm120", "ops", "seams"),
     retire="when the stock GEMM and its quantisation are faster on SM120 for few rows (bench/fp8_linear.py)",

@@ -71,8 +71,12 @@ class Engine:
     def _select(self, patch: Patch) -> list[Record]:
         if self.settings.off:
             return [Record(patch, None, OFF, "DSV4_SM120=off")]
-        if self.settings.choices.get(patch.serves or patch.name) == "off":
-            return [Record(patch, None, OFF, f"DSV4_SM120_SET={patch.serves or patch.name}=off")]
+        name = patch.serves or patch.name
+        asked = self.settings.choices.get(name)
+        if asked == "off":
+            return [Record(patch, None, OFF, f"DSV4_SM120_SET={name}=off")]
+        if patch.off_because and asked != "on":
+            return [Record(patch, None, OFF, f"{patch.off_because}; DSV4_SM120_SET={name}=on switches it on")]
         if self.sources.path(self.host) is None:
             return [Record(patch, None, NOT_APPLICABLE, f"{self.host} is not on this interpreter's path")]
         if self.settings.mode not in patch.modes:

@@ -141,7 +141,7 @@ def test_sizes_of_numbers_far_apart():
     x[:, ::128] *= 2.0**18  # one input of each block far above the others
     assert relative_error(fp8_linear(x, weight, scale), reference.fp8_linear(x, weight, scale)) < MAX_RELATIVE_ERROR
     scale.fill_(torch.finfo(torch.float32).max)
-    assert bool(fp8_linear(x[:, :], weight, scale).isinf().any())
+    assert not bool(fp8_linear(x, weight, scale).isfinite().all())  # beyond float32: infinities, or their differences
     assert not bool(fp8_linear(torch.zeros_like(x), weight, scale).any())
 
 

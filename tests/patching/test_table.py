@@ -33,6 +33,22 @@ def test_every_row_is_complete():
         assert stand_in.why and stand_in.only_after
 
 
+@pytest.mark.parametrize(
+    "chosen, state", [(None, "OFF"), ("fp8_linear=on", "READY"), ("fp8_linear=off", "OFF"), ("mhc=off", "OFF")]
+)
+def test_an_operator_is_switched_by_its_name(python, tree, chosen, state):
+    code = """
+        from deepseek_v4_sm120 import patching
+        for r in patching.active_engine().records:
+            print(r.patch.name, r.state)
+    """
+    more = {"DSV4_SM120_SET": chosen} if chosen else {}
+    found = dict(line.split(maxsplit=1) for line in python(code, path=[tree({})], env=more).stdout.splitlines())
+    assert found["fp8_linear"] == state
+    assert found["mhc"] == ("OFF" if chosen == "mhc=off" else "READY")
+    assert found["index_select"] == "READY"
+
+
 @pytest.mark.parametrize("where", sorted({target.replacement for _, target in TARGETS}))
 def test_every_replacement_exists(where):
     module, _, name = where.partition(":")

@@ -121,7 +121,8 @@ def inspect_wheel(monkeypatch, sglang_wheel):
         monkeypatch.setattr(engine, "Sources", lambda stand_ins=None: WheelSources(wheel, stand_ins or {}))
         if called:
             monkeypatch.setattr(engine, "package_version", lambda host, sources: called)
-        made = Engine(TABLE, host="sglang", settings=Settings(force=None if mode == "sm120" else mode))
+        asked = {patch.name: "on" for patch in TABLE.patches if patch.off_because}
+        made = Engine(TABLE, host="sglang", settings=Settings(force=None if mode == "sm120" else mode, choices=asked))
         made.survey()
         return made
 
