@@ -15,24 +15,19 @@ struct Launcher {
   bool pdl;
   cudaStream_t stream;
 
-  // `cooperative`: all blocks are resident, or the launch fails; without programmatic dependent launch
-  void operator()(void (*kernel)(const Params), dim3 grid, int threads, size_t shared, const Params& params, bool cooperative = false) const {
+  template <typename... Arguments>
+  void operator()(void (*kernel)(Arguments...), dim3 grid, int threads, size_t shared, Arguments... arguments) const {
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = stream;
     cudaLaunchAttribute attribute = {};
-    if (cooperative) {
-      attribute.id = cudaLaunchAttributeCooperative;
-      attribute.val.cooperative = 1;
-    } else {
-      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attribute.val.programmaticStreamSerializationAllowed = 1;
-    }
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
-    config.numAttrs = pdl || cooperative ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, kernel, params), kName, "launch");
+    config.numAttrs = pdl ? 1 : 0;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), kName, "launch");
   }
 };
 
@@ -57,25 +52,11 @@ void launch_few(const Params& p, const Launcher& launcher) {
   launcher(p.head ? Kernel(finish_kernel<true>) : Kernel(finish_kernel<false>), dim3(p.rows), threads, 0, p);
 }
 
-// Blocks of many_kernel that a multiprocessor holds; asked once per device.
-int many_blocks_per_sm() {
-  static int known[64] = {};
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), kName, "cudaGetDevice");
-  if (device < 64 && known[device] > 0) return known[device];
-  const int shared = sizeof(ManyShared);
-  check_cuda(cudaFuncSetAttribute(many_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName, "cudaFuncSetAttribute");
-  int blocks = 0;
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, many_kernel, kManyThreads, shared), kName, "occupancy query");
-  if (blocks < 1) throw std::runtime_error("mhc: a block does not fit a multiprocessor");
-  if (device < 64) known[device] = blocks;
-  return blocks;
-}
-
 void launch_many(const Params& p, int num_sms, const Launcher& launcher) {
-  const int groups = (p.rows + kManyRows - 1) / kManyRows, resident = many_blocks_per_sm() * num_sms / kColumnBlocks;
-  if (resident < 1) throw std::runtime_error("mhc: the kernel for many rows needs " + std::to_string(kColumnBlocks) + " resident blocks");
-  launcher(many_kernel, dim3(std::min(groups, resident) * kColumnBlocks), kManyThreads, sizeof(ManyShared), p, true);
+  check_cuda(cudaFuncSetAttribute(many_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(ManyShared)), kName, "cudaFuncSetAttribute");
+  const int columns = p.hidden / kManyColumns, groups = (p.rows + kManyRows - 1) / kManyRows;
+  const int lag = 2 * num_sms / columns + 2;  // two blocks a multiprocessor are under way
+  launcher(many_kernel, dim3(static_cast<unsigned>(groups + lag) * columns), kManyThreads, sizeof(ManyShared), p, lag);
 }
 
 template <typename K>
@@ -99,7 +80,7 @@ std::string problem(int hidden) {
 
 Workspace workspace(int rows, int hidden, bool head, bool many) {
   const int64_t slices = hidden / (many ? kManyColumns : kSliceColumns), width = head ? kWidth<true> : kWidth<false>;
-  return {rows * slices * width * 4, many ? (rows + kManyRows - 1) / kManyRows : 0};
+  return {rows * slices * width * 4, many ? 1 + (rows + kManyRows - 1) / kManyRows : 0};
 }
 
 void launch(const Params& params, bool many, int num_sms, bool pdl, cudaStream_t stream) {
