@@ -38,6 +38,7 @@ def test_every_row_is_complete():
 )
 def test_an_operator_is_switched_by_its_name(python, tree, chosen, state):
     code = """
+        import sglang
         from deepseek_v4_sm120 import patching
         for r in patching.active_engine().records:
             print(r.patch.name, r.state)
