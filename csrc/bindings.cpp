@@ -138,8 +138,7 @@ void run_bf16_linear(uintptr_t x, int64_t x_stride, uintptr_t weight, int64_t we
   bf16_linear::launch(p, num_sms, pdl, pointer<CUstream_st>(stream));
 }
 
-template <typename Attributes>
-void append_attributes(py::list& all, const std::vector<Attributes>& kernels) {
+void append_attributes(py::list& all, const std::vector<KernelAttributes>& kernels) {
   for (const auto& a : kernels) {
     py::dict d;
     d["name"] = a.name;

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "../launch_kernel.h"
+
 namespace dsv4::bf16_linear {
 
 constexpr int kMaxRows = 32;
@@ -26,10 +28,6 @@ struct Params {
 
 void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream);
 
-struct KernelAttributes {
-  std::string name;
-  int registers, shared_bytes, local_bytes, blocks_per_sm;
-};
 std::vector<KernelAttributes> kernel_attributes();
 int shared_bytes();  // of the kernel that takes the most
 

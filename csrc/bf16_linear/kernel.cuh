@@ -11,7 +11,7 @@
 
 #include <cuda_bf16.h>
 
-#include "../sparse_decode/device.cuh"
+#include "../device.cuh"
 #include "bf16_linear.h"
 
 namespace dsv4::bf16_linear {

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "../check.h"
 #include "kernel.cuh"
 
 namespace dsv4::bf16_linear {
@@ -34,26 +33,16 @@ void with_config(int rows, int outputs_a_block, Use use) {
 }
 
 template <typename C>
-void allow_shared() {
-  static bool done[64] = {};
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), kName, "cudaGetDevice");
-  if (device < 64 && done[device]) return;
-  const int shared = sizeof(typename C::Shared);
-  check_cuda(cudaFuncSetAttribute(&bf16_linear_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName, "cudaFuncSetAttribute");
-  if (device < 64) done[device] = true;
+const void* allowed_kernel() {
+  static uint64_t configured = 0;
+  const void* kernel = reinterpret_cast<const void*>(&bf16_linear_kernel<C>);
+  allow_shared(kName, kernel, sizeof(typename C::Shared), configured);
+  return kernel;
 }
 
 template <typename C>
-KernelAttributes attributes_of(const char* name) {
-  allow_shared<C>();
-  void (*const kernel)(Params) = &bf16_linear_kernel<C>;
-  const int shared = sizeof(typename C::Shared);
-  cudaFuncAttributes a = {};
-  check_cuda(cudaFuncGetAttributes(&a, kernel), kName, "cudaFuncGetAttributes");
-  int blocks = 0;
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared), kName, "occupancy query");
-  return {name, a.numRegs, static_cast<int>(a.sharedSizeBytes) + shared, static_cast<int>(a.localSizeBytes), blocks};
+KernelAttributes describe(const char* name) {
+  return attributes_of(kName, allowed_kernel<C>(), name, kThreads, sizeof(typename C::Shared));
 }
 
 }  // namespace
@@ -63,24 +52,15 @@ void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
     throw std::runtime_error("bf16_linear: takes 1 to 32 rows, inputs in multiples of 512, outputs of 4");
   with_config(params.rows, outputs_of_a_block(params.outputs, num_sms), [&](auto c) {
     using C = decltype(c);
-    allow_shared<C>();
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(params.outputs / C::kOutputs);
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = sizeof(typename C::Shared);
-    config.stream = stream;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = pdl ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, &bf16_linear_kernel<C>, params), kName, "launch");
+    allowed_kernel<C>();
+    const Launcher launcher = {kName, pdl, stream};
+    launcher(&bf16_linear_kernel<C>, dim3(params.outputs / C::kOutputs), kThreads, sizeof(typename C::Shared), params);
   });
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {attributes_of<Config<16, 1>>("bf16_linear_16x8"), attributes_of<Config<8, 1>>("bf16_linear_8x8"),
-          attributes_of<Config<4, 1>>("bf16_linear_4x8"), attributes_of<Config<16, 4>>("bf16_linear_16x32")};
+  return {describe<Config<16, 1>>("bf16_linear_16x8"), describe<Config<8, 1>>("bf16_linear_8x8"),
+          describe<Config<4, 1>>("bf16_linear_4x8"), describe<Config<16, 4>>("bf16_linear_16x32")};
 }
 
 int shared_bytes() { return sizeof(Config<16, 4>::Shared); }

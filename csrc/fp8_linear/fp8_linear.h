@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "../launch_kernel.h"
+
 namespace dsv4::fp8_linear {
 
 struct Params {
@@ -60,10 +62,6 @@ Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int s
 // One kernel, or two where the plan splits.
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);
 
-struct KernelAttributes {
-  std::string name;
-  int registers, shared_bytes, local_bytes, blocks_per_sm;
-};
 std::vector<KernelAttributes> kernel_attributes();
 int shared_bytes();  // of the kernel that takes the most
 

@@ -10,7 +10,7 @@
 // Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others.
 #pragma once
 
-#include "../sparse_decode/device.cuh"
+#include "../device.cuh"
 #include "config.h"
 
 namespace dsv4::fp8_linear {

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "../check.h"
 #include "kernel.cuh"
 
 namespace dsv4::fp8_linear {
@@ -87,34 +86,9 @@ void place(Plan& plan, int rows) {
 }
 
 void allow_shared(const Variant& v) {
-  static bool allowed[64][std::size(kVariants)] = {};
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), kName, "cudaGetDevice");
-  bool& known = allowed[device % 64][&v - kVariants];
-  if (known) return;
-  check_cuda(cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared), kName, "cudaFuncSetAttribute");
-  known = true;
+  static uint64_t configured[std::size(kVariants)] = {};
+  dsv4::allow_shared(kName, reinterpret_cast<const void*>(v.kernel), kMaxShared, configured[&v - kVariants]);
 }
-
-struct Launcher {
-  bool pdl;
-  cudaStream_t stream;
-
-  template <typename... Parameters, typename... Arguments>
-  void operator()(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, const Arguments&... arguments) const {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared;
-    config.stream = stream;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = pdl ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), kName, "launch");
-  }
-};
 
 }  // namespace
 
@@ -165,7 +139,7 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
   const Variant* const v = find(plan.column_tiles, plan.row_tiles, plan.warp_rows);
   if (v == nullptr || shared_of(plan, params.rows) > kMaxShared) throw std::runtime_error("fp8_linear: no kernel for this plan");
   allow_shared(*v);
-  const Launcher launcher = {pdl, stream};
+  const Launcher launcher = {kName, pdl, stream};
   launcher(v->kernel, dim3(plan.blocks, plan.splits), kThreads, shared_of(plan, params.rows), params, plan);
   if (plan.splits == 1) return;
   const int64_t weight_rows = static_cast<int64_t>(params.groups) * params.outputs;
@@ -178,13 +152,8 @@ std::vector<KernelAttributes> kernel_attributes() {
   std::vector<KernelAttributes> all;
   for (const Variant& v : kVariants) {
     allow_shared(v);
-    cudaFuncAttributes a = {};
-    check_cuda(cudaFuncGetAttributes(&a, v.kernel), kName, "cudaFuncGetAttributes");
-    const int shared = sum_bytes(8 * v.column_tiles, v.row_tiles);
-    int blocks = 0;
-    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, v.kernel, kThreads, shared), kName, "occupancy query");
-    all.push_back({"fp8_linear_" + std::to_string(v.column_tiles) + "_" + std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows),
-                   a.numRegs, shared, static_cast<int>(a.localSizeBytes), blocks});
+    const std::string name = "fp8_linear_" + std::to_string(v.column_tiles) + "_" + std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
+    all.push_back(attributes_of(kName, reinterpret_cast<const void*>(v.kernel), name, kThreads, sum_bytes(8 * v.column_tiles, v.row_tiles)));
   }
   return all;
 }

@@ -8,7 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "../launch_kernel.h"
+
 namespace dsv4::index_select {
+
+constexpr char kName[] = "index_select";
 
 enum class Format {
   kFp8Half,  // E4M3 queries and keys, widened to f16 (exact) for f16 MMA with fp32 accumulators
@@ -101,10 +105,6 @@ MergeParams rows_of(MergeParams params, int64_t first, int rows);
 template <Format kFormat>
 void launch_score_format(const ScoreParams& params, bool pdl, cudaStream_t stream);
 
-struct KernelAttributes {
-  std::string name;
-  int registers, shared_bytes, local_bytes, blocks_per_sm;
-};
 std::vector<KernelAttributes> kernel_attributes();
 template <Format kFormat>
 KernelAttributes score_attributes(int group_rows);

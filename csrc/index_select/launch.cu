@@ -1,6 +1,4 @@
 // Geometry and launches of the index selection; the score kernels are compiled in their own files.
-#include "launch.cuh"
-
 #include <algorithm>
 
 #include "merge.cuh"
@@ -43,13 +41,11 @@ void set_lists(Plan& plan, int width) {
 // keys start on a 16-byte boundary, and so do offsets: a list has a multiple of 64 entries
 int64_t bytes_of_row(const Plan& plan) { return plan.lists * (static_cast<int64_t>(sizeof(ListHeader)) + 6ll * plan.list_capacity); }
 
-template <typename Params>
-void launch_static(void (*kernel)(Params), const Params& p, dim3 grid, int threads, int shared, bool pdl, cudaStream_t stream,
-                   const char* name) {
-  static uint64_t configured = 0;  // of this instantiation, so of this kernel
-  void* f = reinterpret_cast<void*>(kernel);
-  if (shared > 0) allow_shared(f, shared, configured);
-  launch_kernel(f, p, grid, threads, shared, pdl, stream, name);
+const void* allowed_merge_kernel() {
+  static uint64_t configured = 0;
+  const void* kernel = reinterpret_cast<const void*>(&merge_kernel);
+  allow_shared(kName, kernel, sizeof(MergeShared), configured);
+  return kernel;
 }
 
 }  // namespace
@@ -112,25 +108,23 @@ void launch_score(const ScoreParams& p, Format format, bool pdl, cudaStream_t st
 }
 
 void launch_lists(const ListParams& p, bool pdl, cudaStream_t stream) {
-  launch_static(&list_kernel, p, dim3(p.split.splits, p.split.rows), kListThreads, 0, pdl, stream, "index_lists");
+  Launcher{kName, pdl, stream}(&list_kernel, dim3(p.split.splits, p.split.rows), kListThreads, 0, p);
 }
 
 void launch_merge(const MergeParams& p, bool pdl, cudaStream_t stream) {
-  launch_static(&merge_kernel, p, dim3(p.split.rows), kMergeThreads, sizeof(MergeShared), pdl, stream, "index_merge");
+  allowed_merge_kernel();
+  Launcher{kName, pdl, stream}(&merge_kernel, dim3(p.split.rows), kMergeThreads, sizeof(MergeShared), p);
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  static uint64_t configured = 0;
-  void* merge = reinterpret_cast<void*>(&merge_kernel);
-  allow_shared(merge, sizeof(MergeShared), configured);
   std::vector<KernelAttributes> all;
   for (const int group_rows : {1, kSharedRows}) {
     all.push_back(score_attributes<Format::kFp8Half>(group_rows));
     all.push_back(score_attributes<Format::kFp8>(group_rows));
     all.push_back(score_attributes<Format::kFp4>(group_rows));
   }
-  all.push_back(attributes_of(merge, "index_merge", kMergeThreads, sizeof(MergeShared)));
-  all.push_back(attributes_of(reinterpret_cast<void*>(&list_kernel), "index_lists", kListThreads, 0));
+  all.push_back(attributes_of(kName, allowed_merge_kernel(), "index_merge", kMergeThreads, sizeof(MergeShared)));
+  all.push_back(attributes_of(kName, reinterpret_cast<const void*>(&list_kernel), "index_lists", kListThreads, 0));
   return all;
 }
 

@@ -1,7 +1,7 @@
 // Ordered keys, and small block-wide steps.
 #pragma once
 
-#include "../sparse_decode/device.cuh"
+#include "../device.cuh"
 #include "config.h"
 
 namespace dsv4::index_select {

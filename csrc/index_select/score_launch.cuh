@@ -1,7 +1,6 @@
 // The launcher of the score kernels of one format.
 #pragma once
 
-#include "launch.cuh"
 #include "score.cuh"
 
 namespace dsv4::index_select {
@@ -9,20 +8,22 @@ namespace dsv4::index_select {
 template <Format kFormat, int kRows>
 struct ScoreKernel {
   static constexpr int kSharedBytes = sizeof(ScoreShared<kFormat, kRows>);
-  static void* function() {
+  static constexpr auto kKernel = &score_kernel<static_cast<int>(kFormat), kRows>;
+  static const void* allowed() {
     static uint64_t configured = 0;
-    void* f = reinterpret_cast<void*>(&score_kernel<static_cast<int>(kFormat), kRows>);
-    allow_shared(f, kSharedBytes, configured);
-    return f;
+    const void* kernel = reinterpret_cast<const void*>(kKernel);
+    allow_shared(kName, kernel, kSharedBytes, configured);
+    return kernel;
   }
   static void launch(const ScoreParams& p, bool pdl, cudaStream_t stream) {
+    allowed();
     const dim3 grid(p.split.splits, ceil_div(p.split.rows, kRows));
-    launch_kernel(function(), p, grid, threads_of(kRows), kSharedBytes, pdl, stream, "index_select");
+    Launcher{kName, pdl, stream}(kKernel, grid, threads_of(kRows), kSharedBytes, p);
   }
   static KernelAttributes attributes() {
     const char* format = kFormat == Format::kFp8Half ? "fp8_by_f16" : kFormat == Format::kFp8 ? "fp8" : "fp4";
     const std::string name = std::string("index_score_") + format + (kRows == 1 ? "_row" : "_shared");
-    return attributes_of(function(), name, threads_of(kRows), kSharedBytes);
+    return attributes_of(kName, allowed(), name, threads_of(kRows), kSharedBytes);
   }
 };
 

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "../check.h"
 #include "many.cuh"
 
 namespace dsv4::mhc {
@@ -10,26 +9,6 @@ namespace dsv4::mhc {
 namespace {
 
 constexpr char kName[] = "mhc";
-
-struct Launcher {
-  bool pdl;
-  cudaStream_t stream;
-
-  template <typename... Arguments>
-  void operator()(void (*kernel)(Arguments...), dim3 grid, int threads, size_t shared, Arguments... arguments) const {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared;
-    config.stream = stream;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = pdl ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), kName, "launch");
-  }
-};
 
 using Kernel = void (*)(const Params);
 
@@ -52,21 +31,21 @@ void launch_few(const Params& p, const Launcher& launcher) {
   launcher(p.head ? Kernel(finish_kernel<true>) : Kernel(finish_kernel<false>), dim3(p.rows), threads, 0, p);
 }
 
+void allow_many() {
+  static uint64_t configured = 0;
+  allow_shared(kName, reinterpret_cast<const void*>(&many_kernel), sizeof(ManyShared), configured);
+}
+
 void launch_many(const Params& p, int num_sms, const Launcher& launcher) {
-  check_cuda(cudaFuncSetAttribute(many_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(ManyShared)), kName, "cudaFuncSetAttribute");
+  allow_many();
   const int columns = p.hidden / kManyColumns, groups = (p.rows + kManyRows - 1) / kManyRows;
   const int lag = 2 * num_sms / columns + 2;  // two blocks a multiprocessor are under way
   launcher(many_kernel, dim3(static_cast<unsigned>(groups + lag) * columns), kManyThreads, sizeof(ManyShared), p, lag);
 }
 
-template <typename K>
-KernelAttributes attributes_of(const char* name, K kernel, int threads, int dynamic) {
-  cudaFuncAttributes a = {};
-  check_cuda(cudaFuncGetAttributes(&a, kernel), kName, "cudaFuncGetAttributes");
-  if (dynamic) check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic), kName, "cudaFuncSetAttribute");
-  int blocks = 0;
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, dynamic), kName, "occupancy query");
-  return {name, a.numRegs, static_cast<int>(a.sharedSizeBytes) + dynamic, static_cast<int>(a.localSizeBytes), blocks};
+template <typename... Parameters>
+KernelAttributes describe(const char* name, void (*kernel)(Parameters...), int threads, int shared) {
+  return attributes_of(kName, reinterpret_cast<const void*>(kernel), name, threads, shared);
 }
 
 }  // namespace
@@ -87,7 +66,7 @@ void launch(const Params& params, bool many, int num_sms, bool pdl, cudaStream_t
   const std::string why_not = problem(params.hidden);
   if (!why_not.empty()) throw std::runtime_error("mhc: takes " + why_not);
   if (many && !has_many(params)) throw std::runtime_error("mhc: this form or width has no kernel for many rows");
-  const Launcher launcher = {pdl, stream};
+  const Launcher launcher = {kName, pdl, stream};
   if (params.fn == nullptr) {
     launch_post(params, launcher);
   } else if (many) {
@@ -98,11 +77,12 @@ void launch(const Params& params, bool many, int num_sms, bool pdl, cudaStream_t
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
+  allow_many();
   const int finish_threads = 4096 / kLaneColumns + 32, many = sizeof(ManyShared);
-  return {attributes_of("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
-          attributes_of("mhc_finish", &finish_kernel<false>, finish_threads, 0),
-          attributes_of("mhc_post", &post_kernel, kMixThreads, 0),
-          attributes_of("mhc_many", &many_kernel, kManyThreads, many)};
+  return {describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
+          describe("mhc_finish", &finish_kernel<false>, finish_threads, 0),
+          describe("mhc_post", &post_kernel, kMixThreads, 0),
+          describe("mhc_many", &many_kernel, kManyThreads, many)};
 }
 
 int shared_bytes() { return sizeof(ManyShared); }

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "../launch_kernel.h"
+
 namespace dsv4::mhc {
 
 struct Params {
@@ -50,10 +52,6 @@ Workspace workspace(int rows, int hidden, bool head, bool many);
 // post only: one kernel. Few rows: two. Many rows: one, and the counters must be zero before.
 void launch(const Params& params, bool many, int num_sms, bool pdl, cudaStream_t stream);
 
-struct KernelAttributes {
-  std::string name;
-  int registers, shared_bytes, local_bytes, blocks_per_sm;
-};
 std::vector<KernelAttributes> kernel_attributes();
 int shared_bytes();  // of the kernel that takes the most
 

@@ -11,7 +11,7 @@
 // two instructions, so a row's bf16 pairs are operand A as they were loaded.
 #pragma once
 
-#include "../sparse_decode/device.cuh"
+#include "../device.cuh"
 #include "config.h"
 
 namespace dsv4::mhc {

@@ -12,7 +12,7 @@
 // 2^(126 - 32) * scale makes it right but for 2^32, which the fp32 sum gets. Exact for scale bytes 34 to 160.
 #pragma once
 
-#include "../sparse_decode/device.cuh"
+#include "../device.cuh"
 #include "routing.cuh"
 
 namespace dsv4::mxfp4_moe {

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "../check.h"
 #include "experts.cuh"
 
 namespace dsv4::mxfp4_moe {
@@ -62,43 +61,19 @@ int blocks_per_sm() {
   return blocks;
 }
 
-struct Launcher {
-  bool pdl;
-  cudaStream_t stream;
-  int num_sms;
-
-  void operator()(void (*kernel)(Params), dim3 grid, int threads, size_t shared, const Params& params) const {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared;
-    config.stream = stream;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = pdl ? 1 : 0;
-    check_cuda(cudaLaunchKernelEx(&config, kernel, params), kName, "launch");
-  }
-};
-
 // One block for each that fits at once, but no more than there are units.
 template <typename C>
-void launch_experts(const Params& p, const Launcher& launcher) {
+void launch_experts(const Params& p, int num_sms, const Launcher& launcher) {
   const int64_t pairs = static_cast<int64_t>(p.rows) * p.topk;
   const int64_t units = pairs * ((C::kGated ? p.inter : p.hidden) / C::kUnitOutputs);
-  const int64_t resident = static_cast<int64_t>(launcher.num_sms) * blocks_per_sm<C>();
+  const int64_t resident = static_cast<int64_t>(num_sms) * blocks_per_sm<C>();
   launcher(experts_kernel<C>, dim3(static_cast<unsigned>(std::min(units, resident))), C::kThreads, sizeof(typename C::Shared), p);
 }
 
 template <typename C>
-KernelAttributes attributes_of(const char* name) {
-  const int blocks = blocks_per_sm<C>();
-  void (*const kernel)(Params) = &experts_kernel<C>;
-  cudaFuncAttributes a = {};
-  check_cuda(cudaFuncGetAttributes(&a, kernel), kName, "cudaFuncGetAttributes");
-  const int shared = static_cast<int>(a.sharedSizeBytes + sizeof(typename C::Shared));
-  return {name, a.numRegs, shared, static_cast<int>(a.localSizeBytes), blocks};
+KernelAttributes describe(const char* name) {
+  blocks_per_sm<C>();  // allows the shared memory
+  return attributes_of(kName, reinterpret_cast<const void*>(&experts_kernel<C>), name, C::kThreads, sizeof(typename C::Shared));
 }
 
 }  // namespace
@@ -114,15 +89,15 @@ std::string problem(int hidden, int inter, int experts, int pairs) {
 void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
   const std::string why_not = problem(params.hidden, params.inter, params.experts, params.rows * params.topk);
   if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
-  const Launcher launcher = {pdl, stream, num_sms};
-  with_gate_up(params.hidden, [&](auto c) { launch_experts<decltype(c)>(params, launcher); });
-  with_down(params.inter, [&](auto c) { launch_experts<decltype(c)>(params, launcher); });
+  const Launcher launcher = {kName, pdl, stream};
+  with_gate_up(params.hidden, [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); });
+  with_down(params.inter, [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); });
   const unsigned columns = (params.hidden / 4 + kCombineThreads - 1) / kCombineThreads;
   launcher(combine_kernel, dim3(columns, params.rows), kCombineThreads, 0, params);
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {attributes_of<GateUp4096>("mxfp4_moe_gate_up"), attributes_of<Down2048>("mxfp4_moe_down")};
+  return {describe<GateUp4096>("mxfp4_moe_gate_up"), describe<Down2048>("mxfp4_moe_down")};
 }
 
 int shared_bytes() {

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "../launch_kernel.h"
+
 namespace dsv4::mxfp4_moe {
 
 // One of the two products of every expert. Rows are outputs; two codes a byte, the even input in the low nibble.
@@ -46,10 +48,6 @@ std::string problem(int hidden, int inter, int experts, int pairs);
 // Three kernels: gate/up with SwiGLU, down, the sum over a row's experts.
 void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream);
 
-struct KernelAttributes {
-  std::string name;
-  int registers, shared_bytes, local_bytes, blocks_per_sm;
-};
 std::vector<KernelAttributes> kernel_attributes();
 int shared_bytes();  // of the kernel that takes the most
 

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "../check.h"
 #include "kernel.cuh"
 #include "prefill.cuh"
 
@@ -10,6 +9,7 @@ namespace dsv4::sparse_decode {
 
 namespace {
 
+constexpr char kName[] = "sparse_decode";
 constexpr int kMaxSplits = 32;                          // one bit each in the control word
 constexpr int64_t kMaxPartialBytes = 62ll << 20;        // scratch of one call
 constexpr int kMaxLongItems = 1024;                     // blocks that fold long rows through a slot of their own
@@ -21,15 +21,17 @@ template <void (*kKernel)(Params), int kThreadCount, int kSharedBytes>
 struct Kernel {
   static constexpr int kThreads = kThreadCount, kShared = kSharedBytes;
 
-  static void configure() {  // once per device
+  static const void* allowed() {
     static uint64_t configured = 0;
-    int device = 0;
-    check_cuda(cudaGetDevice(&device), "sparse_decode", "cudaGetDevice");
-    if (device < 64 && (configured >> device & 1)) return;
-    check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), "sparse_decode", "cudaFuncSetAttribute");
-    if (device < 64) configured |= uint64_t{1} << device;
+    const void* kernel = reinterpret_cast<const void*>(kKernel);
+    allow_shared(kName, kernel, kShared, configured);
+    return kernel;
   }
-  static void* address() { return reinterpret_cast<void*>(kKernel); }
+  static void launch(const Params& params, dim3 grid, const Launcher& launcher) {
+    allowed();
+    launcher(kKernel, grid, kThreads, kShared, params);
+  }
+  static KernelAttributes attributes(const char* name) { return attributes_of(kName, allowed(), name, kThreads, kShared); }
 };
 template <bool kTable>
 using SplitKernel = Kernel<&sparse_decode_kernel<true, kTable>, kThreads, sizeof(SharedMemoryPlan)>;
@@ -37,23 +39,6 @@ template <bool kTable>
 using RowKernel = Kernel<&sparse_decode_kernel<false, kTable>, kThreads, sizeof(SharedMemoryPlan)>;
 template <bool kTable>
 using PrefillKernel = Kernel<&prefill::sparse_prefill_kernel<kTable>, prefill::kThreads, sizeof(prefill::PrefillMemory)>;
-
-template <typename K>
-void launch_kernel(const Params& params, dim3 grid, bool pdl, cudaStream_t stream) {
-  K::configure();
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(K::kThreads);
-  config.dynamicSmemBytes = K::kShared;
-  config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = pdl ? 1 : 0;
-  void* arguments[] = {const_cast<Params*>(&params)};
-  check_cuda(cudaLaunchKernelExC(&config, K::address(), arguments), "sparse_decode", "launch");
-}
 
 void advance(Cache& cache, int rows) {
   cache.indices += rows * cache.indices_stride;
@@ -119,11 +104,11 @@ Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int
 namespace {
 
 template <bool kTable>
-void launch_kernels(Params p, const Plan& plan, bool pdl, cudaStream_t stream) {
+void launch_kernels(Params p, const Plan& plan, const Launcher& launcher) {
   const int groups = plan.head_groups;
   if (plan.prefill_blocks > 0) {
     p.head_blocks = groups;
-    launch_kernel<PrefillKernel<kTable>>(p, dim3(plan.prefill_blocks), pdl, stream);
+    PrefillKernel<kTable>::launch(p, dim3(plan.prefill_blocks), launcher);
     return;
   }
   p.splits = make_divisor(plan.splits);
@@ -132,12 +117,12 @@ void launch_kernels(Params p, const Plan& plan, bool pdl, cudaStream_t stream) {
   const int leaves = std::max(p.guess_main_leaves + ceil_div(p.extra.width, kLeaf), 1), unit_log2 = unit_leaves_log2(leaves);
   p.guess_leaves = ceil_div(ceil_div(leaves, 1 << unit_log2), plan.splits) << unit_log2;
   if (plan.splits > 1) {
-    launch_kernel<SplitKernel<kTable>>(p, dim3(groups, plan.splits, p.rows), pdl, stream);
+    SplitKernel<kTable>::launch(p, dim3(groups, plan.splits, p.rows), launcher);
     return;
   }
   for (int rows = p.rows; rows > 0; rows -= plan.rows_per_launch) {
     p.rows = std::min(rows, plan.rows_per_launch);
-    launch_kernel<RowKernel<kTable>>(p, dim3(groups, 1, p.rows), pdl, stream);
+    RowKernel<kTable>::launch(p, dim3(groups, 1, p.rows), launcher);
     p.q += p.rows * p.q_stride_row;
     p.out += p.rows * p.out_stride_row;
     if (p.lse != nullptr) p.lse += static_cast<int64_t>(p.rows) * p.heads;
@@ -150,27 +135,18 @@ void launch_kernels(Params p, const Plan& plan, bool pdl, cudaStream_t stream) {
 }  // namespace
 
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream) {
+  const Launcher launcher = {kName, pdl, stream};
   if (params.extra_table.pages != nullptr) {
-    launch_kernels<true>(params, plan, pdl, stream);
+    launch_kernels<true>(params, plan, launcher);
   } else {
-    launch_kernels<false>(params, plan, pdl, stream);
+    launch_kernels<false>(params, plan, launcher);
   }
 }
 
-template <typename K>
-static KernelAttributes attributes_of(const char* name) {
-  K::configure();
-  cudaFuncAttributes a = {};
-  check_cuda(cudaFuncGetAttributes(&a, K::address()), "sparse_decode", "cudaFuncGetAttributes");
-  int blocks = 0;
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, K::address(), K::kThreads, K::kShared), "sparse_decode", "occupancy query");
-  return {name, a.numRegs, static_cast<int>(a.sharedSizeBytes) + K::kShared, static_cast<int>(a.localSizeBytes), blocks};
-}
-
 std::vector<KernelAttributes> kernel_attributes() {
-  return {attributes_of<SplitKernel<false>>("sparse_decode_split"),      attributes_of<RowKernel<false>>("sparse_decode_row"),
-          attributes_of<PrefillKernel<false>>("sparse_prefill"),         attributes_of<SplitKernel<true>>("sparse_decode_split, page table"),
-          attributes_of<RowKernel<true>>("sparse_decode_row, page table"), attributes_of<PrefillKernel<true>>("sparse_prefill, page table")};
+  return {SplitKernel<false>::attributes("sparse_decode_split"),      RowKernel<false>::attributes("sparse_decode_row"),
+          PrefillKernel<false>::attributes("sparse_prefill"),         SplitKernel<true>::attributes("sparse_decode_split, page table"),
+          RowKernel<true>::attributes("sparse_decode_row, page table"), PrefillKernel<true>::attributes("sparse_prefill, page table")};
 }
 
 std::vector<std::pair<std::string, int>> shared_bytes() {

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "../launch_kernel.h"
+
 namespace dsv4::sparse_decode {
 
 // n / divisor = (2 n * multiplier) >> (32 + shift) for 0 <= n < 2^31
@@ -71,10 +73,6 @@ FastDivisor make_divisor(int divisor);
 // Fills in what the plan decides, and launches.
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);
 
-struct KernelAttributes {
-  std::string name;
-  int registers, shared_bytes, local_bytes, blocks_per_sm;
-};
 std::vector<KernelAttributes> kernel_attributes();
 std::vector<std::pair<std::string, int>> shared_bytes();  // of a block, by kernel
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "config.h"
-#include "device.cuh"
+#include "../device.cuh"
 #include "sparse_decode.h"
 
 namespace dsv4::sparse_decode {

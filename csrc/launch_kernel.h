@@ -1,0 +1,59 @@
+// What the launchers of all operators share: programmatic dependent launch, shared memory above 48 KB, kernel attributes.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "check.h"
+
+namespace dsv4 {
+
+struct KernelAttributes {
+  std::string name;
+  int registers, shared_bytes, local_bytes, blocks_per_sm;
+};
+
+// Launches on `stream`; with `pdl` before the kernel in front has ended, so the kernel must wait for it. `name`: for errors.
+struct Launcher {
+  const char* name;
+  bool pdl;
+  cudaStream_t stream;
+
+  template <typename... Parameters, typename... Arguments>
+  void operator()(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, const Arguments&... arguments) const {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = pdl ? 1 : 0;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name, "launch");
+  }
+};
+
+// Lets `kernel` have that much dynamic shared memory, once per device; `configured` is the caller's own, one for each kernel.
+inline void allow_shared(const char* name, const void* kernel, int bytes, uint64_t& configured) {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), name, "cudaGetDevice");
+  if (device < 64 && (configured >> device & 1)) return;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), name, "cudaFuncSetAttribute");
+  if (device < 64) configured |= uint64_t{1} << device;
+}
+
+// `shared`: dynamic bytes, already allowed
+inline KernelAttributes attributes_of(const char* name, const void* kernel, std::string kernel_name, int threads, int shared) {
+  cudaFuncAttributes a = {};
+  check_cuda(cudaFuncGetAttributes(&a, kernel), name, "cudaFuncGetAttributes");
+  int blocks = 0;
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared), name, "occupancy query");
+  return {std::move(kernel_name), a.numRegs, static_cast<int>(a.sharedSizeBytes) + shared, static_cast<int>(a.localSizeBytes), blocks};
+}
+
+}  // namespace dsv4
