@@ -22,7 +22,7 @@ struct Config {
   static constexpr int kSteps = steps_of(kColumnTiles), kAhead = ahead_of(kColumnTiles, kRowTiles);
   static constexpr int kBlockRows = kTileRows * kRowTiles * kWarpRows;
   static constexpr int kTogether = kColumnTiles >= 4 ? kRowTiles : 1;  // row tiles that share a load of x
-  static constexpr int kConvertTogether = kColumnTiles == 8 ? 1 : 2;
+  static constexpr int kConvertTogether = kColumnTiles == 4 || (kColumnTiles == 1 && kRowTiles == 2) ? 2 : 1;  // as the registers allow
   static constexpr int kMinBlocks = kColumnTiles >= 4 ? 1 : 2;
   static_assert(kSteps % kRowTiles == 0 && kRowTiles % kTogether == 0 && kBlock % (kRowTiles * kTileRows) == 0);
 };
