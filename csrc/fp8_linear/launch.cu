@@ -54,7 +54,7 @@ int warps_beside(int column_tiles, int rows, int inputs) {
   if (column_tiles == 8) return long_inputs ? 8 : 4;
   if (column_tiles == 4) return long_inputs ? 4 : 2;
   if (column_tiles == 2) return long_inputs ? 4 : 1;
-  return rows > 4 && long_inputs ? 4 : rows > 2 && inputs >= 4096 ? 2 : 1;
+  return rows > 4 && inputs >= 4096 ? 2 : 1;
 }
 
 // Row tiles of a warp: two where one would not keep enough on its way, if that leaves a tile for most multiprocessors.
@@ -137,7 +137,8 @@ Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int s
   // blocks of a multiprocessor: by registers, and by shared memory, of which each block takes 1 KB more
   const int resident = plan.column_tiles <= 2 && sm_shared >= 2 * (shared_of(plan, rows) + 1024) ? 2 : 1;
   // a second block of a multiprocessor only where the first would be busy for long: it is the next kernel's place
-  const bool few = plan.splits == 1 && tiles <= 2 * num_sms;
+  const bool held = plan.slice_blocks.each + (plan.slice_blocks.more > 0) <= ahead_of(plan.column_tiles, plan.row_tiles);
+  const bool few = plan.splits == 1 && tiles <= 2 * num_sms && held;
   plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, (few ? 1 : resident) * num_sms / plan.splits));
   plan.block_tiles = {tiles / plan.blocks, tiles % plan.blocks};
   plan.prefetch_rows = static_cast<int32_t>(std::min<int64_t>(prefetch / (inputs / plan.splits), 1 << 20));
