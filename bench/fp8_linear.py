@@ -31,7 +31,7 @@ from deepseek_v4_sm120.reference.fp8_linear_inputs import Matrix, make_weight, m
 
 ISSUE = 7
 READ_BYTES = 6 << 30
-MAX_RELATIVE_ERROR = 0.002
+MAX_RELATIVE_ERROR = 0.0025
 ROWS = (1, 4, 8, 16, 32, 64)
 QUICK_ROWS = (1, 8, 16, 64)
 LARGE_BYTES = 8 << 20  # matrices that have a bar

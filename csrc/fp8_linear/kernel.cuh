@@ -22,7 +22,7 @@ struct Config {
   static constexpr int kSteps = steps_of(kColumnTiles), kAhead = ahead_of(kColumnTiles, kRowTiles);
   static constexpr int kBlockRows = kTileRows * kRowTiles * kWarpRows;
   static constexpr int kTogether = kColumnTiles >= 4 ? kRowTiles : 1;  // row tiles that share a load of x
-  static constexpr int kConvertTogether = kColumnTiles == 4 || (kColumnTiles == 1 && kRowTiles == 2) ? 2 : 1;  // as the registers allow
+  static constexpr int kConvertTogether = kColumnTiles == 8 ? 1 : 2;
   static constexpr int kMinBlocks = kColumnTiles >= 4 ? 1 : 2;
   static_assert(kSteps % kRowTiles == 0 && kRowTiles % kTogether == 0 && kBlock % (kRowTiles * kTileRows) == 0);
 };
@@ -161,31 +161,23 @@ struct Kernel {
     count = min(count, slice.count - first);
     if (count <= 0) return;
     const int units = p.rows * count;
-    // a unit is (row, slot); the next of this lane's is `rows` rows and `slots` slots on
     const float inverse = __fdividef(1.f, static_cast<float>(count));  // near enough: units are few
-    const int first_unit = warp_row * kUnits + lane / 8;
-    const int row0 = static_cast<int>((first_unit + 0.5f) * inverse), slot0 = first_unit - row0 * count;
-    const int rows = static_cast<int>((kStride + 0.5f) * inverse), slots = kStride - rows * count;
     const uint16_t* const from = p.x + static_cast<uint64_t>(group) * p.x_stride_group + (slice.begin + first) * kBlock + lane % 8 * 8;
     unsigned char* const to = x_at(0) + lane % 8 * 16;
 #pragma unroll 1
-    for (int unit = first_unit, row = row0, slot = slot0; unit < units; unit += kStride) {
+    for (int unit = warp_row * kUnits + lane / 8; unit < units; unit += kStride) {
+      const int row = static_cast<int>((unit + 0.5f) * inverse), slot = unit - row * count;
       const uint16_t* at = from + static_cast<uint64_t>(row) * p.x_stride + slot * kBlock;
       const uint32_t address = shared_address(to + (slot * x_rows() + row) * kRowBytes);
       cp_async_16(address, reinterpret_cast<uint64_t>(at), true);
       cp_async_16(address + kBlock, reinterpret_cast<uint64_t>(at + kBlock / 2), true);
-      row += rows, slot += slots;
-      if (slot >= count) slot -= count, ++row;
     }
     cp_async_wait_all();
-    int row = row0, slot = slot0;
 #pragma unroll(C::kConvertTogether)
     for (int base = warp_row * kUnits; base < units; base += kStride) {
-      const bool valid = base + lane / 8 < units;  // else this lane goes along with row 0, for the exchanges
-      const int at = valid ? slot * x_rows() + row : 0;
-      convert(valid, to + at * kRowBytes, factors_at(0) + at);
-      row += rows, slot += slots;
-      if (slot >= count) slot -= count, ++row;
+      const int unit = base + lane / 8, known = min(unit, units - 1);
+      const int row = static_cast<int>((known + 0.5f) * inverse), slot = known - row * count;
+      convert(unit == known, to + (slot * x_rows() + row) * kRowBytes, factors_at(slot) + row);
     }
   }
 

@@ -6,6 +6,7 @@ import pytest
 
 import deepseek_v4_sm120
 from deepseek_v4_sm120.patching import profile
+from deepseek_v4_sm120.sglang_patches import TABLE
 
 GOOD = {
     "format": profile.FORMAT,
@@ -86,7 +87,8 @@ def test_every_operator_can_be_left_out(python, tree, tmp_path):
     """
     lost = {op: {"winner": "stock"} for op in deepseek_v4_sm120.OPS}
     path = write(tmp_path, GOOD | {"identity": {}, "operators": lost})
-    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path})
+    asked = ",".join(f"{patch.name}=on" for patch in TABLE.patches if patch.off_because)
+    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path, "DSV4_SM120_SET": asked})
     assert done.stdout == "True\n"
 
 
