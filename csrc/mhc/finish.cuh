@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + 1)) finish_kernel(const Para
   if (has_columns && normed) weight = load_16(p.norm_weight + column);
   Gates<kHead> gates;
   gates.load(p, lane);
-  pdl_trigger();  // before the wait: what comes next may then read what was there before mix_kernel, which has waited
   pdl_wait();
+  pdl_trigger();
   uint4 x[kStreams];
   if (has_columns) {
     const uint16_t* const streams = p.f != nullptr ? p.streams + row * kStreams * p.hidden : p.x + row * p.x_stride;
