@@ -24,16 +24,32 @@ struct Launcher {
 
   template <typename... Parameters, typename... Arguments>
   void operator()(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, const Arguments&... arguments) const {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    launch(attribute, pdl ? 1 : 0, kernel, grid, threads, shared, arguments...);
+  }
+
+  // All blocks are resident at once, or the launch fails: for kernels whose blocks wait for each other. Never with `pdl`.
+  template <typename... Parameters, typename... Arguments>
+  void cooperative(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, const Arguments&... arguments) const {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    launch(attribute, 1, kernel, grid, threads, shared, arguments...);
+  }
+
+ private:
+  template <typename... Parameters, typename... Arguments>
+  void launch(cudaLaunchAttribute attribute, unsigned attributes, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
+              const Arguments&... arguments) const {
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
-    config.numAttrs = pdl ? 1 : 0;
+    config.numAttrs = attributes;
     check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), name, "launch");
   }
 };

@@ -31,16 +31,25 @@ void launch_few(const Params& p, const Launcher& launcher) {
   launcher(p.head ? Kernel(finish_kernel<true>) : Kernel(finish_kernel<false>), dim3(p.rows), threads, 0, p);
 }
 
-void allow_many() {
-  static uint64_t configured = 0;
-  allow_shared(kName, reinterpret_cast<const void*>(&many_kernel), sizeof(ManyShared), configured);
+// Blocks of many_kernel that a multiprocessor holds; asked once per device.
+int many_blocks_per_sm() {
+  static int known[64] = {};
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), kName, "cudaGetDevice");
+  if (device < 64 && known[device] > 0) return known[device];
+  const int shared = sizeof(ManyShared);
+  check_cuda(cudaFuncSetAttribute(many_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName, "cudaFuncSetAttribute");
+  int blocks = 0;
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, many_kernel, kManyThreads, shared), kName, "occupancy query");
+  if (blocks < 1) throw std::runtime_error("mhc: a block does not fit a multiprocessor");
+  if (device < 64) known[device] = blocks;
+  return blocks;
 }
 
 void launch_many(const Params& p, int num_sms, const Launcher& launcher) {
-  allow_many();
-  const int columns = p.hidden / kManyColumns, groups = (p.rows + kManyRows - 1) / kManyRows;
-  const int lag = 2 * num_sms / columns + 2;  // two blocks a multiprocessor are under way
-  launcher(many_kernel, dim3(static_cast<unsigned>(groups + lag) * columns), kManyThreads, sizeof(ManyShared), p, lag);
+  const int groups = (p.rows + kManyRows - 1) / kManyRows, resident = many_blocks_per_sm() * num_sms / kColumnBlocks;
+  if (resident < 1) throw std::runtime_error("mhc: the kernel for many rows needs " + std::to_string(kColumnBlocks) + " resident blocks");
+  launcher.cooperative(many_kernel, dim3(std::min(groups, resident) * kColumnBlocks), kManyThreads, sizeof(ManyShared), p);
 }
 
 template <typename... Parameters>
@@ -59,7 +68,7 @@ std::string problem(int hidden) {
 
 Workspace workspace(int rows, int hidden, bool head, bool many) {
   const int64_t slices = hidden / (many ? kManyColumns : kSliceColumns), width = head ? kWidth<true> : kWidth<false>;
-  return {rows * slices * width * 4, many ? 1 + (rows + kManyRows - 1) / kManyRows : 0};
+  return {rows * slices * width * 4, many ? (rows + kManyRows - 1) / kManyRows : 0};
 }
 
 void launch(const Params& params, bool many, int num_sms, bool pdl, cudaStream_t stream) {
@@ -77,7 +86,7 @@ void launch(const Params& params, bool many, int num_sms, bool pdl, cudaStream_t
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  allow_many();
+  many_blocks_per_sm();  // allows the shared memory
   const int finish_threads = 4096 / kLaneColumns + 32, many = sizeof(ManyShared);
   return {describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
           describe("mhc_finish", &finish_kernel<false>, finish_threads, 0),

@@ -1,13 +1,13 @@
 // Many rows: one kernel, in which X is read once from memory.
 //
-// A block takes 64 rows x 128 columns: it makes the new streams, writes them and their partial mixes. Before that it
-// finishes a row or two that are complete by now, `lag` groups of 64 rows back: their streams are still in the L2. The
-// order of the blocks is the order in which they took a ticket, so that a block waits only for blocks that have begun.
+// A block keeps 128 columns and their part of fn, and takes groups of 64 rows in turn: it makes the new streams, writes
+// them and their partial mixes; then it finishes a row or two of the group that it took before, whose streams are still
+// in the L2. For that it waits until the other blocks of that group are done: all blocks are resident (cooperative launch).
 //
 // The sums are those of mix.cuh and finish.cuh, value by value: a row has the same bits as among few.
 //
-// Shared memory: the bf16 parts of fn of two slices 36 KB, coefficients 5 KB, sums of the second half's warps or of the
-// finished rows' octets 7 KB.
+// Shared memory: the bf16 parts of fn 72 KB, coefficients 5 KB, sums of warps or of the finished rows' octets 14 KB, sums
+// of the first two slices 7 KB.
 #pragma once
 
 #include "finish.cuh"
@@ -22,16 +22,16 @@ constexpr int kHidden = kManyHidden, kColumnBlocks = kHidden / kManyColumns;
 static_assert(kManyThreads == 32 * kManyTiles * 2, "two warps for 16 rows");
 
 struct ManyShared {
-  uint2 weights[2][kStreams][2][kParts][kMixTilesN][32];       // [slice of the pass][stream][step][part][mixes][lane]
+  uint2 weights[kManySlices][kStreams][2][kParts][kMixTilesN][32];  // [slice][stream][step][part][mixes][lane]
   float coefficients[kManyRows][kStreams * kStreams + kStreams];  // comb by new stream, post
   union {
-    float other[kManyTiles][14][32];                            // the second half's sums, by lane
-    float octets[kTeams][kManyHidden / 256][32];                 // of the rows that are finished before
+    float other[kPasses][kManyTiles][14][32];                   // sums for the other half's warp, by lane
+    float octets[kTeams][kManyHidden / 256][32];                // of the rows that are finished
   };
+  float kept[14][kManyThreads / 2];                            // sums of the first pass, by the thread of the half
   float squares[kTeams][kManyHidden / 256];
-  uint32_t ticket;
 };
-static_assert(2 * (sizeof(ManyShared) + 1024) <= 102400, "two blocks on an SM120 multiprocessor");
+static_assert(sizeof(ManyShared) <= 101376, "an SM120 block has 99 KiB");
 
 // Sums of a warp: 16 rows' mixes (rows g and g + 8 of each lane) and their sums of squares.
 struct Sums {
@@ -51,27 +51,21 @@ struct Sums {
 
 __device__ __forceinline__ uint4 load_once(const uint16_t* p) { return __ldcs(reinterpret_cast<const uint4*>(p)); }
 
-// The bf16 parts of fn for one pass: two slices of all four streams, through registers into shared memory.
+// The bf16 parts of fn: four slices of all four streams, through registers into shared memory.
 __device__ __forceinline__ void load_weights(const Params& p, ManyShared& s, int first_slice) {
-  constexpr int kQuads = 2 * kStreams * kMixTilesN * 64, kPerThread = kQuads / kManyThreads;  // float4s
+  constexpr int kQuads = kManySlices * kStreams * kMixTilesN * 64, kPerThread = kQuads / kManyThreads;  // float4s
   static_assert(kQuads % kManyThreads == 0);
-  float4 value[kPerThread];
-#pragma unroll
+#pragma unroll 4
   for (int i = 0; i < kPerThread; ++i) {
     // step fastest, then the lane of the quad: eight threads read 128 consecutive bytes
     const int within = threadIdx.x % 64, at = (i * kManyThreads + threadIdx.x) / 64;
     const int n = at % kMixTilesN, stream = at / kMixTilesN % kStreams, slice = at / (kMixTilesN * kStreams);
     const int64_t mix = n * 8 + within / 8;
     const int column = (first_slice + slice) * kSliceColumns + within % 8 / 2 * kLaneColumns + within % 2 * 4;
-    value[i] = __ldg(reinterpret_cast<const float4*>(p.fn + (mix * kStreams + stream) * kHidden + column));
-  }
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int within = threadIdx.x % 64, at = (i * kManyThreads + threadIdx.x) / 64;
-    const int n = at % kMixTilesN, stream = at / kMixTilesN % kStreams, slice = at / (kMixTilesN * kStreams);
+    const float4 value = __ldg(reinterpret_cast<const float4*>(p.fn + (mix * kStreams + stream) * kHidden + column));
     uint32_t first[kParts], second[kParts];
-    split_pair(value[i].x, value[i].y, first);
-    split_pair(value[i].z, value[i].w, second);
+    split_pair(value.x, value.y, first);
+    split_pair(value.z, value.w, second);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) s.weights[slice][stream][within % 2][part][n][within / 2] = make_uint2(first[part], second[part]);
   }
@@ -100,7 +94,7 @@ __device__ __forceinline__ void mix_in_place(uint4 (&x)[kStreams], const uint4& 
 }
 
 // Sums of one stream of a slice.
-__device__ __forceinline__ Sums sums_of(const ManyShared& s, int half, int stream, const uint4& low, const uint4& high) {
+__device__ __forceinline__ Sums sums_of(const ManyShared& s, int slice, int stream, const uint4& low, const uint4& high) {
   const int lane = threadIdx.x % 32;
   Sums sums;
   sums.squares[0] = sum_of_squares(low);
@@ -110,12 +104,12 @@ __device__ __forceinline__ Sums sums_of(const ManyShared& s, int half, int strea
     sums.squares[r] += __shfl_xor_sync(0xffffffffu, sums.squares[r], 1);
     sums.squares[r] += __shfl_xor_sync(0xffffffffu, sums.squares[r], 2);
   }
-  multiply(sums.d, low, high, [&](int n, int step, int part) { return s.weights[half][stream][step][part][n][lane]; });
+  multiply(sums.d, low, high, [&](int n, int step, int part) { return s.weights[slice][stream][step][part][n][lane]; });
   return sums;
 }
 
 // One slice of 16 rows: the new streams, written, and their sums.
-__device__ __forceinline__ Sums run_slice(const Params& p, const ManyShared& s, int first_row, int tile, int half, int column) {
+__device__ __forceinline__ Sums run_slice(const Params& p, const ManyShared& s, int first_row, int tile, int slice, int column) {
   const int lane = threadIdx.x % 32, group = lane / 4;
   uint4 x[2][kStreams], f[2];
 #pragma unroll
@@ -136,13 +130,13 @@ __device__ __forceinline__ Sums run_slice(const Params& p, const ManyShared& s, 
       for (int i = 0; i < kStreams; ++i) *reinterpret_cast<uint4*>(p.streams + (static_cast<int64_t>(row) * kStreams + i) * kHidden + column) = x[r][i];
     }
   }
-  Sums sums = sums_of(s, half, 0, x[0][0], x[1][0]);
+  Sums sums = sums_of(s, slice, 0, x[0][0], x[1][0]);
   __syncwarp();
-  sums.add(sums_of(s, half, 1, x[0][1], x[1][1]));
+  sums.add(sums_of(s, slice, 1, x[0][1], x[1][1]));
   __syncwarp();
-  Sums rest = sums_of(s, half, 2, x[0][2], x[1][2]);
+  Sums rest = sums_of(s, slice, 2, x[0][2], x[1][2]);
   __syncwarp();
-  rest.add(sums_of(s, half, 3, x[0][3], x[1][3]));
+  rest.add(sums_of(s, slice, 3, x[0][3], x[1][3]));
   sums.add(rest);
   return sums;
 }
@@ -158,43 +152,49 @@ __device__ __forceinline__ void load_coefficients(const Params& p, ManyShared& s
 }
 
 // Slice 0 + 1 of the pass: of a warp's 14 sums its half keeps mixes 0-15, or 16-23 and the squares, and gives the others
-// away. The first pass's are kept in the workspace meanwhile: registers are short.
+// away. The first pass's are kept in shared memory meanwhile: registers are short.
 __device__ __forceinline__ void add_halves(const Params& p, ManyShared& s, int first_row, int tile, int half, int pass, const Sums& sums) {
   const int lane = threadIdx.x % 32;
-  float(&other)[14][32] = s.other[tile];
+  float(&other)[14][32] = s.other[pass][tile];
   const auto value = [&](int i) { return i < 12 ? sums.d[i / 4][i % 4] : sums.squares[i - 12]; };
 #pragma unroll
   for (int i = 0; i < 14; ++i) {
     if ((i < 8) == (half == 1)) other[i][lane] = value(i);
   }
-  __syncthreads();  // also: everybody is done with this pass's weights
+  __syncthreads();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + lane / 4 + 8 * r;
-    if (row >= p.rows) continue;
-    float* const out = p.partials + (static_cast<int64_t>(row) * (kHidden / kManyColumns) + s.ticket % kColumnBlocks) * kWidth<false>;
-    const auto write = [&](int at, int i) { out[at] = pass == 0 ? value(i) + other[i][lane] : out[at] + (value(i) + other[i][lane]); };
+    float* const out = p.partials + (static_cast<int64_t>(row) * kColumnBlocks + blockIdx.x % kColumnBlocks) * kWidth<false>;
+    const auto add = [&](int mix, int i) {
+      const float sum = value(i) + other[i][lane];
+      float& kept = s.kept[i][threadIdx.x % (kManyThreads / 2)];
+      if (pass == 0) {
+        kept = sum;
+      } else if (row < p.rows) {
+        out[mix] = kept + sum;
+      }
+    };
 #pragma unroll
     for (int n = 0; n < kMixTilesN; ++n) {
       if ((n < 2) != (half == 0)) continue;
-      write(n * 8 + lane % 4 * 2, n * 4 + 2 * r);
-      write(n * 8 + lane % 4 * 2 + 1, n * 4 + 2 * r + 1);
+      add(n * 8 + lane % 4 * 2, n * 4 + 2 * r);
+      add(n * 8 + lane % 4 * 2 + 1, n * 4 + 2 * r + 1);
     }
-    if (half == 1 && lane % 4 == 0) write(kMixes, 12 + r);
+    if (half == 1 && lane % 4 == 0) add(kMixes, 12 + r);
   }
 }
 
 // Partial mixes of 64 rows and 128 columns, and the new streams.
-__device__ __forceinline__ void mix_block(const Params& p, ManyShared& s, int64_t group, int columns) {
+__device__ __forceinline__ void mix_block(const Params& p, ManyShared& s, int group) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = warp % kManyTiles, half = warp / kManyTiles;
-  const int first_row = static_cast<int>(group) * kManyRows + tile * kTileRows;
+  const int first_row = group * kManyRows + tile * kTileRows;
   load_coefficients(p, s, group * kManyRows);
-#pragma unroll 1
+  __syncthreads();
+#pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const int first_slice = columns * kManySlices + 2 * pass;
-    load_weights(p, s, first_slice);
-    __syncthreads();
-    const Sums sums = run_slice(p, s, first_row, tile, half, (first_slice + half) * kSliceColumns + lane % 4 * kLaneColumns);
+    const int slice = 2 * pass + half;
+    const Sums sums = run_slice(p, s, first_row, tile, slice, (blockIdx.x % kColumnBlocks * kManySlices + slice) * kSliceColumns + lane % 4 * kLaneColumns);
     add_halves(p, s, first_row, tile, half, pass, sums);
   }
 }
@@ -253,32 +253,37 @@ __device__ __forceinline__ void wait_for(const uint32_t* counter, uint32_t value
   while (load_acquire(counter) != value) __nanosleep(64);
 }
 
-__global__ void __launch_bounds__(kManyThreads, 2) many_kernel(const Params p, int lag) {
+// blocks on a multiprocessor: shared memory holds one on SM120, two on SM90
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kManyMinBlocks = 1;
+#else
+constexpr int kManyMinBlocks = 2;
+#endif
+
+__global__ void __launch_bounds__(kManyThreads, kManyMinBlocks) many_kernel(const Params p) {
   extern __shared__ __align__(16) unsigned char memory[];
   ManyShared& s = *reinterpret_cast<ManyShared*>(memory);
-  pdl_wait();
-  pdl_trigger();
-  if (threadIdx.x == 0) s.ticket = add_acq_rel(p.counters, 1);
-  __syncthreads();
-  const int64_t num_groups = (p.rows + kManyRows - 1) / kManyRows;
-  const int64_t group = s.ticket / kColumnBlocks, finished = group - lag;
-  const int columns = s.ticket % kColumnBlocks;
-  uint32_t* const done = p.counters + 1;
-  if (finished >= 0) {
-    if (threadIdx.x == 0) wait_for(done + finished, kColumnBlocks);
-    __syncthreads();
-    const int team = threadIdx.x / (32 * kTeamWarps);
-    for (int r = columns + team * kColumnBlocks; r < kManyRows; r += kTeams * kColumnBlocks) {
-      const int64_t row = finished * kManyRows + r;
-      if (row < p.rows) finish_row(p, s, row, team);
+  const int num_groups = (p.rows + kManyRows - 1) / kManyRows;
+  load_weights(p, s, blockIdx.x % kColumnBlocks * kManySlices);
+  for (int group = blockIdx.x / kColumnBlocks;; group += gridDim.x / kColumnBlocks) {
+    const int before = group - static_cast<int>(gridDim.x / kColumnBlocks);
+    if (group < num_groups) {
+      mix_block(p, s, group);
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) add_acq_rel(p.counters + group, 1);
     }
+    if (before >= 0 && before < num_groups) {
+      if (threadIdx.x == 0) wait_for(p.counters + before, kColumnBlocks);
+      __syncthreads();
+      const int team = threadIdx.x / (32 * kTeamWarps);
+      for (int r = blockIdx.x % kColumnBlocks + team * kColumnBlocks; r < kManyRows; r += kTeams * kColumnBlocks) {
+        const int64_t row = static_cast<int64_t>(before) * kManyRows + r;
+        if (row < p.rows) finish_row(p, s, row, team);
+      }
+    }
+    if (group >= num_groups) return;
   }
-  if (group >= num_groups) return;
-  __syncthreads();
-  mix_block(p, s, group, columns);
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) add_acq_rel(p.counters + 1 + s.ticket / kColumnBlocks, 1);
 }
 
 }  // namespace dsv4::mhc

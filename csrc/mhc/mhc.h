@@ -33,7 +33,7 @@ struct Params {
   float* comb_out;             // [rows, 4, 4]
 
   float* partials;             // workspace: [rows, hidden / 32, 32 or 8]; for many rows [rows, hidden / 128, 32]
-  uint32_t* counters;          // for many rows: a ticket and one per 64 rows, zero before
+  uint32_t* counters;          // for many rows: one per 64 rows, zero before
   int32_t rows, hidden;
   float inverse_hidden;        // 1 / hidden
   bool head;                   // four mixes (pre) and no more

@@ -22,7 +22,7 @@ STREAMS = 4
 MIXES = STREAMS * (2 + STREAMS)
 HIDDEN = (4096, 7168)  # Flash, Pro
 # From so many rows on the kernel for many rows takes a boundary, where there is one (hidden 4096)
-MANY_ROWS = 512
+MANY_ROWS = 257
 MANY_HIDDEN = 4096
 _ALIGN_BYTES = 16  # the kernels move 16 bytes at a time
 _ALIGN_BF16 = _ALIGN_BYTES // 2
