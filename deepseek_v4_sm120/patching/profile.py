@@ -57,6 +57,13 @@ class Profile:
         reasons = [f"{name}: {why}" for name, why in found.get("wrong", {}).items() if name.startswith(OURS)]
         return f"profile {self.path}: " + ("; ".join(reasons) or f"{found['winner']} is faster on this machine")
 
+    def favours(self, patch: str) -> str | None:
+        """Why a patch that is off by default is applied here: it was right, and stock, which ran too, was slower."""
+        found = self.operators.get(patch)
+        if found is None or found["winner"] != OURS or found.get("stock_over_ours") is None:
+            return None
+        return f"profile {self.path}: stock takes {found['stock_over_ours']:.2f} times as long on this machine"
+
     def left_out(self, patch: str, way: str) -> str | None:
         """Why the patch must do without one of its ways here ("ours, mxfp8"), None when it may use it."""
         return self.operators.get(patch, {}).get("left_out", {}).get(way)
@@ -119,6 +126,7 @@ def _is_verdict(found) -> bool:
     return (
         isinstance(found, dict)
         and isinstance(found.get("winner"), str)
+        and isinstance(found.get("stock_over_ours"), int | float | None)
         and all(isinstance(found.get(name, {}), dict) for name in ("wrong", "left_out"))
     )
 
