@@ -429,6 +429,7 @@ def test_the_stock_boundary_of_a_release(version, sm120, called, monkeypatch):
     monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(rmsnorm=rmsnorm))
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(mhc, "is_installed", lambda name: True)
+    monkeypatch.setattr(mhc, "set_up_deep_gemm", lambda: None)
     monkeypatch.setattr(mhc, "is_sm120", lambda: sm120)
     monkeypatch.setattr(mhc, "sglang_version", lambda: version)
     monkeypatch.delenv("SGLANG_OPT_DEEPGEMM_HC_PRENORM", raising=False)
@@ -442,6 +443,22 @@ def test_the_stock_boundary_of_a_release(version, sm120, called, monkeypatch):
         and ("fused" in called) == (beside is not None)
         or version < (0, 5, 13)
     )
+
+
+@pytest.mark.parametrize(("enabled", "switch", "set_to"), [(True, True, [True]), (True, False, []), (False, True, [])])
+def test_deep_gemm_launches_as_in_a_server(enabled, switch, set_to, monkeypatch):
+    found = []
+    modules = {
+        provider.DEEP_GEMM_WRAPPER: SimpleNamespace(ENABLE_JIT_DEEPGEMM=enabled),
+        "deep_gemm": SimpleNamespace(set_pdl=found.append),
+        "sglang.srt.environ": SimpleNamespace(envs=SimpleNamespace()),
+    }
+    monkeypatch.setattr(provider.importlib, "import_module", lambda name: modules[name])
+    provider.set_up_deep_gemm()
+    assert found == []  # 0.5.12 has no such switch
+    setattr(modules["sglang.srt.environ"].envs, provider.DEEP_GEMM_PDL, SimpleNamespace(get=lambda: switch))
+    provider.set_up_deep_gemm()
+    assert found == set_to
 
 
 class FakeMethod:
@@ -475,6 +492,7 @@ def test_the_stock_fp8_layer_is_prepared_once_for_every_weight(takes_arguments, 
         utils.initialize_fp8_gemm_config = lambda: chosen.append(utils.get_exec().kernel.fp8_gemm_runner_backend)
     modules, of_server = {fp8_linear.UTILS: utils, fp8_linear.METHOD: FakeMethod}, utils.get_exec
     monkeypatch.setattr(fp8_linear.importlib, "import_module", lambda name: modules[name])
+    monkeypatch.setattr(fp8_linear, "set_up_deep_gemm", lambda: None)
     stock = fp8_linear.Stock()
     assert chosen == ["auto"] and utils.get_exec is of_server
     case = next(c for c in fp8_linear.cases(**SHAPES) if c.matrix.name == "shared_down")

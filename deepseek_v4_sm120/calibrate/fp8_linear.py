@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from deepseek_v4_sm120.calibrate.provider import OURS, STOCK, Provider, is_installed, our_problem, rows_of
+from deepseek_v4_sm120.calibrate.provider import (
+    OURS,
+    STOCK,
+    Provider,
+    is_installed,
+    our_problem,
+    rows_of,
+    set_up_deep_gemm,
+)
 from deepseek_v4_sm120.plan.models import FLASH
 
 if TYPE_CHECKING:
@@ -178,6 +186,7 @@ class Stock:
     """SGLang's Fp8LinearMethod with a layer for every weight, prepared as after loading."""
 
     def __init__(self):
+        set_up_deep_gemm()
         choose_backend(importlib.import_module(UTILS))
         module = importlib.import_module(METHOD)
         self.method = module.Fp8LinearMethod(module.Fp8Config.from_config(CONFIG))

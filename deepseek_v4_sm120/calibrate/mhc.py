@@ -20,6 +20,7 @@ from deepseek_v4_sm120.calibrate.provider import (
     is_sm120,
     our_problem,
     rows_of,
+    set_up_deep_gemm,
     sglang_version,
 )
 from deepseek_v4_sm120.plan.models import FLASH
@@ -176,6 +177,7 @@ def _kernels():
     if is_sm120():
         for name, value in ON_SM120.items():
             os.environ.setdefault(name, value)
+    set_up_deep_gemm()
     module = importlib.import_module(_home())
     for name in WITHOUT_SERVER.keys() & vars(module).keys():
         setattr(module, name, WITHOUT_SERVER[name])

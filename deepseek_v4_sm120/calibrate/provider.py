@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 
 OURS, STOCK = "ours", "stock"  # the two that decide; others are shown beside them
+DEEP_GEMM_WRAPPER, DEEP_GEMM_PDL = "sglang.srt.layers.deep_gemm_wrapper", "SGLANG_DEEPGEMM_PDL"
 MORE_ROWS = (16, 32, 64)  # of a decode step, without --quick
 
 
@@ -75,6 +76,15 @@ def unpatched(module: str, name: str) -> Callable:
     """A function of SGLang as SGLang wrote it, also where our patch is in its place."""
     function = getattr(importlib.import_module(module), name)
     return getattr(function, "__wrapped__", function)
+
+
+def set_up_deep_gemm() -> None:
+    """DeepGEMM with the launches that SGLang's servers give it: dependent ones from 0.5.13 on, unless switched off."""
+    if not importlib.import_module(DEEP_GEMM_WRAPPER).ENABLE_JIT_DEEPGEMM:
+        return
+    deep_gemm, envs = importlib.import_module("deep_gemm"), importlib.import_module("sglang.srt.environ").envs
+    if hasattr(deep_gemm, "set_pdl") and hasattr(envs, DEEP_GEMM_PDL) and getattr(envs, DEEP_GEMM_PDL).get():
+        deep_gemm.set_pdl(True)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120.calibrate import bf16_linear, fp8_linear, index_select, mhc, mxfp4_moe
+from deepseek_v4_sm120.calibrate import bf16_linear, fp8_linear, index_select, mhc, mxfp4_moe, provider
 from deepseek_v4_sm120.patching import contract, engine
 from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Engine
 from deepseek_v4_sm120.patching.spec import MODES
@@ -497,6 +497,9 @@ def test_calibrate_finds_the_stock_operators(inspect_wheel, version, monkeypatch
     old = f"max_router_gemm_tokens = 4 if _device_sm in (100, 103) else {bf16_linear.ROUTER_GEMM_ROWS}"
     assert defines(*bf16_linear.ROUTER_GEMM) == (old in gate)
 
+    wrapper = sources.read(f"{provider.DEEP_GEMM_WRAPPER}.entrypoint")
+    assert (f"envs.{provider.DEEP_GEMM_PDL}.get() and hasattr(deep_gemm" in wrapper) == (numbers >= (0, 5, 13))
+    assert "ENABLE_JIT_DEEPGEMM" in sources.read(f"{provider.DEEP_GEMM_WRAPPER}.configurer")
     method = sources.read(fp8_linear.METHOD)
     found = class_methods(ast.parse(method), "Fp8LinearMethod") | class_methods(ast.parse(method), "Fp8Config")
     assert {"__init__", "process_weights_after_loading", "apply", "from_config"} <= found
