@@ -122,11 +122,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class Job:
-    """One provider of one operator; `cases`: the names of those that it takes."""
+    """One provider of one operator; `cases`: the names of those that it takes, whose calls touch so many bytes."""
 
     operator: str
     provider: str
     cases: tuple[str, ...]
+    bytes: int
 
 
 @dataclass
@@ -149,15 +150,17 @@ def measure(names: list[str], shapes: dict, clock: Clock) -> dict[str, dict[str,
         described = worker.operator(name)
         cases = described.cases(**shapes)
         for provider in described.providers():
-            taken = tuple(case.name for case in cases if provider.handles(case))
+            taken = [case for case in cases if provider.handles(case)]
             if taken:
                 turn = 0 if provider.name.startswith(OURS) else 1 if provider.name == STOCK else 2
                 results[name][provider.name] = {"problem": absent} if (absent := provider.absent()) else {}
-                rounds[turn].append(Job(name, provider.name, taken))
+                size = sum(case.bytes_per_call for case in taken)
+                rounds[turn].append(Job(name, provider.name, tuple(case.name for case in taken), size))
     progress = console.Progress(sum(map(len, rounds)))
     for jobs in rounds:
         waiting = []
-        for job in jobs:
+        # the short ones first, so that what they leave is for the others; ways of ours behind ours
+        for job in sorted(jobs, key=lambda job: (job.provider not in (OURS, STOCK), job.bytes)):
             if result := results[job.operator][job.provider]:
                 progress.step(f"{job.operator}: {job.provider}: {outcome(result)}")
             else:

@@ -19,7 +19,7 @@ import math
 import sys
 import time
 
-MARK = "calibrate: "  # before every line of ours: libraries print, too
+MARK = "calibrate: "  # begins every line of ours: libraries print, too
 MAX_CALLS = 512
 EAGER_CALLS = 5
 
@@ -30,7 +30,7 @@ def operator(name: str):
 
 
 def say(**values) -> None:
-    print(f"{MARK}{json.dumps(values)}", flush=True)
+    print(f"\n{MARK}{json.dumps(values)}", flush=True)
 
 
 def check(described, provider: str, call, case) -> float:
