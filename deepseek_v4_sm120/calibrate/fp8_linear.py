@@ -212,6 +212,7 @@ class Stock:
         layer.weight_scale_inv = torch.nn.Parameter(inputs.scale, requires_grad=False)
         layer.weight_scale_inv.format_ue8m0 = False
         layer.input_scale, layer.orig_dtype = None, torch.bfloat16
+        layer.deepgemm_mxfp8_input = False  # 0.5.23, as LinearBase has it
         layer.output_size_per_partition, layer.input_size_per_partition = inputs.weight.shape
         layer.logical_widths = [inputs.weight.shape[0]]
         self.method.process_weights_after_loading(layer)
