@@ -8,6 +8,9 @@
 //
 // Sum of 64 products, in mma order, from zero; times scale, added to the slice's sum, in order; slices by a binary tree.
 // Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others.
+//
+// Optionally x is the attention's output, whose rotary position embedding is taken back on the way in: of each 512 inputs
+// (a head) the last 64 are pairs, rotated in fp32 and rounded to bf16 (DeepSeek-V4's wo_a).
 #pragma once
 
 #include "../device.cuh"
@@ -97,8 +100,7 @@ struct Kernel {
     return p.scale_bytes == 4 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : __ldg(at);
   }
   __device__ __forceinline__ float scale_of(uint32_t stored) const {
-    if (p.scale_bytes == 4) return __uint_as_float(stored);
-    return __uint_as_float(stored == 0 ? 0x00400000u : stored == 255 ? 0x7fc00000u : stored << 23);
+    return block_scale(stored, p.scale_bytes);
   }
 
   // Rows of weights that the registers do not hold yet, to the L2.
@@ -131,9 +133,23 @@ struct Kernel {
     }
   }
 
+  // Four pairs of the last 64 inputs of a head, those of this lane of 8, by the conjugate of the row's rotation.
+  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
+    const int64_t position = p.position_bytes == 8 ? __ldg(static_cast<const int64_t*>(p.positions) + row)
+                                                   : __ldg(static_cast<const int32_t*>(p.positions) + row);
+    const float4* const from = reinterpret_cast<const float4*>(p.rotation + position * kRotated) + lane % 8 * 2;
+    const float4 first = __ldg(from), second = __ldg(from + 1);  // cosine, sine of two pairs each
+    const auto back = [](uint32_t pair, float c, float s) {
+      const float a = bf16_low(pair), b = bf16_high(pair);
+      return pack_bf16x2(fmaf(a, c, b * s), fmaf(b, c, -(a * s)));
+    };
+    return make_uint4(back(v.x, first.x, first.y), back(v.y, first.z, first.w), back(v.z, second.x, second.y), back(v.w, second.z, second.w));
+  }
+
   // 8 lanes hold 128 bf16 inputs of a row in shared memory, each its own 32 bytes: to f16, with a power of two, in place
-  __device__ __forceinline__ void convert(bool valid, unsigned char* at, float* factor) const {
-    const uint4 v[2] = {*reinterpret_cast<const uint4*>(at), *reinterpret_cast<const uint4*>(at + kBlock)};
+  __device__ __forceinline__ void convert(bool valid, int row, int block, unsigned char* at, float* factor) const {
+    uint4 v[2] = {*reinterpret_cast<const uint4*>(at), *reinterpret_cast<const uint4*>(at + kBlock)};
+    if (p.rotation != nullptr && block % kHeadBlocks == kHeadBlocks - 1) v[1] = rotated_back(v[1], row);
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) most = __vmaxu2(most, word_of(v[i / 4], i % 4) & 0x7fff7fffu);
@@ -177,7 +193,7 @@ struct Kernel {
     for (int base = warp_row * kUnits; base < units; base += kStride) {
       const int unit = base + lane / 8, known = min(unit, units - 1);
       const int row = static_cast<int>((known + 0.5f) * inverse), slot = known - row * count;
-      convert(unit == known, to + (slot * x_rows() + row) * kRowBytes, factors_at(slot) + row);
+      convert(unit == known, row, slice.begin + first + slot, to + (slot * x_rows() + row) * kRowBytes, factors_at(slot) + row);
     }
   }
 
