@@ -41,8 +41,8 @@ def _target(where: str, replacement: str, sglang: str, contract: Contract, revie
 
 WO_A = Patch(
     name="wo_a",
-    why="the output projection's first half is expanded to bf16 at load and read as twice the bytes, 0.72 GB more a step "
-    "and card on 2 cards, behind a launch that rotates its input; bench/wo_a.py",
+    why="the output projection's first half: stock expands it to bf16 at load and reads twice the bytes, 0.72 GB more "
+    "a step and card on 2 cards, behind a launch that rotates its input; bench/wo_a.py",
     targets=(
         _target(
             f"{ATTENTION}.__init__",

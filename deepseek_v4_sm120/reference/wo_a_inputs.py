@@ -17,7 +17,9 @@ def make_freqs_cis(positions: int, device, base: float = 10000.0) -> torch.Tenso
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
 
-def make_wo_a(rows: int, groups: int, generator: torch.Generator, *, outputs=OUTPUTS, inputs=INPUTS, table=5000, **options):
+def make_wo_a(
+    rows: int, groups: int, generator: torch.Generator, *, outputs=OUTPUTS, inputs=INPUTS, table=5000, **options
+):
     """(x, weight, scale, freqs_cis, positions), the positions in no order; options: make_weight's."""
     device = generator.device
     weight, scale = make_weight(groups, outputs, inputs, generator, **options)
