@@ -186,7 +186,7 @@ def replace_load_weights(original: Callable) -> Callable:
 
 
 def replace_expansion(original: Callable) -> Callable:
-    """For _dequant_fp8_wo_a_streaming (0.5.15 and later; before, nothing is expanded where there is no scale)."""
+    """For _dequant_fp8_wo_a_streaming (0.5.17 and later; before, nothing is expanded where no scale is named so)."""
 
     @functools.wraps(original)
     def _dequant_fp8_wo_a_streaming(weights):
