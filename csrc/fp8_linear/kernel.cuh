@@ -133,12 +133,22 @@ struct Kernel {
     }
   }
 
-  // Four pairs of the last 64 inputs of a head, those of this lane of 8, by the conjugate of the row's rotation.
-  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
+  // cosine, sine of four pairs: those of this lane of 8
+  __device__ __forceinline__ const float4* rotation_of(int row) const {
     const int64_t position = p.position_bytes == 8 ? __ldg(static_cast<const int64_t*>(p.positions) + row)
                                                    : __ldg(static_cast<const int32_t*>(p.positions) + row);
-    const float4* const from = reinterpret_cast<const float4*>(p.rotation + position * kRotated) + lane % 8 * 2;
-    const float4 first = __ldg(from), second = __ldg(from + 1);  // cosine, sine of two pairs each
+    return reinterpret_cast<const float4*>(p.rotation + position * kRotated) + lane % 8 * 2;
+  }
+  // All rows' rotations to the L1: nothing here waits for them.
+  __device__ __forceinline__ void fetch_rotations() const {
+    if (p.rotation == nullptr) return;
+#pragma unroll 1
+    for (int row = threadIdx.x / 8; row < p.rows; row += kThreads / 8) asm volatile("prefetch.global.L1 [%0];" ::"l"(rotation_of(row)));
+  }
+  // Four pairs of the last 64 inputs of a head by the conjugate of the row's rotation.
+  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
+    const float4* const from = rotation_of(row);
+    const float4 first = __ldg(from), second = __ldg(from + 1);
     const auto back = [](uint32_t pair, float c, float s) {
       const float a = bf16_low(pair), b = bf16_high(pair);
       return pack_bf16x2(fmaf(a, c, b * s), fmaf(b, c, -(a * s)));
@@ -295,6 +305,7 @@ struct Kernel {
       if (i < slice.count) scales[i] = load_scale(tiles.begin, i);
     }
     prefetch(tiles);
+    fetch_rotations();
     const int most = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
     const bool resident = plan.exchange > 0;
     const uint64_t tile_bytes = static_cast<uint64_t>(C::kBlockRows) * p.weight_stride;
