@@ -27,6 +27,7 @@ LAYERS = 2
 STREAMING = "_dequant_fp8_wo_a_streaming"
 EXPANDERS = (STREAMING, "_dequant_fp8_wo_a", "_prepare_deepseek_v4_weights")
 MTP = "sglang.srt.models.deepseek_v4_nextn"
+FP8 = "sglang.srt.layers.quantization.fp8"
 
 
 class Quiet:
@@ -258,5 +259,10 @@ def test_what_the_adapter_takes_from_the_model_is_there(version, sglang_wheel):
         assert f"self.{name} = " in init or f"self.{name}: " in init, name
     assert "torch.bfloat16" in init  # wo_a's own dtype, where it is not quantised
     assert "super().load_weights(weights, is_nextn=True)" in source(wheel, MTP)
+    configuration = source(wheel, FP8)
+    for text in ("class Fp8LinearMethod", "self.is_checkpoint_fp8_serialized = ", "self.weight_block_size = "):
+        assert text in configuration
+    named = contract.find_definition(ast.parse(configuration), "Fp8Config.get_name")
+    assert "'fp8'" in ast.unparse(named.body[-1])
     rope_uses = [line for line in source(wheel).splitlines() if "inverse=True" in line]
     assert 1 <= len(rope_uses) <= 4
