@@ -133,22 +133,12 @@ struct Kernel {
     }
   }
 
-  // cosine, sine of four pairs: those of this lane of 8
-  __device__ __forceinline__ const float4* rotation_of(int row) const {
+  // Four pairs of the last 64 inputs of a head, those of this lane of 8, by the conjugate of the row's rotation.
+  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
     const int64_t position = p.position_bytes == 8 ? __ldg(static_cast<const int64_t*>(p.positions) + row)
                                                    : __ldg(static_cast<const int32_t*>(p.positions) + row);
-    return reinterpret_cast<const float4*>(p.rotation + position * kRotated) + lane % 8 * 2;
-  }
-  // All rows' rotations to the L1: nothing here waits for them.
-  __device__ __forceinline__ void fetch_rotations() const {
-    if (p.rotation == nullptr) return;
-#pragma unroll 1
-    for (int row = threadIdx.x / 8; row < p.rows; row += kThreads / 8) asm volatile("prefetch.global.L1 [%0];" ::"l"(rotation_of(row)));
-  }
-  // Four pairs of the last 64 inputs of a head by the conjugate of the row's rotation.
-  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
-    const float4* const from = rotation_of(row);
-    const float4 first = __ldg(from), second = __ldg(from + 1);
+    const float4* const from = reinterpret_cast<const float4*>(p.rotation + position * kRotated) + lane % 8 * 2;
+    const float4 first = __ldg(from), second = __ldg(from + 1);  // cosine, sine of two pairs each
     const auto back = [](uint32_t pair, float c, float s) {
       const float a = bf16_low(pair), b = bf16_high(pair);
       return pack_bf16x2(fmaf(a, c, b * s), fmaf(b, c, -(a * s)));
@@ -180,19 +170,19 @@ struct Kernel {
     if (lane % 8 == 0) *factor = __uint_as_float((exponent - 14u) << 23);  // 2^(exponent - 141)
   }
 
-  // x of `count` blocks from `first` on, into the slots 0 ..; the warps of a slice share the work, 4 units (row, block) at
-  // a time. A lane converts what it copied itself.
+  // x of `count` blocks from `first` on, into the slots 0 ..; the warps of a slice share the work, 4 units (block, row) at
+  // a time, the rows of a block one after the other: they are rotated together. A lane converts what it copied itself.
   __device__ __forceinline__ void stage(int group, int first, int count) const {
     constexpr int kUnits = 4, kStride = C::kWarpRows * kUnits;
     count = min(count, slice.count - first);
     if (count <= 0) return;
     const int units = p.rows * count;
-    const float inverse = __fdividef(1.f, static_cast<float>(count));  // near enough: units are few
+    const float inverse = __fdividef(1.f, static_cast<float>(p.rows));  // near enough: units are few
     const uint16_t* const from = p.x + static_cast<uint64_t>(group) * p.x_stride_group + (slice.begin + first) * kBlock + lane % 8 * 8;
     unsigned char* const to = x_at(0) + lane % 8 * 16;
 #pragma unroll 1
     for (int unit = warp_row * kUnits + lane / 8; unit < units; unit += kStride) {
-      const int row = static_cast<int>((unit + 0.5f) * inverse), slot = unit - row * count;
+      const int slot = static_cast<int>((unit + 0.5f) * inverse), row = unit - slot * p.rows;
       const uint16_t* at = from + static_cast<uint64_t>(row) * p.x_stride + slot * kBlock;
       const uint32_t address = shared_address(to + (slot * x_rows() + row) * kRowBytes);
       cp_async_16(address, reinterpret_cast<uint64_t>(at), true);
@@ -202,7 +192,7 @@ struct Kernel {
 #pragma unroll(C::kConvertTogether)
     for (int base = warp_row * kUnits; base < units; base += kStride) {
       const int unit = base + lane / 8, known = min(unit, units - 1);
-      const int row = static_cast<int>((known + 0.5f) * inverse), slot = known - row * count;
+      const int slot = static_cast<int>((known + 0.5f) * inverse), row = known - slot * p.rows;
       convert(unit == known, row, slice.begin + first + slot, to + (slot * x_rows() + row) * kRowBytes, factors_at(slot) + row);
     }
   }
@@ -305,7 +295,6 @@ struct Kernel {
       if (i < slice.count) scales[i] = load_scale(tiles.begin, i);
     }
     prefetch(tiles);
-    fetch_rotations();
     const int most = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
     const bool resident = plan.exchange > 0;
     const uint64_t tile_bytes = static_cast<uint64_t>(C::kBlockRows) * p.weight_stride;

@@ -36,8 +36,8 @@ def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
     memory        above 64 rows 2 bytes a weight of torch's pool while the call runs; else as fp8_linear
     raises        TypeError (dtype), ValueError (shape, stride, rows: says name, expected, got), RuntimeError (device)
     cuda graphs   capture-safe: no host sync, allocates through torch only
-    streams       the current stream of x's device. All but x is read ahead of the end of the kernel before
-                  (programmatic dependent launch): that kernel must not write it
+    streams       the current stream of x's device. Weights and scales are read ahead of the end of the kernel before
+                  (programmatic dependent launch): that kernel must not write them
     source        DeepSeek's inference/model.py (MLA.forward: apply_rotary_emb inverse, wo_a); specification in
                   reference/wo_a.py
     """
