@@ -139,9 +139,12 @@ class _ExpandedForShadow:
     def process_weights_after_loading(self, layer) -> None:
         self._method.process_weights_after_loading(layer)
         weight = layer.weight
+        expanded = self._expand(weight.data, weight.scale.data)
         if weight.for_shadow is None:
+            weight.for_shadow = expanded
             memory.shadow_copy_bytes += 2 * weight.numel()
-        weight.for_shadow = self._expand(weight.data, weight.scale.data)
+        else:  # loaded again: captured graphs read this memory
+            weight.for_shadow.copy_(expanded)
 
 
 def replace_init(original: Callable) -> Callable:

@@ -241,3 +241,8 @@ def test_shadow_compares_with_what_sglang_expands(model, monkeypatch, keep, rows
     made.forward(o, positions, ())
     (record,) = shadow.report()
     assert (record["calls"], record["bad_calls"]) == (2, 1)
+    held, told = weight.for_shadow.data_ptr(), adapter.memory.describe()
+    made.wo_a.quant_method.process_weights_after_loading(made.wo_a)  # other weights were loaded
+    made.forward(o, positions, ())
+    assert shadow.report()[0]["bad_calls"] == 1
+    assert (weight.for_shadow.data_ptr(), adapter.memory.describe()) == (held, told)
