@@ -46,7 +46,13 @@ class Case:
         return 2 * INPUTS * self.outputs
 
 
-MATRICES = {"C4 compressor": 2048, "C128 compressor": 1024, "index compressor": 512, "index head weights": 64}
+MATRICES = {
+    "C4 compressor": 2048,
+    "C128 compressor": 1024,
+    "index compressor": 512,
+    "router": 256,
+    "index head weights": 64,
+}
 CASES = tuple(Case(what, outputs, rows) for what, outputs in MATRICES.items() for rows in ROWS)
 
 

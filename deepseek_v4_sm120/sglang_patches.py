@@ -164,8 +164,8 @@ MXFP4_MOE = Patch(
 
 BF16_LINEAR = Patch(
     name="bf16_linear",
-    why="the compressors' and the indexer's bf16 projections for up to 32 rows: cuBLAS takes two launches (split-K and "
-    "its reduction) and a multiple of the time that the bytes need; bench/bf16_linear.py",
+    why="the bf16 projections of compressors, router and indexer for up to 32 rows: cuBLAS takes two launches "
+    "(split-K and its reduction) and a multiple of the time that the bytes need; bench/bf16_linear.py",
     targets=(
         Target(
             where="sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
@@ -178,6 +178,19 @@ BF16_LINEAR = Patch(
                 "0.5.17": "d9ece2fafe7b7827",
                 "0.5.20": "d9ece2fafe7b7827",
                 "0.5.23": "1792bd426b86361f",
+            },
+        ),
+        Target(
+            where="sglang.srt.models.deepseek_v2:MoEGate.forward",
+            sglang=">=0.5.12,<0.6",
+            contract=Parameters(("self", "hidden_states", "gemm_output_zero_allocator", "forward_batch")),
+            replacement=f"{LINEAR_ADAPTER}:replace_gate",
+            reviewed={
+                "0.5.12": "f4f53b6795545505",
+                "0.5.14": "e1fe1fa125c30c67",
+                "0.5.17": "0efab4f78894bb3c",
+                "0.5.20": "fcfea8fc22af0aed",
+                "0.5.23": "41eb795b35f95e1e",
             },
         ),
         Target(
