@@ -124,6 +124,11 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
 }
 __device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+// A weight scale as it is stored: the bits of a float32 (4 bytes), or a UE8M0 byte, 2^(byte - 127), 255 NaN.
+__device__ __forceinline__ float block_scale(uint32_t stored, int bytes) {
+  if (bytes == 4) return __uint_as_float(stored);
+  return __uint_as_float(stored == 0 ? 0x00400000u : stored == 255 ? 0x7fc00000u : stored << 23);
+}
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

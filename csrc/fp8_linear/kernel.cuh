@@ -8,6 +8,9 @@
 //
 // Sum of 64 products, in mma order, from zero; times scale, added to the slice's sum, in order; slices by a binary tree.
 // Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others.
+//
+// Optionally x is the attention's output, whose rotary position embedding is taken back on the way in: of each 512 inputs
+// (a head) the last 64 are pairs, rotated in fp32 and rounded to bf16 (DeepSeek-V4's wo_a).
 #pragma once
 
 #include "../device.cuh"
@@ -97,8 +100,7 @@ struct Kernel {
     return p.scale_bytes == 4 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : __ldg(at);
   }
   __device__ __forceinline__ float scale_of(uint32_t stored) const {
-    if (p.scale_bytes == 4) return __uint_as_float(stored);
-    return __uint_as_float(stored == 0 ? 0x00400000u : stored == 255 ? 0x7fc00000u : stored << 23);
+    return block_scale(stored, p.scale_bytes);
   }
 
   // Rows of weights that the registers do not hold yet, to the L2.
@@ -131,9 +133,23 @@ struct Kernel {
     }
   }
 
+  // Four pairs of the last 64 inputs of a head, those of this lane of 8, by the conjugate of the row's rotation.
+  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
+    const int64_t position = p.position_bytes == 8 ? __ldg(static_cast<const int64_t*>(p.positions) + row)
+                                                   : __ldg(static_cast<const int32_t*>(p.positions) + row);
+    const float4* const from = reinterpret_cast<const float4*>(p.rotation + position * kRotated) + lane % 8 * 2;
+    const float4 first = __ldg(from), second = __ldg(from + 1);  // cosine, sine of two pairs each
+    const auto back = [](uint32_t pair, float c, float s) {
+      const float a = bf16_low(pair), b = bf16_high(pair);
+      return pack_bf16x2(fmaf(a, c, b * s), fmaf(b, c, -(a * s)));
+    };
+    return make_uint4(back(v.x, first.x, first.y), back(v.y, first.z, first.w), back(v.z, second.x, second.y), back(v.w, second.z, second.w));
+  }
+
   // 8 lanes hold 128 bf16 inputs of a row in shared memory, each its own 32 bytes: to f16, with a power of two, in place
-  __device__ __forceinline__ void convert(bool valid, unsigned char* at, float* factor) const {
-    const uint4 v[2] = {*reinterpret_cast<const uint4*>(at), *reinterpret_cast<const uint4*>(at + kBlock)};
+  __device__ __forceinline__ void convert(bool valid, int row, int block, unsigned char* at, float* factor) const {
+    uint4 v[2] = {*reinterpret_cast<const uint4*>(at), *reinterpret_cast<const uint4*>(at + kBlock)};
+    if (p.rotation != nullptr && block % kHeadBlocks == kHeadBlocks - 1) v[1] = rotated_back(v[1], row);
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) most = __vmaxu2(most, word_of(v[i / 4], i % 4) & 0x7fff7fffu);
@@ -154,19 +170,19 @@ struct Kernel {
     if (lane % 8 == 0) *factor = __uint_as_float((exponent - 14u) << 23);  // 2^(exponent - 141)
   }
 
-  // x of `count` blocks from `first` on, into the slots 0 ..; the warps of a slice share the work, 4 units (row, block) at
-  // a time. A lane converts what it copied itself.
+  // x of `count` blocks from `first` on, into the slots 0 ..; the warps of a slice share the work, 4 units (block, row) at
+  // a time, the rows of a block one after the other: they are rotated together. A lane converts what it copied itself.
   __device__ __forceinline__ void stage(int group, int first, int count) const {
     constexpr int kUnits = 4, kStride = C::kWarpRows * kUnits;
     count = min(count, slice.count - first);
     if (count <= 0) return;
     const int units = p.rows * count;
-    const float inverse = __fdividef(1.f, static_cast<float>(count));  // near enough: units are few
+    const float inverse = __fdividef(1.f, static_cast<float>(p.rows));  // near enough: units are few
     const uint16_t* const from = p.x + static_cast<uint64_t>(group) * p.x_stride_group + (slice.begin + first) * kBlock + lane % 8 * 8;
     unsigned char* const to = x_at(0) + lane % 8 * 16;
 #pragma unroll 1
     for (int unit = warp_row * kUnits + lane / 8; unit < units; unit += kStride) {
-      const int row = static_cast<int>((unit + 0.5f) * inverse), slot = unit - row * count;
+      const int slot = static_cast<int>((unit + 0.5f) * inverse), row = unit - slot * p.rows;
       const uint16_t* at = from + static_cast<uint64_t>(row) * p.x_stride + slot * kBlock;
       const uint32_t address = shared_address(to + (slot * x_rows() + row) * kRowBytes);
       cp_async_16(address, reinterpret_cast<uint64_t>(at), true);
@@ -176,8 +192,8 @@ struct Kernel {
 #pragma unroll(C::kConvertTogether)
     for (int base = warp_row * kUnits; base < units; base += kStride) {
       const int unit = base + lane / 8, known = min(unit, units - 1);
-      const int row = static_cast<int>((known + 0.5f) * inverse), slot = known - row * count;
-      convert(unit == known, to + (slot * x_rows() + row) * kRowBytes, factors_at(slot) + row);
+      const int slot = static_cast<int>((known + 0.5f) * inverse), row = known - slot * p.rows;
+      convert(unit == known, row, slice.begin + first + slot, to + (slot * x_rows() + row) * kRowBytes, factors_at(slot) + row);
     }
   }
 

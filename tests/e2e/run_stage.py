@@ -112,6 +112,8 @@ STAGES = {
         Case("seams43_launches", PROFILED, environment=SEAMS),
     ],
 }
+# With dummy weights a patched engine fills wo_a as E4M3 and scales, an unpatched one as bf16: what is compared with an
+# unpatched run needs a harness that fills the same numbers, or DSV4_SM120_SET=wo_a=off; shadow mode needs neither.
 # (what, this run, against that run); the same kernel twice is the yardstick of what rounding does to the answers
 DIFFERENCES = [
     ("all ours, two processes: 0 if every kernel is reproducible", "index_b", "index_a"),

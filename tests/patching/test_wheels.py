@@ -35,6 +35,7 @@ from deepseek_v4_sm120.sglang_patches import (
     TABLE,
 )
 from deepseek_v4_sm120.sglang_patches_mhc import FUSED, MTP_MODEL
+from deepseek_v4_sm120.sglang_patches_wo_a import ATTENTION
 
 VERSIONS = ("0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23")
 ARGUMENTS = {"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook"}
@@ -77,6 +78,7 @@ for _found in EXPECTED.values():
     _found["index_select"] = _found["bf16_linear"] = INDEXER
     _found["fp8_linear"] = FP8_METHOD.partition(":")[0]
     _found["mhc"] = MTP_MODEL.partition(":")[0]
+    _found["wo_a"] = ATTENTION.partition(":")[0]
 # version -> (logits, our top-k, top-k of an explicit choice) that the indexer is found with
 INDEX_NAMES = {
     "0.5.12": (1, 2, 1),
@@ -469,6 +471,15 @@ def test_mhc_between_the_read_versions(inspect_wheel):
     for minor in range(12, 30):
         found = set(mhc_rows(inspect_wheel("0.5.17", called=f"0.5.{minor}")))
         assert len(found) == (4 if minor < 13 else 6), minor
+
+
+def test_wo_a_rows(inspect_wheel):
+    """What is replaced of it, each once; the expansion is a function of its own from 0.5.17 on as far as was looked."""
+    for minor in range(12, 30):
+        found = found_in(inspect_wheel("0.5.17", called=f"0.5.{minor}"), patch="wo_a")
+        kinds = [r.target.replacement.rpartition(":replace_")[2] for r in found]
+        streamed = ["expansion"] if minor >= 17 else []
+        assert sorted(kinds) == sorted(["init", "load_weights", "rope", "forward", *streamed]), minor
 
 
 @pytest.mark.parametrize("version", VERSIONS)
