@@ -84,6 +84,9 @@ struct RowShared {
 struct StreamShared : RowShared<1> {
   uint16_t offsets[held_of(1)];
   uint32_t held;
+  int32_t first;              // entry of offset 0
+  uint32_t running[32][3];    // Running of the first warp's lanes
+  int32_t list, end_list;     // the next list of the block, and behind its last one
 };
 
 template <Format kFormat, int kRows>

@@ -333,19 +333,17 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(const __grid_constan
   const Range range = range_of(length, p.split.splits, chunk_of(1));
   const int begin = blockIdx.x * range.entries, end = min(begin + range.entries, length), list = blockIdx.x * range.lists;
   if (begin >= end) return write_empty(p.lists, p.split, row, list, list + range.lists, threadIdx.x, kListThreads);
-  Stream<kListThreads> stream = {p.split, p.lists, row, list, list + range.lists, begin, {}};
-  stream.start(s, start_of(p.split, range, blockIdx.x));
+  start_stream(s, p.split, range, begin);
   __syncthreads();
   for (int first = begin; first < end; first += chunk_of(1)) {
     const int next = min(first + chunk_of(1), end);
-    const uint32_t floor = s.floor[0];
 #pragma unroll 4
     for (int at = first + threadIdx.x / 32 * 32; at < next; at += kListThreads) {
       const int i = at + (threadIdx.x & 31);
       const uint32_t key = i < next ? ordered_key(p.logits[row * p.logits_stride + i]) : 0;
-      hold(s, floor, key, i < next, i - stream.first);
+      hold(s, key, i < next, i);
     }
-    stream.end_chunk(s, next, end);
+    end_chunk<kListThreads>(s, p.split, p.lists, row, next, end);
   }
 }
 
