@@ -7,7 +7,7 @@ namespace dsv4::index_select {
 
 // The shared memory of one row, and the place of its list.
 struct ListWork {
-  const uint32_t* keys;
+  const uint32_t* keys;       // of this thread's team, or of its warp alone
   const uint16_t* offsets;    // of the keys; nullptr: their index
   uint32_t* counts;           // [kBins], zero on entry
   uint32_t* greatest;         // greatest key
@@ -53,9 +53,9 @@ __device__ __forceinline__ bool raise_floor(const ListWork& w, Running& running,
   return reached != 0;
 }
 
-// Raises the floor to the k-th greatest of n >= k keys, digit by digit: where the keys above a list's last bin are fewer than k, as in a
-// row whose k-th logit is negative. All threads of a team; the counts are zero after it.
-template <int kTeam>
+// Raises the floor to the k-th greatest of at least k keys, digit by digit: where the keys above a list's last bin are fewer than k, as in
+// a row whose k-th logit is negative. All threads of a team; the counts are zero after it.
+template <int kTeam, int kStep>
 __device__ __forceinline__ void search_floor(const ListWork& w, int n, uint32_t k, int thread, int barrier) {
   constexpr int kBits = 6;
   static_assert(1 << kBits == kBins && kTeam >= kBins, "a count a thread");
@@ -68,7 +68,7 @@ __device__ __forceinline__ void search_floor(const ListWork& w, int n, uint32_t 
     if (thread < kBins) w.counts[thread] = 0;
     sync_team<kTeam>(barrier);
 #pragma unroll 1
-    for (int i = thread; i < n; i += kTeam) {
+    for (int i = thread % kStep; i < n; i += kStep) {
       const uint32_t key = w.keys[i];
       if (shift == 32 || key >> shift == prefix) atomicAdd(&w.counts[key >> below & ((1 << (shift - below)) - 1)], 1u);
     }
@@ -108,11 +108,11 @@ __device__ __forceinline__ void count_to_starts(const ListWork& w, uint32_t top,
 }
 
 // Counts the keys from `floor` up by bins; the counts are zero before it.
-template <int kTeam>
+template <int kStep>
 __device__ __forceinline__ void count_keys(const ListWork& w, uint32_t floor, uint32_t top, int n, int thread) {
   uint32_t lowest = 0;  // entries of the last bin: often most, so they are counted by the warp
 #pragma unroll 4
-  for (int i = thread; i < n; i += kTeam) {
+  for (int i = thread % kStep; i < n; i += kStep) {
     const uint32_t key = w.keys[i], bin = top - (key >> kBinShift);
     const bool counts = key >= floor, last = bin >= kBins - 1u;
     lowest += counts && last;
@@ -123,14 +123,15 @@ __device__ __forceinline__ void count_keys(const ListWork& w, uint32_t floor, ui
 }
 
 // All threads of a team of kTeam; `thread` is the rank in it. Keys, greatest and counts are there (a barrier has passed); counts are
-// to be zeroed after the next one, greatest is. `few`: the block has less than k keys in all, so that every one is kept.
-template <int kTeam, bool kOffsets>
-__device__ __forceinline__ void emit_list(const ListWork& w, Running& running, int n, int k, bool few, int thread, int barrier) {
+// to be zeroed after the next one, greatest is. kStep: threads that share keys[n]. `last`: the block makes no list after this one.
+template <int kTeam, int kStep>
+__device__ __forceinline__ void emit_list(const ListWork& w, Running& running, int n, int k, bool last, int thread, int barrier) {
   const uint32_t top = *w.greatest >> kBinShift, place = *w.start;
   uint32_t floor = *w.floor;
-  count_keys<kTeam>(w, floor, top, n, thread);
+  count_keys<kStep>(w, floor, top, n, thread);
   sync_team<kTeam>(barrier);
   if (thread < 32) {
+    const bool few = last && running.top == 0 && __reduce_add_sync(0xffffffffu, w.counts[thread] + w.counts[thread + 32]) < k;
     const bool reached = few || raise_floor(w, running, top, k);
     const bool search = !reached && w.counts[kBins - 1] >= 2u * k;
     if (search && thread == 0) *w.cut = kSearch;
@@ -138,9 +139,9 @@ __device__ __forceinline__ void emit_list(const ListWork& w, Running& running, i
   }
   sync_team<kTeam>(barrier);
   if (*w.cut == kSearch) {
-    search_floor<kTeam>(w, n, k, thread, barrier);
+    search_floor<kTeam, kStep>(w, n, k, thread, barrier);
     floor = *w.floor;
-    count_keys<kTeam>(w, floor, top, n, thread);
+    count_keys<kStep>(w, floor, top, n, thread);
     sync_team<kTeam>(barrier);
     if (thread < 32) count_to_starts(w, top, place);
     sync_team<kTeam>(barrier);
@@ -148,13 +149,13 @@ __device__ __forceinline__ void emit_list(const ListWork& w, Running& running, i
   if (thread == 0) *w.greatest = 0;
   const int cut = *w.cut;
 #pragma unroll 4
-  for (int i = thread; i < n; i += kTeam) {
+  for (int i = thread % kStep; i < n; i += kStep) {
     const uint32_t key = w.keys[i];
     const int bin = min(top - (key >> kBinShift), kBins - 1u);
     if (key >= floor && bin <= cut) {
       const uint32_t at = place + atomicAdd(&w.counts[bin], 1u);
       w.out_keys[at] = key;
-      w.out_offsets[at] = kOffsets ? w.offsets[i] : static_cast<uint16_t>(i);
+      w.out_offsets[at] = w.offsets != nullptr ? w.offsets[i] : static_cast<uint16_t>(i);
     }
   }
 }
@@ -176,23 +177,29 @@ __device__ __forceinline__ void write_empty(const Lists& l, const Split& s, int 
 
 // ---- one row: keys as they come
 
-// Holds the keys from the floor up of a warp's entries; All lanes.
-__device__ __forceinline__ void hold(StreamShared& s, uint32_t key, bool valid, int entry) {
+// The part of a warp of a block of kThreads, and whether there is room for a chunk more.
+template <int kThreads>
+__device__ __forceinline__ int part_of_warp() {
+  return static_cast<int>(threadIdx.x / 32) * (held_of(1) / (kThreads / 32));
+}
+template <int kThreads>
+__device__ __forceinline__ bool has_room(int held) {
+  constexpr int kWarps = kThreads / 32;
+  static_assert(chunk_of(1) % (32 * kWarps) == 0, "as many entries for every warp");
+  return held <= (held_of(1) - chunk_of(1)) / kWarps;
+}
+
+// Holds the keys from the floor up of a warp's entries, behind `held` that it has. All lanes.
+template <int kThreads>
+__device__ __forceinline__ void hold(StreamShared& s, int& held, uint32_t key, bool valid, int entry) {
   const bool keep = valid && key >= s.floor[0];
   const uint32_t keepers = __ballot_sync(0xffffffffu, keep);
-  if (keepers == 0) return;
-  const int lane = threadIdx.x & 31;
-  const uint32_t greatest = __reduce_max_sync(0xffffffffu, keep ? key : 0);
-  uint32_t at = 0;
-  if (lane == 0) {
-    atomicMax(&s.greatest[0], greatest);
-    at = atomicAdd(&s.held, static_cast<uint32_t>(__popc(keepers)));
-  }
-  at = __shfl_sync(0xffffffffu, at, 0) + __popc(keepers & ((1u << lane) - 1));
   if (keep) {
+    const int at = part_of_warp<kThreads>() + held + __popc(keepers & ((1u << (threadIdx.x & 31)) - 1));
     s.keys[0][at] = key;
     s.offsets[at] = static_cast<uint16_t>(entry - s.first);
   }
+  held += __popc(keepers);
 }
 
 // Before the first keys of a block's range; a barrier must follow.
@@ -200,7 +207,7 @@ __device__ __forceinline__ void start_stream(StreamShared& s, const Split& split
   if (threadIdx.x < kBins) s.counts[0][threadIdx.x] = 0;
   if (threadIdx.x < 32) s.running[threadIdx.x][0] = s.running[threadIdx.x][1] = s.running[threadIdx.x][2] = 0;
   if (threadIdx.x == 0) {
-    s.floor[0] = 0, s.greatest[0] = 0, s.held = 0, s.first = begin;
+    s.floor[0] = 0, s.greatest[0] = 0, s.first = begin;
     s.list = blockIdx.x * range.lists, s.end_list = s.list + range.lists;
     s.start[0] = start_of(split, range, blockIdx.x);
   }
@@ -208,24 +215,29 @@ __device__ __forceinline__ void start_stream(StreamShared& s, const Split& split
 
 // After the entries of a range up to `next`; it ends at `end`. All threads of the block; the keys of the next chunk may follow at once.
 template <int kThreads>
-__device__ __forceinline__ void end_chunk(StreamShared& s, const Split& split, const Lists& lists, int row, int next, int end) {
+__device__ __forceinline__ void end_chunk(StreamShared& s, const Split& split, const Lists& lists, int row, int& held, int next, int end) {
+  const bool last = next >= end;
+  if (!last && !__syncthreads_or(!has_room<kThreads>(held) || next + chunk_of(1) - s.first > kMaxSpan)) return;
+  const int64_t place = place_of(split, row);
+  const int list = s.list, first = s.first, part = part_of_warp<kThreads>();
+  const ListWork work = {s.keys[0] + part, s.offsets + part, s.counts[0], &s.greatest[0], &s.floor[0], &s.start[0], &s.cut[0],
+                         header_of(lists, split, row, list), static_cast<uint32_t>(first), lists.keys + place, lists.offsets + place};
+  uint32_t greatest = 0;
+  __syncwarp();
+#pragma unroll 1
+  for (int i = threadIdx.x & 31; i < held; i += 32) greatest = max(greatest, work.keys[i]);
+  greatest = __reduce_max_sync(0xffffffffu, greatest);
+  if ((threadIdx.x & 31) == 0) atomicMax(&s.greatest[0], greatest);
   __syncthreads();
-  const int held = s.held, first = s.first;
-  if (next >= end || held > held_of(1) - chunk_of(1) || next + chunk_of(1) - first > kMaxSpan) {
-    const int64_t place = place_of(split, row);
-    const int list = s.list, end_list = s.end_list;
-    const ListWork work = {s.keys[0], s.offsets, s.counts[0], &s.greatest[0], &s.floor[0], &s.start[0], &s.cut[0],
-                           header_of(lists, split, row, list), static_cast<uint32_t>(first), lists.keys + place, lists.offsets + place};
-    uint32_t* kept = s.running[threadIdx.x & 31];
-    Running running = {{kept[0], kept[1]}, kept[2]};
-    const bool few = next >= end && held < split.k && running.top == 0;
-    emit_list<kThreads, true>(work, running, held, split.k, few, threadIdx.x, 1);
-    if (next >= end) return write_empty(lists, split, row, list + 1, end_list, threadIdx.x, kThreads);
-    __syncthreads();
-    if (threadIdx.x < 32) kept[0] = running.counts[0], kept[1] = running.counts[1], kept[2] = running.top;
-    if (threadIdx.x < kBins) s.counts[0][threadIdx.x] = 0;
-    if (threadIdx.x == 0) s.held = 0, s.first = next, s.list = list + 1;
-  }
+  uint32_t* kept = s.running[threadIdx.x & 31];
+  Running running = {{kept[0], kept[1]}, kept[2]};
+  emit_list<kThreads, 32>(work, running, held, split.k, last, threadIdx.x, 1);
+  if (last) return write_empty(lists, split, row, list + 1, s.end_list, threadIdx.x, kThreads);
+  held = 0;
+  __syncthreads();
+  if (threadIdx.x < 32) kept[0] = running.counts[0], kept[1] = running.counts[1], kept[2] = running.top;
+  if (threadIdx.x < kBins) s.counts[0][threadIdx.x] = 0;
+  if (threadIdx.x == 0) s.first = next, s.list = list + 1;
   __syncthreads();
 }
 
