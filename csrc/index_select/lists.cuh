@@ -214,10 +214,12 @@ __device__ __forceinline__ void start_stream(StreamShared& s, const Split& split
 }
 
 // After the entries of a range up to `next`; it ends at `end`. All threads of the block; the keys of the next chunk may follow at once.
+// Called before the first entry it practises: it makes an empty list, in whose place the first one goes, and so brings its code to the
+// instruction caches while the first keys are on their way.
 template <int kThreads>
 __device__ __forceinline__ void end_chunk(StreamShared& s, const Split& split, const Lists& lists, int row, int& held, int next, int end) {
-  const bool last = next >= end;
-  if (!last && !__syncthreads_or(!has_room<kThreads>(held) || next + chunk_of(1) - s.first > kMaxSpan)) return;
+  const bool last = next >= end, practice = next == s.first;
+  if (!last && !practice && !__syncthreads_or(!has_room<kThreads>(held) || next + chunk_of(1) - s.first > kMaxSpan)) return;
   const int64_t place = place_of(split, row);
   const int list = s.list, first = s.first, part = part_of_warp<kThreads>();
   const ListWork work = {s.keys[0] + part, s.offsets + part, s.counts[0], &s.greatest[0], &s.floor[0], &s.start[0], &s.cut[0],
@@ -237,7 +239,7 @@ __device__ __forceinline__ void end_chunk(StreamShared& s, const Split& split, c
   __syncthreads();
   if (threadIdx.x < 32) kept[0] = running.counts[0], kept[1] = running.counts[1], kept[2] = running.top;
   if (threadIdx.x < kBins) s.counts[0][threadIdx.x] = 0;
-  if (threadIdx.x == 0) s.first = next, s.list = list + 1;
+  if (threadIdx.x == 0) s.first = next, s.list = list + !practice;
   __syncthreads();
 }
 

@@ -180,7 +180,7 @@ __device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const Scor
   int held = 0;
   __syncthreads();
 #pragma unroll 1
-  for (int next_chunk = begin; next_chunk < end;) {
+  for (int next_chunk = begin - kChunk; next_chunk < end;) {  // the first round has no entries
     next_chunk = min(next_chunk + kChunk, end);
 #pragma unroll 1
     for (; at < next_chunk; at += kStep) {
