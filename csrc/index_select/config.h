@@ -80,9 +80,10 @@ struct RowShared {
   uint32_t start[kRows];      // of the next list
   int32_t cut[kRows];
 };
-// One row alone: only keys from the floor up are held, in a part for each warp, so that a list covers as many entries as it takes.
+// One row alone: only keys from the floor up are held, so that a list covers as many entries as it takes to have enough of them.
 struct StreamShared : RowShared<1> {
   uint16_t offsets[held_of(1)];
+  uint32_t held;
   int32_t first;              // entry of offset 0
   uint32_t running[32][3];    // Running of the first warp's lanes
   int32_t list, end_list;     // the next list of the block, and behind its last one
@@ -105,7 +106,6 @@ constexpr int kGroup = 8;                              // lanes that read a head
 constexpr int kStaged = 4096;                          // candidates held in shared memory; more are read again for every digit
 constexpr int kDigitBits = 11;
 constexpr int kWindow = 1 << 18;                       // entries whose chosen ones are ranked at once
-constexpr int kPractisingRows = 256;                   // about as many blocks as start while the kernel in front still runs
 constexpr int kHeldPages = kWindow / kPage;            // of the row's page table
 
 // Threads read runs of words; these keep the runs of a warp on different banks.
@@ -121,9 +121,6 @@ struct MergeShared {
     uint16_t before[padded_half(kWindow / 32)];        // chosen entries before the word
   };
   int32_t pages[kHeldPages];
-  alignas(16) ListHeader practice;                     // a list of one entry
-  uint32_t practice_key;
-  uint16_t practice_offset;
   alignas(16) uint32_t starts[kHeaders + 1];           // of the lists' fronts among the candidates
   uint32_t warp_sums[kMergeWarps];
   uint32_t exact;

@@ -58,7 +58,6 @@ struct Row {
   int row;
   int length;
   int lists;
-  bool practice;              // nothing is written
   const ListHeader* headers;
   const uint32_t* keys;
   const uint16_t* offsets;
@@ -245,19 +244,55 @@ __device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& 
       const int entry = entry_of(c), at = entry - window;
       if (c < least || at < 0 || at >= kWindow) return;
       const int rank = s.before[padded_half(at / 32)] + __popc(s.chosen[padded(at / 32)] & ((1u << (at % 32)) - 1));
-      if (!r.practice) write(s, p, r.row, rank_base + rank, entry, logit_of(static_cast<uint32_t>(c >> 32)));
+      write(s, p, r.row, rank_base + rank, entry, logit_of(static_cast<uint32_t>(c >> 32)));
     });
     rank_base += all;
   }
 }
 
-// The choice from the lists of `r`, of at least `k` entries where there are more than that in the row.
-__device__ __forceinline__ void choose(MergeShared& s, const MergeParams& p, const Row& r, int k) {
-  constexpr int kLower = 64 - (32 - kBinShift);  // bits of a candidate below its bin
-  const bool all = r.length <= k;
+// The length is read before the wait, and so are the page ids: the kernel that this one waits for has waited itself for what wrote them.
+__global__ void __launch_bounds__(kMergeThreads, 2) merge_kernel(const __grid_constant__ MergeParams p) {
+  extern __shared__ __align__(16) uint8_t shared_memory[];
+  auto& s = *reinterpret_cast<MergeShared*>(shared_memory);
+  const int row = blockIdx.x, k = p.split.k;
+  Row r;
+  r.row = row;
+  r.length = min(max(p.split.lengths[row], 0), p.split.width);
+  r.lists = p.split.splits * range_of(group_length(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, p.split.chunk).lists;
+  r.headers = header_of(p.lists, p.split, row, 0);
+  r.keys = p.lists.keys + place_of(p.split, row);
+  r.offsets = p.lists.offsets + place_of(p.split, row);
+  const int pages = p.slots == nullptr ? 0 : min(ceil_div(r.length, kPage), kHeldPages);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < pages; i += kMergeThreads) cp_async_4(shared_address(&s.pages[i]), p.table.pages + row * p.table.stride + i);
+#pragma unroll
+  for (int i = 0; i < kAllBins / 4; i += kMergeThreads) reinterpret_cast<uint4*>(s.bins)[i + threadIdx.x] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < padded(ceil_div(min(r.length, kWindow), 32)) / 4 + 1; i += kMergeThreads)
+    reinterpret_cast<uint4*>(s.chosen)[i] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x == 0) {
+    s.starts[kHeaders] = 0, s.exact = 1;
+    touch(r.headers);
+    touch(r.keys);
+    touch(r.offsets);
+    if (p.slots != nullptr) touch(p.slots + row * p.slots_stride);
+  }
+  __syncthreads();
+  pdl_wait();
+  pdl_trigger();
+  if (r.length <= k) {
+    // without logits the lists need not be there; all entries are chosen, and their logits are not known here
+    cp_async_wait_all();
+    __syncthreads();
+    const bool all_known = p.logits == nullptr;
+#pragma unroll 1
+    for (int i = (all_known ? 0 : r.length) + threadIdx.x; i < k; i += kMergeThreads)
+      write(s, p, row, i, i < r.length ? i : -1, -INFINITY);
+    if (all_known) return;
+  }
   uint64_t least = 0;
   uint32_t bin = 0, above = 0;
-  if (!all) {
+  if (r.length > k) {
     count_bins(s, r);
     __syncthreads();
     find_digit<kAllBins>(s, s.bins, k);
@@ -273,73 +308,20 @@ __device__ __forceinline__ void choose(MergeShared& s, const MergeParams& p, con
     for (uint32_t i = s.starts[0] + threadIdx.x; i < total; i += kMergeThreads) {
       const uint64_t c = read_candidate(s, r, begin, i);
       if (i < kStaged) s.candidates[i] = c;
-      if (!all && c >> kLower == bin) atomicAdd(&s.digits[c >> (kLower - kDigitBits) & ((1u << kDigitBits) - 1)], 1u);
+      if (r.length > k && c >> (64 - (32 - kBinShift)) == bin) atomicAdd(&s.digits[c >> (64 - (32 - kBinShift) - kDigitBits) & ((1u << kDigitBits) - 1)], 1u);
     }
   }
   __syncthreads();
-  if (!all) {
+  if (r.length > k) {
     // where a list's last bin reaches up to here, its entries were counted too low: all bits are searched
     const bool exact = s.exact != 0;
     if (!exact) {
       zero_digits(s);
       __syncthreads();
     }
-    least = least_chosen(s, r, exact ? bin : 0, exact ? 64 - kLower : 0, exact ? k - above : k, exact);
+    least = least_chosen(s, r, exact ? bin : 0, exact ? 32 - kBinShift : 0, exact ? k - above : k, exact);
   }
   write_chosen(s, p, r, least);
-}
-
-// The length is read before the wait, and so are the page ids: the kernel that this one waits for has waited itself for what wrote them.
-// Before the wait a block also practises: it chooses the one entry of a made-up list, which brings the code to the instruction caches.
-__global__ void __launch_bounds__(kMergeThreads, 2) merge_kernel(const __grid_constant__ MergeParams p) {
-  extern __shared__ __align__(16) uint8_t shared_memory[];
-  auto& s = *reinterpret_cast<MergeShared*>(shared_memory);
-  const int row = blockIdx.x, k = p.split.k;
-  const int length = min(max(p.split.lengths[row], 0), p.split.width);
-  const int lists = p.split.splits * range_of(group_length(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, p.split.chunk).lists;
-  const int pages = p.slots == nullptr ? 0 : min(ceil_div(length, kPage), kHeldPages);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < pages; i += kMergeThreads) cp_async_4(shared_address(&s.pages[i]), p.table.pages + row * p.table.stride + i);
-  if (threadIdx.x == 0) {
-    touch(header_of(p.lists, p.split, row, 0));
-    touch(p.lists.keys + place_of(p.split, row));
-    touch(p.lists.offsets + place_of(p.split, row));
-    if (p.slots != nullptr) touch(p.slots + row * p.slots_stride);
-  }
-  if (threadIdx.x < sizeof(ListHeader) / 4) reinterpret_cast<uint32_t*>(&s.practice)[threadIdx.x] = 0;
-  __syncthreads();
-  if (threadIdx.x == 0) s.practice.kept = s.practice.counts[0] = 1, s.practice_key = s.practice_offset = 0;
-#pragma unroll 1
-  for (int round = row < kPractisingRows && length > k ? 0 : 1; round < 2; ++round) {
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kAllBins / 4; i += kMergeThreads) reinterpret_cast<uint4*>(s.bins)[i + threadIdx.x] = make_uint4(0, 0, 0, 0);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < padded(ceil_div(min(length, kWindow), 32)) / 4 + 1; i += kMergeThreads)
-      reinterpret_cast<uint4*>(s.chosen)[i] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x == 0) s.starts[kHeaders] = 0, s.exact = 1;
-    __syncthreads();
-    const bool practice = round == 0;
-    Row r = {row, length, 1, practice, &s.practice, &s.practice_key, &s.practice_offset};
-    if (!practice) {
-      r.lists = lists;
-      r.headers = header_of(p.lists, p.split, row, 0);
-      r.keys = p.lists.keys + place_of(p.split, row);
-      r.offsets = p.lists.offsets + place_of(p.split, row);
-      pdl_wait();
-      pdl_trigger();
-      if (length <= k) {
-        // without logits the lists need not be there; all entries are chosen, and their logits are not known here
-        cp_async_wait_all();
-        __syncthreads();
-        const bool without = p.logits == nullptr;
-#pragma unroll 1
-        for (int i = (without ? 0 : length) + threadIdx.x; i < k; i += kMergeThreads) write(s, p, row, i, i < length ? i : -1, -INFINITY);
-        if (without) return;
-      }
-    }
-    choose(s, p, r, practice ? 1 : k);
-  }
 }
 
 // Lists from logits in memory: the counterpart of the score kernel.
@@ -352,7 +334,6 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(const __grid_constan
   const int begin = blockIdx.x * range.entries, end = min(begin + range.entries, length), list = blockIdx.x * range.lists;
   if (begin >= end) return write_empty(p.lists, p.split, row, list, list + range.lists, threadIdx.x, kListThreads);
   start_stream(s, p.split, range, begin);
-  int held = 0;
   __syncthreads();
   for (int first = begin; first < end; first += chunk_of(1)) {
     const int next = min(first + chunk_of(1), end);
@@ -360,9 +341,9 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(const __grid_constan
     for (int at = first + threadIdx.x / 32 * 32; at < next; at += kListThreads) {
       const int i = at + (threadIdx.x & 31);
       const uint32_t key = i < next ? ordered_key(p.logits[row * p.logits_stride + i]) : 0;
-      hold<kListThreads>(s, held, key, i < next, i);
+      hold(s, key, i < next, i);
     }
-    end_chunk<kListThreads>(s, p.split, p.lists, row, held, next, end);
+    end_chunk<kListThreads>(s, p.split, p.lists, row, next, end);
   }
 }
 

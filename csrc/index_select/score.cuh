@@ -148,7 +148,7 @@ __device__ __forceinline__ void finish_chunk(RowShared<kRows>& s, Running& runni
   const int64_t place = place_of(p.split, row);
   const ListWork work = {s.keys[r], nullptr, s.counts[r], &s.greatest[r], &s.floor[r], &s.start[r], &s.cut[r],
                          header_of(p.lists, p.split, row, list), static_cast<uint32_t>(first), p.lists.keys + place, p.lists.offsets + place};
-  emit_list<kTeam, kTeam>(work, running, n, p.split.k, false, thread, 1 + r);
+  emit_list<kTeam, false>(work, running, n, p.split.k, thread, 1 + r);
 }
 
 template <int kRows>
@@ -177,10 +177,9 @@ __device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const Scor
   if (at < end) load(at, first_page);
   queries.store(s.q[0], s.weights[0]);
   start_stream(s.rows, p.split, range, begin);
-  int held = 0;
   __syncthreads();
 #pragma unroll 1
-  for (int next_chunk = begin - kChunk; next_chunk < end;) {  // the first round has no entries
+  for (int next_chunk = begin; next_chunk < end;) {
     next_chunk = min(next_chunk + kChunk, end);
 #pragma unroll 1
     for (; at < next_chunk; at += kStep) {
@@ -195,12 +194,12 @@ __device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const Scor
       const int entry = at + entry_of_lane(0);
       const uint32_t key = ordered_key(score[0] * scale[0]);
       if (p.logits == nullptr) {
-        hold<threads_of(1)>(s.rows, held, key, entry < end, entry);
+        hold(s.rows, key, entry < end, entry);
       } else if (entry < end) {
         p.logits[row * p.logits_stride + entry] = logit_of(key);
       }
     }
-    if (p.logits == nullptr) end_chunk<threads_of(1)>(s.rows, p.split, p.lists, row, held, next_chunk, end);
+    if (p.logits == nullptr) end_chunk<threads_of(1)>(s.rows, p.split, p.lists, row, next_chunk, end);
   }
 }
 
