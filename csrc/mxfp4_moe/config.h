@@ -1,10 +1,13 @@
-// Sizes of the kernels for few rows. A warp multiplies 16 weight rows by a slice of the inputs, for up to 8 rows of x.
+// Sizes of the kernels for few rows. A warp multiplies 16 weight rows by a slice of the inputs.
 //
 //   unit     what a block does between two barriers: kSubtiles x 16 weight rows, all inputs; 32 KB of codes (Flash)
 //   group    up to kRows pairs of one expert, whose x is in shared memory
 //   slice    the inputs of one warp: kSteps x 128; slices are added in order, so the sum does not depend on the batch
 //
-// Shared memory of the largest (gate/up, hidden 4096): x 64 KB, partial sums 8 KB, routing 16 KB.
+// Up to kFewPairs pairs: groups of 2, less shared memory and fewer registers, so that three blocks are on a
+// multiprocessor, and down adds up a row's experts itself. More: groups of 8 (Pro 4), and y goes through memory.
+//
+// Shared memory of the largest (gate/up, hidden 4096): x 64 KB, scales 4 KB, partial sums 8 KB, routing 18 KB.
 #pragma once
 
 #include <cstdint>
@@ -14,19 +17,36 @@
 namespace dsv4::mxfp4_moe {
 
 constexpr int kStepInputs = 128;   // 4 lanes x 32: each lane's 16 bytes share one scale
-constexpr int kColumns = 8;        // n of m16n8k16
+constexpr int kFewRows = 2, kFewPairs = 32, kFewTopk = 16;
 constexpr int kMaxGroups = 768;    // min(pairs, experts + pairs / kRows) for 1024 pairs, 512 experts, 4 rows
 static_assert(kMaxGroups >= kMaxExperts + kMaxPairs / 4, "a group for every expert, and one more per 4 pairs");
 
+template <int kRows>
 struct Routing {
+  static constexpr int kGroups = kRows == kFewRows ? kFewPairs : kMaxGroups;
   int32_t num_groups;
-  uint16_t expert[kMaxGroups];
-  uint8_t rows[kMaxGroups];
-  uint16_t pairs[kMaxGroups][kColumns];
+  uint16_t expert[kGroups];
+  uint8_t rows[kGroups];
+  uint16_t pairs[kGroups][kRows];
+};
+
+// Of a warp's 16 weight rows and its slice.
+template <int kSteps>
+struct Scales {
+  uint8_t bytes[16][kSteps * 4];
+};
+
+// What a warp has for itself: its slice of up to kRows rows of x (or h), and scales of this unit and the next.
+template <int kSteps, int kRows>
+struct WarpShared {
+  uint4 x[kSteps * 4][kRows * 4];  // [step * 4 + word][row * 4 + lane of the quad]: 8 inputs in f16, paired as the codes are
+  Scales<kSteps> scales[2];
+  float power[kRows];              // what x lacks here, and what the codes lack
+  float unused[4 - kRows % 4];
 };
 
 // kGated: rows 0-7 of the 16 are gate, 8-15 the up rows beside them; else 16 rows of the down projection.
-template <int kWarps_, int kSlices_, int kSteps_, int kRows_, bool kGated_>
+template <int kWarps_, int kSlices_, int kSteps_, int kRows_, bool kGated_, int kMinBlocks_ = (kWarps_ > 8 ? 1 : kRows_ == kFewRows ? 3 : 2)>
 struct Config {
   static constexpr int kWarps = kWarps_, kSlices = kSlices_, kSteps = kSteps_, kRows = kRows_;
   static constexpr bool kGated = kGated_;
@@ -34,17 +54,32 @@ struct Config {
   static constexpr int kSubtiles = kWarps / kSlices;
   static constexpr int kInputs = kSlices * kSteps * kStepInputs;
   static constexpr int kUnitOutputs = kSubtiles * (kGated ? 8 : 16);
-  static constexpr int kMinBlocks = kWarps > 8 ? 1 : 2;  // 128 registers a thread
-  static_assert(kWarps % kSlices == 0 && kInputs % 128 == 0 && kRows <= kColumns);
+  static constexpr int kMinBlocks = kMinBlocks_;  // of a multiprocessor: 80 or 128 registers a thread
+  static_assert(kWarps % kSlices == 0 && kInputs % 128 == 0 && kRows % 2 == 0);
 
   struct Shared {
-    uint4 x[kInputs / 32][kRows * 4];  // [step * 4 + word][row, lane of the quad]: 8 inputs, paired as the codes are
-    float4 partial[2][kWarps][32];     // accumulators of a unit
-    int32_t counts[kMaxExperts];
+    WarpShared<kSteps, kRows> warps[kWarps];
+    float partial[2][kRows / 2][kWarps][32];  // of a unit
+    int32_t counts[kRows == kFewRows ? kFewPairs : kMaxExperts];
     int32_t scan[32];
-    Routing routing;
+    Routing<kRows> routing;
   };
   static_assert(sizeof(Shared) <= 101376, "an SM120 block has 99 KiB");
+};
+
+// Down for few pairs: a block has kSubtiles x 16 outputs of one row, kSlots experts at a time.
+template <int kSlices_, int kSteps_, int kSlots_, int kSubtiles_, int kMinBlocks_ = 2>
+struct SumConfig {
+  static constexpr int kSlices = kSlices_, kSteps = kSteps_, kSlots = kSlots_, kSubtiles = kSubtiles_;
+  static constexpr int kWarps = kSlices * kSlots * kSubtiles, kThreads = 32 * kWarps;
+  static constexpr int kInputs = kSlices * kSteps * kStepInputs, kOutputs = kSubtiles * 16;
+  static constexpr int kMinBlocks = kMinBlocks_;
+
+  struct Shared {
+    WarpShared<kSteps, 2> warps[kWarps];
+    float partial[kFewTopk][kSlices][kOutputs];
+    int32_t expert[kFewTopk];
+  };
 };
 
 }  // namespace dsv4::mxfp4_moe

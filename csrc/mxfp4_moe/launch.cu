@@ -13,6 +13,8 @@ constexpr char kName[] = "mxfp4_moe";
 //                             warps slices steps rows gated          inputs
 using GateUp4096 = Config<8, 8, 4, 8, true>;
 using GateUp7168 = Config<14, 14, 4, 4, true>;
+using FewGateUp4096 = Config<8, 8, 4, kFewRows, true>;
+using FewGateUp7168 = Config<14, 14, 4, kFewRows, true>;
 using Down3072 = Config<8, 8, 3, 8, false>;
 using Down2048 = Config<8, 4, 4, 8, false>;
 using Down1536 = Config<8, 4, 3, 8, false>;
@@ -21,15 +23,17 @@ using Down768 = Config<8, 2, 3, 8, false>;
 using Down512 = Config<8, 1, 4, 8, false>;
 using Down384 = Config<8, 1, 3, 8, false>;
 using Down256 = Config<8, 1, 2, 8, false>;
+//                         slices steps slots subtiles
+using FewDown3072 = SumConfig<8, 3, 1, 1>;
+using FewDown2048 = SumConfig<4, 4, 3, 1>;
+using FewDown1536 = SumConfig<4, 3, 3, 1>;
+using FewDown1024 = SumConfig<2, 4, 6, 1>;
+using FewDown768 = SumConfig<2, 3, 6, 1>;
+using FewDown512 = SumConfig<1, 4, 6, 2>;
+using FewDown384 = SumConfig<1, 3, 6, 2>;
+using FewDown256 = SumConfig<1, 2, 6, 2>;
 
-// Calls use(Config{}) with the kernel for so many inputs; false: there is none.
-template <typename Use>
-bool with_gate_up(int hidden, Use use) {
-  if (hidden == GateUp4096::kInputs) return use(GateUp4096{}), true;
-  if (hidden == GateUp7168::kInputs) return use(GateUp7168{}), true;
-  return false;
-}
-
+// Calls use(Config{}) with the first that has so many inputs; false: there is none.
 template <typename Use, typename First, typename... Rest>
 bool with_any(int inputs, Use use, First first, Rest... rest) {
   if (inputs == First::kInputs) return use(first), true;
@@ -41,8 +45,20 @@ bool with_any(int inputs, Use use, First first, Rest... rest) {
 }
 
 template <typename Use>
+bool with_gate_up(int hidden, Use use) {
+  return with_any(hidden, use, GateUp4096{}, GateUp7168{});
+}
+template <typename Use>
+bool with_few_gate_up(int hidden, Use use) {
+  return with_any(hidden, use, FewGateUp4096{}, FewGateUp7168{});
+}
+template <typename Use>
 bool with_down(int inter, Use use) {
   return with_any(inter, use, Down3072{}, Down2048{}, Down1536{}, Down1024{}, Down768{}, Down512{}, Down384{}, Down256{});
+}
+template <typename Use>
+bool with_few_down(int inter, Use use) {
+  return with_any(inter, use, FewDown3072{}, FewDown2048{}, FewDown1536{}, FewDown1024{}, FewDown768{}, FewDown512{}, FewDown384{}, FewDown256{});
 }
 
 // Blocks of a kernel that a multiprocessor holds; asked once per device.
@@ -66,8 +82,14 @@ template <typename C>
 void launch_experts(const Params& p, int num_sms, const Launcher& launcher) {
   const int64_t pairs = static_cast<int64_t>(p.rows) * p.topk;
   const int64_t units = pairs * ((C::kGated ? p.inter : p.hidden) / C::kUnitOutputs);
-  const int64_t resident = static_cast<int64_t>(num_sms) * blocks_per_sm<C>();
-  launcher(experts_kernel<C>, dim3(static_cast<unsigned>(std::min(units, resident))), C::kThreads, sizeof(typename C::Shared), p);
+  const int64_t resident = static_cast<int64_t>(num_sms) * blocks_per_sm<C>(), turns = (units + resident - 1) / resident;
+  launcher(experts_kernel<C>, dim3(static_cast<unsigned>((units + turns - 1) / turns)), C::kThreads, sizeof(typename C::Shared), p);
+}
+
+template <typename C>
+void launch_down_sum(const Params& p, const Launcher& launcher) {
+  static_assert(sizeof(typename C::Shared) <= 49152, "no more than a launch may have unasked");
+  launcher(down_sum_kernel<C>, dim3(p.hidden / C::kOutputs, p.rows), C::kThreads, sizeof(typename C::Shared), p);
 }
 
 template <typename C>
@@ -90,6 +112,11 @@ void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
   const std::string why_not = problem(params.hidden, params.inter, params.experts, params.rows * params.topk);
   if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
   const Launcher launcher = {kName, pdl, stream};
+  if (params.rows * params.topk <= kFewPairs && params.topk <= kFewTopk) {
+    with_few_gate_up(params.hidden, [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); });
+    with_few_down(params.inter, [&](auto c) { launch_down_sum<decltype(c)>(params, launcher); });
+    return;
+  }
   with_gate_up(params.hidden, [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); });
   with_down(params.inter, [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); });
   const unsigned columns = (params.hidden / 4 + kCombineThreads - 1) / kCombineThreads;

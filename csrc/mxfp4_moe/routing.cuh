@@ -21,7 +21,7 @@ __device__ __forceinline__ int local_expert(const Params& p, int pair) {
 
 // Up to 32 pairs: one warp, one pair a lane.
 template <int kRows>
-__device__ void route_warp(const Params& p, int pairs, Routing& routing, int32_t* group_of) {
+__device__ void route_warp(const Params& p, int pairs, Routing<kRows>& routing, int32_t* group_of) {
   const int lane = threadIdx.x % 32;
   const int expert = lane < pairs ? local_expert(p, lane) : -1;
   const unsigned peers = __match_any_sync(0xffffffffu, expert), before = (1u << lane) - 1;
@@ -44,7 +44,7 @@ __device__ void route_warp(const Params& p, int pairs, Routing& routing, int32_t
 
 // Any number of pairs: rank, scan, place. A pair's rank among its expert's is by its number, so that all blocks agree.
 template <int kRows, int kThreads>
-__device__ void route_block(const Params& p, int pairs, Routing& routing, int16_t* expert_of, uint16_t* rank_of, int32_t* counts,
+__device__ void route_block(const Params& p, int pairs, Routing<kRows>& routing, int16_t* expert_of, uint16_t* rank_of, int32_t* counts,
                             int32_t* scan) {
   constexpr int kExpertsPerThread = (kMaxExperts + kThreads - 1) / kThreads;
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
@@ -103,10 +103,10 @@ __device__ void route_block(const Params& p, int pairs, Routing& routing, int16_
 template <typename C>
 __device__ __forceinline__ void route(const Params& p, typename C::Shared& s) {
   const int pairs = p.rows * p.topk;
-  if (pairs <= 32) {
+  if (C::kRows == kFewRows || pairs <= 32) {
     if (threadIdx.x < 32) route_warp<C::kRows>(p, pairs, s.routing, s.counts);
-  } else {
-    int16_t* const scratch = reinterpret_cast<int16_t*>(s.x);  // before x is there
+  } else if constexpr (C::kRows != kFewRows) {
+    int16_t* const scratch = reinterpret_cast<int16_t*>(s.warps);  // before x is there
     route_block<C::kRows, C::kThreads>(p, pairs, s.routing, scratch, reinterpret_cast<uint16_t*>(scratch + kMaxPairs), s.counts, s.scan);
   }
   __syncthreads();

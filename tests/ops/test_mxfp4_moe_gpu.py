@@ -145,11 +145,39 @@ def test_calls_on_two_streams(device):
     assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(found))
 
 
-def test_a_scale_of_nan_or_beyond_the_range_is_seen(device):
-    for byte in (255, 200):
-        inputs = make_inputs(dataclasses.replace(BASE, rows=1), device=device)
-        inputs.w13_scale[int(inputs.topk_ids[0, 0])] = byte
-        assert not bool(torch.isfinite(mxfp4_moe(**inputs.arguments())).all())
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_scale_of_nan_is_seen(rows, device):
+    for name in ("w13_scale", "w2_scale"):
+        inputs = make_inputs(dataclasses.replace(BASE, rows=rows), device=device)
+        getattr(inputs, name)[int(inputs.topk_ids[0, 0]), ::7, 3] = 255
+        assert not bool(torch.isfinite(mxfp4_moe(**inputs.arguments())[0]).all())
+
+
+@pytest.mark.parametrize("byte", [1, 30, 200])
+def test_scales_far_from_one(byte, device):
+    inputs = make_inputs(dataclasses.replace(BASE, rows=1), device=device)
+    inputs.w13_scale[:] = byte  # above, nearly every gate and up is at the limit; below, h is so small that its bf16 is zero
+    out, truth = mxfp4_moe(**inputs.arguments()), reference(**inputs.arguments())
+    assert bool(torch.isfinite(out).all())
+    if byte == 200:
+        assert relative_error(out, truth) < MAX_RELATIVE_ERROR
+    else:
+        assert float(out.abs().max()) <= 1e-20
+    inputs = make_inputs(dataclasses.replace(BASE, rows=1), device=device)
+    inputs.w2_scale[:] = byte
+    out, truth = mxfp4_moe(**inputs.arguments()), reference(**inputs.arguments())
+    assert relative_error(out, truth) < MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("factor", [2.0**-60, 2.0**-20, 2.0**20])
+def test_rows_far_from_one(factor, device):
+    """x is multiplied in f16, with a power of two for each row and slice."""
+    inputs = make_inputs(dataclasses.replace(BASE, rows=3, swiglu_limit=None), device=device)
+    inputs.hidden[0] *= factor
+    inputs.hidden[1, ::512] *= 2.0**12
+    out, truth = mxfp4_moe(**inputs.arguments()), reference(**inputs.arguments())
+    for row in range(3):
+        assert relative_error(out[row], truth[row]) < MAX_RELATIVE_ERROR, row
 
 
 @pytest.mark.sm120
