@@ -17,17 +17,21 @@
 namespace dsv4::mxfp4_moe {
 
 constexpr int kStepInputs = 128;   // 4 lanes x 32: each lane's 16 bytes share one scale
-constexpr int kFewRows = 2, kFewPairs = 32, kFewTopk = 16;
-constexpr int kMaxGroups = 768;    // min(pairs, experts + pairs / kRows) for 1024 pairs, 512 experts, 4 rows
-static_assert(kMaxGroups >= kMaxExperts + kMaxPairs / 4, "a group for every expert, and one more per 4 pairs");
+constexpr int kFewPairs = 32, kMidPairs = 192;
+constexpr int kFewTopk = 16;
 
-template <int kRows>
+// What a unit of a group costs, in parts: a warp multiplies for 2 rows at a time.
+__host__ __device__ constexpr int group_cost(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 9 : 12; }
+
+template <int kRows_, int kPairs_>
 struct Routing {
-  static constexpr int kGroups = kRows == kFewRows ? kFewPairs : kMaxGroups;
+  static constexpr int kRows = kRows_, kPairs = kPairs_, kGroups = kPairs <= kMaxExperts ? kPairs : kMaxExperts + kPairs / kRows;
+  static_assert(kGroups < 4096 && kGroups * group_cost(kRows) < 65536);
   int32_t num_groups;
+  uint16_t cost[kGroups + 1];  // of all groups before; up to 32 pairs all cost the same, and this is not there
   uint16_t expert[kGroups];
-  uint8_t rows[kGroups];
   uint16_t pairs[kGroups][kRows];
+  uint8_t rows[kGroups];
 };
 
 // Of a warp's 16 weight rows and its slice.
@@ -38,17 +42,16 @@ struct Scales {
 
 // What a warp has for itself: its slice of up to kRows rows of x (or h), and scales of this unit and the next.
 template <int kSteps, int kRows>
-struct WarpShared {
+struct alignas(16) WarpShared {
   uint4 x[kSteps * 4][kRows * 4];  // [step * 4 + word][row * 4 + lane of the quad]: 8 inputs in f16, paired as the codes are
   Scales<kSteps> scales[2];
   float power[kRows];              // what x lacks here, and what the codes lack
-  float unused[4 - kRows % 4];
 };
 
 // kGated: rows 0-7 of the 16 are gate, 8-15 the up rows beside them; else 16 rows of the down projection.
-template <int kWarps_, int kSlices_, int kSteps_, int kRows_, bool kGated_, int kMinBlocks_ = (kWarps_ > 8 ? 1 : kRows_ == kFewRows ? 3 : 2)>
+template <int kWarps_, int kSlices_, int kSteps_, bool kGated_, int kRows_, int kPairs_, int kMinBlocks_>
 struct Config {
-  static constexpr int kWarps = kWarps_, kSlices = kSlices_, kSteps = kSteps_, kRows = kRows_;
+  static constexpr int kWarps = kWarps_, kSlices = kSlices_, kSteps = kSteps_, kRows = kRows_, kPairs = kPairs_;
   static constexpr bool kGated = kGated_;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kSubtiles = kWarps / kSlices;
@@ -60,9 +63,9 @@ struct Config {
   struct Shared {
     WarpShared<kSteps, kRows> warps[kWarps];
     float partial[2][kRows / 2][kWarps][32];  // of a unit
-    int32_t counts[kRows == kFewRows ? kFewPairs : kMaxExperts];
+    int32_t counts[kPairs <= 32 ? 32 : kMaxExperts];
     int32_t scan[32];
-    Routing<kRows> routing;
+    Routing<kRows, kPairs> routing;
   };
   static_assert(sizeof(Shared) <= 101376, "an SM120 block has 99 KiB");
 };

@@ -9,6 +9,8 @@
 // Which pairs are together, and in which kernel, changes no bit: a pair's sums have one order everywhere.
 #pragma once
 
+#include <algorithm>
+
 #include "product.cuh"
 #include "routing.cuh"
 
@@ -35,6 +37,16 @@ struct Stream {
   }
 };
 
+// Of a multiprocessor; on SM120 shared memory does not hold a second one of the large ones, so these may have all registers.
+template <typename C>
+constexpr int min_blocks() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  return std::min<int>(C::kMinBlocks, std::max<int>(1, 101376 / sizeof(typename C::Shared)));
+#else
+  return C::kMinBlocks;
+#endif
+}
+
 // min and max that let a NaN through, and make one of an infinity: a scale byte of 255
 __device__ __forceinline__ float clamp_above(float v, float limit) { return v > limit ? fmaf(v, 0.f, limit) : v; }
 __device__ __forceinline__ float clamp_below(float v, float limit) { return v < limit ? fmaf(v, 0.f, limit) : v; }
@@ -56,26 +68,16 @@ __device__ __forceinline__ void store(const Params& p, const typename C::Shared&
   }
 }
 
-// A unit, of up to 2 kPasses pairs: products of all warps, their sum over the slices, stored. Four passes decode twice:
-// their sums at once would not fit the registers, and so many pairs of one expert are rare.
+// A unit, of up to 2 kPasses pairs: products of all warps, their sum over the slices, stored.
 template <typename C, int kPasses, typename From>
-__device__ __forceinline__ void run_unit(const Params& p, typename C::Shared& s, Stage<C::kSteps>& stage, int group, int tile, int turn,
-                                         bool more, const From& next) {
-  constexpr int kTogether = kPasses < 2 ? kPasses : 2;
+__device__ __forceinline__ void run_unit(const Params& p, typename C::Shared& s, Stage<C::kSteps>& stage, Unit at, int turn, bool more,
+                                         const From& next) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 2 % 2;
   float sums[kPasses];
-#pragma unroll 1
-  for (int pass = 0; pass < kPasses; pass += kTogether) {
-    float few[kTogether];
-    multiply<C::kRows, kTogether>(s.warps[warp], 2 * pass, turn % 2, stage, more && pass + kTogether == kPasses, next, few);
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      if (i / kTogether == pass / kTogether) sums[i] = few[i % kTogether];
-    }
-  }
+  multiply<C::kRows, kPasses>(s.warps[warp], turn % 2, stage, more, next, sums);
   if constexpr (C::kSlices == 1) {
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) store<C>(p, s, group, tile, warp, 2 * pass + row, sums[pass]);
+    for (int pass = 0; pass < kPasses; ++pass) store<C>(p, s, at.group, at.tile, warp, 2 * pass + row, sums[pass]);
   } else {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) s.partial[turn % 2][pass][warp][lane] = sums[pass];
@@ -88,18 +90,13 @@ __device__ __forceinline__ void run_unit(const Params& p, typename C::Shared& s,
       float total = 0.f;
 #pragma unroll
       for (int slice = 0; slice < C::kSlices; ++slice) total += s.partial[turn % 2][pass][subtile * C::kSlices + slice][lane];
-      store<C>(p, s, group, tile, subtile, 2 * pass + row, total);
+      store<C>(p, s, at.group, at.tile, subtile, 2 * pass + row, total);
     }
   }
 }
 
-// Position in the list of units: a group and a tile of its expert's rows.
-struct Unit {
-  int group, tile;
-};
-
 template <typename C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) experts_kernel(const Params p) {
+__global__ void __launch_bounds__(C::kThreads, min_blocks<C>()) experts_kernel(const Params p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   typename C::Shared& s = *reinterpret_cast<typename C::Shared*>(shared_memory);
   const int warp = threadIdx.x / 32, slice = warp % C::kSlices;
@@ -107,47 +104,44 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) experts_kernel(con
   pdl_trigger();
   route<C>(p, s);
   const int tiles = (C::kGated ? p.inter : p.hidden) / C::kUnitOutputs;
-  const int64_t units = static_cast<int64_t>(s.routing.num_groups) * tiles;
-  const int begin = static_cast<int>(units * blockIdx.x / gridDim.x), end = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x);
-  if (begin == end) return;
+  Unit next = share_begin(s.routing, tiles, blockIdx.x);
+  const Unit end = share_begin(s.routing, tiles, blockIdx.x + 1);
+  const int units = (end.group - next.group) * tiles + end.tile - next.tile;
+  if (units == 0) return;
 
   const Stream<C::kSlices, C::kSteps, C::kGated, C::kUnitOutputs> stream(p, slice, warp / C::kSlices);
   Stage<C::kSteps> stage;
-  Unit next = {begin / tiles, begin % tiles};
   stream.from(s.routing.expert[next.group], next.tile).load_all(stage, s.warps[warp].scales[0]);
   if constexpr (!C::kGated) pdl_wait();
-  int staged = -1;
 
-  for (int unit = begin; unit < end; ++unit) {
+  for (int turn = 0; turn < units; ++turn) {
     const Unit at = next;
     if (++next.tile == tiles) next = {next.group + 1, 0};
-    const bool more = unit + 1 < end;
+    const bool more = turn + 1 < units;
     const auto from = stream.from(s.routing.expert[more ? next.group : at.group], next.tile);
     const int rows = s.routing.rows[at.group];
-    if (at.group != staged) {  // its own slice, which no other warp reads
+    if (turn == 0 || at.tile == 0) {  // a group: its own slice, which no other warp reads
       __syncwarp();
       for (int row = 0; row < rows; ++row) {
         const int pair = s.routing.pairs[at.group][row];
         const uint16_t* x = C::kGated ? p.x + (pair / p.topk) * p.x_stride : p.h + static_cast<int64_t>(pair) * p.inter;
         stage_row(s.warps[warp], row, x + slice * (C::kSteps * kStepInputs));
       }
-      staged = at.group;
       __syncwarp();
     }
-    const int turn = unit - begin;
     if (C::kRows == 2 || rows <= 2) {
-      run_unit<C, 1>(p, s, stage, at.group, at.tile, turn, more, from);
+      run_unit<C, 1>(p, s, stage, at, turn, more, from);
     } else if (C::kRows == 4 || rows <= 4) {
-      if constexpr (C::kRows >= 4) run_unit<C, 2>(p, s, stage, at.group, at.tile, turn, more, from);
+      if constexpr (C::kRows >= 4) run_unit<C, 2>(p, s, stage, at, turn, more, from);
     } else {
-      if constexpr (C::kRows >= 8) run_unit<C, 4>(p, s, stage, at.group, at.tile, turn, more, from);
+      if constexpr (C::kRows >= 8) run_unit<C, 4>(p, s, stage, at, turn, more, from);
     }
   }
 }
 
 // Down and the sum for few pairs: one row's 16 kSubtiles outputs, so that nothing goes through memory.
 template <typename C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) down_sum_kernel(const Params p) {
+__global__ void __launch_bounds__(C::kThreads, min_blocks<C>()) down_sum_kernel(const Params p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   typename C::Shared& s = *reinterpret_cast<typename C::Shared*>(shared_memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -173,7 +167,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) down_sum_kernel(co
     stage_row(s.warps[warp], 0, p.h + static_cast<int64_t>(row * p.topk + slot) * p.inter + slice * (C::kSteps * kStepInputs));
     __syncwarp();
     float sum[1];
-    multiply<2, 1>(s.warps[warp], 0, turn % 2, stage, more, from, sum);
+    multiply<2, 1>(s.warps[warp], turn % 2, stage, more, from, sum);
     if (lane / 2 % 2 == 0) s.partial[slot][slice][subtile * 16 + lane % 2 * 8 + lane / 4] = sum[0];
     slot = next;
   }

@@ -10,19 +10,35 @@ namespace {
 
 constexpr char kName[] = "mxfp4_moe";
 
-//                             warps slices steps rows gated          inputs
-using GateUp4096 = Config<8, 8, 4, 8, true>;
-using GateUp7168 = Config<14, 14, 4, 4, true>;
-using FewGateUp4096 = Config<8, 8, 4, kFewRows, true>;
-using FewGateUp7168 = Config<14, 14, 4, kFewRows, true>;
-using Down3072 = Config<8, 8, 3, 8, false>;
-using Down2048 = Config<8, 4, 4, 8, false>;
-using Down1536 = Config<8, 4, 3, 8, false>;
-using Down1024 = Config<8, 2, 4, 8, false>;
-using Down768 = Config<8, 2, 3, 8, false>;
-using Down512 = Config<8, 1, 4, 8, false>;
-using Down384 = Config<8, 1, 3, 8, false>;
-using Down256 = Config<8, 1, 2, 8, false>;
+// Pairs of a call at most, rows of a group, blocks of a multiprocessor.
+template <int kWarps, int kSlices, int kSteps, bool kGated>
+using Few = Config<kWarps, kSlices, kSteps, kGated, 2, kFewPairs, kWarps <= 8 ? 3 : 1>;
+template <int kWarps, int kSlices, int kSteps, bool kGated>
+using Mid = Config<kWarps, kSlices, kSteps, kGated, 4, kMidPairs, kWarps <= 8 ? 2 : 1>;
+template <int kWarps, int kSlices, int kSteps, bool kGated>
+using Many = Config<kWarps, kSlices, kSteps, kGated, kWarps <= 8 ? 8 : 4, kMaxPairs, kWarps <= 8 ? 2 : 1>;
+
+//                 warps slices steps
+template <template <int, int, int, bool> typename Size>
+using GateUp4096 = Size<8, 8, 4, true>;
+template <template <int, int, int, bool> typename Size>
+using GateUp7168 = Size<14, 14, 4, true>;
+template <template <int, int, int, bool> typename Size>
+using Down3072 = Size<8, 8, 3, false>;
+template <template <int, int, int, bool> typename Size>
+using Down2048 = Size<8, 4, 4, false>;
+template <template <int, int, int, bool> typename Size>
+using Down1536 = Size<8, 4, 3, false>;
+template <template <int, int, int, bool> typename Size>
+using Down1024 = Size<8, 2, 4, false>;
+template <template <int, int, int, bool> typename Size>
+using Down768 = Size<8, 2, 3, false>;
+template <template <int, int, int, bool> typename Size>
+using Down512 = Size<8, 1, 4, false>;
+template <template <int, int, int, bool> typename Size>
+using Down384 = Size<8, 1, 3, false>;
+template <template <int, int, int, bool> typename Size>
+using Down256 = Size<8, 1, 2, false>;
 //                         slices steps slots subtiles
 using FewDown3072 = SumConfig<8, 3, 1, 1>;
 using FewDown2048 = SumConfig<4, 4, 3, 1>;
@@ -44,17 +60,14 @@ bool with_any(int inputs, Use use, First first, Rest... rest) {
   }
 }
 
-template <typename Use>
+template <template <int, int, int, bool> typename Size, typename Use>
 bool with_gate_up(int hidden, Use use) {
-  return with_any(hidden, use, GateUp4096{}, GateUp7168{});
+  return with_any(hidden, use, GateUp4096<Size>{}, GateUp7168<Size>{});
 }
-template <typename Use>
-bool with_few_gate_up(int hidden, Use use) {
-  return with_any(hidden, use, FewGateUp4096{}, FewGateUp7168{});
-}
-template <typename Use>
+template <template <int, int, int, bool> typename Size, typename Use>
 bool with_down(int inter, Use use) {
-  return with_any(inter, use, Down3072{}, Down2048{}, Down1536{}, Down1024{}, Down768{}, Down512{}, Down384{}, Down256{});
+  return with_any(inter, use, Down3072<Size>{}, Down2048<Size>{}, Down1536<Size>{}, Down1024<Size>{}, Down768<Size>{}, Down512<Size>{},
+                  Down384<Size>{}, Down256<Size>{});
 }
 template <typename Use>
 bool with_few_down(int inter, Use use) {
@@ -82,8 +95,8 @@ template <typename C>
 void launch_experts(const Params& p, int num_sms, const Launcher& launcher) {
   const int64_t pairs = static_cast<int64_t>(p.rows) * p.topk;
   const int64_t units = pairs * ((C::kGated ? p.inter : p.hidden) / C::kUnitOutputs);
-  const int64_t resident = static_cast<int64_t>(num_sms) * blocks_per_sm<C>(), turns = (units + resident - 1) / resident;
-  launcher(experts_kernel<C>, dim3(static_cast<unsigned>((units + turns - 1) / turns)), C::kThreads, sizeof(typename C::Shared), p);
+  const int64_t resident = static_cast<int64_t>(num_sms) * blocks_per_sm<C>();
+  launcher(experts_kernel<C>, dim3(static_cast<unsigned>(std::min(units, resident))), C::kThreads, sizeof(typename C::Shared), p);
 }
 
 template <typename C>
@@ -103,8 +116,8 @@ KernelAttributes describe(const char* name) {
 std::string problem(int hidden, int inter, int experts, int pairs) {
   if (pairs > kMaxPairs) return "at most " + std::to_string(kMaxPairs) + " pairs (rows * topk), got " + std::to_string(pairs);
   if (experts > kMaxExperts) return "at most " + std::to_string(kMaxExperts) + " experts, got " + std::to_string(experts);
-  if (!with_gate_up(hidden, [](auto) {})) return "hidden 4096 or 7168, got " + std::to_string(hidden);
-  if (!with_down(inter, [](auto) {})) return "inter 256, 384, 512, 768, 1024, 1536, 2048 or 3072, got " + std::to_string(inter);
+  if (!with_gate_up<Many>(hidden, [](auto) {})) return "hidden 4096 or 7168, got " + std::to_string(hidden);
+  if (!with_down<Many>(inter, [](auto) {})) return "inter 256, 384, 512, 768, 1024, 1536, 2048 or 3072, got " + std::to_string(inter);
   return "";
 }
 
@@ -112,26 +125,33 @@ void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
   const std::string why_not = problem(params.hidden, params.inter, params.experts, params.rows * params.topk);
   if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
   const Launcher launcher = {kName, pdl, stream};
-  if (params.rows * params.topk <= kFewPairs && params.topk <= kFewTopk) {
-    with_few_gate_up(params.hidden, [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); });
+  const int pairs = params.rows * params.topk;
+  if (pairs <= kFewPairs && params.topk <= kFewTopk) {
+    with_gate_up<Few>(params.hidden, [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); });
     with_few_down(params.inter, [&](auto c) { launch_down_sum<decltype(c)>(params, launcher); });
     return;
   }
-  with_gate_up(params.hidden, [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); });
-  with_down(params.inter, [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); });
+  const auto launch_one = [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); };
+  if (pairs <= kMidPairs) {
+    with_gate_up<Mid>(params.hidden, launch_one);
+    with_down<Mid>(params.inter, launch_one);
+  } else {
+    with_gate_up<Many>(params.hidden, launch_one);
+    with_down<Many>(params.inter, launch_one);
+  }
   const unsigned columns = (params.hidden / 4 + kCombineThreads - 1) / kCombineThreads;
   launcher(combine_kernel, dim3(columns, params.rows), kCombineThreads, 0, params);
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {describe<GateUp4096>("mxfp4_moe_gate_up"), describe<Down2048>("mxfp4_moe_down")};
+  return {describe<GateUp4096<Many>>("mxfp4_moe_gate_up"), describe<Down2048<Many>>("mxfp4_moe_down")};
 }
 
 int shared_bytes() {
   size_t most = 0;
   const auto note = [&](auto c) { most = std::max(most, sizeof(typename decltype(c)::Shared)); };
-  for (const int hidden : {4096, 7168}) with_gate_up(hidden, note);
-  for (const int inter : {256, 384, 512, 768, 1024, 1536, 2048, 3072}) with_down(inter, note);
+  for (const int hidden : {4096, 7168}) with_gate_up<Many>(hidden, note);
+  for (const int inter : {256, 384, 512, 768, 1024, 1536, 2048, 3072}) with_down<Many>(inter, note);
   return static_cast<int>(most);
 }
 

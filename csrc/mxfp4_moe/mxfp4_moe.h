@@ -39,7 +39,7 @@ struct Params {
   int32_t gate_row, up_row;      // where gate and up begin in w13: 0 and inter, or the other way round
 };
 
-constexpr int kMaxPairs = 1024;
+constexpr int kMaxPairs = 3072;
 constexpr int kMaxExperts = 512;
 
 // Why the kernels cannot take these sizes; empty: they can.

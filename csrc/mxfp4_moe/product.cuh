@@ -104,16 +104,16 @@ __device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row,
   if (lane == 0) s.power[row] = __uint_as_float(exponent << 23);  // 2^(exponent - 141 + 14), exactly
 }
 
-// The product of what is in `stage` with 2 kPasses rows of x from `row0` on. As soon as a step's codes are used, those of `next`
+// The product of what is in `stage` with rows 0 to 2 kPasses - 1 of x. As soon as a step's codes are used, those of `next`
 // are asked for, with its scales into the other buffer. sums[pass]: of weight row g + 8 (lane % 2) and row
-// row0 + 2 pass + lane / 2 % 2 of x.
+// 2 pass + lane / 2 % 2 of x.
 template <int kRows, int kPasses, typename From>
-__device__ __forceinline__ void multiply(WarpShared<From::kSteps, kRows>& s, int row0, int buffer, Stage<From::kSteps>& stage, bool more,
+__device__ __forceinline__ void multiply(WarpShared<From::kSteps, kRows>& s, int buffer, Stage<From::kSteps>& stage, bool more,
                                          const From& next, float (&sums)[kPasses]) {
   constexpr int kSteps = From::kSteps, kBuffers = kPasses == 1 ? 1 : 2;
   const int lane = threadIdx.x % 32, g = lane / 4;
   const bool mine = lane % 4 == g / 2;  // else this lane's part of B is zero
-  const uint4* const x = &s.x[0][(row0 + g % 2) * 4 + g / 2];
+  const uint4* const x = &s.x[0][g % 2 * 4 + g / 2];
   const uint8_t* const scales = &s.scales[buffer].bytes[g][lane % 4];
   cp_async_wait_all();
   __syncwarp();
@@ -134,12 +134,15 @@ __device__ __forceinline__ void multiply(WarpShared<From::kSteps, kRows>& s, int
       decode(word_of(stage.codes[0][step], word), row0);
       decode(word_of(stage.codes[1][step], word), row1);
 #pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const uint4& now = b[pass % kBuffers];
-        if (kBuffers == 2 && pass + 1 < kPasses) load_shared_if(mine, b[(pass + 1) % kBuffers], from + (pass + 1) * 8);
-        if (kBuffers == 1 && pass > 0) load_shared_if(mine, b[0], from + pass * 8);
-        mma_f16(part[pass], {row0[0], row1[0], row0[1], row1[1]}, now.x, now.y);
-        mma_f16(part[pass], {row0[2], row1[2], row0[3], row1[3]}, now.z, now.w);
+      for (int pair = 0; pair < kPasses; pair += kBuffers) {  // as many chains of products as there are registers for
+#pragma unroll
+        for (int i = 0; i < kBuffers; ++i) {
+          if (pair + i > 0) load_shared_if(mine, b[i], from + (pair + i) * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < kBuffers; ++i) mma_f16(part[pair + i], {row0[0], row1[0], row0[1], row1[1]}, b[i].x, b[i].y);
+#pragma unroll
+        for (int i = 0; i < kBuffers; ++i) mma_f16(part[pair + i], {row0[2], row1[2], row0[3], row1[3]}, b[i].z, b[i].w);
       }
     }
     if (more) next.load(stage, step);
@@ -160,7 +163,7 @@ __device__ __forceinline__ void multiply(WarpShared<From::kSteps, kRows>& s, int
       kept[r] = (high ? acc[pass][2 + r] : acc[pass][r]) + __shfl_xor_sync(0xffffffffu, high ? acc[pass][r] : acc[pass][2 + r], 1);
     }
     sums[pass] = (second ? kept[1] : kept[0]) + __shfl_xor_sync(0xffffffffu, second ? kept[0] : kept[1], 2);
-    sums[pass] *= s.power[row0 + 2 * pass + second];
+    sums[pass] *= s.power[2 * pass + second];
   }
 }
 

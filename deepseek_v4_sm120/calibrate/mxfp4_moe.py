@@ -21,7 +21,7 @@ NOTE = (
     "chooses them for this card. Tune, build, then calibrate."
 )
 OURS_MXFP8 = f"{OURS}, mxfp8"
-DECODE_ROWS = 128  # ops/mxfp4_moe.py; here because the shapes need no torch (a test compares)
+DECODE_ROWS = 512  # ops/mxfp4_moe.py; here because the shapes need no torch (a test compares)
 PREFILL_ROWS, CHECKED_PREFILL_ROWS = 2048, 264
 FULL_CHECK_ROWS, FEWER_EXPERTS = 8, 32  # above so many rows a check has fewer experts: float64 is slow on these cards
 TORCH_ROWS = 8

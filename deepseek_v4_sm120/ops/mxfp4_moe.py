@@ -14,7 +14,7 @@ import torch
 
 from deepseek_v4_sm120 import extension
 
-DECODE_ROWS = 128
+DECODE_ROWS = 512
 GROUP = 32  # inputs per scale byte
 BLOCK_SCALED_MAJOR = 12  # compute capability with mma.sync of block-scaled FP8
 _ALIGN_BYTES = 16
