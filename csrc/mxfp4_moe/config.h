@@ -4,10 +4,11 @@
 //   group    up to kRows pairs of one expert, whose x is in shared memory
 //   slice    the inputs of one warp: kSteps x 128; slices are added in order, so the sum does not depend on the batch
 //
-// Up to kFewPairs pairs: groups of 2, less shared memory and fewer registers, so that three blocks are on a
-// multiprocessor, and down adds up a row's experts itself. More: groups of 8 (Pro 4), and y goes through memory.
+// One row: groups of 2, little shared memory and few registers, so that three blocks are on a multiprocessor, and down
+// adds up the row's experts itself. Up to kMidPairs pairs: groups of 4, and y goes through memory; two blocks, whose
+// shared memory leaves the L1 its greater part. More: groups of 8 (Pro 4).
 //
-// Shared memory of the largest (gate/up, hidden 4096): x 64 KB, scales 4 KB, partial sums 8 KB, routing 18 KB.
+// Shared memory of the largest (gate/up, hidden 4096): x 64 KB, scales 4 KB, partial sums 8 KB, routing 21 KB.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,7 @@
 namespace dsv4::mxfp4_moe {
 
 constexpr int kStepInputs = 128;   // 4 lanes x 32: each lane's 16 bytes share one scale
-constexpr int kFewPairs = 32, kMidPairs = 192;
-constexpr int kFewTopk = 16;
+constexpr int kOneRowPairs = 16, kMidPairs = 384;
 
 // What a unit of a group costs, in parts: a warp multiplies for 2 rows at a time.
 __host__ __device__ constexpr int group_cost(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 9 : 12; }
@@ -28,7 +28,7 @@ struct Routing {
   static constexpr int kRows = kRows_, kPairs = kPairs_, kGroups = kPairs <= kMaxExperts ? kPairs : kMaxExperts + kPairs / kRows;
   static_assert(kGroups < 4096 && kGroups * group_cost(kRows) < 65536);
   int32_t num_groups;
-  uint16_t cost[kGroups + 1];  // of all groups before; up to 32 pairs all cost the same, and this is not there
+  uint16_t cost[kGroups + 1];  // of all groups before; not with kOneRowPairs, where all cost the same
   uint16_t expert[kGroups];
   uint16_t pairs[kGroups][kRows];
   uint8_t rows[kGroups];
@@ -63,25 +63,25 @@ struct Config {
   struct Shared {
     WarpShared<kSteps, kRows> warps[kWarps];
     float partial[2][kRows / 2][kWarps][32];  // of a unit
-    int32_t counts[kPairs <= 32 ? 32 : kMaxExperts];
+    int32_t counts[kPairs == kOneRowPairs ? 32 : kMaxExperts];
     int32_t scan[32];
     Routing<kRows, kPairs> routing;
   };
   static_assert(sizeof(Shared) <= 101376, "an SM120 block has 99 KiB");
 };
 
-// Down for few pairs: a block has kSubtiles x 16 outputs of one row, kSlots experts at a time.
-template <int kSlices_, int kSteps_, int kSlots_, int kSubtiles_, int kMinBlocks_ = 2>
+// Down for one row: a block has kSubtiles x 16 outputs, kSlots experts at a time.
+template <int kSlices_, int kSteps_, int kSlots_, int kSubtiles_>
 struct SumConfig {
   static constexpr int kSlices = kSlices_, kSteps = kSteps_, kSlots = kSlots_, kSubtiles = kSubtiles_;
   static constexpr int kWarps = kSlices * kSlots * kSubtiles, kThreads = 32 * kWarps;
   static constexpr int kInputs = kSlices * kSteps * kStepInputs, kOutputs = kSubtiles * 16;
-  static constexpr int kMinBlocks = kMinBlocks_;
+  static constexpr int kMinBlocks = 2;
 
   struct Shared {
     WarpShared<kSteps, 2> warps[kWarps];
-    float partial[kFewTopk][kSlices][kOutputs];
-    int32_t expert[kFewTopk];
+    float partial[kOneRowPairs][kSlices][kOutputs];
+    int32_t expert[kOneRowPairs];
   };
 };
 

@@ -2,7 +2,7 @@
 //
 //   gate/up   h[pair] = silu(min(W1 x, limit)) * clamp(W3 x, -limit, limit)
 //   down      y[pair] = W2 h[pair]
-//   sum       out[row] = routed_scaling * sum over the slots, in their order, of weight * y; with few pairs a part of down
+//   sum       out[row] = routed_scaling * sum over the slots, in their order, of weight * y; for one row a part of down
 //
 // The grid is what fits on the chip; units (group of pairs, rows of weights) are dealt evenly, so that every
 // multiprocessor streams from the start. As soon as a lane has used its weights, it asks for those of its next unit.
@@ -87,9 +87,9 @@ __device__ __forceinline__ void run_unit(const Params& p, typename C::Shared& s,
     if (subtile >= C::kSubtiles) return;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      float total = 0.f;
+      float total = s.partial[turn % 2][pass][subtile * C::kSlices][lane];
 #pragma unroll
-      for (int slice = 0; slice < C::kSlices; ++slice) total += s.partial[turn % 2][pass][subtile * C::kSlices + slice][lane];
+      for (int slice = 1; slice < C::kSlices; ++slice) total += s.partial[turn % 2][pass][subtile * C::kSlices + slice][lane];
       store<C>(p, s, at.group, at.tile, subtile, 2 * pass + row, total);
     }
   }
@@ -139,15 +139,15 @@ __global__ void __launch_bounds__(C::kThreads, min_blocks<C>()) experts_kernel(c
   }
 }
 
-// Down and the sum for few pairs: one row's 16 kSubtiles outputs, so that nothing goes through memory.
+// Down and the sum for one row, so that y does not go through memory.
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, min_blocks<C>()) down_sum_kernel(const Params p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   typename C::Shared& s = *reinterpret_cast<typename C::Shared*>(shared_memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slice = warp % C::kSlices, subtile = warp / C::kSlices % C::kSubtiles, first = warp / (C::kSlices * C::kSubtiles);
-  const int row = blockIdx.y, tile = blockIdx.x;
-  if (threadIdx.x < p.topk) s.expert[threadIdx.x] = local_expert(p, row * p.topk + threadIdx.x);  // ids are older than gate/up
+  const int tile = blockIdx.x;
+  if (threadIdx.x < p.topk) s.expert[threadIdx.x] = local_expert(p, threadIdx.x);  // ids are older than gate/up
   __syncthreads();
   const Stream<C::kSlices, C::kSteps, false, C::kOutputs> stream(p, slice, subtile);
   const auto following = [&](int slot) {  // of this warp's slots from `slot` on, the first with a local expert
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(C::kThreads, min_blocks<C>()) down_sum_kernel(
     const bool more = next < p.topk;
     const auto from = stream.from(s.expert[more ? next : slot], tile);
     __syncwarp();
-    stage_row(s.warps[warp], 0, p.h + static_cast<int64_t>(row * p.topk + slot) * p.inter + slice * (C::kSteps * kStepInputs));
+    stage_row(s.warps[warp], 0, p.h + static_cast<int64_t>(slot) * p.inter + slice * (C::kSteps * kStepInputs));
     __syncwarp();
     float sum[1];
     multiply<2, 1>(s.warps[warp], turn % 2, stage, more, from, sum);
@@ -176,13 +176,12 @@ __global__ void __launch_bounds__(C::kThreads, min_blocks<C>()) down_sum_kernel(
     float sum = 0.f;
     for (int k = 0; k < p.topk; ++k) {
       if (s.expert[k] < 0) continue;
-      float y = 0.f;
+      float y = s.partial[k][0][output];
 #pragma unroll
-      for (int i = 0; i < C::kSlices; ++i) y += s.partial[k][i][output];
-      if constexpr (C::kSlices == 1) y = s.partial[k][0][output];
-      sum = fmaf(p.topk_weights[row * p.weights_stride + k], y, sum);
+      for (int i = 1; i < C::kSlices; ++i) y += s.partial[k][i][output];
+      sum = fmaf(p.topk_weights[k], y, sum);
     }
-    p.out[row * p.out_stride + tile * C::kOutputs + output] = static_cast<uint16_t>(pack_bf16x2(sum * p.routed_scaling, 0.f) & 0xffffu);
+    p.out[tile * C::kOutputs + output] = static_cast<uint16_t>(pack_bf16x2(sum * p.routed_scaling, 0.f) & 0xffffu);
   }
 }
 

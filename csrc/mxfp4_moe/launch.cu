@@ -12,7 +12,7 @@ constexpr char kName[] = "mxfp4_moe";
 
 // Pairs of a call at most, rows of a group, blocks of a multiprocessor.
 template <int kWarps, int kSlices, int kSteps, bool kGated>
-using Few = Config<kWarps, kSlices, kSteps, kGated, 2, kFewPairs, kWarps <= 8 ? 3 : 1>;
+using OneRow = Config<kWarps, kSlices, kSteps, kGated, 2, kOneRowPairs, kWarps <= 8 ? 3 : 1>;
 template <int kWarps, int kSlices, int kSteps, bool kGated>
 using Mid = Config<kWarps, kSlices, kSteps, kGated, 4, kMidPairs, kWarps <= 8 ? 2 : 1>;
 template <int kWarps, int kSlices, int kSteps, bool kGated>
@@ -40,14 +40,14 @@ using Down384 = Size<8, 1, 3, false>;
 template <template <int, int, int, bool> typename Size>
 using Down256 = Size<8, 1, 2, false>;
 //                         slices steps slots subtiles
-using FewDown3072 = SumConfig<8, 3, 1, 1>;
-using FewDown2048 = SumConfig<4, 4, 3, 1>;
-using FewDown1536 = SumConfig<4, 3, 3, 1>;
-using FewDown1024 = SumConfig<2, 4, 6, 1>;
-using FewDown768 = SumConfig<2, 3, 6, 1>;
-using FewDown512 = SumConfig<1, 4, 6, 2>;
-using FewDown384 = SumConfig<1, 3, 6, 2>;
-using FewDown256 = SumConfig<1, 2, 6, 2>;
+using RowDown3072 = SumConfig<8, 3, 1, 1>;
+using RowDown2048 = SumConfig<4, 4, 3, 1>;
+using RowDown1536 = SumConfig<4, 3, 3, 1>;
+using RowDown1024 = SumConfig<2, 4, 6, 1>;
+using RowDown768 = SumConfig<2, 3, 6, 1>;
+using RowDown512 = SumConfig<1, 4, 6, 2>;
+using RowDown384 = SumConfig<1, 3, 6, 2>;
+using RowDown256 = SumConfig<1, 2, 6, 2>;
 
 // Calls use(Config{}) with the first that has so many inputs; false: there is none.
 template <typename Use, typename First, typename... Rest>
@@ -70,8 +70,8 @@ bool with_down(int inter, Use use) {
                   Down384<Size>{}, Down256<Size>{});
 }
 template <typename Use>
-bool with_few_down(int inter, Use use) {
-  return with_any(inter, use, FewDown3072{}, FewDown2048{}, FewDown1536{}, FewDown1024{}, FewDown768{}, FewDown512{}, FewDown384{}, FewDown256{});
+bool with_row_down(int inter, Use use) {
+  return with_any(inter, use, RowDown3072{}, RowDown2048{}, RowDown1536{}, RowDown1024{}, RowDown768{}, RowDown512{}, RowDown384{}, RowDown256{});
 }
 
 // Blocks of a kernel that a multiprocessor holds; asked once per device.
@@ -102,7 +102,7 @@ void launch_experts(const Params& p, int num_sms, const Launcher& launcher) {
 template <typename C>
 void launch_down_sum(const Params& p, const Launcher& launcher) {
   static_assert(sizeof(typename C::Shared) <= 49152, "no more than a launch may have unasked");
-  launcher(down_sum_kernel<C>, dim3(p.hidden / C::kOutputs, p.rows), C::kThreads, sizeof(typename C::Shared), p);
+  launcher(down_sum_kernel<C>, dim3(p.hidden / C::kOutputs), C::kThreads, sizeof(typename C::Shared), p);
 }
 
 template <typename C>
@@ -125,18 +125,21 @@ void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
   const std::string why_not = problem(params.hidden, params.inter, params.experts, params.rows * params.topk);
   if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
   const Launcher launcher = {kName, pdl, stream};
-  const int pairs = params.rows * params.topk;
-  if (pairs <= kFewPairs && params.topk <= kFewTopk) {
-    with_gate_up<Few>(params.hidden, [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); });
-    with_few_down(params.inter, [&](auto c) { launch_down_sum<decltype(c)>(params, launcher); });
+  const auto launch_one = [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); };
+  if (params.rows == 1 && params.topk <= kOneRowPairs) {
+    with_gate_up<OneRow>(params.hidden, launch_one);
+    with_row_down(params.inter, [&](auto c) { launch_down_sum<decltype(c)>(params, launcher); });
     return;
   }
-  const auto launch_one = [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); };
-  if (pairs <= kMidPairs) {
-    with_gate_up<Mid>(params.hidden, launch_one);
-    with_down<Mid>(params.inter, launch_one);
+  const int pairs = params.rows * params.topk;
+  // of Flash alone: less to compile
+  const bool is_mid = pairs <= kMidPairs && params.hidden == GateUp4096<Mid>::kInputs;
+  if (is_mid) {
+    launch_one(GateUp4096<Mid>{});
   } else {
     with_gate_up<Many>(params.hidden, launch_one);
+  }
+  if (!is_mid || !with_any(params.inter, launch_one, Down2048<Mid>{}, Down1024<Mid>{}, Down512<Mid>{}, Down256<Mid>{})) {
     with_down<Many>(params.inter, launch_one);
   }
   const unsigned columns = (params.hidden / 4 + kCombineThreads - 1) / kCombineThreads;

@@ -114,7 +114,7 @@ __device__ void route_block(const Params& p, int pairs, Routing& routing, int16_
 template <typename C>
 __device__ __forceinline__ void route(const Params& p, typename C::Shared& s) {
   const int pairs = p.rows * p.topk;
-  if constexpr (C::kPairs <= 32) {
+  if constexpr (C::kPairs == kOneRowPairs) {
     if (threadIdx.x < 32) route_warp(p, pairs, s.routing, s.counts);
   } else {
     int16_t* const scratch = reinterpret_cast<int16_t*>(s.warps);  // before x is there
@@ -132,7 +132,7 @@ struct Unit {
 // Where the share of a block begins, which is where that of the block before it ends: all cost the same.
 template <typename Routing>
 __device__ __forceinline__ Unit share_begin(const Routing& routing, int tiles, int block) {
-  if constexpr (Routing::kPairs <= 32) {
+  if constexpr (Routing::kPairs == kOneRowPairs) {
     const unsigned unit = static_cast<unsigned>(routing.num_groups * tiles) * block / gridDim.x;
     return {static_cast<int>(unit / tiles), static_cast<int>(unit % tiles)};
   } else {
