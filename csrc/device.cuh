@@ -60,6 +60,13 @@ __device__ __forceinline__ uint32_t load_shared_u8(uint32_t address) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
+// 16 bytes where `when`; else `v` stays as it is
+__device__ __forceinline__ void load_shared_if(bool when, uint4& v, const uint4* p) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4]; }"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "r"(shared_address(p)), "r"(static_cast<int>(when))
+               : "memory");
+}
 __device__ __forceinline__ void store_shared_f32x2(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
@@ -101,6 +108,13 @@ __device__ __forceinline__ void e4m3x4_to_f16(uint32_t bytes, uint32_t& low, uin
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
       : "=r"(low), "=r"(high)
       : "r"(bytes));
+}
+// `value` where the bits of kMask are set, else `other`: one instruction, where the compiler makes two of the expression
+template <uint32_t kMask>
+__device__ __forceinline__ uint32_t choose_bits(uint32_t value, uint32_t other) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(d) : "r"(value), "r"(other), "n"(kMask));
+  return d;
 }
 __device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
   uint32_t d;

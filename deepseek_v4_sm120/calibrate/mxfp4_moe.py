@@ -1,7 +1,7 @@
 """mxfp4_moe for `calibrate`: the routed experts of a layer on one rank, as SGLang's expert methods call them.
 
 What is compared follows SGLang's default on SM120: from 0.5.16 on FlashInfer's CUTLASS kernels with MXFP8 activations,
-before that Marlin with bf16. `ours, mxfp8` is what the patch runs under the former above 128 rows; where it is wrong
+before that Marlin with bf16. `ours, mxfp8` is what the patch runs under the former above 256 rows; where it is wrong
 or slower, the patch keeps bf16 there. Block sizes are not chosen here, see NOTE.
 """
 
@@ -21,7 +21,7 @@ NOTE = (
     "chooses them for this card. Tune, build, then calibrate."
 )
 OURS_MXFP8 = f"{OURS}, mxfp8"
-DECODE_ROWS = 128  # ops/mxfp4_moe.py; here because the shapes need no torch (a test compares)
+DECODE_ROWS = 256  # ops/mxfp4_moe.py; here because the shapes need no torch (a test compares)
 PREFILL_ROWS, CHECKED_PREFILL_ROWS = 2048, 264
 FULL_CHECK_ROWS, FEWER_EXPERTS = 8, 32  # above so many rows a check has fewer experts: float64 is slow on these cards
 TORCH_ROWS = 8
