@@ -33,6 +33,13 @@ constexpr int kWidth = kHead ? 8 : 32;
 template <bool kHead>
 constexpr int kOutputs = kHead ? kStreams : kMixes;
 
+// Few rows: one launch, whose last blocks, one for each row, wait for the others.
+constexpr int kFusedHidden = 4096;
+constexpr int kFusedRows = 128;                         // at most
+constexpr int kFusedWarps = 8;                          // and one that iterates C
+constexpr int kFusedThreads = 32 * (kFusedWarps + 1);
+constexpr int kFusedSlices = kFusedWarps / kStreams;    // of a block
+
 // Many rows, with a post: a block takes 64 rows x 128 columns.
 constexpr int kManyHidden = 4096;
 constexpr int kManyRows = 64;

@@ -1,4 +1,4 @@
-// Few rows, second kernel: a row's mixes from their partial sums, its coefficients, the next sublayer's normed input.
+// In two launches, the second: a row's mixes from their partial sums, its coefficients, the next sublayer's normed input.
 //
 //   m = sum * rsqrt(mean(x'^2) + rms_eps)
 //   pre = sigmoid(m[0:4] scale0 + base[0:4]) + eps       post = post_scale sigmoid(m[4:8] scale1 + base[4:8])

@@ -1,4 +1,4 @@
-// Few rows, first kernel: the new streams, and the partial sums of their mixes by slice.
+// In two launches, the first: the new streams, and the partial sums of their mixes by slice.
 //
 //   X'_i = post_i f + sum_j comb[j][i] X_j          fp32, in this order, rounded to bf16
 //   partial[row, slice, o] = sum_k fn[o, k] x'_k     k: the slice's 32 columns of all four streams
@@ -79,6 +79,29 @@ __device__ __forceinline__ uint4 mix_streams(float post, const uint4& f, const f
   const uint32_t x0[kStreams] = {x[0].x, x[1].x, x[2].x, x[3].x}, x1[kStreams] = {x[0].y, x[1].y, x[2].y, x[3].y};
   const uint32_t x2[kStreams] = {x[0].z, x[1].z, x[2].z, x[3].z}, x3[kStreams] = {x[0].w, x[1].w, x[2].w, x[3].w};
   return make_uint4(mix_pair(post, f.x, comb, x0), mix_pair(post, f.y, comb, x1), mix_pair(post, f.z, comb, x2), mix_pair(post, f.w, comb, x3));
+}
+
+// A lane's eight columns of one row: the four old streams become the new ones, in place. `c`: the row's comb, by
+// new stream, and post; 16-byte aligned.
+__device__ __forceinline__ void mix_in_place(uint4 (&x)[kStreams], const uint4& f, const float* c) {
+  float comb[kStreams][kStreams], post[kStreams];
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    const float4 v = *reinterpret_cast<const float4*>(c + i * kStreams);
+    comb[i][0] = v.x, comb[i][1] = v.y, comb[i][2] = v.z, comb[i][3] = v.w;
+    post[i] = c[kStreams * kStreams + i];
+  }
+  const auto mix_words = [&](uint32_t f_word, uint32_t& w0, uint32_t& w1, uint32_t& w2, uint32_t& w3) {
+    const uint32_t old[kStreams] = {w0, w1, w2, w3};
+    w0 = mix_pair(post[0], f_word, comb[0], old);
+    w1 = mix_pair(post[1], f_word, comb[1], old);
+    w2 = mix_pair(post[2], f_word, comb[2], old);
+    w3 = mix_pair(post[3], f_word, comb[3], old);
+  };
+  mix_words(f.x, x[0].x, x[1].x, x[2].x, x[3].x);
+  mix_words(f.y, x[0].y, x[1].y, x[2].y, x[3].y);
+  mix_words(f.z, x[0].z, x[1].z, x[2].z, x[3].z);
+  mix_words(f.w, x[0].w, x[1].w, x[2].w, x[3].w);
 }
 
 __device__ __forceinline__ float sum_of_squares(const uint4& v) {
