@@ -15,7 +15,7 @@
 
 namespace dsv4::mhc {
 
-constexpr int kFusedMixing = kFusedHidden / (kSliceColumns * kFusedSlices);  // blocks for 16 rows
+constexpr int kFusedMixing = kFlashHidden / (kSliceColumns * kFusedSlices);  // blocks for 16 rows
 constexpr int kVectorColumns = 28;                                           // mixes and the sum of squares, in fours
 
 template <bool kHead>
@@ -26,8 +26,8 @@ __host__ __device__ constexpr int mixing_blocks(int rows) { return kFusedMixing 
 union FusedShared {
   float sums[kFusedSlices][kStreams][kTileRows][kVectorColumns];
   struct {
-    float octets[kFusedHidden / 256][32];
-    float squares[kFusedHidden / 256];
+    float octets[kFlashHidden / kOctetColumns][32];
+    float squares[kFlashHidden / kOctetColumns];
   } row;
 };
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ bool has_come(const float4& v) {
 // The vector `vector` of one row and slice in the exchange.
 template <bool kHead>
 __device__ __forceinline__ float* exchanged(const Params& p, int64_t row, int slice, int vector) {
-  return p.exchange + (row * (kFusedHidden / kSliceColumns) + slice) * kWidth<kHead> + vector * 4;
+  return p.exchange + (row * (kFlashHidden / kSliceColumns) + slice) * kWidth<kHead> + vector * 4;
 }
 
 // Two slices of 16 rows: the new streams, and the partial sums for the rows' blocks. The ninth warp has nothing to do.
@@ -59,7 +59,7 @@ __device__ __forceinline__ void mix_slices(const Params& p, FusedShared& s, int 
   if (half == kFusedSlices) return;
   const int slice = slices * kFusedSlices + half, column = slice * kSliceColumns + lane % 4 * kLaneColumns;
   Weights<kHead> weights;
-  weights.load(p.fn + stream * kFusedHidden + slice * kSliceColumns, kStreams * kFusedHidden, lane);
+  weights.load(p.fn + stream * kFlashHidden + slice * kSliceColumns, kStreams * kFlashHidden, lane);
   pdl_wait();
   pdl_trigger();
   const int64_t first_row = static_cast<int64_t>(tile) * kTileRows;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void mix_slices(const Params& p, FusedShared& s, int 
 // Sums of a row's octets, as soon as they have come; leaves zeros behind. Eight lanes have half an octet.
 template <bool kHead>
 __device__ __forceinline__ void collect(const Params& p, FusedShared& s, int64_t row) {
-  static_assert(kFusedWarps * 4 * (kOctet / 2) * kSliceColumns == kFusedHidden);
+  static_assert(kFusedWarps * 4 * (kOctet / 2) * kSliceColumns == kFlashHidden);
   const int half = threadIdx.x / 8, vector = threadIdx.x % 8;
   float4 v[kOctet / 2] = {};
   if (vector < kVectors<kHead>) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void collect(const Params& p, FusedShared& s, int64_t
 // One row: what finish_kernel does.
 template <bool kPost, bool kHead>
 __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, int64_t row) {
-  constexpr int kOctets = kFusedHidden / 256, kTurns = kOctets / kFusedWarps;
+  constexpr int kOctets = kFlashHidden / kOctetColumns, kTurns = kOctets / kFusedWarps;
   static_assert(kOctets % kFusedWarps == 0);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const bool iterates = warp == kFusedWarps, normed = p.norm_weight != nullptr;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j) x[turn][j] = load_16(p.x + row * p.x_stride + j * kFusedHidden + column(turn));
+      for (int j = 0; j < kStreams; ++j) x[turn][j] = load_16(p.x + row * p.x_stride + j * kFlashHidden + column(turn));
       if constexpr (kPost) f[turn] = load_16(p.f + row * p.f_stride + column(turn));
     }
     if constexpr (kPost) {
@@ -195,7 +195,7 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
   }
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn)
-    *reinterpret_cast<uint4*>(p.y + row * kFusedHidden + column(turn)) = normed ? times_weight(y[turn], inverse, weight[turn]) : y[turn];
+    *reinterpret_cast<uint4*>(p.y + row * kFlashHidden + column(turn)) = normed ? times_weight(y[turn], inverse, weight[turn]) : y[turn];
 }
 
 template <bool kPost, bool kHead>

@@ -34,11 +34,15 @@ void launch_fused(const Params& p, const Launcher& launcher) {
   launcher(fused_of(p), dim3(mixing_blocks(p.rows) + p.rows), kFusedThreads, 0, p);
 }
 
+Kernel finish_of(const Params& p) {
+  if (p.hidden == kProHidden) return p.head ? finish_kernel<true, kProHidden> : finish_kernel<false, kProHidden>;
+  return p.head ? finish_kernel<true, kFlashHidden> : finish_kernel<false, kFlashHidden>;
+}
+
 void launch_split(const Params& p, const Launcher& launcher) {
   const int tiles = (p.rows + kTileRows - 1) / kTileRows;
   launcher(mix_of(p), dim3(p.hidden / kSliceColumns, std::min(tiles, kMixTiles)), kMixThreads, 0, p);
-  const int threads = p.hidden / kLaneColumns + 32;
-  launcher(p.head ? Kernel(finish_kernel<true>) : Kernel(finish_kernel<false>), dim3(p.rows), threads, 0, p);
+  launcher(finish_of(p), dim3(p.rows), p.hidden / kLaneColumns + 32, 0, p);
 }
 
 // Blocks of many_kernel that a multiprocessor holds; asked once per device.
@@ -63,8 +67,8 @@ void launch_many(const Params& p, int num_sms, const Launcher& launcher) {
 }
 
 bool can_take(Kernels kernels, const Params& p) {
-  if (kernels == Kernels::kFused) return p.hidden == kFusedHidden && p.rows <= kFusedRows;
-  if (kernels == Kernels::kMany) return p.hidden == kManyHidden && p.f != nullptr && !p.head;
+  if (kernels == Kernels::kFused) return p.hidden == kFlashHidden && p.rows <= kFusedRows;
+  if (kernels == Kernels::kMany) return p.hidden == kFlashHidden && p.f != nullptr && !p.head;
   return true;
 }
 
@@ -76,8 +80,8 @@ KernelAttributes describe(const char* name, void (*kernel)(Parameters...), int t
 }  // namespace
 
 std::string problem(int hidden) {
-  if (hidden == 4096 || hidden == kMaxHidden) return "";
-  return "hidden 4096 or 7168, got " + std::to_string(hidden);
+  if (hidden == kFlashHidden || hidden == kProHidden) return "";
+  return "hidden " + std::to_string(kFlashHidden) + " or " + std::to_string(kProHidden) + ", got " + std::to_string(hidden);
 }
 
 Kernels kernels_of(const std::string& name) {
@@ -115,10 +119,10 @@ void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaSt
 
 std::vector<KernelAttributes> kernel_attributes() {
   many_blocks_per_sm();  // allows the shared memory
-  const int finish_threads = 4096 / kLaneColumns + 32, many = sizeof(ManyShared);
+  const int finish_threads = kFlashHidden / kLaneColumns + 32, many = sizeof(ManyShared);
   return {describe("mhc_fused", &fused_kernel<true, false>, kFusedThreads, 0),
           describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
-          describe("mhc_finish", &finish_kernel<false>, finish_threads, 0),
+          describe("mhc_finish", &finish_kernel<false, kFlashHidden>, finish_threads, 0),
           describe("mhc_post", &post_kernel, kMixThreads, 0),
           describe("mhc_many", &many_kernel, kManyThreads, many)};
 }

@@ -18,7 +18,7 @@ constexpr int kManyTiles = kManyRows / kTileRows;       // of rows; a pair of wa
 constexpr int kPasses = kManySlices / 2;
 constexpr int kTeams = 2, kTeamWarps = kManyThreads / 32 / kTeams;  // rows that are finished at a time
 constexpr int kMixTilesN = kMixes / 8;
-constexpr int kHidden = kManyHidden, kColumnBlocks = kHidden / kManyColumns;
+constexpr int kHidden = kFlashHidden, kColumnBlocks = kHidden / kManyColumns;
 static_assert(kManyThreads == 32 * kManyTiles * 2, "two warps for 16 rows");
 
 struct ManyShared {
@@ -26,10 +26,10 @@ struct ManyShared {
   float coefficients[kManyRows][kStreams * kStreams + kStreams];  // comb by new stream, post
   union {
     float other[kPasses][kManyTiles][14][32];                   // sums for the other half's warp, by lane
-    float octets[kTeams][kManyHidden / 256][32];                // of the rows that are finished
+    float octets[kTeams][kFlashHidden / 256][32];                // of the rows that are finished
   };
   float kept[14][kManyThreads / 2];                            // sums of the first pass, by the thread of the half
-  float squares[kTeams][kManyHidden / 256];
+  float squares[kTeams][kFlashHidden / 256];
 };
 static_assert(sizeof(ManyShared) <= 101376, "an SM120 block has 99 KiB");
 
