@@ -50,8 +50,8 @@ struct Gates {
   float scale, base;
 
   __device__ __forceinline__ void load(const Params& p, int lane) {
-    scale = __ldg(p.scale + (kHead || lane < 4 ? 0 : lane < 8 ? 1 : 2));
-    base = lane < kOutputs<kHead> ? __ldg(p.base + lane) : 0.f;
+    scale = p.scale[kHead || lane < 4 ? 0 : lane < 8 ? 1 : 2];
+    base = lane < kOutputs<kHead> ? p.base[lane] : 0.f;
   }
 };
 

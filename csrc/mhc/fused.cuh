@@ -63,8 +63,12 @@ __device__ __forceinline__ void mix_slices(const Params& p, FusedShared& s, int 
   pdl_wait();
   pdl_trigger();
   const int64_t first_row = static_cast<int64_t>(tile) * kTileRows;
-  const uint4 low = new_stream<kPost>(p, first_row + group, stream, column);
-  const uint4 high = new_stream<kPost>(p, first_row + group + 8, stream, column);
+  StreamInputs<kPost> inputs[2];
+  inputs[0].load(p, first_row + group, stream, column);
+  inputs[1].load(p, first_row + group + 8, stream, column);
+  weights.split();
+  __syncwarp();  // the weights first: the streams come later
+  const uint4 low = inputs[0].mix(p, first_row + group, stream, column), high = inputs[1].mix(p, first_row + group + 8, stream, column);
   float squares[2] = {sum_of_squares(low), sum_of_squares(high)};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
