@@ -23,7 +23,7 @@ import common  # noqa: E402
 
 from deepseek_v4_sm120 import extension  # noqa: E402
 from deepseek_v4_sm120.calibrate.mhc import torch_boundary  # noqa: E402
-from deepseek_v4_sm120.ops.mhc import MANY_HIDDEN, MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre  # noqa: E402
+from deepseek_v4_sm120.ops.mhc import FLASH_HIDDEN, mhc, mhc_head, mhc_post, mhc_pre  # noqa: E402
 from deepseek_v4_sm120.reference import mhc as reference  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.mhc_inputs import Inputs, Shape, make_inputs  # noqa: E402
@@ -34,9 +34,13 @@ COPY_SHARE = {8192: 0.6}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 QUICK = (1, 8, 64, 8192)
 OTHER_FORMS = (1, 8, 64)
-REGIMES = (128, 256, 512, 1024, 4096)  # both ways, for the choice of MANY_ROWS
+REGIMES = {  # for the choice of kernels by rows
+    **{rows: ("fused", "split") for rows in (1, 2, 4, 8, 16, 32, 64)},
+    128: ("fused", "split", "many"),
+    **{rows: ("split", "many") for rows in (256, 512, 1024, 4096)},
+}
 TORCH_ROWS = (1, 8, 64, 8192)
-HIDDEN = MANY_HIDDEN
+HIDDEN = FLASH_HIDDEN
 QUOTED_US = {1: 14.2}
 QUOTED_NOTE = "stock SGLang 0.5.17 in its engine at batch 1: pre 6.2 + prenorm GEMM 3.7 + post 4.3 us, norm not counted"
 
@@ -116,11 +120,11 @@ def run_other_forms(report: common.Report, rows: int) -> None:
 
 def run_regimes(report: common.Report, rows: int) -> None:
     layers = calls_of(rows)
-    for many in (False, True):
-        case, name = f"boundary, {rows} rows", "one kernel" if many else "two kernels"
-        value = time_of(layers, lambda one, many=many: mhc(**one.boundary(), many=many))
-        report.add(common.row(ISSUE, case, f"ours, {name}", "us", value, note=f"MANY_ROWS is {MANY_ROWS}"))
-        print(f"{case}, {name}: {value} us", flush=True)
+    for kernels in REGIMES[rows]:
+        case = f"boundary, {rows} rows"
+        value = time_of(layers, lambda one, kernels=kernels: mhc(**one.boundary(), kernels=kernels))
+        report.add(common.row(ISSUE, case, f"ours, {kernels}", "us", value))
+        print(f"{case}, {kernels}: {value} us", flush=True)
 
 
 def run_all(report: common.Report, quick: bool) -> None:

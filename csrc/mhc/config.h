@@ -21,8 +21,9 @@ constexpr int kOctet = 8;             // slices
 constexpr int kTileRows = 16;         // m of m16n8k16
 constexpr int kParts = 3;             // bf16 parts of an fp32 weight
 constexpr int kLaneColumns = 8;       // 16 bytes
-constexpr int kMaxHidden = 7168;      // DeepSeek-V4-Pro; Flash has 4096
-constexpr int kMaxWarps = kMaxHidden / (32 * kLaneColumns);
+constexpr int kFlashHidden = 4096;
+constexpr int kProHidden = 7168;
+constexpr int kOctetColumns = kOctet * kSliceColumns;
 
 constexpr int kMixThreads = 32 * kStreams;  // a warp per stream
 constexpr int kMixTiles = 6;                // blocks of rows side by side, at most
@@ -33,8 +34,13 @@ constexpr int kWidth = kHead ? 8 : 32;
 template <bool kHead>
 constexpr int kOutputs = kHead ? kStreams : kMixes;
 
+// Few rows: one launch, whose last blocks, one for each row, wait for the others.
+constexpr int kFusedRows = 128;                         // at most
+constexpr int kFusedWarps = 8;                          // and one that iterates C
+constexpr int kFusedThreads = 32 * (kFusedWarps + 1);
+constexpr int kFusedSlices = kFusedWarps / kStreams;    // of a block
+
 // Many rows, with a post: a block takes 64 rows x 128 columns.
-constexpr int kManyHidden = 4096;
 constexpr int kManyRows = 64;
 constexpr int kManySlices = 4;
 constexpr int kManyColumns = kManySlices * kSliceColumns;

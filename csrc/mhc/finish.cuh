@@ -1,4 +1,4 @@
-// Few rows, second kernel: a row's mixes from their partial sums, its coefficients, the next sublayer's normed input.
+// In two launches, the second: a row's mixes from their partial sums, its coefficients, the next sublayer's normed input.
 //
 //   m = sum * rsqrt(mean(x'^2) + rms_eps)
 //   pre = sigmoid(m[0:4] scale0 + base[0:4]) + eps       post = post_scale sigmoid(m[4:8] scale1 + base[4:8])
@@ -25,16 +25,22 @@ __device__ __forceinline__ float normed_mix(const float (*octets)[32], int num_o
 }
 
 // Sinkhorn on the reciprocals of the scalings. With C = diag(1/a) C0 diag(1/b), dividing the rows by their sums + eps is
-// a_i <- sum_j C0_ij / b_j + eps a_i, and columns likewise: four reciprocals by one, and most of the work beside it.
+// a_i <- sum_j C0_ij / b_j + eps a_i, and columns likewise. No quotient is on the way: numerators over the common
+// denominator b_0 b_1 b_2 b_3, times a power of two, are a_i times a number that is the same for all i. `gauge` is by how
+// much a_i b_j are greater than they should be, 1 to 2; only the small summand needs its reciprocal.
 //   x: the scalings that are divided by, y: those that are renewed. kRows: x = b, y = a.
 template <bool kRows>
-__device__ __forceinline__ void rescale(const float (&c)[kStreams][kStreams], const float (&x)[kStreams], float (&y)[kStreams], float eps) {
-  const float x01 = x[0] * x[1], x23 = x[2] * x[3], inverse = reciprocal(x01 * x23);
+__device__ __forceinline__ void rescale(const float (&c)[kStreams][kStreams], const float (&x)[kStreams], float (&y)[kStreams], float& gauge,
+                                        float eps) {
+  const float x01 = x[0] * x[1], x23 = x[2] * x[3];
+  const float power = __uint_as_float(0x7ef311c7u - __float_as_uint(x01 * x23));  // about the reciprocal
+  const float p01 = x01 * power, p23 = x23 * power, off = gauge - 1.f, small = eps * (fmaf(off, off, 1.f) - off);
+  gauge = p01 * x23;
 #pragma unroll
   for (int i = 0; i < kStreams; ++i) {
     const float c0 = kRows ? c[i][0] : c[0][i], c1 = kRows ? c[i][1] : c[1][i], c2 = kRows ? c[i][2] : c[2][i], c3 = kRows ? c[i][3] : c[3][i];
     const float first = fmaf(c1, x[0], c0 * x[1]), second = fmaf(c3, x[2], c2 * x[3]);
-    y[i] = fmaf(fmaf(second, x01, first * x23), inverse, eps * y[i]);
+    y[i] = fmaf(small * gauge, y[i], fmaf(second, p01, first * p23));
   }
 }
 
@@ -44,8 +50,8 @@ struct Gates {
   float scale, base;
 
   __device__ __forceinline__ void load(const Params& p, int lane) {
-    scale = __ldg(p.scale + (kHead || lane < 4 ? 0 : lane < 8 ? 1 : 2));
-    base = lane < kOutputs<kHead> ? __ldg(p.base + lane) : 0.f;
+    scale = p.scale[kHead || lane < 4 ? 0 : lane < 8 ? 1 : 2];
+    base = lane < kOutputs<kHead> ? p.base[lane] : 0.f;
   }
 };
 
@@ -67,16 +73,17 @@ __device__ __forceinline__ void write_coefficients(const Params& p, int64_t row,
   float a[kStreams] = {1.f, 1.f, 1.f, 1.f}, b[kStreams];
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) b[j] = ((c[0][j] + c[1][j]) + (c[2][j] + c[3][j])) + p.hc_eps;
+  float gauge = 1.f;
   for (int turn = 1; turn < p.sinkhorn_iters; ++turn) {
-    rescale<true>(c, b, a, p.hc_eps);
-    rescale<false>(c, a, b, p.hc_eps);
+    rescale<true>(c, b, a, gauge, p.hc_eps);
+    rescale<false>(c, a, b, gauge, p.hc_eps);
   }
   float4* const out = reinterpret_cast<float4*>(p.comb_out + row * (kStreams * kStreams));
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) b[j] = reciprocal(b[j]);
 #pragma unroll
   for (int i = 0; i < kStreams; ++i) {
-    const float r = reciprocal(a[i]);
+    const float r = gauge * reciprocal(a[i]);
     if (lane == i) out[i] = make_float4(c[i][0] * r * b[0], c[i][1] * r * b[1], c[i][2] * r * b[2], c[i][3] * r * b[3]);
   }
   if (lane >= 4 && lane < 8) p.post_out[row * kStreams + lane - 4] = p.post_scale * sigmoid(z);
@@ -121,14 +128,15 @@ __device__ __forceinline__ float warp_sum(float v) {
 // barrier of the first `threads` threads of the block
 __device__ __forceinline__ void sync_first(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
-template <bool kHead>
-__global__ void __launch_bounds__(32 * (kMaxWarps + 1)) finish_kernel(const Params p) {
-  __shared__ float octets[kMaxWarps][32];
-  __shared__ float squares[kMaxWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = p.hidden / (32 * kLaneColumns);
+template <bool kHead, int kHidden>
+__global__ void __launch_bounds__(kHidden / kLaneColumns + 32) finish_kernel(const Params p) {
+  constexpr int kWarps = kHidden / kOctetColumns;
+  __shared__ float octets[kWarps][32];
+  __shared__ float squares[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t row = blockIdx.x;
   const int column = threadIdx.x * kLaneColumns;
-  const bool has_columns = warp < num_warps, normed = p.norm_weight != nullptr;
+  const bool has_columns = warp < kWarps, normed = p.norm_weight != nullptr;
   uint4 weight = make_uint4(0, 0, 0, 0);
   if (has_columns && normed) weight = load_16(p.norm_weight + column);
   Gates<kHead> gates;
@@ -137,17 +145,17 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + 1)) finish_kernel(const Para
   pdl_trigger();
   uint4 x[kStreams];
   if (has_columns) {
-    const uint16_t* const streams = p.f != nullptr ? p.streams + row * kStreams * p.hidden : p.x + row * p.x_stride;
-    const float* const partial = p.partials + (row * num_warps + warp) * kOctet * kWidth<kHead>;
+    const uint16_t* const streams = p.f != nullptr ? p.streams + row * kStreams * kHidden : p.x + row * p.x_stride;
+    const float* const partial = p.partials + (row * kWarps + warp) * kOctet * kWidth<kHead>;
     float v[kOctet];
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) v[i] = lane <= kOutputs<kHead> ? partial[i * kWidth<kHead> + lane] : 0.f;
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) x[j] = load_16(streams + static_cast<int64_t>(j) * p.hidden + column);
+    for (int j = 0; j < kStreams; ++j) x[j] = load_16(streams + static_cast<int64_t>(j) * kHidden + column);
     octets[warp][lane] = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
   }
   __syncthreads();
-  const float z = fmaf(normed_mix<kHead>(octets, num_warps, p, lane), gates.scale, gates.base);
+  const float z = fmaf(normed_mix<kHead>(octets, kWarps, p, lane), gates.scale, gates.base);
   if (!has_columns) {
     if constexpr (!kHead) write_coefficients(p, row, z, lane);
     return;
@@ -160,12 +168,12 @@ __global__ void __launch_bounds__(32 * (kMaxWarps + 1)) finish_kernel(const Para
   const float mine = warp_sum(collapse(pre, x, y));
   if (normed) {
     if (lane == 0) squares[warp] = mine;
-    sync_first(num_warps * 32);
+    sync_first(kWarps * 32);
     float sum = 0.f;
-    for (int w = 0; w < num_warps; ++w) sum += squares[w];
+    for (int w = 0; w < kWarps; ++w) sum += squares[w];
     y = times_weight(y, rsqrtf(fmaf(sum, p.inverse_hidden, p.norm_eps)), weight);
   }
-  *reinterpret_cast<uint4*>(p.y + row * p.hidden + column) = y;
+  *reinterpret_cast<uint4*>(p.y + row * kHidden + column) = y;
 }
 
 }  // namespace dsv4::mhc

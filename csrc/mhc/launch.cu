@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "fused.cuh"
 #include "many.cuh"
 
 namespace dsv4::mhc {
@@ -24,11 +25,24 @@ void launch_post(const Params& p, const Launcher& launcher) {
   launcher(post_kernel, grid, kMixThreads, 0, p);
 }
 
-void launch_few(const Params& p, const Launcher& launcher) {
+Kernel fused_of(const Params& p) {
+  if (p.head) return p.f != nullptr ? fused_kernel<true, true> : fused_kernel<false, true>;
+  return p.f != nullptr ? fused_kernel<true, false> : fused_kernel<false, false>;
+}
+
+void launch_fused(const Params& p, const Launcher& launcher) {
+  launcher(fused_of(p), dim3(mixing_blocks(p.rows) + p.rows), kFusedThreads, 0, p);
+}
+
+Kernel finish_of(const Params& p) {
+  if (p.hidden == kProHidden) return p.head ? finish_kernel<true, kProHidden> : finish_kernel<false, kProHidden>;
+  return p.head ? finish_kernel<true, kFlashHidden> : finish_kernel<false, kFlashHidden>;
+}
+
+void launch_split(const Params& p, const Launcher& launcher) {
   const int tiles = (p.rows + kTileRows - 1) / kTileRows;
   launcher(mix_of(p), dim3(p.hidden / kSliceColumns, std::min(tiles, kMixTiles)), kMixThreads, 0, p);
-  const int threads = p.hidden / kLaneColumns + 32;
-  launcher(p.head ? Kernel(finish_kernel<true>) : Kernel(finish_kernel<false>), dim3(p.rows), threads, 0, p);
+  launcher(finish_of(p), dim3(p.rows), p.hidden / kLaneColumns + 32, 0, p);
 }
 
 // Blocks of many_kernel that a multiprocessor holds; asked once per device.
@@ -52,6 +66,12 @@ void launch_many(const Params& p, int num_sms, const Launcher& launcher) {
   launcher.cooperative(many_kernel, dim3(std::min(groups, resident) * kColumnBlocks), kManyThreads, sizeof(ManyShared), p);
 }
 
+bool can_take(Kernels kernels, const Params& p) {
+  if (kernels == Kernels::kFused) return p.hidden == kFlashHidden && p.rows <= kFusedRows;
+  if (kernels == Kernels::kMany) return p.hidden == kFlashHidden && p.f != nullptr && !p.head;
+  return true;
+}
+
 template <typename... Parameters>
 KernelAttributes describe(const char* name, void (*kernel)(Parameters...), int threads, int shared) {
   return attributes_of(kName, reinterpret_cast<const void*>(kernel), name, threads, shared);
@@ -59,37 +79,50 @@ KernelAttributes describe(const char* name, void (*kernel)(Parameters...), int t
 
 }  // namespace
 
-bool has_many(const Params& p) { return p.f != nullptr && p.fn != nullptr && !p.head && p.hidden == kManyHidden; }
-
 std::string problem(int hidden) {
-  if (hidden == 4096 || hidden == kMaxHidden) return "";
-  return "hidden 4096 or 7168, got " + std::to_string(hidden);
+  if (hidden == kFlashHidden || hidden == kProHidden) return "";
+  return "hidden " + std::to_string(kFlashHidden) + " or " + std::to_string(kProHidden) + ", got " + std::to_string(hidden);
 }
 
-Workspace workspace(int rows, int hidden, bool head, bool many) {
-  const int64_t slices = hidden / (many ? kManyColumns : kSliceColumns), width = head ? kWidth<true> : kWidth<false>;
-  return {rows * slices * width * 4, many ? (rows + kManyRows - 1) / kManyRows : 0};
+Kernels kernels_of(const std::string& name) {
+  if (name == "fused") return Kernels::kFused;
+  if (name == "split") return Kernels::kSplit;
+  if (name == "many") return Kernels::kMany;
+  throw std::runtime_error("mhc: kernels must be fused, split or many, got " + name);
 }
 
-void launch(const Params& params, bool many, int num_sms, bool pdl, cudaStream_t stream) {
+int fused_rows() { return kFusedRows; }
+
+Workspace workspace(int rows, int hidden, bool head, Kernels kernels) {
+  const bool many = kernels == Kernels::kMany;
+  const int64_t slices = hidden / (many ? kManyColumns : kSliceColumns), words = rows * slices * (head ? kWidth<true> : kWidth<false>);
+  if (kernels == Kernels::kFused) return {words, 0, 0};
+  return {0, words * 4, many ? (rows + kManyRows - 1) / kManyRows : 0};
+}
+
+void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaStream_t stream) {
   const std::string why_not = problem(params.hidden);
   if (!why_not.empty()) throw std::runtime_error("mhc: takes " + why_not);
-  if (many && !has_many(params)) throw std::runtime_error("mhc: this form or width has no kernel for many rows");
   const Launcher launcher = {kName, pdl, stream};
   if (params.fn == nullptr) {
     launch_post(params, launcher);
-  } else if (many) {
+  } else if (!can_take(kernels, params)) {
+    throw std::runtime_error("mhc: these kernels do not take this form, width or number of rows");
+  } else if (kernels == Kernels::kFused) {
+    launch_fused(params, launcher);
+  } else if (kernels == Kernels::kMany) {
     launch_many(params, num_sms, launcher);
   } else {
-    launch_few(params, launcher);
+    launch_split(params, launcher);
   }
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
   many_blocks_per_sm();  // allows the shared memory
-  const int finish_threads = 4096 / kLaneColumns + 32, many = sizeof(ManyShared);
-  return {describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
-          describe("mhc_finish", &finish_kernel<false>, finish_threads, 0),
+  const int finish_threads = kFlashHidden / kLaneColumns + 32, many = sizeof(ManyShared);
+  return {describe("mhc_fused", &fused_kernel<true, false>, kFusedThreads, 0),
+          describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
+          describe("mhc_finish", &finish_kernel<false, kFlashHidden>, finish_threads, 0),
           describe("mhc_post", &post_kernel, kMixThreads, 0),
           describe("mhc_many", &many_kernel, kManyThreads, many)};
 }

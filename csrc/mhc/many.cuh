@@ -18,7 +18,7 @@ constexpr int kManyTiles = kManyRows / kTileRows;       // of rows; a pair of wa
 constexpr int kPasses = kManySlices / 2;
 constexpr int kTeams = 2, kTeamWarps = kManyThreads / 32 / kTeams;  // rows that are finished at a time
 constexpr int kMixTilesN = kMixes / 8;
-constexpr int kHidden = kManyHidden, kColumnBlocks = kHidden / kManyColumns;
+constexpr int kHidden = kFlashHidden, kColumnBlocks = kHidden / kManyColumns;
 static_assert(kManyThreads == 32 * kManyTiles * 2, "two warps for 16 rows");
 
 struct ManyShared {
@@ -26,10 +26,10 @@ struct ManyShared {
   float coefficients[kManyRows][kStreams * kStreams + kStreams];  // comb by new stream, post
   union {
     float other[kPasses][kManyTiles][14][32];                   // sums for the other half's warp, by lane
-    float octets[kTeams][kManyHidden / 256][32];                // of the rows that are finished
+    float octets[kTeams][kFlashHidden / 256][32];                // of the rows that are finished
   };
   float kept[14][kManyThreads / 2];                            // sums of the first pass, by the thread of the half
-  float squares[kTeams][kManyHidden / 256];
+  float squares[kTeams][kFlashHidden / 256];
 };
 static_assert(sizeof(ManyShared) <= 101376, "an SM120 block has 99 KiB");
 
@@ -69,28 +69,6 @@ __device__ __forceinline__ void load_weights(const Params& p, ManyShared& s, int
 #pragma unroll
     for (int part = 0; part < kParts; ++part) s.weights[slice][stream][within % 2][part][n][within / 2] = make_uint2(first[part], second[part]);
   }
-}
-
-// A lane's eight columns of one row: the four old streams become the new ones, in place. `c`: coefficients of the row.
-__device__ __forceinline__ void mix_in_place(uint4 (&x)[kStreams], const uint4& f, const float* c) {
-  float comb[kStreams][kStreams], post[kStreams];
-#pragma unroll
-  for (int i = 0; i < kStreams; ++i) {
-    const float4 v = *reinterpret_cast<const float4*>(c + i * kStreams);
-    comb[i][0] = v.x, comb[i][1] = v.y, comb[i][2] = v.z, comb[i][3] = v.w;
-    post[i] = c[kStreams * kStreams + i];
-  }
-  const auto mix_words = [&](uint32_t f_word, uint32_t& w0, uint32_t& w1, uint32_t& w2, uint32_t& w3) {
-    const uint32_t old[kStreams] = {w0, w1, w2, w3};
-    w0 = mix_pair(post[0], f_word, comb[0], old);
-    w1 = mix_pair(post[1], f_word, comb[1], old);
-    w2 = mix_pair(post[2], f_word, comb[2], old);
-    w3 = mix_pair(post[3], f_word, comb[3], old);
-  };
-  mix_words(f.x, x[0].x, x[1].x, x[2].x, x[3].x);
-  mix_words(f.y, x[0].y, x[1].y, x[2].y, x[3].y);
-  mix_words(f.z, x[0].z, x[1].z, x[2].z, x[3].z);
-  mix_words(f.w, x[0].w, x[1].w, x[2].w, x[3].w);
 }
 
 // Sums of one stream of a slice.

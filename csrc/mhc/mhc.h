@@ -1,4 +1,5 @@
-// Hyper-connections (mHC): parameters and launch. Device code in mix.cuh, finish.cuh, many.cuh; sizes in config.h.
+// Hyper-connections (mHC): parameters and launch. Device code in fused.cuh (few rows), mix.cuh and finish.cuh, many.cuh; sizes in
+// config.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,8 +33,10 @@ struct Params {
   float* post_out;             // [rows, 4]
   float* comb_out;             // [rows, 4, 4]
 
-  float* partials;             // workspace: [rows, hidden / 32, 32 or 8]; for many rows [rows, hidden / 128, 32]
-  uint32_t* counters;          // for many rows: one per 64 rows, zero before
+  // workspace, by kernels
+  float* exchange;             // fused: [rows, hidden / 32, 32 or 8], zero before and after; of no other call that may run meanwhile
+  float* partials;             // split: [rows, hidden / 32, 32 or 8]; many: [rows, hidden / 128, 32]
+  uint32_t* counters;          // many: one per 64 rows, zero before
   int32_t rows, hidden;
   float inverse_hidden;        // 1 / hidden
   bool head;                   // four mixes (pre) and no more
@@ -42,15 +45,22 @@ struct Params {
 // Why the kernels cannot take this width; empty: they can.
 std::string problem(int hidden);
 
-bool has_many(const Params& params);  // whether there is a kernel for many rows: post and pre, hidden 4096
+// What takes a call that has a pre; a row's bits are the same.
+enum class Kernels {
+  kFused,  // one launch, blocks of rows beside blocks of slices: hidden 4096, up to kFusedRows
+  kSplit,  // two launches
+  kMany,   // one launch that reads the streams once: post and pre, hidden 4096
+};
+Kernels kernels_of(const std::string& name);  // "fused", "split", "many"
 
 struct Workspace {
-  int64_t partials_bytes, counter_words;
+  int64_t exchange_words, partials_bytes, counter_words;
 };
-Workspace workspace(int rows, int hidden, bool head, bool many);
+Workspace workspace(int rows, int hidden, bool head, Kernels kernels);
+int fused_rows();  // the most that kFused takes
 
-// post only: one kernel. Few rows: two. Many rows: one, and the counters must be zero before.
-void launch(const Params& params, bool many, int num_sms, bool pdl, cudaStream_t stream);
+// `kernels` means nothing for a post alone.
+void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaStream_t stream);
 
 std::vector<KernelAttributes> kernel_attributes();
 int shared_bytes();  // of the kernel that takes the most

@@ -1,4 +1,4 @@
-// Few rows, first kernel: the new streams, and the partial sums of their mixes by slice.
+// In two launches, the first: the new streams, and the partial sums of their mixes by slice.
 //
 //   X'_i = post_i f + sum_j comb[j][i] X_j          fp32, in this order, rounded to bf16
 //   partial[row, slice, o] = sum_k fn[o, k] x'_k     k: the slice's 32 columns of all four streams
@@ -34,18 +34,23 @@ __device__ __forceinline__ void split_pair(float low, float high, uint32_t (&par
 template <bool kHead>
 struct Weights {
   static constexpr int kTiles = kHead ? 1 : kMixes / 8;
+  float4 value[kTiles][2];
   uint32_t part[kTiles][2][kParts][2];
 
+  // Before the wait. Plain loads: the compiler moves __ldg behind it.
   __device__ __forceinline__ void load(const float* fn, int64_t mix_stride, int lane) {
-    float4 value[kTiles][2];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const int mix = n * 8 + lane / 4;
       const float4* const p = reinterpret_cast<const float4*>(fn + mix * mix_stride + lane % 4 * kLaneColumns);
       const bool real = mix < kOutputs<kHead>;
-      value[n][0] = real ? __ldg(p) : make_float4(0.f, 0.f, 0.f, 0.f);
-      value[n][1] = real ? __ldg(p + 1) : make_float4(0.f, 0.f, 0.f, 0.f);
+      value[n][0] = real ? p[0] : make_float4(0.f, 0.f, 0.f, 0.f);
+      value[n][1] = real ? p[1] : make_float4(0.f, 0.f, 0.f, 0.f);
     }
+  }
+
+  // After it, while the streams are on their way.
+  __device__ __forceinline__ void split() {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -81,6 +86,29 @@ __device__ __forceinline__ uint4 mix_streams(float post, const uint4& f, const f
   return make_uint4(mix_pair(post, f.x, comb, x0), mix_pair(post, f.y, comb, x1), mix_pair(post, f.z, comb, x2), mix_pair(post, f.w, comb, x3));
 }
 
+// A lane's eight columns of one row: the four old streams become the new ones, in place. `c`: the row's comb, by
+// new stream, and post; 16-byte aligned.
+__device__ __forceinline__ void mix_in_place(uint4 (&x)[kStreams], const uint4& f, const float* c) {
+  float comb[kStreams][kStreams], post[kStreams];
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    const float4 v = *reinterpret_cast<const float4*>(c + i * kStreams);
+    comb[i][0] = v.x, comb[i][1] = v.y, comb[i][2] = v.z, comb[i][3] = v.w;
+    post[i] = c[kStreams * kStreams + i];
+  }
+  const auto mix_words = [&](uint32_t f_word, uint32_t& w0, uint32_t& w1, uint32_t& w2, uint32_t& w3) {
+    const uint32_t old[kStreams] = {w0, w1, w2, w3};
+    w0 = mix_pair(post[0], f_word, comb[0], old);
+    w1 = mix_pair(post[1], f_word, comb[1], old);
+    w2 = mix_pair(post[2], f_word, comb[2], old);
+    w3 = mix_pair(post[3], f_word, comb[3], old);
+  };
+  mix_words(f.x, x[0].x, x[1].x, x[2].x, x[3].x);
+  mix_words(f.y, x[0].y, x[1].y, x[2].y, x[3].y);
+  mix_words(f.z, x[0].z, x[1].z, x[2].z, x[3].z);
+  mix_words(f.w, x[0].w, x[1].w, x[2].w, x[3].w);
+}
+
 __device__ __forceinline__ float sum_of_squares(const uint4& v) {
   float sum = 0.f;
 #pragma unroll
@@ -111,29 +139,42 @@ __device__ __forceinline__ void multiply(float (&d)[kTiles][4], const uint4& low
   }
 }
 
-// New stream `stream` of one row at this lane's columns, written where there is a post; zeros past the last row.
+// What a lane needs for new stream `stream` of one row at its columns. Past the last row: the last row's.
 template <bool kPost>
-__device__ __forceinline__ uint4 new_stream(const Params& p, int64_t row, int stream, int column) {
-  if (row >= p.rows) return make_uint4(0, 0, 0, 0);
-  const uint16_t* const x = p.x + row * p.x_stride + column;
-  if constexpr (!kPost) {
-    return load_16(x + static_cast<int64_t>(stream) * p.hidden);
-  } else {
-    uint4 old[kStreams];
-    float comb[kStreams];
+struct StreamInputs {
+  uint4 x[kPost ? kStreams : 1], f;
+  float comb[kStreams], post;
+
+  __device__ __forceinline__ void load(const Params& p, int64_t row, int stream, int column) {
+    row = row < p.rows ? row : p.rows - 1;
+    const uint16_t* const from = p.x + row * p.x_stride + column;
+    if constexpr (!kPost) {
+      x[0] = load_16(from + static_cast<int64_t>(stream) * p.hidden);
+    } else {
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
-      old[j] = load_16(x + static_cast<int64_t>(j) * p.hidden);
-      comb[j] = p.comb[row * (kStreams * kStreams) + j * kStreams + stream];
+      for (int j = 0; j < kStreams; ++j) {
+        x[j] = load_16(from + static_cast<int64_t>(j) * p.hidden);
+        comb[j] = p.comb[row * (kStreams * kStreams) + j * kStreams + stream];
+      }
+      f = load_16(p.f + row * p.f_stride + column);
+      post = p.post[row * kStreams + stream];
     }
-    const uint4 v = mix_streams(p.post[row * kStreams + stream], load_16(p.f + row * p.f_stride + column), comb, old);
-    *reinterpret_cast<uint4*>(p.streams + (row * kStreams + stream) * p.hidden + column) = v;
-    return v;
   }
-}
+
+  // The new stream, written where there is a post and the row exists.
+  __device__ __forceinline__ uint4 mix(const Params& p, int64_t row, int stream, int column) const {
+    if constexpr (!kPost) {
+      return x[0];
+    } else {
+      const uint4 v = mix_streams(post, f, comb, x);
+      if (row < p.rows) *reinterpret_cast<uint4*>(p.streams + (row * kStreams + stream) * p.hidden + column) = v;
+      return v;
+    }
+  }
+};
 
 template <bool kPost, bool kHead>
-__global__ void __launch_bounds__(kMixThreads) mix_kernel(const Params p) {
+__global__ void __launch_bounds__(kMixThreads, 4) mix_kernel(const Params p) {
   constexpr int kTiles = Weights<kHead>::kTiles, kColumns = kTiles * 8;
   __shared__ float partial[2][kStreams][kTileRows][kColumns + 1];
   const int lane = threadIdx.x % 32, stream = threadIdx.x / 32, group = lane / 4;
@@ -145,8 +186,12 @@ __global__ void __launch_bounds__(kMixThreads) mix_kernel(const Params p) {
   const int num_tiles = (p.rows + kTileRows - 1) / kTileRows;
   for (int tile = blockIdx.y, turn = 0; tile < num_tiles; tile += gridDim.y, turn ^= 1) {
     const int64_t first_row = static_cast<int64_t>(tile) * kTileRows;
-    const uint4 low = new_stream<kPost>(p, first_row + group, stream, column);
-    const uint4 high = new_stream<kPost>(p, first_row + group + 8, stream, column);
+    StreamInputs<kPost> inputs[2];
+    inputs[0].load(p, first_row + group, stream, column);
+    inputs[1].load(p, first_row + group + 8, stream, column);
+    if (tile == blockIdx.y) weights.split();
+    __syncwarp();  // the weights first: the streams come later
+    const uint4 low = inputs[0].mix(p, first_row + group, stream, column), high = inputs[1].mix(p, first_row + group + 8, stream, column);
     float squares[2] = {sum_of_squares(low), sum_of_squares(high)};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -5,9 +5,14 @@
     mhc_post   post alone: behind the last layer
     mhc_head   the collapse before the model's last norm, which it can do as well; with a post, if `f` is given
 
-Up to MANY_ROWS - 1 rows (and always, but for `mhc`) two kernels, whose work is spread over the whole card whatever the
-number of rows; above, for hidden 4096, one that reads the streams once. The sums are the same in both, value by value:
-a row's bits depend on nothing outside the row, not on the number of rows either.
+Three sets of kernels, by rows; where hidden is not 4096 it is always the second:
+
+    fused   up to 128 rows: one launch; blocks that take a row wait for those that make its mixes
+    split   two launches: mixes, spread over the whole card whatever the number of rows; then a block for each row
+    many    from MANY_ROWS rows on, for `mhc` alone: one launch that reads the streams once
+
+The sums are the same in all, value by value: a row's bits depend on nothing outside the row, not on the number of rows
+either.
 """
 
 from __future__ import annotations
@@ -17,13 +22,17 @@ import functools
 import torch
 
 from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120.zeroed_words import ZeroedWords
 
 STREAMS = 4
 MIXES = STREAMS * (2 + STREAMS)
 HIDDEN = (4096, 7168)  # Flash, Pro
-# From so many rows on the kernel for many rows takes a boundary, where there is one (hidden 4096)
+KERNELS = ("fused", "split", "many")
+FLASH_HIDDEN = 4096  # fused and many are for this width
 MANY_ROWS = 257
-MANY_HIDDEN = 4096
+# Room for 8 of the largest captured calls. A step's calls run in order, so only calls of graphs that run side by side
+# must be less than a ring apart.
+_CAPTURE_RING_BYTES = 16 << 20
 _ALIGN_BYTES = 16  # the kernels move 16 bytes at a time
 _ALIGN_BF16 = _ALIGN_BYTES // 2
 
@@ -43,7 +52,7 @@ def mhc(
     hc_eps=1e-6,
     post_scale=2.0,
     sinkhorn_iters=20,
-    many=None,
+    kernels=None,
 ):
     """A boundary between two sublayers: the new streams, their coefficients, and the next sublayer's normed input.
 
@@ -57,7 +66,7 @@ def mhc(
                    epsilons of that norm, of the mixes' mean square, and of gates and Sinkhorn
     post_scale     factor of the new post's sigmoid
     sinkhorn_iters 1 and more; the first is the softmax and one division by the column sums
-    many           True: the kernel for many rows, False: the two for few, None: MANY_ROWS decides
+    kernels        "fused", "split" or "many", for tests and benchmarks; None: by rows and hidden
     returns        (streams [rows, 4, hidden] bf16, post [rows, 4] float32, comb [rows, 4, 4] float32, y [rows, hidden]
                    bf16), all new tensors
     sizes          hidden 4096 (Flash) or 7168 (Pro); any number of rows below 2^31 / 32
@@ -67,7 +76,8 @@ def mhc(
     determinism    the same bits in every run and in every batch; for NaN and infinity, too: a row keeps its own
     raises         TypeError (dtype), ValueError (shape, stride, alignment, range: says name, expected, got),
                    RuntimeError (device, launch)
-    cuda graphs    capture-safe: no host sync; allocates only results and scratch, through torch
+    cuda graphs    capture-safe: no host sync; allocates only results and scratch, through torch. The first call of a
+                   process on a device, if it is not captured, synchronises its stream once
     streams (CUDA) the current stream of f's device. fn, scale, base and norm_weight may be read while the kernel before
                    still runs: do not write them in the same stream right before without a synchronisation
     source         DeepSeek's inference/model.py (hc_post, hc_pre); specification in reference/mhc.py
@@ -79,15 +89,14 @@ def mhc(
     _check_exact("comb", comb, torch.float32, (rows, STREAMS, STREAMS), device)
     _check_mixes(fn, scale, base, norm_weight, MIXES, 3, hidden, device)
     _check_range(norm_eps, rms_eps, hc_eps, sinkhorn_iters)
-    if many and hidden != MANY_HIDDEN:
-        raise ValueError(f"mhc: many needs hidden {MANY_HIDDEN}, got {hidden}")
+    _check_kernels(kernels, hidden, KERNELS)
     _check_cuda(device)
     new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=device)
     y, new_post, new_comb = _results(rows, hidden, device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
-    if many is None:
-        many = rows >= MANY_ROWS and hidden == MANY_HIDDEN
-    _launch(streams, f, post, comb, new, y=y, post_out=new_post, comb_out=new_comb, many=many, **options)
+    if kernels is None and rows >= MANY_ROWS and hidden == FLASH_HIDDEN:
+        kernels = "many"
+    _launch(streams, f, post, comb, new, y=y, post_out=new_post, comb_out=new_comb, kernels=kernels, **options)
     return new, new_post, new_comb, y
 
 
@@ -103,15 +112,17 @@ def mhc_pre(
     hc_eps=1e-6,
     post_scale=2.0,
     sinkhorn_iters=20,
+    kernels=None,
 ):
-    """Pre and RMSNorm of given streams: (post, comb, y). Everything else as `mhc`'s; the same bits."""
+    """Pre and RMSNorm of given streams: (post, comb, y). The rest as `mhc`'s, bits too, but no kernels "many"."""
     rows, hidden = _check_streams(streams)
     _check_mixes(fn, scale, base, norm_weight, MIXES, 3, hidden, streams.device)
     _check_range(norm_eps, rms_eps, hc_eps, sinkhorn_iters)
+    _check_kernels(kernels, hidden, KERNELS[:2])
     _check_cuda(streams.device)
     y, post, comb = _results(rows, hidden, streams.device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
-    _launch(streams, None, None, None, None, y=y, post_out=post, comb_out=comb, many=False, **options)
+    _launch(streams, None, None, None, None, y=y, post_out=post, comb_out=comb, kernels=kernels, **options)
     return post, comb, y
 
 
@@ -140,11 +151,12 @@ def mhc_head(
     norm_eps=1e-6,
     rms_eps=1e-6,
     hc_eps=1e-6,
+    kernels=None,
 ):
     """The head's collapse y [rows, hidden] bf16; with f, post and comb of the last boundary: (streams, y).
 
     fn [4, 4 * hidden], scale [1], base [4] float32; norm_weight: the model's last norm, or None. f,
-    post and comb together or not at all. The rest as `mhc`'s.
+    post and comb together or not at all. The rest as `mhc`'s; kernels: not "many".
     """
     rows, hidden = _check_streams(streams)
     device, new = streams.device, None
@@ -153,6 +165,7 @@ def mhc_head(
         raise ValueError(f"mhc: f, post and comb of a head must be given together, got {given}")
     _check_mixes(fn, scale, base, norm_weight, STREAMS, 1, hidden, device)
     _check_range(norm_eps, rms_eps, hc_eps, 1)
+    _check_kernels(kernels, hidden, KERNELS[:2])
     if all(given):
         _check_rows("f", f, rows, hidden, device)
         post = _check_post(post, rows, device)
@@ -162,7 +175,7 @@ def mhc_head(
         new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=device)
     y = torch.empty((rows, hidden), dtype=torch.bfloat16, device=device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, 0.0, 1)
-    _launch(streams, f, post, comb, new, y=y, head=True, many=False, **options)
+    _launch(streams, f, post, comb, new, y=y, head=True, kernels=kernels, **options)
     return y if new is None else (new, y)
 
 
@@ -222,16 +235,22 @@ def _launch_here(
     comb_out=None,
     numbers=_NO_NUMBERS,
     head=False,
-    many=False,
+    kernels=None,
 ) -> None:
     """Checked arguments to raw pointers; streams' device is current."""
     rows, _, hidden = streams.shape
     index, device = streams.device.index, streams.device
-    partials_bytes = counter_words = 0
-    partials = counters = None
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    exchange_words = partials_bytes = counter_words = 0
+    exchange = partials = counters = None
+    if kernels is None:
+        kernels = "fused" if hidden == FLASH_HIDDEN and rows <= extension.load().mhc_fused_rows else "split"
     if fn is not None:
-        partials_bytes, counter_words = _workspace(rows, hidden, head, many)
-        partials = torch.empty((partials_bytes,), dtype=torch.uint8, device=device)
+        exchange_words, partials_bytes, counter_words = _workspace(rows, hidden, head, kernels)
+        if exchange_words:
+            exchange = _exchange(index).take(stream, exchange_words)
+        if partials_bytes:
+            partials = torch.empty((partials_bytes,), dtype=torch.uint8, device=device)
         if counter_words:
             counters = torch.zeros((counter_words,), dtype=torch.int32, device=device)
     extension.load().mhc(
@@ -249,6 +268,8 @@ def _launch_here(
         y=_address(y),
         post_out=_address(post_out),
         comb_out=_address(comb_out),
+        exchange=_address(exchange),
+        exchange_words=exchange_words,
         partials=_address(partials),
         partials_bytes=partials_bytes,
         counters=_address(counters),
@@ -256,10 +277,10 @@ def _launch_here(
         rows=rows,
         hidden=hidden,
         head=head,
-        many=many,
+        kernels=kernels,
         num_sms=_num_sms(index),
         pdl=True,
-        stream=torch._C._cuda_getCurrentRawStream(index),
+        stream=stream,
         **numbers,
     )
 
@@ -274,8 +295,14 @@ def _num_sms(index: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _workspace(rows: int, hidden: int, head: bool, many: bool) -> tuple[int, int]:
-    return extension.load().mhc_workspace(rows=rows, hidden=hidden, head=head, many=many)
+def _workspace(rows: int, hidden: int, head: bool, kernels: str) -> tuple[int, int, int]:
+    return extension.load().mhc_workspace(rows=rows, hidden=hidden, head=head, kernels=kernels)
+
+
+@functools.cache
+def _exchange(index: int) -> ZeroedWords:
+    words, _, _ = _workspace(extension.load().mhc_fused_rows, FLASH_HIDDEN, False, "fused")
+    return ZeroedWords(index, words, _CAPTURE_RING_BYTES)
 
 
 # ---- checks: every message says argument, expected, got
@@ -344,6 +371,15 @@ def _check_mixes(fn, scale, base, norm_weight, mixes, scales, hidden, device) ->
     if norm_weight is not None:
         _check_exact("norm_weight", norm_weight, torch.bfloat16, (hidden,), device)
         _check_alignment("norm_weight", norm_weight)
+
+
+def _check_kernels(kernels, hidden, allowed) -> None:
+    if kernels is None:
+        return
+    if kernels not in allowed:
+        raise ValueError(f"mhc: kernels must be None or one of {', '.join(allowed)}, got {kernels}")
+    if kernels != "split" and hidden != FLASH_HIDDEN:
+        raise ValueError(f"mhc: kernels {kernels} need hidden {FLASH_HIDDEN}, got {hidden}")
 
 
 def _check_range(norm_eps, rms_eps, hc_eps, sinkhorn_iters) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.kv_page_layout import kv_page_layout
+from deepseek_v4_sm120.zeroed_words import ZeroedWords
 
 MAX_HEADS = 128
 MAX_TABLE_WIDTH = 1 << 30  # entries of a row of extra_page_table
@@ -17,7 +18,7 @@ PREFILL_ROWS, PREFILL_HEADS = 513, 33
 _ALIGN_BYTES = 16  # the kernel moves 16 bytes at a time
 _BF16_BYTES = 2
 _ALIGN_BF16 = _ALIGN_BYTES // _BF16_BYTES
-_CAPTURE_RING_BYTES = 4 << 20
+_CAPTURE_RING_BYTES = 4 << 20  # room for over 1,000 of the largest calls
 
 _PAGE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 
@@ -136,7 +137,7 @@ def _launch(
         prefill = rows >= PREFILL_ROWS and heads >= PREFILL_HEADS
     partials_bytes, control_words = (0, 0) if prefill else _workspace(rows, heads, width, extra_width, num_sms)
     partials = torch.empty((partials_bytes,), dtype=torch.uint8, device=q.device) if partials_bytes else None
-    control = _control(index, stream, control_words)
+    control = _control_words(index).take(stream, control_words)
     extension.load().sparse_decode(
         q=q.data_ptr(),
         q_stride_row=q_stride_row,
@@ -195,52 +196,10 @@ def _workspace(rows: int, heads: int, width: int, extra_width: int, num_sms: int
     )
 
 
-class _ControlWords:
-    """The counters by which the blocks of a call find each other, on one device. Zero before a call and after it.
-
-    Calls that may run at the same time must not share words. Eager calls of one stream run in order and share a buffer
-    made on that stream. A captured call can be replayed on any stream, so each takes the next words of a ring; two
-    captured calls share words only when the ring (room for over 1,000 of the largest calls) went round between them.
-    A first call that is already being captured zeroes words of its own, with one more node in that graph.
-    """
-
-    def __init__(self):
-        self._by_stream = {}
-        self._ring = None
-        self._next = 0
-
-    def take(self, index: int, stream: int, words: int) -> torch.Tensor:
-        """At least `words` zeroed int32; hold the tensor until the launch is queued."""
-        if torch._C._cuda_isCurrentStreamCapturing():
-            return self._take_captured(index, words)
-        buffer = self._by_stream.get(stream)
-        return self._add_stream(index, stream) if buffer is None else buffer
-
-    def _take_captured(self, index: int, words: int) -> torch.Tensor:
-        if self._ring is None:
-            return torch.zeros(words, dtype=torch.int32, device=f"cuda:{index}")
-        start = self._next if self._next + words <= self._ring.numel() else 0
-        self._next = start + -(-words // 32) * 32  # 128-byte steps: no two calls in one cache line
-        return self._ring[start : start + words]
-
-    def _add_stream(self, index: int, stream: int) -> torch.Tensor:
-        device = f"cuda:{index}"
-        if self._ring is None:
-            self._ring = torch.zeros(_CAPTURE_RING_BYTES // 4, dtype=torch.int32, device=device)
-            torch.cuda.current_stream(index).synchronize()  # once per device: later graphs run on any stream
-        words = extension.load().sparse_decode_max_control_words
-        self._by_stream[stream] = torch.zeros(words, dtype=torch.int32, device=device)
-        return self._by_stream[stream]
-
-
-_control_words: dict[int, _ControlWords] = {}
-
-
-def _control(index: int, stream: int, words: int) -> torch.Tensor:
-    device_words = _control_words.get(index)
-    if device_words is None:
-        device_words = _control_words[index] = _ControlWords()
-    return device_words.take(index, stream, words)
+@functools.cache
+def _control_words(index: int) -> ZeroedWords:
+    words = extension.load().sparse_decode_max_control_words
+    return ZeroedWords(index, words, _CAPTURE_RING_BYTES)
 
 
 # ---- checks: every message says argument, expected, got

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.ops.mhc import MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
@@ -13,7 +15,7 @@ from deepseek_v4_sm120.reference.mhc_inputs import Inputs, Shape, make_inputs
 
 pytestmark = pytest.mark.gpu
 
-ROWS = (1, 2, 7, 8, 16, 17, 33, 64, 65, 100, 256, 1000)
+ROWS = (1, 2, 7, 8, 16, 17, 33, 64, 65, 100, 128, 129, 256, 1000)
 
 
 def check_boundary(inputs: Inputs, found, *, coefficients: float = MAX_ERROR_COEFFICIENTS) -> None:
@@ -52,10 +54,78 @@ def test_a_boundary_against_the_reference(rows, device):
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000, 2111])
 def test_the_kernel_for_many_rows_has_the_same_bits(rows, device):
     inputs = make_inputs(Shape(rows), seed=rows, device=device)
-    found = mhc(**inputs.boundary(), many=True)
+    found = mhc(**inputs.boundary(), kernels="many")
     check_boundary(inputs, found)
-    assert equal(found, mhc(**inputs.boundary(), many=False))
-    assert all(equal(found, mhc(**inputs.boundary(), many=True)) for _ in range(5))
+    assert equal(found, mhc(**inputs.boundary(), kernels="split"))
+    assert all(equal(found, mhc(**inputs.boundary(), kernels="many")) for _ in range(5))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 15, 16, 17, 31, 48, 64, 65, 127, 128])
+def test_one_launch_has_the_same_bits(rows, device):
+    """Each form, several times."""
+    inputs = make_inputs(Shape(rows), seed=rows, device=device)
+    last = {name: getattr(inputs, name) for name in ("f", "post", "comb")}
+    forms = {
+        "boundary": lambda **way: mhc(**inputs.boundary(), **way),
+        "unnormed": lambda **way: mhc(**{**inputs.boundary(), "norm_weight": None}, **way),
+        "pre": lambda **way: mhc_pre(**inputs.pre(), **way),
+        "head": lambda **way: (mhc_head(**inputs.head(), **way),),
+        "last": lambda **way: mhc_head(**inputs.head(), **last, norm_weight=inputs.norm_weight, **way),
+    }
+    fused_rows = extension.load().mhc_fused_rows
+    assert rows <= fused_rows
+    for name, call in forms.items():
+        poison = [torch.full((size,), float("nan"), device=device) for size in (1 << 19, 1 << 21, 1 << 22)]
+        del poison  # what a call allocates next, and does not write, shows
+        expected = call(kernels="split")
+        assert all(equal(call(), expected) for _ in range(3)), name
+    with pytest.raises(RuntimeError, match="these kernels do not take"):
+        mhc(**make_inputs(Shape(fused_rows + 1), device=device).boundary(), kernels="fused")
+
+
+def exchange_of(device) -> list[torch.Tensor]:
+    words = op._exchange(device.index or 0)
+    return [words._ring, *words._by_stream.values()]
+
+
+def test_a_call_leaves_its_words_zero(device):
+    """Also sums that are exactly zero, and rows of NaN, come and are taken away."""
+    for rows in (1, 33, 128):
+        inputs = make_inputs(Shape(rows), seed=rows, device=device)
+        inputs.streams[rows // 2] = float("nan")
+        inputs.fn[3].zero_()
+        inputs.f[0].zero_()
+        inputs.streams[0].zero_()
+        assert equal(mhc(**inputs.boundary()), mhc(**inputs.boundary(), kernels="split"))
+        mhc_head(**inputs.head())
+    torch.cuda.synchronize()
+    assert not any(bool(words.any()) for words in exchange_of(device))
+
+
+def test_many_replays_among_eager_calls(device):
+    """Two graphs, replayed on two streams while a third calls eagerly; captured calls have words of their own."""
+    inputs = [make_inputs(Shape(rows), seed=rows, device=device) for rows in (1, 16, 64)]
+    expected = [mhc(**one.boundary(), kernels="split") for one in inputs]
+    mhc(**inputs[0].boundary())
+    torch.cuda.synchronize()
+    graphs, kept = [], []
+    for one in inputs[:2]:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            kept.append([mhc(**one.boundary()) for _ in range(20)])
+    streams = [torch.cuda.Stream(device) for _ in range(3)]
+    torch.cuda.synchronize()
+    eager = []
+    for _ in range(30):
+        for graph, stream in zip(graphs, streams, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            eager.append(mhc(**inputs[2].boundary()))
+    torch.cuda.synchronize()
+    assert all(equal(found, expected[2]) for found in eager)
+    assert all(equal(found, expected[i]) for i in range(2) for found in kept[i])
+    assert not any(bool(words.any()) for words in exchange_of(device))
 
 
 def test_many_rows(device):
@@ -102,16 +172,16 @@ def test_a_row_alone_equals_the_row_among_others(device):
         assert equal(mhc(**rows_of(inputs, chosen)), [part[chosen] for part in together]), chosen
 
 
-@pytest.mark.parametrize("many", [False, True])
-def test_a_bad_row_keeps_to_itself(many, device):
-    inputs = make_inputs(Shape(130), seed=6, device=device)
-    clean = mhc(**inputs.boundary(), many=many)
+@pytest.mark.parametrize("kernels", op.KERNELS)
+def test_a_bad_row_keeps_to_itself(kernels, device):
+    inputs = make_inputs(Shape(128), seed=6, device=device)
+    clean = mhc(**inputs.boundary(), kernels=kernels)
     inputs.streams[5, 2, 100] = float("nan")
     inputs.f[40] = float("inf")
     inputs.post[77] = float("nan")
-    inputs.comb[129, 1, 2] = float("inf")
-    bad, good = [5, 40, 77, 129], [row for row in range(130) if row not in (5, 40, 77, 129)]
-    found = mhc(**inputs.boundary(), many=many)
+    inputs.comb[127, 1, 2] = float("inf")
+    bad, good = [5, 40, 77, 127], [row for row in range(128) if row not in (5, 40, 77, 127)]
+    found = mhc(**inputs.boundary(), kernels=kernels)
     assert equal([part[good] for part in found], [part[good] for part in clean])
     assert not bool(torch.isfinite(found[3][bad].float()).all(1).any())
 
@@ -146,11 +216,11 @@ def test_strided_arguments(device):
     deep = torch.full((20, 6, 4096), float("nan"), dtype=torch.bfloat16, device=device)
     deep[:, 1:5] = inputs.streams
     strided = {**inputs.boundary(), "f": wide[:, 8 : 8 + 4096], "streams": deep[:, 1:5]}
-    for many in (False, True):
-        assert equal(mhc(**strided, many=many), expected)
+    for kernels in op.KERNELS:
+        assert equal(mhc(**strided, kernels=kernels), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 24, 200, 1500])
+@pytest.mark.parametrize("rows", [1, 24, 128, 200, 1500])
 def test_a_captured_call_follows_its_inputs(rows, device):
     inputs = make_inputs(Shape(rows), seed=1, device=device)
     mhc(**inputs.boundary())
@@ -181,11 +251,11 @@ def test_past_two_gib(device):
     assert equal([part[-64:] for part in found], [part[index[-64:]] for part in expected])
 
 
-@pytest.mark.parametrize("rows", [(4, 1200), (1200, 700)])
+@pytest.mark.parametrize("rows", [(4, 1200), (1200, 700), (64, 1), (128, 127), (128, 700)])
 def test_calls_on_two_streams(rows, device):
-    """The second pair: two kernels whose blocks wait for each other, side by side."""
+    """From the second pair on: two kernels whose blocks wait for each other, side by side."""
     both = [make_inputs(Shape(count), seed=count, device=device) for count in rows]
-    expected = [mhc(**inputs.boundary()) for inputs in both]
+    expected = [mhc(**inputs.boundary(), kernels="split") for inputs in both]
     streams = [torch.cuda.Stream(device) for _ in both]
     torch.cuda.synchronize()
     found = []

@@ -21,7 +21,8 @@ def test_good_input_gets_as_far_as_the_device():
         call,
         lambda: call(post=GOOD.post.unsqueeze(-1)),
         lambda: call(norm_weight=None),
-        lambda: call(many=True),
+        lambda: call(kernels="many"),
+        lambda: call(kernels="fused"),
         lambda: mhc_pre(**GOOD.pre()),
         lambda: mhc_post(**GOOD.post_only()),
         lambda: mhc_head(**GOOD.head()),
@@ -64,6 +65,7 @@ BAD = {
     "norm shape": ({"norm_weight": GOOD.norm_weight[:8]}, ValueError, r"norm_weight.shape must be \[4096\], got \[8\]"),
     "eps": ({"norm_eps": -1e-6}, ValueError, "norm_eps must be 0 or more, got -1e-06"),
     "eps NaN": ({"hc_eps": float("nan")}, ValueError, "hc_eps must be 0 or more, got nan"),
+    "kernels": ({"kernels": "two"}, ValueError, "kernels must be None or one of fused, split, many, got two"),
     "iterations": ({"sinkhorn_iters": 0}, ValueError, "sinkhorn_iters must be 1 or more, got 0"),
 }
 
@@ -82,7 +84,8 @@ def test_the_heads_weights_are_its_own():
         mhc_head(**GOOD.head(), f=GOOD.f)
 
 
-def test_many_rows_need_flashs_width():
+@pytest.mark.parametrize("kernels", ["fused", "many"])
+def test_some_kernels_need_flashs_width(kernels):
     wide = make_inputs(Shape(1, hidden=7168), device="cpu")
-    with pytest.raises(ValueError, match="many needs hidden 4096, got 7168"):
-        mhc(**wide.boundary(), many=True)
+    with pytest.raises(ValueError, match=f"kernels {kernels} need hidden 4096, got 7168"):
+        mhc(**wide.boundary(), kernels=kernels)

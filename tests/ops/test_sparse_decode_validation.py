@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import types
@@ -392,7 +393,7 @@ class Stream:
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.raw, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing, raising=False)
         monkeypatch.setattr(op, "_num_sms", lambda index: 132)
-        monkeypatch.setattr(op, "_control_words", {})
+        monkeypatch.setattr(op, "_control_words", functools.cache(op._control_words.__wrapped__))
         zeros = torch.zeros
         monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **kind: zeros(*size, **kind))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(synchronize=lambda: None))
@@ -527,9 +528,9 @@ def test_captured_calls_take_words_of_their_own(fake, stream):
 def test_the_ring_of_captured_calls_goes_round(fake, stream):
     launch(good())
     stream.capturing = True
-    words = op._control_words[None]
+    words = op._control_words(None)
     ring = words._ring
-    taken = [words.take(0, 77, 1000) for _ in range(2 * ring.numel() // 1024)]
+    taken = [words.take(77, 1000) for _ in range(2 * ring.numel() // 1024)]
     addresses = [part.data_ptr() for part in taken]
     assert all(ring.data_ptr() <= a and a + 4000 <= ring.data_ptr() + 4 * ring.numel() for a in addresses)
     assert addresses[0] in addresses[1:] and len(set(addresses)) >= 1000
@@ -538,4 +539,4 @@ def test_the_ring_of_captured_calls_goes_round(fake, stream):
 def test_a_first_call_under_capture_zeroes_words_of_its_own(fake, stream):
     stream.capturing = True
     launch(good())
-    assert op._control_words[None]._ring is None and fake.calls[0]["control"]
+    assert op._control_words(None)._ring is None and fake.calls[0]["control"]
