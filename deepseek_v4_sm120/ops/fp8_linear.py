@@ -15,8 +15,6 @@ from deepseek_v4_sm120 import extension
 MAX_ROWS = 64  # of one launch; more rows are launched in tiles of as many
 BLOCK = 128  # inputs and outputs of one scale
 _ALIGN_BYTES = 16
-# Bytes of weights that a block sends to the L2 ahead of the predecessor's end, beside what its registers hold.
-_PREFETCH_BYTES = 0
 
 
 def fp8_linear(x, weight, weight_scale, *, out=None):
@@ -114,14 +112,14 @@ def _scratch_bytes(rows: int, groups: int, outputs: int, inputs: int, num_sms: i
     )
 
 
-def _run(x, weight, weight_scale, out, *, prefetch=_PREFETCH_BYTES, pdl=True, **tuning) -> None:
+def _run(x, weight, weight_scale, out, *, pdl=True, **tuning) -> None:
     """Checked [rows, groups, ..] tensors to raw pointers. `tuning`: row_tiles, warp_rows, blocks (bench only)."""
     device = x.device
     if device.type != "cuda":
         raise RuntimeError(f"fp8_linear: x.device must be a CUDA device, got {device}")
     if x.shape[0] == 0:
         return
-    launch = functools.partial(_launch, prefetch=prefetch, pdl=pdl, tuning=tuple(tuning.items()))
+    launch = functools.partial(_launch, pdl=pdl, tuning=tuple(tuning.items()))
     if device.index == torch._C._cuda_getDevice():
         launch(x, weight, weight_scale, out)
     else:
@@ -129,7 +127,7 @@ def _run(x, weight, weight_scale, out, *, prefetch=_PREFETCH_BYTES, pdl=True, **
             launch(x, weight, weight_scale, out)
 
 
-def _launch(x, weight, weight_scale, out, *, prefetch, pdl, tuning) -> None:
+def _launch(x, weight, weight_scale, out, *, pdl, tuning) -> None:
     module, index = extension.load(), x.device.index
     groups, outputs, inputs = weight.shape
     num_sms, stream = _num_sms(index), torch._C._cuda_getCurrentRawStream(index)
@@ -157,7 +155,6 @@ def _launch(x, weight, weight_scale, out, *, prefetch, pdl, tuning) -> None:
             outputs=outputs,
             inputs=inputs,
             num_sms=num_sms,
-            prefetch=prefetch,
             pdl=pdl,
             stream=stream,
             **dict(tuning),
