@@ -3,7 +3,7 @@
 
 Cold weights: the calls of a graph take turns with weights that together are over twice the L2; x is warm, as its
 producer leaves it. A graph holds at least 40 calls, as an engine's step does: what lies between two graphs is not a
-call's. Shares are of the read bandwidth that a plain sum over 6 GiB reaches in the same run, and count the weights alone.
+call's. Shares are of the read bandwidth that a plain sum over 6 GiB reaches in the same run, and count weights alone.
 
 Peers of the same run: torch.matmul on bf16 weights; torch._scaled_mm (cuBLAS FP8, one scale for the whole tensor, x
 already quantised, rows padded to 16); and, where sglang and deep_gemm can be imported, SGLang's quantisation and

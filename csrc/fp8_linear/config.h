@@ -5,7 +5,8 @@
 //   step     16 weight rows x 128 inputs of a warp: 64 bytes a lane, held in registers
 //   chunk    the blocks of 128 inputs of x that a slice's buffer in shared memory takes at a time: all, where they fit
 //
-// Shared memory: barriers | x [stages][slices here][rows][chunk] | the sums that warps exchange
+// Shared memory: barriers | x [stages][slices here][rows][chunk] | its factors [stages][slices here][blocks][rows] | the sums
+// that warps exchange
 #pragma once
 
 #include <cstdint>
@@ -34,6 +35,11 @@ __host__ __device__ constexpr int rows_in_shared(int column_tiles, int rows) { r
 // bytes between two rows of x: the padding keeps them on different banks
 __host__ __device__ constexpr int x_pitch(int chunk_blocks) { return chunk_blocks * 2 * kBlock + 16; }
 __host__ __device__ constexpr int x_bytes(int rows, int slices_here, int chunk_blocks) { return rows * slices_here * x_pitch(chunk_blocks); }
+
+// a factor for each row and block of 128 inputs, those of the rows that an mma reads beyond x as well
+__host__ __device__ constexpr int factor_bytes(int column_tiles, int slices_here, int chunk_blocks) {
+  return column_tiles * kColumns * slices_here * chunk_blocks * 4;
+}
 
 // Sums pass through shared memory for so many rows of x at a time.
 constexpr int exchange_rows(int column_tiles) { return column_tiles <= 2 ? kColumns : 2 * kColumns; }

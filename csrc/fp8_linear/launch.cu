@@ -68,7 +68,7 @@ int shared_of(const Plan& plan) { return plan.exchange + exchange_bytes(plan.col
 void place(Plan& plan, int rows) {
   const int here = kWarps / plan.warp_rows, kept = rows_in_shared(plan.column_tiles, rows);
   const int most = kMaxShared - exchange_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows);
-  const auto behind_x = [&](int stages, int blocks) { return kBarrierBytes + stages * x_bytes(kept, here, blocks); };
+  const auto behind_x = [&](int stages, int blocks) { return kBarrierBytes + stages * (x_bytes(kept, here, blocks) + factor_bytes(plan.column_tiles, here, blocks)); };
   plan.stages = 1;
   plan.chunk_blocks = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
   if (streams(plan.column_tiles) && behind_x(1, plan.chunk_blocks) > most) {

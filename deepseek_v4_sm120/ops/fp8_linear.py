@@ -27,14 +27,13 @@ def fp8_linear(x, weight, weight_scale, *, out=None):
                   255 is NaN); any strides
     out           [rows, outputs] bf16 written in place, last dim contiguous, row stride a multiple of 4; or None
     returns       out [rows, outputs] bf16
-    accuracy      relative L2 0.0017 against float64 (bf16 out, nothing coarser). Weights enter exactly; of 128
-                  inputs of a row all that are at least 2^-29 of the greatest do, smaller ones to 2^-39 of it
+    accuracy      relative L2 0.0017 against float64 (bf16 out, nothing coarser). Weights and x enter exactly
     determinism   the same bits in every run and every batch: a row alone equals the row among others. A row's NaN or
                   infinity stays in the row
     sizes         any number of rows; weights are read once for each 64 of them, which is what this is for
     raises        TypeError (dtype), ValueError (shape, stride, alignment: says name, expected, got), RuntimeError
                   (device, launch)
-    cuda graphs   capture-safe: no host sync; allocates out, and above 16 rows scratch, through torch
+    cuda graphs   capture-safe: no host sync; allocates out and, for more than a few rows, scratch through torch
     streams       the current stream of x's device; scratch is the call's own. Weights and scales are read ahead of the
                   end of the kernel before (programmatic dependent launch): that kernel must not write them
     source        DeepSeek's inference/model.py (Linear) and kernel.py (fp8_gemm), without the rounding of x to FP8;
