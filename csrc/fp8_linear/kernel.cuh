@@ -7,7 +7,9 @@
 // 2^-29 of the greatest; what is smaller is rounded to 2^-39 of it. The power goes onto the fp32 sum with the weights' scale.
 //
 // x reaches shared memory by bulk copies: a multiprocessor's loads come back in the order of their issue, and a load of x
-// would wait for all weights asked for before it, this kernel's and those of the next kernel's blocks beside it.
+// would wait for all weights asked for before it. So would the end of the kernel in front: the release of those that wait for it
+// comes only after the loads that its multiprocessors have on their way, whosever they are. Hence what is asked for ahead of
+// that release, a warp's first weights, comes by bulk copies too.
 //
 // Sum of 64 products, in mma order, from zero; times scale, added to the slice's sum, in order; slices by a binary tree.
 // Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others.
@@ -22,11 +24,11 @@ template <int kColumnTiles_, int kRowTiles_, int kWarpRows_>
 struct Config {
   static constexpr int kColumnTiles = kColumnTiles_, kRowTiles = kRowTiles_, kWarpRows = kWarpRows_;
   static constexpr int kSlices = kWarps / kWarpRows;      // of this block
-  static constexpr int kSteps = steps_of(kColumnTiles), kAhead = ahead_of(kColumnTiles, kRowTiles);
+  static constexpr int kAhead = ahead_of(kRowTiles);
   static constexpr int kBlockRows = kTileRows * kRowTiles * kWarpRows;
   static constexpr int kTogether = kColumnTiles >= 4 ? kRowTiles : 1;  // row tiles that share a load of x
   static constexpr int kExchangeTiles = exchange_rows(kColumnTiles) / kColumns;
-  static constexpr int kConvertTogether = kColumnTiles == 8 ? 1 : 2;
+  static constexpr int kConvertTogether = kColumnTiles == 1 ? 2 : 1;
   static constexpr bool kStreams = streams(kColumnTiles);
   static constexpr int kMinBlocks = kColumnTiles >= 4 ? 1 : 2;
   static_assert(kSteps % kRowTiles == 0 && kRowTiles % kTogether == 0 && kBlock % (kRowTiles * kTileRows) == 0);
@@ -94,6 +96,15 @@ struct Kernel {
     step.rows[1][1] = load_stream(second + 64);
   }
 
+  __device__ __forceinline__ void load_first(Step& step, int block, int row_tile) const {
+    const unsigned char* const from = first_at() + (row_tile * kTileRows + lane / 4) * plan.first_blocks * kBlock + block * kBlock + lane % 4 * 16;
+    const int eight = 8 * plan.first_blocks * kBlock;
+    step.rows[0][0] = load_shared(from);
+    step.rows[0][1] = load_shared(from + 64);
+    step.rows[1][0] = load_shared(from + eight);
+    step.rows[1][1] = load_shared(from + eight + 64);
+  }
+
   // As it is stored: it must not be waited for here. Of all row tiles, which lie in one block of outputs.
   __device__ __forceinline__ uint32_t load_scale(int tile, int block) const {
     const uint8_t* const at = static_cast<const uint8_t*>(p.scale) + static_cast<uint64_t>(weight_row(tile) / kBlock) * p.scale_stride_output +
@@ -121,6 +132,20 @@ struct Kernel {
       __syncwarp();
     } else {
       __syncthreads();
+    }
+  }
+
+  __device__ __forceinline__ uint32_t first_arrived() const { return shared_address(shared) + 8 * (kMaxStages * kMaxSlices + warp); }
+  __device__ __forceinline__ const unsigned char* first_at() const { return shared + plan.own + warp * plan.own_bytes; }
+  // this warp's first weights, a row a lane
+  __device__ __forceinline__ void fetch_first(int tile) const {
+    const uint32_t bytes = min(plan.first_blocks, slice.count) * kBlock;
+    if (bytes == 0) return;
+    if (lane == 0) mbarrier_arrive_expect(first_arrived(), C::kRowTiles * kTileRows * bytes);
+    __syncwarp();
+    if (lane < C::kRowTiles * kTileRows) {
+      const uint8_t* const from = p.weight + static_cast<uint64_t>(weight_row(tile) + lane) * p.weight_stride + slice.begin * kBlock;
+      copy_bulk(shared_address(first_at()) + lane * plan.first_blocks * kBlock, from, bytes, first_arrived());
     }
   }
 
@@ -198,8 +223,10 @@ struct Kernel {
     const float2 f = *reinterpret_cast<const float2*>(factors + n * kColumns + lane % 4 * 2);
     return make_float2(scale * f.x, scale * f.y);
   }
-  // sums += row tiles `tile0` .. of the block of inputs whose x begins at `x`
-  __device__ __forceinline__ void multiply(float (&sums)[C::kRowTiles][C::kColumnTiles][4], const Step* steps, float scale, int tile0,
+  // sums += row tiles `tile0` .. of the block of inputs whose x begins at `x`. words(m, i, half): this lane's 16 bytes of row g
+  // or, i = 1, g + 8 of a row tile
+  template <typename Words>
+  __device__ __forceinline__ void multiply(float (&sums)[C::kRowTiles][C::kColumnTiles][4], const Words& words, float scale, int tile0,
                                            const unsigned char* x, const float* factors) const {
     if constexpr (C::kColumnTiles <= 2) {
       float2 both[C::kColumnTiles];
@@ -207,6 +234,7 @@ struct Kernel {
       for (int n = 0; n < C::kColumnTiles; ++n) both[n] = scaled(scale, factors, n);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        const uint4 w0 = words(0, 0, half), w1 = words(0, 1, half);
         uint4 b[C::kColumnTiles];
         float d[C::kColumnTiles][4] = {};
 #pragma unroll
@@ -216,7 +244,7 @@ struct Kernel {
             for (int n = 0; n < C::kColumnTiles; ++n) b[n] = load_x(x, n, half, j / 2);
           }
           uint32_t a[4];
-          decode(word_of(steps[0].rows[0][half], j), word_of(steps[0].rows[1][half], j), a);
+          decode(word_of(w0, j), word_of(w1, j), a);
 #pragma unroll
           for (int n = 0; n < C::kColumnTiles; ++n) mma_f16(d[n], a, word_of(b[n], j % 2 * 2), word_of(b[n], j % 2 * 2 + 1));
         }
@@ -226,7 +254,7 @@ struct Kernel {
     } else {
       uint4 now[C::kTogether][2];
 #pragma unroll
-      for (int m = 0; m < C::kTogether; ++m) now[m][0] = steps[m].rows[0][0], now[m][1] = steps[m].rows[1][0];
+      for (int m = 0; m < C::kTogether; ++m) now[m][0] = words(m, 0, 0), now[m][1] = words(m, 1, 0);
 #pragma unroll 1  // across the halves operands would be hoisted beyond the registers
       for (int half = 0; half < 2; ++half) {
         uint32_t a[C::kTogether][4][4];
@@ -250,7 +278,7 @@ struct Kernel {
           }
         }
 #pragma unroll
-        for (int m = 0; m < C::kTogether; ++m) now[m][0] = steps[m].rows[0][1], now[m][1] = steps[m].rows[1][1];
+        for (int m = 0; m < C::kTogether; ++m) now[m][0] = words(m, 0, 1), now[m][1] = words(m, 1, 1);
       }
     }
   }
@@ -282,10 +310,11 @@ struct Kernel {
   // Slices of the block together, and out. Sums pass through shared memory so that a warp stores neighbours.
   __device__ __forceinline__ void finish(const float (&sums)[C::kRowTiles][C::kColumnTiles][4], int tile, int group) const {
     constexpr int kWarpOutputs = C::kRowTiles * kTileRows, kPairs = C::kBlockRows / 2, kPitch = sum_pitch(C::kRowTiles);
-    constexpr int kTiles = C::kExchangeTiles, kSliceFloats = kTiles * kColumns * kPitch;
+    constexpr int kTiles = C::kExchangeTiles;
+    const int own_floats = plan.own_bytes / 4;
     const int first = (tile - group * plan.group_tiles) * C::kBlockRows;
-    float* const exchange = reinterpret_cast<float*>(shared + plan.exchange);
-    float* const mine = exchange + warp * kSliceFloats + lane % 4 * 2 * kPitch + lane / 4;
+    float* const exchange = reinterpret_cast<float*>(shared + plan.own);
+    float* const mine = exchange + warp * own_floats + lane % 4 * 2 * kPitch + lane / 4;
 #pragma unroll
     for (int n0 = 0; n0 < C::kColumnTiles; n0 += kTiles) {
       const int row0 = n0 * kColumns;
@@ -307,10 +336,10 @@ struct Kernel {
 #pragma unroll 1
       for (int i = threadIdx.x; i < kPairs * rows; i += kThreads) {
         const int row = i / kPairs, output = i % kPairs * 2;
-        const float* from = exchange + output / kWarpOutputs * C::kSlices * kSliceFloats + row * kPitch + output % kWarpOutputs;
+        const float* from = exchange + output / kWarpOutputs * C::kSlices * own_floats + row * kPitch + output % kWarpOutputs;
         float2 sum[C::kSlices];
 #pragma unroll
-        for (int s = 0; s < C::kSlices; ++s) sum[s] = *reinterpret_cast<const float2*>(from + s * kSliceFloats);
+        for (int s = 0; s < C::kSlices; ++s) sum[s] = *reinterpret_cast<const float2*>(from + s * own_floats);
 #pragma unroll
         for (int width = 1; width < C::kSlices; width *= 2) {
 #pragma unroll
@@ -337,28 +366,18 @@ struct Kernel {
 
   __device__ __forceinline__ void run() const {
     const Part tiles = part_of(plan.block_tiles, blockIdx.x);
-    if (warp_row == 0 && lane == 0) {
-      mbarrier_init(arrived(0), 1);
-      if constexpr (C::kStreams) mbarrier_init(arrived(1), 1);
+    if (lane == 0) {
+      mbarrier_init(first_arrived(), 1);
+      if (warp_row == 0) mbarrier_init(arrived(0), 1);
+      if (C::kStreams && warp_row == 0) mbarrier_init(arrived(1), 1);
       mbarrier_init_fence();
     }
-    Step steps[C::kSteps];
-    uint32_t scales[C::kAhead];
-    const uint8_t* weights = weights_of(tiles.begin);
-#pragma unroll
-    for (int i = 0; i < C::kSteps; ++i) {
-      if (i / C::kRowTiles < slice.count) load(steps[i], weights, i / C::kRowTiles, i % C::kRowTiles);
-    }
-#pragma unroll
-    for (int i = 0; i < C::kAhead; ++i) {
-      if (i < slice.count) scales[i] = load_scale(tiles.begin, i);
-    }
+    fetch_first(tiles.begin);
     const int most = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
     const bool resident = !C::kStreams || plan.stages == 1;
     const uint64_t tile_bytes = static_cast<uint64_t>(C::kBlockRows) * p.weight_stride;
     sync_slice();
     pdl_wait();
-    pdl_trigger();
     // chunks of x in the order of their use, over all tiles: the next to fetch, and how many have been used
     int next_tile = tiles.begin, next_first = 0, used = 0;
     const auto fetch_next = [&](int stage) {
@@ -367,20 +386,48 @@ struct Kernel {
       next_first += plan.chunk_blocks;
       if (next_first >= slice.count) next_first = 0, ++next_tile;
     };
-    if (!resident) fetch_next(0), fetch_next(1);
     int staged = -1;
+    if (!resident) {
+      fetch_next(0), fetch_next(1);
+    } else {
+      staged = group_of(tiles.begin);
+      if (warp_row == 0) fetch(staged, 0, slice.count, 0);
+    }
+    int held = plan.first_blocks;  // blocks of this tile that are in shared memory
+    Step steps[kSteps];
+    uint32_t scales[C::kAhead];
+    const uint8_t* weights = weights_of(tiles.begin);
+#pragma unroll
+    for (int i = 0; i < C::kAhead; ++i) {
+      if (i < slice.count) scales[i] = load_scale(tiles.begin, i);
+    }
+    if (plan.first_blocks > 0) mbarrier_wait(first_arrived(), 0);
+#pragma unroll
+    for (int i = 0; i < C::kAhead; ++i) {
+      if (i >= slice.count) break;
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) {
+        if (held > 0) {
+          load_first(steps[i * C::kRowTiles + m], i, m);
+        } else {
+          load(steps[i * C::kRowTiles + m], weights, i, m);
+        }
+      }
+    }
+    bool fetched = resident;  // x of the first tile's group
     for (int tile = tiles.begin, left = tiles.count - 1; left >= 0; ++tile, --left) {
       const int group = group_of(tile);
       float sums[C::kRowTiles][C::kColumnTiles][4] = {};
       for (int chunk = 0; chunk < most; chunk += plan.chunk_blocks) {
         const int chunk_end = C::kStreams ? min(chunk + plan.chunk_blocks, slice.count) : slice.count, stage = resident ? 0 : used & 1;
         if (resident) {
-          if (group != staged) {
-            if (staged >= 0) {
+          if (fetched || group != staged) {
+            if (!fetched) {
               fence_async();
               sync_slice();
+              if (warp_row == 0) fetch(group, 0, slice.count, 0);
             }
-            if (warp_row == 0) fetch(group, 0, slice.count, 0);
+            fetched = false;
             mbarrier_wait(arrived(0), used++ & 1);
             convert(slice.count, 0);
             sync_slice();
@@ -402,14 +449,23 @@ struct Kernel {
             // what has been used is asked for anew: the block of inputs after those on their way, or of the next tile
             const bool same = block + C::kAhead < slice.count;
             const int next = same ? block + C::kAhead : i;
+            if (!same) held = 0;  // of the next tile
             const float scale = scale_of(scales[i]);
             if (same || left > 0) scales[i] = load_scale(same ? tile : tile + 1, next);
 #pragma unroll
             for (int m = 0; m < C::kRowTiles; m += C::kTogether) {
-              multiply(sums, &steps[i * C::kRowTiles + m], scale, m, x + (block - chunk) * 2 * kBlock, factors_at(stage, block - chunk));
+              const auto words = [&](int k, int eight, int half) { return steps[i * C::kRowTiles + m + k].rows[eight][half]; };
+              multiply(sums, words, scale, m, x + (block - chunk) * 2 * kBlock, factors_at(stage, block - chunk));
               if (same || left > 0) {
 #pragma unroll
-                for (int k = 0; k < C::kTogether; ++k) load(steps[i * C::kRowTiles + m + k], weights + (same ? 0 : tile_bytes), next, m + k);
+                for (int k = 0; k < C::kTogether; ++k) {
+                  Step& step = steps[i * C::kRowTiles + m + k];
+                  if (next < held) {
+                    load_first(step, next, m + k);
+                  } else {
+                    load(step, weights + (same ? 0 : tile_bytes), next, m + k);
+                  }
+                }
               }
             }
           }
@@ -435,6 +491,7 @@ struct Kernel {
 template <typename C>
 __global__ void __launch_bounds__(kThreads, C::kMinBlocks) linear_kernel(const __grid_constant__ Params p, const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) unsigned char shared[];
+  pdl_trigger();
   Kernel<C>(p, plan, shared).run();
 }
 
