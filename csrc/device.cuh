@@ -58,8 +58,6 @@ __device__ __forceinline__ void copy_bulk(uint32_t dst, const void* src, uint32_
                "r"(barrier)
                : "memory");
 }
-// What this thread did to shared memory comes before bulk copies that are asked for after a barrier.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // one of the expected arrivals, once this thread's copies so far are done
 __device__ __forceinline__ void mbarrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

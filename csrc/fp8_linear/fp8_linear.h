@@ -39,8 +39,7 @@ struct Plan {
   Shares slice_blocks;           // blocks of 128 inputs of a slice
   int32_t chunk_blocks;          // blocks of 128 inputs of a slice that shared memory has room for at a time
   int32_t stages;                // 1: x stays in shared memory, all of it; 2: chunks take turns
-  int32_t first_blocks;          // blocks of 128 inputs of a warp's first weights; no more than a chunk
-  int32_t own, own_bytes;        // where in shared memory the warps' own parts begin, bytes of one
+  int32_t exchange;              // where in shared memory warps exchange sums
   int32_t blocks;                // of one split
   Shares block_tiles;            // tiles of a block
   int32_t group_tiles;           // tiles of a group

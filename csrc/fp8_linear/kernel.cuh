@@ -2,14 +2,9 @@
 // through registers into mma.sync.
 //
 // The k of an mma is a free choice, made for both operands alike: a lane loads 16 bytes of one weight row, four E4M3 bytes
-// are two f16 pairs (exact, NaN stays NaN), and those pairs are operands as they lie. x is bf16, which f16 cannot hold; so
-// each row's 128 inputs get a power of two that brings their greatest to 2^14 .. 2^15. That is exact for everything down to
-// 2^-29 of the greatest; what is smaller is rounded to 2^-39 of it. The power goes onto the fp32 sum with the weights' scale.
-//
-// x reaches shared memory by bulk copies: a multiprocessor's loads come back in the order of their issue, and a load of x
-// would wait for all weights asked for before it. So would the end of the kernel in front: the release of those that wait for it
-// comes only after the loads that its multiprocessors have on their way, whosever they are. Hence what is asked for ahead of
-// that release, a warp's first weights, comes by bulk copies too.
+// become two bf16 pairs (exact, NaN stays NaN), and those pairs are operands as they lie. x is an operand as it lies in memory.
+// It reaches shared memory by bulk copies: a multiprocessor's loads come back in the order of their issue, and a load of x
+// would wait for all weights asked for before it, this kernel's and those of the next kernel's blocks beside it.
 //
 // Sum of 64 products, in mma order, from zero; times scale, added to the slice's sum, in order; slices by a binary tree.
 // Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others.
@@ -24,11 +19,10 @@ template <int kColumnTiles_, int kRowTiles_, int kWarpRows_>
 struct Config {
   static constexpr int kColumnTiles = kColumnTiles_, kRowTiles = kRowTiles_, kWarpRows = kWarpRows_;
   static constexpr int kSlices = kWarps / kWarpRows;      // of this block
-  static constexpr int kAhead = ahead_of(kRowTiles);
+  static constexpr int kSteps = steps_of(kColumnTiles), kAhead = ahead_of(kColumnTiles, kRowTiles);
   static constexpr int kBlockRows = kTileRows * kRowTiles * kWarpRows;
   static constexpr int kTogether = kColumnTiles >= 4 ? kRowTiles : 1;  // row tiles that share a load of x
   static constexpr int kExchangeTiles = exchange_rows(kColumnTiles) / kColumns;
-  static constexpr int kConvertTogether = kColumnTiles == 1 ? 2 : 1;
   static constexpr bool kStreams = streams(kColumnTiles);
   static constexpr int kMinBlocks = kColumnTiles >= 4 ? 1 : 2;
   static_assert(kSteps % kRowTiles == 0 && kRowTiles % kTogether == 0 && kBlock % (kRowTiles * kTileRows) == 0);
@@ -43,11 +37,16 @@ __device__ __forceinline__ uint4 load_stream(const uint8_t* p) {
 }
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
+// Four E4M3 bytes to two bf16 pairs, exact: by f16, which has a conversion, and fp32, whose upper half is the bf16.
 // volatile: in the order written. Hoisted, the operands of many products would not fit the registers.
 __device__ __forceinline__ void decode(uint32_t bytes, uint32_t& low, uint32_t& high) {
-  asm volatile("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
-               : "=r"(low), "=r"(high)
-               : "r"(bytes));
+  asm volatile(
+      "{ .reg .b16 l, h, a, b; .reg .b32 p, q; .reg .f32 x, y; .reg .b32 u, v;\n"
+      "  mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;\n"
+      "  mov.b32 {a, b}, p; cvt.f32.f16 x, a; cvt.f32.f16 y, b; mov.b32 u, x; mov.b32 v, y; prmt.b32 %0, u, v, 0x7632;\n"
+      "  mov.b32 {a, b}, q; cvt.f32.f16 x, a; cvt.f32.f16 y, b; mov.b32 u, x; mov.b32 v, y; prmt.b32 %1, u, v, 0x7632; }"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
 }
 __device__ __forceinline__ uint4 load_shared(const unsigned char* p) {
   uint4 v;
@@ -96,15 +95,6 @@ struct Kernel {
     step.rows[1][1] = load_stream(second + 64);
   }
 
-  __device__ __forceinline__ void load_first(Step& step, int block, int row_tile) const {
-    const unsigned char* const from = first_at() + (row_tile * kTileRows + lane / 4) * plan.first_blocks * kBlock + block * kBlock + lane % 4 * 16;
-    const int eight = 8 * plan.first_blocks * kBlock;
-    step.rows[0][0] = load_shared(from);
-    step.rows[0][1] = load_shared(from + 64);
-    step.rows[1][0] = load_shared(from + eight);
-    step.rows[1][1] = load_shared(from + eight + 64);
-  }
-
   // As it is stored: it must not be waited for here. Of all row tiles, which lie in one block of outputs.
   __device__ __forceinline__ uint32_t load_scale(int tile, int block) const {
     const uint8_t* const at = static_cast<const uint8_t*>(p.scale) + static_cast<uint64_t>(weight_row(tile) / kBlock) * p.scale_stride_output +
@@ -121,11 +111,6 @@ struct Kernel {
   __device__ __forceinline__ unsigned char* x_at(int stage) const {
     return shared + kBarrierBytes + (stage * C::kSlices + slice_here) * x_bytes(x_rows(), 1, plan.chunk_blocks);
   }
-  // of a block of the chunk: [rows]
-  __device__ __forceinline__ float* factors_at(int stage, int block) const {
-    const int x_end = kBarrierBytes + plan.stages * x_bytes(x_rows(), C::kSlices, plan.chunk_blocks);
-    return reinterpret_cast<float*>(shared + x_end) + ((stage * C::kSlices + slice_here) * plan.chunk_blocks + block) * C::kColumnTiles * kColumns;
-  }
   __device__ __forceinline__ uint32_t arrived(int stage) const { return shared_address(shared) + 8 * (stage * C::kSlices + slice_here); }
   __device__ __forceinline__ void sync_slice() const {
     if constexpr (C::kWarpRows == 1) {
@@ -135,72 +120,15 @@ struct Kernel {
     }
   }
 
-  __device__ __forceinline__ uint32_t first_arrived() const { return shared_address(shared) + 8 * (kMaxStages * kMaxSlices + warp); }
-  __device__ __forceinline__ const unsigned char* first_at() const { return shared + plan.own + warp * plan.own_bytes; }
-  // this warp's first weights, a row a lane
-  __device__ __forceinline__ void fetch_first(int tile) const {
-    const uint32_t bytes = min(plan.first_blocks, slice.count) * kBlock;
-    if (bytes == 0) return;
-    if (lane == 0) mbarrier_arrive_expect(first_arrived(), C::kRowTiles * kTileRows * bytes);
-    __syncwarp();
-    if (lane < C::kRowTiles * kTileRows) {
-      const uint8_t* const from = p.weight + static_cast<uint64_t>(weight_row(tile) + lane) * p.weight_stride + slice.begin * kBlock;
-      copy_bulk(shared_address(first_at()) + lane * plan.first_blocks * kBlock, from, bytes, first_arrived());
-    }
-  }
-
-  // x of the slice's blocks `first` .., `count` of them, to a stage; by one warp of the slice. Blocks begin with different
-  // rows, so that they do not all ask for the same lines at once.
+  // x of the slice's blocks `first` .., `count` of them, to a stage; by one warp of the slice
   __device__ __forceinline__ void fetch(int group, int first, int count, int stage) const {
     const uint32_t bytes = count * kBlock * 2, barrier = arrived(stage);
     if (lane == 0) mbarrier_arrive_expect(barrier, p.rows * bytes);
     __syncwarp();
     const uint16_t* from = p.x + static_cast<uint64_t>(group) * p.x_stride_group + (slice.begin + first) * kBlock;
     const uint32_t to = shared_address(x_at(stage)), pitch = x_pitch(plan.chunk_blocks);
-    const int turn = blockIdx.x % static_cast<unsigned>(p.rows);
 #pragma unroll 1
-    for (int i = lane; i < p.rows; i += 32) {
-      const int row = i + turn < p.rows ? i + turn : i + turn - p.rows;
-      copy_bulk(to + row * pitch, from + static_cast<uint64_t>(row) * p.x_stride, bytes, barrier);
-    }
-  }
-
-  // 128 inputs of a row, 16 in each of 8 lanes, from bf16 to f16 in place, by a power of two
-  __device__ __forceinline__ void convert(bool valid, unsigned char* at, float* factor) const {
-    const uint4 v[2] = {load_shared(at), load_shared(at + kBlock)};
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) most = max_abs_bf16x2(most, word_of(v[i / 4], i % 4));
-    most = max(most & 0xffffu, most >> 16);
-#pragma unroll
-    for (int d = 1; d < 8; d *= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, d));
-    const uint32_t exponent = max(most >> 7, 15u);
-    const float up = __uint_as_float((268u - exponent) << 23);  // 2^(141 - exponent): the greatest becomes 2^14 .. 2^15
-    uint32_t halves[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t pair = word_of(v[i / 4], i % 4);
-      halves[i] = pack_f16x2(bf16_low(pair) * up, bf16_high(pair) * up);
-    }
-    if (!valid) return;
-    *reinterpret_cast<uint4*>(at) = make_uint4(halves[0], halves[1], halves[2], halves[3]);
-    *reinterpret_cast<uint4*>(at + kBlock) = make_uint4(halves[4], halves[5], halves[6], halves[7]);
-    if (lane % 8 == 0) *factor = __uint_as_float((exponent - 14u) << 23);  // 2^(exponent - 141)
-  }
-
-  // A stage's blocks, by all warps of the slice, 4 units (row, block) at a time. What multiply reads comes after sync_slice().
-  __device__ __forceinline__ void convert(int count, int stage) const {
-    constexpr int kUnits = 4, kStride = C::kWarpRows * kUnits;
-    const int units = p.rows * count, pitch = x_pitch(plan.chunk_blocks);
-    const float inverse = __fdividef(1.f, static_cast<float>(count));  // near enough: units are few
-    unsigned char* const x = x_at(stage) + lane % 8 * 16;
-    float* const factors = factors_at(stage, 0);
-#pragma unroll(C::kConvertTogether)
-    for (int base = warp_row * kUnits; base < units; base += kStride) {
-      const int unit = base + lane / 8, known = min(unit, units - 1);
-      const int row = static_cast<int>((known + 0.5f) * inverse), block = known - row * count;
-      convert(unit == known, x + row * pitch + block * 2 * kBlock, factors + block * C::kColumnTiles * kColumns + row);
-    }
+    for (int row = lane; row < p.rows; row += 32) copy_bulk(to + row * pitch, from + static_cast<uint64_t>(row) * p.x_stride, bytes, barrier);
   }
 
   // 8 of this lane's 16 inputs of a row of x in a half of a block
@@ -213,28 +141,16 @@ struct Kernel {
     fp8_linear::decode(bytes, a[0], a[2]);
     fp8_linear::decode(bytes8, a[1], a[3]);
   }
-  static __device__ __forceinline__ void add_scaled(float (&sum)[4], const float (&d)[4], float2 scale) {
-    sum[0] = fmaf(d[0], scale.x, sum[0]);
-    sum[1] = fmaf(d[1], scale.y, sum[1]);
-    sum[2] = fmaf(d[2], scale.x, sum[2]);
-    sum[3] = fmaf(d[3], scale.y, sum[3]);
-  }
-  __device__ __forceinline__ float2 scaled(float scale, const float* factors, int n) const {
-    const float2 f = *reinterpret_cast<const float2*>(factors + n * kColumns + lane % 4 * 2);
-    return make_float2(scale * f.x, scale * f.y);
-  }
-  // sums += row tiles `tile0` .. of the block of inputs whose x begins at `x`. words(m, i, half): this lane's 16 bytes of row g
-  // or, i = 1, g + 8 of a row tile
-  template <typename Words>
-  __device__ __forceinline__ void multiply(float (&sums)[C::kRowTiles][C::kColumnTiles][4], const Words& words, float scale, int tile0,
-                                           const unsigned char* x, const float* factors) const {
-    if constexpr (C::kColumnTiles <= 2) {
-      float2 both[C::kColumnTiles];
+  static __device__ __forceinline__ void add_scaled(float (&sum)[4], const float (&d)[4], float scale) {
 #pragma unroll
-      for (int n = 0; n < C::kColumnTiles; ++n) both[n] = scaled(scale, factors, n);
+    for (int i = 0; i < 4; ++i) sum[i] = fmaf(d[i], scale, sum[i]);
+  }
+  // sums += row tiles `tile0` .. of the block of inputs whose x begins at `x`
+  __device__ __forceinline__ void multiply(float (&sums)[C::kRowTiles][C::kColumnTiles][4], const Step* steps, float scale, int tile0,
+                                           const unsigned char* x) const {
+    if constexpr (C::kColumnTiles <= 2) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint4 w0 = words(0, 0, half), w1 = words(0, 1, half);
         uint4 b[C::kColumnTiles];
         float d[C::kColumnTiles][4] = {};
 #pragma unroll
@@ -244,17 +160,17 @@ struct Kernel {
             for (int n = 0; n < C::kColumnTiles; ++n) b[n] = load_x(x, n, half, j / 2);
           }
           uint32_t a[4];
-          decode(word_of(w0, j), word_of(w1, j), a);
+          decode(word_of(steps[0].rows[0][half], j), word_of(steps[0].rows[1][half], j), a);
 #pragma unroll
-          for (int n = 0; n < C::kColumnTiles; ++n) mma_f16(d[n], a, word_of(b[n], j % 2 * 2), word_of(b[n], j % 2 * 2 + 1));
+          for (int n = 0; n < C::kColumnTiles; ++n) mma_bf16(d[n], a, word_of(b[n], j % 2 * 2), word_of(b[n], j % 2 * 2 + 1));
         }
 #pragma unroll
-        for (int n = 0; n < C::kColumnTiles; ++n) add_scaled(sums[tile0][n], d[n], both[n]);
+        for (int n = 0; n < C::kColumnTiles; ++n) add_scaled(sums[tile0][n], d[n], scale);
       }
     } else {
       uint4 now[C::kTogether][2];
 #pragma unroll
-      for (int m = 0; m < C::kTogether; ++m) now[m][0] = words(m, 0, 0), now[m][1] = words(m, 1, 0);
+      for (int m = 0; m < C::kTogether; ++m) now[m][0] = steps[m].rows[0][0], now[m][1] = steps[m].rows[1][0];
 #pragma unroll 1  // across the halves operands would be hoisted beyond the registers
       for (int half = 0; half < 2; ++half) {
         uint32_t a[C::kTogether][4][4];
@@ -268,17 +184,16 @@ struct Kernel {
         for (int n = 0; n < C::kColumnTiles; ++n) {
           const uint4 b[2] = {load_shared(from), load_shared(from + 16)};
           from += kColumns * x_pitch(plan.chunk_blocks);
-          const float2 both = scaled(scale, factors, n);
 #pragma unroll
           for (int m = 0; m < C::kTogether; ++m) {
             float d[4] = {};
 #pragma unroll
-            for (int j = 0; j < 4; ++j) mma_f16(d, a[m][j], word_of(b[j / 2], j % 2 * 2), word_of(b[j / 2], j % 2 * 2 + 1));
-            add_scaled(sums[tile0 + m][n], d, both);
+            for (int j = 0; j < 4; ++j) mma_bf16(d, a[m][j], word_of(b[j / 2], j % 2 * 2), word_of(b[j / 2], j % 2 * 2 + 1));
+            add_scaled(sums[tile0 + m][n], d, scale);
           }
         }
 #pragma unroll
-        for (int m = 0; m < C::kTogether; ++m) now[m][0] = words(m, 0, 1), now[m][1] = words(m, 1, 1);
+        for (int m = 0; m < C::kTogether; ++m) now[m][0] = steps[m].rows[0][1], now[m][1] = steps[m].rows[1][1];
       }
     }
   }
@@ -310,11 +225,10 @@ struct Kernel {
   // Slices of the block together, and out. Sums pass through shared memory so that a warp stores neighbours.
   __device__ __forceinline__ void finish(const float (&sums)[C::kRowTiles][C::kColumnTiles][4], int tile, int group) const {
     constexpr int kWarpOutputs = C::kRowTiles * kTileRows, kPairs = C::kBlockRows / 2, kPitch = sum_pitch(C::kRowTiles);
-    constexpr int kTiles = C::kExchangeTiles;
-    const int own_floats = plan.own_bytes / 4;
+    constexpr int kTiles = C::kExchangeTiles, kSliceFloats = kTiles * kColumns * kPitch;
     const int first = (tile - group * plan.group_tiles) * C::kBlockRows;
-    float* const exchange = reinterpret_cast<float*>(shared + plan.own);
-    float* const mine = exchange + warp * own_floats + lane % 4 * 2 * kPitch + lane / 4;
+    float* const exchange = reinterpret_cast<float*>(shared + plan.exchange);
+    float* const mine = exchange + warp * kSliceFloats + lane % 4 * 2 * kPitch + lane / 4;
 #pragma unroll
     for (int n0 = 0; n0 < C::kColumnTiles; n0 += kTiles) {
       const int row0 = n0 * kColumns;
@@ -336,10 +250,10 @@ struct Kernel {
 #pragma unroll 1
       for (int i = threadIdx.x; i < kPairs * rows; i += kThreads) {
         const int row = i / kPairs, output = i % kPairs * 2;
-        const float* from = exchange + output / kWarpOutputs * C::kSlices * own_floats + row * kPitch + output % kWarpOutputs;
+        const float* from = exchange + output / kWarpOutputs * C::kSlices * kSliceFloats + row * kPitch + output % kWarpOutputs;
         float2 sum[C::kSlices];
 #pragma unroll
-        for (int s = 0; s < C::kSlices; ++s) sum[s] = *reinterpret_cast<const float2*>(from + s * own_floats);
+        for (int s = 0; s < C::kSlices; ++s) sum[s] = *reinterpret_cast<const float2*>(from + s * kSliceFloats);
 #pragma unroll
         for (int width = 1; width < C::kSlices; width *= 2) {
 #pragma unroll
@@ -366,13 +280,22 @@ struct Kernel {
 
   __device__ __forceinline__ void run() const {
     const Part tiles = part_of(plan.block_tiles, blockIdx.x);
-    if (lane == 0) {
-      mbarrier_init(first_arrived(), 1);
-      if (warp_row == 0) mbarrier_init(arrived(0), 1);
-      if (C::kStreams && warp_row == 0) mbarrier_init(arrived(1), 1);
+    if (warp_row == 0 && lane == 0) {
+      mbarrier_init(arrived(0), 1);
+      if constexpr (C::kStreams) mbarrier_init(arrived(1), 1);
       mbarrier_init_fence();
     }
-    fetch_first(tiles.begin);
+    Step steps[C::kSteps];
+    uint32_t scales[C::kAhead];
+    const uint8_t* weights = weights_of(tiles.begin);
+#pragma unroll
+    for (int i = 0; i < C::kSteps; ++i) {
+      if (i / C::kRowTiles < slice.count) load(steps[i], weights, i / C::kRowTiles, i % C::kRowTiles);
+    }
+#pragma unroll
+    for (int i = 0; i < C::kAhead; ++i) {
+      if (i < slice.count) scales[i] = load_scale(tiles.begin, i);
+    }
     const int most = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
     const bool resident = !C::kStreams || plan.stages == 1;
     const uint64_t tile_bytes = static_cast<uint64_t>(C::kBlockRows) * p.weight_stride;
@@ -386,59 +309,22 @@ struct Kernel {
       next_first += plan.chunk_blocks;
       if (next_first >= slice.count) next_first = 0, ++next_tile;
     };
+    if (!resident) fetch_next(0), fetch_next(1);
     int staged = -1;
-    if (!resident) {
-      fetch_next(0), fetch_next(1);
-    } else {
-      staged = group_of(tiles.begin);
-      if (warp_row == 0) fetch(staged, 0, slice.count, 0);
-    }
-    int held = plan.first_blocks;  // blocks of this tile that are in shared memory
-    Step steps[kSteps];
-    uint32_t scales[C::kAhead];
-    const uint8_t* weights = weights_of(tiles.begin);
-#pragma unroll
-    for (int i = 0; i < C::kAhead; ++i) {
-      if (i < slice.count) scales[i] = load_scale(tiles.begin, i);
-    }
-    if (plan.first_blocks > 0) mbarrier_wait(first_arrived(), 0);
-#pragma unroll
-    for (int i = 0; i < C::kAhead; ++i) {
-      if (i >= slice.count) break;
-#pragma unroll
-      for (int m = 0; m < C::kRowTiles; ++m) {
-        if (held > 0) {
-          load_first(steps[i * C::kRowTiles + m], i, m);
-        } else {
-          load(steps[i * C::kRowTiles + m], weights, i, m);
-        }
-      }
-    }
-    bool fetched = resident;  // x of the first tile's group
     for (int tile = tiles.begin, left = tiles.count - 1; left >= 0; ++tile, --left) {
       const int group = group_of(tile);
       float sums[C::kRowTiles][C::kColumnTiles][4] = {};
       for (int chunk = 0; chunk < most; chunk += plan.chunk_blocks) {
-        const int chunk_end = C::kStreams ? min(chunk + plan.chunk_blocks, slice.count) : slice.count, stage = resident ? 0 : used & 1;
+        const int chunk_end = min(chunk + plan.chunk_blocks, slice.count), stage = resident ? 0 : used & 1;
         if (resident) {
-          if (fetched || group != staged) {
-            if (!fetched) {
-              fence_async();
-              sync_slice();
-              if (warp_row == 0) fetch(group, 0, slice.count, 0);
-            }
-            fetched = false;
+          if (group != staged) {
+            if (staged >= 0) sync_slice();
+            if (warp_row == 0) fetch(group, 0, slice.count, 0);
             mbarrier_wait(arrived(0), used++ & 1);
-            convert(slice.count, 0);
-            sync_slice();
             staged = group;
           }
-        } else {
-          if (chunk < chunk_end) {
-            mbarrier_wait(arrived(stage), used++ >> 1 & 1);
-            convert(chunk_end - chunk, stage);
-          }
-          sync_slice();
+        } else if (chunk < chunk_end) {
+          mbarrier_wait(arrived(stage), used++ >> 1 & 1);
         }
         const unsigned char* const x = x_at(stage);
         for (int block0 = chunk; block0 < chunk_end; block0 += C::kAhead) {
@@ -449,30 +335,19 @@ struct Kernel {
             // what has been used is asked for anew: the block of inputs after those on their way, or of the next tile
             const bool same = block + C::kAhead < slice.count;
             const int next = same ? block + C::kAhead : i;
-            if (!same) held = 0;  // of the next tile
             const float scale = scale_of(scales[i]);
             if (same || left > 0) scales[i] = load_scale(same ? tile : tile + 1, next);
 #pragma unroll
             for (int m = 0; m < C::kRowTiles; m += C::kTogether) {
-              const auto words = [&](int k, int eight, int half) { return steps[i * C::kRowTiles + m + k].rows[eight][half]; };
-              multiply(sums, words, scale, m, x + (block - chunk) * 2 * kBlock, factors_at(stage, block - chunk));
+              multiply(sums, &steps[i * C::kRowTiles + m], scale, m, x + (block - chunk) * 2 * kBlock);
               if (same || left > 0) {
 #pragma unroll
-                for (int k = 0; k < C::kTogether; ++k) {
-                  Step& step = steps[i * C::kRowTiles + m + k];
-                  if (next < held) {
-                    load_first(step, next, m + k);
-                  } else {
-                    load(step, weights + (same ? 0 : tile_bytes), next, m + k);
-                  }
-                }
+                for (int k = 0; k < C::kTogether; ++k) load(steps[i * C::kRowTiles + m + k], weights + (same ? 0 : tile_bytes), next, m + k);
               }
             }
           }
         }
-        if constexpr (!C::kStreams) break;
         if (!resident) {
-          fence_async();
           sync_slice();
           if (chunk < chunk_end) fetch_next(stage);
         }
