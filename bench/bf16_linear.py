@@ -21,6 +21,7 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 import common  # noqa: E402
 
 from deepseek_v4_sm120 import extension  # noqa: E402
+from deepseek_v4_sm120.calibrate.bf16_linear import MATRICES  # noqa: E402
 from deepseek_v4_sm120.ops.bf16_linear import bf16_linear  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.bf16_linear import bf16_linear as reference  # noqa: E402
@@ -46,8 +47,7 @@ class Case:
         return 2 * INPUTS * self.outputs
 
 
-MATRICES = {"C4 compressor": 2048, "C128 compressor": 1024, "index compressor": 512, "index head weights": 64}
-CASES = tuple(Case(what, outputs, rows) for what, outputs in MATRICES.items() for rows in ROWS)
+CASES = tuple(Case(matrix.name, matrix.outputs, rows) for matrix in MATRICES for rows in ROWS)
 
 
 def read_bandwidth_gbs() -> float:

@@ -29,6 +29,7 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 import common  # noqa: E402
 
 from deepseek_v4_sm120 import extension  # noqa: E402
+from deepseek_v4_sm120.calibrate.fp8_linear import LAYERS  # noqa: E402
 from deepseek_v4_sm120.ops.fp8_linear import fp8_grouped_linear  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.fp8_linear import fp8_grouped_linear as reference  # noqa: E402
@@ -42,8 +43,6 @@ QUICK_ROWS = (1, 8, 16, 64)
 LARGE_BYTES = 8 << 20  # matrices that have a bar
 MIN_CALLS = 40  # of a graph
 SHARES = {1: 0.70, 4: 0.70, 8: 0.70, 16: 0.70, 64: 0.60}  # rows -> share of the read bandwidth
-# layers of a TP1 step that have the matrix; wo_a is no DeepGEMM GEMM in that profile
-LAYERS = {"wqkv_a": 43, "wq_b": 43, "index_wq_b": 21, "wo_b": 43, "shared_gate_up": 43, "shared_down": 43}
 DEEP_GEMM = "DeepGEMM + quantisation"
 # rows -> (GEMM us, quantisation us, GEMMs) a step of stock 0.5.17 on an H200, TP1
 QUOTED_DEEP_GEMM = {1: (2762, 375, 246), 8: (2452, 610, 246)}

@@ -22,6 +22,7 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 import common  # noqa: E402
 
 from deepseek_v4_sm120 import extension  # noqa: E402
+from deepseek_v4_sm120.calibrate.mhc import torch_boundary  # noqa: E402
 from deepseek_v4_sm120.ops.mhc import MANY_HIDDEN, MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre  # noqa: E402
 from deepseek_v4_sm120.reference import mhc as reference  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
@@ -48,24 +49,6 @@ def boundary_bytes(rows: int) -> int:
 def calls_of(rows: int) -> list[Inputs]:
     count = common.layers_for_cold_caches(boundary_bytes(rows))
     return [make_inputs(Shape(rows), seed=seed) for seed in range(count)]
-
-
-def torch_boundary(f, streams, post, comb, fn, scale, base, norm_weight):
-    """The operator in fp32 torch, as stock's torch path does it."""
-    new = post[:, :, None] * f[:, None].float() + (comb[:, :, :, None] * streams[:, :, None].float()).sum(1)
-    new = new.to(torch.bfloat16)
-    x = new.flatten(1).float()
-    mixes = torch.nn.functional.linear(x, fn) * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6)
-    pre = torch.sigmoid(mixes[:, :4] * scale[0] + base[:4]) + 1e-6
-    new_post = 2 * torch.sigmoid(mixes[:, 4:8] * scale[1] + base[4:8])
-    c = torch.softmax((mixes[:, 8:] * scale[2] + base[8:]).view(-1, 4, 4), 2) + 1e-6
-    c = c / (c.sum(1, keepdim=True) + 1e-6)
-    for _ in range(19):
-        c = c / (c.sum(2, keepdim=True) + 1e-6)
-        c = c / (c.sum(1, keepdim=True) + 1e-6)
-    y = (pre[:, :, None] * x.view(new.shape)).sum(1)
-    y = y * torch.rsqrt(y.square().mean(1, keepdim=True) + 1e-6) * norm_weight.float()
-    return new, new_post, c, y.to(torch.bfloat16)
 
 
 def gate(inputs: Inputs) -> dict[str, float]:

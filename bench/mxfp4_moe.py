@@ -49,6 +49,7 @@ from deepseek_v4_sm120.reference.mxfp4_moe_inputs import (  # noqa: E402
 READ_BYTES = 6 << 30
 TOUCHED_BYTES = 3e9  # of a graph's calls together, at least
 MAX_CALLS = 48
+MAX_DIFFERENCE_TO_MARLIN = 0.008  # two bf16 results that round in different places
 GATE_ROWS = 256  # of a prefill case's rows, compared with float64
 
 
@@ -63,8 +64,9 @@ def layer_of(tp: int) -> Inputs:
     return make_inputs(Shape(4 * EXPERTS, inter=2048 // tp, experts=EXPERTS), seed=tp)
 
 
-def calls_of(case: Case, layer: Inputs, generator: torch.Generator) -> list[dict]:
-    """Arguments of a graph's calls. Up to 2 rows they take the experts in turn, else uniformly."""
+def calls_of(case: Case) -> list[dict]:
+    """Arguments of a graph's calls, the same for every implementation. Up to 2 rows take the experts in turn."""
+    generator = torch.Generator("cuda").manual_seed(1000 * case.tp + case.rows)
     pairs = case.rows * 6
     count = max(2, min(MAX_CALLS, math.ceil(TOUCHED_BYTES * case.tp / EXPERT_BYTES / min(pairs, EXPERTS))))
     order = torch.cat(
@@ -103,8 +105,8 @@ def touched_bytes(case: Case, calls: list[dict]) -> float:
     return sum(call["topk_ids"].unique().numel() for call in calls) / len(calls) * EXPERT_BYTES / case.tp
 
 
-def run_case(report: common.Report, case: Case, layer: Inputs, generator) -> None:
-    calls = calls_of(case, layer, generator)
+def run_case(report: common.Report, case: Case, layer: Inputs) -> None:
+    calls = calls_of(case)
     error = gate(case, layer, calls[0])
     weights = weights_of(layer)
     microseconds = common.graph_microseconds([lambda one=one: mxfp4_moe(**one, **weights) for one in calls])
@@ -128,17 +130,19 @@ def run_case(report: common.Report, case: Case, layer: Inputs, generator) -> Non
     )
 
 
-def run_marlin(report: common.Report, cases: list[Case], layer: Inputs, generator) -> None:
+def run_marlin(report: common.Report, cases: list[Case], layer: Inputs) -> None:
     marlin = peers.Marlin(layer)
     ours = {row.case: row.value for row in report.rows if (row.impl, row.metric) == ("ours", "us")}
     for case in cases:
-        calls = calls_of(case, layer, generator)
+        calls = calls_of(case)
         error = relative_error(marlin(**calls[0]), mxfp4_moe(**calls[0], **weights_of(layer)))
+        if not error <= MAX_DIFFERENCE_TO_MARLIN:
+            raise SystemExit(f"{case.name}: Marlin differs from ours by {error:.5f}: not timed")
         microseconds = common.graph_microseconds([lambda one=one: marlin(**one) for one in calls])
         factor = next((f for rows, f in FASTER_THAN_MARLIN.items() if case.rows <= rows), 1.0)
         report.add(
             common.row(ISSUE, case.name, "Marlin", "us", round(microseconds, 2)),
-            common.row(ISSUE, case.name, "Marlin", "relative_difference_to_ours", min(round(error, 6), 1e9)),
+            common.row(ISSUE, case.name, "Marlin", "relative_difference_to_ours", round(error, 6)),
             common.row(
                 ISSUE,
                 case.name,
@@ -216,16 +220,18 @@ def main() -> int:
     report = common.Report("mxfp4_moe", extension.build_info()["git_commit"], ceilings)
     print(torch.cuda.get_device_name(), ceilings, flush=True)
     chosen = [c for c in (*DECODE, *PREFILL) if arguments.cases in c.name and (c.quick or not arguments.quick)]
-    for tp in sorted({case.tp for case in chosen}):
-        layer, generator = layer_of(tp), torch.Generator("cuda").manual_seed(tp)
-        cases = [case for case in chosen if case.tp == tp]
+    by_tp = {tp: [case for case in chosen if case.tp == tp] for tp in sorted({case.tp for case in chosen})}
+    for tp, cases in by_tp.items():
+        layer = layer_of(tp)
         for case in cases:
-            run_case(report, case, layer, generator)
-        report.write(arguments.out)  # before the peer: what it does wrong must not cost our numbers
-        if why_not is None:
-            run_marlin(report, cases, layer, generator)
+            run_case(report, case, layer)
+        report.write(arguments.out)
     if why_not is not None:
         quote(report)
+    else:  # after all of ours: what it does wrong, or a time limit, must not cost our numbers
+        for tp, cases in by_tp.items():
+            run_marlin(report, cases, layer_of(tp))
+            report.write(arguments.out)
     report.write(arguments.out)
     print("\n" + summary(report))
     missed = sum(row.met is False for row in report.rows)

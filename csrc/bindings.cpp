@@ -13,6 +13,7 @@
 #include "mhc/bindings.h"
 #include "mxfp4_moe/mxfp4_moe.h"
 #include "sparse_decode/sparse_decode.h"
+#include "wo_a/bindings.h"
 
 #ifndef DSV4_VERSION
 #define DSV4_VERSION "unknown"
@@ -158,6 +159,7 @@ py::list kernel_attributes() {
   append_attributes(all, bf16_linear::kernel_attributes());
   append_attributes(all, mhc::kernel_attributes());
   append_attributes(all, fp8_linear::kernel_attributes());
+  append_attributes(all, wo_a::kernel_attributes());
   return all;
 }
 
@@ -222,6 +224,7 @@ PYBIND11_MODULE(_C, m) {
   index_select::bind(m);
   mhc::bind(m);
   fp8_linear::bind(m);
+  wo_a::bind(m);
   m.def("build_info", &build_info);
   m.def("kernel_attributes", &kernel_attributes);
   m.def("kernel_shared_bytes", [] {

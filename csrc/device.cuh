@@ -58,6 +58,8 @@ __device__ __forceinline__ void copy_bulk(uint32_t dst, const void* src, uint32_
                "r"(barrier)
                : "memory");
 }
+// What this thread did to shared memory comes before bulk copies that are asked for after a barrier.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // one of the expected arrivals, once this thread's copies so far are done
 __device__ __forceinline__ void mbarrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -71,6 +73,13 @@ __device__ __forceinline__ uint32_t load_shared_u8(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
+}
+// 16 bytes where `when`; else `v` stays as it is
+__device__ __forceinline__ void load_shared_if(bool when, uint4& v, const uint4* p) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.shared.v4.u32 {%0,%1,%2,%3}, [%4]; }"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "r"(shared_address(p)), "r"(static_cast<int>(when))
+               : "memory");
 }
 __device__ __forceinline__ void store_shared_f32x2(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(x), "f"(y) : "memory");
@@ -114,6 +123,13 @@ __device__ __forceinline__ void e4m3x4_to_f16(uint32_t bytes, uint32_t& low, uin
       : "=r"(low), "=r"(high)
       : "r"(bytes));
 }
+// `value` where the bits of kMask are set, else `other`: one instruction, where the compiler makes two of the expression
+template <uint32_t kMask>
+__device__ __forceinline__ uint32_t choose_bits(uint32_t value, uint32_t other) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(d) : "r"(value), "r"(other), "n"(kMask));
+  return d;
+}
 __device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -136,6 +152,11 @@ __device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
 }
 __device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+// A weight scale as it is stored: the bits of a float32 (4 bytes), or a UE8M0 byte, 2^(byte - 127), 255 NaN.
+__device__ __forceinline__ float block_scale(uint32_t stored, int bytes) {
+  if (bytes == 4) return __uint_as_float(stored);
+  return __uint_as_float(stored == 0 ? 0x00400000u : stored == 255 ? 0x7fc00000u : stored << 23);
+}
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -50,6 +50,11 @@ class Progress:
     def __init__(self, total: int):
         self.total, self.done, self.is_live = total, 0, sys.stderr.isatty()
 
+    def note(self, text: str) -> None:
+        """What is known before the next step ends."""
+        sys.stderr.write(f"\r{text[:110]:110}" if self.is_live else f"  {text}\n")
+        sys.stderr.flush()
+
     def step(self, text: str) -> None:
         self.done += 1
         width = 24

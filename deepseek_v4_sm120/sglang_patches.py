@@ -1,5 +1,6 @@
 """THE table: every SGLang name that we touch, why, in which versions, and until when. The only file that spells them,
-but for its other parts: sglang_patches_mhc.py, and sglang_settings.py, SGLang's own defaults that we change.
+but for its other parts: sglang_patches_mhc.py, sglang_patches_wo_a.py, and sglang_settings.py, SGLang's own defaults
+that we change.
 
 Adding an operator: a Patch row here, an adapter in sglang_adapters/, an op in ops/. Reviewing a release: read the
 definitions that tests/patching/test_wheels.py calls UNREVIEWED, then add version and digest to `reviewed`.
@@ -8,6 +9,7 @@ definitions that tests/patching/test_wheels.py calls UNREVIEWED, then add versio
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Patch, StandIn, Table, Target
 from deepseek_v4_sm120.sglang_patches_mhc import MHC
+from deepseek_v4_sm120.sglang_patches_wo_a import WO_A
 from deepseek_v4_sm120.sglang_settings import SETTINGS
 
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
@@ -162,8 +164,8 @@ MXFP4_MOE = Patch(
 
 BF16_LINEAR = Patch(
     name="bf16_linear",
-    why="the compressors' and the indexer's bf16 projections for up to 32 rows: cuBLAS takes two launches (split-K and "
-    "its reduction) and a multiple of the time that the bytes need; bench/bf16_linear.py",
+    why="the bf16 projections of compressors, router and indexer for up to 32 rows: cuBLAS takes two launches "
+    "(split-K and its reduction) and a multiple of the time that the bytes need; bench/bf16_linear.py",
     targets=(
         Target(
             where="sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
@@ -176,6 +178,19 @@ BF16_LINEAR = Patch(
                 "0.5.17": "d9ece2fafe7b7827",
                 "0.5.20": "d9ece2fafe7b7827",
                 "0.5.23": "1792bd426b86361f",
+            },
+        ),
+        Target(
+            where="sglang.srt.models.deepseek_v2:MoEGate.forward",
+            sglang=">=0.5.12,<0.6",
+            contract=Parameters(("self", "hidden_states", "gemm_output_zero_allocator", "forward_batch")),
+            replacement=f"{LINEAR_ADAPTER}:replace_gate",
+            reviewed={
+                "0.5.12": "f4f53b6795545505",
+                "0.5.14": "e1fe1fa125c30c67",
+                "0.5.17": "0efab4f78894bb3c",
+                "0.5.20": "fcfea8fc22af0aed",
+                "0.5.23": "41eb795b35f95e1e",
             },
         ),
         Target(
@@ -537,7 +552,7 @@ TABLE = Table(
     preflight="sglang.srt.managers.scheduler",
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
-        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, MHC),
+        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     settings=SETTINGS,

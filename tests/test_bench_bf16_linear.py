@@ -26,6 +26,7 @@ def test_cases_are_the_models_projections(bench):
         (2048, 16 << 20),
         (1024, 8 << 20),
         (512, 4 << 20),
+        (256, 2 << 20),
         (64, 1 << 19),
     }
-    assert len({case.name for case in bench.CASES}) == len(bench.CASES) == 20
+    assert len({case.name for case in bench.CASES}) == len(bench.CASES) == 25

@@ -36,6 +36,7 @@ def test_names_and_bytes(bench):
     assert by_name["1 x 16K, FP8, captured for 1024K tokens"].columns == 4096
     assert by_name["1 x 256K, FP8"].bytes == 262144 * 132 and by_name["1 x 256K, FP4"].bytes == 262144 * 68
     assert by_name["32 x 32K, FP8, 4 rows a request"].bytes == 8 * 32768 * 132
+    assert by_name["64 x 32K, FP8, each page 2 times"].bytes == 64 * 16384 * 132
 
 
 def test_an_at_least_bar_is_met_from_above(bench):

@@ -1,18 +1,16 @@
-"""calibrate without a GPU: the decision, the profile, the workers' protocol, the providers' arithmetic on the CPU."""
+"""calibrate without a GPU: the decision, the profile, what each operator's file must have, attention and experts."""
 
 import dataclasses
 import json
-import subprocess
-import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from deepseek_v4_sm120 import OPS
-from deepseek_v4_sm120.calibrate import OPERATORS, command, index_select, mxfp4_moe, provider, sparse_decode, worker
+from deepseek_v4_sm120.calibrate import OPERATORS, command, index_select, mxfp4_moe, sparse_decode, worker
 from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
-from deepseek_v4_sm120.console import CommandError
 from deepseek_v4_sm120.ops import index_select as index_op
 from deepseek_v4_sm120.ops import mxfp4_moe as moe_op
 from deepseek_v4_sm120.ops import sparse_decode as op
@@ -42,14 +40,15 @@ WRONG = {"cases": [{"case": "C4", "error": 0.3, "allowed": 0.003}], "wrong": "C4
     ],
 )
 def test_who_is_used(ours, stock, winner, ratio):
-    found = command.decide({OURS: ours, STOCK: stock, "torch": times(a=900)})
+    found = command.decide("sparse_decode", {OURS: ours, STOCK: stock, "torch": times(a=900)})
     assert (found["winner"], found["stock_over_ours"]) == (winner, pytest.approx(ratio) if ratio else None)
     assert set(found["wrong"]) == {name for name, result in {OURS: ours, STOCK: stock}.items() if result is WRONG}
 
 
 def test_the_profile_is_what_the_patch_table_reads(tmp_path, monkeypatch, capsys):
-    operators = {"sparse_decode": command.decide({OURS: WRONG, STOCK: times(C4=5), "x": {"problem": "absent"}})}
-    found = command.as_profile(operators, "NVIDIA RTX PRO 6000", SHAPES)
+    results = {OURS: WRONG, STOCK: times(C4=5), "x": {"problem": "absent"}}
+    operators = {"sparse_decode": command.decide("sparse_decode", results)}
+    found = command.as_profile(operators, "NVIDIA RTX PRO 6000", SHAPES) | {"not_reached": ["mhc"]}
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(found))
     monkeypatch.setattr(profile, "here", lambda sglang: profile.identity_of(found))
@@ -58,6 +57,39 @@ def test_the_profile_is_what_the_patch_table_reads(tmp_path, monkeypatch, capsys
     command.show(found, path)
     text = capsys.readouterr().out
     assert "WRONG  ours: C4" in text and "not run  x: absent" in text and "stock is used" in text
+    assert "mhc: not reached, so the shipped default holds" in text
+
+
+def in_step(us, point, calls):
+    found = zip(us, calls, strict=True)
+    return [{"case": f"{point}, {n}", "us": t, "point": point, "calls": c} for n, (t, c) in enumerate(found)]
+
+
+def test_a_verdict_weighs_what_a_step_calls_often():
+    """Within a point times add up by their calls; points count alike."""
+    ours = {"cases": in_step((10, 10), "1 rows", (1, 9)) + in_step((40, 10), "8 rows", (1, 9)), "wrong": None}
+    stock = {"cases": in_step((90, 10), "1 rows", (1, 9)) + in_step((40, 10), "8 rows", (1, 9)), "wrong": None}
+    found = command.decide("fp8_linear", {OURS: ours, STOCK: stock})
+    assert found["stock_over_ours"] == pytest.approx((180 / 100) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("stock", "verdict"),
+    [
+        (times(a=13), "ours is used; stock takes 1.30 times ours, so it is switched on"),
+        (times(a=8), "stock is used; stock takes 0.80 times ours"),
+        (times(b=8), "off, as by default: nothing to compare with"),
+        (WRONG, "off, as by default: nothing to compare with"),
+        ({"problem": "not installed"}, "off, as by default: nothing to compare with"),
+    ],
+)
+def test_an_operator_that_is_off_by_default_is_switched_on_only_by_a_comparison(stock, verdict, monkeypatch):
+    off = [replace(p, off_because="it is said") if p.name == "fp8_linear" else p for p in command.TABLE.patches]
+    monkeypatch.setattr(command, "TABLE", replace(command.TABLE, patches=tuple(off)))
+    measured = command.decide("fp8_linear", {OURS: times(a=10), STOCK: stock})
+    decided = command.profile.Profile("p.json", {"fp8_linear": measured})
+    assert command._verdict("fp8_linear", measured, decided) == verdict
+    assert bool(decided.favours("fp8_linear")) == verdict.endswith("switched on")
 
 
 @pytest.mark.parametrize(
@@ -70,13 +102,15 @@ def test_the_profile_is_what_the_patch_table_reads(tmp_path, monkeypatch, capsys
     ],
 )
 def test_a_way_of_ours_that_loses_is_left_out_and_not_the_operator(way, left_out, ratio):
-    found = command.decide({OURS: times(a=10, b=10), "ours, b": way, STOCK: times(a=10, b=10)}, ["ours, b"])
+    name = mxfp4_moe.OURS_MXFP8
+    found = command.decide("mxfp4_moe", {OURS: times(a=10, b=10), name: way, STOCK: times(a=10, b=10)})
     assert found["winner"] == OURS and found["stock_over_ours"] == pytest.approx(ratio)
-    assert found["left_out"] == ({"ours, b": left_out} if left_out else {})
+    assert found["left_out"] == ({name: left_out} if left_out else {})
 
 
 def test_every_operator_has_a_file_here():
-    assert {"sparse_decode", "index_select", "mxfp4_moe"} <= set(OPERATORS) <= set(OPS)
+    assert set(OPERATORS) <= set(OPS)
+    assert {"sparse_decode", "index_select", "mxfp4_moe", "bf16_linear", "fp8_linear", "mhc"} <= set(OPERATORS)
     for name in OPERATORS:
         described = worker.operator(name)
         names = [p.name for p in described.providers()]
@@ -84,7 +118,8 @@ def test_every_operator_has_a_file_here():
         assert all(p.name.startswith(OURS) for p in described.providers() if p.optional)
         cases = described.cases(**SHAPES)
         assert cases and len({c.name for c in cases}) == len(cases) and all(c.bytes_per_call > 0 for c in cases)
-        assert isinstance(described.ERROR, str) and described.max_error(OURS) <= described.max_error(STOCK)
+        assert isinstance(described.ERROR, str)
+        assert all(described.max_error(OURS, case) <= described.max_error(STOCK, case) for case in cases)
         assert callable(described.error) and callable(described.correctness_inputs) and described.TimingInputs
 
 
@@ -236,50 +271,3 @@ def test_experts_in_another_layout_are_prepared_once():
 
     one, two, call = SimpleNamespace(w13=object()), SimpleNamespace(w13=object()), Other()
     assert [call(i) for i in (one, one, two, two, one)] == [1, 1, 2, 2, 3]
-
-
-def test_a_provider_whose_package_is_absent_starts_no_worker(monkeypatch):
-    monkeypatch.setattr(command, "run_worker", lambda name, provider, shapes: times(a=1))
-    monkeypatch.setattr(provider.importlib.util, "find_spec", lambda name: None if name == "sglang" else object())
-    found = command.calibrate("index_select", SHAPES, command.console.Progress(5))["providers"]
-    assert found[STOCK] == {"problem": "SGLang is not installed"} and "cases" in found[OURS]
-
-
-def test_a_provider_for_none_of_the_shapes_is_not_asked(monkeypatch):
-    asked = []
-    monkeypatch.setattr(command, "run_worker", lambda name, provider, shapes: asked.append(provider) or times(a=1))
-    command.calibrate("sparse_decode", SHAPES, command.console.Progress(5))
-    assert OURS in asked and "ours, prefill kernel" not in asked
-
-
-def fake_worker(tmp_path, monkeypatch, lines, code=0, stderr=""):
-    script = tmp_path / "worker.py"
-    script.write_text(f"import sys\nprint({lines!r})\nsys.stderr.write({stderr!r})\nsys.exit({code})\n")
-    real = subprocess.run
-
-    def run(words, **how):
-        return real([sys.executable, str(script)], **how)
-
-    monkeypatch.setattr(command.subprocess, "run", run)
-    return command.run_worker("sparse_decode", OURS, SHAPES)
-
-
-def test_a_crash_is_a_result(tmp_path, monkeypatch):
-    line = json.dumps({"case": "C4", "us": 5.0, "error": 0.001, "how": "graph"})
-    found = fake_worker(tmp_path, monkeypatch, f"noise\n{line}", 1, "Traceback\nRuntimeError: illegal access")
-    assert found["wrong"] == "crashed after 1 case(s): RuntimeError: illegal access"
-    found = fake_worker(tmp_path, monkeypatch, json.dumps({"case": "C4", "error": None, "allowed": 0.003}))
-    assert found["wrong"] == "C4: relative error not finite, allowed 0.003"
-    assert fake_worker(tmp_path, monkeypatch, json.dumps({"problem": "not here"})) == {"problem": "not here"}
-
-
-def test_a_module_that_does_not_load_writes_no_verdict(monkeypatch):
-    monkeypatch.setattr(command, "run_worker", lambda *words: {"problem": "no compiled module"})
-    with pytest.raises(CommandError, match="sparse_decode cannot run here: no compiled module"):
-        command.calibrate("sparse_decode", SHAPES, command.console.Progress(5))
-
-
-def test_the_worker_itself_tells_that_there_is_no_gpu():
-    words = [sys.executable, "-m", "deepseek_v4_sm120.calibrate.worker", "sparse_decode", OURS, json.dumps(SHAPES)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert "sees no CUDA device" in json.loads(done.stdout)["problem"]

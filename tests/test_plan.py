@@ -30,7 +30,7 @@ def test_weights_are_those_of_the_published_checkpoints():
     assert memory.weight_bytes(models.FLASH, 2, mtp=True, wo_a_bf16=False) == pytest.approx(80.5e9, rel=0.002)
     assert memory.weight_bytes(models.PRO, 1, mtp=True, wo_a_bf16=False) == pytest.approx(864.7e9, rel=0.001)
     fp8 = models.find("flash", "fp8")
-    assert memory.weight_bytes(fp8, 2, mtp=True) == pytest.approx(147e9, rel=0.02)
+    assert memory.weight_bytes(fp8, 2, mtp=True, wo_a_bf16=True) == pytest.approx(147e9, rel=0.02)
 
 
 def test_pools_are_those_of_sglangs_configurator():
@@ -67,6 +67,16 @@ def test_what_is_ours_needs_no_logits_and_less_of_the_experts():
     assert memory.experts_bytes(models.FLASH, 2, 4096, True) < memory.experts_bytes(models.FLASH, 2, 4096, False)
     longer = launch.make(request(context=1 << 20, concurrency=1)).chunk
     assert longer >= launch.make(request(context=1 << 20, concurrency=1, replaced=())).chunk
+
+
+def test_wo_a_stays_fp8_where_it_is_ours():
+    ours, stock = launch.make(request()), launch.make(request(replaced=("sparse_decode", "index_select")))
+    layer = 8 * 1024 * 4096 / 2  # a rank's
+    assert stock.weights - ours.weights == pytest.approx(44 * layer, rel=0.01)
+    assert {r.what: r.bytes for r in ours.reserves}["wo_a of a prompt, in bf16"] == 2 * layer
+    assert not any("wo_a" in r.what for r in stock.reserves)
+    told = ["FP8" in command.memory_rows(plan)[0][2] for plan in (ours, stock)]
+    assert told == [True, False]
 
 
 def test_a_profile_that_leaves_an_operator_out(tmp_path):

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "fp8_linear.h"
+#include "config.h"
 
 namespace dsv4::fp8_linear {
 
@@ -15,7 +15,8 @@ namespace py = pybind11;
 inline void run(uintptr_t x, int64_t x_stride, int64_t x_stride_group, uintptr_t weight, int64_t weight_stride, uintptr_t scale,
                 int64_t scale_stride_output, int64_t scale_stride_input, int scale_bytes, uintptr_t out, int64_t out_stride,
                 int64_t out_stride_group, uintptr_t partial, int64_t partial_bytes, int rows, int groups, int outputs, int inputs,
-                int num_sms, bool pdl, uintptr_t stream, int row_tiles, int warp_rows, int blocks) {
+                int num_sms, bool pdl, uintptr_t stream, uintptr_t rotation,
+                uintptr_t positions, int position_bytes, int row_tiles, int warp_rows, int blocks) {
   for (const int64_t stride : {x_stride, x_stride_group, weight_stride, scale_stride_output * scale_bytes, scale_stride_input * scale_bytes}) {
     if (stride < 0 || stride > UINT32_MAX) throw std::runtime_error("fp8_linear: takes strides below 2^32, got " + std::to_string(stride));
   }
@@ -33,6 +34,9 @@ inline void run(uintptr_t x, int64_t x_stride, int64_t x_stride_group, uintptr_t
   p.out_stride = out_stride;
   p.out_stride_group = out_stride_group;
   p.partial = reinterpret_cast<float*>(partial);
+  p.rotation = reinterpret_cast<const float*>(rotation);
+  p.positions = reinterpret_cast<const void*>(positions);
+  p.position_bytes = position_bytes;
   p.rows = rows;
   p.groups = groups;
   p.outputs = outputs;
@@ -50,7 +54,9 @@ inline void bind(py::module_& m) {
   m.def("fp8_linear", &run, py::kw_only(), "x"_a, "x_stride"_a, "x_stride_group"_a, "weight"_a, "weight_stride"_a, "scale"_a,
         "scale_stride_output"_a, "scale_stride_input"_a, "scale_bytes"_a, "out"_a, "out_stride"_a, "out_stride_group"_a, "partial"_a,
         "partial_bytes"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "pdl"_a, "stream"_a,
-        "row_tiles"_a = 0, "warp_rows"_a = 0, "blocks"_a = 0);
+        "rotation"_a = 0, "positions"_a = 0, "position_bytes"_a = 8, "row_tiles"_a = 0, "warp_rows"_a = 0, "blocks"_a = 0);
+  m.attr("FP8_LINEAR_ROTATED") = kRotated;
+  m.attr("FP8_LINEAR_HEAD_INPUTS") = kHeadBlocks * kBlock;
   m.def("fp8_linear_problem", &problem, py::kw_only(), "rows"_a, "groups"_a, "outputs"_a, "inputs"_a);
   m.def(
       "fp8_linear_scratch_bytes",

@@ -16,6 +16,7 @@ namespace dsv4::fp8_linear {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kBlock = 128;                  // inputs and outputs of one scale
+constexpr int kRotated = 64, kHeadBlocks = 4;  // inputs of a head that carry its position: the last 64 of 4 blocks
 constexpr int kTileRows = 16;                // m of m16n8k16
 constexpr int kColumns = 8;                  // n of m16n8k16
 constexpr int kMaxSlices = 8;

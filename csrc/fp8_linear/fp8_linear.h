@@ -22,6 +22,9 @@ struct Params {
   uint16_t* out;                 // [rows, groups, outputs] bf16
   int64_t out_stride, out_stride_group;  // elements, multiples of 4
   float* partial;                // [splits][rows][groups * outputs], where the plan splits
+  const float* rotation;         // [positions][32] cosine, sine: x is rotated back by its row's position first; null: it is not
+  const void* positions;         // [rows]
+  int32_t position_bytes;        // 4: int32, 8: int64
   int32_t rows, groups, outputs, inputs;
 };
 

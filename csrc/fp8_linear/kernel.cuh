@@ -8,6 +8,9 @@
 //
 // Sum of 64 products, in mma order, from zero; times scale, added to the slice's sum, in order; slices by a binary tree.
 // Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others.
+//
+// Optionally x is the attention's output, whose rotary position embedding is taken back on the way in: of each 512 inputs
+// (a head) the last 64 are pairs, rotated in fp32 and rounded to bf16 (DeepSeek-V4's wo_a).
 #pragma once
 
 #include "../device.cuh"
@@ -15,9 +18,10 @@
 
 namespace dsv4::fp8_linear {
 
-template <int kColumnTiles_, int kRowTiles_, int kWarpRows_>
+template <int kColumnTiles_, int kRowTiles_, int kWarpRows_, bool kRotates_>
 struct Config {
   static constexpr int kColumnTiles = kColumnTiles_, kRowTiles = kRowTiles_, kWarpRows = kWarpRows_;
+  static constexpr bool kRotates = kRotates_;
   static constexpr int kSlices = kWarps / kWarpRows;      // of this block
   static constexpr int kSteps = steps_of(kColumnTiles), kAhead = ahead_of(kColumnTiles, kRowTiles);
   static constexpr int kBlockRows = kTileRows * kRowTiles * kWarpRows;
@@ -101,10 +105,7 @@ struct Kernel {
                               static_cast<uint64_t>(slice.begin + block) * p.scale_stride_input;
     return p.scale_bytes == 4 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : __ldg(at);
   }
-  __device__ __forceinline__ float scale_of(uint32_t stored) const {
-    if (p.scale_bytes == 4) return __uint_as_float(stored);
-    return __uint_as_float(stored == 0 ? 0x00400000u : stored == 255 ? 0x7fc00000u : stored << 23);
-  }
+  __device__ __forceinline__ float scale_of(uint32_t stored) const { return block_scale(stored, p.scale_bytes); }
 
   // rows of x that shared memory has room for; those beyond p.rows hold anything, and so do their sums, which nobody stores
   __device__ __forceinline__ int x_rows() const { return rows_in_shared(C::kColumnTiles, p.rows); }
@@ -129,6 +130,33 @@ struct Kernel {
     const uint32_t to = shared_address(x_at(stage)), pitch = x_pitch(plan.chunk_blocks);
 #pragma unroll 1
     for (int row = lane; row < p.rows; row += 32) copy_bulk(to + row * pitch, from + static_cast<uint64_t>(row) * p.x_stride, bytes, barrier);
+  }
+
+  // Four pairs of the last 64 inputs of a head, those of this lane of 8, by the conjugate of the row's rotation.
+  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
+    const int64_t position = p.position_bytes == 8 ? __ldg(static_cast<const int64_t*>(p.positions) + row)
+                                                   : __ldg(static_cast<const int32_t*>(p.positions) + row);
+    const float4* const from = reinterpret_cast<const float4*>(p.rotation + position * kRotated) + lane % 8 * 2;
+    const float4 first = __ldg(from), second = __ldg(from + 1);  // cosine, sine of two pairs each
+    const auto back = [](uint32_t pair, float c, float s) {
+      const float a = bf16_low(pair), b = bf16_high(pair);
+      return pack_bf16x2(fmaf(a, c, b * s), fmaf(b, c, -(a * s)));
+    };
+    return make_uint4(back(v.x, first.x, first.y), back(v.y, first.z, first.w), back(v.z, second.x, second.y), back(v.w, second.z, second.w));
+  }
+
+  // A stage's `count` blocks from the slice's `first` on, those that end a head, rotated back in place, by all warps of the
+  // slice, 4 rows of a block at a time. multiply reads it after sync_slice().
+  __device__ __forceinline__ void rotate(int first, int count, int stage) const {
+    const int pitch = x_pitch(plan.chunk_blocks), skipped = kHeadBlocks - 1 - (slice.begin + first) % kHeadBlocks;
+#pragma unroll 1
+    for (int block = skipped; block < count; block += kHeadBlocks) {
+#pragma unroll 1
+      for (int row = warp_row * 4 + lane / 8; row < p.rows; row += 4 * C::kWarpRows) {
+        unsigned char* const at = x_at(stage) + row * pitch + block * 2 * kBlock + kBlock + lane % 8 * 16;
+        *reinterpret_cast<uint4*>(at) = rotated_back(load_shared(at), row);
+      }
+    }
   }
 
   // 8 of this lane's 16 inputs of a row of x in a half of a block
@@ -318,13 +346,24 @@ struct Kernel {
         const int chunk_end = min(chunk + plan.chunk_blocks, slice.count), stage = resident ? 0 : used & 1;
         if (resident) {
           if (group != staged) {
-            if (staged >= 0) sync_slice();
+            if (staged >= 0) {
+              if constexpr (C::kRotates) fence_async();
+              sync_slice();
+            }
             if (warp_row == 0) fetch(group, 0, slice.count, 0);
             mbarrier_wait(arrived(0), used++ & 1);
+            if constexpr (C::kRotates) {
+              rotate(0, slice.count, 0);
+              sync_slice();
+            }
             staged = group;
           }
-        } else if (chunk < chunk_end) {
-          mbarrier_wait(arrived(stage), used++ >> 1 & 1);
+        } else {
+          if (chunk < chunk_end) {
+            mbarrier_wait(arrived(stage), used++ >> 1 & 1);
+            if constexpr (C::kRotates) rotate(chunk, chunk_end - chunk, stage);
+          }
+          if constexpr (C::kRotates) sync_slice();
         }
         const unsigned char* const x = x_at(stage);
         for (int block0 = chunk; block0 < chunk_end; block0 += C::kAhead) {
@@ -348,6 +387,7 @@ struct Kernel {
           }
         }
         if (!resident) {
+          if constexpr (C::kRotates) fence_async();
           sync_slice();
           if (chunk < chunk_end) fetch_next(stage);
         }

@@ -14,12 +14,13 @@ using LinearKernel = void (*)(Params, Plan);
 
 struct Variant {
   int column_tiles, row_tiles, warp_rows;
-  LinearKernel kernel;
+  LinearKernel kernel, rotating;
 };
 
 template <int kColumnTiles, int kRowTiles, int kWarpRows>
 Variant variant() {
-  return {kColumnTiles, kRowTiles, kWarpRows, &linear_kernel<Config<kColumnTiles, kRowTiles, kWarpRows>>};
+  return {kColumnTiles, kRowTiles, kWarpRows, &linear_kernel<Config<kColumnTiles, kRowTiles, kWarpRows, false>>,
+          &linear_kernel<Config<kColumnTiles, kRowTiles, kWarpRows, true>>};
 }
 
 const Variant kVariants[] = {
@@ -88,9 +89,9 @@ void choose(Plan& plan, int rows, int groups, int outputs, int num_sms, int row_
   }
 }
 
-void allow_shared(const Variant& v) {
-  static uint64_t configured[std::size(kVariants)] = {};
-  dsv4::allow_shared(kName, reinterpret_cast<const void*>(v.kernel), kMaxShared, configured[&v - kVariants]);
+void allow_shared(const Variant& v, bool rotating) {
+  static uint64_t configured[2][std::size(kVariants)] = {};
+  dsv4::allow_shared(kName, reinterpret_cast<const void*>(rotating ? v.rotating : v.kernel), kMaxShared, configured[rotating][&v - kVariants]);
 }
 
 }  // namespace
@@ -148,9 +149,10 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
   if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
   const Variant* const v = find(plan.column_tiles, plan.row_tiles, plan.warp_rows);
   if (v == nullptr || shared_of(plan) > kMaxShared) throw std::runtime_error("fp8_linear: no kernel for this plan");
-  allow_shared(*v);
+  const bool rotating = params.rotation != nullptr;
+  allow_shared(*v, rotating);
   const Launcher launcher = {kName, pdl, stream};
-  launcher(v->kernel, dim3(plan.blocks, plan.splits), kThreads, shared_of(plan), params, plan);
+  launcher(rotating ? v->rotating : v->kernel, dim3(plan.blocks, plan.splits), kThreads, shared_of(plan), params, plan);
   if (plan.splits == 1) return;
   const int64_t weight_rows = static_cast<int64_t>(params.groups) * params.outputs;
   const dim3 grid(static_cast<unsigned>((weight_rows / 4 + kMergeThreads - 1) / kMergeThreads), params.rows);
@@ -161,9 +163,13 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
 std::vector<KernelAttributes> kernel_attributes() {
   std::vector<KernelAttributes> all;
   for (const Variant& v : kVariants) {
-    allow_shared(v);
-    const std::string name = "fp8_linear_" + std::to_string(v.column_tiles) + "_" + std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
-    all.push_back(attributes_of(kName, reinterpret_cast<const void*>(v.kernel), name, kThreads, exchange_bytes(v.column_tiles, v.row_tiles, v.warp_rows)));
+    for (const bool rotating : {false, true}) {
+      allow_shared(v, rotating);
+      const std::string name = std::string("fp8_linear_") + (rotating ? "rotating_" : "") + std::to_string(v.column_tiles) + "_" +
+                               std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
+      const void* const kernel = reinterpret_cast<const void*>(rotating ? v.rotating : v.kernel);
+      all.push_back(attributes_of(kName, kernel, name, kThreads, exchange_bytes(v.column_tiles, v.row_tiles, v.warp_rows)));
+    }
   }
   return all;
 }

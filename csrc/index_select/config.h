@@ -15,6 +15,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "index_select.h"
 
@@ -26,9 +27,11 @@ constexpr int kPage = 64;                              // entries of a page
 constexpr int kSharedRows = 4;                         // rows of a block where adjacent rows share their entries
 constexpr int warps_of(int rows) { return rows == 1 ? 12 : 8; }  // of a block: 168 or 255 registers a thread
 constexpr int threads_of(int rows) { return 32 * warps_of(rows); }
-constexpr int chunk_of(int rows) { return rows == 1 ? 2304 : 2048; }  // entries whose keys a block holds at once: one list
+constexpr int chunk_of(int rows) { return rows == 1 ? 2304 : 2048; }  // entries after which a list may end
+constexpr int held_of(int rows) { return rows == 1 ? 2 * chunk_of(1) : chunk_of(rows); }  // keys that a block holds of a row
 constexpr int kListThreads = 256;                      // of a block that makes lists from given logits
 constexpr int kMaxK = 1024;
+constexpr int kMaxSpan = 1 << 16;                      // entries from the first to the last of a list
 static_assert(chunk_of(1) % (32 * warps_of(1)) == 0 && chunk_of(kSharedRows) % (kPage * warps_of(kSharedRows)) == 0, "whole rounds");
 
 // Ordered keys: unsigned order is the order of the logits, -0 equals +0, NaN is 0 and so below everything.
@@ -40,7 +43,8 @@ constexpr int kAllBins = 1 << (32 - kBinShift);
 struct alignas(16) ListHeader {
   uint32_t top_bin;
   uint32_t kept;              // entries
-  uint32_t unused[2];
+  uint32_t first;             // the entry that has offset 0
+  uint32_t start;             // place of its keys and offsets among those of the row
   uint16_t counts[kBins];     // of the kept entries, from top_bin down
 };
 static_assert(sizeof(ListHeader) == 144, "16 + 128");
@@ -69,17 +73,26 @@ struct Traits<Format::kFp4> {
 // What a row needs between its scores and its list.
 template <int kRows>
 struct RowShared {
-  uint32_t keys[kRows][chunk_of(kRows)];
+  uint32_t keys[kRows][held_of(kRows)];
   uint32_t counts[kRows][kBins];
   uint32_t greatest[kRows];
   uint32_t floor[kRows];      // keys below it cannot be among the k greatest of the row
+  uint32_t start[kRows];      // of the next list
   int32_t cut[kRows];
+};
+// One row alone: only keys from the floor up are held, so that a list covers as many entries as it takes to have enough of them.
+struct StreamShared : RowShared<1> {
+  uint16_t offsets[held_of(1)];
+  uint32_t held;
+  int32_t first;              // entry of offset 0
+  uint32_t running[32][3];    // Running of the first warp's lanes
+  int32_t list, end_list;     // the next list of the block, and behind its last one
 };
 
 template <Format kFormat, int kRows>
 struct ScoreShared {
   alignas(16) uint8_t q[kRows][Traits<kFormat>::kQueryBytes];
-  RowShared<kRows> rows;
+  std::conditional_t<kRows == 1, StreamShared, RowShared<kRows>> rows;
   alignas(16) float weights[kRows][kHeads];
   int32_t pages[kRows][chunk_of(kRows) / kPage];
   int32_t lengths[kRows];
@@ -88,36 +101,39 @@ static_assert(sizeof(ScoreShared<Format::kFp8Half, kSharedRows>) <= 101376, "one
 
 constexpr int kMergeThreads = 512;
 constexpr int kMergeWarps = kMergeThreads / 32;
-constexpr int kHeaders = 192;                          // lists whose headers are held at once
-constexpr int kGroup = 8;                              // lanes that count the front of a list
-constexpr int kStaged = 6144;                          // candidates held in shared memory; more are read again for every digit
+constexpr int kHeaders = 256;                          // lists whose fronts are gathered at once
+constexpr int kGroup = 8;                              // lanes that read a header
+constexpr int kStaged = 4096;                          // candidates held in shared memory; more are read again for every digit
 constexpr int kDigitBits = 11;
 constexpr int kWindow = 1 << 18;                       // entries whose chosen ones are ranked at once
+constexpr int kHeldPages = kWindow / kPage;            // of the row's page table
+
+// Threads read runs of words; these keep the runs of a warp on different banks.
+constexpr int padded(int word) { return word + word / 32; }
+constexpr int padded_half(int word) { return word + word / 64 * 2; }
 
 struct MergeShared {
   uint64_t candidates[kStaged];                        // key, then the inverted entry: greater is better, no two are equal
-  union {
-    ListHeader headers[kHeaders];
-    uint32_t chosen[kWindow / 32];                     // a bit for each entry
-  };
+  alignas(16) uint32_t chosen[padded(kWindow / 32)];   // a bit for each entry
   union {
     alignas(16) uint32_t bins[kAllBins];
     uint32_t digits[1 << kDigitBits];
-    uint16_t before[kWindow / 32];                     // chosen entries before the word
+    uint16_t before[padded_half(kWindow / 32)];        // chosen entries before the word
   };
-  uint32_t starts[kHeaders + 1];                       // of the lists' fronts among the candidates
+  int32_t pages[kHeldPages];
+  alignas(16) uint32_t starts[kHeaders + 1];           // of the lists' fronts among the candidates
   uint32_t warp_sums[kMergeWarps];
-  uint32_t total, exact;
+  uint32_t exact;
   uint32_t found, found_above, found_count;
 };
 static_assert(sizeof(MergeShared) <= 101376, "one block on SM120");
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// The part of a row that one block scores: [first, first + entries), in lists of a chunk each.
+// The part of a row that one block scores: [first, first + entries), in at most a list for each chunk.
 struct Range {
   int32_t entries;            // of every block but the last
-  int32_t lists;              // of every block
+  int32_t lists;              // of every block; those that it does not need are empty
 };
 __host__ __device__ inline Range range_of(int length, int splits, int chunk) {
   const int pages = ceil_div(ceil_div(length, kPage), splits);

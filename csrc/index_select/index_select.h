@@ -26,18 +26,18 @@ struct Split {
   int32_t group_rows;         // adjacent rows that one block scores together
   int32_t splits;             // blocks per group of rows
   int32_t lists;              // of a row: splits * lists per block, from the greatest possible length
-  int32_t chunk;              // entries from which a list is made, a multiple of 64
-  int32_t list_capacity;      // entries of a list
+  int32_t chunk;              // entries after which a block may end a list, a multiple of 64
+  int32_t list_capacity;      // a block has room for that many entries times its lists
   const int32_t* lengths;     // [rows] entries, clamped to 0..width
   int32_t width;
   int32_t k;
   bool short_lists;           // also for rows of at most k entries, whose result needs no logits
 };
 
-// Candidates of a row: [rows][lists] lists, each a prefix of `list_capacity` entries, grouped by descending bin (config.h).
+// Candidates of a row: [rows][lists] lists, each grouped by descending bin (config.h); those of a block lie one behind the other.
 struct Lists {
   uint8_t* headers;           // [rows][lists] ListHeader
-  uint32_t* keys;             // [rows][lists][list_capacity] ordered keys
+  uint32_t* keys;             // [rows][lists * list_capacity] ordered keys
   uint16_t* offsets;          // the same shape: entry = first entry of the list + offset
 };
 

@@ -132,7 +132,7 @@ std::vector<std::pair<std::string, int>> shared_bytes() {
   return {{"index_score_row", sizeof(ScoreShared<Format::kFp8Half, 1>)},
           {"index_score_shared", sizeof(ScoreShared<Format::kFp8Half, kSharedRows>)},
           {"index_merge", sizeof(MergeShared)},
-          {"index_lists", sizeof(RowShared<1>)}};
+          {"index_lists", sizeof(StreamShared)}};
 }
 
 }  // namespace dsv4::index_select

@@ -3,6 +3,9 @@
 // One block a row. The lists' counts give the bin of the k-th greatest; only the front of each list, down to that bin, is read. A radix
 // select over (key, inverted entry) finds the last chosen one: ties go to the lower entry. A bit for each chosen entry and a prefix sum
 // over the bits rank them by entry, so that the order of the result is a function of the set alone.
+//
+// A block runs through its code once, so what it costs is latency: of memory, of barriers, and of the instructions themselves. Hence
+// loops that are not unrolled, no divisions, and page ids, zeros and translations before the wait.
 #pragma once
 
 #include "lists.cuh"
@@ -51,80 +54,71 @@ __device__ __forceinline__ void find_digit(MergeShared& s, const uint32_t* count
   __syncthreads();
 }
 
-struct RowLists {
-  int length;                 // of the row
-  int chunk;
-  Range range;                // of its group's blocks
+struct Row {
+  int row;
+  int length;
   int lists;
-
-  __device__ __forceinline__ int first(int list) const {
-    return range.lists == 1 ? list * range.entries : list / range.lists * range.entries + list % range.lists * chunk;
-  }
-  // whether the score kernel made it: blocks of short ranges have fewer lists than they could
-  __device__ __forceinline__ bool made(int list) const {
-    return first(list) < length && (range.lists == 1 || list % range.lists * chunk < range.entries);
-  }
+  const ListHeader* headers;
+  const uint32_t* keys;
+  const uint16_t* offsets;
 };
 
-// Headers of kHeaders lists from `begin` on; those that were not made count nothing. All are there after the call.
-__device__ __forceinline__ void load_headers(MergeShared& s, const MergeParams& p, int row, const RowLists& r, int begin) {
-  constexpr int kVectors = sizeof(ListHeader) / 16;
-  const uint4* headers = reinterpret_cast<const uint4*>(header_of(p.lists, p.split, row, begin));
-  __syncthreads();
-  for (int i = threadIdx.x; i < min(r.lists - begin, kHeaders) * kVectors; i += kMergeThreads)
-    reinterpret_cast<uint4*>(s.headers)[i] = r.made(begin + i / kVectors) ? headers[i] : make_uint4(0, 0, 0, 0);
-  __syncthreads();
+// Eight counts of a list, this lane's of its group.
+struct Counts {
+  uint32_t pairs[4];
+  __device__ __forceinline__ explicit Counts(const ListHeader& header) {
+    const uint4 v = reinterpret_cast<const uint4*>(header.counts)[threadIdx.x % kGroup];
+    pairs[0] = v.x, pairs[1] = v.y, pairs[2] = v.z, pairs[3] = v.w;
+  }
+  __device__ __forceinline__ uint32_t operator[](int i) const { return i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xffff; }
+};
+static_assert(kBins == 8 * kGroup, "eight counts a lane");
+
+// Counts of the absolute bins. What a list has in its last bin is counted at the lowest: the bin found is never too high.
+__device__ __forceinline__ void count_bins(MergeShared& s, const Row& r) {
+  const int sub = threadIdx.x % kGroup;
+#pragma unroll 3
+  for (int list = threadIdx.x / kGroup; list < r.lists; list += kMergeThreads / kGroup) {
+    const uint32_t top = r.headers[list].top_bin;
+    const Counts counts(r.headers[list]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int bin = 8 * sub + i;
+      if (counts[i] != 0) atomicAdd(&s.bins[bin == kBins - 1 ? 0 : top - bin], counts[i]);
+    }
+  }
 }
 
-// The lists of a batch, kGroup lanes each: how many entries of this group's list lie in bins from `bin` up, and whether these include its
-// last bin, which holds all smaller ones. All lanes of a warp call it.
-__device__ __forceinline__ int front_of(const ListHeader* header, uint32_t bin, bool& lowest) {
-  static_assert(kBins == 8 * kGroup, "eight counts a lane");
-  const int sub = threadIdx.x % kGroup;
-  uint32_t mine = 0, last = 0;
+// How many entries of this group's list lie in bins from `bin` up, and whether these include its last bin, which holds all smaller
+// ones. All lanes of a warp call it.
+__device__ __forceinline__ uint32_t front_of(const ListHeader* header, uint32_t bin, bool& lowest) {
+  uint32_t mine = 0;
+  lowest = false;
   if (header != nullptr) {
-    const uint32_t top = header->top_bin;
-    const int bins = top < bin ? 0 : min(static_cast<int>(top - bin) + 1, kBins);
-    const uint4 counts = reinterpret_cast<const uint4*>(header->counts)[sub];
-    const uint32_t pairs[4] = {counts.x, counts.y, counts.z, counts.w};
+    const int sub = threadIdx.x % kGroup, bins = static_cast<int>(header->top_bin - bin) + 1 - 8 * sub;  // of this lane's counts
+    const Counts counts(*header);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int first = 8 * sub + 2 * i;
-      mine += (first < bins ? pairs[i] & 0xffff : 0u) + (first + 1 < bins ? pairs[i] >> 16 : 0u);
-    }
-    last = bins == kBins && sub == kGroup - 1 ? pairs[3] >> 16 : 0;
+    for (int i = 0; i < 8; ++i) mine += i < bins ? counts[i] : 0;
+    lowest = sub == kGroup - 1 && bins >= 8 && counts[7] != 0;
   }
 #pragma unroll
   for (int d = 1; d < kGroup; d *= 2) mine += __shfl_xor_sync(0xffffffffu, mine, d);
-  lowest = last != 0;
-  return static_cast<int>(mine);
+  return mine;
 }
 
 __device__ __forceinline__ uint64_t candidate(uint32_t key, int entry) { return static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(entry); }
 __device__ __forceinline__ int entry_of(uint64_t candidate) { return static_cast<int>(~static_cast<uint32_t>(candidate)); }
 
-// Counts of the absolute bins. What a list has in its last bin is counted at the lowest: the bin found is never too high.
-__device__ __forceinline__ void count_bins(MergeShared& s, int lists) {
-  const int lane = threadIdx.x & 31;
-  for (int list = threadIdx.x / 32; list < lists; list += kMergeWarps) {
-    const ListHeader* header = &s.headers[list];
-    const uint32_t top = header->top_bin, pair = reinterpret_cast<const uint32_t*>(header->counts)[lane];
-    if (pair & 0xffff) atomicAdd(&s.bins[top - 2 * lane], pair & 0xffff);
-    if (pair >> 16) atomicAdd(&s.bins[lane == 31 ? 0 : top - 2 * lane - 1], pair >> 16);
-  }
-}
-
-// Starts of the fronts of the held lists among all candidates, the first of them at `base`; s.exact falls where a last bin is in one.
-__device__ __forceinline__ void start_fronts(MergeShared& s, int lists, uint32_t bin, uint32_t base) {
-  constexpr int kRounds = ceil_div(kHeaders, kMergeThreads / kGroup);
-  const int group = threadIdx.x / kGroup;
-#pragma unroll
-  for (int i = 0; i < kRounds; ++i) {
-    const int list = group + i * (kMergeThreads / kGroup);
+// Starts of the fronts of the lists from `begin` on among all candidates, the first of them at s.starts[kHeaders]; s.exact falls where a
+// last bin is in one. All are there after the call.
+__device__ __forceinline__ void start_fronts(MergeShared& s, const Row& r, int begin, uint32_t bin) {
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x / kGroup; i < kHeaders; i += kMergeThreads / kGroup) {
     bool lowest;
-    const int n = front_of(list < lists ? &s.headers[list] : nullptr, bin, lowest);
+    const uint32_t n = front_of(begin + i < r.lists ? &r.headers[begin + i] : nullptr, bin, lowest);
     if (lowest) s.exact = 0;
-    if (threadIdx.x % kGroup == 0 && list < kHeaders) s.starts[list] = n;
+    if (threadIdx.x % kGroup == 0) s.starts[i] = n;
   }
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -132,61 +126,67 @@ __device__ __forceinline__ void start_fronts(MergeShared& s, int lists, uint32_t
     uint32_t n[kEach], sum = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) sum += n[i] = s.starts[kEach * threadIdx.x + i];
-    uint32_t start = base + inclusive_sum(sum) - sum;
+    uint32_t start = s.starts[kHeaders] + inclusive_sum(sum) - sum;
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       s.starts[kEach * threadIdx.x + i] = start;
       start += n[i];
     }
-    if (threadIdx.x == 31) s.starts[kHeaders] = s.total = start;
+    if (threadIdx.x == 31) s.starts[kHeaders] = start;
   }
   __syncthreads();
 }
 
-// Candidate `i` of the fronts that start_fronts arranged, whose lists begin with `begin`.
-__device__ __forceinline__ uint64_t read_candidate(const MergeShared& s, const MergeParams& p, int row, const RowLists& r, int begin, uint32_t i) {
-  int list = 0, step = 128;
+// Candidate `i` of the fronts that start_fronts arranged.
+__device__ __forceinline__ uint64_t read_candidate(const MergeShared& s, const Row& r, int begin, uint32_t i) {
+  int list = 0;
 #pragma unroll
-  for (; step > 0; step /= 2)
-    if (list + step < kHeaders && s.starts[list + step] <= i) list += step;
-  const int64_t place = place_of(p.split, row, begin + list) + (i - s.starts[list]);
-  return candidate(p.lists.keys[place], r.first(begin + list) + p.lists.offsets[place]);
+  for (int step = kHeaders / 2; step > 0; step /= 2)
+    if (s.starts[list + step] <= i) list += step;
+  const uint4 header = *reinterpret_cast<const uint4*>(&r.headers[begin + list]);  // top_bin, kept, first, start
+  const uint32_t place = header.w + (i - s.starts[list]);
+  return candidate(r.keys[place], header.z + r.offsets[place]);
 }
+static_assert((kHeaders & (kHeaders - 1)) == 0, "halved to one");
 
-// Visits every candidate, wherever they are. All threads. Fronts that are not held are counted again.
+// Visits every candidate; where they are too many to be held, every entry of every list, for too many are right as well.
 template <typename Visit>
-__device__ __forceinline__ void visit_all(MergeShared& s, const MergeParams& p, int row, const RowLists& r, const Visit& visit) {
-  if (s.total <= kStaged) {
+__device__ __forceinline__ void visit_all(const MergeShared& s, const Row& r, const Visit& visit) {
+  const uint32_t total = s.starts[kHeaders];
+  if (total <= kStaged) {
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < s.total; i += kMergeThreads) visit(s.candidates[i]);
-  } else if (r.lists <= kHeaders) {
-#pragma unroll 4
-    for (uint32_t i = threadIdx.x; i < s.total; i += kMergeThreads) visit(read_candidate(s, p, row, r, 0, i));
-  } else {  // a warp per list: every one of its entries, for too many are right as well
+    for (uint32_t i = threadIdx.x; i < total; i += kMergeThreads) visit(s.candidates[i]);
+    return;
+  }
+  const int team = r.lists < kMergeWarps ? kMergeThreads : 32;  // threads of a list
 #pragma unroll 1
-    for (int list = threadIdx.x / 32; list < r.lists; list += kMergeWarps) {
-      if (!r.made(list)) continue;
-      const int kept = header_of(p.lists, p.split, row, list)->kept, first = r.first(list);
-      const int64_t place = place_of(p.split, row, list);
-#pragma unroll 4
-      for (int i = threadIdx.x & 31; i < kept; i += 32) visit(candidate(p.lists.keys[place + i], first + p.lists.offsets[place + i]));
-    }
+  for (int list = threadIdx.x / team; list < r.lists; list += kMergeThreads / team) {
+    const uint4 header = *reinterpret_cast<const uint4*>(&r.headers[list]);
+#pragma unroll 2
+    for (uint32_t i = threadIdx.x % team; i < header.y; i += team) visit(candidate(r.keys[header.w + i], header.z + r.offsets[header.w + i]));
   }
 }
 
 __device__ __forceinline__ void zero_digits(MergeShared& s) {
-  for (int i = threadIdx.x; i < (1 << kDigitBits) / 4; i += kMergeThreads) reinterpret_cast<uint4*>(s.digits)[i] = make_uint4(0, 0, 0, 0);
+  static_assert((1 << kDigitBits) == 4 * kMergeThreads, "a vector a thread");
+  reinterpret_cast<uint4*>(s.digits)[threadIdx.x] = make_uint4(0, 0, 0, 0);
 }
 
-// The least of the `wanted` greatest candidates. `known` leading bits are `prefix` for all that matter.
-__device__ __forceinline__ uint64_t least_chosen(MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint64_t prefix, int known, uint32_t wanted) {
+// The least of the `wanted` greatest candidates. `known` leading bits are `prefix` for all that matter; with `counted` the next digit has
+// been counted among these, else the counts are zero. A barrier has passed.
+__device__ __forceinline__ uint64_t least_chosen(MergeShared& s, const Row& r, uint64_t prefix, int known, uint32_t wanted, bool counted) {
   int shift = 64 - known;
-  while (true) {  // the digits' counts are zero, and a barrier has passed
+#pragma unroll 1
+  while (true) {
     const int bits = min(kDigitBits, shift), below = shift - bits;
-    visit_all(s, p, row, r, [&](uint64_t c) {
-      if (shift == 64 || c >> shift == prefix) atomicAdd(&s.digits[c >> below & ((1u << bits) - 1)], 1u);
-    });
-    __syncthreads();
+    if (!counted) {
+      visit_all(s, r, [&](uint64_t c) {
+        if (shift == 64 || c >> shift == prefix) atomicAdd(&s.digits[c >> below & ((1u << bits) - 1)], 1u);
+      });
+      __syncthreads();
+    }
+    counted = false;
     find_digit<1 << kDigitBits>(s, s.digits, wanted);
     prefix = prefix << bits | s.found;
     wanted -= s.found_above;
@@ -197,141 +197,153 @@ __device__ __forceinline__ uint64_t least_chosen(MergeShared& s, const MergePara
   }
 }
 
-__device__ __forceinline__ void write(const MergeParams& p, int row, int rank, int entry, float logit) {
+__device__ __forceinline__ void write(const MergeShared& s, const MergeParams& p, int row, int rank, int entry, float logit) {
   if (p.entries != nullptr) p.entries[row * p.entries_stride + rank] = entry;
   if (p.logits != nullptr) p.logits[row * p.logits_stride + rank] = logit;
   if (p.slots == nullptr) return;
   int slot = -1;
   if (entry >= 0) {
-    const int page = p.table.pages[row * p.table.stride + entry / kPage];
+    const int at = entry / kPage;
+    const int page = at < kHeldPages ? s.pages[at] : p.table.pages[row * p.table.stride + at];
     if (static_cast<uint32_t>(page) < p.table.num_pages) slot = page * kPage + entry % kPage;
   }
   p.slots[row * p.slots_stride + rank] = slot;
 }
 
 // Ranks the chosen candidates by entry and writes them, kWindow entries at a time. The bits of the first window are zero.
-__device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& p, int row, const RowLists& r, uint64_t least) {
+__device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& p, const Row& r, uint64_t least) {
   int rank_base = 0;
+#pragma unroll 1
   for (int window = 0; window < r.length; window += kWindow) {
     const int words = ceil_div(min(r.length - window, kWindow), 32), each = ceil_div(words, kMergeThreads);
     if (window > 0) {
       __syncthreads();
-      for (int i = threadIdx.x; i < words; i += kMergeThreads) s.chosen[i] = 0;
+#pragma unroll 1
+      for (int i = threadIdx.x; i < padded(words); i += kMergeThreads) s.chosen[i] = 0;
       __syncthreads();
     }
-    visit_all(s, p, row, r, [&](uint64_t c) {
+    visit_all(s, r, [&](uint64_t c) {
       const int at = entry_of(c) - window;
-      if (c >= least && at >= 0 && at < kWindow) atomicOr(&s.chosen[at / 32], 1u << (at % 32));
+      if (c >= least && at >= 0 && at < kWindow) atomicOr(&s.chosen[padded(at / 32)], 1u << (at % 32));
     });
+    cp_async_wait_all();  // the page ids
     __syncthreads();
     const int begin = min(static_cast<int>(threadIdx.x) * each, words), end = min(begin + each, words);
     uint32_t sum = 0, all;
-#pragma unroll 1
-    for (int i = begin; i < end; ++i) sum += __popc(s.chosen[i]);
+#pragma unroll 4
+    for (int i = begin; i < end; ++i) sum += __popc(s.chosen[padded(i)]);
     const uint32_t within = inclusive_sum(sum);
     uint32_t before = sum_before(s, __shfl_sync(0xffffffffu, within, 31), all) + within - sum;
-#pragma unroll 1
+#pragma unroll 4
     for (int i = begin; i < end; ++i) {
-      s.before[i] = static_cast<uint16_t>(before);
-      before += __popc(s.chosen[i]);
+      s.before[padded_half(i)] = static_cast<uint16_t>(before);
+      before += __popc(s.chosen[padded(i)]);
     }
     __syncthreads();
-    visit_all(s, p, row, r, [&](uint64_t c) {
+    visit_all(s, r, [&](uint64_t c) {
       const int entry = entry_of(c), at = entry - window;
       if (c < least || at < 0 || at >= kWindow) return;
-      const int rank = s.before[at / 32] + __popc(s.chosen[at / 32] & ((1u << (at % 32)) - 1));
-      write(p, row, rank_base + rank, entry, logit_of(static_cast<uint32_t>(c >> 32)));
+      const int rank = s.before[padded_half(at / 32)] + __popc(s.chosen[padded(at / 32)] & ((1u << (at % 32)) - 1));
+      write(s, p, r.row, rank_base + rank, entry, logit_of(static_cast<uint32_t>(c >> 32)));
     });
     rank_base += all;
   }
 }
 
-// The lists hold only rows longer than k; a shorter one is all of its entries, and its logits are not known here.
-__device__ __forceinline__ void write_short(const MergeParams& p, int row, int length) {
-  for (int i = threadIdx.x; i < p.split.k; i += kMergeThreads)
-    write(p, row, i, i < length ? i : -1, i < length ? __uint_as_float(0x7fffffffu) : -INFINITY);
-}
-
-// The lengths are read before the wait: the kernel that this one waits for has waited itself for what wrote them.
+// The length is read before the wait, and so are the page ids: the kernel that this one waits for has waited itself for what wrote them.
 __global__ void __launch_bounds__(kMergeThreads, 2) merge_kernel(const __grid_constant__ MergeParams p) {
   extern __shared__ __align__(16) uint8_t shared_memory[];
   auto& s = *reinterpret_cast<MergeShared*>(shared_memory);
   const int row = blockIdx.x, k = p.split.k;
-  const int length = min(max(p.split.lengths[row], 0), p.split.width);
-  RowLists r;
-  r.length = length;
-  r.chunk = p.split.chunk;
-  r.range = range_of(group_length(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, r.chunk);
-  r.lists = p.split.splits * r.range.lists;
-  for (int i = threadIdx.x; i < kAllBins; i += kMergeThreads) s.bins[i] = 0;
-  if (threadIdx.x == 0) s.total = 0, s.exact = 1;
+  Row r;
+  r.row = row;
+  r.length = min(max(p.split.lengths[row], 0), p.split.width);
+  r.lists = p.split.splits * range_of(group_length(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, p.split.chunk).lists;
+  r.headers = header_of(p.lists, p.split, row, 0);
+  r.keys = p.lists.keys + place_of(p.split, row);
+  r.offsets = p.lists.offsets + place_of(p.split, row);
+  const int pages = p.slots == nullptr ? 0 : min(ceil_div(r.length, kPage), kHeldPages);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < pages; i += kMergeThreads) cp_async_4(shared_address(&s.pages[i]), p.table.pages + row * p.table.stride + i);
+#pragma unroll
+  for (int i = 0; i < kAllBins / 4; i += kMergeThreads) reinterpret_cast<uint4*>(s.bins)[i + threadIdx.x] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < padded(ceil_div(min(r.length, kWindow), 32)) / 4 + 1; i += kMergeThreads)
+    reinterpret_cast<uint4*>(s.chosen)[i] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x == 0) {
+    s.starts[kHeaders] = 0, s.exact = 1;
+    touch(r.headers);
+    touch(r.keys);
+    touch(r.offsets);
+    if (p.slots != nullptr) touch(p.slots + row * p.slots_stride);
+  }
+  __syncthreads();
   pdl_wait();
   pdl_trigger();
-  if (length <= k && p.logits == nullptr) return write_short(p, row, length);
+  if (r.length <= k) {
+    // without logits the lists need not be there; all entries are chosen, and their logits are not known here
+    cp_async_wait_all();
+    __syncthreads();
+    const bool all_known = p.logits == nullptr;
+#pragma unroll 1
+    for (int i = (all_known ? 0 : r.length) + threadIdx.x; i < k; i += kMergeThreads)
+      write(s, p, row, i, i < r.length ? i : -1, -INFINITY);
+    if (all_known) return;
+  }
   uint64_t least = 0;
   uint32_t bin = 0, above = 0;
-  if (length > k) {
-    for (int begin = 0; begin < r.lists; begin += kHeaders) {
-      load_headers(s, p, row, r, begin);
-      count_bins(s, min(r.lists - begin, kHeaders));
-    }
+  if (r.length > k) {
+    count_bins(s, r);
     __syncthreads();
     find_digit<kAllBins>(s, s.bins, k);
     bin = s.found;
     above = s.found_above;
-  } else {
-    for (int i = length + threadIdx.x; i < k; i += kMergeThreads) write(p, row, i, -1, -INFINITY);
+    zero_digits(s);
   }
-  zero_digits(s);
+#pragma unroll 1
   for (int begin = 0; begin < r.lists; begin += kHeaders) {
-    if (length <= k || r.lists > kHeaders) load_headers(s, p, row, r, begin);
-    const uint32_t before = s.total;
-    __syncthreads();
-    start_fronts(s, min(r.lists - begin, kHeaders), bin, before);
-#pragma unroll 4
-    for (uint32_t i = before + threadIdx.x; i < min(s.total, kStaged); i += kMergeThreads)
-      s.candidates[i] = read_candidate(s, p, row, r, begin, i);
+    start_fronts(s, r, begin, bin);
+    const uint32_t total = s.starts[kHeaders];
+#pragma unroll 1
+    for (uint32_t i = s.starts[0] + threadIdx.x; i < total; i += kMergeThreads) {
+      const uint64_t c = read_candidate(s, r, begin, i);
+      if (i < kStaged) s.candidates[i] = c;
+      if (r.length > k && c >> (64 - (32 - kBinShift)) == bin) atomicAdd(&s.digits[c >> (64 - (32 - kBinShift) - kDigitBits) & ((1u << kDigitBits) - 1)], 1u);
+    }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < ceil_div(min(length, kWindow), 32); i += kMergeThreads) s.chosen[i] = 0;  // where the headers were
-  if (length <= k) __syncthreads();
-  if (length > k) {
+  if (r.length > k) {
     // where a list's last bin reaches up to here, its entries were counted too low: all bits are searched
     const bool exact = s.exact != 0;
-    least = least_chosen(s, p, row, r, exact ? bin : 0, exact ? 32 - kBinShift : 0, exact ? k - above : k);
+    if (!exact) {
+      zero_digits(s);
+      __syncthreads();
+    }
+    least = least_chosen(s, r, exact ? bin : 0, exact ? 32 - kBinShift : 0, exact ? k - above : k, exact);
   }
-  write_chosen(s, p, row, r, least);
+  write_chosen(s, p, r, least);
 }
 
 // Lists from logits in memory: the counterpart of the score kernel.
 __global__ void __launch_bounds__(kListThreads) list_kernel(const __grid_constant__ ListParams p) {
-  __shared__ RowShared<1> s;
+  __shared__ StreamShared s;
   pdl_wait();
   pdl_trigger();
   const int row = blockIdx.y, length = group_length(p.split, row);
   const Range range = range_of(length, p.split.splits, chunk_of(1));
-  const int begin = blockIdx.x * range.entries, end = min(begin + range.entries, length);
-  if (begin >= end) return;
-  if (threadIdx.x == 0) s.floor[0] = 0, s.greatest[0] = 0;
-  Running running;
-  for (int first = begin, list = blockIdx.x * range.lists; first < end; first += chunk_of(1), ++list) {
-    const int n = min(end - first, chunk_of(1));
-    if (threadIdx.x < kBins) s.counts[0][threadIdx.x] = 0;
-    __syncthreads();
-    uint32_t greatest = 0;
-    for (int i = threadIdx.x; i < n; i += kListThreads) {
-      const uint32_t key = ordered_key(p.logits[row * p.logits_stride + first + i]);
-      s.keys[0][i] = key;
-      greatest = max(greatest, key);
+  const int begin = blockIdx.x * range.entries, end = min(begin + range.entries, length), list = blockIdx.x * range.lists;
+  if (begin >= end) return write_empty(p.lists, p.split, row, list, list + range.lists, threadIdx.x, kListThreads);
+  start_stream(s, p.split, range, begin);
+  __syncthreads();
+  for (int first = begin; first < end; first += chunk_of(1)) {
+    const int next = min(first + chunk_of(1), end);
+#pragma unroll 4
+    for (int at = first + threadIdx.x / 32 * 32; at < next; at += kListThreads) {
+      const int i = at + (threadIdx.x & 31);
+      const uint32_t key = i < next ? ordered_key(p.logits[row * p.logits_stride + i]) : 0;
+      hold(s, key, i < next, i);
     }
-    greatest = __reduce_max_sync(0xffffffffu, greatest);
-    if ((threadIdx.x & 31) == 0) atomicMax(&s.greatest[0], greatest);
-    __syncthreads();
-    const int64_t place = place_of(p.split, row, list);
-    const ListWork work = {s.keys[0], s.counts[0], &s.greatest[0], &s.floor[0], &s.cut[0], header_of(p.lists, p.split, row, list),
-                           p.lists.keys + place, p.lists.offsets + place};
-    emit_list<kListThreads>(work, running, n, p.split.k, threadIdx.x, 1);
-    __syncthreads();
+    end_chunk<kListThreads>(s, p.split, p.lists, row, next, end);
   }
 }
 

@@ -35,13 +35,24 @@ __device__ __forceinline__ uint32_t inclusive_sum(uint32_t v) {  // over the war
   return v;
 }
 
+__device__ __forceinline__ void cp_async_4(uint32_t dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
+
+// Loads a word that nobody looks at: later accesses to its page of memory find the address translated. `p` is a multiple of 4.
+__device__ __forceinline__ void touch(const void* p) {
+  asm volatile("{ .reg .b32 unused; ld.relaxed.gpu.global.b32 unused, [%0]; }" ::"l"(p) : "memory");
+}
+
 // entries of a row that lie in its chunk from `first`
 __device__ __forceinline__ int entries_in(int length, int first, int capacity) { return max(0, min(length - first, capacity)); }
 
 // the greatest length of a group of rows, clamped to the width
 __device__ __forceinline__ int group_length(const Split& s, int first_row) {
   int length = 0;
-  for (int r = first_row; r < min(first_row + s.group_rows, s.rows); ++r) length = max(length, s.lengths[r]);
+#pragma unroll
+  for (int r = 0; r < kSharedRows; ++r)
+    if (r < s.group_rows && first_row + r < s.rows) length = max(length, s.lengths[first_row + r]);
   return min(max(length, 0), s.width);
 }
 

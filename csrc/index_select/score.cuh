@@ -1,8 +1,9 @@
 // Index logits of a group of rows over a range of entries, each chunk reduced to a list of candidates at once.
 //
-// Grid: splits x groups of rows. Per chunk of 2048 entries: every warp takes tiles of 16 kTiles entries (keys go from memory straight
-// to MMA registers), scores them for each row of the group, and leaves ordered keys in shared memory; then a team of warps per row makes
-// the row's list. Rows of a group whose page is the same share its load; a row on another page loads its own.
+// Grid: splits x groups of rows. Every warp takes tiles of 16 kTiles entries (keys go from memory straight to MMA registers), scores
+// them for each row of the group, and leaves ordered keys in shared memory: of one row, those that can still be among its k greatest;
+// of several, all, and after each chunk a team of warps per row makes the row's list. Rows of a group whose page is the same share its
+// load; a row on another page loads its own.
 #pragma once
 
 #include "fragments.cuh"
@@ -111,7 +112,7 @@ __device__ __forceinline__ const uint8_t* page_address(const ScoreParams& p, int
   return static_cast<uint32_t>(page) < p.table.num_pages ? p.k_pages + page * p.page_bytes : nullptr;
 }
 
-// Puts the row's keys of the warp's tiles in place.
+// Puts the row's keys of the warp's tiles in place, of several rows.
 template <int kRows, int kTiles>
 __device__ __forceinline__ void keep_keys(RowShared<kRows>& s, int r, int at, int valid, const float (&score)[kTiles / 2],
                                           const float (&scale)[kTiles / 2]) {
@@ -129,23 +130,25 @@ __device__ __forceinline__ void keep_keys(RowShared<kRows>& s, int r, int at, in
   if ((threadIdx.x & 31) == 0) atomicMax(&s.greatest[r], greatest);
 }
 
-// What becomes of the keys of a chunk: a list per row, or logits in memory. All threads, after a barrier; another one must follow.
+// What becomes of the keys of a chunk of several rows: a list per row, or logits in memory. All threads, after a barrier; another one
+// must follow.
 template <int kRows>
 __device__ __forceinline__ void finish_chunk(RowShared<kRows>& s, Running& running, const ScoreParams& p, const int32_t* lengths, int first_row, int rows,
                                              int list, int first, int entries) {
   constexpr int kTeam = threads_of(kRows) / kRows;
   const int r = threadIdx.x / kTeam, thread = threadIdx.x % kTeam, row = first_row + r;
-  const int n = r < rows ? entries_in(lengths[r], first, entries) : 0;
-  if (n == 0) return;
+  if (r >= rows) return;
+  const int n = entries_in(lengths[r], first, entries);
   if (p.logits != nullptr) {
     float* out = p.logits + row * p.logits_stride + first;
     for (int i = thread; i < n; i += kTeam) out[i] = logit_of(s.keys[r][i]);
     return;
   }
-  const int64_t place = place_of(p.split, row, list);
-  const ListWork work = {s.keys[r], s.counts[r], &s.greatest[r], &s.floor[r], &s.cut[r], header_of(p.lists, p.split, row, list),
-                         p.lists.keys + place, p.lists.offsets + place};
-  emit_list<kTeam>(work, running, n, p.split.k, thread, 1 + r);
+  if (n == 0) return write_empty(p.lists, p.split, row, list, list + 1, thread, kTeam);
+  const int64_t place = place_of(p.split, row);
+  const ListWork work = {s.keys[r], nullptr, s.counts[r], &s.greatest[r], &s.floor[r], &s.start[r], &s.cut[r],
+                         header_of(p.lists, p.split, row, list), static_cast<uint32_t>(first), p.lists.keys + place, p.lists.offsets + place};
+  emit_list<kTeam, false>(work, running, n, p.split.k, thread, 1 + r);
 }
 
 template <int kRows>
@@ -155,7 +158,7 @@ __device__ __forceinline__ void zero_counts(RowShared<kRows>& s) {
 
 // One row: a warp's next keys are on their way while it scores, across chunks too, and its page id two tiles ahead.
 template <Format kFormat>
-__device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const ScoreParams& p, int row, int begin, int end, int list) {
+__device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const ScoreParams& p, int row, int begin, int end, const Range& range) {
   constexpr int kTiles = 2, kEntries = 16 * kTiles, kStep = warps_of(1) * kEntries, kChunk = chunk_of(1);
   const int32_t* pages = p.table.pages + row * p.table.stride;
   RawQueries<kFormat, 1> queries;
@@ -173,14 +176,13 @@ __device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const Scor
   int next_page = page_of(at + kStep);
   if (at < end) load(at, first_page);
   queries.store(s.q[0], s.weights[0]);
-  zero_counts<1>(s.rows);
+  start_stream(s.rows, p.split, range, begin);
   __syncthreads();
-  Running running;
 #pragma unroll 1
-  for (int first = begin; first < end; first += kChunk, ++list) {
-    const int entries = min(end - first, kChunk);
+  for (int next_chunk = begin; next_chunk < end;) {
+    next_chunk = min(next_chunk + kChunk, end);
 #pragma unroll 1
-    for (; at < first + entries; at += kStep) {
+    for (; at < next_chunk; at += kStep) {
       Keys<kFormat, kTiles> keys;
       widen_keys<kFormat, kTiles>(keys, raw);
       const float scale[1] = {next_scale[0]};
@@ -189,12 +191,15 @@ __device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const Scor
       next_page = page_of(next + kStep);
       float score[1];
       score_row<kFormat, kTiles>(score, keys, s.q[0], s.weights[0]);
-      keep_keys<1, kTiles>(s.rows, 0, at - first, entries, score, scale);
+      const int entry = at + entry_of_lane(0);
+      const uint32_t key = ordered_key(score[0] * scale[0]);
+      if (p.logits == nullptr) {
+        hold(s.rows, key, entry < end, entry);
+      } else if (entry < end) {
+        p.logits[row * p.logits_stride + entry] = logit_of(key);
+      }
     }
-    __syncthreads();
-    finish_chunk<1>(s.rows, running, p, s.lengths, row, 1, list, first, entries);
-    __syncthreads();
-    zero_counts<1>(s.rows);
+    if (p.logits == nullptr) end_chunk<threads_of(1)>(s.rows, p.split, p.lists, row, next_chunk, end);
   }
 }
 
@@ -228,8 +233,16 @@ __device__ __forceinline__ void score_chunk(ScoreShared<kFormat, kRows>& s, cons
 
 template <Format kFormat, int kRows>
 __device__ __forceinline__ void score_shared(ScoreShared<kFormat, kRows>& s, const ScoreParams& p, int first_row, int rows, int begin, int end,
-                                             int list) {
+                                             const Range& range) {
   constexpr int kChunk = chunk_of(kRows), kPages = kChunk / kPage;
+  int list = blockIdx.x * range.lists;
+  const int end_list = list + range.lists;
+  if (threadIdx.x < kRows) {
+    s.lengths[threadIdx.x] = threadIdx.x < rows ? min(max(p.split.lengths[first_row + threadIdx.x], 0), p.split.width) : 0;
+    s.rows.floor[threadIdx.x] = 0;
+    s.rows.greatest[threadIdx.x] = 0;
+    s.rows.start[threadIdx.x] = start_of(p.split, range, blockIdx.x);
+  }
   for (int r = 0; r < rows; ++r) {
     RawQueries<kFormat, kRows> queries;
     queries.load(p, first_row + r);
@@ -252,6 +265,8 @@ __device__ __forceinline__ void score_shared(ScoreShared<kFormat, kRows>& s, con
     finish_chunk<kRows>(s.rows, running, p, s.lengths, first_row, rows, list, first, entries);
     __syncthreads();
   }
+  if (p.logits != nullptr) return;
+  for (int r = 0; r < rows; ++r) write_empty(p.lists, p.split, first_row + r, list, end_list, threadIdx.x, threads_of(kRows));
 }
 
 // The format as a number: names of kernels stay plain.
@@ -266,17 +281,17 @@ __global__ void __launch_bounds__(threads_of(kRows), 1) score_kernel(const __gri
   const int length = group_length(p.split, first_row);
   const Range range = range_of(length, p.split.splits, chunk_of(kRows));
   const int begin = blockIdx.x * range.entries, end = min(begin + range.entries, length);
-  if (begin >= end || (p.logits == nullptr && length <= p.split.k && !p.split.short_lists)) return;
-  if (threadIdx.x < kRows) {
-    s.lengths[threadIdx.x] = threadIdx.x < rows ? min(max(p.split.lengths[first_row + threadIdx.x], 0), p.split.width) : 0;
-    s.rows.floor[threadIdx.x] = 0;
-    s.rows.greatest[threadIdx.x] = 0;
+  if (p.logits == nullptr && length <= p.split.k && !p.split.short_lists) return;
+  if (begin >= end) {
+    const int list = blockIdx.x * range.lists;
+    if (p.logits == nullptr)
+      for (int r = 0; r < rows; ++r) write_empty(p.lists, p.split, first_row + r, list, list + range.lists, threadIdx.x, threads_of(kRows));
+    return;
   }
-  const int list = blockIdx.x * range.lists;
   if constexpr (kRows == 1) {
-    score_one<kFormat>(s, p, first_row, begin, end, list);
+    score_one<kFormat>(s, p, first_row, begin, end, range);
   } else {
-    score_shared<kFormat, kRows>(s, p, first_row, rows, begin, end, list);
+    score_shared<kFormat, kRows>(s, p, first_row, rows, begin, end, range);
   }
 }
 

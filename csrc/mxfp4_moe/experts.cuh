@@ -2,258 +2,223 @@
 //
 //   gate/up   h[pair] = silu(min(W1 x, limit)) * clamp(W3 x, -limit, limit)
 //   down      y[pair] = W2 h[pair]
+//   sum       out[row] = routed_scaling * sum over the slots, in their order, of weight * y; for one row a part of down
 //
 // The grid is what fits on the chip; units (group of pairs, rows of weights) are dealt evenly, so that every
-// multiprocessor streams from the start. A lane loads 16 bytes of one weight row, 32 inputs with one scale; as soon as
-// it has used them, it asks for the same of its next unit. The k of an mma is a free choice, made for both operands alike: a register of
-// A is (code j, code j + 4) of one word, so that two shifts and two masks make a bf16 pair of it, and x is stored so.
-//
-// Codes become bf16 exactly: sign, exponent and mantissa in their places are the value * 2^-126; one multiplication by
-// 2^(126 - 32) * scale makes it right but for 2^32, which the fp32 sum gets. Exact for scale bytes 34 to 160.
+// multiprocessor streams from the start. As soon as a lane has used its weights, it asks for those of its next unit.
+// Which pairs are together, and in which kernel, changes no bit: a pair's sums have one order everywhere.
 #pragma once
 
-#include "../device.cuh"
+#include <algorithm>
+
+#include "product.cuh"
 #include "routing.cuh"
 
 namespace dsv4::mxfp4_moe {
 
-constexpr int kShift = 32;  // weights are 2^-32 of themselves until the sum
-
-__device__ __forceinline__ uint4 load_stream(const uint8_t* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
-__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
-// 8 codes -> bf16 pairs (0,4) (1,5) (2,6) (3,7), times `power`
-__device__ __forceinline__ void decode(uint32_t codes, uint32_t power, uint32_t (&pair)[4]) {
-  constexpr uint32_t kSign = 0x80008000u, kRest = 0x01c001c0u;
-  pair[0] = mul_bf16x2(((codes << 12) & kSign) | ((codes << 6) & kRest), power);
-  pair[1] = mul_bf16x2(((codes << 8) & kSign) | ((codes << 2) & kRest), power);
-  pair[2] = mul_bf16x2(((codes << 4) & kSign) | ((codes >> 2) & kRest), power);
-  pair[3] = mul_bf16x2((codes & kSign) | ((codes >> 6) & kRest), power);
-}
-
-// bf16 pair of 2^(126 - kShift) * 2^(byte - 127), `lane`'s byte of the word; infinite from byte 161 on
-__device__ __forceinline__ uint32_t scale_power(uint32_t word, int lane) {
-  const uint32_t twice = __byte_perm(word, 0, 0x4040 | lane * 0x0101);  // the byte in both halves
-  return __vminu2(twice, (255 - (126 - kShift)) * 0x00010001u) * 0x80u + (126 - kShift) * 0x00800080u;
-}
-
-__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
-// A lane's weights of one unit: rows g and g + 8 of its warp's 16.
-template <int kSteps>
-struct Stage {
-  uint4 codes[2][kSteps];
-  uint32_t scales[2][kSteps];  // a word is the four lanes' scales of one step
-};
-
-template <typename C>
+// This warp's part of the weights: where its lanes read of a unit.
+template <int kSlices, int kSteps, bool kGated, int kUnitOutputs>
 struct Stream {
-  const uint8_t* codes;   // this lane's part of row g of unit 0 of expert 0
-  const uint8_t* scales;
-  static constexpr int kRowBytes = C::kInputs / 2, kRowScales = C::kInputs / 32;
-  static constexpr int kUnitBytes = C::kUnitOutputs * (C::kInputs / 2), kUnitScaleBytes = C::kUnitOutputs * (C::kInputs / 32);
+  static constexpr int kRowBytes = kSlices * kSteps * 64, kRowScales = kRowBytes / 16;
+  const Weights& w;
+  uint32_t codes, scales;  // bytes from the first of a unit to this lane's of row g, and to this warp's of row 0
+  const int second;
 
-  __device__ Stream(const Params& p) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slice = warp % C::kSlices, subtile = warp / C::kSlices;
-    const Weights& w = C::kGated ? p.w13 : p.w2;
-    const int64_t row = C::kGated ? p.gate_row + lane / 4 : subtile * 16 + lane / 4;
-    codes = w.codes + row * kRowBytes + slice * (C::kSteps * 64) + lane % 4 * 16;
-    scales = w.scales + row * kRowScales + slice * (C::kSteps * 4);
+  __device__ Stream(const Params& p, int slice, int subtile)
+      : w(kGated ? p.w13 : p.w2), second(kGated ? p.up_row - p.gate_row : 8) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t row = kGated ? p.gate_row : subtile * 16;
+    codes = (row + lane / 4) * kRowBytes + slice * (kSteps * 64) + lane % 4 * 16;
+    scales = row * kRowScales + slice * (kSteps * 4);
   }
-
-  // where this lane reads of a unit
-  struct From {
-    const uint8_t* codes;
-    const uint8_t* scales;
-  };
-  __device__ __forceinline__ From from(const Params& p, int expert, int tile) const {
-    const Weights& w = C::kGated ? p.w13 : p.w2;
-    return {codes + expert * w.expert_bytes + static_cast<int64_t>(tile) * kUnitBytes,
-            scales + expert * w.expert_scale_bytes + static_cast<int64_t>(tile) * kUnitScaleBytes};
-  }
-  // from row g of the 16 to row g + 8
-  __device__ __forceinline__ static int second(const Params& p) { return C::kGated ? p.up_row - p.gate_row : 8; }
-
-  __device__ __forceinline__ static void load_step(const Params& p, Stage<C::kSteps>& stage, const From& from, int step) {
-    stage.codes[0][step] = load_stream(from.codes + step * 64);
-    stage.codes[1][step] = load_stream(from.codes + second(p) * kRowBytes + step * 64);
-  }
-  __device__ __forceinline__ static void load_both_scales(const Params& p, Stage<C::kSteps>& stage, const From& from) {
-    load_scales(stage.scales[0], from.scales);
-    load_scales(stage.scales[1], from.scales + second(p) * kRowScales);
-  }
-
-  __device__ __forceinline__ static void load_scales(uint32_t (&out)[C::kSteps], const uint8_t* p) {
-    if constexpr (C::kSteps == 4) {
-      const uint4 v = __ldg(reinterpret_cast<const uint4*>(p));
-      out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
-    } else if constexpr (C::kSteps == 2) {
-      const uint2 v = __ldg(reinterpret_cast<const uint2*>(p));
-      out[0] = v.x, out[1] = v.y;
-    } else {
-#pragma unroll
-      for (int step = 0; step < C::kSteps; ++step) out[step] = __ldg(reinterpret_cast<const uint32_t*>(p) + step);
-    }
+  __device__ __forceinline__ From<kSteps, kRowBytes> from(int expert, int tile) const {
+    return {w.codes + expert * w.expert_bytes + (codes + tile * static_cast<uint32_t>(kUnitOutputs * kRowBytes)),
+            w.scales + expert * w.expert_scale_bytes + (scales + tile * static_cast<uint32_t>(kUnitOutputs * kRowScales)), second};
   }
 };
 
-// The group's rows of x (or h) into shared memory, re-paired for decode()'s order.
+// Of a multiprocessor; on SM120 shared memory does not hold a second one of the large ones, so these may have all registers.
 template <typename C>
-__device__ void stage_rows(const Params& p, typename C::Shared& s, int group) {
-  constexpr int kChunks = C::kInputs / 8;
-  const int rows = s.routing.rows[group];
-  for (int i = threadIdx.x; i < rows * kChunks; i += C::kThreads) {
-    const int row = i / kChunks, chunk = i % kChunks, pair = s.routing.pairs[group][row];
-    const uint16_t* from = C::kGated ? p.x + (pair / p.topk) * p.x_stride : p.h + static_cast<int64_t>(pair) * p.inter;
-    const uint4 v = *reinterpret_cast<const uint4*>(from + chunk * 8);
-    // chunk = 16 * step + 4 * (lane of the quad) + word
-    s.x[chunk / 16 * 4 + chunk % 4][row * 4 + chunk / 4 % 4] =
-        make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-                   __byte_perm(v.y, v.w, 0x7632));
+constexpr int min_blocks() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  return std::min<int>(C::kMinBlocks, std::max<int>(1, 101376 / sizeof(typename C::Shared)));
+#else
+  return C::kMinBlocks;
+#endif
+}
+
+// min and max that let a NaN through, and make one of an infinity: a scale byte of 255
+__device__ __forceinline__ float clamp_above(float v, float limit) { return v > limit ? fmaf(v, 0.f, limit) : v; }
+__device__ __forceinline__ float clamp_below(float v, float limit) { return v < limit ? fmaf(v, 0.f, limit) : v; }
+
+// `sum`: of weight row g + 8 (lane % 2) of the 16 and row `row` of the group
+template <typename C>
+__device__ __forceinline__ void store(const Params& p, const typename C::Shared& s, int group, int tile, int subtile, int row, float sum) {
+  const int lane = threadIdx.x % 32, g = lane / 4;
+  const bool valid = row < s.routing.rows[group];
+  const int64_t pair = valid ? s.routing.pairs[group][row] : 0;
+  if constexpr (C::kGated) {
+    const float other = __shfl_xor_sync(0xffffffffu, sum, 1);  // the up row's
+    if (lane % 2 != 0 || !valid) return;
+    const float gate = clamp_above(sum, p.limit), up = clamp_below(clamp_above(other, p.limit), -p.limit);
+    const float h = __fdividef(gate, 1.f + exp2_approx(-1.4426950408889634f * gate)) * up;
+    p.h[pair * p.inter + tile * 8 + g] = static_cast<uint16_t>(pack_bf16x2(h, 0.f) & 0xffffu);
+  } else {
+    if (valid) p.y[pair * p.hidden + tile * C::kUnitOutputs + subtile * 16 + lane % 2 * 8 + g] = sum;
   }
 }
 
-// The product of what is in `stage`; as soon as a step's codes are used, those of the next unit are asked for.
-template <typename C>
-__device__ __forceinline__ float4 multiply(const Params& p, const typename C::Shared& s, Stage<C::kSteps>& stage, bool more,
-                                           const typename Stream<C>::From& next) {
-  const int lane = threadIdx.x % 32, slice = threadIdx.x / 32 % C::kSlices;
-  const uint4* x = &s.x[slice * C::kSteps * 4][lane % (C::kRows * 4)];
-  uint32_t power[2][C::kSteps];
+// A unit, of up to 2 kPasses pairs: products of all warps, their sum over the slices, stored.
+template <typename C, int kPasses, typename From>
+__device__ __forceinline__ void run_unit(const Params& p, typename C::Shared& s, Stage<C::kSteps>& stage, Unit at, int turn, bool more,
+                                         const From& next) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 2 % 2;
+  float sums[kPasses];
+  multiply<C::kRows, kPasses>(s.warps[warp], turn % 2, stage, more, next, sums);
+  if constexpr (C::kSlices == 1) {
 #pragma unroll
-  for (int row = 0; row < 2; ++row) {
+    for (int pass = 0; pass < kPasses; ++pass) store<C>(p, s, at.group, at.tile, warp, 2 * pass + row, sums[pass]);
+  } else {
 #pragma unroll
-    for (int step = 0; step < C::kSteps; ++step) power[row][step] = scale_power(stage.scales[row][step], lane % 4);
-  }
-  if (more) Stream<C>::load_both_scales(p, stage, next);
-  float even[4] = {}, odd[4] = {};
+    for (int pass = 0; pass < kPasses; ++pass) s.partial[turn % 2][pass][warp][lane] = sums[pass];
+    __syncthreads();
+    // another warp has its turn with each unit; a buffer is written again after the next barrier but one
+    const int subtile = (warp + turn * C::kSubtiles) % C::kWarps;
+    if (subtile >= C::kSubtiles) return;
 #pragma unroll
-  for (int step = 0; step < C::kSteps; ++step) {
+    for (int pass = 0; pass < kPasses; ++pass) {
+      float total = s.partial[turn % 2][pass][subtile * C::kSlices][lane];
 #pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      const uint4 b = x[(step * 4 + word) * C::kRows * 4];
-      uint32_t row0[4], row1[4];
-      decode(word_of(stage.codes[0][step], word), power[0][step], row0);
-      decode(word_of(stage.codes[1][step], word), power[1][step], row1);
-      mma_bf16(even, {row0[0], row1[0], row0[1], row1[1]}, b.x, b.y);
-      mma_bf16(odd, {row0[2], row1[2], row0[3], row1[3]}, b.z, b.w);
-    }
-    if (more) Stream<C>::load_step(p, stage, next, step);
-  }
-  return make_float4(even[0] + odd[0], even[1] + odd[1], even[2] + odd[2], even[3] + odd[3]);
-}
-
-// The sum of a subtile, as an accumulator: rows g and g + 8, columns 2t and 2t + 1.
-template <typename C>
-__device__ __forceinline__ void store(const Params& p, const typename C::Shared& s, int group, int tile, int subtile, float4 sum) {
-  const int lane = threadIdx.x % 32, g = lane / 4, column = lane % 4 * 2, rows = s.routing.rows[group];
-  const float up_scale = __uint_as_float((127u + kShift) << 23);
-  const float first[2] = {sum.x * up_scale, sum.y * up_scale}, second[2] = {sum.z * up_scale, sum.w * up_scale};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (column + i >= rows) break;
-    const int64_t pair = s.routing.pairs[group][column + i];
-    if constexpr (C::kGated) {
-      // min and max that let a NaN through
-      const float gate = first[i] > p.limit ? p.limit : first[i];
-      const float up = second[i] > p.limit ? p.limit : second[i] < -p.limit ? -p.limit : second[i];
-      const float h = __fdividef(gate, 1.f + exp2_approx(-1.4426950408889634f * gate)) * up;
-      p.h[pair * p.inter + tile * 8 + g] = static_cast<uint16_t>(pack_bf16x2(h, 0.f) & 0xffffu);
-    } else {
-      float* y = p.y + pair * p.hidden + tile * C::kUnitOutputs + subtile * 16 + g;
-      y[0] = first[i];
-      y[8] = second[i];
+      for (int slice = 1; slice < C::kSlices; ++slice) total += s.partial[turn % 2][pass][subtile * C::kSlices + slice][lane];
+      store<C>(p, s, at.group, at.tile, subtile, 2 * pass + row, total);
     }
   }
 }
 
-// Position in the list of units: a group and a tile of its expert's rows.
-struct Unit {
-  int group, tile;
-};
-
 template <typename C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) experts_kernel(const Params p) {
+__global__ void __launch_bounds__(C::kThreads, min_blocks<C>()) experts_kernel(const Params p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   typename C::Shared& s = *reinterpret_cast<typename C::Shared*>(shared_memory);
-  const int warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32, slice = warp % C::kSlices;
   if constexpr (C::kGated) pdl_wait();  // down starts after gate/up did: the ids are there, only h is not
   pdl_trigger();
   route<C>(p, s);
   const int tiles = (C::kGated ? p.inter : p.hidden) / C::kUnitOutputs;
-  const int64_t units = static_cast<int64_t>(s.routing.num_groups) * tiles;
-  const int begin = static_cast<int>(units * blockIdx.x / gridDim.x), end = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x);
-  if (begin == end) return;
+  Unit next = share_begin(s.routing, tiles, blockIdx.x);
+  const Unit end = share_begin(s.routing, tiles, blockIdx.x + 1);
+  const int units = (end.group - next.group) * tiles + end.tile - next.tile;
+  if (units == 0) return;
 
-  const Stream<C> stream(p);
+  const Stream<C::kSlices, C::kSteps, C::kGated, C::kUnitOutputs> stream(p, slice, warp / C::kSlices);
   Stage<C::kSteps> stage;
-  Unit next = {begin / tiles, begin % tiles};
-  const auto first = stream.from(p, s.routing.expert[next.group], next.tile);
-  Stream<C>::load_both_scales(p, stage, first);
-#pragma unroll
-  for (int step = 0; step < C::kSteps; ++step) Stream<C>::load_step(p, stage, first, step);
+  stream.from(s.routing.expert[next.group], next.tile).load_all(stage, s.warps[warp].scales[0]);
   if constexpr (!C::kGated) pdl_wait();
-  int staged = -1;
 
-  for (int unit = begin; unit < end; ++unit) {
+  for (int turn = 0; turn < units; ++turn) {
     const Unit at = next;
     if (++next.tile == tiles) next = {next.group + 1, 0};
-    const bool more = unit + 1 < end;
-    const auto from = stream.from(p, s.routing.expert[more ? next.group : at.group], next.tile);
-    if (at.group != staged) {
-      if (staged >= 0) __syncthreads();
-      stage_rows<C>(p, s, at.group);
-      staged = at.group;
-      __syncthreads();
-    }
-    const float4 sum = multiply<C>(p, s, stage, more, from);
-    if constexpr (C::kSlices == 1) {
-      store<C>(p, s, at.group, at.tile, warp, sum);
-    } else {
-      const int turn = unit - begin;
-      s.partial[turn % 2][warp][threadIdx.x % 32] = sum;
-      __syncthreads();
-      // another warp has its turn with each unit; a buffer is written again after the next barrier but one
-      const int subtile = (warp + turn * C::kSubtiles) % C::kWarps;
-      if (subtile < C::kSubtiles) {
-        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int slice = 0; slice < C::kSlices; ++slice) {
-          const float4 part = s.partial[turn % 2][subtile * C::kSlices + slice][threadIdx.x % 32];
-          total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-        }
-        store<C>(p, s, at.group, at.tile, subtile, total);
+    const bool more = turn + 1 < units;
+    const auto from = stream.from(s.routing.expert[more ? next.group : at.group], next.tile);
+    const int rows = s.routing.rows[at.group];
+    if (turn == 0 || at.tile == 0) {  // a group: its own slice, which no other warp reads
+      __syncwarp();
+      for (int row = 0; row < rows; ++row) {
+        const int pair = s.routing.pairs[at.group][row];
+        const uint16_t* x = C::kGated ? p.x + (pair / p.topk) * p.x_stride : p.h + static_cast<int64_t>(pair) * p.inter;
+        stage_row(s.warps[warp], row, x + slice * (C::kSteps * kStepInputs));
       }
+      __syncwarp();
     }
+    if (C::kRows == 2 || rows <= 2) {
+      run_unit<C, 1>(p, s, stage, at, turn, more, from);
+    } else if (C::kRows == 4 || rows <= 4) {
+      if constexpr (C::kRows >= 4) run_unit<C, 2>(p, s, stage, at, turn, more, from);
+    } else {
+      if constexpr (C::kRows >= 8) run_unit<C, 4>(p, s, stage, at, turn, more, from);
+    }
+  }
+}
+
+// Down and the sum for one row, so that y does not go through memory.
+template <typename C>
+__global__ void __launch_bounds__(C::kThreads, min_blocks<C>()) down_sum_kernel(const Params p) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  typename C::Shared& s = *reinterpret_cast<typename C::Shared*>(shared_memory);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int slice = warp % C::kSlices, subtile = warp / C::kSlices % C::kSubtiles, first = warp / (C::kSlices * C::kSubtiles);
+  const int tile = blockIdx.x;
+  if (threadIdx.x < p.topk) s.expert[threadIdx.x] = local_expert(p, threadIdx.x);  // ids are older than gate/up
+  __syncthreads();
+  const Stream<C::kSlices, C::kSteps, false, C::kOutputs> stream(p, slice, subtile);
+  const auto following = [&](int slot) {  // of this warp's slots from `slot` on, the first with a local expert
+    while (slot < p.topk && s.expert[slot] < 0) slot += C::kSlots;
+    return slot;
+  };
+  Stage<C::kSteps> stage;
+  int slot = following(first);
+  if (slot < p.topk) stream.from(s.expert[slot], tile).load_all(stage, s.warps[warp].scales[0]);
+  pdl_wait();
+  pdl_trigger();
+  for (int turn = 0; slot < p.topk; ++turn) {
+    const int next = following(slot + C::kSlots);
+    const bool more = next < p.topk;
+    const auto from = stream.from(s.expert[more ? next : slot], tile);
+    __syncwarp();
+    stage_row(s.warps[warp], 0, p.h + static_cast<int64_t>(slot) * p.inter + slice * (C::kSteps * kStepInputs));
+    __syncwarp();
+    float sum[1];
+    multiply<2, 1>(s.warps[warp], turn % 2, stage, more, from, sum);
+    if (lane / 2 % 2 == 0) s.partial[slot][slice][subtile * 16 + lane % 2 * 8 + lane / 4] = sum[0];
+    slot = next;
+  }
+  __syncthreads();
+  for (int output = threadIdx.x; output < C::kOutputs; output += C::kThreads) {
+    float sum = 0.f;
+    for (int k = 0; k < p.topk; ++k) {
+      if (s.expert[k] < 0) continue;
+      float y = s.partial[k][0][output];
+#pragma unroll
+      for (int i = 1; i < C::kSlices; ++i) y += s.partial[k][i][output];
+      sum = fmaf(p.topk_weights[k], y, sum);
+    }
+    p.out[tile * C::kOutputs + output] = static_cast<uint16_t>(pack_bf16x2(sum * p.routed_scaling, 0.f) & 0xffffu);
   }
 }
 
 constexpr int kCombineThreads = 256;
 
-// out[row] = routed_scaling * sum over the slots, in their order, of weight * y
+// The sum, where y went through memory.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const Params p) {
-  pdl_wait();
-  pdl_trigger();
+  constexpr int kTogether = 8;
   const int row = blockIdx.y, column = (blockIdx.x * kCombineThreads + threadIdx.x) * 4;
   if (column >= p.hidden) return;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  for (int slot = 0; slot < p.topk; ++slot) {
-    const int pair = row * p.topk + slot;
-    if (local_expert(p, pair) < 0) continue;
-    const float weight = p.topk_weights[row * p.weights_stride + slot];
-    const float4 y = *reinterpret_cast<const float4*>(p.y + static_cast<int64_t>(pair) * p.hidden + column);
-    sum.x += weight * y.x, sum.y += weight * y.y, sum.z += weight * y.z, sum.w += weight * y.w;
+  bool waited = false;
+  for (int begin = 0; begin < p.topk; begin += kTogether) {
+    bool local[kTogether];
+    float weight[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int slot = begin + i;
+      local[i] = slot < p.topk && local_expert(p, row * p.topk + slot) >= 0;
+      weight[i] = local[i] ? p.topk_weights[row * p.weights_stride + slot] : 0.f;
+    }
+    if (!waited) {  // ids and weights are older than down; y is not
+      pdl_wait();
+      pdl_trigger();
+      waited = true;
+    }
+    float4 y[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (local[i]) y[i] = *reinterpret_cast<const float4*>(p.y + (static_cast<int64_t>(row) * p.topk + begin + i) * p.hidden + column);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (!local[i]) continue;
+      sum.x = fmaf(weight[i], y[i].x, sum.x), sum.y = fmaf(weight[i], y[i].y, sum.y);
+      sum.z = fmaf(weight[i], y[i].z, sum.z), sum.w = fmaf(weight[i], y[i].w, sum.w);
+    }
   }
   const float f = p.routed_scaling;
   *reinterpret_cast<uint2*>(p.out + row * p.out_stride + column) =

@@ -10,26 +10,46 @@ namespace {
 
 constexpr char kName[] = "mxfp4_moe";
 
-//                             warps slices steps rows gated          inputs
-using GateUp4096 = Config<8, 8, 4, 8, true>;
-using GateUp7168 = Config<14, 14, 4, 4, true>;
-using Down3072 = Config<8, 8, 3, 8, false>;
-using Down2048 = Config<8, 4, 4, 8, false>;
-using Down1536 = Config<8, 4, 3, 8, false>;
-using Down1024 = Config<8, 2, 4, 8, false>;
-using Down768 = Config<8, 2, 3, 8, false>;
-using Down512 = Config<8, 1, 4, 8, false>;
-using Down384 = Config<8, 1, 3, 8, false>;
-using Down256 = Config<8, 1, 2, 8, false>;
+// Pairs of a call at most, rows of a group, blocks of a multiprocessor.
+template <int kWarps, int kSlices, int kSteps, bool kGated>
+using OneRow = Config<kWarps, kSlices, kSteps, kGated, 2, kOneRowPairs, kWarps <= 8 ? 3 : 1>;
+template <int kWarps, int kSlices, int kSteps, bool kGated>
+using Mid = Config<kWarps, kSlices, kSteps, kGated, 4, kMidPairs, kWarps <= 8 ? 2 : 1>;
+template <int kWarps, int kSlices, int kSteps, bool kGated>
+using Many = Config<kWarps, kSlices, kSteps, kGated, kWarps <= 8 ? 8 : 4, kMaxPairs, kWarps <= 8 ? 2 : 1>;
 
-// Calls use(Config{}) with the kernel for so many inputs; false: there is none.
-template <typename Use>
-bool with_gate_up(int hidden, Use use) {
-  if (hidden == GateUp4096::kInputs) return use(GateUp4096{}), true;
-  if (hidden == GateUp7168::kInputs) return use(GateUp7168{}), true;
-  return false;
-}
+//                 warps slices steps
+template <template <int, int, int, bool> typename Size>
+using GateUp4096 = Size<8, 8, 4, true>;
+template <template <int, int, int, bool> typename Size>
+using GateUp7168 = Size<14, 14, 4, true>;
+template <template <int, int, int, bool> typename Size>
+using Down3072 = Size<8, 8, 3, false>;
+template <template <int, int, int, bool> typename Size>
+using Down2048 = Size<8, 4, 4, false>;
+template <template <int, int, int, bool> typename Size>
+using Down1536 = Size<8, 4, 3, false>;
+template <template <int, int, int, bool> typename Size>
+using Down1024 = Size<8, 2, 4, false>;
+template <template <int, int, int, bool> typename Size>
+using Down768 = Size<8, 2, 3, false>;
+template <template <int, int, int, bool> typename Size>
+using Down512 = Size<8, 1, 4, false>;
+template <template <int, int, int, bool> typename Size>
+using Down384 = Size<8, 1, 3, false>;
+template <template <int, int, int, bool> typename Size>
+using Down256 = Size<8, 1, 2, false>;
+//                         slices steps slots subtiles
+using RowDown3072 = SumConfig<8, 3, 1, 1>;
+using RowDown2048 = SumConfig<4, 4, 3, 1>;
+using RowDown1536 = SumConfig<4, 3, 3, 1>;
+using RowDown1024 = SumConfig<2, 4, 6, 1>;
+using RowDown768 = SumConfig<2, 3, 6, 1>;
+using RowDown512 = SumConfig<1, 4, 6, 2>;
+using RowDown384 = SumConfig<1, 3, 6, 2>;
+using RowDown256 = SumConfig<1, 2, 6, 2>;
 
+// Calls use(Config{}) with the first that has so many inputs; false: there is none.
 template <typename Use, typename First, typename... Rest>
 bool with_any(int inputs, Use use, First first, Rest... rest) {
   if (inputs == First::kInputs) return use(first), true;
@@ -40,9 +60,18 @@ bool with_any(int inputs, Use use, First first, Rest... rest) {
   }
 }
 
-template <typename Use>
+template <template <int, int, int, bool> typename Size, typename Use>
+bool with_gate_up(int hidden, Use use) {
+  return with_any(hidden, use, GateUp4096<Size>{}, GateUp7168<Size>{});
+}
+template <template <int, int, int, bool> typename Size, typename Use>
 bool with_down(int inter, Use use) {
-  return with_any(inter, use, Down3072{}, Down2048{}, Down1536{}, Down1024{}, Down768{}, Down512{}, Down384{}, Down256{});
+  return with_any(inter, use, Down3072<Size>{}, Down2048<Size>{}, Down1536<Size>{}, Down1024<Size>{}, Down768<Size>{}, Down512<Size>{},
+                  Down384<Size>{}, Down256<Size>{});
+}
+template <typename Use>
+bool with_row_down(int inter, Use use) {
+  return with_any(inter, use, RowDown3072{}, RowDown2048{}, RowDown1536{}, RowDown1024{}, RowDown768{}, RowDown512{}, RowDown384{}, RowDown256{});
 }
 
 // Blocks of a kernel that a multiprocessor holds; asked once per device.
@@ -71,6 +100,12 @@ void launch_experts(const Params& p, int num_sms, const Launcher& launcher) {
 }
 
 template <typename C>
+void launch_down_sum(const Params& p, const Launcher& launcher) {
+  static_assert(sizeof(typename C::Shared) <= 49152, "no more than a launch may have unasked");
+  launcher(down_sum_kernel<C>, dim3(p.hidden / C::kOutputs), C::kThreads, sizeof(typename C::Shared), p);
+}
+
+template <typename C>
 KernelAttributes describe(const char* name) {
   blocks_per_sm<C>();  // allows the shared memory
   return attributes_of(kName, reinterpret_cast<const void*>(&experts_kernel<C>), name, C::kThreads, sizeof(typename C::Shared));
@@ -81,8 +116,8 @@ KernelAttributes describe(const char* name) {
 std::string problem(int hidden, int inter, int experts, int pairs) {
   if (pairs > kMaxPairs) return "at most " + std::to_string(kMaxPairs) + " pairs (rows * topk), got " + std::to_string(pairs);
   if (experts > kMaxExperts) return "at most " + std::to_string(kMaxExperts) + " experts, got " + std::to_string(experts);
-  if (!with_gate_up(hidden, [](auto) {})) return "hidden 4096 or 7168, got " + std::to_string(hidden);
-  if (!with_down(inter, [](auto) {})) return "inter 256, 384, 512, 768, 1024, 1536, 2048 or 3072, got " + std::to_string(inter);
+  if (!with_gate_up<Many>(hidden, [](auto) {})) return "hidden 4096 or 7168, got " + std::to_string(hidden);
+  if (!with_down<Many>(inter, [](auto) {})) return "inter 256, 384, 512, 768, 1024, 1536, 2048 or 3072, got " + std::to_string(inter);
   return "";
 }
 
@@ -90,21 +125,36 @@ void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
   const std::string why_not = problem(params.hidden, params.inter, params.experts, params.rows * params.topk);
   if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
   const Launcher launcher = {kName, pdl, stream};
-  with_gate_up(params.hidden, [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); });
-  with_down(params.inter, [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); });
+  const auto launch_one = [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); };
+  if (params.rows == 1 && params.topk <= kOneRowPairs) {
+    with_gate_up<OneRow>(params.hidden, launch_one);
+    with_row_down(params.inter, [&](auto c) { launch_down_sum<decltype(c)>(params, launcher); });
+    return;
+  }
+  const int pairs = params.rows * params.topk;
+  // of Flash alone: less to compile
+  const bool is_mid = pairs <= kMidPairs && params.hidden == GateUp4096<Mid>::kInputs;
+  if (is_mid) {
+    launch_one(GateUp4096<Mid>{});
+  } else {
+    with_gate_up<Many>(params.hidden, launch_one);
+  }
+  if (!is_mid || !with_any(params.inter, launch_one, Down2048<Mid>{}, Down1024<Mid>{}, Down512<Mid>{}, Down256<Mid>{})) {
+    with_down<Many>(params.inter, launch_one);
+  }
   const unsigned columns = (params.hidden / 4 + kCombineThreads - 1) / kCombineThreads;
   launcher(combine_kernel, dim3(columns, params.rows), kCombineThreads, 0, params);
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {describe<GateUp4096>("mxfp4_moe_gate_up"), describe<Down2048>("mxfp4_moe_down")};
+  return {describe<GateUp4096<Many>>("mxfp4_moe_gate_up"), describe<Down2048<Many>>("mxfp4_moe_down")};
 }
 
 int shared_bytes() {
   size_t most = 0;
   const auto note = [&](auto c) { most = std::max(most, sizeof(typename decltype(c)::Shared)); };
-  for (const int hidden : {4096, 7168}) with_gate_up(hidden, note);
-  for (const int inter : {256, 384, 512, 768, 1024, 1536, 2048, 3072}) with_down(inter, note);
+  for (const int hidden : {4096, 7168}) with_gate_up<Many>(hidden, note);
+  for (const int inter : {256, 384, 512, 768, 1024, 1536, 2048, 3072}) with_down<Many>(inter, note);
   return static_cast<int>(most);
 }
 

@@ -39,13 +39,13 @@ struct Params {
   int32_t gate_row, up_row;      // where gate and up begin in w13: 0 and inter, or the other way round
 };
 
-constexpr int kMaxPairs = 1024;
+constexpr int kMaxPairs = 3072;
 constexpr int kMaxExperts = 512;
 
 // Why the kernels cannot take these sizes; empty: they can.
 std::string problem(int hidden, int inter, int experts, int pairs);
 
-// Three kernels: gate/up with SwiGLU, down, the sum over a row's experts.
+// Gate/up with SwiGLU, down, the sum over a row's experts; for one row the last two are one kernel.
 void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream);
 
 std::vector<KernelAttributes> kernel_attributes();

@@ -20,8 +20,9 @@ __device__ __forceinline__ int local_expert(const Params& p, int pair) {
 }
 
 // Up to 32 pairs: one warp, one pair a lane.
-template <int kRows>
+template <typename Routing>
 __device__ void route_warp(const Params& p, int pairs, Routing& routing, int32_t* group_of) {
+  constexpr int kRows = Routing::kRows;
   const int lane = threadIdx.x % 32;
   const int expert = lane < pairs ? local_expert(p, lane) : -1;
   const unsigned peers = __match_any_sync(0xffffffffu, expert), before = (1u << lane) - 1;
@@ -43,10 +44,10 @@ __device__ void route_warp(const Params& p, int pairs, Routing& routing, int32_t
 }
 
 // Any number of pairs: rank, scan, place. A pair's rank among its expert's is by its number, so that all blocks agree.
-template <int kRows, int kThreads>
+template <int kThreads, typename Routing>
 __device__ void route_block(const Params& p, int pairs, Routing& routing, int16_t* expert_of, uint16_t* rank_of, int32_t* counts,
                             int32_t* scan) {
-  constexpr int kExpertsPerThread = (kMaxExperts + kThreads - 1) / kThreads;
+  constexpr int kRows = Routing::kRows, kExpertsPerThread = (kMaxExperts + kThreads - 1) / kThreads;
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   for (int e = tid; e < kMaxExperts; e += kThreads) counts[e] = 0;
   for (int pair = tid; pair < pairs; pair += kThreads) expert_of[pair] = local_expert(p, pair);
@@ -66,11 +67,14 @@ __device__ void route_block(const Params& p, int pairs, Routing& routing, int16_
     }
   }
   __syncthreads();
-  int sum = 0;
+  int sum = 0;  // groups of this thread's experts, and 4096 times their cost
 #pragma unroll
   for (int i = 0; i < kExpertsPerThread; ++i) {
     const int e = tid * kExpertsPerThread + i;
-    if (e < kMaxExperts) sum += (counts[e] + kRows - 1) / kRows;
+    if (e < kMaxExperts) {
+      const int count = counts[e], whole = count / kRows, rest = count % kRows;
+      sum += whole * (1 + 4096 * group_cost(kRows)) + (rest > 0 ? 1 + 4096 * group_cost(rest) : 0);
+    }
   }
   int inclusive = sum;
 #pragma unroll
@@ -80,8 +84,9 @@ __device__ void route_block(const Params& p, int pairs, Routing& routing, int16_
   }
   if (lane == 31) scan[warp] = inclusive;
   __syncthreads();
-  int base = inclusive - sum;
-  for (int w = 0; w < warp; ++w) base += scan[w];
+  int before = inclusive - sum;
+  for (int w = 0; w < warp; ++w) before += scan[w];
+  int base = before % 4096, cost = before / 4096;
 #pragma unroll
   for (int i = 0; i < kExpertsPerThread; ++i) {
     const int e = tid * kExpertsPerThread + i;
@@ -89,11 +94,17 @@ __device__ void route_block(const Params& p, int pairs, Routing& routing, int16_
     const int count = counts[e];
     counts[e] = base;
     for (int left = count; left > 0; left -= kRows, ++base) {
+      const int rows = min(left, kRows);
       routing.expert[base] = e;
-      routing.rows[base] = min(left, kRows);
+      routing.rows[base] = rows;
+      routing.cost[base] = cost;
+      cost += group_cost(rows);
     }
   }
-  if (tid == kThreads - 1) routing.num_groups = base;
+  if (tid == kThreads - 1) {
+    routing.num_groups = base;
+    routing.cost[base] = cost;
+  }
   __syncthreads();
   for (int pair = tid; pair < pairs; pair += kThreads) {
     if (expert_of[pair] >= 0) routing.pairs[counts[expert_of[pair]] + rank_of[pair] / kRows][rank_of[pair] % kRows] = pair;
@@ -103,13 +114,38 @@ __device__ void route_block(const Params& p, int pairs, Routing& routing, int16_
 template <typename C>
 __device__ __forceinline__ void route(const Params& p, typename C::Shared& s) {
   const int pairs = p.rows * p.topk;
-  if (pairs <= 32) {
-    if (threadIdx.x < 32) route_warp<C::kRows>(p, pairs, s.routing, s.counts);
+  if constexpr (C::kPairs == kOneRowPairs) {
+    if (threadIdx.x < 32) route_warp(p, pairs, s.routing, s.counts);
   } else {
-    int16_t* const scratch = reinterpret_cast<int16_t*>(s.x);  // before x is there
-    route_block<C::kRows, C::kThreads>(p, pairs, s.routing, scratch, reinterpret_cast<uint16_t*>(scratch + kMaxPairs), s.counts, s.scan);
+    int16_t* const scratch = reinterpret_cast<int16_t*>(s.warps);  // before x is there
+    static_assert(sizeof(s.warps) >= 4 * C::kPairs);
+    route_block<C::kThreads>(p, pairs, s.routing, scratch, reinterpret_cast<uint16_t*>(scratch + C::kPairs), s.counts, s.scan);
   }
   __syncthreads();
+}
+
+// Position in the list of units: a group and a tile of its expert's rows.
+struct Unit {
+  int group, tile;
+};
+
+// Where the share of a block begins, which is where that of the block before it ends: all cost the same.
+template <typename Routing>
+__device__ __forceinline__ Unit share_begin(const Routing& routing, int tiles, int block) {
+  if constexpr (Routing::kPairs == kOneRowPairs) {
+    const unsigned unit = static_cast<unsigned>(routing.num_groups * tiles) * block / gridDim.x;
+    return {static_cast<int>(unit / tiles), static_cast<int>(unit % tiles)};
+  } else {
+    const int groups = routing.num_groups;
+    const int share = static_cast<int>(static_cast<uint64_t>(routing.cost[groups]) * tiles * block / gridDim.x);
+    int group = 0;  // the last that begins at `share` or before
+    for (int width = 1 << (31 - __clz(groups | 1)); width > 0; width /= 2) {
+      if (group + width < groups && routing.cost[group + width] * tiles <= share) group += width;
+    }
+    if (groups == 0) return {0, 0};
+    const int cost = routing.cost[group + 1] - routing.cost[group], tile = (share - routing.cost[group] * tiles) / cost;
+    return tile < tiles ? Unit{group, tile} : Unit{group + 1, 0};
+  }
 }
 
 }  // namespace dsv4::mxfp4_moe

@@ -2,14 +2,17 @@
 
 provider.py        what an implementation is
 <operator>.py      one operator; the whole of what adding one takes:
-                     cases(tp, context, concurrency, quick) -> cases with name and bytes_per_call
+                     cases(tp, context, concurrency, quick) -> cases with name and bytes_per_call; where several add up
+                                                               in a step: `point` (as many rows) and `calls` (of a step)
                      providers()                            -> Providers, `ours` first, `stock` among them
                      correctness_inputs(case)               -> inputs of a few hostile calls
-                     error(provider, result, inputs)        -> float, in words ERROR; max_error(provider) is allowed
+                     error(provider, result, inputs)        -> float, in words ERROR
+                     max_error(provider, case)              -> what is allowed of it
                      TimingInputs().calls(case, count)      -> inputs that each find cold caches
                      NOTE (optional)                        -> a sentence below its table
-worker.py          one provider of one operator in a process of its own: a crash is a result, not the end
-command.py         runs the workers, decides, prints the table, writes the profile (patching/profile.py reads it)
+worker.py          providers one after the other in a process of its own: a crash is a result, not the end
+command.py         runs the workers, ours first, then stock, then the others; decides, prints the table, writes the
+                   profile (patching/profile.py reads it), also of what was reached when the time is over
 """
 
 from pathlib import Path

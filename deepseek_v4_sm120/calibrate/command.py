@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
 import math
+import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from deepseek_v4_sm120 import console, extension
@@ -20,8 +26,10 @@ from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
 from deepseek_v4_sm120.console import CommandError
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
+from deepseek_v4_sm120.sglang_patches import TABLE
 
-WORKER_SECONDS = 600
+WORKER_SECONDS = 600  # of one provider of one operator
+LAST_WORDS_SECONDS = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(OPERATORS)} (default: all)",
     )
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        metavar="SECONDS",
+        help="decide by what is measured when so much time is over, and name what was not reached (default: no limit)",
+    )
     parser.add_argument("--out", default="dsv4-profile.json", help="file to write (default: dsv4-profile.json)")
     parser.add_argument("--json", action="store_true", help="print the profile instead of the table")
 
@@ -53,7 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--context must be 1024 to {1 << 20} tokens, got {arguments.context}")
     if not 1 <= arguments.concurrency <= 256:
         raise CommandError(f"--concurrency must be 1 to 256, got {arguments.concurrency}")
-    out = Path(arguments.out)
+    if arguments.limit_s is not None and not arguments.limit_s > 0:
+        raise CommandError(f"--limit-s must be more than 0 seconds, got {arguments.limit_s}")
+    clock, out = Clock(arguments.limit_s), Path(arguments.out)
     if not out.resolve().parent.is_dir():
         raise CommandError(f"--out: there is no folder {out.resolve().parent}")
     device = _device()
@@ -63,11 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
         "concurrency": arguments.concurrency,
         "quick": arguments.quick,
     }
-    operators = {
-        name: calibrate(name, shapes, progress)
-        for name, progress in _with_progress(list(dict.fromkeys(arguments.operators)))
-    }
-    found = as_profile(operators, device, shapes)
+    results = measure(list(dict.fromkeys(arguments.operators)), shapes, clock)
+    not_reached = [name for name, found in results.items() if not found[OURS].get("cases") and not found[OURS]["wrong"]]
+    operators = {name: decide(name, found) for name, found in results.items() if name not in not_reached}
+    found = as_profile(operators, device, shapes) | {"not_reached": not_reached}
     try:
         out.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     except OSError as error:
@@ -77,12 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         show(found, out)
     return int(any(name.startswith(OURS) for one in operators.values() for name in one["wrong"]))
-
-
-def _with_progress(names: list[str]):
-    total = sum(len(worker.operator(name).providers()) for name in names)
-    progress = console.Progress(total)
-    return [(name, progress) for name in names]
 
 
 def _device() -> str:
@@ -98,60 +107,206 @@ def _device() -> str:
     return name[0]
 
 
-def calibrate(name: str, shapes: dict, progress: console.Progress) -> dict:
-    """All providers of one operator that take a shape of the plan: what `decide` says."""
-    described = worker.operator(name)
-    results, cases = {}, described.cases(**shapes)
-    for provider in described.providers():
-        if not any(map(provider.handles, cases)):
-            progress.step(f"{name}: {provider.name}, for none of these shapes")
-            continue
-        started = time.monotonic()
-        absent = provider.absent()
-        results[provider.name] = {"problem": absent} if absent else run_worker(name, provider.name, shapes)
-        progress.step(f"{name}: {provider.name}, {time.monotonic() - started:.0f} s")
-        if provider.name == OURS and "problem" in results[OURS]:  # nothing to compare, and no reason to rule us out
-            raise CommandError(f"{name} cannot run here: {results[OURS]['problem']}")
-    return decide(results, [provider.name for provider in described.providers() if provider.optional])
+class Clock:
+    """The time that the user grants, in seconds; None: as long as it takes."""
+
+    def __init__(self, seconds: float | None = None):
+        self.end = math.inf if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def stop(self) -> None:
+        self.end = -math.inf
 
 
-def run_worker(name: str, provider: str, shapes: dict) -> dict:
-    """{"problem"} or {"cases": [...], "wrong": words or None}."""
-    words = [sys.executable, "-m", "deepseek_v4_sm120.calibrate.worker", name, provider, json.dumps(shapes)]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=WORKER_SECONDS)
-        lines, code, stderr = done.stdout.splitlines(), done.returncode, done.stderr
-    except subprocess.TimeoutExpired as error:
-        lines, code, stderr = (error.stdout or b"").decode().splitlines(), 1, f"not ready after {WORKER_SECONDS} s"
-    answers = [json.loads(line) for line in lines if line.startswith("{")]
-    problem = next((a["problem"] for a in answers if "problem" in a), None)
-    if problem is not None:
-        return {"problem": problem}
-    cases = [a for a in answers if "case" in a]
-    bad = [a for a in cases if "allowed" in a]
-    wrong = None
-    if bad:
-        error = "not finite" if bad[0]["error"] is None else f"{bad[0]['error']:.4f}"
-        wrong = f"{bad[0]['case']}: relative error {error}, allowed {bad[0]['allowed']}"
-    if code:
-        last = (stderr.strip().splitlines() or ["no message"])[-1][:200]
-        wrong = wrong or f"crashed after {len(cases)} case(s): {last}"
-    return {"cases": cases, "wrong": wrong}
+@dataclass(frozen=True)
+class Job:
+    """One provider of one operator; `cases`: the names of those that it takes, whose calls touch so many bytes."""
+
+    operator: str
+    provider: str
+    cases: tuple[str, ...]
+    bytes: int
 
 
-def decide(results: dict[str, dict], optional: Iterable[str] = ()) -> dict:
-    """Ours, unless it is wrong here, or stock is right and faster over the shapes that both ran (geometric mean).
+@dataclass
+class Answers:
+    """What a worker has said about a job."""
 
-    optional: ways of ours that count as ours where they are right and faster; the others are `left_out`, with why.
+    cases: list[dict] = field(default_factory=list)
+    problem: str | None = None
+    is_done: bool = False
+
+
+def measure(names: list[str], shapes: dict, clock: Clock) -> dict[str, dict[str, dict]]:
+    """What became of every provider that takes a shape of the plan: {operator: {provider: result}}.
+
+    result  {"problem": why it does not run here}, or {"cases": [...], "wrong": words or None, "not_reached": [names]}
     """
-    wrong = {name: found["wrong"] for name, found in results.items() if found.get("wrong")}
+    results: dict[str, dict[str, dict]] = {name: {} for name in names}
+    rounds: tuple[list[Job], ...] = ([], [], [])  # ours with its ways, then stock: what decides comes first
+    for name in names:
+        described = worker.operator(name)
+        cases = described.cases(**shapes)
+        for provider in described.providers():
+            taken = [case for case in cases if provider.handles(case)]
+            if taken:
+                turn = 0 if provider.name.startswith(OURS) else 1 if provider.name == STOCK else 2
+                results[name][provider.name] = {"problem": absent} if (absent := provider.absent()) else {}
+                size = sum(case.bytes_per_call for case in taken)
+                rounds[turn].append(Job(name, provider.name, tuple(case.name for case in taken), size))
+    progress = console.Progress(sum(map(len, rounds)))
+    for jobs in rounds:
+        waiting = []
+        # the short ones first, so that what they leave is for the others; ways of ours behind ours
+        for job in sorted(jobs, key=lambda job: (job.provider not in (OURS, STOCK), job.bytes)):
+            if result := results[job.operator][job.provider]:
+                progress.step(f"{job.operator}: {job.provider}: {outcome(result)}")
+            else:
+                waiting.append(job)
+        while waiting:  # a process that ends early leaves the rest to another
+            found = run_worker(waiting, shapes, clock, progress)
+            for job, result in zip(waiting, found, strict=False):
+                results[job.operator][job.provider] = result
+            waiting = waiting[len(found) :]
+        for name in names:
+            if problem := results[name].get(OURS, {}).get("problem"):  # nothing to compare, no reason to rule us out
+                raise CommandError(f"{name} cannot run here: {problem}")
+    return results
+
+
+def run_worker(jobs: list[Job], shapes: dict, clock: Clock, progress: console.Progress) -> list[dict]:
+    """Results of the first jobs, of as many as one process came to; of all of them when the time is over."""
+    results, started = [], time.monotonic()
+
+    def job_left() -> float:
+        return WORKER_SECONDS - (time.monotonic() - started)
+
+    def ended(job: Job, answers: Answers, crash: str | None) -> None:
+        results.append(as_result(job, answers, crash))
+        seconds = f", {time.monotonic() - started:.0f} s" if answers.cases else ""
+        progress.step(f"{job.operator}: {job.provider}: {outcome(results[-1])}{seconds}")
+
+    words = [sys.executable, "-m", "deepseek_v4_sm120.calibrate.worker", json.dumps(shapes)]
+    words.append(json.dumps([(job.operator, job.provider) for job in jobs]))
+    words.append(json.dumps(clock.left() if math.isfinite(clock.left()) else None))
+    answers = Answers()
+    with tempfile.TemporaryFile() as stderr:
+        if clock.left() > 0:
+            process = subprocess.Popen(
+                words, stdout=subprocess.PIPE, stderr=stderr, env=worker_environment(), start_new_session=True
+            )
+            try:
+                for answer in _answers(process, lambda: min(clock.left(), job_left())):
+                    job = jobs[len(results)]
+                    if "job" in answer:
+                        answers, started = Answers(), time.monotonic()
+                    elif "case" in answer:
+                        answers.cases.append(answer)
+                        if "skipped" not in answer:
+                            progress.note(f"{job.operator}: {job.provider}: {in_words(answer)}")
+                    elif "problem" in answer:
+                        answers.problem = answer["problem"]
+                    elif "done" in answer:
+                        answers.is_done = True
+                        ended(job, answers, None)
+                        answers = Answers()
+            except KeyboardInterrupt:
+                clock.stop()
+            finally:
+                code = _end(process, LAST_WORDS_SECONDS if min(clock.left(), job_left()) > 0 else 0.0)
+            stderr.seek(0)
+            said = stderr.read().decode(errors="replace")
+        while len(results) < len(jobs) and clock.left() <= 0:  # the job under way, and those behind it
+            ended(jobs[len(results)], answers, None)
+            answers = Answers()
+    if len(results) < len(jobs):
+        last = (said.strip().splitlines() or [f"no message, exit status {code}"])[-1][:200]
+        ended(jobs[len(results)], answers, last if job_left() > 0 else f"not ready after {WORKER_SECONDS} s")
+    return results
+
+
+def worker_environment() -> dict[str, str]:
+    """Stock is stock: no patch of ours. DeepGEMM compiles what is called, not all numbers of rows that there are."""
+    return {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"} | os.environ | {"DSV4_SM120": "off"}
+
+
+def _answers(process: subprocess.Popen, left: Callable[[], float]) -> Iterator[dict]:
+    """What a worker says, as it comes, until it ends or no seconds are left."""
+    mark, buffer = worker.MARK.encode(), b""
+    while (seconds := left()) > 0:
+        ready, _, _ = select.select([process.stdout], [], [], min(seconds, 1.0))
+        if not ready and process.poll() is None:
+            continue
+        chunk = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
+        if not chunk:
+            return
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        yield from (json.loads(line.removeprefix(mark)) for line in lines if line.startswith(mark))
+
+
+def _end(process: subprocess.Popen, patience: float) -> int:
+    """A worker's exit status, after the end of what is left of it and of the compilers that it started."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.stdout.close()
+    return process.wait()
+
+
+def as_result(job: Job, answers: Answers, crash: str | None) -> dict:
+    if answers.problem is not None:
+        return {"problem": answers.problem}
+    bad, wrong = [answer for answer in answers.cases if "allowed" in answer], None
+    if bad:
+        wrong = in_words(bad[0])
+    elif crash is not None:
+        wrong = f"crashed after {len(answers.cases)} case(s): {crash}"
+    result = {"cases": answers.cases, "wrong": wrong}
+    reached = {answer["case"] for answer in answers.cases}
+    if crash is None and (missing := [name for name in job.cases if name not in reached]):
+        result["not_reached"] = missing
+    return result
+
+
+def in_words(answer: dict) -> str:
+    """A worker's answer about a case."""
+    if "us" in answer:
+        return f"{answer['case']}: {answer['us']:.1f} us ({answer['error']:.4f})"
+    error = "not finite" if answer["error"] is None else f"{answer['error']:.4f}"
+    return f"{answer['case']}: relative error {error}, allowed {answer['allowed']}"
+
+
+def outcome(result: dict) -> str:
+    """A provider's result in a few words."""
+    if "problem" in result:
+        return f"does not run here: {result['problem']}"
+    if result["wrong"]:
+        return f"wrong: {result['wrong']}"
+    times, missing = [case["us"] for case in result["cases"] if "us" in case], len(result.get("not_reached", ()))
+    words = [f"{missing} shape(s) not reached"] if missing else []
+    if times:
+        mean = math.exp(sum(map(math.log, times)) / len(times))
+        words.insert(0, f"{mean:.1f} us" + (f", mean of {len(times)} shapes" if len(times) > 1 else ""))
+    return "; ".join(words)
+
+
+def decide(name: str, results: dict[str, dict]) -> dict:
+    """Ours, unless it is wrong here, or stock is right and faster over the shapes that both ran.
+
+    Faster: by the geometric mean over the cases; cases of one `point` (as many rows) add up, each as often as a step
+    calls it. Optional ways of ours count as ours where they are right and faster; the others are `left_out`, with why.
+    """
+    wrong = {provider: found["wrong"] for provider, found in results.items() if found.get("wrong")}
     times = {
-        name: {c["case"]: c["us"] for c in found.get("cases", ()) if "us" in c}
-        for name, found in results.items()
-        if name not in wrong
+        provider: {case["case"]: case for case in found.get("cases", ()) if "us" in case}
+        for provider, found in results.items()
+        if provider not in wrong
     }
     ours, left_out = dict(times.get(OURS, {})), {}
-    for way in optional:
+    for way in (provider.name for provider in worker.operator(name).providers() if provider.optional):
         ratio = _ratio(times.get(OURS, {}), times.get(way, {}))
         if way in wrong:
             left_out[way] = wrong[way]
@@ -165,10 +320,14 @@ def decide(results: dict[str, dict], optional: Iterable[str] = ()) -> dict:
     return {"winner": winner, "stock_over_ours": ratio, "wrong": wrong, "left_out": left_out, "providers": results}
 
 
-def _ratio(these: dict[str, float], those: dict[str, float]) -> float | None:
+def _ratio(these: dict[str, dict], those: dict[str, dict]) -> float | None:
     """How many times as long these take over the cases of both; None without such."""
-    both = [case for case in these if case in those]
-    return math.exp(sum(math.log(these[c] / those[c]) for c in both) / len(both)) if both else None
+    points = defaultdict(lambda: [0.0, 0.0])
+    for name in these.keys() & those.keys():
+        one, calls = these[name], these[name].get("calls", 1)
+        for i, found in enumerate((one, those[name])):
+            points[one.get("point", name)][i] += calls * found["us"]
+    return math.exp(sum(math.log(a / b) for a, b in points.values()) / len(points)) if points else None
 
 
 def as_profile(operators: dict[str, dict], device: str, shapes: dict) -> dict:
@@ -189,9 +348,10 @@ def show(found: dict, out: Path) -> None:
         f"\n{identity['device']}, driver {identity['driver'] or '?'}, SGLang {identity['sglang'] or 'not installed'}, "
         f"deepseek_v4_sm120 {identity['package']} ({commit}); TP{found['plan']['tp']}"
     )
+    decided = profile.Profile(str(out), found["operators"])
     for name, measured in found["operators"].items():
         providers = measured["providers"]
-        ran = [p for p in providers if "cases" in providers[p]]
+        ran = [p for p in providers if providers[p].get("cases")]
         cases = list(dict.fromkeys(c["case"] for p in ran for c in providers[p]["cases"]))
         rows = [(case, *(_cell(providers[p]["cases"], case) for p in ran)) for case in cases]
         if rows:
@@ -203,12 +363,26 @@ def show(found: dict, out: Path) -> None:
             print(f"WRONG  {p}: {why}")
         for p in [p for p in providers if "problem" in providers[p]]:
             print(f"not run  {p}: {providers[p]['problem']}")
+        for p in [p for p in providers if providers[p].get("not_reached")]:
+            missing = "; ".join(providers[p]["not_reached"]) if p in ran else "none of its shapes was"
+            print(f"not reached  {p}: {missing}")
         for p, why in measured["left_out"].items():
             print(f"left out  {p}: {why}")
-        ratio = measured["stock_over_ours"]
-        beside = f"; stock takes {ratio:.2f} times ours" if ratio else ""
-        print(f"{name}: {measured['winner']} is used{beside}")
+        print(f"{name}: {_verdict(name, measured, decided)}")
+    for name in found["not_reached"]:
+        print(f"{name}: not reached, so the shipped default holds")
     print(f"\nWritten to {out}. The server reads it with DSV4_SM120_PROFILE={out.resolve()}")
+
+
+def _verdict(name: str, measured: dict, decided: profile.Profile) -> str:
+    ratio = measured["stock_over_ours"]
+    beside = f"; stock takes {ratio:.2f} times ours" if ratio else ""
+    is_off = any(patch.off_because for patch in TABLE.patches if name in (patch.name, patch.serves))
+    if is_off and measured["winner"] == OURS:
+        beside += ", so it is switched on" if decided.favours(name) else ""
+        if not decided.favours(name):
+            return "off, as by default: nothing to compare with"
+    return f"{measured['winner']} is used{beside}"
 
 
 def _cell(cases: list[dict], case: str) -> str:

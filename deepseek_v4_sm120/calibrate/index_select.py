@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from deepseek_v4_sm120.calibrate.provider import OURS, STOCK, Provider, is_installed, sglang_version, unpatched
+from deepseek_v4_sm120.calibrate.provider import (
+    OURS,
+    STOCK,
+    Provider,
+    is_installed,
+    our_problem,
+    sglang_version,
+    unpatched,
+)
 from deepseek_v4_sm120.plan.memory import INDEX_KEY_BYTES
 from deepseek_v4_sm120.plan.models import FLASH
 
@@ -77,13 +85,13 @@ def _is_prefill(case: Case) -> bool:
     return case.rows_per_request == PREFILL_ROWS
 
 
-def max_error(provider: str) -> float:
+def max_error(provider: str, case: Case) -> float:
     return 0.0
 
 
 def providers() -> tuple[Provider, ...]:
     return (
-        Provider(OURS, _our_problem, _ours),
+        Provider(OURS, our_problem, _ours),
         Provider(STOCK, _stock_problem, _stock, _stock_handles, ("sglang",)),
         Provider("deep_gemm + torch.topk", _deep_gemm_problem, _deep_gemm, lambda c: not c.fp4, ("deep_gemm",)),
         Provider("torch", lambda: None, _torch, _is_small),
@@ -204,12 +212,6 @@ def _tolerance(provider: str, inputs) -> float:
 
 
 # ---- providers
-
-
-def _our_problem() -> str | None:
-    from deepseek_v4_sm120 import extension
-
-    return extension.explain()
 
 
 def _ours():

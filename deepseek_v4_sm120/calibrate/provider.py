@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 
 OURS, STOCK = "ours", "stock"  # the two that decide; others are shown beside them
+DEEP_GEMM_WRAPPER, DEEP_GEMM_PDL = "sglang.srt.layers.deep_gemm_wrapper", "SGLANG_DEEPGEMM_PDL"
+MORE_ROWS = (16, 32, 64)  # of a decode step, without --quick
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Provider:
     """One implementation.
 
     problem   why it cannot run on this machine, None if it can; asked in the worker
-    build     loads it and returns call(inputs) -> result, in the form that the operator's `error` takes
+    build     loads it and returns call(inputs) -> result, in the form that the operator's `error` takes; where it has
+              call.ready(inputs), that is done with all inputs before the clock starts
     handles   whether it takes a case
     packages  what must be installed; where it is not, no worker is started
     optional  a way of ours that the operator can do without: where it is wrong, or slower than `ours`, the profile
@@ -42,6 +45,25 @@ class Provider:
 PACKAGE_NAMES = {"sglang": "SGLang", "deep_gemm": "DeepGEMM", "flashinfer": "FlashInfer"}
 
 
+def our_problem() -> str | None:
+    """Why none of ours can run here, None if they can."""
+    from deepseek_v4_sm120 import extension
+
+    return extension.explain()
+
+
+def rows_of(concurrency: int, quick: bool, most: int) -> list[int]:
+    """Rows of a decode step, at most as many as the operator takes."""
+    rows = {1, concurrency} if quick else {1, concurrency, *MORE_ROWS}
+    return sorted({min(count, most) for count in rows})
+
+
+def is_sm120() -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability()[0] == 12
+
+
 def is_installed(module: str) -> bool:
     """Whether a module can be found, without importing more than its packages."""
     try:
@@ -54,6 +76,15 @@ def unpatched(module: str, name: str) -> Callable:
     """A function of SGLang as SGLang wrote it, also where our patch is in its place."""
     function = getattr(importlib.import_module(module), name)
     return getattr(function, "__wrapped__", function)
+
+
+def set_up_deep_gemm() -> None:
+    """DeepGEMM with the launches that SGLang's servers give it: dependent ones from 0.5.13 on, unless switched off."""
+    if not importlib.import_module(DEEP_GEMM_WRAPPER).ENABLE_JIT_DEEPGEMM:
+        return
+    deep_gemm, envs = importlib.import_module("deep_gemm"), importlib.import_module("sglang.srt.environ").envs
+    if hasattr(deep_gemm, "set_pdl") and hasattr(envs, DEEP_GEMM_PDL) and getattr(envs, DEEP_GEMM_PDL).get():
+        deep_gemm.set_pdl(True)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from deepseek_v4_sm120.calibrate.provider import OURS, STOCK, Provider, is_installed, unpatched
+from deepseek_v4_sm120.calibrate.provider import OURS, STOCK, Provider, is_installed, our_problem, unpatched
 from deepseek_v4_sm120.plan.memory import KV_TOKEN_BYTES
 from deepseek_v4_sm120.plan.models import FLASH
 
@@ -63,7 +63,7 @@ def _is_prefill(case: Case) -> bool:
     return case.rows == PREFILL_ROWS
 
 
-def max_error(provider: str) -> float:
+def max_error(provider: str, case: Case) -> float:
     """Relative L2 error beyond which an implementation counts as wrong."""
     from deepseek_v4_sm120.reference.accuracy import MAX_RELATIVE_ERROR
 
@@ -72,9 +72,9 @@ def max_error(provider: str) -> float:
 
 def providers() -> tuple[Provider, ...]:
     return (
-        Provider(OURS, _our_problem, _ours),
-        Provider(f"{OURS}, decode kernel", _our_problem, functools.partial(_ours, prefill=False), _is_prefill),
-        Provider(f"{OURS}, prefill kernel", _our_problem, functools.partial(_ours, prefill=True), _is_prefill),
+        Provider(OURS, our_problem, _ours),
+        Provider(f"{OURS}, decode kernel", our_problem, functools.partial(_ours, prefill=False), _is_prefill),
+        Provider(f"{OURS}, prefill kernel", our_problem, functools.partial(_ours, prefill=True), _is_prefill),
         Provider(STOCK, _stock_problem, _stock, packages=("sglang",)),
         Provider("triton", _triton_problem, _triton, _is_small, ("sglang",)),
         Provider("flashmla", _flashmla_problem, _flashmla, lambda case: case.heads == 64),
@@ -166,12 +166,6 @@ def error(provider: str, result, inputs) -> float:
 
 
 # ---- providers
-
-
-def _our_problem() -> str | None:
-    from deepseek_v4_sm120 import extension
-
-    return extension.explain()
 
 
 def _ours(prefill: bool | None = None):

@@ -111,14 +111,17 @@ def _scratch_bytes(rows: int, groups: int, outputs: int, inputs: int, num_sms: i
     )
 
 
-def _run(x, weight, weight_scale, out, *, pdl=True, **tuning) -> None:
-    """Checked [rows, groups, ..] tensors to raw pointers. `tuning`: row_tiles, warp_rows, blocks (bench only)."""
+def _run(x, weight, weight_scale, out, *, rotation=None, pdl=True, **tuning) -> None:
+    """Checked [rows, groups, ..] tensors to raw pointers. `tuning`: row_tiles, warp_rows, blocks (bench only).
+
+    rotation: (freqs_cis, positions) for x that is rotated back first (ops.wo_a), at most MAX_ROWS rows.
+    """
     device = x.device
     if device.type != "cuda":
         raise RuntimeError(f"fp8_linear: x.device must be a CUDA device, got {device}")
     if x.shape[0] == 0:
         return
-    launch = functools.partial(_launch, pdl=pdl, tuning=tuple(tuning.items()))
+    launch = functools.partial(_launch, rotation=rotation, pdl=pdl, tuning=tuple(tuning.items()))
     if device.index == torch._C._cuda_getDevice():
         launch(x, weight, weight_scale, out)
     else:
@@ -126,7 +129,18 @@ def _run(x, weight, weight_scale, out, *, pdl=True, **tuning) -> None:
             launch(x, weight, weight_scale, out)
 
 
-def _launch(x, weight, weight_scale, out, *, pdl, tuning) -> None:
+def _rotation_arguments(rotation) -> dict[str, int]:
+    if rotation is None:
+        return {}
+    freqs_cis, positions = rotation
+    return {
+        "rotation": freqs_cis.data_ptr(),
+        "positions": positions.data_ptr(),
+        "position_bytes": positions.element_size(),
+    }
+
+
+def _launch(x, weight, weight_scale, out, *, rotation, pdl, tuning) -> None:
     module, index = extension.load(), x.device.index
     groups, outputs, inputs = weight.shape
     num_sms, stream = _num_sms(index), torch._C._cuda_getCurrentRawStream(index)
@@ -156,6 +170,7 @@ def _launch(x, weight, weight_scale, out, *, pdl, tuning) -> None:
             num_sms=num_sms,
             pdl=pdl,
             stream=stream,
+            **_rotation_arguments(rotation),
             **dict(tuning),
         )
 

@@ -1,6 +1,6 @@
 """Public MXFP4 experts: checks the arguments, chooses the regime, owns the scratch, launches.
 
-Few rows (up to DECODE_ROWS): `_C.mxfp4_moe`, three kernels that stream the touched experts' weights once. More rows:
+Few rows (up to DECODE_ROWS): `_C.mxfp4_moe`, which streams the touched experts' weights once. More rows:
 Triton's grouped GEMMs over the pairs sorted by expert, with block sizes from kernels/mxfp4_moe_table.py.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from deepseek_v4_sm120 import extension
 
-DECODE_ROWS = 128
+DECODE_ROWS = 256
 GROUP = 32  # inputs per scale byte
 BLOCK_SCALED_MAJOR = 12  # compute capability with mma.sync of block-scaled FP8
 _ALIGN_BYTES = 16
@@ -55,15 +55,16 @@ def mxfp4_moe(
     first_expert       id of w13[0]; ids from there to first_expert + experts - 1 are local
     expert_map         [ids] int32: id -> local expert or -1, instead of first_expert; or None
     up_first           w13's first half is up, its second the gate
-    activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 128 rows what both products read is E4M3 with a UE8M0
-                       scale per 32 values, by SM120's block-scaled instruction. Up to 128 rows it is always bf16
+    activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows what both products read is E4M3 with a UE8M0
+                       scale per 32 values, by SM120's block-scaled instruction. Up to 256 rows it is always bf16
     out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8; or None
     returns            out [rows, hidden] bf16: this rank's part of the sum, without the shared expert
     accuracy           relative L2 against float64: W4A16 below 0.004 (bf16 h and bf16 out), W4A8 about 0.045
-    determinism        the same bits in every run; up to 128 rows also in every batch: a row alone equals the row among
-                       others. Exact weights for scale bytes 34 to 160; above, up to 128 rows give inf or NaN
-    sizes              up to 128 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash and Pro at TP 1 to 8), at most 512
-                       experts and 1024 pairs; other sizes take the other regime, which needs multiples of 128
+    determinism        the same bits in every run; up to 256 rows also in every batch: a row alone equals the row among
+                       others. Up to 256 rows weights are exact (a scale byte of 0 counts as zero, 255 as NaN); above
+                       for scale bytes 34 to 160
+    sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash and Pro at TP 1 to 8), at most 512
+                       experts and 3072 pairs; other sizes take the other regime, which needs multiples of 128
     raises             TypeError (dtype), ValueError (shape, stride, alignment, sizes: says name, expected, got),
                        RuntimeError (device, launch)
     cuda graphs        capture-safe: no host sync; allocates only out and scratch, through torch

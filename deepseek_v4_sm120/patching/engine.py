@@ -75,8 +75,10 @@ class Engine:
         asked = self.settings.choices.get(name)
         if asked == "off":
             return [Record(patch, None, OFF, f"DSV4_SM120_SET={name}=off")]
-        if patch.off_because and asked != "on":
-            return [Record(patch, None, OFF, f"{patch.off_because}; DSV4_SM120_SET={name}=on switches it on")]
+        against, favoured = self.profile.against(name), self.profile.favours(name)
+        if patch.off_because and asked != "on" and not favoured:
+            why = against or patch.off_because
+            return [Record(patch, None, OFF, f"{why}; DSV4_SM120_SET={name}=on switches it on")]
         if self.sources.path(self.host) is None:
             return [Record(patch, None, NOT_APPLICABLE, f"{self.host} is not on this interpreter's path")]
         if self.settings.mode not in patch.modes:
@@ -90,15 +92,17 @@ class Engine:
             return [Record(patch, None, UNSUPPORTED, reason)]
         if patch.setting and self.steering.state(patch.setting) != ON:
             return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.setting}=on")]
-        if (verdict := self.profile.against(patch.serves or patch.name)) is not None:
-            return [Record(patch, None, NOT_APPLICABLE, verdict)]
+        if against is not None and asked != "on":
+            return [Record(patch, None, NOT_APPLICABLE, against)]
         targets = self._targets(patch)
         if not targets and self._version_is_known():
             return [Record(patch, None, NOT_APPLICABLE, f"{self.host} {self.version} has no such place")]
         if not targets:
             reason = f"{self.host} does not tell its version, and no place of it fits {patch.name}: the stock code runs"
             return [Record(patch, None, UNSUPPORTED, reason)]
-        return [Record(patch, t, READY, f"when {self.host} imports it") for t in targets]
+        why = f"; {favoured}" if patch.off_because and asked != "on" else ""
+        why = f"; DSV4_SM120_SET={name}=on, although {against}" if against else why
+        return [Record(patch, t, READY, f"when {self.host} imports it{why}") for t in targets]
 
     def _has_setting(self, specifiers: str) -> bool:
         """Settings are for versions that we know: a tree that does not tell its version gets none."""

@@ -47,7 +47,7 @@ class Patch:
     needs        what must load before it may be applied, "module:function" each (called without arguments)
     setting      active only while this setting of the table is on
     serves       the operator without which it makes no sense, where that is not its own name
-    off_because  off until it is asked for (DSV4_SM120_SET=<name>=on), and why
+    off_because  off until it is asked for (DSV4_SM120_SET=<name>=on) or was faster under `calibrate`, and why
     modes        in which modes it is active
     retire       when this row should be deleted
     """

@@ -134,7 +134,8 @@ def show(plan: Plan) -> None:
 def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     r = plan.request
     total = r.memory_mib * (1 << 20)
-    rows = [("weights", plan.weights, "the checkpoint's shapes, wo_a in bf16 as SGLang holds it on SM120")]
+    wo_a = "wo_a in bf16 as SGLang holds it on SM120" if r.wo_a_bf16 else "wo_a in FP8 as it is stored"
+    rows = [("weights", plan.weights, f"the checkpoint's shapes, {wo_a}")]
     rows += [("C128 states", plan.states, f"{r.concurrency} request slots")] if plan.states else []
     static = plan.fraction * total
     rows.append(("KV cache", max(0.0, static - plan.weights - plan.states), f"{plan.tokens:,} tokens"))
@@ -151,8 +152,8 @@ def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
         return rows
     for streams in sorted({1, r.concurrency}):
         context = min(r.context, 8192)
-        fast = roofline.step_seconds(r.model, r.gpus, streams, context)
-        nccl = roofline.step_seconds(r.model, r.gpus, streams, context, fast=False)
+        fast = roofline.step_seconds(r.model, r.gpus, streams, context, wo_a_bf16=r.wo_a_bf16)
+        nccl = roofline.step_seconds(r.model, r.gpus, streams, context, wo_a_bf16=r.wo_a_bf16, fast=False)
         best = roofline.PUBLISHED.get((r.gpus, streams)) if r.model.hidden == models.FLASH.hidden else None
         cells = (f"{streams / fast:.0f} at {context // 1024}K", f"{fast * 1e3:.2f}", f"{streams / nccl:.0f}")
         rows.append((str(streams), *cells, *((f"{best[0]:.0f}", best[1]) if best else ("-", "nobody"))))

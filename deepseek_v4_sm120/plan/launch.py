@@ -42,6 +42,10 @@ class Request:
         return tuple(int(part) for part in self.sglang.split(".")[:3])
 
     @property
+    def wo_a_bf16(self) -> bool:
+        return "wo_a" not in self.replaced
+
+    @property
     def drafts(self) -> int:
         """Draft tokens in SGLang's counting, the verified token among them; 0 without speculation."""
         return 2 if self.mtp else 0
@@ -117,7 +121,7 @@ def _sized(request: Request, chunk: int) -> Plan:
     rows = request.concurrency * max(1, request.drafts)
     reserves = memory.reserves(m, tp=tp, context=request.context, chunk=chunk, rows=rows, replaced=request.replaced)
     fraction = min(memory.MOST_FRACTION, math.floor((1 - sum(r.bytes for r in reserves) / total) / STEP) * STEP)
-    weights = memory.weight_bytes(m, tp, mtp=speculative)
+    weights = memory.weight_bytes(m, tp, mtp=speculative, wo_a_bf16=request.wo_a_bf16)
     requests = request.concurrency
     states = memory.c128_state_bytes(m, requests, speculative) if memory.has_request_states(version) else 0.0
     room = max(0.0, fraction * total - weights - states)
@@ -130,7 +134,9 @@ def _interval(request: Request, chunk: int) -> int:
     if request.concurrency == 1:
         return 0
     rate = roofline.PUBLISHED_PREFILL.get(request.gpus, roofline.PUBLISHED_PREFILL[4])[0]
-    ideal = roofline.step_seconds(request.model, request.gpus, request.concurrency, request.context // 4)
+    ideal = roofline.step_seconds(
+        request.model, request.gpus, request.concurrency, request.context // 4, wo_a_bf16=request.wo_a_bf16
+    )
     step = roofline.TYPICAL_OVER_IDEAL * ideal
     return max(1, min(32, math.ceil(DECODE_SHARE / (1 - DECODE_SHARE) * (chunk / rate) / step)))
 

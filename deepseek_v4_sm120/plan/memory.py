@@ -43,10 +43,14 @@ def expert_bytes(m: Model) -> int:
     return 3 * one(m.expert_width, m.hidden)
 
 
+def expanded_wo_a_bytes(m: Model) -> int:
+    return 2 * m.o_groups * m.o_lora * (m.heads * m.head_dim // m.o_groups)
+
+
 def layer_weights(m: Model, ratio: int, wo_a_bf16: bool) -> dict[str, tuple[int, bool]]:
     """{part: (bytes, divided by TP)} of a layer; `routed` is one expert."""
     inputs = m.heads * m.head_dim // m.o_groups
-    wo_a = m.o_groups * (2 * m.o_lora * inputs if wo_a_bf16 else _fp8(m.o_lora, inputs))
+    wo_a = expanded_wo_a_bytes(m) if wo_a_bf16 else m.o_groups * _fp8(m.o_lora, inputs)
     mix = (2 + m.streams) * m.streams
     found = {
         "qkv_a": (_fp8(m.q_lora + m.head_dim, m.hidden), False),
@@ -68,8 +72,8 @@ def layer_weights(m: Model, ratio: int, wo_a_bf16: bool) -> dict[str, tuple[int,
     return found
 
 
-def weight_bytes(m: Model, tp: int, *, mtp: bool, wo_a_bf16: bool = True) -> float:
-    """One rank's weights as SGLang holds them on SM120, where wo_a is expanded to bf16 unless FP8 is switched on."""
+def weight_bytes(m: Model, tp: int, *, mtp: bool, wo_a_bf16: bool) -> float:
+    """One rank's weights. SGLang expands wo_a to bf16 on SM120; where the operator is ours it stays FP8."""
     divided = whole = 0.0
     for ratio, layers in (*m.kinds(), (0, int(mtp))):
         for part, (size, is_divided) in layer_weights(m, ratio, wo_a_bf16).items():
@@ -180,6 +184,11 @@ def reserves(
         Reserve("CUDA context, libraries, NCCL", 1.5 * GIB, "estimate"),
         Reserve("decode graphs", (0.5 + 0.02 * rows) * GIB, "estimate"),
         Reserve("prefill activations", chunk * activations, f"arithmetic, chunk of {chunk}"),
+        *(
+            [Reserve("wo_a of a prompt, in bf16", expanded_wo_a_bytes(m) / tp, "wo_a's own")]
+            if "wo_a" in replaced
+            else []
+        ),
         Reserve("experts of a prefill chunk", experts, "mxfp4_moe's scratch" if has_experts else "arithmetic"),
         selection,
         Reserve("C128 index lists of a prefill chunk", lists, "[chunk, context / 128] int32"),

@@ -63,7 +63,7 @@ def all_reduce_seconds(m: Model, tp: int, tokens: int, fast: bool) -> float:
     return (2 * m.layers + 1) * (min(one_shot, ring) if fast else ring)
 
 
-def step_seconds(m: Model, tp: int, batch: int, context: int, *, wo_a_bf16: bool = True, fast: bool = True) -> float:
+def step_seconds(m: Model, tp: int, batch: int, context: int, *, wo_a_bf16: bool, fast: bool = True) -> float:
     """The least time of a step."""
     read = step_bytes(m, tp, batch, context, wo_a_bf16=wo_a_bf16) / BYTES_PER_S
     return read + all_reduce_seconds(m, tp, batch, fast)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from deepseek_v4_sm120.reference.fp8_linear import BLOCK
+if TYPE_CHECKING:
+    import torch  # imported where tensors are made: who asks for the matrices alone needs none
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ def matrices(tp: int) -> list[Matrix]:
 
 def make_x(rows: int, groups: int, inputs: int, generator: torch.Generator) -> torch.Tensor:
     """[rows, groups, inputs] bf16 as activations are: channels of different size, a few large ones."""
+    import torch
+
     device = generator.device
     x = torch.randn((rows, groups, inputs), generator=generator, device=device)
     x *= torch.exp(0.7 * torch.randn((inputs,), generator=generator, device=device))
@@ -53,6 +55,10 @@ def make_x(rows: int, groups: int, inputs: int, generator: torch.Generator) -> t
 
 def make_weight(groups: int, outputs: int, inputs: int, generator: torch.Generator, *, ue8m0=False):
     """([groups, outputs, inputs] E4M3 of every finite code, [groups, outputs / 128, inputs / 128] scales)."""
+    import torch
+
+    from deepseek_v4_sm120.reference.fp8_linear import BLOCK
+
     device = generator.device
     codes = torch.randint(0, 254, (groups, outputs, inputs), generator=generator, device=device, dtype=torch.uint8)
     codes += (codes >= 0x7F).to(torch.uint8)  # 0 .. 0x7e, 0x80 .. 0xfe: all but the NaNs

@@ -1,9 +1,9 @@
 """SGLang's small bf16 projections -> `ops.bf16_linear`.
 
-The compressors' kv and gate projection (`linear_bf16_fp32`, float32 out) and the indexer's head weights
-(`weights_proj`, bf16 out) read few rows of hidden state against 0.5 to 17 MB of weights. cuBLAS takes two launches for
-it (split-K and its reduction), ours one. Up to MAX_ROWS rows; above, and for what the operator does not take, the
-original runs.
+The compressors' kv and gate projection (`linear_bf16_fp32`, float32 out), the router's logits (`MoEGate`, float32 out)
+and the indexer's head weights (`weights_proj`, bf16 out) read few rows of hidden state against 0.5 to 17 MB of weights.
+cuBLAS takes two launches for it (split-K and its reduction), ours one. Up to MAX_ROWS rows; above, and for what the
+operator does not take, the original runs.
 """
 
 from __future__ import annotations
@@ -49,6 +49,38 @@ def replace_linear_bf16_fp32(original: Callable) -> Callable:
     return linear_bf16_fp32
 
 
+def replace_gate(original: Callable) -> Callable:
+    """For MoEGate.forward(self, hidden_states, ..) -> [rows, experts] float32: the router of DeepSeek-V4's layers.
+
+    Deterministic inference is the original's: there the rows of one batch must take one kernel, however many they are.
+    """
+    module = original.__globals__
+
+    def is_deterministic() -> bool:
+        if "get_exec" in module:  # 0.5.17 and later
+            return module["get_exec"]().deterministic.enable_deterministic_inference
+        return module["get_global_server_args"]().enable_deterministic_inference
+
+    def serve(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
+        return op.bf16_linear(hidden_states, self.weight)
+
+    if settings().shadow:
+        comparison = shadow.Comparison(
+            tensors=lambda ours, theirs, *_, **__: [(ours, theirs)],
+            identity=lambda self, *_, **__: self.weight.data_ptr(),
+            shape=lambda self, hidden_states, *_, **__: _shape(hidden_states, self.weight),
+            relative_l2=SHADOW_RELATIVE_L2,
+        )
+        serve = shadow.shadowed(PATCH, serve, original, comparison)
+
+    @functools.wraps(original)
+    def forward(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
+        ours = _is_v4_gate(self) and handles(hidden_states, self.weight) and not is_deterministic()
+        return (serve if ours else original)(self, hidden_states, gemm_output_zero_allocator, forward_batch)
+
+    return forward
+
+
 def replace_compute_weights(original: Callable) -> Callable:
     """For C4Indexer.compute_weights(self, x, skip_scale=False) -> [rows, heads] bf16."""
 
@@ -72,6 +104,10 @@ def replace_compute_weights(original: Callable) -> Callable:
         return serve(self, x, skip_scale)
 
     return compute_weights
+
+
+def _is_v4_gate(gate) -> bool:
+    return gate.is_deepseek_v4 is True and type(gate).__name__ == "MoEGate"
 
 
 def _is_plain(layer) -> bool:

@@ -9,7 +9,7 @@ of rows, and on what is fixed for a layer, never on contents. All else is the or
 quantised (a tuple); a bias; MXFP8 and Marlin layers; weights or scales in a layout that the operator does not read
 (DeepGEMM's packed scales, blocks other than 128 x 128).
 
-`wo_a` is no such layer where SGLang expands it to bf16 at load; see NOTES in bench/ for what FP8 there would take.
+wo_a, grouped and applied by the model itself, is an operator of its own: sglang_adapters/wo_a.py.
 """
 
 from __future__ import annotations

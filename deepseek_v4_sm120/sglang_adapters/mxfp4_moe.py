@@ -7,8 +7,8 @@ bytes, repack them for their kernels, and multiply. Two methods of each are repl
     process_weights_after_loading   leaves the checkpoint's bytes where they are: no repacking, no second copy
     apply                           one call of ops.mxfp4_moe
 
-The user's flag keeps its meaning for prefill: above 128 rows `marlin` is W4A16 with us too, and `flashinfer_mxfp4` is
-W4A8 where the GPU has block-scaled instructions and the profile does not leave that out. Up to 128 rows it is W4A16.
+The user's flag keeps its meaning for prefill: above 256 rows `marlin` is W4A16 with us too, and `flashinfer_mxfp4` is
+W4A8 where the GPU has block-scaled instructions and the profile does not leave that out. Up to 256 rows it is W4A16.
 
 Who applies the routed scaling (1.5): never these methods. Up to 0.5.19 the model does, behind the experts, for exactly
 these classes; from 0.5.20 on the router's weights contain it. So `routed_scaling` is 1.0 in the call.

@@ -112,3 +112,50 @@ def test_a_layer_that_is_not_plain_is_the_originals(served, layer):
     indexer = SimpleNamespace(weights_proj=layer(weight), weight_scale=0.0625)
     found = adapter.replace_compute_weights(stock_compute_weights)(indexer, x)
     assert served == [] and torch.equal(found, stock_compute_weights(indexer, x))
+
+
+class MoEGate:
+    def __init__(self, weight, is_deepseek_v4=True):
+        self.weight, self.is_deepseek_v4 = weight, is_deepseek_v4
+
+
+def gate_with(module):
+    """MoEGate.forward as a module that holds these names defines it."""
+    source = """
+def forward(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
+    return "original", gemm_output_zero_allocator, forward_batch
+"""
+    exec(source, module)  # its globals are the module's, as in SGLang
+    return adapter.replace_gate(module["forward"])
+
+
+def execution(deterministic):
+    return SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=deterministic))
+
+
+MODULES = {
+    "0.5.14": lambda on: {"get_global_server_args": lambda: SimpleNamespace(enable_deterministic_inference=on)},
+    "0.5.17": lambda on: {"get_exec": lambda: execution(on)},
+}
+
+
+@pytest.mark.parametrize("version", MODULES)
+def test_the_routers_logits(served, version):
+    x, weight = tensors(outputs=256)
+    out = gate_with(MODULES[version](False))(MoEGate(weight), x, forward_batch="batch")
+    assert served == [((2, 512), (256, 512), torch.float32)]
+    torch.testing.assert_close(out.double(), reference(x, weight), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("version", MODULES)
+def test_deterministic_inference_keeps_the_originals_router(served, version):
+    x, weight = tensors(outputs=256)
+    found = gate_with(MODULES[version](True))(MoEGate(weight), x, "zeros", forward_batch="batch")
+    assert found == ("original", "zeros", "batch") and served == []
+
+
+@pytest.mark.parametrize("rows, is_v4", [(33, True), (2, False)], ids=["33 rows", "another model"])
+def test_routers_that_are_not_ours(served, rows, is_v4):
+    x, weight = tensors(rows=rows, outputs=256)
+    found = gate_with(MODULES["0.5.17"](False))(MoEGate(weight, is_v4), x)
+    assert found == ("original", None, None) and served == []

@@ -37,6 +37,8 @@ IMPLEMENTATIONS = {
     "stock43_launches": "SGLang stock (FlashMLA, Hopper)",
     "ops43_launches": "ours, DSV4_SM120_FORCE=ops",
     "seams43_launches": "ours, DSV4_SM120_FORCE=seams",
+    "stock43_whole": "SGLang stock (Hopper kernels)",
+    "ops43_whole": "ours, every operator on",
     "ops43_shadow": "ours beside FlashMLA's Hopper kernel",
     "seams": "ours, DSV4_SM120_FORCE=seams",
     "seams43": "ours, DSV4_SM120_FORCE=seams",
@@ -52,6 +54,11 @@ KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answe
     "ops_shadow": "SGLang stock (FlashMLA, paged extend)",
     "seams_shadow": "SGLang stock (Triton, SM120 branches)",
 }
+WHOLE_BARS = {  # issue 7, of the whole step with everything on: batch -> metric -> bar
+    ("ops43_whole", "1"): {"decode step, ms, best": 5.5, "launches per step": 950},
+    ("ops43_whole", "8"): {"decode step, ms, best": 11.5},
+}
+WHOLE_ISSUE, PREFILL_ISSUE = 7, 4
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
 
 
@@ -123,7 +130,9 @@ def index_rows(name, impl, patch, records):
 
 def timing_rows(name, batches):
     impl, rows = IMPLEMENTATIONS[name], []
+    issue = WHOLE_ISSUE if name.endswith("_whole") else ISSUE
     for batch, timed in batches.items():
+        bars = WHOLE_BARS.get((name, batch), {})
         case = f"flash43e64, batch {batch}, 1K context"
         for metric, key in (
             ("decode step, ms, best", "step_ms_best"),
@@ -134,7 +143,7 @@ def timing_rows(name, batches):
             ("kernel time per step, us", "busy_us_per_step"),
         ):
             if timed.get(key):  # 0: not measured
-                rows.append(row(case, impl, metric, timed[key]))
+                rows.append(row(case, impl, metric, timed[key], bars.get(metric), issue))
         if timed.get("launches_per_step") and "uneven_launches" in timed:
             rows.append(row(case, impl, "launches that are not a whole number per step", timed["uneven_launches"]))
         attention = [k for k in timed.get("kernels", []) if ATTENTION_KERNELS.search(k[0])]
@@ -142,6 +151,22 @@ def timing_rows(name, batches):
             rows.append(row(case, impl, "sparse attention launches per step", sum(k[1] for k in attention)))
             rows.append(row(case, impl, "sparse attention per step, us", sum(k[2] for k in attention)))
     return rows
+
+
+def prefill_rows(name, prefill):
+    """Attention's share of a long prompt's kernel time."""
+    total = sum(us for _, _, us in prefill["kernels"])
+    attention = sum(us for kernel, _, us in prefill["kernels"] if ATTENTION_KERNELS.search(kernel))
+    case = f"flash43e64, prefill of {prefill['prompt']} tokens"
+    return [
+        row(case, IMPLEMENTATIONS[name], metric, value, issue=PREFILL_ISSUE)
+        for metric, value in (
+            ("time to the first token, ms, best", prefill["first_token_ms"]),
+            ("kernel time, ms", total / 1e3),
+            ("sparse attention, ms", attention / 1e3),
+            ("sparse attention, share of kernel time", attention / total),
+        )
+    ]
 
 
 def case_rows(name, case):
@@ -155,6 +180,7 @@ def case_rows(name, case):
     if name.endswith("_shadow"):
         records = [r for report in case["reports"] for r in report["shadow"]]
         rows += shadow_rows(name, records)
+    rows += prefill_rows(name, case["prefill"]) if "prefill" in case else []
     return rows + timing_rows(name, case.get("rows", {}))
 
 

@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
 """One start of the real engine: answers to fixed prompts, decode timings, kernels of a decode step.
 
-usage: engine_case.py --harness DIR [--phases answer bench profile] [--batches 8 32] [options of run_engine.py]
+usage: engine_case.py --harness DIR [--phases answer bench profile prefill] [--batches 8 32] [options of run_engine.py]
 
 The harness (a folder with run_engine.py, which builds offline engine arguments, prompts of token ids and a forced
 continuation) is only called. `answer` writes OUT/NAME.json in the form of `run_engine.py run`, which its `diff` reads;
-`bench` and `profile` write OUT/NAME_bench.json. The patch and its switches come from --patch and the environment.
+`bench` (step times), `profile` (kernels of a decode step) and `prefill` (kernels of a long prompt's prefill) write
+OUT/NAME_bench.json. The patch and its switches come from --patch and the environment. With --turns FILE engines start
+side by side and take turns for what is timed: who holds the file's lock has the GPU to itself.
 """
 
 import argparse
 import collections
+import contextlib
+import fcntl
 import glob
 import gzip
 import json
@@ -22,13 +26,15 @@ import time
 PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
 SETTLE_S = 3.0  # shadow mode's writer runs twice a second, and shutting the engine down kills its processes
 PARTS = ("single", "batch")
+LONG_PROMPT = 32_000  # tokens of the profiled prefill
 
 
 def parse(argv):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--harness", required=True)
-    parser.add_argument("--phases", nargs="+", choices=["answer", "bench", "profile"], default=["answer"])
+    parser.add_argument("--phases", nargs="+", choices=["answer", "bench", "profile", "prefill"], default=["answer"])
     parser.add_argument("--batches", nargs="*", type=int, default=[])
+    parser.add_argument("--turns")
     return parser.parse_known_args(argv)
 
 
@@ -151,12 +157,13 @@ class Case:
         print(f"[{self.options.name}] batch {batch}: step {row['step_ms_best']:.3f} ms best", flush=True)
         return row
 
-    def trace(self, batch, new):
+    def trace(self, batch, new, length=None):
         """{kernel: (launches, us)} of one run of `new` decode steps, its prefill included."""
-        folder = os.path.join(self.options.out, f"{self.options.name}_trace_{batch}_{new}")
+        length = length or self.options.in_len[0]
+        folder = os.path.join(self.options.out, f"{self.options.name}_trace_{batch}_{length}_{new}")
         shutil.rmtree(folder, ignore_errors=True)  # an earlier run's trace must not be taken for this one's
         self.engine.start_profile(output_dir=folder, activities=["GPU"], profile_id=f"bs{batch}_{new}")
-        self.generate(batch, self.options.in_len[0], 1 + new, 5)
+        self.generate(batch, length, 1 + new, 5)
         self.engine.stop_profile()  # returns when the trace is written
         traces = glob.glob(folder + "/**/*.json.gz", recursive=True)
         if len(traces) != 1:
@@ -179,6 +186,39 @@ class Case:
         print(f"[{self.options.name}] batch {batch}: {row['launches_per_step']:.1f} launches a step", flush=True)
         return row
 
+    def prefill(self):
+        """Kernels of one long prompt's prefill, with the time to its first token."""
+        self.generate(1, LONG_PROMPT, 1, 6)
+        seconds = min(self.generate(1, LONG_PROMPT, 1, 7 + i) for i in range(2))
+        kernels = self.trace(1, 0, LONG_PROMPT)
+        table = sorted(([name, n, us] for name, (n, us) in kernels.items()), key=lambda t: -t[2])
+        row = {"prompt": LONG_PROMPT, "first_token_ms": 1e3 * seconds, "kernels": table}
+        print(f"[{self.options.name}] prompt of {LONG_PROMPT}: {seconds:.3f} s to its first token", flush=True)
+        return row
+
+    def timed(self, phases):
+        """The timed phases in their order; what is done is kept if a later one fails."""
+        result, rows = {**self.result, "rows": {}}, {}
+        for batch in self.options.bs:
+            rows[batch] = {}
+            for phase in phases:
+                if phase in ("bench", "profile"):
+                    rows[batch].update(getattr(self, phase)(batch))
+                self.write("_bench", {**result, "rows": rows})
+        if "prefill" in phases:
+            self.write("_bench", {**result, "rows": rows, "prefill": self.prefill()})
+
+
+@contextlib.contextmanager
+def turn(path):
+    """Holds the lock of the file `path`; without a path nobody shares the GPU."""
+    if path is None:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
 
 def main():
     own, rest = parse(sys.argv[1:])
@@ -197,12 +237,9 @@ def main():
     case = Case(harness, options)
     if options.forced:
         case.answer(own.batches)
-    rows = {}
-    for batch in options.bs if not options.forced else []:
-        rows[batch] = {}
-        for phase in own.phases:
-            rows[batch].update(case.bench(batch) if phase == "bench" else case.profile(batch))
-            case.write("_bench", {**case.result, "rows": rows})
+    else:
+        with turn(own.turns):
+            case.timed(own.phases)
     time.sleep(SETTLE_S)
     case.engine.shutdown()
 

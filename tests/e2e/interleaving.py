@@ -24,8 +24,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
-STREAMS, STREAM_PROMPT, WARM, LONG_PROMPT, MOST_TOKENS = 4, 512, 48, 65_536, 6000
-STREAM_TOKENS_AFTER = 16  # a stream goes on for so many tokens after the prompt's first
+STREAMS, STREAM_PROMPT, WARM, LONG_PROMPT = 4, 512, 48, 65_536
+STREAM_TOKENS = 1000  # of a stream, more than it can write until the prompt's first token
 SETTING = "prefill_decode_interval_0_5_17"
 # case -> (prefill chunk, decode steps after each chunk, mixed chunks)
 CASES = {
@@ -79,13 +79,10 @@ class Measurement:
 
     async def stream(self, index):
         seen = 0
-        async for chunk in await self.generate(self.prompts[index], MOST_TOKENS):
+        async for chunk in await self.generate(self.prompts[index], STREAM_TOKENS):
             now, written = time.perf_counter(), chunk["meta_info"]["completion_tokens"]
             self.times[index] += [now] * (written - seen)
             seen = written
-
-    def are_done(self):
-        return all(sum(t > self.first for t in times) >= STREAM_TOKENS_AFTER for times in self.times)
 
     async def run(self):
         streams = [asyncio.ensure_future(self.stream(i)) for i in range(len(self.prompts))]
@@ -94,12 +91,11 @@ class Measurement:
         arrival = time.perf_counter()
         async for _ in await self.generate(self.long_prompt, 1):
             self.first = self.first or time.perf_counter()
-        while not self.are_done() and not all(one.done() for one in streams):
-            await asyncio.sleep(0.01)
-        self.engine.tokenizer_manager.abort_request(abort_all=True)
-        await asyncio.wait(streams, timeout=30)  # an aborted request ends its stream, with or without an exception
-        for one in streams:
-            one.cancel()
+        await asyncio.gather(*streams)  # to their ends: an aborted stream of 0.5.17 may never say that it has ended
+        if any(times[-1] <= self.first for times in self.times):
+            raise RuntimeError(
+                f"a stream wrote its {STREAM_TOKENS} tokens before the prompt's first: nothing to measure"
+            )
         return figures(self.times, arrival, self.first)
 
 

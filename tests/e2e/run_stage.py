@@ -35,17 +35,24 @@ PAGED_INDEX = {"SGLANG_OPT_DSV4_NONPAGED_INDEXER": "0"}
 # Marlin's (the harness's default); dense GEMMs stay on the backend that SGLang picks for the machine
 SEAMS = {"DSV4_SM120_FORCE": "seams", "SGLANG_SM120_FLASHMLA_BACKEND": "triton"}
 SHADOW = {"DSV4_SM120_SHADOW": "1"}
+EVERYTHING = {"DSV4_SM120_SET": "fp8_linear=on"}  # what is off by default too
 
 ANSWER = ["--phases", "answer", "--batches", "8", "32", "--graph-bs", "1", "8", "32", "--batch-prompts", ""]
 SIX_LAYERS = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--repeat", "2", "--new", "48"]
 LONG_PROMPT = ["--variant", "flash6h", "--prompts", "32000", "--repeat", "2", "--new", "32"]
 # three engines side by side, one with the experts twice: what the others hold must not count as a reserve
 LONG = ["--variant", "flash6h", "--prompts", "2100,4100,8200", "--repeat", "2", "--new", "48", "--mem", "0.95"]
+# TileLang compiles for every batch size, ten seconds each: few of them
+LONG_SEAMS = ["--variant", "flash6h", "--prompts", "2100,8200", "--repeat", "1", "--new", "32", "--phases", "answer"]
+LONG_SEAMS += ["--batches", "8", "--graph-bs", "1", "8", "--batch-prompts", ""]
 ALL_LAYERS = ["--variant", "flash43e64"]
 ALL_LAYERS_ANSWER = [*ALL_LAYERS, "--prompts", "5,700,8200", "--repeat", "1", "--new", "32"]
 AT_1K = [*ALL_LAYERS, "--in-len", "1024", "--max-total-tokens", "2000000"]
 TIMED = [*AT_1K, "--phases", "bench", "--bs", "1", "8", "32", "--out-len", "64", "--reps", "2"]
 PROFILED = [*AT_1K, "--phases", "profile", "--bs", "1", "8"]
+# two engines side by side on one GPU, one at a time when it comes to timing
+WHOLE = [*ALL_LAYERS, "--in-len", "1024", "--max-total-tokens", "400000", "--phases", "bench", "profile", "prefill"]
+WHOLE += ["--bs", "1", "8", "--out-len", "64", "--reps", "3"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,8 @@ class Case:
     options: list[str]
     patched: bool = True
     environment: dict[str, str] = field(default_factory=dict)
+
+    takes_turns: bool = False
 
     @property
     def is_timed(self) -> bool:
@@ -89,15 +98,22 @@ STAGES = {
         Case("index_a", LONG + ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX),
         Case("index_b", LONG + ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX),
     ],
-    "index_seams": [Case("index_seams_shadow", LONG + ANSWER, environment=SEAMS | SHADOW)],
+    "index_seams": [Case("index_seams_shadow", LONG_SEAMS, environment=SEAMS | SHADOW)],
     "ops43": [Case("stock43", TIMED, patched=False), Case("ops43", TIMED, environment=OPS)],
     "seams43": [Case("seams43", TIMED, environment=SEAMS)],
+    # everything of ours on: step times, launches, and the kernels of a prefill of 32,000 tokens, both in one run
+    "whole43": [
+        Case("stock43_whole", WHOLE, patched=False, takes_turns=True),
+        Case("ops43_whole", WHOLE, environment=OPS | PAGED_EXTEND | PAGED_INDEX | EVERYTHING, takes_turns=True),
+    ],
     "launches43": [
         Case("stock43_launches", PROFILED, patched=False),
         Case("ops43_launches", PROFILED, environment=OPS),
         Case("seams43_launches", PROFILED, environment=SEAMS),
     ],
 }
+# With dummy weights a patched engine fills wo_a as E4M3 and scales, an unpatched one as bf16: what is compared with an
+# unpatched run needs a harness that fills the same numbers, or DSV4_SM120_SET=wo_a=off; shadow mode needs neither.
 # (what, this run, against that run); the same kernel twice is the yardstick of what rounding does to the answers
 DIFFERENCES = [
     ("all ours, two processes: 0 if every kernel is reproducible", "index_b", "index_a"),
@@ -121,6 +137,7 @@ def environment(case, arguments):
 def command(case, arguments, number):
     line = [sys.executable, str(HERE / "engine_case.py"), "--harness", str(arguments.harness), *case.options]
     line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={30000 + 2000 * number}"]
+    line += ["--turns", str(arguments.work / "turns.lock")] if case.takes_turns else []
     return line + (["--patch", str(arguments.patch)] if case.patched else [])
 
 
@@ -235,7 +252,7 @@ def result(cases, outcomes, arguments):
         if answers and not case.is_timed:
             entry |= {k: answers[k] for k in ("sglang", "startup_s", "logprobs", "bad_logprobs")}
         if timings and case.is_timed:
-            entry |= {k: timings[k] for k in ("sglang", "startup_s", "rows")}
+            entry |= {k: timings[k] for k in ("sglang", "startup_s", "rows", "prefill") if k in timings}
         found[case.name] = entry
     return found
 
@@ -269,7 +286,7 @@ def main():
     for case in cases:  # what an earlier stage or an earlier try left must not be taken for this run's
         for suffix in ("", "_bench"):
             (arguments.work / f"{case.name}{suffix}.json").unlink(missing_ok=True)
-    jobs = 1 if any(c.is_timed for c in cases) else arguments.jobs
+    jobs = 1 if any(c.is_timed and not c.takes_turns for c in cases) else arguments.jobs
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = {c.name: pool.submit(run_case, c, arguments, i, deadline) for i, c in enumerate(cases)}
         outcomes = {name: future.result() for name, future in futures.items()}

@@ -146,6 +146,12 @@ class Stage:
     def ready(self, name: str, limit_s: float) -> None:
         say(f"{name}: ready after {self.servers[name].wait_ready(max(1.0, min(limit_s, self.left_s()))):.1f} s")
 
+    def wait_for_the_gpu(self) -> None:
+        """Until --wait-for's file exists: what else runs on this GPU while the servers start must have ended."""
+        path = self.arguments.wait_for
+        while path is not None and not path.exists() and not self.gave_up:
+            time.sleep(0.2)
+
     def unforeseen(self) -> list[str]:
         """Server arguments that differ though both were given the same: named, so that the report says so."""
         infos = [Endpoint(self.servers[name].url).server_info() for name in ("stock", "patched")]
@@ -220,7 +226,8 @@ class Stage:
                 self.start(name, name == "patched")
             for name in ("stock", "patched"):
                 self.ready(name, self.arguments.start_s)
-            if not self.arguments.only_gates:
+            self.wait_for_the_gpu()
+            if not self.arguments.only_gates and not self.gave_up:
                 self.guarded(self.compare)
             if not self.arguments.only_compare and not self.gave_up:
                 self.guarded(self.gates)
@@ -276,6 +283,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=240)
     parser.add_argument("--start-s", type=float, default=110, help="that the two servers may take to start")
     parser.add_argument("--speculation-s", type=float, default=60, help="that the third server may take to start")
+    parser.add_argument("--wait-for", type=Path, help="measure only when this file exists")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--only-compare", action="store_true")
     only.add_argument("--only-gates", action="store_true")

@@ -42,7 +42,6 @@ class Engine:
         chosen = dict(item.split("=") for item in os.environ.get("DSV4_SM120_SET", "").split(",") if item)
         assert not patch or chosen["mhc"] == "off"  # the interval alone
         self.interval = int(chosen["prefill_decode_interval_0_5_17"]) if patch else 0
-        self.tokenizer_manager = self
         if os.environ.get("FAKE_CRASH"):
             raise SystemExit("the fake engine does not start")
     async def scheduler(self):
@@ -68,14 +67,9 @@ class Engine:
             self.queues[input_ids[0]] = queue
         async def chunks():
             for n in range(1, sampling_params["max_new_tokens"] + 1):
-                if await queue.get() is None:
-                    return
+                await queue.get()
                 yield {"meta_info": {"completion_tokens": n}}
         return chunks()
-    def abort_request(self, abort_all):
-        for queue in self.queues.values():
-            queue.put_nowait(None)
-        self.queues = {}
     def shutdown(self):
         pass
 """
@@ -118,6 +112,24 @@ def test_a_frozen_stream_shows_and_an_interval_thaws_it(run):
     assert frozen < 30 < thawed
     worst = "ITL while it prefills, greatest, ms"
     assert found["stock", worst] > 100 > found["interval 8", worst]
+
+
+def test_streams_that_end_too_early_are_no_measurement(monkeypatch):
+    import asyncio
+
+    class Engine:  # a prompt that takes longer than the streams have tokens
+        async def async_generate(self, input_ids, sampling_params, stream):
+            async def chunks():
+                for n in range(1, sampling_params["max_new_tokens"] + 1):
+                    await asyncio.sleep(0.2 if len(input_ids) > 1 else 0.001)
+                    yield {"meta_info": {"completion_tokens": n}}
+
+            return chunks()
+
+    module = script()
+    monkeypatch.setattr(module, "STREAM_TOKENS", module.WARM + 10)
+    with pytest.raises(RuntimeError, match="before the prompt's first"):
+        asyncio.run(module.Measurement(Engine(), [[1], [2]], [3, 3]).run())
 
 
 def test_a_failed_case_is_told(run):

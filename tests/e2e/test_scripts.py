@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,40 @@ def test_launches_of_a_step_without_its_prefill(machine):
                 "sparse attention launches per step": 2,
                 "sparse attention per step, us": 4,
             }
+
+
+def test_the_whole_step_of_two_engines_that_take_turns(machine):
+    ended = machine("whole43")
+    assert ended.returncode in (0, 1), ended.stdout + ended.stderr  # the fake's step time may miss a bar
+    stage = json.loads((machine.out / "stage_whole43.json").read_text())
+    assert {name: case["exit"] for name, case in stage["cases"].items()} == {"stock43_whole": 0, "ops43_whole": 0}
+    assert "fp8_linear=on" in stage["cases"]["ops43_whole"]["command"]
+    rows = rows_of(machine.out / "stage_whole43.json")
+    bars = {(r["case"][:19], r["metric"]): r["bar"] for r in rows if r["issue"] == 7 and r["bar"] is not None}
+    assert bars == {
+        ("flash43e64, batch 1", "decode step, ms, best"): 5.5,
+        ("flash43e64, batch 1", "launches per step"): 950,
+        ("flash43e64, batch 8", "decode step, ms, best"): 11.5,
+    }
+    prefill = {(r["impl"][:4], r["metric"]): r["value"] for r in rows if "prefill of" in r["case"]}
+    assert prefill["SGLa", "kernel time, ms"] == pytest.approx((5 * 100 + 3 * 4) / 1e3)
+    assert prefill["ours", "sparse attention, share of kernel time"] == 0
+
+
+def test_a_turn_waits_for_the_one_before(tmp_path):
+    turn, order = script("engine_case").turn, []
+
+    def other():
+        with turn(tmp_path / "lock"):
+            order.append("other")
+
+    with turn(tmp_path / "lock"):
+        waiting = threading.Thread(target=other)
+        waiting.start()
+        waiting.join(0.2)
+        order.append("first")
+    waiting.join(10)
+    assert order == ["first", "other"]
 
 
 def test_a_profile_without_decode_kernels_fails(machine):

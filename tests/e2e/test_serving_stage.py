@@ -144,3 +144,8 @@ def test_the_limit_stops_everything_and_keeps_what_is_done(stage):
     done, out = stage("--only-compare", "--limit-s", "12", OPS="hang")
     assert done.returncode == 3 and "is near: stopped" in done.stdout, done.stdout + done.stderr
     assert json.loads((out / "result.json").read_text())["variants"]
+
+
+def test_nothing_is_measured_while_the_gpu_is_taken(stage, tmp_path):
+    done, out = stage("--only-compare", "--limit-s", "22", "--wait-for", str(tmp_path / "free"))
+    assert "patched: ready" in done.stdout and not (out / "result.json").exists(), done.stdout + done.stderr

@@ -159,6 +159,8 @@ SCORES = {
         torch.exp2(torch.rand((3, n), generator=g) * 250 - 125) * (torch.rand((3, n), generator=g) - 0.5)
     ),
     "few large": lambda n, g: torch.where(torch.rand((3, n), generator=g) < 0.01, 1e30, 1e-30),
+    "k-th below zero": lambda n, g: torch.randn((3, n), generator=g) - 2.6,
+    "none above zero": lambda n, g: -(torch.randn((3, n), generator=g) + 0.5).clamp_min(0),
     "infinities": lambda n, g: torch.randint(-1, 2, (3, n), generator=g) * math.inf,
     "mostly nan": lambda n, g: torch.where(
         torch.rand((3, n), generator=g) < 0.9, math.nan, torch.randn((3, n), generator=g)
@@ -179,6 +181,18 @@ def test_topk_of_hostile_scores(kind, device):
             assert torch.equal(found, expected), f"{kind}, {n} scores, lengths {lengths}"
             values = scores.gather(1, expected.clamp_min(0).to(torch.int64)).masked_fill(expected < 0, -math.inf)
             assert torch.equal(logits.nan_to_num(), values.nan_to_num())
+
+
+def test_topk_of_rows_that_one_block_reads_whole(device):
+    """As many rows as the chip has blocks: a list may cover more entries than its offsets can count."""
+    generator = torch.Generator().manual_seed(2)
+    n = 200000
+    scores = torch.cat(
+        (SCORES["descending"](n, generator), SCORES["normal"](n, generator), SCORES["k-th below zero"](n, generator))
+    )
+    scores = scores.repeat(20, 1).to(device)
+    sizes = torch.arange(n, n - 180, -1, dtype=torch.int32, device=device)
+    assert torch.equal(topk_select(scores, sizes), reference.topk_select(scores, sizes)[0])
 
 
 def test_topk_with_a_page_table_and_gaps(device):

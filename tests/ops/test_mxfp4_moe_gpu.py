@@ -19,7 +19,7 @@ MAX_RELATIVE_ERROR_W4A8 = 0.06
 
 BASE = Shape(8, inter=512, experts=32)
 SHAPES = {
-    **{f"{rows} rows": dataclasses.replace(BASE, rows=rows) for rows in (1, 2, 5, 6, 8, 9, 31, 64, 128)},
+    **{f"{rows} rows": dataclasses.replace(BASE, rows=rows) for rows in (1, 2, 5, 6, 8, 9, 31, 33, 64, 65, 128, 256)},
     **{f"inter {n}": dataclasses.replace(BASE, rows=5, inter=n) for n in (256, 384, 768, 1024, 1536, 2048, 3072)},
     "inter 256, 40 rows": dataclasses.replace(BASE, rows=40, inter=256),
     "Pro, 3 rows": Shape(3, hidden=7168, inter=384, experts=24),
@@ -31,6 +31,10 @@ SHAPES = {
     "edges": dataclasses.replace(BASE, rows=60, ids="edges"),
     "few": dataclasses.replace(BASE, rows=4, ids="few"),
     "holes": dataclasses.replace(BASE, rows=30, masked=0.5),
+    "holes, 1 row": dataclasses.replace(BASE, rows=1, masked=0.5),
+    "topk 16, 1 row": dataclasses.replace(BASE, rows=1, topk=16),
+    "topk 20, 1 row": dataclasses.replace(BASE, rows=1, topk=20),
+    "Pro, 1 row": Shape(1, hidden=7168, inter=768, experts=24),
     "holes, 3 rows": dataclasses.replace(BASE, rows=3, masked=0.5),
     "second rank": dataclasses.replace(BASE, rows=20, first_expert=32, all_experts=96),
     "map": dataclasses.replace(BASE, rows=20, mapped=True, all_experts=96),
@@ -39,13 +43,18 @@ SHAPES = {
     "wide scales": dataclasses.replace(BASE, wide_scales=True),
     "topk 8": dataclasses.replace(BASE, rows=100, topk=8),
     "past 2^31 bytes": Shape(8, inter=2048, experts=256, first_expert=0),
-    "129 rows": dataclasses.replace(BASE, rows=129),
-    "1000 rows": dataclasses.replace(BASE, rows=1000),
-    "1000 rows, one expert": dataclasses.replace(BASE, rows=1000, ids="one"),
+    "one expert, 256 rows": dataclasses.replace(BASE, rows=256, ids="one"),
     "200 rows, edges": dataclasses.replace(BASE, rows=200, ids="edges"),
     "200 rows, holes, map": dataclasses.replace(BASE, rows=200, mapped=True, all_experts=96, masked=0.3),
-    "200 rows, second rank": dataclasses.replace(BASE, rows=200, first_expert=32, all_experts=96, up_first=True),
-    "300 rows, past 2^31 bytes": Shape(300, inter=2048, experts=256),
+    "200 rows, past 2^31 bytes": Shape(200, inter=2048, experts=256),
+    "Pro, 256 rows, all experts": Shape(256, hidden=7168, inter=384, experts=384),
+    "257 rows": dataclasses.replace(BASE, rows=257),
+    "1000 rows": dataclasses.replace(BASE, rows=1000),
+    "1000 rows, one expert": dataclasses.replace(BASE, rows=1000, ids="one"),
+    "600 rows, edges": dataclasses.replace(BASE, rows=600, ids="edges"),
+    "600 rows, holes, map": dataclasses.replace(BASE, rows=600, mapped=True, all_experts=96, masked=0.3),
+    "600 rows, second rank": dataclasses.replace(BASE, rows=600, first_expert=32, all_experts=96, up_first=True),
+    "600 rows, past 2^31 bytes": Shape(600, inter=2048, experts=256),
 }
 
 
@@ -68,7 +77,7 @@ def test_many_rows_repeat_themselves(inter, device):
     assert all(torch.equal(first, mxfp4_moe(**inputs.arguments())) for _ in range(6))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40, 200])
+@pytest.mark.parametrize("rows", [1, 5, 30, 40, 200, 600])
 def test_no_expert_at_all(rows, device):
     inputs = make_inputs(dataclasses.replace(BASE, rows=rows, masked=1.0), device=device)
     out = torch.full_like(inputs.hidden, float("nan"))
@@ -90,7 +99,16 @@ def rows_of(inputs: Inputs, chosen: list[int]) -> dict:
 def test_a_row_alone_equals_the_row_among_others(inter, device):
     inputs = make_inputs(Shape(DECODE_ROWS, inter=inter, experts=16, masked=0.1), seed=4, device=device)
     together = mxfp4_moe(**inputs.arguments())
-    for chosen in ([0], [77], [127], [3, 90], list(range(60, 69)), list(range(40)), list(range(127, -1, -1))):
+    for chosen in (
+        [0],
+        [77],
+        [255],
+        [3, 190],
+        list(range(5)),
+        list(range(60, 69)),
+        list(range(40)),
+        list(range(255, -1, -1)),
+    ):
         assert torch.equal(mxfp4_moe(**rows_of(inputs, chosen)), together[chosen]), chosen
 
 
@@ -110,7 +128,7 @@ def test_strided_arguments(device):
     assert bool((out[:, 4096:] == 7.0).all())
 
 
-@pytest.mark.parametrize("rows", [3, 24, 200])
+@pytest.mark.parametrize("rows", [3, 24, 200, 600])
 def test_a_captured_call_follows_its_inputs(rows, device):
     inputs = make_inputs(dataclasses.replace(BASE, rows=rows, experts=8), seed=1, device=device)
     fresh = dataclasses.replace(BASE, rows=rows, experts=8)
@@ -145,15 +163,43 @@ def test_calls_on_two_streams(device):
     assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(found))
 
 
-def test_a_scale_of_nan_or_beyond_the_range_is_seen(device):
-    for byte in (255, 200):
-        inputs = make_inputs(dataclasses.replace(BASE, rows=1), device=device)
-        inputs.w13_scale[int(inputs.topk_ids[0, 0])] = byte
-        assert not bool(torch.isfinite(mxfp4_moe(**inputs.arguments())).all())
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_scale_of_nan_is_seen(rows, device):
+    for name in ("w13_scale", "w2_scale"):
+        inputs = make_inputs(dataclasses.replace(BASE, rows=rows), device=device)
+        getattr(inputs, name)[int(inputs.topk_ids[0, 0]), ::7, 3] = 255
+        assert not bool(torch.isfinite(mxfp4_moe(**inputs.arguments())[0]).all())
+
+
+@pytest.mark.parametrize("byte", [1, 30, 200])
+def test_scales_far_from_one(byte, device):
+    inputs = make_inputs(dataclasses.replace(BASE, rows=1), device=device)
+    inputs.w13_scale[:] = byte  # 200: gate and up at the limit; the others: h is zero in bf16
+    out, truth = mxfp4_moe(**inputs.arguments()), reference(**inputs.arguments())
+    assert bool(torch.isfinite(out).all())
+    if byte == 200:
+        assert relative_error(out, truth) < MAX_RELATIVE_ERROR
+    else:
+        assert float(out.abs().max()) <= 1e-20
+    inputs = make_inputs(dataclasses.replace(BASE, rows=1), device=device)
+    inputs.w2_scale[:] = byte
+    out, truth = mxfp4_moe(**inputs.arguments()), reference(**inputs.arguments())
+    assert relative_error(out, truth) < MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("factor", [2.0**-60, 2.0**-20, 2.0**20])
+def test_rows_far_from_one(factor, device):
+    """x is multiplied in f16, with a power of two for each row and slice."""
+    inputs = make_inputs(dataclasses.replace(BASE, rows=3, swiglu_limit=None), device=device)
+    inputs.hidden[0] *= factor
+    inputs.hidden[1, ::512] *= 2.0**12
+    out, truth = mxfp4_moe(**inputs.arguments()), reference(**inputs.arguments())
+    for row in range(3):
+        assert relative_error(out[row], truth[row]) < MAX_RELATIVE_ERROR, row
 
 
 @pytest.mark.sm120
-@pytest.mark.parametrize("rows", [129, 1000])
+@pytest.mark.parametrize("rows", [257, 1000])
 def test_mxfp8_activations(rows, device):
     inputs = make_inputs(dataclasses.replace(BASE, rows=rows), seed=3, device=device)
     out = mxfp4_moe(**inputs.arguments(), activations="mxfp8")

@@ -71,6 +71,23 @@ TILELANG = "def tilelang_fp8_paged_mqa_logits(*arguments):\n    return 'original
 MODEL = """
 from sglang.srt.utils.common import is_sm120_supported
 
+def fused_rope_inplace(q, k, freqs_cis, positions, inverse=False):
+    return "original rotation"
+
+def _dequant_fp8_wo_a_streaming(weights):
+    return "original expansion"
+
+class MQALayer:
+    def __init__(self, config, layer_id, quant_config=None, prefix="", alt_streams=None, compress_ratio_override=None):
+        self.wo_a = object()
+
+    def forward(self, x, positions, forward_batch, x_quant=None):
+        return "original attention"
+
+class DeepseekV4ForCausalLM:
+    def load_weights(self, weights, is_nextn=False):
+        return weights
+
 def _is_fused_mhc_post_pre_enabled():
     return False
 
@@ -92,6 +109,11 @@ def mhc_fused_post_pre(x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, 
                        norm_eps=None):
     return residual, post_layer_mix, comb_res_mix, x
 """
+GATE = """
+class MoEGate:
+    def forward(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
+        return hidden_states
+"""
 MHC_HEAD = "def fused_hc_head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps):\n    return x\n"
 
 TREE_0_5_17 = {
@@ -105,6 +127,7 @@ TREE_0_5_17 = {
     "sglang/srt/layers/attention/dsv4/indexer.py": INDEXER,
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,
     "sglang/srt/layers/attention/dsv4/compressor.py": "def linear_bf16_fp32(x, y):\n    return x\n",
+    "sglang/srt/models/deepseek_v2.py": GATE,
     "sglang/srt/models/deepseek_v4.py": MODEL,
     "sglang/srt/models/deepseek_v4_nextn.py": MTP_MODEL,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,

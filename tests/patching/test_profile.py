@@ -1,6 +1,7 @@
 """Profiles of `calibrate`: read, refused, and what they do to the patches."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,7 @@ def test_a_foreign_profile_counts_for_nothing_and_is_told(tmp_path, proc, change
         (GOOD | {"identity": 3}, "is damaged"),
         (GOOD | {"operators": {"x": {"winner": "ours", "wrong": []}}}, "is damaged"),
         (GOOD | {"operators": {"x": {"winner": "ours", "left_out": 3}}}, "is damaged"),
+        (GOOD | {"operators": {"x": {"winner": "ours", "stock_over_ours": "fast"}}}, "is damaged"),
     ],
 )
 def test_a_corrupt_profile_is_one_sentence(tmp_path, content, words):
@@ -82,14 +84,65 @@ def test_every_operator_can_be_left_out(python, tree, tmp_path):
         from deepseek_v4_sm120 import OPS, patching
         records = [(r.patch.serves or r.patch.name, r) for r in patching.active_engine().records]
         for operator, record in records:
-            assert (operator in OPS) == record.reason.endswith("stock is faster on this machine"), record
+            assert (operator in OPS) == ("stock is faster on this machine" in record.reason), record
+            assert operator not in OPS or record.state in ("OFF", "NOT APPLICABLE"), record
         print({operator for operator, record in records} >= set(OPS))
     """
     lost = {op: {"winner": "stock"} for op in deepseek_v4_sm120.OPS}
     path = write(tmp_path, GOOD | {"identity": {}, "operators": lost})
-    asked = ",".join(f"{patch.name}=on" for patch in TABLE.patches if patch.off_because)
-    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path, "DSV4_SM120_SET": asked})
+    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path})
     assert done.stdout == "True\n"
+
+
+OFF = "fp8_linear"
+# none of the table is off by default: one that is
+ONE_OFF = replace(
+    TABLE,
+    patches=tuple(replace(p, off_because="slower, it is said") if p.name == OFF else p for p in TABLE.patches),
+)
+
+
+@pytest.mark.parametrize(
+    ("operator", "measured", "chosen", "state", "words"),
+    [
+        (OFF, None, "", "OFF", "=on switches it on"),
+        (
+            OFF,
+            {"winner": "ours", "stock_over_ours": 1.3},
+            "",
+            "READY",
+            "stock takes 1.30 times as long on this machine",
+        ),
+        (OFF, {"winner": "ours", "stock_over_ours": None}, "", "OFF", "=on switches it on"),  # stock did not run
+        (OFF, {"winner": "ours"}, "", "OFF", "=on switches it on"),  # of an older release
+        (OFF, {"winner": "stock", "stock_over_ours": 0.8}, "", "OFF", "stock is faster on this machine"),
+        (OFF, {"winner": "stock", "wrong": {"ours": "crashed"}}, "", "OFF", "ours: crashed"),
+        (OFF, {"winner": "ours", "stock_over_ours": 1.3}, "off", "OFF", f"DSV4_SM120_SET={OFF}=off"),
+        (OFF, {"winner": "stock", "stock_over_ours": 0.8}, "on", "READY", "=on, although profile"),
+        (OFF, {"winner": "ours", "stock_over_ours": 1.3}, "on", "READY", "when sglang imports it"),
+        ("mhc", {"winner": "stock", "stock_over_ours": 0.8}, "", "NOT APPLICABLE", "stock is faster on this machine"),
+        ("mhc", {"winner": "stock", "stock_over_ours": 0.8}, "on", "READY", "=on, although profile"),
+        ("mhc", {"winner": "ours", "stock_over_ours": 1.3}, "off", "OFF", "DSV4_SM120_SET=mhc=off"),
+        ("mhc", {"winner": "ours", "stock_over_ours": None}, "", "READY", "when sglang imports it"),
+    ],
+)
+def test_who_decides_whether_an_operator_is_on(operator, measured, chosen, state, words, tmp_path, monkeypatch):
+    """DSV4_SM120_SET, else the profile, else what is shipped. Off by default becomes on by a comparison only."""
+    from deepseek_v4_sm120.patching.engine import Engine
+    from deepseek_v4_sm120.settings import Settings
+
+    operators = {} if measured is None else {operator: measured}
+    path = write(tmp_path, GOOD | {"identity": {}, "operators": operators})
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang/__init__.py").write_text("")
+    (tmp_path / "sglang-0.5.17.dist-info").mkdir()
+    (tmp_path / "sglang-0.5.17.dist-info/METADATA").write_text("Name: sglang\nVersion: 0.5.17\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    choices = {operator: chosen} if chosen else {}
+    records = Engine(ONE_OFF, "sglang", Settings(profile=path, choices=choices)).records
+    found = [r for r in records if (r.patch.serves or r.patch.name) == operator]
+    assert found and {r.state for r in found} == {state}
+    assert all(words in r.reason for r in found), [r.reason for r in found]
 
 
 def test_the_engine_leaves_out_what_lost_and_stops_at_a_corrupt_file(python, tree, tmp_path):

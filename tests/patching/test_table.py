@@ -195,7 +195,7 @@ TREE_0_5_12 = {
     "sglang/_version.py": "__version__ = '0.5.12'",
     "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND_0_5_12,
     "sglang/kernels/ops/attention/flash_mla_sm120.py": None,
-    "sglang/srt/models/deepseek_v4.py": MODEL.replace(", forward_batch=None", ""),
+    "sglang/srt/models/deepseek_v4.py": MODEL.replace(", forward_batch=None", "").replace(", x_quant=None", ""),
     "sglang/srt/layers/mhc_head.py": MHC_HEAD,
     "sglang/srt/layers/quantization/mxfp4_marlin_moe.py": "from sglang.srt.utils.common import is_sm90_supported\n"
     + EXPERTS.format(name="Mxfp4MarlinMoEMethod"),

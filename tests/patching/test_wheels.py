@@ -5,13 +5,14 @@ wheel that cannot be fetched is a failure.
 """
 
 import ast
+import re
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120.calibrate import index_select, mxfp4_moe
+from deepseek_v4_sm120.calibrate import bf16_linear, fp8_linear, index_select, mhc, mxfp4_moe, provider
 from deepseek_v4_sm120.patching import contract, engine
 from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Engine
 from deepseek_v4_sm120.patching.spec import MODES
@@ -34,6 +35,7 @@ from deepseek_v4_sm120.sglang_patches import (
     TABLE,
 )
 from deepseek_v4_sm120.sglang_patches_mhc import FUSED, MTP_MODEL
+from deepseek_v4_sm120.sglang_patches_wo_a import ATTENTION
 
 VERSIONS = ("0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23")
 ARGUMENTS = {"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook"}
@@ -76,6 +78,7 @@ for _found in EXPECTED.values():
     _found["index_select"] = _found["bf16_linear"] = INDEXER
     _found["fp8_linear"] = FP8_METHOD.partition(":")[0]
     _found["mhc"] = MTP_MODEL.partition(":")[0]
+    _found["wo_a"] = ATTENTION.partition(":")[0]
 # version -> (logits, our top-k, top-k of an explicit choice) that the indexer is found with
 INDEX_NAMES = {
     "0.5.12": (1, 2, 1),
@@ -470,6 +473,15 @@ def test_mhc_between_the_read_versions(inspect_wheel):
         assert len(found) == (4 if minor < 13 else 6), minor
 
 
+def test_wo_a_rows(inspect_wheel):
+    """What is replaced of it, each once; the expansion is a function of its own from 0.5.17 on as far as was looked."""
+    for minor in range(12, 30):
+        found = found_in(inspect_wheel("0.5.17", called=f"0.5.{minor}"), patch="wo_a")
+        kinds = [r.target.replacement.rpartition(":replace_")[2] for r in found]
+        streamed = ["expansion"] if minor >= 17 else []
+        assert sorted(kinds) == sorted(["init", "load_weights", "rope", "forward", *streamed]), minor
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_calibrate_finds_the_stock_operators(inspect_wheel, version, monkeypatch):
     """The functions that its providers import exist in this release under these names."""
@@ -489,3 +501,44 @@ def test_calibrate_finds_the_stock_operators(inspect_wheel, version, monkeypatch
         assert defines(*logits) and sum(defines(*home) for home in index_select.TOPK) == 1
     cutlass = sources.read("sglang.srt.layers.moe.moe_runner.flashinfer_cutlass") or ""
     assert ("FlashInferCutlassMxfp4MoeQuantInfo" in cutlass) == (numbers >= mxfp4_moe.CUTLASS_SINCE)
+
+    assert sum(defines(home, bf16_linear.LINEAR) for home in bf16_linear.LINEAR_HOMES) == 1
+    gate = sources.read("sglang.srt.models.deepseek_v2")
+    assert defines(*bf16_linear.TINY_GEMM) == defines(*bf16_linear.TINY_GEMM_ROWS) == ("tiny_gemm_bf16(" in gate)
+    old = f"max_router_gemm_tokens = 4 if _device_sm in (100, 103) else {bf16_linear.ROUTER_GEMM_ROWS}"
+    assert defines(*bf16_linear.ROUTER_GEMM) == (old in gate)
+
+    wrapper = sources.read(f"{provider.DEEP_GEMM_WRAPPER}.entrypoint")
+    assert (f"envs.{provider.DEEP_GEMM_PDL}.get() and hasattr(deep_gemm" in wrapper) == (numbers >= (0, 5, 13))
+    assert "ENABLE_JIT_DEEPGEMM" in sources.read(f"{provider.DEEP_GEMM_WRAPPER}.configurer")
+    method = sources.read(fp8_linear.METHOD)
+    found = class_methods(ast.parse(method), "Fp8LinearMethod") | class_methods(ast.parse(method), "Fp8Config")
+    assert {"__init__", "process_weights_after_loading", "apply", "from_config"} <= found
+    assert defines(fp8_linear.UTILS, "initialize_fp8_gemm_config")
+    utils = sources.read(fp8_linear.UTILS)
+    assert "get_exec" in utils or "def initialize_fp8_gemm_config(server_args: ServerArgs)" in utils
+
+
+def class_methods(tree, name):
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    return {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_calibrate_calls_the_boundary_that_sglang_runs(inspect_wheel, version, monkeypatch):
+    """Where mhc's kernels are, what they ask of a server, and which of them are the default."""
+    sources, numbers = inspect_wheel(version).sources, tuple(map(int, version.split(".")))
+    (text,) = [text for home in mhc.HOMES if (text := sources.read(home)) is not None]
+    functions = {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    assert {"mhc_pre", "mhc_post", "hc_split_sinkhorn"} <= functions
+    assert ("mhc_fused_post_pre" in functions) == (numbers >= mhc.FUSED_SINCE)
+    environment = sources.read("sglang.srt.environ")
+    assert ("SGLANG_OPT_FUSE_MHC_POST_PRE = EnvBool(True)" in environment) == (numbers >= mhc.FUSED_BY_DEFAULT_SINCE)
+    assert all(f"{name} = EnvBool(True)" in environment for name in mhc.ON_SM120)
+    asked = re.findall(r"\b(get_\w+group|is_allocation_\w+|use_symm\w+|is_\w+_round_robin_split|get_parallel)\(", text)
+    assert set(asked) <= set(mhc.WITHOUT_SERVER)
+    set_on_sm120 = "".join(
+        sources.read(module) or "" for module in ("sglang.srt.server_args", "sglang.srt.arg_groups.model_hook")
+    )
+    if numbers >= (0, 5, 13):  # 0.5.12 leaves it to us: sglang_settings.py
+        assert all(f"envs.{name}.set(False)" in set_on_sm120 for name in mhc.ON_SM120)

@@ -1,0 +1,204 @@
+"""bf16_linear for `calibrate`: the bf16 projections of compressors, router and indexer, few rows.
+
+A verdict weighs each matrix by the layers that have it. Nothing of it is divided by TP.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepseek_v4_sm120.calibrate.provider import OURS, STOCK, Provider, is_installed, our_problem, rows_of, unpatched
+from deepseek_v4_sm120.plan.models import FLASH
+
+ERROR = "relative error against float64"
+MOST_ROWS = 32  # ops/bf16_linear.py; here because the shapes need no torch (a test compares)
+MAX_ERROR, MAX_ERROR_BF16 = 1e-5, 0.0025  # ours, by what it returns
+LOOSE_ERROR = 0.01
+
+# SGLang's function for compressors and router, newest home first
+LINEAR = "linear_bf16_fp32"
+LINEAR_HOMES = (
+    "sglang.kernels.ops.gemm.bf16_fp32",
+    "sglang.kernels.ops.attention.dsv4.gemm",
+    "sglang.jit_kernel.dsv4.gemm",
+    "sglang.jit_kernel.deepseek_v4",
+)
+# What MoEGate.forward takes instead for few rows: 0.5.20 and later, then 0.5.16 to 0.5.19
+TINY_GEMM = ("sglang.kernels.ops.gemm.tiny_gemm", "tiny_gemm_bf16")
+TINY_GEMM_ROWS = ("sglang.srt.models.deepseek_common.utils", "tiny_router_gemm_max_tokens")
+ROUTER_GEMM = ("sglang.kernels.ops.gemm.dsv3_router_gemm", "dsv3_router_gemm")
+ROUTER_GEMM_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight [outputs, hidden] and how many layers have it."""
+
+    name: str
+    outputs: int
+    layers: int
+    bf16_out: bool = False
+
+
+ROUTER, HEAD_WEIGHTS = "router", "index head weights"
+# A compressor's kv and gate; C4 keeps two of each, because its windows overlap
+MATRICES = (
+    Matrix("C4 compressor", 4 * FLASH.head_dim, FLASH.layers_c4),
+    Matrix("C128 compressor", 2 * FLASH.head_dim, FLASH.layers_c128),
+    Matrix("index compressor", 4 * FLASH.index_dim, FLASH.layers_c4),
+    Matrix(ROUTER, FLASH.experts, FLASH.layers),
+    Matrix(HEAD_WEIGHTS, FLASH.index_heads, FLASH.layers_c4, bf16_out=True),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    matrix: Matrix
+    rows: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.matrix.name}, {self.rows} rows"
+
+    @property
+    def point(self) -> str:
+        return f"{self.rows} rows"
+
+    @property
+    def calls(self) -> int:
+        return self.matrix.layers
+
+    @property
+    def bytes_per_call(self) -> int:
+        return 2 * FLASH.hidden * (self.matrix.outputs + self.rows)
+
+
+@dataclass
+class Inputs:
+    matrix: Matrix
+    x: object  # [rows, hidden] bf16
+    weight: object  # [outputs, hidden] bf16
+
+
+def cases(*, tp: int, context: int, concurrency: int, quick: bool) -> list[Case]:
+    """What a decode step calls; more rows are cuBLAS's with us, too."""
+    return [Case(matrix, rows) for rows in rows_of(concurrency, quick, MOST_ROWS) for matrix in MATRICES]
+
+
+def max_error(provider: str, case: Case) -> float:
+    if provider != OURS:
+        return LOOSE_ERROR
+    return MAX_ERROR_BF16 if case.matrix.bf16_out else MAX_ERROR
+
+
+def providers() -> tuple[Provider, ...]:
+    return (
+        Provider(OURS, our_problem, _ours),
+        Provider(STOCK, _stock_problem, _stock, packages=("sglang",)),
+        Provider("cublas", lambda: None, lambda: cublas),
+    )
+
+
+# ---- inputs
+
+
+def _inputs(case: Case, count: int, generator) -> list[Inputs]:
+    import torch
+
+    def normal(*size):
+        return torch.randn(size, generator=generator, device=generator.device)
+
+    def one() -> Inputs:
+        weight = (0.02 * normal(case.matrix.outputs, FLASH.hidden)).bfloat16()
+        return Inputs(case.matrix, normal(case.rows, FLASH.hidden).bfloat16(), weight)
+
+    return [one() for _ in range(count)]
+
+
+def correctness_inputs(case: Case, device: str = "cuda") -> list[Inputs]:
+    import torch
+
+    return _inputs(case, 2, torch.Generator(device).manual_seed(case.rows))
+
+
+class TimingInputs:
+    """Weights of its own for every call."""
+
+    def __init__(self, device: str = "cuda"):
+        import torch
+
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def calls(self, case: Case, count: int) -> list[Inputs]:
+        return _inputs(case, count, self.generator)
+
+
+def error(provider: str, result, inputs: Inputs) -> float:
+    from deepseek_v4_sm120.reference.accuracy import relative_error
+    from deepseek_v4_sm120.reference.bf16_linear import bf16_linear
+
+    return relative_error(result, bf16_linear(inputs.x, inputs.weight))
+
+
+# ---- providers
+
+
+def _ours():
+    import torch
+
+    from deepseek_v4_sm120.ops.bf16_linear import bf16_linear
+
+    def call(inputs: Inputs):
+        out_dtype = torch.bfloat16 if inputs.matrix.bf16_out else torch.float32
+        return bf16_linear(inputs.x, inputs.weight, out_dtype=out_dtype)
+
+    return call
+
+
+def cublas(inputs: Inputs):
+    import torch
+
+    if inputs.matrix.bf16_out:
+        return torch.nn.functional.linear(inputs.x, inputs.weight)
+    return torch.mm(inputs.x, inputs.weight.t(), out_dtype=torch.float32)
+
+
+def _home() -> str | None:
+    return next((module for module in LINEAR_HOMES if is_installed(module)), None)
+
+
+def _stock_problem() -> str | None:
+    return None if _home() else f"this SGLang has no {LINEAR}"
+
+
+def _router(linear: Callable) -> tuple[Callable, int]:
+    """(the router's GEMM for few rows, up to how many), as MoEGate chooses it."""
+    import torch
+
+    if is_installed(TINY_GEMM[0]):
+        rows = unpatched(*TINY_GEMM_ROWS)(
+            num_experts=FLASH.experts, hidden_size=FLASH.hidden, weight_dtype=torch.bfloat16
+        )
+        tiny = unpatched(*TINY_GEMM)
+        return lambda x, weight: tiny(x, weight, out_dtype=torch.float32, max_m=rows), rows
+    if is_installed(ROUTER_GEMM[0]):
+        router = unpatched(*ROUTER_GEMM)
+        return lambda x, weight: router(x, weight, out_dtype=torch.float32), ROUTER_GEMM_ROWS
+    return linear, MOST_ROWS
+
+
+def _stock():
+    import torch
+
+    linear = getattr(importlib.import_module(_home()), LINEAR)
+    router, router_rows = _router(linear)
+
+    def call(inputs: Inputs):
+        if inputs.matrix.bf16_out:  # an unquantised ReplicatedLinear
+            return torch.nn.functional.linear(inputs.x, inputs.weight)
+        is_tiny = inputs.matrix.name == ROUTER and inputs.x.shape[0] <= router_rows
+        return (router if is_tiny else linear)(inputs.x, inputs.weight)
+
+    return call

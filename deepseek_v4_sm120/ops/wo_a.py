@@ -1,0 +1,109 @@
+"""Public wo_a, the first half of DeepSeek-V4's output projection: checks the arguments, launches.
+
+The weights stay E4M3. Up to 64 rows: one launch of `_C.fp8_linear`, which also takes the rotary position embedding of
+the attention's output back. More rows: the weights become bf16 in a buffer of torch's pool that lives for the call, and
+torch multiplies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120.ops import fp8_linear as linear
+from deepseek_v4_sm120.ops.fp8_linear import MAX_ROWS, takes  # noqa: F401
+
+HEAD_INPUTS = 512  # csrc/fp8_linear/config.h has the same two; a test compares
+ROTATED = 64  # of a head, its last
+_POSITION_DTYPES = (torch.int32, torch.int64)
+
+
+def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
+    """y[t, g] = x'[t, g] W[g]^T, where x' is x rotated back by its row's position.
+
+    x             [rows, groups, inputs] bf16, last dim contiguous, other strides multiples of 8, 16-byte aligned
+    weight        [groups, outputs, inputs] float8_e4m3fn, contiguous; outputs and inputs multiples of 128
+    weight_scale  [groups, outputs / 128, inputs / 128] float32, or UE8M0 (float8_e8m0fnu, uint8); a group's rows follow
+                  the last group's
+    freqs_cis     [any, 32] complex64, contiguous: row p has the rotation of position p. Or None: x' = x
+    positions     [rows] int32 or int64, contiguous, each a row of freqs_cis (not checked: that would wait for the GPU)
+    returns       [rows, groups, outputs] bf16, contiguous
+    rotation      inputs must be whole heads of 512; of each the last 64 are 32 pairs (a, b), which become
+                  (a c + b s, b c - a s) in float32 and are rounded to bf16. At most 64 rows: where they are more, the
+                  caller rotates and passes None (SGLang's kernel does, in place)
+    accuracy      relative L2 0.0017 against float64 of the rounded x' (bf16 out)
+    determinism   up to 64 rows the same bits in every run and every batch; above, cuBLAS's (torch.bmm)
+    memory        above 64 rows 2 bytes a weight of torch's pool while the call runs; else as fp8_linear
+    raises        TypeError (dtype), ValueError (shape, stride, rows: says name, expected, got), RuntimeError (device)
+    cuda graphs   capture-safe: no host sync, allocates through torch only
+    streams       the current stream of x's device. Weights and scales are read ahead of the end of the kernel before
+                  (programmatic dependent launch): that kernel must not write them
+    source        DeepSeek's inference/model.py (MLA.forward: apply_rotary_emb inverse, wo_a); specification in
+                  reference/wo_a.py
+    """
+    linear._check_x("wo_a", x, 3, ("rows", "groups", "inputs"))
+    linear._check_weight("wo_a", weight, weight_scale, x, tuple(x.shape[1:]))
+    rotation = _check_rotation(x, freqs_cis, positions)
+    out = torch.empty((*x.shape[:2], weight.shape[1]), dtype=torch.bfloat16, device=x.device)
+    if x.shape[0] <= MAX_ROWS:
+        linear._run(x, weight, weight_scale, out, rotation=rotation)
+    else:
+        with torch.no_grad():  # `out=`; SGLang's warm-up may run with gradients on
+            torch.bmm(x.transpose(0, 1), expanded(weight, weight_scale).transpose(1, 2), out=out.transpose(0, 1))
+    return out
+
+
+def expanded(weight, weight_scale):
+    """weight [groups, outputs, inputs] * weight_scale, in float32, rounded once: a new bf16 tensor of the same shape.
+
+    Arguments as wo_a's; raises RuntimeError for what is not on a CUDA device. Capture-safe.
+    """
+    groups, outputs, inputs = weight.shape
+    device = weight.device
+    if device.type != "cuda":
+        raise RuntimeError(f"wo_a: weight.device must be a CUDA device, got {device}")
+    out = torch.empty(weight.shape, dtype=torch.bfloat16, device=device)
+    with torch.cuda.device(device):
+        extension.load().wo_a_expand(
+            weight=weight.data_ptr(),
+            weight_stride=weight.stride(1),
+            scale=weight_scale.data_ptr(),
+            scale_stride_output=weight_scale.stride(1),
+            scale_stride_input=weight_scale.stride(2),
+            scale_bytes=weight_scale.element_size(),
+            out=out.data_ptr(),
+            weight_rows=groups * outputs,
+            inputs=inputs,
+            pdl=True,
+            stream=torch._C._cuda_getCurrentRawStream(device.index),
+        )
+    return out
+
+
+def _check_rotation(x, freqs_cis, positions):
+    """(freqs_cis, positions) as the kernel reads them, or None."""
+    if (freqs_cis is None) != (positions is None):
+        raise ValueError("wo_a: freqs_cis and positions must be given together, got one of them")
+    if freqs_cis is None:
+        return None
+    rows, _, inputs = x.shape
+    if freqs_cis.dtype != torch.complex64:
+        raise TypeError(f"wo_a: freqs_cis.dtype must be torch.complex64, got {freqs_cis.dtype}")
+    if positions.dtype not in _POSITION_DTYPES:
+        raise TypeError(f"wo_a: positions.dtype must be torch.int32 or torch.int64, got {positions.dtype}")
+    if freqs_cis.dim() != 2 or freqs_cis.shape[1] != ROTATED // 2 or not freqs_cis.is_contiguous():
+        got = f"{list(freqs_cis.shape)} with strides {list(freqs_cis.stride())}"
+        raise ValueError(f"wo_a: freqs_cis must be contiguous [any, {ROTATED // 2}], got {got}")
+    if positions.shape != (rows,) or not positions.is_contiguous():
+        got = f"{list(positions.shape)} with strides {list(positions.stride())}"
+        raise ValueError(f"wo_a: positions must be contiguous [{rows}], got {got}")
+    if freqs_cis.data_ptr() % 16:
+        raise ValueError("wo_a: freqs_cis must start on a 16-byte boundary")
+    if inputs % HEAD_INPUTS:
+        raise ValueError(f"wo_a: inputs must be a multiple of {HEAD_INPUTS} to be rotated, got {inputs}")
+    if rows > MAX_ROWS:
+        raise ValueError(f"wo_a: freqs_cis must be None above {MAX_ROWS} rows, got {rows} rows: rotate them first")
+    for name, tensor in (("freqs_cis", freqs_cis), ("positions", positions)):
+        if tensor.device != x.device:
+            raise RuntimeError(f"wo_a: {name}.device must be x's, {x.device}, got {tensor.device}")
+    return freqs_cis, positions

@@ -1,0 +1,324 @@
+"""wo_a of SGLang's DeepSeek-V4 attention -> `ops.wo_a`, with the weights as the checkpoint has them.
+
+SGLang makes wo_a a bf16 layer, expands the checkpoint's E4M3 while it loads, and multiplies by torch.einsum, behind a
+kernel that takes the rotary embedding of the attention's output back. Here:
+
+    MQALayer.__init__              makes it an E4M3 layer with its scales (`store`)
+    DeepseekV4ForCausalLM.load_weights, _dequant_fp8_wo_a_streaming
+                                   hand the checkpoint's tensors through as they are (`AsStored`)
+    MQALayer.forward               is SGLang's. Its `self.wo_a.weight.view(groups, outputs, -1)` gives `Groups`, whose
+                                   einsum is our product
+    fused_rope_inplace             inside that forward, up to 64 rows: puts the rotation off to the product
+
+What SGLang makes E4M3 itself (SGLANG_OPT_FP8_WO_A_GEMM where it can be had), DSpark's own attention and DeepSeek-V4.1
+are not touched. Decided once per layer, when it is made (`handles`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_v4_sm120 import device_gate, shadow
+from deepseek_v4_sm120.ops import wo_a as op
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.settings import settings
+
+PATCH = "wo_a"
+# Two products of the same bf16 numbers: each is off float64 by its bf16 output alone, 0.0017
+SHADOW_RELATIVE_L2 = 0.004
+
+EQUATION = "tgd,grd->tgr"
+WEIGHT, SCALE, PARAMETER = ".wo_a.weight", ".wo_a.scale", ".wo_a.weight_scale_inv"
+BLOCKS = [128, 128]
+OFF = "start with DSV4_SM120_SET=wo_a=off"
+
+
+@dataclass
+class Memory:
+    """What status tells: layers served, bytes of their weights, bytes that exist only because of us."""
+
+    layers: int = 0
+    weight_bytes: int = 0
+    shadow_copy_bytes: int = 0
+
+    def describe(self) -> str:
+        text = f"wo_a: {self.layers} layers, {self.weight_bytes / 1e9:.2f} GB in FP8"
+        if self.shadow_copy_bytes:
+            text += f"; {self.shadow_copy_bytes / 1e9:.2f} GB more for the shadow's bf16 copy"
+        return text
+
+
+memory = Memory()
+
+# ---- the layer: E4M3 from the start
+
+
+class StoredWeight(torch.nn.Parameter):
+    """wo_a's E4M3 bytes [groups * outputs, inputs]. Viewed by groups it is what the model multiplies with: `Groups`."""
+
+    scale: torch.nn.Parameter
+    for_shadow: torch.Tensor | None = None  # bf16 [groups * outputs, inputs]
+
+    def view(self, *shape):
+        return Groups(self, shape) if len(shape) == 3 else super().view(*shape)
+
+
+def handles(attention, quant_config, prefix: str) -> bool:
+    """True for a bf16 wo_a whose checkpoint is block-scaled E4M3, of the shape that ops.wo_a takes, on our GPU."""
+    layer = attention.wo_a
+    weight = getattr(layer, "weight", None)
+    return (
+        weight is not None
+        and weight.dtype == torch.bfloat16  # else SGLang itself keeps another type
+        and device_gate.serves(weight.device)
+        and not getattr(attention, "is_dsv41", False)
+        and quant_config is not None
+        and quant_config.get_name() == "fp8"
+        and getattr(quant_config, "is_checkpoint_fp8_serialized", False)
+        and getattr(quant_config, "weight_block_size", None) == BLOCKS
+        and type(quant_config.get_quant_method(layer, prefix)).__name__ == "Fp8LinearMethod"  # not one that is left out
+        and (attention.head_dim, attention.qk_rope_head_dim) == (op.HEAD_INPUTS, op.ROTATED)
+        and attention.o_lora_rank % BLOCKS[0] == 0
+        and weight.shape[1] % op.HEAD_INPUTS == 0
+    )
+
+
+def store(layer, expand: Callable) -> None:
+    """Replace a linear layer's bf16 parameter, still empty, by E4M3 and its scales, with what SGLang notes on it.
+
+    expand: SGLang's (weight, scale) -> bf16, for shadow mode.
+    """
+    expanded = layer.weight
+    noted = dict(vars(expanded))
+    rows, inputs = expanded.shape
+    empty = functools.partial(torch.empty, device=expanded.device)
+    weight = StoredWeight(empty((rows, inputs), dtype=torch.float8_e4m3fn), requires_grad=False)
+    blocks = (rows // BLOCKS[0], inputs // BLOCKS[1])
+    weight.scale = torch.nn.Parameter(empty(blocks, dtype=torch.float32), requires_grad=False)
+    for name, value in noted.items():
+        setattr(weight, name, value)
+        setattr(weight.scale, name, value)
+    weight.weight_loader = _checked(expanded.weight_loader)
+    layer.weight, layer.weight_scale_inv = weight, weight.scale
+    if settings().shadow:
+        layer.quant_method = _ExpandedForShadow(layer.quant_method, expand)
+    memory.layers += 1
+    memory.weight_bytes += weight.numel() + 4 * weight.scale.numel()
+    report.add_note(PATCH, memory.describe)
+
+
+def _checked(load: Callable) -> Callable:
+    @functools.wraps(load)
+    def weight_loader(param, loaded_weight, *args, **kwargs):
+        if loaded_weight.dtype != param.dtype:
+            raise ValueError(
+                f"wo_a: the checkpoint's weight must be {param.dtype}, as its quantization_config says, got "
+                f"{loaded_weight.dtype}: {OFF}"
+            )
+        return load(param, loaded_weight, *args, **kwargs)
+
+    return weight_loader
+
+
+class _ExpandedForShadow:
+    """In shadow mode, in the place of the layer's method: once the weights are there, SGLang expands a copy of them."""
+
+    def __init__(self, method, expand: Callable):
+        self._method, self._expand = method, expand
+
+    def __getattr__(self, name):
+        return getattr(self._method, name)
+
+    def process_weights_after_loading(self, layer) -> None:
+        self._method.process_weights_after_loading(layer)
+        weight = layer.weight
+        expanded = self._expand(weight.data, weight.scale.data)
+        if weight.for_shadow is None:
+            weight.for_shadow = expanded
+            memory.shadow_copy_bytes += 2 * weight.numel()
+        else:  # loaded again: captured graphs read this memory
+            weight.for_shadow.copy_(expanded)
+
+
+def replace_init(original: Callable) -> Callable:
+    """For MQALayer.__init__."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        prefix = given.arguments["prefix"]
+        if handles(self, given.arguments["quant_config"], f"{prefix}.wo_a" if prefix else "wo_a"):
+            store(self.wo_a, sys.modules[original.__module__]._dequant_fp8)
+
+    return __init__
+
+
+# ---- the checkpoint: nothing is expanded
+
+
+class AsStored:
+    """A checkpoint's (name, tensor) pairs with wo_a's scales under their parameter's name: nothing left to expand."""
+
+    def __init__(self, weights: Iterable):
+        self._weights = weights
+
+    def __iter__(self):
+        for name, tensor in self._weights:
+            yield (name.removesuffix(SCALE) + PARAMETER if name.endswith(SCALE) else name), tensor
+
+
+def replace_load_weights(original: Callable) -> Callable:
+    """For DeepseekV4ForCausalLM.load_weights, which the MTP model's calls."""
+
+    @functools.wraps(original)
+    def load_weights(self, weights, *args, **kwargs):
+        stored = any(isinstance(parameter, StoredWeight) for parameter in self.parameters())
+        return original(self, AsStored(weights) if stored else weights, *args, **kwargs)
+
+    return load_weights
+
+
+def replace_expansion(original: Callable) -> Callable:
+    """For _dequant_fp8_wo_a_streaming (0.5.17 and later; before, nothing is expanded where no scale is named so)."""
+
+    @functools.wraps(original)
+    def _dequant_fp8_wo_a_streaming(weights):
+        return weights if isinstance(weights, AsStored) else original(weights)
+
+    return _dequant_fp8_wo_a_streaming
+
+
+# ---- the forward: rotation and product
+
+
+@dataclass
+class Rotation:
+    """What a call of fused_rope_inplace, `original`, would have done: rotate `rotated` [rows, heads, 64], in place."""
+
+    rotated: torch.Tensor
+    freqs_cis: torch.Tensor
+    positions: torch.Tensor
+    original: Callable
+
+    def is_of(self, x) -> bool:
+        """Whether `rotated` is the last 64 of each head of x [rows, groups, inputs]."""
+        first = x.data_ptr() + (op.HEAD_INPUTS - op.ROTATED) * x.element_size()
+        return (self.rotated.data_ptr(), self.rotated.shape[0]) == (first, x.shape[0])
+
+
+class _Forward(threading.local):
+    """The attention's forward that this thread is in: whether it is one of ours, and its rotation that was put off."""
+
+    ours = False
+    rotation: Rotation | None = None
+
+
+_forward = _Forward()
+
+
+def replace_forward(original: Callable) -> Callable:
+    """For MQALayer.forward."""
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        if not isinstance(getattr(self.wo_a, "weight", None), StoredWeight):
+            return original(self, *args, **kwargs)
+        _forward.ours = True
+        try:
+            result = original(self, *args, **kwargs)
+            if _forward.rotation is not None:
+                raise RuntimeError(f"wo_a: the rotation was put off to a product that SGLang did not take: {OFF}")
+            return result
+        finally:
+            _forward.ours, _forward.rotation = False, None
+
+    return forward
+
+
+def replace_rope(original: Callable) -> Callable:
+    """For fused_rope_inplace, as the model imported it."""
+
+    @functools.wraps(original)
+    def fused_rope_inplace(q, k, freqs_cis, positions, inverse=False):
+        if _forward.ours and inverse and k is None and _can_wait(q, freqs_cis, positions):
+            _forward.rotation = Rotation(q, freqs_cis, positions, original)
+            return None
+        return original(q, k, freqs_cis, positions, inverse)
+
+    return fused_rope_inplace
+
+
+def _can_wait(q, freqs_cis, positions) -> bool:
+    """True for 1 to 64 rows that ops.wo_a can rotate itself; fixed by their number and the arguments' kinds."""
+    return (
+        0 < q.shape[0] <= op.MAX_ROWS
+        and q.dtype == torch.bfloat16
+        and freqs_cis.dtype == torch.complex64
+        and freqs_cis.is_contiguous()
+        and positions.is_contiguous()
+        and positions.dim() == 1
+    )
+
+
+class Groups:
+    """Stands where the model expects wo_a's weights [groups, outputs, inputs]: knows the one product taken of them."""
+
+    def __init__(self, stored: StoredWeight, shape):
+        self.stored = stored
+        self.weight = stored.data.view(shape)
+        self.weight_scale = stored.scale.data.view(shape[0], shape[1] // BLOCKS[0], -1)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is not torch.einsum or args[0] != EQUATION or not isinstance(args[2], cls):
+            name = getattr(function, "__name__", function)
+            raise TypeError(f"wo_a: SGLang calls {name} with the FP8 weights, einsum {EQUATION!r} is known: {OFF}")
+        rotation, _forward.rotation = _forward.rotation, None
+        x = args[1]
+        if rotation is not None and not rotation.is_of(x):
+            raise RuntimeError(f"wo_a: SGLang multiplies another tensor than the one it rotates: {OFF}")
+        return _serve()(args[2], x, rotation)
+
+
+def _multiply(groups: Groups, x, rotation: Rotation | None):
+    freqs_cis, positions = (rotation.freqs_cis, rotation.positions) if rotation else (None, None)
+    return op.wo_a(x, groups.weight, groups.weight_scale, freqs_cis=freqs_cis, positions=positions)
+
+
+def _multiply_expanded(groups: Groups, x, rotation: Rotation | None):
+    """What SGLang computes, of the shadow's bf16 copy; its rotation is in place, so x is copied."""
+    if rotation is not None:
+        x = x.contiguous().clone()
+        heads = x.view(x.shape[0], -1, op.HEAD_INPUTS)
+        rotation.original(heads[..., -op.ROTATED :], None, rotation.freqs_cis, rotation.positions, True)
+    return torch.einsum(EQUATION, x, groups.stored.for_shadow.view(groups.weight.shape))
+
+
+def _tensors(ours, original, *_) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(ours.flatten(1), original.flatten(1))]
+
+
+def _identity(groups: Groups, *_) -> int:
+    return groups.weight.data_ptr()
+
+
+def _shape(groups: Groups, x, _rotation) -> dict[str, int]:
+    return {"rows": x.shape[0], "groups": groups.weight.shape[0]}
+
+
+@functools.cache
+def _serve() -> Callable:
+    if not settings().shadow:
+        return _multiply
+    comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=SHADOW_RELATIVE_L2)
+    return shadow.shadowed(PATCH, _multiply, _multiply_expanded, comparison)

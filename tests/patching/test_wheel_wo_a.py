@@ -1,0 +1,268 @@
+"""SGLang's own attention forward and checkpoint loading, taken out of the wheels and run on the CPU over stand-ins,
+with our wo_a in it and without: the same projection from the same checkpoint, and nothing is expanded."""
+
+import ast
+import builtins
+import concurrent.futures
+import functools
+import sys
+import zipfile
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from deepseek_v4_sm120 import device_gate
+from deepseek_v4_sm120.patching import contract
+from deepseek_v4_sm120.reference import wo_a as reference
+from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight
+from deepseek_v4_sm120.reference.wo_a_inputs import make_freqs_cis
+from deepseek_v4_sm120.sglang_adapters import wo_a as adapter
+from deepseek_v4_sm120.sglang_patches_wo_a import MODEL
+from tests.adapters.wo_a_layer import GROUPS, HEADS, INPUTS, OUTPUTS, Expansion, Fp8Config, Linear, Operator, rope
+from tests.patching.test_wheels import VERSIONS
+
+LAYERS = 2
+STREAMING = "_dequant_fp8_wo_a_streaming"
+EXPANDERS = (STREAMING, "_dequant_fp8_wo_a", "_prepare_deepseek_v4_weights")
+MTP = "sglang.srt.models.deepseek_v4_nextn"
+FP8 = "sglang.srt.layers.quantization.fp8"
+
+
+class Quiet:
+    """Any name that the code under test looks up and that says nothing here: false, empty, and so is all it gives."""
+
+    def __bool__(self):
+        return False
+
+    def __iter__(self):
+        return iter(())
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    def __le__(self, other):
+        return False
+
+    __lt__ = __gt__ = __ge__ = __le__
+
+    def __iadd__(self, other):
+        return self
+
+    def __add__(self, other):
+        return other
+
+
+QUIET = Quiet()
+
+
+class QuietImports(ast.NodeTransformer):
+    """Imports inside of functions give quiet names, so that nothing of SGLang is needed."""
+
+    def visit_ImportFrom(self, node):
+        return [ast.parse(f"{alias.asname or alias.name} = QUIET").body[0] for alias in node.names]
+
+
+@functools.cache
+def source(wheel, module=MODEL) -> str:
+    return zipfile.ZipFile(wheel).read(module.replace(".", "/") + ".py").decode()
+
+
+@functools.cache
+def definition(wheel, qualname):
+    return contract.find_definition(ast.parse(source(wheel)), qualname)
+
+
+@functools.cache
+def compiled(wheel, qualname):
+    """(code that defines it, the names it uses)"""
+    node = QuietImports().visit(definition(wheel, qualname))
+    future = ast.parse("from __future__ import annotations").body
+    code = compile(ast.fix_missing_locations(ast.Module([*future, node], [])), "wheel", "exec")
+    return code, {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not hasattr(builtins, n.id)}
+
+
+def take(wheel, names: dict, qualname):
+    """The definition, with `names` as its globals, and quiet ones where they lack something."""
+    code, used = compiled(wheel, qualname)
+    for name in {"QUIET", *used}:
+        names.setdefault(name, QUIET)
+    exec(code, names)
+    return names[qualname.rpartition(".")[2]]
+
+
+class Model(torch.nn.Module):
+    """DeepseekV4ForCausalLM as far as load_weights needs it, with two layers of `attention`."""
+
+    num_fused_shared_experts, wo_a_fp8, quant_config = 0, False, None
+    config = SimpleNamespace(num_hidden_layers=LAYERS, n_routed_experts=0, num_nextn_predict_layers=1)
+    pp_group = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+
+    def __init__(self, attention, rank, ranks):
+        super().__init__()
+        self.model = torch.nn.Module()
+        self.model.start_layer, self.model.end_layer = 0, LAYERS
+        self.model.layers = torch.nn.ModuleList()
+        for index in range(LAYERS):
+            layer = torch.nn.Module()
+            layer.self_attn = attention((rank, ranks), index, Fp8Config(), f"model.layers.{index}.self_attn")
+            self.model.layers.append(layer)
+
+    def post_load_weights(self, is_nextn=False, weight_names=None):
+        pass
+
+    _prewarm_mhc_kernels = post_load_weights
+
+
+class Tree:
+    """One wheel's model module as we run it: forward and loading are SGLang's, the rest stands in."""
+
+    def __init__(self, wheel, monkeypatch, *, patched):
+        self.wheel, self.patched, self.expansion = wheel, patched, Expansion()
+        self.module = ModuleType("wheel_wo_a_model")
+        self.module._dequant_fp8 = self.expansion
+        monkeypatch.setitem(sys.modules, self.module.__name__, self.module)
+
+    def replaced(self, name, original):
+        return getattr(adapter, f"replace_{name}")(original) if self.patched else original
+
+    def attention(self, backend):
+        """MQALayer: the forward is the wheel's, the __init__ has its parameters and makes what forward reads."""
+        names = {"torch": torch, "get_attn_backend": lambda: backend}
+        names["fused_rope_inplace"] = self.replaced("rope", rope)
+        if definition(self.wheel, "_apply_wo_a_bf16_matmul") is not None:
+            take(self.wheel, names, "_apply_wo_a_bf16_matmul")
+        forward = take(self.wheel, names, "MQALayer.forward")
+
+        def __init__(
+            self, config, layer_id, quant_config=None, prefix="", alt_streams=None, compress_ratio_override=None
+        ):
+            torch.nn.Module.__init__(self)
+            rank, ranks = config
+            self.wo_a = Linear(rank, ranks)
+            self.n_local_groups, self.o_lora_rank = GROUPS // ranks, OUTPUTS
+            self.head_dim, self.qk_rope_head_dim, self.n_local_heads = 512, 64, HEADS // ranks
+
+        def quiet(self, name):
+            return self.__dict__.get("_modules", {}).get(name, QUIET)
+
+        __init__.__module__ = self.module.__name__
+        members = {"tp_size": 1, "attn_tp_size": 1, "is_dsv41": False, "__getattr__": quiet}
+        members["wo_b"] = staticmethod(lambda o: (o, None))  # what wo_a gave, flattened
+        members["_project_wo_b"] = lambda self, o, defer_all_reduce: o.flatten(1)
+        members["_kernel_num_heads"] = lambda self, rows: self.n_local_heads
+        members["__init__"], members["forward"] = self.replaced("init", __init__), self.replaced("forward", forward)
+        return type("MQALayer", (torch.nn.Module,), members)
+
+    def load(self, model, weights):
+        names = {
+            **{"torch": torch, "concurrent": concurrent, "DEEPSEEK_V4_STACKED_PARAMS_MAPPING": []},
+            "get_layer_id": lambda name: int(name.split(".")[2]),
+            "_clone_if_runai_streamed_tensor": lambda tensor: tensor,
+            "maybe_executor_submit": lambda func, func_args, **_: func(*func_args),
+        }
+        for name in EXPANDERS:
+            if definition(self.wheel, name) is not None:
+                take(self.wheel, names, name)
+        names["_dequant_fp8"] = self.expansion
+        if STREAMING in names:
+            names[STREAMING] = self.replaced("expansion", names[STREAMING])
+        remap = take(self.wheel, names, "DeepseekV4ForCausalLM.remap_weight_name_to_dpsk_hf_format")
+        model.remap_weight_name_to_dpsk_hf_format = getattr(remap, "__func__", remap)
+        loader = self.replaced("load_weights", take(self.wheel, names, "DeepseekV4ForCausalLM.load_weights"))
+        loader(model, iter(weights.items()))
+
+    def run(self, o, freqs_cis, positions, *, rank=0, ranks=1):
+        """What wo_a gives in each layer, [layers, rows, outputs], with the checkpoint loaded; and the model."""
+        backend = SimpleNamespace(forward=lambda **kwargs: o.clone())
+        model = Model(self.attention(backend), rank, ranks)
+        self.load(model, checkpoint())
+        batch, outs = Quiet(), []
+        vars(batch)["attn_backend"] = backend
+        for layer in model.model.layers:
+            layer.self_attn.freqs_cis = freqs_cis
+            layer.self_attn._forward_prepare = lambda *args, **kwargs: (o, None)
+            outs.append(layer.self_attn.forward(torch.zeros(o.shape[0], 8), positions, batch))
+        return torch.stack(outs), model
+
+
+def checkpoint():
+    """Names as in the released one: E4M3 weights and UE8M0 scales, in either order."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    for index in range(LAYERS):
+        weight, scale = make_weight(1, GROUPS * OUTPUTS, INPUTS, generator, ue8m0=True)
+        pair = [("weight", weight[0]), ("scale", scale[0].view(torch.float8_e8m0fnu))]
+        for kind, tensor in pair if index % 2 else reversed(pair):
+            found[f"layers.{index}.attn.wo_a.{kind}"] = tensor
+    return found
+
+
+def truth(o, freqs_cis, positions, rank, ranks):
+    """The reference over this rank's part of the checkpoint, [layers, rows, outputs]."""
+    stored, groups, outs = checkpoint(), GROUPS // ranks, []
+    for index in range(LAYERS):
+        weight = stored[f"layers.{index}.attn.wo_a.weight"].view(GROUPS, OUTPUTS, INPUTS)
+        scale = stored[f"layers.{index}.attn.wo_a.scale"].view(torch.uint8).view(GROUPS, OUTPUTS // 128, -1)
+        part = slice(rank * groups, (rank + 1) * groups)
+        x = o.view(o.shape[0], groups, INPUTS)
+        outs.append(reference.wo_a(x, weight[part], scale[part], freqs_cis, positions).flatten(1))
+    return torch.stack(outs)
+
+
+@pytest.fixture(autouse=True)
+def operator(monkeypatch):
+    """The gate is open; the reference computes what passes our operator's own checks."""
+    made = Operator()
+    monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    monkeypatch.setattr(adapter.op, "wo_a", made)
+    monkeypatch.setattr(adapter, "memory", adapter.Memory())
+    adapter._serve.cache_clear()
+    return made
+
+
+def inputs(rows, ranks):
+    generator = torch.Generator().manual_seed(rows)
+    o = torch.randn((rows, HEADS // ranks, 512), generator=generator).to(torch.bfloat16)
+    return o, make_freqs_cis(300, "cpu"), torch.randint(0, 300, (rows,), generator=generator)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("rows, rank, ranks", [(1, 0, 1), (5, 1, 2), (64, 3, 4), (65, 0, 2)])
+def test_the_wheels_own_forward_projects_with_the_wheels_own_loading(
+    version, rows, rank, ranks, sglang_wheel, monkeypatch, operator
+):
+    wheel, given = sglang_wheel(version), inputs(rows, ranks)
+    stock = Tree(wheel, monkeypatch, patched=False)
+    expected, model = stock.run(*given, rank=rank, ranks=ranks)
+    assert len(stock.expansion.shapes) == LAYERS and operator.calls == []
+    assert {layer.self_attn.wo_a.weight.dtype for layer in model.model.layers} == {torch.bfloat16}
+    ours = Tree(wheel, monkeypatch, patched=True)
+    found, model = ours.run(*given, rank=rank, ranks=ranks)
+    assert ours.expansion.shapes == [] and operator.calls == [(rows, rows <= 64)] * LAYERS
+    assert {layer.self_attn.wo_a.weight.dtype for layer in model.model.layers} == {torch.float8_e4m3fn}
+    exact = truth(*given, rank, ranks)
+    for result in (found, expected):
+        assert relative_error(result, exact) < 0.0025
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_the_adapter_takes_from_the_model_is_there(version, sglang_wheel):
+    wheel = sglang_wheel(version)
+    assert contract.parameters(definition(wheel, "_dequant_fp8")) == ("weight", "scale")  # for the shadow's copy
+    base = "MQALayer" if version < "0.5.17" else "MqaAttentionBase"
+    init = ast.unparse(definition(wheel, f"{base}.__init__"))
+    for name in ("wo_a", "head_dim", "qk_rope_head_dim", "o_lora_rank", "n_local_groups"):
+        assert f"self.{name} = " in init or f"self.{name}: " in init, name
+    assert "torch.bfloat16" in init  # wo_a's own dtype, where it is not quantised
+    assert "super().load_weights(weights, is_nextn=True)" in source(wheel, MTP)
+    configuration = source(wheel, FP8)
+    for text in ("class Fp8LinearMethod", "self.is_checkpoint_fp8_serialized = ", "self.weight_block_size = "):
+        assert text in configuration
+    named = contract.find_definition(ast.parse(configuration), "Fp8Config.get_name")
+    assert "'fp8'" in ast.unparse(named.body[-1])
+    rope_uses = [line for line in source(wheel).splitlines() if "inverse=True" in line]
+    assert 1 <= len(rope_uses) <= 4

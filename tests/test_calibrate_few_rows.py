@@ -1,0 +1,235 @@
+"""calibrate's bf16_linear, fp8_linear and mhc without a GPU: shapes, judgement, and how SGLang's own are called."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.calibrate import bf16_linear, fp8_linear, mhc, provider
+from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
+from deepseek_v4_sm120.ops import bf16_linear as bf16_op
+from deepseek_v4_sm120.ops import fp8_linear as fp8_op
+from deepseek_v4_sm120.ops import mhc as mhc_op
+
+SHAPES = {"tp": 2, "context": 131_072, "concurrency": 8, "quick": True}
+
+
+def torch_provider(described):
+    return next(p for p in described.providers() if p.name == "torch").build()
+
+
+def test_the_shapes_of_the_small_operators():
+    assert (bf16_linear.MOST_ROWS, fp8_linear.MOST_ROWS) == (bf16_op.MAX_ROWS, fp8_op.MAX_ROWS)
+    more = SHAPES | {"quick": False}
+    assert [c.rows for c in mhc.cases(**SHAPES)] == [1, 8, 2048] and mhc_op.MANY_ROWS <= 2048
+    assert [c.rows for c in mhc.cases(**more)] == [1, 8, 16, 32, 64, 2048]
+    assert {c.rows for c in bf16_linear.cases(**more)} == {1, 8, 16, 32}
+    assert {c.rows for c in fp8_linear.cases(**more)} == {1, 8, 16, 32, 64}
+    assert {c.rows for c in fp8_linear.cases(**SHAPES | {"concurrency": 200})} == {1, 64}
+    of_a_step = [c for c in bf16_linear.cases(**SHAPES) if c.rows == 1]
+    assert [(c.matrix.outputs, c.calls) for c in of_a_step] == [(2048, 21), (1024, 20), (512, 21), (256, 43), (64, 21)]
+    of_a_step = {c.matrix.name: (c.matrix.outputs, c.matrix.inputs, c.calls) for c in fp8_linear.cases(**SHAPES)}
+    assert of_a_step["wo_b"] == (4096, 4096, 43) and of_a_step["index_wq_b"] == (8192, 1024, 21)
+    assert "wo_a" not in of_a_step and sum(calls for *_, calls in of_a_step.values()) == 236
+    assert mhc.Case(8).bytes_per_call == pytest.approx(8 * 10 * 8192 + 24 * 65536, rel=0.01)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_a_boundary_is_judged_by_each_output(rows):
+    for inputs in mhc.correctness_inputs(mhc.Case(rows), "cpu"):
+        right = torch_provider(mhc)(inputs)
+        assert 0.001 < mhc.error("torch", right, inputs) < mhc.max_error("torch", mhc.Case(rows))
+        for place in range(4):
+            wrong = [part.clone() for part in right]
+            wrong[place].view(-1)[3] += 30 * wrong[place].abs().max()
+            assert mhc.error("torch", wrong, inputs) > mhc.max_error("torch", mhc.Case(rows)), place
+        coarse = [right[0], right[1] * (1 + 1e-5), *right[2:]]  # fine for others, not for ours
+        assert mhc.error("torch", coarse, inputs) < 0.01 and mhc.error(OURS, coarse, inputs) > 0.0049
+    assert len(mhc.TimingInputs("cpu").calls(mhc.Case(rows), 2)) == 2
+
+
+@pytest.mark.parametrize("case", [c for c in fp8_linear.cases(**SHAPES) if c.matrix.bytes < 5 << 20], ids=str)
+def test_the_torch_fp8_layer_is_right(case):
+    from deepseek_v4_sm120.reference.fp8_linear import quantized_activations
+
+    (inputs,) = fp8_linear.correctness_inputs(case, "cpu")
+    result = torch_provider(fp8_linear)(inputs)
+    assert fp8_linear.error("torch", result, inputs) < fp8_linear.MAX_ERROR
+    assert fp8_linear.error("torch", result.roll(1, dims=1), inputs) > 0.5
+    inputs.x, x = quantized_activations(inputs.x), inputs.x  # what stock computes
+    result = torch_provider(fp8_linear)(inputs)
+    inputs.x = x
+    assert fp8_linear.MAX_ERROR < fp8_linear.error(STOCK, result, inputs) < fp8_linear.LOOSE_ERROR
+    one, other = fp8_linear.TimingInputs("cpu").calls(case, 2)
+    assert one.weight.data_ptr() != other.weight.data_ptr() and one.scale.dtype == torch.float32
+    assert torch.equal(one.scale, torch.exp2(one.scale.log2().round())) and fp8_op.takes(one.weight, one.scale)
+
+
+def test_a_bf16_layer_is_judged_by_what_it_returns():
+    for case in (c for c in bf16_linear.cases(**SHAPES) if c.rows == 8):
+        one, other = bf16_linear.correctness_inputs(case, "cpu")
+        product = one.x.float() @ one.weight.float().t()
+        allowed = bf16_linear.max_error(OURS, case)
+        assert bf16_linear.error(OURS, product, one) < 1e-5 <= allowed
+        assert (bf16_linear.error(OURS, product.bfloat16(), one) < allowed) == case.matrix.bf16_out
+        assert bf16_linear.error(OURS, product, other) > 0.5
+    assert len(bf16_linear.TimingInputs("cpu").calls(case, 3)) == 3
+
+
+def test_stock_takes_its_own_kernel_for_the_router(monkeypatch):
+    """Up to 16 rows where SGLang has one; else what compressors take."""
+    called = []
+    functions = {
+        "linear_bf16_fp32": lambda x, weight: called.append("linear"),
+        "dsv3_router_gemm": lambda x, weight, out_dtype: called.append("router"),
+        "tiny_gemm_bf16": lambda x, weight, out_dtype, max_m: called.append(f"tiny {max_m}"),
+        "tiny_router_gemm_max_tokens": lambda **how: 4,
+    }
+    monkeypatch.setattr(bf16_linear, "unpatched", lambda module, name: functions[name])
+    monkeypatch.setattr(bf16_linear.importlib, "import_module", lambda name: SimpleNamespace(**functions))
+
+    def calls(installed, rows, matrix):
+        called.clear()
+        monkeypatch.setattr(bf16_linear, "is_installed", lambda module: module.rpartition(".")[2] in installed)
+        chosen = next(m for m in bf16_linear.MATRICES if m.name == matrix)
+        x = torch.zeros(rows, 4096, dtype=torch.bfloat16)
+        bf16_linear._stock()(bf16_linear.Inputs(chosen, x, torch.zeros(64, 4096, dtype=torch.bfloat16)))
+        return called
+
+    assert calls({"gemm"}, 1, "router") == ["linear"] == calls({"gemm", "tiny_gemm"}, 1, "C4 compressor")
+    assert calls({"gemm", "dsv3_router_gemm"}, 16, "router") == ["router"]
+    assert calls({"gemm", "dsv3_router_gemm"}, 17, "router") == ["linear"]
+    assert calls({"bf16_fp32", "tiny_gemm"}, 4, "router") == ["tiny 4"]
+    assert calls({"bf16_fp32", "tiny_gemm"}, 5, "router") == ["linear"]
+    assert calls({"gemm"}, 1, "index head weights") == []  # torch's own
+
+
+@pytest.mark.parametrize(
+    ("version", "sm120", "called"),
+    [
+        ((0, 5, 12), False, ["post", "pre"]),
+        ((0, 5, 17), False, ["post", "pre"]),
+        ((0, 5, 17), True, ["post", "sinkhorn"]),
+        ((0, 5, 20), True, ["fused"]),
+        ((0, 5, 23), False, ["fused"]),
+    ],
+)
+def test_the_stock_boundary_of_a_release(version, sm120, called, monkeypatch):
+    """The pieces that SGLang calls by default, with a server's answers made up, in the operator's order."""
+    from deepseek_v4_sm120.reference import mhc as reference
+    from deepseek_v4_sm120.reference.mhc_inputs import Shape, make_inputs
+
+    inputs, found = make_inputs(Shape(2), device="cpu"), []
+    truth = torch_provider(mhc)(inputs)
+
+    def needs_server():
+        raise AssertionError("no server here")
+
+    def pre(*arguments, norm_weight, norm_eps):
+        found.append("pre")
+        assert arguments[4:] == (1e-6, 1e-6, 1e-6, 2.0, 20) and norm_eps == 1e-6
+        module.get_tp_group()
+        return truth[1].unsqueeze(-1), truth[2], truth[3]
+
+    def fused(f, streams, post, comb, fn, scale, base, *numbers, norm_weight, norm_eps):
+        found.append("fused")
+        assert post.shape == (2, 4, 1) and numbers == (1e-6, 1e-6, 1e-6, 2.0, 20)
+        return truth[0], truth[1].unsqueeze(-1), truth[2], truth[3]
+
+    def sinkhorn(mixes, scale, base, streams, iterations, eps):
+        found.append("sinkhorn")
+        z = mixes[:, 0]
+        pre = torch.sigmoid(z[:, :4] * scale[0] + base[:4]) + eps
+        post = 2 * torch.sigmoid(z[:, 4:8] * scale[1] + base[4:8])
+        comb = reference.sinkhorn((z[:, 8:] * scale[2] + base[8:]).view(-1, 4, 4), iterations, eps)
+        return pre[:, None], post[:, None], comb[:, None]
+
+    def post(f, streams, post, comb):
+        found.append("post")
+        return truth[0]
+
+    def rmsnorm(y, weight, eps):
+        return (torch.nn.functional.rms_norm(y.float(), (4096,), eps=eps) * weight.float()).bfloat16()
+
+    module = SimpleNamespace(mhc_post=post, mhc_pre=pre, mhc_fused_post_pre=fused, hc_split_sinkhorn=sinkhorn)
+    module.get_tp_group = module.is_allocation_symmetric = needs_server
+    monkeypatch.setattr(mhc.importlib, "import_module", lambda name: module)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(rmsnorm=rmsnorm))
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(mhc, "is_installed", lambda name: True)
+    monkeypatch.setattr(mhc, "set_up_deep_gemm", lambda: None)
+    monkeypatch.setattr(mhc, "is_sm120", lambda: sm120)
+    monkeypatch.setattr(mhc, "sglang_version", lambda: version)
+    monkeypatch.delenv("SGLANG_OPT_DEEPGEMM_HC_PRENORM", raising=False)
+    result = mhc._stock()(inputs)
+    assert found == called and mhc.error(STOCK, result, inputs) < mhc.LOOSE_ERROR
+    assert (mhc.os.environ.get("SGLANG_OPT_DEEPGEMM_HC_PRENORM") == "0") == sm120
+    monkeypatch.setenv("SGLANG_OPT_DEEPGEMM_HC_PRENORM", "")  # undone with the test
+    beside = mhc._fused_problem()
+    assert (
+        ("has no fused" in (beside or "")) == (version < (0, 5, 13))
+        and ("fused" in called) == (beside is not None)
+        or version < (0, 5, 13)
+    )
+
+
+@pytest.mark.parametrize(("enabled", "switch", "set_to"), [(True, True, [True]), (True, False, []), (False, True, [])])
+def test_deep_gemm_launches_as_in_a_server(enabled, switch, set_to, monkeypatch):
+    found = []
+    modules = {
+        provider.DEEP_GEMM_WRAPPER: SimpleNamespace(ENABLE_JIT_DEEPGEMM=enabled),
+        "deep_gemm": SimpleNamespace(set_pdl=found.append),
+        "sglang.srt.environ": SimpleNamespace(envs=SimpleNamespace()),
+    }
+    monkeypatch.setattr(provider.importlib, "import_module", lambda name: modules[name])
+    provider.set_up_deep_gemm()
+    assert found == []  # 0.5.12 has no such switch
+    setattr(modules["sglang.srt.environ"].envs, provider.DEEP_GEMM_PDL, SimpleNamespace(get=lambda: switch))
+    provider.set_up_deep_gemm()
+    assert found == set_to
+
+
+class FakeMethod:
+    """What Fp8LinearMethod is to the provider."""
+
+    class Fp8Config:
+        @classmethod
+        def from_config(cls, config):
+            assert config["weight_block_size"] == [128, 128]
+            return cls()
+
+    class Fp8LinearMethod:
+        def __init__(self, config):
+            self.prepared = 0
+
+        def process_weights_after_loading(self, layer):
+            assert layer.weight_scale_inv.format_ue8m0 is False and layer.orig_dtype == torch.bfloat16
+            self.prepared += 1
+
+        def apply(self, layer, x, bias=None):
+            return fp8_linear.dequantized_product(fp8_linear.Inputs(x, layer.weight, layer.weight_scale_inv))
+
+
+@pytest.mark.parametrize("takes_arguments", [True, False])
+def test_the_stock_fp8_layer_is_prepared_once_for_every_weight(takes_arguments, monkeypatch):
+    chosen = []
+    utils = SimpleNamespace(get_exec=lambda: pytest.fail("no server here"))
+    if takes_arguments:
+        utils.initialize_fp8_gemm_config = lambda arguments: chosen.append(arguments.fp8_gemm_runner_backend)
+    else:
+        utils.initialize_fp8_gemm_config = lambda: chosen.append(utils.get_exec().kernel.fp8_gemm_runner_backend)
+    modules, of_server = {fp8_linear.UTILS: utils, fp8_linear.METHOD: FakeMethod}, utils.get_exec
+    monkeypatch.setattr(fp8_linear.importlib, "import_module", lambda name: modules[name])
+    monkeypatch.setattr(fp8_linear, "set_up_deep_gemm", lambda: None)
+    stock = fp8_linear.Stock()
+    assert chosen == ["auto"] and utils.get_exec is of_server
+    case = next(c for c in fp8_linear.cases(**SHAPES) if c.matrix.name == "shared_down")
+    calls = fp8_linear.TimingInputs("cpu").calls(case, 3)
+    for inputs in calls:
+        stock.ready(inputs)
+    for inputs in (*calls, *calls):
+        assert fp8_linear.error(STOCK, stock(inputs), inputs) < 0.002
+    assert stock.method.prepared == 3
+    stock.ready(fp8_linear.correctness_inputs(case, "cpu")[0])
+    assert len(stock.layers) == 1  # the former weights are let go
