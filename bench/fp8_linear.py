@@ -1,18 +1,23 @@
 #!/usr/bin/env python3
 """fp8_linear over the model's FP8 matrices at TP1, 2 and 4: `python3 bench/fp8_linear.py [--quick] [--out FILE]`.
 
-Cold weights: a graph's calls have weights of their own, together over twice the L2; x is warm, as its producer leaves
-it. Shares are of the read bandwidth that a plain sum over 6 GiB reaches in the same run, and count the weights alone.
+Cold weights: the calls of a graph take turns with weights that together are over twice the L2; x is warm, as its
+producer leaves it. A graph holds at least 40 calls, as an engine's step does: what lies between two graphs is not a
+call's. Shares are of the read bandwidth that a plain sum over 6 GiB reaches in the same run, and count weights alone.
 
-Peers of the same run: torch.matmul on bf16 weights, and torch._scaled_mm (cuBLAS FP8, one scale for the whole tensor, x
-already quantised, rows padded to 16). DeepGEMM's Hopper GEMM, with which the issue compares, is quoted from an engine
-profile of another day: the mean of all FP8 GEMMs of a step with their quantisation, against the same mix of ours.
+Peers of the same run: torch.matmul on bf16 weights; torch._scaled_mm (cuBLAS FP8, one scale for the whole tensor, x
+already quantised, rows padded to 16); and, where sglang and deep_gemm can be imported, SGLang's quantisation and
+DeepGEMM, with which the issue compares. Where they cannot, the mean of a step is compared with an engine's profile of
+another day.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +41,14 @@ MAX_RELATIVE_ERROR = 0.0025
 ROWS = (1, 4, 8, 16, 32, 64)
 QUICK_ROWS = (1, 8, 16, 64)
 LARGE_BYTES = 8 << 20  # matrices that have a bar
+MIN_CALLS = 40  # of a graph
 SHARES = {1: 0.70, 4: 0.70, 8: 0.70, 16: 0.70, 64: 0.60}  # rows -> share of the read bandwidth
-PEER_ROWS = (1, 8, 16, 32, 64)
+DEEP_GEMM = "DeepGEMM + quantisation"
 # rows -> (GEMM us, quantisation us, GEMMs) a step of stock 0.5.17 on an H200, TP1
-DEEP_GEMM = {1: (2762, 375, 246), 8: (2452, 610, 246)}
-DEEP_GEMM_NOTE = "quoted: engine profile, H200, SGLang 0.5.17, not this run"
+QUOTED_DEEP_GEMM = {1: (2762, 375, 246), 8: (2452, 610, 246)}
+QUOTED_NOTE = "quoted: engine profile, H200, SGLang 0.5.17, not this run"
 FASTER_THAN_DEEP_GEMM = 1.5
+COMPARED_ROWS = (1, 4, 8)  # those with that bar
 
 
 @dataclass(frozen=True)
@@ -76,13 +83,34 @@ def read_bandwidth_gbs() -> float:
     return READ_BYTES / common.graph_microseconds([source.sum] * 2) / 1e3
 
 
+def microseconds_of(calls: list[Callable[[], object]]) -> float:
+    """Of a call; they take turns until a graph has enough of them."""
+    return common.graph_microseconds(calls * -(-MIN_CALLS // len(calls)))
+
+
+def deep_gemm_linear() -> Callable | None:
+    """SGLang's `linear(x, weight, [128, 128], weight_scale)`: quantises x, calls DeepGEMM. None where it cannot run."""
+    missing = [name for name in ("sglang", "deep_gemm") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"{DEEP_GEMM}: not run, no module {' and '.join(missing)}", flush=True)
+        return None
+    os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")  # the shapes timed here, not all there are
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.quantization.fp8_utils import deepgemm_w8a8_block_fp8_linear_with_fallback
+
+    if not deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM:
+        print(f"{DEEP_GEMM}: not run, SGLang does not use it on this GPU", flush=True)
+        return None
+    return deepgemm_w8a8_block_fp8_linear_with_fallback
+
+
 def run_case(report: common.Report, case: Case, x, weights, scales) -> None:
     matrix, gbs = case.matrix, report.ceilings["read_gbs"]
     error = relative_error(fp8_grouped_linear(x, weights[0], scales[0]), reference(x, weights[0], scales[0]))
     if not error <= MAX_RELATIVE_ERROR:
         raise SystemExit(f"{case.name}: relative error {error:.5f} above {MAX_RELATIVE_ERROR}: not timed")
     calls = [lambda i=i: fp8_grouped_linear(x, weights[i], scales[i]) for i in range(len(weights))]
-    microseconds = common.graph_microseconds(calls)
+    microseconds = microseconds_of(calls)
     bar = note = None
     if case.share:
         bar, note = round(matrix.bytes / case.share / gbs / 1e3, 2), f"{case.share:.0%} of the read bandwidth"
@@ -94,8 +122,8 @@ def run_case(report: common.Report, case: Case, x, weights, scales) -> None:
     )
 
 
-def run_peers(report: common.Report, case: Case, x, weights) -> None:
-    """cuBLAS on the same shape; wo_a's groups as torch.einsum, which is what stock calls."""
+def run_peers(report: common.Report, case: Case, x, weights, scales, deep_gemm: Callable | None) -> None:
+    """cuBLAS and DeepGEMM on the same shape; wo_a's groups as torch.einsum, which is what stock calls."""
     matrix = case.matrix
     layers = range(len(weights) // 2 + 2)
     wide = [torch.randn(weights.shape[1:], device="cuda", dtype=torch.bfloat16) for _ in layers]
@@ -103,7 +131,7 @@ def run_peers(report: common.Report, case: Case, x, weights) -> None:
         calls = [lambda w=w: torch.einsum("tgd,grd->tgr", x, w) for w in wide]
     else:
         calls = [lambda w=w: torch.nn.functional.linear(x[:, 0], w[0]) for w in wide]
-    report.add(common.row(ISSUE, case.name, "torch bf16", "us", round(common.graph_microseconds(calls), 2)))
+    report.add(common.row(ISSUE, case.name, "torch bf16", "us", round(microseconds_of(calls), 2)))
     if matrix.name == "wo_a":
         return
     padded = torch.zeros(-(-case.rows // 16) * 16, matrix.inputs, device="cuda").to(torch.float8_e4m3fn)
@@ -112,25 +140,50 @@ def run_peers(report: common.Report, case: Case, x, weights) -> None:
         lambda i=i: torch._scaled_mm(padded, weights[i, 0].t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         for i in range(len(weights))
     ]
-    microseconds = round(common.graph_microseconds(calls), 2)
+    microseconds = round(microseconds_of(calls), 2)
     report.add(common.row(ISSUE, case.name, "torch._scaled_mm", "us", microseconds, note="without quantising x"))
+    if deep_gemm is None:
+        return
+    rows = x[:, 0].contiguous()
+    calls = [lambda i=i: deep_gemm(rows, weights[i, 0], [128, 128], scales[i, 0]) for i in range(len(weights))]
+    error = relative_error(calls[0](), reference(x, weights[0], scales[0])[:, 0])
+    report.add(
+        common.row(ISSUE, case.name, DEEP_GEMM, "us", round(microseconds_of(calls), 2)),
+        common.row(ISSUE, case.name, DEEP_GEMM, "relative_error", round(error, 6)),
+    )
 
 
 def compare_with_deep_gemm(report: common.Report) -> None:
-    """The mean FP8 GEMM of a TP1 step, by the number of layers that have each matrix."""
-    ours = {row.case: row.value for row in report.rows if (row.impl, row.metric) == ("ours", "us")}
+    """The mean FP8 GEMM of a TP1 step, by the number of layers that have each matrix; theirs of this run, or quoted."""
+    times = {(row.case, row.impl): row.value for row in report.rows if row.metric == "us"}
     chosen = [matrix for matrix in matrices(1) if matrix.name in LAYERS]
-    for rows, (gemm, quantise, count) in DEEP_GEMM.items():
-        names = {matrix: Case(matrix, rows).name for matrix in chosen}
-        if not all(name in ours for name in names.values()):
+
+    def mean(rows: int, impl: str) -> float | None:
+        found = [(LAYERS[matrix.name], times.get((Case(matrix, rows).name, impl))) for matrix in chosen]
+        if any(value is None for _, value in found):
+            return None
+        return sum(layers * value for layers, value in found) / sum(layers for layers, _ in found)
+
+    for rows in ROWS:
+        ours, theirs, note = mean(rows, "ours"), mean(rows, DEEP_GEMM), ""
+        if theirs is None and rows in QUOTED_DEEP_GEMM:
+            gemm, quantise, count = QUOTED_DEEP_GEMM[rows]
+            theirs, note = (gemm + quantise) / count, QUOTED_NOTE
+        if ours is None or theirs is None:
             continue
-        total = sum(LAYERS[matrix.name] * ours[name] for matrix, name in names.items())
-        mean, theirs = total / sum(LAYERS[matrix.name] for matrix in chosen), (gemm + quantise) / count
         name = f"mean FP8 linear of a step, TP1, {rows} rows"
-        bar = round(theirs / FASTER_THAN_DEEP_GEMM, 2)
+        bar = round(theirs / FASTER_THAN_DEEP_GEMM, 2) if rows in COMPARED_ROWS else None
         report.add(
-            common.row(ISSUE, name, "DeepGEMM + quantisation, quoted", "us", round(theirs, 2), note=DEEP_GEMM_NOTE),
-            common.row(ISSUE, name, "ours", "us", round(mean, 2), bar, f"{FASTER_THAN_DEEP_GEMM:g} times as fast"),
+            common.row(ISSUE, name, DEEP_GEMM, "us", round(theirs, 2), note=note),
+            common.row(
+                ISSUE,
+                name,
+                "ours",
+                "us",
+                round(ours, 2),
+                bar,
+                f"{FASTER_THAN_DEEP_GEMM:g} times as fast" if bar else "",
+            ),
         )
 
 
@@ -141,10 +194,10 @@ def summary(report: common.Report) -> str:
         us = values[name, "ours", "us"]
         bar = "" if us.bar is None else f"{us.bar:g}{'' if us.met else ' MISSED'}"
         share = values.get((name, "ours", "read_share"))
-        peers = [values.get((name, peer, "us")) for peer in ("torch bf16", "torch._scaled_mm")]
+        peers = [values.get((name, peer, "us")) for peer in ("torch bf16", "torch._scaled_mm", DEEP_GEMM)]
         cells = ["" if cell is None else f"{cell.value:.3g}" for cell in (share, *peers)]
         lines.append((name, f"{us.value:.2f}", bar, *cells))
-    return common.table(("case", "ours us", "bar us", "share", "bf16 us", "scaled_mm us"), lines)
+    return common.table(("case", "ours us", "bar us", "share", "bf16 us", "scaled_mm us", "DeepGEMM us"), lines)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -163,6 +216,7 @@ def main() -> int:
     ceilings = {"read_gbs": round(read_bandwidth_gbs(), 1), **common.ceilings()}
     report = common.Report("fp8_linear", arguments.commit or extension.build_info()["git_commit"], ceilings)
     print(torch.cuda.get_device_name(), ceilings, flush=True)
+    deep_gemm = None if arguments.quick else deep_gemm_linear()
     chosen = [c for c in cases(QUICK_ROWS if arguments.quick else ROWS) if arguments.cases in c.name]
     for matrix in dict.fromkeys(case.matrix for case in chosen):
         layers = common.layers_for_cold_caches(matrix.bytes)
@@ -172,8 +226,8 @@ def main() -> int:
         x = make_x(max(ROWS), matrix.groups, matrix.inputs, generator)
         for case in [case for case in chosen if case.matrix == matrix]:
             run_case(report, case, x[: case.rows], weights, scales)
-            if case.rows in PEER_ROWS and not arguments.quick:
-                run_peers(report, case, x[: case.rows], weights)
+            if not arguments.quick:
+                run_peers(report, case, x[: case.rows], weights, scales, deep_gemm)
         report.write(arguments.out)
     compare_with_deep_gemm(report)
     report.write(arguments.out)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -82,7 +83,9 @@ def test_a_verdict_weighs_what_a_step_calls_often():
         ({"problem": "not installed"}, "off, as by default: nothing to compare with"),
     ],
 )
-def test_an_operator_that_is_off_by_default_is_switched_on_only_by_a_comparison(stock, verdict):
+def test_an_operator_that_is_off_by_default_is_switched_on_only_by_a_comparison(stock, verdict, monkeypatch):
+    off = [replace(p, off_because="it is said") if p.name == "fp8_linear" else p for p in command.TABLE.patches]
+    monkeypatch.setattr(command, "TABLE", replace(command.TABLE, patches=tuple(off)))
     measured = command.decide("fp8_linear", {OURS: times(a=10), STOCK: stock})
     decided = command.profile.Profile("p.json", {"fp8_linear": measured})
     assert command._verdict("fp8_linear", measured, decided) == verdict

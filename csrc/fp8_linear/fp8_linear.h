@@ -40,12 +40,12 @@ struct Plan {
   int32_t warp_rows;             // warps beside each other along the weight rows; the others share the inputs
   int32_t slices, splits;        // of the inputs; slices of one block = slices / splits
   Shares slice_blocks;           // blocks of 128 inputs of a slice
-  int32_t slots;                 // of 128 inputs that a slice keeps in shared memory: all, or as many as are on their way
-  int32_t exchange;              // where in shared memory warps exchange sums: behind x, or over it where x comes anew anyway
+  int32_t chunk_blocks;          // blocks of 128 inputs of a slice that shared memory has room for at a time
+  int32_t stages;                // 1: x stays in shared memory, all of it; 2: chunks take turns
+  int32_t exchange;              // where in shared memory warps exchange sums
   int32_t blocks;                // of one split
   Shares block_tiles;            // tiles of a block
   int32_t group_tiles;           // tiles of a group
-  int32_t prefetch_rows;         // weight rows of a block that go to the L2 ahead of the predecessor's end
   int64_t partial_bytes;
 };
 
@@ -57,10 +57,8 @@ int multiprocessor_shared();
 // Why the kernel cannot take these sizes; empty: it can.
 std::string problem(int rows, int groups, int outputs, int inputs);
 
-// `prefetch`: most bytes that a block sends to the L2 ahead of the predecessor's end. Zero in `row_tiles`, `warp_rows`,
-// `blocks`: the launcher's choice (tuning). No choice changes a bit of the result.
-Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int64_t prefetch, int row_tiles, int warp_rows,
-               int blocks);
+// Zero in `row_tiles`, `warp_rows`, `blocks`: the launcher's choice (tuning). No choice changes a bit of the result.
+Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int row_tiles, int warp_rows, int blocks);
 
 // One kernel, or two where the plan splits.
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);

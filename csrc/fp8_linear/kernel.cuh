@@ -2,9 +2,9 @@
 // through registers into mma.sync.
 //
 // The k of an mma is a free choice, made for both operands alike: a lane loads 16 bytes of one weight row, four E4M3 bytes
-// are two f16 pairs (exact, NaN stays NaN), and those pairs are operands as they lie. x is bf16, which f16 cannot hold; so
-// each row's 128 inputs get a power of two that brings their greatest to 2^14 .. 2^15. That is exact for everything down to
-// 2^-29 of the greatest; what is smaller is rounded to 2^-39 of it. The power goes onto the fp32 sum with the weights' scale.
+// become two bf16 pairs (exact, NaN stays NaN), and those pairs are operands as they lie. x is an operand as it lies in memory.
+// It reaches shared memory by bulk copies: a multiprocessor's loads come back in the order of their issue, and a load of x
+// would wait for all weights asked for before it, this kernel's and those of the next kernel's blocks beside it.
 //
 // Sum of 64 products, in mma order, from zero; times scale, added to the slice's sum, in order; slices by a binary tree.
 // Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others.
@@ -18,14 +18,16 @@
 
 namespace dsv4::fp8_linear {
 
-template <int kColumnTiles_, int kRowTiles_, int kWarpRows_>
+template <int kColumnTiles_, int kRowTiles_, int kWarpRows_, bool kRotates_>
 struct Config {
   static constexpr int kColumnTiles = kColumnTiles_, kRowTiles = kRowTiles_, kWarpRows = kWarpRows_;
+  static constexpr bool kRotates = kRotates_;
   static constexpr int kSlices = kWarps / kWarpRows;      // of this block
   static constexpr int kSteps = steps_of(kColumnTiles), kAhead = ahead_of(kColumnTiles, kRowTiles);
   static constexpr int kBlockRows = kTileRows * kRowTiles * kWarpRows;
   static constexpr int kTogether = kColumnTiles >= 4 ? kRowTiles : 1;  // row tiles that share a load of x
-  static constexpr int kConvertTogether = kColumnTiles == 8 ? 1 : 2;
+  static constexpr int kExchangeTiles = exchange_rows(kColumnTiles) / kColumns;
+  static constexpr bool kStreams = streams(kColumnTiles);
   static constexpr int kMinBlocks = kColumnTiles >= 4 ? 1 : 2;
   static_assert(kSteps % kRowTiles == 0 && kRowTiles % kTogether == 0 && kBlock % (kRowTiles * kTileRows) == 0);
 };
@@ -37,17 +39,18 @@ __device__ __forceinline__ uint4 load_stream(const uint8_t* p) {
                : "l"(p));
   return v;
 }
-// `bytes`, a multiple of 16, to the L2
-__device__ __forceinline__ void prefetch_l2(const uint8_t* p, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
+// Four E4M3 bytes to two bf16 pairs, exact: by f16, which has a conversion, and fp32, whose upper half is the bf16.
 // volatile: in the order written. Hoisted, the operands of many products would not fit the registers.
 __device__ __forceinline__ void decode(uint32_t bytes, uint32_t& low, uint32_t& high) {
-  asm volatile("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
-               : "=r"(low), "=r"(high)
-               : "r"(bytes));
+  asm volatile(
+      "{ .reg .b16 l, h, a, b; .reg .b32 p, q; .reg .f32 x, y; .reg .b32 u, v;\n"
+      "  mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;\n"
+      "  mov.b32 {a, b}, p; cvt.f32.f16 x, a; cvt.f32.f16 y, b; mov.b32 u, x; mov.b32 v, y; prmt.b32 %0, u, v, 0x7632;\n"
+      "  mov.b32 {a, b}, q; cvt.f32.f16 x, a; cvt.f32.f16 y, b; mov.b32 u, x; mov.b32 v, y; prmt.b32 %1, u, v, 0x7632; }"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
 }
 __device__ __forceinline__ uint4 load_shared(const unsigned char* p) {
   uint4 v;
@@ -72,7 +75,7 @@ struct Kernel {
   const Params& p;
   const Plan& plan;
   unsigned char* const shared;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
   const int slice_here = warp % C::kSlices, warp_row = warp / C::kSlices;
   const Part slice;  // blocks of 128 inputs
 
@@ -80,6 +83,9 @@ struct Kernel {
       : p(params), plan(plan_), shared(shared_), slice(part_of(plan_.slice_blocks, blockIdx.y * C::kSlices + slice_here)) {}
 
   __device__ __forceinline__ uint32_t weight_row(int tile) const { return (tile * C::kWarpRows + warp_row) * (C::kRowTiles * kTileRows); }
+  __device__ __forceinline__ int group_of(int tile) const {
+    return p.groups == 1 ? 0 : static_cast<unsigned>(tile) / static_cast<unsigned>(plan.group_tiles);
+  }
   // this lane's first bytes of a tile: of row g of its first row tile
   __device__ __forceinline__ const uint8_t* weights_of(int tile) const {
     return p.weight + static_cast<uint64_t>(weight_row(tile) + lane / 4) * p.weight_stride + slice.begin * kBlock + lane % 4 * 16;
@@ -99,38 +105,31 @@ struct Kernel {
                               static_cast<uint64_t>(slice.begin + block) * p.scale_stride_input;
     return p.scale_bytes == 4 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : __ldg(at);
   }
-  __device__ __forceinline__ float scale_of(uint32_t stored) const {
-    return block_scale(stored, p.scale_bytes);
-  }
-
-  // Rows of weights that the registers do not hold yet, to the L2.
-  __device__ __forceinline__ void prefetch(const Part& tiles) const {
-    if (threadIdx.x >= plan.prefetch_rows) return;
-    const int begin = part_of(plan.slice_blocks, blockIdx.y * C::kSlices).begin;
-    const Part last = part_of(plan.slice_blocks, (blockIdx.y + 1) * C::kSlices - 1);
-    const int held = plan.slice_blocks.each + (plan.slice_blocks.more > 0) <= C::kAhead;
-    const int end = tiles.count * C::kBlockRows, first = held * C::kBlockRows;
-#pragma unroll 1
-    for (int row = first + threadIdx.x; row < min(end, first + plan.prefetch_rows); row += kThreads) {
-      const uint8_t* from = p.weight + static_cast<uint64_t>(tiles.begin * C::kBlockRows + row) * p.weight_stride + begin * kBlock;
-      prefetch_l2(from, (last.begin + last.count - begin) * kBlock);
-    }
-  }
+  __device__ __forceinline__ float scale_of(uint32_t stored) const { return block_scale(stored, p.scale_bytes); }
 
   // rows of x that shared memory has room for; those beyond p.rows hold anything, and so do their sums, which nobody stores
   __device__ __forceinline__ int x_rows() const { return rows_in_shared(C::kColumnTiles, p.rows); }
-  __device__ __forceinline__ unsigned char* x_at(int slot) const {
-    return shared + (slice_here * plan.slots + slot) * x_rows() * kRowBytes;
+  __device__ __forceinline__ unsigned char* x_at(int stage) const {
+    return shared + kBarrierBytes + (stage * C::kSlices + slice_here) * x_bytes(x_rows(), 1, plan.chunk_blocks);
   }
-  __device__ __forceinline__ float* factors_at(int slot) const {
-    return reinterpret_cast<float*>(shared + x_bytes(x_rows(), C::kSlices, plan.slots)) + (slice_here * plan.slots + slot) * x_rows();
-  }
+  __device__ __forceinline__ uint32_t arrived(int stage) const { return shared_address(shared) + 8 * (stage * C::kSlices + slice_here); }
   __device__ __forceinline__ void sync_slice() const {
     if constexpr (C::kWarpRows == 1) {
       __syncwarp();
     } else {
       __syncthreads();
     }
+  }
+
+  // x of the slice's blocks `first` .., `count` of them, to a stage; by one warp of the slice
+  __device__ __forceinline__ void fetch(int group, int first, int count, int stage) const {
+    const uint32_t bytes = count * kBlock * 2, barrier = arrived(stage);
+    if (lane == 0) mbarrier_arrive_expect(barrier, p.rows * bytes);
+    __syncwarp();
+    const uint16_t* from = p.x + static_cast<uint64_t>(group) * p.x_stride_group + (slice.begin + first) * kBlock;
+    const uint32_t to = shared_address(x_at(stage)), pitch = x_pitch(plan.chunk_blocks);
+#pragma unroll 1
+    for (int row = lane; row < p.rows; row += 32) copy_bulk(to + row * pitch, from + static_cast<uint64_t>(row) * p.x_stride, bytes, barrier);
   }
 
   // Four pairs of the last 64 inputs of a head, those of this lane of 8, by the conjugate of the row's rotation.
@@ -146,143 +145,174 @@ struct Kernel {
     return make_uint4(back(v.x, first.x, first.y), back(v.y, first.z, first.w), back(v.z, second.x, second.y), back(v.w, second.z, second.w));
   }
 
-  // 8 lanes hold 128 bf16 inputs of a row in shared memory, each its own 32 bytes: to f16, with a power of two, in place
-  __device__ __forceinline__ void convert(bool valid, int row, int block, unsigned char* at, float* factor) const {
-    uint4 v[2] = {*reinterpret_cast<const uint4*>(at), *reinterpret_cast<const uint4*>(at + kBlock)};
-    if (p.rotation != nullptr && block % kHeadBlocks == kHeadBlocks - 1) v[1] = rotated_back(v[1], row);
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) most = __vmaxu2(most, word_of(v[i / 4], i % 4) & 0x7fff7fffu);
-    most = max(most & 0xffffu, most >> 16);
-#pragma unroll
-    for (int d = 1; d < 8; d *= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, d));
-    const uint32_t exponent = max(most >> 7, 15u);
-    const float up = __uint_as_float((268u - exponent) << 23);  // 2^(141 - exponent): the greatest becomes 2^14 .. 2^15
-    uint32_t halves[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t pair = word_of(v[i / 4], i % 4);
-      halves[i] = pack_f16x2(bf16_low(pair) * up, bf16_high(pair) * up);
-    }
-    if (!valid) return;
-    *reinterpret_cast<uint4*>(at) = make_uint4(halves[0], halves[1], halves[2], halves[3]);
-    *reinterpret_cast<uint4*>(at + kBlock) = make_uint4(halves[4], halves[5], halves[6], halves[7]);
-    if (lane % 8 == 0) *factor = __uint_as_float((exponent - 14u) << 23);  // 2^(exponent - 141)
-  }
-
-  // x of `count` blocks from `first` on, into the slots 0 ..; the warps of a slice share the work, 4 units (block, row) at
-  // a time, the rows of a block one after the other: they are rotated together. A lane converts what it copied itself.
-  __device__ __forceinline__ void stage(int group, int first, int count) const {
-    constexpr int kUnits = 4, kStride = C::kWarpRows * kUnits;
-    count = min(count, slice.count - first);
-    if (count <= 0) return;
-    const int units = p.rows * count;
-    const float inverse = __fdividef(1.f, static_cast<float>(p.rows));  // near enough: units are few
-    const uint16_t* const from = p.x + static_cast<uint64_t>(group) * p.x_stride_group + (slice.begin + first) * kBlock + lane % 8 * 8;
-    unsigned char* const to = x_at(0) + lane % 8 * 16;
+  // A stage's `count` blocks from the slice's `first` on, those that end a head, rotated back in place, by all warps of the
+  // slice, 4 rows of a block at a time. multiply reads it after sync_slice().
+  __device__ __forceinline__ void rotate(int first, int count, int stage) const {
+    const int pitch = x_pitch(plan.chunk_blocks), skipped = kHeadBlocks - 1 - (slice.begin + first) % kHeadBlocks;
 #pragma unroll 1
-    for (int unit = warp_row * kUnits + lane / 8; unit < units; unit += kStride) {
-      const int slot = static_cast<int>((unit + 0.5f) * inverse), row = unit - slot * p.rows;
-      const uint16_t* at = from + static_cast<uint64_t>(row) * p.x_stride + slot * kBlock;
-      const uint32_t address = shared_address(to + (slot * x_rows() + row) * kRowBytes);
-      cp_async_16(address, reinterpret_cast<uint64_t>(at), true);
-      cp_async_16(address + kBlock, reinterpret_cast<uint64_t>(at + kBlock / 2), true);
-    }
-    cp_async_wait_all();
-#pragma unroll(C::kConvertTogether)
-    for (int base = warp_row * kUnits; base < units; base += kStride) {
-      const int unit = base + lane / 8, known = min(unit, units - 1);
-      const int slot = static_cast<int>((known + 0.5f) * inverse), row = known - slot * p.rows;
-      convert(unit == known, row, slice.begin + first + slot, to + (slot * x_rows() + row) * kRowBytes, factors_at(slot) + row);
+    for (int block = skipped; block < count; block += kHeadBlocks) {
+#pragma unroll 1
+      for (int row = warp_row * 4 + lane / 8; row < p.rows; row += 4 * C::kWarpRows) {
+        unsigned char* const at = x_at(stage) + row * pitch + block * 2 * kBlock + kBlock + lane % 8 * 16;
+        *reinterpret_cast<uint4*>(at) = rotated_back(load_shared(at), row);
+      }
     }
   }
 
-  // sums += row tiles `tile0` .. of the block of inputs in `slot`
-  __device__ __forceinline__ void multiply(float (&sums)[C::kRowTiles][C::kColumnTiles][4], const Step* steps, float scale, int tile0, int slot) const {
-    const unsigned char* const x = x_at(slot);
-    const float* const factors = factors_at(slot);
+  // 8 of this lane's 16 inputs of a row of x in a half of a block
+  __device__ __forceinline__ uint4 load_x(const unsigned char* x, int n, int half, int part) const {
+    const int row = C::kColumnTiles == 1 ? min(lane / 4, p.rows - 1) : n * kColumns + lane / 4;
+    return load_shared(x + row * x_pitch(plan.chunk_blocks) + half * kBlock + lane % 4 * 32 + part * 16);
+  }
+  // four bytes of rows g and g + 8 to an operand
+  static __device__ __forceinline__ void decode(uint32_t bytes, uint32_t bytes8, uint32_t (&a)[4]) {
+    fp8_linear::decode(bytes, a[0], a[2]);
+    fp8_linear::decode(bytes8, a[1], a[3]);
+  }
+  static __device__ __forceinline__ void add_scaled(float (&sum)[4], const float (&d)[4], float scale) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t a[C::kTogether][4][4];
+    for (int i = 0; i < 4; ++i) sum[i] = fmaf(d[i], scale, sum[i]);
+  }
+  // sums += row tiles `tile0` .. of the block of inputs whose x begins at `x`
+  __device__ __forceinline__ void multiply(float (&sums)[C::kRowTiles][C::kColumnTiles][4], const Step* steps, float scale, int tile0,
+                                           const unsigned char* x) const {
+    if constexpr (C::kColumnTiles <= 2) {
 #pragma unroll
-      for (int m = 0; m < C::kTogether; ++m) {
+      for (int half = 0; half < 2; ++half) {
+        uint4 b[C::kColumnTiles];
+        float d[C::kColumnTiles][4] = {};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          decode(word_of(steps[m].rows[0][half], j), a[m][j][0], a[m][j][2]);
-          decode(word_of(steps[m].rows[1][half], j), a[m][j][1], a[m][j][3]);
-        }
-      }
+          if (j % 2 == 0) {
 #pragma unroll
-      for (int n = 0; n < C::kColumnTiles; ++n) {
-        const int row = C::kColumnTiles == 1 ? min(lane / 4, p.rows - 1) : n * kColumns + lane / 4;
-        const unsigned char* const from = x + row * kRowBytes + half * kBlock + lane % 4 * 32;
-        const uint4 b0 = load_shared(from), b1 = load_shared(from + 16);
-        const int column = n * kColumns + lane % 4 * 2, last = x_rows() - 1;
-        const float s0 = scale * factors[C::kColumnTiles == 1 ? min(column, last) : column];
-        const float s1 = scale * factors[C::kColumnTiles == 1 ? min(column + 1, last) : column + 1];
+            for (int n = 0; n < C::kColumnTiles; ++n) b[n] = load_x(x, n, half, j / 2);
+          }
+          uint32_t a[4];
+          decode(word_of(steps[0].rows[0][half], j), word_of(steps[0].rows[1][half], j), a);
+#pragma unroll
+          for (int n = 0; n < C::kColumnTiles; ++n) mma_bf16(d[n], a, word_of(b[n], j % 2 * 2), word_of(b[n], j % 2 * 2 + 1));
+        }
+#pragma unroll
+        for (int n = 0; n < C::kColumnTiles; ++n) add_scaled(sums[tile0][n], d[n], scale);
+      }
+    } else {
+      uint4 now[C::kTogether][2];
+#pragma unroll
+      for (int m = 0; m < C::kTogether; ++m) now[m][0] = steps[m].rows[0][0], now[m][1] = steps[m].rows[1][0];
+#pragma unroll 1  // across the halves operands would be hoisted beyond the registers
+      for (int half = 0; half < 2; ++half) {
+        uint32_t a[C::kTogether][4][4];
 #pragma unroll
         for (int m = 0; m < C::kTogether; ++m) {
-          float d[4] = {};
-          mma_f16(d, a[m][0], b0.x, b0.y);
-          mma_f16(d, a[m][1], b0.z, b0.w);
-          mma_f16(d, a[m][2], b1.x, b1.y);
-          mma_f16(d, a[m][3], b1.z, b1.w);
-          float(&sum)[4] = sums[tile0 + m][n];
-          sum[0] = fmaf(d[0], s0, sum[0]);
-          sum[1] = fmaf(d[1], s1, sum[1]);
-          sum[2] = fmaf(d[2], s0, sum[2]);
-          sum[3] = fmaf(d[3], s1, sum[3]);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) decode(word_of(now[m][0], j), word_of(now[m][1], j), a[m][j]);
         }
+        const unsigned char* from = x + lane / 4 * x_pitch(plan.chunk_blocks) + half * kBlock + lane % 4 * 32;
+#pragma unroll
+        for (int n = 0; n < C::kColumnTiles; ++n) {
+          const uint4 b[2] = {load_shared(from), load_shared(from + 16)};
+          from += kColumns * x_pitch(plan.chunk_blocks);
+#pragma unroll
+          for (int m = 0; m < C::kTogether; ++m) {
+            float d[4] = {};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) mma_bf16(d, a[m][j], word_of(b[j / 2], j % 2 * 2), word_of(b[j / 2], j % 2 * 2 + 1));
+            add_scaled(sums[tile0 + m][n], d, scale);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < C::kTogether; ++m) now[m][0] = steps[m].rows[0][1], now[m][1] = steps[m].rows[1][1];
       }
     }
   }
 
+  __device__ __forceinline__ float* partial_at(int group, int output, int row) const {
+    const int64_t all = static_cast<int64_t>(p.groups) * p.outputs;
+    return p.partial + (static_cast<int64_t>(blockIdx.y) * p.rows + row) * all + group * p.outputs + output;
+  }
+  __device__ __forceinline__ uint16_t* out_at(int group, int output, int row) const {
+    return p.out + row * p.out_stride + group * p.out_stride_group + output;
+  }
   // two neighbours of the output; `output` is of the group
   __device__ __forceinline__ void put(int group, int output, int row, float2 y) const {
     if (gridDim.y > 1) {
-      const int64_t all = static_cast<int64_t>(p.groups) * p.outputs;
-      *reinterpret_cast<float2*>(p.partial + (static_cast<int64_t>(blockIdx.y) * p.rows + row) * all + group * p.outputs + output) = y;
+      *reinterpret_cast<float2*>(partial_at(group, output, row)) = y;
     } else {
-      *reinterpret_cast<uint32_t*>(p.out + row * p.out_stride + group * p.out_stride_group + output) = pack_bf16x2(y.x, y.y);
+      *reinterpret_cast<uint32_t*>(out_at(group, output, row)) = pack_bf16x2(y.x, y.y);
+    }
+  }
+  __device__ __forceinline__ void put(int group, int output, int row, float y) const {
+    if (row >= p.rows) return;
+    if (gridDim.y > 1) {
+      *partial_at(group, output, row) = y;
+    } else {
+      *out_at(group, output, row) = static_cast<uint16_t>(pack_bf16x2(y, 0.f));
     }
   }
 
   // Slices of the block together, and out. Sums pass through shared memory so that a warp stores neighbours.
   __device__ __forceinline__ void finish(const float (&sums)[C::kRowTiles][C::kColumnTiles][4], int tile, int group) const {
     constexpr int kWarpOutputs = C::kRowTiles * kTileRows, kPairs = C::kBlockRows / 2, kPitch = sum_pitch(C::kRowTiles);
+    constexpr int kTiles = C::kExchangeTiles, kSliceFloats = kTiles * kColumns * kPitch;
+    const int first = (tile - group * plan.group_tiles) * C::kBlockRows;
     float* const exchange = reinterpret_cast<float*>(shared + plan.exchange);
-    float* const mine = exchange + warp * p.rows * kPitch + lane % 4 * 2 * kPitch + lane / 4;
+    float* const mine = exchange + warp * kSliceFloats + lane % 4 * 2 * kPitch + lane / 4;
+#pragma unroll
+    for (int n0 = 0; n0 < C::kColumnTiles; n0 += kTiles) {
+      const int row0 = n0 * kColumns;
+      if (row0 >= p.rows) break;
+      if (n0 > 0) __syncthreads();
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const int row = n * kColumns + lane % 4 * 2;
+#pragma unroll
+        for (int m = 0; m < C::kRowTiles; ++m) {
+          float* const to = mine + n * kColumns * kPitch + m * kTileRows;
+          const float(&s)[4] = sums[m][n0 + n];
+          if (row0 + row < p.rows) to[0] = s[0], to[8] = s[2];
+          if (row0 + row + 1 < p.rows) to[kPitch] = s[1], to[kPitch + 8] = s[3];
+        }
+      }
+      __syncthreads();
+      const int rows = min(p.rows - row0, kTiles * kColumns);
+#pragma unroll 1
+      for (int i = threadIdx.x; i < kPairs * rows; i += kThreads) {
+        const int row = i / kPairs, output = i % kPairs * 2;
+        const float* from = exchange + output / kWarpOutputs * C::kSlices * kSliceFloats + row * kPitch + output % kWarpOutputs;
+        float2 sum[C::kSlices];
+#pragma unroll
+        for (int s = 0; s < C::kSlices; ++s) sum[s] = *reinterpret_cast<const float2*>(from + s * kSliceFloats);
+#pragma unroll
+        for (int width = 1; width < C::kSlices; width *= 2) {
+#pragma unroll
+          for (int s = 0; s < C::kSlices; s += 2 * width) sum[s].x += sum[s + width].x, sum[s].y += sum[s + width].y;
+        }
+        put(group, first + output, row0 + row, sum[0]);
+      }
+    }
+  }
+
+  // The same where every warp has a slice's whole sum: from the registers.
+  __device__ __forceinline__ void store(const float (&sums)[C::kRowTiles][C::kColumnTiles][4], int tile, int group) const {
+    const int output = (tile - group * plan.group_tiles) * C::kBlockRows + warp_row * C::kRowTiles * kTileRows + lane / 4;
 #pragma unroll
     for (int n = 0; n < C::kColumnTiles; ++n) {
       const int row = n * kColumns + lane % 4 * 2;
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
-        float* const to = mine + n * kColumns * kPitch + m * kTileRows;
-        const float(&s)[4] = sums[m][n];
-        if (row < p.rows) to[0] = s[0], to[8] = s[2];
-        if (row + 1 < p.rows) to[kPitch] = s[1], to[kPitch + 8] = s[3];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) put(group, output + m * kTileRows + i / 2 * 8, row + i % 2, sums[m][n][i]);
       }
-    }
-    __syncthreads();
-    const int slice_floats = p.rows * kPitch;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kPairs * p.rows; i += kThreads) {
-      const int row = i / kPairs, output = i % kPairs * 2;
-      const float* from = exchange + output / kWarpOutputs * C::kSlices * slice_floats + row * kPitch + output % kWarpOutputs;
-      float2 sum[C::kSlices];
-#pragma unroll
-      for (int s = 0; s < C::kSlices; ++s) sum[s] = *reinterpret_cast<const float2*>(from + s * slice_floats);
-#pragma unroll
-      for (int width = 1; width < C::kSlices; width *= 2) {
-#pragma unroll
-        for (int s = 0; s < C::kSlices; s += 2 * width) sum[s].x += sum[s + width].x, sum[s].y += sum[s + width].y;
-      }
-      put(group, (tile - group * plan.group_tiles) * C::kBlockRows + output, row, sum[0]);
     }
   }
 
   __device__ __forceinline__ void run() const {
     const Part tiles = part_of(plan.block_tiles, blockIdx.x);
+    if (warp_row == 0 && lane == 0) {
+      mbarrier_init(arrived(0), 1);
+      if constexpr (C::kStreams) mbarrier_init(arrived(1), 1);
+      mbarrier_init_fence();
+    }
     Step steps[C::kSteps];
     uint32_t scales[C::kAhead];
     const uint8_t* weights = weights_of(tiles.begin);
@@ -294,23 +324,48 @@ struct Kernel {
     for (int i = 0; i < C::kAhead; ++i) {
       if (i < slice.count) scales[i] = load_scale(tiles.begin, i);
     }
-    prefetch(tiles);
     const int most = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
-    const bool resident = plan.exchange > 0;
+    const bool resident = !C::kStreams || plan.stages == 1;
     const uint64_t tile_bytes = static_cast<uint64_t>(C::kBlockRows) * p.weight_stride;
+    sync_slice();
     pdl_wait();
+    // chunks of x in the order of their use, over all tiles: the next to fetch, and how many have been used
+    int next_tile = tiles.begin, next_first = 0, used = 0;
+    const auto fetch_next = [&](int stage) {
+      if (warp_row != 0 || next_tile == tiles.begin + tiles.count) return;
+      fetch(group_of(next_tile), next_first, min(plan.chunk_blocks, slice.count - next_first), stage);
+      next_first += plan.chunk_blocks;
+      if (next_first >= slice.count) next_first = 0, ++next_tile;
+    };
+    if (!resident) fetch_next(0), fetch_next(1);
     int staged = -1;
     for (int tile = tiles.begin, left = tiles.count - 1; left >= 0; ++tile, --left) {
-      const int group = p.groups == 1 ? 0 : static_cast<unsigned>(tile) / static_cast<unsigned>(plan.group_tiles);
+      const int group = group_of(tile);
       float sums[C::kRowTiles][C::kColumnTiles][4] = {};
-      for (int chunk = 0; chunk < most; chunk += plan.slots) {
-        if (!resident || group != staged) {
-          if (staged >= 0) sync_slice();
-          stage(group, chunk, plan.slots);
-          sync_slice();
-          staged = group;
+      for (int chunk = 0; chunk < most; chunk += plan.chunk_blocks) {
+        const int chunk_end = min(chunk + plan.chunk_blocks, slice.count), stage = resident ? 0 : used & 1;
+        if (resident) {
+          if (group != staged) {
+            if (staged >= 0) {
+              if constexpr (C::kRotates) fence_async();
+              sync_slice();
+            }
+            if (warp_row == 0) fetch(group, 0, slice.count, 0);
+            mbarrier_wait(arrived(0), used++ & 1);
+            if constexpr (C::kRotates) {
+              rotate(0, slice.count, 0);
+              sync_slice();
+            }
+            staged = group;
+          }
+        } else {
+          if (chunk < chunk_end) {
+            mbarrier_wait(arrived(stage), used++ >> 1 & 1);
+            if constexpr (C::kRotates) rotate(chunk, chunk_end - chunk, stage);
+          }
+          if constexpr (C::kRotates) sync_slice();
         }
-        const int chunk_end = min(chunk + plan.slots, slice.count);
+        const unsigned char* const x = x_at(stage);
         for (int block0 = chunk; block0 < chunk_end; block0 += C::kAhead) {
 #pragma unroll
           for (int i = 0; i < C::kAhead; ++i) {
@@ -323,7 +378,7 @@ struct Kernel {
             if (same || left > 0) scales[i] = load_scale(same ? tile : tile + 1, next);
 #pragma unroll
             for (int m = 0; m < C::kRowTiles; m += C::kTogether) {
-              multiply(sums, &steps[i * C::kRowTiles + m], scale, m, block - chunk);
+              multiply(sums, &steps[i * C::kRowTiles + m], scale, m, x + (block - chunk) * 2 * kBlock);
               if (same || left > 0) {
 #pragma unroll
                 for (int k = 0; k < C::kTogether; ++k) load(steps[i * C::kRowTiles + m + k], weights + (same ? 0 : tile_bytes), next, m + k);
@@ -331,10 +386,18 @@ struct Kernel {
             }
           }
         }
+        if (!resident) {
+          if constexpr (C::kRotates) fence_async();
+          sync_slice();
+          if (chunk < chunk_end) fetch_next(stage);
+        }
       }
-      if (!resident) __syncthreads();
-      finish(sums, tile, group);
-      if (left > 0) __syncthreads();
+      if constexpr (C::kSlices == 1) {
+        store(sums, tile, group);
+      } else {
+        finish(sums, tile, group);
+        if (left > 0) __syncthreads();
+      }
       weights += tile_bytes;
     }
   }

@@ -14,19 +14,18 @@ using LinearKernel = void (*)(Params, Plan);
 
 struct Variant {
   int column_tiles, row_tiles, warp_rows;
-  LinearKernel kernel;
+  LinearKernel kernel, rotating;
 };
 
 template <int kColumnTiles, int kRowTiles, int kWarpRows>
 Variant variant() {
-  return {kColumnTiles, kRowTiles, kWarpRows, &linear_kernel<Config<kColumnTiles, kRowTiles, kWarpRows>>};
+  return {kColumnTiles, kRowTiles, kWarpRows, &linear_kernel<Config<kColumnTiles, kRowTiles, kWarpRows, false>>,
+          &linear_kernel<Config<kColumnTiles, kRowTiles, kWarpRows, true>>};
 }
 
 const Variant kVariants[] = {
-    variant<1, 1, 1>(), variant<1, 2, 1>(), variant<1, 1, 2>(), variant<1, 1, 4>(), variant<1, 1, 8>(),
-    variant<2, 1, 1>(), variant<2, 2, 1>(), variant<2, 1, 2>(), variant<2, 2, 2>(), variant<2, 1, 4>(), variant<2, 1, 8>(),
-    variant<4, 1, 2>(), variant<4, 2, 2>(), variant<4, 1, 4>(), variant<4, 2, 4>(), variant<4, 1, 8>(),
-    variant<8, 1, 4>(), variant<8, 1, 8>(),
+    variant<1, 1, 1>(), variant<1, 1, 4>(), variant<1, 1, 8>(), variant<2, 1, 1>(), variant<2, 1, 4>(), variant<2, 1, 8>(),
+    variant<4, 1, 4>(), variant<4, 2, 4>(), variant<4, 1, 8>(), variant<8, 1, 8>(), variant<8, 2, 8>(),
 };
 
 const Variant* find(int column_tiles, int row_tiles, int warp_rows) {
@@ -36,11 +35,8 @@ const Variant* find(int column_tiles, int row_tiles, int warp_rows) {
   return nullptr;
 }
 
-int slices_of(int inputs) {
-  int slices = kMaxSlices;
-  while (slices > inputs / kBlock) slices /= 2;
-  return slices;
-}
+// By the inputs alone, as the bits depend on it. Slices of a block are warps that need not lie beside each other.
+int slices_of(int inputs) { return inputs >= 2048 ? kMaxSlices : inputs >= 2 * kBlock ? 2 : 1; }
 
 int tiles_of(int64_t weight_rows, int row_tiles, int warp_rows) {
   const int rows = kTileRows * row_tiles * warp_rows;
@@ -48,56 +44,54 @@ int tiles_of(int64_t weight_rows, int row_tiles, int warp_rows) {
 }
 
 // Warps beside each other share x, and the splits that this makes share its reading: with one, every block reads all of x.
-// That is as much as the weights at 8 rows and 4,096 inputs, where a second launch for the splits' sum costs 0.7 us.
+// As measured; bench/NOTES.md.
 int warps_beside(int column_tiles, int rows, int inputs) {
-  const bool long_inputs = inputs >= 2048;
-  if (column_tiles == 8) return long_inputs ? 8 : 4;
-  if (column_tiles == 4) return long_inputs ? 4 : 2;
-  if (column_tiles == 2) return long_inputs ? 4 : 1;
-  return rows > 4 && inputs >= 4096 ? 2 : 1;
+  if (column_tiles == 1) return rows > 2 && inputs >= 8192 ? 4 : 1;
+  if (column_tiles == 2) return inputs >= 2048 && inputs < 4096 ? 1 : kWarps;
+  if (column_tiles == 4) return inputs >= 2048 ? kWarps : 4;
+  return kWarps;
 }
 
-// Row tiles of a warp: two where one would not keep enough on its way, if that leaves a tile for most multiprocessors.
-void choose(Plan& plan, int rows, int groups, int outputs, int inputs, int num_sms, int asked_row_tiles, int asked_warp_rows) {
-  const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
-  const int least = kMaxSlices / plan.slices;
-  plan.warp_rows = std::max(least, asked_warp_rows ? asked_warp_rows : warps_beside(plan.column_tiles, rows, inputs));
-  const int blocks = inputs / kBlock / plan.slices;
-  int row_tiles = asked_row_tiles;
-  if (row_tiles == 0) {
-    row_tiles = plan.column_tiles > 1 || blocks < steps_of(1) ? 2 : 1;
-    const int splits = plan.slices * plan.warp_rows / kWarps;
-    if (4 * tiles_of(weight_rows, row_tiles, plan.warp_rows) * splits < 3 * num_sms) row_tiles = 1;
-  }
-  while (row_tiles > 1 && (find(plan.column_tiles, row_tiles, plan.warp_rows) == nullptr || outputs % (kTileRows * row_tiles * plan.warp_rows))) {
-    row_tiles /= 2;  // one is always possible: outputs are a multiple of 128
-  }
-  plan.row_tiles = row_tiles;
-}
+int shared_of(const Plan& plan) { return plan.exchange + exchange_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows); }
 
-int x_shared(const Plan& plan, int rows, int slots) {
-  const int here = kWarps / plan.warp_rows, kept = rows_in_shared(plan.column_tiles, rows);
-  return x_bytes(kept, here, slots) + factor_bytes(kept, here, slots);
-}
-
-int shared_of(const Plan& plan, int rows) {
-  return std::max(x_shared(plan, rows, plan.slots), plan.exchange + sum_bytes(rows, plan.row_tiles));
-}
-
-// x of all blocks of inputs beside the sums, or as many blocks as are on their way under them.
+// x of all blocks of inputs in one stage, or two stages of as many blocks as fit.
 void place(Plan& plan, int rows) {
-  plan.slots = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
-  plan.exchange = x_shared(plan, rows, plan.slots);
-  if (shared_of(plan, rows) <= kMaxShared) return;
-  const int ahead = ahead_of(plan.column_tiles, plan.row_tiles), most = plan.slots;
-  plan.slots = ahead;
-  while (plan.slots + ahead <= most && x_shared(plan, rows, plan.slots + ahead) <= kMaxShared) plan.slots += ahead;
-  plan.exchange = 0;
+  const int here = kWarps / plan.warp_rows, kept = rows_in_shared(plan.column_tiles, rows);
+  const int most = kMaxShared - exchange_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows);
+  const auto behind_x = [&](int stages, int blocks) { return kBarrierBytes + stages * x_bytes(kept, here, blocks); };
+  plan.stages = 1;
+  plan.chunk_blocks = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
+  if (streams(plan.column_tiles) && behind_x(1, plan.chunk_blocks) > most) {
+    plan.stages = kMaxStages;
+    plan.chunk_blocks = ahead_of(plan.column_tiles, plan.row_tiles);
+    while (behind_x(kMaxStages, 2 * plan.chunk_blocks) <= most) plan.chunk_blocks *= 2;
+  }
+  plan.exchange = behind_x(plan.stages, plan.chunk_blocks);
 }
 
-void allow_shared(const Variant& v) {
-  static uint64_t configured[std::size(kVariants)] = {};
-  dsv4::allow_shared(kName, reinterpret_cast<const void*>(v.kernel), kMaxShared, configured[&v - kVariants]);
+// Two row tiles of a warp read x half as often: where it comes in chunks, or where there are tiles in plenty.
+bool wants_two_row_tiles(const Plan& plan, int64_t weight_rows, int num_sms) {
+  if (plan.column_tiles == 8) return plan.stages > 1;
+  return 2 * tiles_of(weight_rows, 2, plan.warp_rows) * plan.splits >= 3 * num_sms;
+}
+
+// Everything but the blocks, for these column tiles.
+void choose(Plan& plan, int rows, int groups, int outputs, int num_sms, int row_tiles, int warp_rows) {
+  const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
+  plan.warp_rows = std::max(kWarps / plan.slices, warp_rows);
+  plan.splits = plan.slices * plan.warp_rows / kWarps;
+  plan.row_tiles = 1;
+  place(plan, rows);
+  const bool possible = outputs % (kTileRows * 2 * plan.warp_rows) == 0 && find(plan.column_tiles, 2, plan.warp_rows) != nullptr;
+  if (possible && (row_tiles == 2 || (row_tiles == 0 && wants_two_row_tiles(plan, weight_rows, num_sms)))) {
+    plan.row_tiles = 2;
+    place(plan, rows);
+  }
+}
+
+void allow_shared(const Variant& v, bool rotating) {
+  static uint64_t configured[2][std::size(kVariants)] = {};
+  dsv4::allow_shared(kName, reinterpret_cast<const void*>(rotating ? v.rotating : v.kernel), kMaxShared, configured[rotating][&v - kVariants]);
 }
 
 }  // namespace
@@ -123,25 +117,29 @@ std::string problem(int rows, int groups, int outputs, int inputs) {
   return "";
 }
 
-Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int64_t prefetch, int row_tiles, int warp_rows,
-               int blocks) {
+Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int row_tiles, int warp_rows, int blocks) {
   Plan plan = {};
-  plan.column_tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
   plan.slices = slices_of(inputs);
   plan.slice_blocks = {inputs / kBlock / plan.slices, inputs / kBlock % plan.slices};
-  choose(plan, rows, groups, outputs, inputs, num_sms, row_tiles, warp_rows);
-  plan.splits = plan.slices * plan.warp_rows / kWarps;
-  place(plan, rows);
+  plan.column_tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
+  const int beside = warp_rows ? warp_rows : warps_beside(plan.column_tiles, rows, inputs);
+  choose(plan, rows, groups, outputs, num_sms, row_tiles, beside);
+  if (shared_of(plan) > kMaxShared) choose(plan, rows, groups, outputs, num_sms, row_tiles, kWarps);
+  if (shared_of(plan) > kMaxShared) {  // inputs so long that their x has to come in chunks, which the kernels for many rows do
+    plan.column_tiles = std::max(plan.column_tiles, 4);
+    choose(plan, rows, groups, outputs, num_sms, row_tiles, kWarps);
+  }
   const int tiles = tiles_of(static_cast<int64_t>(groups) * outputs, plan.row_tiles, plan.warp_rows);
   plan.group_tiles = tiles / groups;
-  // blocks of a multiprocessor: by registers, and by shared memory, of which each block takes 1 KB more
-  const int resident = plan.column_tiles <= 2 && sm_shared >= 2 * (shared_of(plan, rows) + 1024) ? 2 : 1;
+  // blocks of a multiprocessor: by registers, and by shared memory, of which each block takes 1 KB more. Each reads x: with 5 to
+  // 8 rows that costs more than a second block gains, as measured.
+  const bool reads_much = plan.column_tiles == 1 && rows > 4 && plan.splits == 1;
+  const int resident = plan.column_tiles <= 2 && !reads_much && sm_shared >= 2 * (shared_of(plan) + 1024) ? 2 : 1;
   // a second block of a multiprocessor only where the first would be busy for long: it is the next kernel's place
   const bool held = plan.slice_blocks.each + (plan.slice_blocks.more > 0) <= ahead_of(plan.column_tiles, plan.row_tiles);
   const bool few = plan.splits == 1 && tiles <= 2 * num_sms && held;
   plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, (few ? 1 : resident) * num_sms / plan.splits));
   plan.block_tiles = {tiles / plan.blocks, tiles % plan.blocks};
-  plan.prefetch_rows = static_cast<int32_t>(std::min<int64_t>(prefetch / (inputs / plan.splits), 1 << 20));
   if (plan.splits > 1) plan.partial_bytes = static_cast<int64_t>(plan.splits) * rows * groups * outputs * 4;
   return plan;
 }
@@ -150,10 +148,11 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
   const std::string why_not = problem(params.rows, params.groups, params.outputs, params.inputs);
   if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
   const Variant* const v = find(plan.column_tiles, plan.row_tiles, plan.warp_rows);
-  if (v == nullptr || shared_of(plan, params.rows) > kMaxShared) throw std::runtime_error("fp8_linear: no kernel for this plan");
-  allow_shared(*v);
+  if (v == nullptr || shared_of(plan) > kMaxShared) throw std::runtime_error("fp8_linear: no kernel for this plan");
+  const bool rotating = params.rotation != nullptr;
+  allow_shared(*v, rotating);
   const Launcher launcher = {kName, pdl, stream};
-  launcher(v->kernel, dim3(plan.blocks, plan.splits), kThreads, shared_of(plan, params.rows), params, plan);
+  launcher(rotating ? v->rotating : v->kernel, dim3(plan.blocks, plan.splits), kThreads, shared_of(plan), params, plan);
   if (plan.splits == 1) return;
   const int64_t weight_rows = static_cast<int64_t>(params.groups) * params.outputs;
   const dim3 grid(static_cast<unsigned>((weight_rows / 4 + kMergeThreads - 1) / kMergeThreads), params.rows);
@@ -164,9 +163,13 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
 std::vector<KernelAttributes> kernel_attributes() {
   std::vector<KernelAttributes> all;
   for (const Variant& v : kVariants) {
-    allow_shared(v);
-    const std::string name = "fp8_linear_" + std::to_string(v.column_tiles) + "_" + std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
-    all.push_back(attributes_of(kName, reinterpret_cast<const void*>(v.kernel), name, kThreads, sum_bytes(8 * v.column_tiles, v.row_tiles)));
+    for (const bool rotating : {false, true}) {
+      allow_shared(v, rotating);
+      const std::string name = std::string("fp8_linear_") + (rotating ? "rotating_" : "") + std::to_string(v.column_tiles) + "_" +
+                               std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
+      const void* const kernel = reinterpret_cast<const void*>(rotating ? v.rotating : v.kernel);
+      all.push_back(attributes_of(kName, kernel, name, kThreads, exchange_bytes(v.column_tiles, v.row_tiles, v.warp_rows)));
+    }
   }
   return all;
 }

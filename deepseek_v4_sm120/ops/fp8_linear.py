@@ -15,8 +15,6 @@ from deepseek_v4_sm120 import extension
 MAX_ROWS = 64  # of one launch; more rows are launched in tiles of as many
 BLOCK = 128  # inputs and outputs of one scale
 _ALIGN_BYTES = 16
-# Bytes of weights that a block sends to the L2 ahead of the predecessor's end, beside what its registers hold.
-_PREFETCH_BYTES = 0
 
 
 def fp8_linear(x, weight, weight_scale, *, out=None):
@@ -29,14 +27,13 @@ def fp8_linear(x, weight, weight_scale, *, out=None):
                   255 is NaN); any strides
     out           [rows, outputs] bf16 written in place, last dim contiguous, row stride a multiple of 4; or None
     returns       out [rows, outputs] bf16
-    accuracy      relative L2 0.0017 against float64 (bf16 out, nothing coarser). Weights enter exactly; of 128
-                  inputs of a row all that are at least 2^-29 of the greatest do, smaller ones to 2^-39 of it
+    accuracy      relative L2 0.0017 against float64 (bf16 out, nothing coarser). Weights and x enter exactly
     determinism   the same bits in every run and every batch: a row alone equals the row among others. A row's NaN or
                   infinity stays in the row
     sizes         any number of rows; weights are read once for each 64 of them, which is what this is for
     raises        TypeError (dtype), ValueError (shape, stride, alignment: says name, expected, got), RuntimeError
                   (device, launch)
-    cuda graphs   capture-safe: no host sync; allocates out, and above 16 rows scratch, through torch
+    cuda graphs   capture-safe: no host sync; allocates out and, for more than a few rows, scratch through torch
     streams       the current stream of x's device; scratch is the call's own. Weights and scales are read ahead of the
                   end of the kernel before (programmatic dependent launch): that kernel must not write them
     source        DeepSeek's inference/model.py (Linear) and kernel.py (fp8_gemm), without the rounding of x to FP8;
@@ -114,7 +111,7 @@ def _scratch_bytes(rows: int, groups: int, outputs: int, inputs: int, num_sms: i
     )
 
 
-def _run(x, weight, weight_scale, out, *, rotation=None, prefetch=_PREFETCH_BYTES, pdl=True, **tuning) -> None:
+def _run(x, weight, weight_scale, out, *, rotation=None, pdl=True, **tuning) -> None:
     """Checked [rows, groups, ..] tensors to raw pointers. `tuning`: row_tiles, warp_rows, blocks (bench only).
 
     rotation: (freqs_cis, positions) for x that is rotated back first (ops.wo_a), at most MAX_ROWS rows.
@@ -124,7 +121,7 @@ def _run(x, weight, weight_scale, out, *, rotation=None, prefetch=_PREFETCH_BYTE
         raise RuntimeError(f"fp8_linear: x.device must be a CUDA device, got {device}")
     if x.shape[0] == 0:
         return
-    launch = functools.partial(_launch, rotation=rotation, prefetch=prefetch, pdl=pdl, tuning=tuple(tuning.items()))
+    launch = functools.partial(_launch, rotation=rotation, pdl=pdl, tuning=tuple(tuning.items()))
     if device.index == torch._C._cuda_getDevice():
         launch(x, weight, weight_scale, out)
     else:
@@ -143,7 +140,7 @@ def _rotation_arguments(rotation) -> dict[str, int]:
     }
 
 
-def _launch(x, weight, weight_scale, out, *, rotation, prefetch, pdl, tuning) -> None:
+def _launch(x, weight, weight_scale, out, *, rotation, pdl, tuning) -> None:
     module, index = extension.load(), x.device.index
     groups, outputs, inputs = weight.shape
     num_sms, stream = _num_sms(index), torch._C._cuda_getCurrentRawStream(index)
@@ -171,7 +168,6 @@ def _launch(x, weight, weight_scale, out, *, rotation, prefetch, pdl, tuning) ->
             outputs=outputs,
             inputs=inputs,
             num_sms=num_sms,
-            prefetch=prefetch,
             pdl=pdl,
             stream=stream,
             **_rotation_arguments(rotation),

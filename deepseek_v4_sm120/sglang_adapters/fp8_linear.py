@@ -4,7 +4,7 @@ Every dense FP8 layer of the model (wqkv_a, wq_b, wo_b, the indexer's wq_b, the 
 an `Fp8LinearMethod`, whichever GEMM it chose; its `apply` is replaced. The function that it stores is not touched: code
 that compares it by identity (quantise-once in deepseek_v2.py) sees SGLang's own.
 
-Up to 64 rows of bf16 activations go to our operator: one launch, x is not quantised. The choice depends on the number
+Up to 64 rows of bf16 activations go to our operator: x is not quantised. The choice depends on the number
 of rows, and on what is fixed for a layer, never on contents. All else is the original's: more rows; x that is already
 quantised (a tuple); a bias; MXFP8 and Marlin layers; weights or scales in a layout that the operator does not read
 (DeepGEMM's packed scales, blocks other than 128 x 128).

@@ -81,7 +81,7 @@ def test_no_tuning_changes_a_bit(rows):
     for row_tiles, warp_rows, blocks in choices:
         out = torch.full_like(expected, torch.nan)
         try:
-            op._run(x, weight, scale, out, row_tiles=row_tiles, warp_rows=warp_rows, blocks=blocks, prefetch=0)
+            op._run(x, weight, scale, out, row_tiles=row_tiles, warp_rows=warp_rows, blocks=blocks)
         except RuntimeError as error:
             assert "no kernel for this plan" in str(error)
             continue
