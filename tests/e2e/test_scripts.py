@@ -184,7 +184,7 @@ def test_the_whole_step_of_two_engines_that_take_turns(machine):
     assert ended.returncode in (0, 1), ended.stdout + ended.stderr  # the fake's step time may miss a bar
     stage = json.loads((machine.out / "stage_whole43.json").read_text())
     assert {name: case["exit"] for name, case in stage["cases"].items()} == {"stock43_whole": 0, "ops43_whole": 0}
-    assert "fp8_linear=on" in stage["cases"]["ops43_whole"]["command"]
+    assert "DSV4_SM120_FORCE=ops" in stage["cases"]["ops43_whole"]["command"]
     rows = rows_of(machine.out / "stage_whole43.json")
     bars = {(r["case"][:19], r["metric"]): r["bar"] for r in rows if r["issue"] == 7 and r["bar"] is not None}
     assert bars == {
