@@ -103,6 +103,8 @@ def test_stock_takes_its_own_kernel_for_the_router(monkeypatch):
     assert calls({"bf16_fp32", "tiny_gemm"}, 4, "router") == ["tiny 4"]
     assert calls({"bf16_fp32", "tiny_gemm"}, 5, "router") == ["linear"]
     assert calls({"gemm"}, 1, "index head weights") == []  # torch's own
+    del functions["tiny_gemm_bf16"]  # 0.5.17: the module is there, the function is not
+    assert calls({"gemm", "tiny_gemm", "dsv3_router_gemm"}, 1, "router") == ["router"]
 
 
 @pytest.mark.parametrize(

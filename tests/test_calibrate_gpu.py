@@ -1,20 +1,24 @@
 """calibrate on this GPU: every implementation that needs no SGLang is right, and the profile says so."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from deepseek_v4_sm120.calibrate import OPERATORS
 from deepseek_v4_sm120.calibrate.provider import OURS
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+
 
 @pytest.mark.gpu
 def test_ours_and_torch_are_right_on_every_shape_of_a_plan(tmp_path):
     words = ["--gpus", "4", "--context", "16384", "--concurrency", "3", "--quick", "--out", "profile.json"]
     words = [sys.executable, "-m", "deepseek_v4_sm120", "calibrate", *words]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "profile.json").read_text())
     assert list(found["operators"]) == list(OPERATORS) and not found["not_reached"]
@@ -30,7 +34,7 @@ def test_ours_and_torch_are_right_on_every_shape_of_a_plan(tmp_path):
 def test_a_limit_leaves_a_profile_of_what_was_reached(tmp_path):
     words = ["--gpus", "1", "--context", "131072", "--limit-s", "7", "--out", "profile.json"]
     words = [sys.executable, "-m", "deepseek_v4_sm120", "calibrate", *words]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=30)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, timeout=30)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "profile.json").read_text())
     assert "not reached" in done.stdout and {*found["operators"], *found["not_reached"]} == set(OPERATORS)

@@ -169,6 +169,10 @@ def _home() -> str | None:
     return next((module for module in LINEAR_HOMES if is_installed(module)), None)
 
 
+def _has(module: str, name: str) -> bool:
+    return is_installed(module) and hasattr(importlib.import_module(module), name)
+
+
 def _stock_problem() -> str | None:
     return None if _home() else f"this SGLang has no {LINEAR}"
 
@@ -177,13 +181,13 @@ def _router(linear: Callable) -> tuple[Callable, int]:
     """(the router's GEMM for few rows, up to how many), as MoEGate chooses it."""
     import torch
 
-    if is_installed(TINY_GEMM[0]):
+    if _has(*TINY_GEMM):  # 0.5.17 has a module of this name with another function
         rows = unpatched(*TINY_GEMM_ROWS)(
             num_experts=FLASH.experts, hidden_size=FLASH.hidden, weight_dtype=torch.bfloat16
         )
         tiny = unpatched(*TINY_GEMM)
         return lambda x, weight: tiny(x, weight, out_dtype=torch.float32, max_m=rows), rows
-    if is_installed(ROUTER_GEMM[0]):
+    if _has(*ROUTER_GEMM):
         router = unpatched(*ROUTER_GEMM)
         return lambda x, weight: router(x, weight, out_dtype=torch.float32), ROUTER_GEMM_ROWS
     return linear, MOST_ROWS

@@ -58,6 +58,8 @@ class Engine:
             await asyncio.sleep(0.002)
             for queue in list(self.queues.values()):
                 queue.put_nowait(1)
+    def generate(self, input_ids, sampling_params):
+        pass
     async def async_generate(self, input_ids, sampling_params, stream):
         self.task = self.task or asyncio.ensure_future(self.scheduler())
         queue = asyncio.Queue()
