@@ -55,8 +55,8 @@ KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answe
     "seams_shadow": "SGLang stock (Triton, SM120 branches)",
 }
 WHOLE_BARS = {  # issue 7, of the whole step with everything on: batch -> metric -> bar
-    ("ops43_whole", "1"): {"decode step, ms, best": 5.5, "launches per step": 950},
-    ("ops43_whole", "8"): {"decode step, ms, best": 11.5},
+    ("ops43_whole", "1"): {"decode step, ms, worst": 5.5, "launches per step": 950},
+    ("ops43_whole", "8"): {"decode step, ms, worst": 11.5},
 }
 WHOLE_ISSUE, PREFILL_ISSUE = 7, 4
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
@@ -128,11 +128,11 @@ def index_rows(name, impl, patch, records):
     ]
 
 
-def timing_rows(name, batches):
+def timing_rows(name, batches, prefill_bars=None):
     impl, rows = IMPLEMENTATIONS[name], []
     issue = WHOLE_ISSUE if name.endswith("_whole") else ISSUE
     for batch, timed in batches.items():
-        bars = WHOLE_BARS.get((name, batch), {})
+        bars = WHOLE_BARS.get((name, batch), {}) | (prefill_bars or {}).get(batch, {})
         case = f"flash43e64, batch {batch}, 1K context"
         for metric, key in (
             ("decode step, ms, best", "step_ms_best"),
@@ -169,7 +169,13 @@ def prefill_rows(name, prefill):
     ]
 
 
-def case_rows(name, case):
+def stocks_prefill(stage):
+    """The prefill of 8 prompts must not be slower than stock's of the same run."""
+    stock = stage["cases"].get("stock43_whole", {}).get("rows", {}).get("8", {})
+    return {"8": {"prefill, ms, best": stock["prefill_ms"]}} if "prefill_ms" in stock else {}
+
+
+def case_rows(name, case, prefill_bars=None):
     impl = IMPLEMENTATIONS[name]
     rows = [row(name, impl, "exit code of the engine run", case["exit"] if case["exit"] in (0, None) else 1, 0)]
     if case["patched"]:
@@ -181,7 +187,7 @@ def case_rows(name, case):
         records = [r for report in case["reports"] for r in report["shadow"]]
         rows += shadow_rows(name, records)
     rows += prefill_rows(name, case["prefill"]) if "prefill" in case else []
-    return rows + timing_rows(name, case.get("rows", {}))
+    return rows + timing_rows(name, case.get("rows", {}), prefill_bars)
 
 
 def merged(found):
@@ -223,7 +229,7 @@ def collect(stages, commit):
     rows, differences = [], {}
     for stage in stages:
         for name, case in stage["cases"].items():
-            rows += case_rows(name, case)
+            rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
         for difference in stage["differences"]:  # a later stage's file repeats what its work folder still holds
             differences[difference["what"]] = difference
     for difference in differences.values():

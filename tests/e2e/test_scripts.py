@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -188,13 +189,24 @@ def test_the_whole_step_of_two_engines_that_take_turns(machine):
     rows = rows_of(machine.out / "stage_whole43.json")
     bars = {(r["case"][:19], r["metric"]): r["bar"] for r in rows if r["issue"] == 7 and r["bar"] is not None}
     assert bars == {
-        ("flash43e64, batch 1", "decode step, ms, best"): 5.5,
+        ("flash43e64, batch 1", "decode step, ms, worst"): 5.5,
         ("flash43e64, batch 1", "launches per step"): 950,
-        ("flash43e64, batch 8", "decode step, ms, best"): 11.5,
+        ("flash43e64, batch 8", "decode step, ms, worst"): 11.5,
+        ("flash43e64, batch 8", "prefill, ms, best"): stage["cases"]["stock43_whole"]["rows"]["8"]["prefill_ms"],
     }
     prefill = {(r["impl"][:4], r["metric"]): r["value"] for r in rows if "prefill of" in r["case"]}
     assert prefill["SGLa", "kernel time, ms"] == pytest.approx((5 * 100 + 3 * 4) / 1e3)
     assert prefill["ours", "sparse attention, share of kernel time"] == 0
+
+
+def test_one_long_prefill_does_not_make_a_step_short():
+    case = object.__new__(script("engine_case").Case)
+    case.options = SimpleNamespace(name="x", in_len=[8], out_len=10, reps=3)
+    seconds = iter([0.0, 1.0, 2.0, 5.0, 2.0, 1.0, 2.4])  # a first call; then each prefill and the same with ten steps
+    case.generate = lambda *_: next(seconds)
+    row = case.bench(1)
+    assert (row["step_ms_best"], row["step_ms_worst"]) == (pytest.approx(100.0), pytest.approx(140.0))
+    assert row["prefill_ms"] == 1000.0
 
 
 def test_a_turn_waits_for_the_one_before(tmp_path):
