@@ -149,6 +149,27 @@ def _replace_scales(layer, experts: Experts) -> None:
             setattr(layer, name, parameter)
 
 
+_compiled: set[tuple] = set()
+
+
+def _compile_prefill(layer, experts: Experts) -> None:
+    """One call with more rows than decode's kernels take, so that Triton compiles while the server loads its weights,
+    and not while the first long prompt, and all that decodes beside it, waits."""
+    hidden, device = experts.w2.shape[1], experts.w13.device
+    form = (device, experts.w13.shape, experts.w2.shape, layer.top_k, experts.activations)
+    if form in _compiled:
+        return
+    _compiled.add(form)
+    rows = op.DECODE_ROWS + 1
+    ids = torch.arange(rows * layer.top_k, dtype=torch.int32, device=device) % experts.w13.shape[0]
+    _run(
+        experts,
+        torch.zeros((rows, hidden), dtype=torch.bfloat16, device=device),
+        (ids + experts.first_expert).view(rows, layer.top_k),
+        torch.zeros((rows, layer.top_k), dtype=torch.float32, device=device),
+    )
+
+
 def _replace_process(original: Callable, *, mxfp8: bool) -> Callable:
     @functools.wraps(original)
     def process_weights_after_loading(self, layer):
@@ -169,6 +190,7 @@ def _replace_process(original: Callable, *, mxfp8: bool) -> Callable:
         setattr(layer, KEPT, experts)
         memory.layers += 1
         memory.weight_bytes += experts.bytes
+        _compile_prefill(layer, experts)
         return None
 
     return process_weights_after_loading
@@ -184,19 +206,11 @@ def replace_cutlass_process(original: Callable) -> Callable:
     return _replace_process(original, mxfp8=True)
 
 
-def _serve(method, layer, dispatch_output):
-    experts: Experts = getattr(layer, KEPT)
-    routed = dispatch_output.topk_output
-    if not hasattr(routed, "topk_ids"):
-        raise ValueError(
-            f"mxfp4_moe: topk_output must have topk_ids and topk_weights (standard format), got "
-            f"{type(routed).__name__}: "
-            "run without SGLANG_OPT_USE_FUSED_GATE_TOPK, or with DSV4_SM120=off"
-        )
-    out = op.mxfp4_moe(
-        dispatch_output.hidden_states,
-        routed.topk_ids.to(torch.int32),
-        routed.topk_weights.to(torch.float32),
+def _run(experts: Experts, hidden, topk_ids, topk_weights):
+    return op.mxfp4_moe(
+        hidden,
+        topk_ids,
+        topk_weights,
         experts.w13,
         experts.w13_scale,
         experts.w2,
@@ -206,6 +220,19 @@ def _serve(method, layer, dispatch_output):
         up_first=experts.up_first,
         activations=experts.activations,
     )
+
+
+def _serve(method, layer, dispatch_output):
+    experts: Experts = getattr(layer, KEPT)
+    routed = dispatch_output.topk_output
+    if not hasattr(routed, "topk_ids"):
+        raise ValueError(
+            f"mxfp4_moe: topk_output must have topk_ids and topk_weights (standard format), got "
+            f"{type(routed).__name__}: "
+            "run without SGLANG_OPT_USE_FUSED_GATE_TOPK, or with DSV4_SM120=off"
+        )
+    topk_ids, topk_weights = routed.topk_ids.to(torch.int32), routed.topk_weights.to(torch.float32)
+    out = _run(experts, dispatch_output.hidden_states, topk_ids, topk_weights)
     # the module that defines what came in defines what goes out
     return sys.modules[type(dispatch_output).__module__].StandardCombineInput(hidden_states=out)
 

@@ -172,3 +172,5 @@ def test_tiles_hold_every_pair_once(ids, masked, block_m):
         seen += pairs
     assert sorted(seen) == (local >= 0).nonzero().flatten().tolist()
     assert torch.equal(tiles.pair_expert.long(), local)
+    lists = [part for _, parts in tiles.by_height(block_m) for part in parts]
+    assert all(part.storage_offset() * part.element_size() % 16 == 0 for part in lists)  # one kernel, not two
