@@ -215,9 +215,9 @@ BF16_LINEAR = Patch(
 FP8_LINEAR = Patch(
     name="fp8_linear",
     why="the dense FP8 layers, up to 64 rows: stock quantises the activations in a launch of its own before each GEMM "
-    "(Triton up to 0.5.15, then CUTLASS; DeepGEMM on Hopper). On an H200 1.8 times as fast as the pair (quoted) at "
-    "1 row, 1.5 at 8, as fast at 32, slower at 64; that SM120 needs hardly longer for 64 rows than for its weights is "
-    "reckoned, not measured: bench/NOTES.md",
+    "(Triton up to 0.5.15, then CUTLASS; DeepGEMM on Hopper). On an H200 1.6 times as fast as the pair at 1 row, 1.16 "
+    "at 8, slower at 64; that SM120 needs hardly longer for 64 rows than for its weights is reckoned, not measured: "
+    "bench/NOTES.md",
     targets=(
         Target(
             where=f"{FP8_METHOD}.apply",
