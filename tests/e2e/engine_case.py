@@ -6,8 +6,9 @@ usage: engine_case.py --harness DIR [--phases answer bench profile prefill] [--b
 The harness (a folder with run_engine.py, which builds offline engine arguments, prompts of token ids and a forced
 continuation) is only called. `answer` writes OUT/NAME.json in the form of `run_engine.py run`, which its `diff` reads;
 `bench` (step times), `profile` (kernels of a decode step) and `prefill` (kernels of a long prompt's prefill) write
-OUT/NAME_bench.json. The patch and its switches come from --patch and the environment. With --turns FILE engines start
-side by side and take turns for what is timed: who holds the file's lock has the GPU to itself.
+OUT/NAME_bench.json. The patch and its switches come from --patch and the environment. With --turns FILE --engines N
+engines start side by side; when all N are up, they take turns for what is timed: who holds the file's lock has the GPU
+to itself.
 """
 
 import argparse
@@ -27,6 +28,7 @@ PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
 SETTLE_S = 3.0  # shadow mode's writer runs twice a second, and shutting the engine down kills its processes
 PARTS = ("single", "batch")
 LONG_PROMPT = 32_000  # tokens of the profiled prefill
+OTHERS_START_S = 90.0  # how long an engine waits for the others; one that does not start must not cost the rest
 
 
 def parse(argv):
@@ -35,6 +37,7 @@ def parse(argv):
     parser.add_argument("--phases", nargs="+", choices=["answer", "bench", "profile", "prefill"], default=["answer"])
     parser.add_argument("--batches", nargs="*", type=int, default=[])
     parser.add_argument("--turns")
+    parser.add_argument("--engines", type=int, default=1)
     return parser.parse_known_args(argv)
 
 
@@ -211,14 +214,24 @@ class Case:
 
 
 @contextlib.contextmanager
-def turn(path):
-    """Holds the lock of the file `path`; without a path nobody shares the GPU."""
+def turn(path, engines):
+    """Holds the lock of the file `path`, once all engines have started; without a path nobody shares the GPU."""
     if path is None:
         yield
         return
-    with open(path, "a") as file:
+    with open(path, "a+") as file:
+        file.write("up\n")
+        file.flush()
+        deadline = time.monotonic() + OTHERS_START_S
+        while time.monotonic() < deadline and not has_lines(file, engines):
+            time.sleep(0.1)
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def has_lines(file, count):
+    file.seek(0)
+    return len(file.readlines()) >= count
 
 
 def main():
@@ -239,7 +252,7 @@ def main():
     if options.forced:
         case.answer(own.batches)
     else:
-        with turn(own.turns):
+        with turn(own.turns, own.engines):
             case.timed(own.phases)
     time.sleep(SETTLE_S)
     case.engine.shutdown()

@@ -136,7 +136,7 @@ def environment(case, arguments):
 def command(case, arguments, number):
     line = [sys.executable, str(HERE / "engine_case.py"), "--harness", str(arguments.harness), *case.options]
     line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={30000 + 2000 * number}"]
-    line += ["--turns", str(arguments.work / "turns.lock")] if case.takes_turns else []
+    line += ["--turns", str(arguments.turns), "--engines", str(arguments.engines)] if case.takes_turns else []
     return line + (["--patch", str(arguments.patch)] if case.patched else [])
 
 
@@ -285,6 +285,8 @@ def main():
     for case in cases:  # what an earlier stage or an earlier try left must not be taken for this run's
         for suffix in ("", "_bench"):
             (arguments.work / f"{case.name}{suffix}.json").unlink(missing_ok=True)
+    arguments.turns, arguments.engines = arguments.work / "turns", sum(c.takes_turns for c in cases)
+    arguments.turns.unlink(missing_ok=True)
     jobs = 1 if any(c.is_timed and not c.takes_turns for c in cases) else arguments.jobs
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = {c.name: pool.submit(run_case, c, arguments, i, deadline) for i, c in enumerate(cases)}

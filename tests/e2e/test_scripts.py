@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -209,20 +210,30 @@ def test_one_long_prefill_does_not_make_a_step_short():
     assert row["prefill_ms"] == 1000.0
 
 
-def test_a_turn_waits_for_the_one_before(tmp_path):
+def test_a_turn_waits_for_all_to_start_and_for_the_one_before(tmp_path):
     turn, order = script("engine_case").turn, []
 
     def other():
-        with turn(tmp_path / "lock"):
+        order.append("other starts")
+        with turn(tmp_path / "turns", 2):
             order.append("other")
 
-    with turn(tmp_path / "lock"):
-        waiting = threading.Thread(target=other)
-        waiting.start()
-        waiting.join(0.2)
+    waiting = threading.Timer(0.3, other)
+    waiting.start()
+    with turn(tmp_path / "turns", 2):
         order.append("first")
+        time.sleep(0.3)  # the other has started, and waits
+        order.append("first ends")
     waiting.join(10)
-    assert order == ["first", "other"]
+    assert order[0] == "other starts" and sorted(order[1:]) == ["first", "first ends", "other"]
+    assert order.index("first ends") == order.index("first") + 1  # nobody came between
+
+
+def test_an_engine_that_never_starts_does_not_cost_the_other_its_turn(tmp_path, monkeypatch):
+    module = script("engine_case")
+    monkeypatch.setattr(module, "OTHERS_START_S", 0.2)
+    with module.turn(tmp_path / "turns", 2):
+        pass
 
 
 def test_a_profile_without_decode_kernels_fails(machine):
