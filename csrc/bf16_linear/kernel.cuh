@@ -30,14 +30,6 @@ struct Config {
   };
 };
 
-__device__ __forceinline__ uint4 load_weights(const uint16_t* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
 // Plain: x is what the kernel in front has just written
 __device__ __forceinline__ uint4 load_inputs(const uint16_t* p) {
   uint4 v;
@@ -67,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, 1) bf16_linear_kernel(const Params p
 #pragma unroll
       for (int half = 0; half < C::kHalves; ++half) {
         const bool wanted = has_row && step + i < steps;
-        held[half][i] = wanted ? load_weights(weight + half * 8 * p.weight_stride + (step + i) * 32) : zero;
+        held[half][i] = wanted ? load_stream(weight + half * 8 * p.weight_stride + (step + i) * 32) : zero;
       }
     }
     if (step == 0) pdl_wait();

@@ -32,15 +32,6 @@ struct Config {
   static_assert(kSteps % kRowTiles == 0 && kRowTiles % kTogether == 0 && kBlock % (kRowTiles * kTileRows) == 0);
 };
 
-__device__ __forceinline__ uint4 load_stream(const uint8_t* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
 // Four E4M3 bytes to two bf16 pairs, exact: by f16, which has a conversion, and fp32, whose upper half is the bf16.
 // volatile: in the order written. Hoisted, the operands of many products would not fit the registers.
 __device__ __forceinline__ void decode(uint32_t bytes, uint32_t& low, uint32_t& high) {

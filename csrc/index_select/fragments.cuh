@@ -11,37 +11,18 @@ namespace dsv4::index_select {
 
 constexpr int kSteps = 8;   // MMA steps over the dimensions, 16 each (FP8 MMA: two at a time)
 
-__device__ __forceinline__ void mma_f16(float (&c)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void mma_fp8(float (&c)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
+// Four registers of a tile's, operand A of one MMA.
+__device__ __forceinline__ const uint32_t (&operand(const uint32_t* a))[4] { return reinterpret_cast<const uint32_t(&)[4]>(*a); }
+__device__ __forceinline__ void mma_fp8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// four E4M3 to two f16 pairs
-__device__ __forceinline__ void widen_fp8(uint32_t bytes, uint32_t& low, uint32_t& high) {
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
-      : "=r"(low), "=r"(high)
-      : "r"(bytes));
 }
 // Nibbles i and i + 4 of eight E2M1 as a bf16 pair times 2^-126 (E2M1's own subnormal lands on bf16's).
 template <int i>
 __device__ __forceinline__ uint32_t widen_fp4(uint32_t nibbles) {
   const uint32_t magnitude = i < 2 ? nibbles << (6 - 4 * i) : nibbles >> (4 * i - 6);
   return (magnitude & 0x01c001c0u) | (nibbles << (12 - 4 * i) & 0x80008000u);
-}
-__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
 }
 
 // The keys' scales enter as 2^(byte - 127 - 64), so that a pair times 2^-126 is reached by one multiplication; exact for bytes 66 to 192.
@@ -101,7 +82,7 @@ __device__ __forceinline__ void widen_keys(Keys<kFormat, kTiles>& keys, const Ra
             a[4 * (word / 2) + 2 * (word % 2) + half] = words[w];
           } else if constexpr (kFormat == Format::kFp8Half) {
             const int step = 4 * v + w;
-            widen_fp8(words[w], a[4 * step + half], a[4 * step + 2 + half]);
+            e4m3x4_to_f16(words[w], a[4 * step + half], a[4 * step + 2 + half]);
           } else {
             const uint32_t scale = fp4_key_scale(raw.group_scales[tile][half]);
             a[8 * w + half] = mul_bf16x2(widen_fp4<0>(words[w]), scale);
@@ -127,21 +108,21 @@ __device__ __forceinline__ void multiply(float (&c)[kTiles][4], const Keys<kForm
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       if constexpr (kFormat == Format::kFp8) {
-        mma_fp8(c[tile], &keys.a[tile][8 * load], b.x, b.y);
+        mma_fp8(c[tile], operand(&keys.a[tile][8 * load]), b.x, b.y);
       } else if constexpr (kFormat == Format::kFp8Half) {
-        mma_f16(c[tile], &keys.a[tile][8 * load], b.x, b.y);
+        mma_f16(c[tile], operand(&keys.a[tile][8 * load]), b.x, b.y);
       } else {
-        mma_bf16(c[tile], &keys.a[tile][8 * load], b.x, b.y);
+        mma_bf16(c[tile], operand(&keys.a[tile][8 * load]), b.x, b.y);
       }
     }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       if constexpr (kFormat == Format::kFp8) {
-        mma_fp8(c[tile], &keys.a[tile][8 * load + 4], b.z, b.w);
+        mma_fp8(c[tile], operand(&keys.a[tile][8 * load + 4]), b.z, b.w);
       } else if constexpr (kFormat == Format::kFp8Half) {
-        mma_f16(c[tile], &keys.a[tile][8 * load + 4], b.z, b.w);
+        mma_f16(c[tile], operand(&keys.a[tile][8 * load + 4]), b.z, b.w);
       } else {
-        mma_bf16(c[tile], &keys.a[tile][8 * load + 4], b.z, b.w);
+        mma_bf16(c[tile], operand(&keys.a[tile][8 * load + 4]), b.z, b.w);
       }
     }
   }
@@ -164,10 +145,10 @@ __device__ __forceinline__ void stage_query_piece(uint8_t* q, int head, int piec
     fragments[(block * 2 + half) * 32 + lane] = x;
   } else if constexpr (kFormat == Format::kFp8Half) {
     uint4 low, high;
-    widen_fp8(x.x, low.x, low.y);
-    widen_fp8(x.y, low.z, low.w);
-    widen_fp8(x.z, high.x, high.y);
-    widen_fp8(x.w, high.z, high.w);
+    e4m3x4_to_f16(x.x, low.x, low.y);
+    e4m3x4_to_f16(x.y, low.z, low.w);
+    e4m3x4_to_f16(x.z, high.x, high.y);
+    e4m3x4_to_f16(x.w, high.z, high.w);
     fragments[(block * 4 + 2 * half) * 32 + lane] = low;
     fragments[(block * 4 + 2 * half + 1) * 32 + lane] = high;
   } else {

@@ -18,7 +18,6 @@ namespace dsv4::mhc {
 
 __device__ __forceinline__ uint4 load_16(const void* p) { return *static_cast<const uint4*>(p); }
 
-__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Two weights as three pairs of bf16, whose sum they are: 8 bits of the significand each.
 __device__ __forceinline__ void split_pair(float low, float high, uint32_t (&part)[kParts]) {

@@ -14,14 +14,6 @@
 
 namespace dsv4::mxfp4_moe {
 
-__device__ __forceinline__ uint4 load_stream(const uint8_t* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
 // 8 codes -> f16 pairs (0,4) (1,5) (2,6) (3,7), times 2^-14
 __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&pair)[4]) {
   constexpr uint32_t kSigns = 0x80808080u, kFields = 0x8e008e00u;
@@ -38,7 +30,6 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
 }
 
-__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // A lane's codes of 16 rows: rows g and g + 8.
 template <int kSteps>
