@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120 import cuda_tensors, extension
 
 MAX_ROWS = 32  # csrc/bf16_linear/bf16_linear.h has the same three; a test compares
 INPUTS_MULTIPLE = 512
@@ -113,11 +111,6 @@ def _check_out(out, x, weight, out_dtype) -> None:
         )
 
 
-@functools.cache
-def _num_sms(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def _launch(x, weight, out) -> None:
     """Checked arguments to raw pointers; x's device is current."""
     index = x.device.index
@@ -132,7 +125,7 @@ def _launch(x, weight, out) -> None:
         rows=x.shape[0],
         inputs=x.shape[1],
         outputs=weight.shape[0],
-        num_sms=_num_sms(index),
+        num_sms=cuda_tensors.num_sms(index),
         pdl=True,
         stream=torch._C._cuda_getCurrentRawStream(index),
     )

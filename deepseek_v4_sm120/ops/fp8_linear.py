@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120 import cuda_tensors, extension
 
 MAX_ROWS = 64  # of one launch; more rows are launched in tiles of as many
 BLOCK = 128  # inputs and outputs of one scale
@@ -99,11 +99,6 @@ def _follows(tensor) -> bool:
     return tensor.shape[0] == 1 or tensor.stride(0) == tensor.shape[1] * tensor.stride(1)
 
 
-@functools.cache
-def _num_sms(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 @functools.lru_cache(maxsize=4096)
 def _scratch_bytes(rows: int, groups: int, outputs: int, inputs: int, num_sms: int, tuning: tuple) -> int:
     return extension.load().fp8_linear_scratch_bytes(
@@ -143,7 +138,7 @@ def _rotation_arguments(rotation) -> dict[str, int]:
 def _launch(x, weight, weight_scale, out, *, rotation, pdl, tuning) -> None:
     module, index = extension.load(), x.device.index
     groups, outputs, inputs = weight.shape
-    num_sms, stream = _num_sms(index), torch._C._cuda_getCurrentRawStream(index)
+    num_sms, stream = cuda_tensors.num_sms(index), torch._C._cuda_getCurrentRawStream(index)
     for first in range(0, x.shape[0], MAX_ROWS):
         rows = min(MAX_ROWS, x.shape[0] - first)
         needed = _scratch_bytes(rows, groups, outputs, inputs, num_sms, tuning)
@@ -245,14 +240,5 @@ def _check_out(op, out, x, shape) -> None:
         if stride < reach:
             raise ValueError(f"{op}: out's elements must not overlap, got strides {list(out.stride())}")
         reach = stride * (size - 1) + reach
-    if out.numel() and _overlap(out, x):
+    if out.numel() and cuda_tensors.overlap(out, x):
         raise ValueError(f"{op}: out must not overlap x, got tensors that share memory")
-
-
-def _overlap(a, b) -> bool:
-    def span(tensor):
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-    (a_begin, a_end), (b_begin, b_end) = span(a), span(b)
-    return a_begin < b_end and b_begin < a_end

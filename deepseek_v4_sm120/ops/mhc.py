@@ -21,7 +21,7 @@ import functools
 
 import torch
 
-from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120 import cuda_tensors, extension
 from deepseek_v4_sm120.zeroed_words import ZeroedWords
 
 STREAMS = 4
@@ -278,7 +278,7 @@ def _launch_here(
         hidden=hidden,
         head=head,
         kernels=kernels,
-        num_sms=_num_sms(index),
+        num_sms=cuda_tensors.num_sms(index),
         pdl=True,
         stream=stream,
         **numbers,
@@ -287,11 +287,6 @@ def _launch_here(
 
 def _address(tensor) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-@functools.cache
-def _num_sms(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @functools.lru_cache(maxsize=4096)

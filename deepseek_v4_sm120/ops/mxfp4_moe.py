@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120 import cuda_tensors, extension
 
 DECODE_ROWS = 256
 GROUP = 32  # inputs per scale byte
@@ -131,11 +131,6 @@ class Routing:
 # ---- few rows
 
 
-@functools.cache
-def _num_sms(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 @functools.lru_cache(maxsize=4096)
 def _few_rows_problem(hidden: int, inter: int, experts: int, pairs: int) -> str:
     return extension.load().mxfp4_moe_problem(hidden=hidden, inter=inter, experts=experts, pairs=pairs)
@@ -179,7 +174,7 @@ def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> 
         hidden=width,
         inter=inter,
         up_first=weights.up_first,
-        num_sms=_num_sms(index),
+        num_sms=cuda_tensors.num_sms(index),
         pdl=True,
         stream=torch._C._cuda_getCurrentRawStream(index),
     )
@@ -389,14 +384,5 @@ def _check_out(out, hidden) -> None:
         raise RuntimeError(f"mxfp4_moe: out.device must be hidden's, {hidden.device}, got {out.device}")
     if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
         raise ValueError(f"mxfp4_moe: out's rows must not overlap, got strides {list(out.stride())}")
-    if out.numel() and _overlap(out, hidden):
+    if out.numel() and cuda_tensors.overlap(out, hidden):
         raise ValueError("mxfp4_moe: out must not overlap hidden, got tensors that share memory")
-
-
-def _overlap(a, b) -> bool:
-    def span(tensor):
-        begin = tensor.data_ptr()
-        return begin, begin + ((tensor.shape[0] - 1) * tensor.stride(0) + tensor.shape[1]) * tensor.element_size()
-
-    (a_begin, a_end), (b_begin, b_end) = span(a), span(b)
-    return a_begin < b_end and b_begin < a_end

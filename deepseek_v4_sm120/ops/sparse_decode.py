@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120 import cuda_tensors, extension
 from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.zeroed_words import ZeroedWords
 
@@ -132,7 +132,7 @@ def _launch(
             extra_width = extra_page_table.shape[1] * extra_page_size
     index = q.device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
-    num_sms = _num_sms(index)
+    num_sms = cuda_tensors.num_sms(index)
     if prefill is None:
         prefill = rows >= PREFILL_ROWS and heads >= PREFILL_HEADS
     partials_bytes, control_words = (0, 0) if prefill else _workspace(rows, heads, width, extra_width, num_sms)
@@ -182,11 +182,6 @@ def _launch(
 
 
 # ---- workspace
-
-
-@functools.cache
-def _num_sms(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @functools.lru_cache(maxsize=4096)

@@ -45,7 +45,7 @@ def fake(monkeypatch):
     """`_C` without a compiler or a GPU; the caches that hold its answers are emptied before and after."""
     stand_in = FakeExtension()
     monkeypatch.setattr(extension, "load", lambda: stand_in)
-    for cached in (kv_page_layout, op._num_sms, op._workspace):
+    for cached in (kv_page_layout, op.cuda_tensors.num_sms, op._workspace):
         cached.cache_clear()
     yield stand_in
     for cached in (kv_page_layout, op._workspace):
@@ -392,7 +392,7 @@ class Stream:
         self.raw, self.capturing = 77, False
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.raw, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing, raising=False)
-        monkeypatch.setattr(op, "_num_sms", lambda index: 132)
+        monkeypatch.setattr(op.cuda_tensors, "num_sms", lambda index: 132)
         monkeypatch.setattr(op, "_control_words", functools.cache(op._control_words.__wrapped__))
         zeros = torch.zeros
         monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **kind: zeros(*size, **kind))
