@@ -25,20 +25,26 @@ def handles(x, weight) -> bool:
     return isinstance(weight, torch.Tensor) and op.takes(x, weight) and device_gate.serves(x.device)
 
 
+def _beside(serve: Callable, original: Callable, operands: Callable) -> Callable:
+    """`serve`, in shadow mode beside the original. operands: of a call's arguments, (x, weight)."""
+    if not settings().shadow:
+        return serve
+    comparison = shadow.Comparison(
+        tensors=lambda ours, theirs, *_: [(ours, theirs)],
+        identity=lambda *call: operands(*call)[1].data_ptr(),
+        shape=lambda *call: _shape(*operands(*call)),
+        relative_l2=SHADOW_RELATIVE_L2,
+    )
+    return shadow.shadowed(PATCH, serve, original, comparison)
+
+
 def replace_linear_bf16_fp32(original: Callable) -> Callable:
     """For linear_bf16_fp32(x, weight) -> [rows, outputs] float32, as compressor.py imported it."""
 
     def serve(x, weight):
         return op.bf16_linear(x, weight)
 
-    if settings().shadow:
-        comparison = shadow.Comparison(
-            tensors=lambda ours, theirs, *_: [(ours, theirs)],
-            identity=lambda _x, weight: weight.data_ptr(),
-            shape=_shape,
-            relative_l2=SHADOW_RELATIVE_L2,
-        )
-        serve = shadow.shadowed(PATCH, serve, original, comparison)
+    serve = _beside(serve, original, lambda x, weight: (x, weight))
 
     @functools.wraps(original)
     def linear_bf16_fp32(x, y, *args, **kwargs):
@@ -64,14 +70,7 @@ def replace_gate(original: Callable) -> Callable:
     def serve(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
         return op.bf16_linear(hidden_states, self.weight)
 
-    if settings().shadow:
-        comparison = shadow.Comparison(
-            tensors=lambda ours, theirs, *_, **__: [(ours, theirs)],
-            identity=lambda self, *_, **__: self.weight.data_ptr(),
-            shape=lambda self, hidden_states, *_, **__: _shape(hidden_states, self.weight),
-            relative_l2=SHADOW_RELATIVE_L2,
-        )
-        serve = shadow.shadowed(PATCH, serve, original, comparison)
+    serve = _beside(serve, original, lambda self, hidden_states, *_: (hidden_states, self.weight))
 
     @functools.wraps(original)
     def forward(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
@@ -88,14 +87,7 @@ def replace_compute_weights(original: Callable) -> Callable:
         out = op.bf16_linear(x, self.weights_proj.weight, out_dtype=torch.bfloat16)
         return out if skip_scale else out * self.weight_scale
 
-    if settings().shadow:
-        comparison = shadow.Comparison(
-            tensors=lambda ours, theirs, *_, **__: [(ours, theirs)],
-            identity=lambda self, *_, **__: self.weights_proj.weight.data_ptr(),
-            shape=lambda self, x, *_, **__: _shape(x, self.weights_proj.weight),
-            relative_l2=SHADOW_RELATIVE_L2,
-        )
-        serve = shadow.shadowed(PATCH, serve, original, comparison)
+    serve = _beside(serve, original, lambda self, x, *_: (x, self.weights_proj.weight))
 
     @functools.wraps(original)
     def compute_weights(self, x, skip_scale=False):

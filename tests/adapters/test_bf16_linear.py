@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate
+from deepseek_v4_sm120 import device_gate, settings, shadow
 from deepseek_v4_sm120.reference.bf16_linear import bf16_linear as reference
 from deepseek_v4_sm120.sglang_adapters import bf16_linear as adapter
 
@@ -159,3 +159,42 @@ def test_routers_that_are_not_ours(served, rows, is_v4):
     x, weight = tensors(rows=rows, outputs=256)
     found = gate_with(MODULES["0.5.17"](False))(MoEGate(weight, is_v4), x)
     assert found == ("original", None, None) and served == []
+
+
+SHADOWED = {
+    "compressor": lambda x, weight: (
+        adapter.replace_linear_bf16_fp32(lambda x, y: x.float() @ y.float().T),
+        (x, weight),
+    ),
+    "router": lambda x, weight: (
+        adapter.replace_gate(module_gate({"get_exec": lambda: execution(False), "torch": torch})),
+        (MoEGate(weight), x),
+    ),
+    "head weights": lambda x, weight: (
+        adapter.replace_compute_weights(stock_compute_weights),
+        (SimpleNamespace(weights_proj=ReplicatedLinear(weight), weight_scale=0.0625), x),
+    ),
+}
+
+
+def module_gate(module):
+    source = "def forward(self, x, zeros=None, batch=None):\n    return x.float() @ self.weight.float().T\n"
+    exec(source, module)
+    return module["forward"]
+
+
+@pytest.mark.parametrize("name", SHADOWED)
+def test_shadow_compares_each_projection_with_its_original(served, monkeypatch, name):
+    monkeypatch.setattr(adapter, "settings", lambda: settings.Settings(shadow="1"))
+    monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow="1"))
+    shadow.reset()
+    function, call = SHADOWED[name](*tensors(outputs=256))
+    function(*call)
+    (record,) = shadow.report()
+    assert record["patch"] == "bf16_linear" and (record["calls"], record["bad_calls"]) == (1, 0)
+    assert record["shape"] == {"rows": 2, "outputs": 256}
+    operator = adapter.op.bf16_linear
+    monkeypatch.setattr(adapter.op, "bf16_linear", lambda *args, **kwargs: 1.1 * operator(*args, **kwargs))
+    function(*call)
+    assert shadow.report()[0]["bad_calls"] == 1
+    shadow.reset()
