@@ -12,6 +12,7 @@
 #include "kv_page_layout.h"
 #include "mhc/bindings.h"
 #include "mxfp4_moe/mxfp4_moe.h"
+#include "mxfp4_moe/tiles.h"
 #include "sparse_decode/sparse_decode.h"
 #include "wo_a/bindings.h"
 
@@ -123,6 +124,29 @@ void run_mxfp4_moe(uintptr_t x, int64_t x_stride, uintptr_t topk_ids, int64_t id
   mxfp4_moe::launch(p, num_sms, pdl, pointer<CUstream_st>(stream));
 }
 
+void run_mxfp4_moe_tiles(uintptr_t topk_ids, int64_t ids_stride, uintptr_t expert_map, int map_size, int first_expert, int rows, int topk,
+                         int experts, int block_m, int num_whole, uintptr_t pairs, uintptr_t pair_expert, uintptr_t expert, uintptr_t begin,
+                         uintptr_t end, uintptr_t scratch, bool pdl, uintptr_t stream) {
+  mxfp4_moe::TilesParams p = {};
+  p.topk_ids = pointer<const int32_t>(topk_ids);
+  p.ids_stride = ids_stride;
+  p.expert_map = pointer<const int32_t>(expert_map);
+  p.map_size = map_size;
+  p.first_expert = first_expert;
+  p.rows = rows;
+  p.topk = topk;
+  p.experts = experts;
+  p.block_m = block_m;
+  p.num_whole = num_whole;
+  p.pairs = pointer<int32_t>(pairs);
+  p.pair_expert = pointer<int32_t>(pair_expert);
+  p.expert = pointer<int32_t>(expert);
+  p.begin = pointer<int32_t>(begin);
+  p.end = pointer<int32_t>(end);
+  p.scratch = pointer<int32_t>(scratch);
+  mxfp4_moe::launch_tiles(p, pdl, pointer<CUstream_st>(stream));
+}
+
 void run_bf16_linear(uintptr_t x, int64_t x_stride, uintptr_t weight, int64_t weight_stride, uintptr_t out, int64_t out_stride,
                      bool bf16_out, int rows, int inputs, int outputs, int num_sms, bool pdl, uintptr_t stream) {
   bf16_linear::Params p = {};
@@ -218,6 +242,11 @@ PYBIND11_MODULE(_C, m) {
         "limit"_a, "routed_scaling"_a, "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a, "up_first"_a, "num_sms"_a, "pdl"_a,
         "stream"_a);
   m.def("mxfp4_moe_problem", &mxfp4_moe::problem, py::kw_only(), "hidden"_a, "inter"_a, "experts"_a, "pairs"_a);
+  m.def("mxfp4_moe_tiles", &run_mxfp4_moe_tiles, py::kw_only(), "topk_ids"_a, "ids_stride"_a, "expert_map"_a, "map_size"_a,
+        "first_expert"_a, "rows"_a, "topk"_a, "experts"_a, "block_m"_a, "num_whole"_a, "pairs"_a, "pair_expert"_a, "expert"_a, "begin"_a,
+        "end"_a, "scratch"_a, "pdl"_a, "stream"_a);
+  m.def("mxfp4_moe_tiles_scratch_words", &mxfp4_moe::tiles_scratch_words, py::kw_only(), "pairs"_a, "experts"_a);
+  m.attr("mxfp4_moe_max_tiled_experts") = mxfp4_moe::kMaxTiledExperts;
   m.def("bf16_linear", &run_bf16_linear, py::kw_only(), "x"_a, "x_stride"_a, "weight"_a, "weight_stride"_a, "out"_a, "out_stride"_a,
         "bf16_out"_a, "rows"_a, "inputs"_a, "outputs"_a, "num_sms"_a, "pdl"_a, "stream"_a);
   m.attr("bf16_linear_limits") = py::make_tuple(bf16_linear::kMaxRows, bf16_linear::kInputsMultiple, bf16_linear::kOutputsMultiple);

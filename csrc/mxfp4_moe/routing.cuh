@@ -6,7 +6,8 @@
 namespace dsv4::mxfp4_moe {
 
 // local expert of a pair, -1: none
-__device__ __forceinline__ int local_expert(const Params& p, int pair) {
+template <typename Ids>
+__device__ __forceinline__ int local_expert(const Ids& p, int pair) {
   const int id = p.topk_ids[(pair / p.topk) * p.ids_stride + pair % p.topk];
   if (id < 0) return -1;
   int local;

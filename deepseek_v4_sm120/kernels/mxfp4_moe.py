@@ -254,7 +254,7 @@ def launch_gate_up(x, x_scale, w13, w13_scale, tiles, h, h_scale, *, up_first, l
     """
     hidden, inter = x.shape[1], w13.shape[1] // 2
     x_scale, h_scale = (w13_scale, w13_scale) if x_scale is None else (x_scale, h_scale)  # a pointer that is not read
-    for height, (expert, begin, end) in tiles.by_height(blocks.block_m):
+    for height, (expert, begin, end) in tiles.lists:
         _gate_up_kernel[(expert.shape[0] * (inter // blocks.block_n),)](
             *(x, x_scale, w13, w13_scale, tiles.pairs, expert, begin, end, h, h_scale),
             *(x.stride(0), w13.stride(0), w13_scale.stride(0)),
@@ -270,7 +270,7 @@ def launch_down(h, h_scale, w2, w2_scale, tiles, y, *, product, blocks):
     """y is [pairs, hidden] in the pairs' own order."""
     hidden, inter = w2.shape[1], h.shape[1]
     h_scale = w2_scale if h_scale is None else h_scale  # a pointer that is not read
-    for height, (expert, begin, end) in tiles.by_height(blocks.block_m):
+    for height, (expert, begin, end) in tiles.lists:
         _down_kernel[(expert.shape[0] * (hidden // blocks.block_n),)](
             *(h, h_scale, w2, w2_scale, tiles.pairs, expert, begin, end, y),
             *(w2.stride(0), w2_scale.stride(0), hidden, inter),

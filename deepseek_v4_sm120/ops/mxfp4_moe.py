@@ -64,7 +64,9 @@ def mxfp4_moe(
                        others. Up to 256 rows weights are exact (a scale byte of 0 counts as zero, 255 as NaN); above
                        for scale bytes 34 to 160
     sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash and Pro at TP 1 to 8), at most 512
-                       experts and 3072 pairs; other sizes take the other regime, which needs multiples of 128
+                       experts and 3072 pairs; other sizes take the other regime, which needs multiples of 128 and at
+                       most 1024 experts
+                       and at most 1024 experts
     raises             TypeError (dtype), ValueError (shape, stride, alignment, sizes: says name, expected, got),
                        RuntimeError (device, launch)
     cuda graphs        capture-safe: no host sync; allocates only out and scratch, through torch
@@ -188,69 +190,71 @@ class Tiles:
     """The pairs sorted by expert and cut into tiles: what every program of a grouped GEMM looks up.
 
     An expert's pairs are cut into tiles of block_m; what is left over becomes a tile of a quarter, a half, both, or
-    a whole one, so that few rows are multiplied for nothing: 192 pairs are 128 + 64. Three lists, one behind the other.
+    a whole one, so that few rows are multiplied for nothing: 192 pairs are 128 + 64. A list for each of these heights;
+    within an expert the order is the pairs' own. Specification: reference/mxfp4_moe.py, `tiles`.
+
+    pairs        [pairs] int32: sorted position -> pair (row * topk + slot); undefined behind the last local pair
+    pair_expert  [pairs] int32: local expert or -1
+    lists        (height, (expert, begin, end)) of the lists that can hold a tile; each [tiles] int32: local expert or
+                 -1 where there is no tile, first sorted position, position behind the last
     """
 
-    pairs: torch.Tensor  # [pairs] int32: sorted position -> pair (row * topk + slot)
-    expert: torch.Tensor  # [tiles] int32 local expert, -1 where there is no tile
-    begin: torch.Tensor  # [tiles] int32 first sorted position
-    end: torch.Tensor  # [tiles] int32 position behind the last
-    pair_expert: torch.Tensor  # [pairs] int32 local expert or -1
-    num_whole: int  # length of the list of whole tiles; the rest is halves, then as many quarters
+    pairs: torch.Tensor
+    pair_expert: torch.Tensor
+    lists: list[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
 
-    def by_height(self, block_m: int) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        """(rows of a tile, (expert, begin, end)) of the lists that can hold one."""
-        table = (self.expert, self.begin, self.end)
-        pieces = (self.expert.shape[0] - self.num_whole) // 2
-        sizes = (self.num_whole, pieces, pieces)
-        parts = zip(*(tensor.split(sizes) for tensor in table), strict=True)
-        heights = (block_m, block_m // 2, block_m // 4)
-        return [(height, part) for height, part in zip(heights, parts, strict=True) if part[0].numel()]
+
+def num_whole_tiles(pairs: int, block_m: int) -> int:
+    """Length of the list of whole tiles: those that `pairs` can fill, however they are routed.
+
+    A multiple of 4, so that all three lists begin on 16 bytes: for others Triton would compile its kernels once more.
+    """
+    return -(-(pairs // (block_m // 2 + block_m // 4)) // 4) * 4
+
+
+def cut(table, num_whole: int, block_m: int) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    """Tiles.lists of (expert, begin, end), each with the whole tiles, then the halves, then as many quarters."""
+    pieces = (table[0].shape[0] - num_whole) // 2
+    parts = zip(*(tensor.split((num_whole, pieces, pieces)) for tensor in table), strict=True)
+    heights = (block_m, block_m // 2, block_m // 4)
+    return [(height, part) for height, part in zip(heights, parts, strict=True) if part[0].numel()]
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles_scratch_words(pairs: int, experts: int) -> int:
+    return extension.load().mxfp4_moe_tiles_scratch_words(pairs=pairs, experts=experts)
 
 
 def make_tiles(routing: Routing, experts: int, block_m: int) -> Tiles:
-    """Device operations only, tiles bounded by the shapes. Within an expert the order is the pairs' own."""
-    ids = routing.ids.flatten()
-    if routing.expert_map is None:
-        local = ids - routing.first_expert
-    else:
-        last = routing.expert_map.numel() - 1
-        local = torch.where(ids > last, -1, routing.expert_map[ids.clamp(0, last).long()])
-    local = torch.where((ids >= 0) & (local >= 0) & (local < experts), local, -1)
-    by_expert, order = torch.sort(torch.where(local < 0, experts, local), stable=True)
-    names = torch.arange(experts + 1, dtype=by_expert.dtype, device=ids.device)
-    bounds = torch.searchsorted(by_expert, names)
-    begins, counts = bounds[:-1], bounds[1:] - bounds[:-1]
-    half, quarter = block_m // 2, block_m // 4
-    rest = counts % block_m
-    whole = counts // block_m + (rest > half + quarter)
-    has_half = (rest > quarter) & (rest <= half + quarter)
-    has_quarter = ((rest > 0) & (rest <= quarter)) | ((rest > half) & (rest <= half + quarter))
-    behind_whole = begins + counts - rest
-    last_tile = torch.cumsum(whole, 0)
-    # a multiple of 4, so that all three lists begin on 16 bytes: for others Triton would compile its kernels once more
-    num_whole = -(-(ids.numel() // (half + quarter)) // 4) * 4
-    tile = torch.arange(num_whole, device=ids.device)
-    expert = torch.searchsorted(last_tile, tile, right=True)
-    known = expert.clamp(max=experts - 1)
-    begin = begins[known] + (tile - last_tile[known] + whole[known]) * block_m
-    quarter_begin = torch.where(has_half, behind_whole + half, behind_whole)
-    name = names[:-1].long()
-    half_end = torch.where(rest > half, behind_whole + half, bounds[1:])
-    return Tiles(
-        pairs=order.to(torch.int32),
-        expert=torch.cat(
-            (
-                torch.where(expert < experts, expert, -1),
-                torch.where(has_half, name, -1),
-                torch.where(has_quarter, name, -1),
-            )
-        ).to(torch.int32),
-        begin=torch.cat((begin, behind_whole, quarter_begin)).to(torch.int32),
-        end=torch.cat((torch.minimum(begin + block_m, bounds[known + 1]), half_end, bounds[1:])).to(torch.int32),
-        pair_expert=local.to(torch.int32),
+    """Three launches, and work bounded by the shapes; routing's device is current."""
+    ids, expert_map = routing.ids, routing.expert_map
+    (rows, topk), device = ids.shape, ids.device
+    num_whole = num_whole_tiles(ids.numel(), block_m)
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
+    pairs, pair_expert = empty(ids.numel()), empty(ids.numel())
+    table = [empty(num_whole + 2 * experts) for _ in range(3)]
+    scratch = empty(_tiles_scratch_words(ids.numel(), experts))
+    extension.load().mxfp4_moe_tiles(
+        topk_ids=ids.data_ptr(),
+        ids_stride=ids.stride(0),
+        expert_map=0 if expert_map is None else expert_map.data_ptr(),
+        map_size=0 if expert_map is None else expert_map.numel(),
+        first_expert=routing.first_expert,
+        rows=rows,
+        topk=topk,
+        experts=experts,
+        block_m=block_m,
         num_whole=num_whole,
+        pairs=pairs.data_ptr(),
+        pair_expert=pair_expert.data_ptr(),
+        expert=table[0].data_ptr(),
+        begin=table[1].data_ptr(),
+        end=table[2].data_ptr(),
+        scratch=scratch.data_ptr(),
+        pdl=True,
+        stream=torch._C._cuda_getCurrentRawStream(device.index),
     )
+    return Tiles(pairs, pair_expert, cut(table, num_whole, block_m))
 
 
 def _grouped(hidden, weights: Weights, routing: Routing, limit: float, out, *, mxfp8: bool) -> None:
@@ -262,16 +266,18 @@ def _grouped(hidden, weights: Weights, routing: Routing, limit: float, out, *, m
     product = "w4a8" if mxfp8 else "w4a16"
     gate_up = table.choose(major, product, "gate_up", rows_per_expert, inter, hidden.shape[1])
     down = table.choose(major, product, "down", rows_per_expert, hidden.shape[1], inter, block_m=gate_up.block_m)
-    run_grouped(hidden, weights, routing, limit, out, product, gate_up, down)
+    tiles = make_tiles(routing, experts, gate_up.block_m)
+    run_grouped(hidden, weights, routing, limit, out, tiles, product, gate_up, down)
 
 
-def run_grouped(hidden, weights: Weights, routing: Routing, limit: float, out, product: str, gate_up, down) -> None:
-    """The grouped GEMMs with given block sizes (of one block_m); also on the CPU, for Triton's interpreter."""
+def run_grouped(
+    hidden, weights: Weights, routing: Routing, limit: float, out, tiles: Tiles, product: str, gate_up, down
+) -> None:
+    """The grouped GEMMs with given block sizes (of the tiles' block_m); also on the CPU, for Triton's interpreter."""
     from deepseek_v4_sm120.kernels import mxfp4_moe as kernels
 
     device, topk = hidden.device, routing.ids.shape[1]
     inter, pairs = weights.w13.shape[1] // 2, routing.ids.numel()
-    tiles = make_tiles(routing, weights.w13.shape[0], gate_up.block_m)
     packed = [t.view(torch.uint8) for t in (weights.w13, weights.w13_scale, weights.w2, weights.w2_scale)]
     x, x_scale, h_scale, h_dtype = hidden, None, None, out.dtype
     if product.startswith("w4a8"):
@@ -323,6 +329,8 @@ def _check_all(hidden, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, exp
 
 
 def _check_grouped(sizes: Sizes, activations: str, device) -> None:
+    if sizes.experts > (most := extension.load().mxfp4_moe_max_tiled_experts):
+        raise ValueError(f"mxfp4_moe: w13 must have at most {most} experts, got {sizes.experts}")
     if sizes.hidden % 128 or sizes.inter % 128:
         got = f"{sizes.hidden} and {sizes.inter}"
         raise ValueError(f"mxfp4_moe: hidden and inter must be multiples of 128, got {got}")

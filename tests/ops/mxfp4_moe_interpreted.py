@@ -41,6 +41,16 @@ SHAPES = {
 }
 
 
+def make_tiles(routing: op.Routing, experts: int, block_m: int) -> op.Tiles:
+    """What the operator's kernels make, from the specification."""
+    local = reference.local_experts(
+        routing.ids, experts, first_expert=routing.first_expert, expert_map=routing.expert_map
+    )
+    num_whole = op.num_whole_tiles(local.numel(), block_m)
+    pairs, table = reference.tiles(local, experts, block_m, num_whole)
+    return op.Tiles(pairs, local.flatten().int(), op.cut(table, num_whole, block_m))
+
+
 def run(shape: Shape, product: str, block_m: int = 32) -> float:
     inputs = make_inputs(shape, seed=7, device="cpu")
     out = torch.full((shape.rows, shape.hidden), float("nan"))
@@ -50,7 +60,8 @@ def run(shape: Shape, product: str, block_m: int = 32) -> float:
     )
     weights = op.Weights(inputs.w13, inputs.w13_scale, inputs.w2, inputs.w2_scale, inputs.up_first)
     blocks = (Blocks(block_m, 32, 64, 1, 4), Blocks(block_m, 64, 32, 1, 4))
-    op.run_grouped(inputs.hidden.float(), weights, routing, limit, out, product, *blocks)
+    tiles = make_tiles(routing, shape.experts, block_m)
+    op.run_grouped(inputs.hidden.float(), weights, routing, limit, out, tiles, product, *blocks)
     return relative_error(out, reference.mxfp4_moe(**inputs.arguments()))
 
 

@@ -16,7 +16,7 @@ import torch
 
 from deepseek_v4_sm120.kernels import mxfp4_moe_table as table
 from deepseek_v4_sm120.ops import mxfp4_moe as op
-from deepseek_v4_sm120.reference.mxfp4_moe import local_experts
+from deepseek_v4_sm120.reference.mxfp4_moe import local_experts, tiles
 from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, routed_ids
 
 INTERPRETED = Path(__file__).with_name("mxfp4_moe_interpreted.py")
@@ -158,19 +158,30 @@ def test_every_call_finds_blocks():
 @pytest.mark.parametrize("ids, masked", [("uniform", 0.0), ("edges", 0.0), ("one", 0.0), ("uniform", 0.6)])
 @pytest.mark.parametrize("block_m", [16, 64, 128])
 def test_tiles_hold_every_pair_once(ids, masked, block_m):
+    """The specification; the kernels are held against it on the GPU."""
     shape = Shape(70, experts=16, ids=ids, masked=masked)
-    topk_ids = routed_ids(shape, torch.Generator().manual_seed(1))
-    tiles = op.make_tiles(op.Routing(topk_ids, None, 0, None, 1.0), 16, block_m)
-    local = local_experts(topk_ids, 16).flatten()
+    local = local_experts(routed_ids(shape, torch.Generator().manual_seed(1)), 16)
+    num_whole = op.num_whole_tiles(local.numel(), block_m)
+    pairs, table = tiles(local, 16, block_m, num_whole)
+    lists = op.cut(table, num_whole, block_m)
     seen = []
-    for expert, begin, end in zip(tiles.expert.tolist(), tiles.begin.tolist(), tiles.end.tolist(), strict=True):
-        if expert < 0:
-            continue
-        assert 0 < end - begin <= block_m
-        pairs = tiles.pairs[begin:end].tolist()
-        assert {int(local[pair]) for pair in pairs} == {expert}
-        seen += pairs
-    assert sorted(seen) == (local >= 0).nonzero().flatten().tolist()
-    assert torch.equal(tiles.pair_expert.long(), local)
-    lists = [part for _, parts in tiles.by_height(block_m) for part in parts]
-    assert all(part.storage_offset() * part.element_size() % 16 == 0 for part in lists)  # one kernel, not two
+    for height, (experts, begins, ends) in lists:
+        assert all(part.storage_offset() * part.element_size() % 16 == 0 for part in (experts, begins, ends))
+        for expert, begin, end in zip(experts.tolist(), begins.tolist(), ends.tolist(), strict=True):
+            if expert < 0:
+                continue
+            assert 0 < end - begin <= height
+            mine = pairs[begin:end].tolist()
+            assert {int(local.flatten()[pair]) for pair in mine} == {expert} and mine == sorted(mine)
+            seen += mine
+    assert sorted(seen) == (local.flatten() >= 0).nonzero().flatten().tolist()
+
+
+def test_no_routing_needs_more_whole_tiles_than_there_are():
+    for block_m in (16, 64, 128):
+        least = block_m // 2 + block_m // 4 + 1  # pairs of an expert that make a whole tile
+        for experts in (1, 3, 40):
+            local = torch.arange(experts).repeat_interleave(least)[:, None]
+            num_whole = op.num_whole_tiles(local.numel(), block_m)
+            _, (expert, _, _) = tiles(local, experts, block_m, num_whole)
+            assert expert[:num_whole].ge(0).sum() == experts and len(expert) == num_whole + 2 * experts
