@@ -15,6 +15,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
+
 ISSUE = 2  # of the runs themselves
 # which issue a patch's shadow records answer; a record says its own bound
 ISSUES = {"sparse_decode": 2, "index_select": 5, "index_select_within_tolerance": 5, "mxfp4_moe": 6}
@@ -48,6 +52,9 @@ IMPLEMENTATIONS = {
     "index_seams_shadow": "ours beside TileLang's logits and SGLang's top-k",
     "index_a": "ours, DSV4_SM120_FORCE=ops, every call ours",
     "index_b": "ours, DSV4_SM120_FORCE=ops, every call ours",
+    "stock43_alone": "SGLang stock (Hopper kernels)",
+    "ops43_alone": "ours, every operator on",
+    **{f"ops43_without_{name}": f"ours, without {name}" for name in OPERATORS},
 }
 KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answer as stock does
     "index_shadow": "SGLang stock (FlashMLA, paged extend, DeepGEMM's paged logits)",
@@ -130,10 +137,12 @@ def index_rows(name, impl, patch, records):
 
 def timing_rows(name, batches, prefill_bars=None):
     impl, rows = IMPLEMENTATIONS[name], []
-    issue = WHOLE_ISSUE if name.endswith("_whole") else ISSUE
+    is_whole = name.endswith(("_whole", "43_alone")) or "_without_" in name
+    issue = WHOLE_ISSUE if is_whole else ISSUE
     for batch, timed in batches.items():
         bars = WHOLE_BARS.get((name, batch), {}) | (prefill_bars or {}).get(batch, {})
-        case = f"flash43e64, batch {batch}, 1K context"
+        experts = ", 16 experts" if "_alone" in name or "_without_" in name else ""
+        case = f"flash43e64{experts}, batch {batch}, 1K context"
         for metric, key in (
             ("decode step, ms, best", "step_ms_best"),
             ("decode step, ms, worst", "step_ms_worst"),

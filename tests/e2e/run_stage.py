@@ -24,6 +24,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
+sys.path.insert(0, str(REPO))
+
+from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
 # every extend row goes through the paged kernel as a decode row does, so that our call replaces it in `ops` mode:
 # by default SGLang's Hopper path gathers an extend's history and calls flash_mla_sparse_fwd, which is not our seam
@@ -35,6 +38,7 @@ PAGED_INDEX = {"SGLANG_OPT_DSV4_NONPAGED_INDEXER": "0"}
 # Marlin's (the harness's default); dense GEMMs stay on the backend that SGLang picks for the machine
 SEAMS = {"DSV4_SM120_FORCE": "seams", "SGLANG_SM120_FLASHMLA_BACKEND": "triton"}
 SHADOW = {"DSV4_SM120_SHADOW": "1"}
+WITHOUT = "ops43_without_"
 
 ANSWER = ["--phases", "answer", "--batches", "8", "32", "--graph-bs", "1", "8", "32", "--batch-prompts", ""]
 SIX_LAYERS = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--repeat", "2", "--new", "48"]
@@ -52,6 +56,10 @@ PROFILED = [*AT_1K, "--phases", "profile", "--bs", "1", "8"]
 # two engines side by side on one GPU, one at a time when it comes to timing
 WHOLE = [*ALL_LAYERS, "--in-len", "1024", "--max-total-tokens", "400000", "--phases", "bench", "profile", "prefill"]
 WHOLE += ["--bs", "1", "8", "--out-len", "64", "--reps", "3"]
+# Six engines side by side. At batch 1 six experts are read, however many there are; 16 of them are all that is loaded
+ONE_ROW = [*ALL_LAYERS, "--set", 'json_model_override_args="{\\"n_routed_experts\\": 16}"', "--in-len", "1024"]
+ONE_ROW += ["--max-total-tokens", "20000", "--mem", "0.95", "--phases", "bench", "--bs", "1", "--out-len", "64"]
+ONE_ROW += ["--reps", "4"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,15 @@ STAGES = {
     "whole43": [
         Case("stock43_whole", WHOLE, patched=False, takes_turns=True),
         Case("ops43_whole", WHOLE, environment=OPS | PAGED_EXTEND | PAGED_INDEX, takes_turns=True),
+    ],
+    # what each operator contributes to a step at batch 1: all but one on. Six engines fit the GPU: --only, in two calls
+    "without43": [
+        Case("stock43_alone", ONE_ROW, patched=False, takes_turns=True),
+        Case("ops43_alone", ONE_ROW, environment=OPS, takes_turns=True),
+        *(
+            Case(f"{WITHOUT}{name}", ONE_ROW, environment=OPS | {"DSV4_SM120_SET": f"{name}=off"}, takes_turns=True)
+            for name in OPERATORS
+        ),
     ],
     "launches43": [
         Case("stock43_launches", PROFILED, patched=False),

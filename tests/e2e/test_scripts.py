@@ -24,6 +24,7 @@ def parse(argv):
     for name, default in (("repeat", 2), ("new", 4), ("top", 2), ("prompt-positions", 3), ("out-len", 4), ("reps", 1)):
         p.add_argument("--" + name, type=int, default=default)
     p.add_argument("--max-total-tokens", type=int)
+    p.add_argument("--mem", type=float)
     for name in ("bs", "graph-bs", "in-len"):
         p.add_argument("--" + name, type=int, nargs="+", default=[1])
     p.add_argument("--set", action="append")
@@ -111,6 +112,9 @@ def machine(tmp_path):
     (scripts / "engine_case.py").write_text(engine_case)
     for name in ("run_stage.py", "collect.py"):
         (scripts / name).write_text((HERE / name).read_text())
+    package = tmp_path / "repo/deepseek_v4_sm120"
+    package.mkdir()
+    (package / "__init__.py").write_text((HERE.parents[1] / "deepseek_v4_sm120/__init__.py").read_text())
 
     def run(stage, *more, **environment):
         line = [sys.executable, str(scripts / "run_stage.py"), stage, "--harness", str(tmp_path / "harness"), *more]
@@ -198,6 +202,17 @@ def test_the_whole_step_of_two_engines_that_take_turns(machine):
     prefill = {(r["impl"][:4], r["metric"]): r["value"] for r in rows if "prefill of" in r["case"]}
     assert prefill["SGLa", "kernel time, ms"] == pytest.approx((5 * 100 + 3 * 4) / 1e3)
     assert prefill["ours", "sparse attention, share of kernel time"] == 0
+
+
+def test_each_operator_is_switched_off_alone(machine):
+    ended = machine("without43", "--only", "ops43_alone", "ops43_without_mhc", "ops43_without_wo_a")
+    assert ended.returncode in (0, 1), ended.stdout + ended.stderr
+    stage = json.loads((machine.out / "stage_without43.json").read_text())
+    assert "DSV4_SM120_SET=mhc=off" in stage["cases"]["ops43_without_mhc"]["command"]
+    assert "DSV4_SM120_SET" not in stage["cases"]["ops43_alone"]["command"]
+    rows = [r for r in rows_of(machine.out / "stage_without43.json") if r["metric"] == "decode step, ms, best"]
+    assert [r["impl"] for r in rows] == ["ours, every operator on", "ours, without wo_a", "ours, without mhc"]
+    assert all(r["issue"] == 7 and "16 experts" in r["case"] for r in rows)
 
 
 def test_one_long_prefill_does_not_make_a_step_short():
