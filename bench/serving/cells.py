@@ -91,7 +91,7 @@ def quick() -> list[Cell]:
     return [
         *single(output=128, requests=2),
         *concurrent((1, 8, 32), output=128),
-        *depth((8192, 32768), output=64, requests=2),
+        *depth((8192, 32768, 131072), output=64, requests=2),
         *prefill((1024, 8192, 32768), requests=2),
         *intrusion(long_tokens=16384, output=1024, delay_s=0.5),
     ]

@@ -119,7 +119,7 @@ class Stage:
 
     def options(self, patched: bool):
         words = ["run", "--variant", self.arguments.variant, "--models", str(self.arguments.models)]
-        words += ["--context", "40960", "--max-total-tokens", "400000", "--graph-bs", *GRAPHS]
+        words += ["--context", str(self.arguments.context), "--max-total-tokens", "400000", "--graph-bs", *GRAPHS]
         words += ["--radix"] if self.arguments.radix else []
         return self.harness.parse(words + (["--patch", str(self.arguments.patch)] if patched else []))
 
@@ -278,6 +278,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--choices", default="", help="DSV4_SM120_SET of the patched server, mhc=off")
     parser.add_argument("--matrix", default="quick")
     parser.add_argument("--cells", default=CELLS, help="words of cell names, comma-separated")
+    parser.add_argument("--context", type=int, default=40960, help="tokens; deeper cells need more")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-radix", dest="radix", action="store_false", help="without the prefix cache")
     parser.add_argument("--limit-s", type=float, default=240)
