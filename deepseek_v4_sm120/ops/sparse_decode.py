@@ -68,13 +68,11 @@ def sparse_decode(
     extra_page_table_rows
                        [rows] int32: the table of each row (its request's), all masked where that is no table; None:
                        a table for each row, tables = rows
-    q_norm_eps         float: q is what the projection gave, still to be normed and rotated, which then is part of this
-                       call; at most 512 rows. Each head becomes q * rsqrt(mean(q^2) + q_norm_eps) in float32, rounded
-                       to bf16; then its last 64 are 32 pairs (a, b) that become (a c - b s, a s + b c) in float32,
-                       rounded to bf16. To the bit as SGLang's fused_q_norm_rope before the call. None: q is ready
-    freqs_cis          [any, 32] complex64 c + i s, contiguous, 16-byte aligned: row p has the rotation of position p
-    positions          [rows] int32 or int64, contiguous, each a row of freqs_cis (not checked: that would wait for the
-                       GPU). Both with q_norm_eps and only with it
+    q_norm_eps         float: q is still to be normed and rotated (at most 512 rows): each head becomes
+                       q * rsqrt(mean(q^2) + q_norm_eps), bf16; then its last 64, 32 pairs (a, b), become
+                       (a c - b s, a s + b c), bf16. To the bit SGLang's fused_q_norm_rope. None: q is ready
+    freqs_cis          with q_norm_eps: [any, 32] complex64 c + i s, contiguous, 16-byte aligned, a row for a position
+    positions          with q_norm_eps: [rows] int32 or int64, contiguous, rows of freqs_cis (not checked, as slots)
     out                bf16 like q, written in place, or None; must not overlap q
     return_lse         also return lse
     prefill            True: the kernel for many rows, False: the one for few, None: PREFILL_ROWS and PREFILL_HEADS
@@ -98,42 +96,29 @@ def sparse_decode(
     if attn_sink is not None:
         _check_vector("attn_sink", attn_sink, torch.float32, heads, "heads", device)
     query = _check_query_norm(q, q_norm_eps, freqs_cis, positions, prefill)
-    if out is not None:
-        _check_out(out, q)
+    _check_out(out, q)
     if device.type != "cuda":
         raise RuntimeError(f"sparse_decode: q.device must be a CUDA device, got {device}")
     if out is None:
         out = torch.empty((rows, 1, heads, dim), dtype=torch.bfloat16, device=device)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=device) if return_lse else None
     if rows:
-        scale = dim**-0.5 if softmax_scale is None else float(softmax_scale)
-        if device.index == torch._C._cuda_getDevice():
-            _launch(q, kv_pages, indices, topk_length, *extra, attn_sink, scale, query, out, lse, prefill)
-        else:
-            with torch.cuda.device(device):
-                _launch(q, kv_pages, indices, topk_length, *extra, attn_sink, scale, query, out, lse, prefill)
+        _launch_on(device, q, kv_pages, indices, topk_length, extra, attn_sink, softmax_scale, query, out, lse, prefill)
     return (out, lse.unsqueeze(-1)) if return_lse else out
 
 
-def _launch(
-    q,
-    kv_pages,
-    indices,
-    topk_length,
-    extra_kv_pages,
-    extra_indices,
-    extra_topk_length,
-    extra_page_table,
-    extra_page_table_rows,
-    attn_sink,
-    scale,
-    query,
-    out,
-    lse,
-    prefill,
-):
+def _launch_on(device, *arguments):
+    if device.index == torch._C._cuda_getDevice():
+        _launch(*arguments)
+    else:
+        with torch.cuda.device(device):
+            _launch(*arguments)
+
+
+def _launch(q, kv_pages, indices, topk_length, extra, attn_sink, softmax_scale, query, out, lse, prefill):
     """Checked arguments to raw pointers; q's device is current."""
-    rows, _, heads, _ = q.shape
+    extra_kv_pages, extra_indices, extra_topk_length, extra_page_table, extra_page_table_rows = extra
+    rows, _, heads, dim = q.shape
     q_stride_row, _, q_stride_head, _ = q.stride()
     out_stride_row, _, out_stride_head, _ = out.stride()
     num_pages, page_size, _, _ = kv_pages.shape
@@ -181,7 +166,7 @@ def _launch(
         extra_num_page_tables=0 if extra_page_table is None else extra_page_table.shape[0],
         extra_page_table_rows=0 if extra_page_table_rows is None else extra_page_table_rows.data_ptr(),
         attn_sink=0 if attn_sink is None else attn_sink.data_ptr(),
-        softmax_scale=scale,
+        softmax_scale=dim**-0.5 if softmax_scale is None else float(softmax_scale),
         out=out.data_ptr(),
         out_stride_row=out_stride_row,
         out_stride_head=out_stride_head,
@@ -387,6 +372,8 @@ def _refuse_partial_extra(extra_kv_pages, extra_indices) -> None:
 
 
 def _check_out(out, q) -> None:
+    if out is None:
+        return
     if out.dtype != torch.bfloat16:
         raise TypeError(f"sparse_decode: out.dtype must be torch.bfloat16, got {out.dtype}")
     if out.shape != q.shape:
