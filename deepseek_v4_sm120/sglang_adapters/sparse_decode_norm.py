@@ -71,12 +71,11 @@ _served: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # layer -> cal
 
 def replace_forward(original: Callable) -> Callable:
     """For MQALayer.forward."""
-    if settings().shadow:
-        return original
+    shadow = settings().shadow
 
     @functools.wraps(original)
     def forward(self, x, positions, forward_batch, *args, **kwargs):
-        if not _may_wait(x, forward_batch, original.__module__):
+        if shadow or not _may_wait(x, forward_batch, original.__module__):
             return original(self, x, positions, forward_batch, *args, **kwargs)
         _forward.layer, _forward.call = self, (forward_batch.forward_mode.is_decode(), x.shape[0])
         try:
