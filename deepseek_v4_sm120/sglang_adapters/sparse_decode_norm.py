@@ -94,10 +94,10 @@ def _may_wait(x, forward_batch, module: str) -> bool:
     if not (0 < x.shape[0] <= op.MAX_NORM_ROWS and device_gate.serves(x.device)):
         return False
     mode = forward_batch.forward_mode
-    if mode.is_decode():
-        return True
+    if not mode.is_target_verify():
+        return mode.is_decode()
     in_breakable_graph = getattr(sys.modules[module], IN_BREAKABLE_GRAPH, None)
-    return mode.is_target_verify() and not (in_breakable_graph is not None and in_breakable_graph())
+    return in_breakable_graph is None or not in_breakable_graph()
 
 
 def replace_norm_rope(original: Callable) -> Callable:
