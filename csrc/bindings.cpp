@@ -59,7 +59,8 @@ void run_sparse_decode(uintptr_t q, int64_t q_stride_row, int64_t q_stride_head,
                        int64_t extra_page_table_stride, int extra_num_page_tables, uintptr_t extra_page_table_rows,
                        uintptr_t attn_sink, double softmax_scale, uintptr_t out, int64_t out_stride_row,
                        int64_t out_stride_head, uintptr_t lse, uintptr_t partials, int64_t partials_bytes, uintptr_t control,
-                       int control_words, int num_sms, bool pdl, uintptr_t stream, int splits, bool prefill) {
+                       int control_words, int num_sms, bool pdl, uintptr_t stream, uintptr_t rotation, uintptr_t positions,
+                       int position_bytes, double q_norm_eps, int splits, bool prefill) {
   sparse_decode::Params p = {};
   p.q = pointer<const uint16_t>(q);
   p.q_stride_row = q_stride_row;
@@ -80,6 +81,10 @@ void run_sparse_decode(uintptr_t q, int64_t q_stride_row, int64_t q_stride_head,
   p.extra_table.table_of_row = pointer<const int32_t>(extra_page_table_rows);
   p.extra_table.num_tables = extra_num_page_tables;
   p.extra_table.num_pages = static_cast<int32_t>(std::min<int64_t>(extra_num_pages, INT32_MAX / extra_page_size));
+  p.query.rotation = pointer<const float>(rotation);
+  p.query.positions = pointer<const void>(positions);
+  p.query.position_bytes = position_bytes;
+  p.query.eps = static_cast<float>(q_norm_eps);
   const auto plan = sparse_decode::make_plan(rows, heads, p.main.width, p.extra.width, num_sms, splits, prefill);
   if (partials_bytes < plan.partials_bytes || control_words < plan.control_words)
     throw std::runtime_error("sparse_decode: workspace too small: needs " + std::to_string(plan.partials_bytes) + " bytes and " +
@@ -227,7 +232,8 @@ PYBIND11_MODULE(_C, m) {
         "extra_indices_stride"_a, "extra_indices_width"_a, "extra_topk_length"_a, "extra_page_table"_a, "extra_page_table_stride"_a,
         "extra_num_page_tables"_a, "extra_page_table_rows"_a, "attn_sink"_a, "softmax_scale"_a, "out"_a,
         "out_stride_row"_a, "out_stride_head"_a, "lse"_a, "partials"_a, "partials_bytes"_a, "control"_a, "control_words"_a,
-        "num_sms"_a, "pdl"_a, "stream"_a, "splits"_a = 0, "prefill"_a = false);
+        "num_sms"_a, "pdl"_a, "stream"_a, "rotation"_a = 0, "positions"_a = 0, "position_bytes"_a = 8, "q_norm_eps"_a = 0.0,
+        "splits"_a = 0, "prefill"_a = false);
   m.def(
       "sparse_decode_workspace",
       [](int rows, int heads, int indices_width, int extra_indices_width, int num_sms, int splits, bool prefill) {

@@ -6,7 +6,8 @@
 //   gather   two warps copy rows to shared memory by cp.async, three stages; masked candidates become zeros
 //   score    eight warps own 64 of the 512 dimensions each, seven E4M3 tiles and the rotary tile, so that one exponent per candidate and
 //            warp scales all that the warp touches. E4M3 is converted to f16 in registers (exact), its exponent applied to the fp32 dot
-//            product; q is scaled per head by a power of two into f16's range
+//            product; q is scaled per head by a power of two into f16's range. With kNorm it is made first (query.cuh), by every block
+//            that shares the row, while the gathering warps wait for theirs
 //   softmax  two warps add the tiles' scores and make the weights; the reference is a coarse integer, so that every later rescaling is
 //            exact, and rare
 //   value    eight warps multiply a tile each; the exponents, relative to the leaf's greatest, go into the f16 weights
@@ -23,7 +24,7 @@
 
 namespace dsv4::sparse_decode {
 
-template <bool kSplit, bool kTable>
+template <bool kSplit, bool kTable, bool kNorm>
 __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
   const int row = block_row(), split = block_split();
   const int warp = uniform(threadIdx.x >> 5);
@@ -57,7 +58,7 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
     run_softmax_team<kSplit>(p, sm);
   } else if (warp >= kValueWarps) {
     set_registers<kScoreRegisters, false>();
-    run_score_team<kSplit>(p, sm, warp - kValueWarps);
+    run_score_team<kSplit, kNorm>(p, sm, warp - kValueWarps);
     set_registers<kRegisters, true>();
   } else {
     set_registers<kValueRegisters, true>();
@@ -71,8 +72,9 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
   if (!sm.work.template whole_row<kSplit>()) merge_row(p, sm);
 }
 
-// kSplit: several blocks may share a row; kTable: the extra cache's candidates come from a page table, not a list
-template <bool kSplit, bool kTable>
+// kSplit: several blocks may share a row; kTable: the extra cache's candidates come from a page table, not a list; kNorm: q is normed
+// and rotated on the way in
+template <bool kSplit, bool kTable, bool kNorm>
 __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& sm = *reinterpret_cast<SharedMemoryPlan*>(shared);
@@ -90,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid
   __syncthreads();
   pdl_wait();
   pdl_trigger();
-  run_row<kSplit, kTable>(p, sm);
+  run_row<kSplit, kTable, kNorm>(p, sm);
 }
 
 }  // namespace dsv4::sparse_decode

@@ -15,12 +15,15 @@ MAX_TABLE_WIDTH = 1 << 30  # entries of a row of extra_page_table
 # From so many rows and heads on, the kernel for many rows takes a call. It is faster from about 100 rows on, but decode
 # and verify must not change kernels with the size of the batch: their bits would differ.
 PREFILL_ROWS, PREFILL_HEADS = 513, 33
+MAX_NORM_ROWS = PREFILL_ROWS - 1  # rows of a q that is still to be normed: the kernel for many has no such form
+ROTATED = 64  # of a head, its last
 _ALIGN_BYTES = 16  # the kernel moves 16 bytes at a time
 _BF16_BYTES = 2
 _ALIGN_BF16 = _ALIGN_BYTES // _BF16_BYTES
 _CAPTURE_RING_BYTES = 4 << 20  # room for over 1,000 of the largest calls
 
 _PAGE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
+_POSITION_DTYPES = (torch.int32, torch.int64)
 
 
 def sparse_decode(
@@ -36,6 +39,9 @@ def sparse_decode(
     extra_topk_length=None,
     extra_page_table=None,
     extra_page_table_rows=None,
+    q_norm_eps=None,
+    freqs_cis=None,
+    positions=None,
     out=None,
     return_lse=False,
     prefill=None,
@@ -62,6 +68,11 @@ def sparse_decode(
     extra_page_table_rows
                        [rows] int32: the table of each row (its request's), all masked where that is no table; None:
                        a table for each row, tables = rows
+    q_norm_eps         float: q is still to be normed and rotated (at most 512 rows): each head becomes
+                       q * rsqrt(mean(q^2) + q_norm_eps), bf16; then its last 64, 32 pairs (a, b), become
+                       (a c - b s, a s + b c), bf16. To the bit SGLang's fused_q_norm_rope. None: q is ready
+    freqs_cis          with q_norm_eps: [any, 32] complex64 c + i s, contiguous, 16-byte aligned, a row for a position
+    positions          with q_norm_eps: [rows] int32 or int64, contiguous, rows of freqs_cis (not checked, as slots)
     out                bf16 like q, written in place, or None; must not overlap q
     return_lse         also return lse
     prefill            True: the kernel for many rows, False: the one for few, None: PREFILL_ROWS and PREFILL_HEADS
@@ -84,41 +95,30 @@ def sparse_decode(
     _check_extra(*extra, rows, device)
     if attn_sink is not None:
         _check_vector("attn_sink", attn_sink, torch.float32, heads, "heads", device)
-    if out is not None:
-        _check_out(out, q)
+    query = _check_query_norm(q, q_norm_eps, freqs_cis, positions, prefill)
+    _check_out(out, q)
     if device.type != "cuda":
         raise RuntimeError(f"sparse_decode: q.device must be a CUDA device, got {device}")
     if out is None:
         out = torch.empty((rows, 1, heads, dim), dtype=torch.bfloat16, device=device)
     lse = torch.empty((rows, heads), dtype=torch.float32, device=device) if return_lse else None
     if rows:
-        scale = dim**-0.5 if softmax_scale is None else float(softmax_scale)
-        if device.index == torch._C._cuda_getDevice():
-            _launch(q, kv_pages, indices, topk_length, *extra, attn_sink, scale, out, lse, prefill)
-        else:
-            with torch.cuda.device(device):
-                _launch(q, kv_pages, indices, topk_length, *extra, attn_sink, scale, out, lse, prefill)
+        _launch_on(device, q, kv_pages, indices, topk_length, extra, attn_sink, softmax_scale, query, out, lse, prefill)
     return (out, lse.unsqueeze(-1)) if return_lse else out
 
 
-def _launch(
-    q,
-    kv_pages,
-    indices,
-    topk_length,
-    extra_kv_pages,
-    extra_indices,
-    extra_topk_length,
-    extra_page_table,
-    extra_page_table_rows,
-    attn_sink,
-    scale,
-    out,
-    lse,
-    prefill,
-):
+def _launch_on(device, *arguments):
+    if device.index == torch._C._cuda_getDevice():
+        _launch(*arguments)
+    else:
+        with torch.cuda.device(device):
+            _launch(*arguments)
+
+
+def _launch(q, kv_pages, indices, topk_length, extra, attn_sink, softmax_scale, query, out, lse, prefill):
     """Checked arguments to raw pointers; q's device is current."""
-    rows, _, heads, _ = q.shape
+    extra_kv_pages, extra_indices, extra_topk_length, extra_page_table, extra_page_table_rows = extra
+    rows, _, heads, dim = q.shape
     q_stride_row, _, q_stride_head, _ = q.stride()
     out_stride_row, _, out_stride_head, _ = out.stride()
     num_pages, page_size, _, _ = kv_pages.shape
@@ -133,8 +133,9 @@ def _launch(
     index = q.device.index
     stream = torch._C._cuda_getCurrentRawStream(index)
     num_sms = cuda_tensors.num_sms(index)
+    eps, freqs_cis, positions = query or (None, None, None)
     if prefill is None:
-        prefill = rows >= PREFILL_ROWS and heads >= PREFILL_HEADS
+        prefill = query is None and rows >= PREFILL_ROWS and heads >= PREFILL_HEADS
     partials_bytes, control_words = (0, 0) if prefill else _workspace(rows, heads, width, extra_width, num_sms)
     partials = torch.empty((partials_bytes,), dtype=torch.uint8, device=q.device) if partials_bytes else None
     control = _control_words(index).take(stream, control_words)
@@ -165,7 +166,7 @@ def _launch(
         extra_num_page_tables=0 if extra_page_table is None else extra_page_table.shape[0],
         extra_page_table_rows=0 if extra_page_table_rows is None else extra_page_table_rows.data_ptr(),
         attn_sink=0 if attn_sink is None else attn_sink.data_ptr(),
-        softmax_scale=scale,
+        softmax_scale=dim**-0.5 if softmax_scale is None else float(softmax_scale),
         out=out.data_ptr(),
         out_stride_row=out_stride_row,
         out_stride_head=out_stride_head,
@@ -178,6 +179,10 @@ def _launch(
         prefill=prefill,
         pdl=True,
         stream=stream,
+        rotation=0 if query is None else freqs_cis.data_ptr(),
+        positions=0 if query is None else positions.data_ptr(),
+        position_bytes=8 if query is None else positions.element_size(),
+        q_norm_eps=0.0 if query is None else eps,
     )
 
 
@@ -210,6 +215,41 @@ def _check_query(q) -> None:
     if not 1 <= shape[2] <= MAX_HEADS:
         raise ValueError(f"sparse_decode: q.shape[2] must be 1..{MAX_HEADS} (heads), got {shape[2]}")
     _check_vectors_of_8("q", q, shape)
+
+
+def _check_query_norm(q, eps, freqs_cis, positions, prefill):
+    """(eps, freqs_cis, positions) as the kernel reads them, or None where q is ready."""
+    given = [value is not None for value in (eps, freqs_cis, positions)]
+    if not any(given):
+        return None
+    if not all(given):
+        got = ["None" if value is None else "a value" for value in (eps, freqs_cis, positions)]
+        raise ValueError(
+            "sparse_decode: q_norm_eps, freqs_cis and positions must be given together, "
+            f"got {got[0]}, {got[1]} and {got[2]}"
+        )
+    rows = q.shape[0]
+    if freqs_cis.dtype != torch.complex64:
+        raise TypeError(f"sparse_decode: freqs_cis.dtype must be torch.complex64, got {freqs_cis.dtype}")
+    if positions.dtype not in _POSITION_DTYPES:
+        raise TypeError(f"sparse_decode: positions.dtype must be torch.int32 or torch.int64, got {positions.dtype}")
+    if freqs_cis.dim() != 2 or freqs_cis.shape[1] != ROTATED // 2 or not freqs_cis.is_contiguous():
+        got = f"{list(freqs_cis.shape)} with strides {list(freqs_cis.stride())}"
+        raise ValueError(f"sparse_decode: freqs_cis must be contiguous [any, {ROTATED // 2}], got {got}")
+    if positions.shape != (rows,) or not positions.is_contiguous():
+        got = f"{list(positions.shape)} with strides {list(positions.stride())}"
+        raise ValueError(f"sparse_decode: positions must be contiguous [{rows}], got {got}")
+    _check_alignment("freqs_cis", freqs_cis)
+    for name, tensor in (("freqs_cis", freqs_cis), ("positions", positions)):
+        if tensor.device != q.device:
+            raise RuntimeError(f"sparse_decode: {name}.device must be q's, {q.device}, got {tensor.device}")
+    if rows > MAX_NORM_ROWS or prefill:
+        got = "prefill=True" if prefill else f"{rows} rows"
+        raise ValueError(
+            f"sparse_decode: q_norm_eps must be None above {MAX_NORM_ROWS} rows and with prefill=True, got {got}: norm "
+            "and rotate q before"
+        )
+    return float(eps), freqs_cis, positions
 
 
 def _check_vectors_of_8(name, tensor, shape) -> None:
@@ -332,6 +372,8 @@ def _refuse_partial_extra(extra_kv_pages, extra_indices) -> None:
 
 
 def _check_out(out, q) -> None:
+    if out is None:
+        return
     if out.dtype != torch.bfloat16:
         raise TypeError(f"sparse_decode: out.dtype must be torch.bfloat16, got {out.dtype}")
     if out.shape != q.shape:

@@ -204,7 +204,7 @@ class Engine:
         for name in record.target.qualname.split(".")[:-1]:
             holder = getattr(holder, name, None)
         current = vars(holder).get(record.attribute) if holder is not None else None
-        if getattr(current, MARK, None) == record.patch.name:
+        if record.patch.name in _marks(current):
             return
         if holder is None or record.attribute not in vars(holder):
             problem = f"{record.target.module} has no {record.target.qualname} after its import"
@@ -306,9 +306,10 @@ class Engine:
         report.write(self)
 
     def undo(self) -> list[Record]:
-        """Restore every original whose place still holds what we put there; returns the records left alone."""
+        """Restore every original whose place still holds what we put there; returns the records left alone. The last
+        first: two patches may have put theirs in one place."""
         left = []
-        for record in [r for r in self.records if r.state == APPLIED]:
+        for record in [r for r in reversed(self.records) if r.state == APPLIED]:
             if vars(record.holder).get(record.attribute) is record.replacement:
                 setattr(record.holder, record.attribute, record.original)
                 record.state, record.reason = READY, "undone"
@@ -321,6 +322,15 @@ def _package_file(package: str) -> str:
     """The `__init__.py` of one of our packages, without importing it."""
     top, *rest = package.split(".")
     return str(Path(sys.modules[top].__file__).parent.joinpath(*rest, "__init__.py"))
+
+
+def _marks(function) -> list[str]:
+    """The patches that put in place what is there: the last one, and those that it was put on top of."""
+    found = []
+    while function is not None:
+        found.append(getattr(function, "__dict__", {}).get(MARK))
+        function = getattr(function, "__wrapped__", None)
+    return found
 
 
 def _load(where: str):

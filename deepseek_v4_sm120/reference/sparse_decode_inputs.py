@@ -6,7 +6,7 @@ candidate names, pad bytes, scale pads and page tails. Positions beyond a row's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,6 +14,8 @@ from deepseek_v4_sm120.reference import kv_pages as pages_of
 from deepseek_v4_sm120.reference.sparse_decode import indices_of_page_table, valid_candidates
 
 SWA_WIDTH = 128  # the sliding window: what every layer attends to
+POSITIONS = 4096  # of a freqs_cis, unless a test makes a longer one
+NORM_EPS = 1e-6
 MASKED = (-1, -(2**31), 2**31 - 1)  # a negative slot and one beyond every pool
 
 
@@ -42,6 +44,7 @@ class Shape:
     query_scale: float = 1.0
     wide_scales: bool = False  # tiles with maxima from 1e-4 to 1e4, but a score spread of about 1
     flashmla: bool = False  # FlashMLA's own distributions, sinks infinite in both directions included
+    norm: bool = False  # q as the projection leaves it, still to be normed and rotated; heads from 1e-2 to 1e2
 
 
 @dataclass
@@ -60,6 +63,9 @@ class Inputs:
     shape: Shape | None = field(default=None, repr=False)
     page_table: torch.Tensor | None = None  # what extra_indices lists, where the shape says `tables`
     page_table_rows: torch.Tensor | None = None
+    q_norm_eps: float | None = None
+    freqs_cis: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
     def arguments(self) -> dict:
         left_out = ("shape", "page_table", "page_table_rows")
@@ -69,6 +75,10 @@ class Inputs:
         """The same call with the page table instead of the second cache's list."""
         table = {"extra_page_table": self.page_table, "extra_page_table_rows": self.page_table_rows}
         return {**self.arguments(), "extra_indices": None, **table}
+
+    def with_q(self, q: torch.Tensor) -> Inputs:
+        """The same call with a q that is normed and rotated."""
+        return replace(self, q=q, q_norm_eps=None, freqs_cis=None, positions=None)
 
 
 def rms_rows(count: int, generator: torch.Generator, dtype=torch.bfloat16) -> torch.Tensor:
@@ -160,6 +170,21 @@ def _sink(shape: Shape, generator: torch.Generator) -> torch.Tensor | None:
     return sink
 
 
+def make_freqs_cis(count: int, device) -> torch.Tensor:
+    """[count, 32] complex64: the rotations of positions 0 .. count - 1."""
+    inverse = 160_000.0 ** -(torch.arange(32, dtype=torch.float64, device=device) / 32)
+    angles = torch.arange(count, dtype=torch.float64, device=device)[:, None] * inverse
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+
+def _query_norm(shape: Shape, generator: torch.Generator) -> dict:
+    if not shape.norm:
+        return {}
+    positions = torch.randint(0, POSITIONS, (shape.rows,), generator=generator, device=generator.device)
+    freqs_cis = make_freqs_cis(POSITIONS, generator.device)
+    return {"q_norm_eps": NORM_EPS, "freqs_cis": freqs_cis, "positions": positions}
+
+
 def make_inputs(shape: Shape, *, seed: int = 0, device="cuda") -> Inputs:
     """Random inputs of a shape; the same seed gives the same inputs on the same device type."""
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -169,6 +194,8 @@ def make_inputs(shape: Shape, *, seed: int = 0, device="cuda") -> Inputs:
     if shape.flashmla:
         q = q.clamp(-1, 1)
     q = q * shape.query_scale
+    if shape.norm:
+        q = q * 10 ** (torch.rand(q.shape[:3], generator=generator, device=device) * 4 - 2)[..., None]
     return Inputs(
         q=q.to(torch.bfloat16),
         kv_pages=pages,
@@ -182,4 +209,5 @@ def make_inputs(shape: Shape, *, seed: int = 0, device="cuda") -> Inputs:
         shape=shape,
         page_table=extra[3],
         page_table_rows=extra[4],
+        **_query_norm(shape, generator),
     )

@@ -22,6 +22,7 @@ def checks(quick: bool) -> Iterator[Check]:
         if not (quick and name == "C128 at 512K"):
             yield Check("sparse_decode", name, functools.partial(_check_sparse_decode, extra, quick), ON_GPU)
     yield Check("sparse_decode", "C128 by page table", _check_page_table, ON_GPU)
+    yield Check("sparse_decode", "q normed within", _check_norm, ON_GPU)
     yield Check("sparse_decode", "graph replay", _check_graph_replay, ON_GPU)
 
 
@@ -85,6 +86,26 @@ def _check_page_table() -> str:
             case = f"{heads} heads, page size {page_size}, {'many' if prefill else 'few'} rows"
             raise Failure(f"{case}: {int((found != expected).sum())} of {found.numel()} elements differ")
     return "equal to the list of the same candidates, bit by bit"
+
+
+def _check_norm() -> str:
+    """Norm and rotation of q within the call against the same float32 operations before it, to the bit."""
+    import torch
+
+    from deepseek_v4_sm120.ops.sparse_decode import sparse_decode
+    from deepseek_v4_sm120.reference.sparse_decode import normed_and_rotated_by_warps
+    from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
+
+    window, extra = CacheShape(256, 128, lengths=128), CacheShape(64, 512, lengths=(512, 300))
+    for heads, rows in itertools.product((8, 64), (1, 64)):
+        inputs = make_inputs(Shape(rows, heads, window, extra, norm=True))
+        found = sparse_decode(**inputs.arguments())
+        q = normed_and_rotated_by_warps(inputs.q, inputs.q_norm_eps, inputs.freqs_cis, inputs.positions)
+        expected = sparse_decode(**inputs.with_q(q).arguments())
+        if not torch.equal(found, expected):
+            case = f"{rows} rows, {heads} heads"
+            raise Failure(f"{case}: {int((found != expected).sum())} of {found.numel()} elements differ")
+    return "equal to norm and rotation before the call, bit by bit"
 
 
 def _check_graph_replay() -> str:

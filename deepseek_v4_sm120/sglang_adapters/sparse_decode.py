@@ -9,7 +9,7 @@ Three functions that SGLang calls for the same attention over the 584-byte FP8 p
 Each serves a call when `handles` says so and otherwise returns what the original returns for the very arguments.
 Around them: the number of heads worth computing (replace_kernel_num_heads, replace_backend_forward), prompts that would
 not come to these functions (replace_forward_prefill_sparse) and FlashMLA's scheduler metadata, which our kernel does
-not use (replace_sched_meta).
+not use (replace_sched_meta). In sparse_decode_norm.py: the norm of the queries, which our kernel does as well.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_adapters import sparse_decode_norm
 from deepseek_v4_sm120.sglang_patches import (
     FLASH_MLA_PARAMETERS,
     SGL_KERNEL_PARAMETERS,
@@ -140,10 +141,15 @@ def _serve(call: Call, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor 
     """(out [rows, 1, heads, 512], lse [rows, heads, 1] or None). Padded heads of `out` are left uninitialised."""
     q, attn_sink, out, whole = call.q, call.attn_sink, None, None
     heads = call.heads
+    waiting = sparse_decode_norm.take(q, heads)
     if heads < q.shape[2]:
         whole = q.new_empty(q.shape)
         q, out = q[:, :, :heads], whole[:, :, :heads]
         attn_sink = None if attn_sink is None else attn_sink[:heads]
+    norm = {}
+    if waiting is not None:
+        q = waiting.q.unsqueeze(1)
+        norm = {"q_norm_eps": waiting.eps, "freqs_cis": waiting.freqs_cis, "positions": waiting.positions}
     result = op.sparse_decode(
         q,
         call.k_cache,
@@ -156,6 +162,7 @@ def _serve(call: Call, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor 
         extra_topk_length=call.extra_topk_length,
         out=out,
         return_lse=return_lse,
+        **norm,
     )
     computed, lse = result if return_lse else (result, None)
     return (computed if whole is None else whole), lse
@@ -200,7 +207,10 @@ def replace_sm120(original: Callable) -> Callable:
             return original(**kwargs)
         values = _bind("flash_mla_with_kvcache_sm120", SM120_KEYS, (), kwargs)
         call = _call(values, (), kwargs, is_sparse_fp8=True)
-        return serve(call) if handles(call) else original(**kwargs)
+        if handles(call):
+            return serve(call)
+        sparse_decode_norm.settle()
+        return original(**kwargs)
 
     return flash_mla_with_kvcache_sm120
 
@@ -221,7 +231,10 @@ def _replace_flash_mla_with_kvcache(original: Callable, where: str, names: tuple
             and values.get("descale_k") is None
         )
         call = _call(values, args, kwargs, is_sparse_fp8=is_sparse_fp8)
-        return serve(call) if handles(call) else original(*args, **kwargs)
+        if handles(call):
+            return serve(call)
+        sparse_decode_norm.settle()
+        return original(*args, **kwargs)
 
     return flash_mla_with_kvcache
 

@@ -71,6 +71,9 @@ TILELANG = "def tilelang_fp8_paged_mqa_logits(*arguments):\n    return 'original
 MODEL = """
 from sglang.srt.utils.common import is_sm120_supported
 
+def fused_q_norm_rope(q_input, q_output, eps, freqs_cis, positions):
+    return "original norm"
+
 def fused_rope_inplace(q, k, freqs_cis, positions, inverse=False):
     return "original rotation"
 

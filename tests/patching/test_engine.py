@@ -131,6 +131,25 @@ def test_reload_double_apply_and_undo(host):
     assert engine.undo() == [] and kernels.f is original and states(engine) == [READY]
 
 
+def test_two_patches_in_one_place(host):
+    host()
+    patches = [Patch(name=name, why="test", targets=(function_target(),), retire="never") for name in ("one", "two")]
+    engine = Engine(
+        Table(supported=">=1,<2", preflight="eng_host.main", patches=tuple(patches)), "eng_host", Settings()
+    )
+    engine.start()
+    from eng_host import kernels
+
+    both = kernels.f
+    assert both(a=1) == ("ours", ("ours", 1)) and states(engine) == [APPLIED, APPLIED]
+    for record in engine.records:
+        engine.apply(record, kernels)
+    assert kernels.f is both, "neither is applied twice"
+    importlib.reload(kernels)
+    assert kernels.f is not both and kernels.f(a=1) == both(a=1)
+    assert engine.undo() == [] and kernels.f(a=1) == 1
+
+
 def test_undo_leaves_a_stranger_on_top_alone(host):
     host()
     engine = make()

@@ -78,7 +78,7 @@ for _found in EXPECTED.values():
     _found["index_select"] = _found["bf16_linear"] = INDEXER
     _found["fp8_linear"] = FP8_METHOD.partition(":")[0]
     _found["mhc"] = MTP_MODEL.partition(":")[0]
-    _found["wo_a"] = ATTENTION.partition(":")[0]
+    _found["wo_a"] = _found["q_norm"] = ATTENTION.partition(":")[0]
 # version -> (logits, our top-k, top-k of an explicit choice) that the indexer is found with
 INDEX_NAMES = {
     "0.5.12": (1, 2, 1),
