@@ -3,11 +3,11 @@
 All versions have the same three places:
 
     silu_and_mul_clamp    0.5.12 to 0.5.20 import it from their DeepSeek-V4 kernels, 0.5.23 from its activations; one
-                          kernel in all. It is called in DeepseekV2MLP.forward where the model has a swiglu_limit; without
-                          one SGLang calls SiluAndMul, which stays
+                          kernel in all. It is called in DeepseekV2MLP.forward where the model has a swiglu_limit;
+                          without one SGLang calls SiluAndMul, which stays
     q_norm                made by MQALayer.__init__ and called from two to five places of the attention. 0.5.23's own
-                          kernels for DeepSeek-V4.1 do without it, and that model is left alone; so is DSpark's attention,
-                          which is another class
+                          kernels for DeepSeek-V4.1 do without it, and that model is left alone; so is DSpark's
+                          attention, which is another class
 """
 
 from deepseek_v4_sm120.patching.contract import Bound, Contract, Parameters

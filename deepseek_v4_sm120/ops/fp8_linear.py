@@ -21,32 +21,33 @@ _ALIGN_BYTES = 16
 def fp8_linear(x, weight, weight_scale, *, swiglu_limit=None, norm_weight=None, norm_eps=None, out=None):
     """y = x' W^T with W = weight * weight_scale, for few rows of bf16 x. x' is x; or x gated; or x normalised.
 
-    x             [rows, inputs] bf16, with swiglu_limit [rows, 2 * inputs], gates and then ups; last dim contiguous, row
-                  stride a multiple of 8
+    x             [rows, inputs] bf16, with swiglu_limit [rows, 2 * inputs], gates and then ups; last dim contiguous,
+                  row stride a multiple of 8
     weight        [outputs, inputs] float8_e4m3fn, last dim contiguous, row stride a multiple of 16; outputs and inputs
                   multiples of 128. NaN bytes are NaN
     weight_scale  [outputs / 128, inputs / 128] float32 (any value), or float8_e8m0fnu or uint8 (UE8M0: 2^(byte - 127),
                   255 is NaN); any strides
-    swiglu_limit  positive number, finite in bf16: x' = bf16(silu(min(gate, limit)) * clamp(up, -limit, limit)). Clamped
-                  in bf16, where a NaN becomes the limit, the rest in float32, as SGLang's silu_and_mul_clamp. Or None
-    norm_weight   [inputs] bf16, contiguous, 16-byte aligned: x' = bf16(x * rsqrt(mean(x^2) + norm_eps) * norm_weight), in
-                  float32. Or None
+    swiglu_limit  positive number, finite in bf16: x' = bf16(silu(min(gate, limit)) * clamp(up, -limit, limit)).
+                  Clamped in bf16, where a NaN becomes the limit, the rest in float32, as SGLang's silu_and_mul_clamp.
+                  Or None
+    norm_weight   [inputs] bf16, contiguous, 16-byte aligned: x' = bf16(x * rsqrt(mean(x^2) + norm_eps) * norm_weight),
+                  in float32. Or None
     norm_eps      positive number, with norm_weight
     out           [rows, outputs] bf16 written in place, last dim contiguous, row stride a multiple of 4; or None
     returns       out [rows, outputs] bf16
-    accuracy      relative L2 0.0017 against float64 of x' (bf16 out, nothing coarser). Weights and x' enter exactly: the
-                  same bits as for an x' that was made before
+    accuracy      relative L2 0.0017 against float64 of x' (bf16 out, nothing coarser). Weights and x' enter exactly:
+                  the same bits as for an x' that was made before
     determinism   the same bits in every run and every batch: a row alone equals the row among others. A row's NaN or
                   infinity stays in the row
-    sizes         any number of rows; weights are read once for each 64 of them, which is what this is for. x' is made in
-                  shared memory by every block, for inputs up to what `takes_prologue` says
+    sizes         any number of rows; weights are read once for each 64 of them, which is what this is for. x' is
+                  made in shared memory by every block, for inputs up to what `takes_prologue` says
     raises        TypeError (dtype), ValueError (shape, stride, alignment: says name, expected, got), RuntimeError
                   (device, launch)
     cuda graphs   capture-safe: no host sync; allocates out and, for more than a few rows, scratch through torch
     streams       the current stream of x's device; scratch is the call's own. Weights, scales and norm_weight are read
                   ahead of the end of the kernel before (programmatic dependent launch): that kernel must not write them
-    source        DeepSeek's inference/model.py (Linear, RMSNorm, Expert) and kernel.py (fp8_gemm), without the rounding of x to FP8;
-                  specification in reference/fp8_linear.py
+    source        DeepSeek's inference/model.py (Linear, RMSNorm, Expert) and kernel.py (fp8_gemm), without the rounding
+                  of x to FP8; specification in reference/fp8_linear.py
     """
     gated = swiglu_limit is not None
     _check_x("fp8_linear", x, 2, ("rows", "2 * inputs" if gated else "inputs"))

@@ -6,10 +6,10 @@ x bf16, w E4M3 (1 sign, 4 exponent, 3 mantissa bits, bias 7, no infinities, 0x7f
 (2^(byte - 127), 255 NaN). The FP8-activation path of stock SGLang also rounds x: per row and 128 inputs, to E4M3
 (`quantized_activations`).
 
-x may be made on the way in, and is bf16 then: of gates and ups (`gated`), or of x that is not yet normalised (`normalized`).
+x may be made on the way in, and is bf16 then: of gates and ups (`gated`), or of rows to be normalised (`normalized`).
 
-Source: DeepSeek's inference/kernel.py (act_quant, fp8_gemm) and inference/model.py (Expert, RMSNorm); how SGLang clamps:
-silu_and_mul_masked_post_quant.cuh.
+Source: DeepSeek's inference/kernel.py (act_quant, fp8_gemm) and inference/model.py (Expert, RMSNorm); how it is
+clamped: SGLang's silu_and_mul_masked_post_quant.cuh.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def make_norm_weight(inputs: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def make_one_to_one(inputs: int, device):
-    """Weights [inputs, inputs] and scales of the matrix that changes nothing: what is done to x on its way in is out."""
+    """Weights [inputs, inputs] and scales of the matrix that changes nothing: out is what was made of x."""
     import torch
 
     from deepseek_v4_sm120.reference.fp8_linear import BLOCK
