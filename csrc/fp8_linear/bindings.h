@@ -53,6 +53,23 @@ inline void run(uintptr_t x, int64_t x_stride, int64_t x_stride_group, uintptr_t
   launch(p, plan, pdl, reinterpret_cast<cudaStream_t>(stream));
 }
 
+inline void run_make(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t out_stride, int rows, int inputs, uintptr_t norm_weight,
+                     double norm_eps, double swiglu_limit, bool pdl, uintptr_t stream) {
+  if (x_stride < 0 || x_stride > UINT32_MAX) throw std::runtime_error("fp8_linear: takes strides below 2^32, got " + std::to_string(x_stride));
+  Params p = {};
+  p.x = reinterpret_cast<const uint16_t*>(x);
+  p.x_stride = static_cast<uint32_t>(x_stride);
+  p.out = reinterpret_cast<uint16_t*>(out);
+  p.out_stride = out_stride;
+  p.norm_weight = reinterpret_cast<const uint16_t*>(norm_weight);
+  p.norm_inverse = 1.f / static_cast<float>(inputs);
+  p.norm_eps = static_cast<float>(norm_eps);
+  p.swiglu_limit = static_cast<float>(swiglu_limit);
+  p.rows = rows;
+  p.inputs = inputs;
+  make(p, pdl, reinterpret_cast<cudaStream_t>(stream));
+}
+
 inline void bind(py::module_& m) {
   using namespace py::literals;
   m.attr("FP8_LINEAR_MAX_ROWS") = kMaxRows;
@@ -61,6 +78,9 @@ inline void bind(py::module_& m) {
         "partial_bytes"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "pdl"_a, "stream"_a,
         "rotation"_a = 0, "positions"_a = 0, "position_bytes"_a = 8, "norm_weight"_a = 0, "norm_eps"_a = 0., "swiglu_limit"_a = 0.,
         "row_tiles"_a = 0, "warp_rows"_a = 0, "blocks"_a = 0);
+  m.def("fp8_linear_make", &run_make, py::kw_only(), "x"_a, "x_stride"_a, "out"_a, "out_stride"_a, "rows"_a, "inputs"_a,
+        "norm_weight"_a = 0, "norm_eps"_a = 0., "swiglu_limit"_a = 0., "pdl"_a, "stream"_a);
+  m.attr("FP8_LINEAR_MADE_ROWS") = kMadeRows;
   m.attr("FP8_LINEAR_ROTATED") = kRotated;
   m.attr("FP8_LINEAR_HEAD_INPUTS") = kHeadBlocks * kBlock;
   py::enum_<Prologue>(m, "Fp8LinearPrologue")

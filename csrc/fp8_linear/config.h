@@ -5,9 +5,8 @@
 //   step     16 weight rows x 128 inputs of a warp: 64 bytes a lane, held in registers
 //   chunk    the blocks of 128 inputs of x that a slice's buffer in shared memory takes at a time: all, where they fit
 //
-// Shared memory: barriers | x [stages][slices here][rows][chunk] | the sums that warps exchange, before that a prologue's scratch |
-// norm: barriers, roots, the weights of the slices here
-// Scratch: SwiGLU [slices here][together][chunk], a slice's ups; norm [warps][together][inputs], whole rows of x
+// Shared memory: barriers | x [stages][slices here][rows][chunk] | the sums that warps exchange, before that [rows][inputs, or gates
+// and ups] of which something is made | the norm's weights
 #pragma once
 
 #include <cstdint>
@@ -50,9 +49,8 @@ constexpr int exchange_bytes(int column_tiles, int row_tiles, int warp_rows) {
 struct Variant {
   int column_tiles, row_tiles, warp_rows;
 };
+// Those that make something of x have one column tile: the first kMakingVariants.
+constexpr int kMakingVariants = 3;
 constexpr Variant kVariants[] = {{1, 1, 1}, {1, 1, 4}, {1, 1, 8}, {2, 1, 1}, {2, 1, 4}, {2, 1, 8}, {4, 1, 4}, {4, 2, 4}, {4, 1, 8}, {8, 1, 8}, {8, 2, 8}};
-
-// Norm: a barrier for each warp's rows and one for the weights; 1 / rms of every row
-constexpr int kNormBarriers = 128, kNormRoots = 4 * kMaxRows, kNormHead = kNormBarriers + kNormRoots;
 
 }  // namespace dsv4::fp8_linear

@@ -61,17 +61,17 @@ struct Plan {
   Shares slice_blocks;           // blocks of 128 inputs of a slice
   int32_t chunk_blocks;          // blocks of 128 inputs of a slice that shared memory has room for at a time
   int32_t stages;                // 1: x stays in shared memory, all of it; 2: chunks take turns
-  int32_t exchange;              // where in shared memory warps exchange sums; before that, a prologue's scratch
+  int32_t exchange;              // where in shared memory warps exchange sums, and before that rows of x are of which something is made
   int32_t blocks;                // of one split
   Shares block_tiles;            // tiles of a block
   int32_t group_tiles;           // tiles of a group
   int64_t partial_bytes;
-  int32_t together;              // rows for which a prologue's scratch has room: of each warp (norm), of a slice's ups (SwiGLU)
-  int32_t norm;                  // where the norm keeps its barriers, its roots and its weights
+  int32_t norm;                  // where the norm's weights are
   int32_t shared_bytes;
 };
 
 constexpr int kMaxRows = 64;
+constexpr int kMadeRows = 8;  // for which the product's kernels gate or normalise themselves; for more, `make` goes before
 
 using LinearKernel = void (*)(Params, Plan);
 
@@ -91,6 +91,10 @@ Plan make_plan(Prologue prologue, int rows, int groups, int outputs, int inputs,
 
 // One kernel, or two where the plan splits.
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);
+
+// out [rows, inputs] = x normalised, or of gates and ups: any number of rows, by a launch of its own. Of `params` it reads x,
+// out, rows, inputs and the prologue.
+void make(const Params& params, bool pdl, cudaStream_t stream);
 
 std::vector<KernelAttributes> kernel_attributes();
 int shared_bytes();  // of the kernel that takes the most

@@ -18,7 +18,8 @@ const LinearKernel* instances(std::index_sequence<kIndices...>) {
 
 template <Prologue kPrologue>
 const LinearKernel* kernels() {
-  return instances<kPrologue>(std::make_index_sequence<std::size(kVariants)>());
+  constexpr bool kMakes = kPrologue == Prologue::kSwiglu || kPrologue == Prologue::kNorm;
+  return instances<kPrologue>(std::make_index_sequence<kMakes ? kMakingVariants : std::size(kVariants)>());
 }
 
 }  // namespace dsv4::fp8_linear

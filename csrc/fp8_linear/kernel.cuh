@@ -9,17 +9,18 @@
 // Sum of 64 products, in mma order, from zero; times scale, added to the slice's sum, in order; slices by a binary tree.
 // Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others.
 //
-// A prologue changes x in shared memory, once it is there and before it is multiplied:
+// A prologue changes x before it is multiplied:
 //   rotation  x is the attention's output, whose rotary position embedding is taken back: of each 512 inputs (a head) the last
 //             64 are pairs, rotated in fp32 and rounded to bf16 (DeepSeek-V4's wo_a)
-//   SwiGLU    x is gates and ups: bf16(silu(min(gate, limit)) * clamp(up, -limit, limit)), clamped in bf16, the rest in fp32
-//             (the shared experts' down projection)
-//   norm      bf16(x * rsqrt(mean(x^2) + eps) * w), in fp32 (the queries' second projections). A warp sums the squares of a
-//             row of its own copy, in an order that nothing but the number of inputs changes
+//   SwiGLU    x is gates and ups, what is multiplied is made of them (the shared experts' down projection)
+//   norm      x is normalised (the queries' second projections)
+// Rotation is in place. For the other two a whole row comes by one bulk copy, and what is made of it goes to where the slices
+// have their x: a bulk copy costs some 50 cycles, however small. make.cuh has the arithmetic.
 #pragma once
 
 #include "../device.cuh"
 #include "config.h"
+#include "make.cuh"
 
 namespace dsv4::fp8_linear {
 
@@ -29,7 +30,7 @@ struct Config {
   static constexpr int kColumnTiles = kColumnTiles_, kRowTiles = kRowTiles_, kWarpRows = kWarpRows_;
   static constexpr Prologue kPrologue = static_cast<Prologue>(kPrologue_);
   static constexpr bool kRotates = kPrologue == Prologue::kRotation, kNorms = kPrologue == Prologue::kNorm;
-  static constexpr bool kGates = kPrologue == Prologue::kSwiglu, kWrites = kPrologue != Prologue::kNone;
+  static constexpr bool kGates = kPrologue == Prologue::kSwiglu, kMakes = kNorms || kGates;
   static constexpr int kSlices = kWarps / kWarpRows;      // of this block
   static constexpr int kSteps = steps_of(kColumnTiles), kAhead = ahead_of(kColumnTiles, kRowTiles);
   static constexpr int kBlockRows = kTileRows * kRowTiles * kWarpRows;
@@ -55,27 +56,6 @@ __device__ __forceinline__ uint4 load_shared(const unsigned char* p) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)) : "memory");
   return v;
-}
-
-__device__ __forceinline__ void store_shared(unsigned char* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
-template <typename F>
-__device__ __forceinline__ uint4 by_words(const uint4& a, const uint4& b, F f) {
-  return make_uint4(f(a.x, b.x), f(a.y, b.y), f(a.z, b.z), f(a.w, b.w));
-}
-
-// silu(gate) * up of pairs whose clamp to +-limit is in bf16, where a NaN becomes the limit: the instructions of SGLang's kernel
-__device__ __forceinline__ uint32_t swiglu(uint32_t gates, uint32_t ups, uint32_t limits, uint32_t minus_limits) {
-  asm("min.bf16x2 %0, %0, %1;" : "+r"(gates) : "r"(limits));
-  asm("max.bf16x2 %0, %0, %2; min.bf16x2 %0, %0, %1;" : "+r"(ups) : "r"(limits), "r"(minus_limits));
-  const auto product = [](float gate, float up) {
-    float y;
-    asm("{ .reg .f32 e; mul.ftz.f32 e, %1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.ftz.f32 e, e, 0f3F800000;\n"
-        "  div.approx.ftz.f32 e, %1, e; mul.ftz.f32 %0, e, %2; }"
-        : "=f"(y)
-        : "f"(gate), "f"(up));
-    return y;
-  };
-  return pack_bf16x2(product(bf16_low(gates), bf16_low(ups)), product(bf16_high(gates), bf16_high(ups)));
 }
 
 // 16 weight rows x 128 inputs: rows g and g + 8, 16 bytes of each half
@@ -129,9 +109,8 @@ struct Kernel {
 
   // rows of x that shared memory has room for; those beyond p.rows hold anything, and so do their sums, which nobody stores
   __device__ __forceinline__ int x_rows() const { return rows_in_shared(C::kColumnTiles, p.rows); }
-  __device__ __forceinline__ unsigned char* x_at(int stage) const {
-    return shared + kBarrierBytes + (stage * C::kSlices + slice_here) * x_bytes(x_rows(), 1, plan.chunk_blocks);
-  }
+  __device__ __forceinline__ unsigned char* x_at_slice(int i) const { return shared + kBarrierBytes + i * x_bytes(x_rows(), 1, plan.chunk_blocks); }
+  __device__ __forceinline__ unsigned char* x_at(int stage) const { return x_at_slice(stage * C::kSlices + slice_here); }
   __device__ __forceinline__ uint32_t arrived(int stage) const { return shared_address(shared) + 8 * (stage * C::kSlices + slice_here); }
   __device__ __forceinline__ void sync_slice() const {
     if constexpr (C::kWarpRows == 1) {
@@ -179,148 +158,86 @@ struct Kernel {
     }
   }
 
-  // f(row, unit) of every 16 bytes of `rows` rows of `blocks` blocks, by all warps of the slice
-  template <typename F>
-  __device__ __forceinline__ void each_unit(int rows, int blocks, F f) const {
-    const unsigned units = blocks * (kBlock / 8);
-#pragma unroll 1
-    for (unsigned i = warp_row * 32 + lane; i < rows * units; i += 32 * C::kWarpRows) f(i / units, i % units);
+  // ---- SwiGLU and norm: up to 8 rows, all inputs, one group. Units are 16 bytes of a row of what is multiplied.
+  __device__ __forceinline__ int units() const { return p.inputs / kUnit; }
+  __device__ __forceinline__ uint32_t row_barrier(int i) const { return shared_address(shared) + 8 * i; }
+  __device__ __forceinline__ uint32_t raw_bytes() const { return p.inputs * (C::kGates ? 4 : 2); }
+  __device__ __forceinline__ unsigned char* raw(int row) const { return shared + plan.exchange + row * raw_bytes(); }
+  __device__ __forceinline__ unsigned char* norm_weights() const { return shared + plan.norm; }
+  // bytes from the first row's place of the first slice to the first row's place of a unit
+  __device__ __forceinline__ int place_of(int unit) const {
+    const unsigned block = unit / (kBlock / kUnit), each = plan.slice_blocks.each, more = plan.slice_blocks.more;
+    const unsigned there = block < more * (each + 1) ? block / (each + 1) : (block - more) / each;
+    const int first = part_of(plan.slice_blocks, there).begin;
+    return there * x_bytes(p.rows, 1, plan.chunk_blocks) + (block - first) * 2 * kBlock + unit % (kBlock / kUnit) * 16;
   }
-
-  // ---- SwiGLU. All of x, and one group
-  __device__ __forceinline__ unsigned char* ups() const {
-    return shared + plan.exchange + slice_here * plan.together * x_pitch(plan.chunk_blocks);
-  }
-  // The ups of the slice's rows from `first` on, as many as there is room for; with those of the first, all gates. By one warp.
-  __device__ __forceinline__ void fetch_gated(int first) const {
-    const uint32_t bytes = slice.count * kBlock * 2, barrier = arrived(0), pitch = x_pitch(plan.chunk_blocks);
-    const int count = min(plan.together, p.rows - first);
-    if (lane == 0) mbarrier_arrive_expect(barrier, (count + (first == 0 ? p.rows : 0)) * bytes);
-    __syncwarp();
-    const uint16_t* const gates = p.x + slice.begin * kBlock;
-    const uint32_t to = shared_address(x_at(0)), to_ups = shared_address(ups());
-    if (first == 0) {
-#pragma unroll 1
-      for (int row = lane; row < p.rows; row += 32) copy_bulk(to + row * pitch, gates + static_cast<uint64_t>(row) * p.x_stride, bytes, barrier);
-    }
-#pragma unroll 1
-    for (int row = lane; row < count; row += 32) {
-      copy_bulk(to_ups + row * pitch, gates + p.inputs + static_cast<uint64_t>(first + row) * p.x_stride, bytes, barrier);
+  // Barriers of the rows, and the norm's weights: nothing that runs before the wait writes those.
+  __device__ __forceinline__ void begin_making() const {
+    if (lane != 0) return;
+    mbarrier_init(row_barrier(warp), 1);
+    if (C::kNorms && warp == 0) mbarrier_init(row_barrier(kWarps), 1);
+    mbarrier_init_fence();
+    if (C::kNorms && warp == 0) {
+      mbarrier_arrive_expect(row_barrier(kWarps), p.inputs * 2);
+      copy_bulk(shared_address(norm_weights()), p.norm_weight, p.inputs * 2, row_barrier(kWarps));
     }
   }
-  // x of the slice, in the place of its gates. Ends with a barrier of the block: the scratch is the warps' for their sums.
-  __device__ __forceinline__ void gate() const {
+  // A warp's row; then what is made of the rows, for all slices. The caller ends it with a barrier of the block.
+  __device__ __forceinline__ void fetch_row() const {
+    if (warp >= p.rows || lane != 0) return;
+    mbarrier_arrive_expect(row_barrier(warp), raw_bytes());
+    copy_bulk(shared_address(raw(warp)), p.x + static_cast<uint64_t>(warp) * p.x_stride, raw_bytes(), row_barrier(warp));
+  }
+  __device__ __forceinline__ void gate_rows() const {
+    const uint32_t limits = pack_bf16x2(p.swiglu_limit, p.swiglu_limit);
     const int pitch = x_pitch(plan.chunk_blocks);
-    const uint32_t limits = pack_bf16x2(p.swiglu_limit, p.swiglu_limit), minus_limits = limits ^ 0x80008000u;
-    uint32_t phase = 0;
+    int unit = threadIdx.x, place = place_of(unit);
+    pdl_wait();
+    fetch_row();
 #pragma unroll 1
-    for (int first = 0; first < p.rows; first += plan.together, phase ^= 1) {
-      if (first > 0) sync_slice();  // the ups before have been read
-      if (warp_row == 0) fetch_gated(first);
-      mbarrier_wait(arrived(0), phase);
-      each_unit(min(plan.together, p.rows - first), slice.count, [&](int row, int unit) {
-        unsigned char* const at = x_at(0) + (first + row) * pitch + unit * 16;
-        const uint4 up = load_shared(ups() + row * pitch + unit * 16);
-        store_shared(at, by_words(load_shared(at), up, [&](uint32_t g, uint32_t u) { return swiglu(g, u, limits, minus_limits); }));
-      });
-    }
-    __syncthreads();
-  }
-
-  // ---- RMSNorm. One group
-  __device__ __forceinline__ unsigned char* norm_at(int offset) const { return shared + plan.norm + offset; }
-  __device__ __forceinline__ uint32_t norm_barrier(int i) const { return shared_address(norm_at(8 * i)); }
-  __device__ __forceinline__ float* roots() const { return reinterpret_cast<float*>(norm_at(kNormBarriers)); }
-  __device__ __forceinline__ int first_block_here() const { return part_of(plan.slice_blocks, blockIdx.y * C::kSlices).begin; }
-
-  // Barriers, and the norm's weights of the slices here. Before the wait: nothing that runs writes them.
-  __device__ __forceinline__ void begin_norm() const {
-    if (lane == 0) {
-      mbarrier_init(norm_barrier(warp), 1);
-      if (warp == 0) mbarrier_init(norm_barrier(kWarps), 1);
-      mbarrier_init_fence();
-      if (warp == 0) {
-        const Part last = part_of(plan.slice_blocks, (blockIdx.y + 1) * C::kSlices - 1);
-        const int begin = first_block_here();
-        const uint32_t bytes = (last.begin + last.count - begin) * kBlock * 2;
-        mbarrier_arrive_expect(norm_barrier(kWarps), bytes);
-        copy_bulk(shared_address(norm_at(kNormHead)), p.norm_weight + begin * kBlock, bytes, norm_barrier(kWarps));
+    for (; unit < units(); unit += kThreads, place = place_of(unit)) {
+#pragma unroll 1
+      for (int row = 0; row < p.rows; ++row) {
+        mbarrier_wait(row_barrier(row), 0);
+        const unsigned char* const from = raw(row) + unit * 16;
+        *reinterpret_cast<uint4*>(x_at_slice(0) + place + row * pitch) = gated(load_shared(from), load_shared(from + p.inputs * 2), limits);
       }
     }
+  }
+  __device__ __forceinline__ void normalize_row() const {
+    int places[kNormSums];
+#pragma unroll
+    for (int s = 0; s < kNormSums; ++s) places[s] = place_of(s * 32 + lane);
+    if (warp < p.rows) mbarrier_wait(row_barrier(kWarps), 0);
+    pdl_wait();
+    if (warp >= p.rows) return;
+    fetch_row();
     __syncwarp();
-  }
-  // whole rows `first`, `first` + 8, .. of x, which are this warp's
-  __device__ __forceinline__ unsigned char* own_row(int i) const {
-    return shared + plan.exchange + (warp * plan.together + i) * (p.inputs * 2);
-  }
-  __device__ __forceinline__ int own_rows(int first) const { return min(plan.together, (p.rows - first + kWarps - 1) / kWarps); }
-  __device__ __forceinline__ void fetch_own_rows(int first) const {
-    if (first >= p.rows) return;
-    const uint32_t bytes = p.inputs * 2;
-    const int count = own_rows(first);
-    if (lane == 0) mbarrier_arrive_expect(norm_barrier(warp), count * bytes);
-    __syncwarp();
-    if (lane < count) {
-      copy_bulk(shared_address(own_row(lane)), p.x + static_cast<uint64_t>(first + lane * kWarps) * p.x_stride, bytes, norm_barrier(warp));
-    }
-  }
-  // 1 / rms of a row. Four sums of a lane, each of every fourth 256 inputs; each over the lanes; then the four: for 1,024 inputs
-  // the order of FlashInfer's CUDA kernel.
-  __device__ __forceinline__ float root_of(const unsigned char* row) const {
-    constexpr int kSums = 4;
-    float sums[kSums] = {};
+    mbarrier_wait(row_barrier(warp), 0);
+    float sums[kNormSums] = {};
+    const unsigned char* const from = raw(warp);
 #pragma unroll 1
-    for (int first = 0; first < p.inputs; first += kSums * 256) {
+    for (int first = 0; first < units(); first += kNormSums * 32) {
+      uint4 v[kNormSums] = {};
 #pragma unroll
-      for (int s = 0; s < kSums; ++s) {
-        const int at = first + s * 256 + lane * 8;
-        if (at < p.inputs) {
-          const uint4 v = load_shared(row + at * 2);
+      for (int s = 0; s < kNormSums; ++s) {
+        if (const int unit = first + s * 32 + lane; unit < units()) v[s] = load_shared(from + unit * 16);
+      }
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float low = bf16_low(word_of(v, i)), high = bf16_high(word_of(v, i));
-            sums[s] = fmaf(high, high, fmaf(low, low, sums[s]));
-          }
-        }
+      for (int s = 0; s < kNormSums; ++s) add_squares(sums[s], v[s]);
+    }
+    const float root = root_of(sums, p.norm_inverse, p.norm_eps);
+#pragma unroll 1
+    for (int first = 0; first < units(); first += kNormSums * 32) {
+#pragma unroll
+      for (int s = 0; s < kNormSums; ++s) {
+        const int unit = first + s * 32 + lane;
+        if (unit >= units()) continue;
+        const int place = first == 0 ? places[s] : place_of(unit);
+        const uint4 weights = load_shared(norm_weights() + unit * 16);
+        *reinterpret_cast<uint4*>(x_at_slice(0) + place + warp * x_pitch(plan.chunk_blocks)) = normalized(load_shared(from + unit * 16), root, weights);
       }
     }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-#pragma unroll
-      for (int s = 0; s < kSums; ++s) sums[s] += __shfl_xor_sync(0xffffffffu, sums[s], offset);
-    }
-    const float sum = (sums[0] + sums[2]) + (sums[1] + sums[3]);
-    return rsqrtf(fmaf(sum, p.norm_inverse, p.norm_eps));
-  }
-  // 1 / rms of all rows, the first of which are on their way, to shared memory. Ends with a barrier of the block.
-  __device__ __forceinline__ void find_roots() const {
-    uint32_t phase = 0;
-#pragma unroll 1
-    for (int first = warp; first < p.rows; first += kWarps * plan.together, phase ^= 1) {
-      if (first >= kWarps * plan.together) fetch_own_rows(first);
-      mbarrier_wait(norm_barrier(warp), phase);
-      const int count = own_rows(first);
-#pragma unroll 1
-      for (int i = 0; i < count; ++i) {
-        const float root = root_of(own_row(i));
-        if (lane == 0) roots()[first + i * kWarps] = root;
-      }
-      __syncwarp();
-    }
-    __syncthreads();
-    mbarrier_wait(norm_barrier(kWarps), 0);
-  }
-  // A stage's `count` blocks from the slice's `first` on, in place. multiply reads it after sync_slice().
-  __device__ __forceinline__ void normalize(int first, int count, int stage) const {
-    const int pitch = x_pitch(plan.chunk_blocks);
-    const unsigned char* const weights = norm_at(kNormHead) + (slice.begin + first - first_block_here()) * kBlock * 2;
-    each_unit(p.rows, count, [&](int row, int unit) {
-      const float root = roots()[row];
-      unsigned char* const at = x_at(stage) + row * pitch + unit * 16;
-      store_shared(at, by_words(load_shared(at), load_shared(weights + unit * 16), [&](uint32_t v, uint32_t w) {
-                     return pack_bf16x2(bf16_low(v) * root * bf16_low(w), bf16_high(v) * root * bf16_high(w));
-                   }));
-    });
   }
 
   // 8 of this lane's 16 inputs of a row of x in a half of a block
@@ -472,7 +389,9 @@ struct Kernel {
 
   __device__ __forceinline__ void run() const {
     const Part tiles = part_of(plan.block_tiles, blockIdx.x);
-    if (warp_row == 0 && lane == 0) {
+    if constexpr (C::kMakes) {
+      begin_making();
+    } else if (warp_row == 0 && lane == 0) {
       mbarrier_init(arrived(0), 1);
       if constexpr (C::kStreams) mbarrier_init(arrived(1), 1);
       mbarrier_init_fence();
@@ -491,9 +410,15 @@ struct Kernel {
     const int most = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
     const bool resident = !C::kStreams || plan.stages == 1;
     const uint64_t tile_bytes = static_cast<uint64_t>(C::kBlockRows) * p.weight_stride;
-    if constexpr (C::kNorms) begin_norm();
-    sync_slice();
-    pdl_wait();
+    if constexpr (C::kMakes) {
+      __syncthreads();
+      if constexpr (C::kNorms) normalize_row();
+      if constexpr (C::kGates) gate_rows();
+      __syncthreads();
+    } else {
+      sync_slice();
+      pdl_wait();
+    }
     // chunks of x in the order of their use, over all tiles: the next to fetch, and how many have been used
     int next_tile = tiles.begin, next_first = 0, used = 0;
     const auto fetch_next = [&](int stage) {
@@ -502,12 +427,7 @@ struct Kernel {
       next_first += plan.chunk_blocks;
       if (next_first >= slice.count) next_first = 0, ++next_tile;
     };
-    if constexpr (C::kNorms) fetch_own_rows(warp);
     if (!resident) fetch_next(0), fetch_next(1);
-    if constexpr (C::kNorms) {
-      if (resident && warp_row == 0) fetch(0, 0, slice.count, 0);
-      find_roots();
-    }
     int staged = -1;
     for (int tile = tiles.begin, left = tiles.count - 1; left >= 0; ++tile, --left) {
       const int group = group_of(tile);
@@ -515,29 +435,25 @@ struct Kernel {
       for (int chunk = 0; chunk < most; chunk += plan.chunk_blocks) {
         const int chunk_end = min(chunk + plan.chunk_blocks, slice.count), stage = resident ? 0 : used & 1;
         if (resident) {
-          if (group != staged) {
+          if (!C::kMakes && group != staged) {
             if (staged >= 0) {
-              if constexpr (C::kWrites) fence_async();
+              if constexpr (C::kRotates) fence_async();
               sync_slice();
             }
-            if constexpr (C::kGates) {
-              gate();
-            } else {
-              if (!C::kNorms && warp_row == 0) fetch(group, 0, slice.count, 0);
-              mbarrier_wait(arrived(0), used++ & 1);
+            if (warp_row == 0) fetch(group, 0, slice.count, 0);
+            mbarrier_wait(arrived(0), used++ & 1);
+            if constexpr (C::kRotates) {
+              rotate(0, slice.count, 0);
+              sync_slice();
             }
-            if constexpr (C::kRotates) rotate(0, slice.count, 0);
-            if constexpr (C::kNorms) normalize(0, slice.count, 0);
-            if constexpr (C::kRotates || C::kNorms) sync_slice();
             staged = group;
           }
         } else {
           if (chunk < chunk_end) {
             mbarrier_wait(arrived(stage), used++ >> 1 & 1);
             if constexpr (C::kRotates) rotate(chunk, chunk_end - chunk, stage);
-            if constexpr (C::kNorms) normalize(chunk, chunk_end - chunk, stage);
           }
-          if constexpr (C::kWrites) sync_slice();
+          if constexpr (C::kRotates) sync_slice();
         }
         const unsigned char* const x = x_at(stage);
         for (int block0 = chunk; block0 < chunk_end; block0 += C::kAhead) {
@@ -561,7 +477,7 @@ struct Kernel {
           }
         }
         if (!resident) {
-          if constexpr (C::kWrites) fence_async();
+          if constexpr (C::kRotates) fence_async();
           sync_slice();
           if (chunk < chunk_end) fetch_next(stage);
         }

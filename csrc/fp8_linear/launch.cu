@@ -43,16 +43,13 @@ int warps_beside(int column_tiles, int rows, int inputs) {
   return kWarps;
 }
 
-// Everything in shared memory: x of all blocks of inputs in one stage, or two stages of as many blocks as fit; behind it what a
-// prologue needs, for as many rows together as there is room for.
+bool makes(Prologue prologue) { return prologue == Prologue::kSwiglu || prologue == Prologue::kNorm; }
+
+// Everything in shared memory: x of all blocks of inputs in one stage, or two stages of as many blocks as fit.
 void place(Plan& plan, Prologue prologue, int rows, int inputs) {
   const int here = kWarps / plan.warp_rows, kept = rows_in_shared(plan.column_tiles, rows);
-  const int slice_blocks = plan.slice_blocks.each + (plan.slice_blocks.more > 0), row_bytes = 2 * inputs;
-  const bool norms = prologue == Prologue::kNorm, gates = prologue == Prologue::kSwiglu;
-  const int of_one = norms ? std::min(rows, kWarps) * row_bytes : gates ? x_bytes(1, here, slice_blocks) : 0;
-  const int wanted = norms ? (rows + kWarps - 1) / kWarps : gates ? rows : 0;
-  const int end = kMaxShared - (norms ? kNormHead + here * slice_blocks * 2 * kBlock : 0);
-  const int exchanged = exchange_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows), most = end - std::max(exchanged, of_one);
+  const int slice_blocks = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
+  const int most = kMaxShared - exchange_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows);
   const auto behind_x = [&](int stages, int blocks) { return kBarrierBytes + stages * x_bytes(kept, here, blocks); };
   plan.stages = 1;
   plan.chunk_blocks = slice_blocks;
@@ -62,9 +59,9 @@ void place(Plan& plan, Prologue prologue, int rows, int inputs) {
     while (behind_x(kMaxStages, 2 * plan.chunk_blocks) <= most) plan.chunk_blocks *= 2;
   }
   plan.exchange = behind_x(plan.stages, plan.chunk_blocks);
-  plan.together = of_one ? std::clamp((end - plan.exchange) / of_one, 1, wanted) : 0;
-  plan.norm = plan.exchange + std::max(exchanged, plan.together * of_one);
-  plan.shared_bytes = plan.norm + kMaxShared - end;
+  const int raw = !makes(prologue) ? 0 : rows * inputs * (prologue == Prologue::kSwiglu ? 4 : 2);
+  plan.norm = plan.exchange + std::max(raw, kMaxShared - most);
+  plan.shared_bytes = plan.norm + (prologue == Prologue::kNorm ? 2 * inputs : 0);
 }
 
 // Two row tiles of a warp read x half as often: where it comes in chunks, or where there are tiles in plenty.
@@ -96,9 +93,9 @@ LinearKernel kernel_of(const Variant& v, Prologue prologue) {
   return kernel;
 }
 
-// Whether the kernel's shared memory suffices; SwiGLU wants all of x at once.
+// Whether there is such a kernel, and its shared memory suffices. To make something of x a block needs all inputs.
 bool fits(const Plan& plan, Prologue prologue) {
-  return plan.shared_bytes <= kMaxShared && (prologue != Prologue::kSwiglu || plan.stages == 1);
+  return plan.shared_bytes <= kMaxShared && (!makes(prologue) || (plan.column_tiles == 1 && plan.splits == 1));
 }
 
 }  // namespace
@@ -121,12 +118,11 @@ std::string problem(Prologue prologue, int rows, int groups, int outputs, int in
   if (outputs % kBlock || outputs < kBlock) return "outputs a multiple of 128, got " + std::to_string(outputs);
   if (static_cast<int64_t>(groups) * outputs > 1 << 24) return "at most 2^24 outputs of all groups, got " + std::to_string(int64_t(groups) * outputs);
   if (inputs > 1 << 20) return "at most 2^20 inputs, got " + std::to_string(inputs);
-  if (prologue == Prologue::kNone || prologue == Prologue::kRotation) return "";
+  if (!makes(prologue)) return "";
   if (groups != 1) return "one group to be normalised or gated, got " + std::to_string(groups);
-  for (const int row_tiles : {1, 2}) {
-    if (!fits(make_plan(prologue, rows, groups, outputs, inputs, 1, 0, row_tiles, 0, 0), prologue)) {
-      return "fewer inputs to be normalised or gated in shared memory, got " + std::to_string(inputs);
-    }
+  if (rows > kMadeRows) return "at most " + std::to_string(kMadeRows) + " rows to be normalised or gated on their way in, got " + std::to_string(rows);
+  if (!fits(make_plan(prologue, rows, groups, outputs, inputs, 1, 0, 0, 0, 0), prologue)) {
+    return "fewer inputs to be normalised or gated in shared memory, got " + std::to_string(inputs);
   }
   return "";
 }
@@ -139,9 +135,7 @@ Plan make_plan(Prologue prologue, int rows, int groups, int outputs, int inputs,
   plan.column_tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
   const int beside = warp_rows ? warp_rows : warps_beside(plan.column_tiles, rows, inputs);
   choose(plan, prologue, rows, groups, outputs, inputs, num_sms, row_tiles, beside);
-  // ups that come in more than two turns are waited for too often
-  const bool cramped = prologue == Prologue::kSwiglu && 2 * plan.together < rows && !warp_rows;
-  if (!fits(plan, prologue) || cramped) choose(plan, prologue, rows, groups, outputs, inputs, num_sms, row_tiles, kWarps);
+  if (!fits(plan, prologue)) choose(plan, prologue, rows, groups, outputs, inputs, num_sms, row_tiles, kWarps);
   if (!fits(plan, prologue)) {  // inputs so long that their x has to come in chunks, which the kernels for many rows do
     plan.column_tiles = std::max(plan.column_tiles, 4);
     choose(plan, prologue, rows, groups, outputs, inputs, num_sms, row_tiles, kWarps);
@@ -180,6 +174,7 @@ std::vector<KernelAttributes> kernel_attributes() {
   std::vector<KernelAttributes> all;
   for (const Variant& v : kVariants) {
     for (int i = 0; i < kPrologues; ++i) {
+      if (makes(static_cast<Prologue>(i)) && v.column_tiles > 1) continue;
       const std::string name = std::string("fp8_linear_") + kPrologueNames[i] + std::to_string(v.column_tiles) + "_" +
                                std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
       const void* const kernel = reinterpret_cast<const void*>(kernel_of(v, static_cast<Prologue>(i)));

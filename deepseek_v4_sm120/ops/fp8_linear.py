@@ -14,6 +14,9 @@ import torch
 from deepseek_v4_sm120 import cuda_tensors, extension
 
 MAX_ROWS = 64  # of one launch; more rows are launched in tiles of as many
+MADE_ROWS = (
+    8  # for which the launch itself gates or normalises x; csrc/fp8_linear/fp8_linear.h has it too, a test compares
+)
 BLOCK = 128  # inputs and outputs of one scale
 _ALIGN_BYTES = 16
 
@@ -39,8 +42,9 @@ def fp8_linear(x, weight, weight_scale, *, swiglu_limit=None, norm_weight=None, 
                   the same bits as for an x' that was made before
     determinism   the same bits in every run and every batch: a row alone equals the row among others. A row's NaN or
                   infinity stays in the row
-    sizes         any number of rows; weights are read once for each 64 of them, which is what this is for. x' is
-                  made in shared memory by every block, for inputs up to what `takes_prologue` says
+    sizes         any number of rows; weights are read once for each 64 of them, which is what this is for. x' of up to
+                  8 rows is made by the launch itself, where `takes_prologue` says so; else by a launch before it
+                  (`gated`, `normalized`). No bit depends on which
     raises        TypeError (dtype), ValueError (shape, stride, alignment: says name, expected, got), RuntimeError
                   (device, launch)
     cuda graphs   capture-safe: no host sync; allocates out and, for more than a few rows, scratch through torch
@@ -55,13 +59,35 @@ def fp8_linear(x, weight, weight_scale, *, swiglu_limit=None, norm_weight=None, 
         raise ValueError(f"fp8_linear: x must have gates and as many ups with swiglu_limit, got {x.shape[1]} of both")
     inputs = x.shape[1] // 2 if gated else x.shape[1]
     _check_weight("fp8_linear", weight, weight_scale, x, (inputs,))
-    prologue = _check_prologue(x, weight, swiglu_limit, norm_weight, norm_eps)
+    prologue = _check_prologue(x, inputs, swiglu_limit, norm_weight, norm_eps)
     if out is not None:
         _check_out("fp8_linear", out, x, (x.shape[0], weight.shape[0]))
     else:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+    if prologue is not NO_PROLOGUE:
+        _check_device(x)
+        if x.shape[0] > MADE_ROWS or not takes_prologue(prologue.name, *weight.shape):
+            x, prologue = _make(x, inputs, prologue), NO_PROLOGUE
     _run(x.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1), prologue=prologue)
     return out
+
+
+def gated(x, swiglu_limit):
+    """The x' [rows, inputs] bf16, contiguous, that `fp8_linear` makes of gates and ups x [rows, 2 * inputs].
+
+    Arguments, rounding, errors, graphs and streams are fp8_linear's, inputs a multiple of 8. Any number of rows.
+    """
+    _check_x("gated", x, 2, ("rows", "2 * inputs"))
+    return _make(x, x.shape[1] // 2, _check_prologue(x, x.shape[1] // 2, swiglu_limit, None, None, op="gated"))
+
+
+def normalized(x, norm_weight, norm_eps):
+    """The x' [rows, inputs] bf16, contiguous, that `fp8_linear` makes of x [rows, inputs] and norm_weight [inputs].
+
+    Arguments, rounding, errors, graphs and streams are fp8_linear's, inputs a multiple of 8. Any number of rows.
+    """
+    _check_x("normalized", x, 2, ("rows", "inputs"))
+    return _make(x, x.shape[1], _check_prologue(x, x.shape[1], None, norm_weight, norm_eps, op="normalized"))
 
 
 def fp8_grouped_linear(x, weight, weight_scale, *, out=None):
@@ -86,9 +112,12 @@ def fp8_grouped_linear(x, weight, weight_scale, *, out=None):
     return out
 
 
+@functools.lru_cache(maxsize=256)
 def takes_prologue(name: str, outputs: int, inputs: int) -> bool:
-    """Whether `fp8_linear` can have x gated ("SWIGLU") or normalised ("NORM") on its way in, for any number of rows."""
-    return not _prologue_problem(name, outputs, inputs)
+    """Whether a launch of `fp8_linear` of few rows can gate ("SWIGLU") or normalise ("NORM") x itself."""
+    module = extension.load()
+    prologue = getattr(module.Fp8LinearPrologue, name)
+    return not module.fp8_linear_problem(prologue=prologue, rows=MADE_ROWS, groups=1, outputs=outputs, inputs=inputs)
 
 
 def takes(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
@@ -135,13 +164,6 @@ def _scratch_bytes(
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _prologue_problem(name: str, outputs: int, inputs: int) -> str:
-    module = extension.load()
-    prologue = getattr(module.Fp8LinearPrologue, name)
-    return module.fp8_linear_problem(prologue=prologue, rows=MAX_ROWS, groups=1, outputs=outputs, inputs=inputs)
-
-
 class Prologue(NamedTuple):
     """What the kernel does to x on its way in: the extension's name of it, and the launch's arguments for it."""
 
@@ -152,21 +174,39 @@ class Prologue(NamedTuple):
 NO_PROLOGUE = Prologue("NONE", {})
 
 
+def _make(x, inputs, prologue) -> torch.Tensor:
+    """What the prologue makes of x, by a launch of its own."""
+    _check_device(x)
+    out = torch.empty((x.shape[0], inputs), dtype=torch.bfloat16, device=x.device)
+    if x.shape[0]:
+        with torch.cuda.device(x.device):
+            extension.load().fp8_linear_make(
+                x=x.data_ptr(),
+                x_stride=x.stride(0),
+                out=out.data_ptr(),
+                out_stride=out.stride(0),
+                rows=x.shape[0],
+                inputs=inputs,
+                pdl=True,
+                stream=torch._C._cuda_getCurrentRawStream(x.device.index),
+                **prologue.arguments,
+            )
+    return out
+
+
 def _run(x, weight, weight_scale, out, *, prologue=NO_PROLOGUE, pdl=True, **tuning) -> None:
     """Checked [rows, groups, ..] tensors to raw pointers. `tuning`: row_tiles, warp_rows, blocks (bench only).
 
     A rotation (ops.wo_a) is for at most MAX_ROWS rows.
     """
-    device = x.device
-    if device.type != "cuda":
-        raise RuntimeError(f"fp8_linear: x.device must be a CUDA device, got {device}")
+    _check_device(x)
     if x.shape[0] == 0:
         return
     launch = functools.partial(_launch, prologue=prologue, pdl=pdl, tuning=tuple(tuning.items()))
-    if device.index == torch._C._cuda_getDevice():
+    if x.device.index == torch._C._cuda_getDevice():
         launch(x, weight, weight_scale, out)
     else:
-        with torch.cuda.device(device):
+        with torch.cuda.device(x.device):
             launch(x, weight, weight_scale, out)
 
 
@@ -206,6 +246,11 @@ def _launch(x, weight, weight_scale, out, *, prologue, pdl, tuning) -> None:
 
 
 # ---- checks: every message says argument, expected, got
+
+
+def _check_device(x) -> None:
+    if x.device.type != "cuda":
+        raise RuntimeError(f"fp8_linear: x.device must be a CUDA device, got {x.device}")
 
 
 def _check_x(op, x, dims, names) -> None:
@@ -258,28 +303,24 @@ def _check_weight(op, weight, scale, x, leading) -> None:
         raise ValueError(f"{op}: weight must have at most 2^24 rows of all groups, got {rows}")
 
 
-def _check_prologue(x, weight, swiglu_limit, norm_weight, norm_eps) -> Prologue:
-    op = "fp8_linear"
+def _check_prologue(x, inputs, swiglu_limit, norm_weight, norm_eps, op="fp8_linear") -> Prologue:
     if (norm_weight is None) != (norm_eps is None):
         raise ValueError(f"{op}: norm_weight and norm_eps must be given together, got one of them")
     if swiglu_limit is not None and norm_weight is not None:
         raise ValueError(f"{op}: swiglu_limit and norm_weight must not be given together")
+    if inputs % 8:
+        raise ValueError(f"{op}: inputs must be a multiple of 8, got {inputs}")
     if swiglu_limit is not None:
         if not 0 < swiglu_limit <= torch.finfo(torch.bfloat16).max:
             raise ValueError(f"{op}: swiglu_limit must be positive and finite in bf16, got {swiglu_limit}")
-        prologue = Prologue("SWIGLU", {"swiglu_limit": swiglu_limit})
-    elif norm_weight is not None:
-        _check_norm(x, norm_weight, norm_eps)
-        prologue = Prologue("NORM", {"norm_weight": norm_weight.data_ptr(), "norm_eps": norm_eps})
-    else:
-        return NO_PROLOGUE
-    if x.device.type == "cuda" and (problem := _prologue_problem(prologue.name, *weight.shape)):
-        raise ValueError(f"{op}: takes {problem}")
-    return prologue
+        return Prologue("SWIGLU", {"swiglu_limit": swiglu_limit})
+    if norm_weight is not None:
+        _check_norm(op, x, norm_weight, norm_eps)
+        return Prologue("NORM", {"norm_weight": norm_weight.data_ptr(), "norm_eps": norm_eps})
+    return NO_PROLOGUE
 
 
-def _check_norm(x, weight, eps) -> None:
-    op = "fp8_linear"
+def _check_norm(op, x, weight, eps) -> None:
     if weight.dtype != torch.bfloat16:
         raise TypeError(f"{op}: norm_weight.dtype must be torch.bfloat16, got {weight.dtype}")
     if weight.shape != x.shape[1:] or not weight.is_contiguous():

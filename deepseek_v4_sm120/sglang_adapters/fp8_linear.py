@@ -10,7 +10,8 @@ quantised (a tuple); a bias; MXFP8 and Marlin layers; weights or scales in a lay
 (DeepGEMM's packed scales, blocks other than 128 x 128).
 
 Two things that SGLang does to a product's input with a launch of their own are put off to the product, where it is ours
-and has up to 64 rows. Decided when SGLang would have done them, by the layers and the number of rows:
+and has up to 64 rows: up to 8 are part of its launch, more are ours in a launch before it, with the same bits. Decided
+when SGLang would have done them, by the layers and the number of rows:
 
     silu_and_mul_clamp    in DeepseekV2MLP.forward (the shared experts): leaves its output as it is, a `Gates` waits.
                           down_proj, with SGLang's own all-reduce around it, takes that output, and so the gates
@@ -97,10 +98,13 @@ class Gates:
 
 
 class Unnormalized:
-    """Stands for the normalised rows of x where the model hands them on: knows the products taken of them."""
+    """Stands for the normalised rows of x where the model hands them on: knows the products taken of them.
 
-    def __init__(self, x: torch.Tensor, norm, original: Callable):
-        self.x, self._norm, self._original = x, norm, original
+    made_before: those rows, of a launch before all products; None where each product makes them itself.
+    """
+
+    def __init__(self, x: torch.Tensor, norm, original: Callable, made_before: torch.Tensor | None):
+        self.x, self._norm, self._original, self._made_before = x, norm, original, made_before
 
     @property
     def shape(self) -> torch.Size:
@@ -109,12 +113,15 @@ class Unnormalized:
     def __getitem__(self, rows) -> Unnormalized:
         if not isinstance(rows, slice):
             raise TypeError(f"fp8_linear: SGLang takes {rows} of rows that are not normalised yet: {OFF}")
-        return Unnormalized(self.x[rows], self._norm, self._original)
+        made_before = None if self._made_before is None else self._made_before[rows]
+        return Unnormalized(self.x[rows], self._norm, self._original, made_before)
 
     def __getattr__(self, name):
         raise AttributeError(f"fp8_linear: SGLang reads {name} of rows that are not normalised yet: {OFF}")
 
     def product(self, layer) -> torch.Tensor:
+        if self._made_before is not None:
+            return op.fp8_linear(self._made_before, layer.weight, layer.weight_scale_inv)
         norm = {"norm_weight": self._norm.weight.data, "norm_eps": self._norm.variance_epsilon}
         return op.fp8_linear(as_rows(self.x), layer.weight, layer.weight_scale_inv, **norm)
 
@@ -266,7 +273,9 @@ def _put_off(attention, norm, original: Callable) -> Callable:
     def forward(x, *args, **kwargs):
         if args or kwargs or not _can_be_normalized(x, norm) or not all(map(_takes_norm, _consumers(attention))):
             return original(x, *args, **kwargs)
-        return Unnormalized(x, norm, original)
+        many = x.shape[0] > op.MADE_ROWS
+        made_before = op.normalized(as_rows(x), norm.weight.data, norm.variance_epsilon) if many else None
+        return Unnormalized(x, norm, original, made_before)
 
     return forward
 

@@ -98,6 +98,11 @@ class Attention(torch.nn.Module):
         return queries
 
 
+def made_before(x, norm_weight, norm_eps):
+    log.append("made before")
+    return reference.normalized(x, norm_weight, norm_eps)
+
+
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
     """The gate is open for the CPU; the reference computes what passes the operator's own checks."""
@@ -106,7 +111,7 @@ def served(monkeypatch):
         inputs = weight.shape[1]
         adapter.op._check_x("fp8_linear", x, 2, ("rows", "inputs"))
         adapter.op._check_weight("fp8_linear", weight, scale, x, (inputs,))
-        adapter.op._check_prologue(x, weight, swiglu_limit, norm_weight, norm_eps)
+        adapter.op._check_prologue(x, weight.shape[1], swiglu_limit, norm_weight, norm_eps)
         log.append("gated" if swiglu_limit else "normalised" if norm_weight is not None else "plain")
         if swiglu_limit:
             x = reference.gated(x, swiglu_limit)
@@ -117,6 +122,7 @@ def served(monkeypatch):
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
     monkeypatch.setattr(adapter.op, "fp8_linear", operator)
     monkeypatch.setattr(adapter.op, "takes_prologue", lambda name, outputs, inputs: inputs <= 2048)
+    monkeypatch.setattr(adapter.op, "normalized", made_before)
     log.clear()
 
 
@@ -230,11 +236,12 @@ def test_another_product_before_the_gates():
 
 
 @pytest.mark.parametrize("indexer", (True, False))
-@pytest.mark.parametrize("rows", (1, 64))
-def test_the_latent_is_normalised_by_its_products(rows, indexer):
+@pytest.mark.parametrize("rows", (1, 8, 9, 64))
+def test_the_latent_is_normalised_by_its_products_or_once_before(rows, indexer):
     attention, x = Attention(indexer), latent(rows)
     found = attention(x)
-    assert log == ["normalised"] * (1 + indexer)
+    products = 1 + indexer
+    assert log == (["normalised"] * products if rows <= 8 else ["made before", *["plain"] * products])
     made = reference.normalized(x, attention.q_norm.weight, EPS)
     for out, layer in zip(found, [attention.wq_b, *([attention.indexer.wq_b] if indexer else [])], strict=True):
         assert torch.equal(out, reference.fp8_linear(made, layer.weight, layer.weight_scale_inv).to(torch.bfloat16))
@@ -248,10 +255,11 @@ def test_strides_that_the_operator_does_not_take():
     assert all(torch.equal(a, b) for a, b in zip(attention(odd), expected, strict=True))
 
 
-def test_fewer_rows_for_the_indexer():
-    attention, x = Attention(), latent()
+@pytest.mark.parametrize("count", (5, 20))
+def test_fewer_rows_for_the_indexer(count):
+    attention, x = Attention(), latent(count)
     rows = attention.q_norm(x)
-    assert rows.shape == (5, INPUTS) and rows[:3].shape == (3, INPUTS)
+    assert rows.shape == (count, INPUTS) and rows[:3].shape == (3, INPUTS)
     assert torch.equal(attention.indexer.wq_b(rows[:3])[0], attention(x)[1][:3])
 
 
