@@ -59,7 +59,7 @@ def fp8_linear(x, weight, weight_scale, *, swiglu_limit=None, norm_weight=None, 
         raise ValueError(f"fp8_linear: x must have gates and as many ups with swiglu_limit, got {x.shape[1]} of both")
     inputs = x.shape[1] // 2 if gated else x.shape[1]
     _check_weight("fp8_linear", weight, weight_scale, x, (inputs,))
-    prologue = _check_prologue(x, inputs, swiglu_limit, norm_weight, norm_eps)
+    prologue = _check_prologue(x, swiglu_limit, norm_weight, norm_eps)
     if out is not None:
         _check_out("fp8_linear", out, x, (x.shape[0], weight.shape[0]))
     else:
@@ -78,7 +78,9 @@ def gated(x, swiglu_limit):
     Arguments, rounding, errors, graphs and streams are fp8_linear's, inputs a multiple of 8. Any number of rows.
     """
     _check_x("gated", x, 2, ("rows", "2 * inputs"))
-    return _make(x, x.shape[1] // 2, _check_prologue(x, x.shape[1] // 2, swiglu_limit, None, None, op="gated"))
+    if x.shape[1] % 16:
+        raise ValueError(f"gated: x must have gates and ups, each a multiple of 8, got {x.shape[1]} of both")
+    return _make(x, x.shape[1] // 2, _check_prologue(x, swiglu_limit, None, None, op="gated"))
 
 
 def normalized(x, norm_weight, norm_eps):
@@ -87,7 +89,9 @@ def normalized(x, norm_weight, norm_eps):
     Arguments, rounding, errors, graphs and streams are fp8_linear's, inputs a multiple of 8. Any number of rows.
     """
     _check_x("normalized", x, 2, ("rows", "inputs"))
-    return _make(x, x.shape[1], _check_prologue(x, x.shape[1], None, norm_weight, norm_eps, op="normalized"))
+    if x.shape[1] % 8:
+        raise ValueError(f"normalized: inputs must be a multiple of 8, got {x.shape[1]}")
+    return _make(x, x.shape[1], _check_prologue(x, None, norm_weight, norm_eps, op="normalized"))
 
 
 def fp8_grouped_linear(x, weight, weight_scale, *, out=None):
@@ -303,13 +307,11 @@ def _check_weight(op, weight, scale, x, leading) -> None:
         raise ValueError(f"{op}: weight must have at most 2^24 rows of all groups, got {rows}")
 
 
-def _check_prologue(x, inputs, swiglu_limit, norm_weight, norm_eps, op="fp8_linear") -> Prologue:
+def _check_prologue(x, swiglu_limit, norm_weight, norm_eps, op="fp8_linear") -> Prologue:
     if (norm_weight is None) != (norm_eps is None):
         raise ValueError(f"{op}: norm_weight and norm_eps must be given together, got one of them")
     if swiglu_limit is not None and norm_weight is not None:
         raise ValueError(f"{op}: swiglu_limit and norm_weight must not be given together")
-    if inputs % 8:
-        raise ValueError(f"{op}: inputs must be a multiple of 8, got {inputs}")
     if swiglu_limit is not None:
         if not 0 < swiglu_limit <= torch.finfo(torch.bfloat16).max:
             raise ValueError(f"{op}: swiglu_limit must be positive and finite in bf16, got {swiglu_limit}")

@@ -111,7 +111,7 @@ def served(monkeypatch):
         inputs = weight.shape[1]
         adapter.op._check_x("fp8_linear", x, 2, ("rows", "inputs"))
         adapter.op._check_weight("fp8_linear", weight, scale, x, (inputs,))
-        adapter.op._check_prologue(x, weight.shape[1], swiglu_limit, norm_weight, norm_eps)
+        adapter.op._check_prologue(x, swiglu_limit, norm_weight, norm_eps)
         log.append("gated" if swiglu_limit else "normalised" if norm_weight is not None else "plain")
         if swiglu_limit:
             x = reference.gated(x, swiglu_limit)

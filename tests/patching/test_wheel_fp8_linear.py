@@ -101,7 +101,7 @@ def operator(monkeypatch):
     """The gate is open; the reference computes what passes our operator's own checks."""
 
     def made(x, weight, scale, *, swiglu_limit=None, norm_weight=None, norm_eps=None):
-        adapter.op._check_prologue(x, weight.shape[1], swiglu_limit, norm_weight, norm_eps)
+        adapter.op._check_prologue(x, swiglu_limit, norm_weight, norm_eps)
         calls.append("gated" if swiglu_limit else "normalised" if norm_weight is not None else "plain")
         if swiglu_limit:
             x = reference.gated(x, swiglu_limit)
