@@ -71,7 +71,7 @@ struct Plan {
 };
 
 constexpr int kMaxRows = 64;
-constexpr int kMadeRows = 8;  // for which the product's kernels gate or normalise themselves; for more, `make` goes before
+constexpr int kMadeRows = 4;  // that the product's kernels gate or normalise themselves, as measured; for more, `make` goes before
 
 using LinearKernel = void (*)(Params, Plan);
 

@@ -158,7 +158,7 @@ struct Kernel {
     }
   }
 
-  // ---- SwiGLU and norm: up to 8 rows, all inputs, one group. Units are 16 bytes of a row of what is multiplied.
+  // ---- SwiGLU and norm: up to kWarps rows, all inputs, one group. Units are 16 bytes of a row of what is multiplied.
   __device__ __forceinline__ int units() const { return p.inputs / kUnit; }
   __device__ __forceinline__ uint32_t row_barrier(int i) const { return shared_address(shared) + 8 * i; }
   __device__ __forceinline__ uint32_t raw_bytes() const { return p.inputs * (C::kGates ? 4 : 2); }

@@ -1,4 +1,5 @@
-// What is made of x, by kernels of its own: for more rows than the product's kernels make themselves.
+// What is made of x, by kernels of its own: for more rows than the product's kernels make themselves. They let the product start at
+// their end: its blocks, let in before, lie two on some multiprocessors and none on others.
 #include "make.cuh"
 
 namespace dsv4::fp8_linear {
@@ -12,7 +13,6 @@ __device__ __forceinline__ uint4 load(const uint16_t* p) { return *reinterpret_c
 // a block a row, a warp a sum
 __global__ void __launch_bounds__(kNormThreads) normalize_kernel(const __grid_constant__ Params p) {
   __shared__ float sums[kNormSums];
-  pdl_trigger();
   pdl_wait();
   const uint16_t* const from = p.x + static_cast<uint64_t>(blockIdx.x) * p.x_stride;
   const int units = p.inputs / kUnit;
@@ -26,16 +26,17 @@ __global__ void __launch_bounds__(kNormThreads) normalize_kernel(const __grid_co
   for (int unit = threadIdx.x; unit < units; unit += kNormThreads) {
     to[unit] = normalized(load(from + unit * kUnit), root, load(p.norm_weight + unit * kUnit));
   }
+  pdl_trigger();
 }
 
 __global__ void __launch_bounds__(kGateThreads) gate_kernel(const __grid_constant__ Params p) {
-  pdl_trigger();
   const int unit = blockIdx.y * kGateThreads + threadIdx.x;
   pdl_wait();
   if (unit * kUnit >= p.inputs) return;
   const uint16_t* const from = p.x + static_cast<uint64_t>(blockIdx.x) * p.x_stride + unit * kUnit;
   uint4* const to = reinterpret_cast<uint4*>(p.out + static_cast<int64_t>(blockIdx.x) * p.out_stride);
   to[unit] = gated(load(from), load(from + p.inputs), pack_bf16x2(p.swiglu_limit, p.swiglu_limit));
+  pdl_trigger();
 }
 
 }  // namespace

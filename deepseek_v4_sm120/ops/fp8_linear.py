@@ -14,9 +14,7 @@ import torch
 from deepseek_v4_sm120 import cuda_tensors, extension
 
 MAX_ROWS = 64  # of one launch; more rows are launched in tiles of as many
-MADE_ROWS = (
-    8  # for which the launch itself gates or normalises x; csrc/fp8_linear/fp8_linear.h has it too, a test compares
-)
+MADE_ROWS = 4  # that a launch gates or normalises itself; fp8_linear.h has it too, and a test compares
 BLOCK = 128  # inputs and outputs of one scale
 _ALIGN_BYTES = 16
 
@@ -43,7 +41,7 @@ def fp8_linear(x, weight, weight_scale, *, swiglu_limit=None, norm_weight=None, 
     determinism   the same bits in every run and every batch: a row alone equals the row among others. A row's NaN or
                   infinity stays in the row
     sizes         any number of rows; weights are read once for each 64 of them, which is what this is for. x' of up to
-                  8 rows is made by the launch itself, where `takes_prologue` says so; else by a launch before it
+                  4 rows is made by the launch itself, where `takes_prologue` says so; else by a launch before it
                   (`gated`, `normalized`). No bit depends on which
     raises        TypeError (dtype), ValueError (shape, stride, alignment: says name, expected, got), RuntimeError
                   (device, launch)

