@@ -1,6 +1,6 @@
 """THE table: every SGLang name that we touch, why, in which versions, and until when. The only file that spells them,
-but for its other parts: sglang_patches_mhc.py, sglang_patches_q_norm.py, sglang_patches_wo_a.py, and
-sglang_settings.py, SGLang's own defaults that we change.
+but for its other parts, the files sglang_patches_*.py beside it, and sglang_settings.py, SGLang's own defaults that
+we change.
 
 Adding an operator: a Patch row here, an adapter in sglang_adapters/, an op in ops/. Reviewing a release: read the
 definitions that tests/patching/test_wheels.py calls UNREVIEWED, then add version and digest to `reviewed`.
@@ -8,6 +8,7 @@ definitions that tests/patching/test_wheels.py calls UNREVIEWED, then add versio
 
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Patch, StandIn, Table, Target
+from deepseek_v4_sm120.sglang_patches_fp8_linear import PROLOGUES
 from deepseek_v4_sm120.sglang_patches_mhc import MHC
 from deepseek_v4_sm120.sglang_patches_q_norm import Q_NORM
 from deepseek_v4_sm120.sglang_patches_wo_a import WO_A
@@ -220,6 +221,7 @@ FP8_LINEAR = Patch(
     "at 8, slower at 64; that SM120 needs hardly longer for 64 rows than for its weights is reckoned, not measured: "
     "bench/NOTES.md",
     targets=(
+        *PROLOGUES,
         Target(
             where=f"{FP8_METHOD}.apply",
             sglang=">=0.5.12,<0.6",

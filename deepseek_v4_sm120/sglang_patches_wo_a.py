@@ -24,6 +24,13 @@ ROPE = f"{MODEL}:fused_rope_inplace"
 INIT_PARAMETERS = Parameters(
     ("self", "config", "layer_id", "quant_config", "prefix", "alt_streams", "compress_ratio_override")
 )
+INIT_REVIEWED = {
+    "0.5.12": "2dfc49215092792e",
+    "0.5.14": "aeccbc43f367c9e5",
+    "0.5.17": "42753079dcb4c9b5",
+    "0.5.20": "c1e0120be55567f5",
+    "0.5.23": "d8b52397869139d9",
+}
 OLD_FORWARD_PARAMETERS = Parameters(("self", "x", "positions", "forward_batch"))
 FORWARD_PARAMETERS = Parameters((*OLD_FORWARD_PARAMETERS.names, "x_quant"))
 DEFERRING_FORWARD_PARAMETERS = Parameters((*FORWARD_PARAMETERS.names, "defer_all_reduce"))
@@ -49,13 +56,7 @@ WO_A = Patch(
             "init",
             ">=0.5.12,<0.6",
             INIT_PARAMETERS,
-            {
-                "0.5.12": "2dfc49215092792e",
-                "0.5.14": "aeccbc43f367c9e5",
-                "0.5.17": "42753079dcb4c9b5",
-                "0.5.20": "c1e0120be55567f5",
-                "0.5.23": "d8b52397869139d9",
-            },
+            INIT_REVIEWED,
         ),
         _target(
             LOAD_WEIGHTS,

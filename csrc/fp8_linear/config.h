@@ -5,7 +5,8 @@
 //   step     16 weight rows x 128 inputs of a warp: 64 bytes a lane, held in registers
 //   chunk    the blocks of 128 inputs of x that a slice's buffer in shared memory takes at a time: all, where they fit
 //
-// Shared memory: barriers | x [stages][slices here][rows][chunk] | the sums that warps exchange
+// Shared memory: barriers | x [stages][slices here][rows][chunk] | the sums that warps exchange, before that [rows][inputs, or gates
+// and ups] of which something is made | the norm's weights
 #pragma once
 
 #include <cstdint>
@@ -43,5 +44,13 @@ constexpr int sum_pitch(int row_tiles) { return row_tiles * kTileRows + 4; }
 constexpr int exchange_bytes(int column_tiles, int row_tiles, int warp_rows) {
   return warp_rows == kWarps ? 0 : kWarps * exchange_rows(column_tiles) * sum_pitch(row_tiles) * 4;
 }
+
+
+struct Variant {
+  int column_tiles, row_tiles, warp_rows;
+};
+// Those that make something of x have one column tile: the first kMakingVariants.
+constexpr int kMakingVariants = 3;
+constexpr Variant kVariants[] = {{1, 1, 1}, {1, 1, 4}, {1, 1, 8}, {2, 1, 1}, {2, 1, 4}, {2, 1, 8}, {4, 1, 4}, {4, 2, 4}, {4, 1, 8}, {8, 1, 8}, {8, 2, 8}};
 
 }  // namespace dsv4::fp8_linear

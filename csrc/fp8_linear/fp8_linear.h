@@ -11,6 +11,15 @@
 
 namespace dsv4::fp8_linear {
 
+// What is done to x on its way in, once, before it is multiplied.
+enum class Prologue : int32_t {
+  kNone,
+  kRotation,  // the rotary position embedding of each head's last inputs is taken back (wo_a)
+  kSwiglu,    // x is [rows, 2 * inputs], gates and then ups: silu(min(gate, limit)) * clamp(up, -limit, limit)
+  kNorm,      // RMSNorm over all inputs
+};
+constexpr int kPrologues = 4;
+
 struct Params {
   const uint8_t* weight;         // [groups * outputs][inputs] E4M3
   const void* scale;             // [groups * outputs / 128][inputs / 128]
@@ -26,7 +35,17 @@ struct Params {
   const void* positions;         // [rows]
   int32_t position_bytes;        // 4: int32, 8: int64
   int32_t rows, groups, outputs, inputs;
+  const uint16_t* norm_weight;   // [inputs] bf16: x is normalised first; null: it is not
+  float norm_inverse, norm_eps;  // 1 / inputs
+  float swiglu_limit;            // above 0: x holds gates and ups
 };
+
+inline Prologue prologue_of(const Params& p) {
+  return p.rotation != nullptr      ? Prologue::kRotation
+         : p.norm_weight != nullptr ? Prologue::kNorm
+         : p.swiglu_limit > 0       ? Prologue::kSwiglu
+                                    : Prologue::kNone;
+}
 
 // So many in each of `parts`, and one more in the first `more` of them.
 struct Shares {
@@ -42,26 +61,40 @@ struct Plan {
   Shares slice_blocks;           // blocks of 128 inputs of a slice
   int32_t chunk_blocks;          // blocks of 128 inputs of a slice that shared memory has room for at a time
   int32_t stages;                // 1: x stays in shared memory, all of it; 2: chunks take turns
-  int32_t exchange;              // where in shared memory warps exchange sums
+  int32_t exchange;              // where in shared memory warps exchange sums, and before that rows of x are of which something is made
   int32_t blocks;                // of one split
   Shares block_tiles;            // tiles of a block
   int32_t group_tiles;           // tiles of a group
   int64_t partial_bytes;
+  int32_t norm;                  // where the norm's weights are
+  int32_t shared_bytes;
 };
 
 constexpr int kMaxRows = 64;
+constexpr int kMadeRows = 4;  // that the product's kernels gate or normalise themselves, as measured; for more, `make` goes before
+
+using LinearKernel = void (*)(Params, Plan);
+
+// The kernels of a prologue, one for each of kVariants (config.h); each prologue has a file of its own.
+template <Prologue kPrologue>
+const LinearKernel* kernels();
 
 // Bytes of shared memory of a multiprocessor of the current device.
 int multiprocessor_shared();
 
 // Why the kernel cannot take these sizes; empty: it can.
-std::string problem(int rows, int groups, int outputs, int inputs);
+std::string problem(Prologue prologue, int rows, int groups, int outputs, int inputs);
 
 // Zero in `row_tiles`, `warp_rows`, `blocks`: the launcher's choice (tuning). No choice changes a bit of the result.
-Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int row_tiles, int warp_rows, int blocks);
+Plan make_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int row_tiles, int warp_rows,
+               int blocks);
 
 // One kernel, or two where the plan splits.
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);
+
+// out [rows, inputs] = x normalised, or of gates and ups: any number of rows, by a launch of its own. Of `params` it reads x,
+// out, rows, inputs and the prologue.
+void make(const Params& params, bool pdl, cudaStream_t stream);
 
 std::vector<KernelAttributes> kernel_attributes();
 int shared_bytes();  // of the kernel that takes the most

@@ -9,19 +9,28 @@
 // Sum of 64 products, in mma order, from zero; times scale, added to the slice's sum, in order; slices by a binary tree.
 // Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others.
 //
-// Optionally x is the attention's output, whose rotary position embedding is taken back on the way in: of each 512 inputs
-// (a head) the last 64 are pairs, rotated in fp32 and rounded to bf16 (DeepSeek-V4's wo_a).
+// A prologue changes x before it is multiplied:
+//   rotation  x is the attention's output, whose rotary position embedding is taken back: of each 512 inputs (a head) the last
+//             64 are pairs, rotated in fp32 and rounded to bf16 (DeepSeek-V4's wo_a)
+//   SwiGLU    x is gates and ups, what is multiplied is made of them (the shared experts' down projection)
+//   norm      x is normalised (the queries' second projections)
+// Rotation is in place. For the other two a whole row comes by one bulk copy, and what is made of it goes to where the slices
+// have their x: a bulk copy costs some 50 cycles, however small. make.cuh has the arithmetic.
 #pragma once
 
 #include "../device.cuh"
 #include "config.h"
+#include "make.cuh"
 
 namespace dsv4::fp8_linear {
 
-template <int kColumnTiles_, int kRowTiles_, int kWarpRows_, bool kRotates_>
+// kPrologue_: of Prologue, as a number, which is what a kernel's name can show
+template <int kColumnTiles_, int kRowTiles_, int kWarpRows_, int kPrologue_>
 struct Config {
   static constexpr int kColumnTiles = kColumnTiles_, kRowTiles = kRowTiles_, kWarpRows = kWarpRows_;
-  static constexpr bool kRotates = kRotates_;
+  static constexpr Prologue kPrologue = static_cast<Prologue>(kPrologue_);
+  static constexpr bool kRotates = kPrologue == Prologue::kRotation, kNorms = kPrologue == Prologue::kNorm;
+  static constexpr bool kGates = kPrologue == Prologue::kSwiglu, kMakes = kNorms || kGates;
   static constexpr int kSlices = kWarps / kWarpRows;      // of this block
   static constexpr int kSteps = steps_of(kColumnTiles), kAhead = ahead_of(kColumnTiles, kRowTiles);
   static constexpr int kBlockRows = kTileRows * kRowTiles * kWarpRows;
@@ -100,9 +109,8 @@ struct Kernel {
 
   // rows of x that shared memory has room for; those beyond p.rows hold anything, and so do their sums, which nobody stores
   __device__ __forceinline__ int x_rows() const { return rows_in_shared(C::kColumnTiles, p.rows); }
-  __device__ __forceinline__ unsigned char* x_at(int stage) const {
-    return shared + kBarrierBytes + (stage * C::kSlices + slice_here) * x_bytes(x_rows(), 1, plan.chunk_blocks);
-  }
+  __device__ __forceinline__ unsigned char* x_at_slice(int i) const { return shared + kBarrierBytes + i * x_bytes(x_rows(), 1, plan.chunk_blocks); }
+  __device__ __forceinline__ unsigned char* x_at(int stage) const { return x_at_slice(stage * C::kSlices + slice_here); }
   __device__ __forceinline__ uint32_t arrived(int stage) const { return shared_address(shared) + 8 * (stage * C::kSlices + slice_here); }
   __device__ __forceinline__ void sync_slice() const {
     if constexpr (C::kWarpRows == 1) {
@@ -146,6 +154,88 @@ struct Kernel {
       for (int row = warp_row * 4 + lane / 8; row < p.rows; row += 4 * C::kWarpRows) {
         unsigned char* const at = x_at(stage) + row * pitch + block * 2 * kBlock + kBlock + lane % 8 * 16;
         *reinterpret_cast<uint4*>(at) = rotated_back(load_shared(at), row);
+      }
+    }
+  }
+
+  // ---- SwiGLU and norm: up to kWarps rows, all inputs, one group. Units are 16 bytes of a row of what is multiplied.
+  __device__ __forceinline__ int units() const { return p.inputs / kUnit; }
+  __device__ __forceinline__ uint32_t row_barrier(int i) const { return shared_address(shared) + 8 * i; }
+  __device__ __forceinline__ uint32_t raw_bytes() const { return p.inputs * (C::kGates ? 4 : 2); }
+  __device__ __forceinline__ unsigned char* raw(int row) const { return shared + plan.exchange + row * raw_bytes(); }
+  __device__ __forceinline__ unsigned char* norm_weights() const { return shared + plan.norm; }
+  // bytes from the first row's place of the first slice to the first row's place of a unit
+  __device__ __forceinline__ int place_of(int unit) const {
+    const unsigned block = unit / (kBlock / kUnit), each = plan.slice_blocks.each, more = plan.slice_blocks.more;
+    const unsigned there = block < more * (each + 1) ? block / (each + 1) : (block - more) / each;
+    const int first = part_of(plan.slice_blocks, there).begin;
+    return there * x_bytes(p.rows, 1, plan.chunk_blocks) + (block - first) * 2 * kBlock + unit % (kBlock / kUnit) * 16;
+  }
+  // Barriers of the rows, and the norm's weights: nothing that runs before the wait writes those.
+  __device__ __forceinline__ void begin_making() const {
+    if (lane != 0) return;
+    mbarrier_init(row_barrier(warp), 1);
+    if (C::kNorms && warp == 0) mbarrier_init(row_barrier(kWarps), 1);
+    mbarrier_init_fence();
+    if (C::kNorms && warp == 0) {
+      mbarrier_arrive_expect(row_barrier(kWarps), p.inputs * 2);
+      copy_bulk(shared_address(norm_weights()), p.norm_weight, p.inputs * 2, row_barrier(kWarps));
+    }
+  }
+  // A warp's row; then what is made of the rows, for all slices. The caller ends it with a barrier of the block.
+  __device__ __forceinline__ void fetch_row() const {
+    if (warp >= p.rows || lane != 0) return;
+    mbarrier_arrive_expect(row_barrier(warp), raw_bytes());
+    copy_bulk(shared_address(raw(warp)), p.x + static_cast<uint64_t>(warp) * p.x_stride, raw_bytes(), row_barrier(warp));
+  }
+  __device__ __forceinline__ void gate_rows() const {
+    const uint32_t limits = pack_bf16x2(p.swiglu_limit, p.swiglu_limit);
+    const int pitch = x_pitch(plan.chunk_blocks);
+    int unit = threadIdx.x, place = place_of(unit);
+    pdl_wait();
+    fetch_row();
+#pragma unroll 1
+    for (; unit < units(); unit += kThreads, place = place_of(unit)) {
+#pragma unroll 1
+      for (int row = 0; row < p.rows; ++row) {
+        mbarrier_wait(row_barrier(row), 0);
+        const unsigned char* const from = raw(row) + unit * 16;
+        *reinterpret_cast<uint4*>(x_at_slice(0) + place + row * pitch) = gated(load_shared(from), load_shared(from + p.inputs * 2), limits);
+      }
+    }
+  }
+  __device__ __forceinline__ void normalize_row() const {
+    int places[kNormSums];
+#pragma unroll
+    for (int s = 0; s < kNormSums; ++s) places[s] = place_of(s * 32 + lane);
+    if (warp < p.rows) mbarrier_wait(row_barrier(kWarps), 0);
+    pdl_wait();
+    if (warp >= p.rows) return;
+    fetch_row();
+    __syncwarp();
+    mbarrier_wait(row_barrier(warp), 0);
+    float sums[kNormSums] = {};
+    const unsigned char* const from = raw(warp);
+#pragma unroll 1
+    for (int first = 0; first < units(); first += kNormSums * 32) {
+      uint4 v[kNormSums] = {};
+#pragma unroll
+      for (int s = 0; s < kNormSums; ++s) {
+        if (const int unit = first + s * 32 + lane; unit < units()) v[s] = load_shared(from + unit * 16);
+      }
+#pragma unroll
+      for (int s = 0; s < kNormSums; ++s) add_squares(sums[s], v[s]);
+    }
+    const float root = root_of(sums, p.norm_inverse, p.norm_eps);
+#pragma unroll 1
+    for (int first = 0; first < units(); first += kNormSums * 32) {
+#pragma unroll
+      for (int s = 0; s < kNormSums; ++s) {
+        const int unit = first + s * 32 + lane;
+        if (unit >= units()) continue;
+        const int place = first == 0 ? places[s] : place_of(unit);
+        const uint4 weights = load_shared(norm_weights() + unit * 16);
+        *reinterpret_cast<uint4*>(x_at_slice(0) + place + warp * x_pitch(plan.chunk_blocks)) = normalized(load_shared(from + unit * 16), root, weights);
       }
     }
   }
@@ -299,7 +389,9 @@ struct Kernel {
 
   __device__ __forceinline__ void run() const {
     const Part tiles = part_of(plan.block_tiles, blockIdx.x);
-    if (warp_row == 0 && lane == 0) {
+    if constexpr (C::kMakes) {
+      begin_making();
+    } else if (warp_row == 0 && lane == 0) {
       mbarrier_init(arrived(0), 1);
       if constexpr (C::kStreams) mbarrier_init(arrived(1), 1);
       mbarrier_init_fence();
@@ -318,8 +410,15 @@ struct Kernel {
     const int most = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
     const bool resident = !C::kStreams || plan.stages == 1;
     const uint64_t tile_bytes = static_cast<uint64_t>(C::kBlockRows) * p.weight_stride;
-    sync_slice();
-    pdl_wait();
+    if constexpr (C::kMakes) {
+      __syncthreads();
+      if constexpr (C::kNorms) normalize_row();
+      if constexpr (C::kGates) gate_rows();
+      __syncthreads();
+    } else {
+      sync_slice();
+      pdl_wait();
+    }
     // chunks of x in the order of their use, over all tiles: the next to fetch, and how many have been used
     int next_tile = tiles.begin, next_first = 0, used = 0;
     const auto fetch_next = [&](int stage) {
@@ -336,7 +435,7 @@ struct Kernel {
       for (int chunk = 0; chunk < most; chunk += plan.chunk_blocks) {
         const int chunk_end = min(chunk + plan.chunk_blocks, slice.count), stage = resident ? 0 : used & 1;
         if (resident) {
-          if (group != staged) {
+          if (!C::kMakes && group != staged) {
             if (staged >= 0) {
               if constexpr (C::kRotates) fence_async();
               sync_slice();

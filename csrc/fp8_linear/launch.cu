@@ -10,23 +10,14 @@ namespace {
 
 constexpr char kName[] = "fp8_linear";
 
-using LinearKernel = void (*)(Params, Plan);
-
-struct Variant {
-  int column_tiles, row_tiles, warp_rows;
-  LinearKernel kernel, rotating;
-};
-
-template <int kColumnTiles, int kRowTiles, int kWarpRows>
-Variant variant() {
-  return {kColumnTiles, kRowTiles, kWarpRows, &linear_kernel<Config<kColumnTiles, kRowTiles, kWarpRows, false>>,
-          &linear_kernel<Config<kColumnTiles, kRowTiles, kWarpRows, true>>};
+// of all prologues, by Prologue
+const LinearKernel* const* all_kernels() {
+  static const LinearKernel* const all[] = {kernels<Prologue::kNone>(), kernels<Prologue::kRotation>(), kernels<Prologue::kSwiglu>(),
+                                            kernels<Prologue::kNorm>()};
+  static_assert(std::size(all) == kPrologues);
+  return all;
 }
-
-const Variant kVariants[] = {
-    variant<1, 1, 1>(), variant<1, 1, 4>(), variant<1, 1, 8>(), variant<2, 1, 1>(), variant<2, 1, 4>(), variant<2, 1, 8>(),
-    variant<4, 1, 4>(), variant<4, 2, 4>(), variant<4, 1, 8>(), variant<8, 1, 8>(), variant<8, 2, 8>(),
-};
+constexpr const char* kPrologueNames[kPrologues] = {"", "rotating_", "swiglu_", "norm_"};
 
 const Variant* find(int column_tiles, int row_tiles, int warp_rows) {
   for (const Variant& v : kVariants) {
@@ -52,21 +43,25 @@ int warps_beside(int column_tiles, int rows, int inputs) {
   return kWarps;
 }
 
-int shared_of(const Plan& plan) { return plan.exchange + exchange_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows); }
+bool makes(Prologue prologue) { return prologue == Prologue::kSwiglu || prologue == Prologue::kNorm; }
 
-// x of all blocks of inputs in one stage, or two stages of as many blocks as fit.
-void place(Plan& plan, int rows) {
+// Everything in shared memory: x of all blocks of inputs in one stage, or two stages of as many blocks as fit.
+void place(Plan& plan, Prologue prologue, int rows, int inputs) {
   const int here = kWarps / plan.warp_rows, kept = rows_in_shared(plan.column_tiles, rows);
+  const int slice_blocks = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
   const int most = kMaxShared - exchange_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows);
   const auto behind_x = [&](int stages, int blocks) { return kBarrierBytes + stages * x_bytes(kept, here, blocks); };
   plan.stages = 1;
-  plan.chunk_blocks = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
+  plan.chunk_blocks = slice_blocks;
   if (streams(plan.column_tiles) && behind_x(1, plan.chunk_blocks) > most) {
     plan.stages = kMaxStages;
     plan.chunk_blocks = ahead_of(plan.column_tiles, plan.row_tiles);
     while (behind_x(kMaxStages, 2 * plan.chunk_blocks) <= most) plan.chunk_blocks *= 2;
   }
   plan.exchange = behind_x(plan.stages, plan.chunk_blocks);
+  const int raw = !makes(prologue) ? 0 : rows * inputs * (prologue == Prologue::kSwiglu ? 4 : 2);
+  plan.norm = plan.exchange + std::max(raw, kMaxShared - most);
+  plan.shared_bytes = plan.norm + (prologue == Prologue::kNorm ? 2 * inputs : 0);
 }
 
 // Two row tiles of a warp read x half as often: where it comes in chunks, or where there are tiles in plenty.
@@ -76,22 +71,31 @@ bool wants_two_row_tiles(const Plan& plan, int64_t weight_rows, int num_sms) {
 }
 
 // Everything but the blocks, for these column tiles.
-void choose(Plan& plan, int rows, int groups, int outputs, int num_sms, int row_tiles, int warp_rows) {
+void choose(Plan& plan, Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int row_tiles, int warp_rows) {
   const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
   plan.warp_rows = std::max(kWarps / plan.slices, warp_rows);
   plan.splits = plan.slices * plan.warp_rows / kWarps;
   plan.row_tiles = 1;
-  place(plan, rows);
+  place(plan, prologue, rows, inputs);
   const bool possible = outputs % (kTileRows * 2 * plan.warp_rows) == 0 && find(plan.column_tiles, 2, plan.warp_rows) != nullptr;
   if (possible && (row_tiles == 2 || (row_tiles == 0 && wants_two_row_tiles(plan, weight_rows, num_sms)))) {
     plan.row_tiles = 2;
-    place(plan, rows);
+    place(plan, prologue, rows, inputs);
   }
 }
 
-void allow_shared(const Variant& v, bool rotating) {
-  static uint64_t configured[2][std::size(kVariants)] = {};
-  dsv4::allow_shared(kName, reinterpret_cast<const void*>(rotating ? v.rotating : v.kernel), kMaxShared, configured[rotating][&v - kVariants]);
+LinearKernel kernel_of(const Variant& v, Prologue prologue) {
+  static uint64_t configured[kPrologues][std::size(kVariants)] = {};
+  const int which = static_cast<int>(prologue);
+  const std::ptrdiff_t index = &v - kVariants;
+  const LinearKernel kernel = all_kernels()[which][index];
+  allow_shared(kName, reinterpret_cast<const void*>(kernel), kMaxShared, configured[which][index]);
+  return kernel;
+}
+
+// Whether there is such a kernel, and its shared memory suffices. To make something of x a block needs all inputs.
+bool fits(const Plan& plan, Prologue prologue) {
+  return plan.shared_bytes <= kMaxShared && (!makes(prologue) || (plan.column_tiles == 1 && plan.splits == 1));
 }
 
 }  // namespace
@@ -108,33 +112,40 @@ int multiprocessor_shared() {
   return bytes;
 }
 
-std::string problem(int rows, int groups, int outputs, int inputs) {
+std::string problem(Prologue prologue, int rows, int groups, int outputs, int inputs) {
   if (rows > kMaxRows) return "at most " + std::to_string(kMaxRows) + " rows, got " + std::to_string(rows);
   if (inputs % kBlock || inputs < kBlock) return "inputs a multiple of 128, got " + std::to_string(inputs);
   if (outputs % kBlock || outputs < kBlock) return "outputs a multiple of 128, got " + std::to_string(outputs);
   if (static_cast<int64_t>(groups) * outputs > 1 << 24) return "at most 2^24 outputs of all groups, got " + std::to_string(int64_t(groups) * outputs);
   if (inputs > 1 << 20) return "at most 2^20 inputs, got " + std::to_string(inputs);
+  if (!makes(prologue)) return "";
+  if (groups != 1) return "one group to be normalised or gated, got " + std::to_string(groups);
+  if (rows > kMadeRows) return "at most " + std::to_string(kMadeRows) + " rows to be normalised or gated on their way in, got " + std::to_string(rows);
+  if (!fits(make_plan(prologue, rows, groups, outputs, inputs, 1, 0, 0, 0, 0), prologue)) {
+    return "fewer inputs to be normalised or gated in shared memory, got " + std::to_string(inputs);
+  }
   return "";
 }
 
-Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int row_tiles, int warp_rows, int blocks) {
+Plan make_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int row_tiles, int warp_rows,
+               int blocks) {
   Plan plan = {};
   plan.slices = slices_of(inputs);
   plan.slice_blocks = {inputs / kBlock / plan.slices, inputs / kBlock % plan.slices};
   plan.column_tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
   const int beside = warp_rows ? warp_rows : warps_beside(plan.column_tiles, rows, inputs);
-  choose(plan, rows, groups, outputs, num_sms, row_tiles, beside);
-  if (shared_of(plan) > kMaxShared) choose(plan, rows, groups, outputs, num_sms, row_tiles, kWarps);
-  if (shared_of(plan) > kMaxShared) {  // inputs so long that their x has to come in chunks, which the kernels for many rows do
+  choose(plan, prologue, rows, groups, outputs, inputs, num_sms, row_tiles, beside);
+  if (!fits(plan, prologue)) choose(plan, prologue, rows, groups, outputs, inputs, num_sms, row_tiles, kWarps);
+  if (!fits(plan, prologue)) {  // inputs so long that their x has to come in chunks, which the kernels for many rows do
     plan.column_tiles = std::max(plan.column_tiles, 4);
-    choose(plan, rows, groups, outputs, num_sms, row_tiles, kWarps);
+    choose(plan, prologue, rows, groups, outputs, inputs, num_sms, row_tiles, kWarps);
   }
   const int tiles = tiles_of(static_cast<int64_t>(groups) * outputs, plan.row_tiles, plan.warp_rows);
   plan.group_tiles = tiles / groups;
   // blocks of a multiprocessor: by registers, and by shared memory, of which each block takes 1 KB more. Each reads x: with 5 to
   // 8 rows that costs more than a second block gains, as measured.
   const bool reads_much = plan.column_tiles == 1 && rows > 4 && plan.splits == 1;
-  const int resident = plan.column_tiles <= 2 && !reads_much && sm_shared >= 2 * (shared_of(plan) + 1024) ? 2 : 1;
+  const int resident = plan.column_tiles <= 2 && !reads_much && sm_shared >= 2 * (plan.shared_bytes + 1024) ? 2 : 1;
   // a second block of a multiprocessor only where the first would be busy for long: it is the next kernel's place
   const bool held = plan.slice_blocks.each + (plan.slice_blocks.more > 0) <= ahead_of(plan.column_tiles, plan.row_tiles);
   const bool few = plan.splits == 1 && tiles <= 2 * num_sms && held;
@@ -145,14 +156,13 @@ Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int s
 }
 
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream) {
-  const std::string why_not = problem(params.rows, params.groups, params.outputs, params.inputs);
+  const Prologue prologue = prologue_of(params);
+  const std::string why_not = problem(prologue, params.rows, params.groups, params.outputs, params.inputs);
   if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
   const Variant* const v = find(plan.column_tiles, plan.row_tiles, plan.warp_rows);
-  if (v == nullptr || shared_of(plan) > kMaxShared) throw std::runtime_error("fp8_linear: no kernel for this plan");
-  const bool rotating = params.rotation != nullptr;
-  allow_shared(*v, rotating);
+  if (v == nullptr || !fits(plan, prologue)) throw std::runtime_error("fp8_linear: no kernel for this plan");
   const Launcher launcher = {kName, pdl, stream};
-  launcher(rotating ? v->rotating : v->kernel, dim3(plan.blocks, plan.splits), kThreads, shared_of(plan), params, plan);
+  launcher(kernel_of(*v, prologue), dim3(plan.blocks, plan.splits), kThreads, plan.shared_bytes, params, plan);
   if (plan.splits == 1) return;
   const int64_t weight_rows = static_cast<int64_t>(params.groups) * params.outputs;
   const dim3 grid(static_cast<unsigned>((weight_rows / 4 + kMergeThreads - 1) / kMergeThreads), params.rows);
@@ -163,11 +173,11 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
 std::vector<KernelAttributes> kernel_attributes() {
   std::vector<KernelAttributes> all;
   for (const Variant& v : kVariants) {
-    for (const bool rotating : {false, true}) {
-      allow_shared(v, rotating);
-      const std::string name = std::string("fp8_linear_") + (rotating ? "rotating_" : "") + std::to_string(v.column_tiles) + "_" +
+    for (int i = 0; i < kPrologues; ++i) {
+      if (makes(static_cast<Prologue>(i)) && v.column_tiles > 1) continue;
+      const std::string name = std::string("fp8_linear_") + kPrologueNames[i] + std::to_string(v.column_tiles) + "_" +
                                std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
-      const void* const kernel = reinterpret_cast<const void*>(rotating ? v.rotating : v.kernel);
+      const void* const kernel = reinterpret_cast<const void*>(kernel_of(v, static_cast<Prologue>(i)));
       all.push_back(attributes_of(kName, kernel, name, kThreads, exchange_bytes(v.column_tiles, v.row_tiles, v.warp_rows)));
     }
   }

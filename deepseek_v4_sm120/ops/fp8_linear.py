@@ -1,52 +1,95 @@
 """Public FP8 block-scaled linear for few rows: checks the arguments, owns the scratch, launches `_C.fp8_linear`.
 
 bf16 activations, E4M3 weights with a scale per 128 x 128 block, fp32 sums, bf16 out. `fp8_grouped_linear` is the same
-for independent groups side by side (DeepSeek-V4's `wo_a`).
+for independent groups side by side (DeepSeek-V4's `wo_a`). `fp8_linear` can normalise x, or gate it, on its way in.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
 from deepseek_v4_sm120 import cuda_tensors, extension
 
 MAX_ROWS = 64  # of one launch; more rows are launched in tiles of as many
+MADE_ROWS = 4  # that a launch gates or normalises itself; fp8_linear.h has it too, and a test compares
 BLOCK = 128  # inputs and outputs of one scale
 _ALIGN_BYTES = 16
 
 
-def fp8_linear(x, weight, weight_scale, *, out=None):
-    """y = x W^T with W = weight * weight_scale, for few rows of bf16 x.
+def fp8_linear(x, weight, weight_scale, *, swiglu_limit=None, norm_weight=None, norm_eps=None, out=None):
+    """y = x' W^T with W = weight * weight_scale, for few rows of bf16 x. x' is x; or x gated; or x normalised.
 
-    x             [rows, inputs] bf16, last dim contiguous, row stride a multiple of 8
+    x             [rows, inputs] bf16, with swiglu_limit [rows, 2 * inputs], gates and then ups; last dim contiguous,
+                  row stride a multiple of 8
     weight        [outputs, inputs] float8_e4m3fn, last dim contiguous, row stride a multiple of 16; outputs and inputs
                   multiples of 128. NaN bytes are NaN
     weight_scale  [outputs / 128, inputs / 128] float32 (any value), or float8_e8m0fnu or uint8 (UE8M0: 2^(byte - 127),
                   255 is NaN); any strides
+    swiglu_limit  positive number, finite in bf16: x' = bf16(silu(min(gate, limit)) * clamp(up, -limit, limit)).
+                  Clamped in bf16, where a NaN becomes the limit, the rest in float32, as SGLang's silu_and_mul_clamp.
+                  Or None
+    norm_weight   [inputs] bf16, contiguous, 16-byte aligned: x' = bf16(x * rsqrt(mean(x^2) + norm_eps) * norm_weight),
+                  in float32. Or None
+    norm_eps      positive number, with norm_weight
     out           [rows, outputs] bf16 written in place, last dim contiguous, row stride a multiple of 4; or None
     returns       out [rows, outputs] bf16
-    accuracy      relative L2 0.0017 against float64 (bf16 out, nothing coarser). Weights and x enter exactly
+    accuracy      relative L2 0.0017 against float64 of x' (bf16 out, nothing coarser). Weights and x' enter exactly:
+                  the same bits as for an x' that was made before
     determinism   the same bits in every run and every batch: a row alone equals the row among others. A row's NaN or
                   infinity stays in the row
-    sizes         any number of rows; weights are read once for each 64 of them, which is what this is for
+    sizes         any number of rows; weights are read once for each 64 of them, which is what this is for. x' of up to
+                  4 rows is made by the launch itself, where `takes_prologue` says so; else by a launch before it
+                  (`gated`, `normalized`). No bit depends on which
     raises        TypeError (dtype), ValueError (shape, stride, alignment: says name, expected, got), RuntimeError
                   (device, launch)
     cuda graphs   capture-safe: no host sync; allocates out and, for more than a few rows, scratch through torch
-    streams       the current stream of x's device; scratch is the call's own. Weights and scales are read ahead of the
-                  end of the kernel before (programmatic dependent launch): that kernel must not write them
-    source        DeepSeek's inference/model.py (Linear) and kernel.py (fp8_gemm), without the rounding of x to FP8;
-                  specification in reference/fp8_linear.py
+    streams       the current stream of x's device; scratch is the call's own. Weights, scales and norm_weight are read
+                  ahead of the end of the kernel before (programmatic dependent launch): that kernel must not write them
+    source        DeepSeek's inference/model.py (Linear, RMSNorm, Expert) and kernel.py (fp8_gemm), without the rounding
+                  of x to FP8; specification in reference/fp8_linear.py
     """
-    _check_x("fp8_linear", x, 2, ("rows", "inputs"))
-    _check_weight("fp8_linear", weight, weight_scale, x, (x.shape[-1],))
+    gated = swiglu_limit is not None
+    _check_x("fp8_linear", x, 2, ("rows", "2 * inputs" if gated else "inputs"))
+    if gated and x.shape[1] % 2:
+        raise ValueError(f"fp8_linear: x must have gates and as many ups with swiglu_limit, got {x.shape[1]} of both")
+    inputs = x.shape[1] // 2 if gated else x.shape[1]
+    _check_weight("fp8_linear", weight, weight_scale, x, (inputs,))
+    prologue = _check_prologue(x, swiglu_limit, norm_weight, norm_eps)
     if out is not None:
         _check_out("fp8_linear", out, x, (x.shape[0], weight.shape[0]))
     else:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
-    _run(x.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1))
+    if prologue is not NO_PROLOGUE:
+        _check_device(x)
+        if x.shape[0] > MADE_ROWS or not takes_prologue(prologue.name, *weight.shape):
+            x, prologue = _make(x, inputs, prologue), NO_PROLOGUE
+    _run(x.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1), prologue=prologue)
     return out
+
+
+def gated(x, swiglu_limit):
+    """The x' [rows, inputs] bf16, contiguous, that `fp8_linear` makes of gates and ups x [rows, 2 * inputs].
+
+    Arguments, rounding, errors, graphs and streams are fp8_linear's, inputs a multiple of 8. Any number of rows.
+    """
+    _check_x("gated", x, 2, ("rows", "2 * inputs"))
+    if x.shape[1] % 16:
+        raise ValueError(f"gated: x must have gates and ups, each a multiple of 8, got {x.shape[1]} of both")
+    return _make(x, x.shape[1] // 2, _check_prologue(x, swiglu_limit, None, None, op="gated"))
+
+
+def normalized(x, norm_weight, norm_eps):
+    """The x' [rows, inputs] bf16, contiguous, that `fp8_linear` makes of x [rows, inputs] and norm_weight [inputs].
+
+    Arguments, rounding, errors, graphs and streams are fp8_linear's, inputs a multiple of 8. Any number of rows.
+    """
+    _check_x("normalized", x, 2, ("rows", "inputs"))
+    if x.shape[1] % 8:
+        raise ValueError(f"normalized: inputs must be a multiple of 8, got {x.shape[1]}")
+    return _make(x, x.shape[1], _check_prologue(x, None, norm_weight, norm_eps, op="normalized"))
 
 
 def fp8_grouped_linear(x, weight, weight_scale, *, out=None):
@@ -69,6 +112,14 @@ def fp8_grouped_linear(x, weight, weight_scale, *, out=None):
         out = torch.empty((*x.shape[:2], weight.shape[1]), dtype=torch.bfloat16, device=x.device)
     _run(x, weight, weight_scale, out)
     return out
+
+
+@functools.lru_cache(maxsize=256)
+def takes_prologue(name: str, outputs: int, inputs: int) -> bool:
+    """Whether a launch of `fp8_linear` of few rows can gate ("SWIGLU") or normalise ("NORM") x itself."""
+    module = extension.load()
+    prologue = getattr(module.Fp8LinearPrologue, name)
+    return not module.fp8_linear_problem(prologue=prologue, rows=MADE_ROWS, groups=1, outputs=outputs, inputs=inputs)
 
 
 def takes(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
@@ -100,48 +151,74 @@ def _follows(tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _scratch_bytes(rows: int, groups: int, outputs: int, inputs: int, num_sms: int, tuning: tuple) -> int:
-    return extension.load().fp8_linear_scratch_bytes(
-        rows=rows, groups=groups, outputs=outputs, inputs=inputs, num_sms=num_sms, **dict(tuning)
+def _scratch_bytes(
+    prologue: str, rows: int, groups: int, outputs: int, inputs: int, num_sms: int, tuning: tuple
+) -> int:
+    module = extension.load()
+    return module.fp8_linear_scratch_bytes(
+        prologue=getattr(module.Fp8LinearPrologue, prologue),
+        rows=rows,
+        groups=groups,
+        outputs=outputs,
+        inputs=inputs,
+        num_sms=num_sms,
+        **dict(tuning),
     )
 
 
-def _run(x, weight, weight_scale, out, *, rotation=None, pdl=True, **tuning) -> None:
+class Prologue(NamedTuple):
+    """What the kernel does to x on its way in: the extension's name of it, and the launch's arguments for it."""
+
+    name: str
+    arguments: dict[str, int | float]
+
+
+NO_PROLOGUE = Prologue("NONE", {})
+
+
+def _make(x, inputs, prologue) -> torch.Tensor:
+    """What the prologue makes of x, by a launch of its own."""
+    _check_device(x)
+    out = torch.empty((x.shape[0], inputs), dtype=torch.bfloat16, device=x.device)
+    if x.shape[0]:
+        with torch.cuda.device(x.device):
+            extension.load().fp8_linear_make(
+                x=x.data_ptr(),
+                x_stride=x.stride(0),
+                out=out.data_ptr(),
+                out_stride=out.stride(0),
+                rows=x.shape[0],
+                inputs=inputs,
+                pdl=True,
+                stream=torch._C._cuda_getCurrentRawStream(x.device.index),
+                **prologue.arguments,
+            )
+    return out
+
+
+def _run(x, weight, weight_scale, out, *, prologue=NO_PROLOGUE, pdl=True, **tuning) -> None:
     """Checked [rows, groups, ..] tensors to raw pointers. `tuning`: row_tiles, warp_rows, blocks (bench only).
 
-    rotation: (freqs_cis, positions) for x that is rotated back first (ops.wo_a), at most MAX_ROWS rows.
+    A rotation (ops.wo_a) is for at most MAX_ROWS rows.
     """
-    device = x.device
-    if device.type != "cuda":
-        raise RuntimeError(f"fp8_linear: x.device must be a CUDA device, got {device}")
+    _check_device(x)
     if x.shape[0] == 0:
         return
-    launch = functools.partial(_launch, rotation=rotation, pdl=pdl, tuning=tuple(tuning.items()))
-    if device.index == torch._C._cuda_getDevice():
+    launch = functools.partial(_launch, prologue=prologue, pdl=pdl, tuning=tuple(tuning.items()))
+    if x.device.index == torch._C._cuda_getDevice():
         launch(x, weight, weight_scale, out)
     else:
-        with torch.cuda.device(device):
+        with torch.cuda.device(x.device):
             launch(x, weight, weight_scale, out)
 
 
-def _rotation_arguments(rotation) -> dict[str, int]:
-    if rotation is None:
-        return {}
-    freqs_cis, positions = rotation
-    return {
-        "rotation": freqs_cis.data_ptr(),
-        "positions": positions.data_ptr(),
-        "position_bytes": positions.element_size(),
-    }
-
-
-def _launch(x, weight, weight_scale, out, *, rotation, pdl, tuning) -> None:
+def _launch(x, weight, weight_scale, out, *, prologue, pdl, tuning) -> None:
     module, index = extension.load(), x.device.index
     groups, outputs, inputs = weight.shape
     num_sms, stream = cuda_tensors.num_sms(index), torch._C._cuda_getCurrentRawStream(index)
     for first in range(0, x.shape[0], MAX_ROWS):
         rows = min(MAX_ROWS, x.shape[0] - first)
-        needed = _scratch_bytes(rows, groups, outputs, inputs, num_sms, tuning)
+        needed = _scratch_bytes(prologue.name, rows, groups, outputs, inputs, num_sms, tuning)
         partial = torch.empty(needed, dtype=torch.uint8, device=x.device) if needed else None
         module.fp8_linear(
             x=x.data_ptr() + first * x.stride(0) * 2,
@@ -165,12 +242,17 @@ def _launch(x, weight, weight_scale, out, *, rotation, pdl, tuning) -> None:
             num_sms=num_sms,
             pdl=pdl,
             stream=stream,
-            **_rotation_arguments(rotation),
+            **prologue.arguments,
             **dict(tuning),
         )
 
 
 # ---- checks: every message says argument, expected, got
+
+
+def _check_device(x) -> None:
+    if x.device.type != "cuda":
+        raise RuntimeError(f"fp8_linear: x.device must be a CUDA device, got {x.device}")
 
 
 def _check_x(op, x, dims, names) -> None:
@@ -221,6 +303,35 @@ def _check_weight(op, weight, scale, x, leading) -> None:
             raise RuntimeError(f"{op}: {name}.device must be x's, {x.device}, got {tensor.device}")
     if (rows := weight.numel() // inputs) > 1 << 24:
         raise ValueError(f"{op}: weight must have at most 2^24 rows of all groups, got {rows}")
+
+
+def _check_prologue(x, swiglu_limit, norm_weight, norm_eps, op="fp8_linear") -> Prologue:
+    if (norm_weight is None) != (norm_eps is None):
+        raise ValueError(f"{op}: norm_weight and norm_eps must be given together, got one of them")
+    if swiglu_limit is not None and norm_weight is not None:
+        raise ValueError(f"{op}: swiglu_limit and norm_weight must not be given together")
+    if swiglu_limit is not None:
+        if not 0 < swiglu_limit <= torch.finfo(torch.bfloat16).max:
+            raise ValueError(f"{op}: swiglu_limit must be positive and finite in bf16, got {swiglu_limit}")
+        return Prologue("SWIGLU", {"swiglu_limit": swiglu_limit})
+    if norm_weight is not None:
+        _check_norm(op, x, norm_weight, norm_eps)
+        return Prologue("NORM", {"norm_weight": norm_weight.data_ptr(), "norm_eps": norm_eps})
+    return NO_PROLOGUE
+
+
+def _check_norm(op, x, weight, eps) -> None:
+    if weight.dtype != torch.bfloat16:
+        raise TypeError(f"{op}: norm_weight.dtype must be torch.bfloat16, got {weight.dtype}")
+    if weight.shape != x.shape[1:] or not weight.is_contiguous():
+        got = f"{list(weight.shape)} with strides {list(weight.stride())}"
+        raise ValueError(f"{op}: norm_weight must be contiguous [{x.shape[1]}], got {got}")
+    if weight.data_ptr() % _ALIGN_BYTES:
+        raise ValueError(f"{op}: norm_weight must start on a {_ALIGN_BYTES}-byte boundary")
+    if weight.device != x.device:
+        raise RuntimeError(f"{op}: norm_weight.device must be x's, {x.device}, got {weight.device}")
+    if not eps > 0:
+        raise ValueError(f"{op}: norm_eps must be positive, got {eps}")
 
 
 def _check_out(op, out, x, shape) -> None:

@@ -46,7 +46,7 @@ def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
     rotation = _check_rotation(x, freqs_cis, positions)
     out = torch.empty((*x.shape[:2], weight.shape[1]), dtype=torch.bfloat16, device=x.device)
     if x.shape[0] <= MAX_ROWS:
-        linear._run(x, weight, weight_scale, out, rotation=rotation)
+        linear._run(x, weight, weight_scale, out, prologue=rotation)
     else:
         with torch.no_grad():  # `out=`; SGLang's warm-up may run with gradients on
             torch.bmm(x.transpose(0, 1), expanded(weight, weight_scale).transpose(1, 2), out=out.transpose(0, 1))
@@ -81,11 +81,11 @@ def expanded(weight, weight_scale):
 
 
 def _check_rotation(x, freqs_cis, positions):
-    """(freqs_cis, positions) as the kernel reads them, or None."""
+    """The kernel's prologue that rotates, or none."""
     if (freqs_cis is None) != (positions is None):
         raise ValueError("wo_a: freqs_cis and positions must be given together, got one of them")
     if freqs_cis is None:
-        return None
+        return linear.NO_PROLOGUE
     rows, _, inputs = x.shape
     if freqs_cis.dtype != torch.complex64:
         raise TypeError(f"wo_a: freqs_cis.dtype must be torch.complex64, got {freqs_cis.dtype}")
@@ -106,4 +106,9 @@ def _check_rotation(x, freqs_cis, positions):
     for name, tensor in (("freqs_cis", freqs_cis), ("positions", positions)):
         if tensor.device != x.device:
             raise RuntimeError(f"wo_a: {name}.device must be x's, {x.device}, got {tensor.device}")
-    return freqs_cis, positions
+    arguments = {
+        "rotation": freqs_cis.data_ptr(),
+        "positions": positions.data_ptr(),
+        "position_bytes": positions.element_size(),
+    }
+    return linear.Prologue("ROTATION", arguments)

@@ -68,3 +68,27 @@ def make_weight(groups: int, outputs: int, inputs: int, generator: torch.Generat
     else:
         scale = 0.001 + 0.01 * torch.rand(shape, generator=generator, device=device)
     return codes.view(torch.float8_e4m3fn), scale
+
+
+def make_gates_and_ups(rows: int, inputs: int, generator: torch.Generator) -> torch.Tensor:
+    """[rows, 2 * inputs] bf16: what a SwiGLU takes, with some beyond a limit of 10 on either side."""
+    import torch
+
+    return (4 * torch.randn((rows, 2 * inputs), generator=generator, device=generator.device)).to(torch.bfloat16)
+
+
+def make_norm_weight(inputs: int, generator: torch.Generator) -> torch.Tensor:
+    """[inputs] bf16 around 1."""
+    import torch
+
+    return (1 + 0.2 * torch.randn((inputs,), generator=generator, device=generator.device)).to(torch.bfloat16)
+
+
+def make_one_to_one(inputs: int, device):
+    """Weights [inputs, inputs] and scales of the matrix that changes nothing: out is what was made of x."""
+    import torch
+
+    from deepseek_v4_sm120.reference.fp8_linear import BLOCK
+
+    weight = torch.eye(inputs, device=device).to(torch.float8_e4m3fn)
+    return weight, torch.ones(inputs // BLOCK, inputs // BLOCK, device=device)

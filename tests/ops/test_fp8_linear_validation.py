@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_v4_sm120.ops.fp8_linear import fp8_grouped_linear, fp8_linear, takes
+from deepseek_v4_sm120.ops.fp8_linear import fp8_grouped_linear, fp8_linear, gated, normalized, takes
 
 
 def arguments(rows=3, outputs=256, inputs=384):
@@ -57,6 +57,55 @@ def test_bad_arguments(words):
     assert words in str(caught.value) and str(caught.value).startswith("fp8_linear: ")
 
 
+def gates_and_ups(**more):
+    return {"x": out(3, 768), "swiglu_limit": 10.0, **more}
+
+
+def unnormalized(**more):
+    return {"norm_weight": out(384), "norm_eps": 1e-6, **more}
+
+
+BAD_PROLOGUES = {
+    "x must have gates and as many ups with swiglu_limit, got 385 of both": (ValueError, gates_and_ups(x=out(1, 385))),
+    "weight.shape must be [outputs, 192], got [256, 384]": (ValueError, gates_and_ups(x=out(3, 384))),
+    "swiglu_limit must be positive and finite in bf16, got 0": (ValueError, gates_and_ups(swiglu_limit=0)),
+    "swiglu_limit must be positive and finite in bf16, got nan": (ValueError, gates_and_ups(swiglu_limit=float("nan"))),
+    "swiglu_limit must be positive and finite in bf16, got 3.4e+38": (ValueError, gates_and_ups(swiglu_limit=3.4e38)),
+    "norm_weight and norm_eps must be given together": (ValueError, {"norm_eps": 1e-6}),
+    "swiglu_limit and norm_weight must not be given together": (ValueError, gates_and_ups(**unnormalized())),
+    "norm_weight.dtype must be torch.bfloat16": (TypeError, unnormalized(norm_weight=torch.zeros(384))),
+    "norm_weight must be contiguous [384], got [256] with strides [1]": (
+        ValueError,
+        unnormalized(norm_weight=out(256)),
+    ),
+    "norm_weight must be contiguous [384], got [384] with": (ValueError, unnormalized(norm_weight=out(768)[::2])),
+    "norm_weight must start on a 16-byte boundary": (ValueError, unnormalized(norm_weight=out(385)[1:])),
+    "norm_eps must be positive, got 0.0": (ValueError, unnormalized(norm_eps=0.0)),
+}
+
+
+@pytest.mark.parametrize("words", BAD_PROLOGUES)
+def test_bad_prologues(words):
+    error, changes = BAD_PROLOGUES[words]
+    with pytest.raises(error) as caught:
+        fp8_linear(**{**arguments(), **changes})
+    assert words in str(caught.value) and str(caught.value).startswith("fp8_linear: ")
+
+
+def test_bad_arguments_of_what_goes_before():
+    for bad, words in (
+        (lambda: gated(out(3, 768).float(), 10.0), "gated: x.dtype must be torch.bfloat16"),
+        (lambda: gated(out(3, 768), -1.0), "gated: swiglu_limit must be positive"),
+        (lambda: gated(out(3, 24), 1.0), "gated: x must have gates and ups, each a multiple of 8, got 24 of both"),
+        (lambda: normalized(out(3, 384), out(256), 1e-6), "normalized: norm_weight must be contiguous"),
+        (lambda: normalized(out(3, 388), out(388), 1e-6), "normalized: x's strides must be"),
+        (lambda: normalized(out(1, 388), out(388), 1e-6), "normalized: inputs must be a multiple of 8, got 388"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            bad()
+        assert words in str(caught.value)
+
+
 def test_out_over_x():
     memory = out(3, 384)
     good = arguments(outputs=384)
@@ -78,6 +127,13 @@ def test_good_arguments_end_at_the_device():
     for run, good in ((fp8_linear, arguments()), (fp8_grouped_linear, grouped())):
         with pytest.raises(RuntimeError, match="x.device must be a CUDA device, got cpu"):
             run(**good)
+    for good in (gates_and_ups(), unnormalized()):
+        with pytest.raises(RuntimeError, match="x.device must be a CUDA device, got cpu"):
+            fp8_linear(**{**arguments(), **good})
+    for run, good in ((gated, (out(3, 768), 10.0)), (normalized, (out(3, 384), out(384), 1e-6))):
+        with pytest.raises(RuntimeError, match="x.device must be a CUDA device, got cpu"):
+            run(*good)
+    for run, good in ((fp8_linear, arguments()), (fp8_grouped_linear, grouped())):
         with pytest.raises(RuntimeError, match="x.device must be a CUDA device, got cpu"):
             run(**{**good, "weight_scale": good["weight_scale"].to(torch.float8_e8m0fnu)})
 

@@ -112,7 +112,14 @@ def mhc_fused_post_pre(x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, 
                        norm_eps=None):
     return residual, post_layer_mix, comb_res_mix, x
 """
-GATE = """
+GATE_AND_MLP = """
+def silu_and_mul_clamp(input, output, swiglu_limit):
+    return "original SwiGLU"
+
+class DeepseekV2MLP:
+    def forward(self, x, forward_batch=None, gemm_output_zero_allocator=None, gateup_pre_quant=None):
+        return silu_and_mul_clamp(x, x, 10.0)
+
 class MoEGate:
     def forward(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
         return hidden_states
@@ -130,7 +137,7 @@ TREE_0_5_17 = {
     "sglang/srt/layers/attention/dsv4/indexer.py": INDEXER,
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,
     "sglang/srt/layers/attention/dsv4/compressor.py": "def linear_bf16_fp32(x, y):\n    return x\n",
-    "sglang/srt/models/deepseek_v2.py": GATE,
+    "sglang/srt/models/deepseek_v2.py": GATE_AND_MLP,
     "sglang/srt/models/deepseek_v4.py": MODEL,
     "sglang/srt/models/deepseek_v4_nextn.py": MTP_MODEL,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,

@@ -73,22 +73,22 @@ def source(wheel, module=MODEL) -> str:
 
 
 @functools.cache
-def definition(wheel, qualname):
-    return contract.find_definition(ast.parse(source(wheel)), qualname)
+def definition(wheel, qualname, module=MODEL):
+    return contract.find_definition(ast.parse(source(wheel, module)), qualname)
 
 
 @functools.cache
-def compiled(wheel, qualname):
+def compiled(wheel, qualname, module=MODEL):
     """(code that defines it, the names it uses)"""
-    node = QuietImports().visit(definition(wheel, qualname))
+    node = QuietImports().visit(definition(wheel, qualname, module))
     future = ast.parse("from __future__ import annotations").body
     code = compile(ast.fix_missing_locations(ast.Module([*future, node], [])), "wheel", "exec")
     return code, {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not hasattr(builtins, n.id)}
 
 
-def take(wheel, names: dict, qualname):
+def take(wheel, names: dict, qualname, module=MODEL):
     """The definition, with `names` as its globals, and quiet ones where they lack something."""
-    code, used = compiled(wheel, qualname)
+    code, used = compiled(wheel, qualname, module)
     for name in {"QUIET", *used}:
         names.setdefault(name, QUIET)
     exec(code, names)

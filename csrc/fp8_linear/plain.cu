@@ -1,0 +1,8 @@
+// x as it is.
+#include "instances.cuh"
+
+namespace dsv4::fp8_linear {
+
+template const LinearKernel* kernels<Prologue::kNone>();
+
+}  // namespace dsv4::fp8_linear

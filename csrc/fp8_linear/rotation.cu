@@ -1,0 +1,8 @@
+// x rotated back on the way in.
+#include "instances.cuh"
+
+namespace dsv4::fp8_linear {
+
+template const LinearKernel* kernels<Prologue::kRotation>();
+
+}  // namespace dsv4::fp8_linear
