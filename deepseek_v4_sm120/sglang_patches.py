@@ -1,6 +1,6 @@
 """THE table: every SGLang name that we touch, why, in which versions, and until when. The only file that spells them,
-but for its other parts: sglang_patches_mhc.py, sglang_patches_wo_a.py, and sglang_settings.py, SGLang's own defaults
-that we change.
+but for its other parts: sglang_patches_mhc.py, sglang_patches_wo_a.py, sglang_patches_compressor.py, and
+sglang_settings.py, SGLang's own defaults that we change.
 
 Adding an operator: a Patch row here, an adapter in sglang_adapters/, an op in ops/. Reviewing a release: read the
 definitions that tests/patching/test_wheels.py calls UNREVIEWED, then add version and digest to `reviewed`.
@@ -8,6 +8,7 @@ definitions that tests/patching/test_wheels.py calls UNREVIEWED, then add versio
 
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Patch, StandIn, Table, Target
+from deepseek_v4_sm120.sglang_patches_compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches_mhc import MHC
 from deepseek_v4_sm120.sglang_patches_wo_a import WO_A
 from deepseek_v4_sm120.sglang_settings import SETTINGS
@@ -552,7 +553,7 @@ TABLE = Table(
     preflight="sglang.srt.managers.scheduler",
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
-        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC),
+        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     settings=SETTINGS,

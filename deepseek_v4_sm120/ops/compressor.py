@@ -35,13 +35,13 @@ def compressor(kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, 
     freqs_cis    [positions, 32] complex64, contiguous: row p has the rotation of position p
     out_loc      [rows] int64, contiguous: the entry's slot in the cache; read where the row ends a group
     cache        [pages, page bytes] uint8, last dim contiguous; written in place. Pages of page_size entries: 512
-                 values as kv_page_layout has them (page bytes: its page_bytes(page_size)); 128 values as page_size x 128
-                 E4M3 and page_size float32 scales, or with fp4 page_size x 64 bytes of E2M1 pairs and page_size x 4
+                 values as kv_page_layout has them (page bytes: its page_bytes(page_size)); 128 values as page_size x
+                 128 E4M3 and page_size float32 scales, or with fp4 page_size x 64 bytes of E2M1 pairs and page_size x 4
                  UE8M0 exponents, one for 32 values
     page_size    a power of two
     returns      None
-    rows         at most 512. Two rows must not write the same slot of state or cache, but for rows whose contents nobody
-                 reads (a captured graph's padding)
+    rows         at most 512. Two rows must not write the same slot of state or cache, but for rows whose contents
+                 nobody reads (a captured graph's padding)
     entry        a row ends a group when its length is a positive multiple of ratio. Values are weighted by the softmax
                  of score + ape over the group (ratio 4: with the group before, if there is one, by its first halves),
                  RMSNorm, rotation of the last 64 at the group's first position; 512 values: rounded to bf16, then E4M3
@@ -53,10 +53,11 @@ def compressor(kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, 
     determinism  the same bits in every run and in every batch
     raises       TypeError (dtype), ValueError (shape, stride, alignment, range: says name, expected, got), RuntimeError
                  (device, launch)
-    cuda graphs  capture-safe: no host sync; allocates scratch through torch only (ratio 128). The first call of a process
-                 on a device, if it is not captured, synchronises its stream once (ratio 128)
-    streams      the current stream of state's device. ape, plan, norm_weight, freqs_cis and out_loc may be read while the
-                 kernel before still runs: it must not write them, unless it is one that nothing starts ahead of its end
+    cuda graphs  capture-safe: no host sync; allocates scratch through torch only (ratio 128). The first call of a
+                 process on a device, if it is not captured, synchronises its stream once (ratio 128)
+    streams      the current stream of state's device. ape, plan, norm_weight, freqs_cis and out_loc may be read while
+                 the kernel before still runs: it must not write them, unless it is one that nothing starts ahead of
+                 its end
     source       SGLang 0.5.23, compressor_v2.py with c4_v2.cuh, c128_v2.cuh, fused_norm_rope_v2.cuh; DeepSeek's
                  inference/model.py (Compressor); specification in reference/compressor.py
     """
@@ -143,8 +144,8 @@ def _check_state(state, norm_weight, fp4) -> tuple[int, int]:
         raise ValueError(f"compressor: fp4 must be False for entries of {head_dim} values, got {fp4}")
     if state.shape[2] != width(ratio, head_dim) or not state.is_contiguous() or state.data_ptr() % _ALIGN_BYTES:
         raise ValueError(
-            f"compressor: state must be [pages, {ratio}, {width(ratio, head_dim)}], contiguous and on a {_ALIGN_BYTES}-byte "
-            f"boundary, got {list(state.shape)} with strides {list(state.stride())}"
+            f"compressor: state must be [pages, {ratio}, {width(ratio, head_dim)}], contiguous and on a {_ALIGN_BYTES}-"
+            f"byte boundary, got {list(state.shape)} with strides {list(state.stride())}"
         )
     return ratio, head_dim
 
@@ -157,8 +158,8 @@ def _check_token(kv_score, state) -> int:
         raise ValueError(f"compressor: kv_score.shape must be [rows, {state.shape[2]}], got {list(kv_score.shape)}")
     if kv_score.stride(1) != 1 or kv_score.stride(0) % 4 or kv_score.data_ptr() % _ALIGN_BYTES:
         raise ValueError(
-            f"compressor: kv_score must have strides [multiple of 4, 1] and start on a {_ALIGN_BYTES}-byte boundary, got "
-            f"strides {list(kv_score.stride())}"
+            f"compressor: kv_score must have strides [multiple of 4, 1] and start on a {_ALIGN_BYTES}-byte boundary, "
+            f"got strides {list(kv_score.stride())}"
         )
     if kv_score.shape[0] > MAX_ROWS:
         raise ValueError(f"compressor: kv_score must have at most {MAX_ROWS} rows, got {kv_score.shape[0]}")
@@ -184,12 +185,12 @@ def _check_cache(cache, page_size: int, head_dim: int, fp4: bool) -> int:
     needed = entry_page_bytes(page_size, head_dim, fp4)
     if cache.dim() != 2 or cache.stride(1) != 1 or cache.stride(0) < needed or cache.shape[1] > cache.stride(0):
         raise ValueError(
-            f"compressor: cache must be [pages, bytes] with strides [{needed} or more, 1], got {list(cache.shape)} with "
-            f"strides {list(cache.stride())}"
+            f"compressor: cache must be [pages, bytes] with strides [{needed} or more, 1], got {list(cache.shape)} "
+            f"with strides {list(cache.stride())}"
         )
     if cache.shape[1] < needed or cache.stride(0) % INDEX_SCALE_BYTES or cache.data_ptr() % _ALIGN_BYTES:
         raise ValueError(
-            f"compressor: cache must have pages of {needed} bytes or more, at multiples of 4 from a {_ALIGN_BYTES}-byte "
-            f"boundary, got {cache.shape[1]} bytes, {cache.stride(0)} apart"
+            f"compressor: cache must have pages of {needed} bytes or more, at multiples of 4 from a {_ALIGN_BYTES}-"
+            f"byte boundary, got {cache.shape[1]} bytes, {cache.stride(0)} apart"
         )
     return cache.stride(0)

@@ -1,16 +1,17 @@
 """What a decode step of a compressor computes, in float64; and the same entries straight from a request's tokens.
 
-A token's projection of its layer's input is, for groups of 4 tokens, [kv for the group after | kv for its own | score for
-the group after | score for its own], head_dim each, and for groups of 128 [kv | score]. An entry of a group of 4 pools 8
-tokens, the group before by its first halves and its own by its second ones; the first group pools its own 4. An entry of
-128 pools its 128. Pooling is, for each dimension by itself, sum(kv softmax(score + ape)). Then RMSNorm, rotation of the last
-64 numbers by the position of the group's first token, for the indexer (128 numbers) the Walsh-Hadamard transform times
-128^-0.5, and the cache's own rounding.
+A token's projection of its layer's input is, for groups of 4 tokens, [kv for the group after | kv for its own | score
+for the group after | score for its own], head_dim each, and for groups of 128 [kv | score]. An entry of a group of 4
+pools 8 tokens, the group before by its first halves and its own by its second ones; the first group pools its own 4.
+An entry of 128 pools its 128. Pooling is, for each dimension by itself, sum(kv softmax(score + ape)). Then RMSNorm,
+rotation of the last 64 numbers by the position of the group's first token, for the indexer (128 numbers) the
+Walsh-Hadamard transform times 128^-0.5, and the cache's own rounding.
 
-Decode sees one token a step, so what a group still needs is kept in `state`, [pages, ratio, width], one page for a group.
-Scores are kept without ape.
+Decode sees one token a step, so what a group still needs is kept in `state`, [pages, ratio, width], one page for a
+group. Scores are kept without ape.
 
-Source: DeepSeek's inference/model.py (Compressor); where SGLang differs (float32 into the norm, scores without ape), SGLang.
+Source: DeepSeek's inference/model.py (Compressor); where SGLang differs (float32 into the norm, scores without ape),
+SGLang.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ INDEX_DIM = 128
 def compressor(
     kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_size, fp4=False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Writes state and cache; (rows that end a group, their entries [n, head_dim] float64 before the cache's rounding)."""
+    """Writes state and cache; (rows that end a group, their entries [n, head_dim] float64 before the cache rounds)."""
     ratio = state.shape[1]
     length, write, before, own = plan.view(torch.int32).long().unbind(dim=1)
     slots = state.view(-1, state.shape[2])
@@ -49,8 +50,8 @@ def _inside(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def pool(own: torch.Tensor, before: torch.Tensor | None, overlaps: torch.Tensor, ape: torch.Tensor) -> torch.Tensor:
-    """[n, head_dim] float64 from the tokens [n, ratio, width] of groups and, for groups of 4, of those before them, which
-    count where `overlaps` [n]."""
+    """[n, head_dim] float64 from the tokens [n, ratio, width] of groups and, for groups of 4, of those before them,
+    which count where `overlaps` [n]."""
     if before is None:
         kv, score = own.double().chunk(2, dim=2)
     else:
@@ -63,7 +64,7 @@ def pool(own: torch.Tensor, before: torch.Tensor | None, overlaps: torch.Tensor,
 
 
 def finish(pooled: torch.Tensor, norm_weight, norm_eps: float, freqs_cis: torch.Tensor) -> torch.Tensor:
-    """Norm, rotation and, for the indexer, the Hadamard transform of pooled entries [n, head_dim]; freqs_cis [n, 32]."""
+    """Norm, rotation (freqs_cis [n, 32]) and, for the indexer, the Hadamard transform of pooled [n, head_dim]."""
     x = pooled * torch.rsqrt(pooled.square().mean(dim=1, keepdim=True) + norm_eps) * norm_weight.double()
     pairs = torch.view_as_complex(x[:, -ROTATED:].unflatten(1, (-1, 2)).contiguous()) * freqs_cis.to(torch.complex128)
     x = torch.cat([x[:, :-ROTATED], torch.view_as_real(pairs).flatten(1)], dim=1)
@@ -71,7 +72,7 @@ def finish(pooled: torch.Tensor, norm_weight, norm_eps: float, freqs_cis: torch.
 
 
 def hadamard(size: int, device="cpu") -> torch.Tensor:
-    """Sylvester's matrix times size^-0.5: element (i, j) is negative where i and j have an odd number of bits in common."""
+    """Sylvester's matrix times size^-0.5: element (i, j) is negative where i & j has an odd number of bits."""
     numbers = torch.arange(size, device=device)
     common = numbers[:, None] & numbers
     signs = torch.ones((size, size), dtype=torch.float64, device=device)
