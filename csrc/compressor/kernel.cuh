@@ -39,10 +39,10 @@ __device__ __forceinline__ void fetch_to_l2(const void* p) { asm volatile("prefe
 
 // What a row is to do.
 struct Row {
-  int64_t write;              // state slot of the token, or -1
-  int64_t page_before, page;  // state pages of the group before and of its own
   int64_t slot;               // cache slot of the entry, or -1: the row ends no group
-  int64_t position;           // of the group's first token
+  int32_t write;              // state slot of the token, or -1
+  int32_t page_before, page;  // state pages of the group before and of its own
+  int32_t position;           // of the group's first token
   bool overlaps;              // there is a group before
 
   template <int kRatio>
@@ -52,7 +52,8 @@ struct Row {
     asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(plan.x), "=r"(plan.y), "=r"(plan.z), "=r"(plan.w) : "l"(p.plan + row));
     asm volatile("ld.global.nc.s64 %0, [%1];" : "=l"(slot) : "l"(p.out_loc + row));
     const auto within = [](int64_t i, int64_t count) { return i >= 0 && i < count; };
-    const int64_t pages = p.state_slots / kRatio, length = plan.x;
+    const int64_t pages = p.state_slots / kRatio;
+    const int32_t length = static_cast<int32_t>(min(plan.x, 0x7fffffffu));
     Row r;
     r.write = within(static_cast<int32_t>(plan.y), p.state_slots) ? static_cast<int32_t>(plan.y) : -1;
     r.page_before = static_cast<int32_t>(plan.z);
@@ -100,14 +101,14 @@ __global__ void __launch_bounds__(kEntryThreads) short_kernel(const __grid_const
   __shared__ float sums[8];
   const int row = blockIdx.x, column = 2 * threadIdx.x;
   const Row r = Row::read<kRatio>(p, row);
-  const float* const before = p.state + r.page_before * kRatio * kWidth + column;
-  const float* const own = p.state + r.page * kRatio * kWidth + kHeadDim + column;
+  const float* const before = p.state + static_cast<int64_t>(r.page_before) * (kRatio * kWidth) + column;
+  const float* const own = p.state + static_cast<int64_t>(r.page) * (kRatio * kWidth) + kHeadDim + column;
   float2 ape[8], weight, by = make_float2(1.f, 0.f);
   if (r.slot >= 0) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) ape[i] = load_ahead_2(p.ape + i * kHeadDim + column);
     weight = load_ahead_2(p.norm_weight + column);
-    if (column >= kNopeDim) by = load_ahead_2(p.freqs + r.position * kRopeDim + column - kNopeDim);
+    if (column >= kNopeDim) by = load_ahead_2(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + column - kNopeDim);
     if (threadIdx.x % 16 == 0) {
 #pragma unroll
       for (int i = 0; i < kRatio; ++i) {
@@ -133,17 +134,17 @@ __global__ void __launch_bounds__(kEntryThreads) short_kernel(const __grid_const
       value[i] = make_float2(0.f, 0.f);
       score[i] = make_float2(-FLT_MAX, -FLT_MAX);
       if (r.overlaps) {
-        const bool is_token = r.page_before * kRatio + i == r.write;
+        const bool is_token = r.page_before == r.write / kRatio && i == r.write % kRatio;
         value[i] = is_token ? given[0] : *reinterpret_cast<const float2*>(before + i * kWidth);
         score[i] = is_token ? given[2] : *reinterpret_cast<const float2*>(before + i * kWidth + kScore);
       }
-      const bool is_token = r.page * kRatio + i == r.write;
+      const bool is_token = r.page == r.write / kRatio && i == r.write % kRatio;
       value[kRatio + i] = is_token ? given[1] : *reinterpret_cast<const float2*>(own + i * kWidth);
       score[kRatio + i] = is_token ? given[3] : *reinterpret_cast<const float2*>(own + i * kWidth + kScore);
     }
   }
   if (r.write >= 0) {
-    float* const to = p.state + r.write * kWidth + column;
+    float* const to = p.state + static_cast<int64_t>(r.write) * kWidth + column;
 #pragma unroll
     for (int i = 0; i < 4; ++i) *reinterpret_cast<float2*>(to + i * kHeadDim) = given[i];
   }
@@ -207,14 +208,14 @@ __global__ void __launch_bounds__(kIndexThreads) index_kernel(const __grid_const
   const int row = blockIdx.x * kIndexRows + threadIdx.x / 32, lane = threadIdx.x % 32, column = 4 * lane;
   if (row >= p.rows) return;
   const Row r = Row::read<kRatio>(p, row);
-  const float* const before = p.state + r.page_before * kRatio * kWidth + column;
-  const float* const own = p.state + r.page * kRatio * kWidth + kIndexDim + column;
+  const float* const before = p.state + static_cast<int64_t>(r.page_before) * (kRatio * kWidth) + column;
+  const float* const own = p.state + static_cast<int64_t>(r.page) * (kRatio * kWidth) + kIndexDim + column;
   float4 ape[8], weight, by = make_float4(1.f, 0.f, 1.f, 0.f);
   if (r.slot >= 0) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) ape[i] = load_ahead_4(p.ape + i * kIndexDim + column);
     weight = load_ahead_4(p.norm_weight + column);
-    if (column >= kIndexDim - kRopeDim) by = load_ahead_4(p.freqs + r.position * kRopeDim + column - (kIndexDim - kRopeDim));
+    if (column >= kIndexDim - kRopeDim) by = load_ahead_4(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + column - (kIndexDim - kRopeDim));
   }
   pdl_wait();
   pdl_trigger();
@@ -229,17 +230,17 @@ __global__ void __launch_bounds__(kIndexThreads) index_kernel(const __grid_const
       value[i] = make_float4(0.f, 0.f, 0.f, 0.f);
       score[i] = make_float4(-FLT_MAX, -FLT_MAX, -FLT_MAX, -FLT_MAX);
       if (r.overlaps) {
-        const bool is_token = r.page_before * kRatio + i == r.write;
+        const bool is_token = r.page_before == r.write / kRatio && i == r.write % kRatio;
         value[i] = is_token ? given[0] : *reinterpret_cast<const float4*>(before + i * kWidth);
         score[i] = is_token ? given[2] : *reinterpret_cast<const float4*>(before + i * kWidth + kScore);
       }
-      const bool is_token = r.page * kRatio + i == r.write;
+      const bool is_token = r.page == r.write / kRatio && i == r.write % kRatio;
       value[kRatio + i] = is_token ? given[1] : *reinterpret_cast<const float4*>(own + i * kWidth);
       score[kRatio + i] = is_token ? given[3] : *reinterpret_cast<const float4*>(own + i * kWidth + kScore);
     }
   }
   if (r.write >= 0) {
-    float* const to = p.state + r.write * kWidth + column;
+    float* const to = p.state + static_cast<int64_t>(r.write) * kWidth + column;
 #pragma unroll
     for (int i = 0; i < 4; ++i) *reinterpret_cast<float4*>(to + i * kIndexDim) = given[i];
   }
@@ -276,13 +277,13 @@ struct LongShared {
   bool is_last;
 };
 
-__global__ void __launch_bounds__(kLongThreads) long_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_constant__ Params p) {
   constexpr int kWidth = 2 * kHeadDim;
   __shared__ LongShared s;
   const int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = blockIdx.x * kLongDim + 2 * lane, first = 8 * warp;
   const Row r = Row::read<kLongGroup>(p, row);
-  const float* const tokens = p.state + (r.page * kLongGroup + first) * kWidth + column;
+  const float* const tokens = p.state + (static_cast<int64_t>(r.page) * kLongGroup + first) * kWidth + column;
   float2 ape[8];
   if (r.slot >= 0) {
 #pragma unroll
@@ -294,22 +295,22 @@ __global__ void __launch_bounds__(kLongThreads) long_kernel(const __grid_constan
       }
     }
   }
+  if (warp != kLongWarps - 1 && r.slot < 0) return;
   pdl_wait();
   pdl_trigger();
-  if (warp != kLongWarps - 1 && r.slot < 0) return;
   const float* const token = p.kv_score + row * p.kv_score_stride + column;
   const float2 given_value = *reinterpret_cast<const float2*>(token), given_score = *reinterpret_cast<const float2*>(token + kHeadDim);
   float2 value[8], score[8];
   if (r.slot >= 0) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const bool is_token = r.page * kLongGroup + first + i == r.write;
+      const bool is_token = r.page == r.write / kLongGroup && first + i == r.write % kLongGroup;
       value[i] = is_token ? given_value : *reinterpret_cast<const float2*>(tokens + i * kWidth);
       score[i] = is_token ? given_score : *reinterpret_cast<const float2*>(tokens + i * kWidth + kHeadDim);
     }
   }
   if (warp == kLongWarps - 1 && r.write >= 0) {
-    float* const to = p.state + r.write * kWidth + column;
+    float* const to = p.state + static_cast<int64_t>(r.write) * kWidth + column;
     *reinterpret_cast<float2*>(to) = given_value;
     *reinterpret_cast<float2*>(to + kHeadDim) = given_score;
   }
@@ -350,7 +351,7 @@ __global__ void __launch_bounds__(kLongThreads) long_kernel(const __grid_constan
   if (!s.is_last || threadIdx.x >= kEntryThreads) return;
   if (threadIdx.x == 0) p.arrived[row] = 0;
   const int pair = 2 * threadIdx.x;
-  const float2 by = pair >= kNopeDim ? load_ahead_2(p.freqs + r.position * kRopeDim + pair - kNopeDim) : make_float2(1.f, 0.f);
+  const float2 by = pair >= kNopeDim ? load_ahead_2(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + pair - kNopeDim) : make_float2(1.f, 0.f);
   store_entry(p, r, __ldcg(reinterpret_cast<const float2*>(pooled + pair)), load_ahead_2(p.norm_weight + pair), by, s.sums);
 }
 

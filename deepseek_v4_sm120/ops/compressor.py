@@ -78,8 +78,15 @@ def compressor(kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, 
             raise RuntimeError(f"compressor: {name}.device must be state's, {device}, got {tensor.device}")
     if device.type != "cuda":
         raise RuntimeError(f"compressor: state.device must be a CUDA device, got {device}")
-    if rows == 0:
-        return
+    if rows > 0:
+        _launch(
+            kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_bytes, page_size, fp4
+        )
+
+
+def _launch(kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_bytes, page_size, fp4):
+    """Scratch and launch; the arguments are checked."""
+    device, rows, ratio, head_dim = state.device, kv_score.shape[0], state.shape[1], norm_weight.shape[0]
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     pooled = arrived = None
     if ratio == LONG:

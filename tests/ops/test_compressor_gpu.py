@@ -75,7 +75,7 @@ def test_token_by_token(kind):
     """A request of many groups, one launch right behind the other, through a ring of the size that SGLang gives it."""
     ratio, head_dim, fp4 = KINDS[kind]
     steps, ring = 6 * ratio + 2, 8 if ratio == 4 else 128
-    inputs = make_inputs(kind, [1], seed=9)
+    inputs = make_inputs(kind, [1] * 8, seed=9)
     tokens = torch.randn((steps, inputs.kv_score.shape[1]), device="cuda")
     state = torch.full((ring // ratio + 1, ratio, tokens.shape[1]), float("nan"), device="cuda")
     plans = torch.zeros((steps, 4), dtype=torch.int32)
