@@ -70,7 +70,7 @@ def compressor(kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, 
     _check_exact("out_loc", out_loc, torch.int64, (rows,))
     if not norm_eps > 0:
         raise ValueError(f"compressor: norm_eps must be above 0, got {norm_eps}")
-    page_bytes = _check_cache(cache, page_size, head_dim, fp4)
+    _check_cache(cache, page_size, head_dim, fp4)
     device = state.device
     tensors = {"kv_score": kv_score, "ape": ape, "plan": plan, "norm_weight": norm_weight, "freqs_cis": freqs_cis}
     for name, tensor in {**tensors, "out_loc": out_loc, "cache": cache}.items():
@@ -79,12 +79,10 @@ def compressor(kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, 
     if device.type != "cuda":
         raise RuntimeError(f"compressor: state.device must be a CUDA device, got {device}")
     if rows > 0:
-        _launch(
-            kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_bytes, page_size, fp4
-        )
+        _launch(kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_size, fp4)
 
 
-def _launch(kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_bytes, page_size, fp4):
+def _launch(kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_size, fp4):
     """Scratch and launch; the arguments are checked."""
     device, rows, ratio, head_dim = state.device, kv_score.shape[0], state.shape[1], norm_weight.shape[0]
     stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -106,7 +104,7 @@ def _launch(kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_lo
             plan=plan.data_ptr(),
             out_loc=out_loc.data_ptr(),
             cache=cache.data_ptr(),
-            page_bytes=page_bytes,
+            page_bytes=cache.stride(0),
             cache_slots=cache.shape[0] * page_size,
             page_shift=page_size.bit_length() - 1,
             rows=rows,
@@ -183,8 +181,7 @@ def _check_exact(name: str, tensor, dtype, shape: tuple) -> None:
         raise ValueError(f"compressor: {name} must start on a {_ALIGN_BYTES}-byte boundary")
 
 
-def _check_cache(cache, page_size: int, head_dim: int, fp4: bool) -> int:
-    """Bytes between pages."""
+def _check_cache(cache, page_size: int, head_dim: int, fp4: bool) -> None:
     if cache.dtype != torch.uint8:
         raise TypeError(f"compressor: cache.dtype must be torch.uint8, got {cache.dtype}")
     if page_size < 1 or page_size & (page_size - 1):
@@ -200,4 +197,3 @@ def _check_cache(cache, page_size: int, head_dim: int, fp4: bool) -> int:
             f"compressor: cache must have pages of {needed} bytes or more, at multiples of 4 from a {_ALIGN_BYTES}-"
             f"byte boundary, got {cache.shape[1]} bytes, {cache.stride(0)} apart"
         )
-    return cache.stride(0)

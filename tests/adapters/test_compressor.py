@@ -218,3 +218,29 @@ def test_what_shadow_mode_reads_of_a_cache_is_what_the_reference_reads(kind):
     wanted = reference.read(copy_of_pages(inputs.cache), inputs.page_size, slots, head_dim, fp4)
     found = adapter._entries(inputs.cache, inputs.page_size, slots, head_dim, fp4)
     assert torch.equal(found.double(), wanted.float().double()) and bool((found != 0).any())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_shadow_mode_in_a_graph(monkeypatch, kind):
+    """On the GPU with the operator itself in both places: a replay copies, runs, compares and counts."""
+    shadow.reset()
+    monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    monkeypatch.setattr(adapter, "settings", lambda: SimpleNamespace(shadow="1"))
+    inputs = make_inputs(kind, lengths(kind))
+    backend = Backend(CompressorDecodePlan(inputs.state.shape[1], inputs.plan))
+    replaced = adapter.replace_all_in_one(lambda self, **given: adapter.op.compressor(**inputs.arguments()))
+    replaced(backend, **given_of(inputs))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replaced(backend, **given_of(inputs))
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    records = {record["captured"]: record for record in shadow.report()}
+    assert {captured: record["calls"] for captured, record in records.items()} == {False: 1, True: 3}
+    assert all(record["bad_calls"] == record["relative_l2_max"] == 0 for record in records.values())
+    expected = make_inputs(kind, lengths(kind))
+    adapter.op.compressor(**expected.arguments())
+    assert torch.equal(expected.cache, inputs.cache)
+    shadow.reset()
