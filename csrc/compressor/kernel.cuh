@@ -21,6 +21,7 @@ constexpr int kEntryThreads = 256;              // two of the 512 values each
 constexpr int kIndexRows = 4, kIndexThreads = 32 * kIndexRows;
 constexpr int kLongGroup = 128, kLongWarps = 16, kLongThreads = 32 * kLongWarps;
 constexpr int kLongDim = kHeadDim / kSplits;    // values of a block
+constexpr int kFetchedRows = 16;                // at most, for the state to be asked into the L2: more are many loads anyway
 constexpr int kRopeWarp = kNopeDim / 64;        // of the threads with two values each
 static_assert(kLongDim == 64 && kLongGroup == 8 * kLongWarps && kEntryThreads * 2 == kHeadDim, "two values a lane");
 
@@ -284,22 +285,33 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
   const int column = blockIdx.x * kLongDim + 2 * lane, first = 8 * warp;
   const Row r = Row::read<kLongGroup>(p, row);
   const float* const tokens = p.state + (static_cast<int64_t>(r.page) * kLongGroup + first) * kWidth + column;
-  float2 ape[8];
+  const float* const token = p.kv_score + row * p.kv_score_stride + column;
+  const bool writes = warp == kLongWarps - 1;
+  float2 given_value, given_score, ape[8];
+  if (writes) {  // its loads need no plan
+    pdl_wait();
+    given_value = *reinterpret_cast<const float2*>(token);
+    given_score = *reinterpret_cast<const float2*>(token + kHeadDim);
+  }
   if (r.slot >= 0) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       ape[i] = load_ahead_2(p.ape + (first + i) * kHeadDim + column);
-      if (lane % 16 == 0) {
+      if (gridDim.y <= kFetchedRows && lane % 16 == 0) {
         fetch_to_l2(tokens + i * kWidth);
         fetch_to_l2(tokens + i * kWidth + kHeadDim);
       }
     }
+  } else if (!writes) {
+    return;
   }
-  if (warp != kLongWarps - 1 && r.slot < 0) return;
   pdl_wait();
   pdl_trigger();
-  const float* const token = p.kv_score + row * p.kv_score_stride + column;
-  const float2 given_value = *reinterpret_cast<const float2*>(token), given_score = *reinterpret_cast<const float2*>(token + kHeadDim);
+  // the token has a place among this warp's: only where a plan lets a group end elsewhere than at its last token
+  if (!writes && r.page == r.write / kLongGroup && r.write % kLongGroup / 8 == warp) {
+    given_value = *reinterpret_cast<const float2*>(token);
+    given_score = *reinterpret_cast<const float2*>(token + kHeadDim);
+  }
   float2 value[8], score[8];
   if (r.slot >= 0) {
 #pragma unroll
@@ -309,7 +321,7 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
       score[i] = is_token ? given_score : *reinterpret_cast<const float2*>(tokens + i * kWidth + kHeadDim);
     }
   }
-  if (warp == kLongWarps - 1 && r.write >= 0) {
+  if (writes && r.write >= 0) {
     float* const to = p.state + static_cast<int64_t>(r.write) * kWidth + column;
     *reinterpret_cast<float2*>(to) = given_value;
     *reinterpret_cast<float2*>(to + kHeadDim) = given_score;

@@ -122,6 +122,23 @@ def test_hostile_plans_write_nothing_where_they_point_outside(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_is_not_the_last_of_the_group_that_it_ends(kind):
+    """The plan says where it goes: it is written, then the group is read."""
+    ratio = KINDS[kind][0]
+    inputs = make_inputs(kind, [2 * ratio] * 3, seed=10)
+    steps = inputs.plan.view(torch.int32)
+    for row, place in enumerate((0, ratio // 2, ratio - 2)):
+        own = int(steps[row, 3])
+        inputs.state[own, ratio - 1] = inputs.state[own, place].nan_to_num()
+        steps[row, 1] = own * ratio + place
+    ours, truth = _run(inputs), inputs.copy()
+    ended, entries = reference.compressor(**truth.arguments())
+    assert len(ended) == 3 and _same_state(ours.state, truth.state)
+    stored = reference.read(ours.cache, ours.page_size, ours.out_loc, *KINDS[kind][1:])
+    assert relative_error(stored, entries) < ROUNDING[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_padded_rows_of_a_graph(kind):
     """They share a slot, a length of 1 and the dummy entry: nothing of the others changes."""
     padded = make_inputs(kind, [*_lengths(kind, 8), *[1] * 24], seed=6)
