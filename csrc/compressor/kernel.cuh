@@ -285,14 +285,7 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
   const int column = blockIdx.x * kLongDim + 2 * lane, first = 8 * warp;
   const Row r = Row::read<kLongGroup>(p, row);
   const float* const tokens = p.state + (static_cast<int64_t>(r.page) * kLongGroup + first) * kWidth + column;
-  const float* const token = p.kv_score + row * p.kv_score_stride + column;
-  const bool writes = warp == kLongWarps - 1;
-  float2 given_value, given_score, ape[8];
-  if (writes) {  // its loads need no plan
-    pdl_wait();
-    given_value = *reinterpret_cast<const float2*>(token);
-    given_score = *reinterpret_cast<const float2*>(token + kHeadDim);
-  }
+  float2 ape[8];
   if (r.slot >= 0) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -302,16 +295,13 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
         fetch_to_l2(tokens + i * kWidth + kHeadDim);
       }
     }
-  } else if (!writes) {
-    return;
   }
+  const bool writes = warp == kLongWarps - 1;
+  if (!writes && r.slot < 0) return;
   pdl_wait();
   pdl_trigger();
-  // the token has a place among this warp's: only where a plan lets a group end elsewhere than at its last token
-  if (!writes && r.page == r.write / kLongGroup && r.write % kLongGroup / 8 == warp) {
-    given_value = *reinterpret_cast<const float2*>(token);
-    given_score = *reinterpret_cast<const float2*>(token + kHeadDim);
-  }
+  const float* const token = p.kv_score + row * p.kv_score_stride + column;
+  const float2 given_value = *reinterpret_cast<const float2*>(token), given_score = *reinterpret_cast<const float2*>(token + kHeadDim);
   float2 value[8], score[8];
   if (r.slot >= 0) {
 #pragma unroll
