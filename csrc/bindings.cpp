@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "bf16_linear/bf16_linear.h"
+#include "compressor/bindings.h"
 #include "fp8_linear/bindings.h"
 #include "index_select/bindings.h"
 #include "kv_page_layout.h"
@@ -189,6 +190,7 @@ py::list kernel_attributes() {
   append_attributes(all, mhc::kernel_attributes());
   append_attributes(all, fp8_linear::kernel_attributes());
   append_attributes(all, wo_a::kernel_attributes());
+  append_attributes(all, compressor::kernel_attributes());
   return all;
 }
 
@@ -260,6 +262,7 @@ PYBIND11_MODULE(_C, m) {
   mhc::bind(m);
   fp8_linear::bind(m);
   wo_a::bind(m);
+  compressor::bind(m);
   m.def("build_info", &build_info);
   m.def("kernel_attributes", &kernel_attributes);
   m.def("kernel_shared_bytes", [] {

@@ -8,6 +8,7 @@ definitions that tests/patching/test_wheels.py calls UNREVIEWED, then add versio
 
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Patch, StandIn, Table, Target
+from deepseek_v4_sm120.sglang_patches_compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches_fp8_linear import PROLOGUES
 from deepseek_v4_sm120.sglang_patches_mhc import MHC
 from deepseek_v4_sm120.sglang_patches_q_norm import Q_NORM
@@ -555,7 +556,7 @@ TABLE = Table(
     preflight="sglang.srt.managers.scheduler",
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, Q_NORM, PAGED_PREFILL, SCHED_META),
-        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC),
+        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     settings=SETTINGS,

@@ -112,6 +112,11 @@ def mhc_fused_post_pre(x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, 
                        norm_eps=None):
     return residual, post_layer_mix, comb_res_mix, x
 """
+COMPRESSOR = """
+class CompressorBackendMixin:
+    def _forward_compress_all_in_one(self, *, kv_score_buffer, out_loc):
+        return "original compressor"
+"""
 GATE_AND_MLP = """
 def silu_and_mul_clamp(input, output, swiglu_limit):
     return "original SwiGLU"
@@ -137,6 +142,7 @@ TREE_0_5_17 = {
     "sglang/srt/layers/attention/dsv4/indexer.py": INDEXER,
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,
     "sglang/srt/layers/attention/dsv4/compressor.py": "def linear_bf16_fp32(x, y):\n    return x\n",
+    "sglang/srt/layers/attention/dsv4/compressor_v2.py": COMPRESSOR,
     "sglang/srt/models/deepseek_v2.py": GATE_AND_MLP,
     "sglang/srt/models/deepseek_v4.py": MODEL,
     "sglang/srt/models/deepseek_v4_nextn.py": MTP_MODEL,

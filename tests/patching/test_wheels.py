@@ -34,6 +34,7 @@ from deepseek_v4_sm120.sglang_patches import (
     SM120_SEAMS,
     TABLE,
 )
+from deepseek_v4_sm120.sglang_patches_compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches_mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches_wo_a import ATTENTION
 
@@ -79,6 +80,8 @@ for _found in EXPECTED.values():
     _found["fp8_linear"] = FP8_METHOD.partition(":")[0]
     _found["mhc"] = MTP_MODEL.partition(":")[0]
     _found["wo_a"] = _found["q_norm"] = ATTENTION.partition(":")[0]
+    _found["compressor"] = COMPRESSOR_MODULE
+del EXPECTED["0.5.12"]["compressor"]
 # version -> (logits, our top-k, top-k of an explicit choice) that the indexer is found with
 INDEX_NAMES = {
     "0.5.12": (1, 2, 1),

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""A decode step of the KV compressors: `python3 bench/compressor.py [--quick] [--out FILE]`.
+
+Cold state and cache: a graph's calls have states, caches, projections, weights and plans of their own, together over
+twice the L2. "none": no row ends a group, which is most steps of one stream; "all": every row does; "mixed": the rows
+are at all places of a group, as many streams are. Beside SGLang's pair of launches where SGLang is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "bench")]
+
+import common  # noqa: E402
+
+from deepseek_v4_sm120 import extension  # noqa: E402
+from deepseek_v4_sm120.ops.compressor import MAX_ROWS, compressor  # noqa: E402
+from deepseek_v4_sm120.reference import compressor as reference  # noqa: E402
+from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
+from deepseek_v4_sm120.reference.compressor_inputs import KINDS, Inputs, make_inputs, width_of  # noqa: E402
+
+ISSUE = 7
+ROWS = (1, 8, 32, 128, 512)
+QUICK_ROWS = (1, 32)
+ENDS = ("none", "mixed", "all")
+MAX_RELATIVE_ERROR = {"c4": 0.03, "c128": 0.03, "index": 0.03, "index_fp4": 0.15}
+LEAST_CALLS, MOST_CALLS = 20, 200
+STOCK = "sglang.kernels.ops.attention.dsv4"
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    rows: int
+    ends: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.rows} rows, {self.ends} of them end a group"
+
+    def lengths(self) -> list[int]:
+        ratio = KINDS[self.kind][0]
+        if self.ends == "mixed":
+            return [2 * ratio + 1 + row % ratio for row in range(self.rows)]
+        return [3 * ratio - (self.ends == "none")] * self.rows
+
+    def read_bytes(self) -> int:
+        """Of state, by one call."""
+        ratio, head_dim, _ = KINDS[self.kind]
+        token = 4 * width_of(ratio, head_dim)
+        ended = sum(length % ratio == 0 for length in self.lengths())
+        return self.rows * token + ended * ratio * token
+
+
+def cases(rows: tuple[int, ...] = ROWS) -> list[Case]:
+    return [Case(kind, count, ends) for kind in KINDS for count in rows for ends in ENDS]
+
+
+def stock_call(inputs: Inputs) -> Callable[[], None]:
+    """SGLang's own two launches on the same tensors."""
+    dsv4 = importlib.import_module(STOCK)
+    plan = dsv4.CompressorDecodePlan(inputs.state.shape[1], inputs.plan)
+
+    def call():
+        kv = dsv4.compress_forward(
+            kv_score_buffer=inputs.state,
+            kv_score_input=inputs.kv_score,
+            ape=inputs.ape,
+            plan=plan,
+            head_dim=inputs.norm_weight.shape[0],
+            compress_ratio=inputs.state.shape[1],
+        )
+        dsv4.compress_norm_rope_store(
+            kv,
+            plan,
+            norm_weight=inputs.norm_weight,
+            norm_eps=inputs.norm_eps,
+            freq_cis=inputs.freqs_cis,
+            out_loc=inputs.out_loc,
+            kvcache=inputs.cache,
+            page_size=inputs.page_size,
+            use_fp4=inputs.fp4,
+        )
+
+    return call
+
+
+def implementations() -> dict[str, Callable[[Inputs], Callable[[], None]]]:
+    found = {"ours": lambda inputs: lambda: compressor(**inputs.arguments())}
+    if importlib.util.find_spec("sglang") is not None:
+        found["SGLang's two"] = stock_call
+    return found
+
+
+def check(case: Case, inputs: Inputs) -> float:
+    _, head_dim, fp4 = KINDS[case.kind]
+    ours, truth = inputs.copy(), inputs.copy()
+    compressor(**ours.arguments())
+    ended, entries = reference.compressor(**truth.arguments())
+    error = relative_error(reference.read(ours.cache, ours.page_size, ours.out_loc[ended], head_dim, fp4), entries)
+    if not error <= MAX_RELATIVE_ERROR[case.kind]:
+        raise SystemExit(f"{case.name}: relative error {error:.5f} above {MAX_RELATIVE_ERROR[case.kind]}: not timed")
+    return error
+
+
+def run_case(report: common.Report, case: Case) -> None:
+    made = make_inputs(case.kind, case.lengths())
+    error = check(case, made)
+    layers = min(max(LEAST_CALLS, common.layers_for_cold_caches(case.read_bytes())), MOST_CALLS)
+    copies = [Inputs(**{n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in made.arguments().items()})]
+    copies += [made.copy() for _ in range(layers - 1)]
+    for impl, make_call in implementations().items():
+        found = common.graph_microseconds([make_call(one) for one in copies])
+        report.add(common.row(ISSUE, case.name, impl, "us", round(found, 2)))
+    report.add(common.row(ISSUE, case.name, "ours", "relative_error", round(error, 6), MAX_RELATIVE_ERROR[case.kind]))
+
+
+def summary(report: common.Report) -> str:
+    values = {(row.case, row.impl, row.metric): row.value for row in report.rows}
+    impls = [impl for impl in dict.fromkeys(row.impl for row in report.rows)]
+    lines = []
+    for name in dict.fromkeys(row.case for row in report.rows):
+        found = [values.get((name, impl, "us")) for impl in impls]
+        lines.append((name, *("" if value is None else f"{value:.2f}" for value in found)))
+    return common.table(("case", *(f"{impl} us" for impl in impls)), lines)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROWS} rows only")
+    parser.add_argument("--commit", default=None, help="of the measured tree (default: the build's)")
+    parser.add_argument("--out", type=Path, default=REPO / "bench/results/compressor.json")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+    report = common.Report("compressor", arguments.commit or extension.build_info()["git_commit"], common.ceilings())
+    print(torch.cuda.get_device_name(), report.ceilings, flush=True)
+    for case in cases(QUICK_ROWS if arguments.quick else ROWS):
+        run_case(report, case)
+    report.write(arguments.out)
+    print(summary(report), flush=True)
+    print(f"{arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    assert max(ROWS) <= MAX_ROWS
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""The adapter on a backend as SGLang makes it; the reference is in the operator's place."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from deepseek_v4_sm120 import device_gate, shadow
+from deepseek_v4_sm120.reference import compressor as reference
+from deepseek_v4_sm120.reference.compressor_inputs import KINDS, copy_of_pages, make_inputs
+from deepseek_v4_sm120.sglang_adapters import compressor as adapter
+
+
+class CompressorDecodePlan(NamedTuple):
+    compress_ratio: int
+    plan_d: torch.Tensor
+
+    @property
+    def is_decode(self):
+        return True
+
+
+class CompressorPrefillPlan(NamedTuple):
+    compress_ratio: int
+    plan_c: torch.Tensor
+    plan_w: torch.Tensor
+
+    @property
+    def is_decode(self):
+        return False
+
+
+class Backend:
+    def __init__(self, plan):
+        self.plan = plan
+
+    def _get_paged_compress_metadata(self, compress_ratio):
+        assert self.plan.compress_ratio == compress_ratio
+        return self.plan
+
+
+def given_of(inputs) -> dict:
+    """The keywords of SGLang's call: the state and ape in the shapes that the pool and the checkpoint have."""
+    ratio, head_dim = inputs.state.shape[1], inputs.norm_weight.shape[0]
+    return {
+        "kv_score_buffer": inputs.state.view(-1, inputs.state.shape[2]),
+        "kv_score_input": inputs.kv_score,
+        "ape": inputs.ape.view(ratio, -1),
+        "head_dim": head_dim,
+        "norm": SimpleNamespace(weight=inputs.norm_weight, variance_epsilon=inputs.norm_eps),
+        "freqs_cis_cache": inputs.freqs_cis,
+        "kv_cache": inputs.cache,
+        "is_indexer": head_dim == 128,
+        "rotate": head_dim == 128,
+        "compress_ratio": ratio,
+        "page_size": inputs.page_size,
+        "out_loc": inputs.out_loc,
+        "use_fp4_indexer": inputs.fp4,
+        "bf16_store": False,
+    }
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The gate open, the reference in the operator's place; the rows it was called with."""
+    found = []
+
+    def op(**arguments):
+        found.append(arguments["kv_score"].shape[0])
+        reference.compressor(**arguments)
+
+    monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    monkeypatch.setattr(adapter.op, "compressor", op)
+    return found
+
+
+def lengths(kind):
+    ratio = KINDS[kind][0]
+    return [2 * ratio, 2 * ratio + 1, ratio, 3 * ratio - 1, 5 * ratio]
+
+
+def made_for(kind):
+    inputs = make_inputs(kind, lengths(kind), device="cpu")
+    return inputs, Backend(CompressorDecodePlan(inputs.state.shape[1], inputs.plan))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decode_step_is_ours(calls, kind):
+    inputs, backend = made_for(kind)
+    expected = inputs.copy()
+    reference.compressor(**expected.arguments())
+    replaced = adapter.replace_all_in_one(lambda self, **given: pytest.fail("the original ran"))
+    given = given_of(inputs)
+    if kind != "index_fp4":
+        del given["use_fp4_indexer"]
+    assert replaced(backend, **given) is None and calls == [5]
+    assert torch.equal(inputs.cache, expected.cache)
+    assert torch.equal(inputs.state.view(torch.int32), expected.state.view(torch.int32))
+
+
+CHANGES = {
+    "a bf16 state": {"kv_score_buffer": lambda v: v.bfloat16()},
+    "bf16 weights": {"ape": lambda v: v.bfloat16()},
+    "running sums": {"kv_score_buffer": lambda v: torch.zeros(256, 3 * 512)},
+    "int32 slots": {"out_loc": lambda v: v.int()},
+    "slots of more rows": {"out_loc": lambda v: torch.cat([v, v])},
+    "a bf16 cache": {"kv_cache": lambda v: v.view(torch.bfloat16)},
+    "bf16 store": {"bf16_store": lambda v: True},
+    "another layout": {"kv_layout": lambda v: SimpleNamespace(name="V41")},
+    "a cache of scales": {"kv_scale_cache": lambda v: torch.zeros(1)},
+    "two buffers": {"fp8_2buff": lambda v: True},
+    "an argument nobody knows": {"surprise": lambda v: None},
+    "another head": {"head_dim": lambda v: 256},
+    "pages of three": {"page_size": lambda v: 3},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_operator_does_not_take_is_the_originals(calls, name):
+    inputs, backend = made_for("c4")
+    given = given_of(inputs)
+    for argument, change in CHANGES[name].items():
+        given[argument] = change(given.get(argument))
+    replaced = adapter.replace_all_in_one(lambda self, **given: sorted(given))
+    assert replaced(backend, **given) == sorted(given) and calls == []
+
+
+def test_other_plans_other_rows_and_a_closed_gate_are_the_originals(calls, monkeypatch):
+    inputs, backend = made_for("c4")
+    given = given_of(inputs)
+    replaced = adapter.replace_all_in_one(lambda self, **given: "original")
+    verify = Backend(CompressorPrefillPlan(4, inputs.plan, inputs.plan[:, :8]))
+    assert replaced(verify, **given) == "original"
+    assert replaced(backend, **{n: v for n, v in given.items() if n != "out_loc"}) == "original"  # 0.5.12's call
+    many = make_inputs("index", [3] * 513, device="cpu")
+    assert replaced(Backend(CompressorDecodePlan(4, many.plan)), **given_of(many)) == "original"
+    none = inputs.rows(slice(0, 0))
+    assert replaced(Backend(CompressorDecodePlan(4, none.plan)), **given_of(none)) == "original"
+    monkeypatch.setattr(device_gate, "serves", lambda device: False)
+    assert replaced(backend, **given) == "original" and calls == []
+
+
+def test_the_layouts_of_later_releases_are_served_where_they_are_the_known_one(calls):
+    inputs, backend = made_for("c128")
+    given = given_of(inputs)
+    given |= {"kv_layout": SimpleNamespace(name="V4"), "kv_scale_cache": None, "rope_cache": None, "fp8_2buff": False}
+    adapter.replace_all_in_one(lambda self, **given: "original")(backend, **given, kv_cache_rope=None)
+    assert calls == [5]
+
+
+@pytest.fixture
+def shadowed(monkeypatch, calls):
+    shadow.reset()
+    monkeypatch.setattr(shadow, "_start_writer", lambda: None)
+
+    def turn(mode):
+        monkeypatch.setattr(adapter, "settings", lambda: SimpleNamespace(shadow=mode))
+
+    yield turn
+    shadow.reset()
+
+
+@pytest.mark.parametrize("mode", ["1", "ours"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shadow_mode_runs_ours_on_a_copy_and_the_original_on_the_live_tensors(shadowed, calls, kind, mode):
+    inputs, backend = made_for(kind)
+    before, expected = inputs.copy(), inputs.copy()
+    reference.compressor(**expected.arguments())
+    seen = []
+
+    def original(self, **given):
+        state = inputs.state.view(torch.int32)
+        seen.append(torch.equal(inputs.cache, before.cache) and torch.equal(state, before.state.view(torch.int32)))
+        reference.compressor(**inputs.arguments())
+
+    shadowed(mode)
+    adapter.replace_all_in_one(original)(backend, **given_of(inputs))
+    assert seen == [True] and calls == [5] * (2 if mode == "ours" else 1)
+    assert torch.equal(inputs.cache, expected.cache)
+    (record,) = shadow.report()
+    assert (record["patch"], record["calls"], record["bad_calls"]) == ("compressor", 1, 0)
+    assert record["relative_l2_max"] == 0.0 and record["shape"]["rows"] == 5
+
+
+def test_shadow_mode_finds_a_wrong_entry_and_leaves_out_rows_that_end_no_group(shadowed, calls):
+    inputs, backend = made_for("c4")
+
+    def original(self, **given):
+        reference.compressor(**inputs.arguments())
+        page, entry = divmod(int(inputs.out_loc[2]), inputs.page_size)
+        inputs.cache[page, entry * 576 : entry * 576 + 64] ^= 0x80
+
+    shadowed("1")
+    adapter.replace_all_in_one(original)(backend, **given_of(inputs))
+    (record,) = shadow.report()
+    assert record["bad_calls"] == 1 and record["relative_l2_max"] > adapter.SHADOW_RELATIVE_L2
+
+    shadow.reset()
+    inputs = make_inputs("c4", [5, 6, 7], device="cpu")
+    inputs.cache[:] = 0x7F
+    backend = Backend(CompressorDecodePlan(4, inputs.plan))
+    adapter.replace_all_in_one(lambda self, **given: reference.compressor(**inputs.arguments()))(
+        backend, **given_of(inputs)
+    )
+    (record,) = shadow.report()
+    assert (record["bad_calls"], record["nonfinite_original"]) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_shadow_mode_reads_of_a_cache_is_what_the_reference_reads(kind):
+    _, head_dim, fp4 = KINDS[kind]
+    inputs, _ = made_for(kind)
+    ended, _ = reference.compressor(**inputs.arguments())
+    slots = inputs.out_loc[ended]
+    wanted = reference.read(copy_of_pages(inputs.cache), inputs.page_size, slots, head_dim, fp4)
+    found = adapter._entries(inputs.cache, inputs.page_size, slots, head_dim, fp4)
+    assert torch.equal(found.double(), wanted.float().double()) and bool((found != 0).any())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_shadow_mode_in_a_graph(monkeypatch, kind):
+    """On the GPU with the operator itself in both places: a replay copies, runs, compares and counts."""
+    shadow.reset()
+    monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    monkeypatch.setattr(adapter, "settings", lambda: SimpleNamespace(shadow="1"))
+    inputs = make_inputs(kind, lengths(kind))
+    backend = Backend(CompressorDecodePlan(inputs.state.shape[1], inputs.plan))
+    replaced = adapter.replace_all_in_one(lambda self, **given: adapter.op.compressor(**inputs.arguments()))
+    replaced(backend, **given_of(inputs))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replaced(backend, **given_of(inputs))
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    records = {record["captured"]: record for record in shadow.report()}
+    assert {captured: record["calls"] for captured, record in records.items()} == {False: 1, True: 3}
+    assert all(record["bad_calls"] == record["relative_l2_max"] == 0 for record in records.values())
+    expected = make_inputs(kind, lengths(kind))
+    adapter.op.compressor(**expected.arguments())
+    assert torch.equal(expected.cache, inputs.cache)
+    shadow.reset()

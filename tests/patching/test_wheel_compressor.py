@@ -1,0 +1,178 @@
+"""SGLang's own compressor call, taken out of the wheels and run on the CPU over stand-ins: with its two launches, and
+with ours in the method's place. The same state and cache from both, for every compressor of the model."""
+
+import ast
+import enum
+import functools
+import zipfile
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from deepseek_v4_sm120 import device_gate
+from deepseek_v4_sm120.patching import contract
+from deepseek_v4_sm120.reference import compressor as reference
+from deepseek_v4_sm120.reference.compressor_inputs import KINDS, make_inputs
+from deepseek_v4_sm120.sglang_adapters import compressor as adapter
+from deepseek_v4_sm120.sglang_patches_compressor import COMPRESSOR, MODULE
+from tests.patching.test_wheel_wo_a import QUIET, QuietImports
+
+METHOD = "_forward_compress_all_in_one"
+SERVED = ("0.5.14", "0.5.17", "0.5.20", "0.5.23")
+LAYOUTS = enum.Enum("KVLayout", "V4 V41")
+
+
+class Plan(NamedTuple):
+    compress_ratio: int
+    plan_d: torch.Tensor
+
+    @property
+    def is_decode(self):
+        return True
+
+
+@functools.cache
+def class_of(wheel) -> ast.ClassDef:
+    text = zipfile.ZipFile(wheel).read(MODULE.replace(".", "/") + ".py").decode()
+    return contract.find_definition(ast.parse(text), "CompressorBackendMixin")
+
+
+def mixin(wheel, launches: list):
+    """CompressorBackendMixin of the wheel; its two kernels are the reference's two halves."""
+
+    def compress_forward(*, kv_score_buffer, kv_score_input, ape, plan, head_dim, compress_ratio, out=None, is_online):
+        launches.append("compress_forward")
+        assert out is None and not is_online
+        length, write, before, own = plan.plan_d.view(torch.int32).long().unbind(dim=1)
+        kv_score_buffer.view(-1, kv_score_buffer.shape[2])[write] = kv_score_input
+        groups_before = kv_score_buffer[before.clamp_min(0)] if compress_ratio == 4 else None
+        return reference.pool(kv_score_buffer[own], groups_before, length > 4, ape)
+
+    def compress_norm_rope_store(
+        kv, plan, *, norm_weight, norm_eps, freq_cis, out_loc, kvcache, page_size, use_fp4=False, **others
+    ):
+        launches.append("compress_norm_rope_store")
+        assert not any(value not in (None, False, LAYOUTS.V4) for value in others.values()), others
+        length = plan.plan_d.view(torch.int32)[:, 0].long()
+        ended = length % plan.compress_ratio == 0
+        freqs = freq_cis[(length - plan.compress_ratio)[ended]]
+        entries = reference.finish(kv[ended], norm_weight, norm_eps, freqs)
+        reference.store(kvcache, page_size, out_loc[ended], entries, use_fp4)
+
+    names = {
+        "torch": torch,
+        "QUIET": QUIET,
+        "KVLayout": LAYOUTS,
+        "cast": lambda kind, value: value,
+        "is_overlap_compress": lambda ratio: ratio == 4,
+        "_use_online_compress": lambda ratio: False,
+        "compress_forward": compress_forward,
+        "compress_norm_rope_store": compress_norm_rope_store,
+    }
+    node = QuietImports().visit(class_of(wheel))
+    future = ast.parse("from __future__ import annotations").body
+    code = compile(ast.fix_missing_locations(ast.Module([*future, node], [])), "wheel", "exec")
+    for name in ("_is_hip", "envs", "Optional", "torch"):
+        names.setdefault(name, QUIET)
+    exec(code, names)
+    return names["CompressorBackendMixin"]
+
+
+class Pool:
+    """DeepSeekV4TokenToKVPool as far as forward_unified asks it."""
+
+    uniform_fp8 = False
+
+    def __init__(self, inputs):
+        self.inputs = inputs
+        self.layer_mapping = {0: (None, None, object())}
+
+    def cache(self, layer_id):
+        return self.inputs.cache
+
+    get_index_k_with_scale_buffer = get_extra_key_buffer = cache
+
+    def page_size(self, layer_id_or_ratio=None):
+        return self.inputs.page_size
+
+    get_index_k_page_size = get_extra_key_page_size = page_size
+
+    def get_extra_key_layout(self, layer_id):
+        return LAYOUTS.V4
+
+
+class Compressor:
+    """SGLang's module: its shapes are the checkpoint's."""
+
+    def __init__(self, inputs):
+        self.inputs, self.ratio, self.head_dim = inputs, inputs.state.shape[1], inputs.norm_weight.shape[0]
+        self.is_in_indexer = self.rotate = self.head_dim == 128
+        self.ape = inputs.ape.view(self.ratio, -1)
+        self.norm = SimpleNamespace(weight=inputs.norm_weight, variance_epsilon=inputs.norm_eps)
+        self.freqs_cis = inputs.freqs_cis
+
+    def compute_kv_score(self, x, forward_batch):
+        return self.inputs.kv_score
+
+    def get_state_pool(self, backend):
+        flat = self.inputs.state.view(-1, self.inputs.state.shape[2])
+        return SimpleNamespace(kv_score_buffer=SimpleNamespace(kv_score=flat))
+
+
+def run(mixin_class, inputs):
+    backend = mixin_class.__new__(mixin_class)
+    ratio = inputs.state.shape[1]
+    core = SimpleNamespace(**{f"c{ratio}_out_loc": inputs.out_loc})
+    backend.forward_metadata = SimpleNamespace(
+        core_metadata=core, **{f"c{ratio}_compress_metadata": Plan(ratio, inputs.plan)}
+    )
+    backend.token_to_kv_pool, backend.enable_deepseek_v4_fp4_indexer = Pool(inputs), inputs.fp4
+    mode = SimpleNamespace(is_idle=lambda: False)
+    batch = SimpleNamespace(forward_mode=mode, token_to_kv_pool=backend.token_to_kv_pool, _original_forward_mode=None)
+    compressor = Compressor(inputs)
+    forward = backend.forward_indexer_compressor if compressor.is_in_indexer else backend.forward_core_compressor
+    forward(torch.zeros(1), batch, 0, compressor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", SERVED)
+def test_every_compressor_of_a_decode_step(sglang_wheel, monkeypatch, version, kind):
+    ratio = KINDS[kind][0]
+    stock = make_inputs(kind, [2 * ratio, ratio, 3 * ratio + 2, 5 * ratio, ratio - 1], device="cpu")
+    ours, launches, calls = stock.copy(), [], []
+    backend = mixin(sglang_wheel(version), launches)
+    run(backend, stock)
+    assert launches == ["compress_forward", "compress_norm_rope_store"]
+
+    def op(**arguments):
+        calls.append(arguments["fp4"])
+        reference.compressor(**arguments)
+
+    monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    monkeypatch.setattr(adapter.op, "compressor", op)
+    setattr(backend, METHOD, adapter.replace_all_in_one(getattr(backend, METHOD)))
+    run(backend, ours)
+    assert calls == [kind == "index_fp4"] and len(launches) == 2
+    assert torch.equal(ours.cache, stock.cache)
+    assert torch.equal(ours.state.view(torch.int32), stock.state.view(torch.int32))
+
+
+@pytest.mark.parametrize("version", SERVED)
+def test_the_adapter_knows_every_keyword(sglang_wheel, version):
+    method = contract.find_definition(
+        ast.Module([class_of(sglang_wheel(version))], []), f"CompressorBackendMixin.{METHOD}"
+    )
+    names = contract.parameters(method)
+    assert names[0] == "self" and method.args.args[1:] == []  # the rest are keywords only
+    assert set(names[1:]) <= {*adapter.NEEDED, *adapter.OTHERS} and set(adapter.NEEDED) <= set(names)
+
+
+def test_0_5_12_has_no_slots_to_give(sglang_wheel):
+    method = contract.find_definition(
+        ast.Module([class_of(sglang_wheel("0.5.12"))], []), f"CompressorBackendMixin.{METHOD}"
+    )
+    assert "out_loc" not in contract.parameters(method)
+    (target,) = COMPRESSOR.targets
+    assert "0.5.12" not in target.reviewed and set(target.reviewed) == set(SERVED)

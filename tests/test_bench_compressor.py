@@ -1,0 +1,44 @@
+"""bench/compressor.py: its cases. CPU only."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepseek_v4_sm120.ops.compressor import MAX_ROWS
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    spec = importlib.util.spec_from_file_location("bench_compressor", BENCH / "compressor.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_kind_with_and_without_ends(bench):
+    found = bench.cases()
+    assert len({case.name for case in found}) == len(found) == 4 * len(bench.ROWS) * len(bench.ENDS)
+    assert max(bench.ROWS) == MAX_ROWS and set(bench.QUICK_ROWS) <= set(bench.ROWS)
+    for case in found:
+        ratio = bench.KINDS[case.kind][0]
+        ended = sum(length % ratio == 0 for length in case.lengths())
+        assert (
+            ended == {"none": 0, "all": case.rows, "mixed": case.rows // ratio}[case.ends]
+            and len(case.lengths()) == case.rows
+        )
+    assert bench.Case("c128", 1, "all").read_bytes() == 129 * 4096
+
+
+def test_the_summary_has_a_line_for_each_case(bench):
+    report = bench.common.Report("compressor", "x", {})
+    name = bench.Case("c4", 1, "none").name
+    report.add(bench.common.row(7, name, "ours", "us", 2.25), bench.common.row(7, name, "SGLang's two", "us", 4.5))
+    assert name in bench.summary(report) and "2.25" in bench.summary(report) and "4.50" in bench.summary(report)
