@@ -15,13 +15,19 @@ namespace dsv4::mhc {
 
 __device__ __forceinline__ float sigmoid(float z) { return 1.f / (1.f + expf(-z)); }
 
-// Lane o's mix before its scale: octets in order, times the reciprocal root of the mean square (lane kOutputs' sum).
+// Lane o's mix before its scale: its sum times the reciprocal root of the mean square (lane kOutputs' sum).
+template <bool kHead>
+__device__ __forceinline__ float root_normed(float sum, const Params& p) {
+  const float squares = __shfl_sync(0xffffffffu, sum, kOutputs<kHead>);
+  return sum * rsqrtf(fmaf(squares, 0.25f * p.inverse_hidden, p.rms_eps));
+}
+
+// The same from the sums of the octets, in order.
 template <bool kHead>
 __device__ __forceinline__ float normed_mix(const float (*octets)[32], int num_octets, const Params& p, int lane) {
   float sum = 0.f;
   for (int w = 0; w < num_octets; ++w) sum += octets[w][lane];
-  const float squares = __shfl_sync(0xffffffffu, sum, kOutputs<kHead>);
-  return sum * rsqrtf(fmaf(squares, 0.25f * p.inverse_hidden, p.rms_eps));
+  return root_normed<kHead>(sum, p);
 }
 
 // Sinkhorn on the reciprocals of the scalings. With C = diag(1/a) C0 diag(1/b), dividing the rows by their sums + eps is

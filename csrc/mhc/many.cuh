@@ -1,39 +1,42 @@
 // Many rows: one kernel, in which X is read once from memory.
 //
-// A block keeps 128 columns and their part of fn, and takes groups of 64 rows in turn: it makes the new streams, writes
-// them and their partial mixes; then it finishes a row or two of the group that it took before, whose streams are still
-// in the L2. For that it waits until the other blocks of that group are done: all blocks are resident (cooperative launch).
+// A block keeps 128 columns and their part of fn, and its warps have one job each, so that nobody's wait is another's:
+//
+//   mixers      a slice each, tiles of 16 rows in turn: the new streams, written, and their sums. The next tile's old
+//               streams come meanwhile: each lane copies what it reads itself
+//   the summer  adds the four slices of a tile, writes the block's partial mixes, and counts the tile: 32 blocks and it
+//               is done. It also fetches the next tile's coefficients
+//   finishers   a row each: as soon as its tile is done they read its streams, which are still in the L2
+//
+// Mixers and summers wait for their own block alone, finishers for all blocks, which therefore are all resident
+// (cooperative launch).
 //
 // The sums are those of mix.cuh and finish.cuh, value by value: a row has the same bits as among few.
 //
-// Shared memory: the bf16 parts of fn 72 KB, coefficients 5 KB, sums of warps or of the finished rows' octets 14 KB, sums
-// of the first two slices 7 KB.
+// Shared memory: the bf16 parts of fn 72 KB, the next tile's streams 16 KB, sums of the slices 7 KB, coefficients 2.5 KB.
 #pragma once
 
 #include "finish.cuh"
 
 namespace dsv4::mhc {
 
-constexpr int kManyTiles = kManyRows / kTileRows;       // of rows; a pair of warps each
-constexpr int kPasses = kManySlices / 2;
-constexpr int kTeams = 2, kTeamWarps = kManyThreads / 32 / kTeams;  // rows that are finished at a time
 constexpr int kMixTilesN = kMixes / 8;
-constexpr int kHidden = kFlashHidden, kColumnBlocks = kHidden / kManyColumns;
-static_assert(kManyThreads == 32 * kManyTiles * 2, "two warps for 16 rows");
+constexpr int kHidden = kFlashHidden, kColumnBlocks = kHidden / kManyColumns, kOctets = kHidden / kOctetColumns;
+constexpr int kWeightsAhead = 2;
+constexpr int kSumWords = 28;  // mixes, sum of squares, padding; in fours
+constexpr int kCoefficients = kStreams * kStreams + kStreams;
+static_assert(kOctetColumns == 2 * kManyColumns, "an octet is the sums of two blocks");
 
 struct ManyShared {
   uint2 weights[kManySlices][kStreams][2][kParts][kMixTilesN][32];  // [slice][stream][step][part][mixes][lane]
-  float coefficients[kManyRows][kStreams * kStreams + kStreams];  // comb by new stream, post
-  union {
-    float other[kPasses][kManyTiles][14][32];                   // sums for the other half's warp, by lane
-    float octets[kTeams][kFlashHidden / 256][32];                // of the rows that are finished
-  };
-  float kept[14][kManyThreads / 2];                            // sums of the first pass, by the thread of the half
-  float squares[kTeams][kFlashHidden / 256];
+  uint4 next[kManySlices][2][kStreams][32];                         // old streams by slice, row g or g + 8, stream, lane
+  float sums[kManySlices][kTileRows][kSumWords];
+  float coefficients[2][kTileRows][kCoefficients];                  // comb by new stream, post; tiles in turn
+  uint64_t coefficients_here[2], sums_here, sums_taken;             // barriers
 };
 static_assert(sizeof(ManyShared) <= 101376, "an SM120 block has 99 KiB");
 
-// Sums of a warp: 16 rows' mixes (rows g and g + 8 of each lane) and their sums of squares.
+// Sums of a lane: mixes of rows g and g + 8, and their sums of squares.
 struct Sums {
   float d[kMixTilesN][4];
   float squares[2];
@@ -49,16 +52,45 @@ struct Sums {
   }
 };
 
-__device__ __forceinline__ uint4 load_once(const uint16_t* p) { return __ldcs(reinterpret_cast<const uint4*>(p)); }
+// volatile: they stay where they are written
+__device__ __forceinline__ uint4 load_once(const uint16_t* p) {
+  uint4 v;
+  asm volatile("ld.global.cs.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 load_from_l2(const uint16_t* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float load_from_l2(const float* p) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// of streams that are read once
+__device__ __forceinline__ void copy_once(uint4* dst, const uint16_t* src, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void copy_word(float* dst, const float* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(dst)), "l"(src) : "memory");
+}
+__device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 
 // The bf16 parts of fn: four slices of all four streams, through registers into shared memory.
 __device__ __forceinline__ void load_weights(const Params& p, ManyShared& s, int first_slice) {
-  constexpr int kQuads = kManySlices * kStreams * kMixTilesN * 64, kPerThread = kQuads / kManyThreads;  // float4s
-  static_assert(kQuads % kManyThreads == 0);
+  constexpr int kQuads = kManySlices * kStreams * kMixTilesN * 64;  // float4s
 #pragma unroll 4
-  for (int i = 0; i < kPerThread; ++i) {
+  for (int quad = threadIdx.x; quad < kQuads; quad += kManyThreads) {
     // step fastest, then the lane of the quad: eight threads read 128 consecutive bytes
-    const int within = threadIdx.x % 64, at = (i * kManyThreads + threadIdx.x) / 64;
+    const int within = quad % 64, at = quad / 64;
     const int n = at % kMixTilesN, stream = at / kMixTilesN % kStreams, slice = at / (kMixTilesN * kStreams);
     const int64_t mix = n * 8 + within / 8;
     const int column = (first_slice + slice) * kSliceColumns + within % 8 / 2 * kLaneColumns + within % 2 * 4;
@@ -71,7 +103,37 @@ __device__ __forceinline__ void load_weights(const Params& p, ManyShared& s, int
   }
 }
 
-// Sums of one stream of a slice.
+// What of a tile this block, and this replica of its columns, has: tiles first, first + step, ...
+struct Tiles {
+  int first, step, count;
+
+  __device__ __forceinline__ explicit Tiles(const Params& p)
+      : first(blockIdx.x / kColumnBlocks), step(gridDim.x / kColumnBlocks), count((p.rows + kTileRows - 1) / kTileRows) {}
+};
+
+// A lane's place in a mixer: its slice, its row of a tile (and eight further), its columns.
+struct Place {
+  int lane, slice, group, column;
+
+  __device__ __forceinline__ explicit Place(int slice)
+      : lane(threadIdx.x % 32), slice(slice), group(lane / 4),
+        column((blockIdx.x % kColumnBlocks * kManySlices + slice) * kSliceColumns + lane % 4 * kLaneColumns) {}
+};
+
+// Asks for a tile's old streams, and f. Past the last row: the last row's.
+__device__ __forceinline__ void fetch(const Params& p, ManyShared& s, const Place& at, int tile, uint4 (&f)[2]) {
+  const uint64_t policy = evict_first();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int64_t row = min(tile * kTileRows + at.group + 8 * r, p.rows - 1);
+    const uint16_t* const from = p.x + row * p.x_stride + at.column;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) copy_once(&s.next[at.slice][r][j][at.lane], from + j * kHidden, policy);
+    f[r] = load_once(p.f + row * p.f_stride + at.column);
+  }
+}
+
+// Sums of one stream.
 __device__ __forceinline__ Sums sums_of(const ManyShared& s, int slice, int stream, const uint4& low, const uint4& high) {
   const int lane = threadIdx.x % 32;
   Sums sums;
@@ -86,149 +148,163 @@ __device__ __forceinline__ Sums sums_of(const ManyShared& s, int slice, int stre
   return sums;
 }
 
-// One slice of 16 rows: the new streams, written, and their sums.
-__device__ __forceinline__ Sums run_slice(const Params& p, const ManyShared& s, int first_row, int tile, int slice, int column) {
-  const int lane = threadIdx.x % 32, group = lane / 4;
-  uint4 x[2][kStreams], f[2];
+// The new streams of the tile that was fetched, written, and their sums. Fetches `next` unless it is behind the last.
+__device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const Place& at, const Tiles& tiles, int tile,
+                                          const float (*coefficients)[kCoefficients], uint4 (&f)[2]) {
+  uint4 x[2][kStreams];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first_row + group + 8 * r;
-    const bool real = row < p.rows;
+    const int row = tile * kTileRows + at.group + 8 * r;
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) x[r][j] = real ? load_once(p.x + static_cast<int64_t>(row) * p.x_stride + j * kHidden + column) : make_uint4(0, 0, 0, 0);
-    f[r] = real ? load_once(p.f + static_cast<int64_t>(row) * p.f_stride + column) : make_uint4(0, 0, 0, 0);
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = first_row + group + 8 * r;
-    __syncwarp();  // keeps the other row's coefficients from being loaded this early: registers
-    mix_in_place(x[r], f[r], s.coefficients[tile * kTileRows + group + 8 * r]);
+    for (int j = 0; j < kStreams; ++j) x[r][j] = s.next[at.slice][r][j][at.lane];
+    mix_in_place(x[r], f[r], coefficients[at.group + 8 * r]);
     if (row < p.rows) {
 #pragma unroll
-      for (int i = 0; i < kStreams; ++i) *reinterpret_cast<uint4*>(p.streams + (static_cast<int64_t>(row) * kStreams + i) * kHidden + column) = x[r][i];
+      for (int i = 0; i < kStreams; ++i) *reinterpret_cast<uint4*>(p.streams + (static_cast<int64_t>(row) * kStreams + i) * kHidden + at.column) = x[r][i];
     }
+    __syncwarp();  // one row after the other: registers
   }
-  Sums sums = sums_of(s, slice, 0, x[0][0], x[1][0]);
+  if (tile + tiles.step < tiles.count) fetch(p, s, at, tile + tiles.step, f);
+  Sums sums = sums_of(s, at.slice, 0, x[0][0], x[1][0]);
+  sums.add(sums_of(s, at.slice, 1, x[0][1], x[1][1]));
   __syncwarp();
-  sums.add(sums_of(s, slice, 1, x[0][1], x[1][1]));
-  __syncwarp();
-  Sums rest = sums_of(s, slice, 2, x[0][2], x[1][2]);
-  __syncwarp();
-  rest.add(sums_of(s, slice, 3, x[0][3], x[1][3]));
+  Sums rest = sums_of(s, at.slice, 2, x[0][2], x[1][2]);
+  rest.add(sums_of(s, at.slice, 3, x[0][3], x[1][3]));
   sums.add(rest);
   return sums;
 }
 
-__device__ __forceinline__ void load_coefficients(const Params& p, ManyShared& s, int64_t first_row) {
-  for (int at = threadIdx.x; at < kManyRows * 20; at += kManyThreads) {
-    const int r = at / 20, c = at % 20;
-    const int64_t row = first_row + r;
-    float v = 0.f;
-    if (row < p.rows) v = c < 16 ? p.comb[row * 16 + c % 4 * 4 + c / 4] : p.post[row * 4 + c - 16];
-    s.coefficients[r][c] = v;
-  }
-}
-
-// Slice 0 + 1 of the pass: of a warp's 14 sums its half keeps mixes 0-15, or 16-23 and the squares, and gives the others
-// away. The first pass's are kept in shared memory meanwhile: registers are short.
-__device__ __forceinline__ void add_halves(const Params& p, ManyShared& s, int first_row, int tile, int half, int pass, const Sums& sums) {
-  const int lane = threadIdx.x % 32;
-  float(&other)[14][32] = s.other[pass][tile];
-  const auto value = [&](int i) { return i < 12 ? sums.d[i / 4][i % 4] : sums.squares[i - 12]; };
+// f: of the first tile, which has been fetched
+__device__ __forceinline__ void mix_all(const Params& p, ManyShared& s, const Place& at, uint4 (&f)[2]) {
+  const Tiles tiles(p);
+  for (int tile = tiles.first, turn = 0; tile < tiles.count; tile += tiles.step, ++turn) {
+    mbarrier_wait(shared_address(&s.coefficients_here[turn % 2]), turn / 2 % 2);
+    cp_async_wait_all();
+    const Sums sums = run_slice(p, s, at, tiles, tile, s.coefficients[turn % 2], f);
+    if (turn > 0) mbarrier_wait(shared_address(&s.sums_taken), (turn - 1) % 2);
 #pragma unroll
-  for (int i = 0; i < 14; ++i) {
-    if ((i < 8) == (half == 1)) other[i][lane] = value(i);
-  }
-  __syncthreads();
+    for (int r = 0; r < 2; ++r) {
+      float* const out = s.sums[at.slice][at.group + 8 * r];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = first_row + lane / 4 + 8 * r;
-    float* const out = p.partials + (static_cast<int64_t>(row) * kColumnBlocks + blockIdx.x % kColumnBlocks) * kWidth<false>;
-    const auto add = [&](int mix, int i) {
-      const float sum = value(i) + other[i][lane];
-      float& kept = s.kept[i][threadIdx.x % (kManyThreads / 2)];
-      if (pass == 0) {
-        kept = sum;
-      } else if (row < p.rows) {
-        out[mix] = kept + sum;
-      }
-    };
-#pragma unroll
-    for (int n = 0; n < kMixTilesN; ++n) {
-      if ((n < 2) != (half == 0)) continue;
-      add(n * 8 + lane % 4 * 2, n * 4 + 2 * r);
-      add(n * 8 + lane % 4 * 2 + 1, n * 4 + 2 * r + 1);
+      for (int n = 0; n < kMixTilesN; ++n)
+        *reinterpret_cast<float2*>(out + n * 8 + at.lane % 4 * 2) = make_float2(sums.d[n][2 * r], sums.d[n][2 * r + 1]);
+      if (at.lane % 4 == r) out[kMixes] = sums.squares[r];
     }
-    if (half == 1 && lane % 4 == 0) add(kMixes, 12 + r);
+    __syncwarp();
+    if (at.lane == 0) mbarrier_arrive(shared_address(&s.sums_here));
   }
 }
 
-// Partial mixes of 64 rows and 128 columns, and the new streams.
-__device__ __forceinline__ void mix_block(const Params& p, ManyShared& s, int group) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = warp % kManyTiles, half = warp / kManyTiles;
-  const int first_row = group * kManyRows + tile * kTileRows;
-  load_coefficients(p, s, group * kManyRows);
-  __syncthreads();
+__device__ __forceinline__ void fetch_coefficients(const Params& p, ManyShared& s, int tile, int turn) {
+  static_assert(kTileRows * kCoefficients % 32 == 0);
+  for (int at = threadIdx.x % 32; at < kTileRows * kCoefficients; at += 32) {
+    const int r = at / kCoefficients, c = at % kCoefficients;
+    const int64_t row = min(tile * kTileRows + r, p.rows - 1);
+    const float* const from = c < 16 ? p.comb + row * 16 + c : p.post + row * 4 + (c - 16);
+    copy_word(&s.coefficients[turn % 2][r][c < 16 ? c % 4 * 4 + c / 4 : c], from);
+  }
+  mbarrier_arrive_copies(shared_address(&s.coefficients_here[turn % 2]));
+}
+
+__device__ __forceinline__ uint32_t* counter_of(const Params& p, int64_t tile) { return p.counters + tile * kCounterWords; }
+
+__device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
+  constexpr int kVectors = kSumWords / 4;
+  const int lane = threadIdx.x % 32;
+  const Tiles tiles(p);
+  fetch_coefficients(p, s, tiles.first, 0);
+  for (int tile = tiles.first, turn = 0; tile < tiles.count; tile += tiles.step, ++turn) {
+    if (tile + tiles.step < tiles.count) fetch_coefficients(p, s, tile + tiles.step, turn + 1);
+    mbarrier_wait(shared_address(&s.sums_here), turn % 2);
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int slice = 2 * pass + half;
-    const Sums sums = run_slice(p, s, first_row, tile, slice, (blockIdx.x % kColumnBlocks * kManySlices + slice) * kSliceColumns + lane % 4 * kLaneColumns);
-    add_halves(p, s, first_row, tile, half, pass, sums);
+    for (int i = 0; i < (kTileRows * kVectors + 31) / 32; ++i) {
+      const int at = i * 32 + lane, r = at / kVectors, vector = at % kVectors;
+      const int64_t row = static_cast<int64_t>(tile) * kTileRows + r;
+      if (r >= kTileRows || row >= p.rows) continue;
+      float4 v[kManySlices];
+#pragma unroll
+      for (int slice = 0; slice < kManySlices; ++slice) v[slice] = *reinterpret_cast<const float4*>(&s.sums[slice][r][vector * 4]);
+      float* const out = p.partials + (row * kColumnBlocks + blockIdx.x % kColumnBlocks) * kWidth<false> + vector * 4;
+      __stcg(reinterpret_cast<float4*>(out), add(add(v[0], v[1]), add(v[2], v[3])));
+    }
+    __syncwarp();
+    if (lane == 0) {
+      mbarrier_arrive(shared_address(&s.sums_taken));
+      add_release(counter_of(p, tile), 1);  // the mixers' streams as well: they arrived here after them
+    }
+    __syncwarp();
   }
 }
 
-// One row by four warps: what finish_kernel does. `team`: which of the block's, barrier 1 + team.
-__device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int64_t row, int team) {
-  constexpr int kOctets = kHidden / 256, kTurns = kOctets / kTeamWarps;
-  static_assert(kOctets % kTeamWarps == 0);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kTeamWarps;
-  const auto sync_team = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(32 * kTeamWarps) : "memory"); };
-  const float* const partial = p.partials + row * (kHidden / kManyColumns) * kWidth<false>;
-  const uint16_t* const streams = p.streams + row * kStreams * kHidden;
+// volatile: what is made of it is made again for every row, for it would not fit the registers
+__device__ __forceinline__ int lane_now() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+// One row: what finish_kernel does.
+__device__ __forceinline__ void finish_row(const Params& p, int row) {
+  constexpr int kAhead = 2;
+  const int lane = lane_now();
+  const float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>) + lane;
+  const uint16_t* const streams = p.streams + static_cast<int64_t>(row) * (kStreams * kHidden) + lane * kLaneColumns;
   Gates<false> gates;
   gates.load(p, lane);
-  uint4 x[kTurns][kStreams];
+  uint4 x[kAhead][kStreams];
+  // The compiler would round y where it is used and keep twice the registers until then: what comes next needs it, to 0.
+  const uint32_t nothing = p.hidden - kHidden;
+  const auto fetch = [&](int octet, uint32_t zero) {
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int octet = turn * kTeamWarps + warp;
-    const float* const both = partial + 2 * octet * kWidth<false> + lane;
-    s.octets[team][octet][lane] = lane <= kMixes ? __ldcg(both) + __ldcg(both + kWidth<false>) : 0.f;
+    for (int j = 0; j < kStreams; ++j) x[octet % kAhead][j] = load_from_l2(streams + zero + j * kHidden + octet * kOctetColumns);
+  };
+  float v[kColumnBlocks];  // of the lanes behind the sum of squares nobody asks
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j)
-      x[turn][j] = __ldcg(reinterpret_cast<const uint4*>(streams + j * kHidden + octet * 256 + lane * kLaneColumns));
-  }
-  sync_team();
-  const float z = fmaf(normed_mix<false>(s.octets[team], kOctets, p, lane), gates.scale, gates.base);
+  for (int i = 0; i < kColumnBlocks; ++i) v[i] = load_from_l2(partial + i * kWidth<false>);
+#pragma unroll
+  for (int octet = 0; octet < kAhead; ++octet) fetch(octet, 0);
+  float sum = 0.f;
+#pragma unroll
+  for (int octet = 0; octet < kOctets; ++octet) sum += v[2 * octet] + v[2 * octet + 1];
+  const float z = fmaf(root_normed<false>(sum, p), gates.scale, gates.base);
+  write_coefficients(p, row, z, lane);  // while the streams are on their way
   const float gate = sigmoid(z) + p.hc_eps;
   float pre[kStreams];
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) pre[j] = __shfl_sync(0xffffffffu, gate, j);
-  uint4 y[kTurns];
+  uint4 y[kOctets];
+  float squares = 0.f;
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int octet = turn * kTeamWarps + warp;
-    const float squares = warp_sum(collapse(pre, x[turn], y[turn]));
-    if (lane == 0) s.squares[team][octet] = squares;
+  for (int octet = 0; octet < kOctets; ++octet) {
+    const uint32_t before = __float_as_uint(squares);
+    squares += warp_sum(collapse(pre, x[octet % kAhead], y[octet]));
+    if (octet + kAhead < kOctets) fetch(octet + kAhead, (y[octet].x ^ y[octet].y ^ y[octet].z ^ y[octet].w ^ before) & nothing);
   }
-  float inverse = 1.f;
-  if (p.norm_weight != nullptr) {
-    sync_team();
-    float sum = 0.f;
-    for (int w = 0; w < kOctets; ++w) sum += s.squares[team][w];
-    inverse = rsqrtf(fmaf(sum, p.inverse_hidden, p.norm_eps));
-  }
+  const float inverse = rsqrtf(fmaf(squares, p.inverse_hidden, p.norm_eps));
+  const int again = lane_now();
+  const uint4* const weights = reinterpret_cast<const uint4*>(p.norm_weight) + again;
+  uint4* const out = reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(row) * kHidden) + again;
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int octet = turn * kTeamWarps + warp;
-    const int column = octet * 256 + lane * kLaneColumns;
-    if (p.norm_weight != nullptr) y[turn] = times_weight(y[turn], inverse, load_16(p.norm_weight + column));
-    __stcs(reinterpret_cast<uint4*>(p.y + row * kHidden + column), y[turn]);
+  for (int first = 0; first < kOctets; first += kWeightsAhead) {
+    if (p.norm_weight != nullptr) {
+      uint4 weight[kWeightsAhead];
+#pragma unroll
+      for (int i = 0; i < kWeightsAhead; ++i) weight[i] = __ldg(weights + (first + i) * 32);
+#pragma unroll
+      for (int i = 0; i < kWeightsAhead; ++i) y[first + i] = times_weight(y[first + i], inverse, weight[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kWeightsAhead; ++i) __stcs(out + (first + i) * 32, y[first + i]);
   }
-  if (warp == 0) write_coefficients(p, row, z, lane);
 }
 
-__device__ __forceinline__ void wait_for(const uint32_t* counter, uint32_t value) {
-  while (load_acquire(counter) != value) __nanosleep(64);
+__device__ __forceinline__ void finish_all(const Params& p, int finisher) {
+  #pragma unroll 1
+  for (int row = blockIdx.x * kFinishers + finisher; row < p.rows; row += gridDim.x * kFinishers) {
+    const uint32_t* const counter = counter_of(p, row / kTileRows);
+    while (__any_sync(0xffffffffu, load_acquire(counter) != kColumnBlocks)) __nanosleep(100);
+    finish_row(p, row);
+  }
 }
 
 // blocks on a multiprocessor: shared memory holds one on SM120, two on SM90
@@ -241,26 +317,23 @@ constexpr int kManyMinBlocks = 2;
 __global__ void __launch_bounds__(kManyThreads, kManyMinBlocks) many_kernel(const Params p) {
   extern __shared__ __align__(16) unsigned char memory[];
   ManyShared& s = *reinterpret_cast<ManyShared*>(memory);
-  const int num_groups = (p.rows + kManyRows - 1) / kManyRows;
+  const int warp = uniform(threadIdx.x / 32);
+  const Place at(warp);
+  uint4 f[2];
+  if (warp < kManySlices) fetch(p, s, at, blockIdx.x / kColumnBlocks, f);
+  if (threadIdx.x == 0) {
+    for (uint64_t& here : s.coefficients_here) mbarrier_init(shared_address(&here), 32);
+    mbarrier_init(shared_address(&s.sums_here), kManySlices);
+    mbarrier_init(shared_address(&s.sums_taken), 1);
+  }
   load_weights(p, s, blockIdx.x % kColumnBlocks * kManySlices);
-  for (int group = blockIdx.x / kColumnBlocks;; group += gridDim.x / kColumnBlocks) {
-    const int before = group - static_cast<int>(gridDim.x / kColumnBlocks);
-    if (group < num_groups) {
-      mix_block(p, s, group);
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) add_acq_rel(p.counters + group, 1);
-    }
-    if (before >= 0 && before < num_groups) {
-      if (threadIdx.x == 0) wait_for(p.counters + before, kColumnBlocks);
-      __syncthreads();
-      const int team = threadIdx.x / (32 * kTeamWarps);
-      for (int r = blockIdx.x % kColumnBlocks + team * kColumnBlocks; r < kManyRows; r += kTeams * kColumnBlocks) {
-        const int64_t row = static_cast<int64_t>(before) * kManyRows + r;
-        if (row < p.rows) finish_row(p, s, row, team);
-      }
-    }
-    if (group >= num_groups) return;
+  __syncthreads();
+  if (warp < kManySlices) {
+    mix_all(p, s, at, f);
+  } else if (warp == kManySlices) {
+    sum_all(p, s);
+  } else {
+    finish_all(p, warp - kManySlices - 1);
   }
 }
 
