@@ -247,7 +247,7 @@ __device__ __forceinline__ int lane_now() {
 __device__ __forceinline__ void finish_row(const Params& p, int row) {
   constexpr int kAhead = 2;
   const int lane = lane_now();
-  const float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>) + lane;
+  float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>) + lane;
   const uint16_t* const streams = p.streams + static_cast<int64_t>(row) * (kStreams * kHidden) + lane * kLaneColumns;
   Gates<false> gates;
   gates.load(p, lane);
@@ -267,7 +267,7 @@ __device__ __forceinline__ void finish_row(const Params& p, int row) {
 #pragma unroll
   for (int octet = 0; octet < kOctets; ++octet) sum += v[2 * octet] + v[2 * octet + 1];
   const float z = fmaf(root_normed<false>(sum, p), gates.scale, gates.base);
-  write_coefficients(p, row, z, lane);  // while the streams are on their way
+  partial[0] = z;  // for the coefficients, later
   const float gate = sigmoid(z) + p.hc_eps;
   float pre[kStreams];
 #pragma unroll
