@@ -103,38 +103,56 @@ __device__ __forceinline__ void load_weights(const Params& p, ManyShared& s, int
   }
 }
 
-// What of a tile this block, and this replica of its columns, has: tiles first, first + step, ...
-struct Tiles {
-  int first, step, count;
+// volatile: what is made of these is made again where it is asked, for not all of it fits the registers
+__device__ __forceinline__ int lane_now() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+__device__ __forceinline__ int blocks_now() {
+  int blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
 
-  __device__ __forceinline__ explicit Tiles(const Params& p)
-      : first(blockIdx.x / kColumnBlocks), step(gridDim.x / kColumnBlocks), count((p.rows + kTileRows - 1) / kTileRows) {}
-};
+// The tiles of a block: every so many-th, for so many blocks have the same columns.
+__device__ __forceinline__ int first_tile() { return blockIdx.x / kColumnBlocks; }
+__device__ __forceinline__ int next_tile(int tile) { return tile + blocks_now() / kColumnBlocks; }
+__device__ __forceinline__ int num_tiles(const Params& p) { return (p.rows + kTileRows - 1) / kTileRows; }
 
 // A lane's place in a mixer: its slice, its row of a tile (and eight further), its columns.
 struct Place {
   int lane, slice, group, column;
 
   __device__ __forceinline__ explicit Place(int slice)
-      : lane(threadIdx.x % 32), slice(slice), group(lane / 4),
+      : lane(lane_now()), slice(slice), group(lane / 4),
         column((blockIdx.x % kColumnBlocks * kManySlices + slice) * kSliceColumns + lane % 4 * kLaneColumns) {}
 };
 
-// Asks for a tile's old streams, and f. Past the last row: the last row's.
-__device__ __forceinline__ void fetch(const Params& p, ManyShared& s, const Place& at, int tile, uint4 (&f)[2]) {
+// Asks for a lane's old streams of a tile, and for its f. Past the last row: the last row's.
+__device__ __forceinline__ int64_t row_of(const Params& p, const Place& at, int tile, int r) {
+  return min(tile * kTileRows + at.group + 8 * r, p.rows - 1);
+}
+__device__ __forceinline__ void fetch_streams(const Params& p, ManyShared& s, const Place& at, int tile) {
   const uint64_t policy = evict_first();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int64_t row = min(tile * kTileRows + at.group + 8 * r, p.rows - 1);
-    const uint16_t* const from = p.x + row * p.x_stride + at.column;
+    const uint16_t* const from = p.x + row_of(p, at, tile, r) * p.x_stride + at.column;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) copy_once(&s.next[at.slice][r][j][at.lane], from + j * kHidden, policy);
-    f[r] = load_once(p.f + row * p.f_stride + at.column);
   }
 }
+__device__ __forceinline__ void fetch_output(const Params& p, const Place& at, int tile, uint4 (&f)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) f[r] = load_once(p.f + row_of(p, at, tile, r) * p.f_stride + at.column);
+}
 
-// Sums of one stream.
-__device__ __forceinline__ Sums sums_of(const ManyShared& s, int slice, int stream, const uint4& low, const uint4& high) {
+// Sums of one stream. `nothing`: 0, which the compiler does not know. As operands of the tensor cores the words lie
+// otherwise than as stored ones: it would move them there again and again; to results of an operation it gives the place.
+__device__ __forceinline__ Sums sums_of(const ManyShared& s, int slice, int stream, const uint4& stored_low, const uint4& stored_high,
+                                        uint32_t nothing) {
+  const auto operand = [&](const uint4& v) { return make_uint4(v.x ^ nothing, v.y ^ nothing, v.z ^ nothing, v.w ^ nothing); };
+  const uint4 low = operand(stored_low), high = operand(stored_high);
   const int lane = threadIdx.x % 32;
   Sums sums;
   sums.squares[0] = sum_of_squares(low);
@@ -149,8 +167,7 @@ __device__ __forceinline__ Sums sums_of(const ManyShared& s, int slice, int stre
 }
 
 // The new streams of the tile that was fetched, written, and their sums. Fetches `next` unless it is behind the last.
-__device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const Place& at, const Tiles& tiles, int tile,
-                                          const float (*coefficients)[kCoefficients], uint4 (&f)[2]) {
+__device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const Place& at, int tile, const float (*coefficients)[kCoefficients], uint4 (&f)[2]) {
   uint4 x[2][kStreams];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -164,23 +181,28 @@ __device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const 
     }
     __syncwarp();  // one row after the other: registers
   }
-  if (tile + tiles.step < tiles.count) fetch(p, s, at, tile + tiles.step, f);
-  Sums sums = sums_of(s, at.slice, 0, x[0][0], x[1][0]);
-  sums.add(sums_of(s, at.slice, 1, x[0][1], x[1][1]));
+  const int next = next_tile(tile);
+  if (next < num_tiles(p)) fetch_streams(p, s, at, next);
+  const uint32_t nothing = p.hidden - kHidden;
+  Sums sums = sums_of(s, at.slice, 0, x[0][0], x[1][0], nothing);
   __syncwarp();
-  Sums rest = sums_of(s, at.slice, 2, x[0][2], x[1][2]);
-  rest.add(sums_of(s, at.slice, 3, x[0][3], x[1][3]));
+  sums.add(sums_of(s, at.slice, 1, x[0][1], x[1][1], nothing));
+  __syncwarp();
+  if (next < num_tiles(p)) fetch_output(p, at, next, f);
+  Sums rest = sums_of(s, at.slice, 2, x[0][2], x[1][2], nothing);
+  __syncwarp();
+  rest.add(sums_of(s, at.slice, 3, x[0][3], x[1][3], nothing));
   sums.add(rest);
   return sums;
 }
 
 // f: of the first tile, which has been fetched
-__device__ __forceinline__ void mix_all(const Params& p, ManyShared& s, const Place& at, uint4 (&f)[2]) {
-  const Tiles tiles(p);
-  for (int tile = tiles.first, turn = 0; tile < tiles.count; tile += tiles.step, ++turn) {
+__device__ __forceinline__ void mix_all(const Params& p, ManyShared& s, int slice, uint4 (&f)[2]) {
+  for (int tile = first_tile(), turn = 0; tile < num_tiles(p); tile = next_tile(tile), ++turn) {
     mbarrier_wait(shared_address(&s.coefficients_here[turn % 2]), turn / 2 % 2);
     cp_async_wait_all();
-    const Sums sums = run_slice(p, s, at, tiles, tile, s.coefficients[turn % 2], f);
+    const Place at(slice);
+    const Sums sums = run_slice(p, s, at, tile, s.coefficients[turn % 2], f);
     if (turn > 0) mbarrier_wait(shared_address(&s.sums_taken), (turn - 1) % 2);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -211,10 +233,9 @@ __device__ __forceinline__ uint32_t* counter_of(const Params& p, int64_t tile) {
 __device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
   constexpr int kVectors = kSumWords / 4;
   const int lane = threadIdx.x % 32;
-  const Tiles tiles(p);
-  fetch_coefficients(p, s, tiles.first, 0);
-  for (int tile = tiles.first, turn = 0; tile < tiles.count; tile += tiles.step, ++turn) {
-    if (tile + tiles.step < tiles.count) fetch_coefficients(p, s, tile + tiles.step, turn + 1);
+  fetch_coefficients(p, s, first_tile(), 0);
+  for (int tile = first_tile(), turn = 0; tile < num_tiles(p); tile = next_tile(tile), ++turn) {
+    if (next_tile(tile) < num_tiles(p)) fetch_coefficients(p, s, next_tile(tile), turn + 1);
     mbarrier_wait(shared_address(&s.sums_here), turn % 2);
 #pragma unroll
     for (int i = 0; i < (kTileRows * kVectors + 31) / 32; ++i) {
@@ -234,13 +255,6 @@ __device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
     }
     __syncwarp();
   }
-}
-
-// volatile: what is made of it is made again for every row, for it would not fit the registers
-__device__ __forceinline__ int lane_now() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
 }
 
 // One row: what finish_kernel does.
@@ -318,9 +332,11 @@ __global__ void __launch_bounds__(kManyThreads, kManyMinBlocks) many_kernel(cons
   extern __shared__ __align__(16) unsigned char memory[];
   ManyShared& s = *reinterpret_cast<ManyShared*>(memory);
   const int warp = uniform(threadIdx.x / 32);
-  const Place at(warp);
   uint4 f[2];
-  if (warp < kManySlices) fetch(p, s, at, blockIdx.x / kColumnBlocks, f);
+  if (warp < kManySlices) {
+    fetch_streams(p, s, Place(warp), first_tile());
+    fetch_output(p, Place(warp), first_tile(), f);
+  }
   if (threadIdx.x == 0) {
     for (uint64_t& here : s.coefficients_here) mbarrier_init(shared_address(&here), 32);
     mbarrier_init(shared_address(&s.sums_here), kManySlices);
@@ -329,7 +345,7 @@ __global__ void __launch_bounds__(kManyThreads, kManyMinBlocks) many_kernel(cons
   load_weights(p, s, blockIdx.x % kColumnBlocks * kManySlices);
   __syncthreads();
   if (warp < kManySlices) {
-    mix_all(p, s, at, f);
+    mix_all(p, s, warp, f);
   } else if (warp == kManySlices) {
     sum_all(p, s);
   } else {
