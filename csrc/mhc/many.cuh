@@ -63,19 +63,15 @@ __device__ __forceinline__ uint4 load_from_l2(const uint16_t* p) {
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 __device__ __forceinline__ float load_from_l2(const float* p) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
   return v;
-}
-__device__ __forceinline__ uint64_t evict_first() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-// of streams that are read once
-__device__ __forceinline__ void copy_once(uint4* dst, const uint16_t* src, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void copy_word(float* dst, const float* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(dst)), "l"(src) : "memory");
@@ -134,12 +130,11 @@ __device__ __forceinline__ int64_t row_of(const Params& p, const Place& at, int 
   return min(tile * kTileRows + at.group + 8 * r, p.rows - 1);
 }
 __device__ __forceinline__ void fetch_streams(const Params& p, ManyShared& s, const Place& at, int tile) {
-  const uint64_t policy = evict_first();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const uint16_t* const from = p.x + row_of(p, at, tile, r) * p.x_stride + at.column;
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) copy_once(&s.next[at.slice][r][j][at.lane], from + j * kHidden, policy);
+    for (int j = 0; j < kStreams; ++j) cp_async_16(shared_address(&s.next[at.slice][r][j][at.lane]), reinterpret_cast<uint64_t>(from + j * kHidden), true);
   }
 }
 __device__ __forceinline__ void fetch_output(const Params& p, const Place& at, int tile, uint4 (&f)[2]) {
@@ -234,9 +229,10 @@ __device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
   constexpr int kVectors = kSumWords / 4;
   const int lane = threadIdx.x % 32;
   fetch_coefficients(p, s, first_tile(), 0);
+  if (next_tile(first_tile()) < num_tiles(p)) fetch_coefficients(p, s, next_tile(first_tile()), 1);
   for (int tile = first_tile(), turn = 0; tile < num_tiles(p); tile = next_tile(tile), ++turn) {
-    if (next_tile(tile) < num_tiles(p)) fetch_coefficients(p, s, next_tile(tile), turn + 1);
     mbarrier_wait(shared_address(&s.sums_here), turn % 2);
+    if (next_tile(next_tile(tile)) < num_tiles(p)) fetch_coefficients(p, s, next_tile(next_tile(tile)), turn + 2);  // into this tile's place
 #pragma unroll
     for (int i = 0; i < (kTileRows * kVectors + 31) / 32; ++i) {
       const int at = i * 32 + lane, r = at / kVectors, vector = at % kVectors;
@@ -312,13 +308,47 @@ __device__ __forceinline__ void finish_row(const Params& p, int row) {
   }
 }
 
+// What write_coefficients does, of one row by one lane.
+__device__ __forceinline__ void write_coefficients_alone(const Params& p, int64_t row) {
+  const float4* const z = reinterpret_cast<const float4*>(p.partials + row * (kColumnBlocks * kWidth<false>));
+  const float4 gates = __ldcg(z + 1);
+  float c[kStreams][kStreams];
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    const float4 v = __ldcg(z + 2 + i);
+    const float most = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
+    c[i][0] = expf(v.x - most), c[i][1] = expf(v.y - most), c[i][2] = expf(v.z - most), c[i][3] = expf(v.w - most);
+    const float inverse = reciprocal((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]));
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) c[i][j] = fmaf(c[i][j], inverse, p.hc_eps);
+  }
+  float a[kStreams], b[kStreams], gauge;
+  sinkhorn(p, c, a, b, gauge);
+  float4* const out = reinterpret_cast<float4*>(p.comb_out + row * (kStreams * kStreams));
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) b[j] = reciprocal(b[j]);
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    const float r = gauge * reciprocal(a[i]);
+    out[i] = make_float4(c[i][0] * r * b[0], c[i][1] * r * b[1], c[i][2] * r * b[2], c[i][3] * r * b[3]);
+  }
+  const auto gate = [&](float value) { return p.post_scale * sigmoid(value); };
+  reinterpret_cast<float4*>(p.post_out)[row] = make_float4(gate(gates.x), gate(gates.y), gate(gates.z), gate(gates.w));
+}
+
 __device__ __forceinline__ void finish_all(const Params& p, int finisher) {
-  #pragma unroll 1
-  for (int row = blockIdx.x * kFinishers + finisher; row < p.rows; row += gridDim.x * kFinishers) {
+  const int first = blockIdx.x * kFinishers + finisher;
+#pragma unroll 1
+  for (int row = first; row < p.rows; row += blocks_now() * kFinishers) {
     const uint32_t* const counter = counter_of(p, row / kTileRows);
-    while (__any_sync(0xffffffffu, load_acquire(counter) != kColumnBlocks)) __nanosleep(100);
+    while (__any_sync(0xffffffffu, load_relaxed(counter) != kColumnBlocks)) __nanosleep(100);
+    load_acquire(counter);
     finish_row(p, row);
   }
+  __syncwarp();
+  const int step = blocks_now() * kFinishers;
+#pragma unroll 1
+  for (int row = first + lane_now() * step; row < p.rows; row += 32 * step) write_coefficients_alone(p, row);
 }
 
 // blocks on a multiprocessor: shared memory holds one on SM120, two on SM90
