@@ -180,12 +180,10 @@ __device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const 
   if (next < num_tiles(p)) fetch_streams(p, s, at, next);
   const uint32_t nothing = p.hidden - kHidden;
   Sums sums = sums_of(s, at.slice, 0, x[0][0], x[1][0], nothing);
-  __syncwarp();
   sums.add(sums_of(s, at.slice, 1, x[0][1], x[1][1], nothing));
   __syncwarp();
   if (next < num_tiles(p)) fetch_output(p, at, next, f);
   Sums rest = sums_of(s, at.slice, 2, x[0][2], x[1][2], nothing);
-  __syncwarp();
   rest.add(sums_of(s, at.slice, 3, x[0][3], x[1][3], nothing));
   sums.add(rest);
   return sums;
