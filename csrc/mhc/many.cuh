@@ -166,9 +166,12 @@ __device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const 
   uint4 x[2][kStreams];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = tile * kTileRows + at.group + 8 * r;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) x[r][j] = s.next[at.slice][r][j][at.lane];
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = tile * kTileRows + at.group + 8 * r;
     mix_in_place(x[r], f[r], coefficients[at.group + 8 * r]);
     if (row < p.rows) {
 #pragma unroll
