@@ -6,7 +6,7 @@
 //               streams come meanwhile: each lane copies what it reads itself
 //   the summer  adds the four slices of a tile, writes the block's partial mixes, and counts the tile: 32 blocks and it
 //               is done. It also fetches the next tile's coefficients
-//   finishers   a row each: as soon as its tile is done they read its streams, which are still in the L2
+//   finishers   together a row: as soon as its tile is done they read its streams, which are still in the L2
 //
 // Mixers and summers wait for their own block alone, finishers for all blocks, which therefore are all resident
 // (cooperative launch).
@@ -22,7 +22,6 @@ namespace dsv4::mhc {
 
 constexpr int kMixTilesN = kMixes / 8;
 constexpr int kHidden = kFlashHidden, kColumnBlocks = kHidden / kManyColumns, kOctets = kHidden / kOctetColumns;
-constexpr int kWeightsAhead = 2;
 constexpr int kSumWords = 28;  // mixes, sum of squares, padding; in fours
 constexpr int kCoefficients = kStreams * kStreams + kStreams;
 static_assert(kOctetColumns == 2 * kManyColumns, "an octet is the sums of two blocks");
@@ -32,6 +31,7 @@ struct ManyShared {
   uint4 next[kManySlices][2][kStreams][32];                         // old streams by slice, row g or g + 8, stream, lane
   float sums[kManySlices][kTileRows][kSumWords];
   float coefficients[2][kTileRows][kCoefficients];                  // comb by new stream, post; tiles in turn
+  float squares[2][kOctets];                                        // of the rows that are finished, in turn
   uint64_t coefficients_here[2], sums_here, sums_taken;             // barriers
 };
 static_assert(sizeof(ManyShared) <= 101376, "an SM120 block has 99 KiB");
@@ -254,58 +254,60 @@ __device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
   }
 }
 
-// One row: what finish_kernel does.
-__device__ __forceinline__ void finish_row(const Params& p, int row) {
-  constexpr int kAhead = 2;
+// One row by the finishers of a block, an octet each in turn: what finish_kernel does, but for the coefficients, whose
+// logits are left at the row's partial mixes.
+__device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int row, int finisher, int turn) {
+  constexpr int kTurns = (kOctets + kFinishers - 1) / kFinishers, kAhead = 3;
   const int lane = lane_now();
+  const auto octet = [&](int i) { return i * kFinishers + finisher; };
+  const auto real = [&](int i) { return i < kOctets / kFinishers || octet(i) < kOctets; };
   float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>) + lane;
-  const uint16_t* const streams = p.streams + static_cast<int64_t>(row) * (kStreams * kHidden) + lane * kLaneColumns;
+  const uint16_t* const streams = p.streams + static_cast<int64_t>(row) * (kStreams * kHidden) + finisher * kOctetColumns + lane * kLaneColumns;
   Gates<false> gates;
   gates.load(p, lane);
-  uint4 x[kAhead][kStreams];
-  // The compiler would round y where it is used and keep twice the registers until then: what comes next needs it, to 0.
-  const uint32_t nothing = p.hidden - kHidden;
-  const auto fetch = [&](int octet, uint32_t zero) {
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) x[octet % kAhead][j] = load_from_l2(streams + zero + j * kHidden + octet * kOctetColumns);
-  };
   float v[kColumnBlocks];  // of the lanes behind the sum of squares nobody asks
 #pragma unroll
   for (int i = 0; i < kColumnBlocks; ++i) v[i] = load_from_l2(partial + i * kWidth<false>);
+  uint4 x[kAhead][kStreams], y[kTurns];
+  const auto fetch = [&](int i) {
+    if (i >= kTurns || !real(i)) return;
 #pragma unroll
-  for (int octet = 0; octet < kAhead; ++octet) fetch(octet, 0);
+    for (int j = 0; j < kStreams; ++j) x[i % kAhead][j] = load_from_l2(streams + j * kHidden + i * (kFinishers * kOctetColumns));
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) fetch(i);
   float sum = 0.f;
 #pragma unroll
-  for (int octet = 0; octet < kOctets; ++octet) sum += v[2 * octet] + v[2 * octet + 1];
+  for (int i = 0; i < kOctets; ++i) sum += v[2 * i] + v[2 * i + 1];
   const float z = fmaf(root_normed<false>(sum, p), gates.scale, gates.base);
-  partial[0] = z;  // for the coefficients, later
   const float gate = sigmoid(z) + p.hc_eps;
   float pre[kStreams];
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) pre[j] = __shfl_sync(0xffffffffu, gate, j);
-  uint4 y[kOctets];
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    if (!real(i)) continue;
+    const float squares = warp_sum(collapse(pre, x[i % kAhead], y[i]));
+    if (lane == 0) s.squares[turn % 2][octet(i)] = squares;
+    fetch(i + kAhead);
+  }
+  sync_threads<1, 32 * kFinishers>();
+  if (finisher == 0) partial[0] = z;  // all have read it
   float squares = 0.f;
 #pragma unroll
-  for (int octet = 0; octet < kOctets; ++octet) {
-    const uint32_t before = __float_as_uint(squares);
-    squares += warp_sum(collapse(pre, x[octet % kAhead], y[octet]));
-    if (octet + kAhead < kOctets) fetch(octet + kAhead, (y[octet].x ^ y[octet].y ^ y[octet].z ^ y[octet].w ^ before) & nothing);
-  }
+  for (int i = 0; i < kOctets; ++i) squares += s.squares[turn % 2][i];
   const float inverse = rsqrtf(fmaf(squares, p.inverse_hidden, p.norm_eps));
-  const int again = lane_now();
-  const uint4* const weights = reinterpret_cast<const uint4*>(p.norm_weight) + again;
-  uint4* const out = reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(row) * kHidden) + again;
+  const uint4* const weights = reinterpret_cast<const uint4*>(p.norm_weight) + lane;
+  uint4* const out = reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(row) * kHidden) + lane;
+  if (p.norm_weight != nullptr) {
 #pragma unroll
-  for (int first = 0; first < kOctets; first += kWeightsAhead) {
-    if (p.norm_weight != nullptr) {
-      uint4 weight[kWeightsAhead];
-#pragma unroll
-      for (int i = 0; i < kWeightsAhead; ++i) weight[i] = __ldg(weights + (first + i) * 32);
-#pragma unroll
-      for (int i = 0; i < kWeightsAhead; ++i) y[first + i] = times_weight(y[first + i], inverse, weight[i]);
+    for (int i = 0; i < kTurns; ++i) {
+      if (real(i)) y[i] = times_weight(y[i], inverse, __ldg(weights + octet(i) * 32));
     }
+  }
 #pragma unroll
-    for (int i = 0; i < kWeightsAhead; ++i) __stcs(out + (first + i) * 32, y[first + i]);
+  for (int i = 0; i < kTurns; ++i) {
+    if (real(i)) __stcs(out + octet(i) * 32, y[i]);
   }
 }
 
@@ -337,19 +339,19 @@ __device__ __forceinline__ void write_coefficients_alone(const Params& p, int64_
   reinterpret_cast<float4*>(p.post_out)[row] = make_float4(gate(gates.x), gate(gates.y), gate(gates.z), gate(gates.w));
 }
 
-__device__ __forceinline__ void finish_all(const Params& p, int finisher) {
-  const int first = blockIdx.x * kFinishers + finisher;
+__device__ __forceinline__ void finish_all(const Params& p, ManyShared& s, int finisher) {
 #pragma unroll 1
-  for (int row = first; row < p.rows; row += blocks_now() * kFinishers) {
+  for (int row = blockIdx.x, turn = 0; row < p.rows; row += blocks_now(), ++turn) {
     const uint32_t* const counter = counter_of(p, row / kTileRows);
     while (__any_sync(0xffffffffu, load_relaxed(counter) != kColumnBlocks)) __nanosleep(100);
     load_acquire(counter);
-    finish_row(p, row);
+    finish_row(p, s, row, finisher, turn);
   }
+  if (finisher != 0) return;
   __syncwarp();
-  const int step = blocks_now() * kFinishers;
+  const int step = blocks_now();
 #pragma unroll 1
-  for (int row = first + lane_now() * step; row < p.rows; row += 32 * step) write_coefficients_alone(p, row);
+  for (int row = blockIdx.x + lane_now() * step; row < p.rows; row += 32 * step) write_coefficients_alone(p, row);
 }
 
 // blocks on a multiprocessor: shared memory holds one on SM120, two on SM90
@@ -380,7 +382,7 @@ __global__ void __launch_bounds__(kManyThreads, kManyMinBlocks) many_kernel(cons
   } else if (warp == kManySlices) {
     sum_all(p, s);
   } else {
-    finish_all(p, warp - kManySlices - 1);
+    finish_all(p, s, warp - kManySlices - 1);
   }
 }
 
