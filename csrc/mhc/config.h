@@ -40,10 +40,11 @@ constexpr int kFusedWarps = 8;                          // and one that iterates
 constexpr int kFusedThreads = 32 * (kFusedWarps + 1);
 constexpr int kFusedSlices = kFusedWarps / kStreams;    // of a block
 
-// Many rows, with a post: a block takes 64 rows x 128 columns.
-constexpr int kManyRows = 64;
-constexpr int kManySlices = 4;
+// Many rows, with a post: a block keeps 128 columns, takes tiles of rows in turn, and finishes rows.
+constexpr int kManySlices = 4;        // a warp each, which mixes; one more sums
 constexpr int kManyColumns = kManySlices * kSliceColumns;
-constexpr int kManyThreads = 256;     // four tiles of rows x two halves of the slices
+constexpr int kFinishers = 3;         // warps
+constexpr int kManyThreads = 32 * (kManySlices + 1 + kFinishers);
+constexpr int kCounterWords = 8;      // a tile's counter has a sector of its own
 
 }  // namespace dsv4::mhc

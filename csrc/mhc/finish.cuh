@@ -15,13 +15,19 @@ namespace dsv4::mhc {
 
 __device__ __forceinline__ float sigmoid(float z) { return 1.f / (1.f + expf(-z)); }
 
-// Lane o's mix before its scale: octets in order, times the reciprocal root of the mean square (lane kOutputs' sum).
+// Lane o's mix before its scale: its sum times the reciprocal root of the mean square (lane kOutputs' sum).
+template <bool kHead>
+__device__ __forceinline__ float root_normed(float sum, const Params& p) {
+  const float squares = __shfl_sync(0xffffffffu, sum, kOutputs<kHead>);
+  return sum * rsqrtf(fmaf(squares, 0.25f * p.inverse_hidden, p.rms_eps));
+}
+
+// The same from the sums of the octets, in order.
 template <bool kHead>
 __device__ __forceinline__ float normed_mix(const float (*octets)[32], int num_octets, const Params& p, int lane) {
   float sum = 0.f;
   for (int w = 0; w < num_octets; ++w) sum += octets[w][lane];
-  const float squares = __shfl_sync(0xffffffffu, sum, kOutputs<kHead>);
-  return sum * rsqrtf(fmaf(squares, 0.25f * p.inverse_hidden, p.rms_eps));
+  return root_normed<kHead>(sum, p);
 }
 
 // Sinkhorn on the reciprocals of the scalings. With C = diag(1/a) C0 diag(1/b), dividing the rows by their sums + eps is
@@ -55,6 +61,18 @@ struct Gates {
   }
 };
 
+// C after its iterations is c_ij * gauge / (a_i b_j).
+__device__ __forceinline__ void sinkhorn(const Params& p, const float (&c)[kStreams][kStreams], float (&a)[kStreams], float (&b)[kStreams],
+                                         float& gauge) {
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) a[j] = 1.f, b[j] = ((c[0][j] + c[1][j]) + (c[2][j] + c[3][j])) + p.hc_eps;
+  gauge = 1.f;
+  for (int turn = 1; turn < p.sinkhorn_iters; ++turn) {
+    rescale<true>(c, b, a, gauge, p.hc_eps);
+    rescale<false>(c, a, b, gauge, p.hc_eps);
+  }
+}
+
 // post and comb of one row from z = mix * scale + base (lane o has the o-th); a full warp
 __device__ __forceinline__ void write_coefficients(const Params& p, int64_t row, float z, int lane) {
   // lanes 8 to 23 have a row of C in four lanes each
@@ -70,14 +88,8 @@ __device__ __forceinline__ void write_coefficients(const Params& p, int64_t row,
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) c[i][j] = __shfl_sync(0xffffffffu, start, 8 + i * kStreams + j);
   }
-  float a[kStreams] = {1.f, 1.f, 1.f, 1.f}, b[kStreams];
-#pragma unroll
-  for (int j = 0; j < kStreams; ++j) b[j] = ((c[0][j] + c[1][j]) + (c[2][j] + c[3][j])) + p.hc_eps;
-  float gauge = 1.f;
-  for (int turn = 1; turn < p.sinkhorn_iters; ++turn) {
-    rescale<true>(c, b, a, gauge, p.hc_eps);
-    rescale<false>(c, a, b, gauge, p.hc_eps);
-  }
+  float a[kStreams], b[kStreams], gauge;
+  sinkhorn(p, c, a, b, gauge);
   float4* const out = reinterpret_cast<float4*>(p.comb_out + row * (kStreams * kStreams));
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) b[j] = reciprocal(b[j]);

@@ -61,9 +61,9 @@ int many_blocks_per_sm() {
 }
 
 void launch_many(const Params& p, int num_sms, const Launcher& launcher) {
-  const int groups = (p.rows + kManyRows - 1) / kManyRows, resident = many_blocks_per_sm() * num_sms / kColumnBlocks;
+  const int tiles = (p.rows + kTileRows - 1) / kTileRows, resident = many_blocks_per_sm() * num_sms / kColumnBlocks;
   if (resident < 1) throw std::runtime_error("mhc: the kernel for many rows needs " + std::to_string(kColumnBlocks) + " resident blocks");
-  launcher.cooperative(many_kernel, dim3(std::min(groups, resident) * kColumnBlocks), kManyThreads, sizeof(ManyShared), p);
+  launcher.cooperative(many_kernel, dim3(std::min(tiles, resident) * kColumnBlocks), kManyThreads, sizeof(ManyShared), p);
 }
 
 bool can_take(Kernels kernels, const Params& p) {
@@ -97,7 +97,7 @@ Workspace workspace(int rows, int hidden, bool head, Kernels kernels) {
   const bool many = kernels == Kernels::kMany;
   const int64_t slices = hidden / (many ? kManyColumns : kSliceColumns), words = rows * slices * (head ? kWidth<true> : kWidth<false>);
   if (kernels == Kernels::kFused) return {words, 0, 0};
-  return {0, words * 4, many ? (rows + kManyRows - 1) / kManyRows : 0};
+  return {0, words * 4, many ? (rows + kTileRows - 1) / kTileRows * kCounterWords : 0};
 }
 
 void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaStream_t stream) {

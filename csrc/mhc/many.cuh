@@ -1,39 +1,42 @@
 // Many rows: one kernel, in which X is read once from memory.
 //
-// A block keeps 128 columns and their part of fn, and takes groups of 64 rows in turn: it makes the new streams, writes
-// them and their partial mixes; then it finishes a row or two of the group that it took before, whose streams are still
-// in the L2. For that it waits until the other blocks of that group are done: all blocks are resident (cooperative launch).
+// A block keeps 128 columns and their part of fn, and its warps have one job each, so that nobody's wait is another's:
+//
+//   mixers      a slice each, tiles of 16 rows in turn: the new streams, written, and their sums. The next tile's old
+//               streams come meanwhile: each lane copies what it reads itself
+//   the summer  adds the four slices of a tile, writes the block's partial mixes, and counts the tile: 32 blocks and it
+//               is done. It also fetches the next tile's coefficients
+//   finishers   together a row: as soon as its tile is done they read its streams, which are still in the L2
+//
+// Mixers and summers wait for their own block alone, finishers for all blocks, which therefore are all resident
+// (cooperative launch).
 //
 // The sums are those of mix.cuh and finish.cuh, value by value: a row has the same bits as among few.
 //
-// Shared memory: the bf16 parts of fn 72 KB, coefficients 5 KB, sums of warps or of the finished rows' octets 14 KB, sums
-// of the first two slices 7 KB.
+// Shared memory: the bf16 parts of fn 72 KB, the next tile's streams 16 KB, sums of the slices 7 KB, coefficients 2.5 KB.
 #pragma once
 
 #include "finish.cuh"
 
 namespace dsv4::mhc {
 
-constexpr int kManyTiles = kManyRows / kTileRows;       // of rows; a pair of warps each
-constexpr int kPasses = kManySlices / 2;
-constexpr int kTeams = 2, kTeamWarps = kManyThreads / 32 / kTeams;  // rows that are finished at a time
 constexpr int kMixTilesN = kMixes / 8;
-constexpr int kHidden = kFlashHidden, kColumnBlocks = kHidden / kManyColumns;
-static_assert(kManyThreads == 32 * kManyTiles * 2, "two warps for 16 rows");
+constexpr int kHidden = kFlashHidden, kColumnBlocks = kHidden / kManyColumns, kOctets = kHidden / kOctetColumns;
+constexpr int kSumWords = 28;  // mixes, sum of squares, padding; in fours
+constexpr int kCoefficients = kStreams * kStreams + kStreams;
+static_assert(kOctetColumns == 2 * kManyColumns, "an octet is the sums of two blocks");
 
 struct ManyShared {
   uint2 weights[kManySlices][kStreams][2][kParts][kMixTilesN][32];  // [slice][stream][step][part][mixes][lane]
-  float coefficients[kManyRows][kStreams * kStreams + kStreams];  // comb by new stream, post
-  union {
-    float other[kPasses][kManyTiles][14][32];                   // sums for the other half's warp, by lane
-    float octets[kTeams][kFlashHidden / 256][32];                // of the rows that are finished
-  };
-  float kept[14][kManyThreads / 2];                            // sums of the first pass, by the thread of the half
-  float squares[kTeams][kFlashHidden / 256];
+  uint4 next[kManySlices][2][kStreams][32];                         // old streams by slice, row g or g + 8, stream, lane
+  float sums[kManySlices][kTileRows][kSumWords];
+  float coefficients[2][kTileRows][kCoefficients];                  // comb by new stream, post; tiles in turn
+  float squares[2][kOctets];                                        // of the rows that are finished, in turn
+  uint64_t coefficients_here[2], sums_here, sums_taken;             // barriers
 };
 static_assert(sizeof(ManyShared) <= 101376, "an SM120 block has 99 KiB");
 
-// Sums of a warp: 16 rows' mixes (rows g and g + 8 of each lane) and their sums of squares.
+// Sums of a lane: mixes of rows g and g + 8, and their sums of squares.
 struct Sums {
   float d[kMixTilesN][4];
   float squares[2];
@@ -49,16 +52,41 @@ struct Sums {
   }
 };
 
-__device__ __forceinline__ uint4 load_once(const uint16_t* p) { return __ldcs(reinterpret_cast<const uint4*>(p)); }
+// volatile: they stay where they are written
+__device__ __forceinline__ uint4 load_once(const uint16_t* p) {
+  uint4 v;
+  asm volatile("ld.global.cs.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 load_from_l2(const uint16_t* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float load_from_l2(const float* p) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void copy_word(float* dst, const float* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(dst)), "l"(src) : "memory");
+}
+__device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 
 // The bf16 parts of fn: four slices of all four streams, through registers into shared memory.
 __device__ __forceinline__ void load_weights(const Params& p, ManyShared& s, int first_slice) {
-  constexpr int kQuads = kManySlices * kStreams * kMixTilesN * 64, kPerThread = kQuads / kManyThreads;  // float4s
-  static_assert(kQuads % kManyThreads == 0);
+  constexpr int kQuads = kManySlices * kStreams * kMixTilesN * 64;  // float4s
 #pragma unroll 4
-  for (int i = 0; i < kPerThread; ++i) {
+  for (int quad = threadIdx.x; quad < kQuads; quad += kManyThreads) {
     // step fastest, then the lane of the quad: eight threads read 128 consecutive bytes
-    const int within = threadIdx.x % 64, at = (i * kManyThreads + threadIdx.x) / 64;
+    const int within = quad % 64, at = quad / 64;
     const int n = at % kMixTilesN, stream = at / kMixTilesN % kStreams, slice = at / (kMixTilesN * kStreams);
     const int64_t mix = n * 8 + within / 8;
     const int column = (first_slice + slice) * kSliceColumns + within % 8 / 2 * kLaneColumns + within % 2 * 4;
@@ -71,8 +99,55 @@ __device__ __forceinline__ void load_weights(const Params& p, ManyShared& s, int
   }
 }
 
-// Sums of one stream of a slice.
-__device__ __forceinline__ Sums sums_of(const ManyShared& s, int slice, int stream, const uint4& low, const uint4& high) {
+// volatile: what is made of these is made again where it is asked, for not all of it fits the registers
+__device__ __forceinline__ int lane_now() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+__device__ __forceinline__ int blocks_now() {
+  int blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
+
+// The tiles of a block: every so many-th, for so many blocks have the same columns.
+__device__ __forceinline__ int first_tile() { return blockIdx.x / kColumnBlocks; }
+__device__ __forceinline__ int next_tile(int tile) { return tile + blocks_now() / kColumnBlocks; }
+__device__ __forceinline__ int num_tiles(const Params& p) { return (p.rows + kTileRows - 1) / kTileRows; }
+
+// A lane's place in a mixer: its slice, its row of a tile (and eight further), its columns.
+struct Place {
+  int lane, slice, group, column;
+
+  __device__ __forceinline__ explicit Place(int slice)
+      : lane(lane_now()), slice(slice), group(lane / 4),
+        column((blockIdx.x % kColumnBlocks * kManySlices + slice) * kSliceColumns + lane % 4 * kLaneColumns) {}
+};
+
+// Asks for a lane's old streams of a tile, and for its f. Past the last row: the last row's.
+__device__ __forceinline__ int64_t row_of(const Params& p, const Place& at, int tile, int r) {
+  return min(tile * kTileRows + at.group + 8 * r, p.rows - 1);
+}
+__device__ __forceinline__ void fetch_streams(const Params& p, ManyShared& s, const Place& at, int tile) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const uint16_t* const from = p.x + row_of(p, at, tile, r) * p.x_stride + at.column;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) cp_async_16(shared_address(&s.next[at.slice][r][j][at.lane]), reinterpret_cast<uint64_t>(from + j * kHidden), true);
+  }
+}
+__device__ __forceinline__ void fetch_output(const Params& p, const Place& at, int tile, uint4 (&f)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) f[r] = load_once(p.f + row_of(p, at, tile, r) * p.f_stride + at.column);
+}
+
+// Sums of one stream. `nothing`: 0, which the compiler does not know. As operands of the tensor cores the words lie
+// otherwise than as stored ones: it would move them there again and again; to results of an operation it gives the place.
+__device__ __forceinline__ Sums sums_of(const ManyShared& s, int slice, int stream, const uint4& stored_low, const uint4& stored_high,
+                                        uint32_t nothing) {
+  const auto operand = [&](const uint4& v) { return make_uint4(v.x ^ nothing, v.y ^ nothing, v.z ^ nothing, v.w ^ nothing); };
+  const uint4 low = operand(stored_low), high = operand(stored_high);
   const int lane = threadIdx.x % 32;
   Sums sums;
   sums.squares[0] = sum_of_squares(low);
@@ -86,149 +161,221 @@ __device__ __forceinline__ Sums sums_of(const ManyShared& s, int slice, int stre
   return sums;
 }
 
-// One slice of 16 rows: the new streams, written, and their sums.
-__device__ __forceinline__ Sums run_slice(const Params& p, const ManyShared& s, int first_row, int tile, int slice, int column) {
-  const int lane = threadIdx.x % 32, group = lane / 4;
-  uint4 x[2][kStreams], f[2];
+// The new streams of the tile that was fetched, written, and their sums. Fetches `next` unless it is behind the last.
+__device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const Place& at, int tile, const float (*coefficients)[kCoefficients], uint4 (&f)[2]) {
+  uint4 x[2][kStreams];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first_row + group + 8 * r;
-    const bool real = row < p.rows;
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) x[r][j] = real ? load_once(p.x + static_cast<int64_t>(row) * p.x_stride + j * kHidden + column) : make_uint4(0, 0, 0, 0);
-    f[r] = real ? load_once(p.f + static_cast<int64_t>(row) * p.f_stride + column) : make_uint4(0, 0, 0, 0);
+    for (int j = 0; j < kStreams; ++j) x[r][j] = s.next[at.slice][r][j][at.lane];
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first_row + group + 8 * r;
-    __syncwarp();  // keeps the other row's coefficients from being loaded this early: registers
-    mix_in_place(x[r], f[r], s.coefficients[tile * kTileRows + group + 8 * r]);
+    const int row = tile * kTileRows + at.group + 8 * r;
+    mix_in_place(x[r], f[r], coefficients[at.group + 8 * r]);
     if (row < p.rows) {
 #pragma unroll
-      for (int i = 0; i < kStreams; ++i) *reinterpret_cast<uint4*>(p.streams + (static_cast<int64_t>(row) * kStreams + i) * kHidden + column) = x[r][i];
+      for (int i = 0; i < kStreams; ++i) *reinterpret_cast<uint4*>(p.streams + (static_cast<int64_t>(row) * kStreams + i) * kHidden + at.column) = x[r][i];
     }
+    __syncwarp();  // one row after the other: registers
   }
-  Sums sums = sums_of(s, slice, 0, x[0][0], x[1][0]);
+  const int next = next_tile(tile);
+  if (next < num_tiles(p)) fetch_streams(p, s, at, next);
+  const uint32_t nothing = p.hidden - kHidden;
+  Sums sums = sums_of(s, at.slice, 0, x[0][0], x[1][0], nothing);
+  sums.add(sums_of(s, at.slice, 1, x[0][1], x[1][1], nothing));
   __syncwarp();
-  sums.add(sums_of(s, slice, 1, x[0][1], x[1][1]));
-  __syncwarp();
-  Sums rest = sums_of(s, slice, 2, x[0][2], x[1][2]);
-  __syncwarp();
-  rest.add(sums_of(s, slice, 3, x[0][3], x[1][3]));
+  if (next < num_tiles(p)) fetch_output(p, at, next, f);
+  Sums rest = sums_of(s, at.slice, 2, x[0][2], x[1][2], nothing);
+  rest.add(sums_of(s, at.slice, 3, x[0][3], x[1][3], nothing));
   sums.add(rest);
   return sums;
 }
 
-__device__ __forceinline__ void load_coefficients(const Params& p, ManyShared& s, int64_t first_row) {
-  for (int at = threadIdx.x; at < kManyRows * 20; at += kManyThreads) {
-    const int r = at / 20, c = at % 20;
-    const int64_t row = first_row + r;
-    float v = 0.f;
-    if (row < p.rows) v = c < 16 ? p.comb[row * 16 + c % 4 * 4 + c / 4] : p.post[row * 4 + c - 16];
-    s.coefficients[r][c] = v;
+// f: of the first tile, which has been fetched
+__device__ __forceinline__ void mix_all(const Params& p, ManyShared& s, int slice, uint4 (&f)[2]) {
+  for (int tile = first_tile(), turn = 0; tile < num_tiles(p); tile = next_tile(tile), ++turn) {
+    mbarrier_wait(shared_address(&s.coefficients_here[turn % 2]), turn / 2 % 2);
+    cp_async_wait_all();
+    const Place at(slice);
+    const Sums sums = run_slice(p, s, at, tile, s.coefficients[turn % 2], f);
+    if (turn > 0) mbarrier_wait(shared_address(&s.sums_taken), (turn - 1) % 2);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float* const out = s.sums[at.slice][at.group + 8 * r];
+#pragma unroll
+      for (int n = 0; n < kMixTilesN; ++n)
+        *reinterpret_cast<float2*>(out + n * 8 + at.lane % 4 * 2) = make_float2(sums.d[n][2 * r], sums.d[n][2 * r + 1]);
+      if (at.lane % 4 == r) out[kMixes] = sums.squares[r];
+    }
+    __syncwarp();
+    if (at.lane == 0) mbarrier_arrive(shared_address(&s.sums_here));
   }
 }
 
-// Slice 0 + 1 of the pass: of a warp's 14 sums its half keeps mixes 0-15, or 16-23 and the squares, and gives the others
-// away. The first pass's are kept in shared memory meanwhile: registers are short.
-__device__ __forceinline__ void add_halves(const Params& p, ManyShared& s, int first_row, int tile, int half, int pass, const Sums& sums) {
-  const int lane = threadIdx.x % 32;
-  float(&other)[14][32] = s.other[pass][tile];
-  const auto value = [&](int i) { return i < 12 ? sums.d[i / 4][i % 4] : sums.squares[i - 12]; };
-#pragma unroll
-  for (int i = 0; i < 14; ++i) {
-    if ((i < 8) == (half == 1)) other[i][lane] = value(i);
+__device__ __forceinline__ void fetch_coefficients(const Params& p, ManyShared& s, int tile, int turn) {
+  static_assert(kTileRows * kCoefficients % 32 == 0);
+  for (int at = threadIdx.x % 32; at < kTileRows * kCoefficients; at += 32) {
+    const int r = at / kCoefficients, c = at % kCoefficients;
+    const int64_t row = min(tile * kTileRows + r, p.rows - 1);
+    const float* const from = c < 16 ? p.comb + row * 16 + c : p.post + row * 4 + (c - 16);
+    copy_word(&s.coefficients[turn % 2][r][c < 16 ? c % 4 * 4 + c / 4 : c], from);
   }
-  __syncthreads();
+  mbarrier_arrive_copies(shared_address(&s.coefficients_here[turn % 2]));
+}
+
+__device__ __forceinline__ uint32_t* counter_of(const Params& p, int64_t tile) { return p.counters + tile * kCounterWords; }
+
+__device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
+  constexpr int kVectors = kSumWords / 4;
+  const int lane = threadIdx.x % 32;
+  fetch_coefficients(p, s, first_tile(), 0);
+  if (next_tile(first_tile()) < num_tiles(p)) fetch_coefficients(p, s, next_tile(first_tile()), 1);
+  for (int tile = first_tile(), turn = 0; tile < num_tiles(p); tile = next_tile(tile), ++turn) {
+    mbarrier_wait(shared_address(&s.sums_here), turn % 2);
+    if (next_tile(next_tile(tile)) < num_tiles(p)) fetch_coefficients(p, s, next_tile(next_tile(tile)), turn + 2);  // into this tile's place
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = first_row + lane / 4 + 8 * r;
-    float* const out = p.partials + (static_cast<int64_t>(row) * kColumnBlocks + blockIdx.x % kColumnBlocks) * kWidth<false>;
-    const auto add = [&](int mix, int i) {
-      const float sum = value(i) + other[i][lane];
-      float& kept = s.kept[i][threadIdx.x % (kManyThreads / 2)];
-      if (pass == 0) {
-        kept = sum;
-      } else if (row < p.rows) {
-        out[mix] = kept + sum;
-      }
+    for (int i = 0; i < (kTileRows * kVectors + 31) / 32; ++i) {
+      const int at = i * 32 + lane, r = at / kVectors, vector = at % kVectors;
+      const int64_t row = static_cast<int64_t>(tile) * kTileRows + r;
+      if (r >= kTileRows || row >= p.rows) continue;
+      float4 v[kManySlices];
+#pragma unroll
+      for (int slice = 0; slice < kManySlices; ++slice) v[slice] = *reinterpret_cast<const float4*>(&s.sums[slice][r][vector * 4]);
+      float* const out = p.partials + (row * kColumnBlocks + blockIdx.x % kColumnBlocks) * kWidth<false> + vector * 4;
+      __stcg(reinterpret_cast<float4*>(out), add(add(v[0], v[1]), add(v[2], v[3])));
+    }
+    __syncwarp();
+    if (lane == 0) {
+      mbarrier_arrive(shared_address(&s.sums_taken));
+      add_release(counter_of(p, tile), 1);  // the mixers' streams as well: they arrived here after them
+    }
+    __syncwarp();
+  }
+}
+
+// What write_coefficients does, of one row by one lane.
+__device__ __forceinline__ void write_coefficients_alone(const Params& p, int64_t row) {
+  const float4* const z = reinterpret_cast<const float4*>(p.partials + row * (kColumnBlocks * kWidth<false>));
+  const float4 gates = __ldcg(z + 1);
+  float c[kStreams][kStreams];
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    const float4 v = __ldcg(z + 2 + i);
+    const float most = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
+    c[i][0] = expf(v.x - most), c[i][1] = expf(v.y - most), c[i][2] = expf(v.z - most), c[i][3] = expf(v.w - most);
+    const float inverse = reciprocal((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]));
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) c[i][j] = fmaf(c[i][j], inverse, p.hc_eps);
+  }
+  float a[kStreams], b[kStreams], gauge;
+  sinkhorn(p, c, a, b, gauge);
+  float4* const out = reinterpret_cast<float4*>(p.comb_out + row * (kStreams * kStreams));
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) b[j] = reciprocal(b[j]);
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    const float r = gauge * reciprocal(a[i]);
+    out[i] = make_float4(c[i][0] * r * b[0], c[i][1] * r * b[1], c[i][2] * r * b[2], c[i][3] * r * b[3]);
+  }
+  const auto gate = [&](float value) { return p.post_scale * sigmoid(value); };
+  reinterpret_cast<float4*>(p.post_out)[row] = make_float4(gate(gates.x), gate(gates.y), gate(gates.z), gate(gates.w));
+}
+
+// Whether a row's streams and partial mixes are all there; then what is loaded from now on finds them.
+__device__ __forceinline__ bool is_done(const Params& p, int row) {
+  return __all_sync(0xffffffffu, load_acquire(counter_of(p, row / kTileRows)) == kColumnBlocks);
+}
+__device__ __forceinline__ void wait_for(const Params& p, int row) {
+  while (!is_done(p, row)) {
+    while (__any_sync(0xffffffffu, load_relaxed(counter_of(p, row / kTileRows)) != kColumnBlocks)) __nanosleep(100);
+  }
+}
+
+// What finish_kernel does, but for the coefficients, whose logits are left at the row's partial mixes: a block's finishers
+// take every so many-th row together, an octet each in turn. If the next row is done already, its loads begin as soon as
+// this one's streams are no longer needed.
+__device__ __forceinline__ void finish_rows(const Params& p, ManyShared& s, int finisher) {
+  constexpr int kTurns = (kOctets + kFinishers - 1) / kFinishers, kAhead = 2;
+  static_assert(kTurns % kAhead == 0);
+  const auto octet = [&](int i) { return i * kFinishers + finisher; };
+  const auto real = [&](int i) { return i < kOctets / kFinishers || octet(i) < kOctets; };
+  uint4 weight[kTurns];
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    weight[i] = make_uint4(0, 0, 0, 0);
+    if (p.norm_weight != nullptr && real(i)) weight[i] = load_16(p.norm_weight + octet(i) * kOctetColumns + lane_now() * kLaneColumns);
+  }
+  uint4 x[kAhead][kStreams];
+  // The compiler would round y where it is used and keep twice the registers until then: what comes next needs it, to 0.
+  const uint32_t nothing = p.hidden - kHidden;
+  const auto zero_of = [&](const uint4& v) { return (v.x ^ v.y ^ v.z ^ v.w) & nothing; };
+  const auto fetch = [&](int row, int i, uint32_t zero) {
+    const uint16_t* const streams = p.streams + zero + static_cast<int64_t>(row) * (kStreams * kHidden) + finisher * kOctetColumns + lane_now() * kLaneColumns;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) x[i % kAhead][j] = load_from_l2(streams + j * kHidden + i * (kFinishers * kOctetColumns));
+  };
+  bool fetched = false;
+#pragma unroll 1
+  for (int row = blockIdx.x, turn = 0; row < p.rows; row += blocks_now(), turn ^= 1) {
+    const int lane = lane_now();
+    float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>) + lane;
+    if (!fetched) wait_for(p, row);
+    float v[kColumnBlocks];  // of the lanes behind the sum of squares nobody asks
+#pragma unroll
+    for (int i = 0; i < kColumnBlocks; ++i) v[i] = load_from_l2(partial + i * kWidth<false>);
+    if (!fetched) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) fetch(row, i, 0);
+    }
+    Gates<false> gates;
+    gates.load(p, lane);
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kOctets; ++i) sum += v[2 * i] + v[2 * i + 1];
+    const float z = fmaf(root_normed<false>(sum, p), gates.scale, gates.base);
+    const float gate = sigmoid(z) + p.hc_eps;
+    float pre[kStreams];
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) pre[j] = __shfl_sync(0xffffffffu, gate, j);
+    uint4 y[kTurns];
+    const auto collapse_octet = [&](int i) {
+      const float squares = warp_sum(collapse(pre, x[i % kAhead], y[i]));
+      if (lane == 0) s.squares[turn][octet(i)] = squares;
     };
 #pragma unroll
-    for (int n = 0; n < kMixTilesN; ++n) {
-      if ((n < 2) != (half == 0)) continue;
-      add(n * 8 + lane % 4 * 2, n * 4 + 2 * r);
-      add(n * 8 + lane % 4 * 2 + 1, n * 4 + 2 * r + 1);
+    for (int i = 0; i < kTurns - kAhead; ++i) {
+      collapse_octet(i);
+      if (real(i + kAhead)) fetch(row, i + kAhead, zero_of(y[i]));
     }
-    if (half == 1 && lane % 4 == 0) add(kMixes, 12 + r);
+    const int next = row + blocks_now();
+    fetched = next < p.rows && is_done(p, next);
+#pragma unroll
+    for (int i = kTurns - kAhead; i < kTurns; ++i) {
+      if (real(i)) collapse_octet(i);
+      if (fetched) fetch(next, i % kAhead, real(i) ? zero_of(y[i]) : 0);
+    }
+    sync_threads<1, 32 * kFinishers>();
+    if (finisher == 0) partial[0] = z;  // all have read it
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < kOctets; ++i) squares += s.squares[turn][i];
+    const float inverse = rsqrtf(fmaf(squares, p.inverse_hidden, p.norm_eps));
+    uint4* const out = reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(row) * kHidden) + lane;
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      if (real(i)) __stcs(out + octet(i) * 32, p.norm_weight != nullptr ? times_weight(y[i], inverse, weight[i]) : y[i]);
+    }
   }
 }
 
-// Partial mixes of 64 rows and 128 columns, and the new streams.
-__device__ __forceinline__ void mix_block(const Params& p, ManyShared& s, int group) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = warp % kManyTiles, half = warp / kManyTiles;
-  const int first_row = group * kManyRows + tile * kTileRows;
-  load_coefficients(p, s, group * kManyRows);
-  __syncthreads();
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int slice = 2 * pass + half;
-    const Sums sums = run_slice(p, s, first_row, tile, slice, (blockIdx.x % kColumnBlocks * kManySlices + slice) * kSliceColumns + lane % 4 * kLaneColumns);
-    add_halves(p, s, first_row, tile, half, pass, sums);
-  }
-}
-
-// One row by four warps: what finish_kernel does. `team`: which of the block's, barrier 1 + team.
-__device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int64_t row, int team) {
-  constexpr int kOctets = kHidden / 256, kTurns = kOctets / kTeamWarps;
-  static_assert(kOctets % kTeamWarps == 0);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kTeamWarps;
-  const auto sync_team = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(32 * kTeamWarps) : "memory"); };
-  const float* const partial = p.partials + row * (kHidden / kManyColumns) * kWidth<false>;
-  const uint16_t* const streams = p.streams + row * kStreams * kHidden;
-  Gates<false> gates;
-  gates.load(p, lane);
-  uint4 x[kTurns][kStreams];
-#pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int octet = turn * kTeamWarps + warp;
-    const float* const both = partial + 2 * octet * kWidth<false> + lane;
-    s.octets[team][octet][lane] = lane <= kMixes ? __ldcg(both) + __ldcg(both + kWidth<false>) : 0.f;
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j)
-      x[turn][j] = __ldcg(reinterpret_cast<const uint4*>(streams + j * kHidden + octet * 256 + lane * kLaneColumns));
-  }
-  sync_team();
-  const float z = fmaf(normed_mix<false>(s.octets[team], kOctets, p, lane), gates.scale, gates.base);
-  const float gate = sigmoid(z) + p.hc_eps;
-  float pre[kStreams];
-#pragma unroll
-  for (int j = 0; j < kStreams; ++j) pre[j] = __shfl_sync(0xffffffffu, gate, j);
-  uint4 y[kTurns];
-#pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int octet = turn * kTeamWarps + warp;
-    const float squares = warp_sum(collapse(pre, x[turn], y[turn]));
-    if (lane == 0) s.squares[team][octet] = squares;
-  }
-  float inverse = 1.f;
-  if (p.norm_weight != nullptr) {
-    sync_team();
-    float sum = 0.f;
-    for (int w = 0; w < kOctets; ++w) sum += s.squares[team][w];
-    inverse = rsqrtf(fmaf(sum, p.inverse_hidden, p.norm_eps));
-  }
-#pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int octet = turn * kTeamWarps + warp;
-    const int column = octet * 256 + lane * kLaneColumns;
-    if (p.norm_weight != nullptr) y[turn] = times_weight(y[turn], inverse, load_16(p.norm_weight + column));
-    __stcs(reinterpret_cast<uint4*>(p.y + row * kHidden + column), y[turn]);
-  }
-  if (warp == 0) write_coefficients(p, row, z, lane);
-}
-
-__device__ __forceinline__ void wait_for(const uint32_t* counter, uint32_t value) {
-  while (load_acquire(counter) != value) __nanosleep(64);
+__device__ __forceinline__ void finish_all(const Params& p, ManyShared& s, int finisher) {
+  finish_rows(p, s, finisher);
+  if (finisher != 0) return;
+  __syncwarp();
+  const int step = blocks_now();
+#pragma unroll 1
+  for (int row = blockIdx.x + lane_now() * step; row < p.rows; row += 32 * step) write_coefficients_alone(p, row);
 }
 
 // blocks on a multiprocessor: shared memory holds one on SM120, two on SM90
@@ -241,26 +388,25 @@ constexpr int kManyMinBlocks = 2;
 __global__ void __launch_bounds__(kManyThreads, kManyMinBlocks) many_kernel(const Params p) {
   extern __shared__ __align__(16) unsigned char memory[];
   ManyShared& s = *reinterpret_cast<ManyShared*>(memory);
-  const int num_groups = (p.rows + kManyRows - 1) / kManyRows;
+  const int warp = uniform(threadIdx.x / 32);
+  uint4 f[2];
+  if (warp < kManySlices) {
+    fetch_streams(p, s, Place(warp), first_tile());
+    fetch_output(p, Place(warp), first_tile(), f);
+  }
+  if (threadIdx.x == 0) {
+    for (uint64_t& here : s.coefficients_here) mbarrier_init(shared_address(&here), 32);
+    mbarrier_init(shared_address(&s.sums_here), kManySlices);
+    mbarrier_init(shared_address(&s.sums_taken), 1);
+  }
   load_weights(p, s, blockIdx.x % kColumnBlocks * kManySlices);
-  for (int group = blockIdx.x / kColumnBlocks;; group += gridDim.x / kColumnBlocks) {
-    const int before = group - static_cast<int>(gridDim.x / kColumnBlocks);
-    if (group < num_groups) {
-      mix_block(p, s, group);
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) add_acq_rel(p.counters + group, 1);
-    }
-    if (before >= 0 && before < num_groups) {
-      if (threadIdx.x == 0) wait_for(p.counters + before, kColumnBlocks);
-      __syncthreads();
-      const int team = threadIdx.x / (32 * kTeamWarps);
-      for (int r = blockIdx.x % kColumnBlocks + team * kColumnBlocks; r < kManyRows; r += kTeams * kColumnBlocks) {
-        const int64_t row = static_cast<int64_t>(before) * kManyRows + r;
-        if (row < p.rows) finish_row(p, s, row, team);
-      }
-    }
-    if (group >= num_groups) return;
+  __syncthreads();
+  if (warp < kManySlices) {
+    mix_all(p, s, warp, f);
+  } else if (warp == kManySlices) {
+    sum_all(p, s);
+  } else {
+    finish_all(p, s, warp - kManySlices - 1);
   }
 }
 

@@ -36,7 +36,7 @@ struct Params {
   // workspace, by kernels
   float* exchange;             // fused: [rows, hidden / 32, 32 or 8], zero before and after; of no other call that may run meanwhile
   float* partials;             // split: [rows, hidden / 32, 32 or 8]; many: [rows, hidden / 128, 32]
-  uint32_t* counters;          // many: one per 64 rows, zero before
+  uint32_t* counters;          // many: a sector per 16 rows, zero before
   int32_t rows, hidden;
   float inverse_hidden;        // 1 / hidden
   bool head;                   // four mixes (pre) and no more

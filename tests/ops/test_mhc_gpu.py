@@ -51,7 +51,7 @@ def test_a_boundary_against_the_reference(rows, device):
     assert equal(found, mhc(**inputs.boundary()))
 
 
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000, 2111])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 63, 64, 65, 129, 257, 1000, 2111])
 def test_the_kernel_for_many_rows_has_the_same_bits(rows, device):
     inputs = make_inputs(Shape(rows), seed=rows, device=device)
     found = mhc(**inputs.boundary(), kernels="many")
