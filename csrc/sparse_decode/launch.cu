@@ -4,6 +4,7 @@
 
 #include "kernel.cuh"
 #include "prefill.cuh"
+#include "stacked.cuh"
 
 namespace dsv4::sparse_decode {
 
@@ -40,6 +41,9 @@ using RowKernel = Kernel<&sparse_decode_kernel<false, kTable>, kThreads, sizeof(
 template <bool kTable>
 using PrefillKernel = Kernel<&prefill::sparse_prefill_kernel<kTable>, prefill::kThreads, sizeof(prefill::PrefillMemory)>;
 
+template <bool kTable>
+using StackedKernel = Kernel<&prefill::sparse_prefill_stacked_kernel<kTable>, prefill::kThreads, sizeof(prefill::StackedMemory)>;
+
 void advance(Cache& cache, int rows) {
   cache.indices += rows * cache.indices_stride;
   if (cache.topk_length != nullptr) cache.topk_length += rows;
@@ -75,8 +79,15 @@ Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int
   const int max_units = std::min(max_leaves, kMaxUnits), needed_units = std::min(max_leaves, kMaxUnitsLong);
   Plan plan = {};
   if (prefill) {
-    plan.head_groups = ceil_div(heads, prefill::kHeads);
     plan.splits = 1;
+    if (heads <= 1 << prefill::kMaxStackedLog2) {
+      plan.stacked_log2 = prefill::kMinStackedLog2;
+      while (heads > 1 << plan.stacked_log2) ++plan.stacked_log2;
+      plan.head_groups = 1;
+      plan.prefill_blocks = std::min(ceil_div(rows, prefill::kHeads >> plan.stacked_log2), num_sms);
+      return plan;
+    }
+    plan.head_groups = ceil_div(heads, prefill::kHeads);
     plan.prefill_blocks = static_cast<int>(std::min<int64_t>(static_cast<int64_t>(rows) * plan.head_groups, num_sms));
     return plan;
   }
@@ -108,7 +119,12 @@ void launch_kernels(Params p, const Plan& plan, const Launcher& launcher) {
   const int groups = plan.head_groups;
   if (plan.prefill_blocks > 0) {
     p.head_blocks = groups;
-    PrefillKernel<kTable>::launch(p, dim3(plan.prefill_blocks), launcher);
+    p.stacked_log2 = plan.stacked_log2;
+    if (plan.stacked_log2 > 0) {
+      StackedKernel<kTable>::launch(p, dim3(plan.prefill_blocks), launcher);
+    } else {
+      PrefillKernel<kTable>::launch(p, dim3(plan.prefill_blocks), launcher);
+    }
     return;
   }
   p.splits = make_divisor(plan.splits);
@@ -146,11 +162,14 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
 std::vector<KernelAttributes> kernel_attributes() {
   return {SplitKernel<false>::attributes("sparse_decode_split"),      RowKernel<false>::attributes("sparse_decode_row"),
           PrefillKernel<false>::attributes("sparse_prefill"),         SplitKernel<true>::attributes("sparse_decode_split, page table"),
-          RowKernel<true>::attributes("sparse_decode_row, page table"), PrefillKernel<true>::attributes("sparse_prefill, page table")};
+          RowKernel<true>::attributes("sparse_decode_row, page table"), PrefillKernel<true>::attributes("sparse_prefill, page table"),
+          StackedKernel<false>::attributes("sparse_prefill_stacked"),
+          StackedKernel<true>::attributes("sparse_prefill_stacked, page table")};
 }
 
 std::vector<std::pair<std::string, int>> shared_bytes() {
-  return {{"sparse_decode_kernel", SplitKernel<false>::kShared}, {"sparse_prefill_kernel", PrefillKernel<false>::kShared}};
+  return {{"sparse_decode_kernel", SplitKernel<false>::kShared}, {"sparse_prefill_kernel", PrefillKernel<false>::kShared},
+          {"sparse_prefill_stacked_kernel", StackedKernel<false>::kShared}};
 }
 
 }  // namespace dsv4::sparse_decode

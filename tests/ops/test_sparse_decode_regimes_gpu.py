@@ -36,15 +36,17 @@ def test_both_kernels_agree_within_rounding(extra, heads, device):
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "many"),
+    ("rows", "heads", "extra", "many"),
     [
-        (op.PREFILL_ROWS, op.PREFILL_HEADS, True),
-        (op.PREFILL_ROWS - 1, 64, False),
-        (op.PREFILL_ROWS, op.PREFILL_HEADS - 1, False),
+        (op.PREFILL_ROWS, op.PREFILL_HEADS, C4, True),
+        (op.PREFILL_ROWS - 1, 64, C4, False),
+        (op.PREFILL_ROWS, op.PREFILL_HEADS - 1, C4, False),
+        (op.PREFILL_ROWS, 8, C128, True),
+        (op.PREFILL_ROWS - 1, 8, C128, False),
     ],
 )
-def test_rows_and_heads_choose_the_kernel(rows, heads, many, device):
-    inputs = make_inputs(Shape(rows, heads, WINDOW, C4), device=device)
+def test_sizes_choose_the_kernel(rows, heads, extra, many, device):
+    inputs = make_inputs(Shape(rows, heads, WINDOW, extra), device=device)
     chosen = bits(inputs)
     assert torch.equal(chosen, bits(inputs, prefill=many))
     assert not torch.equal(chosen, bits(inputs, prefill=not many))
