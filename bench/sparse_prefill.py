@@ -4,9 +4,9 @@
 Rows are neighbouring tokens of one prompt: their windows, newest token first as SGLang lists them, are shifted by one,
 their C4 picks are drawn from the same context, their C128 lists are all entries. Cases with a context end at it: their
 C128 lists grow with the row, and C4 picks are drawn anew for each row or, where the name says so, kept from the row
-before but for a tenth: a guess at what neighbours share, not measured on a model. TFLOP/s count 2 x 1024 x heads x valid
-candidates a row. Both kernels are timed for every case (`prefill` forced); `ours` is the one that a call without it
-takes.
+before but for a tenth: a guess at what neighbours share, not measured on a model. TFLOP/s count 2 x 1024 x heads x
+valid candidates a row. Both kernels are timed for every case (`prefill` forced); `ours` is the one that a call without
+it takes.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def make_inputs(case: Case, generator: torch.Generator) -> Inputs:
 
 
 def _picks(case: Case, slots: int, generator: torch.Generator) -> torch.Tensor:
-    """[rows, width] distinct slots: drawn for each row, or the row's before but for some, ascending as index_select's."""
+    """[rows, width] distinct slots: drawn for each row, or those of the row before but for some, ascending."""
     scores = torch.rand((case.rows, slots), generator=generator, device=DEVICE)
     if not case.kept:
         return scores.topk(case.width, dim=1).indices

@@ -46,6 +46,8 @@ struct TeamMemory {
 };
 
 struct PrefillMemory {
+  static constexpr bool kIsolates = false;        // rows are by themselves: what is not finite reaches those that ask for it
+
   alignas(128) uint8_t tile[kLeaf][kTilePitch];   // 33,280  dequantised
   TeamMemory teams[kTeams];                       // 38,912
   alignas(16) uint8_t rows[kLeaf][kDataBytes];    // 18,432  as gathered
@@ -93,9 +95,25 @@ __device__ __forceinline__ void dequantise_piece(uint4 v, int exponent, uint4& l
   high = make_uint4(h[0], h[1], h[2], h[3]);
 }
 
+// This thread's number, read anew at every use: where what follows from it is not worth registers in the loops.
+__device__ __forceinline__ int thread_now() {
+  int v;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(v));
+  return v;
+}
+
+// whether one of these bf16 is an infinity or NaN
+__device__ __forceinline__ bool any_infinite(uint4 a, uint4 b) {
+  const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  uint32_t carries = 0;
+#pragma unroll
+  for (uint32_t w : words) carries |= (w & 0x7f807f80u) + 0x00800080u;
+  return (carries & 0x80008000u) != 0;
+}
+
 // kRows gathered rows from first_row on to bf16: a lane takes a piece of each; some lanes take the rotary pieces.
-template <int kRows>
-__device__ __forceinline__ void dequantise(PrefillMemory& sm, int first_row) {
+template <int kRows, typename Memory>
+__device__ __forceinline__ void dequantise(Memory& sm, int first_row) {
   constexpr int kNopePieces = kPieces - kRotaryPieces;
   const int lane = threadIdx.x & 31, tile = min(lane / (kTileDim / 16), kNumNopeTiles - 1);
   int exponents[kRows], greatest = 0;
@@ -112,6 +130,12 @@ __device__ __forceinline__ void dequantise(PrefillMemory& sm, int first_row) {
     uint4 low, high;
     if (two_factors) {
       dequantise_piece<true>(v, exponents[i], low, high);
+      if constexpr (Memory::kIsolates) {
+        if (any_infinite(low, high)) {
+          low = high = make_uint4(0, 0, 0, 0);
+          if (lane < kNopePieces) sm.isolate(row);
+        }
+      }
     } else {
       dequantise_piece<false>(v, exponents[i], low, high);
     }
@@ -123,7 +147,13 @@ __device__ __forceinline__ void dequantise(PrefillMemory& sm, int first_row) {
   if (lane < kRows * kRotaryPieces) {
     const int row = first_row + lane / kRotaryPieces, piece = lane % kRotaryPieces;
     const uint4* src = reinterpret_cast<const uint4*>(&sm.rows[row][kNopeDim + piece * 32]);
-    const uint4 a = src[0], b = src[1];
+    uint4 a = src[0], b = src[1];
+    if constexpr (Memory::kIsolates) {
+      if (any_infinite(a, b)) {
+        a = b = make_uint4(0, 0, 0, 0);
+        sm.isolate(row);
+      }
+    }
     *reinterpret_cast<uint4*>(&sm.tile[row][(kNopePieces + piece) * 16]) = make_uint4(a.x, a.z, b.x, b.z);
     *reinterpret_cast<uint4*>(&sm.tile[row][kHalfRow + (kNopePieces + piece) * 16]) = make_uint4(a.y, a.w, b.y, b.w);
   }
@@ -232,11 +262,12 @@ __device__ __forceinline__ uint32_t valid_of_bytes(const uint8_t (&valid)[kLeaf]
   return (bytes[0] * 0x10204080u >> 28) | (bytes[4] * 0x10204080u >> 28 << 4);
 }
 
-// Softmax of a leaf's scores for the team's heads; `head`: of this thread, `valid`: of its eight candidates.
-__device__ __forceinline__ void weigh_leaf(TeamMemory& team, int head, uint32_t valid, float logit_scale) {
+// Softmax of a leaf's scores for the team's heads; `head`: of this thread, `valid` and `isolated`: of its eight candidates.
+__device__ __forceinline__ void weigh_leaf(TeamMemory& team, int head, uint32_t valid, uint32_t isolated, float logit_scale) {
   const int thread = threadIdx.x % kTeamThreads;
   Softmax softmax;
   softmax.load(team.scores, head, valid);
+  if (isolated != 0) softmax.spoil(isolated);
   softmax.refer(logit_scale);
   const Fold fold = team.folds[head];
   const float reference = fmaxf(fold.reference, softmax.reference), factor = pow2_exact(fold.reference - reference);
@@ -366,7 +397,7 @@ __device__ __forceinline__ void run_mathematics(const Params& p, PrefillMemory& 
       tile_sync();  // the tile is there
       multiply_leaf(sm, team, q);
       team_sync();  // the scores are there
-      weigh_leaf(team, softmax_head(threadIdx.x % kTeamThreads), valid_of_bytes(sm.valid[phase]), p.scale_log2);
+      weigh_leaf(team, softmax_head(threadIdx.x % kTeamThreads), valid_of_bytes(sm.valid[phase]), 0, p.scale_log2);
       team_sync();  // the weights are there
       accumulate_leaf(sm, team, acc);
       phase ^= 1;

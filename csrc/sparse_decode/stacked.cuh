@@ -8,6 +8,9 @@
 // One step after the other takes the last row that is not done with its cache, and with its tile all rows whose next tile agrees. The others'
 // scores are masked, which adds nothing to their sums: a row's bits do not depend on the rows beside it. Rows that agree in nothing are done one
 // after the other.
+//
+// A candidate that is not finite would reach, times a weight of zero, all rows of the block. It is zero in the tile, and NaN as the score of
+// those that ask for it.
 #pragma once
 
 #include "prefill.cuh"
@@ -29,9 +32,21 @@ struct TilePlan {
 };
 
 struct StackedMemory : PrefillMemory {
+  static constexpr bool kIsolates = true;
+
   TilePlan plans[kPlans];
   uint32_t masks[kMaxStack];  // of the tile that is multiplied
   int32_t ended;              // the stack that ends with it; negative: none
+  alignas(4) uint8_t isolated[kTeams][kLeaf];  // whether a candidate of it is not finite; a team clears its own
+
+  __device__ __forceinline__ void isolate(int candidate) {
+#pragma unroll
+    for (auto& of_team : isolated) of_team[candidate] = 1;
+  }
+  __device__ __forceinline__ void forgive(int team) {
+    uint32_t* bytes = reinterpret_cast<uint32_t*>(isolated[team]) + (threadIdx.x & 3);
+    bytes[0] = bytes[4] = 0;
+  }
 };
 static_assert(sizeof(StackedMemory) <= 101376, "shared memory of an SM120 block");
 
@@ -154,15 +169,15 @@ __device__ __forceinline__ uint32_t any_row(const TilePlan& plan) {
 // The gathering warps: four lanes copy a candidate. A tile is planned while the one before it is multiplied.
 template <bool kTable>
 __device__ __forceinline__ void run_stacked_gathering(const Params& p, StackedMemory& sm) {
-  const int thread = threadIdx.x - kMathThreads, candidate = thread >> 2, piece = thread & 3;
   const uint32_t full = shared_address(&sm.full);
-  const uint32_t dst = shared_address(&sm.rows[candidate][piece * 16]);
   Stack<kTable> stack = {p, static_cast<int>(blockIdx.x)};
   stack.start();
   stack.plan(sm.plans[0]);
   sync_threads<3, kGatherThreads>();  // the plan is there
   for (uint32_t tile = 0;; ++tile) {
     const TilePlan& plan = sm.plans[tile % kPlans];
+    const int thread = thread_now() - kMathThreads, candidate = thread >> 2, piece = thread & 3;
+    const uint32_t dst = shared_address(&sm.rows[candidate][piece * 16]);
     const Cache& c = plan.in_main ? p.main : p.extra;
     const bool valid = any_row(plan) >> candidate & 1;
     const uint32_t slot = valid ? plan.slots[candidate] : 0, page = divide(slot, c.page_size), entry = slot - page * c.page_size.divisor;
@@ -173,7 +188,6 @@ __device__ __forceinline__ void run_stacked_gathering(const Params& p, StackedMe
     for (int i = 0; i < kDataBytes / 64; ++i) cp_async_16(dst + i * 64, src + i * 64, valid);
     cp_async_8_if(piece == 0, shared_address(&sm.scales[candidate][0]), scales, valid);
     mbarrier_arrive_copies(full);
-    const uint32_t mask = plan.masks[thread % kMaxStack];
     stack.advance(plan);
     const bool last = stack.active() == 0;
     const int ended = last ? stack.stack : -1;
@@ -185,19 +199,12 @@ __device__ __forceinline__ void run_stacked_gathering(const Params& p, StackedMe
     if (elect_one()) mbarrier_arrive(full);
     mbarrier_wait(full, tile & 1);
     tile_sync();  // the tile is free; the plan of the next one is there
-    if (thread < kMaxStack) sm.masks[thread] = mask;
+    if (thread < kMaxStack) sm.masks[thread] = plan.masks[thread];
     if (thread == 0) sm.ended = ended;
     dequantise<kGatherRows>(sm, kLeaf - kGatherRows * (kGatherThreads - thread / 32 * 32) / 32);
     tile_sync();  // the tile is there; the rows may be overwritten
     if (!more) return;
   }
-}
-
-// This thread's number, likewise.
-__device__ __forceinline__ int thread_now() {
-  int v;
-  asm volatile("mov.u32 %0, %tid.x;" : "=r"(v));
-  return v;
 }
 
 // Row and head of a line of a stack's; the row is p.rows or the head p.heads, or more, where the line is empty.
@@ -262,6 +269,7 @@ __device__ __forceinline__ void store_stacked_output(const Params& p, const Stac
 }
 
 __device__ __forceinline__ void run_stacked_mathematics(const Params& p, StackedMemory& sm) {
+  TeamMemory& team = sm.teams[warp_team()];
   QueryTile q[kGroups][kWarpTiles];
   load_stacked_query(p, blockIdx.x, q);
   for (;;) {
@@ -269,15 +277,17 @@ __device__ __forceinline__ void run_stacked_mathematics(const Params& p, Stacked
     clear_folds(sm);
 #pragma unroll 1
     do {
-      TeamMemory& team = sm.teams[thread_now() / kTeamThreads];
       tile_sync();  // the tile is free, and the next one gathered
       dequantise<kMathRows>(sm, thread_now() / 32 * kMathRows);
       tile_sync();  // the tile is there
       multiply_leaf(sm, team, q);
       team_sync();  // the scores are there
       const int thread = thread_now(), head = softmax_head(thread % kTeamThreads);
-      weigh_leaf(team, head, valid_of(sm.masks[(thread / kTeamThreads * kTeamHeads + head) >> p.stacked_log2]), p.scale_log2);
+      const uint32_t valid = valid_of(sm.masks[(thread / kTeamThreads * kTeamHeads + head) >> p.stacked_log2]);
+      const uint32_t isolated = valid_of_bytes(sm.isolated[thread / kTeamThreads]);
+      weigh_leaf(team, head, valid, isolated, p.scale_log2);
       team_sync();  // the weights are there
+      if (isolated != 0) sm.forgive(thread / kTeamThreads);
       accumulate_leaf(sm, team, acc);
     } while (sm.ended < 0);
     const int stack = sm.ended, next = stack + gridDim.x;
@@ -294,7 +304,11 @@ template <bool kTable>
 __global__ void __launch_bounds__(kThreads, 1) sparse_prefill_stacked_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& sm = *reinterpret_cast<StackedMemory*>(shared);
-  if (threadIdx.x == 0) mbarrier_init(shared_address(&sm.full), kGatherThreads + kGatherThreads / 32);  // the copies, and the plans
+  if (threadIdx.x == 0) {
+    mbarrier_init(shared_address(&sm.full), kGatherThreads + kGatherThreads / 32);  // the copies, and the plans
+    for (auto& of_team : sm.isolated)
+      for (uint8_t& of_candidate : of_team) of_candidate = 0;
+  }
   __syncthreads();  // the barrier is there
   pdl_wait();
   pdl_trigger();

@@ -15,8 +15,8 @@ MAX_TABLE_WIDTH = 1 << 30  # entries of a row of extra_page_table
 # From so many rows and heads on, the kernel for many rows takes a call. It is faster from about 100 rows on, but decode
 # and verify must not change kernels with the size of the batch: their bits would differ.
 PREFILL_ROWS, PREFILL_HEADS = 513, 33
-# Where neighbouring rows share their candidates, with any number of heads: a window alone, C128's pages, whose lists name
-# all entries below a length. C4's 64-token pages hold picks of each row's own.
+# Where neighbouring rows share their candidates, with any number of heads: a window alone, C128's pages, whose lists
+# name all entries below a length. C4's 64-token pages hold picks of each row's own.
 SHARED_PAGE_SIZE = 2
 _ALIGN_BYTES = 16  # the kernel moves 16 bytes at a time
 _BF16_BYTES = 2

@@ -497,7 +497,7 @@ def test_sizes_choose_the_kernel_and_the_one_for_many_rows_takes_no_scratch(
 ):
     few = dict(indices=int32(rows, 1, 128), topk_length=None, extra_kv_pages=None, extra_indices=None)
     if page_size is not None:
-        few |= dict(extra_kv_pages=pages(3, page_size), extra_indices=int32(rows, 1, 128))
+        few |= dict(extra_kv_pages=kv_pages.new_pages(3, page_size), extra_indices=int32(rows, 1, 128))
     launch(good(q=bf16(rows, 1, heads, 512), extra_topk_length=None, attn_sink=None, **few), prefill=asked)
     call = fake.calls[0]
     assert call["prefill"] is chosen and bool(call["partials_bytes"]) is not chosen
