@@ -86,6 +86,7 @@ struct Stack {
   bool in_main;
   int done, length;  // of the row's candidates in the cache
   int extra_length;
+  int lead_loaded, own_loaded[kPlannedRows];
 
   __device__ __forceinline__ uint32_t active() const {
     return __ballot_sync(0xffffffffu, done < length) & ((1u << stacked_rows(p)) - 1);
@@ -107,11 +108,13 @@ struct Stack {
     done = 0;
     length = extra_length;
   }
-  // the next slots of a row, one a lane; -1 where there is none and where it is masked
-  __device__ __forceinline__ int load_slot(int index) const {
-    const int position = __shfl_sync(0xffffffffu, done, index) + (threadIdx.x & 31), row = row_of(index);
-    if (position >= __shfl_sync(0xffffffffu, length, index)) return -1;
+  // What the list says about a row's next candidates, one a lane; -1 after the last. The part of the list after the next is fetched ahead. A page
+  // table is read again and again: there it is the slots.
+  __device__ __forceinline__ int load_next(int index) const {
+    const int position = __shfl_sync(0xffffffffu, done, index) + (threadIdx.x & 31), end = __shfl_sync(0xffffffffu, length, index);
+    const int row = row_of(index);
     if (kTable && !in_main) {
+      if (position >= end) return -1;
       const int32_t* table = table_of<true>(p.extra_table, row);
       if (table == nullptr) return -1;
       const uint32_t column = divide(position, p.extra.page_size);
@@ -119,29 +122,39 @@ struct Stack {
       const bool valid = static_cast<uint32_t>(page) < static_cast<uint32_t>(p.extra_table.num_pages);
       return valid ? static_cast<int>((page - column) * p.extra.page_size.divisor + position) : -1;
     }
-    const Cache& c = in_main ? p.main : p.extra;
-    const int slot = c.indices[row * c.indices_stride + position];
-    return slot < c.num_slots ? max(slot, -1) : -1;
+    const int32_t* at = (in_main ? p.main.indices + row * p.main.indices_stride : p.extra.indices + row * p.extra.indices_stride) + position;
+    if (position + 2 * kLeaf < end) asm volatile("prefetch.global.L2 [%0];" ::"l"(at + 2 * kLeaf));
+    return position < end ? *at : -1;
   }
-  // Plans the next tile: the first warp its slots, each warp the masks of its rows.
+  // the slots, -1 where masked
+  __device__ __forceinline__ int slot_of(int loaded) const {
+    return loaded < (in_main ? p.main.num_slots : p.extra.num_slots) ? max(loaded, -1) : -1;
+  }
+  __device__ __forceinline__ int lead() const {
+    const uint32_t rows = active();
+    return rows == 0 ? 0 : 31 - __clz(rows);
+  }
+  // Begins to plan the next tile: loads the candidates of the row that leads and of this warp's.
+  __device__ __forceinline__ void load_tile() {
+    lead_loaded = load_next(lead());
+#pragma unroll
+    for (int i = 0; i < kPlannedRows; ++i) own_loaded[i] = load_next(threadIdx.x / 32 % kGatherWarps + i * kGatherWarps);
+  }
+  // Plans it: the first warp its slots, each warp the masks of its rows.
   __device__ __forceinline__ void plan(TilePlan& to) const {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % kGatherWarps;
     const uint32_t rows = active();
-    const int lead = rows == 0 ? 0 : 31 - __clz(rows);
-    const int lead_slot = load_slot(lead);
-    int slots[kPlannedRows];
-#pragma unroll
-    for (int i = 0; i < kPlannedRows; ++i) slots[i] = load_slot(warp + i * kGatherWarps);
-    const RowTile tile = tile_of(lead_slot, __shfl_sync(0xffffffffu, done, lead), __shfl_sync(0xffffffffu, length, lead), in_main);
+    const int leader = lead(), lead_slot = slot_of(lead_loaded);
+    const RowTile tile = tile_of(lead_slot, __shfl_sync(0xffffffffu, done, leader), __shfl_sync(0xffffffffu, length, leader), in_main);
     if (warp == 0) {
       to.slots[lane] = tile.aligned ? (tile.slot & ~31) + lane : lead_slot;
       if (lane == 0) to.in_main = in_main;
     }
 #pragma unroll
     for (int i = 0; i < kPlannedRows; ++i) {
-      const int index = warp + i * kGatherWarps;
-      const RowTile own = tile_of(slots[i], __shfl_sync(0xffffffffu, done, index), __shfl_sync(0xffffffffu, length, index), in_main);
-      const bool same = __all_sync(0xffffffffu, slots[i] < 0 || slots[i] == lead_slot);
+      const int index = warp + i * kGatherWarps, slot = slot_of(own_loaded[i]);
+      const RowTile own = tile_of(slot, __shfl_sync(0xffffffffu, done, index), __shfl_sync(0xffffffffu, length, index), in_main);
+      const bool same = __all_sync(0xffffffffu, slot < 0 || slot == lead_slot);
       const bool agrees = own.aligned == tile.aligned && (tile.aligned ? own.slot >> 5 == tile.slot >> 5 : same);
       const bool takes = (rows >> index & 1) && agrees;
       if (lane == 0) {
@@ -172,11 +185,18 @@ __device__ __forceinline__ void run_stacked_gathering(const Params& p, StackedMe
   const uint32_t full = shared_address(&sm.full);
   Stack<kTable> stack = {p, static_cast<int>(blockIdx.x)};
   stack.start();
+  stack.load_tile();
   stack.plan(sm.plans[0]);
   sync_threads<3, kGatherThreads>();  // the plan is there
   for (uint32_t tile = 0;; ++tile) {
     const TilePlan& plan = sm.plans[tile % kPlans];
     const int thread = thread_now() - kMathThreads, candidate = thread >> 2, piece = thread & 3;
+    stack.advance(plan);
+    const bool last = stack.active() == 0;
+    if (last) stack.stack += gridDim.x;
+    const bool more = has_rows(p, stack.stack);
+    if (last && more) stack.start();
+    if (!kTable && more) stack.load_tile();
     const uint32_t dst = shared_address(&sm.rows[candidate][piece * 16]);
     const Cache& c = plan.in_main ? p.main : p.extra;
     const bool valid = any_row(plan) >> candidate & 1;
@@ -188,19 +208,14 @@ __device__ __forceinline__ void run_stacked_gathering(const Params& p, StackedMe
     for (int i = 0; i < kDataBytes / 64; ++i) cp_async_16(dst + i * 64, src + i * 64, valid);
     cp_async_8_if(piece == 0, shared_address(&sm.scales[candidate][0]), scales, valid);
     mbarrier_arrive_copies(full);
-    stack.advance(plan);
-    const bool last = stack.active() == 0;
-    const int ended = last ? stack.stack : -1;
-    if (last) stack.stack += gridDim.x;
-    const bool more = has_rows(p, stack.stack);
-    if (last && more) stack.start();
+    if (kTable && more) stack.load_tile();  // quick: a table is read again and again
     if (more) stack.plan(sm.plans[(tile + 1) % kPlans]);
     __syncwarp();
     if (elect_one()) mbarrier_arrive(full);
     mbarrier_wait(full, tile & 1);
     tile_sync();  // the tile is free; the plan of the next one is there
     if (thread < kMaxStack) sm.masks[thread] = plan.masks[thread];
-    if (thread == 0) sm.ended = ended;
+    if (thread == 0) sm.ended = last ? stack.stack - static_cast<int>(gridDim.x) : -1;
     dequantise<kGatherRows>(sm, kLeaf - kGatherRows * (kGatherThreads - thread / 32 * 32) / 32);
     tile_sync();  // the tile is there; the rows may be overwritten
     if (!more) return;
@@ -278,7 +293,7 @@ __device__ __forceinline__ void run_stacked_mathematics(const Params& p, Stacked
 #pragma unroll 1
     do {
       tile_sync();  // the tile is free, and the next one gathered
-      dequantise<kMathRows>(sm, thread_now() / 32 * kMathRows);
+      dequantise<kMathRows>(sm, here(threadIdx.x / 32) * kMathRows);
       tile_sync();  // the tile is there
       multiply_leaf(sm, team, q);
       team_sync();  // the scores are there
