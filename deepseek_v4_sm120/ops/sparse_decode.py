@@ -15,9 +15,11 @@ MAX_TABLE_WIDTH = 1 << 30  # entries of a row of extra_page_table
 # From so many rows and heads on, the kernel for many rows takes a call. It is faster from about 100 rows on, but decode
 # and verify must not change kernels with the size of the batch: their bits would differ.
 PREFILL_ROWS, PREFILL_HEADS = 513, 33
-# Where neighbouring rows share their candidates, with any number of heads: a window alone, C128's pages, whose lists
-# name all entries below a length. C4's 64-token pages hold picks of each row's own.
-SHARED_PAGE_SIZE = 2
+# Where neighbouring rows of a prompt share their candidates, with any number of heads: a window alone, C128's pages,
+# whose lists name all entries below a length. C4's 64-token pages hold picks of each row's own. From more rows on,
+# because rows of different requests share nothing, and are then several times slower there: a batch that decodes is
+# not that large.
+SHARED_PAGE_SIZE, SHARED_ROWS = 2, 1025
 _ALIGN_BYTES = 16  # the kernel moves 16 bytes at a time
 _BF16_BYTES = 2
 _ALIGN_BF16 = _ALIGN_BYTES // _BF16_BYTES
@@ -110,7 +112,7 @@ def takes_prefill(rows: int, heads: int, extra_page_size: int, by_page_table: bo
     Up to 32 heads that kernel stacks 8, 4 or 2 neighbouring rows and pays where they share what they read; which rows
     do is found out on the GPU, and is no part of this choice.
     """
-    shared = by_page_table or extra_page_size <= SHARED_PAGE_SIZE
+    shared = rows >= SHARED_ROWS and (by_page_table or extra_page_size <= SHARED_PAGE_SIZE)
     return rows >= PREFILL_ROWS and (heads >= PREFILL_HEADS or shared)
 
 
