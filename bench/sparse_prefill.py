@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """sparse_decode on prompts against its bars: `python3 bench/sparse_prefill.py [--quick] [--out FILE]`.
 
-Rows are neighbouring tokens of one prompt: their windows overlap, their C4 picks are drawn from the same context, their
-C128 lists are all entries. TFLOP/s count 2 x 1024 x heads x valid candidates a row. Both kernels are timed for every
-case (`prefill` forced); `ours` is the one that a call without it takes.
+Rows are neighbouring tokens of one prompt: their windows, newest token first as SGLang lists them, are shifted by one,
+their C4 picks are drawn from the same context, their C128 lists are all entries. Cases with a context end at it: their
+C128 lists grow with the row, and C4 picks are drawn anew for each row or, where the name says so, kept from the row
+before but for a tenth: a guess at what neighbours share, not measured on a model. TFLOP/s count 2 x 1024 x heads x
+valid candidates a row. Both kernels are timed for every case (`prefill` forced); `ours` is the one that a call without
+it takes.
 """
 
 from __future__ import annotations
@@ -45,21 +48,41 @@ class Case:
     width: int
     page_size: int
     bar: float | None = None
+    context: int | None = None  # tokens up to the last row: C128 lists end at their rows
+    kept: float = 0.0  # share of a row's C4 picks that are the row's before it
 
     @property
     def name(self) -> str:
         second = f" + {self.width} in {self.page_size}-token pages" if self.width else ""
-        return f"{self.rows} rows x {self.heads} heads, 128{second}"
+        where = f", the end of {self.context // 1024}K" if self.context else ""
+        kept = f", {self.kept:.0%} of the picks those of the row before" if self.kept else ""
+        return f"{self.rows} rows x {self.heads} heads, 128{second}{where}{kept}"
+
+    def lengths(self) -> torch.Tensor:
+        """Candidates in the second cache, of each row."""
+        if self.context is None or self.page_size == 64:
+            return torch.full((self.rows,), self.width)
+        return (self.context - self.rows + torch.arange(self.rows) + 1) // 128
 
 
 def _cases() -> list[Case]:
     bars = {64: 240, 32: 200, 16: 130, 8: 70}
     cases = [Case(rows, heads, 512, 64, bars[heads]) for heads in (64, 32, 16, 8) for rows in (2048, 8192)]
     cases += [Case(rows, 64, 1024, 2, 270) for rows in (2048, 8192)]
-    return [*cases, Case(2048, 128, 1024, 64), Case(2048, 64, 0, 64), Case(2048, 64, 4096, 2)]
+    return [*cases, Case(2048, 128, 1024, 64), Case(2048, 64, 4096, 2)]
+
+
+def _structured_cases() -> list[Case]:
+    """Rows as a prompt has them, on one to eight cards."""
+    cases = []
+    for heads in (8, 16, 32, 64):
+        cases += [Case(2048, heads, context // 128, 2, context=context) for context in (32768, 262144)]
+        cases += [Case(2048, heads, 512, 64, context=32768, kept=0.9), Case(2048, heads, 0, 64)]
+    return cases
 
 
 CASES = _cases()
+STRUCTURED_CASES = _structured_cases()
 PAGE_TABLE_CASES = [Case(2048, 64, 1024, 2), Case(2048, 64, 4096, 2), Case(2048, 16, 1024, 2)]
 TABLE_PAGES = 4096  # of a context of 1M tokens
 MEETING_ROWS = (
@@ -72,13 +95,13 @@ MEETING_ROWS = (
 
 
 def make_inputs(case: Case, generator: torch.Generator) -> Inputs:
-    rows, tokens = case.rows, HISTORY + case.rows
+    rows, tokens = case.rows, case.context or HISTORY + case.rows
     main = kv_pages.pack_rows(rms_rows(-(-(SWA_WIDTH + rows) // 256) * 256, generator), 256)
     token = torch.arange(rows, device=DEVICE)
     one = Inputs(
         q=torch.randn((rows, 1, case.heads, kv_pages.HEAD_DIM), generator=generator, device=DEVICE).to(torch.bfloat16),
         kv_pages=main,
-        indices=(token[:, None] + torch.arange(SWA_WIDTH, device=DEVICE)).to(torch.int32)[:, None],
+        indices=(token[:, None] + torch.arange(SWA_WIDTH, device=DEVICE).flip(0)).to(torch.int32)[:, None],
         topk_length=torch.full((rows,), SWA_WIDTH, dtype=torch.int32, device=DEVICE),
         attn_sink=torch.randn((case.heads,), generator=generator, device=DEVICE),
     )
@@ -86,12 +109,27 @@ def make_inputs(case: Case, generator: torch.Generator) -> Inputs:
         slots = tokens // 4 if case.page_size == 64 else max(case.width, 2)
         one.extra_kv_pages = kv_pages.pack_rows(rms_rows(-(-slots // 256) * 256, generator), case.page_size)
         if case.page_size == 64:
-            picks = torch.rand((rows, slots), generator=generator, device=DEVICE).topk(case.width, dim=1).indices
+            picks = _picks(case, slots, generator)
         else:
             picks = torch.arange(case.width, device=DEVICE).expand(rows, -1)
         one.extra_indices = picks.to(torch.int32).contiguous()[:, None]
-        one.extra_topk_length = torch.full((rows,), case.width, dtype=torch.int32, device=DEVICE)
+        one.extra_topk_length = case.lengths().to(torch.int32).to(DEVICE)
     return one
+
+
+def _picks(case: Case, slots: int, generator: torch.Generator) -> torch.Tensor:
+    """[rows, width] distinct slots: drawn for each row, or those of the row before but for some, ascending."""
+    scores = torch.rand((case.rows, slots), generator=generator, device=DEVICE)
+    if not case.kept:
+        return scores.topk(case.width, dim=1).indices
+    new = round(case.width * (1 - case.kept))
+    picks = [scores[0].topk(case.width).indices]
+    for row in scores[1:]:
+        old = picks[-1]
+        order = torch.randperm(case.width, generator=generator, device=DEVICE)
+        others = row.scatter(0, old, -1.0).topk(new).indices
+        picks.append(torch.cat([old[order[new:]], others]))
+    return torch.stack(picks).sort(dim=1).values
 
 
 def sample(inputs: Inputs, out: torch.Tensor) -> float:
@@ -110,7 +148,8 @@ def time_case(inputs: Inputs, prefill: bool | None, calls: int) -> float:
 
 
 def tflops(case: Case, microseconds: float) -> float:
-    return 2 * 1024 * case.heads * (SWA_WIDTH + case.width) * case.rows / microseconds / 1e6
+    candidates = SWA_WIDTH * case.rows + int(case.lengths().sum())
+    return 2 * 1024 * case.heads * candidates / microseconds / 1e6
 
 
 def run_case(report: common.Report, case: Case, generator) -> str:
@@ -118,7 +157,7 @@ def run_case(report: common.Report, case: Case, generator) -> str:
     error = sample(inputs, op.sparse_decode(**inputs.arguments()))
     if not error <= MAX_RELATIVE_ERROR:
         raise SystemExit(f"{case.name}: relative error {error:.5f} above {MAX_RELATIVE_ERROR}: not timed")
-    chosen = case.rows >= op.PREFILL_ROWS and case.heads >= op.PREFILL_HEADS
+    chosen = op.takes_prefill(case.rows, case.heads, case.page_size if case.width else 1, False)
     found = {name: tflops(case, time_case(inputs, name, 2)) for name in (True, False)}
     ours = found[chosen]
     met = None if case.bar is None else ours >= case.bar
@@ -254,6 +293,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2,048 rows only")
     parser.add_argument("--page-tables", action="store_true", help="C128 by list and by page table alone")
+    parser.add_argument("--structure", action="store_true", help="rows as a prompt has them alone")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/sparse_prefill.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -266,11 +306,14 @@ def main() -> int:
         run_page_tables(report, generator)
         report.write(arguments.out)
         return 0
-    for case in CASES:
+    for case in [] if arguments.structure else CASES:
         if not arguments.quick or case.rows == 2048:
             print(run_case(report, case, generator), flush=True)
-    print(*run_meeting(report, generator), sep="\n")
-    run_page_tables(report, generator)
+    for case in STRUCTURED_CASES:
+        print(run_case(report, case, generator), flush=True)
+    if not arguments.structure:
+        print(*run_meeting(report, generator), sep="\n")
+        run_page_tables(report, generator)
     report.write(arguments.out)
     print(f"quoted, 64 heads: FlashMLA {FLASHMLA}")
     print(

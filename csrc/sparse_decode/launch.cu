@@ -4,6 +4,7 @@
 
 #include "kernel.cuh"
 #include "prefill.cuh"
+#include "stacked.cuh"
 
 namespace dsv4::sparse_decode {
 
@@ -39,6 +40,9 @@ template <bool kTable, bool kNorm>
 using RowKernel = Kernel<&sparse_decode_kernel<false, kTable, kNorm>, kThreads, sizeof(SharedMemoryPlan)>;
 template <bool kTable>
 using PrefillKernel = Kernel<&prefill::sparse_prefill_kernel<kTable>, prefill::kThreads, sizeof(prefill::PrefillMemory)>;
+
+template <bool kTable>
+using StackedKernel = Kernel<&prefill::sparse_prefill_stacked_kernel<kTable>, prefill::kThreads, sizeof(prefill::StackedMemory)>;
 
 void advance(Cache& cache, int rows) {
   cache.indices += rows * cache.indices_stride;
@@ -79,8 +83,15 @@ Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int
   const int max_units = std::min(max_leaves, kMaxUnits), needed_units = std::min(max_leaves, kMaxUnitsLong);
   Plan plan = {};
   if (prefill) {
-    plan.head_groups = ceil_div(heads, prefill::kHeads);
     plan.splits = 1;
+    if (heads <= 1 << prefill::kMaxStackedLog2) {
+      plan.stacked_log2 = prefill::kMinStackedLog2;
+      while (heads > 1 << plan.stacked_log2) ++plan.stacked_log2;
+      plan.head_groups = 1;
+      plan.prefill_blocks = std::min(ceil_div(rows, prefill::kHeads >> plan.stacked_log2), num_sms);
+      return plan;
+    }
+    plan.head_groups = ceil_div(heads, prefill::kHeads);
     plan.prefill_blocks = static_cast<int>(std::min<int64_t>(static_cast<int64_t>(rows) * plan.head_groups, num_sms));
     return plan;
   }
@@ -137,7 +148,12 @@ void launch_kernels(Params p, const Plan& plan, const Launcher& launcher) {
   if (plan.prefill_blocks > 0) {
     if (p.query.rotation != nullptr) throw std::invalid_argument("sparse_decode: the kernel for many rows takes q normed and rotated");
     p.head_blocks = plan.head_groups;
-    PrefillKernel<kTable>::launch(p, dim3(plan.prefill_blocks), launcher);
+    p.stacked_log2 = plan.stacked_log2;
+    if (plan.stacked_log2 > 0) {
+      StackedKernel<kTable>::launch(p, dim3(plan.prefill_blocks), launcher);
+    } else {
+      PrefillKernel<kTable>::launch(p, dim3(plan.prefill_blocks), launcher);
+    }
   } else if (p.query.rotation != nullptr) {
     launch_decode<kTable, true>(p, plan, launcher);
   } else {
@@ -166,11 +182,14 @@ std::vector<KernelAttributes> kernel_attributes() {
           SplitKernel<false, true>::attributes("sparse_decode_split, q norm"),
           RowKernel<false, true>::attributes("sparse_decode_row, q norm"),
           SplitKernel<true, true>::attributes("sparse_decode_split, page table, q norm"),
-          RowKernel<true, true>::attributes("sparse_decode_row, page table, q norm")};
+          RowKernel<true, true>::attributes("sparse_decode_row, page table, q norm"),
+          StackedKernel<false>::attributes("sparse_prefill_stacked"),
+          StackedKernel<true>::attributes("sparse_prefill_stacked, page table")};
 }
 
 std::vector<std::pair<std::string, int>> shared_bytes() {
-  return {{"sparse_decode_kernel", SplitKernel<false, false>::kShared}, {"sparse_prefill_kernel", PrefillKernel<false>::kShared}};
+  return {{"sparse_decode_kernel", SplitKernel<false, false>::kShared}, {"sparse_prefill_kernel", PrefillKernel<false>::kShared},
+          {"sparse_prefill_stacked_kernel", StackedKernel<false>::kShared}};
 }
 
 }  // namespace dsv4::sparse_decode

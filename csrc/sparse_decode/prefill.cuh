@@ -24,6 +24,7 @@ constexpr int kMathThreads = kTeams * kTeamThreads;
 constexpr int kGatherThreads = 128;
 constexpr int kThreads = kMathThreads + kGatherThreads;
 constexpr int kHeads = kTeams * kTeamHeads;                  // of a block
+constexpr int kHeadsLog2 = 6;
 constexpr int kWarpTiles = kTiles / kTeamWarps;              // of 64 dimensions
 constexpr int kPieces = kHeadDim / 16;                       // of 16 dimensions
 constexpr int kRotaryPieces = kRopeDim / 16;
@@ -32,6 +33,7 @@ constexpr int kTilePitch = 2 * kHalfRow + 16;                // bytes of a dequa
 constexpr int kNextTile = kTileDim / 16 * 16;                // bytes between tiles in a half row
 constexpr int kMathRows = 3;                                 // of a leaf that a warp dequantises, and a gathering warp
 constexpr int kGatherRows = (kLeaf - kMathRows * kMathThreads / 32) / (kGatherThreads / 32);
+static_assert(kHeads == 1 << kHeadsLog2, "a power of two");
 static_assert(kPieces == 32, "a lane dequantises a piece");
 static_assert(kLeaf == kMathRows * kMathThreads / 32 + kGatherRows * kGatherThreads / 32, "all rows");
 static_assert(4 * kLeaf == kGatherThreads, "four lanes copy a candidate");
@@ -44,6 +46,8 @@ struct TeamMemory {
 };
 
 struct PrefillMemory {
+  static constexpr bool kIsolates = false;        // rows are by themselves: what is not finite reaches those that ask for it
+
   alignas(128) uint8_t tile[kLeaf][kTilePitch];   // 33,280  dequantised
   TeamMemory teams[kTeams];                       // 38,912
   alignas(16) uint8_t rows[kLeaf][kDataBytes];    // 18,432  as gathered
@@ -91,9 +95,25 @@ __device__ __forceinline__ void dequantise_piece(uint4 v, int exponent, uint4& l
   high = make_uint4(h[0], h[1], h[2], h[3]);
 }
 
+// This thread's number, read anew at every use: where what follows from it is not worth registers in the loops.
+__device__ __forceinline__ int thread_now() {
+  int v;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(v));
+  return v;
+}
+
+// whether one of these bf16 is an infinity or NaN
+__device__ __forceinline__ bool any_infinite(uint4 a, uint4 b) {
+  const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  uint32_t carries = 0;
+#pragma unroll
+  for (uint32_t w : words) carries |= (w & 0x7f807f80u) + 0x00800080u;
+  return (carries & 0x80008000u) != 0;
+}
+
 // kRows gathered rows from first_row on to bf16: a lane takes a piece of each; some lanes take the rotary pieces.
-template <int kRows>
-__device__ __forceinline__ void dequantise(PrefillMemory& sm, int first_row) {
+template <int kRows, typename Memory>
+__device__ __forceinline__ void dequantise(Memory& sm, int first_row) {
   constexpr int kNopePieces = kPieces - kRotaryPieces;
   const int lane = threadIdx.x & 31, tile = min(lane / (kTileDim / 16), kNumNopeTiles - 1);
   int exponents[kRows], greatest = 0;
@@ -110,6 +130,12 @@ __device__ __forceinline__ void dequantise(PrefillMemory& sm, int first_row) {
     uint4 low, high;
     if (two_factors) {
       dequantise_piece<true>(v, exponents[i], low, high);
+      if constexpr (Memory::kIsolates) {
+        if (any_infinite(low, high)) {
+          low = high = make_uint4(0, 0, 0, 0);
+          if (lane < kNopePieces) sm.isolate(row);
+        }
+      }
     } else {
       dequantise_piece<false>(v, exponents[i], low, high);
     }
@@ -121,7 +147,13 @@ __device__ __forceinline__ void dequantise(PrefillMemory& sm, int first_row) {
   if (lane < kRows * kRotaryPieces) {
     const int row = first_row + lane / kRotaryPieces, piece = lane % kRotaryPieces;
     const uint4* src = reinterpret_cast<const uint4*>(&sm.rows[row][kNopeDim + piece * 32]);
-    const uint4 a = src[0], b = src[1];
+    uint4 a = src[0], b = src[1];
+    if constexpr (Memory::kIsolates) {
+      if (any_infinite(a, b)) {
+        a = b = make_uint4(0, 0, 0, 0);
+        sm.isolate(row);
+      }
+    }
     *reinterpret_cast<uint4*>(&sm.tile[row][(kNopePieces + piece) * 16]) = make_uint4(a.x, a.z, b.x, b.z);
     *reinterpret_cast<uint4*>(&sm.tile[row][kHalfRow + (kNopePieces + piece) * 16]) = make_uint4(a.y, a.w, b.y, b.w);
   }
@@ -224,12 +256,18 @@ __device__ __forceinline__ void multiply_leaf(const PrefillMemory& sm, TeamMemor
   }
 }
 
-// Softmax of a leaf's scores for the team's heads.
-__device__ __forceinline__ void weigh_leaf(TeamMemory& team, const uint8_t (&valid)[kLeaf], float logit_scale) {
-  const int thread = threadIdx.x % kTeamThreads, head = softmax_head(thread);
-  const uint32_t* bytes = reinterpret_cast<const uint32_t*>(valid) + (thread & 3);
+// The valid candidates of a thread's eight, a bit each, from a byte for each of the leaf's.
+__device__ __forceinline__ uint32_t valid_of_bytes(const uint8_t (&valid)[kLeaf]) {
+  const uint32_t* bytes = reinterpret_cast<const uint32_t*>(valid) + (threadIdx.x & 3);
+  return (bytes[0] * 0x10204080u >> 28) | (bytes[4] * 0x10204080u >> 28 << 4);
+}
+
+// Softmax of a leaf's scores for the team's heads; `head`: of this thread, `valid` and `isolated`: of its eight candidates.
+__device__ __forceinline__ void weigh_leaf(TeamMemory& team, int head, uint32_t valid, uint32_t isolated, float logit_scale) {
+  const int thread = threadIdx.x % kTeamThreads;
   Softmax softmax;
-  softmax.load(team.scores, head, (bytes[0] * 0x10204080u >> 28) | (bytes[4] * 0x10204080u >> 28 << 4));  // a bit each
+  softmax.load(team.scores, head, valid);
+  if (isolated != 0) softmax.spoil(isolated);
   softmax.refer(logit_scale);
   const Fold fold = team.folds[head];
   const float reference = fmaxf(fold.reference, softmax.reference), factor = pow2_exact(fold.reference - reference);
@@ -286,6 +324,19 @@ __device__ __forceinline__ void accumulate_leaf(const PrefillMemory& sm, const T
   }
 }
 
+// Normalises and writes a head's dimensions of this warp, heads g + 8 half of a group, from `dst` on.
+__device__ __forceinline__ void store_line(uint16_t* dst, float f, int half, const Accumulator (&acc)[kWarpTiles]) {
+#pragma unroll
+  for (int tile = 0; tile < kWarpTiles; ++tile)
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const float(&x)[4] = acc[tile][s][0];
+      const float(&y)[4] = acc[tile][s][1];
+      *reinterpret_cast<uint2*>(dst + tile * kTileDim + s * 16) =
+          make_uint2(pack_bf16x2(x[2 * half] * f, x[2 * half + 1] * f), pack_bf16x2(y[2 * half] * f, y[2 * half + 1] * f));
+    }
+}
+
 // Normalises and writes this warp's dimensions of a group of 16 heads.
 __device__ __forceinline__ void store_prefill_output(const Params& p, const float* output_factors, int row, int group, const Accumulator (&acc)[kWarpTiles]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
@@ -293,17 +344,8 @@ __device__ __forceinline__ void store_prefill_output(const Params& p, const floa
   for (int half = 0; half < 2; ++half) {
     const int head = group * kBlockHeads + g + 8 * half;
     if (head >= p.heads) continue;
-    const float f = output_factors[g + 8 * half];
-    uint16_t* dst = p.out + row * p.out_stride_row + head * p.out_stride_head + quarter() * kWarpTiles * kTileDim + 4 * j;
-#pragma unroll
-    for (int tile = 0; tile < kWarpTiles; ++tile)
-#pragma unroll
-      for (int s = 0; s < 4; ++s) {
-        const float(&x)[4] = acc[tile][s][0];
-        const float(&y)[4] = acc[tile][s][1];
-        *reinterpret_cast<uint2*>(dst + tile * kTileDim + s * 16) =
-            make_uint2(pack_bf16x2(x[2 * half] * f, x[2 * half + 1] * f), pack_bf16x2(y[2 * half] * f, y[2 * half + 1] * f));
-      }
+    store_line(p.out + row * p.out_stride_row + head * p.out_stride_head + quarter() * kWarpTiles * kTileDim + 4 * j,
+               output_factors[g + 8 * half], half, acc);
   }
 }
 
@@ -355,7 +397,7 @@ __device__ __forceinline__ void run_mathematics(const Params& p, PrefillMemory& 
       tile_sync();  // the tile is there
       multiply_leaf(sm, team, q);
       team_sync();  // the scores are there
-      weigh_leaf(team, sm.valid[phase], p.scale_log2);
+      weigh_leaf(team, softmax_head(threadIdx.x % kTeamThreads), valid_of_bytes(sm.valid[phase]), 0, p.scale_log2);
       team_sync();  // the weights are there
       accumulate_leaf(sm, team, acc);
       phase ^= 1;

@@ -40,6 +40,11 @@ struct Softmax {
       }
     valid = valid_bits;
   }
+  // These of x become NaN.
+  __device__ __forceinline__ void spoil(uint32_t bits) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = bits >> i & 1 ? __int_as_float(0x7fffffff) : x[i];
+  }
   // x becomes logits in log2, `reference` that of the greatest
   __device__ __forceinline__ void refer(float logit_scale) {
     float steps = 0.f;  // rounded to integers, as bits that order like them; below all of them where masked

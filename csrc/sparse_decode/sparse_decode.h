@@ -55,6 +55,7 @@ struct Params {
   const float* attn_sink;       // [heads] natural-log logits or nullptr
   float scale_log2;             // softmax scale * log2(e)
   int32_t rows, heads, head_blocks;  // blocks for the heads of a row
+  int32_t stacked_log2;         // where rows are stacked: log2 of the lines of a row
   Cache main, extra;
   float* partials;              // [slots][unit_slots][kPartialFloats]
   uint32_t* control;            // [rows * head_groups][kControlWords], a multiple of 64 and 0 between calls
@@ -71,10 +72,11 @@ struct Plan {
   int32_t rows_per_launch;  // all of them but for thousands of long rows
   int64_t partials_bytes;
   int32_t control_words;
-  int32_t prefill_blocks;   // 0: not the prefill kernel
+  int32_t prefill_blocks;   // 0: not the prefill kernels
+  int32_t stacked_log2;     // of the lines of a row in the prefill kernel that stacks rows; 0: the one for more heads than it takes
 };
 
-// The launch geometry for a shape; prefill: by the kernel for many rows. Depends on sizes alone, never on the lengths (they are on the device); bounds the scratch.
+// The launch geometry for a shape; prefill: by the kernels for many rows. Depends on sizes alone, never on the lengths (they are on the device); bounds the scratch.
 Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int splits_override, bool prefill);
 int max_control_words();
 

@@ -17,6 +17,11 @@ MAX_TABLE_WIDTH = 1 << 30  # entries of a row of extra_page_table
 PREFILL_ROWS, PREFILL_HEADS = 513, 33
 MAX_NORM_ROWS = PREFILL_ROWS - 1  # rows of a q that is still to be normed: the kernel for many has no such form
 ROTATED = 64  # of a head, its last
+# Where neighbouring rows of a prompt share their candidates, with any number of heads: a window alone, C128's pages,
+# whose lists name all entries below a length. C4's 64-token pages hold picks of each row's own. From more rows on,
+# because rows of different requests share nothing, and are then several times slower there: a batch that decodes is
+# not that large.
+SHARED_PAGE_SIZE, SHARED_ROWS = 2, 1025
 _ALIGN_BYTES = 16  # the kernel moves 16 bytes at a time
 _BF16_BYTES = 2
 _ALIGN_BF16 = _ALIGN_BYTES // _BF16_BYTES
@@ -75,8 +80,8 @@ def sparse_decode(
     positions          with q_norm_eps: [rows] int32 or int64, contiguous, rows of freqs_cis (not checked, as slots)
     out                bf16 like q, written in place, or None; must not overlap q
     return_lse         also return lse
-    prefill            True: the kernel for many rows, False: the one for few, None: PREFILL_ROWS and PREFILL_HEADS
-                       decide. A row's bits depend on the kernel, by rounding, and on nothing else outside the row
+    prefill            True: the kernel for many rows, False: the one for few, None: takes_prefill decides, by sizes
+                       alone. A row's bits depend on the kernel, by rounding, and on nothing else outside the row
     returns            out [rows, 1, heads, 512] bf16, or (out, lse); lse [rows, heads, 1] float32: natural log, without
                        the sink. A row without a candidate has out 0 and lse +inf
     raises             TypeError (dtype), ValueError (shape, stride, alignment: says name, expected, got),
@@ -107,6 +112,16 @@ def sparse_decode(
     return (out, lse.unsqueeze(-1)) if return_lse else out
 
 
+def takes_prefill(rows: int, heads: int, extra_page_size: int, by_page_table: bool) -> bool:
+    """Whether a call goes to the kernel for many rows; extra_page_size: 1 without a second cache.
+
+    Up to 32 heads that kernel stacks 8, 4 or 2 neighbouring rows and pays where they share what they read; which rows
+    do is found out on the GPU, and is no part of this choice.
+    """
+    shared = rows >= SHARED_ROWS and (by_page_table or extra_page_size <= SHARED_PAGE_SIZE)
+    return rows >= PREFILL_ROWS and (heads >= PREFILL_HEADS or shared)
+
+
 def _launch_on(device, *arguments):
     if device.index == torch._C._cuda_getDevice():
         _launch(*arguments)
@@ -135,7 +150,7 @@ def _launch(q, kv_pages, indices, topk_length, extra, attn_sink, softmax_scale, 
     num_sms = cuda_tensors.num_sms(index)
     eps, freqs_cis, positions = query or (None, None, None)
     if prefill is None:
-        prefill = query is None and rows >= PREFILL_ROWS and heads >= PREFILL_HEADS
+        prefill = takes_prefill(rows, heads, extra_page_size, extra_page_table is not None)
     partials_bytes, control_words = (0, 0) if prefill else _workspace(rows, heads, width, extra_width, num_sms)
     partials = torch.empty((partials_bytes,), dtype=torch.uint8, device=q.device) if partials_bytes else None
     control = _control_words(index).take(stream, control_words)

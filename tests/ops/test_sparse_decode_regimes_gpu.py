@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 WINDOW = CacheShape(256, 128, lengths=(128, 128, 77))
 C4 = CacheShape(64, 512, lengths=(512, 512, 300))
-C128 = CacheShape(2, 8192, lengths=(8192, 64, 1500), ascending=True)
+C128 = CacheShape(2, 2048, lengths=(2048, 64, 1500), ascending=True)
 TWO_BF16_ROUNDINGS = 0.0026  # relative, of the output and of the weights, and the same again for the other kernel
 
 
@@ -36,15 +36,17 @@ def test_both_kernels_agree_within_rounding(extra, heads, device):
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "many"),
+    ("rows", "heads", "extra", "many"),
     [
-        (op.PREFILL_ROWS, op.PREFILL_HEADS, True),
-        (op.PREFILL_ROWS - 1, 64, False),
-        (op.PREFILL_ROWS, op.PREFILL_HEADS - 1, False),
+        (op.PREFILL_ROWS, op.PREFILL_HEADS, C4, True),
+        (op.PREFILL_ROWS - 1, 64, C4, False),
+        (op.PREFILL_ROWS, op.PREFILL_HEADS - 1, C4, False),
+        (op.SHARED_ROWS, 8, C128, True),
+        (op.SHARED_ROWS - 1, 8, C128, False),
     ],
 )
-def test_rows_and_heads_choose_the_kernel(rows, heads, many, device):
-    inputs = make_inputs(Shape(rows, heads, WINDOW, C4), device=device)
+def test_sizes_choose_the_kernel(rows, heads, extra, many, device):
+    inputs = make_inputs(Shape(rows, heads, WINDOW, extra), device=device)
     chosen = bits(inputs)
     assert torch.equal(chosen, bits(inputs, prefill=many))
     assert not torch.equal(chosen, bits(inputs, prefill=not many))

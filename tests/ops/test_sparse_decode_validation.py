@@ -474,19 +474,25 @@ def test_the_page_table_that_reaches_the_extension(fake, stream):
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "asked", "chosen"),
+    ("rows", "heads", "page_size", "asked", "chosen"),
     [
-        (op.PREFILL_ROWS, op.PREFILL_HEADS, None, True),
-        (op.PREFILL_ROWS - 1, op.PREFILL_HEADS, None, False),
-        (op.PREFILL_ROWS, op.PREFILL_HEADS - 1, None, False),
-        (1, 1, True, True),
-        (op.PREFILL_ROWS, op.PREFILL_HEADS, False, False),
+        (op.PREFILL_ROWS, op.PREFILL_HEADS, 64, None, True),
+        (op.PREFILL_ROWS - 1, op.PREFILL_HEADS, 64, None, False),
+        (op.PREFILL_ROWS, op.PREFILL_HEADS - 1, 64, None, False),
+        (op.SHARED_ROWS, 1, op.SHARED_PAGE_SIZE, None, True),
+        (op.SHARED_ROWS, 1, op.SHARED_PAGE_SIZE + 1, None, False),
+        (op.SHARED_ROWS - 1, 1, op.SHARED_PAGE_SIZE, None, False),
+        (op.SHARED_ROWS, 1, None, None, True),
+        (1, 1, 64, True, True),
+        (op.PREFILL_ROWS, op.PREFILL_HEADS, 64, False, False),
     ],
 )
-def test_rows_and_heads_choose_the_kernel_and_the_one_for_many_rows_takes_no_scratch(
-    fake, stream, rows, heads, asked, chosen
+def test_sizes_choose_the_kernel_and_the_one_for_many_rows_takes_no_scratch(
+    fake, stream, rows, heads, page_size, asked, chosen
 ):
     few = dict(indices=int32(rows, 1, 128), topk_length=None, extra_kv_pages=None, extra_indices=None)
+    if page_size is not None:
+        few |= dict(extra_kv_pages=kv_pages.new_pages(3, page_size), extra_indices=int32(rows, 1, 128))
     launch(good(q=bf16(rows, 1, heads, 512), extra_topk_length=None, attn_sink=None, **few), prefill=asked)
     call = fake.calls[0]
     assert call["prefill"] is chosen and bool(call["partials_bytes"]) is not chosen
