@@ -7,7 +7,7 @@
 //   score    eight warps own 64 of the 512 dimensions each, seven E4M3 tiles and the rotary tile, so that one exponent per candidate and
 //            warp scales all that the warp touches. E4M3 is converted to f16 in registers (exact), its exponent applied to the fp32 dot
 //            product; q is scaled per head by a power of two into f16's range. With kNorm it is made first (query.cuh), by every block
-//            that shares the row, while the gathering warps wait for theirs
+//            that shares the row, a warp of these or of the value team a head
 //   softmax  two warps add the tiles' scores and make the weights; the reference is a coarse integer, so that every later rescaling is
 //            exact, and rare
 //   value    eight warps multiply a tile each; the exponents, relative to the leaf's greatest, go into the f16 weights
@@ -28,7 +28,8 @@ template <bool kSplit, bool kTable, bool kNorm>
 __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
   const int row = block_row(), split = block_split();
   const int warp = uniform(threadIdx.x >> 5);
-  const int main_length = load_length(p.main, row), extra_length = load_length(p.extra, row);
+  int main_length, extra_length;
+  if constexpr (!kNorm) main_length = load_length(p.main, row), extra_length = load_length(p.extra, row);
   Work w;
   w.row = row;
   if (warp >= kMathThreads / 32) {
@@ -40,8 +41,9 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
     w.extra_length = p.extra.width;
     const int32_t* table = table_of<kTable>(p.extra_table, row);
     int loaded = load_candidate<kTable>(p, w, table, guessed_leaf, lane_row);
-    w.main_length = uniform(main_length);
-    w.extra_length = uniform(extra_length);
+    if constexpr (kNorm) main_length = load_stored_length(p.main, row), extra_length = load_stored_length(p.extra, row);
+    w.main_length = uniform_length<kNorm>(p.main, main_length);
+    w.extra_length = uniform_length<kNorm>(p.extra, extra_length);
     plan_work<kSplit>(p, w, split);
     if (w.first_leaf != guessed_leaf || w.main_leaves != p.guess_main_leaves || w.extra_length != p.extra.width ||
         w.main_length != p.main.width)
@@ -49,8 +51,19 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
     Gatherer<kTable>{p, w, sm, first_row, table}.run(loaded);
     return;
   }
-  w.main_length = uniform(main_length);
-  w.extra_length = uniform(extra_length);
+  if constexpr (kNorm) {
+    if (warp < kNormWarps) {
+      RawQuery q;
+      q.load(p, row, block_group(), warp);
+      main_length = load_stored_length(p.main, row), extra_length = load_stored_length(p.extra, row);
+      norm_query(p, sm, q, warp);
+      norm_sync();
+    } else {
+      main_length = load_stored_length(p.main, row), extra_length = load_stored_length(p.extra, row);
+    }
+  }
+  w.main_length = uniform_length<kNorm>(p.main, main_length);
+  w.extra_length = uniform_length<kNorm>(p.extra, extra_length);
   plan_work<kSplit>(p, w, split);
   if (w.first_leaf >= w.end_leaf) return;
   if (threadIdx.x == 0) sm.work = w;  // the teams read it there: their registers are for other things

@@ -139,8 +139,6 @@ __device__ __forceinline__ void run_score_team(const Params& p, SharedMemoryPlan
   const bool rotary = tile == kNumNopeTiles;
   QueryTile q;
   if constexpr (kNorm) {
-    norm_query(p, sm, block_row(), block_group(), tile);
-    score_sync();
     load_query(sm, tile, rotary, q);
   } else {
     load_query(p, block_row(), block_group(), tile, rotary, q);
