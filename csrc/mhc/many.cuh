@@ -1,4 +1,4 @@
-// Many rows: one kernel, in which X is read once from memory.
+// Many rows: one kernel, in which the old streams are read once.
 //
 // A block keeps 128 columns and their part of fn, and its warps have one job each, so that nobody's wait is another's:
 //
@@ -6,7 +6,7 @@
 //               streams come meanwhile: each lane copies what it reads itself
 //   the summer  adds the four slices of a tile, writes the block's partial mixes, and counts the tile: 32 blocks and it
 //               is done. It also fetches the next tile's coefficients
-//   finishers   together a row: as soon as its tile is done they read its streams, which are still in the L2
+//   finishers   together a row: as soon as its tile is done they read its streams, from the L2 as far as it has them still
 //
 // Mixers and summers wait for their own block alone, finishers for all blocks, which therefore are all resident
 // (cooperative launch).
