@@ -1,4 +1,4 @@
-// Many rows: one kernel, in which X is read once from memory.
+// Many rows: one kernel, in which the old streams are read once.
 //
 // A block keeps 128 columns and their part of fn, and its warps have one job each, so that nobody's wait is another's:
 //
@@ -6,7 +6,7 @@
 //               streams come meanwhile: each lane copies what it reads itself
 //   the summer  adds the four slices of a tile, writes the block's partial mixes, and counts the tile: 32 blocks and it
 //               is done. It also fetches the next tile's coefficients
-//   finishers   together a row: as soon as its tile is done they read its streams, which are still in the L2
+//   finishers   together a row: as soon as its tile is done they read its streams, from the L2 as far as it has them still
 //
 // Mixers and summers wait for their own block alone, finishers for all blocks, which therefore are all resident
 // (cooperative launch).
@@ -254,6 +254,63 @@ __device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
   }
 }
 
+// One row by the finishers of a block, an octet each in turn: what finish_kernel does, but for the coefficients, whose
+// logits are left at the row's partial mixes.
+__device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int row, int finisher, int turn) {
+  constexpr int kTurns = (kOctets + kFinishers - 1) / kFinishers, kAhead = 3;
+  const int lane = lane_now();
+  const auto octet = [&](int i) { return i * kFinishers + finisher; };
+  const auto real = [&](int i) { return i < kOctets / kFinishers || octet(i) < kOctets; };
+  float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>) + lane;
+  const uint16_t* const streams = p.streams + static_cast<int64_t>(row) * (kStreams * kHidden) + finisher * kOctetColumns + lane * kLaneColumns;
+  Gates<false> gates;
+  gates.load(p, lane);
+  float v[kColumnBlocks];  // of the lanes behind the sum of squares nobody asks
+#pragma unroll
+  for (int i = 0; i < kColumnBlocks; ++i) v[i] = load_from_l2(partial + i * kWidth<false>);
+  uint4 x[kAhead][kStreams], y[kTurns];
+  const auto fetch = [&](int i) {
+    if (i >= kTurns || !real(i)) return;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) x[i % kAhead][j] = load_from_l2(streams + j * kHidden + i * (kFinishers * kOctetColumns));
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) fetch(i);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kOctets; ++i) sum += v[2 * i] + v[2 * i + 1];
+  const float z = fmaf(root_normed<false>(sum, p), gates.scale, gates.base);
+  const float gate = sigmoid(z) + p.hc_eps;
+  float pre[kStreams];
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) pre[j] = __shfl_sync(0xffffffffu, gate, j);
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    if (!real(i)) continue;
+    const float squares = warp_sum(collapse(pre, x[i % kAhead], y[i]));
+    if (lane == 0) s.squares[turn % 2][octet(i)] = squares;
+    fetch(i + kAhead);
+  }
+  sync_threads<1, 32 * kFinishers>();
+  if (finisher == 0) partial[0] = z;  // all have read it
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < kOctets; ++i) squares += s.squares[turn % 2][i];
+  const float inverse = rsqrtf(fmaf(squares, p.inverse_hidden, p.norm_eps));
+  const uint4* const weights = reinterpret_cast<const uint4*>(p.norm_weight) + lane;
+  uint4* const out = reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(row) * kHidden) + lane;
+  if (p.norm_weight != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      if (real(i)) y[i] = times_weight(y[i], inverse, __ldg(weights + octet(i) * 32));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    if (real(i)) __stcs(out + octet(i) * 32, y[i]);
+  }
+}
+
 // What write_coefficients does, of one row by one lane.
 __device__ __forceinline__ void write_coefficients_alone(const Params& p, int64_t row) {
   const float4* const z = reinterpret_cast<const float4*>(p.partials + row * (kColumnBlocks * kWidth<false>));
@@ -282,95 +339,14 @@ __device__ __forceinline__ void write_coefficients_alone(const Params& p, int64_
   reinterpret_cast<float4*>(p.post_out)[row] = make_float4(gate(gates.x), gate(gates.y), gate(gates.z), gate(gates.w));
 }
 
-// Whether a row's streams and partial mixes are all there; then what is loaded from now on finds them.
-__device__ __forceinline__ bool is_done(const Params& p, int row) {
-  return __all_sync(0xffffffffu, load_acquire(counter_of(p, row / kTileRows)) == kColumnBlocks);
-}
-__device__ __forceinline__ void wait_for(const Params& p, int row) {
-  while (!is_done(p, row)) {
-    while (__any_sync(0xffffffffu, load_relaxed(counter_of(p, row / kTileRows)) != kColumnBlocks)) __nanosleep(100);
-  }
-}
-
-// What finish_kernel does, but for the coefficients, whose logits are left at the row's partial mixes: a block's finishers
-// take every so many-th row together, an octet each in turn. If the next row is done already, its loads begin as soon as
-// this one's streams are no longer needed.
-__device__ __forceinline__ void finish_rows(const Params& p, ManyShared& s, int finisher) {
-  constexpr int kTurns = (kOctets + kFinishers - 1) / kFinishers, kAhead = 2;
-  static_assert(kTurns % kAhead == 0);
-  const auto octet = [&](int i) { return i * kFinishers + finisher; };
-  const auto real = [&](int i) { return i < kOctets / kFinishers || octet(i) < kOctets; };
-  uint4 weight[kTurns];
-#pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    weight[i] = make_uint4(0, 0, 0, 0);
-    if (p.norm_weight != nullptr && real(i)) weight[i] = load_16(p.norm_weight + octet(i) * kOctetColumns + lane_now() * kLaneColumns);
-  }
-  uint4 x[kAhead][kStreams];
-  // The compiler would round y where it is used and keep twice the registers until then: what comes next needs it, to 0.
-  const uint32_t nothing = p.hidden - kHidden;
-  const auto zero_of = [&](const uint4& v) { return (v.x ^ v.y ^ v.z ^ v.w) & nothing; };
-  const auto fetch = [&](int row, int i, uint32_t zero) {
-    const uint16_t* const streams = p.streams + zero + static_cast<int64_t>(row) * (kStreams * kHidden) + finisher * kOctetColumns + lane_now() * kLaneColumns;
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) x[i % kAhead][j] = load_from_l2(streams + j * kHidden + i * (kFinishers * kOctetColumns));
-  };
-  bool fetched = false;
-#pragma unroll 1
-  for (int row = blockIdx.x, turn = 0; row < p.rows; row += blocks_now(), turn ^= 1) {
-    const int lane = lane_now();
-    float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>) + lane;
-    if (!fetched) wait_for(p, row);
-    float v[kColumnBlocks];  // of the lanes behind the sum of squares nobody asks
-#pragma unroll
-    for (int i = 0; i < kColumnBlocks; ++i) v[i] = load_from_l2(partial + i * kWidth<false>);
-    if (!fetched) {
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) fetch(row, i, 0);
-    }
-    Gates<false> gates;
-    gates.load(p, lane);
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kOctets; ++i) sum += v[2 * i] + v[2 * i + 1];
-    const float z = fmaf(root_normed<false>(sum, p), gates.scale, gates.base);
-    const float gate = sigmoid(z) + p.hc_eps;
-    float pre[kStreams];
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) pre[j] = __shfl_sync(0xffffffffu, gate, j);
-    uint4 y[kTurns];
-    const auto collapse_octet = [&](int i) {
-      const float squares = warp_sum(collapse(pre, x[i % kAhead], y[i]));
-      if (lane == 0) s.squares[turn][octet(i)] = squares;
-    };
-#pragma unroll
-    for (int i = 0; i < kTurns - kAhead; ++i) {
-      collapse_octet(i);
-      if (real(i + kAhead)) fetch(row, i + kAhead, zero_of(y[i]));
-    }
-    const int next = row + blocks_now();
-    fetched = next < p.rows && is_done(p, next);
-#pragma unroll
-    for (int i = kTurns - kAhead; i < kTurns; ++i) {
-      if (real(i)) collapse_octet(i);
-      if (fetched) fetch(next, i % kAhead, real(i) ? zero_of(y[i]) : 0);
-    }
-    sync_threads<1, 32 * kFinishers>();
-    if (finisher == 0) partial[0] = z;  // all have read it
-    float squares = 0.f;
-#pragma unroll
-    for (int i = 0; i < kOctets; ++i) squares += s.squares[turn][i];
-    const float inverse = rsqrtf(fmaf(squares, p.inverse_hidden, p.norm_eps));
-    uint4* const out = reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(row) * kHidden) + lane;
-#pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
-      if (real(i)) __stcs(out + octet(i) * 32, p.norm_weight != nullptr ? times_weight(y[i], inverse, weight[i]) : y[i]);
-    }
-  }
-}
-
 __device__ __forceinline__ void finish_all(const Params& p, ManyShared& s, int finisher) {
-  finish_rows(p, s, finisher);
+#pragma unroll 1
+  for (int row = blockIdx.x, turn = 0; row < p.rows; row += blocks_now(), ++turn) {
+    const uint32_t* const counter = counter_of(p, row / kTileRows);
+    while (__any_sync(0xffffffffu, load_relaxed(counter) != kColumnBlocks)) __nanosleep(100);
+    load_acquire(counter);
+    finish_row(p, s, row, finisher, turn);
+  }
   if (finisher != 0) return;
   __syncwarp();
   const int step = blocks_now();
