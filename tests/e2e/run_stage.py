@@ -252,8 +252,11 @@ def device():
     }
 
 
-def commit():
-    """None in a copy without history: collect.py is then told (--commit)."""
+def commit(patch):
+    """Of the patch that ran, by its build; else of this checkout; None where neither says (collect.py --commit)."""
+    built = read_json(patch / "deepseek_v4_sm120" / "build_info.json")
+    if built:
+        return built["git_commit"]
     if not (REPO / ".git").exists() or not shutil.which("git"):
         return None
     line = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
@@ -313,7 +316,7 @@ def main():
         "stage": arguments.stage,
         "device": device(),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
+        "commit": commit(arguments.patch),
         "command": f"python3 tests/e2e/run_stage.py {arguments.stage}{only}",
         "cases": result(cases, outcomes, arguments),
         "differences": differences(arguments),

@@ -275,7 +275,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ports", type=int, nargs=len(NAMES), default=[30100, 32100, 34100], help="far apart")
     parser.add_argument("--commit", help="of the patch, where this is a copy without git")
     parser.add_argument("--mode", default="ops", choices=("ops", "seams"))
-    parser.add_argument("--choices", default="", help="DSV4_SM120_SET of the patched server, mhc=off")
+    parser.add_argument(
+        "--choices",
+        help="DSV4_SM120_SET of the patched server; for the gates wo_a=off, since dummy weights fill our E4M3 wo_a "
+        "with other numbers than stock's bf16",
+    )
     parser.add_argument("--matrix", default="quick")
     parser.add_argument("--cells", default=CELLS, help="words of cell names, comma-separated")
     parser.add_argument("--context", type=int, default=40960, help="tokens; deeper cells need more")
@@ -288,7 +292,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--only-compare", action="store_true")
     only.add_argument("--only-gates", action="store_true")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.choices is None:
+        arguments.choices = "" if arguments.only_compare else "wo_a=off"
+    return arguments
 
 
 def main() -> int:

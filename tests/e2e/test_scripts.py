@@ -215,6 +215,13 @@ def test_each_operator_is_switched_off_alone(machine):
     assert all(r["issue"] == 7 and "16 experts" in r["case"] for r in rows)
 
 
+def test_the_commit_is_that_of_the_patch_that_ran(tmp_path):
+    stage = script("run_stage")
+    (tmp_path / "deepseek_v4_sm120").mkdir()
+    (tmp_path / "deepseek_v4_sm120/build_info.json").write_text('{"git_commit": "abc-dirty"}')
+    assert stage.commit(tmp_path) == "abc-dirty" != stage.commit(tmp_path / "none")
+
+
 def test_one_long_prefill_does_not_make_a_step_short():
     case = object.__new__(script("engine_case").Case)
     case.options = SimpleNamespace(name="x", in_len=[8], out_len=10, reps=3)

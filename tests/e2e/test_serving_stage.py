@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e import serving_stage
 from tests.serving.conftest import sglang_path  # noqa: F401
 
 HERE = Path(__file__).resolve().parent
@@ -149,3 +150,10 @@ def test_the_limit_stops_everything_and_keeps_what_is_done(stage):
 def test_nothing_is_measured_while_the_gpu_is_taken(stage, tmp_path):
     done, out = stage("--only-compare", "--limit-s", "22", "--wait-for", str(tmp_path / "free"))
     assert "patched: ready" in done.stdout and not (out / "result.json").exists(), done.stdout + done.stderr
+
+
+def test_gates_compare_engines_with_the_same_wo_a():
+    """Dummy weights fill an E4M3 wo_a with other numbers than a bf16 one: no answer would match."""
+    assert serving_stage.parse([]).choices == serving_stage.parse(["--only-gates"]).choices == "wo_a=off"
+    assert serving_stage.parse(["--only-compare"]).choices == ""
+    assert serving_stage.parse(["--choices", "mhc=off"]).choices == "mhc=off"
