@@ -7,13 +7,7 @@ all               DSpark's attention (0.5.17 and later) imports the function for
 
 from deepseek_v4_sm120.patching.contract import Contract, Parameters
 from deepseek_v4_sm120.patching.spec import Patch, Target
-from deepseek_v4_sm120.sglang_patches_wo_a import (
-    ATTENTION,
-    DEFERRING_FORWARD_PARAMETERS,
-    FORWARD_PARAMETERS,
-    MODEL,
-    OLD_FORWARD_PARAMETERS,
-)
+from deepseek_v4_sm120.sglang_patches_wo_a import ATTENTION, FORWARD_VERSIONS, MODEL
 
 NORM_ROPE = f"{MODEL}:fused_q_norm_rope"
 NORM_ROPE_PARAMETERS = Parameters(("q_input", "q_output", "eps", "freqs_cis", "positions"))
@@ -40,27 +34,7 @@ Q_NORM = Patch(
     "which reads them right after; bench/sparse_decode.py --norms",
     targets=(
         _target(NORM_ROPE, "norm_rope", ">=0.5.12,<0.6", NORM_ROPE_PARAMETERS, NORM_ROPE_REVIEWED),
-        _target(
-            f"{ATTENTION}.forward",
-            "forward",
-            ">=0.5.12,<0.5.13",
-            OLD_FORWARD_PARAMETERS,
-            {"0.5.12": "cc08aae75e2da626"},
-        ),
-        _target(
-            f"{ATTENTION}.forward",
-            "forward",
-            ">=0.5.13,<0.5.23",
-            FORWARD_PARAMETERS,
-            {"0.5.14": "358c5b08bdbb51e7", "0.5.17": "05f2d699962ee20a", "0.5.20": "3e9882b52725952e"},
-        ),
-        _target(
-            f"{ATTENTION}.forward",
-            "forward",
-            ">=0.5.23,<0.6",
-            DEFERRING_FORWARD_PARAMETERS,
-            {"0.5.23": "1fab66a44a735bf3"},
-        ),
+        *(_target(f"{ATTENTION}.forward", "forward", *version) for version in FORWARD_VERSIONS),
     ),
     needs=("deepseek_v4_sm120.extension:load",),
     modes=("sm120", "ops", "seams"),

@@ -34,6 +34,15 @@ INIT_REVIEWED = {
 OLD_FORWARD_PARAMETERS = Parameters(("self", "x", "positions", "forward_batch"))
 FORWARD_PARAMETERS = Parameters((*OLD_FORWARD_PARAMETERS.names, "x_quant"))
 DEFERRING_FORWARD_PARAMETERS = Parameters((*FORWARD_PARAMETERS.names, "defer_all_reduce"))
+FORWARD_VERSIONS = (  # of MQALayer.forward: (versions, contract, digests of what was read)
+    (">=0.5.12,<0.5.13", OLD_FORWARD_PARAMETERS, {"0.5.12": "cc08aae75e2da626"}),
+    (
+        ">=0.5.13,<0.5.23",
+        FORWARD_PARAMETERS,
+        {"0.5.14": "358c5b08bdbb51e7", "0.5.17": "05f2d699962ee20a", "0.5.20": "3e9882b52725952e"},
+    ),
+    (">=0.5.23,<0.6", DEFERRING_FORWARD_PARAMETERS, {"0.5.23": "1fab66a44a735bf3"}),
+)
 
 
 def _target(where: str, replacement: str, sglang: str, contract: Contract, reviewed: dict[str, str]) -> Target:
@@ -89,27 +98,7 @@ WO_A = Patch(
                 **dict.fromkeys(("0.5.17", "0.5.20", "0.5.23"), "ccba08a6e6f434c7"),
             },
         ),
-        _target(
-            f"{ATTENTION}.forward",
-            "forward",
-            ">=0.5.12,<0.5.13",
-            OLD_FORWARD_PARAMETERS,
-            {"0.5.12": "cc08aae75e2da626"},
-        ),
-        _target(
-            f"{ATTENTION}.forward",
-            "forward",
-            ">=0.5.13,<0.5.23",
-            FORWARD_PARAMETERS,
-            {"0.5.14": "358c5b08bdbb51e7", "0.5.17": "05f2d699962ee20a", "0.5.20": "3e9882b52725952e"},
-        ),
-        _target(
-            f"{ATTENTION}.forward",
-            "forward",
-            ">=0.5.23,<0.6",
-            DEFERRING_FORWARD_PARAMETERS,
-            {"0.5.23": "1fab66a44a735bf3"},
-        ),
+        *(_target(f"{ATTENTION}.forward", "forward", *version) for version in FORWARD_VERSIONS),
     ),
     needs=("deepseek_v4_sm120.extension:load",),
     modes=("sm120", "ops", "seams"),
