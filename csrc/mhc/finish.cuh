@@ -73,6 +73,21 @@ __device__ __forceinline__ void sinkhorn(const Params& p, const float (&c)[kStre
   }
 }
 
+// comb of one row: C brought to sums of one; by a thread, of those rows of C for which mine(i)
+template <typename Mine>
+__device__ __forceinline__ void write_comb(const Params& p, int64_t row, const float (&c)[kStreams][kStreams], Mine mine) {
+  float a[kStreams], b[kStreams], gauge;
+  sinkhorn(p, c, a, b, gauge);
+  float4* const out = reinterpret_cast<float4*>(p.comb_out + row * (kStreams * kStreams));
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) b[j] = reciprocal(b[j]);
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    const float r = gauge * reciprocal(a[i]);
+    if (mine(i)) out[i] = make_float4(c[i][0] * r * b[0], c[i][1] * r * b[1], c[i][2] * r * b[2], c[i][3] * r * b[3]);
+  }
+}
+
 // post and comb of one row from z = mix * scale + base (lane o has the o-th); a full warp
 __device__ __forceinline__ void write_coefficients(const Params& p, int64_t row, float z, int lane) {
   // lanes 8 to 23 have a row of C in four lanes each
@@ -88,16 +103,7 @@ __device__ __forceinline__ void write_coefficients(const Params& p, int64_t row,
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) c[i][j] = __shfl_sync(0xffffffffu, start, 8 + i * kStreams + j);
   }
-  float a[kStreams], b[kStreams], gauge;
-  sinkhorn(p, c, a, b, gauge);
-  float4* const out = reinterpret_cast<float4*>(p.comb_out + row * (kStreams * kStreams));
-#pragma unroll
-  for (int j = 0; j < kStreams; ++j) b[j] = reciprocal(b[j]);
-#pragma unroll
-  for (int i = 0; i < kStreams; ++i) {
-    const float r = gauge * reciprocal(a[i]);
-    if (lane == i) out[i] = make_float4(c[i][0] * r * b[0], c[i][1] * r * b[1], c[i][2] * r * b[2], c[i][3] * r * b[3]);
-  }
+  write_comb(p, row, c, [lane](int i) { return lane == i; });
   if (lane >= 4 && lane < 8) p.post_out[row * kStreams + lane - 4] = p.post_scale * sigmoid(z);
 }
 

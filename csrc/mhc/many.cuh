@@ -325,16 +325,7 @@ __device__ __forceinline__ void write_coefficients_alone(const Params& p, int64_
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) c[i][j] = fmaf(c[i][j], inverse, p.hc_eps);
   }
-  float a[kStreams], b[kStreams], gauge;
-  sinkhorn(p, c, a, b, gauge);
-  float4* const out = reinterpret_cast<float4*>(p.comb_out + row * (kStreams * kStreams));
-#pragma unroll
-  for (int j = 0; j < kStreams; ++j) b[j] = reciprocal(b[j]);
-#pragma unroll
-  for (int i = 0; i < kStreams; ++i) {
-    const float r = gauge * reciprocal(a[i]);
-    out[i] = make_float4(c[i][0] * r * b[0], c[i][1] * r * b[1], c[i][2] * r * b[2], c[i][3] * r * b[3]);
-  }
+  write_comb(p, row, c, [](int) { return true; });
   const auto gate = [&](float value) { return p.post_scale * sigmoid(value); };
   reinterpret_cast<float4*>(p.post_out)[row] = make_float4(gate(gates.x), gate(gates.y), gate(gates.z), gate(gates.w));
 }
