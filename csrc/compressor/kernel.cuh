@@ -97,6 +97,47 @@ __device__ __forceinline__ void store_entry(const Params& p, const Row& r, float
   }
 }
 
+template <typename Vector>
+__device__ __forceinline__ Vector filled(float v) {
+  if constexpr (sizeof(Vector) == sizeof(float2)) {
+    return make_float2(v, v);
+  } else {
+    return make_float4(v, v, v, v);
+  }
+}
+
+// The row's token to the state, and where it ends a group, the group's eight values and scores at this thread's columns:
+// of the group before, whose state begins at `before`, and its own; the token's are not read back. After pdl_wait.
+template <int kDim, typename Vector>
+__device__ __forceinline__ void take_token(const Params& p, const Row& r, int row, int column, const float* before, const float* own,
+                                           Vector (&value)[8], Vector (&score)[8]) {
+  constexpr int kRatio = 4, kWidth = 4 * kDim, kScore = 2 * kDim;
+  const float* const token = p.kv_score + row * p.kv_score_stride + column;
+  Vector given[4];  // values for the next group, for its own; scores likewise
+#pragma unroll
+  for (int i = 0; i < 4; ++i) given[i] = *reinterpret_cast<const Vector*>(token + i * kDim);
+  if (r.slot >= 0) {
+#pragma unroll
+    for (int i = 0; i < kRatio; ++i) {
+      value[i] = filled<Vector>(0.f);
+      score[i] = filled<Vector>(-FLT_MAX);
+      if (r.overlaps) {
+        const bool is_token = r.page_before == r.write / kRatio && i == r.write % kRatio;
+        value[i] = is_token ? given[0] : *reinterpret_cast<const Vector*>(before + i * kWidth);
+        score[i] = is_token ? given[2] : *reinterpret_cast<const Vector*>(before + i * kWidth + kScore);
+      }
+      const bool is_token = r.page == r.write / kRatio && i == r.write % kRatio;
+      value[kRatio + i] = is_token ? given[1] : *reinterpret_cast<const Vector*>(own + i * kWidth);
+      score[kRatio + i] = is_token ? given[3] : *reinterpret_cast<const Vector*>(own + i * kWidth + kScore);
+    }
+  }
+  if (r.write >= 0) {
+    float* const to = p.state + static_cast<int64_t>(r.write) * kWidth + column;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) *reinterpret_cast<Vector*>(to + i * kDim) = given[i];
+  }
+}
+
 __global__ void __launch_bounds__(kEntryThreads) short_kernel(const __grid_constant__ Params p) {
   constexpr int kRatio = 4, kWidth = 4 * kHeadDim, kScore = 2 * kHeadDim;
   __shared__ float sums[8];
@@ -124,31 +165,8 @@ __global__ void __launch_bounds__(kEntryThreads) short_kernel(const __grid_const
   }
   pdl_wait();
   pdl_trigger();
-  const float* const token = p.kv_score + row * p.kv_score_stride + column;
-  float2 given[4];  // values for the next group, for its own; scores likewise
-#pragma unroll
-  for (int i = 0; i < 4; ++i) given[i] = *reinterpret_cast<const float2*>(token + i * kHeadDim);
   float2 value[8], score[8];
-  if (r.slot >= 0) {
-#pragma unroll
-    for (int i = 0; i < kRatio; ++i) {
-      value[i] = make_float2(0.f, 0.f);
-      score[i] = make_float2(-FLT_MAX, -FLT_MAX);
-      if (r.overlaps) {
-        const bool is_token = r.page_before == r.write / kRatio && i == r.write % kRatio;
-        value[i] = is_token ? given[0] : *reinterpret_cast<const float2*>(before + i * kWidth);
-        score[i] = is_token ? given[2] : *reinterpret_cast<const float2*>(before + i * kWidth + kScore);
-      }
-      const bool is_token = r.page == r.write / kRatio && i == r.write % kRatio;
-      value[kRatio + i] = is_token ? given[1] : *reinterpret_cast<const float2*>(own + i * kWidth);
-      score[kRatio + i] = is_token ? given[3] : *reinterpret_cast<const float2*>(own + i * kWidth + kScore);
-    }
-  }
-  if (r.write >= 0) {
-    float* const to = p.state + static_cast<int64_t>(r.write) * kWidth + column;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) *reinterpret_cast<float2*>(to + i * kHeadDim) = given[i];
-  }
+  take_token<kHeadDim>(p, r, row, column, before, own, value, score);
   if (r.slot < 0) return;
   float values[2][8], scores[2][8];
 #pragma unroll
@@ -205,7 +223,7 @@ __device__ __forceinline__ void store_index_entry(const Params& p, const Row& r,
 
 template <bool kFp4>
 __global__ void __launch_bounds__(kIndexThreads) index_kernel(const __grid_constant__ Params p) {
-  constexpr int kRatio = 4, kWidth = 4 * kIndexDim, kScore = 2 * kIndexDim;
+  constexpr int kRatio = 4, kWidth = 4 * kIndexDim;
   const int row = blockIdx.x * kIndexRows + threadIdx.x / 32, lane = threadIdx.x % 32, column = 4 * lane;
   if (row >= p.rows) return;
   const Row r = Row::read<kRatio>(p, row);
@@ -220,31 +238,8 @@ __global__ void __launch_bounds__(kIndexThreads) index_kernel(const __grid_const
   }
   pdl_wait();
   pdl_trigger();
-  const float* const token = p.kv_score + row * p.kv_score_stride + column;
-  float4 given[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) given[i] = *reinterpret_cast<const float4*>(token + i * kIndexDim);
   float4 value[8], score[8];
-  if (r.slot >= 0) {
-#pragma unroll
-    for (int i = 0; i < kRatio; ++i) {
-      value[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-      score[i] = make_float4(-FLT_MAX, -FLT_MAX, -FLT_MAX, -FLT_MAX);
-      if (r.overlaps) {
-        const bool is_token = r.page_before == r.write / kRatio && i == r.write % kRatio;
-        value[i] = is_token ? given[0] : *reinterpret_cast<const float4*>(before + i * kWidth);
-        score[i] = is_token ? given[2] : *reinterpret_cast<const float4*>(before + i * kWidth + kScore);
-      }
-      const bool is_token = r.page == r.write / kRatio && i == r.write % kRatio;
-      value[kRatio + i] = is_token ? given[1] : *reinterpret_cast<const float4*>(own + i * kWidth);
-      score[kRatio + i] = is_token ? given[3] : *reinterpret_cast<const float4*>(own + i * kWidth + kScore);
-    }
-  }
-  if (r.write >= 0) {
-    float* const to = p.state + static_cast<int64_t>(r.write) * kWidth + column;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) *reinterpret_cast<float4*>(to + i * kIndexDim) = given[i];
-  }
+  take_token<kIndexDim>(p, r, row, column, before, own, value, score);
   if (r.slot < 0) return;
   const auto part = [](const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
   float x[4];
