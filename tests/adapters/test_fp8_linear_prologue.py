@@ -11,6 +11,7 @@ from deepseek_v4_sm120 import device_gate, settings, shadow
 from deepseek_v4_sm120.reference import fp8_linear as reference
 from deepseek_v4_sm120.reference.fp8_linear_inputs import make_gates_and_ups, make_norm_weight, make_weight, make_x
 from deepseek_v4_sm120.sglang_adapters import fp8_linear as adapter
+from tests.adapters.fp8_product import checked_product, made_before
 
 INPUTS, LIMIT, EPS = 256, 10.0, 1e-6
 
@@ -98,31 +99,13 @@ class Attention(torch.nn.Module):
         return queries
 
 
-def made_before(x, norm_weight, norm_eps):
-    log.append("made before")
-    return reference.normalized(x, norm_weight, norm_eps)
-
-
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
     """The gate is open for the CPU; the reference computes what passes the operator's own checks."""
-
-    def operator(x, weight, scale, *, swiglu_limit=None, norm_weight=None, norm_eps=None):
-        inputs = weight.shape[1]
-        adapter.op._check_x("fp8_linear", x, 2, ("rows", "inputs"))
-        adapter.op._check_weight("fp8_linear", weight, scale, x, (inputs,))
-        adapter.op._check_prologue(x, swiglu_limit, norm_weight, norm_eps)
-        log.append("gated" if swiglu_limit else "normalised" if norm_weight is not None else "plain")
-        if swiglu_limit:
-            x = reference.gated(x, swiglu_limit)
-        elif norm_weight is not None:
-            x = reference.normalized(x, norm_weight, norm_eps)
-        return reference.fp8_linear(x, weight, scale).to(torch.bfloat16)
-
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
-    monkeypatch.setattr(adapter.op, "fp8_linear", operator)
+    monkeypatch.setattr(adapter.op, "fp8_linear", checked_product(log))
     monkeypatch.setattr(adapter.op, "takes_prologue", lambda name, outputs, inputs: inputs <= 2048)
-    monkeypatch.setattr(adapter.op, "normalized", made_before)
+    monkeypatch.setattr(adapter.op, "normalized", made_before(log))
     log.clear()
 
 

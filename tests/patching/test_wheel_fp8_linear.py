@@ -15,6 +15,7 @@ from deepseek_v4_sm120.reference.fp8_linear_inputs import make_gates_and_ups, ma
 from deepseek_v4_sm120.sglang_adapters import fp8_linear as adapter
 from deepseek_v4_sm120.sglang_patches import INDEXER
 from deepseek_v4_sm120.sglang_patches_fp8_linear import MLP_MODEL
+from tests.adapters.fp8_product import checked_product, made_before
 from tests.patching.test_wheel_wo_a import QUIET, Quiet, definition, source, take
 from tests.patching.test_wheels import VERSIONS
 
@@ -99,25 +100,10 @@ def linear(wheel, kind, outputs, inputs, *, patched, seed):
 @pytest.fixture(autouse=True)
 def operator(monkeypatch):
     """The gate is open; the reference computes what passes our operator's own checks."""
-
-    def made(x, weight, scale, *, swiglu_limit=None, norm_weight=None, norm_eps=None):
-        adapter.op._check_prologue(x, swiglu_limit, norm_weight, norm_eps)
-        calls.append("gated" if swiglu_limit else "normalised" if norm_weight is not None else "plain")
-        if swiglu_limit:
-            x = reference.gated(x, swiglu_limit)
-        elif norm_weight is not None:
-            x = reference.normalized(x, norm_weight, norm_eps)
-        return reference.fp8_linear(x, weight, scale).to(torch.bfloat16)
-
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
-    monkeypatch.setattr(adapter.op, "fp8_linear", made)
-
-    def normalized(x, norm_weight, norm_eps):
-        calls.append("made before")
-        return reference.normalized(x, norm_weight, norm_eps)
-
+    monkeypatch.setattr(adapter.op, "fp8_linear", checked_product(calls))
     monkeypatch.setattr(adapter.op, "takes_prologue", lambda name, outputs, inputs: True)
-    monkeypatch.setattr(adapter.op, "normalized", normalized)
+    monkeypatch.setattr(adapter.op, "normalized", made_before(calls))
     calls.clear()
 
 
