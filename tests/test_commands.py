@@ -179,11 +179,11 @@ def test_a_server_comes_up_and_ctrl_c_ends_it(run, machine, tmp_path):
     env = run.environment([site], PATH=path)
     with open(tmp_path / "log", "w") as log:
         child = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=tmp_path)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while "Ctrl-C stops" not in (tmp_path / "log").read_text() and time.monotonic() < end and child.poll() is None:
         time.sleep(0.1)
     child.send_signal(signal.SIGINT)
-    assert child.wait(30) == 0
+    assert child.wait(120) == 0
     text = (tmp_path / "log").read_text()
     assert "answers at http://127.0.0.1:" in text and "capturing CUDA graphs" in text and "bye" in text
     assert f"env {REPO}" in text and "patch " in text and "Traceback" not in text
