@@ -52,6 +52,11 @@ IMPLEMENTATIONS = {
     "index_seams_shadow": "ours beside TileLang's logits and SGLang's top-k",
     "index_a": "ours, DSV4_SM120_FORCE=ops, every call ours",
     "index_b": "ours, DSV4_SM120_FORCE=ops, every call ours",
+    "stock_tp2": "SGLang stock, two cards (paged extend)",
+    "ops_tp2_shadow": "ours beside SGLang's, two cards",
+    "ops_tp2": "ours, every operator on, two cards",
+    "stock43_tp2": "SGLang stock, two cards (Hopper kernels)",
+    "ops43_tp2": "ours, every operator on, two cards",
     "stock43_alone": "SGLang stock (Hopper kernels)",
     "ops43_alone": "ours, every operator on",
     **{f"ops43_without_{name}": f"ours, without {name}" for name in OPERATORS},
@@ -59,6 +64,7 @@ IMPLEMENTATIONS = {
 KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answer as stock does
     "index_shadow": "SGLang stock (FlashMLA, paged extend, DeepGEMM's paged logits)",
     "ops_shadow": "SGLang stock (FlashMLA, paged extend)",
+    "ops_tp2_shadow": "SGLang stock, two cards (paged extend, paged logits)",
     "seams_shadow": "SGLang stock (Triton, SM120 branches)",
 }
 WHOLE_BARS = {  # issue 7, of the whole step with everything on: batch -> metric -> bar
@@ -137,7 +143,7 @@ def index_rows(name, impl, patch, records):
 
 def timing_rows(name, batches, prefill_bars=None):
     impl, rows = IMPLEMENTATIONS[name], []
-    is_whole = name.endswith(("_whole", "43_alone")) or "_without_" in name
+    is_whole = name.endswith(("_whole", "43_alone", "43_tp2")) or "_without_" in name
     issue = WHOLE_ISSUE if is_whole else ISSUE
     for batch, timed in batches.items():
         bars = WHOLE_BARS.get((name, batch), {}) | (prefill_bars or {}).get(batch, {})

@@ -54,12 +54,18 @@ AT_1K = [*ALL_LAYERS, "--in-len", "1024", "--max-total-tokens", "2000000"]
 TIMED = [*AT_1K, "--phases", "bench", "--bs", "1", "8", "32", "--out-len", "64", "--reps", "2"]
 PROFILED = [*AT_1K, "--phases", "profile", "--bs", "1", "8"]
 # two engines side by side on one GPU, one at a time when it comes to timing
-WHOLE = [*ALL_LAYERS, "--in-len", "1024", "--max-total-tokens", "400000", "--phases", "bench", "profile", "prefill"]
-WHOLE += ["--bs", "1", "8", "--out-len", "64", "--reps", "3"]
+SIDE_BY_SIDE = [*ALL_LAYERS, "--in-len", "1024", "--max-total-tokens", "400000", "--bs", "1", "8", "--out-len", "64"]
+SIDE_BY_SIDE += ["--reps", "3"]
+WHOLE = [*SIDE_BY_SIDE, "--phases", "bench", "profile", "prefill"]
 # Six engines side by side. At batch 1 six experts are read, however many there are; 16 of them are all that is loaded
 ONE_ROW = [*ALL_LAYERS, "--set", 'json_model_override_args="{\\"n_routed_experts\\": 16}"', "--in-len", "1024"]
 ONE_ROW += ["--max-total-tokens", "20000", "--mem", "0.95", "--phases", "bench", "--bs", "1", "--out-len", "64"]
 ONE_ROW += ["--reps", "4"]
+# Two cards as most users have them: NCCL alone between them. Neither NVLink multicast nor a fused all-reduce
+TWO_CARDS = ["--set", "tp_size=2", "--set", "disable_custom_all_reduce=true"]
+TWO_CARDS += ["--set", "enforce_disable_flashinfer_allreduce_fusion=true"]
+TWO_CARDS_ANSWER = [*SIX_LAYERS, *ANSWER, *TWO_CARDS, "--mem", "0.95"]
+TWO_CARDS_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", *TWO_CARDS]
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,16 @@ STAGES = {
             for name in OPERATORS
         ),
     ],
+    # tensor parallelism over two cards: 32 heads a card, so prompts take the attention's stacked rows
+    "tp2": [
+        Case("stock_tp2", TWO_CARDS_ANSWER, patched=False, environment=PAGED_EXTEND),
+        Case("ops_tp2_shadow", TWO_CARDS_ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX | SHADOW),
+        Case("ops_tp2", TWO_CARDS_ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX),
+    ],
+    "tp2_43": [
+        Case("stock43_tp2", TWO_CARDS_TIMED, patched=False, takes_turns=True),
+        Case("ops43_tp2", TWO_CARDS_TIMED, environment=OPS | PAGED_EXTEND | PAGED_INDEX, takes_turns=True),
+    ],
     "launches43": [
         Case("stock43_launches", PROFILED, patched=False),
         Case("ops43_launches", PROFILED, environment=OPS),
@@ -139,6 +155,8 @@ DIFFERENCES = [
     ("yardstick: stock's paged extend against stock's sparse_fwd extend", "ops_shadow", "stock"),
     ("ours against stock, 32,000 tokens, paged extend", "ops32k", "stock32k"),
     ("yardstick: the same stock kernels twice, 32,000 tokens", "ops32k_shadow", "stock32k"),
+    ("ours against stock, two cards, paged extend", "ops_tp2", "stock_tp2"),
+    ("yardstick: stock's kernels twice, two cards", "ops_tp2_shadow", "stock_tp2"),
     ("ours against stock Triton, SM120 branches", "seams", "seams_shadow"),
     ("yardstick: stock's SM120 branches against stock's Hopper path", "seams_shadow", "stock"),
 ]

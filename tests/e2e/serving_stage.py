@@ -5,8 +5,8 @@ GPU.
 usage: serving_stage.py [--harness DIR] [--patch build] [--out $OUT] [--mode ops] [--variant flash6h] [--limit-s 240]
 
 Starts two HTTP servers with the harness's cut-down model (random weights, a made tokenizer: one word a token), runs
-bench/serving/compare.py on their addresses, then the gates that random weights leave a meaning, then tries a third
-server with speculation (the draft layer has random weights too, so acceptance is nil; the verifier is what is tested).
+bench/serving/compare.py on their addresses, then the gates that random weights leave a meaning, then tries both with
+speculation (the draft layer has random weights too, so acceptance is nil; the verifier is what is tested).
 Every part is guarded and has its own limit; what is done stays in OUT: result.json, report.md, report.html, plots,
 gates/*.json, gates.md, and the ends of the servers' logs.
 """
@@ -31,8 +31,9 @@ from bench.serving import compare, identity  # noqa: E402
 from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
 
-NAMES = ("stock", "patched", "speculating")
-AFTER_COMPARE_S = 80.0  # for the gates and the third server
+NAMES = ("stock", "patched", "stock_speculating", "speculating")
+COMPARED, SPECULATING = NAMES[:2], NAMES[2:]  # a speculating server is held against the one compared in its place
+AFTER_COMPARE_S = 80.0  # for the gates and the speculating servers
 GRACE_S = 10.0  # of the limit, for writing what is done
 GRAPHS = ["1", "2", "4", "8", "16", "32"]
 CELLS = "single,concurrency,depth 8K,prefill 1K,prefill 8K,intrusion"  # of the quick matrix, what four minutes hold
@@ -112,6 +113,7 @@ class Stage:
         self.servers: dict[str, ServerProcess] = {}
         self.gave_up = False
         self.ports = dict(zip(NAMES, arguments.ports, strict=True))
+        self.gpus = dict(zip(NAMES, arguments.gpus, strict=True)) if arguments.gpus else {}
         self.reports = {name: arguments.out / f"patch_reports_{name}" for name in NAMES}
 
     def left_s(self) -> float:
@@ -136,6 +138,8 @@ class Stage:
         if patched:
             environment["DSV4_SM120_FORCE"] = self.arguments.mode
             environment["DSV4_SM120_SET"] = self.arguments.choices
+        if name in self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[name]
         words = [sys.executable, "-m", "sglang.launch_server", "--port", str(self.ports[name])]
         command = "exec " + " ".join([*words, *flags({**arguments, **(extra or {})})])
         url = f"http://127.0.0.1:{self.ports[name]}"
@@ -154,7 +158,7 @@ class Stage:
 
     def unforeseen(self) -> list[str]:
         """Server arguments that differ though both were given the same: named, so that the report says so."""
-        infos = [Endpoint(self.servers[name].url).server_info() for name in ("stock", "patched")]
+        infos = [Endpoint(self.servers[name].url).server_info() for name in COMPARED]
         return [key for key in identity.differing(*infos) if key not in identity.NOT_FLAGS]
 
     def compare(self) -> None:
@@ -176,7 +180,7 @@ class Stage:
         after_s = 2 * GRACE_S if self.arguments.only_compare else AFTER_COMPARE_S
         words += ["--limit-s", str(max(30.0, self.left_s() - after_s))]
         words += ["--commit", self.arguments.commit] if self.arguments.commit else []
-        for letter, name in (("a", "stock"), ("b", "patched")):
+        for letter, name in zip("ab", COMPARED, strict=True):
             words += [f"--{letter}-label", name, f"--{letter}-url", self.servers[name].url]
             words += [f"--{letter}-pid", str(self.servers[name].process.pid)]
             words += [f"--{letter}-report", str(self.reports[name])]
@@ -198,16 +202,25 @@ class Stage:
         oracle = ["--lengths", "16", "130", "700", "1000", "--new", "32"]
         self.guarded(self.gate, "oracle_stock_against_itself", "logit-oracle", "stock", "--reference", stock, *oracle)
         self.guarded(self.gate, "oracle_patched", "logit-oracle", "patched", "--reference", stock, *oracle)
-        for name in ("stock", "patched"):
+        for name in COMPARED:
             self.guarded(self.gate, f"batch_{name}", "batch-invariance", name, "--num-prompts", "3", "--new", "48")
 
-    def speculation(self) -> None:
-        if self.left_s() < 45:
-            return say("speculation: not tried, no time left")
-        self.start("speculating", True, SPECULATION)
-        self.ready("speculating", self.arguments.speculation_s)
-        equality = ["--without", self.servers["patched"].url, "--num-prompts", "32", "--new", "32"]
-        self.gate("speculation_patched", "speculation-equality", "speculating", *equality)
+    def start_speculating(self) -> None:
+        for name, without in zip(SPECULATING, COMPARED, strict=True):
+            self.start(name, without == "patched", SPECULATION)
+
+    def speculation(self, name: str, without: str) -> None:
+        self.ready(name, self.arguments.speculation_s)
+        equality = ["--without", self.servers[without].url, "--num-prompts", "32", "--new", "32"]
+        self.gate(f"speculation_{without}", "speculation-equality", name, *equality)
+
+    def speculations(self) -> None:
+        if not self.arguments.only_gates:
+            if self.left_s() < 45:
+                return say("speculation: not tried, no time left")
+            self.start_speculating()
+        for name, without in reversed(list(zip(SPECULATING, COMPARED, strict=True))):  # ours first
+            self.guarded(self.speculation, name, without)
 
     def guarded(self, part, *arguments) -> None:
         try:
@@ -222,16 +235,18 @@ class Stage:
         watchdog.daemon = True
         watchdog.start()
         try:
-            for name in ("stock", "patched"):
+            for name in COMPARED:
                 self.start(name, name == "patched")
-            for name in ("stock", "patched"):
+            if self.arguments.only_gates:
+                self.start_speculating()
+            for name in COMPARED:
                 self.ready(name, self.arguments.start_s)
             self.wait_for_the_gpu()
             if not self.arguments.only_gates and not self.gave_up:
                 self.guarded(self.compare)
             if not self.arguments.only_compare and not self.gave_up:
                 self.guarded(self.gates)
-                self.guarded(self.speculation)
+                self.guarded(self.speculations)
         except ServerDied as error:
             say(str(error))
             return 1
@@ -272,7 +287,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "serving")
     parser.add_argument("--models", type=Path, default=Path("/tmp/models_serving"))
     parser.add_argument("--variant", default="flash6h", help="flash6h for the gates; flash43e64 for true step times")
-    parser.add_argument("--ports", type=int, nargs=len(NAMES), default=[30100, 32100, 34100], help="far apart")
+    parser.add_argument("--ports", type=int, nargs=len(NAMES), default=[30100, 32100, 34100, 36100], help="far apart")
+    parser.add_argument("--gpus", nargs=len(NAMES), help="which GPU each server has: stock, patched, and speculating")
     parser.add_argument("--commit", help="of the patch, where this is a copy without git")
     parser.add_argument("--mode", default="ops", choices=("ops", "seams"))
     parser.add_argument(
@@ -287,7 +303,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-radix", dest="radix", action="store_false", help="without the prefix cache")
     parser.add_argument("--limit-s", type=float, default=240)
     parser.add_argument("--start-s", type=float, default=110, help="that the two servers may take to start")
-    parser.add_argument("--speculation-s", type=float, default=60, help="that the third server may take to start")
+    parser.add_argument("--speculation-s", type=float, default=60, help="that a speculating server may take to start")
     parser.add_argument("--wait-for", type=Path, help="measure only when this file exists")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--only-compare", action="store_true")
