@@ -264,6 +264,7 @@ UNPADDED_HEADS = Patch(
         ),
     ),
     needs=(EXTENSION,),
+    modes=("sm120", "ops", "seams"),
     serves="sparse_decode",
     retire="with sparse_decode",
 )

@@ -57,4 +57,7 @@ def run(options: argparse.Namespace) -> Verdict:
         f"{len(prompts)} prompts, {options.new} tokens each, concurrency {', '.join(map(str, options.concurrency))}: "
         f"{faults} answers differ by more than a tie (log-probabilities within {options.tie:g} without speculation)"
     )
+    moved = [len(prompts) - figures[f"equal_without_speculation_at_{c}"] for c in options.concurrency if c > 1]
+    if any(moved):  # then not every difference is speculation's
+        summary += f"; the batch alone, without speculation, changes {', '.join(map(str, moved))} of {len(prompts)}"
     return Verdict(NAME, faults == 0, summary, findings, figures)

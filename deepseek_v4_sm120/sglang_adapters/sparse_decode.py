@@ -274,8 +274,9 @@ def replace_kernel_num_heads(original: Callable) -> Callable:
 def replace_backend_forward(original: Callable) -> Callable:
     """For DeepseekV4AttnBackend.forward of 0.5.13 to 0.5.19, whose q is padded to 64 heads above TP1.
 
-    The model writes the rank's heads to the front of q and takes the front of the result, so only those are computed.
-    Not for 0.5.12, where the rank's heads lie at an offset that this call does not tell.
+    The model writes the rank's heads to the front of q and takes the front of the result, so only those are computed,
+    and compared in shadow mode: the others are whatever memory held. Not for 0.5.12, where the rank's heads lie at an
+    offset that this call does not tell.
     """
 
     @functools.wraps(original)

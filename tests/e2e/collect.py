@@ -52,7 +52,6 @@ IMPLEMENTATIONS = {
     "index_seams_shadow": "ours beside TileLang's logits and SGLang's top-k",
     "index_a": "ours, DSV4_SM120_FORCE=ops, every call ours",
     "index_b": "ours, DSV4_SM120_FORCE=ops, every call ours",
-    "stock_tp2": "SGLang stock, two cards (paged extend)",
     "ops_tp2_shadow": "ours beside SGLang's, two cards",
     "ops_tp2": "ours, every operator on, two cards",
     "stock43_tp2": "SGLang stock, two cards (Hopper kernels)",

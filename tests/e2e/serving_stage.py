@@ -30,6 +30,7 @@ from bench.quality.verdict import markdown  # noqa: E402
 from bench.serving import compare, identity  # noqa: E402
 from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
+from tests.e2e.run_stage import PAGED_EXTEND, PAGED_INDEX  # noqa: E402
 
 NAMES = ("stock", "patched", "stock_speculating", "speculating")
 COMPARED, SPECULATING = NAMES[:2], NAMES[2:]  # a speculating server is held against the one compared in its place
@@ -134,6 +135,8 @@ class Stage:
         environment = environment_of(self.harness, options)
         environment = {key: value for key, value in environment.items() if not key.startswith("DSV4_")}
         environment["DSV4_SM120_REPORT"] = str(self.reports[name])
+        if self.arguments.only_gates:  # every server's prompts as they are ours in a patched one, whose bits repeat
+            environment |= PAGED_EXTEND | PAGED_INDEX
         self.reports[name].mkdir(parents=True, exist_ok=True)
         if patched:
             environment["DSV4_SM120_FORCE"] = self.arguments.mode

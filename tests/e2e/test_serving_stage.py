@@ -45,7 +45,7 @@ from tests.serving.fake_server import FakeServer
 def value(name):
     return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else None
 assert json.load(open(value("--model-path") + "/tokenizer.json"))["model"]["vocab"]["w49"] == 49
-print("GPU", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+print("GPU", os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"), flush=True)
 mode = os.environ.get("DSV4_SM120_FORCE")
 fault = os.environ.get("FAKE_FAULT_" + ("SPECULATING" if "--speculative-algorithm" in sys.argv else str(mode).upper()))
 if fault == "no_start":
@@ -134,8 +134,8 @@ def test_a_faulty_patch_fails_its_gates_and_no_speculation_is_said(stage):
     verdicts = {path.parent.name: json.loads(path.read_text())["verdict"] for path in out.glob("gates/*/*.json")}
     assert verdicts["batch_patched"] == "FAIL" and verdicts["batch_stock"] == "PASS"
     assert "speculation: speculating: the server ended (exit code 1); its log ends: " in done.stdout
-    gpus = {name: (out / f"{name}.log").read_text().split()[:2] for name in serving_stage.NAMES}
-    assert gpus == dict(zip(serving_stage.NAMES, (["GPU", n] for n in "0011"), strict=True))
+    started = {name: (out / f"{name}.log").read_text().split()[:3] for name in serving_stage.NAMES}
+    assert started == dict(zip(serving_stage.NAMES, (["GPU", gpu, "0"] for gpu in "0011"), strict=True))
 
 
 def test_a_server_that_does_not_start_is_said(stage):

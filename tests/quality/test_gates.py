@@ -93,6 +93,14 @@ def test_corruption_under_concurrency_only_is_not_seen_alone(run, serve):
     assert alone[1]["figures"]["equal_at_1"] == 16 and alone[1]["figures"]["equal_at_16"] < 16
 
 
+def test_what_the_batch_alone_changes_is_said_beside_what_speculation_changes(run, serve):
+    plain = serve("batch_variant", step_s=STEP_S)
+    code, found = run("speculation-equality", under_test("speculation-equality", serve), "--without", plain.url)
+    assert code == gates.PASSED and found["figures"]["equal_at_16"] == 16
+    changed = 16 - found["figures"]["equal_without_speculation_at_16"]
+    assert changed > 0 and found["summary"].endswith(f"{changed} of 16"), found["summary"]
+
+
 def test_a_tie_is_stated_and_is_no_fault(run, serve):
     server = under_test("speculation-equality", serve, "tie_flip")
     code, found = run("speculation-equality", server, "--without", serve().url)
