@@ -26,12 +26,13 @@ REPO = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(REPO)]
 
 from bench.quality import gates  # noqa: E402
-from bench.quality.verdict import markdown  # noqa: E402
+from bench.quality.verdict import markdown, rows  # noqa: E402
 from bench.serving import compare, identity  # noqa: E402
 from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
-from tests.e2e.run_stage import PAGED_EXTEND, PAGED_INDEX  # noqa: E402
+from tests.e2e.run_stage import PAGED_EXTEND, PAGED_INDEX, commit, device  # noqa: E402
 
+ISSUE = 9
 NAMES = ("stock", "patched", "stock_speculating", "speculating")
 COMPARED, SPECULATING = NAMES[:2], NAMES[2:]  # a speculating server is held against the one compared in its place
 AFTER_COMPARE_S = 80.0  # for the gates and the speculating servers
@@ -267,6 +268,19 @@ class Stage:
         last.start()
         self.stop_servers()
 
+    def result_file(self, files: dict[str, Path]) -> dict:
+        """The gates in the form of bench/results."""
+        arguments = self.arguments
+        return {
+            "device": device(),
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": arguments.commit or commit(arguments.patch),
+            "command": f"python3 tests/e2e/serving_stage.py --variant {arguments.variant} --mode {arguments.mode} "
+            f"--choices '{arguments.choices}'{' --only-gates' if arguments.only_gates else ''}",
+            "ceilings": {},
+            "rows": rows(files, ISSUE),
+        }
+
     def stop_servers(self) -> None:
         for server in self.servers.values():
             server.stop()
@@ -275,6 +289,7 @@ class Stage:
         files = {path.parent.name: path for path in sorted((self.arguments.out / "gates").glob("*/*.json"))}
         if files:
             (self.arguments.out / "gates.md").write_text(markdown(files) + "\n")
+            (self.arguments.out / "gates.json").write_text(json.dumps(self.result_file(files), indent=1) + "\n")
             print(markdown(files), flush=True)
         self.stop_servers()
         for name in self.servers:

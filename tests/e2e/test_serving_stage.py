@@ -125,6 +125,10 @@ def test_both_servers_are_compared_and_pass_the_gates(stage):
     compared = ["batch_stock", "batch_patched", "speculation_stock", "speculation_patched"]
     assert verdicts == dict.fromkeys(["oracle_stock_against_itself", "oracle_patched", *compared], "PASS")
     assert (out / "gates.md").read_text().count("| PASS |") == 6
+    result = json.loads((out / "gates.json").read_text())
+    assert result["commit"] == "abc123" and result["device"]["name"] == "none"
+    assert [row["value"] for row in result["rows"] if row["metric"] == "verdict"] == ["PASS"] * 6
+    assert {"issue": 9, "impl": "batch-invariance", "bar": None, "met": None}.items() <= result["rows"][1].items()
     assert (out / "stock.log").exists()
 
 
