@@ -5,6 +5,8 @@
 //   step     16 weight rows x 128 inputs of a warp: 64 bytes a lane, held in registers
 //   chunk    the blocks of 128 inputs of x that a slice's buffer in shared memory takes at a time: all, where they fit
 //
+// tile.cuh, for 9 rows and more, has its own shared memory: barriers | weights [warps][stages] | x [groups of warps][stages].
+//
 // Shared memory: barriers | x [stages][slices here][rows][chunk] | the sums that warps exchange, before that [rows][inputs, or gates
 // and ups] of which something is made | the norm's weights
 #pragma once
@@ -45,12 +47,25 @@ constexpr int exchange_bytes(int column_tiles, int row_tiles, int warp_rows) {
   return warp_rows == kWarps ? 0 : kWarps * exchange_rows(column_tiles) * sum_pitch(row_tiles) * 4;
 }
 
+// The tile kernel (tile.cuh): a ring of stages of 64 inputs, weights of all warps and x of each group of warps.
+constexpr int kStageInputs = 64, kMaxTileStages = 8, kTileBarrierBytes = 16 * 2 * kMaxTileStages;
+constexpr int tile_stage_bytes(int column_tiles, int row_tiles, int warp_rows) {
+  return kWarps * row_tiles * kTileRows * kStageInputs + kWarps / warp_rows * column_tiles * kColumns * kStageInputs * 2;
+}
+constexpr int tile_stages(int column_tiles, int row_tiles, int warp_rows) {
+  const int fit = (kMaxShared - kTileBarrierBytes) / tile_stage_bytes(column_tiles, row_tiles, warp_rows);
+  return fit < kMaxTileStages ? fit : kMaxTileStages;
+}
+constexpr int tile_shared_bytes(int column_tiles, int row_tiles, int warp_rows) {
+  return kTileBarrierBytes + tile_stages(column_tiles, row_tiles, warp_rows) * tile_stage_bytes(column_tiles, row_tiles, warp_rows);
+}
 
 struct Variant {
   int column_tiles, row_tiles, warp_rows;
 };
 // Those that make something of x have one column tile: the first kMakingVariants.
 constexpr int kMakingVariants = 3;
-constexpr Variant kVariants[] = {{1, 1, 1}, {1, 1, 4}, {1, 1, 8}, {2, 1, 1}, {2, 1, 4}, {2, 1, 8}, {4, 1, 4}, {4, 2, 4}, {4, 1, 8}, {8, 1, 8}, {8, 2, 8}};
+constexpr Variant kVariants[] = {{1, 1, 1}, {1, 1, 4}, {1, 1, 8}, {8, 1, 8}};
+constexpr Variant kTileVariants[] = {{2, 1, 4}, {2, 2, 4}, {4, 1, 4}, {4, 2, 4}, {4, 2, 8}, {8, 1, 4}, {8, 2, 4}};
 
 }  // namespace dsv4::fp8_linear

@@ -68,6 +68,7 @@ struct Plan {
   int64_t partial_bytes;
   int32_t norm;                  // where the norm's weights are
   int32_t shared_bytes;
+  int32_t in_turn;               // above 0: the tile kernel, with so many slices one after the other
 };
 
 constexpr int kMaxRows = 64;
@@ -78,6 +79,9 @@ using LinearKernel = void (*)(Params, Plan);
 // The kernels of a prologue, one for each of kVariants (config.h); each prologue has a file of its own.
 template <Prologue kPrologue>
 const LinearKernel* kernels();
+// The tile kernels, one for each of kTileVariants: x as it is, or rotated back.
+template <bool kRotates>
+const LinearKernel* tile_kernels();
 
 // Bytes of shared memory of a multiprocessor of the current device.
 int multiprocessor_shared();
@@ -85,9 +89,10 @@ int multiprocessor_shared();
 // Why the kernel cannot take these sizes; empty: it can.
 std::string problem(Prologue prologue, int rows, int groups, int outputs, int inputs);
 
-// Zero in `row_tiles`, `warp_rows`, `blocks`: the launcher's choice (tuning). No choice changes a bit of the result.
+// Zero in `row_tiles`, `warp_rows`, `blocks`, `in_turn`: the launcher's choice (tuning); `in_turn` above 0: the tile kernel, for
+// however few rows. No choice changes a bit of the result.
 Plan make_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int row_tiles, int warp_rows,
-               int blocks);
+               int blocks, int in_turn);
 
 // One kernel, or two where the plan splits.
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);

@@ -1,5 +1,5 @@
 // y = x W^T for up to 64 rows of bf16 x and E4M3 weights with a scale per 128 x 128 block: a stream of weights from memory
-// through registers into mma.sync.
+// through registers into mma.sync. From 9 rows on tile.cuh is faster, but for what launch.cu leaves here.
 //
 // The k of an mma is a free choice, made for both operands alike: a lane loads 16 bytes of one weight row, four E4M3 bytes
 // become two bf16 pairs (exact, NaN stays NaN), and those pairs are operands as they lie. x is an operand as it lies in memory.
@@ -56,6 +56,14 @@ __device__ __forceinline__ uint4 load_shared(const unsigned char* p) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)) : "memory");
   return v;
+}
+// Four pairs by the conjugate of their rotations: cosine, sine of two pairs each
+__device__ __forceinline__ uint4 rotated_back(const uint4& v, const float4& first, const float4& second) {
+  const auto back = [](uint32_t pair, float c, float s) {
+    const float a = bf16_low(pair), b = bf16_high(pair);
+    return pack_bf16x2(fmaf(a, c, b * s), fmaf(b, c, -(a * s)));
+  };
+  return make_uint4(back(v.x, first.x, first.y), back(v.y, first.z, first.w), back(v.z, second.x, second.y), back(v.w, second.z, second.w));
 }
 
 // 16 weight rows x 128 inputs: rows g and g + 8, 16 bytes of each half
@@ -136,12 +144,7 @@ struct Kernel {
     const int64_t position = p.position_bytes == 8 ? __ldg(static_cast<const int64_t*>(p.positions) + row)
                                                    : __ldg(static_cast<const int32_t*>(p.positions) + row);
     const float4* const from = reinterpret_cast<const float4*>(p.rotation + position * kRotated) + lane % 8 * 2;
-    const float4 first = __ldg(from), second = __ldg(from + 1);  // cosine, sine of two pairs each
-    const auto back = [](uint32_t pair, float c, float s) {
-      const float a = bf16_low(pair), b = bf16_high(pair);
-      return pack_bf16x2(fmaf(a, c, b * s), fmaf(b, c, -(a * s)));
-    };
-    return make_uint4(back(v.x, first.x, first.y), back(v.y, first.z, first.w), back(v.z, second.x, second.y), back(v.w, second.z, second.w));
+    return fp8_linear::rotated_back(v, __ldg(from), __ldg(from + 1));
   }
 
   // A stage's `count` blocks from the slice's `first` on, those that end a head, rotated back in place, by all warps of the

@@ -10,6 +10,22 @@ namespace {
 
 constexpr char kName[] = "fp8_linear";
 
+}  // namespace
+
+// Shared memory of a multiprocessor of the current device; asked once.
+int multiprocessor_shared() {
+  static int known[64] = {};
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), kName, "cudaGetDevice");
+  int& bytes = known[device % 64];
+  if (bytes == 0) {
+    check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), kName, "cudaDeviceGetAttribute");
+  }
+  return bytes;
+}
+
+namespace {
+
 // of all prologues, by Prologue
 const LinearKernel* const* all_kernels() {
   static const LinearKernel* const all[] = {kernels<Prologue::kNone>(), kernels<Prologue::kRotation>(), kernels<Prologue::kSwiglu>(),
@@ -19,8 +35,9 @@ const LinearKernel* const* all_kernels() {
 }
 constexpr const char* kPrologueNames[kPrologues] = {"", "rotating_", "swiglu_", "norm_"};
 
-const Variant* find(int column_tiles, int row_tiles, int warp_rows) {
-  for (const Variant& v : kVariants) {
+template <size_t kCount>
+const Variant* find(const Variant (&variants)[kCount], int column_tiles, int row_tiles, int warp_rows) {
+  for (const Variant& v : variants) {
     if (v.column_tiles == column_tiles && v.row_tiles == row_tiles && v.warp_rows == warp_rows) return &v;
   }
   return nullptr;
@@ -37,10 +54,8 @@ int tiles_of(int64_t weight_rows, int row_tiles, int warp_rows) {
 // Warps beside each other share x, and the splits that this makes share its reading: with one, every block reads all of x.
 // As measured; bench/NOTES.md.
 int warps_beside(int column_tiles, int rows, int inputs) {
-  if (column_tiles == 1) return rows > 2 && inputs >= 8192 ? 4 : 1;
-  if (column_tiles == 2) return inputs >= 2048 && inputs < 4096 ? 1 : kWarps;
-  if (column_tiles == 4) return inputs >= 2048 ? kWarps : 4;
-  return kWarps;
+  if (column_tiles > 1) return kWarps;
+  return rows > 2 && inputs >= 8192 ? 4 : 1;
 }
 
 bool makes(Prologue prologue) { return prologue == Prologue::kSwiglu || prologue == Prologue::kNorm; }
@@ -64,24 +79,12 @@ void place(Plan& plan, Prologue prologue, int rows, int inputs) {
   plan.shared_bytes = plan.norm + (prologue == Prologue::kNorm ? 2 * inputs : 0);
 }
 
-// Two row tiles of a warp read x half as often: where it comes in chunks, or where there are tiles in plenty.
-bool wants_two_row_tiles(const Plan& plan, int64_t weight_rows, int num_sms) {
-  if (plan.column_tiles == 8) return plan.stages > 1;
-  return 2 * tiles_of(weight_rows, 2, plan.warp_rows) * plan.splits >= 3 * num_sms;
-}
-
 // Everything but the blocks, for these column tiles.
-void choose(Plan& plan, Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int row_tiles, int warp_rows) {
-  const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
+void choose(Plan& plan, Prologue prologue, int rows, int inputs, int warp_rows) {
   plan.warp_rows = std::max(kWarps / plan.slices, warp_rows);
   plan.splits = plan.slices * plan.warp_rows / kWarps;
   plan.row_tiles = 1;
   place(plan, prologue, rows, inputs);
-  const bool possible = outputs % (kTileRows * 2 * plan.warp_rows) == 0 && find(plan.column_tiles, 2, plan.warp_rows) != nullptr;
-  if (possible && (row_tiles == 2 || (row_tiles == 0 && wants_two_row_tiles(plan, weight_rows, num_sms)))) {
-    plan.row_tiles = 2;
-    place(plan, prologue, rows, inputs);
-  }
 }
 
 LinearKernel kernel_of(const Variant& v, Prologue prologue) {
@@ -93,24 +96,63 @@ LinearKernel kernel_of(const Variant& v, Prologue prologue) {
   return kernel;
 }
 
+struct Tile {
+  int row_tiles, warp_rows, in_turn;
+};
+constexpr Tile kTiles[] = {{2, 8, 2}, {2, 4, 1}, {1, 4, 1}};
+
+LinearKernel tile_kernel_of(const Variant& v, bool rotates) {
+  static uint64_t configured[2][std::size(kTileVariants)] = {};
+  const std::ptrdiff_t index = &v - kTileVariants;
+  const LinearKernel kernel = (rotates ? tile_kernels<true>() : tile_kernels<false>())[index];
+  allow_shared(kName, reinterpret_cast<const void*>(kernel), std::max(kMaxShared, multiprocessor_shared() / 2), configured[rotates][index]);
+  return kernel;
+}
+
+// For 9 rows and more: a block has a tile of the outputs, 16 row_tiles for each of warp_rows warps, and in_turn slices for each group of
+// so many warps. splits 0: there is no such kernel.
+Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int row_tiles, int warp_rows, int in_turn) {
+  Plan plan = {};
+  plan.slices = slices_of(inputs);
+  plan.slice_blocks = {inputs / kBlock / plan.slices, inputs / kBlock % plan.slices};
+  plan.column_tiles = rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
+  const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
+  const auto choose = [&](const Tile& t) {
+    plan.row_tiles = t.row_tiles, plan.warp_rows = t.warp_rows, plan.in_turn = t.in_turn;
+    const int tile = kTileRows * t.row_tiles * t.warp_rows, here = kWarps / t.warp_rows * t.in_turn;
+    const bool possible = find(kTileVariants, plan.column_tiles, t.row_tiles, t.warp_rows) != nullptr && outputs % tile == 0 &&
+                          plan.slices % here == 0 && t.in_turn <= (t.warp_rows == kWarps ? 2 : 1);
+    plan.splits = possible ? plan.slices / here : 0;
+    plan.blocks = static_cast<int>(weight_rows / tile);
+  };
+  if (in_turn > 0) {
+    choose({std::max(1, row_tiles), std::max(1, warp_rows), in_turn});
+  } else {
+    // the largest tile of which there is one for most of the multiprocessors, or the smallest
+    for (const Tile& t : kTiles) {
+      choose(t);
+      if (plan.splits > 0 && 8 * plan.blocks * plan.splits >= 5 * num_sms) break;
+    }
+  }
+  plan.group_tiles = plan.blocks / groups;
+  plan.shared_bytes = tile_shared_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows);
+  // where there is a multiprocessor for each block, more than half of its shared memory: two must not lie on one
+  if (plan.row_tiles == 2 && plan.blocks * plan.splits <= num_sms) plan.shared_bytes = std::max(plan.shared_bytes, sm_shared / 2);
+  if (plan.splits > 1) plan.partial_bytes = static_cast<int64_t>(plan.splits) * rows * groups * outputs * 4;
+  return plan;
+}
+
+// Whether that plan is the faster one, as measured: not above 32 rows where blocks have to queue and the sums of splits come on top.
+bool wants_tiles(const Plan& plan, int num_sms) {
+  return plan.splits == 1 || (plan.splits > 1 && (plan.column_tiles < 8 || plan.blocks * plan.splits <= num_sms));
+}
+
 // Whether there is such a kernel, and its shared memory suffices. To make something of x a block needs all inputs.
 bool fits(const Plan& plan, Prologue prologue) {
   return plan.shared_bytes <= kMaxShared && (!makes(prologue) || (plan.column_tiles == 1 && plan.splits == 1));
 }
 
 }  // namespace
-
-// Shared memory of a multiprocessor of the current device; asked once.
-int multiprocessor_shared() {
-  static int known[64] = {};
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), kName, "cudaGetDevice");
-  int& bytes = known[device % 64];
-  if (bytes == 0) {
-    check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), kName, "cudaDeviceGetAttribute");
-  }
-  return bytes;
-}
 
 std::string problem(Prologue prologue, int rows, int groups, int outputs, int inputs) {
   if (rows > kMaxRows) return "at most " + std::to_string(kMaxRows) + " rows, got " + std::to_string(rows);
@@ -121,24 +163,28 @@ std::string problem(Prologue prologue, int rows, int groups, int outputs, int in
   if (!makes(prologue)) return "";
   if (groups != 1) return "one group to be normalised or gated, got " + std::to_string(groups);
   if (rows > kMadeRows) return "at most " + std::to_string(kMadeRows) + " rows to be normalised or gated on their way in, got " + std::to_string(rows);
-  if (!fits(make_plan(prologue, rows, groups, outputs, inputs, 1, 0, 0, 0, 0), prologue)) {
+  if (!fits(make_plan(prologue, rows, groups, outputs, inputs, 1, 0, 0, 0, 0, 0), prologue)) {
     return "fewer inputs to be normalised or gated in shared memory, got " + std::to_string(inputs);
   }
   return "";
 }
 
 Plan make_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int row_tiles, int warp_rows,
-               int blocks) {
+               int blocks, int in_turn) {
+  if (in_turn > 0 || (rows > kColumns && !row_tiles && !warp_rows)) {
+    const Plan plan = make_tile_plan(rows, groups, outputs, inputs, num_sms, sm_shared, row_tiles, warp_rows, in_turn);
+    if (in_turn > 0 || wants_tiles(plan, num_sms)) return plan;
+  }
   Plan plan = {};
   plan.slices = slices_of(inputs);
   plan.slice_blocks = {inputs / kBlock / plan.slices, inputs / kBlock % plan.slices};
-  plan.column_tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
+  plan.column_tiles = rows <= kColumns ? 1 : 8;
   const int beside = warp_rows ? warp_rows : warps_beside(plan.column_tiles, rows, inputs);
-  choose(plan, prologue, rows, groups, outputs, inputs, num_sms, row_tiles, beside);
-  if (!fits(plan, prologue)) choose(plan, prologue, rows, groups, outputs, inputs, num_sms, row_tiles, kWarps);
-  if (!fits(plan, prologue)) {  // inputs so long that their x has to come in chunks, which the kernels for many rows do
-    plan.column_tiles = std::max(plan.column_tiles, 4);
-    choose(plan, prologue, rows, groups, outputs, inputs, num_sms, row_tiles, kWarps);
+  choose(plan, prologue, rows, inputs, beside);
+  if (!fits(plan, prologue)) choose(plan, prologue, rows, inputs, kWarps);
+  if (!fits(plan, prologue)) {  // inputs so long that their x has to come in chunks, which the kernel for many rows does
+    plan.column_tiles = 8;
+    choose(plan, prologue, rows, inputs, kWarps);
   }
   const int tiles = tiles_of(static_cast<int64_t>(groups) * outputs, plan.row_tiles, plan.warp_rows);
   plan.group_tiles = tiles / groups;
@@ -159,10 +205,15 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
   const Prologue prologue = prologue_of(params);
   const std::string why_not = problem(prologue, params.rows, params.groups, params.outputs, params.inputs);
   if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
-  const Variant* const v = find(plan.column_tiles, plan.row_tiles, plan.warp_rows);
-  if (v == nullptr || !fits(plan, prologue)) throw std::runtime_error("fp8_linear: no kernel for this plan");
+  const bool tiles = plan.in_turn > 0;
+  const Variant* const v = tiles ? find(kTileVariants, plan.column_tiles, plan.row_tiles, plan.warp_rows)
+                                 : find(kVariants, plan.column_tiles, plan.row_tiles, plan.warp_rows);
+  if (v == nullptr || (tiles ? plan.splits == 0 || makes(prologue) : !fits(plan, prologue))) {
+    throw std::runtime_error("fp8_linear: no kernel for this plan");
+  }
+  const LinearKernel kernel = tiles ? tile_kernel_of(*v, prologue == Prologue::kRotation) : kernel_of(*v, prologue);
   const Launcher launcher = {kName, pdl, stream};
-  launcher(kernel_of(*v, prologue), dim3(plan.blocks, plan.splits), kThreads, plan.shared_bytes, params, plan);
+  launcher(kernel, dim3(plan.blocks, plan.splits), kThreads, plan.shared_bytes, params, plan);
   if (plan.splits == 1) return;
   const int64_t weight_rows = static_cast<int64_t>(params.groups) * params.outputs;
   const dim3 grid(static_cast<unsigned>((weight_rows / 4 + kMergeThreads - 1) / kMergeThreads), params.rows);
@@ -179,6 +230,14 @@ std::vector<KernelAttributes> kernel_attributes() {
                                std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
       const void* const kernel = reinterpret_cast<const void*>(kernel_of(v, static_cast<Prologue>(i)));
       all.push_back(attributes_of(kName, kernel, name, kThreads, exchange_bytes(v.column_tiles, v.row_tiles, v.warp_rows)));
+    }
+  }
+  for (const Variant& v : kTileVariants) {
+    for (const bool rotates : {false, true}) {
+      const std::string name = std::string("fp8_linear_tile_") + (rotates ? "rotating_" : "") + std::to_string(v.column_tiles) + "_" +
+                               std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
+      const void* const kernel = reinterpret_cast<const void*>(tile_kernel_of(v, rotates));
+      all.push_back(attributes_of(kName, kernel, name, kThreads, tile_shared_bytes(v.column_tiles, v.row_tiles, v.warp_rows)));
     }
   }
   return all;

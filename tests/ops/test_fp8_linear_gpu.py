@@ -72,22 +72,42 @@ def test_a_row_has_the_same_bits_in_every_batch():
         assert torch.equal(_bits(fp8_linear(x[shuffled][:40], weight, scale)), _bits(together[shuffled][:40]))
 
 
-@pytest.mark.parametrize("rows", (1, 12, 40, 64))
-def test_no_tuning_changes_a_bit(rows):
+def _tuned(x, weight, scale, **tuning):
+    """By the kernel and blocks asked for; None where there is no such kernel."""
+    out = torch.full((x.shape[0], *weight.shape[:2]), torch.nan, dtype=torch.bfloat16, device="cuda")
+    try:
+        op._run(x, weight, scale, out, **tuning)
+    except RuntimeError as error:
+        assert "no kernel for this plan" in str(error)
+        return None
+    return out
+
+
+FEW = [{"warp_rows": w, "blocks": b} for w, b in ((1, 0), (1, 7), (2, 0), (2, 264), (4, 0), (4, 50), (8, 0))]
+TILES = [{"row_tiles": r, "warp_rows": w, "in_turn": t} for r in (1, 2) for w, t in ((8, 1), (8, 2), (4, 1))]
+
+
+@pytest.mark.parametrize("rows", (1, 8))
+def test_no_blocks_of_few_rows_change_a_bit(rows):
     x, weight, scale = _make(rows, 4096, 2048)
     expected = fp8_grouped_linear(x, weight, scale)
+    outs = [out for tuning in FEW if (out := _tuned(x, weight, scale, **tuning)) is not None]
+    assert len(outs) >= 4
+    assert all(torch.equal(_bits(out), _bits(expected)) for out in outs)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *((1, *size) for size in ODD_SIZES), (1, 256, 20480)], ids=str)
+def test_every_tile_has_the_bits_of_few_rows(shape):
+    groups, outputs, inputs = shape
+    x, weight, scale = _make(64, outputs, inputs, groups=groups, ue8m0=inputs % 512 != 0)
+    expected = torch.cat([fp8_grouped_linear(rows, weight, scale) for rows in x.split(8)])
     tried = 0
-    choices = ((1, 1, 0), (2, 1, 7), (1, 2, 0), (2, 2, 264), (1, 4, 0), (2, 4, 50), (1, 8, 0))
-    for row_tiles, warp_rows, blocks in choices:
-        out = torch.full_like(expected, torch.nan)
-        try:
-            op._run(x, weight, scale, out, row_tiles=row_tiles, warp_rows=warp_rows, blocks=blocks)
-        except RuntimeError as error:
-            assert "no kernel for this plan" in str(error)
-            continue
-        tried += 1
-        assert torch.equal(_bits(out), _bits(expected))
-    assert tried >= 2
+    for rows in (1, 8, 9, 16, 17, 32, 33, 64):
+        for tuning in TILES:
+            out = _tuned(x[:rows], weight, scale, **tuning)
+            tried += out is not None
+            assert out is None or torch.equal(_bits(out), _bits(expected[:rows])), (rows, tuning)
+    assert tried >= 8 or inputs == 128  # one slice: there is no tile kernel
 
 
 def test_more_rows_than_a_launch_takes():

@@ -101,15 +101,7 @@ def test_no_tuning_changes_a_bit(kind):
     tried = 0
     for rows in (1, 3, MADE_ROWS):
         expected = fp8_linear(x[:rows], weight, scale, **arguments)
-        for row_tiles, warp_rows, blocks in (
-            (1, 1, 0),
-            (2, 1, 7),
-            (1, 2, 0),
-            (1, 4, 0),
-            (2, 4, 50),
-            (1, 8, 0),
-            (2, 8, 9),
-        ):
+        for warp_rows, blocks in ((1, 0), (1, 7), (2, 0), (4, 0), (4, 50), (8, 0), (8, 9)):
             out = torch.full_like(expected, torch.nan)
             try:
                 op._run(
@@ -118,7 +110,6 @@ def test_no_tuning_changes_a_bit(kind):
                     scale[None],
                     out[:, None],
                     prologue=prologue,
-                    row_tiles=row_tiles,
                     warp_rows=warp_rows,
                     blocks=blocks,
                 )
