@@ -22,7 +22,8 @@ struct TileConfig {
   static constexpr int kStages = tile_stages(kColumnTiles, kRowTiles, kWarpRows);
   static constexpr int kRowsTogether = kGroupThreads / 8;  // 8 threads copy a row of x
   static constexpr int kCopies = kRows > kRowsTogether ? kRows / kRowsTogether : 1;
-  static constexpr int kTogether = kRowTiles == 2 ? (kColumnTiles == 8 ? 1 : 2) : 4 < kColumnTiles ? 4 : 2;  // column tiles whose products are interleaved
+  // column tiles whose products are interleaved
+  static constexpr int kTogether = kRowTiles == 2 ? (kColumnTiles == 8 ? 1 : 2) : 4 < kColumnTiles ? 4 : 2;
   static constexpr int kOutRows = kRows < 32 ? kRows : 32, kOutPitch = kWarpOutputs + 4;
   static_assert(kOutRows * kOutPitch * 4 <= kStages * kWeightBytes);
   static_assert(kGroups == 1 || kGroupThreads * kRowTiles * kColumnTiles * 16 <= kStages * kGroups * kXBytes);
@@ -200,56 +201,56 @@ struct Tile {
     uint32_t phase = 0, last_phase = 1;  // of `last` as it is used before
     for (unsigned end = boundary > 0 ? boundary : halves;; end = halves) {
 #pragma unroll 1
-    for (; i < end; ++i) {
-      if (i % 2 == 0) {
-        if (i >= 64 && i % 64 == 0) scales = load_scale(i / 2 + lane);
-        scale = block_scale(__shfl_sync(0xffffffff, scales, i / 2 % 32), p.scale_bytes);
-      }
-      if constexpr (C::kRotates) {
-        // the last 64 inputs of a head are one stage
-        if ((2 * begin + i) % (2 * kHeadBlocks) == 2 * kHeadBlocks - 1) {
-          float4 turn[C::kCopies][2];
+      for (; i < end; ++i) {
+        if (i % 2 == 0) {
+          if (i >= 64 && i % 64 == 0) scales = load_scale(i / 2 + lane);
+          scale = block_scale(__shfl_sync(0xffffffff, scales, i / 2 % 32), p.scale_bytes);
+        }
+        if constexpr (C::kRotates) {
+          // the last 64 inputs of a head are one stage
+          if ((2 * begin + i) % (2 * kHeadBlocks) == 2 * kHeadBlocks - 1) {
+            float4 turn[C::kCopies][2];
 #pragma unroll
-          for (int c = 0; c < C::kCopies; ++c) turn[c][0] = __ldg(rotation_at[c]), turn[c][1] = __ldg(rotation_at[c] + 1);
-          mbarrier_wait(full(slot), phase);
-          if (copies) {
+            for (int c = 0; c < C::kCopies; ++c) turn[c][0] = __ldg(rotation_at[c]), turn[c][1] = __ldg(rotation_at[c] + 1);
+            mbarrier_wait(full(slot), phase);
+            if (copies) {
 #pragma unroll
-            for (int c = 0; c < C::kCopies; ++c) {
-              unsigned char* const at = group_x + slot * C::kXBytes + x_place + c * C::kRowsTogether * 2 * kStageInputs;
-              *reinterpret_cast<uint4*>(at) = rotated_back(load_shared(at), turn[c][0], turn[c][1]);
+              for (int c = 0; c < C::kCopies; ++c) {
+                unsigned char* const at = group_x + slot * C::kXBytes + x_place + c * C::kRowsTogether * 2 * kStageInputs;
+                *reinterpret_cast<uint4*>(at) = rotated_back(load_shared(at), turn[c][0], turn[c][1]);
+              }
             }
+            sync_group();
           }
-          sync_group();
         }
+        mbarrier_wait(full(slot), phase);
+        uint4 now[C::kRowTiles][2];
+#pragma unroll
+        for (int r = 0; r < 2 * C::kRowTiles; ++r) now[r / 2][r % 2] = load_shared(weights_here + slot * C::kWeightBytes + r * 512);
+        uint32_t a[C::kRowTiles][4][4];
+#pragma unroll
+        for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            decode(word_of(now[m][0], j), a[m][j][0], a[m][j][2]);
+            decode(word_of(now[m][1], j), a[m][j][1], a[m][j][3]);
+          }
+        }
+        const auto refill = [&] {
+          // x before weights: a stage has all its bytes when those of x have come
+          if (i + C::kStages - 1 < halves) {
+            if (i > 0) mbarrier_wait(empty(last), last_phase);
+            load_x(last);
+          }
+          if (i + C::kStages < halves) load_weights(slot);
+        };
+        refill();
+        multiply(sums, a, lane_x + slot * C::kXBytes, (lane_x ^ 16) + slot * C::kXBytes, scale);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(empty(slot));
+        last = slot, last_phase = phase;
+        if (++slot == C::kStages) slot = 0, phase ^= 1;
       }
-      mbarrier_wait(full(slot), phase);
-      uint4 now[C::kRowTiles][2];
-#pragma unroll
-      for (int r = 0; r < 2 * C::kRowTiles; ++r) now[r / 2][r % 2] = load_shared(weights_here + slot * C::kWeightBytes + r * 512);
-      uint32_t a[C::kRowTiles][4][4];
-#pragma unroll
-      for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          decode(word_of(now[m][0], j), a[m][j][0], a[m][j][2]);
-          decode(word_of(now[m][1], j), a[m][j][1], a[m][j][3]);
-        }
-      }
-      const auto refill = [&] {
-        // x before weights: a stage has all its bytes when those of x have come
-        if (i + C::kStages - 1 < halves) {
-          if (i > 0) mbarrier_wait(empty(last), last_phase);
-          load_x(last);
-        }
-        if (i + C::kStages < halves) load_weights(slot);
-      };
-      refill();
-      multiply(sums, a, lane_x + slot * C::kXBytes, (lane_x ^ 16) + slot * C::kXBytes, scale);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(empty(slot));
-      last = slot, last_phase = phase;
-      if (++slot == C::kStages) slot = 0, phase ^= 1;
-    }
       if (i == halves) break;
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
