@@ -7,6 +7,9 @@
 // sum in order; slices by a binary tree. Slices of a block are its groups of warps, and in each group one after the other.
 #pragma once
 
+#include <iterator>
+#include <utility>
+
 #include "kernel.cuh"
 
 namespace dsv4::fp8_linear {
@@ -305,6 +308,18 @@ __global__ void __launch_bounds__(kThreads, 1) tile_kernel(const __grid_constant
   extern __shared__ __align__(128) unsigned char shared[];
   pdl_trigger();
   Tile<C>{p, plan, shared}.run();
+}
+
+template <bool kRotates, size_t... kIndices>
+const LinearKernel* tile_instances(std::index_sequence<kIndices...>) {
+  static constexpr LinearKernel kKernels[] = {
+      &tile_kernel<TileConfig<kTileVariants[kIndices].column_tiles, kTileVariants[kIndices].row_tiles, kTileVariants[kIndices].warp_rows, kRotates>>...};
+  return kKernels;
+}
+
+template <bool kRotates>
+const LinearKernel* tile_kernels() {
+  return tile_instances<kRotates>(std::make_index_sequence<std::size(kTileVariants)>());
 }
 
 }  // namespace dsv4::fp8_linear
