@@ -43,17 +43,6 @@ class Verdict:
         )
 
 
-def rows(files: dict[str, Path], issue: int) -> list[dict]:
-    """The same as rows of a result file (bench/results): each figure, and the verdict in words."""
-    found = []
-    for case, path in files.items():
-        gate = json.loads(path.read_text())
-        for metric, value in {"verdict": gate["verdict"], **gate["figures"]}.items():
-            row = {"issue": issue, "case": case, "impl": gate["gate"], "metric": metric, "value": value}
-            found.append(row | {"bar": None, "met": None})
-    return found
-
-
 def markdown(files: dict[str, Path]) -> str:
     """A table of the verdicts in these JSON files, {what the row is called: file}."""
     lines = ["| gate | verdict | what it saw |", "|---|---|---|"]

@@ -52,11 +52,13 @@ __device__ __forceinline__ void decode(uint32_t bytes, uint32_t& low, uint32_t& 
       : "=r"(low), "=r"(high)
       : "r"(bytes));
 }
-__device__ __forceinline__ uint4 load_shared(const unsigned char* p) {
+// 16 bytes at a shared address
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
   return v;
 }
+__device__ __forceinline__ uint4 load_shared(const unsigned char* p) { return load_shared(shared_address(p)); }
 // Four pairs by the conjugate of their rotations: cosine, sine of two pairs each
 __device__ __forceinline__ uint4 rotated_back(const uint4& v, const float4& first, const float4& second) {
   const auto back = [](uint32_t pair, float c, float s) {

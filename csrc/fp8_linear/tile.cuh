@@ -39,13 +39,6 @@ __device__ __forceinline__ void cp_async(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 
-// 16 bytes at a shared address
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
-}
-
 template <typename C>
 struct Tile {
   const Params& p;

@@ -137,7 +137,8 @@ def test_a_faulty_patch_fails_its_gates_and_no_speculation_is_said(stage):
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = {path.parent.name: json.loads(path.read_text())["verdict"] for path in out.glob("gates/*/*.json")}
     assert verdicts["batch_patched"] == "FAIL" and verdicts["batch_stock"] == "PASS"
-    assert "speculation: speculating: the server ended (exit code 1); its log ends: " in done.stdout
+    ended = "the server ended (exit code 1); its log ends: GPU 1 0 | out of memory"
+    assert f"speculation: speculating: {ended}" in done.stdout and f"stock_speculating: {ended}" in done.stdout
     started = {name: (out / f"{name}.log").read_text().split()[:3] for name in serving_stage.NAMES}
     assert started == dict(zip(serving_stage.NAMES, (["GPU", gpu, "0"] for gpu in "0011"), strict=True))
 
