@@ -173,18 +173,32 @@ def test_a_server_that_dies_is_told_with_its_last_words(run, machine):
     assert "-m sglang.launch_server --host 127.0.0.1" in done.stdout.splitlines()[0]
 
 
-def test_a_server_comes_up_and_ctrl_c_ends_it(run, machine, tmp_path):
+# SIGINT as a shell leaves it: to the foreground, and ignored in a background job without job control
+@pytest.mark.parametrize(
+    ("sigint", "told", "end"),
+    [(signal.SIG_DFL, "Ctrl-C", signal.SIGINT), (signal.SIG_IGN, "`kill {}`", signal.SIGTERM)],
+)
+def test_a_server_comes_up_and_ends_as_it_says(run, machine, tmp_path, sigint, told, end):
     site, path = machine
     line = [sys.executable, "-u", "-m", "deepseek_v4_sm120", *serve_words()]
     env = run.environment([site], PATH=path)
     with open(tmp_path / "log", "w") as log:
-        child = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=tmp_path)
-    end = time.monotonic() + 180
-    while "Ctrl-C stops" not in (tmp_path / "log").read_text() and time.monotonic() < end and child.poll() is None:
+        child = subprocess.Popen(
+            line,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd=tmp_path,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, sigint),
+        )
+    limit = time.monotonic() + 60
+    while "stops the server" not in (tmp_path / "log").read_text() and time.monotonic() < limit:
+        assert child.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
-    child.send_signal(signal.SIGINT)
-    assert child.wait(120) == 0
+    child.send_signal(end)
+    assert child.wait(60) == 0
     text = (tmp_path / "log").read_text()
+    assert f"{told.format(child.pid)} stops the server" in text
     assert "answers at http://127.0.0.1:" in text and "capturing CUDA graphs" in text and "bye" in text
     assert f"env {REPO}" in text and "patch " in text and "Traceback" not in text
 

@@ -217,4 +217,7 @@ def _wait_until_healthy(child: subprocess.Popen, log: _Log, url: str) -> bool:
 
 def _show_status(environ: Mapping[str, str], url: str) -> None:
     subprocess.run([sys.executable, "-m", "deepseek_v4_sm120", "status"], env=environ, check=False)
-    _say(f"[serve] `doctor --url {url}` names what is slow; Ctrl-C stops the server")
+    # a shell without job control starts `serve &` with SIGINT ignored: that Ctrl-C is meant for others
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    stops = f"`kill {os.getpid()}`" if ignored else "Ctrl-C"
+    _say(f"[serve] `doctor --url {url}` names what is slow; {stops} stops the server")
