@@ -2,9 +2,11 @@
 """mhc against its bars: `python3 bench/mhc.py [--quick] [--out FILE]`.
 
 A call is one boundary with weights, streams and sublayer output of its own; the calls of a graph together touch over
-twice the L2. Bytes are counted once each: f, the old and the new streams, y, post and comb in and out, and fn. SGLang's
-kernels are not on this machine: their times are quoted where they were profiled (bench/NOTES.md). The peer is the same
-mathematics in torch, in fp32, each operation its own kernel.
+twice the L2. In such a chain a call is started before the one in front has ended (programmatic launch). Not so `behind
+a plain kernel`: there torch.mul on f, which starts nothing early, is in front of each, and the time is that of both.
+Bytes are counted once each: f, the old and the new streams, y, post and comb in and out, and fn. SGLang's kernels are
+not on this machine: their times are quoted where they were profiled (bench/NOTES.md). The peer is the same mathematics
+in torch, in fp32, each operation its own kernel.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ COPY_SHARE = {8192: 0.6}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 QUICK = (1, 8, 64, 8192)
 OTHER_FORMS = (1, 8, 64)
+BEHIND_ROWS = (1, 2, 4, 8, 32, 64)
 REGIMES = {  # for the choice of kernels by rows
     **{rows: ("fused", "split") for rows in (1, 2, 4, 8, 16, 32, 64)},
     128: ("fused", "split", "many"),
@@ -106,6 +109,21 @@ def run_boundary(report: common.Report, rows: int) -> None:
         print(f"{case}, torch: {peer} us", flush=True)
 
 
+def run_behind(report: common.Report, rows: int) -> None:
+    """As behind an all-reduce or an addition: nothing of the call can start before what is in front has ended."""
+    layers = calls_of(rows)
+
+    def both(one: Inputs):
+        torch.mul(one.f, 1.0, out=one.f)
+        return mhc(**one.boundary())
+
+    case, value = f"boundary behind a plain kernel, {rows} rows", time_of(layers, both)
+    alone = time_of(layers, lambda one: torch.mul(one.f, 1.0, out=one.f))
+    report.add(common.row(ISSUE, case, "ours", "us", value, note="with that kernel"))
+    report.add(common.row(ISSUE, case, "torch.mul alone", "us", alone))
+    print(f"{case}: {value} us with that kernel, which alone takes {alone} us", flush=True)
+
+
 def run_other_forms(report: common.Report, rows: int) -> None:
     layers = calls_of(rows)
     forms = {
@@ -137,6 +155,8 @@ def run_all(report: common.Report, quick: bool) -> None:
     host = round(common.host_microseconds(lambda: mhc(**one.boundary())), 2)
     report.add(common.row(ISSUE, "boundary, 1 rows", "ours", "host_us", host, note="Python and driver, eager"))
     print(f"boundary, 1 row, eager: {host} us of Python and driver", flush=True)
+    for rows in BEHIND_ROWS:
+        run_behind(report, rows)
     for rows in OTHER_FORMS:
         run_other_forms(report, rows)
     for rows in REGIMES:

@@ -16,14 +16,16 @@ namespace dsv4::mhc {
 
 constexpr int kStreams = 4;
 constexpr int kMixes = 24;            // 4 pre, 4 post, 16 comb
+constexpr int kCoefficients = kStreams * kStreams + kStreams;  // of a post: comb and post
 constexpr int kSliceColumns = 32;     // 4 lanes x 8
 constexpr int kOctet = 8;             // slices
 constexpr int kTileRows = 16;         // m of m16n8k16
 constexpr int kParts = 3;             // bf16 parts of an fp32 weight
+constexpr int kSumWords = 28;         // of a row in shared memory: mixes, sum of squares, padding; in fours
 constexpr int kLaneColumns = 8;       // 16 bytes
 constexpr int kFlashHidden = 4096;
 constexpr int kProHidden = 7168;
-constexpr int kOctetColumns = kOctet * kSliceColumns;
+constexpr int kOctetColumns = kOctet * kSliceColumns, kOctets = kFlashHidden / kOctetColumns;
 
 constexpr int kMixThreads = 32 * kStreams;  // a warp per stream
 constexpr int kMixTiles = 6;                // blocks of rows side by side, at most
@@ -36,8 +38,8 @@ constexpr int kOutputs = kHead ? kStreams : kMixes;
 
 // Few rows: one launch, whose last blocks, one for each row, wait for the others.
 constexpr int kFusedRows = 128;                         // at most
-constexpr int kFusedWarps = 8;                          // and one that iterates C
-constexpr int kFusedThreads = 32 * (kFusedWarps + 1);
+constexpr int kFusedWarps = 8;
+constexpr int kFusedThreads = 32 * kFusedWarps;
 constexpr int kFusedSlices = kFusedWarps / kStreams;    // of a block
 
 // Many rows, with a post: a block keeps 128 columns, takes tiles of rows in turn, and finishes rows.

@@ -13,6 +13,10 @@
 
 namespace dsv4::mhc {
 
+__device__ __forceinline__ void copy_word(float* dst, const float* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(dst)), "l"(src) : "memory");
+}
+
 __device__ __forceinline__ float sigmoid(float z) { return 1.f / (1.f + expf(-z)); }
 
 // Lane o's mix before its scale: its sum times the reciprocal root of the mean square (lane kOutputs' sum).

@@ -1,6 +1,6 @@
 // Few rows: one launch, in which every row has a block of its own beside the blocks that make its mixes.
 //
-// The first blocks take two slices of 16 rows each and do what mix_kernel does; the last, one for each row, do what
+// The first blocks take one or two slices of 16 rows each and do what mix_kernel does; the last, one for each row, do what
 // finish_kernel does. A row's block makes the row's new streams itself, for itself, so all that it waits for are the
 // partial sums. These are their own flags: a word of the exchange is zero until its sum has come (a sum of zero comes as
 // -0), and whoever has read it makes it zero again. So there is no fence, no counter, and nothing to clear between calls.
@@ -15,19 +15,27 @@
 
 namespace dsv4::mhc {
 
-constexpr int kFusedMixing = kFlashHidden / (kSliceColumns * kFusedSlices);  // blocks for 16 rows
-constexpr int kVectorColumns = 28;                                           // mixes and the sum of squares, in fours
+constexpr int kSlices = kFlashHidden / kSliceColumns;
+
+// Of a row's warps one iterates C. It alone could keep its quarter of the multiprocessor busy, so the other warp there
+// has nothing to do meanwhile, and six make y.
+constexpr int kIterating = 0, kIdle = 4, kCollapsing = kFusedWarps - 2;
 
 template <bool kHead>
 constexpr int kVectors = kOutputs<kHead> / 4 + 1;  // the last has the sum of squares alone
 
-__host__ __device__ constexpr int mixing_blocks(int rows) { return kFusedMixing * ((rows + kTileRows - 1) / kTileRows); }
+// Slices of a block: for few rows there are multiprocessors enough for one each.
+__host__ __device__ constexpr int slices_of(int rows) { return rows <= 4 ? 1 : kFusedSlices; }
+__host__ __device__ constexpr int mixing_blocks(int rows) { return kSlices / slices_of(rows) * ((rows + kTileRows - 1) / kTileRows); }
 
 union FusedShared {
-  float sums[kFusedSlices][kStreams][kTileRows][kVectorColumns];
+  float sums[kFusedSlices][kStreams][kTileRows][kSumWords];
   struct {
-    float octets[kFlashHidden / kOctetColumns][32];
-    float squares[kFlashHidden / kOctetColumns];
+    uint4 x[kOctets][kStreams][32];  // the old streams, then the new ones
+    uint4 f[kOctets][32];
+    alignas(16) float coefficients[kFusedWarps][kCoefficients];
+    float octets[kOctets][32];
+    float squares[kOctets];
   } row;
 };
 
@@ -51,57 +59,50 @@ __device__ __forceinline__ float* exchanged(const Params& p, int64_t row, int sl
   return p.exchange + (row * (kFlashHidden / kSliceColumns) + slice) * kWidth<kHead> + vector * 4;
 }
 
-// Two slices of 16 rows: the new streams, and the partial sums for the rows' blocks. The ninth warp has nothing to do.
+// To the L2, ahead of a wait even: what is written there meanwhile is in the L2 as well.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// One or two slices of 16 rows: the new streams, and the partial sums for the rows' blocks.
 template <bool kPost, bool kHead>
-__device__ __forceinline__ void mix_slices(const Params& p, FusedShared& s, int slices, int tile) {
-  constexpr int kTiles = Weights<kHead>::kTiles, kSquares = kOutputs<kHead>;
+__device__ __forceinline__ void mix_slices(const Params& p, FusedShared& s, int first_slice, int tile) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, stream = warp % kStreams, group = lane / 4, half = warp / kStreams;
-  if (half == kFusedSlices) return;
-  const int slice = slices * kFusedSlices + half, column = slice * kSliceColumns + lane % 4 * kLaneColumns;
+  if (half >= slices_of(p.rows)) return;
+  const int slice = first_slice + half, column = slice * kSliceColumns + lane % 4 * kLaneColumns;
+  const int64_t first_row = static_cast<int64_t>(tile) * kTileRows;
+  const bool has_high = first_row + 8 < p.rows;
   Weights<kHead> weights;
   weights.load(p.fn + stream * kFlashHidden + slice * kSliceColumns, kStreams * kFlashHidden, lane);
+  const int r = threadIdx.x / 8 % kTileRows, vector = threadIdx.x % 8;
+  float* const out = exchanged<kHead>(p, first_row + r, slice, vector);
+  const bool sends = first_row + r < p.rows && vector < kVectors<kHead>;
+  const uint16_t* const mine = p.x + stream * kFlashHidden + column;
+  if (lane % 4 == 0 && first_row + group < p.rows) prefetch(mine + (first_row + group) * p.x_stride);
+  if (lane % 4 == 0 && first_row + group + 8 < p.rows) prefetch(mine + (first_row + group + 8) * p.x_stride);
+  if (sends && vector == 0) prefetch(out);
   pdl_wait();
   pdl_trigger();
-  const int64_t first_row = static_cast<int64_t>(tile) * kTileRows;
   StreamInputs<kPost> inputs[2];
   inputs[0].load(p, first_row + group, stream, column);
-  inputs[1].load(p, first_row + group + 8, stream, column);
+  if (has_high) inputs[1].load(p, first_row + group + 8, stream, column);
   weights.split();
   __syncwarp();  // the weights first: the streams come later
-  const uint4 low = inputs[0].mix(p, first_row + group, stream, column), high = inputs[1].mix(p, first_row + group + 8, stream, column);
-  float squares[2] = {sum_of_squares(low), sum_of_squares(high)};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], 1);
-    squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], 2);
-  }
-  float d[kTiles][4];
-  multiply(d, low, high, [&](int n, int step, int part) { return make_uint2(weights.part[n][step][part][0], weights.part[n][step][part][1]); });
-  auto& mine = s.sums[half][stream];
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-    const int mix = n * 8 + lane % 4 * 2;
-    if (mix >= kOutputs<kHead>) continue;
-    *reinterpret_cast<float2*>(&mine[group][mix]) = make_float2(d[n][0], d[n][1]);
-    *reinterpret_cast<float2*>(&mine[group + 8][mix]) = make_float2(d[n][2], d[n][3]);
-  }
-  if (lane % 4 < 2) mine[group + lane % 4 * 8][kSquares] = lane % 4 ? squares[1] : squares[0];
+  const uint4 low = inputs[0].mix(p, first_row + group, stream, column);
+  uint4 high = make_uint4(0, 0, 0, 0);
+  if (has_high) high = inputs[1].mix(p, first_row + group + 8, stream, column);
+  write_sums<kHead>(weights, low, high, s.sums[half][stream], lane);
   static_assert(kFusedSlices == 2, "a barrier for each");
   if (half == 0) {
     sync_threads<1, 32 * kStreams>();
   } else {
     sync_threads<2, 32 * kStreams>();
   }
-  const int r = threadIdx.x / 8 % kTileRows, vector = threadIdx.x % 8;
-  const int64_t row = first_row + r;
-  if (row >= p.rows || vector >= kVectors<kHead>) return;
+  if (!sends) return;
   float4 v[kStreams];
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) v[j] = *reinterpret_cast<const float4*>(&s.sums[half][j][r][vector * 4]);
   const float4 sum = add(add(v[0], v[1]), add(v[2], v[3]));
-  const bool all = vector * 4 < kSquares;
-  store_relaxed(exchanged<kHead>(p, row, slice, vector),
-                make_float4(sent(sum.x), all ? sent(sum.y) : -0.f, all ? sent(sum.z) : -0.f, all ? sent(sum.w) : -0.f));
+  const bool all = vector * 4 < kOutputs<kHead>;
+  store_relaxed(out, make_float4(sent(sum.x), all ? sent(sum.y) : -0.f, all ? sent(sum.z) : -0.f, all ? sent(sum.w) : -0.f));
 }
 
 // Sums of a row's octets, as soon as they have come; leaves zeros behind. Eight lanes have half an octet.
@@ -137,46 +138,60 @@ __device__ __forceinline__ void collect(const Params& p, FusedShared& s, int64_t
 // One row: what finish_kernel does.
 template <bool kPost, bool kHead>
 __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, int64_t row) {
-  constexpr int kOctets = kFlashHidden / kOctetColumns, kTurns = kOctets / kFusedWarps;
-  static_assert(kOctets % kFusedWarps == 0);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const bool iterates = warp == kFusedWarps, normed = p.norm_weight != nullptr;
-  const auto octet = [&](int turn) { return turn * kFusedWarps + warp; };
-  const auto column = [&](int turn) { return (octet(turn) * 32 + lane) * kLaneColumns; };
+  constexpr int kTurns = (kOctets + kCollapsing - 1) / kCollapsing;
+  static_assert(kFusedWarps == 8 && kIterating % 4 == kIdle % 4 && kOctets % kFusedWarps == 0 && kStreams * kFlashHidden * 2 == kFusedThreads * 128);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, collapsing = warp - 1 - (warp > kIdle ? 1 : 0);
+  const bool collapses = warp != kIterating && warp != kIdle, normed = p.norm_weight != nullptr;
+  const auto octet = [&](int turn) { return turn * kCollapsing + collapsing; };
+  const auto real = [&](int turn) { return turn < kOctets / kCollapsing || octet(turn) < kOctets; };
+  prefetch(reinterpret_cast<const char*>(p.x + row * p.x_stride) + threadIdx.x * 128);
+  if (threadIdx.x < kSlices) prefetch(exchanged<kHead>(p, row, threadIdx.x, 0));
   Gates<kHead> gates;
   gates.load(p, lane);
-  uint4 weight[kTurns], x[kTurns][kStreams];
+  uint4 weight[kTurns];
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) weight[turn] = !iterates && normed ? load_16(p.norm_weight + column(turn)) : make_uint4(0, 0, 0, 0);
+  for (int turn = 0; turn < kTurns; ++turn) {
+    weight[turn] = make_uint4(0, 0, 0, 0);
+    if (collapses && normed && real(turn)) weight[turn] = load_16(p.norm_weight + octet(turn) * kOctetColumns + lane * kLaneColumns);
+  }
   pdl_wait();
   pdl_trigger();
-  if (!iterates) {
-    uint4 f[kTurns];
+  // through shared memory all are on their way at once: loads of so many registers the compiler puts off, one behind
+  // what another came to
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
+  for (int w = warp; w < kOctets; w += kFusedWarps) {
+    const int column = w * kOctetColumns + lane * kLaneColumns;
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j) x[turn][j] = load_16(p.x + row * p.x_stride + j * kFlashHidden + column(turn));
-      if constexpr (kPost) f[turn] = load_16(p.f + row * p.f_stride + column(turn));
-    }
-    if constexpr (kPost) {
-      alignas(16) float c[kStreams * kStreams + kStreams];
-#pragma unroll
-      for (int i = 0; i < kStreams; ++i) {
-#pragma unroll
-        for (int j = 0; j < kStreams; ++j) c[i * kStreams + j] = p.comb[row * (kStreams * kStreams) + j * kStreams + i];
-        c[kStreams * kStreams + i] = p.post[row * kStreams + i];
-      }
-#pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        mix_in_place(x[turn], f[turn], c);
-        __syncwarp();  // one turn after the other: registers
-      }
-    }
-    collect<kHead>(p, s, row);
+    for (int j = 0; j < kStreams; ++j)
+      cp_async_16(shared_address(&s.row.x[w][j][lane]), reinterpret_cast<uint64_t>(p.x + row * p.x_stride + j * kFlashHidden + column), true);
+    if constexpr (kPost) cp_async_16(shared_address(&s.row.f[w][lane]), reinterpret_cast<uint64_t>(p.f + row * p.f_stride + column), true);
   }
+  if constexpr (kPost) {
+    float* const c = s.row.coefficients[warp];  // comb by new stream, post
+    if (lane < kStreams * kStreams) {
+      copy_word(c + lane % kStreams * kStreams + lane / kStreams, p.comb + row * (kStreams * kStreams) + lane);
+    } else if (lane < kCoefficients) {
+      copy_word(c + lane, p.post + row * kStreams + lane - kStreams * kStreams);
+    }
+    cp_async_wait_all();
+    __syncwarp();
+#pragma unroll 1
+    for (int w = warp; w < kOctets; w += kFusedWarps) {
+      uint4 v[kStreams];
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) v[j] = s.row.x[w][j][lane];
+      mix_in_place(v, s.row.f[w][lane], c);
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) s.row.x[w][j][lane] = v[j];
+    }
+  } else {
+    cp_async_wait_all();
+  }
+  collect<kHead>(p, s, row);
   __syncthreads();
+  if (warp == kIdle) return;
   const float z = fmaf(normed_mix<kHead>(s.row.octets, kOctets, p, lane), gates.scale, gates.base);
-  if (iterates) {
+  if (warp == kIterating) {
     if constexpr (!kHead) write_coefficients(p, row, z, lane);
     return;
   }
@@ -187,19 +202,24 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
   uint4 y[kTurns];
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
-    const float squares = warp_sum(collapse(pre, x[turn], y[turn]));
+    if (!real(turn)) continue;
+    const uint4 x[kStreams] = {s.row.x[octet(turn)][0][lane], s.row.x[octet(turn)][1][lane], s.row.x[octet(turn)][2][lane], s.row.x[octet(turn)][3][lane]};
+    const float squares = warp_sum(collapse(pre, x, y[turn]));
     if (lane == 0) s.row.squares[octet(turn)] = squares;
   }
   float inverse = 1.f;
   if (normed) {
-    sync_threads<1, 32 * kFusedWarps>();
+    sync_threads<1, 32 * kCollapsing>();
     float sum = 0.f;
     for (int w = 0; w < kOctets; ++w) sum += s.row.squares[w];
     inverse = rsqrtf(fmaf(sum, p.inverse_hidden, p.norm_eps));
   }
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn)
-    *reinterpret_cast<uint4*>(p.y + row * kFlashHidden + column(turn)) = normed ? times_weight(y[turn], inverse, weight[turn]) : y[turn];
+  for (int turn = 0; turn < kTurns; ++turn) {
+    if (!real(turn)) continue;
+    uint16_t* const out = p.y + row * kFlashHidden + octet(turn) * kOctetColumns + lane * kLaneColumns;
+    *reinterpret_cast<uint4*>(out) = normed ? times_weight(y[turn], inverse, weight[turn]) : y[turn];
+  }
 }
 
 template <bool kPost, bool kHead>
@@ -207,7 +227,8 @@ __global__ void __launch_bounds__(kFusedThreads, 2) fused_kernel(const Params p)
   __shared__ FusedShared s;
   const int block = blockIdx.x, mixing = mixing_blocks(p.rows);
   if (block < mixing) {
-    mix_slices<kPost, kHead>(p, s, block % kFusedMixing, block / kFusedMixing);
+    const int first_slice = block * slices_of(p.rows);
+    mix_slices<kPost, kHead>(p, s, first_slice % kSlices, first_slice / kSlices);
   } else {
     collapse_row<kPost, kHead>(p, s, block - mixing);
   }

@@ -21,9 +21,7 @@
 namespace dsv4::mhc {
 
 constexpr int kMixTilesN = kMixes / 8;
-constexpr int kHidden = kFlashHidden, kColumnBlocks = kHidden / kManyColumns, kOctets = kHidden / kOctetColumns;
-constexpr int kSumWords = 28;  // mixes, sum of squares, padding; in fours
-constexpr int kCoefficients = kStreams * kStreams + kStreams;
+constexpr int kHidden = kFlashHidden, kColumnBlocks = kHidden / kManyColumns;
 static_assert(kOctetColumns == 2 * kManyColumns, "an octet is the sums of two blocks");
 
 struct ManyShared {
@@ -72,9 +70,6 @@ __device__ __forceinline__ float load_from_l2(const float* p) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
   return v;
-}
-__device__ __forceinline__ void copy_word(float* dst, const float* src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(dst)), "l"(src) : "memory");
 }
 __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -150,13 +145,7 @@ __device__ __forceinline__ Sums sums_of(const ManyShared& s, int slice, int stre
   const uint4 low = operand(stored_low), high = operand(stored_high);
   const int lane = threadIdx.x % 32;
   Sums sums;
-  sums.squares[0] = sum_of_squares(low);
-  sums.squares[1] = sum_of_squares(high);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    sums.squares[r] += __shfl_xor_sync(0xffffffffu, sums.squares[r], 1);
-    sums.squares[r] += __shfl_xor_sync(0xffffffffu, sums.squares[r], 2);
-  }
+  sum_squares(low, high, sums.squares);
   multiply(sums.d, low, high, [&](int n, int step, int part) { return s.weights[slice][stream][step][part][n][lane]; });
   return sums;
 }

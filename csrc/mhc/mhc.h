@@ -13,33 +13,31 @@
 namespace dsv4::mhc {
 
 struct Params {
-  // post: the streams that the sublayer's output makes of the old ones; f == nullptr: x are the streams
-  const uint16_t* f;           // [rows, hidden] bf16 sublayer output
-  int64_t f_stride;            // elements, multiple of 8
+  // What a kernel asks for first comes first: the parameters come to a multiprocessor by 64 bytes.
+  const float* fn;             // [24, 4 * hidden]; of the head [4, 4 * hidden]; nullptr: post only
+  const uint16_t* x;           // [rows, 4, hidden] bf16: the old streams; without a post the streams
+  const uint16_t* f;           // [rows, hidden] bf16 sublayer output; nullptr: no post
+  int32_t rows, hidden;
   const float* post;           // [rows, 4]
   const float* comb;           // [rows, 4 old, 4 new]
-  uint16_t* streams;           // [rows, 4, hidden] bf16, contiguous
-  const uint16_t* x;           // [rows, 4, hidden] bf16
-  int64_t x_stride;            // elements between rows, multiple of 8
+  uint16_t* streams;           // [rows, 4, hidden] bf16, contiguous: what f makes of the old ones
+  float* exchange;             // fused: [rows, hidden / 32, 32 or 8], zero before and after; of no other call that may run meanwhile
+  int64_t x_stride, f_stride;  // elements between rows, multiples of 8
 
-  // pre: the next sublayer's input; fn == nullptr: post only
-  const float* fn;             // [24, 4 * hidden]; of the head [4, 4 * hidden]
+  // the next sublayer's input
   const float* scale;          // [3]; of the head [1]
   const float* base;           // [24]; of the head [4]
   const uint16_t* norm_weight; // [hidden] bf16, or nullptr: y is not normed
-  float rms_eps, hc_eps, norm_eps, post_scale;
-  int32_t sinkhorn_iters;
   uint16_t* y;                 // [rows, hidden] bf16
   float* post_out;             // [rows, 4]
   float* comb_out;             // [rows, 4, 4]
-
-  // workspace, by kernels
-  float* exchange;             // fused: [rows, hidden / 32, 32 or 8], zero before and after; of no other call that may run meanwhile
-  float* partials;             // split: [rows, hidden / 32, 32 or 8]; many: [rows, hidden / 128, 32]
-  uint32_t* counters;          // many: a sector per 16 rows, zero before
-  int32_t rows, hidden;
+  float rms_eps, hc_eps, norm_eps, post_scale;
+  int32_t sinkhorn_iters;
   float inverse_hidden;        // 1 / hidden
   bool head;                   // four mixes (pre) and no more
+
+  float* partials;             // split: [rows, hidden / 32, 32 or 8]; many: [rows, hidden / 128, 32]
+  uint32_t* counters;          // many: a sector per 16 rows, zero before
 };
 
 // Why the kernels cannot take this width; empty: they can.

@@ -138,6 +138,35 @@ __device__ __forceinline__ void multiply(float (&d)[kTiles][4], const uint4& low
   }
 }
 
+// Of rows g and g + 8 of a tile, by the lanes of a slice: the squares of their eight columns each to those of the slice.
+__device__ __forceinline__ void sum_squares(const uint4& low, const uint4& high, float (&squares)[2]) {
+  squares[0] = sum_of_squares(low);
+  squares[1] = sum_of_squares(high);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    squares[r] += __shfl_xor_sync(0xffffffffu, squares[r], 1);
+    squares[r] += __shfl_xor_sync(0xffffffffu, squares[r], 2);
+  }
+}
+
+// One stream's partial sums of a slice, by row of the tile: the mixes, and behind them the squares.
+template <bool kHead>
+__device__ __forceinline__ void write_sums(const Weights<kHead>& weights, const uint4& low, const uint4& high,
+                                           float (&out)[kTileRows][kSumWords], int lane) {
+  const int group = lane / 4, quarter = lane % 4;
+  float squares[2], d[Weights<kHead>::kTiles][4];
+  sum_squares(low, high, squares);
+  multiply(d, low, high, [&](int n, int step, int part) { return make_uint2(weights.part[n][step][part][0], weights.part[n][step][part][1]); });
+#pragma unroll
+  for (int n = 0; n < Weights<kHead>::kTiles; ++n) {
+    const int mix = n * 8 + quarter * 2;
+    if (mix >= kOutputs<kHead>) continue;
+    *reinterpret_cast<float2*>(&out[group][mix]) = make_float2(d[n][0], d[n][1]);
+    *reinterpret_cast<float2*>(&out[group + 8][mix]) = make_float2(d[n][2], d[n][3]);
+  }
+  if (quarter < 2) out[group + quarter * 8][kOutputs<kHead>] = quarter ? squares[1] : squares[0];
+}
+
 // What a lane needs for new stream `stream` of one row at its columns. Past the last row: the last row's.
 template <bool kPost>
 struct StreamInputs {
@@ -174,8 +203,7 @@ struct StreamInputs {
 
 template <bool kPost, bool kHead>
 __global__ void __launch_bounds__(kMixThreads, 4) mix_kernel(const Params p) {
-  constexpr int kTiles = Weights<kHead>::kTiles, kColumns = kTiles * 8;
-  __shared__ float partial[2][kStreams][kTileRows][kColumns + 1];
+  __shared__ __align__(16) float partial[2][kStreams][kTileRows][kSumWords];
   const int lane = threadIdx.x % 32, stream = threadIdx.x / 32, group = lane / 4;
   const int slice = blockIdx.x, num_slices = gridDim.x, column = slice * kSliceColumns + lane % 4 * kLaneColumns;
   Weights<kHead> weights;
@@ -191,31 +219,14 @@ __global__ void __launch_bounds__(kMixThreads, 4) mix_kernel(const Params p) {
     if (tile == blockIdx.y) weights.split();
     __syncwarp();  // the weights first: the streams come later
     const uint4 low = inputs[0].mix(p, first_row + group, stream, column), high = inputs[1].mix(p, first_row + group + 8, stream, column);
-    float squares[2] = {sum_of_squares(low), sum_of_squares(high)};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], 1);
-      squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], 2);
-    }
-    float d[kTiles][4];
-    multiply(d, low, high, [&](int n, int step, int part) { return make_uint2(weights.part[n][step][part][0], weights.part[n][step][part][1]); });
-    auto& mine = partial[turn][stream];  // two turns: the next tile's writes need no barrier of their own
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const int mix = n * 8 + lane % 4 * 2;
-      mine[group][mix] = d[n][0];
-      mine[group][mix + 1] = d[n][1];
-      mine[group + 8][mix] = d[n][2];
-      mine[group + 8][mix + 1] = d[n][3];
-    }
-    if (lane % 4 < 2) mine[group + lane % 4 * 8][kColumns] = lane % 4 ? squares[1] : squares[0];
+    write_sums<kHead>(weights, low, high, partial[turn][stream], lane);  // two turns: the next tile's need no barrier of their own
     __syncthreads();
     const int64_t row = first_row + threadIdx.x / 8;
     if (row >= p.rows) continue;
     float* const out = p.partials + (row * num_slices + slice) * kWidth<kHead>;
     for (int o = threadIdx.x % 8; o <= kOutputs<kHead>; o += 8) {
-      const int at = o == kOutputs<kHead> ? kColumns : o, r = threadIdx.x / 8;
-      out[o] = (partial[turn][0][r][at] + partial[turn][1][r][at]) + (partial[turn][2][r][at] + partial[turn][3][r][at]);
+      const int r = threadIdx.x / 8;
+      out[o] = (partial[turn][0][r][o] + partial[turn][1][r][o]) + (partial[turn][2][r][o] + partial[turn][3][r][o]);
     }
   }
 }

@@ -83,6 +83,22 @@ def test_one_launch_has_the_same_bits(rows, device):
         mhc(**make_inputs(Shape(fused_rows + 1), device=device).boundary(), kernels="fused")
 
 
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 64, 128])
+def test_behind_a_plain_kernel_and_behind_a_call(rows, device):
+    """Weights come before the streams or after them; sums are made of either in the order they come."""
+    inputs = make_inputs(Shape(rows), seed=rows, device=device)
+    expected = mhc(**inputs.boundary(), kernels="split")
+    graph, found = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            torch.mul(inputs.f, 1.0, out=inputs.f)
+            found += [mhc(**inputs.boundary()) for _ in range(2)]
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(equal(one, expected) for one in found)
+
+
 def exchange_of(device) -> list[torch.Tensor]:
     words = op._exchange(device.index or 0)
     return [words._ring, *words._by_stream.values()]
