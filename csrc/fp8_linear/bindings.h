@@ -16,8 +16,8 @@ inline void run(uintptr_t x, int64_t x_stride, int64_t x_stride_group, uintptr_t
                 int64_t scale_stride_output, int64_t scale_stride_input, int scale_bytes, uintptr_t out, int64_t out_stride,
                 int64_t out_stride_group, uintptr_t partial, int64_t partial_bytes, int rows, int groups, int outputs, int inputs,
                 int num_sms, bool pdl, uintptr_t stream, uintptr_t rotation,
-                uintptr_t positions, int position_bytes, uintptr_t norm_weight, double norm_eps, double swiglu_limit, int row_tiles,
-                int warp_rows, int blocks, int in_turn) {
+                uintptr_t positions, int position_bytes, uintptr_t norm_weight, double norm_eps, double swiglu_limit, int warp_rows,
+                int blocks, int row_tiles, int in_turn) {
   for (const int64_t stride : {x_stride, x_stride_group, weight_stride, scale_stride_output * scale_bytes, scale_stride_input * scale_bytes}) {
     if (stride < 0 || stride > UINT32_MAX) throw std::runtime_error("fp8_linear: takes strides below 2^32, got " + std::to_string(stride));
   }
@@ -46,7 +46,8 @@ inline void run(uintptr_t x, int64_t x_stride, int64_t x_stride_group, uintptr_t
   p.groups = groups;
   p.outputs = outputs;
   p.inputs = inputs;
-  const Plan plan = make_plan(prologue_of(p), rows, groups, outputs, inputs, num_sms, multiprocessor_shared(), row_tiles, warp_rows, blocks, in_turn);
+  const Plan plan = make_plan(prologue_of(p), rows, groups, outputs, inputs, num_sms, multiprocessor_shared(),
+                              {warp_rows, blocks, row_tiles, in_turn});
   if (partial_bytes < plan.partial_bytes)
     throw std::runtime_error("fp8_linear: scratch too small: needs " + std::to_string(plan.partial_bytes) + " bytes, got " +
                              std::to_string(partial_bytes));
@@ -77,7 +78,7 @@ inline void bind(py::module_& m) {
         "scale_stride_output"_a, "scale_stride_input"_a, "scale_bytes"_a, "out"_a, "out_stride"_a, "out_stride_group"_a, "partial"_a,
         "partial_bytes"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "pdl"_a, "stream"_a,
         "rotation"_a = 0, "positions"_a = 0, "position_bytes"_a = 8, "norm_weight"_a = 0, "norm_eps"_a = 0., "swiglu_limit"_a = 0.,
-        "row_tiles"_a = 0, "warp_rows"_a = 0, "blocks"_a = 0, "in_turn"_a = 0);
+        "warp_rows"_a = 0, "blocks"_a = 0, "row_tiles"_a = 0, "in_turn"_a = 0);
   m.def("fp8_linear_make", &run_make, py::kw_only(), "x"_a, "x_stride"_a, "out"_a, "out_stride"_a, "rows"_a, "inputs"_a,
         "norm_weight"_a = 0, "norm_eps"_a = 0., "swiglu_limit"_a = 0., "pdl"_a, "stream"_a);
   m.attr("FP8_LINEAR_MADE_ROWS") = kMadeRows;
@@ -91,12 +92,12 @@ inline void bind(py::module_& m) {
   m.def("fp8_linear_problem", &problem, py::kw_only(), "prologue"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a);
   m.def(
       "fp8_linear_scratch_bytes",
-      [](Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int row_tiles, int warp_rows, int blocks,
+      [](Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int warp_rows, int blocks, int row_tiles,
          int in_turn) {
-        return make_plan(prologue, rows, groups, outputs, inputs, num_sms, 0, row_tiles, warp_rows, blocks, in_turn).partial_bytes;
+        return make_plan(prologue, rows, groups, outputs, inputs, num_sms, 0, {warp_rows, blocks, row_tiles, in_turn}).partial_bytes;
       },
-      py::kw_only(), "prologue"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "row_tiles"_a = 0, "warp_rows"_a = 0,
-      "blocks"_a = 0, "in_turn"_a = 0);
+      py::kw_only(), "prologue"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "warp_rows"_a = 0, "blocks"_a = 0,
+      "row_tiles"_a = 0, "in_turn"_a = 0);
 }
 
 }  // namespace dsv4::fp8_linear

@@ -54,21 +54,28 @@ struct Shares {
 
 // What the launcher does with these sizes. The slices, and so every bit, depend on the inputs alone.
 struct Plan {
-  int32_t column_tiles;          // of 8 rows of x
+  int32_t column_tiles;          // of 8 rows of x; 0: the kernel for few rows
   int32_t row_tiles;             // of 16 weight rows, one warp's
   int32_t warp_rows;             // warps beside each other along the weight rows; the others share the inputs
+  int32_t in_turn;               // slices that a warp multiplies one after the other
   int32_t slices, splits;        // of the inputs; slices of one block = slices / splits
   Shares slice_blocks;           // blocks of 128 inputs of a slice
-  int32_t chunk_blocks;          // blocks of 128 inputs of a slice that shared memory has room for at a time
-  int32_t stages;                // 1: x stays in shared memory, all of it; 2: chunks take turns
+  int32_t most_blocks;           // blocks of 128 inputs of the longest slice
   int32_t exchange;              // where in shared memory warps exchange sums, and before that rows of x are of which something is made
   int32_t blocks;                // of one split
   Shares block_tiles;            // tiles of a block
   int32_t group_tiles;           // tiles of a group
   int64_t partial_bytes;
+  int64_t stash;                 // floats of `partial` before the sums of slices that wait for their neighbours'
   int32_t norm;                  // where the norm's weights are
   int32_t shared_bytes;
-  int32_t in_turn;               // above 0: the tile kernel, with so many slices one after the other
+};
+
+// The launcher's choices, by hand (tests, bench); zero: the launcher's. None changes a bit of the result.
+struct Tuning {
+  int32_t warp_rows;
+  int32_t blocks;                // of the kernel for few rows
+  int32_t row_tiles, in_turn;    // of the tile kernel; in_turn above 0: that kernel, for however few rows
 };
 
 constexpr int kMaxRows = 64;
@@ -76,7 +83,7 @@ constexpr int kMadeRows = 4;  // that the product's kernels gate or normalise th
 
 using LinearKernel = void (*)(Params, Plan);
 
-// The kernels of a prologue, one for each of kVariants (config.h); each prologue has a file of its own.
+// The kernels of a prologue for few rows, one for each of kWarpRows (config.h); each prologue has a file of its own.
 template <Prologue kPrologue>
 const LinearKernel* kernels();
 // The tile kernels, one for each of kTileVariants: x as it is, or rotated back.
@@ -89,10 +96,7 @@ int multiprocessor_shared();
 // Why the kernel cannot take these sizes; empty: it can.
 std::string problem(Prologue prologue, int rows, int groups, int outputs, int inputs);
 
-// Zero in `row_tiles`, `warp_rows`, `blocks`, `in_turn`: the launcher's choice (tuning); `in_turn` above 0: the tile kernel, for
-// however few rows. No choice changes a bit of the result.
-Plan make_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int row_tiles, int warp_rows,
-               int blocks, int in_turn);
+Plan make_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, const Tuning& tuning);
 
 // One kernel, or two where the plan splits.
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// The kernels of one prologue, for every variant.
+// The kernels of one prologue for few rows, for each number of warps beside each other.
 #pragma once
 
 #include <iterator>
@@ -10,16 +10,13 @@ namespace dsv4::fp8_linear {
 
 template <Prologue kPrologue, size_t... kIndices>
 const LinearKernel* instances(std::index_sequence<kIndices...>) {
-  static constexpr LinearKernel kKernels[] = {
-      &linear_kernel<Config<kVariants[kIndices].column_tiles, kVariants[kIndices].row_tiles, kVariants[kIndices].warp_rows,
-                            static_cast<int>(kPrologue)>>...};
+  static constexpr LinearKernel kKernels[] = {&linear_kernel<Config<kWarpRows[kIndices], static_cast<int>(kPrologue)>>...};
   return kKernels;
 }
 
 template <Prologue kPrologue>
 const LinearKernel* kernels() {
-  constexpr bool kMakes = kPrologue == Prologue::kSwiglu || kPrologue == Prologue::kNorm;
-  return instances<kPrologue>(std::make_index_sequence<kMakes ? kMakingVariants : std::size(kVariants)>());
+  return instances<kPrologue>(std::make_index_sequence<std::size(kWarpRows)>());
 }
 
 }  // namespace dsv4::fp8_linear

@@ -1,5 +1,5 @@
-// y = x W^T for up to 64 rows of bf16 x and E4M3 weights with a scale per 128 x 128 block: a stream of weights from memory
-// through registers into mma.sync. From 9 rows on tile.cuh is faster, but for what launch.cu leaves here.
+// y = x W^T for up to 8 rows of bf16 x and E4M3 weights with a scale per 128 x 128 block: a stream of weights from memory
+// through registers into mma.sync.
 //
 // The k of an mma is a free choice, made for both operands alike: a lane loads 16 bytes of one weight row, four E4M3 bytes
 // become two bf16 pairs (exact, NaN stays NaN), and those pairs are operands as they lie. x is an operand as it lies in memory.
@@ -7,7 +7,8 @@
 // would wait for all weights asked for before it, this kernel's and those of the next kernel's blocks beside it.
 //
 // Sum of 64 products, in mma order, from zero; times scale, added to the slice's sum, in order; slices by a binary tree.
-// Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others.
+// Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others, here and in tile.cuh, which has more
+// rows.
 //
 // A prologue changes x before it is multiplied:
 //   rotation  x is the attention's output, whose rotary position embedding is taken back: of each 512 inputs (a head) the last
@@ -25,20 +26,14 @@
 namespace dsv4::fp8_linear {
 
 // kPrologue_: of Prologue, as a number, which is what a kernel's name can show
-template <int kColumnTiles_, int kRowTiles_, int kWarpRows_, int kPrologue_>
+template <int kWarpRows_, int kPrologue_>
 struct Config {
-  static constexpr int kColumnTiles = kColumnTiles_, kRowTiles = kRowTiles_, kWarpRows = kWarpRows_;
+  static constexpr int kWarpRows = kWarpRows_;
   static constexpr Prologue kPrologue = static_cast<Prologue>(kPrologue_);
   static constexpr bool kRotates = kPrologue == Prologue::kRotation, kNorms = kPrologue == Prologue::kNorm;
   static constexpr bool kGates = kPrologue == Prologue::kSwiglu, kMakes = kNorms || kGates;
-  static constexpr int kSlices = kWarps / kWarpRows;      // of this block
-  static constexpr int kSteps = steps_of(kColumnTiles), kAhead = ahead_of(kColumnTiles, kRowTiles);
-  static constexpr int kBlockRows = kTileRows * kRowTiles * kWarpRows;
-  static constexpr int kTogether = kColumnTiles >= 4 ? kRowTiles : 1;  // row tiles that share a load of x
-  static constexpr int kExchangeTiles = exchange_rows(kColumnTiles) / kColumns;
-  static constexpr bool kStreams = streams(kColumnTiles);
-  static constexpr int kMinBlocks = kColumnTiles >= 4 ? 1 : 2;
-  static_assert(kSteps % kRowTiles == 0 && kRowTiles % kTogether == 0 && kBlock % (kRowTiles * kTileRows) == 0);
+  static constexpr int kSlices = kWarps / kWarpRows;  // of this block
+  static constexpr int kBlockRows = kTileRows * kWarpRows;
 };
 
 // Four E4M3 bytes to two bf16 pairs, exact: by f16, which has a conversion, and fp32, whose upper half is the bf16.
@@ -92,16 +87,16 @@ struct Kernel {
   __device__ Kernel(const Params& params, const Plan& plan_, unsigned char* shared_)
       : p(params), plan(plan_), shared(shared_), slice(part_of(plan_.slice_blocks, blockIdx.y * C::kSlices + slice_here)) {}
 
-  __device__ __forceinline__ uint32_t weight_row(int tile) const { return (tile * C::kWarpRows + warp_row) * (C::kRowTiles * kTileRows); }
+  __device__ __forceinline__ uint32_t weight_row(int tile) const { return (tile * C::kWarpRows + warp_row) * kTileRows; }
   __device__ __forceinline__ int group_of(int tile) const {
     return p.groups == 1 ? 0 : static_cast<unsigned>(tile) / static_cast<unsigned>(plan.group_tiles);
   }
-  // this lane's first bytes of a tile: of row g of its first row tile
+  // this lane's first bytes of a tile: of row g
   __device__ __forceinline__ const uint8_t* weights_of(int tile) const {
     return p.weight + static_cast<uint64_t>(weight_row(tile) + lane / 4) * p.weight_stride + slice.begin * kBlock + lane % 4 * 16;
   }
-  __device__ __forceinline__ void load(Step& step, const uint8_t* weights, int block, int row_tile) const {
-    const uint8_t* const first = weights + block * kBlock + static_cast<uint64_t>(row_tile * kTileRows) * p.weight_stride;
+  __device__ __forceinline__ void load(Step& step, const uint8_t* weights, int block) const {
+    const uint8_t* const first = weights + block * kBlock;
     const uint8_t* const second = first + static_cast<uint64_t>(8) * p.weight_stride;
     step.rows[0][0] = load_stream(first);
     step.rows[0][1] = load_stream(first + 64);
@@ -109,7 +104,7 @@ struct Kernel {
     step.rows[1][1] = load_stream(second + 64);
   }
 
-  // As it is stored: it must not be waited for here. Of all row tiles, which lie in one block of outputs.
+  // As it is stored: it must not be waited for here.
   __device__ __forceinline__ uint32_t load_scale(int tile, int block) const {
     const uint8_t* const at = static_cast<const uint8_t*>(p.scale) + static_cast<uint64_t>(weight_row(tile) / kBlock) * p.scale_stride_output +
                               static_cast<uint64_t>(slice.begin + block) * p.scale_stride_input;
@@ -117,11 +112,9 @@ struct Kernel {
   }
   __device__ __forceinline__ float scale_of(uint32_t stored) const { return block_scale(stored, p.scale_bytes); }
 
-  // rows of x that shared memory has room for; those beyond p.rows hold anything, and so do their sums, which nobody stores
-  __device__ __forceinline__ int x_rows() const { return rows_in_shared(C::kColumnTiles, p.rows); }
-  __device__ __forceinline__ unsigned char* x_at_slice(int i) const { return shared + kBarrierBytes + i * x_bytes(x_rows(), 1, plan.chunk_blocks); }
-  __device__ __forceinline__ unsigned char* x_at(int stage) const { return x_at_slice(stage * C::kSlices + slice_here); }
-  __device__ __forceinline__ uint32_t arrived(int stage) const { return shared_address(shared) + 8 * (stage * C::kSlices + slice_here); }
+  __device__ __forceinline__ unsigned char* x_at_slice(int i) const { return shared + kBarrierBytes + i * x_bytes(p.rows, 1, plan.most_blocks); }
+  __device__ __forceinline__ unsigned char* x() const { return x_at_slice(slice_here); }
+  __device__ __forceinline__ uint32_t arrived() const { return shared_address(shared) + 8 * slice_here; }
   __device__ __forceinline__ void sync_slice() const {
     if constexpr (C::kWarpRows == 1) {
       __syncwarp();
@@ -130,13 +123,13 @@ struct Kernel {
     }
   }
 
-  // x of the slice's blocks `first` .., `count` of them, to a stage; by one warp of the slice
-  __device__ __forceinline__ void fetch(int group, int first, int count, int stage) const {
-    const uint32_t bytes = count * kBlock * 2, barrier = arrived(stage);
+  // the slice's x; by one warp of the slice
+  __device__ __forceinline__ void fetch(int group) const {
+    const uint32_t bytes = slice.count * kBlock * 2, barrier = arrived();
     if (lane == 0) mbarrier_arrive_expect(barrier, p.rows * bytes);
     __syncwarp();
-    const uint16_t* from = p.x + static_cast<uint64_t>(group) * p.x_stride_group + (slice.begin + first) * kBlock;
-    const uint32_t to = shared_address(x_at(stage)), pitch = x_pitch(plan.chunk_blocks);
+    const uint16_t* from = p.x + static_cast<uint64_t>(group) * p.x_stride_group + slice.begin * kBlock;
+    const uint32_t to = shared_address(x()), pitch = x_pitch(plan.most_blocks);
 #pragma unroll 1
     for (int row = lane; row < p.rows; row += 32) copy_bulk(to + row * pitch, from + static_cast<uint64_t>(row) * p.x_stride, bytes, barrier);
   }
@@ -149,15 +142,15 @@ struct Kernel {
     return fp8_linear::rotated_back(v, __ldg(from), __ldg(from + 1));
   }
 
-  // A stage's `count` blocks from the slice's `first` on, those that end a head, rotated back in place, by all warps of the
-  // slice, 4 rows of a block at a time. multiply reads it after sync_slice().
-  __device__ __forceinline__ void rotate(int first, int count, int stage) const {
-    const int pitch = x_pitch(plan.chunk_blocks), skipped = kHeadBlocks - 1 - (slice.begin + first) % kHeadBlocks;
+  // The slice's blocks that end a head, rotated back in place, by all warps of the slice, 4 rows of a block at a time. multiply reads
+  // it after sync_slice().
+  __device__ __forceinline__ void rotate() const {
+    const int pitch = x_pitch(plan.most_blocks), skipped = kHeadBlocks - 1 - slice.begin % kHeadBlocks;
 #pragma unroll 1
-    for (int block = skipped; block < count; block += kHeadBlocks) {
+    for (int block = skipped; block < slice.count; block += kHeadBlocks) {
 #pragma unroll 1
       for (int row = warp_row * 4 + lane / 8; row < p.rows; row += 4 * C::kWarpRows) {
-        unsigned char* const at = x_at(stage) + row * pitch + block * 2 * kBlock + kBlock + lane % 8 * 16;
+        unsigned char* const at = x() + row * pitch + block * 2 * kBlock + kBlock + lane % 8 * 16;
         *reinterpret_cast<uint4*>(at) = rotated_back(load_shared(at), row);
       }
     }
@@ -174,7 +167,7 @@ struct Kernel {
     const unsigned block = unit / (kBlock / kUnit), each = plan.slice_blocks.each, more = plan.slice_blocks.more;
     const unsigned there = block < more * (each + 1) ? block / (each + 1) : (block - more) / each;
     const int first = part_of(plan.slice_blocks, there).begin;
-    return there * x_bytes(p.rows, 1, plan.chunk_blocks) + (block - first) * 2 * kBlock + unit % (kBlock / kUnit) * 16;
+    return there * x_bytes(p.rows, 1, plan.most_blocks) + (block - first) * 2 * kBlock + unit % (kBlock / kUnit) * 16;
   }
   // Barriers of the rows, and the norm's weights: nothing that runs before the wait writes those.
   __device__ __forceinline__ void begin_making() const {
@@ -195,7 +188,7 @@ struct Kernel {
   }
   __device__ __forceinline__ void gate_rows() const {
     const uint32_t limits = pack_bf16x2(p.swiglu_limit, p.swiglu_limit);
-    const int pitch = x_pitch(plan.chunk_blocks);
+    const int pitch = x_pitch(plan.most_blocks);
     int unit = threadIdx.x, place = place_of(unit);
     pdl_wait();
     fetch_row();
@@ -240,15 +233,15 @@ struct Kernel {
         if (unit >= units()) continue;
         const int place = first == 0 ? places[s] : place_of(unit);
         const uint4 weights = load_shared(norm_weights() + unit * 16);
-        *reinterpret_cast<uint4*>(x_at_slice(0) + place + warp * x_pitch(plan.chunk_blocks)) = normalized(load_shared(from + unit * 16), root, weights);
+        *reinterpret_cast<uint4*>(x_at_slice(0) + place + warp * x_pitch(plan.most_blocks)) = normalized(load_shared(from + unit * 16), root, weights);
       }
     }
   }
 
-  // 8 of this lane's 16 inputs of a row of x in a half of a block
-  __device__ __forceinline__ uint4 load_x(const unsigned char* x, int n, int half, int part) const {
-    const int row = C::kColumnTiles == 1 ? min(lane / 4, p.rows - 1) : n * kColumns + lane / 4;
-    return load_shared(x + row * x_pitch(plan.chunk_blocks) + half * kBlock + lane % 4 * 32 + part * 16);
+  // 8 of this lane's 16 inputs of a row of x in a half of a block; rows beyond the last are the last again
+  __device__ __forceinline__ uint4 load_x(const unsigned char* x, int half, int part) const {
+    const int row = min(lane / 4, p.rows - 1);
+    return load_shared(x + row * x_pitch(plan.most_blocks) + half * kBlock + lane % 4 * 32 + part * 16);
   }
   // four bytes of rows g and g + 8 to an operand
   static __device__ __forceinline__ void decode(uint32_t bytes, uint32_t bytes8, uint32_t (&a)[4]) {
@@ -259,56 +252,20 @@ struct Kernel {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[i] = fmaf(d[i], scale, sum[i]);
   }
-  // sums += row tiles `tile0` .. of the block of inputs whose x begins at `x`
-  __device__ __forceinline__ void multiply(float (&sums)[C::kRowTiles][C::kColumnTiles][4], const Step* steps, float scale, int tile0,
-                                           const unsigned char* x) const {
-    if constexpr (C::kColumnTiles <= 2) {
+  // sum += a step, times the block of inputs whose x begins at `x`
+  __device__ __forceinline__ void multiply(float (&sum)[4], const Step& step, float scale, const unsigned char* x) const {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint4 b[C::kColumnTiles];
-        float d[C::kColumnTiles][4] = {};
+    for (int half = 0; half < 2; ++half) {
+      uint4 b;
+      float d[4] = {};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (j % 2 == 0) {
-#pragma unroll
-            for (int n = 0; n < C::kColumnTiles; ++n) b[n] = load_x(x, n, half, j / 2);
-          }
-          uint32_t a[4];
-          decode(word_of(steps[0].rows[0][half], j), word_of(steps[0].rows[1][half], j), a);
-#pragma unroll
-          for (int n = 0; n < C::kColumnTiles; ++n) mma_bf16(d[n], a, word_of(b[n], j % 2 * 2), word_of(b[n], j % 2 * 2 + 1));
-        }
-#pragma unroll
-        for (int n = 0; n < C::kColumnTiles; ++n) add_scaled(sums[tile0][n], d[n], scale);
+      for (int j = 0; j < 4; ++j) {
+        if (j % 2 == 0) b = load_x(x, half, j / 2);
+        uint32_t a[4];
+        decode(word_of(step.rows[0][half], j), word_of(step.rows[1][half], j), a);
+        mma_bf16(d, a, word_of(b, j % 2 * 2), word_of(b, j % 2 * 2 + 1));
       }
-    } else {
-      uint4 now[C::kTogether][2];
-#pragma unroll
-      for (int m = 0; m < C::kTogether; ++m) now[m][0] = steps[m].rows[0][0], now[m][1] = steps[m].rows[1][0];
-#pragma unroll 1  // across the halves operands would be hoisted beyond the registers
-      for (int half = 0; half < 2; ++half) {
-        uint32_t a[C::kTogether][4][4];
-#pragma unroll
-        for (int m = 0; m < C::kTogether; ++m) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) decode(word_of(now[m][0], j), word_of(now[m][1], j), a[m][j]);
-        }
-        const unsigned char* from = x + lane / 4 * x_pitch(plan.chunk_blocks) + half * kBlock + lane % 4 * 32;
-#pragma unroll
-        for (int n = 0; n < C::kColumnTiles; ++n) {
-          const uint4 b[2] = {load_shared(from), load_shared(from + 16)};
-          from += kColumns * x_pitch(plan.chunk_blocks);
-#pragma unroll
-          for (int m = 0; m < C::kTogether; ++m) {
-            float d[4] = {};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) mma_bf16(d, a[m][j], word_of(b[j / 2], j % 2 * 2), word_of(b[j / 2], j % 2 * 2 + 1));
-            add_scaled(sums[tile0 + m][n], d, scale);
-          }
-        }
-#pragma unroll
-        for (int m = 0; m < C::kTogether; ++m) now[m][0] = steps[m].rows[0][1], now[m][1] = steps[m].rows[1][1];
-      }
+      add_scaled(sum, d, scale);
     }
   }
 
@@ -337,59 +294,35 @@ struct Kernel {
   }
 
   // Slices of the block together, and out. Sums pass through shared memory so that a warp stores neighbours.
-  __device__ __forceinline__ void finish(const float (&sums)[C::kRowTiles][C::kColumnTiles][4], int tile, int group) const {
-    constexpr int kWarpOutputs = C::kRowTiles * kTileRows, kPairs = C::kBlockRows / 2, kPitch = sum_pitch(C::kRowTiles);
-    constexpr int kTiles = C::kExchangeTiles, kSliceFloats = kTiles * kColumns * kPitch;
+  __device__ __forceinline__ void finish(const float (&sum)[4], int tile, int group) const {
+    constexpr int kPairs = C::kBlockRows / 2, kSliceFloats = kColumns * kSumPitch;
     const int first = (tile - group * plan.group_tiles) * C::kBlockRows;
     float* const exchange = reinterpret_cast<float*>(shared + plan.exchange);
-    float* const mine = exchange + warp * kSliceFloats + lane % 4 * 2 * kPitch + lane / 4;
-#pragma unroll
-    for (int n0 = 0; n0 < C::kColumnTiles; n0 += kTiles) {
-      const int row0 = n0 * kColumns;
-      if (row0 >= p.rows) break;
-      if (n0 > 0) __syncthreads();
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const int row = n * kColumns + lane % 4 * 2;
-#pragma unroll
-        for (int m = 0; m < C::kRowTiles; ++m) {
-          float* const to = mine + n * kColumns * kPitch + m * kTileRows;
-          const float(&s)[4] = sums[m][n0 + n];
-          if (row0 + row < p.rows) to[0] = s[0], to[8] = s[2];
-          if (row0 + row + 1 < p.rows) to[kPitch] = s[1], to[kPitch + 8] = s[3];
-        }
-      }
-      __syncthreads();
-      const int rows = min(p.rows - row0, kTiles * kColumns);
+    float* const to = exchange + warp * kSliceFloats + lane % 4 * 2 * kSumPitch + lane / 4;
+    if (lane % 4 * 2 < p.rows) to[0] = sum[0], to[8] = sum[2];
+    if (lane % 4 * 2 + 1 < p.rows) to[kSumPitch] = sum[1], to[kSumPitch + 8] = sum[3];
+    __syncthreads();
 #pragma unroll 1
-      for (int i = threadIdx.x; i < kPairs * rows; i += kThreads) {
-        const int row = i / kPairs, output = i % kPairs * 2;
-        const float* from = exchange + output / kWarpOutputs * C::kSlices * kSliceFloats + row * kPitch + output % kWarpOutputs;
-        float2 sum[C::kSlices];
+    for (int i = threadIdx.x; i < kPairs * p.rows; i += kThreads) {
+      const int row = i / kPairs, output = i % kPairs * 2;
+      const float* from = exchange + output / kTileRows * C::kSlices * kSliceFloats + row * kSumPitch + output % kTileRows;
+      float2 sums[C::kSlices];
 #pragma unroll
-        for (int s = 0; s < C::kSlices; ++s) sum[s] = *reinterpret_cast<const float2*>(from + s * kSliceFloats);
+      for (int s = 0; s < C::kSlices; ++s) sums[s] = *reinterpret_cast<const float2*>(from + s * kSliceFloats);
 #pragma unroll
-        for (int width = 1; width < C::kSlices; width *= 2) {
+      for (int width = 1; width < C::kSlices; width *= 2) {
 #pragma unroll
-          for (int s = 0; s < C::kSlices; s += 2 * width) sum[s].x += sum[s + width].x, sum[s].y += sum[s + width].y;
-        }
-        put(group, first + output, row0 + row, sum[0]);
+        for (int s = 0; s < C::kSlices; s += 2 * width) sums[s].x += sums[s + width].x, sums[s].y += sums[s + width].y;
       }
+      put(group, first + output, row, sums[0]);
     }
   }
 
   // The same where every warp has a slice's whole sum: from the registers.
-  __device__ __forceinline__ void store(const float (&sums)[C::kRowTiles][C::kColumnTiles][4], int tile, int group) const {
-    const int output = (tile - group * plan.group_tiles) * C::kBlockRows + warp_row * C::kRowTiles * kTileRows + lane / 4;
+  __device__ __forceinline__ void store(const float (&sum)[4], int tile, int group) const {
+    const int output = (tile - group * plan.group_tiles) * C::kBlockRows + warp_row * kTileRows + lane / 4, row = lane % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < C::kColumnTiles; ++n) {
-      const int row = n * kColumns + lane % 4 * 2;
-#pragma unroll
-      for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) put(group, output + m * kTileRows + i / 2 * 8, row + i % 2, sums[m][n][i]);
-      }
-    }
+    for (int i = 0; i < 4; ++i) put(group, output + i / 2 * 8, row + i % 2, sum[i]);
   }
 
   __device__ __forceinline__ void run() const {
@@ -397,23 +330,20 @@ struct Kernel {
     if constexpr (C::kMakes) {
       begin_making();
     } else if (warp_row == 0 && lane == 0) {
-      mbarrier_init(arrived(0), 1);
-      if constexpr (C::kStreams) mbarrier_init(arrived(1), 1);
+      mbarrier_init(arrived(), 1);
       mbarrier_init_fence();
     }
-    Step steps[C::kSteps];
-    uint32_t scales[C::kAhead];
+    Step steps[kAhead];
+    uint32_t scales[kAhead];
     const uint8_t* weights = weights_of(tiles.begin);
 #pragma unroll
-    for (int i = 0; i < C::kSteps; ++i) {
-      if (i / C::kRowTiles < slice.count) load(steps[i], weights, i / C::kRowTiles, i % C::kRowTiles);
+    for (int i = 0; i < kAhead; ++i) {
+      if (i < slice.count) load(steps[i], weights, i);
     }
 #pragma unroll
-    for (int i = 0; i < C::kAhead; ++i) {
+    for (int i = 0; i < kAhead; ++i) {
       if (i < slice.count) scales[i] = load_scale(tiles.begin, i);
     }
-    const int most = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
-    const bool resident = !C::kStreams || plan.stages == 1;
     const uint64_t tile_bytes = static_cast<uint64_t>(C::kBlockRows) * p.weight_stride;
     if constexpr (C::kMakes) {
       __syncthreads();
@@ -424,73 +354,41 @@ struct Kernel {
       sync_slice();
       pdl_wait();
     }
-    // chunks of x in the order of their use, over all tiles: the next to fetch, and how many have been used
-    int next_tile = tiles.begin, next_first = 0, used = 0;
-    const auto fetch_next = [&](int stage) {
-      if (warp_row != 0 || next_tile == tiles.begin + tiles.count) return;
-      fetch(group_of(next_tile), next_first, min(plan.chunk_blocks, slice.count - next_first), stage);
-      next_first += plan.chunk_blocks;
-      if (next_first >= slice.count) next_first = 0, ++next_tile;
-    };
-    if (!resident) fetch_next(0), fetch_next(1);
-    int staged = -1;
+    int staged = -1, used = 0;
     for (int tile = tiles.begin, left = tiles.count - 1; left >= 0; ++tile, --left) {
       const int group = group_of(tile);
-      float sums[C::kRowTiles][C::kColumnTiles][4] = {};
-      for (int chunk = 0; chunk < most; chunk += plan.chunk_blocks) {
-        const int chunk_end = min(chunk + plan.chunk_blocks, slice.count), stage = resident ? 0 : used & 1;
-        if (resident) {
-          if (!C::kMakes && group != staged) {
-            if (staged >= 0) {
-              if constexpr (C::kRotates) fence_async();
-              sync_slice();
-            }
-            if (warp_row == 0) fetch(group, 0, slice.count, 0);
-            mbarrier_wait(arrived(0), used++ & 1);
-            if constexpr (C::kRotates) {
-              rotate(0, slice.count, 0);
-              sync_slice();
-            }
-            staged = group;
-          }
-        } else {
-          if (chunk < chunk_end) {
-            mbarrier_wait(arrived(stage), used++ >> 1 & 1);
-            if constexpr (C::kRotates) rotate(chunk, chunk_end - chunk, stage);
-          }
-          if constexpr (C::kRotates) sync_slice();
-        }
-        const unsigned char* const x = x_at(stage);
-        for (int block0 = chunk; block0 < chunk_end; block0 += C::kAhead) {
-#pragma unroll
-          for (int i = 0; i < C::kAhead; ++i) {
-            const int block = block0 + i;
-            if (block >= chunk_end) break;
-            // what has been used is asked for anew: the block of inputs after those on their way, or of the next tile
-            const bool same = block + C::kAhead < slice.count;
-            const int next = same ? block + C::kAhead : i;
-            const float scale = scale_of(scales[i]);
-            if (same || left > 0) scales[i] = load_scale(same ? tile : tile + 1, next);
-#pragma unroll
-            for (int m = 0; m < C::kRowTiles; m += C::kTogether) {
-              multiply(sums, &steps[i * C::kRowTiles + m], scale, m, x + (block - chunk) * 2 * kBlock);
-              if (same || left > 0) {
-#pragma unroll
-                for (int k = 0; k < C::kTogether; ++k) load(steps[i * C::kRowTiles + m + k], weights + (same ? 0 : tile_bytes), next, m + k);
-              }
-            }
-          }
-        }
-        if (!resident) {
+      float sum[4] = {};
+      if (!C::kMakes && group != staged) {
+        if (staged >= 0) {
           if constexpr (C::kRotates) fence_async();
           sync_slice();
-          if (chunk < chunk_end) fetch_next(stage);
+        }
+        if (warp_row == 0) fetch(group);
+        mbarrier_wait(arrived(), used++ & 1);
+        if constexpr (C::kRotates) {
+          rotate();
+          sync_slice();
+        }
+        staged = group;
+      }
+      for (int block0 = 0; block0 < slice.count; block0 += kAhead) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int block = block0 + i;
+          if (block >= slice.count) break;
+          // what has been used is asked for anew: the block of inputs after those on their way, or of the next tile
+          const bool same = block + kAhead < slice.count;
+          const int next = same ? block + kAhead : i;
+          const float scale = scale_of(scales[i]);
+          if (same || left > 0) scales[i] = load_scale(same ? tile : tile + 1, next);
+          multiply(sum, steps[i], scale, x() + block * 2 * kBlock);
+          if (same || left > 0) load(steps[i], weights + (same ? 0 : tile_bytes), next);
         }
       }
       if constexpr (C::kSlices == 1) {
-        store(sums, tile, group);
+        store(sum, tile, group);
       } else {
-        finish(sums, tile, group);
+        finish(sum, tile, group);
         if (left > 0) __syncthreads();
       }
       weights += tile_bytes;
@@ -499,7 +397,7 @@ struct Kernel {
 };
 
 template <typename C>
-__global__ void __launch_bounds__(kThreads, C::kMinBlocks) linear_kernel(const __grid_constant__ Params p, const __grid_constant__ Plan plan) {
+__global__ void __launch_bounds__(kThreads, 2) linear_kernel(const __grid_constant__ Params p, const __grid_constant__ Plan plan) {
   extern __shared__ __align__(128) unsigned char shared[];
   pdl_trigger();
   Kernel<C>(p, plan, shared).run();

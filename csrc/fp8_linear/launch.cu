@@ -35,73 +35,29 @@ const LinearKernel* const* all_kernels() {
 }
 constexpr const char* kPrologueNames[kPrologues] = {"", "rotating_", "swiglu_", "norm_"};
 
-template <size_t kCount>
-const Variant* find(const Variant (&variants)[kCount], int column_tiles, int row_tiles, int warp_rows) {
-  for (const Variant& v : variants) {
-    if (v.column_tiles == column_tiles && v.row_tiles == row_tiles && v.warp_rows == warp_rows) return &v;
-  }
-  return nullptr;
-}
-
 // By the inputs alone, as the bits depend on it. Slices of a block are warps that need not lie beside each other.
 int slices_of(int inputs) { return inputs >= 2048 ? kMaxSlices : inputs >= 2 * kBlock ? 2 : 1; }
 
-int tiles_of(int64_t weight_rows, int row_tiles, int warp_rows) {
-  const int rows = kTileRows * row_tiles * warp_rows;
-  return static_cast<int>(weight_rows / rows);
-}
-
-// Warps beside each other share x, and the splits that this makes share its reading: with one, every block reads all of x.
-// As measured; bench/NOTES.md.
-int warps_beside(int column_tiles, int rows, int inputs) {
-  if (column_tiles > 1) return kWarps;
-  return rows > 2 && inputs >= 8192 ? 4 : 1;
-}
-
 bool makes(Prologue prologue) { return prologue == Prologue::kSwiglu || prologue == Prologue::kNorm; }
 
-// Everything in shared memory: x of all blocks of inputs in one stage, or two stages of as many blocks as fit.
-void place(Plan& plan, Prologue prologue, int rows, int inputs) {
-  const int here = kWarps / plan.warp_rows, kept = rows_in_shared(plan.column_tiles, rows);
-  const int slice_blocks = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
-  const int most = kMaxShared - exchange_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows);
-  const auto behind_x = [&](int stages, int blocks) { return kBarrierBytes + stages * x_bytes(kept, here, blocks); };
-  plan.stages = 1;
-  plan.chunk_blocks = slice_blocks;
-  if (streams(plan.column_tiles) && behind_x(1, plan.chunk_blocks) > most) {
-    plan.stages = kMaxStages;
-    plan.chunk_blocks = ahead_of(plan.column_tiles, plan.row_tiles);
-    while (behind_x(kMaxStages, 2 * plan.chunk_blocks) <= most) plan.chunk_blocks *= 2;
-  }
-  plan.exchange = behind_x(plan.stages, plan.chunk_blocks);
-  const int raw = !makes(prologue) ? 0 : rows * inputs * (prologue == Prologue::kSwiglu ? 4 : 2);
-  plan.norm = plan.exchange + std::max(raw, kMaxShared - most);
-  plan.shared_bytes = plan.norm + (prologue == Prologue::kNorm ? 2 * inputs : 0);
-}
+int index_of(int warp_rows) { return static_cast<int>(std::find(std::begin(kWarpRows), std::end(kWarpRows), warp_rows) - kWarpRows); }
 
-// Everything but the blocks, for these column tiles.
-void choose(Plan& plan, Prologue prologue, int rows, int inputs, int warp_rows) {
-  plan.warp_rows = std::max(kWarps / plan.slices, warp_rows);
-  plan.splits = plan.slices * plan.warp_rows / kWarps;
-  plan.row_tiles = 1;
-  place(plan, prologue, rows, inputs);
-}
-
-LinearKernel kernel_of(const Variant& v, Prologue prologue) {
-  static uint64_t configured[kPrologues][std::size(kVariants)] = {};
+LinearKernel kernel_of(int index, Prologue prologue) {
+  static uint64_t configured[kPrologues][std::size(kWarpRows)] = {};
   const int which = static_cast<int>(prologue);
-  const std::ptrdiff_t index = &v - kVariants;
   const LinearKernel kernel = all_kernels()[which][index];
   allow_shared(kName, reinterpret_cast<const void*>(kernel), kMaxShared, configured[which][index]);
   return kernel;
 }
 
-struct Tile {
-  int row_tiles, warp_rows, in_turn;
-};
-constexpr Tile kTiles[] = {{2, 8, 2}, {2, 4, 1}, {1, 4, 1}};
+const TileVariant* find_tile(int column_tiles, int row_tiles, int warp_rows) {
+  for (const TileVariant& v : kTileVariants) {
+    if (v.column_tiles == column_tiles && v.row_tiles == row_tiles && v.warp_rows == warp_rows) return &v;
+  }
+  return nullptr;
+}
 
-LinearKernel tile_kernel_of(const Variant& v, bool rotates) {
+LinearKernel tile_kernel_of(const TileVariant& v, bool rotates) {
   static uint64_t configured[2][std::size(kTileVariants)] = {};
   const std::ptrdiff_t index = &v - kTileVariants;
   const LinearKernel kernel = (rotates ? tile_kernels<true>() : tile_kernels<false>())[index];
@@ -109,47 +65,86 @@ LinearKernel tile_kernel_of(const Variant& v, bool rotates) {
   return kernel;
 }
 
-// For 9 rows and more: a block has a tile of the outputs, 16 row_tiles for each of warp_rows warps, and in_turn slices for each group of
-// so many warps. splits 0: there is no such kernel.
-Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int row_tiles, int warp_rows, int in_turn) {
+Plan sliced(int inputs) {
   Plan plan = {};
   plan.slices = slices_of(inputs);
   plan.slice_blocks = {inputs / kBlock / plan.slices, inputs / kBlock % plan.slices};
+  plan.most_blocks = plan.slice_blocks.each + (plan.slice_blocks.more > 0);
+  return plan;
+}
+
+void set_partial_bytes(Plan& plan, int rows, int64_t weight_rows) {
+  if (plan.splits > 1) plan.partial_bytes = plan.splits * rows * weight_rows * 4;
+}
+
+// For few rows: x of all inputs of a block lies in shared memory.
+Plan make_few_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int warp_rows, int blocks) {
+  Plan plan = sliced(inputs);
+  plan.warp_rows = std::max(kWarps / plan.slices, warp_rows);
+  plan.splits = plan.slices * plan.warp_rows / kWarps;
+  plan.row_tiles = plan.in_turn = 1;
+  plan.exchange = kBarrierBytes + x_bytes(rows, kWarps / plan.warp_rows, plan.most_blocks);
+  const int raw = !makes(prologue) ? 0 : rows * inputs * (prologue == Prologue::kSwiglu ? 4 : 2);
+  plan.norm = plan.exchange + std::max(raw, exchange_bytes(plan.warp_rows));
+  plan.shared_bytes = plan.norm + (prologue == Prologue::kNorm ? 2 * inputs : 0);
+  const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
+  const int tiles = static_cast<int>(weight_rows / (kTileRows * plan.warp_rows));
+  plan.group_tiles = tiles / groups;
+  // blocks of a multiprocessor: by registers, and by shared memory, of which each block takes 1 KB more. Each reads x: with 5 to
+  // 8 rows that costs more than a second block gains, as measured.
+  const bool reads_much = rows > 4 && plan.splits == 1;
+  const int resident = !reads_much && sm_shared >= 2 * (plan.shared_bytes + 1024) ? 2 : 1;
+  // a second block of a multiprocessor only where the first would be busy for long: it is the next kernel's place
+  const bool few = plan.splits == 1 && tiles <= 2 * num_sms && plan.most_blocks <= kAhead;
+  plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, (few ? 1 : resident) * num_sms / plan.splits));
+  plan.block_tiles = {tiles / plan.blocks, tiles % plan.blocks};
+  set_partial_bytes(plan, rows, weight_rows);
+  return plan;
+}
+
+// Warps beside each other share x, and the splits that this makes share its reading: with one, every block reads all of x.
+// As measured; bench/NOTES.md.
+int warps_beside(int rows, int inputs) { return rows > 2 && inputs >= 8192 ? 4 : 1; }
+
+// Whether there is such a kernel, and its shared memory suffices. To make something of x a block needs all inputs.
+bool fits(const Plan& plan, Prologue prologue) {
+  return plan.shared_bytes <= kMaxShared && index_of(plan.warp_rows) < static_cast<int>(std::size(kWarpRows)) &&
+         (!makes(prologue) || plan.splits == 1);
+}
+
+// For more rows: a block has a tile of the outputs and one or two slices of the inputs.
+Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, const Tuning& tuning) {
+  Plan plan = sliced(inputs);
   plan.column_tiles = rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
   const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
-  const auto choose = [&](const Tile& t) {
-    plan.row_tiles = t.row_tiles, plan.warp_rows = t.warp_rows, plan.in_turn = t.in_turn;
-    const int tile = kTileRows * t.row_tiles * t.warp_rows, here = kWarps / t.warp_rows * t.in_turn;
-    const bool possible = find(kTileVariants, plan.column_tiles, t.row_tiles, t.warp_rows) != nullptr && outputs % tile == 0 &&
-                          plan.slices % here == 0 && t.in_turn <= (t.warp_rows == kWarps ? 2 : 1);
-    plan.splits = possible ? plan.slices / here : 0;
+  const auto choose = [&](int row_tiles, int warp_rows, int in_turn) {
+    plan.row_tiles = row_tiles, plan.warp_rows = warp_rows, plan.in_turn = in_turn;
+    const int tile = kTileRows * row_tiles * warp_rows, here = kWarps / warp_rows * in_turn;
+    const bool possible = find_tile(plan.column_tiles, row_tiles, warp_rows) != nullptr && outputs % tile == 0 &&
+                          in_turn <= (warp_rows == kWarps ? 2 : 1) && (plan.slices % here == 0 || (plan.slices == 1 && in_turn == 1));
+    plan.splits = possible ? std::max(1, plan.slices / here) : 0;
     plan.blocks = static_cast<int>(weight_rows / tile);
+    return possible;
   };
-  if (in_turn > 0) {
-    choose({std::max(1, row_tiles), std::max(1, warp_rows), in_turn});
+  if (tuning.row_tiles || tuning.warp_rows || tuning.in_turn) {
+    choose(std::max(1, tuning.row_tiles), std::max(1, tuning.warp_rows), std::max(1, tuning.in_turn));
   } else {
     // the largest tile of which there is one for most of the multiprocessors, or the smallest
-    for (const Tile& t : kTiles) {
-      choose(t);
-      if (plan.splits > 0 && 8 * plan.blocks * plan.splits >= 5 * num_sms) break;
+    constexpr int kChoices[][3] = {{2, 8, 2}, {2, 4, 1}, {1, 4, 1}};
+    for (const auto& c : kChoices) {
+      if (choose(c[0], c[1], c[2]) && 8 * plan.blocks * plan.splits >= 5 * num_sms) break;
     }
   }
   plan.group_tiles = plan.blocks / groups;
   plan.shared_bytes = tile_shared_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows);
   // where there is a multiprocessor for each block, more than half of its shared memory: two must not lie on one
   if (plan.row_tiles == 2 && plan.blocks * plan.splits <= num_sms) plan.shared_bytes = std::max(plan.shared_bytes, sm_shared / 2);
-  if (plan.splits > 1) plan.partial_bytes = static_cast<int64_t>(plan.splits) * rows * groups * outputs * 4;
+  set_partial_bytes(plan, rows, weight_rows);
+  if (plan.in_turn > 1 && stashes(plan.column_tiles, plan.row_tiles)) {
+    plan.stash = plan.partial_bytes / 4;
+    plan.partial_bytes += static_cast<int64_t>(plan.blocks) * plan.splits * kThreads * plan.row_tiles * plan.column_tiles * 16;
+  }
   return plan;
-}
-
-// Whether that plan is the faster one, as measured: not above 32 rows where blocks have to queue and the sums of splits come on top.
-bool wants_tiles(const Plan& plan, int num_sms) {
-  return plan.splits == 1 || (plan.splits > 1 && (plan.column_tiles < 8 || plan.blocks * plan.splits <= num_sms));
-}
-
-// Whether there is such a kernel, and its shared memory suffices. To make something of x a block needs all inputs.
-bool fits(const Plan& plan, Prologue prologue) {
-  return plan.shared_bytes <= kMaxShared && (!makes(prologue) || (plan.column_tiles == 1 && plan.splits == 1));
 }
 
 }  // namespace
@@ -163,55 +158,33 @@ std::string problem(Prologue prologue, int rows, int groups, int outputs, int in
   if (!makes(prologue)) return "";
   if (groups != 1) return "one group to be normalised or gated, got " + std::to_string(groups);
   if (rows > kMadeRows) return "at most " + std::to_string(kMadeRows) + " rows to be normalised or gated on their way in, got " + std::to_string(rows);
-  if (!fits(make_plan(prologue, rows, groups, outputs, inputs, 1, 0, 0, 0, 0, 0), prologue)) {
+  if (!fits(make_few_plan(prologue, rows, groups, outputs, inputs, 1, 0, 0, 0), prologue)) {
     return "fewer inputs to be normalised or gated in shared memory, got " + std::to_string(inputs);
   }
   return "";
 }
 
-Plan make_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int row_tiles, int warp_rows,
-               int blocks, int in_turn) {
-  if (in_turn > 0 || (rows > kColumns && !row_tiles && !warp_rows)) {
-    const Plan plan = make_tile_plan(rows, groups, outputs, inputs, num_sms, sm_shared, row_tiles, warp_rows, in_turn);
-    if (in_turn > 0 || wants_tiles(plan, num_sms)) return plan;
+Plan make_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, const Tuning& tuning) {
+  if (rows <= kFewRows && !tuning.in_turn) {
+    for (const int warp_rows : {warps_beside(rows, inputs), kWarps}) {
+      const int beside = tuning.warp_rows ? tuning.warp_rows : warp_rows;
+      const Plan plan = make_few_plan(prologue, rows, groups, outputs, inputs, num_sms, sm_shared, beside, tuning.blocks);
+      if (tuning.warp_rows || fits(plan, prologue)) return plan;
+    }
   }
-  Plan plan = {};
-  plan.slices = slices_of(inputs);
-  plan.slice_blocks = {inputs / kBlock / plan.slices, inputs / kBlock % plan.slices};
-  plan.column_tiles = rows <= kColumns ? 1 : 8;
-  const int beside = warp_rows ? warp_rows : warps_beside(plan.column_tiles, rows, inputs);
-  choose(plan, prologue, rows, inputs, beside);
-  if (!fits(plan, prologue)) choose(plan, prologue, rows, inputs, kWarps);
-  if (!fits(plan, prologue)) {  // inputs so long that their x has to come in chunks, which the kernel for many rows does
-    plan.column_tiles = 8;
-    choose(plan, prologue, rows, inputs, kWarps);
-  }
-  const int tiles = tiles_of(static_cast<int64_t>(groups) * outputs, plan.row_tiles, plan.warp_rows);
-  plan.group_tiles = tiles / groups;
-  // blocks of a multiprocessor: by registers, and by shared memory, of which each block takes 1 KB more. Each reads x: with 5 to
-  // 8 rows that costs more than a second block gains, as measured.
-  const bool reads_much = plan.column_tiles == 1 && rows > 4 && plan.splits == 1;
-  const int resident = plan.column_tiles <= 2 && !reads_much && sm_shared >= 2 * (plan.shared_bytes + 1024) ? 2 : 1;
-  // a second block of a multiprocessor only where the first would be busy for long: it is the next kernel's place
-  const bool held = plan.slice_blocks.each + (plan.slice_blocks.more > 0) <= ahead_of(plan.column_tiles, plan.row_tiles);
-  const bool few = plan.splits == 1 && tiles <= 2 * num_sms && held;
-  plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, (few ? 1 : resident) * num_sms / plan.splits));
-  plan.block_tiles = {tiles / plan.blocks, tiles % plan.blocks};
-  if (plan.splits > 1) plan.partial_bytes = static_cast<int64_t>(plan.splits) * rows * groups * outputs * 4;
-  return plan;
+  return make_tile_plan(rows, groups, outputs, inputs, num_sms, sm_shared, tuning);
 }
 
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream) {
   const Prologue prologue = prologue_of(params);
   const std::string why_not = problem(prologue, params.rows, params.groups, params.outputs, params.inputs);
   if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
-  const bool tiles = plan.in_turn > 0;
-  const Variant* const v = tiles ? find(kTileVariants, plan.column_tiles, plan.row_tiles, plan.warp_rows)
-                                 : find(kVariants, plan.column_tiles, plan.row_tiles, plan.warp_rows);
-  if (v == nullptr || (tiles ? plan.splits == 0 || makes(prologue) : !fits(plan, prologue))) {
+  const TileVariant* const tile = find_tile(plan.column_tiles, plan.row_tiles, plan.warp_rows);
+  const bool few = plan.column_tiles == 0;
+  if (few ? !fits(plan, prologue) : tile == nullptr || plan.splits == 0 || makes(prologue)) {
     throw std::runtime_error("fp8_linear: no kernel for this plan");
   }
-  const LinearKernel kernel = tiles ? tile_kernel_of(*v, prologue == Prologue::kRotation) : kernel_of(*v, prologue);
+  const LinearKernel kernel = few ? kernel_of(index_of(plan.warp_rows), prologue) : tile_kernel_of(*tile, prologue == Prologue::kRotation);
   const Launcher launcher = {kName, pdl, stream};
   launcher(kernel, dim3(plan.blocks, plan.splits), kThreads, plan.shared_bytes, params, plan);
   if (plan.splits == 1) return;
@@ -223,16 +196,14 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
 
 std::vector<KernelAttributes> kernel_attributes() {
   std::vector<KernelAttributes> all;
-  for (const Variant& v : kVariants) {
-    for (int i = 0; i < kPrologues; ++i) {
-      if (makes(static_cast<Prologue>(i)) && v.column_tiles > 1) continue;
-      const std::string name = std::string("fp8_linear_") + kPrologueNames[i] + std::to_string(v.column_tiles) + "_" +
-                               std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
-      const void* const kernel = reinterpret_cast<const void*>(kernel_of(v, static_cast<Prologue>(i)));
-      all.push_back(attributes_of(kName, kernel, name, kThreads, exchange_bytes(v.column_tiles, v.row_tiles, v.warp_rows)));
+  for (int i = 0; i < static_cast<int>(std::size(kWarpRows)); ++i) {
+    for (int prologue = 0; prologue < kPrologues; ++prologue) {
+      const std::string name = std::string("fp8_linear_") + kPrologueNames[prologue] + std::to_string(kWarpRows[i]);
+      const void* const kernel = reinterpret_cast<const void*>(kernel_of(i, static_cast<Prologue>(prologue)));
+      all.push_back(attributes_of(kName, kernel, name, kThreads, exchange_bytes(kWarpRows[i])));
     }
   }
-  for (const Variant& v : kTileVariants) {
+  for (const TileVariant& v : kTileVariants) {
     for (const bool rotates : {false, true}) {
       const std::string name = std::string("fp8_linear_tile_") + (rotates ? "rotating_" : "") + std::to_string(v.column_tiles) + "_" +
                                std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);

@@ -22,6 +22,7 @@ struct TileConfig {
   static constexpr int kGroups = kWarps / kWarpRows, kGroupThreads = 32 * kWarpRows;
   static constexpr int kWeightBytes = kWarpOutputs * kStageInputs, kXBytes = kRows * kStageInputs * 2;  // of a stage: a warp's, a group's
   static constexpr bool kPairs = kGroups == 1;  // of slices, one after the other; else each group has one
+  static constexpr bool kStashes = kPairs && stashes(kColumnTiles, kRowTiles);
   static constexpr int kStages = tile_stages(kColumnTiles, kRowTiles, kWarpRows);
   static constexpr int kRowsTogether = kGroupThreads / 8;  // 8 threads copy a row of x
   static constexpr int kCopies = kRows > kRowsTogether ? kRows / kRowsTogether : 1;
@@ -132,8 +133,9 @@ struct Tile {
     // this group's slices lie beside each other
     const int slice = (blockIdx.y * C::kGroups + group) * (C::kPairs ? plan.in_turn : 1);
     const Part part = part_of(plan.slice_blocks, slice);
+    const int count = slice < plan.slices ? part.count : 0;  // none for the second group where there is one slice
     const int begin = part.begin, boundary = C::kPairs && plan.in_turn > 1 ? 2 * part.count : -1;
-    const int blocks = part.count + (boundary > 0 ? part_of(plan.slice_blocks, slice + 1).count : 0), halves = 2 * blocks;
+    const int blocks = count + (boundary > 0 ? part_of(plan.slice_blocks, slice + 1).count : 0), halves = 2 * blocks;
     const int which = p.groups == 1 ? 0 : blockIdx.x / plan.group_tiles;
     const uint32_t weight_row = (blockIdx.x * C::kWarpRows + warp % C::kWarpRows) * C::kWarpOutputs;
 
@@ -190,7 +192,9 @@ struct Tile {
       if (i < halves) load_x(i);
     }
 
-    float sums[C::kRowTiles][C::kColumnTiles][4] = {}, before[C::kRowTiles][C::kColumnTiles][4] = {};
+    float sums[C::kRowTiles][C::kColumnTiles][4] = {}, before[C::kRowTiles][C::kColumnTiles][4];
+    float4* const stash = reinterpret_cast<float4*>(p.partial + plan.stash) +
+                          (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * (C::kRowTiles * C::kColumnTiles * kThreads) + threadIdx.x;
     float scale = 0;
     int slot = 0, last = C::kStages - 1;
     unsigned i = 0;
@@ -252,8 +256,15 @@ struct Tile {
       for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
         for (int n = 0; n < C::kColumnTiles; ++n) {
+          float(&s)[4] = sums[m][n];
+          if constexpr (C::kStashes) {
+            stash[(m * C::kColumnTiles + n) * kThreads] = make_float4(s[0], s[1], s[2], s[3]);
+          } else {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) before[m][n][k] = sums[m][n][k], sums[m][n][k] = 0;
+            for (int k = 0; k < 4; ++k) before[m][n][k] = s[k];
+          }
+#pragma unroll
+          for (int k = 0; k < 4; ++k) s[k] = 0;
         }
       }
     }
@@ -262,8 +273,14 @@ struct Tile {
       for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
         for (int n = 0; n < C::kColumnTiles; ++n) {
+          float(&s)[4] = sums[m][n];
+          if constexpr (C::kStashes) {
+            const float4 b = stash[(m * C::kColumnTiles + n) * kThreads];
+            s[0] = b.x + s[0], s[1] = b.y + s[1], s[2] = b.z + s[2], s[3] = b.w + s[3];
+          } else {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) sums[m][n][k] = before[m][n][k] + sums[m][n][k];
+            for (int k = 0; k < 4; ++k) s[k] = before[m][n][k] + s[k];
+          }
         }
       }
     }
@@ -282,13 +299,15 @@ struct Tile {
       }
       __syncthreads();
       if (group == 1) return;
+      if (plan.slices > 1) {
 #pragma unroll
-      for (int m = 0; m < C::kRowTiles; ++m) {
+        for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
-        for (int n = 0; n < C::kColumnTiles; ++n) {
-          const float4 other = exchange[(m * C::kColumnTiles + n) * C::kGroupThreads];
-          float(&s)[4] = sums[m][n];
-          s[0] += other.x, s[1] += other.y, s[2] += other.z, s[3] += other.w;
+          for (int n = 0; n < C::kColumnTiles; ++n) {
+            const float4 other = exchange[(m * C::kColumnTiles + n) * C::kGroupThreads];
+            float(&s)[4] = sums[m][n];
+            s[0] += other.x, s[1] += other.y, s[2] += other.z, s[3] += other.w;
+          }
         }
       }
     }

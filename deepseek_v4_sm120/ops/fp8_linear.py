@@ -200,7 +200,7 @@ def _make(x, inputs, prologue) -> torch.Tensor:
 
 
 def _run(x, weight, weight_scale, out, *, prologue=NO_PROLOGUE, pdl=True, **tuning) -> None:
-    """Checked [rows, groups, ..] tensors to raw pointers. `tuning`: row_tiles, warp_rows, blocks, in_turn (tests only).
+    """Checked [rows, groups, ..] tensors to raw pointers. `tuning`: warp_rows, blocks, row_tiles, in_turn (tests only).
 
     A rotation (ops.wo_a) is for at most MAX_ROWS rows.
     """
