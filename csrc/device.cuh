@@ -105,10 +105,11 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t add
                : "memory");
 }
 
-// 16 bytes of weights, which are read once. volatile: it stays before a pdl_wait, where __ldg may be moved behind it.
+// 16 bytes of weights, which are read once. Volatile and without .nc: so it stays before a pdl_wait. What is known not to change
+// while the kernel runs (.nc, __ldg), ptxas moves behind it.
 __device__ __forceinline__ uint4 load_stream(const void* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
   return v;

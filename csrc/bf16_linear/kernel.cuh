@@ -25,6 +25,8 @@ struct Config {
   static constexpr int kHalves = kOutputs > 8 ? 2 : 1;      // a lane holds rows g and g + 8
   static constexpr int kColumns = 8 * kTiles;
   static constexpr int kAhead = kOutputs * kTiles < 64 ? 8 : 4;  // loads of 32 inputs in flight for each of a lane's rows
+  static constexpr int kTogether = 8 / kTiles;  // and of as many inputs of x: one after the other each would be a trip to the L2
+  static_assert(kAhead % kTogether == 0);
   struct Shared {
     float sums[kWarps][kOutputs][kColumns + 1];
   };
@@ -64,16 +66,27 @@ __global__ void __launch_bounds__(kThreads, 1) bf16_linear_kernel(const Params p
     }
     if (step == 0) pdl_wait();
 #pragma unroll
-    for (int i = 0; i < C::kAhead; ++i) {
-      if (step + i >= steps) break;
-      const uint4 low = held[0][i], high = C::kHalves == 2 ? held[C::kHalves - 1][i] : zero;
+    for (int first = 0; first < C::kAhead; first += C::kTogether) {
+      uint4 in[C::kTogether][C::kTiles];
 #pragma unroll
-      for (int tile = 0; tile < C::kTiles; ++tile) {
-        const int row = tile * 8 + group;
-        const uint4 in = row < p.rows ? load_inputs(x + row * p.x_stride + (step + i) * 32) : zero;
-        const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
-        mma_bf16(sums[tile], first, in.x, in.y);
-        mma_bf16(sums[tile], second, in.z, in.w);
+      for (int i = 0; i < C::kTogether; ++i) {
+#pragma unroll
+        for (int tile = 0; tile < C::kTiles; ++tile) {
+          const int row = tile * 8 + group;
+          const bool wanted = row < p.rows && step + first + i < steps;
+          in[i][tile] = wanted ? load_inputs(x + row * p.x_stride + (step + first + i) * 32) : zero;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < C::kTogether; ++i) {
+        if (step + first + i >= steps) break;
+        const uint4 low = held[0][first + i], high = C::kHalves == 2 ? held[C::kHalves - 1][first + i] : zero;
+        const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+        for (int tile = 0; tile < C::kTiles; ++tile) {
+          mma_bf16(sums[tile], even, in[i][tile].x, in[i][tile].y);
+          mma_bf16(sums[tile], odd, in[i][tile].z, in[i][tile].w);
+        }
       }
     }
   }
