@@ -1,8 +1,8 @@
 """Public wo_a, the first half of DeepSeek-V4's output projection: checks the arguments, launches.
 
 The weights stay E4M3. Up to 64 rows: one launch of `_C.fp8_linear`, which also takes the rotary position embedding of
-the attention's output back. More rows: the weights become bf16 in a buffer of torch's pool that lives for the call, and
-torch multiplies.
+the attention's output back. Up to 128 rows: two launches. More rows: the weights become bf16 in a buffer of torch's
+pool that lives for the call, and torch multiplies.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.ops import fp8_linear as linear
 from deepseek_v4_sm120.ops.fp8_linear import MAX_ROWS, takes  # noqa: F401
 
+FP8_ROWS = 2 * MAX_ROWS  # above, reading the weights for each 64 rows costs more than to expand them (bench/wo_a.py)
 HEAD_INPUTS = 512  # csrc/fp8_linear/config.h has the same two; a test compares
 ROTATED = 64  # of a head, its last
 _POSITION_DTYPES = (torch.int32, torch.int64)
@@ -32,12 +33,12 @@ def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
                   (a c + b s, b c - a s) in float32 and are rounded to bf16. At most 64 rows: where they are more, the
                   caller rotates and passes None (SGLang's kernel does, in place)
     accuracy      relative L2 0.0017 against float64 of the rounded x' (bf16 out)
-    determinism   up to 64 rows the same bits in every run and every batch; above, cuBLAS's (torch.bmm)
-    memory        above 64 rows 2 bytes a weight of torch's pool while the call runs; else as fp8_linear
+    determinism   up to 128 rows the same bits in every run and every batch; above, cuBLAS's (torch.bmm)
+    memory        above 128 rows 2 bytes a weight of torch's pool while the call runs; else as fp8_linear
     raises        TypeError (dtype), ValueError (shape, stride, rows: says name, expected, got), RuntimeError (device)
     cuda graphs   capture-safe: no host sync, allocates through torch only
     streams       the current stream of x's device. Weights and scales are read ahead of the end of the kernel before
-                  (programmatic dependent launch): that kernel must not write them
+                  (programmatic dependent launch), so are freqs_cis and positions: that kernel must not write them
     source        DeepSeek's inference/model.py (MLA.forward: apply_rotary_emb inverse, wo_a); specification in
                   reference/wo_a.py
     """
@@ -45,7 +46,7 @@ def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
     linear._check_weight("wo_a", weight, weight_scale, x, tuple(x.shape[1:]))
     rotation = _check_rotation(x, freqs_cis, positions)
     out = torch.empty((*x.shape[:2], weight.shape[1]), dtype=torch.bfloat16, device=x.device)
-    if x.shape[0] <= MAX_ROWS:
+    if x.shape[0] <= FP8_ROWS:
         linear._run(x, weight, weight_scale, out, prologue=rotation)
     else:
         with torch.no_grad():  # `out=`; SGLang's warm-up may run with gradients on

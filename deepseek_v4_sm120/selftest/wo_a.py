@@ -52,7 +52,7 @@ def _check_few_rows(groups: int) -> str:
 
 
 def _check_prompt(groups: int) -> str:
-    """Above 64 rows: the product with weights that are expanded for it."""
+    """A prompt's rows: the product with weights that are expanded for it."""
     import torch
 
     from deepseek_v4_sm120.ops.wo_a import wo_a
