@@ -47,8 +47,8 @@ def fp8_linear(x, weight, weight_scale, *, swiglu_limit=None, norm_weight=None, 
                   (device, launch)
     cuda graphs   capture-safe: no host sync; allocates out and, for more than a few rows, scratch through torch
     streams       the current stream of x's device; scratch is the call's own. Weights, scales and norm_weight are read
-                  ahead of the end of the kernel before (programmatic dependent launch), which must not write them; what
-                  the launch itself gates begins behind that end
+                  ahead of the end of the kernel before (programmatic dependent launch), which must not write them; a
+                  launch that gates or normalises begins behind that end
     source        DeepSeek's inference/model.py (Linear, RMSNorm, Expert) and kernel.py (fp8_gemm), without the rounding
                   of x to FP8; specification in reference/fp8_linear.py
     """
@@ -67,8 +67,9 @@ def fp8_linear(x, weight, weight_scale, *, swiglu_limit=None, norm_weight=None, 
         _check_device(x)
         if x.shape[0] > MADE_ROWS or not takes_prologue(prologue.name, *weight.shape):
             x, prologue = _make(x, inputs, prologue), NO_PROLOGUE
-    # gated stands beside the routed experts: blocks that wait for the gates would do so in the experts' places
-    pdl = prologue.name != "SWIGLU"
+    # beside what gates or normalises run other streams' kernels, the routed experts and the compressors: blocks that
+    # wait for their x would do so in those kernels' places
+    pdl = prologue is NO_PROLOGUE
     _run(x.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1), prologue=prologue, pdl=pdl)
     return out
 
