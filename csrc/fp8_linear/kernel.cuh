@@ -134,30 +134,24 @@ struct Kernel {
     for (int row = lane; row < p.rows; row += 32) copy_bulk(to + row * pitch, from + static_cast<uint64_t>(row) * p.x_stride, bytes, barrier);
   }
 
-  // The rows that this lane rotates back begin with its first; 8 lanes have a row, each four of its pairs.
-  __device__ __forceinline__ int first_rotated() const { return warp_row * 4 + lane / 8; }
-  struct Rotation {
-    float4 first, second;
-  };
-  __device__ __forceinline__ Rotation rotation_of(int row) const {
-    row = min(row, p.rows - 1);
+  // Four pairs of the last 64 inputs of a head, those of this lane of 8, by the conjugate of the row's rotation.
+  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
     const int64_t position = p.position_bytes == 8 ? __ldg(static_cast<const int64_t*>(p.positions) + row)
                                                    : __ldg(static_cast<const int32_t*>(p.positions) + row);
     const float4* const from = reinterpret_cast<const float4*>(p.rotation + position * kRotated) + lane % 8 * 2;
-    return {__ldg(from), __ldg(from + 1)};
+    return fp8_linear::rotated_back(v, __ldg(from), __ldg(from + 1));
   }
 
-  // The slice's blocks that end a head, rotated back in place, by all warps of the slice; `of_first`: the rotation of this lane's first
-  // row. multiply reads them after sync_slice().
-  __device__ __forceinline__ void rotate(const Rotation& of_first) const {
+  // The slice's blocks that end a head, rotated back in place, by all warps of the slice, 4 rows of a block at a time. multiply reads
+  // it after sync_slice().
+  __device__ __forceinline__ void rotate() const {
     const int pitch = x_pitch(plan.most_blocks), skipped = kHeadBlocks - 1 - slice.begin % kHeadBlocks;
 #pragma unroll 1
-    for (int row = first_rotated(); row < p.rows; row += 4 * C::kWarpRows) {
-      const Rotation by = row == first_rotated() ? of_first : rotation_of(row);
+    for (int block = skipped; block < slice.count; block += kHeadBlocks) {
 #pragma unroll 1
-      for (int block = skipped; block < slice.count; block += kHeadBlocks) {
+      for (int row = warp_row * 4 + lane / 8; row < p.rows; row += 4 * C::kWarpRows) {
         unsigned char* const at = x() + row * pitch + block * 2 * kBlock + kBlock + lane % 8 * 16;
-        *reinterpret_cast<uint4*>(at) = rotated_back(load_shared(at), by.first, by.second);
+        *reinterpret_cast<uint4*>(at) = rotated_back(load_shared(at), row);
       }
     }
   }
@@ -350,8 +344,6 @@ struct Kernel {
     for (int i = 0; i < kAhead; ++i) {
       if (i < slice.count) scales[i] = load_scale(tiles.begin, i);
     }
-    Rotation of_first;  // neither the positions nor the table are the kernel's in front
-    if constexpr (C::kRotates) of_first = rotation_of(first_rotated());
     const uint64_t tile_bytes = static_cast<uint64_t>(C::kBlockRows) * p.weight_stride;
     if constexpr (C::kMakes) {
       __syncthreads();
@@ -374,7 +366,7 @@ struct Kernel {
         if (warp_row == 0) fetch(group);
         mbarrier_wait(arrived(), used++ & 1);
         if constexpr (C::kRotates) {
-          rotate(of_first);
+          rotate();
           sync_slice();
         }
         staged = group;

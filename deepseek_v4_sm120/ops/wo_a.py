@@ -38,7 +38,7 @@ def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
     raises        TypeError (dtype), ValueError (shape, stride, rows: says name, expected, got), RuntimeError (device)
     cuda graphs   capture-safe: no host sync, allocates through torch only
     streams       the current stream of x's device. Weights and scales are read ahead of the end of the kernel before
-                  (programmatic dependent launch), so are freqs_cis and positions: that kernel must not write them
+                  (programmatic dependent launch): that kernel must not write them
     source        DeepSeek's inference/model.py (MLA.forward: apply_rotary_emb inverse, wo_a); specification in
                   reference/wo_a.py
     """
