@@ -89,6 +89,10 @@ template <int id, int threads>
 __device__ __forceinline__ void sync_threads() {
   asm volatile("bar.sync %0, %1;" ::"n"(id), "n"(threads) : "memory");
 }
+template <int threads>
+__device__ __forceinline__ void sync_threads(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(threads) : "memory");
+}
 // a warp-uniform non-negative value, in a uniform register
 __device__ __forceinline__ int uniform(int v) { return static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(v))); }
 

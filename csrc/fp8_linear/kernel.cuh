@@ -54,6 +54,16 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return v;
 }
 __device__ __forceinline__ uint4 load_shared(const unsigned char* p) { return load_shared(shared_address(p)); }
+// A scale as it is stored
+__device__ __forceinline__ uint32_t load_stored(const uint8_t* at, int scale_bytes) {
+  return scale_bytes == 4 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : __ldg(at);
+}
+// Where the rotations of a row's four pairs `i` of 8 lie
+__device__ __forceinline__ const float4* rotation_of(const Params& p, int row, int i) {
+  const int64_t position = p.position_bytes == 8 ? __ldg(static_cast<const int64_t*>(p.positions) + row)
+                                                 : __ldg(static_cast<const int32_t*>(p.positions) + row);
+  return reinterpret_cast<const float4*>(p.rotation + position * kRotated) + i * 2;
+}
 // Four pairs by the conjugate of their rotations: cosine, sine of two pairs each
 __device__ __forceinline__ uint4 rotated_back(const uint4& v, const float4& first, const float4& second) {
   const auto back = [](uint32_t pair, float c, float s) {
@@ -108,7 +118,7 @@ struct Kernel {
   __device__ __forceinline__ uint32_t load_scale(int tile, int block) const {
     const uint8_t* const at = static_cast<const uint8_t*>(p.scale) + static_cast<uint64_t>(weight_row(tile) / kBlock) * p.scale_stride_output +
                               static_cast<uint64_t>(slice.begin + block) * p.scale_stride_input;
-    return p.scale_bytes == 4 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : __ldg(at);
+    return load_stored(at, p.scale_bytes);
   }
   __device__ __forceinline__ float scale_of(uint32_t stored) const { return block_scale(stored, p.scale_bytes); }
 
@@ -136,9 +146,7 @@ struct Kernel {
 
   // Four pairs of the last 64 inputs of a head, those of this lane of 8, by the conjugate of the row's rotation.
   __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
-    const int64_t position = p.position_bytes == 8 ? __ldg(static_cast<const int64_t*>(p.positions) + row)
-                                                   : __ldg(static_cast<const int32_t*>(p.positions) + row);
-    const float4* const from = reinterpret_cast<const float4*>(p.rotation + position * kRotated) + lane % 8 * 2;
+    const float4* const from = rotation_of(p, row, lane % 8);
     return fp8_linear::rotated_back(v, __ldg(from), __ldg(from + 1));
   }
 

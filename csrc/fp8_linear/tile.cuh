@@ -36,9 +36,6 @@ struct TileConfig {
 __device__ __forceinline__ void cp_async_stream(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
-__device__ __forceinline__ void cp_async(uint32_t dst, const void* src) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
-}
 
 template <typename C>
 struct Tile {
@@ -54,13 +51,12 @@ struct Tile {
     return shared + kTileBarrierBytes + warp * C::kStages * C::kWeightBytes;
   }
   __device__ __forceinline__ unsigned char* all_x() const { return shared + kTileBarrierBytes + kWarps * C::kStages * C::kWeightBytes; }
-  __device__ __forceinline__ void sync_group() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(C::kGroupThreads) : "memory");
-  }
+  __device__ __forceinline__ void sync_group() const { sync_threads<C::kGroupThreads>(1 + group); }
+
+  using Sums = float[C::kRowTiles][C::kColumnTiles][4];
 
   // sums += 16 kRowTiles outputs x all rows x 64 inputs; `x`, `x8`: this lane's first and second 8 inputs of the first column tile
-  __device__ __forceinline__ void multiply(float (&sums)[C::kRowTiles][C::kColumnTiles][4], const uint32_t (&a)[C::kRowTiles][4][4],
-                                           uint32_t x, uint32_t x8, float scale) const {
+  __device__ __forceinline__ void multiply(Sums& sums, const uint32_t (&a)[C::kRowTiles][4][4], uint32_t x, uint32_t x8, float scale) const {
 #pragma unroll
     for (int n0 = 0; n0 < C::kColumnTiles; n0 += C::kTogether) {
       uint4 b[C::kTogether][2];
@@ -91,8 +87,31 @@ struct Tile {
     }
   }
 
+  // Sums of a thread in fours, `stride` apart: to `to`, or with those there added.
+  static __device__ __forceinline__ void put(const Sums& sums, float4* to, int stride) {
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < C::kColumnTiles; ++n) {
+        const float(&s)[4] = sums[m][n];
+        to[(m * C::kColumnTiles + n) * stride] = make_float4(s[0], s[1], s[2], s[3]);
+      }
+    }
+  }
+  static __device__ __forceinline__ void add_those(Sums& sums, const float4* from, int stride) {
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < C::kColumnTiles; ++n) {
+        const float4 other = from[(m * C::kColumnTiles + n) * stride];
+        float(&s)[4] = sums[m][n];
+        s[0] += other.x, s[1] += other.y, s[2] += other.z, s[3] += other.w;
+      }
+    }
+  }
+
   // A warp's sums to where its weights were, and from there four neighbours of the output a lane.
-  __device__ __forceinline__ void store(const float (&sums)[C::kRowTiles][C::kColumnTiles][4], int which, int output0) const {
+  __device__ __forceinline__ void store(const Sums& sums, int which, int output0) const {
     float* const here = reinterpret_cast<float*>(warp_weights());
     constexpr int kLanes = C::kWarpOutputs / 4, kStep = 32 / kLanes;
     const int64_t all = static_cast<int64_t>(p.groups) * p.outputs;
@@ -155,7 +174,7 @@ struct Tile {
     const uint8_t* const scale_at = static_cast<const uint8_t*>(p.scale) + static_cast<uint64_t>(weight_row / kBlock) * p.scale_stride_output;
     const auto load_scale = [&](int block) -> uint32_t {
       const uint8_t* const at = scale_at + static_cast<uint64_t>(begin + min(block, blocks - 1)) * p.scale_stride_input;
-      return p.scale_bytes == 4 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : __ldg(at);
+      return load_stored(at, p.scale_bytes);
     };
     uint32_t scales = load_scale(lane);
 
@@ -169,11 +188,7 @@ struct Tile {
     for (int c = 0; c < C::kCopies; ++c) {
       const int row = min(x_row + c * C::kRowsTogether, p.rows - 1);
       x_from[c] = p.x + static_cast<uint64_t>(which) * p.x_stride_group + static_cast<uint64_t>(row) * p.x_stride + begin * kBlock + thread % 8 * 8;
-      if constexpr (C::kRotates) {
-        const int64_t position = p.position_bytes == 8 ? __ldg(static_cast<const int64_t*>(p.positions) + row)
-                                                       : __ldg(static_cast<const int32_t*>(p.positions) + row);
-        rotation_at[c] = reinterpret_cast<const float4*>(p.rotation + position * kRotated) + thread % 8 * 2;
-      }
+      if constexpr (C::kRotates) rotation_at[c] = rotation_of(p, row, thread % 8);
     }
     unsigned char* const group_x = all_x() + group * C::kStages * C::kXBytes;
     const uint32_t x_place = x_row * (2 * kStageInputs) + (thread % 8 ^ x_row % 2) * 16, x_here = shared_address(group_x);
@@ -182,7 +197,7 @@ struct Tile {
       const uint32_t to = x_here + x_place + slot * C::kXBytes;
 #pragma unroll
       for (int c = 0; c < C::kCopies; ++c) {
-        if (copies) cp_async(to + c * C::kRowsTogether * 2 * kStageInputs, x_from[c]);
+        if (copies) cp_async_16(to + c * C::kRowsTogether * 2 * kStageInputs, reinterpret_cast<uint64_t>(x_from[c]), true);
         x_from[c] += kStageInputs;
       }
       mbarrier_arrive_copies(full(slot));
@@ -192,7 +207,7 @@ struct Tile {
       if (i < halves) load_x(i);
     }
 
-    float sums[C::kRowTiles][C::kColumnTiles][4] = {}, before[C::kRowTiles][C::kColumnTiles][4];
+    Sums sums = {}, before;  // `before` is unused where the stash is
     float4* const stash = reinterpret_cast<float4*>(p.partial + plan.stash) +
                           (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * (C::kRowTiles * C::kColumnTiles * kThreads) + threadIdx.x;
     float scale = 0;
@@ -236,15 +251,12 @@ struct Tile {
             decode(word_of(now[m][1], j), a[m][j][1], a[m][j][3]);
           }
         }
-        const auto refill = [&] {
-          // x before weights: a stage has all its bytes when those of x have come
-          if (i + C::kStages - 1 < halves) {
-            if (i > 0) mbarrier_wait(empty(last), last_phase);
-            load_x(last);
-          }
-          if (i + C::kStages < halves) load_weights(slot);
-        };
-        refill();
+        // x before weights: a stage has all its bytes when those of x have come
+        if (i + C::kStages - 1 < halves) {
+          if (i > 0) mbarrier_wait(empty(last), last_phase);
+          load_x(last);
+        }
+        if (i + C::kStages < halves) load_weights(slot);
         multiply(sums, a, lane_x + slot * C::kXBytes, (lane_x ^ 16) + slot * C::kXBytes, scale);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(empty(slot));
@@ -252,64 +264,35 @@ struct Tile {
         if (++slot == C::kStages) slot = 0, phase ^= 1;
       }
       if (i == halves) break;
+      if constexpr (C::kStashes) put(sums, stash, kThreads);
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
         for (int n = 0; n < C::kColumnTiles; ++n) {
-          float(&s)[4] = sums[m][n];
-          if constexpr (C::kStashes) {
-            stash[(m * C::kColumnTiles + n) * kThreads] = make_float4(s[0], s[1], s[2], s[3]);
-          } else {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) before[m][n][k] = s[k];
-          }
-#pragma unroll
-          for (int k = 0; k < 4; ++k) s[k] = 0;
+          for (int k = 0; k < 4; ++k) before[m][n][k] = sums[m][n][k], sums[m][n][k] = 0;
         }
       }
     }
-    if (boundary > 0) {
+    if constexpr (C::kStashes) {
+      if (boundary > 0) add_those(sums, stash, kThreads);
+    } else if (boundary > 0) {
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
         for (int n = 0; n < C::kColumnTiles; ++n) {
-          float(&s)[4] = sums[m][n];
-          if constexpr (C::kStashes) {
-            const float4 b = stash[(m * C::kColumnTiles + n) * kThreads];
-            s[0] = b.x + s[0], s[1] = b.y + s[1], s[2] = b.z + s[2], s[3] = b.w + s[3];
-          } else {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) s[k] = before[m][n][k] + s[k];
-          }
+          for (int k = 0; k < 4; ++k) sums[m][n][k] = before[m][n][k] + sums[m][n][k];
         }
       }
     }
     if constexpr (C::kGroups > 1) {
       float4* const exchange = reinterpret_cast<float4*>(all_x()) + thread;
       __syncthreads();
-      if (group == 1) {
-#pragma unroll
-        for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-          for (int n = 0; n < C::kColumnTiles; ++n) {
-            const float(&s)[4] = sums[m][n];
-            exchange[(m * C::kColumnTiles + n) * C::kGroupThreads] = make_float4(s[0], s[1], s[2], s[3]);
-          }
-        }
-      }
+      if (group == 1) put(sums, exchange, C::kGroupThreads);
       __syncthreads();
       if (group == 1) return;
-      if (plan.slices > 1) {
-#pragma unroll
-        for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-          for (int n = 0; n < C::kColumnTiles; ++n) {
-            const float4 other = exchange[(m * C::kColumnTiles + n) * C::kGroupThreads];
-            float(&s)[4] = sums[m][n];
-            s[0] += other.x, s[1] += other.y, s[2] += other.z, s[3] += other.w;
-          }
-        }
-      }
+      if (plan.slices > 1) add_those(sums, exchange, C::kGroupThreads);
     }
     store(sums, which, weight_row - which * p.outputs);
   }

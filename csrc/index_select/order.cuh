@@ -21,7 +21,7 @@ __device__ __forceinline__ void sync_team(int id) {
   if constexpr (kThreadsOfTeam == 32) {
     __syncwarp();
   } else {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreadsOfTeam) : "memory");
+    sync_threads<kThreadsOfTeam>(id);
   }
 }
 

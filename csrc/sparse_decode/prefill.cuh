@@ -59,7 +59,7 @@ struct PrefillMemory {
 static_assert(sizeof(PrefillMemory) <= 101376, "shared memory of an SM120 block");
 
 __device__ __forceinline__ int warp_team() { return threadIdx.x / kTeamThreads; }
-__device__ __forceinline__ void team_sync() { asm volatile("bar.sync %0, %1;" ::"r"(1 + warp_team()), "n"(kTeamThreads) : "memory"); }
+__device__ __forceinline__ void team_sync() { sync_threads<kTeamThreads>(1 + warp_team()); }
 __device__ __forceinline__ int quarter() { return threadIdx.x >> 5 & (kTeamWarps - 1); }
 
 __device__ __forceinline__ void tile_sync() { sync_threads<15, kThreads>(); }

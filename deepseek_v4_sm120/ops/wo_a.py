@@ -49,9 +49,17 @@ def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
     if x.shape[0] <= FP8_ROWS:
         linear._run(x, weight, weight_scale, out, prologue=rotation)
     else:
-        with torch.no_grad():  # `out=`; SGLang's warm-up may run with gradients on
-            torch.bmm(x.transpose(0, 1), expanded(weight, weight_scale).transpose(1, 2), out=out.transpose(0, 1))
+        multiply_expanded(x, weight, weight_scale, out)
     return out
+
+
+def multiply_expanded(x, weight, weight_scale, out) -> None:
+    """out [rows, groups, outputs] = x W^T of each group, with weights that are bf16 while the call runs.
+
+    Arguments and errors are wo_a's and expanded's; what wo_a does above FP8_ROWS rows.
+    """
+    with torch.no_grad():  # `out=`; SGLang's warm-up may run with gradients on
+        torch.bmm(x.transpose(0, 1), expanded(weight, weight_scale).transpose(1, 2), out=out.transpose(0, 1))
 
 
 def expanded(weight, weight_scale):

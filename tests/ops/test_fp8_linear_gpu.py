@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_v4_sm120.ops import fp8_linear as op
 from deepseek_v4_sm120.ops.fp8_linear import fp8_grouped_linear, fp8_linear
 from deepseek_v4_sm120.reference import fp8_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight, make_x, matrices
+from tests.ops.fp8_linear_tuned import tuned
 
 pytestmark = pytest.mark.gpu
 
@@ -72,17 +72,6 @@ def test_a_row_has_the_same_bits_in_every_batch():
         assert torch.equal(_bits(fp8_linear(x[shuffled][:40], weight, scale)), _bits(together[shuffled][:40]))
 
 
-def _tuned(x, weight, scale, **tuning):
-    """By the kernel and blocks asked for; None where there is no such kernel."""
-    out = torch.full((x.shape[0], *weight.shape[:2]), torch.nan, dtype=torch.bfloat16, device="cuda")
-    try:
-        op._run(x, weight, scale, out, **tuning)
-    except RuntimeError as error:
-        assert "no kernel for this plan" in str(error)
-        return None
-    return out
-
-
 FEW = [{"warp_rows": w, "blocks": b} for w, b in ((1, 0), (1, 7), (2, 0), (2, 264), (4, 0), (4, 50), (8, 0))]
 TILES = [{"row_tiles": r, "warp_rows": w, "in_turn": t} for r in (1, 2) for w, t in ((8, 1), (8, 2), (4, 1))]
 
@@ -91,7 +80,7 @@ TILES = [{"row_tiles": r, "warp_rows": w, "in_turn": t} for r in (1, 2) for w, t
 def test_no_blocks_of_few_rows_change_a_bit(rows):
     x, weight, scale = _make(rows, 4096, 2048)
     expected = fp8_grouped_linear(x, weight, scale)
-    outs = [out for tuning in FEW if (out := _tuned(x, weight, scale, **tuning)) is not None]
+    outs = [out for tuning in FEW if (out := tuned(x, weight, scale, **tuning)) is not None]
     assert len(outs) >= 4
     assert all(torch.equal(_bits(out), _bits(expected)) for out in outs)
 
@@ -104,7 +93,7 @@ def test_every_tile_has_the_bits_of_few_rows(shape):
     tried = 0
     for rows in (1, 8, 9, 16, 17, 32, 33, 64):
         for tuning in TILES:
-            out = _tuned(x[:rows], weight, scale, **tuning)
+            out = tuned(x[:rows], weight, scale, **tuning)
             tried += out is not None
             assert out is None or torch.equal(_bits(out), _bits(expected[:rows])), (rows, tuning)
     assert tried >= 8
