@@ -77,6 +77,8 @@ void set_partial_bytes(Plan& plan, int rows, int64_t weight_rows) {
   if (plan.splits > 1) plan.partial_bytes = plan.splits * rows * weight_rows * 4;
 }
 
+constexpr int kMuchX = 16384;  // numbers of x, as measured: bench/NOTES.md
+
 // For few rows: x of all inputs of a block lies in shared memory.
 Plan make_few_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int warp_rows, int blocks) {
   Plan plan = sliced(inputs);
@@ -90,9 +92,9 @@ Plan make_few_plan(Prologue prologue, int rows, int groups, int outputs, int inp
   const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
   const int tiles = static_cast<int>(weight_rows / (kTileRows * plan.warp_rows));
   plan.group_tiles = tiles / groups;
-  // blocks of a multiprocessor: by registers, and by shared memory, of which each block takes 1 KB more. Each reads x: with 5 to
-  // 8 rows that costs more than a second block gains, as measured.
-  const bool reads_much = rows > 4 && plan.splits == 1;
+  // blocks of a multiprocessor: by registers, and by shared memory, of which each block takes 1 KB more. Each reads x, and much
+  // of it costs more than a second block gains.
+  const bool reads_much = plan.splits == 1 && rows * inputs > kMuchX;
   const int resident = !reads_much && sm_shared >= 2 * (plan.shared_bytes + 1024) ? 2 : 1;
   // a second block of a multiprocessor only where the first would be busy for long: it is the next kernel's place
   const bool few = plan.splits == 1 && tiles <= 2 * num_sms && plan.most_blocks <= kAhead;
@@ -101,10 +103,6 @@ Plan make_few_plan(Prologue prologue, int rows, int groups, int outputs, int inp
   set_partial_bytes(plan, rows, weight_rows);
   return plan;
 }
-
-// Warps beside each other share x, and the splits that this makes share its reading: with one, every block reads all of x.
-// As measured; bench/NOTES.md.
-int warps_beside(int rows, int inputs) { return rows > 2 && inputs >= 8192 ? 4 : 1; }
 
 // Whether there is such a kernel, and its shared memory suffices. To make something of x a block needs all inputs.
 bool fits(const Plan& plan, Prologue prologue) {
@@ -129,10 +127,11 @@ Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, 
   if (tuning.row_tiles || tuning.warp_rows || tuning.in_turn) {
     choose(std::max(1, tuning.row_tiles), std::max(1, tuning.warp_rows), std::max(1, tuning.in_turn));
   } else {
-    // the largest tile of which there is one for most of the multiprocessors, or the smallest
+    // the largest tile of which there is one for most of the multiprocessors, up to 16 rows for half of them; or the smallest
+    const int least = num_sms * (plan.column_tiles == 2 ? 45 : 62) / 100;
     constexpr int kChoices[][3] = {{2, 8, 2}, {2, 4, 1}, {1, 4, 1}};
     for (const auto& c : kChoices) {
-      if (choose(c[0], c[1], c[2]) && 8 * plan.blocks * plan.splits >= 5 * num_sms) break;
+      if (choose(c[0], c[1], c[2]) && plan.blocks * plan.splits >= least) break;
     }
   }
   plan.group_tiles = plan.blocks / groups;
@@ -166,7 +165,8 @@ std::string problem(Prologue prologue, int rows, int groups, int outputs, int in
 
 Plan make_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, const Tuning& tuning) {
   if (rows <= kFewRows && !tuning.in_turn) {
-    for (const int warp_rows : {warps_beside(rows, inputs), kWarps}) {
+    // the fewest warps beside each other: those have no splits to add, or few
+    for (const int warp_rows : kWarpRows) {
       const int beside = tuning.warp_rows ? tuning.warp_rows : warp_rows;
       const Plan plan = make_few_plan(prologue, rows, groups, outputs, inputs, num_sms, sm_shared, beside, tuning.blocks);
       if (tuning.warp_rows || fits(plan, prologue)) return plan;
