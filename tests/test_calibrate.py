@@ -110,7 +110,7 @@ def test_a_way_of_ours_that_loses_is_left_out_and_not_the_operator(way, left_out
 
 def test_every_operator_has_a_file_here():
     assert set(OPERATORS) <= set(OPS)
-    assert {"sparse_decode", "index_select", "mxfp4_moe", "bf16_linear", "fp8_linear", "mhc"} <= set(OPERATORS)
+    assert {"sparse_decode", "index_select", "mxfp4_moe", "bf16_linear", "fp8_linear", "mhc", "wo_a"} <= set(OPERATORS)
     for name in OPERATORS:
         described = worker.operator(name)
         names = [p.name for p in described.providers()]

@@ -1,4 +1,4 @@
-"""calibrate's bf16_linear, fp8_linear and mhc without a GPU: shapes, judgement, and how SGLang's own are called."""
+"""calibrate's bf16_linear, fp8_linear, wo_a and mhc without a GPU: shapes, judgement, how SGLang's own are called."""
 
 import sys
 from types import SimpleNamespace
@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.calibrate import bf16_linear, fp8_linear, mhc, provider
+from deepseek_v4_sm120.calibrate import bf16_linear, fp8_linear, mhc, provider, wo_a
 from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
 from deepseek_v4_sm120.ops import bf16_linear as bf16_op
 from deepseek_v4_sm120.ops import fp8_linear as fp8_op
 from deepseek_v4_sm120.ops import mhc as mhc_op
+from deepseek_v4_sm120.ops import wo_a as wo_a_op
 
 SHAPES = {"tp": 2, "context": 131_072, "concurrency": 8, "quick": True}
 
@@ -32,6 +33,10 @@ def test_the_shapes_of_the_small_operators():
     of_a_step = {c.matrix.name: (c.matrix.outputs, c.matrix.inputs, c.calls) for c in fp8_linear.cases(**SHAPES)}
     assert of_a_step["wo_b"] == (4096, 4096, 43) and of_a_step["index_wq_b"] == (8192, 1024, 21)
     assert "wo_a" not in of_a_step and sum(calls for *_, calls in of_a_step.values()) == 236
+    assert [c.name for c in wo_a.cases(**SHAPES)] == [f"4 x [1024, 4096], {rows} rows" for rows in (1, 8, 2048)]
+    assert [c.rotates for c in wo_a.cases(**SHAPES)] == [True, True, False] and wo_a.MOST_ROWS == wo_a_op.MAX_ROWS
+    assert wo_a_op.FP8_ROWS < wo_a.CHECKED_PREFILL_ROWS <= wo_a.PREFILL_ROWS
+    assert wo_a.cases(**SHAPES | {"tp": 8})[0].bytes_per_call == 4 << 20
     assert mhc.Case(8).bytes_per_call == pytest.approx(8 * 10 * 8192 + 24 * 65536, rel=0.01)
 
 
@@ -235,3 +240,47 @@ def test_the_stock_fp8_layer_is_prepared_once_for_every_weight(takes_arguments, 
     assert stock.method.prepared == 3
     stock.ready(fp8_linear.correctness_inputs(case, "cpu")[0])
     assert len(stock.layers) == 1  # the former weights are let go
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_the_output_projection_is_judged_with_its_rotation(prefill):
+    case = next(c for c in wo_a.cases(**SHAPES | {"tp": 8, "concurrency": 3}) if c.rotates != prefill and c.rows > 1)
+    (inputs,) = wo_a.correctness_inputs(case, "cpu")
+    result = torch_provider(wo_a)(inputs)
+    assert result.shape == (wo_a.CHECKED_PREFILL_ROWS if prefill else 3, 1024)
+    assert 0.001 < wo_a.error("torch", result, inputs) < wo_a.MAX_ERROR
+    assert wo_a.error(OURS, result.roll(1, dims=1), inputs) > 0.5
+    if prefill:
+        assert not inputs.rotation
+        return
+    kept, inputs.rotation = inputs.rotation, {}
+    without = torch_provider(wo_a)(inputs)
+    inputs.rotation = kept
+    assert wo_a.error(OURS, without, inputs) > wo_a.LOOSE_ERROR
+
+
+def test_stock_rotates_a_copy_in_place_and_expands_every_weight_once(monkeypatch):
+    from deepseek_v4_sm120.reference.wo_a import rotated_back
+
+    def rope(q, k, freqs_cis, positions, inverse=False):
+        assert k is None and inverse and q.shape == (3, 8, 64) and q.stride() == (4096, 512, 1)
+        whole = torch.zeros(*q.shape[:2], 512, dtype=q.dtype)
+        whole[..., -64:] = q
+        q.copy_(rotated_back(whole.flatten(1)[:, None], freqs_cis, positions).view(whole.shape)[..., -64:])
+
+    monkeypatch.setattr(wo_a, "is_installed", lambda module: module == "sglang.jit_kernel.dsv4")
+    monkeypatch.setattr(wo_a, "unpatched", lambda module, name: {"fused_rope_inplace": rope}[name])
+    assert wo_a._stock_problem() is None
+    case = next(c for c in wo_a.cases(**SHAPES | {"tp": 8, "concurrency": 3}) if c.rows == 3)
+    stock, calls = wo_a.Stock(), wo_a.TimingInputs("cpu").calls(case, 2)
+    for inputs in calls:
+        stock.ready(inputs)
+    copies, before = dict(stock.copies), calls[0].x.clone()
+    assert len(copies) == 2 and {c.dtype for c in copies.values()} == {torch.bfloat16}
+    assert wo_a.error(STOCK, stock(calls[0]), calls[0]) < 0.002
+    assert torch.equal(calls[0].x, before) and calls[0].x is calls[1].x
+    assert all(stock.copies[address] is copy for address, copy in copies.items())
+    (other,) = wo_a.correctness_inputs(case, "cpu")
+    assert wo_a.error(STOCK, stock(other), other) < 0.002 and len(stock.copies) == 1  # the former are let go
+    monkeypatch.setattr(wo_a, "is_installed", lambda module: False)
+    assert "no fused_rope_inplace" in wo_a._stock_problem()
