@@ -239,7 +239,7 @@ def test_the_stock_fp8_layer_is_prepared_once_for_every_weight(takes_arguments, 
         assert fp8_linear.error(STOCK, stock(inputs), inputs) < 0.002
     assert stock.method.prepared == 3
     stock.ready(fp8_linear.correctness_inputs(case, "cpu")[0])
-    assert len(stock.layers) == 1  # the former weights are let go
+    assert len(stock.layer.made) == 1  # the former weights are let go
 
 
 @pytest.mark.parametrize("prefill", [False, True])
@@ -275,12 +275,12 @@ def test_stock_rotates_a_copy_in_place_and_expands_every_weight_once(monkeypatch
     stock, calls = wo_a.Stock(), wo_a.TimingInputs("cpu").calls(case, 2)
     for inputs in calls:
         stock.ready(inputs)
-    copies, before = dict(stock.copies), calls[0].x.clone()
+    copies, before = dict(stock.expanded.made), calls[0].x.clone()
     assert len(copies) == 2 and {c.dtype for c in copies.values()} == {torch.bfloat16}
     assert wo_a.error(STOCK, stock(calls[0]), calls[0]) < 0.002
     assert torch.equal(calls[0].x, before) and calls[0].x is calls[1].x
-    assert all(stock.copies[address] is copy for address, copy in copies.items())
+    assert all(stock.expanded.made[address] is copy for address, copy in copies.items())
     (other,) = wo_a.correctness_inputs(case, "cpu")
-    assert wo_a.error(STOCK, stock(other), other) < 0.002 and len(stock.copies) == 1  # the former are let go
+    assert wo_a.error(STOCK, stock(other), other) < 0.002 and len(stock.expanded.made) == 1  # the former are let go
     monkeypatch.setattr(wo_a, "is_installed", lambda module: False)
     assert "no fused_rope_inplace" in wo_a._stock_problem()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from deepseek_v4_sm120.calibrate.provider import (
     OURS,
     STOCK,
+    PerWeight,
     Provider,
     is_installed,
     our_problem,
@@ -190,19 +191,7 @@ class Stock:
         choose_backend(importlib.import_module(UTILS))
         module = importlib.import_module(METHOD)
         self.method = module.Fp8LinearMethod(module.Fp8Config.from_config(CONFIG))
-        self.weights = self.layers = None
-
-    def ready(self, inputs: Inputs) -> None:
-        self.layer(inputs)
-
-    def layer(self, inputs: Inputs):
-        storage = inputs.weight.untyped_storage().data_ptr()
-        if self.weights != storage:
-            self.weights, self.layers = storage, {}  # frees the former
-        address = inputs.weight.data_ptr()
-        if address not in self.layers:
-            self.layers[address] = self.prepare(inputs)
-        return self.layers[address]
+        self.layer = self.ready = PerWeight(self.prepare)
 
     def prepare(self, inputs: Inputs):
         import torch

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 
@@ -40,6 +40,23 @@ class Provider:
         """The first package that is not there, in words; nothing is imported."""
         missing = next((name for name in self.packages if importlib.util.find_spec(name) is None), None)
         return missing and f"{PACKAGE_NAMES.get(missing, missing)} is not installed"
+
+
+@dataclass
+class PerWeight:
+    """`make(inputs)`, once for every inputs.weight; what was made of weights in another storage is let go."""
+
+    make: Callable
+    storage: int | None = None
+    made: dict[int, object] = field(default_factory=dict)
+
+    def __call__(self, inputs):
+        storage, address = inputs.weight.untyped_storage().data_ptr(), inputs.weight.data_ptr()
+        if self.storage != storage:
+            self.storage, self.made = storage, {}
+        if address not in self.made:
+            self.made[address] = self.make(inputs)
+        return self.made[address]
 
 
 PACKAGE_NAMES = {"sglang": "SGLang", "deep_gemm": "DeepGEMM", "flashinfer": "FlashInfer"}

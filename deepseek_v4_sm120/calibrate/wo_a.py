@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from deepseek_v4_sm120.calibrate.provider import (
     OURS,
     STOCK,
+    PerWeight,
     Provider,
     is_installed,
     our_problem,
@@ -157,22 +158,16 @@ class Expanded:
     """torch.einsum on a bf16 copy of the weights, made ahead of the clock; the rotation by torch's complex numbers."""
 
     def __init__(self):
-        self.of, self.copies = None, {}
+        self.expanded = PerWeight(self.expand)
 
     def ready(self, inputs: Inputs) -> None:
         self.expanded(inputs)
 
-    def expanded(self, inputs: Inputs):
+    def expand(self, inputs: Inputs):
         from deepseek_v4_sm120.reference.fp8_linear import BLOCK
 
-        storage = inputs.weight.untyped_storage().data_ptr()
-        if self.of != storage:
-            self.of, self.copies = storage, {}  # frees the former
-        address = inputs.weight.data_ptr()
-        if address not in self.copies:
-            scale = inputs.scale.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-            self.copies[address] = (inputs.weight.float() * scale).bfloat16()
-        return self.copies[address]
+        scale = inputs.scale.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+        return (inputs.weight.float() * scale).bfloat16()
 
     def rotated(self, x, freqs_cis, positions):
         """A new tensor of x's shape."""
