@@ -23,6 +23,7 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 import common  # noqa: E402
 
 from deepseek_v4_sm120 import extension  # noqa: E402
+from deepseek_v4_sm120.calibrate.compressor import stock_of  # noqa: E402
 from deepseek_v4_sm120.ops.compressor import MAX_ROWS, compressor  # noqa: E402
 from deepseek_v4_sm120.reference import compressor as reference  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
@@ -65,39 +66,11 @@ def cases(rows: tuple[int, ...] = ROWS) -> list[Case]:
     return [Case(kind, count, ends) for kind in KINDS for count in rows for ends in ENDS]
 
 
-def stock_call(inputs: Inputs) -> Callable[[], None]:
-    """SGLang's own two launches on the same tensors."""
-    dsv4 = importlib.import_module(STOCK)
-    plan = dsv4.CompressorDecodePlan(inputs.state.shape[1], inputs.plan)
-
-    def call():
-        kv = dsv4.compress_forward(
-            kv_score_buffer=inputs.state,
-            kv_score_input=inputs.kv_score,
-            ape=inputs.ape,
-            plan=plan,
-            head_dim=inputs.norm_weight.shape[0],
-            compress_ratio=inputs.state.shape[1],
-        )
-        dsv4.compress_norm_rope_store(
-            kv,
-            plan,
-            norm_weight=inputs.norm_weight,
-            norm_eps=inputs.norm_eps,
-            freq_cis=inputs.freqs_cis,
-            out_loc=inputs.out_loc,
-            kvcache=inputs.cache,
-            page_size=inputs.page_size,
-            use_fp4=inputs.fp4,
-        )
-
-    return call
-
-
 def implementations() -> dict[str, Callable[[Inputs], Callable[[], None]]]:
     found = {"ours": lambda inputs: lambda: compressor(**inputs.arguments())}
     if importlib.util.find_spec("sglang") is not None:
-        found["SGLang's two"] = stock_call
+        run = stock_of(STOCK)
+        found["SGLang's two"] = lambda inputs: lambda: run(inputs)
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120 import OPS
-from deepseek_v4_sm120.calibrate import OPERATORS, command, index_select, mxfp4_moe, sparse_decode, worker
+from deepseek_v4_sm120.calibrate import command, index_select, mxfp4_moe, sparse_decode, worker
 from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
 from deepseek_v4_sm120.ops import index_select as index_op
 from deepseek_v4_sm120.ops import mxfp4_moe as moe_op
@@ -109,9 +109,7 @@ def test_a_way_of_ours_that_loses_is_left_out_and_not_the_operator(way, left_out
 
 
 def test_every_operator_has_a_file_here():
-    assert set(OPERATORS) <= set(OPS)
-    assert {"sparse_decode", "index_select", "mxfp4_moe", "bf16_linear", "fp8_linear", "mhc", "wo_a"} <= set(OPERATORS)
-    for name in OPERATORS:
+    for name in OPS:
         described = worker.operator(name)
         names = [p.name for p in described.providers()]
         assert names[0] == OURS and STOCK in names and len(set(names)) == len(names)

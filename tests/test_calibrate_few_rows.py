@@ -1,4 +1,4 @@
-"""calibrate's bf16_linear, fp8_linear, wo_a and mhc without a GPU: shapes, judgement, how SGLang's own are called."""
+"""calibrate's small operators without a GPU: shapes, judgement, how SGLang's own are called."""
 
 import sys
 from types import SimpleNamespace
@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.calibrate import bf16_linear, fp8_linear, mhc, provider, wo_a
+from deepseek_v4_sm120.calibrate import bf16_linear, compressor, fp8_linear, mhc, provider, wo_a
 from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
 from deepseek_v4_sm120.ops import bf16_linear as bf16_op
+from deepseek_v4_sm120.ops import compressor as compressor_op
 from deepseek_v4_sm120.ops import fp8_linear as fp8_op
 from deepseek_v4_sm120.ops import mhc as mhc_op
 from deepseek_v4_sm120.ops import wo_a as wo_a_op
@@ -284,3 +285,92 @@ def test_stock_rotates_a_copy_in_place_and_expands_every_weight_once(monkeypatch
     assert wo_a.error(STOCK, stock(other), other) < 0.002 and len(stock.expanded.made) == 1  # the former are let go
     monkeypatch.setattr(wo_a, "is_installed", lambda module: False)
     assert "no fused_rope_inplace" in wo_a._stock_problem()
+
+
+COMPRESSORS = compressor.cases(**SHAPES | {"concurrency": 9})
+
+
+def test_what_a_step_has_of_compressors():
+    from deepseek_v4_sm120.reference.compressor_inputs import KINDS, width_of
+
+    assert compressor.MOST_ROWS <= compressor_op.MAX_ROWS and len(COMPRESSORS) == 12
+    for kind in compressor.KINDS:
+        ratio, head_dim, _ = KINDS[kind.name]
+        assert (kind.ratio, kind.token_bytes) == (ratio, 4 * width_of(ratio, head_dim))
+        of_kind = [c for c in COMPRESSORS if c.kind == kind and c.rows == 9]
+        assert sum(c.calls for c in of_kind) == pytest.approx(kind.layers)
+    one = {(c.kind.name, c.ends): c.calls for c in COMPRESSORS if c.rows == 1}
+    assert one["c4", True] == pytest.approx(21 / 4) and one["c128", True] == pytest.approx(20 / 128)
+    for case in COMPRESSORS:
+        for turn in range(case.turns):
+            places = case.places(turn)
+            assert len(places) == case.rows and all(1 <= place <= case.kind.ratio for place in places)
+            assert (case.kind.ratio in places) == case.ends
+        assert case.places(0).count(case.kind.ratio) == case.ended
+        assert case.rows == 1 or case.turns == 1 or case.places(0) != case.places(1)
+
+
+@pytest.mark.parametrize("case", COMPRESSORS, ids=lambda case: case.name)
+def test_a_compressor_is_judged_by_entries_and_state(case):
+    run = torch_provider(compressor)
+    for inputs in compressor.correctness_inputs(case, "cpu"):
+        assert compressor.error("torch", run(inputs), inputs) < compressor.MAX_ERROR
+        write, own = inputs.inputs.plan.view(torch.int32)[:, 1], inputs.inputs.plan.view(torch.int32)[:, 3]
+        if case.ends:
+            page, entry = divmod(int(inputs.inputs.out_loc.max()), inputs.inputs.page_size)
+            inputs.inputs.cache[page].bitwise_xor_(0x55)
+            assert compressor.error("torch", inputs, inputs) > compressor.MAX_ERROR
+        else:
+            inputs.inputs.state.flatten(0, 1)[int(write[-1]), 3] += 1
+            assert compressor.error("torch", inputs, inputs) == float("inf")
+        assert len(set(own.tolist())) == case.rows
+
+
+def test_timed_compressors_find_other_state_each_time():
+    for case in COMPRESSORS:
+        count = 2 * case.turns + 1 if case.turns < 9 else 5
+        calls = compressor.TimingInputs("cpu").calls(case, count)
+        touched = [
+            (call.inputs.state.data_ptr(), call.inputs.plan.view(torch.int32)[:, 1][:1].item()) for call in calls
+        ]
+        if not case.ends:
+            assert len(set(touched)) == count
+        ended = [(call.inputs.state.data_ptr(), tuple((call.inputs.out_loc > 0).tolist())) for call in calls]
+        assert len(set(ended)) == (count if case.ends else len({call.inputs.state.data_ptr() for call in calls}))
+        compressor.in_torch(calls[0].inputs)
+        assert calls[0].before is None and torch.isfinite(calls[0].inputs.state).all()
+
+
+@pytest.mark.parametrize(
+    ("version", "home", "problem"),
+    [
+        ((0, 5, 12), "sglang.jit_kernel.dsv4", "keeps its own"),
+        ((0, 5, 14), "sglang.jit_kernel.dsv4", None),
+        ((0, 5, 23), "sglang.kernels.ops.attention.dsv4", None),
+        ((0, 5, 23), None, "no such"),
+    ],
+)
+def test_the_stock_compressor_of_a_release(version, home, problem, monkeypatch):
+    called = []
+
+    def compress_forward(**given):
+        called.append(sorted(given))
+        return "kv"
+
+    def compress_norm_rope_store(kv, plan, **given):
+        assert kv == "kv" and plan[0] == 4 and "use_fp4" not in given
+        called.append(sorted(given))
+
+    module = SimpleNamespace(
+        compress_forward=compress_forward,
+        compress_norm_rope_store=compress_norm_rope_store,
+        CompressorDecodePlan=lambda *given: given,
+    )
+    monkeypatch.setattr(compressor, "sglang_version", lambda: version)
+    monkeypatch.setattr(compressor, "is_installed", lambda name: name == home)
+    monkeypatch.setattr(compressor.importlib, "import_module", lambda name: {home: module}[name])
+    found = compressor._stock_problem()
+    assert (found is None) if problem is None else (problem in found)
+    if problem is None:
+        (inputs, _) = compressor.correctness_inputs(COMPRESSORS[0], "cpu")
+        assert compressor._stock()(inputs) is inputs and [len(names) for names in called] == [6, 6]

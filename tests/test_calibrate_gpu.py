@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120.calibrate import OPERATORS
+from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.calibrate.provider import OURS
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
@@ -21,7 +21,7 @@ def test_ours_and_torch_are_right_on_every_shape_of_a_plan(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "profile.json").read_text())
-    assert list(found["operators"]) == list(OPERATORS) and not found["not_reached"]
+    assert list(found["operators"]) == list(OPS) and not found["not_reached"]
     for name, measured in found["operators"].items():
         ran = {p: result for p, result in measured["providers"].items() if "problem" not in result}
         assert OURS in ran and len(ran) > 1, name
@@ -37,4 +37,4 @@ def test_a_limit_leaves_a_profile_of_what_was_reached(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT, timeout=30)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "profile.json").read_text())
-    assert "not reached" in done.stdout and {*found["operators"], *found["not_reached"]} == set(OPERATORS)
+    assert "not reached" in done.stdout and {*found["operators"], *found["not_reached"]} == set(OPS)

@@ -1,7 +1,7 @@
 """`python3 -m deepseek_v4_sm120 calibrate`: every implementation of every operator on this card, checked, then timed.
 
 provider.py        what an implementation is
-<operator>.py      one operator; the whole of what adding one takes:
+<operator>.py      one operator, each of OPS; the whole of what adding one takes:
                      cases(tp, context, concurrency, quick) -> cases with name and bytes_per_call; where several add up
                                                                in a step: `point` (as many rows) and `calls` (of a step)
                      providers()                            -> Providers, `ours` first, `stock` among them
@@ -14,10 +14,3 @@ worker.py          providers one after the other in a process of its own: a cras
 command.py         runs the workers, ours first, then stock, then the others; decides, prints the table, writes the
                    profile (patching/profile.py reads it), also of what was reached when the time is over
 """
-
-from pathlib import Path
-
-from deepseek_v4_sm120 import OPS
-
-# Every operator that has a file here, in the order of OPS; test_calibrate.py says what the file must have.
-OPERATORS = tuple(op for op in OPS if Path(__file__).with_name(f"{op}.py").is_file())

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from deepseek_v4_sm120 import console, extension
-from deepseek_v4_sm120.calibrate import OPERATORS, worker
+from deepseek_v4_sm120 import OPS, console, extension
+from deepseek_v4_sm120.calibrate import worker
 from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
 from deepseek_v4_sm120.console import CommandError
 from deepseek_v4_sm120.patching import profile
@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--operators",
         nargs="+",
-        choices=OPERATORS,
-        default=list(OPERATORS),
+        choices=OPS,
+        default=list(OPS),
         metavar="NAME",
-        help=f"{', '.join(OPERATORS)} (default: all)",
+        help=f"{', '.join(OPS)} (default: all)",
     )
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     parser.add_argument(
