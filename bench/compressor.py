@@ -23,7 +23,7 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 import common  # noqa: E402
 
 from deepseek_v4_sm120 import extension  # noqa: E402
-from deepseek_v4_sm120.calibrate.compressor import stock_of  # noqa: E402
+from deepseek_v4_sm120.calibrate.compressor import stock_launches  # noqa: E402
 from deepseek_v4_sm120.ops.compressor import MAX_ROWS, compressor  # noqa: E402
 from deepseek_v4_sm120.reference import compressor as reference  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
@@ -35,7 +35,6 @@ QUICK_ROWS = (1, 32)
 ENDS = ("none", "mixed", "all")
 MAX_RELATIVE_ERROR = {"c4": 0.03, "c128": 0.03, "index": 0.03, "index_fp4": 0.15}
 LEAST_CALLS, MOST_CALLS = 20, 200
-STOCK = "sglang.kernels.ops.attention.dsv4"
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def cases(rows: tuple[int, ...] = ROWS) -> list[Case]:
 def implementations() -> dict[str, Callable[[Inputs], Callable[[], None]]]:
     found = {"ours": lambda inputs: lambda: compressor(**inputs.arguments())}
     if importlib.util.find_spec("sglang") is not None:
-        run = stock_of(STOCK)
+        run = stock_launches()
         found["SGLang's two"] = lambda inputs: lambda: run(inputs)
     return found
 

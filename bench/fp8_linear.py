@@ -46,6 +46,7 @@ from deepseek_v4_sm120.reference.fp8_linear_inputs import (  # noqa: E402
     make_x,
     matrices,
 )
+from deepseek_v4_sm120.reference.wo_a import EQUATION  # noqa: E402
 
 ISSUE = 7
 READ_BYTES = 6 << 30
@@ -174,7 +175,7 @@ def run_peers(report: common.Report, case: Case, x, weights, scales, deep_gemm: 
     layers = range(len(weights) // 2 + 2)
     wide = [torch.randn(weights.shape[1:], device="cuda", dtype=torch.bfloat16) for _ in layers]
     if matrix.name == "wo_a":
-        calls = [lambda w=w: torch.einsum("tgd,grd->tgr", x, w) for w in wide]
+        calls = [lambda w=w: torch.einsum(EQUATION, x, w) for w in wide]
     else:
         calls = [lambda w=w: torch.nn.functional.linear(x[:, 0], w[0]) for w in wide]
     report.add(common.row(ISSUE, case.name, "torch bf16", "us", round(microseconds_of(calls), 2)))

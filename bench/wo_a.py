@@ -26,6 +26,7 @@ from deepseek_v4_sm120.ops import fp8_linear as linear  # noqa: E402
 from deepseek_v4_sm120.ops import wo_a as op  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight  # noqa: E402
+from deepseek_v4_sm120.reference.wo_a import EQUATION  # noqa: E402
 from deepseek_v4_sm120.reference.wo_a import wo_a as reference  # noqa: E402
 from deepseek_v4_sm120.reference.wo_a_inputs import INPUTS, OUTPUTS, make_wo_a  # noqa: E402
 
@@ -37,7 +38,6 @@ QUICK_ROWS = (1, 8, 16, 32, 64, 128, 256, 2048)
 BOTH_WAYS = (65, 512)  # least and most rows for which tiles of few rows are timed beside the expansion
 TPS = (1, 2, 4)
 FASTER_THAN_STOCK = {1: 1.5, 8: 1.2}  # rows -> times as fast, its rotation not counted
-EQUATION = "tgd,grd->tgr"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120 import OPS
-from deepseek_v4_sm120.calibrate import command, index_select, mxfp4_moe, sparse_decode, worker
+from deepseek_v4_sm120.calibrate import command, index_select, mxfp4_moe, provider, sparse_decode, worker
 from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
 from deepseek_v4_sm120.ops import index_select as index_op
 from deepseek_v4_sm120.ops import mxfp4_moe as moe_op
@@ -109,6 +109,7 @@ def test_a_way_of_ours_that_loses_is_left_out_and_not_the_operator(way, left_out
 
 
 def test_every_operator_has_a_file_here():
+    assert {"sparse_decode", "index_select", "mxfp4_moe", "bf16_linear", "fp8_linear", "mhc"} <= set(OPS)
     for name in OPS:
         described = worker.operator(name)
         names = [p.name for p in described.providers()]
@@ -246,7 +247,7 @@ def test_flashmla_gets_a_schedule_for_each_set_of_lengths(monkeypatch):
         "get_mla_metadata": lambda: (object(), None),
         "flash_mla_with_kvcache": lambda **how: (used.append(how["tile_scheduler_metadata"]),),
     }
-    monkeypatch.setattr(sparse_decode, "is_installed", lambda name: True)
+    monkeypatch.setattr(provider, "is_installed", lambda name: True)
     monkeypatch.setattr(sparse_decode, "unpatched", lambda module, name: functions[name])
     monkeypatch.setattr(sparse_decode, "_keywords", lambda inputs: {})
     call = next(p for p in sparse_decode.providers() if p.name == "flashmla").build()

@@ -97,7 +97,8 @@ def test_stock_takes_its_own_kernel_for_the_router(monkeypatch):
 
     def calls(installed, rows, matrix):
         called.clear()
-        monkeypatch.setattr(bf16_linear, "is_installed", lambda module: module.rpartition(".")[2] in installed)
+        for module in (bf16_linear, provider):
+            monkeypatch.setattr(module, "is_installed", lambda name: name.rpartition(".")[2] in installed)
         chosen = next(m for m in bf16_linear.MATRICES if m.name == matrix)
         x = torch.zeros(rows, 4096, dtype=torch.bfloat16)
         bf16_linear._stock()(bf16_linear.Inputs(chosen, x, torch.zeros(64, 4096, dtype=torch.bfloat16)))
@@ -165,7 +166,7 @@ def test_the_stock_boundary_of_a_release(version, sm120, called, monkeypatch):
     monkeypatch.setattr(mhc.importlib, "import_module", lambda name: module)
     monkeypatch.setitem(sys.modules, "sgl_kernel", SimpleNamespace(rmsnorm=rmsnorm))
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    monkeypatch.setattr(mhc, "is_installed", lambda name: True)
+    monkeypatch.setattr(provider, "is_installed", lambda name: True)
     monkeypatch.setattr(mhc, "set_up_deep_gemm", lambda: None)
     monkeypatch.setattr(mhc, "is_sm120", lambda: sm120)
     monkeypatch.setattr(mhc, "sglang_version", lambda: version)
@@ -269,7 +270,7 @@ def test_stock_rotates_a_copy_in_place_and_expands_every_weight_once(monkeypatch
         whole[..., -64:] = q
         q.copy_(rotated_back(whole.flatten(1)[:, None], freqs_cis, positions).view(whole.shape)[..., -64:])
 
-    monkeypatch.setattr(wo_a, "is_installed", lambda module: module == "sglang.jit_kernel.dsv4")
+    monkeypatch.setattr(provider, "is_installed", lambda module: module == "sglang.jit_kernel.dsv4")
     monkeypatch.setattr(wo_a, "unpatched", lambda module, name: {"fused_rope_inplace": rope}[name])
     assert wo_a._stock_problem() is None
     case = next(c for c in wo_a.cases(**SHAPES | {"tp": 8, "concurrency": 3}) if c.rows == 3)
@@ -283,7 +284,7 @@ def test_stock_rotates_a_copy_in_place_and_expands_every_weight_once(monkeypatch
     assert all(stock.expanded.made[address] is copy for address, copy in copies.items())
     (other,) = wo_a.correctness_inputs(case, "cpu")
     assert wo_a.error(STOCK, stock(other), other) < 0.002 and len(stock.expanded.made) == 1  # the former are let go
-    monkeypatch.setattr(wo_a, "is_installed", lambda module: False)
+    monkeypatch.setattr(provider, "is_installed", lambda module: False)
     assert "no fused_rope_inplace" in wo_a._stock_problem()
 
 
@@ -317,8 +318,7 @@ def test_a_compressor_is_judged_by_entries_and_state(case):
         assert compressor.error("torch", run(inputs), inputs) < compressor.MAX_ERROR
         write, own = inputs.inputs.plan.view(torch.int32)[:, 1], inputs.inputs.plan.view(torch.int32)[:, 3]
         if case.ends:
-            page, entry = divmod(int(inputs.inputs.out_loc.max()), inputs.inputs.page_size)
-            inputs.inputs.cache[page].bitwise_xor_(0x55)
+            inputs.inputs.cache[int(inputs.inputs.out_loc.max()) // inputs.inputs.page_size].bitwise_xor_(0x55)
             assert compressor.error("torch", inputs, inputs) > compressor.MAX_ERROR
         else:
             inputs.inputs.state.flatten(0, 1)[int(write[-1]), 3] += 1
@@ -367,7 +367,7 @@ def test_the_stock_compressor_of_a_release(version, home, problem, monkeypatch):
         CompressorDecodePlan=lambda *given: given,
     )
     monkeypatch.setattr(compressor, "sglang_version", lambda: version)
-    monkeypatch.setattr(compressor, "is_installed", lambda name: name == home)
+    monkeypatch.setattr(provider, "is_installed", lambda name: name == home)
     monkeypatch.setattr(compressor.importlib, "import_module", lambda name: {home: module}[name])
     found = compressor._stock_problem()
     assert (found is None) if problem is None else (problem in found)

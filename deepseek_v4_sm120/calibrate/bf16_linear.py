@@ -9,7 +9,16 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepseek_v4_sm120.calibrate.provider import OURS, STOCK, Provider, is_installed, our_problem, rows_of, unpatched
+from deepseek_v4_sm120.calibrate.provider import (
+    OURS,
+    STOCK,
+    Provider,
+    first_installed,
+    is_installed,
+    our_problem,
+    rows_of,
+    unpatched,
+)
 from deepseek_v4_sm120.plan.models import FLASH
 
 ERROR = "relative error against float64"
@@ -165,16 +174,12 @@ def cublas(inputs: Inputs):
     return torch.mm(inputs.x, inputs.weight.t(), out_dtype=torch.float32)
 
 
-def _home() -> str | None:
-    return next((module for module in LINEAR_HOMES if is_installed(module)), None)
-
-
 def _has(module: str, name: str) -> bool:
     return is_installed(module) and hasattr(importlib.import_module(module), name)
 
 
 def _stock_problem() -> str | None:
-    return None if _home() else f"this SGLang has no {LINEAR}"
+    return None if first_installed(LINEAR_HOMES) else f"this SGLang has no {LINEAR}"
 
 
 def _router(linear: Callable) -> tuple[Callable, int]:
@@ -196,7 +201,7 @@ def _router(linear: Callable) -> tuple[Callable, int]:
 def _stock():
     import torch
 
-    linear = getattr(importlib.import_module(_home()), LINEAR)
+    linear = getattr(importlib.import_module(first_installed(LINEAR_HOMES)), LINEAR)
     router, router_rows = _router(linear)
 
     def call(inputs: Inputs):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepseek_v4_sm120.calibrate.provider import (
     OURS,
     STOCK,
     Provider,
-    is_installed,
+    first_installed,
     our_problem,
     rows_of,
     sglang_version,
@@ -142,28 +142,24 @@ class TimingInputs:
         pages = make_inputs(case.kind.name, [3 * ratio] * case.rows, device=self.device)
         pages.state.normal_()
         copies = [pages, *(pages.copy() for _ in range(math.ceil(count / case.turns) - 1))]
-        turns = [self.at(case, pages, turn) for turn in range(min(count, case.turns))]
-        return [Call(self.with_state(turns[i % case.turns], copies[i // case.turns])) for i in range(count)]
+        turns = [_other_places(case, pages, turn) for turn in range(min(count, case.turns))]
+        both = [(turns[i % case.turns], copies[i // case.turns]) for i in range(count)]
+        return [Call(replace(turn, state=copy.state, cache=copy.cache)) for turn, copy in both]
 
-    def at(self, case: Case, pages, turn: int):
-        """The same requests with their tokens at other places."""
-        import torch
 
-        from deepseek_v4_sm120.reference.compressor_inputs import Inputs, make_plan
+def _other_places(case: Case, pages, turn: int):
+    """The same requests with their tokens at the places of that turn."""
+    import torch
 
-        ratio, places = case.kind.ratio, case.places(turn)
-        plan = [
-            (2 * ratio + place, own * ratio + place - 1, before, own)
-            for place, (_, _, before, own) in zip(places, pages.plan.view(torch.int32).tolist(), strict=True)
-        ]
-        ends = torch.tensor([place == ratio for place in places], device=self.device)
-        out_loc = torch.where(ends, pages.out_loc, 0)
-        return Inputs(**{**pages.arguments(), "plan": make_plan(plan, self.device), "out_loc": out_loc})
+    from deepseek_v4_sm120.reference.compressor_inputs import make_plan
 
-    def with_state(self, turn, copy):
-        from deepseek_v4_sm120.reference.compressor_inputs import Inputs
-
-        return Inputs(**{**turn.arguments(), "state": copy.state, "cache": copy.cache})
+    ratio, places, device = case.kind.ratio, case.places(turn), pages.plan.device
+    plan = [
+        (2 * ratio + place, own * ratio + place - 1, before, own)
+        for place, (_, _, before, own) in zip(places, pages.plan.view(torch.int32).tolist(), strict=True)
+    ]
+    ends = torch.tensor([place == ratio for place in places], device=device)
+    return replace(pages, plan=make_plan(plan, device), out_loc=torch.where(ends, pages.out_loc, 0))
 
 
 def error(provider: str, result: Call, inputs: Call) -> float:
@@ -220,23 +216,19 @@ def in_torch(inputs) -> None:
     reference.store(inputs.cache, inputs.page_size, inputs.out_loc, entries, inputs.fp4)
 
 
-def _home() -> str | None:
-    return next((module for module in HOMES if is_installed(module)), None)
-
-
 def _stock_problem() -> str | None:
     if (sglang_version() or SINCE) < SINCE:
         return "this SGLang keeps its own compressors, whatever is measured"
-    return None if _home() else "this SGLang has no such compressors"
+    return None if first_installed(HOMES) else "this SGLang has no such compressors"
 
 
 def _stock():
-    return _on_inputs(stock_of(_home()))
+    return _on_inputs(stock_launches())
 
 
-def stock_of(home: str):
-    """SGLang's own two launches: run(inputs) -> None."""
-    dsv4 = importlib.import_module(home)
+def stock_launches():
+    """SGLang's own two: run(inputs) -> None."""
+    dsv4 = importlib.import_module(first_installed(HOMES))
 
     def run(inputs) -> None:
         ratio = inputs.state.shape[1]

@@ -106,11 +106,9 @@ def providers() -> tuple[Provider, ...]:
 
 
 def _weights(matrix: Matrix, count: int, generator) -> list[tuple]:
-    from deepseek_v4_sm120.reference.fp8_linear import scale_values
-    from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight
+    from deepseek_v4_sm120.reference.fp8_linear_inputs import make_loaded_weights
 
-    weights, exponents = make_weight(count, matrix.outputs, matrix.inputs, generator, ue8m0=True)
-    return list(zip(weights, scale_values(exponents).float(), strict=True))
+    return [(weight[0], scale[0]) for weight, scale in make_loaded_weights(matrix, count, generator)]
 
 
 def _x(case: Case, generator):

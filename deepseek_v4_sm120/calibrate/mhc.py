@@ -16,7 +16,7 @@ from deepseek_v4_sm120.calibrate.provider import (
     OURS,
     STOCK,
     Provider,
-    is_installed,
+    first_installed,
     is_sm120,
     our_problem,
     rows_of,
@@ -153,12 +153,8 @@ def torch_boundary(f, streams, post, comb, fn, scale, base, norm_weight):
     return new, new_post, new_comb, y.to(torch.bfloat16)
 
 
-def _home() -> str | None:
-    return next((module for module in HOMES if is_installed(module)), None)
-
-
 def _stock_problem() -> str | None:
-    return None if _home() else "this SGLang has no hyper-connections"
+    return None if first_installed(HOMES) else "this SGLang has no hyper-connections"
 
 
 def _is_fused_by_default() -> bool:
@@ -178,7 +174,7 @@ def _kernels():
         for name, value in ON_SM120.items():
             os.environ.setdefault(name, value)
     set_up_deep_gemm()
-    module = importlib.import_module(_home())
+    module = importlib.import_module(first_installed(HOMES))
     for name in WITHOUT_SERVER.keys() & vars(module).keys():
         setattr(module, name, WITHOUT_SERVER[name])
     return module

@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from deepseek_v4_sm120.patching.sources import Sources, package_version
@@ -42,6 +42,9 @@ class Provider:
         return missing and f"{PACKAGE_NAMES.get(missing, missing)} is not installed"
 
 
+PACKAGE_NAMES = {"sglang": "SGLang", "deep_gemm": "DeepGEMM", "flashinfer": "FlashInfer"}
+
+
 @dataclass
 class PerWeight:
     """`make(inputs)`, once for every inputs.weight; what was made of weights in another storage is let go."""
@@ -57,9 +60,6 @@ class PerWeight:
         if address not in self.made:
             self.made[address] = self.make(inputs)
         return self.made[address]
-
-
-PACKAGE_NAMES = {"sglang": "SGLang", "deep_gemm": "DeepGEMM", "flashinfer": "FlashInfer"}
 
 
 def our_problem() -> str | None:
@@ -87,6 +87,11 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ImportError:
         return False
+
+
+def first_installed(modules: Iterable[str]) -> str | None:
+    """The first of a function's homes that this machine has."""
+    return next(filter(is_installed, modules), None)
 
 
 def unpatched(module: str, name: str) -> Callable:

@@ -6,7 +6,15 @@ import functools
 import math
 from dataclasses import dataclass
 
-from deepseek_v4_sm120.calibrate.provider import OURS, STOCK, Provider, is_installed, our_problem, unpatched
+from deepseek_v4_sm120.calibrate.provider import (
+    OURS,
+    STOCK,
+    Provider,
+    first_installed,
+    is_installed,
+    our_problem,
+    unpatched,
+)
 from deepseek_v4_sm120.plan.memory import KV_TOKEN_BYTES
 from deepseek_v4_sm120.plan.models import FLASH
 
@@ -175,12 +183,8 @@ def _ours(prefill: bool | None = None):
     return lambda inputs: sparse_decode(**inputs.arguments(), prefill=prefill)
 
 
-def _stock_module() -> str | None:
-    return next((module for module in STOCK_MODULES if is_installed(module)), None)
-
-
 def _stock_problem() -> str | None:
-    return None if _stock_module() else "SGLang 0.5.13 or newer is not installed"
+    return None if first_installed(STOCK_MODULES) else "SGLang 0.5.13 or newer is not installed"
 
 
 def _keywords(inputs) -> dict:
@@ -202,7 +206,7 @@ def _keywords(inputs) -> dict:
 
 
 def _stock():
-    function = unpatched(_stock_module(), STOCK_NAME)
+    function = unpatched(first_installed(STOCK_MODULES), STOCK_NAME)
     return lambda inputs: function(**_keywords(inputs))[0]
 
 
@@ -227,13 +231,13 @@ def _flashmla_problem() -> str | None:
 
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         return "has no kernel for this GPU"
-    return None if any(map(is_installed, FLASHMLA_MODULES)) else "neither sgl_kernel nor flash_mla is installed"
+    return None if first_installed(FLASHMLA_MODULES) else "neither sgl_kernel nor flash_mla is installed"
 
 
 def _flashmla():
     """With a tile schedule for each set of lengths: FlashMLA's first call with a new one fills it in. The engine makes
     one a step, so it is not timed."""
-    module = next(name for name in FLASHMLA_MODULES if is_installed(name))
+    module = first_installed(FLASHMLA_MODULES)
     function, metadata = unpatched(module, "flash_mla_with_kvcache"), unpatched(module, "get_mla_metadata")
     fixed = {"block_table": None, "cache_seqlens": None, "is_fp8_kvcache": True}
     schedule = {"lengths": (None, None)}

@@ -15,7 +15,7 @@ from deepseek_v4_sm120.calibrate.provider import (
     STOCK,
     PerWeight,
     Provider,
-    is_installed,
+    first_installed,
     our_problem,
     rows_of,
     unpatched,
@@ -31,7 +31,6 @@ CHECKED_PREFILL_ROWS = 160  # float64 is slow; more than the operator multiplies
 MAX_ERROR = 0.0025
 LOOSE_ERROR = 0.01
 POSITIONS = 5000
-EQUATION = "tgd,grd->tgr"
 
 ROPE = "fused_rope_inplace"
 ROPE_HOMES = (  # newest first
@@ -105,22 +104,14 @@ def _inputs(case: Case, rows: int, weights: list[tuple], generator) -> list[Inpu
     return [Inputs(x, *one, rotation) for one in weights]
 
 
-def _weights(case: Case, count: int, generator) -> list[tuple]:
-    from deepseek_v4_sm120.reference.fp8_linear import scale_values
-    from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight
-
-    groups = case.matrix.groups
-    weights, exponents = make_weight(count * groups, case.matrix.outputs, case.matrix.inputs, generator, ue8m0=True)
-    both = (weights, scale_values(exponents).float())
-    return list(zip(*(t.view(count, groups, *t.shape[1:]) for t in both), strict=True))
-
-
 def correctness_inputs(case: Case, device: str = "cuda") -> list[Inputs]:
     import torch
 
+    from deepseek_v4_sm120.reference.fp8_linear_inputs import make_loaded_weights
+
     generator = torch.Generator(device).manual_seed(case.rows)
     rows = case.rows if case.rotates else CHECKED_PREFILL_ROWS
-    return _inputs(case, rows, _weights(case, 1, generator), generator)
+    return _inputs(case, rows, make_loaded_weights(case.matrix, 1, generator), generator)
 
 
 class TimingInputs:
@@ -133,7 +124,9 @@ class TimingInputs:
         self.weights: list[tuple] = []  # a plan has one matrix
 
     def calls(self, case: Case, count: int) -> list[Inputs]:
-        self.weights = self.weights or _weights(case, count, self.generator)
+        from deepseek_v4_sm120.reference.fp8_linear_inputs import make_loaded_weights
+
+        self.weights = self.weights or make_loaded_weights(case.matrix, count, self.generator)
         return _inputs(case, case.rows, self.weights, self.generator)
 
 
@@ -164,10 +157,12 @@ class Expanded:
         self.expanded(inputs)
 
     def expand(self, inputs: Inputs):
-        from deepseek_v4_sm120.reference.fp8_linear import BLOCK
+        import torch
 
-        scale = inputs.scale.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-        return (inputs.weight.float() * scale).bfloat16()
+        from deepseek_v4_sm120.reference.fp8_linear import dequantized
+
+        groups = zip(inputs.weight, inputs.scale, strict=True)
+        return torch.stack([dequantized(*group).bfloat16() for group in groups])
 
     def rotated(self, x, freqs_cis, positions):
         """A new tensor of x's shape."""
@@ -178,16 +173,14 @@ class Expanded:
     def __call__(self, inputs: Inputs):
         import torch
 
+        from deepseek_v4_sm120.reference.wo_a import EQUATION
+
         x = self.rotated(inputs.x, **inputs.rotation) if inputs.rotation else inputs.x
         return torch.einsum(EQUATION, x, self.expanded(inputs)).flatten(1)
 
 
-def _home() -> str | None:
-    return next((module for module in ROPE_HOMES if is_installed(module)), None)
-
-
 def _stock_problem() -> str | None:
-    return None if _home() else f"this SGLang has no {ROPE}"
+    return None if first_installed(ROPE_HOMES) else f"this SGLang has no {ROPE}"
 
 
 class Stock(Expanded):
@@ -195,7 +188,7 @@ class Stock(Expanded):
 
     def __init__(self):
         super().__init__()
-        self.rope = unpatched(_home(), ROPE)
+        self.rope = unpatched(first_installed(ROPE_HOMES), ROPE)
         self.x, self.copy = None, None
 
     def ready(self, inputs: Inputs) -> None:

@@ -70,6 +70,15 @@ def make_weight(groups: int, outputs: int, inputs: int, generator: torch.Generat
     return codes.view(torch.float8_e4m3fn), scale
 
 
+def make_loaded_weights(matrix: Matrix, count: int, generator: torch.Generator) -> list[tuple]:
+    """make_weight's of `count` layers, each [groups, ..]; scales as SGLang loads them: powers of two, float32."""
+    from deepseek_v4_sm120.reference.fp8_linear import scale_values
+
+    weight, scale = make_weight(count * matrix.groups, matrix.outputs, matrix.inputs, generator, ue8m0=True)
+    both = (weight, scale_values(scale).float())
+    return list(zip(*(t.view(count, matrix.groups, *t.shape[1:]) for t in both), strict=True))
+
+
 def make_gates_and_ups(rows: int, inputs: int, generator: torch.Generator) -> torch.Tensor:
     """[rows, 2 * inputs] bf16: what a SwiGLU takes, with some beyond a limit of 10 on either side."""
     import torch

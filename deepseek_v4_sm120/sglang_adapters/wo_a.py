@@ -28,13 +28,13 @@ import torch
 from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.ops import wo_a as op
 from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.reference.wo_a import EQUATION
 from deepseek_v4_sm120.settings import settings
 
 PATCH = "wo_a"
 # Two products of the same bf16 numbers: each is off float64 by its bf16 output alone, 0.0017
 SHADOW_RELATIVE_L2 = 0.004
 
-EQUATION = "tgd,grd->tgr"
 WEIGHT, SCALE, PARAMETER = ".wo_a.weight", ".wo_a.scale", ".wo_a.weight_scale_inv"
 BLOCKS = [128, 128]
 OFF = "start with DSV4_SM120_SET=wo_a=off"
