@@ -16,6 +16,7 @@ from deepseek_v4_sm120.sglang_patches import TABLE
 REPO = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
+MAX_README_LINES, MAX_README_COLUMNS = 180, 160
 
 LAYERS = (
     "csrc/{op}/launch.cu",
@@ -33,7 +34,7 @@ LAYERS = (
 SHARED = {
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
     "deepseek_v4_sm120/sglang_adapters": {"argument_defaults", "platform_seams", "scheduling"},
-    "bench": {"common", "kernel_report", "sparse_prefill", "tune_moe"},
+    "bench": {"common", "kernel_report", "measured", "sparse_prefill", "tune_moe"},
 }
 # the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each
 # other; SGLang (the load generator's process) and matplotlib (the plots) are looked for when they are needed
@@ -100,8 +101,8 @@ def test_every_gate_can_be_run_and_is_documented():
 
     modules = {gate.__name__.rpartition(".")[2] for gate in gates.GATES.values()}
     assert modules == {path.stem for path in (REPO / "bench/quality").glob("*.py")} - NO_GATE
-    readme = (REPO / "README.md").read_text()
-    assert [name for name in gates.GATES if f"`{name}`" not in readme or name not in gates.__doc__] == []
+    page = (REPO / "docs/gates.md").read_text()
+    assert [name for name in gates.GATES if f"`{name}`" not in page or name not in gates.__doc__] == []
 
 
 def test_files_are_short_and_say_what_they_hold():
@@ -132,9 +133,29 @@ def test_kernels_know_nothing_of_torch():
     assert [found for found in includes if re.match(r"torch|ATen|c10", found[1])] == []
 
 
-def test_readme_names_every_operator_and_every_setting():
-    readme = (REPO / "README.md").read_text()
-    documented = set(re.findall(r"\bDSV4_SM120[A-Z_]*", readme))
+def test_the_documents_name_every_operator_and_every_setting():
+    readme, operating = ((REPO / name).read_text() for name in ("README.md", "docs/operating.md"))
     read = set(re.findall(r"\bDSV4_SM120[A-Z_]*", (REPO / "deepseek_v4_sm120/settings.py").read_text()))
-    assert read and documented == read
+    assert read and set(re.findall(r"\bDSV4_SM120[A-Z_]*", operating)) == read
+    assert set(re.findall(r"\bDSV4_SM120[A-Z_]*", readme)) <= read
     assert [op for op in OPS if f"`{op}`" not in readme] == []
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere():
+    lines = (REPO / "README.md").read_text().splitlines()
+    assert len(lines) <= MAX_README_LINES and max(map(len, lines)) <= MAX_README_COLUMNS
+    pages = [REPO / "README.md", *(REPO / "docs").rglob("*.md")]
+    broken = [
+        f"{page.relative_to(REPO)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_what_was_measured_is_shown_as_the_results_have_it():
+    """`python3 bench/measured.py` makes docs/measured.md anew."""
+    from bench import measured
+
+    assert measured.PAGE.read_text() == measured.page(measured.results())

@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Makes docs/measured.md from bench/results/*.json; with `--check` it only tells whether that is stale.
+
+Every figure of the project that was measured stands in a result file, and is shown here and nowhere else: with its bar
+where an issue named one, with what ran beside it in the same run, with device, date, commit and command. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO)]
+
+from bench.serving import report  # noqa: E402
+
+RESULTS, PAGE = REPO / "bench/results", REPO / "docs/measured.md"
+COMMAND = "python3 bench/measured.py"
+
+HEAD = f"""# Measured
+
+Made by `{COMMAND}` from the files of `bench/results`; a test says when it is stale. Do not edit it.
+
+No figure here is an SM120 figure: nobody has run this on one. The device of each run stands above its tables; it is a
+stand-in, and its times are to be read beside the peers of the same run. `bar` is what an issue of this project asked
+for; one that was missed says so. On your card: `python3 bench/<operator>.py` measures an operator, `python3 -m
+deepseek_v4_sm120 calibrate` all of them beside SGLang's own, and `bench/serving/compare.py` two servers.
+Designs, predictions and causes: `bench/NOTES.md`.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """How one result file is shown. `metrics`: those that get a table, {metric: unit}; the greatest of `errors` is
+    told in a line. `by_metric`: the metrics are the columns (one implementation a row), else the implementations."""
+
+    title: str
+    text: str
+    metrics: dict[str, str]
+    errors: tuple[str, ...] = ("relative_error",)
+    by_metric: bool = False
+    only: str = ""  # of the cases, those that contain this
+
+
+MICROSECONDS = {"us": "microseconds a call"}
+SHADOW = {
+    "calls": "calls",
+    "relative L2 of a call, greatest": "relative L2, greatest",
+    "relative L2 of a call, mean": "mean",
+    "calls above the bound": "above the bound",
+}
+STEP = {
+    "decode step, ms, worst": "decode step, ms, slower of three",
+    "decode step, ms, best": "best",
+    "prefill, ms, best": "prefill, ms",
+    "launches per step": "launches a step",
+    "kernel time per step, us": "kernel time a step, us",
+}
+SECTIONS = {
+    "serving_h200": Section(
+        "Serving", "Two servers behind HTTP in turn: stock, and the same with this folder mounted.", {}
+    ),
+    "e2e_whole_step_sglang_0.5.17": Section(
+        "The decode step and a long prompt", "The real engine.", STEP, (), True, "flash43"
+    ),
+    "e2e_two_cards_sglang_0.5.17": Section(
+        "Two cards",
+        "Tensor parallelism over NCCL with NVLink, without SGLang's own all-reduce.",
+        STEP,
+        (),
+        True,
+        "flash43",
+    ),
+    "e2e_operators_sglang_0.5.17": Section(
+        "Every call beside the original", "Shadow mode on the engine's live inputs.", SHADOW, (), True, "shadow"
+    ),
+    "e2e_index_seams_sglang_0.5.17": Section(
+        "The same through SGLang's SM120 branches", "`DSV4_SM120_FORCE=seams`.", SHADOW, (), True, "shadow"
+    ),
+    "e2e_sglang_0.5.17": Section(
+        "Attention beside the originals, and the same answer twice",
+        "Random weights: rounding moves their log-probabilities, so stock is compared with itself too.",
+        SHADOW
+        | {
+            "log-probability difference, mean": "log-probability difference, mean",
+            "share of positions with the same greatest token": "same greatest token",
+        },
+        (),
+        True,
+    ),
+    "gates_h200": Section(
+        "The gates", "Four servers of a cut-down model with random weights: only equality means anything.", {}, ()
+    ),
+    "interleaving_h200": Section("A long prompt among streams", "Nothing of ours but the interval.", {}, ()),
+    "sparse_decode_h200": Section("sparse_decode", "Cold caches, graph replay.", MICROSECONDS),
+    "sparse_prefill_h200": Section("sparse_decode, prompts", "", {"tflops": "TFLOP/s"}),
+    "sparse_prefill_structure_h200": Section(
+        "sparse_decode, prompts as they are", "Consecutive rows of one prompt.", {"tflops": "TFLOP/s"}
+    ),
+    "index_select_h200": Section(
+        "index_select", "Logits, exact top-k and page transform together.", MICROSECONDS, ("logit_error",)
+    ),
+    "mxfp4_moe_h200": Section(
+        "mxfp4_moe",
+        "Of one layer, weights cold.",
+        MICROSECONDS | {"read_share": "share of read bandwidth", "tflops": "TFLOP/s"},
+    ),
+    "fp8_linear_h200": Section(
+        "fp8_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}, ("relative_error",)
+    ),
+    "wo_a_h200": Section("wo_a", "", MICROSECONDS),
+    "bf16_linear_h200": Section("bf16_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}),
+    "compressor_h200": Section("compressor", "", MICROSECONDS),
+    "mhc_h200": Section(
+        "mhc",
+        "",
+        MICROSECONDS | {"copy_share": "share of copy bandwidth"},
+        tuple(f"relative_error_{n}" for n in ("streams", "y")),
+    ),
+    "calibrate_h200": Section("calibrate", "Every implementation that was installed.", MICROSECONDS, ("error",)),
+}
+
+
+def number(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def cell(row: dict) -> str:
+    """A value, with its bar."""
+    if row["bar"] is None:
+        return number(row["value"])
+    return f"{number(row['value'])} (bar {number(row['bar'])}{'' if row['met'] else ', **missed**'})"
+
+
+def unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def table(rows: list[dict], first: str, line: str, column: str, names: dict[str, str] | None = None) -> str:
+    """Rows as a table: `line` and `column` are the keys that make lines and columns."""
+    columns = unique(row[column] for row in rows)
+    found = {(row[line], row[column]): cell(row) for row in rows}
+    header = (first, *((names or {}).get(name, name) for name in columns))
+    lines = unique(row[line] for row in rows)
+    return report.markdown_table(header, ((name, *(found.get((name, c), "") for c in columns)) for name in lines))
+
+
+def tables(rows: list[dict], section: Section) -> Iterator[str]:
+    rows = [row for row in rows if section.only in row["case"]]
+    if not section.metrics:
+        yield table([row | {"line": f"{row['case']}, {row['metric']}"} for row in rows], "what", "line", "impl")
+    elif section.by_metric:
+        wanted = [
+            row | {"line": f"{row['case']}, {row['impl']}"}
+            for metric in section.metrics
+            for row in rows
+            if row["metric"] == metric
+        ]
+        yield table(wanted, "what", "line", "metric", section.metrics)
+    else:
+        for metric, unit in section.metrics.items():
+            if wanted := [row for row in rows if row["metric"] == metric]:
+                yield table(wanted, unit, "case", "impl")
+    for error in section.errors:
+        if worst := max((row["value"] for row in rows if row["metric"] == error), default=None):
+            yield f"Greatest `{error}` of these: {number(worst)}."
+
+
+def text_of(value: object) -> str:
+    return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def origin(found: dict) -> str:
+    """Where and how a file's figures were measured."""
+    device = found.get("device") or report.gpu_names(found["machine"])
+    device = device.get("name", device) if isinstance(device, dict) else device
+    about = [f"Device {text_of(device)}", f"date {found.get('date') or found['machine']['date'][:10]}"]
+    about.append(f"commit {found.get('commit') or found['machine']['commit']}")
+    ceilings = ", ".join(f"{name} {number(value)}" for name, value in (found.get("ceilings") or {}).items())
+    lines = ["; ".join(about) + (f"; ceilings: {ceilings}" if ceilings else "") + "."]
+    lines += [f"Command: `{command}`" for command in unique([text_of(found["command"])])]
+    notes = [text_of(found.get("note", "")), *found.get("notes", [])]
+    lines += [f"Note: {note}" for note in unique(filter(None, notes))]
+    return "\n\n".join(lines)
+
+
+def serving(found: dict) -> Iterator[str]:
+    for variant in found["variants"]:
+        labels = (f"{letter}: {side['label']}" for letter, side in variant["sides"].items())
+        header = ("cell", "metric", *labels, "B / A", "verdict")
+        yield report.markdown_table(header, report.table_rows(variant))
+
+
+def bars(files: dict[str, dict]) -> str:
+    """Of every file with bars: how many, and how many were missed."""
+    lines = []
+    for stem, found in files.items():
+        rows = [row for row in found.get("rows", ()) if row["bar"] is not None]
+        if rows:
+            issues = ", ".join(map(str, sorted({row["issue"] for row in rows})))
+            missed = sum(not row["met"] for row in rows)
+            lines.append((title(stem), issues, str(len(rows)), str(len(rows) - missed), str(missed)))
+    return report.markdown_table(("result", "issues", "bars", "met", "missed"), iter(lines))
+
+
+def title(stem: str) -> str:
+    return SECTIONS[stem].title if stem in SECTIONS else stem
+
+
+def page(files: dict[str, dict]) -> str:
+    parts = [HEAD, "## Bars", bars(files)]
+    for stem, found in files.items():
+        section = SECTIONS.get(stem, Section(stem, "", {}))
+        parts += [f"## {section.title}", section.text, f"File `bench/results/{stem}.json`. {origin(found)}"]
+        parts += serving(found) if "variants" in found else tables(found["rows"], section)
+    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def results() -> dict[str, dict]:
+    """{stem: content} of every result file, those of SECTIONS first and in its order."""
+    stems = {path.stem for path in RESULTS.glob("*.json")}
+    ordered = [stem for stem in SECTIONS if stem in stems] + sorted(stems - set(SECTIONS))
+    return {stem: json.loads((RESULTS / f"{stem}.json").read_text()) for stem in ordered}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where the page is stale")
+    options = parser.parse_args(arguments)
+    made = page(results())
+    if options.check:
+        fresh = PAGE.exists() and PAGE.read_text() == made
+        print(f"{PAGE.relative_to(REPO)} is {'as its results are' if fresh else f'stale: {COMMAND}'}")
+        return 0 if fresh else 1
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
