@@ -33,13 +33,18 @@ def test_weights_are_those_of_the_published_checkpoints():
     assert memory.weight_bytes(fp8, 2, mtp=True, wo_a_bf16=True) == pytest.approx(147e9, rel=0.02)
 
 
-def test_pools_are_those_of_sglangs_configurator():
-    """By hand, for Flash in 0.5.17: 58.4 x 43 + 584/4 x 21 + 584/128 x 20 + 132/4 x 21 + 0.1 x 8/128 x 10240 x 21."""
+def pools(version, *, drafts=0, requests=8, chunk=4096):
+    return memory.pools(models.FLASH, version, requests=requests, chunk=chunk, drafts=drafts)
+
+
+def test_pools_by_hand():
+    """For Flash in 0.5.17: 58.4 x 43 + 584/4 x 21 + 584/128 x 20 + 132/4 x 21 + 0.1 x 8/128 x 10240 x 21. All wheels'
+    own configurators are in test_plan_pools.py."""
     by_hand = 58.4 * 43 + 146 * 21 + 4.5625 * 20 + 33 * 21 + 0.1 / 16 * 10240 * 21
-    assert memory.token_bytes(models.FLASH, (0, 5, 17), False) == pytest.approx(by_hand)
-    more = 0.1 * 2 * 512 * 4 * 20
-    assert memory.token_bytes(models.FLASH, (0, 5, 14), False) == pytest.approx(by_hand + more)
-    assert memory.token_bytes(models.FLASH, (0, 5, 17), True) > by_hand * 44 / 43
+    assert pools((0, 5, 17)).token_bytes == pytest.approx(by_hand)
+    assert pools((0, 5, 14)).token_bytes == pytest.approx(by_hand + 0.1 * 2 * 512 * 4 * 20)
+    assert pools((0, 5, 17), drafts=2).token_bytes > by_hand * 44 / 43
+    assert pools((0, 5, 23)).token_bytes == pytest.approx(585 / 4 * 21 + 864 / 128 * 20 + 33 * 21)
     rows = 257 * 128 + 128 + 128  # up to the next multiple of 128
     assert memory.c128_state_bytes(models.FLASH, 256, False) == pytest.approx(rows * 1024 * 4 * 20, rel=0.005)
 
@@ -109,24 +114,25 @@ def test_the_fewest_bytes_of_a_step():
 def test_two_cards_hold_the_fp4_checkpoint_and_not_the_fp8_one(capsys):
     plan = launch.make(request())
     assert plan.fits and plan.fraction <= memory.MOST_FRACTION
-    assert plan.fraction * MEMORY * (1 << 20) > plan.weights + plan.states
+    assert plan.fraction * MEMORY * (1 << 20) > plan.weights + plan.pools.states
     assert not launch.make(request(model=models.find("flash", "fp8"))).fits
     assert launch.make(request(model=models.find("flash", "fp8"), gpus=4)).fits
     assert not launch.make(request(model=models.PRO, gpus=8)).fits
 
 
 def test_what_would_fit_is_said():
+    assert "--concurrency 64" in launch.remedies(request(concurrency=256))
     words = launch.remedies(request(memory_mib=int(80 * launch.REPORTED_PER_GB)))
     assert "4 cards" in words
     assert any(word.startswith("--context") for word in launch.remedies(request(sglang="0.5.12", context=1_000_000)))
 
 
-@pytest.mark.parametrize("version", launch.REVIEWED)
+@pytest.mark.parametrize("version", ("0.5.12", "0.5.14", "0.5.17", "0.5.19", "0.5.20", "0.5.23"))
 def test_flags_that_this_version_knows(version):
     plan = launch.make(request(sglang=version, context=131_072))
     found = flags(plan)
     assert ("--cuda-graph-max-bs" in found) == (version == "0.5.12")
-    assert ("--prefill-decode-interval" in found) == (version in ("0.5.20", "0.5.23"))
+    assert ("--prefill-decode-interval" in found) == (version in ("0.5.19", "0.5.20", "0.5.23"))
     assert ("--moe-runner-backend" in found) == (version == "0.5.12")
     environment = {flag.name: flag.value for flag in plan.environment}
     assert ("DSV4_SM120_SET" in environment) == (version == "0.5.17")
@@ -138,6 +144,28 @@ def test_many_short_streams_need_window_slots():
     plan = launch.make(request(context=1024, concurrency=200, sglang="0.5.12"))
     assert not plan.fits and plan.tokens > 1024
     assert "sliding-window slots for 200 streams" in command.why_not(plan)
+
+
+def test_slots_of_windows_by_requests_leave_less_for_tokens():
+    """From 0.5.21 on they are held whatever the tokens; a thousand streams' leave none."""
+    few, many = (launch.make(request(concurrency=n)) for n in (8, 64))
+    assert 0 < few.pools.window_bytes < many.pools.window_bytes and few.tokens > many.tokens
+    assert pools((0, 5, 23), requests=1000).tokens(8e9) == 0
+
+
+def test_what_hangs_on_estimates_is_not_said_to_fit(capsys):
+    """Cards that are smaller and smaller: it fits, then it may, then it does not."""
+    plans = [launch.make(request(concurrency=1, memory_mib=MEMORY - less)) for less in range(0, 24_000, 256)]
+    words = [("fits" if not p.is_tight else "may") if p.fits else "not" for p in plans]
+    assert words == sorted(words, key=("fits", "may", "not").index) and set(words) == {"fits", "may", "not"}
+    tight = plans[words.index("may")]
+    assert tight.fits and min(tight.left_free - tight.off_by, tight.spare - 0.002 * tight.weights) < 0
+    command.show(plans[0])
+    assert "It fits:" in capsys.readouterr().out
+    command.show(tight)
+    said = capsys.readouterr().out
+    assert "It may fit:" in said and "It fits" not in said and "may be short by" in said
+    assert command.as_dict(tight)["tight"] is True
 
 
 def test_scratch_that_does_not_fit_is_not_the_weights():

@@ -94,10 +94,14 @@ def as_dict(plan: Plan) -> dict:
     r = plan.request
     return {
         "fits": plan.fits,
+        "tight": plan.is_tight,
+        "left_free_bytes": plan.left_free,
+        "estimates_off_by_bytes": plan.off_by,
         "request": asdict(r),
         "tokens": plan.tokens,
         "weights_bytes": plan.weights,
-        "states_bytes": plan.states,
+        "states_bytes": plan.pools.states,
+        "window_bytes": plan.pools.window_bytes,
         "reserves": [asdict(x) for x in plan.reserves],
         "flags": [asdict(f) for f in plan.flags],
         "environment": [asdict(f) for f in plan.environment],
@@ -120,7 +124,7 @@ def show(plan: Plan) -> None:
         print(f"\n{why_not(plan)}")
         return
     at_once = plan.tokens // r.context
-    print(f"\nIt fits: {plan.tokens:,} tokens of KV cache, {at_once} request(s) of full length at once.")
+    print(f"\n{verdict(plan)}: {plan.tokens:,} tokens of KV cache, {at_once} request(s) of full length at once.")
     rows = [(f.name, f.value, f.reason) for f in (*plan.flags, *plan.environment)]
     console.print_table("Flags and variables", ("flag", "value", "why"), rows)
     header = ("streams", "ceiling, tok/s", "step, ms", "with NCCL", "best published", "by")
@@ -131,18 +135,31 @@ def show(plan: Plan) -> None:
     print(f"\nWith SGLang installed:\n  {launch.launch_line(plan)}\n\nWith Docker:\n  {launch.docker_line(plan)}")
 
 
+def verdict(plan: Plan) -> str:
+    """Whether it fits; where that hangs on our estimates, that it does."""
+    if not plan.is_tight:
+        return "It fits"
+    return (
+        f"It may fit: {plan.left_free / 1e9:.1f} GB are left free, and the estimates above may be short by "
+        f"{plan.off_by / 1e9:.1f} GB; {plan.spare / 1e9:.1f} GB of capacity to spare. "
+        "Safer are a shorter --context, fewer streams or more cards"
+    )
+
+
 def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     r = plan.request
-    total = r.memory_mib * (1 << 20)
+    pools, static = plan.pools, plan.static_bytes
     wo_a = "wo_a in bf16 as SGLang holds it on SM120" if r.wo_a_bf16 else "wo_a in FP8 as it is stored"
     rows = [("weights", plan.weights, f"the checkpoint's shapes, {wo_a}")]
-    rows += [("C128 states", plan.states, f"{r.concurrency} request slots")] if plan.states else []
-    static = plan.fraction * total
-    rows.append(("KV cache", max(0.0, static - plan.weights - plan.states), f"{plan.tokens:,} tokens"))
+    rows += [("C128 states", pools.states, f"{r.concurrency} request slots")] if pools.states else []
+    if pools.window_tokens is not None:
+        rows.append(("sliding windows", pools.window_bytes, f"{pools.window_tokens:,} slots, by requests and chunk"))
+    rows.append(("KV cache", max(0.0, static - plan.weights - pools.fixed_bytes), f"{plan.tokens:,} tokens"))
     rows += [(x.what, x.bytes, x.basis) for x in plan.reserves]
-    rows += [("left free", total - static - sum(x.bytes for x in plan.reserves), "what the estimates may be wrong by")]
+    off_by = f"the estimates may be short by {plan.off_by / 1e9:.1f}"
+    rows += [("left free", plan.left_free, off_by)]
     return [(what, f"{size / 1e9:7.2f}", source) for what, size, source in rows] + [
-        ("card", f"{total / 1e9:7.2f}", f"{plan.fraction:.2f} of it static")
+        ("card", f"{plan.card_bytes / 1e9:7.2f}", f"{plan.fraction:.2f} of it static")
     ]
 
 
@@ -162,8 +179,8 @@ def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def why_not(plan: Plan) -> str:
     r = plan.request
-    card = r.memory_mib * (1 << 20) / 1e9
-    scratch = (plan.states + sum(x.bytes for x in plan.reserves)) / 1e9
+    card = plan.card_bytes / 1e9
+    scratch = (plan.pools.fixed_bytes + sum(x.bytes for x in plan.reserves)) / 1e9
     if plan.weights > launch.memory.MOST_FRACTION * card * 1e9:
         reason = f"{plan.weights / 1e9:.1f} GB of weights on a card of {card:.1f} GB"
     elif plan.weights / 1e9 + scratch > card:
@@ -172,8 +189,8 @@ def why_not(plan: Plan) -> str:
         )
         reason += f"on a card of {card:.1f} GB"
     elif plan.tokens >= r.context:
-        slots = int(launch.memory.SWA_RATIO * plan.tokens)
-        reason = f"{slots:,} sliding-window slots for {r.concurrency} streams, which need {plan.window_tokens:,}"
+        slots = plan.pools.window(plan.tokens)
+        reason = f"{slots:,} sliding-window slots for {r.concurrency} streams, which need {plan.window_needed:,}"
     else:
         reason = f"room for {plan.tokens:,} tokens, one request needs {r.context:,}"
     remedies = launch.remedies(r)

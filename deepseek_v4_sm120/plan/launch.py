@@ -21,7 +21,7 @@ MOST_STREAMS = 4096
 IMAGE = "lmsysorg/sglang:v{version}"
 MOUNT = "/opt/deepseek_v4_sm120"
 PROFILE_MOUNT = "/opt/dsv4-profile.json"
-REVIEWED = ("0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23")
+NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Plan:
     fraction: float
     weights: float
     reserves: list[memory.Reserve]
-    states: float
+    pools: memory.Pools
     tokens: int
     flags: list[Flag] = field(default_factory=list)
     environment: list[Flag] = field(default_factory=list)
@@ -73,13 +73,48 @@ class Plan:
     interval: int = 0
 
     @property
-    def window_tokens(self) -> int:
+    def static_bytes(self) -> float:
+        """What --mem-fraction-static gives to weights and pools."""
+        return self.fraction * self.card_bytes
+
+    @property
+    def card_bytes(self) -> int:
+        return self.request.memory_mib * (1 << 20)
+
+    @property
+    def window_needed(self) -> int:
         """Sliding-window slots that must be there at once: two chunks in flight, the window and two pages a request."""
         return 2 * self.chunk + self.request.concurrency * (self.request.model.window + 2 * memory.PAGE_TOKENS)
 
     @property
+    def has_window(self) -> bool:
+        """Where a release sizes that pool by the requests, it gives them what its scheduler needs."""
+        return self.pools.window_tokens is not None or self.pools.window(self.tokens) >= self.window_needed
+
+    @property
     def fits(self) -> bool:
-        return self.tokens >= self.request.context and memory.SWA_RATIO * self.tokens >= self.window_tokens
+        return self.tokens >= self.request.context and self.has_window
+
+    @property
+    def left_free(self) -> float:
+        """Bytes outside of the static part that no reserve claims."""
+        return self.card_bytes - self.static_bytes - sum(r.bytes for r in self.reserves)
+
+    @property
+    def off_by(self) -> float:
+        """Bytes by which the estimates of what is outside of the static part may be short."""
+        return sum(r.off_by for r in self.reserves)
+
+    @property
+    def spare(self) -> float:
+        """Bytes of capacity beyond one request of full length."""
+        return (self.tokens - self.request.context) * self.pools.token_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """It fits only if the estimates hold: less is left, outside or inside of the static part, than they may be
+        short by."""
+        return self.fits and (self.left_free < self.off_by or self.spare < self.weights * memory.WEIGHTS_OFF_BY)
 
 
 def check(request: Request) -> None:
@@ -107,26 +142,32 @@ def make(request: Request) -> Plan:
     """The plan with the largest prefill chunk that leaves room; the caller looks at `fits`."""
     check(request)
     wanted = memory.CHUNKS[0] if request.concurrency == 1 else CHUNK_WITH_OTHERS
-    plans = [_sized(request, chunk) for chunk in memory.CHUNKS if chunk <= wanted]
-    best = max(plan.tokens for plan in plans)
-    plan = next((p for p in plans if p.fits and p.tokens >= 0.9 * best), max(plans, key=lambda p: p.tokens))
+    chunks = [chunk for chunk in memory.CHUNKS if chunk <= wanted]
+    plan = _best([_sized(request, chunk, with_errors=True) for chunk in chunks])
+    if not plan.fits:  # with what the estimates may be short by kept free; without, it may
+        plan = _best([_sized(request, chunk, with_errors=False) for chunk in chunks])
     plan.interval = _interval(request, plan.chunk)
     _flags(plan)
     return plan
 
 
-def _sized(request: Request, chunk: int) -> Plan:
-    m, tp, version, speculative = request.model, request.gpus, request.version, request.mtp
+def _best(plans: list[Plan]) -> Plan:
+    """The largest chunk that costs hardly any capacity; where none fits, the most capacity."""
+    most = max(plan.tokens for plan in plans)
+    return next((p for p in plans if p.fits and p.tokens >= 0.9 * most), max(plans, key=lambda p: p.tokens))
+
+
+def _sized(request: Request, chunk: int, with_errors: bool) -> Plan:
+    m, tp, version = request.model, request.gpus, request.version
     total = request.memory_mib * (1 << 20)
     rows = request.concurrency * max(1, request.drafts)
     reserves = memory.reserves(m, tp=tp, context=request.context, chunk=chunk, rows=rows, replaced=request.replaced)
-    fraction = min(memory.MOST_FRACTION, math.floor((1 - sum(r.bytes for r in reserves) / total) / STEP) * STEP)
-    weights = memory.weight_bytes(m, tp, mtp=speculative, wo_a_bf16=request.wo_a_bf16)
-    requests = request.concurrency
-    states = memory.c128_state_bytes(m, requests, speculative) if memory.has_request_states(version) else 0.0
-    room = max(0.0, fraction * total - weights - states)
-    tokens = int(room / memory.token_bytes(m, version, speculative)) // memory.PAGE_TOKENS * memory.PAGE_TOKENS
-    return Plan(request, chunk, round(fraction, 2), weights, reserves, states, tokens)
+    outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves)
+    fraction = math.floor((1 - outside / total) / STEP) * STEP
+    fraction = round(min(memory.MOST_FRACTION, fraction), 2)  # as it is given to the server
+    weights = memory.weight_bytes(m, tp, mtp=request.mtp, wo_a_bf16=request.wo_a_bf16)
+    pools = memory.pools(m, version, requests=request.concurrency, chunk=chunk, drafts=request.drafts)
+    return Plan(request, chunk, fraction, weights, reserves, pools, pools.tokens(fraction * total - weights))
 
 
 def _interval(request: Request, chunk: int) -> int:
@@ -197,21 +238,22 @@ def _interleaving(plan: Plan) -> None:
     if n == 0:
         return
     reason = f"{n} decode steps after each chunk: decode keeps about {DECODE_SHARE:.0%} of the time"
-    if r.version >= (0, 5, 20):
+    if r.version >= (0, 5, 19):
         plan.flags.append(Flag("--prefill-decode-interval", str(n), reason))
     elif r.version == (0, 5, 17):
         plan.environment.append(Flag("DSV4_SM120_SET", f"prefill_decode_interval_0_5_17={n}", reason))
     else:
         plan.notes.append(
             f"SGLang {r.sglang} has no way to let streams decode between the chunks of a long prompt: they stop until "
-            "it is read. 0.5.20 and later have one"
+            "it is read. 0.5.19 and later have one"
         )
 
 
 def _notes(plan: Plan) -> None:
     r = plan.request
-    if r.sglang not in REVIEWED:
-        plan.notes.append(f"nobody has read SGLang {r.sglang} for this; sizes are those of the next older release read")
+    if r.version > NEWEST_READ:
+        newest = ".".join(map(str, NEWEST_READ))
+        plan.notes.append(f"nobody has read SGLang {r.sglang} for this; sizes are those of {newest}")
     if r.version < (0, 5, 13) and "index_select" not in r.replaced:
         plan.notes.append("0.5.12 has no fast indexer for SM120, only one that gathers all keys; take 0.5.17 or newer")
     if missing := [op for op in OPS if op not in r.replaced]:
@@ -285,8 +327,10 @@ def remedies(request: Request) -> list[str]:
         found.append(f"--context {smaller}")
     if request.mtp and make(Request(**vars(request) | {"mtp": False})).fits:
         found.append("--spec none")
-    if request.concurrency > 1 and make(Request(**vars(request) | {"concurrency": 1})).fits:
-        found.append("--concurrency 1")
+    fewer = [request.concurrency // 2**i for i in range(1, 13) if request.concurrency // 2**i >= 1]
+    streams = next((n for n in fewer if make(Request(**vars(request) | {"concurrency": n})).fits), None)
+    if streams:
+        found.append(f"--concurrency {streams}")
     if request.model.expert_format == FP8:
         found.append("the FP4 checkpoint (deepseek-ai/DeepSeek-V4-Flash)")
     return found

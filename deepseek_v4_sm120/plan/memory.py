@@ -1,7 +1,8 @@
 """Bytes of one card: weights, SGLang's pools as its own pool configurator sizes them, scratch.
 
-Weights: fp8 with one scale byte per 128 x 128 block, fp4 with one per 32, as in the checkpoint. Pools: read in
-pool_configurator.py of 0.5.12, .14, .17, .20 and .23. What is an estimate says so in `reserves`.
+Weights: fp8 with one scale byte per 128 x 128 block, fp4 with one per 32, as in the checkpoint. Pools: as
+pool_configurator.py of each release from 0.5.12 to 0.5.23 has them; tests/test_plan_pools.py runs every wheel's own
+beside them. What is an estimate says so in `reserves`, and by how much it may be off.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from deepseek_v4_sm120.plan.models import FP4, Model
 GIB = 1 << 30
 PAGE_TOKENS = 256
 KV_TOKEN_BYTES = 584  # csrc/kv_page_layout.h; here because a plan needs no compiled module (a test compares)
+PAGE_ALIGN = 576  # bytes that a page of the KV pools is padded to
 INDEX_KEY_BYTES = 132  # FP8, with its fp32 scale
 SWA_RATIO = 0.1  # SGLang's for this model
+EVICTION_INTERVAL = 128  # SGLANG_SWA_EVICTION_INTERVAL's default
+CACHED_PREFIXES = 4  # that keep their window, for each request: --swa-prefix-tails' default
+REQUEST_STATES_SINCE = (0, 5, 15)  # the C128 states belong to the request slots; before, to the window's
+PADDED_SINCE = (0, 5, 21)  # entries are priced with their page's padding, the window's slots by the requests
 STATE_BYTES = 4  # fp32
 MOST_FRACTION = 0.93  # above it ranks were lost hours after the start
 # index_select's own bounds of a call, whatever the context (ops/index_select.py; a test compares)
 INDEX_SELECT_PREFILL_BYTES, INDEX_SELECT_DECODE_BYTES = 256 << 20, 64 << 20
+# what may be short, as a share: estimates, which nobody has measured on SM120; weights by shape against published files
+ESTIMATE_OFF_BY, WEIGHTS_OFF_BY = 0.5, 0.002
 CHUNKS = (8192, 4096, 2048, 1024)
 
 Version = tuple[int, ...]
@@ -86,8 +94,85 @@ def weight_bytes(m: Model, tp: int, *, mtp: bool, wo_a_bf16: bool) -> float:
 # ---- pools
 
 
+@dataclass(frozen=True)
+class Pools:
+    """How one release sizes its pools for `requests` request slots and chunks of `chunk` tokens, as its
+    pool_configurator.py does. Up to 0.5.20 the sliding-window pool is a tenth of the tokens. From 0.5.21 on, with
+    --max-running-requests set as our plans set it, it has as many slots as the scheduler can hold live at once plus
+    those of cached prefixes; and entries are priced with their page's padding.
+
+    states            bytes of the compressor states held per request slot, used or not
+    window_tokens     slots of the sliding-window pool; None: SWA_RATIO of the tokens
+    window_bytes      the bytes of that pool where its slots are fixed, else 0
+    token_bytes       bytes per token of capacity
+    """
+
+    states: int
+    window_tokens: int | None
+    window_bytes: float
+    token_bytes: float
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Held whatever the number of tokens."""
+        return self.states + self.window_bytes
+
+    def tokens(self, room: float) -> int:
+        """The capacity in `room` bytes, in whole pages."""
+        left = max(0.0, room - self.fixed_bytes)
+        return int(left / self.token_bytes) // PAGE_TOKENS * PAGE_TOKENS
+
+    def window(self, tokens: int) -> int:
+        """Sliding-window slots beside that many tokens."""
+        if self.window_tokens is not None:
+            return self.window_tokens
+        return int(tokens * SWA_RATIO) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def pools(m: Model, version: Version, *, requests: int, chunk: int, drafts: int) -> Pools:
+    """`drafts` are SGLang's draft tokens, the verified one among them; 0 without speculation."""
+    speculative = drafts > 0
+    padded = version >= PADDED_SINCE
+    window_page = PAGE_TOKENS if padded else m.window
+    slot = m.layers * _entry_bytes(1, padded) + (16 if speculative else 8) / window_page * _c4_state_bytes(m)
+    states = 0
+    if has_request_states(version):
+        states = c128_state_bytes(m, requests, speculative)
+    else:
+        slot += (256 if speculative else 128) / window_page * 2 * m.head_dim * STATE_BYTES * m.layers_c128
+    compressed = m.layers_c4 * (_entry_bytes(4, padded) + INDEX_KEY_BYTES) / 4
+    compressed += m.layers_c128 * _entry_bytes(128, padded) / 128
+    draft_layer = (m.layers + 1) / m.layers if speculative else 1.0
+    if version < PADDED_SINCE:
+        return Pools(states, None, 0.0, (compressed + SWA_RATIO * slot) * draft_layer)
+    slots = _window_slots(m, requests, chunk, drafts)
+    return Pools(states, slots, slots * slot * draft_layer, compressed * draft_layer)
+
+
+def has_request_states(version: Version) -> bool:
+    """Whether a request slot costs memory, used or not."""
+    return version >= REQUEST_STATES_SINCE
+
+
+def _entry_bytes(ratio: int, padded: bool) -> float:
+    """Of one entry of a cache that holds one for `ratio` tokens: a page of it is padded to PAGE_ALIGN bytes."""
+    if not padded:
+        return KV_TOKEN_BYTES
+    entries = PAGE_TOKENS // ratio
+    return math.ceil(entries * KV_TOKEN_BYTES / PAGE_ALIGN) * PAGE_ALIGN / entries
+
+
+def _window_slots(m: Model, requests: int, chunk: int, drafts: int) -> int:
+    """What the scheduler can hold live (window, eviction interval, page, one step's tokens a request; two chunks in
+    flight), and the windows of CACHED_PREFIXES prefixes a request."""
+    step = 2 * drafts if drafts else PAGE_TOKENS
+    live = requests * (m.window + EVICTION_INTERVAL * max(1, drafts) + PAGE_TOKENS + step) + 2 * chunk + PAGE_TOKENS
+    cached = CACHED_PREFIXES * requests * (m.window + PAGE_TOKENS)
+    return math.ceil((live + cached) / PAGE_TOKENS) * PAGE_TOKENS
+
+
 def c128_state_bytes(m: Model, requests: int, speculative: bool) -> int:
-    """Compressor state of the C128 layers, held for every request slot, used or not (0.5.17 and later)."""
+    """Compressor state of the C128 layers, held for every request slot, used or not (REQUEST_STATES_SINCE)."""
     ring = 256 if speculative else 128
     rows = math.ceil(((requests + 1) * ring + ring + 1) / 128) * 128
     return rows * 2 * m.head_dim * STATE_BYTES * m.layers_c128
@@ -97,35 +182,17 @@ def _c4_state_bytes(m: Model) -> int:
     return 2 * 2 * (m.head_dim + m.index_dim) * STATE_BYTES * m.layers_c4
 
 
-def swa_token_bytes(m: Model, version: Version, speculative: bool) -> float:
-    """One slot of the sliding-window pool, with the C4 state (before 0.5.17 the C128 state too) that follows it."""
-    page = PAGE_TOKENS if version >= (0, 5, 23) else m.window
-    size = KV_TOKEN_BYTES * m.layers + (16 if speculative else 8) / page * _c4_state_bytes(m)
-    if not has_request_states(version):
-        size += (256 if speculative else 128) / page * 2 * m.head_dim * STATE_BYTES * m.layers_c128
-    return size
-
-
-def token_bytes(m: Model, version: Version, speculative: bool) -> float:
-    """SGLang's bytes per token of capacity: compressed entries, index keys, and 0.1 sliding-window slots."""
-    compressed = m.layers_c4 * (KV_TOKEN_BYTES + INDEX_KEY_BYTES) / 4 + m.layers_c128 * KV_TOKEN_BYTES / 128
-    window = SWA_RATIO * swa_token_bytes(m, version, speculative)
-    return (compressed + window) * ((m.layers + 1) / m.layers if speculative else 1.0)
-
-
-def has_request_states(version: Version) -> bool:
-    """Before 0.5.17 (read: 0.5.14) the C128 states follow the sliding-window pool, not the number of requests."""
-    return version >= (0, 5, 17)
-
-
 # ---- scratch: what is outside of SGLang's static fraction
 
 
 @dataclass(frozen=True)
 class Reserve:
+    """off_by: how many bytes more it may turn out to be; 0 where a bound is enforced or the arithmetic exact."""
+
     what: str
     bytes: float
     basis: str
+    off_by: float = 0.0
 
 
 def index_logits_bytes(rows: int, context: int) -> int:
@@ -138,7 +205,7 @@ def chunk_for(context: int, budget: int) -> int:
     return next((chunk for chunk in CHUNKS if index_logits_bytes(chunk, context) <= budget), CHUNKS[-1])
 
 
-def attention_workspace_bytes(rows: int, heads: int, context: int, num_sms: int = 188) -> tuple[float, str]:
+def attention_workspace(rows: int, heads: int, context: int, num_sms: int = 188) -> Reserve:
     """Split results of one attention call of ours at the captured width: the compiled module's own bound."""
     from deepseek_v4_sm120 import extension
 
@@ -147,9 +214,10 @@ def attention_workspace_bytes(rows: int, heads: int, context: int, num_sms: int 
         partials, words = extension.load().sparse_decode_workspace(
             rows=rows, heads=heads, indices_width=128, extra_indices_width=width, num_sms=num_sms
         )
-        return partials + 4 * words, "sparse_decode's own bound"
-    splits = 2 + width // 64
-    return rows * heads * splits * 512 * 2, "estimate: FlashInfer's scratch; our module is not built here"
+        return Reserve("attention workspace", partials + 4 * words, "sparse_decode's own bound")
+    size = rows * heads * (2 + width // 64) * 512 * 2
+    basis = "estimate: FlashInfer's scratch; our module is not built here"
+    return Reserve("attention workspace", size, basis, size * ESTIMATE_OFF_BY)
 
 
 def experts_bytes(m: Model, tp: int, rows: int, is_ours: bool) -> int:
@@ -169,7 +237,7 @@ def reserves(
     activations = 2 * (3 * m.streams * m.hidden + 2 * heads * m.head_dim)
     has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
     experts = experts_bytes(m, tp, chunk, has_experts)
-    workspace, basis = attention_workspace_bytes(rows, heads, context)
+    graphs = (0.5 + 0.02 * rows) * GIB
     lists = chunk * math.ceil(context / 128 / 64) * 64 * 4
     if "index_select" in replaced:
         selection = Reserve(
@@ -181,8 +249,8 @@ def reserves(
         logits = index_logits_bytes(chunk, context) + index_logits_bytes(rows, context)
         selection = Reserve("index logits, chunk and graphs", logits, "[rows, context / 4] fp32 of the stock indexer")
     return [
-        Reserve("CUDA context, libraries, NCCL", 1.5 * GIB, "estimate"),
-        Reserve("decode graphs", (0.5 + 0.02 * rows) * GIB, "estimate"),
+        Reserve("CUDA context, libraries, NCCL", 1.5 * GIB, "estimate", 1.5 * GIB * ESTIMATE_OFF_BY),
+        Reserve("decode graphs", graphs, "estimate", graphs * ESTIMATE_OFF_BY),
         Reserve("prefill activations", chunk * activations, f"arithmetic, chunk of {chunk}"),
         *(
             [Reserve("wo_a of a prompt, in bf16", expanded_wo_a_bytes(m) / tp, "wo_a's own")]
@@ -192,5 +260,5 @@ def reserves(
         Reserve("experts of a prefill chunk", experts, "mxfp4_moe's scratch" if has_experts else "arithmetic"),
         selection,
         Reserve("C128 index lists of a prefill chunk", lists, "[chunk, context / 128] int32"),
-        Reserve("attention workspace", workspace, basis),
+        attention_workspace(rows, heads, context),
     ]

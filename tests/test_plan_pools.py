@@ -1,0 +1,85 @@
+"""The plan's pools against SGLang's own configurator, executed from the wheel of every release that we know."""
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from deepseek_v4_sm120.plan import launch, memory, models
+from tests.patching.conftest import sglang_wheel  # noqa: F401
+
+HERE = Path(__file__).parent
+RELEASES = (
+    *("0.5.12", "0.5.12.post1", "0.5.13", "0.5.13.post1", "0.5.14", "0.5.15", "0.5.15.post1", "0.5.16", "0.5.17"),
+    *("0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+)
+MEMORY = int(96 * launch.REPORTED_PER_GB)
+PLANS = [
+    {"gpus": gpus, "mtp": mtp, "concurrency": streams, "context": context}
+    for gpus in (2, 4, 8)
+    for mtp in (False, True)
+    for streams, context in ((1, 393_216), (8, 131_072), (64, 8192))
+]
+
+
+def plans_of(release: str) -> list[launch.Plan]:
+    return [
+        launch.make(launch.Request(model=models.FLASH, memory_mib=MEMORY, sglang=release, **wanted)) for wanted in PLANS
+    ]
+
+
+def case(plan: launch.Plan) -> dict:
+    """What SGLang is asked: the bytes that the plan leaves to its pools, and the plan's own flags."""
+    return {
+        "available_bytes": int(plan.static_bytes - plan.weights),
+        "max_running_requests": plan.request.concurrency,
+        "chunked_prefill_size": plan.chunk,
+        "speculative": plan.request.mtp,
+    }
+
+
+@pytest.fixture(scope="module")
+def sglangs(sglang_wheel):  # noqa: F811
+    """{release: SGLang's sizes, in the order of PLANS}"""
+    ratios = json.loads((HERE / "data/flash_config.json").read_text())["compress_ratios"][: models.FLASH.layers]
+    asked = {
+        "wheels": {release: str(sglang_wheel(release)) for release in RELEASES},
+        "compress_ratios": ratios,
+        "cases": {release: [case(plan) for plan in plans_of(release)] for release in RELEASES},
+    }
+    command = [sys.executable, str(HERE / "wheel_pools.py")]
+    done = subprocess.run(command, input=json.dumps(asked), text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_plan_has_the_tokens_that_this_release_gives(sglangs, release):
+    """To the page, at 2, 4 and 8 cards, with and without MTP; and the window's slots, and the states' rows."""
+    for plan, sglang in zip(plans_of(release), sglangs[release], strict=True):
+        assert plan.tokens == sglang["tokens"], (plan.request, plan.tokens, sglang)
+        assert plan.pools.window(plan.tokens) == sglang["window_tokens"]
+        assert plan.pools.token_bytes == pytest.approx(sglang["bytes_per_full_token"])
+
+
+def test_the_releases_differ_where_the_plan_says_so(sglangs):
+    """The same machine and wishes: request states since 0.5.15, padded pages and slots by requests since 0.5.21."""
+    tokens = {release: [found["tokens"] for found in sglangs[release]] for release in RELEASES}
+    assert tokens["0.5.14"] != tokens["0.5.15"] == tokens["0.5.20"] != tokens["0.5.21"]
+    assert memory.PADDED_SINCE == (0, 5, 21) and memory.REQUEST_STATES_SINCE == (0, 5, 15)
+    assert tuple(map(int, RELEASES[-1].split("."))) == launch.NEWEST_READ
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_plans_flags_are_arguments_of_this_release(sglang_wheel, release):  # noqa: F811
+    """As fields of its argument classes, so that argparse has them."""
+    with zipfile.ZipFile(sglang_wheel(release)) as wheel:
+        homes = [n for n in wheel.namelist() if re.match(r"sglang/srt/(server_args|arg_groups/.*)\.py$", n)]
+        fields = set(re.findall(r"^    (\w+): ", "\n".join(wheel.read(name).decode() for name in homes), re.MULTILINE))
+    for plan in plans_of(release):
+        names = {flag.name.removeprefix("--").replace("-", "_") for flag in plan.flags}
+        assert names <= fields, names - fields
