@@ -63,7 +63,10 @@ def run_without_gpu(arguments: list[str]) -> int:
     lint = subprocess.run(
         [python, "-m", "ruff", "check", "--output-format=concise", "."], env=environment, cwd=REPO
     ).returncode
-    tests = subprocess.run([python, "-m", "pytest", "-m", "not gpu", *arguments], env=environment, cwd=REPO).returncode
+    # a file's tests stay together: its wheels are unpacked and its interpreters started once
+    spread = ["-n", str(os.cpu_count() or 1), "--dist", "loadfile"]
+    command = [python, "-m", "pytest", "-m", "not gpu", *spread, *arguments]
+    tests = subprocess.run(command, env=environment, cwd=REPO).returncode
     if any(device.exists() for device in GPU_DEVICES):
         say("this machine has a GPU; its tests were not selected. Run them with: python3 tests/run.py --gpu")
     if lint:
