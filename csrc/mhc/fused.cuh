@@ -6,7 +6,7 @@
 // -0), and whoever has read it makes it zero again. So there is no fence, no counter, and nothing to clear between calls.
 //
 // Nobody waits for ever: blocks start in the order of their index, so what a waiting block waits for has begun; and
-// however they are started, waiting ones (at most kFusedRows, two of which fit a multiprocessor) leave room for others.
+// however they are started, waiting ones leave room for one that does not wait (fits() in launch.cu asks the device).
 //
 // The sums are those of mix.cuh and finish.cuh, value by value.
 #pragma once
@@ -116,7 +116,8 @@ __device__ __forceinline__ void collect(const Params& p, FusedShared& s, int64_t
 #pragma unroll
     for (int i = 0; i < kOctet / 2; ++i) from[i] = exchanged<kHead>(p, row, half * (kOctet / 2) + i, vector);
     bool missing = true;
-    while (missing) {
+    for (uint32_t looks = 0; missing; ++looks) {
+      if (looks == p.patience) give_up("mhc fused_kernel", "the sums of slices thread / 8 * 4 to + 3 came from no block");
       missing = false;
 #pragma unroll
       for (int i = 0; i < kOctet / 2; ++i) {
