@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "bf16_linear/bf16_linear.h"
+#include "card/bindings.h"
 #include "compressor/bindings.h"
 #include "fp8_linear/bindings.h"
 #include "index_select/bindings.h"
@@ -267,6 +268,7 @@ PYBIND11_MODULE(_C, m) {
   fp8_linear::bind(m);
   wo_a::bind(m);
   compressor::bind(m);
+  card::bind(m);
   m.def("build_info", &build_info);
   m.def("kernel_attributes", &kernel_attributes);
   m.def("kernel_shared_bytes", [] {

@@ -13,9 +13,10 @@ _STEP_WORDS = 32  # 128 bytes: nothing of two owners in one cache line
 class ZeroedWords:
     """An operator's words on one device.
 
-    Calls that may run at the same time must not share words. Calls on one stream run in order: eager ones share a buffer
-    of their stream, captured ones one of their capture and stream. So no two graphs share words, however many calls they
-    have, nor two branches of a graph; only instances of one and the same capture do, which share all else as well.
+    Calls that may run at the same time must not share words. Calls on one stream run in order: eager ones share a
+    buffer of their stream, captured ones one of their capture and stream. So no two graphs share words, however many
+    calls they have, nor two branches of a graph; only instances of one and the same capture do, which share all else
+    as well.
 
     A capture's words come from a store that is made with the first eager call and given out once: there is no telling
     when a graph is destroyed. Once it is used up, and before it is made, words are allocated like a graph's other
@@ -32,7 +33,7 @@ class ZeroedWords:
         self._by_stream = {}
         self._store = None
         self._given = 0  # words of the store
-        self._captured = {}  # (capture, stream) -> words; of the latest capture alone, for an older one's are never asked for
+        self._captured = {}  # (capture, stream) -> words, of the latest capture: an older one does not ask again
 
     def take(self, stream: int, words: int) -> torch.Tensor:
         """At least `words` zeroed int32; hold the tensor until the launch is queued."""

@@ -11,6 +11,7 @@
 // The sums are those of mix.cuh and finish.cuh, value by value.
 #pragma once
 
+#include "../exchange.cuh"
 #include "finish.cuh"
 
 namespace dsv4::mhc {
@@ -39,19 +40,7 @@ union FusedShared {
   } row;
 };
 
-__device__ __forceinline__ float4 load_relaxed(const float* p) {
-  float4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_relaxed(float* p, const float4& v) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-
 __device__ __forceinline__ float sent(float v) { return v == 0.f ? -0.f : v; }
-__device__ __forceinline__ bool has_come(const float4& v) {
-  return __float_as_uint(v.x) != 0 && __float_as_uint(v.y) != 0 && __float_as_uint(v.z) != 0 && __float_as_uint(v.w) != 0;
-}
 
 // The vector `vector` of one row and slice in the exchange.
 template <bool kHead>

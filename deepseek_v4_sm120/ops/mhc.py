@@ -11,8 +11,8 @@ Three sets of kernels, by rows; where hidden is not 4096 it is always the second
     split   two launches: mixes, spread over the whole card whatever the number of rows; then a block for each row
     many    from MANY_ROWS rows on, for `mhc` alone: one launch that reads the streams once
 
-Blocks of `fused` and `many` wait for each other. Where the stream has too few multiprocessors for that (a green context, a
-MIG slice; 48 of a GB10 take 95 rows of `fused`), `split` takes the call, which needs one multiprocessor and no more.
+Blocks of `fused` and `many` wait for each other. Where the stream has too few multiprocessors for that (a green
+context, a MIG slice; the 48 of a GB10 take 95 rows of `fused`), `split` takes the call, which needs one and no more.
 
 The sums are the same in all, value by value: a row's bits depend on nothing outside the row, not on the number of rows
 either.

@@ -1,4 +1,4 @@
-"""Who shares exchange words with whom: captures, streams and eager calls. CPU tensors; torch's capture state is faked."""
+"""Who shares exchange words with whom: captures, streams, eager calls. CPU tensors; torch's capture state is faked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Words(ZeroedWords):
             torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capture is not None, raising=False
         )
         monkeypatch.setattr(extension, "load", lambda: types.SimpleNamespace(capture_id=lambda stream: self.capture))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(synchronize=lambda: None))
+        idle = types.SimpleNamespace(synchronize=lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: idle)
 
     def of(self, capture, words: int = 100, stream: int = STREAM) -> torch.Tensor:
         self.capture = capture
@@ -48,7 +49,7 @@ def apart(*tensors: torch.Tensor) -> bool:
 
 
 def test_two_graphs_never_share_words_however_many_calls_they_have(words):
-    """The issue's case: with a ring, the last calls of a step had the words of the first, of this graph and of any other."""
+    """The issue's case: with a ring, a step's last calls had the words of its first, and of any other graph's."""
     graphs = [[words.of(graph, ISSUE_WORDS) for _ in range(ISSUE_CALLS)] for graph in (1, 2, 3)]
     for calls in graphs:
         assert len({call.data_ptr() for call in calls}) == 1
