@@ -1,4 +1,4 @@
-"""What may hang or end a process, each in one of its own: `python3 mhc_side_by_side.py CASE`, by test_mhc_residency_gpu.py.
+"""What may hang or end a process, each in one of its own: `mhc_side_by_side.py CASE`, by test_mhc_residency_gpu.py.
 
 Prints "right", or what was wrong. A GPU that does not come back within PATIENCE_S ends the process with status 3.
 """
