@@ -80,8 +80,9 @@ def mhc(
                    RuntimeError (device, launch)
     cuda graphs    capture-safe: no host sync; allocates only results and scratch, through torch. The first call of a
                    process on a device, if it is not captured, synchronises its stream once
-    streams (CUDA) the current stream of f's device. fn, scale, base and norm_weight may be read while the kernel before
-                   still runs: do not write them in the same stream right before without a synchronisation
+    streams (CUDA) the current stream of f's device; calls on several are independent, and graphs replayed side by side.
+                   fn, scale, base and norm_weight may be read while the kernel before still runs: do not write them
+                   in the same stream right before without a synchronisation
     source         DeepSeek's inference/model.py (hc_post, hc_pre); specification in reference/mhc.py
     """
     rows, hidden = _check_streams(streams)
