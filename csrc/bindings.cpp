@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "bf16_linear/bf16_linear.h"
+#include "card/bindings.h"
 #include "compressor/bindings.h"
 #include "fp8_linear/bindings.h"
 #include "index_select/bindings.h"
@@ -15,6 +16,7 @@
 #include "mxfp4_moe/mxfp4_moe.h"
 #include "mxfp4_moe/tiles.h"
 #include "sparse_decode/sparse_decode.h"
+#include "stream.h"
 #include "wo_a/bindings.h"
 
 #ifndef DSV4_VERSION
@@ -258,11 +260,15 @@ PYBIND11_MODULE(_C, m) {
   m.def("bf16_linear", &run_bf16_linear, py::kw_only(), "x"_a, "x_stride"_a, "weight"_a, "weight_stride"_a, "out"_a, "out_stride"_a,
         "bf16_out"_a, "rows"_a, "inputs"_a, "outputs"_a, "num_sms"_a, "pdl"_a, "stream"_a);
   m.attr("bf16_linear_limits") = py::make_tuple(bf16_linear::kMaxRows, bf16_linear::kInputsMultiple, bf16_linear::kOutputsMultiple);
+  m.def("capture_id", [](uintptr_t stream) { return capture_id(pointer<CUstream_st>(stream)); }, "stream"_a);
+  m.def("stream_sms", [](uintptr_t stream, int of_device) { return stream_sms(pointer<CUstream_st>(stream), of_device); }, "stream"_a,
+        "of_device"_a);
   index_select::bind(m);
   mhc::bind(m);
   fp8_linear::bind(m);
   wo_a::bind(m);
   compressor::bind(m);
+  card::bind(m);
   m.def("build_info", &build_info);
   m.def("kernel_attributes", &kernel_attributes);
   m.def("kernel_shared_bytes", [] {

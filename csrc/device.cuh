@@ -1,6 +1,7 @@
 // Instructions that SM90 and SM120 share, one wrapper each.
 #pragma once
 
+#include <cassert>
 #include <cstdint>
 
 namespace dsv4 {
@@ -203,6 +204,13 @@ __device__ __forceinline__ uint32_t add_acq_rel(uint32_t* p, uint32_t v) {
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
   return old;
+}
+
+// For a wait that would never end: one line on stderr that names kernel, block, thread and `what`, as a failed assert prints it; the
+// process's next CUDA call, and every one after it, returns cudaErrorAssert.
+__device__ __forceinline__ void give_up(const char* kernel, const char* what) {
+  __assert_fail(what, "deepseek_v4_sm120", 0, kernel);
+  __trap();
 }
 
 // Programmatic dependent launch: nothing that the predecessor wrote may be read before the wait.

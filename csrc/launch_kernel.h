@@ -1,4 +1,19 @@
 // What the launchers of all operators share: programmatic dependent launch, shared memory above 48 KB, kernel attributes.
+//
+// Kernels whose blocks wait for other blocks of their grid, and why none of them waits for ever. No other kernel's do.
+//
+//   mhc fused_kernel           a row's block waits for the sums of the mixing blocks, which wait for nobody. It is taken only where the
+//                              waiting blocks leave one place free on the multiprocessors that the stream has (mhc::fits): then a
+//                              mixing block always finds one, in whatever order blocks start, on a GB10, a MIG slice, a green
+//                              context. Elsewhere two launches, which have the same bits
+//   mhc many_kernel            32 blocks have a row's columns and wait for each other: a cooperative launch of as many times 32 as
+//                              are resident; where 32 are not, two launches
+//   sparse_decode_kernel       where blocks share a row: a block waits for the row's others 0.1 ms at most, then leaves its part of
+//                              the merge to the one that comes last
+//   compressor long_kernel     nobody waits: the last of a row's eight blocks to arrive stores
+//
+// The words by which they find each other are of one call at a time (zeroed_words.py). Should they not come all the same, the blocks of
+// the first two stop the process with a message (give_up in device.cuh) after kPatienceLooks looks.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,6 +25,10 @@
 #include "check.h"
 
 namespace dsv4 {
+
+// How often a block looks for what another block owes it before it gives up. A look is a trip to the L2, 0.3 us and more: 20 s at least,
+// thousands of steps of a model. Looks and not time: a process that a debugger or another process has stopped does not look.
+constexpr uint32_t kPatienceLooks = 1u << 26;
 
 struct KernelAttributes {
   std::string name;

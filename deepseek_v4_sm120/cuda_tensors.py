@@ -6,10 +6,17 @@ import functools
 
 import torch
 
+from deepseek_v4_sm120 import extension
+
 
 @functools.cache
 def num_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def stream_sms(index: int, stream: int) -> int:
+    """Multiprocessors that a kernel on this raw stream can have: fewer than the device's in a green context."""
+    return extension.load().stream_sms(stream, num_sms(index))
 
 
 def overlap(a, b) -> bool:

@@ -21,7 +21,7 @@ inline void run(uintptr_t f, int64_t f_stride, uintptr_t post, uintptr_t comb, u
                 uintptr_t fn, uintptr_t scale, uintptr_t base, uintptr_t norm_weight, double rms_eps, double hc_eps, double norm_eps,
                 double post_scale, int sinkhorn_iters, uintptr_t y, uintptr_t post_out, uintptr_t comb_out, uintptr_t exchange,
                 int64_t exchange_words, uintptr_t partials, int64_t partials_bytes, uintptr_t counters, int64_t counter_words, int rows,
-                int hidden, bool head, const std::string& kernels, int num_sms, bool pdl, uintptr_t stream) {
+                int hidden, bool head, const std::string& kernels, int num_sms, bool pdl, uintptr_t stream, uint32_t patience) {
   Params p = {};
   p.f = pointer_to<const uint16_t>(f);
   p.f_stride = f_stride;
@@ -49,6 +49,7 @@ inline void run(uintptr_t f, int64_t f_stride, uintptr_t post, uintptr_t comb, u
   p.hidden = hidden;
   p.inverse_hidden = 1.f / static_cast<float>(hidden);
   p.head = head;
+  p.patience = patience;
   if (p.fn != nullptr) {
     const Workspace needed = workspace(rows, hidden, head, kernels_of(kernels));
     const auto enough = [](const char* what, int64_t got, int64_t least) {
@@ -67,8 +68,11 @@ inline void bind(py::module_& m) {
   m.def("mhc", &run, py::kw_only(), "f"_a, "f_stride"_a, "post"_a, "comb"_a, "streams"_a, "x"_a, "x_stride"_a, "fn"_a, "scale"_a, "base"_a,
         "norm_weight"_a, "rms_eps"_a, "hc_eps"_a, "norm_eps"_a, "post_scale"_a, "sinkhorn_iters"_a, "y"_a, "post_out"_a, "comb_out"_a,
         "exchange"_a, "exchange_words"_a, "partials"_a, "partials_bytes"_a, "counters"_a, "counter_words"_a, "rows"_a, "hidden"_a, "head"_a,
-        "kernels"_a, "num_sms"_a, "pdl"_a, "stream"_a);
+        "kernels"_a, "num_sms"_a, "pdl"_a, "stream"_a, "patience"_a = kPatienceLooks);
   m.attr("mhc_fused_rows") = fused_rows();
+  m.def(
+      "mhc_fits", [](const std::string& kernels, int rows, int num_sms) { return fits(kernels_of(kernels), rows, num_sms); }, py::kw_only(),
+      "kernels"_a, "rows"_a, "num_sms"_a);
   m.def("mhc_problem", &problem, py::kw_only(), "hidden"_a);
   m.def(
       "mhc_workspace",

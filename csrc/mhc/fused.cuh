@@ -6,11 +6,12 @@
 // -0), and whoever has read it makes it zero again. So there is no fence, no counter, and nothing to clear between calls.
 //
 // Nobody waits for ever: blocks start in the order of their index, so what a waiting block waits for has begun; and
-// however they are started, waiting ones (at most kFusedRows, two of which fit a multiprocessor) leave room for others.
+// however they are started, waiting ones leave room for one that does not wait (fits() in launch.cu asks the device).
 //
 // The sums are those of mix.cuh and finish.cuh, value by value.
 #pragma once
 
+#include "../exchange.cuh"
 #include "finish.cuh"
 
 namespace dsv4::mhc {
@@ -39,19 +40,7 @@ union FusedShared {
   } row;
 };
 
-__device__ __forceinline__ float4 load_relaxed(const float* p) {
-  float4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_relaxed(float* p, const float4& v) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-
 __device__ __forceinline__ float sent(float v) { return v == 0.f ? -0.f : v; }
-__device__ __forceinline__ bool has_come(const float4& v) {
-  return __float_as_uint(v.x) != 0 && __float_as_uint(v.y) != 0 && __float_as_uint(v.z) != 0 && __float_as_uint(v.w) != 0;
-}
 
 // The vector `vector` of one row and slice in the exchange.
 template <bool kHead>
@@ -116,7 +105,8 @@ __device__ __forceinline__ void collect(const Params& p, FusedShared& s, int64_t
 #pragma unroll
     for (int i = 0; i < kOctet / 2; ++i) from[i] = exchanged<kHead>(p, row, half * (kOctet / 2) + i, vector);
     bool missing = true;
-    while (missing) {
+    for (uint32_t looks = 0; missing; ++looks) {
+      if (looks == p.patience) give_up("mhc fused_kernel", "the sums of slices thread / 8 * 4 to + 3 came from no block");
       missing = false;
 #pragma unroll
       for (int i = 0; i < kOctet / 2; ++i) {

@@ -45,24 +45,31 @@ void launch_split(const Params& p, const Launcher& launcher) {
   launcher(finish_of(p), dim3(p.rows), p.hidden / kLaneColumns + 32, 0, p);
 }
 
-// Blocks of many_kernel that a multiprocessor holds; asked once per device.
-int many_blocks_per_sm() {
-  static int known[64] = {};
+// Blocks that a multiprocessor holds; `known` is the caller's own, one for each kernel: asked once per device.
+int blocks_per_sm(Kernel kernel, int threads, int shared, int (&known)[64]) {
   int device = 0;
   check_cuda(cudaGetDevice(&device), kName, "cudaGetDevice");
   if (device < 64 && known[device] > 0) return known[device];
-  const int shared = sizeof(ManyShared);
-  check_cuda(cudaFuncSetAttribute(many_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName, "cudaFuncSetAttribute");
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), kName, "cudaFuncSetAttribute");
   int blocks = 0;
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, many_kernel, kManyThreads, shared), kName, "occupancy query");
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared), kName, "occupancy query");
   if (blocks < 1) throw std::runtime_error("mhc: a block does not fit a multiprocessor");
   if (device < 64) known[device] = blocks;
   return blocks;
 }
 
+int many_blocks_per_sm() {
+  static int known[64] = {};
+  return blocks_per_sm(many_kernel, kManyThreads, sizeof(ManyShared), known);
+}
+
+int fused_blocks_per_sm() {  // of the form that takes the most registers
+  static int known[64] = {};
+  return blocks_per_sm(fused_kernel<true, false>, kFusedThreads, 0, known);
+}
+
 void launch_many(const Params& p, int num_sms, const Launcher& launcher) {
   const int tiles = (p.rows + kTileRows - 1) / kTileRows, resident = many_blocks_per_sm() * num_sms / kColumnBlocks;
-  if (resident < 1) throw std::runtime_error("mhc: the kernel for many rows needs " + std::to_string(kColumnBlocks) + " resident blocks");
   launcher.cooperative(many_kernel, dim3(std::min(tiles, resident) * kColumnBlocks), kManyThreads, sizeof(ManyShared), p);
 }
 
@@ -93,6 +100,11 @@ Kernels kernels_of(const std::string& name) {
 
 int fused_rows() { return kFusedRows; }
 
+bool fits(Kernels kernels, int rows, int num_sms) {
+  if (kernels == Kernels::kFused) return rows < fused_blocks_per_sm() * num_sms;
+  return kernels != Kernels::kMany || kColumnBlocks <= many_blocks_per_sm() * num_sms;
+}
+
 Workspace workspace(int rows, int hidden, bool head, Kernels kernels) {
   const bool many = kernels == Kernels::kMany;
   const int64_t slices = hidden / (many ? kManyColumns : kSliceColumns), words = rows * slices * (head ? kWidth<true> : kWidth<false>);
@@ -108,6 +120,9 @@ void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaSt
     launch_post(params, launcher);
   } else if (!can_take(kernels, params)) {
     throw std::runtime_error("mhc: these kernels do not take this form, width or number of rows");
+  } else if (!fits(kernels, params.rows, num_sms)) {
+    throw std::runtime_error("mhc: blocks of these kernels wait for each other and cannot all be resident: " + std::to_string(params.rows) +
+                             " rows on " + std::to_string(num_sms) + " multiprocessors; the split kernels take any number");
   } else if (kernels == Kernels::kFused) {
     launch_fused(params, launcher);
   } else if (kernels == Kernels::kMany) {

@@ -16,6 +16,7 @@
 // Shared memory: the bf16 parts of fn 72 KB, the next tile's streams 16 KB, sums of the slices 7 KB, coefficients 2.5 KB.
 #pragma once
 
+#include "../exchange.cuh"
 #include "finish.cuh"
 
 namespace dsv4::mhc {
@@ -61,18 +62,10 @@ __device__ __forceinline__ uint4 load_from_l2(const uint16_t* p) {
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* p) {
-  uint32_t v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
 __device__ __forceinline__ float load_from_l2(const float* p) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
   return v;
-}
-__device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
 // The bf16 parts of fn: four slices of all four streams, through registers into shared memory.
@@ -323,7 +316,10 @@ __device__ __forceinline__ void finish_all(const Params& p, ManyShared& s, int f
 #pragma unroll 1
   for (int row = blockIdx.x, turn = 0; row < p.rows; row += blocks_now(), ++turn) {
     const uint32_t* const counter = counter_of(p, row / kTileRows);
-    while (__any_sync(0xffffffffu, load_relaxed(counter) != kColumnBlocks)) __nanosleep(100);
+    for (uint32_t looks = 0; __any_sync(0xffffffffu, load_relaxed(counter) != kColumnBlocks); ++looks) {
+      if (looks == p.patience) give_up("mhc many_kernel", "the counter of the tile of this block's row did not reach 32");
+      __nanosleep(100);
+    }
     load_acquire(counter);
     finish_row(p, s, row, finisher, turn);
   }

@@ -35,6 +35,7 @@ struct Params {
   int32_t sinkhorn_iters;
   float inverse_hidden;        // 1 / hidden
   bool head;                   // four mixes (pre) and no more
+  uint32_t patience;           // looks for another block's sums before the process is stopped: kPatienceLooks
 
   float* partials;             // split: [rows, hidden / 32, 32 or 8]; many: [rows, hidden / 128, 32]
   uint32_t* counters;          // many: a sector per 16 rows, zero before
@@ -57,7 +58,10 @@ struct Workspace {
 Workspace workspace(int rows, int hidden, bool head, Kernels kernels);
 int fused_rows();  // the most that kFused takes
 
-// `kernels` means nothing for a post alone.
+// Whether they can run on so many multiprocessors: their blocks that wait for others never keep those off. Of the current device.
+bool fits(Kernels kernels, int rows, int num_sms);
+
+// `kernels` means nothing for a post alone. num_sms: that the stream has (stream.h)
 void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaStream_t stream);
 
 std::vector<KernelAttributes> kernel_attributes();

@@ -16,7 +16,7 @@ KV_DIM, INDEX_DIM = 512, 128
 ROTATED = 64
 PLAN_BYTES = 16
 INDEX_SCALE_BYTES = 4  # of an entry
-_CAPTURE_RING_BYTES = 1 << 20  # 512 captured calls of the most rows
+_CAPTURE_STORE_BYTES = 1 << 20  # room for 512 captures of the most rows
 _ALIGN_BYTES = 16
 
 
@@ -120,7 +120,7 @@ def _launch(kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_lo
 
 @functools.cache
 def _arrivals(index: int) -> ZeroedWords:
-    return ZeroedWords(index, stream_words=MAX_ROWS, ring_bytes=_CAPTURE_RING_BYTES)
+    return ZeroedWords(f"cuda:{index}", stream_words=MAX_ROWS, store_bytes=_CAPTURE_STORE_BYTES)
 
 
 def width(ratio: int, head_dim: int) -> int:

@@ -11,6 +11,9 @@ Three sets of kernels, by rows; where hidden is not 4096 it is always the second
     split   two launches: mixes, spread over the whole card whatever the number of rows; then a block for each row
     many    from MANY_ROWS rows on, for `mhc` alone: one launch that reads the streams once
 
+Blocks of `fused` and `many` wait for each other. Where the stream has too few multiprocessors for that (a green
+context, a MIG slice; the 48 of a GB10 take 95 rows of `fused`), `split` takes the call, which needs one and no more.
+
 The sums are the same in all, value by value: a row's bits depend on nothing outside the row, not on the number of rows
 either.
 """
@@ -30,9 +33,8 @@ HIDDEN = (4096, 7168)  # Flash, Pro
 KERNELS = ("fused", "split", "many")
 FLASH_HIDDEN = 4096  # fused and many are for this width
 MANY_ROWS = 257
-# Room for 8 of the largest captured calls. A step's calls run in order, so only calls of graphs that run side by side
-# must be less than a ring apart.
-_CAPTURE_RING_BYTES = 16 << 20
+# 16 KB a row of a capture's largest call: room for 1 to 128 rows in the sizes that SGLang captures, 17 MiB in all.
+_CAPTURE_STORE_BYTES = 24 << 20
 _ALIGN_BYTES = 16  # the kernels move 16 bytes at a time
 _ALIGN_BF16 = _ALIGN_BYTES // 2
 
@@ -78,8 +80,9 @@ def mhc(
                    RuntimeError (device, launch)
     cuda graphs    capture-safe: no host sync; allocates only results and scratch, through torch. The first call of a
                    process on a device, if it is not captured, synchronises its stream once
-    streams (CUDA) the current stream of f's device. fn, scale, base and norm_weight may be read while the kernel before
-                   still runs: do not write them in the same stream right before without a synchronisation
+    streams (CUDA) the current stream of f's device; calls on several are independent, and graphs replayed side by side.
+                   fn, scale, base and norm_weight may be read while the kernel before still runs: do not write them
+                   in the same stream right before without a synchronisation
     source         DeepSeek's inference/model.py (hc_post, hc_pre); specification in reference/mhc.py
     """
     rows, hidden = _check_streams(streams)
@@ -94,8 +97,6 @@ def mhc(
     new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=device)
     y, new_post, new_comb = _results(rows, hidden, device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
-    if kernels is None and rows >= MANY_ROWS and hidden == FLASH_HIDDEN:
-        kernels = "many"
     _launch(streams, f, post, comb, new, y=y, post_out=new_post, comb_out=new_comb, kernels=kernels, **options)
     return new, new_post, new_comb, y
 
@@ -243,8 +244,9 @@ def _launch_here(
     stream = torch._C._cuda_getCurrentRawStream(index)
     exchange_words = partials_bytes = counter_words = 0
     exchange = partials = counters = None
+    num_sms = cuda_tensors.num_sms(index) if rows == 1 else cuda_tensors.stream_sms(index, stream)
     if kernels is None:
-        kernels = "fused" if hidden == FLASH_HIDDEN and rows <= extension.load().mhc_fused_rows else "split"
+        kernels = _kernels_of(rows, hidden, f is not None and not head, num_sms, index)
     if fn is not None:
         exchange_words, partials_bytes, counter_words = _workspace(rows, hidden, head, kernels)
         if exchange_words:
@@ -278,7 +280,7 @@ def _launch_here(
         hidden=hidden,
         head=head,
         kernels=kernels,
-        num_sms=cuda_tensors.num_sms(index),
+        num_sms=num_sms,
         pdl=True,
         stream=stream,
         **numbers,
@@ -290,6 +292,17 @@ def _address(tensor) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
+def _kernels_of(rows: int, hidden: int, is_boundary: bool, num_sms: int, index: int) -> str:
+    """The fastest kernels that can run on so many multiprocessors of this device, which is current."""
+    found = "split"
+    if hidden == FLASH_HIDDEN and rows <= extension.load().mhc_fused_rows:
+        found = "fused"
+    elif hidden == FLASH_HIDDEN and rows >= MANY_ROWS and is_boundary:
+        found = "many"
+    return found if extension.load().mhc_fits(kernels=found, rows=rows, num_sms=num_sms) else "split"
+
+
+@functools.lru_cache(maxsize=4096)
 def _workspace(rows: int, hidden: int, head: bool, kernels: str) -> tuple[int, int, int]:
     return extension.load().mhc_workspace(rows=rows, hidden=hidden, head=head, kernels=kernels)
 
@@ -297,7 +310,7 @@ def _workspace(rows: int, hidden: int, head: bool, kernels: str) -> tuple[int, i
 @functools.cache
 def _exchange(index: int) -> ZeroedWords:
     words, _, _ = _workspace(extension.load().mhc_fused_rows, FLASH_HIDDEN, False, "fused")
-    return ZeroedWords(index, words, _CAPTURE_RING_BYTES)
+    return ZeroedWords(f"cuda:{index}", words, _CAPTURE_STORE_BYTES)
 
 
 # ---- checks: every message says argument, expected, got

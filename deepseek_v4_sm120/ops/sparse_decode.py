@@ -25,7 +25,7 @@ SHARED_PAGE_SIZE, SHARED_ROWS = 2, 1025
 _ALIGN_BYTES = 16  # the kernel moves 16 bytes at a time
 _BF16_BYTES = 2
 _ALIGN_BF16 = _ALIGN_BYTES // _BF16_BYTES
-_CAPTURE_RING_BYTES = 4 << 20  # room for over 1,000 of the largest calls
+_CAPTURE_STORE_BYTES = 4 << 20  # room for 2,000 captures
 
 _PAGE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 _POSITION_DTYPES = (torch.int32, torch.int64)
@@ -214,7 +214,7 @@ def _workspace(rows: int, heads: int, width: int, extra_width: int, num_sms: int
 @functools.cache
 def _control_words(index: int) -> ZeroedWords:
     words = extension.load().sparse_decode_max_control_words
-    return ZeroedWords(index, words, _CAPTURE_RING_BYTES)
+    return ZeroedWords(f"cuda:{index}", words, _CAPTURE_STORE_BYTES)
 
 
 # ---- checks: every message says argument, expected, got

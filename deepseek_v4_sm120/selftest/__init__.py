@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 
 from deepseek_v4_sm120 import OPS, __version__, extension
 from deepseek_v4_sm120.patching import report
-from deepseek_v4_sm120.selftest import build_and_layout
-from deepseek_v4_sm120.selftest.check import Check, Failure
+from deepseek_v4_sm120.selftest import build_and_layout, card
+from deepseek_v4_sm120.selftest.check import Check, Failure, NotRun
 
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 
@@ -35,6 +35,7 @@ class Outcome:
 def checks(quick: bool) -> Iterator[Check]:
     """All checks in the order in which they are run; selftest/<operator>.py has those of an operator."""
     yield from build_and_layout.checks(quick)
+    yield from card.checks(quick)
     for operator in OPS:
         yield from importlib.import_module(f"deepseek_v4_sm120.selftest.{operator}").checks(quick)
 
@@ -79,6 +80,8 @@ def _run(check: Check, missing: dict[str, tuple[str, str]]) -> Outcome:
         result, detail = PASS, check.run()
     except Failure as failure:
         result, detail = FAIL, str(failure)
+    except NotRun as reason:
+        result, detail = NOT_RUN, str(reason)
     except Exception as error:  # the table goes on; the error is its result
         result, detail = FAIL, f"{type(error).__name__}: {error}"
     return Outcome(check.operator, check.name, result, detail, round(time.perf_counter() - start, 3))

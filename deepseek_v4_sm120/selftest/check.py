@@ -12,9 +12,13 @@ class Failure(Exception):
     """What a check found wrong."""
 
 
+class NotRun(Exception):
+    """Why a check could not ask its question."""
+
+
 @dataclass(frozen=True)
 class Check:
-    """One line of the table. `run` returns a detail or raises Failure."""
+    """One line of the table. `run` returns a detail or raises Failure or NotRun."""
 
     operator: str
     name: str

@@ -101,7 +101,7 @@ def test_behind_a_plain_kernel_and_behind_a_call(rows, device):
 
 def exchange_of(device) -> list[torch.Tensor]:
     words = op._exchange(device.index or 0)
-    return [words._ring, *words._by_stream.values()]
+    return [words._store, *words._by_stream.values()]
 
 
 def test_a_call_leaves_its_words_zero(device):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
-from deepseek_v4_sm120.ops.mhc import mhc, mhc_head, mhc_post, mhc_pre
+from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120.ops import mhc as op
+from deepseek_v4_sm120.ops.mhc import MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre
 from deepseek_v4_sm120.reference.mhc_inputs import Shape, make_inputs
 
 GOOD = make_inputs(Shape(3), device="cpu")
@@ -89,3 +93,32 @@ def test_some_kernels_need_flashs_width(kernels):
     wide = make_inputs(Shape(1, hidden=7168), device="cpu")
     with pytest.raises(ValueError, match=f"kernels {kernels} need hidden 4096, got 7168"):
         mhc(**wide.boundary(), kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "is_boundary", "fits", "expected"),
+    [
+        (1, 4096, True, ("fused", "many", "split"), "fused"),
+        (128, 4096, False, ("fused", "many", "split"), "fused"),
+        (129, 4096, True, ("fused", "many", "split"), "split"),
+        (MANY_ROWS, 4096, True, ("fused", "many", "split"), "many"),
+        (MANY_ROWS, 4096, False, ("fused", "many", "split"), "split"),
+        (8, 7168, True, ("fused", "many", "split"), "split"),
+        (128, 4096, True, ("many", "split"), "split"),
+        (8192, 4096, True, ("fused", "split"), "split"),
+    ],
+)
+def test_the_kernels_that_take_a_call_fit_the_streams_multiprocessors(
+    monkeypatch, rows, hidden, is_boundary, fits, expected
+):
+    """Where blocks that wait for each other would not all be resident, the two launches take the call."""
+    asked = []
+
+    def mhc_fits(*, kernels, rows, num_sms):
+        asked.append((rows, num_sms))
+        return kernels in fits
+
+    module = types.SimpleNamespace(mhc_fused_rows=128, mhc_fits=mhc_fits)
+    monkeypatch.setattr(extension, "load", lambda: module)
+    assert op._kernels_of.__wrapped__(rows, hidden, is_boundary, 24, 0) == expected
+    assert asked == [(rows, 24)]

@@ -389,7 +389,8 @@ class Stream:
     """torch's current stream and capture state, as far as ops asks."""
 
     def __init__(self, monkeypatch):
-        self.raw, self.capturing = 77, False
+        self.raw, self.capturing, self.capture = 77, False, 1
+        extension.load().capture_id = lambda raw: self.capture
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.raw, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing, raising=False)
         monkeypatch.setattr(op.cuda_tensors, "num_sms", lambda index: 132)
@@ -400,7 +401,7 @@ class Stream:
 
 
 @pytest.fixture
-def stream(monkeypatch):
+def stream(fake, monkeypatch):
     return Stream(monkeypatch)
 
 
@@ -569,28 +570,16 @@ def test_eager_calls_of_a_stream_share_control_words_and_streams_do_not(fake, st
     assert first == second and abs(other - first) >= 4 * 1024
 
 
-def test_captured_calls_take_words_of_their_own(fake, stream):
+def test_calls_of_a_capture_share_control_words_and_captures_do_not(fake, stream):
     launch(good())
     stream.capturing = True
-    for _ in range(3):
+    for stream.capture in (1, 1, 2):
         launch(good())
-    eager, *captured = (call["control"] for call in fake.calls)
-    assert len({eager, *captured}) == 4
-    assert all(b - a == 128 for a, b in zip(captured, captured[1:], strict=False))
-
-
-def test_the_ring_of_captured_calls_goes_round(fake, stream):
-    launch(good())
-    stream.capturing = True
-    words = op._control_words(None)
-    ring = words._ring
-    taken = [words.take(77, 1000) for _ in range(2 * ring.numel() // 1024)]
-    addresses = [part.data_ptr() for part in taken]
-    assert all(ring.data_ptr() <= a and a + 4000 <= ring.data_ptr() + 4 * ring.numel() for a in addresses)
-    assert addresses[0] in addresses[1:] and len(set(addresses)) >= 1000
+    eager, first, again, other = (call["control"] for call in fake.calls)
+    assert first == again and len({eager, first, other}) == 3 and (other - first) % 128 == 0
 
 
 def test_a_first_call_under_capture_zeroes_words_of_its_own(fake, stream):
     stream.capturing = True
     launch(good())
-    assert op._control_words(None)._ring is None and fake.calls[0]["control"]
+    assert op._control_words(None)._store is None and fake.calls[0]["control"]
