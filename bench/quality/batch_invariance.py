@@ -105,13 +105,15 @@ class Comparison:
         options, before = self.options, self.faults
         alone, again = (self.ask_alone(prompt, f"prompt {index}, {name}") for name in ("alone", "alone again"))
         self.alone.append(alone.ids)
+        if self.faults > before:  # answers that are none need no comparison
+            return
         greedy.forget(self.endpoint)
         crowded, theirs, company = among_others(self.endpoint, prompt, others, options.new, top=1)
         self.look(crowded, options.new, f"prompt {index}, among {options.others} others")
         for number, answer in enumerate(theirs):
             self.look(answer, LONGER * options.new, f"prompt {index}, other {number}", logprobs=False)
         self.company = min(self.company, company)
-        if self.faults > before:  # answers that are none need no comparison
+        if self.faults > before:
             return
         self.own = max(self.own, logprob_difference(alone, again))
         self.part(index, prompt, alone, again, ("alone", "alone again"))

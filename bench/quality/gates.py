@@ -61,6 +61,7 @@ GATES = {
 # with random weights these measure nothing: there is no quality to lose
 NEED_A_TRAINED_MODEL = {needle.NAME, arithmetic.NAME, corruption_soak.NAME, tool_calls.NAME}
 PASSED, FAILED, USAGE, NO_VERDICT, INCOMPLETE, INTERNAL = range(6)
+KEY_STATUSES = (401, 403)
 API_KEY = "SGLANG_API_KEY"  # in the environment: a command line is seen by every user of the machine
 
 
@@ -112,11 +113,13 @@ def run(options: argparse.Namespace) -> Verdict:
     try:
         found = GATES[options.gate].run(options)
     except ServerRefused as error:
-        if "/v1/tokenize" in str(error):
+        if "/v1/tokenize" in str(error) and error.status not in KEY_STATUSES:
             raise ValueError(
                 f"no tokenizer: {error}. Start the server with its tokenizer, or take --prompts random"
             ) from error
-        found = Verdict(options.gate, None, "", incomplete=str(error))
+        key = f". Give the server's key: --api-key, or {API_KEY} in the environment"
+        hint = key if error.status in KEY_STATUSES else ""
+        found = Verdict(options.gate, None, "", incomplete=str(error) + hint)
     except ServerError as error:
         found = Verdict(options.gate, None, "", incomplete=str(error))
     if options.random_weights:

@@ -57,7 +57,7 @@ def limit_of(endpoint: Endpoint) -> str:
 
 def serialised(endpoint: Endpoint, measured: int, needed: int, instead: str) -> str:
     """What INCOMPLETE says where fewer requests ran at once than the gate is about. `instead`: the gate's option."""
-    buffered = "" if measured else " (nothing on the way may buffer streams)"
+    buffered = "" if measured > 1 else " (nothing on the way may buffer streams)"
     return (
         f"{endpoint.url} ran {measured} requests at once where {needed} were to{limit_of(endpoint)}, by the times at "
         f"which their tokens came{buffered}: start it with --max-running-requests {needed} or more (and with room in "

@@ -230,6 +230,7 @@ class Engine:
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: FakeServer._Http
+    streaming = False  # whether the answer's head has been sent, and events follow
 
     def log_message(self, *_):
         pass
@@ -252,6 +253,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def begin_stream(self) -> None:
+        self.streaming = True
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
@@ -265,6 +267,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def end_stream(self) -> None:
+        self.streaming = False
         self.send_event("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
         self.wfile.flush()
