@@ -44,7 +44,7 @@ def test_a_server_that_says_the_key_back(serve, run, tmp_path, capsys):  # noqa:
     def echo(handler, content):
         if handler.path != "/generate":
             return content
-        return {"text": f"\x1b[2J{handler.headers['Authorization']}", "output_ids": [1], "meta_info": content["meta_info"]}
+        return content | {"text": f"\x1b[2J{handler.headers['Authorization']}"}
 
     run("arithmetic", serve(lie=echo), "--api-key", KEY)
     said = capsys.readouterr()
