@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench.quality.verdict import Verdict
+from bench.quality.verdict import Verdict, endpoint_of
 from bench.serving.endpoint import Answer, Endpoint, ServerError
 from bench.serving.prompts import ASSISTANT, BEGIN, USER, prose, task
 
@@ -199,7 +199,7 @@ def soak(endpoint: Endpoint, options: argparse.Namespace, log: Log) -> str:
 def run(options: argparse.Namespace) -> Verdict:
     if options.hours <= 0:
         raise ValueError(f"corruption-soak: --hours must be positive, got {options.hours:g}")
-    endpoint, log = Endpoint(options.url, options.timeout), Log(options.state, options.seed)
+    endpoint, log = endpoint_of(options), Log(options.state, options.seed)
     ended = soak(endpoint, options, log)
     answers = [entry for entry in log.entries if "output_tokens" in entry]
     marked = [entry for entry in answers if entry["marks"]]

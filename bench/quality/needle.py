@@ -6,8 +6,8 @@ import argparse
 import random
 import re
 
-from bench.quality.verdict import Verdict
-from bench.serving.endpoint import Endpoint
+from bench.quality import whole
+from bench.quality.verdict import Verdict, at_least, check_bar, endpoint_of
 from bench.serving.prompts import ASSISTANT, BEGIN, USER, prose
 
 NAME = "needle"
@@ -15,6 +15,7 @@ LENGTHS = (4096, 32768, 131072)
 DEPTHS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 NAMES = ("Arbuckle", "Birtwhistle", "Cavendish", "Drummond", "Ellsworth", "Fairweather", "Greenhalgh", "Hathersage")
 WORDS_A_TOKEN = 0.7  # of English prose; the real number of tokens is in the figures
+MIN_LENGTH_SHARE = 0.5  # a server that counts fewer tokens of a document has not read all of it
 
 
 def question(length: int, depth: float, seed: int) -> tuple[str, str]:
@@ -35,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Verdict:
-    endpoint = Endpoint(options.url, options.timeout)
+    endpoint = endpoint_of(options)
+    at_least(NAME, 1, repeats=options.repeats, lengths=min(options.lengths))
+    check_bar(NAME, options.min_score)
     bad = [depth for depth in options.depths if not 0 <= depth <= 1]
     if bad:
         raise ValueError(f"needle: --depths must lie between 0 and 1, got {bad}")
@@ -45,7 +48,11 @@ def run(options: argparse.Namespace) -> Verdict:
             for repeat in range(options.repeats):
                 prompt, number = question(length, depth, options.seed + repeat)
                 answer = endpoint.generate(prompt, 24)
-                right = number in re.findall(r"\d+", answer.text)
+                where = f"{length} tokens, depth {depth:g}"
+                whole.demand_end(answer, where)
+                if answer.prompt_tokens < length * MIN_LENGTH_SHARE:
+                    raise whole.NotWhole(f"{where}: the server counts {answer.prompt_tokens} prompt tokens")
+                right = set(re.findall(r"\d+", answer.text)) == {number}  # the number, and no other one beside it
                 asked, found, tokens = asked + 1, found + right, max(tokens, answer.prompt_tokens)
                 cell = grid.setdefault(f"{length} at {depth:g}", [0, 0])
                 cell[0], cell[1] = cell[0] + right, cell[1] + 1
