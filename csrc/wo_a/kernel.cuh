@@ -53,6 +53,7 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant_
       *reinterpret_cast<uint4*>(out + static_cast<int64_t>(r) * p.inputs + input) = make_uint4(low.x, low.y, high.x, high.y);
     }
   }
+  if (!waited) pdl_wait();
 }
 
 }  // namespace dsv4::wo_a
