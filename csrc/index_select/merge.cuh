@@ -5,7 +5,7 @@
 // over the bits rank them by entry, so that the order of the result is a function of the set alone.
 //
 // A block runs through its code once, so what it costs is latency: of memory, of barriers, and of the instructions themselves. Hence
-// loops that are not unrolled, no divisions, and the length, zeros and translations before the wait; page ids come while it selects.
+// loops that are not unrolled, no divisions, and the length and zeros before the wait; page ids come while it selects.
 #pragma once
 
 #include "lists.cuh"
@@ -268,13 +268,7 @@ __global__ void __launch_bounds__(kMergeThreads, 2) merge_kernel(const __grid_co
 #pragma unroll 1
   for (int i = threadIdx.x; i < padded(ceil_div(min(r.length, kWindow), 32)) / 4 + 1; i += kMergeThreads)
     reinterpret_cast<uint4*>(s.chosen)[i] = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x == 0) {
-    s.starts[kHeaders] = 0, s.exact = 1;
-    touch(r.headers);
-    touch(r.keys);
-    touch(r.offsets);
-    if (p.slots != nullptr) touch(p.slots + row * p.slots_stride);
-  }
+  if (threadIdx.x == 0) s.starts[kHeaders] = 0, s.exact = 1;
   __syncthreads();
   pdl_wait();
   pdl_trigger();

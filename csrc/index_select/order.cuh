@@ -70,11 +70,6 @@ __device__ __forceinline__ int32_t load_older(const int32_t* p) {
   return v;
 }
 
-// Loads a word that nobody looks at: later accesses to its page of memory find the address translated. `p` is a multiple of 4.
-__device__ __forceinline__ void touch(const void* p) {
-  asm volatile("{ .reg .b32 unused; ld.relaxed.gpu.global.b32 unused, [%0]; }" ::"l"(p) : "memory");
-}
-
 // entries of a row that lie in its chunk from `first`
 __device__ __forceinline__ int entries_in(int length, int first, int capacity) { return max(0, min(length - first, capacity)); }
 
