@@ -28,7 +28,7 @@ _LABEL = re.compile(r"(\.L_[\w]+):")
 _SECTION = re.compile(r"\.text\.(\S+):")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _REGISTER = re.compile(r"(?<![\w.])(U?)R(\d+)")
-_PREDICATE = re.compile(r"\bU?P(?:\d|R)\b")  # PR: all of them
+_PREDICATE = re.compile(r"!?U?P(\d|T|R)")  # PR: all of them
 _CONSTANT = re.compile(r"c\[0x0\]\[(U?R\d+)?\+?(0x[0-9a-f]+)?\]")
 
 
@@ -92,6 +92,23 @@ def _registers(operand: str, pair: bool) -> list[int]:
     return found
 
 
+def _operands(rest: str) -> list[str]:
+    return [o.strip() for o in re.split(r",(?![^\[]*\])", rest)]
+
+
+def _predicates(rest: str) -> tuple[str, ...]:
+    """Those an instruction may write: in front of the first register, and right behind it."""
+    written, registers = [], 0
+    for operand in _operands(rest):
+        if _PREDICATE.fullmatch(operand):
+            written.append(operand)
+        elif registers == 1 or not _REGISTER.match(operand):
+            break
+        else:
+            registers += 1
+    return tuple(written)
+
+
 def _width(opcode: str) -> int:
     parts = opcode.split(".")
     if parts[0] in ("HMMA", "QMMA", "OMMA", "IMMA", "LDSM"):
@@ -119,7 +136,7 @@ class _Reader:
             return None
         guard, opcode, rest = found[2], found[3], found[4]
         target = _TARGET.search(rest)
-        step = _Step(line.strip(), opcode, guard, target[1] if target else None, tuple(_PREDICATE.findall(rest)))
+        step = _Step(line.strip(), opcode, guard, target[1] if target else None, _predicates(rest))
         name = opcode.partition(".")[0]
         if name in _ENDS:
             further = "." in opcode or rest.strip().startswith(("P", "!P", "UP", "!UP"))  # BRA.DIV, EXIT P1
@@ -146,8 +163,8 @@ class _Reader:
     def _arithmetic(self, step: _Step, name: str, rest: str) -> None:
         if "SETP" in name or name in ("R2P", "R2UP"):
             return  # predicates
-        operands = [o.strip() for o in re.split(r",(?![^\[]*\])", rest)]
-        first = next((i for i, o in enumerate(operands) if not re.fullmatch(r"!?U?P(\d+|T)", o)), None)
+        operands = _operands(rest)
+        first = next((i for i, o in enumerate(operands) if not _PREDICATE.fullmatch(o)), None)
         if first is None or not re.fullmatch(r"U?R\d+(\.reuse)?", operands[first]):
             return  # shared memory, barriers
         register, width = _registers(operands[first], False)[0], _width(step.opcode)
