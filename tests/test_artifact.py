@@ -31,12 +31,6 @@ def info() -> dict:
     return json.loads((PACKAGE / "build_info.json").read_text())
 
 
-# kernels that know their weights before the kernel in front has ended, and have them in registers; weights alone are
-# loaded by 256 bytes of the L2
-EARLY_WEIGHTS = ("bf16_linear_kernel", "13linear_kernel", "down_sum_kernel")
-WEIGHT_LOAD = re.compile(r"LDG\.\S*LTC256B")
-
-
 @pytest.fixture(scope="module")
 def modules(info) -> dict[str, Path]:
     found = {version: PACKAGE / name for version, name in info["pythons"].items()}
@@ -179,22 +173,6 @@ def test_kernels_use_what_the_build_reported(modules, info):
         assert count == len(info["kernels"]) > 0
         assert {s[0] for s in seen} == {r[0] for r in reported}
         assert {s[:3] for s in seen} == {r[:3] for r in reported}
-
-
-def test_weights_are_asked_for_before_the_wait(modules):
-    """What programmatic launch is for. ptxas moves a load behind the wait for the kernel in front where it may."""
-    listing = cuobjdump("-arch", "sm_120a", "-sass", str(next(iter(modules.values()))))
-    seen = set()
-    for function in listing.split("Function : ")[1:]:
-        name = next((name for name in EARLY_WEIGHTS if name in function.partition("\n")[0]), None)
-        if name is None or "ACQBULK" not in function:
-            continue
-        before, _, behind = function.partition("ACQBULK")
-        ahead_of_use = behind.partition("HMMA")[0]
-        assert WEIGHT_LOAD.search(before), f"{name}: no weights before the wait"
-        assert not WEIGHT_LOAD.search(ahead_of_use), f"{name}: weights are asked for behind the wait"
-        seen.add(name)
-    assert seen == set(EARLY_WEIGHTS)
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12"])

@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(kThreads, 1) bf16_linear_kernel(const Params p
   pdl_trigger();
   uint4 held[C::kHalves][C::kAhead];
   float sums[C::kTiles][4] = {};
-  for (int step = 0; step < steps; step += C::kAhead) {
+  int step = 0;
+  do {
 #pragma unroll
     for (int i = 0; i < C::kAhead; ++i) {
 #pragma unroll
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1) bf16_linear_kernel(const Params p
         held[half][i] = wanted ? load_stream(weight + half * 8 * p.weight_stride + (step + i) * 32) : zero;
       }
     }
-    if (step == 0) pdl_wait();
+    pdl_wait();  // but for the first time it has nothing to wait for
 #pragma unroll
     for (int first = 0; first < C::kAhead; first += C::kTogether) {
       uint4 in[C::kTogether][C::kTiles];
@@ -89,7 +90,8 @@ __global__ void __launch_bounds__(kThreads, 1) bf16_linear_kernel(const Params p
         }
       }
     }
-  }
+    step += C::kAhead;
+  } while (step < steps);
 
 #pragma unroll
   for (int tile = 0; tile < C::kTiles; ++tile) {

@@ -1,5 +1,6 @@
-// The kernels. What a row is to do is in its plan, which is read ahead of the end of the kernel before, as weights and tables
-// are; state and projection are read after it.
+// The kernels. What a row is to do is in its plan and its cache slot: both are read after the end of the kernel before, for SGLang's
+// HiSparse writes the slots there, and so are state and projection. Of what never changes, that is asked for ahead of it which is the
+// same for all rows.
 //
 //   group of 4, 512 values      a block of 256 threads per row, two values a thread, all the way
 //   group of 4, 128 values      a warp per row, four values a lane
@@ -21,22 +22,44 @@ constexpr int kEntryThreads = 256;              // two of the 512 values each
 constexpr int kIndexRows = 4, kIndexThreads = 32 * kIndexRows;
 constexpr int kLongGroup = 128, kLongWarps = 16, kLongThreads = 32 * kLongWarps;
 constexpr int kLongDim = kHeadDim / kSplits;    // values of a block
-constexpr int kFetchedRows = 16;                // at most, for the state to be asked into the L2: more are many loads anyway
 constexpr int kRopeWarp = kNopeDim / 64;        // of the threads with two values each
 static_assert(kLongDim == 64 && kLongGroup == 8 * kLongWarps && kEntryThreads * 2 == kHeadDim, "two values a lane");
 
-// volatile: they stay before the wait
-__device__ __forceinline__ float2 load_ahead_2(const float* p) {
+// Loads where they stand in the code, in this order. Plain: what is known not to change (.nc), ptxas moves behind the wait, and what
+// kernels in front write is not such.
+__device__ __forceinline__ float2 load_now(const float2* p) {
   float2 v;
-  asm volatile("ld.global.nc.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
+  asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
   return v;
 }
-__device__ __forceinline__ float4 load_ahead_4(const float* p) {
+__device__ __forceinline__ float4 load_now(const float4* p) {
   float4 v;
-  asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
+  asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
   return v;
 }
-__device__ __forceinline__ void fetch_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+__device__ __forceinline__ uint4 load_now(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ int64_t load_now(const int64_t* p) {
+  int64_t v;
+  asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+// two or four neighbours
+template <typename Vector>
+__device__ __forceinline__ Vector load_floats(const float* p) {
+  return load_now(reinterpret_cast<const Vector*>(p));
+}
+
+// A row's plan and cache slot as they are in memory, after pdl_wait.
+struct StoredRow {
+  uint4 plan;
+  int64_t slot;
+
+  __device__ __forceinline__ StoredRow(const Params& p, int row) : plan(load_now(p.plan + row)), slot(load_now(p.out_loc + row)) {}
+};
 
 // What a row is to do.
 struct Row {
@@ -47,22 +70,21 @@ struct Row {
   bool overlaps;              // there is a group before
 
   template <int kRatio>
-  __device__ __forceinline__ static Row read(const Params& p, int row) {
-    uint4 plan;
-    int64_t slot;
-    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(plan.x), "=r"(plan.y), "=r"(plan.z), "=r"(plan.w) : "l"(p.plan + row));
-    asm volatile("ld.global.nc.s64 %0, [%1];" : "=l"(slot) : "l"(p.out_loc + row));
-    const auto within = [](int64_t i, int64_t count) { return i >= 0 && i < count; };
+  __device__ __forceinline__ static Row of(const Params& p, const StoredRow& stored) {
+    const uint4 plan = stored.plan;
+    const int64_t slot = stored.slot;
+    const auto within = [](int64_t i, int64_t count) { return (i >= 0) & (i < count); };
     const int64_t pages = p.state_slots / kRatio;
     const int32_t length = static_cast<int32_t>(min(plan.x, 0x7fffffffu));
     Row r;
     r.write = within(static_cast<int32_t>(plan.y), p.state_slots) ? static_cast<int32_t>(plan.y) : -1;
     r.page_before = static_cast<int32_t>(plan.z);
     r.page = static_cast<int32_t>(plan.w);
-    r.overlaps = kRatio == 4 && length > kRatio;
+    r.overlaps = (kRatio == 4) & (length > kRatio);
     r.position = length - kRatio;
-    const bool ends = plan.x % kRatio == 0 && within(r.position, p.positions) && within(r.page, pages) &&
-                      (!r.overlaps || within(r.page_before, pages)) && within(slot, p.cache_slots);
+    // without branches: in front of one, ptxas would let the slot and the token wait for the plan
+    const bool ends = (plan.x % kRatio == 0) & within(r.position, p.positions) & within(r.page, pages) &
+                      (!r.overlaps | within(r.page_before, pages)) & within(slot, p.cache_slots);
     r.slot = ends ? slot : -1;
     return r;
   }
@@ -106,16 +128,25 @@ __device__ __forceinline__ Vector filled(float v) {
   }
 }
 
-// The row's token to the state, and where it ends a group, the group's eight values and scores at this thread's columns:
-// of the group before, whose state begins at `before`, and its own; the token's are not read back. After pdl_wait.
+// The projection of a token of a group of 4 at this thread's columns: values for the next group, for its own; scores likewise.
 template <int kDim, typename Vector>
-__device__ __forceinline__ void take_token(const Params& p, const Row& r, int row, int column, const float* before, const float* own,
-                                           Vector (&value)[8], Vector (&score)[8]) {
-  constexpr int kRatio = 4, kWidth = 4 * kDim, kScore = 2 * kDim;
-  const float* const token = p.kv_score + row * p.kv_score_stride + column;
-  Vector given[4];  // values for the next group, for its own; scores likewise
+struct Token {
+  Vector given[4];
+
+  __device__ __forceinline__ Token(const Params& p, int row, int column) {
+    const float* const from = p.kv_score + row * p.kv_score_stride + column;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) given[i] = *reinterpret_cast<const Vector*>(token + i * kDim);
+    for (int i = 0; i < 4; ++i) given[i] = load_floats<Vector>(from + i * kDim);
+  }
+};
+
+// The row's token to the state, and where it ends a group, the group's eight values and scores at this thread's columns:
+// of the group before, whose state begins at `before`, and its own; the token's are not read back.
+template <int kDim, typename Vector>
+__device__ __forceinline__ void take_token(const Params& p, const Row& r, const Token<kDim, Vector>& token, int column, const float* before,
+                                           const float* own, Vector (&value)[8], Vector (&score)[8]) {
+  constexpr int kRatio = 4, kWidth = 4 * kDim, kScore = 2 * kDim;
+  const Vector(&given)[4] = token.given;
   if (r.slot >= 0) {
 #pragma unroll
     for (int i = 0; i < kRatio; ++i) {
@@ -139,34 +170,24 @@ __device__ __forceinline__ void take_token(const Params& p, const Row& r, int ro
 }
 
 __global__ void __launch_bounds__(kEntryThreads) short_kernel(const __grid_constant__ Params p) {
-  constexpr int kRatio = 4, kWidth = 4 * kHeadDim, kScore = 2 * kHeadDim;
+  constexpr int kRatio = 4, kWidth = 4 * kHeadDim;
   __shared__ float sums[8];
   const int row = blockIdx.x, column = 2 * threadIdx.x;
-  const Row r = Row::read<kRatio>(p, row);
+  float2 ape[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) ape[i] = load_floats<float2>(p.ape + i * kHeadDim + column);
+  const float2 weight = load_floats<float2>(p.norm_weight + column);
+  pdl_wait();
+  const StoredRow stored(p, row);
+  const Token<kHeadDim, float2> token(p, row, column);
+  pdl_trigger();  // behind the loads, which ptxas keeps together in front of it
+  const Row r = Row::of<kRatio>(p, stored);
   const float* const before = p.state + static_cast<int64_t>(r.page_before) * (kRatio * kWidth) + column;
   const float* const own = p.state + static_cast<int64_t>(r.page) * (kRatio * kWidth) + kHeadDim + column;
-  float2 ape[8], weight, by = make_float2(1.f, 0.f);
-  if (r.slot >= 0) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) ape[i] = load_ahead_2(p.ape + i * kHeadDim + column);
-    weight = load_ahead_2(p.norm_weight + column);
-    if (column >= kNopeDim) by = load_ahead_2(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + column - kNopeDim);
-    if (threadIdx.x % 16 == 0) {
-#pragma unroll
-      for (int i = 0; i < kRatio; ++i) {
-        if (r.overlaps) {
-          fetch_to_l2(before + i * kWidth);
-          fetch_to_l2(before + i * kWidth + kScore);
-        }
-        fetch_to_l2(own + i * kWidth);
-        fetch_to_l2(own + i * kWidth + kScore);
-      }
-    }
-  }
-  pdl_wait();
-  pdl_trigger();
+  float2 by = make_float2(1.f, 0.f);
+  if (r.slot >= 0 && column >= kNopeDim) by = load_floats<float2>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + column - kNopeDim);
   float2 value[8], score[8];
-  take_token<kHeadDim>(p, r, row, column, before, own, value, score);
+  take_token(p, r, token, column, before, own, value, score);
   if (r.slot < 0) return;
   float values[2][8], scores[2][8];
 #pragma unroll
@@ -225,21 +246,22 @@ template <bool kFp4>
 __global__ void __launch_bounds__(kIndexThreads) index_kernel(const __grid_constant__ Params p) {
   constexpr int kRatio = 4, kWidth = 4 * kIndexDim;
   const int row = blockIdx.x * kIndexRows + threadIdx.x / 32, lane = threadIdx.x % 32, column = 4 * lane;
+  float4 ape[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) ape[i] = load_floats<float4>(p.ape + i * kIndexDim + column);
+  const float4 weight = load_floats<float4>(p.norm_weight + column);
+  pdl_wait();
   if (row >= p.rows) return;
-  const Row r = Row::read<kRatio>(p, row);
+  const StoredRow stored(p, row);
+  const Token<kIndexDim, float4> token(p, row, column);
+  pdl_trigger();  // behind the loads, which ptxas keeps together in front of it
+  const Row r = Row::of<kRatio>(p, stored);
   const float* const before = p.state + static_cast<int64_t>(r.page_before) * (kRatio * kWidth) + column;
   const float* const own = p.state + static_cast<int64_t>(r.page) * (kRatio * kWidth) + kIndexDim + column;
-  float4 ape[8], weight, by = make_float4(1.f, 0.f, 1.f, 0.f);
-  if (r.slot >= 0) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) ape[i] = load_ahead_4(p.ape + i * kIndexDim + column);
-    weight = load_ahead_4(p.norm_weight + column);
-    if (column >= kIndexDim - kRopeDim) by = load_ahead_4(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + column - (kIndexDim - kRopeDim));
-  }
-  pdl_wait();
-  pdl_trigger();
+  float4 by = make_float4(1.f, 0.f, 1.f, 0.f);
+  if (r.slot >= 0 && column >= kIndexDim - kRopeDim) by = load_floats<float4>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + column - (kIndexDim - kRopeDim));
   float4 value[8], score[8];
-  take_token<kIndexDim>(p, r, row, column, before, own, value, score);
+  take_token(p, r, token, column, before, own, value, score);
   if (r.slot < 0) return;
   const auto part = [](const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
   float x[4];
@@ -278,27 +300,19 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
   __shared__ LongShared s;
   const int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = blockIdx.x * kLongDim + 2 * lane, first = 8 * warp;
-  const Row r = Row::read<kLongGroup>(p, row);
-  const float* const tokens = p.state + (static_cast<int64_t>(r.page) * kLongGroup + first) * kWidth + column;
-  float2 ape[8];
-  if (r.slot >= 0) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      ape[i] = load_ahead_2(p.ape + (first + i) * kHeadDim + column);
-      if (gridDim.y <= kFetchedRows && lane % 16 == 0) {
-        fetch_to_l2(tokens + i * kWidth);
-        fetch_to_l2(tokens + i * kWidth + kHeadDim);
-      }
-    }
-  }
+  pdl_wait();
+  const StoredRow stored(p, row);
+  const float* const token = p.kv_score + row * p.kv_score_stride + column;
+  const float2 given_value = load_floats<float2>(token), given_score = load_floats<float2>(token + kHeadDim);
+  pdl_trigger();  // behind the loads, which ptxas keeps together in front of it
+  const Row r = Row::of<kLongGroup>(p, stored);
   const bool writes = warp == kLongWarps - 1;
   if (!writes && r.slot < 0) return;
-  pdl_wait();
-  pdl_trigger();
-  const float* const token = p.kv_score + row * p.kv_score_stride + column;
-  const float2 given_value = *reinterpret_cast<const float2*>(token), given_score = *reinterpret_cast<const float2*>(token + kHeadDim);
-  float2 value[8], score[8];
+  const float* const tokens = p.state + (static_cast<int64_t>(r.page) * kLongGroup + first) * kWidth + column;
+  float2 value[8], score[8], ape[8];
   if (r.slot >= 0) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) ape[i] = load_floats<float2>(p.ape + (first + i) * kHeadDim + column);  // of one row in 128: not ahead of the wait
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const bool is_token = r.page == r.write / kLongGroup && first + i == r.write % kLongGroup;
@@ -348,8 +362,8 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
   if (!s.is_last || threadIdx.x >= kEntryThreads) return;
   if (threadIdx.x == 0) p.arrived[row] = 0;
   const int pair = 2 * threadIdx.x;
-  const float2 by = pair >= kNopeDim ? load_ahead_2(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + pair - kNopeDim) : make_float2(1.f, 0.f);
-  store_entry(p, r, __ldcg(reinterpret_cast<const float2*>(pooled + pair)), load_ahead_2(p.norm_weight + pair), by, s.sums);
+  const float2 by = pair >= kNopeDim ? load_floats<float2>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + pair - kNopeDim) : make_float2(1.f, 0.f);
+  store_entry(p, r, __ldcg(reinterpret_cast<const float2*>(pooled + pair)), load_floats<float2>(p.norm_weight + pair), by, s.sums);
 }
 
 }  // namespace dsv4::compressor

@@ -58,11 +58,16 @@ __device__ __forceinline__ uint4 load_shared(const unsigned char* p) { return lo
 __device__ __forceinline__ uint32_t load_stored(const uint8_t* at, int scale_bytes) {
   return scale_bytes == 4 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : __ldg(at);
 }
-// Where the rotations of a row's four pairs `i` of 8 lie
-__device__ __forceinline__ const float4* rotation_of(const Params& p, int row, int i) {
-  const int64_t position = p.position_bytes == 8 ? __ldg(static_cast<const int64_t*>(p.positions) + row)
-                                                 : __ldg(static_cast<const int32_t*>(p.positions) + row);
-  return reinterpret_cast<const float4*>(p.rotation + position * kRotated) + i * 2;
+// Of a row: the low half of its position. After pdl_wait, and plain, for positions are written anew for each step; volatile, so that it
+// is asked for where it stands.
+__device__ __forceinline__ int32_t load_position(const Params& p, int row) {
+  int32_t v;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(static_cast<const uint8_t*>(p.positions) + static_cast<int64_t>(row) * p.position_bytes));
+  return v;
+}
+// Where the rotations of a position's four pairs `i` of 8 lie
+__device__ __forceinline__ const float4* rotation_of(const Params& p, int32_t position, int i) {
+  return reinterpret_cast<const float4*>(p.rotation + static_cast<int64_t>(position) * kRotated) + i * 2;
 }
 // Four pairs by the conjugate of their rotations: cosine, sine of two pairs each
 __device__ __forceinline__ uint4 rotated_back(const uint4& v, const float4& first, const float4& second) {
@@ -146,7 +151,7 @@ struct Kernel {
 
   // Four pairs of the last 64 inputs of a head, those of this lane of 8, by the conjugate of the row's rotation.
   __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
-    const float4* const from = rotation_of(p, row, lane % 8);
+    const float4* const from = rotation_of(p, load_position(p, row), lane % 8);
     return fp8_linear::rotated_back(v, __ldg(from), __ldg(from + 1));
   }
 

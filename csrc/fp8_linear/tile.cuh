@@ -183,12 +183,11 @@ struct Tile {
     const int x_row = thread / 8;
     const bool copies = C::kRows >= C::kRowsTogether || x_row < C::kRows;
     const uint16_t* x_from[C::kCopies];
-    const float4* rotation_at[C::kRotates ? C::kCopies : 1];
+    int32_t positions[C::kRotates ? C::kCopies : 1];
 #pragma unroll
     for (int c = 0; c < C::kCopies; ++c) {
       const int row = min(x_row + c * C::kRowsTogether, p.rows - 1);
       x_from[c] = p.x + static_cast<uint64_t>(which) * p.x_stride_group + static_cast<uint64_t>(row) * p.x_stride + begin * kBlock + thread % 8 * 8;
-      if constexpr (C::kRotates) rotation_at[c] = rotation_of(p, row, thread % 8);
     }
     unsigned char* const group_x = all_x() + group * C::kStages * C::kXBytes;
     const uint32_t x_place = x_row * (2 * kStageInputs) + (thread % 8 ^ x_row % 2) * 16, x_here = shared_address(group_x);
@@ -205,6 +204,10 @@ struct Tile {
 #pragma unroll
     for (int i = 0; i < C::kStages - 1; ++i) {
       if (i < halves) load_x(i);
+    }
+    if constexpr (C::kRotates) {
+#pragma unroll
+      for (int c = 0; c < C::kCopies; ++c) positions[c] = load_position(p, min(x_row + c * C::kRowsTogether, p.rows - 1));
     }
 
     Sums sums = {}, before;  // `before` is unused where the stash is
@@ -226,7 +229,10 @@ struct Tile {
           if ((2 * begin + i) % (2 * kHeadBlocks) == 2 * kHeadBlocks - 1) {
             float4 turn[C::kCopies][2];
 #pragma unroll
-            for (int c = 0; c < C::kCopies; ++c) turn[c][0] = __ldg(rotation_at[c]), turn[c][1] = __ldg(rotation_at[c] + 1);
+            for (int c = 0; c < C::kCopies; ++c) {
+              const float4* const from = rotation_of(p, positions[c], thread % 8);
+              turn[c][0] = __ldg(from), turn[c][1] = __ldg(from + 1);
+            }
             mbarrier_wait(full(slot), phase);
             if (copies) {
 #pragma unroll

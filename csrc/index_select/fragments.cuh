@@ -57,9 +57,9 @@ __device__ __forceinline__ void load_keys(RawKeys<kFormat, kTiles>& raw, const u
 #pragma unroll
       for (int v = 0; v < T::kVectors; ++v)
         raw.v[tile][half][v] = page == nullptr ? make_uint4(0, 0, 0, 0)
-                                               : __ldg(reinterpret_cast<const uint4*>(page + i * T::kKeyBytes + 64 * v + 16 * t));
+                                               : load_16(page + i * T::kKeyBytes + 64 * v + 16 * t);
       if constexpr (kFormat == Format::kFp4)
-        raw.group_scales[tile][half] = page == nullptr ? 0 : __ldg(page + kPage * T::kKeyBytes + 4 * i + t);
+        raw.group_scales[tile][half] = page == nullptr ? 0 : load_byte(page + kPage * T::kKeyBytes + 4 * i + t);
     }
   }
 }

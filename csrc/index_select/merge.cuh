@@ -5,7 +5,7 @@
 // over the bits rank them by entry, so that the order of the result is a function of the set alone.
 //
 // A block runs through its code once, so what it costs is latency: of memory, of barriers, and of the instructions themselves. Hence
-// loops that are not unrolled, no divisions, and page ids, zeros and translations before the wait.
+// loops that are not unrolled, no divisions, and the length and zeros before the wait; page ids come while it selects.
 #pragma once
 
 #include "lists.cuh"
@@ -250,36 +250,31 @@ __device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& 
   }
 }
 
-// The length is read before the wait, and so are the page ids: the kernel that this one waits for has waited itself for what wrote them.
+// The length is read before the wait: the kernel that this one waits for, always one of this operator's, has waited itself for what wrote
+// it, before it let this one start.
 __global__ void __launch_bounds__(kMergeThreads, 2) merge_kernel(const __grid_constant__ MergeParams p) {
   extern __shared__ __align__(16) uint8_t shared_memory[];
   auto& s = *reinterpret_cast<MergeShared*>(shared_memory);
   const int row = blockIdx.x, k = p.split.k;
   Row r;
   r.row = row;
-  r.length = min(max(p.split.lengths[row], 0), p.split.width);
-  r.lists = p.split.splits * range_of(group_length(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, p.split.chunk).lists;
+  r.length = min(max(load_older(p.split.lengths + row), 0), p.split.width);
+  r.lists = p.split.splits * range_of(group_length<true>(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, p.split.chunk).lists;
   r.headers = header_of(p.lists, p.split, row, 0);
   r.keys = p.lists.keys + place_of(p.split, row);
   r.offsets = p.lists.offsets + place_of(p.split, row);
-  const int pages = p.slots == nullptr ? 0 : min(ceil_div(r.length, kPage), kHeldPages);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < pages; i += kMergeThreads) cp_async_4(shared_address(&s.pages[i]), p.table.pages + row * p.table.stride + i);
 #pragma unroll
   for (int i = 0; i < kAllBins / 4; i += kMergeThreads) reinterpret_cast<uint4*>(s.bins)[i + threadIdx.x] = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
   for (int i = threadIdx.x; i < padded(ceil_div(min(r.length, kWindow), 32)) / 4 + 1; i += kMergeThreads)
     reinterpret_cast<uint4*>(s.chosen)[i] = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x == 0) {
-    s.starts[kHeaders] = 0, s.exact = 1;
-    touch(r.headers);
-    touch(r.keys);
-    touch(r.offsets);
-    if (p.slots != nullptr) touch(p.slots + row * p.slots_stride);
-  }
+  if (threadIdx.x == 0) s.starts[kHeaders] = 0, s.exact = 1;
   __syncthreads();
   pdl_wait();
   pdl_trigger();
+  const int pages = p.slots == nullptr ? 0 : min(ceil_div(r.length, kPage), kHeldPages);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < pages; i += kMergeThreads) cp_async_4(shared_address(&s.pages[i]), p.table.pages + row * p.table.stride + i);
   if (r.length <= k) {
     // without logits the lists need not be there; all entries are chosen, and their logits are not known here
     cp_async_wait_all();

@@ -55,7 +55,10 @@ __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch
 template <bool kPost, bool kHead>
 __device__ __forceinline__ void mix_slices(const Params& p, FusedShared& s, int first_slice, int tile) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, stream = warp % kStreams, group = lane / 4, half = warp / kStreams;
-  if (half >= slices_of(p.rows)) return;
+  if (half >= slices_of(p.rows)) {
+    pdl_wait();
+    return;
+  }
   const int slice = first_slice + half, column = slice * kSliceColumns + lane % 4 * kLaneColumns;
   const int64_t first_row = static_cast<int64_t>(tile) * kTileRows;
   const bool has_high = first_row + 8 < p.rows;

@@ -100,14 +100,18 @@ __global__ void __launch_bounds__(C::kThreads, min_blocks<C>()) experts_kernel(c
   extern __shared__ __align__(128) unsigned char shared_memory[];
   typename C::Shared& s = *reinterpret_cast<typename C::Shared*>(shared_memory);
   const int warp = threadIdx.x / 32, slice = warp % C::kSlices;
-  if constexpr (C::kGated) pdl_wait();  // down starts after gate/up did: the ids are there, only h is not
+  // down starts when all of gate/up have come past their wait: the ids are there, only h is not
+  if constexpr (C::kGated) pdl_wait();
   pdl_trigger();
   route<C>(p, s);
   const int tiles = (C::kGated ? p.inter : p.hidden) / C::kUnitOutputs;
   Unit next = share_begin(s.routing, tiles, blockIdx.x);
   const Unit end = share_begin(s.routing, tiles, blockIdx.x + 1);
   const int units = (end.group - next.group) * tiles + end.tile - next.tile;
-  if (units == 0) return;
+  if (units == 0) {
+    if constexpr (!C::kGated) pdl_wait();  // without it the kernel might be done before gate/up is, and who waits for it would go on
+    return;
+  }
 
   const Stream<C::kSlices, C::kSteps, C::kGated, C::kUnitOutputs> stream(p, slice, warp / C::kSlices);
   Stage<C::kSteps> stage;
@@ -147,7 +151,7 @@ __global__ void __launch_bounds__(C::kThreads, min_blocks<C>()) down_sum_kernel(
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slice = warp % C::kSlices, subtile = warp / C::kSlices % C::kSubtiles, first = warp / (C::kSlices * C::kSubtiles);
   const int tile = blockIdx.x;
-  if (threadIdx.x < p.topk) s.expert[threadIdx.x] = local_expert(p, threadIdx.x);  // ids are older than gate/up
+  if (threadIdx.x < p.topk) s.expert[threadIdx.x] = local_expert<true>(p, threadIdx.x);  // ids are older than gate/up
   __syncthreads();
   const Stream<C::kSlices, C::kSteps, false, C::kOutputs> stream(p, slice, subtile);
   const auto following = [&](int slot) {  // of this warp's slots from `slot` on, the first with a local expert
@@ -191,23 +195,26 @@ constexpr int kCombineThreads = 256;
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const Params p) {
   constexpr int kTogether = 8;
   const int row = blockIdx.y, column = (blockIdx.x * kCombineThreads + threadIdx.x) * 4;
-  if (column >= p.hidden) return;
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  bool waited = false;
-  for (int begin = 0; begin < p.topk; begin += kTogether) {
-    bool local[kTogether];
-    float weight[kTogether];
+  bool local[kTogether];
+  float weight[kTogether];
+  const auto load_slots = [&](int begin) {
+    int id[kTogether];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      const int slot = begin + i;
-      local[i] = slot < p.topk && local_expert(p, row * p.topk + slot) >= 0;
-      weight[i] = local[i] ? p.topk_weights[row * p.weights_stride + slot] : 0.f;
+      const bool there = begin + i < p.topk;
+      id[i] = there ? load_older(p.topk_ids + row * p.ids_stride + begin + i) : -1;
+      weight[i] = there ? load_older(p.topk_weights + row * p.weights_stride + begin + i) : 0.f;
     }
-    if (!waited) {  // ids and weights are older than down; y is not
-      pdl_wait();
-      pdl_trigger();
-      waited = true;
-    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) local[i] = expert_of_id(p, id[i]) >= 0;
+  };
+  load_slots(0);  // ids and weights are older than gate/up; y is not
+  pdl_wait();
+  pdl_trigger();
+  if (column >= p.hidden) return;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int begin = 0; begin < p.topk; begin += kTogether) {
+    if (begin > 0) load_slots(begin);
     float4 y[kTogether];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {

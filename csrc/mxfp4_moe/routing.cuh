@@ -5,10 +5,23 @@
 
 namespace dsv4::mxfp4_moe {
 
-// local expert of a pair, -1: none
+// Of what was there before the first kernel of a call, whose later ones read it before they have waited for those in front: gate/up has
+// waited for what wrote it, and let them start after that. At the scope of the device: what an L1 may still have from an earlier launch is
+// not looked at.
+__device__ __forceinline__ int32_t load_older(const int32_t* p) {
+  int32_t v;
+  asm("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ float load_older(const float* p) {
+  float v;
+  asm("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+
+// local expert of an id, -1: none
 template <typename Ids>
-__device__ __forceinline__ int local_expert(const Ids& p, int pair) {
-  const int id = p.topk_ids[(pair / p.topk) * p.ids_stride + pair % p.topk];
+__device__ __forceinline__ int expert_of_id(const Ids& p, int id) {
   if (id < 0) return -1;
   int local;
   if (p.expert_map != nullptr) {
@@ -19,13 +32,19 @@ __device__ __forceinline__ int local_expert(const Ids& p, int pair) {
   }
   return local >= 0 && local < p.experts ? local : -1;
 }
+// of a pair; kOlder: by load_older
+template <bool kOlder, typename Ids>
+__device__ __forceinline__ int local_expert(const Ids& p, int pair) {
+  const int32_t* const id = p.topk_ids + (pair / p.topk) * p.ids_stride + pair % p.topk;
+  return expert_of_id(p, kOlder ? load_older(id) : *id);
+}
 
 // Up to 32 pairs: one warp, one pair a lane.
-template <typename Routing>
+template <bool kOlder, typename Routing>
 __device__ void route_warp(const Params& p, int pairs, Routing& routing, int32_t* group_of) {
   constexpr int kRows = Routing::kRows;
   const int lane = threadIdx.x % 32;
-  const int expert = lane < pairs ? local_expert(p, lane) : -1;
+  const int expert = lane < pairs ? local_expert<kOlder>(p, lane) : -1;
   const unsigned peers = __match_any_sync(0xffffffffu, expert), before = (1u << lane) - 1;
   const int rank = __popc(peers & before), count = __popc(peers);
   const bool first = expert >= 0 && rank % kRows == 0;
@@ -45,13 +64,13 @@ __device__ void route_warp(const Params& p, int pairs, Routing& routing, int32_t
 }
 
 // Any number of pairs: rank, scan, place. A pair's rank among its expert's is by its number, so that all blocks agree.
-template <int kThreads, typename Routing>
+template <bool kOlder, int kThreads, typename Routing>
 __device__ void route_block(const Params& p, int pairs, Routing& routing, int16_t* expert_of, uint16_t* rank_of, int32_t* counts,
                             int32_t* scan) {
   constexpr int kRows = Routing::kRows, kExpertsPerThread = (kMaxExperts + kThreads - 1) / kThreads;
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   for (int e = tid; e < kMaxExperts; e += kThreads) counts[e] = 0;
-  for (int pair = tid; pair < pairs; pair += kThreads) expert_of[pair] = local_expert(p, pair);
+  for (int pair = tid; pair < pairs; pair += kThreads) expert_of[pair] = local_expert<kOlder>(p, pair);
   __syncthreads();
   if (warp == 0) {
     for (int begin = 0; begin < pairs; begin += 32) {
@@ -112,15 +131,17 @@ __device__ void route_block(const Params& p, int pairs, Routing& routing, int16_
   }
 }
 
+// down's runs before its wait
 template <typename C>
 __device__ __forceinline__ void route(const Params& p, typename C::Shared& s) {
+  constexpr bool kOlder = !C::kGated;
   const int pairs = p.rows * p.topk;
   if constexpr (C::kPairs == kOneRowPairs) {
-    if (threadIdx.x < 32) route_warp(p, pairs, s.routing, s.counts);
+    if (threadIdx.x < 32) route_warp<kOlder>(p, pairs, s.routing, s.counts);
   } else {
     int16_t* const scratch = reinterpret_cast<int16_t*>(s.warps);  // before x is there
     static_assert(sizeof(s.warps) >= 4 * C::kPairs);
-    route_block<C::kThreads>(p, pairs, s.routing, scratch, reinterpret_cast<uint16_t*>(scratch + C::kPairs), s.counts, s.scan);
+    route_block<kOlder, C::kThreads>(p, pairs, s.routing, scratch, reinterpret_cast<uint16_t*>(scratch + C::kPairs), s.counts, s.scan);
   }
   __syncthreads();
 }

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(32 * kWarps) count_kernel(const TilesParams p)
   pdl_wait();
   const int pairs = p.rows * p.topk, first = blockIdx.x * kChunk;
   for (int pair = first + threadIdx.x; pair < min(pairs, first + kChunk); pair += 32 * kWarps) {
-    const int expert = local_expert(p, pair);
+    const int expert = local_expert<false>(p, pair);
     p.pair_expert[pair] = expert;
     if (expert >= 0) atomicAdd(&counts[expert], 1);
   }

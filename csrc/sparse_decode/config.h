@@ -29,6 +29,7 @@ constexpr int kLeaf = 32;                             // candidates of a leaf
 constexpr int kStages = 3;                            // of gathered rows
 constexpr int kMasks = 8;                             // of gathered rows: more than gathering may be ahead of the softmax
 constexpr int kBuffers = 2;                           // of scores and of weights, between the teams
+constexpr int kUnitBuffers = 2;                       // of a unit's fold factors, likewise
 
 constexpr int kRegisters = 96;                        // a thread: 65536 / kThreads
 constexpr int kScoreRegisters = 88;                   // a thread of the score team leaves some
@@ -57,6 +58,9 @@ static_assert(kValueWarps % 4 == 0 && kScoreWarps % 4 == 0, "registers are set f
 static_assert(kValueWarps * (kValueRegisters - kRegisters) == kScoreWarps * (kRegisters - kScoreRegisters), "as many taken as left");
 static_assert(kThreads * kRegisters <= 65536, "registers");
 static_assert(kMasks > kStages + kBuffers, "the mask outlives the stage");
+// The last unit may be shorter than the buffers between the teams: then the softmax team is done with it, and writes its factors, while
+// the value team may not yet have read those of the unit before. Of two units back it has: it was at the barrier between.
+static_assert(kUnitBuffers == 2, "the units' fold factors, in turn");
 
 struct Stage {
   alignas(128) uint8_t rows[kLeaf][kRowPitch];  // 18,944
@@ -86,6 +90,8 @@ struct Work {
   }
   __device__ __forceinline__ int unit_end(int leaf) const { return fold_leaves == 0 ? end_leaf : min(leaf + fold_leaves, end_leaf); }
   __device__ __forceinline__ int unit_before(int leaf) const { return (leaf - 1) >> (31 - __clz(fold_leaves)); }
+  // where the factors of the unit before `leaf` are
+  __device__ __forceinline__ int unit_buffer(int leaf) const { return unit_before(leaf) & (kUnitBuffers - 1); }
 };
 
 // mbarriers, as byte offsets into their array
@@ -103,7 +109,7 @@ struct SharedMemoryPlan {
   alignas(16) uint8_t weights_f16[kBuffers][kBlockHeads][kWeightPitch];   //  2,560
   alignas(16) uint8_t weights_bf16[kBuffers][kBlockHeads][kWeightPitch];  //  2,560
   alignas(16) float2 factors[kBuffers][kBlockHeads];                 //    256  (old, new) fold factors of a leaf
-  alignas(16) float2 unit_factors[kBlockHeads];                      //    128  of a unit of a long row
+  alignas(16) float2 unit_factors[kUnitBuffers][kBlockHeads];        //    256  of a unit of a long row, units in turn
   alignas(16) float q_amax[kTiles][kBlockHeads];                     //    512
   float output_factor[kBlockHeads];                                  //     64
   alignas(8) uint64_t barriers[kNumBarriers];                        //    112  mbarriers, by the offsets above

@@ -69,10 +69,10 @@ __device__ __forceinline__ void store_vectors(float* partial, int warp, bool rot
   for (int i = 0; i < 8; ++i) __stcg(vectors + i * 32, in_dimension_order(acc[i >> 1][i & 1], rotary));
 }
 
-// acc = partial * factor.x + acc * factor.y, by the threads that wrote it
-__device__ __forceinline__ void fold_vectors(float* partial, const SharedMemoryPlan& sm, int warp, bool rotary, Accumulator& acc) {
+// acc = partial * factor.x + acc * factor.y, by the threads that wrote it; `factors` of the unit that is in acc, by head
+__device__ __forceinline__ void fold_vectors(float* partial, const float2 (&factors)[kBlockHeads], int warp, bool rotary, Accumulator& acc) {
   const float4* vectors = vectors_of(partial, warp);
-  const float2 factor[2] = {sm.unit_factors[(threadIdx.x & 31) >> 2], sm.unit_factors[((threadIdx.x & 31) >> 2) + 8]};
+  const float2 factor[2] = {factors[(threadIdx.x & 31) >> 2], factors[((threadIdx.x & 31) >> 2) + 8]};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float4 stored = __ldcg(vectors + i * 32);

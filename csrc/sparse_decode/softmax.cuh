@@ -89,8 +89,9 @@ struct Softmax {
   }
 };
 
-// Folds a finished unit of a long row into the row's statistics, which live in its partial; `fold` becomes the row's so far.
-__device__ __forceinline__ void fold_unit_stats(SharedMemoryPlan& sm, float* partial, int head, bool first, Fold& fold) {
+// Folds a finished unit of a long row into the row's statistics, which live in its partial; `fold` becomes the row's so far. `factors`, by
+// head: for the value team.
+__device__ __forceinline__ void fold_unit_stats(float2 (&factors)[kBlockHeads], float* partial, int head, bool first, Fold& fold) {
   float2* stats = stats_of(partial) + head;
   const float2 old = first ? make_float2(kEmpty, 0.f) : __ldcg(stats);
   const float2 factor = fold_factors(old.x, fold.reference);
@@ -98,7 +99,7 @@ __device__ __forceinline__ void fold_unit_stats(SharedMemoryPlan& sm, float* par
   __syncwarp();
   if ((threadIdx.x & 3) == 0) {
     __stcg(stats, make_float2(fold.reference, fold.sum));
-    sm.unit_factors[head] = factor;
+    factors[head] = factor;
   }
   __syncwarp();
 }
@@ -144,7 +145,7 @@ __device__ __forceinline__ void run_softmax_team(const Params& p, SharedMemoryPl
     if (!w.whole_row<kSplit>()) {
       if ((lane & 3) == 0) __stcg(stats_of(partial_of(p, item_slot(), w.unit_before(leaf))) + head, make_float2(fold.reference, fold.sum));
     } else if constexpr (!kSplit) {
-      fold_unit_stats(sm, partial_of(p, item_slot(), 0), head, leaf <= w.fold_leaves, fold);
+      fold_unit_stats(sm.unit_factors[w.unit_buffer(leaf)], partial_of(p, item_slot(), 0), head, leaf <= w.fold_leaves, fold);
       unit_sync();
     }
     if (last) break;

@@ -166,7 +166,7 @@ __device__ __forceinline__ void run_value_team(const Params& p, SharedMemoryPlan
     } else if constexpr (!kSplit) {
       float* partial = partial_of(p, item_slot(), 0);
       unit_sync();  // the factors of the unit are there
-      if (leaf > w.fold_leaves) fold_vectors(partial, sm, tile, kRotary, acc);
+      if (leaf > w.fold_leaves) fold_vectors(partial, sm.unit_factors[w.unit_buffer(leaf)], tile, kRotary, acc);
       if (!last) store_vectors(partial, tile, kRotary, acc);
     }
     if (last) break;

@@ -38,21 +38,20 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant_
   const uint8_t* const weight = p.weight + row * p.weight_stride;
   const uint8_t* const scales = static_cast<const uint8_t*>(p.scale) + row / kBlock * p.scale_stride_output;
   uint16_t* const out = p.out + static_cast<int64_t>(row) * p.inputs;
-  bool waited = false;
   for (int input = threadIdx.x * kInputs; input < p.inputs; input += kThreads * kInputs) {
     uint2 bytes[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) bytes[r] = load_weights(weight + r * p.weight_stride + input);
     const uint8_t* const at = scales + input / kBlock * p.scale_stride_input;
     const float scale = block_scale(p.scale_bytes == 4 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : __ldg(at), p.scale_bytes);
-    if (!waited) pdl_wait();  // what is written here may still be read by a kernel in front
-    waited = true;
+    pdl_wait();  // what is written here may still be read by a kernel in front
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const uint2 low = expanded(bytes[r].x, scale), high = expanded(bytes[r].y, scale);
       *reinterpret_cast<uint4*>(out + static_cast<int64_t>(r) * p.inputs + input) = make_uint4(low.x, low.y, high.x, high.y);
     }
   }
+  pdl_wait();  // where there are more threads than inputs
 }
 
 }  // namespace dsv4::wo_a

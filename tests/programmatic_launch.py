@@ -1,0 +1,178 @@
+"""What each kernel may read before it has waited for the kernels in front: one table, for the test and for the docs.
+
+A pointer among a kernel's parameters is constant where nothing writes its memory while requests are served: weights,
+their scales, tables, biases, sinks. Everything else comes from kernels in front, whoever's they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Pointers of each parameter struct (namespace::struct), constant ones first.
+POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "bf16_linear::Params": (("weight",), ("x", "out")),
+    "compressor::Params": (
+        ("ape", "norm_weight", "freqs"),
+        ("kv_score", "state", "plan", "out_loc", "cache", "pooled", "arrived"),
+    ),
+    "fp8_linear::Params": (
+        ("weight", "scale", "rotation", "norm_weight"),
+        ("x", "out", "partial", "positions"),
+    ),
+    "index_select::ScoreParams": (
+        (),
+        (
+            *("split.lengths", "lists.headers", "lists.keys", "lists.offsets", "table.pages"),
+            *("q", "q_scales", "weights", "k_pages", "logits"),
+        ),
+    ),
+    "index_select::ListParams": ((), ("split.lengths", "lists.headers", "lists.keys", "lists.offsets", "logits")),
+    "index_select::MergeParams": (
+        (),
+        (
+            *("split.lengths", "lists.headers", "lists.keys", "lists.offsets", "table.pages"),
+            *("slots", "entries", "logits"),
+        ),
+    ),
+    "mhc::Params": (
+        ("fn", "scale", "base", "norm_weight"),
+        (
+            *("x", "f", "post", "comb", "streams", "exchange", "y", "post_out", "comb_out"),
+            *("partials", "counters"),
+        ),
+    ),
+    "mxfp4_moe::Params": (
+        ("expert_map", "w13.codes", "w13.scales", "w2.codes", "w2.scales"),
+        ("x", "topk_ids", "topk_weights", "h", "y", "out"),
+    ),
+    "mxfp4_moe::TilesParams": (
+        ("expert_map",),
+        ("topk_ids", "pairs", "pair_expert", "expert", "begin", "end", "scratch"),
+    ),
+    "sparse_decode::Params": (
+        ("attn_sink", "query.rotation"),
+        (
+            *("q", "out", "lse", "partials", "control", "query.positions"),
+            *("main.pages", "main.indices", "main.topk_length"),
+            *("extra.pages", "extra.indices", "extra.topk_length", "extra_table.pages", "extra_table.table_of_row"),
+        ),
+    ),
+    "wo_a::Params": (("weight", "scale"), ("out",)),
+}
+
+BEHIND, BEFORE, NEVER = "behind the wait", "before the wait", "never"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`pattern`: of its name without dsv4::, with template arguments where they decide; `first`: with `older`.
+
+    ahead: constant pointers that are read before the wait.
+    older: pointers that are read there although kernels write them, because `first` has waited for those: a kernel of
+        the same call that lets its successors start only behind its own wait. By loads at the scope of the device.
+    trigger: where it lets its successors start; never: they start when it ends.
+    """
+
+    pattern: str
+    params: str
+    trigger: str
+    ahead: tuple[str, ...] = ()
+    older: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    cooperative: bool = False  # launched without programmatic launch: it has no wait and needs none
+
+
+GATE_UP = r"mxfp4_moe::experts_kernel<.*Config<\d+, \d+, \d+, true, "
+SCORES = (r"index_select::score_kernel<", r"index_select::list_kernel")
+W2 = ("w2.codes", "w2.scales")
+
+KERNELS: dict[str, Kernel] = {
+    "bf16_linear": Kernel(r"bf16_linear::bf16_linear_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)),
+    "compressor, groups of 4": Kernel(
+        r"compressor::short_kernel", "compressor::Params", BEHIND, ahead=("ape", "norm_weight")
+    ),
+    "compressor, the indexer's": Kernel(
+        r"compressor::index_kernel<", "compressor::Params", BEHIND, ahead=("ape", "norm_weight")
+    ),
+    "compressor, groups of 128": Kernel(r"compressor::long_kernel", "compressor::Params", BEHIND),
+    "fp8_linear, few rows": Kernel(
+        r"fp8_linear::linear_kernel<.*Config<\d+, [012]>", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")
+    ),
+    "fp8_linear, few rows, norm": Kernel(
+        r"fp8_linear::linear_kernel<.*Config<\d+, 3>",
+        "fp8_linear::Params",
+        BEFORE,
+        ahead=("weight", "scale", "norm_weight"),
+    ),
+    "fp8_linear, tiles": Kernel(
+        r"fp8_linear::tile_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")
+    ),
+    "fp8_linear, splits added": Kernel(r"fp8_linear::merge_kernel<", "fp8_linear::Params", BEFORE),
+    "fp8_linear, norm": Kernel(r"fp8_linear::normalize_kernel", "fp8_linear::Params", BEHIND),
+    "fp8_linear, SwiGLU": Kernel(r"fp8_linear::gate_kernel", "fp8_linear::Params", BEHIND),
+    "index_select, scores": Kernel(SCORES[0], "index_select::ScoreParams", BEHIND),
+    "index_select, lists": Kernel(SCORES[1], "index_select::ListParams", BEHIND),
+    "index_select, merge": Kernel(
+        r"index_select::merge_kernel",
+        "index_select::MergeParams",
+        BEHIND,
+        older=("split.lengths",),
+        first=SCORES,
+    ),
+    "mhc, few rows": Kernel(
+        r"mhc::fused_kernel<", "mhc::Params", BEHIND, ahead=("fn", "scale", "base", "norm_weight")
+    ),
+    "mhc, mixes": Kernel(r"mhc::mix_kernel<", "mhc::Params", BEHIND, ahead=("fn",)),
+    "mhc, finish": Kernel(r"mhc::finish_kernel<", "mhc::Params", BEHIND, ahead=("scale", "base", "norm_weight")),
+    "mhc, post alone": Kernel(r"mhc::post_kernel", "mhc::Params", BEHIND),
+    "mhc, many rows": Kernel(r"mhc::many_kernel", "mhc::Params", NEVER, cooperative=True),
+    "mxfp4_moe, gate/up": Kernel(GATE_UP, "mxfp4_moe::Params", BEHIND),
+    "mxfp4_moe, down": Kernel(
+        r"mxfp4_moe::experts_kernel<.*Config<\d+, \d+, \d+, false, ",
+        "mxfp4_moe::Params",
+        BEFORE,
+        ahead=("expert_map", *W2),
+        older=("topk_ids",),
+        first=(GATE_UP,),
+    ),
+    "mxfp4_moe, down and sum": Kernel(
+        r"mxfp4_moe::down_sum_kernel<",
+        "mxfp4_moe::Params",
+        BEHIND,
+        ahead=("expert_map", *W2),
+        older=("topk_ids",),
+        first=(GATE_UP,),
+    ),
+    "mxfp4_moe, sum": Kernel(
+        r"mxfp4_moe::combine_kernel",
+        "mxfp4_moe::Params",
+        BEHIND,
+        ahead=("expert_map",),
+        older=("topk_ids", "topk_weights"),
+        first=(GATE_UP,),
+    ),
+    "mxfp4_moe, tiles": Kernel(
+        r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE
+    ),
+    "sparse_decode": Kernel(r"sparse_decode::sparse_decode_kernel<", "sparse_decode::Params", BEHIND),
+    "sparse_prefill": Kernel(
+        r"sparse_decode::prefill::sparse_prefill(_stacked)?_kernel<", "sparse_decode::Params", BEHIND
+    ),
+    "wo_a": Kernel(r"wo_a::expand_kernel", "wo_a::Params", BEFORE, ahead=("weight", "scale")),
+}
+
+
+def docs_table() -> str:
+    """The same as the docs have it."""
+    rows = ["| kernel | reads before its wait | lets its successors start |", "| --- | --- | --- |"]
+    for name, kernel in KERNELS.items():
+        if kernel.cooperative:
+            reads = "launched without programmatic launch: no wait, none needed"
+        else:
+            reads = ", ".join(f"`{pointer}`" for pointer in kernel.ahead) or "nothing"
+            if kernel.older:
+                older = ", ".join(f"`{pointer}`" for pointer in kernel.older)
+                reads = f"{'' if reads == 'nothing' else reads + '; '}{older} (older than the call's first kernel)"
+        trigger = "at its end" if kernel.trigger == NEVER else kernel.trigger
+        rows.append(f"| {name} | {reads} | {trigger} |")
+    return "\n".join(rows)
