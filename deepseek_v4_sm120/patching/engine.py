@@ -169,7 +169,7 @@ class Engine:
 
     def preflight(self) -> None:
         """Before the host starts to work: check every row on disk, load what they need; BROKEN stops it now."""
-        import_hook.fire_missed()
+        import_hook.catch_up()
         problems = [problem for problem in (self.steering.problem(), self.profile.problem) if problem]
         for record in self.records:
             if record.state == READY:
