@@ -49,7 +49,7 @@ def on_import(name, callback):
 
 
 def is_executing(name):
-    """True inside the callbacks of an import: nobody can have bound a name of the module yet. False when called late."""
+    """True inside the import of `name`, its callbacks included: only it can have been asked for a name. False: late."""
     return name in _executing
 
 

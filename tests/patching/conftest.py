@@ -1,6 +1,8 @@
 """Small SGLang-like trees on disk, and Pythons that run with our folder first on PYTHONPATH."""
 
+import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -8,6 +10,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+from deepseek_v4_sm120 import device_gate
+from deepseek_v4_sm120.patching import import_hook, report, verdict
+from tests.patching.small_host import HOST
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -236,3 +242,40 @@ def sglang_wheel():
 def wheel_cache():
     """The folder that keeps what tests fetch from PyPI."""
     return cache_folder()
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch, write_tree):
+    """host(changes) writes the small package; modules, hooks and settings of it are removed afterwards"""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(device_gate, "_first_served", [])
+    monkeypatch.setattr(device_gate, "serves_current_device", lambda: False)  # without torch; `gpu` changes it
+    for variable in (report.TOLD, verdict.VARIABLE):  # what a server's first process leaves to the others
+        monkeypatch.setenv(variable, "")
+
+    def write(changes=None):
+        files = {**HOST, **(changes or {})}
+        write_tree(tmp_path, {name: text for name, text in files.items() if text is not None})
+        importlib.invalidate_caches()
+
+    yield write
+    import_hook.forget()
+    for name in set(sys.modules) - before:
+        if name.startswith("eng_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What the user was told, as (level, text)."""
+    told = []
+    monkeypatch.setattr(report, "_say", lambda level, text: told.append((logging.getLevelName(level), text)))
+    return told
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(True): from here on the current GPU is one that we serve."""
+
+    return lambda is_served: monkeypatch.setattr(device_gate, "serves_current_device", lambda: is_served)
