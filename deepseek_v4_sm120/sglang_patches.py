@@ -553,7 +553,7 @@ LEFT_AT_TRUTH = {
 }
 
 TABLE = Table(
-    supported=">=0.5.12.dev0,<0.6",
+    supported=">=0.5.12,<0.6",
     preflight="sglang.srt.managers.scheduler",
     resolved_at="sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults",
     built_at=f"{MODEL}:DeepseekV4ForCausalLM.__init__",

@@ -104,7 +104,7 @@ class Engine:
         if self.settings.mode not in patch.modes:
             wanted = " or ".join("normal use" if m == "sm120" else f"DSV4_SM120_FORCE={m}" for m in patch.modes)
             return [Record(patch, None, NOT_APPLICABLE, f"only in {wanted}")]
-        if self.version is not None and not self._in_range(self.table.supported):
+        if self.version is not None and not self._is_supported(patch):
             reason = (
                 f"{self.host} {self.version} is outside of what this release knows ({self.table.supported}): "
                 f"the stock code runs. Use a newer release of deepseek_v4_sm120, or an older {self.host}"
@@ -133,6 +133,17 @@ class Engine:
                 record.state = NOT_APPLICABLE
                 record.reason = f"serves {operator}, which is {states[operator]}"
 
+    def _is_supported(self, patch: Patch) -> bool:
+        """In range; or a build of ahead of the first release, where it has all that the patch needs."""
+        return self._in_range(self.table.supported) or (self._is_early_build() and bool(self._fitting(patch)))
+
+    def _is_early_build(self) -> bool:
+        from packaging.version import Version
+
+        version = Version(self.version)
+        first = [s.version for s in self._specifiers(self.table.supported) if s.operator == ">="]
+        return version.is_devrelease and any(version < Version(begin) for begin in first)
+
     def _has_setting(self, specifiers: str) -> bool:
         """Settings and stand-ins are for versions that we know: a tree that does not tell its version gets none."""
         return self._version_is_known() and self._in_range(self.table.supported) and self._in_range(specifiers)
@@ -156,9 +167,9 @@ class Engine:
         return SpecifierSet(text)
 
     def _targets(self, patch: Patch) -> list[Target]:
-        """By version; by what is on disk in a tree that does not tell its version, and for a pre-release that lies
-        between two ranges (0.5.13.dev5 is neither <0.5.13 nor >=0.5.13)."""
-        if not self._version_is_known():
+        """By version; by what is on disk in a tree that does not tell its version, for a build of ahead of the first
+        release, and for a pre-release that lies between two ranges (0.5.13.dev5 is neither <0.5.13 nor >=0.5.13)."""
+        if not self._version_is_known() or self._is_early_build():
             return self._fitting(patch)
         by_version = [t for t in patch.targets if self._in_range(t.sglang)]
         if by_version:
@@ -189,7 +200,8 @@ class Engine:
 
     def start(self) -> None:
         """Hook every chosen target, the preflight and the places where a server may be stopped."""
-        report.warn_of_surroundings()
+        for text in report.surroundings():
+            report.warn_once(text)
         self.steering.start(os.environ)
         device_gate.on_first_served(self.audit)
         for stand_in in self.stand_ins:

@@ -43,11 +43,10 @@ def warn_once(text: str) -> None:
         warn(text)
 
 
-def warn_of_surroundings() -> None:
+def surroundings() -> list[str]:
     """What is wrong around us and stops nothing: variables that are none of ours, a place that children may lose."""
-    for text in (*unknown_variables(os.environ), patching.relative_entry()):
-        if text:
-            warn_once(text)
+    relative = patching.relative_entry()
+    return [*unknown_variables(os.environ), *([relative] if relative else [])]
 
 
 def _say(level: int, text: str) -> None:

@@ -111,7 +111,7 @@ def _is_report(found) -> bool:
         and isinstance(found.get("patches"), list)
         and all(isinstance(row, dict) and _are_texts([row.get("patch"), row.get("state")]) for row in found["patches"])
         and isinstance(found.get("devices_served", {}), dict)
-        and all(_are_texts(found.get(name, [])) for name in ("notes", "shadow_summary"))
+        and all(_are_texts(found.get(name)) for name in ("notes", "shadow_summary"))
     )
 
 

@@ -90,6 +90,11 @@ def test_forced_seams_of_later_versions_answer_by_the_platform(python, tree):
         "sglang/srt/runtime_context.py": context,
         "sglang/srt/arg_groups/model_hook.py": by_name,
         "sglang/srt/layers/quantization/fp8_utils.py": by_name,
+        "sglang/srt/layers/attention/deepseek_v4_backend.py": by_name,
+        "sglang/srt/layers/attention/dsv4/indexer.py": by_name,
+        "sglang/srt/layers/attention/dsv4/metadata.py": by_name + "_IS_SM120 = get_platform().is_sm120\n",
+        "sglang/srt/models/deepseek_v4.py": by_name,
+        "sglang/srt/models/deepseek_common/amd/deepseek_v4_fused_mhc.py": by_name,
     }
     code = """
         from sglang.srt.arg_groups.model_hook import get_platform as told
@@ -156,14 +161,69 @@ def test_undo_restores_every_original(python, tree):
     assert python(code, path=[tree()], env=SEAMS).stdout == "[] True False\n"
 
 
-def test_a_broken_tree_stops_the_scheduler_in_words(python, tree):
-    broken = "def flash_mla_with_kvcache_sm120(**kwargs):\n    return kwargs['q'], kwargs['brand_new']\n"
-    host = tree({"sglang/kernels/ops/attention/flash_mla_sm120.py": broken})
-    code = "import sglang.srt.managers.scheduler as s; print(s.started)"
-    done = python(code, path=[host], check=False)
+BROKEN_TREE = {
+    "sglang/kernels/ops/attention/flash_mla_sm120.py": """
+        def flash_mla_with_kvcache_sm120(**kwargs):
+            return kwargs["q"], kwargs["brand_new"]
+    """
+}
+SERVER = """
+    import json, sys
+    GPU
+    import sglang.srt.managers.scheduler  # as every server does
+    from sglang.srt.models import deepseek_v4  # and its registry, which imports all models
+    from sglang.srt.arg_groups import deepseek_v4_hook
+    from sglang.srt.layers.quantization import fp8
+    if MODEL == "ours":
+        deepseek_v4_hook.apply_deepseek_v4_defaults(None, "DeepseekV4ForCausalLM")
+        deepseek_v4.DeepseekV4ForCausalLM()
+    from deepseek_v4_sm120 import patching
+    print(json.dumps(sorted({r.patch.name for r in patching.active_engine().records if r.state == "BROKEN"})))
+"""
+
+
+@pytest.fixture
+def server(python):
+    """server(folder, model, gpu) starts as far as small trees can: the finished process."""
+
+    def start(folder, model, gpu, check=True, **env):
+        code = SERVER.replace("MODEL", repr(model))
+        fake = FAKE_SM120 if gpu == "sm120" else FAKE_SM120.replace("12, 0", "9, 0") if gpu == "h100" else ""
+        return python(code.replace("    GPU\n", fake.lstrip("\n")), path=[folder], check=check, env=env)
+
+    return start
+
+
+@pytest.mark.parametrize(("model", "gpu"), [("llama", "sm120"), ("ours", "h100"), ("ours", "none"), ("llama", "none")])
+def test_a_broken_row_stops_no_server_that_would_not_have_used_it(server, tree, model, gpu):
+    done = server(tree(BROKEN_TREE), model, gpu)
+    assert done.stdout == '["sparse_decode"]\n'
+    (line,) = [text for text in done.stderr.splitlines() if "brand_new" in text]
+    assert "does not fit sglang 0.5.17" in line and "sparse_decode: " in line
+    assert "any other runs as without us" in line
+
+
+def test_a_broken_row_stops_a_server_of_this_model_on_this_gpu(server, tree):
+    done = server(tree(BROKEN_TREE), "ours", "sm120", check=False)
     assert done.returncode == 1 and "PatchError" in done.stderr and "unexpected brand_new" in done.stderr
-    warned = python(code, path=[host], env={"DSV4_SM120_ON_BROKEN": "warn"})
-    assert warned.stdout == "True\n" and "unexpected brand_new" in warned.stderr
+    assert "in apply_deepseek_v4_defaults" not in done.stdout and "in watched" in done.stderr, "before SGLang's own"
+    warned = server(tree(BROKEN_TREE), "ours", "sm120", DSV4_SM120_ON_BROKEN="warn")
+    assert warned.stdout == '["sparse_decode"]\n' and warned.stderr.count("unexpected brand_new") == 1
+
+
+def test_forced_validation_counts_as_our_gpu(server, tree):
+    done = server(tree(BROKEN_TREE), "ours", "h100", check=False, DSV4_SM120_FORCE="ops")
+    assert done.returncode == 1 and "unexpected brand_new" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["0.5.2", "0.5.11", "0.5.11.post1", "0.6.0"])
+def test_outside_of_what_is_supported_stock_runs(server, tree, version):
+    """Even where nothing fits, the profile is missing and a name of DSV4_SM120_SET is unknown."""
+    wrong = {"DSV4_SM120_PROFILE": "/nowhere.json", "DSV4_SM120_SET": "no_such=on"}
+    host = tree({**BROKEN_TREE, "sglang/_version.py": f"__version__ = '{version}'"})
+    done = server(host, "ours", "sm120", **wrong)
+    assert done.stdout == "[]\n"
+    assert done.stderr.count(f"sglang {version} is outside of what this release knows") == 1
 
 
 def test_a_newer_release_is_unreviewed_and_a_next_generation_unsupported(python, tree):
@@ -178,7 +238,7 @@ def test_a_newer_release_is_unreviewed_and_a_next_generation_unsupported(python,
     assert "UNREVIEWED: nobody has looked at" in newer.stdout and "of sglang 0.5.99" in newer.stdout
     next_generation = python(code, path=[tree({"sglang/_version.py": "__version__ = '0.6.0'"})])
     assert next_generation.stdout == "[('UNSUPPORTED', '')]\n"
-    assert next_generation.stderr.count("sglang 0.6.0 is outside of what this release knows (<0.6)") == 1
+    assert next_generation.stderr.count("sglang 0.6.0 is outside of what this release knows (>=0.5.12,<0.6)") == 1
 
 
 BACKEND_0_5_12 = """
