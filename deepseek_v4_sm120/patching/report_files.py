@@ -38,8 +38,10 @@ def problem(folder: str | Path) -> str | None:
             with _draft(folder, bytes(TRIAL_BYTES)):
                 return None
         above = next(parent for parent in folder.absolute().parents if parent.exists())
-        is_free = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
-        return None if is_free else f"{folder} does not exist and cannot be made in {above}"
+        trial = above / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
+        trial.mkdir()
+        trial.rmdir()
+        return None
     except OSError as error:
         return f"{folder}: {_words(error)}"
 
