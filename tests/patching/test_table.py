@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -401,6 +402,40 @@ def test_status_shows_what_running_processes_reported(python, tree, tmp_path):
     assert [r["state"] for r in found["patches"] if r["target"].startswith("sglang.srt.server_args")] == ["APPLIED"]
     shown = status(python, path=[host], env=env, check=False).stdout
     assert f"pid {file.stem}: applied sm120_seams" in shown
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"DSV4_SM120_PROFILE": "/nowhere.json"}, "profile /nowhere.json cannot be read"),
+        ({"DSV4_SM120_SET": "no_such=on"}, "DSV4_SM120_SET names no_such"),
+        ({"DSV4_SM120_REPORT": "/dev/null/reports"}, "DSV4_SM120_REPORT: /dev/null/reports: Not a directory"),
+        ({"DSV4_SM120_UNREVIEWED": "refuse"}, "UNREVIEWED: nobody has looked at"),
+    ],
+)
+def test_status_exits_1_where_something_is_wrong_and_says_what(python, tree, env, words):
+    done = status(python, path=[tree()], env=env, check=False)
+    assert done.returncode == 1 and words in done.stdout and "Traceback" not in done.stderr
+    stops = "A server of this model on a GPU that we serve does not start:" in done.stdout
+    assert stops == ("DSV4_SM120_REPORT" not in env)
+
+
+def test_status_of_a_tree_that_fits_and_of_a_wrong_name(python, tree):
+    done = status(python, path=[tree()], env={"DSV4_SM120_REPROT": "x"})
+    assert "none of ours and changes nothing; the nearest is DSV4_SM120_REPORT" in done.stdout
+    assert "does not start" not in done.stdout and "settings  " in done.stdout
+
+
+def test_status_among_strange_reports(python, tree, tmp_path):
+    (tmp_path / "1.json").write_text("{")
+    os.mkfifo(tmp_path / "2.json")
+    (tmp_path / "3.json").symlink_to("/etc/passwd")
+    report = {"deepseek_v4_sm120": "0", "pid": 7, "patches": [], "shadow_summary": []}
+    (tmp_path / "7.json").write_text(json.dumps({**report, "notes": ["\x1b[2J gone"]}))
+    done = status(python, path=[tree()], env={"DSV4_SM120_REPORT": str(tmp_path)})
+    for name, why in (("1", "is not JSON"), ("2", "is no regular file"), ("3", "is a symbolic link")):
+        assert f"no report of ours: {tmp_path / name}.json: {why}" in done.stdout
+    assert "pid 7: applied nothing" in done.stdout and "\x1b" not in done.stdout and "?[2J gone" in done.stdout
 
 
 def test_status_shows_what_sglang_was_asked_for(python, tree):
