@@ -242,8 +242,12 @@ class Engine:
         self._check(patch.name for patch in self.table.patches)
         self._tell()
         told = [r.reason for r in self.records if r.state == UNSUPPORTED] + self.profile.warnings
-        unreviewed = [r for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")]
-        told += [f"{r.name}: {r.review}" for r in unreviewed]
+        unreviewed = {r.name: "" for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")}
+        if unreviewed:
+            told.append(
+                f"UNREVIEWED in {self.host} {self.version}, and replaced where it fits: {', '.join(unreviewed)}; "
+                "`python3 -m deepseek_v4_sm120 status` says what, DSV4_SM120_UNREVIEWED=refuse leaves it out"
+            )
         for text in dict.fromkeys(told):
             report.warn_once(text)
         report.write(self)

@@ -194,13 +194,13 @@ def tree(tmp_path):
 class Python:
     """Runs code in a new interpreter whose PYTHONPATH is our folder and then `path`."""
 
-    def __call__(self, code, *, path=(), env=None, flags=(), check=True, ours=True):
+    def __call__(self, code, *, path=(), env=None, flags=(), check=True, ours=True, timeout=120):
         script = [code] if isinstance(code, Path) else ["-c", textwrap.dedent(code)]
         folders = ([str(REPO)] if ours else []) + [str(p) for p in path]
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "PYTHON"))}
         environ |= {"PYTHONPATH": os.pathsep.join(folders), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
         done = subprocess.run(
-            [sys.executable, *flags, *map(str, script)], env=environ, capture_output=True, text=True, timeout=120
+            [sys.executable, *flags, *map(str, script)], env=environ, capture_output=True, text=True, timeout=timeout
         )
         if check and done.returncode:
             raise AssertionError(f"rc {done.returncode}\n{done.stdout}\n{done.stderr}")

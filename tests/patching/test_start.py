@@ -295,11 +295,11 @@ def test_a_release_that_does_not_fit_starts_with_llama_and_stops_with_ours(pytho
     code = STOPS
     for name, value in {**places, "WHEEL": str(wheel), "LLAMA": str(tmp_path)}.items():
         code = code.replace(name, repr(value))
-    done = python(code, env={"HF_HUB_OFFLINE": "1"})
+    done = python(code, env={"HF_HUB_OFFLINE": "1"}, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found["said"]) == {"arguments", "layers"}
     assert all("unexpected" in text and "brand_new" in text for text in found["said"].values())
-    assert found["states"]["wo_a"] == "BROKEN" and found["states"]["mxfp4_moe"] == "APPLIED"
+    assert found["states"]["wo_a"] == "BROKEN" and found["states"]["index_select"] == "APPLIED"
     lines = [line for line in done.stderr.splitlines() if "does not fit sglang 0.5.22" in line]
     assert len(lines) == 1 and "any other runs as without us" in lines[0]
 
@@ -328,7 +328,7 @@ def test_the_plugin_entry_point_patches_what_is_imported_already(python, places,
     code = PLUGIN_DOOR
     for name, value in {**places, "WHEEL": str(unpacked("0.5.23"))}.items():
         code = code.replace(name, repr(value))
-    rows = python.json(code, ours=False, path=[tmp_path], env={"HF_HUB_OFFLINE": "1"})
+    rows = python.json(code, ours=False, path=[tmp_path], env={"HF_HUB_OFFLINE": "1"}, timeout=600)
     assert [row for row in rows if row[2] == "BROKEN"] == []
     applied = {where for _, where, state, _ in rows if state == "APPLIED"}
     assert "sglang.srt.models.deepseek_v4:MQALayer.forward" in applied and len(applied) > 15

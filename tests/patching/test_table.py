@@ -423,7 +423,7 @@ def test_status_exits_1_where_something_is_wrong_and_says_what(python, tree, env
 def test_status_of_a_tree_that_fits_and_of_a_wrong_name(python, tree):
     done = status(python, path=[tree()], env={"DSV4_SM120_REPROT": "x"})
     assert "none of ours and changes nothing; the nearest is DSV4_SM120_REPORT" in done.stdout
-    assert "does not start" not in done.stdout and "settings  " in done.stdout
+    assert "does not start" not in done.stdout and "\nsettings  " not in done.stdout
 
 
 def test_status_among_strange_reports(python, tree, tmp_path):
