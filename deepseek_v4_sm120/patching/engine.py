@@ -206,7 +206,9 @@ class Engine:
         device_gate.on_first_served(self.audit)
         for stand_in in self.stand_ins:
             import_hook.provide(stand_in.name, _package_file(stand_in.package), self._condition(stand_in))
-        for where in self._stops():  # before the patches: one of them may have its target in the same place
+        states = {record.state for record in self.records}
+        is_unsupported = UNSUPPORTED in states and READY not in states  # then the GPU is not even asked for
+        for where in () if is_unsupported else self._stops():  # before the patches: one may lie in the same place
             import_hook.on_import(where.partition(":")[0], lambda module, where=where: self._watch(where, module))
         for record in self.records:
             if record.state == READY:

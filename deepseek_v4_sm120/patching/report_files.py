@@ -13,6 +13,7 @@ LIMIT_BYTES = 64 << 20  # a report with a full table of shadow records has 10 MB
 MOST_REPORTS = 1024  # read from one folder: the newest
 TRIAL_BYTES = 64 << 10  # a full disk still takes empty files, some even short ones
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_written: dict[Path, tuple[int, int]] = {}  # by this process: path -> (device, inode)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO does not block
 
 
@@ -21,13 +22,16 @@ def replace(folder: Path, name: str, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / name
     try:
-        _parsed(final)
+        if _written.get(final) != _inode(final):
+            _parsed(final)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         raise FileExistsError(errno.EEXIST, f"{name} {_words(error)}, and is left as it is") from error
     with _draft(folder, text.encode()) as draft:
+        inode = _inode(draft)
         os.rename(draft, final)  # replaces the name itself, whatever was put there meanwhile: no link is followed
+    _written[final] = inode
 
 
 def problem(folder: str | Path) -> str | None:
@@ -63,6 +67,11 @@ def read(folder: str | Path) -> tuple[list[dict], list[str]]:
         except (OSError, ValueError) as error:
             problems.append(f"{Path(folder, name)}: {_words(error)}")
     return found, problems
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino
 
 
 @contextlib.contextmanager

@@ -147,6 +147,19 @@ def test_a_report_of_an_earlier_process_of_that_number_is_replaced(host, said, t
     assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid() and said == []
 
 
+def test_what_is_planted_over_our_own_report_later_stays(host, said, tmp_path):
+    host()
+    folder, precious = tmp_path / "reports", tmp_path / "precious"
+    precious.write_text("precious")
+    made = engine_with(folder)
+    report.write(made)
+    assert said == []
+    (folder / NAME).unlink()
+    (folder / NAME).symlink_to(precious)
+    report.write(made)
+    assert precious.read_text() == "precious" and (folder / NAME).is_symlink() and "is a symbolic link" in said[0][1]
+
+
 @pytest.mark.parametrize("text", STRANGE)
 def test_strange_files_are_named_and_the_others_read(tmp_path, text):
     (tmp_path / "1.json").write_bytes(text.encode("latin-1"))
