@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 LIMIT_BYTES = 64 << 20  # a report with a full table of shadow records has 10 MB
-MOST_REPORTS = 1024  # read from one folder: the newest
+MOST_REPORTS = 1024  # read from one folder: those of the highest process numbers
 TRIAL_BYTES = 64 << 10  # a full disk still takes empty files, some even short ones
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _written: dict[Path, tuple[int, int]] = {}  # by this process: path -> (device, inode)
