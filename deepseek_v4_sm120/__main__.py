@@ -6,7 +6,7 @@ import importlib
 import json
 import os
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import deepseek_v4_sm120
 from deepseek_v4_sm120.console import BAD_INPUT, CommandError
@@ -62,13 +62,18 @@ def _run(arguments: argparse.Namespace) -> int:
         return importlib.import_module(f"deepseek_v4_sm120.{COMMANDS[arguments.command][1]}").run(arguments)
     found = status()
     print(json.dumps(found, indent=1) if arguments.json else status_text(found))
-    return 1 if any(row["state"] == "BROKEN" for row in found["patches"]) else 0
+    return 1 if found["stops"] or found["report_problem"] or _broken(found) else 0
 
 
 def status() -> dict:
-    """What would be patched in this interpreter, by looking at the files only; and what running processes reported."""
+    """What would be patched in this interpreter, by looking at the files only; and what running processes reported.
+
+    stops           why a server of this model on a GPU that we serve would not start
+    report_problem  why no process can write its report; that stops no server
+    surroundings    variables that are none of ours, a relative PYTHONPATH
+    """
     from deepseek_v4_sm120 import extension, patching
-    from deepseek_v4_sm120.patching import report
+    from deepseek_v4_sm120.patching import report, report_files
     from deepseek_v4_sm120.patching.engine import Engine
     from deepseek_v4_sm120.settings import settings
     from deepseek_v4_sm120.sglang_patches import INDEXER_CHOICES, TABLE
@@ -79,50 +84,84 @@ def status() -> dict:
     found["unknown_choices"] = engine.steering.problem()
     found["build"] = extension.describe()
     found["indexer_choices"] = {name: os.environ[name] for name in INDEXER_CHOICES if os.environ.get(name)}
-    found["processes"] = processes(settings().report)
+    found["surroundings"] = report.surroundings()
+    folder = settings().report
+    found["report_problem"] = report_files.problem(folder) if folder else None
+    reports, found["strange_reports"] = report_files.read(folder) if folder else ([], [])
+    found["processes"] = [one for one in reports if one["pid"] != os.getpid()]
     return found
 
 
-def processes(folder: str | None) -> list[dict]:
-    """The reports that patched processes wrote to DSV4_SM120_REPORT, but for our own."""
-    if folder is None or not os.path.isdir(folder):
-        return []
-    files = sorted(Path(folder).glob("*.json"), key=lambda path: int(path.stem) if path.stem.isdigit() else -1)
-    return [json.loads(path.read_text()) for path in files if path.stem != str(os.getpid())]
-
-
 def status_text(found: dict) -> str:
+    return "\n".join(line for part in STATUS_PARTS for line in part(found))
+
+
+def _head_part(found: dict) -> Iterator[str]:
     from deepseek_v4_sm120 import patching
-    from deepseek_v4_sm120.patching import profile, report
+    from deepseek_v4_sm120.settings import Settings
 
     host_version = found[patching.HOST] or "not found on this interpreter's path; ask SGLang's own Python, in its image"
-    lines = [
-        f"deepseek_v4_sm120 {found['deepseek_v4_sm120']}, Python {found['python']}",
-        f"SGLang            {host_version}",
-        f"build             {_build_text(found['build'])}",
-    ]
-    used = [f"{name}={value}" for name, value in found["settings"].items() if value and value != "raise"]
-    lines += [f"settings          {', '.join(used)}"] if used else []
+    yield f"deepseek_v4_sm120 {found['deepseek_v4_sm120']}, Python {found['python']}"
+    yield f"SGLang            {host_version}"
+    yield f"build             {_build_text(found['build'])}"
+    used = [f"{name}={value}" for name, value in found["settings"].items() if value != getattr(Settings(), name)]
+    if used:
+        yield f"settings          {', '.join(used)}"
     if found["indexer_choices"]:
         chosen = ", ".join(f"{name}={value}" for name, value in found["indexer_choices"].items())
-        lines.append(f"SGLang's indexer  {chosen}: respected where it picks other logits or another top-k than ours")
+        yield f"SGLang's indexer  {chosen}: respected where it picks other logits or another top-k than ours"
+
+
+def _table_part(found: dict) -> Iterator[str]:
+    from deepseek_v4_sm120.patching import report
+
     rows = [("patch", "state", "target", "reason")]
-    for row in found["patches"]:
-        rows.append((row["patch"], row["state"], row["target"], _reason(row)))
-    lines += ["", report.table(rows), "", report.table(_setting_rows(found))]
+    rows += [(row["patch"], row["state"], row["target"], _reason(row)) for row in found["patches"]]
+    yield from ("", report.table(rows), "", report.table(_setting_rows(found)))
+
+
+def _profile_part(found: dict) -> Iterator[str]:
+    from deepseek_v4_sm120.patching import profile
+
     if found["profile"]:
         described = found["profile"]
         told = described["problem"] or (described["warnings"] or [profile.verdicts(described)])[0]
-        lines += ["", f"profile           {told}"]
-    if found["unknown_choices"]:
-        lines += ["", found["unknown_choices"]]
+        yield from ("", f"profile           {told}")
+
+
+def _problem_part(found: dict) -> Iterator[str]:
+    from deepseek_v4_sm120.settings import REPORT
+
+    if found["stops"]:
+        does = "starts, with this told" if found["settings"]["on_broken"] == "warn" else "does not start"
+        yield from ("", f"A server of this model on a GPU that we serve {does}:")
+        yield from (f"  {problem}" for problem in found["stops"])
+    if found["report_problem"]:
+        yield from ("", f"{REPORT}: {found['report_problem']}; servers run, without reports")
+    yield from (f"\nwarning: {text}" for text in found["surroundings"])
+
+
+def _process_part(found: dict) -> Iterator[str]:
     for process in found["processes"]:
         applied = sorted({row["patch"] for row in process["patches"] if row["state"] == "APPLIED"})
         broken = sorted({row["patch"] for row in process["patches"] if row["state"] == "BROKEN"})
-        lines.append(f"\npid {process['pid']}: applied {', '.join(applied) or 'nothing'}")
-        lines += [f"  BROKEN: {', '.join(broken)}"] if broken else []
-        lines += [f"  {line}" for line in (*process.get("notes", ()), *process["shadow_summary"])]
-    return "\n".join(lines)
+        yield _printable(f"\npid {process['pid']}: applied {', '.join(applied) or 'nothing'}")
+        if broken:
+            yield _printable(f"  BROKEN: {', '.join(broken)}")
+        yield from (_printable(f"  {line}") for line in (*process.get("notes", ()), *process["shadow_summary"]))
+    yield from (_printable(f"\nno report of ours: {text}") for text in found["strange_reports"])
+
+
+STATUS_PARTS = (_head_part, _table_part, _profile_part, _problem_part, _process_part)  # found -> lines, in this order
+
+
+def _printable(text: str) -> str:
+    """Without what moves a terminal's cursor or colours it: reports are files that anybody may have written."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def _broken(found: dict) -> bool:
+    return any(row["state"] == "BROKEN" for row in found["patches"])
 
 
 def _setting_rows(found: dict) -> list[tuple[str, ...]]:

@@ -1,10 +1,17 @@
 """Finds, explains and loads _C, the compiled module. Standard library only; nothing happens at import.
 
-find(), explain() and describe() read file names and build_info.json; only load() and build_info() open the library.
+find(), explain() and describe() read files; only load() and build_info() open the library. Before that its size and
+digest are compared with RECORD, which the build writes: a library that is cut off or another one does not fail to load,
+it kills the process (SIGBUS). A module that somebody put into a folder without RECORD is checked for being complete.
 """
 
+import base64
+import csv
+import functools
+import hashlib
 import importlib.util
 import json
+import struct
 import sys
 import threading
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -40,9 +47,14 @@ def explain() -> str | None:
     """Why _C cannot be loaded, as far as the files tell, and what to do; None when nothing is wrong."""
     path = find()
     if path is not None:
-        built = _describe_file(path).get("version")
+        try:
+            built = _describe_file(path).get("version")
+            status = path.stat()
+            damage = _damage(path, status.st_size, status.st_mtime_ns, status.st_ino)
+        except (OSError, ValueError) as error:
+            return f"deepseek_v4_sm120: {path} and the files beside it cannot be read: {error}"
         if built is None or built == deepseek_v4_sm120.__version__:
-            return None
+            return f"deepseek_v4_sm120: {path} {damage}" if damage else None
         return (
             f"deepseek_v4_sm120: {path} was built for version {built}, the Python files beside it are "
             f"{deepseek_v4_sm120.__version__}; rebuild the folder with ./build_docker.sh and mount it as a whole"
@@ -60,6 +72,42 @@ def explain() -> str | None:
         )
     wanted = f"need _C{EXTENSION_SUFFIXES[0]} in {places}"
     return f"deepseek_v4_sm120: no compiled module for {python}: {wanted}, {found}; {remedy}"
+
+
+@functools.lru_cache(maxsize=8)
+def _damage(path: Path, size: int, *_changes: int) -> str | None:
+    """What of a module's file is not as it was built, and what to do; once per process and state of the file."""
+    remedy = "copy the folder that the build made again, as a whole, or rebuild it with ./build_docker.sh"
+    record = path.parent.parent / f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info" / "RECORD"
+    if not record.is_file():
+        return _incomplete(path, size)
+    name = f"{path.parent.name}/{path.name}"
+    with open(record, newline="") as lines:
+        row = next((row for row in csv.reader(lines) if row and row[0] == name), None)
+    if row is None or len(row) != 3:
+        return f"was not made by this build: {record} has no such file; {remedy}"
+    if str(size) != row[2]:
+        return f"has {size} bytes, {record} says {row[2]}: it is cut off, or of another build; {remedy}"
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256") if sys.version_info >= (3, 11) else hashlib.sha256(file.read())
+    found = "sha256=" + base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
+    if found != row[1]:
+        return f"is {found}, {record} says {row[1]}: it is damaged, or of another build; {remedy}"
+    return None
+
+
+def _incomplete(path: Path, size: int) -> str | None:
+    """Whether a 64-bit ELF file ends before its section headers do: they are its last part."""
+    header = struct.Struct("<16sHHIQQQIHHHHHH")
+    with open(path, "rb") as file:
+        begin = file.read(header.size)
+    if len(begin) < header.size or begin[:4] != b"\x7fELF":
+        return "is no library; rebuild it with ./build_docker.sh"
+    fields = header.unpack(begin)
+    wanted = fields[6] + fields[11] * fields[12]  # e_shoff + e_shentsize * e_shnum
+    if size < wanted:
+        return f"has {size} bytes and should have {wanted}: it is cut off; copy it again, or rebuild it"
+    return None
 
 
 def load() -> ModuleType:

@@ -6,7 +6,8 @@ DSV4_SM120_FORCE=seams      validation on other GPUs: SGLang itself takes its SM
 DSV4_SM120_SHADOW=1         run ours beside the original on live inputs, record the difference, keep the original's
 DSV4_SM120_SHADOW=ours      the same, but keep our result
 DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out with a warning, the server starts
-DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json
+DSV4_SM120_UNREVIEWED=refuse   a patch of code that nobody has looked at is treated like one that does not fit
+DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json; what prevents that is told and stops nothing
 DSV4_SM120_SET=<name>=<on, off or a number>[,...]   the table's settings: others than its defaults; <operator>=off
 DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out, and one
                             that is off by default is on where it won; DSV4_SM120_SET=<operator>=on or off stands above
@@ -22,7 +23,11 @@ _ACCEPTED = {
     "DSV4_SM120_FORCE": ("ops", "seams"),
     "DSV4_SM120_SHADOW": ("1", "ours"),
     "DSV4_SM120_ON_BROKEN": ("raise", "warn"),
+    "DSV4_SM120_UNREVIEWED": ("warn", "refuse"),
 }
+PREFIX = "DSV4_SM120"
+REPORT = "DSV4_SM120_REPORT"
+KNOWN = (*_ACCEPTED, REPORT, "DSV4_SM120_SET", "DSV4_SM120_PROFILE")
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Settings:
     report: str | None = None  # folder of the per-process reports
     choices: Mapping[str, str] = field(default_factory=dict)  # setting of the table -> "on", "off" or a number
     profile: str | None = None  # file that `calibrate` wrote
+    unreviewed: str = "warn"  # "warn" or "refuse"
 
     @property
     def mode(self) -> str:
@@ -55,10 +61,25 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         force=value("DSV4_SM120_FORCE"),
         shadow=value("DSV4_SM120_SHADOW"),
         on_broken=value("DSV4_SM120_ON_BROKEN") or "raise",
-        report=environ.get("DSV4_SM120_REPORT") or None,
+        report=environ.get(REPORT) or None,
         choices=read_choices(environ.get("DSV4_SM120_SET", "")),
         profile=environ.get("DSV4_SM120_PROFILE") or None,
+        unreviewed=value("DSV4_SM120_UNREVIEWED") or "warn",
     )
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable that looks like one of ours and is none, with the nearest that is."""
+    strangers = sorted(name for name in environ if name.startswith(PREFIX) and name not in KNOWN)
+    if not strangers:
+        return []
+    from difflib import get_close_matches
+
+    return [
+        f"the variable {name} is none of ours and changes nothing; the nearest is "
+        f"{get_close_matches(name, KNOWN, n=1, cutoff=0)[0]}"
+        for name in strangers
+    ]
 
 
 def read_choices(text: str) -> dict[str, str]:

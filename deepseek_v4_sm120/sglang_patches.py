@@ -553,8 +553,10 @@ LEFT_AT_TRUTH = {
 }
 
 TABLE = Table(
-    supported="<0.6",
+    supported=">=0.5.12,<0.6",
     preflight="sglang.srt.managers.scheduler",
+    resolved_at="sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults",
+    built_at=f"{MODEL}:DeepseekV4ForCausalLM.__init__",
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, Q_NORM, PAGED_PREFILL, SCHED_META),
         *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR),

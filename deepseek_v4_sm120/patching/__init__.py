@@ -4,8 +4,12 @@ import_hook   callbacks on imports                            (loaded in every p
 spec          what a patch is: Patch, Target, Table           (from here on: loaded by the first import of SGLang)
 contract      what a target must look like, checked by ast
 engine        version -> target -> contract -> needs -> setattr -> record
+verdict       what the first process of a server decided, for those that it starts
 report        log line, JSON per process, status table
+report_files  the files of these reports
 """
+
+import os
 
 from deepseek_v4_sm120.patching import import_hook
 
@@ -13,14 +17,40 @@ HOST = "sglang"  # the package whose first import starts us; every other name of
 
 _installed = False
 _engine = None
+_started_in = None  # the working directory when we were installed: entries of PYTHONPATH are relative to it
 
 
 def install():
-    """Hook the first import of SGLang; start at once where it is already imported. A second call does nothing."""
-    global _installed
-    if not _installed:
-        import_hook.before_import(HOST, _start)
-        _installed = True
+    """Hook the first import of SGLang; start at once where it is already imported. A second call, by SGLang's plugin
+    entry point, catches up with what came in without us: see import_hook.catch_up."""
+    global _installed, _started_in
+    if _installed:
+        import_hook.catch_up()
+        return
+    _installed = True
+    _started_in = _working_directory()
+    import_hook.before_import(HOST, _start)
+
+
+def relative_entry():
+    """A sentence about the entry of PYTHONPATH that is our folder, where only a relative one is; else None."""
+    folder = os.path.realpath(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+    base = _started_in or _working_directory()
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.environ.get("PYTHONPATH") else []
+    ours = [entry for entry in entries if base and os.path.realpath(os.path.join(base, entry)) == folder]
+    if not ours or any(map(os.path.isabs, ours)):
+        return None
+    return (
+        f"PYTHONPATH has our folder as {ours[0]!r}, relative to {base}: a process that starts elsewhere runs without "
+        f"us; write {folder}"
+    )
+
+
+def _working_directory():
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return None
 
 
 def active_engine():

@@ -1,14 +1,21 @@
-"""version -> target -> contract -> needs -> setattr -> record. Knows neither the host nor our kernels."""
+"""version -> target -> contract -> needs -> setattr -> record. Knows neither the host nor our kernels.
 
+A patch is put in place as a whole or not at all: every target of it, and of the operator that it serves, is checked on
+disk before the first is replaced, and a target that turns out missing later takes the others back. What does not fit is
+told in one line and left out; nothing is raised inside an import. A server is stopped in Table.resolved_at and
+Table.built_at, which the host calls for our model only, and there only where the GPU is ours too.
+"""
+
+import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepseek_v4_sm120 import device_gate
-from deepseek_v4_sm120.patching import contract, import_hook, profile, report
+from deepseek_v4_sm120.patching import contract, import_hook, profile, report, verdict
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Table, Target
 from deepseek_v4_sm120.patching.steering import ON, Steering
@@ -19,7 +26,7 @@ APPLIED = "APPLIED"
 NOT_APPLICABLE = "NOT APPLICABLE"  # not for this mode or this host version: quiet
 UNSUPPORTED = "UNSUPPORTED"  # a host version that we do not know: one warning, stock code runs
 OFF = "OFF"  # DSV4_SM120=off
-BROKEN = "BROKEN"  # in range, but it does not fit or cannot load: raises, or warns with DSV4_SM120_ON_BROKEN=warn
+BROKEN = "BROKEN"  # in range, but it, or another target of its patch, does not fit or cannot load: left out
 
 MARK = "__deepseek_v4_sm120__"  # on every function that we put in place: the patch's name
 
@@ -38,6 +45,11 @@ class Record:
     original: object = None
     replacement: object = None
     by_name: list[str] = field(default_factory=list)  # module attributes that still hold the original
+    problem: str | None = None  # of this very target; another BROKEN one is left out because of its patch
+
+    @property
+    def name(self) -> str:
+        return self.patch.name
 
     @property
     def where(self) -> str:
@@ -56,14 +68,22 @@ class Engine:
         self.host = host
         self.settings = settings
         self.version = package_version(host, Sources())
-        self.stand_ins = [s for s in table.stand_ins if self._version_is_known() and self._in_range(s.sglang)]
+        self.stand_ins = [s for s in table.stand_ins if self._has_setting(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
         operators = tuple(dict.fromkeys(patch.serves or patch.name for patch in table.patches))
         self.steering = Steering(table.settings, settings, self._has_setting, operators)
-        self.profile = profile.consult(settings.profile, self.version)
+        self.inherited = verdict.inherited(os.environ, self.version)  # None in the first process of a server
+        handed = self.inherited.profile if self.inherited else None
+        self.profile = profile.of_parent(handed) if handed else profile.consult(settings.profile, self.version)
         self.records = [record for patch in table.patches for record in self._select(patch)]
+        self._leave_out_what_serves_nothing()
+        self.disagreements: list[str] = []  # what only this process of the server cannot have
         self._announced = False
-        self._warned: set[str] = set()  # each reason is told once
+        self._has_layers = False  # of our model on a GPU of ours: from here on a patch cannot be taken back
+        self._order: list[Record] = []  # the APPLIED ones, as they were put in place
+        self._checked: set[str] = set()  # patches
+        self._told: set[str] = set()  # problems
+        self._watched: list[tuple[object, str, object, object]] = []  # (holder, attribute, original, ours)
         self._needs_met: dict[str, str | None] = {}  # "module:function" -> None, or why it failed
 
     # Selection ------------------------------------------------------------------------------------------------------
@@ -84,7 +104,7 @@ class Engine:
         if self.settings.mode not in patch.modes:
             wanted = " or ".join("normal use" if m == "sm120" else f"DSV4_SM120_FORCE={m}" for m in patch.modes)
             return [Record(patch, None, NOT_APPLICABLE, f"only in {wanted}")]
-        if self.version is not None and not self._in_range(self.table.supported):
+        if self.version is not None and not self._is_supported(patch):
             reason = (
                 f"{self.host} {self.version} is outside of what this release knows ({self.table.supported}): "
                 f"the stock code runs. Use a newer release of deepseek_v4_sm120, or an older {self.host}"
@@ -104,8 +124,28 @@ class Engine:
         why = f"; DSV4_SM120_SET={name}=on, although {against}" if against else why
         return [Record(patch, t, READY, f"when {self.host} imports it{why}") for t in targets]
 
+    def _leave_out_what_serves_nothing(self) -> None:
+        """A patch that serves an operator makes no sense, and may do harm, where the operator is not replaced."""
+        states = {r.name: r.state for r in self.records}
+        for record in self.records:
+            operator = record.patch.serves
+            if record.state == READY and states.get(operator, READY) != READY:
+                record.state = NOT_APPLICABLE
+                record.reason = f"serves {operator}, which is {states[operator]}"
+
+    def _is_supported(self, patch: Patch) -> bool:
+        """In range; or a build of ahead of the first release, where it has all that the patch needs."""
+        return self._in_range(self.table.supported) or (self._is_early_build() and bool(self._fitting(patch)))
+
+    def _is_early_build(self) -> bool:
+        from packaging.version import Version
+
+        version = Version(self.version)
+        first = [s.version for s in self._specifiers(self.table.supported) if s.operator == ">="]
+        return version.is_devrelease and any(version < Version(begin) for begin in first)
+
     def _has_setting(self, specifiers: str) -> bool:
-        """Settings are for versions that we know: a tree that does not tell its version gets none."""
+        """Settings and stand-ins are for versions that we know: a tree that does not tell its version gets none."""
         return self._version_is_known() and self._in_range(self.table.supported) and self._in_range(specifiers)
 
     def _version_is_known(self) -> bool:
@@ -114,6 +154,9 @@ class Engine:
     def _in_range(self, specifiers: str) -> bool:
         if not self._version_is_known():
             return True
+        return self._specifiers(specifiers).contains(self.version, prereleases=True)
+
+    def _specifiers(self, text: str):
         try:
             from packaging.specifiers import SpecifierSet
         except ImportError as error:
@@ -121,40 +164,52 @@ class Engine:
                 f"deepseek_v4_sm120: {sys.executable} finds {self.host} {self.version} but not the package `packaging`,"
                 f" which {self.host} itself requires; install it with: {sys.executable} -m pip install packaging"
             ) from error
-        return SpecifierSet(specifiers).contains(self.version, prereleases=True)
+        return SpecifierSet(text)
 
     def _targets(self, patch: Patch) -> list[Target]:
-        """By version; by what is on disk in a tree that does not tell its version, and for a pre-release that lies
-        between two ranges (0.5.13.dev5 is neither <0.5.13 nor >=0.5.13)."""
-        if not self._version_is_known():
+        """By version; by what is on disk in a tree that does not tell its version, for a build of ahead of the first
+        release, and for a pre-release that lies between two ranges (0.5.13.dev5 is neither <0.5.13 nor >=0.5.13)."""
+        if not self._version_is_known() or self._is_early_build():
             return self._fitting(patch)
         by_version = [t for t in patch.targets if self._in_range(t.sglang)]
-        if by_version or not self._is_between_ranges(patch):
+        if by_version:
             return by_version
-        return self._fitting(patch) or [t for t in patch.targets if self.sources.path(t.module) is not None]
-
-    def _is_between_ranges(self, patch: Patch) -> bool:
-        from packaging.specifiers import SpecifierSet
         from packaging.version import Version
 
         version = Version(self.version)
-        released = [t for t in patch.targets if SpecifierSet(t.sglang).contains(version.base_version)]
-        return version.is_prerelease and bool(released)
+        released = [t for t in patch.targets if self._specifiers(t.sglang).contains(version.base_version)]
+        return (self._fitting(patch) or released) if version.is_prerelease and released else []
 
     def _fitting(self, patch: Patch) -> list[Target]:
-        return [t for t in patch.targets if self._check(t).problem is None]
+        """The targets of the newest version for which every one of them fits what is on disk."""
+        ranges = [self._specifiers(text) for text in (self.table.supported, *(t.sglang for t in patch.targets))]
+        begins = {s.version for each in ranges for s in each if s.operator in (">=", "==", "~=")}
+        from packaging.version import Version
 
-    def _check(self, target: Target) -> contract.Finding:
-        return contract.check(target.where, target.contract, target.caller, self.sources.read)
+        for begin in sorted(begins, key=Version, reverse=True):
+            pairs = zip(patch.targets, ranges[1:], strict=True)
+            targets = [t for t, versions in pairs if versions.contains(begin, prereleases=True)]
+            if targets and all(self._look(t.where, t.contract, t.caller).problem is None for t in targets):
+                return targets
+        return []
+
+    def _look(self, where: str, expected: contract.Contract, caller: str | None) -> contract.Finding:
+        return contract.check(where, expected, caller, self.sources.read)
 
     # Hooks ----------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Hook every chosen target and the preflight."""
+        """Hook every chosen target, the preflight and the places where a server may be stopped."""
+        for text in report.surroundings():
+            report.warn_once(text)
         self.steering.start(os.environ)
         device_gate.on_first_served(self.audit)
         for stand_in in self.stand_ins:
             import_hook.provide(stand_in.name, _package_file(stand_in.package), self._condition(stand_in))
+        states = {record.state for record in self.records}
+        is_unsupported = UNSUPPORTED in states and READY not in states  # then the GPU is not even asked for
+        for where in () if is_unsupported else self._stops():  # before the patches: one may lie in the same place
+            import_hook.on_import(where.partition(":")[0], lambda module, where=where: self._watch(where, module))
         for record in self.records:
             if record.state == READY:
                 import_hook.on_import(record.target.module, lambda module, record=record: self.apply(record, module))
@@ -167,70 +222,208 @@ class Engine:
 
         return holds
 
+    def _watch(self, where: str, module) -> None:
+        """Have `enter_model` called in front of a function that the host calls for our model only."""
+        holder, attribute = _holder(module, where.partition(":")[2])
+        original = vars(holder).get(attribute) if holder is not None else None
+        if not callable(original) or getattr(original, "__dict__", {}).get(MARK) == "":
+            return
+
+        @functools.wraps(original)
+        def watched(*args, **kwargs):
+            self.enter_model(where == self.table.built_at)
+            return original(*args, **kwargs)
+
+        setattr(watched, MARK, "")
+        setattr(holder, attribute, watched)
+        self._watched.append((holder, attribute, original, watched))
+
     def preflight(self) -> None:
-        """Before the host starts to work: check every row on disk, load what they need; BROKEN stops it now."""
-        import_hook.fire_missed()
-        problems = [problem for problem in (self.steering.problem(), self.profile.problem) if problem]
-        for record in self.records:
-            if record.state == READY:
-                problem = self._examine(record)
-                if problem:
-                    problems.append(self._broken(record, problem))
+        """Before the host starts to work: check every row on disk, load what they need, say what does not fit."""
+        import_hook.catch_up()
+        self._check(patch.name for patch in self.table.patches)
+        self._tell()
         told = [r.reason for r in self.records if r.state == UNSUPPORTED] + self.profile.warnings
-        unreviewed = [r for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")]
-        told += [f"{r.patch.name}: {r.review}" for r in unreviewed]
+        unreviewed = {r.name: "" for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")}
+        if unreviewed:
+            told.append(
+                f"UNREVIEWED in {self.host} {self.version}, and replaced where it fits: {', '.join(unreviewed)}; "
+                "`python3 -m deepseek_v4_sm120 status` says what, DSV4_SM120_UNREVIEWED=refuse leaves it out"
+            )
         for text in dict.fromkeys(told):
-            if text not in self._warned:
-                self._warned.add(text)
-                report.warn(text)
+            report.warn_once(text)
         report.write(self)
-        self._fail(problems)
 
     def survey(self) -> list[Record]:
-        """The records after checking everything on disk, as the preflight does it; nothing is raised or patched."""
-        for record in self.records:
-            if record.state == READY:
-                problem = self._examine(record)
-                if problem:
-                    self._broken(record, problem)
+        """The records after checking everything on disk, as the preflight does it; nothing is said or patched."""
+        self._checked.clear()
+        self._check(patch.name for patch in self.table.patches)
         return self.records
+
+    def enter_model(self, makes_layers: bool) -> None:
+        """The host is about to run our model. On a GPU of ours, PatchError where something would be missing; what is
+        decided here holds for the processes that this one starts."""
+        import_hook.catch_up()
+        self._check(patch.name for patch in self.table.patches)
+        if self.inherited is None:
+            left_out = {r.name: r.problem or r.reason for r in reversed(self.records) if r.state == BROKEN}
+            mine = verdict.identity(self.version)
+            verdict.Verdict(mine, left_out, self.profile.handover()).hand_over(os.environ)
+        if not device_gate.serves_current_device():
+            return
+        problems = self.problems()
+        if self.disagreements or (problems and self.settings.on_broken == "raise"):
+            raise self._refusal(self.disagreements + problems)
+        self._has_layers = self._has_layers or makes_layers
+        self._tell()
+
+    # What is wrong --------------------------------------------------------------------------------------------------
+
+    def problems(self) -> list[str]:
+        """What stops a server of our model on a GPU of ours: nothing where no patch would be used."""
+        if not any(r.state in (READY, APPLIED, BROKEN) for r in self.records):
+            return []
+        found = [problem for problem in (self.steering.problem(), self.profile.problem) if problem]
+        found += [f"{r.name}: {r.problem}" for r in self.records if r.state == BROKEN and r.problem]
+        return list(dict.fromkeys(found))
+
+    def missing_stops(self) -> str | None:
+        """In words, when no place is left in which a server could be stopped."""
+        gone = [where for where in self._stops() if self._look(where, contract.Bound(), None).problem]
+        if len(gone) < len(self._stops()):
+            return None
+        return f"no server is stopped: {self.host} {self.version} has none of the places for it ({', '.join(gone)})"
+
+    def _stops(self) -> list[str]:
+        return [where for where in (self.table.resolved_at, self.table.built_at) if where]
+
+    def _tell(self) -> None:
+        """One line about all that is left out, in one process of a server."""
+        problems = self.problems()
+        if self._told >= set(problems):
+            return
+        self._told.update(problems)
+        if self.settings.on_broken == "warn":
+            then = "DSV4_SM120_ON_BROKEN=warn: every server starts"
+        else:
+            then = "A server of this model on a GPU that we serve does not start; any other runs as without us"
+            then = self.missing_stops() or then
+        report.write(self)
+        begin = f"deepseek_v4_sm120 {report.our_version()} does not fit {self.host} {self.version}"
+        report.warn_once(f"{begin}: {'; '.join(problems)}. {then}")
+
+    def _refusal(self, problems: list[str]) -> PatchError:
+        report.write(self)
+        return PatchError(
+            f"deepseek_v4_sm120 {report.our_version()} does not fit {self.host} {self.version}:\n  "
+            + "\n  ".join(problems)
+            + "\nWhat to do: use a release of deepseek_v4_sm120 that lists this version; or set"
+            " DSV4_SM120_ON_BROKEN=warn to run the stock code in these places; or DSV4_SM120=off to run without us."
+        )
+
+    def _check(self, patches: Iterable[str]) -> None:
+        """Decide whether these patches can be put in place, from what is on disk and in the environment alone."""
+        for name in dict.fromkeys(patches):
+            if name in self._checked:
+                continue
+            self._checked.add(name)
+            group = [r for r in self.records if r.name == name and r.state == READY]
+            for record in group:
+                record.problem = self._examine(record)
+            if any(record.problem for record in group):
+                if self.inherited and name not in self.inherited.left_out:
+                    self.disagreements.append(
+                        f"{name}: the process that started this one has it, this one cannot; all processes of a server "
+                        "must run the same code"
+                    )
+                self._leave_out(name)
+            elif group and self.inherited and name in self.inherited.left_out:
+                group[0].problem = f"left out by the process that started this one: {self.inherited.left_out[name]}"
+                self._leave_out(name)
+
+    def _leave_out(self, name: str) -> None:
+        """Make a patch BROKEN as a whole, with what serves it; what of them is in place is taken back."""
+        group = [r for r in self.records if r.name == name and r.state in (READY, APPLIED)]
+        cause = next(r.problem for r in self.records if r.name == name and r.problem)
+        servants = [r for r in self.records if r.patch.serves == name and r.state in (READY, APPLIED)]
+        self._take_back([r for r in group + servants if r.state == APPLIED])
+        for record in group:
+            record.state, record.reason = BROKEN, record.problem or f"left out as a whole: {cause}"
+        for record in servants:
+            record.state, record.reason = NOT_APPLICABLE, f"serves {name}, which is {BROKEN}"
 
     # One target -----------------------------------------------------------------------------------------------------
 
     def apply(self, record: Record, module) -> None:
         """Put the replacement in place; called right after each execution of the target's module."""
-        problem = None
-        holder = module
-        for name in record.target.qualname.split(".")[:-1]:
-            holder = getattr(holder, name, None)
-        current = vars(holder).get(record.attribute) if holder is not None else None
-        if record.patch.name in _marks(current):
-            return
-        if holder is None or record.attribute not in vars(holder):
-            problem = f"{record.target.module} has no {record.target.qualname} after its import"
-        problem = problem or self._examine(record)
-        if problem:
-            self._fail([self._broken(record, problem)])
-            return
-        replacement = _load(record.target.replacement)(current)
+        self._check([name for name in (record.name, record.patch.serves) if name])
+        if record.state in (READY, APPLIED) and (problem := self._put(record, module)):
+            record.problem = problem
+            if self._has_layers:
+                record.state, record.reason = BROKEN, problem
+                raise self._refusal([f"{record.name}: {problem}", "too late to run the stock code instead"])
+            self._leave_out(record.name)
+        if record.state == BROKEN:
+            self._check(patch.name for patch in self.table.patches)  # so that one line tells all
+            self._tell()
+        report.write(self)
+
+    def _put(self, record: Record, module) -> str | None:
+        """Replace one target; the problem where that cannot be done."""
+        holder, attribute = _holder(module, record.target.qualname)
+        if holder is None or attribute not in vars(holder):
+            return f"{record.target.module} has no {record.target.qualname} after its import"
+        current = vars(holder)[attribute]
+        if record.name in _marks(current):
+            return None
+        if not import_hook.is_executing(record.target.module) and (others := _bound_elsewhere(record, current)):
+            return (
+                f"{record.where} was imported before our hook, and {', '.join(others)} has the original by name; let "
+                "our folder be the first on PYTHONPATH, and import nothing of it ahead of us"
+            )
+        try:
+            replacement = _load(record.target.replacement)(current)
+        except Exception as error:  # ours, but raised inside an import of the host's: it stops where patches are used
+            return f"{record.target.replacement}: {type(error).__name__}: {error}"
         if callable(replacement) and not isinstance(replacement, type):
-            setattr(replacement, MARK, record.patch.name)
-        setattr(holder, record.attribute, replacement)
+            setattr(replacement, MARK, record.name)
+        setattr(holder, attribute, replacement)
         record.holder, record.original, record.replacement = holder, current, replacement
         record.state, record.reason = APPLIED, f"by {record.target.replacement}"
+        self._order = [*(r for r in self._order if r is not record), record]
         if not self._announced:
             self._announced = True
             report.info(report.summary(self))
-        report.write(self)
+        return None
+
+    def _take_back(self, records: list[Record]) -> None:
+        """Restore the originals of these; patches that lie in the same places on top of them are put there again."""
+        for record in records:
+            applied = [r for r in self._order if r.state == APPLIED and r.holder is record.holder]
+            chain = [r for r in applied if r.attribute == record.attribute]  # the lowest first
+            if vars(record.holder).get(record.attribute) is not chain[-1].replacement:
+                self.disagreements.append(
+                    f"{record.name}: {record.where} cannot be taken back, somebody put another function on top of ours"
+                )
+                continue
+            current = record.original
+            record.state = READY
+            for above in chain[chain.index(record) + 1 :]:
+                above.original = current
+                current = above.replacement = _load(above.target.replacement)(current)
+                setattr(current, MARK, above.name)
+            setattr(record.holder, record.attribute, current)
 
     def _examine(self, record: Record) -> str | None:
         """Check contract and needs; fills in digest and review, returns the problem."""
         target = record.target
-        finding = self._check(target)
+        finding = self._look(target.where, target.contract, target.caller)
         record.digest = finding.digest
         record.review = self._review(target, finding.digest)
         if finding.problem:
             return f"{target.where}: {finding.problem}"
+        if self.settings.unreviewed == "refuse" and record.review.startswith("UNREVIEWED"):
+            return f"{target.where}: {record.review} (DSV4_SM120_UNREVIEWED=refuse)"
         for need in record.patch.needs:
             if need not in self._needs_met:
                 self._needs_met[need] = _attempt(need)
@@ -251,28 +444,6 @@ class Engine:
             f"UNREVIEWED: nobody has looked at this code (digest {digest}) of {self.host} {self.version}; it takes the "
             f"arguments that we expect, so it is replaced. Reviewed: {known}"
         )
-
-    def _broken(self, record: Record, problem: str) -> str:
-        record.state, record.reason = BROKEN, problem
-        return f"{record.patch.name}: {problem}"
-
-    def _fail(self, problems: list[str]) -> None:
-        if self.settings.on_broken == "warn":
-            problems = [problem for problem in problems if problem not in self._warned]
-            self._warned.update(problems)
-        if not problems:
-            return
-        text = (
-            f"deepseek_v4_sm120 {report.our_version()} does not fit {self.host} {self.version}:\n  "
-            + "\n  ".join(problems)
-            + "\nWhat to do: use a release of deepseek_v4_sm120 that lists this version; or set"
-            " DSV4_SM120_ON_BROKEN=warn to run the stock code in these places; or DSV4_SM120=off to run without us."
-        )
-        report.write(self)
-        if self.settings.on_broken == "warn":
-            report.warn(text)
-        else:
-            raise PatchError(text)
 
     def setting_rows(self) -> list[dict]:
         """The settings for reports; `moot` is the patch that makes one that is off superfluous here, or None."""
@@ -302,7 +473,7 @@ class Engine:
                     record.by_name.append(f"{name}:{attribute}")
         for record in originals.values():
             if record.by_name:
-                report.warn(f"{record.patch.name}: still the original in {', '.join(record.by_name)}")
+                report.warn(f"{record.name}: still the original in {', '.join(record.by_name)}")
         report.write(self)
 
     def undo(self) -> list[Record]:
@@ -315,6 +486,9 @@ class Engine:
                 record.state, record.reason = READY, "undone"
             else:
                 left.append(record)
+        for holder, attribute, original, ours in self._watched:
+            if vars(holder).get(attribute) is ours:
+                setattr(holder, attribute, original)
         return left
 
 
@@ -322,6 +496,25 @@ def _package_file(package: str) -> str:
     """The `__init__.py` of one of our packages, without importing it."""
     top, *rest = package.split(".")
     return str(Path(sys.modules[top].__file__).parent.joinpath(*rest, "__init__.py"))
+
+
+def _holder(module, qualname: str) -> tuple[object, str]:
+    """(module or class that holds the name, its last part); (None, ...) where a class is missing."""
+    *classes, attribute = qualname.split(".")
+    return functools.reduce(lambda holder, name: getattr(holder, name, None), classes, module), attribute
+
+
+def _bound_elsewhere(record: Record, function) -> list[str]:
+    """Names under which other modules have a function that the target's module defines ("module:name")."""
+    if getattr(function, "__module__", None) != record.target.module or "." in record.target.qualname:
+        return []
+    return [
+        f"{name}:{attribute}"
+        for name, module in list(sys.modules.items())
+        if name != record.target.module
+        for attribute, value in list(getattr(module, "__dict__", {}).items())
+        if value is function
+    ]
 
 
 def _marks(function) -> list[str]:

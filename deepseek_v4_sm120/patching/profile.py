@@ -69,6 +69,14 @@ class Profile:
         """Why the patch must do without one of its ways here ("ours, mxfp8"), None when it may use it."""
         return self.operators.get(patch, {}).get("left_out", {}).get(way)
 
+    def handover(self) -> dict | None:
+        """What children need of it, JSON-able; `of_parent` makes it a profile again."""
+        if self.path is None:
+            return None
+        kept = ("winner", "wrong", "left_out", "stock_over_ours")
+        operators = {name: {k: v for k, v in found.items() if k in kept} for name, found in self.operators.items()}
+        return {"path": self.path, "operators": operators, "problem": self.problem, "warnings": self.warnings}
+
     def describe(self) -> dict | None:
         if self.path is None:
             return None
@@ -134,6 +142,11 @@ def _is_verdict(found) -> bool:
 
 def identity_of(found: dict) -> Identity:
     return Identity(**{name: found["identity"].get(name) for name in ("device", "driver", "sglang", "package")})
+
+
+def of_parent(handed: dict) -> Profile:
+    """The profile as the process that started this one read it: the file may have changed or gone since."""
+    return Profile(**handed)
 
 
 def consult(path: str | None, sglang: str | None) -> Profile:

@@ -6,11 +6,16 @@ import logging
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import deepseek_v4_sm120
 from deepseek_v4_sm120 import device_gate, patching
+from deepseek_v4_sm120.patching import report_files
+from deepseek_v4_sm120.settings import REPORT, unknown_variables
+
+TOLD = "_DSV4_SM120_TOLD"  # checksums of what was told: children inherit it and do not say it again; no user's setting
 
 _LOGGER = logging.getLogger("deepseek_v4_sm120")
 _write_lock = threading.Lock()
@@ -27,6 +32,21 @@ def info(text: str) -> None:
 
 def warn(text: str) -> None:
     _say(logging.WARNING, text)
+
+
+def warn_once(text: str) -> None:
+    """A warning that a server's processes would all repeat: the first one says it."""
+    mark = f"{zlib.crc32(text.encode()):08x}"
+    told = [known for known in os.environ.get(TOLD, "").split(",") if known]
+    if mark not in told:
+        os.environ[TOLD] = ",".join((*told, mark))
+        warn(text)
+
+
+def surroundings() -> list[str]:
+    """What is wrong around us and stops nothing: variables that are none of ours, a place that children may lose."""
+    relative = patching.relative_entry()
+    return [*unknown_variables(os.environ), *([relative] if relative else [])]
 
 
 def _say(level: int, text: str) -> None:
@@ -78,6 +98,7 @@ def as_dict(engine) -> dict:
         ],
         "table_settings": engine.setting_rows(),
         "profile": engine.profile.describe(),
+        "stops": engine.disagreements + engine.problems(),
         "notes": [describe() for describe in list(_notes.values())],
         "devices_served": {str(index): served for index, served in device_gate.answers().items()},
         **_shadow(engine),
@@ -106,17 +127,18 @@ def start(engine) -> None:
 
 
 def write(engine=None) -> None:
-    """<DSV4_SM120_REPORT>/<pid>.json of this process's engine, replaced as a whole; any thread may ask for it."""
+    """<DSV4_SM120_REPORT>/<pid>.json of this process's engine, replaced as a whole; any thread may ask for it. What
+    prevents it is told once and stops nothing."""
     engine = engine or patching.active_engine()
     if engine is None or not engine.settings.report:
         return
-    folder = Path(engine.settings.report)
-    final = folder / f"{os.getpid()}.json"
-    draft = final.with_suffix(".tmp")
     with _write_lock:
-        folder.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(as_dict(engine), indent=1))
-        os.replace(draft, final)
+        try:
+            text = json.dumps(as_dict(engine), indent=1)
+            report_files.replace(Path(engine.settings.report), f"{os.getpid()}.json", text)
+        except OSError as error:
+            why = error.strerror or str(error)
+            warn_once(f"no reports in {REPORT}={engine.settings.report}: {why}; all else goes on")
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

@@ -117,10 +117,15 @@ VALUE = "<value>"  # in Setting.arguments
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """supported: host versions that we know at all. preflight: the module whose import starts the check of all rows."""
+    """supported: host versions that we know at all. preflight: the module whose import starts the check of all rows.
+    resolved_at, built_at: functions, "module:qualname", that the host calls for our model only: in a server's first
+    process, while it resolves the arguments; in each worker, before it makes the layers. There a server is stopped
+    that would have used a patch that does not fit."""
 
     supported: str
     preflight: str
     patches: tuple[Patch, ...]
+    resolved_at: str | None = None
+    built_at: str | None = None
     stand_ins: tuple[StandIn, ...] = ()
     settings: tuple[Setting, ...] = ()

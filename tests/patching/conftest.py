@@ -1,6 +1,8 @@
 """Small SGLang-like trees on disk, and Pythons that run with our folder first on PYTHONPATH."""
 
+import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -8,6 +10,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+from deepseek_v4_sm120 import device_gate
+from deepseek_v4_sm120.patching import import_hook, report, verdict
+from tests.patching.small_host import HOST
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -88,6 +94,9 @@ class MQALayer:
         return "original attention"
 
 class DeepseekV4ForCausalLM:
+    def __init__(self):
+        self.model = object()
+
     def load_weights(self, weights, is_nextn=False):
         return weights
 
@@ -185,13 +194,13 @@ def tree(tmp_path):
 class Python:
     """Runs code in a new interpreter whose PYTHONPATH is our folder and then `path`."""
 
-    def __call__(self, code, *, path=(), env=None, flags=(), check=True, ours=True):
+    def __call__(self, code, *, path=(), env=None, flags=(), check=True, ours=True, timeout=120):
         script = [code] if isinstance(code, Path) else ["-c", textwrap.dedent(code)]
         folders = ([str(REPO)] if ours else []) + [str(p) for p in path]
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "PYTHON"))}
         environ |= {"PYTHONPATH": os.pathsep.join(folders), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
         done = subprocess.run(
-            [sys.executable, *flags, *map(str, script)], env=environ, capture_output=True, text=True, timeout=120
+            [sys.executable, *flags, *map(str, script)], env=environ, capture_output=True, text=True, timeout=timeout
         )
         if check and done.returncode:
             raise AssertionError(f"rc {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -236,3 +245,40 @@ def sglang_wheel():
 def wheel_cache():
     """The folder that keeps what tests fetch from PyPI."""
     return cache_folder()
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch, write_tree):
+    """host(changes) writes the small package; modules, hooks and settings of it are removed afterwards"""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(device_gate, "_first_served", [])
+    monkeypatch.setattr(device_gate, "serves_current_device", lambda: False)  # without torch; `gpu` changes it
+    for variable in (report.TOLD, verdict.VARIABLE):  # what a server's first process leaves to the others
+        monkeypatch.setenv(variable, "")
+
+    def write(changes=None):
+        files = {**HOST, **(changes or {})}
+        write_tree(tmp_path, {name: text for name, text in files.items() if text is not None})
+        importlib.invalidate_caches()
+
+    yield write
+    import_hook.forget()
+    for name in set(sys.modules) - before:
+        if name.startswith("eng_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What the user was told, as (level, text)."""
+    told = []
+    monkeypatch.setattr(report, "_say", lambda level, text: told.append((logging.getLevelName(level), text)))
+    return told
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(True): from here on the current GPU is one that we serve."""
+
+    return lambda is_served: monkeypatch.setattr(device_gate, "serves_current_device", lambda: is_served)

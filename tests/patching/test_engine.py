@@ -8,89 +8,22 @@ import sys
 import pytest
 
 from deepseek_v4_sm120 import device_gate
-from deepseek_v4_sm120.patching import import_hook, report
-from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters, check
-from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, NOT_APPLICABLE, OFF, READY, UNSUPPORTED, Engine
-from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Table, Target
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.patching.contract import Bound, Parameters
+from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, NOT_APPLICABLE, OFF, READY, UNSUPPORTED
+from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Target
 from deepseek_v4_sm120.settings import Settings
-
-FUNCTION = "def f(**kwargs):\n    return kwargs['a'] + kwargs.get('b', 0)\n"
-HOST = {
-    "eng_host/__init__.py": "",
-    "eng_host/_version.py": "__version__ = '1.2.0'\n",
-    "eng_host/main.py": "",
-    "eng_host/kernels.py": FUNCTION,
-    "eng_host/caller.py": "from eng_host import kernels\ndef run(): return kernels.f(a=1)\n",
-    "eng_host/model.py": "class Model:\n    def heads(self, n):\n        return 64\n",
-    "eng_ours/__init__.py": """
-        import functools
-        def replace(original):
-            @functools.wraps(original)
-            def ours(*args, **kwargs):
-                return ("ours", original(*args, **kwargs))
-            return ours
-        def flag(original):
-            return True
-        def fine(): pass
-        def missing(): raise ImportError("no compiled module for this Python; build it")
-    """,
-}
-
-
-@pytest.fixture
-def host(tmp_path, monkeypatch, write_tree):
-    """host(changes) writes the small package; modules, hooks and settings of it are removed afterwards"""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(device_gate, "_first_served", [])
-
-    def write(changes=None):
-        files = {**HOST, **(changes or {})}
-        write_tree(tmp_path, {name: text for name, text in files.items() if text is not None})
-        importlib.invalidate_caches()
-
-    yield write
-    import_hook.forget()
-    for name in set(sys.modules) - before:
-        if name.startswith("eng_"):
-            del sys.modules[name]
-
-
-@pytest.fixture
-def said(monkeypatch):
-    """What the user was told, as (level, text)."""
-    told = []
-    monkeypatch.setattr(report, "_say", lambda level, text: told.append((logging.getLevelName(level), text)))
-    return told
-
-
-def digest(source=FUNCTION):
-    return check("m:f", Bound(), None, {"m": source}.get).digest
-
-
-def function_target(**changes):
-    given = {
-        "where": "eng_host.kernels:f",
-        "sglang": ">=1.2,<1.5",
-        "contract": ConsumedKeys(("a", "b")),
-        "replacement": "eng_ours:replace",
-        "reviewed": {"1.2.0": digest()},
-        "caller": "eng_host.caller",
-    }
-    return Target(**{**given, **changes})
-
-
-def make(*targets, settings=None, start=True, supported=">=1,<2", stand_ins=(), **patch):
-    patches = (Patch(name="job", why="test", targets=targets or (function_target(),), retire="never", **patch),)
-    table = Table(supported=supported, preflight="eng_host.main", patches=patches, stand_ins=stand_ins)
-    engine = Engine(table, host="eng_host", settings=settings or Settings())
-    if start:
-        engine.start()
-    return engine
-
-
-def states(engine):
-    return [record.state for record in engine.records]
+from tests.patching.small_host import (
+    BROKEN_HOSTS,
+    FUNCTION,
+    HOST,
+    digest,
+    enter,
+    function_target,
+    make,
+    start_engine,
+    states,
+)
 
 
 def test_applies_at_the_import_and_says_so_once(host, said):
@@ -134,10 +67,7 @@ def test_reload_double_apply_and_undo(host):
 def test_two_patches_in_one_place(host):
     host()
     patches = [Patch(name=name, why="test", targets=(function_target(),), retire="never") for name in ("one", "two")]
-    engine = Engine(
-        Table(supported=">=1,<2", preflight="eng_host.main", patches=tuple(patches)), "eng_host", Settings()
-    )
-    engine.start()
+    engine = start_engine(patches)
     from eng_host import kernels
 
     both = kernels.f
@@ -188,47 +118,96 @@ def test_review(host, version, function, review):
     assert ("UNREVIEWED job" in report.summary(engine)) == review.startswith("UNREVIEWED")
 
 
-BROKEN_HOSTS = [
-    ({"eng_host/kernels.py": FUNCTION.replace("'b'", "'c'")}, "consumed keys: missing b; unexpected c"),
-    ({"eng_host/kernels.py": "g = 1"}, "eng_host.kernels does not define f"),
-    ({"eng_host/kernels.py": None}, "there is no module eng_host.kernels"),
-    ({"eng_host/caller.py": "def run(k): return k.f(a=1, new=2)"}, "passes new to f, which we do not know"),
-]
+@pytest.mark.parametrize(("changes", "words"), BROKEN_HOSTS)
+def test_a_broken_contract_is_told_in_one_line_and_stops_no_import(host, said, gpu, changes, words):
+    host(changes)
+    engine = make()
+    import eng_host.main  # noqa: F401
+
+    if changes.get("eng_host/kernels.py", "") is not None:
+        import eng_host.kernels
+
+        assert not hasattr(getattr(eng_host.kernels, "f", None), "__wrapped__")
+    assert states(engine) == [BROKEN] and words in engine.records[0].reason
+    assert [level for level, _ in said] == ["WARNING"]
+    assert "\n" not in said[0][1] and words in said[0][1] and "job: " in said[0][1] and "eng_host 1.2.0" in said[0][1]
+    assert enter() == "loaded", "not our GPU: the server starts"
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(("changes", "words"), BROKEN_HOSTS)
-def test_a_broken_contract_stops_the_preflight(host, changes, words):
+def test_a_broken_contract_stops_our_model_on_our_gpu(host, said, gpu, changes, words):
     host(changes)
     engine = make()
-    with pytest.raises(PatchError) as error:
-        import eng_host.main  # noqa: F401
-    text = str(error.value)
-    assert words in text and "eng_host 1.2.0" in text and "DSV4_SM120_ON_BROKEN=warn" in text
-    assert not isinstance(error.value, ImportError) and states(engine) == [BROKEN]
+    gpu(True)
+    from eng_host import arguments, model
+
+    for stop in (lambda: arguments.resolve("asked"), model.Model):
+        with pytest.raises(PatchError) as error:
+            stop()
+        text = str(error.value)
+        assert words in text and "eng_host 1.2.0" in text and "DSV4_SM120_ON_BROKEN=warn" in text
+        assert not isinstance(error.value, ImportError) and states(engine) == [BROKEN]
 
 
-def test_a_broken_contract_stops_the_import_of_the_target_too(host):
-    host(BROKEN_HOSTS[0][0])
+def test_the_constructor_alone_stops_too(host, said, gpu):
+    """A worker whose first process did not see the GPU, or a release without the place where arguments are resolved."""
+    host({**BROKEN_HOSTS[0][0], "eng_host/arguments.py": "def resolve_later(arguments): pass"})
     make()
+    gpu(True)
+    from eng_host import model
+
     with pytest.raises(PatchError, match="missing b"):
-        import eng_host.kernels  # noqa: F401
+        model.Model()
 
 
-def test_on_broken_warn_runs_the_stock_code(host, said):
+def test_a_host_without_the_places_says_that_nothing_can_be_stopped(host, said, gpu):
+    model = "class ModelBase:\n    def __init__(self): pass\n"
+    host({**BROKEN_HOSTS[0][0], "eng_host/arguments.py": None, "eng_host/model.py": model})
+    make()
+    gpu(True)
+    import eng_host.main  # noqa: F401
+
+    assert "no server is stopped: eng_host 1.2.0 has none of the places for it" in said[0][1] and len(said) == 1
+
+
+def test_nothing_broken_lets_everybody_pass(host, said, gpu):
+    host()
+    engine = make()
+    gpu(True)
+    assert enter() == "loaded" and [level for level, _ in said] == []
+    from eng_host import arguments, model
+
+    assert engine.undo() == []
+    assert not hasattr(arguments.resolve, "__wrapped__") and not hasattr(model.Model.__init__, "__wrapped__")
+
+
+def test_on_broken_warn_runs_the_stock_code(host, said, gpu):
     host(BROKEN_HOSTS[0][0])
     engine = make(settings=Settings(on_broken="warn"))
+    gpu(True)
     from eng_host import kernels, main  # noqa: F401
 
-    assert kernels.f(a=1) == 1 and states(engine) == [BROKEN]
+    assert kernels.f(a=1) == 1 and states(engine) == [BROKEN] and enter() == "loaded"
     assert [(level, "missing b" in text) for level, text in said] == [("WARNING", True)]
 
 
-def test_a_need_that_fails_is_broken_with_its_own_words(host):
+def test_a_need_that_fails_is_broken_with_its_own_words(host, said, gpu):
     host()
     engine = make(needs=("eng_ours:fine", "eng_ours:missing"))
+    gpu(True)
     with pytest.raises(PatchError, match="no compiled module for this Python; build it"):
-        import eng_host.main  # noqa: F401
+        enter()
     assert states(engine) == [BROKEN]
+
+
+def test_a_replacement_that_cannot_be_made_is_broken_and_no_traceback_of_an_import(host, said, gpu):
+    host({"eng_bad/__init__.py": "raise OSError('half a folder')"})
+    engine = make(function_target(replacement="eng_bad:replace"))
+    from eng_host import kernels
+
+    assert kernels.f(a=1) == 1 and states(engine) == [BROKEN]
+    assert "eng_bad:replace: OSError: half a folder" in said[0][1]
 
 
 def test_the_preflight_imports_no_target(host):
@@ -271,8 +250,10 @@ def test_a_tree_that_does_not_tell_its_version_is_judged_by_what_it_has(host, sa
         function_target(where="eng_host.elsewhere:f"),
         function_target(where="eng_host.model:f"),
     )
-    assert [record.where for record in make(*targets).records] == ["eng_host.kernels:f"]
-    assert states(make(*targets[1:])) == [UNSUPPORTED]
+    assert [record.where for record in make(*targets[:1]).records] == ["eng_host.kernels:f"]
+    assert states(make(*targets)) == [UNSUPPORTED], "not as a whole"
+    older = (*targets, function_target(sglang="<1.2"))
+    assert [record.where for record in make(*older, start=False).records] == ["eng_host.kernels:f"]
     import eng_host.main  # noqa: F401
 
     assert "eng_host does not tell its version, and no place of it fits job: the stock code runs" in [
@@ -292,7 +273,7 @@ def test_a_prerelease_between_two_ranges_is_judged_by_what_it_has(host):
         assert [record.where for record in make(*targets, start=False).records] == chosen
     host({"eng_host/_version.py": "__version__ = '1.3.0.dev5'", "eng_host/kernels.py": "def f(): pass"})
     found = make(*targets, start=False)
-    assert [record.where for record in found.records] == ["eng_host.kernels:f", "eng_host.caller:run"]
+    assert [record.where for record in found.records] == ["eng_host.caller:run", "eng_host.nowhere:f"]
     assert {record.state for record in found.survey()} == {BROKEN}, "nothing fits: said, not passed over"
 
 
@@ -302,8 +283,8 @@ def test_unreviewed_is_told_once_in_words(host, said):
     import eng_host.main
 
     importlib.reload(eng_host.main)
-    words = "job: UNREVIEWED: nobody has looked at eng_host 1.3.0; this code is that of 1.2.0"
-    assert said == [("WARNING", words)]
+    ((level, words),) = said
+    assert level == "WARNING" and words.startswith("UNREVIEWED in eng_host 1.3.0, and replaced where it fits: job; ")
 
 
 def test_no_host_at_all(host):
@@ -327,10 +308,15 @@ def test_logging_is_used_where_it_is_set_up_and_stderr_elsewhere(caplog, capsys,
 
 
 def test_audit_reports_importers_that_kept_the_original(host, said):
-    host({"eng_host/early.py": "from eng_host.kernels import f as g\n"})
-    import eng_host.early
-
+    host(
+        {
+            "eng_host/kernels.py": FUNCTION + "import eng_host.early\n",
+            "eng_host/early.py": "from eng_host.kernels import f as g\n",
+        }
+    )
     engine = make()
+    import eng_host.kernels
+
     assert eng_host.kernels.f(a=1) == ("ours", 1)
     while device_gate._first_served:
         device_gate._first_served.pop()()

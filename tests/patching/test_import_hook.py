@@ -83,7 +83,7 @@ def test_a_complete_module_fires_at_once(modules):
     assert seen == [hk_a]
 
 
-def test_a_half_imported_module_waits_for_fire_missed(modules):
+def test_a_half_imported_module_waits_for_catch_up(modules):
     modules({"hk_a.py": "import hk_late\nvalue = 1\n", "hk_late.py": "import hk_register\nhk_register.now()\n"})
     seen = []
     register = type(sys)("hk_register")
@@ -92,8 +92,8 @@ def test_a_half_imported_module_waits_for_fire_missed(modules):
     import hk_a  # noqa: F401
 
     assert seen == []
-    import_hook.fire_missed()
-    import_hook.fire_missed()
+    import_hook.catch_up()
+    import_hook.catch_up()
     assert seen == [1]
 
 
@@ -166,6 +166,99 @@ def test_a_stand_in_can_be_hooked(modules, tmp_path):
     import hk_absent
 
     assert hk_absent.value == 2
+
+
+class _Typeguard:
+    """As typeguard's import hook: in front of everybody, and for its packages it asks PathFinder itself."""
+
+    def __init__(self, packages):
+        self.packages = packages
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.packages:
+            return importlib.machinery.PathFinder.find_spec(name, path, target)
+        return None
+
+
+@pytest.fixture
+def finder_in_front():
+    """finder_in_front(finder) puts it first in sys.meta_path for this test"""
+    added = []
+
+    def put(finder):
+        sys.meta_path.insert(0, finder)
+        added.append(finder)
+
+    yield put
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in added]
+
+
+def test_a_finder_put_in_front_of_ours_hides_nothing_for_long(modules, finder_in_front):
+    modules({"hk_pkg/__init__.py": "import hk_other\n", "hk_pkg/sub.py": "value = 1", "hk_other.py": ""})
+    rung, seen = [], []
+    import_hook.before_import("hk_pkg", lambda: rung.append("hk_pkg.sub" in sys.modules))
+    import_hook.on_import("hk_pkg.sub", lambda m: seen.append(import_hook.is_executing("hk_pkg.sub")))
+    finder_in_front(_Typeguard({"hk_pkg"}))
+    import hk_pkg.sub  # noqa: F401
+
+    assert rung == [False], "hk_other was the first search that reached us; the package was there already"
+    assert seen == [True], "and from then on ours is in front again"
+
+
+def test_what_came_in_without_us_is_called_late(modules, finder_in_front):
+    modules({"hk_a.py": "value = 1"})
+    seen = []
+    import_hook.on_import("hk_a", lambda m: seen.append((m.value, import_hook.is_executing("hk_a"))))
+    finder_in_front(_Typeguard({"hk_a"}))
+    import hk_a
+
+    assert seen == []
+    import_hook.catch_up()
+    import_hook.catch_up()
+    assert seen == [(1, False)] and sys.meta_path[0] is import_hook._finder
+    importlib.reload(hk_a)
+    assert seen[1:] == [(1, True)]
+
+
+def test_a_finder_of_ours_that_is_gone_is_put_back(modules):
+    modules({"hk_a.py": "", "hk_b.py": ""})
+    seen = []
+    import_hook.on_import("hk_a", lambda m: seen.append(m.__name__))
+    import_hook.on_import("hk_b", lambda m: seen.append(m.__name__))
+    sys.meta_path.remove(import_hook._finder)
+    import hk_a  # noqa: F401
+
+    import_hook.catch_up()
+    import hk_b  # noqa: F401
+
+    assert seen == ["hk_a", "hk_b"]
+
+
+def test_a_finder_that_asks_importlib_from_inside_its_search(modules, finder_in_front):
+    """Alone it is no recursion: it stands aside while it asks. Ours must not lead it back to itself, nor fire twice."""
+    modules({"hk_a.py": ""})
+
+    class Asking:
+        depth = 0
+
+        def find_spec(self, name, path=None, target=None):
+            if name != "hk_a":
+                return None
+            self.depth += 1
+            assert self.depth < 5, "recursion"
+            others = [finder for finder in sys.meta_path if finder is not self]
+            for finder in others:  # what importlib.util.find_spec does, without itself
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+            return None
+
+    seen = []
+    finder_in_front(Asking())
+    import_hook.on_import("hk_a", lambda m: seen.append(type(m.__spec__.loader).__name__))
+    import hk_a
+
+    assert seen == ["SourceFileLoader"] and type(hk_a.__loader__).__name__ == "SourceFileLoader"
 
 
 def test_forget_removes_everything():

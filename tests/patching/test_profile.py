@@ -155,6 +155,10 @@ def test_the_engine_leaves_out_what_lost_and_stops_at_a_corrupt_file(python, tre
         print(hasattr(module.flash_mla_with_kvcache_sm120, "__wrapped__"), ours[0].reason[-31:],
               [(r.patch.name, r.state) for r in ours if r.state != "NOT APPLICABLE"])
         import sglang.srt.managers.scheduler
+        from deepseek_v4_sm120 import device_gate
+        device_gate.serves_current_device = lambda: True
+        from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
+        DeepseekV4ForCausalLM()
     """
     path = write(tmp_path, GOOD | {"identity": {}})
     done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path})

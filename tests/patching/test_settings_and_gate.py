@@ -6,7 +6,7 @@ import types
 import pytest
 
 from deepseek_v4_sm120 import device_gate
-from deepseek_v4_sm120.settings import Settings, read_settings
+from deepseek_v4_sm120.settings import KNOWN, Settings, read_settings, unknown_variables
 
 
 def test_defaults():
@@ -21,8 +21,9 @@ def test_all_values():
         "DSV4_SM120_SHADOW": "ours",
         "DSV4_SM120_ON_BROKEN": "warn",
         "DSV4_SM120_REPORT": "/reports",
+        "DSV4_SM120_UNREVIEWED": "refuse",
     }
-    assert read_settings(environ) == Settings(True, "seams", "ours", "warn", "/reports")
+    assert read_settings(environ) == Settings(True, "seams", "ours", "warn", "/reports", unreviewed="refuse")
     assert read_settings(environ).mode == "seams"
 
 
@@ -33,11 +34,31 @@ def test_all_values():
         ("DSV4_SM120_FORCE", "ops, seams"),
         ("DSV4_SM120_SHADOW", "1, ours"),
         ("DSV4_SM120_ON_BROKEN", "raise, warn"),
+        ("DSV4_SM120_UNREVIEWED", "warn, refuse"),
     ],
 )
 def test_unknown_values_raise_with_the_accepted_ones(name, accepted):
     with pytest.raises(ValueError, match=f"{name} must be unset or one of {accepted}; got 'maybe'"):
         read_settings({name: "maybe"})
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("DSV4_SM120_REPROT", "DSV4_SM120_REPORT"),
+        ("DSV4_SM120_ONBROKEN", "DSV4_SM120_ON_BROKEN"),
+        ("DSV4_SM120_UNREVIEW", "DSV4_SM120_UNREVIEWED"),
+        ("DSV4_SM120S", "DSV4_SM120"),
+        ("DSV4_SM120_XYZZY_QUUX", "DSV4_SM120"),
+    ],
+)
+def test_a_variable_that_is_none_of_ours_is_named_with_the_nearest(name, nearest):
+    (sentence,) = unknown_variables({name: "1", "DSV4_SM120_SET": "", "SGLANG_X": "", "_DSV4_SM120_TOLD": ""})
+    assert f"variable {name} is none of ours" in sentence and f"the nearest is {nearest}" in sentence
+
+
+def test_every_variable_of_ours_is_known():
+    assert unknown_variables(dict.fromkeys(KNOWN, "")) == []
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """sitecustomize.py and the whole start-up, in interpreters of their own."""
 
 import os
+import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -106,6 +108,90 @@ if __name__ == "__main__":
 """
     )
     assert python(script, path=[tree()], env=SEAMS).stdout == "True True\n"
+
+
+CHILDREN = """
+    import multiprocessing, sys
+    def child(answer):
+        import sglang.srt.managers.scheduler
+        answer.put("deepseek_v4_sm120" in sys.modules)
+    if __name__ == "__main__":
+        import sglang.srt.managers.scheduler
+        context = multiprocessing.get_context("spawn")
+        answer = context.Queue()
+        for _ in range(2):
+            process = context.Process(target=child, args=(answer,))
+            process.start()
+            print(answer.get())
+            process.join()
+"""
+
+
+def test_a_server_and_its_children_warn_once(python, tree, tmp_path):
+    """Of a variable that is none of ours, a folder for reports that is none, and a patch that does not fit."""
+    script = tmp_path / "server.py"
+    script.write_text(textwrap.dedent(CHILDREN))
+    host = tree({"sglang/kernels/ops/attention/flash_mla_sm120.py": "other = 1"})
+    env = {"DSV4_SM120_REPROT": "/somewhere", "DSV4_SM120_REPORT": "/dev/null"}
+    done = python(script, path=[host], env=env)
+    assert done.stdout == "True\nTrue\n"
+    for words in ("DSV4_SM120_REPROT is none of ours", "no reports in DSV4_SM120_REPORT=/dev/null", "does not define"):
+        assert done.stderr.count(words) == 1, words
+
+
+@pytest.mark.parametrize("entry", [".", "", "sub/.."])
+def test_a_relative_entry_of_pythonpath_is_told(tree, tmp_path, entry):
+    """The parent has us; a child that starts elsewhere would not."""
+    copied = tmp_path / "copied"
+    shutil.copytree(REPO / "deepseek_v4_sm120", copied / "deepseek_v4_sm120", ignore=shutil.ignore_patterns("*.so"))
+    shutil.copyfile(REPO / "sitecustomize.py", copied / "sitecustomize.py")
+    (copied / "sub").mkdir()
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "PYTHON"))}
+    environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join([entry, str(tree())])}
+    code = "import os; os.chdir('/'); import sglang; from deepseek_v4_sm120.__main__ import main; main(['status'])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=copied, env=environ, capture_output=True, text=True, check=True)
+    words = f"PYTHONPATH has our folder as {entry!r}, relative to {copied}: a process that starts elsewhere runs"
+    assert done.stderr.count(words) == 1 and f"write {copied}" in done.stderr and words in done.stdout
+    absolute = {**environ, "PYTHONPATH": os.pathsep.join([entry, str(copied), str(tree())])}
+    done = subprocess.run(command, cwd=copied, env=absolute, capture_output=True, text=True, check=True)
+    assert "runs without" not in done.stderr + done.stdout
+
+
+TYPEGUARD = """
+    import importlib.machinery, sys
+    class Finder:  # as typeguard's import hook: for its packages it asks PathFinder, and nobody else
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "sglang":
+                return importlib.machinery.PathFinder.find_spec(name, path, target)
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_finder_in_front_of_ours_leaves_nothing_unpatched(python, tree):
+    assert python(textwrap.dedent(TYPEGUARD) + IS_PATCHED, path=[tree()], env=SEAMS).stdout == "False\n", (
+        "the small tree imports nothing but itself, so no search reached us: the case for the second door"
+    )
+    host = tree({"sglang/__init__.py": "import colorsys  # anything that the finder in front does not answer\n"})
+    assert python(textwrap.dedent(TYPEGUARD) + IS_PATCHED, path=[host], env=SEAMS).stdout == "True\n"
+
+
+def test_the_second_door_patches_what_the_finder_in_front_brought_in(python, tree):
+    """What SGLang's load_plugins() calls, once the modules are there."""
+    door = """
+        import sglang.srt.server_args as module
+        from sglang.srt.models import deepseek_v4
+        from deepseek_v4_sm120 import patching
+        assert patching.active_engine() is None
+        patching.install()
+        patching.install()
+        print(module.is_sm120_supported(), deepseek_v4.is_sm120_supported(),
+              sorted({r.state for r in patching.active_engine().records if r.patch.name == "sm120_seams"}))
+        from sglang.srt.layers.attention import deepseek_v4_backend
+        print(deepseek_v4_backend._is_sm120)
+    """
+    done = python(textwrap.dedent(TYPEGUARD) + textwrap.dedent(door), path=[tree()], env=SEAMS)
+    assert done.stdout == "True True ['APPLIED', 'READY']\nTrue\n"
 
 
 def test_nothing_heavy_is_loaded_before_sglang(python):

@@ -7,6 +7,8 @@ serves only with an operator of ours in that place.
 
 import functools
 import json
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,6 +16,9 @@ import zlib
 from pathlib import Path
 
 import pytest
+from build_artifact import write_dist_info
+
+import deepseek_v4_sm120
 
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = HERE.parent / "requirements-sglang.txt"
@@ -232,3 +237,98 @@ def test_mhc_calls_of_the_real_model_reach_ours(run, version):
     assert found["switch"] is True and found["post"] == [3, 4, 1] and found["normed"] is True
     assert found["shapes"] == [[3, 4096], [3, 4], [3, 4, 4], [3, 4, 4096], [3, 4096]]
     assert found["records"] == ["APPLIED"]
+
+
+STOPS = """
+    import json, sys
+    sys.path[1:1] = [MACHINE]
+    import sm120_machine
+    sm120_machine.STOOD_IN |= {"uvicorn"}
+    sys.path += [WHEEL, PACKAGES]
+    from sglang.srt.server_args import ServerArgs
+    def resolve(model):
+        arguments = ServerArgs(model_path=model, tp_size=2, skip_tokenizer_init=True)
+        if hasattr(arguments, "resolve_once"):
+            arguments.resolve_once()
+    resolve(LLAMA)
+    import sglang.srt.managers.scheduler
+    from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM  # as SGLang's registry imports every model
+    from sglang.srt.models.llama import LlamaForCausalLM
+    from deepseek_v4_sm120 import patching
+    said = {}
+    for name, stop in {"arguments": lambda: resolve(MODEL), "layers": lambda: DeepseekV4ForCausalLM(None)}.items():
+        try:
+            stop()
+        except patching.engine.PatchError as error:
+            said[name] = str(error)
+    states = {r.patch.name: r.state for r in patching.active_engine().records}
+    print(json.dumps({"said": said, "states": states}))
+"""
+LLAMA_CONFIG = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 256},
+    **{"max_position_embeddings": 2048, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6},
+}
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory, unpacked):
+    """changed(version, member, old, new) -> a copy of that wheel with one file changed"""
+
+    def make(version, member, old, new):
+        folder = tmp_path_factory.mktemp("changed")
+        shutil.copytree(unpacked(version) / "sglang", folder / "sglang", copy_function=os.symlink)
+        text = (folder / member).read_text()
+        assert text.count(old) >= 1, member
+        (folder / member).unlink()
+        (folder / member).write_text(text.replace(old, new))
+        return folder
+
+    return make
+
+
+def test_a_release_that_does_not_fit_starts_with_llama_and_stops_with_ours(python, places, changed, tmp_path):
+    """SGLang's own arguments, registry and classes; the attention has one argument more than we know."""
+    old = "def forward(\n        self,\n        x: torch.Tensor,\n        positions: torch.Tensor,"
+    wheel = changed("0.5.22", "sglang/srt/models/deepseek_v4.py", old, old + "\n        brand_new: None,")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    code = STOPS
+    for name, value in {**places, "WHEEL": str(wheel), "LLAMA": str(tmp_path)}.items():
+        code = code.replace(name, repr(value))
+    done = python(code, env={"HF_HUB_OFFLINE": "1"}, timeout=600)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found["said"]) == {"arguments", "layers"}
+    assert all("unexpected" in text and "brand_new" in text for text in found["said"].values())
+    assert found["states"]["wo_a"] == "BROKEN" and found["states"]["index_select"] == "APPLIED"
+    lines = [line for line in done.stderr.splitlines() if "does not fit sglang 0.5.22" in line]
+    assert len(lines) == 1 and "any other runs as without us" in lines[0]
+
+
+PLUGIN_DOOR = """
+    import json, sys
+    sys.path[1:1] = [MACHINE]
+    import sm120_machine
+    sm120_machine.STOOD_IN |= {"uvicorn"}
+    sys.path += [WHEEL, PACKAGES]
+    import sglang.srt.managers.scheduler  # a worker's process has it and its closure before its first statement
+    import sglang.srt.models.deepseek_v4
+    assert "deepseek_v4_sm120" not in sys.modules
+    from sglang.srt.plugins import load_plugins
+    load_plugins()
+    from deepseek_v4_sm120 import patching
+    records = patching.active_engine().records
+    print(json.dumps([[r.patch.name, r.where, r.state, r.reason] for r in records]))
+"""
+
+
+def test_the_plugin_entry_point_patches_what_is_imported_already(python, places, unpacked, tmp_path):
+    """SGLang's own plugin loader over the artifact's dist-info, in a Python that did not run our sitecustomize."""
+    (tmp_path / "deepseek_v4_sm120").symlink_to(Path(deepseek_v4_sm120.__file__).parent)
+    write_dist_info(tmp_path, deepseek_v4_sm120.__version__, [])
+    code = PLUGIN_DOOR
+    for name, value in {**places, "WHEEL": str(unpacked("0.5.23"))}.items():
+        code = code.replace(name, repr(value))
+    rows = python.json(code, ours=False, path=[tmp_path], env={"HF_HUB_OFFLINE": "1"}, timeout=600)
+    assert [row for row in rows if row[2] == "BROKEN"] == []
+    applied = {where for _, where, state, _ in rows if state == "APPLIED"}
+    assert "sglang.srt.models.deepseek_v4:MQALayer.forward" in applied and len(applied) > 15

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,11 @@ def test_forced_seams_of_later_versions_answer_by_the_platform(python, tree):
         "sglang/srt/runtime_context.py": context,
         "sglang/srt/arg_groups/model_hook.py": by_name,
         "sglang/srt/layers/quantization/fp8_utils.py": by_name,
+        "sglang/srt/layers/attention/deepseek_v4_backend.py": by_name,
+        "sglang/srt/layers/attention/dsv4/indexer.py": by_name,
+        "sglang/srt/layers/attention/dsv4/metadata.py": by_name + "_IS_SM120 = get_platform().is_sm120\n",
+        "sglang/srt/models/deepseek_v4.py": by_name,
+        "sglang/srt/models/deepseek_common/amd/deepseek_v4_fused_mhc.py": by_name,
     }
     code = """
         from sglang.srt.arg_groups.model_hook import get_platform as told
@@ -156,14 +162,69 @@ def test_undo_restores_every_original(python, tree):
     assert python(code, path=[tree()], env=SEAMS).stdout == "[] True False\n"
 
 
-def test_a_broken_tree_stops_the_scheduler_in_words(python, tree):
-    broken = "def flash_mla_with_kvcache_sm120(**kwargs):\n    return kwargs['q'], kwargs['brand_new']\n"
-    host = tree({"sglang/kernels/ops/attention/flash_mla_sm120.py": broken})
-    code = "import sglang.srt.managers.scheduler as s; print(s.started)"
-    done = python(code, path=[host], check=False)
+BROKEN_TREE = {
+    "sglang/kernels/ops/attention/flash_mla_sm120.py": """
+        def flash_mla_with_kvcache_sm120(**kwargs):
+            return kwargs["q"], kwargs["brand_new"]
+    """
+}
+SERVER = """
+    import json, sys
+    GPU
+    import sglang.srt.managers.scheduler  # as every server does
+    from sglang.srt.models import deepseek_v4  # and its registry, which imports all models
+    from sglang.srt.arg_groups import deepseek_v4_hook
+    from sglang.srt.layers.quantization import fp8
+    if MODEL == "ours":
+        deepseek_v4_hook.apply_deepseek_v4_defaults(None, "DeepseekV4ForCausalLM")
+        deepseek_v4.DeepseekV4ForCausalLM()
+    from deepseek_v4_sm120 import patching
+    print(json.dumps(sorted({r.patch.name for r in patching.active_engine().records if r.state == "BROKEN"})))
+"""
+
+
+@pytest.fixture
+def server(python):
+    """server(folder, model, gpu) starts as far as small trees can: the finished process."""
+
+    def start(folder, model, gpu, check=True, **env):
+        code = SERVER.replace("MODEL", repr(model))
+        fake = FAKE_SM120 if gpu == "sm120" else FAKE_SM120.replace("12, 0", "9, 0") if gpu == "h100" else ""
+        return python(code.replace("    GPU\n", fake.lstrip("\n")), path=[folder], check=check, env=env)
+
+    return start
+
+
+@pytest.mark.parametrize(("model", "gpu"), [("llama", "sm120"), ("ours", "h100"), ("ours", "none"), ("llama", "none")])
+def test_a_broken_row_stops_no_server_that_would_not_have_used_it(server, tree, model, gpu):
+    done = server(tree(BROKEN_TREE), model, gpu)
+    assert done.stdout == '["sparse_decode"]\n'
+    (line,) = [text for text in done.stderr.splitlines() if "brand_new" in text]
+    assert "does not fit sglang 0.5.17" in line and "sparse_decode: " in line
+    assert "any other runs as without us" in line
+
+
+def test_a_broken_row_stops_a_server_of_this_model_on_this_gpu(server, tree):
+    done = server(tree(BROKEN_TREE), "ours", "sm120", check=False)
     assert done.returncode == 1 and "PatchError" in done.stderr and "unexpected brand_new" in done.stderr
-    warned = python(code, path=[host], env={"DSV4_SM120_ON_BROKEN": "warn"})
-    assert warned.stdout == "True\n" and "unexpected brand_new" in warned.stderr
+    assert "in apply_deepseek_v4_defaults" not in done.stdout and "in watched" in done.stderr, "before SGLang's own"
+    warned = server(tree(BROKEN_TREE), "ours", "sm120", DSV4_SM120_ON_BROKEN="warn")
+    assert warned.stdout == '["sparse_decode"]\n' and warned.stderr.count("unexpected brand_new") == 1
+
+
+def test_forced_validation_counts_as_our_gpu(server, tree):
+    done = server(tree(BROKEN_TREE), "ours", "h100", check=False, DSV4_SM120_FORCE="ops")
+    assert done.returncode == 1 and "unexpected brand_new" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["0.5.2", "0.5.11", "0.5.11.post1", "0.6.0"])
+def test_outside_of_what_is_supported_stock_runs(server, tree, version):
+    """Even where nothing fits, the profile is missing and a name of DSV4_SM120_SET is unknown."""
+    wrong = {"DSV4_SM120_PROFILE": "/nowhere.json", "DSV4_SM120_SET": "no_such=on"}
+    host = tree({**BROKEN_TREE, "sglang/_version.py": f"__version__ = '{version}'"})
+    done = server(host, "ours", "sm120", **wrong)
+    assert done.stdout == "[]\n"
+    assert done.stderr.count(f"sglang {version} is outside of what this release knows") == 1
 
 
 def test_a_newer_release_is_unreviewed_and_a_next_generation_unsupported(python, tree):
@@ -178,7 +239,7 @@ def test_a_newer_release_is_unreviewed_and_a_next_generation_unsupported(python,
     assert "UNREVIEWED: nobody has looked at" in newer.stdout and "of sglang 0.5.99" in newer.stdout
     next_generation = python(code, path=[tree({"sglang/_version.py": "__version__ = '0.6.0'"})])
     assert next_generation.stdout == "[('UNSUPPORTED', '')]\n"
-    assert next_generation.stderr.count("sglang 0.6.0 is outside of what this release knows (<0.6)") == 1
+    assert next_generation.stderr.count("sglang 0.6.0 is outside of what this release knows (>=0.5.12,<0.6)") == 1
 
 
 BACKEND_0_5_12 = """
@@ -341,6 +402,40 @@ def test_status_shows_what_running_processes_reported(python, tree, tmp_path):
     assert [r["state"] for r in found["patches"] if r["target"].startswith("sglang.srt.server_args")] == ["APPLIED"]
     shown = status(python, path=[host], env=env, check=False).stdout
     assert f"pid {file.stem}: applied sm120_seams" in shown
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"DSV4_SM120_PROFILE": "/nowhere.json"}, "profile /nowhere.json cannot be read"),
+        ({"DSV4_SM120_SET": "no_such=on"}, "DSV4_SM120_SET names no_such"),
+        ({"DSV4_SM120_REPORT": "/dev/null/reports"}, "DSV4_SM120_REPORT: /dev/null/reports: Not a directory"),
+        ({"DSV4_SM120_UNREVIEWED": "refuse"}, "UNREVIEWED: nobody has looked at"),
+    ],
+)
+def test_status_exits_1_where_something_is_wrong_and_says_what(python, tree, env, words):
+    done = status(python, path=[tree()], env=env, check=False)
+    assert done.returncode == 1 and words in done.stdout and "Traceback" not in done.stderr
+    stops = "A server of this model on a GPU that we serve does not start:" in done.stdout
+    assert stops == ("DSV4_SM120_REPORT" not in env)
+
+
+def test_status_of_a_tree_that_fits_and_of_a_wrong_name(python, tree):
+    done = status(python, path=[tree()], env={"DSV4_SM120_REPROT": "x"})
+    assert "none of ours and changes nothing; the nearest is DSV4_SM120_REPORT" in done.stdout
+    assert "does not start" not in done.stdout and "\nsettings  " not in done.stdout
+
+
+def test_status_among_strange_reports(python, tree, tmp_path):
+    (tmp_path / "1.json").write_text("{")
+    os.mkfifo(tmp_path / "2.json")
+    (tmp_path / "3.json").symlink_to("/etc/passwd")
+    report = {"deepseek_v4_sm120": "0", "pid": 7, "patches": [], "shadow_summary": []}
+    (tmp_path / "7.json").write_text(json.dumps({**report, "notes": ["\x1b[2J gone"]}))
+    done = status(python, path=[tree()], env={"DSV4_SM120_REPORT": str(tmp_path)})
+    for name, why in (("1", "is not JSON"), ("2", "is no regular file"), ("3", "is a symbolic link")):
+        assert f"no report of ours: {tmp_path / name}.json: {why}" in done.stdout
+    assert "pid 7: applied nothing" in done.stdout and "\x1b" not in done.stdout and "?[2J gone" in done.stdout
 
 
 def test_status_shows_what_sglang_was_asked_for(python, tree):

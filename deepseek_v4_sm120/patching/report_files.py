@@ -1,0 +1,134 @@
+"""The files in DSV4_SM120_REPORT, in a folder that others may write to as well: nothing in it is followed, overwritten
+unless it is a report of ours, waited for, or believed. Errors are OSError, with the reason in words."""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+
+LIMIT_BYTES = 64 << 20  # a report with a full table of shadow records has 10 MB
+MOST_REPORTS = 1024  # read from one folder: those of the highest process numbers
+TRIAL_BYTES = 64 << 10  # a full disk still takes empty files, some even short ones
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_written: dict[Path, tuple[int, int]] = {}  # by this process: path -> (device, inode)
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO does not block
+
+
+def replace(folder: Path, name: str, text: str) -> None:
+    """Put `text` at folder/name as a whole; what lies there and is no report of ours stays, and is an OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / name
+    try:
+        if _written.get(final) != _inode(final):
+            _parsed(final)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise FileExistsError(errno.EEXIST, f"{name} {_words(error)}, and is left as it is") from error
+    with _draft(folder, text.encode()) as draft:
+        inode = _inode(draft)
+        os.rename(draft, final)  # replaces the name itself, whatever was put there meanwhile: no link is followed
+    _written[final] = inode
+
+
+def problem(folder: str | Path) -> str | None:
+    """Why reports cannot be written to this folder, by trying; None when they can, or the folder can be made."""
+    folder = Path(folder)
+    try:
+        if folder.exists():
+            with _draft(folder, bytes(TRIAL_BYTES)):
+                return None
+        above = next(parent for parent in folder.absolute().parents if parent.exists())
+        trial = above / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
+        trial.mkdir()
+        trial.rmdir()
+        return None
+    except OSError as error:
+        return f"{folder}: {_words(error)}"
+
+
+def read(folder: str | Path) -> tuple[list[dict], list[str]]:
+    """(the reports in the folder, a sentence for each file and thing that is none)."""
+    try:
+        names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(".json")]
+    except OSError as error:
+        return [], [] if isinstance(error, FileNotFoundError) else [f"{folder}: {_words(error)}"]
+    names.sort(key=lambda name: int(name[:-5]) if name[:-5].isdecimal() else -1)
+    problems = [f"{folder}: only the last {MOST_REPORTS} of {len(names)} files"] if len(names) > MOST_REPORTS else []
+    found = []
+    for name in names[-MOST_REPORTS:]:
+        try:
+            found.append(_parsed(Path(folder, name)))
+        except FileNotFoundError:  # gone since: its process wrote it anew
+            continue
+        except (OSError, ValueError) as error:
+            problems.append(f"{Path(folder, name)}: {_words(error)}")
+    return found, problems
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino
+
+
+@contextlib.contextmanager
+def _draft(folder: Path, data: bytes):
+    """A new file with `data`, removed at the end unless it was renamed."""
+    path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    descriptor = os.open(path, _NEW, 0o644)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        yield path
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _parsed(path: Path) -> dict:
+    """The report in a file; OSError or ValueError in words for anything else."""
+    try:
+        descriptor = os.open(path, _READ)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise OSError(error.errno, "is a symbolic link") from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(LIMIT_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > LIMIT_BYTES:
+        raise ValueError(f"has more than {LIMIT_BYTES >> 20} MB")
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("is not JSON") from error
+    if not _is_report(found):
+        raise ValueError("is none of our reports")
+    return found
+
+
+def _is_report(found) -> bool:
+    return (
+        isinstance(found, dict)
+        and isinstance(found.get("deepseek_v4_sm120"), str)
+        and type(found.get("pid")) is int
+        and isinstance(found.get("patches"), list)
+        and all(isinstance(row, dict) and _are_texts([row.get("patch"), row.get("state")]) for row in found["patches"])
+        and isinstance(found.get("devices_served", {}), dict)
+        and all(_are_texts(found.get(name)) for name in ("notes", "shadow_summary"))
+    )
+
+
+def _are_texts(found) -> bool:
+    return isinstance(found, list) and all(isinstance(text, str) for text in found)
+
+
+def _words(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

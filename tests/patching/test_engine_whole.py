@@ -1,0 +1,201 @@
+"""A patch as a whole or not at all, in one process and in all processes of a server; a start after the host's."""
+
+import importlib
+import json
+
+import pytest
+
+from deepseek_v4_sm120.patching import import_hook
+from deepseek_v4_sm120.patching.contract import Parameters
+from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, NOT_APPLICABLE, READY
+from deepseek_v4_sm120.patching.spec import Patch, PatchError
+from deepseek_v4_sm120.settings import Settings
+from tests.patching.small_host import (
+    BROKEN_HOSTS,
+    FUNCTION,
+    HEADS,
+    enter,
+    function_target,
+    make,
+    start_engine,
+    states,
+)
+
+
+@pytest.mark.parametrize("on_broken", ["raise", "warn"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_broken_target_leaves_out_the_whole_patch(host, said, gpu, on_broken, order):
+    """In front of the good one and behind it; the good one is imported first."""
+    broken = function_target(**HEADS | {"contract": Parameters(("self", "count"))})
+    host()
+    engine = make(*(function_target(), broken)[::order], settings=Settings(on_broken=on_broken))
+    from eng_host import kernels, model
+
+    assert kernels.f(a=1) == 1 and model.Model().heads(8) == 64
+    assert states(engine) == [BROKEN, BROKEN]
+    reasons = {r.where: r.reason for r in engine.records}
+    assert reasons["eng_host.model:Model.heads"].endswith("parameters: missing count; unexpected n")
+    assert reasons["eng_host.kernels:f"].startswith("left out as a whole: eng_host.model:Model.heads: ")
+    assert len(engine.problems()) == 1
+
+
+def test_a_target_missing_after_its_import_takes_the_others_back(host, said, gpu):
+    """Another patch lies on top in the same place, and stays."""
+    host({"eng_host/late.py": "def f(**kwargs): return kwargs['a'] + kwargs.get('b', 0)\ndel f\n"})
+    late = function_target(where="eng_host.late:f", caller=None)
+    patches = [
+        Patch(name="torn", why="test", targets=(function_target(), late), retire="never"),
+        Patch(name="whole", why="test", targets=(function_target(),), retire="never"),
+    ]
+    engine = start_engine(patches)
+    from eng_host import kernels
+
+    assert kernels.f(a=1) == ("ours", ("ours", 1)) and states(engine) == [APPLIED, READY, APPLIED]
+    import eng_host.late  # noqa: F401
+
+    assert states(engine) == [BROKEN, BROKEN, APPLIED]
+    assert kernels.f(a=1) == ("ours", 1) and kernels.f.__wrapped__(a=1) == 1
+    assert "eng_host.late has no f after its import" in engine.records[0].reason
+    assert engine.undo() == [] and kernels.f(a=1) == 1
+    assert [level for level, _ in said] == ["INFO", "WARNING"]
+
+
+def test_after_the_layers_are_made_there_is_no_way_back(host, said, gpu):
+    host({"eng_host/late.py": "def f(**kwargs): return kwargs['a'] + kwargs.get('b', 0)\ndel f\n"})
+    late = function_target(where="eng_host.late:f", caller=None)
+    engine = make(function_target(), late, settings=Settings(on_broken="warn"))
+    gpu(True)
+    assert enter() == "loaded"
+    from eng_host import kernels
+
+    with pytest.raises(PatchError, match="too late to run the stock code instead"):
+        import eng_host.late  # noqa: F401
+    assert kernels.f(a=1) == ("ours", 1) and states(engine) == [APPLIED, BROKEN]
+
+
+def test_what_serves_a_broken_operator_is_left_out_with_it(host, said, gpu):
+    host()
+    broken = function_target(**HEADS | {"contract": Parameters(("self", "count"))})
+    patches = [
+        Patch(name="helper", why="test", targets=(function_target(),), retire="never", serves="operator"),
+        Patch(name="operator", why="test", targets=(broken,), retire="never"),
+    ]
+    engine = start_engine(patches, Settings(on_broken="warn"))
+    from eng_host import kernels
+
+    assert kernels.f(a=1) == 1 and states(engine) == [NOT_APPLICABLE, BROKEN]
+    assert engine.records[0].reason == "serves operator, which is BROKEN"
+
+
+def test_what_serves_an_operator_without_a_place_is_left_out(host):
+    host()
+    nowhere = function_target(sglang=">=1.4")
+    patches = [
+        Patch(name="helper", why="test", targets=(function_target(),), retire="never", serves="operator"),
+        Patch(name="operator", why="test", targets=(nowhere,), retire="never"),
+    ]
+    engine = start_engine(patches)
+    assert [(r.state, r.reason) for r in engine.records] == [
+        (NOT_APPLICABLE, "serves operator, which is NOT APPLICABLE"),
+        (NOT_APPLICABLE, "eng_host 1.2.0 has no such place"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("version", "function"), [("1.3.0", FUNCTION), ("1.2.0", FUNCTION.replace("0)", "1)"))], ids=["version", "code"]
+)
+def test_unreviewed_refuse_is_as_broken(host, said, gpu, version, function):
+    host({"eng_host/_version.py": f"__version__ = '{version}'", "eng_host/kernels.py": function})
+    engine = make(settings=Settings(unreviewed="refuse"))
+    from eng_host import kernels
+
+    assert not hasattr(kernels.f, "__wrapped__") and states(engine) == [BROKEN]
+    assert "job: eng_host.kernels:f: UNREVIEWED: nobody has looked at" in said[0][1] and "=refuse" in said[0][1]
+    gpu(True)
+    with pytest.raises(PatchError, match="UNREVIEWED: nobody has looked at"):
+        enter()
+
+
+# All processes of a server --------------------------------------------------------------------------------------------
+
+
+def test_children_leave_out_what_their_parent_left_out(host, said, gpu):
+    host(BROKEN_HOSTS[0][0])
+    parent = make(settings=Settings(on_broken="warn"))
+    enter()
+    assert states(parent) == [BROKEN]
+    import_hook.forget()
+    host()  # the child would find everything in order
+    child = make(settings=Settings(on_broken="warn"))
+    from eng_host import kernels
+
+    assert kernels.f(a=1) == 1 and states(child) == [BROKEN]
+    assert "left out by the process that started this one: eng_host.kernels:f: consumed keys" in child.records[0].reason
+
+
+def test_a_child_that_cannot_have_what_its_parent_has_stops(host, said, gpu):
+    host()
+    make(needs=("eng_ours:fine",), settings=Settings(on_broken="warn"))
+    import eng_host.arguments
+    import eng_host.model
+
+    enter()
+    import_hook.forget()
+    importlib.reload(eng_host.arguments)
+    importlib.reload(eng_host.model)
+    child = make(needs=("eng_ours:missing",), settings=Settings(on_broken="warn"))
+    assert enter() == "loaded", "not our GPU"
+    gpu(True)
+    with pytest.raises(PatchError, match="all processes of a server must run the same code"):
+        enter()
+    assert states(child) == [BROKEN]
+
+
+def test_a_child_needs_the_profile_no_more(host, said, gpu, tmp_path):
+    host()
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"format": 1, "identity": {}, "operators": {"job": {"winner": "stock"}}}))
+    settings = Settings(profile=str(path))
+    assert states(make(settings=settings)) == [NOT_APPLICABLE]
+    enter()
+    path.unlink()
+    child = make(settings=settings)
+    assert states(child) == [NOT_APPLICABLE] and child.problems() == []
+
+
+def test_a_verdict_about_another_installation_is_none(host, said, gpu):
+    host(BROKEN_HOSTS[0][0])
+    make()
+    enter()
+    host({"eng_host/_version.py": "__version__ = '1.3.0'"})
+    assert make(start=False).inherited is None
+
+
+def test_a_server_says_it_once(host, said, gpu):
+    host({**BROKEN_HOSTS[0][0], "eng_host/_version.py": "__version__ = '1.3.0'"})
+    for _ in range(3):  # the first process and two workers, which inherit its environment
+        make()
+        import eng_host.main
+
+        importlib.reload(eng_host.main)
+        import_hook.forget()
+    assert [level for level, _ in said] == ["WARNING"]
+
+
+def test_a_late_start_replaces_what_nobody_holds_and_refuses_what_somebody_does(host, said, gpu):
+    host({"eng_host/early.py": "from eng_host.kernels import f as g\n"})
+    import eng_host.early
+    import eng_host.model
+
+    held = function_target()
+    patches = [
+        Patch(name="held", why="test", targets=(held, function_target(**HEADS)), retire="never"),
+        Patch(name="free", why="test", targets=(function_target(**HEADS),), retire="never"),
+    ]
+    engine = start_engine(patches)
+    assert eng_host.kernels.f(a=1) == eng_host.early.g(a=1) == 1 and eng_host.model.Model().heads(8) == ("ours", 64)
+    assert states(engine) == [BROKEN, BROKEN, APPLIED]
+    assert "was imported before our hook, and eng_host.early:g has the original by name" in engine.records[0].reason
+    gpu(True)
+    with pytest.raises(PatchError, match="imported before our hook"):
+        enter()
