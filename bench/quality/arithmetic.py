@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -18,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.quality.verdict import Verdict
+from bench.quality import whole
+from bench.quality.verdict import Verdict, at_least, check_bar, endpoint_of
 from bench.serving.endpoint import Endpoint
 
 NAME = "arithmetic"
@@ -64,7 +66,7 @@ def shipped_problems(count: int = NUM_SHIPPED) -> list[Problem]:
 
 def number_in(text: str) -> float | None:
     """The number after ####, else the last one in the text."""
-    marked = re.findall(r"####\s*\$?(-?[\d,]+(?:\.\d+)?)", text)
+    marked = re.findall(r"####\s*\$?(-?\d[\d,]*(?:\.\d+)?)", text)
     numbers = marked or re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
     return float(numbers[0 if marked else -1].replace(",", "")) if numbers else None
 
@@ -128,10 +130,13 @@ def run_lm_eval(options: argparse.Namespace, endpoint: Endpoint) -> Verdict:
     ]
     command += ["--num_fewshot", str(options.shots), "--output_path", str(folder)]
     command += ["--limit", str(options.limit)] if options.limit else []
-    code = subprocess.run(command).returncode
-    results = sorted(folder.rglob("results*.json"), key=lambda path: path.stat().st_mtime)
+    before = set(folder.rglob("results*.json"))
+    # lm_eval takes the key from the environment alone; a command line is seen by every user of the machine
+    environment = {**os.environ, **({"OPENAI_API_KEY": options.api_key} if options.api_key else {})}
+    code = subprocess.run(command, env=environment).returncode
+    results = sorted(set(folder.rglob("results*.json")) - before, key=lambda path: path.stat().st_mtime)
     if code or not results:
-        return Verdict(NAME, None, "", incomplete=f"lm_eval ended with code {code} and {len(results)} result files")
+        return Verdict(NAME, None, "", incomplete=f"lm_eval ended with code {code} and {len(results)} new result files")
     score = json.loads(results[-1].read_text())["results"]["gsm8k"]["exact_match,flexible-extract"]
     return Verdict(
         NAME,
@@ -143,7 +148,11 @@ def run_lm_eval(options: argparse.Namespace, endpoint: Endpoint) -> Verdict:
 
 
 def run(options: argparse.Namespace) -> Verdict:
-    endpoint = Endpoint(options.url, options.timeout)
+    endpoint = endpoint_of(options)
+    at_least(NAME, 1, concurrency=options.concurrency, new=options.new)
+    at_least(NAME, 1, limit=1 if options.limit is None else options.limit)
+    at_least(NAME, 0, shots=options.shots)
+    check_bar(NAME, options.min_score)
     if options.lm_eval:
         return run_lm_eval(options, endpoint)
     problems = read_problems(options.data) if options.data else shipped_problems()
@@ -155,7 +164,9 @@ def run(options: argparse.Namespace) -> Verdict:
         )
 
     def answer(problem: Problem) -> str:
-        return endpoint.generate(prompt_of(problem, examples), options.new).text.split(STOP)[0]
+        found = endpoint.generate(prompt_of(problem, examples), options.new)
+        whole.demand_end(found, problem.question)
+        return found.text.split(STOP)[0]
 
     with ThreadPoolExecutor(max_workers=options.concurrency) as pool:
         texts = list(pool.map(answer, asked))

@@ -3,6 +3,9 @@ log-probabilities.
 
 A server that passes gives a user the same text whatever else it is doing. Stock kernels do not promise that: they may
 choose other splits for other batches. Parting at a tie is stated and, unless --strict, is no fault.
+
+The others are streamed: the prompt is sent when each has its first token, and none may have its last before the prompt
+has its own. A server that runs fewer at once leaves the gate incomplete.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from bench.quality import greedy
-from bench.quality.verdict import Verdict
-from bench.serving.endpoint import Answer, Endpoint
+from bench.quality import greedy, in_flight, whole
+from bench.quality.verdict import Verdict, at_least, endpoint_of
+from bench.serving.answers import Answer
+from bench.serving.endpoint import Endpoint, Interval
 
 NAME = "batch-invariance"
-SETTLE_S = 0.05  # the others are being decoded when the prompt arrives
+LONGER = 4  # times as many tokens are asked of the others, so that they are still at work when the prompt's answer ends
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,72 +34,127 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def among_others(endpoint: Endpoint, prompt: list[int], others: list[list[int]], new: int, top: int) -> Answer:
-    """The answer to `prompt` while `others`, which are given four times as many tokens, are being decoded."""
-    begun = threading.Barrier(len(others) + 1)
+def among_others(
+    endpoint: Endpoint, prompt: list[int], others: list[list[int]], new: int, top: int
+) -> tuple[Answer, list[Answer], int]:
+    """(the answer to `prompt` asked while `others` are being decoded, theirs, how many of them ran all the while)."""
+    news, begun, ended = threading.Condition(), set(), []
 
-    def other(ids: list[int]) -> None:
-        begun.wait()
-        endpoint.generate(ids, 4 * new, ignore_eos=True)
+    def other(index: int) -> tuple[Answer, Interval]:
+        def arrived() -> None:
+            with news:
+                begun.add(index)
+                news.notify_all()
+
+        try:
+            return endpoint.stream(others[index], LONGER * new, ignore_eos=True, on_token=arrived)
+        finally:
+            with news:
+                ended.append(index)
+                news.notify_all()
 
     with ThreadPoolExecutor(max_workers=len(others)) as pool:
-        waiting = [pool.submit(other, ids) for ids in others]
-        begun.wait()
-        time.sleep(SETTLE_S)
+        waiting = [pool.submit(other, index) for index in range(len(others))]
+        with news:  # one that has ended before all have begun: they do not run at once, and waiting on is of no use
+            news.wait_for(lambda: len(begun) == len(others) or ended)
+        begin_s = time.monotonic()
         answer = endpoint.generate(prompt, new, top=top, ignore_eos=True)
-        for one in waiting:
-            one.result()
-    return answer
+        end_s = time.monotonic()
+        found = [one.result() for one in waiting]
+    return answer, [one for one, _ in found], in_flight.around([times for _, times in found], begin_s, end_s)
 
 
 def logprob_difference(first: Answer, second: Answer) -> float:
     """The greatest difference of the chosen tokens' log-probabilities as far as the texts agree."""
     end = greedy.first_difference(first.ids, second.ids)
-    pairs = list(zip(first.logprobs, second.logprobs, strict=False))[:end]
+    pairs = list(zip(first.logprobs, second.logprobs, strict=True))[:end]
     return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
+class Comparison:
+    """What was found so far, and how one more pair of answers is judged."""
+
+    def __init__(self, endpoint: Endpoint, options: argparse.Namespace):
+        self.endpoint, self.options = endpoint, options
+        self.findings: list[str] = []
+        self.faults = self.ties = 0
+        self.worst = self.own = 0.0
+        self.alone: list[list[int]] = []
+        self.company = options.others
+
+    def ask_alone(self, prompt: list[int], where: str) -> Answer:
+        greedy.forget(self.endpoint)
+        answer = self.endpoint.generate(prompt, self.options.new, top=1, ignore_eos=True)
+        self.look(answer, self.options.new, where)
+        return answer
+
+    def look(self, answer: Answer, new: int, where: str, logprobs: bool = True) -> None:
+        wrong = whole.faults(answer, new, where, logprobs)
+        self.faults += len(wrong)
+        self.findings += wrong
+
+    def part(self, index: int, prompt: list[int], first: Answer, second: Answer, names: tuple[str, str]) -> None:
+        """Where two answers to one prompt part, and whether that is a fault."""
+        if (place := greedy.divergence(self.endpoint, index, prompt, first, second, self.options.tie)) is not None:
+            self.ties += place.tie
+            self.faults += not place.tie or self.options.strict
+            self.findings.append(place.text(*names))
+
+    def prompt(self, index: int, prompt: list[int], others: list[list[int]]) -> None:
+        """One prompt alone, again alone, and among the others."""
+        options, before = self.options, self.faults
+        alone, again = (self.ask_alone(prompt, f"prompt {index}, {name}") for name in ("alone", "alone again"))
+        self.alone.append(alone.ids)
+        if self.faults > before:  # answers that are none need no comparison
+            return
+        greedy.forget(self.endpoint)
+        crowded, theirs, company = among_others(self.endpoint, prompt, others, options.new, top=1)
+        self.look(crowded, options.new, f"prompt {index}, among {options.others} others")
+        for number, answer in enumerate(theirs):
+            self.look(answer, LONGER * options.new, f"prompt {index}, other {number}", logprobs=False)
+        self.company = min(self.company, company)
+        if self.faults > before:
+            return
+        self.own = max(self.own, logprob_difference(alone, again))
+        self.part(index, prompt, alone, again, ("alone", "alone again"))
+        difference = logprob_difference(alone, crowded)
+        self.worst = max(self.worst, difference)
+        if options.strict and difference > 0:
+            self.faults += 1
+            self.findings.append(
+                f"prompt {index}: a log-probability differs by {difference:.4g} among {options.others} others"
+            )
+        self.part(index, prompt, alone, crowded, ("alone", f"among {options.others} others"))
+
+
 def run(options: argparse.Namespace) -> Verdict:
-    endpoint = Endpoint(options.url, options.timeout)
-    if options.others < 1:
-        raise ValueError(f"batch-invariance: --others must be at least 1, got {options.others}")
+    endpoint = endpoint_of(options)
+    at_least(NAME, 1, others=options.others, num_prompts=options.num_prompts, length=options.length)
+    at_least(NAME, 2, new=options.new)
     lengths = [options.length + 61 * index for index in range(options.num_prompts)]
     prompts = greedy.prompts_for(endpoint, options.prompts, lengths, options.seed)
     others_lengths = [max(8, options.length // 2 + 23 * (index % 19)) for index in range(options.others)]
-    findings, faults, ties, worst, own = [], 0, 0, 0.0, 0.0
+    found = Comparison(endpoint, options)
     for index, prompt in enumerate(prompts):
-        greedy.forget(endpoint)
-        alone = endpoint.generate(prompt, options.new, top=1, ignore_eos=True)
-        greedy.forget(endpoint)
-        again = endpoint.generate(prompt, options.new, top=1, ignore_eos=True)
-        greedy.forget(endpoint)
-        own = max(own, logprob_difference(alone, again))
-        if (place := greedy.divergence(endpoint, index, prompt, alone, again, options.tie)) is not None:
-            findings.append(f"alone and alone again: {place.text('first', 'second')}")
-            faults += not place.tie or options.strict
         others = greedy.prompts_for(endpoint, options.prompts, others_lengths, options.seed + 1 + index)
-        crowded = among_others(endpoint, prompt, others, options.new, top=1)
-        difference = logprob_difference(alone, crowded)
-        worst = max(worst, difference)
-        if options.strict and difference > 0:
-            faults += 1
-            findings.append(
-                f"prompt {index}: a log-probability differs by {difference:.4g} among {options.others} others"
-            )
-        if (place := greedy.divergence(endpoint, index, prompt, alone, crowded, options.tie)) is not None:
-            ties += place.tie
-            faults += not place.tie or options.strict
-            findings.append(place.text("alone", f"among {options.others} others"))
+        found.prompt(index, prompt, others)
     figures = {
         "prompts": len(prompts),
-        "ties": ties,
-        "logprob_difference_max": worst,
-        "logprob_difference_alone_max": own,
+        "ties": found.ties,
+        "ran_at_once": found.company + 1,
+        "logprob_difference_max": found.worst,
+        "logprob_difference_alone_max": found.own,
     }
     summary = (
-        f"{len(prompts)} prompts alone and among {options.others} others: {faults} "
+        f"{len(prompts)} prompts alone and among {options.others} others: {found.faults} "
         + ("differences" if options.strict else f"differences wider than a tie ({options.tie:g})")
         + ", greatest difference of a log-probability before that "
-        + f"{worst:.4g} (alone twice: {own:.4g})"
+        + f"{found.worst:.4g} (alone twice: {found.own:.4g})"
     )
-    return Verdict(NAME, faults == 0, summary, findings, figures)
+    incomplete = ""
+    if not found.faults and found.company < options.others:
+        instead = f"--others {max(1, found.company)}"
+        incomplete = in_flight.serialised(endpoint, found.company + 1, options.others + 1, instead)
+    elif not found.faults:
+        incomplete = whole.says_nothing(found.alone)
+    return Verdict(NAME, not found.faults, summary, found.findings, figures, incomplete=incomplete)

@@ -27,8 +27,10 @@ from pathlib import Path
 
 from bench.quality.corruption_marks import marks
 from bench.quality.soak_state import State, difference, digest, identity
-from bench.quality.verdict import Verdict
-from bench.serving.endpoint import Answer, Endpoint, ServerError
+from bench.quality.verdict import Verdict, at_least, endpoint_of
+from bench.serving.answers import Answer
+from bench.serving.endpoint import Endpoint
+from bench.serving.server_errors import ServerError
 from bench.serving.prompts import ASSISTANT, BEGIN, USER, prose, task
 
 NAME = "corruption-soak"
@@ -155,12 +157,9 @@ def unfinished(state: State, ended: str, changed: str) -> str:
 def run(options: argparse.Namespace) -> Verdict:
     if not 0 < options.hours < 1e6:
         raise ValueError(f"corruption-soak: --hours must be above 0, got {options.hours:g}")
-    for name in ("longest_words", "max_marked"):
-        if getattr(options, name) < 0:
-            raise ValueError(f"corruption-soak: --{name.replace('_', '-')} must be at least 0")
-    if options.longest_output < 1:
-        raise ValueError(f"corruption-soak: --longest-output must be at least 1, got {options.longest_output}")
-    endpoint = Endpoint(options.url, options.timeout)
+    at_least(NAME, 0, longest_words=options.longest_words, max_marked=options.max_marked)
+    at_least(NAME, 1, longest_output=options.longest_output)
+    endpoint = endpoint_of(options)
     server = identity(endpoint, options.report)
     asked = {name: getattr(options, name) for name in ("seed", "longest_words", "longest_output")}
     state = State(options.state, server | {"asked": asked})

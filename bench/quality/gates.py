@@ -11,14 +11,22 @@ library only.
   tool-calls             DSML tool calls and reasoning, streamed and not
   summary FILE...        a Markdown table of verdicts
 
-Exit codes: 0 passed; 1 failed; 2 wrong usage; 3 no verdict; 4 incomplete: the server was lost on the way.
+Exit codes: 0 passed; 1 failed; 2 wrong usage; 3 no verdict; 4 incomplete: the server was lost on the way, answered
+something else than was asked, or ran fewer requests at once than the gate is about; 5 an error of the gate itself.
+
+A server with an API key: --api-key, or SGLANG_API_KEY in the environment. It is sent to every server that the command
+names, and written nowhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import shlex
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent.parent
@@ -34,8 +42,9 @@ from bench.quality import (  # noqa: E402
     speculation_equality,
     tool_calls,
 )
-from bench.quality.verdict import Verdict, markdown  # noqa: E402
-from bench.serving.endpoint import ServerError, ServerRefused  # noqa: E402
+from bench.quality.verdict import Verdict, markdown, without  # noqa: E402
+from bench.serving.answers import printable  # noqa: E402
+from bench.serving.endpoint import TOTAL_S, ServerError, ServerRefused  # noqa: E402
 
 GATES = {
     gate.NAME: gate
@@ -51,7 +60,9 @@ GATES = {
 }
 # with random weights these measure nothing: there is no quality to lose
 NEED_A_TRAINED_MODEL = {needle.NAME, arithmetic.NAME, corruption_soak.NAME, tool_calls.NAME}
-PASSED, FAILED, USAGE, NO_VERDICT, INCOMPLETE = range(5)
+PASSED, FAILED, USAGE, NO_VERDICT, INCOMPLETE, INTERNAL = range(6)
+KEY_STATUSES = (401, 403)
+API_KEY = "SGLANG_API_KEY"  # in the environment: a command line is seen by every user of the machine
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
         one = gates.add_parser(name, description=gate.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         one.add_argument("--url", required=True, help="the server under test")
         one.add_argument("--timeout", type=float, default=600.0, help="seconds of silence before a request is given up")
+        one.add_argument("--total-timeout", type=float, default=TOTAL_S, help="seconds a request may take in all")
+        one.add_argument("--api-key", help=f"sent with every request; default: {API_KEY} of the environment")
         one.add_argument("--seed", type=int, default=1)
         one.add_argument(
             "--prompts", default="text", choices=("text", "random"), help="random: token ids, no tokenizer"
@@ -76,16 +89,37 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
+def check(options: argparse.Namespace) -> None:
+    """Raise ValueError or OSError for what would be found wrong only after the run."""
+    for name in ("timeout", "total_timeout"):
+        if not 0 < getattr(options, name) < math.inf:
+            shown = f"{name.replace('_', '-')} must be a number of seconds above 0, got {getattr(options, name):g}"
+            raise ValueError(f"{options.gate}: --{shown}")
+    if not math.isfinite(options.tie):
+        raise ValueError(f"{options.gate}: --tie must be a finite number, got {options.tie:g}")
+    if options.out:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=options.out):
+                pass
+            if (options.out / f"{options.gate}.json").is_dir():
+                raise IsADirectoryError(f"{options.gate}.json is a folder")
+        except OSError as error:
+            raise ValueError(f"{options.gate}: --out {options.out} cannot be written: {error}") from error
+
+
 def run(options: argparse.Namespace) -> Verdict:
     """The gate's verdict; a lost server is INCOMPLETE, never a pass. ValueError: wrong usage."""
     try:
         found = GATES[options.gate].run(options)
     except ServerRefused as error:
-        if "/v1/tokenize" in str(error):
+        if "/v1/tokenize" in str(error) and error.status not in KEY_STATUSES:
             raise ValueError(
                 f"no tokenizer: {error}. Start the server with its tokenizer, or take --prompts random"
             ) from error
-        found = Verdict(options.gate, None, "", incomplete=str(error))
+        key = f". Give the server's key: --api-key, or {API_KEY} in the environment"
+        hint = key if error.status in KEY_STATUSES else ""
+        found = Verdict(options.gate, None, "", incomplete=str(error) + hint)
     except ServerError as error:
         found = Verdict(options.gate, None, "", incomplete=str(error))
     if options.random_weights:
@@ -96,22 +130,43 @@ def run(options: argparse.Namespace) -> Verdict:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    if options.gate == "summary":
-        print(markdown({str(path.with_suffix("")): path for path in options.files}))
-        return PASSED
-    try:
-        found = run(options)
-    except (ValueError, OSError) as error:
-        print(f"gates: {error}", file=sys.stderr)
-        return USAGE
-    print(found.text())
-    if options.out:
-        found.write(options.out / f"{options.gate}.json", "python3 " + shlex.join(sys.argv))
+def code_of(found: Verdict) -> int:
     if found.incomplete:
         return INCOMPLETE
     return {True: PASSED, False: FAILED, None: NO_VERDICT}[found.passed]
+
+
+def judged(options: argparse.Namespace) -> int:
+    """Run one gate, print and write what it says; its exit code."""
+    try:
+        check(options)
+        found = run(options)
+    except (ValueError, OSError) as error:
+        print(f"gates: {printable(without(str(error), options.api_key))}", file=sys.stderr)
+        return USAGE
+    print(found.text(options.api_key), flush=True)
+    if options.out:
+        path = options.out / f"{options.gate}.json"
+        try:
+            found.write(path, "python3 " + shlex.join(sys.argv), options.api_key)
+        except OSError as error:  # a pass that is not written down is none
+            print(f"gates: {path} could not be written: {error}", file=sys.stderr)
+            return FAILED if code_of(found) == FAILED else INCOMPLETE
+    return code_of(found)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    options.api_key = getattr(options, "api_key", None) or os.environ.get(API_KEY) or None
+    try:
+        if options.gate == "summary":
+            print(markdown({str(path.with_suffix("")): path for path in options.files}))
+            return PASSED
+        return judged(options)
+    except Exception:  # Python's own exit code would be that of a gate that failed
+        trace = without(traceback.format_exc(), options.api_key)
+        print(f"{trace}gates: an error of the gate itself, above; the server has no verdict", file=sys.stderr)
+        return INTERNAL
 
 
 if __name__ == "__main__":

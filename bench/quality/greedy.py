@@ -11,8 +11,11 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.serving.endpoint import Answer, Endpoint, ServerRefused
+from bench.quality import whole
+from bench.serving.answers import Answer
+from bench.serving.endpoint import Endpoint
 from bench.serving.prompts import PromptSource
+from bench.serving.server_errors import ServerRefused
 
 TIE = 0.125  # one step of a bf16 logit between 16 and 32, in natural logarithms
 TOP = 20
@@ -62,9 +65,12 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
 
 
 def judge(endpoint: Endpoint, context: Sequence[int], first: int, second: int, tie: float) -> tuple:
-    """(log-probability of each of two tokens after `context` by `endpoint`, whether they tie). One token is decoded."""
+    """(log-probability of each of two tokens after `context` by `endpoint`, whether they tie). One token is decoded.
+    NotWhole: the server does not give its `TOP` best.
+    """
     answer = endpoint.generate(context, 1, top=TOP, ignore_eos=True)
-    best = {token: logprob for logprob, token in (answer.tops[0] if answer.tops else [])}
+    whole.demand(answer, 1, f"{endpoint.url}, asked which token is likelier", logprobs=True, top=TOP)
+    best = {token: logprob for logprob, token in answer.tops[0]}
     a, b = best.get(first), best.get(second)
     # both among the best is not enough: they must be the best, else both servers chose badly
     tied = a is not None and b is not None and abs(a - b) <= tie and max(best.values()) - min(a, b) <= tie

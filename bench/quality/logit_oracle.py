@@ -3,6 +3,11 @@
 The reference is another server, or a file saved from one. At every output position with the same context the greedy
 token and the twenty best log-probabilities are compared. Where the answers part, the candidate is asked again from the
 reference's own prefix, so that one difference early does not hide the rest.
+
+Judged are the share of equal greedy tokens, the share of the twenty best that both have, and the mean error of their
+log-probabilities; a token that the candidate has not among its best is at least as far off as its last one. Whatever
+the means, it fails where one of the two chose a token that the other has not among its twenty best, or where a
+position's lists share fewer than five.
 """
 
 from __future__ import annotations
@@ -12,15 +17,18 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from bench.quality import greedy
-from bench.quality.verdict import Verdict
-from bench.serving.endpoint import Answer, Endpoint
+from bench.quality import greedy, whole
+from bench.quality.verdict import Verdict, at_least, endpoint_of
+from bench.serving.answers import Answer
+from bench.serving.endpoint import Endpoint
 
 NAME = "logit-oracle"
 FORMAT = "logit-oracle 1"
 LENGTHS = (16, 64, 256, 700, 1024, 3000)
 RESTARTS = 12  # a prompt
-OVERLAPS = (1, 5, 20)
+OVERLAPS = (1, 5, greedy.TOP)
+FEWEST_SHARED = 5  # of the best 20 of one position: rounding moves some in and out, not most of them
+MIN_SHARED = 0.9  # of the best 20, over all positions
 
 
 @dataclass
@@ -29,88 +37,127 @@ class Alignment:
 
     positions: int = 0
     same_token: int = 0
-    shared: int = 0
+    weighed: int = 0
     error_sum: float = 0.0
     error_max: float = 0.0
     chosen_error_max: float = 0.0
     overlap: dict[int, float] = field(default_factory=lambda: dict.fromkeys(OVERLAPS, 0.0))
     lost: int = 0  # positions that could not be compared: too many restarts
 
-    def add(self, reference: list[tuple[float, int]], candidate: list[tuple[float, int]], same_token: bool) -> None:
-        """One position: the best (log-probability, id) of both, best first; whether both chose the same token.
+    def add(self, reference: list[tuple[float, int]], candidate: list[tuple[float, int]], same_token: bool) -> int:
+        """One position: the best (log-probability, id) of both, best first; whether both chose the same token. Returns
+        how many of the reference's best the candidate has too.
 
         What was chosen need not be the best: between the logits and the answer there is a sampler.
         """
         self.positions += 1
         self.same_token += same_token
         theirs = {token: logprob for logprob, token in candidate}
+        last = min(theirs.values())
         for count in OVERLAPS:
             mine = {token for _, token in reference[:count]}
             self.overlap[count] += len(mine & {token for _, token in candidate[:count]}) / len(mine)
         for rank, (logprob, token) in enumerate(reference):
-            if token in theirs:
-                error = abs(logprob - theirs[token])
-                self.shared += 1
-                self.error_sum += error
-                self.error_max = max(self.error_max, error)
-                if rank == 0:
-                    self.chosen_error_max = max(self.chosen_error_max, error)
+            # one that the candidate does not list has at most the log-probability of the last that it does
+            error = abs(logprob - theirs[token]) if token in theirs else max(0.0, logprob - last)
+            self.weighed += 1
+            self.error_sum += error
+            self.error_max = max(self.error_max, error)
+            if rank == 0:
+                self.chosen_error_max = max(self.chosen_error_max, error)
+        return sum(token in theirs for _, token in reference)
 
     def figures(self) -> dict[str, float]:
         count = max(1, self.positions)
         found = {"positions": self.positions, "positions_lost": self.lost, "token_match": self.same_token / count}
         found |= {f"top{k}_overlap": total / count for k, total in self.overlap.items()}
-        found["logprob_error_mean"] = self.error_sum / max(1, self.shared)
+        found["logprob_error_mean"] = self.error_sum / max(1, self.weighed)
         return found | {"logprob_error_max": self.error_max, "greedy_logprob_error_max": self.chosen_error_max}
 
 
 def record(endpoint: Endpoint, prompts: list[list[int]], new: int) -> dict:
-    """The reference's answers, JSON-able."""
+    """The reference's answers, JSON-able. NotWhole: one of them is not what was asked for."""
     answers = []
-    for prompt in prompts:
+    for index, prompt in enumerate(prompts):
         greedy.forget(endpoint)
         answers.append(endpoint.generate(prompt, new, top=greedy.TOP, ignore_eos=True))
-    if any(len(answer.tops) != len(answer.ids) for answer in answers):
-        raise ValueError(f"{endpoint.url} gives no log-probabilities; the oracle needs them")
+        whole.demand(answers[-1], new, f"{endpoint.url}, prompt {index}", logprobs=True, top=greedy.TOP)
     pairs = zip(prompts, answers, strict=True)
     return {"format": FORMAT, "entries": [{"prompt": prompt, "answer": asdict(answer)} for prompt, answer in pairs]}
 
 
-def align(endpoint: Endpoint, prompt: list[int], reference: Answer, found: Alignment) -> str | None:
-    """Compare one answer with the reference's; says where they first part."""
-    begin, first = 0, None
+def read_reference(path: Path) -> dict:
+    """A file written with --save. ValueError: it is none."""
+    try:
+        found = json.loads(path.read_text())
+        if found["format"] != FORMAT:
+            raise ValueError(f"its format is {found['format']!r}")
+        for entry in found["entries"]:
+            answer = Answer(**entry["answer"])
+            answer.logprob_ids = answer.logprob_ids or list(answer.ids)  # older files have none
+            answer.tops = [[(float(logprob), int(token)) for logprob, token in step] for step in answer.tops]
+            whole.demand(answer, len(answer.ids), "a saved answer", logprobs=True, top=greedy.TOP)
+            entry["answer"] = asdict(answer)
+        if not found["entries"]:
+            raise ValueError("it has no answers")
+    except (ValueError, KeyError, TypeError, RecursionError, whole.NotWhole) as error:
+        raise ValueError(f"logit-oracle: {path} is no file of {FORMAT!r}: {error}") from error
+    return found
+
+
+def position_faults(place: int, reference: Answer, answer: Answer, step: int, shared: int) -> list[str]:
+    """What no rounding explains, at output position `place` of the reference, which is `step` of the candidate's."""
+    found, best, theirs = [], reference.tops[place], answer.tops[step]
+    mine, other, where = reference.ids[place], answer.ids[step], f"position {place}"
+    if other not in {token for _, token in best}:
+        found.append(f"{where}: the reference has the candidate's token {other} not among its best {len(best)}")
+    if mine not in {token for _, token in theirs}:
+        found.append(f"{where}: the candidate has the reference's token {mine} not among its best {len(theirs)}")
+    if shared < FEWEST_SHARED:
+        found.append(f"{where}: only {shared} of the best {len(best)} tokens are the reference's")
+    return found
+
+
+def align(endpoint: Endpoint, prompt: list[int], reference: Answer, found: Alignment) -> tuple[str, list[str]]:
+    """Compare one answer with the reference's: (where they first part, "" nowhere; what fails whatever the means)."""
+    begin, first, faults = 0, "", []
     for _ in range(RESTARTS):
         left = len(reference.ids) - begin
         greedy.forget(endpoint)
         answer = endpoint.generate([*prompt, *reference.ids[:begin]], left, top=greedy.TOP, ignore_eos=True)
+        if wrong := whole.faults(answer, left, "the candidate's answer", logprobs=True, top=greedy.TOP):
+            return first, faults + wrong
         for step, top in enumerate(answer.tops):
-            same = answer.ids[step] == reference.ids[begin + step]
-            found.add(reference.tops[begin + step], top, same)
+            place = begin + step
+            same = answer.ids[step] == reference.ids[place]
+            shared = found.add(reference.tops[place], top, same)
+            faults += position_faults(place, reference, answer, step, shared)
             if not same:
-                if first is None:
-                    place, (value, token) = begin + step, reference.tops[begin + step][0]
-                    theirs = {one: number for number, one in top}.get(token, float("nan"))
-                    first = (
-                        f"position {place}: reference chose {token} ({value:.4f}), candidate {answer.ids[step]} "
-                        f"({answer.logprobs[step]:.4f}; the reference's token has {theirs:.4f})"
-                    )
+                value, token = reference.tops[place][0]
+                theirs = {one: number for number, one in top}.get(token, float("nan"))
+                first = first or (
+                    f"position {place}: reference chose {reference.ids[place]} (its best {token}: {value:.4f}), "
+                    f"candidate {answer.ids[step]} ({answer.logprobs[step]:.4f}; the reference's best has {theirs:.4f})"
+                )
                 begin += step + 1
                 break
         else:
-            return first
+            return first, faults
         if begin >= len(reference.ids):
-            return first
+            return first, faults
     found.lost += len(reference.ids) - begin
-    return first
+    return first, faults
 
 
-def compare(endpoint: Endpoint, reference: dict) -> tuple[Alignment, list[str]]:
-    found, places = Alignment(), []
+def compare(endpoint: Endpoint, reference: dict) -> tuple[Alignment, list[str], list[str]]:
+    """(sums, faults, where answers part)."""
+    found, faults, places = Alignment(), [], []
     for index, entry in enumerate(reference["entries"]):
-        values = entry["answer"] | {"tops": [[tuple(t) for t in step] for step in entry["answer"]["tops"]]}
-        if place := align(endpoint, entry["prompt"], Answer(**values), found):
-            places.append(f"prompt {index} ({len(entry['prompt'])} tokens), {place}")
-    return found, places
+        place, wrong = align(endpoint, entry["prompt"], Answer(**entry["answer"]), found)
+        name = f"prompt {index} ({len(entry['prompt'])} tokens), "
+        faults += [name + one for one in wrong]
+        places += [name + place] if place else []
+    return found, faults, places
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,39 +166,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="prompt lengths in tokens")
     parser.add_argument("--new", type=int, default=48, help="output tokens a prompt")
     parser.add_argument("--min-token-match", type=float, default=0.98)
+    parser.add_argument("--min-overlap", type=float, default=MIN_SHARED, help="share of the best 20 that both have")
     parser.add_argument("--max-mean-error", type=float, default=0.05, help="mean log-probability error of the best 20")
 
 
-def run(options: argparse.Namespace) -> Verdict:
-    endpoint = Endpoint(options.url, options.timeout)
-    if options.save:
-        prompts = greedy.prompts_for(endpoint, options.prompts, options.lengths, options.seed)
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        options.save.write_text(json.dumps(record(endpoint, prompts, options.new)))
-        return Verdict(NAME, None, f"saved {len(prompts)} reference answers to {options.save}")
+def reference_of(options: argparse.Namespace, endpoint: Endpoint) -> dict:
     if not options.reference:
         raise ValueError("logit-oracle: give --reference (an address or a file), or --save")
     if Path(options.reference).is_file():
-        reference = json.loads(Path(options.reference).read_text())
-        if reference.get("format") != FORMAT:
-            raise ValueError(f"logit-oracle: {options.reference} is no file of {FORMAT}")
-    else:
+        return read_reference(Path(options.reference))
+    other = endpoint_of(options, options.reference)
+    prompts = greedy.prompts_for(endpoint, options.prompts, options.lengths, options.seed)
+    return record(other, prompts, options.new)
+
+
+def run(options: argparse.Namespace) -> Verdict:
+    at_least(NAME, 1, new=options.new, lengths=min(options.lengths))
+    endpoint = endpoint_of(options)
+    if options.save:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        options.save.touch()  # what cannot be written is known before the run
         prompts = greedy.prompts_for(endpoint, options.prompts, options.lengths, options.seed)
-        reference = record(Endpoint(options.reference, options.timeout), prompts, options.new)
-    if not reference["entries"]:
-        raise ValueError("logit-oracle: the reference is empty")
-    found, places = compare(endpoint, reference)
-    floor, _ = compare(endpoint, record(endpoint, [e["prompt"] for e in reference["entries"]], options.new))
+        options.save.write_text(json.dumps(record(endpoint, prompts, options.new)))
+        return Verdict(NAME, None, f"saved {len(prompts)} reference answers to {options.save}")
+    reference = reference_of(options, endpoint)
+    found, faults, places = compare(endpoint, reference)
     figures = found.figures()
-    figures |= {
-        f"self_{name}": floor.figures()[name] for name in ("token_match", "logprob_error_mean", "logprob_error_max")
-    }
-    passed = (
-        figures["token_match"] >= options.min_token_match and figures["logprob_error_mean"] <= options.max_mean_error
+    bars = (
+        figures["token_match"] >= options.min_token_match,
+        figures[f"top{greedy.TOP}_overlap"] >= options.min_overlap,
+        figures["logprob_error_mean"] <= options.max_mean_error,
     )
+    passed = not faults and all(bars)
+    if not faults:  # a candidate whose answers are no answers has nothing to be compared with itself
+        floor, _, _ = compare(endpoint, record(endpoint, [e["prompt"] for e in reference["entries"]], options.new))
+        names = ("token_match", "logprob_error_mean", "logprob_error_max")
+        figures |= {f"self_{name}": floor.figures()[name] for name in names}
+    overlap = figures[f"top{greedy.TOP}_overlap"]
     summary = (
         f"{figures['token_match']:.2%} of {found.positions} greedy tokens match (bar {options.min_token_match:.0%}), "
+        f"{overlap:.2%} of the best {greedy.TOP} are shared (bar {options.min_overlap:.0%}), "
         f"mean log-probability error {figures['logprob_error_mean']:.4f} (bar {options.max_mean_error:g}); "
-        "self_: the candidate against itself"
+        f"{len(faults)} faults that fail whatever the means; self_: the candidate against itself"
     )
-    return Verdict(NAME, passed, summary, places, figures)
+    empty = whole.says_nothing([entry["answer"]["ids"] for entry in reference["entries"]]) if passed else ""
+    return Verdict(NAME, passed, summary, faults + places, figures, incomplete=empty)

@@ -6,8 +6,8 @@ import argparse
 import random
 import re
 
-from bench.quality.verdict import Verdict
-from bench.serving.endpoint import Endpoint
+from bench.quality import whole
+from bench.quality.verdict import Verdict, at_least, check_bar, endpoint_of
 from bench.serving.prompts import ASSISTANT, BEGIN, USER, prose
 
 NAME = "needle"
@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Verdict:
-    endpoint = Endpoint(options.url, options.timeout)
+    endpoint = endpoint_of(options)
+    at_least(NAME, 1, repeats=options.repeats, lengths=min(options.lengths))
+    check_bar(NAME, options.min_score)
     bad = [depth for depth in options.depths if not 0 <= depth <= 1]
     if bad:
         raise ValueError(f"needle: --depths must lie between 0 and 1, got {bad}")
@@ -45,7 +47,8 @@ def run(options: argparse.Namespace) -> Verdict:
             for repeat in range(options.repeats):
                 prompt, number = question(length, depth, options.seed + repeat)
                 answer = endpoint.generate(prompt, 24)
-                right = number in re.findall(r"\d+", answer.text)
+                whole.demand_end(answer, f"{length} tokens, depth {depth:g}")
+                right = set(re.findall(r"\d+", answer.text)) == {number}  # the number, and no other one beside it
                 asked, found, tokens = asked + 1, found + right, max(tokens, answer.prompt_tokens)
                 cell = grid.setdefault(f"{length} at {depth:g}", [0, 0])
                 cell[0], cell[1] = cell[0] + right, cell[1] + 1

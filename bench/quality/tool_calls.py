@@ -1,7 +1,10 @@
 """Gate 7: tool calls and reasoning through the parsers (--tool-call-parser deepseekv4 --reasoning-parser deepseek-v4).
 
-Each case is asked streamed and not. DSML markup, control tokens and reasoning must not stand in `content`; arguments
-must be JSON with the fields asked for; both ways must give the same calls.
+Each case is asked streamed and not. Markup of any kind, control tokens, reasoning and foreign script must not stand in
+`content`; a sum must be right; arguments must be JSON with the fields asked for; each call has an id of its own;
+`finish_reason` is tool_calls where there are calls and stop where there are none; both ways must give the same calls,
+content and reasoning. A server that gives another answer when it is asked the same again, not streamed, is no fault of
+the stream: then the two ways cannot be compared, and the gate is incomplete.
 """
 
 from __future__ import annotations
@@ -9,13 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from bench.quality.verdict import Verdict
+from bench.quality import greedy, whole
+from bench.quality.verdict import Verdict, at_least, endpoint_of
 from bench.serving.endpoint import Endpoint
 
 NAME = "tool-calls"
-LEAK = re.compile(r"｜DSML｜|<｜|｜>|</?think>|</?(?:invoke|parameter|tool_calls)\b")
+# what templates of this model and of others put around calls, thoughts and turns, with the pipes of either width
+TAGS = "think|thinking|invoke|parameters?|tool_calls?|function_calls?|functions?|tool_response|tool_outputs?_begin"
+LEAK = re.compile(
+    rf"[｜|]\s*/?DSML|DSML\s*[｜|]|<\s*/?\s*[｜|]|[｜|]>|</?\s*(?:\w+:)?(?:{TAGS})\b|\[/?TOOL_CALLS?\]", re.IGNORECASE
+)
+ALPHABETS = {"LATIN", "DIGIT", "GREEK"}  # the first words of the names of letters of English text and formulas
+FOUR = re.compile(r"\b(?:4|four)\b", re.IGNORECASE)
 WEATHER = {
     "type": "function",
     "function": {
@@ -39,6 +51,7 @@ class Case:
     cities: tuple[str, ...] | None
     thinking: bool = False
     fields: tuple[str, ...] = field(default=("city",))
+    sum: re.Pattern | None = None  # what must stand in the content
 
 
 CASES = (
@@ -51,9 +64,9 @@ CASES = (
         fields=("city", "note"),
     ),
     Case("a call after thinking", "What is the weather in Oslo? Use the tool.", ("Oslo",), thinking=True),
-    Case("tools offered, none needed", "How much is two and two? Answer in one sentence.", ()),
-    Case("no tools", "How much is two and two? Answer in one sentence.", None),
-    Case("thinking, no tools", "How much is two and two? Answer in one sentence.", None, thinking=True),
+    Case("tools offered, none needed", "How much is two and two? Answer in one sentence.", (), sum=FOUR),
+    Case("no tools", "How much is two and two? Answer in one sentence.", None, sum=FOUR),
+    Case("thinking, no tools", "How much is two and two? Answer in one sentence.", None, thinking=True, sum=FOUR),
 )
 
 
@@ -66,46 +79,78 @@ def body_of(case: Case, model: str) -> dict:
 
 
 def calls_of(message: dict) -> list[tuple[str, str]]:
-    return [
-        (c["function"].get("name") or "", c["function"].get("arguments") or "") for c in message.get("tool_calls") or []
-    ]
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+
+
+def text_faults(name: str, text: str) -> Iterator[str]:
+    """What is wrong with one English text, `name` of the message."""
+    if leak := LEAK.search(text):
+        yield f"markup in {name}: {text[max(0, leak.start() - 20) : leak.start() + 40]!r}"
+    foreign = [c for c in text if c.isalpha() and unicodedata.name(c, "UNKNOWN").split()[0] not in ALPHABETS]
+    if foreign:
+        place = text.index(foreign[0])
+        yield f"foreign script in {name}: {text[max(0, place - 20) : place + 20]!r}"
+    bad = [c for c in text if c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t\r")]
+    if bad:
+        yield f"characters that are none in {name}: the first {bad[0]!r}"
+
+
+def call_faults(case: Case, message: dict) -> Iterator[str]:
+    """What is wrong with the calls of one answer."""
+    calls, cities, wrong = calls_of(message), [], False
+    for name, arguments in calls:
+        values, said = parsed(arguments), []
+        missing = [key for key in case.fields if not isinstance(values, dict) or key not in values]
+        if not isinstance(values, dict):
+            said.append(f"the arguments are no JSON object: {arguments[:60]!r}")
+        elif missing:
+            said.append(f"the arguments lack {', '.join(missing)}: {arguments[:60]!r}")
+        else:
+            cities.append(str(values["city"]).split(",")[0])
+            if "note" in case.fields and '"quoted" <tag> & more' not in str(values["note"]):
+                said.append(f"the note has changed: {values['note']!r}")
+        if name != WEATHER["function"]["name"]:
+            said.append(f"a call of {name!r}, which was not offered")
+        said += text_faults("the arguments", arguments)
+        wrong = wrong or bool(said)
+        yield from said
+    ids = [call["id"] for call in message["tool_calls"]]
+    if not all(ids) or len(set(ids)) < len(ids):
+        yield f"the ids of the calls are missing or the same: {ids}"
+    expected = sorted(case.cities or ())
+    if len(calls) != len(expected) or (sorted(cities) != expected and not wrong):
+        yield f"expected calls for {list(case.cities or ())}, got {calls}"
 
 
 def faults_of(case: Case, message: dict) -> list[str]:
     """What is wrong with one answer."""
-    found, content = [], message.get("content") or ""
-    if leak := LEAK.search(content):
-        place = leak.start()
-        found.append(f"markup in content: {content[max(0, place - 20) : place + 40]!r}")
-    if leak := LEAK.search(message.get("reasoning_content") or ""):
-        found.append(f"markup in reasoning_content: {leak.group(0)!r}")
-    if case.thinking and not message.get("reasoning_content"):
+    content, reasoning = message["content"], message["reasoning_content"]
+    found = [*text_faults("content", content), *text_faults("reasoning_content", reasoning)]
+    if case.thinking and not reasoning.strip():
         found.append("no reasoning_content though thinking was asked for")
-    if not case.thinking and message.get("reasoning_content"):
+    if not case.thinking and reasoning.strip():
         found.append("reasoning_content though no thinking was asked for")
     if not case.cities and not content.strip():
         found.append("content is empty")
-    calls = calls_of(message)
-    cities = []
-    for name, arguments in calls:
-        try:
-            values = json.loads(arguments)
-        except ValueError:
-            found.append(f"the arguments are no JSON: {arguments[:60]!r}")
-            continue
-        if name != WEATHER["function"]["name"]:
-            found.append(f"a call of {name!r}, which was not offered")
-        missing = [key for key in case.fields if not isinstance(values, dict) or key not in values]
-        if missing:
-            found.append(f"the arguments lack {', '.join(missing)}: {arguments[:60]!r}")
-        elif isinstance(values, dict):
-            cities.append(str(values["city"]).split(",")[0])
-            if case.fields == ("city", "note") and '"quoted" <tag> & more' not in values["note"]:
-                found.append(f"the note has changed: {values['note']!r}")
-    expected = sorted(case.cities or ())
-    if len(calls) != len(expected) or (sorted(cities) != expected and not found):
-        found.append(f"expected calls for {list(case.cities or ())}, got {calls}")
+    elif case.sum and not case.sum.search(content):
+        found.append(f"the sum is wrong or not told: {content[:60]!r}")
+    found += call_faults(case, message)
+    expected = "tool_calls" if case.cities else "stop"
+    if message["finish_reason"] != expected:
+        found.append(f"finish_reason is {message['finish_reason']!r}, expected {expected!r}")
     return found
+
+
+def said(message: dict) -> dict:
+    """What both ways must have in common. White space at the ends is free (parsers cut it where calls follow), ids are
+    new for every answer, and arguments are compared as values.
+    """
+    calls = [(name, parsed(arguments, arguments)) for name, arguments in calls_of(message)]
+    return {
+        "calls": calls,
+        "content": message["content"].strip(),
+        "reasoning_content": message["reasoning_content"].strip(),
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,28 +158,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=1)
 
 
+def asked(endpoint: Endpoint, body: dict, streamed: bool, where: str) -> dict:
+    """One answer, without prefixes that others left. NotWhole: the server aborted it."""
+    greedy.forget(endpoint)
+    message = endpoint.chat_stream(body) if streamed else endpoint.chat(body)
+    if message["finish_reason"] == "abort":
+        raise whole.NotWhole(f"{where}: the server aborted the request")
+    return message
+
+
+def differences(endpoint: Endpoint, case: Case, body: dict, first: dict, second: dict) -> tuple[list[str], str]:
+    """(in what the streamed answer, `second`, differs; why that cannot be said)."""
+    one, other = said(first), said(second)
+    parts = [name for name in one if one[name] != other[name]]
+    if not parts:
+        return [], ""
+    again = said(asked(endpoint, body, False, case.name))
+    if any(again[name] != one[name] for name in parts):
+        return [], f"{case.name}: asked again, not streamed, the server gives another answer: the stream is not judged"
+    differ = f"{case.name}: streamed and not streamed differ in"
+    return [f"{differ} {name}: {other[name]!r} and {one[name]!r}" for name in parts], ""
+
+
 def run(options: argparse.Namespace) -> Verdict:
-    endpoint = Endpoint(options.url, options.timeout)
+    at_least(NAME, 1, repeats=options.repeats)
+    endpoint = endpoint_of(options)
     if options.model:
         endpoint.check_model(options.model)
     model = options.model or endpoint.models()[0]
-    findings, answers = [], 0
+    findings, answers, incomplete = [], 0, ""
     for case in CASES * options.repeats:
         body = body_of(case, model)
-        whole, streamed = endpoint.chat(body), endpoint.chat_stream(body)
-        answers += 2
-        for way, message in (("not streamed", whole), ("streamed", streamed)):
+        messages = {way: asked(endpoint, body, way == "streamed", case.name) for way in ("not streamed", "streamed")}
+        answers += len(messages)
+        for way, message in messages.items():
             findings += [f"{case.name}, {way}: {fault}" for fault in faults_of(case, message)]
-        pairs = [[(name, json_or_text(arguments)) for name, arguments in calls_of(m)] for m in (whole, streamed)]
-        if pairs[0] != pairs[1]:
-            findings.append(f"{case.name}: streamed and not streamed differ: {pairs[1]} and {pairs[0]}")
+        differ, why = differences(endpoint, case, body, *messages.values())
+        findings += differ
+        incomplete = incomplete or why
     summary = f"{len(findings)} faults in {answers} answers of {len(CASES)} cases, streamed and not"
-    return Verdict(NAME, not findings, summary, findings, {"faults": len(findings), "answers": answers})
+    figures = {"faults": len(findings), "answers": answers}
+    return Verdict(NAME, not findings, summary, findings, figures, incomplete="" if findings else incomplete)
 
 
-def json_or_text(arguments: str) -> object:
-    """Arguments compared as values: the order of fields and spaces is free."""
+def parsed(arguments: str, otherwise: object = None) -> object:
+    """The JSON value of a call's arguments: the order of fields and spaces is free."""
     try:
         return json.loads(arguments)
-    except ValueError:
-        return arguments
+    except (ValueError, RecursionError):
+        return otherwise

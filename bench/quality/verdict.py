@@ -1,11 +1,50 @@
-"""What a gate says: passed or not, why, and everything needed to see it again."""
+"""What a gate says: passed or not, why, and everything needed to see it again. And what every gate does with its
+options: the server that is asked, and counts that must not be zero.
+"""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from bench.serving.answers import printable
+from bench.serving.endpoint import Endpoint
+
+REDACTED = "[api key]"
+
+
+def endpoint_of(options: argparse.Namespace, url: str | None = None) -> Endpoint:
+    """The server under test, or the one at `url`, with the time limits and the key of the command line."""
+    return Endpoint(url or options.url, options.timeout, options.api_key, options.total_timeout)
+
+
+def at_least(gate: str, least: int, **values: float) -> None:
+    """Raise ValueError (wrong usage) unless each option of these names (as argparse stores them) is so great: a run
+    that asks for nothing must not end with a verdict.
+    """
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{gate}: --{name.replace('_', '-')} must be at least {least}, got {value:g}")
+
+
+def check_bar(gate: str, score: float) -> None:
+    """Raise ValueError (wrong usage) unless --min-score is a bar that can be missed and can be met."""
+    if not 0 < score <= 1:
+        raise ValueError(f"{gate}: --min-score must be above 0 and at most 1, got {score:g}")
+
+
+def without(value: object, secret: str | None) -> object:
+    """`value` (of JSON's types) with `secret` replaced in every text."""
+    if not secret:
+        return value
+    if isinstance(value, str):
+        return value.replace(secret, REDACTED)
+    if isinstance(value, dict):
+        return {without(name, secret): without(one, secret) for name, one in value.items()}
+    return [without(one, secret) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass
@@ -27,20 +66,19 @@ class Verdict:
             return "INCOMPLETE"
         return {True: "PASS", False: "FAIL", None: "NO VERDICT"}[self.passed]
 
-    def text(self) -> str:
+    def text(self, secret: str | None = None) -> str:
         lines = [f"{self.gate}: {self.word}: {self.incomplete or self.summary}"]
         lines += [f"  {name} {value:.6g}" for name, value in self.figures.items()]
         lines += [f"  - {finding}" for finding in self.findings[:20]]
         if len(self.findings) > 20:
             lines.append(f"  - and {len(self.findings) - 20} more, in the JSON")
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        return printable(without("\n".join([*lines, *(f"  note: {note}" for note in self.notes)]), secret))
 
-    def write(self, path: Path, command: str) -> None:
+    def write(self, path: Path, command: str, secret: str | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        path.write_text(
-            json.dumps({"date": now, "command": command, "verdict": self.word, **asdict(self)}, indent=1) + "\n"
-        )
+        found = without({"date": now, "command": command, "verdict": self.word, **asdict(self)}, secret)
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def markdown(files: dict[str, Path]) -> str:

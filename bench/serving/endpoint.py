@@ -1,4 +1,4 @@
-"""An SGLang server over HTTP, with the standard library only. Every failure is one of three clear errors.
+"""An SGLang server over HTTP, with the standard library only. Every failure is one of `server_errors`.
 
 `generate` and `stream` use SGLang's native /generate, which takes and gives token ids and log-probabilities; `chat` and
 `chat_stream` use the OpenAI-compatible /v1/chat/completions.
@@ -8,66 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import socket
+import time
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from bench.serving.answers import (
+    Answer,
+    JoinedMessage,
+    mapping,
+    message_of,
+    parse,
+    printable,
+    sequence,
+    text_of,
+    tokens,
+)
+from bench.serving.server_errors import ServerError, ServerGone, ServerNonsense, ServerRefused, ServerTimeout
 
-class ServerError(Exception):
-    """Base of what can go wrong with a server."""
-
-
-class ServerGone(ServerError):
-    """No connection, or one that broke before the answer was whole."""
-
-
-class ServerTimeout(ServerError):
-    """No byte within the time allowed."""
-
-
-class ServerRefused(ServerError):
-    """An answer with a status other than 200."""
-
-    def __init__(self, message: str, status: int):
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass
-class Answer:
-    """One completion. `tops[i]` are the most likely tokens at output position i as (log-probability, id), best
-    first.
-    """
-
-    ids: list[int]
-    text: str
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[list[tuple[float, int]]] = field(default_factory=list)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    finish: str | None = None
-
-    @classmethod
-    def of(cls, found: dict) -> Answer:
-        """From the JSON of /generate."""
-        meta = found.get("meta_info") or {}
-        finish = meta.get("finish_reason")
-        chosen = meta.get("output_token_logprobs") or []
-        ids = found.get("output_ids")
-        if ids is None:
-            ids = [entry[1] for entry in chosen]
-        return cls(
-            ids=list(ids),
-            text=found.get("text") or "",
-            logprobs=[entry[0] for entry in chosen],
-            tops=[[(t[0], t[1]) for t in step or []] for step in meta.get("output_top_logprobs") or []],
-            prompt_tokens=meta.get("prompt_tokens") or 0,
-            cached_tokens=meta.get("cached_tokens") or 0,
-            finish=finish.get("type") if isinstance(finish, dict) else finish,
-        )
+TOTAL_S = 3600.0  # a request, however busily its bytes drip
+MAX_BYTES = 64 << 20  # of an answer, or of one event of a stream
 
 
 def plain_message(body: bytes) -> str:
@@ -75,48 +39,108 @@ def plain_message(body: bytes) -> str:
     text = body.decode(errors="replace").strip()
     try:
         found = json.loads(text)
-    except ValueError:
-        return text[:400]
+    except (ValueError, RecursionError):
+        found = None
     if isinstance(found, dict):
         error = found.get("error", found)
-        text = error.get("message") or text if isinstance(error, dict) else str(error)
-    return text[:400]
+        error = error.get("message") or text if isinstance(error, dict) else error
+        text = error if isinstance(error, str) else text
+    return printable(text[:400])
+
+
+class _Limited(io.RawIOBase):
+    """Reads from a socket: no longer than `silence_s` for a byte, and not beyond `deadline` (time.monotonic)."""
+
+    def __init__(self, sock: socket.socket, silence_s: float, deadline: float):
+        self.sock, self.silence_s, self.deadline = sock, silence_s, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.sock.settimeout(min(self.silence_s, left))
+        return self.sock.recv_into(buffer)
+
+
+class _LimitedSocket:
+    """What http.client needs of a socket, read through _Limited. Whoever made the socket closes it: http.client closes
+    its own before the answer is read.
+    """
+
+    def __init__(self, sock: socket.socket, silence_s: float, deadline: float):
+        self.sock, self.silence_s, self.deadline = sock, silence_s, deadline
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_Limited(self.sock, self.silence_s, self.deadline))
+
+    def sendall(self, data: bytes) -> None:
+        self.sock.sendall(data)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Interval:
+    """When a streamed answer's first and last tokens came here (time.monotonic); None: it had no token."""
+
+    first_s: float | None
+    last_s: float | None
 
 
 class Endpoint:
-    """A server at `url` (http://host:port). `timeout_s`: the longest silence; a new connection a request."""
+    """A server at `url` (http://host:port); a new connection a request. `timeout_s`: the longest silence; `total_s`:
+    the longest that a request may take, its answer included. `api_key` goes out with every request, into no message.
+    """
 
-    def __init__(self, url: str, timeout_s: float = 600.0, api_key: str | None = None):
+    def __init__(self, url: str, timeout_s: float = 600.0, api_key: str | None = None, total_s: float = TOTAL_S):
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("a server's address must hold no user and no password: give the key by itself")
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"a server's address must look like http://host:port, got {url!r}")
         self.host, self.port, self.prefix = parts.hostname, parts.port or 80, parts.path.rstrip("/")
         self.url = f"http://{parts.netloc}{self.prefix}"
-        self.timeout_s = timeout_s
+        self.timeout_s, self.total_s = timeout_s, total_s
         self.headers = {"Content-Type": "application/json"}
         if api_key:
+            if not (api_key.isascii() and api_key.isprintable()):
+                raise ValueError("the API key must be of printable ASCII characters, as it stands in a header")
             self.headers["Authorization"] = f"Bearer {api_key}"
 
     @contextlib.contextmanager
     def _answer(self, path: str, body: dict | None, timeout_s: float | None) -> Iterator[http.client.HTTPResponse]:
-        """The open answer to GET (no body) or POST; transport failures become ServerGone and ServerTimeout."""
-        wait = self.timeout_s if timeout_s is None else timeout_s
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=wait)
-        what = f"{'GET' if body is None else 'POST'} {self.url}{path}"
+        """The open answer to GET (no body) or POST; transport failures become ServerGone and ServerTimeout. `timeout_s`
+        is for small answers: the longest silence and the longest time in all.
+        """
+        wait, total = (self.timeout_s, self.total_s) if timeout_s is None else (timeout_s, timeout_s)
+        deadline = time.monotonic() + total
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=min(wait, total))
+        what, sock = f"{'GET' if body is None else 'POST'} {self.url}{path}", None
         try:
             data = None if body is None else json.dumps(body).encode()
+            connection.connect()
+            sock = connection.sock
+            connection.sock = _LimitedSocket(sock, wait, deadline)
             connection.request("GET" if body is None else "POST", self.prefix + path, data, self.headers)
             response = connection.getresponse()
             if response.status != 200:
-                message = plain_message(response.read())
+                message = plain_message(response.read(MAX_BYTES))
                 raise ServerRefused(f"{what}: status {response.status}: {message}", response.status)
             yield response
         except TimeoutError as error:
+            if time.monotonic() >= deadline:
+                raise ServerTimeout(f"{what}: no whole answer within {total:g} s") from error
             raise ServerTimeout(f"{what}: nothing for {wait:g} s") from error
         except (OSError, http.client.HTTPException) as error:
-            raise ServerGone(f"{what}: {type(error).__name__}: {error}") from error
+            raise ServerGone(f"{what}: {printable(f'{type(error).__name__}: {error}')}") from error
         finally:
             connection.close()
+            if sock is not None:
+                sock.close()
 
     def get(self, path: str, timeout_s: float | None = None) -> dict:
         with self._answer(path, None, timeout_s) as response:
@@ -126,32 +150,45 @@ class Endpoint:
         with self._answer(path, body, timeout_s) as response:
             return self._whole(response, path)
 
+    def _bytes(self, response: http.client.HTTPResponse, path: str) -> bytes:
+        found = response.read(MAX_BYTES + 1)
+        if len(found) > MAX_BYTES:
+            raise ServerNonsense(f"{self.url}{path}: the answer has more than {MAX_BYTES >> 20} MiB")
+        # a body that ends before its Content-Length: http.client says so only where all of it is asked for
+        if response.length:
+            raise ServerGone(f"{self.url}{path}: the answer ended {response.length} bytes before its end")
+        return found
+
     def _whole(self, response: http.client.HTTPResponse, path: str) -> dict:
-        text = response.read()
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise ServerGone(f"{self.url}{path}: the answer is no JSON: {text[:80]!r}") from error
+        what = f"{self.url}{path}"
+        return mapping(parse(self._bytes(response, path), what), what)
 
     def events(self, path: str, body: dict) -> Iterator[dict]:
-        """The JSON of each server-sent event. A stream that ends without [DONE] is ServerGone."""
+        """The JSON of each server-sent event. A stream that ends without [DONE] is ServerGone, an error in it
+        ServerRefused.
+        """
+        what = f"POST {self.url}{path}"
         with self._answer(path, body, None) as response:
-            for line in response:
+            while line := response.readline(MAX_BYTES + 1):
+                if len(line) > MAX_BYTES:
+                    raise ServerNonsense(f"{what}: an event has more than {MAX_BYTES >> 20} MiB")
                 if not line.startswith(b"data:"):
                     continue
                 data = line[5:].strip()
                 if data == b"[DONE]":
                     return
-                try:
-                    found = json.loads(data)
-                except ValueError as error:
-                    raise ServerGone(f"POST {self.url}{path}: an event is no JSON: {data[:80]!r}") from error
+                found = mapping(parse(data, f"{what}: an event"), f"{what}: an event")
+                if found.get("error") is not None:
+                    error = found["error"]
+                    code = error.get("code") if isinstance(error, dict) else None
+                    message = f"{what}: an error in the stream: {plain_message(data)}"
+                    raise ServerRefused(message, code if isinstance(code, int) else 500)
                 yield found
-            raise ServerGone(f"POST {self.url}{path}: the stream ended without [DONE]")
+            raise ServerGone(f"{what}: the stream ended without [DONE]")
 
     def text_of(self, path: str) -> str:
         with self._answer(path, None, 10.0) as response:
-            return response.read().decode(errors="replace")
+            return self._bytes(response, path).decode(errors="replace")
 
     def is_local(self) -> bool:
         """Whether the server's address is one of this machine's: only then do its clocks and devices say anything."""
@@ -192,7 +229,13 @@ class Endpoint:
         return self.get("/get_server_info", timeout_s=30.0)
 
     def models(self) -> list[str]:
-        return [entry["id"] for entry in self.get("/v1/models", timeout_s=30.0).get("data", [])]
+        """Names of the models that the server lists; at least one."""
+        what = f"{self.url}/v1/models"
+        listed = sequence(self.get("/v1/models", timeout_s=30.0).get("data"), what)
+        names = [text_of(mapping(entry, what).get("id"), f"{what}: id") for entry in listed]
+        if not all(names) or not names:
+            raise ServerNonsense(f"{what}: the server lists no model by name")
+        return names
 
     def check_model(self, name: str) -> None:
         """Raise ServerRefused unless the server serves `name`. (SGLang itself answers to any name.)"""
@@ -209,17 +252,43 @@ class Endpoint:
         """Token ids of `text` by the server's own tokenizer; special tokens written out in the text are recognised."""
         body = {"prompt": text, "add_special_tokens": False}
         try:
-            return self.post("/v1/tokenize", body)["tokens"]
+            return tokens(self.post("/v1/tokenize", body).get("tokens"), f"{self.url}/v1/tokenize: tokens")
         except ServerRefused as error:
             if error.status != 404:
                 raise
-        return self.post("/tokenize", body)["tokens"]  # vLLM's name of it
+        found = self.post("/tokenize", body)  # vLLM's name of it
+        return tokens(found.get("tokens"), f"{self.url}/tokenize: tokens")
 
     def generate(
         self, prompt: Sequence[int] | str, max_new_tokens: int, top: int = 0, ignore_eos: bool = False
     ) -> Answer:
         """Greedy completion of token ids or text; with `top` the `top` greatest log-probabilities of every position."""
-        return Answer.of(self.post("/generate", self.generate_body(prompt, max_new_tokens, top, ignore_eos)))
+        found = self.post("/generate", self.generate_body(prompt, max_new_tokens, top, ignore_eos))
+        return Answer.of(found, f"{self.url}/generate")
+
+    def stream(
+        self,
+        prompt: Sequence[int] | str,
+        max_new_tokens: int,
+        ignore_eos: bool = False,
+        on_token: Callable[[], None] | None = None,
+    ) -> tuple[Answer, Interval]:
+        """`generate`, streamed: the answer, and when its first and last tokens came. `on_token` is called with each
+        event that brings one.
+        """
+        what, whole, first, last = f"{self.url}/generate", Answer([], ""), None, None
+        body = self.generate_body(prompt, max_new_tokens, 0, ignore_eos) | {"stream": True}
+        for event in self.events("/generate", body):
+            now, had = time.monotonic(), len(whole.ids)
+            whole = whole.followed_by(Answer.of(event, what))
+            if len(whole.ids) > had:
+                first, last = now if first is None else first, now
+                if on_token is not None:
+                    on_token()
+        if whole.completion_tokens not in (None, len(whole.ids)):
+            said = whole.completion_tokens
+            raise ServerNonsense(f"{what}: a stream of {len(whole.ids)} tokens that counts {said} of them")
+        return whole, Interval(first, last)
 
     @staticmethod
     def generate_body(prompt: Sequence[int] | str, max_new_tokens: int, top: int = 0, ignore_eos: bool = False) -> dict:
@@ -238,32 +307,19 @@ class Endpoint:
             return list(pool.map(lambda prompt: self.generate(prompt, **options), prompts))
 
     def chat(self, body: dict) -> dict:
-        """The message of a non-streamed chat completion."""
+        """The message of a non-streamed chat completion: message_of's fields and finish_reason."""
+        what = f"{self.url}/v1/chat/completions"
         found = self.post("/v1/chat/completions", {"temperature": 0.0, **body, "stream": False})
-        try:
-            choice = found["choices"][0]
-            return choice["message"] | {"finish_reason": choice.get("finish_reason")}
-        except (KeyError, IndexError, TypeError) as error:
-            raise ServerGone(f"{self.url}: an answer without a message: {str(found)[:120]}") from error
+        choices = sequence(found.get("choices"), f"{what}: choices")
+        if not choices:
+            raise ServerNonsense(f"{what}: an answer without a choice")
+        choice = mapping(choices[0], f"{what}: choices")
+        message = message_of(choice.get("message"), f"{what}: message")
+        return message | {"finish_reason": text_of(choice.get("finish_reason"), f"{what}: finish_reason") or None}
 
     def chat_stream(self, body: dict) -> dict:
         """The message of a streamed chat completion, its pieces joined as a client must join them."""
-        content, reasoning, finish = [], [], None
-        calls: dict[int, dict] = {}
+        joined = JoinedMessage(f"{self.url}/v1/chat/completions")
         for event in self.events("/v1/chat/completions", {"temperature": 0.0, **body, "stream": True}):
-            for choice in event.get("choices") or []:
-                delta = choice.get("delta") or {}
-                content.append(delta.get("content") or "")
-                reasoning.append(delta.get("reasoning_content") or "")
-                finish = choice.get("finish_reason") or finish
-                for piece in delta.get("tool_calls") or []:
-                    call = calls.setdefault(piece.get("index") or 0, {"name": "", "arguments": ""})
-                    function = piece.get("function") or {}
-                    call["name"] += function.get("name") or ""
-                    call["arguments"] += function.get("arguments") or ""
-        return {
-            "content": "".join(content),
-            "reasoning_content": "".join(reasoning),
-            "tool_calls": [{"function": calls[index]} for index in sorted(calls)],
-            "finish_reason": finish,
-        }
+            joined.add(event)
+        return joined.message()

@@ -17,7 +17,8 @@ QUICK = {
     "corruption-soak": ["--hours", "0.0001", "--longest-words", "50", "--longest-output", "64"],
     "tool-calls": [],
 }
-STEP_S = 0.002  # a token takes so long that requests overlap
+# a token takes so long that requests overlap, and a busy machine still gets all of them under way
+PACE = {"step_s": 0.002, "quiet_s": 0.04, "stream_interval": 8}
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def reference(gate, serve) -> list[str]:
 
 
 def under_test(gate, serve, *faults):
-    return serve(*faults, step_s=STEP_S, accept_length=2 if gate == "speculation-equality" else 1)
+    return serve(*faults, **PACE, accept_length=2 if gate == "speculation-equality" else 1)
 
 
 @pytest.mark.parametrize("gate", gates.GATES)
@@ -94,7 +95,7 @@ def test_corruption_under_concurrency_only_is_not_seen_alone(run, serve):
 
 
 def test_what_the_batch_alone_changes_is_said_beside_what_speculation_changes(run, serve):
-    plain = serve("batch_variant", step_s=STEP_S)
+    plain = serve("batch_variant", **PACE)
     code, found = run("speculation-equality", under_test("speculation-equality", serve), "--without", plain.url)
     assert code == gates.PASSED and found["figures"]["equal_at_16"] == 16
     changed = 16 - found["figures"]["equal_without_speculation_at_16"]
@@ -136,7 +137,7 @@ def test_the_oracle_against_a_saved_file(run, serve, tmp_path):
 
 
 def test_batch_invariance_strict_minds_a_log_probability(run, serve, monkeypatch):
-    server = serve(step_s=STEP_S)
+    server = serve(**PACE)
     original = server.engine.candidates
 
     def candidates(state):
@@ -153,7 +154,7 @@ def test_batch_invariance_strict_minds_a_log_probability(run, serve, monkeypatch
 def test_random_weights_have_no_quality_verdict(run, serve):
     code, found = run("needle", serve("forgets"), "--random-weights")
     assert code == gates.NO_VERDICT and "no quality can be measured" in found["notes"][-1]
-    code, found = run("batch-invariance", serve(step_s=STEP_S), "--random-weights")
+    code, found = run("batch-invariance", serve(**PACE), "--random-weights")
     assert code == gates.PASSED and found["notes"] == ["random weights"]
 
 
@@ -167,9 +168,10 @@ def test_a_lost_server_is_incomplete_never_a_pass(gate, fault, run, serve):
 
 @pytest.mark.parametrize("gate", ["logit-oracle", "batch-invariance"])
 def test_no_tokenizer(gate, run, serve, capsys):
-    assert run(gate, serve("no_tokenizer"), *reference(gate, serve))[0] == gates.USAGE
+    server = under_test(gate, serve, "no_tokenizer")
+    assert run(gate, server, *reference(gate, serve))[0] == gates.USAGE
     assert "no tokenizer" in capsys.readouterr().err
-    assert run(gate, serve("no_tokenizer"), *reference(gate, serve), "--prompts", "random")[0] == gates.PASSED
+    assert run(gate, server, *reference(gate, serve), "--prompts", "random")[0] == gates.PASSED
 
 
 def test_a_wrong_model_name(run, serve):

@@ -2,7 +2,8 @@
 """A small stand-in for an SGLang server, on loopback, standard library only, with faults to order.
 
 Its "model" is deterministic: the next token depends on every token before it. It knows a few scripted skills (needle,
-arithmetic, tool calls, reasoning), so that each gate has something to pass and, with a fault, something to catch.
+arithmetic, tool calls, reasoning), so that each gate has something to pass and, with a fault, something to catch. Its
+answers have the shape of SGLang's 0.5.14 to 0.5.23 (tests/quality/test_lies.py compares the names).
 
 In a test: `with FakeServer(faults={"foreign_script"}) as server: ... server.url`. As a process: `fake_server.py
 --port N`.
@@ -95,13 +96,29 @@ class Tokens:
 class Engine:
     """What is behind the HTTP: one 'GPU' that one request uses at a time, a prefix cache, a model."""
 
-    def __init__(self, faults=(), step_s=0.0, prefill_s=0.0, accept_length=1, die_after=0, on_death=None):
+    def __init__(
+        self,
+        faults=(),
+        step_s=0.0,
+        prefill_s=0.0,
+        accept_length=1,
+        die_after=0,
+        on_death=None,
+        max_running=64,
+        quiet_s=0.0,
+        stream_interval=1,
+    ):
+        """`quiet_s`: with company, no token is made until so long after the last arrival, as an engine that prefills
+        first would do; `stream_interval`: tokens an event. The rest: see main's help.
+        """
         unknown = set(faults) - set(FAULTS)
         assert not unknown, f"no such fault: {unknown}"
         self.faults, self.step_s, self.prefill_s = set(faults), step_s, prefill_s
         self.accept_length, self.die_after, self.on_death = accept_length, die_after, on_death
         self.tokens = Tokens()
         self.gpu, self.count = threading.Lock(), threading.Lock()
+        self.quiet_s, self.stream_interval, self.arrived_s = quiet_s, stream_interval, 0.0
+        self.max_running, self.running = max_running, threading.BoundedSemaphore(max_running)
         self.active = self.completions = self.max_active = 0
         self.cached: set[int] = set()
         self.ended = threading.Event()
@@ -140,7 +157,7 @@ class Engine:
         logprobs = [-0.4, *(-0.4 - gap - 0.3 * rank for rank in range(19))]
         ids = [token_of(" " + word) for word in words]
         if "wrong_logits" in self.faults:
-            logprobs = sorted((value + source.gauss(0, 0.5) for value in logprobs), reverse=True)
+            logprobs = sorted((min(0.0, value + source.gauss(0, 0.5)) for value in logprobs), reverse=True)
             if state % 3 == 0:
                 ids[0], ids[1] = ids[1], ids[0]
         return list(zip(logprobs, ids, strict=True))
@@ -195,6 +212,7 @@ class Engine:
         with self.count:
             self.completions += 1
             self.active += 1
+            self.arrived_s = time.monotonic()
             self.max_active = max(self.max_active, self.active)
 
     def leave(self) -> None:
@@ -217,12 +235,15 @@ class Engine:
         if self.step_s:
             with self.gpu:
                 pass  # a prefill that runs is waited for, as in an engine without chunks
+            while self.active > 1 and (left := self.arrived_s + self.quiet_s - time.monotonic()) > 0:
+                time.sleep(left)
             time.sleep(self.step_s)
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: FakeServer._Http
+    streaming = False  # whether the answer's head has been sent, and events follow
 
     def log_message(self, *_):
         pass
@@ -234,6 +255,9 @@ class Handler(BaseHTTPRequestHandler):
     # --- answers
 
     def send_whole(self, content, status: int = 200, kind: str = "application/json") -> None:
+        """`content`: JSON, or text as it is. What the server's `lie` makes None of, it has answered itself."""
+        if self.server.lie is not None and (content := self.server.lie(self, content)) is None:
+            return
         data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -242,17 +266,21 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def begin_stream(self) -> None:
+        self.streaming = True
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
 
     def send_event(self, content) -> None:
+        if self.server.lie is not None and content != "[DONE]" and (content := self.server.lie(self, content)) is None:
+            return
         line = f"data: {content if isinstance(content, str) else json.dumps(content)}\n\n".encode()
         self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
         self.wfile.flush()
 
     def end_stream(self) -> None:
+        self.streaming = False
         self.send_event("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
         self.wfile.flush()
@@ -262,12 +290,24 @@ class Handler(BaseHTTPRequestHandler):
 
     # --- routes
 
+    def may(self) -> bool:
+        """Whether the key is right; if not, the answer is sent. As in srt/utils/auth.py."""
+        if self.path in ("/health", "/metrics") or not self.server.api_key:
+            return True
+        if self.headers.get("Authorization") == f"Bearer {self.server.api_key}":
+            return True
+        self.send_whole({"error": "Unauthorized"}, 401)
+        return False
+
     def do_GET(self):
+        if not self.may():
+            return None
         engine, faults = self.engine, self.engine.faults
         if self.path in ("/server_info", "/get_server_info"):
             if "no_server_info" in faults:
                 return self.refuse("not found", 404)
-            state = {"avg_spec_accept_length": engine.accept_length} if engine.accept_length > 1 else {}
+            state = {"effective_max_running_requests_per_dp": engine.max_running}
+            state |= {"avg_spec_accept_length": engine.accept_length} if engine.accept_length > 1 else {}
             info = {"version": self.server.version, **self.server.flags, "internal_states": [state]}
             return self.send_whole(info | {"max_total_num_tokens": 100_000, "port": self.server.server_port})
         if self.path in ("/v1/models", "/model_info"):
@@ -282,6 +322,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        if not self.may():
+            return None
         if self.path == "/flush_cache":
             self.engine.cached.clear()
             return self.send_whole("Cache flushed.\n", kind="text/plain")
@@ -292,7 +334,7 @@ class Handler(BaseHTTPRequestHandler):
             if "no_tokenizer" in self.engine.faults:
                 return self.refuse("the server was started with --skip-tokenizer-init")
             ids = self.engine.tokens.ids(body["prompt"])
-            return self.send_whole({"tokens": ids, "count": len(ids)})
+            return self.send_whole({"tokens": ids, "count": len(ids), "max_model_len": 100_000})
         routes = {
             "/generate": self.generate,
             "/v1/completions": self.completions,
@@ -307,7 +349,8 @@ class Handler(BaseHTTPRequestHandler):
             if "hang" in self.engine.faults:
                 self.engine.ended.wait(60)
                 return None
-            return routes[self.path](body)
+            with self.engine.running:  # the others wait, as in a server's queue
+                return routes[self.path](body)
         finally:
             self.engine.leave()
 
@@ -344,12 +387,14 @@ class Handler(BaseHTTPRequestHandler):
             self.begin_stream()
 
         def answer(finish):
-            meta = {"prompt_tokens": len(ids), "completion_tokens": len(made), "cached_tokens": cached}
-            meta["finish_reason"] = finish
+            meta = {"id": "1", "finish_reason": finish, "prompt_tokens": len(ids), "completion_tokens": len(made)}
+            meta |= {"cached_tokens": cached, "weight_version": "default", "num_retractions": 0}
             if engine.accept_length > 1:
                 meta["spec_accept_length"] = engine.accept_length
             if wants:
+                meta["input_token_logprobs"] = []
                 meta["output_token_logprobs"] = [[lp, i, None] for lp, i in zip(logprobs, made, strict=True)]
+                meta["output_token_logprobs_length"] = len(made)
                 meta["output_top_logprobs"] = tops
             found = {"output_ids": list(made), "meta_info": meta}
             return found if "no_text" in engine.faults else found | {"text": engine.tokens.text(made)}
@@ -365,9 +410,10 @@ class Handler(BaseHTTPRequestHandler):
                 if self.died():
                     return False
                 engine.step()
-                if stream:
+                if stream and (len(made) == 1 or len(made) % engine.stream_interval == 0):
                     self.send_event(answer(None))
-        finish = {"type": "length" if len(made) == limit else "stop"}
+        whole = len(made) == limit
+        finish = {"type": "length", "length": limit} if whole else {"type": "stop", "matched": EOS}
         if cancelled := live.is_aborted.is_set():
             finish = {"type": "abort", "message": "Abort in waiting queue"}
         elif has_left(self.connection):
@@ -402,25 +448,33 @@ class Handler(BaseHTTPRequestHandler):
         message = self.reply(body)
         if self.died():
             return None
+        finish = {"finish_reason": "tool_calls" if message.get("tool_calls") else "stop", "matched_stop": None}
+        head = {"id": "1", "created": 0, "model": self.server.model}
         if not body.get("stream"):
-            return self.send_whole({"choices": [{"message": message, "finish_reason": "stop"}]})
+            choice = {"index": 0, "message": message, "logprobs": None} | finish
+            return self.send_whole(head | {"object": "chat.completion", "choices": [choice], "usage": {}})
+
+        def send(delta, finish=None):
+            choice = {"index": 0, "delta": delta} | (finish or {"finish_reason": None, "matched_stop": None})
+            self.send_event(head | {"object": "chat.completion.chunk", "choices": [choice]})
+
         self.begin_stream()
+        send({"role": "assistant", "content": ""})
         for key in ("reasoning_content", "content"):
             for piece in re.findall(r"\s*\S+", message.get(key) or ""):
-                self.send_event({"choices": [{"delta": {key: piece}}]})
+                send({key: piece})
         for index, call in enumerate(message.get("tool_calls") or []):
             if "lost_tool_delta" in self.engine.faults:
                 break
             arguments = call["function"]["arguments"]
             if "stream_differs" in self.engine.faults:
                 arguments = arguments.replace("Paris", "London")
-            for part in (
-                {"name": call["function"]["name"]},
-                {"arguments": arguments[:5]},
-                {"arguments": arguments[5:]},
-            ):
-                self.send_event({"choices": [{"delta": {"tool_calls": [{"index": index, "function": part}]}}]})
-        self.send_event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+            name = call["function"]["name"]
+            send({"tool_calls": [call | {"index": index, "function": {"name": name, "arguments": ""}}]})
+            for part in (arguments[:5], arguments[5:]):
+                piece = {"id": None, "index": index, "type": "function", "function": {"name": None, "arguments": part}}
+                send({"tool_calls": [piece]})
+        send({}, finish)
         return self.end_stream()
 
     def reply(self, body) -> dict:
@@ -436,10 +490,12 @@ class Handler(BaseHTTPRequestHandler):
             arguments = json.dumps(
                 {"city": city, "note": 'a "quoted" <tag> & more'} if "note" in text else {"city": city}
             )
-            calls = [{"function": {"name": names[0], "arguments": arguments}}]
-            if city == "Paris" and "Rome" in text:
-                calls.append({"function": {"name": names[0], "arguments": json.dumps({"city": "Rome"})}})
-            message["tool_calls"] = [] if "empty_call" in faults else calls
+            values = [arguments] + ([json.dumps({"city": "Rome"})] if city == "Paris" and "Rome" in text else [])
+            calls = [
+                {"id": f"call_{index}", "type": "function", "function": {"name": names[0], "arguments": one}}
+                for index, one in enumerate(values)
+            ]
+            message["tool_calls"] = None if "empty_call" in faults else calls
             if "broken_arguments" in faults:
                 calls[0]["function"]["arguments"] = '{"city": '
             if "markup_leak" in faults:
@@ -470,10 +526,14 @@ class FakeServer:
         def handle_error(self, *_):
             pass  # a client that went away, or a death to order
 
-    def __init__(self, faults=(), port=0, version="0.5.17", model="fake/model", flags=None, **engine):
+    def __init__(
+        self, faults=(), port=0, version="0.5.17", model="fake/model", flags=None, api_key=None, lie=None, **engine
+    ):
+        """`lie`(handler, content) -> content: changes what is sent; None: it has answered itself."""
         self.engine = Engine(faults, on_death=self.die, **engine)
         self.http = self._Http(("127.0.0.1", port), Handler)
         self.http.engine, self.http.version, self.http.model = self.engine, version, model
+        self.http.api_key, self.http.lie = api_key, lie
         self.http.flags = {**FLAGS, **(flags or {})}
         if self.engine.accept_length > 1:
             self.http.flags["speculative_algorithm"] = "EAGLE"
