@@ -30,8 +30,8 @@ from bench.quality.soak_state import State, difference, digest, identity
 from bench.quality.verdict import Verdict, at_least, endpoint_of
 from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint
-from bench.serving.server_errors import ServerError
 from bench.serving.prompts import ASSISTANT, BEGIN, USER, prose, task
+from bench.serving.server_errors import ServerError
 
 NAME = "corruption-soak"
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)
