@@ -145,6 +145,9 @@ def code_of(found: Verdict) -> int:
 def judged(options: argparse.Namespace) -> int:
     """Run one gate, print and write what it says; its exit code."""
     try:
+        if options.gate == "summary":
+            print(markdown({str(path.with_suffix("")): path for path in options.files}))
+            return PASSED
         check(options)
         found = run(options)
     except (ValueError, OSError) as error:
@@ -165,9 +168,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     options.api_key = getattr(options, "api_key", None) or os.environ.get(API_KEY) or None
     try:
-        if options.gate == "summary":
-            print(markdown({str(path.with_suffix("")): path for path in options.files}))
-            return PASSED
         return judged(options)
     except Exception:  # Python's own exit code would be that of a gate that failed
         trace = without(traceback.format_exc(), options.api_key)

@@ -185,7 +185,8 @@ def run(options: argparse.Namespace) -> Verdict:
     endpoint = endpoint_of(options)
     if options.save:
         options.save.parent.mkdir(parents=True, exist_ok=True)
-        options.save.touch()  # what cannot be written is known before the run
+        with open(options.save, "a"):  # what cannot be written is known before the run
+            pass
         prompts = greedy.prompts_for(endpoint, options.prompts, options.lengths, options.seed)
         options.save.write_text(json.dumps(record(endpoint, prompts, options.new)))
         return Verdict(NAME, None, f"saved {len(prompts)} reference answers to {options.save}")

@@ -16,6 +16,8 @@ DEPTHS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 NAMES = ("Arbuckle", "Birtwhistle", "Cavendish", "Drummond", "Ellsworth", "Fairweather", "Greenhalgh", "Hathersage")
 WORDS_A_TOKEN = 0.7  # of English prose; the real number of tokens is in the figures
 
+MIN_LENGTH_SHARE = 0.5  # a server that counts fewer tokens of a document has not read all of it
+
 
 def question(length: int, depth: float, seed: int) -> tuple[str, str]:
     """(prompt, the number to be found): about `length` tokens of prose with one fact at `depth` (0 start, 1 end)."""
@@ -47,7 +49,10 @@ def run(options: argparse.Namespace) -> Verdict:
             for repeat in range(options.repeats):
                 prompt, number = question(length, depth, options.seed + repeat)
                 answer = endpoint.generate(prompt, 24)
-                whole.demand_end(answer, f"{length} tokens, depth {depth:g}")
+                where = f"{length} tokens, depth {depth:g}"
+                whole.demand_end(answer, where)
+                if answer.prompt_tokens < length * MIN_LENGTH_SHARE:
+                    raise whole.NotWhole(f"{where}: the server counts {answer.prompt_tokens} prompt tokens")
                 right = set(re.findall(r"\d+", answer.text)) == {number}  # the number, and no other one beside it
                 asked, found, tokens = asked + 1, found + right, max(tokens, answer.prompt_tokens)
                 cell = grid.setdefault(f"{length} at {depth:g}", [0, 0])

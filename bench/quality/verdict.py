@@ -82,11 +82,14 @@ class Verdict:
 
 
 def markdown(files: dict[str, Path]) -> str:
-    """A table of the verdicts in these JSON files, {what the row is called: file}."""
+    """A table of the verdicts in these JSON files, {what the row is called: file}. ValueError: one holds no verdict."""
     lines = ["| gate | verdict | what it saw |", "|---|---|---|"]
     for name, path in files.items():
-        found = json.loads(path.read_text())
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in found["figures"].items())
-        seen = "; ".join(filter(None, [found["incomplete"] or found["summary"], figures, *found["notes"]]))
-        lines.append(f"| {name} | {found['verdict']} | {seen.replace('|', '/')} |")
+        try:
+            found = json.loads(path.read_text())
+            figures = ", ".join(f"{name} {value:.4g}" for name, value in found["figures"].items())
+            seen = "; ".join(filter(None, [found["incomplete"] or found["summary"], figures, *found["notes"]]))
+            lines.append(f"| {name} | {found['verdict']} | {seen.replace('|', '/')} |")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} holds no verdict of a gate ({type(error).__name__}: {error})") from error
     return "\n".join(lines)

@@ -103,7 +103,8 @@ def weighed(value: object, what: str) -> tuple[float, int]:
 @dataclass
 class Answer:
     """One completion. `tops[i]` are the most likely tokens at output position i as (log-probability, id), as the server
-    gave them (best first, if it is right). `logprobs[i]` is said of the token `logprob_ids[i]`.
+    gave them (best first, if it is right). `logprobs[i]` is said of the token `logprob_ids[i]`. What a speculating
+    server says of positions behind the last token is left out.
     """
 
     ids: list[int]
@@ -137,13 +138,15 @@ class Answer:
             raise ServerNonsense(f"{what}: the answer has no output_ids: {shown(found)}")
         tops = sequence(meta.get("output_top_logprobs"), f"{what}: output_top_logprobs")
         made = meta.get("completion_tokens")
+        ids = [one for _, one in chosen] if ids is None else tokens(ids, f"{what}: output_ids")
+        chosen = chosen[: len(ids)]
         return cls(
-            ids=[one for _, one in chosen] if ids is None else tokens(ids, f"{what}: output_ids"),
+            ids=ids,
             text=text_of(found.get("text"), f"{what}: text"),
             logprobs=[logprob for logprob, _ in chosen],
             tops=[
                 [weighed(one, f"{what}: output_top_logprobs") for one in sequence(step, f"{what}: output_top_logprobs")]
-                for step in tops
+                for step in tops[: len(ids)]
             ],
             prompt_tokens=count(meta.get("prompt_tokens"), f"{what}: prompt_tokens"),
             cached_tokens=count(meta.get("cached_tokens"), f"{what}: cached_tokens"),

@@ -280,7 +280,17 @@ class Endpoint:
     ) -> Answer:
         """Greedy completion of token ids or text; with `top` the `top` greatest log-probabilities of every position."""
         found = self.post("/generate", self.generate_body(prompt, max_new_tokens, top, ignore_eos))
-        return Answer.of(found, f"{self.url}/generate")
+        what = f"{self.url}/generate"
+        return self._to_all_of(prompt, Answer.of(found, what), what)
+
+    @staticmethod
+    def _to_all_of(prompt: Sequence[int] | str, answer: Answer, what: str) -> Answer:
+        """Raise ServerNonsense where the server counts other prompt tokens than it was sent (as one that truncates
+        does).
+        """
+        if not isinstance(prompt, str) and answer.prompt_tokens != len(prompt):
+            raise ServerNonsense(f"{what}: it counts {answer.prompt_tokens} prompt tokens, {len(prompt)} were sent")
+        return answer
 
     def stream(
         self,
@@ -304,7 +314,7 @@ class Endpoint:
         if whole.completion_tokens not in (None, len(whole.ids)):
             said = whole.completion_tokens
             raise ServerNonsense(f"{what}: a stream of {len(whole.ids)} tokens that counts {said} of them")
-        return whole, Interval(first, last)
+        return self._to_all_of(prompt, whole, what), Interval(first, last)
 
     @staticmethod
     def generate_body(prompt: Sequence[int] | str, max_new_tokens: int, top: int = 0, ignore_eos: bool = False) -> dict:

@@ -103,6 +103,11 @@ def one_more(found, meta):
     meta["completion_tokens"] = len(found["output_ids"])
 
 
+def truncates(found, meta):
+    """Of a longer prompt it has read a few tokens only, and says so."""
+    meta["prompt_tokens"] = min(12, meta["prompt_tokens"])
+
+
 def canned(found, meta):
     """The same varied text whatever was asked."""
     ids = [zlib.crc32(b"%d" % place) & 0xFFFF for place in range(len(found["output_ids"]))]
@@ -269,11 +274,11 @@ def moody() -> Callable:
 # --- lies about everything: of any shape, at any pace
 
 
-def instead(value) -> Callable:
-    """`value` in place of every JSON answer to a completion, and in place of every event."""
+def instead(value, *paths: str) -> Callable:
+    """`value` in place of every JSON answer at these paths (without any: to a completion), and of every event."""
 
     def say(handler, content):
-        return value if handler.path in (GENERATE, CHAT) and isinstance(content, dict) else content
+        return value if handler.path in (paths or (GENERATE, CHAT)) and isinstance(content, dict) else content
 
     return say
 
@@ -371,6 +376,8 @@ LENGTHS = [
     Lie("all tokens, but stopped", _gates(EQUALITY, FAIL), of_generate(end({"type": "stop"})), words="'length' must"),
     Lie("no reason for the end", _gates(EQUALITY, INCOMPLETE), of_generate(end(None)), words="no finish_reason"),
     Lie("a token too many", _gates(EQUALITY, FAIL), of_generate(one_more), words="tokens where"),
+    Lie("reads 12 tokens", _gates(EQUALITY, INCOMPLETE), of_generate(truncates), words="12 prompt tokens, "),
+    Lie("reads 12 tokens of a document", {NEEDLE: INCOMPLETE}, of_generate(truncates), words="12 prompt tokens"),
     Lie("both repeat one token", _gates(EQUALITY, INCOMPLETE), of_generate(stuck), both=True, words="say nothing"),
     Lie("one answer to all prompts", _gates(EQUALITY, INCOMPLETE), of_generate(canned), both=True, words="say nothing"),
 ]  # fmt: skip
@@ -444,10 +451,20 @@ CALLS = [
     )),
 ]  # fmt: skip
 NUMBERS = of_generate(lambda found, _meta: found.__setitem__("text", found["text"] + " or 11111 or 22222"))
+MODELS = {"list": [], "no data": {}, "no names": {"data": [{}]}, "a name that is a number": {"data": [{"id": 7}]}}
+OTHER_ROUTES = [
+    *(Lie(f"models: {name}", {TOOLS: INCOMPLETE}, instead(value, "/v1/models"), words="/v1/models")
+      for name, value in MODELS.items()),
+    *(Lie(f"server_info: {value!r}", {SPECULATION: INCOMPLETE}, instead(value, "/server_info"), words="an object")
+      for value in ([], "3")),
+    *(Lie(f"tokens: {value!r}", _gates((ORACLE, BATCH, SPECULATION), INCOMPLETE), instead(value, "/v1/tokenize"),
+          both=True, words="tokenize")
+      for value in ([], {"tokens": None}, {"tokens": ["1"]}, {"tokens": [[1, 2]]}, {"tokens": [1.5]})),
+]  # fmt: skip
 PLAIN = [Lie("several numbers", {NEEDLE: FAIL}, NUMBERS, words="or 11111")]
 TO_ALL = [
     Lie("a list", _gates(EVERY_GATE, INCOMPLETE), instead([]), words="expected an object, got []"),
-    Lie("null", _gates(EVERY_GATE, INCOMPLETE), instead(False), words="expected an object"),
+    Lie("null", _gates(EVERY_GATE, INCOMPLETE), instead("null"), words="expected an object, got None"),
     Lie("an empty object", _gates(EVERY_GATE, INCOMPLETE), instead({}), words="http"),
     Lie("numbers as texts", _gates(EVERY_GATE, INCOMPLETE), numbers_as_text, words="expected a"),
     Lie("fields of other types", _gates(EVERY_GATE, INCOMPLETE), fields_of_other_types, words="expected a"),
@@ -467,4 +484,4 @@ TO_ALL = [
     ),
     Lie("wants a key", _gates(EVERY_GATE, INCOMPLETE), server={"api_key": "s3cret-key"}, words="401: Unauthorized"),
 ]  # fmt: skip
-LIES = [*LENGTHS, *LOGPROBS, *MODEL, *COMPANY, *CALLS, *PLAIN, *TO_ALL]
+LIES = [*LENGTHS, *LOGPROBS, *MODEL, *COMPANY, *CALLS, *OTHER_ROUTES, *PLAIN, *TO_ALL]

@@ -1,0 +1,143 @@
+"""What every gate does with its command line, and that no exit code says FAIL but a real FAIL."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from bench.quality import gates
+from bench.quality.verdict import Verdict
+from tests.quality.test_gates import reference, run, under_test  # noqa: F401
+from tests.quality.test_lies import FEWER
+
+KEY = "k3y-that-nobody-may-read"
+
+
+@pytest.mark.parametrize("gate", gates.GATES)
+def test_a_key_opens_the_server_and_is_written_nowhere(gate, serve, run, tmp_path, monkeypatch, capsys):  # noqa: F811
+    server = under_test(gate, serve)
+    other = reference(gate, serve)
+    server.http.api_key = KEY
+    monkeypatch.setattr(sys, "argv", ["gates.py", gate, f"--api-k={KEY}"])
+    code, found = run(gate, server, *other, *FEWER.get(gate, ()), "--api-key", KEY)
+    assert (code, found["verdict"]) == (gates.PASSED, "PASS"), found
+    said = capsys.readouterr()
+    assert KEY not in (tmp_path / f"{gate}.json").read_text() + said.out + said.err
+    assert "[api key]" in found["command"]
+
+
+def test_the_key_of_the_environment(serve, run, monkeypatch, capsys):  # noqa: F811
+    server = serve(api_key=KEY)
+    code, found = run("arithmetic", server)
+    assert code == gates.INCOMPLETE and "--api-key, or SGLANG_API_KEY in the environment" in found["incomplete"]
+    monkeypatch.setenv("SGLANG_API_KEY", KEY)
+    assert run("arithmetic", server)[0] == gates.PASSED
+    assert run("arithmetic", server, "--api-key", "another")[0] == gates.INCOMPLETE
+    with pytest.raises(SystemExit):
+        gates.main(["arithmetic", "--help"])
+    assert "SGLANG_API_KEY" in capsys.readouterr().out
+
+
+def test_a_server_that_says_the_key_back(serve, run, tmp_path, capsys):  # noqa: F811
+    def echo(handler, content):
+        if handler.path != "/generate":
+            return content
+        return content | {"text": f"\x1b[2J{handler.headers['Authorization']}"}
+
+    run("arithmetic", serve(lie=echo), "--api-key", KEY)
+    said = capsys.readouterr()
+    assert KEY not in (tmp_path / "arithmetic.json").read_text() + said.out + said.err and "\x1b" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("gate", "arguments", "message"),
+    [
+        ("logit-oracle", ["--new", "0"], "--new must be at least 1, got 0"),
+        ("logit-oracle", ["--lengths", "16", "0"], "--lengths must be at least 1"),
+        ("speculation-equality", ["--num-prompts", "0"], "--num-prompts must be at least 1"),
+        ("speculation-equality", ["--concurrency", "0"], "--concurrency must be at least 1"),
+        ("speculation-equality", ["--concurrency", "32"], "--concurrency 32 needs as many prompts"),
+        ("speculation-equality", ["--new", "1"], "--new must be at least 2"),
+        ("batch-invariance", ["--num-prompts", "0"], "--num-prompts must be at least 1"),
+        ("batch-invariance", ["--others", "0"], "--others must be at least 1"),
+        ("batch-invariance", ["--tie", "inf"], "--tie must be a finite number"),
+        ("needle", ["--repeats", "0"], "--repeats must be at least 1"),
+        ("needle", ["--lengths", "0"], "--lengths must be at least 1"),
+        ("needle", ["--min-score", "0"], "--min-score must be above 0"),
+        ("arithmetic", ["--limit", "0"], "--limit must be at least 1"),
+        ("arithmetic", ["--limit", "-1"], "--limit must be at least 1"),
+        ("arithmetic", ["--concurrency", "0"], "--concurrency must be at least 1"),
+        ("arithmetic", ["--new", "0"], "--new must be at least 1"),
+        ("arithmetic", ["--min-score", "nan"], "--min-score must be above 0"),
+        ("tool-calls", ["--repeats", "0"], "--repeats must be at least 1"),
+        ("tool-calls", ["--timeout", "0"], "--timeout must be a number of seconds above 0"),
+        ("tool-calls", ["--total-timeout", "nan"], "--total-timeout must be a number of seconds above 0"),
+        ("tool-calls", ["--api-key", "two\nlines"], "printable ASCII"),
+    ],
+)
+def test_what_asks_for_nothing_is_wrong_usage(gate, arguments, message, serve, run, capsys):  # noqa: F811
+    server = under_test(gate, serve)
+    assert run(gate, server, *reference(gate, serve), *arguments) == (gates.USAGE, None)
+    assert message in capsys.readouterr().err and server.engine.completions == 0
+
+
+def test_out_is_tried_before_the_run(serve, tmp_path, capsys):
+    server = serve()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken/arithmetic.json").mkdir(parents=True)
+    for out in (tmp_path / "file", tmp_path / "file/below", tmp_path / "taken"):
+        assert gates.main(["arithmetic", "--url", server.url, "--out", str(out)]) == gates.USAGE
+        assert f"--out {out} cannot be written" in capsys.readouterr().err
+    assert gates.main(["logit-oracle", "--url", server.url, "--save", str(tmp_path / "taken")]) == gates.USAGE
+    assert server.engine.completions == 0
+
+
+@pytest.mark.parametrize(("fault", "code"), [((), gates.INCOMPLETE), (("bad_math",), gates.FAILED)])
+def test_a_pass_that_cannot_be_written_is_none(fault, code, serve, run, monkeypatch, capsys):  # noqa: F811
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Verdict, "write", full)
+    assert run("arithmetic", serve(*fault))[0] == code
+    said = capsys.readouterr()
+    assert "No space left" in said.err and "arithmetic: " in said.out
+
+
+def test_an_error_of_the_gate_itself_is_no_failure_of_the_server(serve, run, monkeypatch, capsys):  # noqa: F811
+    def broken(_options):
+        raise KeyError(KEY)
+
+    monkeypatch.setattr(gates.GATES["needle"], "run", broken)
+    assert run("needle", serve(), "--api-key", KEY)[0] == gates.INTERNAL
+    said = capsys.readouterr().err
+    assert "Traceback" in said and "KeyError: '[api key]'" in said and "the server has no verdict" in said
+    assert gates.INTERNAL not in (gates.PASSED, gates.FAILED, gates.USAGE, gates.NO_VERDICT, gates.INCOMPLETE)
+
+
+def test_a_summary_of_something_else(tmp_path, capsys):
+    for name, text in {"list": "[]", "text": "no JSON", "half": '{"figures": {"a": "b"}}', "number": "3"}.items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(text)
+        assert gates.main(["summary", str(path)]) == gates.USAGE
+        assert f"{path} holds no verdict" in capsys.readouterr().err
+    assert gates.main(["summary", str(tmp_path / "none.json")]) == gates.USAGE
+
+
+def test_a_reference_file_that_is_none(serve, run, tmp_path, capsys):  # noqa: F811
+    saved = tmp_path / "reference.json"
+    server = serve()
+    run("logit-oracle", server, "--save", saved)
+    whole = json.loads(saved.read_text())
+    cut = json.loads(saved.read_text())
+    del cut["entries"][0]["answer"]["tops"][3][5:]
+    for found in ([], {}, {"format": "another"}, whole | {"entries": []}, whole | {"entries": [1]}, cut):
+        saved.write_text(json.dumps(found))
+        assert run("logit-oracle", server, "--reference", saved)[0] == gates.USAGE
+        assert "is no file of 'logit-oracle 1'" in capsys.readouterr().err
+    for entry in whole["entries"]:  # as they were written before the ids of the log-probabilities were kept
+        for name in ("finish_message", "logprob_ids", "completion_tokens"):
+            del entry["answer"][name]
+    saved.write_text(json.dumps(whole))
+    assert run("logit-oracle", server, "--reference", saved)[0] == gates.PASSED
