@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -104,21 +103,14 @@ class Storm:
             return Outcome(kind, (f"a request of {len(body['input_ids'])} tokens: {why}",) * (answer.finish == "abort"))
         return replace(gone, confirmed=answer.finish == "abort" and len(answer.ids) < self.options.storm_new)
 
-    def watch(self, is_over: threading.Event) -> None:
-        """Remember the greatest load."""
-        while not is_over.wait(WATCH_S):
-            load = server_load.load_of(self.endpoint)
-            self.most = Load(*map(max, zip(vars(self.most).values(), vars(load).values(), strict=True)))
-
     def round(self, number: int) -> list[Outcome]:
-        is_over, count = threading.Event(), self.options.requests
-        with ThreadPoolExecutor(max_workers=count + 1) as pool:
-            watcher = pool.submit(self.watch, is_over)
-            try:
-                return list(pool.map(self.one, range(number * count, (number + 1) * count)))
-            finally:
-                is_over.set()
-                watcher.result()
+        count = self.options.requests
+        with server_load.Watch(self.endpoint, WATCH_S) as watch, ThreadPoolExecutor(max_workers=count) as pool:
+            found = list(pool.map(self.one, range(number * count, (number + 1) * count)))
+        if watch.error is not None:
+            raise watch.error
+        self.most = Load(*map(max, zip(vars(self.most).values(), vars(watch.most).values(), strict=True)))
+        return found
 
 
 def own_end_s(outcomes: list[Outcome]) -> tuple[float, float] | None:

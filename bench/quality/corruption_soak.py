@@ -11,7 +11,8 @@ the soak is taken up, and lets it end INCOMPLETE even if it is answered then; on
 Time counts while every request of a wave gets its answer.
 
 SGLang does not say over HTTP which build of the patch runs: --report names the folder of DSV4_SM120_REPORT, then it
-counts as part of the server's identity.
+counts as part of the server's identity. How many requests really ran at once is told, as /v1/loads said it
+(`ran_at_once`), and decides nothing: a server with --max-running-requests 8 soaks at 8.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from bench.quality import server_load
 from bench.quality.corruption_marks import marks
 from bench.quality.soak_state import State, difference, digest, identity
 from bench.quality.verdict import Verdict, at_least, endpoint_of
@@ -37,6 +39,7 @@ NAME = "corruption-soak"
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)
 WORDS = (0, 50, 300, 1500, 6000)  # of the document before the request
 OUTPUTS = (64, 256, 1024)
+WATCH_S = 0.1
 LEAST_WORDS = 20  # of an answer that stopped by itself
 MAX_SAME_SHARE = 0.25  # of the answers, each to another request, that may be the same text as another
 
@@ -123,12 +126,13 @@ def soak(endpoint: Endpoint, options: argparse.Namespace, state: State) -> str:
     while True:
         begin, size = time.monotonic(), next(sizes)
         numbers = state.numbers(2 * size)
-        with ThreadPoolExecutor(max_workers=size) as pool:
+        with server_load.Watch(endpoint, WATCH_S) as watch, ThreadPoolExecutor(max_workers=size) as pool:
             failed = list(filter(None, pool.map(one, numbers, [size] * len(numbers))))
         if failed:
             progress(state, total_s)
             return f"{len(failed)} of {len(numbers)} requests failed: {failed[0]}"
-        state.add({"number": max(numbers), "wave_s": time.monotonic() - begin})
+        ran = {} if watch.error else {"ran_at_once": watch.most.running}
+        state.add({"number": max(numbers), "wave_s": time.monotonic() - begin} | ran)
         progress(state, total_s)
         if state.seconds >= total_s:
             return ""
@@ -183,6 +187,11 @@ def run(options: argparse.Namespace) -> Verdict:
     incomplete = unfinished(state, ended, changed)
     notes = [incomplete] if incomplete and not passed else []
     notes += [state.word] if state.word else []
+    ran = [entry["ran_at_once"] for entry in state.entries if "ran_at_once" in entry]
+    if ran:
+        figures["ran_at_once"] = max(ran)
+    else:
+        notes.append("how many requests ran at once is not known (no /v1/loads)")
     if server["patch"] is None:
         notes.append("which build of the patch runs is not known (no --report)")
     # a mark that was found stays found, also when the server died afterwards

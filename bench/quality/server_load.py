@@ -6,12 +6,13 @@ a server without a request has none in use, and what stays in use then is lost u
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 
 from bench.serving.answers import mapping, sequence
 from bench.serving.endpoint import Endpoint
-from bench.serving.server_errors import ServerNonsense, ServerRefused
+from bench.serving.server_errors import ServerError, ServerNonsense, ServerRefused
 
 POLL_S = 0.05
 
@@ -52,6 +53,35 @@ def load_of(endpoint: Endpoint) -> Load:
         return sum(values)
 
     return Load(total("num_running_reqs"), total("num_waiting_reqs"), total("num_used_tokens"))
+
+
+class Watch:
+    """While it is entered, asks for the load every `period_s`. `most`: the greatest of each number; `error`: why there
+    is none any more.
+    """
+
+    def __init__(self, endpoint: Endpoint, period_s: float = POLL_S):
+        self.endpoint, self.period_s = endpoint, period_s
+        self.most, self.error = Load(0, 0, 0), None
+        self._is_over, self._thread = threading.Event(), threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                load = load_of(self.endpoint)
+            except ServerError as error:
+                self.error = error
+                return
+            self.most = Load(*map(max, zip(vars(self.most).values(), vars(load).values(), strict=True)))
+            self._is_over.wait(self.period_s)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._is_over.set()
+        self._thread.join()
 
 
 def until_idle(endpoint: Endpoint, patience_s: float, used: int | None = None) -> tuple[Load, float]:

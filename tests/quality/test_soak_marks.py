@@ -53,10 +53,9 @@ LIES = {
     "emoji": (f"{TEXT} {'🙂🎉🚀' * 10}", "flood"),
     "emoji in every sentence": (every(6, "🙂", "🎉", "🚀"), "flood"),
     **{
-        f"{size} words in a loop": (f"{TEXT} {(first_of(SENTENCE, size) + ' ') * 3}", "repetition")
-        for size in range(9, 23)
+        f"{size} words in a loop": (f"{TEXT} {(' '.join(WORDS[5 : 5 + size]) + ' ') * 3}", "repetition")
+        for size in range(9, 31)
     },
-    "30 words in a loop": (f"{TEXT} {(' '.join(WORDS[5:35]) + ' ') * 3}", "repetition"),
     "a sentence that comes back": (
         " ".join(f"{s}. {SENTENCE}" for s in TEXT.split(". ")[:6]),
         "the same sentence",
