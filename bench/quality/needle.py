@@ -15,7 +15,6 @@ LENGTHS = (4096, 32768, 131072)
 DEPTHS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 NAMES = ("Arbuckle", "Birtwhistle", "Cavendish", "Drummond", "Ellsworth", "Fairweather", "Greenhalgh", "Hathersage")
 WORDS_A_TOKEN = 0.7  # of English prose; the real number of tokens is in the figures
-
 MIN_LENGTH_SHARE = 0.5  # a server that counts fewer tokens of a document has not read all of it
 
 

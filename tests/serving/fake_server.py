@@ -108,8 +108,9 @@ class Engine:
         quiet_s=0.0,
         stream_interval=1,
     ):
-        """`quiet_s`: with company, no token is made until so long after the last arrival, as an engine that prefills
-        first would do; `stream_interval`: tokens an event. The rest: see main's help.
+        """`quiet_s`: with company, and of the first request after a flush, no token is made until so long after the
+        last arrival, as an engine that prefills first would do; `stream_interval`: tokens an event. The rest: main's
+        help.
         """
         unknown = set(faults) - set(FAULTS)
         assert not unknown, f"no such fault: {unknown}"
@@ -118,6 +119,7 @@ class Engine:
         self.tokens = Tokens()
         self.gpu, self.count = threading.Lock(), threading.Lock()
         self.quiet_s, self.stream_interval, self.arrived_s = quiet_s, stream_interval, 0.0
+        self.flushed = False
         self.max_running, self.running = max_running, threading.BoundedSemaphore(max_running)
         self.active = self.completions = self.max_active = 0
         self.cached: set[int] = set()
@@ -235,8 +237,9 @@ class Engine:
         if self.step_s:
             with self.gpu:
                 pass  # a prefill that runs is waited for, as in an engine without chunks
-            while self.active > 1 and (left := self.arrived_s + self.quiet_s - time.monotonic()) > 0:
+            while (left := self.arrived_s + self.quiet_s - time.monotonic()) > 0 and (self.active > 1 or self.flushed):
                 time.sleep(left)
+            self.flushed = False
             time.sleep(self.step_s)
 
 
@@ -326,6 +329,7 @@ class Handler(BaseHTTPRequestHandler):
             return None
         if self.path == "/flush_cache":
             self.engine.cached.clear()
+            self.engine.flushed = True
             return self.send_whole("Cache flushed.\n", kind="text/plain")
         if self.path == "/abort_request":
             self.engine.requests.abort(body.get("rid") or "", body.get("abort_all", False))
