@@ -40,7 +40,9 @@ SHARED = {
 # other; SGLang (the load generator's process) and matplotlib (the plots) are looked for when they are needed
 CLIENT_FOLDERS = ("bench/serving", "bench/quality")
 # of bench/quality, what is no gate
-NO_GATE = {"gates", "greedy", "in_flight", "verdict", "whole"}
+NO_GATE = {
+    *("corruption_marks", "gates", "greedy", "in_flight", "server_load", "soak_state", "verdict", "whole"),
+}
 # names that say nothing of a file's contents
 VAGUE = {"utils", "util", "helpers", "misc", "tools", "lib"}
 

@@ -1,99 +1,47 @@
 """Gate 6: hours of mixed lengths and concurrency; every answer is looked at for the marks of silent corruption.
 
-The marks, as users have reported them: words in a foreign script, the same words again and again, characters that are
-none, control tokens in the text, a tool call's markup that is cut or unbalanced, an answer that is empty. Every
-request is one line of the log file (--state), so a soak can be stopped and taken up again, and a find can be sent
-again by its number.
+What is looked for in a text, and what is not caught, stands in corruption_marks.py. Beside it an answer must end as it
+says: so many tokens where it ended by length, more than a few words where it stopped by itself, as every request asks
+for a long answer. The prompts are English, and English is asked for.
+
+Every request is a line of the state (--state, see soak_state.py), so that a soak can be stopped and taken up again,
+and a find can be sent again by its number. A soak that is taken up sends at least one more wave: without an answer of
+this run there is no PASS. A request that failed, or that the server aborted, is kept with its text, is sent again when
+the soak is taken up, and lets it end INCOMPLETE even if it is answered then; only a new state can pass after that.
+Time counts while every request of a wave gets its answer.
+
+SGLang does not say over HTTP which build of the patch runs: --report names the folder of DSV4_SM120_REPORT, then it
+counts as part of the server's identity. How many requests really ran at once is told, as /v1/loads said it
+(`ran_at_once`), and decides nothing: a server with --max-running-requests 8 soaks at 8.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import re
 import sys
-import threading
 import time
-import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench.quality.verdict import Verdict, endpoint_of
-from bench.serving.endpoint import Answer, Endpoint, ServerError
+from bench.quality import server_load
+from bench.quality.corruption_marks import marks
+from bench.quality.soak_state import State, difference, digest, identity
+from bench.quality.verdict import Verdict, at_least, endpoint_of
+from bench.serving.answers import Answer
+from bench.serving.endpoint import Endpoint
 from bench.serving.prompts import ASSISTANT, BEGIN, USER, prose, task
+from bench.serving.server_errors import ServerError
 
 NAME = "corruption-soak"
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)
 WORDS = (0, 50, 300, 1500, 6000)  # of the document before the request
 OUTPUTS = (64, 256, 1024)
-SCRIPTS = {"LATIN", "DIGIT", "GREEK"}  # Greek letters are formulas
-FOREIGN_SHARE = 0.01  # of the letters, and at least two: a quoted name may be foreign
-REPEAT_WORDS, REPEAT_TIMES = 8, 6  # a stretch of up to so many words, so often in a row
-CONTROL = re.compile(r"<｜[^｜]*｜>|</?think>")
-MARKUP = re.compile(r"(</?)｜DSML｜(\w+)([^>]*)(>?)")
-
-
-def foreign_script(text: str) -> str | None:
-    letters = [char for char in text if char.isalpha()]
-    foreign = [char for char in letters if unicodedata.name(char, "UNKNOWN").split()[0] not in SCRIPTS]
-    if len(foreign) >= 2 and len(foreign) > FOREIGN_SHARE * len(letters):
-        place = text.index(foreign[0])
-        return f"foreign script ({len(foreign)} of {len(letters)} letters): {text[max(0, place - 20) : place + 20]!r}"
-    return None
-
-
-def repetition(text: str) -> str | None:
-    """A stretch of words that follows itself REPEAT_TIMES times, or one character thirty-two times."""
-    words = text.split()
-    for size in range(1, REPEAT_WORDS + 1):
-        run = 0
-        for index in range(size, len(words)):
-            run = run + 1 if words[index] == words[index - size] else 0
-            if run >= size * (REPEAT_TIMES - 1) and any(
-                any(c.isalnum() for c in w) for w in words[index - size : index]
-            ):
-                return f"repetition: {' '.join(words[index - size + 1 : index + 1])!r} {REPEAT_TIMES} times and more"
-    stuck = re.search(r"(\w)\1{31}", text)
-    return f"repetition: {stuck.group(1)!r} 32 times" if stuck else None
-
-
-def broken_characters(text: str) -> str | None:
-    bad = [char for char in text if char == "\ufffd" or (unicodedata.category(char) == "Cc" and char not in "\n\t\r")]
-    return f"characters that are none: {len(bad)}, the first {bad[0]!r}" if bad else None
-
-
-def control_tokens(text: str) -> str | None:
-    found = CONTROL.search(text)
-    return f"a control token in the text: {found.group(0)!r}" if found else None
-
-
-def broken_markup(text: str) -> str | None:
-    """Tool-call markup that is cut or does not balance. None was asked for, so even whole markup is worth a word."""
-    open_tags: list[str] = []
-    for begin, tag, _, end in MARKUP.findall(text):
-        if not end:
-            return f"broken tool-call markup: <{tag} is not closed"
-        if begin == "<":
-            open_tags.append(tag)
-        elif not open_tags or open_tags.pop() != tag:
-            return f"broken tool-call markup: </{tag}> closes nothing"
-    if open_tags:
-        return f"broken tool-call markup: <{open_tags[-1]}> is never closed"
-    return "tool-call markup though no tool was offered" if "｜DSML｜" in text else None
-
-
-def empty(text: str) -> str | None:
-    return None if text.strip() else "an empty answer"
-
-
-CHECKS = (foreign_script, repetition, broken_characters, control_tokens, broken_markup, empty)
-
-
-def marks(text: str) -> list[str]:
-    """The marks of corruption in an answer to an English request without tools."""
-    return [mark for check in CHECKS if (mark := check(text))]
+WATCH_S = 0.1
+LEAST_WORDS = 20  # of an answer that stopped by itself
+MAX_SAME_SHARE = 0.25  # of the answers, each to another request, that may be the same text as another
 
 
 def request(number: int, seed: int, longest_words: int) -> tuple[str, int]:
@@ -112,102 +60,139 @@ def wave_sizes(seed: int, first: int) -> Iterator[int]:
         yield source.choice(CONCURRENCIES)
 
 
-class Log:
-    """One JSON line a request. What is there already is not sent again."""
-
-    def __init__(self, path: Path, seed: int):
-        self.path, self.lock = path, threading.Lock()
-        self.entries: list[dict] = []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.read_text().strip():
-            head, *lines = path.read_text().splitlines()
-            if json.loads(head) != {"soak": 1, "seed": seed}:
-                raise ValueError(f"corruption-soak: {path} belongs to another soak: {head}")
-            self.entries = [
-                json.loads(line) for line in lines if line.endswith("}")
-            ]  # a line cut by a crash is sent again
-            path.write_text("\n".join([head, *(json.dumps(e) for e in self.entries)]) + "\n")
-        else:
-            path.write_text(json.dumps({"soak": 1, "seed": seed}) + "\n")
-
-    def add(self, entry: dict) -> None:
-        with self.lock:
-            self.entries.append(entry)
-            with open(self.path, "a") as file:
-                file.write(json.dumps(entry) + "\n")
-
-    @property
-    def next_number(self) -> int:
-        return max((entry["number"] for entry in self.entries), default=-1) + 1
-
-    @property
-    def seconds(self) -> float:
-        return sum(entry["wave_s"] for entry in self.entries if "wave_s" in entry)
+def failure(answer: Answer) -> str:
+    """Why an answer is none, "" if it is one."""
+    if answer.finish not in ("stop", "length"):
+        return f"finish_reason {answer.finish!r} after {len(answer.ids)} tokens"
+    return ""
 
 
-def progress(log: Log, total_s: float, spent_s: float) -> None:
-    share = min(1.0, spent_s / total_s)
+def end_marks(answer: Answer, asked: int) -> list[str]:
+    """What is wrong with where an answer ends."""
+    found, words = [], len(answer.text.split())
+    if len(answer.ids) > asked or (answer.finish == "length" and len(answer.ids) != asked):
+        found.append(f"finish_reason {answer.finish!r} after {len(answer.ids)} of {asked} tokens")
+    if answer.finish == "stop" and words < LEAST_WORDS:
+        found.append(f"an answer of {words} words to a request for a long one")
+    if answer.text and len(answer.text) < len(answer.ids) // 2:  # of ordinary text a token has four
+        found.append(f"{len(answer.ids)} tokens, but a text of {len(answer.text)} characters")
+    return found
+
+
+def progress(state: State, total_s: float) -> None:
+    share = min(1.0, state.seconds / total_s)
     bar = "#" * int(30 * share) + "." * (30 - int(30 * share))
-    marked = sum(bool(entry["marks"]) for entry in log.entries)
-    answers = sum("output_tokens" in entry for entry in log.entries)
-    text = f"[{bar}] {share:4.0%}  {spent_s / 3600:.2f} of {total_s / 3600:.2f} h, {answers} answers, {marked} marked"
-    print(
-        f"\r{text}" if sys.stderr.isatty() else text,
-        end="" if sys.stderr.isatty() else "\n",
-        file=sys.stderr,
-        flush=True,
-    )
+    marked, hours = sum(bool(entry["marks"]) for entry in state.answers), (state.seconds / 3600, total_s / 3600)
+    text = f"[{bar}] {share:4.0%}  {hours[0]:.2f} of {hours[1]:.2f} h, {len(state.answers)} answers, {marked} marked"
+    end = "" if sys.stderr.isatty() else "\n"
+    print(f"\r{text}" if sys.stderr.isatty() else text, end=end, file=sys.stderr, flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hours", type=float, default=2.0, help="of soaking in all, earlier runs with this --state included"
     )
-    parser.add_argument("--state", type=Path, default=Path("soak.jsonl"), help="the log; an existing one is continued")
+    parser.add_argument(
+        "--state", type=Path, default=Path("soak.jsonl"), help="the log; one of the same soak is continued"
+    )
+    parser.add_argument("--report", type=Path, help="folder of DSV4_SM120_REPORT of the server: which patch it runs")
     parser.add_argument("--longest-words", type=int, default=WORDS[-1], help="of the documents before a request")
     parser.add_argument("--longest-output", type=int, default=OUTPUTS[-1])
     parser.add_argument("--max-marked", type=int, default=0, help="answers that may bear a mark")
 
 
-def soak(endpoint: Endpoint, options: argparse.Namespace, log: Log) -> str:
-    """Wave after wave until the time is up; says why it ended early, if it did."""
-    total_s, number = options.hours * 3600, log.next_number
-    sizes = wave_sizes(options.seed, number)
+def soak(endpoint: Endpoint, options: argparse.Namespace, state: State) -> str:
+    """Wave after wave until the time is up, at least one; says why it ended early, if it did."""
+    total_s, sizes = options.hours * 3600, wave_sizes(options.seed, state.next_number())
 
-    def one(index: int) -> None:
-        prompt, output = request(index, options.seed, options.longest_words)
-        answer: Answer = endpoint.generate(prompt, min(output, options.longest_output))
-        entry = {"number": index, "prompt_tokens": answer.prompt_tokens, "output_tokens": len(answer.ids)}
-        found = marks(answer.text)
-        log.add(entry | {"in_flight": size, "marks": found} | ({"text": answer.text} if found else {}))
+    def one(number: int, size: int) -> str:
+        """Send a request and note what came; why it failed, if it did."""
+        prompt, output = request(number, options.seed, options.longest_words)
+        output = min(output, options.longest_output)
+        entry = {"number": number, "in_flight": size}
+        try:
+            answer = endpoint.generate(prompt, output)
+            failed, text = failure(answer), answer.text
+        except ServerError as error:
+            failed, text = str(error), ""
+        if failed:
+            state.add(entry | {"failed": failed, "prompt": prompt, "max_new_tokens": output, "text": text})
+            return f"request {number}: {failed}"
+        found = marks(answer.text) + end_marks(answer, output)
+        entry |= {"prompt_tokens": answer.prompt_tokens, "output_tokens": len(answer.ids), "finish": answer.finish}
+        state.add(entry | {"marks": found, "digest": digest(answer.text)} | ({"text": answer.text} if found else {}))
+        return ""
 
-    while log.seconds < total_s:
+    while True:
         begin, size = time.monotonic(), next(sizes)
-        with ThreadPoolExecutor(max_workers=size) as pool:
-            waiting = [pool.submit(one, index) for index in range(number, number + 2 * size)]
-            failures = [error for w in waiting if (error := w.exception()) is not None]
-        number += 2 * size
-        log.add({"number": number - 1, "wave_s": time.monotonic() - begin, "marks": []})
-        progress(log, total_s, log.seconds)
-        if failures:
-            if not isinstance(failures[0], ServerError):
-                raise failures[0]
-            return f"{len(failures)} requests failed: {failures[0]}"
+        numbers = state.numbers(2 * size)
+        with server_load.Watch(endpoint, WATCH_S) as watch, ThreadPoolExecutor(max_workers=size) as pool:
+            failed = list(filter(None, pool.map(one, numbers, [size] * len(numbers))))
+        if failed:
+            progress(state, total_s)
+            return f"{len(failed)} of {len(numbers)} requests failed: {failed[0]}"
+        ran = {} if watch.error else {"ran_at_once": watch.most.running}
+        state.add({"number": max(numbers), "wave_s": time.monotonic() - begin} | ran)
+        progress(state, total_s)
+        if state.seconds >= total_s:
+            return ""
+
+
+def unfinished(state: State, ended: str, changed: str) -> str:
+    """Why the soak cannot pass though no mark was found, "" if it can."""
+    if ended:
+        return ended
+    if changed:
+        return f"the server that ended is not the one that began: {changed}"
+    if not state.fresh:
+        return "no answer came in this run"
+    if state.failures:
+        first = state.failures[0]
+        return (
+            f"{len(state.failures)} requests have failed in this soak, the first: request {first['number']}: "
+            f"{first['failed']}; once the reason is gone, begin a new --state"
+        )
+    texts = Counter(entry.get("digest") for entry in state.answers)
+    if (same := len(state.answers) - len(texts)) > MAX_SAME_SHARE * len(state.answers):
+        return f"{same} of {len(state.answers)} answers, each to another request, are the same text as another's"
     return ""
 
 
 def run(options: argparse.Namespace) -> Verdict:
-    if options.hours <= 0:
-        raise ValueError(f"corruption-soak: --hours must be positive, got {options.hours:g}")
-    endpoint, log = endpoint_of(options), Log(options.state, options.seed)
-    ended = soak(endpoint, options, log)
-    answers = [entry for entry in log.entries if "output_tokens" in entry]
-    marked = [entry for entry in answers if entry["marks"]]
+    if not 0 < options.hours < 1e6:
+        raise ValueError(f"corruption-soak: --hours must be above 0, got {options.hours:g}")
+    at_least(NAME, 0, longest_words=options.longest_words, max_marked=options.max_marked)
+    at_least(NAME, 1, longest_output=options.longest_output)
+    endpoint = endpoint_of(options)
+    server = identity(endpoint, options.report)
+    asked = {name: getattr(options, name) for name in ("seed", "longest_words", "longest_output")}
+    state = State(options.state, server | {"asked": asked})
+    if state.word:
+        print(f"corruption-soak: {state.word}", file=sys.stderr, flush=True)
+    ended = soak(endpoint, options, state)
+    changed = ""
+    if not ended:
+        try:
+            changed = difference(server, identity(endpoint, options.report))
+        except ServerError as error:
+            ended = f"the server was lost after its last answer: {error}"
+    marked = [entry for entry in state.answers if entry["marks"]]
     findings = [f"request {e['number']} ({e['in_flight']} in flight): {'; '.join(e['marks'])}" for e in marked]
-    figures = {"answers": len(answers), "marked": len(marked), "hours": log.seconds / 3600}
-    figures["output_tokens"] = sum(entry["output_tokens"] for entry in answers)
-    summary = f"{len(marked)} of {len(answers)} answers bear a mark of corruption (allowed {options.max_marked})"
-    passed = len(marked) <= options.max_marked and bool(answers)
+    findings += [f"request {e['number']} ({e['in_flight']} in flight) failed: {e['failed']}" for e in state.failures]
+    figures = {"answers": len(state.answers), "answers_of_this_run": len(state.fresh), "failed": len(state.failures)}
+    figures |= {"marked": len(marked), "hours": state.seconds / 3600}
+    figures["output_tokens"] = sum(entry["output_tokens"] for entry in state.answers)
+    summary = f"{len(marked)} of {len(state.answers)} answers bear a mark of corruption (allowed {options.max_marked})"
+    passed = len(marked) <= options.max_marked
+    incomplete = unfinished(state, ended, changed)
+    notes = [incomplete] if incomplete and not passed else []
+    notes += [state.word] if state.word else []
+    ran = [entry["ran_at_once"] for entry in state.entries if "ran_at_once" in entry]
+    if ran:
+        figures["ran_at_once"] = max(ran)
+    else:
+        notes.append("how many requests ran at once is not known (no /v1/loads)")
+    if server["patch"] is None:
+        notes.append("which build of the patch runs is not known (no --report)")
     # a mark that was found stays found, also when the server died afterwards
-    incomplete = ended if passed or not answers else ""
-    return Verdict(NAME, passed, summary, findings, figures, [ended] if ended else [], incomplete)
+    return Verdict(NAME, passed, summary, findings, figures, notes, incomplete if passed else "")

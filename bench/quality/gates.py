@@ -9,6 +9,8 @@ library only.
   arithmetic             GSM8K from a local file, or a small set of our own
   corruption-soak        hours of mixed load, every answer looked at; resumable
   tool-calls             DSML tool calls and reasoning, streamed and not
+  long-chats             each turn of a chat the same from the prefix cache and without it, with and without reasoning
+  cancelled-requests     a storm of aborts leaves later answers, queue and KV cache as they were
   summary FILE...        a Markdown table of verdicts
 
 Exit codes: 0 passed; 1 failed; 2 wrong usage; 3 no verdict; 4 incomplete: the server was lost on the way, answered
@@ -35,9 +37,11 @@ sys.path[:0] = [str(REPO)]
 from bench.quality import (  # noqa: E402
     arithmetic,
     batch_invariance,
+    cancelled_requests,
     corruption_soak,
     greedy,
     logit_oracle,
+    long_chats,
     needle,
     speculation_equality,
     tool_calls,
@@ -56,6 +60,8 @@ GATES = {
         arithmetic,
         corruption_soak,
         tool_calls,
+        long_chats,
+        cancelled_requests,
     )
 }
 # with random weights these measure nothing: there is no quality to lose

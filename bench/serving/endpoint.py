@@ -248,6 +248,22 @@ class Endpoint:
         with self._answer("/flush_cache", {}, 60.0) as response:
             response.read()
 
+    def abort(self, rid: str) -> None:
+        """End every request whose `rid` (a field of /generate's body) begins with this one. SGLang answers nothing."""
+        with self._answer("/abort_request", {"rid": rid}, 60.0) as response:
+            response.read()
+
+    def leave(self, path: str, body: dict, after_s: float) -> None:
+        """Send a request and go away `after_s` later, whatever has come: a client that was closed."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=self.timeout_s)
+        try:
+            connection.request("POST", self.prefix + path, json.dumps(body).encode(), self.headers)
+            time.sleep(after_s)
+        except OSError as error:
+            raise ServerGone(f"POST {self.url}{path}: {printable(f'{type(error).__name__}: {error}')}") from error
+        finally:
+            connection.close()
+
     def tokenize(self, text: str) -> list[int]:
         """Token ids of `text` by the server's own tokenizer; special tokens written out in the text are recognised."""
         body = {"prompt": text, "add_special_tokens": False}

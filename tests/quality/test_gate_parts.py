@@ -1,4 +1,4 @@
-"""The parts of the gates that need no server: data sets, marks of corruption, the soak's log, divergences."""
+"""The parts of the gates that need no server: data sets, divergences, prompts."""
 
 from __future__ import annotations
 
@@ -6,79 +6,9 @@ import json
 
 import pytest
 
-from bench.quality import arithmetic, corruption_soak, gates, greedy, logit_oracle, needle, tool_calls
+from bench.quality import arithmetic, gates, greedy, logit_oracle, needle, tool_calls
 from bench.serving.endpoint import Endpoint
 from bench.serving.prompts import ASSISTANT, BEGIN, USER, PromptSource, prose, task
-
-
-@pytest.mark.parametrize(
-    ("text", "mark"),
-    [
-        ("The answer is 的时候 of the day.", "foreign script"),
-        ("Он пошёл home.", "foreign script"),
-        ("the same the same the same the same the same the same", "repetition"),
-        ("no no no no no no no", "repetition"),
-        ("a" * 40, "repetition"),
-        ("broken \ufffd text", "characters that are none"),
-        ("a bell \x07 here", "characters that are none"),
-        ("text <｜User｜> text", "control token"),
-        ("thought</think>text", "control token"),
-        ('<｜DSML｜invoke name="x"', "not closed"),
-        ('<｜DSML｜tool_calls><｜DSML｜invoke name="x"></｜DSML｜tool_calls>', "closes nothing"),
-        ("<｜DSML｜tool_calls>", "never closed"),
-        ("<｜DSML｜tool_calls></｜DSML｜tool_calls>", "though no tool was offered"),
-        ("  \n", "empty"),
-    ],
-)
-def test_marks_of_corruption(text, mark):
-    assert any(mark in found for found in corruption_soak.marks(text)), corruption_soak.marks(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "A plain answer, with numbers 1, 2, 3 and a formula: α + β = γ.",
-        "She said 'naïve café' and wrote x² ≤ 4.",
-        "| a | b |\n|---|---|\n| 1 | 2 |\n" + "-" * 80,
-        "```python\nfor i in range(3):\n    print(i)\n```",
-        "one two one two one two, three",
-        "The word for mountain is 山, and it is pronounced shan; " + prose(200, 1),
-        prose(400, 3),
-    ],
-)
-def test_ordinary_text_bears_no_mark(text):
-    assert corruption_soak.marks(text) == []
-
-
-def test_a_soak_is_taken_up_where_it_was_left(serve, tmp_path):
-    state = tmp_path / "soak.jsonl"
-    arguments = ["corruption-soak", "--state", str(state), "--longest-words", "50", "--longest-output", "16"]
-    first = serve()
-    assert gates.main([*arguments, "--url", first.url, "--hours", "0.00003"]) == gates.PASSED
-    lines = [json.loads(line) for line in state.read_text().splitlines()[1:]]
-    numbers = [line["number"] for line in lines if "output_tokens" in line]
-    hours = (sum(line.get("wave_s", 0.0) for line in lines) + 0.1) / 3600  # a wave takes what the machine makes it take
-    assert sorted(numbers) == list(range(len(numbers)))
-    state.write_text(state.read_text() + '{"number": 99999, "outp')  # killed while it wrote
-    second = serve()
-    assert gates.main([*arguments, "--url", second.url, "--hours", str(hours)]) == gates.PASSED
-    more = [json.loads(line)["number"] for line in state.read_text().splitlines()[1:] if "tokens" in line]
-    assert sorted(more) == list(range(len(more))) and len(more) > len(numbers)
-    assert second.engine.completions == len(more) - len(numbers)
-    assert gates.main([*arguments, "--url", second.url, "--hours", "1", "--seed", "2"]) == gates.USAGE
-
-
-def test_a_mark_found_before_the_server_died_is_a_failure(serve, tmp_path):
-    server = serve("die_mid_stream", "foreign_script", die_after=6)
-    arguments = ["--state", str(tmp_path / "s"), "--longest-words", "0", "--out", str(tmp_path), "--timeout", "2"]
-    assert gates.main(["corruption-soak", "--url", server.url, "--hours", "1", *arguments]) == gates.FAILED
-    found = json.loads((tmp_path / "corruption-soak.json").read_text())
-    assert "requests failed" in found["notes"][0]
-
-
-def test_the_same_request_number_is_the_same_prompt():
-    assert corruption_soak.request(7, 1, 6000) == corruption_soak.request(7, 1, 6000)
-    assert corruption_soak.request(7, 1, 6000) != corruption_soak.request(8, 1, 6000)
 
 
 def test_the_shipped_problems_are_right_and_stay_the_same():

@@ -16,6 +16,11 @@ QUICK = {
     "arithmetic": [],
     "corruption-soak": ["--hours", "0.0001", "--longest-words", "50", "--longest-output", "64"],
     "tool-calls": [],
+    "long-chats": ["--chats", "1", "--turns", "3", "--length", "400", "--new", "24"],
+    "cancelled-requests": [
+        *("--requests", "12", "--rounds", "1", "--num-prompts", "2", "--new", "24"),
+        *("--storm-new", "2000", "--settle", "3"),
+    ],
 }
 # a token takes so long that requests overlap, and a busy machine still gets all of them under way
 PACE = {"step_s": 0.002, "quiet_s": 0.06, "stream_interval": 8}

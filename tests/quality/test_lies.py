@@ -8,23 +8,25 @@ import zipfile
 import pytest
 
 from bench.quality import gates
-from tests.quality import lying_server
+from tests.quality import lying_server, state_lies
 from tests.quality.test_gates import PACE, reference, run  # noqa: F401
 from tests.serving.conftest import wheel
 
-ROWS = [(lie, gate, verdict) for lie in lying_server.LIES for gate, verdict in lie.gates.items()]
+LIES = [*lying_server.LIES, *state_lies.LIES]
+ROWS = [(lie, gate, verdict) for lie in LIES for gate, verdict in lie.gates.items()]
 # a lie is as loud to fewer: the numbers of the gates' own tests, made smaller (what stands last counts)
 FEWER = {
     "speculation-equality": ("--num-prompts", "8", "--concurrency", "1", "8"),
     "batch-invariance": ("--others", "7"),
     "corruption-soak": ("--hours", "0.00003"),
+    "cancelled-requests": ("--requests", "8", "--settle", "0.6"),
 }
 CODES = {"FAIL": gates.FAILED, "INCOMPLETE": gates.INCOMPLETE}
 
 
 def liar(serve, gate, lie, **settings):
     """The server under test; `settings` come before those of the lie."""
-    pace = PACE if gate in lying_server.EQUALITY else {}
+    pace = PACE if gate in (*lying_server.EQUALITY, state_lies.CANCELLED) else {}
     accept_length = 2 if gate == "speculation-equality" else 1
     return serve(*lie.faults, lie=lie.say, **{**pace, "accept_length": accept_length, **settings, **lie.server})
 
@@ -42,7 +44,7 @@ def test_a_liar_is_not_passed(lie, gate, verdict, run, serve):  # noqa: F811
 
 
 def test_every_gate_has_a_lie_of_its_own_and_hears_those_that_are_told_to_all():
-    own = {gate for lie in lying_server.LIES if lie not in lying_server.TO_ALL for gate in lie.gates}
+    own = {gate for lie in LIES if lie not in lying_server.TO_ALL for gate in lie.gates}
     assert own == set(gates.GATES), "a gate without a lie is not known to see anything: add a row to lying_server.py"
     for lie in lying_server.TO_ALL:
         assert set(lie.gates) == set(gates.GATES), lie.name
@@ -50,7 +52,7 @@ def test_every_gate_has_a_lie_of_its_own_and_hears_those_that_are_told_to_all():
 
 def test_no_lie_is_expected_to_pass():
     assert {verdict for _, _, verdict in ROWS} == {"FAIL", "INCOMPLETE"}
-    assert len({lie.name for lie in lying_server.LIES}) == len(lying_server.LIES)
+    assert len({lie.name for lie in LIES}) == len(LIES)
 
 
 def fields(tree: ast.Module, name: str) -> set[str]:

@@ -26,6 +26,8 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent.parent)]
 
 from bench.quality.arithmetic import shipped_problems  # noqa: E402
+from bench.serving.prompts import prose  # noqa: E402
+from tests.serving.fake_scheduler import Requests, has_left  # noqa: E402
 
 FAULTS = {
     "wrong_logits": "log-probabilities and sometimes the greatest token are off",
@@ -122,6 +124,7 @@ class Engine:
         self.active = self.completions = self.max_active = 0
         self.cached: set[int] = set()
         self.ended = threading.Event()
+        self.requests = Requests()
         self.script = {problem.question: problem.answer for problem in shipped_problems()}
 
     # --- the model
@@ -136,7 +139,17 @@ class Engine:
         for question, answer in self.script.items():
             if text.rstrip().endswith("Answer:") and question in text.rsplit("Question:", 1)[-1]:
                 return f" We count. #### {answer + ('bad_math' in self.faults)}"
+        if "Answer in English." in text[-100:]:  # the soak's requests: English, of some length
+            seed = zlib.crc32(text.encode())
+            return " " + prose(60 + seed % 200, seed)
         return None
+
+    def spoiled(self, tokens: list[int]) -> list[int]:
+        """A scripted answer with the faults that an answer word by word has."""
+        if "foreign_script" in self.faults:
+            foreign = [token_of(" " + word) for word in FOREIGN]
+            tokens = [foreign[place % 3] if place % 9 == 8 else token for place, token in enumerate(tokens)]
+        return tokens[:5] + [tokens[4]] * (len(tokens) - 5) if "frozen" in self.faults else tokens
 
     def candidates(self, state: int) -> list[tuple[float, int]]:
         """The twenty best (log-probability, id) after the tokens whose hash is `state`."""
@@ -155,7 +168,7 @@ class Engine:
         """(id, log-probability, top twenty) of each new token."""
         script = self.scripted(self.tokens.text(ids))
         if script is not None and not ignore_eos:
-            for token in self.tokens.ids(script)[:limit]:
+            for token in self.spoiled(self.tokens.ids(script)[:limit]):
                 yield token, -0.01, [(-0.01, token), *((-6.0 - i, token_of(" " + WORDS[i])) for i in range(19))]
             return
         state = 0
@@ -302,6 +315,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_whole(info | {"max_total_num_tokens": 100_000, "port": self.server.server_port})
         if self.path in ("/v1/models", "/model_info"):
             return self.send_whole({"data": [{"id": self.server.model}], "model_path": self.server.model})
+        if self.path.split("?")[0] == "/v1/loads":
+            return self.send_whole(engine.requests.loads(engine.active))
         if self.path == "/metrics":
             return self.send_whole(f"sglang:num_requests_total {engine.completions}\n", kind="text/plain")
         if self.path in ("/health", "/health_generate"):
@@ -316,6 +331,9 @@ class Handler(BaseHTTPRequestHandler):
             self.engine.cached.clear()
             self.engine.flushed = True
             return self.send_whole("Cache flushed.\n", kind="text/plain")
+        if self.path == "/abort_request":
+            self.engine.requests.abort(body.get("rid") or "", body.get("abort_all", False))
+            return self.send_whole("", kind="text/plain")
         if self.path == ("/tokenize" if "vllm_routes" in self.engine.faults else "/v1/tokenize"):
             if "no_tokenizer" in self.engine.faults:
                 return self.refuse("the server was started with --skip-tokenizer-init")
@@ -348,14 +366,23 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def generate(self, body):
+        ids = body["input_ids"] if "input_ids" in body else self.engine.tokens.ids(body["text"])
+        live = self.engine.requests.begin(body.get("rid"), len(ids))
+        whole = False
+        try:
+            whole = self.generated(body, ids, live)
+        finally:
+            self.engine.requests.end(live, cancelled=not whole)
+
+    def generated(self, body, ids, live) -> bool:
+        """Answer; whether to the end."""
         engine = self.engine
-        ids = body["input_ids"] if "input_ids" in body else engine.tokens.ids(body["text"])
         sampling = body.get("sampling_params", {})
         limit, wants = sampling.get("max_new_tokens", 16), body.get("return_logprob")
         if not ids:
-            return self.refuse("The input is empty.")
+            return self.refuse("The input is empty.") or True
         if wants and "rejects_logprobs" in engine.faults:
-            return self.refuse("return_logprob is not supported with this speculative algorithm")
+            return self.refuse("return_logprob is not supported with this speculative algorithm") or True
         cached = engine.find_cached(ids)
         engine.prefill(len(ids) - cached)
         made, logprobs, tops = [], [], []
@@ -380,18 +407,28 @@ class Handler(BaseHTTPRequestHandler):
             made.append(token)
             logprobs.append(logprob)
             tops.append([[lp, i, None] for lp, i in top[: body.get("top_logprobs_num") or 0]])
+            live.tokens += 1
+            if live.is_aborted.is_set() or has_left(self.connection):
+                break
             if len(made) % engine.accept_length == 0 or len(made) == 1:
                 if self.died():
-                    return None
+                    return False
                 engine.step()
                 if stream and (len(made) == 1 or len(made) % engine.stream_interval == 0):
                     self.send_event(answer(None))
         whole = len(made) == limit
         finish = {"type": "length", "length": limit} if whole else {"type": "stop", "matched": EOS}
+        if cancelled := live.is_aborted.is_set():
+            finish = {"type": "abort", "message": "Abort in waiting queue"}
+        elif has_left(self.connection):
+            self.close_connection = True
+            return False
         if not stream:
-            return self.send_whole(answer(finish))
+            self.send_whole(answer(finish))
+            return not cancelled
         self.send_event(answer(finish))
-        return self.end_stream()
+        self.end_stream()
+        return not cancelled
 
     def completions(self, body):
         """/v1/completions, streamed only: what the load generator's vllm backend uses."""

@@ -1,0 +1,293 @@
+"""Gate 9: cancelled requests leave nothing behind: a storm of them changes no later answer, frees its memory, and harms
+no request beside it.
+
+In each round many requests are sent at once. Of four, one is left by its client in the middle of its stream, one before
+its first byte has come (in the queue or the prefill), one is ended through /abort_request, and one is let alone: that
+one must come whole. Then the server must say (/v1/loads) that nothing runs or waits, and that no more of the KV cache
+is in use than before. Prompts that were asked twice before the storm are asked again: where the two answers were the
+same to the bit, so must the third be; where the server wavers by itself, ties are stated as everywhere.
+
+INCOMPLETE: no load is told; no request was seen running; no abort was confirmed by the end of its stream; or the server
+was idle so late that the requests may have run to their own end, cancelled or not.
+
+Not seen: memory outside of the KV cache's own count, that of the host, and what only many hours of this would show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from bench.quality import greedy, server_load, whole
+from bench.quality.batch_invariance import logprob_difference
+from bench.quality.server_load import Load
+from bench.quality.verdict import Verdict, at_least, endpoint_of
+from bench.serving.answers import Answer
+from bench.serving.endpoint import Endpoint
+from bench.serving.server_errors import ServerError, ServerRefused
+
+NAME = "cancelled-requests"
+LEAVES, LEAVES_EARLY, ABORTED, STAYS = "leaves", "leaves early", "aborted", "stays"
+KINDS = (LEAVES, LEAVES_EARLY, ABORTED, STAYS)
+SEEN_TOKENS = (1, 2, 5, 11, 23)  # after so many a request is cancelled
+EARLY_S = (0.0, 0.02, 0.1, 0.3)  # or so long after it was sent
+WATCH_S = 0.02
+PACE_TOKENS = 5  # from which on a stream tells its pace
+OWN_END_SHARE = 0.5  # of the time to the requests' own end: idle before that, or they may have come to it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one request. `left`: tokens that it had still to make when it was cancelled, at `gone_s`
+    (time.monotonic); `token_s`: seconds a token until then, None: not known.
+    """
+
+    kind: str
+    faults: tuple[str, ...] = ()
+    confirmed: bool = False  # it was ended before its time, and the server says so
+    left: int = 0
+    gone_s: float = 0.0
+    token_s: float | None = None
+
+
+class Storm:
+    def __init__(self, endpoint: Endpoint, options: argparse.Namespace, prompts: list[list[int]]):
+        self.endpoint, self.options, self.prompts = endpoint, options, prompts
+        self.most = Load(0, 0, 0)
+
+    def one(self, index: int) -> Outcome:
+        kind, prompt = KINDS[index % len(KINDS)], self.prompts[index % len(self.prompts)]
+        if kind == STAYS:
+            return self.stays(prompt, f"request {index}, which nobody cancelled")
+        # SGLang aborts by the beginning of a name: these have one length
+        rid = uuid.uuid4().hex
+        body = self.endpoint.generate_body(prompt, self.options.storm_new, 0, True) | {"stream": True, "rid": rid}
+        if kind == LEAVES_EARLY:
+            self.endpoint.leave("/generate", body, EARLY_S[index // len(KINDS) % len(EARLY_S)])
+            return Outcome(kind, left=self.options.storm_new, gone_s=time.monotonic())
+        return self.cancelled(kind, body, SEEN_TOKENS[index // len(KINDS) % len(SEEN_TOKENS)])
+
+    def stays(self, prompt: list[int], where: str) -> Outcome:
+        answer = self.endpoint.generate(prompt, self.options.new, ignore_eos=True)
+        if answer.finish == "abort":
+            return Outcome(STAYS, (f"{where}: aborted: {answer.finish_message or 'it does not say why'}",))
+        return Outcome(STAYS, tuple(whole.faults(answer, self.options.new, where)))
+
+    def cancelled(self, kind: str, body: dict, enough: int) -> Outcome:
+        """Cancel a stream after `enough` tokens."""
+        answer, first_s, gone = Answer([], ""), None, None
+        events = self.endpoint.events("/generate", body)
+        try:
+            for event in events:
+                answer, now_s = answer.followed_by(Answer.of(event, f"{self.endpoint.url}/generate")), time.monotonic()
+                first_s = now_s if first_s is None else first_s
+                made = len(answer.ids)
+                if made >= enough and gone is None:
+                    token_s = (now_s - first_s) / (made - 1) if made >= PACE_TOKENS else None
+                    gone = Outcome(kind, left=self.options.storm_new - made, gone_s=now_s, token_s=token_s)
+                    if kind == LEAVES:
+                        return gone
+                    self.endpoint.abort(body["rid"])
+        except ServerRefused:  # an error in the stream: how an aborted one may end
+            if gone is None:
+                raise
+            return replace(gone, confirmed=True)
+        finally:
+            events.close()
+        if gone is None:  # ended before it could be cancelled
+            why = f"aborted before anybody cancelled it: {answer.finish_message or 'it does not say why'}"
+            return Outcome(kind, (f"a request of {len(body['input_ids'])} tokens: {why}",) * (answer.finish == "abort"))
+        return replace(gone, confirmed=answer.finish == "abort" and len(answer.ids) < self.options.storm_new)
+
+    def round(self, number: int) -> list[Outcome]:
+        count = self.options.requests
+        with server_load.Watch(self.endpoint, WATCH_S) as watch, ThreadPoolExecutor(max_workers=count) as pool:
+            found = list(pool.map(self.one, range(number * count, (number + 1) * count)))
+        if watch.error is not None:
+            raise watch.error
+        self.most = Load(*map(max, zip(vars(self.most).values(), vars(watch.most).values(), strict=True)))
+        return found
+
+
+def own_end_s(outcomes: list[Outcome]) -> tuple[float, float] | None:
+    """(when the first request was cancelled, when the first of them would have made its last token at the pace that was
+    seen), time.monotonic; None: not known.
+    """
+    paces, gone = [one.token_s for one in outcomes if one.token_s], [one for one in outcomes if one.left]
+    if not paces or not gone:
+        return None
+    pace = statistics.median(paces)
+    return min(one.gone_s for one in gone), min(one.gone_s + one.left * pace for one in gone)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=32, help="at once in each round; three of four are cancelled")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--num-prompts", type=int, default=6, help="asked before and after the storm")
+    parser.add_argument("--length", type=int, default=200, help="tokens of the shortest prompt; others are longer")
+    parser.add_argument("--new", type=int, default=64, help="output tokens of what is not cancelled")
+    parser.add_argument("--storm-new", type=int, default=4096, help="output tokens asked for by what is cancelled")
+    parser.add_argument("--settle", type=float, default=60.0, help="seconds until nothing may run or wait any more")
+
+
+class Answers:
+    """The prompts' answers, each alone and with an emptied cache. `top`: 0 where log-probabilities are refused."""
+
+    def __init__(self, endpoint: Endpoint, options: argparse.Namespace, prompts: list[list[int]]):
+        self.endpoint, self.options, self.prompts, self.top = endpoint, options, prompts, 1
+
+    def ask(self, when: str) -> tuple[list[Answer], list[str]]:
+        """(the answers, what is wrong with them)."""
+        answers, wrong = [], []
+        for index, prompt in enumerate(self.prompts):
+            server_load.empty_cache(self.endpoint, self.options.settle)
+            answers.append(self.one(prompt))
+            wrong += whole.faults(answers[-1], self.options.new, f"prompt {index}, {when}", logprobs=bool(self.top))
+        return answers, wrong
+
+    def one(self, prompt: list[int]) -> Answer:
+        try:
+            return self.endpoint.generate(prompt, self.options.new, top=self.top, ignore_eos=True)
+        except ServerRefused as error:
+            if error.status != 400 or not self.top:
+                raise
+        self.top = 0
+        return self.endpoint.generate(prompt, self.options.new, ignore_eos=True)
+
+    def wavers(self, first: list[Answer], second: list[Answer]) -> str:
+        """Where the server itself, asked twice, parts by more than a tie, "" if nowhere."""
+        for index, (a, b) in enumerate(zip(first, second, strict=True)):
+            place = greedy.divergence(self.endpoint, index, self.prompts[index], a, b, self.options.tie)
+            if place is not None and not place.tie:
+                return place.text("before the storm", "again before it")
+        return ""
+
+    def changes(self, first: list[Answer], second: list[Answer], after: list[Answer]) -> tuple[list[str], int]:
+        """(what the storm changed, the ties that it did not)."""
+        found, ties = [], 0
+        for index, (a, b, c) in enumerate(zip(first, second, after, strict=True)):
+            place = greedy.divergence(self.endpoint, index, self.prompts[index], a, c, self.options.tie)
+            is_steady = a.ids == b.ids
+            if place is not None and (is_steady or not place.tie):
+                found.append(place.text("before the storm", "after it"))
+            ties += place is not None and place.tie and not is_steady
+            if place is None and is_steady and self.top and a.logprobs == b.logprobs and c.logprobs != a.logprobs:
+                found.append(f"prompt {index}: a log-probability differs by {logprob_difference(a, c):.4g} after it")
+        return found, ties
+
+
+def left_behind(endpoint: Endpoint, before: Load, load: Load, settle_s: float) -> list[str]:
+    """What the storm has left in the server. `load`: what it says after it."""
+    if not load.is_idle:
+        return [f"{settle_s:g} s after every client has gone: {load.text()}"]
+    if load.used > before.used:
+        return [f"{load.used - before.used} tokens of the KV cache are not given back: {load.text()}"]
+    try:
+        server_load.empty_cache(endpoint, settle_s)
+    except ServerRefused as error:
+        if error.status != 400:
+            raise
+        return [f"nothing runs or waits, and yet the cache cannot be emptied: {error}"]
+    return []
+
+
+class Aftermath:
+    """What the rounds of a storm have shown. `doubt`: why it was no storm, or proves nothing."""
+
+    def __init__(self, endpoint: Endpoint, options: argparse.Namespace, prompts: list[list[int]]):
+        self.endpoint, self.options = endpoint, options
+        self.sky, self.before = Storm(endpoint, options, prompts), server_load.load_of(endpoint)
+        self.outcomes: list[Outcome] = []
+        self.faults: list[str] = []
+        self.idle_s, self.doubt = 0.0, ""
+
+    def round(self, number: int) -> bool:
+        """Whether another one makes sense."""
+        found = self.sky.round(number)
+        load, waited_s = server_load.until_idle(self.endpoint, self.options.settle, self.before.used)
+        self.outcomes += found
+        self.idle_s = max(self.idle_s, waited_s)
+        self.faults += [fault for one in found for fault in one.faults]
+        if (times := own_end_s(found)) is None:
+            self.doubt = self.doubt or "no request was cancelled in its middle"
+        elif load.is_idle and time.monotonic() - times[0] > OWN_END_SHARE * (times[1] - times[0]):
+            self.doubt = self.doubt or (
+                f"the server was idle {time.monotonic() - times[0]:.1f} s after the first request was cancelled, and "
+                f"they would have come to their own end after {times[1] - times[0]:.1f} s: take a greater --storm-new"
+            )
+        behind = left_behind(self.endpoint, self.before, load, self.options.settle)
+        self.faults += [f"round {number + 1}: {fault}" for fault in behind]
+        return not behind
+
+    def rounds(self) -> None:
+        try:
+            for number in range(self.options.rounds):
+                if not self.round(number):
+                    break
+        except ServerError as error:  # what was found before it stands
+            self.doubt = f"in the storm: {error}"
+            return
+        if self.sky.most.running == 0:
+            self.doubt = f"{self.endpoint.url}/v1/loads told of no running request in the storm: is it this server's?"
+        if not any(one.confirmed for one in self.outcomes):
+            self.doubt = self.doubt or "no stream ended with finish_reason 'abort' after /abort_request"
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "requests": len(self.outcomes),
+            "cancelled": sum(one.kind != STAYS for one in self.outcomes),
+            "aborts_confirmed": sum(one.confirmed for one in self.outcomes),
+            "ran_at_once": self.sky.most.running,
+            "tokens_in_use_max": self.sky.most.used,
+            "tokens_in_use_before": self.before.used,
+            "idle_after_s": self.idle_s,
+        }
+
+
+def run(options: argparse.Namespace) -> Verdict:
+    at_least(NAME, 1, rounds=options.rounds, num_prompts=options.num_prompts, length=options.length)
+    at_least(NAME, len(KINDS), requests=options.requests)
+    at_least(NAME, 2, new=options.new)
+    at_least(NAME, 2 * max(SEEN_TOKENS), storm_new=options.storm_new)
+    at_least(NAME, 0.1, settle=options.settle)
+    endpoint = endpoint_of(options)
+    before, _ = server_load.until_idle(endpoint, options.settle)
+    if not before.is_idle:
+        incomplete = f"the server is busy with others' requests ({before.text()}): the gate needs it alone"
+        return Verdict(NAME, None, "", incomplete=incomplete)
+    lengths = [options.length + 61 * index for index in range(options.num_prompts)]
+    prompts = greedy.prompts_for(endpoint, options.prompts, lengths, options.seed)
+    answers = Answers(endpoint, options, prompts)
+    first, wrong = answers.ask("before the storm")
+    second, wrong_again = answers.ask("again before the storm")
+    if wrong + wrong_again:
+        return Verdict(NAME, False, f"{len(wrong + wrong_again)} faults before the storm", wrong + wrong_again)
+    if place := answers.wavers(first, second):
+        incomplete = f"the server gives other answers by itself, without any storm: {place}"
+        return Verdict(NAME, None, "", incomplete=incomplete)
+    server_load.until_idle(endpoint, options.settle)
+    noise = greedy.prompts_for(
+        endpoint, options.prompts, [options.length + 37 * (index % 16) for index in range(32)], options.seed + 1
+    )
+    aftermath = Aftermath(endpoint, options, noise)
+    aftermath.rounds()
+    faults, figures, lost, ties = aftermath.faults, aftermath.figures(), "", 0
+    try:
+        after, wrong = answers.ask("after the storm")
+        changed, ties = ([], 0) if wrong else answers.changes(first, second, after)
+        faults += wrong + changed
+    except ServerError as error:
+        lost = f"after the storm: {error}"
+    wavers = sum(a.ids != b.ids for a, b in zip(first, second, strict=True))
+    figures |= {"prompts": len(prompts), "wavered_before": wavers, "ties": ties}
+    summary = (
+        f"{figures['cancelled']} of {figures['requests']} requests cancelled in {options.rounds} rounds; "
+        f"{len(faults)} faults in {len(prompts)} later answers, the requests beside them, the queue and the KV cache"
+    )
+    notes = [] if answers.top else ["log-probabilities are refused: later answers are compared by their tokens alone"]
+    incomplete = aftermath.doubt or lost or whole.says_nothing([answer.ids for answer in first])
+    return Verdict(NAME, not faults, summary, faults, figures, notes, "" if faults else incomplete)

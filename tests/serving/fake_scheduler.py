@@ -1,0 +1,70 @@
+"""What the fake server knows of its requests in flight: what /v1/loads tells, and what /abort_request and a client that
+goes away end. The shapes are those of SGLang 0.5.12 to 0.5.23 (srt/entrypoints/v1_loads.py, io_struct.AbortReq).
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+MAX_TOKENS = 100_000
+
+
+@dataclass(eq=False)
+class Live:
+    """A request that runs. `tokens`: of the KV cache that it holds."""
+
+    rid: str
+    tokens: int
+    is_aborted: threading.Event = field(default_factory=threading.Event)
+
+
+class Requests:
+    """`held`: tokens that nobody gives back (a leak to order). `cancelled`: requests ended before their time so far."""
+
+    def __init__(self):
+        self.lock, self.names = threading.Lock(), itertools.count()
+        self.live: list[Live] = []
+        self.held = self.cancelled = 0
+
+    def begin(self, rid: str | None, tokens: int) -> Live:
+        found = Live(rid or f"own-{next(self.names)}", tokens)
+        with self.lock:
+            self.live.append(found)
+        return found
+
+    def end(self, live: Live, cancelled: bool) -> None:
+        with self.lock:
+            self.live.remove(live)
+            self.cancelled += cancelled
+
+    def abort(self, rid: str, abort_all: bool = False) -> None:
+        """As in SGLang's scheduler: every request whose id begins with `rid`."""
+        with self.lock:
+            for one in self.live:
+                if abort_all or (rid and one.rid.startswith(rid)):
+                    one.is_aborted.set()
+
+    def loads(self, in_flight: int) -> dict:
+        """/v1/loads. `in_flight`: requests that have come and have no answer."""
+        with self.lock:
+            running, used = len(self.live), self.held + sum(one.tokens for one in self.live)
+        load = {"timestamp": time.time(), "dp_rank": 0, "num_running_reqs": running}
+        load |= {"num_waiting_reqs": max(0, in_flight - running), "num_waiting_uncached_tokens": 0}
+        load |= {"num_used_tokens": used, "num_total_tokens": used, "max_total_num_tokens": MAX_TOKENS}
+        load |= {"token_usage": used / MAX_TOKENS, "gen_throughput": 0.0, "cache_hit_rate": 0.0, "utilization": 0.0}
+        return {"timestamp": "2026-01-01T00:00:00+00:00", "version": "0.5.17", "loads": [load]}
+
+
+def has_left(connection: socket.socket) -> bool:
+    """Whether the client has closed its end."""
+    if not select.select([connection], [], [], 0)[0]:
+        return False
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except ConnectionError:
+        return True
