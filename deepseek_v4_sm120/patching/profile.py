@@ -8,20 +8,17 @@ which machine and release it is, or names what nobody knows, is a problem: the s
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import stat
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import deepseek_v4_sm120
+from deepseek_v4_sm120 import json_file
 
 FORMAT = 1
 OURS, STOCK = "ours", "stock"
 PROC = Path("/proc/driver/nvidia")
 MOST_BYTES = 16 << 20  # one with everything in it has 50 KB
-MOST_LEVELS = 32  # of lists and mappings in each other; ours have 8
 
 
 class ProfileError(Exception):
@@ -82,8 +79,9 @@ class Profile:
             return None
         winners = {name: found["winner"] for name, found in self.operators.items()}
         left_out = {name: found["left_out"] for name, found in self.operators.items() if found.get("left_out")}
+        wrong = {name: found["wrong"] for name, found in self.operators.items() if found.get("wrong")}
         told = {"problem": self.problem, "warnings": self.warnings}
-        return {"path": self.path, "winners": winners, "left_out": left_out, **told}
+        return {"path": self.path, "winners": winners, "left_out": left_out, "wrong": wrong, **told}
 
 
 def verdicts(described: dict) -> str:
@@ -118,14 +116,10 @@ def read(path: str | Path) -> dict:
     """The profile in a file: whole, and of this format. ProfileError says what is wrong with it."""
     again = "write it again with `calibrate`"
     try:
-        found = json.loads(_text(path), parse_constant=_no_constant)
-    except OSError as error:
-        raise ProfileError(f"profile {path} cannot be read: {error.strerror or error}") from error
-    except RecursionError as error:
-        raise ProfileError(f"profile {path} is not one of ours: too many levels; {again}") from error
-    except ValueError as error:
-        raise ProfileError(f"profile {path} is not JSON ({error}); {again}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT or _levels(found) > MOST_LEVELS:
+        found = json_file.load(path, MOST_BYTES)
+    except json_file.JsonFileError as error:
+        raise ProfileError(f"profile {path} {error}; {again}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ProfileError(f"profile {path} is not one of ours, or of another release; {again}")
     if problem := _identity_problem(found.get("identity")):
         raise ProfileError(f"profile {path} is damaged: {problem}; {again}")
@@ -136,33 +130,6 @@ def read(path: str | Path) -> dict:
         if problem := _verdict_problem(verdict):
             raise ProfileError(f"profile {path} is damaged: {name!r:.80} {problem}; {again}")
     return found
-
-
-def _text(path: str | Path) -> str:
-    """What is in a file. Opening waits for nobody, and only what is a file is read."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if not stat.S_ISREG(mode):
-            kind = "FIFO" if stat.S_ISFIFO(mode) else "device"
-            raise ProfileError(f"profile {path} cannot be read: a {kind}, not a file")
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ProfileError(f"profile {path} is not one of ours: more than {MOST_BYTES >> 20} MiB")
-    return data.decode()
-
-
-def _no_constant(name: str):
-    raise ValueError(f"{name} is no number")
-
-
-def _levels(value) -> int:
-    """How deep lists and mappings lie in each other."""
-    count, layer = 0, [value]
-    while layer and count <= MOST_LEVELS:
-        inner = [item.values() if isinstance(item, dict) else item for item in layer if isinstance(item, dict | list)]
-        layer = [item for items in inner for item in items]
-        count += 1
-    return count
 
 
 def _identity_problem(identity) -> str | None:

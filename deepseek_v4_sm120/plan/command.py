@@ -39,6 +39,8 @@ def request_of(arguments: argparse.Namespace) -> Request:
     if not VERSION.fullmatch(sglang):
         raise CommandError(f"--sglang must be a version like {DEFAULT_SGLANG}, got {sglang!r}")
     sglang = sglang.removeprefix("v")
+    if not arguments.model:
+        raise CommandError("--model must be flash, pro, or a folder with the model's config.json, got nothing")
     gpus, memory_mib = _machine(arguments)
     switched_off = tuple(op for op in OPS if settings().choices.get(op) == "off")
     measured = _profile(arguments.profile, sglang)

@@ -59,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not plan.fits:
         raise CommandError(plan_command.why_not(plan))
     words, dropped = command_line(plan, host, port, extra)
-    host, port = _address(_last(extra, "--host") or host, _last(extra, "--port") or str(port), " behind --")
+    own_host, own_port = _last(extra, "--host"), _last(extra, "--port")  # they win, so that is where it will answer
+    host = host if own_host is None else own_host
+    host, port = _address(host, str(port) if own_port is None else own_port, " behind --")
     added = environment(plan, os.environ, plan.request.profile)
     for name in dropped:
         _say(f"[serve] yours instead of the plan's: {name}")
@@ -86,10 +88,13 @@ def _address(host: str, port: str, where: str) -> tuple[str, int]:
 
 def _last(words: list[str], flag: str) -> str | None:
     """The value that a command line gives a flag, None where it does not."""
-    pairs = zip(words, [*words[1:], ""], strict=True)
-    found = [behind if word == flag else word.partition("=")[2] for word, behind in pairs
-             if word == flag or word.startswith(f"{flag}=")]  # fmt: skip
-    return found[-1] if found else None
+    found = None
+    for i, word in enumerate(words):
+        if word == flag:
+            found = words[i + 1] if i + 1 < len(words) else ""
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
 
 
 def command_line(plan: launch.Plan, host: str, port: int, extra: list[str]) -> tuple[list[str], list[str]]:
