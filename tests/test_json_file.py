@@ -1,4 +1,4 @@
-"""Files that a user names as JSON and that are something else: none hangs, fills the memory or raises what is not told."""
+"""Files that a user names as JSON and that are something else: none hangs, fills the memory or goes untold."""
 
 import os
 
