@@ -23,6 +23,7 @@ LAUNCH_SERVER = """
 import http.server, json, os, signal, sys, threading, time
 port = int(sys.argv[sys.argv.index("--port") + 1])
 print("Load weight begin. avail mem=90 GB", flush=True)
+print("argv", sys.argv, "ServerArgs(api_key=%r)" % sys.argv[-1], os.environ.get("HF_TOKEN"), flush=True)
 if "--die" in sys.argv:
     print("RuntimeError: out of memory", flush=True)
     sys.exit(3)
@@ -178,6 +179,15 @@ def test_a_server_that_dies_is_told_with_its_last_words(run, machine):
     assert "-m sglang.launch_server --host 127.0.0.1" in done.stdout.splitlines()[0]
 
 
+def test_no_key_is_printed_and_the_server_gets_it(run, machine):
+    site, path = machine
+    own = ["--ssl-keyfile-password=CaNaRy", "--header", "Authorization: Bearer CaNaRy", "--die", "--api-key", "CaNaRy"]
+    done = run(*serve_words(*own), path=[site], PATH=path, HF_TOKEN="hf_" + 24 * "x")
+    assert "ServerArgs(api_key='***')" in done.stdout and done.stdout.splitlines()[0].endswith("--api-key ***")
+    assert "CaNaRy" not in done.stdout + done.stderr and 24 * "x" not in done.stdout
+    assert "--ssl-keyfile-password=***" in done.stdout
+
+
 # SIGINT as a shell leaves it: to the foreground, and ignored in a background job without job control
 @pytest.mark.parametrize(
     ("sigint", "told", "end"),
@@ -186,7 +196,7 @@ def test_a_server_that_dies_is_told_with_its_last_words(run, machine):
 def test_a_server_comes_up_and_ends_as_it_says(run, machine, tmp_path, sigint, told, end):
     site, path = machine
     line = [sys.executable, "-u", "-m", "deepseek_v4_sm120", *serve_words()]
-    env = run.environment([site], PATH=path)
+    env = run.environment([site], PATH=path, http_proxy="http://127.0.0.1:9")  # none of a server on this machine
     with open(tmp_path / "log", "w") as log:
         child = subprocess.Popen(
             line,

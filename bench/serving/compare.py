@@ -130,7 +130,7 @@ def check_values(options: argparse.Namespace) -> None:
     given = ("a_label", "b_label", "a_cmd", "b_cmd", "a_url", "b_url", "spec", "only", "model", "title", "commit")
     for name in (*given, "api_key", "python"):
         if getattr(options, name) is not None and not getattr(options, name).strip():
-            raise ValueError(f"--{name.replace('_', '-')} must not be empty")
+            raise ValueError(f"nothing is given for --{name.replace('_', '-')}")
     for letter in "ab":
         folder, pid = getattr(options, f"{letter}_report"), getattr(options, f"{letter}_pid")
         if pid is not None and not Path(f"/proc/{pid}").is_dir() or pid is not None and pid < 1:
