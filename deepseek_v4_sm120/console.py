@@ -32,11 +32,12 @@ def is_rich() -> bool:
 def say(text: str = "", stream: TextIO | None = None) -> None:
     """Print a text of one or more lines, to stdout unless told otherwise."""
     stream = sys.stdout if stream is None else stream
-    stream.write(f"{_encodable(shown(text), stream)}\n")
+    stream.write(f"{encodable(shown(text), stream)}\n")
     stream.flush()
 
 
-def _encodable(text: str, stream: TextIO) -> str:
+def encodable(text: str, stream: TextIO) -> str:
+    """Text in which what the stream cannot write is written out (\\u4e2d)."""
     encoding = stream.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -77,7 +78,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """What is known before the next step ends."""
-        text = _encodable(one_line(shown(text), 10_000), sys.stderr)
+        text = encodable(one_line(shown(text), 10_000), sys.stderr)
         sys.stderr.write(f"\r{text[:110]:110}" if self.is_live else f"  {text}\n")
         sys.stderr.flush()
 
@@ -86,7 +87,7 @@ class Progress:
         width = 24
         filled = width * self.done // max(1, self.total)
         line = f"[{'#' * filled}{'.' * (width - filled)}] {self.done}/{self.total} {one_line(shown(text), 10_000)}"
-        line = _encodable(line, sys.stderr)
+        line = encodable(line, sys.stderr)
         sys.stderr.write(f"\r{line[:110]:110}" if self.is_live else f"{line}\n")
         if self.is_live and self.done >= self.total:
             sys.stderr.write("\n")

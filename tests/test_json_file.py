@@ -34,7 +34,7 @@ def test_what_is_none_is_said(tmp_path, content, words):
         json_file.load(path, 1 << 20)
 
 
-@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/", "", "/nowhere", "/x" * 3000])
+@pytest.mark.parametrize("path", ["/dev/null", "/", "", "/nowhere", "/x" * 3000])
 def test_what_is_no_file_is_not_read(path):
     with pytest.raises(json_file.JsonFileError, match="^cannot be read: "):
         json_file.load(path)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -95,12 +97,18 @@ class ServerProcess:
         self.writer = threading.Thread(target=self._write, args=(self.process.stdout, log), daemon=True)
         self.writer.start()
 
-    @staticmethod
-    def _write(lines, log) -> None:
-        with lines, log:
+    def _write(self, lines, log) -> None:
+        """Reads to the end, whatever becomes of the file: a server whose words nobody takes would stop."""
+        is_written = True
+        with lines, contextlib.suppress(OSError), log:  # closing tries once more to write what is left
             for line in lines:
-                log.write(redacted(line))
-                log.flush()
+                try:
+                    if is_written:
+                        log.write(redacted(line))
+                        log.flush()
+                except OSError as error:
+                    print(f"{self.name}: its log {self.log} ends early: {error.strerror}", file=sys.stderr)
+                    is_written = False
 
     def wait_ready(self, timeout_s: float) -> float:
         """Seconds until the server answered; raises ServerDied with the end of its log otherwise."""

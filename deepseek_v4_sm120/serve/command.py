@@ -14,11 +14,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.console import CommandError, encodable
 from deepseek_v4_sm120.disclosure import HIDDEN, printable, redacted
 from deepseek_v4_sm120.doctor.http_get import get
 from deepseek_v4_sm120.plan import command as plan_command
@@ -152,7 +151,7 @@ _writing = threading.Lock()
 
 def _say(text: str) -> None:
     """A whole line at once: the server's log and our own words come from two threads. Colours of the log stay."""
-    line = redacted(text).encode(sys.stdout.encoding or "utf-8", "backslashreplace").decode(sys.stdout.encoding)
+    line = encodable(redacted(text), sys.stdout)
     with _writing:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
@@ -218,17 +217,23 @@ class _Log(threading.Thread):
     def __init__(self, child: subprocess.Popen):
         super().__init__(daemon=True)
         self.child, self.stage, self.started = child, "starting", time.monotonic()
-        self.last: deque[str] = deque(maxlen=5)
+        self.is_heard = True
         self.start()
 
     def run(self) -> None:
-        for line in self.child.stdout:
-            _say(line.rstrip("\n"))
-            self.last.append(line.strip())
+        for line in self.child.stdout:  # to the end, heard or not: a server whose words nobody takes would stop
+            self.pass_on(line.rstrip("\n"))
             stage = next((name for words, name in STAGES if words.lower() in line.lower()), self.stage)
             if stage != self.stage:
                 self.stage = stage
-                _say(f"[serve] {time.monotonic() - self.started:5.0f} s  {stage}")
+                self.pass_on(f"[serve] {time.monotonic() - self.started:5.0f} s  {stage}")
+
+    def pass_on(self, text: str) -> None:
+        try:
+            if self.is_heard:
+                _say(text)
+        except BrokenPipeError:  # `| head`
+            self.is_heard = False
 
 
 def _wait_until_healthy(child: subprocess.Popen, log: _Log, url: str) -> bool:

@@ -332,7 +332,7 @@ def test_a_result_of_any_shape_is_one_sentence(tmp_path, capsys, change):
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
-@pytest.mark.parametrize("path", ["", "/nowhere", "/dev/zero", "/"])
+@pytest.mark.parametrize("path", ["", "/nowhere", "/dev/null", "/"])
 def test_a_result_that_is_no_file_is_one_sentence(path, capsys):
     assert compare.main(["--from", path]) == compare.USAGE
     assert "--from: " in capsys.readouterr().err

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -285,11 +286,24 @@ def test_values_of_a_difference_are_told_but_not_those_of_keys():
     assert identity.values_of("X_TOKEN", {"X_TOKEN": "CaNaRy"}, {"X_TOKEN": "b"}) == "A '***', B '***'"
 
 
+def test_a_full_disk_does_not_stop_a_server_that_talks(tmp_path, capsys):
+    command = f"head -c 300000 /dev/zero | tr '\\0' '\\n'; touch {tmp_path}/done; exit 3"
+    server = server_process.ServerProcess("x", command, "http://127.0.0.1:9", Path("/dev/full"))
+    server.start()
+    try:
+        assert server.process.wait(30) == 3
+    finally:
+        server.stop()
+    assert (tmp_path / "done").exists() and capsys.readouterr().err.count("ends early: No space left") == 1
+
+
 def test_the_command_of_a_process_is_shown_without_its_keys():
     words = ["--api-key", "Ca Na Ry", "-H", "X-Api-Key: Ca Na Ry"]
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *words]) as process:
         try:
-            found = server_process.command_of(process.pid)
+            limit, found = time.monotonic() + 20, ""
+            while "--api-key" not in found and time.monotonic() < limit:  # for a moment a process has no command
+                found = server_process.command_of(process.pid)
         finally:
             process.kill()
     assert found.endswith("--api-key '***' -H 'X-Api-Key: ***'")
