@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator
 
 import deepseek_v4_sm120
-from deepseek_v4_sm120.console import BAD_INPUT, CommandError
+from deepseek_v4_sm120.console import BAD_INPUT, INTERRUPTED, CommandError, say
+from deepseek_v4_sm120.disclosure import redacted
 from deepseek_v4_sm120.patching.spec import PatchError
 
 COMMANDS = {  # name -> (what it does, module with add_arguments(parser) and run(arguments) -> exit status)
@@ -35,17 +36,20 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return BAD_INPUT
-    if arguments.command == "selftest":
-        from deepseek_v4_sm120 import selftest
-
-        return selftest.main(rest)
-    if rest:
-        parser.error(f"unknown arguments: {' '.join(rest)}")
+    if rest and arguments.command != "selftest":
+        parser.error(f"unknown arguments: {' '.join(redacted(rest))}")
     try:
+        if arguments.command == "selftest":
+            from deepseek_v4_sm120 import selftest
+
+            return selftest.main(rest)
         return _run(arguments)
     except (CommandError, PatchError) as error:
-        print(f"deepseek_v4_sm120 {arguments.command}: {error}", file=sys.stderr)
+        say(f"deepseek_v4_sm120 {arguments.command}: {error}", sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        say(f"deepseek_v4_sm120 {arguments.command}: interrupted", sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

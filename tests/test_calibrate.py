@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.__main__ import main
 from deepseek_v4_sm120.calibrate import command, index_select, mxfp4_moe, provider, sparse_decode, worker
 from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
 from deepseek_v4_sm120.ops import index_select as index_op
@@ -270,3 +271,30 @@ def test_experts_in_another_layout_are_prepared_once():
 
     one, two, call = SimpleNamespace(w13=object()), SimpleNamespace(w13=object()), Other()
     assert [call(i) for i in (one, one, two, two, one)] == [1, 1, 2, 2, 3]
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A run of `calibrate` without a card: what its worker said holds a key."""
+    crashed = {"cases": [], "wrong": "crashed after 0 case(s): OSError: HF_TOKEN=CaNaRy https://u:CaNaRy@h"}
+    monkeypatch.setattr(command, "_device", lambda: "A card")
+    monkeypatch.setattr(command, "measure", lambda names, shapes, clock: {"bf16_linear": {OURS: crashed}})
+
+
+def test_no_key_is_in_the_profile_or_on_the_terminal(measured, tmp_path, capsys):
+    out = tmp_path / "p.json"
+    assert main(["calibrate", "--out", str(out)]) == 1
+    assert main(["calibrate", "--out", str(out), "--json"]) == 1
+    told = capsys.readouterr()
+    assert "HF_TOKEN=***" in out.read_text() and "HF_TOKEN=***" in told.out
+    assert "CaNaRy" not in out.read_text() + told.out + told.err
+
+
+def test_what_was_measured_is_not_lost_with_the_file(measured, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    assert main(["calibrate", "--out", str(tmp_path / "p.json")]) == 2
+    told = capsys.readouterr()
+    assert json.loads(told.out)["operators"]["bf16_linear"] and "No space left on device" in told.err

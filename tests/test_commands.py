@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from deepseek_v4_sm120.__main__ import main
+from deepseek_v4_sm120.calibrate import command as calibrate
+from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.serve import command as serve
+
 REPO = Path(__file__).resolve().parent.parent
 PLAN = ["--gpus", "2", "--memory", "96"]
 # answers /health after a moment, logs as SGLang does, and ends itself on SIGTERM
@@ -18,6 +23,7 @@ LAUNCH_SERVER = """
 import http.server, json, os, signal, sys, threading, time
 port = int(sys.argv[sys.argv.index("--port") + 1])
 print("Load weight begin. avail mem=90 GB", flush=True)
+print("argv", sys.argv, "ServerArgs(api_key=%r)" % sys.argv[-1], os.environ.get("HF_TOKEN"), flush=True)
 if "--die" in sys.argv:
     print("RuntimeError: out of memory", flush=True)
     sys.exit(3)
@@ -60,7 +66,7 @@ def run(tmp_path):
     [
         (["plan", "--model", "/nowhere"], "there is no /nowhere"),
         (["plan", "--gpus", "3"], "divides into"),
-        (["plan", "--memory", "nan"], "must be a number of GB"),
+        (["plan", "--memory", "nan"], "--memory must be 8 to 1024 GB"),
         (["plan", "--profile", "/nowhere.json"], "cannot be read"),
         (["plan", "--sglang", "newest"], "must be a version"),
         (["plan", "--model", "pro", "--experts", "fp8"], "no fp8 checkpoint of pro"),
@@ -173,6 +179,15 @@ def test_a_server_that_dies_is_told_with_its_last_words(run, machine):
     assert "-m sglang.launch_server --host 127.0.0.1" in done.stdout.splitlines()[0]
 
 
+def test_no_key_is_printed_and_the_server_gets_it(run, machine):
+    site, path = machine
+    own = ["--ssl-keyfile-password=CaNaRy", "--header", "Authorization: Bearer CaNaRy", "--die", "--api-key", "CaNaRy"]
+    done = run(*serve_words(*own), path=[site], PATH=path, HF_TOKEN="hf_" + 24 * "x")
+    assert "ServerArgs(api_key='***')" in done.stdout and done.stdout.splitlines()[0].endswith("--api-key ***")
+    assert "CaNaRy" not in done.stdout + done.stderr and 24 * "x" not in done.stdout
+    assert "--ssl-keyfile-password=***" in done.stdout
+
+
 # SIGINT as a shell leaves it: to the foreground, and ignored in a background job without job control
 @pytest.mark.parametrize(
     ("sigint", "told", "end"),
@@ -181,7 +196,7 @@ def test_a_server_that_dies_is_told_with_its_last_words(run, machine):
 def test_a_server_comes_up_and_ends_as_it_says(run, machine, tmp_path, sigint, told, end):
     site, path = machine
     line = [sys.executable, "-u", "-m", "deepseek_v4_sm120", *serve_words()]
-    env = run.environment([site], PATH=path)
+    env = run.environment([site], PATH=path, http_proxy="http://127.0.0.1:9")  # none of a server on this machine
     with open(tmp_path / "log", "w") as log:
         child = subprocess.Popen(
             line,
@@ -221,3 +236,157 @@ def test_the_users_own_arguments_win(run, machine):
     line = run(*words, path=[site], PATH=path).stdout
     assert "yours instead of the plan's: --tp-size" in line and line.count("--tp-size") == 2
     assert line.rstrip().endswith("--tp-size 4 --log-level debug")
+
+
+# hostile arguments, in this process -----------------------------------------------------------------------------------
+
+
+def dry_run(*more, own=()):
+    words = ["serve", "--gpus", "2", "--memory", "96", "--sglang", "0.5.17", "--dry-run", *more]
+    return main([*words, "--", *own] if own else words)
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "99999", "9" * 30])
+def test_a_port_that_is_none_is_refused(port, capsys):
+    for words in ({"more": ["--port", port]}, {"own": ["--port", port]}, {"own": [f"--port={port}"]}):
+        assert dry_run(*words.get("more", ()), own=words.get("own", ())) == 2
+        assert "--port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["", "a b", "http://x", "x/y", "-x", "[::1", "\x1b[2J"])
+def test_a_host_that_is_none_is_refused(host, capsys):
+    assert dry_run(f"--host={host}") == 2
+    told = capsys.readouterr().err
+    assert "--host must be" in told and "\x1b" not in told
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "url"),
+    [
+        ("::1", "::1", "http://[::1]:4000"),
+        ("[::1]", "::1", "http://[::1]:4000"),
+        ("::", "::", "http://[::1]:4000"),
+        ("0.0.0.0", "0.0.0.0", "http://127.0.0.1:4000"),
+        ("localhost", "localhost", "http://localhost:4000"),
+    ],
+)
+def test_where_a_server_answers(host, given, url, monkeypatch):
+    asked = []
+    monkeypatch.setattr(serve, "_check_machine", lambda gpus, host, port: asked.append((host, port)))
+    monkeypatch.setattr(serve, "supervise", lambda words, environ, url: asked.append((words, url)) or 0)
+    words = ["serve", "--gpus", "2", "--memory", "96", "--sglang", "0.5.17"]
+    assert main([*words, "--host", host, "--port", "4000"]) == 0
+    (checked, (line, there)) = asked
+    assert checked == (given, 4000) and there == url
+    assert line[line.index("--host") + 1] == given
+    asked.clear()
+    assert main([*words, "--", f"--host={host}", "--port", "4000"]) == 0  # yours wins, so there it is waited for
+    assert asked[0] == (given, 4000) and asked[1][1] == url
+
+
+def test_an_address_of_the_other_kind_is_tried_as_it_is(monkeypatch):
+    from deepseek_v4_sm120.doctor import nvidia_smi
+
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(nvidia_smi, "read", lambda run: nvidia_smi.Smi((object(),), None, None, {}))
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.bind(("::1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(CommandError, match=rf"cannot listen on http://\[::1\]:{port}: Address already in use"):
+            serve._check_machine(None, "::1", port)
+    serve._check_machine(None, "::1", free_port())
+    with pytest.raises(CommandError, match="cannot listen on http://no-such-host.invalid:4000"):
+        serve._check_machine(None, "no-such-host.invalid", 4000)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path.mkdir(), "the folder"),
+        (lambda path: os.mkfifo(path), "is a device or FIFO"),
+        (lambda path: path.symlink_to(path), "cannot be written"),
+        (lambda path: path.symlink_to(path.parent / "no folder/x"), "there is no folder"),
+    ],
+)
+def test_where_calibrate_cannot_write_is_told_before_the_run(make, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "_device", lambda: pytest.fail("too late"))
+    out = tmp_path / "out"
+    make(out)
+    assert main(["calibrate", "--out", str(out)]) == 2
+    assert words in capsys.readouterr().err
+    for bad in ("", ".", "/dev/null", "/proc/x", "x" * 5000, str(tmp_path / "no/such")):
+        assert main(["calibrate", "--out", bad]) == 2, bad
+        assert "--out" in capsys.readouterr().err
+
+
+def test_trying_to_write_changes_nothing(tmp_path):
+    there, absent, link = tmp_path / "there", tmp_path / "absent", tmp_path / "link"
+    there.write_text("kept")
+    link.symlink_to(absent)
+    for path in (there, absent, link):
+        calibrate.check_out(str(path))
+    assert there.read_text() == "kept" and not absent.exists() and link.is_symlink()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["plan", f"--{name}", n] for name in ("gpus", "context", "concurrency") for n in ("0", "-1", "9" * 40)),
+        *(["plan", f"--{name}", ""] for name in ("model", "profile", "sglang")),
+        *(["plan", "--profile", path] for path in ("/dev/null", "/tmp", "/proc/self/environ")),
+        *(["calibrate", f"--limit-s={value}"] for value in ("0", "-1", "nan", "-inf")),
+        *(["calibrate", f"--{name}", n] for name in ("context", "concurrency") for n in ("0", "-1", "9" * 40)),
+        *(["doctor", "--url", value] for value in ("", "http://", "ftp://h", "http://h:99999", "http://u:CaNaRy@h")),
+    ],
+    ids=str,
+)
+def test_hostile_values_are_refused_in_one_sentence(words, capsys):
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert len(told.err.splitlines()) == 1 and told.err.startswith(f"deepseek_v4_sm120 {words[0]}: ")
+    assert words[1].partition("=")[0] in told.err or "profile" in told.err
+    assert "CaNaRy" not in told.err and not told.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["plan", f"--{name}", value] for name in ("gpus", "context", "memory") for value in ("x", "", "1e", "0x10")),
+        *(["serve", "--port", value] for value in ("x", "", "1.5")),
+        *(["calibrate", *more] for more in (["--gpus", "3"], ["--operators"], ["--operators", "x"], ["--limit-s", ""])),
+        ["selftest", "--bogus"],
+        ["plan", "--bogus", "--api-key", "CaNaRy"],
+        ["bogus"],
+    ],
+    ids=str,
+)
+def test_what_is_no_number_or_no_flag_is_wrong_usage(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2 and "CaNaRy" not in capsys.readouterr().err
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deepseek_v4_sm120.doctor.command.run", interrupted)
+    assert main(["doctor"]) == 130 and "interrupted" in capsys.readouterr().err
+
+
+# selftest -------------------------------------------------------------------------------------------------------------
+
+
+def test_selftest_without_torch_is_one_sentence(run, tmp_path):
+    """In a Python that finds no torch: isolated from this one's packages."""
+    code = f"import sys; sys.path.insert(0, {str(REPO)!r}); from deepseek_v4_sm120 import __main__ as m; "
+    code += "sys.exit(m.main())"
+    line = [sys.executable, "-S", "-c", code, "selftest", "--quick"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("deepseek_v4_sm120 selftest: torch is not installed for ")
+    assert len(done.stderr.splitlines()) == 1
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')")
+    done = run("selftest", path=[tmp_path])
+    assert done.returncode == 2 and "torch does not load" in done.stderr and "libcudart" in done.stderr

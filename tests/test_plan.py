@@ -1,12 +1,14 @@
 """plan: bytes against the published checkpoint, what fits, flags by version, bad input."""
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120 import OPS, __version__
 from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.plan import command, launch, memory, models, roofline
 
 CONFIG = Path(__file__).parent / "data/flash_config.json"
@@ -84,19 +86,109 @@ def test_wo_a_stays_fp8_where_it_is_ours():
     assert told == [True, False]
 
 
+def arguments(**given):
+    """Of `plan`, as its parser makes them."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return parser.parse_args(["--gpus", "2", "--memory", "96", *words])
+
+
+def write_profile(path, **changes):
+    identity = {"device": "A card", "driver": "580.1", "sglang": "0.5.23", "package": __version__}
+    operators = {"index_select": {"winner": "stock"}, "mxfp4_moe": {"winner": "ours"}}
+    found = {"format": 1, "identity": identity | changes.pop("identity", {}), "operators": operators} | changes
+    path.write_text(json.dumps(found))
+    return path
+
+
 def test_a_profile_that_leaves_an_operator_out(tmp_path):
-    path = tmp_path / "p.json"
-    verdicts = {"index_select": {"winner": "stock"}, "mxfp4_moe": {"winner": "ours"}}
-    path.write_text(json.dumps({"format": 1, "identity": {}, "operators": verdicts}))
-    assert command._replaced(str(path)) == tuple(op for op in OPS if op != "index_select")
-    plan = launch.make(request(replaced=command._replaced(str(path)), profile=str(path)))
+    path = write_profile(tmp_path / "p.json")
+    asked = command.request_of(arguments(profile=path, sglang="0.5.23"))
+    assert asked.replaced == tuple(op for op in OPS if op != "index_select")
+    plan = launch.make(asked)
     assert any("leaves out index_select" in note for note in plan.notes)
     assert f"DSV4_SM120_PROFILE={path} " in launch.launch_line(plan)
     assert f"-v {path}:{launch.PROFILE_MOUNT}:ro" in launch.docker_line(plan)
     assert f"-e DSV4_SM120_PROFILE={launch.PROFILE_MOUNT}" in launch.docker_line(plan)
-    path.write_text("[]")
-    with pytest.raises(CommandError, match="is not one of ours"):
-        command._replaced(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"identity": {"sglang": "0.5.17"}}, "SGLang 0.5.17, not 0.5.23"),
+        ({"identity": {"sglang": None}}, "SGLang not known, not 0.5.23"),
+        ({"identity": {"package": "0.0.9"}}, "deepseek_v4_sm120 0.0.9, not"),
+        ({"identity": {"package": "9"}, "operators": {"of_tomorrow": {"winner": "ours"}}}, "deepseek_v4_sm120 9, not"),
+    ],
+)
+def test_a_profile_that_a_server_would_not_use_is_not_planned_with(tmp_path, changes, words):
+    asked = command.request_of(arguments(profile=write_profile(tmp_path / "p.json", **changes), sglang="0.5.23"))
+    plan = launch.make(asked)
+    assert asked.replaced == OPS and any(words in note for note in plan.notes)
+    assert "DSV4_SM120_PROFILE" not in launch.launch_line(plan) + launch.docker_line(plan)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"identity": {"package": None}},
+        {"operators": {"of_nobody": {"winner": "ours"}}},
+        {"operators": {"mhc": {"winner": "theirs"}}},
+        {"format": 2},
+        {"operators": []},
+    ],
+)
+def test_plan_refuses_what_a_server_would_refuse(tmp_path, changes):
+    path = write_profile(tmp_path / "p.json", **changes)
+    told = profile.consult(str(path), "0.5.23", profile.Identity(None, None, "0.5.23", __version__)).problem
+    with pytest.raises(CommandError, match="^profile ") as caught:
+        command.request_of(arguments(profile=path, sglang="0.5.23"))
+    assert told is not None and str(caught.value) == told
+
+
+@pytest.mark.parametrize(
+    ("given", "image"),
+    [
+        ("0.5.15.post1", "lmsysorg/sglang:v0.5.15.post1"),
+        ("v0.5.12.post1", "lmsysorg/sglang:v0.5.12.post1"),
+        ("0.5.23", "lmsysorg/sglang:v0.5.23"),
+        ("0.5.22rc0", "lmsysorg/sglang:v0.5.22rc0"),
+        ("0.5.24.dev7", None),
+        ("0.5.23+cu130", None),
+        ("0.5.24.dev7+g0123abc", None),
+    ],
+)
+def test_the_image_is_of_exactly_the_version(given, image, capsys):
+    asked = command.request_of(arguments(sglang=given))
+    plan = launch.make(asked)
+    line = launch.docker_line(plan)
+    assert line is None if image is None else f" {image} python3 " in line
+    assert asked.version == tuple(map(int, given.removeprefix("v")[:6].split("."))) and command.as_dict(plan)
+    command.show(plan)
+    assert ("no image of SGLang" in capsys.readouterr().out) == (image is None)
+
+
+@pytest.mark.parametrize("given", ["", "newest", "0.5", "0.5.15.garbage", "0.5.23 --x", "vv0.5.23", "0.5.٣", "0.5.1/x"])
+def test_what_is_no_version_is_refused(given):
+    with pytest.raises(CommandError, match="--sglang must be a version"):
+        command.request_of(arguments(sglang=given))
+
+
+@pytest.mark.parametrize("given", ["0", "-5", "7.9", "1025", "1e308", "inf", "nan"])
+def test_what_no_card_has_is_refused(given):
+    asked = arguments()
+    asked.memory = float(given)
+    for gpus in (2, None):
+        asked.gpus = gpus
+        with pytest.raises(CommandError, match="--memory must be 8 to 1024 GB per card"):
+            command.request_of(asked)
+
+
+def test_the_smallest_card_that_is_taken_is_planned_for():
+    asked = arguments()
+    asked.memory = 8.0
+    assert not launch.make(command.request_of(asked)).fits
 
 
 def test_the_index_logits_of_a_chunk():
@@ -250,3 +342,22 @@ def test_output_for_people_and_programs(capsys):
     found = command.as_dict(plan)
     assert json.loads(json.dumps(found))["tokens"] == plan.tokens
     assert plan.flags[0].value in launch.docker_line(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hash_layers": "x"}, "num_hash_layers must be"),
+        ({"expert_dtype": 7}, "expert_dtype 7 is not"),
+        ({"compress_ratios": [[]] * 99}, "compress_ratios with"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers must be"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be"),
+        ({"hidden_size": 10**400}, "hidden_size must be"),
+        ({"vocab_size": True}, "vocab_size must be"),
+        ({"architectures": [[1]]}, "is not a DeepSeek-V4 model"),
+    ],
+)
+def test_a_config_of_any_shape_is_one_sentence(tmp_path, changes, words):
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(CONFIG.read_text()) | changes))
+    with pytest.raises(CommandError, match=words):
+        models.find(str(tmp_path), None)

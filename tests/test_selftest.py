@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -61,6 +62,20 @@ def test_a_missing_module_is_a_failure_that_says_what_to_do(monkeypatch, capsys)
     monkeypatch.setattr(extension, "explain", lambda: "no compiled module; build with ./build_docker.sh")
     status, found = outcomes(capsys)
     assert status == 1 and "build_docker.sh" in found["build", "compiled module"]["detail"]
+
+
+def test_a_gpu_that_is_required_and_not_there_is_a_failure(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(extension, "explain", lambda: None)
+    run = selftest._run
+    monkeypatch.setattr(selftest, "_run", lambda check, missing: run(replace(check, run=str), missing))
+    status, found = outcomes(capsys)
+    on_gpu = {name for name, check in found.items() if "no GPU" in check["detail"]}
+    assert status == 0 and on_gpu and {found[name]["result"] for name in on_gpu} == {"NOT RUN"}
+    status, found = outcomes(capsys, "--require-gpu")
+    assert status == 1 and {name for name, check in found.items() if check["result"] == "FAIL"} == on_gpu
 
 
 @pytest.mark.gpu

@@ -9,6 +9,9 @@ The load generator is SGLang's own bench_serving, so run it with SGLang's Python
 a command, which is started and stopped here, or an address (--a-url) of a server that runs already. Writes
 OUT/result.json after every cell, and at the end OUT/report.md and OUT/report.html.
 
+Keys, tokens and passwords of commands and environments are in none of these files. For servers with an API key:
+SGLANG_API_KEY in the environment (or --api-key, which others can read in the list of processes).
+
 Exit codes: 0 compared; 2 wrong usage; 3 refused, the sides differ in more than --change or in their clocks; 4
 incomplete or not everything could be measured.
 """
@@ -18,8 +21,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -31,8 +36,15 @@ from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.generator_process import Generator, GeneratorFailed  # noqa: E402
 from bench.serving.load_generator import PATHS  # noqa: E402
 from bench.serving.session import FORMAT, Session, Settings, Side  # noqa: E402
+from deepseek_v4_sm120.disclosure import printable, redacted, shown  # noqa: E402
+from deepseek_v4_sm120.json_file import JsonFileError, load  # noqa: E402
 
+API_KEY = "SGLANG_API_KEY"
+# bench_serving sends these with every request: a user's key for another service is none of the server's business
+GENERATOR_KEYS = ("OPENAI_API_KEY", "API_KEY")
 COMPARED, USAGE, REFUSED, INCOMPLETE = 0, 2, 3, 4
+MOST_SECONDS, MOST_ROUNDS = 10_000_000, 1000
+MOST_RESULT_BYTES = 1 << 30
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--rounds", type=int, default=3)
     found.add_argument("--seed", type=int, default=1)
+    found.add_argument("--api-key", help=f"of both servers; default: {API_KEY} of the environment")
     found.add_argument("--model", help="the served model's name, checked on both sides")
     found.add_argument("--both-at-once", action="store_true", help="both commands up together (room for both needed)")
     found.add_argument(
@@ -80,9 +93,17 @@ def url_of(letter: str, command: str | None, url: str | None) -> str:
     if url is None and command is None:
         raise ValueError(f"side {letter.upper()} needs --{letter}-cmd or --{letter}-url")
     if url is None:
-        port = re.findall(r"--port[= ]+(\d+)", command)
-        url = f"http://127.0.0.1:{port[-1] if port else 30000}"
+        port = port_of(command)
+        if not 1 <= port <= 65535:
+            raise ValueError(f"--{letter}-cmd: --port must be 1 to 65535, got {port}")
+        url = f"http://127.0.0.1:{port}"
     return Endpoint(url).url
+
+
+def port_of(command: str) -> int:
+    """The last --port of a shell line, in whatever quotes; SGLang's default where there is none that can be read."""
+    found = re.findall(r"""--port["']?(?:=|\s+)["']?(\d{1,9})\b""", command)
+    return int(found[-1]) if found else 30000
 
 
 def make_sides(options: argparse.Namespace, extra_flags: str) -> tuple[Side, Side]:
@@ -94,8 +115,43 @@ def make_sides(options: argparse.Namespace, extra_flags: str) -> tuple[Side, Sid
             command = f"{command} {extra_flags}"
         label, backend = getattr(options, f"{letter}_label"), getattr(options, f"{letter}_backend")
         known = getattr(options, f"{letter}_report"), getattr(options, f"{letter}_pid")
-        found.append(Side(letter.upper(), label, url, command, backend, *known))
+        found.append(Side(letter.upper(), label, url, command, backend, *known, options.api_key))
     return found[0], found[1]
+
+
+def check_values(options: argparse.Namespace) -> None:
+    """Raise ValueError for a value that no run can use; the message names the argument."""
+    for name in ("start_timeout", "cell_timeout", "limit_s"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value <= MOST_SECONDS:  # nor what is no number
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0 and at most {MOST_SECONDS} s, got {value:g}")
+    if not 1 <= options.rounds <= MOST_ROUNDS:
+        raise ValueError(f"--rounds must be 1 to {MOST_ROUNDS}, got {options.rounds}")
+    given = ("a_label", "b_label", "a_cmd", "b_cmd", "a_url", "b_url", "spec", "only", "model", "title", "commit")
+    for name in (*given, "api_key", "python"):
+        if getattr(options, name) is not None and not getattr(options, name).strip():
+            raise ValueError(f"nothing is given for --{name.replace('_', '-')}")
+    for letter in "ab":
+        folder, pid = getattr(options, f"{letter}_report"), getattr(options, f"{letter}_pid")
+        if pid is not None and not Path(f"/proc/{pid}").is_dir() or pid is not None and pid < 1:
+            raise ValueError(f"--{letter}-pid: there is no process {pid} here")
+        if folder is not None and not folder.is_dir() and not getattr(options, f"{letter}_cmd"):
+            raise ValueError(f"--{letter}-report: there is no folder {folder}")
+    if shutil.which(options.python) is None:
+        raise ValueError(f"--python: there is no program {options.python}")
+
+
+def check_out(folder: Path) -> None:
+    """Try before the run what is written after every cell; raise ValueError where it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial = folder / "result.json.new"
+        trial.write_text("")
+        trial.unlink()
+        if (folder / "result.json").is_dir():
+            raise ValueError(f"--out: {folder / 'result.json'} is a folder")
+    except OSError as error:
+        raise ValueError(f"--out: {folder} cannot be written to: {error.strerror or error}") from error
 
 
 def check(options: argparse.Namespace) -> None:
@@ -103,8 +159,7 @@ def check(options: argparse.Namespace) -> None:
     if not options.change:
         raise ValueError("name the intended change: --change patch, version, model, flag:NAME, env:NAME or nothing")
     identity.check_changes(options.change)
-    if options.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, got {options.rounds}")
+    check_values(options)
     a, b = make_sides(options, "")
     if options.spec and not (a.command and b.command):
         raise ValueError("--spec needs both sides as commands: the flags are added to them")
@@ -126,21 +181,39 @@ def variants(options: argparse.Namespace) -> list[tuple[str, str]]:
 def write(result: dict, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / "result.json.new"
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    temporary.write_text(json.dumps(redacted(result), indent=1) + "\n")
     temporary.replace(folder / "result.json")
 
 
 def write_reports(result: dict, folder: Path) -> None:
-    text = report.markdown(result)
-    (folder / "report.md").write_text(text)
+    result = redacted(result)
+    text = printable(report.markdown(result))
     missing = plots.problem()
     images = {} if missing else plots.draw(result)
+    page = printable(report.html_page(result, images, missing))
+    (folder / "report.md").write_text(text)
     for caption, image in images.items():
         (folder / (re.sub(r"\W+", "_", caption.lower()).strip("_") + ".png")).write_bytes(image)
-    (folder / "report.html").write_text(report.html_page(result, images, missing))
+    (folder / "report.html").write_text(page)
     print(text)
     if missing:
         print(missing, file=sys.stderr)
+
+
+def earlier(path: Path) -> dict:
+    """The result of an earlier run; ValueError says why the file is none."""
+    try:
+        result = load(path, MOST_RESULT_BYTES)
+    except JsonFileError as error:
+        raise ValueError(f"--from: {path} {error}") from error
+    if not isinstance(result, dict) or result.get("format") != FORMAT:
+        raise ValueError(f"--from: {path} is no {FORMAT}")
+    try:
+        report.html_page(result, {}, None)
+        exit_code(result)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"--from: {path} is damaged ({type(error).__name__}: {error})") from error
+    return result
 
 
 def exit_code(result: dict) -> int:
@@ -155,7 +228,7 @@ def start_of(options: argparse.Namespace) -> dict:
     return {
         "format": FORMAT,
         "title": options.title,
-        "command": "python3 " + shlex.join(sys.argv),
+        "command": "python3 " + shlex.join(redacted(sys.argv)),
         "machine": machine.describe(REPO) | ({"commit": options.commit} if options.commit else {}),
         "matrix": options.matrix + (f", only {options.only}" if options.only else ""),
         "changes": options.change,
@@ -169,7 +242,9 @@ def start_of(options: argparse.Namespace) -> dict:
 
 def compare(options: argparse.Namespace) -> dict:
     result = start_of(options)
-    with Generator(options.python, options.out / "load_generator.log") as generator:
+    environment = {name: value for name, value in os.environ.items() if name not in GENERATOR_KEYS}
+    environment |= {GENERATOR_KEYS[0]: options.api_key} if options.api_key else {}
+    with Generator(options.python, options.out / "load_generator.log", environment=environment) as generator:
         generator.start()
         result["generator"], result["versions"] = generator.module, generator.versions
         for name, flags in variants(options):
@@ -202,21 +277,24 @@ def compare(options: argparse.Namespace) -> dict:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    if options.from_file:
-        result = json.loads(options.from_file.read_text())
-        if result.get("format") != FORMAT:
-            print(f"compare: {options.from_file} is no {FORMAT}", file=sys.stderr)
-            return USAGE
-        write_reports(result, options.from_file.parent)
-        return exit_code(result)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a model's name in a terminal without its letters
     try:
-        check(options)
-        options.out.mkdir(parents=True, exist_ok=True)
-        result = compare(options)
+        if options.from_file is not None:
+            folder, result = options.from_file.parent, earlier(options.from_file)
+        else:
+            options.api_key = options.api_key if options.api_key is not None else os.environ.get(API_KEY) or None
+            check(options)
+            check_out(options.out)
+            folder, result = options.out, compare(options)
+        write_reports(result, folder)
     except (ValueError, GeneratorFailed) as error:
-        print(f"compare: {error}", file=sys.stderr)
+        print(f"compare: {shown(str(error))}", file=sys.stderr)
         return USAGE
-    write_reports(result, options.out)
+    except OSError as error:  # a full disk: what was written until then is there
+        print(f"compare: {shown(str(error))}", file=sys.stderr)
+        return INCOMPLETE
     return exit_code(result)
 
 

@@ -7,12 +7,13 @@ printed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.serving.endpoint import Endpoint, ServerError
+from deepseek_v4_sm120.disclosure import printable, redacted
+from deepseek_v4_sm120.json_file import JsonFileError, load
 
 # of /server_info: what differs between two equal servers, or from one moment to the next
 NOT_FLAGS = {
@@ -79,13 +80,23 @@ class Identity:
         return ", ".join(f"{name} {state}" for name, state in sorted(self.patch.items())) or "stock"
 
 
-def patch_states(folder: Path | None) -> dict[str, str] | None:
-    """{patch: state} from the reports of DSV4_SM120_REPORT; APPLIED if it is in any process. No report: stock."""
+def patch_states(folder: Path | None) -> tuple[dict[str, str] | None, list[str]]:
+    """({patch: state} from the reports of DSV4_SM120_REPORT, what could not be read). APPLIED if it is in any process.
+
+    No report in the folder: stock. No folder, or a report that cannot be read: None, not known.
+    """
     if folder is None:
-        return None
+        return None, ["patch status (no folder of DSV4_SM120_REPORT given)"]
+    if not folder.is_dir():
+        return None, [f"patch status (there is no folder {folder} here)"]
     found: dict[str, str] = {}
     for path in sorted(folder.glob("*.json")):
-        report = json.loads(path.read_text())
+        try:
+            report = load(path)
+        except JsonFileError as error:
+            return None, [f"patch status ({path} {error})"]
+        if not _is_report(report):
+            return None, [f"patch status ({path} is no report of a patched process)"]
         mode = report.get("settings", {}).get("force")
         for entry in report.get("patches", []):
             if entry["state"] == "NOT APPLICABLE":
@@ -93,7 +104,27 @@ def patch_states(folder: Path | None) -> dict[str, str] | None:
             state = entry["state"] + (f" (validation mode {mode})" if mode else "")
             if not found.get(entry["patch"], "").startswith("APPLIED"):
                 found[entry["patch"]] = state
-    return found
+    return found, []
+
+
+def _is_report(report) -> bool:
+    if not isinstance(report, dict) or not isinstance(report.get("settings", {}), dict):
+        return False
+    entries = report.get("patches", [])
+    return isinstance(entries, list) and all(
+        isinstance(entry, dict) and all(isinstance(entry.get(name), str) for name in ("patch", "state"))
+        for entry in entries
+    )
+
+
+def _whole(value) -> int | None:
+    """A number of tokens that a server told, None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 40 else None
+
+
+def _line(value) -> str | None:
+    """A name or version that a server told, as one line."""
+    return printable(" ".join(value.split()))[:200] if isinstance(value, str) else None
 
 
 def identify(
@@ -105,27 +136,30 @@ def identify(
     report: Path | None = None,
 ) -> Identity:
     """Ask the server what it is. What cannot be known is listed in `unknown`, and never counts as equal in silence."""
-    found = Identity(name, endpoint.url, command, environment=environment, patch=patch_states(report))
+    patch, not_known = patch_states(report)
+    found = Identity(name, endpoint.url, command, environment=environment, patch=patch)
     if not endpoint.is_local():
         found.host = endpoint.host
         found.unknown.append("devices, clocks, topology (the server is on another host; what is told is this one's)")
     served = endpoint.models()
     if model:
         endpoint.check_model(model)
-    found.model = model or (served[0] if served else None)
+    found.model = model or _line(served[0] if served else None)
     try:
         info = endpoint.server_info()
     except ServerError as error:
         found.unknown.append(f"flags and version (no /server_info: {error})")
         info = {}
-    found.version = info.get("version")
-    found.max_request_tokens = info.get("max_req_input_len") or info.get("context_length")
-    found.cache_tokens = info.get("max_total_num_tokens")
+    if not isinstance(info, dict):
+        found.unknown.append(f"flags and version (/server_info answers with a {type(info).__name__})")
+        info = {}
+    found.version = _line(info.get("version"))
+    found.max_request_tokens = _whole(info.get("max_req_input_len")) or _whole(info.get("context_length"))
+    found.cache_tokens = _whole(info.get("max_total_num_tokens"))
     found.flags = {key: value for key, value in info.items() if key not in NOT_FLAGS}
     if environment is None:
         found.unknown.append("environment (the server was not started by this program)")
-    if found.patch is None:
-        found.unknown.append("patch status (no folder of DSV4_SM120_REPORT given)")
+    found.unknown += not_known
     return found
 
 
@@ -138,6 +172,12 @@ def check_changes(changes: Iterable[str]) -> None:
 def differing(a: dict, b: dict) -> list[str]:
     absent = object()
     return sorted(key for key in a.keys() | b.keys() if a.get(key, absent) != b.get(key, absent))
+
+
+def values_of(name: str, a: dict, b: dict) -> str:
+    """Both sides' values of a flag or variable, as they may be shown: two keys that differ look the same."""
+    shown = [redacted({name: side.get(name)})[name] for side in (a, b)]
+    return "A {!r}, B {!r}".format(*shown)
 
 
 def reasons_to_refuse(a: Identity, b: Identity, changes: Iterable[str]) -> list[str]:
@@ -158,13 +198,13 @@ def reasons_to_refuse(a: Identity, b: Identity, changes: Iterable[str]) -> list[
     if a.model != b.model:
         note({"model"}, f"the model differs: A {a.model}, B {b.model} (--change model)")
     for key in differing(a.flags, b.flags):
-        values = f"A {a.flags.get(key)!r}, B {b.flags.get(key)!r}"
+        values = values_of(key, a.flags, b.flags)
         kinds = {f"flag:{key}"} | ({"model"} if key in ("model_path", "served_model_name", "tokenizer_path") else set())
         note(kinds, f"server argument {key} differs: {values} (--change flag:{key})")
     known = a.environment is not None and b.environment is not None
     for key in differing(a.environment, b.environment) if known else []:
         kinds = {f"env:{key}"} | ({"patch"} if key.startswith(PATCH_ENVIRONMENT) else set())
-        values = f"A {a.environment.get(key)!r}, B {b.environment.get(key)!r}"
+        values = values_of(key, a.environment, b.environment)
         note(kinds, f"environment variable {key} differs: {values} (--change env:{key})")
     if a.patch is not None and b.patch is not None and a.patch != b.patch:
         note({"patch"}, f"the patch differs: A {a.patch_status}, B {b.patch_status} (--change patch)")

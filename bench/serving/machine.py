@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -37,8 +38,10 @@ def output_of(command: list[str], timeout_s: float = 30.0) -> str | None:
 
 
 def rows_of(fields: str) -> list[dict[str, str]]:
+    """A row a GPU. A line that has other columns is a message, as "No devices were found"."""
     text = output_of(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
-    return [row_of(fields, line) for line in (text or "").splitlines()]
+    rows = [row_of(fields, line) for line in (text or "").splitlines()]
+    return [row for row in rows if len(row) == len(fields.split(","))]
 
 
 def row_of(fields: str, line: str) -> dict[str, str]:
@@ -65,7 +68,7 @@ def describe(folder: Path) -> dict:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "gpus": rows_of(GPU_FIELDS),
-        "topology": output_of(["nvidia-smi", "topo", "-m"]),
+        "topology": re.sub(r"\x1b\[[0-9;]*m", "", output_of(["nvidia-smi", "topo", "-m"]) or "") or None,
         "host": platform.node(),
         "processor": processor(),
         "cores": os.cpu_count(),

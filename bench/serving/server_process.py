@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
 from bench.serving.endpoint import Endpoint
+from deepseek_v4_sm120.disclosure import redacted
 
 # environment that changes how a server computes; what differs here between the sides is a difference of flags
 WATCHED_ENVIRONMENT = (
@@ -29,6 +33,7 @@ WATCHED_ENVIRONMENT = (
 # what a server makes up at every start
 NOT_WATCHED = ("SGLANG_RUN_ID",)
 STOP_S = 30.0
+LAST_WORDS_S = 5.0  # to read what the server wrote before it ended
 
 
 class ServerDied(Exception):
@@ -58,31 +63,52 @@ def watched_environment(pid: int) -> dict[str, str]:
 
 
 def command_of(pid: int) -> str:
+    """A running process's command as it may be shown."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-    return shlex.join(word.decode(errors="replace") for word in words)
+    return shlex.join(redacted([word.decode(errors="replace") for word in words]))
 
 
 class ServerProcess:
-    """`command` is a shell line. Its process group is ours, so that stop() ends the workers too."""
+    """`command` is a shell line. Its process group is ours, so that stop() ends the workers too. What it says goes to
+    the file `log`, but for keys: SGLang writes its arguments there.
+    """
 
     def __init__(self, name: str, command: str, url: str, log: Path, environment: dict[str, str] | None = None):
         self.name, self.command, self.url, self.log = name, command, url, log
         self.environment = environment or {}
         self.process: subprocess.Popen | None = None
+        self.writer: threading.Thread | None = None
         self.started_s = 0.0
 
     def start(self) -> None:
         if Endpoint(self.url).is_ready():
             raise ServerDied(f"{self.name}: something already answers at {self.url}; stop it or choose another port")
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                ["bash", "-c", self.command],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self.environment},
-                start_new_session=True,
-            )
+        log = open(self.log, "a", errors="backslashreplace")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            ["bash", "-c", self.command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="backslashreplace",
+            env={**os.environ, **self.environment},
+            start_new_session=True,
+        )
+        self.writer = threading.Thread(target=self._write, args=(self.process.stdout, log), daemon=True)
+        self.writer.start()
+
+    def _write(self, lines, log) -> None:
+        """Reads to the end, whatever becomes of the file: a server whose words nobody takes would stop."""
+        is_written = True
+        with lines, contextlib.suppress(OSError), log:  # closing tries once more to write what is left
+            for line in lines:
+                try:
+                    if is_written:
+                        log.write(redacted(line))
+                        log.flush()
+                except OSError as error:
+                    print(f"{self.name}: its log {self.log} ends early: {error.strerror}", file=sys.stderr)
+                    is_written = False
 
     def wait_ready(self, timeout_s: float) -> float:
         """Seconds until the server answered; raises ServerDied with the end of its log otherwise."""
@@ -102,6 +128,8 @@ class ServerProcess:
             raise ServerDied(f"{self.name}: the server ended (exit code {code}); its log ends: {self.tail()}")
 
     def tail(self) -> str:
+        if self.writer is not None and self.process.poll() is not None:
+            self.writer.join(LAST_WORDS_S)
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
         return " | ".join(lines[-3:]) or "(empty)"
 
@@ -121,6 +149,7 @@ class ServerProcess:
             if not self._group_lives():
                 break
         self.process.wait()
+        self.writer.join(LAST_WORDS_S)
 
     def _group_lives(self) -> bool:
         self.process.poll()

@@ -17,6 +17,7 @@ from bench.serving.endpoint import Endpoint, ServerError, ServerRefused
 from bench.serving.generator_process import Generator, GeneratorFailed, Row
 from bench.serving.prompts import PromptSource
 from bench.serving.server_process import ServerDied, ServerProcess, command_of, watched_environment
+from deepseek_v4_sm120.disclosure import shown
 
 FORMAT = "serving-comparison 1"
 OWN_VARIABLE = "DSV4_SM120_REPORT"  # set by this program on both sides
@@ -57,6 +58,7 @@ class Side:
     backend: str = "sglang"
     report: Path | None = None
     pid: int | None = None
+    api_key: str | None = None
     clocks: list[dict] = field(default_factory=list)
     identity: identity.Identity | None = None
     server: ServerProcess | None = None
@@ -65,7 +67,12 @@ class Side:
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(self.url)
+        return Endpoint(self.url, api_key=self.api_key)
+
+
+def tell(text: str) -> None:
+    """Progress on stdout, as it may be shown."""
+    print(shown(text), flush=True)
 
 
 def seed_of(*parts: object) -> int:
@@ -84,7 +91,7 @@ class Session:
         choose_cells: Callable[[int | None], list[Cell]],
         changes: list[str],
         save: Callable[[dict], None],
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = tell,
     ):
         self.sides, self.settings, self.generator, self.folder = sides, settings, generator, folder
         self.choose_cells, self.changes, self.save, self.say = choose_cells, changes, save, say
@@ -314,9 +321,12 @@ class Session:
 
     def _acceptance_of_server(self, run: dict, side: Side) -> None:
         """bench_serving before 0.5.17 keeps no acceptance by request: the server's own average since its start then."""
-        states = side.endpoint.server_info().get("internal_states") or [{}]
-        length = states[0].get("avg_spec_accept_length")
-        if length and "stream_tok_s" in run["values"]:
+        info = side.endpoint.server_info()
+        states = info.get("internal_states") if isinstance(info, dict) else None
+        first = states[0] if isinstance(states, list) and states else None
+        length = first.get("avg_spec_accept_length") if isinstance(first, dict) else None
+        is_number = isinstance(length, int | float) and not isinstance(length, bool) and 0 < length < 1e6
+        if is_number and "stream_tok_s" in run["values"]:
             run["values"] |= {"acceptance_length": length, "verifier_steps_s": run["values"]["stream_tok_s"] / length}
             run["note"] = "the acceptance is the server's average since its start"
 

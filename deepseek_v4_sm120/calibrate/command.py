@@ -24,11 +24,13 @@ from deepseek_v4_sm120 import OPS, console, extension
 from deepseek_v4_sm120.calibrate import worker
 from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
 from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.disclosure import redacted
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.sglang_patches import TABLE
 
 WORKER_SECONDS = 600  # of one provider of one operator
+DEVICE_SECONDS = 120
 LAST_WORDS_SECONDS = 5.0
 
 
@@ -69,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--concurrency must be 1 to 256, got {arguments.concurrency}")
     if arguments.limit_s is not None and not arguments.limit_s > 0:
         raise CommandError(f"--limit-s must be more than 0 seconds, got {arguments.limit_s}")
-    clock, out = Clock(arguments.limit_s), Path(arguments.out)
-    if not out.resolve().parent.is_dir():
-        raise CommandError(f"--out: there is no folder {out.resolve().parent}")
+    out = Path(arguments.out)
+    check_out(arguments.out)
     device = _device()
+    clock = Clock(arguments.limit_s)
     shapes = {
         "tp": arguments.gpus,
         "context": arguments.context,
@@ -82,11 +84,12 @@ def run(arguments: argparse.Namespace) -> int:
     results = measure(list(dict.fromkeys(arguments.operators)), shapes, clock)
     not_reached = [name for name, found in results.items() if not found[OURS].get("cases") and not found[OURS]["wrong"]]
     operators = {name: decide(name, found) for name, found in results.items() if name not in not_reached}
-    found = as_profile(operators, device, shapes) | {"not_reached": not_reached}
+    found = redacted(as_profile(operators, device, shapes) | {"not_reached": not_reached})
     try:
         out.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     except OSError as error:
-        raise CommandError(f"{out} cannot be written: {error.strerror}") from error
+        console.print_json(found)  # minutes of measuring are not lost
+        raise CommandError(f"--out: {out} cannot be written: {error.strerror}; what it would hold is above") from error
     if arguments.json:
         console.print_json(found)
     else:
@@ -94,12 +97,34 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(name.startswith(OURS) for one in operators.values() for name in one["wrong"]))
 
 
+def check_out(given: str) -> None:
+    """Try before the run what is written after it. CommandError says why the profile cannot be put there."""
+    try:
+        out = Path(given).resolve()  # what a link points to
+        exists = out.exists()
+        if not given or out.is_dir():
+            raise CommandError(f"--out must be a file to write, got the folder {given or '.'}")
+        if exists and not out.is_file():
+            raise CommandError(f"--out must be a file to write, {given} is a device or FIFO")
+        if not out.parent.is_dir():
+            raise CommandError(f"--out: there is no folder {out.parent}")
+        with open(out, "ab"):
+            pass
+        if not exists:
+            out.unlink()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that point to each other
+        raise CommandError(f"--out: {given:.200} cannot be written: {getattr(error, 'strerror', error)}") from error
+
+
 def _device() -> str:
     """The card's name; CommandError where torch sees none. Asked in another process: this one stays free of CUDA."""
     if importlib.util.find_spec("torch") is None:
         raise CommandError(f"torch is not installed for {sys.executable}; run this in SGLang's image")
     question = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    done = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True)
+    try:
+        done = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, timeout=DEVICE_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise CommandError(f"no GPU to calibrate on: the driver does not answer in {DEVICE_SECONDS} s") from error
     name = done.stdout.strip().splitlines()[-1:] or [""]
     if done.returncode or not name[0]:
         words = (done.stderr.strip().splitlines() or ["torch sees no CUDA device"])[-1]
@@ -344,7 +369,7 @@ def as_profile(operators: dict[str, dict], device: str, shapes: dict) -> dict:
 
 def show(found: dict, out: Path) -> None:
     identity, commit = found["identity"], found["build"]["git_commit"] or "commit unknown"
-    print(
+    console.say(
         f"\n{identity['device']}, driver {identity['driver'] or '?'}, SGLang {identity['sglang'] or 'not installed'}, "
         f"deepseek_v4_sm120 {identity['package']} ({commit}); TP{found['plan']['tp']}"
     )
@@ -358,20 +383,22 @@ def show(found: dict, out: Path) -> None:
             title = f"{name}: microseconds a call, cold caches ({worker.operator(name).ERROR})"
             console.print_table(title, ("case", *ran), rows)
         if note := getattr(worker.operator(name), "NOTE", None):
-            print(note)
+            console.say(note)
         for p, why in measured["wrong"].items():
-            print(f"WRONG  {p}: {why}")
+            console.say(f"WRONG  {p}: {why}")
         for p in [p for p in providers if "problem" in providers[p]]:
-            print(f"not run  {p}: {providers[p]['problem']}")
+            console.say(f"not run  {p}: {providers[p]['problem']}")
         for p in [p for p in providers if providers[p].get("not_reached")]:
             missing = "; ".join(providers[p]["not_reached"]) if p in ran else "none of its shapes was"
-            print(f"not reached  {p}: {missing}")
+            console.say(f"not reached  {p}: {missing}")
         for p, why in measured["left_out"].items():
-            print(f"left out  {p}: {why}")
-        print(f"{name}: {_verdict(name, measured, decided)}")
+            console.say(f"left out  {p}: {why}")
+        console.say(f"{name}: {_verdict(name, measured, decided)}")
     for name in found["not_reached"]:
-        print(f"{name}: not reached, so the shipped default holds")
-    print(f"\nWritten to {out}. The server reads it with DSV4_SM120_PROFILE={out.resolve()}")
+        console.say(f"{name}: not reached, so the shipped default holds")
+    if identity["sglang"] is None:
+        console.say("\nSGLang is not installed here: a server, which has one, will not use this profile")
+    console.say(f"\nWritten to {out}. The server reads it with DSV4_SM120_PROFILE={out.resolve()}")
 
 
 def _verdict(name: str, measured: dict, decided: profile.Profile) -> str:

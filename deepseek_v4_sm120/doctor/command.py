@@ -13,17 +13,21 @@ from deepseek_v4_sm120.doctor import facts, gpu_checks, host_checks, probe, serv
 from deepseek_v4_sm120.doctor.finding import FAIL, Finding
 
 PROBE_SECONDS = 60.0
+API_KEY = "SGLANG_API_KEY"  # a variable of ours for a key of theirs: SGLang itself takes --api-key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="also ask the running server, e.g. http://127.0.0.1:30000")
+    parser.add_argument("--api-key", help=f"of that server; others can read it here: better the variable {API_KEY}")
     parser.add_argument("--quick", action="store_true", help="no copies on the GPUs")
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status 1 when a check FAILs; warnings and checks that could not run do not count."""
-    answers = server.ask(arguments.url) if arguments.url else None  # first: a dead server is told at once
+    answers = None
+    if arguments.url is not None:  # first: a dead server is told at once
+        answers = server.ask(arguments.url, arguments.api_key or os.environ.get(API_KEY))
     found = facts.gather(Path("/"), os.environ)
     if arguments.quick:
         found.probe_problem = "not tried: --quick"
@@ -58,9 +62,9 @@ def show(findings: list[Finding]) -> None:
     else:
         width = max(len(f.check) for f in findings)
         for f in findings:
-            print(f"{f.state:7}  {f.check:{width}}  {f.found}")
+            console.say(f"{f.state:7}  {f.check:{width}}  {f.found}")
             for name, text in (("costs", f.cost), ("fix", f.fix)):
                 if text:
-                    print(f"{'':7}  {'':{width}}    {name}: {text}")
+                    console.say(f"{'':7}  {'':{width}}    {name}: {text}")
     counts = Counter(f.state for f in findings)
-    print("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()))
+    console.say("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()))

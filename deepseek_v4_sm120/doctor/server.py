@@ -1,104 +1,149 @@
-"""A running server's own answers: /server_info (or /get_server_info) and /metrics; each setting with cost and fix."""
+"""A running server's own answers: /server_info (or /get_server_info) and /metrics; each setting with cost and fix.
+
+An answer may have any shape: what is not there, or is not what SGLang answers, is NOT RUN and never passes.
+"""
 
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.console import CommandError, one_line
 from deepseek_v4_sm120.doctor.finding import OK, Finding, fail, not_run, ok, warn
+from deepseek_v4_sm120.doctor.http_get import check_url, get
 from deepseek_v4_sm120.plan import memory, models
 
-TIMEOUT_S = 10
 PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that has no SM120 code
 HIGH_FRACTION = 0.95
 FULL_POOL = 0.95
 DEEP_DRAFTS = 5
 OTHER_EXPERTS = ("humming", "deep_gemm")  # backends for FP4 experts that we do not replace
+GREATEST = 1e12  # of any number that a setting or a metric can be
+# what the checks look at: the kind of value, and whether they cannot do without
+WHOLE, SHARE, SWITCH, WORDS = "a whole number", "a number", "true or false", "words"
+FIELDS = {
+    "version": (WORDS, True),
+    "model_path": (WORDS, True),
+    "tp_size": (WHOLE, True),
+    "chunked_prefill_size": (WHOLE, True),
+    "context_length": (WHOLE, True),
+    "max_running_requests": (WHOLE, True),
+    "mem_fraction_static": (SHARE, True),
+    "moe_runner_backend": (WORDS, True),
+    "disable_cuda_graph": (SWITCH, False),  # newer releases have cuda_graph_config
+    "disable_custom_all_reduce": (SWITCH, True),
+    "enable_mixed_chunk": (SWITCH, False),
+    "prefill_decode_interval": (WHOLE, False),
+    "attention_backend": (WORDS, False),
+    "speculative_algorithm": (WORDS, False),
+    "speculative_num_draft_tokens": (WHOLE, False),
+    "tool_call_parser": (WORDS, False),
+    "reasoning_parser": (WORDS, False),
+}
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What the server said. `metrics` is None where it was started without --enable-metrics."""
+    """What the server said. `metrics` is None where there are none, `metrics_problem` says why."""
 
     info: dict
     metrics: dict[str, float] | None
     applied: frozenset[str] | None = None  # patches of running servers by their reports; None: no reports
+    metrics_problem: str = "the server has none"
 
     def get(self, name: str):
-        return self.info.get(name)
+        """A field of FIELDS as the kind of value that it is; None where it is absent or of another kind."""
+        return _as_kind(FIELDS[name][0], self.info.get(name))
 
     @property
     def version(self) -> tuple[int, ...]:
-        numbers = str(self.info.get("version", "")).split(".")[:3]
-        return tuple(int(n) for n in numbers if n.isdigit())
+        numbers = (self.get("version") or "").split(".")[:3]
+        return tuple(int(n) for n in numbers if re.fullmatch("[0-9]{1,4}", n))
+
+    def unread(self) -> list[str]:
+        """In words: fields that the checks need and that are not told, and those that are told as something else."""
+        found = []
+        for name, (kind, is_needed) in FIELDS.items():
+            value = self.info.get(name)
+            if value is None and is_needed:
+                found.append(f"{name} is not told")
+            elif value is not None and self.get(name) is None:
+                told = one_line(value, 40) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+                found.append(f"{name} is {told!r}, not {kind}")
+        return found
 
 
-def ask(url: str) -> Answers:
+def _as_kind(kind: str, value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind in (WHOLE, SHARE):
+        if not is_number or not abs(value) <= GREATEST:  # not a number either
+            return None
+        return value if kind == SHARE else int(value) if value == int(value) else None
+    if kind == SWITCH:
+        return value if isinstance(value, bool) else None
+    return one_line(value) if isinstance(value, str) else None
+
+
+def ask(url: str, api_key: str | None = None) -> Answers:
     """CommandError in one sentence when nobody, or somebody else, answers."""
-    base = url.rstrip("/")
-    if not base.startswith(("http://", "https://")):
-        raise CommandError(f"--url must start with http:// or https://, got {url!r}")
-    text = _get(f"{base}/server_info") or _get(f"{base}/get_server_info")
+    base = check_url(url)
+    text = get(f"{base}/server_info", api_key)
+    if text is None:
+        text = get(f"{base}/get_server_info", api_key)
     if text is None:
         raise CommandError(f"{base} answers, but has neither /server_info nor /get_server_info: not an SGLang server")
     try:
         info = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or deeper than anybody's answer
         info = None
     if not isinstance(info, dict) or "version" not in info:
-        raise CommandError(f"{base}/server_info is not what SGLang answers: {text[:80]!r}")
-    metrics = _get(f"{base}/metrics")
+        raise CommandError(f"{base}/server_info is not what SGLang answers: {one_line(text[:400], 80)!r}")
+    try:
+        metrics = get(f"{base}/metrics", api_key)
+    except CommandError as error:
+        return Answers(info, None, metrics_problem=str(error))
     return Answers(info, None if metrics is None else read_metrics(metrics))
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Prometheus text: metric -> greatest value over its labels."""
+    """Prometheus text: metric -> greatest value over its labels; what is no finite number is left out."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
         name = name.partition("{")[0].strip()
         if name.startswith("sglang:"):
             try:
-                found[name.removeprefix("sglang:")] = max(float(value), found.get(name, float("-inf")))
+                number = float(value)
             except ValueError:
                 continue
+            if abs(number) <= GREATEST:
+                name = name.removeprefix("sglang:")
+                found[name] = max(number, found.get(name, number))
     return found
-
-
-def _get(url: str) -> str | None:
-    """Body; None for 404. CommandError when there is nobody or no sense."""
-    try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-            return answer.read().decode(errors="replace")
-    except urllib.error.HTTPError as error:
-        if error.code in (404, 405):
-            return None
-        raise CommandError(f"{url} answers {error.code} {error.reason}") from error
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise CommandError(f"no server at {url}: {reason}") from error
 
 
 def checks(answers: Answers) -> Iterator[Finding]:
     """Every setting that is known to be slow or dangerous on SM120, then what the metrics say."""
     name = f"SGLang {answers.get('version')}, {answers.get('model_path')}, TP{answers.get('tp_size')}"
-    if "deepseek" not in str(answers.get("model_path")).lower() and answers.get("attention_backend") != "dsv4":
+    if answers.get("model_path") is None:
+        yield not_run("server", f"{name}: it does not tell its model, so nothing is known of it")
+    elif "deepseek" not in str(answers.get("model_path")).lower() and answers.get("attention_backend") != "dsv4":
         yield warn("server", name, "these checks are for DeepSeek-V4; nothing is known of this model", "")
     else:
         yield ok("server", name)
     found = [finding for rule in RULES for finding in rule(answers)]
     yield from found
-    if not [finding for finding in found if finding.state != OK]:
+    if unread := answers.unread():
+        yield not_run("settings", "; ".join(unread), "ask an SGLang server that doctor knows (0.5.12 to 0.5.23)")
+    elif not [finding for finding in found if finding.state != OK]:
         yield ok("settings", "none that is known to be slow on SM120")
     yield from _metrics(answers)
 
 
 def _graphs(a: Answers) -> Iterator[Finding]:
-    config = a.get("cuda_graph_config") or {}
+    config = a.info.get("cuda_graph_config")
     decode = config.get("decode") if isinstance(config, dict) else None
     is_off = a.get("disable_cuda_graph") or (isinstance(decode, dict) and decode.get("backend") == "disabled")
     if is_off:
@@ -138,8 +183,8 @@ def _all_reduce(a: Answers) -> Iterator[Finding]:
 
 def _prefill(a: Answers) -> Iterator[Finding]:
     chunk = a.get("chunked_prefill_size")
-    if not isinstance(chunk, int):
-        return
+    if chunk is None:
+        return  # said by `unread`
     if chunk <= 0:
         cost = "a long prompt is one forward: out of memory, and nobody else gets a token meanwhile"
         yield fail("prefill chunk", "no chunking", cost, "--chunked-prefill-size 8192")
@@ -147,7 +192,7 @@ def _prefill(a: Answers) -> Iterator[Finding]:
         cost = f"0.5.14 crashes above {PREFILL_ROW_LIMIT} rows in one extend"
         yield fail("prefill chunk", str(chunk), cost, "--chunked-prefill-size 8192")
     context = a.get("context_length")
-    if isinstance(context, int) and chunk > 0:
+    if context is not None and chunk > 0:
         scratch = memory.index_logits_bytes(chunk, context)
         if scratch > 2 << 30 and "index_select" not in (a.applied or ()):
             size = f"up to {scratch / 2**30:.1f} GiB for one chunk at {context} tokens"
@@ -173,13 +218,13 @@ def _fairness(a: Answers) -> Iterator[Finding]:
 
 def _memory(a: Answers) -> Iterator[Finding]:
     fraction, running = a.get("mem_fraction_static"), a.get("max_running_requests")
-    if isinstance(fraction, int | float) and fraction >= HIGH_FRACTION:
+    if fraction is not None and fraction >= HIGH_FRACTION:
         cost = "0.95 to 0.975 killed a rank at 240K to 550K tokens, hours after the start"
         yield warn("memory fraction", f"{fraction}", cost, "--mem-fraction-static 0.93; `plan` computes what is safe")
     slots_cost = memory.has_request_states(a.version)
     if (
         slots_cost
-        and isinstance(running, int)
+        and running is not None
         and running > 64
         and "deepseek-v4-pro" not in str(a.get("model_path")).lower()
     ):
@@ -191,7 +236,7 @@ def _memory(a: Answers) -> Iterator[Finding]:
 
 def _speculation(a: Answers) -> Iterator[Finding]:
     drafts = a.get("speculative_num_draft_tokens")
-    if isinstance(drafts, int) and drafts > DEEP_DRAFTS:
+    if drafts is not None and drafts > DEEP_DRAFTS:
         cost = "each draft row reads 1.6 GB more per step and card on 2 cards; k=3 beat k=7 by 10% under load"
         yield warn("speculation", f"{drafts} draft tokens", cost, "--speculative-num-draft-tokens 4 or fewer")
 
@@ -210,21 +255,24 @@ RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
 
 def _metrics(a: Answers) -> Iterator[Finding]:
     if a.metrics is None:
-        yield not_run("metrics", "the server has none", "--enable-metrics")
+        yield not_run("metrics", a.metrics_problem, "--enable-metrics")
         return
     m = a.metrics
+    if "token_usage" not in m:
+        yield not_run("load", "its metrics do not tell how full the KV cache is: not those of an SGLang server")
+        return
     complaints = []
-    if m.get("token_usage", 0) > FULL_POOL:
+    if m["token_usage"] > FULL_POOL:
         complaints.append(f"KV cache {m['token_usage']:.0%} full")
     if m.get("num_retracted_requests_total", 0) > 0:
         complaints.append(f"{m['num_retracted_requests_total']:.0f} requests retracted and computed again")
-    if m.get("num_queue_reqs", 0) > 0 and m.get("token_usage", 1) < 0.5:
+    if m.get("num_queue_reqs", 0) > 0 and m["token_usage"] < 0.5:
         complaints.append(f"{m['num_queue_reqs']:.0f} requests wait while the cache is half empty")
     if complaints:
         fix = "fewer --max-running-requests or a shorter context; `plan` says what fits"
         yield warn("load", ", ".join(complaints), "requests wait, or are computed twice", fix)
     else:
-        yield ok("load", f"KV cache {m.get('token_usage', 0):.0%} full, {m.get('num_queue_reqs', 0):.0f} waiting")
+        yield ok("load", f"KV cache {m['token_usage']:.0%} full, {m.get('num_queue_reqs', 0):.0f} waiting")
     accepted = m.get("spec_accept_length")
     if accepted and accepted < 1.3:
         cost = "drafts cost more than they bring"

@@ -162,8 +162,8 @@ def _profile(facts: Facts) -> Iterator[Finding]:
     told = profile.verdicts(found)
     wrong = {
         f"{operator}/{provider}": why
-        for operator, measured in profile.read(found["path"])["operators"].items()
-        for provider, why in measured.get("wrong", {}).items()
+        for operator, reasons in found["wrong"].items()
+        for provider, why in reasons.items()
     }
     crashed = [name for name, why in wrong.items() if why.startswith("crashed") and f"/{profile.OURS}" not in name]
     wrong = {name: why for name, why in wrong.items() if name not in crashed}

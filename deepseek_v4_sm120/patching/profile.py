@@ -2,20 +2,23 @@
 that is off by default is applied where it was faster than a stock that ran, too.
 
 Standard library only, and no CUDA: which GPU and driver this is, the driver says in /proc. A profile of another machine
-or of another release counts for nothing and is told; without one the shipped defaults hold.
+or of another release counts for nothing and is told; without one the shipped defaults hold. One that does not say of
+which machine and release it is, or names what nobody knows, is a problem: the server does not start with it.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import deepseek_v4_sm120
+from deepseek_v4_sm120 import json_file
 
 FORMAT = 1
 OURS, STOCK = "ours", "stock"
 PROC = Path("/proc/driver/nvidia")
+MOST_BYTES = 16 << 20  # one with everything in it has 50 KB
 
 
 class ProfileError(Exception):
@@ -24,7 +27,9 @@ class ProfileError(Exception):
 
 @dataclass(frozen=True)
 class Identity:
-    """What a profile is valid for. None: unknown here, not compared."""
+    """What a profile is valid for. None: unknown here, not compared. A profile may lack SGLang, where none was, and the
+    driver, where it has no /proc: such a one holds only where they are unknown, too.
+    """
 
     device: str | None
     driver: str | None
@@ -32,12 +37,12 @@ class Identity:
     package: str | None
 
     def differences(self, here: Identity) -> list[str]:
-        """In words, for each fact that both sides know and that differs."""
+        """In words, for each fact that is known here and that the profile has otherwise, or not."""
         names = {"device": "GPU", "driver": "driver", "sglang": "SGLang", "package": "deepseek_v4_sm120"}
         return [
-            f"{words} {getattr(self, name)}, not {getattr(here, name)}"
+            f"{words} {getattr(self, name) or 'not known'}, not {getattr(here, name)}"
             for name, words in names.items()
-            if None not in (getattr(self, name), getattr(here, name)) and getattr(self, name) != getattr(here, name)
+            if getattr(here, name) not in (None, getattr(self, name))
         ]
 
 
@@ -82,8 +87,9 @@ class Profile:
             return None
         winners = {name: found["winner"] for name, found in self.operators.items()}
         left_out = {name: found["left_out"] for name, found in self.operators.items() if found.get("left_out")}
+        wrong = {name: found["wrong"] for name, found in self.operators.items() if found.get("wrong")}
         told = {"problem": self.problem, "warnings": self.warnings}
-        return {"path": self.path, "winners": winners, "left_out": left_out, **told}
+        return {"path": self.path, "winners": winners, "left_out": left_out, "wrong": wrong, **told}
 
 
 def verdicts(described: dict) -> str:
@@ -115,33 +121,58 @@ def _driver(proc: Path) -> str | None:
 
 
 def read(path: str | Path) -> dict:
-    """The profile in a file; ProfileError says what is wrong with it."""
+    """The profile in a file: whole, and of this format. ProfileError says what is wrong with it."""
+    again = "write it again with `calibrate`"
     try:
-        found = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ProfileError(f"profile {path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ProfileError(f"profile {path} is not JSON ({error}); write it again with `calibrate`") from error
+        found = json_file.load(path, MOST_BYTES)
+    except json_file.JsonFileError as error:
+        raise ProfileError(f"profile {path} {error}; {again}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ProfileError(f"profile {path} is not one of ours, or of another release; write it again with `calibrate`")
-    operators, identity = found.get("operators"), found.get("identity")
-    is_complete = isinstance(identity, dict) and isinstance(operators, dict)
-    if not is_complete or not all(map(_is_verdict, operators.values())):
-        raise ProfileError(f"profile {path} is damaged: an operator without a winner; write it again with `calibrate`")
+        raise ProfileError(f"profile {path} is not one of ours, or of another release; {again}")
+    if problem := _identity_problem(found.get("identity")):
+        raise ProfileError(f"profile {path} is damaged: {problem}; {again}")
+    operators = found.get("operators")
+    if not isinstance(operators, dict):
+        raise ProfileError(f"profile {path} is damaged: no operators; {again}")
+    for name, verdict in operators.items():
+        if problem := _verdict_problem(verdict):
+            raise ProfileError(f"profile {path} is damaged: {name!r:.80} {problem}; {again}")
     return found
 
 
-def _is_verdict(found) -> bool:
-    return (
-        isinstance(found, dict)
-        and isinstance(found.get("winner"), str)
-        and isinstance(found.get("stock_over_ours"), int | float | None)
-        and all(isinstance(found.get(name, {}), dict) for name in ("wrong", "left_out"))
-    )
+def _identity_problem(identity) -> str | None:
+    """Why it does not say of which machine and release the profile is, None if it does."""
+    names = [one.name for one in fields(Identity)]
+    if not isinstance(identity, dict):
+        return "no identity"
+    if missing := [name for name in names if name not in identity]:
+        return f"its identity lacks {', '.join(missing)}"
+    for name in names:
+        is_text = isinstance(identity[name], str) and identity[name].strip()
+        if not is_text and not (identity[name] is None and name in ("driver", "sglang")):
+            return f"the {name} of its identity is no text"
+    return None
+
+
+def _verdict_problem(found) -> str | None:
+    """What is wrong with an operator's entry, None if nothing is."""
+    if not isinstance(found, dict) or "winner" not in found:
+        return "has no winner"
+    if found["winner"] not in (OURS, STOCK):
+        return f"has the winner {found['winner']!r:.80}, not {OURS} or {STOCK}"
+    ratio = found.get("stock_over_ours")
+    is_number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+    if ratio is not None and not (is_number and 0 < ratio < math.inf):
+        return f"has stock_over_ours {ratio!r:.80}, not a number above 0"
+    for name in ("wrong", "left_out"):
+        told = found.get(name, {})
+        if not isinstance(told, dict) or not all(isinstance(why, str) for why in told.values()):
+            return f"has {name} that is not a mapping of names to reasons"
+    return None
 
 
 def identity_of(found: dict) -> Identity:
-    return Identity(**{name: found["identity"].get(name) for name in ("device", "driver", "sglang", "package")})
+    return Identity(**{one.name: found["identity"][one.name] for one in fields(Identity)})
 
 
 def of_parent(handed: dict) -> Profile:
@@ -149,16 +180,20 @@ def of_parent(handed: dict) -> Profile:
     return Profile(**handed)
 
 
-def consult(path: str | None, sglang: str | None) -> Profile:
-    """The profile that DSV4_SM120_PROFILE names, as far as it holds here."""
+def consult(path: str | None, sglang: str | None, machine: Identity | None = None) -> Profile:
+    """The profile that DSV4_SM120_PROFILE names, as far as it holds here, or on `machine`."""
     if path is None:
         return Profile()
     try:
         found = read(path)
     except ProfileError as error:
         return Profile(path, problem=str(error))
-    different = identity_of(found).differences(here(sglang))
+    different = identity_of(found).differences(machine or here(sglang))
     if different:
         text = f"profile {path} is of another machine or release ({'; '.join(different)}): the shipped defaults hold"
         return Profile(path, warnings=[text])
-    return Profile(path, found["operators"])
+    operators = found["operators"]
+    if strangers := [name for name in operators if name not in deepseek_v4_sm120.OPS]:  # of this very release
+        text = f"profile {path} is damaged: it names {strangers[0]!r:.80}, which is no operator; known: "
+        return Profile(path, problem=text + ", ".join(deepseek_v4_sm120.OPS))
+    return Profile(path, operators)

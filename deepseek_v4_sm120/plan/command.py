@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
+import re
 from dataclasses import asdict
 
-from deepseek_v4_sm120 import OPS, console
+from deepseek_v4_sm120 import OPS, __version__, console
 from deepseek_v4_sm120.console import CommandError
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
@@ -16,6 +16,7 @@ from deepseek_v4_sm120.settings import settings
 
 DEFAULT_SGLANG = "0.5.23"
 DEFAULT_MEMORY_GB = 96
+VERSION = re.compile(r"v?\d{1,4}\.\d{1,4}\.\d{1,4}(\.?(a|b|rc|post|dev)\d{1,12})*(\+[a-z0-9._-]{1,80})?", re.ASCII)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def request_of(arguments: argparse.Namespace) -> Request:
     """CommandError for anything that is not a version, a model, a number of cards."""
-    sglang = arguments.sglang or package_version("sglang", Sources()) or DEFAULT_SGLANG
-    numbers = sglang.lstrip("v").split("+")[0].split(".")[:3]
-    if len(numbers) < 3 or not all(part.isdigit() for part in numbers):
+    given = arguments.sglang
+    sglang = given if given is not None else package_version("sglang", Sources()) or DEFAULT_SGLANG
+    if not VERSION.fullmatch(sglang):
         raise CommandError(f"--sglang must be a version like {DEFAULT_SGLANG}, got {sglang!r}")
+    sglang = sglang.removeprefix("v")
+    if not arguments.model:
+        raise CommandError("--model must be flash, pro, or a folder with the model's config.json, got nothing")
     gpus, memory_mib = _machine(arguments)
     switched_off = tuple(op for op in OPS if settings().choices.get(op) == "off")
+    measured = _profile(arguments.profile, sglang)
     return Request(
         model=models.find(arguments.model, arguments.experts),
         gpus=gpus,
@@ -46,35 +51,36 @@ def request_of(arguments: argparse.Namespace) -> Request:
         context=arguments.context,
         concurrency=arguments.concurrency,
         mtp=arguments.spec == "mtp",
-        sglang=".".join(numbers),
-        replaced=tuple(op for op in _replaced(arguments.profile) if op not in switched_off),
-        profile=arguments.profile,
+        sglang=sglang,
+        replaced=tuple(op for op in OPS if op not in switched_off and measured.against(op) is None),
+        profile=None if measured.warnings else measured.path,
+        profile_unused=measured.warnings[0] if measured.warnings else None,
         switched_off=switched_off,
     )
 
 
-def _replaced(path: str | None) -> tuple[str, ...]:
-    """The operators that a server with this profile replaces; without one all."""
-    if path is None:
-        return OPS
-    try:
-        operators = profile.read(path)["operators"]
-    except profile.ProfileError as error:
-        raise CommandError(str(error)) from error
-    return tuple(op for op in OPS if operators.get(op, {}).get("winner", profile.OURS) == profile.OURS)
+def _profile(path: str | None, sglang: str) -> profile.Profile:
+    """What a server makes of the file, by its own code; CommandError where it would not start.
+
+    The machine may be another one than that which will serve, so of the profile's identity the releases count alone.
+    """
+    found = profile.consult(path, sglang, profile.Identity(None, None, sglang, __version__))
+    if found.problem is not None:
+        raise CommandError(found.problem)
+    return found
 
 
 def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
     gpus, memory_gb = arguments.gpus, arguments.memory
-    if memory_gb is not None and not math.isfinite(memory_gb):
-        raise CommandError(f"--memory must be a number of GB, got {memory_gb}")
+    if memory_gb is not None:
+        launch.check_memory(memory_gb)
     if gpus is not None and memory_gb is not None:
         return gpus, int(memory_gb * launch.REPORTED_PER_GB)
     from deepseek_v4_sm120.doctor import facts, nvidia_smi
 
     found = nvidia_smi.read(facts.run_command).gpus
     if memory_gb is not None or not found:
-        memory_mib = int((memory_gb or DEFAULT_MEMORY_GB) * launch.REPORTED_PER_GB)
+        memory_mib = int((DEFAULT_MEMORY_GB if memory_gb is None else memory_gb) * launch.REPORTED_PER_GB)
     else:
         memory_mib = min(gpu.memory_total for gpu in found)
     usable = max((tp for tp in launch.TPS if tp <= len(found)), default=2)
@@ -132,7 +138,8 @@ def show(plan: Plan) -> None:
     console.print_table(title, header, speed_rows(plan))
     for note in plan.notes:
         print(f"\nNote: {note}.")
-    print(f"\nWith SGLang installed:\n  {launch.launch_line(plan)}\n\nWith Docker:\n  {launch.docker_line(plan)}")
+    docker = launch.docker_line(plan) or f"no image of SGLang {r.sglang} is known; give --sglang a release"
+    print(f"\nWith SGLang installed:\n  {launch.launch_line(plan)}\n\nWith Docker:\n  {docker}")
 
 
 def verdict(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ CHUNK_WITH_OTHERS = 4096  # about half a second of prefill on 2 or 4 cards by pu
 DECODE_SHARE = 0.3  # of the time while a long prompt is read
 LEAST_FRACTION, STEP = 0.5, 0.01
 MOST_STREAMS = 4096
+LEAST_MEMORY_GB, MOST_MEMORY_GB = 8, 1024
 IMAGE = "lmsysorg/sglang:v{version}"
 MOUNT = "/opt/deepseek_v4_sm120"
 PROFILE_MOUNT = "/opt/dsv4-profile.json"
@@ -35,11 +37,17 @@ class Request:
     sglang: str
     replaced: tuple[str, ...] = OPS  # the operators that will be ours
     profile: str | None = None  # the file that says so
+    profile_unused: str | None = None  # why a server makes nothing of the file that was given
     switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
 
     @property
     def version(self) -> memory.Version:
-        return tuple(int(part) for part in self.sglang.split(".")[:3])
+        return tuple(map(int, re.match(r"(\d+)\.(\d+)\.(\d+)", self.sglang).groups()))
+
+    @property
+    def image(self) -> str | None:
+        """SGLang's image of exactly this version; None of a build that is no release."""
+        return None if re.search(r"dev|\+", self.sglang) else IMAGE.format(version=self.sglang)
 
     @property
     def wo_a_bf16(self) -> bool:
@@ -130,12 +138,17 @@ def check(request: Request) -> None:
         raise CommandError(f"--context must be 1024 to {m.max_context} tokens for this model, got {request.context}")
     if not 1 <= request.concurrency <= MOST_STREAMS:
         raise CommandError(f"--concurrency must be 1 to {MOST_STREAMS}, got {request.concurrency}")
-    if not 8 * 1024 <= request.memory_mib <= 1024 * 1024:
-        raise CommandError(f"--memory must be 8 to 1024 GB per card, got {request.memory_mib / 1024:.0f}")
+    check_memory(request.memory_mib / REPORTED_PER_GB)
     if request.version < (0, 5, 12):
         raise CommandError(f"SGLang {request.sglang} does not have this model; take 0.5.17 or newer")
     if request.version >= (0, 6):
         raise CommandError(f"SGLang {request.sglang} is newer than what this release knows (below 0.6)")
+
+
+def check_memory(memory_gb: float) -> None:
+    """memory_gb: of a card, as sold. CommandError for what no card has, and for what is no number."""
+    if not LEAST_MEMORY_GB - 0.01 <= memory_gb <= MOST_MEMORY_GB:
+        raise CommandError(f"--memory must be {LEAST_MEMORY_GB} to {MOST_MEMORY_GB} GB per card, got {memory_gb:g}")
 
 
 def make(request: Request) -> Plan:
@@ -251,6 +264,8 @@ def _interleaving(plan: Plan) -> None:
 
 def _notes(plan: Plan) -> None:
     r = plan.request
+    if r.profile_unused:
+        plan.notes.append(r.profile_unused)
     if r.version > NEWEST_READ:
         newest = ".".join(map(str, NEWEST_READ))
         plan.notes.append(f"nobody has read SGLang {r.sglang} for this; sizes are those of {newest}")
@@ -296,17 +311,18 @@ def launch_line(plan: Plan, host: str = "0.0.0.0", port: int = 30000) -> str:
     return f"{env} {shlex.join(words)}"
 
 
-def docker_line(plan: Plan, port: int = 30000) -> str:
-    """With the built folder mounted into SGLang's image; kernel caches are kept in volumes."""
+def docker_line(plan: Plan, port: int = 30000) -> str | None:
+    """With the built folder mounted into SGLang's image; kernel caches are kept in volumes. None: there is no image."""
+    if plan.request.image is None:
+        return None
     env = " ".join(f"-e {flag.name}={shlex.quote(flag.value)}" for flag in plan.environment)
-    image = IMAGE.format(version=plan.request.sglang)
     profile = plan.request.profile
     mount = "" if profile is None else f"-v {shlex.quote(str(Path(profile).resolve()))}:{PROFILE_MOUNT}:ro "
     words = ["python3", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", str(port), *server_arguments(plan)]
     return (
         f"docker run --rm --gpus all --ipc=host -p {port}:{port} --ulimit memlock=-1 "
         "-v ~/.cache/huggingface:/root/.cache/huggingface -v dsv4-cache:/root/.cache -v dsv4-triton:/root/.triton "
-        f'-v "$PWD/build:{MOUNT}:ro" {mount}{env} {image} {shlex.join(words)}'
+        f'-v "$PWD/build:{MOUNT}:ro" {mount}{env} {plan.request.image} {shlex.join(words)}'
     )
 
 

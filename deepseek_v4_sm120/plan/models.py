@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepseek_v4_sm120 import json_file
 from deepseek_v4_sm120.console import CommandError
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 FP4, FP8 = "fp4", "fp8"
+GREATEST = 1 << 30  # of any number in a config.json that counts or measures
 NAMES = {
     ("flash", FP4): "deepseek-ai/DeepSeek-V4-Flash",
     ("flash", FP8): "sgl-project/DeepSeek-V4-Flash-FP8",
@@ -96,26 +97,27 @@ def find(text: str, experts: str | None) -> Model:
 def from_config(path: Path, experts: str | None) -> Model:
     """The model that a config.json describes."""
     try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise CommandError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise CommandError(f"{path} is not JSON: {error}") from error
+        found = json_file.load(path)
+    except json_file.JsonFileError as error:
+        raise CommandError(f"--model: {path} {error}") from error
     architectures = found.get("architectures") if isinstance(found, dict) else None
     if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
         raise CommandError(f"{path} is not a DeepSeek-V4 model: architectures is {architectures}, not [{ARCHITECTURE}]")
     missing = [key for key in (*FIELDS.values(), "num_hidden_layers", "compress_ratios") if key not in found]
     if missing:
         raise CommandError(f"{path} lacks {', '.join(missing)}")
-    wrong = [key for key in FIELDS.values() if not isinstance(found[key], int) or found[key] < 1]
-    ratios = found["compress_ratios"]
-    layers = found["num_hidden_layers"]
-    if wrong or not isinstance(ratios, list) or not isinstance(layers, int) or len(ratios) < layers:
+    ratios, layers = found["compress_ratios"], found["num_hidden_layers"]
+    hash_layers, dtype = found.get("num_hash_layers", 3), experts or found.get("expert_dtype", FP4)
+    wrong = [key for key in (*FIELDS.values(), "num_hidden_layers") if not _is_whole(found[key], 1)]
+    wrong += [] if _is_whole(hash_layers, 0) else ["num_hash_layers"]
+    if wrong or not isinstance(ratios, list) or len(ratios) < layers:
         bad = wrong or ["compress_ratios (one entry a layer)"]
         raise CommandError(f"{path}: {', '.join(bad)} must be positive whole numbers")
     ratios = ratios[:layers]
-    if set(ratios) - {0, 4, 128}:
-        raise CommandError(f"{path}: compress_ratios {sorted(set(ratios))} are not those of DeepSeek-V4 (0, 4, 128)")
+    if strange := [ratio for ratio in ratios if ratio not in (0, 4, 128)]:
+        raise CommandError(f"{path}: compress_ratios with {strange[0]!r:.40} are not those of DeepSeek-V4 (0, 4, 128)")
+    if dtype not in (FP4, FP8):
+        raise CommandError(f"{path}: expert_dtype {dtype!r:.40} is not {FP4} or {FP8}; --experts says which it is")
     values = {name: found[key] for name, key in FIELDS.items()}
     return Model(
         name=path.parent.name or "model",
@@ -123,7 +125,12 @@ def from_config(path: Path, experts: str | None) -> Model:
         layers_plain=ratios.count(0),
         layers_c4=ratios.count(4),
         layers_c128=ratios.count(128),
-        hash_layers=found.get("num_hash_layers", 3),
-        expert_format=experts or found.get("expert_dtype", FP4),
+        hash_layers=hash_layers,
+        expert_format=dtype,
         path=str(path.parent),
     )
+
+
+def _is_whole(value, least: int) -> bool:
+    """A whole number that a model can have, and neither true nor false."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= GREATEST

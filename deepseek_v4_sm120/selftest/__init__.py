@@ -1,7 +1,7 @@
 """`python3 -m deepseek_v4_sm120 selftest`: every operator against its reference on this machine, GPU or not.
 
-Prints one line per check: PASS, FAIL, or NOT RUN and why. Exit status 1 when anything failed. `--quick` leaves out the
-larger shapes, `--json` prints the same for a program.
+Prints one line per check: PASS, FAIL, or NOT RUN and why. Exit status 1 when anything failed, 2 without torch: then
+nothing can be looked at. `--require-gpu` makes a failure of what did not run for want of a GPU.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from deepseek_v4_sm120 import OPS, __version__, extension
+from deepseek_v4_sm120 import OPS, __version__, console, extension
+from deepseek_v4_sm120.console import CommandError
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.selftest import build_and_layout, card
 from deepseek_v4_sm120.selftest.check import Check, Failure, NotRun
@@ -40,21 +40,20 @@ def checks(quick: bool) -> Iterator[Check]:
         yield from importlib.import_module(f"deepseek_v4_sm120.selftest.{operator}").checks(quick)
 
 
-def _missing() -> dict[str, tuple[str, str]]:
+def _missing(require_gpu: bool) -> dict[str, tuple[str, str]]:
     """What the checks need and this machine lacks: name -> (result, reason)."""
+    without_gpu = FAIL if require_gpu else NOT_RUN
     missing = {}
     if (problem := extension.explain()) is not None:
         missing["module"] = (FAIL, problem)
-    if importlib.util.find_spec("torch") is None:
-        return {**missing, "torch": (FAIL, f"torch is not installed for {sys.executable}")}
     import torch
 
     if importlib.util.find_spec("triton") is None:
         missing["triton"] = (FAIL, f"triton is not installed for {sys.executable}")
     if not torch.cuda.is_available():
-        missing["GPU"] = (NOT_RUN, f"no GPU: torch {torch.__version__} sees no CUDA device")
+        missing["GPU"] = (without_gpu, f"no GPU: torch {torch.__version__} sees no CUDA device")
     elif problem is None and (reason := _foreign_gpu()) is not None:
-        missing["GPU"] = (NOT_RUN, reason)
+        missing["GPU"] = (without_gpu, reason)
     elif torch.cuda.get_device_capability()[0] != 12:
         missing["block-scaled FP8"] = (NOT_RUN, f"{torch.cuda.get_device_name()} has no block-scaled mma.sync")
     return missing
@@ -98,11 +97,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m deepseek_v4_sm120 selftest", description=__doc__)
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.add_argument("--quick", action="store_true", help="without the larger shapes")
+    parser.add_argument("--require-gpu", action="store_true", help="without a GPU that is served, fail")
     arguments = parser.parse_args(argv)
-    missing = _missing()
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError(f"torch is not installed for {sys.executable}; run this in SGLang's image")
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        raise CommandError(f"torch does not load for {sys.executable}: {console.one_line(error)}") from error
+    missing = _missing(arguments.require_gpu)
     outcomes = [_run(check, missing) for check in checks(arguments.quick)]
     if arguments.json:
-        print(json.dumps({"version": __version__, "checks": [asdict(outcome) for outcome in outcomes]}, indent=1))
+        console.print_json({"version": __version__, "checks": [asdict(outcome) for outcome in outcomes]})
     else:
-        print(_table(outcomes))
+        console.say(_table(outcomes))
     return int(any(outcome.result == FAIL for outcome in outcomes))

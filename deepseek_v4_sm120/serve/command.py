@@ -1,4 +1,4 @@
-"""`serve`: the planned server as a child of this process. Its log goes through unchanged, stages are named."""
+"""`serve`: the planned server as a child of this process. Its log goes through but for keys, stages are named."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.console import CommandError, encodable
+from deepseek_v4_sm120.disclosure import HIDDEN, printable, redacted
+from deepseek_v4_sm120.doctor.http_get import get
 from deepseek_v4_sm120.plan import command as plan_command
 from deepseek_v4_sm120.plan import launch
 
@@ -54,19 +53,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     extra = arguments.extra[1:] if arguments.extra[:1] == ["--"] else arguments.extra
+    host, port = _address(arguments.host, str(arguments.port), "")
     plan = launch.make(plan_command.request_of(arguments))
     if not plan.fits:
         raise CommandError(plan_command.why_not(plan))
-    words, dropped = command_line(plan, arguments.host, arguments.port, extra)
-    added = environment(plan, os.environ, arguments.profile)
+    words, dropped = command_line(plan, host, port, extra)
+    own_host, own_port = _last(extra, "--host"), _last(extra, "--port")  # they win, so that is where it will answer
+    host = host if own_host is None else own_host
+    host, port = _address(host, str(port) if own_port is None else own_port, " behind --")
+    added = environment(plan, os.environ, plan.request.profile)
     for name in dropped:
         _say(f"[serve] yours instead of the plan's: {name}")
-    shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in added.items())
-    _say(f"[serve] {shown} {shlex.join(words)}")
+    if plan.request.profile_unused:
+        _say(f"[serve] {plan.request.profile_unused}")
+    shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in redacted(added).items())
+    line = shlex.join(redacted(words)).replace(f"'{HIDDEN}'", HIDDEN)
+    _say(printable(f"[serve] {shown} {line}"))
     if arguments.dry_run:
         return 0
-    _check_machine(arguments)
-    return supervise(words, {**os.environ, **added}, f"http://{_reachable(arguments.host)}:{arguments.port}")
+    _check_machine(arguments.gpus, host, port)
+    return supervise(words, {**os.environ, **added}, _url(host, port))
+
+
+def _address(host: str, port: str, where: str) -> tuple[str, int]:
+    """(host without brackets, port); CommandError for what no server can listen on."""
+    name = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not name or not all(c.isalnum() or c in ".-:_%" for c in name) or name.startswith("-"):
+        raise CommandError(f"--host{where} must be an address or a name of this machine, got {host!r}")
+    if not (port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65535):
+        raise CommandError(f"--port{where} must be 1 to 65535, got {port}")
+    return name, int(port)
+
+
+def _last(words: list[str], flag: str) -> str | None:
+    """The value that a command line gives a flag, None where it does not."""
+    found = None
+    for i, word in enumerate(words):
+        if word == flag:
+            found = words[i + 1] if i + 1 < len(words) else ""
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
 
 
 def command_line(plan: launch.Plan, host: str, port: int, extra: list[str]) -> tuple[list[str], list[str]]:
@@ -86,18 +113,12 @@ def environment(plan: launch.Plan, environ: Mapping[str, str], profile: str | No
     planned = {flag.name: flag.value for flag in plan.environment}
     planned["DSV4_SM120_REPORT"] = str(Path(tempfile.gettempdir(), f"dsv4-{os.getpid()}"))
     added |= {name: value for name, value in planned.items() if name not in environ and name != "PYTHONPATH"}
-    if profile is not None:
-        from deepseek_v4_sm120.patching import profile as profiles
-
-        try:
-            profiles.read(profile)
-        except profiles.ProfileError as error:
-            raise CommandError(str(error)) from error
+    if profile is not None:  # the plan has looked at it
         added["DSV4_SM120_PROFILE"] = str(Path(profile).resolve())
     return added
 
 
-def _check_machine(arguments: argparse.Namespace) -> None:
+def _check_machine(num_gpus: int | None, host: str, port: int) -> None:
     if importlib.util.find_spec("sglang") is None:
         raise CommandError(f"SGLang is not installed for {sys.executable}; `plan` prints a docker command")
     from deepseek_v4_sm120.doctor import facts, nvidia_smi
@@ -105,18 +126,22 @@ def _check_machine(arguments: argparse.Namespace) -> None:
     gpus = nvidia_smi.read(facts.run_command)
     if not gpus.gpus:
         raise CommandError(f"no GPU to serve on: {gpus.problem}")
-    if arguments.gpus is not None and len(gpus.gpus) < arguments.gpus:
-        raise CommandError(f"--gpus {arguments.gpus}, but this machine has {len(gpus.gpus)}")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((arguments.host, arguments.port))
-        except OSError as error:
-            raise CommandError(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror}") from error
+    if num_gpus is not None and len(gpus.gpus) < num_gpus:
+        raise CommandError(f"--gpus {num_gpus}, but this machine has {len(gpus.gpus)}")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"cannot listen on {_url(host, port)}: {reason}") from error
 
 
-def _reachable(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+def _url(host: str, port: int) -> str:
+    """Where the server can be reached from this machine."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
 # ---- the child
@@ -125,9 +150,10 @@ _writing = threading.Lock()
 
 
 def _say(text: str) -> None:
-    """A whole line at once: the server's log and our own words come from two threads."""
+    """A whole line at once: the server's log and our own words come from two threads. Colours of the log stay."""
+    line = encodable(redacted(text), sys.stdout)
     with _writing:
-        sys.stdout.write(f"{text}\n")
+        sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
 
@@ -135,7 +161,13 @@ def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
     """Run the server until it ends or Ctrl-C (or SIGTERM) comes; returns its exit status, 0 after a clean stop."""
     try:
         child = subprocess.Popen(
-            words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            words,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="backslashreplace",
+            start_new_session=True,
         )
     except OSError as error:
         raise CommandError(f"{words[0]} does not start: {error.strerror}") from error
@@ -185,25 +217,31 @@ class _Log(threading.Thread):
     def __init__(self, child: subprocess.Popen):
         super().__init__(daemon=True)
         self.child, self.stage, self.started = child, "starting", time.monotonic()
-        self.last: deque[str] = deque(maxlen=5)
+        self.is_heard = True
         self.start()
 
     def run(self) -> None:
-        for line in self.child.stdout:
-            _say(line.rstrip("\n"))
-            self.last.append(line.strip())
+        for line in self.child.stdout:  # to the end, heard or not: a server whose words nobody takes would stop
+            self.pass_on(line.rstrip("\n"))
             stage = next((name for words, name in STAGES if words.lower() in line.lower()), self.stage)
             if stage != self.stage:
                 self.stage = stage
-                _say(f"[serve] {time.monotonic() - self.started:5.0f} s  {stage}")
+                self.pass_on(f"[serve] {time.monotonic() - self.started:5.0f} s  {stage}")
+
+    def pass_on(self, text: str) -> None:
+        try:
+            if self.is_heard:
+                _say(text)
+        except BrokenPipeError:  # `| head`
+            self.is_heard = False
 
 
 def _wait_until_healthy(child: subprocess.Popen, log: _Log, url: str) -> bool:
     end = time.monotonic() + READY_TIMEOUT_S
     told = time.monotonic()
     while child.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            if urllib.request.urlopen(f"{url}/health", timeout=5).status == 200:
+        with contextlib.suppress(CommandError):  # nobody there yet, or still warming up
+            if get(f"{url}/health") is not None:
                 _say(f"[serve] {time.monotonic() - log.started:5.0f} s  answers at {url}")
                 return True
         if time.monotonic() - told > 30:

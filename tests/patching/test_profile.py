@@ -1,7 +1,8 @@
 """Profiles of `calibrate`: read, refused, and what they do to the patches."""
 
 import json
-from dataclasses import replace
+import os
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -14,10 +15,15 @@ GOOD = {
     "identity": {"device": "GPU A", "driver": "580.1", "sglang": "0.5.17", "package": deepseek_v4_sm120.__version__},
     "operators": {
         "sparse_decode": {"winner": "stock", "wrong": {}},
-        "fine": {"winner": "ours", "wrong": {}, "left_out": {"ours, quick": "takes 2.00 times as long"}},
-        "bad": {"winner": "stock", "wrong": {"ours": "relative error 0.2"}},
+        "mhc": {"winner": "ours", "wrong": {}, "left_out": {"ours, quick": "takes 2.00 times as long"}},
+        "wo_a": {"winner": "stock", "wrong": {"ours": "relative error 0.2"}},
     },
 }
+
+
+def of_here() -> dict:
+    """The identity that a profile of this machine and SGLang 0.5.17 has; made up where nothing is known."""
+    return GOOD["identity"] | {name: fact for name, fact in asdict(profile.here("0.5.17")).items() if fact}
 
 
 @pytest.fixture
@@ -39,12 +45,12 @@ def write(tmp_path, found):
 def test_a_profile_of_this_machine_rules_out_what_lost(tmp_path, proc):
     found = profile.consult(write(tmp_path, GOOD), "0.5.17")
     assert found.problem is None and not found.warnings
-    assert found.against("fine") is None and found.against("never measured") is None
+    assert found.against("mhc") is None and found.against("never measured") is None
     assert found.against("sparse_decode").endswith("stock is faster on this machine")
-    assert found.against("bad").endswith("ours: relative error 0.2")
-    assert found.describe()["winners"]["bad"] == "stock"
-    assert found.left_out("fine", "ours, quick") == "takes 2.00 times as long" and found.left_out("bad", "x") is None
-    assert profile.verdicts(found.describe()) == "sparse_decode: stock, fine: ours without quick, bad: stock"
+    assert found.against("wo_a").endswith("ours: relative error 0.2")
+    assert found.describe()["winners"]["wo_a"] == "stock"
+    assert found.left_out("mhc", "ours, quick") == "takes 2.00 times as long" and found.left_out("wo_a", "x") is None
+    assert profile.verdicts(found.describe()) == "sparse_decode: stock, mhc: ours without quick, wo_a: stock"
 
 
 @pytest.mark.parametrize("changed", [{"device": "GPU B"}, {"driver": "590.2"}, {"sglang": "0.5.20"}, {"package": "9"}])
@@ -65,11 +71,49 @@ def test_a_foreign_profile_counts_for_nothing_and_is_told(tmp_path, proc, change
         (GOOD | {"operators": {"x": {"winner": "ours", "wrong": []}}}, "is damaged"),
         (GOOD | {"operators": {"x": {"winner": "ours", "left_out": 3}}}, "is damaged"),
         (GOOD | {"operators": {"x": {"winner": "ours", "stock_over_ours": "fast"}}}, "is damaged"),
+        (GOOD | {"operators": {"x": {"winner": "ours", "stock_over_ours": True}}}, "is damaged"),
+        (GOOD | {"operators": {"x": {"winner": "ours", "stock_over_ours": -1.5}}}, "is damaged"),
+        (GOOD | {"operators": {"x": {"winner": "ours", "stock_over_ours": float("nan")}}}, "is not JSON"),
+        (GOOD | {"operators": {"x": {"winner": "ours", "wrong": {"ours": 3}}}}, "is damaged"),
+        (GOOD | {"operators": {"x": {"winner": "theirs"}}}, "has the winner 'theirs'"),
+        (GOOD | {"operators": []}, "no operators"),
+        (GOOD | {"identity": {}}, "lacks device, driver, sglang, package"),
+        (GOOD | {"identity": {k: v for k, v in GOOD["identity"].items() if k != "driver"}}, "lacks driver"),
+        (GOOD | {"identity": GOOD["identity"] | {"device": None}}, "the device of its identity is no text"),
+        (GOOD | {"identity": GOOD["identity"] | {"package": ""}}, "the package of its identity is no text"),
+        (GOOD | {"identity": GOOD["identity"] | {"driver": 580}}, "the driver of its identity is no text"),
+        ("[" * 100_000, "too many levels"),
+        (GOOD | {"plan": [[[[[[[[[[1]]]]]]]]]], "operators": json.loads("[" * 70 + "]" * 70)}, "too many levels"),
     ],
 )
 def test_a_corrupt_profile_is_one_sentence(tmp_path, content, words):
     found = profile.consult(write(tmp_path, content), None)
     assert words in found.problem and found.against("sparse_decode") is None
+
+
+def test_an_operator_that_nobody_knows_is_a_problem_of_this_release_only(tmp_path, proc):
+    strange = GOOD | {"operators": GOOD["operators"] | {"of_nobody": {"winner": "ours"}}}
+    found = profile.consult(write(tmp_path, strange), "0.5.17")
+    assert "names 'of_nobody', which is no operator" in found.problem and found.against("sparse_decode") is None
+    foreign = strange | {"identity": GOOD["identity"] | {"package": "9"}}  # of a release that may know it
+    found = profile.consult(write(tmp_path, foreign), "0.5.17")
+    assert found.problem is None and "another machine or release" in found.warnings[0]
+
+
+@pytest.mark.parametrize("name", ["sglang", "driver"])
+def test_what_calibrate_did_not_know_holds_nowhere_where_it_is_known(tmp_path, proc, name):
+    unknown = GOOD | {"identity": GOOD["identity"] | {name: None}}
+    found = profile.consult(write(tmp_path, unknown), "0.5.17")
+    assert "not known, not" in found.warnings[0] and found.against("sparse_decode") is None
+    (proc / "version").unlink()
+    found = profile.consult(write(tmp_path, unknown), None)
+    assert not found.warnings and found.against("sparse_decode")
+
+
+def test_what_is_no_file_is_a_problem_and_not_a_wait(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path, "/dev/null"):
+        assert "cannot be read" in profile.consult(str(path), None).problem
 
 
 def test_no_profile_and_a_missing_one(tmp_path):
@@ -89,7 +133,7 @@ def test_every_operator_can_be_left_out(python, tree, tmp_path):
         print({operator for operator, record in records} >= set(OPS))
     """
     lost = {op: {"winner": "stock"} for op in deepseek_v4_sm120.OPS}
-    path = write(tmp_path, GOOD | {"identity": {}, "operators": lost})
+    path = write(tmp_path, GOOD | {"identity": of_here(), "operators": lost})
     done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path})
     assert done.stdout == "True\n"
 
@@ -132,7 +176,7 @@ def test_who_decides_whether_an_operator_is_on(operator, measured, chosen, state
     from deepseek_v4_sm120.settings import Settings
 
     operators = {} if measured is None else {operator: measured}
-    path = write(tmp_path, GOOD | {"identity": {}, "operators": operators})
+    path = write(tmp_path, GOOD | {"identity": of_here(), "operators": operators})
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang/__init__.py").write_text("")
     (tmp_path / "sglang-0.5.17.dist-info").mkdir()
@@ -160,7 +204,7 @@ def test_the_engine_leaves_out_what_lost_and_stops_at_a_corrupt_file(python, tre
         from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
         DeepseekV4ForCausalLM()
     """
-    path = write(tmp_path, GOOD | {"identity": {}})
+    path = write(tmp_path, GOOD | {"identity": of_here()})
     done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path})
     assert done.stdout == "False stock is faster on this machine []\n"
     path = write(tmp_path, "{")

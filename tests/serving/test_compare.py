@@ -12,6 +12,7 @@ import pytest
 from bench.serving import cells, compare, measures, plots
 
 FAKE = Path(__file__).resolve().parent / "fake_server.py"
+DATA = Path(__file__).resolve().parents[2] / "bench/results"
 CELLS = "single,concurrency 2,depth,prefill,intrusion"
 
 
@@ -244,11 +245,36 @@ def test_another_engine_is_measured_and_what_it_does_not_tell_stays_unknown(run,
         (["--a-url", "http://h:1", "--b-url", "http://h:2", "--change", "patch", "--spec", "--x y"], "--spec needs"),
         (["--a-url", "http://h:1", "--b-url", "http://h:2", "--change", "patch", "--rounds", "0"], "--rounds"),
         (["--a-url", "https://h:1", "--b-url", "http://h:2", "--change", "patch"], "http://host:port"),
+        *(
+            (["--a-url", "http://h:1", "--b-url", "http://h:2", "--change", "patch", *words], message)
+            for words, message in (
+                (["--rounds", "99999999"], "--rounds must be"),
+                (["--cell-timeout", "0"], "--cell-timeout must be above 0"),
+                (["--cell-timeout", "-1"], "--cell-timeout must be above 0"),
+                (["--start-timeout", "nan"], "--start-timeout must be above 0"),
+                (["--limit-s", "inf"], "--limit-s must be above 0"),
+                (["--a-pid", "0"], "--a-pid: there is no process 0"),
+                (["--b-pid", "999999999"], "--b-pid: there is no process"),
+                (["--a-report", "/nowhere"], "--a-report: there is no folder /nowhere"),
+                (["--python", "/nowhere"], "--python: there is no program"),
+                (["--only", ""], "nothing is given for --only"),
+                (["--spec", ""], "nothing is given for --spec"),
+                (["--a-label", " "], "nothing is given for --a-label"),
+                (["--api-key", ""], "nothing is given for --api-key"),
+                (["--a-url", ""], "nothing is given for --a-url"),
+                (["--a-url", "http://h:99999"], "Port out of range|address"),
+                (["--change", ""], "--change must be"),
+                (["--out", "/dev/null/x"], "--out: /dev/null/x cannot be written to"),
+                (["--out", "/proc"], "--out: /proc cannot be written to"),
+            )
+        ),
+        (["--a-cmd", "", "--b-cmd", "x", "--change", "patch"], "nothing is given for --a-cmd"),
+        (["--a-cmd", "x --port 99999", "--b-cmd", "x", "--change", "patch"], "--a-cmd: --port must be 1 to 65535"),
     ],
 )
 def test_wrong_usage_is_said_before_anything_starts(run, capsys, arguments, message):
     assert run(*arguments)[0] == compare.USAGE
-    assert message in capsys.readouterr().err
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_wrong_model_name_names_those_that_are_served(run, serve):
@@ -283,6 +309,48 @@ def test_reports_are_made_again_from_the_result(run, serve, tmp_path, monkeypatc
     assert "matplotlib is not installed" in (tmp_path / "out/report.html").read_text()
     (tmp_path / "other.json").write_text("{}")
     assert compare.main(["--from", str(tmp_path / "other.json")]) == compare.USAGE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: found.pop("machine"),
+        lambda found: found["machine"].update(gpus=3),
+        lambda found: found.update(variants=[1]),
+        lambda found: found["variants"][0].pop("sides"),
+        lambda found: found["variants"][0]["sides"].update(A=[]),
+        lambda found: found["variants"][0]["cells"].append({"cell": {"kind": "x", "name": "y"}, "runs": {}}),
+        lambda found: found.update(format="serving-comparison 0"),
+    ],
+)
+def test_a_result_of_any_shape_is_one_sentence(tmp_path, capsys, change):
+    found = json.loads((DATA / "serving_h200.json").read_text())
+    change(found)
+    (tmp_path / "result.json").write_text(json.dumps(found))
+    assert compare.main(["--from", str(tmp_path / "result.json")]) == compare.USAGE
+    assert "result.json is " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize("path", ["", "/nowhere", "/dev/null", "/"])
+def test_a_result_that_is_no_file_is_one_sentence(path, capsys):
+    assert compare.main(["--from", path]) == compare.USAGE
+    assert "--from: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "port"),
+    [
+        ("x", 30000),
+        ("x --port 4000", 4000),
+        ("x --port=4000", 4000),
+        ("x --port '4000'", 4000),
+        ("x '--port' \"4000\" -y", 4000),
+        ("x --port 1 --port 2", 2),
+    ],
+)
+def test_the_port_of_a_command(command, port):
+    assert compare.port_of(command) == port
 
 
 def test_the_full_matrix_is_the_issues():

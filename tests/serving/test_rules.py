@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from bench.serving import cells, identity, machine, measures, report
+from bench.serving import cells, identity, machine, measures, report, server_process
 from bench.serving.cells import Cell
 from bench.serving.endpoint import Endpoint
 from bench.serving.identity import Identity
@@ -253,8 +256,57 @@ def test_patch_states_from_the_reports_of_several_processes(tmp_path):
     for number, state in enumerate(states):
         content = {"settings": {"force": None}, "patches": [{"patch": "sparse_decode", "state": state}]}
         (tmp_path / f"{number}.json").write_text(json.dumps(content))
-    assert identity.patch_states(tmp_path) == {"sparse_decode": "APPLIED"}
-    assert identity.patch_states(tmp_path / "none") == {} and identity.patch_states(None) is None
+    assert identity.patch_states(tmp_path) == ({"sparse_decode": "APPLIED"}, [])
+    (tmp_path / "none").mkdir()
+    assert identity.patch_states(tmp_path / "none") == ({}, [])  # stock
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is no report"),
+        ('{"patches": 3}', "is no report"),
+        ('{"patches": [{"patch": "x"}]}', "is no report"),
+        ('{"settings": []}', "is no report"),
+        (None, "is a directory"),
+    ],
+)
+def test_a_report_that_cannot_be_read_is_not_known_and_never_stock(tmp_path, content, words):
+    (tmp_path / "1.json").mkdir() if content is None else (tmp_path / "1.json").write_text(content)
+    states, (why,) = identity.patch_states(tmp_path)
+    assert states is None and words.lower() in why.lower()
+    for folder in (tmp_path / "nowhere", None):
+        states, (why,) = identity.patch_states(folder)
+        assert states is None and "no folder" in why
+
+
+def test_values_of_a_difference_are_told_but_not_those_of_keys():
+    assert identity.values_of("tp_size", {"tp_size": 2}, {}) == "A 2, B None"
+    assert identity.values_of("X_TOKEN", {"X_TOKEN": "CaNaRy"}, {"X_TOKEN": "b"}) == "A '***', B '***'"
+
+
+def test_a_full_disk_does_not_stop_a_server_that_talks(tmp_path, capsys):
+    command = f"head -c 300000 /dev/zero | tr '\\0' '\\n'; touch {tmp_path}/done; exit 3"
+    server = server_process.ServerProcess("x", command, "http://127.0.0.1:9", Path("/dev/full"))
+    server.start()
+    try:
+        assert server.process.wait(30) == 3
+    finally:
+        server.stop()
+    assert (tmp_path / "done").exists() and capsys.readouterr().err.count("ends early: No space left") == 1
+
+
+def test_the_command_of_a_process_is_shown_without_its_keys():
+    words = ["--api-key", "Ca Na Ry", "-H", "X-Api-Key: Ca Na Ry"]
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *words]) as process:
+        try:
+            limit, found = time.monotonic() + 20, ""
+            while "--api-key" not in found and time.monotonic() < limit:  # for a moment a process has no command
+                found = server_process.command_of(process.pid)
+        finally:
+            process.kill()
+    assert found.endswith("--api-key '***' -H 'X-Api-Key: ***'")
 
 
 def test_a_pipe_in_a_cell_does_not_break_the_table():
