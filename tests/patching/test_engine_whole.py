@@ -6,7 +6,7 @@ import json
 import pytest
 
 import deepseek_v4_sm120
-from deepseek_v4_sm120.patching import import_hook
+from deepseek_v4_sm120.patching import import_hook, profile
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, NOT_APPLICABLE, READY
 from deepseek_v4_sm120.patching.spec import Patch, PatchError
@@ -155,7 +155,8 @@ def test_a_child_that_cannot_have_what_its_parent_has_stops(host, said, gpu):
 def test_a_child_needs_the_profile_no_more(host, said, gpu, tmp_path, monkeypatch):
     host()
     monkeypatch.setattr(deepseek_v4_sm120, "OPS", ("job",))
-    identity = {"device": "any", "driver": None, "sglang": None, "package": deepseek_v4_sm120.__version__}
+    here = profile.here(make(start=False).version)
+    identity = {**vars(here), "device": here.device or "any GPU"}
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({"format": 1, "identity": identity, "operators": {"job": {"winner": "stock"}}}))
     settings = Settings(profile=str(path))
