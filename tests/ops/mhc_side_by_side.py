@@ -54,8 +54,8 @@ def two_graphs() -> str:
         torch.cuda._sleep(100_000)  # both are queued before either starts
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(streams[1]):
-            torch.cuda._sleep(1 + 500 * (turn % 20))
+        with torch.cuda.stream(streams[turn % 2]):  # either one is late: calls that shared words were a call apart
+            torch.cuda._sleep(1 + 500 * (turn // 2 % 40))
         for graph, stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()
