@@ -8,8 +8,8 @@ DSV4_SM120_SHADOW=ours      the same, but keep our result
 DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out with a warning, the server starts
 DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json
 DSV4_SM120_SET=<name>=<on, off or a number>[,...]   the table's settings: others than its defaults; <operator>=off
-DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out, and one
-                            that is off by default is on where it won; DSV4_SM120_SET=<operator>=on or off stands above
+DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out;
+                            DSV4_SM120_SET=<operator>=on or off stands above
 """
 
 import functools

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patching import wheels
+
 REPO = Path(__file__).resolve().parents[2]
 
 KEYS = """
@@ -207,32 +209,13 @@ def python():
     return Python()
 
 
-def cache_folder() -> Path:
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("DSV4_WHEEL_CACHE") or user_cache / "deepseek-v4-sm120" / "wheels")
-
-
-def fetch(version: str) -> Path:
-    folder = cache_folder()
-    if not list(folder.glob(f"sglang-{version}-*.whl")):
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--python-version", "3.12", "--dest", str(folder)]
-        for glibc in (34, 28, 17):
-            command += ["--platform", f"manylinux_2_{glibc}_x86_64"]
-        done = subprocess.run([*command, f"sglang=={version}"], capture_output=True, text=True)
-        assert done.returncode == 0, f"cannot fetch the wheel of SGLang {version}: {done.stderr}"
-    (wheel,) = folder.glob(f"sglang-{version}-*.whl")
-    return wheel
-
-
 @pytest.fixture(scope="session")
 def sglang_wheel():
     """sglang_wheel(version) -> the wheel's file"""
-    return fetch
+    return wheels.fetch
 
 
 @pytest.fixture(scope="session")
 def wheel_cache():
     """The folder that keeps what tests fetch from PyPI."""
-    return cache_folder()
+    return wheels.cache_folder()

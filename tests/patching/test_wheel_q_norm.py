@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import sys
 from types import MethodType, ModuleType, SimpleNamespace
@@ -24,7 +25,7 @@ from tests.adapters.test_sparse_decode_norm import Operator, norm_rope
 from tests.adapters.wo_a_layer import GROUPS, HEADS, OUTPUTS, Linear, rope
 from tests.patching import test_wheel_wo_a as wheels
 from tests.patching.test_wheel_wo_a import QUIET, Quiet
-from tests.patching.test_wheels import VERSIONS
+from tests.patching.wheels import every_release
 
 POSITIONS = 200
 PREPARATIONS = ("_forward_prepare", "_forward_prepare_multi_stream", "_compute_q_b")
@@ -39,17 +40,12 @@ class GivenImports(ast.NodeTransformer):
         return [ast.parse(f"{name} = {GIVEN}.get({asked!r}, QUIET)").body[0] for asked, name in names]
 
 
-@functools.cache
-def parsed(wheel, module):
-    return ast.parse(wheels.source(wheel, module))
-
-
 def take(wheel, module, names: dict, qualname):
     """The definition in `module`, with `names` as its globals, and quiet ones where they lack something."""
-    node = wheels.contract.find_definition(parsed(wheel, module), qualname)
+    node = wheels.definition(wheel, qualname, module)
     if node is None:
         return None
-    node = GivenImports().visit(node)
+    node = GivenImports().visit(copy.deepcopy(node))
     future = ast.parse("from __future__ import annotations").body
     code = compile(ast.fix_missing_locations(ast.Module([*future, node], [])), "wheel", "exec")
     for name in {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} | {"QUIET"}:
@@ -212,7 +208,7 @@ class Engine:
         return layer.forward(torch.zeros(rows, 8, dtype=torch.bfloat16), positions, batch)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 @pytest.mark.parametrize("streams", [False, True], ids=["one stream", "side streams"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_wheels_own_forward_hands_its_queries_to_the_attention(version, streams, ranks, sglang_wheel, monkeypatch):
