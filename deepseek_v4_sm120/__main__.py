@@ -77,6 +77,7 @@ def status() -> dict:
     engine.survey()
     found = report.as_dict(engine)
     found["unknown_choices"] = engine.steering.problem()
+    found["unparsable"] = engine.unparsable
     found["build"] = extension.describe()
     found["indexer_choices"] = {name: os.environ[name] for name in INDEXER_CHOICES if os.environ.get(name)}
     found["processes"] = processes(settings().report)
@@ -114,6 +115,7 @@ def status_text(found: dict) -> str:
         described = found["profile"]
         told = described["problem"] or (described["warnings"] or [profile.verdicts(described)])[0]
         lines += ["", f"profile           {told}"]
+    lines += ["", *found["unparsable"]] if found["unparsable"] else []
     if found["unknown_choices"]:
         lines += ["", found["unknown_choices"]]
     for process in found["processes"]:

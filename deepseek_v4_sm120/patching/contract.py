@@ -73,7 +73,7 @@ class Parameters:
             _how_it_is_called(node, self.is_generator)
             or _order_violation(tuple(p.name for p in expected), tuple(p.name for p in found))
             or next(filter(None, map(Parameter.violation, expected, found)), None)
-            or next((p.must_be_keyword_only() for p in rest if self.further == "keyword-only" and p.is_positional), None)
+            or (_no_positional(rest) if self.further == "keyword-only" else None)
         )
 
 
@@ -94,13 +94,6 @@ class Parameter:
         if self.default is None:
             return f"parameters: {self.name} may be left out (it is {found.default} then), and we do not know that"
         return f"parameters: the default of {self.name} is {found.default}, expected {self.default}"
-
-    @property
-    def is_positional(self) -> bool:
-        return self.kind != "keyword-only" and not self.name.startswith("**")
-
-    def must_be_keyword_only(self) -> str:
-        return f"parameters: {self.name} is {self.kind}, expected keyword-only"
 
 
 @dataclass(frozen=True)
@@ -293,6 +286,11 @@ def _own_nodes(function: Function):
 
 def _last_name(decorator: ast.expr) -> str | None:
     return _called_name(decorator.func if isinstance(decorator, ast.Call) else decorator)
+
+
+def _no_positional(rest: tuple[Parameter, ...]) -> str | None:
+    found = [p for p in rest if p.kind != "keyword-only" and not p.name.startswith("**")]
+    return f"parameters: {found[0].name} is {found[0].kind}, expected keyword-only" if found else None
 
 
 def _order_violation(expected: tuple[str, ...], found: tuple[str, ...]) -> str | None:

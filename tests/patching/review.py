@@ -1,4 +1,4 @@
-"""The review of a release: what changed in the definitions that the table replaces, and the record that a human read it.
+"""The review of a release: what changed in the definitions that the table replaces, and the record of who read it.
 
     python3 tests/patching/review.py RELEASE                      against the release before it in reviewed.json
     python3 tests/patching/review.py RELEASE --against RELEASE    against another one

@@ -11,6 +11,8 @@ from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.patching import import_hook, report
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters, check
 from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, NOT_APPLICABLE, OFF, READY, UNSUPPORTED, Engine
+from deepseek_v4_sm120.patching.ledger import Ledger
+from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Table, Target
 from deepseek_v4_sm120.settings import Settings
 
@@ -65,7 +67,7 @@ def said(monkeypatch):
 
 
 def digest(source=FUNCTION):
-    return check("m:f", Bound(), None, {"m": source}.get).digest
+    return check("m:f", Bound(), None, {"m": parse(source)}.get).digest
 
 
 def function_target(**changes):
@@ -74,7 +76,6 @@ def function_target(**changes):
         "sglang": ">=1.2,<1.5",
         "contract": ConsumedKeys(("a", "b")),
         "replacement": "eng_ours:replace",
-        "reviewed": {"1.2.0": digest()},
         "caller": "eng_host.caller",
     }
     return Target(**{**given, **changes})
@@ -82,7 +83,10 @@ def function_target(**changes):
 
 def make(*targets, settings=None, start=True, supported=">=1,<2", stand_ins=(), **patch):
     patches = (Patch(name="job", why="test", targets=targets or (function_target(),), retire="never", **patch),)
-    table = Table(supported=supported, preflight="eng_host.main", patches=patches, stand_ins=stand_ins)
+    ledger = Ledger({"1.2.0": {"eng_host.kernels:f": digest()}})
+    table = Table(
+        supported=supported, preflight="eng_host.main", patches=patches, stand_ins=stand_ins, reviewed=lambda: ledger
+    )
     engine = Engine(table, host="eng_host", settings=settings or Settings())
     if start:
         engine.start()
@@ -107,9 +111,7 @@ def test_applies_at_the_import_and_says_so_once(host, said):
 
 def test_methods(host):
     host()
-    target = function_target(
-        where="eng_host.model:Model.heads", contract=Parameters(("self", "n")), reviewed={}, caller=None
-    )
+    target = function_target(where="eng_host.model:Model.heads", contract=Parameters(("self", "n")), caller=None)
     engine = make(target)
     from eng_host.model import Model
 

@@ -41,7 +41,8 @@ from deepseek_v4_sm120.sglang_patches_mhc import FUSED, MTP_MODEL
 from tests.patching import review
 from tests.patching.wheels import RELEASES, WheelSources, content, every_release, since
 
-HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in the wheel of sglang-kernel; the one that 0.5.17 pins was read
+# In the wheel of sglang-kernel; that of 0.5.17's pin was read
+HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"
 
 MARLIN, CUTLASS = (where.partition(":")[0] for where in (MARLIN_EXPERTS, CUTLASS_EXPERTS))
 EVERYWHERE = {
@@ -263,12 +264,12 @@ def test_experts_what_the_adapter_takes_from_the_methods_is_there(inspect_wheel,
     """Names of weights and scales, the order of w13, who scales: as sglang_adapters/mxfp4_moe.py says."""
     made = inspect_wheel(version)
     classes = {r.target.where.rpartition(".")[0] for r in found_in(made, patch="mxfp4_moe")}
-    assert MARLIN_EXPERTS in classes and (CUTLASS_EXPERTS in classes) == (since(version, "0.5.16"))
+    assert MARLIN_EXPERTS in classes and (CUTLASS_EXPERTS in classes) == since(version, "0.5.16")
     marlin = method_body(made, MARLIN_EXPERTS, "create_weights")
     for name in ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv"):
         assert f"'{name}'" in marlin
     assert "dtype=torch.int8" in marlin
-    assert ("float8_e8m0fnu" in marlin) == (since(version, "0.5.17"))  # before: float32 powers of two
+    assert ("float8_e8m0fnu" in marlin) == since(version, "0.5.16")  # before: float32 powers of two
     for where in classes:
         process = method_body(made, where, "process_weights_after_loading")
         assert "self._fp8.process_weights_after_loading(layer)" in process
@@ -278,19 +279,19 @@ def test_experts_what_the_adapter_takes_from_the_methods_is_there(inspect_wheel,
             where == CUTLASS_EXPERTS
         )
         in_topk = contract.find_definition(tree, f"{where.partition(':')[2]}.fuse_routed_scaling_factor_in_topk")
-        assert (in_topk is not None) == (since(version, "0.5.20")), where
+        assert (in_topk is not None) == since(version, "0.5.19"), where
         assert "routed_scaling" not in method_body(made, where, "apply")
 
 
 @every_release()
 def test_experts_the_model_scales_where_the_router_does_not(inspect_wheel, version):
-    """Up to 0.5.19 the 1.5 comes behind the experts, for these very classes; from 0.5.20 on only if topk has not."""
+    """Up to 0.5.18 the 1.5 comes behind the experts, for these very classes; from 0.5.19 on only if topk has not."""
     made = inspect_wheel(version)
     module = f"{QUANTIZATION}.mxfp4_flashinfer_trtllm_moe"
     tree = made.sources.parse(module).tree
     body = ast.unparse(contract.find_definition(tree, "maybe_fuse_routed_scale_and_shared_add"))
     assert "Mxfp4MarlinMoEMethod" in body and "Mxfp4FlashinferCutlassMoEMethod" in body
-    assert ("should_fuse_routed_scaling_factor_in_topk" in body) == (since(version, "0.5.20"))
+    assert ("should_fuse_routed_scaling_factor_in_topk" in body) == since(version, "0.5.19")
     assert "maybe_fuse_routed_scale_and_shared_add(" in made.sources.read("sglang.srt.models.deepseek_v2")
 
 
@@ -433,7 +434,7 @@ def test_mhc_layers_have_what_the_adapter_reads(inspect_wheel, version):
     text = made.sources.read("sglang.srt.models.deepseek_v4")
     for name in ("rms_norm_eps", "hc_eps", "hc_sinkhorn_iters"):
         assert f"self.{name} = " in text
-    assert ("_MHC_POST_MULT_VALUE = 2.0" in text) == (since(version, "0.5.13") and not since(version, "0.5.22"))
+    assert ("_MHC_POST_MULT_VALUE = 2.0" in text) == (since(version, "0.5.13") and not since(version, "0.5.23"))
     mtp = made.sources.read(MTP_MODEL.partition(":")[0])
     assert "self.rms_norm_eps = " in mtp and "self.hc_eps = " in mtp
     for call in all_calls(made.sources.parse("sglang.srt.models.deepseek_v4").tree, "hc_pre"):
@@ -473,8 +474,12 @@ def test_calibrate_finds_the_stock_operators(inspect_wheel, version, monkeypatch
     assert sum(defines(home, bf16_linear.LINEAR) for home in bf16_linear.LINEAR_HOMES) == 1
     gate = sources.read("sglang.srt.models.deepseek_v2")
     assert defines(*bf16_linear.TINY_GEMM) == defines(*bf16_linear.TINY_GEMM_ROWS) == ("tiny_gemm_bf16(" in gate)
-    old = f"max_router_gemm_tokens = 4 if _device_sm in (100, 103) else {bf16_linear.ROUTER_GEMM_ROWS}"
-    assert defines(*bf16_linear.ROUTER_GEMM) == (old in gate)
+    router = [home for home in bf16_linear.ROUTER_GEMM_HOMES if defines(home, bf16_linear.ROUTER_GEMM)]
+    assert len(router) == (since(version, "0.5.15") and not since(version, "0.5.20"))
+    forward = ast.unparse(contract.find_definition(ast.parse(gate), "MoEGate.forward"))
+    few = bf16_linear.ROUTER_GEMM_ROWS
+    asked = (f"_device_sm in (100, 103) else {few}" in forward, f"hidden_states.shape[0] <= {few}" in forward)
+    assert not router or any(asked)
 
     wrapper = sources.read(f"{provider.DEEP_GEMM_WRAPPER}.entrypoint")
     assert (f"envs.{provider.DEEP_GEMM_PDL}.get() and hasattr(deep_gemm" in wrapper) == (numbers >= (0, 5, 13))
