@@ -48,15 +48,17 @@ class Fp8LinearMethod:
 INDEXER = """
 from sglang.srt.utils.common import is_sm120_supported
 
-def topk_transform_512(scores, *arguments):
+def topk_transform_512(scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices=None):
     return "original top-k", scores
-def topk_transform_512_v2(scores, *arguments):
+def topk_transform_512_v2(scores, seq_lens, page_tables, out_page_indices, page_size, metadata):
     return "original top-k 2", scores
 def topk_transform_512_pytorch_vectorized(scores, *arguments):
     return "torch top-k", scores
 def topk_transform_512_flashinfer_unfused(scores, *arguments):
     return "FlashInfer top-k", scores
-def fp8_paged_mqa_logits_torch(*arguments):
+def fp8_paged_mqa_logits_torch(
+    q_fp8, kvcache_fp8, weight, seq_lens, page_table, deep_gemm_metadata, max_seq_len, clean_logits=True
+):
     return "original torch logits"
 
 class C4Indexer:
@@ -68,7 +70,12 @@ class C4IndexerBackendMixin:
         from sglang.kernels.ops.attention.dsa.tilelang_kernel import tilelang_fp8_paged_mqa_logits as fn
         return topk(fn(x, x, x, x, x, None, 64, False), x, x, x, 64)
 """
-TILELANG = "def tilelang_fp8_paged_mqa_logits(*arguments):\n    return 'original logits'\n"
+TILELANG = """
+def tilelang_fp8_paged_mqa_logits(
+    q_fp8, kvcache_fp8, weight, seq_lens, page_table, deep_gemm_metadata, max_seq_len, clean_logits=True
+):
+    return 'original logits'
+"""
 
 MODEL = """
 from sglang.srt.utils.common import is_sm120_supported
@@ -80,7 +87,7 @@ def fused_rope_inplace(q, k, freqs_cis, positions, inverse=False):
     return "original rotation"
 
 def _dequant_fp8_wo_a_streaming(weights):
-    return "original expansion"
+    yield "original expansion"
 
 class MQALayer:
     def __init__(self, config, layer_id, quant_config=None, prefix="", alt_streams=None, compress_ratio_override=None):

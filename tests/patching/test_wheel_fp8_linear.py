@@ -244,7 +244,7 @@ def test_nothing_else_is_done_with_the_queries_latent(version, sglang_wheel):
 @every_release()
 def test_the_norm_and_the_layers_have_these_names(version, sglang_wheel):
     wheel = sglang_wheel(version)
-    base = "MQALayer" if not since(version, "0.5.17") else "MqaAttentionBase"
+    base = "MQALayer" if not since(version, "0.5.16") else "MqaAttentionBase"
     init = ast.unparse(definition(wheel, f"{base}.__init__"))
     assert "self.q_norm = RMSNorm(self.q_lora_rank, eps=self.eps)" in init and "self.wq_b = " in init
     assert "self.indexer" in ast.unparse(definition(wheel, "MQALayer.__init__"))

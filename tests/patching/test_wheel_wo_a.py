@@ -60,11 +60,19 @@ class Quiet:
 QUIET = Quiet()
 
 
+NO_FUSION = "current_mhc_post_fusion"  # 0.5.21: asked with `is None`; DeepSeek-V4.1's
+
+
 class QuietImports(ast.NodeTransformer):
     """Imports inside of functions give quiet names, so that nothing of SGLang is needed."""
 
     def visit_ImportFrom(self, node):
-        return [ast.parse(f"{alias.asname or alias.name} = QUIET").body[0] for alias in node.names]
+        names = [alias.asname or alias.name for alias in node.names]
+        return [ast.parse(f"{n} = {'lambda: None' if n == NO_FUSION else 'QUIET'}").body[0] for n in names]
+
+
+class Mxfp8SwizzledInput(tuple):
+    """DeepSeek-V4.1's, which the code asks for with isinstance."""
 
 
 def source(wheel, module=MODEL) -> str:
@@ -113,7 +121,7 @@ class Model(torch.nn.Module):
     def post_load_weights(self, is_nextn=False, weight_names=None):
         pass
 
-    _prewarm_mhc_kernels = post_load_weights
+    _prewarm_mhc_kernels = _prewarm_mhc_pre_kernels = post_load_weights
 
 
 class Tree:
@@ -130,7 +138,7 @@ class Tree:
 
     def attention(self, backend):
         """MQALayer: the forward is the wheel's, the __init__ has its parameters and makes what forward reads."""
-        names = {"torch": torch, "get_attn_backend": lambda: backend}
+        names = {"torch": torch, "get_attn_backend": lambda: backend, "Mxfp8SwizzledInput": Mxfp8SwizzledInput}
         names["fused_rope_inplace"] = self.replaced("rope", rope)
         if definition(self.wheel, "_apply_wo_a_bf16_matmul") is not None:
             take(self.wheel, names, "_apply_wo_a_bf16_matmul")
@@ -150,7 +158,7 @@ class Tree:
 
         __init__.__module__ = self.module.__name__
         members = {"tp_size": 1, "attn_tp_size": 1, "is_dsv41": False, "__getattr__": quiet}
-        members["wo_b"] = staticmethod(lambda o: (o, None))  # what wo_a gave, flattened
+        members["wo_b"] = staticmethod(lambda o, **_: (o, None))  # what wo_a gave, flattened
         members["_project_wo_b"] = lambda self, o, defer_all_reduce: o.flatten(1)
         members["_kernel_num_heads"] = lambda self, rows: self.n_local_heads
         members["__init__"], members["forward"] = self.replaced("init", __init__), self.replaced("forward", forward)
@@ -251,7 +259,7 @@ def test_the_wheels_own_forward_projects_with_the_wheels_own_loading(
 def test_what_the_adapter_takes_from_the_model_is_there(version, sglang_wheel):
     wheel = sglang_wheel(version)
     assert contract.parameters(definition(wheel, "_dequant_fp8")) == ("weight", "scale")  # for the shadow's copy
-    base = "MQALayer" if not since(version, "0.5.17") else "MqaAttentionBase"
+    base = "MQALayer" if not since(version, "0.5.16") else "MqaAttentionBase"
     init = ast.unparse(definition(wheel, f"{base}.__init__"))
     for name in ("wo_a", "head_dim", "qk_rope_head_dim", "o_lora_rank", "n_local_groups"):
         assert f"self.{name} = " in init or f"self.{name}: " in init, name

@@ -82,19 +82,27 @@ def num_seams(version: str) -> int:
     return 0 if not since(version, "0.5.13") else 3 + since(version, "0.5.17")
 
 
+SURVEYED: dict[tuple, Engine] = {}  # what several tests look at
+
+
 @pytest.fixture
 def inspect_wheel(monkeypatch, sglang_wheel):
-    """inspect_wheel(version, mode) -> the engine after looking at that wheel; `called`: the version it shall claim."""
+    """inspect_wheel(version, mode) -> the engine after looking at that wheel, shared by tests unless it is to be
+    `fresh`. called: the version it shall claim."""
     monkeypatch.setitem(sys.modules, "deepseek_v4_sm120.extension", type(sys)("extension"))
     sys.modules["deepseek_v4_sm120.extension"].load = lambda: None  # whether _C loads is test_extension.py's business
 
-    def make(version, mode="sm120", called=None):
+    def make(version, mode="sm120", called=None, fresh=False):
+        if not fresh and (version, mode, called) in SURVEYED:
+            return SURVEYED[version, mode, called]
         wheel = sglang_wheel(version)
         monkeypatch.setattr(engine, "Sources", lambda stand_ins=None: WheelSources(wheel, stand_ins))
         if called:
             monkeypatch.setattr(engine, "package_version", lambda host, sources: called)
         made = Engine(TABLE, host="sglang", settings=Settings(force=None if mode == "sm120" else mode))
         made.survey()
+        if not fresh:
+            SURVEYED[version, mode, called] = made
         return made
 
     return make
@@ -177,7 +185,7 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
 
 
 def test_the_prefill_interval_of_0_5_17_fits_its_scheduler(inspect_wheel, monkeypatch):
-    made = inspect_wheel("0.5.17")
+    made = inspect_wheel("0.5.17", fresh=True)
     assert not found_in(made, patch="prefill_interval")
     asked = Settings(choices={"prefill_decode_interval_0_5_17": "4"})
     made = Engine(TABLE, host="sglang", settings=asked)
@@ -223,7 +231,7 @@ def test_a_wheel_newer_than_the_table_is_unreviewed_in_words(inspect_wheel):
 
 def test_a_changed_function_is_unreviewed_and_a_changed_contract_broken(inspect_wheel):
     """Simulated: 0.5.20's function with other code, then one that reads a key more."""
-    made = inspect_wheel("0.5.20")
+    made = inspect_wheel("0.5.20", fresh=True)
     (record,) = found_in(made, patch="sparse_decode")
     original = made.sources.read(record.target.module)
     stock = made.sources.parse
