@@ -38,7 +38,7 @@ def test_the_engine_says_so(python, tree, tmp_path):
         sglang_patches.TABLE = replace(sglang_patches.TABLE, reviewed=lambda: missing)
         import sglang.srt.managers.scheduler as s
         from deepseek_v4_sm120 import patching
-        print(s.started, {r.review[:44] for r in patching.active_engine().records if r.review})
+        print(s.started, {r.review[:45] for r in patching.active_engine().records if r.review})
     """
     done = python(code, path=[tree()])
     assert done.stdout == "True {'UNREVIEWED: nowhere/reviewed.json cannot be r'}\n"
