@@ -12,6 +12,7 @@ W4A8 where the GPU has block-scaled instructions and the profile does not leave 
 
 Who applies the routed scaling (1.5): never these methods. Up to 0.5.18 the model does, behind the experts, for exactly
 these classes; from 0.5.19 on the router's weights contain it. So `routed_scaling` is 1.0 in the call.
+0.5.13's own SM120 branch of `marlin` scales as well, so the 1.5 counts twice there: shadow mode shows the difference.
 
 Expert parallelism: the dispatcher has made the ids local, with -1 for other ranks', or (flashinfer_mxfp4) left them
 global, and then the rank's first expert is subtracted.
