@@ -10,7 +10,7 @@ import pytest
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Target
 from deepseek_v4_sm120.sglang_patches import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
-from tests.patching.conftest import EXPERTS, MHC_HEAD, MODEL, SM120_FUNCTION
+from tests.patching.conftest import EXPERTS, INDEXER, MHC_HEAD, MODEL, SM120_FUNCTION
 
 TARGETS = [(patch, target) for patch in TABLE.patches for target in patch.targets]
 SEAMS = {"DSV4_SM120_FORCE": "seams"}
@@ -90,6 +90,27 @@ def test_what_a_replacement_fills_in_is_what_its_contract_expects(where, signatu
         assert (ours.kind is inspect.Parameter.KEYWORD_ONLY) == (theirs.kind == "keyword-only"), ours.name
     names_before = [p.name for p in named]
     assert [p.name for p in expected if not p.name.startswith("*")][: len(named)] == names_before
+
+
+WEIGHTS = "def compute_weights(self, x, skip_scale=False):"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("def compute_weights(self, x, skip_scale=True):", "the default of skip_scale is True, expected False"),
+        ("def compute_weights(self, x, *, skip_scale=False):", "skip_scale is keyword-only"),
+        ("async def compute_weights(self, x, skip_scale=False):", "found an async function"),
+        ("@staticmethod\n    def compute_weights(self, x, skip_scale=False):", "decorated with @staticmethod"),
+        ("def compute_weights(self, x, skip_scale):", None),  # always given then: as it was for us
+    ],
+)
+def test_another_default_or_kind_of_method_is_broken(python, tree, changed, words):
+    assert WEIGHTS in INDEXER
+    host = tree({"sglang/srt/layers/attention/dsv4/indexer.py": INDEXER.replace(WEIGHTS, changed)})
+    found = json.loads(status(python, "--json", path=[host], check=False).stdout)
+    (row,) = [row for row in found["patches"] if row["target"].endswith(":C4Indexer.compute_weights")]
+    assert row["state"] == ("BROKEN" if words else "READY") and (words or "") in row["reason"]
 
 
 def test_seams_are_patched_nowhere_that_is_left_at_the_truth():
