@@ -33,7 +33,6 @@ from deepseek_v4_sm120.sglang_patches import (
     MXFP4_MOE,
     SM120_ATTENTION_0_5_14,
     SM120_KEYS,
-    SM120_SEAMS,
     TABLE,
 )
 from deepseek_v4_sm120.sglang_patches_compressor import MODULE as COMPRESSOR_MODULE
@@ -207,10 +206,11 @@ def test_modules_left_at_the_truth_exist_in_0_5_17(inspect_wheel):
     assert left and all(sources.path(module) is not None for module in left)
 
 
-def test_every_sm120_question_of_0_5_17_is_told_or_left_on_purpose(inspect_wheel):
+@pytest.mark.parametrize("version", [r for r in RELEASES if since(r, "0.5.13") and not since(r, "0.5.19")])
+def test_every_sm120_question_is_told_or_left_on_purpose(inspect_wheel, version):
     """DeepSeek-V4's own modules that ask `is_sm120_supported` by name are all among the seams."""
-    sources = inspect_wheel("0.5.17").sources
-    told = {target.module for target in SM120_SEAMS.targets}
+    made = inspect_wheel(version, "seams")
+    sources, told = made.sources, {r.target.module for r in found_in(made, patch="sm120_seams")}
     asking = set()
     for member in sources.members:
         in_scope = "deepseek_v4" in member or "/dsv4/" in member
