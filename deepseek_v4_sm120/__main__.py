@@ -86,6 +86,7 @@ def status() -> dict:
     engine.survey()
     found = report.as_dict(engine)
     found["unknown_choices"] = engine.steering.problem()
+    found["unparsable"] = engine.unparsable
     found["build"] = extension.describe()
     found["indexer_choices"] = {name: os.environ[name] for name in INDEXER_CHOICES if os.environ.get(name)}
     found["surroundings"] = report.surroundings()
@@ -131,6 +132,7 @@ def _profile_part(found: dict) -> Iterator[str]:
         described = found["profile"]
         told = described["problem"] or (described["warnings"] or [profile.verdicts(described)])[0]
         yield from ("", f"profile           {told}")
+    yield from ("", *found["unparsable"]) if found["unparsable"] else ()
 
 
 def _problem_part(found: dict) -> Iterator[str]:

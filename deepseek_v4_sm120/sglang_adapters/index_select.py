@@ -113,10 +113,9 @@ def replace_topk(original: Callable) -> Callable:
     serve = _serve_beside(original) if settings().shadow else _serve
 
     @functools.wraps(original)
-    def topk_transform(scores, seq_lens, page_tables, out, page_size, *rest, **kwargs):
-        if not isinstance(scores, Deferred):
-            return original(scores, seq_lens, page_tables, out, page_size, *rest, **kwargs)
-        return serve(scores, seq_lens, page_tables, out, page_size, *rest, **kwargs)
+    def topk_transform(scores, seq_lens, page_tables, out_page_indices, page_size, *rest, **kwargs):
+        run = serve if isinstance(scores, Deferred) else original
+        return run(scores, seq_lens, page_tables, out_page_indices, page_size, *rest, **kwargs)
 
     return topk_transform
 

@@ -158,7 +158,7 @@ def replace_fused_post_pre(original: Callable) -> Callable:
 def replace_fusion_enabled(original: Callable) -> Callable:
     """For _is_fused_mhc_post_pre_enabled(): layers leave their last post to the boundary, which is one operator.
 
-    Asked when the model is built and, from 0.5.20 on, at every boundary. SGLang's own answer depends on which of its
+    Asked when the model is built and, from 0.5.19 on, at every boundary. SGLang's own answer depends on which of its
     TileLang kernels run on this GPU; ours needs none of them, and what we do not serve is still theirs.
     """
 

@@ -10,8 +10,9 @@ bytes, repack them for their kernels, and multiply. Two methods of each are repl
 The user's flag keeps its meaning for prefill: above 256 rows `marlin` is W4A16 with us too, and `flashinfer_mxfp4` is
 W4A8 where the GPU has block-scaled instructions and the profile does not leave that out. Up to 256 rows it is W4A16.
 
-Who applies the routed scaling (1.5): never these methods. Up to 0.5.19 the model does, behind the experts, for exactly
-these classes; from 0.5.20 on the router's weights contain it. So `routed_scaling` is 1.0 in the call.
+Who applies the routed scaling (1.5): never these methods. Up to 0.5.18 the model does, behind the experts, for exactly
+these classes; from 0.5.19 on the router's weights contain it. So `routed_scaling` is 1.0 in the call.
+0.5.13's own SM120 branch of `marlin` scales as well, so the 1.5 counts twice there: shadow mode shows the difference.
 
 Expert parallelism: the dispatcher has made the ids local, with -1 for other ranks', or (flashinfer_mxfp4) left them
 global, and then the rank's first expert is subtracted.
@@ -115,7 +116,7 @@ _SCALE_DTYPES = (torch.float8_e8m0fnu, torch.uint8, torch.float32)
 
 
 def scale_bytes(scale: torch.Tensor) -> torch.Tensor:
-    """UE8M0 bytes of a scale parameter: its own memory, or of float32 powers of two (0.5.12 and 0.5.14) a new one."""
+    """UE8M0 bytes of a scale parameter: its own memory, or of float32 powers of two (up to 0.5.15) a new one."""
     scale = scale.data
     if scale.dtype != torch.float32:
         return scale.view(torch.uint8)

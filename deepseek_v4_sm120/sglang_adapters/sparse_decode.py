@@ -27,8 +27,8 @@ from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_adapters import sparse_decode_norm
 from deepseek_v4_sm120.sglang_patches import (
-    FLASH_MLA_PARAMETERS,
-    SGL_KERNEL_PARAMETERS,
+    FLASH_MLA,
+    SGL_KERNEL,
     SM120_ATTENTION_0_5_14,
     SM120_KEYS,
 )
@@ -36,7 +36,7 @@ from deepseek_v4_sm120.sglang_patches import (
 PATCH = "sparse_decode"
 SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the output and two of P explain about 0.0015
 
-_real_heads: int | None = None  # heads of q that carry data, known inside the backend's forward of 0.5.13 to 0.5.19
+_real_heads: int | None = None  # heads of q that carry data, known inside the backend's forward of 0.5.14 to 0.5.19
 
 
 @dataclass(slots=True)
@@ -241,7 +241,7 @@ def _replace_flash_mla_with_kvcache(original: Callable, where: str, names: tuple
 
 def replace_flash_mla(original: Callable) -> Callable:
     """For flash_mla.flash_mla_with_kvcache, positional or by keyword: returns (out, lse) in FlashMLA's convention."""
-    return _replace_flash_mla_with_kvcache(original, "flash_mla.flash_mla_with_kvcache", FLASH_MLA_PARAMETERS)
+    return _replace_flash_mla_with_kvcache(original, "flash_mla.flash_mla_with_kvcache", FLASH_MLA.names)
 
 
 def replace_sgl_kernel(original: Callable) -> Callable:
@@ -251,7 +251,7 @@ def replace_sgl_kernel(original: Callable) -> Callable:
     them empty, which is the state in which the next original call expects to find them.
     """
     where = "sgl_kernel.flash_mla.flash_mla_with_kvcache"
-    return _replace_flash_mla_with_kvcache(original, where, SGL_KERNEL_PARAMETERS)
+    return _replace_flash_mla_with_kvcache(original, where, SGL_KERNEL.names)
 
 
 def _runs_sm120_branches() -> bool:
@@ -272,11 +272,11 @@ def replace_kernel_num_heads(original: Callable) -> Callable:
 
 
 def replace_backend_forward(original: Callable) -> Callable:
-    """For DeepseekV4AttnBackend.forward of 0.5.13 to 0.5.19, whose q is padded to 64 heads above TP1.
+    """For DeepseekV4AttnBackend.forward of 0.5.14 to 0.5.19, whose q is padded to 64 heads above TP1.
 
     The model writes the rank's heads to the front of q and takes the front of the result, so only those are computed,
-    and compared in shadow mode: the others are whatever memory held. Not for 0.5.12, where the rank's heads lie at an
-    offset that this call does not tell.
+    and compared in shadow mode: the others are whatever memory held. Not for 0.5.12 and 0.5.13, where the rank's heads
+    lie at an offset that this call does not tell.
     """
 
     @functools.wraps(original)

@@ -178,8 +178,8 @@ def test_flash_mla_returns_out_and_lse(recorded, served, original):
     torch.testing.assert_close(out[:, :, : recorded.real_heads].double(), expected, atol=2e-2, rtol=2**-7)
 
 
-FLASH_MLA = (adapter.replace_flash_mla, adapter.FLASH_MLA_PARAMETERS)
-SGL_KERNEL = (adapter.replace_sgl_kernel, adapter.SGL_KERNEL_PARAMETERS)
+FLASH_MLA = (adapter.replace_flash_mla, adapter.FLASH_MLA.names)
+SGL_KERNEL = (adapter.replace_sgl_kernel, adapter.SGL_KERNEL.names)
 
 
 @pytest.mark.parametrize(("replace", "names"), [FLASH_MLA, SGL_KERNEL], ids=["flash_mla", "sgl_kernel"])
