@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import deepseek_v4_sm120
+from deepseek_v4_sm120 import models_table
 from deepseek_v4_sm120.console import BAD_INPUT, CommandError
 from deepseek_v4_sm120.patching.spec import PatchError
 
@@ -26,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     status_parser = commands.add_parser("status", help="which patches fit the SGLang found here; needs no GPU")
     status_parser.add_argument("--json", action="store_true", help="machine-readable")
+    status_parser.add_argument("--model", metavar="MODEL", help="which operators serve it: flash, pro, or its folder")
+    status_parser.add_argument("--tp", type=int, default=1, help="cards that share the model given by --model")
     commands.add_parser("selftest", help="every operator against its reference, on this machine", add_help=False)
     for name, (summary, module) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
@@ -61,6 +64,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command in COMMANDS:
         return importlib.import_module(f"deepseek_v4_sm120.{COMMANDS[arguments.command][1]}").run(arguments)
     found = status()
+    if arguments.model is not None:
+        if arguments.tp < 1:
+            raise CommandError(f"--tp must be 1 or more, got {arguments.tp}")
+        found["model"] = models_table.of_model(arguments.model, arguments.tp)
     print(json.dumps(found, indent=1) if arguments.json else status_text(found))
     return 1 if any(row["state"] == "BROKEN" for row in found["patches"]) else 0
 
@@ -80,6 +87,7 @@ def status() -> dict:
     found["build"] = extension.describe()
     found["indexer_choices"] = {name: os.environ[name] for name in INDEXER_CHOICES if os.environ.get(name)}
     found["processes"] = processes(settings().report)
+    found["models"], found["model"] = models_table.overview(), None
     return found
 
 
@@ -114,6 +122,7 @@ def status_text(found: dict) -> str:
         described = found["profile"]
         told = described["problem"] or (described["warnings"] or [profile.verdicts(described)])[0]
         lines += ["", f"profile           {told}"]
+    lines += ["", *_model_lines(found)]
     if found["unknown_choices"]:
         lines += ["", found["unknown_choices"]]
     for process in found["processes"]:
@@ -123,6 +132,17 @@ def status_text(found: dict) -> str:
         lines += [f"  BROKEN: {', '.join(broken)}"] if broken else []
         lines += [f"  {line}" for line in (*process.get("notes", ()), *process["shadow_summary"])]
     return "\n".join(lines)
+
+
+def _model_lines(found: dict) -> list[str]:
+    """Which operators serve the model that was asked about, or the models with a name."""
+    from deepseek_v4_sm120.patching import report
+
+    model = found["model"]
+    if model is None:
+        return [report.table(models_table.overview_text(found["models"]))]
+    title = f"model             {model['model']}" + (f": {model['note']}" if model["note"] else "")
+    return [title, report.table(models_table.of_model_text(model))]
 
 
 def _setting_rows(found: dict) -> list[tuple[str, ...]]:

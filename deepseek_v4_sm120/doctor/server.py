@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.doctor import model_checks
 from deepseek_v4_sm120.doctor.finding import OK, Finding, fail, not_run, ok, warn
 from deepseek_v4_sm120.plan import memory, models
 
@@ -27,6 +28,7 @@ class Answers:
     info: dict
     metrics: dict[str, float] | None
     applied: frozenset[str] | None = None  # patches of running servers by their reports; None: no reports
+    model_type: str | None = None  # of /model_info
 
     def get(self, name: str):
         return self.info.get(name)
@@ -52,7 +54,17 @@ def ask(url: str) -> Answers:
     if not isinstance(info, dict) or "version" not in info:
         raise CommandError(f"{base}/server_info is not what SGLang answers: {text[:80]!r}")
     metrics = _get(f"{base}/metrics")
-    return Answers(info, None if metrics is None else read_metrics(metrics))
+    return Answers(info, None if metrics is None else read_metrics(metrics), model_type=_model_type(base))
+
+
+def _model_type(base: str) -> str | None:
+    """model_type of the server's model; None where it does not say."""
+    text = _get(f"{base}/model_info") or _get(f"{base}/get_model_info")
+    try:
+        told = json.loads(text or "")
+    except ValueError:
+        return None
+    return told.get("model_type") if isinstance(told, dict) else None
 
 
 def read_metrics(text: str) -> dict[str, float]:
@@ -90,6 +102,7 @@ def checks(answers: Answers) -> Iterator[Finding]:
         yield warn("server", name, "these checks are for DeepSeek-V4; nothing is known of this model", "")
     else:
         yield ok("server", name)
+    yield from model_checks.findings(answers.get("model_path"), answers.model_type, answers.get("tp_size"))
     found = [finding for rule in RULES for finding in rule(answers)]
     yield from found
     if not [finding for finding in found if finding.state != OK]:

@@ -85,6 +85,12 @@ class Steering:
         if self.is_child:
             environ.update(json.loads(environ[HANDOVER]))
 
+    def set_aside(self, reason: str) -> None:
+        """None of the settings holds: the host serves a model that they are not for."""
+        for choice in self.choices:
+            if choice.state == ON:
+                choice.state, choice.reason = NOT_APPLICABLE, reason
+
     def apply(self, environ: MutableMapping[str, str], argument: Callable, set_argument: Callable) -> list[Choice]:
         """Put the values in place. `argument(name)` reads a server argument, `set_argument(name, value)` writes it."""
         if self.is_child:
