@@ -118,7 +118,7 @@ def sizes(config: Mapping, tp: int = 1) -> dict[str, object]:
         "inter": _share(text.get("moe_intermediate_size"), tp),
         "experts": text.get("n_routed_experts"),
         "experts_per_token": text.get("num_experts_per_tok"),
-        "block": tuple(block) if isinstance(block, list) else "none",
+        "block": tuple(block) if isinstance(block, list) else ("none" if "hidden_size" in text else None),
         "o_lora": text.get("o_lora_rank"),
         "streams": text.get("hc_mult"),
         "pre_of_sublayer_before": text.get("hc_pre_from_prev_sublayer", config.get("model_type") == "deepseek_v41"),

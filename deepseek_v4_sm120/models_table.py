@@ -77,5 +77,10 @@ def overview_text(rows: dict[str, dict[str, str]]) -> list[tuple[str, ...]]:
 def of_model_text(found: dict) -> list[tuple[str, ...]]:
     return [
         ("operator", "served by", "why"),
-        *((row["operator"], OURS if row["served"] else STOCK, row["why"]) for row in found["operators"]),
+        *((row["operator"], OURS if row["served"] else STOCK, _why(row, found)) for row in found["operators"]),
     ]
+
+
+def _why(row: dict, found: dict) -> str:
+    """Once for all, where it is the model's."""
+    return "" if row["why"] in found["note"] else row["why"]
