@@ -5,6 +5,9 @@ Configurations: V4.1-Flash's and Pro's as published (data/*_config.json), as far
 """
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,6 @@ from deepseek_v4_sm120.doctor import model_checks
 from deepseek_v4_sm120.models_served import LIMITS
 from deepseek_v4_sm120.plan import models
 from deepseek_v4_sm120.sglang_adapters import argument_defaults
-from tests.patching.conftest import Python
 from tests.patching.test_start import places, unpacked  # noqa: F401  fixtures
 
 HERE = Path(__file__).resolve().parent
@@ -44,10 +46,13 @@ def layers(places, unpacked, tmp_path_factory):  # noqa: F811
                 (folder / "config.json").write_text((DATA / f"{name}_config.json").read_text())
                 wanted += [f"{name}={folder}", *([f"v41 untold={folder}:untold"] if name == "v41" else [])]
             script = HERE / "other_models_layers.py"
-            given = [str(HERE), str(unpacked(version)), places["PACKAGES"], *wanted]
-            code = f"import runpy, sys; sys.argv[1:] = {given}; runpy.run_path({str(script)!r})"
-            env = {"HF_HUB_OFFLINE": "1", "SGLANG_SM120_FLASHMLA_BACKEND": "triton"}
-            made[version] = Python().json(code, env=env)
+            command = [sys.executable, str(script), str(HERE), str(unpacked(version)), places["PACKAGES"], *wanted]
+            ours = {"PYTHONPATH": str(HERE.parents[1]), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+            inherited = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "_DSV4", "PYTHON"))}
+            env = inherited | ours | {"SGLANG_SM120_FLASHMLA_BACKEND": "triton"}
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+            assert done.returncode == 0, done.stderr[-6000:]
+            made[version] = json.loads(done.stdout.splitlines()[-1])
         return made[version]
 
     return build

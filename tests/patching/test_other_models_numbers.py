@@ -1,5 +1,5 @@
-"""The numbers of DeepSeek-V4-Pro's widths, and of what ours still serves of DeepSeek-V4.1 where nobody told the
-process its model: SGLang's own code out of the 0.5.23 wheel on the CPU, with ours in its place (the reference computes) and
+"""The numbers of DeepSeek-V4-Pro's widths, and of what ours still serves of DeepSeek-V4.1 where nobody told the process
+its model: SGLang's own code out of the 0.5.23 wheel on the CPU, with ours in its place (the reference computes) and
 without. The same results; what is not ours comes to SGLang's own code with the very arguments."""
 
 from __future__ import annotations
@@ -16,13 +16,22 @@ from deepseek_v4_sm120.reference import bf16_linear as linear_reference
 from deepseek_v4_sm120.reference import mhc as mhc_reference
 from deepseek_v4_sm120.reference import sparse_decode as attention_reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight
 from deepseek_v4_sm120.reference.mhc_inputs import Shape as Streams
 from deepseek_v4_sm120.reference.mhc_inputs import make_inputs as make_streams
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as experts_reference
 from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape as Experts
 from deepseek_v4_sm120.reference.mxfp4_moe_inputs import make_inputs as make_experts
 from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
-from deepseek_v4_sm120.sglang_adapters import bf16_linear, index_select, mhc, mxfp4_moe, sparse_decode, wo_a
+from deepseek_v4_sm120.sglang_adapters import (
+    bf16_linear,
+    fp8_linear,
+    index_select,
+    mhc,
+    mxfp4_moe,
+    sparse_decode,
+    wo_a,
+)
 from deepseek_v4_sm120.sglang_patches_mhc import LAYER_BASE
 from tests.adapters import test_mxfp4_moe as experts
 from tests.adapters import wo_a_layer
@@ -256,6 +265,25 @@ def test_a_layer_that_is_not_ours_is_never_filled_with_unscaled_bytes():
         assert model.second.wo_a.weight.float().mean() == 1
         with pytest.raises(ValueError, match="checkpoint's weight must be torch.bfloat16.*got torch.float8_e4m3fn"):
             load_weights(model, [("second.wo_a.weight", torch.ones(shape).to(torch.float8_e4m3fn))])
+
+
+# ---- FP8 linear layers
+
+
+def test_another_models_fp8_layers_are_sglangs_until_an_attention_of_ours_is_made(monkeypatch):
+    monkeypatch.setattr(fp8_linear, "process", fp8_linear.Process())
+    weight, scale = make_weight(1, 256, 256, torch.Generator().manual_seed(0))
+    layer = SimpleNamespace(weight=weight[0], weight_scale_inv=scale[0])
+    method = SimpleNamespace(block_quant=True)
+    made = fp8_linear.replace_attention_init(lambda self, is_dsv41: setattr(self, "is_dsv41", is_dsv41))
+    apply = fp8_linear.replace_apply(lambda *given: "stock")
+    x = torch.zeros(1, 256, dtype=torch.bfloat16)
+    for is_dsv41 in (None, True):
+        if is_dsv41:
+            made(SimpleNamespace(), is_dsv41)
+        assert apply(method, layer, x) == "stock" and not fp8_linear.serves_layer(method, layer)
+    made(SimpleNamespace(), False)
+    assert fp8_linear.serves_layer(method, layer)
 
 
 # ---- experts
