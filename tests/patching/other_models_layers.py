@@ -68,12 +68,11 @@ def build(config, layer_id):
 
 
 def linears(layer):
-    attention, shared = layer.self_attn, layer.mlp.shared_experts
+    attention, shared = layer.self_attn, getattr(layer.mlp, "shared_experts", None)  # None: fused into the routed ones
     index = [("indexer.wq_b", attention.indexer.wq_b)] if hasattr(attention.indexer, "wq_b") else []
-    return [
-        *(("wqkv_a", attention.wqkv_a), ("wq_b", attention.wq_b), ("wo_b", attention.wo_b)),
-        *(("gate_up_proj", shared.gate_up_proj), ("down_proj", shared.down_proj), *index),
-    ]
+    of_experts = [] if shared is None else [("gate_up_proj", shared.gate_up_proj), ("down_proj", shared.down_proj)]
+    of_attention = [("wqkv_a", attention.wqkv_a), ("wq_b", attention.wq_b), ("wo_b", attention.wo_b)]
+    return [*of_attention, *of_experts, *index]
 
 
 def describe(layer):
