@@ -37,9 +37,8 @@ def resolve(folder):
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.server_args import ServerArgs
 
-    arguments = ServerArgs(
-        model_path=folder, tp_size=TP, skip_tokenizer_init=True, moe_runner_backend="flashinfer_mxfp4"
-    )
+    flags = {"moe_runner_backend": "flashinfer_mxfp4", "disable_shared_experts_fusion": True}
+    arguments = ServerArgs(model_path=folder, tp_size=TP, skip_tokenizer_init=True, **flags)
     arguments.resolve_once()
     runtime_context.get_parallel().clear_stamp()  # of the model before
     runtime_context.publish(arguments, role="scheduler")
