@@ -22,7 +22,12 @@ SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the same float32 sum, where 
 
 
 def handles(x, weight) -> bool:
-    return isinstance(weight, torch.Tensor) and op.takes(x, weight) and device_gate.serves(x.device)
+    return (
+        isinstance(x, torch.Tensor)
+        and isinstance(weight, torch.Tensor)
+        and op.takes(x, weight)
+        and device_gate.serves(x.device)
+    )
 
 
 def _beside(serve: Callable, original: Callable, operands: Callable) -> Callable:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120 import device_gate, shadow
+from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.settings import settings
@@ -128,8 +128,8 @@ def handles(call: Call) -> bool:
         and q.dtype == torch.bfloat16
         and len(shape) == 4
         and shape[1] == 1
-        and 1 <= shape[2] <= op.MAX_HEADS
-        and shape[3] == call.head_dim_v == kv_page_layout().head_dim
+        and models_served.takes(PATCH, heads=shape[2], head_dim=shape[3])
+        and shape[3] == call.head_dim_v
         and _is_served_cache(call.k_cache, call.indices)
         and (call.extra_k_cache is None) == (call.extra_indices is None)
         and (call.extra_k_cache is None or _is_served_cache(call.extra_k_cache, call.extra_indices))
@@ -260,13 +260,21 @@ def _runs_sm120_branches() -> bool:
 
 
 def replace_kernel_num_heads(original: Callable) -> Callable:
-    """For MqaAttentionBase._kernel_num_heads (0.5.20 and later): no padding, our kernel takes any number of heads."""
+    """For MqaAttentionBase._kernel_num_heads (0.5.20 and later): no padding, our kernel takes any number of heads.
+
+    Only for an attention whose calls `handles` takes: SGLang's own kernels get the heads that they asked for. Those of
+    DeepSeek-V4.1 read the padded heads as well, which SGLang has zeroed for them.
+    """
 
     @functools.wraps(original)
     def _kernel_num_heads(self, num_tokens):
-        if _runs_sm120_branches() and device_gate.serves(self.attn_sink.device):
-            return self.n_local_heads
-        return original(self, num_tokens)
+        ours = (
+            _runs_sm120_branches()
+            and not getattr(self, "is_dsv41", False)
+            and models_served.takes(PATCH, heads=self.n_local_heads, head_dim=self.head_dim)
+            and device_gate.serves(self.attn_sink.device)
+        )
+        return self.n_local_heads if ours else original(self, num_tokens)
 
     return _kernel_num_heads
 

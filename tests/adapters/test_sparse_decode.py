@@ -291,7 +291,7 @@ def test_backend_forward_forgets_the_heads_after_an_error(original):
 
 
 def test_kernel_num_heads(served, monkeypatch):
-    attention = SimpleNamespace(n_local_heads=16, attn_sink=torch.zeros(64))
+    attention = SimpleNamespace(n_local_heads=16, head_dim=512, attn_sink=torch.zeros(64))
 
     def stock(self, num_tokens):
         return 64
@@ -302,7 +302,7 @@ def test_kernel_num_heads(served, monkeypatch):
 
 
 def test_kernel_num_heads_with_closed_gate(closed):
-    attention = SimpleNamespace(n_local_heads=16, attn_sink=torch.zeros(64))
+    attention = SimpleNamespace(n_local_heads=16, head_dim=512, attn_sink=torch.zeros(64))
     assert adapter.replace_kernel_num_heads(lambda self, num_tokens: 64)(attention, 4) == 64
 
 

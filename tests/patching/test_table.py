@@ -515,7 +515,7 @@ INDEXER_CALL = """
     adapter.index_select = lambda *args, **kwargs: print("ours")
     mode = type("Mode", (), {"is_decode": lambda self: True})()
     batch = type("Batch", (), {"forward_mode": mode})()
-    x = torch.zeros(1, 4)
+    x = torch.zeros(1, 4, dtype=torch.int32)
     for topk in (indexer.topk_transform_512, indexer.topk_transform_512_pytorch_vectorized):
         print(indexer.C4IndexerBackendMixin().forward_c4_indexer(x, x, None, batch, topk))
 """

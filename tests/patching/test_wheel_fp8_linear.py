@@ -101,6 +101,7 @@ def linear(wheel, kind, outputs, inputs, *, patched, seed):
 def operator(monkeypatch):
     """The gate is open; the reference computes what passes our operator's own checks."""
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    monkeypatch.setattr(adapter.process, "has_our_model", True)
     monkeypatch.setattr(adapter.op, "fp8_linear", checked_product(calls))
     monkeypatch.setattr(adapter.op, "takes_prologue", lambda name, outputs, inputs: True)
     monkeypatch.setattr(adapter.op, "normalized", made_before(calls))

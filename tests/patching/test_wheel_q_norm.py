@@ -105,8 +105,8 @@ class Engine:
         monkeypatch.setitem(sys.modules, self.module.__name__, self.module)
         monkeypatch.setattr(device_gate, "serves", lambda device: True)
         monkeypatch.setattr(attention.op, "sparse_decode", self.operator)
+        monkeypatch.setattr(attention, "kv_page_layout", lambda: LAYOUT)
         for module in (attention, adapter):
-            monkeypatch.setattr(module, "kv_page_layout", lambda: LAYOUT)
             monkeypatch.setattr(module, "settings", lambda: settings.Settings())
         flash_mla = ModuleType("flash_mla")
         flash_mla.flash_mla_with_kvcache = attention.replace_flash_mla(None)
