@@ -495,7 +495,7 @@ def published(out: Path) -> Iterator[Path]:
 def fill(folder: Path, objects: Path, interpreters: list[Interpreter], info: dict) -> None:
     """Copies what belongs into the artifact, and nothing else."""
     shutil.copyfile(REPO / "sitecustomize.py", folder / "sitecustomize.py")
-    for source in sorted(PACKAGE.rglob("*.py")):
+    for source in sorted([*PACKAGE.rglob("*.py"), PACKAGE / "reviewed.json"]):
         target = folder / source.relative_to(REPO)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 import deepseek_v4_sm120
+from deepseek_v4_sm120 import models_table
 from deepseek_v4_sm120.console import BAD_INPUT, INTERRUPTED, CommandError, say
 from deepseek_v4_sm120.disclosure import redacted
 from deepseek_v4_sm120.patching.spec import PatchError
@@ -27,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     status_parser = commands.add_parser("status", help="which patches fit the SGLang found here; needs no GPU")
     status_parser.add_argument("--json", action="store_true", help="machine-readable")
+    status_parser.add_argument("--model", metavar="MODEL", help="which operators serve it: flash, pro, or its folder")
+    status_parser.add_argument("--tp", type=int, default=1, help="cards that share the model given by --model")
     commands.add_parser("selftest", help="every operator against its reference, on this machine", add_help=False)
     for name, (summary, module) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
@@ -65,6 +68,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command in COMMANDS:
         return importlib.import_module(f"deepseek_v4_sm120.{COMMANDS[arguments.command][1]}").run(arguments)
     found = status()
+    if arguments.model is not None:
+        if arguments.tp < 1:
+            raise CommandError(f"--tp must be 1 or more, got {arguments.tp}")
+        found["model"] = models_table.of_model(arguments.model, arguments.tp)
     print(json.dumps(found, indent=1) if arguments.json else status_text(found))
     return 1 if found["stops"] or found["report_problem"] or _broken(found) else 0
 
@@ -86,6 +93,7 @@ def status() -> dict:
     engine.survey()
     found = report.as_dict(engine)
     found["unknown_choices"] = engine.steering.problem()
+    found["unparsable"] = engine.unparsable
     found["build"] = extension.describe()
     found["indexer_choices"] = {name: os.environ[name] for name in INDEXER_CHOICES if os.environ.get(name)}
     found["surroundings"] = report.surroundings()
@@ -93,6 +101,7 @@ def status() -> dict:
     found["report_problem"] = report_files.problem(folder) if folder else None
     reports, found["strange_reports"] = report_files.read(folder) if folder else ([], [])
     found["processes"] = [one for one in reports if one["pid"] != os.getpid()]
+    found["models"], found["model"] = models_table.overview(), None
     return found
 
 
@@ -131,6 +140,20 @@ def _profile_part(found: dict) -> Iterator[str]:
         described = found["profile"]
         told = described["problem"] or (described["warnings"] or [profile.verdicts(described)])[0]
         yield from ("", f"profile           {told}")
+    yield from ("", *found["unparsable"]) if found["unparsable"] else ()
+
+
+def _model_part(found: dict) -> Iterator[str]:
+    """Which operators serve the model that was asked about, or the models with a name."""
+    from deepseek_v4_sm120.patching import report
+
+    model = found["model"]
+    if model is None:
+        yield from ("", report.table(models_table.overview_text(found["models"])))
+        return
+    yield ""
+    yield f"model             {model['model']}" + (f": {model['note']}" if model["note"] else "")
+    yield report.table(models_table.of_model_text(model))
 
 
 def _problem_part(found: dict) -> Iterator[str]:
@@ -156,7 +179,8 @@ def _process_part(found: dict) -> Iterator[str]:
     yield from (_printable(f"\nno report of ours: {text}") for text in found["strange_reports"])
 
 
-STATUS_PARTS = (_head_part, _table_part, _profile_part, _problem_part, _process_part)  # found -> lines, in this order
+# found -> lines, in this order
+STATUS_PARTS = (_head_part, _table_part, _profile_part, _model_part, _problem_part, _process_part)
 
 
 def _printable(text: str) -> str:

@@ -1,11 +1,13 @@
 """Which GPUs our operators serve: asked by the adapters at call time, of the tensor's own device.
 
 SGLang's `is_sm120_supported()` is "compute capability 12.x"; so is ours. Nothing here touches CUDA before the first
-call: the answer is looked up once per device index and kept.
+call: the answer is looked up once per device index and kept. In a process that serves another model than ours
+(models_served.py) no device is served.
 """
 
 from collections.abc import Callable
 
+from deepseek_v4_sm120 import models_served
 from deepseek_v4_sm120.settings import settings
 
 SM120_MAJOR = 12
@@ -22,7 +24,7 @@ def serves_capability(capability: tuple[int, int], force: str | None) -> bool:
 
 def serves(device) -> bool:
     """True if our operators serve this torch.device; False for any device that is not CUDA."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not models_served.serves_this_process():
         return False
     index = device.index
     answer = _answers.get(index) if index is not None else None
@@ -31,6 +33,8 @@ def serves(device) -> bool:
 
 def serves_current_device() -> bool:
     """The same for a call that carries no tensor: the current CUDA device, False where there is none."""
+    if not models_served.serves_this_process():
+        return False
     import torch
 
     return torch.cuda.is_available() and _ask(torch.cuda.current_device())

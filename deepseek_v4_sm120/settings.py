@@ -9,8 +9,8 @@ DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out wi
 DSV4_SM120_UNREVIEWED=refuse   a patch of code that nobody has looked at is treated like one that does not fit
 DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json; what prevents that is told and stops nothing
 DSV4_SM120_SET=<name>=<on, off or a number>[,...]   the table's settings: others than its defaults; <operator>=off
-DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out, and one
-                            that is off by default is on where it won; DSV4_SM120_SET=<operator>=on or off stands above
+DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out;
+                            DSV4_SM120_SET=<operator>=on or off stands above
 """
 
 import functools

@@ -2,15 +2,19 @@
 but for its other parts, the files sglang_patches_*.py beside it, and sglang_settings.py, SGLang's own defaults that
 we change.
 
-Adding an operator: a Patch row here, an adapter in sglang_adapters/, an op in ops/. Reviewing a release: read the
-definitions that tests/patching/test_wheels.py calls UNREVIEWED, then add version and digest to `reviewed`.
+Adding an operator: a Patch row here, an adapter in sglang_adapters/, an op in ops/. Reviewing a release: read what
+`python3 tests/patching/review.py RELEASE` shows, mend rows and adapters, then record it: reviewed.json.
 """
 
-from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
+import functools
+from pathlib import Path
+
+from deepseek_v4_sm120.patching import ledger
+from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Contract, Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Patch, StandIn, Table, Target
 from deepseek_v4_sm120.sglang_patches_compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches_fp8_linear import PROLOGUES
-from deepseek_v4_sm120.sglang_patches_mhc import MHC
+from deepseek_v4_sm120.sglang_patches_mhc import FUSION_MODULE, MHC
 from deepseek_v4_sm120.sglang_patches_q_norm import Q_NORM
 from deepseek_v4_sm120.sglang_patches_wo_a import WO_A
 from deepseek_v4_sm120.sglang_settings import SETTINGS
@@ -18,6 +22,7 @@ from deepseek_v4_sm120.sglang_settings import SETTINGS
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
 MODEL = "sglang.srt.models.deepseek_v4"
+METADATA = "sglang.srt.layers.attention.dsv4.metadata"
 SM120_ATTENTION_0_5_14 = "sglang.srt.layers.attention.flash_mla_sm120"  # 0.5.13 to 0.5.15
 ADAPTER = "deepseek_v4_sm120.sglang_adapters.sparse_decode"
 INDEX_ADAPTER = "deepseek_v4_sm120.sglang_adapters.index_select"
@@ -28,6 +33,7 @@ LINEAR_ADAPTER = "deepseek_v4_sm120.sglang_adapters.bf16_linear"
 MARLIN_EXPERTS = "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoEMethod"
 CUTLASS_EXPERTS = "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod"
 EXTENSION = "deepseek_v4_sm120.extension:load"
+LEDGER = Path(__file__).with_name("reviewed.json")
 
 SM120_KEYS = (
     "q",
@@ -42,24 +48,13 @@ SM120_KEYS = (
     "extra_topk_length",
 )
 FLASH_MLA_PARAMETERS = (
-    "q",
-    "k_cache",
-    "block_table",
-    "cache_seqlens",
-    "head_dim_v",
-    "tile_scheduler_metadata",
-    "num_splits",
-    "softmax_scale",
-    "causal",
-    "is_fp8_kvcache",
-    "indices",
-    "attn_sink",
-    "extra_k_cache",
-    "extra_indices_in_kvcache",
-    "topk_length",
-    "extra_topk_length",
+    *("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata"),
+    *("num_splits=...", "softmax_scale=None", "causal=False", "is_fp8_kvcache=False", "indices=None"),
+    *("attn_sink=None", "extra_k_cache=None", "extra_indices_in_kvcache=None", "topk_length=None"),
+    "extra_topk_length=None",
 )
-SGL_KERNEL_PARAMETERS = FLASH_MLA_PARAMETERS[:9] + ("descale_q", "descale_k") + FLASH_MLA_PARAMETERS[9:]
+FLASH_MLA = Parameters(FLASH_MLA_PARAMETERS)
+SGL_KERNEL = Parameters((*FLASH_MLA_PARAMETERS[:9], "descale_q=None", "descale_k=None", *FLASH_MLA_PARAMETERS[9:]))
 
 SPARSE_DECODE = Patch(
     name="sparse_decode",
@@ -69,16 +64,14 @@ SPARSE_DECODE = Patch(
         Target(
             where="flash_mla:flash_mla_with_kvcache",  # 0.5.12, the preview image, trees with the pip package flash_mla
             sglang="<0.5.13",
-            contract=Parameters(FLASH_MLA_PARAMETERS),
+            contract=FLASH_MLA,
             replacement=f"{ADAPTER}:replace_flash_mla",
-            reviewed={"0.5.12": "d40be1b51ab0a97c"},  # our stand-in's; the real package is on no index
         ),
         Target(
             where=f"{SM120_ATTENTION_0_5_14}:flash_mla_with_kvcache_sm120",
             sglang=">=0.5.13,<0.5.16",
             contract=ConsumedKeys(SM120_KEYS),
             replacement=f"{ADAPTER}:replace_sm120",
-            reviewed={"0.5.14": "f36f6856b0c66f24"},
             caller=BACKEND,
         ),
         Target(
@@ -86,7 +79,6 @@ SPARSE_DECODE = Patch(
             sglang=">=0.5.16,<0.6",
             contract=ConsumedKeys(SM120_KEYS),
             replacement=f"{ADAPTER}:replace_sm120",
-            reviewed={"0.5.17": "13917ae59b9e1101", "0.5.20": "6bc29bd2c2d101be", "0.5.23": "6bc29bd2c2d101be"},
             caller=BACKEND,
         ),
     ),
@@ -103,9 +95,8 @@ SPARSE_DECODE_HOPPER = Patch(
         Target(
             where="sgl_kernel.flash_mla:flash_mla_with_kvcache",  # of sglang-kernel; the backend imports it at the call
             sglang=">=0.5.13,<0.5.23",
-            contract=Parameters(SGL_KERNEL_PARAMETERS),
+            contract=SGL_KERNEL,
             replacement=f"{ADAPTER}:replace_sgl_kernel",
-            reviewed={"0.5.17": "ab854e31a46e30d2"},  # of sglang-kernel 0.4.5, which 0.5.17 pins
             caller=BACKEND,
         ),
     ),
@@ -124,40 +115,24 @@ MXFP4_MOE = Patch(
             sglang=">=0.5.12,<0.6",
             contract=Parameters(("self", "layer")),
             replacement=f"{EXPERTS}:replace_marlin_process",
-            reviewed={
-                "0.5.12": "6856147747eaa5a2",
-                "0.5.14": "cbe4552b1105d054",
-                "0.5.17": "cbe4552b1105d054",
-                "0.5.20": "62542b6cfa4eb95b",
-                "0.5.23": "62542b6cfa4eb95b",
-            },
         ),
         Target(
             where=f"{MARLIN_EXPERTS}.apply",
             sglang=">=0.5.12,<0.6",
             contract=Parameters(("self", "layer", "dispatch_output")),
             replacement=f"{EXPERTS}:replace_marlin_apply",
-            reviewed={
-                "0.5.12": "46da8327a373cdb4",
-                "0.5.14": "c15c6fcab53e6047",
-                "0.5.17": "bfa8edbd0a6a8b0d",
-                "0.5.20": "bfa8edbd0a6a8b0d",
-                "0.5.23": "bfa8edbd0a6a8b0d",
-            },
         ),
         Target(
             where=f"{CUTLASS_EXPERTS}.process_weights_after_loading",
             sglang=">=0.5.16,<0.6",
             contract=Parameters(("self", "layer")),
             replacement=f"{EXPERTS}:replace_cutlass_process",
-            reviewed={"0.5.17": "1b0d6ad6bd4b8623", "0.5.20": "d8b38b4abd50e76a", "0.5.23": "d8b38b4abd50e76a"},
         ),
         Target(
             where=f"{CUTLASS_EXPERTS}.apply",
             sglang=">=0.5.16,<0.6",
             contract=Parameters(("self", "layer", "dispatch_output")),
             replacement=f"{EXPERTS}:replace_cutlass_apply",
-            reviewed={"0.5.17": "a60a31559c139f06", "0.5.20": "48e70296a35afa27", "0.5.23": "f52934b6ec0f0d6e"},
         ),
     ),
     needs=(EXTENSION,),
@@ -173,41 +148,20 @@ BF16_LINEAR = Patch(
         Target(
             where="sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
             sglang=">=0.5.12,<0.6",
-            contract=Bound(),  # keywords, where a caller has any, go to the original
+            contract=Parameters(("x", "y"), further="any"),
             replacement=f"{LINEAR_ADAPTER}:replace_linear_bf16_fp32",
-            reviewed={
-                "0.5.12": "d8d03ea7980370cf",
-                "0.5.14": "807591cd84255b1b",
-                "0.5.17": "d9ece2fafe7b7827",
-                "0.5.20": "d9ece2fafe7b7827",
-                "0.5.23": "1792bd426b86361f",
-            },
         ),
         Target(
             where="sglang.srt.models.deepseek_v2:MoEGate.forward",
             sglang=">=0.5.12,<0.6",
-            contract=Parameters(("self", "hidden_states", "gemm_output_zero_allocator", "forward_batch")),
+            contract=Parameters(("self", "hidden_states", "gemm_output_zero_allocator=None", "forward_batch=None")),
             replacement=f"{LINEAR_ADAPTER}:replace_gate",
-            reviewed={
-                "0.5.12": "f4f53b6795545505",
-                "0.5.14": "e1fe1fa125c30c67",
-                "0.5.17": "0efab4f78894bb3c",
-                "0.5.20": "fcfea8fc22af0aed",
-                "0.5.23": "41eb795b35f95e1e",
-            },
         ),
         Target(
             where=f"{INDEXER}:C4Indexer.compute_weights",
             sglang=">=0.5.12,<0.6",
-            contract=Parameters(("self", "x", "skip_scale")),
+            contract=Parameters(("self", "x", "skip_scale=False")),
             replacement=f"{LINEAR_ADAPTER}:replace_compute_weights",
-            reviewed={
-                "0.5.12": "b04b41deacdc98de",
-                "0.5.14": "b04b41deacdc98de",
-                "0.5.17": "b04b41deacdc98de",
-                "0.5.20": "b04b41deacdc98de",
-                "0.5.23": "b04b41deacdc98de",
-            },
         ),
     ),
     needs=(EXTENSION,),
@@ -226,15 +180,8 @@ FP8_LINEAR = Patch(
         Target(
             where=f"{FP8_METHOD}.apply",
             sglang=">=0.5.12,<0.6",
-            contract=Parameters(("self", "layer", "x", "bias")),
+            contract=Parameters(("self", "layer", "x", "bias=None")),
             replacement="deepseek_v4_sm120.sglang_adapters.fp8_linear:replace_apply",
-            reviewed={
-                "0.5.12": "d90366a0b0d097bf",
-                "0.5.14": "ff7163103d9a7a98",
-                "0.5.17": "b412ac2835e20458",
-                "0.5.20": "8f4aa5256c300082",
-                "0.5.23": "28b38c86cb4b24c7",
-            },
         ),
     ),
     needs=(EXTENSION,),
@@ -248,24 +195,21 @@ UNPADDED_HEADS = Patch(
     targets=(
         Target(
             where=f"{BACKEND}:DeepseekV4AttnBackend.forward",
-            sglang=">=0.5.13,<0.5.20",
-            contract=Parameters(
-                ("self", "q", "k", "v", "layer", "forward_batch", "compress_ratio", "save_kv_cache", "attn_sink", "**_")
-            ),
+            sglang=">=0.5.14,<0.5.20",  # before, the rank's heads are not the first ones
+            contract=Parameters(("self", "q", "k", "v", "layer"), further="any"),
             replacement=f"{ADAPTER}:replace_backend_forward",
-            reviewed={"0.5.14": "7da962da28620918", "0.5.17": "476ca3dfdcac7bf1"},
         ),
         Target(
             where=f"{MODEL}:MqaAttentionBase._kernel_num_heads",
             sglang=">=0.5.20,<0.6",
             contract=Parameters(("self", "num_tokens")),
             replacement=f"{ADAPTER}:replace_kernel_num_heads",
-            reviewed={"0.5.20": "bb41bfd8b57e71f1", "0.5.23": "bb41bfd8b57e71f1"},
         ),
     ),
     needs=(EXTENSION,),
     modes=("sm120", "ops", "seams"),
     serves="sparse_decode",
+    absent="up to 0.5.13 the rank's heads lie at an offset that the call does not tell: all are computed",
     retire="with sparse_decode",
 )
 
@@ -284,12 +228,12 @@ PAGED_PREFILL = Patch(
                 )
             ),
             replacement=f"{ADAPTER}:replace_forward_prefill_sparse",
-            reviewed={"0.5.14": "7d948c1e049d185f"},
             caller=BACKEND,
         ),
     ),
     needs=(EXTENSION,),
     serves="sparse_decode",
+    absent="0.5.12 has no such prefill, and from 0.5.16 on SM120 does not go there",
     retire="with SGLang 0.5.15",
 )
 
@@ -300,12 +244,12 @@ SCHED_META = Patch(
         Target(
             where="flash_mla:get_mla_metadata",
             sglang="<0.5.13",
-            contract=Bound(),
+            contract=Parameters((), further="any"),
             replacement=f"{ADAPTER}:replace_sched_meta",
-            reviewed={"0.5.12": "75cb7364486c8e5d"},
         ),
     ),
     serves="sparse_decode",
+    absent="from 0.5.13 on SM120 needs no such schedule",
     retire="with SGLang 0.5.12",
 )
 
@@ -319,13 +263,6 @@ ARGUMENT_DEFAULTS = Patch(
             sglang=">=0.5.12,<0.6",
             contract=Parameters(("server_args", "model_arch")),
             replacement="deepseek_v4_sm120.sglang_adapters.argument_defaults:replace_apply_defaults",
-            reviewed={
-                "0.5.12": "e8b556a12df90f80",
-                "0.5.14": "d0293a8acdce312c",
-                "0.5.17": "481b45ec921f171d",
-                "0.5.20": "a3b8837de4056da1",
-                "0.5.23": "e8fcbf998c3ee743",
-            },
         ),
     ),
     modes=MODES,
@@ -341,10 +278,10 @@ MARLIN_ON_SM120 = Patch(
             sglang=">=0.5.12,<0.5.13",
             contract=Bound(),
             replacement="deepseek_v4_sm120.sglang_adapters.argument_defaults:replace_marlin_gate",
-            reviewed={"0.5.12": "4b35d2c5815d32dc"},
         ),
     ),
     modes=("sm120",),
+    absent="from 0.5.13 on Marlin accepts SM120 itself",
     retire="with SGLang 0.5.12",
 )
 
@@ -357,11 +294,11 @@ PREFILL_INTERVAL = Patch(
             sglang=">=0.5.17,<0.5.18",
             contract=Parameters(("self", "prefill_delayer_single_pass", "running_batch")),
             replacement="deepseek_v4_sm120.sglang_adapters.scheduling:replace_new_batch_prefill",
-            reviewed={"0.5.17": "1aa796d9f30f8472"},
         ),
     ),
     modes=MODES,
     setting="prefill_decode_interval_0_5_17",
+    absent="it holds 0.5.17's chunks back; 0.5.19 and later have --prefill-decode-interval",
     retire="with SGLang 0.5.17",
 )
 
@@ -380,14 +317,26 @@ INDEXER_CHOICES = (
 TILELANG = "sglang.kernels.ops.attention.dsa.tilelang_kernel"
 
 
-def _index(where: str, replacement: str, sglang: str, reviewed: dict[str, str], names: tuple[str, ...] = ()) -> Target:
+LOGITS = Parameters(
+    ("q_fp8", "kvcache_fp8", "weight", "seq_lens", "page_table", "deep_gemm_metadata", "max_seq_len")
+    + ("clean_logits=...",)
+)
+TOPK = Parameters(("scores", "seq_lens", "page_tables", "out_page_indices", "page_size"), further="any")
+OTHER_TOPK = Parameters(("scores",), further="any")
+
+
+def _index(where: str, replacement: str, sglang: str, contract: Contract) -> Target:
     return Target(
-        where=where,
-        sglang=sglang,
-        contract=Parameters(names) if names else Bound(),
-        replacement=f"{INDEX_ADAPTER}:replace_{replacement}",
-        reviewed=reviewed,
+        where=where, sglang=sglang, contract=contract, replacement=f"{INDEX_ADAPTER}:replace_{replacement}"
     )
+
+
+def _topk(name: str, sglang: str) -> Target:
+    return _index(f"{INDEXER}:topk_transform_{name}", "topk", sglang, TOPK)
+
+
+def _other_topk(name: str, sglang: str) -> Target:
+    return _index(f"{INDEXER}:topk_transform_{name}", "other_topk", sglang, OTHER_TOPK)
 
 
 INDEX_SELECT = Patch(
@@ -399,82 +348,24 @@ INDEX_SELECT = Patch(
             f"{INDEXER}:C4IndexerBackendMixin.forward_c4_indexer",
             "forward",
             "<0.6",
-            {
-                "0.5.12": "280968036612965c",
-                "0.5.14": "e6c37a47d3b43cc2",
-                "0.5.17": "9939ac78d7425547",
-                "0.5.20": "df5963106f535afb",
-                "0.5.23": "1aead2dc6df941e3",
-            },
+            Parameters(("self", "x", "q_lora", "c4_indexer", "forward_batch"), further="any"),
         ),
         # the logits that SGLang picks on SM120: torch up to 0.5.15, then TileLang
-        _index(f"{INDEXER}:fp8_paged_mqa_logits_torch", "logits", "<0.5.13", {"0.5.12": "aca49af674dd7109"}),
-        _index(
-            f"{INDEXER}:fp8_paged_mqa_logits_torch_sm120", "logits", ">=0.5.13,<0.5.16", {"0.5.14": "4eabbd1136a4ef9b"}
-        ),
-        _index(
-            f"{TILELANG}:tilelang_fp8_paged_mqa_logits",
-            "logits",
-            ">=0.5.16,<0.6",
-            {"0.5.17": "43a709112fee8ed8", "0.5.20": "43a709112fee8ed8", "0.5.23": "43a709112fee8ed8"},
-        ),
+        _index(f"{INDEXER}:fp8_paged_mqa_logits_torch", "logits", "<0.5.13", LOGITS),
+        _index(f"{INDEXER}:fp8_paged_mqa_logits_torch_sm120", "logits", ">=0.5.13,<0.5.16", LOGITS),
+        _index(f"{TILELANG}:tilelang_fp8_paged_mqa_logits", "logits", ">=0.5.16,<0.6", LOGITS),
         # SGLang's own top-k, as the indexer imported it
-        _index(
-            f"{INDEXER}:topk_transform_512",
-            "topk",
-            "<0.5.20",
-            {"0.5.12": "93b190573e132513", "0.5.14": "1c68cee181fff17c", "0.5.17": "2052e4d7b1696863"},
-        ),
-        _index(
-            f"{INDEXER}:topk_transform_512_v2",
-            "topk",
-            "<0.5.20",
-            {"0.5.12": "4af335786bebdd5d", "0.5.14": "cd2a7c03aa0261d6", "0.5.17": "bb7e4834194b1f29"},
-        ),
-        _index(
-            f"{INDEXER}:topk_transform_paged",
-            "topk",
-            ">=0.5.20,<0.6",
-            {"0.5.20": "236b41b2ed380f16", "0.5.23": "236b41b2ed380f16"},
-        ),
-        _index(
-            f"{INDEXER}:topk_transform_paged_v2",
-            "topk",
-            ">=0.5.20,<0.6",
-            {"0.5.20": "d39f45e5d73c2cd2", "0.5.23": "d39f45e5d73c2cd2"},
-        ),
+        _topk("512", "<0.5.20"),
+        _topk("512_v2", "<0.5.20"),
+        _topk("paged", ">=0.5.20,<0.6"),
+        _topk("paged_v2", ">=0.5.20,<0.6"),
         # explicit choices: these get stock logits
-        _index(
-            f"{INDEXER}:topk_transform_512_pytorch_vectorized",
-            "other_topk",
-            "<0.5.20",
-            {"0.5.12": "635be9664aeb4535", "0.5.14": "6acb8a7fb22d46e9", "0.5.17": "beb253a0dfc955b6"},
-        ),
-        _index(
-            f"{INDEXER}:topk_transform_512_flashinfer_unfused",
-            "other_topk",
-            ">=0.5.17,<0.5.20",
-            {"0.5.17": "2dd73c673ff1bede"},
-        ),
-        _index(f"{INDEXER}:topk_transform_512_flashinfer_fused", "other_topk", ">=0.5.19,<0.5.20", {}),
-        _index(
-            f"{INDEXER}:topk_transform_pytorch_vectorized",
-            "other_topk",
-            ">=0.5.20,<0.6",
-            {"0.5.20": "0f10ad7599afc5ee", "0.5.23": "0f10ad7599afc5ee"},
-        ),
-        _index(
-            f"{INDEXER}:topk_transform_flashinfer_unfused",
-            "other_topk",
-            ">=0.5.20,<0.6",
-            {"0.5.20": "942114d6ab0f9dc6", "0.5.23": "942114d6ab0f9dc6"},
-        ),
-        _index(
-            f"{INDEXER}:topk_transform_flashinfer_fused",
-            "other_topk",
-            ">=0.5.20,<0.6",
-            {"0.5.20": "a4da5a9becdb650c", "0.5.23": "a4da5a9becdb650c"},
-        ),
+        _other_topk("512_pytorch_vectorized", "<0.5.20"),
+        _other_topk("512_flashinfer_unfused", ">=0.5.17,<0.5.20"),
+        _other_topk("512_flashinfer_fused", ">=0.5.19,<0.5.20"),
+        _other_topk("pytorch_vectorized", ">=0.5.20,<0.6"),
+        _other_topk("flashinfer_unfused", ">=0.5.20,<0.6"),
+        _other_topk("flashinfer_fused", ">=0.5.20,<0.6"),
     ),
     needs=(EXTENSION,),
     modes=("sm120", "ops", "seams"),
@@ -482,24 +373,12 @@ INDEX_SELECT = Patch(
 )
 
 
-def _seam(where: str, replacement: str, sglang: str, digest: str, reviewed: tuple[str, ...]) -> Target:
-    return Target(
-        where=where,
-        sglang=sglang,
-        contract=Bound(),
-        replacement=f"{SEAMS}:{replacement}",
-        reviewed=dict.fromkeys(reviewed, digest),
+def _seams(replacement: str, sglang: str, *places: str) -> tuple[Target, ...]:
+    return tuple(
+        Target(where=where, sglang=sglang, contract=Bound(), replacement=f"{SEAMS}:replace_{replacement}")
+        for where in places
     )
 
-
-# (versions, digest of the binding, versions whose uses of it were read)
-IMPORTED_PREDICATE_14 = (">=0.5.13,<0.5.19", "1e58558a9af6a6d9", ("0.5.14", "0.5.17"))
-IMPORTED_PREDICATE_17 = (">=0.5.16,<0.5.19", "1e58558a9af6a6d9", ("0.5.17",))
-FROZEN_BACKEND_FLAG = (">=0.5.13,<0.5.19", "93bfbc0866cac10b", ("0.5.14", "0.5.17"))
-FROZEN_METADATA_FLAG = (">=0.5.20,<0.6", "31034dd003a331cd", ("0.5.20", "0.5.23"))
-IMPORTED_PLATFORM = (">=0.5.19,<0.6", "68f5f8aadaddaa43", ("0.5.20", "0.5.23"))
-IMPORTED_PLATFORM_20 = (">=0.5.20,<0.6", "68f5f8aadaddaa43", ("0.5.20", "0.5.23"))
-IMPORTED_PLATFORM_23 = (">=0.5.21,<0.6", "68f5f8aadaddaa43", ("0.5.23",))
 
 SM120_SEAMS = Patch(
     name="sm120_seams",
@@ -508,26 +387,29 @@ SM120_SEAMS = Patch(
     "wo_a",
     targets=(
         # up to 0.5.18: the predicate as each module imported it, and one global frozen from it
-        _seam("sglang.srt.server_args:is_sm120_supported", "replace_predicate", *IMPORTED_PREDICATE_14),
-        _seam(f"{BACKEND}:_is_sm120", "replace_flag", *FROZEN_BACKEND_FLAG),
-        _seam(f"{INDEXER}:is_sm120_supported", "replace_predicate", *IMPORTED_PREDICATE_14),
-        _seam(f"{MODEL}:is_sm120_supported", "replace_predicate", *IMPORTED_PREDICATE_17),
+        *_seams(
+            "predicate",
+            ">=0.5.13,<0.5.19",
+            "sglang.srt.server_args:is_sm120_supported",
+            f"{INDEXER}:is_sm120_supported",
+        ),
+        *_seams("flag", ">=0.5.13,<0.5.19", f"{BACKEND}:_is_sm120"),
+        *_seams("predicate", ">=0.5.17,<0.5.19", f"{MODEL}:is_sm120_supported"),
         # from 0.5.19: the platform object as each module imported it, and one global frozen from it
-        _seam("sglang.srt.arg_groups.model_hook:get_platform", "replace_get_platform", *IMPORTED_PLATFORM),
-        _seam(f"{BACKEND}:get_platform", "replace_get_platform", *IMPORTED_PLATFORM),
-        _seam(f"{INDEXER}:get_platform", "replace_get_platform", *IMPORTED_PLATFORM),
-        _seam("sglang.srt.layers.attention.dsv4.metadata:_IS_SM120", "replace_flag", *FROZEN_METADATA_FLAG),
-        _seam(f"{MODEL}:get_platform", "replace_get_platform", *IMPORTED_PLATFORM),
-        _seam(
-            "sglang.srt.models.deepseek_common.amd.deepseek_v4_fused_mhc:get_platform",
-            "replace_get_platform",
-            *IMPORTED_PLATFORM_20,
+        *_seams(
+            "get_platform",
+            ">=0.5.19,<0.6",
+            "sglang.srt.arg_groups.model_hook:get_platform",
+            f"{BACKEND}:get_platform",
+            f"{INDEXER}:get_platform",
+            f"{MODEL}:get_platform",
+            f"{FUSION_MODULE}:get_platform",
         ),
-        _seam(
-            "sglang.srt.mem_cache.deepseek_v4_memory_pool:get_platform", "replace_get_platform", *IMPORTED_PLATFORM_23
-        ),
+        *_seams("flag", ">=0.5.20,<0.6", f"{METADATA}:_IS_SM120"),
+        *_seams("get_platform", ">=0.5.21,<0.6", "sglang.srt.mem_cache.deepseek_v4_memory_pool:get_platform"),
     ),
     modes=("seams",),
+    absent="0.5.12 asks nowhere for SM120",
     retire="never: it is a test",
 )
 
@@ -557,6 +439,7 @@ TABLE = Table(
     preflight="sglang.srt.managers.scheduler",
     resolved_at="sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults",
     built_at=f"{MODEL}:DeepseekV4ForCausalLM.__init__",
+    reviewed=functools.partial(ledger.read, LEDGER),
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, Q_NORM, PAGED_PREFILL, SCHED_META),
         *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR),

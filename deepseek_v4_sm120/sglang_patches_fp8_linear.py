@@ -2,54 +2,34 @@
 
 All versions have the same three places:
 
-    silu_and_mul_clamp    0.5.12 to 0.5.20 import it from their DeepSeek-V4 kernels, 0.5.23 from its activations; one
-                          kernel in all. It is called in DeepseekV2MLP.forward where the model has a swiglu_limit;
-                          without one SGLang calls SiluAndMul, which stays
-    q_norm                made by MQALayer.__init__ and called from two to five places of the attention. 0.5.23's own
-                          kernels for DeepSeek-V4.1 do without it, and that model is left alone; so is DSpark's
+    silu_and_mul_clamp    0.5.12 to 0.5.20 import it from their DeepSeek-V4 kernels, 0.5.21 and 0.5.22 from their MoE
+                          kernels, 0.5.23 from its activations; one kernel in all. It is called in DeepseekV2MLP.forward
+                          where the model has a swiglu_limit; without one SGLang calls SiluAndMul, which stays
+    q_norm                made by MQALayer.__init__ and called from two to five places of the attention. The kernels of
+                          0.5.21 and later for DeepSeek-V4.1 do without it, and that model is left alone; so is DSpark's
                           attention, which is another class
 """
 
-from deepseek_v4_sm120.patching.contract import Bound, Contract, Parameters
+from deepseek_v4_sm120.patching.contract import Contract, Parameters
 from deepseek_v4_sm120.patching.spec import Target
-from deepseek_v4_sm120.sglang_patches_wo_a import ATTENTION, INIT_PARAMETERS, INIT_REVIEWED
+from deepseek_v4_sm120.sglang_patches_wo_a import ATTENTION, INIT_PARAMETERS
 
 MLP_MODEL = "sglang.srt.models.deepseek_v2"
 MLP_FORWARD = f"{MLP_MODEL}:DeepseekV2MLP.forward"
 SILU_AND_MUL_CLAMP = f"{MLP_MODEL}:silu_and_mul_clamp"
 
 
-def _target(where: str, replacement: str, contract: Contract, reviewed: dict[str, str]) -> Target:
+def _target(where: str, replacement: str, contract: Contract) -> Target:
     return Target(
         where=where,
         sglang=">=0.5.12,<0.6",
         contract=contract,
         replacement=f"deepseek_v4_sm120.sglang_adapters.fp8_linear:replace_{replacement}",
-        reviewed=reviewed,
     )
 
 
 PROLOGUES = (
-    _target(
-        MLP_FORWARD,
-        "mlp_forward",
-        Bound(),
-        {
-            "0.5.12": "df275ed10b63ca72",
-            "0.5.14": "44dee38a0bd3ea3e",
-            "0.5.17": "85e9784ebb6ae790",
-            "0.5.20": "c4e63f63204bdf80",
-            "0.5.23": "6a3393744c671d99",
-        },
-    ),
-    _target(
-        SILU_AND_MUL_CLAMP,
-        "silu_and_mul_clamp",
-        Parameters(("input", "output", "swiglu_limit")),
-        {
-            **dict.fromkeys(("0.5.12", "0.5.14"), "e7849699ae7b65e7"),
-            **dict.fromkeys(("0.5.17", "0.5.20", "0.5.23"), "acea9d293abff550"),
-        },
-    ),
-    _target(f"{ATTENTION}.__init__", "attention_init", INIT_PARAMETERS, INIT_REVIEWED),
+    _target(MLP_FORWARD, "mlp_forward", Parameters(("self",), further="any")),
+    _target(SILU_AND_MUL_CLAMP, "silu_and_mul_clamp", Parameters(("input", "output", "swiglu_limit"))),
+    _target(f"{ATTENTION}.__init__", "attention_init", INIT_PARAMETERS),
 )

@@ -3,9 +3,9 @@
 What each version has (the preview image, older than 0.5.12, was not looked at: there mHC is SGLang's):
 
     0.5.12            no fused boundary: a post and a pre, which norms as well, are two calls of ours (3 launches)
-    0.5.14 to 0.5.18  the boundary exists, off by default (and never on where the TileLang pre is off: 0.5.14); we turn
-                      it on. From 0.5.17 on it is what SM120 may use
-    0.5.19 and later  on by default for SM120 where both TileLang switches allow it; we turn it on for every choice
+    0.5.13 to 0.5.17  the boundary exists, off by default (and up to 0.5.16 never on where the TileLang pre is off, as
+                      it is on SM120); we turn it on. 0.5.13's hc_pre does not get the batch
+    0.5.18 to 0.5.22  on by default for SM120 where both TileLang switches allow it; we turn it on for every choice
     0.5.23            the same calls behind layer boundaries (models/deepseek_v4_boundary.py), class renamed;
                       DeepSeek-V4.1 (hidden 5120, `pre` of the sublayer before) is SGLang's
 """
@@ -25,27 +25,23 @@ SWITCH = "_is_fused_mhc_post_pre_enabled"
 
 FUSED_PARAMETERS = Parameters(
     ("x", "residual", "post_layer_mix", "comb_res_mix", "fn", "hc_scale", "hc_base", "rms_eps", "hc_pre_eps")
-    + ("hc_sinkhorn_eps", "hc_post_mult_value", "sinkhorn_repeat", "n_splits", "tile_n", "norm_weight", "norm_eps")
+    + ("hc_sinkhorn_eps", "hc_post_mult_value", "sinkhorn_repeat", "n_splits=...", "tile_n=...")
+    + ("*", "norm_weight=None", "norm_eps=None")
 )
-PRE_PARAMETERS = Parameters(("self", "x", "hc_fn", "hc_scale", "hc_base", "norm", "forward_batch"))
-OLD_PRE_PARAMETERS = Parameters(PRE_PARAMETERS.names[:-1])
+OLD_PRE_PARAMETERS = Parameters(("self", "x", "hc_fn", "hc_scale", "hc_base", "norm=None"))
+PRE_PARAMETERS = Parameters((*OLD_PRE_PARAMETERS.signature, "forward_batch=..."))
 POST_PARAMETERS = Parameters(("self", "x", "residual", "post", "comb"))
 HEAD_PARAMETERS = Parameters(("x", "hc_fn", "hc_scale", "hc_base", "norm_eps", "hc_eps"))
 MODEL_HEAD_PARAMETERS = Parameters(("self", "x", "hc_fn", "hc_scale", "hc_base"))
 
 
-def _target(where: str, replacement: str, sglang: str, contract: Contract, reviewed: dict[str, str]) -> Target:
+def _target(where: str, replacement: str, sglang: str, contract: Contract) -> Target:
     return Target(
         where=where,
         sglang=sglang,
         contract=contract,
         replacement=f"deepseek_v4_sm120.sglang_adapters.mhc:replace_{replacement}",
-        reviewed=reviewed,
     )
-
-
-def _same(digest: str, *versions: str) -> dict[str, str]:
-    return dict.fromkeys(versions, digest)
 
 
 MHC = Patch(
@@ -53,77 +49,18 @@ MHC = Patch(
     why="hyper-connections: at a boundary stock runs post, a product in torch or TileLang, Sinkhorn, a weighted sum "
     "and the RMSNorm one by one, above 32 rows with a product on ceil(rows / 32) blocks; bench/mhc.py",
     targets=(
-        _target(
-            f"{MODEL}:{SWITCH}",
-            "fusion_enabled",
-            ">=0.5.13,<0.5.19",
-            Parameters(()),
-            {"0.5.14": "5ba461750c8ae8b2", "0.5.17": "e941898636435a2f"},
-        ),
-        _target(
-            f"{FUSION_MODULE}:{SWITCH}",
-            "fusion_enabled",
-            ">=0.5.19,<0.6",
-            Parameters(()),
-            _same("e3ac63498a1ae2cc", "0.5.20", "0.5.23"),
-        ),
-        _target(
-            f"{OLD_KERNELS}.mhc:{FUSED}",
-            "fused_post_pre",
-            ">=0.5.13,<0.5.16",
-            FUSED_PARAMETERS,
-            {"0.5.14": "2a05c5e3a13f56af"},
-        ),
-        _target(
-            f"{KERNELS}.mhc:{FUSED}",
-            "fused_post_pre",
-            ">=0.5.16,<0.6",
-            FUSED_PARAMETERS,
-            {"0.5.17": "1f6085e55e0e601f", "0.5.20": "9fa628961d83bf15", "0.5.23": "90d043598b7707f6"},
-        ),
-        _target(f"{LAYER}.hc_pre", "hc_pre", ">=0.5.12,<0.5.13", OLD_PRE_PARAMETERS, {"0.5.12": "e1b58d2311cd8caf"}),
-        _target(
-            f"{LAYER}.hc_pre",
-            "hc_pre",
-            ">=0.5.13,<0.5.23",
-            PRE_PARAMETERS,
-            {"0.5.14": "176652793b08f833", "0.5.17": "892da0f3e1c6726b", "0.5.20": "21cb971b297dfc5d"},
-        ),
-        _target(f"{LAYER_BASE}.hc_pre", "hc_pre", ">=0.5.23,<0.6", PRE_PARAMETERS, {"0.5.23": "16d8f47c74e3814d"}),
-        _target(
-            f"{LAYER}.hc_post",
-            "hc_post",
-            ">=0.5.12,<0.5.23",
-            POST_PARAMETERS,
-            {
-                "0.5.12": "a7ad22d475304517",
-                "0.5.14": "3e8d9361e60bf214",
-                "0.5.17": "cb8c1daec487dd3b",
-                "0.5.20": "7bd6018e1ee7ab1d",
-            },
-        ),
-        _target(f"{LAYER_BASE}.hc_post", "hc_post", ">=0.5.23,<0.6", POST_PARAMETERS, {"0.5.23": "56ed7b23aec37d67"}),
-        _target(
-            f"{OLD_KERNELS}.mhc_head:fused_hc_head",
-            "fused_head",
-            ">=0.5.12,<0.5.16",
-            HEAD_PARAMETERS,
-            _same("3b5e539f4554f23e", "0.5.12", "0.5.14"),
-        ),
-        _target(
-            f"{KERNELS}.mhc_head:fused_hc_head",
-            "fused_head",
-            ">=0.5.16,<0.6",
-            HEAD_PARAMETERS,
-            _same("3b5e539f4554f23e", "0.5.17", "0.5.20", "0.5.23"),
-        ),
-        _target(
-            f"{MTP_MODEL}.hc_head",
-            "hc_head",
-            ">=0.5.12,<0.6",
-            MODEL_HEAD_PARAMETERS,
-            _same("af6bf70ba12bff1f", "0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23"),
-        ),
+        _target(f"{MODEL}:{SWITCH}", "fusion_enabled", ">=0.5.13,<0.5.19", Parameters(())),
+        _target(f"{FUSION_MODULE}:{SWITCH}", "fusion_enabled", ">=0.5.19,<0.6", Parameters(())),
+        _target(f"{OLD_KERNELS}.mhc:{FUSED}", "fused_post_pre", ">=0.5.13,<0.5.16", FUSED_PARAMETERS),
+        _target(f"{KERNELS}.mhc:{FUSED}", "fused_post_pre", ">=0.5.16,<0.6", FUSED_PARAMETERS),
+        _target(f"{LAYER}.hc_pre", "hc_pre", ">=0.5.12,<0.5.14", OLD_PRE_PARAMETERS),
+        _target(f"{LAYER}.hc_pre", "hc_pre", ">=0.5.14,<0.5.23", PRE_PARAMETERS),
+        _target(f"{LAYER_BASE}.hc_pre", "hc_pre", ">=0.5.23,<0.6", PRE_PARAMETERS),
+        _target(f"{LAYER}.hc_post", "hc_post", ">=0.5.12,<0.5.23", POST_PARAMETERS),
+        _target(f"{LAYER_BASE}.hc_post", "hc_post", ">=0.5.23,<0.6", POST_PARAMETERS),
+        _target(f"{OLD_KERNELS}.mhc_head:fused_hc_head", "fused_head", ">=0.5.12,<0.5.16", HEAD_PARAMETERS),
+        _target(f"{KERNELS}.mhc_head:fused_hc_head", "fused_head", ">=0.5.16,<0.6", HEAD_PARAMETERS),
+        _target(f"{MTP_MODEL}.hc_head", "hc_head", ">=0.5.12,<0.6", MODEL_HEAD_PARAMETERS),
     ),
     needs=("deepseek_v4_sm120.extension:load",),
     modes=("sm120", "ops", "seams"),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -77,20 +76,14 @@ def test_a_verdict_weighs_what_a_step_calls_often():
 @pytest.mark.parametrize(
     ("stock", "verdict"),
     [
-        (times(a=13), "ours is used; stock takes 1.30 times ours, so it is switched on"),
+        (times(a=13), "ours is used; stock takes 1.30 times ours"),
         (times(a=8), "stock is used; stock takes 0.80 times ours"),
-        (times(b=8), "off, as by default: nothing to compare with"),
-        (WRONG, "off, as by default: nothing to compare with"),
-        ({"problem": "not installed"}, "off, as by default: nothing to compare with"),
+        (WRONG, "ours is used"),
+        ({"problem": "not installed"}, "ours is used"),
     ],
 )
-def test_an_operator_that_is_off_by_default_is_switched_on_only_by_a_comparison(stock, verdict, monkeypatch):
-    off = [replace(p, off_because="it is said") if p.name == "fp8_linear" else p for p in command.TABLE.patches]
-    monkeypatch.setattr(command, "TABLE", replace(command.TABLE, patches=tuple(off)))
-    measured = command.decide("fp8_linear", {OURS: times(a=10), STOCK: stock})
-    decided = command.profile.Profile("p.json", {"fp8_linear": measured})
-    assert command._verdict("fp8_linear", measured, decided) == verdict
-    assert bool(decided.favours("fp8_linear")) == verdict.endswith("switched on")
+def test_the_verdict_in_words(stock, verdict):
+    assert command._verdict(command.decide("fp8_linear", {OURS: times(a=10), STOCK: stock})) == verdict
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ LINEAR_HOMES = (
 # What MoEGate.forward takes instead for few rows: 0.5.20 and later, then 0.5.16 to 0.5.19
 TINY_GEMM = ("sglang.kernels.ops.gemm.tiny_gemm", "tiny_gemm_bf16")
 TINY_GEMM_ROWS = ("sglang.srt.models.deepseek_common.utils", "tiny_router_gemm_max_tokens")
-ROUTER_GEMM = ("sglang.kernels.ops.gemm.dsv3_router_gemm", "dsv3_router_gemm")
+ROUTER_GEMM_HOMES = ("sglang.kernels.ops.gemm.dsv3_router_gemm", "sglang.jit_kernel.dsv3_router_gemm")  # from 0.5.15 on
+ROUTER_GEMM = "dsv3_router_gemm"
 ROUTER_GEMM_ROWS = 16
 
 
@@ -192,8 +193,9 @@ def _router(linear: Callable) -> tuple[Callable, int]:
         )
         tiny = unpatched(*TINY_GEMM)
         return lambda x, weight: tiny(x, weight, out_dtype=torch.float32, max_m=rows), rows
-    if _has(*ROUTER_GEMM):
-        router = unpatched(*ROUTER_GEMM)
+    home = first_installed(ROUTER_GEMM_HOMES)
+    if home is not None and _has(home, ROUTER_GEMM):
+        router = unpatched(home, ROUTER_GEMM)
         return lambda x, weight: router(x, weight, out_dtype=torch.float32), ROUTER_GEMM_ROWS
     return linear, MOST_ROWS
 

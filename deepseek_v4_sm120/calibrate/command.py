@@ -27,7 +27,6 @@ from deepseek_v4_sm120.console import CommandError
 from deepseek_v4_sm120.disclosure import redacted
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
-from deepseek_v4_sm120.sglang_patches import TABLE
 
 WORKER_SECONDS = 600  # of one provider of one operator
 DEVICE_SECONDS = 120
@@ -373,7 +372,6 @@ def show(found: dict, out: Path) -> None:
         f"\n{identity['device']}, driver {identity['driver'] or '?'}, SGLang {identity['sglang'] or 'not installed'}, "
         f"deepseek_v4_sm120 {identity['package']} ({commit}); TP{found['plan']['tp']}"
     )
-    decided = profile.Profile(str(out), found["operators"])
     for name, measured in found["operators"].items():
         providers = measured["providers"]
         ran = [p for p in providers if providers[p].get("cases")]
@@ -393,7 +391,7 @@ def show(found: dict, out: Path) -> None:
             console.say(f"not reached  {p}: {missing}")
         for p, why in measured["left_out"].items():
             console.say(f"left out  {p}: {why}")
-        console.say(f"{name}: {_verdict(name, measured, decided)}")
+        console.say(f"{name}: {_verdict(measured)}")
     for name in found["not_reached"]:
         console.say(f"{name}: not reached, so the shipped default holds")
     if identity["sglang"] is None:
@@ -401,14 +399,9 @@ def show(found: dict, out: Path) -> None:
     console.say(f"\nWritten to {out}. The server reads it with DSV4_SM120_PROFILE={out.resolve()}")
 
 
-def _verdict(name: str, measured: dict, decided: profile.Profile) -> str:
+def _verdict(measured: dict) -> str:
     ratio = measured["stock_over_ours"]
     beside = f"; stock takes {ratio:.2f} times ours" if ratio else ""
-    is_off = any(patch.off_because for patch in TABLE.patches if name in (patch.name, patch.serves))
-    if is_off and measured["winner"] == OURS:
-        beside += ", so it is switched on" if decided.favours(name) else ""
-        if not decided.favours(name):
-            return "off, as by default: nothing to compare with"
     return f"{measured['winner']} is used{beside}"
 
 

@@ -25,7 +25,7 @@ from deepseek_v4_sm120.plan.models import FLASH
 ERROR = "greatest relative error of the entries against float64, the cache's rounding in it; infinite: a wrong state"
 MOST_ROWS = 64  # of a decode step
 MAX_ERROR = 0.04  # E4M3 with a scale for 64 gives 0.026
-SINCE = (0, 5, 13)
+SINCE = (0, 5, 14)
 HOMES = ("sglang.kernels.ops.attention.dsv4", "sglang.jit_kernel.dsv4")  # newest first
 
 

@@ -1,6 +1,6 @@
 """mhc for `calibrate`: a whole boundary between two sublayers, as a layer calls it twice; all sizes are every rank's.
 
-What is compared follows SGLang's defaults: its fused boundary from 0.5.19 on; before that post and pre, in TileLang
+What is compared follows SGLang's defaults: its fused boundary from 0.5.18 on; before that post and pre, in TileLang
 with the norm, or, on SM120, post in TileLang and pre in torch with an RMSNorm behind it.
 """
 
@@ -36,7 +36,7 @@ ERROR = (
 )
 
 HOMES = ("sglang.kernels.ops.layernorm.mhc", "sglang.srt.layers.mhc")
-FUSED, FUSED_SINCE, FUSED_BY_DEFAULT_SINCE = "fused", (0, 5, 13), (0, 5, 19)
+FUSED, FUSED_SINCE, FUSED_BY_DEFAULT_SINCE = "fused", (0, 5, 13), (0, 5, 18)
 # what SGLang sets on SM120 when a server starts
 ON_SM120 = {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0", "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0"}
 # what these kernels' wrappers ask of a server, and the answers of one rank without parallelism

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from deepseek_v4_sm120.console import CommandError, one_line
+from deepseek_v4_sm120.doctor import model_checks
 from deepseek_v4_sm120.doctor.finding import OK, Finding, fail, not_run, ok, warn
 from deepseek_v4_sm120.doctor.http_get import check_url, get
 from deepseek_v4_sm120.plan import memory, models
@@ -52,6 +53,7 @@ class Answers:
     metrics: dict[str, float] | None
     applied: frozenset[str] | None = None  # patches of running servers by their reports; None: no reports
     metrics_problem: str = "the server has none"
+    model_type: str | None = None  # of /model_info
 
     def get(self, name: str):
         """A field of FIELDS as the kind of value that it is; None where it is absent or of another kind."""
@@ -100,11 +102,23 @@ def ask(url: str, api_key: str | None = None) -> Answers:
         info = None
     if not isinstance(info, dict) or "version" not in info:
         raise CommandError(f"{base}/server_info is not what SGLang answers: {one_line(text[:400], 80)!r}")
+    model_type = _model_type(base, api_key)
     try:
         metrics = get(f"{base}/metrics", api_key)
     except CommandError as error:
-        return Answers(info, None, metrics_problem=str(error))
-    return Answers(info, None if metrics is None else read_metrics(metrics))
+        return Answers(info, None, metrics_problem=str(error), model_type=model_type)
+    return Answers(info, None if metrics is None else read_metrics(metrics), model_type=model_type)
+
+
+def _model_type(base: str, api_key: str | None) -> str | None:
+    """model_type of the server's model; None where it does not say."""
+    try:
+        text = get(f"{base}/model_info", api_key) or get(f"{base}/get_model_info", api_key)
+        told = json.loads(text or "")
+    except (CommandError, ValueError, RecursionError):
+        return None
+    found = told.get("model_type") if isinstance(told, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def read_metrics(text: str) -> dict[str, float]:
@@ -133,6 +147,7 @@ def checks(answers: Answers) -> Iterator[Finding]:
         yield warn("server", name, "these checks are for DeepSeek-V4; nothing is known of this model", "")
     else:
         yield ok("server", name)
+    yield from model_checks.findings(answers.get("model_path"), answers.model_type, answers.get("tp_size"))
     found = [finding for rule in RULES for finding in rule(answers)]
     yield from found
     if unread := answers.unread():

@@ -25,11 +25,12 @@ import functools
 import torch
 
 from deepseek_v4_sm120 import cuda_tensors, extension
+from deepseek_v4_sm120.models_served import LIMITS
 from deepseek_v4_sm120.zeroed_words import ZeroedWords
 
 STREAMS = 4
 MIXES = STREAMS * (2 + STREAMS)
-HIDDEN = (4096, 7168)  # Flash, Pro
+HIDDEN = LIMITS["mhc"]["hidden"].values  # Flash, Pro
 KERNELS = ("fused", "split", "many")
 FLASH_HIDDEN = 4096  # fused and many are for this width
 MANY_ROWS = 257

@@ -4,42 +4,96 @@ Used at run time, at the preflight and by the tests over the real wheels, so tha
 """
 
 import ast
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-ReadSource = Callable[[str], str | None]  # module name -> source text, None if there is no such module
+if TYPE_CHECKING:
+    from deepseek_v4_sm120.patching.sources import Parsed
+
+Parse = Callable[[str], "Parsed | None"]  # module name -> its syntax tree, None if there is no such module
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 _MAX_REEXPORTS = 5
+# Decorators that leave alone what a function is called with and what it gives, by their last name
+_TRANSPARENT = ("disable", "inference_mode", "no_grad", "override")
+HANDED_THROUGH = "..."  # as a default in Parameters
 
 
 @dataclass(frozen=True)
 class ConsumedKeys:
-    """A function taking `**kwargs` (or named parameters) that reads exactly these names."""
+    """A plain function taking `**kwargs` (or named parameters) that reads exactly these names."""
 
     names: tuple[str, ...]
 
     def violation(self, node: ast.AST) -> str | None:
         if not isinstance(node, Function):
             return f"expected a function, found {_kind(node)}"
-        return _difference("consumed keys", set(self.names), consumed_keys(node))
+        if node.args.posonlyargs:
+            return f"parameters: {node.args.posonlyargs[0].arg} is positional-only, expected keywords"
+        return _how_it_is_called(node) or _difference("consumed keys", set(self.names), consumed_keys(node))
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """A function with exactly these parameters, in this order; `*name` and `**name` for the variadic ones."""
+    """A plain function with exactly these parameters, in this order, each as `def` writes it without a type.
 
-    names: tuple[str, ...]
+    "x"           no default: our replacement must be given it
+    "norm=None"   this default: our replacement fills it in itself (or the function has none, and is always given it)
+    "norm=..."    any default or none: our replacement hands through what it is given
+    "*", "/"      what follows is keyword-only, what precedes positional-only; "*name" and "**name" the variadic ones
+
+    further: which parameters may follow, all handed through: None, "any" or "keyword-only".
+    is_generator: the function is a generator, and what stands for it gives something to iterate over.
+    """
+
+    signature: tuple[str, ...]
+    further: Literal["any", "keyword-only"] | None = None
+    is_generator: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Without defaults and markers, the variadic ones with their stars."""
+        return tuple(one.name for one in self.expected)
+
+    @functools.cached_property
+    def expected(self) -> "tuple[Parameter, ...]":
+        function = ast.parse(f"def f({', '.join(self.signature)}): pass").body[0]
+        return described_parameters(function)
 
     def violation(self, node: ast.AST) -> str | None:
         if not isinstance(node, Function):
             return f"expected a function, found {_kind(node)}"
-        found = parameters(node)
-        if found == self.names:
+        expected, found = self.expected, described_parameters(node)
+        rest = found[len(expected) :] if self.further else ()
+        found = found[: len(found) - len(rest)]
+        return (
+            _how_it_is_called(node, self.is_generator)
+            or _order_violation(tuple(p.name for p in expected), tuple(p.name for p in found))
+            or next(filter(None, map(Parameter.violation, expected, found)), None)
+            or (_no_positional(rest) if self.further == "keyword-only" else None)
+        )
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a definition; `default` is its source text, None where it has none."""
+
+    name: str
+    kind: str
+    default: str | None
+
+    def violation(self, found: "Parameter") -> str | None:
+        """What is different in `found`, the host's parameter of the same name."""
+        if found.kind != self.kind:
+            return f"parameters: {self.name} is {found.kind}, expected {self.kind}"
+        if self.default == HANDED_THROUGH or found.default in (None, self.default):
             return None
-        unordered = _difference("parameters", set(self.names), set(found))
-        return unordered or f"parameters: expected the order {', '.join(self.names)}; found {', '.join(found)}"
+        if self.default is None:
+            return f"parameters: {self.name} may be left out (it is {found.default} then), and we do not know that"
+        return f"parameters: the default of {self.name} is {found.default}, expected {self.default}"
 
 
 @dataclass(frozen=True)
@@ -61,20 +115,40 @@ class Finding:
     digest: str | None = None
 
 
-def check(where: str, contract: Contract, caller: str | None, read_source: ReadSource) -> Finding:
+def check(where: str, contract: Contract, caller: str | None, parse: Parse) -> Finding:
     """Check the definition of "module:qualname", and the calls of it in `caller`, against the contract."""
     module, _, qualname = where.partition(":")
-    source = read_source(module)
-    if source is None:
-        return Finding(f"there is no module {module}")
-    node = _definition(module, qualname, contract, read_source)
+    node, problem = definition(module, qualname, contract, parse)
     if node is None:
-        return Finding(f"{module} does not define {qualname}")
-    digest = digest_of(node)
+        return Finding(problem)
     problem = contract.violation(node)
     if problem is None and caller is not None:
-        problem = _caller_violation(caller, qualname, contract, read_source)
-    return Finding(problem, digest)
+        problem = _caller_violation(caller, qualname, contract, parse)
+    return Finding(problem, digest_of(node))
+
+
+def definition(module: str, qualname: str, contract: Contract, parse: Parse) -> tuple[ast.AST | None, str | None]:
+    """(the definition, None) or (None, why there is none), followed through `from x import name` and `name = other`
+    where the contract speaks of a function."""
+    first, wanted = module, qualname
+    for _ in range(_MAX_REEXPORTS):
+        parsed = parse(module)
+        if parsed is None and module == first:
+            return None, f"there is no module {module}"
+        if parsed is not None and parsed.problem:
+            return None, f"{module} {parsed.problem}"
+        node = None if parsed is None else find_definition(parsed.tree, qualname)
+        if isinstance(contract, Bound) and node is not None:
+            return node, None
+        if isinstance(node, ast.ImportFrom):
+            module, qualname = _imported_module(module, node), node.names[0].name
+        elif _is_alias(node) and "." not in qualname and node.value.id != qualname:
+            qualname = node.value.id
+        elif node is not None:
+            return node, None
+        else:
+            break
+    return None, f"{first} does not define {wanted}"
 
 
 def find_definition(tree: ast.Module, qualname: str) -> ast.AST | None:
@@ -117,12 +191,27 @@ def consumed_keys(function: Function) -> set[str]:
 
 def parameters(function: Function) -> tuple[str, ...]:
     """Parameter names in order, `*args` and `**kwargs` with their stars."""
+    return tuple(one.name for one in described_parameters(function))
+
+
+def described_parameters(function: Function) -> tuple[Parameter, ...]:
+    """The parameters in order, with their kinds and the source text of their defaults."""
     args = function.args
-    names = [a.arg for a in args.posonlyargs + args.args]
-    names += ["*" + args.vararg.arg] if args.vararg else []
-    names += [a.arg for a in args.kwonlyargs]
-    names += ["**" + args.kwarg.arg] if args.kwarg else []
-    return tuple(names)
+    positional = args.posonlyargs + args.args
+    defaults = [None] * (len(positional) - len(args.defaults)) + args.defaults
+    found = []
+    for index, (arg, default) in enumerate(zip(positional, defaults, strict=True)):
+        kind = "positional-only" if index < len(args.posonlyargs) else "positional or keyword"
+        found.append(Parameter(arg.arg, kind, _text(default)))
+    found += [Parameter("*" + args.vararg.arg, "variadic", None)] if args.vararg else []
+    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        found.append(Parameter(arg.arg, "keyword-only", _text(default)))
+    found += [Parameter("**" + args.kwarg.arg, "variadic", None)] if args.kwarg else []
+    return tuple(found)
+
+
+def _text(default: ast.expr | None) -> str | None:
+    return None if default is None else ast.unparse(default)
 
 
 def passed_keywords(tree: ast.AST, name: str) -> list[set[str]]:
@@ -140,16 +229,8 @@ def digest_of(node: ast.AST) -> str:
     return hashlib.sha256(_normal_form(node).encode()).hexdigest()[:16]
 
 
-def _definition(module: str, qualname: str, contract: Contract, read_source: ReadSource) -> ast.AST | None:
-    """The definition, followed through `from x import name` where the contract speaks of a function."""
-    for _ in range(_MAX_REEXPORTS):
-        source = read_source(module)
-        node = None if source is None else find_definition(ast.parse(source), qualname)
-        if not isinstance(node, ast.ImportFrom) or isinstance(contract, Bound):
-            return node
-        module = _imported_module(module, node)
-        qualname = node.names[0].name
-    return None
+def _is_alias(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)
 
 
 def _imported_module(module: str, node: ast.ImportFrom) -> str:
@@ -161,16 +242,62 @@ def _imported_module(module: str, node: ast.ImportFrom) -> str:
     return ".".join(base + ([node.module] if node.module else []))
 
 
-def _caller_violation(caller: str, qualname: str, contract: Contract, read_source: ReadSource) -> str | None:
-    source = read_source(caller)
-    if source is None:
+def _caller_violation(caller: str, qualname: str, contract: Contract, parse: Parse) -> str | None:
+    parsed = parse(caller)
+    if parsed is None:
         return f"there is no module {caller}, which should call {qualname}"
+    if parsed.problem:
+        return f"{caller}, which should call {qualname}, {parsed.problem}"
     known = {n for n in getattr(contract, "names", ()) if not n.startswith("*")}
-    calls = passed_keywords(ast.parse(source), qualname.rpartition(".")[2])
+    calls = passed_keywords(parsed.tree, qualname.rpartition(".")[2])
     if not calls:
         return f"{caller} does not call {qualname} any more"
+    if isinstance(contract, ConsumedKeys) and _passes_by_position(parsed.tree, qualname):
+        return f"{caller} passes arguments to {qualname} by position, we know keywords"
     unknown = sorted(set().union(*calls) - known) if known else []
     return f"{caller} passes {', '.join(unknown)} to {qualname}, which we do not know" if unknown else None
+
+
+def _passes_by_position(tree: ast.AST, qualname: str) -> bool:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    return any(_called_name(call.func) == qualname.rpartition(".")[2] for call in calls)
+
+
+def _how_it_is_called(function: Function, is_generator: bool = False) -> str | None:
+    """What makes a call of the function another one than expected: async, a generator or none, a decorator."""
+    expected = "a generator" if is_generator else "a plain function"
+    yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in _own_nodes(function))
+    if isinstance(function, ast.AsyncFunctionDef) or yields != is_generator:
+        kind = "an async function" if isinstance(function, ast.AsyncFunctionDef) else "a generator"
+        return f"expected {expected}, found {kind if kind != expected else 'a plain function'}"
+    decorators = [ast.unparse(node) for node in function.decorator_list if _last_name(node) not in _TRANSPARENT]
+    return f"expected {expected}, found it decorated with @{', @'.join(decorators)}" if decorators else None
+
+
+def _own_nodes(function: Function):
+    """The nodes of a function's body, but not those of functions inside of it."""
+    left = list(function.body)
+    while left:
+        node = left.pop()
+        yield node
+        if not isinstance(node, Function | ast.Lambda | ast.ClassDef):
+            left.extend(ast.iter_child_nodes(node))
+
+
+def _last_name(decorator: ast.expr) -> str | None:
+    return _called_name(decorator.func if isinstance(decorator, ast.Call) else decorator)
+
+
+def _no_positional(rest: tuple[Parameter, ...]) -> str | None:
+    found = [p for p in rest if p.kind != "keyword-only" and not p.name.startswith("**")]
+    return f"parameters: {found[0].name} is {found[0].kind}, expected keyword-only" if found else None
+
+
+def _order_violation(expected: tuple[str, ...], found: tuple[str, ...]) -> str | None:
+    if found == expected:
+        return None
+    unordered = _difference("parameters", set(expected), set(found))
+    return unordered or f"parameters: expected the order {', '.join(expected)}; found {', '.join(found)}"
 
 
 def _binding(statement: ast.stmt, name: str) -> ast.AST | None:

@@ -67,7 +67,9 @@ class Engine:
         self.table = table
         self.host = host
         self.settings = settings
-        self.version = package_version(host, Sources())
+        version_files = Sources()
+        self.version = package_version(host, version_files)
+        self.unparsable = version_files.problems  # sentences; what a target's file has is in the target's record
         self.stand_ins = [s for s in table.stand_ins if self._has_setting(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
         operators = tuple(dict.fromkeys(patch.serves or patch.name for patch in table.patches))
@@ -95,10 +97,7 @@ class Engine:
         asked = self.settings.choices.get(name)
         if asked == "off":
             return [Record(patch, None, OFF, f"DSV4_SM120_SET={name}=off")]
-        against, favoured = self.profile.against(name), self.profile.favours(name)
-        if patch.off_because and asked != "on" and not favoured:
-            why = against or patch.off_because
-            return [Record(patch, None, OFF, f"{why}; DSV4_SM120_SET={name}=on switches it on")]
+        against = self.profile.against(name)
         if self.sources.path(self.host) is None:
             return [Record(patch, None, NOT_APPLICABLE, f"{self.host} is not on this interpreter's path")]
         if self.settings.mode not in patch.modes:
@@ -116,12 +115,12 @@ class Engine:
             return [Record(patch, None, NOT_APPLICABLE, against)]
         targets = self._targets(patch)
         if not targets and self._version_is_known():
-            return [Record(patch, None, NOT_APPLICABLE, f"{self.host} {self.version} has no such place")]
+            why = f": {patch.absent}" if patch.absent else ""
+            return [Record(patch, None, NOT_APPLICABLE, f"{self.host} {self.version} has no such place{why}")]
         if not targets:
             reason = f"{self.host} does not tell its version, and no place of it fits {patch.name}: the stock code runs"
             return [Record(patch, None, UNSUPPORTED, reason)]
-        why = f"; {favoured}" if patch.off_because and asked != "on" else ""
-        why = f"; DSV4_SM120_SET={name}=on, although {against}" if against else why
+        why = f"; DSV4_SM120_SET={name}=on, although {against}" if against else ""
         return [Record(patch, t, READY, f"when {self.host} imports it{why}") for t in targets]
 
     def _leave_out_what_serves_nothing(self) -> None:
@@ -194,7 +193,7 @@ class Engine:
         return []
 
     def _look(self, where: str, expected: contract.Contract, caller: str | None) -> contract.Finding:
-        return contract.check(where, expected, caller, self.sources.read)
+        return contract.check(where, expected, caller, self.sources.parse)
 
     # Hooks ----------------------------------------------------------------------------------------------------------
 
@@ -243,7 +242,8 @@ class Engine:
         import_hook.catch_up()
         self._check(patch.name for patch in self.table.patches)
         self._tell()
-        told = [r.reason for r in self.records if r.state == UNSUPPORTED] + self.profile.warnings
+        self.sources.forget()
+        told = [r.reason for r in self.records if r.state == UNSUPPORTED] + self.profile.warnings + self.unparsable
         unreviewed = {r.name: "" for r in self.records if r.state != BROKEN and r.review.startswith("UNREVIEWED")}
         if unreviewed:
             told.append(
@@ -258,6 +258,7 @@ class Engine:
         """The records after checking everything on disk, as the preflight does it; nothing is said or patched."""
         self._checked.clear()
         self._check(patch.name for patch in self.table.patches)
+        self.sources.forget()
         return self.records
 
     def enter_model(self, makes_layers: bool) -> None:
@@ -434,12 +435,16 @@ class Engine:
     def _review(self, target: Target, digest: str | None) -> str:
         if digest is None:
             return ""
-        if target.reviewed.get(self.version) == digest:
+        ledger = self.table.reviewed()
+        if ledger.problem:
+            return f"UNREVIEWED: {ledger.problem}"
+        reviewed = ledger.of(target.where)
+        if reviewed.get(self.version) == digest:
             return "reviewed"
-        same = [version for version, known in target.reviewed.items() if known == digest]
+        same = [version for version, known in reviewed.items() if known == digest]
         if same:
             return f"UNREVIEWED: nobody has looked at {self.host} {self.version}; this code is that of {same[-1]}"
-        known = ", ".join(target.reviewed) or "none"
+        known = ", ".join(reviewed) or "none"
         return (
             f"UNREVIEWED: nobody has looked at this code (digest {digest}) of {self.host} {self.version}; it takes the "
             f"arguments that we expect, so it is replaced. Reviewed: {known}"

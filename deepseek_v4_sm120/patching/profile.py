@@ -1,5 +1,4 @@
-"""What `calibrate` measured on this machine, read at start-up: a patch that was wrong or slower here is left out, one
-that is off by default is applied where it was faster than a stock that ran, too.
+"""What `calibrate` measured on this machine, read at start-up: a patch that was wrong or slower here is left out.
 
 Standard library only, and no CUDA: which GPU and driver this is, the driver says in /proc. A profile of another machine
 or of another release counts for nothing and is told; without one the shipped defaults hold. One that does not say of
@@ -62,13 +61,6 @@ class Profile:
             return None
         reasons = [f"{name}: {why}" for name, why in found.get("wrong", {}).items() if name.startswith(OURS)]
         return f"profile {self.path}: " + ("; ".join(reasons) or f"{found['winner']} is faster on this machine")
-
-    def favours(self, patch: str) -> str | None:
-        """Why a patch that is off by default is applied here: it was right, and stock, which ran too, was slower."""
-        found = self.operators.get(patch)
-        if found is None or found["winner"] != OURS or found.get("stock_over_ours") is None:
-            return None
-        return f"profile {self.path}: stock takes {found['stock_over_ours']:.2f} times as long on this machine"
 
     def left_out(self, patch: str, way: str) -> str | None:
         """Why the patch must do without one of its ways here ("ours, mxfp8"), None when it may use it."""

@@ -2,9 +2,29 @@
 
 import ast
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from deepseek_v4_sm120.patching import import_hook
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A module's syntax tree, or in words why there is none: "cannot be parsed: line 3: invalid syntax"."""
+
+    tree: ast.Module | None
+    problem: str | None = None
+
+
+def parse(source: bytes | str) -> Parsed:
+    """Python source as it is on disk, in the encoding that it declares."""
+    try:
+        return Parsed(ast.parse(source))
+    except SyntaxError as error:  # bad encodings and NUL bytes too
+        line = f"line {error.lineno}: " if error.lineno else ""
+        return Parsed(None, f"cannot be parsed: {line}{error.msg}")
+    except (ValueError, RecursionError) as error:  # NUL bytes before Python 3.12; nested too deeply
+        return Parsed(None, f"cannot be parsed: {error}")
 
 
 class Sources:
@@ -15,7 +35,8 @@ class Sources:
 
     def __init__(self, stand_ins: dict[str, str] | None = None):
         self._stand_ins = stand_ins or {}
-        self._texts: dict[str, str | None] = {}
+        self._parsed: dict[str, Parsed | None] = {}
+        self.problems: list[str] = []  # of what was parsed: one sentence a module
 
     def path(self, module: str) -> Path | None:
         loaded = getattr(sys.modules.get(module), "__file__", None)
@@ -29,12 +50,23 @@ class Sources:
                     return candidate
         return self._single_file(top) if not rest else None
 
+    def parse(self, module: str) -> Parsed | None:
+        """The module's syntax tree, None if it does not exist. Each is parsed once; `forget` drops them."""
+        if module not in self._parsed:
+            path = self.path(module)
+            self._parsed[module] = None if path is None else _parse_file(path)
+            if path is not None and self._parsed[module].problem:
+                self.problems.append(f"{module} {self._parsed[module].problem}")
+        return self._parsed[module]
+
     def read(self, module: str) -> str | None:
         """Source text of the module, None if it does not exist."""
-        if module not in self._texts:
-            path = self.path(module)
-            self._texts[module] = path.read_text(encoding="utf-8") if path else None
-        return self._texts[module]
+        path = self.path(module)
+        return path.read_text(encoding="utf-8", errors="replace") if path else None
+
+    def forget(self) -> None:
+        """Drop the trees, which are some megabytes each: whoever asks again pays again."""
+        self._parsed.clear()
 
     def _folders(self, top: str) -> list[str]:
         spec = import_hook.find_without_hooks(top)
@@ -49,11 +81,19 @@ class Sources:
         return Path(origin) if origin and origin.endswith(".py") else None
 
 
+def _parse_file(path: Path) -> Parsed:
+    try:
+        return parse(path.read_bytes())
+    except OSError as error:
+        return Parsed(None, f"cannot be read: {error.strerror or error}")
+
+
 def package_version(package: str, sources: Sources) -> str | None:
-    """The version written in the package's own files, else its distribution's; None if neither tells."""
+    """The version written in the package's own files, else its distribution's; None if neither tells. A file that
+    cannot be parsed tells none, and is among `sources.problems`."""
     for module in (f"{package}._version", f"{package}.version", package):
-        text = sources.read(module)
-        version = _literal_version(text) if text else None
+        parsed = sources.parse(module)
+        version = _literal_version(parsed.tree) if parsed is not None and parsed.tree is not None else None
         if version:
             return version
     if sources.path(package) is None:
@@ -66,8 +106,8 @@ def package_version(package: str, sources: Sources) -> str | None:
         return None
 
 
-def _literal_version(text: str) -> str | None:
-    for statement in ast.parse(text).body:  # module level only: a fallback inside an except clause is not the version
+def _literal_version(tree: ast.Module) -> str | None:
+    for statement in tree.body:  # module level only: a fallback inside an except clause is not the version
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         if any(isinstance(t, ast.Name) and t.id == "__version__" for t in targets):
             value = getattr(statement, "value", None)

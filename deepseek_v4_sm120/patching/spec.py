@@ -1,9 +1,10 @@
 """What a patch is: plain data, filled in by sglang_patches.py and read by the engine. No SGLang name, no kernel."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from deepseek_v4_sm120.patching.contract import Contract
+from deepseek_v4_sm120.patching.ledger import Ledger
 
 MODES = ("sm120", "ops", "seams")  # normal use and the two validation switches (settings.Settings.mode)
 
@@ -20,7 +21,6 @@ class Target:
     sglang       versions, as a PEP 440 specifier set; pre-releases count
     contract     what the definition on disk must look like, else the patch is BROKEN
     replacement  "module:function": replace(original) -> what is put there; imported only when it is applied
-    reviewed     SGLang version -> digest of the definition that a human read; anything else is applied as UNREVIEWED
     caller       module whose calls of the name are checked too: they may pass only what the contract knows
     """
 
@@ -28,7 +28,6 @@ class Target:
     sglang: str
     contract: Contract
     replacement: str
-    reviewed: Mapping[str, str] = field(default_factory=dict)
     caller: str | None = None
 
     @property
@@ -47,8 +46,8 @@ class Patch:
     needs        what must load before it may be applied, "module:function" each (called without arguments)
     setting      active only while this setting of the table is on
     serves       the operator without which it makes no sense, where that is not its own name
-    off_because  off until it is asked for (DSV4_SM120_SET=<name>=on) or was faster under `calibrate`, and why
     modes        in which modes it is active
+    absent       why the versions that no target is for have no place for it
     retire       when this row should be deleted
     """
 
@@ -60,7 +59,7 @@ class Patch:
     modes: tuple[str, ...] = ("sm120", "seams")
     setting: str | None = None
     serves: str | None = None
-    off_because: str | None = None
+    absent: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,15 +116,19 @@ VALUE = "<value>"  # in Setting.arguments
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """supported: host versions that we know at all. preflight: the module whose import starts the check of all rows.
-    resolved_at, built_at: functions, "module:qualname", that the host calls for our model only: in a server's first
-    process, while it resolves the arguments; in each worker, before it makes the layers. There a server is stopped
-    that would have used a patch that does not fit."""
+    """supported  host versions that we know at all
+    preflight  the module whose import starts the check of all rows
+    resolved_at, built_at  functions, "module:qualname", that the host calls for our model only: in a server's first
+               process, while it resolves the arguments; in each worker, before it makes the layers. There a server is
+               stopped that would have used a patch that does not fit
+    reviewed   the definitions that a human read; anything else is applied as UNREVIEWED. Asked when an engine starts
+    """
 
     supported: str
     preflight: str
     patches: tuple[Patch, ...]
     resolved_at: str | None = None
     built_at: str | None = None
+    reviewed: Callable[[], Ledger] = Ledger
     stand_ins: tuple[StandIn, ...] = ()
     settings: tuple[Setting, ...] = ()

@@ -46,6 +46,7 @@ class Steering:
         self.numbered = [n for n in operators if settings.choices.get(n, "off") not in ("on", "off")]
         self.choices = [self._decide(row, row.name in self.rows, settings) for row in rows]
         self.is_child = False
+        self._aside: list[tuple[Choice, str, str]] = []  # what `set_aside` has changed, and what it was
         self._ours: set[str] = set()  # variables that we set; all others that are set are the user's
 
     def _decide(self, row: Setting, is_in_range: bool, settings: Settings) -> Choice:
@@ -85,8 +86,17 @@ class Steering:
         if self.is_child:
             environ.update(json.loads(environ[HANDOVER]))
 
+    def set_aside(self, reason: str) -> None:
+        """None of the settings holds, until `apply`: the host serves a model that they are not for."""
+        for choice in [c for c in self.choices if c.state == ON]:
+            self._aside.append((choice, choice.state, choice.reason))
+            choice.state, choice.reason = NOT_APPLICABLE, reason
+
     def apply(self, environ: MutableMapping[str, str], argument: Callable, set_argument: Callable) -> list[Choice]:
         """Put the values in place. `argument(name)` reads a server argument, `set_argument(name, value)` writes it."""
+        for choice, state, reason in self._aside:
+            choice.state, choice.reason = state, reason
+        self._aside.clear()
         if self.is_child:
             return self.choices
         handover: dict[str, str] = {}

@@ -1,7 +1,9 @@
 """Where SGLang resolves DeepSeek-V4's arguments -> the table's settings (sglang_settings.py).
 
-`apply_deepseek_v4_defaults(server_args, model_arch)` runs once per server in the parent, for this model only; asking
-for the GPU there is safe, because SGLang itself has asked by then and its workers are spawned, not forked.
+`apply_deepseek_v4_defaults(server_args, model_arch)` runs once per server in the parent, for DeepSeek-V4 and for what
+SGLang runs through the same class (DeepSeek-V4.1, from 0.5.21 on): here the model is told apart (models_served.py), and
+another model than ours gets none of the settings. Asking for the GPU there is safe, because SGLang itself has asked by
+then and its workers are spawned, not forked.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import importlib
 import os
 from collections.abc import Callable
 
-from deepseek_v4_sm120 import device_gate, patching
+from deepseek_v4_sm120 import device_gate, models_served, patching
 from deepseek_v4_sm120.patching import report
+
+MODEL_CONFIG = "sglang.srt.arg_groups.model_override_base"  # 0.5.19 and later
 
 
 def _accessors(server_args) -> tuple[Callable, Callable]:
@@ -30,12 +34,29 @@ def _is_sealed(server_args) -> bool:
     return hasattr(server_args, "_input_frozen")
 
 
+def _config(server_args) -> dict:
+    """The model's config.json as SGLang read it, which has done so by now. From 0.5.19 on a function has it."""
+    if hasattr(server_args, "get_model_config"):
+        found = server_args.get_model_config()
+    else:
+        found = importlib.import_module(MODEL_CONFIG).model_config_of(server_args)
+    return found.hf_config.to_dict()
+
+
 def replace_apply_defaults(original: Callable) -> Callable:
     """For apply_deepseek_v4_defaults: ours first, so that SGLang's own checks see the values; then the original."""
 
     @functools.wraps(original)
     def apply_deepseek_v4_defaults(server_args, model_arch):
         engine = patching.active_engine()
+        config = _config(server_args)
+        models_served.announce(config)
+        other = models_served.other_model(config.get("model_type"))
+        if other:
+            report.info(f"deepseek_v4_sm120: SGLang's own code and settings serve this model: {other}")
+        if other and engine is not None:
+            engine.steering.set_aside(other)
+            report.write(engine)
         if engine is not None and device_gate.serves_current_device():
             read, write = _accessors(server_args)
             engine.steering.apply(os.environ, read, write)

@@ -22,7 +22,12 @@ SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the same float32 sum, where 
 
 
 def handles(x, weight) -> bool:
-    return isinstance(weight, torch.Tensor) and op.takes(x, weight) and device_gate.serves(x.device)
+    return (
+        isinstance(x, torch.Tensor)
+        and isinstance(weight, torch.Tensor)
+        and op.takes(x, weight)
+        and device_gate.serves(x.device)
+    )
 
 
 def _beside(serve: Callable, original: Callable, operands: Callable) -> Callable:
@@ -65,7 +70,8 @@ def replace_gate(original: Callable) -> Callable:
     def is_deterministic() -> bool:
         if "get_exec" in module:  # 0.5.17 and later
             return module["get_exec"]().deterministic.enable_deterministic_inference
-        return module["get_global_server_args"]().enable_deterministic_inference
+        name = "get_server_args" if "get_server_args" in module else "get_global_server_args"  # 0.5.16, and before
+        return module[name]().enable_deterministic_inference
 
     def serve(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
         return op.bf16_linear(hidden_states, self.weight)

@@ -55,11 +55,22 @@ def as_rows(x) -> torch.Tensor:
     return rows if aligned else rows.clone(memory_format=torch.contiguous_format)
 
 
+@dataclass
+class Process:
+    """Fp8LinearMethod is every FP8 model's: it is ours once this process has made an attention of DeepSeek-V4."""
+
+    has_our_model: bool = False
+
+
+process = Process()
+
+
 def serves_layer(method, layer) -> bool:
-    """True for block-scaled E4M3 weights as the checkpoint has them, on a GPU that we serve."""
+    """True for block-scaled E4M3 weights as the checkpoint has them, of our model, on a GPU that we serve."""
     weight, scale = layer.weight, getattr(layer, "weight_scale_inv", None)
     return (
-        bool(method.block_quant)
+        process.has_our_model
+        and bool(method.block_quant)
         and not getattr(method, "use_marlin", False)
         and not getattr(method, "use_mxfp8", False)
         and scale is not None
@@ -258,6 +269,7 @@ def replace_attention_init(original: Callable) -> Callable:
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
         norm = getattr(self, "q_norm", None)
+        process.has_our_model |= not getattr(self, "is_dsv41", False)
         if norm is not None and not getattr(self, "is_dsv41", False) and _is_plain(norm):
             norm.forward = _put_off(self, norm, norm.forward)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120 import device_gate, shadow
+from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.ops.index_select import index_select, topk_select
 from deepseek_v4_sm120.ops.index_select_checks import FP4_ENTRY_BYTES, FP8_ENTRY_BYTES
 from deepseek_v4_sm120.patching import report
@@ -35,7 +35,7 @@ from deepseek_v4_sm120.sglang_patches import DEEP_GEMM, DEEP_GEMM_LOGITS, DEEP_G
 PATCH = "index_select"
 WITHIN_TOLERANCE = "index_select_within_tolerance"
 LOGIT_TOLERANCE = 1e-3  # of the row's greatest |logit|: DeepGEMM's FP8 sums on Hopper keep about 13 bits
-HEADS, DIM, PAGE = 64, 128, 64
+PAGE = 64
 SHARED_PAGES = 4  # rows_per_request where rows of a request are adjacent: any number above 1 says so
 
 
@@ -83,12 +83,24 @@ def handles(args: tuple) -> bool:
     values = q[0] if fp4 else q
     return (
         values.ndim == 4
-        and tuple(values.shape[1:]) == (1, HEADS, DIM // 2 if fp4 else DIM)
+        and values.shape[1] == 1
+        and models_served.takes(PATCH, index_heads=values.shape[2], index_dim=values.shape[3] * (2 if fp4 else 1))
         and (q[1].dtype == torch.int32 if fp4 else values.dtype == torch.float8_e4m3fn)
         and _is_served_cache(cache, FP4_ENTRY_BYTES if fp4 else FP8_ENTRY_BYTES)
         and weights.dtype == torch.float32
         and lengths.dtype == page_table.dtype == torch.int32
         and device_gate.serves(values.device)
+    )
+
+
+def handles_selection(seq_lens, page_tables, out, page_size) -> bool:
+    """True for a top-k that ops.index_select makes: of so many entries, as slots of pages of 64."""
+    return (
+        page_size == PAGE
+        and models_served.takes(PATCH, index_topk=out.shape[1])
+        and out.dtype == seq_lens.dtype == torch.int32
+        and isinstance(page_tables, torch.Tensor)
+        and page_tables.dtype == torch.int32
     )
 
 
@@ -113,10 +125,13 @@ def replace_topk(original: Callable) -> Callable:
     serve = _serve_beside(original) if settings().shadow else _serve
 
     @functools.wraps(original)
-    def topk_transform(scores, seq_lens, page_tables, out, page_size, *rest, **kwargs):
+    def topk_transform(scores, seq_lens, page_tables, out_page_indices, page_size, *rest, **kwargs):
+        given = (seq_lens, page_tables, out_page_indices, page_size)
         if not isinstance(scores, Deferred):
-            return original(scores, seq_lens, page_tables, out, page_size, *rest, **kwargs)
-        return serve(scores, seq_lens, page_tables, out, page_size, *rest, **kwargs)
+            return original(scores, *given, *rest, **kwargs)
+        if not handles_selection(*given):
+            return original(scores.logits(), *given, *rest, **kwargs)
+        return serve(scores, *given, *rest, **kwargs)
 
     return topk_transform
 
@@ -160,8 +175,6 @@ def _select(deferred: Deferred, seq_lens, page_tables, out, entries) -> None:
 
 
 def _serve(deferred, seq_lens, page_tables, out, page_size, *rest, **kwargs) -> None:
-    if page_size != PAGE:
-        raise ValueError(f"index_select: SGLang's page_size must be {PAGE} entries, got {page_size}")
     _select(deferred, seq_lens, page_tables, out, _raw_indices(rest, kwargs, out))
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import torch
 
-from deepseek_v4_sm120 import device_gate, shadow
+from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.settings import settings
 
@@ -39,8 +39,7 @@ def _is_served(streams: torch.Tensor, fn: torch.Tensor | None, scale, base, mixe
         return False
     rows, num_streams, hidden = streams.shape
     return (
-        num_streams == op.STREAMS
-        and hidden in op.HIDDEN
+        models_served.takes(PATCH, hidden=hidden, streams=num_streams)
         and streams.is_contiguous()
         and (
             fn is None
@@ -56,7 +55,8 @@ def _is_served(streams: torch.Tensor, fn: torch.Tensor | None, scale, base, mixe
 
 def _is_served_output(f: torch.Tensor, streams: torch.Tensor) -> bool:
     return (
-        f.dtype == torch.bfloat16
+        isinstance(f, torch.Tensor)
+        and f.dtype == torch.bfloat16
         and f.ndim == 2
         and f.shape == (streams.shape[0], streams.shape[2])
         and f.is_contiguous()
@@ -158,15 +158,22 @@ def replace_fused_post_pre(original: Callable) -> Callable:
 def replace_fusion_enabled(original: Callable) -> Callable:
     """For _is_fused_mhc_post_pre_enabled(): layers leave their last post to the boundary, which is one operator.
 
-    Asked when the model is built and, from 0.5.20 on, at every boundary. SGLang's own answer depends on which of its
-    TileLang kernels run on this GPU; ours needs none of them, and what we do not serve is still theirs.
+    Asked when the model is built and, from 0.5.19 on, at every boundary. SGLang's own answer depends on which of its
+    TileLang kernels run on this GPU; ours needs none of them, and what we do not serve is still theirs. So the answer
+    is ours only for a model whose boundaries are: others have layers that ask too (GLM-5.3's).
     """
 
     @functools.wraps(original)
     def _is_fused_mhc_post_pre_enabled():
-        return device_gate.serves_current_device() or original()
+        return (_serves_the_model() and device_gate.serves_current_device()) or original()
 
     return _is_fused_mhc_post_pre_enabled
+
+
+def _serves_the_model() -> bool:
+    told = models_served.announced()
+    sizes = models_served.LIMITS[PATCH]
+    return told is not None and models_served.takes(PATCH, **{name: told[name] for name in sizes if name in told})
 
 
 # ---- pre and post by themselves

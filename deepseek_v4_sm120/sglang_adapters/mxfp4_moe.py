@@ -10,8 +10,9 @@ bytes, repack them for their kernels, and multiply. Two methods of each are repl
 The user's flag keeps its meaning for prefill: above 256 rows `marlin` is W4A16 with us too, and `flashinfer_mxfp4` is
 W4A8 where the GPU has block-scaled instructions and the profile does not leave that out. Up to 256 rows it is W4A16.
 
-Who applies the routed scaling (1.5): never these methods. Up to 0.5.19 the model does, behind the experts, for exactly
-these classes; from 0.5.20 on the router's weights contain it. So `routed_scaling` is 1.0 in the call.
+Who applies the routed scaling (1.5): never these methods. Up to 0.5.18 the model does, behind the experts, for exactly
+these classes; from 0.5.19 on the router's weights contain it. So `routed_scaling` is 1.0 in the call.
+0.5.13's own SM120 branch of `marlin` scales as well, so the 1.5 counts twice there: shadow mode shows the difference.
 
 Expert parallelism: the dispatcher has made the ids local, with -1 for other ranks', or (flashinfer_mxfp4) left them
 global, and then the rank's first expert is subtracted.
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120 import device_gate, patching, shadow
+from deepseek_v4_sm120 import device_gate, models_served, patching, shadow
 from deepseek_v4_sm120.ops import mxfp4_moe as op
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
@@ -44,7 +45,6 @@ SHADOW_RELATIVE_L2_MXFP8 = 0.08
 
 KEPT = "_dsv4_sm120_experts"  # attribute of a layer that we serve
 SCALE_NAMES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
-MAX_INTER_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,10 @@ memory = Memory()
 
 
 def handles(method, layer) -> bool:
-    """True for a layer whose experts ops.mxfp4_moe computes: FP4, gated SiLU without biases, sizes that it takes."""
+    """True for a layer whose experts ops.mxfp4_moe computes: FP4, gated SiLU without biases, sizes it was made for.
+
+    With others every call would fall to the kernels for many rows: DeepSeek-V4.1's (hidden 5120, 2304 wide) are such.
+    """
     w13, w2 = layer.w13_weight, layer.w2_weight
     config = layer.moe_runner_config
     return (
@@ -98,12 +101,15 @@ def handles(method, layer) -> bool:
         and w13.dtype in (torch.int8, torch.uint8)
         and w13.shape[2] * 2 == w2.shape[1]
         and w13.shape[1] == w2.shape[2] * 4
-        and w2.shape[1] % MAX_INTER_MULTIPLE == 0
-        and (w13.shape[1] // 2) % MAX_INTER_MULTIPLE == 0
+        and models_served.takes(
+            PATCH, hidden=w2.shape[1], inter=w13.shape[1] // 2, experts=w13.shape[0], experts_per_token=layer.top_k
+        )
         and all(getattr(layer, name).dtype in _SCALE_DTYPES for name in SCALE_NAMES)
         and config.activation == "silu"
         and getattr(config, "is_gated", True)
         and getattr(config, "gemm1_alpha", None) is None
+        and not getattr(config, "apply_router_weight_on_input", False)
+        and not getattr(config, "no_combine", False)
         and not getattr(method, "_use_swiglu_step", False)
         and getattr(layer, "w13_weight_bias", None) is None
         and getattr(layer, "w2_weight_bias", None) is None
@@ -115,7 +121,7 @@ _SCALE_DTYPES = (torch.float8_e8m0fnu, torch.uint8, torch.float32)
 
 
 def scale_bytes(scale: torch.Tensor) -> torch.Tensor:
-    """UE8M0 bytes of a scale parameter: its own memory, or of float32 powers of two (0.5.12 and 0.5.14) a new one."""
+    """UE8M0 bytes of a scale parameter: its own memory, or of float32 powers of two (up to 0.5.15) a new one."""
     scale = scale.data
     if scale.dtype != torch.float32:
         return scale.view(torch.uint8)

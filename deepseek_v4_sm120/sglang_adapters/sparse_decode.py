@@ -21,14 +21,14 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120 import device_gate, shadow
+from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_adapters import sparse_decode_norm
 from deepseek_v4_sm120.sglang_patches import (
-    FLASH_MLA_PARAMETERS,
-    SGL_KERNEL_PARAMETERS,
+    FLASH_MLA,
+    SGL_KERNEL,
     SM120_ATTENTION_0_5_14,
     SM120_KEYS,
 )
@@ -36,7 +36,7 @@ from deepseek_v4_sm120.sglang_patches import (
 PATCH = "sparse_decode"
 SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the output and two of P explain about 0.0015
 
-_real_heads: int | None = None  # heads of q that carry data, known inside the backend's forward of 0.5.13 to 0.5.19
+_real_heads: int | None = None  # heads of q that carry data, known inside the backend's forward of 0.5.14 to 0.5.19
 
 
 @dataclass(slots=True)
@@ -128,8 +128,8 @@ def handles(call: Call) -> bool:
         and q.dtype == torch.bfloat16
         and len(shape) == 4
         and shape[1] == 1
-        and 1 <= shape[2] <= op.MAX_HEADS
-        and shape[3] == call.head_dim_v == kv_page_layout().head_dim
+        and models_served.takes(PATCH, heads=shape[2], head_dim=shape[3])
+        and shape[3] == call.head_dim_v
         and _is_served_cache(call.k_cache, call.indices)
         and (call.extra_k_cache is None) == (call.extra_indices is None)
         and (call.extra_k_cache is None or _is_served_cache(call.extra_k_cache, call.extra_indices))
@@ -241,7 +241,7 @@ def _replace_flash_mla_with_kvcache(original: Callable, where: str, names: tuple
 
 def replace_flash_mla(original: Callable) -> Callable:
     """For flash_mla.flash_mla_with_kvcache, positional or by keyword: returns (out, lse) in FlashMLA's convention."""
-    return _replace_flash_mla_with_kvcache(original, "flash_mla.flash_mla_with_kvcache", FLASH_MLA_PARAMETERS)
+    return _replace_flash_mla_with_kvcache(original, "flash_mla.flash_mla_with_kvcache", FLASH_MLA.names)
 
 
 def replace_sgl_kernel(original: Callable) -> Callable:
@@ -251,7 +251,7 @@ def replace_sgl_kernel(original: Callable) -> Callable:
     them empty, which is the state in which the next original call expects to find them.
     """
     where = "sgl_kernel.flash_mla.flash_mla_with_kvcache"
-    return _replace_flash_mla_with_kvcache(original, where, SGL_KERNEL_PARAMETERS)
+    return _replace_flash_mla_with_kvcache(original, where, SGL_KERNEL.names)
 
 
 def _runs_sm120_branches() -> bool:
@@ -260,23 +260,31 @@ def _runs_sm120_branches() -> bool:
 
 
 def replace_kernel_num_heads(original: Callable) -> Callable:
-    """For MqaAttentionBase._kernel_num_heads (0.5.20 and later): no padding, our kernel takes any number of heads."""
+    """For MqaAttentionBase._kernel_num_heads (0.5.20 and later): no padding, our kernel takes any number of heads.
+
+    Only for an attention whose calls `handles` takes: SGLang's own kernels get the heads that they asked for. Those of
+    DeepSeek-V4.1 read the padded heads as well, which SGLang has zeroed for them.
+    """
 
     @functools.wraps(original)
     def _kernel_num_heads(self, num_tokens):
-        if _runs_sm120_branches() and device_gate.serves(self.attn_sink.device):
-            return self.n_local_heads
-        return original(self, num_tokens)
+        ours = (
+            _runs_sm120_branches()
+            and not getattr(self, "is_dsv41", False)
+            and models_served.takes(PATCH, heads=self.n_local_heads, head_dim=self.head_dim)
+            and device_gate.serves(self.attn_sink.device)
+        )
+        return self.n_local_heads if ours else original(self, num_tokens)
 
     return _kernel_num_heads
 
 
 def replace_backend_forward(original: Callable) -> Callable:
-    """For DeepseekV4AttnBackend.forward of 0.5.13 to 0.5.19, whose q is padded to 64 heads above TP1.
+    """For DeepseekV4AttnBackend.forward of 0.5.14 to 0.5.19, whose q is padded to 64 heads above TP1.
 
     The model writes the rank's heads to the front of q and takes the front of the result, so only those are computed,
-    and compared in shadow mode: the others are whatever memory held. Not for 0.5.12, where the rank's heads lie at an
-    offset that this call does not tell.
+    and compared in shadow mode: the others are whatever memory held. Not for 0.5.12 and 0.5.13, where the rank's heads
+    lie at an offset that this call does not tell.
     """
 
     @functools.wraps(original)

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120 import device_gate
-from deepseek_v4_sm120.kv_page_layout import kv_page_layout
+from deepseek_v4_sm120 import device_gate, models_served
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.settings import settings
 
+PATCH = "q_norm"
 IN_BREAKABLE_GRAPH = "is_in_breakable_cuda_graph"  # of the model's module, 0.5.14 and later
 OFF = "start with DSV4_SM120_SET=sparse_decode=off"
 
@@ -123,8 +123,7 @@ def _can_wait(q, q_out, eps, freqs_cis, positions) -> bool:
         and q.shape == q_out.shape
         and q.dim() == 3
         and q.shape[0] == _forward.call[1]
-        and q.shape[1] <= op.MAX_HEADS
-        and q.shape[2] == kv_page_layout().head_dim
+        and models_served.takes(PATCH, heads=q.shape[1], head_dim=q.shape[2])
         and q.is_contiguous()
         and freqs_cis.dtype == torch.complex64
         and freqs_cis.is_contiguous()

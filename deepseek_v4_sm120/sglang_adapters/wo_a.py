@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120 import device_gate, shadow
+from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.ops import wo_a as op
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.reference.wo_a import EQUATION
@@ -36,7 +36,7 @@ PATCH = "wo_a"
 SHADOW_RELATIVE_L2 = 0.004
 
 WEIGHT, SCALE, PARAMETER = ".wo_a.weight", ".wo_a.scale", ".wo_a.weight_scale_inv"
-BLOCKS = [128, 128]
+(BLOCKS,) = models_served.LIMITS[PATCH]["block"].values
 OFF = "start with DSV4_SM120_SET=wo_a=off"
 
 
@@ -82,12 +82,20 @@ def handles(attention, quant_config, prefix: str) -> bool:
         and quant_config is not None
         and quant_config.get_name() == "fp8"
         and getattr(quant_config, "is_checkpoint_fp8_serialized", False)
-        and getattr(quant_config, "weight_block_size", None) == BLOCKS
+        and models_served.takes(PATCH, block=_as_tuple(getattr(quant_config, "weight_block_size", None)))
         and type(quant_config.get_quant_method(layer, prefix)).__name__ == "Fp8LinearMethod"  # not one that is left out
-        and (attention.head_dim, attention.qk_rope_head_dim) == (op.HEAD_INPUTS, op.ROTATED)
-        and attention.o_lora_rank % BLOCKS[0] == 0
-        and weight.shape[1] % op.HEAD_INPUTS == 0
+        and models_served.takes(
+            PATCH,
+            head_dim=attention.head_dim,
+            rotated=attention.qk_rope_head_dim,
+            o_lora=attention.o_lora_rank,
+            group_inputs=weight.shape[1],
+        )
     )
+
+
+def _as_tuple(block) -> tuple | None:
+    return None if block is None else tuple(block)
 
 
 def store(layer, expand: Callable) -> None:
@@ -117,13 +125,14 @@ def store(layer, expand: Callable) -> None:
 def _checked(load: Callable) -> Callable:
     @functools.wraps(load)
     def weight_loader(param, loaded_weight, *args, **kwargs):
-        if loaded_weight.dtype != param.dtype:
+        if (loaded_weight.dtype == torch.float8_e4m3fn) != (param.dtype == torch.float8_e4m3fn):
             raise ValueError(
                 f"wo_a: the checkpoint's weight must be {param.dtype}, as its quantization_config says, got "
                 f"{loaded_weight.dtype}: {OFF}"
             )
         return load(param, loaded_weight, *args, **kwargs)
 
+    weight_loader.checks_dtype = True
     return weight_loader
 
 
@@ -182,8 +191,15 @@ def replace_load_weights(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def load_weights(self, weights, *args, **kwargs):
-        stored = any(isinstance(parameter, StoredWeight) for parameter in self.parameters())
-        return original(self, AsStored(weights) if stored else weights, *args, **kwargs)
+        of_wo_a = [parameter for name, parameter in self.named_parameters() if f".{name}".endswith(WEIGHT)]
+        others = [parameter for parameter in of_wo_a if not isinstance(parameter, StoredWeight)]
+        if len(others) == len(of_wo_a):
+            return original(self, weights, *args, **kwargs)
+        for parameter in others:  # layers that are not ours get what the checkpoint has, too: it must not be E4M3
+            load = getattr(parameter, "weight_loader", None)
+            if load is not None and not hasattr(load, "checks_dtype"):
+                parameter.weight_loader = _checked(load)
+        return original(self, AsStored(weights), *args, **kwargs)
 
     return load_weights
 

@@ -135,6 +135,7 @@ def execution(deterministic):
 
 MODULES = {
     "0.5.14": lambda on: {"get_global_server_args": lambda: SimpleNamespace(enable_deterministic_inference=on)},
+    "0.5.16": lambda on: {"get_server_args": lambda: SimpleNamespace(enable_deterministic_inference=on)},
     "0.5.17": lambda on: {"get_exec": lambda: execution(on)},
 }
 

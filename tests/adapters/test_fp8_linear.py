@@ -46,6 +46,7 @@ def served(monkeypatch):
         return reference(x, weight, scale).to(torch.bfloat16)
 
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    monkeypatch.setattr(adapter.process, "has_our_model", True)
     monkeypatch.setattr(adapter.op, "fp8_linear", operator)
     return shapes
 

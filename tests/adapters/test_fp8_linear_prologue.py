@@ -103,6 +103,7 @@ class Attention(torch.nn.Module):
 def served(monkeypatch):
     """The gate is open for the CPU; the reference computes what passes the operator's own checks."""
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    monkeypatch.setattr(adapter.process, "has_our_model", True)
     monkeypatch.setattr(adapter.op, "fp8_linear", checked_product(log))
     monkeypatch.setattr(adapter.op, "takes_prologue", lambda name, outputs, inputs: inputs <= 2048)
     monkeypatch.setattr(adapter.op, "normalized", made_before(log))

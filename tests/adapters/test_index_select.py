@@ -161,11 +161,14 @@ def test_calls_that_we_do_not_know_are_the_originals(monkeypatch):
     assert seen == [(None, {"skip_compressor": True})]
 
 
-def test_a_page_of_another_size_is_refused():
-    inputs = make_inputs(Shape(1, (100,)), device="cpu")
-    deferred = adapter.Deferred(inputs.q, None, inputs.k_pages, inputs.weights, 1, stock_logits, ())
-    with pytest.raises(ValueError, match="page_size must be 64 entries, got 32"):
-        adapter.replace_topk(stock_topk)(deferred, inputs.lengths, inputs.page_table, torch.zeros(1, K), 32)
+@pytest.mark.parametrize(("page_size", "k"), [(32, K), (64, 1025)])
+def test_a_selection_that_we_do_not_make_gets_stock_logits(page_size, k):
+    inputs, seen = make_inputs(Shape(1, (100,)), device="cpu"), []
+    deferred = adapter.Deferred(inputs.q, None, inputs.k_pages, inputs.weights, 1, lambda *args: ("logits", args), (7,))
+    out = torch.zeros(1, k, dtype=torch.int32)
+    adapter.replace_topk(lambda *args: seen.append(args))(deferred, inputs.lengths, inputs.page_table, out, page_size)
+    ((scores, *others),) = seen
+    assert scores == ("logits", (7,)) and others[2] is out and others[3] == page_size
 
 
 def deep_gemm(monkeypatch):

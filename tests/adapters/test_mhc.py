@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings, shadow
+from deepseek_v4_sm120 import device_gate, models_served, settings, shadow
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.mhc_inputs import Shape, make_inputs
@@ -181,8 +181,18 @@ def test_another_gpu_is_left_to_the_original(served, inputs, monkeypatch):
     assert adapter.replace_fusion_enabled(lambda: True)() is True and served == []
 
 
-def test_the_fused_boundary_is_on_where_we_serve(served):
-    assert adapter.replace_fusion_enabled(lambda: False)() is True
+@pytest.mark.parametrize(
+    ("told", "fused"),
+    [
+        ({"model_type": "deepseek_v4", "hidden": 4096, "streams": 4, "pre_of_sublayer_before": False}, True),
+        ({"model_type": "deepseek_v4", "hidden": 6144, "streams": 4, "pre_of_sublayer_before": False}, False),
+        (None, False),  # a model whose arguments are not resolved as DeepSeek-V4's
+    ],
+)
+def test_the_fused_boundary_is_on_for_a_model_whose_boundaries_we_serve(served, monkeypatch, told, fused):
+    monkeypatch.setattr(models_served, "_announced", told)
+    assert adapter.replace_fusion_enabled(lambda: False)() is fused
+    assert adapter.replace_fusion_enabled(lambda: True)() is True
 
 
 @pytest.fixture

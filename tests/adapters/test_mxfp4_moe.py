@@ -13,6 +13,7 @@ import torch
 
 from deepseek_v4_sm120 import device_gate, patching, settings, shadow
 from deepseek_v4_sm120.calibrate import mxfp4_moe
+from deepseek_v4_sm120.models_served import LIMITS, OneOf
 from deepseek_v4_sm120.patching import profile, report
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference
@@ -121,6 +122,8 @@ def served(monkeypatch):
         return reference(*args, **kwargs).to(torch.bfloat16)
 
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    small = {"hidden": OneOf((SMALL.hidden,)), "inter": OneOf((SMALL.inter,))}
+    monkeypatch.setitem(LIMITS, "mxfp4_moe", {**LIMITS["mxfp4_moe"], **small})
     monkeypatch.setattr(adapter.op, "mxfp4_moe", operator)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
     monkeypatch.setattr(adapter, "memory", adapter.Memory())

@@ -178,8 +178,8 @@ def test_flash_mla_returns_out_and_lse(recorded, served, original):
     torch.testing.assert_close(out[:, :, : recorded.real_heads].double(), expected, atol=2e-2, rtol=2**-7)
 
 
-FLASH_MLA = (adapter.replace_flash_mla, adapter.FLASH_MLA_PARAMETERS)
-SGL_KERNEL = (adapter.replace_sgl_kernel, adapter.SGL_KERNEL_PARAMETERS)
+FLASH_MLA = (adapter.replace_flash_mla, adapter.FLASH_MLA.names)
+SGL_KERNEL = (adapter.replace_sgl_kernel, adapter.SGL_KERNEL.names)
 
 
 @pytest.mark.parametrize(("replace", "names"), [FLASH_MLA, SGL_KERNEL], ids=["flash_mla", "sgl_kernel"])
@@ -291,7 +291,7 @@ def test_backend_forward_forgets_the_heads_after_an_error(original):
 
 
 def test_kernel_num_heads(served, monkeypatch):
-    attention = SimpleNamespace(n_local_heads=16, attn_sink=torch.zeros(64))
+    attention = SimpleNamespace(n_local_heads=16, head_dim=512, attn_sink=torch.zeros(64))
 
     def stock(self, num_tokens):
         return 64
@@ -302,7 +302,7 @@ def test_kernel_num_heads(served, monkeypatch):
 
 
 def test_kernel_num_heads_with_closed_gate(closed):
-    attention = SimpleNamespace(n_local_heads=16, attn_sink=torch.zeros(64))
+    attention = SimpleNamespace(n_local_heads=16, head_dim=512, attn_sink=torch.zeros(64))
     assert adapter.replace_kernel_num_heads(lambda self, num_tokens: 64)(attention, 4) == 64
 
 

@@ -58,8 +58,7 @@ class Model:
         norm_rope.calls = []
         monkeypatch.setitem(sys.modules, MODULE, self.module)
         monkeypatch.setattr(device_gate, "serves", lambda device: True)
-        for module in (attention, adapter):
-            monkeypatch.setattr(module, "kv_page_layout", lambda: LAYOUT)
+        monkeypatch.setattr(attention, "kv_page_layout", lambda: LAYOUT)
         monkeypatch.setattr(attention.op, "sparse_decode", self.operator)
         self.module.is_in_breakable_cuda_graph = lambda: False
 

@@ -77,7 +77,7 @@ def serve():
 
 
 def found(info, metrics=None):
-    return {f.check: f for f in server.checks(server.Answers(info, metrics))}
+    return {f.check: f for f in server.checks(server.Answers(info, metrics, model_type="deepseek_v4"))}
 
 
 def test_an_unplanned_server_is_named_setting_by_setting(serve):

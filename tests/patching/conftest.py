@@ -13,6 +13,7 @@ import pytest
 
 from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.patching import import_hook, report, verdict
+from tests.patching import wheels
 from tests.patching.small_host import HOST
 
 REPO = Path(__file__).resolve().parents[2]
@@ -52,15 +53,17 @@ class Fp8LinearMethod:
 INDEXER = """
 from sglang.srt.utils.common import is_sm120_supported
 
-def topk_transform_512(scores, *arguments):
+def topk_transform_512(scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices=None):
     return "original top-k", scores
-def topk_transform_512_v2(scores, *arguments):
+def topk_transform_512_v2(scores, seq_lens, page_tables, out_page_indices, page_size, metadata):
     return "original top-k 2", scores
 def topk_transform_512_pytorch_vectorized(scores, *arguments):
     return "torch top-k", scores
 def topk_transform_512_flashinfer_unfused(scores, *arguments):
     return "FlashInfer top-k", scores
-def fp8_paged_mqa_logits_torch(*arguments):
+def fp8_paged_mqa_logits_torch(
+    q_fp8, kvcache_fp8, weight, seq_lens, page_table, deep_gemm_metadata, max_seq_len, clean_logits=True
+):
     return "original torch logits"
 
 class C4Indexer:
@@ -72,7 +75,12 @@ class C4IndexerBackendMixin:
         from sglang.kernels.ops.attention.dsa.tilelang_kernel import tilelang_fp8_paged_mqa_logits as fn
         return topk(fn(x, x, x, x, x, None, 64, False), x, x, x, 64)
 """
-TILELANG = "def tilelang_fp8_paged_mqa_logits(*arguments):\n    return 'original logits'\n"
+TILELANG = """
+def tilelang_fp8_paged_mqa_logits(
+    q_fp8, kvcache_fp8, weight, seq_lens, page_table, deep_gemm_metadata, max_seq_len, clean_logits=True
+):
+    return 'original logits'
+"""
 
 MODEL = """
 from sglang.srt.utils.common import is_sm120_supported
@@ -84,7 +92,7 @@ def fused_rope_inplace(q, k, freqs_cis, positions, inverse=False):
     return "original rotation"
 
 def _dequant_fp8_wo_a_streaming(weights):
-    return "original expansion"
+    yield "original expansion"
 
 class MQALayer:
     def __init__(self, config, layer_id, quant_config=None, prefix="", alt_streams=None, compress_ratio_override=None):
@@ -216,35 +224,16 @@ def python():
     return Python()
 
 
-def cache_folder() -> Path:
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("DSV4_WHEEL_CACHE") or user_cache / "deepseek-v4-sm120" / "wheels")
-
-
-def fetch(version: str) -> Path:
-    folder = cache_folder()
-    if not list(folder.glob(f"sglang-{version}-*.whl")):
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--python-version", "3.12", "--dest", str(folder)]
-        for glibc in (34, 28, 17):
-            command += ["--platform", f"manylinux_2_{glibc}_x86_64"]
-        done = subprocess.run([*command, f"sglang=={version}"], capture_output=True, text=True)
-        assert done.returncode == 0, f"cannot fetch the wheel of SGLang {version}: {done.stderr}"
-    (wheel,) = folder.glob(f"sglang-{version}-*.whl")
-    return wheel
-
-
 @pytest.fixture(scope="session")
 def sglang_wheel():
     """sglang_wheel(version) -> the wheel's file"""
-    return fetch
+    return wheels.fetch
 
 
 @pytest.fixture(scope="session")
 def wheel_cache():
     """The folder that keeps what tests fetch from PyPI."""
-    return cache_folder()
+    return wheels.cache_folder()
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters, check
 from deepseek_v4_sm120.patching.engine import Engine
+from deepseek_v4_sm120.patching.ledger import Ledger
+from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import Patch, Table, Target
 from deepseek_v4_sm120.settings import Settings
 
@@ -36,7 +38,7 @@ HOST = {
 
 
 def digest(source=FUNCTION):
-    return check("m:f", Bound(), None, {"m": source}.get).digest
+    return check("m:f", Bound(), None, {"m": parse(source)}.get).digest
 
 
 def function_target(**changes):
@@ -45,7 +47,6 @@ def function_target(**changes):
         "sglang": ">=1.2,<1.5",
         "contract": ConsumedKeys(("a", "b")),
         "replacement": "eng_ours:replace",
-        "reviewed": {"1.2.0": digest()},
         "caller": "eng_host.caller",
     }
     return Target(**{**given, **changes})
@@ -57,6 +58,7 @@ def make(*targets, settings=None, start=True, supported=">=1,<2", stand_ins=(), 
 
 
 def start_engine(patches, settings=None, start=True, supported=">=1,<2", stand_ins=()):
+    ledger = Ledger({"1.2.0": {"eng_host.kernels:f": digest()}})
     table = Table(
         supported=supported,
         preflight="eng_host.main",
@@ -64,6 +66,7 @@ def start_engine(patches, settings=None, start=True, supported=">=1,<2", stand_i
         stand_ins=stand_ins,
         resolved_at="eng_host.arguments:resolve",
         built_at="eng_host.model:Model.__init__",
+        reviewed=lambda: ledger,
     )
     engine = Engine(table, host="eng_host", settings=settings or Settings())
     if start:
@@ -90,4 +93,4 @@ BROKEN_HOSTS = [
     ({"eng_host/caller.py": "def run(k): return k.f(a=1, new=2)"}, "passes new to f, which we do not know"),
 ]
 # a target in another module, which fits HOST
-HEADS = {"where": "eng_host.model:Model.heads", "contract": Parameters(("self", "n")), "reviewed": {}, "caller": None}
+HEADS = {"where": "eng_host.model:Model.heads", "contract": Parameters(("self", "n")), "caller": None}

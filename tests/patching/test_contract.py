@@ -6,6 +6,7 @@ import pytest
 
 from deepseek_v4_sm120.patching import contract
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
+from deepseek_v4_sm120.patching.sources import parse
 
 FUNCTION = '''
 def f(q, *, scale=None, **kwargs):
@@ -24,7 +25,7 @@ def definition(source, name="f"):
 
 
 def reader(**modules):
-    return {name.replace("__", "."): text for name, text in modules.items()}.get
+    return {name.replace("__", "."): parse(text) for name, text in modules.items()}.get
 
 
 def test_consumed_keys_and_parameters():
@@ -49,7 +50,6 @@ def test_consumed_keys_contract(names, problem):
     ("source", "problem"),
     [
         ("def f(a, b): pass", None),
-        ("async def f(a, b=1): pass", None),
         ("def f(b, a): pass", "parameters: expected the order a, b; found b, a"),
         ("def f(a, *, c): pass", "parameters: missing b; unexpected c"),
         ("f = 1", "expected a function, found an assignment"),
@@ -59,6 +59,109 @@ def test_consumed_keys_contract(names, problem):
 )
 def test_parameters_contract(source, problem):
     assert contract.check("m:f", Parameters(("a", "b")), None, reader(m=source)).problem == problem
+
+
+NORM = Parameters(("self", "x", "norm=None", "batch=...", "*", "scale=1.0"))
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("def f(self, x, norm=None, batch=None, *, scale=1.0): pass", None),
+        ("def f(self, x, norm=None, batch=SENTINEL, *, scale=1.0): pass", None),  # handed through
+        ("def f(self, x, norm, batch, *, scale): pass", None),  # always given then
+        ("@torch.no_grad()\n@override\ndef f(self, x, norm=None, batch=None, *, scale=1.0): pass", None),
+        ("def f(self, x, norm=(), batch=None, *, scale=1.0): pass", "the default of norm is (), expected None"),
+        ("def f(self, x, norm=None, batch=None, *, scale=2.0): pass", "the default of scale is 2.0, expected 1.0"),
+        ("def f(self, x=0, norm=None, batch=0, *, scale=1.0): pass", "x may be left out (it is 0 then), and we do not"),
+        ("def f(self, x, norm=None, *, batch=None, scale=1.0): pass", "batch is keyword-only, expected positional or"),
+        ("def f(self, x, norm=None, batch=None, scale=1.0): pass", "scale is positional or keyword, expected keyword-"),
+        ("def f(self, x, /, norm=None, batch=None, *, scale=1.0): pass", "self is positional-only, expected"),
+        ("async def f(self, x, norm=None, batch=None, *, scale=1.0): pass", "found an async function"),
+        ("def f(self, x, norm=None, batch=None, *, scale=1.0): yield x", "a plain function, found a generator"),
+        ("@staticmethod\ndef f(self, x, norm=None, batch=None, *, scale=1.0): pass", "decorated with @staticmethod"),
+        ("@classmethod\ndef f(self, x, norm=None, batch=None, *, scale=1.0): pass", "decorated with @classmethod"),
+        ("@property\ndef f(self, x, norm=None, batch=None, *, scale=1.0): pass", "decorated with @property"),
+        ("@a.wrap(1)\ndef f(self, x, norm=None, batch=None, *, scale=1.0): pass", "decorated with @a.wrap(1)"),
+    ],
+)
+def test_how_a_function_is_called_is_in_the_contract(source, problem):
+    found = contract.check("m:f", NORM, None, reader(m=source)).problem
+    assert (found is None) if problem is None else (problem in (found or "")), found
+
+
+def test_a_generator_is_expected_where_the_contract_says_so():
+    generator = Parameters(("x",), is_generator=True)
+    assert contract.check("m:f", generator, None, reader(m="def f(x):\n  yield from x")).problem is None
+    inner = "def f(x):\n  def g():\n    yield 1\n  return g()"
+    assert contract.check("m:f", Parameters(("x",)), None, reader(m=inner)).problem is None
+    plain = contract.check("m:f", generator, None, reader(m=inner)).problem
+    assert plain == "expected a generator, found a plain function"
+
+
+@pytest.mark.parametrize(
+    ("further", "source", "problem"),
+    [
+        ("any", "def f(self, x, y, *args, z=1, **kwargs): pass", None),
+        ("any", "def f(self): pass", "parameters: missing x; unexpected none"),
+        ("any", "def f(x, self, y): pass", "parameters: expected the order self, x; found x, self"),
+        ("keyword-only", "def f(self, x, *, y, z=1, **kwargs): pass", None),
+        ("keyword-only", "def f(self, x, y): pass", "y is positional or keyword, expected keyword-only"),
+        ("keyword-only", "def f(self, x, *args): pass", "*args is variadic, expected keyword-only"),
+        (None, "def f(self, x, y): pass", "parameters: missing none; unexpected y"),
+    ],
+)
+def test_parameters_that_follow_are_handed_through(further, source, problem):
+    found = contract.check("m:f", Parameters(("self", "x"), further=further), None, reader(m=source)).problem
+    assert (found is None) if problem is None else (problem in (found or "")), found
+
+
+def test_functions_that_take_keys_are_plain_too():
+    keys = ConsumedKeys(("a",))
+    for source, problem in [
+        ("async def f(**k): return k['a']", "expected a plain function, found an async function"),
+        ("@staticmethod\ndef f(**k): return k['a']", "found it decorated with @staticmethod"),
+        ("def f(a, /): return a", "a is positional-only, expected keywords"),
+    ]:
+        assert problem in contract.check("m:f", keys, None, reader(m=source)).problem
+    by_position = reader(m="def f(a): return a", c="f(1)")
+    assert "passes arguments to f by position" in contract.check("m:f", keys, "c", by_position).problem
+
+
+def test_an_alias_is_followed_to_its_function():
+    read = reader(m="from n import g as f\n", n="def h(a, b): pass\ng = h\n")
+    assert contract.check("m:f", Parameters(("a", "b")), None, read).problem is None
+    loop = reader(m="f = g\ng = f\n")
+    assert contract.check("m:f", Parameters(()), None, loop).problem == "m does not define f"
+
+
+UNPARSABLE = [
+    (b"def f(:\n  pass\n", "m cannot be parsed: line 1: "),
+    (b"# fine\n\xff\xfe = 1\n", "m cannot be parsed: "),
+    (b"# -*- coding: no-such -*-\n", "m cannot be parsed: "),
+    (b"f = 1\x00\n", "m cannot be parsed: "),
+    (b"f = " + b"(" * 5000, "m cannot be parsed: "),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), UNPARSABLE)
+def test_a_file_that_cannot_be_parsed_is_a_finding(data, words):
+    """As the target's module, as the one that it is imported from, and as the caller."""
+    parsed = {"m": parse(data), "good": parse("def f(a): pass"), "again": parse("from m import f")}
+    finding = contract.check("m:f", Parameters(("a",)), None, parsed.get)
+    assert finding.problem.startswith(words) and finding.digest is None and "\n" not in finding.problem
+    assert contract.check("again:f", Parameters(("a",)), None, parsed.get).problem.startswith(words)
+    called = contract.check("good:f", Parameters(("a",)), "m", parsed.get).problem
+    assert called.startswith("m, which should call f, cannot be parsed: ")
+
+
+def test_encodings_are_those_that_the_file_declares():
+    latin = "# -*- coding: latin-1 -*-\nname = '\xe9'\n".encode("latin-1")
+    assert parse(latin).problem is None
+    assert contract.digest_of(definition("name = '\xe9'\n", "name")) == contract.digest_of(
+        contract.find_definition(parse(latin).tree, "name")
+    )
+    assert parse(b"\xef\xbb\xbff = 1\n").problem is None
 
 
 def test_missing_module():

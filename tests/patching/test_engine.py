@@ -40,9 +40,7 @@ def test_applies_at_the_import_and_says_so_once(host, said):
 
 def test_methods(host):
     host()
-    target = function_target(
-        where="eng_host.model:Model.heads", contract=Parameters(("self", "n")), reviewed={}, caller=None
-    )
+    target = function_target(where="eng_host.model:Model.heads", contract=Parameters(("self", "n")), caller=None)
     engine = make(target)
     from eng_host.model import Model
 

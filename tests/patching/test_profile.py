@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 
@@ -138,40 +138,19 @@ def test_every_operator_can_be_left_out(python, tree, tmp_path):
     assert done.stdout == "True\n"
 
 
-OFF = "fp8_linear"
-# none of the table is off by default: one that is
-ONE_OFF = replace(
-    TABLE,
-    patches=tuple(replace(p, off_because="slower, it is said") if p.name == OFF else p for p in TABLE.patches),
-)
-
-
 @pytest.mark.parametrize(
     ("operator", "measured", "chosen", "state", "words"),
     [
-        (OFF, None, "", "OFF", "=on switches it on"),
-        (
-            OFF,
-            {"winner": "ours", "stock_over_ours": 1.3},
-            "",
-            "READY",
-            "stock takes 1.30 times as long on this machine",
-        ),
-        (OFF, {"winner": "ours", "stock_over_ours": None}, "", "OFF", "=on switches it on"),  # stock did not run
-        (OFF, {"winner": "ours"}, "", "OFF", "=on switches it on"),  # of an older release
-        (OFF, {"winner": "stock", "stock_over_ours": 0.8}, "", "OFF", "stock is faster on this machine"),
-        (OFF, {"winner": "stock", "wrong": {"ours": "crashed"}}, "", "OFF", "ours: crashed"),
-        (OFF, {"winner": "ours", "stock_over_ours": 1.3}, "off", "OFF", f"DSV4_SM120_SET={OFF}=off"),
-        (OFF, {"winner": "stock", "stock_over_ours": 0.8}, "on", "READY", "=on, although profile"),
-        (OFF, {"winner": "ours", "stock_over_ours": 1.3}, "on", "READY", "when sglang imports it"),
         ("mhc", {"winner": "stock", "stock_over_ours": 0.8}, "", "NOT APPLICABLE", "stock is faster on this machine"),
         ("mhc", {"winner": "stock", "stock_over_ours": 0.8}, "on", "READY", "=on, although profile"),
         ("mhc", {"winner": "ours", "stock_over_ours": 1.3}, "off", "OFF", "DSV4_SM120_SET=mhc=off"),
         ("mhc", {"winner": "ours", "stock_over_ours": None}, "", "READY", "when sglang imports it"),
+        ("mhc", {"winner": "stock", "wrong": {"ours": "crashed"}}, "", "NOT APPLICABLE", "ours: crashed"),
+        ("mhc", None, "", "READY", "when sglang imports it"),
     ],
 )
 def test_who_decides_whether_an_operator_is_on(operator, measured, chosen, state, words, tmp_path, monkeypatch):
-    """DSV4_SM120_SET, else the profile, else what is shipped. Off by default becomes on by a comparison only."""
+    """DSV4_SM120_SET, else the profile, else what is shipped."""
     from deepseek_v4_sm120.patching.engine import Engine
     from deepseek_v4_sm120.settings import Settings
 
@@ -183,7 +162,7 @@ def test_who_decides_whether_an_operator_is_on(operator, measured, chosen, state
     (tmp_path / "sglang-0.5.17.dist-info/METADATA").write_text("Name: sglang\nVersion: 0.5.17\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     choices = {operator: chosen} if chosen else {}
-    records = Engine(ONE_OFF, "sglang", Settings(profile=path, choices=choices)).records
+    records = Engine(TABLE, "sglang", Settings(profile=path, choices=choices)).records
     found = [r for r in records if (r.patch.serves or r.patch.name) == operator]
     assert found and {r.state for r in found} == {state}
     assert all(words in r.reason for r in found), [r.reason for r in found]

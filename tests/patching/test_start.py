@@ -193,6 +193,8 @@ MHC_BOUNDARY = """
     stand_in("mhc_post", streams)
     stand_in("mhc_head", rows)
     device_gate.serves = lambda device: True
+    from deepseek_v4_sm120 import models_served
+    models_served.announce({"model_type": "deepseek_v4", "hidden_size": 4096, "hc_mult": 4})  # as resolved arguments do
 
     fn, scale, base = torch.zeros(24, 16384), torch.zeros(3), torch.zeros(24)
     fused = importlib.import_module("sglang.srt.models.deepseek_common.amd.deepseek_v4_fused_mhc")

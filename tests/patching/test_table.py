@@ -1,15 +1,17 @@
 """The real table over a small tree that looks like SGLang 0.5.17, in processes of their own."""
 
 import importlib
+import inspect
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Target
 from deepseek_v4_sm120.sglang_patches import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
-from tests.patching.conftest import EXPERTS, MHC_HEAD, MODEL, SM120_FUNCTION
+from tests.patching.conftest import EXPERTS, INDEXER, MHC_HEAD, MODEL, SM120_FUNCTION
 
 TARGETS = [(patch, target) for patch in TABLE.patches for target in patch.targets]
 SEAMS = {"DSV4_SM120_FORCE": "seams"}
@@ -29,7 +31,8 @@ def test_every_row_is_complete():
         assert patch.why and patch.retire and patch.targets and patch.modes and set(patch.modes) <= set(MODES)
     for _, target in TARGETS:
         assert isinstance(target, Target) and target.module and target.qualname and target.sglang
-        assert all(len(digest) == 16 for digest in target.reviewed.values())
+    reviewed = [digest for known in TABLE.reviewed().releases.values() for digest in known.values()]
+    assert len(reviewed) > 400 and all(len(digest) == 16 for digest in reviewed)
     for stand_in in TABLE.stand_ins:
         assert stand_in.why and stand_in.only_after
 
@@ -55,6 +58,60 @@ def test_an_operator_is_switched_by_its_name(python, tree, chosen, state):
 def test_every_replacement_exists(where):
     module, _, name = where.partition(":")
     assert callable(getattr(importlib.import_module(module), name))
+
+
+SIGNED = sorted(
+    {
+        (target.replacement, target.contract.signature, target.contract.further)
+        for _, target in TARGETS
+        if isinstance(target.contract, Parameters)
+    },
+    key=str,
+)
+
+
+@pytest.mark.parametrize(("where", "signature", "further"), SIGNED)
+def test_what_a_replacement_fills_in_is_what_its_contract_expects(where, signature, further):
+    """The contract is the one place that says what we are called with: each parameter that the replacement names is in
+    it at the same place, and a default that it fills in is the contract's."""
+    expected = Parameters(signature, further).expected
+    module, _, name = where.partition(":")
+    source = f"def original({', '.join(signature)}):\n    return None\n"
+    names = {"get_global_server_args": None, "__name__": "made_for_a_contract"}
+    exec(source, names)
+    replacement = getattr(importlib.import_module(module), name)(names["original"])
+    found = inspect.signature(replacement, follow_wrapped=False).parameters.values()
+    takes_rest = {p.kind for p in found} & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    named = [p for p in found if p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)]
+    if not takes_rest:
+        assert len(named) == len(expected) and further is None
+    for ours, theirs in zip(named, expected, strict=False):
+        assert ours.name == theirs.name
+        assert ours.default is inspect.Parameter.empty or repr(ours.default) == theirs.default, ours.name
+        assert (ours.kind is inspect.Parameter.KEYWORD_ONLY) == (theirs.kind == "keyword-only"), ours.name
+    names_before = [p.name for p in named]
+    assert [p.name for p in expected if not p.name.startswith("*")][: len(named)] == names_before
+
+
+WEIGHTS = "def compute_weights(self, x, skip_scale=False):"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("def compute_weights(self, x, skip_scale=True):", "the default of skip_scale is True, expected False"),
+        ("def compute_weights(self, x, *, skip_scale=False):", "skip_scale is keyword-only"),
+        ("async def compute_weights(self, x, skip_scale=False):", "found an async function"),
+        ("@staticmethod\n    def compute_weights(self, x, skip_scale=False):", "decorated with @staticmethod"),
+        ("def compute_weights(self, x, skip_scale):", None),  # always given then: as it was for us
+    ],
+)
+def test_another_default_or_kind_of_method_is_broken(python, tree, changed, words):
+    assert WEIGHTS in INDEXER
+    host = tree({"sglang/srt/layers/attention/dsv4/indexer.py": INDEXER.replace(WEIGHTS, changed)})
+    found = json.loads(status(python, "--json", path=[host], check=False).stdout)
+    (row,) = [row for row in found["patches"] if row["target"].endswith(":C4Indexer.compute_weights")]
+    assert row["state"] == ("BROKEN" if words else "READY") and (words or "") in row["reason"]
 
 
 def test_seams_are_patched_nowhere_that_is_left_at_the_truth():
@@ -458,7 +515,7 @@ INDEXER_CALL = """
     adapter.index_select = lambda *args, **kwargs: print("ours")
     mode = type("Mode", (), {"is_decode": lambda self: True})()
     batch = type("Batch", (), {"forward_mode": mode})()
-    x = torch.zeros(1, 4)
+    x = torch.zeros(1, 4, dtype=torch.int32)
     for topk in (indexer.topk_transform_512, indexer.topk_transform_512_pytorch_vectorized):
         print(indexer.C4IndexerBackendMixin().forward_c4_indexer(x, x, None, batch, topk))
 """

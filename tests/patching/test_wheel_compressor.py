@@ -2,14 +2,14 @@
 with ours in the method's place. The same state and cache from both, for every compressor of the model."""
 
 import ast
+import copy
 import enum
-import functools
-import zipfile
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.patching import contract
@@ -18,9 +18,10 @@ from deepseek_v4_sm120.reference.compressor_inputs import KINDS, make_inputs
 from deepseek_v4_sm120.sglang_adapters import compressor as adapter
 from deepseek_v4_sm120.sglang_patches_compressor import COMPRESSOR, MODULE
 from tests.patching.test_wheel_wo_a import QUIET, QuietImports
+from tests.patching.wheels import RELEASES, content, every_release, since, tree
 
 METHOD = "_forward_compress_all_in_one"
-SERVED = ("0.5.14", "0.5.17", "0.5.20", "0.5.23")
+SERVED = "0.5.14"  # and later
 LAYOUTS = enum.Enum("KVLayout", "V4 V41")
 
 
@@ -33,10 +34,8 @@ class Plan(NamedTuple):
         return True
 
 
-@functools.cache
 def class_of(wheel) -> ast.ClassDef:
-    text = zipfile.ZipFile(wheel).read(MODULE.replace(".", "/") + ".py").decode()
-    return contract.find_definition(ast.parse(text), "CompressorBackendMixin")
+    return contract.find_definition(tree(wheel, MODULE), "CompressorBackendMixin")
 
 
 def mixin(wheel, launches: list):
@@ -71,7 +70,7 @@ def mixin(wheel, launches: list):
         "compress_forward": compress_forward,
         "compress_norm_rope_store": compress_norm_rope_store,
     }
-    node = QuietImports().visit(class_of(wheel))
+    node = QuietImports().visit(copy.deepcopy(class_of(wheel)))
     future = ast.parse("from __future__ import annotations").body
     code = compile(ast.fix_missing_locations(ast.Module([*future, node], [])), "wheel", "exec")
     for name in ("_is_hip", "envs", "Optional", "torch"):
@@ -137,7 +136,7 @@ def run(mixin_class, inputs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("version", SERVED)
+@every_release(SERVED)
 def test_every_compressor_of_a_decode_step(sglang_wheel, monkeypatch, version, kind):
     ratio = KINDS[kind][0]
     stock = make_inputs(kind, [2 * ratio, ratio, 3 * ratio + 2, 5 * ratio, ratio - 1], device="cpu")
@@ -159,7 +158,7 @@ def test_every_compressor_of_a_decode_step(sglang_wheel, monkeypatch, version, k
     assert torch.equal(ours.state.view(torch.int32), stock.state.view(torch.int32))
 
 
-@pytest.mark.parametrize("version", SERVED)
+@every_release(SERVED)
 def test_the_adapter_knows_every_keyword(sglang_wheel, version):
     method = contract.find_definition(
         ast.Module([class_of(sglang_wheel(version))], []), f"CompressorBackendMixin.{METHOD}"
@@ -169,10 +168,14 @@ def test_the_adapter_knows_every_keyword(sglang_wheel, version):
     assert set(names[1:]) <= {*adapter.NEEDED, *adapter.OTHERS} and set(adapter.NEEDED) <= set(names)
 
 
-def test_0_5_12_has_no_slots_to_give(sglang_wheel):
-    method = contract.find_definition(
-        ast.Module([class_of(sglang_wheel("0.5.12"))], []), f"CompressorBackendMixin.{METHOD}"
-    )
-    assert "out_loc" not in contract.parameters(method)
+@pytest.mark.parametrize("version", [r for r in RELEASES if not since(r, SERVED)])
+def test_before_it_there_are_no_slots_that_the_operator_takes(version, sglang_wheel):
+    """0.5.12's call does not have them; 0.5.12.post1's and 0.5.13's are int32, so says the kernel that takes them."""
+    wheel = sglang_wheel(version)
+    method = contract.find_definition(ast.Module([class_of(wheel)], []), f"CompressorBackendMixin.{METHOD}")
+    assert ("out_loc" in contract.parameters(method)) == (version != "0.5.12")
+    kernel = "sglang/jit_kernel/csrc/deepseek_v4/fused_norm_rope_v2.cuh"
+    assert "const int32_t* __restrict__ out_loc;" in content(wheel, kernel)
+    assert "const int64_t* __restrict__ out_loc;" in content(sglang_wheel(SERVED), kernel)
     (target,) = COMPRESSOR.targets
-    assert "0.5.12" not in target.reviewed and set(target.reviewed) == set(SERVED)
+    assert not SpecifierSet(target.sglang).contains(version) and COMPRESSOR.absent

@@ -16,8 +16,8 @@ from deepseek_v4_sm120.sglang_adapters import fp8_linear as adapter
 from deepseek_v4_sm120.sglang_patches import INDEXER
 from deepseek_v4_sm120.sglang_patches_fp8_linear import MLP_MODEL
 from tests.adapters.fp8_product import checked_product, made_before
-from tests.patching.test_wheel_wo_a import QUIET, Quiet, definition, source, take
-from tests.patching.test_wheels import VERSIONS
+from tests.patching.test_wheel_wo_a import QUIET, Quiet, definition, take
+from tests.patching.wheels import every_release, since, tree
 
 LINEAR = "sglang.srt.layers.linear"
 RANKS = 2
@@ -101,6 +101,7 @@ def linear(wheel, kind, outputs, inputs, *, patched, seed):
 def operator(monkeypatch):
     """The gate is open; the reference computes what passes our operator's own checks."""
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    monkeypatch.setattr(adapter.process, "has_our_model", True)
     monkeypatch.setattr(adapter.op, "fp8_linear", checked_product(calls))
     monkeypatch.setattr(adapter.op, "takes_prologue", lambda name, outputs, inputs: True)
     monkeypatch.setattr(adapter.op, "normalized", made_before(calls))
@@ -130,7 +131,7 @@ def mlp(wheel, *, patched, limit=10.0):
     )
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 @pytest.mark.parametrize("rows", (1, 4, 64, 65))
 def test_the_shared_experts_forward_with_its_all_reduce(version, rows, sglang_wheel):
     wheel, x = sglang_wheel(version), make_gates_and_ups(rows, 256, torch.Generator().manual_seed(rows))
@@ -143,7 +144,7 @@ def test_the_shared_experts_forward_with_its_all_reduce(version, rows, sglang_wh
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_without_a_limit_the_forward_is_the_wheels(version, sglang_wheel):
     x = make_gates_and_ups(3, 256, torch.Generator().manual_seed(0))
     mlp(sglang_wheel(version), patched=True, limit=None)(x)
@@ -198,7 +199,7 @@ def attention(wheel, *, patched, indexed):
     return type("MQALayer", (Part,), members)()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 @pytest.mark.parametrize("path", ("_forward_prepare", "_forward_prepare_multi_stream"))
 @pytest.mark.parametrize("rows, indexed", [(1, True), (64, True), (4, False), (65, True)])
 def test_the_attentions_own_preparation(version, path, rows, indexed, sglang_wheel):
@@ -223,13 +224,13 @@ def test_the_attentions_own_preparation(version, path, rows, indexed, sglang_whe
 READERS = ("C4Indexer.compute_q", "C4Indexer.forward", "C4IndexerBackendMixin.forward_c4_indexer")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_nothing_else_is_done_with_the_queries_latent(version, sglang_wheel):
     """On its way to the indexer's product it is handed on, cut, or asked for its rows; a stand-in can do that."""
     wheel = sglang_wheel(version)
-    tree = ast.parse(source(wheel, INDEXER))
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    uses = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "q_lora" and isinstance(n.ctx, ast.Load)]
+    read = tree(wheel, INDEXER)
+    parents = {child: node for node in ast.walk(read) for child in ast.iter_child_nodes(node)}
+    uses = [n for n in ast.walk(read) if isinstance(n, ast.Name) and n.id == "q_lora" and isinstance(n.ctx, ast.Load)]
     assert len(uses) >= 5 and all(definition(wheel, name, INDEXER) is not None for name in READERS)
     for use in uses:
         parent = parents[use]
@@ -241,10 +242,10 @@ def test_nothing_else_is_done_with_the_queries_latent(version, sglang_wheel):
         ), ast.unparse(parents[parent])
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_the_norm_and_the_layers_have_these_names(version, sglang_wheel):
     wheel = sglang_wheel(version)
-    base = "MQALayer" if version < "0.5.17" else "MqaAttentionBase"
+    base = "MQALayer" if not since(version, "0.5.16") else "MqaAttentionBase"
     init = ast.unparse(definition(wheel, f"{base}.__init__"))
     assert "self.q_norm = RMSNorm(self.q_lora_rank, eps=self.eps)" in init and "self.wq_b = " in init
     assert "self.indexer" in ast.unparse(definition(wheel, "MQALayer.__init__"))

@@ -4,9 +4,9 @@ with our wo_a in it and without: the same projection from the same checkpoint, a
 import ast
 import builtins
 import concurrent.futures
+import copy
 import functools
 import sys
-import zipfile
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -21,7 +21,7 @@ from deepseek_v4_sm120.reference.wo_a_inputs import make_freqs_cis
 from deepseek_v4_sm120.sglang_adapters import wo_a as adapter
 from deepseek_v4_sm120.sglang_patches_wo_a import MODEL
 from tests.adapters.wo_a_layer import GROUPS, HEADS, INPUTS, OUTPUTS, Expansion, Fp8Config, Linear, Operator, rope
-from tests.patching.test_wheels import VERSIONS
+from tests.patching.wheels import WheelSources, every_release, since, tree
 
 LAYERS = 2
 STREAMING = "_dequant_fp8_wo_a_streaming"
@@ -60,27 +60,33 @@ class Quiet:
 QUIET = Quiet()
 
 
+NO_FUSION = "current_mhc_post_fusion"  # 0.5.21: asked with `is None`; DeepSeek-V4.1's
+
+
 class QuietImports(ast.NodeTransformer):
     """Imports inside of functions give quiet names, so that nothing of SGLang is needed."""
 
     def visit_ImportFrom(self, node):
-        return [ast.parse(f"{alias.asname or alias.name} = QUIET").body[0] for alias in node.names]
+        names = [alias.asname or alias.name for alias in node.names]
+        return [ast.parse(f"{n} = {'lambda: None' if n == NO_FUSION else 'QUIET'}").body[0] for n in names]
 
 
-@functools.cache
+class Mxfp8SwizzledInput(tuple):
+    """DeepSeek-V4.1's, which the code asks for with isinstance."""
+
+
 def source(wheel, module=MODEL) -> str:
-    return zipfile.ZipFile(wheel).read(module.replace(".", "/") + ".py").decode()
+    return WheelSources(wheel).read(module)
 
 
-@functools.cache
 def definition(wheel, qualname, module=MODEL):
-    return contract.find_definition(ast.parse(source(wheel, module)), qualname)
+    return contract.find_definition(tree(wheel, module), qualname)
 
 
 @functools.cache
 def compiled(wheel, qualname, module=MODEL):
     """(code that defines it, the names it uses)"""
-    node = QuietImports().visit(definition(wheel, qualname, module))
+    node = QuietImports().visit(copy.deepcopy(definition(wheel, qualname, module)))
     future = ast.parse("from __future__ import annotations").body
     code = compile(ast.fix_missing_locations(ast.Module([*future, node], [])), "wheel", "exec")
     return code, {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not hasattr(builtins, n.id)}
@@ -115,7 +121,7 @@ class Model(torch.nn.Module):
     def post_load_weights(self, is_nextn=False, weight_names=None):
         pass
 
-    _prewarm_mhc_kernels = post_load_weights
+    _prewarm_mhc_kernels = _prewarm_mhc_pre_kernels = post_load_weights
 
 
 class Tree:
@@ -132,7 +138,7 @@ class Tree:
 
     def attention(self, backend):
         """MQALayer: the forward is the wheel's, the __init__ has its parameters and makes what forward reads."""
-        names = {"torch": torch, "get_attn_backend": lambda: backend}
+        names = {"torch": torch, "get_attn_backend": lambda: backend, "Mxfp8SwizzledInput": Mxfp8SwizzledInput}
         names["fused_rope_inplace"] = self.replaced("rope", rope)
         if definition(self.wheel, "_apply_wo_a_bf16_matmul") is not None:
             take(self.wheel, names, "_apply_wo_a_bf16_matmul")
@@ -152,7 +158,7 @@ class Tree:
 
         __init__.__module__ = self.module.__name__
         members = {"tp_size": 1, "attn_tp_size": 1, "is_dsv41": False, "__getattr__": quiet}
-        members["wo_b"] = staticmethod(lambda o: (o, None))  # what wo_a gave, flattened
+        members["wo_b"] = staticmethod(lambda o, **_: (o, None))  # what wo_a gave, flattened
         members["_project_wo_b"] = lambda self, o, defer_all_reduce: o.flatten(1)
         members["_kernel_num_heads"] = lambda self, rows: self.n_local_heads
         members["__init__"], members["forward"] = self.replaced("init", __init__), self.replaced("forward", forward)
@@ -230,7 +236,7 @@ def inputs(rows, ranks):
     return o, make_freqs_cis(300, "cpu"), torch.randint(0, 300, (rows,), generator=generator)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 @pytest.mark.parametrize("rows, rank, ranks", [(1, 0, 1), (5, 1, 2), (64, 3, 4), (65, 0, 2)])
 def test_the_wheels_own_forward_projects_with_the_wheels_own_loading(
     version, rows, rank, ranks, sglang_wheel, monkeypatch, operator
@@ -249,11 +255,11 @@ def test_the_wheels_own_forward_projects_with_the_wheels_own_loading(
         assert relative_error(result, exact) < 0.0025
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_what_the_adapter_takes_from_the_model_is_there(version, sglang_wheel):
     wheel = sglang_wheel(version)
     assert contract.parameters(definition(wheel, "_dequant_fp8")) == ("weight", "scale")  # for the shadow's copy
-    base = "MQALayer" if version < "0.5.17" else "MqaAttentionBase"
+    base = "MQALayer" if not since(version, "0.5.16") else "MqaAttentionBase"
     init = ast.unparse(definition(wheel, f"{base}.__init__"))
     for name in ("wo_a", "head_dim", "qk_rope_head_dim", "o_lora_rank", "n_local_groups"):
         assert f"self.{name} = " in init or f"self.{name}: " in init, name
@@ -262,7 +268,7 @@ def test_what_the_adapter_takes_from_the_model_is_there(version, sglang_wheel):
     configuration = source(wheel, FP8)
     for text in ("class Fp8LinearMethod", "self.is_checkpoint_fp8_serialized = ", "self.weight_block_size = "):
         assert text in configuration
-    named = contract.find_definition(ast.parse(configuration), "Fp8Config.get_name")
+    named = definition(wheel, "Fp8Config.get_name", FP8)
     assert "'fp8'" in ast.unparse(named.body[-1])
     rope_uses = [line for line in source(wheel).splitlines() if "inverse=True" in line]
     assert 1 <= len(rope_uses) <= 4

@@ -7,14 +7,14 @@ wheel that cannot be fetched is a failure.
 import ast
 import re
 import sys
-import zipfile
-from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from deepseek_v4_sm120.calibrate import bf16_linear, fp8_linear, index_select, mhc, mxfp4_moe, provider
-from deepseek_v4_sm120.patching import contract, engine
+from deepseek_v4_sm120.patching import contract, engine, ledger
 from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Engine
+from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches import (
@@ -26,110 +26,82 @@ from deepseek_v4_sm120.sglang_patches import (
     EXTENSION,
     FP8_METHOD,
     INDEXER,
+    LEDGER,
     LEFT_AT_TRUTH,
     MARLIN_EXPERTS,
+    MODEL,
     MXFP4_MOE,
     SM120_ATTENTION_0_5_14,
     SM120_KEYS,
-    SM120_SEAMS,
     TABLE,
 )
 from deepseek_v4_sm120.sglang_patches_compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches_mhc import FUSED, MTP_MODEL
-from deepseek_v4_sm120.sglang_patches_wo_a import ATTENTION
+from tests.patching import review
+from tests.patching.wheels import RELEASES, WheelSources, content, every_release, since
 
-VERSIONS = ("0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23")
-ARGUMENTS = {"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook"}
+# In the wheel of sglang-kernel; that of 0.5.17's pin was read
+HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"
+
 MARLIN, CUTLASS = (where.partition(":")[0] for where in (MARLIN_EXPERTS, CUTLASS_EXPERTS))
-EXPECTED = {  # version -> what the normal mode finds: patch -> module of its last target
-    "0.5.12": {
-        "sparse_decode": "flash_mla",
-        "sched_meta": "flash_mla",
-        "marlin_on_sm120": "sglang.srt.layers.quantization.mxfp4_marlin_moe",
-        "mxfp4_moe": MARLIN,
-        **ARGUMENTS,
-    },
-    "0.5.14": {
-        "sparse_decode": SM120_ATTENTION_0_5_14,
-        "unpadded_heads": BACKEND,
-        "paged_prefill": BACKEND,
-        "mxfp4_moe": MARLIN,
-        **ARGUMENTS,
-    },
-    "0.5.17": {
-        "sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120",
-        "unpadded_heads": BACKEND,
-        "mxfp4_moe": CUTLASS,
-        **ARGUMENTS,
-    },
-    "0.5.20": {
-        "sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120",
-        "unpadded_heads": "sglang.srt.models.deepseek_v4",
-        "mxfp4_moe": CUTLASS,
-        **ARGUMENTS,
-    },
-    "0.5.23": {
-        "sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120",
-        "unpadded_heads": "sglang.srt.models.deepseek_v4",
-        **ARGUMENTS,
-        "mxfp4_moe": CUTLASS,
-    },
+EVERYWHERE = {
+    "argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook",
+    "index_select": INDEXER,
+    "bf16_linear": INDEXER,
+    "fp8_linear": FP8_METHOD.partition(":")[0],
+    "mhc": MTP_MODEL.partition(":")[0],
+    "wo_a": MODEL,
+    "q_norm": MODEL,
 }
-for _found in EXPECTED.values():
-    _found["index_select"] = _found["bf16_linear"] = INDEXER
-    _found["fp8_linear"] = FP8_METHOD.partition(":")[0]
-    _found["mhc"] = MTP_MODEL.partition(":")[0]
-    _found["wo_a"] = _found["q_norm"] = ATTENTION.partition(":")[0]
-    _found["compressor"] = COMPRESSOR_MODULE
-del EXPECTED["0.5.12"]["compressor"]
-# version -> (logits, our top-k, top-k of an explicit choice) that the indexer is found with
-INDEX_NAMES = {
-    "0.5.12": (1, 2, 1),
-    "0.5.14": (1, 2, 1),
-    "0.5.17": (1, 2, 2),
-    "0.5.20": (1, 2, 3),
-    "0.5.23": (1, 2, 3),
-}
-NUM_SEAMS = {"0.5.12": 0, "0.5.14": 3, "0.5.17": 4, "0.5.20": 6, "0.5.23": 7}
 
 
-class WheelSources:
-    """What patching.sources.Sources is for an installed tree, for a wheel: only the members asked for are unpacked."""
+def expected(version: str) -> dict[str, str]:
+    """What the normal mode finds in a release: patch -> module of its last target."""
+    found = dict(EVERYWHERE)
+    if not since(version, "0.5.13"):
+        found |= {"sparse_decode": "flash_mla", "sched_meta": "flash_mla", "marlin_on_sm120": MARLIN}
+    elif not since(version, "0.5.16"):
+        found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
+    else:
+        found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
+    found["mxfp4_moe"] = CUTLASS if since(version, "0.5.16") else MARLIN
+    if since(version, "0.5.14"):
+        found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
+    return found
 
-    def __init__(self, wheel: Path, stand_ins: dict[str, str]):
-        self.archive = zipfile.ZipFile(wheel)
-        self.members = set(self.archive.namelist())
-        self.stand_ins = stand_ins
 
-    def path(self, module: str) -> Path | None:
-        top, *rest = module.split(".")
-        if top in self.stand_ins:
-            base = Path(self.stand_ins[top]).parent.joinpath(*rest)
-            return next((p for p in (base / "__init__.py", base.with_suffix(".py")) if p.is_file()), None)
-        base = module.replace(".", "/")
-        return next((Path(m) for m in (f"{base}/__init__.py", f"{base}.py") if m in self.members), None)
+def index_names(version: str) -> tuple[int, int, int]:
+    """(logits, our top-k, top-k of an explicit choice) that the indexer is found with."""
+    return (1, 2, 1 + since(version, "0.5.17") + since(version, "0.5.19"))
 
-    def read(self, module: str) -> str | None:
-        path = self.path(module)
-        if path is None:
-            return None
-        return path.read_text() if path.is_absolute() else self.archive.read(str(path)).decode()
+
+def num_seams(version: str) -> int:
+    if since(version, "0.5.19"):
+        return 5 + since(version, "0.5.20") + since(version, "0.5.21")
+    return 0 if not since(version, "0.5.13") else 3 + since(version, "0.5.17")
+
+
+SURVEYED: dict[tuple, Engine] = {}  # what several tests look at
 
 
 @pytest.fixture
 def inspect_wheel(monkeypatch, sglang_wheel):
-    """inspect_wheel(version, mode) -> the engine after looking at that wheel; `called`: the version it shall claim."""
+    """inspect_wheel(version, mode) -> the engine after looking at that wheel, shared by tests unless it is to be
+    `fresh`. called: the version it shall claim."""
     monkeypatch.setitem(sys.modules, "deepseek_v4_sm120.extension", type(sys)("extension"))
     sys.modules["deepseek_v4_sm120.extension"].load = lambda: None  # whether _C loads is test_extension.py's business
 
-    def make(version, mode="sm120", called=None):
+    def make(version, mode="sm120", called=None, fresh=False):
+        if not fresh and (version, mode, called) in SURVEYED:
+            return SURVEYED[version, mode, called]
         wheel = sglang_wheel(version)
-        monkeypatch.setattr(engine, "Sources", lambda stand_ins=None: WheelSources(wheel, stand_ins or {}))
+        monkeypatch.setattr(engine, "Sources", lambda stand_ins=None: WheelSources(wheel, stand_ins))
         if called:
             monkeypatch.setattr(engine, "package_version", lambda host, sources: called)
-        asked = {patch.name: "on" for patch in TABLE.patches if patch.off_because}
-        made = Engine(TABLE, host="sglang", settings=Settings(force=None if mode == "sm120" else mode, choices=asked))
+        made = Engine(TABLE, host="sglang", settings=Settings(force=None if mode == "sm120" else mode))
         made.survey()
+        if not fresh:
+            SURVEYED[version, mode, called] = made
         return made
 
     return make
@@ -139,31 +111,39 @@ def found_in(made, *, patch=None):
     return [r for r in made.records if r.target is not None and patch in (None, r.patch.name)]
 
 
-def test_the_table_and_these_tests_speak_of_the_same_versions():
-    reviewed = {version for patch in TABLE.patches for target in patch.targets for version in target.reviewed}
-    assert reviewed == set(VERSIONS) == set(EXPECTED) == set(NUM_SEAMS)
+def test_the_ledger_has_every_release_from_0_5_12_to_0_5_23():
+    """Post releases included, in their order; of a release exactly the definitions that rows of the table are for."""
+    posts = {"0.5.12": "0.5.12.post1", "0.5.13": "0.5.13.post1", "0.5.15": "0.5.15.post1"}
+    plain = [f"0.5.{minor}" for minor in range(12, 24)]
+    assert list(RELEASES) == [release for one in plain for release in (one, posts.get(one)) if release]
+    wheres = {target.where for patch in TABLE.patches for target in patch.targets}
+    for release, known in ledger.read(LEDGER).releases.items():
+        rows = review.targets(release)
+        missing = {where for where in rows if where not in known}
+        assert set(known) <= set(rows) <= wheres, release
+        assert missing == ({HOPPER} if HOPPER in rows and release != "0.5.17" else set()), release
     assert any(EXTENSION in patch.needs for patch in TABLE.patches)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_normal_mode(inspect_wheel, version):
     made = inspect_wheel(version)
     assert made.version == version
     found = found_in(made)
-    assert {r.patch.name: r.target.module for r in found} == EXPECTED[version]
+    assert {r.patch.name: r.target.module for r in found} == expected(version)
     for record in found:
         assert (record.state, record.review) == (READY, "reviewed"), f"{record.where}: {record.reason}; {record.review}"
     assert {r.state for r in made.records} == {READY, NOT_APPLICABLE}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_seams_mode(inspect_wheel, version):
     made = inspect_wheel(version, "seams")
     found = found_in(made, patch="sm120_seams")
-    assert len(found) == NUM_SEAMS[version]
+    assert len(found) == num_seams(version)
     for record in found:
         assert (record.state, record.review) == (READY, "reviewed"), f"{record.where}: {record.reason}; {record.review}"
-    assert {r.patch.name for r in found_in(made)} >= set(EXPECTED[version]) - {"marlin_on_sm120"}
+    assert {r.patch.name for r in found_in(made)} >= set(expected(version)) - {"marlin_on_sm120"}
 
 
 @pytest.mark.parametrize("version", ("0.5.14", "0.5.17", "0.5.20"))
@@ -173,7 +153,7 @@ def test_ops_mode_targets_what_sglang_calls_on_other_gpus(inspect_wheel, version
     (record,) = found_in(made, patch="sparse_decode_hopper")
     assert record.reason == "sgl_kernel.flash_mla:flash_mla_with_kvcache: there is no module sgl_kernel.flash_mla"
     names = set(record.target.contract.names)
-    tree = ast.parse(made.sources.read(BACKEND))
+    tree = made.sources.parse(BACKEND).tree
     calls = contract.passed_keywords(tree, "flash_mla_with_kvcache")
     assert calls and all(call <= names for call in calls)
     imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -181,30 +161,30 @@ def test_ops_mode_targets_what_sglang_calls_on_other_gpus(inspect_wheel, version
     assert "sgl_kernel.flash_mla" in imported + aliases
 
 
-@pytest.mark.parametrize("version", VERSIONS[1:])
+@every_release("0.5.13")
 def test_the_sm120_call_passes_what_the_function_reads(inspect_wheel, version):
     made = inspect_wheel(version)
-    calls = contract.passed_keywords(ast.parse(made.sources.read(BACKEND)), "flash_mla_with_kvcache_sm120")
+    calls = contract.passed_keywords(made.sources.parse(BACKEND).tree, "flash_mla_with_kvcache_sm120")
     assert calls == [set(SM120_KEYS)]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_wheel, version):
     made = inspect_wheel(version)
     variables = made.sources.read("sglang.srt.environ")
     fields = "".join(
-        made.sources.archive.read(member).decode()
+        content(made.sources.wheel, member)
         for member in made.sources.members
         if member == "sglang/srt/server_args.py" or "/arg_groups/fields/" in member
     )
     for row in made.steering.rows.values():
         assert [name for name in row.environment if f"    {name} = Env" not in variables] == [], row.name
         assert [name for name in row.arguments if f"    {name}: " not in fields] == [], row.name
-    assert bool(made.steering.rows) == (version != "0.5.14")
+    assert bool(made.steering.rows) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
 
 
 def test_the_prefill_interval_of_0_5_17_fits_its_scheduler(inspect_wheel, monkeypatch):
-    made = inspect_wheel("0.5.17")
+    made = inspect_wheel("0.5.17", fresh=True)
     assert not found_in(made, patch="prefill_interval")
     asked = Settings(choices={"prefill_decode_interval_0_5_17": "4"})
     made = Engine(TABLE, host="sglang", settings=asked)
@@ -215,7 +195,7 @@ def test_the_prefill_interval_of_0_5_17_fits_its_scheduler(inspect_wheel, monkey
     assert "if self.chunked_req.extend_range.end > len(self.chunked_req.prefix_indices)" in scheduler
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_the_preflight_module_exists(inspect_wheel, version):
     assert inspect_wheel(version).sources.path(TABLE.preflight) is not None
 
@@ -226,14 +206,15 @@ def test_modules_left_at_the_truth_exist_in_0_5_17(inspect_wheel):
     assert left and all(sources.path(module) is not None for module in left)
 
 
-def test_every_sm120_question_of_0_5_17_is_told_or_left_on_purpose(inspect_wheel):
+@pytest.mark.parametrize("version", [r for r in RELEASES if since(r, "0.5.13") and not since(r, "0.5.19")])
+def test_every_sm120_question_is_told_or_left_on_purpose(inspect_wheel, version):
     """DeepSeek-V4's own modules that ask `is_sm120_supported` by name are all among the seams."""
-    sources = inspect_wheel("0.5.17").sources
-    told = {target.module for target in SM120_SEAMS.targets}
+    made = inspect_wheel(version, "seams")
+    sources, told = made.sources, {r.target.module for r in found_in(made, patch="sm120_seams")}
     asking = set()
     for member in sources.members:
         in_scope = "deepseek_v4" in member or "/dsv4/" in member
-        if in_scope and member.endswith(".py") and "is_sm120_supported" in sources.archive.read(member).decode():
+        if in_scope and member.endswith(".py") and "is_sm120_supported" in content(sources.wheel, member):
             asking.add(member.removesuffix(".py").replace("/", "."))
     assert asking and asking <= told
 
@@ -242,24 +223,25 @@ def test_a_wheel_newer_than_the_table_is_unreviewed_in_words(inspect_wheel):
     """Simulated: 0.5.23's wheel that calls itself 0.5.24."""
     made = inspect_wheel("0.5.23", called="0.5.24")
     found = found_in(made)
-    assert {r.patch.name for r in found} == set(EXPECTED["0.5.23"])
+    assert {r.patch.name for r in found} == set(expected("0.5.23"))
     for record in found:
         assert record.state == READY
         assert record.review == "UNREVIEWED: nobody has looked at sglang 0.5.24; this code is that of 0.5.23"
 
 
 def test_a_changed_function_is_unreviewed_and_a_changed_contract_broken(inspect_wheel):
-    """Simulated: 0.5.17's function in 0.5.20's place, then one that reads a key more."""
-    made = inspect_wheel("0.5.20")
+    """Simulated: 0.5.20's function with other code, then one that reads a key more."""
+    made = inspect_wheel("0.5.20", fresh=True)
     (record,) = found_in(made, patch="sparse_decode")
-    text = made.sources.read(record.target.module)
+    original = made.sources.read(record.target.module)
+    stock = made.sources.parse
     for old, new, state, words in [
         ('kwargs["head_dim_v"]', 'int(kwargs["head_dim_v"])', READY, "nobody has looked at this code (digest "),
         ('kwargs["head_dim_v"]', 'kwargs["head_dim_v"] + kwargs["sinks"]', BROKEN, "unexpected sinks"),
     ]:
-        assert old in text
-        made.sources.read = lambda module, old=old, new=new: (
-            text.replace(old, new) if module == record.target.module else WheelSources.read(made.sources, module)
+        assert old in original
+        made.sources.parse = lambda module, old=old, new=new: (
+            parse(original.replace(old, new)) if module == record.target.module else stock(module)
         )
         record.state = READY
         made.survey()
@@ -267,11 +249,11 @@ def test_a_changed_function_is_unreviewed_and_a_changed_contract_broken(inspect_
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_between_the_read_versions_nothing_falls_through(inspect_wheel, mode):
-    """0.5.13 to 0.5.22 exist and were not all read: each has exactly one place for the attention call."""
-    for minor in range(12, 30):
-        made = inspect_wheel("0.5.17", mode, called=f"0.5.{minor}")
-        assert len(found_in(made, patch="sparse_decode")) == 1, minor
+def test_no_version_falls_through(inspect_wheel, mode):
+    """Read or not: each has exactly one place for the attention call."""
+    for version in (*RELEASES, "0.5.16.post1", "0.5.19.post2", "0.5.24", "0.5.30.post1"):
+        made = inspect_wheel("0.5.17", mode, called=version)
+        assert len(found_in(made, patch="sparse_decode")) == 1, version
     for development in ("0.5.13.dev3", "0.5.16.dev1+gabc", "0.5.20rc1", "0.5.24.dev9", "0.0.0.dev0"):
         made = inspect_wheel("0.5.17", mode, called=development)
         assert [r.state for r in found_in(made, patch="sparse_decode")] == [READY], development
@@ -282,46 +264,47 @@ QUANTIZATION = "sglang.srt.layers.quantization"
 
 def method_body(made, where, name) -> str:
     module, _, cls = where.partition(":")
-    return ast.unparse(contract.find_definition(ast.parse(made.sources.read(module)), f"{cls}.{name}"))
+    return ast.unparse(contract.find_definition(made.sources.parse(module).tree, f"{cls}.{name}"))
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_experts_what_the_adapter_takes_from_the_methods_is_there(inspect_wheel, version):
     """Names of weights and scales, the order of w13, who scales: as sglang_adapters/mxfp4_moe.py says."""
     made = inspect_wheel(version)
     classes = {r.target.where.rpartition(".")[0] for r in found_in(made, patch="mxfp4_moe")}
-    assert MARLIN_EXPERTS in classes and (CUTLASS_EXPERTS in classes) == (version >= "0.5.16")
+    assert MARLIN_EXPERTS in classes and (CUTLASS_EXPERTS in classes) == since(version, "0.5.16")
     marlin = method_body(made, MARLIN_EXPERTS, "create_weights")
     for name in ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv"):
         assert f"'{name}'" in marlin
     assert "dtype=torch.int8" in marlin
-    assert ("float8_e8m0fnu" in marlin) == (version >= "0.5.17")  # before: float32 powers of two
+    assert ("float8_e8m0fnu" in marlin) == since(version, "0.5.16")  # before: float32 powers of two
     for where in classes:
         process = method_body(made, where, "process_weights_after_loading")
         assert "self._fp8.process_weights_after_loading(layer)" in process
         module = where.partition(":")[0]
-        tree = ast.parse(made.sources.read(module))
+        tree = made.sources.parse(module).tree
         assert (contract.find_definition(tree, f"{where.partition(':')[2]}.load_up_proj_weight_first") is not None) == (
             where == CUTLASS_EXPERTS
         )
         in_topk = contract.find_definition(tree, f"{where.partition(':')[2]}.fuse_routed_scaling_factor_in_topk")
-        assert (in_topk is not None) == (version >= "0.5.20"), where
-        assert "routed_scaling" not in method_body(made, where, "apply")
+        assert (in_topk is not None) == since(version, "0.5.19"), where
+        twice = where == MARLIN_EXPERTS and Version(version).release == (0, 5, 13)  # stock's own SM120 branch there
+        assert ("routed_scaling" in method_body(made, where, "apply")) == twice
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_experts_the_model_scales_where_the_router_does_not(inspect_wheel, version):
-    """Up to 0.5.19 the 1.5 comes behind the experts, for these very classes; from 0.5.20 on only if topk has not."""
+    """Up to 0.5.18 the 1.5 comes behind the experts, for these very classes; from 0.5.19 on only if topk has not."""
     made = inspect_wheel(version)
     module = f"{QUANTIZATION}.mxfp4_flashinfer_trtllm_moe"
-    tree = ast.parse(made.sources.read(module))
+    tree = made.sources.parse(module).tree
     body = ast.unparse(contract.find_definition(tree, "maybe_fuse_routed_scale_and_shared_add"))
     assert "Mxfp4MarlinMoEMethod" in body and "Mxfp4FlashinferCutlassMoEMethod" in body
-    assert ("should_fuse_routed_scaling_factor_in_topk" in body) == (version >= "0.5.20")
+    assert ("should_fuse_routed_scaling_factor_in_topk" in body) == since(version, "0.5.19")
     assert "maybe_fuse_routed_scale_and_shared_add(" in made.sources.read("sglang.srt.models.deepseek_v2")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_experts_dispatch_output_and_ids_are_as_the_adapter_reads_them(inspect_wheel, version):
     made = inspect_wheel(version)
     text = made.sources.read("sglang.srt.layers.moe.token_dispatcher.standard")
@@ -334,9 +317,9 @@ def test_experts_dispatch_output_and_ids_are_as_the_adapter_reads_them(inspect_w
 
 def test_experts_of_an_fp8_checkpoint_use_neither_class(inspect_wheel):
     """Both classes are made only where the configuration says FP4 experts."""
-    for version in VERSIONS:
+    for version in RELEASES:
         made = inspect_wheel(version)
-        tree = ast.parse(made.sources.read(f"{QUANTIZATION}.fp8"))
+        tree = made.sources.parse(f"{QUANTIZATION}.fp8").tree
         makers = [
             node
             for node in ast.walk(tree)
@@ -354,7 +337,7 @@ def test_experts_of_an_fp8_checkpoint_use_neither_class(inspect_wheel):
 
 
 def indexer_function(made, name="forward_c4_indexer"):
-    tree = ast.parse(made.sources.read(INDEXER))
+    tree = made.sources.parse(INDEXER).tree
     (found,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name]
     return found
 
@@ -364,16 +347,16 @@ def calls_of(tree: ast.AST, prefix: str) -> list[ast.Call]:
     return [n for n in named if n.func.id == prefix or (prefix.endswith("_") and n.func.id.startswith(prefix))]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_indexer_rows(inspect_wheel, version):
     found = found_in(inspect_wheel(version), patch="index_select")
     kinds = [r.target.replacement.rpartition(":")[2] for r in found]
     names = ("replace_logits", "replace_topk", "replace_other_topk")
-    assert tuple(kinds.count(name) for name in names) == INDEX_NAMES[version]
+    assert tuple(kinds.count(name) for name in names) == index_names(version)
     assert kinds.count("replace_forward") == 1
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_the_indexer_hands_logits_straight_to_a_topk_that_the_table_knows(inspect_wheel, version):
     """What replace_logits and replace_topk rest on: eight positional arguments, and nobody else looks at the logits."""
     made = inspect_wheel(version)
@@ -395,21 +378,21 @@ def test_the_indexer_hands_logits_straight_to_a_topk_that_the_table_knows(inspec
     assert uses and all(any(use is argument for argument in passed) for use in uses)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_where_the_indexer_takes_its_logits_from(inspect_wheel, version):
     made = inspect_wheel(version)
     imports = [n for n in ast.walk(indexer_function(made)) if isinstance(n, ast.ImportFrom)]
     sources = {(n.module, a.name) for n in imports for a in n.names if a.asname == "fn"}
     assert (DEEP_GEMM, DEEP_GEMM_LOGITS) in sources
-    assert ((DEEP_GEMM, DEEP_GEMM_LOGITS_FP4) in sources) == (version != "0.5.12")
+    assert ((DEEP_GEMM, DEEP_GEMM_LOGITS_FP4) in sources) == since(version, "0.5.13")
     (record,) = [r for r in found_in(made, patch="index_select") if r.target.replacement.endswith("replace_logits")]
     in_indexer = record.target.module == INDEXER
     assert in_indexer or (record.target.module, record.target.qualname) in sources
 
 
-def test_the_indexer_between_the_read_versions(inspect_wheel):
-    """0.5.20 renamed the top-k; 0.5.18 and 0.5.19 were looked at and have 0.5.17's names."""
-    for minor in range(12, 26):
+def test_the_indexer_of_versions_to_come(inspect_wheel):
+    """0.5.20 renamed the top-k."""
+    for minor in range(24, 26):
         found = found_in(inspect_wheel("0.5.17", called=f"0.5.{minor}"), patch="index_select")
         kinds = [r.target.replacement.rpartition(":")[2] for r in found]
         assert [kinds.count(k) for k in ("replace_forward", "replace_logits", "replace_topk")] == [1, 1, 2], minor
@@ -425,70 +408,62 @@ def mhc_rows(made) -> dict[str, str]:
     return dict(found)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_mhc_rows(inspect_wheel, version):
     found = set(mhc_rows(inspect_wheel(version)))
-    fused = {"fusion_enabled", "fused_post_pre"} if version != "0.5.12" else set()
+    fused = {"fusion_enabled", "fused_post_pre"} if since(version, "0.5.13") else set()
     assert found == {"hc_pre", "hc_post", "fused_head", "hc_head"} | fused
 
 
-def all_calls(text: str, name: str) -> list[ast.Call]:
-    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+def all_calls(tree: ast.AST, name: str) -> list[ast.Call]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == name]
 
 
-@pytest.mark.parametrize("version", VERSIONS[1:])
+@every_release("0.5.13")
 def test_mhc_boundaries_are_called_as_the_adapter_reads_them(inspect_wheel, version):
     """Twelve positional arguments, the last two epsilons equal, then the norm's weight and epsilon."""
     made = inspect_wheel(version)
     model = "sglang.srt.models.deepseek_v4"
-    caller = model if version < "0.5.19" else mhc_rows(made)["fusion_enabled"].partition(":")[0]
-    calls = [call for call in all_calls(made.sources.read(caller), FUSED) if call.args]  # AMD's has keywords only
+    caller = model if not since(version, "0.5.19") else mhc_rows(made)["fusion_enabled"].partition(":")[0]
+    calls = [call for call in all_calls(made.sources.parse(caller).tree, FUSED) if call.args]  # AMD's has keywords only
     assert calls
     for call in calls:
         assert len(call.args) == 12 and {keyword.arg for keyword in call.keywords} == {"norm_weight", "norm_eps"}
         assert ast.unparse(call.args[8]) == ast.unparse(call.args[9])
-    if version >= "0.5.17":
+    if since(version, "0.5.17"):
         assert FUSED in made.sources.read(
             model
         )  # through get_mhc_ops, a cached tuple that imports it at the first call
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_mhc_layers_have_what_the_adapter_reads(inspect_wheel, version):
     made = inspect_wheel(version)
     text = made.sources.read("sglang.srt.models.deepseek_v4")
     for name in ("rms_norm_eps", "hc_eps", "hc_sinkhorn_iters"):
         assert f"self.{name} = " in text
-    assert ("_MHC_POST_MULT_VALUE = 2.0" in text) or version in ("0.5.12", "0.5.23")
+    assert ("_MHC_POST_MULT_VALUE = 2.0" in text) == (since(version, "0.5.13") and not since(version, "0.5.23"))
     mtp = made.sources.read(MTP_MODEL.partition(":")[0])
     assert "self.rms_norm_eps = " in mtp and "self.hc_eps = " in mtp
-    for call in all_calls(text, "hc_pre"):
+    for call in all_calls(made.sources.parse("sglang.srt.models.deepseek_v4").tree, "hc_pre"):
         assert {keyword.arg for keyword in call.keywords} <= {"norm", "forward_batch"}
-    heads = all_calls(text, "fused_hc_head")
+    heads = all_calls(made.sources.parse("sglang.srt.models.deepseek_v4").tree, "fused_hc_head")
     assert heads and all({keyword.arg for keyword in call.keywords} == {"norm_eps", "hc_eps"} for call in heads)
 
 
-def test_mhc_between_the_read_versions(inspect_wheel):
-    """0.5.18, 0.5.19, 0.5.21 and 0.5.22 were looked at: the switch moved in 0.5.19, the class was renamed in 0.5.23."""
-    for minor in range(12, 30):
-        found = set(mhc_rows(inspect_wheel("0.5.17", called=f"0.5.{minor}")))
-        assert len(found) == (4 if minor < 13 else 6), minor
+@every_release()
+def test_wo_a_rows(inspect_wheel, version):
+    """What is replaced of it, each once; the expansion is a function of its own from 0.5.17 on."""
+    kinds = [r.target.replacement.rpartition(":replace_")[2] for r in found_in(inspect_wheel(version), patch="wo_a")]
+    streamed = ["expansion"] if since(version, "0.5.17") else []
+    assert sorted(kinds) == sorted(["init", "load_weights", "rope", "forward", *streamed])
 
 
-def test_wo_a_rows(inspect_wheel):
-    """What is replaced of it, each once; the expansion is a function of its own from 0.5.17 on as far as was looked."""
-    for minor in range(12, 30):
-        found = found_in(inspect_wheel("0.5.17", called=f"0.5.{minor}"), patch="wo_a")
-        kinds = [r.target.replacement.rpartition(":replace_")[2] for r in found]
-        streamed = ["expansion"] if minor >= 17 else []
-        assert sorted(kinds) == sorted(["init", "load_weights", "rope", "forward", *streamed]), minor
-
-
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_calibrate_finds_the_stock_operators(inspect_wheel, version, monkeypatch):
     """The functions that its providers import exist in this release under these names."""
-    sources, numbers = inspect_wheel(version).sources, tuple(map(int, version.split(".")))
+    sources, numbers = inspect_wheel(version).sources, Version(version).release
     monkeypatch.setattr(index_select, "sglang_version", lambda: numbers)
 
     def defines(module, name):
@@ -499,17 +474,21 @@ def test_calibrate_finds_the_stock_operators(inspect_wheel, version, monkeypatch
     assert defines(mxfp4_moe.REPACK, "prepare_moe_mxfp4_layer_for_marlin")
     assert defines(mxfp4_moe.WORKSPACE, "marlin_make_workspace")
     logits = index_select._stock_logits()
-    assert (logits is None) == (version == "0.5.12")
+    assert (logits is None) == (not since(version, "0.5.13"))
     if logits is not None:
         assert defines(*logits) and sum(defines(*home) for home in index_select.TOPK) == 1
     cutlass = sources.read("sglang.srt.layers.moe.moe_runner.flashinfer_cutlass") or ""
-    assert ("FlashInferCutlassMxfp4MoeQuantInfo" in cutlass) == (numbers >= mxfp4_moe.CUTLASS_SINCE)
+    assert ("mxfp8_quantize" in cutlass) == (numbers >= mxfp4_moe.CUTLASS_SINCE)
 
     assert sum(defines(home, bf16_linear.LINEAR) for home in bf16_linear.LINEAR_HOMES) == 1
     gate = sources.read("sglang.srt.models.deepseek_v2")
     assert defines(*bf16_linear.TINY_GEMM) == defines(*bf16_linear.TINY_GEMM_ROWS) == ("tiny_gemm_bf16(" in gate)
-    old = f"max_router_gemm_tokens = 4 if _device_sm in (100, 103) else {bf16_linear.ROUTER_GEMM_ROWS}"
-    assert defines(*bf16_linear.ROUTER_GEMM) == (old in gate)
+    router = [home for home in bf16_linear.ROUTER_GEMM_HOMES if defines(home, bf16_linear.ROUTER_GEMM)]
+    assert len(router) == (since(version, "0.5.15") and not since(version, "0.5.20"))
+    forward = ast.unparse(contract.find_definition(ast.parse(gate), "MoEGate.forward"))
+    few = bf16_linear.ROUTER_GEMM_ROWS
+    asked = (f"_device_sm in (100, 103) else {few}" in forward, f"hidden_states.shape[0] <= {few}" in forward)
+    assert not router or any(asked)
 
     wrapper = sources.read(f"{provider.DEEP_GEMM_WRAPPER}.entrypoint")
     assert (f"envs.{provider.DEEP_GEMM_PDL}.get() and hasattr(deep_gemm" in wrapper) == (numbers >= (0, 5, 13))
@@ -527,10 +506,10 @@ def class_methods(tree, name):
     return {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@every_release()
 def test_calibrate_calls_the_boundary_that_sglang_runs(inspect_wheel, version, monkeypatch):
     """Where mhc's kernels are, what they ask of a server, and which of them are the default."""
-    sources, numbers = inspect_wheel(version).sources, tuple(map(int, version.split(".")))
+    sources, numbers = inspect_wheel(version).sources, Version(version).release
     (text,) = [text for home in mhc.HOMES if (text := sources.read(home)) is not None]
     functions = {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     assert {"mhc_pre", "mhc_post", "hc_split_sinkhorn"} <= functions

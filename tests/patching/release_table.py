@@ -1,0 +1,69 @@
+"""docs/releases.md, from the table of patches and the ledger of what was reviewed; dates are those of the wheels.
+
+    python3 tests/patching/release_table.py            write it
+    python3 tests/patching/release_table.py --check    say whether it is as it would be written; exit status 1 if not
+
+Needs the package `packaging`, and PyPI for wheels not fetched before.
+"""
+
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from deepseek_v4_sm120.patching import ledger  # noqa: E402
+from deepseek_v4_sm120.patching.spec import Patch  # noqa: E402
+from deepseek_v4_sm120.sglang_patches import LEDGER, TABLE  # noqa: E402
+from tests.patching.review import is_for  # noqa: E402
+from tests.patching.wheels import RELEASES, built  # noqa: E402
+
+PAGE = REPO / "docs/releases.md"
+REVIEWED, UNREVIEWED, ABSENT = "reviewed", "UNREVIEWED", "not there"
+HEAD = """# SGLang releases
+
+Written by `python3 tests/patching/release_table.py`; a test says when it is stale. The date is that on which the
+release's wheel was packed. A patch is {reviewed} where a human read all of its places in that release, and what was
+read is what the wheel has (tests/patching/test_wheels.py); {unreviewed} where not, then it is applied if it fits and
+one warning tells it. Below 0.5.12 and from 0.6 on SGLang's own code runs.
+"""
+
+
+def state(patch: Patch, release: str) -> str:
+    known = ledger.read(LEDGER).releases[release]
+    wheres = [target.where for target in patch.targets if is_for(target.sglang, release)]
+    if not wheres:
+        return ABSENT
+    return REVIEWED if all(where in known for where in wheres) else UNREVIEWED
+
+
+def page() -> str:
+    shown = [patch for patch in TABLE.patches if "sm120" in patch.modes]
+    rows = [["release", "date", *(f"`{patch.name}`" for patch in shown)]]
+    rows += [[r, built(r), *(state(patch, r) for patch in shown)] for r in RELEASES]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [f"| {' | '.join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))} |" for row in rows]
+    lines.insert(1, f"|{'|'.join('-' * (w + 2) for w in widths)}|")
+    absent = [patch for patch in shown if any(state(patch, r) == ABSENT for r in RELEASES)]
+    reasons = [f"- `{patch.name}`: {patch.absent}" for patch in absent]
+    head = HEAD.format(reviewed=REVIEWED, unreviewed=UNREVIEWED)
+    return "\n".join([head, *lines, "", f"Where it says {ABSENT}, SGLang's own code runs:", "", *reasons]) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    text = page()
+    if argv == ["--check"]:
+        is_current = PAGE.is_file() and PAGE.read_text() == text
+        print(f"{PAGE.relative_to(REPO)} is {'as the table and the ledger say' if is_current else 'stale'}")
+        return 0 if is_current else 1
+    if argv:
+        print(__doc__.strip(), file=sys.stderr)
+        return 2
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(text)
+    print(f"wrote {PAGE.relative_to(REPO)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

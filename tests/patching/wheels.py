@@ -1,0 +1,112 @@
+"""The releases that reviewed.json knows, and their wheels: fetched once from PyPI, read in place, parsed once."""
+
+import ast
+import functools
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from deepseek_v4_sm120.patching import ledger
+from deepseek_v4_sm120.patching.sources import Parsed, parse
+from deepseek_v4_sm120.sglang_patches import LEDGER
+
+RELEASES = tuple(ledger.read(LEDGER).releases)
+
+
+def every_release(first: str = RELEASES[0]):
+    """Parametrizes a test with `version`: all releases from `first` on, one after the other within a file."""
+    return pytest.mark.parametrize("version", [r for r in RELEASES if since(r, first)], scope="module")
+
+
+def since(version: str, first: str) -> bool:
+    """Whether a release is `first` or a later one, its post releases included."""
+    return Version(version) >= Version(first)
+
+
+def cache_folder() -> Path:
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("DSV4_WHEEL_CACHE") or user_cache / "deepseek-v4-sm120" / "wheels")
+
+
+def fetch(version: str) -> Path:
+    """The wheel's file; from PyPI where the cache does not have it."""
+    folder = cache_folder()
+    if not list(folder.glob(f"sglang-{version}-*.whl")):
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--python-version", "3.12", "--dest", str(folder)]
+        for glibc in (34, 28, 17):
+            command += ["--platform", f"manylinux_2_{glibc}_x86_64"]
+        done = subprocess.run([*command, f"sglang=={version}"], capture_output=True, text=True)
+        assert done.returncode == 0, f"cannot fetch the wheel of SGLang {version}: {done.stderr}"
+    (wheel,) = folder.glob(f"sglang-{version}-*.whl")
+    return wheel
+
+
+@functools.cache
+def archive(wheel: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(wheel)
+
+
+@functools.cache
+def members(wheel: Path) -> frozenset[str]:
+    return frozenset(archive(wheel).namelist())
+
+
+def content(wheel: Path, member: str) -> str:
+    return archive(wheel).read(member).decode()
+
+
+@functools.lru_cache(maxsize=24)  # of one release: tests that are grouped by releases parse each file once
+def parsed(wheel: Path, member: str) -> Parsed:
+    return parse(content(wheel, member))
+
+
+def tree(wheel: Path, module: str) -> ast.Module:
+    """A module's syntax tree, which all tests share: transform copies."""
+    return WheelSources(wheel).parse(module).tree
+
+
+def built(version: str) -> str:
+    """The day on which a release's wheel was packed, from its archive: yyyy-mm-dd."""
+    wheel = fetch(version)
+    (metadata,) = [m for m in members(wheel) if m.startswith("sglang-") and m.endswith(".dist-info/METADATA")]
+    year, month, day, *_ = archive(wheel).getinfo(metadata).date_time
+    return f"{year}-{month:02}-{day:02}"
+
+
+class WheelSources:
+    """What patching.sources.Sources is for an installed tree, for a wheel: only the members asked for are unpacked."""
+
+    def __init__(self, wheel: Path, stand_ins: dict[str, str] | None = None):
+        self.wheel, self.members = wheel, members(wheel)
+        self.stand_ins = stand_ins or {}
+        self.problems: list[str] = []
+
+    def path(self, module: str) -> Path | None:
+        top, *rest = module.split(".")
+        if top in self.stand_ins:
+            base = Path(self.stand_ins[top]).parent.joinpath(*rest)
+            return next((p for p in (base / "__init__.py", base.with_suffix(".py")) if p.is_file()), None)
+        base = module.replace(".", "/")
+        return next((Path(m) for m in (f"{base}/__init__.py", f"{base}.py") if m in self.members), None)
+
+    def parse(self, module: str) -> Parsed | None:
+        path = self.path(module)
+        if path is None:
+            return None
+        return parse(path.read_bytes()) if path.is_absolute() else parsed(self.wheel, str(path))
+
+    def read(self, module: str) -> str | None:
+        path = self.path(module)
+        if path is None:
+            return None
+        return path.read_text() if path.is_absolute() else content(self.wheel, str(path))
+
+    def forget(self) -> None:
+        pass
