@@ -109,7 +109,7 @@ __device__ __forceinline__ void collect(const Params& p, FusedShared& s, int64_t
     for (int i = 0; i < kOctet / 2; ++i) from[i] = exchanged<kHead>(p, row, half * (kOctet / 2) + i, vector);
     bool missing = true;
     for (uint32_t looks = 0; missing; ++looks) {
-      if (looks == p.patience) give_up("mhc fused_kernel", "the sums of slices thread / 8 * 4 to + 3 came from no block");
+      if (looks == p.patience) give_up();
       missing = false;
 #pragma unroll
       for (int i = 0; i < kOctet / 2; ++i) {

@@ -317,7 +317,7 @@ __device__ __forceinline__ void finish_all(const Params& p, ManyShared& s, int f
   for (int row = blockIdx.x, turn = 0; row < p.rows; row += blocks_now(), ++turn) {
     const uint32_t* const counter = counter_of(p, row / kTileRows);
     for (uint32_t looks = 0; __any_sync(0xffffffffu, load_relaxed(counter) != kColumnBlocks); ++looks) {
-      if (looks == p.patience) give_up("mhc many_kernel", "the counter of the tile of this block's row did not reach 32");
+      if (looks == p.patience) give_up();
       __nanosleep(100);
     }
     load_acquire(counter);

@@ -69,7 +69,7 @@ def two_graphs() -> str:
 
 
 def out_of_patience(rows: int) -> str:
-    """A wait that gives up before its first look: stderr names the kernel, and no call after it succeeds."""
+    """A wait that gives up before its first look: no call after it succeeds."""
     module = extension.load()
 
     class Impatient:
