@@ -101,7 +101,8 @@ def hang(connection):
         (answer("version"), "is not what SGLang answers"),
         (answer(["version"]), "is not what SGLang answers"),
     ],
-    ids=str,
+    # the same in every process of the tests: a function's own text has an address
+    ids=lambda given: given.__qualname__.partition(".")[0] if callable(given) else str(given)[:60],
 )
 def test_a_server_that_will_not_answer_is_one_sentence_in_time(raw, monkeypatch, behaviour, words):
     monkeypatch.setattr(http_get, "LIMIT_S", 0.5)

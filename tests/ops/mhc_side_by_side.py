@@ -51,11 +51,11 @@ def two_graphs() -> str:
             found.append([mhc(**one.boundary()) for _ in range(CALLS)])
     streams = [torch.cuda.Stream() for _ in graphs]
     for turn in range(REPLAYS):
-        torch.cuda._sleep(100_000)  # both are queued before either starts
+        torch.cuda._sleep(400_000)  # 0.2 ms: both are queued before either starts
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(streams[turn % 2]):  # either one is late: calls that shared words were a call apart
-            torch.cuda._sleep(1 + 500 * (turn // 2 % 40))
+            torch.cuda._sleep(1 + 300 * (turn // 2 % 100))
         for graph, stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()
