@@ -70,9 +70,9 @@ class Kernel:
     ahead: constant pointers that are read before the wait.
     older: pointers that are read there although kernels write them, because `first` has waited for those: a kernel of
         the same call that lets its successors start only behind its own wait. By loads at the scope of the device.
-    hints: pointers that are read there although kernels in front may write them, to ask early for what they make likely;
-        they are read again behind the wait, and no result comes of a hint that was another. By loads at the scope of the
-        device, too.
+    hints: pointers that are read there although kernels in front may write them, to ask early for what is then
+        likely to be needed; they are read again behind the wait, and no result comes of a hint that was another. By
+        loads at the scope of the device, too.
     trigger: where it lets its successors start; never: they start when it ends.
     """
 

@@ -161,7 +161,7 @@ def test_every_address_comes_from_a_known_pointer(kernels):
 
 
 def test_what_is_read_before_the_wait(kernels):
-    """As the table has it, no less and no more; of what kernels write, only what is older and hints, not through an L1."""
+    """As the table has it, no less and no more; of what kernels write, what is older and hints, not through an L1."""
     for kernel in (k for k in kernels if not KERNELS[k.key].cooperative):
         entry = KERNELS[kernel.key]
         ahead = [access for access in kernel.code.reads if access.ahead]
