@@ -70,6 +70,9 @@ class Kernel:
     ahead: constant pointers that are read before the wait.
     older: pointers that are read there although kernels write them, because `first` has waited for those: a kernel of
         the same call that lets its successors start only behind its own wait. By loads at the scope of the device.
+    hints: pointers that are read there although kernels in front may write them, to ask early for what is then
+        likely to be needed; they are read again behind the wait, and no result comes of a hint that was another. By
+        loads at the scope of the device, too.
     trigger: where it lets its successors start; never: they start when it ends.
     """
 
@@ -79,22 +82,26 @@ class Kernel:
     ahead: tuple[str, ...] = ()
     older: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
     cooperative: bool = False  # launched without programmatic launch: it has no wait and needs none
 
 
 GATE_UP = r"mxfp4_moe::experts_kernel<.*Config<\d+, \d+, \d+, true, "
 SCORES = (r"index_select::score_kernel<", r"index_select::list_kernel")
 W2 = ("w2.codes", "w2.scales")
+COMPRESSOR = ("ape", "norm_weight", "freqs")
 
 KERNELS: dict[str, Kernel] = {
     "bf16_linear": Kernel(r"bf16_linear::bf16_linear_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)),
     "compressor, groups of 4": Kernel(
-        r"compressor::short_kernel", "compressor::Params", BEHIND, ahead=("ape", "norm_weight")
+        r"compressor::short_kernel", "compressor::Params", BEHIND, ahead=COMPRESSOR, hints=("plan",)
     ),
     "compressor, the indexer's": Kernel(
-        r"compressor::index_kernel<", "compressor::Params", BEHIND, ahead=("ape", "norm_weight")
+        r"compressor::index_kernel<", "compressor::Params", BEHIND, ahead=COMPRESSOR, hints=("plan",)
     ),
-    "compressor, groups of 128": Kernel(r"compressor::long_kernel", "compressor::Params", BEHIND),
+    "compressor, groups of 128": Kernel(
+        r"compressor::long_kernel", "compressor::Params", BEHIND, ahead=("ape",), hints=("plan",)
+    ),
     "fp8_linear, few rows": Kernel(
         r"fp8_linear::linear_kernel<.*Config<\d+, [012]>", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")
     ),
@@ -169,10 +176,10 @@ def docs_table() -> str:
         if kernel.cooperative:
             reads = "launched without programmatic launch: no wait, none needed"
         else:
-            reads = ", ".join(f"`{pointer}`" for pointer in kernel.ahead) or "nothing"
-            if kernel.older:
-                older = ", ".join(f"`{pointer}`" for pointer in kernel.older)
-                reads = f"{'' if reads == 'nothing' else reads + '; '}{older} (older than the call's first kernel)"
+            parts = ((kernel.ahead, ""), (kernel.older, " (older than the call's first kernel)"))
+            parts += ((kernel.hints, " (a hint, read again behind the wait)"),)
+            named = [", ".join(f"`{pointer}`" for pointer in pointers) + why for pointers, why in parts if pointers]
+            reads = "; ".join(named) or "nothing"
         trigger = "at its end" if kernel.trigger == NEVER else kernel.trigger
         rows.append(f"| {name} | {reads} | {trigger} |")
     return "\n".join(rows)

@@ -161,16 +161,26 @@ def test_every_address_comes_from_a_known_pointer(kernels):
 
 
 def test_what_is_read_before_the_wait(kernels):
-    """As the table has it, no less and no more; of what kernels write, only what is older, and not through an L1."""
+    """As the table has it, no less and no more; of what kernels write, what is older and hints, not through an L1."""
     for kernel in (k for k in kernels if not KERNELS[k.key].cooperative):
         entry = KERNELS[kernel.key]
         ahead = [access for access in kernel.code.reads if access.ahead]
         read = set().union(*(kernel.named(access) for access in ahead)) if ahead else set()
-        assert read == {*entry.ahead, *entry.older}, f"{kernel.name}: {[a.text for a in ahead]}"
+        assert read == {*entry.ahead, *entry.older, *entry.hints}, f"{kernel.name}: {[a.text for a in ahead]}"
         assert set(entry.ahead) <= set(POINTERS[entry.params][0]), kernel.key
         for access in ahead:
-            if kernel.named(access) & set(entry.older):
+            if kernel.named(access) & {*entry.older, *entry.hints}:
                 assert "STRONG.GPU" in access.opcode, f"{kernel.name}: {access.text}"
+
+
+def test_hints_are_read_again_behind_the_wait(kernels):
+    """All of what was read ahead, by plain loads; that results come of these alone is for the eye."""
+    for kernel in kernels:
+        for pointer in KERNELS[kernel.key].hints:
+            reads = [access for access in kernel.code.reads if pointer in kernel.named(access)]
+            behind = [access.opcode for access in reads if not access.ahead]
+            assert behind, f"{kernel.name}: {pointer} is read before the wait only"
+            assert all("STRONG" not in opcode for opcode in behind), f"{kernel.name}: {behind}"
 
 
 def test_only_constants_are_loaded_as_such(kernels):

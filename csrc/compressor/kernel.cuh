@@ -1,6 +1,10 @@
 // The kernels. What a row is to do is in its plan and its cache slot: both are read after the end of the kernel before, for SGLang's
-// HiSparse writes the slots there, and so are state and projection. Of what never changes, that is asked for ahead of it which is the
-// same for all rows.
+// HiSparse writes the slots there, and so are state and projection.
+//
+// The plan is read ahead of that end too, as a hint: it is seldom another then. By the hint, what a row that ends a group needs of
+// weights and tables is loaded ahead of the end and its state asked into the L2, and the state is loaded right behind it, without
+// a trip for the plan in front. What came so counts where the plan read behind the end is the hint to the bit; elsewhere it is
+// loaded anew. Whatever a hint is, the addresses made of it lie within the tables and the state.
 //
 //   group of 4, 512 values      a block of 256 threads per row, two values a thread, all the way
 //   group of 4, 128 values      a warp per row, four values a lane
@@ -22,6 +26,7 @@ constexpr int kEntryThreads = 256;              // two of the 512 values each
 constexpr int kIndexRows = 4, kIndexThreads = 32 * kIndexRows;
 constexpr int kLongGroup = 128, kLongWarps = 16, kLongThreads = 32 * kLongWarps;
 constexpr int kLongDim = kHeadDim / kSplits;    // values of a block
+constexpr int kHintedRows = 16;                 // groups of 128, at most: the loads of more rows are many at once anyway
 constexpr int kRopeWarp = kNopeDim / 64;        // of the threads with two values each
 static_assert(kLongDim == 64 && kLongGroup == 8 * kLongWarps && kEntryThreads * 2 == kHeadDim, "two values a lane");
 
@@ -36,6 +41,18 @@ __device__ __forceinline__ float4 load_now(const float4* p) {
   float4 v;
   asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
   return v;
+}
+// where `reads`; what was in `v` stays elsewhere. No branch: loads behind one would wait for it
+__device__ __forceinline__ void load_where(bool reads, float2& v, const float* p) {
+  asm volatile("{.reg .pred q; setp.ne.s32 q, %2, 0; @q ld.global.v2.f32 {%0,%1}, [%3];}" : "+f"(v.x), "+f"(v.y) : "r"(int{reads}), "l"(p));
+}
+__device__ __forceinline__ void load_where(bool reads, float4& v, const float* p) {
+  asm volatile("{.reg .pred q; setp.ne.s32 q, %4, 0; @q ld.global.v4.f32 {%0,%1,%2,%3}, [%5];}"
+               : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+               : "r"(int{reads}), "l"(p));
+}
+__device__ __forceinline__ void fetch_where(bool reads, const float* p) {
+  asm volatile("{.reg .pred q; setp.ne.s32 q, %0, 0; @q prefetch.global.L2 [%1];}" ::"r"(int{reads}), "l"(p));
 }
 __device__ __forceinline__ uint4 load_now(const uint4* p) {
   uint4 v;
@@ -53,27 +70,28 @@ __device__ __forceinline__ Vector load_floats(const float* p) {
   return load_now(reinterpret_cast<const Vector*>(p));
 }
 
-// A row's plan and cache slot as they are in memory, after pdl_wait.
-struct StoredRow {
-  uint4 plan;
-  int64_t slot;
+// A row's plan as it is ahead of pdl_wait, where it may be another step's: a hint. At the scope of the device, so that no L1 keeps it.
+__device__ __forceinline__ uint4 hinted_plan(const Params& p, int row) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p.plan + row));
+  return v;
+}
+__device__ __forceinline__ bool is_other(const uint4& a, const uint4& b) {
+  return ((a.x ^ b.x) | (a.y ^ b.y) | (a.z ^ b.z) | (a.w ^ b.w)) != 0;
+}
 
-  __device__ __forceinline__ StoredRow(const Params& p, int row) : plan(load_now(p.plan + row)), slot(load_now(p.out_loc + row)) {}
-};
+__device__ __forceinline__ bool within(int64_t i, int64_t count) { return (i >= 0) & (i < count); }
 
-// What a row is to do.
+// What a row is to do, of its plan.
 struct Row {
-  int64_t slot;               // cache slot of the entry, or -1: the row ends no group
   int32_t write;              // state slot of the token, or -1
   int32_t page_before, page;  // state pages of the group before and of its own
   int32_t position;           // of the group's first token
+  bool ends;                  // a group, whose state pages and position there are
   bool overlaps;              // there is a group before
 
   template <int kRatio>
-  __device__ __forceinline__ static Row of(const Params& p, const StoredRow& stored) {
-    const uint4 plan = stored.plan;
-    const int64_t slot = stored.slot;
-    const auto within = [](int64_t i, int64_t count) { return (i >= 0) & (i < count); };
+  __device__ __forceinline__ static Row of(const Params& p, const uint4& plan) {
     const int64_t pages = p.state_slots / kRatio;
     const int32_t length = static_cast<int32_t>(min(plan.x, 0x7fffffffu));
     Row r;
@@ -82,16 +100,20 @@ struct Row {
     r.page = static_cast<int32_t>(plan.w);
     r.overlaps = (kRatio == 4) & (length > kRatio);
     r.position = length - kRatio;
-    // without branches: in front of one, ptxas would let the slot and the token wait for the plan
-    const bool ends = (plan.x % kRatio == 0) & within(r.position, p.positions) & within(r.page, pages) &
-                      (!r.overlaps | within(r.page_before, pages)) & within(slot, p.cache_slots);
-    r.slot = ends ? slot : -1;
+    // without branches: in front of one, ptxas would let other loads wait for the plan
+    r.ends = (plan.x % kRatio == 0) & within(r.position, p.positions) & within(r.page, pages) & (!r.overlaps | within(r.page_before, pages));
     return r;
+  }
+
+  // Whether the row's token is the state's token `i` of `of_page`.
+  template <int kRatio>
+  __device__ __forceinline__ bool is_token(int32_t of_page, int i) const {
+    return (of_page == write / kRatio) & (i == write % kRatio);
   }
 };
 
 // Two values of the 512 a thread, 256 threads: norm, rotation of the last 64, quantisation, store.
-__device__ __forceinline__ void store_entry(const Params& p, const Row& r, float2 x, float2 weight, float2 by, float (&sums)[8]) {
+__device__ __forceinline__ void store_entry(const Params& p, int64_t slot, float2 x, float2 weight, float2 by, float (&sums)[8]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const float squares = sum_of_lanes(fmaf(x.y, x.y, x.x * x.x));
   if (lane == 0) sums[warp] = squares;
@@ -102,8 +124,8 @@ __device__ __forceinline__ void store_entry(const Params& p, const Row& r, float
   const float factor = rsqrtf(fmaf(sum, 1.f / kHeadDim, p.eps));
   float a = x.x * factor * weight.x, b = x.y * factor * weight.y;
 
-  const int64_t entry = r.slot & ((int64_t{1} << p.page_shift) - 1);
-  uint8_t* const page = p.cache + (r.slot >> p.page_shift) * p.page_bytes;
+  const int64_t entry = slot & ((int64_t{1} << p.page_shift) - 1);
+  uint8_t* const page = p.cache + (slot >> p.page_shift) * p.page_bytes;
   uint8_t* const data = page + entry * kDataBytes;
   if (warp == kRopeWarp) {
     rotate(a, b, by);
@@ -140,65 +162,106 @@ struct Token {
   }
 };
 
-// The row's token to the state, and where it ends a group, the group's eight values and scores at this thread's columns:
-// of the group before, whose state begins at `before`, and its own; the token's are not read back.
+// What a row that ends a group of 4 needs besides its token, at this thread's columns.
 template <int kDim, typename Vector>
-__device__ __forceinline__ void take_token(const Params& p, const Row& r, const Token<kDim, Vector>& token, int column, const float* before,
-                                           const float* own, Vector (&value)[8], Vector (&score)[8]) {
-  constexpr int kRatio = 4, kWidth = 4 * kDim, kScore = 2 * kDim;
-  const Vector(&given)[4] = token.given;
-  if (r.slot >= 0) {
+struct Group {
+  static constexpr int kRatio = 4, kWidth = 4 * kDim, kScore = 2 * kDim;
+  static constexpr int kFirstTurned = kDim - kRopeDim;
+  Vector ape[8], weight, by;
+  Vector value[8], score[8];  // of the group before, and of its own; not of the token, which is not read back
+
+  __device__ __forceinline__ void load_constants(const Params& p, const Row& r, int column) {
 #pragma unroll
-    for (int i = 0; i < kRatio; ++i) {
+    for (int i = 0; i < 8; ++i) ape[i] = load_floats<Vector>(p.ape + i * kDim + column);
+    weight = load_floats<Vector>(p.norm_weight + column);
+    if (column >= kFirstTurned) by = load_floats<Vector>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + column - kFirstTurned);
+  }
+
+  // visit(whether it is read, i, address) of each value, the score being kScore behind
+  template <typename Visit>
+  __device__ __forceinline__ static void for_state(const Params& p, const Row& r, int column, const Visit& visit) {
+    const float* const before = p.state + static_cast<int64_t>(r.page_before) * (kRatio * kWidth) + column;
+    const float* const own = p.state + static_cast<int64_t>(r.page) * (kRatio * kWidth) + kDim + column;
+#pragma unroll
+    for (int i = 0; i < kRatio; ++i) visit(r.overlaps & !r.is_token<kRatio>(r.page_before, i), i, before + i * kWidth);
+#pragma unroll
+    for (int i = 0; i < kRatio; ++i) visit(!r.is_token<kRatio>(r.page, i), kRatio + i, own + i * kWidth);
+  }
+
+  // into the L2: a thread of those whose columns share 128 bytes
+  __device__ __forceinline__ static void fetch_state(const Params& p, const Row& r, int column) {
+    const bool asks = column % 32 == 0;
+    for_state(p, r, column, [&](bool reads, int, const float* from) {
+      fetch_where(reads & asks, from);
+      fetch_where(reads & asks, from + kScore);
+    });
+  }
+
+  __device__ __forceinline__ void load_state(const Params& p, const Row& r, int column) {
+    for_state(p, r, column, [&](bool reads, int i, const float* from) {
       value[i] = filled<Vector>(0.f);
       score[i] = filled<Vector>(-FLT_MAX);
-      if (r.overlaps) {
-        const bool is_token = r.page_before == r.write / kRatio && i == r.write % kRatio;
-        value[i] = is_token ? given[0] : *reinterpret_cast<const Vector*>(before + i * kWidth);
-        score[i] = is_token ? given[2] : *reinterpret_cast<const Vector*>(before + i * kWidth + kScore);
-      }
-      const bool is_token = r.page == r.write / kRatio && i == r.write % kRatio;
-      value[kRatio + i] = is_token ? given[1] : *reinterpret_cast<const Vector*>(own + i * kWidth);
-      score[kRatio + i] = is_token ? given[3] : *reinterpret_cast<const Vector*>(own + i * kWidth + kScore);
+      load_where(reads, value[i], from);
+      load_where(reads, score[i], from + kScore);
+    });
+  }
+
+  __device__ __forceinline__ void add_token(const Row& r, const Token<kDim, Vector>& token) {
+#pragma unroll
+    for (int i = 0; i < kRatio; ++i) {
+      const bool is_before = r.overlaps & r.is_token<kRatio>(r.page_before, i), is_own = r.is_token<kRatio>(r.page, i);
+      value[i] = is_before ? token.given[0] : value[i];
+      score[i] = is_before ? token.given[2] : score[i];
+      value[kRatio + i] = is_own ? token.given[1] : value[kRatio + i];
+      score[kRatio + i] = is_own ? token.given[3] : score[kRatio + i];
     }
   }
-  if (r.write >= 0) {
-    float* const to = p.state + static_cast<int64_t>(r.write) * kWidth + column;
+};
+
+template <int kDim, typename Vector>
+__device__ __forceinline__ void store_token(const Params& p, const Row& r, const Token<kDim, Vector>& token, int column) {
+  if (r.write < 0) return;
+  float* const to = p.state + static_cast<int64_t>(r.write) * (4 * kDim) + column;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) *reinterpret_cast<Vector*>(to + i * kDim) = given[i];
-  }
+  for (int i = 0; i < 4; ++i) *reinterpret_cast<Vector*>(to + i * kDim) = token.given[i];
 }
 
 __global__ void __launch_bounds__(kEntryThreads) short_kernel(const __grid_constant__ Params p) {
-  constexpr int kRatio = 4, kWidth = 4 * kHeadDim;
   __shared__ float sums[8];
   const int row = blockIdx.x, column = 2 * threadIdx.x;
-  float2 ape[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) ape[i] = load_floats<float2>(p.ape + i * kHeadDim + column);
-  const float2 weight = load_floats<float2>(p.norm_weight + column);
+  Group<kHeadDim, float2> group;
+  const uint4 hint = hinted_plan(p, row);
+  Row r = Row::of<4>(p, hint);
+  if (r.ends) {
+    group.fetch_state(p, r, column);
+    group.load_constants(p, r, column);
+  }
   pdl_wait();
-  const StoredRow stored(p, row);
+  const uint4 plan = load_now(p.plan + row);
+  const int64_t slot = load_now(p.out_loc + row);
   const Token<kHeadDim, float2> token(p, row, column);
   pdl_trigger();  // behind the loads, which ptxas keeps together in front of it
-  const Row r = Row::of<kRatio>(p, stored);
-  const float* const before = p.state + static_cast<int64_t>(r.page_before) * (kRatio * kWidth) + column;
-  const float* const own = p.state + static_cast<int64_t>(r.page) * (kRatio * kWidth) + kHeadDim + column;
-  float2 by = make_float2(1.f, 0.f);
-  if (r.slot >= 0 && column >= kNopeDim) by = load_floats<float2>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + column - kNopeDim);
-  float2 value[8], score[8];
-  take_token(p, r, token, column, before, own, value, score);
-  if (r.slot < 0) return;
+  if (r.ends) group.load_state(p, r, column);
+  if (is_other(plan, hint)) {
+    r = Row::of<4>(p, plan);
+    if (r.ends) {
+      group.load_state(p, r, column);
+      group.load_constants(p, r, column);
+    }
+  }
+  store_token(p, r, token, column);
+  if (!(r.ends & within(slot, p.cache_slots))) return;
+  group.add_token(r, token);
   float values[2][8], scores[2][8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    values[0][i] = value[i].x;
-    values[1][i] = value[i].y;
-    scores[0][i] = add_ftz(score[i].x, ape[i].x);
-    scores[1][i] = add_ftz(score[i].y, ape[i].y);
+    values[0][i] = group.value[i].x;
+    values[1][i] = group.value[i].y;
+    scores[0][i] = add_ftz(group.score[i].x, group.ape[i].x);
+    scores[1][i] = add_ftz(group.score[i].y, group.ape[i].y);
   }
   const float2 x = make_float2(Partial::of(values[0], scores[0]).value(), Partial::of(values[1], scores[1]).value());
-  store_entry(p, r, x, weight, by, sums);
+  store_entry(p, slot, x, group.weight, group.by, sums);
 }
 
 // Walsh-Hadamard of 128 values, four a lane, times 128^-0.5
@@ -222,10 +285,10 @@ __device__ __forceinline__ void hadamard(float (&x)[4], int lane) {
 }
 
 template <bool kFp4>
-__device__ __forceinline__ void store_index_entry(const Params& p, const Row& r, float (&x)[4], int lane) {
+__device__ __forceinline__ void store_index_entry(const Params& p, int64_t slot, float (&x)[4], int lane) {
   constexpr int kBytes = kFp4 ? kIndexDim / 2 : kIndexDim;
-  const int64_t entry = r.slot & ((int64_t{1} << p.page_shift) - 1);
-  uint8_t* const page = p.cache + (r.slot >> p.page_shift) * p.page_bytes;
+  const int64_t entry = slot & ((int64_t{1} << p.page_shift) - 1);
+  uint8_t* const page = p.cache + (slot >> p.page_shift) * p.page_bytes;
   uint8_t* const scales = page + (static_cast<int64_t>(kBytes) << p.page_shift) + entry * 4;
   float most = fmaxf(fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fabsf(x[2])), fabsf(x[3]));
   if constexpr (kFp4) {
@@ -244,34 +307,40 @@ __device__ __forceinline__ void store_index_entry(const Params& p, const Row& r,
 
 template <bool kFp4>
 __global__ void __launch_bounds__(kIndexThreads) index_kernel(const __grid_constant__ Params p) {
-  constexpr int kRatio = 4, kWidth = 4 * kIndexDim;
   const int row = blockIdx.x * kIndexRows + threadIdx.x / 32, lane = threadIdx.x % 32, column = 4 * lane;
-  float4 ape[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) ape[i] = load_floats<float4>(p.ape + i * kIndexDim + column);
-  const float4 weight = load_floats<float4>(p.norm_weight + column);
+  Group<kIndexDim, float4> group;
+  const uint4 hint = hinted_plan(p, min(row, p.rows - 1));
+  Row r = Row::of<4>(p, hint);
+  if (r.ends) {
+    group.fetch_state(p, r, column);
+    group.load_constants(p, r, column);
+  }
   pdl_wait();
   if (row >= p.rows) return;
-  const StoredRow stored(p, row);
+  const uint4 plan = load_now(p.plan + row);
+  const int64_t slot = load_now(p.out_loc + row);
   const Token<kIndexDim, float4> token(p, row, column);
   pdl_trigger();  // behind the loads, which ptxas keeps together in front of it
-  const Row r = Row::of<kRatio>(p, stored);
-  const float* const before = p.state + static_cast<int64_t>(r.page_before) * (kRatio * kWidth) + column;
-  const float* const own = p.state + static_cast<int64_t>(r.page) * (kRatio * kWidth) + kIndexDim + column;
-  float4 by = make_float4(1.f, 0.f, 1.f, 0.f);
-  if (r.slot >= 0 && column >= kIndexDim - kRopeDim) by = load_floats<float4>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + column - (kIndexDim - kRopeDim));
-  float4 value[8], score[8];
-  take_token(p, r, token, column, before, own, value, score);
-  if (r.slot < 0) return;
-  const auto part = [](const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
+  if (r.ends) group.load_state(p, r, column);
+  if (is_other(plan, hint)) {
+    r = Row::of<4>(p, plan);
+    if (r.ends) {
+      group.load_state(p, r, column);
+      group.load_constants(p, r, column);
+    }
+  }
+  store_token(p, r, token, column);
+  if (!(r.ends & within(slot, p.cache_slots))) return;
+  group.add_token(r, token);
+  const auto part = [](float4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
   float x[4];
 #pragma unroll
   for (int d = 0; d < 4; ++d) {
     float values[8], scores[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      values[i] = part(value[i], d);
-      scores[i] = add_ftz(part(score[i], d), part(ape[i], d));
+      values[i] = part(group.value[i], d);
+      scores[i] = add_ftz(part(group.score[i], d), part(group.ape[i], d));
     }
     x[d] = Partial::of(values, scores).value();
   }
@@ -280,13 +349,13 @@ __global__ void __launch_bounds__(kIndexThreads) index_kernel(const __grid_const
   for (int d = 1; d < 4; ++d) squares = fmaf(x[d], x[d], squares);
   const float factor = rsqrtf(fmaf(sum_of_lanes(squares), 1.f / kIndexDim, p.eps));
 #pragma unroll
-  for (int d = 0; d < 4; ++d) x[d] = x[d] * factor * part(weight, d);
+  for (int d = 0; d < 4; ++d) x[d] = x[d] * factor * part(group.weight, d);
   if (column >= kIndexDim - kRopeDim) {
-    rotate(x[0], x[1], make_float2(by.x, by.y));
-    rotate(x[2], x[3], make_float2(by.z, by.w));
+    rotate(x[0], x[1], make_float2(group.by.x, group.by.y));
+    rotate(x[2], x[3], make_float2(group.by.z, group.by.w));
   }
   hadamard(x, lane);
-  store_index_entry<kFp4>(p, r, x, lane);
+  store_index_entry<kFp4>(p, slot, x, lane);
 }
 
 struct LongShared {
@@ -300,32 +369,50 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
   __shared__ LongShared s;
   const int row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = blockIdx.x * kLongDim + 2 * lane, first = 8 * warp;
+  float2 value[8], score[8], ape[8];
+  const auto state_of = [&](const Row& r) { return p.state + (static_cast<int64_t>(r.page) * kLongGroup + first) * kWidth + column; };
+  const auto load_ape = [&] {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) ape[i] = load_floats<float2>(p.ape + (first + i) * kHeadDim + column);
+  };
+  bool has_ape = false;
+  if (gridDim.y <= kHintedRows) {
+    const Row hinted = Row::of<kLongGroup>(p, hinted_plan(p, row));
+    has_ape = hinted.ends;
+    if (has_ape) {
+      const float* const tokens = state_of(hinted);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        fetch_where(lane % 16 == 0, tokens + i * kWidth);
+        fetch_where(lane % 16 == 0, tokens + i * kWidth + kHeadDim);
+      }
+      load_ape();
+    }
+  }
   pdl_wait();
-  const StoredRow stored(p, row);
+  const uint4 plan = load_now(p.plan + row);
+  const int64_t slot = load_now(p.out_loc + row);
   const float* const token = p.kv_score + row * p.kv_score_stride + column;
   const float2 given_value = load_floats<float2>(token), given_score = load_floats<float2>(token + kHeadDim);
   pdl_trigger();  // behind the loads, which ptxas keeps together in front of it
-  const Row r = Row::of<kLongGroup>(p, stored);
-  const bool writes = warp == kLongWarps - 1;
-  if (!writes && r.slot < 0) return;
-  const float* const tokens = p.state + (static_cast<int64_t>(r.page) * kLongGroup + first) * kWidth + column;
-  float2 value[8], score[8], ape[8];
-  if (r.slot >= 0) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) ape[i] = load_floats<float2>(p.ape + (first + i) * kHeadDim + column);  // of one row in 128: not ahead of the wait
+  const Row r = Row::of<kLongGroup>(p, plan);
+  const bool ends = r.ends & within(slot, p.cache_slots);
+  if (ends) {
+    if (!has_ape) load_ape();
+    const float* const tokens = state_of(r);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const bool is_token = r.page == r.write / kLongGroup && first + i == r.write % kLongGroup;
+      const bool is_token = r.is_token<kLongGroup>(r.page, first + i);
       value[i] = is_token ? given_value : *reinterpret_cast<const float2*>(tokens + i * kWidth);
       score[i] = is_token ? given_score : *reinterpret_cast<const float2*>(tokens + i * kWidth + kHeadDim);
     }
   }
-  if (writes && r.write >= 0) {
+  if (warp == kLongWarps - 1 && r.write >= 0) {
     float* const to = p.state + static_cast<int64_t>(r.write) * kWidth + column;
     *reinterpret_cast<float2*>(to) = given_value;
     *reinterpret_cast<float2*>(to + kHeadDim) = given_score;
   }
-  if (r.slot < 0) return;
+  if (!ends) return;
   {
     float values[2][8], scores[2][8];
 #pragma unroll
@@ -363,7 +450,7 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
   if (threadIdx.x == 0) p.arrived[row] = 0;
   const int pair = 2 * threadIdx.x;
   const float2 by = pair >= kNopeDim ? load_floats<float2>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + pair - kNopeDim) : make_float2(1.f, 0.f);
-  store_entry(p, r, __ldcg(reinterpret_cast<const float2*>(pooled + pair)), load_floats<float2>(p.norm_weight + pair), by, s.sums);
+  store_entry(p, slot, __ldcg(reinterpret_cast<const float2*>(pooled + pair)), load_floats<float2>(p.norm_weight + pair), by, s.sums);
 }
 
 }  // namespace dsv4::compressor

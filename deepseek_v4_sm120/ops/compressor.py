@@ -55,9 +55,8 @@ def compressor(kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, 
                  (device, launch)
     cuda graphs  capture-safe: no host sync; allocates scratch through torch only (ratio 128). The first call of a
                  process on a device, if it is not captured, synchronises its stream once (ratio 128)
-    streams      the current stream of state's device. ape, plan, norm_weight, freqs_cis and out_loc may be read while
-                 the kernel before still runs: it must not write them, unless it is one that nothing starts ahead of
-                 its end
+    streams      the current stream of state's device. ape, norm_weight and freqs_cis may be read while the kernel
+                 before still runs: it must not write them, unless it is one that nothing starts ahead of its end
     source       SGLang 0.5.23, compressor_v2.py with c4_v2.cuh, c128_v2.cuh, fused_norm_rope_v2.cuh; DeepSeek's
                  inference/model.py (Compressor); specification in reference/compressor.py
     """

@@ -237,3 +237,38 @@ def test_no_rows():
     inputs = make_inputs("c128", [128])
     assert compressor(**inputs.rows(slice(0, 0)).arguments()) is None
     assert op.MAX_ROWS == 512
+
+
+@pytest.mark.parametrize("rows", (1, 8))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_that_the_launch_in_front_writes(kind, rows):
+    """The plan is read ahead of that launch's end too, where it may be the one before: same bits as one by one.
+
+    A compressor's token goes to its state as it came, so one whose state holds the plan writes it directly in front.
+    """
+    given = make_inputs(kind, [3 * KINDS[kind][0]] * rows, seed=9)
+    steps = given.plan.view(torch.int32)
+    others = torch.full_like(steps, -1)  # nothing to do; far outside
+    middle = steps - torch.tensor([1, 0, 0, 0], dtype=torch.int32, device="cuda")  # the same, but no group ends
+    plans = [steps, others, steps.roll(1, 0), middle, steps.roll(1, 0), steps]
+
+    def run(waits):
+        made, writer = given.copy(), make_inputs("c4", [2], seed=10)
+        slot = int(writer.plan.view(torch.int32)[0, 1])
+        made.plan = writer.state.view(-1, writer.state.shape[-1])[slot, : 4 * rows].view(torch.uint8).view(rows, 16)
+        tokens = [writer.kv_score.clone() for _ in plans]
+        for token, plan in zip(tokens, plans, strict=True):
+            token.view(torch.int32)[0, : 4 * rows] = plan.flatten()
+        caches = [given.copy().cache for _ in plans]  # ahead: a copy would stand between the launches
+        torch.cuda.synchronize()
+        for token, cache in zip(tokens, caches, strict=True):
+            compressor(**{**writer.arguments(), "kv_score": token})
+            waits()
+            compressor(**{**made.arguments(), "cache": cache})
+            waits()
+        torch.cuda.synchronize()
+        return torch.stack(caches), made.state
+
+    one_by_one, state = run(torch.cuda.synchronize)
+    cache, state_at_once = run(lambda: None)
+    assert torch.equal(cache, one_by_one) and _same_state(state_at_once, state)
