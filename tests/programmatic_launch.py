@@ -91,6 +91,8 @@ SCORES = (r"index_select::score_kernel<", r"index_select::list_kernel")
 W2 = ("w2.codes", "w2.scales")
 COMPRESSOR = ("ape", "norm_weight", "freqs")
 
+PROBES = r"card::"  # of the self-test: they ask what a card does where kernels do not wait, and serve nobody
+
 KERNELS: dict[str, Kernel] = {
     "bf16_linear": Kernel(r"bf16_linear::bf16_linear_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)),
     "compressor, groups of 4": Kernel(

@@ -390,11 +390,11 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
     }
   }
   pdl_wait();
+  pdl_trigger();  // behind the loads it takes 0.2 us longer where no row ends a group
   const uint4 plan = load_now(p.plan + row);
   const int64_t slot = load_now(p.out_loc + row);
   const float* const token = p.kv_score + row * p.kv_score_stride + column;
   const float2 given_value = load_floats<float2>(token), given_score = load_floats<float2>(token + kHeadDim);
-  pdl_trigger();  // behind the loads, which ptxas keeps together in front of it
   const Row r = Row::of<kLongGroup>(p, plan);
   const bool ends = r.ends & within(slot, p.cache_slots);
   if (ends) {
