@@ -31,10 +31,13 @@ def patch_of(report: Path | None) -> dict | None:
     files = sorted(report.glob("*.json"))
     if not files:
         raise ValueError(f"corruption-soak: --report {report} holds no report of DSV4_SM120_REPORT")
+    states, not_known = patch_states(report)
+    if states is None:
+        raise ValueError(f"corruption-soak: --report: {not_known[0]}")
     found = [json.loads(path.read_text()) for path in files]
     digests = {row.get("digest") for one in found for row in one["patches"]}
     versions = sorted({str(one.get("deepseek_v4_sm120")) for one in found})
-    return {"versions": versions, "states": patch_states(report), "targets": digest(sorted(map(str, digests)))}
+    return {"versions": versions, "states": states, "targets": digest(sorted(map(str, digests)))}
 
 
 def identity(endpoint: Endpoint, report: Path | None) -> dict:

@@ -12,6 +12,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from deepseek_v4_sm120 import device_gate, models_served, patching
 from deepseek_v4_sm120.patching import report
@@ -34,12 +35,15 @@ def _is_sealed(server_args) -> bool:
     return hasattr(server_args, "_input_frozen")
 
 
-def _config(server_args) -> dict:
-    """The model's config.json as SGLang read it, which has done so by now. From 0.5.19 on a function has it."""
+def _config(server_args) -> dict | None:
+    """The model's config.json as SGLang read it, which has done so by now. From 0.5.19 on a function has it; None in a
+    release that has neither: then nobody is told a model, and the shapes of its calls decide."""
     if hasattr(server_args, "get_model_config"):
         found = server_args.get_model_config()
-    else:
+    elif find_spec(MODEL_CONFIG) is not None:
         found = importlib.import_module(MODEL_CONFIG).model_config_of(server_args)
+    else:
+        return None
     return found.hf_config.to_dict()
 
 
@@ -50,8 +54,11 @@ def replace_apply_defaults(original: Callable) -> Callable:
     def apply_deepseek_v4_defaults(server_args, model_arch):
         engine = patching.active_engine()
         config = _config(server_args)
-        models_served.announce(config)
-        other = models_served.other_model(config.get("model_type"))
+        model_type = None
+        if config is not None:
+            models_served.announce(config)
+            model_type = config.get("model_type")
+        other = models_served.other_model(model_type)
         if other:
             report.info(f"deepseek_v4_sm120: SGLang's own code and settings serve this model: {other}")
         if other and engine is not None:

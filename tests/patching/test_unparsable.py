@@ -57,13 +57,13 @@ def test_a_version_file(python, tree, kind):
 
 
 def test_the_preflight_names_it_and_the_line(python, tree):
+    """And stops no server by itself: that is for the model and the GPU to decide."""
     code = "import sglang.srt.managers.scheduler as s; print(s.started)"
     host = broken(tree, TARGET, "syntax")
-    done = python(code, path=[host], check=False)
-    assert done.returncode == 1 and "PatchError" in done.stderr
-    assert f"{MODULE} cannot be parsed: line 1: " in done.stderr and "SyntaxError" not in done.stderr
-    warned = python(code, path=[host], env={"DSV4_SM120_ON_BROKEN": "warn"})
-    assert warned.stdout == "True\n" and f"{MODULE} cannot be parsed: line 1: " in warned.stderr
+    for environ in ({}, {"DSV4_SM120_ON_BROKEN": "warn"}):
+        done = python(code, path=[host], env=environ)
+        assert done.stdout == "True\n" and f"{MODULE} cannot be parsed: line 1: " in done.stderr
+        assert "SyntaxError" not in done.stderr
 
 
 def test_the_preflight_tells_a_version_file(python, tree):

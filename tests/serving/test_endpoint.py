@@ -34,6 +34,9 @@ def raw():
                         connection.sendall(piece)
                         if over.wait(0.05):
                             return
+                    connection.shutdown(socket.SHUT_WR)  # what the client still sends must not end in a reset
+                    while connection.recv(65536):
+                        pass
 
         threading.Thread(target=serve, daemon=True).start()
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
