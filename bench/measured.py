@@ -123,6 +123,12 @@ SECTIONS = {
         MICROSECONDS | {"copy_share": "share of copy bandwidth"},
         tuple(f"relative_error_{n}" for n in ("streams", "y")),
     ),
+    "before_after_h200": Section(
+        "Before and after the loads went behind the wait",
+        "Kernels and engine of two builds in one run: what correct order and waits of their own cost.",
+        MICROSECONDS | {"decode step, ms, best": "decode step, ms, best"},
+        (),
+    ),
     "calibrate_h200": Section("calibrate", "Every implementation that was installed.", MICROSECONDS, ("error",)),
 }
 
