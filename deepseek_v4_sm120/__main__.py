@@ -3,14 +3,13 @@ with what was looked at, 2 the command could not do what was asked (one sentence
 
 import argparse
 import importlib
-import json
 import os
 import sys
 from collections.abc import Iterator
 
 import deepseek_v4_sm120
 from deepseek_v4_sm120 import models_table
-from deepseek_v4_sm120.console import BAD_INPUT, INTERRUPTED, CommandError, say
+from deepseek_v4_sm120.console import BAD_INPUT, INTERRUPTED, CommandError, print_json, say
 from deepseek_v4_sm120.disclosure import redacted
 from deepseek_v4_sm120.patching.spec import PatchError
 
@@ -72,7 +71,10 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.tp < 1:
             raise CommandError(f"--tp must be 1 or more, got {arguments.tp}")
         found["model"] = models_table.of_model(arguments.model, arguments.tp)
-    print(json.dumps(found, indent=1) if arguments.json else status_text(found))
+    if arguments.json:
+        print_json(found)
+    else:
+        say(status_text(found))
     return 1 if found["stops"] or found["report_problem"] or _broken(found) else 0
 
 
@@ -172,20 +174,15 @@ def _process_part(found: dict) -> Iterator[str]:
     for process in found["processes"]:
         applied = sorted({row["patch"] for row in process["patches"] if row["state"] == "APPLIED"})
         broken = sorted({row["patch"] for row in process["patches"] if row["state"] == "BROKEN"})
-        yield _printable(f"\npid {process['pid']}: applied {', '.join(applied) or 'nothing'}")
+        yield f"\npid {process['pid']}: applied {', '.join(applied) or 'nothing'}"
         if broken:
-            yield _printable(f"  BROKEN: {', '.join(broken)}")
-        yield from (_printable(f"  {line}") for line in (*process.get("notes", ()), *process["shadow_summary"]))
-    yield from (_printable(f"\nno report of ours: {text}") for text in found["strange_reports"])
+            yield f"  BROKEN: {', '.join(broken)}"
+        yield from (f"  {line}" for line in (*process.get("notes", ()), *process["shadow_summary"]))
+    yield from (f"\nno report of ours: {text}" for text in found["strange_reports"])
 
 
 # found -> lines, in this order
 STATUS_PARTS = (_head_part, _table_part, _profile_part, _model_part, _problem_part, _process_part)
-
-
-def _printable(text: str) -> str:
-    """Without what moves a terminal's cursor or colours it: reports are files that anybody may have written."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def _broken(found: dict) -> bool:

@@ -10,8 +10,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from bench.serving.answers import printable
 from bench.serving.endpoint import Endpoint
+from deepseek_v4_sm120.disclosure import printable
 
 REDACTED = "[api key]"
 

@@ -22,11 +22,6 @@ def shown(value: object, length: int = 60) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
-def printable(text: str) -> str:
-    """`text` without what a terminal would obey: control characters are written as Python writes them."""
-    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
-
-
 def _other(what: str, expected: str, value: object) -> ServerNonsense:
     return ServerNonsense(f"{what}: expected {expected}, got {shown(value)}")
 

@@ -121,25 +121,25 @@ def as_dict(plan: Plan) -> dict:
 
 def show(plan: Plan) -> None:
     r = plan.request
-    print(
+    console.say(
         f"{r.model.name}, {r.model.expert_format.upper()} experts, on {r.gpus} card(s) of {r.memory_mib} MiB, SGLang "
         f"{r.sglang}: {r.concurrency} stream(s), up to {r.context:,} tokens, {'MTP' if r.mtp else 'no speculation'}"
     )
     console.print_table("Memory of one card", ("what", "GB", "from"), memory_rows(plan))
     if not plan.fits:
-        print(f"\n{why_not(plan)}")
+        console.say(f"\n{why_not(plan)}")
         return
     at_once = plan.tokens // r.context
-    print(f"\n{verdict(plan)}: {plan.tokens:,} tokens of KV cache, {at_once} request(s) of full length at once.")
+    console.say(f"\n{verdict(plan)}: {plan.tokens:,} tokens of KV cache, {at_once} request(s) of full length at once.")
     rows = [(f.name, f.value, f.reason) for f in (*plan.flags, *plan.environment)]
     console.print_table("Flags and variables", ("flag", "value", "why"), rows)
     header = ("streams", "ceiling, tok/s", "step, ms", "with NCCL", "best published", "by")
     title = "Speed without speculation (ceiling: every byte once at 1.79 TB/s, then all-reduces; nobody reaches it)"
     console.print_table(title, header, speed_rows(plan))
     for note in plan.notes:
-        print(f"\nNote: {note}.")
+        console.say(f"\nNote: {note}.")
     docker = launch.docker_line(plan) or f"no image of SGLang {r.sglang} is known; give --sglang a release"
-    print(f"\nWith SGLang installed:\n  {launch.launch_line(plan)}\n\nWith Docker:\n  {docker}")
+    console.say(f"\nWith SGLang installed:\n  {launch.launch_line(plan)}\n\nWith Docker:\n  {docker}")
 
 
 def verdict(plan: Plan) -> str:

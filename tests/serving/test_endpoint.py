@@ -11,9 +11,10 @@ import pytest
 
 from bench.quality import in_flight, whole
 from bench.serving import endpoint as transport
-from bench.serving.answers import Answer, printable
+from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint, Interval
 from bench.serving.server_errors import ServerGone, ServerNonsense, ServerRefused, ServerTimeout
+from deepseek_v4_sm120.disclosure import printable
 
 
 @pytest.fixture
