@@ -11,12 +11,9 @@ import pytest
 
 from deepseek_v4_sm120.plan import launch, memory, models
 from tests.patching.conftest import sglang_wheel  # noqa: F401
+from tests.patching.wheels import RELEASES
 
 HERE = Path(__file__).parent
-RELEASES = (
-    *("0.5.12", "0.5.12.post1", "0.5.13", "0.5.13.post1", "0.5.14", "0.5.15", "0.5.15.post1", "0.5.16", "0.5.17"),
-    *("0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
-)
 MEMORY = int(96 * launch.REPORTED_PER_GB)
 PLANS = [
     {"gpus": gpus, "mtp": mtp, "concurrency": streams, "context": context}
