@@ -63,8 +63,9 @@ def run_without_gpu(arguments: list[str]) -> int:
     lint = subprocess.run(
         [python, "-m", "ruff", "check", "--output-format=concise", "."], env=environment, cwd=REPO
     ).returncode
-    # a file's tests stay together: its wheels are unpacked and its interpreters started once
-    spread = ["-n", str(os.cpu_count() or 1), "--dist", "loadfile"]
+    # A file's tests stay together: its wheels are unpacked and its interpreters started once. One process more than
+    # cores, for those that wait for servers; in the order of the folders, which has the long files early.
+    spread = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
     command = [python, "-m", "pytest", "-m", "not gpu", *spread, *arguments]
     tests = subprocess.run(command, env=environment, cwd=REPO).returncode
     if any(device.exists() for device in GPU_DEVICES):

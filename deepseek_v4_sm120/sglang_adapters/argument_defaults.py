@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -40,7 +41,7 @@ def _config(server_args) -> dict | None:
     release that has neither: then nobody is told a model, and the shapes of its calls decide."""
     if hasattr(server_args, "get_model_config"):
         found = server_args.get_model_config()
-    elif find_spec(MODEL_CONFIG) is not None:
+    elif MODEL_CONFIG in sys.modules or find_spec(MODEL_CONFIG) is not None:
         found = importlib.import_module(MODEL_CONFIG).model_config_of(server_args)
     else:
         return None

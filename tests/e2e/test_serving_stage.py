@@ -55,7 +55,7 @@ if mode:
     with open(os.environ["DSV4_SM120_REPORT"] + "/1.json", "w") as f:
         json.dump(report, f)
 accept = 2 if "--speculative-algorithm" in sys.argv else 1
-server = FakeServer([fault] if fault else [], int(value("--port")), accept_length=accept, step_s=0.001, quiet_s=0.25)
+server = FakeServer([fault] if fault else [], int(value("--port")), accept_length=accept, step_s=0.0005, quiet_s=0.2)
 server.exits = True
 server.http.serve_forever()
 """
