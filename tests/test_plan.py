@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -361,3 +362,21 @@ def test_a_config_of_any_shape_is_one_sentence(tmp_path, changes, words):
     (tmp_path / "config.json").write_text(json.dumps(json.loads(CONFIG.read_text()) | changes))
     with pytest.raises(CommandError, match=words):
         models.find(str(tmp_path), None)
+
+
+def test_the_rows_of_the_readme_are_what_the_plan_says():
+    """With MTP, as the README adds it: that they fit, that the one which is said not to does not, and the fraction."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    table = readme.partition("| cards of 96 GB |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert len(rows) == 4
+    for cards, checkpoint, flags_of in rows:
+        model = models.find("flash", checkpoint[:3].lower())
+        given = dict(re.findall(r"--([a-z-]+) ([^ `]+)", flags_of))
+        streams = int(given.get("max-running-requests", 256)) if given else 1  # SGLang's own default; the best case
+        plan = launch.make(request(model=model, gpus=int(cards), concurrency=streams))
+        assert plan.fits == ("does not fit" not in flags_of), cards
+        if plan.fits:
+            assert (given["model-path"], given["tp-size"]) == (model.path, cards) and not plan.is_tight
+            assert float(given.get("mem-fraction-static", 0.0)) in (0.0, plan.fraction)
+    assert not launch.make(request(concurrency=256)).fits
