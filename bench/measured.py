@@ -161,6 +161,8 @@ def table(rows: list[dict], first: str, line: str, column: str, names: dict[str,
 
 def tables(rows: list[dict], section: Section) -> Iterator[str]:
     rows = [row for row in rows if section.only in row["case"]]
+    if not any(row["metric"] in section.metrics for row in rows) and (section.metrics or not rows):
+        raise ValueError(f"{section.title}: the result file has no row that SECTIONS shows of it")
     if not section.metrics:
         yield table([row | {"line": f"{row['case']}, {row['metric']}"} for row in rows], "what", "line", "impl")
     elif section.by_metric:

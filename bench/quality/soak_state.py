@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bench.serving.endpoint import Endpoint, ServerRefused
 from bench.serving.identity import NOT_FLAGS, patch_states
+from deepseek_v4_sm120.json_file import load
 
 FORMAT = 2
 # of /server_info: the command holds ports and keys; its flags are there resolved
@@ -34,7 +35,7 @@ def patch_of(report: Path | None) -> dict | None:
     states, not_known = patch_states(report)
     if states is None:
         raise ValueError(f"corruption-soak: --report: {not_known[0]}")
-    found = [json.loads(path.read_text()) for path in files]
+    found = [load(path) for path in files]  # as patch_states has read them: regular files, limited, reports
     digests = {row.get("digest") for one in found for row in one["patches"]}
     versions = sorted({str(one.get("deepseek_v4_sm120")) for one in found})
     return {"versions": versions, "states": states, "targets": digest(sorted(map(str, digests)))}
