@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -368,21 +369,23 @@ class Handler(BaseHTTPRequestHandler):
     def generate(self, body):
         ids = body["input_ids"] if "input_ids" in body else self.engine.tokens.ids(body["text"])
         live = self.engine.requests.begin(body.get("rid"), len(ids))
-        whole = False
+        send = None
         try:
-            whole = self.generated(body, ids, live)
+            send = self.generated(body, ids, live)
         finally:
-            self.engine.requests.end(live, cancelled=not whole)
+            self.engine.requests.end(live, cancelled=send is None or live.is_aborted.is_set())
+        if send is not None:  # behind the end of the request, as SGLang's scheduler forgets it before its client hears
+            send()
 
-    def generated(self, body, ids, live) -> bool:
-        """Answer; whether to the end."""
+    def generated(self, body, ids, live) -> Callable[[], object] | None:
+        """Generate; what sends the last of the answer, or None where nobody is left to hear it."""
         engine = self.engine
         sampling = body.get("sampling_params", {})
         limit, wants = sampling.get("max_new_tokens", 16), body.get("return_logprob")
         if not ids:
-            return self.refuse("The input is empty.") or True
+            return lambda: self.refuse("The input is empty.")
         if wants and "rejects_logprobs" in engine.faults:
-            return self.refuse("return_logprob is not supported with this speculative algorithm") or True
+            return lambda: self.refuse("return_logprob is not supported with this speculative algorithm")
         cached = engine.find_cached(ids)
         engine.prefill(len(ids) - cached)
         made, logprobs, tops = [], [], []
@@ -412,23 +415,20 @@ class Handler(BaseHTTPRequestHandler):
                 break
             if len(made) % engine.accept_length == 0 or len(made) == 1:
                 if self.died():
-                    return False
+                    return None
                 engine.step()
                 if stream and (len(made) == 1 or len(made) % engine.stream_interval == 0):
                     self.send_event(answer(None))
         whole = len(made) == limit
         finish = {"type": "length", "length": limit} if whole else {"type": "stop", "matched": EOS}
-        if cancelled := live.is_aborted.is_set():
+        if live.is_aborted.is_set():
             finish = {"type": "abort", "message": "Abort in waiting queue"}
         elif has_left(self.connection):
             self.close_connection = True
-            return False
+            return None
         if not stream:
-            self.send_whole(answer(finish))
-            return not cancelled
-        self.send_event(answer(finish))
-        self.end_stream()
-        return not cancelled
+            return lambda: self.send_whole(answer(finish))
+        return lambda: (self.send_event(answer(finish)), self.end_stream())
 
     def completions(self, body):
         """/v1/completions, streamed only: what the load generator's vllm backend uses."""
