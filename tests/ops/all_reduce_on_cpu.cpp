@@ -1,0 +1,203 @@
+// csrc/all_reduce/kernel.cuh on the CPU: its own text, one host thread for each of its threads, on memory that is worse than a bus.
+//
+// A store to memory of others is held back, torn into words, and carried out in any order with the thread's other ones, at the latest when
+// the thread ends (a kernel's end) or looks for what has come. Ranks run their calls one behind the other, each at its own speed.
+// The test that compiles this puts the texts of all_reduce.h and kernel.cuh, without their includes, in place of the marked line.
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+using cudaStream_t = void*;
+struct uint4 { uint32_t x, y, z, w; };
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+struct Index { uint32_t x; };
+thread_local Index threadIdx, blockIdx, gridDim;
+thread_local std::barrier<>* block_barrier;
+thread_local std::mt19937 dice;
+struct Pending { uint32_t* word; uint32_t value; };
+thread_local std::vector<Pending> pending;  // words on their way
+bool holds_back = true;
+
+inline bool rolls(int of) { return dice() % of == 0; }
+inline void carry_out(bool all) {
+  std::shuffle(pending.begin(), pending.end(), dice);
+  while (!pending.empty() && (all || rolls(2))) {
+    std::atomic_ref<uint32_t>(*pending.back().word).store(pending.back().value, std::memory_order_relaxed);
+    pending.pop_back();
+    if (rolls(64)) std::this_thread::yield();
+  }
+}
+inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+inline void __nanosleep(unsigned) { std::this_thread::yield(); }
+inline void __threadfence_system() { carry_out(true); std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline uint32_t atomicAdd(uint32_t* p, uint32_t v) { return std::atomic_ref<uint32_t>(*p).fetch_add(v); }
+inline uint32_t atomicCAS(uint32_t* p, uint32_t expected, uint32_t v) {
+  std::atomic_ref<uint32_t>(*p).compare_exchange_strong(expected, v);
+  return expected;
+}
+
+namespace dsv4 {
+struct KernelAttributes {};
+inline void pdl_wait() {}
+inline void pdl_trigger() {}
+inline void give_up() { std::fprintf(stderr, "gave up\n"), std::_Exit(3); }
+inline uint32_t load_relaxed(const uint32_t* p) { return std::atomic_ref<uint32_t>(*const_cast<uint32_t*>(p)).load(std::memory_order_relaxed); }
+inline uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+inline float as_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
+inline uint32_t as_bits(float f) { uint32_t bits; std::memcpy(&bits, &f, 4); return bits; }
+inline float bf16_low(uint32_t pair) { return as_float(pair << 16); }
+inline float bf16_high(uint32_t pair) { return as_float(pair & 0xffff0000u); }
+inline uint32_t bf16(float f) {  // to nearest, ties to even, one NaN
+  if (std::isnan(f)) return 0x7fff;
+  const uint32_t bits = as_bits(f);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t pack_bf16x2(float low, float high) { return bf16(low) | bf16(high) << 16; }
+namespace all_reduce {
+inline uint64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+inline void store_system(uint32_t* p, uint32_t v) {
+  pending.push_back({p, v});
+  if (!holds_back || rolls(4)) carry_out(!holds_back);
+}
+inline void store_system(uint4* p, const uint4& v) {
+  uint32_t* const w = &p->x;
+  store_system(w, v.x), store_system(w + 1, v.y), store_system(w + 2, v.z), store_system(w + 3, v.w);
+}
+inline uint32_t load_system(const uint32_t* p) { return load_relaxed(p); }
+inline uint4 load_system(const uint4* p) {
+  carry_out(rolls(8));
+  if (rolls(4)) std::this_thread::yield();  // fewer cores than threads
+  const uint32_t* const w = &p->x;
+  return {load_relaxed(w), load_relaxed(w + 1), load_relaxed(w + 2), load_relaxed(w + 3)};
+}
+}  // namespace all_reduce
+}  // namespace dsv4
+
+//@@ the kernels
+
+using namespace dsv4;
+using namespace dsv4::all_reduce;
+
+// Any bf16, and often what is hard: NaNs with all bits, zeros of both signs, infinities.
+uint32_t a_word(std::mt19937& g) {
+  static const uint32_t hard[] = {0xffffffffu, 0x80008000u, 0x0000ffffu, 0x7f80ff80u, 0xffff0000u, 0u, 0x7fff7fffu};
+  if (g() % 4 == 0) return hard[g() % 7];
+  return bf16(static_cast<float>(static_cast<int>(g() % 2001) - 1000) / 64) | bf16(static_cast<float>(g() % 777) / 16) << 16;
+}
+constexpr bool is_nan(uint32_t half) { return (half & 0x7fff) > 0x7f80; }
+
+template <int kRanks, bool kHost>
+int run(int calls, unsigned seed, int faulty_rank) {
+  const Places sizes = {12 * kRanks, 24 * kRanks, kRanks};
+  const int64_t words = kGenerations * sizes.generation(kHost) * 4;
+  std::vector<std::unique_ptr<uint4[]>> memory;
+  for (int i = 0; i < (kHost ? 1 : kRanks); ++i) {
+    memory.emplace_back(new uint4[words / 4]);
+    std::memset(memory.back().get(), 0xff, words * 4);
+  }
+  std::mt19937 plan(seed);
+  struct Call { int64_t vectors; bool one_shot; int blocks; };
+  std::vector<Call> order;
+  for (int i = 0; i < calls; ++i) {
+    const bool one_shot = plan() % 2;
+    const int64_t vectors = one_shot ? 1 + plan() % sizes.one_shot_vectors : kRanks * (1 + plan() % (sizes.two_shot_vectors / kRanks));
+    order.push_back({vectors, one_shot, static_cast<int>(1 + plan() % 3)});
+  }
+  std::vector<std::vector<std::vector<uint32_t>>> x(calls), out(calls);
+  for (int i = 0; i < calls; ++i)
+    for (int r = 0; r < kRanks; ++r) {
+      x[i].emplace_back(order[i].vectors * 4), out[i].emplace_back(order[i].vectors * 4);
+      for (auto& w : x[i][r]) w = a_word(plan);
+    }
+  std::vector<State> states(kRanks);
+  std::vector<Fault> faults(kRanks);
+  for (auto& s : states) s = {};
+  for (auto& f : faults) f = {};
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < kRanks; ++r)
+    ranks.emplace_back([&, r] {
+      for (int i = 0; i < calls; ++i) {
+        if (r == faulty_rank && i == calls / 2) return;  // it dies
+        Params p = {};
+        p.x = reinterpret_cast<const uint16_t*>(x[i][r].data());
+        const bool in_place = i % 3 == 0;
+        std::vector<uint32_t> copy = x[i][r];
+        if (in_place) p.x = reinterpret_cast<const uint16_t*>(copy.data());
+        p.out = in_place ? reinterpret_cast<uint16_t*>(copy.data()) : reinterpret_cast<uint16_t*>(out[i][r].data());
+        p.vectors = order[i].vectors;
+        for (int to = 0; to < kRanks; ++to) p.places[to] = memory[kHost ? 0 : to].get();
+        p.state = &states[r], p.fault = &faults[r], p.sizes = sizes, p.rank = r, p.tag = i, p.rows = 1;
+        p.patience_ns = faulty_rank >= 0 ? 300'000'000ull : 3'000'000'000ull;
+        std::vector<std::thread> threads;
+        std::vector<std::unique_ptr<std::barrier<>>> barriers;
+        for (int b = 0; b < order[i].blocks; ++b) barriers.emplace_back(new std::barrier<>(kThreads));
+        for (int b = 0; b < order[i].blocks; ++b)
+          for (int t = 0; t < kThreads; ++t)
+            threads.emplace_back([&, b, t] {
+              threadIdx.x = t, blockIdx.x = b, gridDim.x = order[i].blocks, block_barrier = barriers[b].get();
+              dice.seed(seed * 7919 + ((i * 64 + r) * 8 + b) * 8 + t);
+              if (rolls(16)) std::this_thread::sleep_for(std::chrono::microseconds(dice() % 300));
+              order[i].one_shot ? one_shot_kernel<kRanks, kHost>(p) : two_shot_kernel<kRanks, kHost>(p);
+              carry_out(true);
+            });
+        for (auto& t : threads) t.join();
+        if (faults[r].told) return;
+        if (in_place) out[i][r] = copy;
+      }
+    });
+  for (auto& r : ranks) r.join();
+  if (faulty_rank >= 0) {
+    int told = 0;
+    for (int r = 0; r < kRanks; ++r) told += r != faulty_rank && faults[r].told == 1 && faults[r].waited_for != static_cast<uint32_t>(r) &&
+        faults[r].call == faults[r].tag && faults[r].call + 1 >= static_cast<uint32_t>(calls / 2);
+    std::printf("told %d of %d\n", told, kRanks - 1);
+    return told == kRanks - 1 ? 0 : 1;
+  }
+  for (int i = 0; i < calls; ++i)
+    for (int64_t w = 0; w < order[i].vectors * 4; ++w) {
+      uint32_t wanted = 0;
+      for (int half = 0; half < 2; ++half) {
+        float sum = as_float((x[i][0][w] >> 16 * half) << 16);
+        for (int r = 1; r < kRanks; ++r) sum += as_float((x[i][r][w] >> 16 * half) << 16);
+        wanted |= bf16(sum) << 16 * half;
+      }
+      for (int r = 0; r < kRanks; ++r)
+        if (out[i][r][w] != wanted) {
+          std::printf("call %d (%s, %lld vectors) rank %d word %lld: %08x, wanted %08x\n", i, order[i].one_shot ? "one shot" : "two shot",
+                      static_cast<long long>(order[i].vectors), r, static_cast<long long>(w), out[i][r][w], wanted);
+          return 1;
+        }
+    }
+  for (auto& s : states)
+    if (s.arrivals != static_cast<uint32_t>(calls) * kArrivals) return std::printf("arrivals %u\n", s.arrivals), 1;
+  std::printf("%d calls\n", calls);
+  return 0;
+}
+
+int main(int argc, char** argv) {
+  if (argc != 6) return 2;
+  const int ranks = std::atoi(argv[1]), calls = std::atoi(argv[3]), faulty = std::atoi(argv[5]);
+  const bool host = std::string(argv[2]) == "host";
+  const unsigned seed = std::atoi(argv[4]);
+  if (ranks == 2) return host ? run<2, true>(calls, seed, faulty) : run<2, false>(calls, seed, faulty);
+  if (ranks == 4) return host ? run<4, true>(calls, seed, faulty) : run<4, false>(calls, seed, faulty);
+  return 2;
+}
