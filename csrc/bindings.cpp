@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "all_reduce/bindings.h"
 #include "bf16_linear/bf16_linear.h"
 #include "card/bindings.h"
 #include "compressor/bindings.h"
@@ -185,6 +186,7 @@ void append_attributes(py::list& all, const std::vector<KernelAttributes>& kerne
 
 py::list kernel_attributes() {
   py::list all;
+  append_attributes(all, all_reduce::kernel_attributes());
   append_attributes(all, sparse_decode::kernel_attributes());
   append_attributes(all, index_select::kernel_attributes());
   append_attributes(all, mxfp4_moe::kernel_attributes());
@@ -263,6 +265,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("capture_id", [](uintptr_t stream) { return capture_id(pointer<CUstream_st>(stream)); }, "stream"_a);
   m.def("stream_sms", [](uintptr_t stream, int of_device) { return stream_sms(pointer<CUstream_st>(stream), of_device); }, "stream"_a,
         "of_device"_a);
+  all_reduce::bind(m);
   index_select::bind(m);
   mhc::bind(m);
   fp8_linear::bind(m);

@@ -326,9 +326,7 @@ OTHER_TOPK = Parameters(("scores",), further="any")
 
 
 def _index(where: str, replacement: str, sglang: str, contract: Contract) -> Target:
-    return Target(
-        where=where, sglang=sglang, contract=contract, replacement=f"{INDEX_ADAPTER}:replace_{replacement}"
-    )
+    return Target(where=where, sglang=sglang, contract=contract, replacement=f"{INDEX_ADAPTER}:replace_{replacement}")
 
 
 def _topk(name: str, sglang: str) -> Target:

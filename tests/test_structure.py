@@ -150,11 +150,7 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     lines = (REPO / "README.md").read_text().splitlines()
     assert len(lines) <= MAX_README_LINES and max(map(len, lines)) <= MAX_README_COLUMNS
     pages = [REPO / "README.md", *(REPO / "docs").rglob("*.md")]
-    links = [
-        (page, target)
-        for page in pages
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
-    ]
+    links = [(page, target) for page in pages for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())]
     assert len(links) > 5
     broken = [f"{page.relative_to(REPO)}: {target}" for page, target in links if not (page.parent / target).exists()]
     assert broken == []

@@ -32,7 +32,7 @@ class AllReduce:
 
     rank, ranks   this process's place in the group, and its size: 2, 4 or 8
     device        its card
-    gather        object -> [object of each rank], over the CPU, in the order of ranks: called three times here
+    gather        object -> [object of each rank], over the CPU, in the order of ranks: called a few times here
     max_rows      the most of a call, of `hidden` bf16 each; hidden a multiple of 64
     transport     "peer": cards write into each other's memory; "host": by way of host memory
     patience_s    how long a call waits for another rank's terms before it ends this process's CUDA work
@@ -150,14 +150,15 @@ class _Peers:
     def __init__(self, rank, size, gather):
         _C = extension.load()
         self._own = _C.all_reduce_allocate(bytes=size)
-        handles = gather(_C.all_reduce_handle(memory=self._own))
-        self.places = [self._own if r == rank else _C.all_reduce_open(handle=h) for r, h in enumerate(handles)]
+        told = gather((os.getpid(), self._own, _C.all_reduce_handle(memory=self._own)))
+        # a process cannot open what is its own: there ranks are threads, for tests
+        self._opened = {r: _C.all_reduce_open(handle=h) for r, (pid, _, h) in enumerate(told) if pid != os.getpid()}
+        self.places = [self._opened.get(r, memory) for r, (_, memory, _) in enumerate(told)]
 
     def close(self):
         _C = extension.load()
-        for memory in self.places:
-            if memory != self._own:
-                _C.all_reduce_close(memory=memory)
+        for memory in self._opened.values():
+            _C.all_reduce_close(memory=memory)
         _C.all_reduce_release(memory=self._own)
 
 
