@@ -139,8 +139,8 @@ def describe_fault(rank: int, fault) -> str | None:
     if not told:
         return None
     return (
-        f"all_reduce: rank {rank} waited in vain for rank {waited_for}, in call {call}, of {rows} rows, tag {tag}: that "
-        "rank has ended, hangs, or made other calls"
+        f"all_reduce: rank {rank} waited in vain for rank {waited_for}, in call {call}, of {rows} rows, tag {tag}: "
+        "that rank has ended, hangs, or made other calls"
     )
 
 

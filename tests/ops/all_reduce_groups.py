@@ -54,7 +54,7 @@ def _process(rank: int, ranks: int, store: str, body: Callable, arguments: tuple
 
 
 def in_processes(ranks: int, body: Callable, *arguments) -> None:
-    """body(rank, ranks, device, gather, *arguments) in a process for each rank, cards in turn. Raises what one raises."""
+    """body(rank, ranks, device, gather, *arguments) in a process for each rank, cards in turn."""
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         torch.multiprocessing.spawn(_process, (ranks, store, body, arguments), nprocs=ranks, join=True)
