@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -235,8 +236,14 @@ def title(stem: str) -> str:
     return SECTIONS[stem].title if stem in SECTIONS else stem
 
 
+def link(heading: str) -> str:
+    place = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+    return f"[{heading}](#{place})"
+
+
 def page(files: dict[str, dict]) -> str:
-    parts = [HEAD, "## Bars", bars(files)]
+    contents = ", ".join(link(name) for name in ("Bars", *map(title, files)))
+    parts = [HEAD, f"Here: {contents}.", "## Bars", bars(files)]
     for stem, found in files.items():
         section = SECTIONS.get(stem, Section(stem, "", {}))
         parts += [f"## {section.title}", section.text, f"File `bench/results/{stem}.json`. {origin(found)}"]
