@@ -39,7 +39,7 @@ Designs, predictions and causes: [notes/](notes/README.md).
 
 @dataclass(frozen=True)
 class Section:
-    """How one result file is shown. `metrics`: those that get a table, {metric: unit}; the greatest of `errors` is
+    """How one result file is shown. `metrics`: those that are shown, {metric: unit}; the greatest of `errors` is
     told in a line. `by_metric`: the metrics are the columns (one implementation a row), else the implementations."""
 
     title: str
@@ -123,7 +123,9 @@ SECTIONS = {
     ),
     "wo_a_h200": Section("wo_a", "", MICROSECONDS),
     "bf16_linear_h200": Section("bf16_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}),
-    "compressor_h200": Section("compressor", "", MICROSECONDS),
+    "compressor_h200": Section(
+        "compressor", 'Before the plan was a hint; since then: "Before and after" below.', MICROSECONDS
+    ),
     "mhc_h200": Section(
         "mhc",
         "",
@@ -183,9 +185,15 @@ def tables(rows: list[dict], section: Section) -> Iterator[str]:
         ]
         yield table(wanted, "what", "line", "metric", section.metrics)
     else:
+        units: dict[str, list[dict]] = {}  # the rows of each table; what is told of the first's cases are columns of it
         for metric, unit in section.metrics.items():
-            if wanted := [row for row in rows if row["metric"] == metric]:
-                yield table(wanted, unit, "case", "impl")
+            wanted = [row for row in rows if row["metric"] == metric]
+            first = next(iter(units.values()), [])
+            if {row["case"] for row in wanted} <= {row["case"] for row in first}:
+                first += [row | {"impl": f"{row['impl']}, {unit}"} for row in wanted]
+            else:
+                units[unit] = wanted
+        yield from (table(wanted, unit, "case", "impl") for unit, wanted in units.items())
     shown = {*section.metrics, *section.errors}
     hidden = (row for row in rows if section.metrics and row["met"] is False and row["metric"] not in shown)
     if besides := "; ".join(f"{row['case']}, {row['metric']} {cell([row])}" for row in hidden):
