@@ -111,7 +111,10 @@ SECTIONS = {
         "sparse_decode, prompts as they are", "Consecutive rows of one prompt.", {"tflops": "TFLOP/s"}
     ),
     "index_select_h200": Section(
-        "index_select", "Logits, exact top-k and page transform together.", MICROSECONDS, ("logit_error",)
+        "index_select",
+        "Logits, exact top-k and page transform together.",
+        MICROSECONDS | {"logits_tflops": "logits, TFLOP/s", "topk_share": "share of the top-k"},
+        ("logit_error",),
     ),
     "mxfp4_moe_h200": Section(
         "mxfp4_moe",
