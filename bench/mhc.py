@@ -5,7 +5,7 @@ A call is one boundary with weights, streams and sublayer output of its own; the
 twice the L2. In such a chain a call is started before the one in front has ended (programmatic launch). Not so `behind
 a plain kernel`: there torch.mul on f, which starts nothing early, is in front of each, and the time is that of both.
 Bytes are counted once each: f, the old and the new streams, y, post and comb in and out, and fn. SGLang's kernels are
-not on this machine: their times are quoted where they were profiled (bench/NOTES.md). The peer is the same mathematics
+not on this machine: their times are quoted, each with where it was profiled. The peer is the same mathematics
 in torch, in fp32, each operation its own kernel.
 """
 

@@ -172,9 +172,9 @@ BF16_LINEAR = Patch(
 FP8_LINEAR = Patch(
     name="fp8_linear",
     why="the dense FP8 layers, up to 64 rows: stock quantises the activations in a launch of its own before each GEMM "
-    "(Triton up to 0.5.15, then CUTLASS; DeepGEMM on Hopper). On an H200 1.6 times as fast as the pair at 1 row, 1.16 "
-    "at 8, slower at 64; that SM120 needs hardly longer for 64 rows than for its weights is reckoned, not measured: "
-    "bench/NOTES.md",
+    "(Triton up to 0.5.15, then CUTLASS; DeepGEMM on Hopper). On an H200 faster than the pair up to 32 rows, slower at "
+    "64; that SM120 needs hardly longer for 64 rows than for its weights is reckoned, not measured: "
+    "docs/notes/fp8_linear.md",
     targets=(
         *PROLOGUES,
         Target(
@@ -326,9 +326,7 @@ OTHER_TOPK = Parameters(("scores",), further="any")
 
 
 def _index(where: str, replacement: str, sglang: str, contract: Contract) -> Target:
-    return Target(
-        where=where, sglang=sglang, contract=contract, replacement=f"{INDEX_ADAPTER}:replace_{replacement}"
-    )
+    return Target(where=where, sglang=sglang, contract=contract, replacement=f"{INDEX_ADAPTER}:replace_{replacement}")
 
 
 def _topk(name: str, sglang: str) -> Target:

@@ -17,6 +17,7 @@ REPO = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_README_LINES, MAX_README_COLUMNS = 180, 160
+MAX_CONTENTS_LINES, MAX_PROSE_COLUMNS = 30, 140  # of docs/notes/README.md; of a page by hand, but for its tables
 
 LAYERS = (
     "csrc/{op}/launch.cu",
@@ -29,6 +30,7 @@ LAYERS = (
     "tests/ops/test_{op}_gpu.py",
     "tests/ops/test_{op}_reference.py",
     "bench/{op}.py",
+    "docs/notes/{op}.md",
 )
 # files of an operator's layer that belong to none
 SHARED = {
@@ -150,14 +152,38 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     lines = (REPO / "README.md").read_text().splitlines()
     assert len(lines) <= MAX_README_LINES and max(map(len, lines)) <= MAX_README_COLUMNS
     pages = [REPO / "README.md", *(REPO / "docs").rglob("*.md")]
-    links = [
-        (page, target)
-        for page in pages
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    links = [(page, *link) for page in pages for link in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", page.read_text())]
+    assert len(links) > 5 and any(place for *_, place in links)
+    broken = [
+        f"{page.relative_to(REPO)}: {target}{place}"
+        for page, target, place in links
+        for found in [page.parent / target if target else page]
+        if not found.exists() or (place and place not in places(found))
     ]
-    assert len(links) > 5
-    broken = [f"{page.relative_to(REPO)}: {target}" for page, target in links if not (page.parent / target).exists()]
     assert broken == []
+
+
+def places(page):
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_notes_begin_with_where_their_subject_stands():
+    notes = {path.stem: path.read_text() for path in (REPO / "docs/notes").glob("*.md")}
+    contents = notes.pop("README")
+    assert len(contents.splitlines()) <= MAX_CONTENTS_LINES
+    assert set(re.findall(r"\]\((\w+)\.md\)", contents)) == set(notes) >= set(OPS)
+    today = re.compile(r"# .+\n\n\| \| today \|\n\|---\|---\|\n(\| [^|]+ \| .+ \|\n){3,}\n[^\n|#-]")  # and a paragraph
+    assert [name for name, page in notes.items() if not today.match(page)] == []
+
+
+def test_pages_written_by_hand_are_wrapped():
+    pages = [path for path in (REPO / "docs").rglob("*.md") if "Made by" not in path.read_text()[:100]]
+    assert len(pages) > len(OPS)
+    lines = {(page.name, line) for page in pages for line in page.read_text().splitlines() if line[:1] != "|"}
+    long = {name for name, line in lines if len(line) > MAX_PROSE_COLUMNS}
+    assert long == set()
 
 
 def test_what_was_measured_is_shown_as_the_results_have_it():
@@ -165,7 +191,9 @@ def test_what_was_measured_is_shown_as_the_results_have_it():
     from bench import measured
 
     results = measured.results()
-    assert measured.PAGE.read_text() == measured.page(results)
+    assert measured.PAGE.read_text() == (page := measured.page(results))
+    missed = [row for found in results.values() for row in found.get("rows", ()) if row["met"] is False]
+    assert page.count("**missed**") == len(missed) > 0
     rows = [row | {"metric": "something else"} for row in results["mhc_h200"]["rows"]]
     with pytest.raises(ValueError, match="mhc: the result file has no row"):
         measured.page({"mhc_h200": results["mhc_h200"] | {"rows": rows}})

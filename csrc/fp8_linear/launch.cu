@@ -77,7 +77,7 @@ void set_partial_bytes(Plan& plan, int rows, int64_t weight_rows) {
   if (plan.splits > 1) plan.partial_bytes = plan.splits * rows * weight_rows * 4;
 }
 
-constexpr int kMuchX = 16384;  // numbers of x, as measured: bench/NOTES.md
+constexpr int kMuchX = 16384;  // numbers of x, as measured: docs/notes/fp8_linear.md
 
 // For few rows: x of all inputs of a block lies in shared memory.
 Plan make_few_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int warp_rows, int blocks) {

@@ -4,7 +4,7 @@ run time.
 A bucket is the first entry whose `pairs_per_expert` is not below the call's; an exact (N, K) wins over (None, None).
 DEFAULT serves every capability, product and shape that the table does not name.
 
-Four warps: with eight, Triton 3.6 compiles the down projection for sm_90 into a race (bench/NOTES.md).
+Four warps: with eight, Triton 3.6 compiles the down projection for sm_90 into a race (docs/notes/mxfp4_moe.md).
 """
 
 from __future__ import annotations

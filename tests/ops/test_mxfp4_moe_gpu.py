@@ -116,7 +116,7 @@ def test_tiles_are_the_specifications(name, block_m, device):
 
 @pytest.mark.parametrize("inter", [512, 2048])
 def test_many_rows_repeat_themselves(inter, device):
-    """What shows a race in a grouped GEMM; one with eight warps did (bench/NOTES.md)."""
+    """What shows a race in a grouped GEMM; one with eight warps did (docs/notes/mxfp4_moe.md)."""
     inputs = make_inputs(Shape(2048, inter=inter, experts=64), seed=6, device=device)
     first = mxfp4_moe(**inputs.arguments())
     assert all(torch.equal(first, mxfp4_moe(**inputs.arguments())) for _ in range(6))
