@@ -73,7 +73,7 @@ class Call:
             expected = shape if isinstance(shape, str) else ", ".join(map(str, shape))
             self.refuse(kind, f"{name}.shape", f"be [{expected}]", list(tensor.shape))
         if kind == "stride":
-            multiples = [f"a multiple of {stride}"] * (tensor.dim() - 1)
+            multiples = ["any" if stride == 1 else f"a multiple of {stride}"] * (tensor.dim() - 1)
             expected = f"have strides [{', '.join([*multiples, '1'])}]" if stride else "be contiguous"
             self.refuse(kind, name, expected, f"strides {list(tensor.stride())}")
         if kind == "alignment":
@@ -86,7 +86,10 @@ class Call:
 
         The first stride leads from page to page, the others do not describe the memory.
         """
-        count, size, one, width = self.tensor(name, pages, dtypes, "pages, page_size, 1, bytes", ANY, VECTOR)
+        shape = pages.shape
+        if pages.dtype not in dtypes or len(shape) != 4 or pages.data_ptr() % VECTOR or pages.device != self.device:
+            self.tensor(name, pages, dtypes, "pages, page_size, 1, bytes", ANY, VECTOR)  # in words
+        count, size, one, width = shape
         if width != entry_bytes or one != 1 or count < 1 or (size < 1 if page_size is None else size != page_size):
             expected = f"be [pages, {page_size or 'page_size'}, 1, {entry_bytes}], none 0"
             self.refuse("shape", f"{name}.shape", expected, list(pages.shape))

@@ -81,6 +81,8 @@ def gated(x, swiglu_limit):
     check = Call("gated", "x", x)
     _, width = check.tensor("x", x, BF16, "rows, 2 * inputs", _STRIDES, VECTOR)
     check.multiple("x.shape[1]", width, 2 * _STRIDES)
+    if swiglu_limit is None:
+        check.refuse("value", "swiglu_limit", "be given", None)
     prologue = _check_prologue(check, x, swiglu_limit, None, None)
     check.on_cuda()
     return _make(x, width // 2, prologue)
@@ -94,6 +96,8 @@ def normalized(x, norm_weight, norm_eps):
     check = Call("normalized", "x", x)
     _, inputs = check.tensor("x", x, BF16, "rows, inputs", _STRIDES, VECTOR)
     check.multiple("x.shape[1]", inputs, _STRIDES)
+    if norm_weight is None:
+        check.refuse("value", "norm_weight", "be given", None)
     prologue = _check_prologue(check, x, None, norm_weight, norm_eps)
     check.on_cuda()
     return _make(x, inputs, prologue)
