@@ -14,23 +14,16 @@ from unittest import mock
 import pytest
 import torch
 
-from deepseek_v4_sm120 import OPS, extension
-from deepseek_v4_sm120.kv_page_layout import kv_page_layout
+from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.ops.checks import RAISES
 from deepseek_v4_sm120.reference import compressor_inputs, index_select_inputs, kv_pages, mhc_inputs, mxfp4_moe_inputs
 from deepseek_v4_sm120.reference.wo_a_inputs import make_wo_a
-from tests.ops.stand_in import FakeExtension
 
 ROWS = 3
 MODULES = {op: importlib.import_module(f"deepseek_v4_sm120.ops.{op}") for op in OPS}
 
 
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(extension, "load", FakeExtension)
-    kv_page_layout.cache_clear()
-    yield
-    kv_page_layout.cache_clear()
+pytestmark = pytest.mark.usefixtures("fake")
 
 
 def bf16(*shape) -> torch.Tensor:

@@ -9,6 +9,7 @@ from deepseek_v4_sm120.ops import compressor as op
 from deepseek_v4_sm120.reference.compressor_inputs import make_inputs
 
 MADE = make_inputs("c4", [4, 5, 8], device="cpu")
+pytestmark = pytest.mark.usefixtures("fake")
 REFUSED = {
     "groups of 8": ({"state": torch.zeros(2, 8, 2048)}, r"state.shape\[1\] must be 4 or 128, got 8"),
     "state's width": ({"state": torch.zeros(9, 4, 512)}, r"state.shape must be \[pages, 4, 2048\], got \[9, 4, 512\]"),

@@ -9,22 +9,15 @@ import contextlib
 import pytest
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
+from deepseek_v4_sm120 import cuda_tensors
 from deepseek_v4_sm120.ops import checks
 from deepseek_v4_sm120.ops import index_select as op
 from deepseek_v4_sm120.reference.index_select_inputs import new_pages
-from tests.ops.stand_in import FakeExtension
 
 ROWS = 3
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch):
-    stand_in = FakeExtension()
-    monkeypatch.setattr(extension, "load", lambda: stand_in)
-    op._scratch_bytes.cache_clear()
-    yield stand_in
-    op._scratch_bytes.cache_clear()
+pytestmark = pytest.mark.usefixtures("fake")
 
 
 @pytest.fixture

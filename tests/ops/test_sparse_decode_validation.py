@@ -13,25 +13,14 @@ import pytest
 import torch
 
 from deepseek_v4_sm120 import extension
-from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.reference import kv_pages
-from tests.ops.stand_in import FakeExtension
 
 op = importlib.import_module("deepseek_v4_sm120.ops.sparse_decode")
 
 ROWS, HEADS = 4, 16
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch):
-    """`_C` without a compiler or a GPU; the caches that hold its answers are emptied before and after."""
-    stand_in = FakeExtension()
-    monkeypatch.setattr(extension, "load", lambda: stand_in)
-    for cached in (kv_page_layout, op.cuda_tensors.num_sms, op._workspace):
-        cached.cache_clear()
-    yield stand_in
-    for cached in (kv_page_layout, op._workspace):
-        cached.cache_clear()
+pytestmark = pytest.mark.usefixtures("fake")
 
 
 def good(**changes) -> dict:

@@ -1,9 +1,14 @@
-"""A stand-in for `_C`: the names that the operators' checks and plans read, and launches that are recorded."""
+"""A stand-in for `_C`, as the fixture `fake`: what checks and plans read of it, and launches that are recorded."""
 
 from __future__ import annotations
 
 import types
 
+import pytest
+
+from deepseek_v4_sm120 import cuda_tensors, extension
+from deepseek_v4_sm120.kv_page_layout import kv_page_layout
+from deepseek_v4_sm120.ops import index_select, sparse_decode
 from deepseek_v4_sm120.reference import kv_pages
 
 
@@ -30,3 +35,16 @@ class FakeExtension(types.SimpleNamespace):
         )
         for name in ("index_select", "mqa_logits", "topk_select", "sparse_decode"):
             setattr(self, name, lambda name=name, **call: self.calls.append((name, call)))
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """`_C` without a compiler or a GPU; the caches that hold its answers are emptied before and after."""
+    stand_in = FakeExtension()
+    monkeypatch.setattr(extension, "load", lambda: stand_in)
+    caches = (kv_page_layout, cuda_tensors.num_sms, index_select._scratch_bytes, sparse_decode._workspace)
+    for cached in caches:
+        cached.cache_clear()
+    yield stand_in
+    for cached in caches:
+        cached.cache_clear()
