@@ -1,12 +1,15 @@
-"""What several operators ask of a device or of their tensors."""
+"""What several operators need for a launch: its device, stream and multiprocessors."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
 
 from deepseek_v4_sm120 import extension
+
+_HERE = contextlib.nullcontext()
 
 
 @functools.cache
@@ -19,12 +22,12 @@ def stream_sms(index: int, stream: int) -> int:
     return extension.load().stream_sms(stream, num_sms(index))
 
 
-def overlap(a, b) -> bool:
-    """Whether the address ranges of two tensors meet; neither is empty, no stride is negative."""
+def current_stream(index: int) -> int:
+    """The current stream of a device, as kernels take it."""
+    return torch._C._cuda_getCurrentRawStream(index)
 
-    def span(tensor):
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
-    (a_begin, a_end), (b_begin, b_end) = span(a), span(b)
-    return a_begin < b_end and b_begin < a_end
+def on_device_of(tensor):
+    """A `with` of this makes the tensor's device the current one; where it is, nothing happens."""
+    device = tensor.device
+    return _HERE if device.index == torch._C._cuda_getDevice() else torch.cuda.device(device)

@@ -34,6 +34,7 @@ LAYERS = (
 )
 # files of an operator's layer that belong to none
 SHARED = {
+    "deepseek_v4_sm120/ops": {"checks"},
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
     "deepseek_v4_sm120/sglang_adapters": {"argument_defaults", "platform_seams", "scheduling"},
     "bench": {"common", "kernel_report", "measured", "sparse_prefill", "tune_moe"},

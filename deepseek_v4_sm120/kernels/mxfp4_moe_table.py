@@ -9,7 +9,7 @@ Four warps: with eight, Triton 3.6 compiles the down projection for sm_90 into a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,4 @@ def choose(major, product, gemm, pairs_per_expert, n, k, *, block_m=None) -> Blo
     ]
     if fitting:
         return min(fitting, key=lambda e: (e.n is None, e.pairs_per_expert)).blocks
-    default = DEFAULT[gemm]
-    return default if block_m is None else Blocks(block_m, *[getattr(default, f) for f in _REST])
-
-
-_REST = ("block_n", "block_k", "stages", "warps")
+    return DEFAULT[gemm] if block_m is None else replace(DEFAULT[gemm], block_m=block_m)

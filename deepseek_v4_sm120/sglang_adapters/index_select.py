@@ -26,8 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_v4_sm120 import device_gate, models_served, shadow
-from deepseek_v4_sm120.ops.index_select import index_select, topk_select
-from deepseek_v4_sm120.ops.index_select_checks import FP4_ENTRY_BYTES, FP8_ENTRY_BYTES
+from deepseek_v4_sm120.ops.index_select import FP4_ENTRY_BYTES, FP8_ENTRY_BYTES, index_select, topk_select
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import DEEP_GEMM, DEEP_GEMM_LOGITS, DEEP_GEMM_LOGITS_FP4

@@ -40,8 +40,7 @@ def served(monkeypatch):
     shapes = []
 
     def operator(x, weight, scale):
-        adapter.op._check_x("fp8_linear", x, 2, ("rows", "inputs"))
-        adapter.op._check_weight("fp8_linear", weight, scale, x, (x.shape[1],))
+        adapter.op.check_product("fp8_linear", x, "rows, inputs", weight, scale)
         shapes.append(tuple(x.shape))
         return reference(x, weight, scale).to(torch.bfloat16)
 

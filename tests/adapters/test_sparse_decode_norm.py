@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120 import device_gate, settings, shadow
+from deepseek_v4_sm120.ops.checks import Call
 from deepseek_v4_sm120.reference import sparse_decode as reference
 from deepseek_v4_sm120.reference.sparse_decode_inputs import NORM_EPS, make_freqs_cis
 from deepseek_v4_sm120.sglang_adapters import sparse_decode as attention
@@ -37,7 +38,7 @@ class Operator:
 
     def __call__(self, q, kv_pages, indices, *, out=None, return_lse=False, **named):
         norm = [named.get(name) for name in ("q_norm_eps", "freqs_cis", "positions")]
-        attention.op._check_query_norm(q, *norm, None)
+        attention.op._check_query_norm(Call("sparse_decode", "q", q), q.shape[0], *norm, None)
         self.calls.append(norm[0] is not None)
         result, lse = reference.sparse_decode(q, kv_pages, indices, **named)
         result = result.to(torch.bfloat16) if out is None else out.copy_(result)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops import fp8_linear as op
+from deepseek_v4_sm120.ops.checks import Call
 from deepseek_v4_sm120.ops.fp8_linear import MADE_ROWS, fp8_linear, gated, normalized, takes_prologue
 from deepseek_v4_sm120.reference import fp8_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
@@ -98,7 +99,8 @@ def test_every_size_and_number_of_rows(case):
 @pytest.mark.parametrize("kind", ("gated", "normed"))
 def test_no_tuning_changes_a_bit(kind):
     x, arguments, weight, scale = _make(kind, 4096, 2048 if kind == "gated" else 1024)
-    prologue = op._check_prologue(x, *(arguments.get(n) for n in ("swiglu_limit", "norm_weight", "norm_eps")))
+    how = (arguments.get(name) for name in ("swiglu_limit", "norm_weight", "norm_eps"))
+    prologue = op._check_prologue(Call("fp8_linear", "x", x), x, *how)
     tried = 0
     for rows in (1, 3, MADE_ROWS):
         expected = fp8_linear(x[:rows], weight, scale, **arguments)
