@@ -5,22 +5,13 @@
 all               DSpark's attention (0.5.16 and later) imports the function for itself and keeps it
 """
 
-from deepseek_v4_sm120.patching.contract import Contract, Parameters
+from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch, Target
-from deepseek_v4_sm120.sglang_patches_wo_a import ATTENTION, MODEL
+from deepseek_v4_sm120.sglang_patches_wo_a import MODEL, attention_forward
 
 NORM_ROPE = f"{MODEL}:fused_q_norm_rope"
 NORM_ROPE_PARAMETERS = Parameters(("q_input", "q_output", "eps", "freqs_cis", "positions"))
 FORWARD_PARAMETERS = Parameters(("self", "x", "positions", "forward_batch"), further="any")
-
-
-def _target(where: str, replacement: str, contract: Contract) -> Target:
-    return Target(
-        where=where,
-        sglang=">=0.5.12,<0.6",
-        contract=contract,
-        replacement=f"deepseek_v4_sm120.sglang_adapters.sparse_decode_norm:replace_{replacement}",
-    )
 
 
 Q_NORM = Patch(
@@ -28,8 +19,13 @@ Q_NORM = Patch(
     why="RMS norm and rotary embedding of the queries are a launch of their own in front of each attention, 43 a step, "
     "which reads them right after; bench/sparse_decode.py --norms",
     targets=(
-        _target(NORM_ROPE, "norm_rope", NORM_ROPE_PARAMETERS),
-        _target(f"{ATTENTION}.forward", "forward", FORWARD_PARAMETERS),
+        Target(
+            where=NORM_ROPE,
+            sglang=">=0.5.12,<0.6",
+            contract=NORM_ROPE_PARAMETERS,
+            replacement="deepseek_v4_sm120.sglang_adapters.sparse_decode_norm:replace_norm_rope",
+        ),
+        attention_forward(FORWARD_PARAMETERS),
     ),
     needs=("deepseek_v4_sm120.extension:load",),
     modes=("sm120", "ops", "seams"),

@@ -27,6 +27,16 @@ INIT_PARAMETERS = Parameters(
 )
 
 
+def attention_forward(contract: Contract) -> Target:
+    """The scope that wo_a and q_norm put there; each patch has what it relies on as its contract."""
+    return Target(
+        where=f"{ATTENTION}.forward",
+        sglang=">=0.5.12,<0.6",
+        contract=contract,
+        replacement="deepseek_v4_sm120.sglang_adapters.attention_forward:replace_forward",
+    )
+
+
 def _target(where: str, replacement: str, contract: Contract, sglang: str = ">=0.5.12,<0.6") -> Target:
     return Target(
         where=where,
@@ -45,7 +55,7 @@ WO_A = Patch(
         _target(LOAD_WEIGHTS, "load_weights", Parameters(("self", "weights", "is_nextn=..."))),
         _target(EXPANSION, "expansion", Parameters(("weights",), is_generator=True), ">=0.5.17,<0.6"),
         _target(ROPE, "rope", Parameters(("q", "k", "freqs_cis", "positions", "inverse=False"))),
-        _target(f"{ATTENTION}.forward", "forward", Parameters(("self",), further="any")),
+        attention_forward(Parameters(("self",), further="any")),
     ),
     needs=("deepseek_v4_sm120.extension:load",),
     modes=("sm120", "ops", "seams"),

@@ -28,7 +28,7 @@ UNSUPPORTED = "UNSUPPORTED"  # a host version that we do not know: one warning, 
 OFF = "OFF"  # DSV4_SM120=off
 BROKEN = "BROKEN"  # in range, but it, or another target of its patch, does not fit or cannot load: left out
 
-MARK = "__deepseek_v4_sm120__"  # on every function that we put in place: the patch's name
+MARK = "__deepseek_v4_sm120__"  # on every function that we put in place: the names of its patches
 
 
 @dataclass
@@ -225,7 +225,7 @@ class Engine:
         """Have `enter_model` called in front of a function that the host calls for our model only."""
         holder, attribute = _holder(module, where.partition(":")[2])
         original = vars(holder).get(attribute) if holder is not None else None
-        if not callable(original) or getattr(original, "__dict__", {}).get(MARK) == "":
+        if not callable(original) or getattr(original, "__dict__", {}).get(MARK) == ():
             return
 
         @functools.wraps(original)
@@ -233,7 +233,7 @@ class Engine:
             self.enter_model(where == self.table.built_at)
             return original(*args, **kwargs)
 
-        setattr(watched, MARK, "")
+        setattr(watched, MARK, ())
         setattr(holder, attribute, watched)
         self._watched.append((holder, attribute, original, watched))
 
@@ -383,13 +383,11 @@ class Engine:
                 "our folder be the first on PYTHONPATH, and import nothing of it ahead of us"
             )
         try:
-            replacement = _load(record.target.replacement)(current)
+            _lay(record, current, self._order)
         except Exception as error:  # ours, but raised inside an import of the host's: it stops where patches are used
             return f"{record.target.replacement}: {type(error).__name__}: {error}"
-        if callable(replacement) and not isinstance(replacement, type):
-            setattr(replacement, MARK, record.name)
-        setattr(holder, attribute, replacement)
-        record.holder, record.original, record.replacement = holder, current, replacement
+        setattr(holder, attribute, record.replacement)
+        record.holder = holder
         record.state, record.reason = APPLIED, f"by {record.target.replacement}"
         self._order = [*(r for r in self._order if r is not record), record]
         if not self._announced:
@@ -398,7 +396,8 @@ class Engine:
         return None
 
     def _take_back(self, records: list[Record]) -> None:
-        """Restore the originals of these; patches that lie in the same places on top of them are put there again."""
+        """Restore the originals of these; patches that lie in the same places on top of them are put there again, and
+        what another patch shares stays."""
         for record in records:
             applied = [r for r in self._order if r.state == APPLIED and r.holder is record.holder]
             chain = [r for r in applied if r.attribute == record.attribute]  # the lowest first
@@ -407,12 +406,15 @@ class Engine:
                     f"{record.name}: {record.where} cannot be taken back, somebody put another function on top of ours"
                 )
                 continue
-            current = record.original
             record.state = READY
-            for above in chain[chain.index(record) + 1 :]:
-                above.original = current
-                current = above.replacement = _load(above.target.replacement)(current)
-                setattr(current, MARK, above.name)
+            sharing = [r for r in chain if r is not record and r.replacement is record.replacement]
+            if sharing:
+                _mark(record.replacement, sharing)
+                continue
+            current, *above = record.original, *chain[chain.index(record) + 1 :]
+            for other in above:
+                _lay(other, current, above)
+                current = other.replacement
             setattr(record.holder, record.attribute, current)
 
     def _examine(self, record: Record) -> str | None:
@@ -486,7 +488,10 @@ class Engine:
         first: two patches may have put theirs in one place."""
         left = []
         for record in [r for r in reversed(self.records) if r.state == APPLIED]:
-            if vars(record.holder).get(record.attribute) is record.replacement:
+            if vars(record.holder).get(record.attribute) in (
+                record.replacement,
+                record.original,
+            ):  # shared: done before
                 setattr(record.holder, record.attribute, record.original)
                 record.state, record.reason = READY, "undone"
             else:
@@ -522,11 +527,25 @@ def _bound_elsewhere(record: Record, function) -> list[str]:
     ]
 
 
+def _lay(record: Record, current, others: list[Record]) -> None:
+    """Make the record's replacement of what is in its place. One that gives that back shares it with its owner."""
+    replacement = _load(record.target.replacement)(current)
+    owners = [r for r in others if r is not record and (r.state, r.where) == (APPLIED, record.where)]
+    owners = [r for r in owners if r.replacement is replacement is current]
+    record.original, record.replacement = owners[0].original if owners else current, replacement
+    _mark(replacement, [*owners, record])
+
+
+def _mark(replacement, records: list[Record]) -> None:
+    if callable(replacement) and not isinstance(replacement, type):
+        setattr(replacement, MARK, tuple(r.name for r in records))
+
+
 def _marks(function) -> list[str]:
     """The patches that put in place what is there: the last one, and those that it was put on top of."""
-    found = []
+    found: list[str] = []
     while function is not None:
-        found.append(getattr(function, "__dict__", {}).get(MARK))
+        found += getattr(function, "__dict__", {}).get(MARK) or ()
         function = getattr(function, "__wrapped__", None)
     return found
 

@@ -6,7 +6,7 @@ and page transform. Everything around the two (query projection, capturers, HiSp
     replace_logits      computes nothing: it returns a Deferred, which is the arguments of the call
     replace_topk        gets the Deferred and runs ops.index_select on the arguments of both
     replace_other_topk  SGLang was asked for another top-k (torch, FlashInfer): stock logits are computed after all
-    replace_forward     marks the extent in which logits may be deferred, and tells whether adjacent rows share pages
+    replace_forward     is the scope in which logits may be deferred, and tells whether adjacent rows share pages
 
 A logits function called by anybody else, or with what `handles` does not know, is the original. DeepGEMM's logits are
 deferred for the FP4 index cache, where SGLang has no other, and in DSV4_SM120_FORCE=ops; for the FP8 cache DeepGEMM is
@@ -29,6 +29,7 @@ from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.ops.index_select import FP4_ENTRY_BYTES, FP8_ENTRY_BYTES, index_select, topk_select
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_adapters.waiting import Scope, Waiting
 from deepseek_v4_sm120.sglang_patches import DEEP_GEMM, DEEP_GEMM_LOGITS, DEEP_GEMM_LOGITS_FP4
 
 PATCH = "index_select"
@@ -38,18 +39,11 @@ PAGE = 64
 SHARED_PAGES = 4  # rows_per_request where rows of a request are adjacent: any number above 1 says so
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """One forward_c4_indexer call in which logits may be deferred."""
-
-    rows_per_request: int
+_forward = Scope()  # forward_c4_indexer, of an indexer whose logits may be deferred
 
 
-_extent: Extent | None = None
-
-
-@dataclass(slots=True)
-class Deferred:
+@dataclass(eq=False)
+class Deferred(Waiting):
     """Stands for the logits between the two functions."""
 
     q: torch.Tensor
@@ -64,8 +58,7 @@ class Deferred:
     def shape(self) -> tuple[int, int]:
         return self.q.shape[0], self.args[6]
 
-    def logits(self) -> torch.Tensor:
-        """What the original computes."""
+    def run(self) -> torch.Tensor:
         return self.original(*self.args)
 
 
@@ -108,10 +101,10 @@ def replace_logits(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def paged_mqa_logits(*args, **kwargs):
-        if _extent is None or kwargs or not handles(args):
+        if _forward.layer is None or kwargs or not handles(args):
             return original(*args, **kwargs)
         q, q_scales = args[0] if isinstance(args[0], tuple) else (args[0], None)
-        return Deferred(q, q_scales, args[1], args[2], _extent.rows_per_request, original, args)
+        return Deferred(q, q_scales, args[1], args[2], _forward.known["rows_per_request"], original, args)
 
     return paged_mqa_logits
 
@@ -129,7 +122,7 @@ def replace_topk(original: Callable) -> Callable:
         if not isinstance(scores, Deferred):
             return original(scores, *given, *rest, **kwargs)
         if not handles_selection(*given):
-            return original(scores.logits(), *given, *rest, **kwargs)
+            return original(scores.run(), *given, *rest, **kwargs)
         return serve(scores, *given, *rest, **kwargs)
 
     return topk_transform
@@ -147,7 +140,7 @@ def replace_other_topk(original: Callable) -> Callable:
         if not told:
             told = True
             report.info(f"index_select: SGLang was asked for {original.__name__}; its own indexer runs")
-        return original(scores.logits(), *args, **kwargs)
+        return original(scores.run(), *args, **kwargs)
 
     return topk_transform
 
@@ -186,7 +179,7 @@ def _serve_beside(original: Callable) -> Callable:
     def serve(deferred, seq_lens, page_tables, out, page_size, *rest, **kwargs):
         slots, entries = torch.empty_like(out), torch.empty_like(out)
         _select(deferred, seq_lens, page_tables, slots, entries)
-        scores = deferred.logits()
+        scores = deferred.run()
         original(scores, seq_lens, page_tables, out, page_size, *rest, **kwargs)
         if out.shape[0]:
             _record(deferred, scores, seq_lens.reshape(-1), slots, entries, out)
@@ -232,7 +225,7 @@ def _record(deferred, scores, lengths, slots, entries, stock) -> None:
         shadow.record(name, pairs, identity=deferred.k_pages.data_ptr(), shape=shape, relative_l2=bound)
 
 
-# ---- the extent
+# ---- the scope
 
 
 @contextmanager
@@ -262,15 +255,10 @@ def replace_forward(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward_c4_indexer(self, x, q_lora, c4_indexer, forward_batch, *args, **kwargs):
-        global _extent
-        if not device_gate.serves(x.device):
+        served = device_gate.serves(x.device)
+        rows_per_request = 1 if served and forward_batch.forward_mode.is_decode() else SHARED_PAGES
+        names = _deep_gemm_names(c4_indexer) if served else ()
+        with _forward.enter(self if served else None, rows_per_request=rows_per_request), _deferring_deep_gemm(names):
             return original(self, x, q_lora, c4_indexer, forward_batch, *args, **kwargs)
-        outer = _extent
-        _extent = Extent(1 if forward_batch.forward_mode.is_decode() else SHARED_PAGES)
-        try:
-            with _deferring_deep_gemm(_deep_gemm_names(c4_indexer)):
-                return original(self, x, q_lora, c4_indexer, forward_batch, *args, **kwargs)
-        finally:
-            _extent = outer
 
     return forward_c4_indexer

@@ -25,7 +25,9 @@ from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.settings import settings
-from deepseek_v4_sm120.sglang_adapters import sparse_decode_norm
+from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD
+from deepseek_v4_sm120.sglang_adapters.sparse_decode_norm import Queries
+from deepseek_v4_sm120.sglang_adapters.waiting import Scope
 from deepseek_v4_sm120.sglang_patches import (
     FLASH_MLA,
     SGL_KERNEL,
@@ -36,7 +38,7 @@ from deepseek_v4_sm120.sglang_patches import (
 PATCH = "sparse_decode"
 SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the output and two of P explain about 0.0015
 
-_real_heads: int | None = None  # heads of q that carry data, known inside the backend's forward of 0.5.14 to 0.5.19
+_backend = Scope()  # the backend's forward of 0.5.14 to 0.5.19; its layer tells how many heads of q carry data
 
 
 @dataclass(slots=True)
@@ -61,7 +63,7 @@ class Call:
     def heads(self) -> int:
         """Leading heads of q that carry data; the rest is padding."""
         padded = self.q.shape[2]
-        return padded if _real_heads is None else min(_real_heads, padded)
+        return padded if _backend.layer is None else min(_backend.layer.tp_q_head_num, padded)
 
 
 _REQUIRED = ("q", "k_cache", "head_dim_v")
@@ -141,7 +143,7 @@ def _serve(call: Call, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor 
     """(out [rows, 1, heads, 512], lse [rows, heads, 1] or None). Padded heads of `out` are left uninitialised."""
     q, attn_sink, out, whole = call.q, call.attn_sink, None, None
     heads = call.heads
-    waiting = sparse_decode_norm.take(q, heads)
+    waiting = FORWARD.take(Queries, q, heads)
     if heads < q.shape[2]:
         whole = q.new_empty(q.shape)
         q, out = q[:, :, :heads], whole[:, :, :heads]
@@ -209,7 +211,7 @@ def replace_sm120(original: Callable) -> Callable:
         call = _call(values, (), kwargs, is_sparse_fp8=True)
         if handles(call):
             return serve(call)
-        sparse_decode_norm.settle()
+        FORWARD.settle(Queries)
         return original(**kwargs)
 
     return flash_mla_with_kvcache_sm120
@@ -233,7 +235,7 @@ def _replace_flash_mla_with_kvcache(original: Callable, where: str, names: tuple
         call = _call(values, args, kwargs, is_sparse_fp8=is_sparse_fp8)
         if handles(call):
             return serve(call)
-        sparse_decode_norm.settle()
+        FORWARD.settle(Queries)
         return original(*args, **kwargs)
 
     return flash_mla_with_kvcache
@@ -289,12 +291,8 @@ def replace_backend_forward(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self, q, k, v, layer, *args, **kwargs):
-        global _real_heads
-        outer, _real_heads = _real_heads, layer.tp_q_head_num
-        try:
+        with _backend.enter(layer):
             return original(self, q, k, v, layer, *args, **kwargs)
-        finally:
-            _real_heads = outer
 
     return forward
 

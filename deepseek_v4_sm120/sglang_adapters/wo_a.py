@@ -6,8 +6,8 @@ kernel that takes the rotary embedding of the attention's output back. Here:
     MQALayer.__init__              makes it an E4M3 layer with its scales (`store`)
     DeepseekV4ForCausalLM.load_weights, _dequant_fp8_wo_a_streaming
                                    hand the checkpoint's tensors through as they are (`AsStored`)
-    MQALayer.forward               is SGLang's. Its `self.wo_a.weight.view(groups, outputs, -1)` gives `Groups`, whose
-                                   einsum is our product
+    MQALayer.forward               is SGLang's (attention_forward.py). Its `self.wo_a.weight.view(groups, outputs, -1)`
+                                   gives `Groups`, whose einsum is our product
     fused_rope_inplace             inside that forward, up to 64 rows: puts the rotation off to the product
 
 What SGLang makes E4M3 itself (SGLANG_OPT_FP8_WO_A_GEMM where it can be had), DSpark's own attention and DeepSeek-V4.1
@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -30,6 +29,8 @@ from deepseek_v4_sm120.ops import wo_a as op
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.reference.wo_a import EQUATION
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD
+from deepseek_v4_sm120.sglang_adapters.waiting import Waiting, way_out
 
 PATCH = "wo_a"
 # Two products of the same bf16 numbers: each is off float64 by its bf16 output alone, 0.0017
@@ -37,7 +38,6 @@ SHADOW_RELATIVE_L2 = 0.004
 
 WEIGHT, SCALE, PARAMETER = ".wo_a.weight", ".wo_a.scale", ".wo_a.weight_scale_inv"
 (BLOCKS,) = models_served.LIMITS[PATCH]["block"].values
-OFF = "start with DSV4_SM120_SET=wo_a=off"
 
 
 @dataclass
@@ -126,10 +126,8 @@ def _checked(load: Callable) -> Callable:
     @functools.wraps(load)
     def weight_loader(param, loaded_weight, *args, **kwargs):
         if (loaded_weight.dtype == torch.float8_e4m3fn) != (param.dtype == torch.float8_e4m3fn):
-            raise ValueError(
-                f"wo_a: the checkpoint's weight must be {param.dtype}, as its quantization_config says, got "
-                f"{loaded_weight.dtype}: {OFF}"
-            )
+            given = f"must be {param.dtype}, as its quantization_config says, got {loaded_weight.dtype}"
+            raise ValueError(way_out(PATCH, f"the checkpoint's weight {given}"))
         return load(param, loaded_weight, *args, **kwargs)
 
     weight_loader.checks_dtype = True
@@ -217,9 +215,13 @@ def replace_expansion(original: Callable) -> Callable:
 # ---- the forward: rotation and product
 
 
-@dataclass
-class Rotation:
+@dataclass(eq=False)
+class Rotation(Waiting):
     """What a call of fused_rope_inplace, `original`, would have done: rotate `rotated` [rows, heads, 64], in place."""
+
+    operator = PATCH
+    untaken = "the rotation was put off to a product that SGLang did not take"
+    mistaken = "SGLang multiplies another tensor than the one it rotates"
 
     rotated: torch.Tensor
     freqs_cis: torch.Tensor
@@ -231,34 +233,8 @@ class Rotation:
         first = x.data_ptr() + (op.HEAD_INPUTS - op.ROTATED) * x.element_size()
         return (self.rotated.data_ptr(), self.rotated.shape[0]) == (first, x.shape[0])
 
-
-class _Forward(threading.local):
-    """The attention's forward that this thread is in: whether it is one of ours, and its rotation that was put off."""
-
-    ours = False
-    rotation: Rotation | None = None
-
-
-_forward = _Forward()
-
-
-def replace_forward(original: Callable) -> Callable:
-    """For MQALayer.forward."""
-
-    @functools.wraps(original)
-    def forward(self, *args, **kwargs):
-        if not isinstance(getattr(self.wo_a, "weight", None), StoredWeight):
-            return original(self, *args, **kwargs)
-        _forward.ours = True
-        try:
-            result = original(self, *args, **kwargs)
-            if _forward.rotation is not None:
-                raise RuntimeError(f"wo_a: the rotation was put off to a product that SGLang did not take: {OFF}")
-            return result
-        finally:
-            _forward.ours, _forward.rotation = False, None
-
-    return forward
+    def run(self) -> None:
+        self.original(self.rotated, None, self.freqs_cis, self.positions, True)
 
 
 def replace_rope(original: Callable) -> Callable:
@@ -266,8 +242,9 @@ def replace_rope(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def fused_rope_inplace(q, k, freqs_cis, positions, inverse=False):
-        if _forward.ours and inverse and k is None and _can_wait(q, freqs_cis, positions):
-            _forward.rotation = Rotation(q, freqs_cis, positions, original)
+        ours = isinstance(getattr(getattr(FORWARD.layer, "wo_a", None), "weight", None), StoredWeight)
+        if ours and inverse and k is None and _can_wait(q, freqs_cis, positions):
+            FORWARD.put_off(Rotation(q, freqs_cis, positions, original))
             return None
         return original(q, k, freqs_cis, positions, inverse)
 
@@ -298,12 +275,9 @@ class Groups:
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function is not torch.einsum or args[0] != EQUATION or not isinstance(args[2], cls):
             name = getattr(function, "__name__", function)
-            raise TypeError(f"wo_a: SGLang calls {name} with the FP8 weights, einsum {EQUATION!r} is known: {OFF}")
-        rotation, _forward.rotation = _forward.rotation, None
-        x = args[1]
-        if rotation is not None and not rotation.is_of(x):
-            raise RuntimeError(f"wo_a: SGLang multiplies another tensor than the one it rotates: {OFF}")
-        return _serve()(args[2], x, rotation)
+            what = f"SGLang calls {name} with the FP8 weights, einsum {EQUATION!r} is known"
+            raise TypeError(way_out(PATCH, what))
+        return _serve()(args[2], args[1], FORWARD.take(Rotation, args[1]))
 
 
 def _multiply(groups: Groups, x, rotation: Rotation | None):

@@ -128,7 +128,7 @@ def test_outside_of_the_indexer_logits_are_the_originals():
     mixin = Mixin(adapter.replace_logits(stock_logits), adapter.replace_topk(stock_topk), inputs)
     mixin.forward_c4_indexer(None, None, None, None)
     assert isinstance(mixin.seen, torch.Tensor) and calls == []
-    assert adapter._extent is None
+    assert adapter._forward.layer is None
 
 
 def test_another_topk_gets_stock_logits():
@@ -156,7 +156,7 @@ def test_calls_that_we_do_not_know_are_the_originals(monkeypatch):
     monkeypatch.setattr(device_gate, "serves", lambda device: False)
     assert not adapter.handles(good)
     seen = []
-    forward = adapter.replace_forward(lambda *args, **kwargs: seen.append((adapter._extent, kwargs)))
+    forward = adapter.replace_forward(lambda *args, **kwargs: seen.append((adapter._forward.layer, kwargs)))
     forward(None, torch.zeros(1), None, None, None, skip_compressor=True)
     assert seen == [(None, {"skip_compressor": True})]
 

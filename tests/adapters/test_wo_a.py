@@ -16,6 +16,7 @@ from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight
 from deepseek_v4_sm120.reference.wo_a_inputs import make_freqs_cis
 from deepseek_v4_sm120.sglang_adapters import wo_a as adapter
+from deepseek_v4_sm120.sglang_adapters.attention_forward import replace_forward
 from tests.adapters.wo_a_layer import GROUPS, HEADS, INPUTS, OUTPUTS, Expansion, Fp8Config, Linear, Operator, rope
 
 MODULE = "wo_a_test_model"
@@ -61,7 +62,7 @@ def model(monkeypatch):
     module.MQALayer = type(
         "MQALayer",
         (torch.nn.Module,),
-        {"__init__": adapter.replace_init(__init__), "forward": adapter.replace_forward(forward)},
+        {"__init__": adapter.replace_init(__init__), "forward": replace_forward(forward)},
     )
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setattr(device_gate, "serves", lambda device: True)

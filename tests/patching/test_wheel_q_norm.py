@@ -19,6 +19,7 @@ from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.reference.sparse_decode_inputs import NORM_EPS, make_freqs_cis
 from deepseek_v4_sm120.sglang_adapters import sparse_decode as attention
 from deepseek_v4_sm120.sglang_adapters import sparse_decode_norm as adapter
+from deepseek_v4_sm120.sglang_adapters.attention_forward import replace_forward
 from deepseek_v4_sm120.sglang_patches import BACKEND, MODEL
 from tests.adapters.test_sparse_decode import LAYOUT
 from tests.adapters.test_sparse_decode_norm import Operator, norm_rope
@@ -163,7 +164,7 @@ class Engine:
             take(self.wheel, MODEL, names, "_apply_wo_a_bf16_matmul")
         forward = take(self.wheel, MODEL, names, "MQALayer.forward")
         forward.__module__ = self.module.__name__
-        members["forward"] = adapter.replace_forward(forward)
+        members["forward"] = replace_forward(forward)
         made = type("MQALayer", (torch.nn.Module,), members)()
         heads = HEADS // self.ranks
         sink = torch.linspace(-1, 1, HEADS if self.ranks == 1 else 64)

@@ -19,6 +19,7 @@ from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight
 from deepseek_v4_sm120.reference.wo_a_inputs import make_freqs_cis
 from deepseek_v4_sm120.sglang_adapters import wo_a as adapter
+from deepseek_v4_sm120.sglang_adapters.attention_forward import replace_forward
 from deepseek_v4_sm120.sglang_patches_wo_a import MODEL
 from tests.adapters.wo_a_layer import GROUPS, HEADS, INPUTS, OUTPUTS, Expansion, Fp8Config, Linear, Operator, rope
 from tests.patching.wheels import WheelSources, every_release, since, tree
@@ -161,7 +162,10 @@ class Tree:
         members["wo_b"] = staticmethod(lambda o, **_: (o, None))  # what wo_a gave, flattened
         members["_project_wo_b"] = lambda self, o, defer_all_reduce: o.flatten(1)
         members["_kernel_num_heads"] = lambda self, rows: self.n_local_heads
-        members["__init__"], members["forward"] = self.replaced("init", __init__), self.replaced("forward", forward)
+        members["__init__"], members["forward"] = (
+            self.replaced("init", __init__),
+            replace_forward(forward) if self.patched else forward,
+        )
         return type("MQALayer", (torch.nn.Module,), members)
 
     def load(self, model, weights):
