@@ -14,8 +14,8 @@ from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Contract, P
 from deepseek_v4_sm120.patching.spec import MODES, Patch, StandIn, Table, Target
 from deepseek_v4_sm120.sglang_patches_compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches_fp8_linear import PROLOGUES
+from deepseek_v4_sm120.sglang_patches_head_norm import HEAD_NORM
 from deepseek_v4_sm120.sglang_patches_mhc import FUSION_MODULE, MHC
-from deepseek_v4_sm120.sglang_patches_q_norm import Q_NORM
 from deepseek_v4_sm120.sglang_patches_wo_a import WO_A
 from deepseek_v4_sm120.sglang_settings import SETTINGS
 
@@ -439,7 +439,7 @@ TABLE = Table(
     built_at=f"{MODEL}:DeepseekV4ForCausalLM.__init__",
     reviewed=functools.partial(ledger.read, LEDGER),
     patches=(
-        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, Q_NORM, PAGED_PREFILL, SCHED_META),
+        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, HEAD_NORM, PAGED_PREFILL, SCHED_META),
         *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),

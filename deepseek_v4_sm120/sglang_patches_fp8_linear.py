@@ -5,9 +5,9 @@ All versions have the same three places:
     silu_and_mul_clamp    0.5.12 to 0.5.20 import it from their DeepSeek-V4 kernels, 0.5.21 and 0.5.22 from their MoE
                           kernels, 0.5.23 from its activations; one kernel in all. It is called in DeepseekV2MLP.forward
                           where the model has a swiglu_limit; without one SGLang calls SiluAndMul, which stays
-    q_norm                made by MQALayer.__init__ and called from two to five places of the attention. The kernels of
-                          0.5.21 and later for DeepSeek-V4.1 do without it, and that model is left alone; so is DSpark's
-                          attention, which is another class
+    the latent norm       q_norm, made by MQALayer.__init__ and called from two to five places of the attention. The
+                          kernels of 0.5.21 and later for DeepSeek-V4.1 do without it, and that model is left alone; so
+                          is DSpark's attention, which is another class
 """
 
 from deepseek_v4_sm120.patching.contract import Contract, Parameters

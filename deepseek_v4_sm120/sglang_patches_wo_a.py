@@ -28,7 +28,7 @@ INIT_PARAMETERS = Parameters(
 
 
 def attention_forward(contract: Contract) -> Target:
-    """The scope that wo_a and q_norm put there; each patch has what it relies on as its contract."""
+    """The scope that wo_a and head_norm put there; each patch has what it relies on as its contract."""
     return Target(
         where=f"{ATTENTION}.forward",
         sglang=">=0.5.12,<0.6",

@@ -72,7 +72,7 @@ class Engine:
         self.unparsable = version_files.problems  # sentences; what a target's file has is in the target's record
         self.stand_ins = [s for s in table.stand_ins if self._has_setting(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
-        operators = tuple(dict.fromkeys(patch.serves or patch.name for patch in table.patches))
+        operators = tuple(dict.fromkeys(name for patch in table.patches for name in (patch.serves, patch.name) if name))
         self.steering = Steering(table.settings, settings, self._has_setting, operators)
         self.inherited = verdict.inherited(os.environ, self.version)  # None in the first process of a server
         handed = self.inherited.profile if self.inherited else None
@@ -93,10 +93,11 @@ class Engine:
     def _select(self, patch: Patch) -> list[Record]:
         if self.settings.off:
             return [Record(patch, None, OFF, "DSV4_SM120=off")]
-        name = patch.serves or patch.name
-        asked = self.settings.choices.get(name)
-        if asked == "off":
-            return [Record(patch, None, OFF, f"DSV4_SM120_SET={name}=off")]
+        name, choices = patch.serves or patch.name, self.settings.choices
+        asked = choices.get(name)
+        for one in (name, patch.name):
+            if choices.get(one) == "off":
+                return [Record(patch, None, OFF, f"DSV4_SM120_SET={one}=off")]
         against = self.profile.against(name)
         if self.sources.path(self.host) is None:
             return [Record(patch, None, NOT_APPLICABLE, f"{self.host} is not on this interpreter's path")]

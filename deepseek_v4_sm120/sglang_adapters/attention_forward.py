@@ -1,5 +1,5 @@
-"""SGLang's MQALayer.forward, in which the queries' norm (sparse_decode_norm.py) and the rotation of the attention's
-output (wo_a.py) may wait. Both patches put this one function there; nothing waits but by what else they replace."""
+"""SGLang's MQALayer.forward, in which the head norm of the queries (sparse_decode_head_norm.py) and the rotation of the
+attention's output (wo_a.py) may wait. Both patches put this one function there; what waits, their other targets say."""
 
 import functools
 import weakref

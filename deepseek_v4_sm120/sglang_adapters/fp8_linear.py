@@ -14,9 +14,10 @@ and has up to 4 rows. Decided when SGLang would have done them, by the layers an
 
     silu_and_mul_clamp    in DeepseekV2MLP.forward (the shared experts): leaves its output as it is, a `Gates` waits.
                           down_proj, with SGLang's own all-reduce around it, takes that output, and so the gates
-    q_norm                of MQALayer, whatever path calls it: gives `Unnormalized`, which stands for its result until
-                          wq_b and the indexer's wq_b take it. It is no tensor: nothing else can read it by mistake.
-                          From 5 to 64 rows it already has them, by a launch of ours with the same bits
+    the latent norm       RMSNorm of the queries' latent, q_norm of MQALayer, whatever path calls it: gives
+                          `Unnormalized`, which stands for its result until wq_b and the indexer's wq_b take it. It is
+                          no tensor: nothing else can read it by mistake. From 5 to 64 rows it already has them, by a
+                          launch of ours with the same bits
 
 SwiGLU has the bits of SGLang's kernel in either case.
 
@@ -240,7 +241,7 @@ def _can_wait(gates_and_ups, x, limit) -> bool:
     )
 
 
-# ---- RMSNorm of the queries' latent
+# ---- the latent norm
 
 
 def replace_attention_init(original: Callable) -> Callable:

@@ -9,7 +9,7 @@ Three functions that SGLang calls for the same attention over the 584-byte FP8 p
 Each serves a call when `handles` says so and otherwise returns what the original returns for the very arguments.
 Around them: the number of heads worth computing (replace_kernel_num_heads, replace_backend_forward), prompts that would
 not come to these functions (replace_forward_prefill_sparse) and FlashMLA's scheduler metadata, which our kernel does
-not use (replace_sched_meta). In sparse_decode_norm.py: the norm of the queries, which our kernel does as well.
+not use (replace_sched_meta). In sparse_decode_head_norm.py: the head norm of the queries, which our kernel does too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD
-from deepseek_v4_sm120.sglang_adapters.sparse_decode_norm import Queries
+from deepseek_v4_sm120.sglang_adapters.sparse_decode_head_norm import Queries
 from deepseek_v4_sm120.sglang_adapters.waiting import Scope
 from deepseek_v4_sm120.sglang_patches import (
     FLASH_MLA,

@@ -14,7 +14,7 @@ from deepseek_v4_sm120.sglang_adapters import fp8_linear, index_select, sparse_d
 from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD, replace_forward
 from deepseek_v4_sm120.sglang_adapters.waiting import Scope, Waiting
 from tests.adapters.test_fp8_linear_prologue import MLP, Linear, gates, log, served  # noqa: F401  fixture
-from tests.adapters.test_sparse_decode_norm import batch_of, model, queries  # noqa: F401  fixture
+from tests.adapters.test_sparse_decode_head_norm import batch_of, model, queries  # noqa: F401  fixture
 
 
 class Layer:

@@ -87,7 +87,7 @@ def describe(layer):
     return {
         "wo_a": type(attention.wo_a.weight).__name__,
         "fp8_linear": {name: fp8_linear.serves_layer(linear.quant_method, linear) for name, linear in linears(layer)},
-        "q_norm waits": "forward" in vars(attention.q_norm),
+        "latent norm waits": "forward" in vars(attention.q_norm),
         "unpadded": heads(attention, ROWS) == attention.n_local_heads,
         "stock's heads": heads.__wrapped__(attention, ROWS),
         "experts": [type(experts.quant_method).__name__, mxfp4_moe.handles(experts.quant_method, experts)],

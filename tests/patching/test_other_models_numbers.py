@@ -37,7 +37,7 @@ from tests.adapters import test_mxfp4_moe as experts
 from tests.adapters import wo_a_layer
 from tests.adapters.test_mxfp4_moe import served as experts_served  # noqa: F401  a fixture
 from tests.adapters.test_sparse_decode import LAYOUT
-from tests.patching import test_wheel_q_norm as given
+from tests.patching import test_wheel_head_norm as given
 from tests.patching import test_wheel_wo_a as wheels
 
 VERSION = "0.5.23"

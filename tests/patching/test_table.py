@@ -38,20 +38,28 @@ def test_every_row_is_complete():
 
 
 @pytest.mark.parametrize(
-    "chosen, state", [(None, "READY"), ("fp8_linear=on", "READY"), ("fp8_linear=off", "OFF"), ("mhc=off", "READY")]
+    "chosen, off",
+    [
+        *((None, ()), ("fp8_linear=on", ()), ("fp8_linear=off", ["fp8_linear"]), ("mhc=off", ["mhc"])),
+        *(("wo_a=off", ["wo_a"]), ("head_norm=off", ["head_norm"])),
+        ("sparse_decode=off", ["sparse_decode", "unpadded_heads", "head_norm", "paged_prefill", "sched_meta"]),
+    ],
 )
-def test_an_operator_is_switched_by_its_name(python, tree, chosen, state):
+def test_a_patch_is_switched_by_its_name_and_with_the_operator_that_it_serves(python, tree, chosen, off):
     code = """
         import sglang
         from deepseek_v4_sm120 import patching
-        for r in patching.active_engine().records:
-            print(r.patch.name, r.state)
+        engine, states = patching.active_engine(), {}
+        for r in engine.records:
+            states.setdefault(r.state, {})[r.patch.name] = None
+        assert engine.steering.problem() is None
+        print(*states.get("OFF", ()))
+        print(*states["READY"])
     """
     more = {"DSV4_SM120_SET": chosen} if chosen else {}
-    found = dict(line.split(maxsplit=1) for line in python(code, path=[tree({})], env=more).stdout.splitlines())
-    assert found["fp8_linear"] == state
-    assert found["mhc"] == ("OFF" if chosen == "mhc=off" else "READY")
-    assert found["index_select"] == "READY"
+    found, ready = (line.split() for line in python(code, path=[tree({})], env=more).stdout.split("\n")[:2])
+    assert set(found) == set(off)
+    assert {"index_select", "fp8_linear", "mhc", "wo_a", "head_norm", "sparse_decode"} <= {*ready, *off}
 
 
 @pytest.mark.parametrize("where", sorted({target.replacement for _, target in TARGETS}))

@@ -51,7 +51,7 @@ EVERYWHERE = {
     "fp8_linear": FP8_METHOD.partition(":")[0],
     "mhc": MTP_MODEL.partition(":")[0],
     "wo_a": MODEL,
-    "q_norm": MODEL,
+    "head_norm": MODEL,
 }
 
 

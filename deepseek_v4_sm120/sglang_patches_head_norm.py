@@ -1,4 +1,4 @@
-"""The rows of sglang_patches.py that put the queries' norm and rotary embedding off to `ops.sparse_decode`.
+"""The row of sglang_patches.py that puts the head norm of the queries and their rotary embedding off to the attention.
 
 0.5.12, 0.5.13    at TP1; above, the rank's heads lie at an offset that the attention does not tell, and stay SGLang's
 0.5.14 to 0.5.23  all; from 0.5.21 on there are calls without the norm (DeepSeek-V4.1), which are SGLang's
@@ -14,8 +14,8 @@ NORM_ROPE_PARAMETERS = Parameters(("q_input", "q_output", "eps", "freqs_cis", "p
 FORWARD_PARAMETERS = Parameters(("self", "x", "positions", "forward_batch"), further="any")
 
 
-Q_NORM = Patch(
-    name="q_norm",
+HEAD_NORM = Patch(
+    name="head_norm",
     why="RMS norm and rotary embedding of the queries are a launch of their own in front of each attention, 43 a step, "
     "which reads them right after; bench/sparse_decode.py --norms",
     targets=(
@@ -23,7 +23,7 @@ Q_NORM = Patch(
             where=NORM_ROPE,
             sglang=">=0.5.12,<0.6",
             contract=NORM_ROPE_PARAMETERS,
-            replacement="deepseek_v4_sm120.sglang_adapters.sparse_decode_norm:replace_norm_rope",
+            replacement="deepseek_v4_sm120.sglang_adapters.sparse_decode_head_norm:replace_norm_rope",
         ),
         attention_forward(FORWARD_PARAMETERS),
     ),

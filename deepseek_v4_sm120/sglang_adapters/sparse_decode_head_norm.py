@@ -1,4 +1,4 @@
-"""SGLang's norm and rotary embedding of the queries, put off to the attention that reads them.
+"""The head norm, RMS norm of each head of the queries with their rotary embedding, put off to their attention.
 
     MQALayer.forward     is SGLang's (attention_forward.py); in decode and verify, up to ops.sparse_decode's
                          MAX_NORM_ROWS rows, its queries may wait
@@ -26,7 +26,7 @@ from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD
 from deepseek_v4_sm120.sglang_adapters.waiting import Waiting
 
-PATCH = "q_norm"
+PATCH = "head_norm"
 IN_BREAKABLE_GRAPH = "is_in_breakable_cuda_graph"  # of the model's module, 0.5.14 and later
 
 

@@ -18,11 +18,11 @@ from deepseek_v4_sm120 import device_gate, settings
 from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.reference.sparse_decode_inputs import NORM_EPS, make_freqs_cis
 from deepseek_v4_sm120.sglang_adapters import sparse_decode as attention
-from deepseek_v4_sm120.sglang_adapters import sparse_decode_norm as adapter
+from deepseek_v4_sm120.sglang_adapters import sparse_decode_head_norm as adapter
 from deepseek_v4_sm120.sglang_adapters.attention_forward import replace_forward
 from deepseek_v4_sm120.sglang_patches import BACKEND, MODEL
 from tests.adapters.test_sparse_decode import LAYOUT
-from tests.adapters.test_sparse_decode_norm import Operator, norm_rope
+from tests.adapters.test_sparse_decode_head_norm import Operator, norm_rope
 from tests.adapters.wo_a_layer import GROUPS, HEADS, OUTPUTS, Linear, rope
 from tests.patching import test_wheel_wo_a as wheels
 from tests.patching.test_wheel_wo_a import QUIET, Quiet
@@ -100,7 +100,7 @@ class Engine:
 
     def __init__(self, wheel, version, monkeypatch, *, ranks=1, streams=False):
         self.wheel, self.version, self.ranks, self.streams = wheel, version, ranks, streams
-        self.operator, self.module = Operator(), ModuleType("wheel_q_norm_model")
+        self.operator, self.module = Operator(), ModuleType("wheel_head_norm_model")
         self.module.is_in_breakable_cuda_graph = lambda: False
         norm_rope.calls = []
         monkeypatch.setitem(sys.modules, self.module.__name__, self.module)

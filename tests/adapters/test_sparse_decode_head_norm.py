@@ -1,5 +1,5 @@
 """The queries' norm put off to the attention, on a forward as SGLang's; the reference is in the operator's place.
-SGLang's own forwards are run in tests/patching/test_wheel_q_norm.py."""
+SGLang's own forwards are run in tests/patching/test_wheel_head_norm.py."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from deepseek_v4_sm120.ops.checks import Call
 from deepseek_v4_sm120.reference import sparse_decode as reference
 from deepseek_v4_sm120.reference.sparse_decode_inputs import NORM_EPS, make_freqs_cis
 from deepseek_v4_sm120.sglang_adapters import sparse_decode as attention
-from deepseek_v4_sm120.sglang_adapters import sparse_decode_norm as adapter
+from deepseek_v4_sm120.sglang_adapters import sparse_decode_head_norm as adapter
 from deepseek_v4_sm120.sglang_adapters import waiting
 from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD, replace_forward
 from tests.adapters.test_sparse_decode import LAYOUT, Recorded, engine_call
 
-MODULE = "q_norm_test_model"
+MODULE = "head_norm_test_model"
 
 
 def forward_mode(kind="decode"):
