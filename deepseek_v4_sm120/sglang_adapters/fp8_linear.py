@@ -65,7 +65,7 @@ class Process:
 process = Process()
 
 
-def serves_layer(method, layer) -> bool:
+def keeps(method, layer) -> bool:
     """True for block-scaled E4M3 weights as the checkpoint has them, of our model, on a GPU that we serve."""
     weight, scale = layer.weight, getattr(layer, "weight_scale_inv", None)
     return (
@@ -79,13 +79,13 @@ def serves_layer(method, layer) -> bool:
     )
 
 
-def serves_product(layer, prologue: str) -> bool:
+def keeps_with(layer, prologue: str) -> bool:
     """True for a linear layer whose product is ours without a bias, and takes x with that prologue (ops.fp8_linear)."""
     method = getattr(layer, "quant_method", None)
     return (
         getattr(getattr(type(method), "apply", None), "takes_prologues", False)
         and getattr(layer, "bias", None) is None
-        and serves_layer(method, layer)
+        and keeps(method, layer)
         and op.takes_prologue(prologue, *layer.weight.shape)
     )
 
@@ -187,8 +187,8 @@ def replace_apply(original: Callable) -> Callable:
     def apply(self, layer, x, bias=None):
         x = _mlp.take(Gates, layer, x) or x
         if isinstance(x, Waiting):
-            return serve(self, layer, x) if bias is None and serves_layer(self, layer) else stock(self, layer, x, bias)
-        if bias is not None or not has_few_rows(x) or not serves_layer(self, layer):
+            return serve(self, layer, x) if bias is None and keeps(self, layer) else stock(self, layer, x, bias)
+        if bias is not None or not has_few_rows(x) or not keeps(self, layer):
             return original(self, layer, x, bias)
         return serve(self, layer, x)
 
@@ -209,7 +209,7 @@ def replace_mlp_forward(original: Callable) -> Callable:
     def forward(self, *args, **kwargs):
         down = getattr(self, "down_proj", None)
         limited = getattr(self, "swiglu_limit", None) is not None and getattr(down, "input_is_parallel", False)
-        with _mlp.enter(down if limited and serves_product(down, "SWIGLU") else None):
+        with _mlp.enter(down if limited and keeps_with(down, "SWIGLU") else None):
             return original(self, *args, **kwargs)
 
     return forward
@@ -220,14 +220,14 @@ def replace_silu_and_mul_clamp(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def silu_and_mul_clamp(input, output, swiglu_limit):
-        if _mlp.layer is not None and _can_wait(input, output, swiglu_limit):
+        if _mlp.layer is not None and _may_wait(input, output, swiglu_limit):
             return _mlp.put_off(Gates(input, output, swiglu_limit, original))
         return original(input, output, swiglu_limit)
 
     return silu_and_mul_clamp
 
 
-def _can_wait(gates_and_ups, x, limit) -> bool:
+def _may_wait(gates_and_ups, x, limit) -> bool:
     """True for rows for the down projection that its launch gates; fixed by their number and by the layer."""
     inputs = _mlp.layer.weight.shape[1]
     return (
@@ -268,7 +268,7 @@ def _put_off(attention, norm, original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(x, *args, **kwargs):
-        if args or kwargs or not _can_be_normalized(x, norm) or not all(map(_takes_norm, _consumers(attention))):
+        if args or kwargs or not _takes_latent(x, norm) or not all(map(_takes_norm, _consumers(attention))):
             return original(x, *args, **kwargs)
         many = x.shape[0] > op.MADE_ROWS
         made_before = op.normalized(as_rows(x), norm.weight.data, norm.variance_epsilon) if many else None
@@ -283,10 +283,10 @@ def _consumers(attention) -> list:
 
 
 def _takes_norm(layer) -> bool:
-    return serves_product(layer, "NORM")
+    return keeps_with(layer, "NORM")
 
 
-def _can_be_normalized(x, norm) -> bool:
+def _takes_latent(x, norm) -> bool:
     weight = norm.weight
     return (
         has_few_rows(x)

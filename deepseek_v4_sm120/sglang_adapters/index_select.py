@@ -8,7 +8,7 @@ and page transform. Everything around the two (query projection, capturers, HiSp
     replace_other_topk  SGLang was asked for another top-k (torch, FlashInfer): stock logits are computed after all
     replace_forward     is the scope in which logits may be deferred, and tells whether adjacent rows share pages
 
-A logits function called by anybody else, or with what `handles` does not know, is the original. DeepGEMM's logits are
+A logits function called by anybody else, or with what `takes` does not know, is the original. DeepGEMM's logits are
 deferred for the FP4 index cache, where SGLang has no other, and in DSV4_SM120_FORCE=ops; for the FP8 cache DeepGEMM is
 an explicit choice (SGLANG_OPT_USE_TILELANG_INDEXER=0 and SGLANG_FP8_PAGED_MQA_LOGITS_TORCH=0) and is respected.
 """
@@ -62,11 +62,11 @@ class Deferred(Waiting):
         return self.original(*self.args)
 
 
-def _is_served_cache(cache: torch.Tensor, entry_bytes: int) -> bool:
+def _is_known_cache(cache: torch.Tensor, entry_bytes: int) -> bool:
     return cache.ndim == 4 and tuple(cache.shape[1:]) == (PAGE, 1, entry_bytes) and cache.element_size() == 1
 
 
-def handles(args: tuple) -> bool:
+def takes(args: tuple) -> bool:
     """True for (q, cache, weights, lengths, page table, schedule, width, clean) that ops.index_select computes."""
     if len(args) != 8:
         return False
@@ -78,14 +78,14 @@ def handles(args: tuple) -> bool:
         and values.shape[1] == 1
         and models_served.takes(PATCH, index_heads=values.shape[2], index_dim=values.shape[3] * (2 if fp4 else 1))
         and (q[1].dtype == torch.int32 if fp4 else values.dtype == torch.float8_e4m3fn)
-        and _is_served_cache(cache, FP4_ENTRY_BYTES if fp4 else FP8_ENTRY_BYTES)
+        and _is_known_cache(cache, FP4_ENTRY_BYTES if fp4 else FP8_ENTRY_BYTES)
         and weights.dtype == torch.float32
         and lengths.dtype == page_table.dtype == torch.int32
         and device_gate.serves(values.device)
     )
 
 
-def handles_selection(seq_lens, page_tables, out, page_size) -> bool:
+def takes_selection(seq_lens, page_tables, out, page_size) -> bool:
     """True for a top-k that ops.index_select makes: of so many entries, as slots of pages of 64."""
     return (
         page_size == PAGE
@@ -101,7 +101,7 @@ def replace_logits(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def paged_mqa_logits(*args, **kwargs):
-        if _forward.layer is None or kwargs or not handles(args):
+        if _forward.layer is None or kwargs or not takes(args):
             return original(*args, **kwargs)
         q, q_scales = args[0] if isinstance(args[0], tuple) else (args[0], None)
         return Deferred(q, q_scales, args[1], args[2], _forward.known["rows_per_request"], original, args)
@@ -121,7 +121,7 @@ def replace_topk(original: Callable) -> Callable:
         given = (seq_lens, page_tables, out_page_indices, page_size)
         if not isinstance(scores, Deferred):
             return original(scores, *given, *rest, **kwargs)
-        if not handles_selection(*given):
+        if not takes_selection(*given):
             return original(scores.run(), *given, *rest, **kwargs)
         return serve(scores, *given, *rest, **kwargs)
 

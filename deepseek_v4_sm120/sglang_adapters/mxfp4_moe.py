@@ -17,7 +17,7 @@ these classes; from 0.5.19 on the router's weights contain it. So `routed_scalin
 Expert parallelism: the dispatcher has made the ids local, with -1 for other ranks', or (flashinfer_mxfp4) left them
 global, and then the rank's first expert is subtracted.
 
-Decided once per layer, when its weights have been loaded (`handles`): a layer that we do not serve is repacked and run
+Decided once per layer, when its weights have been loaded (`keeps`): a layer that we do not keep is repacked and run
 by the original. Checkpoints with FP8 experts use other classes and are not touched.
 """
 
@@ -43,7 +43,7 @@ SHADOW_RELATIVE_L2 = 0.008
 # The same against MXFP8 activations, whose quantisation alone is 0.03 to 0.05
 SHADOW_RELATIVE_L2_MXFP8 = 0.08
 
-KEPT = "_dsv4_sm120_experts"  # attribute of a layer that we serve
+KEPT = "_dsv4_sm120_experts"  # attribute of a layer that we keep
 SCALE_NAMES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
 
 
@@ -67,7 +67,7 @@ class Experts:
 
 @dataclass
 class Memory:
-    """What status tells: layers served, bytes of their weights, bytes that exist only because of us."""
+    """What status tells: layers kept, bytes of their weights, bytes that exist only because of us."""
 
     layers: int = 0
     weight_bytes: int = 0
@@ -87,7 +87,7 @@ class Memory:
 memory = Memory()
 
 
-def handles(method, layer) -> bool:
+def keeps(method, layer) -> bool:
     """True for a layer whose experts ops.mxfp4_moe computes: FP4, gated SiLU without biases, sizes it was made for.
 
     With others every call would fall to the kernels for many rows: DeepSeek-V4.1's (hidden 5120, 2304 wide) are such.
@@ -179,7 +179,7 @@ def _compile_prefill(layer, experts: Experts) -> None:
 def _replace_process(original: Callable, *, mxfp8: bool) -> Callable:
     @functools.wraps(original)
     def process_weights_after_loading(self, layer):
-        if not handles(self, layer):
+        if not keeps(self, layer):
             return original(self, layer)
         report.add_note(PATCH, memory.describe)
         if settings().shadow:  # the original repacks, perhaps in place: ours get copies

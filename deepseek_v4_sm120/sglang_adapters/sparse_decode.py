@@ -6,7 +6,7 @@ Three functions that SGLang calls for the same attention over the 584-byte FP8 p
     replace_flash_mla   flash_mla_with_kvcache of the pip package flash_mla (0.5.12 and the preview image)
     replace_sgl_kernel  flash_mla_with_kvcache of sgl_kernel, SGLang's call on other GPUs (DSV4_SM120_FORCE=ops)
 
-Each serves a call when `handles` says so and otherwise returns what the original returns for the very arguments.
+Each computes a call that it `takes` and otherwise returns what the original returns for the very arguments.
 Around them: the number of heads worth computing (replace_kernel_num_heads, replace_backend_forward), prompts that would
 not come to these functions (replace_forward_prefill_sparse) and FlashMLA's scheduler metadata, which our kernel does
 not use (replace_sched_meta). In sparse_decode_head_norm.py: the head norm of the queries, which our kernel does too.
@@ -109,7 +109,7 @@ def _call(values: dict, args: tuple, kwargs: dict, *, is_sparse_fp8: bool) -> Ca
     )
 
 
-def _is_served_cache(cache: torch.Tensor, indices: torch.Tensor | None) -> bool:
+def _is_known_cache(cache: torch.Tensor, indices: torch.Tensor | None) -> bool:
     shape = cache.shape
     return (
         len(shape) == 4
@@ -122,7 +122,7 @@ def _is_served_cache(cache: torch.Tensor, indices: torch.Tensor | None) -> bool:
     )
 
 
-def handles(call: Call) -> bool:
+def takes(call: Call) -> bool:
     """True for the calls that ops.sparse_decode computes: DeepSeek-V4's attention, on a device that the gate serves."""
     q, shape = call.q, call.q.shape
     return (
@@ -132,9 +132,9 @@ def handles(call: Call) -> bool:
         and shape[1] == 1
         and models_served.takes(PATCH, heads=shape[2], head_dim=shape[3])
         and shape[3] == call.head_dim_v
-        and _is_served_cache(call.k_cache, call.indices)
+        and _is_known_cache(call.k_cache, call.indices)
         and (call.extra_k_cache is None) == (call.extra_indices is None)
-        and (call.extra_k_cache is None or _is_served_cache(call.extra_k_cache, call.extra_indices))
+        and (call.extra_k_cache is None or _is_known_cache(call.extra_k_cache, call.extra_indices))
         and device_gate.serves(q.device)
     )
 
@@ -192,7 +192,7 @@ COMPARISON = shadow.Comparison(
 
 
 def _server(original: Callable, *, return_lse: bool) -> Callable[[Call], tuple]:
-    """What computes a handled call: ours, or ours and the original in shadow mode."""
+    """What computes a call that we take: ours, or ours and the original in shadow mode."""
     ours = functools.partial(_serve, return_lse=return_lse)
     if not settings().shadow:
         return ours
@@ -209,7 +209,7 @@ def replace_sm120(original: Callable) -> Callable:
             return original(**kwargs)
         values = _bind("flash_mla_with_kvcache_sm120", SM120_KEYS, (), kwargs)
         call = _call(values, (), kwargs, is_sparse_fp8=True)
-        if handles(call):
+        if takes(call):
             return serve(call)
         FORWARD.settle(Queries)
         return original(**kwargs)
@@ -233,7 +233,7 @@ def _replace_flash_mla_with_kvcache(original: Callable, where: str, names: tuple
             and values.get("descale_k") is None
         )
         call = _call(values, args, kwargs, is_sparse_fp8=is_sparse_fp8)
-        if handles(call):
+        if takes(call):
             return serve(call)
         FORWARD.settle(Queries)
         return original(*args, **kwargs)
@@ -249,7 +249,7 @@ def replace_flash_mla(original: Callable) -> Callable:
 def replace_sgl_kernel(original: Callable) -> Callable:
     """For sgl_kernel.flash_mla.flash_mla_with_kvcache: returns (out, lse) in FlashMLA's convention.
 
-    FlashMLASchedMeta objects fill themselves at the first original call that gets them; a call that we serve leaves
+    FlashMLASchedMeta objects fill themselves at the first original call that gets them; a call that we take leaves
     them empty, which is the state in which the next original call expects to find them.
     """
     where = "sgl_kernel.flash_mla.flash_mla_with_kvcache"
@@ -264,7 +264,7 @@ def _runs_sm120_branches() -> bool:
 def replace_kernel_num_heads(original: Callable) -> Callable:
     """For MqaAttentionBase._kernel_num_heads (0.5.20 and later): no padding, our kernel takes any number of heads.
 
-    Only for an attention whose calls `handles` takes: SGLang's own kernels get the heads that they asked for. Those of
+    Only for an attention whose calls `takes` takes: SGLang's own kernels get the heads that they asked for. Those of
     DeepSeek-V4.1 read the padded heads as well, which SGLang has zeroed for them.
     """
 

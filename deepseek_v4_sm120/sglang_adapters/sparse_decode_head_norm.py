@@ -63,7 +63,7 @@ def _given(name: str, position: int):
     return kwargs[name] if name in kwargs else args[position]
 
 
-def _may_wait() -> bool:
+def _is_of_few_rows() -> bool:
     """Decode, or verify outside of a breakable graph, of as many rows as the operator norms; on our GPU."""
     x, mode = _given("x", 0), _given("forward_batch", 2).forward_mode
     if not (0 < x.shape[0] <= op.MAX_NORM_ROWS and device_gate.serves(x.device)):
@@ -81,7 +81,7 @@ def replace_norm_rope(original: Callable) -> Callable:
     @functools.wraps(original)
     def fused_q_norm_rope(q_input, q_output, eps, freqs_cis, positions):
         call = (q_input, q_output, eps, freqs_cis, positions)
-        if shadow or FORWARD.layer is None or not _may_wait() or not _can_wait(*call):
+        if shadow or FORWARD.layer is None or not _is_of_few_rows() or not _may_wait(*call):
             return original(*call)
         is_decode = _given("forward_batch", 2).forward_mode.is_decode()
         FORWARD.put_off(Queries(*call, original), is_decode, q_input.shape[0])
@@ -90,7 +90,7 @@ def replace_norm_rope(original: Callable) -> Callable:
     return fused_q_norm_rope
 
 
-def _can_wait(q, q_out, eps, freqs_cis, positions) -> bool:
+def _may_wait(q, q_out, eps, freqs_cis, positions) -> bool:
     """True for what ops.sparse_decode norms and rotates itself; fixed by the arguments' kinds."""
     return (
         eps is not None

@@ -11,7 +11,7 @@ kernel that takes the rotary embedding of the attention's output back. Here:
     fused_rope_inplace             inside that forward, up to 64 rows: puts the rotation off to the product
 
 What SGLang makes E4M3 itself (SGLANG_OPT_FP8_WO_A_GEMM where it can be had), DSpark's own attention and DeepSeek-V4.1
-are not touched. Decided once per layer, when it is made (`handles`).
+are not touched. Decided once per layer, when it is made (`keeps`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WEIGHT, SCALE, PARAMETER = ".wo_a.weight", ".wo_a.scale", ".wo_a.weight_scale_in
 
 @dataclass
 class Memory:
-    """What status tells: layers served, bytes of their weights, bytes that exist only because of us."""
+    """What status tells: layers kept, bytes of their weights, bytes that exist only because of us."""
 
     layers: int = 0
     weight_bytes: int = 0
@@ -70,7 +70,7 @@ class StoredWeight(torch.nn.Parameter):
         return Groups(self, shape) if len(shape) == 3 else super().view(*shape)
 
 
-def handles(attention, quant_config, prefix: str) -> bool:
+def keeps(attention, quant_config, prefix: str) -> bool:
     """True for a bf16 wo_a whose checkpoint is block-scaled E4M3, of the shape that ops.wo_a takes, on our GPU."""
     layer = attention.wo_a
     weight = getattr(layer, "weight", None)
@@ -164,7 +164,7 @@ def replace_init(original: Callable) -> Callable:
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
         prefix = given.arguments["prefix"]
-        if handles(self, given.arguments["quant_config"], f"{prefix}.wo_a" if prefix else "wo_a"):
+        if keeps(self, given.arguments["quant_config"], f"{prefix}.wo_a" if prefix else "wo_a"):
             store(self.wo_a, sys.modules[original.__module__]._dequant_fp8)
 
     return __init__
@@ -243,7 +243,7 @@ def replace_rope(original: Callable) -> Callable:
     @functools.wraps(original)
     def fused_rope_inplace(q, k, freqs_cis, positions, inverse=False):
         ours = isinstance(getattr(getattr(FORWARD.layer, "wo_a", None), "weight", None), StoredWeight)
-        if ours and inverse and k is None and _can_wait(q, freqs_cis, positions):
+        if ours and inverse and k is None and _may_wait(q, freqs_cis, positions):
             FORWARD.put_off(Rotation(q, freqs_cis, positions, original))
             return None
         return original(q, k, freqs_cis, positions, inverse)
@@ -251,7 +251,7 @@ def replace_rope(original: Callable) -> Callable:
     return fused_rope_inplace
 
 
-def _can_wait(q, freqs_cis, positions) -> bool:
+def _may_wait(q, freqs_cis, positions) -> bool:
     """True for 1 to 64 rows that ops.wo_a can rotate itself; fixed by their number and the arguments' kinds."""
     return (
         0 < q.shape[0] <= op.MAX_ROWS

@@ -141,7 +141,7 @@ def test_another_topk_gets_stock_logits():
 def test_calls_that_we_do_not_know_are_the_originals(monkeypatch):
     inputs = make_inputs(Shape(5, LENGTHS), device="cpu")
     good = (inputs.q, inputs.k_pages, inputs.weights, inputs.lengths, inputs.page_table, None, 192, False)
-    assert adapter.handles(good)
+    assert adapter.takes(good)
     for position, other in (
         (0, inputs.q[:, :, :32]),
         (0, inputs.q.float()),
@@ -151,10 +151,10 @@ def test_calls_that_we_do_not_know_are_the_originals(monkeypatch):
         (3, inputs.lengths.long()),
         (4, inputs.page_table.long()),
     ):
-        assert not adapter.handles((*good[:position], other, *good[position + 1 :])), position
-    assert not adapter.handles(good[:7])
+        assert not adapter.takes((*good[:position], other, *good[position + 1 :])), position
+    assert not adapter.takes(good[:7])
     monkeypatch.setattr(device_gate, "serves", lambda device: False)
-    assert not adapter.handles(good)
+    assert not adapter.takes(good)
     seen = []
     forward = adapter.replace_forward(lambda *args, **kwargs: seen.append((adapter._forward.layer, kwargs)))
     forward(None, torch.zeros(1), None, None, None, skip_compressor=True)

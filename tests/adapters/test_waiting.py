@@ -193,7 +193,7 @@ def test_queries_that_are_normed_twice_and_read_once(model):  # noqa: F811
 
 def test_the_backends_heads_and_the_indexer_are_a_threads(monkeypatch):
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
-    monkeypatch.setattr(index_select, "handles", lambda args: True)
+    monkeypatch.setattr(index_select, "takes", lambda args: True)
     call = SimpleNamespace(q=torch.empty(1, 1, 64, 512, device="meta"))
     heads = sparse_decode.Call.heads.fget
     logits = index_select.replace_logits(lambda *args: "the original's")

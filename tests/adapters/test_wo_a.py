@@ -169,9 +169,9 @@ def test_a_layer_that_sglang_made_fp8_is_sglangs(model):
     made = Linear()
     made.weight = torch.nn.Parameter(made.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
     holder = SimpleNamespace(wo_a=made, head_dim=512, qk_rope_head_dim=64, o_lora_rank=OUTPUTS)
-    assert not adapter.handles(holder, Fp8Config(), "wo_a")
+    assert not adapter.keeps(holder, Fp8Config(), "wo_a")
     del made.weight  # GGUF has none
-    assert not adapter.handles(holder, Fp8Config(), "wo_a")
+    assert not adapter.keeps(holder, Fp8Config(), "wo_a")
 
 
 def test_a_stock_layer_runs_the_very_original(model, monkeypatch):

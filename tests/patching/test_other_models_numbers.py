@@ -234,10 +234,10 @@ def test_pros_projection(sglang_wheel, monkeypatch):
 def test_another_wo_a_is_made_and_loaded_by_sglang(changed):
     attention = SimpleNamespace(wo_a=wo_a_layer.Linear(), head_dim=512, qk_rope_head_dim=64, o_lora_rank=128)
     config = wo_a_layer.Fp8Config()
-    assert wo_a.handles(attention, config, "wo_a")
+    assert wo_a.keeps(attention, config, "wo_a")
     config.weight_block_size = changed.get("block", config.weight_block_size)
     vars(attention).update(changed)
-    assert not wo_a.handles(attention, config, "wo_a")
+    assert not wo_a.keeps(attention, config, "wo_a")
     model, seen = torch.nn.Module(), []
     model.self_attn = torch.nn.Module()
     model.self_attn.wo_a = attention.wo_a
@@ -281,9 +281,9 @@ def test_another_models_fp8_layers_are_sglangs_until_an_attention_of_ours_is_mad
     for is_dsv41 in (None, True):
         if is_dsv41:
             made(SimpleNamespace(), is_dsv41)
-        assert apply(method, layer, x) == "stock" and not fp8_linear.serves_layer(method, layer)
+        assert apply(method, layer, x) == "stock" and not fp8_linear.keeps(method, layer)
     made(SimpleNamespace(), False)
-    assert fp8_linear.serves_layer(method, layer)
+    assert fp8_linear.keeps(method, layer)
 
 
 # ---- experts
@@ -323,9 +323,9 @@ SIZES = dict(mxfp4_moe.models_served.LIMITS["mxfp4_moe"])
 def test_experts_that_weigh_otherwise_are_sglangs(flag):
     made = make_experts(Experts(1, hidden=4096, inter=256, experts=2), device="cpu")
     layer = experts.engine_layer(experts.RECORDED[2], made)
-    assert mxfp4_moe.handles(experts.Method(False), layer)
+    assert mxfp4_moe.keeps(experts.Method(False), layer)
     setattr(layer.moe_runner_config, flag, True)
-    assert not mxfp4_moe.handles(experts.Method(False), layer)
+    assert not mxfp4_moe.keeps(experts.Method(False), layer)
 
 
 # ---- the indexer
@@ -335,8 +335,8 @@ def test_pros_top_k_is_ours_and_more_is_not():
     table, lengths = torch.zeros(1, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     for k, ours in ((512, True), (1024, True), (2048, False)):
         out = torch.zeros(1, k, dtype=torch.int32)
-        assert index_select.handles_selection(lengths, table, out, 64) is ours
-    assert not index_select.handles_selection(lengths, None, out[:, :512], 64)  # V4.1's, without a page table
+        assert index_select.takes_selection(lengths, table, out, 64) is ours
+    assert not index_select.takes_selection(lengths, None, out[:, :512], 64)  # V4.1's, without a page table
 
 
 @pytest.mark.parametrize("heads", [32, 64])
@@ -345,4 +345,4 @@ def test_v41s_index_queries_are_never_deferred(heads):
     keys = torch.zeros(1, 64, 1, 132, dtype=torch.uint8)
     numbers = torch.zeros(1, dtype=torch.int32)
     call = (q, keys, torch.zeros(1, heads), numbers, numbers.view(1, 1), None, 64, False)
-    assert index_select.handles(call) is (heads == 64)
+    assert index_select.takes(call) is (heads == 64)

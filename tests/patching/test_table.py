@@ -411,7 +411,7 @@ LONG_PROMPT = """
     from deepseek_v4_sm120 import patching
     from deepseek_v4_sm120.sglang_adapters import sparse_decode as adapter
     adapter.device_gate.serves = lambda device: GATE
-    adapter.handles = lambda call: print("sparse_decode", tuple(call.indices.shape), call.heads)  # then the original
+    adapter.takes = lambda call: print("sparse_decode", tuple(call.indices.shape), call.heads)  # then the original
     pool = Some(page_size=256, swa_window_size=256, swa_kv_pool=Some(kv_cache_total_dim=584),
                 get_swa_key_buffer_radix=lambda layer_id: torch.zeros(2, 149760, dtype=torch.uint8))
     lists = Some(swa_page_indices=torch.zeros(5, 128, dtype=torch.int32), swa_topk_lengths=torch.ones(5))
@@ -520,7 +520,7 @@ INDEXER_CALL = """
     from sglang.srt.layers.attention.dsv4 import indexer
     from deepseek_v4_sm120.sglang_adapters import index_select as adapter
     adapter.device_gate.serves = lambda device: GATE
-    adapter.handles = lambda args: True
+    adapter.takes = lambda args: True
     adapter.index_select = lambda *args, **kwargs: print("ours")
     mode = type("Mode", (), {"is_decode": lambda self: True})()
     batch = type("Batch", (), {"forward_mode": mode})()
