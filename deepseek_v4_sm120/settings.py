@@ -8,7 +8,7 @@ DSV4_SM120_SHADOW=ours      the same, but keep our result
 DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out with a warning, the server starts
 DSV4_SM120_UNREVIEWED=refuse   a patch of code that nobody has looked at is treated like one that does not fit
 DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json; what prevents that is told and stops nothing
-DSV4_SM120_SET=<name>=<on, off or a number>[,...]   the table's settings: others than its defaults; <operator>=off
+DSV4_SM120_SET=<name>=<on, off or a number>[,...]   which of SGLang's defaults we change, and to what; <patch>=off
 DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out;
                             DSV4_SM120_SET=<operator>=on or off stands above
 """
@@ -37,7 +37,7 @@ class Settings:
     shadow: str | None = None  # None, "1" (keep the original's result) or "ours"
     on_broken: str = "raise"  # "raise" or "warn"
     report: str | None = None  # folder of the per-process reports
-    choices: Mapping[str, str] = field(default_factory=dict)  # setting of the table -> "on", "off" or a number
+    choices: Mapping[str, str] = field(default_factory=dict)  # default or patch -> "on", "off" or a number
     profile: str | None = None  # file that `calibrate` wrote
     unreviewed: str = "warn"  # "warn" or "refuse"
 

@@ -1,5 +1,5 @@
 """THE table: every SGLang name that we touch, why, in which versions, and until when. The only file that spells them,
-but for its other parts, the files sglang_patches_*.py beside it, and sglang_settings.py, SGLang's own defaults that
+but for its other parts, the files sglang_patches_*.py beside it, and sglang_defaults.py, SGLang's own defaults that
 we change.
 
 Adding an operator: a Patch row here, an adapter in sglang_adapters/, an op in ops/. Reviewing a release: read what
@@ -12,12 +12,12 @@ from pathlib import Path
 from deepseek_v4_sm120.patching import ledger
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Contract, Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Patch, StandIn, Table, Target
+from deepseek_v4_sm120.sglang_defaults import DEFAULTS
 from deepseek_v4_sm120.sglang_patches_compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches_fp8_linear import PROLOGUES
 from deepseek_v4_sm120.sglang_patches_head_norm import HEAD_NORM
 from deepseek_v4_sm120.sglang_patches_mhc import FUSION_MODULE, MHC
 from deepseek_v4_sm120.sglang_patches_wo_a import WO_A
-from deepseek_v4_sm120.sglang_settings import SETTINGS
 
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
@@ -256,7 +256,7 @@ SCHED_META = Patch(
 
 ARGUMENT_DEFAULTS = Patch(
     name="argument_defaults",
-    why="the place where SGLang resolves this model's arguments: sglang_settings.py is applied there",
+    why="the place where SGLang resolves this model's arguments: sglang_defaults.py is applied there",
     targets=(
         Target(
             where="sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults",
@@ -266,7 +266,7 @@ ARGUMENT_DEFAULTS = Patch(
         ),
     ),
     modes=MODES,
-    retire="with the last setting",
+    retire="with the last of them",
 )
 
 MARLIN_ON_SM120 = Patch(
@@ -297,7 +297,7 @@ PREFILL_INTERVAL = Patch(
         ),
     ),
     modes=MODES,
-    setting="prefill_decode_interval_0_5_17",
+    default="prefill_decode_interval_0_5_17",
     absent="it holds 0.5.17's chunks back; 0.5.19 and later have --prefill-decode-interval",
     retire="with SGLang 0.5.17",
 )
@@ -443,7 +443,7 @@ TABLE = Table(
         *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
-    settings=SETTINGS,
+    defaults=DEFAULTS,
     stand_ins=(
         StandIn(
             name="flash_mla",

@@ -3,7 +3,7 @@
 What each version has, and what is left to it:
 
     0.5.12 to 0.5.16  wo_a expanded to bf16 at load where the checkpoint has its scales, multiplied by einsum in the
-                      attention's forward. 0.5.12's own default, FP8 through DeepGEMM, does not run on SM120 (a setting
+                      attention's forward. 0.5.12's own default, FP8 through DeepGEMM, does not run on SM120 (a default
                       of ours turns it off, so that there is a bf16 layer to replace)
     0.5.17, 0.5.18    the expansion is a stream of its own
     0.5.19, 0.5.20    the product is a function of the model's that ends in the same einsum

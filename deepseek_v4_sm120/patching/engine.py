@@ -70,10 +70,10 @@ class Engine:
         version_files = Sources()
         self.version = package_version(host, version_files)
         self.unparsable = version_files.problems  # sentences; what a target's file has is in the target's record
-        self.stand_ins = [s for s in table.stand_ins if self._has_setting(s.sglang)]
+        self.stand_ins = [s for s in table.stand_ins if self._is_known_in(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
         operators = tuple(dict.fromkeys(name for patch in table.patches for name in (patch.serves, patch.name) if name))
-        self.steering = Steering(table.settings, settings, self._has_setting, operators)
+        self.steering = Steering(table.defaults, settings, self._is_known_in, operators)
         self.inherited = verdict.inherited(os.environ, self.version)  # None in the first process of a server
         handed = self.inherited.profile if self.inherited else None
         self.profile = profile.of_parent(handed) if handed else profile.consult(settings.profile, self.version)
@@ -110,8 +110,8 @@ class Engine:
                 f"the stock code runs. Use a newer release of deepseek_v4_sm120, or an older {self.host}"
             )
             return [Record(patch, None, UNSUPPORTED, reason)]
-        if patch.setting and self.steering.state(patch.setting) != ON:
-            return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.setting}=on")]
+        if patch.default and self.steering.state(patch.default) != ON:
+            return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.default}=on")]
         if against is not None and asked != "on":
             return [Record(patch, None, NOT_APPLICABLE, against)]
         targets = self._targets(patch)
@@ -144,8 +144,8 @@ class Engine:
         first = [s.version for s in self._specifiers(self.table.supported) if s.operator == ">="]
         return version.is_devrelease and any(version < Version(begin) for begin in first)
 
-    def _has_setting(self, specifiers: str) -> bool:
-        """Settings and stand-ins are for versions that we know: a tree that does not tell its version gets none."""
+    def _is_known_in(self, specifiers: str) -> bool:
+        """Defaults and stand-ins are for versions that we know: a tree that does not tell its version gets none."""
         return self._version_is_known() and self._in_range(self.table.supported) and self._in_range(specifiers)
 
     def _version_is_known(self) -> bool:
@@ -453,12 +453,12 @@ class Engine:
             f"arguments that we expect, so it is replaced. Reviewed: {known}"
         )
 
-    def setting_rows(self) -> list[dict]:
-        """The settings for reports; `moot` is the patch that makes one that is off superfluous here, or None."""
+    def default_rows(self) -> list[dict]:
+        """The defaults for reports; `moot` is the patch that makes one that is off superfluous here, or None."""
         in_place = {record.patch.name for record in self.records if record.state in (READY, APPLIED)}
         rows = self.steering.as_rows()
         for row in rows:
-            replacing = self.steering.rows[row["setting"]].moot_with if row["setting"] in self.steering.rows else None
+            replacing = self.steering.rows[row["default"]].moot_with if row["default"] in self.steering.rows else None
             row["moot"] = replacing if replacing in in_place and row["state"] == OFF else None
             if row["moot"]:
                 row["reason"] = f"{replacing} runs in its place"

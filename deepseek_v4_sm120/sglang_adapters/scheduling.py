@@ -1,6 +1,6 @@
 """Prefill must not starve decode: after each prefill chunk, a number of decode steps come first.
 
-SGLang 0.5.20 and later have it as --prefill-decode-interval (sglang_settings.py sets that argument); here is the same
+SGLang 0.5.20 and later have it as --prefill-decode-interval (sglang_defaults.py sets that argument); here is the same
 for 0.5.17, whose scheduler always prefers prefill.
 """
 

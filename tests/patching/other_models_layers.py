@@ -106,12 +106,12 @@ def run(kind, folder):
     arguments, config = resolve(folder)
     from sglang.srt.arg_groups.overrides import resolved_view
 
-    choices = patching.active_engine().steering.choices
+    choices = patching.active_engine().steering.outcomes
     found = {
         "told": models_served.announced()["model_type"],
         "gate": device_gate.serves_current_device(),
         "prefill_decode_interval": resolved_view(arguments).prefill_decode_interval,
-        "setting": next([c.state, c.reason] for c in choices if c.setting == "prefill_decode_interval"),
+        "default": next([c.state, c.reason] for c in choices if c.default == "prefill_decode_interval"),
         "type": config.model_type,
     }
     if untold:

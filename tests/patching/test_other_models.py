@@ -65,8 +65,8 @@ VERSIONS = ("0.5.21", "0.5.23")  # the first that has DeepSeek-V4.1, and the las
 def test_v41_is_sglangs_own_in_every_part(layers, version):
     found = layers(version)["v41"]
     assert (found["type"], found["told"], found["gate"]) == ("deepseek_v41", "deepseek_v41", False)
-    assert found["prefill_decode_interval"] == 0 and found["setting"][0] == "NOT APPLICABLE"
-    assert "DeepSeek-V4.1: never run" in found["setting"][1]
+    assert found["prefill_decode_interval"] == 0 and found["default"][0] == "NOT APPLICABLE"
+    assert "DeepSeek-V4.1: never run" in found["default"][1]
     for layer in found["layers"]:
         assert layer["wo_a"] != "StoredWeight" and not layer["latent norm waits"]
         assert layer["unpadded"] is False and layer["stock's heads"] == 64  # V4.1's kernels read the padded heads
@@ -89,7 +89,7 @@ def test_v41_where_nobody_told_the_model(layers, version):
 def test_pro_is_ours_in_every_part(layers, version):
     found = layers(version)["pro"]
     assert (found["type"], found["told"], found["gate"]) == ("deepseek_v4", "deepseek_v4", True)
-    assert found["prefill_decode_interval"] == 8 and found["setting"][0] == "ON"  # behind V4.1's in one process
+    assert found["prefill_decode_interval"] == 8 and found["default"][0] == "ON"  # behind V4.1's in one process
     for layer in found["layers"]:
         assert layer["wo_a"] == "StoredWeight" and layer["latent norm waits"] and layer["unpadded"]
         assert layer["experts"] == ["Mxfp4FlashinferCutlassMoEMethod", True]

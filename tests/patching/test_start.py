@@ -43,7 +43,7 @@ RESOLVE = """
     print(json.dumps({
         "arguments": {name: getattr(resolved, name) for name in names},
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "_DSV4"))},
-        "states": {c.setting: [c.state, c.reason] for c in engine.steering.choices} if engine else {},
+        "states": {c.default: [c.state, c.reason] for c in engine.steering.outcomes} if engine else {},
     }))
 """
 WORKER = """
