@@ -60,10 +60,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from deepseek_v4_sm120.settings import settings
 
-    try:
-        settings()
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    if settings().wrong:
+        raise CommandError("; ".join(settings().wrong))
     if arguments.command in COMMANDS:
         return importlib.import_module(f"deepseek_v4_sm120.{COMMANDS[arguments.command][1]}").run(arguments)
     found = status()

@@ -40,6 +40,7 @@ class Settings:
     choices: Mapping[str, str] = field(default_factory=dict)  # default or patch -> "on", "off" or a number
     profile: str | None = None  # file that `calibrate` wrote
     unreviewed: str = "warn"  # "warn" or "refuse"
+    wrong: tuple[str, ...] = ()  # a sentence for each variable whose value is none; what it is for is at its default
 
     @property
     def mode(self) -> str:
@@ -48,23 +49,31 @@ class Settings:
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
-    """Settings from a mapping. Unset and empty mean the default; an unknown value raises ValueError."""
+    """Settings from a mapping. Unset and empty mean the default; what has an unknown value is told in `wrong`."""
+    wrong = []
 
     def value(name: str) -> str | None:
         text = environ.get(name, "")
         if text and text not in _ACCEPTED[name]:
-            raise ValueError(f"{name} must be unset or one of {', '.join(_ACCEPTED[name])}; got {text!r}")
+            wrong.append(f"{name} must be unset or one of {', '.join(_ACCEPTED[name])}; got {text!r}")
+            return None
         return text or None
 
+    choices: dict[str, str] = {}
+    try:
+        choices = read_choices(environ.get("DSV4_SM120_SET", ""))
+    except ValueError as error:
+        wrong.append(str(error))
     return Settings(
         off=value("DSV4_SM120") == "off",
         force=value("DSV4_SM120_FORCE"),
         shadow=value("DSV4_SM120_SHADOW"),
         on_broken=value("DSV4_SM120_ON_BROKEN") or "raise",
         report=environ.get(REPORT) or None,
-        choices=read_choices(environ.get("DSV4_SM120_SET", "")),
+        choices=choices,
         profile=environ.get("DSV4_SM120_PROFILE") or None,
         unreviewed=value("DSV4_SM120_UNREVIEWED") or "warn",
+        wrong=tuple(wrong),
     )
 
 

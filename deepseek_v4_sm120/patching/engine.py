@@ -285,7 +285,8 @@ class Engine:
         """What stops a server of our model on a GPU of ours: nothing where no patch would be used."""
         if not any(r.state in (READY, APPLIED, BROKEN) for r in self.records):
             return []
-        found = [problem for problem in (self.steering.problem(), self.profile.problem) if problem]
+        told = (*self.settings.wrong, self.steering.problem(), self.profile.problem)
+        found = [problem for problem in told if problem]
         found += [f"{r.name}: {r.problem}" for r in self.records if r.state == BROKEN and r.problem]
         return list(dict.fromkeys(found))
 

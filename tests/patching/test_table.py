@@ -277,6 +277,24 @@ def test_a_broken_row_stops_a_server_of_this_model_on_this_gpu(server, tree):
     assert warned.stdout == '["sparse_decode"]\n' and warned.stderr.count("unexpected brand_new") == 1
 
 
+WRONG = {
+    "DSV4_SM120_FORCE": ("sometimes", "DSV4_SM120_FORCE must be unset or one of ops, seams; got 'sometimes'"),
+    "DSV4_SM120_SET": ("mhc=maybe", "DSV4_SM120_SET must be <name>=<on, off or a number>"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_stops_a_server_of_ours_and_is_told_to_all_others(server, tree, name):
+    """Nor does it stop SGLang's import, as once it did."""
+    value, words = WRONG[name]
+    for model, gpu in (("llama", "sm120"), ("ours", "none")):
+        done = server(tree(), model, gpu, **{name: value})
+        assert done.stdout == "[]\n" and done.stderr.count(words) == 1 and "does not start" in done.stderr
+    done = server(tree(), "ours", "sm120", check=False, **{name: value})
+    assert done.returncode == 1 and "PatchError" in done.stderr and words in done.stderr
+    assert server(tree(), "ours", "sm120", DSV4_SM120_ON_BROKEN="warn", **{name: value}).stdout == "[]\n"
+
+
 def test_forced_validation_counts_as_our_gpu(server, tree):
     done = server(tree(BROKEN_TREE), "ours", "h100", check=False, DSV4_SM120_FORCE="ops")
     assert done.returncode == 1 and "unexpected brand_new" in done.stderr
