@@ -203,8 +203,10 @@ def test_status_says_it(tmp_path):
     with pytest.raises(CommandError, match="--model must be flash, pro, or a folder"):
         models_table.of_model(str(tmp_path / "nothing"), 1)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CommandError, match="no config.json of a model"):
-        models_table.of_model(str(tmp_path), 1)
+    os.mkfifo(tmp_path / "fifo")  # whoever only opened it would wait for ever
+    for name, words in (("", "no config.json of a model"), ("fifo", "cannot be read: a FIFO")):
+        with pytest.raises(CommandError, match=words):
+            models_table.of_model(str(tmp_path / name), 1)
 
 
 def test_doctor_says_it(tmp_path):
@@ -216,6 +218,9 @@ def test_doctor_says_it(tmp_path):
     assert "none of the operators is for this model" in said("x", "deepseek_v41", 8)[1]
     assert said("deepseek-ai/DeepSeek-V4-Flash", "deepseek_v4", 2)[0] == "OK"
     assert said("x", None, 2)[0] == "NOT RUN" and said(None, None, None)[0] == "NOT RUN"
+    (tmp_path / "config.json").write_text("{")
+    state, text = said(str(tmp_path), "deepseek_v4", 2)
+    assert state == "WARN" and "config.json is not JSON" in text
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["flash"] | {"hidden_size": 6144}))
     state, text = said(str(tmp_path), "deepseek_v4", 2)
     assert state == "WARN" and "mhc (hidden 6144, made for 4096 or 7168)" in text
