@@ -10,24 +10,16 @@ All versions have the same three places:
                           is DSpark's attention, which is another class
 """
 
-from deepseek_v4_sm120.patching.contract import Contract, Parameters
-from deepseek_v4_sm120.patching.spec import Target
-from deepseek_v4_sm120.sglang_patches_wo_a import ATTENTION, INIT_PARAMETERS
+from deepseek_v4_sm120.patching.contract import Parameters
+from deepseek_v4_sm120.sglang_patches_names import ATTENTION, targets_of
+from deepseek_v4_sm120.sglang_patches_wo_a import INIT_PARAMETERS
 
 MLP_MODEL = "sglang.srt.models.deepseek_v2"
 MLP_FORWARD = f"{MLP_MODEL}:DeepseekV2MLP.forward"
 SILU_AND_MUL_CLAMP = f"{MLP_MODEL}:silu_and_mul_clamp"
 
 
-def _target(where: str, replacement: str, contract: Contract) -> Target:
-    return Target(
-        where=where,
-        sglang=">=0.5.12,<0.6",
-        contract=contract,
-        replacement=f"deepseek_v4_sm120.sglang_adapters.fp8_linear:replace_{replacement}",
-    )
-
-
+_target = targets_of("fp8_linear")
 PROLOGUES = (
     _target(MLP_FORWARD, "mlp_forward", Parameters(("self",), further="any")),
     _target(SILU_AND_MUL_CLAMP, "silu_and_mul_clamp", Parameters(("input", "output", "swiglu_limit"))),

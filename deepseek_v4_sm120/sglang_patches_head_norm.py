@@ -6,8 +6,8 @@ all               DSpark's attention (0.5.16 and later) imports the function for
 """
 
 from deepseek_v4_sm120.patching.contract import Parameters
-from deepseek_v4_sm120.patching.spec import Patch, Target
-from deepseek_v4_sm120.sglang_patches_wo_a import MODEL, attention_forward
+from deepseek_v4_sm120.patching.spec import Patch
+from deepseek_v4_sm120.sglang_patches_names import EXTENSION, MODEL, attention_forward, targets_of
 
 NORM_ROPE = f"{MODEL}:fused_q_norm_rope"
 NORM_ROPE_PARAMETERS = Parameters(("q_input", "q_output", "eps", "freqs_cis", "positions"))
@@ -19,16 +19,10 @@ HEAD_NORM = Patch(
     why="RMS norm and rotary embedding of the queries are a launch of their own in front of each attention, 43 a step, "
     "which reads them right after; bench/sparse_decode.py --norms",
     targets=(
-        Target(
-            where=NORM_ROPE,
-            sglang=">=0.5.12,<0.6",
-            contract=NORM_ROPE_PARAMETERS,
-            replacement="deepseek_v4_sm120.sglang_adapters.sparse_decode_head_norm:replace_norm_rope",
-        ),
+        targets_of("sparse_decode_head_norm")(NORM_ROPE, "norm_rope", NORM_ROPE_PARAMETERS),
         attention_forward(FORWARD_PARAMETERS),
     ),
-    needs=("deepseek_v4_sm120.extension:load",),
-    modes=("sm120", "ops", "seams"),
+    needs=(EXTENSION,),
     serves="sparse_decode",
     retire="with sparse_decode",
 )

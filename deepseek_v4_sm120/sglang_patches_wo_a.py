@@ -13,11 +13,10 @@ What each version has, and what is left to it:
     all               DSpark's attention (0.5.16 and later) keeps its bf16 wo_a
 """
 
-from deepseek_v4_sm120.patching.contract import Contract, Parameters
-from deepseek_v4_sm120.patching.spec import Patch, Target
+from deepseek_v4_sm120.patching.contract import Parameters
+from deepseek_v4_sm120.patching.spec import Patch
+from deepseek_v4_sm120.sglang_patches_names import ATTENTION, EXTENSION, MODEL, attention_forward, targets_of
 
-MODEL = "sglang.srt.models.deepseek_v4"
-ATTENTION = f"{MODEL}:MQALayer"
 LOAD_WEIGHTS = f"{MODEL}:DeepseekV4ForCausalLM.load_weights"
 EXPANSION = f"{MODEL}:_dequant_fp8_wo_a_streaming"
 ROPE = f"{MODEL}:fused_rope_inplace"
@@ -27,24 +26,7 @@ INIT_PARAMETERS = Parameters(
 )
 
 
-def attention_forward(contract: Contract) -> Target:
-    """The scope that wo_a and head_norm put there; each patch has what it relies on as its contract."""
-    return Target(
-        where=f"{ATTENTION}.forward",
-        sglang=">=0.5.12,<0.6",
-        contract=contract,
-        replacement="deepseek_v4_sm120.sglang_adapters.attention_forward:replace_forward",
-    )
-
-
-def _target(where: str, replacement: str, contract: Contract, sglang: str = ">=0.5.12,<0.6") -> Target:
-    return Target(
-        where=where,
-        sglang=sglang,
-        contract=contract,
-        replacement=f"deepseek_v4_sm120.sglang_adapters.wo_a:replace_{replacement}",
-    )
-
+_target = targets_of("wo_a")
 
 WO_A = Patch(
     name="wo_a",
@@ -57,7 +39,6 @@ WO_A = Patch(
         _target(ROPE, "rope", Parameters(("q", "k", "freqs_cis", "positions", "inverse=False"))),
         attention_forward(Parameters(("self",), further="any")),
     ),
-    needs=("deepseek_v4_sm120.extension:load",),
-    modes=("sm120", "ops", "seams"),
+    needs=(EXTENSION,),
     retire="when stock keeps wo_a in FP8 on SM120 and is faster (bench/wo_a.py)",
 )

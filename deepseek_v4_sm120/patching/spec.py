@@ -56,7 +56,7 @@ class Patch:
     targets: tuple[Target, ...]
     retire: str
     needs: tuple[str, ...] = ()
-    modes: tuple[str, ...] = ("sm120", "seams")
+    modes: tuple[str, ...] = MODES
     default: str | None = None
     serves: str | None = None
     absent: str = ""
