@@ -37,7 +37,6 @@ from tests.adapters import test_mxfp4_moe as experts
 from tests.adapters import wo_a_layer
 from tests.adapters.test_mxfp4_moe import served as experts_served  # noqa: F401  a fixture
 from tests.adapters.test_sparse_decode import LAYOUT
-from tests.patching import test_wheel_head_norm as given
 from tests.patching import test_wheel_wo_a as wheels
 
 VERSION = "0.5.23"
@@ -136,9 +135,9 @@ def test_the_routers_own_forward(sizes, rows, sglang_wheel, monkeypatch):
         "_is_cuda": True,
         "use_intel_amx_backend": lambda gate: False,
         "get_exec": lambda: SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False)),
-        given.GIVEN: {"linear_bf16_fp32": lambda x, w: x.float() @ w.float().T},
+        "GIVEN": {"linear_bf16_fp32": lambda x, w: x.float() @ w.float().T},
     }
-    forward = given.take(sglang_wheel(VERSION), "sglang.srt.models.deepseek_v2", names, "MoEGate.forward")
+    forward = wheels.take(sglang_wheel(VERSION), names, "MoEGate.forward", "sglang.srt.models.deepseek_v2")
 
     def operator(x, weight):
         calls.append(tuple(weight.shape))
@@ -177,10 +176,10 @@ def decoder_layer(wheel, hidden):
         **{"_is_npu": False, "_is_xpu": False, "_is_hip": False, "MHC_POST_MULT_VALUE": 2.0},
         "get_mhc_ops": lambda: SimpleNamespace(hc_split_sinkhorn=hc_split_sinkhorn),
         "use_symmetric_memory": lambda *args, **kwargs: nullcontext(),
-        given.GIVEN: {"mhc_combine": mhc_combine},
+        "GIVEN": {"mhc_combine": mhc_combine},
     }
     module, _, qualname = LAYER_BASE.partition(":")
-    hc_pre = given.take(wheel, module, names, f"{qualname}.hc_pre")
+    hc_pre = wheels.take(wheel, names, f"{qualname}.hc_pre", module)
     return SimpleNamespace(rms_norm_eps=1e-6, hc_eps=1e-6, hc_sinkhorn_iters=20, hc_mult=4, hidden=hidden), hc_pre
 
 

@@ -64,12 +64,12 @@ QUIET = Quiet()
 NO_FUSION = "current_mhc_post_fusion"  # 0.5.21: asked with `is None`; DeepSeek-V4.1's
 
 
-class QuietImports(ast.NodeTransformer):
-    """Imports inside of functions give quiet names, so that nothing of SGLang is needed."""
+class GivenImports(ast.NodeTransformer):
+    """Imports inside of functions give what the test has for them in GIVEN, and quiet names: nothing of SGLang."""
 
     def visit_ImportFrom(self, node):
-        names = [alias.asname or alias.name for alias in node.names]
-        return [ast.parse(f"{n} = {'lambda: None' if n == NO_FUSION else 'QUIET'}").body[0] for n in names]
+        names = [(alias.name, alias.asname or alias.name) for alias in node.names]
+        return [ast.parse(f"{name} = GIVEN.get({asked!r}, QUIET)").body[0] for asked, name in names]
 
 
 class Mxfp8SwizzledInput(tuple):
@@ -87,15 +87,18 @@ def definition(wheel, qualname, module=MODEL):
 @functools.cache
 def compiled(wheel, qualname, module=MODEL):
     """(code that defines it, the names it uses)"""
-    node = QuietImports().visit(copy.deepcopy(definition(wheel, qualname, module)))
+    node = GivenImports().visit(copy.deepcopy(definition(wheel, qualname, module)))
     future = ast.parse("from __future__ import annotations").body
     code = compile(ast.fix_missing_locations(ast.Module([*future, node], [])), "wheel", "exec")
     return code, {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not hasattr(builtins, n.id)}
 
 
 def take(wheel, names: dict, qualname, module=MODEL):
-    """The definition, with `names` as its globals, and quiet ones where they lack something."""
+    """The definition, with `names` as its globals, and quiet ones where they lack something; None: there is none."""
+    if definition(wheel, qualname, module) is None:
+        return None
     code, used = compiled(wheel, qualname, module)
+    names.setdefault("GIVEN", {NO_FUSION: lambda: None})
     for name in {"QUIET", *used}:
         names.setdefault(name, QUIET)
     exec(code, names)
@@ -141,8 +144,7 @@ class Tree:
         """MQALayer: the forward is the wheel's, the __init__ has its parameters and makes what forward reads."""
         names = {"torch": torch, "get_attn_backend": lambda: backend, "Mxfp8SwizzledInput": Mxfp8SwizzledInput}
         names["fused_rope_inplace"] = self.replaced("rope", rope)
-        if definition(self.wheel, "_apply_wo_a_bf16_matmul") is not None:
-            take(self.wheel, names, "_apply_wo_a_bf16_matmul")
+        take(self.wheel, names, "_apply_wo_a_bf16_matmul")
         forward = take(self.wheel, names, "MQALayer.forward")
 
         def __init__(
@@ -176,8 +178,7 @@ class Tree:
             "maybe_executor_submit": lambda func, func_args, **_: func(*func_args),
         }
         for name in EXPANDERS:
-            if definition(self.wheel, name) is not None:
-                take(self.wheel, names, name)
+            take(self.wheel, names, name)
         names["_dequant_fp8"] = self.expansion
         if STREAMING in names:
             names[STREAMING] = self.replaced("expansion", names[STREAMING])
