@@ -34,7 +34,6 @@ import torch
 
 from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.ops import fp8_linear as op
-from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_adapters.waiting import Scope, Waiting, way_out
 
 PATCH = "fp8_linear"
@@ -176,12 +175,8 @@ def replace_apply(original: Callable) -> Callable:
     def stock(method, layer, x, bias=None):
         return original(method, layer, x.run() if isinstance(x, Waiting) else x, bias)
 
-    serve = _serve
-    if settings().shadow:
-        comparison = shadow.Comparison(
-            tensors=_tensors, identity=_identity, shape=_shape, relative_l2=SHADOW_RELATIVE_L2
-        )
-        serve = shadow.shadowed(PATCH, _serve, stock, comparison)
+    comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=SHADOW_RELATIVE_L2)
+    serve = shadow.shadowed(PATCH, _serve, stock, comparison)
 
     @functools.wraps(original)
     def apply(self, layer, x, bias=None):

@@ -256,10 +256,8 @@ def _shape(_method, layer, dispatch_output) -> dict[str, int]:
 
 
 def _replace_apply(original: Callable, relative_l2: float) -> Callable:
-    serve = _serve
-    if settings().shadow:
-        comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=relative_l2)
-        serve = shadow.shadowed(PATCH, _serve, original, comparison)
+    comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=relative_l2)
+    serve = shadow.shadowed(PATCH, _serve, original, comparison)
 
     @functools.wraps(original)
     def apply(self, layer, dispatch_output):

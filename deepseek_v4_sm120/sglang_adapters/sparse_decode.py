@@ -194,8 +194,6 @@ COMPARISON = shadow.Comparison(
 def _server(original: Callable, *, return_lse: bool) -> Callable[[Call], tuple]:
     """What computes a call that we take: ours, or ours and the original in shadow mode."""
     ours = functools.partial(_serve, return_lse=return_lse)
-    if not settings().shadow:
-        return ours
     return shadow.shadowed(PATCH, ours, lambda call: original(*call.args, **call.kwargs), COMPARISON)
 
 

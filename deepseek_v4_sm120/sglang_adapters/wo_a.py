@@ -308,7 +308,5 @@ def _shape(groups: Groups, x, _rotation) -> dict[str, int]:
 
 @functools.cache
 def _serve() -> Callable:
-    if not settings().shadow:
-        return _multiply
     comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=SHADOW_RELATIVE_L2)
     return shadow.shadowed(PATCH, _multiply, _multiply_expanded, comparison)

@@ -304,8 +304,7 @@ def test_a_product_that_is_no_longer_ours_gets_them_normalised(monkeypatch):
 
 @pytest.mark.parametrize("keep", ("1", "ours"))
 def test_shadow_runs_both_from_the_same_inputs(monkeypatch, keep):
-    for module in (adapter, shadow):
-        monkeypatch.setattr(module, "settings", lambda: settings.Settings(shadow=keep))
+    monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow=keep))
     shadow.reset()
     mlp, attention = MLP(Linear(384)), Attention()
     gated, queries = mlp(gates()), attention(latent())
