@@ -3,6 +3,7 @@ of the adapters, in forwards within forwards, after errors and in two threads.""
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -127,34 +128,23 @@ def test_a_scope_is_a_threads():
 
 
 def test_an_mlp_within_an_mlp(served):  # noqa: F811
-    """The outer one's gates still go to its product, and one inside that is not ours finds nothing to put off."""
+    """The outer one's gates still go to its product, and one inside that is not ours, or fails, changes nothing."""
 
     class Outer(MLP):
         def between(self, x):
-            self.inner(gates())
+            with contextlib.suppress(AttributeError):
+                self.inner(self.inner_gates)
             return x
 
     foreign = MLP(Linear(384))
     foreign.down_proj.bias = torch.zeros(384, dtype=torch.bfloat16)
-    for inner, inside in ((MLP(Linear(384, seed=5)), ["gated"]), (foreign, ["silu", "apply"])):
+    ours = MLP(Linear(384, seed=5))
+    for inner, given, inside in ((ours, gates(), ["gated"]), (foreign, gates(), ["silu", "apply"]), (ours, None, [])):
         mlp = Outer(Linear(384))
-        mlp.inner = inner
+        mlp.inner, mlp.inner_gates = inner, given
         log.clear()
         mlp(gates())
-        assert log == [*inside, "gated"]
-
-
-def test_an_mlp_after_one_that_failed_inside_of_another(served):  # noqa: F811
-    class Outer(MLP):
-        def between(self, x):
-            with pytest.raises(AttributeError):
-                self.inner(None)
-            return x
-
-    mlp = Outer(Linear(384))
-    mlp.inner = MLP(Linear(384, seed=5))
-    mlp(gates())
-    assert log == ["gated"] and fp8_linear._mlp.layer is None
+        assert log == [*inside, "gated"] and fp8_linear._mlp.layer is None
 
 
 def test_an_attention_within_an_attention(model):  # noqa: F811
