@@ -37,7 +37,7 @@ SHARED = {
     "deepseek_v4_sm120/ops": {"checks"},
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
     "deepseek_v4_sm120/sglang_adapters": {
-        *("argument_defaults", "attention_forward", "platform_seams", "scheduling", "waiting"),
+        *("argument_defaults", "attention_forward", "kept_weights", "platform_seams", "scheduling", "waiting"),
     },
     "bench": {"common", "kernel_report", "measured", "sparse_prefill", "tune_moe"},
 }

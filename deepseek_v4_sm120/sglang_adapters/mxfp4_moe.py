@@ -32,8 +32,8 @@ import torch
 
 from deepseek_v4_sm120 import device_gate, models_served, patching, shadow
 from deepseek_v4_sm120.ops import mxfp4_moe as op
-from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_adapters.kept_weights import KeptWeights
 
 PATCH = "mxfp4_moe"
 WAY_MXFP8 = "ours, mxfp8"  # what `calibrate` calls it; a profile that leaves it out leaves bf16
@@ -65,26 +65,7 @@ class Experts:
         return sum(t.numel() * t.element_size() for t in (self.w13, self.w13_scale, self.w2, self.w2_scale))
 
 
-@dataclass
-class Memory:
-    """What status tells: layers kept, bytes of their weights, bytes that exist only because of us."""
-
-    layers: int = 0
-    weight_bytes: int = 0
-    repacked_bytes: int = 0
-    shadow_copy_bytes: int = 0
-
-    def describe(self) -> str:
-        text = (
-            f"mxfp4_moe: {self.layers} layers, {self.weight_bytes / 1e9:.2f} GB of experts in the checkpoint's layout, "
-            f"{self.repacked_bytes} bytes repacked"
-        )
-        if self.shadow_copy_bytes:
-            text += f"; {self.shadow_copy_bytes / 1e9:.2f} GB more for the shadow's copy"
-        return text
-
-
-memory = Memory()
+kept = KeptWeights(PATCH, "of experts in the checkpoint's layout")
 
 
 def keeps(method, layer) -> bool:
@@ -181,21 +162,19 @@ def _replace_process(original: Callable, *, mxfp8: bool) -> Callable:
     def process_weights_after_loading(self, layer):
         if not keeps(self, layer):
             return original(self, layer)
-        report.add_note(PATCH, memory.describe)
         if settings().shadow:  # the original repacks, perhaps in place: ours get copies
             experts = _experts(self, layer, mxfp8=mxfp8)
             names = ("w13", "w13_scale", "w2", "w2_scale")
             copies = {name: getattr(experts, name).clone() for name in names}
             original(self, layer)
             experts = Experts(**{**vars(experts), **copies})
-            memory.shadow_copy_bytes += experts.bytes
+            kept.shadow_copy_bytes += experts.bytes
         else:
             self._fp8.process_weights_after_loading(layer)  # as the original does first
             experts = _experts(self, layer, mxfp8=mxfp8)
             _replace_scales(layer, experts)
         setattr(layer, KEPT, experts)
-        memory.layers += 1
-        memory.weight_bytes += experts.bytes
+        kept.add(experts.bytes)
         _compile_prefill(layer, experts)
         return None
 

@@ -26,10 +26,10 @@ import torch
 
 from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.ops import wo_a as op
-from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.reference.wo_a import EQUATION
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD
+from deepseek_v4_sm120.sglang_adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.sglang_adapters.waiting import Waiting, way_out
 
 PATCH = "wo_a"
@@ -40,22 +40,7 @@ WEIGHT, SCALE, PARAMETER = ".wo_a.weight", ".wo_a.scale", ".wo_a.weight_scale_in
 (BLOCKS,) = models_served.LIMITS[PATCH]["block"].values
 
 
-@dataclass
-class Memory:
-    """What status tells: layers kept, bytes of their weights, bytes that exist only because of us."""
-
-    layers: int = 0
-    weight_bytes: int = 0
-    shadow_copy_bytes: int = 0
-
-    def describe(self) -> str:
-        text = f"wo_a: {self.layers} layers, {self.weight_bytes / 1e9:.2f} GB in FP8"
-        if self.shadow_copy_bytes:
-            text += f"; {self.shadow_copy_bytes / 1e9:.2f} GB more for the shadow's bf16 copy"
-        return text
-
-
-memory = Memory()
+kept = KeptWeights(PATCH, "in FP8")
 
 # ---- the layer: E4M3 from the start
 
@@ -117,9 +102,7 @@ def store(layer, expand: Callable) -> None:
     layer.weight, layer.weight_scale_inv = weight, weight.scale
     if settings().shadow:
         layer.quant_method = _ExpandedForShadow(layer.quant_method, expand)
-    memory.layers += 1
-    memory.weight_bytes += weight.numel() + 4 * weight.scale.numel()
-    report.add_note(PATCH, memory.describe)
+    kept.add(weight.numel() + 4 * weight.scale.numel())
 
 
 def _checked(load: Callable) -> Callable:
@@ -149,7 +132,7 @@ class _ExpandedForShadow:
         expanded = self._expand(weight.data, weight.scale.data)
         if weight.for_shadow is None:
             weight.for_shadow = expanded
-            memory.shadow_copy_bytes += 2 * weight.numel()
+            kept.shadow_copy_bytes += 2 * weight.numel()
         else:  # loaded again: captured graphs read this memory
             weight.for_shadow.copy_(expanded)
 

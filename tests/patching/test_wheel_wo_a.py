@@ -230,7 +230,7 @@ def operator(monkeypatch):
     made = Operator()
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
     monkeypatch.setattr(adapter.op, "wo_a", made)
-    monkeypatch.setattr(adapter, "memory", adapter.Memory())
+    monkeypatch.setattr(adapter, "kept", adapter.KeptWeights("wo_a", "in FP8"))
     adapter._serve.cache_clear()
     return made
 
