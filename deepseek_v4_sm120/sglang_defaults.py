@@ -8,7 +8,6 @@ variable or as a server argument, always stays. Sources: [R] read in SGLang's co
 
 from deepseek_v4_sm120.patching.spec import VALUE, Default
 
-PREFILL_DECODE_INTERVAL = "prefill_decode_interval"  # also read by sglang_adapters/scheduling.py
 DECODE_STEPS_BETWEEN_CHUNKS = 8
 
 DEFAULTS = (
@@ -51,7 +50,7 @@ DEFAULTS = (
         environment={"SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0"},
     ),
     Default(
-        name=PREFILL_DECODE_INTERVAL,
+        name="prefill_decode_interval",
         why="a long prompt's chunks all run before the next token of anybody else: 2.3 tokens/s for 27 s was measured "
         "in one stack, 2.3 to 6.1 in another; with N, N decode steps run after each chunk",
         source="[R] Scheduler.get_next_batch_to_run; [M] Vercantez at 146K, jasl at 124K (vLLM, the same policy)",
