@@ -490,10 +490,8 @@ class Engine:
         first: two patches may have put theirs in one place."""
         left = []
         for record in [r for r in reversed(self.records) if r.state == APPLIED]:
-            if vars(record.holder).get(record.attribute) in (
-                record.replacement,
-                record.original,
-            ):  # shared: done before
+            held = vars(record.holder).get(record.attribute)
+            if held is record.replacement or held is record.original:  # the original: what it shared was undone before
                 setattr(record.holder, record.attribute, record.original)
                 record.state, record.reason = READY, "undone"
             else:
