@@ -19,6 +19,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -228,21 +229,32 @@ def _record(deferred, scores, lengths, slots, entries, stock) -> None:
 # ---- the scope
 
 
+_deep_gemm: dict[str, list] = {}  # name that is replaced -> [original, by how many forwards]
+_deep_gemm_lock = threading.Lock()
+
+
 @contextmanager
 def _deferring_deep_gemm(names: tuple[str, ...]):
-    """DeepGEMM's logits deferred for the duration: SGLang looks the function up in the package when it calls."""
+    """DeepGEMM's logits deferred for the duration: SGLang looks the function up in the package when it calls. Of
+    forwards in several threads the first one replaces it, and the last one restores it."""
     if not names or (DEEP_GEMM not in sys.modules and importlib.util.find_spec(DEEP_GEMM) is None):
         yield
         return
     package = importlib.import_module(DEEP_GEMM)
-    originals = {name: getattr(package, name) for name in names if hasattr(package, name)}
-    for name, function in originals.items():
-        setattr(package, name, replace_logits(function))
+    names = tuple(name for name in names if hasattr(package, name))
+    with _deep_gemm_lock:
+        for name in names:
+            held = _deep_gemm.setdefault(name, [getattr(package, name), 0])
+            held[1] += 1
+            setattr(package, name, replace_logits(held[0]))
     try:
         yield
     finally:
-        for name, function in originals.items():
-            setattr(package, name, function)
+        with _deep_gemm_lock:
+            for name in names:
+                _deep_gemm[name][1] -= 1
+                if not _deep_gemm[name][1]:
+                    setattr(package, name, _deep_gemm.pop(name)[0])
 
 
 def _deep_gemm_names(c4_indexer) -> tuple[str, ...]:

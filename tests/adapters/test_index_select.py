@@ -190,6 +190,17 @@ def test_deep_gemm_is_deferred_for_fp4_and_in_ops_mode_only(monkeypatch, force, 
     assert package.fp8_paged_mqa_logits is stock_logits and package.fp8_fp4_paged_mqa_logits is stock_logits
 
 
+def test_deep_gemm_is_restored_with_the_last_of_two_forwards_at_once(monkeypatch):
+    package, name = deep_gemm(monkeypatch), "fp8_paged_mqa_logits"
+    one, other = (adapter._deferring_deep_gemm((name,)) for _ in range(2))
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert getattr(package, name).__wrapped__ is stock_logits
+    other.__exit__(None, None, None)
+    assert getattr(package, name) is stock_logits
+
+
 # ---- shadow mode
 
 
