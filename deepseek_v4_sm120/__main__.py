@@ -60,10 +60,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from deepseek_v4_sm120.settings import settings
 
-    try:
-        settings()
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    if settings().wrong:
+        raise CommandError("; ".join(settings().wrong))
     if arguments.command in COMMANDS:
         return importlib.import_module(f"deepseek_v4_sm120.{COMMANDS[arguments.command][1]}").run(arguments)
     found = status()
@@ -132,7 +130,7 @@ def _table_part(found: dict) -> Iterator[str]:
 
     rows = [("patch", "state", "target", "reason")]
     rows += [(row["patch"], row["state"], row["target"], _reason(row)) for row in found["patches"]]
-    yield from ("", report.table(rows), "", report.table(_setting_rows(found)))
+    yield from ("", report.table(rows), "", report.table(_default_rows(found)))
 
 
 def _profile_part(found: dict) -> Iterator[str]:
@@ -189,12 +187,12 @@ def _broken(found: dict) -> bool:
     return any(row["state"] == "BROKEN" for row in found["patches"])
 
 
-def _setting_rows(found: dict) -> list[tuple[str, ...]]:
-    rows = [("setting", "state", "value", "reason")]
-    for row in [row for row in found["table_settings"] if row["state"] != "NOT APPLICABLE"]:
+def _default_rows(found: dict) -> list[tuple[str, ...]]:
+    rows = [("default", "state", "value", "reason")]
+    for row in [row for row in found["defaults"] if row["state"] != "NOT APPLICABLE"]:
         value = " ".join(row["applied"]) or row["would_set"]
-        rows.append((row["setting"], row["state"], value if len(value) < 61 else value[:57] + "...", row["reason"]))
-    return rows if len(rows) > 1 else [("settings", "none for this SGLang", "", "")]
+        rows.append((row["default"], row["state"], value if len(value) < 61 else value[:57] + "...", row["reason"]))
+    return rows if len(rows) > 1 else [("defaults", "none for this SGLang", "", "")]
 
 
 def _build_text(build: dict) -> str:

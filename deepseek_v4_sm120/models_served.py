@@ -16,6 +16,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepseek_v4_sm120 import json_file
+
 # model_type of config.json -> its name. The operators were built for these and run with Flash's shapes.
 MODEL_TYPES = {"deepseek_v4": "DeepSeek-V4"}
 # Others that come through the same classes of SGLang -> (name, since when, why they are SGLang's).
@@ -60,7 +62,7 @@ Limit = OneOf | MultipleOf
 # parallelism; what a name means: `sizes`.
 LIMITS: Mapping[str, Mapping[str, Limit]] = {
     "sparse_decode": {"heads": MultipleOf(1, 128), "head_dim": OneOf((512,))},
-    "q_norm": {"heads": MultipleOf(1, 128), "head_dim": OneOf((512,)), "q_head_norm": OneOf((True,))},
+    "head_norm": {"heads": MultipleOf(1, 128), "head_dim": OneOf((512,)), "q_head_norm": OneOf((True,))},
     "index_select": {"index_heads": OneOf((64,)), "index_dim": OneOf((128,)), "index_topk": MultipleOf(1, 1024)},
     "mxfp4_moe": {
         "expert_format": OneOf(("fp4",)),
@@ -158,13 +160,17 @@ def verdicts(config: Mapping, tp: int = 1) -> list[Verdict]:
     return rows
 
 
-def read_config(path: str) -> dict:
-    """The config.json of a model's folder, or a file itself. Raises OSError, or ValueError for what is no such file."""
+def read_config(path: str | Path) -> tuple[Path, dict]:
+    """(its path, the config.json) of a model's folder, or of that file; JsonFileError, a sentence, for what is none."""
     place = Path(path).expanduser()
-    found = json.loads((place / "config.json" if place.is_dir() else place).read_text())
+    place = place / "config.json" if place.is_dir() else place
+    try:
+        found = json_file.load(place)
+    except json_file.JsonFileError as error:
+        raise json_file.JsonFileError(f"{place} {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
-        raise ValueError(f"{place} has no model_type")
-    return found
+        raise json_file.JsonFileError(f"{place} is no config.json of a model: it has no model_type")
+    return place, found
 
 
 # ---- the model that this process serves

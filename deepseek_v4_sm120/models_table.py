@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deepseek_v4_sm120 import models_served
-from deepseek_v4_sm120.console import CommandError
 from deepseek_v4_sm120.models_served import LIMITS, OTHER_MODEL_TYPES, Verdict
 from deepseek_v4_sm120.plan import models
 
@@ -41,7 +40,7 @@ def of_model(text: str, tp: int) -> dict:
     if text.lower() in models.BUILT_IN:
         config, name = built_in(text.lower()), models.BUILT_IN[text.lower()].path
     else:
-        config, name = _read(text), text
+        config, name = models.read(text)[1], text
     other = models_served.other_model(config["model_type"])
     note = f"nothing of it is touched: {other}" if other else NEVER_RUN.get(_name_of(config), "")
     return {"model": f"{name}, TP{tp}", "note": note, "operators": as_rows(models_served.verdicts(config, tp))}
@@ -49,18 +48,6 @@ def of_model(text: str, tp: int) -> dict:
 
 def as_rows(verdicts: list[Verdict]) -> list[dict]:
     return [vars(verdict) for verdict in verdicts]
-
-
-def _read(text: str) -> dict:
-    try:
-        return models_served.read_config(text)
-    except OSError as error:
-        known = ", ".join(models.BUILT_IN)
-        raise CommandError(
-            f"--model must be {known}, or a folder with the model's config.json: {text}: {error.strerror or error}"
-        ) from error
-    except ValueError as error:
-        raise CommandError(f"{text} is no config.json of a model: {error}") from error
 
 
 def _name_of(config: Mapping) -> str | None:

@@ -1,5 +1,5 @@
 """THE table: every SGLang name that we touch, why, in which versions, and until when. The only file that spells them,
-but for its other parts, the files sglang_patches_*.py beside it, and sglang_settings.py, SGLang's own defaults that
+but for its other parts, the files sglang_patches_*.py beside it, and sglang_defaults.py, SGLang's own defaults that
 we change.
 
 Adding an operator: a Patch row here, an adapter in sglang_adapters/, an op in ops/. Reviewing a release: read what
@@ -10,29 +10,25 @@ import functools
 from pathlib import Path
 
 from deepseek_v4_sm120.patching import ledger
-from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Contract, Parameters
-from deepseek_v4_sm120.patching.spec import MODES, Patch, StandIn, Table, Target
+from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
+from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
+from deepseek_v4_sm120.sglang_defaults import DEFAULTS
 from deepseek_v4_sm120.sglang_patches_compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches_fp8_linear import PROLOGUES
+from deepseek_v4_sm120.sglang_patches_head_norm import HEAD_NORM
 from deepseek_v4_sm120.sglang_patches_mhc import FUSION_MODULE, MHC
-from deepseek_v4_sm120.sglang_patches_q_norm import Q_NORM
+from deepseek_v4_sm120.sglang_patches_names import EXTENSION, MODEL, targets_of
 from deepseek_v4_sm120.sglang_patches_wo_a import WO_A
-from deepseek_v4_sm120.sglang_settings import SETTINGS
 
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
-MODEL = "sglang.srt.models.deepseek_v4"
 METADATA = "sglang.srt.layers.attention.dsv4.metadata"
 SM120_ATTENTION_0_5_14 = "sglang.srt.layers.attention.flash_mla_sm120"  # 0.5.13 to 0.5.15
-ADAPTER = "deepseek_v4_sm120.sglang_adapters.sparse_decode"
-INDEX_ADAPTER = "deepseek_v4_sm120.sglang_adapters.index_select"
-SEAMS = "deepseek_v4_sm120.sglang_adapters.platform_seams"
-EXPERTS = "deepseek_v4_sm120.sglang_adapters.mxfp4_moe"
+SM120_ATTENTION = "sglang.kernels.ops.attention.flash_mla_sm120"
+SM120_CALL = "flash_mla_with_kvcache_sm120"
 FP8_METHOD = "sglang.srt.layers.quantization.fp8:Fp8LinearMethod"
-LINEAR_ADAPTER = "deepseek_v4_sm120.sglang_adapters.bf16_linear"
 MARLIN_EXPERTS = "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoEMethod"
 CUTLASS_EXPERTS = "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod"
-EXTENSION = "deepseek_v4_sm120.extension:load"
 LEDGER = Path(__file__).with_name("reviewed.json")
 
 SM120_KEYS = (
@@ -54,36 +50,23 @@ FLASH_MLA_PARAMETERS = (
     "extra_topk_length=None",
 )
 FLASH_MLA = Parameters(FLASH_MLA_PARAMETERS)
+SM120 = ConsumedKeys(SM120_KEYS)
 SGL_KERNEL = Parameters((*FLASH_MLA_PARAMETERS[:9], "descale_q=None", "descale_k=None", *FLASH_MLA_PARAMETERS[9:]))
+
+_attention, _experts, _projection = map(targets_of, ("sparse_decode", "mxfp4_moe", "bf16_linear"))
+_index = targets_of("index_select")
 
 SPARSE_DECODE = Patch(
     name="sparse_decode",
     why="the sparse attention of every layer and mode: stock has no SM120 kernel (0.5.12), a Triton kernel that reads "
     "the cache once per head (0.5.14), FlashInfer's behind a page copy (0.5.17 and later); bench/sparse_decode.py",
     targets=(
-        Target(
-            where="flash_mla:flash_mla_with_kvcache",  # 0.5.12, the preview image, trees with the pip package flash_mla
-            sglang="<0.5.13",
-            contract=FLASH_MLA,
-            replacement=f"{ADAPTER}:replace_flash_mla",
-        ),
-        Target(
-            where=f"{SM120_ATTENTION_0_5_14}:flash_mla_with_kvcache_sm120",
-            sglang=">=0.5.13,<0.5.16",
-            contract=ConsumedKeys(SM120_KEYS),
-            replacement=f"{ADAPTER}:replace_sm120",
-            caller=BACKEND,
-        ),
-        Target(
-            where="sglang.kernels.ops.attention.flash_mla_sm120:flash_mla_with_kvcache_sm120",
-            sglang=">=0.5.16,<0.6",
-            contract=ConsumedKeys(SM120_KEYS),
-            replacement=f"{ADAPTER}:replace_sm120",
-            caller=BACKEND,
-        ),
+        # 0.5.12, the preview image, trees with the pip package flash_mla
+        _attention("flash_mla:flash_mla_with_kvcache", "flash_mla", FLASH_MLA, "<0.5.13"),
+        _attention(f"{SM120_ATTENTION_0_5_14}:{SM120_CALL}", "sm120", SM120, ">=0.5.13,<0.5.16", BACKEND),
+        _attention(f"{SM120_ATTENTION}:{SM120_CALL}", "sm120", SM120, ">=0.5.16,<0.6", BACKEND),
     ),
     needs=(EXTENSION,),
-    modes=("sm120", "ops", "seams"),
     retire="when the stock kernel is faster on SM120 (bench/sparse_decode.py)",
 )
 
@@ -92,12 +75,9 @@ SPARSE_DECODE_HOPPER = Patch(
     why="validation only: SGLang's call on other GPUs, so that ours is compared with FlashMLA's Hopper kernel. Extend "
     "goes through it too with SGLANG_OPT_FLASHMLA_SPARSE_PREFILL=0 and at most 11,673 rows, else through another one",
     targets=(
-        Target(
-            where="sgl_kernel.flash_mla:flash_mla_with_kvcache",  # of sglang-kernel; the backend imports it at the call
-            sglang=">=0.5.13,<0.5.23",
-            contract=SGL_KERNEL,
-            replacement=f"{ADAPTER}:replace_sgl_kernel",
-            caller=BACKEND,
+        # of sglang-kernel; the backend imports it at the call
+        _attention(
+            "sgl_kernel.flash_mla:flash_mla_with_kvcache", "sgl_kernel", SGL_KERNEL, ">=0.5.13,<0.5.23", BACKEND
         ),
     ),
     needs=(EXTENSION,),
@@ -105,38 +85,20 @@ SPARSE_DECODE_HOPPER = Patch(
     retire="never: it is a test",
 )
 
+EXPERTS = Parameters(("self", "layer"))
+EXPERTS_APPLY = Parameters(("self", "layer", "dispatch_output"))
+
 MXFP4_MOE = Patch(
     name="mxfp4_moe",
     why="the routed experts of FP4 checkpoints: stock raises on SM120 (0.5.12), runs Marlin with an unfused clamp, by "
     "--moe-runner-backend marlin, or six kernels with MXFP8 activations (0.5.16 and later); bench/mxfp4_moe.py",
     targets=(
-        Target(
-            where=f"{MARLIN_EXPERTS}.process_weights_after_loading",
-            sglang=">=0.5.12,<0.6",
-            contract=Parameters(("self", "layer")),
-            replacement=f"{EXPERTS}:replace_marlin_process",
-        ),
-        Target(
-            where=f"{MARLIN_EXPERTS}.apply",
-            sglang=">=0.5.12,<0.6",
-            contract=Parameters(("self", "layer", "dispatch_output")),
-            replacement=f"{EXPERTS}:replace_marlin_apply",
-        ),
-        Target(
-            where=f"{CUTLASS_EXPERTS}.process_weights_after_loading",
-            sglang=">=0.5.16,<0.6",
-            contract=Parameters(("self", "layer")),
-            replacement=f"{EXPERTS}:replace_cutlass_process",
-        ),
-        Target(
-            where=f"{CUTLASS_EXPERTS}.apply",
-            sglang=">=0.5.16,<0.6",
-            contract=Parameters(("self", "layer", "dispatch_output")),
-            replacement=f"{EXPERTS}:replace_cutlass_apply",
-        ),
+        _experts(f"{MARLIN_EXPERTS}.process_weights_after_loading", "marlin_process", EXPERTS),
+        _experts(f"{MARLIN_EXPERTS}.apply", "marlin_apply", EXPERTS_APPLY),
+        _experts(f"{CUTLASS_EXPERTS}.process_weights_after_loading", "cutlass_process", EXPERTS, ">=0.5.16,<0.6"),
+        _experts(f"{CUTLASS_EXPERTS}.apply", "cutlass_apply", EXPERTS_APPLY, ">=0.5.16,<0.6"),
     ),
     needs=(EXTENSION,),
-    modes=("sm120", "ops", "seams"),
     retire="when the stock experts are faster on SM120 (bench/mxfp4_moe.py)",
 )
 
@@ -145,27 +107,21 @@ BF16_LINEAR = Patch(
     why="the bf16 projections of compressors, router and indexer for up to 32 rows: cuBLAS takes two launches "
     "(split-K and its reduction) and a multiple of the time that the bytes need; bench/bf16_linear.py",
     targets=(
-        Target(
-            where="sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
-            sglang=">=0.5.12,<0.6",
-            contract=Parameters(("x", "y"), further="any"),
-            replacement=f"{LINEAR_ADAPTER}:replace_linear_bf16_fp32",
+        _projection(
+            "sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
+            "linear_bf16_fp32",
+            Parameters(("x", "y"), further="any"),
         ),
-        Target(
-            where="sglang.srt.models.deepseek_v2:MoEGate.forward",
-            sglang=">=0.5.12,<0.6",
-            contract=Parameters(("self", "hidden_states", "gemm_output_zero_allocator=None", "forward_batch=None")),
-            replacement=f"{LINEAR_ADAPTER}:replace_gate",
+        _projection(
+            "sglang.srt.models.deepseek_v2:MoEGate.forward",
+            "gate",
+            Parameters(("self", "hidden_states", "gemm_output_zero_allocator=None", "forward_batch=None")),
         ),
-        Target(
-            where=f"{INDEXER}:C4Indexer.compute_weights",
-            sglang=">=0.5.12,<0.6",
-            contract=Parameters(("self", "x", "skip_scale=False")),
-            replacement=f"{LINEAR_ADAPTER}:replace_compute_weights",
+        _projection(
+            f"{INDEXER}:C4Indexer.compute_weights", "compute_weights", Parameters(("self", "x", "skip_scale=False"))
         ),
     ),
     needs=(EXTENSION,),
-    modes=("sm120", "ops", "seams"),
     retire="when the stock projections are as fast on SM120 (bench/bf16_linear.py)",
 )
 
@@ -177,15 +133,9 @@ FP8_LINEAR = Patch(
     "docs/notes/fp8_linear.md",
     targets=(
         *PROLOGUES,
-        Target(
-            where=f"{FP8_METHOD}.apply",
-            sglang=">=0.5.12,<0.6",
-            contract=Parameters(("self", "layer", "x", "bias=None")),
-            replacement="deepseek_v4_sm120.sglang_adapters.fp8_linear:replace_apply",
-        ),
+        targets_of("fp8_linear")(f"{FP8_METHOD}.apply", "apply", Parameters(("self", "layer", "x", "bias=None"))),
     ),
     needs=(EXTENSION,),
-    modes=("sm120", "ops", "seams"),
     retire="when the stock GEMM and its quantisation are faster on SM120 for few rows (bench/fp8_linear.py)",
 )
 
@@ -193,21 +143,21 @@ UNPADDED_HEADS = Patch(
     name="unpadded_heads",
     why="above TP1 the queries are padded to 64 heads for kernels that need it; ours takes the rank's own heads",
     targets=(
-        Target(
-            where=f"{BACKEND}:DeepseekV4AttnBackend.forward",
-            sglang=">=0.5.14,<0.5.20",  # before, the rank's heads are not the first ones
-            contract=Parameters(("self", "q", "k", "v", "layer"), further="any"),
-            replacement=f"{ADAPTER}:replace_backend_forward",
+        # before, the rank's heads are not the first ones
+        _attention(
+            f"{BACKEND}:DeepseekV4AttnBackend.forward",
+            "backend_forward",
+            Parameters(("self", "q", "k", "v", "layer"), further="any"),
+            ">=0.5.14,<0.5.20",
         ),
-        Target(
-            where=f"{MODEL}:MqaAttentionBase._kernel_num_heads",
-            sglang=">=0.5.20,<0.6",
-            contract=Parameters(("self", "num_tokens")),
-            replacement=f"{ADAPTER}:replace_kernel_num_heads",
+        _attention(
+            f"{MODEL}:MqaAttentionBase._kernel_num_heads",
+            "kernel_num_heads",
+            Parameters(("self", "num_tokens")),
+            ">=0.5.20,<0.6",
         ),
     ),
     needs=(EXTENSION,),
-    modes=("sm120", "ops", "seams"),
     serves="sparse_decode",
     absent="up to 0.5.13 the rank's heads lie at an offset that the call does not tell: all are computed",
     retire="with sparse_decode",
@@ -218,20 +168,21 @@ PAGED_PREFILL = Patch(
     why="extend above 11,673 rows, in 0.5.15 of any size, copies the history to bf16 for a kernel without SM120 code; "
     "0.5.16 asks for the GPU first. sparse_decode reads the pages in place",
     targets=(
-        Target(
-            where=f"{BACKEND}:DeepseekV4AttnBackend._forward_prefill_sparse",
-            sglang=">=0.5.13,<0.5.16",
-            contract=Parameters(
+        _attention(
+            f"{BACKEND}:DeepseekV4AttnBackend._forward_prefill_sparse",
+            "forward_prefill_sparse",
+            Parameters(
                 (
                     *("self", "q", "layer_id", "compress_ratio", "forward_batch", "token_to_kv_pool"),
                     *("core_attn_metadata", "attn_sink"),
                 )
             ),
-            replacement=f"{ADAPTER}:replace_forward_prefill_sparse",
-            caller=BACKEND,
+            ">=0.5.13,<0.5.16",
+            BACKEND,
         ),
     ),
     needs=(EXTENSION,),
+    modes=("sm120", "seams"),
     serves="sparse_decode",
     absent="0.5.12 has no such prefill, and from 0.5.16 on SM120 does not go there",
     retire="with SGLang 0.5.15",
@@ -240,14 +191,8 @@ PAGED_PREFILL = Patch(
 SCHED_META = Patch(
     name="sched_meta",
     why="FlashMLA's tile schedule: planned by CUDA code that has no SM120 build, and unused by our kernel",
-    targets=(
-        Target(
-            where="flash_mla:get_mla_metadata",
-            sglang="<0.5.13",
-            contract=Parameters((), further="any"),
-            replacement=f"{ADAPTER}:replace_sched_meta",
-        ),
-    ),
+    targets=(_attention("flash_mla:get_mla_metadata", "sched_meta", Parameters((), further="any"), "<0.5.13"),),
+    modes=("sm120", "seams"),
     serves="sparse_decode",
     absent="from 0.5.13 on SM120 needs no such schedule",
     retire="with SGLang 0.5.12",
@@ -256,28 +201,26 @@ SCHED_META = Patch(
 
 ARGUMENT_DEFAULTS = Patch(
     name="argument_defaults",
-    why="the place where SGLang resolves this model's arguments: sglang_settings.py is applied there",
+    why="the place where SGLang resolves this model's arguments: sglang_defaults.py is applied there",
     targets=(
-        Target(
-            where="sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults",
-            sglang=">=0.5.12,<0.6",
-            contract=Parameters(("server_args", "model_arch")),
-            replacement="deepseek_v4_sm120.sglang_adapters.argument_defaults:replace_apply_defaults",
+        targets_of("argument_defaults")(
+            "sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults",
+            "apply_defaults",
+            Parameters(("server_args", "model_arch")),
         ),
     ),
-    modes=MODES,
-    retire="with the last setting",
+    retire="with the last of them",
 )
 
 MARLIN_ON_SM120 = Patch(
     name="marlin_on_sm120",
     why="0.5.12's Marlin experts refuse every GPU but SM90; the kernel is compiled on the machine and runs on SM120",
     targets=(
-        Target(
-            where="sglang.srt.layers.quantization.mxfp4_marlin_moe:is_sm90_supported",
-            sglang=">=0.5.12,<0.5.13",
-            contract=Bound(),
-            replacement="deepseek_v4_sm120.sglang_adapters.argument_defaults:replace_marlin_gate",
+        targets_of("argument_defaults")(
+            "sglang.srt.layers.quantization.mxfp4_marlin_moe:is_sm90_supported",
+            "marlin_gate",
+            Bound(),
+            ">=0.5.12,<0.5.13",
         ),
     ),
     modes=("sm120",),
@@ -289,15 +232,14 @@ PREFILL_INTERVAL = Patch(
     name="prefill_interval",
     why="one long prompt's chunks all run before anybody else's next token; later releases have an argument for it",
     targets=(
-        Target(
-            where="sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
-            sglang=">=0.5.17,<0.5.18",
-            contract=Parameters(("self", "prefill_delayer_single_pass", "running_batch")),
-            replacement="deepseek_v4_sm120.sglang_adapters.scheduling:replace_new_batch_prefill",
+        targets_of("scheduling")(
+            "sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
+            "new_batch_prefill",
+            Parameters(("self", "prefill_delayer_single_pass", "running_batch")),
+            ">=0.5.17,<0.5.18",
         ),
     ),
-    modes=MODES,
-    setting="prefill_decode_interval_0_5_17",
+    default="prefill_decode_interval_0_5_17",
     absent="it holds 0.5.17's chunks back; 0.5.19 and later have --prefill-decode-interval",
     retire="with SGLang 0.5.17",
 )
@@ -325,16 +267,12 @@ TOPK = Parameters(("scores", "seq_lens", "page_tables", "out_page_indices", "pag
 OTHER_TOPK = Parameters(("scores",), further="any")
 
 
-def _index(where: str, replacement: str, sglang: str, contract: Contract) -> Target:
-    return Target(where=where, sglang=sglang, contract=contract, replacement=f"{INDEX_ADAPTER}:replace_{replacement}")
-
-
 def _topk(name: str, sglang: str) -> Target:
-    return _index(f"{INDEXER}:topk_transform_{name}", "topk", sglang, TOPK)
+    return _index(f"{INDEXER}:topk_transform_{name}", "topk", TOPK, sglang)
 
 
 def _other_topk(name: str, sglang: str) -> Target:
-    return _index(f"{INDEXER}:topk_transform_{name}", "other_topk", sglang, OTHER_TOPK)
+    return _index(f"{INDEXER}:topk_transform_{name}", "other_topk", OTHER_TOPK, sglang)
 
 
 INDEX_SELECT = Patch(
@@ -345,13 +283,13 @@ INDEX_SELECT = Patch(
         _index(
             f"{INDEXER}:C4IndexerBackendMixin.forward_c4_indexer",
             "forward",
-            "<0.6",
             Parameters(("self", "x", "q_lora", "c4_indexer", "forward_batch"), further="any"),
+            "<0.6",
         ),
         # the logits that SGLang picks on SM120: torch up to 0.5.15, then TileLang
-        _index(f"{INDEXER}:fp8_paged_mqa_logits_torch", "logits", "<0.5.13", LOGITS),
-        _index(f"{INDEXER}:fp8_paged_mqa_logits_torch_sm120", "logits", ">=0.5.13,<0.5.16", LOGITS),
-        _index(f"{TILELANG}:tilelang_fp8_paged_mqa_logits", "logits", ">=0.5.16,<0.6", LOGITS),
+        _index(f"{INDEXER}:fp8_paged_mqa_logits_torch", "logits", LOGITS, "<0.5.13"),
+        _index(f"{INDEXER}:fp8_paged_mqa_logits_torch_sm120", "logits", LOGITS, ">=0.5.13,<0.5.16"),
+        _index(f"{TILELANG}:tilelang_fp8_paged_mqa_logits", "logits", LOGITS, ">=0.5.16,<0.6"),
         # SGLang's own top-k, as the indexer imported it
         _topk("512", "<0.5.20"),
         _topk("512_v2", "<0.5.20"),
@@ -366,16 +304,12 @@ INDEX_SELECT = Patch(
         _other_topk("flashinfer_fused", ">=0.5.20,<0.6"),
     ),
     needs=(EXTENSION,),
-    modes=("sm120", "ops", "seams"),
     retire="when the stock pair is faster on SM120 and needs no logits tensor (bench/index_select.py)",
 )
 
 
-def _seams(replacement: str, sglang: str, *places: str) -> tuple[Target, ...]:
-    return tuple(
-        Target(where=where, sglang=sglang, contract=Bound(), replacement=f"{SEAMS}:replace_{replacement}")
-        for where in places
-    )
+def _seams(name: str, sglang: str, *places: str) -> tuple[Target, ...]:
+    return tuple(targets_of("platform_seams")(where, name, Bound(), sglang) for where in places)
 
 
 SM120_SEAMS = Patch(
@@ -439,11 +373,11 @@ TABLE = Table(
     built_at=f"{MODEL}:DeepseekV4ForCausalLM.__init__",
     reviewed=functools.partial(ledger.read, LEDGER),
     patches=(
-        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, Q_NORM, PAGED_PREFILL, SCHED_META),
+        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, HEAD_NORM, PAGED_PREFILL, SCHED_META),
         *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
-    settings=SETTINGS,
+    defaults=DEFAULTS,
     stand_ins=(
         StandIn(
             name="flash_mla",

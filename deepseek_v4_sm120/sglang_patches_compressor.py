@@ -6,7 +6,8 @@
 """
 
 from deepseek_v4_sm120.patching.contract import Parameters
-from deepseek_v4_sm120.patching.spec import Patch, Target
+from deepseek_v4_sm120.patching.spec import Patch
+from deepseek_v4_sm120.sglang_patches_names import EXTENSION, targets_of
 
 MODULE = "sglang.srt.layers.attention.dsv4.compressor_v2"
 
@@ -15,15 +16,14 @@ COMPRESSOR = Patch(
     why="the KV compressors of a decode step: stock launches pooling and norm-rope-store apart, 124 launches a step of "
     "Flash where one each is 62; bench/compressor.py",
     targets=(
-        Target(
-            where=f"{MODULE}:CompressorBackendMixin._forward_compress_all_in_one",
-            sglang=">=0.5.14,<0.6",
-            contract=Parameters(("self",), further="keyword-only"),
-            replacement="deepseek_v4_sm120.sglang_adapters.compressor:replace_all_in_one",
+        targets_of("compressor")(
+            f"{MODULE}:CompressorBackendMixin._forward_compress_all_in_one",
+            "all_in_one",
+            Parameters(("self",), further="keyword-only"),
+            ">=0.5.14,<0.6",
         ),
     ),
-    needs=("deepseek_v4_sm120.extension:load",),
-    modes=("sm120", "ops", "seams"),
+    needs=(EXTENSION,),
     absent="0.5.12 and 0.5.13 do not give it the slots of the compressed entries as int64",
     retire="when stock runs a compressor's decode step in one launch (bench/compressor.py)",
 )

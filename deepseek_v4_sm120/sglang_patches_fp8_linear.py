@@ -5,29 +5,21 @@ All versions have the same three places:
     silu_and_mul_clamp    0.5.12 to 0.5.20 import it from their DeepSeek-V4 kernels, 0.5.21 and 0.5.22 from their MoE
                           kernels, 0.5.23 from its activations; one kernel in all. It is called in DeepseekV2MLP.forward
                           where the model has a swiglu_limit; without one SGLang calls SiluAndMul, which stays
-    q_norm                made by MQALayer.__init__ and called from two to five places of the attention. The kernels of
-                          0.5.21 and later for DeepSeek-V4.1 do without it, and that model is left alone; so is DSpark's
-                          attention, which is another class
+    the latent norm       q_norm, made by MQALayer.__init__ and called from two to five places of the attention. The
+                          kernels of 0.5.21 and later for DeepSeek-V4.1 do without it, and that model is left alone; so
+                          is DSpark's attention, which is another class
 """
 
-from deepseek_v4_sm120.patching.contract import Contract, Parameters
-from deepseek_v4_sm120.patching.spec import Target
-from deepseek_v4_sm120.sglang_patches_wo_a import ATTENTION, INIT_PARAMETERS
+from deepseek_v4_sm120.patching.contract import Parameters
+from deepseek_v4_sm120.sglang_patches_names import ATTENTION, targets_of
+from deepseek_v4_sm120.sglang_patches_wo_a import INIT_PARAMETERS
 
 MLP_MODEL = "sglang.srt.models.deepseek_v2"
 MLP_FORWARD = f"{MLP_MODEL}:DeepseekV2MLP.forward"
 SILU_AND_MUL_CLAMP = f"{MLP_MODEL}:silu_and_mul_clamp"
 
 
-def _target(where: str, replacement: str, contract: Contract) -> Target:
-    return Target(
-        where=where,
-        sglang=">=0.5.12,<0.6",
-        contract=contract,
-        replacement=f"deepseek_v4_sm120.sglang_adapters.fp8_linear:replace_{replacement}",
-    )
-
-
+_target = targets_of("fp8_linear")
 PROLOGUES = (
     _target(MLP_FORWARD, "mlp_forward", Parameters(("self",), further="any")),
     _target(SILU_AND_MUL_CLAMP, "silu_and_mul_clamp", Parameters(("input", "output", "swiglu_limit"))),

@@ -10,10 +10,10 @@ What each version has (the preview image, older than 0.5.12, was not looked at: 
                       DeepSeek-V4.1 (hidden 5120, `pre` of the sublayer before) is SGLang's
 """
 
-from deepseek_v4_sm120.patching.contract import Contract, Parameters
-from deepseek_v4_sm120.patching.spec import Patch, Target
+from deepseek_v4_sm120.patching.contract import Parameters
+from deepseek_v4_sm120.patching.spec import Patch
+from deepseek_v4_sm120.sglang_patches_names import EXTENSION, MODEL, targets_of
 
-MODEL = "sglang.srt.models.deepseek_v4"
 LAYER = f"{MODEL}:DeepseekV4DecoderLayer"
 LAYER_BASE = f"{MODEL}:DeepseekV4DecoderLayerBase"
 MTP_MODEL = "sglang.srt.models.deepseek_v4_nextn:DeepseekV4ModelNextN"
@@ -35,34 +35,26 @@ HEAD_PARAMETERS = Parameters(("x", "hc_fn", "hc_scale", "hc_base", "norm_eps", "
 MODEL_HEAD_PARAMETERS = Parameters(("self", "x", "hc_fn", "hc_scale", "hc_base"))
 
 
-def _target(where: str, replacement: str, sglang: str, contract: Contract) -> Target:
-    return Target(
-        where=where,
-        sglang=sglang,
-        contract=contract,
-        replacement=f"deepseek_v4_sm120.sglang_adapters.mhc:replace_{replacement}",
-    )
-
+_target = targets_of("mhc")
 
 MHC = Patch(
     name="mhc",
     why="hyper-connections: at a boundary stock runs post, a product in torch or TileLang, Sinkhorn, a weighted sum "
     "and the RMSNorm one by one, above 32 rows with a product on ceil(rows / 32) blocks; bench/mhc.py",
     targets=(
-        _target(f"{MODEL}:{SWITCH}", "fusion_enabled", ">=0.5.13,<0.5.19", Parameters(())),
-        _target(f"{FUSION_MODULE}:{SWITCH}", "fusion_enabled", ">=0.5.19,<0.6", Parameters(())),
-        _target(f"{OLD_KERNELS}.mhc:{FUSED}", "fused_post_pre", ">=0.5.13,<0.5.16", FUSED_PARAMETERS),
-        _target(f"{KERNELS}.mhc:{FUSED}", "fused_post_pre", ">=0.5.16,<0.6", FUSED_PARAMETERS),
-        _target(f"{LAYER}.hc_pre", "hc_pre", ">=0.5.12,<0.5.14", OLD_PRE_PARAMETERS),
-        _target(f"{LAYER}.hc_pre", "hc_pre", ">=0.5.14,<0.5.23", PRE_PARAMETERS),
-        _target(f"{LAYER_BASE}.hc_pre", "hc_pre", ">=0.5.23,<0.6", PRE_PARAMETERS),
-        _target(f"{LAYER}.hc_post", "hc_post", ">=0.5.12,<0.5.23", POST_PARAMETERS),
-        _target(f"{LAYER_BASE}.hc_post", "hc_post", ">=0.5.23,<0.6", POST_PARAMETERS),
-        _target(f"{OLD_KERNELS}.mhc_head:fused_hc_head", "fused_head", ">=0.5.12,<0.5.16", HEAD_PARAMETERS),
-        _target(f"{KERNELS}.mhc_head:fused_hc_head", "fused_head", ">=0.5.16,<0.6", HEAD_PARAMETERS),
-        _target(f"{MTP_MODEL}.hc_head", "hc_head", ">=0.5.12,<0.6", MODEL_HEAD_PARAMETERS),
+        _target(f"{MODEL}:{SWITCH}", "fusion_enabled", Parameters(()), ">=0.5.13,<0.5.19"),
+        _target(f"{FUSION_MODULE}:{SWITCH}", "fusion_enabled", Parameters(()), ">=0.5.19,<0.6"),
+        _target(f"{OLD_KERNELS}.mhc:{FUSED}", "fused_post_pre", FUSED_PARAMETERS, ">=0.5.13,<0.5.16"),
+        _target(f"{KERNELS}.mhc:{FUSED}", "fused_post_pre", FUSED_PARAMETERS, ">=0.5.16,<0.6"),
+        _target(f"{LAYER}.hc_pre", "hc_pre", OLD_PRE_PARAMETERS, ">=0.5.12,<0.5.14"),
+        _target(f"{LAYER}.hc_pre", "hc_pre", PRE_PARAMETERS, ">=0.5.14,<0.5.23"),
+        _target(f"{LAYER_BASE}.hc_pre", "hc_pre", PRE_PARAMETERS, ">=0.5.23,<0.6"),
+        _target(f"{LAYER}.hc_post", "hc_post", POST_PARAMETERS, ">=0.5.12,<0.5.23"),
+        _target(f"{LAYER_BASE}.hc_post", "hc_post", POST_PARAMETERS, ">=0.5.23,<0.6"),
+        _target(f"{OLD_KERNELS}.mhc_head:fused_hc_head", "fused_head", HEAD_PARAMETERS, ">=0.5.12,<0.5.16"),
+        _target(f"{KERNELS}.mhc_head:fused_hc_head", "fused_head", HEAD_PARAMETERS, ">=0.5.16,<0.6"),
+        _target(f"{MTP_MODEL}.hc_head", "hc_head", MODEL_HEAD_PARAMETERS, ">=0.5.12,<0.6"),
     ),
-    needs=("deepseek_v4_sm120.extension:load",),
-    modes=("sm120", "ops", "seams"),
+    needs=(EXTENSION,),
     retire="when stock's boundary is one operator on SM120, and faster (bench/mhc.py)",
 )

@@ -3,7 +3,7 @@
 What each version has, and what is left to it:
 
     0.5.12 to 0.5.16  wo_a expanded to bf16 at load where the checkpoint has its scales, multiplied by einsum in the
-                      attention's forward. 0.5.12's own default, FP8 through DeepGEMM, does not run on SM120 (a setting
+                      attention's forward. 0.5.12's own default, FP8 through DeepGEMM, does not run on SM120 (a default
                       of ours turns it off, so that there is a bf16 layer to replace)
     0.5.17, 0.5.18    the expansion is a stream of its own
     0.5.19, 0.5.20    the product is a function of the model's that ends in the same einsum
@@ -13,11 +13,10 @@ What each version has, and what is left to it:
     all               DSpark's attention (0.5.16 and later) keeps its bf16 wo_a
 """
 
-from deepseek_v4_sm120.patching.contract import Contract, Parameters
-from deepseek_v4_sm120.patching.spec import Patch, Target
+from deepseek_v4_sm120.patching.contract import Parameters
+from deepseek_v4_sm120.patching.spec import Patch
+from deepseek_v4_sm120.sglang_patches_names import ATTENTION, EXTENSION, MODEL, attention_forward, targets_of
 
-MODEL = "sglang.srt.models.deepseek_v4"
-ATTENTION = f"{MODEL}:MQALayer"
 LOAD_WEIGHTS = f"{MODEL}:DeepseekV4ForCausalLM.load_weights"
 EXPANSION = f"{MODEL}:_dequant_fp8_wo_a_streaming"
 ROPE = f"{MODEL}:fused_rope_inplace"
@@ -27,14 +26,7 @@ INIT_PARAMETERS = Parameters(
 )
 
 
-def _target(where: str, replacement: str, contract: Contract, sglang: str = ">=0.5.12,<0.6") -> Target:
-    return Target(
-        where=where,
-        sglang=sglang,
-        contract=contract,
-        replacement=f"deepseek_v4_sm120.sglang_adapters.wo_a:replace_{replacement}",
-    )
-
+_target = targets_of("wo_a")
 
 WO_A = Patch(
     name="wo_a",
@@ -45,9 +37,8 @@ WO_A = Patch(
         _target(LOAD_WEIGHTS, "load_weights", Parameters(("self", "weights", "is_nextn=..."))),
         _target(EXPANSION, "expansion", Parameters(("weights",), is_generator=True), ">=0.5.17,<0.6"),
         _target(ROPE, "rope", Parameters(("q", "k", "freqs_cis", "positions", "inverse=False"))),
-        _target(f"{ATTENTION}.forward", "forward", Parameters(("self",), further="any")),
+        attention_forward(Parameters(("self",), further="any")),
     ),
-    needs=("deepseek_v4_sm120.extension:load",),
-    modes=("sm120", "ops", "seams"),
+    needs=(EXTENSION,),
     retire="when stock keeps wo_a in FP8 on SM120 and is faster (bench/wo_a.py)",
 )

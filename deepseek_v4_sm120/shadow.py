@@ -1,7 +1,6 @@
 """Shadow mode: ours and the original on the same live inputs, and a record of how far apart they are.
 
-DSV4_SM120_SHADOW=1 keeps the original's result, =ours keeps ours. Without it nothing here runs: an adapter asks
-`shadowed` for a function only when the mode is on.
+DSV4_SM120_SHADOW=1 keeps the original's result, =ours keeps ours. Without it nothing of this runs.
 
 What counts. Two results are compared over every element where the original is finite. Elements where the original is
 not finite (uninitialised padding rows and heads) are left out and counted in `nonfinite_original`. An element where the
@@ -98,7 +97,9 @@ _writer: threading.Thread | None = None
 
 
 def shadowed(patch_name: str, ours: Callable, original: Callable, compare: Comparison) -> Callable:
-    """A function that calls both `ours` and `original`, records the difference and returns the one the mode keeps."""
+    """`ours`; in shadow mode a function that calls both, records the difference and returns the one the mode keeps."""
+    if not settings().shadow:
+        return ours
     keep_ours = settings().shadow == "ours"
 
     @functools.wraps(ours)

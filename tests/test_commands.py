@@ -64,7 +64,7 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["plan", "--model", "/nowhere"], "there is no /nowhere"),
+        (["plan", "--model", "/nowhere"], "config.json: /nowhere cannot be read: No such"),
         (["plan", "--gpus", "3"], "divides into"),
         (["plan", "--memory", "nan"], "--memory must be 8 to 1024 GB"),
         (["plan", "--profile", "/nowhere.json"], "cannot be read"),

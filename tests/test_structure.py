@@ -36,7 +36,9 @@ LAYERS = (
 SHARED = {
     "deepseek_v4_sm120/ops": {"checks"},
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
-    "deepseek_v4_sm120/sglang_adapters": {"argument_defaults", "platform_seams", "scheduling"},
+    "deepseek_v4_sm120/sglang_adapters": {
+        *("argument_defaults", "attention_forward", "kept_weights", "platform_seams", "scheduling", "waiting"),
+    },
     "bench": {"common", "kernel_report", "measured", "sparse_prefill", "tune_moe"},
 }
 # the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each

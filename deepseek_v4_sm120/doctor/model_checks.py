@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from deepseek_v4_sm120 import models_served
 from deepseek_v4_sm120.doctor.finding import Finding, not_run, ok, warn
+from deepseek_v4_sm120.json_file import JsonFileError
 from deepseek_v4_sm120.models_served import LIMITS
 
 CHECK = "model"
@@ -14,7 +15,11 @@ CHECK = "model"
 
 def findings(model_path: str | None, model_type: str | None, tp: int | None) -> Iterator[Finding]:
     """From config.json, where the server's path is a folder that is here too; else from the type that it tells."""
-    config = _config(model_path, model_type)
+    try:
+        config = _config(model_path, model_type)
+    except JsonFileError as error:
+        yield warn(CHECK, str(error), "which operators serve it is not known", "look at what the server was given")
+        return
     if config is None:
         yield not_run(CHECK, f"the server does not tell its model_type; there is no config.json in {model_path} here")
         return
@@ -35,8 +40,5 @@ def findings(model_path: str | None, model_type: str | None, tp: int | None) -> 
 
 def _config(model_path: str | None, model_type: str | None) -> Mapping | None:
     if model_path and os.path.isfile(os.path.join(model_path, "config.json")):
-        try:
-            return models_served.read_config(model_path)
-        except (OSError, ValueError):
-            pass  # what the server tells is left
+        return models_served.read_config(model_path)[1]
     return {"model_type": model_type} if isinstance(model_type, str) else None

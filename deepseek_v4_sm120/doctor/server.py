@@ -1,4 +1,4 @@
-"""A running server's own answers: /server_info (or /get_server_info) and /metrics; each setting with cost and fix.
+"""A running server's own answers: /server_info (or /get_server_info) and /metrics; each argument with cost and fix.
 
 An answer may have any shape: what is not there, or is not what SGLang answers, is NOT RUN and never passes.
 """
@@ -21,7 +21,7 @@ HIGH_FRACTION = 0.95
 FULL_POOL = 0.95
 DEEP_DRAFTS = 5
 OTHER_EXPERTS = ("humming", "deep_gemm")  # backends for FP4 experts that we do not replace
-GREATEST = 1e12  # of any number that a setting or a metric can be
+GREATEST = 1e12  # of any number that an argument or a metric can be
 # what the checks look at: the kind of value, and whether they cannot do without
 WHOLE, SHARE, SWITCH, WORDS = "a whole number", "a number", "true or false", "words"
 FIELDS = {
@@ -139,7 +139,7 @@ def read_metrics(text: str) -> dict[str, float]:
 
 
 def checks(answers: Answers) -> Iterator[Finding]:
-    """Every setting that is known to be slow or dangerous on SM120, then what the metrics say."""
+    """Every argument that is known to be slow or dangerous on SM120, then what the metrics say."""
     name = f"SGLang {answers.get('version')}, {answers.get('model_path')}, TP{answers.get('tp_size')}"
     if answers.get("model_path") is None:
         yield not_run("server", f"{name}: it does not tell its model, so nothing is known of it")
@@ -151,9 +151,9 @@ def checks(answers: Answers) -> Iterator[Finding]:
     found = [finding for rule in RULES for finding in rule(answers)]
     yield from found
     if unread := answers.unread():
-        yield not_run("settings", "; ".join(unread), "ask an SGLang server that doctor knows (0.5.12 to 0.5.23)")
+        yield not_run("arguments", "; ".join(unread), "ask an SGLang server that doctor knows (0.5.12 to 0.5.23)")
     elif not [finding for finding in found if finding.state != OK]:
-        yield ok("settings", "none that is known to be slow on SM120")
+        yield ok("arguments", "none that is known to be slow on SM120")
     yield from _metrics(answers)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the packages, of our patches and settings, and of what the next start will have to compile."""
+"""Checks of the packages, of our patches and changed defaults, and of what the next start will have to compile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def checks(facts: Facts) -> Iterator[Finding]:
     yield from _build(facts)
     yield from _versions(facts)
     yield from _patches(facts)
-    yield from _settings(facts)
+    yield from _defaults(facts)
     yield from _profile(facts)
     yield from _processes(facts)
     yield from _caches(facts)
@@ -133,13 +133,13 @@ def _patches(facts: Facts) -> Iterator[Finding]:
         yield ok("patches", f"fit this SGLang: {', '.join(ready) or 'none'}")
 
 
-def _settings(facts: Facts) -> Iterator[Finding]:
-    for row in (facts.status or {}).get("table_settings", []):
-        name = f"setting {row['setting']}"
+def _defaults(facts: Facts) -> Iterator[Finding]:
+    for row in (facts.status or {}).get("defaults", []):
+        name = f"default {row['default']}"
         if row["moot"]:
             continue
         if row["state"] == "OFF" and row["reason"] == "never run on SM120" and row["would_set"]:
-            yield not_run(name, f"off: {row['why']}", f"to try it: DSV4_SM120_SET={row['setting']}=on")
+            yield not_run(name, f"off: {row['why']}", f"to try it: DSV4_SM120_SET={row['default']}=on")
         elif row["state"] == "OFF":
             yield warn(name, f"off by {row['reason']}", row["why"], "remove it from DSV4_SM120_SET")
     unknown = (facts.status or {}).get("unknown_choices")

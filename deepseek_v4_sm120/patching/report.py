@@ -96,7 +96,7 @@ def as_dict(engine) -> dict:
             }
             for r in engine.records
         ],
-        "table_settings": engine.setting_rows(),
+        "defaults": engine.default_rows(),
         "profile": engine.profile.describe(),
         "stops": engine.disagreements + engine.problems(),
         "notes": [describe() for describe in list(_notes.values())],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from deepseek_v4_sm120 import json_file
 from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.models_served import read_config
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 FP4, FP8 = "fp4", "fp8"
@@ -88,19 +89,22 @@ def find(text: str, experts: str | None) -> Model:
         if (name, experts) not in NAMES:
             raise CommandError(f"there is no {experts} checkpoint of {name}; known: {', '.join(NAMES.values())}")
         return Model(**vars(BUILT_IN[name]) | {"expert_format": experts, "path": NAMES[name, experts]})
-    path = Path(text).expanduser()
-    if not path.exists():
-        raise CommandError(f"--model must be flash, pro, or a folder with the model's config.json; there is no {text}")
-    return from_config(path / "config.json" if path.is_dir() else path, experts)
+    return from_config(text, experts)
 
 
-def from_config(path: Path, experts: str | None) -> Model:
-    """The model that a config.json describes."""
+def read(text: str | Path) -> tuple[Path, dict]:
+    """models_served.read_config of what --model names; CommandError for what is none."""
     try:
-        found = json_file.load(path)
+        return read_config(text)
     except json_file.JsonFileError as error:
-        raise CommandError(f"--model: {path} {error}") from error
-    architectures = found.get("architectures") if isinstance(found, dict) else None
+        known = ", ".join(BUILT_IN)
+        raise CommandError(f"--model must be {known}, or a folder with the model's config.json: {error}") from error
+
+
+def from_config(text: str | Path, experts: str | None) -> Model:
+    """The model that a config.json describes."""
+    path, found = read(text)
+    architectures = found.get("architectures")
     if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
         raise CommandError(f"{path} is not a DeepSeek-V4 model: architectures is {architectures}, not [{ARCHITECTURE}]")
     missing = [key for key in (*FIELDS.values(), "num_hidden_layers", "compress_ratios") if key not in found]

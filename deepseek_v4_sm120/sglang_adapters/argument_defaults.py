@@ -1,8 +1,8 @@
-"""Where SGLang resolves DeepSeek-V4's arguments -> the table's settings (sglang_settings.py).
+"""Where SGLang resolves DeepSeek-V4's arguments -> the table's defaults (sglang_defaults.py).
 
 `apply_deepseek_v4_defaults(server_args, model_arch)` runs once per server in the parent, for DeepSeek-V4 and for what
 SGLang runs through the same class (DeepSeek-V4.1, from 0.5.21 on): here the model is told apart (models_served.py), and
-another model than ours gets none of the settings. Asking for the GPU there is safe, because SGLang itself has asked by
+another model than ours gets none of them. Asking for the GPU there is safe, because SGLang itself has asked by
 then and its workers are spawned, not forked.
 """
 
@@ -61,16 +61,16 @@ def replace_apply_defaults(original: Callable) -> Callable:
             model_type = config.get("model_type")
         other = models_served.other_model(model_type)
         if other:
-            report.info(f"deepseek_v4_sm120: SGLang's own code and settings serve this model: {other}")
+            report.info(f"deepseek_v4_sm120: SGLang's own code and defaults serve this model: {other}")
         if other and engine is not None:
             engine.steering.set_aside(other)
             report.write(engine)
         if engine is not None and device_gate.serves_current_device():
             read, write = _accessors(server_args)
             engine.steering.apply(os.environ, read, write)
-            applied = [f"{c.setting}: {', '.join(c.applied)}" for c in engine.steering.choices if c.applied]
+            applied = [f"{c.default}: {', '.join(c.applied)}" for c in engine.steering.outcomes if c.applied]
             if applied:
-                report.info(f"deepseek_v4_sm120: settings for this GPU: {'; '.join(applied)}")
+                report.info(f"deepseek_v4_sm120: defaults for this GPU: {'; '.join(applied)}")
             report.write(engine)
         return original(server_args, model_arch)
 

@@ -15,13 +15,12 @@ import torch
 
 from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.ops import bf16_linear as op
-from deepseek_v4_sm120.settings import settings
 
 PATCH = "bf16_linear"
 SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the same float32 sum, where out is bf16
 
 
-def handles(x, weight) -> bool:
+def takes(x, weight) -> bool:
     return (
         isinstance(x, torch.Tensor)
         and isinstance(weight, torch.Tensor)
@@ -32,8 +31,6 @@ def handles(x, weight) -> bool:
 
 def _beside(serve: Callable, original: Callable, operands: Callable) -> Callable:
     """`serve`, in shadow mode beside the original. operands: of a call's arguments, (x, weight)."""
-    if not settings().shadow:
-        return serve
     comparison = shadow.Comparison(
         tensors=lambda ours, theirs, *_: [(ours, theirs)],
         identity=lambda *call: operands(*call)[1].data_ptr(),
@@ -53,7 +50,7 @@ def replace_linear_bf16_fp32(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def linear_bf16_fp32(x, y, *args, **kwargs):
-        if args or kwargs or not handles(x, y):
+        if args or kwargs or not takes(x, y):
             return original(x, y, *args, **kwargs)
         return serve(x, y)
 
@@ -80,7 +77,7 @@ def replace_gate(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
-        ours = _is_v4_gate(self) and handles(hidden_states, self.weight) and not is_deterministic()
+        ours = _is_v4_gate(self) and takes(hidden_states, self.weight) and not is_deterministic()
         return (serve if ours else original)(self, hidden_states, gemm_output_zero_allocator, forward_batch)
 
     return forward
@@ -97,7 +94,7 @@ def replace_compute_weights(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def compute_weights(self, x, skip_scale=False):
-        if not _is_plain(self.weights_proj) or not handles(x, self.weights_proj.weight):
+        if not _is_plain(self.weights_proj) or not takes(x, self.weights_proj.weight):
             return original(self, x, skip_scale)
         return serve(self, x, skip_scale)
 

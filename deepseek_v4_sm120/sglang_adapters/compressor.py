@@ -54,7 +54,7 @@ def arguments(plan, given: Mapping) -> dict | None:
     state, token, steps, cache = given["kv_score_buffer"], given["kv_score_input"], plan[1], given["kv_cache"]
     ape, weight, freqs, slots = given["ape"], given["norm"].weight, given["freqs_cis_cache"], given["out_loc"]
     width, rows, page_size = op.width(ratio, head_dim), token.shape[0], given["page_size"]
-    served = (
+    taken = (
         {state.dtype, token.dtype, ape.dtype, weight.dtype} == {torch.float32}
         and (freqs.dtype, slots.dtype, steps.dtype, cache.dtype)
         == (torch.complex64, torch.int64, torch.uint8, torch.uint8)
@@ -70,7 +70,7 @@ def arguments(plan, given: Mapping) -> dict | None:
         and cache.stride(1) == 1
         and device_gate.serves(state.device)
     )
-    if not served:
+    if not taken:
         return None
     return {
         "kv_score": token,

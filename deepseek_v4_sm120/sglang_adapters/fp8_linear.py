@@ -14,9 +14,10 @@ and has up to 4 rows. Decided when SGLang would have done them, by the layers an
 
     silu_and_mul_clamp    in DeepseekV2MLP.forward (the shared experts): leaves its output as it is, a `Gates` waits.
                           down_proj, with SGLang's own all-reduce around it, takes that output, and so the gates
-    q_norm                of MQALayer, whatever path calls it: gives `Unnormalized`, which stands for its result until
-                          wq_b and the indexer's wq_b take it. It is no tensor: nothing else can read it by mistake.
-                          From 5 to 64 rows it already has them, by a launch of ours with the same bits
+    the latent norm       RMSNorm of the queries' latent, q_norm of MQALayer, whatever path calls it: gives
+                          `Unnormalized`, which stands for its result until wq_b and the indexer's wq_b take it. It is
+                          no tensor: nothing else can read it by mistake. From 5 to 64 rows it already has them, by a
+                          launch of ours with the same bits
 
 SwiGLU has the bits of SGLang's kernel in either case.
 
@@ -26,7 +27,6 @@ wo_a, grouped and applied by the model itself, is an operator of its own: sglang
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,13 +34,12 @@ import torch
 
 from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.ops import fp8_linear as op
-from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_adapters.waiting import Scope, Waiting, way_out
 
 PATCH = "fp8_linear"
 # Against a product whose activations are rounded to E4M3, 2.6% relative L2 for what is normally distributed, with
 # float32 as with power-of-two scales; tests/ops/test_fp8_linear_reference.py. Ours alone is below 0.002.
 SHADOW_RELATIVE_L2 = 0.06
-OFF = "start with DSV4_SM120_SET=fp8_linear=off"
 
 
 def has_few_rows(x) -> bool:
@@ -65,7 +64,7 @@ class Process:
 process = Process()
 
 
-def serves_layer(method, layer) -> bool:
+def keeps(method, layer) -> bool:
     """True for block-scaled E4M3 weights as the checkpoint has them, of our model, on a GPU that we serve."""
     weight, scale = layer.weight, getattr(layer, "weight_scale_inv", None)
     return (
@@ -79,13 +78,13 @@ def serves_layer(method, layer) -> bool:
     )
 
 
-def serves_product(layer, prologue: str) -> bool:
+def keeps_with(layer, prologue: str) -> bool:
     """True for a linear layer whose product is ours without a bias, and takes x with that prologue (ops.fp8_linear)."""
     method = getattr(layer, "quant_method", None)
     return (
         getattr(getattr(type(method), "apply", None), "takes_prologues", False)
         and getattr(layer, "bias", None) is None
-        and serves_layer(method, layer)
+        and keeps(method, layer)
         and op.takes_prologue(prologue, *layer.weight.shape)
     )
 
@@ -93,24 +92,31 @@ def serves_product(layer, prologue: str) -> bool:
 # ---- what waits for a product
 
 
-@dataclass
-class Gates:
+@dataclass(eq=False)
+class Gates(Waiting):
     """What a call of silu_and_mul_clamp, `original`, would have made of `gates_and_ups`, and written to `x`."""
+
+    operator = PATCH
+    untaken = "SwiGLU was put off to a product that SGLang did not take"
+    mistaken = "SGLang multiplies something else before the gates that wait"
 
     gates_and_ups: torch.Tensor
     x: torch.Tensor
     limit: float
     original: Callable
 
+    def is_of(self, layer, x) -> bool:
+        return layer is _mlp.layer and x is self.x
+
     def product(self, layer) -> torch.Tensor:
         return op.fp8_linear(as_rows(self.gates_and_ups), layer.weight, layer.weight_scale_inv, swiglu_limit=self.limit)
 
-    def made(self) -> torch.Tensor:
+    def run(self) -> torch.Tensor:
         self.original(self.gates_and_ups, self.x, self.limit)
         return self.x
 
 
-class Unnormalized:
+class Unnormalized(Waiting):
     """Stands for the normalised rows of x where the model hands them on: knows the products taken of them.
 
     made_before: those rows, of a launch before all products; None where each product makes them itself.
@@ -125,12 +131,12 @@ class Unnormalized:
 
     def __getitem__(self, rows) -> Unnormalized:
         if not isinstance(rows, slice):
-            raise TypeError(f"fp8_linear: SGLang takes {rows} of rows that are not normalised yet: {OFF}")
+            raise TypeError(way_out(PATCH, f"SGLang takes {rows} of rows that are not normalised yet"))
         made_before = None if self._made_before is None else self._made_before[rows]
         return Unnormalized(self.x[rows], self._norm, self._original, made_before)
 
     def __getattr__(self, name):
-        raise AttributeError(f"fp8_linear: SGLang reads {name} of rows that are not normalised yet: {OFF}")
+        raise AttributeError(way_out(PATCH, f"SGLang reads {name} of rows that are not normalised yet"))
 
     def product(self, layer) -> torch.Tensor:
         if self._made_before is not None:
@@ -138,12 +144,12 @@ class Unnormalized:
         norm = {"norm_weight": self._norm.weight.data, "norm_eps": self._norm.variance_epsilon}
         return op.fp8_linear(as_rows(self.x), layer.weight, layer.weight_scale_inv, **norm)
 
-    def made(self) -> torch.Tensor:
+    def run(self) -> torch.Tensor:
         return self._original(self.x)
 
 
 def _serve(_method, layer, x, _bias=None):
-    if isinstance(x, Gates | Unnormalized):
+    if isinstance(x, Waiting):
         return x.product(layer)
     out = op.fp8_linear(as_rows(x), layer.weight, layer.weight_scale_inv)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
@@ -167,22 +173,17 @@ def replace_apply(original: Callable) -> Callable:
     """For Fp8LinearMethod.apply."""
 
     def stock(method, layer, x, bias=None):
-        return original(method, layer, x.made() if isinstance(x, Gates | Unnormalized) else x, bias)
+        return original(method, layer, x.run() if isinstance(x, Waiting) else x, bias)
 
-    serve = _serve
-    if settings().shadow:
-        comparison = shadow.Comparison(
-            tensors=_tensors, identity=_identity, shape=_shape, relative_l2=SHADOW_RELATIVE_L2
-        )
-        serve = shadow.shadowed(PATCH, _serve, stock, comparison)
+    comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=SHADOW_RELATIVE_L2)
+    serve = shadow.shadowed(PATCH, _serve, stock, comparison)
 
     @functools.wraps(original)
     def apply(self, layer, x, bias=None):
-        if _mlp.gates is not None:
-            x = _taken(layer, x)
-        if isinstance(x, Gates | Unnormalized):
-            return serve(self, layer, x) if bias is None and serves_layer(self, layer) else stock(self, layer, x, bias)
-        if bias is not None or not has_few_rows(x) or not serves_layer(self, layer):
+        x = _mlp.take(Gates, layer, x) or x
+        if isinstance(x, Waiting):
+            return serve(self, layer, x) if bias is None and keeps(self, layer) else stock(self, layer, x, bias)
+        if bias is not None or not has_few_rows(x) or not keeps(self, layer):
             return original(self, layer, x, bias)
         return serve(self, layer, x)
 
@@ -193,22 +194,7 @@ def replace_apply(original: Callable) -> Callable:
 # ---- SwiGLU of the shared experts
 
 
-class _Mlp(threading.local):
-    """The MLP's forward that this thread is in: its down projection, where that is ours, and the gates that wait."""
-
-    down = None
-    gates: Gates | None = None
-
-
-_mlp = _Mlp()
-
-
-def _taken(layer, x) -> Gates:
-    """The gates that wait, for the product of `layer` and x: no other may come before."""
-    gates, _mlp.gates = _mlp.gates, None
-    if layer is not _mlp.down or x is not gates.x:
-        raise RuntimeError(f"fp8_linear: SGLang multiplies something else before the gates that wait: {OFF}")
-    return gates
+_mlp = Scope()  # its layer is the down projection, where that is ours
 
 
 def replace_mlp_forward(original: Callable) -> Callable:
@@ -218,16 +204,8 @@ def replace_mlp_forward(original: Callable) -> Callable:
     def forward(self, *args, **kwargs):
         down = getattr(self, "down_proj", None)
         limited = getattr(self, "swiglu_limit", None) is not None and getattr(down, "input_is_parallel", False)
-        if not limited or not serves_product(down, "SWIGLU"):
+        with _mlp.enter(down if limited and keeps_with(down, "SWIGLU") else None):
             return original(self, *args, **kwargs)
-        _mlp.down = down
-        try:
-            result = original(self, *args, **kwargs)
-            if _mlp.gates is not None:
-                raise RuntimeError(f"fp8_linear: SwiGLU was put off to a product that SGLang did not take: {OFF}")
-            return result
-        finally:
-            _mlp.down = _mlp.gates = None
 
     return forward
 
@@ -237,19 +215,18 @@ def replace_silu_and_mul_clamp(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def silu_and_mul_clamp(input, output, swiglu_limit):
-        if _mlp.down is not None and _can_wait(input, output, swiglu_limit):
-            _mlp.gates = Gates(input, output, swiglu_limit, original)
-            return None
+        if _mlp.layer is not None and _may_wait(input, output, swiglu_limit):
+            return _mlp.put_off(Gates(input, output, swiglu_limit, original))
         return original(input, output, swiglu_limit)
 
     return silu_and_mul_clamp
 
 
-def _can_wait(gates_and_ups, x, limit) -> bool:
+def _may_wait(gates_and_ups, x, limit) -> bool:
     """True for rows for the down projection that its launch gates; fixed by their number and by the layer."""
-    inputs = _mlp.down.weight.shape[1]
+    inputs = _mlp.layer.weight.shape[1]
     return (
-        _mlp.gates is None
+        not _mlp.waiting(Gates)
         and has_few_rows(x)
         and x.shape[0] <= op.MADE_ROWS
         and limit > 0
@@ -259,7 +236,7 @@ def _can_wait(gates_and_ups, x, limit) -> bool:
     )
 
 
-# ---- RMSNorm of the queries' latent
+# ---- the latent norm
 
 
 def replace_attention_init(original: Callable) -> Callable:
@@ -286,7 +263,7 @@ def _put_off(attention, norm, original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(x, *args, **kwargs):
-        if args or kwargs or not _can_be_normalized(x, norm) or not all(map(_takes_norm, _consumers(attention))):
+        if args or kwargs or not _takes_latent(x, norm) or not all(map(_takes_norm, _consumers(attention))):
             return original(x, *args, **kwargs)
         many = x.shape[0] > op.MADE_ROWS
         made_before = op.normalized(as_rows(x), norm.weight.data, norm.variance_epsilon) if many else None
@@ -301,10 +278,10 @@ def _consumers(attention) -> list:
 
 
 def _takes_norm(layer) -> bool:
-    return serves_product(layer, "NORM")
+    return keeps_with(layer, "NORM")
 
 
-def _can_be_normalized(x, norm) -> bool:
+def _takes_latent(x, norm) -> bool:
     weight = norm.weight
     return (
         has_few_rows(x)

@@ -6,9 +6,9 @@ and page transform. Everything around the two (query projection, capturers, HiSp
     replace_logits      computes nothing: it returns a Deferred, which is the arguments of the call
     replace_topk        gets the Deferred and runs ops.index_select on the arguments of both
     replace_other_topk  SGLang was asked for another top-k (torch, FlashInfer): stock logits are computed after all
-    replace_forward     marks the extent in which logits may be deferred, and tells whether adjacent rows share pages
+    replace_forward     is the scope in which logits may be deferred, and tells whether adjacent rows share pages
 
-A logits function called by anybody else, or with what `handles` does not know, is the original. DeepGEMM's logits are
+A logits function called by anybody else, or with what `takes` does not know, is the original. DeepGEMM's logits are
 deferred for the FP4 index cache, where SGLang has no other, and in DSV4_SM120_FORCE=ops; for the FP8 cache DeepGEMM is
 an explicit choice (SGLANG_OPT_USE_TILELANG_INDEXER=0 and SGLANG_FP8_PAGED_MQA_LOGITS_TORCH=0) and is respected.
 """
@@ -19,6 +19,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.ops.index_select import FP4_ENTRY_BYTES, FP8_ENTRY_BYTES, index_select, topk_select
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_adapters.waiting import Scope, Waiting
 from deepseek_v4_sm120.sglang_patches import DEEP_GEMM, DEEP_GEMM_LOGITS, DEEP_GEMM_LOGITS_FP4
 
 PATCH = "index_select"
@@ -38,18 +40,11 @@ PAGE = 64
 SHARED_PAGES = 4  # rows_per_request where rows of a request are adjacent: any number above 1 says so
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """One forward_c4_indexer call in which logits may be deferred."""
-
-    rows_per_request: int
+_forward = Scope()  # forward_c4_indexer, of an indexer whose logits may be deferred
 
 
-_extent: Extent | None = None
-
-
-@dataclass(slots=True)
-class Deferred:
+@dataclass(eq=False)
+class Deferred(Waiting):
     """Stands for the logits between the two functions."""
 
     q: torch.Tensor
@@ -64,16 +59,15 @@ class Deferred:
     def shape(self) -> tuple[int, int]:
         return self.q.shape[0], self.args[6]
 
-    def logits(self) -> torch.Tensor:
-        """What the original computes."""
+    def run(self) -> torch.Tensor:
         return self.original(*self.args)
 
 
-def _is_served_cache(cache: torch.Tensor, entry_bytes: int) -> bool:
+def _is_known_cache(cache: torch.Tensor, entry_bytes: int) -> bool:
     return cache.ndim == 4 and tuple(cache.shape[1:]) == (PAGE, 1, entry_bytes) and cache.element_size() == 1
 
 
-def handles(args: tuple) -> bool:
+def takes(args: tuple) -> bool:
     """True for (q, cache, weights, lengths, page table, schedule, width, clean) that ops.index_select computes."""
     if len(args) != 8:
         return False
@@ -85,14 +79,14 @@ def handles(args: tuple) -> bool:
         and values.shape[1] == 1
         and models_served.takes(PATCH, index_heads=values.shape[2], index_dim=values.shape[3] * (2 if fp4 else 1))
         and (q[1].dtype == torch.int32 if fp4 else values.dtype == torch.float8_e4m3fn)
-        and _is_served_cache(cache, FP4_ENTRY_BYTES if fp4 else FP8_ENTRY_BYTES)
+        and _is_known_cache(cache, FP4_ENTRY_BYTES if fp4 else FP8_ENTRY_BYTES)
         and weights.dtype == torch.float32
         and lengths.dtype == page_table.dtype == torch.int32
         and device_gate.serves(values.device)
     )
 
 
-def handles_selection(seq_lens, page_tables, out, page_size) -> bool:
+def takes_selection(seq_lens, page_tables, out, page_size) -> bool:
     """True for a top-k that ops.index_select makes: of so many entries, as slots of pages of 64."""
     return (
         page_size == PAGE
@@ -108,10 +102,10 @@ def replace_logits(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def paged_mqa_logits(*args, **kwargs):
-        if _extent is None or kwargs or not handles(args):
+        if _forward.layer is None or kwargs or not takes(args):
             return original(*args, **kwargs)
         q, q_scales = args[0] if isinstance(args[0], tuple) else (args[0], None)
-        return Deferred(q, q_scales, args[1], args[2], _extent.rows_per_request, original, args)
+        return Deferred(q, q_scales, args[1], args[2], _forward.known["rows_per_request"], original, args)
 
     return paged_mqa_logits
 
@@ -128,8 +122,8 @@ def replace_topk(original: Callable) -> Callable:
         given = (seq_lens, page_tables, out_page_indices, page_size)
         if not isinstance(scores, Deferred):
             return original(scores, *given, *rest, **kwargs)
-        if not handles_selection(*given):
-            return original(scores.logits(), *given, *rest, **kwargs)
+        if not takes_selection(*given):
+            return original(scores.run(), *given, *rest, **kwargs)
         return serve(scores, *given, *rest, **kwargs)
 
     return topk_transform
@@ -147,7 +141,7 @@ def replace_other_topk(original: Callable) -> Callable:
         if not told:
             told = True
             report.info(f"index_select: SGLang was asked for {original.__name__}; its own indexer runs")
-        return original(scores.logits(), *args, **kwargs)
+        return original(scores.run(), *args, **kwargs)
 
     return topk_transform
 
@@ -186,7 +180,7 @@ def _serve_beside(original: Callable) -> Callable:
     def serve(deferred, seq_lens, page_tables, out, page_size, *rest, **kwargs):
         slots, entries = torch.empty_like(out), torch.empty_like(out)
         _select(deferred, seq_lens, page_tables, slots, entries)
-        scores = deferred.logits()
+        scores = deferred.run()
         original(scores, seq_lens, page_tables, out, page_size, *rest, **kwargs)
         if out.shape[0]:
             _record(deferred, scores, seq_lens.reshape(-1), slots, entries, out)
@@ -232,24 +226,35 @@ def _record(deferred, scores, lengths, slots, entries, stock) -> None:
         shadow.record(name, pairs, identity=deferred.k_pages.data_ptr(), shape=shape, relative_l2=bound)
 
 
-# ---- the extent
+# ---- the scope
+
+
+_deep_gemm: dict[str, list] = {}  # name that is replaced -> [original, by how many forwards]
+_deep_gemm_lock = threading.Lock()
 
 
 @contextmanager
 def _deferring_deep_gemm(names: tuple[str, ...]):
-    """DeepGEMM's logits deferred for the duration: SGLang looks the function up in the package when it calls."""
+    """DeepGEMM's logits deferred for the duration: SGLang looks the function up in the package when it calls. Of
+    forwards in several threads the first one replaces it, and the last one restores it."""
     if not names or (DEEP_GEMM not in sys.modules and importlib.util.find_spec(DEEP_GEMM) is None):
         yield
         return
     package = importlib.import_module(DEEP_GEMM)
-    originals = {name: getattr(package, name) for name in names if hasattr(package, name)}
-    for name, function in originals.items():
-        setattr(package, name, replace_logits(function))
+    names = tuple(name for name in names if hasattr(package, name))
+    with _deep_gemm_lock:
+        for name in names:
+            held = _deep_gemm.setdefault(name, [getattr(package, name), 0])
+            held[1] += 1
+            setattr(package, name, replace_logits(held[0]))
     try:
         yield
     finally:
-        for name, function in originals.items():
-            setattr(package, name, function)
+        with _deep_gemm_lock:
+            for name in names:
+                _deep_gemm[name][1] -= 1
+                if not _deep_gemm[name][1]:
+                    setattr(package, name, _deep_gemm.pop(name)[0])
 
 
 def _deep_gemm_names(c4_indexer) -> tuple[str, ...]:
@@ -262,15 +267,10 @@ def replace_forward(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward_c4_indexer(self, x, q_lora, c4_indexer, forward_batch, *args, **kwargs):
-        global _extent
-        if not device_gate.serves(x.device):
+        served = device_gate.serves(x.device)
+        rows_per_request = 1 if served and forward_batch.forward_mode.is_decode() else SHARED_PAGES
+        names = _deep_gemm_names(c4_indexer) if served else ()
+        with _forward.enter(self if served else None, rows_per_request=rows_per_request), _deferring_deep_gemm(names):
             return original(self, x, q_lora, c4_indexer, forward_batch, *args, **kwargs)
-        outer = _extent
-        _extent = Extent(1 if forward_batch.forward_mode.is_decode() else SHARED_PAGES)
-        try:
-            with _deferring_deep_gemm(_deep_gemm_names(c4_indexer)):
-                return original(self, x, q_lora, c4_indexer, forward_batch, *args, **kwargs)
-        finally:
-            _extent = outer
 
     return forward_c4_indexer

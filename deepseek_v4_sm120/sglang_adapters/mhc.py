@@ -8,10 +8,10 @@
     replace_fused_head       fused_hc_head, the collapse before the model's last norm
     replace_hc_head          the MTP block's own hc_head
 
-Each serves a call when `_is_served...` says so and otherwise returns what the original returns. In shadow mode each
+Each computes a call that it takes and otherwise returns what the original returns. In shadow mode each
 output of a call (streams, post, comb, y) is compared and counted by itself, with the same bound.
 
-SGLang's own switches (SGLANG_OPT_*MHC*) choose what runs where we do not serve. Results are ordinary allocations: with
+SGLang's own switches (SGLANG_OPT_*MHC*) choose what runs where we take nothing. Results are ordinary allocations: with
 --enable-symm-mem y is not in the symmetric pool, where SGLang puts it for experts that write in place (ours do not).
 """
 
@@ -33,7 +33,7 @@ SHADOW_RELATIVE_L2 = 0.004
 POST_SCALE = 2.0  # _MHC_POST_MULT_VALUE of SGLang's model, which hc_pre does not get as an argument
 
 
-def _is_served(streams: torch.Tensor, fn: torch.Tensor | None, scale, base, mixes: int) -> bool:
+def _takes(streams: torch.Tensor, fn: torch.Tensor | None, scale, base, mixes: int) -> bool:
     """Shapes and types that ops.mhc takes; the rest is SGLang's."""
     if streams.ndim != 3 or streams.shape[0] == 0 or streams.dtype != torch.bfloat16:
         return False
@@ -53,7 +53,7 @@ def _is_served(streams: torch.Tensor, fn: torch.Tensor | None, scale, base, mixe
     )
 
 
-def _is_served_output(f: torch.Tensor, streams: torch.Tensor) -> bool:
+def _takes_output(f: torch.Tensor, streams: torch.Tensor) -> bool:
     return (
         isinstance(f, torch.Tensor)
         and f.dtype == torch.bfloat16
@@ -63,7 +63,7 @@ def _is_served_output(f: torch.Tensor, streams: torch.Tensor) -> bool:
     )
 
 
-def _is_served_norm(weight: torch.Tensor | None) -> bool:
+def _takes_norm(weight: torch.Tensor | None) -> bool:
     return weight is None or (weight.dtype == torch.bfloat16 and weight.is_contiguous())
 
 
@@ -143,14 +143,14 @@ def replace_fused_post_pre(original: Callable) -> Callable:
     @functools.wraps(original)
     def mhc_fused_post_pre(x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, *args, **kwargs):
         arguments = (x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, *args)
-        handled = (
-            _is_served(residual, fn, hc_scale, hc_base, op.MIXES)
-            and _is_served_output(x, residual)
-            and _is_served_norm(kwargs.get("norm_weight"))
+        taken = (
+            _takes(residual, fn, hc_scale, hc_base, op.MIXES)
+            and _takes_output(x, residual)
+            and _takes_norm(kwargs.get("norm_weight"))
             and len(args) >= 5
             and args[1] == args[2]  # one epsilon for gates and Sinkhorn
         )
-        return serve(*arguments, **kwargs) if handled else original(*arguments, **kwargs)
+        return serve(*arguments, **kwargs) if taken else original(*arguments, **kwargs)
 
     return mhc_fused_post_pre
 
@@ -159,7 +159,7 @@ def replace_fusion_enabled(original: Callable) -> Callable:
     """For _is_fused_mhc_post_pre_enabled(): layers leave their last post to the boundary, which is one operator.
 
     Asked when the model is built and, from 0.5.19 on, at every boundary. SGLang's own answer depends on which of its
-    TileLang kernels run on this GPU; ours needs none of them, and what we do not serve is still theirs. So the answer
+    TileLang kernels run on this GPU; ours needs none of them, and what we do not take is still theirs. So the answer
     is ours only for a model whose boundaries are: others have layers that ask too (GLM-5.3's).
     """
 
@@ -180,7 +180,7 @@ def _serves_the_model() -> bool:
 
 
 def _serve_pre(layer, x, hc_fn, hc_scale, hc_base, norm=None, forward_batch=None):
-    normed = norm is not None and _is_served_norm(norm.weight.data)
+    normed = norm is not None and _takes_norm(norm.weight.data)
     post, comb, y = op.mhc_pre(
         x,
         hc_fn,
@@ -212,7 +212,7 @@ def replace_hc_pre(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def hc_pre(self, x, hc_fn, hc_scale, hc_base, *args, **kwargs):
-        run = serve if _is_served(x, hc_fn, hc_scale, hc_base, op.MIXES) else original
+        run = serve if _takes(x, hc_fn, hc_scale, hc_base, op.MIXES) else original
         return run(self, x, hc_fn, hc_scale, hc_base, *args, **kwargs)
 
     return hc_pre
@@ -230,12 +230,12 @@ def replace_hc_post(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def hc_post(self, x, residual, post, comb):
-        handled = (
-            _is_served(residual, None, None, None, 0)
-            and _is_served_output(x, residual)
+        taken = (
+            _takes(residual, None, None, None, 0)
+            and _takes_output(x, residual)
             and post.dtype == comb.dtype == torch.float32
         )
-        return (serve if handled else original)(self, x, residual, post, comb)
+        return (serve if taken else original)(self, x, residual, post, comb)
 
     return hc_post
 
@@ -259,7 +259,7 @@ def replace_fused_head(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def fused_hc_head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps):
-        run = serve if _is_served(x, hc_fn, hc_scale, hc_base, op.STREAMS) else original
+        run = serve if _takes(x, hc_fn, hc_scale, hc_base, op.STREAMS) else original
         return run(x, hc_fn, hc_scale, hc_base, norm_eps=norm_eps, hc_eps=hc_eps)
 
     return fused_hc_head
@@ -281,7 +281,7 @@ def replace_hc_head(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def hc_head(self, x, hc_fn, hc_scale, hc_base):
-        run = serve if _is_served(x, hc_fn, hc_scale, hc_base, op.STREAMS) else original
+        run = serve if _takes(x, hc_fn, hc_scale, hc_base, op.STREAMS) else original
         return run(self, x, hc_fn, hc_scale, hc_base)
 
     return hc_head

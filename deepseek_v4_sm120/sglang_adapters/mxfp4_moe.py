@@ -17,7 +17,7 @@ these classes; from 0.5.19 on the router's weights contain it. So `routed_scalin
 Expert parallelism: the dispatcher has made the ids local, with -1 for other ranks', or (flashinfer_mxfp4) left them
 global, and then the rank's first expert is subtracted.
 
-Decided once per layer, when its weights have been loaded (`handles`): a layer that we do not serve is repacked and run
+Decided once per layer, when its weights have been loaded (`keeps`): a layer that we do not keep is repacked and run
 by the original. Checkpoints with FP8 experts use other classes and are not touched.
 """
 
@@ -32,8 +32,8 @@ import torch
 
 from deepseek_v4_sm120 import device_gate, models_served, patching, shadow
 from deepseek_v4_sm120.ops import mxfp4_moe as op
-from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_adapters.kept_weights import KeptWeights
 
 PATCH = "mxfp4_moe"
 WAY_MXFP8 = "ours, mxfp8"  # what `calibrate` calls it; a profile that leaves it out leaves bf16
@@ -43,7 +43,7 @@ SHADOW_RELATIVE_L2 = 0.008
 # The same against MXFP8 activations, whose quantisation alone is 0.03 to 0.05
 SHADOW_RELATIVE_L2_MXFP8 = 0.08
 
-KEPT = "_dsv4_sm120_experts"  # attribute of a layer that we serve
+KEPT = "_dsv4_sm120_experts"  # attribute of a layer that we keep
 SCALE_NAMES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
 
 
@@ -65,29 +65,10 @@ class Experts:
         return sum(t.numel() * t.element_size() for t in (self.w13, self.w13_scale, self.w2, self.w2_scale))
 
 
-@dataclass
-class Memory:
-    """What status tells: layers served, bytes of their weights, bytes that exist only because of us."""
-
-    layers: int = 0
-    weight_bytes: int = 0
-    repacked_bytes: int = 0
-    shadow_copy_bytes: int = 0
-
-    def describe(self) -> str:
-        text = (
-            f"mxfp4_moe: {self.layers} layers, {self.weight_bytes / 1e9:.2f} GB of experts in the checkpoint's layout, "
-            f"{self.repacked_bytes} bytes repacked"
-        )
-        if self.shadow_copy_bytes:
-            text += f"; {self.shadow_copy_bytes / 1e9:.2f} GB more for the shadow's copy"
-        return text
+kept = KeptWeights(PATCH, "of experts in the checkpoint's layout")
 
 
-memory = Memory()
-
-
-def handles(method, layer) -> bool:
+def keeps(method, layer) -> bool:
     """True for a layer whose experts ops.mxfp4_moe computes: FP4, gated SiLU without biases, sizes it was made for.
 
     With others every call would fall to the kernels for many rows: DeepSeek-V4.1's (hidden 5120, 2304 wide) are such.
@@ -179,23 +160,21 @@ def _compile_prefill(layer, experts: Experts) -> None:
 def _replace_process(original: Callable, *, mxfp8: bool) -> Callable:
     @functools.wraps(original)
     def process_weights_after_loading(self, layer):
-        if not handles(self, layer):
+        if not keeps(self, layer):
             return original(self, layer)
-        report.add_note(PATCH, memory.describe)
         if settings().shadow:  # the original repacks, perhaps in place: ours get copies
             experts = _experts(self, layer, mxfp8=mxfp8)
             names = ("w13", "w13_scale", "w2", "w2_scale")
             copies = {name: getattr(experts, name).clone() for name in names}
             original(self, layer)
             experts = Experts(**{**vars(experts), **copies})
-            memory.shadow_copy_bytes += experts.bytes
+            kept.shadow_copy_bytes += experts.bytes
         else:
             self._fp8.process_weights_after_loading(layer)  # as the original does first
             experts = _experts(self, layer, mxfp8=mxfp8)
             _replace_scales(layer, experts)
         setattr(layer, KEPT, experts)
-        memory.layers += 1
-        memory.weight_bytes += experts.bytes
+        kept.add(experts.bytes)
         _compile_prefill(layer, experts)
         return None
 
@@ -256,10 +235,8 @@ def _shape(_method, layer, dispatch_output) -> dict[str, int]:
 
 
 def _replace_apply(original: Callable, relative_l2: float) -> Callable:
-    serve = _serve
-    if settings().shadow:
-        comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=relative_l2)
-        serve = shadow.shadowed(PATCH, _serve, original, comparison)
+    comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=relative_l2)
+    serve = shadow.shadowed(PATCH, _serve, original, comparison)
 
     @functools.wraps(original)
     def apply(self, layer, dispatch_output):

@@ -1,6 +1,6 @@
 """Prefill must not starve decode: after each prefill chunk, a number of decode steps come first.
 
-SGLang 0.5.20 and later have it as --prefill-decode-interval (sglang_settings.py sets that argument); here is the same
+SGLang 0.5.20 and later have it as --prefill-decode-interval (sglang_defaults.py sets that argument); here is the same
 for 0.5.17, whose scheduler always prefers prefill.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 from deepseek_v4_sm120 import patching
 
-SETTING = "prefill_decode_interval_0_5_17"
+DEFAULT = "prefill_decode_interval_0_5_17"
 
 
 def _interval() -> int:
     engine = patching.active_engine()
-    return 0 if engine is None else engine.steering.value(SETTING)
+    return 0 if engine is None else engine.steering.value(DEFAULT)
 
 
 def replace_new_batch_prefill(original: Callable) -> Callable:

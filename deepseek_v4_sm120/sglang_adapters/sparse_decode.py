@@ -6,10 +6,10 @@ Three functions that SGLang calls for the same attention over the 584-byte FP8 p
     replace_flash_mla   flash_mla_with_kvcache of the pip package flash_mla (0.5.12 and the preview image)
     replace_sgl_kernel  flash_mla_with_kvcache of sgl_kernel, SGLang's call on other GPUs (DSV4_SM120_FORCE=ops)
 
-Each serves a call when `handles` says so and otherwise returns what the original returns for the very arguments.
+Each computes a call that it `takes` and otherwise returns what the original returns for the very arguments.
 Around them: the number of heads worth computing (replace_kernel_num_heads, replace_backend_forward), prompts that would
 not come to these functions (replace_forward_prefill_sparse) and FlashMLA's scheduler metadata, which our kernel does
-not use (replace_sched_meta). In sparse_decode_norm.py: the norm of the queries, which our kernel does as well.
+not use (replace_sched_meta). In sparse_decode_head_norm.py: the head norm of the queries, which our kernel does too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.settings import settings
-from deepseek_v4_sm120.sglang_adapters import sparse_decode_norm
+from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD
+from deepseek_v4_sm120.sglang_adapters.sparse_decode_head_norm import Queries
+from deepseek_v4_sm120.sglang_adapters.waiting import Scope
 from deepseek_v4_sm120.sglang_patches import (
     FLASH_MLA,
     SGL_KERNEL,
@@ -36,7 +38,7 @@ from deepseek_v4_sm120.sglang_patches import (
 PATCH = "sparse_decode"
 SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the output and two of P explain about 0.0015
 
-_real_heads: int | None = None  # heads of q that carry data, known inside the backend's forward of 0.5.14 to 0.5.19
+_backend = Scope()  # the backend's forward of 0.5.14 to 0.5.19; its layer tells how many heads of q carry data
 
 
 @dataclass(slots=True)
@@ -61,7 +63,7 @@ class Call:
     def heads(self) -> int:
         """Leading heads of q that carry data; the rest is padding."""
         padded = self.q.shape[2]
-        return padded if _real_heads is None else min(_real_heads, padded)
+        return padded if _backend.layer is None else min(_backend.layer.tp_q_head_num, padded)
 
 
 _REQUIRED = ("q", "k_cache", "head_dim_v")
@@ -107,7 +109,7 @@ def _call(values: dict, args: tuple, kwargs: dict, *, is_sparse_fp8: bool) -> Ca
     )
 
 
-def _is_served_cache(cache: torch.Tensor, indices: torch.Tensor | None) -> bool:
+def _is_known_cache(cache: torch.Tensor, indices: torch.Tensor | None) -> bool:
     shape = cache.shape
     return (
         len(shape) == 4
@@ -120,7 +122,7 @@ def _is_served_cache(cache: torch.Tensor, indices: torch.Tensor | None) -> bool:
     )
 
 
-def handles(call: Call) -> bool:
+def takes(call: Call) -> bool:
     """True for the calls that ops.sparse_decode computes: DeepSeek-V4's attention, on a device that the gate serves."""
     q, shape = call.q, call.q.shape
     return (
@@ -130,9 +132,9 @@ def handles(call: Call) -> bool:
         and shape[1] == 1
         and models_served.takes(PATCH, heads=shape[2], head_dim=shape[3])
         and shape[3] == call.head_dim_v
-        and _is_served_cache(call.k_cache, call.indices)
+        and _is_known_cache(call.k_cache, call.indices)
         and (call.extra_k_cache is None) == (call.extra_indices is None)
-        and (call.extra_k_cache is None or _is_served_cache(call.extra_k_cache, call.extra_indices))
+        and (call.extra_k_cache is None or _is_known_cache(call.extra_k_cache, call.extra_indices))
         and device_gate.serves(q.device)
     )
 
@@ -141,7 +143,7 @@ def _serve(call: Call, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor 
     """(out [rows, 1, heads, 512], lse [rows, heads, 1] or None). Padded heads of `out` are left uninitialised."""
     q, attn_sink, out, whole = call.q, call.attn_sink, None, None
     heads = call.heads
-    waiting = sparse_decode_norm.take(q, heads)
+    waiting = FORWARD.take(Queries, q, heads)
     if heads < q.shape[2]:
         whole = q.new_empty(q.shape)
         q, out = q[:, :, :heads], whole[:, :, :heads]
@@ -190,10 +192,8 @@ COMPARISON = shadow.Comparison(
 
 
 def _server(original: Callable, *, return_lse: bool) -> Callable[[Call], tuple]:
-    """What computes a handled call: ours, or ours and the original in shadow mode."""
+    """What computes a call that we take: ours, or ours and the original in shadow mode."""
     ours = functools.partial(_serve, return_lse=return_lse)
-    if not settings().shadow:
-        return ours
     return shadow.shadowed(PATCH, ours, lambda call: original(*call.args, **call.kwargs), COMPARISON)
 
 
@@ -207,9 +207,9 @@ def replace_sm120(original: Callable) -> Callable:
             return original(**kwargs)
         values = _bind("flash_mla_with_kvcache_sm120", SM120_KEYS, (), kwargs)
         call = _call(values, (), kwargs, is_sparse_fp8=True)
-        if handles(call):
+        if takes(call):
             return serve(call)
-        sparse_decode_norm.settle()
+        FORWARD.settle(Queries)
         return original(**kwargs)
 
     return flash_mla_with_kvcache_sm120
@@ -231,9 +231,9 @@ def _replace_flash_mla_with_kvcache(original: Callable, where: str, names: tuple
             and values.get("descale_k") is None
         )
         call = _call(values, args, kwargs, is_sparse_fp8=is_sparse_fp8)
-        if handles(call):
+        if takes(call):
             return serve(call)
-        sparse_decode_norm.settle()
+        FORWARD.settle(Queries)
         return original(*args, **kwargs)
 
     return flash_mla_with_kvcache
@@ -247,7 +247,7 @@ def replace_flash_mla(original: Callable) -> Callable:
 def replace_sgl_kernel(original: Callable) -> Callable:
     """For sgl_kernel.flash_mla.flash_mla_with_kvcache: returns (out, lse) in FlashMLA's convention.
 
-    FlashMLASchedMeta objects fill themselves at the first original call that gets them; a call that we serve leaves
+    FlashMLASchedMeta objects fill themselves at the first original call that gets them; a call that we take leaves
     them empty, which is the state in which the next original call expects to find them.
     """
     where = "sgl_kernel.flash_mla.flash_mla_with_kvcache"
@@ -262,7 +262,7 @@ def _runs_sm120_branches() -> bool:
 def replace_kernel_num_heads(original: Callable) -> Callable:
     """For MqaAttentionBase._kernel_num_heads (0.5.20 and later): no padding, our kernel takes any number of heads.
 
-    Only for an attention whose calls `handles` takes: SGLang's own kernels get the heads that they asked for. Those of
+    Only for an attention whose calls `takes` takes: SGLang's own kernels get the heads that they asked for. Those of
     DeepSeek-V4.1 read the padded heads as well, which SGLang has zeroed for them.
     """
 
@@ -289,12 +289,8 @@ def replace_backend_forward(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self, q, k, v, layer, *args, **kwargs):
-        global _real_heads
-        outer, _real_heads = _real_heads, layer.tp_q_head_num
-        try:
+        with _backend.enter(layer):
             return original(self, q, k, v, layer, *args, **kwargs)
-        finally:
-            _real_heads = outer
 
     return forward
 

@@ -6,12 +6,12 @@ kernel that takes the rotary embedding of the attention's output back. Here:
     MQALayer.__init__              makes it an E4M3 layer with its scales (`store`)
     DeepseekV4ForCausalLM.load_weights, _dequant_fp8_wo_a_streaming
                                    hand the checkpoint's tensors through as they are (`AsStored`)
-    MQALayer.forward               is SGLang's. Its `self.wo_a.weight.view(groups, outputs, -1)` gives `Groups`, whose
-                                   einsum is our product
+    MQALayer.forward               is SGLang's (attention_forward.py). Its `self.wo_a.weight.view(groups, outputs, -1)`
+                                   gives `Groups`, whose einsum is our product
     fused_rope_inplace             inside that forward, up to 64 rows: puts the rotation off to the product
 
 What SGLang makes E4M3 itself (SGLANG_OPT_FP8_WO_A_GEMM where it can be had), DSpark's own attention and DeepSeek-V4.1
-are not touched. Decided once per layer, when it is made (`handles`).
+are not touched. Decided once per layer, when it is made (`keeps`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -27,9 +26,11 @@ import torch
 
 from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.ops import wo_a as op
-from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.reference.wo_a import EQUATION
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD
+from deepseek_v4_sm120.sglang_adapters.kept_weights import KeptWeights
+from deepseek_v4_sm120.sglang_adapters.waiting import Waiting, way_out
 
 PATCH = "wo_a"
 # Two products of the same bf16 numbers: each is off float64 by its bf16 output alone, 0.0017
@@ -37,25 +38,9 @@ SHADOW_RELATIVE_L2 = 0.004
 
 WEIGHT, SCALE, PARAMETER = ".wo_a.weight", ".wo_a.scale", ".wo_a.weight_scale_inv"
 (BLOCKS,) = models_served.LIMITS[PATCH]["block"].values
-OFF = "start with DSV4_SM120_SET=wo_a=off"
 
 
-@dataclass
-class Memory:
-    """What status tells: layers served, bytes of their weights, bytes that exist only because of us."""
-
-    layers: int = 0
-    weight_bytes: int = 0
-    shadow_copy_bytes: int = 0
-
-    def describe(self) -> str:
-        text = f"wo_a: {self.layers} layers, {self.weight_bytes / 1e9:.2f} GB in FP8"
-        if self.shadow_copy_bytes:
-            text += f"; {self.shadow_copy_bytes / 1e9:.2f} GB more for the shadow's bf16 copy"
-        return text
-
-
-memory = Memory()
+kept = KeptWeights(PATCH, "in FP8")
 
 # ---- the layer: E4M3 from the start
 
@@ -70,7 +55,7 @@ class StoredWeight(torch.nn.Parameter):
         return Groups(self, shape) if len(shape) == 3 else super().view(*shape)
 
 
-def handles(attention, quant_config, prefix: str) -> bool:
+def keeps(attention, quant_config, prefix: str) -> bool:
     """True for a bf16 wo_a whose checkpoint is block-scaled E4M3, of the shape that ops.wo_a takes, on our GPU."""
     layer = attention.wo_a
     weight = getattr(layer, "weight", None)
@@ -117,19 +102,15 @@ def store(layer, expand: Callable) -> None:
     layer.weight, layer.weight_scale_inv = weight, weight.scale
     if settings().shadow:
         layer.quant_method = _ExpandedForShadow(layer.quant_method, expand)
-    memory.layers += 1
-    memory.weight_bytes += weight.numel() + 4 * weight.scale.numel()
-    report.add_note(PATCH, memory.describe)
+    kept.add(weight.numel() + 4 * weight.scale.numel())
 
 
 def _checked(load: Callable) -> Callable:
     @functools.wraps(load)
     def weight_loader(param, loaded_weight, *args, **kwargs):
         if (loaded_weight.dtype == torch.float8_e4m3fn) != (param.dtype == torch.float8_e4m3fn):
-            raise ValueError(
-                f"wo_a: the checkpoint's weight must be {param.dtype}, as its quantization_config says, got "
-                f"{loaded_weight.dtype}: {OFF}"
-            )
+            given = f"must be {param.dtype}, as its quantization_config says, got {loaded_weight.dtype}"
+            raise ValueError(way_out(PATCH, f"the checkpoint's weight {given}"))
         return load(param, loaded_weight, *args, **kwargs)
 
     weight_loader.checks_dtype = True
@@ -151,7 +132,7 @@ class _ExpandedForShadow:
         expanded = self._expand(weight.data, weight.scale.data)
         if weight.for_shadow is None:
             weight.for_shadow = expanded
-            memory.shadow_copy_bytes += 2 * weight.numel()
+            kept.shadow_copy_bytes += 2 * weight.numel()
         else:  # loaded again: captured graphs read this memory
             weight.for_shadow.copy_(expanded)
 
@@ -166,7 +147,7 @@ def replace_init(original: Callable) -> Callable:
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
         prefix = given.arguments["prefix"]
-        if handles(self, given.arguments["quant_config"], f"{prefix}.wo_a" if prefix else "wo_a"):
+        if keeps(self, given.arguments["quant_config"], f"{prefix}.wo_a" if prefix else "wo_a"):
             store(self.wo_a, sys.modules[original.__module__]._dequant_fp8)
 
     return __init__
@@ -217,9 +198,13 @@ def replace_expansion(original: Callable) -> Callable:
 # ---- the forward: rotation and product
 
 
-@dataclass
-class Rotation:
+@dataclass(eq=False)
+class Rotation(Waiting):
     """What a call of fused_rope_inplace, `original`, would have done: rotate `rotated` [rows, heads, 64], in place."""
+
+    operator = PATCH
+    untaken = "the rotation was put off to a product that SGLang did not take"
+    mistaken = "SGLang multiplies another tensor than the one it rotates"
 
     rotated: torch.Tensor
     freqs_cis: torch.Tensor
@@ -231,34 +216,8 @@ class Rotation:
         first = x.data_ptr() + (op.HEAD_INPUTS - op.ROTATED) * x.element_size()
         return (self.rotated.data_ptr(), self.rotated.shape[0]) == (first, x.shape[0])
 
-
-class _Forward(threading.local):
-    """The attention's forward that this thread is in: whether it is one of ours, and its rotation that was put off."""
-
-    ours = False
-    rotation: Rotation | None = None
-
-
-_forward = _Forward()
-
-
-def replace_forward(original: Callable) -> Callable:
-    """For MQALayer.forward."""
-
-    @functools.wraps(original)
-    def forward(self, *args, **kwargs):
-        if not isinstance(getattr(self.wo_a, "weight", None), StoredWeight):
-            return original(self, *args, **kwargs)
-        _forward.ours = True
-        try:
-            result = original(self, *args, **kwargs)
-            if _forward.rotation is not None:
-                raise RuntimeError(f"wo_a: the rotation was put off to a product that SGLang did not take: {OFF}")
-            return result
-        finally:
-            _forward.ours, _forward.rotation = False, None
-
-    return forward
+    def run(self) -> None:
+        self.original(self.rotated, None, self.freqs_cis, self.positions, True)
 
 
 def replace_rope(original: Callable) -> Callable:
@@ -266,15 +225,16 @@ def replace_rope(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def fused_rope_inplace(q, k, freqs_cis, positions, inverse=False):
-        if _forward.ours and inverse and k is None and _can_wait(q, freqs_cis, positions):
-            _forward.rotation = Rotation(q, freqs_cis, positions, original)
+        ours = isinstance(getattr(getattr(FORWARD.layer, "wo_a", None), "weight", None), StoredWeight)
+        if ours and inverse and k is None and _may_wait(q, freqs_cis, positions):
+            FORWARD.put_off(Rotation(q, freqs_cis, positions, original))
             return None
         return original(q, k, freqs_cis, positions, inverse)
 
     return fused_rope_inplace
 
 
-def _can_wait(q, freqs_cis, positions) -> bool:
+def _may_wait(q, freqs_cis, positions) -> bool:
     """True for 1 to 64 rows that ops.wo_a can rotate itself; fixed by their number and the arguments' kinds."""
     return (
         0 < q.shape[0] <= op.MAX_ROWS
@@ -298,12 +258,9 @@ class Groups:
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function is not torch.einsum or args[0] != EQUATION or not isinstance(args[2], cls):
             name = getattr(function, "__name__", function)
-            raise TypeError(f"wo_a: SGLang calls {name} with the FP8 weights, einsum {EQUATION!r} is known: {OFF}")
-        rotation, _forward.rotation = _forward.rotation, None
-        x = args[1]
-        if rotation is not None and not rotation.is_of(x):
-            raise RuntimeError(f"wo_a: SGLang multiplies another tensor than the one it rotates: {OFF}")
-        return _serve()(args[2], x, rotation)
+            what = f"SGLang calls {name} with the FP8 weights, einsum {EQUATION!r} is known"
+            raise TypeError(way_out(PATCH, what))
+        return _serve()(args[2], args[1], FORWARD.take(Rotation, args[1]))
 
 
 def _multiply(groups: Groups, x, rotation: Rotation | None):
@@ -334,7 +291,5 @@ def _shape(groups: Groups, x, _rotation) -> dict[str, int]:
 
 @functools.cache
 def _serve() -> Callable:
-    if not settings().shadow:
-        return _multiply
     comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=SHADOW_RELATIVE_L2)
     return shadow.shadowed(PATCH, _multiply, _multiply_expanded, comparison)

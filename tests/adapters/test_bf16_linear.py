@@ -186,7 +186,6 @@ def module_gate(module):
 
 @pytest.mark.parametrize("name", SHADOWED)
 def test_shadow_compares_each_projection_with_its_original(served, monkeypatch, name):
-    monkeypatch.setattr(adapter, "settings", lambda: settings.Settings(shadow="1"))
     monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow="1"))
     shadow.reset()
     function, call = SHADOWED[name](*tensors(outputs=256))

@@ -118,7 +118,6 @@ def test_versions_without_a_switch_have_none(served):
 
 @pytest.mark.parametrize("keep", ["1", "ours"])
 def test_shadow_compares_with_fp8_activations(served, monkeypatch, keep):
-    monkeypatch.setattr(adapter, "settings", lambda: settings.Settings(shadow=keep))
     monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow=keep))
     shadow.reset()
     method, layer, x = make()

@@ -175,7 +175,7 @@ def test_without_a_limit_nothing_is_put_off():
     mlp = MLP(Linear(384), limit=None)
 
     def forward(self, x):
-        assert adapter._mlp.down is None
+        assert adapter._mlp.layer is None
         return self.down_proj(x)[0]
 
     adapter.replace_mlp_forward(forward)(mlp, latent())
@@ -196,7 +196,7 @@ def test_gates_that_nobody_takes():
 
     with pytest.raises(RuntimeError, match="put off to a product that SGLang did not take.*fp8_linear=off"):
         Forgets(Linear(384))(gates())
-    assert adapter._mlp.gates is None and adapter._mlp.down is None
+    assert adapter._mlp.layer is None and not adapter._mlp.waiting(adapter.Gates)
     assert MLP(Linear(384))(gates()).shape == (4, 384)  # and the next one is well
 
 
@@ -214,7 +214,7 @@ def test_another_product_before_the_gates():
     for mlp in (one, other):
         with pytest.raises(RuntimeError, match="something else before the gates"):
             mlp(gates())
-        assert adapter._mlp.gates is None
+        assert not adapter._mlp.waiting(adapter.Gates)
 
 
 # ---- RMSNorm
@@ -304,8 +304,7 @@ def test_a_product_that_is_no_longer_ours_gets_them_normalised(monkeypatch):
 
 @pytest.mark.parametrize("keep", ("1", "ours"))
 def test_shadow_runs_both_from_the_same_inputs(monkeypatch, keep):
-    for module in (adapter, shadow):
-        monkeypatch.setattr(module, "settings", lambda: settings.Settings(shadow=keep))
+    monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow=keep))
     shadow.reset()
     mlp, attention = MLP(Linear(384)), Attention()
     gated, queries = mlp(gates()), attention(latent())

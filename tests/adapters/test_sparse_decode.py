@@ -287,7 +287,7 @@ def test_backend_forward_forgets_the_heads_after_an_error(original):
 
     with pytest.raises(RuntimeError, match="stock"):
         adapter.replace_backend_forward(forward)(None, None, None, None, SimpleNamespace(tp_q_head_num=8))
-    assert adapter._real_heads is None
+    assert adapter._backend.layer is None
 
 
 def test_kernel_num_heads(served, monkeypatch):

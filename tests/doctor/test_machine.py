@@ -46,7 +46,7 @@ def gathered(tmp_path, xml=None, environ=None, **how):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     run = smi(xml, **how) if xml else lambda command: None
     found = facts.gather(tmp_path, {"HOME": "/root", **(environ or {})}, run)
-    found.status = {"build": BUILD, "patches": [], "processes": [], "table_settings": [], "profile": None}
+    found.status = {"build": BUILD, "patches": [], "processes": [], "defaults": [], "profile": None}
     found.limits = {"RLIMIT_MEMLOCK": -1, "RLIMIT_NOFILE": 65535}
     return found
 
@@ -241,21 +241,21 @@ def test_patches_settings_processes_and_the_build(tmp_path):
     found = gathered(tmp_path)
     found.versions = {"sglang": "0.5.23"}
     row = {"patch": "sparse_decode", "state": "BROKEN", "reason": "no such key", "review": ""}
-    setting = {"setting": "topk_v2", "state": "OFF", "reason": "never run on SM120", "would_set": "X=1", "why": "slow"}
-    setting |= {"moot": None}
-    superfluous = setting | {"setting": "old", "moot": "index_select"}
+    default = {"default": "topk_v2", "state": "OFF", "reason": "never run on SM120", "would_set": "X=1", "why": "slow"}
+    default |= {"moot": None}
+    superfluous = default | {"default": "old", "moot": "index_select"}
     process = {"pid": 5, "patches": [row | {"state": "APPLIED"}], "devices_served": {"0": False}}
-    found.status |= {"patches": [row], "table_settings": [setting, superfluous], "processes": [process]}
+    found.status |= {"patches": [row], "defaults": [default, superfluous], "processes": [process]}
     found.status["build"] = BUILD | {"problem": "no compiled module"}
     found.status["unknown_choices"] = "DSV4_SM120_SET names x"
     checks = list(software_checks.checks(found))
     assert {"patches": FAIL, "compiled module": FAIL, "process 5": WARN, "DSV4_SM120_SET": FAIL}.items() <= states(
         checks
     ).items()
-    assert "setting old" not in states(checks) and "switched off" not in states(checks)
+    assert "default old" not in states(checks) and "switched off" not in states(checks)
     found.status["patches"] = [row | {"state": "OFF", "patch": "mhc", "reason": "DSV4_SM120_SET=mhc=off"}]
     assert finding(software_checks.checks(found), "switched off").found == "mhc by DSV4_SM120_SET=mhc=off"
-    assert finding(checks, "setting topk_v2").fix == "to try it: DSV4_SM120_SET=topk_v2=on"
+    assert finding(checks, "default topk_v2").fix == "to try it: DSV4_SM120_SET=topk_v2=on"
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,33 @@ def test_two_patches_in_one_place(host):
     assert engine.undo() == [] and kernels.f(a=1) == 1
 
 
+def test_two_patches_that_share_what_they_put_in_one_place(host):
+    """A replacement that gives back what it was given: each patch can be taken back alone, and the place is restored
+    with the last."""
+    host()
+    shared = function_target(replacement="eng_ours:shared", contract=Bound())
+    patches = [Patch(name=name, why="test", targets=(shared,), retire="never") for name in ("one", "two", "three")]
+    engine = start_engine(patches)
+    from eng_host import kernels
+
+    first, stock = kernels.f, kernels.f.__wrapped__
+    assert first(a=1) == ("shared", 1) and stock(a=1) == 1 and states(engine) == [APPLIED] * 3
+    for record in engine.records:
+        engine.apply(record, kernels)
+    assert kernels.f is first
+    for index in (0, 2):
+        engine._take_back([engine.records[index]])
+        assert kernels.f is first and engine.records[index].state == READY
+    engine.apply(engine.records[0], kernels)
+    assert kernels.f is first and states(engine) == [APPLIED, APPLIED, READY]
+    importlib.reload(kernels)
+    assert kernels.f is not first and kernels.f(a=1) == ("shared", 1) and states(engine) == [APPLIED] * 3
+    stock = kernels.f.__wrapped__
+    engine._take_back(engine.records[1:])
+    assert kernels.f(a=1) == ("shared", 1)
+    assert engine.undo() == [] and kernels.f is stock and states(engine) == [READY] * 3
+
+
 def test_undo_leaves_a_stranger_on_top_alone(host):
     host()
     engine = make()

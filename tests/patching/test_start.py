@@ -43,7 +43,7 @@ RESOLVE = """
     print(json.dumps({
         "arguments": {name: getattr(resolved, name) for name in names},
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "_DSV4"))},
-        "states": {c.setting: [c.state, c.reason] for c in engine.steering.choices} if engine else {},
+        "states": {c.default: [c.state, c.reason] for c in engine.steering.outcomes} if engine else {},
     }))
 """
 WORKER = """
@@ -301,7 +301,7 @@ def test_a_release_that_does_not_fit_starts_with_llama_and_stops_with_ours(pytho
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found["said"]) == {"arguments", "layers"}
     assert all("unexpected" in text and "brand_new" in text for text in found["said"].values())
-    assert found["states"]["q_norm"] == "BROKEN" and found["states"]["index_select"] == "APPLIED"
+    assert found["states"]["head_norm"] == "BROKEN" and found["states"]["index_select"] == "APPLIED"
     lines = [line for line in done.stderr.splitlines() if "does not fit sglang 0.5.22" in line]
     assert len(lines) == 1 and "any other runs as without us" in lines[0]
 

@@ -51,7 +51,7 @@ EVERYWHERE = {
     "fp8_linear": FP8_METHOD.partition(":")[0],
     "mhc": MTP_MODEL.partition(":")[0],
     "wo_a": MODEL,
-    "q_norm": MODEL,
+    "head_norm": MODEL,
 }
 
 
@@ -190,7 +190,7 @@ def test_the_prefill_interval_of_0_5_17_fits_its_scheduler(inspect_wheel, monkey
     made = Engine(TABLE, host="sglang", settings=asked)
     made.survey()
     (record,) = found_in(made, patch="prefill_interval")
-    assert (record.state, record.review) == (READY, "reviewed") and made.steering.value(record.patch.setting) == 4
+    assert (record.state, record.review) == (READY, "reviewed") and made.steering.value(record.patch.default) == 4
     scheduler = made.sources.read(record.target.module)
     assert "if self.chunked_req.extend_range.end > len(self.chunked_req.prefix_indices)" in scheduler
 
@@ -522,5 +522,5 @@ def test_calibrate_calls_the_boundary_that_sglang_runs(inspect_wheel, version, m
     set_on_sm120 = "".join(
         sources.read(module) or "" for module in ("sglang.srt.server_args", "sglang.srt.arg_groups.model_hook")
     )
-    if numbers >= (0, 5, 13):  # 0.5.12 leaves it to us: sglang_settings.py
+    if numbers >= (0, 5, 13):  # 0.5.12 leaves it to us: sglang_defaults.py
         assert all(f"envs.{name}.set(False)" in set_on_sm120 for name in mhc.ON_SM120)

@@ -4,9 +4,7 @@ attention in it. The queries wait from the second call on, and come out as befor
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import copy
 import functools
 import sys
 from types import MethodType, ModuleType, SimpleNamespace
@@ -18,41 +16,17 @@ from deepseek_v4_sm120 import device_gate, settings
 from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.reference.sparse_decode_inputs import NORM_EPS, make_freqs_cis
 from deepseek_v4_sm120.sglang_adapters import sparse_decode as attention
-from deepseek_v4_sm120.sglang_adapters import sparse_decode_norm as adapter
-from deepseek_v4_sm120.sglang_patches import BACKEND, MODEL
+from deepseek_v4_sm120.sglang_adapters import sparse_decode_head_norm as adapter
+from deepseek_v4_sm120.sglang_adapters.attention_forward import replace_forward
+from deepseek_v4_sm120.sglang_patches import BACKEND
 from tests.adapters.test_sparse_decode import LAYOUT
-from tests.adapters.test_sparse_decode_norm import Operator, norm_rope
+from tests.adapters.test_sparse_decode_head_norm import Operator, norm_rope
 from tests.adapters.wo_a_layer import GROUPS, HEADS, OUTPUTS, Linear, rope
-from tests.patching import test_wheel_wo_a as wheels
-from tests.patching.test_wheel_wo_a import QUIET, Quiet
+from tests.patching.test_wheel_wo_a import NO_FUSION, QUIET, Mxfp8SwizzledInput, Quiet, take
 from tests.patching.wheels import every_release, since
 
 POSITIONS = 200
 PREPARATIONS = ("_forward_prepare", "_forward_prepare_multi_stream", "_compute_q_b")
-GIVEN = "GIVEN"  # a dict of what imports inside of functions give
-
-
-class GivenImports(ast.NodeTransformer):
-    """Imports inside of functions give what the test has for them, and quiet names."""
-
-    def visit_ImportFrom(self, node):
-        names = [(alias.name, alias.asname or alias.name) for alias in node.names]
-        return [ast.parse(f"{name} = {GIVEN}.get({asked!r}, QUIET)").body[0] for asked, name in names]
-
-
-def take(wheel, module, names: dict, qualname):
-    """The definition in `module`, with `names` as its globals, and quiet ones where they lack something."""
-    node = wheels.definition(wheel, qualname, module)
-    if node is None:
-        return None
-    node = GivenImports().visit(copy.deepcopy(node))
-    future = ast.parse("from __future__ import annotations").body
-    code = compile(ast.fix_missing_locations(ast.Module([*future, node], [])), "wheel", "exec")
-    for name in {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} | {"QUIET"}:
-        if not hasattr(wheels.builtins, name):
-            names.setdefault(name, QUIET)
-    exec(code, names)
-    return names[qualname.rpartition(".")[2]]
 
 
 def quiet_member(self, name):
@@ -99,7 +73,7 @@ class Engine:
 
     def __init__(self, wheel, version, monkeypatch, *, ranks=1, streams=False):
         self.wheel, self.version, self.ranks, self.streams = wheel, version, ranks, streams
-        self.operator, self.module = Operator(), ModuleType("wheel_q_norm_model")
+        self.operator, self.module = Operator(), ModuleType("wheel_head_norm_model")
         self.module.is_in_breakable_cuda_graph = lambda: False
         norm_rope.calls = []
         monkeypatch.setitem(sys.modules, self.module.__name__, self.module)
@@ -121,18 +95,18 @@ class Engine:
             "flash_mla_with_kvcache_sm120": attention.replace_sm120(None),
             "SM120_DECODE_MAX_TOKENS": 64,
             "is_batch_invariant_mode_enabled": lambda: False,
-            wheels.NO_FUSION: lambda: None,
+            NO_FUSION: lambda: None,
         }
         envs = Quiet()
         vars(envs)["SGLANG_OPT_USE_MULTI_STREAM_OVERLAP"] = SimpleNamespace(get=lambda: True)
         return {
-            **{GIVEN: given, "torch": torch, "_is_sm120": True, "_is_cuda": True, "get_platform": lambda: platform},
+            **{"GIVEN": given, "torch": torch, "_is_sm120": True, "_is_cuda": True, "get_platform": lambda: platform},
             **{"DSV4AttnMetadata": Metadata, "DeepSeekV4TokenToKVPool": Pool, "fused_rope_inplace": rope},
             **{"get_attn_backend": lambda: self.backend, "get_token_to_kv_pool": lambda: self.backend.token_to_kv_pool},
             **{"fused_q_norm_rope": adapter.replace_norm_rope(norm_rope), "_LARGE_INDEXER_QUERY_THRESHOLD": 9999},
             "get_is_capture_mode": lambda: self.streams,
             "envs": envs,
-            "Mxfp8SwizzledInput": wheels.Mxfp8SwizzledInput,
+            "Mxfp8SwizzledInput": Mxfp8SwizzledInput,
             "is_in_breakable_cuda_graph": self.module.is_in_breakable_cuda_graph,
         }
 
@@ -142,11 +116,11 @@ class Engine:
         vars(made).update(mtp_enabled=False, head_dim_v=512, softmax_scale=0.05, is_dsv41=False, trtllm_attn=False)
         vars(made).update(token_to_kv_pool=Pool(), forward_metadata=SimpleNamespace(core_attn_metadata=None))
         names = dict(self.names)
-        inner = take(self.wheel, BACKEND, names, "DeepseekV4AttnBackend._forward_attention")
+        inner = take(self.wheel, names, "DeepseekV4AttnBackend._forward_attention", BACKEND)
         if inner is not None:
             vars(made)["_forward_attention"] = MethodType(inner, made)
             vars(made)["_use_sparse_prefill"] = lambda *args, **kwargs: False
-        forward = take(self.wheel, BACKEND, names, "DeepseekV4AttnBackend.forward")
+        forward = take(self.wheel, names, "DeepseekV4AttnBackend.forward", BACKEND)
         if since(self.version, "0.5.14") and not since(self.version, "0.5.20"):
             forward = attention.replace_backend_forward(forward)
         vars(made)["forward"] = MethodType(forward, made)
@@ -157,13 +131,12 @@ class Engine:
         members = {"__getattr__": quiet_member}
         for name in PREPARATIONS:
             owners = (f"{owner}.{name}" for owner in ("MQALayer", "MqaAttentionBase"))
-            found = (take(self.wheel, MODEL, names, owner) for owner in owners)
+            found = (take(self.wheel, names, owner) for owner in owners)
             members[name] = next(one for one in found if one is not None)
-        if wheels.definition(self.wheel, "_apply_wo_a_bf16_matmul") is not None:
-            take(self.wheel, MODEL, names, "_apply_wo_a_bf16_matmul")
-        forward = take(self.wheel, MODEL, names, "MQALayer.forward")
+        take(self.wheel, names, "_apply_wo_a_bf16_matmul")
+        forward = take(self.wheel, names, "MQALayer.forward")
         forward.__module__ = self.module.__name__
-        members["forward"] = adapter.replace_forward(forward)
+        members["forward"] = replace_forward(forward)
         made = type("MQALayer", (torch.nn.Module,), members)()
         heads = HEADS // self.ranks
         sink = torch.linspace(-1, 1, HEADS if self.ranks == 1 else 64)

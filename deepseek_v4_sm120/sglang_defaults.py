@@ -6,13 +6,12 @@ variable or as a server argument, always stays. Sources: [R] read in SGLang's co
 [I] inferred. None of it was run on an SM120 card by us.
 """
 
-from deepseek_v4_sm120.patching.spec import VALUE, Setting
+from deepseek_v4_sm120.patching.spec import VALUE, Default
 
-PREFILL_DECODE_INTERVAL = "prefill_decode_interval"  # also read by sglang_adapters/scheduling.py
 DECODE_STEPS_BETWEEN_CHUNKS = 8
 
-SETTINGS = (
-    Setting(
+DEFAULTS = (
+    Default(
         name="start_on_sm120",
         why="0.5.12 has no SM120 branch: it takes DeepGEMM kernels that this GPU has no code for, and a top-k that "
         "wants more shared memory than it has; later releases set the same values themselves",
@@ -29,7 +28,7 @@ SETTINGS = (
             "SGLANG_OPT_USE_TOPK_V2": "0",
         },
     ),
-    Setting(
+    Default(
         name="fp4_experts_marlin",
         why="0.5.12 gives packed FP4 experts to a kernel that asserts their width; Marlin's method keeps their bytes, "
         "and mxfp4_moe computes with them",
@@ -40,7 +39,7 @@ SETTINGS = (
         arguments={"moe_runner_backend": "marlin"},
         unless=("SGLANG_DSV4_FP4_EXPERTS", ("0", "false", "no", "n", "f")),
     ),
-    Setting(
+    Default(
         name="custom_all_reduce_v1",
         why="the second version wants NVLink, disables itself on PCIe and leaves NCCL: about 10 us more in each of 87 "
         "all-reduces of a step on 2 cards",
@@ -50,8 +49,8 @@ SETTINGS = (
         how="SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2=1",
         environment={"SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0"},
     ),
-    Setting(
-        name=PREFILL_DECODE_INTERVAL,
+    Default(
+        name="prefill_decode_interval",
         why="a long prompt's chunks all run before the next token of anybody else: 2.3 tokens/s for 27 s was measured "
         "in one stack, 2.3 to 6.1 in another; with N, N decode steps run after each chunk",
         source="[R] Scheduler.get_next_batch_to_run; [M] Vercantez at 146K, jasl at 124K (vLLM, the same policy)",
@@ -61,7 +60,7 @@ SETTINGS = (
         arguments={"prefill_decode_interval": VALUE},
         value=DECODE_STEPS_BETWEEN_CHUNKS,
     ),
-    Setting(
+    Default(
         name="prefill_decode_interval_0_5_17",
         why="the same for a release that lacks the argument: our patch prefill_interval holds a chunk back",
         source="[R] Scheduler.get_next_batch_to_run of 0.5.17",
@@ -70,7 +69,7 @@ SETTINGS = (
         how="DSV4_SM120_SET=prefill_decode_interval_0_5_17=8",
         value=DECODE_STEPS_BETWEEN_CHUNKS,
     ),
-    Setting(
+    Default(
         name="deep_gemm_planner",
         why="with the DeepGEMM indexer switched on, SGLang's own planner cuts the work at 256 where DeepGEMM's SM120 "
         "kernel wants 128: wrong logits are likely",
@@ -80,7 +79,7 @@ SETTINGS = (
         how="SGLANG_OPT_USE_JIT_INDEXER_METADATA=0, together with the DeepGEMM indexer; rows above 11,673 ignore it",
         environment={"SGLANG_OPT_USE_JIT_INDEXER_METADATA": "0"},
     ),
-    Setting(
+    Default(
         name="topk_v2",
         why="top-k v1 scans a row with one block: 37 us at 64K entries where v2 takes 11; SGLang's reason for forcing "
         "v1 is gone from v2's code",
@@ -92,7 +91,7 @@ SETTINGS = (
         forced=True,
         moot_with="index_select",
     ),
-    Setting(
+    Default(
         name="fp8_wo_a",
         why="SGLang's own FP8 wo_a, which rounds the attention's output to E4M3 as other GPUs do: for whoever leaves "
         "ours out, 0.72 GB less read per step and card on 2 cards, 0.40 ms. With it wo_a is SGLang's",
@@ -102,7 +101,7 @@ SETTINGS = (
         how="SGLANG_OPT_FP8_WO_A_GEMM=1",
         environment={"SGLANG_OPT_FP8_WO_A_GEMM": "1"},
     ),
-    Setting(
+    Default(
         name="hc_prenorm_deep_gemm",
         why="mHC's projection above 1,024 rows runs on a few SMs; DeepGEMM's TF32 kernel gave 19.6% more prefill at "
         "128K",
@@ -113,7 +112,7 @@ SETTINGS = (
         environment={"SGLANG_OPT_DEEPGEMM_HC_PRENORM": "1"},
         moot_with="mhc",
     ),
-    Setting(
+    Default(
         name="pcie_ipc_all_reduce",
         why="above 2 cards every all-reduce goes through NCCL: 205 us against 5.3 at 12 KiB on 8 cards, 35% of a step; "
         "needs peer copies that really move data (`doctor` tries them)",

@@ -1,5 +1,5 @@
 """The queries' norm put off to the attention, on a forward as SGLang's; the reference is in the operator's place.
-SGLang's own forwards are run in tests/patching/test_wheel_q_norm.py."""
+SGLang's own forwards are run in tests/patching/test_wheel_head_norm.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from deepseek_v4_sm120.ops.checks import Call
 from deepseek_v4_sm120.reference import sparse_decode as reference
 from deepseek_v4_sm120.reference.sparse_decode_inputs import NORM_EPS, make_freqs_cis
 from deepseek_v4_sm120.sglang_adapters import sparse_decode as attention
-from deepseek_v4_sm120.sglang_adapters import sparse_decode_norm as adapter
+from deepseek_v4_sm120.sglang_adapters import sparse_decode_head_norm as adapter
+from deepseek_v4_sm120.sglang_adapters import waiting
+from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD, replace_forward
 from tests.adapters.test_sparse_decode import LAYOUT, Recorded, engine_call
 
-MODULE = "q_norm_test_model"
+MODULE = "head_norm_test_model"
 
 
 def forward_mode(kind="decode"):
@@ -96,7 +98,7 @@ class Model:
             return out.squeeze(1)[:, : x.shape[1]]
 
         forward.__module__ = MODULE
-        made = type("MQALayer", (torch.nn.Module,), {"forward": adapter.replace_forward(forward)})()
+        made = type("MQALayer", (torch.nn.Module,), {"forward": replace_forward(forward)})()
         made.freqs_cis = make_freqs_cis(100, "cpu")
         return made
 
@@ -245,7 +247,7 @@ def test_a_forward_that_does_something_else_raises(model, what):
     with pytest.raises(RuntimeError, match=f"{UNKNOWN[what]}: .*DSV4_SM120_SET=sparse_decode=off"):
         layer.forward(x, positions, batch_of(what=what))
     layer.forward(x, positions, batch_of())  # nothing is left over
-    assert adapter._forward.note is None and adapter._forward.layer is None
+    assert FORWARD.layer is None and FORWARD.waiting(waiting.Waiting) == []
 
 
 def refused(x, positions, freqs_cis):
@@ -266,16 +268,14 @@ def refused(x, positions, freqs_cis):
 @pytest.mark.parametrize("name", refused(*queries(), make_freqs_cis(1, "cpu")))
 def test_what_the_operator_does_not_take_is_the_originals(model, name):
     arguments = refused(*queries(), make_freqs_cis(100, "cpu"))[name]
-    calls = []
+    calls, (x, positions) = [], queries()
     replaced = adapter.replace_norm_rope(lambda *given: calls.append(given))
-    adapter._forward.layer, adapter._forward.call = torch.nn.Module(), (True, 3)
-    try:
+    batch = SimpleNamespace(forward_mode=forward_mode())
+    with FORWARD.enter(torch.nn.Module(), module=MODULE, args=(x, positions, batch), kwargs={}):
         replaced(*arguments)
-        assert len(calls) == 1 and adapter._forward.note is None
-        replaced(queries()[0], torch.zeros(3, 16, 512, dtype=torch.bfloat16), 1e-6, *arguments[3:4], queries()[1])
-        assert (adapter._forward.note is None) == (name == "double rotation")
-    finally:
-        adapter._forward.layer = adapter._forward.call = adapter._forward.note = None
+        assert len(calls) == 1 and FORWARD._waiting == []
+        replaced(x, torch.zeros(3, 16, 512, dtype=torch.bfloat16), 1e-6, *arguments[3:4], positions)
+        assert (FORWARD._waiting == []) == (name == "double rotation")
 
 
 def test_outside_of_the_forward_the_norm_is_the_original(model):
@@ -302,7 +302,7 @@ def test_in_shadow_mode_nothing_waits(model, monkeypatch):
 def test_a_layer_that_is_gone_is_forgotten(model):
     layer, (x, positions) = model.layer(), queries()
     layer.forward(x, positions, batch_of())
-    assert layer in adapter._served
-    count = len(adapter._served)
+    assert layer in waiting._taken
+    count = len(waiting._taken)
     del layer
-    assert len(adapter._served) == count - 1
+    assert len(waiting._taken) == count - 1
