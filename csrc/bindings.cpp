@@ -73,7 +73,7 @@ void run_sparse_decode(uintptr_t q, int64_t q_stride_row, int64_t q_stride_head,
   p.out_stride_head = out_stride_head;
   p.lse = pointer<float>(lse);
   p.attn_sink = pointer<const float>(attn_sink);
-  p.scale_log2 = static_cast<float>(softmax_scale * 1.4426950408889634);
+  p.scale_log2 = static_cast<float>(softmax_scale * kLog2e<double>);
   p.rows = rows;
   p.heads = heads;
   p.main = make_cache(kv_pages, page_bytes, page_size, num_pages, indices, indices_stride, indices_width, topk_length);

@@ -23,6 +23,7 @@
 #include <utility>
 
 #include "check.h"
+#include "numbers.h"
 
 namespace dsv4 {
 

@@ -38,8 +38,7 @@ __device__ __forceinline__ float divide_ftz(float a, float b) {
 }
 // e^(a - b)
 __device__ __forceinline__ float exp_of_difference(float a, float b) {
-  constexpr float kLog2e = 1.4426950408889634f;
-  return exp2_approx(mul_ftz(add_ftz(a, -b), kLog2e));
+  return exp2_approx(mul_ftz(add_ftz(a, -b), kLog2e<float>));
 }
 
 // A softmax's parts over some tokens: greatest score, sum of the exponentials, and of the values times them.

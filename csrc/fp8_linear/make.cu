@@ -46,7 +46,7 @@ void make(const Params& p, bool pdl, cudaStream_t stream) {
   if (prologue_of(p) == Prologue::kNorm) {
     launcher(normalize_kernel, dim3(p.rows), kNormThreads, 0, p);
   } else {
-    const unsigned parts = (p.inputs / kUnit + kGateThreads - 1) / kGateThreads;
+    const unsigned parts = ceil_div(p.inputs / kUnit, kGateThreads);
     launcher(gate_kernel, dim3(p.rows, parts), kGateThreads, 0, p);
   }
 }

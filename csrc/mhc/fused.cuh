@@ -27,7 +27,7 @@ constexpr int kVectors = kOutputs<kHead> / 4 + 1;  // the last has the sum of sq
 
 // Slices of a block: for few rows there are multiprocessors enough for one each.
 __host__ __device__ constexpr int slices_of(int rows) { return rows <= 4 ? 1 : kFusedSlices; }
-__host__ __device__ constexpr int mixing_blocks(int rows) { return kSlices / slices_of(rows) * ((rows + kTileRows - 1) / kTileRows); }
+__host__ __device__ constexpr int mixing_blocks(int rows) { return kSlices / slices_of(rows) * ceil_div(rows, kTileRows); }
 
 union FusedShared {
   float sums[kFusedSlices][kStreams][kTileRows][kSumWords];
@@ -131,7 +131,7 @@ __device__ __forceinline__ void collect(const Params& p, FusedShared& s, int64_t
 // One row: what finish_kernel does.
 template <bool kPost, bool kHead>
 __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, int64_t row) {
-  constexpr int kTurns = (kOctets + kCollapsing - 1) / kCollapsing;
+  constexpr int kTurns = ceil_div(kOctets, kCollapsing);
   static_assert(kFusedWarps == 8 && kIterating % 4 == kIdle % 4 && kOctets % kFusedWarps == 0 && kStreams * kFlashHidden * 2 == kFusedThreads * 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, collapsing = warp - 1 - (warp > kIdle ? 1 : 0);
   const bool collapses = warp != kIterating && warp != kIdle, normed = p.norm_weight != nullptr;

@@ -33,7 +33,7 @@ struct ManyShared {
   float squares[2][kOctets];                                        // of the rows that are finished, in turn
   uint64_t coefficients_here[2], sums_here, sums_taken;             // barriers
 };
-static_assert(sizeof(ManyShared) <= 101376, "an SM120 block has 99 KiB");
+static_assert(sizeof(ManyShared) <= kMaxSharedBytes);
 
 // Sums of a lane: mixes of rows g and g + 8, and their sums of squares.
 struct Sums {
@@ -102,7 +102,7 @@ __device__ __forceinline__ int blocks_now() {
 // The tiles of a block: every so many-th, for so many blocks have the same columns.
 __device__ __forceinline__ int first_tile() { return blockIdx.x / kColumnBlocks; }
 __device__ __forceinline__ int next_tile(int tile) { return tile + blocks_now() / kColumnBlocks; }
-__device__ __forceinline__ int num_tiles(const Params& p) { return (p.rows + kTileRows - 1) / kTileRows; }
+__device__ __forceinline__ int num_tiles(const Params& p) { return ceil_div(p.rows, kTileRows); }
 
 // A lane's place in a mixer: its slice, its row of a tile (and eight further), its columns.
 struct Place {
@@ -217,7 +217,7 @@ __device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
     mbarrier_wait(shared_address(&s.sums_here), turn % 2);
     if (next_tile(next_tile(tile)) < num_tiles(p)) fetch_coefficients(p, s, next_tile(next_tile(tile)), turn + 2);  // into this tile's place
 #pragma unroll
-    for (int i = 0; i < (kTileRows * kVectors + 31) / 32; ++i) {
+    for (int i = 0; i < ceil_div(kTileRows * kVectors, 32); ++i) {
       const int at = i * 32 + lane, r = at / kVectors, vector = at % kVectors;
       const int64_t row = static_cast<int64_t>(tile) * kTileRows + r;
       if (r >= kTileRows || row >= p.rows) continue;
@@ -239,7 +239,7 @@ __device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
 // One row by the finishers of a block, an octet each in turn: what finish_kernel does, but for the coefficients, whose
 // logits are left at the row's partial mixes.
 __device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int row, int finisher, int turn) {
-  constexpr int kTurns = (kOctets + kFinishers - 1) / kFinishers, kAhead = 3;
+  constexpr int kTurns = ceil_div(kOctets, kFinishers), kAhead = 3;
   const int lane = lane_now();
   const auto octet = [&](int i) { return i * kFinishers + finisher; };
   const auto real = [&](int i) { return i < kOctets / kFinishers || octet(i) < kOctets; };

@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kMixThreads, 4) mix_kernel(const Params p) {
   weights.load(p.fn + static_cast<int64_t>(stream) * p.hidden + slice * kSliceColumns, static_cast<int64_t>(kStreams) * p.hidden, lane);
   pdl_wait();
   pdl_trigger();
-  const int num_tiles = (p.rows + kTileRows - 1) / kTileRows;
+  const int num_tiles = ceil_div(p.rows, kTileRows);
   for (int tile = blockIdx.y, turn = 0; tile < num_tiles; tile += gridDim.y, turn ^= 1) {
     const int64_t first_row = static_cast<int64_t>(tile) * kTileRows;
     StreamInputs<kPost> inputs[2];

@@ -41,7 +41,7 @@ struct Stream {
 template <typename C>
 constexpr int min_blocks() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-  return std::min<int>(C::kMinBlocks, std::max<int>(1, 101376 / sizeof(typename C::Shared)));
+  return std::min<int>(C::kMinBlocks, std::max<int>(1, kMaxSharedBytes / sizeof(typename C::Shared)));
 #else
   return C::kMinBlocks;
 #endif
@@ -61,7 +61,7 @@ __device__ __forceinline__ void store(const Params& p, const typename C::Shared&
     const float other = __shfl_xor_sync(0xffffffffu, sum, 1);  // the up row's
     if (lane % 2 != 0 || !valid) return;
     const float gate = clamp_above(sum, p.limit), up = clamp_below(clamp_above(other, p.limit), -p.limit);
-    const float h = __fdividef(gate, 1.f + exp2_approx(-1.4426950408889634f * gate)) * up;
+    const float h = __fdividef(gate, 1.f + exp2_approx(-kLog2e<float> * gate)) * up;
     p.h[pair * p.inter + tile * 8 + g] = static_cast<uint16_t>(pack_bf16x2(h, 0.f) & 0xffffu);
   } else {
     if (valid) p.y[pair * p.hidden + tile * C::kUnitOutputs + subtile * 16 + lane % 2 * 8 + g] = sum;

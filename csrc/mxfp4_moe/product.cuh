@@ -68,7 +68,7 @@ struct From {
 // One row into a warp's slice, by all its lanes.
 template <int kSteps, int kRows>
 __device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row, const uint16_t* from) {
-  constexpr int kChunks = kSteps * 16, kEach = (kChunks + 31) / 32;  // of 8 inputs
+  constexpr int kChunks = kSteps * 16, kEach = ceil_div(kChunks, 32);  // of 8 inputs
   const int lane = threadIdx.x % 32;
   uint4 v[kEach];
   uint32_t most = 0;

@@ -67,7 +67,7 @@ __device__ void route_warp(const Params& p, int pairs, Routing& routing, int32_t
 template <bool kOlder, int kThreads, typename Routing>
 __device__ void route_block(const Params& p, int pairs, Routing& routing, int16_t* expert_of, uint16_t* rank_of, int32_t* counts,
                             int32_t* scan) {
-  constexpr int kRows = Routing::kRows, kExpertsPerThread = (kMaxExperts + kThreads - 1) / kThreads;
+  constexpr int kRows = Routing::kRows, kExpertsPerThread = ceil_div(kMaxExperts, kThreads);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   for (int e = tid; e < kMaxExperts; e += kThreads) counts[e] = 0;
   for (int pair = tid; pair < pairs; pair += kThreads) expert_of[pair] = local_expert<kOlder>(p, pair);

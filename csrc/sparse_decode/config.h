@@ -117,7 +117,7 @@ struct SharedMemoryPlan {
   Work work;                                                         //     40
   uint32_t outcome, abandoned;                                       //      8
 };
-static_assert(sizeof(SharedMemoryPlan) <= 101376, "shared memory of an SM120 block");
+static_assert(sizeof(SharedMemoryPlan) <= kMaxSharedBytes);
 
 // log2 of the leaves per unit of a row
 __host__ __device__ constexpr int unit_leaves_log2(int leaves) {

@@ -17,7 +17,7 @@ __device__ __forceinline__ float2 fold_factors(float old_reference, float new_re
 // The output factor 1 / (sum + 2^(sink - reference)); 0 where nothing is valid or the sink is +inf.
 __device__ __forceinline__ float output_factor(const Params& p, int head, const Fold& fold) {
   float total = fold.sum;
-  if (p.attn_sink != nullptr) total += exp2_approx(p.attn_sink[head] * 1.4426950408889634f - fold.reference);
+  if (p.attn_sink != nullptr) total += exp2_approx(p.attn_sink[head] * kLog2e<float> - fold.reference);
   return fold.sum > 0.f ? reciprocal(total) : 0.f;
 }
 __device__ __forceinline__ float lse_of(const Fold& fold) {

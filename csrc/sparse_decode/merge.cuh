@@ -108,7 +108,7 @@ __device__ __forceinline__ void merge_row(const Params& p, SharedMemoryPlan& sm)
   uint32_t* control = p.control + static_cast<int64_t>(item_slot()) * kControlWords;
   const int row = block_row(), group = block_group(), split = block_split();
   math_sync();  // the partials of this block are written
-  const int units = sm.work.units, per_block = sm.work.per_block, participants = (units + per_block - 1) / per_block;
+  const int units = sm.work.units, per_block = sm.work.per_block, participants = ceil_div(units, per_block);
   if (threadIdx.x == 0) sm.outcome = arrive_and_wait(control, min(per_block, units - split * per_block), units, split);
   math_sync();
   const uint32_t outcome = sm.outcome;

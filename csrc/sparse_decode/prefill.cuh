@@ -56,7 +56,7 @@ struct PrefillMemory {
   alignas(8) uint64_t full;                       //      8  a leaf is gathered
   int leaves[2];                                  //      8  of this row and of the next
 };
-static_assert(sizeof(PrefillMemory) <= 101376, "shared memory of an SM120 block");
+static_assert(sizeof(PrefillMemory) <= kMaxSharedBytes);
 
 __device__ __forceinline__ int warp_team() { return threadIdx.x / kTeamThreads; }
 __device__ __forceinline__ void team_sync() { sync_threads<kTeamThreads>(1 + warp_team()); }

@@ -48,7 +48,7 @@ struct StackedMemory : PrefillMemory {
     bytes[0] = bytes[4] = 0;
   }
 };
-static_assert(sizeof(StackedMemory) <= 101376, "shared memory of an SM120 block");
+static_assert(sizeof(StackedMemory) <= kMaxSharedBytes);
 
 // A value that is worked out at its use: what the compiler would move out of the loops is not worth registers in them.
 __device__ __forceinline__ int here(int v) {

@@ -35,8 +35,8 @@ __device__ __forceinline__ int uniform_length(const Cache& c, int length) {
 }
 
 __device__ __forceinline__ void count_leaves(Work& w) {
-  w.main_leaves = (w.main_length + kLeaf - 1) / kLeaf;
-  w.leaves = w.main_leaves + (w.extra_length + kLeaf - 1) / kLeaf;
+  w.main_leaves = ceil_div(w.main_length, kLeaf);
+  w.leaves = w.main_leaves + ceil_div(w.extra_length, kLeaf);
   if (w.leaves == 0) w.leaves = w.main_leaves = 1;  // no candidate: one masked leaf
 }
 
