@@ -1,5 +1,5 @@
 // Probes of order: programmatic chains, flags between blocks, spins that sleep.
-#include "../exchange.cuh"
+#include "../device/barriers.cuh"
 #include "../launch_kernel.h"
 #include "card.h"
 

@@ -1,5 +1,5 @@
 // Probes of arithmetic: one mma of E4M3 operands a warp, plain and block-scaled.
-#include "../index_select/fragments.cuh"
+#include "../device/mma.cuh"
 #include "../launch_kernel.h"
 #include "card.h"
 
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(32) products_kernel(const Products p) {
   if constexpr (kScaled) {
     mma_block_scaled(d, a, word_at(b_at), word_at(b_at + 16), p.a_scale[i * kRows + group + lane % 2 * 8], p.b_scale[i * kColumns + group]);
   } else {
-    index_select::mma_fp8(d, a, word_at(b_at), word_at(b_at + 16));
+    mma_fp8(d, a, word_at(b_at), word_at(b_at + 16));
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) p.d[(i * kRows + group + j / 2 * 8) * kColumns + quarter * 2 + j % 2] = d[j];

@@ -7,7 +7,7 @@
 #include <cfloat>
 #include <cstdint>
 
-#include "../device.cuh"
+#include "../device/numbers.cuh"
 #include "../kv_page_layout.h"
 #include "compressor.h"
 
@@ -60,11 +60,6 @@ struct Partial {
   __device__ __forceinline__ float value() const { return divide_ftz(product, sum); }
 };
 
-__device__ __forceinline__ float sum_of_lanes(float x) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
-  return x;
-}
 template <int kLanes>
 __device__ __forceinline__ float max_of_lanes(float x) {
 #pragma unroll

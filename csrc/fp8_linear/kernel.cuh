@@ -19,7 +19,8 @@
 // have their x: a bulk copy costs some 50 cycles, however small. make.cuh has the arithmetic.
 #pragma once
 
-#include "../device.cuh"
+#include "../device/copies.cuh"
+#include "../device/mma.cuh"
 #include "config.h"
 #include "make.cuh"
 
@@ -47,23 +48,13 @@ __device__ __forceinline__ void decode(uint32_t bytes, uint32_t& low, uint32_t& 
       : "=r"(low), "=r"(high)
       : "r"(bytes));
 }
-// 16 bytes at a shared address
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint4 load_shared(const unsigned char* p) { return load_shared(shared_address(p)); }
 // A scale as it is stored
 __device__ __forceinline__ uint32_t load_stored(const uint8_t* at, int scale_bytes) {
   return scale_bytes == 4 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : __ldg(at);
 }
-// Of a row: the low half of its position. After pdl_wait, and plain, for positions are written anew for each step; volatile, so that it
-// is asked for where it stands.
+// Of a row: the low half of its position. After pdl_wait, for positions are written anew for each step.
 __device__ __forceinline__ int32_t load_position(const Params& p, int row) {
-  int32_t v;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(static_cast<const uint8_t*>(p.positions) + static_cast<int64_t>(row) * p.position_bytes));
-  return v;
+  return load_now(reinterpret_cast<const int32_t*>(static_cast<const uint8_t*>(p.positions) + static_cast<int64_t>(row) * p.position_bytes));
 }
 // Where the rotations of a position's four pairs `i` of 8 lie
 __device__ __forceinline__ const float4* rotation_of(const Params& p, int32_t position, int i) {

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kNormThreads) normalize_kernel(const __grid_co
   const int units = p.inputs / kUnit;
   float sum = 0;
   for (int unit = threadIdx.x; unit < units; unit += kNormThreads) add_squares(sum, load(from + unit * kUnit));
-  sum = over_lanes(sum);
+  sum = sum_of_lanes(sum);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
   const float root = root_of_sum(sums[0], sums[1], sums[2], sums[3], p.norm_inverse, p.norm_eps);

@@ -33,10 +33,6 @@ struct TileConfig {
   static_assert(kGroups == 1 || kGroupThreads * kRowTiles * kColumnTiles * 16 <= kStages * kGroups * kXBytes);
 };
 
-__device__ __forceinline__ void cp_async_stream(uint32_t dst, const void* src) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
-}
-
 template <typename C>
 struct Tile {
   const Params& p;
@@ -51,7 +47,7 @@ struct Tile {
     return shared + kTileBarrierBytes + warp * C::kStages * C::kWeightBytes;
   }
   __device__ __forceinline__ unsigned char* all_x() const { return shared + kTileBarrierBytes + kWarps * C::kStages * C::kWeightBytes; }
-  __device__ __forceinline__ void sync_group() const { sync_threads<C::kGroupThreads>(1 + group); }
+  __device__ __forceinline__ void sync_group() const { sync_threads(1 + group, C::kGroupThreads); }
 
   using Sums = float[C::kRowTiles][C::kColumnTiles][4];
 

@@ -1,9 +1,30 @@
 // Lists of candidates from the ordered keys of a range of entries in shared memory.
 #pragma once
 
-#include "order.cuh"
+#include "../device/barriers.cuh"
+#include "../device/numbers.cuh"
+#include "config.h"
 
 namespace dsv4::index_select {
+
+template <int kThreadsOfTeam>
+__device__ __forceinline__ void sync_team(int id) {
+  if constexpr (kThreadsOfTeam == 32) {
+    __syncwarp();
+  } else {
+    sync_threads(id, kThreadsOfTeam);
+  }
+}
+
+__device__ __forceinline__ uint32_t inclusive_sum(uint32_t v) {  // over the warp
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const uint32_t other = __shfl_up_sync(0xffffffffu, v, d);
+    if (lane >= d) v += other;
+  }
+  return v;
+}
 
 // The shared memory of one row, and the place of its list.
 struct ListWork {

@@ -8,6 +8,9 @@
 // loops that are not unrolled, no divisions, and the length and zeros before the wait; page ids come while it selects.
 #pragma once
 
+#include "../device/copies.cuh"
+#include "keys.cuh"
+#include "lengths.cuh"
 #include "lists.cuh"
 
 namespace dsv4::index_select {
@@ -274,7 +277,7 @@ __global__ void __launch_bounds__(kMergeThreads, 2) merge_kernel(const __grid_co
   pdl_trigger();
   const int pages = p.slots == nullptr ? 0 : min(ceil_div(r.length, kPage), kHeldPages);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < pages; i += kMergeThreads) cp_async_4(shared_address(&s.pages[i]), p.table.pages + row * p.table.stride + i);
+  for (int i = threadIdx.x; i < pages; i += kMergeThreads) cp_async<4>(&s.pages[i], p.table.pages + row * p.table.stride + i);
   if (r.length <= k) {
     // without logits the lists need not be there; all entries are chosen, and their logits are not known here
     cp_async_wait_all();

@@ -7,6 +7,8 @@
 #pragma once
 
 #include "fragments.cuh"
+#include "keys.cuh"
+#include "lengths.cuh"
 #include "lists.cuh"
 
 namespace dsv4::index_select {
@@ -73,7 +75,7 @@ __device__ __forceinline__ void load_scales(float (&scale)[kTiles / 2], const ui
       scale[j] = kFp4Rescale;
     } else {
       const uint8_t* scales = page + kPage * Traits<kFormat>::kKeyBytes;
-      scale[j] = load_word(reinterpret_cast<const float*>(scales + 4 * (first + entry_of_lane(j))));
+      scale[j] = load_now(reinterpret_cast<const float*>(scales + 4 * (first + entry_of_lane(j))));
     }
   }
 }
@@ -92,10 +94,10 @@ struct RawQueries {
     for (int i = 0; i < kEach; ++i) {
       const int piece = threadIdx.x + i * threads_of(kRows), head = piece / (kPieces / kHeads);
       if (piece >= kPieces) break;
-      x[i] = load_16(p.q + row * p.q_stride_row + head * p.q_stride_head + 16 * (piece % (kPieces / kHeads)));
-      scales[i] = kFormat == Format::kFp4 ? static_cast<uint32_t>(load_word(p.q_scales + row * p.q_scales_stride + head)) : 0;
+      x[i] = load_16_now(p.q + row * p.q_stride_row + head * p.q_stride_head + 16 * (piece % (kPieces / kHeads)));
+      scales[i] = kFormat == Format::kFp4 ? static_cast<uint32_t>(load_now(p.q_scales + row * p.q_scales_stride + head)) : 0;
     }
-    if (threadIdx.x < kHeads) weight = load_word(p.weights + row * p.weights_stride + threadIdx.x);
+    if (threadIdx.x < kHeads) weight = load_now(p.weights + row * p.weights_stride + threadIdx.x);
   }
   __device__ __forceinline__ void store(uint8_t* q, float* weights) const {
 #pragma unroll
@@ -171,7 +173,7 @@ __device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const Scor
     load_keys<kFormat, kTiles>(raw, address, entry % kPage);
     load_scales<kFormat, kTiles>(next_scale, address, entry % kPage);
   };
-  const auto page_of = [&](int entry) { return entry < end ? load_word(pages + entry / kPage) : -1; };
+  const auto page_of = [&](int entry) { return entry < end ? load_now(pages + entry / kPage) : -1; };
   const int first_page = page_of(at);
   int next_page = page_of(at + kStep);
   if (at < end) load(at, first_page);
@@ -256,7 +258,7 @@ __device__ __forceinline__ void score_shared(ScoreShared<kFormat, kRows>& s, con
     for (int i = threadIdx.x; i < rows * kPages; i += threads_of(kRows)) {
       const int r = i / kPages, j = i % kPages;
       if (j < ceil_div(entries, kPage) && first + j * kPage < s.lengths[r])
-        s.pages[r][j] = load_word(p.table.pages + (first_row + r) * p.table.stride + first / kPage + j);
+        s.pages[r][j] = load_now(p.table.pages + (first_row + r) * p.table.stride + first / kPage + j);
     }
     zero_counts<kRows>(s.rows);
     __syncthreads();

@@ -11,7 +11,6 @@
 // The sums are those of mix.cuh and finish.cuh, value by value.
 #pragma once
 
-#include "../exchange.cuh"
 #include "finish.cuh"
 
 namespace dsv4::mhc {
@@ -48,9 +47,6 @@ __device__ __forceinline__ float* exchanged(const Params& p, int64_t row, int sl
   return p.exchange + (row * (kFlashHidden / kSliceColumns) + slice) * kWidth<kHead> + vector * 4;
 }
 
-// To the L2, ahead of a wait even: what is written there meanwhile is in the L2 as well.
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // One or two slices of 16 rows: the new streams, and the partial sums for the rows' blocks.
 template <bool kPost, bool kHead>
 __device__ __forceinline__ void mix_slices(const Params& p, FusedShared& s, int first_slice, int tile) {
@@ -84,9 +80,9 @@ __device__ __forceinline__ void mix_slices(const Params& p, FusedShared& s, int 
   write_sums<kHead>(weights, low, high, s.sums[half][stream], lane);
   static_assert(kFusedSlices == 2, "a barrier for each");
   if (half == 0) {
-    sync_threads<1, 32 * kStreams>();
+    sync_threads(1, 32 * kStreams);
   } else {
-    sync_threads<2, 32 * kStreams>();
+    sync_threads(2, 32 * kStreams);
   }
   if (!sends) return;
   float4 v[kStreams];
@@ -162,9 +158,9 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
   if constexpr (kPost) {
     float* const c = s.row.coefficients[warp];  // comb by new stream, post
     if (lane < kStreams * kStreams) {
-      copy_word(c + lane % kStreams * kStreams + lane / kStreams, p.comb + row * (kStreams * kStreams) + lane);
+      cp_async<4>(c + lane % kStreams * kStreams + lane / kStreams, p.comb + row * (kStreams * kStreams) + lane);
     } else if (lane < kCoefficients) {
-      copy_word(c + lane, p.post + row * kStreams + lane - kStreams * kStreams);
+      cp_async<4>(c + lane, p.post + row * kStreams + lane - kStreams * kStreams);
     }
     cp_async_wait_all();
     __syncwarp();
@@ -197,12 +193,12 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
   for (int turn = 0; turn < kTurns; ++turn) {
     if (!real(turn)) continue;
     const uint4 x[kStreams] = {s.row.x[octet(turn)][0][lane], s.row.x[octet(turn)][1][lane], s.row.x[octet(turn)][2][lane], s.row.x[octet(turn)][3][lane]};
-    const float squares = warp_sum(collapse(pre, x, y[turn]));
+    const float squares = sum_of_lanes(collapse(pre, x, y[turn]));
     if (lane == 0) s.row.squares[octet(turn)] = squares;
   }
   float inverse = 1.f;
   if (normed) {
-    sync_threads<1, 32 * kCollapsing>();
+    sync_threads(1, 32 * kCollapsing);
     float sum = 0.f;
     for (int w = 0; w < kOctets; ++w) sum += s.row.squares[w];
     inverse = rsqrtf(fmaf(sum, p.inverse_hidden, p.norm_eps));

@@ -16,7 +16,6 @@
 // Shared memory: the bf16 parts of fn 72 KB, the next tile's streams 16 KB, sums of the slices 7 KB, coefficients 2.5 KB.
 #pragma once
 
-#include "../exchange.cuh"
 #include "finish.cuh"
 
 namespace dsv4::mhc {
@@ -50,23 +49,6 @@ struct Sums {
     squares[1] += other.squares[1];
   }
 };
-
-// volatile: they stay where they are written
-__device__ __forceinline__ uint4 load_once(const uint16_t* p) {
-  uint4 v;
-  asm volatile("ld.global.cs.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint4 load_from_l2(const uint16_t* p) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ float load_from_l2(const float* p) {
-  float v;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
-  return v;
-}
 
 // The bf16 parts of fn: four slices of all four streams, through registers into shared memory.
 __device__ __forceinline__ void load_weights(const Params& p, ManyShared& s, int first_slice) {
@@ -201,7 +183,7 @@ __device__ __forceinline__ void fetch_coefficients(const Params& p, ManyShared& 
     const int r = at / kCoefficients, c = at % kCoefficients;
     const int64_t row = min(tile * kTileRows + r, p.rows - 1);
     const float* const from = c < 16 ? p.comb + row * 16 + c : p.post + row * 4 + (c - 16);
-    copy_word(&s.coefficients[turn % 2][r][c < 16 ? c % 4 * 4 + c / 4 : c], from);
+    cp_async<4>(&s.coefficients[turn % 2][r][c < 16 ? c % 4 * 4 + c / 4 : c], from);
   }
   mbarrier_arrive_copies(shared_address(&s.coefficients_here[turn % 2]));
 }
@@ -269,11 +251,11 @@ __device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int r
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     if (!real(i)) continue;
-    const float squares = warp_sum(collapse(pre, x[i % kAhead], y[i]));
+    const float squares = sum_of_lanes(collapse(pre, x[i % kAhead], y[i]));
     if (lane == 0) s.squares[turn % 2][octet(i)] = squares;
     fetch(i + kAhead);
   }
-  sync_threads<1, 32 * kFinishers>();
+  sync_threads(1, 32 * kFinishers);
   if (finisher == 0) partial[0] = z;  // all have read it
   float squares = 0.f;
 #pragma unroll

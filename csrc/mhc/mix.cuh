@@ -11,13 +11,14 @@
 // two instructions, so a row's bf16 pairs are operand A as they were loaded.
 #pragma once
 
-#include "../device.cuh"
+#include "../device/copies.cuh"
+#include "../device/mma.cuh"
+#include "../device/numbers.cuh"
 #include "config.h"
 
 namespace dsv4::mhc {
 
 __device__ __forceinline__ uint4 load_16(const void* p) { return *static_cast<const uint4*>(p); }
-
 
 // Two weights as three pairs of bf16, whose sum they are: 8 bits of the significand each.
 __device__ __forceinline__ void split_pair(float low, float high, uint32_t (&part)[kParts]) {

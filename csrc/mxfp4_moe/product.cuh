@@ -9,7 +9,9 @@
 // a power of two for each row and slice that brings its greatest to 2^14 .. 2^15: exact down to 2^-29 of the greatest.
 #pragma once
 
-#include "../device.cuh"
+#include "../device/copies.cuh"
+#include "../device/mma.cuh"
+#include "../device/numbers.cuh"
 #include "config.h"
 
 namespace dsv4::mxfp4_moe {
@@ -23,13 +25,6 @@ __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&pair)[4]) {
   pair[2] = even & kFields;
   pair[3] = odd & kFields;
 }
-
-// kBytes, 4, 8 or 16
-template <int kBytes>
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
-}
-
 
 // A lane's codes of 16 rows: rows g and g + 8.
 template <int kSteps>
@@ -55,7 +50,7 @@ struct From {
 #pragma unroll
     for (int i = threadIdx.x % 32; i < 16 * kParts; i += 32) {
       const int row = i / kParts, at = i % kParts * kBytes;
-      copy_async<kBytes>(&to.bytes[row][at], scales + (row % 8 + (row < 8 ? 0 : second)) * (kRowBytes / 16) + at);
+      cp_async<kBytes>(&to.bytes[row][at], scales + (row % 8 + (row < 8 ? 0 : second)) * (kRowBytes / 16) + at);
     }
   }
   __device__ __forceinline__ void load_all(Stage<kSteps>& stage, Scales<kSteps>& to) const {

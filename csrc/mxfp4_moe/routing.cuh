@@ -1,23 +1,10 @@
 // Which pairs (row, slot) go to which expert, found by every block for itself: no sort, no kernel of its own.
 #pragma once
 
+#include "../device/memory.cuh"
 #include "config.h"
 
 namespace dsv4::mxfp4_moe {
-
-// Of what was there before the first kernel of a call, whose later ones read it before they have waited for those in front: gate/up has
-// waited for what wrote it, and let them start after that. At the scope of the device: what an L1 may still have from an earlier launch is
-// not looked at.
-__device__ __forceinline__ int32_t load_older(const int32_t* p) {
-  int32_t v;
-  asm("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ float load_older(const float* p) {
-  float v;
-  asm("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
-  return v;
-}
 
 // local expert of an id, -1: none
 template <typename Ids>

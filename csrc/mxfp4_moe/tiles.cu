@@ -1,6 +1,6 @@
 // A stable counting sort of the pairs by expert, in three kernels: count each chunk of pairs, add up over the chunks and cut
 // tiles, place.
-#include "../device.cuh"
+#include "../device/barriers.cuh"
 #include "../launch_kernel.h"
 #include "routing.cuh"
 #include "tiles.h"

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "config.h"
-#include "../device.cuh"
+#include "../device/numbers.cuh"
 #include "sparse_decode.h"
 
 namespace dsv4::sparse_decode {

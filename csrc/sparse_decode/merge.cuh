@@ -2,7 +2,6 @@
 #pragma once
 
 #include "config.h"
-#include "../device.cuh"
 #include "fold.cuh"
 #include "roles.cuh"
 #include "sparse_decode.h"

@@ -59,10 +59,10 @@ struct PrefillMemory {
 static_assert(sizeof(PrefillMemory) <= kMaxSharedBytes);
 
 __device__ __forceinline__ int warp_team() { return threadIdx.x / kTeamThreads; }
-__device__ __forceinline__ void team_sync() { sync_threads<kTeamThreads>(1 + warp_team()); }
+__device__ __forceinline__ void team_sync() { sync_threads(1 + warp_team(), kTeamThreads); }
 __device__ __forceinline__ int quarter() { return threadIdx.x >> 5 & (kTeamWarps - 1); }
 
-__device__ __forceinline__ void tile_sync() { sync_threads<15, kThreads>(); }
+__device__ __forceinline__ void tile_sync() { sync_threads(15, kThreads); }
 
 // The rows of a block, one after the other: item i is block of heads i % head_blocks of row i / head_blocks.
 __device__ __forceinline__ int num_items(const Params& p) { return p.rows * p.head_blocks; }

@@ -123,7 +123,7 @@ struct Stack {
       return valid ? static_cast<int>((page - column) * p.extra.page_size.divisor + position) : -1;
     }
     const int32_t* at = (in_main ? p.main.indices + row * p.main.indices_stride : p.extra.indices + row * p.extra.indices_stride) + position;
-    if (position + 2 * kLeaf < end) asm volatile("prefetch.global.L2 [%0];" ::"l"(at + 2 * kLeaf));
+    if (position + 2 * kLeaf < end) prefetch(at + 2 * kLeaf);
     return position < end ? *at : -1;
   }
   // the slots, -1 where masked
@@ -187,7 +187,7 @@ __device__ __forceinline__ void run_stacked_gathering(const Params& p, StackedMe
   stack.start();
   stack.load_tile();
   stack.plan(sm.plans[0]);
-  sync_threads<3, kGatherThreads>();  // the plan is there
+  sync_threads(3, kGatherThreads);  // the plan is there
   for (uint32_t tile = 0;; ++tile) {
     const TilePlan& plan = sm.plans[tile % kPlans];
     const int thread = thread_now() - kMathThreads, candidate = thread >> 2, piece = thread & 3;
