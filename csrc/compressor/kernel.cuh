@@ -80,7 +80,7 @@ __device__ __forceinline__ void store_entry(const Params& p, int64_t slot, float
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const float squares = sum_of_lanes(fmaf(x.y, x.y, x.x * x.x));
   if (lane == 0) sums[warp] = squares;
-  sync_threads(1, kEntryThreads);
+  sync_threads<1, kEntryThreads>();
   float sum = sums[lane % 8];
 #pragma unroll
   for (int mask = 4; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);

@@ -6,29 +6,56 @@
 namespace dsv4 {
 
 // barrier `id` of `threads` threads
-__device__ __forceinline__ void sync_threads(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+template <int id, int threads>
+__device__ __forceinline__ void sync_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(id), "n"(threads) : "memory");
+}
+template <int threads>
+__device__ __forceinline__ void sync_threads(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(threads) : "memory");
+}
 
-__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
+// A barrier, by its address in shared memory. Its phases have numbers 0, 1, 0, 1 ...; one ends with the last of the arrivals that it expects.
+struct Barrier {
+  uint32_t address;
+
+  __device__ __forceinline__ void init(int arrivals) const {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
+  }
+  __device__ __forceinline__ void arrive() const { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory"); }
+  // and the phase ends only when so many bytes have come as well
+  __device__ __forceinline__ void arrive_expect(uint32_t bytes) const {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+  }
+  // once this thread's copies so far are done
+  __device__ __forceinline__ void arrive_copies() const {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
+  }
+  // for the end of the phase of this number
+  __device__ __forceinline__ void wait(uint32_t phase) const {
+    asm volatile(
+        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }" ::"r"(address), "r"(phase)
+        : "memory");
+  }
+  __device__ __forceinline__ const Barrier* operator->() const { return this; }
+};
+// Barriers as members of what lies in shared memory: many[i].wait(phase), one->wait(phase).
+template <int kCount = 1>
+struct Barriers {
+  uint64_t words[kCount];
+
+  __device__ __forceinline__ Barrier operator[](int i) const { return {shared_address(words) + 8 * i}; }
+  template <int kFirst>
+  __device__ __forceinline__ Barrier behind(int i) const {  // of several kinds: the i-th of those from kFirst on
+    return {shared_address(words) + 8 * kFirst + 8 * i};
+  }
+  __device__ __forceinline__ Barrier operator->() const {
+    static_assert(kCount == 1);
+    return {shared_address(words)};
+  }
+};
 // Makes the thread's initialisations known to the unit that copies in bulk.
-__device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// one of the expected arrivals, and the phase ends only when so many bytes have come as well
-__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-// one of the expected arrivals, once this thread's copies so far are done
-__device__ __forceinline__ void mbarrier_arrive_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t phase) {
-  asm volatile(
-      "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }" ::"r"(barrier), "r"(phase)
-      : "memory");
-}
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Registers of each thread of these four warps, which all come here, from now on: more or fewer than before.
 template <int kCount, bool kMore>

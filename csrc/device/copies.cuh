@@ -30,9 +30,9 @@ __device__ __forceinline__ void cp_async_stream(uint32_t dst, const void* src) {
 }
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // `bytes`, a multiple of 16, from 16-byte boundaries to such; past the queue in which a multiprocessor's loads wait for each other
-__device__ __forceinline__ void copy_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) {
+__device__ __forceinline__ void copy_bulk(uint32_t dst, const void* src, uint32_t bytes, const Barrier& barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes),
-               "r"(barrier)
+               "r"(barrier.address)
                : "memory");
 }
 // What this thread did to shared memory comes before bulk copies that are asked for after a barrier.

@@ -30,7 +30,7 @@ constexpr int kMaxSlices = 8;
 
 constexpr int kFewRows = kColumns;           // at most, of the kernel for few rows
 constexpr int kAhead = 4;                    // its steps of a warp on their way from memory: what 128 registers leave room for
-constexpr int kBarrierBytes = 128;           // a barrier for each slice; or for each row and the norm's weights
+constexpr int kBarrierBytes = 128;
 // bytes between two rows of x: the padding keeps them on different banks
 __host__ __device__ constexpr int x_pitch(int blocks) { return blocks * 2 * kBlock + 16; }
 __host__ __device__ constexpr int x_bytes(int rows, int slices_here, int blocks) { return rows * slices_here * x_pitch(blocks); }

@@ -74,6 +74,12 @@ struct Step {
   uint4 rows[2][2];  // [row][half]
 };
 
+struct FewBarriers {
+  Barriers<kWarps> x;       // of a slice's x; or of a row, of which something is made
+  Barriers<> norm_weights;
+};
+static_assert(sizeof(FewBarriers) <= kBarrierBytes && kMaxSlices <= kWarps);
+
 struct Part {
   int begin, count;
 };
@@ -120,7 +126,8 @@ struct Kernel {
 
   __device__ __forceinline__ unsigned char* x_at_slice(int i) const { return shared + kBarrierBytes + i * x_bytes(p.rows, 1, plan.most_blocks); }
   __device__ __forceinline__ unsigned char* x() const { return x_at_slice(slice_here); }
-  __device__ __forceinline__ uint32_t arrived() const { return shared_address(shared) + 8 * slice_here; }
+  __device__ __forceinline__ FewBarriers& barriers() const { return *reinterpret_cast<FewBarriers*>(shared); }
+  __device__ __forceinline__ Barrier arrived() const { return barriers().x[slice_here]; }
   __device__ __forceinline__ void sync_slice() const {
     if constexpr (C::kWarpRows == 1) {
       __syncwarp();
@@ -131,8 +138,9 @@ struct Kernel {
 
   // the slice's x; by one warp of the slice
   __device__ __forceinline__ void fetch(int group) const {
-    const uint32_t bytes = slice.count * kBlock * 2, barrier = arrived();
-    if (lane == 0) mbarrier_arrive_expect(barrier, p.rows * bytes);
+    const uint32_t bytes = slice.count * kBlock * 2;
+    const Barrier barrier = arrived();
+    if (lane == 0) barrier.arrive_expect(p.rows * bytes);
     __syncwarp();
     const uint16_t* from = p.x + static_cast<uint64_t>(group) * p.x_stride_group + slice.begin * kBlock;
     const uint32_t to = shared_address(x()), pitch = x_pitch(plan.most_blocks);
@@ -162,7 +170,6 @@ struct Kernel {
 
   // ---- SwiGLU and norm: up to kWarps rows, all inputs, one group. Units are 16 bytes of a row of what is multiplied.
   __device__ __forceinline__ int units() const { return p.inputs / kUnit; }
-  __device__ __forceinline__ uint32_t row_barrier(int i) const { return shared_address(shared) + 8 * i; }
   __device__ __forceinline__ uint32_t raw_bytes() const { return p.inputs * (C::kGates ? 4 : 2); }
   __device__ __forceinline__ unsigned char* raw(int row) const { return shared + plan.exchange + row * raw_bytes(); }
   __device__ __forceinline__ unsigned char* norm_weights() const { return shared + plan.norm; }
@@ -176,19 +183,19 @@ struct Kernel {
   // Barriers of the rows, and the norm's weights: nothing that runs before the wait writes those.
   __device__ __forceinline__ void begin_making() const {
     if (lane != 0) return;
-    mbarrier_init(row_barrier(warp), 1);
-    if (C::kNorms && warp == 0) mbarrier_init(row_barrier(kWarps), 1);
-    mbarrier_init_fence();
+    barriers().x[warp].init(1);
+    if (C::kNorms && warp == 0) barriers().norm_weights->init(1);
+    fence_barrier_init();
     if (C::kNorms && warp == 0) {
-      mbarrier_arrive_expect(row_barrier(kWarps), p.inputs * 2);
-      copy_bulk(shared_address(norm_weights()), p.norm_weight, p.inputs * 2, row_barrier(kWarps));
+      barriers().norm_weights->arrive_expect(p.inputs * 2);
+      copy_bulk(shared_address(norm_weights()), p.norm_weight, p.inputs * 2, barriers().norm_weights[0]);
     }
   }
   // A warp's row; then what is made of the rows, for all slices. The caller ends it with a barrier of the block.
   __device__ __forceinline__ void fetch_row() const {
     if (warp >= p.rows || lane != 0) return;
-    mbarrier_arrive_expect(row_barrier(warp), raw_bytes());
-    copy_bulk(shared_address(raw(warp)), p.x + static_cast<uint64_t>(warp) * p.x_stride, raw_bytes(), row_barrier(warp));
+    barriers().x[warp].arrive_expect(raw_bytes());
+    copy_bulk(shared_address(raw(warp)), p.x + static_cast<uint64_t>(warp) * p.x_stride, raw_bytes(), barriers().x[warp]);
   }
   __device__ __forceinline__ void gate_rows() const {
     const uint32_t limits = pack_bf16x2(p.swiglu_limit, p.swiglu_limit);
@@ -200,7 +207,7 @@ struct Kernel {
     for (; unit < units(); unit += kThreads, place = place_of(unit)) {
 #pragma unroll 1
       for (int row = 0; row < p.rows; ++row) {
-        mbarrier_wait(row_barrier(row), 0);
+        barriers().x[row].wait(0);
         const unsigned char* const from = raw(row) + unit * 16;
         *reinterpret_cast<uint4*>(x_at_slice(0) + place + row * pitch) = gated(load_shared(from), load_shared(from + p.inputs * 2), limits);
       }
@@ -210,12 +217,12 @@ struct Kernel {
     int places[kNormSums];
 #pragma unroll
     for (int s = 0; s < kNormSums; ++s) places[s] = place_of(s * 32 + lane);
-    if (warp < p.rows) mbarrier_wait(row_barrier(kWarps), 0);
+    if (warp < p.rows) barriers().norm_weights->wait(0);
     pdl_wait();
     if (warp >= p.rows) return;
     fetch_row();
     __syncwarp();
-    mbarrier_wait(row_barrier(warp), 0);
+    barriers().x[warp].wait(0);
     float sums[kNormSums] = {};
     const unsigned char* const from = raw(warp);
 #pragma unroll 1
@@ -334,8 +341,8 @@ struct Kernel {
     if constexpr (C::kMakes) {
       begin_making();
     } else if (warp_row == 0 && lane == 0) {
-      mbarrier_init(arrived(), 1);
-      mbarrier_init_fence();
+      arrived().init(1);
+      fence_barrier_init();
     }
     Step steps[kAhead];
     uint32_t scales[kAhead];
@@ -368,7 +375,7 @@ struct Kernel {
           sync_slice();
         }
         if (warp_row == 0) fetch(group);
-        mbarrier_wait(arrived(), used++ & 1);
+        arrived().wait(used++ & 1);
         if constexpr (C::kRotates) {
           rotate();
           sync_slice();

@@ -12,7 +12,7 @@ __device__ __forceinline__ void sync_team(int id) {
   if constexpr (kThreadsOfTeam == 32) {
     __syncwarp();
   } else {
-    sync_threads(id, kThreadsOfTeam);
+    sync_threads<kThreadsOfTeam>(id);
   }
 }
 

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kHidden / kLaneColumns + 32) finish_kernel(con
   const float mine = sum_of_lanes(collapse(pre, x, y));
   if (normed) {
     if (lane == 0) squares[warp] = mine;
-    sync_threads(1, kWarps * 32);
+    sync_threads<1, kWarps * 32>();
     float sum = 0.f;
     for (int w = 0; w < kWarps; ++w) sum += squares[w];
     y = times_weight(y, rsqrtf(fmaf(sum, p.inverse_hidden, p.norm_eps)), weight);

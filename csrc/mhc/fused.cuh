@@ -80,9 +80,9 @@ __device__ __forceinline__ void mix_slices(const Params& p, FusedShared& s, int 
   write_sums<kHead>(weights, low, high, s.sums[half][stream], lane);
   static_assert(kFusedSlices == 2, "a barrier for each");
   if (half == 0) {
-    sync_threads(1, 32 * kStreams);
+    sync_threads<1, 32 * kStreams>();
   } else {
-    sync_threads(2, 32 * kStreams);
+    sync_threads<2, 32 * kStreams>();
   }
   if (!sends) return;
   float4 v[kStreams];
@@ -198,7 +198,7 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
   }
   float inverse = 1.f;
   if (normed) {
-    sync_threads(1, 32 * kCollapsing);
+    sync_threads<1, 32 * kCollapsing>();
     float sum = 0.f;
     for (int w = 0; w < kOctets; ++w) sum += s.row.squares[w];
     inverse = rsqrtf(fmaf(sum, p.inverse_hidden, p.norm_eps));

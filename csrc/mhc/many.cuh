@@ -30,7 +30,8 @@ struct ManyShared {
   float sums[kManySlices][kTileRows][kSumWords];
   float coefficients[2][kTileRows][kCoefficients];                  // comb by new stream, post; tiles in turn
   float squares[2][kOctets];                                        // of the rows that are finished, in turn
-  uint64_t coefficients_here[2], sums_here, sums_taken;             // barriers
+  Barriers<2> coefficients_here;
+  Barriers<> sums_here, sums_taken;
 };
 static_assert(sizeof(ManyShared) <= kMaxSharedBytes);
 
@@ -159,11 +160,11 @@ __device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const 
 // f: of the first tile, which has been fetched
 __device__ __forceinline__ void mix_all(const Params& p, ManyShared& s, int slice, uint4 (&f)[2]) {
   for (int tile = first_tile(), turn = 0; tile < num_tiles(p); tile = next_tile(tile), ++turn) {
-    mbarrier_wait(shared_address(&s.coefficients_here[turn % 2]), turn / 2 % 2);
+    s.coefficients_here[turn % 2].wait(turn / 2 % 2);
     cp_async_wait_all();
     const Place at(slice);
     const Sums sums = run_slice(p, s, at, tile, s.coefficients[turn % 2], f);
-    if (turn > 0) mbarrier_wait(shared_address(&s.sums_taken), (turn - 1) % 2);
+    if (turn > 0) s.sums_taken->wait((turn - 1) % 2);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float* const out = s.sums[at.slice][at.group + 8 * r];
@@ -173,7 +174,7 @@ __device__ __forceinline__ void mix_all(const Params& p, ManyShared& s, int slic
       if (at.lane % 4 == r) out[kMixes] = sums.squares[r];
     }
     __syncwarp();
-    if (at.lane == 0) mbarrier_arrive(shared_address(&s.sums_here));
+    if (at.lane == 0) s.sums_here->arrive();
   }
 }
 
@@ -185,7 +186,7 @@ __device__ __forceinline__ void fetch_coefficients(const Params& p, ManyShared& 
     const float* const from = c < 16 ? p.comb + row * 16 + c : p.post + row * 4 + (c - 16);
     cp_async<4>(&s.coefficients[turn % 2][r][c < 16 ? c % 4 * 4 + c / 4 : c], from);
   }
-  mbarrier_arrive_copies(shared_address(&s.coefficients_here[turn % 2]));
+  s.coefficients_here[turn % 2].arrive_copies();
 }
 
 __device__ __forceinline__ uint32_t* counter_of(const Params& p, int64_t tile) { return p.counters + tile * kCounterWords; }
@@ -196,7 +197,7 @@ __device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
   fetch_coefficients(p, s, first_tile(), 0);
   if (next_tile(first_tile()) < num_tiles(p)) fetch_coefficients(p, s, next_tile(first_tile()), 1);
   for (int tile = first_tile(), turn = 0; tile < num_tiles(p); tile = next_tile(tile), ++turn) {
-    mbarrier_wait(shared_address(&s.sums_here), turn % 2);
+    s.sums_here->wait(turn % 2);
     if (next_tile(next_tile(tile)) < num_tiles(p)) fetch_coefficients(p, s, next_tile(next_tile(tile)), turn + 2);  // into this tile's place
 #pragma unroll
     for (int i = 0; i < ceil_div(kTileRows * kVectors, 32); ++i) {
@@ -211,7 +212,7 @@ __device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
     }
     __syncwarp();
     if (lane == 0) {
-      mbarrier_arrive(shared_address(&s.sums_taken));
+      s.sums_taken->arrive();
       add_release(counter_of(p, tile), 1);  // the mixers' streams as well: they arrived here after them
     }
     __syncwarp();
@@ -255,7 +256,7 @@ __device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int r
     if (lane == 0) s.squares[turn % 2][octet(i)] = squares;
     fetch(i + kAhead);
   }
-  sync_threads(1, 32 * kFinishers);
+  sync_threads<1, 32 * kFinishers>();
   if (finisher == 0) partial[0] = z;  // all have read it
   float squares = 0.f;
 #pragma unroll
@@ -329,9 +330,9 @@ __global__ void __launch_bounds__(kManyThreads, kManyMinBlocks) many_kernel(cons
     fetch_output(p, Place(warp), first_tile(), f);
   }
   if (threadIdx.x == 0) {
-    for (uint64_t& here : s.coefficients_here) mbarrier_init(shared_address(&here), 32);
-    mbarrier_init(shared_address(&s.sums_here), kManySlices);
-    mbarrier_init(shared_address(&s.sums_taken), 1);
+    for (int i = 0; i < 2; ++i) s.coefficients_here[i].init(32);
+    s.sums_here->init(kManySlices);
+    s.sums_taken->init(1);
   }
   load_weights(p, s, blockIdx.x % kColumnBlocks * kManySlices);
   __syncthreads();

@@ -53,16 +53,16 @@ struct PrefillMemory {
   alignas(16) uint8_t rows[kLeaf][kDataBytes];    // 18,432  as gathered
   alignas(8) uint8_t scales[kLeaf][kScaleBytes];  //    256
   alignas(4) uint8_t valid[2][kLeaf];             //     64  of this leaf and of the next
-  alignas(8) uint64_t full;                       //      8  a leaf is gathered
+  Barriers<> full;                                //      8  a leaf is gathered
   int leaves[2];                                  //      8  of this row and of the next
 };
 static_assert(sizeof(PrefillMemory) <= kMaxSharedBytes);
 
 __device__ __forceinline__ int warp_team() { return threadIdx.x / kTeamThreads; }
-__device__ __forceinline__ void team_sync() { sync_threads(1 + warp_team(), kTeamThreads); }
+__device__ __forceinline__ void team_sync() { sync_threads<kTeamThreads>(1 + warp_team()); }
 __device__ __forceinline__ int quarter() { return threadIdx.x >> 5 & (kTeamWarps - 1); }
 
-__device__ __forceinline__ void tile_sync() { sync_threads(15, kThreads); }
+__device__ __forceinline__ void tile_sync() { sync_threads<15, kThreads>(); }
 
 // The rows of a block, one after the other: item i is block of heads i % head_blocks of row i / head_blocks.
 __device__ __forceinline__ int num_items(const Params& p) { return p.rows * p.head_blocks; }
@@ -163,7 +163,6 @@ __device__ __forceinline__ void dequantise(Memory& sm, int first_row) {
 template <bool kTable>
 __device__ __forceinline__ void run_gathering(const Params& p, PrefillMemory& sm) {
   const int thread = threadIdx.x - kMathThreads, candidate = thread >> 2, piece = thread & 3;
-  const uint32_t full = shared_address(&sm.full);
   const uint32_t dst = shared_address(&sm.rows[candidate][piece * 16]);
   Work w;
   int item = blockIdx.x, next_main = 0, next_extra = 0, loaded = -1;
@@ -199,9 +198,9 @@ __device__ __forceinline__ void run_gathering(const Params& p, PrefillMemory& sm
     cp_async_8_if(piece == 0, shared_address(&sm.scales[candidate][0]), scales, valid);
     if (piece == 0) sm.valid[phase ^ 1][candidate] = valid;
     if (thread == 0) sm.leaves[parity] = leaves;
-    mbarrier_arrive_copies(full);
+    sm.full->arrive_copies();
     __syncwarp();
-    if (elect_one()) mbarrier_arrive(full);
+    if (elect_one()) sm.full->arrive();
     phase ^= 1;
     ++leaf;
     if (row_ends) {
@@ -210,7 +209,7 @@ __device__ __forceinline__ void run_gathering(const Params& p, PrefillMemory& sm
       leaf = 0;
       parity ^= 1;
     }
-    mbarrier_wait(full, phase);
+    sm.full->wait(phase);
     tile_sync();  // the tile is free
     dequantise<kGatherRows>(sm, kLeaf - kGatherRows * (kGatherThreads - thread / 32 * 32) / 32);
     tile_sync();  // the tile is there; the rows may be overwritten
@@ -380,18 +379,17 @@ __device__ __forceinline__ void load_item_query(const Params& p, int item, Query
 __device__ __forceinline__ void run_mathematics(const Params& p, PrefillMemory& sm) {
   TeamMemory& team = sm.teams[warp_team()];
   const int head = threadIdx.x % kTeamThreads;
-  const uint32_t full = shared_address(&sm.full);
   QueryTile q[kGroups][kWarpTiles];
   load_item_query(p, blockIdx.x, q);
   uint32_t phase = 0, parity = 0;
   for (int item = blockIdx.x; item < num_items(p); item += gridDim.x, parity ^= 1) {
     Accumulator acc[kGroups][kWarpTiles] = {};
     if (head < kTeamHeads) team.folds[head] = {kEmpty, 0.f};
-    mbarrier_wait(full, phase);
+    sm.full->wait(phase);
     const int leaves = sm.leaves[parity];
 #pragma unroll 1
     for (int leaf = 0; leaf < leaves; ++leaf) {
-      mbarrier_wait(full, phase);
+      sm.full->wait(phase);
       tile_sync();  // the tile is free
       dequantise<kMathRows>(sm, threadIdx.x / 32 * kMathRows);
       tile_sync();  // the tile is there
@@ -422,7 +420,7 @@ template <bool kTable>
 __global__ void __launch_bounds__(kThreads, 1) sparse_prefill_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& sm = *reinterpret_cast<PrefillMemory*>(shared);
-  if (threadIdx.x == 0) mbarrier_init(shared_address(&sm.full), kGatherThreads + kGatherThreads / 32);  // the copies, and the masks
+  if (threadIdx.x == 0) sm.full->init(kGatherThreads + kGatherThreads / 32);  // the copies, and the masks
   __syncthreads();  // the barrier is there
   pdl_wait();
   pdl_trigger();

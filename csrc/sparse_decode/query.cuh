@@ -21,7 +21,7 @@ __device__ __forceinline__ QueryRows& query_rows(SharedMemoryPlan& sm) { return 
 __device__ __forceinline__ int query_swizzle(int head) { return (head & 3) << 1 | (head >> 2 & 1); }
 
 // between the warps that norm
-__device__ __forceinline__ void norm_sync() { sync_threads(3, 32 * kNormWarps); }
+__device__ __forceinline__ void norm_sync() { sync_threads<3, 32 * kNormWarps>(); }
 
 __device__ __forceinline__ float sum_of_squares(float sum, const uint4& v) {
 #pragma unroll

@@ -8,9 +8,9 @@
 namespace dsv4::sparse_decode {
 
 // all but the gathering warps
-__device__ __forceinline__ void math_sync() { sync_threads(1, kMathThreads); }
+__device__ __forceinline__ void math_sync() { sync_threads<1, kMathThreads>(); }
 // softmax and value team, at the end of a unit of a long row
-__device__ __forceinline__ void unit_sync() { sync_threads(2, 32 * (kSoftmaxWarps + kValueWarps)); }
+__device__ __forceinline__ void unit_sync() { sync_threads<2, 32 * (kSoftmaxWarps + kValueWarps)>(); }
 
 // Position of leaf `i` of a block in the ring of stages, and in that of the buffers between the teams.
 struct Ring {

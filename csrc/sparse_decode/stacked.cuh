@@ -182,12 +182,11 @@ __device__ __forceinline__ uint32_t any_row(const TilePlan& plan) {
 // The gathering warps: four lanes copy a candidate. A tile is planned while the one before it is multiplied.
 template <bool kTable>
 __device__ __forceinline__ void run_stacked_gathering(const Params& p, StackedMemory& sm) {
-  const uint32_t full = shared_address(&sm.full);
   Stack<kTable> stack = {p, static_cast<int>(blockIdx.x)};
   stack.start();
   stack.load_tile();
   stack.plan(sm.plans[0]);
-  sync_threads(3, kGatherThreads);  // the plan is there
+  sync_threads<3, kGatherThreads>();  // the plan is there
   for (uint32_t tile = 0;; ++tile) {
     const TilePlan& plan = sm.plans[tile % kPlans];
     const int thread = thread_now() - kMathThreads, candidate = thread >> 2, piece = thread & 3;
@@ -207,12 +206,12 @@ __device__ __forceinline__ void run_stacked_gathering(const Params& p, StackedMe
 #pragma unroll
     for (int i = 0; i < kDataBytes / 64; ++i) cp_async_16(dst + i * 64, src + i * 64, valid);
     cp_async_8_if(piece == 0, shared_address(&sm.scales[candidate][0]), scales, valid);
-    mbarrier_arrive_copies(full);
+    sm.full->arrive_copies();
     if (kTable && more) stack.load_tile();  // quick: a table is read again and again
     if (more) stack.plan(sm.plans[(tile + 1) % kPlans]);
     __syncwarp();
-    if (elect_one()) mbarrier_arrive(full);
-    mbarrier_wait(full, tile & 1);
+    if (elect_one()) sm.full->arrive();
+    sm.full->wait(tile & 1);
     tile_sync();  // the tile is free; the plan of the next one is there
     if (thread < kMaxStack) sm.masks[thread] = plan.masks[thread];
     if (thread == 0) sm.ended = last ? stack.stack - static_cast<int>(gridDim.x) : -1;
@@ -320,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_prefill_stacked_kernel(con
   extern __shared__ __align__(128) uint8_t shared[];
   auto& sm = *reinterpret_cast<StackedMemory*>(shared);
   if (threadIdx.x == 0) {
-    mbarrier_init(shared_address(&sm.full), kGatherThreads + kGatherThreads / 32);  // the copies, and the plans
+    sm.full->init(kGatherThreads + kGatherThreads / 32);  // the copies, and the plans
     for (auto& of_team : sm.isolated)
       for (uint8_t& of_candidate : of_team) of_candidate = 0;
   }
