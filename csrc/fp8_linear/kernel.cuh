@@ -9,14 +9,6 @@
 // Sum of 64 products, in mma order, from zero; times scale, added to the slice's sum, in order; slices by a binary tree.
 // Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others, here and in tile.cuh, which has more
 // rows.
-//
-// A prologue changes x before it is multiplied:
-//   rotation  x is the attention's output, whose rotary position embedding is taken back: of each 512 inputs (a head) the last
-//             64 are pairs, rotated in fp32 and rounded to bf16 (DeepSeek-V4's wo_a)
-//   SwiGLU    x is gates and ups, what is multiplied is made of them (the shared experts' down projection)
-//   norm      x is normalised (the queries' second projections)
-// Rotation is in place. For the other two a whole row comes by one bulk copy, and what is made of it goes to where the slices
-// have their x: a bulk copy costs some 50 cycles, however small. make.cuh has the arithmetic.
 #pragma once
 
 #include "../device/copies.cuh"
@@ -148,106 +140,18 @@ struct Kernel {
     for (int row = lane; row < p.rows; row += 32) copy_bulk(to + row * pitch, from + static_cast<uint64_t>(row) * p.x_stride, bytes, barrier);
   }
 
-  // Four pairs of the last 64 inputs of a head, those of this lane of 8, by the conjugate of the row's rotation.
-  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
-    const float4* const from = rotation_of(p, load_position(p, row), lane % 8);
-    return fp8_linear::rotated_back(v, __ldg(from), __ldg(from + 1));
-  }
-
-  // The slice's blocks that end a head, rotated back in place, by all warps of the slice, 4 rows of a block at a time. multiply reads
-  // it after sync_slice().
-  __device__ __forceinline__ void rotate() const {
-    const int pitch = x_pitch(plan.most_blocks), skipped = kHeadBlocks - 1 - slice.begin % kHeadBlocks;
-#pragma unroll 1
-    for (int block = skipped; block < slice.count; block += kHeadBlocks) {
-#pragma unroll 1
-      for (int row = warp_row * 4 + lane / 8; row < p.rows; row += 4 * C::kWarpRows) {
-        unsigned char* const at = x() + row * pitch + block * 2 * kBlock + kBlock + lane % 8 * 16;
-        *reinterpret_cast<uint4*>(at) = rotated_back(load_shared(at), row);
-      }
-    }
-  }
-
-  // ---- SwiGLU and norm: up to kWarps rows, all inputs, one group. Units are 16 bytes of a row of what is multiplied.
+  // ---- what is done to x before it is multiplied: prologues.cuh
+  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const;
+  __device__ __forceinline__ void rotate() const;
   __device__ __forceinline__ int units() const { return p.inputs / kUnit; }
   __device__ __forceinline__ uint32_t raw_bytes() const { return p.inputs * (C::kGates ? 4 : 2); }
   __device__ __forceinline__ unsigned char* raw(int row) const { return shared + plan.exchange + row * raw_bytes(); }
   __device__ __forceinline__ unsigned char* norm_weights() const { return shared + plan.norm; }
-  // bytes from the first row's place of the first slice to the first row's place of a unit
-  __device__ __forceinline__ int place_of(int unit) const {
-    const unsigned block = unit / (kBlock / kUnit), each = plan.slice_blocks.each, more = plan.slice_blocks.more;
-    const unsigned there = block < more * (each + 1) ? block / (each + 1) : (block - more) / each;
-    const int first = part_of(plan.slice_blocks, there).begin;
-    return there * x_bytes(p.rows, 1, plan.most_blocks) + (block - first) * 2 * kBlock + unit % (kBlock / kUnit) * 16;
-  }
-  // Barriers of the rows, and the norm's weights: nothing that runs before the wait writes those.
-  __device__ __forceinline__ void begin_making() const {
-    if (lane != 0) return;
-    barriers().x[warp].init(1);
-    if (C::kNorms && warp == 0) barriers().norm_weights->init(1);
-    fence_barrier_init();
-    if (C::kNorms && warp == 0) {
-      barriers().norm_weights->arrive_expect(p.inputs * 2);
-      copy_bulk(shared_address(norm_weights()), p.norm_weight, p.inputs * 2, barriers().norm_weights[0]);
-    }
-  }
-  // A warp's row; then what is made of the rows, for all slices. The caller ends it with a barrier of the block.
-  __device__ __forceinline__ void fetch_row() const {
-    if (warp >= p.rows || lane != 0) return;
-    barriers().x[warp].arrive_expect(raw_bytes());
-    copy_bulk(shared_address(raw(warp)), p.x + static_cast<uint64_t>(warp) * p.x_stride, raw_bytes(), barriers().x[warp]);
-  }
-  __device__ __forceinline__ void gate_rows() const {
-    const uint32_t limits = pack_bf16x2(p.swiglu_limit, p.swiglu_limit);
-    const int pitch = x_pitch(plan.most_blocks);
-    int unit = threadIdx.x, place = place_of(unit);
-    pdl_wait();
-    fetch_row();
-#pragma unroll 1
-    for (; unit < units(); unit += kThreads, place = place_of(unit)) {
-#pragma unroll 1
-      for (int row = 0; row < p.rows; ++row) {
-        barriers().x[row].wait(0);
-        const unsigned char* const from = raw(row) + unit * 16;
-        *reinterpret_cast<uint4*>(x_at_slice(0) + place + row * pitch) = gated(load_shared(from), load_shared(from + p.inputs * 2), limits);
-      }
-    }
-  }
-  __device__ __forceinline__ void normalize_row() const {
-    int places[kNormSums];
-#pragma unroll
-    for (int s = 0; s < kNormSums; ++s) places[s] = place_of(s * 32 + lane);
-    if (warp < p.rows) barriers().norm_weights->wait(0);
-    pdl_wait();
-    if (warp >= p.rows) return;
-    fetch_row();
-    __syncwarp();
-    barriers().x[warp].wait(0);
-    float sums[kNormSums] = {};
-    const unsigned char* const from = raw(warp);
-#pragma unroll 1
-    for (int first = 0; first < units(); first += kNormSums * 32) {
-      uint4 v[kNormSums] = {};
-#pragma unroll
-      for (int s = 0; s < kNormSums; ++s) {
-        if (const int unit = first + s * 32 + lane; unit < units()) v[s] = load_shared(from + unit * 16);
-      }
-#pragma unroll
-      for (int s = 0; s < kNormSums; ++s) add_squares(sums[s], v[s]);
-    }
-    const float root = root_of(sums, p.norm_inverse, p.norm_eps);
-#pragma unroll 1
-    for (int first = 0; first < units(); first += kNormSums * 32) {
-#pragma unroll
-      for (int s = 0; s < kNormSums; ++s) {
-        const int unit = first + s * 32 + lane;
-        if (unit >= units()) continue;
-        const int place = first == 0 ? places[s] : place_of(unit);
-        const uint4 weights = load_shared(norm_weights() + unit * 16);
-        *reinterpret_cast<uint4*>(x_at_slice(0) + place + warp * x_pitch(plan.most_blocks)) = normalized(load_shared(from + unit * 16), root, weights);
-      }
-    }
-  }
+  __device__ __forceinline__ int place_of(int unit) const;
+  __device__ __forceinline__ void begin_making() const;
+  __device__ __forceinline__ void fetch_row() const;
+  __device__ __forceinline__ void gate_rows() const;
+  __device__ __forceinline__ void normalize_row() const;
 
   // 8 of this lane's 16 inputs of a row of x in a half of a block; rows beyond the last are the last again
   __device__ __forceinline__ uint4 load_x(const unsigned char* x, int half, int part) const {
