@@ -327,6 +327,22 @@ struct LongShared {
   bool is_last;
 };
 
+// The warps' parts of this thread's value, in the order of their tokens.
+__device__ __forceinline__ Partial merged(const LongShared& s) {
+  const auto of = [](const float2 (*a)[32], int w) { return reinterpret_cast<const float*>(a[w])[threadIdx.x]; };
+  float most = of(s.most, 0);
+#pragma unroll
+  for (int w = 1; w < kLongWarps; ++w) most = fmaxf(most, of(s.most, w));
+  Partial all = {most, 0.f, 0.f};
+#pragma unroll
+  for (int w = 0; w < kLongWarps; ++w) {
+    const float power = exp_of_difference(of(s.most, w), most);
+    all.sum = fma_ftz(of(s.sum, w), power, all.sum);
+    all.product = fma_ftz(of(s.product, w), power, all.product);
+  }
+  return all;
+}
+
 __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_constant__ Params p) {
   constexpr int kWidth = 2 * kHeadDim;
   __shared__ LongShared s;
@@ -392,20 +408,7 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
   }
   __syncthreads();
   float* const pooled = p.pooled + static_cast<int64_t>(row) * kHeadDim;
-  if (threadIdx.x < kLongDim) {
-    const auto of = [](const float2 (*a)[32], int w) { return reinterpret_cast<const float*>(a[w])[threadIdx.x]; };
-    float most = of(s.most, 0);
-#pragma unroll
-    for (int w = 1; w < kLongWarps; ++w) most = fmaxf(most, of(s.most, w));
-    Partial all = {most, 0.f, 0.f};
-#pragma unroll
-    for (int w = 0; w < kLongWarps; ++w) {
-      const float power = exp_of_difference(of(s.most, w), most);
-      all.sum = fma_ftz(of(s.sum, w), power, all.sum);
-      all.product = fma_ftz(of(s.product, w), power, all.product);
-    }
-    pooled[blockIdx.x * kLongDim + threadIdx.x] = all.value();
-  }
+  if (threadIdx.x < kLongDim) pooled[blockIdx.x * kLongDim + threadIdx.x] = merged(s).value();
   __syncthreads();
   if (threadIdx.x == 0) s.is_last = add_acq_rel(p.arrived + row, 1) == kSplits - 1;
   __syncthreads();

@@ -124,27 +124,10 @@ __device__ __forceinline__ void collect(const Params& p, FusedShared& s, int64_t
   if (half % 2 == 0) *reinterpret_cast<float4*>(&s.row.octets[half / 2][vector * 4]) = add(sum, other);
 }
 
-// One row: what finish_kernel does.
-template <bool kPost, bool kHead>
-__device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, int64_t row) {
-  constexpr int kTurns = ceil_div(kOctets, kCollapsing);
-  static_assert(kFusedWarps == 8 && kIterating % 4 == kIdle % 4 && kOctets % kFusedWarps == 0 && kStreams * kFlashHidden * 2 == kFusedThreads * 128);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, collapsing = warp - 1 - (warp > kIdle ? 1 : 0);
-  const bool collapses = warp != kIterating && warp != kIdle, normed = p.norm_weight != nullptr;
-  const auto octet = [&](int turn) { return turn * kCollapsing + collapsing; };
-  const auto real = [&](int turn) { return turn < kOctets / kCollapsing || octet(turn) < kOctets; };
-  prefetch(reinterpret_cast<const char*>(p.x + row * p.x_stride) + threadIdx.x * 128);
-  if (threadIdx.x < kSlices) prefetch(exchanged<kHead>(p, row, threadIdx.x, 0));
-  Gates<kHead> gates;
-  gates.load(p, lane);
-  uint4 weight[kTurns];
-#pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    weight[turn] = make_uint4(0, 0, 0, 0);
-    if (collapses && normed && real(turn)) weight[turn] = load_16(p.norm_weight + octet(turn) * kOctetColumns + lane * kLaneColumns);
-  }
-  pdl_wait();
-  pdl_trigger();
+// A row's new streams, or those there are, in shared memory.
+template <bool kPost>
+__device__ __forceinline__ void make_streams(const Params& p, FusedShared& s, int64_t row) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // through shared memory all are on their way at once: loads of so many registers the compiler puts off, one behind
   // what another came to
 #pragma unroll
@@ -176,6 +159,30 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
   } else {
     cp_async_wait_all();
   }
+}
+
+// One row: what finish_kernel does.
+template <bool kPost, bool kHead>
+__device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, int64_t row) {
+  constexpr int kTurns = ceil_div(kOctets, kCollapsing);
+  static_assert(kFusedWarps == 8 && kIterating % 4 == kIdle % 4 && kOctets % kFusedWarps == 0 && kStreams * kFlashHidden * 2 == kFusedThreads * 128);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, collapsing = warp - 1 - (warp > kIdle ? 1 : 0);
+  const bool collapses = warp != kIterating && warp != kIdle, normed = p.norm_weight != nullptr;
+  const auto octet = [&](int turn) { return turn * kCollapsing + collapsing; };
+  const auto real = [&](int turn) { return turn < kOctets / kCollapsing || octet(turn) < kOctets; };
+  prefetch(reinterpret_cast<const char*>(p.x + row * p.x_stride) + threadIdx.x * 128);
+  if (threadIdx.x < kSlices) prefetch(exchanged<kHead>(p, row, threadIdx.x, 0));
+  Gates<kHead> gates;
+  gates.load(p, lane);
+  uint4 weight[kTurns];
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    weight[turn] = make_uint4(0, 0, 0, 0);
+    if (collapses && normed && real(turn)) weight[turn] = load_16(p.norm_weight + octet(turn) * kOctetColumns + lane * kLaneColumns);
+  }
+  pdl_wait();
+  pdl_trigger();
+  make_streams<kPost>(p, s, row);
   collect<kHead>(p, s, row);
   __syncthreads();
   if (warp == kIdle) return;
