@@ -91,8 +91,7 @@ PYBIND11_MODULE(_C, m) {
 
   using namespace py::literals;
   m.def("capture_id", [](uintptr_t stream) { return capture_id(pointer<CUstream_st>(stream)); }, "stream"_a);
-  m.def("stream_sms", [](uintptr_t stream, int of_device) { return stream_sms(pointer<CUstream_st>(stream), of_device); }, "stream"_a,
-        "of_device"_a);
+  m.def("stream_sms", [](uintptr_t stream, int of_device) { return stream_sms(pointer<CUstream_st>(stream), of_device); }, "stream"_a, "of_device"_a);
   sparse_decode::bind(m);
   index_select::bind(m);
   mxfp4_moe::bind(m);

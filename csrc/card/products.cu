@@ -12,7 +12,8 @@ constexpr int kRows = 16, kColumns = 8, kDepth = 32;
 __device__ __forceinline__ uint32_t word_at(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
 
 // scale-a: of row g from lanes 4 g, of row g + 8 from lanes 4 g + 1; scale-b: of column g from lanes 4 g
-__device__ __forceinline__ void mma_block_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t a_scale, uint32_t b_scale) {
+__device__ __forceinline__ void mma_block_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t a_scale,
+                                                 uint32_t b_scale) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   asm("mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0 "
       "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {%12,%12}, {%11}, {%12,%12};"

@@ -37,9 +37,7 @@ __device__ __forceinline__ float divide_ftz(float a, float b) {
   return d;
 }
 // e^(a - b)
-__device__ __forceinline__ float exp_of_difference(float a, float b) {
-  return exp2_approx(mul_ftz(add_ftz(a, -b), kLog2e<float>));
-}
+__device__ __forceinline__ float exp_of_difference(float a, float b) { return exp2_approx(mul_ftz(add_ftz(a, -b), kLog2e<float>)); }
 
 // A softmax's parts over some tokens: greatest score, sum of the exponentials, and of the values times them.
 struct Partial {

@@ -39,9 +39,7 @@ __device__ __forceinline__ Vector load_floats(const float* p) {
 
 // A row's plan as it is ahead of pdl_wait, where it may be another step's: a hint. At the scope of the device, so that no L1 keeps it.
 __device__ __forceinline__ uint4 hinted_plan(const Params& p, int row) { return load_relaxed(p.plan + row); }
-__device__ __forceinline__ bool is_other(const uint4& a, const uint4& b) {
-  return ((a.x ^ b.x) | (a.y ^ b.y) | (a.z ^ b.z) | (a.w ^ b.w)) != 0;
-}
+__device__ __forceinline__ bool is_other(const uint4& a, const uint4& b) { return ((a.x ^ b.x) | (a.y ^ b.y) | (a.z ^ b.z) | (a.w ^ b.w)) != 0; }
 
 __device__ __forceinline__ bool within(int64_t i, int64_t count) { return (i >= 0) & (i < count); }
 
@@ -329,7 +327,7 @@ struct LongShared {
 
 // The warps' parts of this thread's value, in the order of their tokens.
 __device__ __forceinline__ Partial merged(const LongShared& s) {
-  const auto of = [](const float2 (*a)[32], int w) { return reinterpret_cast<const float*>(a[w])[threadIdx.x]; };
+  const auto of = [](const float2(*a)[32], int w) { return reinterpret_cast<const float*>(a[w])[threadIdx.x]; };
   float most = of(s.most, 0);
 #pragma unroll
   for (int w = 1; w < kLongWarps; ++w) most = fmaxf(most, of(s.most, w));
@@ -415,7 +413,8 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
   if (!s.is_last || threadIdx.x >= kEntryThreads) return;
   if (threadIdx.x == 0) p.arrived[row] = 0;
   const int pair = 2 * threadIdx.x;
-  const float2 by = pair >= kNopeDim ? load_floats<float2>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + pair - kNopeDim) : make_float2(1.f, 0.f);
+  const float2 by =
+      pair >= kNopeDim ? load_floats<float2>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + pair - kNopeDim) : make_float2(1.f, 0.f);
   store_entry(p, slot, __ldcg(reinterpret_cast<const float2*>(pooled + pair)), load_floats<float2>(p.norm_weight + pair), by, s.sums);
 }
 

@@ -33,9 +33,8 @@ struct Barrier {
   }
   // for the end of the phase of this number
   __device__ __forceinline__ void wait(uint32_t phase) const {
-    asm volatile(
-        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }" ::"r"(address), "r"(phase)
-        : "memory");
+    asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }" ::"r"(address), "r"(phase)
+                 : "memory");
   }
   __device__ __forceinline__ const Barrier* operator->() const { return this; }
 };
@@ -69,8 +68,7 @@ __device__ __forceinline__ void set_registers() {
 // one lane of a full warp
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
-  asm volatile(
-      "{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}\n" : "=r"(elected));
+  asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}\n" : "=r"(elected));
   return elected;
 }
 

@@ -10,13 +10,13 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, uint64_t src, bool val
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void cp_async_16_if(bool when, uint32_t dst, uint64_t src, bool valid) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2; }" ::"r"(dst), "l"(src),
-               "r"(valid ? 16 : 0), "r"(static_cast<int>(when))
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2; }" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0),
+               "r"(static_cast<int>(when))
                : "memory");
 }
 __device__ __forceinline__ void cp_async_8_if(bool when, uint32_t dst, uint64_t src, bool valid) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.ca.shared.global [%0], [%1], 8, %2; }" ::"r"(dst), "l"(src),
-               "r"(valid ? 8 : 0), "r"(static_cast<int>(when))
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.ca.shared.global [%0], [%1], 8, %2; }" ::"r"(dst), "l"(src), "r"(valid ? 8 : 0),
+               "r"(static_cast<int>(when))
                : "memory");
 }
 // kBytes, 4, 8 or 16, through the L1

@@ -13,9 +13,7 @@ __device__ __forceinline__ int uniform(int v) { return static_cast<int>(__reduce
 
 // four E4M3 bytes to two f16 pairs, exact
 __device__ __forceinline__ void e4m3x4_to_f16(uint32_t bytes, uint32_t& low, uint32_t& high) {
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
-      : "=r"(low), "=r"(high)
-      : "r"(bytes));
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }" : "=r"(low), "=r"(high) : "r"(bytes));
 }
 // `value` where the bits of kMask are set, else `other`: one instruction, where the compiler makes two of the expression
 template <uint32_t kMask>
@@ -58,9 +56,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 // 2^d for an integral d <= 0; 0 below the normal range. Adding 2^23 leaves the integer in the low bits.
-__device__ __forceinline__ float pow2_exact(float d) {
-  return __uint_as_float(__float_as_uint(fmaxf(d + 127.f, 0.f) + 8388608.f) << 23);
-}
+__device__ __forceinline__ float pow2_exact(float d) { return __uint_as_float(__float_as_uint(fmaxf(d + 127.f, 0.f) + 8388608.f) << 23); }
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 __device__ __forceinline__ float reciprocal(float x) {
   float y;

@@ -83,12 +83,11 @@ inline void bind(py::module_& m) {
   m.def("fp8_linear_problem", &problem, py::kw_only(), "prologue"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a);
   m.def(
       "fp8_linear_scratch_bytes",
-      [](Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int warp_rows, int blocks, int row_tiles,
-         int in_turn) {
+      [](Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int warp_rows, int blocks, int row_tiles, int in_turn) {
         return make_plan(prologue, rows, groups, outputs, inputs, num_sms, 0, {warp_rows, blocks, row_tiles, in_turn}).partial_bytes;
       },
-      py::kw_only(), "prologue"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "warp_rows"_a = 0, "blocks"_a = 0,
-      "row_tiles"_a = 0, "in_turn"_a = 0);
+      py::kw_only(), "prologue"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "warp_rows"_a = 0, "blocks"_a = 0, "row_tiles"_a = 0,
+      "in_turn"_a = 0);
 }
 
 }  // namespace dsv4::fp8_linear

@@ -156,7 +156,8 @@ std::string problem(Prologue prologue, int rows, int groups, int outputs, int in
   if (inputs > 1 << 20) return "at most 2^20 inputs, got " + std::to_string(inputs);
   if (!makes(prologue)) return "";
   if (groups != 1) return "one group to be normalised or gated, got " + std::to_string(groups);
-  if (rows > kMadeRows) return "at most " + std::to_string(kMadeRows) + " rows to be normalised or gated on their way in, got " + std::to_string(rows);
+  if (rows > kMadeRows)
+    return "at most " + std::to_string(kMadeRows) + " rows to be normalised or gated on their way in, got " + std::to_string(rows);
   if (!fits(make_few_plan(prologue, rows, groups, outputs, inputs, 1, 0, 0, 0), prologue)) {
     return "fewer inputs to be normalised or gated in shared memory, got " + std::to_string(inputs);
   }

@@ -49,9 +49,7 @@ struct Tile {
   __device__ __forceinline__ const TileBarriers<C>& barriers() const { return *reinterpret_cast<const TileBarriers<C>*>(shared); }
   __device__ __forceinline__ Barrier full(int slot) const { return barriers().full[group * C::kStages + slot]; }
   __device__ __forceinline__ Barrier empty(int slot) const { return barriers().empty[group * C::kStages + slot]; }
-  __device__ __forceinline__ unsigned char* warp_weights() const {
-    return shared + kTileBarrierBytes + warp * C::kStages * C::kWeightBytes;
-  }
+  __device__ __forceinline__ unsigned char* warp_weights() const { return shared + kTileBarrierBytes + warp * C::kStages * C::kWeightBytes; }
   __device__ __forceinline__ unsigned char* all_x() const { return shared + kTileBarrierBytes + kWarps * C::kStages * C::kWeightBytes; }
   __device__ __forceinline__ void sync_group() const { sync_threads<C::kGroupThreads>(1 + group); }
 
@@ -95,7 +93,7 @@ struct Tile {
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
       for (int n = 0; n < C::kColumnTiles; ++n) {
-        const float(&s)[4] = sums[m][n];
+        const float (&s)[4] = sums[m][n];
         to[(m * C::kColumnTiles + n) * stride] = make_float4(s[0], s[1], s[2], s[3]);
       }
     }
@@ -106,7 +104,7 @@ struct Tile {
 #pragma unroll
       for (int n = 0; n < C::kColumnTiles; ++n) {
         const float4 other = from[(m * C::kColumnTiles + n) * stride];
-        float(&s)[4] = sums[m][n];
+        float (&s)[4] = sums[m][n];
         s[0] += other.x, s[1] += other.y, s[2] += other.z, s[3] += other.w;
       }
     }
@@ -126,7 +124,7 @@ struct Tile {
 #pragma unroll
         for (int m = 0; m < C::kRowTiles; ++m) {
           float* const to = here + (n * kColumns + lane % 4 * 2) * C::kOutPitch + m * kTileRows + lane / 4;
-          const float(&s)[4] = sums[m][n0 + n];
+          const float (&s)[4] = sums[m][n0 + n];
           to[0] = s[0], to[C::kOutPitch] = s[1], to[8] = s[2], to[C::kOutPitch + 8] = s[3];
         }
       }
@@ -315,8 +313,8 @@ __global__ void __launch_bounds__(kThreads, 1) tile_kernel(const __grid_constant
 
 template <bool kRotates, size_t... kIndices>
 const LinearKernel* tile_instances(std::index_sequence<kIndices...>) {
-  static constexpr LinearKernel kKernels[] = {
-      &tile_kernel<TileConfig<kTileVariants[kIndices].column_tiles, kTileVariants[kIndices].row_tiles, kTileVariants[kIndices].warp_rows, kRotates>>...};
+  static constexpr LinearKernel kKernels[] = {&tile_kernel<
+      TileConfig<kTileVariants[kIndices].column_tiles, kTileVariants[kIndices].row_tiles, kTileVariants[kIndices].warp_rows, kRotates>>...};
   return kKernels;
 }
 

@@ -52,8 +52,7 @@ inline Lists read_lists(Arguments& a, const Plan& plan) {
   uint8_t* const scratch = a["scratch"];
   const int64_t bytes = a["scratch_bytes"];
   if (bytes < plan.scratch_bytes)
-    throw std::runtime_error("index_select: scratch too small: needs " + std::to_string(plan.scratch_bytes) + " bytes, got " +
-                             std::to_string(bytes));
+    throw std::runtime_error("index_select: scratch too small: needs " + std::to_string(plan.scratch_bytes) + " bytes, got " + std::to_string(bytes));
   return carve(scratch, plan, plan.rows_per_launch);
 }
 

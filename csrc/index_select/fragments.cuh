@@ -15,7 +15,7 @@ namespace dsv4::index_select {
 constexpr int kSteps = 8;   // MMA steps over the dimensions, 16 each (FP8 MMA: two at a time)
 
 // Four registers of a tile's, operand A of one MMA.
-__device__ __forceinline__ const uint32_t (&operand(const uint32_t* a))[4] { return reinterpret_cast<const uint32_t(&)[4]>(*a); }
+__device__ __forceinline__ const uint32_t (&operand(const uint32_t* a))[4] { return reinterpret_cast<const uint32_t (&)[4]>(*a); }
 // Nibbles i and i + 4 of eight E2M1 as a bf16 pair times 2^-126 (E2M1's own subnormal lands on bf16's).
 template <int i>
 __device__ __forceinline__ uint32_t widen_fp4(uint32_t nibbles) {
@@ -54,10 +54,8 @@ __device__ __forceinline__ void load_keys(RawKeys<kFormat, kTiles>& raw, const u
       const int i = entry + 16 * tile + 8 * half;
 #pragma unroll
       for (int v = 0; v < T::kVectors; ++v)
-        raw.v[tile][half][v] = page == nullptr ? make_uint4(0, 0, 0, 0)
-                                               : load_16_now(page + i * T::kKeyBytes + 64 * v + 16 * t);
-      if constexpr (kFormat == Format::kFp4)
-        raw.group_scales[tile][half] = page == nullptr ? 0 : load_now(page + kPage * T::kKeyBytes + 4 * i + t);
+        raw.v[tile][half][v] = page == nullptr ? make_uint4(0, 0, 0, 0) : load_16_now(page + i * T::kKeyBytes + 64 * v + 16 * t);
+      if constexpr (kFormat == Format::kFp4) raw.group_scales[tile][half] = page == nullptr ? 0 : load_now(page + kPage * T::kKeyBytes + 4 * i + t);
     }
   }
 }

@@ -182,8 +182,17 @@ __device__ __forceinline__ void end_chunk(StreamShared& s, const Split& split, c
     asm volatile("" : "+r"(thread), "+r"(row));  // or the addresses that follow from them wait in registers while keys are scored
     const int64_t place = place_of(split, row);
     const int list = s.list, end_list = s.end_list;
-    const ListWork work = {s.keys[0], s.offsets, s.counts[0], &s.greatest[0], &s.floor[0], &s.start[0], &s.cut[0],
-                           header_of(lists, split, row, list), static_cast<uint32_t>(first), lists.keys + place, lists.offsets + place};
+    const ListWork work = {s.keys[0],
+                           s.offsets,
+                           s.counts[0],
+                           &s.greatest[0],
+                           &s.floor[0],
+                           &s.start[0],
+                           &s.cut[0],
+                           header_of(lists, split, row, list),
+                           static_cast<uint32_t>(first),
+                           lists.keys + place,
+                           lists.offsets + place};
     uint32_t* kept = s.running[thread & 31];
     Running running = {{kept[0], kept[1]}, kept[2]};
     emit_list<kThreads, true>(work, running, held, split.k, thread, 1);

@@ -275,7 +275,8 @@ __device__ __forceinline__ Row row_of(const MergeParams& p, int row) {
   Row r;
   r.row = row;
   r.length = min(max(load_older(p.split.lengths + row), 0), p.split.width);
-  r.lists = p.split.splits * range_of(group_length<true>(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, p.split.chunk).lists;
+  r.lists =
+      p.split.splits * range_of(group_length<true>(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, p.split.chunk).lists;
   r.headers = header_of(p.lists, p.split, row, 0);
   r.keys = p.lists.keys + place_of(p.split, row);
   r.offsets = p.lists.offsets + place_of(p.split, row);
@@ -304,8 +305,7 @@ __device__ __forceinline__ bool write_short(MergeShared& s, const MergeParams& p
   __syncthreads();
   const bool all_known = p.logits == nullptr;
 #pragma unroll 1
-  for (int i = (all_known ? 0 : r.length) + threadIdx.x; i < p.split.k; i += kMergeThreads)
-    write(s, p, r.row, i, i < r.length ? i : -1, -INFINITY);
+  for (int i = (all_known ? 0 : r.length) + threadIdx.x; i < p.split.k; i += kMergeThreads) write(s, p, r.row, i, i < r.length ? i : -1, -INFINITY);
   return all_known;
 }
 
@@ -319,7 +319,8 @@ __device__ __forceinline__ void gather_fronts(MergeShared& s, const Row& r, uint
     for (uint32_t i = s.starts[0] + threadIdx.x; i < total; i += kMergeThreads) {
       const uint64_t c = read_candidate(s, r, begin, i);
       if (i < kStaged) s.candidates[i] = c;
-      if (counts && c >> (64 - (32 - kBinShift)) == bin) atomicAdd(&s.digits[c >> (64 - (32 - kBinShift) - kDigitBits) & ((1u << kDigitBits) - 1)], 1u);
+      if (counts && c >> (64 - (32 - kBinShift)) == bin)
+        atomicAdd(&s.digits[c >> (64 - (32 - kBinShift) - kDigitBits) & ((1u << kDigitBits) - 1)], 1u);
     }
   }
   __syncthreads();

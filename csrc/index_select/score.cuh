@@ -32,8 +32,7 @@ __device__ __forceinline__ float sum_quad(const float (&v)[4]) {
 
 // Weighted sums of a row for the warp's tiles: lane 4 g + t gets entries 16 (2 j + t / 2) + 8 (t % 2) + g, j = 0 .. kTiles / 2 - 1.
 template <Format kFormat, int kTiles>
-__device__ __forceinline__ void score_row(float (&score)[kTiles / 2], const Keys<kFormat, kTiles>& keys, const uint8_t* q,
-                                          const float* weights) {
+__device__ __forceinline__ void score_row(float (&score)[kTiles / 2], const Keys<kFormat, kTiles>& keys, const uint8_t* q, const float* weights) {
   constexpr int kBlocks = kTiles == 2 ? 2 : 1;  // of heads at once: four independent chains of MMAs
   float sums[kTiles][2] = {};
 #pragma unroll 1
@@ -55,8 +54,7 @@ __device__ __forceinline__ void score_row(float (&score)[kTiles / 2], const Keys
     }
   }
 #pragma unroll
-  for (int j = 0; j < kTiles / 2; ++j)
-    score[j] = sum_quad({sums[2 * j][0], sums[2 * j][1], sums[2 * j + 1][0], sums[2 * j + 1][1]});
+  for (int j = 0; j < kTiles / 2; ++j) score[j] = sum_quad({sums[2 * j][0], sums[2 * j][1], sums[2 * j + 1][0], sums[2 * j + 1][1]});
 }
 
 __device__ __forceinline__ int entry_of_lane(int j) {
@@ -135,8 +133,8 @@ __device__ __forceinline__ void keep_keys(RowShared<kRows>& s, int r, int at, in
 // What becomes of the keys of a chunk of several rows: a list per row, or logits in memory. All threads, after a barrier; another one
 // must follow.
 template <int kRows>
-__device__ __forceinline__ void finish_chunk(RowShared<kRows>& s, Running& running, const ScoreParams& p, const int32_t* lengths, int first_row, int rows,
-                                             int list, int first, int entries) {
+__device__ __forceinline__ void finish_chunk(RowShared<kRows>& s, Running& running, const ScoreParams& p, const int32_t* lengths, int first_row,
+                                             int rows, int list, int first, int entries) {
   constexpr int kTeam = threads_of(kRows) / kRows;
   const int r = threadIdx.x / kTeam, thread = threadIdx.x % kTeam, row = first_row + r;
   if (r >= rows) return;
@@ -148,8 +146,17 @@ __device__ __forceinline__ void finish_chunk(RowShared<kRows>& s, Running& runni
   }
   if (n == 0) return write_empty(p.lists, p.split, row, list, list + 1, thread, kTeam);
   const int64_t place = place_of(p.split, row);
-  const ListWork work = {s.keys[r], nullptr, s.counts[r], &s.greatest[r], &s.floor[r], &s.start[r], &s.cut[r],
-                         header_of(p.lists, p.split, row, list), static_cast<uint32_t>(first), p.lists.keys + place, p.lists.offsets + place};
+  const ListWork work = {s.keys[r],
+                         nullptr,
+                         s.counts[r],
+                         &s.greatest[r],
+                         &s.floor[r],
+                         &s.start[r],
+                         &s.cut[r],
+                         header_of(p.lists, p.split, row, list),
+                         static_cast<uint32_t>(first),
+                         p.lists.keys + place,
+                         p.lists.offsets + place};
   emit_list<kTeam, false>(work, running, n, p.split.k, thread, 1 + r);
 }
 

@@ -199,7 +199,8 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
     if (!real(turn)) continue;
-    const uint4 x[kStreams] = {s.row.x[octet(turn)][0][lane], s.row.x[octet(turn)][1][lane], s.row.x[octet(turn)][2][lane], s.row.x[octet(turn)][3][lane]};
+    const uint4 x[kStreams] = {s.row.x[octet(turn)][0][lane], s.row.x[octet(turn)][1][lane], s.row.x[octet(turn)][2][lane],
+                               s.row.x[octet(turn)][3][lane]};
     const float squares = sum_of_lanes(collapse(pre, x, y[turn]));
     if (lane == 0) s.row.squares[octet(turn)] = squares;
   }

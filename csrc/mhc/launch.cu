@@ -30,9 +30,7 @@ Kernel fused_of(const Params& p) {
   return p.f != nullptr ? fused_kernel<true, false> : fused_kernel<false, false>;
 }
 
-void launch_fused(const Params& p, const Launcher& launcher) {
-  launcher(fused_of(p), dim3(mixing_blocks(p.rows) + p.rows), kFusedThreads, 0, p);
-}
+void launch_fused(const Params& p, const Launcher& launcher) { launcher(fused_of(p), dim3(mixing_blocks(p.rows) + p.rows), kFusedThreads, 0, p); }
 
 Kernel finish_of(const Params& p) {
   if (p.hidden == kProHidden) return p.head ? finish_kernel<true, kProHidden> : finish_kernel<false, kProHidden>;
@@ -135,10 +133,8 @@ void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaSt
 std::vector<KernelAttributes> kernel_attributes() {
   many_blocks_per_sm();  // allows the shared memory
   const int finish_threads = kFlashHidden / kLaneColumns + 32, many = sizeof(ManyShared);
-  return {describe("mhc_fused", &fused_kernel<true, false>, kFusedThreads, 0),
-          describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
-          describe("mhc_finish", &finish_kernel<false, kFlashHidden>, finish_threads, 0),
-          describe("mhc_post", &post_kernel, kMixThreads, 0),
+  return {describe("mhc_fused", &fused_kernel<true, false>, kFusedThreads, 0), describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
+          describe("mhc_finish", &finish_kernel<false, kFlashHidden>, finish_threads, 0), describe("mhc_post", &post_kernel, kMixThreads, 0),
           describe("mhc_many", &many_kernel, kManyThreads, many)};
 }
 

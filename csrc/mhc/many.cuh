@@ -105,7 +105,8 @@ __device__ __forceinline__ void fetch_streams(const Params& p, ManyShared& s, co
   for (int r = 0; r < 2; ++r) {
     const uint16_t* const from = p.x + row_of(p, at, tile, r) * p.x_stride + at.column;
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) cp_async_16(shared_address(&s.next[at.slice][r][j][at.lane]), reinterpret_cast<uint64_t>(from + j * kHidden), true);
+    for (int j = 0; j < kStreams; ++j)
+      cp_async_16(shared_address(&s.next[at.slice][r][j][at.lane]), reinterpret_cast<uint64_t>(from + j * kHidden), true);
   }
 }
 __device__ __forceinline__ void fetch_output(const Params& p, const Place& at, int tile, uint4 (&f)[2]) {
@@ -127,7 +128,8 @@ __device__ __forceinline__ Sums sums_of(const ManyShared& s, int slice, int stre
 }
 
 // The new streams of the tile that was fetched, written, and their sums. Fetches `next` unless it is behind the last.
-__device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const Place& at, int tile, const float (*coefficients)[kCoefficients], uint4 (&f)[2]) {
+__device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const Place& at, int tile, const float (*coefficients)[kCoefficients],
+                                          uint4 (&f)[2]) {
   uint4 x[2][kStreams];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -140,7 +142,8 @@ __device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const 
     mix_in_place(x[r], f[r], coefficients[at.group + 8 * r]);
     if (row < p.rows) {
 #pragma unroll
-      for (int i = 0; i < kStreams; ++i) *reinterpret_cast<uint4*>(p.streams + (static_cast<int64_t>(row) * kStreams + i) * kHidden + at.column) = x[r][i];
+      for (int i = 0; i < kStreams; ++i)
+        *reinterpret_cast<uint4*>(p.streams + (static_cast<int64_t>(row) * kStreams + i) * kHidden + at.column) = x[r][i];
     }
     __syncwarp();  // one row after the other: registers
   }
@@ -226,7 +229,7 @@ __device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int r
   const int lane = lane_now();
   const auto octet = [&](int i) { return i * kFinishers + finisher; };
   const auto real = [&](int i) { return i < kOctets / kFinishers || octet(i) < kOctets; };
-  float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>) + lane;
+  float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>)+lane;
   const uint16_t* const streams = p.streams + static_cast<int64_t>(row) * (kStreams * kHidden) + finisher * kOctetColumns + lane * kLaneColumns;
   Gates<false> gates;
   gates.load(p, lane);

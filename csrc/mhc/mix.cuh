@@ -152,8 +152,8 @@ __device__ __forceinline__ void sum_squares(const uint4& low, const uint4& high,
 
 // One stream's partial sums of a slice, by row of the tile: the mixes, and behind them the squares.
 template <bool kHead>
-__device__ __forceinline__ void write_sums(const Weights<kHead>& weights, const uint4& low, const uint4& high,
-                                           float (&out)[kTileRows][kSumWords], int lane) {
+__device__ __forceinline__ void write_sums(const Weights<kHead>& weights, const uint4& low, const uint4& high, float (&out)[kTileRows][kSumWords],
+                                           int lane) {
   const int group = lane / 4, quarter = lane % 4;
   float squares[2], d[Weights<kHead>::kTiles][4];
   sum_squares(low, high, squares);

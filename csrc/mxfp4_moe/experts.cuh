@@ -24,8 +24,7 @@ struct Stream {
   uint32_t codes, scales;  // bytes from the first of a unit to this lane's of row g, and to this warp's of row 0
   const int second;
 
-  __device__ Stream(const Params& p, int slice, int subtile)
-      : w(kGated ? p.w13 : p.w2), second(kGated ? p.up_row - p.gate_row : 8) {
+  __device__ Stream(const Params& p, int slice, int subtile) : w(kGated ? p.w13 : p.w2), second(kGated ? p.up_row - p.gate_row : 8) {
     const int lane = threadIdx.x % 32;
     const uint32_t row = kGated ? p.gate_row : subtile * 16;
     codes = (row + lane / 4) * kRowBytes + slice * (kSteps * 64) + lane % 4 * 16;
@@ -228,8 +227,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const Params p
     }
   }
   const float f = p.routed_scaling;
-  *reinterpret_cast<uint2*>(p.out + row * p.out_stride + column) =
-      make_uint2(pack_bf16x2(sum.x * f, sum.y * f), pack_bf16x2(sum.z * f, sum.w * f));
+  *reinterpret_cast<uint2*>(p.out + row * p.out_stride + column) = make_uint2(pack_bf16x2(sum.x * f, sum.y * f), pack_bf16x2(sum.z * f, sum.w * f));
 }
 
 }  // namespace dsv4::mxfp4_moe

@@ -83,9 +83,9 @@ __device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row,
   for (int i = 0; i < kEach; ++i) {
     const int chunk = i * 32 + lane;  // 16 * step + 4 * (lane of the quad) + word
     if (chunk >= kChunks) break;
-    s.x[chunk / 16 * 4 + chunk % 4][row * 4 + chunk / 4 % 4] = make_uint4(
-        pack_f16x2(bf16_low(v[i].x) * up, bf16_low(v[i].z) * up), pack_f16x2(bf16_high(v[i].x) * up, bf16_high(v[i].z) * up),
-        pack_f16x2(bf16_low(v[i].y) * up, bf16_low(v[i].w) * up), pack_f16x2(bf16_high(v[i].y) * up, bf16_high(v[i].w) * up));
+    s.x[chunk / 16 * 4 + chunk % 4][row * 4 + chunk / 4 % 4] =
+        make_uint4(pack_f16x2(bf16_low(v[i].x) * up, bf16_low(v[i].z) * up), pack_f16x2(bf16_high(v[i].x) * up, bf16_high(v[i].z) * up),
+                   pack_f16x2(bf16_low(v[i].y) * up, bf16_low(v[i].w) * up), pack_f16x2(bf16_high(v[i].y) * up, bf16_high(v[i].w) * up));
   }
   if (lane == 0) s.power[row] = __uint_as_float(exponent << 23);  // 2^(exponent - 141 + 14), exactly
 }
@@ -94,8 +94,8 @@ __device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row,
 // are asked for, with its scales into the other buffer. sums[pass]: of weight row g + 8 (lane % 2) and row
 // 2 pass + lane / 2 % 2 of x.
 template <int kRows, int kPasses, typename From>
-__device__ __forceinline__ void multiply(WarpShared<From::kSteps, kRows>& s, int buffer, Stage<From::kSteps>& stage, bool more,
-                                         const From& next, float (&sums)[kPasses]) {
+__device__ __forceinline__ void multiply(WarpShared<From::kSteps, kRows>& s, int buffer, Stage<From::kSteps>& stage, bool more, const From& next,
+                                         float (&sums)[kPasses]) {
   constexpr int kSteps = From::kSteps, kBuffers = kPasses == 1 ? 1 : 2;
   const int lane = threadIdx.x % 32, g = lane / 4;
   const bool mine = lane % 4 == g / 2;  // else this lane's part of B is zero

@@ -52,8 +52,7 @@ __device__ void route_warp(const Params& p, int pairs, Routing& routing, int32_t
 
 // Any number of pairs: rank, scan, place. A pair's rank among its expert's is by its number, so that all blocks agree.
 template <bool kOlder, int kThreads, typename Routing>
-__device__ void route_block(const Params& p, int pairs, Routing& routing, int16_t* expert_of, uint16_t* rank_of, int32_t* counts,
-                            int32_t* scan) {
+__device__ void route_block(const Params& p, int pairs, Routing& routing, int16_t* expert_of, uint16_t* rank_of, int32_t* counts, int32_t* scan) {
   constexpr int kRows = Routing::kRows, kExpertsPerThread = ceil_div(kMaxExperts, kThreads);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   for (int e = tid; e < kMaxExperts; e += kThreads) counts[e] = 0;

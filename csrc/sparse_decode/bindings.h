@@ -10,8 +10,8 @@
 
 namespace dsv4::sparse_decode {
 
-inline Cache make_cache(const uint8_t* pages, uint32_t page_bytes, int page_size, int64_t num_pages, const int32_t* indices,
-                        int64_t indices_stride, int width, const int32_t* topk_length) {
+inline Cache make_cache(const uint8_t* pages, uint32_t page_bytes, int page_size, int64_t num_pages, const int32_t* indices, int64_t indices_stride,
+                        int width, const int32_t* topk_length) {
   if (pages == nullptr) return {};
   return {pages, page_bytes, num_pages * page_size, make_divisor(page_size), indices, indices_stride, width, topk_length};
 }
@@ -27,8 +27,8 @@ inline void run(Arguments& a) {
                       a["topk_length"]);
   const int extra_page_size = a["extra_page_size"];
   const int64_t extra_num_pages = a["extra_num_pages"];
-  p.extra = make_cache(a["extra_kv_pages"], a["extra_page_bytes"], extra_page_size, extra_num_pages, a["extra_indices"],
-                       a["extra_indices_stride"], a["extra_indices_width"], a["extra_topk_length"]);
+  p.extra = make_cache(a["extra_kv_pages"], a["extra_page_bytes"], extra_page_size, extra_num_pages, a["extra_indices"], a["extra_indices_stride"],
+                       a["extra_indices_width"], a["extra_topk_length"]);
   p.extra_table.pages = a["extra_page_table"];
   p.extra_table.stride = a["extra_page_table_stride"];
   p.extra_table.num_tables = a["extra_num_page_tables"];

@@ -2,8 +2,8 @@
 // rescaling is by an exact power of two and the only rounding is that of the sum.
 #pragma once
 
-#include "config.h"
 #include "../device/numbers.cuh"
+#include "config.h"
 #include "sparse_decode.h"
 
 namespace dsv4::sparse_decode {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void fold_vectors(float* partial, const float2 (&fact
     const float4 stored = __ldcg(vectors + i * 32);
     const float4 old = rotary ? stored : make_float4(stored.x, stored.z, stored.y, stored.w);
     const float2 f = factor[i & 1];
-    float(&v)[4] = acc[i >> 1][i & 1];
+    float (&v)[4] = acc[i >> 1][i & 1];
     v[0] = fmaf(v[0], f.y, old.x * f.x);
     v[1] = fmaf(v[1], f.y, old.y * f.x);
     v[2] = fmaf(v[2], f.y, old.z * f.x);

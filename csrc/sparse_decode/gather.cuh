@@ -22,8 +22,8 @@ struct Gatherer {
     const bool in_main = leaf < w.main_leaves;
     const auto [valid, page, entry] = locate<kTable>(p, w, loaded, leaf, first_row + lane % kGatherRows);
     const uint32_t page_size = in_main ? main.page_size.divisor : extra.page_size.divisor;
-    const uint64_t start = reinterpret_cast<uint64_t>(in_main ? main.pages : extra.pages) +
-                           static_cast<uint64_t>(page) * (in_main ? main.page_bytes : extra.page_bytes);
+    const uint64_t start =
+        reinterpret_cast<uint64_t>(in_main ? main.pages : extra.pages) + static_cast<uint64_t>(page) * (in_main ? main.page_bytes : extra.page_bytes);
     const uint64_t row = start + static_cast<uint64_t>(entry) * kDataBytes + (valid ? 0 : 1);  // bit 0: masked
     const uint32_t mask = __ballot_sync(0xffffffffu, valid);
     const Barrier full = sm.barriers.full(stage);

@@ -19,8 +19,8 @@
 #include "merge.cuh"
 #include "score.cuh"
 #include "softmax.cuh"
-#include "value.cuh"
 #include "sparse_decode.h"
+#include "value.cuh"
 
 namespace dsv4::sparse_decode {
 
@@ -45,8 +45,7 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
     w.main_length = uniform_length<kNorm>(p.main, main_length);
     w.extra_length = uniform_length<kNorm>(p.extra, extra_length);
     plan_work<kSplit>(p, w, split);
-    if (w.first_leaf != guessed_leaf || w.main_leaves != p.guess_main_leaves || w.extra_length != p.extra.width ||
-        w.main_length != p.main.width)
+    if (w.first_leaf != guessed_leaf || w.main_leaves != p.guess_main_leaves || w.extra_length != p.extra.width || w.main_length != p.main.width)
       loaded = load_candidate<kTable>(p, w, table, w.first_leaf, lane_row);
     Gatherer<kTable>{p, w, sm, first_row, table}.run(loaded);
     return;

@@ -186,7 +186,8 @@ std::vector<KernelAttributes> kernel_attributes() {
 }
 
 std::vector<std::pair<std::string, int>> shared_bytes() {
-  return {{"sparse_decode_kernel", SplitKernel<false, false>::kShared}, {"sparse_prefill_kernel", PrefillKernel<false>::kShared},
+  return {{"sparse_decode_kernel", SplitKernel<false, false>::kShared},
+          {"sparse_prefill_kernel", PrefillKernel<false>::kShared},
           {"sparse_prefill_stacked_kernel", StackedKernel<false>::kShared}};
 }
 

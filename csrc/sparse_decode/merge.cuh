@@ -61,8 +61,8 @@ __device__ __forceinline__ void prepare_merge(MergeMemory& mm, const float* part
 }
 
 // Folds the units of the row in order, for share `share` of `shares` of the block's heads by dimensions.
-__device__ __forceinline__ void merge_share(const Params& p, MergeMemory& mm, int row, int group, const float* partials,
-                                            int units, int share, int shares, bool prepare) {
+__device__ __forceinline__ void merge_share(const Params& p, MergeMemory& mm, int row, int group, const float* partials, int units, int share,
+                                            int shares, bool prepare) {
   constexpr int kPairs = 2 * kPartialVectors, kAhead = 20, kStride = kPartialFloats / 2;
   const int end = kPairs * (share + 1) / shares;
   for (int e0 = kPairs * share / shares; e0 < end; e0 += kMathThreads) {
@@ -82,8 +82,7 @@ __device__ __forceinline__ void merge_share(const Params& p, MergeMemory& mm, in
     for (int u0 = 0; u0 < units; u0 += kAhead) {
       if (u0 > 0) {
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k)
-          v[k] = u0 + k < units ? __ldcg(src + static_cast<int64_t>(u0 + k) * kStride) : make_float2(0.f, 0.f);
+        for (int k = 0; k < kAhead; ++k) v[k] = u0 + k < units ? __ldcg(src + static_cast<int64_t>(u0 + k) * kStride) : make_float2(0.f, 0.f);
       }
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {

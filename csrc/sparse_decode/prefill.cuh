@@ -226,8 +226,7 @@ __device__ __forceinline__ void multiply_leaf(const PrefillMemory& sm, TeamMemor
   uint32_t r[2][2][4];                                                         // [batch][eight candidates]
   const auto load = [&](int batch) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-      ldmatrix_x4(r[batch & 1][n], rows + (batch / kSteps * 2 + n) * 8 * kTilePitch + batch % kSteps * 32);
+    for (int n = 0; n < 2; ++n) ldmatrix_x4(r[batch & 1][n], rows + (batch / kSteps * 2 + n) * 8 * kTilePitch + batch % kSteps * 32);
   };
   float dot[2][kGroups][4];
   load(0);
@@ -251,7 +250,8 @@ __device__ __forceinline__ void multiply_leaf(const PrefillMemory& sm, TeamMemor
       for (int m = 0; m < kGroups; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          store_shared_f32x2((store ^ ((first + n) * 8 * 4)) + (m * kBlockHeads + half * 8) * kLeaf * 4, dot[n][m][2 * half], dot[n][m][2 * half + 1]);
+          store_shared_f32x2((store ^ ((first + n) * 8 * 4)) + (m * kBlockHeads + half * 8) * kLeaf * 4, dot[n][m][2 * half],
+                             dot[n][m][2 * half + 1]);
   }
 }
 
@@ -318,8 +318,7 @@ __device__ __forceinline__ void accumulate_leaf(const PrefillMemory& sm, const T
 #pragma unroll
       for (int m = 0; m < kGroups; ++m)
 #pragma unroll
-        for (int t = 0; t < 2; ++t)
-          mma_bf16(acc[m][piece / 4][piece % 4][t], a[m][step], v[piece & 1][step][2 * t], v[piece & 1][step][2 * t + 1]);
+        for (int t = 0; t < 2; ++t) mma_bf16(acc[m][piece / 4][piece % 4][t], a[m][step], v[piece & 1][step][2 * t], v[piece & 1][step][2 * t + 1]);
   }
 }
 
@@ -329,22 +328,23 @@ __device__ __forceinline__ void store_line(uint16_t* dst, float f, int half, con
   for (int tile = 0; tile < kWarpTiles; ++tile)
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-      const float(&x)[4] = acc[tile][s][0];
-      const float(&y)[4] = acc[tile][s][1];
+      const float (&x)[4] = acc[tile][s][0];
+      const float (&y)[4] = acc[tile][s][1];
       *reinterpret_cast<uint2*>(dst + tile * kTileDim + s * 16) =
           make_uint2(pack_bf16x2(x[2 * half] * f, x[2 * half + 1] * f), pack_bf16x2(y[2 * half] * f, y[2 * half + 1] * f));
     }
 }
 
 // Normalises and writes this warp's dimensions of a group of 16 heads.
-__device__ __forceinline__ void store_prefill_output(const Params& p, const float* output_factors, int row, int group, const Accumulator (&acc)[kWarpTiles]) {
+__device__ __forceinline__ void store_prefill_output(const Params& p, const float* output_factors, int row, int group,
+                                                     const Accumulator (&acc)[kWarpTiles]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int head = group * kBlockHeads + g + 8 * half;
     if (head >= p.heads) continue;
-    store_line(p.out + row * p.out_stride_row + head * p.out_stride_head + quarter() * kWarpTiles * kTileDim + 4 * j,
-               output_factors[g + 8 * half], half, acc);
+    store_line(p.out + row * p.out_stride_row + head * p.out_stride_head + quarter() * kWarpTiles * kTileDim + 4 * j, output_factors[g + 8 * half],
+               half, acc);
   }
 }
 

@@ -56,7 +56,8 @@ struct RawQuery {
     const uint16_t* src = p.q + row * p.q_stride_row + head * p.q_stride_head + 8 * (threadIdx.x & 31);
     v[0] = load_16_now(src);
     v[1] = load_16_now(src + 32 * 8);
-    position = load_now(reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(p.query.positions) + static_cast<int64_t>(row) * p.query.position_bytes));  // the low half
+    position = load_now(reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(p.query.positions) +
+                                                          static_cast<int64_t>(row) * p.query.position_bytes));  // the low half
   }
 };
 

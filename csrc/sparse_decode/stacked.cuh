@@ -88,9 +88,7 @@ struct Stack {
   int extra_length;
   int lead_loaded, own_loaded[kPlannedRows];
 
-  __device__ __forceinline__ uint32_t active() const {
-    return __ballot_sync(0xffffffffu, done < length) & ((1u << stacked_rows(p)) - 1);
-  }
+  __device__ __forceinline__ uint32_t active() const { return __ballot_sync(0xffffffffu, done < length) & ((1u << stacked_rows(p)) - 1); }
   __device__ __forceinline__ int row_of(int index) const { return (stack << (kHeadsLog2 - p.stacked_log2)) + index; }
   __device__ __forceinline__ void start() {
     const int index = threadIdx.x % kMaxStack, row = row_of(index);
@@ -232,7 +230,8 @@ struct Line {
 
 // q of this warp's lines and dimensions
 __device__ __forceinline__ void load_stacked_query(const Params& p, int stack, QueryTile (&q)[kGroups][kWarpTiles]) {
-  const int now = thread_now(), team = now / kTeamThreads, dimension = (now >> 5 & (kTeamWarps - 1)) * kWarpTiles * kTileDim, g = now >> 2 & 7, j = now & 3;
+  const int now = thread_now(), team = now / kTeamThreads, dimension = (now >> 5 & (kTeamWarps - 1)) * kWarpTiles * kTileDim, g = now >> 2 & 7,
+            j = now & 3;
   const int log2 = here(p.stacked_log2);
 #pragma unroll
   for (int m = 0; m < kGroups; ++m)
@@ -268,8 +267,10 @@ __device__ __forceinline__ void finish_folds(const Params& p, StackedMemory& sm,
 }
 
 // Normalises and writes this warp's dimensions of its lines.
-__device__ __forceinline__ void store_stacked_output(const Params& p, const StackedMemory& sm, int stack, const Accumulator (&acc)[kGroups][kWarpTiles]) {
-  const int now = thread_now(), team = now / kTeamThreads, dimension = (now >> 5 & (kTeamWarps - 1)) * kWarpTiles * kTileDim, g = now >> 2 & 7, j = now & 3;
+__device__ __forceinline__ void store_stacked_output(const Params& p, const StackedMemory& sm, int stack,
+                                                     const Accumulator (&acc)[kGroups][kWarpTiles]) {
+  const int now = thread_now(), team = now / kTeamThreads, dimension = (now >> 5 & (kTeamWarps - 1)) * kWarpTiles * kTileDim, g = now >> 2 & 7,
+            j = now & 3;
   const int log2 = here(p.stacked_log2);
 #pragma unroll
   for (int m = 0; m < kGroups; ++m)

@@ -43,7 +43,7 @@ struct Values {
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       if (kRotary) {
-        const uint32_t(&v)[4] = r[segment][step];
+        const uint32_t (&v)[4] = r[segment][step];
         mma_bf16(x[0], a[step], v[0], v[1]);
         mma_bf16(x[1], a[step], v[2], v[3]);
       } else {
@@ -97,8 +97,7 @@ struct Weights {
 };
 
 // the whole row is in registers: normalise and write
-__device__ __forceinline__ void store_output(const Params& p, const SharedMemoryPlan& sm, int tile, bool rotary,
-                                             const Accumulator& acc) {
+__device__ __forceinline__ void store_output(const Params& p, const SharedMemoryPlan& sm, int tile, bool rotary, const Accumulator& acc) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3, row = block_row(), group = block_group();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -1,9 +1,9 @@
 // How a row is split into leaves and units, and which of them a block has.
 #pragma once
 
-#include "config.h"
 #include "../device/memory.cuh"
 #include "../device/numbers.cuh"
+#include "config.h"
 #include "sparse_decode.h"
 
 namespace dsv4::sparse_decode {
