@@ -4,6 +4,7 @@
 // pointer takes an address, an integer what it can hold, a floating-point number any number.
 #pragma once
 
+#include <cuda_runtime.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -84,6 +85,12 @@ class Argument {
   PyObject* value_;
 };
 
+// What every launch of an operator takes.
+struct LaunchArguments {
+  bool pdl;
+  cudaStream_t stream;
+};
+
 class Arguments {
  public:
   Arguments(ArgumentNames& names, const py::kwargs& given) : names_(names), given_(given) {}
@@ -97,6 +104,11 @@ class Arguments {
   T get(const char* name, T otherwise) {
     PyObject* const value = find(name);
     return value == nullptr ? otherwise : static_cast<T>(Argument(names_.function, name, value));
+  }
+  LaunchArguments last() {
+    const LaunchArguments last = {(*this)["pdl"], (*this)["stream"]};
+    done();
+    return last;
   }
   // After the last one is read, before anything is done.
   void done() const {

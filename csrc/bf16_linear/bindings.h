@@ -19,10 +19,8 @@ inline void run(Arguments& a) {
   p.inputs = a["inputs"];
   p.outputs = a["outputs"];
   const int num_sms = a["num_sms"];
-  const bool pdl = a["pdl"];
-  const cudaStream_t stream = a["stream"];
-  a.done();
-  launch(p, num_sms, pdl, stream);
+  const LaunchArguments last = a.last();
+  launch(p, num_sms, last.pdl, last.stream);
 }
 
 inline void bind(py::module_& m) {

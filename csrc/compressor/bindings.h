@@ -27,10 +27,9 @@ inline void run(Arguments& a) {
   p.pooled = a["pooled"];
   p.arrived = a["arrived"];
   const int ratio = a["ratio"];
-  const bool index = a["index"], fp4 = a["fp4"], pdl = a["pdl"];
-  const cudaStream_t stream = a["stream"];
-  a.done();
-  launch(p, ratio, !index ? Entry::kKv : fp4 ? Entry::kIndexFp4 : Entry::kIndexFp8, pdl, stream);
+  const bool index = a["index"], fp4 = a["fp4"];
+  const LaunchArguments last = a.last();
+  launch(p, ratio, !index ? Entry::kKv : fp4 ? Entry::kIndexFp4 : Entry::kIndexFp8, last.pdl, last.stream);
 }
 
 inline void bind(py::module_& m) { define(m, "compressor", run); }

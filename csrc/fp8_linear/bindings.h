@@ -49,22 +49,18 @@ inline void run(Arguments& a) {
   p.position_bytes = a.get("position_bytes", 8);
   const Tuning tuning = {a.get("warp_rows", 0), a.get("blocks", 0), a.get("row_tiles", 0), a.get("in_turn", 0)};
   const int num_sms = a["num_sms"];
-  const bool pdl = a["pdl"];
-  const cudaStream_t stream = a["stream"];
-  a.done();
+  const LaunchArguments last = a.last();
   const Plan plan = make_plan(prologue_of(p), p.rows, p.groups, p.outputs, p.inputs, num_sms, multiprocessor_shared(), tuning);
   if (partial_bytes < plan.partial_bytes)
     throw std::runtime_error("fp8_linear: scratch too small: needs " + std::to_string(plan.partial_bytes) + " bytes, got " +
                              std::to_string(partial_bytes));
-  launch(p, plan, pdl, stream);
+  launch(p, plan, last.pdl, last.stream);
 }
 
 inline void run_make(Arguments& a) {
   const Params p = read_making(a);
-  const bool pdl = a["pdl"];
-  const cudaStream_t stream = a["stream"];
-  a.done();
-  make(p, pdl, stream);
+  const LaunchArguments last = a.last();
+  make(p, last.pdl, last.stream);
 }
 
 inline void bind(py::module_& m) {

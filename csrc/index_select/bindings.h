@@ -72,12 +72,10 @@ inline void run_index_select(Arguments& a) {
   merge.split.short_lists = score.split.short_lists = merge.logits != nullptr;
   merge.lists = score.lists = read_lists(a, plan);
   const Format format = read_format(a);
-  const bool pdl = a["pdl"];
-  const cudaStream_t stream = a["stream"];
-  a.done();
+  const LaunchArguments last = a.last();
   in_turn(plan, rows, [&](int64_t first, int count) {
-    launch_score(rows_of(score, first, count), format, pdl, stream);
-    launch_merge(rows_of(merge, first, count), pdl, stream);
+    launch_score(rows_of(score, first, count), format, last.pdl, last.stream);
+    launch_merge(rows_of(merge, first, count), last.pdl, last.stream);
   });
 }
 
@@ -89,10 +87,8 @@ inline void run_mqa_logits(Arguments& a) {
   score.logits = a["logits"];
   score.logits_stride = a["logits_stride"];
   const Format format = read_format(a);
-  const bool pdl = a["pdl"];
-  const cudaStream_t stream = a["stream"];
-  a.done();
-  in_turn(plan, rows, [&](int64_t first, int count) { launch_score(rows_of(score, first, count), format, pdl, stream); });
+  const LaunchArguments last = a.last();
+  in_turn(plan, rows, [&](int64_t first, int count) { launch_score(rows_of(score, first, count), format, last.pdl, last.stream); });
 }
 
 inline void run_topk_select(Arguments& a) {
@@ -104,12 +100,10 @@ inline void run_topk_select(Arguments& a) {
   merge.lists = list.lists = read_lists(a, plan);
   list.logits = a["logits"];
   list.logits_stride = a["logits_stride"];
-  const bool pdl = a["pdl"];
-  const cudaStream_t stream = a["stream"];
-  a.done();
+  const LaunchArguments last = a.last();
   in_turn(plan, rows, [&](int64_t first, int count) {
-    launch_lists(rows_of(list, first, count), pdl, stream);
-    launch_merge(rows_of(merge, first, count), pdl, stream);
+    launch_lists(rows_of(list, first, count), last.pdl, last.stream);
+    launch_merge(rows_of(merge, first, count), last.pdl, last.stream);
   });
 }
 

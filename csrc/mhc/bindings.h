@@ -41,9 +41,7 @@ inline void run(Arguments& a) {
   const Kernels kernels = kernels_of(a["kernels"].text());
   const int64_t exchange_words = a["exchange_words"], partials_bytes = a["partials_bytes"], counter_words = a["counter_words"];
   const int num_sms = a["num_sms"];
-  const bool pdl = a["pdl"];
-  const cudaStream_t stream = a["stream"];
-  a.done();
+  const LaunchArguments last = a.last();
   if (p.fn != nullptr) {
     const Workspace needed = workspace(p.rows, p.hidden, p.head, kernels);
     const auto enough = [](const char* what, int64_t got, int64_t least) {
@@ -54,7 +52,7 @@ inline void run(Arguments& a) {
     enough("bytes of partials", partials_bytes, needed.partials_bytes);
     enough("counters", counter_words, needed.counter_words);
   }
-  launch(p, kernels, num_sms, pdl, stream);
+  launch(p, kernels, num_sms, last.pdl, last.stream);
 }
 
 inline void bind(py::module_& m) {

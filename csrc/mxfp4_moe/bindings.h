@@ -31,13 +31,12 @@ inline void run(Arguments& a) {
   p.experts = a["experts"];
   p.hidden = a["hidden"];
   p.inter = a["inter"];
-  const bool up_first = a["up_first"], pdl = a["pdl"];
+  const bool up_first = a["up_first"];
   p.gate_row = up_first ? p.inter : 0;
   p.up_row = up_first ? 0 : p.inter;
   const int num_sms = a["num_sms"];
-  const cudaStream_t stream = a["stream"];
-  a.done();
-  launch(p, num_sms, pdl, stream);
+  const LaunchArguments last = a.last();
+  launch(p, num_sms, last.pdl, last.stream);
 }
 
 inline void run_tiles(Arguments& a) {
@@ -58,10 +57,8 @@ inline void run_tiles(Arguments& a) {
   p.begin = a["begin"];
   p.end = a["end"];
   p.scratch = a["scratch"];
-  const bool pdl = a["pdl"];
-  const cudaStream_t stream = a["stream"];
-  a.done();
-  launch_tiles(p, pdl, stream);
+  const LaunchArguments last = a.last();
+  launch_tiles(p, last.pdl, last.stream);
 }
 
 inline void bind(py::module_& m) {

@@ -44,20 +44,17 @@ inline void run(Arguments& a) {
   const int64_t partials_bytes = a["partials_bytes"];
   p.control = a["control"];
   const int control_words = a["control_words"], num_sms = a["num_sms"];
-  const bool prefill = a.get("prefill", false), pdl = a["pdl"];
-  const cudaStream_t stream = a["stream"];
-  p.query.rotation = a.get<const float*>("rotation", nullptr);
-  p.query.positions = a.get<const void*>("positions", nullptr);
-  p.query.position_bytes = a.get("position_bytes", 8);
-  p.query.eps = a.get("q_norm_eps", 0.f);
+  const bool prefill = a.get("prefill", false);
+  p.query = {a.get<const float*>("rotation", nullptr), a.get<const void*>("positions", nullptr), a.get("position_bytes", 8),
+             a.get("q_norm_eps", 0.f)};
   const int splits = a.get("splits", 0);
-  a.done();
+  const LaunchArguments last = a.last();
   const Plan plan = make_plan(p.rows, p.heads, p.main.width, p.extra.width, num_sms, splits, prefill);
   if (partials_bytes < plan.partials_bytes || control_words < plan.control_words)
     throw std::runtime_error("sparse_decode: workspace too small: needs " + std::to_string(plan.partials_bytes) + " bytes and " +
                              std::to_string(plan.control_words) + " control words, got " + std::to_string(partials_bytes) + " and " +
                              std::to_string(control_words));
-  launch(p, plan, pdl, stream);
+  launch(p, plan, last.pdl, last.stream);
 }
 
 inline void bind(py::module_& m) {

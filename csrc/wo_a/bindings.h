@@ -17,10 +17,8 @@ inline void run(Arguments& a) {
   p.out = a["out"];
   p.weight_rows = a["weight_rows"];
   p.inputs = a["inputs"];
-  const bool pdl = a["pdl"];
-  const cudaStream_t stream = a["stream"];
-  a.done();
-  launch(p, pdl, stream);
+  const LaunchArguments last = a.last();
+  launch(p, last.pdl, last.stream);
 }
 
 inline void bind(py::module_& m) { define(m, "wo_a_expand", run); }
