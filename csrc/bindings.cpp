@@ -31,28 +31,21 @@ using namespace dsv4;
 
 namespace {
 
-void append_attributes(py::list& all, const std::vector<KernelAttributes>& kernels) {
-  for (const auto& a : kernels) {
-    py::dict d;
-    d["name"] = a.name;
-    d["registers"] = a.registers;
-    d["shared_bytes"] = a.shared_bytes;
-    d["local_bytes"] = a.local_bytes;
-    d["blocks_per_sm"] = a.blocks_per_sm;
-    all.append(d);
-  }
-}
-
 py::list kernel_attributes() {
   py::list all;
-  append_attributes(all, sparse_decode::kernel_attributes());
-  append_attributes(all, index_select::kernel_attributes());
-  append_attributes(all, mxfp4_moe::kernel_attributes());
-  append_attributes(all, bf16_linear::kernel_attributes());
-  append_attributes(all, mhc::kernel_attributes());
-  append_attributes(all, fp8_linear::kernel_attributes());
-  append_attributes(all, wo_a::kernel_attributes());
-  append_attributes(all, compressor::kernel_attributes());
+  for (const auto& kernels :
+       {sparse_decode::kernel_attributes(), index_select::kernel_attributes(), mxfp4_moe::kernel_attributes(), bf16_linear::kernel_attributes(),
+        mhc::kernel_attributes(), fp8_linear::kernel_attributes(), wo_a::kernel_attributes(), compressor::kernel_attributes()}) {
+    for (const KernelAttributes& a : kernels) {
+      py::dict d;
+      d["name"] = a.name;
+      d["registers"] = a.registers;
+      d["shared_bytes"] = a.shared_bytes;
+      d["local_bytes"] = a.local_bytes;
+      d["blocks_per_sm"] = a.blocks_per_sm;
+      all.append(d);
+    }
+  }
   return all;
 }
 
