@@ -20,6 +20,7 @@ MAX_README_LINES, MAX_README_COLUMNS = 180, 160
 MAX_CONTENTS_LINES, MAX_PROSE_COLUMNS = 30, 140  # of docs/notes/README.md; of a page by hand, but for its tables
 
 LAYERS = (
+    "csrc/{op}/bindings.h",
     "csrc/{op}/launch.cu",
     "csrc/{op}/{op}.h",
     "deepseek_v4_sm120/sglang_adapters/{op}.py",
