@@ -67,6 +67,13 @@ class Report:
         path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 
+def gate(case: str, error: float, allowed: float, what: str = "relative error") -> float:
+    """The error; a wrong result ends the benchmark."""
+    if not error <= allowed:
+        raise SystemExit(f"{case}: {what} {error:.3g}, allowed {allowed:g}: not timed")
+    return error
+
+
 def total_memory() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 

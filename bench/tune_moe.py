@@ -28,7 +28,7 @@ from deepseek_v4_sm120.kernels import mxfp4_moe_table as table  # noqa: E402
 from deepseek_v4_sm120.kernels.mxfp4_moe_table import Blocks, Entry  # noqa: E402
 from deepseek_v4_sm120.ops import mxfp4_moe as op  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs  # noqa: E402
+from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs  # noqa: E402
 
 ROWS = (256, 1024, 8192)
 MAX_DIFFERENCE = 0.01  # relative L2 to the default's result: the order of a sum, not a mistake

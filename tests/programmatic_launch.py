@@ -113,9 +113,7 @@ KERNELS: dict[str, Kernel] = {
         BEFORE,
         ahead=("weight", "scale", "norm_weight"),
     ),
-    "fp8_linear, tiles": Kernel(
-        r"fp8_linear::tile_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")
-    ),
+    "fp8_linear, tiles": Kernel(r"fp8_linear::tile_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")),
     "fp8_linear, splits added": Kernel(r"fp8_linear::merge_kernel<", "fp8_linear::Params", BEFORE),
     "fp8_linear, norm": Kernel(r"fp8_linear::normalize_kernel", "fp8_linear::Params", BEHIND),
     "fp8_linear, SwiGLU": Kernel(r"fp8_linear::gate_kernel", "fp8_linear::Params", BEHIND),
@@ -128,9 +126,7 @@ KERNELS: dict[str, Kernel] = {
         older=("split.lengths",),
         first=SCORES,
     ),
-    "mhc, few rows": Kernel(
-        r"mhc::fused_kernel<", "mhc::Params", BEHIND, ahead=("fn", "scale", "base", "norm_weight")
-    ),
+    "mhc, few rows": Kernel(r"mhc::fused_kernel<", "mhc::Params", BEHIND, ahead=("fn", "scale", "base", "norm_weight")),
     "mhc, mixes": Kernel(r"mhc::mix_kernel<", "mhc::Params", BEHIND, ahead=("fn",)),
     "mhc, finish": Kernel(r"mhc::finish_kernel<", "mhc::Params", BEHIND, ahead=("scale", "base", "norm_weight")),
     "mhc, post alone": Kernel(r"mhc::post_kernel", "mhc::Params", BEHIND),
@@ -160,9 +156,7 @@ KERNELS: dict[str, Kernel] = {
         older=("topk_ids", "topk_weights"),
         first=(GATE_UP,),
     ),
-    "mxfp4_moe, tiles": Kernel(
-        r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE
-    ),
+    "mxfp4_moe, tiles": Kernel(r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE),
     "sparse_decode": Kernel(r"sparse_decode::sparse_decode_kernel<", "sparse_decode::Params", BEHIND),
     "sparse_prefill": Kernel(
         r"sparse_decode::prefill::sparse_prefill(_stacked)?_kernel<", "sparse_decode::Params", BEHIND

@@ -31,7 +31,7 @@ TEXTS = [
     f"--watermark-key-b {SECRET}",
     f"bash -c 'python3 -m x --api-key {SECRET}'",
     f'bash -c "python3 -m x --api-key \\"{TWO}\\" --port 1"',
-    f"bash -c 'bash -c \"HF_TOKEN=\\\"{TWO}\\\" x\"'",
+    f'bash -c \'bash -c "HF_TOKEN=\\"{TWO}\\" x"\'',
     # variables
     f"HF_TOKEN={SECRET} python3 -m x",
     f"export MY_SECRET='{TWO}'; x",
@@ -64,7 +64,7 @@ TEXTS = [
     f"{{'apiKey': '{SECRET}'}}",
     f'{{"api_key": "{SECRET}"}}',
     f'{{\\"secret_key\\": \\"{TWO}\\"}}',
-    f"--hicache-storage-backend-extra-config '{{\"secret_key\": \"{SECRET}\"}}'",
+    f'--hicache-storage-backend-extra-config \'{{"secret_key": "{SECRET}"}}\'',
     f'["--api-key", "{SECRET}"]',
     f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n-----END PRIVATE KEY-----",
 ]

@@ -7,7 +7,7 @@ import torch
 
 from deepseek_v4_sm120 import selftest
 from deepseek_v4_sm120.selftest import card
-from deepseek_v4_sm120.selftest.check import Failure, NotRun
+from deepseek_v4_sm120.specs.check import Failure, NotRun
 
 BEHIND, AHEAD = card.Seen(True, -500), card.Seen(False, 900_000)
 CONTROLS = [AHEAD] * 4

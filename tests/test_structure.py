@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ LAYERS = (
     "deepseek_v4_sm120/sglang_adapters/{op}.py",
     "deepseek_v4_sm120/ops/{op}.py",
     "deepseek_v4_sm120/reference/{op}.py",
-    "deepseek_v4_sm120/selftest/{op}.py",
+    "deepseek_v4_sm120/specs/{op}.py",
     "tests/adapters/test_{op}.py",
     "tests/ops/test_{op}_gpu.py",
     "tests/ops/test_{op}_reference.py",
@@ -37,6 +38,7 @@ LAYERS = (
 SHARED = {
     "deepseek_v4_sm120/ops": {"checks"},
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
+    "deepseek_v4_sm120/specs": {"bounds", "check", "provider"},
     "deepseek_v4_sm120/sglang_adapters": {
         *("argument_defaults", "attention_forward", "kept_weights", "platform_seams", "scheduling", "waiting"),
     },
@@ -83,14 +85,37 @@ def test_the_operator_is_public_and_patched(op):
 
 
 @pytest.mark.parametrize(
-    "folder", ["deepseek_v4_sm120/ops", "deepseek_v4_sm120/reference", "deepseek_v4_sm120/sglang_adapters", "bench"]
+    "folder", [*(f"deepseek_v4_sm120/{layer}" for layer in ("ops", "reference", "sglang_adapters", "specs")), "bench"]
 )
 def test_a_layer_holds_operators_only(folder):
-    """A module is an operator's, or starts with its name (sparse_decode_inputs), or is shared and said to be."""
+    """A module is an operator's, or starts with its name (mxfp4_moe_cases), or is shared and said to be."""
     stems = {path.stem for path in (REPO / folder).glob("*.py")} - {"__init__"}
     assert stems >= set(OPS)
     strangers = {stem for stem in stems if not any(stem == op or stem.startswith(f"{op}_") for op in OPS)}
     assert strangers == SHARED.get(folder, set())
+
+
+SERVING = """
+import importlib, pkgutil, sys
+import deepseek_v4_sm120
+from deepseek_v4_sm120 import ops, patching, sglang_adapters
+for package in (deepseek_v4_sm120, ops, patching, sglang_adapters):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if not (module.ispkg or module.name.endswith("__main__") or module.name.rpartition(".")[2].startswith("_C")):
+            importlib.import_module(module.name)
+print(*(name for name in sys.modules if name.startswith("deepseek_v4_sm120.")))
+"""
+
+
+def test_nothing_that_serves_imports_a_reference():
+    """Adapters, operators, engine and what they share, in a process of its own: of specs the bounds alone."""
+    done = subprocess.run([sys.executable, "-c", SERVING], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert "deepseek_v4_sm120.patching.engine" in loaded
+    assert {f"deepseek_v4_sm120.sglang_adapters.{op}" for op in OPS} <= set(loaded)
+    beside = [name for name in loaded if re.match(r"deepseek_v4_sm120\.(reference|specs|selftest|calibrate)\b", name)]
+    assert beside == ["deepseek_v4_sm120.specs", "deepseek_v4_sm120.specs.bounds"]
 
 
 @pytest.mark.parametrize("folder", CLIENT_FOLDERS)

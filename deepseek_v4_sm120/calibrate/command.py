@@ -22,11 +22,11 @@ from pathlib import Path
 
 from deepseek_v4_sm120 import OPS, console, extension
 from deepseek_v4_sm120.calibrate import worker
-from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
 from deepseek_v4_sm120.console import CommandError
 from deepseek_v4_sm120.disclosure import redacted
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
+from deepseek_v4_sm120.specs.provider import OURS, STOCK
 
 WORKER_SECONDS = 600  # of one provider of one operator
 DEVICE_SECONDS = 120

@@ -26,7 +26,7 @@ EAGER_CALLS = 5
 
 def operator(name: str):
     """The module that describes an operator."""
-    return importlib.import_module(f"deepseek_v4_sm120.calibrate.{name}")
+    return importlib.import_module(f"deepseek_v4_sm120.specs.{name}")
 
 
 def say(**values) -> None:

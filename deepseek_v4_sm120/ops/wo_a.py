@@ -17,6 +17,7 @@ from deepseek_v4_sm120.ops.fp8_linear import MAX_ROWS, takes  # noqa: F401
 FP8_ROWS = 2 * MAX_ROWS  # above, reading the weights for each 64 rows costs more than to expand them (bench/wo_a.py)
 _SHAPE = "rows, groups, inputs"
 HEAD_INPUTS = 512  # csrc/fp8_linear/config.h has it too, a test compares
+EQUATION = "tgd,grd->tgr"  # the product, as SGLang asks torch.einsum for it
 
 
 def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):

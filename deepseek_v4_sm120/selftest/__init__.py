@@ -18,7 +18,7 @@ from deepseek_v4_sm120 import OPS, __version__, console, extension
 from deepseek_v4_sm120.console import CommandError
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.selftest import build_and_layout, card
-from deepseek_v4_sm120.selftest.check import Check, Failure, NotRun
+from deepseek_v4_sm120.specs.check import Check, Failure, NotRun
 
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 
@@ -33,11 +33,11 @@ class Outcome:
 
 
 def checks(quick: bool) -> Iterator[Check]:
-    """All checks in the order in which they are run; selftest/<operator>.py has those of an operator."""
+    """All checks in the order in which they are run; specs/<operator>.py has those of an operator."""
     yield from build_and_layout.checks(quick)
     yield from card.checks(quick)
     for operator in OPS:
-        yield from importlib.import_module(f"deepseek_v4_sm120.selftest.{operator}").checks(quick)
+        yield from importlib.import_module(f"deepseek_v4_sm120.specs.{operator}").checks(quick)
 
 
 def _missing(require_gpu: bool) -> dict[str, tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from deepseek_v4_sm120 import extension
-from deepseek_v4_sm120.selftest.check import ON_GPU, Check, Failure
+from deepseek_v4_sm120.specs.check import ON_GPU, Check, Failure
 
 
 def checks(quick: bool) -> Iterator[Check]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from deepseek_v4_sm120.selftest.check import ON_GPU, Check, Failure, NotRun
+from deepseek_v4_sm120.specs.check import ON_GPU, Check, Failure, NotRun
 
 PATIENCE_S = 20.0
 

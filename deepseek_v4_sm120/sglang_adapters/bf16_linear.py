@@ -15,9 +15,9 @@ import torch
 
 from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.ops import bf16_linear as op
+from deepseek_v4_sm120.specs import bounds
 
 PATCH = "bf16_linear"
-SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the same float32 sum, where out is bf16
 
 
 def takes(x, weight) -> bool:
@@ -35,7 +35,7 @@ def _beside(serve: Callable, original: Callable, operands: Callable) -> Callable
         tensors=lambda ours, theirs, *_: [(ours, theirs)],
         identity=lambda *call: operands(*call)[1].data_ptr(),
         shape=lambda *call: _shape(*operands(*call)),
-        relative_l2=SHADOW_RELATIVE_L2,
+        relative_l2=bounds.BF16_LINEAR.shadow,
     )
     return shadow.shadowed(PATCH, serve, original, comparison)
 

@@ -17,14 +17,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from deepseek_v4_sm120 import device_gate, shadow
+from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.ops import compressor as op
-from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.specs import bounds
 
 PATCH = "compressor"
-# The same bits as the two kernels of 0.5.20 and later. Those before merge the 128 tokens of a group in another order:
-# of an entry's 512 numbers, one or two are then a quantisation step away, 0.003 to 0.005.
-SHADOW_RELATIVE_L2 = 0.01
 
 NEEDED = (
     *("kv_score_buffer", "kv_score_input", "ape", "head_dim", "norm", "freqs_cis_cache", "kv_cache"),
@@ -126,7 +124,7 @@ def _serve_beside(call: dict, original: Callable[[], None]) -> None:
     none = torch.zeros_like(ours)
     pairs = [(torch.where(ended[:, None], ours, none), torch.where(ended[:, None], theirs, none))]
     shape = {"rows": rows, "ratio": call["state"].shape[1], "head_dim": head_dim}
-    shadow.record(PATCH, pairs, identity=call["cache"].data_ptr(), shape=shape, relative_l2=SHADOW_RELATIVE_L2)
+    shadow.record(PATCH, pairs, identity=call["cache"].data_ptr(), shape=shape, relative_l2=bounds.COMPRESSOR.shadow)
     if settings().shadow == "ours":
         op.compressor(**call)  # writes again what the original wrote to the state
 
@@ -162,18 +160,21 @@ def _own_copy(call: dict) -> tuple[dict, torch.Tensor]:
 
 def _entries(cache: torch.Tensor, page_size: int, slots: torch.Tensor, head_dim: int, fp4: bool) -> torch.Tensor:
     """The numbers [n, head_dim] float32 that slots [n] hold (slot 0 for -1); no constant comes from the host."""
-    slots = slots.clamp_min(0)
-    if head_dim == op.KV_DIM:
-        width = kv_pages.TOKEN_BYTES
-        view = cache.as_strided((cache.shape[0], page_size, 1, width), (cache.stride(0), width, width, 1))
-        return kv_pages.read_rows(view, slots, torch.float32)
-    page, entry = slots // page_size, slots % page_size
+    page, entry = slots.clamp_min(0) // page_size, slots.clamp_min(0) % page_size
     width = op.INDEX_DIM // 2 if fp4 else op.INDEX_DIM
 
     def section(start, size):
         strides = (cache.stride(0), size, 1)
         return cache.as_strided((cache.shape[0], page_size, size), strides, cache.storage_offset() + start)[page, entry]
 
+    if head_dim == op.KV_DIM:
+        layout = kv_page_layout()
+        nope, tile = layout.nope_dim, layout.tile_dim
+        data, exponents = section(0, layout.data_bytes), section(page_size * layout.data_bytes, layout.scale_bytes)
+        powers = (exponents[:, : nope // tile].int() << 23).view(torch.float32)  # the exponent field itself; 255: inf
+        values = data[:, :nope].view(torch.float8_e4m3fn).float()
+        values *= powers.repeat_interleave(tile, dim=1, output_size=nope)
+        return torch.cat([values, data[:, nope:].contiguous().view(torch.bfloat16).float()], dim=1)
     values, scales = section(0, width), section(page_size * width, op.INDEX_SCALE_BYTES)
     if not fp4:
         return values.view(torch.float8_e4m3fn).float() * scales.view(torch.float32)

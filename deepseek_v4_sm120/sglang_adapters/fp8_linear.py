@@ -35,11 +35,9 @@ import torch
 from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.ops import fp8_linear as op
 from deepseek_v4_sm120.sglang_adapters.waiting import Scope, Waiting, way_out
+from deepseek_v4_sm120.specs import bounds
 
 PATCH = "fp8_linear"
-# Against a product whose activations are rounded to E4M3, 2.6% relative L2 for what is normally distributed, with
-# float32 as with power-of-two scales; tests/ops/test_fp8_linear_reference.py. Ours alone is below 0.002.
-SHADOW_RELATIVE_L2 = 0.06
 
 
 def has_few_rows(x) -> bool:
@@ -175,7 +173,9 @@ def replace_apply(original: Callable) -> Callable:
     def stock(method, layer, x, bias=None):
         return original(method, layer, x.run() if isinstance(x, Waiting) else x, bias)
 
-    comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=SHADOW_RELATIVE_L2)
+    comparison = shadow.Comparison(
+        tensors=_tensors, identity=_identity, shape=_shape, relative_l2=bounds.FP8_LINEAR.shadow
+    )
     serve = shadow.shadowed(PATCH, _serve, stock, comparison)
 
     @functools.wraps(original)

@@ -32,10 +32,10 @@ from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_adapters.waiting import Scope, Waiting
 from deepseek_v4_sm120.sglang_patches import DEEP_GEMM, DEEP_GEMM_LOGITS, DEEP_GEMM_LOGITS_FP4
+from deepseek_v4_sm120.specs import bounds
 
 PATCH = "index_select"
 WITHIN_TOLERANCE = "index_select_within_tolerance"
-LOGIT_TOLERANCE = 1e-3  # of the row's greatest |logit|: DeepGEMM's FP8 sums on Hopper keep about 13 bits
 PAGE = 64
 SHARED_PAGES = 4  # rows_per_request where rows of a request are adjacent: any number above 1 says so
 
@@ -195,8 +195,8 @@ def _serve_beside(original: Callable) -> Callable:
 def compare_sets(scores, lengths, slots, entries, stock) -> tuple[torch.Tensor, torch.Tensor]:
     """(wrong, tolerated) [rows] float32: our entries that stock did not choose, beyond and within the tolerance.
 
-    Within: stock's own logit of the entry is no further from the k-th greatest of stock's logits than LOGIT_TOLERANCE
-    of the greatest. Rows that choose another number of entries have the difference among the wrong.
+    Within: stock's own logit of the entry is no further from the k-th greatest of stock's logits than the bound, as a
+    share of the greatest. Rows that choose another number of entries have the difference among the wrong.
     """
     exact = torch.empty(slots.shape, dtype=torch.float32, device=slots.device)
     topk_select(scores, lengths, k=slots.shape[1], logits=exact)
@@ -206,7 +206,7 @@ def compare_sets(scores, lengths, slots, entries, stock) -> tuple[torch.Tensor, 
     at = torch.searchsorted(ordered, slots).clamp_max(slots.shape[1] - 1)
     only_ours = (ordered.gather(1, at) != slots) & (entries >= 0)
     values = scores.gather(1, entries.clamp_min(0).to(torch.int64))
-    near = only_ours & ((values - threshold).abs() <= LOGIT_TOLERANCE * greatest)
+    near = only_ours & ((values - threshold).abs() <= bounds.INDEX_SELECT.shadow * greatest)
     count = ((entries >= 0).sum(dim=1) - (stock >= 0).sum(dim=1)).abs()
     return ((only_ours & ~near).sum(dim=1) + count).float(), near.sum(dim=1).float()
 

@@ -25,11 +25,9 @@ import torch
 from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.specs import bounds
 
 PATCH = "mhc"
-# Of each output. Bf16 roundings that fall the other way give streams and y about 0.001; stock's TF32 mixes (above 32
-# rows, and everywhere but on SM120) give y and the coefficients about as much.
-SHADOW_RELATIVE_L2 = 0.004
 POST_SCALE = 2.0  # _MHC_POST_MULT_VALUE of SGLang's model, which hc_pre does not get as an argument
 
 
@@ -72,7 +70,7 @@ def _record(names, ours, originals, identity) -> None:
     for name, one, other in zip(names, ours, originals, strict=True):
         shape = {"rows": one.shape[0], "output": name}
         other = other.view_as(one)
-        shadow.record(PATCH, [(one, other)], identity=identity, shape=shape, relative_l2=SHADOW_RELATIVE_L2)
+        shadow.record(PATCH, [(one, other)], identity=identity, shape=shape, relative_l2=bounds.MHC.shadow)
 
 
 def _shadowed(serve: Callable, original: Callable, names, outputs: Callable, identity: Callable) -> Callable:

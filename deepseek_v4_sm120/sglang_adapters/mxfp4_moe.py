@@ -34,14 +34,10 @@ from deepseek_v4_sm120 import device_gate, models_served, patching, shadow
 from deepseek_v4_sm120.ops import mxfp4_moe as op
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_adapters.kept_weights import KeptWeights
+from deepseek_v4_sm120.specs import bounds
 
 PATCH = "mxfp4_moe"
 WAY_MXFP8 = "ours, mxfp8"  # what `calibrate` calls it; a profile that leaves it out leaves bf16
-# Two W4A16 formulations: ours rounds h and the output to bf16 (0.0029 against float64); Marlin also rounds gate and up,
-# each expert's output, and what it sums. Together below 0.008.
-SHADOW_RELATIVE_L2 = 0.008
-# The same against MXFP8 activations, whose quantisation alone is 0.03 to 0.05
-SHADOW_RELATIVE_L2_MXFP8 = 0.08
 
 KEPT = "_dsv4_sm120_experts"  # attribute of a layer that we keep
 SCALE_NAMES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
@@ -249,9 +245,9 @@ def _replace_apply(original: Callable, relative_l2: float) -> Callable:
 
 def replace_marlin_apply(original: Callable) -> Callable:
     """For Mxfp4MarlinMoEMethod.apply."""
-    return _replace_apply(original, SHADOW_RELATIVE_L2)
+    return _replace_apply(original, bounds.MXFP4_MOE.shadow)
 
 
 def replace_cutlass_apply(original: Callable) -> Callable:
     """For Mxfp4FlashinferCutlassMoEMethod.apply (0.5.16 and later)."""
-    return _replace_apply(original, SHADOW_RELATIVE_L2_MXFP8)
+    return _replace_apply(original, bounds.MXFP4_MOE_MXFP8.shadow)

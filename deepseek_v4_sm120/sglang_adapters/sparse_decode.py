@@ -34,9 +34,9 @@ from deepseek_v4_sm120.sglang_patches import (
     SM120_ATTENTION_0_5_14,
     SM120_KEYS,
 )
+from deepseek_v4_sm120.specs import bounds
 
 PATCH = "sparse_decode"
-SHADOW_RELATIVE_L2 = 0.004  # two bf16 roundings of the output and two of P explain about 0.0015
 
 _backend = Scope()  # the backend's forward of 0.5.14 to 0.5.19; its layer tells how many heads of q carry data
 
@@ -187,7 +187,7 @@ COMPARISON = shadow.Comparison(
     tensors=lambda ours, original, call: [(ours[0][:, 0, : call.heads], original[0][:, 0, : call.heads])],
     identity=lambda call: call.k_cache.data_ptr(),
     shape=_shape,
-    relative_l2=SHADOW_RELATIVE_L2,
+    relative_l2=bounds.SPARSE_DECODE.shadow,
 )
 
 

@@ -26,15 +26,13 @@ import torch
 
 from deepseek_v4_sm120 import device_gate, models_served, shadow
 from deepseek_v4_sm120.ops import wo_a as op
-from deepseek_v4_sm120.reference.wo_a import EQUATION
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD
 from deepseek_v4_sm120.sglang_adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.sglang_adapters.waiting import Waiting, way_out
+from deepseek_v4_sm120.specs import bounds
 
 PATCH = "wo_a"
-# Two products of the same bf16 numbers: each is off float64 by its bf16 output alone, 0.0017
-SHADOW_RELATIVE_L2 = 0.004
 
 WEIGHT, SCALE, PARAMETER = ".wo_a.weight", ".wo_a.scale", ".wo_a.weight_scale_inv"
 (BLOCKS,) = models_served.LIMITS[PATCH]["block"].values
@@ -256,9 +254,9 @@ class Groups:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is not torch.einsum or args[0] != EQUATION or not isinstance(args[2], cls):
+        if function is not torch.einsum or args[0] != op.EQUATION or not isinstance(args[2], cls):
             name = getattr(function, "__name__", function)
-            what = f"SGLang calls {name} with the FP8 weights, einsum {EQUATION!r} is known"
+            what = f"SGLang calls {name} with the FP8 weights, einsum {op.EQUATION!r} is known"
             raise TypeError(way_out(PATCH, what))
         return _serve()(args[2], args[1], FORWARD.take(Rotation, args[1]))
 
@@ -274,7 +272,7 @@ def _multiply_expanded(groups: Groups, x, rotation: Rotation | None):
         x = x.contiguous().clone()
         heads = x.view(x.shape[0], -1, op.HEAD_INPUTS)
         rotation.original(heads[..., -op.ROTATED :], None, rotation.freqs_cis, rotation.positions, True)
-    return torch.einsum(EQUATION, x, groups.stored.for_shadow.view(groups.weight.shape))
+    return torch.einsum(op.EQUATION, x, groups.stored.for_shadow.view(groups.weight.shape))
 
 
 def _tensors(ours, original, *_) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -291,5 +289,5 @@ def _shape(groups: Groups, x, _rotation) -> dict[str, int]:
 
 @functools.cache
 def _serve() -> Callable:
-    comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=SHADOW_RELATIVE_L2)
+    comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=bounds.WO_A.shadow)
     return shadow.shadowed(PATCH, _multiply, _multiply_expanded, comparison)

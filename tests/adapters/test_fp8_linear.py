@@ -11,8 +11,8 @@ from deepseek_v4_sm120 import device_gate, settings, shadow
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.fp8_linear import dequantized, quantized_activations
 from deepseek_v4_sm120.reference.fp8_linear import fp8_linear as reference
-from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight, make_x
 from deepseek_v4_sm120.sglang_adapters import fp8_linear as adapter
+from deepseek_v4_sm120.specs.fp8_linear import make_weight, make_x
 
 
 def original(self, layer, x, bias=None):

@@ -9,9 +9,9 @@ import torch
 
 from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.reference import index_select as reference
-from deepseek_v4_sm120.reference.index_select_inputs import Shape, make_inputs
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_adapters import index_select as adapter
+from deepseek_v4_sm120.specs.index_select import Shape, make_inputs
 
 K = 64
 LENGTHS = (100, 64, 3, 0, 190)

@@ -11,6 +11,7 @@ from deepseek_v4_sm120.kv_page_layout import KvPageLayout
 from deepseek_v4_sm120.reference import kv_pages as pages_of
 from deepseek_v4_sm120.reference import sparse_decode as reference
 from deepseek_v4_sm120.sglang_adapters import sparse_decode as adapter
+from deepseek_v4_sm120.specs import bounds
 
 LAYOUT = KvPageLayout(
     nope_dim=448,
@@ -343,7 +344,7 @@ def test_shadow_runs_both_and_keeps_the_originals_result(served, monkeypatch):
     assert result[0] is stock_out
     (record,) = shadow.report()
     assert record["calls"] == 1 and record["bad_calls"] == 0 and record["nonfinite_original"] == 0
-    assert 0 < record["relative_l2_max"] < adapter.SHADOW_RELATIVE_L2
+    assert 0 < record["relative_l2_max"] < bounds.SPARSE_DECODE.shadow
     assert record["shape"] == {
         "rows": 2, "heads": 16, "width": 128, "page_size": 256, "extra_width": 512, "extra_page_size": 64
     }  # fmt: skip

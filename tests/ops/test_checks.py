@@ -16,8 +16,10 @@ import torch
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.ops.checks import RAISES
-from deepseek_v4_sm120.reference import compressor_inputs, index_select_inputs, kv_pages, mhc_inputs, mxfp4_moe_inputs
-from deepseek_v4_sm120.reference.wo_a_inputs import make_wo_a
+from deepseek_v4_sm120.reference import kv_pages
+from deepseek_v4_sm120.specs import compressor, index_select, mxfp4_moe
+from deepseek_v4_sm120.specs import mhc as mhc_spec
+from deepseek_v4_sm120.specs.wo_a import make_wo_a
 
 ROWS = 3
 MODULES = {op: importlib.import_module(f"deepseek_v4_sm120.ops.{op}") for op in OPS}
@@ -45,13 +47,13 @@ def _calls() -> dict[str, tuple[str, dict]]:
     groups = {"x": bf16(ROWS, 2, 384), "weight": e4m3(2, 256, 384), "weight_scale": torch.ones(2, 2, 3)}
     rotated = make_wo_a(ROWS, 2, torch.Generator().manual_seed(1), outputs=128, inputs=1024, table=9)
     rotated = dict(zip(("x", "weight", "weight_scale", "freqs_cis", "positions"), rotated, strict=True))
-    mhc = mhc_inputs.make_inputs(mhc_inputs.Shape(ROWS), device="cpu")
-    moe_shape = mxfp4_moe_inputs.Shape(ROWS, hidden=256, inter=128, experts=4, topk=2)
-    moe = mxfp4_moe_inputs.make_inputs(moe_shape, device="cpu").arguments()
+    mhc = mhc_spec.make_inputs(mhc_spec.Shape(ROWS), device="cpu")
+    moe_shape = mxfp4_moe.Shape(ROWS, hidden=256, inter=128, experts=4, topk=2)
+    moe = mxfp4_moe.make_inputs(moe_shape, device="cpu").arguments()
     chosen = {"out": int32(ROWS, 512), "entries": int32(ROWS, 512), "logits": torch.zeros(ROWS, 512)}
     table = {"lengths": int32(ROWS), "page_table": int32(ROWS, 10)}
-    keys = {"k_pages": index_select_inputs.new_pages(5, False), "weights": torch.zeros(ROWS, 64), **table}
-    fp4_keys = {**keys, "k_pages": index_select_inputs.new_pages(5, True), "q_scales": int32(ROWS, 1, 64)}
+    keys = {"k_pages": index_select.new_pages(5, False), "weights": torch.zeros(ROWS, 64), **table}
+    fp4_keys = {**keys, "k_pages": index_select.new_pages(5, True), "q_scales": int32(ROWS, 1, 64)}
     window = {"kv_pages": kv_pages.new_pages(3, 256), "indices": int32(ROWS, 1, 128), "topk_length": int32(ROWS)}
     extra = {f"extra_{name}": tensor for name, tensor in window.items()}
     attention = {"q": bf16(ROWS, 1, 16, 512), **window, "attn_sink": torch.zeros(16), "out": bf16(ROWS, 1, 16, 512)}
@@ -60,7 +62,7 @@ def _calls() -> dict[str, tuple[str, dict]]:
     del by_table["extra_indices"]
     return {
         "bf16_linear": ("bf16_linear", {"x": bf16(2, 512), "weight": bf16(8, 512), "out": torch.zeros(2, 8)}),
-        "compressor": ("compressor", compressor_inputs.make_inputs("c4", [4, 5, 8], device="cpu").arguments()),
+        "compressor": ("compressor", compressor.make_inputs("c4", [4, 5, 8], device="cpu").arguments()),
         "fp8_linear": ("fp8_linear", {**product, **norm, "out": bf16(ROWS, 256)}),
         "fp8_linear, gated": ("fp8_linear", {**product, "x": bf16(ROWS, 768), "swiglu_limit": 10.0}),
         "gated": ("fp8_linear", {"x": bf16(ROWS, 768), "swiglu_limit": 10.0}),

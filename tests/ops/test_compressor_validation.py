@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops import compressor as op
-from deepseek_v4_sm120.reference.compressor_inputs import make_inputs
+from deepseek_v4_sm120.specs.compressor import make_inputs
 
 MADE = make_inputs("c4", [4, 5, 8], device="cpu")
 pytestmark = pytest.mark.usefixtures("fake")

@@ -12,7 +12,7 @@ import torch
 from deepseek_v4_sm120 import cuda_tensors
 from deepseek_v4_sm120.ops import checks
 from deepseek_v4_sm120.ops import index_select as op
-from deepseek_v4_sm120.reference.index_select_inputs import new_pages
+from deepseek_v4_sm120.specs.index_select import new_pages
 
 ROWS = 3
 

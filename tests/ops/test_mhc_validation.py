@@ -10,7 +10,7 @@ import torch
 from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.ops.mhc import MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre
-from deepseek_v4_sm120.reference.mhc_inputs import Shape, make_inputs
+from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
 
 GOOD = make_inputs(Shape(3), device="cpu")
 

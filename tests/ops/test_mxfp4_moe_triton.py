@@ -17,7 +17,7 @@ import torch
 from deepseek_v4_sm120.kernels import mxfp4_moe_table as table
 from deepseek_v4_sm120.ops import mxfp4_moe as op
 from deepseek_v4_sm120.reference.mxfp4_moe import local_experts, tiles
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, routed_ids
+from deepseek_v4_sm120.specs.mxfp4_moe import Shape, routed_ids
 
 INTERPRETED = Path(__file__).with_name("mxfp4_moe_interpreted.py")
 MAX_SHARED_BYTES = 101_376

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops.mxfp4_moe import mxfp4_moe
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs
+from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs
 
 GOOD = make_inputs(Shape(3, hidden=256, inter=128, experts=4, topk=2), device="cpu")
 NAMES = [field.name for field in dataclasses.fields(GOOD) if field.name != "shape"]

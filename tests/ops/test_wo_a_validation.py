@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops import wo_a as op
-from deepseek_v4_sm120.reference.wo_a_inputs import make_wo_a
+from deepseek_v4_sm120.specs.wo_a import make_wo_a
 
 NAMES = ("x", "weight", "weight_scale", "freqs_cis", "positions")
 

@@ -20,9 +20,7 @@ class Words(ZeroedWords):
     def __init__(self, monkeypatch, store_bytes: int = 16 << 20):
         super().__init__("cpu", stream_words=1024, store_bytes=store_bytes)
         self.capture = None  # None: eager
-        monkeypatch.setattr(
-            torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capture is not None, raising=False
-        )
+        monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capture is not None, raising=False)
         monkeypatch.setattr(extension, "load", lambda: types.SimpleNamespace(capture_id=lambda stream: self.capture))
         idle = types.SimpleNamespace(synchronize=lambda: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: idle)

@@ -16,13 +16,7 @@ from deepseek_v4_sm120.reference import bf16_linear as linear_reference
 from deepseek_v4_sm120.reference import mhc as mhc_reference
 from deepseek_v4_sm120.reference import sparse_decode as attention_reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight
-from deepseek_v4_sm120.reference.mhc_inputs import Shape as Streams
-from deepseek_v4_sm120.reference.mhc_inputs import make_inputs as make_streams
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as experts_reference
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape as Experts
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import make_inputs as make_experts
-from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
 from deepseek_v4_sm120.sglang_adapters import (
     bf16_linear,
     fp8_linear,
@@ -33,6 +27,12 @@ from deepseek_v4_sm120.sglang_adapters import (
     wo_a,
 )
 from deepseek_v4_sm120.sglang_patches_mhc import LAYER_BASE
+from deepseek_v4_sm120.specs.fp8_linear import make_weight
+from deepseek_v4_sm120.specs.mhc import Shape as Streams
+from deepseek_v4_sm120.specs.mhc import make_inputs as make_streams
+from deepseek_v4_sm120.specs.mxfp4_moe import Shape as Experts
+from deepseek_v4_sm120.specs.mxfp4_moe import make_inputs as make_experts
+from deepseek_v4_sm120.specs.sparse_decode import CacheShape, Shape, make_inputs
 from tests.adapters import test_mxfp4_moe as experts
 from tests.adapters import wo_a_layer
 from tests.adapters.test_mxfp4_moe import served as experts_served  # noqa: F401  a fixture

@@ -11,7 +11,6 @@ import sys
 import pytest
 from packaging.version import Version
 
-from deepseek_v4_sm120.calibrate import bf16_linear, fp8_linear, index_select, mhc, mxfp4_moe, provider
 from deepseek_v4_sm120.patching import contract, engine, ledger
 from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Engine
 from deepseek_v4_sm120.patching.sources import parse
@@ -37,6 +36,7 @@ from deepseek_v4_sm120.sglang_patches import (
 )
 from deepseek_v4_sm120.sglang_patches_compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches_mhc import FUSED, MTP_MODEL
+from deepseek_v4_sm120.specs import bf16_linear, fp8_linear, index_select, mhc, mxfp4_moe, provider
 from tests.patching import review
 from tests.patching.wheels import RELEASES, WheelSources, content, every_release, since
 

@@ -61,7 +61,7 @@ def command(tmp_path):
         return (
             f"export HF_TOKEN='{CANARY} {CANARY}'; MY_SECRET={CANARY} SGLANG_TEST_KEY={CANARY} {variables} "
             f"SGLANG_TEST_URL=https://user:{CANARY}@host/ {sys.executable} {script} --port {free_port()} "
-            f"--api-key {key} --admin-api-key={CANARY} --ssl-keyfile-password \"{CANARY} '{CANARY}\" "
+            f'--api-key {key} --admin-api-key={CANARY} --ssl-keyfile-password "{CANARY} \'{CANARY}" '
             f"--header 'Authorization: Bearer {CANARY}'"
         )
 

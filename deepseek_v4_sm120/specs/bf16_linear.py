@@ -1,15 +1,24 @@
-"""bf16_linear for `calibrate`: the bf16 projections of compressors, router and indexer, few rows.
+"""What bf16_linear is measured by: the bf16 projections of compressors, router and indexer, few rows.
 
-A verdict weighs each matrix by the layers that have it. Nothing of it is divided by TP.
+A verdict of calibrate weighs each matrix by the layers that have it. Nothing of it is divided by TP.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from deepseek_v4_sm120.calibrate.provider import (
+import torch
+
+from deepseek_v4_sm120.ops import bf16_linear as op
+from deepseek_v4_sm120.plan.models import FLASH
+from deepseek_v4_sm120.reference import bf16_linear as reference
+from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.specs import bounds
+from deepseek_v4_sm120.specs.check import ON_GPU, Check, same, within
+from deepseek_v4_sm120.specs.provider import (
     OURS,
     STOCK,
     Provider,
@@ -19,12 +28,8 @@ from deepseek_v4_sm120.calibrate.provider import (
     rows_of,
     unpatched,
 )
-from deepseek_v4_sm120.plan.models import FLASH
 
 ERROR = "relative error against float64"
-MOST_ROWS = 32  # ops/bf16_linear.py; here because the shapes need no torch (a test compares)
-MAX_ERROR, MAX_ERROR_BF16 = 1e-5, 0.0025  # ours, by what it returns
-LOOSE_ERROR = 0.01
 
 # SGLang's function for compressors and router, newest home first
 LINEAR = "linear_bf16_fp32"
@@ -63,6 +68,57 @@ MATRICES = (
 )
 
 
+# ---- inputs
+
+
+@dataclass
+class Inputs:
+    matrix: Matrix
+    x: torch.Tensor  # [rows, hidden] bf16
+    weight: torch.Tensor  # [outputs, hidden] bf16
+
+
+def make_x(rows: int, generator: torch.Generator, *, hidden=FLASH.hidden, gap=0) -> torch.Tensor:
+    """[rows, hidden] bf16, rows `gap` numbers apart."""
+    x = torch.randn(rows, hidden + gap, generator=generator, device=generator.device).bfloat16()
+    return x[:, :hidden]
+
+
+def make_weight(outputs: int, generator: torch.Generator, *, hidden=FLASH.hidden) -> torch.Tensor:
+    """[outputs, hidden] bf16."""
+    return torch.randn(outputs, hidden, generator=generator, device=generator.device).bfloat16() * 0.02
+
+
+# ---- self-test
+
+
+def checks(quick: bool) -> Iterator[Check]:
+    yield Check("bf16_linear", "two references", _check_references)
+    for outputs in (64, 2048):
+        yield Check("bf16_linear", f"{outputs} outputs", functools.partial(_check_outputs, outputs), ON_GPU)
+
+
+def _check_references() -> str:
+    """A float64 product against exactly rounded sums."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight = make_x(2, generator, hidden=512), make_weight(8, generator, hidden=512)
+    difference = relative_error(reference.bf16_linear_by_sums(x, weight), reference.bf16_linear(x, weight))
+    return within(difference, bounds.REFERENCES_AGREE, "relative difference")
+
+
+def _check_outputs(outputs: int) -> str:
+    """One row and 32 against float64; the row's bits among the others."""
+    generator = torch.Generator("cuda").manual_seed(outputs)
+    x, weight = make_x(op.MAX_ROWS, generator), make_weight(outputs, generator)
+    out = op.bf16_linear(x, weight)
+    error = within(relative_error(out, reference.bf16_linear(x, weight)), bounds.BF16_LINEAR.truth)
+    same(op.bf16_linear(x[:1], weight), out[:1], "row 0 alone and among 32")
+    return f"{error}; a row alone equals the row among others"
+
+
+# ---- calibrate: the shapes of a plan
+
+
 @dataclass(frozen=True)
 class Case:
     matrix: Matrix
@@ -85,22 +141,44 @@ class Case:
         return 2 * FLASH.hidden * (self.matrix.outputs + self.rows)
 
 
-@dataclass
-class Inputs:
-    matrix: Matrix
-    x: object  # [rows, hidden] bf16
-    weight: object  # [outputs, hidden] bf16
-
-
 def cases(*, tp: int, context: int, concurrency: int, quick: bool) -> list[Case]:
     """What a decode step calls; more rows are cuBLAS's with us, too."""
-    return [Case(matrix, rows) for rows in rows_of(concurrency, quick, MOST_ROWS) for matrix in MATRICES]
+    return [Case(matrix, rows) for rows in rows_of(concurrency, quick, op.MAX_ROWS) for matrix in MATRICES]
 
 
 def max_error(provider: str, case: Case) -> float:
     if provider != OURS:
-        return LOOSE_ERROR
-    return MAX_ERROR_BF16 if case.matrix.bf16_out else MAX_ERROR
+        return bounds.BF16_LINEAR.others
+    return bounds.BF16_LINEAR_BF16_OUT if case.matrix.bf16_out else bounds.BF16_LINEAR.truth
+
+
+def _inputs(case: Case, count: int, generator: torch.Generator) -> list[Inputs]:
+    def one() -> Inputs:
+        weight = make_weight(case.matrix.outputs, generator)
+        return Inputs(case.matrix, make_x(case.rows, generator), weight)
+
+    return [one() for _ in range(count)]
+
+
+def correctness_inputs(case: Case, device: str = "cuda") -> list[Inputs]:
+    return _inputs(case, 2, torch.Generator(device).manual_seed(case.rows))
+
+
+class TimingInputs:
+    """Weights of its own for every call."""
+
+    def __init__(self, device: str = "cuda"):
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def calls(self, case: Case, count: int) -> list[Inputs]:
+        return _inputs(case, count, self.generator)
+
+
+def error(provider: str, result, inputs: Inputs) -> float:
+    return relative_error(result, reference.bf16_linear(inputs.x, inputs.weight))
+
+
+# ---- who computes it
 
 
 def providers() -> tuple[Provider, ...]:
@@ -111,65 +189,15 @@ def providers() -> tuple[Provider, ...]:
     )
 
 
-# ---- inputs
-
-
-def _inputs(case: Case, count: int, generator) -> list[Inputs]:
-    import torch
-
-    def normal(*size):
-        return torch.randn(size, generator=generator, device=generator.device)
-
-    def one() -> Inputs:
-        weight = (0.02 * normal(case.matrix.outputs, FLASH.hidden)).bfloat16()
-        return Inputs(case.matrix, normal(case.rows, FLASH.hidden).bfloat16(), weight)
-
-    return [one() for _ in range(count)]
-
-
-def correctness_inputs(case: Case, device: str = "cuda") -> list[Inputs]:
-    import torch
-
-    return _inputs(case, 2, torch.Generator(device).manual_seed(case.rows))
-
-
-class TimingInputs:
-    """Weights of its own for every call."""
-
-    def __init__(self, device: str = "cuda"):
-        import torch
-
-        self.generator = torch.Generator(device).manual_seed(0)
-
-    def calls(self, case: Case, count: int) -> list[Inputs]:
-        return _inputs(case, count, self.generator)
-
-
-def error(provider: str, result, inputs: Inputs) -> float:
-    from deepseek_v4_sm120.reference.accuracy import relative_error
-    from deepseek_v4_sm120.reference.bf16_linear import bf16_linear
-
-    return relative_error(result, bf16_linear(inputs.x, inputs.weight))
-
-
-# ---- providers
-
-
 def _ours():
-    import torch
-
-    from deepseek_v4_sm120.ops.bf16_linear import bf16_linear
-
     def call(inputs: Inputs):
         out_dtype = torch.bfloat16 if inputs.matrix.bf16_out else torch.float32
-        return bf16_linear(inputs.x, inputs.weight, out_dtype=out_dtype)
+        return op.bf16_linear(inputs.x, inputs.weight, out_dtype=out_dtype)
 
     return call
 
 
 def cublas(inputs: Inputs):
-    import torch
-
     if inputs.matrix.bf16_out:
         return torch.nn.functional.linear(inputs.x, inputs.weight)
     return torch.mm(inputs.x, inputs.weight.t(), out_dtype=torch.float32)
@@ -185,8 +213,6 @@ def _stock_problem() -> str | None:
 
 def _router(linear: Callable) -> tuple[Callable, int]:
     """(the router's GEMM for few rows, up to how many), as MoEGate chooses it."""
-    import torch
-
     if _has(*TINY_GEMM):  # 0.5.17 has a module of this name with another function
         rows = unpatched(*TINY_GEMM_ROWS)(
             num_experts=FLASH.experts, hidden_size=FLASH.hidden, weight_dtype=torch.bfloat16
@@ -197,12 +223,10 @@ def _router(linear: Callable) -> tuple[Callable, int]:
     if home is not None and _has(home, ROUTER_GEMM):
         router = unpatched(home, ROUTER_GEMM)
         return lambda x, weight: router(x, weight, out_dtype=torch.float32), ROUTER_GEMM_ROWS
-    return linear, MOST_ROWS
+    return linear, op.MAX_ROWS
 
 
 def _stock():
-    import torch
-
     linear = getattr(importlib.import_module(first_installed(LINEAR_HOMES)), LINEAR)
     router, router_rows = _router(linear)
 
