@@ -61,7 +61,7 @@ ALLOWED_NEEDED = (
 )
 
 CUDA_FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v", "-Xcompiler=-fPIC")
-CXX_FLAGS = ("-O1", "-std=c++17", "-fPIC", "-Wall", "-Wextra")
+CXX_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-Wall", "-Wextra")
 # Version scripts keep all private but what is meant: static cudart must not export its symbols to, or take them from,
 # the libcudart that torch loads. The library exports what the modules ask of it, the modules their init function.
 LINK_FLAGS = ("-shared", "-Wl,--as-needed", "-Wl,-z,noexecstack")
