@@ -65,7 +65,7 @@ def disassembled(library: Path, folder: Path) -> dict[str, dict[str, list[str]]]
         functions = sass.split(listing)
         assert functions, cubin
         if arch == "sm_121a":
-            own, other = machine_code(cubin), machine_code(Path(str(cubin).replace("sm_121a", "sm_120a")))
+            own, other = machine_code(cubin), machine_code(next(cubin.parent.glob("*.sm_120a.cubin")))
             functions = {name: lines for name, lines in functions.items() if own[name] != other.get(name)}
         return functions
 
