@@ -29,7 +29,7 @@ def measure(folder: str) -> dict[str, list[float]]:
 
     sys.path.insert(0, folder)
     from deepseek_v4_sm120 import OPS, extension
-    from deepseek_v4_sm120.selftest.check import ON_GPU, NotRun
+    from deepseek_v4_sm120.specs.check import ON_GPU, NotRun
 
     torch.zeros(1, device="cuda")
     found: dict[str, list[float]] = {}
@@ -56,7 +56,7 @@ def measure(folder: str) -> dict[str, list[float]]:
         if isinstance(function, BuiltinFunctionType):
             setattr(module, name, launcher(name, function))
     for operator in OPS:
-        for check in importlib.import_module(f"deepseek_v4_sm120.selftest.{operator}").checks(True):
+        for check in importlib.import_module(f"deepseek_v4_sm120.specs.{operator}").checks(True):
             try:
                 if set(ON_GPU) <= set(check.needs):
                     check.run()
