@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "bf16_linear/bindings.h"
+#include "build_info.h"
 #include "card/bindings.h"
 #include "compressor/bindings.h"
 #include "fp8_linear/bindings.h"
@@ -16,16 +17,6 @@
 #include "sparse_decode/bindings.h"
 #include "stream.h"
 #include "wo_a/bindings.h"
-
-#ifndef DSV4_VERSION
-#define DSV4_VERSION "unknown"
-#endif
-#ifndef DSV4_GIT_COMMIT
-#define DSV4_GIT_COMMIT "unknown"
-#endif
-#ifndef DSV4_ARCHS
-#define DSV4_ARCHS ""
-#endif
 
 using namespace dsv4;
 
@@ -49,22 +40,13 @@ py::list kernel_attributes() {
   return all;
 }
 
-py::dict build_info() {
+py::dict describe_build() {
+  const BuildInfo built = build_info();
   py::dict d;
-  py::list archs;
-  std::string word;
-  for (const char c : std::string(DSV4_ARCHS) + " ") {
-    if (c != ' ') {
-      word += c;
-    } else if (!word.empty()) {
-      archs.append(word);
-      word.clear();
-    }
-  }
-  d["version"] = DSV4_VERSION;
-  d["git_commit"] = DSV4_GIT_COMMIT;
-  d["cuda_version"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
-  d["archs"] = archs;
+  d["version"] = built.version;
+  d["git_commit"] = built.git_commit;
+  d["cuda_version"] = std::to_string(built.cudart / 1000) + "." + std::to_string(built.cudart % 1000 / 10);
+  d["archs"] = py::str(built.archs).attr("split")();
   d["python"] = std::to_string(PY_MAJOR_VERSION) + "." + std::to_string(PY_MINOR_VERSION);
   return d;
 }
@@ -94,7 +76,7 @@ PYBIND11_MODULE(_C, m) {
   wo_a::bind(m);
   compressor::bind(m);
   card::bind(m);
-  m.def("build_info", &build_info);
+  m.def("build_info", &describe_build);
   m.def("kernel_attributes", &kernel_attributes);
   m.def("kernel_shared_bytes", [] {
     py::dict d;

@@ -1,8 +1,9 @@
-"""Finds, explains and loads _C, the compiled module. Standard library only; nothing happens at import.
+"""Finds, explains and loads _C, the compiled module, and with it the kernels' library beside it, which it needs.
+Standard library only; nothing happens at import.
 
-find(), explain() and describe() read files; only load() and build_info() open the library. Before that its size and
-digest are compared with RECORD, which the build writes: a library that is cut off or another one does not fail to load,
-it kills the process (SIGBUS). A module that somebody put into a folder without RECORD is checked for being complete.
+find(), explain() and describe() read files; only load() and build_info() open the two. Before that their sizes and
+digests are compared with RECORD, which the build writes: a library that is cut off or another one does not fail to
+load, it kills the process (SIGBUS). What somebody put into a folder without RECORD is checked for being complete.
 """
 
 import base64
@@ -20,8 +21,10 @@ from types import ModuleType
 
 import deepseek_v4_sm120
 
+LIBRARY = "libdeepseek_v4_sm120.so"  # the kernels, for every Python's _C
 _NAME = "deepseek_v4_sm120._C"
 _PACKAGE = Path(__file__).resolve().parent
+_REMEDY = "copy the folder that the build made again, as a whole, or rebuild it with ./build_docker.sh"
 _lock = threading.Lock()
 
 
@@ -49,12 +52,11 @@ def explain() -> str | None:
     if path is not None:
         try:
             built = _describe_file(path).get("version")
-            status = path.stat()
-            damage = _damage(path, status.st_size, status.st_mtime_ns, status.st_ino)
+            fault = _fault(path) or _fault(path.with_name(LIBRARY))
         except (OSError, ValueError) as error:
             return f"deepseek_v4_sm120: {path} and the files beside it cannot be read: {error}"
         if built is None or built == deepseek_v4_sm120.__version__:
-            return f"deepseek_v4_sm120: {path} {damage}" if damage else None
+            return f"deepseek_v4_sm120: {fault}" if fault else None
         return (
             f"deepseek_v4_sm120: {path} was built for version {built}, the Python files beside it are "
             f"{deepseek_v4_sm120.__version__}; rebuild the folder with ./build_docker.sh and mount it as a whole"
@@ -74,10 +76,18 @@ def explain() -> str | None:
     return f"deepseek_v4_sm120: no compiled module for {python}: {wanted}, {found}; {remedy}"
 
 
+def _fault(path: Path) -> str | None:
+    """Why this file of the build must not be opened, and what to do, beginning with its path."""
+    if not path.is_file():
+        return f"{path} is missing: {_REMEDY}"
+    status = path.stat()
+    damage = _damage(path, status.st_size, status.st_mtime_ns, status.st_ino)
+    return f"{path} {damage}" if damage else None
+
+
 @functools.lru_cache(maxsize=8)
 def _damage(path: Path, size: int, *_changes: int) -> str | None:
-    """What of a module's file is not as it was built, and what to do; once per process and state of the file."""
-    remedy = "copy the folder that the build made again, as a whole, or rebuild it with ./build_docker.sh"
+    """What of a file is not as it was built, and what to do; once per process and state of the file."""
     record = path.parent.parent / f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info" / "RECORD"
     if not record.is_file():
         return _incomplete(path, size)
@@ -85,14 +95,14 @@ def _damage(path: Path, size: int, *_changes: int) -> str | None:
     with open(record, newline="") as lines:
         row = next((row for row in csv.reader(lines) if row and row[0] == name), None)
     if row is None or len(row) != 3:
-        return f"was not made by this build: {record} has no such file; {remedy}"
+        return f"was not made by this build: {record} has no such file; {_REMEDY}"
     if str(size) != row[2]:
-        return f"has {size} bytes, {record} says {row[2]}: it is cut off, or of another build; {remedy}"
+        return f"has {size} bytes, {record} says {row[2]}: it is cut off, or of another build; {_REMEDY}"
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256") if sys.version_info >= (3, 11) else hashlib.sha256(file.read())
     found = "sha256=" + base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
     if found != row[1]:
-        return f"is {found}, {record} says {row[1]}: it is damaged, or of another build; {remedy}"
+        return f"is {found}, {record} says {row[1]}: it is damaged, or of another build; {_REMEDY}"
     return None
 
 
@@ -144,6 +154,15 @@ def load() -> ModuleType:
 def build_info() -> dict:
     """What the loaded module says of itself: version, git_commit, cuda_version, archs, python."""
     return load().build_info()
+
+
+def runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether code for `arch` runs on this compute capability: "90a" on 9.0 alone, "120f" on its family, 12.0 and 12.1.
+
+    CUDA Programming Guide, Compute Capabilities, "Family-Specific Compatibility".
+    """
+    major, minor = divmod(int(arch.removeprefix("sm_").rstrip("af")), 10)
+    return capability[0] == major and (capability[1] >= minor if arch.endswith("f") else capability[1] == minor)
 
 
 def describe() -> dict:

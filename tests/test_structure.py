@@ -42,7 +42,7 @@ SHARED = {
     "deepseek_v4_sm120/sglang_adapters": {
         *("argument_defaults", "attention_forward", "kept_weights", "platform_seams", "scheduling", "waiting"),
     },
-    "bench": {"common", "kernel_report", "measured", "sparse_prefill", "tune_moe"},
+    "bench": {"common", "kernel_report", "load_time", "measured", "sparse_prefill", "tune_moe"},
 }
 # the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each
 # other; SGLang (the load generator's process) and matplotlib (the plots) are looked for when they are needed

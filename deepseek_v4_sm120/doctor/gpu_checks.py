@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.device_gate import SM120_MAJOR
 from deepseek_v4_sm120.doctor.facts import Facts
 from deepseek_v4_sm120.doctor.finding import Finding, fail, not_run, ok, warn
@@ -71,12 +72,13 @@ def _driver(facts: Facts) -> Iterator[Finding]:
             f"install driver {oldest[0]} or newer, or rebuild with CUDA 12.9 (build_artifact.py --nvcc)",
         )
         return
-    archs = {str(a).removeprefix("sm_").rstrip("af") for a in build.get("archs") or ()}
-    missing = sorted({"".join(map(str, g.capability)) for g in facts.smi.gpus if g.capability} - archs)
+    archs = [str(arch) for arch in build.get("archs") or ()]
+    found = sorted({g.capability for g in facts.smi.gpus if g.capability})
+    missing = ["".join(map(str, c)) for c in found if not any(extension.runs_on(arch, c) for arch in archs)]
     if missing:
         yield warn(
             "driver",
-            f"{driver}; our module has code for sm_{', sm_'.join(sorted(archs))}, not for sm_{', sm_'.join(missing)}",
+            f"{driver}; our module has code for sm_{', sm_'.join(archs)}, not for sm_{', sm_'.join(missing)}",
             "our kernels cannot run on this GPU",
             "rebuild with: python3 csrc/build_artifact.py --archs " + ",".join(f"{m}a" for m in missing),
         )

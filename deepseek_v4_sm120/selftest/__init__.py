@@ -60,14 +60,14 @@ def _missing(require_gpu: bool) -> dict[str, tuple[str, str]]:
 
 
 def _foreign_gpu() -> str | None:
-    """Why this GPU cannot run the module, or None. sm_120a code runs on capability 12.0 alone, sm_90a on 9.0."""
+    """Why this GPU cannot run the module, or None."""
     import torch
 
-    major, minor = torch.cuda.get_device_capability()
-    built = extension.build_info()["archs"]
-    if any(arch.removeprefix("sm_").rstrip("af") == f"{major}{minor}" for arch in built):
+    capability, built = torch.cuda.get_device_capability(), extension.build_info()["archs"]
+    if any(extension.runs_on(arch, capability) for arch in built):
         return None
-    return f"{torch.cuda.get_device_name()} has capability {major}.{minor}; the module is built for {' '.join(built)}"
+    found = f"{torch.cuda.get_device_name()} has capability {'.'.join(map(str, capability))}"
+    return f"{found}; the module is built for {' '.join(built)}"
 
 
 def _run(check: Check, missing: dict[str, tuple[str, str]]) -> Outcome:
