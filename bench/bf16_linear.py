@@ -20,8 +20,8 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120 import extension  # noqa: E402
 from deepseek_v4_sm120.ops.bf16_linear import bf16_linear  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.bf16_linear import bf16_linear as reference  # noqa: E402
 from deepseek_v4_sm120.specs import bounds  # noqa: E402

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from deepseek_v4_sm120.timing import graph_microseconds, layers_for_cold_caches, replay_microseconds  # noqa: F401
+from deepseek_v4_sm120.commands.calibrate.timing import graph_microseconds, layers_for_cold_caches, replay_microseconds  # noqa: F401
 
 
 @dataclass(frozen=True)

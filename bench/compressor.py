@@ -22,8 +22,8 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120 import extension  # noqa: E402
 from deepseek_v4_sm120.ops.compressor import MAX_ROWS, compressor  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference import compressor as reference  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.specs.compressor import KINDS, Inputs, make_inputs, stock_launches  # noqa: E402

@@ -33,9 +33,9 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120 import extension  # noqa: E402
 from deepseek_v4_sm120.ops import wo_a  # noqa: E402
 from deepseek_v4_sm120.ops.fp8_linear import MADE_ROWS, fp8_grouped_linear, fp8_linear, gated, normalized  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.fp8_linear import fp8_grouped_linear as reference  # noqa: E402
 from deepseek_v4_sm120.specs import bounds  # noqa: E402

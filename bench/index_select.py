@@ -19,8 +19,8 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120 import extension  # noqa: E402
 from deepseek_v4_sm120.ops.index_select import index_select, mqa_logits, topk_select  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference import index_select as reference  # noqa: E402
 from deepseek_v4_sm120.specs.index_select import Inputs, allowed_logit_error, make_queries, new_pages  # noqa: E402
 

@@ -24,7 +24,7 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120 import extension  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 
 REGISTERS_PER_SM = 65_536
 RESERVED_SHARED = 1024  # per block

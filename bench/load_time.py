@@ -28,7 +28,8 @@ def measure(folder: str) -> dict[str, list[float]]:
     import torch
 
     sys.path.insert(0, folder)
-    from deepseek_v4_sm120 import OPS, extension
+    from deepseek_v4_sm120 import OPS
+    from deepseek_v4_sm120.ops.shared import extension
     from deepseek_v4_sm120.specs.check import ON_GPU, NotRun
 
     torch.zeros(1, device="cuda")

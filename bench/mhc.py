@@ -23,8 +23,8 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120 import extension  # noqa: E402
 from deepseek_v4_sm120.ops.mhc import FLASH_HIDDEN, mhc, mhc_head, mhc_post, mhc_pre  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.specs.mhc import ALLOWED, Inputs, Shape, errors, make_inputs, torch_boundary  # noqa: E402
 
 ISSUE = 7

@@ -33,8 +33,8 @@ from mxfp4_moe_cases import (  # noqa: E402
     Case,
 )
 
-from deepseek_v4_sm120 import extension  # noqa: E402
 from deepseek_v4_sm120.ops.mxfp4_moe import mxfp4_moe  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference  # noqa: E402
 from deepseek_v4_sm120.specs import bounds  # noqa: E402

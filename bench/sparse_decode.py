@@ -33,8 +33,8 @@ from sparse_decode_cases import (  # noqa: E402
     Case,
 )
 
-from deepseek_v4_sm120 import extension  # noqa: E402
 from deepseek_v4_sm120.ops.fp8_linear import fp8_linear  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.ops.sparse_decode import sparse_decode  # noqa: E402
 from deepseek_v4_sm120.reference import kv_pages  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402

@@ -25,8 +25,8 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120 import extension  # noqa: E402
 from deepseek_v4_sm120.ops import sparse_decode as op  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference import kv_pages  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference  # noqa: E402

@@ -21,9 +21,9 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120 import extension  # noqa: E402
 from deepseek_v4_sm120.ops import fp8_linear as linear  # noqa: E402
 from deepseek_v4_sm120.ops import wo_a as op  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.wo_a import wo_a as reference  # noqa: E402
 from deepseek_v4_sm120.specs import bounds  # noqa: E402

@@ -44,7 +44,7 @@ sys.path[:0] = [str(REPO), str(CSRC)]
 from build_results import BuildError, Results, locked, run, say  # noqa: E402
 
 from deepseek_v4_sm120 import __version__  # noqa: E402
-from deepseek_v4_sm120.extension import LIBRARY  # noqa: E402
+from deepseek_v4_sm120.ops.shared.extension import LIBRARY  # noqa: E402
 
 # 120a: RTX PRO 6000 and RTX 50. 121a: GB10. 90a: H100 and H200, where the kernels are validated. Cubins only, no PTX:
 # an architecture-specific target ("a") has no forward compatibility to offer. 120f, which runs on 12.0 and 12.1, takes
@@ -454,7 +454,7 @@ def published(out: Path) -> Iterator[Path]:
 def fill(folder: Path, interpreters: list[Interpreter], info: dict) -> None:
     """Copies what belongs into the artifact beside the library and the modules, and nothing else."""
     shutil.copyfile(REPO / "sitecustomize.py", folder / "sitecustomize.py")
-    for source in sorted([*PACKAGE.rglob("*.py"), PACKAGE / "reviewed.json"]):
+    for source in sorted([*PACKAGE.rglob("*.py"), PACKAGE / "sglang_patches/reviewed.json"]):
         target = folder / source.relative_to(REPO)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)

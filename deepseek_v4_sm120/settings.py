@@ -1,5 +1,6 @@
 """The environment variables of this package, its settings: read once, in this module only. SGLang's own values that we
-change are defaults (sglang_defaults.py), what DSV4_SM120_SET says of those are choices, a server's flags arguments.
+change are defaults (sglang_patches/defaults.py), what DSV4_SM120_SET says of those are choices, a server's flags
+arguments.
 
 DSV4_SM120=off              nothing is patched
 DSV4_SM120_FORCE=ops        validation on other GPUs (9.0 and later): our gate is open, SGLang keeps its own path

@@ -91,7 +91,7 @@ def run_on_gpu(arguments: list[str]) -> int:
     present = [
         sys.executable,
         "-c",
-        "import sys; from deepseek_v4_sm120 import extension; sys.exit(extension.explain())",
+        "import sys; from deepseek_v4_sm120.ops.shared import extension; sys.exit(extension.explain())",
     ]
     if subprocess.run(present, env=environment, cwd=REPO).returncode != 0:
         build = [sys.executable, *BUILD, "--python", sys.executable]

@@ -88,7 +88,7 @@ def test_only_what_belongs(info):
     assert {p.name for p in ARTIFACT.iterdir()} == {"sitecustomize.py", "deepseek_v4_sm120", DIST_INFO}
     modules = {f"deepseek_v4_sm120/{name}" for name in (info["library"], *info["pythons"].values())}
     sources = {str(p.relative_to(REPO)) for p in (REPO / "deepseek_v4_sm120").rglob("*.py")} | {"sitecustomize.py"}
-    sources |= {"deepseek_v4_sm120/reviewed.json"}
+    sources |= {"deepseek_v4_sm120/sglang_patches/reviewed.json"}
     extra = {"deepseek_v4_sm120/build_info.json"}
     dist = {f"{DIST_INFO}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     assert {
@@ -223,7 +223,7 @@ def test_imports_where_it_was_built_for(version, info):
         pytest.skip(f"not built for Python {version}")
     script = (
         "import json\n"
-        "from deepseek_v4_sm120 import extension\n"
+        "from deepseek_v4_sm120.ops.shared import extension\n"
         "shared = extension.load().kernel_shared_bytes()\n"
         "loaded = {m.split()[-1] for m in open('/proc/self/maps') if 'libdeepseek_v4_sm120' in m}\n"
         "try:\n    kernels = len(extension.load().kernel_attributes())\n"

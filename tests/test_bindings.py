@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120.ops.shared import extension
 
 FUNCTIONS = (
     *("sparse_decode", "index_select", "mqa_logits", "topk_select", "mxfp4_moe", "mxfp4_moe_tiles", "bf16_linear"),

@@ -9,7 +9,7 @@ import torch
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.__main__ import main
-from deepseek_v4_sm120.calibrate import command, worker
+from deepseek_v4_sm120.commands.calibrate import command, worker
 from deepseek_v4_sm120.ops import index_select as index_op
 from deepseek_v4_sm120.ops import mxfp4_moe as moe_op
 from deepseek_v4_sm120.ops import sparse_decode as op

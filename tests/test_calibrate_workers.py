@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepseek_v4_sm120.calibrate import command, worker
-from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.commands.calibrate import command, worker
+from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.specs import mxfp4_moe, provider
 from deepseek_v4_sm120.specs.provider import OURS, STOCK
@@ -165,7 +165,12 @@ def test_a_module_that_does_not_load_writes_no_verdict(workers):
 
 
 def worker_says(jobs, seconds=None):
-    words = [sys.executable, "-m", "deepseek_v4_sm120.calibrate.worker", *map(json.dumps, (SHAPES, jobs, seconds))]
+    words = [
+        sys.executable,
+        "-m",
+        "deepseek_v4_sm120.commands.calibrate.worker",
+        *map(json.dumps, (SHAPES, jobs, seconds)),
+    ]
     done = subprocess.run(words, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith(worker.MARK)]
     return [json.loads(line.removeprefix(worker.MARK)) for line in lines]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import deepseek_v4_sm120
-from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120.ops.shared import extension
 
 PACKAGE = Path(deepseek_v4_sm120.__file__).parent
 MODULE = f"_C{EXTENSION_SUFFIXES[0]}"
@@ -27,8 +27,8 @@ LIBRARY = LIBRARY.ljust(1000 + 2 * 64, b"\x00")
 def package(tmp_path) -> Path:
     """A mounted folder with the Python files that extension.py needs, and no compiled module."""
     folder = tmp_path / "deepseek_v4_sm120"
-    folder.mkdir()
-    for name in ("__init__.py", "extension.py"):
+    for name in ("__init__.py", "ops/__init__.py", "ops/shared/__init__.py", "ops/shared/extension.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(PACKAGE / name, folder / name)
     return folder
 
@@ -41,7 +41,7 @@ def put(package: Path, name: str = MODULE, data: bytes = LIBRARY) -> None:
 
 def ask(package: Path, expression: str) -> str:
     script = f"import sys; sys.path.insert(0, {str(package.parent)!r})\n"
-    script += f"from deepseek_v4_sm120 import extension\nprint({expression})"
+    script += f"from deepseek_v4_sm120.ops.shared import extension\nprint({expression})"
     done = subprocess.run([sys.executable, "-I", "-c", script], text=True, capture_output=True)
     return done.stdout if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 

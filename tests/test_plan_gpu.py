@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepseek_v4_sm120.plan import memory, models
+from deepseek_v4_sm120.commands.plan import memory, models
 
 ROWS = 2048
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import build_artifact
 import pytest
 
-from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120.ops.shared import extension
 from tests import sass
 from tests.programmatic_launch import BEFORE, BEHIND, KERNELS, NEVER, POINTERS, PROBES, docs_table
 

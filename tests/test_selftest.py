@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import OPS, extension, selftest
+from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.commands import selftest
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.specs.check import ON_GPU, Failure, same, within
 

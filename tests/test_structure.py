@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_v4_sm120 import OPS
-from deepseek_v4_sm120.sglang_patches import TABLE
+from deepseek_v4_sm120.sglang_patches.table import TABLE
 
 REPO = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 600
@@ -24,7 +24,7 @@ LAYERS = (
     "csrc/{op}/bindings.h",
     "csrc/{op}/launch.cu",
     "csrc/{op}/{op}.h",
-    "deepseek_v4_sm120/sglang_adapters/{op}.py",
+    "deepseek_v4_sm120/sglang_patches/adapters/{op}.py",
     "deepseek_v4_sm120/ops/{op}.py",
     "deepseek_v4_sm120/reference/{op}.py",
     "deepseek_v4_sm120/specs/{op}.py",
@@ -36,10 +36,9 @@ LAYERS = (
 )
 # files of an operator's layer that belong to none
 SHARED = {
-    "deepseek_v4_sm120/ops": {"checks"},
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
     "deepseek_v4_sm120/specs": {"bounds", "check", "provider"},
-    "deepseek_v4_sm120/sglang_adapters": {
+    "deepseek_v4_sm120/sglang_patches/adapters": {
         *("argument_defaults", "attention_forward", "kept_weights", "platform_seams", "scheduling", "waiting"),
     },
     "bench": {"common", "kernel_report", "load_time", "measured", "sparse_prefill", "tune_moe"},
@@ -48,7 +47,7 @@ SHARED = {
 # other; SGLang (the load generator's process) and matplotlib (the plots) are looked for when they are needed
 CLIENT_FOLDERS = ("bench/serving", "bench/quality")
 # of the package, what the client shares with it: these need the standard library only, too
-CLIENT_SHARES = ("deepseek_v4_sm120.disclosure", "deepseek_v4_sm120.json_file")
+CLIENT_SHARES = ("deepseek_v4_sm120.commands.disclosure", "deepseek_v4_sm120.patching.json_file")
 # of bench/quality, what is no gate
 NO_GATE = {
     *("corruption_marks", "gates", "greedy", "in_flight", "server_load", "soak_state", "verdict", "whole"),
@@ -85,7 +84,8 @@ def test_the_operator_is_public_and_patched(op):
 
 
 @pytest.mark.parametrize(
-    "folder", [*(f"deepseek_v4_sm120/{layer}" for layer in ("ops", "reference", "sglang_adapters", "specs")), "bench"]
+    "folder",
+    [*(f"deepseek_v4_sm120/{layer}" for layer in ("ops", "reference", "sglang_patches/adapters", "specs")), "bench"],
 )
 def test_a_layer_holds_operators_only(folder):
     """A module is an operator's, or starts with its name (mxfp4_moe_cases), or is shared and said to be."""
@@ -98,8 +98,9 @@ def test_a_layer_holds_operators_only(folder):
 SERVING = """
 import importlib, pkgutil, sys
 import deepseek_v4_sm120
-from deepseek_v4_sm120 import ops, patching, sglang_adapters
-for package in (deepseek_v4_sm120, ops, patching, sglang_adapters):
+from deepseek_v4_sm120 import ops, patching, sglang_patches
+from deepseek_v4_sm120.sglang_patches import adapters
+for package in (deepseek_v4_sm120, ops, patching, sglang_patches, adapters):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         if not (module.ispkg or module.name.endswith("__main__") or module.name.rpartition(".")[2].startswith("_C")):
             importlib.import_module(module.name)
@@ -113,7 +114,7 @@ def test_nothing_that_serves_imports_a_reference():
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
     assert "deepseek_v4_sm120.patching.engine" in loaded
-    assert {f"deepseek_v4_sm120.sglang_adapters.{op}" for op in OPS} <= set(loaded)
+    assert {f"deepseek_v4_sm120.sglang_patches.adapters.{op}" for op in OPS} <= set(loaded)
     beside = [name for name in loaded if re.match(r"deepseek_v4_sm120\.(reference|specs|selftest|calibrate)\b", name)]
     assert beside == ["deepseek_v4_sm120.specs", "deepseek_v4_sm120.specs.bounds"]
 

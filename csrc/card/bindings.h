@@ -1,4 +1,4 @@
-// The Python functions of the probes: raw pointers, keyword-only; selftest/card.py makes the tensors and judges what comes back.
+// The Python functions of the probes: raw pointers, keyword-only; commands/selftest/card.py makes the tensors and judges what comes back.
 #pragma once
 
 #include "../arguments.h"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
-from deepseek_v4_sm120.ops.checks import BF16, VECTOR, Call, Question
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import BF16, VECTOR, Call, Question
 
 MAX_ROWS = 32  # csrc/bf16_linear/bf16_linear.h has the same three; a test compares
 INPUTS_MULTIPLE = 512

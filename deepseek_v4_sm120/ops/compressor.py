@@ -6,10 +6,10 @@ import functools
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
-from deepseek_v4_sm120.kv_page_layout import kv_page_layout
-from deepseek_v4_sm120.ops.checks import COMPLEX, CONTIGUOUS, FP32, INT64, ROTATED, UINT8, VECTOR, Call
-from deepseek_v4_sm120.zeroed_words import ZeroedWords
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import COMPLEX, CONTIGUOUS, FP32, INT64, ROTATED, UINT8, VECTOR, Call
+from deepseek_v4_sm120.ops.shared.kv_page_layout import kv_page_layout
+from deepseek_v4_sm120.ops.shared.zeroed_words import ZeroedWords
 
 MAX_ROWS = 512
 SHORT, LONG = 4, 128  # tokens of a group

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
-from deepseek_v4_sm120.ops.checks import ANY, BF16, E4M3, VECTOR, Call, Question
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, E4M3, VECTOR, Call, Question
 
 MAX_ROWS = 64  # of one launch; more rows are launched in tiles of as many
 MADE_ROWS = 4  # that a launch gates or normalises itself; fp8_linear.h has it too, and a test compares

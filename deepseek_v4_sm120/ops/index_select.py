@@ -6,8 +6,8 @@ import functools
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
-from deepseek_v4_sm120.ops.checks import E4M3, FP32, INT32, VECTOR, Call
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import E4M3, FP32, INT32, VECTOR, Call
 
 FP8_ENTRY_BYTES = 132
 FP4_ENTRY_BYTES = 68

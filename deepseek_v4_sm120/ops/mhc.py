@@ -24,10 +24,10 @@ import functools
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
-from deepseek_v4_sm120.models_served import LIMITS
-from deepseek_v4_sm120.ops.checks import BF16, CONTIGUOUS, FP32, VECTOR, Call
-from deepseek_v4_sm120.zeroed_words import ZeroedWords
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import BF16, CONTIGUOUS, FP32, VECTOR, Call
+from deepseek_v4_sm120.ops.shared.limits import LIMITS
+from deepseek_v4_sm120.ops.shared.zeroed_words import ZeroedWords
 
 STREAMS = 4
 MIXES = STREAMS * (2 + STREAMS)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
-from deepseek_v4_sm120.ops.checks import ANY, BF16, FP32, INT32, VECTOR, Call
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, FP32, INT32, VECTOR, Call
 
 DECODE_ROWS = 256
 GROUP = 32  # inputs per scale byte
@@ -248,7 +248,7 @@ def make_tiles(routing: Routing, experts: int, block_m: int) -> Tiles:
 
 
 def _grouped(hidden, weights: Weights, routing: Routing, limit: float, out, *, mxfp8: bool) -> None:
-    from deepseek_v4_sm120.kernels import mxfp4_moe_table as table
+    from deepseek_v4_sm120.ops.triton import mxfp4_moe_table as table
 
     experts, inter = weights.w13.shape[0], weights.w13.shape[1] // 2
     rows_per_expert = routing.ids.numel() / experts
@@ -264,7 +264,7 @@ def run_grouped(
     hidden, weights: Weights, routing: Routing, limit: float, out, tiles: Tiles, product: str, gate_up, down
 ) -> None:
     """The grouped GEMMs with given block sizes (of the tiles' block_m); also on the CPU, for Triton's interpreter."""
-    from deepseek_v4_sm120.kernels import mxfp4_moe as kernels
+    from deepseek_v4_sm120.ops.triton import mxfp4_moe as kernels
 
     device, topk = hidden.device, routing.ids.shape[1]
     inter, pairs = weights.w13.shape[1] // 2, routing.ids.numel()

@@ -6,10 +6,10 @@ import functools
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
-from deepseek_v4_sm120.kv_page_layout import kv_page_layout
-from deepseek_v4_sm120.ops.checks import BF16, FP32, INT32, VECTOR, Call
-from deepseek_v4_sm120.zeroed_words import ZeroedWords
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import BF16, FP32, INT32, VECTOR, Call
+from deepseek_v4_sm120.ops.shared.kv_page_layout import kv_page_layout
+from deepseek_v4_sm120.ops.shared.zeroed_words import ZeroedWords
 
 MAX_HEADS = 128
 MAX_TABLE_WIDTH = 1 << 30  # entries of a row of extra_page_table

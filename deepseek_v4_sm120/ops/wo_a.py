@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
 from deepseek_v4_sm120.ops import fp8_linear as linear
-from deepseek_v4_sm120.ops.checks import ANY, BF16, ROTATED, Call  # noqa: F401
 from deepseek_v4_sm120.ops.fp8_linear import MAX_ROWS, takes  # noqa: F401
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, ROTATED, Call  # noqa: F401
 
 FP8_ROWS = 2 * MAX_ROWS  # above, reading the weights for each 64 rows costs more than to expand them (bench/wo_a.py)
 _SHAPE = "rows, groups, inputs"

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.patching import contract, import_hook, profile, report, verdict
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Table, Target
 from deepseek_v4_sm120.patching.steering import ON, Steering
 from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.sglang_patches import device_gate
 
 READY = "READY"  # fits; waits for the host to import the module
 APPLIED = "APPLIED"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import bf16_linear as op
-from deepseek_v4_sm120.plan.models import FLASH
 from deepseek_v4_sm120.reference import bf16_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.specs import bounds

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import compressor as op
-from deepseek_v4_sm120.plan.models import FLASH
 from deepseek_v4_sm120.reference import compressor as reference
 from deepseek_v4_sm120.reference import index_select, kv_pages
 from deepseek_v4_sm120.reference.accuracy import relative_error

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import torch
 
+from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import fp8_linear as op
-from deepseek_v4_sm120.plan.models import FLASH
 from deepseek_v4_sm120.reference import fp8_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.fp8_linear import BLOCK

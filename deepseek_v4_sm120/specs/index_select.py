@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from deepseek_v4_sm120.commands.plan.memory import INDEX_KEY_BYTES
+from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import index_select as op
-from deepseek_v4_sm120.plan.memory import INDEX_KEY_BYTES
-from deepseek_v4_sm120.plan.models import FLASH
 from deepseek_v4_sm120.reference import index_select as reference
 from deepseek_v4_sm120.reference.index_select import FP4_BYTES, PAGE
 from deepseek_v4_sm120.specs import bounds

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import torch
 
+from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import mhc as op
-from deepseek_v4_sm120.plan.models import FLASH
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.mhc import EPS, MIXES, POST_SCALE, SINKHORN_ITERS, STREAMS, sinkhorn

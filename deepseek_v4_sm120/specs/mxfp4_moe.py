@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from deepseek_v4_sm120.commands.plan import memory, roofline
+from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import mxfp4_moe as op
-from deepseek_v4_sm120.plan import memory, roofline
-from deepseek_v4_sm120.plan.models import FLASH
 from deepseek_v4_sm120.reference import mxfp4_moe as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.mxfp4_moe import E2M1, GROUP
@@ -36,7 +36,7 @@ from deepseek_v4_sm120.specs.provider import (
 
 ERROR = "relative error against float64"
 NOTE = (
-    "The block sizes of the prefill kernels come from kernels/mxfp4_moe_table.py; bench/tune_moe.py of a checkout "
+    "The block sizes of the prefill kernels come from ops/triton/mxfp4_moe_table.py; bench/tune_moe.py of a checkout "
     "chooses them for this card. Tune, build, then calibrate."
 )
 OURS_MXFP8 = f"{OURS}, mxfp8"

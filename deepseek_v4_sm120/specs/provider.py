@@ -64,7 +64,7 @@ class PerWeight:
 
 def our_problem() -> str | None:
     """Why none of ours can run here, None if they can."""
-    from deepseek_v4_sm120 import extension
+    from deepseek_v4_sm120.ops.shared import extension
 
     return extension.explain()
 

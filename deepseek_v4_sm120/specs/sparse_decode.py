@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from deepseek_v4_sm120.commands.plan.memory import KV_TOKEN_BYTES
+from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import sparse_decode as op
-from deepseek_v4_sm120.plan.memory import KV_TOKEN_BYTES
-from deepseek_v4_sm120.plan.models import FLASH
 from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.reference import sparse_decode as reference
 from deepseek_v4_sm120.reference.accuracy import Tolerance, relative_error

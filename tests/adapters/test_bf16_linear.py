@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings, shadow
+from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.reference.bf16_linear import bf16_linear as reference
-from deepseek_v4_sm120.sglang_adapters import bf16_linear as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear as adapter
 
 
 class UnquantizedLinearMethod:

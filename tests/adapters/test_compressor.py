@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.reference import compressor as reference
-from deepseek_v4_sm120.sglang_adapters import compressor as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import compressor as adapter
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs.compressor import KINDS, copy_of_pages, make_inputs
 from tests.adapters.test_sparse_decode import LAYOUT

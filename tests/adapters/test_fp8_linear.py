@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings, shadow
+from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.fp8_linear import dequantized, quantized_activations
 from deepseek_v4_sm120.reference.fp8_linear import fp8_linear as reference
-from deepseek_v4_sm120.sglang_adapters import fp8_linear as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear as adapter
 from deepseek_v4_sm120.specs.fp8_linear import make_weight, make_x
 
 

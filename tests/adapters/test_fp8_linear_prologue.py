@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings, shadow
+from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.reference import fp8_linear as reference
-from deepseek_v4_sm120.sglang_adapters import fp8_linear as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear as adapter
 from deepseek_v4_sm120.specs.fp8_linear import make_gates_and_ups, make_norm_weight, make_weight, make_x
 from tests.adapters.fp8_product import checked_product, made_before
 

@@ -7,10 +7,10 @@ import types
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.reference import index_select as reference
 from deepseek_v4_sm120.settings import Settings
-from deepseek_v4_sm120.sglang_adapters import index_select as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import index_select as adapter
 from deepseek_v4_sm120.specs.index_select import Shape, make_inputs
 
 K = 64

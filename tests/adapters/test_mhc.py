@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, models_served, settings, shadow
+from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.sglang_adapters import mhc as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import mhc as adapter
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
 

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, patching, settings, shadow
-from deepseek_v4_sm120.models_served import LIMITS, OneOf
+from deepseek_v4_sm120 import patching, settings
+from deepseek_v4_sm120.ops.shared.limits import LIMITS, OneOf
 from deepseek_v4_sm120.patching import profile, report
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference
-from deepseek_v4_sm120.sglang_adapters import mxfp4_moe as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import mxfp4_moe as adapter
 from deepseek_v4_sm120.specs import mxfp4_moe
 from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs
 

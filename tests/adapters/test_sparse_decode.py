@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings
-from deepseek_v4_sm120.kv_page_layout import KvPageLayout
+from deepseek_v4_sm120 import settings
+from deepseek_v4_sm120.ops.shared.kv_page_layout import KvPageLayout
 from deepseek_v4_sm120.reference import kv_pages as pages_of
 from deepseek_v4_sm120.reference import sparse_decode as reference
-from deepseek_v4_sm120.sglang_adapters import sparse_decode as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches.adapters import sparse_decode as adapter
 from deepseek_v4_sm120.specs import bounds
 
 LAYOUT = KvPageLayout(
@@ -320,7 +321,7 @@ def test_sched_meta_with_closed_gate(closed, original):
 
 
 def test_shadow_runs_both_and_keeps_the_originals_result(served, monkeypatch):
-    from deepseek_v4_sm120 import shadow
+    from deepseek_v4_sm120.sglang_patches import shadow
 
     recorded = RECORDED[3]
     call = engine_call(recorded)

@@ -9,13 +9,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings, shadow
-from deepseek_v4_sm120.ops.checks import Call
+from deepseek_v4_sm120 import settings
+from deepseek_v4_sm120.ops.shared.checks import Call
 from deepseek_v4_sm120.reference import sparse_decode as reference
-from deepseek_v4_sm120.sglang_adapters import sparse_decode as attention
-from deepseek_v4_sm120.sglang_adapters import sparse_decode_head_norm as adapter
-from deepseek_v4_sm120.sglang_adapters import waiting
-from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD, replace_forward
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import sparse_decode as attention
+from deepseek_v4_sm120.sglang_patches.adapters import sparse_decode_head_norm as adapter
+from deepseek_v4_sm120.sglang_patches.adapters import waiting
+from deepseek_v4_sm120.sglang_patches.adapters.attention_forward import FORWARD, replace_forward
 from deepseek_v4_sm120.specs.sparse_decode import NORM_EPS, make_freqs_cis
 from tests.adapters.test_sparse_decode import LAYOUT, Recorded, engine_call
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate
-from deepseek_v4_sm120.sglang_adapters import fp8_linear, index_select, sparse_decode
-from deepseek_v4_sm120.sglang_adapters.attention_forward import FORWARD, replace_forward
-from deepseek_v4_sm120.sglang_adapters.waiting import Scope, Waiting
+from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear, index_select, sparse_decode
+from deepseek_v4_sm120.sglang_patches.adapters.attention_forward import FORWARD, replace_forward
+from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting
 from tests.adapters.test_fp8_linear_prologue import MLP, Linear, gates, log, served  # noqa: F401  fixture
 from tests.adapters.test_sparse_decode_head_norm import batch_of, model, queries  # noqa: F401  fixture
 

@@ -9,12 +9,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings, shadow
+from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.reference import wo_a as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.sglang_adapters import wo_a as adapter
-from deepseek_v4_sm120.sglang_adapters.attention_forward import replace_forward
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import wo_a as adapter
+from deepseek_v4_sm120.sglang_patches.adapters.attention_forward import replace_forward
 from deepseek_v4_sm120.specs.fp8_linear import make_weight
 from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
 from tests.adapters.wo_a_layer import GROUPS, HEADS, INPUTS, OUTPUTS, Expansion, Fp8Config, Linear, Operator, rope

@@ -8,7 +8,7 @@ import types
 import torch
 
 from deepseek_v4_sm120.reference import wo_a as reference
-from deepseek_v4_sm120.sglang_adapters import wo_a as adapter
+from deepseek_v4_sm120.sglang_patches.adapters import wo_a as adapter
 
 GROUPS, OUTPUTS, INPUTS = 4, 128, 1024  # of all ranks; two heads a group
 HEADS = GROUPS * INPUTS // 512

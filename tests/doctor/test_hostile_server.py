@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120.console import CommandError
-from deepseek_v4_sm120.doctor import http_get, server
-from deepseek_v4_sm120.doctor.finding import NOT_RUN
+from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.doctor import http_get, server
+from deepseek_v4_sm120.commands.doctor.finding import NOT_RUN
 from tests.doctor.test_server import PLANNED, STOCK
 
 REPO = Path(__file__).resolve().parents[2]

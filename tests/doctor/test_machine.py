@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120.doctor import facts, gpu_checks, host_checks, nvidia_smi, pci, software_checks
-from deepseek_v4_sm120.doctor.command import examine, show
-from deepseek_v4_sm120.doctor.finding import FAIL, NOT_RUN, OK, WARN
+from deepseek_v4_sm120.commands.doctor import facts, gpu_checks, host_checks, nvidia_smi, pci, software_checks
+from deepseek_v4_sm120.commands.doctor.command import examine, show
+from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
 from deepseek_v4_sm120.patching import profile
 
 H200 = (Path(__file__).resolve().parents[1] / "data/nvidia_smi_h200.xml").read_text()  # a driver's true answer

@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from deepseek_v4_sm120 import cuda_tensors, extension
-from deepseek_v4_sm120.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.ops import index_select, sparse_decode
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.reference import kv_pages
 
 

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
 from deepseek_v4_sm120.ops.mhc import mhc
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
 
 PATIENCE_S = 60.0

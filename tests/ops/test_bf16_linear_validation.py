@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.ops import bf16_linear as op
+from deepseek_v4_sm120.ops.shared import extension
 
 
 def tensors(rows=2, inputs=512, outputs=8, dtype=torch.bfloat16):

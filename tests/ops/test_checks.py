@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120 import OPS
-from deepseek_v4_sm120.ops.checks import RAISES
+from deepseek_v4_sm120.ops.shared.checks import RAISES
 from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.specs import compressor, index_select, mxfp4_moe
 from deepseek_v4_sm120.specs import mhc as mhc_spec

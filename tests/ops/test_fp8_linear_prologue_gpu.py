@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops import fp8_linear as op
-from deepseek_v4_sm120.ops.checks import Call
 from deepseek_v4_sm120.ops.fp8_linear import MADE_ROWS, fp8_linear, gated, normalized, takes_prologue
+from deepseek_v4_sm120.ops.shared.checks import Call
 from deepseek_v4_sm120.reference import fp8_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.specs.bounds import FP8_LINEAR

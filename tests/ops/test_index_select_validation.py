@@ -9,9 +9,8 @@ import contextlib
 import pytest
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors
-from deepseek_v4_sm120.ops import checks
 from deepseek_v4_sm120.ops import index_select as op
+from deepseek_v4_sm120.ops.shared import checks, cuda_tensors
 from deepseek_v4_sm120.specs.index_select import new_pages
 
 ROWS = 3

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.ops.mhc import MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.specs.bounds import MHC, MHC_COEFFICIENTS

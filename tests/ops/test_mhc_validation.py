@@ -7,9 +7,9 @@ import types
 import pytest
 import torch
 
-from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.ops.mhc import MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
 
 GOOD = make_inputs(Shape(3), device="cpu")

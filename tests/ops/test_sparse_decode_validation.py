@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import kv_pages
 
 op = importlib.import_module("deepseek_v4_sm120.ops.sparse_decode")

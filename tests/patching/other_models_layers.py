@@ -76,7 +76,7 @@ def linears(layer):
 
 def describe(layer):
     """What each adapter says of the layer's own parts."""
-    from deepseek_v4_sm120.sglang_adapters import bf16_linear, fp8_linear, mhc, mxfp4_moe
+    from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear, fp8_linear, mhc, mxfp4_moe
 
     attention, experts = layer.self_attn, layer.mlp.experts
     hidden = layer.hidden_size
@@ -100,7 +100,8 @@ def describe(layer):
 
 
 def run(kind, folder):
-    from deepseek_v4_sm120 import device_gate, models_served, patching
+    from deepseek_v4_sm120 import patching
+    from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 
     folder, _, untold = folder.partition(":")
     arguments, config = resolve(folder)

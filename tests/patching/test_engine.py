@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, NOT_APPLICABLE, OFF, READY, UNSUPPORTED
 from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Target
 from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.sglang_patches import device_gate
 from tests.patching.small_host import (
     BROKEN_HOSTS,
     FUNCTION,
@@ -391,7 +391,7 @@ def test_report_file(host, tmp_path):
 
 
 def test_stand_in(host):
-    package = "deepseek_v4_sm120.sglang_adapters.flash_mla_absent"
+    package = "deepseek_v4_sm120.sglang_patches.adapters.flash_mla_absent"
     host({"eng_host/backend.py": "def run():\n    import flash_mla\n    return flash_mla.get_mla_metadata()\n"})
     stand_in = StandIn(
         name="flash_mla",

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120 import OPS, device_gate, extension, models_served, models_table
-from deepseek_v4_sm120.console import CommandError
-from deepseek_v4_sm120.doctor import model_checks
-from deepseek_v4_sm120.models_served import LIMITS
-from deepseek_v4_sm120.plan import models
-from deepseek_v4_sm120.sglang_adapters import argument_defaults
+from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.commands import models_table
+from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.doctor import model_checks
+from deepseek_v4_sm120.commands.plan import models
+from deepseek_v4_sm120.ops.shared import extension
+from deepseek_v4_sm120.ops.shared.limits import LIMITS
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served
+from deepseek_v4_sm120.sglang_patches.adapters import argument_defaults
 from tests.patching.test_start import places, unpacked  # noqa: F401  fixtures
 
 HERE = Path(__file__).resolve().parent

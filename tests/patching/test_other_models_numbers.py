@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.reference import bf16_linear as linear_reference
 from deepseek_v4_sm120.reference import mhc as mhc_reference
 from deepseek_v4_sm120.reference import sparse_decode as attention_reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as experts_reference
-from deepseek_v4_sm120.sglang_adapters import (
+from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches.adapters import (
     bf16_linear,
     fp8_linear,
     index_select,
@@ -26,7 +26,7 @@ from deepseek_v4_sm120.sglang_adapters import (
     sparse_decode,
     wo_a,
 )
-from deepseek_v4_sm120.sglang_patches_mhc import LAYER_BASE
+from deepseek_v4_sm120.sglang_patches.rows.mhc import LAYER_BASE
 from deepseek_v4_sm120.specs.fp8_linear import make_weight
 from deepseek_v4_sm120.specs.mhc import Shape as Streams
 from deepseek_v4_sm120.specs.mhc import make_inputs as make_streams
@@ -299,7 +299,7 @@ def test_another_models_fp8_layers_are_sglangs_until_an_attention_of_ours_is_mad
     ids=["Pro", "V4.1", "pruned"],
 )
 def test_experts_are_loaded_and_computed_by_the_same_one(shape, ours, cutlass, experts_served, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(mxfp4_moe.models_served.LIMITS, "mxfp4_moe", SIZES)
+    monkeypatch.setitem(mxfp4_moe.limits.LIMITS, "mxfp4_moe", SIZES)
     monkeypatch.setattr(mxfp4_moe, "_compile_prefill", lambda layer, kept: None)
     recorded = experts.Recorded("x", torch.float8_e8m0fnu, cutlass=cutlass)
     made = make_experts(shape, device="cpu")
@@ -315,7 +315,7 @@ def test_experts_are_loaded_and_computed_by_the_same_one(shape, ours, cutlass, e
         assert layer.log == ["repacked", "applied"] and torch.equal(result, made.hidden * 2)
 
 
-SIZES = dict(mxfp4_moe.models_served.LIMITS["mxfp4_moe"])
+SIZES = dict(mxfp4_moe.limits.LIMITS["mxfp4_moe"])
 
 
 @pytest.mark.parametrize("flag", ["apply_router_weight_on_input", "no_combine"])

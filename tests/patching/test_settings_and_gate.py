@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.settings import KNOWN, Settings, read_settings, unknown_variables
+from deepseek_v4_sm120.sglang_patches import device_gate
 
 
 def test_defaults():

@@ -177,8 +177,9 @@ MHC_BOUNDARY = """
     import torch
     import sglang.srt.models.deepseek_v4 as model
     import sglang.srt.models.deepseek_v4_nextn as nextn
-    from deepseek_v4_sm120 import device_gate, patching
-    from deepseek_v4_sm120.sglang_adapters import mhc as adapter
+    from deepseek_v4_sm120 import patching
+    from deepseek_v4_sm120.sglang_patches import device_gate
+    from deepseek_v4_sm120.sglang_patches.adapters import mhc as adapter
 
     calls = []
     def stand_in(name, result):
@@ -193,7 +194,7 @@ MHC_BOUNDARY = """
     stand_in("mhc_post", streams)
     stand_in("mhc_head", rows)
     device_gate.serves = lambda device: True
-    from deepseek_v4_sm120 import models_served
+    from deepseek_v4_sm120.sglang_patches import models_served
     models_served.announce({"model_type": "deepseek_v4", "hidden_size": 4096, "hc_mult": 4})  # as resolved arguments do
 
     fn, scale, base = torch.zeros(24, 16384), torch.zeros(3), torch.zeros(24)

@@ -7,7 +7,7 @@ import pytest
 from deepseek_v4_sm120.patching.spec import VALUE, Default
 from deepseek_v4_sm120.patching.steering import HANDOVER, NOT_APPLICABLE, OFF, ON, USER, Steering
 from deepseek_v4_sm120.settings import Settings, read_choices
-from deepseek_v4_sm120.sglang_defaults import DEFAULTS
+from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
 
 ROWS = (
     Default(name="safe", why="w", source="s", sglang="a", on=True, how="h", environment={"STOCK_A": "0"}),
@@ -113,7 +113,7 @@ def test_every_row_of_the_table_says_why_and_how():
 
 
 def test_the_prefill_interval_holds_chunks_back_only_while_somebody_decodes(monkeypatch):
-    from deepseek_v4_sm120.sglang_adapters import scheduling
+    from deepseek_v4_sm120.sglang_patches.adapters import scheduling
 
     monkeypatch.setattr(scheduling, "_interval", lambda: 2)
 

@@ -10,7 +10,7 @@ import pytest
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Target
-from deepseek_v4_sm120.sglang_patches import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
+from deepseek_v4_sm120.sglang_patches.table import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
 from tests.patching.conftest import EXPERTS, INDEXER, MHC_HEAD, MODEL, SM120_FUNCTION
 
 TARGETS = [(patch, target) for patch in TABLE.patches for target in patch.targets]
@@ -427,7 +427,7 @@ LONG_PROMPT = """
     from types import SimpleNamespace as Some
     from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
     from deepseek_v4_sm120 import patching
-    from deepseek_v4_sm120.sglang_adapters import sparse_decode as adapter
+    from deepseek_v4_sm120.sglang_patches.adapters import sparse_decode as adapter
     adapter.device_gate.serves = lambda device: GATE
     adapter.takes = lambda call: print("sparse_decode", tuple(call.indices.shape), call.heads)  # then the original
     pool = Some(page_size=256, swa_window_size=256, swa_kv_pool=Some(kv_cache_total_dim=584),
@@ -536,7 +536,7 @@ def test_status_shows_what_sglang_was_asked_for(python, tree):
 INDEXER_CALL = """
     import torch
     from sglang.srt.layers.attention.dsv4 import indexer
-    from deepseek_v4_sm120.sglang_adapters import index_select as adapter
+    from deepseek_v4_sm120.sglang_patches.adapters import index_select as adapter
     adapter.device_gate.serves = lambda device: GATE
     adapter.takes = lambda args: True
     adapter.index_select = lambda *args, **kwargs: print("ours")

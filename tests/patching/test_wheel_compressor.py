@@ -11,11 +11,11 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.patching import contract
 from deepseek_v4_sm120.reference import compressor as reference
-from deepseek_v4_sm120.sglang_adapters import compressor as adapter
-from deepseek_v4_sm120.sglang_patches_compressor import COMPRESSOR, MODULE
+from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches.adapters import compressor as adapter
+from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR, MODULE
 from deepseek_v4_sm120.specs.compressor import KINDS, make_inputs
 from tests.patching.test_wheel_wo_a import QUIET, GivenImports
 from tests.patching.wheels import RELEASES, content, every_release, since, tree

@@ -12,12 +12,13 @@ from types import MethodType, ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings
+from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.reference import kv_pages
-from deepseek_v4_sm120.sglang_adapters import sparse_decode as attention
-from deepseek_v4_sm120.sglang_adapters import sparse_decode_head_norm as adapter
-from deepseek_v4_sm120.sglang_adapters.attention_forward import replace_forward
-from deepseek_v4_sm120.sglang_patches import BACKEND
+from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches.adapters import sparse_decode as attention
+from deepseek_v4_sm120.sglang_patches.adapters import sparse_decode_head_norm as adapter
+from deepseek_v4_sm120.sglang_patches.adapters.attention_forward import replace_forward
+from deepseek_v4_sm120.sglang_patches.table import BACKEND
 from deepseek_v4_sm120.specs.sparse_decode import NORM_EPS, make_freqs_cis
 from tests.adapters.test_sparse_decode import LAYOUT
 from tests.adapters.test_sparse_decode_head_norm import Operator, norm_rope
