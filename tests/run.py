@@ -63,6 +63,7 @@ def run_without_gpu(arguments: list[str]) -> int:
     sources = [p for p in sorted((REPO / "csrc").rglob("*")) if p.suffix in (".cpp", ".cu", ".cuh", ".h")]
     checks = {
         "ruff": [python, "-m", "ruff", "check", "--output-format=concise", "."],
+        "ruff format": [python, "-m", "ruff", "format", "--check", "."],
         "clang-format": [str(Path(python).with_name("clang-format")), "--dry-run", "-Werror", *map(str, sources)],
     }
     faulty = [name for name, lint in checks.items() if subprocess.run(lint, env=environment, cwd=REPO).returncode]

@@ -13,7 +13,7 @@ import os
 
 from deepseek_v4_sm120.patching import import_hook
 
-HOST = "sglang"  # the package whose first import starts us; every other name of it is in sglang_patches.py
+HOST = "sglang"  # the package whose first import starts us; every other name of it is in sglang_patches/
 
 _installed = False
 _engine = None

@@ -1,4 +1,4 @@
-"""What a patch is: plain data, filled in by sglang_patches.py and read by the engine. No SGLang name, no kernel."""
+"""What a patch is: plain data, filled in by sglang_patches/ and read by the engine. No SGLang name, no kernel."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

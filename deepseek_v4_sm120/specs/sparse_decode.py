@@ -44,7 +44,7 @@ FLASHMLA_OUT = Tolerance(absolute=1e-3, relative=2.01 / 128, cosine=5e-6)
 FLASHMLA_LSE = Tolerance(absolute=1e-6, relative=8.01 / 65536)
 LSE = Tolerance(absolute=2e-5, relative=FLASHMLA_LSE.relative)  # single scores near zero have no relative accuracy
 
-# SGLang's SM120 function, newest home first (sglang_patches.py has the versions)
+# SGLang's SM120 function, newest home first (sglang_patches/table.py has the versions)
 STOCK_MODULES = ("sglang.kernels.ops.attention.flash_mla_sm120", "sglang.srt.layers.attention.flash_mla_sm120")
 STOCK_NAME = "flash_mla_with_kvcache_sm120"
 TRITON_MODULE, TRITON_NAME = "sglang.kernels.ops.attention.flash_mla_sm120_triton", "flash_mla_sparse_decode_triton"

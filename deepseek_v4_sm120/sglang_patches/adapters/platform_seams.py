@@ -1,6 +1,6 @@
 """DSV4_SM120_FORCE=seams: the platform predicates of single SGLang modules, made to answer as on SM120.
 
-A validation switch: the seams that SM120 users hit are run on another GPU. The table (sglang_patches.py) says which
+A validation switch: the seams that SM120 users hit are run on another GPU. The table (table.py) says which
 modules are told so and which are left at the truth; nothing here is used without the switch.
 """
 

@@ -1,4 +1,4 @@
-"""The row of sglang_patches.py that is the KV compressors'.
+"""The row of table.py that is the KV compressors'.
 
 0.5.12, 0.5.13    SGLang's: 0.5.12's call does not have the slots of the compressed entries, 0.5.12.post1 and 0.5.13
                   have them as int32, and the operator takes int64

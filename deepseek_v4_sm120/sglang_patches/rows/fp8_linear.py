@@ -1,4 +1,4 @@
-"""The targets of fp8_linear's row in sglang_patches.py beside the product itself: what is put off to it.
+"""The targets of fp8_linear's row in table.py beside the product itself: what is put off to it.
 
 All versions have the same three places:
 

@@ -1,4 +1,4 @@
-"""The row of sglang_patches.py that puts the head norm of the queries and their rotary embedding off to the attention.
+"""The row of table.py that puts the head norm of the queries and their rotary embedding off to the attention.
 
 0.5.12, 0.5.13    at TP1; above, the rank's heads lie at an offset that the attention does not tell, and stay SGLang's
 0.5.14 to 0.5.23  all; from 0.5.21 on there are calls without the norm (DeepSeek-V4.1), which are SGLang's

@@ -1,4 +1,4 @@
-"""The rows of sglang_patches.py that are the hyper-connections': which calls become `ops.mhc`, in which versions.
+"""The rows of table.py that are the hyper-connections': which calls become `ops.mhc`, in which versions.
 
 What each version has (the preview image, older than 0.5.12, was not looked at: there mHC is SGLang's):
 

@@ -1,4 +1,4 @@
-"""The rows of sglang_patches.py that are wo_a's: its weights stay E4M3, and `ops.wo_a` multiplies with them.
+"""The rows of table.py that are wo_a's: its weights stay E4M3, and `ops.wo_a` multiplies with them.
 
 What each version has, and what is left to it:
 
