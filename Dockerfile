@@ -12,7 +12,7 @@ COPY pyproject.toml README.md LICENSE sitecustomize.py ./
 COPY csrc csrc
 COPY deepseek_v4_sm120 deepseek_v4_sm120
 ARG GIT_COMMIT=unknown
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/root/.cache \
     python3 csrc/build_artifact.py --out /artifact --git-commit "$GIT_COMMIT"
 
 FROM scratch AS artifact

@@ -20,16 +20,16 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120 import extension  # noqa: E402
-from deepseek_v4_sm120.calibrate.bf16_linear import MATRICES  # noqa: E402
 from deepseek_v4_sm120.ops.bf16_linear import bf16_linear  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.bf16_linear import bf16_linear as reference  # noqa: E402
+from deepseek_v4_sm120.specs import bounds  # noqa: E402
+from deepseek_v4_sm120.specs.bf16_linear import MATRICES, make_weight, make_x  # noqa: E402
 
 ISSUE = 7
 INPUTS = 4096
 ROWS = (1, 2, 8, 16, 32)
-MAX_RELATIVE_ERROR = 1e-5
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,17 @@ def read_bandwidth_gbs() -> float:
 def measure(case: Case, gbs: float, report: common.Report) -> None:
     layers = common.layers_for_cold_caches(case.bytes)
     generator = torch.Generator("cuda").manual_seed(case.rows)
-    weights = [
-        torch.randn(case.outputs, INPUTS, generator=generator, device="cuda").bfloat16() * 0.02 for _ in range(layers)
-    ]
-    x = torch.randn(case.rows, INPUTS, generator=generator, device="cuda").bfloat16()
+    weights = [make_weight(case.outputs, generator) for _ in range(layers)]
+    x = make_x(case.rows, generator)
     error = relative_error(bf16_linear(x, weights[0]), reference(x, weights[0]))
-    if not error <= MAX_RELATIVE_ERROR:
-        raise SystemExit(f"{case.name}: relative error {error:.2g}, allowed {MAX_RELATIVE_ERROR:g}: not timed")
+    common.gate(case.name, error, bounds.BF16_LINEAR.truth)
     ours = common.graph_microseconds([lambda w=w: bf16_linear(x, w) for w in weights])
     cublas = common.graph_microseconds([lambda w=w: torch.mm(x, w.t(), out_dtype=torch.float32) for w in weights])
     share = case.bytes / ours / 1e3 / gbs
     report.add(
         common.row(ISSUE, case.name, "ours", "us", round(ours, 2)),
         common.row(ISSUE, case.name, "ours", "read_share", round(share, 3)),
-        common.row(ISSUE, case.name, "ours", "relative_error", float(f"{error:.3g}"), MAX_RELATIVE_ERROR),
+        common.row(ISSUE, case.name, "ours", "relative_error", float(f"{error:.3g}"), bounds.BF16_LINEAR.truth),
         common.row(ISSUE, case.name, "torch.mm", "us", round(cublas, 2)),
     )
     print(f"{case.name}: {ours:.2f} us, {share:.2f} of read; torch.mm {cublas:.2f} us", flush=True)

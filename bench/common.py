@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from deepseek_v4_sm120.timing import graph_microseconds, layers_for_cold_caches, replay_microseconds  # noqa: F401
+from deepseek_v4_sm120.commands.calibrate.timing import graph_microseconds, layers_for_cold_caches, replay_microseconds  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,13 @@ class Report:
             "rows": [asdict(one) for one in self.rows],
         }
         path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+
+
+def gate(case: str, error: float, allowed: float, what: str = "relative error") -> float:
+    """The error; a wrong result ends the benchmark."""
+    if not error <= allowed:
+        raise SystemExit(f"{case}: {what} {error:.3g}, allowed {allowed:g}: not timed")
+    return error
 
 
 def total_memory() -> int:

@@ -19,10 +19,10 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120 import extension  # noqa: E402
-from deepseek_v4_sm120.ops.index_select import has_fp8_mma, index_select, mqa_logits, topk_select  # noqa: E402
+from deepseek_v4_sm120.ops.index_select import index_select, mqa_logits, topk_select  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference import index_select as reference  # noqa: E402
-from deepseek_v4_sm120.reference.index_select_inputs import Inputs, make_queries, new_pages  # noqa: E402
+from deepseek_v4_sm120.specs.index_select import Inputs, allowed_logit_error, make_queries, new_pages  # noqa: E402
 
 ISSUE = 5
 DEVICE = "cuda"
@@ -131,11 +131,6 @@ def make_layers(
     return found
 
 
-def allowed_error(case: Case) -> float:
-    native = not case.fp4 and has_fp8_mma(torch.cuda.current_device())
-    return reference.MAX_LOGIT_ERROR_NATIVE_FP8 if native else reference.MAX_LOGIT_ERROR
-
-
 def check(case: Case, inputs: Inputs) -> float:
     """Relative error of the logits of the last row; a wrong selection ends the benchmark."""
     entries = torch.empty((case.rows, K), dtype=torch.int32, device=DEVICE)
@@ -146,7 +141,7 @@ def check(case: Case, inputs: Inputs) -> float:
     length = int(one.lengths[0])
     error = float((ours - truth)[0, :length].abs().max() / truth[0, :length].abs().max())
     _, expected = reference.topk_select(ours, one.lengths, k=K)
-    if not torch.equal(entries[-1:], expected) or not error <= allowed_error(case):
+    if not torch.equal(entries[-1:], expected) or not error <= allowed_logit_error(case.fp4):
         raise SystemExit(f"{case.name}: wrong (error of the logits {error:.1e}): not timed")
     return error
 
@@ -165,7 +160,7 @@ def run_case(report: common.Report, case: Case, pool: Pool, generator: torch.Gen
     logits = time_of(lambda one: mqa_logits(**one.arguments(), rows_per_request=hint, out=scores), layers)
     report.add(common.row(ISSUE, case.name, "ours", "us", round(ours, 2), case.bar_us))
     report.add(common.row(ISSUE, case.name, "ours, logits alone", "us", round(logits, 2)))
-    report.add(common.row(ISSUE, case.name, "ours", "logit_error", error, allowed_error(case)))
+    report.add(common.row(ISSUE, case.name, "ours", "logit_error", error, allowed_logit_error(case.fp4)))
     floor = report.ceilings["empty_launch_us"] + case.bytes / report.ceilings["copy_gbs"] / 1e3
     report.add(common.row(ISSUE, case.name, "ours", "floor_share", round(floor / ours, 3)))
     text = f"{case.name}: {ours:.2f} us (bar {case.bar_us}), logits alone {logits:.2f}, floor share {floor / ours:.2f}"

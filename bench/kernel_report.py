@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Registers, shared memory, occupancy and the main loop's SASS of every kernel in the built module. Needs no GPU.
+"""Registers, shared memory, occupancy and the main loop's SASS of every kernel in the built library. Needs no GPU.
 
     python3 bench/kernel_report.py [--arch sm_120a] [--cuobjdump PATH]
 
@@ -24,7 +24,7 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120 import extension  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 
 REGISTERS_PER_SM = 65_536
 RESERVED_SHARED = 1024  # per block
@@ -151,7 +151,7 @@ def main() -> int:
     classes = [name for name, _ in CLASSES] + ["other"]
     lines = []
     for arch in arguments.arch or LIMITS:
-        for kernel in disassemble(tool, extension.find(), arch):
+        for kernel in disassemble(tool, extension.find().with_name(extension.LIBRARY), arch):
             bytes_shared = shared[kernel.name.split("<")[0]]
             loop = kernel.main_loop()
             counts = Counter(class_of(opcode) for _, opcode, _ in loop)

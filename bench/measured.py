@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +31,15 @@ Made by `{COMMAND}` from the files of `bench/results`; a test says when it is st
 
 No figure here is an SM120 figure: nobody has run this on one. The device of each run stands above its tables; it is a
 stand-in, and its times are to be read beside the peers of the same run. `bar` is what an issue of this project asked
-for; one that was missed says so. On your card: `python3 bench/<operator>.py` measures an operator, `python3 -m
-deepseek_v4_sm120 calibrate` all of them beside SGLang's own, and `bench/serving/compare.py` two servers.
-Designs, predictions and causes: `bench/NOTES.md`.
+for; one that was missed says so. On your card: `python3 bench/<operator>.py` measures an operator,
+`python3 -m deepseek_v4_sm120 calibrate` all of them beside SGLang's own, and `bench/serving/compare.py` two servers.
+Designs, predictions and causes: [notes/](notes/README.md).
 """
 
 
 @dataclass(frozen=True)
 class Section:
-    """How one result file is shown. `metrics`: those that get a table, {metric: unit}; the greatest of `errors` is
+    """How one result file is shown. `metrics`: those that are shown, {metric: unit}; the greatest of `errors` is
     told in a line. `by_metric`: the metrics are the columns (one implementation a row), else the implementations."""
 
     title: str
@@ -95,7 +97,12 @@ SECTIONS = {
         True,
     ),
     "gates_h200": Section(
-        "The gates", "Four servers of a cut-down model with random weights: only equality means anything.", {}, ()
+        "The gates",
+        "Four servers of a cut-down model with random weights: only equality means anything. Read each verdict beside "
+        "that of stock: against itself under load, and with speculation, stock fails as well and by more; the oracle "
+        "holds ours to stock's own rounding, which moves tokens where weights are random.",
+        {},
+        (),
     ),
     "interleaving_h200": Section("A long prompt among streams", "Nothing of ours but the interval.", {}, ()),
     "sparse_decode_h200": Section("sparse_decode", "Cold caches, graph replay.", MICROSECONDS),
@@ -104,7 +111,10 @@ SECTIONS = {
         "sparse_decode, prompts as they are", "Consecutive rows of one prompt.", {"tflops": "TFLOP/s"}
     ),
     "index_select_h200": Section(
-        "index_select", "Logits, exact top-k and page transform together.", MICROSECONDS, ("logit_error",)
+        "index_select",
+        "Logits, exact top-k and page transform together.",
+        MICROSECONDS | {"logits_tflops": "logits, TFLOP/s", "topk_share": "share of the top-k"},
+        ("logit_error",),
     ),
     "mxfp4_moe_h200": Section(
         "mxfp4_moe",
@@ -116,7 +126,9 @@ SECTIONS = {
     ),
     "wo_a_h200": Section("wo_a", "", MICROSECONDS),
     "bf16_linear_h200": Section("bf16_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}),
-    "compressor_h200": Section("compressor", "", MICROSECONDS),
+    "compressor_h200": Section(
+        "compressor", 'Before the plan was a hint; since then: "Before and after" below.', MICROSECONDS
+    ),
     "mhc_h200": Section(
         "mhc",
         "",
@@ -129,7 +141,12 @@ SECTIONS = {
         MICROSECONDS | {"decode step, ms, best": "decode step, ms, best"},
         (),
     ),
-    "calibrate_h200": Section("calibrate", "Every implementation that was installed.", MICROSECONDS, ("error",)),
+    "calibrate_h200": Section(
+        "calibrate",
+        "Every implementation that was installed.",
+        {"stock's time over ours": "stock's time over ours"} | MICROSECONDS,
+        ("error",),
+    ),
 }
 
 
@@ -139,11 +156,11 @@ def number(value: object) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def cell(row: dict) -> str:
-    """A value, with its bar."""
-    if row["bar"] is None:
-        return number(row["value"])
-    return f"{number(row['value'])} (bar {number(row['bar'])}{'' if row['met'] else ', **missed**'})"
+def cell(rows: list[dict]) -> str:
+    """A value, with its bars: of two issues each may have set one."""
+    barred = [row for row in rows if row["bar"] is not None]
+    bars = "; ".join(f"bar {number(row['bar'])}{'' if row['met'] else ', **missed**'}" for row in barred)
+    return f"{number(barred[0]['value'])} ({bars})" if barred else number(rows[-1]["value"]) if rows else ""
 
 
 def unique(values: Iterable[str]) -> list[str]:
@@ -153,10 +170,12 @@ def unique(values: Iterable[str]) -> list[str]:
 def table(rows: list[dict], first: str, line: str, column: str, names: dict[str, str] | None = None) -> str:
     """Rows as a table: `line` and `column` are the keys that make lines and columns."""
     columns = unique(row[column] for row in rows)
-    found = {(row[line], row[column]): cell(row) for row in rows}
+    found = defaultdict(list)
+    for row in rows:
+        found[row[line], row[column]].append(row)
     header = (first, *((names or {}).get(name, name) for name in columns))
     lines = unique(row[line] for row in rows)
-    return report.markdown_table(header, ((name, *(found.get((name, c), "") for c in columns)) for name in lines))
+    return report.markdown_table(header, ((name, *(cell(found[name, c]) for c in columns)) for name in lines))
 
 
 def tables(rows: list[dict], section: Section) -> Iterator[str]:
@@ -174,9 +193,19 @@ def tables(rows: list[dict], section: Section) -> Iterator[str]:
         ]
         yield table(wanted, "what", "line", "metric", section.metrics)
     else:
+        units: dict[str, list[dict]] = {}  # the rows of each table; what is told of the first's cases are columns of it
         for metric, unit in section.metrics.items():
-            if wanted := [row for row in rows if row["metric"] == metric]:
-                yield table(wanted, unit, "case", "impl")
+            wanted = [row for row in rows if row["metric"] == metric]
+            first = next(iter(units.values()), [])
+            if {row["case"] for row in wanted} <= {row["case"] for row in first}:
+                first += [row | {"impl": f"{row['impl']}, {unit}"} for row in wanted]
+            else:
+                units[unit] = wanted
+        yield from (table(wanted, unit, "case", "impl") for unit, wanted in units.items())
+    shown = {*section.metrics, *section.errors}
+    hidden = (row for row in rows if section.metrics and row["met"] is False and row["metric"] not in shown)
+    if besides := "; ".join(f"{row['case']}, {row['metric']} {cell([row])}" for row in hidden):
+        yield f"Besides: {besides}."
     for error in section.errors:
         if worst := max((row["value"] for row in rows if row["metric"] == error), default=None):
             yield f"Greatest `{error}` of these: {number(worst)}."
@@ -223,8 +252,14 @@ def title(stem: str) -> str:
     return SECTIONS[stem].title if stem in SECTIONS else stem
 
 
+def link(heading: str) -> str:
+    place = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+    return f"[{heading}](#{place})"
+
+
 def page(files: dict[str, dict]) -> str:
-    parts = [HEAD, "## Bars", bars(files)]
+    contents = ", ".join(link(name) for name in ("Bars", *map(title, files)))
+    parts = [HEAD, f"Here: {contents}.", "## Bars", bars(files)]
     for stem, found in files.items():
         section = SECTIONS.get(stem, Section(stem, "", {}))
         parts += [f"## {section.title}", section.text, f"File `bench/results/{stem}.json`. {origin(found)}"]

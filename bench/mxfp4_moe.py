@@ -9,6 +9,7 @@ of the touched experts alone, once. Writes every number as JSON and, where matpl
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -19,7 +20,6 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
-import mxfp4_moe_peers as peers  # noqa: E402
 from mxfp4_moe_cases import (  # noqa: E402
     DECODE,
     EXPERT_BYTES,
@@ -27,29 +27,30 @@ from mxfp4_moe_cases import (  # noqa: E402
     FASTER_THAN_MARLIN,
     HIDDEN,
     ISSUE,
-    MAX_RELATIVE_ERROR,
     PREFILL,
     QUOTED,
     QUOTED_NOTE,
     Case,
 )
 
-from deepseek_v4_sm120 import extension  # noqa: E402
 from deepseek_v4_sm120.ops.mxfp4_moe import mxfp4_moe  # noqa: E402
+from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference  # noqa: E402
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import (  # noqa: E402
+from deepseek_v4_sm120.specs import bounds  # noqa: E402
+from deepseek_v4_sm120.specs.mxfp4_moe import (  # noqa: E402
     Inputs,
+    Marlin,
     Shape,
     make_inputs,
     routed_ids,
     routed_weights,
 )
+from deepseek_v4_sm120.specs.provider import is_installed  # noqa: E402
 
 READ_BYTES = 6 << 30
 TOUCHED_BYTES = 3e9  # of a graph's calls together, at least
 MAX_CALLS = 48
-MAX_DIFFERENCE_TO_MARLIN = 0.008  # two bf16 results that round in different places
 GATE_ROWS = 256  # of a prefill case's rows, compared with float64
 
 
@@ -95,9 +96,7 @@ def gate(case: Case, layer: Inputs, call: dict) -> float:
     out = mxfp4_moe(**call, **weights_of(layer))[:GATE_ROWS]
     few = {name: tensor[:GATE_ROWS] for name, tensor in call.items()}
     error = relative_error(out, reference(**few, **weights_of(layer)))
-    if not error <= MAX_RELATIVE_ERROR:
-        raise SystemExit(f"{case.name}: relative error {error:.5f} above {MAX_RELATIVE_ERROR}: not timed")
-    return error
+    return common.gate(case.name, error, bounds.MXFP4_MOE.truth)
 
 
 def touched_bytes(case: Case, calls: list[dict]) -> float:
@@ -121,7 +120,7 @@ def run_case(report: common.Report, case: Case, layer: Inputs) -> None:
         common.row(ISSUE, case.name, "ours", "us", round(microseconds, 2), bar, note or ""),
         common.row(ISSUE, case.name, "ours", "read_share", round(share, 4)),
         common.row(ISSUE, case.name, "ours", "tflops", round(tflops, 1)),
-        common.row(ISSUE, case.name, "ours", "relative_error", round(error, 6), MAX_RELATIVE_ERROR),
+        common.row(ISSUE, case.name, "ours", "relative_error", round(error, 6), bounds.MXFP4_MOE.truth),
     )
     verdict = "" if bar is None else "met" if microseconds <= bar else f"MISSED ({note}: {bar} us)"
     print(
@@ -131,13 +130,16 @@ def run_case(report: common.Report, case: Case, layer: Inputs) -> None:
 
 
 def run_marlin(report: common.Report, cases: list[Case], layer: Inputs) -> None:
-    marlin = peers.Marlin(layer)
+    experts = Marlin()
+
+    def marlin(**call):
+        return experts(dataclasses.replace(layer, **call))
+
     ours = {row.case: row.value for row in report.rows if (row.impl, row.metric) == ("ours", "us")}
     for case in cases:
         calls = calls_of(case)
         error = relative_error(marlin(**calls[0]), mxfp4_moe(**calls[0], **weights_of(layer)))
-        if not error <= MAX_DIFFERENCE_TO_MARLIN:
-            raise SystemExit(f"{case.name}: Marlin differs from ours by {error:.5f}: not timed")
+        common.gate(case.name, error, bounds.MXFP4_MOE.shadow, "difference of Marlin to ours")
         microseconds = common.graph_microseconds([lambda one=one: marlin(**one) for one in calls])
         factor = next((f for rows, f in FASTER_THAN_MARLIN.items() if case.rows <= rows), 1.0)
         report.add(
@@ -214,7 +216,7 @@ def main() -> int:
     arguments = parse_arguments()
     if not torch.cuda.is_available():
         raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
-    why_not = "not asked for" if arguments.no_peers else peers.problem()
+    why_not = "not asked for" if arguments.no_peers else None if is_installed("sglang") else "sglang is not installed"
     print(f"Marlin: {why_not or 'run'}")
     ceilings = {"read_gbs": round(read_bandwidth_gbs(), 1), **common.ceilings()}
     report = common.Report("mxfp4_moe", extension.build_info()["git_commit"], ceilings)
@@ -236,7 +238,7 @@ def main() -> int:
     print("\n" + summary(report))
     missed = sum(row.met is False for row in report.rows)
     print(f"{sum(row.met is True for row in report.rows)} bars met, {missed} missed; {arguments.out}")
-    if peers.importlib.util.find_spec("matplotlib") is not None:
+    if is_installed("matplotlib"):
         plot(report, arguments.out.with_suffix(".png"))
     return 0
 

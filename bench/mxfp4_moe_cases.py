@@ -7,7 +7,6 @@ from dataclasses import dataclass
 ISSUE = 6
 HIDDEN, INTER, EXPERTS, TOPK = 4096, 2048, 256, 6
 EXPERT_BYTES = 13_369_344  # codes and scales of one expert of Flash
-MAX_RELATIVE_ERROR = 0.004
 
 
 @dataclass(frozen=True)

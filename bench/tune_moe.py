@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes kernels/mxfp4_moe_table.py for this card: `python3 bench/tune_moe.py [--tp 1 2 4 8] [--dry-run]`.
+"""Writes ops/triton/mxfp4_moe_table.py for this card: `python3 bench/tune_moe.py [--tp 1 2 4 8] [--dry-run]`.
 
 For each tensor-parallel size, product and number of rows it times every candidate of both grouped GEMMs (graph replay)
 and keeps the fastest pair with one block_m. A candidate must repeat itself to the last bit and agree with the default;
@@ -23,12 +23,12 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 import common  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
-from deepseek_v4_sm120.kernels import mxfp4_moe as kernels  # noqa: E402
-from deepseek_v4_sm120.kernels import mxfp4_moe_table as table  # noqa: E402
-from deepseek_v4_sm120.kernels.mxfp4_moe_table import Blocks, Entry  # noqa: E402
 from deepseek_v4_sm120.ops import mxfp4_moe as op  # noqa: E402
+from deepseek_v4_sm120.ops.triton import mxfp4_moe as kernels  # noqa: E402
+from deepseek_v4_sm120.ops.triton import mxfp4_moe_table as table  # noqa: E402
+from deepseek_v4_sm120.ops.triton.mxfp4_moe_table import Blocks, Entry  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs  # noqa: E402
+from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs  # noqa: E402
 
 ROWS = (256, 1024, 8192)
 MAX_DIFFERENCE = 0.01  # relative L2 to the default's result: the order of a sum, not a mistake

@@ -1,31 +1,31 @@
 #!/usr/bin/env python3
-"""Builds the folder that users mount: the package, its compiled module per Python ABI, sitecustomize.py, dist-info.
+"""Builds the folder that users mount: the package, the kernels' library, a module per Python ABI that loads it,
+sitecustomize.py, dist-info.
 
 build_docker.sh, the Dockerfile and tests/run.py all call this script, so what CI checks is what the image builds.
-Needs Python 3.11+, g++ and the network: pybind11 and ninja, and nvcc where none is found, come from PyPI into
-.build-cache/. No GPU, no torch, no SGLang.
+Needs Python 3.11+, g++ and the network: pybind11, and nvcc where none is found, come from PyPI into the cache, which
+all checkouts of a user share. No GPU, no torch, no SGLang.
 
-Why a written build.ninja and not CMake with scikit-build-core: one set of CUDA objects serves several Python ABIs,
-which a wheel build per interpreter cannot express; the flags are one list in this file; there is no configure step.
+Why no CMake with scikit-build-core: one library serves several Python ABIs, which a wheel build per interpreter cannot
+express; the flags are one list in this file; there is no configure step. Why no ninja: it goes by the files' times,
+which every checkout and clone changes. Here what a command made is kept by the content of all that it read.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import base64
-import fcntl
 import hashlib
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,9 +38,17 @@ import tomllib
 REPO = Path(__file__).resolve().parent.parent
 CSRC = REPO / "csrc"
 PACKAGE = REPO / "deepseek_v4_sm120"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepseek-v4-sm120/build"
+
+sys.path[:0] = [str(REPO), str(CSRC)]
+from build_results import BuildError, Results, locked, run, say  # noqa: E402
+
+from deepseek_v4_sm120 import __version__  # noqa: E402
+from deepseek_v4_sm120.ops.shared.extension import LIBRARY  # noqa: E402
 
 # 120a: RTX PRO 6000 and RTX 50. 121a: GB10. 90a: H100 and H200, where the kernels are validated. Cubins only, no PTX:
-# an architecture-specific target ("a") has no forward compatibility to offer.
+# an architecture-specific target ("a") has no forward compatibility to offer. 120f, which runs on 12.0 and 12.1, takes
+# the place of two, but has other machine code than 120a for the four kernels of sparse prefill (nvcc 13.0).
 ARCHS = ("120a", "121a", "90a")
 OLDEST_CUDA = (12, 9)
 MAX_SHARED_BYTES = 101_376  # what one block can have on SM120: 99 KiB
@@ -52,25 +60,21 @@ ALLOWED_NEEDED = (
     *("ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"),
 )
 
-CUDA_FLAGS = (
-    *("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-lineinfo", "-Xptxas=-v"),
-    *("-Xcompiler=-fPIC", "-Xcompiler=-fvisibility=hidden"),
-)
-CXX_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
-# The version script keeps all but the init function private: static cudart must not export its symbols to, or take them
-# from, the libcudart that torch loads.
-LINK_FLAGS = ("-shared", "-Wl,--version-script=exports.map", "-Wl,--as-needed", "-Wl,-z,noexecstack")
-EXPORTS = "{ global: PyInit__C; local: *; };\n"
+CUDA_FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v", "-Xcompiler=-fPIC")
+CXX_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-Wall", "-Wextra")
+# Version scripts keep all private but what is meant: static cudart must not export its symbols to, or take them from,
+# the libcudart that torch loads. The library exports what the modules ask of it, the modules their init function.
+LINK_FLAGS = ("-shared", "-Wl,--as-needed", "-Wl,-z,noexecstack")
+# An old tag, RPATH: a library of the same name on LD_LIBRARY_PATH does not come first.
+BESIDE = ("-Wl,--disable-new-dtags", "-Wl,-rpath,$ORIGIN")
+# These first, so that all cores are busy to the end.
+LONGEST = ("mxfp4_moe/launch.cu", "sparse_decode/launch.cu", "bindings.cpp", "fp8_linear/tile.cu", "mhc/launch.cu")
 
-TOOL_WHEELS = ("pybind11==3.0.4", "ninja==1.13.0")
+TOOL_WHEELS = ("pybind11==3.0.4",)
 CUDA_WHEELS = (
     *("nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88", "nvidia-nvvm==13.0.88"),
     *("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-cccl==13.0.85"),
 )
-
-
-class BuildError(Exception):
-    """A reason for which no artifact is made, in words for whoever called the script."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Toolkit:
     version: tuple[int, int]
     include: Path
     cudart: Path  # libcudart_static.a
+    banner: str  # all that --version prints
 
 
 @dataclass(frozen=True)
@@ -105,48 +110,28 @@ class KernelUse:
     static_shared_bytes: int
 
 
-def say(text: str) -> None:
-    print(f"build_artifact: {text}", flush=True)
-
-
-def run(command: list[str | Path]) -> str:
-    """Output of a command; BuildError with the end of what it printed when it fails."""
-    done = subprocess.run([str(c) for c in command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode != 0:
-        raise BuildError(f"exit {done.returncode} of: {shlex.join(str(c) for c in command)}\n{done.stdout[-6000:]}")
-    return done.stdout
-
-
 # tools
 
 
-def private_venv(cache: Path, wheels: tuple[str, ...]) -> tuple[Path, Path]:
-    """(scripts, site-packages) of a venv under the cache with exactly these wheels; a finished one is used again."""
+def private_venv(cache: Path, wheels: tuple[str, ...]) -> Path:
+    """site-packages of a venv under the cache with exactly these wheels; a finished one is used again."""
     digest = hashlib.sha256(" ".join((sys.version, *wheels)).encode()).hexdigest()[:12]
     venv = cache / f"venv-{digest}"
-    if not (venv / "complete").exists():
-        say(f"installing {', '.join(wheels)} into {venv}")
-        shutil.rmtree(venv, ignore_errors=True)
-        run([sys.executable, "-m", "venv", venv])
-        run(
-            [
-                venv / "bin/python",
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--no-deps",
-                *wheels,
-            ]
-        )
-        (venv / "complete").touch()
-    return venv / "bin", Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
+    with locked(venv.with_suffix(".lock")):
+        if not (venv / "complete").exists():
+            say(f"installing {', '.join(wheels)} into {venv}")
+            shutil.rmtree(venv, ignore_errors=True)
+            run([sys.executable, "-m", "venv", venv])
+            pip = [venv / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            run([*pip, *wheels])
+            (venv / "complete").touch()
+    return Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
 
 
 def read_toolkit(nvcc: Path) -> Toolkit:
     """The toolkit behind this nvcc, which may be a wrapper script elsewhere."""
-    release = re.search(r"release (\d+)\.(\d+)", run([nvcc, "--version"]))
+    banner = run([nvcc, "--version"])
+    release = re.search(r"release (\d+)\.(\d+)", banner)
     if release is None:
         raise BuildError(f"{nvcc} --version names no release")
     top = re.search(
@@ -165,7 +150,7 @@ def read_toolkit(nvcc: Path) -> Toolkit:
     )
     if include is None:
         raise BuildError(f"no cuda_runtime.h under {root} (toolkit of {nvcc})")
-    return Toolkit(nvcc, (int(release[1]), int(release[2])), include, cudart)
+    return Toolkit(nvcc, (int(release[1]), int(release[2])), include, cudart, banner)
 
 
 def find_toolkit(asked: str | None, cache: Path) -> Toolkit:
@@ -176,8 +161,8 @@ def find_toolkit(asked: str | None, cache: Path) -> Toolkit:
         if toolkit.version < OLDEST_CUDA:
             raise BuildError(f"--nvcc {asked} is CUDA {toolkit.version}, needed is {wanted} or newer")
         return toolkit
-    candidates = [Path(os.environ["CUDA_HOME"], "bin/nvcc")] if os.environ.get("CUDA_HOME") else []
-    candidates += [Path(found)] if (found := shutil.which("nvcc")) else []
+    candidates = [Path(os.environ["CUDA_HOME"], "bin/nvcc").absolute()] if os.environ.get("CUDA_HOME") else []
+    candidates += [Path(found).absolute()] if (found := shutil.which("nvcc")) else []
     for nvcc in candidates if asked is None else ():
         try:
             toolkit = read_toolkit(nvcc)
@@ -187,8 +172,7 @@ def find_toolkit(asked: str | None, cache: Path) -> Toolkit:
         if toolkit.version >= OLDEST_CUDA:
             return toolkit
         say(f"passing over {nvcc}: CUDA {toolkit.version}, needed is {wanted} or newer")
-    _, packages = private_venv(cache, CUDA_WHEELS)
-    return read_toolkit(packages / "nvidia/cu13/bin/nvcc")
+    return read_toolkit(private_venv(cache, CUDA_WHEELS) / "nvidia/cu13/bin/nvcc")
 
 
 def read_interpreter(path: str) -> Interpreter:
@@ -237,59 +221,60 @@ def find_interpreters(asked: list[str]) -> list[Interpreter]:
 # compile
 
 
-def write_build_file(
-    folder: Path,
+def compile_all(
+    results: Results,
     toolkit: Toolkit,
+    compiler: str,
     pybind11: Path,
     interpreters: list[Interpreter],
-    archs: list[str],
+    options: argparse.Namespace,
     defines: dict[str, str],
-) -> list[Path]:
-    """build.ninja in folder; returns the CUDA objects, relative to it. Paths are quoted for the shell and for ninja."""
-
-    def quoted(*words: object) -> str:
-        return shlex.join(str(w) for w in words).replace("$", "$$")
-
-    def name(path: Path | str) -> str:
-        return re.sub(r"([$ :])", r"$\1", str(path))
-
-    sources = sorted(CSRC.glob("**/*.cu"))
-    if not sources:
+) -> tuple[list[Path], list[Path]]:
+    """Objects of the library, and one of bindings.cpp for each interpreter, longest first on all cores."""
+    gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in options.archs]
+    flags = [*CUDA_FLAGS, *options.nvcc_flags.split(), *gencode, "--threads", len(gencode)]
+    cuda = [toolkit.nvcc, "-ccbin", compiler, *flags, "-I."]
+    cxx = [compiler, *CXX_FLAGS, "-I.", "-isystem", toolkit.include]
+    jobs = [(source, cuda, []) for source in CSRC.glob("**/*.cu")]
+    if not jobs:
         raise BuildError(f"no CUDA source under {CSRC}")
-    compiler = os.environ.get("CXX") or "g++"
-    gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
-    cuda = quoted(toolkit.nvcc, "-ccbin", compiler, *CUDA_FLAGS, *gencode, "--threads", len(archs), "-I", CSRC)
-    cxx = quoted(compiler, *CXX_FLAGS, *(f'-D{k}="{v}"' for k, v in defines.items()), "-I", CSRC, "-isystem", pybind11)
-    link_end = quoted(toolkit.cudart, "-ldl", "-lrt", "-lpthread")
-    lines = [
-        "rule cuda",
-        "  description = nvcc $in",
-        f"  command = {cuda} -MD -MF $out.d -c $in -o $out > $out.ptxas 2>&1 || (cat $out.ptxas; exit 1)",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "rule cxx",
-        "  description = g++ $in, Python $python",
-        f"  command = {cxx} -isystem $include -isystem {quoted(toolkit.include)} -MD -MF $out.d -c $in -o $out",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "rule link",
-        "  description = link $out",
-        f"  command = {quoted(compiler, *LINK_FLAGS)} -o $out $in {link_end}",
-    ]
-    objects = []
-    for source in sources:
-        objects.append("cuda/" + str(source.relative_to(CSRC).with_suffix(".o")))
-        lines.append(f"build {name(objects[-1])} | {name(objects[-1] + '.ptxas')}: cuda {name(source)}")
+    for source in set(CSRC.glob("**/*.cpp")) - {CSRC / "bindings.cpp"}:
+        own = [f'-D{k}="{v}"' for k, v in defines.items()] if source.stem == "build_info" else []
+        jobs.append((source, [*cxx, *own], []))
+    jobs.sort(key=lambda job: job[0])
     for i in interpreters:
-        lines.append(f"build bindings{i.ext_suffix}.o: cxx {name(CSRC / 'bindings.cpp')}")
-        lines += [f"  python = {i.version}", f"  include = {quoted(i.include)}"]
-        inputs = f"bindings{i.ext_suffix}.o {' '.join(map(name, objects))}"
-        lines.append(f"build {i.module}: link {inputs} | exports.map {name(toolkit.cudart)}")
-    text = "\n".join(lines) + "\n"
-    for path, content in ((folder / "build.ninja", text), (folder / "exports.map", EXPORTS)):
-        if not path.exists() or path.read_text() != content:
-            path.write_text(content)
-    return [Path(o) for o in objects]
+        python = ["-fvisibility=hidden", "-isystem", i.include, "-isystem", pybind11]
+        which = [Path(i.include, name) for name in ("patchlevel.h", "pyconfig.h")]
+        jobs.append((CSRC / "bindings.cpp", [*cxx, *python], which))
+
+    def compiled(job: tuple[Path, list, list]) -> Path:
+        source, command, which = job
+        return results.make([*command, "-c", source.relative_to(CSRC)], [*results.included(source), *which], ".o")
+
+    def place(job: tuple[Path, list, list]) -> int:
+        name = str(job[0].relative_to(CSRC))
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        futures = {id(job): pool.submit(compiled, job) for job in sorted(jobs, key=place)}
+        try:
+            made = [futures[id(job)].result() for job in jobs]
+        except BuildError:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return made[: -len(interpreters)], made[-len(interpreters) :]
+
+
+def link(results: Results, toolkit: Toolkit, compiler: str, objects: list[Path], bindings: list[Path]) -> list[Path]:
+    """The library and one module for each of `bindings`."""
+    wanted = {name for path in bindings for name in re.findall(r"\b_ZNK?4dsv4\w+", run(["nm", "-u", path]))}
+    exports = results.text(f"{{ global: {'; '.join(sorted(wanted))}; local: *; }};\n")
+    library = [compiler, *LINK_FLAGS, "-Wl,-z,defs", "-Wl,-Bsymbolic", f"-Wl,-soname,{LIBRARY}"]
+    library += [f"-Wl,--version-script={exports}", *objects, toolkit.cudart, "-ldl", "-lrt", "-lpthread"]
+    made = results.make(library, [toolkit.cudart], ".so")
+    init = results.text("{ global: PyInit__C; local: *; };\n")
+    module = [compiler, *LINK_FLAGS, "-s", *BESIDE, f"-Wl,--version-script={init}"]
+    return [made, *(results.make([*module, path, made], [], ".so") for path in bindings)]
 
 
 _ENTRY = re.compile(r"ptxas info\s+: Compiling entry function '(\S+)' for 'sm_(\w+)'")
@@ -327,15 +312,10 @@ def demangled(names: list[str]) -> list[str]:
     return [re.sub(r"^void ", "", re.sub(r"\((?!anonymous).*$", "", n)) for n in full]
 
 
-def compile_all(folder: Path, objects: list[Path], ninja: Path, archs: list[str]) -> list[KernelUse]:
-    """Runs ninja; returns what ptxas said of every kernel on every architecture."""
-    done = subprocess.run(
-        [ninja, "-C", folder, "-j", str(os.cpu_count() or 1)], env=os.environ | {"NINJA_STATUS": "  [%f/%t] "}
-    )
-    if done.returncode != 0:
-        raise BuildError("the compilation failed, see above")
+def kernel_uses(objects: list[Path], archs: list[str]) -> list[KernelUse]:
+    """What ptxas said of every kernel on every architecture."""
     uses = []
-    for log in (folder / f"{o}.ptxas" for o in objects):
+    for log in (path.with_name(f"{path.name}.log") for path in objects):
         text = log.read_text()
         for line in text.splitlines():
             if "warning" in line.lower():
@@ -383,7 +363,7 @@ def check_library(library: Path) -> str:
     }
     if not needed or not versions:
         raise BuildError(f"readelf shows no NEEDED or no GLIBC version in {library.name}")
-    strangers = sorted(set(needed) - set(ALLOWED_NEEDED))
+    strangers = sorted(set(needed) - {*ALLOWED_NEEDED, LIBRARY})
     if strangers:
         raise BuildError(f"{library.name} needs {', '.join(strangers)}; allowed are {', '.join(ALLOWED_NEEDED)}")
     newest = ".".join(map(str, max(versions)))
@@ -405,15 +385,6 @@ def ask_module(interpreter: Interpreter, folder: Path) -> dict:
 # artifact
 
 
-def package_version() -> str:
-    for node in ast.parse((PACKAGE / "__init__.py").read_text()).body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(t, ast.Name) and t.id == "__version__" for t in node.targets
-        ):
-            return ast.literal_eval(node.value)
-    raise BuildError(f"no __version__ in {PACKAGE / '__init__.py'}")
-
-
 def git_commit() -> str:
     """Commit of the checkout, "-dirty" when an input of the artifact differs from it; "unknown" outside git."""
     if not (REPO / ".git").exists() or shutil.which("git") is None:
@@ -421,20 +392,8 @@ def git_commit() -> str:
     commit = subprocess.run(["git", "-C", REPO, "rev-parse", "--short=12", "HEAD"], text=True, capture_output=True)
     if commit.returncode != 0:
         return "unknown"
-    changed = run(
-        [
-            "git",
-            "-C",
-            REPO,
-            "status",
-            "--porcelain",
-            "--",
-            "csrc",
-            "deepseek_v4_sm120",
-            "sitecustomize.py",
-            "pyproject.toml",
-        ]
-    )
+    inputs = ("csrc", "deepseek_v4_sm120", "sitecustomize.py", "pyproject.toml")
+    changed = run(["git", "-C", REPO, "status", "--porcelain", "--", *inputs])
     return commit.stdout.strip() + ("-dirty" if changed.strip() else "")
 
 
@@ -492,15 +451,13 @@ def published(out: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def fill(folder: Path, objects: Path, interpreters: list[Interpreter], info: dict) -> None:
-    """Copies what belongs into the artifact, and nothing else."""
+def fill(folder: Path, interpreters: list[Interpreter], info: dict) -> None:
+    """Copies what belongs into the artifact beside the library and the modules, and nothing else."""
     shutil.copyfile(REPO / "sitecustomize.py", folder / "sitecustomize.py")
-    for source in sorted([*PACKAGE.rglob("*.py"), PACKAGE / "reviewed.json"]):
+    for source in sorted([*PACKAGE.rglob("*.py"), PACKAGE / "sglang_patches/reviewed.json"]):
         target = folder / source.relative_to(REPO)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-    for i in interpreters:
-        shutil.copyfile(objects / i.module, folder / "deepseek_v4_sm120" / i.module)
     (folder / "deepseek_v4_sm120/build_info.json").write_text(json.dumps(info, indent=1) + "\n")
     write_dist_info(folder, info["version"], interpreters)
 
@@ -520,9 +477,8 @@ def print_artifact(info: dict, out: Path, seconds: float) -> None:
     print(f"\n{'folder':14} {out} ({size / 2**20:.1f} MiB)")
     print(f"{'version':14} {info['version']}, commit {info['git_commit']}")
     print(f"{'CUDA':14} {info['cuda_version']}, cubins {' '.join('sm_' + a for a in info['archs'])}")
-    for version, module in info["pythons"].items():
-        library = out / "deepseek_v4_sm120" / module
-        print(f"{'Python ' + version:14} {module} ({library.stat().st_size / 2**20:.1f} MiB)")
+    for what, name in [("kernels", info["library"]), *((f"Python {v}", m) for v, m in info["pythons"].items())]:
+        print(f"{what:14} {name} ({(out / 'deepseek_v4_sm120' / name).stat().st_size / 2**20:.1f} MiB)")
     print(f"{'GLIBC':14} {info['glibc']} or newer")
     print(f"{'time':14} {seconds:.0f} s", flush=True)
 
@@ -530,37 +486,39 @@ def print_artifact(info: dict, out: Path, seconds: float) -> None:
 def build(options: argparse.Namespace) -> None:
     begin = time.monotonic()
     cache, out = options.cache.resolve(), options.out.resolve()
-    objects = cache / "objects"
-    objects.mkdir(parents=True, exist_ok=True)
-    with open(cache / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two builds in one checkout take turns
+    with locked(cache / f"{hashlib.sha256(str(out).encode()).hexdigest()[:12]}.lock"):
         toolkit = find_toolkit(options.nvcc, cache)
         interpreters = find_interpreters(options.python)
-        scripts, packages = private_venv(cache, TOOL_WHEELS)
-        version, commit = package_version(), options.git_commit or git_commit()
+        pybind11 = private_venv(cache, TOOL_WHEELS) / "pybind11/include"
+        commit, compiler = options.git_commit or git_commit(), os.environ.get("CXX") or "g++"
         pythons = ", ".join(i.version for i in interpreters)
         say(f"CUDA {'.'.join(map(str, toolkit.version))} ({toolkit.nvcc}), Python {pythons}")
-        defines = {"DSV4_VERSION": version, "DSV4_GIT_COMMIT": commit, "DSV4_ARCHS": " ".join(options.archs)}
-        logs = write_build_file(objects, toolkit, packages / "pybind11/include", interpreters, options.archs, defines)
-        uses = compile_all(objects, logs, scripts / "ninja", options.archs)
-        glibc = max(
-            (check_library(objects / i.module) for i in interpreters), key=lambda v: tuple(map(int, v.split(".")))
-        )
-        answers = [ask_module(i, objects) for i in interpreters]
-        print_kernels(uses, answers[0]["shared"])
-        check_kernels(uses, answers[0]["shared"])
-        info = {
-            "version": version,
-            "git_commit": commit,
-            "cuda_version": answers[0]["build_info"]["cuda_version"],
-            "archs": list(options.archs),
-            "pythons": {i.version: i.module for i in interpreters},
-            "glibc": glibc,
-            "kernels": [asdict(u) for u in uses],
-            "shared_bytes": answers[0]["shared"],
-        }
+        results = Results(cache / "results", CSRC, toolkit.banner + run([compiler, "--version"]))
+        defines = {"DSV4_VERSION": __version__, "DSV4_GIT_COMMIT": commit, "DSV4_ARCHS": " ".join(options.archs)}
+        objects, bindings = compile_all(results, toolkit, compiler, pybind11, interpreters, options, defines)
+        uses = kernel_uses(objects, options.archs)
+        names = [LIBRARY, *(i.module for i in interpreters)]
         with published(out) as fresh:
-            fill(fresh, objects, interpreters, info)
+            package = fresh / "deepseek_v4_sm120"
+            package.mkdir()
+            for name, made in zip(names, link(results, toolkit, compiler, objects, bindings), strict=True):
+                shutil.copyfile(made, package / name)
+            glibc = max((check_library(package / name) for name in names), key=lambda v: [*map(int, v.split("."))])
+            answers = [ask_module(i, package) for i in interpreters]
+            print_kernels(uses, answers[0]["shared"])
+            check_kernels(uses, answers[0]["shared"])
+            info = {
+                "version": __version__,
+                "git_commit": commit,
+                "cuda_version": answers[0]["build_info"]["cuda_version"],
+                "archs": list(options.archs),
+                "library": LIBRARY,
+                "pythons": {i.version: i.module for i in interpreters},
+                "glibc": glibc,
+                "kernels": [asdict(u) for u in uses],
+                "shared_bytes": answers[0]["shared"],
+            }
+            fill(fresh, interpreters, info)
     print_artifact(info, out, time.monotonic() - begin)
 
 
@@ -578,8 +536,10 @@ def main() -> int:
     parser.add_argument(
         "--archs", type=lambda s: s.split(","), default=list(ARCHS), help="comma-separated, e.g. 90a, for a quick trial"
     )
+    flags = "beside what all builds have; -lineinfo for profilers, --compress-mode=none (default: %(default)s)"
+    parser.add_argument("--nvcc-flags", default="--compress-mode=size", help=flags)
     parser.add_argument("--git-commit", help="what build_info() reports (default: asked of git)")
-    parser.add_argument("--cache", type=Path, default=REPO / ".build-cache", help="objects and private tools")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="objects and private tools")
     try:
         build(parser.parse_args())
     except BuildError as error:

@@ -10,8 +10,7 @@ namespace dsv4 {
 
 inline void check_cuda(cudaError_t error, const char* kernel, const char* call) {
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string(kernel) + ": " + call + " failed: " + cudaGetErrorName(error) + " (" +
-                             cudaGetErrorString(error) + ")");
+    throw std::runtime_error(std::string(kernel) + ": " + call + " failed: " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
   }
 }
 

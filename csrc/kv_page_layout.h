@@ -9,6 +9,8 @@
 // strides do not describe the memory.
 #pragma once
 
+#include "numbers.h"
+
 namespace dsv4 {
 
 constexpr int kNopeDim = 448;                                    // E4M3 values of a token
@@ -24,9 +26,7 @@ constexpr int kPageAlign = 576;                                  // page bytes a
 static_assert(kNumNopeTiles * kTileDim == kNopeDim && kNumNopeTiles < kScaleBytes, "one exponent per tile and a pad byte");
 static_assert(kDataBytes % 16 == 0 && kPageAlign % 16 == 0, "rows are copied in 16-byte pieces");
 
-constexpr long long page_bytes(long long page_size) {
-  return (page_size * kTokenBytes + kPageAlign - 1) / kPageAlign * kPageAlign;
-}
+constexpr long long page_bytes(long long page_size) { return ceil_div(page_size * kTokenBytes, kPageAlign) * kPageAlign; }
 
 static_assert(page_bytes(256) == 149760 && page_bytes(64) == 37440 && page_bytes(2) == 1728, "as SGLang allocates them");
 

@@ -13,7 +13,7 @@
 //   compressor long_kernel     nobody waits: the last of a row's eight blocks to arrive stores
 //
 // The words by which they find each other are of one call at a time (zeroed_words.py). Should they not come all the same, the blocks of
-// the first two end the process's CUDA work (give_up in device.cuh) after kPatienceLooks looks.
+// the first two end the process's CUDA work (give_up in device/barriers.cuh) after kPatienceLooks looks.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,6 +23,7 @@
 #include <utility>
 
 #include "check.h"
+#include "numbers.h"
 
 namespace dsv4 {
 

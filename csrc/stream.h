@@ -1,44 +1,15 @@
 // What a launch asks of its stream: which capture it is in, and how many multiprocessors it has.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_runtime.h>
-
-#include "check.h"
 
 namespace dsv4 {
 
 // The number of the capture that the stream is in, unique in the process, or 0.
-inline unsigned long long capture_id(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-#if CUDART_VERSION >= 13000
-  check_cuda(cudaStreamGetCaptureInfo(stream, &status, &id), "stream", "cudaStreamGetCaptureInfo");
-#else
-  check_cuda(cudaStreamGetCaptureInfo_v2(stream, &status, &id), "stream", "cudaStreamGetCaptureInfo");
-#endif
-  return status == cudaStreamCaptureStatusActive ? id : 0;
-}
-
-// A function of the driver, or nullptr where it has none of that name: a driver older than CUDA 12.4 has no green contexts.
-template <typename Function>
-Function* driver_function(const char* name) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult answer = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 12040, cudaEnableDefault, &answer);
-  return error == cudaSuccess && answer == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(found) : nullptr;
-}
+unsigned long long capture_id(cudaStream_t stream);
 
 // Multiprocessors that a kernel on this stream can have: of its green context if it is of one (SGLang's --enable-pdmux), else
 // `of_device`, which a MIG slice and an MPS share of the device give as theirs.
-inline int stream_sms(cudaStream_t stream, int of_device) {
-  static const auto green_of = driver_function<CUresult(CUstream, CUgreenCtx*)>("cuStreamGetGreenCtx");
-  static const auto resource_of = driver_function<CUresult(CUgreenCtx, CUdevResource*, CUdevResourceType)>("cuGreenCtxGetDevResource");
-  CUgreenCtx green = nullptr;
-  if (green_of == nullptr || resource_of == nullptr || green_of(stream, &green) != CUDA_SUCCESS || green == nullptr) return of_device;
-  CUdevResource resource = {};
-  if (resource_of(green, &resource, CU_DEV_RESOURCE_TYPE_SM) != CUDA_SUCCESS || resource.sm.smCount == 0) return of_device;
-  return static_cast<int>(resource.sm.smCount);
-}
+int stream_sms(cudaStream_t stream, int of_device);
 
 }  // namespace dsv4

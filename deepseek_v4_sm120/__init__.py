@@ -2,5 +2,5 @@
 
 __version__ = "0.1.0"
 
-# The operators; each name is the same in csrc/, ops/, reference/, sglang_adapters/, tests/ and bench/.
+# The operators; each name is the same in csrc/, ops/, reference/, specs/, sglang_patches/adapters/, tests/ and bench/.
 OPS = ("sparse_decode", "index_select", "mxfp4_moe", "bf16_linear", "fp8_linear", "wo_a", "mhc", "compressor")

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 
 import deepseek_v4_sm120
-from deepseek_v4_sm120 import models_table
-from deepseek_v4_sm120.console import BAD_INPUT, INTERRUPTED, CommandError, print_json, say
-from deepseek_v4_sm120.disclosure import redacted
+from deepseek_v4_sm120.commands import models_table
+from deepseek_v4_sm120.commands.console import BAD_INPUT, INTERRUPTED, CommandError, print_json, say
+from deepseek_v4_sm120.commands.disclosure import redacted
 from deepseek_v4_sm120.patching.spec import PatchError
 
 COMMANDS = {  # name -> (what it does, module with add_arguments(parser) and run(arguments) -> exit status)
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("selftest", help="every operator against its reference, on this machine", add_help=False)
     for name, (summary, module) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
-        importlib.import_module(f"deepseek_v4_sm120.{module}").add_arguments(command)
+        importlib.import_module(f"deepseek_v4_sm120.commands.{module}").add_arguments(command)
     argv = sys.argv[1:] if argv is None else argv
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command is None:
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unknown arguments: {' '.join(redacted(rest))}")
     try:
         if arguments.command == "selftest":
-            from deepseek_v4_sm120 import selftest
+            from deepseek_v4_sm120.commands import selftest
 
             return selftest.main(rest)
         return _run(arguments)
@@ -60,12 +60,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from deepseek_v4_sm120.settings import settings
 
-    try:
-        settings()
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    if settings().wrong:
+        raise CommandError("; ".join(settings().wrong))
     if arguments.command in COMMANDS:
-        return importlib.import_module(f"deepseek_v4_sm120.{COMMANDS[arguments.command][1]}").run(arguments)
+        return importlib.import_module(f"deepseek_v4_sm120.commands.{COMMANDS[arguments.command][1]}").run(arguments)
     found = status()
     if arguments.model is not None:
         if arguments.tp < 1:
@@ -85,11 +83,12 @@ def status() -> dict:
     report_problem  why no process can write its report; that stops no server
     surroundings    variables that are none of ours, a relative PYTHONPATH
     """
-    from deepseek_v4_sm120 import extension, patching
+    from deepseek_v4_sm120 import patching
+    from deepseek_v4_sm120.ops.shared import extension
     from deepseek_v4_sm120.patching import report, report_files
     from deepseek_v4_sm120.patching.engine import Engine
     from deepseek_v4_sm120.settings import settings
-    from deepseek_v4_sm120.sglang_patches import INDEXER_CHOICES, TABLE
+    from deepseek_v4_sm120.sglang_patches.table import INDEXER_CHOICES, TABLE
 
     engine = Engine(TABLE, host=patching.HOST, settings=settings())
     engine.survey()
@@ -132,7 +131,7 @@ def _table_part(found: dict) -> Iterator[str]:
 
     rows = [("patch", "state", "target", "reason")]
     rows += [(row["patch"], row["state"], row["target"], _reason(row)) for row in found["patches"]]
-    yield from ("", report.table(rows), "", report.table(_setting_rows(found)))
+    yield from ("", report.table(rows), "", report.table(_default_rows(found)))
 
 
 def _profile_part(found: dict) -> Iterator[str]:
@@ -189,12 +188,12 @@ def _broken(found: dict) -> bool:
     return any(row["state"] == "BROKEN" for row in found["patches"])
 
 
-def _setting_rows(found: dict) -> list[tuple[str, ...]]:
-    rows = [("setting", "state", "value", "reason")]
-    for row in [row for row in found["table_settings"] if row["state"] != "NOT APPLICABLE"]:
+def _default_rows(found: dict) -> list[tuple[str, ...]]:
+    rows = [("default", "state", "value", "reason")]
+    for row in [row for row in found["defaults"] if row["state"] != "NOT APPLICABLE"]:
         value = " ".join(row["applied"]) or row["would_set"]
-        rows.append((row["setting"], row["state"], value if len(value) < 61 else value[:57] + "...", row["reason"]))
-    return rows if len(rows) > 1 else [("settings", "none for this SGLang", "", "")]
+        rows.append((row["default"], row["state"], value if len(value) < 61 else value[:57] + "...", row["reason"]))
+    return rows if len(rows) > 1 else [("defaults", "none for this SGLang", "", "")]
 
 
 def _build_text(build: dict) -> str:

@@ -1,4 +1,6 @@
-"""The environment variables of this package: read once, in this module only.
+"""The environment variables of this package, its settings: read once, in this module only. SGLang's own values that we
+change are defaults (sglang_patches/defaults.py), what DSV4_SM120_SET says of those are choices, a server's flags
+arguments.
 
 DSV4_SM120=off              nothing is patched
 DSV4_SM120_FORCE=ops        validation on other GPUs (9.0 and later): our gate is open, SGLang keeps its own path
@@ -8,7 +10,7 @@ DSV4_SM120_SHADOW=ours      the same, but keep our result
 DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out with a warning, the server starts
 DSV4_SM120_UNREVIEWED=refuse   a patch of code that nobody has looked at is treated like one that does not fit
 DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json; what prevents that is told and stops nothing
-DSV4_SM120_SET=<name>=<on, off or a number>[,...]   the table's settings: others than its defaults; <operator>=off
+DSV4_SM120_SET=<name>=<on, off or a number>[,...]   which of SGLang's defaults we change, and to what; <patch>=off
 DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out;
                             DSV4_SM120_SET=<operator>=on or off stands above
 """
@@ -37,9 +39,10 @@ class Settings:
     shadow: str | None = None  # None, "1" (keep the original's result) or "ours"
     on_broken: str = "raise"  # "raise" or "warn"
     report: str | None = None  # folder of the per-process reports
-    choices: Mapping[str, str] = field(default_factory=dict)  # setting of the table -> "on", "off" or a number
+    choices: Mapping[str, str] = field(default_factory=dict)  # default or patch -> "on", "off" or a number
     profile: str | None = None  # file that `calibrate` wrote
     unreviewed: str = "warn"  # "warn" or "refuse"
+    wrong: tuple[str, ...] = ()  # a sentence for each variable whose value is none; what it is for is at its default
 
     @property
     def mode(self) -> str:
@@ -48,23 +51,31 @@ class Settings:
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
-    """Settings from a mapping. Unset and empty mean the default; an unknown value raises ValueError."""
+    """Settings from a mapping. Unset and empty mean the default; what has an unknown value is told in `wrong`."""
+    wrong = []
 
     def value(name: str) -> str | None:
         text = environ.get(name, "")
         if text and text not in _ACCEPTED[name]:
-            raise ValueError(f"{name} must be unset or one of {', '.join(_ACCEPTED[name])}; got {text!r}")
+            wrong.append(f"{name} must be unset or one of {', '.join(_ACCEPTED[name])}; got {text!r}")
+            return None
         return text or None
 
+    choices: dict[str, str] = {}
+    try:
+        choices = read_choices(environ.get("DSV4_SM120_SET", ""))
+    except ValueError as error:
+        wrong.append(str(error))
     return Settings(
         off=value("DSV4_SM120") == "off",
         force=value("DSV4_SM120_FORCE"),
         shadow=value("DSV4_SM120_SHADOW"),
         on_broken=value("DSV4_SM120_ON_BROKEN") or "raise",
         report=environ.get(REPORT) or None,
-        choices=read_choices(environ.get("DSV4_SM120_SET", "")),
+        choices=choices,
         profile=environ.get("DSV4_SM120_PROFILE") or None,
         unreviewed=value("DSV4_SM120_UNREVIEWED") or "warn",
+        wrong=tuple(wrong),
     )
 
 

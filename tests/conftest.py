@@ -77,3 +77,15 @@ def device():
     import torch
 
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def bench(request, monkeypatch):
+    """The module bench/NAME.py of a file test_bench_NAME.py."""
+    name = request.path.stem.removeprefix("test_bench_")
+    monkeypatch.syspath_prepend(str(REPO / "bench"))
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", REPO / f"bench/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module

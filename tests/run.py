@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The test command: builds the artifact, then ruff and pytest.
+"""The test command: builds the artifact, then ruff, clang-format and pytest.
 
     python3 tests/run.py [pytest arguments]          what needs no GPU, in an environment of its own (requirements.txt)
     python3 tests/run.py --gpu [pytest arguments]    the tests marked gpu, with this interpreter's own torch and pytest
@@ -60,9 +60,13 @@ def run_without_gpu(arguments: list[str]) -> int:
     # The build runs on the interpreter that started us, not on the private one: it must need the standard library only.
     if code := subprocess.run([sys.executable, *BUILD], env=environment, cwd=REPO).returncode:
         return code
-    lint = subprocess.run(
-        [python, "-m", "ruff", "check", "--output-format=concise", "."], env=environment, cwd=REPO
-    ).returncode
+    sources = [p for p in sorted((REPO / "csrc").rglob("*")) if p.suffix in (".cpp", ".cu", ".cuh", ".h")]
+    checks = {
+        "ruff": [python, "-m", "ruff", "check", "--output-format=concise", "."],
+        "ruff format": [python, "-m", "ruff", "format", "--check", "."],
+        "clang-format": [str(Path(python).with_name("clang-format")), "--dry-run", "-Werror", *map(str, sources)],
+    }
+    faulty = [name for name, lint in checks.items() if subprocess.run(lint, env=environment, cwd=REPO).returncode]
     # A file's tests stay together: its wheels are unpacked and its interpreters started once. One process more than
     # cores, for those that wait for servers; in the order of the folders, which has the long files early.
     spread = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
@@ -70,9 +74,9 @@ def run_without_gpu(arguments: list[str]) -> int:
     tests = subprocess.run(command, env=environment, cwd=REPO).returncode
     if any(device.exists() for device in GPU_DEVICES):
         say("this machine has a GPU; its tests were not selected. Run them with: python3 tests/run.py --gpu")
-    if lint:
-        say("ruff found faults, see above pytest's output")
-    return tests or lint
+    if faulty:
+        say(f"{' and '.join(faulty)} found faults, see above pytest's output")
+    return tests or len(faulty)
 
 
 def run_on_gpu(arguments: list[str]) -> int:
@@ -88,7 +92,7 @@ def run_on_gpu(arguments: list[str]) -> int:
     present = [
         sys.executable,
         "-c",
-        "import sys; from deepseek_v4_sm120 import extension; sys.exit(extension.explain())",
+        "import sys; from deepseek_v4_sm120.ops.shared import extension; sys.exit(extension.explain())",
     ]
     if subprocess.run(present, env=environment, cwd=REPO).returncode != 0:
         build = [sys.executable, *BUILD, "--python", sys.executable]

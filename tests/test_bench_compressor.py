@@ -2,25 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
-import pytest
-
 from deepseek_v4_sm120.ops.compressor import MAX_ROWS
-
-BENCH = Path(__file__).resolve().parent.parent / "bench"
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    spec = importlib.util.spec_from_file_location("bench_compressor", BENCH / "compressor.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_kind_with_and_without_ends(bench):

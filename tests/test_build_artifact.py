@@ -1,10 +1,16 @@
 """The build's own refusals: each check must be able to fail."""
 
+import os
+import shutil
 import subprocess
+import time
+from pathlib import Path
 
 import build_artifact
+import build_results
 import pytest
-from build_artifact import REPO, BuildError, KernelUse
+from build_artifact import KernelUse
+from build_results import BuildError, Results
 
 LOG = """\
 ptxas info    : 0 bytes gmem
@@ -52,7 +58,7 @@ def test_a_kernel_that_spills_is_seen_in_this_compilers_own_log(tmp_path):
         "#pragma unroll\nfor (int i = 0; i < 64; i++) a[i] = p[i * 32 + threadIdx.x];\n__syncthreads();\n"
         "#pragma unroll\nfor (int i = 0; i < 64; i++) p[i * 64 + threadIdx.x] = a[63 - i] * a[(i * 7) % 64]; }\n"
     )
-    toolkit = build_artifact.find_toolkit(None, REPO / ".build-cache")
+    toolkit = build_artifact.find_toolkit(None, build_artifact.CACHE)
     command = [
         toolkit.nvcc,
         "-gencode=arch=compute_90a,code=sm_90a",
@@ -79,6 +85,70 @@ def test_library_with_a_stranger_in_needed_is_refused(tmp_path):
     subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,--no-as-needed", "-o", library, source, stranger], check=True)
     with pytest.raises(BuildError, match="libtorch.so"):
         build_artifact.check_library(library)
+
+
+@pytest.fixture
+def sources(tmp_path) -> Path:
+    """A csrc/ of one source and what it includes."""
+    folder = tmp_path / "csrc"
+    (folder / "op").mkdir(parents=True)
+    (folder / "common.h").write_text("#define ANSWER 42\n")
+    (folder / "op/op.h").write_text('#pragma once\n#include "../common.h"\n')
+    (folder / "op/op.cpp").write_text('#include "op/op.h"\n#include <cstdio>\nint f() { return ANSWER; }\n')
+    return folder
+
+
+def compiled(sources: Path, tools: str = "gcc", *flags: str) -> Path:
+    results = Results(sources.parent / "results", sources, tools)
+    return results.make(["g++", "-I.", *flags, "-c", "op/op.cpp"], results.included(sources / "op/op.cpp"), ".o")
+
+
+def test_what_was_made_of_the_same_content_is_not_made_again(sources, capsys):
+    first = compiled(sources)
+    assert "for op/op.cpp" in capsys.readouterr().out and first.stat().st_size > 0
+    for path in sources.rglob("*"):
+        os.utime(path, (0, 0))
+    assert compiled(sources) == first
+    clone = shutil.copytree(sources, sources.parent / "clone/csrc")
+    (clone.parent / "results").symlink_to(first.parent)
+    assert compiled(clone).samefile(first)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_goes_into_a_result_makes_another(sources, monkeypatch):
+    made = [compiled(sources), compiled(sources, "another gcc"), compiled(sources, "gcc", "-O1")]
+    for name in ("common.h", "op/op.h", "op/op.cpp"):
+        (sources / name).write_text((sources / name).read_text() + "// changed\n")
+        made.append(compiled(sources))
+    monkeypatch.setenv("CPATH", str(sources))
+    made.append(compiled(sources))
+    assert len(set(made)) == len(made) and all(path.exists() for path in made)
+
+
+def test_a_command_that_fails_leaves_no_result(sources):
+    (sources / "op/op.h").write_text("#error of the test\n")
+    for _ in range(2):
+        with pytest.raises(BuildError, match="of the test"):
+            compiled(sources)
+
+
+def test_a_header_that_is_not_there_is_named(sources):
+    (sources / "op/op.h").write_text('#include "nowhere.h"\n')
+    with pytest.raises(BuildError, match="op.h includes nowhere.h"):
+        compiled(sources)
+
+
+def test_results_that_nobody_used_go(sources):
+    kept, first = compiled(sources), compiled(sources, "gcc", "-O1")
+    old = time.time() - (build_results.UNUSED_DAYS + 1) * 86400
+    for path in (first, first.with_name(f"{first.name}.log")):
+        os.utime(path, (old, old))
+    assert compiled(sources) == kept and [*first.parent.glob(f"{first.name}*")] == []
+    assert compiled(sources, "gcc", "-O1").exists()
+
+
+def test_the_longest_are_in_the_tree():
+    assert all((build_artifact.CSRC / name).is_file() for name in build_artifact.LONGEST)
 
 
 def test_failing_build_leaves_the_earlier_folder(tmp_path):

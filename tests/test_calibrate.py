@@ -9,12 +9,13 @@ import torch
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.__main__ import main
-from deepseek_v4_sm120.calibrate import command, index_select, mxfp4_moe, provider, sparse_decode, worker
-from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
+from deepseek_v4_sm120.commands.calibrate import command, worker
 from deepseek_v4_sm120.ops import index_select as index_op
 from deepseek_v4_sm120.ops import mxfp4_moe as moe_op
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.patching import profile
+from deepseek_v4_sm120.specs import index_select, mxfp4_moe, provider, sparse_decode
+from deepseek_v4_sm120.specs.provider import OURS, STOCK
 
 SHAPES = {"tp": 2, "context": 131_072, "concurrency": 8, "quick": True}
 
@@ -135,9 +136,7 @@ def torch_provider(described):
 
 @pytest.mark.parametrize("kind", ["window", "C4", "C128 at 1K"])
 def test_the_torch_provider_is_right(kind, monkeypatch):
-    from deepseek_v4_sm120.reference import sparse_decode_inputs
-
-    on_cpu(monkeypatch, sparse_decode_inputs)
+    on_cpu(monkeypatch, sparse_decode)
     case = next(c for c in sparse_decode.cases(**SHAPES | {"context": 1024}) if c.kind == kind)
     call = torch_provider(sparse_decode)
     for inputs in sparse_decode.correctness_inputs(case):
@@ -147,9 +146,8 @@ def test_the_torch_provider_is_right(kind, monkeypatch):
 @pytest.mark.parametrize("case", index_select.cases(**SHAPES | {"context": 4096}), ids=lambda case: case.name)
 def test_a_selection_is_judged_by_its_entries(case, monkeypatch):
     from deepseek_v4_sm120.reference import index_select as reference
-    from deepseek_v4_sm120.reference import index_select_inputs
 
-    on_cpu(monkeypatch, index_select_inputs)
+    on_cpu(monkeypatch, index_select)
     monkeypatch.setattr(index_select, "CHECKED_PREFILL_ROWS", 9)
     for one in index_select.correctness_inputs(case):
         assert int(one.inputs.page_table.max()) < one.inputs.k_pages.shape[0]
@@ -194,15 +192,13 @@ def test_the_experts_are_those_of_a_rank(monkeypatch):
     cases = mxfp4_moe.cases(**SHAPES)
     assert {c.inter for c in cases} == {1024} and [c.rows for c in cases] == [1, 8, 2048]
     assert cases[0].bytes_per_call == pytest.approx(6 * 13_369_344 / 2, rel=0.02)
-    assert mxfp4_moe.DECODE_ROWS == moe_op.DECODE_ROWS < mxfp4_moe.CHECKED_PREFILL_ROWS
+    assert moe_op.DECODE_ROWS < mxfp4_moe.CHECKED_PREFILL_ROWS
     mxfp8 = next(p for p in mxfp4_moe.providers() if p.name == mxfp4_moe.OURS_MXFP8)
     assert [c.rows for c in cases if mxfp8.handles(c)] == [2048]
 
 
 def test_the_torch_experts_are_right():
-    from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs
-
-    inputs = make_inputs(Shape(3, 256, 128, 16, routed_scaling=1.5), device="cpu")
+    inputs = mxfp4_moe.make_inputs(mxfp4_moe.Shape(3, 256, 128, 16, routed_scaling=1.5), device="cpu")
     result = torch_provider(mxfp4_moe)(inputs)
     assert mxfp4_moe.error("torch", result, inputs) < 0.01
     assert mxfp4_moe.error("torch", result.roll(1, dims=0), inputs) > 0.5

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.calibrate import bf16_linear, compressor, fp8_linear, mhc, provider, wo_a
-from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
-from deepseek_v4_sm120.ops import bf16_linear as bf16_op
 from deepseek_v4_sm120.ops import compressor as compressor_op
 from deepseek_v4_sm120.ops import fp8_linear as fp8_op
 from deepseek_v4_sm120.ops import mhc as mhc_op
 from deepseek_v4_sm120.ops import wo_a as wo_a_op
+from deepseek_v4_sm120.specs import bf16_linear, bounds, compressor, fp8_linear, mhc, provider, wo_a
+from deepseek_v4_sm120.specs.provider import OURS, STOCK
 
 SHAPES = {"tp": 2, "context": 131_072, "concurrency": 8, "quick": True}
 
@@ -22,7 +21,6 @@ def torch_provider(described):
 
 
 def test_the_shapes_of_the_small_operators():
-    assert (bf16_linear.MOST_ROWS, fp8_linear.MOST_ROWS) == (bf16_op.MAX_ROWS, fp8_op.MAX_ROWS)
     more = SHAPES | {"quick": False}
     assert [c.rows for c in mhc.cases(**SHAPES)] == [1, 8, 2048] and mhc_op.MANY_ROWS <= 2048
     assert [c.rows for c in mhc.cases(**more)] == [1, 8, 16, 32, 64, 2048]
@@ -35,7 +33,7 @@ def test_the_shapes_of_the_small_operators():
     assert of_a_step["wo_b"] == (4096, 4096, 43) and of_a_step["index_wq_b"] == (8192, 1024, 21)
     assert "wo_a" not in of_a_step and sum(calls for *_, calls in of_a_step.values()) == 236
     assert [c.name for c in wo_a.cases(**SHAPES)] == [f"4 x [1024, 4096], {rows} rows" for rows in (1, 8, 2048)]
-    assert [c.rotates for c in wo_a.cases(**SHAPES)] == [True, True, False] and wo_a.MOST_ROWS == wo_a_op.MAX_ROWS
+    assert [c.rotates for c in wo_a.cases(**SHAPES)] == [True, True, False]
     assert wo_a_op.FP8_ROWS < wo_a.CHECKED_PREFILL_ROWS <= wo_a.PREFILL_ROWS
     assert wo_a.cases(**SHAPES | {"tp": 8})[0].bytes_per_call == 4 << 20
     assert mhc.Case(8).bytes_per_call == pytest.approx(8 * 10 * 8192 + 24 * 65536, rel=0.01)
@@ -61,12 +59,12 @@ def test_the_torch_fp8_layer_is_right(case):
 
     (inputs,) = fp8_linear.correctness_inputs(case, "cpu")
     result = torch_provider(fp8_linear)(inputs)
-    assert fp8_linear.error("torch", result, inputs) < fp8_linear.MAX_ERROR
+    assert fp8_linear.error("torch", result, inputs) < bounds.FP8_LINEAR.truth
     assert fp8_linear.error("torch", result.roll(1, dims=1), inputs) > 0.5
     inputs.x, x = quantized_activations(inputs.x), inputs.x  # what stock computes
     result = torch_provider(fp8_linear)(inputs)
     inputs.x = x
-    assert fp8_linear.MAX_ERROR < fp8_linear.error(STOCK, result, inputs) < fp8_linear.LOOSE_ERROR
+    assert bounds.FP8_LINEAR.truth < fp8_linear.error(STOCK, result, inputs) < bounds.FP8_LINEAR.others
     one, other = fp8_linear.TimingInputs("cpu").calls(case, 2)
     assert one.weight.data_ptr() != other.weight.data_ptr() and one.scale.dtype == torch.float32
     assert torch.equal(one.scale, torch.exp2(one.scale.log2().round())) and fp8_op.takes(one.weight, one.scale)
@@ -127,7 +125,7 @@ def test_stock_takes_its_own_kernel_for_the_router(monkeypatch):
 def test_the_stock_boundary_of_a_release(version, sm120, called, monkeypatch):
     """The pieces that SGLang calls by default, with a server's answers made up, in the operator's order."""
     from deepseek_v4_sm120.reference import mhc as reference
-    from deepseek_v4_sm120.reference.mhc_inputs import Shape, make_inputs
+    from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
 
     inputs, found = make_inputs(Shape(2), device="cpu"), []
     truth = torch_provider(mhc)(inputs)
@@ -172,7 +170,7 @@ def test_the_stock_boundary_of_a_release(version, sm120, called, monkeypatch):
     monkeypatch.setattr(mhc, "sglang_version", lambda: version)
     monkeypatch.delenv("SGLANG_OPT_DEEPGEMM_HC_PRENORM", raising=False)
     result = mhc._stock()(inputs)
-    assert found == called and mhc.error(STOCK, result, inputs) < mhc.LOOSE_ERROR
+    assert found == called and mhc.error(STOCK, result, inputs) < bounds.MHC.others
     assert (mhc.os.environ.get("SGLANG_OPT_DEEPGEMM_HC_PRENORM") == "0") == sm120
     monkeypatch.setenv("SGLANG_OPT_DEEPGEMM_HC_PRENORM", "")  # undone with the test
     beside = mhc._fused_problem()
@@ -250,7 +248,7 @@ def test_the_output_projection_is_judged_with_its_rotation(prefill):
     (inputs,) = wo_a.correctness_inputs(case, "cpu")
     result = torch_provider(wo_a)(inputs)
     assert result.shape == (wo_a.CHECKED_PREFILL_ROWS if prefill else 3, 1024)
-    assert 0.001 < wo_a.error("torch", result, inputs) < wo_a.MAX_ERROR
+    assert 0.001 < wo_a.error("torch", result, inputs) < bounds.WO_A.truth
     assert wo_a.error(OURS, result.roll(1, dims=1), inputs) > 0.5
     if prefill:
         assert not inputs.rotation
@@ -258,7 +256,7 @@ def test_the_output_projection_is_judged_with_its_rotation(prefill):
     kept, inputs.rotation = inputs.rotation, {}
     without = torch_provider(wo_a)(inputs)
     inputs.rotation = kept
-    assert wo_a.error(OURS, without, inputs) > wo_a.LOOSE_ERROR
+    assert wo_a.error(OURS, without, inputs) > bounds.WO_A.others
 
 
 def test_stock_rotates_a_copy_in_place_and_expands_every_weight_once(monkeypatch):
@@ -292,22 +290,20 @@ COMPRESSORS = compressor.cases(**SHAPES | {"concurrency": 9})
 
 
 def test_what_a_step_has_of_compressors():
-    from deepseek_v4_sm120.reference.compressor_inputs import KINDS, width_of
-
     assert compressor.MOST_ROWS <= compressor_op.MAX_ROWS and len(COMPRESSORS) == 12
-    for kind in compressor.KINDS:
-        ratio, head_dim, _ = KINDS[kind.name]
-        assert (kind.ratio, kind.token_bytes) == (ratio, 4 * width_of(ratio, head_dim))
-        of_kind = [c for c in COMPRESSORS if c.kind == kind and c.rows == 9]
-        assert sum(c.calls for c in of_kind) == pytest.approx(kind.layers)
-    one = {(c.kind.name, c.ends): c.calls for c in COMPRESSORS if c.rows == 1}
+    for kind, layers in compressor.LAYERS.items():
+        ratio, head_dim, _ = compressor.KINDS[kind]
+        none, some = (c for c in COMPRESSORS if c.kind == kind and c.rows == 9)
+        assert none.calls + some.calls == pytest.approx(layers)
+        assert none.bytes_per_call == 9 * 4 * compressor_op.width(ratio, head_dim) < some.bytes_per_call
+    one = {(c.kind, c.ends): c.calls for c in COMPRESSORS if c.rows == 1}
     assert one["c4", True] == pytest.approx(21 / 4) and one["c128", True] == pytest.approx(20 / 128)
     for case in COMPRESSORS:
         for turn in range(case.turns):
             places = case.places(turn)
-            assert len(places) == case.rows and all(1 <= place <= case.kind.ratio for place in places)
-            assert (case.kind.ratio in places) == case.ends
-        assert case.places(0).count(case.kind.ratio) == case.ended
+            assert len(places) == case.rows and all(1 <= place <= case.ratio for place in places)
+            assert (case.ratio in places) == case.ends
+        assert case.places(0).count(case.ratio) == case.ended
         assert case.rows == 1 or case.turns == 1 or case.places(0) != case.places(1)
 
 
@@ -315,11 +311,11 @@ def test_what_a_step_has_of_compressors():
 def test_a_compressor_is_judged_by_entries_and_state(case):
     run = torch_provider(compressor)
     for inputs in compressor.correctness_inputs(case, "cpu"):
-        assert compressor.error("torch", run(inputs), inputs) < compressor.MAX_ERROR
+        assert compressor.error("torch", run(inputs), inputs) < bounds.COMPRESSOR.others
         write, own = inputs.inputs.plan.view(torch.int32)[:, 1], inputs.inputs.plan.view(torch.int32)[:, 3]
         if case.ends:
             inputs.inputs.cache[int(inputs.inputs.out_loc.max()) // inputs.inputs.page_size].bitwise_xor_(0x55)
-            assert compressor.error("torch", inputs, inputs) > compressor.MAX_ERROR
+            assert compressor.error("torch", inputs, inputs) > bounds.COMPRESSOR.others
         else:
             inputs.inputs.state.flatten(0, 1)[int(write[-1]), 3] += 1
             assert compressor.error("torch", inputs, inputs) == float("inf")

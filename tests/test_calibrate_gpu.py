@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_v4_sm120 import OPS
-from deepseek_v4_sm120.calibrate.provider import OURS
+from deepseek_v4_sm120.specs.provider import OURS
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
 

@@ -5,54 +5,57 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from deepseek_v4_sm120.calibrate import command, mxfp4_moe, provider, worker
-from deepseek_v4_sm120.calibrate.provider import OURS, STOCK
-from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.commands.calibrate import command, worker
+from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.patching import profile
+from deepseek_v4_sm120.specs import mxfp4_moe, provider
+from deepseek_v4_sm120.specs.provider import OURS, STOCK
 
 SHAPES = {"tp": 2, "context": 131_072, "concurrency": 8, "quick": True}
 
 WORKER = """
 import json, sys, time
-from deepseek_v4_sm120.calibrate import worker
+def say(**values):
+    print(f"\\nMARK{json.dumps(values)}", flush=True)
 shapes, jobs, seconds = map(json.loads, sys.argv[1:])
 print("noise")
 for name, provider in jobs:
-    worker.say(job=[name, provider])
+    say(job=[name, provider])
     what = WHAT.get(f"{name} {provider}", WHAT.get(provider, {"us": 10.0}))
-    for case in worker.operator(name).cases(**shapes):
+    for case in CASES[name]:
         if "sleep" in what:
             print("{still here", flush=True)
             time.sleep(what["sleep"])
         if "problem" in what:
-            worker.say(problem=what["problem"])
+            say(problem=what["problem"])
             break
         if "crash" in what:
             raise RuntimeError(what["crash"])
-        worker.say(case=case.name, **({"error": 0.001, "how": "graph"} | what))
+        say(case=case, **({"error": 0.001, "how": "graph"} | what))
         what.pop("crash_later", None) and sys.exit("illegal access")
-    worker.say(done=True)
+    say(done=True)
 """
 
 
 @pytest.fixture
 def workers(tmp_path, monkeypatch):
     """workers(what) -> measure(names, ..) with workers that answer as told; `started`: their jobs."""
-    script, started, real = tmp_path / "worker.py", [], subprocess.Popen
-    monkeypatch.setenv("PYTHONPATH", str(Path(worker.__file__).parents[2]))
+    script, template, started, real = tmp_path / "worker.py", [], [], subprocess.Popen
 
     def popen(words, **how):
-        started.append([tuple(job) for job in json.loads(words[4])])
+        shapes, jobs = map(json.loads, words[3:5])
+        started.append([tuple(job) for job in jobs])
+        cases = {name: [case.name for case in worker.operator(name).cases(**shapes)] for name, _ in jobs}
+        script.write_text(template[0].replace("CASES", repr(cases)))
         assert how["env"]["DSV4_SM120"] == "off" and how["start_new_session"]
         return real([sys.executable, str(script), *words[3:]], **how)
 
     def prepare(**what):
-        script.write_text(WORKER.replace("WHAT", repr(what)))
+        template[:] = [WORKER.replace("WHAT", repr(what)).replace("MARK", worker.MARK)]
         monkeypatch.setattr(command.subprocess, "Popen", popen)
         return started
 
@@ -162,7 +165,12 @@ def test_a_module_that_does_not_load_writes_no_verdict(workers):
 
 
 def worker_says(jobs, seconds=None):
-    words = [sys.executable, "-m", "deepseek_v4_sm120.calibrate.worker", *map(json.dumps, (SHAPES, jobs, seconds))]
+    words = [
+        sys.executable,
+        "-m",
+        "deepseek_v4_sm120.commands.calibrate.worker",
+        *map(json.dumps, (SHAPES, jobs, seconds)),
+    ]
     done = subprocess.run(words, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith(worker.MARK)]
     return [json.loads(line.removeprefix(worker.MARK)) for line in lines]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from deepseek_v4_sm120.__main__ import main
-from deepseek_v4_sm120.calibrate import command as calibrate
-from deepseek_v4_sm120.console import CommandError
-from deepseek_v4_sm120.serve import command as serve
+from deepseek_v4_sm120.commands.calibrate import command as calibrate
+from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.serve import command as serve
 
 REPO = Path(__file__).resolve().parent.parent
 PLAN = ["--gpus", "2", "--memory", "96"]
@@ -64,7 +64,7 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["plan", "--model", "/nowhere"], "there is no /nowhere"),
+        (["plan", "--model", "/nowhere"], "config.json: /nowhere cannot be read: No such"),
         (["plan", "--gpus", "3"], "divides into"),
         (["plan", "--memory", "nan"], "--memory must be 8 to 1024 GB"),
         (["plan", "--profile", "/nowhere.json"], "cannot be read"),
@@ -285,7 +285,7 @@ def test_where_a_server_answers(host, given, url, monkeypatch):
 
 
 def test_an_address_of_the_other_kind_is_tried_as_it_is(monkeypatch):
-    from deepseek_v4_sm120.doctor import nvidia_smi
+    from deepseek_v4_sm120.commands.doctor import nvidia_smi
 
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(nvidia_smi, "read", lambda run: nvidia_smi.Smi((object(),), None, None, {}))
@@ -371,7 +371,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("deepseek_v4_sm120.doctor.command.run", interrupted)
+    monkeypatch.setattr("deepseek_v4_sm120.commands.doctor.command.run", interrupted)
     assert main(["doctor"]) == 130 and "interrupted" in capsys.readouterr().err
 
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from deepseek_v4_sm120 import console
-from deepseek_v4_sm120.doctor.command import show
-from deepseek_v4_sm120.doctor.finding import warn
+from deepseek_v4_sm120.commands import console
+from deepseek_v4_sm120.commands.doctor.command import show
+from deepseek_v4_sm120.commands.doctor.finding import warn
 
 EVIL = "a\x1b[2J\x1b]0;x\x07\x9b1m\u202e\ud800 \U0001f600 --api-key CaNaRy"
 

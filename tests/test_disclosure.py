@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from deepseek_v4_sm120.disclosure import HIDDEN, is_secret, printable, redacted, shown
+from deepseek_v4_sm120.commands.disclosure import HIDDEN, is_secret, printable, redacted, shown
 
 SECRET = "CaNaRy7"
 TWO = f"{SECRET} {SECRET}"

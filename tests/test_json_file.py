@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from deepseek_v4_sm120 import json_file
+from deepseek_v4_sm120.patching import json_file
 
 
 def test_what_is_json_is_read(tmp_path):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_v4_sm120 import extension
-from deepseek_v4_sm120.kv_page_layout import kv_page_layout
+from deepseek_v4_sm120.ops.shared import extension
+from deepseek_v4_sm120.ops.shared.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.reference import kv_pages
 
 SGLANG_PAGE = Path(__file__).parent / "data" / "sglang_0_5_17_page.json"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from deepseek_v4_sm120 import OPS, __version__
-from deepseek_v4_sm120.console import CommandError
+from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.plan import command, launch, memory, models, roofline
 from deepseek_v4_sm120.patching import profile
-from deepseek_v4_sm120.plan import command, launch, memory, models, roofline
 
 CONFIG = Path(__file__).parent / "data/flash_config.json"
 MEMORY = int(96 * launch.REPORTED_PER_GB)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepseek_v4_sm120.plan import memory, models
+from deepseek_v4_sm120.commands.plan import memory, models
 
 ROWS = 2048
 
@@ -25,7 +25,7 @@ def test_the_experts_of_a_chunk():
     import torch
 
     from deepseek_v4_sm120.ops.mxfp4_moe import BLOCK_SCALED_MAJOR, mxfp4_moe
-    from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs
+    from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs
 
     inputs = make_inputs(Shape(ROWS, models.FLASH.hidden, models.FLASH.expert_width // 2, 32)).arguments()
     native = torch.cuda.get_device_capability()[0] == BLOCK_SCALED_MAJOR
@@ -44,7 +44,7 @@ def test_the_selection_at_any_context(rows, bound):
     import torch
 
     from deepseek_v4_sm120.ops.index_select import index_select
-    from deepseek_v4_sm120.reference.index_select_inputs import Shape, make_inputs
+    from deepseek_v4_sm120.specs.index_select import Shape, make_inputs
 
     inputs = make_inputs(Shape(rows, (1000,), rows_per_request=rows, columns=4096)).arguments()  # 1M tokens captured
     out = torch.empty((rows, 512), dtype=torch.int32, device="cuda")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120.plan import launch, memory, models
+from deepseek_v4_sm120.commands.plan import launch, memory, models
 from tests.patching.conftest import sglang_wheel  # noqa: F401
 from tests.patching.wheels import RELEASES
 

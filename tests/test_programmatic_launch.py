@@ -12,6 +12,7 @@ from pathlib import Path
 import build_artifact
 import pytest
 
+from deepseek_v4_sm120.ops.shared import extension
 from tests import sass
 from tests.programmatic_launch import BEFORE, BEHIND, KERNELS, NEVER, POINTERS, PROBES, docs_table
 
@@ -27,11 +28,11 @@ EARLY_WEIGHTS = {"bf16_linear", "fp8_linear, few rows", "fp8_linear, few rows, n
 WEIGHT_LOAD = re.compile(r"\bLDG\.\S*LTC256B")
 
 
-def fatbins(module: Path) -> list[bytes]:
+def fatbins(library: Path) -> list[bytes]:
     """One for each CUDA source."""
     from elftools.elf.elffile import ELFFile
 
-    with module.open("rb") as stream:
+    with library.open("rb") as stream:
         data = ELFFile(stream).get_section_by_name(".nv_fatbin").data()
     found, at = [], 0
     while at + 16 <= len(data):
@@ -52,7 +53,7 @@ def machine_code(cubin: Path) -> dict[str, bytes]:
         return {s.name.removeprefix(".text."): s.data() for s in sections if s.name.startswith(".text.")}
 
 
-def disassembled(module: Path, folder: Path) -> dict[str, dict[str, list[str]]]:
+def disassembled(library: Path, folder: Path) -> dict[str, dict[str, list[str]]]:
     """Lines of every function by architecture; those of sm_121a that are sm_120a's to the byte are left out."""
     files = metadata.files("nvidia-cuda-cuobjdump")
     cuobjdump = next(f.locate() for f in files if Path(f).name == "cuobjdump")
@@ -64,12 +65,12 @@ def disassembled(module: Path, folder: Path) -> dict[str, dict[str, list[str]]]:
         functions = sass.split(listing)
         assert functions, cubin
         if arch == "sm_121a":
-            own, other = machine_code(cubin), machine_code(Path(str(cubin).replace("sm_121a", "sm_120a")))
+            own, other = machine_code(cubin), machine_code(next(cubin.parent.glob("*.sm_120a.cubin")))
             functions = {name: lines for name, lines in functions.items() if own[name] != other.get(name)}
         return functions
 
     tasks = []
-    for i, fatbin in enumerate(fatbins(module)):
+    for i, fatbin in enumerate(fatbins(library)):
         here = folder / str(i)
         here.mkdir()
         (here / "all.fatbin").write_bytes(fatbin)
@@ -93,7 +94,7 @@ def offsets(folder: Path) -> dict[str, dict[int, str]]:
         for name in (*constant, *produced):
             lines.append(f'  std::printf("{struct_} {name} %zu\\n", offsetof(dsv4::{struct_}, {name}));')
     (folder / "offsets.cpp").write_text("\n".join([*lines, "}"]))
-    include = build_artifact.find_toolkit(None, REPO / ".build-cache").include
+    include = build_artifact.find_toolkit(None, build_artifact.CACHE).include
     program = folder / "offsets"
     command = ["g++", "-std=c++17", "-w", "-I", build_artifact.CSRC, "-isystem", include, folder / "offsets.cpp"]
     subprocess.run([*map(str, command), "-o", str(program)], check=True)
@@ -120,9 +121,9 @@ class Found:
 
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory) -> dict[str, dict[str, list[str]]]:
-    modules = sorted(PACKAGE.glob("_C*.so"))
-    assert modules, f"no module in {PACKAGE}: run python3 csrc/build_artifact.py"
-    return disassembled(modules[0], tmp_path_factory.mktemp("cubins"))
+    library = PACKAGE / extension.LIBRARY
+    assert library.is_file(), f"no {library}: run python3 csrc/build_artifact.py"
+    return disassembled(library, tmp_path_factory.mktemp("cubins"))
 
 
 def short(mangled: list[str]) -> list[str]:

@@ -6,10 +6,13 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
-from deepseek_v4_sm120 import OPS, extension, selftest
+from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.commands import selftest
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import kv_pages
-from deepseek_v4_sm120.selftest.check import ON_GPU
+from deepseek_v4_sm120.specs.check import ON_GPU, Failure, same, within
 
 
 def outcomes(capsys, *arguments: str) -> tuple[int, dict]:
@@ -24,6 +27,21 @@ def test_every_operator_has_checks_with_and_without_a_gpu():
         for operator in OPS:
             needs = {check.needs for check in selftest.checks(quick) if check.operator == operator}
             assert ("torch",) in needs and ON_GPU in needs
+
+
+@pytest.mark.parametrize("error", [0.0021, float("nan"), float("inf")])
+def test_an_error_above_its_bound_is_a_failure(error):
+    assert within(0.002, 0.002) == "relative error 0.002"
+    with pytest.raises(Failure, match=f"of y {error:.2g}, allowed 0.002"):
+        within(error, 0.002, "of y")
+
+
+def test_other_numbers_are_a_failure():
+    one = torch.tensor([1.0, 0.0, 3.0])
+    same(one, torch.tensor([1.0, -0.0, 3.0]), "both")
+    for other in (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, float("nan"), 3.0])):
+        with pytest.raises(Failure, match="both differ in 1 of 3"):
+            same(one, other, "both")
 
 
 def test_nothing_fails_here(capsys):
@@ -65,8 +83,6 @@ def test_a_missing_module_is_a_failure_that_says_what_to_do(monkeypatch, capsys)
 
 
 def test_a_gpu_that_is_required_and_not_there_is_a_failure(capsys, monkeypatch):
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(extension, "explain", lambda: None)
     run = selftest._run
@@ -81,8 +97,6 @@ def test_a_gpu_that_is_required_and_not_there_is_a_failure(capsys, monkeypatch):
 @pytest.mark.gpu
 def test_everything_runs_on_a_gpu(capsys):
     status, found = outcomes(capsys)
-    import torch
-
     if torch.cuda.get_device_capability()[0] != 12:
         skipped = found.pop(("card", "block-scaled mma against software"))
         assert (skipped["result"], "no block-scaled mma" in skipped["detail"]) == ("NOT RUN", True)

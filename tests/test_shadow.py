@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from deepseek_v4_sm120 import shadow
 from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.sglang_patches import shadow
 
 BOUND = 0.004
 
@@ -182,7 +182,7 @@ def test_writer_rewrites_the_report_while_calls_arrive(tmp_path):
     """In a process of its own that is killed, as the engine's are."""
     script = f"""
 import os, signal, sys, time, types, torch
-from deepseek_v4_sm120 import shadow
+from deepseek_v4_sm120.sglang_patches import shadow
 written = []
 def write(engine):
     with open({str(tmp_path / "out")!r}, "w") as f:

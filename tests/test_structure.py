@@ -5,42 +5,49 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from deepseek_v4_sm120 import OPS
-from deepseek_v4_sm120.sglang_patches import TABLE
+from deepseek_v4_sm120.sglang_patches.table import TABLE
 
 REPO = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_README_LINES, MAX_README_COLUMNS = 180, 160
+MAX_CONTENTS_LINES, MAX_PROSE_COLUMNS = 30, 140  # of docs/notes/README.md; of a page by hand, but for its tables
 
 LAYERS = (
+    "csrc/{op}/bindings.h",
     "csrc/{op}/launch.cu",
     "csrc/{op}/{op}.h",
-    "deepseek_v4_sm120/sglang_adapters/{op}.py",
+    "deepseek_v4_sm120/sglang_patches/adapters/{op}.py",
     "deepseek_v4_sm120/ops/{op}.py",
     "deepseek_v4_sm120/reference/{op}.py",
-    "deepseek_v4_sm120/selftest/{op}.py",
+    "deepseek_v4_sm120/specs/{op}.py",
     "tests/adapters/test_{op}.py",
     "tests/ops/test_{op}_gpu.py",
     "tests/ops/test_{op}_reference.py",
     "bench/{op}.py",
+    "docs/notes/{op}.md",
 )
 # files of an operator's layer that belong to none
 SHARED = {
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
-    "deepseek_v4_sm120/sglang_adapters": {"argument_defaults", "platform_seams", "scheduling"},
-    "bench": {"common", "kernel_report", "measured", "sparse_prefill", "tune_moe"},
+    "deepseek_v4_sm120/specs": {"bounds", "check", "provider"},
+    "deepseek_v4_sm120/sglang_patches/adapters": {
+        *("argument_defaults", "attention_forward", "kept_weights", "platform_seams", "scheduling", "waiting"),
+    },
+    "bench": {"common", "kernel_report", "load_time", "measured", "sparse_prefill", "tune_moe"},
 }
 # the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each
 # other; SGLang (the load generator's process) and matplotlib (the plots) are looked for when they are needed
 CLIENT_FOLDERS = ("bench/serving", "bench/quality")
 # of the package, what the client shares with it: these need the standard library only, too
-CLIENT_SHARES = ("deepseek_v4_sm120.disclosure", "deepseek_v4_sm120.json_file")
+CLIENT_SHARES = ("deepseek_v4_sm120.commands.disclosure", "deepseek_v4_sm120.patching.json_file")
 # of bench/quality, what is no gate
 NO_GATE = {
     *("corruption_marks", "gates", "greedy", "in_flight", "server_load", "soak_state", "verdict", "whole"),
@@ -77,14 +84,39 @@ def test_the_operator_is_public_and_patched(op):
 
 
 @pytest.mark.parametrize(
-    "folder", ["deepseek_v4_sm120/ops", "deepseek_v4_sm120/reference", "deepseek_v4_sm120/sglang_adapters", "bench"]
+    "folder",
+    [*(f"deepseek_v4_sm120/{layer}" for layer in ("ops", "reference", "sglang_patches/adapters", "specs")), "bench"],
 )
 def test_a_layer_holds_operators_only(folder):
-    """A module is an operator's, or starts with its name (sparse_decode_inputs), or is shared and said to be."""
+    """A module is an operator's, or starts with its name (mxfp4_moe_cases), or is shared and said to be."""
     stems = {path.stem for path in (REPO / folder).glob("*.py")} - {"__init__"}
     assert stems >= set(OPS)
     strangers = {stem for stem in stems if not any(stem == op or stem.startswith(f"{op}_") for op in OPS)}
     assert strangers == SHARED.get(folder, set())
+
+
+SERVING = """
+import importlib, pkgutil, sys
+import deepseek_v4_sm120
+from deepseek_v4_sm120 import ops, patching, sglang_patches
+from deepseek_v4_sm120.sglang_patches import adapters
+for package in (deepseek_v4_sm120, ops, patching, sglang_patches, adapters):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if not (module.ispkg or module.name.endswith("__main__") or module.name.rpartition(".")[2].startswith("_C")):
+            importlib.import_module(module.name)
+print(*(name for name in sys.modules if name.startswith("deepseek_v4_sm120.")))
+"""
+
+
+def test_nothing_that_serves_imports_a_reference():
+    """Adapters, operators, engine and what they share, in a process of its own: of specs the bounds alone."""
+    done = subprocess.run([sys.executable, "-c", SERVING], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert "deepseek_v4_sm120.patching.engine" in loaded
+    assert {f"deepseek_v4_sm120.sglang_patches.adapters.{op}" for op in OPS} <= set(loaded)
+    beside = [name for name in loaded if re.match(r"deepseek_v4_sm120\.(reference|specs|selftest|calibrate)\b", name)]
+    assert beside == ["deepseek_v4_sm120.specs", "deepseek_v4_sm120.specs.bounds"]
 
 
 @pytest.mark.parametrize("folder", CLIENT_FOLDERS)
@@ -150,10 +182,38 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     lines = (REPO / "README.md").read_text().splitlines()
     assert len(lines) <= MAX_README_LINES and max(map(len, lines)) <= MAX_README_COLUMNS
     pages = [REPO / "README.md", *(REPO / "docs").rglob("*.md")]
-    links = [(page, target) for page in pages for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())]
-    assert len(links) > 5
-    broken = [f"{page.relative_to(REPO)}: {target}" for page, target in links if not (page.parent / target).exists()]
+    links = [(page, *link) for page in pages for link in re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", page.read_text())]
+    assert len(links) > 5 and any(place for *_, place in links)
+    broken = [
+        f"{page.relative_to(REPO)}: {target}{place}"
+        for page, target, place in links
+        for found in [page.parent / target if target else page]
+        if not found.exists() or (place and place not in places(found))
+    ]
     assert broken == []
+
+
+def places(page):
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_notes_begin_with_where_their_subject_stands():
+    notes = {path.stem: path.read_text() for path in (REPO / "docs/notes").glob("*.md")}
+    contents = notes.pop("README")
+    assert len(contents.splitlines()) <= MAX_CONTENTS_LINES
+    assert set(re.findall(r"\]\((\w+)\.md\)", contents)) == set(notes) >= set(OPS)
+    today = re.compile(r"# .+\n\n\| \| today \|\n\|---\|---\|\n(\| [^|]+ \| .+ \|\n){3,}\n[^\n|#-]")  # and a paragraph
+    assert [name for name, page in notes.items() if not today.match(page)] == []
+
+
+def test_pages_written_by_hand_are_wrapped():
+    pages = [path for path in (REPO / "docs").rglob("*.md") if "Made by" not in path.read_text()[:100]]
+    assert len(pages) > len(OPS)
+    lines = {(page.name, line) for page in pages for line in page.read_text().splitlines() if line[:1] != "|"}
+    long = {name for name, line in lines if len(line) > MAX_PROSE_COLUMNS}
+    assert long == set()
 
 
 def test_what_was_measured_is_shown_as_the_results_have_it():
@@ -161,7 +221,9 @@ def test_what_was_measured_is_shown_as_the_results_have_it():
     from bench import measured
 
     results = measured.results()
-    assert measured.PAGE.read_text() == measured.page(results)
+    assert measured.PAGE.read_text() == (page := measured.page(results))
+    missed = [row for found in results.values() for row in found.get("rows", ()) if row["met"] is False]
+    assert page.count("**missed**") == len(missed) > 0
     rows = [row | {"metric": "something else"} for row in results["mhc_h200"]["rows"]]
     with pytest.raises(ValueError, match="mhc: the result file has no row"):
         measured.page({"mhc_h200": results["mhc_h200"] | {"rows": rows}})

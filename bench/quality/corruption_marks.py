@@ -7,9 +7,8 @@ sentences that come back; floods of one sign; characters that are none, terminal
 markup, whole or cut.
 
 Small words ("the", "nicht", "dans") were chosen over a package for language identification. py3langid 0.4.0 and lingua
-2.1.1 tell whole texts of another language as well, but a clause of 12 German words within 48 English ones is found here
-in 71% of the cases, by lingua in 16% and by py3langid in none, for 0.2% of marked windows of English, as lingua; and a
-gate must find the same on every machine, installed packages or not. bench/NOTES.md has the measurements.
+2.1.1 tell whole texts of another language as well, but of clauses of 12 German words within 48 English ones few or
+none; and a gate must find the same on every machine, installed packages or not: docs/notes/corruption_marks.md.
 
 Not caught: nonsense made of right English sentences, a wrong fact or number; a foreign word now and then that has
 neither a letter of its own nor a small word near it ("the Haus"), up to three letters of a foreign script (a quoted

@@ -48,7 +48,7 @@ from bench.quality import (  # noqa: E402
 )
 from bench.quality.verdict import Verdict, markdown, without  # noqa: E402
 from bench.serving.endpoint import TOTAL_S, ServerError, ServerRefused  # noqa: E402
-from deepseek_v4_sm120.disclosure import printable  # noqa: E402
+from deepseek_v4_sm120.commands.disclosure import printable  # noqa: E402
 
 GATES = {
     gate.NAME: gate

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.serving.endpoint import Endpoint, ServerRefused
 from bench.serving.identity import NOT_FLAGS, patch_states
-from deepseek_v4_sm120.json_file import load
+from deepseek_v4_sm120.patching.json_file import load
 
 FORMAT = 2
 # of /server_info: the command holds ports and keys; its flags are there resolved

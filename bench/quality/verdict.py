@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.serving.endpoint import Endpoint
-from deepseek_v4_sm120.disclosure import printable
+from deepseek_v4_sm120.commands.disclosure import printable
 
 REDACTED = "[api key]"
 

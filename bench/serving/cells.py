@@ -82,7 +82,7 @@ def label(tokens: int) -> str:
 
 
 def full() -> list[Cell]:
-    """Everything the README's table shows; hours on a slow server."""
+    """Everything that docs/measured.md shows; hours on a slow server."""
     return single() + concurrent() + depth() + prefill() + intrusion()
 
 

@@ -28,7 +28,7 @@ from bench.serving.answers import (
     tokens,
 )
 from bench.serving.server_errors import ServerError, ServerGone, ServerNonsense, ServerRefused, ServerTimeout
-from deepseek_v4_sm120.disclosure import printable
+from deepseek_v4_sm120.commands.disclosure import printable
 
 TOTAL_S = 3600.0  # a request, however busily its bytes drip
 MAX_BYTES = 64 << 20  # of an answer, or of one event of a stream

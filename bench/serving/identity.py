@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.serving.endpoint import Endpoint, ServerError
-from deepseek_v4_sm120.disclosure import printable, redacted
-from deepseek_v4_sm120.json_file import JsonFileError, load
+from deepseek_v4_sm120.commands.disclosure import printable, redacted
+from deepseek_v4_sm120.patching.json_file import JsonFileError, load
 
 # of /server_info: what differs between two equal servers, or from one moment to the next
 NOT_FLAGS = {

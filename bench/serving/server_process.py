@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from bench.serving.endpoint import Endpoint
-from deepseek_v4_sm120.disclosure import redacted
+from deepseek_v4_sm120.commands.disclosure import redacted
 
 # environment that changes how a server computes; what differs here between the sides is a difference of flags
 WATCHED_ENVIRONMENT = (

@@ -17,7 +17,7 @@ from bench.serving.endpoint import Endpoint, ServerError, ServerRefused
 from bench.serving.generator_process import Generator, GeneratorFailed, Row
 from bench.serving.prompts import PromptSource
 from bench.serving.server_process import ServerDied, ServerProcess, command_of, watched_environment
-from deepseek_v4_sm120.disclosure import shown
+from deepseek_v4_sm120.commands.disclosure import shown
 
 FORMAT = "serving-comparison 1"
 OWN_VARIABLE = "DSV4_SM120_REPORT"  # set by this program on both sides

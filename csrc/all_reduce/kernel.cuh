@@ -14,8 +14,9 @@
 // sizes, in the same order; one call of a card runs at a time (they are in one stream, or ordered by events).
 #pragma once
 
-#include "../device.cuh"
-#include "../exchange.cuh"
+#include "../device/barriers.cuh"
+#include "../device/memory.cuh"
+#include "../device/numbers.cuh"
 #include "all_reduce.h"
 #include "system.cuh"
 

@@ -11,7 +11,8 @@
 
 #include <cuda_bf16.h>
 
-#include "../device.cuh"
+#include "../device/barriers.cuh"
+#include "../device/mma.cuh"
 #include "bf16_linear.h"
 
 namespace dsv4::bf16_linear {
@@ -31,13 +32,6 @@ struct Config {
     float sums[kWarps][kOutputs][kColumns + 1];
   };
 };
-
-// Plain: x is what the kernel in front has just written
-__device__ __forceinline__ uint4 load_inputs(const uint16_t* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1) bf16_linear_kernel(const Params p) {
@@ -75,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 1) bf16_linear_kernel(const Params p
         for (int tile = 0; tile < C::kTiles; ++tile) {
           const int row = tile * 8 + group;
           const bool wanted = row < p.rows && step + first + i < steps;
-          in[i][tile] = wanted ? load_inputs(x + row * p.x_stride + (step + first + i) * 32) : zero;
+          in[i][tile] = wanted ? load_16_now(x + row * p.x_stride + (step + first + i) * 32) : zero;
         }
       }
 #pragma unroll

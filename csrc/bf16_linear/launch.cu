@@ -59,8 +59,8 @@ void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {describe<Config<16, 1>>("bf16_linear_16x8"), describe<Config<8, 1>>("bf16_linear_8x8"),
-          describe<Config<4, 1>>("bf16_linear_4x8"), describe<Config<16, 4>>("bf16_linear_16x32")};
+  return {describe<Config<16, 1>>("bf16_linear_16x8"), describe<Config<8, 1>>("bf16_linear_8x8"), describe<Config<4, 1>>("bf16_linear_4x8"),
+          describe<Config<16, 4>>("bf16_linear_16x32")};
 }
 
 int shared_bytes() { return sizeof(Config<16, 4>::Shared); }

@@ -1,4 +1,4 @@
-// Questions to the card: what the kernels of this module take for granted of it. selftest/card.py asks and judges.
+// Questions to the card: what the kernels of this module take for granted of it. commands/selftest/card.py asks and judges.
 //
 // Every spin here has an end, so that a card that answers otherwise than expected gives a wrong answer and not a hang.
 #pragma once

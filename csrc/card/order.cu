@@ -1,5 +1,5 @@
 // Probes of order: programmatic chains, flags between blocks, spins that sleep.
-#include "../exchange.cuh"
+#include "../device/barriers.cuh"
 #include "../launch_kernel.h"
 #include "card.h"
 
@@ -88,9 +88,7 @@ __global__ void __launch_bounds__(kExchangeThreads) counters_kernel(const Exchan
   uint32_t* const mine = p.counters + (pair * 2 + side) * 32;
   const uint32_t* const theirs = p.counters + (pair * 2 + 1 - side) * 32;
   uint32_t right = 0, wrong = 0;
-  const auto payload = [&](int of_side, int round) {
-    return p.payload + ((pair * 2 + of_side) * 2 + round % 2) * kExchangeThreads;
-  };
+  const auto payload = [&](int of_side, int round) { return p.payload + ((pair * 2 + of_side) * 2 + round % 2) * kExchangeThreads; };
   const auto send = [&](int round) {
     payload(side, round)[(threadIdx.x + 32) % kExchangeThreads] = __float_as_uint(message(pair, round, side).x);
     __syncthreads();
@@ -206,8 +204,6 @@ void launch_busy(int64_t* times, float* sink, int64_t hold_ns, int num_sms, cuda
   Launcher{kName, false, stream}(&busy_kernel, dim3(2 * num_sms), 256, 0, times, sink, hold_ns);
 }
 
-void launch_sleep(const Sleep& sleep, cudaStream_t stream) {
-  Launcher{kName, false, stream}(&sleep_kernel, dim3(2 * sleep.pairs), 32, 0, sleep);
-}
+void launch_sleep(const Sleep& sleep, cudaStream_t stream) { Launcher{kName, false, stream}(&sleep_kernel, dim3(2 * sleep.pairs), 32, 0, sleep); }
 
 }  // namespace dsv4::card

@@ -1,5 +1,5 @@
 // Probes of arithmetic: one mma of E4M3 operands a warp, plain and block-scaled.
-#include "../index_select/fragments.cuh"
+#include "../device/mma.cuh"
 #include "../launch_kernel.h"
 #include "card.h"
 
@@ -12,7 +12,8 @@ constexpr int kRows = 16, kColumns = 8, kDepth = 32;
 __device__ __forceinline__ uint32_t word_at(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
 
 // scale-a: of row g from lanes 4 g, of row g + 8 from lanes 4 g + 1; scale-b: of column g from lanes 4 g
-__device__ __forceinline__ void mma_block_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t a_scale, uint32_t b_scale) {
+__device__ __forceinline__ void mma_block_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t a_scale,
+                                                 uint32_t b_scale) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   asm("mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0 "
       "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {%12,%12}, {%11}, {%12,%12};"
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(32) products_kernel(const Products p) {
   if constexpr (kScaled) {
     mma_block_scaled(d, a, word_at(b_at), word_at(b_at + 16), p.a_scale[i * kRows + group + lane % 2 * 8], p.b_scale[i * kColumns + group]);
   } else {
-    index_select::mma_fp8(d, a, word_at(b_at), word_at(b_at + 16));
+    mma_fp8(d, a, word_at(b_at), word_at(b_at + 16));
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) p.d[(i * kRows + group + j / 2 * 8) * kColumns + quarter * 2 + j % 2] = d[j];

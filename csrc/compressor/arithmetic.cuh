@@ -7,7 +7,7 @@
 #include <cfloat>
 #include <cstdint>
 
-#include "../device.cuh"
+#include "../device/numbers.cuh"
 #include "../kv_page_layout.h"
 #include "compressor.h"
 
@@ -37,10 +37,7 @@ __device__ __forceinline__ float divide_ftz(float a, float b) {
   return d;
 }
 // e^(a - b)
-__device__ __forceinline__ float exp_of_difference(float a, float b) {
-  constexpr float kLog2e = 1.4426950408889634f;
-  return exp2_approx(mul_ftz(add_ftz(a, -b), kLog2e));
-}
+__device__ __forceinline__ float exp_of_difference(float a, float b) { return exp2_approx(mul_ftz(add_ftz(a, -b), kLog2e<float>)); }
 
 // A softmax's parts over some tokens: greatest score, sum of the exponentials, and of the values times them.
 struct Partial {
@@ -61,11 +58,6 @@ struct Partial {
   __device__ __forceinline__ float value() const { return divide_ftz(product, sum); }
 };
 
-__device__ __forceinline__ float sum_of_lanes(float x) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
-  return x;
-}
 template <int kLanes>
 __device__ __forceinline__ float max_of_lanes(float x) {
 #pragma unroll

@@ -1,46 +1,37 @@
 // The Python function of a compressor's decode step: raw pointers and sizes, keyword-only; ops/ validates them.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
+#include "../arguments.h"
 #include "compressor.h"
 
 namespace dsv4::compressor {
 
-namespace py = pybind11;
-
-inline void run(uintptr_t kv_score, int64_t kv_score_stride, uintptr_t state, int64_t state_slots, uintptr_t ape, uintptr_t norm_weight,
-                double norm_eps, uintptr_t freqs, int64_t positions, uintptr_t plan, uintptr_t out_loc, uintptr_t cache, int64_t page_bytes,
-                int64_t cache_slots, int page_shift, int rows, uintptr_t pooled, uintptr_t arrived, int ratio, bool index, bool fp4, bool pdl,
-                uintptr_t stream) {
+inline void run(Arguments& a) {
   Params p = {};
-  p.kv_score = reinterpret_cast<const float*>(kv_score);
-  p.kv_score_stride = kv_score_stride;
-  p.state = reinterpret_cast<float*>(state);
-  p.state_slots = state_slots;
-  p.ape = reinterpret_cast<const float*>(ape);
-  p.norm_weight = reinterpret_cast<const float*>(norm_weight);
-  p.freqs = reinterpret_cast<const float*>(freqs);
-  p.positions = positions;
-  p.plan = reinterpret_cast<const uint4*>(plan);
-  p.out_loc = reinterpret_cast<const int64_t*>(out_loc);
-  p.cache = reinterpret_cast<uint8_t*>(cache);
-  p.page_bytes = page_bytes;
-  p.cache_slots = cache_slots;
-  p.page_shift = page_shift;
-  p.rows = rows;
-  p.eps = static_cast<float>(norm_eps);
-  p.pooled = reinterpret_cast<float*>(pooled);
-  p.arrived = reinterpret_cast<uint32_t*>(arrived);
-  const Entry entry = !index ? Entry::kKv : fp4 ? Entry::kIndexFp4 : Entry::kIndexFp8;
-  launch(p, ratio, entry, pdl, reinterpret_cast<cudaStream_t>(stream));
+  p.kv_score = a["kv_score"];
+  p.kv_score_stride = a["kv_score_stride"];
+  p.state = a["state"];
+  p.state_slots = a["state_slots"];
+  p.ape = a["ape"];
+  p.norm_weight = a["norm_weight"];
+  p.eps = a["norm_eps"];
+  p.freqs = a["freqs"];
+  p.positions = a["positions"];
+  p.plan = a["plan"];
+  p.out_loc = a["out_loc"];
+  p.cache = a["cache"];
+  p.page_bytes = a["page_bytes"];
+  p.cache_slots = a["cache_slots"];
+  p.page_shift = a["page_shift"];
+  p.rows = a["rows"];
+  p.pooled = a["pooled"];
+  p.arrived = a["arrived"];
+  const int ratio = a["ratio"];
+  const bool index = a["index"], fp4 = a["fp4"];
+  const LaunchArguments last = a.last();
+  launch(p, ratio, !index ? Entry::kKv : fp4 ? Entry::kIndexFp4 : Entry::kIndexFp8, last.pdl, last.stream);
 }
 
-inline void bind(py::module_& m) {
-  using namespace py::literals;
-  m.def("compressor", &run, py::kw_only(), "kv_score"_a, "kv_score_stride"_a, "state"_a, "state_slots"_a, "ape"_a, "norm_weight"_a,
-        "norm_eps"_a, "freqs"_a, "positions"_a, "plan"_a, "out_loc"_a, "cache"_a, "page_bytes"_a, "cache_slots"_a, "page_shift"_a, "rows"_a,
-        "pooled"_a, "arrived"_a, "ratio"_a, "index"_a, "fp4"_a, "pdl"_a, "stream"_a);
-}
+inline void bind(py::module_& m) { define(m, "compressor", run); }
 
 }  // namespace dsv4::compressor

@@ -17,6 +17,7 @@
 // A row whose plan points outside state, table or cache writes nothing there: padded rows, and -1.
 #pragma once
 
+#include "../device/barriers.cuh"
 #include "arithmetic.cuh"
 
 namespace dsv4::compressor {
@@ -30,40 +31,6 @@ constexpr int kHintedRows = 16;                 // groups of 128, at most: the l
 constexpr int kRopeWarp = kNopeDim / 64;        // of the threads with two values each
 static_assert(kLongDim == 64 && kLongGroup == 8 * kLongWarps && kEntryThreads * 2 == kHeadDim, "two values a lane");
 
-// Loads where they stand in the code, in this order. Plain: what is known not to change (.nc), ptxas moves behind the wait, and what
-// kernels in front write is not such.
-__device__ __forceinline__ float2 load_now(const float2* p) {
-  float2 v;
-  asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ float4 load_now(const float4* p) {
-  float4 v;
-  asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
-  return v;
-}
-// where `reads`; what was in `v` stays elsewhere. No branch: loads behind one would wait for it
-__device__ __forceinline__ void load_where(bool reads, float2& v, const float* p) {
-  asm volatile("{.reg .pred q; setp.ne.s32 q, %2, 0; @q ld.global.v2.f32 {%0,%1}, [%3];}" : "+f"(v.x), "+f"(v.y) : "r"(int{reads}), "l"(p));
-}
-__device__ __forceinline__ void load_where(bool reads, float4& v, const float* p) {
-  asm volatile("{.reg .pred q; setp.ne.s32 q, %4, 0; @q ld.global.v4.f32 {%0,%1,%2,%3}, [%5];}"
-               : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
-               : "r"(int{reads}), "l"(p));
-}
-__device__ __forceinline__ void fetch_where(bool reads, const float* p) {
-  asm volatile("{.reg .pred q; setp.ne.s32 q, %0, 0; @q prefetch.global.L2 [%1];}" ::"r"(int{reads}), "l"(p));
-}
-__device__ __forceinline__ uint4 load_now(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ int64_t load_now(const int64_t* p) {
-  int64_t v;
-  asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(p));
-  return v;
-}
 // two or four neighbours
 template <typename Vector>
 __device__ __forceinline__ Vector load_floats(const float* p) {
@@ -71,14 +38,8 @@ __device__ __forceinline__ Vector load_floats(const float* p) {
 }
 
 // A row's plan as it is ahead of pdl_wait, where it may be another step's: a hint. At the scope of the device, so that no L1 keeps it.
-__device__ __forceinline__ uint4 hinted_plan(const Params& p, int row) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p.plan + row));
-  return v;
-}
-__device__ __forceinline__ bool is_other(const uint4& a, const uint4& b) {
-  return ((a.x ^ b.x) | (a.y ^ b.y) | (a.z ^ b.z) | (a.w ^ b.w)) != 0;
-}
+__device__ __forceinline__ uint4 hinted_plan(const Params& p, int row) { return load_relaxed(p.plan + row); }
+__device__ __forceinline__ bool is_other(const uint4& a, const uint4& b) { return ((a.x ^ b.x) | (a.y ^ b.y) | (a.z ^ b.z) | (a.w ^ b.w)) != 0; }
 
 __device__ __forceinline__ bool within(int64_t i, int64_t count) { return (i >= 0) & (i < count); }
 
@@ -192,8 +153,8 @@ struct Group {
   __device__ __forceinline__ static void fetch_state(const Params& p, const Row& r, int column) {
     const bool asks = column % 32 == 0;
     for_state(p, r, column, [&](bool reads, int, const float* from) {
-      fetch_where(reads & asks, from);
-      fetch_where(reads & asks, from + kScore);
+      prefetch_where(reads & asks, from);
+      prefetch_where(reads & asks, from + kScore);
     });
   }
 
@@ -237,7 +198,7 @@ __global__ void __launch_bounds__(kEntryThreads) short_kernel(const __grid_const
     group.load_constants(p, r, column);
   }
   pdl_wait();
-  const uint4 plan = load_now(p.plan + row);
+  const uint4 plan = load_16_now(p.plan + row);
   const int64_t slot = load_now(p.out_loc + row);
   const Token<kHeadDim, float2> token(p, row, column);
   pdl_trigger();  // behind the loads, which ptxas keeps together in front of it
@@ -317,7 +278,7 @@ __global__ void __launch_bounds__(kIndexThreads) index_kernel(const __grid_const
   }
   pdl_wait();
   if (row >= p.rows) return;
-  const uint4 plan = load_now(p.plan + row);
+  const uint4 plan = load_16_now(p.plan + row);
   const int64_t slot = load_now(p.out_loc + row);
   const Token<kIndexDim, float4> token(p, row, column);
   pdl_trigger();  // behind the loads, which ptxas keeps together in front of it
@@ -364,6 +325,22 @@ struct LongShared {
   bool is_last;
 };
 
+// The warps' parts of this thread's value, in the order of their tokens.
+__device__ __forceinline__ Partial merged(const LongShared& s) {
+  const auto of = [](const float2(*a)[32], int w) { return reinterpret_cast<const float*>(a[w])[threadIdx.x]; };
+  float most = of(s.most, 0);
+#pragma unroll
+  for (int w = 1; w < kLongWarps; ++w) most = fmaxf(most, of(s.most, w));
+  Partial all = {most, 0.f, 0.f};
+#pragma unroll
+  for (int w = 0; w < kLongWarps; ++w) {
+    const float power = exp_of_difference(of(s.most, w), most);
+    all.sum = fma_ftz(of(s.sum, w), power, all.sum);
+    all.product = fma_ftz(of(s.product, w), power, all.product);
+  }
+  return all;
+}
+
 __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_constant__ Params p) {
   constexpr int kWidth = 2 * kHeadDim;
   __shared__ LongShared s;
@@ -383,15 +360,15 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
       const float* const tokens = state_of(hinted);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        fetch_where(lane % 16 == 0, tokens + i * kWidth);
-        fetch_where(lane % 16 == 0, tokens + i * kWidth + kHeadDim);
+        prefetch_where(lane % 16 == 0, tokens + i * kWidth);
+        prefetch_where(lane % 16 == 0, tokens + i * kWidth + kHeadDim);
       }
       load_ape();
     }
   }
   pdl_wait();
   pdl_trigger();  // behind the loads it takes 0.2 us longer where no row ends a group
-  const uint4 plan = load_now(p.plan + row);
+  const uint4 plan = load_16_now(p.plan + row);
   const int64_t slot = load_now(p.out_loc + row);
   const float* const token = p.kv_score + row * p.kv_score_stride + column;
   const float2 given_value = load_floats<float2>(token), given_score = load_floats<float2>(token + kHeadDim);
@@ -429,27 +406,15 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
   }
   __syncthreads();
   float* const pooled = p.pooled + static_cast<int64_t>(row) * kHeadDim;
-  if (threadIdx.x < kLongDim) {
-    const auto of = [](const float2 (*a)[32], int w) { return reinterpret_cast<const float*>(a[w])[threadIdx.x]; };
-    float most = of(s.most, 0);
-#pragma unroll
-    for (int w = 1; w < kLongWarps; ++w) most = fmaxf(most, of(s.most, w));
-    Partial all = {most, 0.f, 0.f};
-#pragma unroll
-    for (int w = 0; w < kLongWarps; ++w) {
-      const float power = exp_of_difference(of(s.most, w), most);
-      all.sum = fma_ftz(of(s.sum, w), power, all.sum);
-      all.product = fma_ftz(of(s.product, w), power, all.product);
-    }
-    pooled[blockIdx.x * kLongDim + threadIdx.x] = all.value();
-  }
+  if (threadIdx.x < kLongDim) pooled[blockIdx.x * kLongDim + threadIdx.x] = merged(s).value();
   __syncthreads();
   if (threadIdx.x == 0) s.is_last = add_acq_rel(p.arrived + row, 1) == kSplits - 1;
   __syncthreads();
   if (!s.is_last || threadIdx.x >= kEntryThreads) return;
   if (threadIdx.x == 0) p.arrived[row] = 0;
   const int pair = 2 * threadIdx.x;
-  const float2 by = pair >= kNopeDim ? load_floats<float2>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + pair - kNopeDim) : make_float2(1.f, 0.f);
+  const float2 by =
+      pair >= kNopeDim ? load_floats<float2>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + pair - kNopeDim) : make_float2(1.f, 0.f);
   store_entry(p, slot, __ldcg(reinterpret_cast<const float2*>(pooled + pair)), load_floats<float2>(p.norm_weight + pair), by, s.sums);
 }
 

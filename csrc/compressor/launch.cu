@@ -13,7 +13,7 @@ constexpr char kName[] = "compressor";
 
 void launch(const Params& params, int ratio, Entry entry, bool pdl, cudaStream_t stream) {
   const Launcher launcher = {kName, pdl, stream};
-  const dim3 index_grid((params.rows + kIndexRows - 1) / kIndexRows);
+  const dim3 index_grid(ceil_div(params.rows, kIndexRows));
   if (ratio == 4 && entry == Entry::kKv) {
     launcher(&short_kernel, dim3(params.rows), kEntryThreads, 0, params);
   } else if (ratio == 4 && entry == Entry::kIndexFp8) {

@@ -1,86 +1,73 @@
 // The Python functions of the FP8 linear: raw pointers and sizes, keyword-only; ops/ validates them.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <stdexcept>
 #include <string>
 
+#include "../arguments.h"
 #include "config.h"
 
 namespace dsv4::fp8_linear {
 
-namespace py = pybind11;
+inline uint32_t checked_stride(int64_t stride) {
+  if (stride < 0 || stride > UINT32_MAX) throw std::runtime_error("fp8_linear: takes strides below 2^32, got " + std::to_string(stride));
+  return static_cast<uint32_t>(stride);
+}
 
-inline void run(uintptr_t x, int64_t x_stride, int64_t x_stride_group, uintptr_t weight, int64_t weight_stride, uintptr_t scale,
-                int64_t scale_stride_output, int64_t scale_stride_input, int scale_bytes, uintptr_t out, int64_t out_stride,
-                int64_t out_stride_group, uintptr_t partial, int64_t partial_bytes, int rows, int groups, int outputs, int inputs,
-                int num_sms, bool pdl, uintptr_t stream, uintptr_t rotation,
-                uintptr_t positions, int position_bytes, uintptr_t norm_weight, double norm_eps, double swiglu_limit, int warp_rows,
-                int blocks, int row_tiles, int in_turn) {
-  for (const int64_t stride : {x_stride, x_stride_group, weight_stride, scale_stride_output * scale_bytes, scale_stride_input * scale_bytes}) {
-    if (stride < 0 || stride > UINT32_MAX) throw std::runtime_error("fp8_linear: takes strides below 2^32, got " + std::to_string(stride));
-  }
+// x, out and what is made of x: as the product's kernels and those of `make` take them
+inline Params read_making(Arguments& a) {
   Params p = {};
-  p.weight = reinterpret_cast<const uint8_t*>(weight);
-  p.weight_stride = static_cast<uint32_t>(weight_stride);
-  p.scale = reinterpret_cast<const void*>(scale);
-  p.scale_stride_output = static_cast<uint32_t>(scale_stride_output * scale_bytes);
-  p.scale_stride_input = static_cast<uint32_t>(scale_stride_input * scale_bytes);
-  p.scale_bytes = scale_bytes;
-  p.x = reinterpret_cast<const uint16_t*>(x);
-  p.x_stride = static_cast<uint32_t>(x_stride);
-  p.x_stride_group = static_cast<uint32_t>(x_stride_group);
-  p.out = reinterpret_cast<uint16_t*>(out);
-  p.out_stride = out_stride;
-  p.out_stride_group = out_stride_group;
-  p.partial = reinterpret_cast<float*>(partial);
-  p.rotation = reinterpret_cast<const float*>(rotation);
-  p.positions = reinterpret_cast<const void*>(positions);
-  p.position_bytes = position_bytes;
-  p.norm_weight = reinterpret_cast<const uint16_t*>(norm_weight);
-  p.norm_inverse = 1.f / static_cast<float>(inputs);
-  p.norm_eps = static_cast<float>(norm_eps);
-  p.swiglu_limit = static_cast<float>(swiglu_limit);
-  p.rows = rows;
-  p.groups = groups;
-  p.outputs = outputs;
-  p.inputs = inputs;
-  const Plan plan = make_plan(prologue_of(p), rows, groups, outputs, inputs, num_sms, multiprocessor_shared(),
-                              {warp_rows, blocks, row_tiles, in_turn});
+  p.x = a["x"];
+  p.x_stride = checked_stride(a["x_stride"]);
+  p.out = a["out"];
+  p.out_stride = a["out_stride"];
+  p.rows = a["rows"];
+  p.inputs = a["inputs"];
+  p.norm_weight = a.get<const uint16_t*>("norm_weight", nullptr);
+  p.norm_inverse = 1.f / static_cast<float>(p.inputs);
+  p.norm_eps = a.get("norm_eps", 0.f);
+  p.swiglu_limit = a.get("swiglu_limit", 0.f);
+  return p;
+}
+
+inline void run(Arguments& a) {
+  Params p = read_making(a);
+  p.x_stride_group = checked_stride(a["x_stride_group"]);
+  p.weight = a["weight"];
+  p.weight_stride = checked_stride(a["weight_stride"]);
+  p.scale = a["scale"];
+  p.scale_bytes = a["scale_bytes"];
+  p.scale_stride_output = checked_stride(static_cast<int64_t>(a["scale_stride_output"]) * p.scale_bytes);
+  p.scale_stride_input = checked_stride(static_cast<int64_t>(a["scale_stride_input"]) * p.scale_bytes);
+  p.out_stride_group = a["out_stride_group"];
+  p.partial = a["partial"];
+  const int64_t partial_bytes = a["partial_bytes"];
+  p.groups = a["groups"];
+  p.outputs = a["outputs"];
+  p.rotation = a.get<const float*>("rotation", nullptr);
+  p.positions = a.get<const void*>("positions", nullptr);
+  p.position_bytes = a.get("position_bytes", 8);
+  const Tuning tuning = {a.get("warp_rows", 0), a.get("blocks", 0), a.get("row_tiles", 0), a.get("in_turn", 0)};
+  const int num_sms = a["num_sms"];
+  const LaunchArguments last = a.last();
+  const Plan plan = make_plan(prologue_of(p), p.rows, p.groups, p.outputs, p.inputs, num_sms, multiprocessor_shared(), tuning);
   if (partial_bytes < plan.partial_bytes)
     throw std::runtime_error("fp8_linear: scratch too small: needs " + std::to_string(plan.partial_bytes) + " bytes, got " +
                              std::to_string(partial_bytes));
-  launch(p, plan, pdl, reinterpret_cast<cudaStream_t>(stream));
+  launch(p, plan, last.pdl, last.stream);
 }
 
-inline void run_make(uintptr_t x, int64_t x_stride, uintptr_t out, int64_t out_stride, int rows, int inputs, uintptr_t norm_weight,
-                     double norm_eps, double swiglu_limit, bool pdl, uintptr_t stream) {
-  if (x_stride < 0 || x_stride > UINT32_MAX) throw std::runtime_error("fp8_linear: takes strides below 2^32, got " + std::to_string(x_stride));
-  Params p = {};
-  p.x = reinterpret_cast<const uint16_t*>(x);
-  p.x_stride = static_cast<uint32_t>(x_stride);
-  p.out = reinterpret_cast<uint16_t*>(out);
-  p.out_stride = out_stride;
-  p.norm_weight = reinterpret_cast<const uint16_t*>(norm_weight);
-  p.norm_inverse = 1.f / static_cast<float>(inputs);
-  p.norm_eps = static_cast<float>(norm_eps);
-  p.swiglu_limit = static_cast<float>(swiglu_limit);
-  p.rows = rows;
-  p.inputs = inputs;
-  make(p, pdl, reinterpret_cast<cudaStream_t>(stream));
+inline void run_make(Arguments& a) {
+  const Params p = read_making(a);
+  const LaunchArguments last = a.last();
+  make(p, last.pdl, last.stream);
 }
 
 inline void bind(py::module_& m) {
   using namespace py::literals;
   m.attr("FP8_LINEAR_MAX_ROWS") = kMaxRows;
-  m.def("fp8_linear", &run, py::kw_only(), "x"_a, "x_stride"_a, "x_stride_group"_a, "weight"_a, "weight_stride"_a, "scale"_a,
-        "scale_stride_output"_a, "scale_stride_input"_a, "scale_bytes"_a, "out"_a, "out_stride"_a, "out_stride_group"_a, "partial"_a,
-        "partial_bytes"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "pdl"_a, "stream"_a,
-        "rotation"_a = 0, "positions"_a = 0, "position_bytes"_a = 8, "norm_weight"_a = 0, "norm_eps"_a = 0., "swiglu_limit"_a = 0.,
-        "warp_rows"_a = 0, "blocks"_a = 0, "row_tiles"_a = 0, "in_turn"_a = 0);
-  m.def("fp8_linear_make", &run_make, py::kw_only(), "x"_a, "x_stride"_a, "out"_a, "out_stride"_a, "rows"_a, "inputs"_a,
-        "norm_weight"_a = 0, "norm_eps"_a = 0., "swiglu_limit"_a = 0., "pdl"_a, "stream"_a);
+  define(m, "fp8_linear", run);
+  define(m, "fp8_linear_make", run_make);
   m.attr("FP8_LINEAR_MADE_ROWS") = kMadeRows;
   m.attr("FP8_LINEAR_ROTATED") = kRotated;
   m.attr("FP8_LINEAR_HEAD_INPUTS") = kHeadBlocks * kBlock;
@@ -92,12 +79,11 @@ inline void bind(py::module_& m) {
   m.def("fp8_linear_problem", &problem, py::kw_only(), "prologue"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a);
   m.def(
       "fp8_linear_scratch_bytes",
-      [](Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int warp_rows, int blocks, int row_tiles,
-         int in_turn) {
+      [](Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int warp_rows, int blocks, int row_tiles, int in_turn) {
         return make_plan(prologue, rows, groups, outputs, inputs, num_sms, 0, {warp_rows, blocks, row_tiles, in_turn}).partial_bytes;
       },
-      py::kw_only(), "prologue"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "warp_rows"_a = 0, "blocks"_a = 0,
-      "row_tiles"_a = 0, "in_turn"_a = 0);
+      py::kw_only(), "prologue"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "warp_rows"_a = 0, "blocks"_a = 0, "row_tiles"_a = 0,
+      "in_turn"_a = 0);
 }
 
 }  // namespace dsv4::fp8_linear

@@ -27,11 +27,10 @@ constexpr int kRotated = 64, kHeadBlocks = 4;  // inputs of a head that carry it
 constexpr int kTileRows = 16;                // m of m16n8k16
 constexpr int kColumns = 8;                  // n of m16n8k16
 constexpr int kMaxSlices = 8;
-constexpr int kMaxShared = 101376;           // of a block on SM120
 
 constexpr int kFewRows = kColumns;           // at most, of the kernel for few rows
 constexpr int kAhead = 4;                    // its steps of a warp on their way from memory: what 128 registers leave room for
-constexpr int kBarrierBytes = 128;           // a barrier for each slice; or for each row and the norm's weights
+constexpr int kBarrierBytes = 128;
 // bytes between two rows of x: the padding keeps them on different banks
 __host__ __device__ constexpr int x_pitch(int blocks) { return blocks * 2 * kBlock + 16; }
 __host__ __device__ constexpr int x_bytes(int rows, int slices_here, int blocks) { return rows * slices_here * x_pitch(blocks); }
@@ -47,7 +46,7 @@ constexpr int tile_stage_bytes(int column_tiles, int row_tiles, int warp_rows) {
   return kWarps * row_tiles * kTileRows * kStageInputs + kWarps / warp_rows * column_tiles * kColumns * kStageInputs * 2;
 }
 constexpr int tile_stages(int column_tiles, int row_tiles, int warp_rows) {
-  const int fit = (kMaxShared - kTileBarrierBytes) / tile_stage_bytes(column_tiles, row_tiles, warp_rows);
+  const int fit = (kMaxSharedBytes - kTileBarrierBytes) / tile_stage_bytes(column_tiles, row_tiles, warp_rows);
   return fit < kMaxTileStages ? fit : kMaxTileStages;
 }
 constexpr int tile_shared_bytes(int column_tiles, int row_tiles, int warp_rows) {

@@ -4,7 +4,7 @@
 #include <iterator>
 #include <utility>
 
-#include "kernel.cuh"
+#include "prologues.cuh"
 
 namespace dsv4::fp8_linear {
 

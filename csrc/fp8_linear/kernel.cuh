@@ -9,17 +9,10 @@
 // Sum of 64 products, in mma order, from zero; times scale, added to the slice's sum, in order; slices by a binary tree.
 // Rows, tiles, splits and blocks do not enter: a row has the same bits alone and among others, here and in tile.cuh, which has more
 // rows.
-//
-// A prologue changes x before it is multiplied:
-//   rotation  x is the attention's output, whose rotary position embedding is taken back: of each 512 inputs (a head) the last
-//             64 are pairs, rotated in fp32 and rounded to bf16 (DeepSeek-V4's wo_a)
-//   SwiGLU    x is gates and ups, what is multiplied is made of them (the shared experts' down projection)
-//   norm      x is normalised (the queries' second projections)
-// Rotation is in place. For the other two a whole row comes by one bulk copy, and what is made of it goes to where the slices
-// have their x: a bulk copy costs some 50 cycles, however small. make.cuh has the arithmetic.
 #pragma once
 
-#include "../device.cuh"
+#include "../device/copies.cuh"
+#include "../device/mma.cuh"
 #include "config.h"
 #include "make.cuh"
 
@@ -47,23 +40,13 @@ __device__ __forceinline__ void decode(uint32_t bytes, uint32_t& low, uint32_t& 
       : "=r"(low), "=r"(high)
       : "r"(bytes));
 }
-// 16 bytes at a shared address
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint4 load_shared(const unsigned char* p) { return load_shared(shared_address(p)); }
 // A scale as it is stored
 __device__ __forceinline__ uint32_t load_stored(const uint8_t* at, int scale_bytes) {
   return scale_bytes == 4 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : __ldg(at);
 }
-// Of a row: the low half of its position. After pdl_wait, and plain, for positions are written anew for each step; volatile, so that it
-// is asked for where it stands.
+// Of a row: the low half of its position. After pdl_wait, for positions are written anew for each step.
 __device__ __forceinline__ int32_t load_position(const Params& p, int row) {
-  int32_t v;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(static_cast<const uint8_t*>(p.positions) + static_cast<int64_t>(row) * p.position_bytes));
-  return v;
+  return load_now(reinterpret_cast<const int32_t*>(static_cast<const uint8_t*>(p.positions) + static_cast<int64_t>(row) * p.position_bytes));
 }
 // Where the rotations of a position's four pairs `i` of 8 lie
 __device__ __forceinline__ const float4* rotation_of(const Params& p, int32_t position, int i) {
@@ -82,6 +65,12 @@ __device__ __forceinline__ uint4 rotated_back(const uint4& v, const float4& firs
 struct Step {
   uint4 rows[2][2];  // [row][half]
 };
+
+struct FewBarriers {
+  Barriers<kWarps> x;       // of a slice's x; or of a row, of which something is made
+  Barriers<> norm_weights;
+};
+static_assert(sizeof(FewBarriers) <= kBarrierBytes && kMaxSlices <= kWarps);
 
 struct Part {
   int begin, count;
@@ -129,7 +118,8 @@ struct Kernel {
 
   __device__ __forceinline__ unsigned char* x_at_slice(int i) const { return shared + kBarrierBytes + i * x_bytes(p.rows, 1, plan.most_blocks); }
   __device__ __forceinline__ unsigned char* x() const { return x_at_slice(slice_here); }
-  __device__ __forceinline__ uint32_t arrived() const { return shared_address(shared) + 8 * slice_here; }
+  __device__ __forceinline__ FewBarriers& barriers() const { return *reinterpret_cast<FewBarriers*>(shared); }
+  __device__ __forceinline__ Barrier arrived() const { return barriers().x[slice_here]; }
   __device__ __forceinline__ void sync_slice() const {
     if constexpr (C::kWarpRows == 1) {
       __syncwarp();
@@ -140,8 +130,9 @@ struct Kernel {
 
   // the slice's x; by one warp of the slice
   __device__ __forceinline__ void fetch(int group) const {
-    const uint32_t bytes = slice.count * kBlock * 2, barrier = arrived();
-    if (lane == 0) mbarrier_arrive_expect(barrier, p.rows * bytes);
+    const uint32_t bytes = slice.count * kBlock * 2;
+    const Barrier barrier = arrived();
+    if (lane == 0) barrier.arrive_expect(p.rows * bytes);
     __syncwarp();
     const uint16_t* from = p.x + static_cast<uint64_t>(group) * p.x_stride_group + slice.begin * kBlock;
     const uint32_t to = shared_address(x()), pitch = x_pitch(plan.most_blocks);
@@ -149,107 +140,18 @@ struct Kernel {
     for (int row = lane; row < p.rows; row += 32) copy_bulk(to + row * pitch, from + static_cast<uint64_t>(row) * p.x_stride, bytes, barrier);
   }
 
-  // Four pairs of the last 64 inputs of a head, those of this lane of 8, by the conjugate of the row's rotation.
-  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
-    const float4* const from = rotation_of(p, load_position(p, row), lane % 8);
-    return fp8_linear::rotated_back(v, __ldg(from), __ldg(from + 1));
-  }
-
-  // The slice's blocks that end a head, rotated back in place, by all warps of the slice, 4 rows of a block at a time. multiply reads
-  // it after sync_slice().
-  __device__ __forceinline__ void rotate() const {
-    const int pitch = x_pitch(plan.most_blocks), skipped = kHeadBlocks - 1 - slice.begin % kHeadBlocks;
-#pragma unroll 1
-    for (int block = skipped; block < slice.count; block += kHeadBlocks) {
-#pragma unroll 1
-      for (int row = warp_row * 4 + lane / 8; row < p.rows; row += 4 * C::kWarpRows) {
-        unsigned char* const at = x() + row * pitch + block * 2 * kBlock + kBlock + lane % 8 * 16;
-        *reinterpret_cast<uint4*>(at) = rotated_back(load_shared(at), row);
-      }
-    }
-  }
-
-  // ---- SwiGLU and norm: up to kWarps rows, all inputs, one group. Units are 16 bytes of a row of what is multiplied.
+  // ---- what is done to x before it is multiplied: prologues.cuh
+  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const;
+  __device__ __forceinline__ void rotate() const;
   __device__ __forceinline__ int units() const { return p.inputs / kUnit; }
-  __device__ __forceinline__ uint32_t row_barrier(int i) const { return shared_address(shared) + 8 * i; }
   __device__ __forceinline__ uint32_t raw_bytes() const { return p.inputs * (C::kGates ? 4 : 2); }
   __device__ __forceinline__ unsigned char* raw(int row) const { return shared + plan.exchange + row * raw_bytes(); }
   __device__ __forceinline__ unsigned char* norm_weights() const { return shared + plan.norm; }
-  // bytes from the first row's place of the first slice to the first row's place of a unit
-  __device__ __forceinline__ int place_of(int unit) const {
-    const unsigned block = unit / (kBlock / kUnit), each = plan.slice_blocks.each, more = plan.slice_blocks.more;
-    const unsigned there = block < more * (each + 1) ? block / (each + 1) : (block - more) / each;
-    const int first = part_of(plan.slice_blocks, there).begin;
-    return there * x_bytes(p.rows, 1, plan.most_blocks) + (block - first) * 2 * kBlock + unit % (kBlock / kUnit) * 16;
-  }
-  // Barriers of the rows, and the norm's weights: nothing that runs before the wait writes those.
-  __device__ __forceinline__ void begin_making() const {
-    if (lane != 0) return;
-    mbarrier_init(row_barrier(warp), 1);
-    if (C::kNorms && warp == 0) mbarrier_init(row_barrier(kWarps), 1);
-    mbarrier_init_fence();
-    if (C::kNorms && warp == 0) {
-      mbarrier_arrive_expect(row_barrier(kWarps), p.inputs * 2);
-      copy_bulk(shared_address(norm_weights()), p.norm_weight, p.inputs * 2, row_barrier(kWarps));
-    }
-  }
-  // A warp's row; then what is made of the rows, for all slices. The caller ends it with a barrier of the block.
-  __device__ __forceinline__ void fetch_row() const {
-    if (warp >= p.rows || lane != 0) return;
-    mbarrier_arrive_expect(row_barrier(warp), raw_bytes());
-    copy_bulk(shared_address(raw(warp)), p.x + static_cast<uint64_t>(warp) * p.x_stride, raw_bytes(), row_barrier(warp));
-  }
-  __device__ __forceinline__ void gate_rows() const {
-    const uint32_t limits = pack_bf16x2(p.swiglu_limit, p.swiglu_limit);
-    const int pitch = x_pitch(plan.most_blocks);
-    int unit = threadIdx.x, place = place_of(unit);
-    pdl_wait();
-    fetch_row();
-#pragma unroll 1
-    for (; unit < units(); unit += kThreads, place = place_of(unit)) {
-#pragma unroll 1
-      for (int row = 0; row < p.rows; ++row) {
-        mbarrier_wait(row_barrier(row), 0);
-        const unsigned char* const from = raw(row) + unit * 16;
-        *reinterpret_cast<uint4*>(x_at_slice(0) + place + row * pitch) = gated(load_shared(from), load_shared(from + p.inputs * 2), limits);
-      }
-    }
-  }
-  __device__ __forceinline__ void normalize_row() const {
-    int places[kNormSums];
-#pragma unroll
-    for (int s = 0; s < kNormSums; ++s) places[s] = place_of(s * 32 + lane);
-    if (warp < p.rows) mbarrier_wait(row_barrier(kWarps), 0);
-    pdl_wait();
-    if (warp >= p.rows) return;
-    fetch_row();
-    __syncwarp();
-    mbarrier_wait(row_barrier(warp), 0);
-    float sums[kNormSums] = {};
-    const unsigned char* const from = raw(warp);
-#pragma unroll 1
-    for (int first = 0; first < units(); first += kNormSums * 32) {
-      uint4 v[kNormSums] = {};
-#pragma unroll
-      for (int s = 0; s < kNormSums; ++s) {
-        if (const int unit = first + s * 32 + lane; unit < units()) v[s] = load_shared(from + unit * 16);
-      }
-#pragma unroll
-      for (int s = 0; s < kNormSums; ++s) add_squares(sums[s], v[s]);
-    }
-    const float root = root_of(sums, p.norm_inverse, p.norm_eps);
-#pragma unroll 1
-    for (int first = 0; first < units(); first += kNormSums * 32) {
-#pragma unroll
-      for (int s = 0; s < kNormSums; ++s) {
-        const int unit = first + s * 32 + lane;
-        if (unit >= units()) continue;
-        const int place = first == 0 ? places[s] : place_of(unit);
-        const uint4 weights = load_shared(norm_weights() + unit * 16);
-        *reinterpret_cast<uint4*>(x_at_slice(0) + place + warp * x_pitch(plan.most_blocks)) = normalized(load_shared(from + unit * 16), root, weights);
-      }
-    }
-  }
+  __device__ __forceinline__ int place_of(int unit) const;
+  __device__ __forceinline__ void begin_making() const;
+  __device__ __forceinline__ void fetch_row() const;
+  __device__ __forceinline__ void gate_rows() const;
+  __device__ __forceinline__ void normalize_row() const;
 
   // 8 of this lane's 16 inputs of a row of x in a half of a block; rows beyond the last are the last again
   __device__ __forceinline__ uint4 load_x(const unsigned char* x, int half, int part) const {
@@ -343,8 +245,8 @@ struct Kernel {
     if constexpr (C::kMakes) {
       begin_making();
     } else if (warp_row == 0 && lane == 0) {
-      mbarrier_init(arrived(), 1);
-      mbarrier_init_fence();
+      arrived().init(1);
+      fence_barrier_init();
     }
     Step steps[kAhead];
     uint32_t scales[kAhead];
@@ -377,7 +279,7 @@ struct Kernel {
           sync_slice();
         }
         if (warp_row == 0) fetch(group);
-        mbarrier_wait(arrived(), used++ & 1);
+        arrived().wait(used++ & 1);
         if constexpr (C::kRotates) {
           rotate();
           sync_slice();

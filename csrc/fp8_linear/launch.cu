@@ -46,7 +46,7 @@ LinearKernel kernel_of(int index, Prologue prologue) {
   static uint64_t configured[kPrologues][std::size(kWarpRows)] = {};
   const int which = static_cast<int>(prologue);
   const LinearKernel kernel = all_kernels()[which][index];
-  allow_shared(kName, reinterpret_cast<const void*>(kernel), kMaxShared, configured[which][index]);
+  allow_shared(kName, reinterpret_cast<const void*>(kernel), kMaxSharedBytes, configured[which][index]);
   return kernel;
 }
 
@@ -61,7 +61,7 @@ LinearKernel tile_kernel_of(const TileVariant& v, bool rotates) {
   static uint64_t configured[2][std::size(kTileVariants)] = {};
   const std::ptrdiff_t index = &v - kTileVariants;
   const LinearKernel kernel = (rotates ? tile_kernels<true>() : tile_kernels<false>())[index];
-  allow_shared(kName, reinterpret_cast<const void*>(kernel), std::max(kMaxShared, multiprocessor_shared() / 2), configured[rotates][index]);
+  allow_shared(kName, reinterpret_cast<const void*>(kernel), std::max(kMaxSharedBytes, multiprocessor_shared() / 2), configured[rotates][index]);
   return kernel;
 }
 
@@ -77,7 +77,7 @@ void set_partial_bytes(Plan& plan, int rows, int64_t weight_rows) {
   if (plan.splits > 1) plan.partial_bytes = plan.splits * rows * weight_rows * 4;
 }
 
-constexpr int kMuchX = 16384;  // numbers of x, as measured: bench/NOTES.md
+constexpr int kMuchX = 16384;  // numbers of x, as measured: docs/notes/fp8_linear.md
 
 // For few rows: x of all inputs of a block lies in shared memory.
 Plan make_few_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int warp_rows, int blocks) {
@@ -106,7 +106,7 @@ Plan make_few_plan(Prologue prologue, int rows, int groups, int outputs, int inp
 
 // Whether there is such a kernel, and its shared memory suffices. To make something of x a block needs all inputs.
 bool fits(const Plan& plan, Prologue prologue) {
-  return plan.shared_bytes <= kMaxShared && index_of(plan.warp_rows) < static_cast<int>(std::size(kWarpRows)) &&
+  return plan.shared_bytes <= kMaxSharedBytes && index_of(plan.warp_rows) < static_cast<int>(std::size(kWarpRows)) &&
          (!makes(prologue) || plan.splits == 1);
 }
 
@@ -156,7 +156,8 @@ std::string problem(Prologue prologue, int rows, int groups, int outputs, int in
   if (inputs > 1 << 20) return "at most 2^20 inputs, got " + std::to_string(inputs);
   if (!makes(prologue)) return "";
   if (groups != 1) return "one group to be normalised or gated, got " + std::to_string(groups);
-  if (rows > kMadeRows) return "at most " + std::to_string(kMadeRows) + " rows to be normalised or gated on their way in, got " + std::to_string(rows);
+  if (rows > kMadeRows)
+    return "at most " + std::to_string(kMadeRows) + " rows to be normalised or gated on their way in, got " + std::to_string(rows);
   if (!fits(make_few_plan(prologue, rows, groups, outputs, inputs, 1, 0, 0, 0), prologue)) {
     return "fewer inputs to be normalised or gated in shared memory, got " + std::to_string(inputs);
   }
@@ -189,7 +190,7 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
   launcher(kernel, dim3(plan.blocks, plan.splits), kThreads, plan.shared_bytes, params, plan);
   if (plan.splits == 1) return;
   const int64_t weight_rows = static_cast<int64_t>(params.groups) * params.outputs;
-  const dim3 grid(static_cast<unsigned>((weight_rows / 4 + kMergeThreads - 1) / kMergeThreads), params.rows);
+  const dim3 grid(static_cast<unsigned>(ceil_div(weight_rows / 4, kMergeThreads)), params.rows);
   void (*const merge)(Params) = plan.splits == 2 ? merge_kernel<2> : plan.splits == 4 ? merge_kernel<4> : merge_kernel<8>;
   launcher(merge, grid, kMergeThreads, 0, params);
 }
@@ -214,6 +215,6 @@ std::vector<KernelAttributes> kernel_attributes() {
   return all;
 }
 
-int shared_bytes() { return kMaxShared; }
+int shared_bytes() { return kMaxSharedBytes; }
 
 }  // namespace dsv4::fp8_linear

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kNormThreads) normalize_kernel(const __grid_co
   const int units = p.inputs / kUnit;
   float sum = 0;
   for (int unit = threadIdx.x; unit < units; unit += kNormThreads) add_squares(sum, load(from + unit * kUnit));
-  sum = over_lanes(sum);
+  sum = sum_of_lanes(sum);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
   const float root = root_of_sum(sums[0], sums[1], sums[2], sums[3], p.norm_inverse, p.norm_eps);
@@ -46,7 +46,7 @@ void make(const Params& p, bool pdl, cudaStream_t stream) {
   if (prologue_of(p) == Prologue::kNorm) {
     launcher(normalize_kernel, dim3(p.rows), kNormThreads, 0, p);
   } else {
-    const unsigned parts = (p.inputs / kUnit + kGateThreads - 1) / kGateThreads;
+    const unsigned parts = ceil_div(p.inputs / kUnit, kGateThreads);
     launcher(gate_kernel, dim3(p.rows, parts), kGateThreads, 0, p);
   }
 }

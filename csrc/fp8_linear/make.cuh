@@ -4,7 +4,8 @@
 //   norm     bf16(x * rsqrt(mean(x^2) + eps) * w), in fp32
 #pragma once
 
-#include "../device.cuh"
+#include "../device/barriers.cuh"
+#include "../device/numbers.cuh"
 #include "config.h"
 
 namespace dsv4::fp8_linear {
@@ -40,16 +41,11 @@ __device__ __forceinline__ void add_squares(float& sum, const uint4& v) {
     sum = fmaf(high, high, fmaf(low, low, sum));
   }
 }
-__device__ __forceinline__ float over_lanes(float sum) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-  return sum;
-}
 __device__ __forceinline__ float root_of_sum(float a, float b, float c, float d, float inverse, float eps) {
   return rsqrtf(fmaf((a + c) + (b + d), inverse, eps));
 }
 __device__ __forceinline__ float root_of(const float (&sums)[kNormSums], float inverse, float eps) {
-  return root_of_sum(over_lanes(sums[0]), over_lanes(sums[1]), over_lanes(sums[2]), over_lanes(sums[3]), inverse, eps);
+  return root_of_sum(sum_of_lanes(sums[0]), sum_of_lanes(sums[1]), sum_of_lanes(sums[2]), sum_of_lanes(sums[3]), inverse, eps);
 }
 __device__ __forceinline__ uint32_t normalized(uint32_t v, float root, uint32_t w) {
   return pack_bf16x2(bf16_low(v) * root * bf16_low(w), bf16_high(v) * root * bf16_high(w));

@@ -33,9 +33,10 @@ struct TileConfig {
   static_assert(kGroups == 1 || kGroupThreads * kRowTiles * kColumnTiles * 16 <= kStages * kGroups * kXBytes);
 };
 
-__device__ __forceinline__ void cp_async_stream(uint32_t dst, const void* src) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
-}
+template <typename C>
+struct TileBarriers {
+  Barriers<C::kGroups * C::kStages> full, empty;  // of a group's slots
+};
 
 template <typename C>
 struct Tile {
@@ -45,11 +46,10 @@ struct Tile {
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
   const int group = warp / C::kWarpRows, thread = threadIdx.x % C::kGroupThreads;
 
-  __device__ __forceinline__ uint32_t full(int slot) const { return shared_address(shared) + 8 * (group * C::kStages + slot); }
-  __device__ __forceinline__ uint32_t empty(int slot) const { return full(slot) + 8 * C::kGroups * C::kStages; }
-  __device__ __forceinline__ unsigned char* warp_weights() const {
-    return shared + kTileBarrierBytes + warp * C::kStages * C::kWeightBytes;
-  }
+  __device__ __forceinline__ const TileBarriers<C>& barriers() const { return *reinterpret_cast<const TileBarriers<C>*>(shared); }
+  __device__ __forceinline__ Barrier full(int slot) const { return barriers().full[group * C::kStages + slot]; }
+  __device__ __forceinline__ Barrier empty(int slot) const { return barriers().empty[group * C::kStages + slot]; }
+  __device__ __forceinline__ unsigned char* warp_weights() const { return shared + kTileBarrierBytes + warp * C::kStages * C::kWeightBytes; }
   __device__ __forceinline__ unsigned char* all_x() const { return shared + kTileBarrierBytes + kWarps * C::kStages * C::kWeightBytes; }
   __device__ __forceinline__ void sync_group() const { sync_threads<C::kGroupThreads>(1 + group); }
 
@@ -93,7 +93,7 @@ struct Tile {
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
       for (int n = 0; n < C::kColumnTiles; ++n) {
-        const float(&s)[4] = sums[m][n];
+        const float (&s)[4] = sums[m][n];
         to[(m * C::kColumnTiles + n) * stride] = make_float4(s[0], s[1], s[2], s[3]);
       }
     }
@@ -104,7 +104,7 @@ struct Tile {
 #pragma unroll
       for (int n = 0; n < C::kColumnTiles; ++n) {
         const float4 other = from[(m * C::kColumnTiles + n) * stride];
-        float(&s)[4] = sums[m][n];
+        float (&s)[4] = sums[m][n];
         s[0] += other.x, s[1] += other.y, s[2] += other.z, s[3] += other.w;
       }
     }
@@ -124,7 +124,7 @@ struct Tile {
 #pragma unroll
         for (int m = 0; m < C::kRowTiles; ++m) {
           float* const to = here + (n * kColumns + lane % 4 * 2) * C::kOutPitch + m * kTileRows + lane / 4;
-          const float(&s)[4] = sums[m][n0 + n];
+          const float (&s)[4] = sums[m][n0 + n];
           to[0] = s[0], to[C::kOutPitch] = s[1], to[8] = s[2], to[C::kOutPitch + 8] = s[3];
         }
       }
@@ -146,8 +146,8 @@ struct Tile {
 
   __device__ __forceinline__ void run() const {
     if (threadIdx.x < C::kGroups * C::kStages) {
-      mbarrier_init(shared_address(shared) + 8 * threadIdx.x, C::kGroupThreads);
-      mbarrier_init(shared_address(shared) + 8 * (C::kGroups * C::kStages + threadIdx.x), C::kWarpRows);
+      barriers().full[threadIdx.x].init(C::kGroupThreads);
+      barriers().empty[threadIdx.x].init(C::kWarpRows);
     }
     // this group's slices lie beside each other
     const int slice = (blockIdx.y * C::kGroups + group) * (C::kPairs ? plan.in_turn : 1);
@@ -199,7 +199,7 @@ struct Tile {
         if (copies) cp_async_16(to + c * C::kRowsTogether * 2 * kStageInputs, reinterpret_cast<uint64_t>(x_from[c]), true);
         x_from[c] += kStageInputs;
       }
-      mbarrier_arrive_copies(full(slot));
+      full(slot).arrive_copies();
     };
 #pragma unroll
     for (int i = 0; i < C::kStages - 1; ++i) {
@@ -233,7 +233,7 @@ struct Tile {
               const float4* const from = rotation_of(p, positions[c], thread % 8);
               turn[c][0] = __ldg(from), turn[c][1] = __ldg(from + 1);
             }
-            mbarrier_wait(full(slot), phase);
+            full(slot).wait(phase);
             if (copies) {
 #pragma unroll
               for (int c = 0; c < C::kCopies; ++c) {
@@ -244,7 +244,7 @@ struct Tile {
             sync_group();
           }
         }
-        mbarrier_wait(full(slot), phase);
+        full(slot).wait(phase);
         uint4 now[C::kRowTiles][2];
 #pragma unroll
         for (int r = 0; r < 2 * C::kRowTiles; ++r) now[r / 2][r % 2] = load_shared(weights_here + slot * C::kWeightBytes + r * 512);
@@ -259,13 +259,13 @@ struct Tile {
         }
         // x before weights: a stage has all its bytes when those of x have come
         if (i + C::kStages - 1 < halves) {
-          if (i > 0) mbarrier_wait(empty(last), last_phase);
+          if (i > 0) empty(last).wait(last_phase);
           load_x(last);
         }
         if (i + C::kStages < halves) load_weights(slot);
         multiply(sums, a, lane_x + slot * C::kXBytes, (lane_x ^ 16) + slot * C::kXBytes, scale);
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(empty(slot));
+        if (lane == 0) empty(slot).arrive();
         last = slot, last_phase = phase;
         if (++slot == C::kStages) slot = 0, phase ^= 1;
       }
@@ -313,8 +313,8 @@ __global__ void __launch_bounds__(kThreads, 1) tile_kernel(const __grid_constant
 
 template <bool kRotates, size_t... kIndices>
 const LinearKernel* tile_instances(std::index_sequence<kIndices...>) {
-  static constexpr LinearKernel kKernels[] = {
-      &tile_kernel<TileConfig<kTileVariants[kIndices].column_tiles, kTileVariants[kIndices].row_tiles, kTileVariants[kIndices].warp_rows, kRotates>>...};
+  static constexpr LinearKernel kKernels[] = {&tile_kernel<
+      TileConfig<kTileVariants[kIndices].column_tiles, kTileVariants[kIndices].row_tiles, kTileVariants[kIndices].warp_rows, kRotates>>...};
   return kKernels;
 }
 

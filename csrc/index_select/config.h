@@ -97,7 +97,7 @@ struct ScoreShared {
   int32_t pages[kRows][chunk_of(kRows) / kPage];
   int32_t lengths[kRows];
 };
-static_assert(sizeof(ScoreShared<Format::kFp8Half, kSharedRows>) <= 101376, "one block on SM120");
+static_assert(sizeof(ScoreShared<Format::kFp8Half, kSharedRows>) <= kMaxSharedBytes);
 
 constexpr int kMergeThreads = 512;
 constexpr int kMergeWarps = kMergeThreads / 32;
@@ -126,9 +126,7 @@ struct MergeShared {
   uint32_t exact;
   uint32_t found, found_above, found_count;
 };
-static_assert(sizeof(MergeShared) <= 101376, "one block on SM120");
-
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+static_assert(sizeof(MergeShared) <= kMaxSharedBytes);
 
 // The part of a row that one block scores: [first, first + entries), in at most a list for each chunk.
 struct Range {

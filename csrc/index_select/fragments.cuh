@@ -5,19 +5,17 @@
 // 16 t and 64 + 16 t, FP4 bytes 16 t (one scale group), so that a lane loads its part of an entry by whole 16-byte vectors.
 #pragma once
 
-#include "order.cuh"
+#include "../device/memory.cuh"
+#include "../device/mma.cuh"
+#include "../device/numbers.cuh"
+#include "config.h"
 
 namespace dsv4::index_select {
 
 constexpr int kSteps = 8;   // MMA steps over the dimensions, 16 each (FP8 MMA: two at a time)
 
 // Four registers of a tile's, operand A of one MMA.
-__device__ __forceinline__ const uint32_t (&operand(const uint32_t* a))[4] { return reinterpret_cast<const uint32_t(&)[4]>(*a); }
-__device__ __forceinline__ void mma_fp8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+__device__ __forceinline__ const uint32_t (&operand(const uint32_t* a))[4] { return reinterpret_cast<const uint32_t (&)[4]>(*a); }
 // Nibbles i and i + 4 of eight E2M1 as a bf16 pair times 2^-126 (E2M1's own subnormal lands on bf16's).
 template <int i>
 __device__ __forceinline__ uint32_t widen_fp4(uint32_t nibbles) {
@@ -56,10 +54,8 @@ __device__ __forceinline__ void load_keys(RawKeys<kFormat, kTiles>& raw, const u
       const int i = entry + 16 * tile + 8 * half;
 #pragma unroll
       for (int v = 0; v < T::kVectors; ++v)
-        raw.v[tile][half][v] = page == nullptr ? make_uint4(0, 0, 0, 0)
-                                               : load_16(page + i * T::kKeyBytes + 64 * v + 16 * t);
-      if constexpr (kFormat == Format::kFp4)
-        raw.group_scales[tile][half] = page == nullptr ? 0 : load_byte(page + kPage * T::kKeyBytes + 4 * i + t);
+        raw.v[tile][half][v] = page == nullptr ? make_uint4(0, 0, 0, 0) : load_16_now(page + i * T::kKeyBytes + 64 * v + 16 * t);
+      if constexpr (kFormat == Format::kFp4) raw.group_scales[tile][half] = page == nullptr ? 0 : load_now(page + kPage * T::kKeyBytes + 4 * i + t);
     }
   }
 }

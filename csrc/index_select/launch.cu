@@ -22,14 +22,14 @@ int best_splits(int groups, int width, int slots, int start) {
   int best = 1;
   int64_t best_cost = INT64_MAX;
   for (int splits = 1; splits <= slots; ++splits) {
-    const int64_t waves = (static_cast<int64_t>(groups) * splits + slots - 1) / slots;
-    const int64_t cost = waves * ((entries + splits - 1) / splits + start);
+    const int64_t waves = ceil_div(static_cast<int64_t>(groups) * splits, slots);
+    const int64_t cost = waves * (ceil_div(entries, splits) + start);
     if (cost < best_cost) best = splits, best_cost = cost;
   }
   return best;
 }
 
-int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+int64_t round_up(int64_t n, int64_t unit) { return ceil_div(n, unit) * unit; }
 
 void set_lists(Plan& plan, int width) {
   plan.chunk = chunk_of(plan.group_rows);

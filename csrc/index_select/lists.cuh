@@ -1,9 +1,30 @@
 // Lists of candidates from the ordered keys of a range of entries in shared memory.
 #pragma once
 
-#include "order.cuh"
+#include "../device/barriers.cuh"
+#include "../device/numbers.cuh"
+#include "config.h"
 
 namespace dsv4::index_select {
+
+template <int kThreadsOfTeam>
+__device__ __forceinline__ void sync_team(int id) {
+  if constexpr (kThreadsOfTeam == 32) {
+    __syncwarp();
+  } else {
+    sync_threads<kThreadsOfTeam>(id);
+  }
+}
+
+__device__ __forceinline__ uint32_t inclusive_sum(uint32_t v) {  // over the warp
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const uint32_t other = __shfl_up_sync(0xffffffffu, v, d);
+    if (lane >= d) v += other;
+  }
+  return v;
+}
 
 // The shared memory of one row, and the place of its list.
 struct ListWork {
@@ -161,8 +182,17 @@ __device__ __forceinline__ void end_chunk(StreamShared& s, const Split& split, c
     asm volatile("" : "+r"(thread), "+r"(row));  // or the addresses that follow from them wait in registers while keys are scored
     const int64_t place = place_of(split, row);
     const int list = s.list, end_list = s.end_list;
-    const ListWork work = {s.keys[0], s.offsets, s.counts[0], &s.greatest[0], &s.floor[0], &s.start[0], &s.cut[0],
-                           header_of(lists, split, row, list), static_cast<uint32_t>(first), lists.keys + place, lists.offsets + place};
+    const ListWork work = {s.keys[0],
+                           s.offsets,
+                           s.counts[0],
+                           &s.greatest[0],
+                           &s.floor[0],
+                           &s.start[0],
+                           &s.cut[0],
+                           header_of(lists, split, row, list),
+                           static_cast<uint32_t>(first),
+                           lists.keys + place,
+                           lists.offsets + place};
     uint32_t* kept = s.running[thread & 31];
     Running running = {{kept[0], kept[1]}, kept[2]};
     emit_list<kThreads, true>(work, running, held, split.k, thread, 1);

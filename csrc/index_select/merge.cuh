@@ -8,6 +8,9 @@
 // loops that are not unrolled, no divisions, and the length and zeros before the wait; page ids come while it selects.
 #pragma once
 
+#include "../device/copies.cuh"
+#include "keys.cuh"
+#include "lengths.cuh"
 #include "lists.cuh"
 
 namespace dsv4::index_select {
@@ -210,36 +213,50 @@ __device__ __forceinline__ void write(const MergeShared& s, const MergeParams& p
   p.slots[row * p.slots_stride + rank] = slot;
 }
 
-// Ranks the chosen candidates by entry and writes them, kWindow entries at a time. The bits of the first window are zero.
+// ---- the chosen, kWindow entries at a time
+
+__device__ __forceinline__ void clear_window(MergeShared& s, int words) {
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < padded(words); i += kMergeThreads) s.chosen[i] = 0;
+  __syncthreads();
+}
+
+__device__ __forceinline__ void mark_chosen(MergeShared& s, const Row& r, uint64_t least, int window) {
+  visit_all(s, r, [&](uint64_t c) {
+    const int at = entry_of(c) - window;
+    if (c >= least && at >= 0 && at < kWindow) atomicOr(&s.chosen[padded(at / 32)], 1u << (at % 32));
+  });
+  cp_async_wait_all();  // the page ids
+  __syncthreads();
+}
+
+// s.before of the window's words; returns how many are chosen in all of them.
+__device__ __forceinline__ uint32_t rank_words(MergeShared& s, int words, int each) {
+  const int begin = min(static_cast<int>(threadIdx.x) * each, words), end = min(begin + each, words);
+  uint32_t sum = 0, all;
+#pragma unroll 4
+  for (int i = begin; i < end; ++i) sum += __popc(s.chosen[padded(i)]);
+  const uint32_t within = inclusive_sum(sum);
+  uint32_t before = sum_before(s, __shfl_sync(0xffffffffu, within, 31), all) + within - sum;
+#pragma unroll 4
+  for (int i = begin; i < end; ++i) {
+    s.before[padded_half(i)] = static_cast<uint16_t>(before);
+    before += __popc(s.chosen[padded(i)]);
+  }
+  __syncthreads();
+  return all;
+}
+
+// Ranks the chosen candidates by entry and writes them. The bits of the first window are zero.
 __device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& p, const Row& r, uint64_t least) {
   int rank_base = 0;
 #pragma unroll 1
   for (int window = 0; window < r.length; window += kWindow) {
     const int words = ceil_div(min(r.length - window, kWindow), 32), each = ceil_div(words, kMergeThreads);
-    if (window > 0) {
-      __syncthreads();
-#pragma unroll 1
-      for (int i = threadIdx.x; i < padded(words); i += kMergeThreads) s.chosen[i] = 0;
-      __syncthreads();
-    }
-    visit_all(s, r, [&](uint64_t c) {
-      const int at = entry_of(c) - window;
-      if (c >= least && at >= 0 && at < kWindow) atomicOr(&s.chosen[padded(at / 32)], 1u << (at % 32));
-    });
-    cp_async_wait_all();  // the page ids
-    __syncthreads();
-    const int begin = min(static_cast<int>(threadIdx.x) * each, words), end = min(begin + each, words);
-    uint32_t sum = 0, all;
-#pragma unroll 4
-    for (int i = begin; i < end; ++i) sum += __popc(s.chosen[padded(i)]);
-    const uint32_t within = inclusive_sum(sum);
-    uint32_t before = sum_before(s, __shfl_sync(0xffffffffu, within, 31), all) + within - sum;
-#pragma unroll 4
-    for (int i = begin; i < end; ++i) {
-      s.before[padded_half(i)] = static_cast<uint16_t>(before);
-      before += __popc(s.chosen[padded(i)]);
-    }
-    __syncthreads();
+    if (window > 0) clear_window(s, words);
+    mark_chosen(s, r, least, window);
+    const uint32_t all = rank_words(s, words, each);
     visit_all(s, r, [&](uint64_t c) {
       const int entry = entry_of(c), at = entry - window;
       if (c < least || at < 0 || at >= kWindow) return;
@@ -250,41 +267,76 @@ __device__ __forceinline__ void write_chosen(MergeShared& s, const MergeParams& 
   }
 }
 
+// ---- phases of the kernel
+
 // The length is read before the wait: the kernel that this one waits for, always one of this operator's, has waited itself for what wrote
 // it, before it let this one start.
-__global__ void __launch_bounds__(kMergeThreads, 2) merge_kernel(const __grid_constant__ MergeParams p) {
-  extern __shared__ __align__(16) uint8_t shared_memory[];
-  auto& s = *reinterpret_cast<MergeShared*>(shared_memory);
-  const int row = blockIdx.x, k = p.split.k;
+__device__ __forceinline__ Row row_of(const MergeParams& p, int row) {
   Row r;
   r.row = row;
   r.length = min(max(load_older(p.split.lengths + row), 0), p.split.width);
-  r.lists = p.split.splits * range_of(group_length<true>(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, p.split.chunk).lists;
+  r.lists =
+      p.split.splits * range_of(group_length<true>(p.split, row / p.split.group_rows * p.split.group_rows), p.split.splits, p.split.chunk).lists;
   r.headers = header_of(p.lists, p.split, row, 0);
   r.keys = p.lists.keys + place_of(p.split, row);
   r.offsets = p.lists.offsets + place_of(p.split, row);
+  return r;
+}
+
+__device__ __forceinline__ void clear(MergeShared& s, int length) {
 #pragma unroll
   for (int i = 0; i < kAllBins / 4; i += kMergeThreads) reinterpret_cast<uint4*>(s.bins)[i + threadIdx.x] = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < padded(ceil_div(min(r.length, kWindow), 32)) / 4 + 1; i += kMergeThreads)
+  for (int i = threadIdx.x; i < padded(ceil_div(min(length, kWindow), 32)) / 4 + 1; i += kMergeThreads)
     reinterpret_cast<uint4*>(s.chosen)[i] = make_uint4(0, 0, 0, 0);
   if (threadIdx.x == 0) s.starts[kHeaders] = 0, s.exact = 1;
+}
+
+__device__ __forceinline__ void fetch_pages(MergeShared& s, const MergeParams& p, const Row& r) {
+  const int pages = p.slots == nullptr ? 0 : min(ceil_div(r.length, kPage), kHeldPages);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < pages; i += kMergeThreads) cp_async<4>(&s.pages[i], p.table.pages + r.row * p.table.stride + i);
+}
+
+// Of at most k entries all are chosen. Without logits the lists need not be there, and the row is done: returns whether it is. Else what lies
+// behind its entries is written; the logits of these are not known here.
+__device__ __forceinline__ bool write_short(MergeShared& s, const MergeParams& p, const Row& r) {
+  cp_async_wait_all();
+  __syncthreads();
+  const bool all_known = p.logits == nullptr;
+#pragma unroll 1
+  for (int i = (all_known ? 0 : r.length) + threadIdx.x; i < p.split.k; i += kMergeThreads) write(s, p, r.row, i, i < r.length ? i : -1, -INFINITY);
+  return all_known;
+}
+
+// The lists' fronts, down to `bin`; with `counts` the first digit of what is in it is counted.
+__device__ __forceinline__ void gather_fronts(MergeShared& s, const Row& r, uint32_t bin, bool counts) {
+#pragma unroll 1
+  for (int begin = 0; begin < r.lists; begin += kHeaders) {
+    start_fronts(s, r, begin, bin);
+    const uint32_t total = s.starts[kHeaders];
+#pragma unroll 1
+    for (uint32_t i = s.starts[0] + threadIdx.x; i < total; i += kMergeThreads) {
+      const uint64_t c = read_candidate(s, r, begin, i);
+      if (i < kStaged) s.candidates[i] = c;
+      if (counts && c >> (64 - (32 - kBinShift)) == bin)
+        atomicAdd(&s.digits[c >> (64 - (32 - kBinShift) - kDigitBits) & ((1u << kDigitBits) - 1)], 1u);
+    }
+  }
+  __syncthreads();
+}
+
+__global__ void __launch_bounds__(kMergeThreads, 2) merge_kernel(const __grid_constant__ MergeParams p) {
+  extern __shared__ __align__(16) uint8_t shared_memory[];
+  auto& s = *reinterpret_cast<MergeShared*>(shared_memory);
+  const int k = p.split.k;
+  const Row r = row_of(p, blockIdx.x);
+  clear(s, r.length);
   __syncthreads();
   pdl_wait();
   pdl_trigger();
-  const int pages = p.slots == nullptr ? 0 : min(ceil_div(r.length, kPage), kHeldPages);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < pages; i += kMergeThreads) cp_async_4(shared_address(&s.pages[i]), p.table.pages + row * p.table.stride + i);
-  if (r.length <= k) {
-    // without logits the lists need not be there; all entries are chosen, and their logits are not known here
-    cp_async_wait_all();
-    __syncthreads();
-    const bool all_known = p.logits == nullptr;
-#pragma unroll 1
-    for (int i = (all_known ? 0 : r.length) + threadIdx.x; i < k; i += kMergeThreads)
-      write(s, p, row, i, i < r.length ? i : -1, -INFINITY);
-    if (all_known) return;
-  }
+  fetch_pages(s, p, r);
+  if (r.length <= k && write_short(s, p, r)) return;
   uint64_t least = 0;
   uint32_t bin = 0, above = 0;
   if (r.length > k) {
@@ -295,18 +347,7 @@ __global__ void __launch_bounds__(kMergeThreads, 2) merge_kernel(const __grid_co
     above = s.found_above;
     zero_digits(s);
   }
-#pragma unroll 1
-  for (int begin = 0; begin < r.lists; begin += kHeaders) {
-    start_fronts(s, r, begin, bin);
-    const uint32_t total = s.starts[kHeaders];
-#pragma unroll 1
-    for (uint32_t i = s.starts[0] + threadIdx.x; i < total; i += kMergeThreads) {
-      const uint64_t c = read_candidate(s, r, begin, i);
-      if (i < kStaged) s.candidates[i] = c;
-      if (r.length > k && c >> (64 - (32 - kBinShift)) == bin) atomicAdd(&s.digits[c >> (64 - (32 - kBinShift) - kDigitBits) & ((1u << kDigitBits) - 1)], 1u);
-    }
-  }
-  __syncthreads();
+  gather_fronts(s, r, bin, r.length > k);
   if (r.length > k) {
     // where a list's last bin reaches up to here, its entries were counted too low: all bits are searched
     const bool exact = s.exact != 0;

@@ -7,6 +7,8 @@
 #pragma once
 
 #include "fragments.cuh"
+#include "keys.cuh"
+#include "lengths.cuh"
 #include "lists.cuh"
 
 namespace dsv4::index_select {
@@ -30,8 +32,7 @@ __device__ __forceinline__ float sum_quad(const float (&v)[4]) {
 
 // Weighted sums of a row for the warp's tiles: lane 4 g + t gets entries 16 (2 j + t / 2) + 8 (t % 2) + g, j = 0 .. kTiles / 2 - 1.
 template <Format kFormat, int kTiles>
-__device__ __forceinline__ void score_row(float (&score)[kTiles / 2], const Keys<kFormat, kTiles>& keys, const uint8_t* q,
-                                          const float* weights) {
+__device__ __forceinline__ void score_row(float (&score)[kTiles / 2], const Keys<kFormat, kTiles>& keys, const uint8_t* q, const float* weights) {
   constexpr int kBlocks = kTiles == 2 ? 2 : 1;  // of heads at once: four independent chains of MMAs
   float sums[kTiles][2] = {};
 #pragma unroll 1
@@ -53,8 +54,7 @@ __device__ __forceinline__ void score_row(float (&score)[kTiles / 2], const Keys
     }
   }
 #pragma unroll
-  for (int j = 0; j < kTiles / 2; ++j)
-    score[j] = sum_quad({sums[2 * j][0], sums[2 * j][1], sums[2 * j + 1][0], sums[2 * j + 1][1]});
+  for (int j = 0; j < kTiles / 2; ++j) score[j] = sum_quad({sums[2 * j][0], sums[2 * j][1], sums[2 * j + 1][0], sums[2 * j + 1][1]});
 }
 
 __device__ __forceinline__ int entry_of_lane(int j) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_scales(float (&scale)[kTiles / 2], const ui
       scale[j] = kFp4Rescale;
     } else {
       const uint8_t* scales = page + kPage * Traits<kFormat>::kKeyBytes;
-      scale[j] = load_word(reinterpret_cast<const float*>(scales + 4 * (first + entry_of_lane(j))));
+      scale[j] = load_now(reinterpret_cast<const float*>(scales + 4 * (first + entry_of_lane(j))));
     }
   }
 }
@@ -92,10 +92,10 @@ struct RawQueries {
     for (int i = 0; i < kEach; ++i) {
       const int piece = threadIdx.x + i * threads_of(kRows), head = piece / (kPieces / kHeads);
       if (piece >= kPieces) break;
-      x[i] = load_16(p.q + row * p.q_stride_row + head * p.q_stride_head + 16 * (piece % (kPieces / kHeads)));
-      scales[i] = kFormat == Format::kFp4 ? static_cast<uint32_t>(load_word(p.q_scales + row * p.q_scales_stride + head)) : 0;
+      x[i] = load_16_now(p.q + row * p.q_stride_row + head * p.q_stride_head + 16 * (piece % (kPieces / kHeads)));
+      scales[i] = kFormat == Format::kFp4 ? static_cast<uint32_t>(load_now(p.q_scales + row * p.q_scales_stride + head)) : 0;
     }
-    if (threadIdx.x < kHeads) weight = load_word(p.weights + row * p.weights_stride + threadIdx.x);
+    if (threadIdx.x < kHeads) weight = load_now(p.weights + row * p.weights_stride + threadIdx.x);
   }
   __device__ __forceinline__ void store(uint8_t* q, float* weights) const {
 #pragma unroll
@@ -133,8 +133,8 @@ __device__ __forceinline__ void keep_keys(RowShared<kRows>& s, int r, int at, in
 // What becomes of the keys of a chunk of several rows: a list per row, or logits in memory. All threads, after a barrier; another one
 // must follow.
 template <int kRows>
-__device__ __forceinline__ void finish_chunk(RowShared<kRows>& s, Running& running, const ScoreParams& p, const int32_t* lengths, int first_row, int rows,
-                                             int list, int first, int entries) {
+__device__ __forceinline__ void finish_chunk(RowShared<kRows>& s, Running& running, const ScoreParams& p, const int32_t* lengths, int first_row,
+                                             int rows, int list, int first, int entries) {
   constexpr int kTeam = threads_of(kRows) / kRows;
   const int r = threadIdx.x / kTeam, thread = threadIdx.x % kTeam, row = first_row + r;
   if (r >= rows) return;
@@ -146,8 +146,17 @@ __device__ __forceinline__ void finish_chunk(RowShared<kRows>& s, Running& runni
   }
   if (n == 0) return write_empty(p.lists, p.split, row, list, list + 1, thread, kTeam);
   const int64_t place = place_of(p.split, row);
-  const ListWork work = {s.keys[r], nullptr, s.counts[r], &s.greatest[r], &s.floor[r], &s.start[r], &s.cut[r],
-                         header_of(p.lists, p.split, row, list), static_cast<uint32_t>(first), p.lists.keys + place, p.lists.offsets + place};
+  const ListWork work = {s.keys[r],
+                         nullptr,
+                         s.counts[r],
+                         &s.greatest[r],
+                         &s.floor[r],
+                         &s.start[r],
+                         &s.cut[r],
+                         header_of(p.lists, p.split, row, list),
+                         static_cast<uint32_t>(first),
+                         p.lists.keys + place,
+                         p.lists.offsets + place};
   emit_list<kTeam, false>(work, running, n, p.split.k, thread, 1 + r);
 }
 
@@ -171,7 +180,7 @@ __device__ __forceinline__ void score_one(ScoreShared<kFormat, 1>& s, const Scor
     load_keys<kFormat, kTiles>(raw, address, entry % kPage);
     load_scales<kFormat, kTiles>(next_scale, address, entry % kPage);
   };
-  const auto page_of = [&](int entry) { return entry < end ? load_word(pages + entry / kPage) : -1; };
+  const auto page_of = [&](int entry) { return entry < end ? load_now(pages + entry / kPage) : -1; };
   const int first_page = page_of(at);
   int next_page = page_of(at + kStep);
   if (at < end) load(at, first_page);
@@ -256,7 +265,7 @@ __device__ __forceinline__ void score_shared(ScoreShared<kFormat, kRows>& s, con
     for (int i = threadIdx.x; i < rows * kPages; i += threads_of(kRows)) {
       const int r = i / kPages, j = i % kPages;
       if (j < ceil_div(entries, kPage) && first + j * kPage < s.lengths[r])
-        s.pages[r][j] = load_word(p.table.pages + (first_row + r) * p.table.stride + first / kPage + j);
+        s.pages[r][j] = load_now(p.table.pages + (first_row + r) * p.table.stride + first / kPage + j);
     }
     zero_counts<kRows>(s.rows);
     __syncthreads();

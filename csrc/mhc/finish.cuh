@@ -13,10 +13,6 @@
 
 namespace dsv4::mhc {
 
-__device__ __forceinline__ void copy_word(float* dst, const float* src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(dst)), "l"(src) : "memory");
-}
-
 __device__ __forceinline__ float sigmoid(float z) { return 1.f / (1.f + expf(-z)); }
 
 // Lane o's mix before its scale: its sum times the reciprocal root of the mean square (lane kOutputs' sum).
@@ -141,15 +137,6 @@ __device__ __forceinline__ uint4 times_weight(const uint4& y, float inverse, con
   return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
-__device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
-  return v;
-}
-
-// barrier of the first `threads` threads of the block
-__device__ __forceinline__ void sync_first(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
-
 template <bool kHead, int kHidden>
 __global__ void __launch_bounds__(kHidden / kLaneColumns + 32) finish_kernel(const Params p) {
   constexpr int kWarps = kHidden / kOctetColumns;
@@ -187,10 +174,10 @@ __global__ void __launch_bounds__(kHidden / kLaneColumns + 32) finish_kernel(con
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) pre[j] = __shfl_sync(0xffffffffu, gate, j);
   uint4 y;
-  const float mine = warp_sum(collapse(pre, x, y));
+  const float mine = sum_of_lanes(collapse(pre, x, y));
   if (normed) {
     if (lane == 0) squares[warp] = mine;
-    sync_first(kWarps * 32);
+    sync_threads<1, kWarps * 32>();
     float sum = 0.f;
     for (int w = 0; w < kWarps; ++w) sum += squares[w];
     y = times_weight(y, rsqrtf(fmaf(sum, p.inverse_hidden, p.norm_eps)), weight);

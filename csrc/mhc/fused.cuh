@@ -11,7 +11,6 @@
 // The sums are those of mix.cuh and finish.cuh, value by value.
 #pragma once
 
-#include "../exchange.cuh"
 #include "finish.cuh"
 
 namespace dsv4::mhc {
@@ -27,7 +26,7 @@ constexpr int kVectors = kOutputs<kHead> / 4 + 1;  // the last has the sum of sq
 
 // Slices of a block: for few rows there are multiprocessors enough for one each.
 __host__ __device__ constexpr int slices_of(int rows) { return rows <= 4 ? 1 : kFusedSlices; }
-__host__ __device__ constexpr int mixing_blocks(int rows) { return kSlices / slices_of(rows) * ((rows + kTileRows - 1) / kTileRows); }
+__host__ __device__ constexpr int mixing_blocks(int rows) { return kSlices / slices_of(rows) * ceil_div(rows, kTileRows); }
 
 union FusedShared {
   float sums[kFusedSlices][kStreams][kTileRows][kSumWords];
@@ -47,9 +46,6 @@ template <bool kHead>
 __device__ __forceinline__ float* exchanged(const Params& p, int64_t row, int slice, int vector) {
   return p.exchange + (row * (kFlashHidden / kSliceColumns) + slice) * kWidth<kHead> + vector * 4;
 }
-
-// To the L2, ahead of a wait even: what is written there meanwhile is in the L2 as well.
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // One or two slices of 16 rows: the new streams, and the partial sums for the rows' blocks.
 template <bool kPost, bool kHead>
@@ -128,10 +124,47 @@ __device__ __forceinline__ void collect(const Params& p, FusedShared& s, int64_t
   if (half % 2 == 0) *reinterpret_cast<float4*>(&s.row.octets[half / 2][vector * 4]) = add(sum, other);
 }
 
+// A row's new streams, or those there are, in shared memory.
+template <bool kPost>
+__device__ __forceinline__ void make_streams(const Params& p, FusedShared& s, int64_t row) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // through shared memory all are on their way at once: loads of so many registers the compiler puts off, one behind
+  // what another came to
+#pragma unroll
+  for (int w = warp; w < kOctets; w += kFusedWarps) {
+    const int column = w * kOctetColumns + lane * kLaneColumns;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j)
+      cp_async_16(shared_address(&s.row.x[w][j][lane]), reinterpret_cast<uint64_t>(p.x + row * p.x_stride + j * kFlashHidden + column), true);
+    if constexpr (kPost) cp_async_16(shared_address(&s.row.f[w][lane]), reinterpret_cast<uint64_t>(p.f + row * p.f_stride + column), true);
+  }
+  if constexpr (kPost) {
+    float* const c = s.row.coefficients[warp];  // comb by new stream, post
+    if (lane < kStreams * kStreams) {
+      cp_async<4>(c + lane % kStreams * kStreams + lane / kStreams, p.comb + row * (kStreams * kStreams) + lane);
+    } else if (lane < kCoefficients) {
+      cp_async<4>(c + lane, p.post + row * kStreams + lane - kStreams * kStreams);
+    }
+    cp_async_wait_all();
+    __syncwarp();
+#pragma unroll 1
+    for (int w = warp; w < kOctets; w += kFusedWarps) {
+      uint4 v[kStreams];
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) v[j] = s.row.x[w][j][lane];
+      mix_in_place(v, s.row.f[w][lane], c);
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) s.row.x[w][j][lane] = v[j];
+    }
+  } else {
+    cp_async_wait_all();
+  }
+}
+
 // One row: what finish_kernel does.
 template <bool kPost, bool kHead>
 __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, int64_t row) {
-  constexpr int kTurns = (kOctets + kCollapsing - 1) / kCollapsing;
+  constexpr int kTurns = ceil_div(kOctets, kCollapsing);
   static_assert(kFusedWarps == 8 && kIterating % 4 == kIdle % 4 && kOctets % kFusedWarps == 0 && kStreams * kFlashHidden * 2 == kFusedThreads * 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, collapsing = warp - 1 - (warp > kIdle ? 1 : 0);
   const bool collapses = warp != kIterating && warp != kIdle, normed = p.norm_weight != nullptr;
@@ -149,37 +182,7 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
   }
   pdl_wait();
   pdl_trigger();
-  // through shared memory all are on their way at once: loads of so many registers the compiler puts off, one behind
-  // what another came to
-#pragma unroll
-  for (int w = warp; w < kOctets; w += kFusedWarps) {
-    const int column = w * kOctetColumns + lane * kLaneColumns;
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j)
-      cp_async_16(shared_address(&s.row.x[w][j][lane]), reinterpret_cast<uint64_t>(p.x + row * p.x_stride + j * kFlashHidden + column), true);
-    if constexpr (kPost) cp_async_16(shared_address(&s.row.f[w][lane]), reinterpret_cast<uint64_t>(p.f + row * p.f_stride + column), true);
-  }
-  if constexpr (kPost) {
-    float* const c = s.row.coefficients[warp];  // comb by new stream, post
-    if (lane < kStreams * kStreams) {
-      copy_word(c + lane % kStreams * kStreams + lane / kStreams, p.comb + row * (kStreams * kStreams) + lane);
-    } else if (lane < kCoefficients) {
-      copy_word(c + lane, p.post + row * kStreams + lane - kStreams * kStreams);
-    }
-    cp_async_wait_all();
-    __syncwarp();
-#pragma unroll 1
-    for (int w = warp; w < kOctets; w += kFusedWarps) {
-      uint4 v[kStreams];
-#pragma unroll
-      for (int j = 0; j < kStreams; ++j) v[j] = s.row.x[w][j][lane];
-      mix_in_place(v, s.row.f[w][lane], c);
-#pragma unroll
-      for (int j = 0; j < kStreams; ++j) s.row.x[w][j][lane] = v[j];
-    }
-  } else {
-    cp_async_wait_all();
-  }
+  make_streams<kPost>(p, s, row);
   collect<kHead>(p, s, row);
   __syncthreads();
   if (warp == kIdle) return;
@@ -196,8 +199,9 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
     if (!real(turn)) continue;
-    const uint4 x[kStreams] = {s.row.x[octet(turn)][0][lane], s.row.x[octet(turn)][1][lane], s.row.x[octet(turn)][2][lane], s.row.x[octet(turn)][3][lane]};
-    const float squares = warp_sum(collapse(pre, x, y[turn]));
+    const uint4 x[kStreams] = {s.row.x[octet(turn)][0][lane], s.row.x[octet(turn)][1][lane], s.row.x[octet(turn)][2][lane],
+                               s.row.x[octet(turn)][3][lane]};
+    const float squares = sum_of_lanes(collapse(pre, x, y[turn]));
     if (lane == 0) s.row.squares[octet(turn)] = squares;
   }
   float inverse = 1.f;

@@ -21,7 +21,7 @@ Kernel mix_of(const Params& p) {
 void launch_post(const Params& p, const Launcher& launcher) {
   constexpr int kMostY = 32768;
   const int columns = kMixThreads * kLaneColumns, y = std::min(p.rows, kMostY);
-  const dim3 grid((p.hidden + columns - 1) / columns, y, (p.rows + y - 1) / y);
+  const dim3 grid(ceil_div(p.hidden, columns), y, ceil_div(p.rows, y));
   launcher(post_kernel, grid, kMixThreads, 0, p);
 }
 
@@ -30,9 +30,7 @@ Kernel fused_of(const Params& p) {
   return p.f != nullptr ? fused_kernel<true, false> : fused_kernel<false, false>;
 }
 
-void launch_fused(const Params& p, const Launcher& launcher) {
-  launcher(fused_of(p), dim3(mixing_blocks(p.rows) + p.rows), kFusedThreads, 0, p);
-}
+void launch_fused(const Params& p, const Launcher& launcher) { launcher(fused_of(p), dim3(mixing_blocks(p.rows) + p.rows), kFusedThreads, 0, p); }
 
 Kernel finish_of(const Params& p) {
   if (p.hidden == kProHidden) return p.head ? finish_kernel<true, kProHidden> : finish_kernel<false, kProHidden>;
@@ -40,7 +38,7 @@ Kernel finish_of(const Params& p) {
 }
 
 void launch_split(const Params& p, const Launcher& launcher) {
-  const int tiles = (p.rows + kTileRows - 1) / kTileRows;
+  const int tiles = ceil_div(p.rows, kTileRows);
   launcher(mix_of(p), dim3(p.hidden / kSliceColumns, std::min(tiles, kMixTiles)), kMixThreads, 0, p);
   launcher(finish_of(p), dim3(p.rows), p.hidden / kLaneColumns + 32, 0, p);
 }
@@ -69,7 +67,7 @@ int fused_blocks_per_sm() {  // of the form that takes the most registers
 }
 
 void launch_many(const Params& p, int num_sms, const Launcher& launcher) {
-  const int tiles = (p.rows + kTileRows - 1) / kTileRows, resident = many_blocks_per_sm() * num_sms / kColumnBlocks;
+  const int tiles = ceil_div(p.rows, kTileRows), resident = many_blocks_per_sm() * num_sms / kColumnBlocks;
   launcher.cooperative(many_kernel, dim3(std::min(tiles, resident) * kColumnBlocks), kManyThreads, sizeof(ManyShared), p);
 }
 
@@ -109,7 +107,7 @@ Workspace workspace(int rows, int hidden, bool head, Kernels kernels) {
   const bool many = kernels == Kernels::kMany;
   const int64_t slices = hidden / (many ? kManyColumns : kSliceColumns), words = rows * slices * (head ? kWidth<true> : kWidth<false>);
   if (kernels == Kernels::kFused) return {words, 0, 0};
-  return {0, words * 4, many ? (rows + kTileRows - 1) / kTileRows * kCounterWords : 0};
+  return {0, words * 4, many ? ceil_div(rows, kTileRows) * kCounterWords : 0};
 }
 
 void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaStream_t stream) {
@@ -135,10 +133,8 @@ void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaSt
 std::vector<KernelAttributes> kernel_attributes() {
   many_blocks_per_sm();  // allows the shared memory
   const int finish_threads = kFlashHidden / kLaneColumns + 32, many = sizeof(ManyShared);
-  return {describe("mhc_fused", &fused_kernel<true, false>, kFusedThreads, 0),
-          describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
-          describe("mhc_finish", &finish_kernel<false, kFlashHidden>, finish_threads, 0),
-          describe("mhc_post", &post_kernel, kMixThreads, 0),
+  return {describe("mhc_fused", &fused_kernel<true, false>, kFusedThreads, 0), describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
+          describe("mhc_finish", &finish_kernel<false, kFlashHidden>, finish_threads, 0), describe("mhc_post", &post_kernel, kMixThreads, 0),
           describe("mhc_many", &many_kernel, kManyThreads, many)};
 }
 

@@ -16,7 +16,6 @@
 // Shared memory: the bf16 parts of fn 72 KB, the next tile's streams 16 KB, sums of the slices 7 KB, coefficients 2.5 KB.
 #pragma once
 
-#include "../exchange.cuh"
 #include "finish.cuh"
 
 namespace dsv4::mhc {
@@ -31,9 +30,10 @@ struct ManyShared {
   float sums[kManySlices][kTileRows][kSumWords];
   float coefficients[2][kTileRows][kCoefficients];                  // comb by new stream, post; tiles in turn
   float squares[2][kOctets];                                        // of the rows that are finished, in turn
-  uint64_t coefficients_here[2], sums_here, sums_taken;             // barriers
+  Barriers<2> coefficients_here;
+  Barriers<> sums_here, sums_taken;
 };
-static_assert(sizeof(ManyShared) <= 101376, "an SM120 block has 99 KiB");
+static_assert(sizeof(ManyShared) <= kMaxSharedBytes);
 
 // Sums of a lane: mixes of rows g and g + 8, and their sums of squares.
 struct Sums {
@@ -50,23 +50,6 @@ struct Sums {
     squares[1] += other.squares[1];
   }
 };
-
-// volatile: they stay where they are written
-__device__ __forceinline__ uint4 load_once(const uint16_t* p) {
-  uint4 v;
-  asm volatile("ld.global.cs.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint4 load_from_l2(const uint16_t* p) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ float load_from_l2(const float* p) {
-  float v;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
-  return v;
-}
 
 // The bf16 parts of fn: four slices of all four streams, through registers into shared memory.
 __device__ __forceinline__ void load_weights(const Params& p, ManyShared& s, int first_slice) {
@@ -102,7 +85,7 @@ __device__ __forceinline__ int blocks_now() {
 // The tiles of a block: every so many-th, for so many blocks have the same columns.
 __device__ __forceinline__ int first_tile() { return blockIdx.x / kColumnBlocks; }
 __device__ __forceinline__ int next_tile(int tile) { return tile + blocks_now() / kColumnBlocks; }
-__device__ __forceinline__ int num_tiles(const Params& p) { return (p.rows + kTileRows - 1) / kTileRows; }
+__device__ __forceinline__ int num_tiles(const Params& p) { return ceil_div(p.rows, kTileRows); }
 
 // A lane's place in a mixer: its slice, its row of a tile (and eight further), its columns.
 struct Place {
@@ -122,7 +105,8 @@ __device__ __forceinline__ void fetch_streams(const Params& p, ManyShared& s, co
   for (int r = 0; r < 2; ++r) {
     const uint16_t* const from = p.x + row_of(p, at, tile, r) * p.x_stride + at.column;
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) cp_async_16(shared_address(&s.next[at.slice][r][j][at.lane]), reinterpret_cast<uint64_t>(from + j * kHidden), true);
+    for (int j = 0; j < kStreams; ++j)
+      cp_async_16(shared_address(&s.next[at.slice][r][j][at.lane]), reinterpret_cast<uint64_t>(from + j * kHidden), true);
   }
 }
 __device__ __forceinline__ void fetch_output(const Params& p, const Place& at, int tile, uint4 (&f)[2]) {
@@ -144,7 +128,8 @@ __device__ __forceinline__ Sums sums_of(const ManyShared& s, int slice, int stre
 }
 
 // The new streams of the tile that was fetched, written, and their sums. Fetches `next` unless it is behind the last.
-__device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const Place& at, int tile, const float (*coefficients)[kCoefficients], uint4 (&f)[2]) {
+__device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const Place& at, int tile, const float (*coefficients)[kCoefficients],
+                                          uint4 (&f)[2]) {
   uint4 x[2][kStreams];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -157,7 +142,8 @@ __device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const 
     mix_in_place(x[r], f[r], coefficients[at.group + 8 * r]);
     if (row < p.rows) {
 #pragma unroll
-      for (int i = 0; i < kStreams; ++i) *reinterpret_cast<uint4*>(p.streams + (static_cast<int64_t>(row) * kStreams + i) * kHidden + at.column) = x[r][i];
+      for (int i = 0; i < kStreams; ++i)
+        *reinterpret_cast<uint4*>(p.streams + (static_cast<int64_t>(row) * kStreams + i) * kHidden + at.column) = x[r][i];
     }
     __syncwarp();  // one row after the other: registers
   }
@@ -177,11 +163,11 @@ __device__ __forceinline__ Sums run_slice(const Params& p, ManyShared& s, const 
 // f: of the first tile, which has been fetched
 __device__ __forceinline__ void mix_all(const Params& p, ManyShared& s, int slice, uint4 (&f)[2]) {
   for (int tile = first_tile(), turn = 0; tile < num_tiles(p); tile = next_tile(tile), ++turn) {
-    mbarrier_wait(shared_address(&s.coefficients_here[turn % 2]), turn / 2 % 2);
+    s.coefficients_here[turn % 2].wait(turn / 2 % 2);
     cp_async_wait_all();
     const Place at(slice);
     const Sums sums = run_slice(p, s, at, tile, s.coefficients[turn % 2], f);
-    if (turn > 0) mbarrier_wait(shared_address(&s.sums_taken), (turn - 1) % 2);
+    if (turn > 0) s.sums_taken->wait((turn - 1) % 2);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float* const out = s.sums[at.slice][at.group + 8 * r];
@@ -191,7 +177,7 @@ __device__ __forceinline__ void mix_all(const Params& p, ManyShared& s, int slic
       if (at.lane % 4 == r) out[kMixes] = sums.squares[r];
     }
     __syncwarp();
-    if (at.lane == 0) mbarrier_arrive(shared_address(&s.sums_here));
+    if (at.lane == 0) s.sums_here->arrive();
   }
 }
 
@@ -201,9 +187,9 @@ __device__ __forceinline__ void fetch_coefficients(const Params& p, ManyShared& 
     const int r = at / kCoefficients, c = at % kCoefficients;
     const int64_t row = min(tile * kTileRows + r, p.rows - 1);
     const float* const from = c < 16 ? p.comb + row * 16 + c : p.post + row * 4 + (c - 16);
-    copy_word(&s.coefficients[turn % 2][r][c < 16 ? c % 4 * 4 + c / 4 : c], from);
+    cp_async<4>(&s.coefficients[turn % 2][r][c < 16 ? c % 4 * 4 + c / 4 : c], from);
   }
-  mbarrier_arrive_copies(shared_address(&s.coefficients_here[turn % 2]));
+  s.coefficients_here[turn % 2].arrive_copies();
 }
 
 __device__ __forceinline__ uint32_t* counter_of(const Params& p, int64_t tile) { return p.counters + tile * kCounterWords; }
@@ -214,10 +200,10 @@ __device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
   fetch_coefficients(p, s, first_tile(), 0);
   if (next_tile(first_tile()) < num_tiles(p)) fetch_coefficients(p, s, next_tile(first_tile()), 1);
   for (int tile = first_tile(), turn = 0; tile < num_tiles(p); tile = next_tile(tile), ++turn) {
-    mbarrier_wait(shared_address(&s.sums_here), turn % 2);
+    s.sums_here->wait(turn % 2);
     if (next_tile(next_tile(tile)) < num_tiles(p)) fetch_coefficients(p, s, next_tile(next_tile(tile)), turn + 2);  // into this tile's place
 #pragma unroll
-    for (int i = 0; i < (kTileRows * kVectors + 31) / 32; ++i) {
+    for (int i = 0; i < ceil_div(kTileRows * kVectors, 32); ++i) {
       const int at = i * 32 + lane, r = at / kVectors, vector = at % kVectors;
       const int64_t row = static_cast<int64_t>(tile) * kTileRows + r;
       if (r >= kTileRows || row >= p.rows) continue;
@@ -229,7 +215,7 @@ __device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
     }
     __syncwarp();
     if (lane == 0) {
-      mbarrier_arrive(shared_address(&s.sums_taken));
+      s.sums_taken->arrive();
       add_release(counter_of(p, tile), 1);  // the mixers' streams as well: they arrived here after them
     }
     __syncwarp();
@@ -239,11 +225,11 @@ __device__ __forceinline__ void sum_all(const Params& p, ManyShared& s) {
 // One row by the finishers of a block, an octet each in turn: what finish_kernel does, but for the coefficients, whose
 // logits are left at the row's partial mixes.
 __device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int row, int finisher, int turn) {
-  constexpr int kTurns = (kOctets + kFinishers - 1) / kFinishers, kAhead = 3;
+  constexpr int kTurns = ceil_div(kOctets, kFinishers), kAhead = 3;
   const int lane = lane_now();
   const auto octet = [&](int i) { return i * kFinishers + finisher; };
   const auto real = [&](int i) { return i < kOctets / kFinishers || octet(i) < kOctets; };
-  float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>) + lane;
+  float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>)+lane;
   const uint16_t* const streams = p.streams + static_cast<int64_t>(row) * (kStreams * kHidden) + finisher * kOctetColumns + lane * kLaneColumns;
   Gates<false> gates;
   gates.load(p, lane);
@@ -269,7 +255,7 @@ __device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int r
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
     if (!real(i)) continue;
-    const float squares = warp_sum(collapse(pre, x[i % kAhead], y[i]));
+    const float squares = sum_of_lanes(collapse(pre, x[i % kAhead], y[i]));
     if (lane == 0) s.squares[turn % 2][octet(i)] = squares;
     fetch(i + kAhead);
   }
@@ -347,9 +333,9 @@ __global__ void __launch_bounds__(kManyThreads, kManyMinBlocks) many_kernel(cons
     fetch_output(p, Place(warp), first_tile(), f);
   }
   if (threadIdx.x == 0) {
-    for (uint64_t& here : s.coefficients_here) mbarrier_init(shared_address(&here), 32);
-    mbarrier_init(shared_address(&s.sums_here), kManySlices);
-    mbarrier_init(shared_address(&s.sums_taken), 1);
+    for (int i = 0; i < 2; ++i) s.coefficients_here[i].init(32);
+    s.sums_here->init(kManySlices);
+    s.sums_taken->init(1);
   }
   load_weights(p, s, blockIdx.x % kColumnBlocks * kManySlices);
   __syncthreads();

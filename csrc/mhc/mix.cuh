@@ -11,13 +11,14 @@
 // two instructions, so a row's bf16 pairs are operand A as they were loaded.
 #pragma once
 
-#include "../device.cuh"
+#include "../device/copies.cuh"
+#include "../device/mma.cuh"
+#include "../device/numbers.cuh"
 #include "config.h"
 
 namespace dsv4::mhc {
 
 __device__ __forceinline__ uint4 load_16(const void* p) { return *static_cast<const uint4*>(p); }
-
 
 // Two weights as three pairs of bf16, whose sum they are: 8 bits of the significand each.
 __device__ __forceinline__ void split_pair(float low, float high, uint32_t (&part)[kParts]) {
@@ -151,8 +152,8 @@ __device__ __forceinline__ void sum_squares(const uint4& low, const uint4& high,
 
 // One stream's partial sums of a slice, by row of the tile: the mixes, and behind them the squares.
 template <bool kHead>
-__device__ __forceinline__ void write_sums(const Weights<kHead>& weights, const uint4& low, const uint4& high,
-                                           float (&out)[kTileRows][kSumWords], int lane) {
+__device__ __forceinline__ void write_sums(const Weights<kHead>& weights, const uint4& low, const uint4& high, float (&out)[kTileRows][kSumWords],
+                                           int lane) {
   const int group = lane / 4, quarter = lane % 4;
   float squares[2], d[Weights<kHead>::kTiles][4];
   sum_squares(low, high, squares);
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(kMixThreads, 4) mix_kernel(const Params p) {
   weights.load(p.fn + static_cast<int64_t>(stream) * p.hidden + slice * kSliceColumns, static_cast<int64_t>(kStreams) * p.hidden, lane);
   pdl_wait();
   pdl_trigger();
-  const int num_tiles = (p.rows + kTileRows - 1) / kTileRows;
+  const int num_tiles = ceil_div(p.rows, kTileRows);
   for (int tile = blockIdx.y, turn = 0; tile < num_tiles; tile += gridDim.y, turn ^= 1) {
     const int64_t first_row = static_cast<int64_t>(tile) * kTileRows;
     StreamInputs<kPost> inputs[2];

@@ -67,7 +67,7 @@ struct Config {
     int32_t scan[32];
     Routing<kRows, kPairs> routing;
   };
-  static_assert(sizeof(Shared) <= 101376, "an SM120 block has 99 KiB");
+  static_assert(sizeof(Shared) <= kMaxSharedBytes);
 };
 
 // Down for one row: a block has kSubtiles x 16 outputs, kSlots experts at a time.

@@ -24,8 +24,7 @@ struct Stream {
   uint32_t codes, scales;  // bytes from the first of a unit to this lane's of row g, and to this warp's of row 0
   const int second;
 
-  __device__ Stream(const Params& p, int slice, int subtile)
-      : w(kGated ? p.w13 : p.w2), second(kGated ? p.up_row - p.gate_row : 8) {
+  __device__ Stream(const Params& p, int slice, int subtile) : w(kGated ? p.w13 : p.w2), second(kGated ? p.up_row - p.gate_row : 8) {
     const int lane = threadIdx.x % 32;
     const uint32_t row = kGated ? p.gate_row : subtile * 16;
     codes = (row + lane / 4) * kRowBytes + slice * (kSteps * 64) + lane % 4 * 16;
@@ -41,7 +40,7 @@ struct Stream {
 template <typename C>
 constexpr int min_blocks() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-  return std::min<int>(C::kMinBlocks, std::max<int>(1, 101376 / sizeof(typename C::Shared)));
+  return std::min<int>(C::kMinBlocks, std::max<int>(1, kMaxSharedBytes / sizeof(typename C::Shared)));
 #else
   return C::kMinBlocks;
 #endif
@@ -61,7 +60,7 @@ __device__ __forceinline__ void store(const Params& p, const typename C::Shared&
     const float other = __shfl_xor_sync(0xffffffffu, sum, 1);  // the up row's
     if (lane % 2 != 0 || !valid) return;
     const float gate = clamp_above(sum, p.limit), up = clamp_below(clamp_above(other, p.limit), -p.limit);
-    const float h = __fdividef(gate, 1.f + exp2_approx(-1.4426950408889634f * gate)) * up;
+    const float h = __fdividef(gate, 1.f + exp2_approx(-kLog2e<float> * gate)) * up;
     p.h[pair * p.inter + tile * 8 + g] = static_cast<uint16_t>(pack_bf16x2(h, 0.f) & 0xffffu);
   } else {
     if (valid) p.y[pair * p.hidden + tile * C::kUnitOutputs + subtile * 16 + lane % 2 * 8 + g] = sum;
@@ -228,8 +227,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const Params p
     }
   }
   const float f = p.routed_scaling;
-  *reinterpret_cast<uint2*>(p.out + row * p.out_stride + column) =
-      make_uint2(pack_bf16x2(sum.x * f, sum.y * f), pack_bf16x2(sum.z * f, sum.w * f));
+  *reinterpret_cast<uint2*>(p.out + row * p.out_stride + column) = make_uint2(pack_bf16x2(sum.x * f, sum.y * f), pack_bf16x2(sum.z * f, sum.w * f));
 }
 
 }  // namespace dsv4::mxfp4_moe

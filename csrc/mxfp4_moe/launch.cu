@@ -142,7 +142,7 @@ void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
   if (!is_mid || !with_any(params.inter, launch_one, Down2048<Mid>{}, Down1024<Mid>{}, Down512<Mid>{}, Down256<Mid>{})) {
     with_down<Many>(params.inter, launch_one);
   }
-  const unsigned columns = (params.hidden / 4 + kCombineThreads - 1) / kCombineThreads;
+  const unsigned columns = ceil_div(params.hidden / 4, kCombineThreads);
   launcher(combine_kernel, dim3(columns, params.rows), kCombineThreads, 0, params);
 }
 

@@ -9,7 +9,9 @@
 // a power of two for each row and slice that brings its greatest to 2^14 .. 2^15: exact down to 2^-29 of the greatest.
 #pragma once
 
-#include "../device.cuh"
+#include "../device/copies.cuh"
+#include "../device/mma.cuh"
+#include "../device/numbers.cuh"
 #include "config.h"
 
 namespace dsv4::mxfp4_moe {
@@ -23,13 +25,6 @@ __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&pair)[4]) {
   pair[2] = even & kFields;
   pair[3] = odd & kFields;
 }
-
-// kBytes, 4, 8 or 16
-template <int kBytes>
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
-}
-
 
 // A lane's codes of 16 rows: rows g and g + 8.
 template <int kSteps>
@@ -55,7 +50,7 @@ struct From {
 #pragma unroll
     for (int i = threadIdx.x % 32; i < 16 * kParts; i += 32) {
       const int row = i / kParts, at = i % kParts * kBytes;
-      copy_async<kBytes>(&to.bytes[row][at], scales + (row % 8 + (row < 8 ? 0 : second)) * (kRowBytes / 16) + at);
+      cp_async<kBytes>(&to.bytes[row][at], scales + (row % 8 + (row < 8 ? 0 : second)) * (kRowBytes / 16) + at);
     }
   }
   __device__ __forceinline__ void load_all(Stage<kSteps>& stage, Scales<kSteps>& to) const {
@@ -68,7 +63,7 @@ struct From {
 // One row into a warp's slice, by all its lanes.
 template <int kSteps, int kRows>
 __device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row, const uint16_t* from) {
-  constexpr int kChunks = kSteps * 16, kEach = (kChunks + 31) / 32;  // of 8 inputs
+  constexpr int kChunks = kSteps * 16, kEach = ceil_div(kChunks, 32);  // of 8 inputs
   const int lane = threadIdx.x % 32;
   uint4 v[kEach];
   uint32_t most = 0;
@@ -88,9 +83,9 @@ __device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row,
   for (int i = 0; i < kEach; ++i) {
     const int chunk = i * 32 + lane;  // 16 * step + 4 * (lane of the quad) + word
     if (chunk >= kChunks) break;
-    s.x[chunk / 16 * 4 + chunk % 4][row * 4 + chunk / 4 % 4] = make_uint4(
-        pack_f16x2(bf16_low(v[i].x) * up, bf16_low(v[i].z) * up), pack_f16x2(bf16_high(v[i].x) * up, bf16_high(v[i].z) * up),
-        pack_f16x2(bf16_low(v[i].y) * up, bf16_low(v[i].w) * up), pack_f16x2(bf16_high(v[i].y) * up, bf16_high(v[i].w) * up));
+    s.x[chunk / 16 * 4 + chunk % 4][row * 4 + chunk / 4 % 4] =
+        make_uint4(pack_f16x2(bf16_low(v[i].x) * up, bf16_low(v[i].z) * up), pack_f16x2(bf16_high(v[i].x) * up, bf16_high(v[i].z) * up),
+                   pack_f16x2(bf16_low(v[i].y) * up, bf16_low(v[i].w) * up), pack_f16x2(bf16_high(v[i].y) * up, bf16_high(v[i].w) * up));
   }
   if (lane == 0) s.power[row] = __uint_as_float(exponent << 23);  // 2^(exponent - 141 + 14), exactly
 }
@@ -99,8 +94,8 @@ __device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row,
 // are asked for, with its scales into the other buffer. sums[pass]: of weight row g + 8 (lane % 2) and row
 // 2 pass + lane / 2 % 2 of x.
 template <int kRows, int kPasses, typename From>
-__device__ __forceinline__ void multiply(WarpShared<From::kSteps, kRows>& s, int buffer, Stage<From::kSteps>& stage, bool more,
-                                         const From& next, float (&sums)[kPasses]) {
+__device__ __forceinline__ void multiply(WarpShared<From::kSteps, kRows>& s, int buffer, Stage<From::kSteps>& stage, bool more, const From& next,
+                                         float (&sums)[kPasses]) {
   constexpr int kSteps = From::kSteps, kBuffers = kPasses == 1 ? 1 : 2;
   const int lane = threadIdx.x % 32, g = lane / 4;
   const bool mine = lane % 4 == g / 2;  // else this lane's part of B is zero

@@ -1,23 +1,10 @@
 // Which pairs (row, slot) go to which expert, found by every block for itself: no sort, no kernel of its own.
 #pragma once
 
+#include "../device/memory.cuh"
 #include "config.h"
 
 namespace dsv4::mxfp4_moe {
-
-// Of what was there before the first kernel of a call, whose later ones read it before they have waited for those in front: gate/up has
-// waited for what wrote it, and let them start after that. At the scope of the device: what an L1 may still have from an earlier launch is
-// not looked at.
-__device__ __forceinline__ int32_t load_older(const int32_t* p) {
-  int32_t v;
-  asm("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ float load_older(const float* p) {
-  float v;
-  asm("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
-  return v;
-}
 
 // local expert of an id, -1: none
 template <typename Ids>
@@ -65,9 +52,8 @@ __device__ void route_warp(const Params& p, int pairs, Routing& routing, int32_t
 
 // Any number of pairs: rank, scan, place. A pair's rank among its expert's is by its number, so that all blocks agree.
 template <bool kOlder, int kThreads, typename Routing>
-__device__ void route_block(const Params& p, int pairs, Routing& routing, int16_t* expert_of, uint16_t* rank_of, int32_t* counts,
-                            int32_t* scan) {
-  constexpr int kRows = Routing::kRows, kExpertsPerThread = (kMaxExperts + kThreads - 1) / kThreads;
+__device__ void route_block(const Params& p, int pairs, Routing& routing, int16_t* expert_of, uint16_t* rank_of, int32_t* counts, int32_t* scan) {
+  constexpr int kRows = Routing::kRows, kExpertsPerThread = ceil_div(kMaxExperts, kThreads);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   for (int e = tid; e < kMaxExperts; e += kThreads) counts[e] = 0;
   for (int pair = tid; pair < pairs; pair += kThreads) expert_of[pair] = local_expert<kOlder>(p, pair);

@@ -1,6 +1,6 @@
 // A stable counting sort of the pairs by expert, in three kernels: count each chunk of pairs, add up over the chunks and cut
 // tiles, place.
-#include "../device.cuh"
+#include "../device/barriers.cuh"
 #include "../launch_kernel.h"
 #include "routing.cuh"
 #include "tiles.h"
@@ -13,7 +13,7 @@ constexpr char kName[] = "mxfp4_moe tiles";
 constexpr int kWarps = 8, kWarpPairs = 128, kChunk = kWarps * kWarpPairs, kCutThreads = 512;
 constexpr int kExpertsPerThread = kMaxTiledExperts / kCutThreads, kTogether = 16;  // chunks whose counts are loaded together
 
-int chunks_of(int64_t pairs) { return static_cast<int>((pairs + kChunk - 1) / kChunk); }
+int chunks_of(int64_t pairs) { return static_cast<int>(ceil_div(pairs, kChunk)); }
 
 // scratch: [chunks][experts] pairs of the chunk, then of all chunks before it; [experts] where an expert's pairs begin
 __global__ void __launch_bounds__(32 * kWarps) count_kernel(const TilesParams p) {

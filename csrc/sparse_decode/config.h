@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "../device/barriers.cuh"
 #include "../kv_page_layout.h"
 
 namespace dsv4::sparse_decode {
@@ -94,14 +95,18 @@ struct Work {
   __device__ __forceinline__ int unit_buffer(int leaf) const { return unit_before(leaf) & (kUnitBuffers - 1); }
 };
 
-// mbarriers, as byte offsets into their array
-constexpr uint32_t kFull = 0;                              // [stage] it is filled
-constexpr uint32_t kFree = kFull + 8 * kStages;            // [stage] it may be filled
-constexpr uint32_t kScored = kFree + 8 * kStages;          // [buffer] the scores of a leaf are there
-constexpr uint32_t kScoresRead = kScored + 8 * kBuffers;   // [buffer] they are read
-constexpr uint32_t kWeighed = kScoresRead + 8 * kBuffers;  // [buffer] the weights of a leaf are there
-constexpr uint32_t kFolded = kWeighed + 8 * kBuffers;      // [buffer] they are used
-constexpr int kNumBarriers = 2 * kStages + 4 * kBuffers;
+struct TeamBarriers {
+  static constexpr int kScored = 2 * kStages;
+  Barriers<kScored + 4 * kBuffers> all;
+
+  __device__ __forceinline__ Barrier full(int stage) const { return all.behind<0>(stage); }        // it is filled
+  __device__ __forceinline__ Barrier free(int stage) const { return all.behind<kStages>(stage); }  // it may be filled
+  // the scores of a leaf are there; they are read; its weights are there; they are used
+  __device__ __forceinline__ Barrier scored(int buffer) const { return all.behind<kScored>(buffer); }
+  __device__ __forceinline__ Barrier scores_read(int buffer) const { return all.behind<kScored + kBuffers>(buffer); }
+  __device__ __forceinline__ Barrier weighed(int buffer) const { return all.behind<kScored + 2 * kBuffers>(buffer); }
+  __device__ __forceinline__ Barrier folded(int buffer) const { return all.behind<kScored + 3 * kBuffers>(buffer); }
+};
 
 struct SharedMemoryPlan {
   Stage stages[kStages];                                             // 57,600
@@ -112,12 +117,12 @@ struct SharedMemoryPlan {
   alignas(16) float2 unit_factors[kUnitBuffers][kBlockHeads];        //    256  of a unit of a long row, units in turn
   alignas(16) float q_amax[kTiles][kBlockHeads];                     //    512
   float output_factor[kBlockHeads];                                  //     64
-  alignas(8) uint64_t barriers[kNumBarriers];                        //    112  mbarriers, by the offsets above
+  TeamBarriers barriers;                                             //    112
   alignas(4) uint16_t valid[kMasks][kGatherWarps];                   //     32  a bit a candidate
   Work work;                                                         //     40
   uint32_t outcome, abandoned;                                       //      8
 };
-static_assert(sizeof(SharedMemoryPlan) <= 101376, "shared memory of an SM120 block");
+static_assert(sizeof(SharedMemoryPlan) <= kMaxSharedBytes);
 
 // log2 of the leaves per unit of a row
 __host__ __device__ constexpr int unit_leaves_log2(int leaves) {
@@ -129,8 +134,6 @@ __host__ __device__ constexpr int unit_leaves_log2(int leaves) {
 
 // Whether blocks share a row: four leaves are done before a merge would be, and two blocks for a short row spend on its partials, one a
 // leaf, what they save.
-__host__ __device__ constexpr bool worth_splitting(int leaves, int splits) {
-  return leaves > 4 && splits > (leaves <= kShortLeaves ? 2 : 1);
-}
+__host__ __device__ constexpr bool worth_splitting(int leaves, int splits) { return leaves > 4 && splits > (leaves <= kShortLeaves ? 2 : 1); }
 
 }  // namespace dsv4::sparse_decode

@@ -2,8 +2,8 @@
 // rescaling is by an exact power of two and the only rounding is that of the sum.
 #pragma once
 
+#include "../device/numbers.cuh"
 #include "config.h"
-#include "../device.cuh"
 #include "sparse_decode.h"
 
 namespace dsv4::sparse_decode {
@@ -17,7 +17,7 @@ __device__ __forceinline__ float2 fold_factors(float old_reference, float new_re
 // The output factor 1 / (sum + 2^(sink - reference)); 0 where nothing is valid or the sink is +inf.
 __device__ __forceinline__ float output_factor(const Params& p, int head, const Fold& fold) {
   float total = fold.sum;
-  if (p.attn_sink != nullptr) total += exp2_approx(p.attn_sink[head] * 1.4426950408889634f - fold.reference);
+  if (p.attn_sink != nullptr) total += exp2_approx(p.attn_sink[head] * kLog2e<float> - fold.reference);
   return fold.sum > 0.f ? reciprocal(total) : 0.f;
 }
 __device__ __forceinline__ float lse_of(const Fold& fold) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void fold_vectors(float* partial, const float2 (&fact
     const float4 stored = __ldcg(vectors + i * 32);
     const float4 old = rotary ? stored : make_float4(stored.x, stored.z, stored.y, stored.w);
     const float2 f = factor[i & 1];
-    float(&v)[4] = acc[i >> 1][i & 1];
+    float (&v)[4] = acc[i >> 1][i & 1];
     v[0] = fmaf(v[0], f.y, old.x * f.x);
     v[1] = fmaf(v[1], f.y, old.y * f.x);
     v[2] = fmaf(v[2], f.y, old.z * f.x);

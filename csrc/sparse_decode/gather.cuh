@@ -22,10 +22,11 @@ struct Gatherer {
     const bool in_main = leaf < w.main_leaves;
     const auto [valid, page, entry] = locate<kTable>(p, w, loaded, leaf, first_row + lane % kGatherRows);
     const uint32_t page_size = in_main ? main.page_size.divisor : extra.page_size.divisor;
-    const uint64_t start = reinterpret_cast<uint64_t>(in_main ? main.pages : extra.pages) +
-                           static_cast<uint64_t>(page) * (in_main ? main.page_bytes : extra.page_bytes);
+    const uint64_t start =
+        reinterpret_cast<uint64_t>(in_main ? main.pages : extra.pages) + static_cast<uint64_t>(page) * (in_main ? main.page_bytes : extra.page_bytes);
     const uint64_t row = start + static_cast<uint64_t>(entry) * kDataBytes + (valid ? 0 : 1);  // bit 0: masked
-    const uint32_t mask = __ballot_sync(0xffffffffu, valid), full = shared_address(sm.barriers) + kFull + 8 * stage;
+    const uint32_t mask = __ballot_sync(0xffffffffu, valid);
+    const Barrier full = sm.barriers.full(stage);
     if (lane == 0) sm.valid[i % kMasks][first_row / kGatherRows] = static_cast<uint16_t>(mask);
     cp_async_8_if(lane < kGatherRows, shared_address(&sm.stages[stage].scales[first_row + lane % kGatherRows][0]),
                   start + static_cast<uint64_t>(page_size) * kDataBytes + entry * kScaleBytes, valid);
@@ -39,8 +40,8 @@ struct Gatherer {
       for (int i = 0; i < 4; ++i) cp_async_16(dst + k * 4 * kRowPitch + i * 128, src + i * 128, live);
       cp_async_16_if(piece < 4, dst + k * 4 * kRowPitch + 512, src + 512, live);
     }
-    mbarrier_arrive_copies(full);
-    if (lane == 0) mbarrier_arrive(full);
+    full.arrive_copies();
+    if (lane == 0) full.arrive();
   }
 
   // `loaded`: about the first leaf
@@ -51,7 +52,7 @@ struct Gatherer {
     for (int leaf = w.first_leaf; leaf < w.end_leaf; ++leaf) {
       const int current = loaded;
       if (leaf + 1 < w.end_leaf) loaded = load_candidate<kTable>(p, w, table, leaf + 1, lane_row);
-      mbarrier_wait(shared_address(sm.barriers) + kFree + 8 * stage, phase);
+      sm.barriers.free(stage).wait(phase);
       fill(leaf, current, stage);
       phase ^= stage == kStages - 1;
       stage = stage == kStages - 1 ? 0 : stage + 1;

@@ -19,8 +19,8 @@
 #include "merge.cuh"
 #include "score.cuh"
 #include "softmax.cuh"
-#include "value.cuh"
 #include "sparse_decode.h"
+#include "value.cuh"
 
 namespace dsv4::sparse_decode {
 
@@ -45,8 +45,7 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
     w.main_length = uniform_length<kNorm>(p.main, main_length);
     w.extra_length = uniform_length<kNorm>(p.extra, extra_length);
     plan_work<kSplit>(p, w, split);
-    if (w.first_leaf != guessed_leaf || w.main_leaves != p.guess_main_leaves || w.extra_length != p.extra.width ||
-        w.main_length != p.main.width)
+    if (w.first_leaf != guessed_leaf || w.main_leaves != p.guess_main_leaves || w.extra_length != p.extra.width || w.main_length != p.main.width)
       loaded = load_candidate<kTable>(p, w, table, w.first_leaf, lane_row);
     Gatherer<kTable>{p, w, sm, first_row, table}.run(loaded);
     return;
@@ -91,16 +90,15 @@ template <bool kSplit, bool kTable, bool kNorm>
 __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& sm = *reinterpret_cast<SharedMemoryPlan*>(shared);
-  const uint32_t barriers = shared_address(sm.barriers);
   if (threadIdx.x < kStages) {
-    mbarrier_init(barriers + kFull + 8 * threadIdx.x, (32 + 1) * kGatherWarps);  // the copies of each gathering lane, and the mask
-    mbarrier_init(barriers + kFree + 8 * threadIdx.x, kScoreWarps + kValueWarps);
+    sm.barriers.full(threadIdx.x).init((32 + 1) * kGatherWarps);  // the copies of each gathering lane, and the mask
+    sm.barriers.free(threadIdx.x).init(kScoreWarps + kValueWarps);
   } else if (threadIdx.x < kStages + kBuffers) {
     const int buffer = threadIdx.x - kStages;
-    mbarrier_init(barriers + kScored + 8 * buffer, kScoreWarps);
-    mbarrier_init(barriers + kScoresRead + 8 * buffer, kSoftmaxWarps);
-    mbarrier_init(barriers + kWeighed + 8 * buffer, kSoftmaxWarps);
-    mbarrier_init(barriers + kFolded + 8 * buffer, kValueWarps);
+    sm.barriers.scored(buffer).init(kScoreWarps);
+    sm.barriers.scores_read(buffer).init(kSoftmaxWarps);
+    sm.barriers.weighed(buffer).init(kSoftmaxWarps);
+    sm.barriers.folded(buffer).init(kValueWarps);
   }
   __syncthreads();
   pdl_wait();

@@ -15,8 +15,6 @@ constexpr int kMaxSplits = 32;                          // one bit each in the c
 constexpr int64_t kMaxPartialBytes = 62ll << 20;        // scratch of one call
 constexpr int kMaxLongItems = 1024;                     // blocks that fold long rows through a slot of their own
 
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 // The kernels, by what a launch needs to know of them.
 template <void (*kKernel)(Params), int kThreadCount, int kSharedBytes>
 struct Kernel {
@@ -188,7 +186,8 @@ std::vector<KernelAttributes> kernel_attributes() {
 }
 
 std::vector<std::pair<std::string, int>> shared_bytes() {
-  return {{"sparse_decode_kernel", SplitKernel<false, false>::kShared}, {"sparse_prefill_kernel", PrefillKernel<false>::kShared},
+  return {{"sparse_decode_kernel", SplitKernel<false, false>::kShared},
+          {"sparse_prefill_kernel", PrefillKernel<false>::kShared},
           {"sparse_prefill_stacked_kernel", StackedKernel<false>::kShared}};
 }
 

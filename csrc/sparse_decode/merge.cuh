@@ -2,7 +2,6 @@
 #pragma once
 
 #include "config.h"
-#include "../device.cuh"
 #include "fold.cuh"
 #include "roles.cuh"
 #include "sparse_decode.h"
@@ -62,8 +61,8 @@ __device__ __forceinline__ void prepare_merge(MergeMemory& mm, const float* part
 }
 
 // Folds the units of the row in order, for share `share` of `shares` of the block's heads by dimensions.
-__device__ __forceinline__ void merge_share(const Params& p, MergeMemory& mm, int row, int group, const float* partials,
-                                            int units, int share, int shares, bool prepare) {
+__device__ __forceinline__ void merge_share(const Params& p, MergeMemory& mm, int row, int group, const float* partials, int units, int share,
+                                            int shares, bool prepare) {
   constexpr int kPairs = 2 * kPartialVectors, kAhead = 20, kStride = kPartialFloats / 2;
   const int end = kPairs * (share + 1) / shares;
   for (int e0 = kPairs * share / shares; e0 < end; e0 += kMathThreads) {
@@ -83,8 +82,7 @@ __device__ __forceinline__ void merge_share(const Params& p, MergeMemory& mm, in
     for (int u0 = 0; u0 < units; u0 += kAhead) {
       if (u0 > 0) {
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k)
-          v[k] = u0 + k < units ? __ldcg(src + static_cast<int64_t>(u0 + k) * kStride) : make_float2(0.f, 0.f);
+        for (int k = 0; k < kAhead; ++k) v[k] = u0 + k < units ? __ldcg(src + static_cast<int64_t>(u0 + k) * kStride) : make_float2(0.f, 0.f);
       }
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
@@ -108,7 +106,7 @@ __device__ __forceinline__ void merge_row(const Params& p, SharedMemoryPlan& sm)
   uint32_t* control = p.control + static_cast<int64_t>(item_slot()) * kControlWords;
   const int row = block_row(), group = block_group(), split = block_split();
   math_sync();  // the partials of this block are written
-  const int units = sm.work.units, per_block = sm.work.per_block, participants = (units + per_block - 1) / per_block;
+  const int units = sm.work.units, per_block = sm.work.per_block, participants = ceil_div(units, per_block);
   if (threadIdx.x == 0) sm.outcome = arrive_and_wait(control, min(per_block, units - split * per_block), units, split);
   math_sync();
   const uint32_t outcome = sm.outcome;

@@ -53,10 +53,10 @@ struct PrefillMemory {
   alignas(16) uint8_t rows[kLeaf][kDataBytes];    // 18,432  as gathered
   alignas(8) uint8_t scales[kLeaf][kScaleBytes];  //    256
   alignas(4) uint8_t valid[2][kLeaf];             //     64  of this leaf and of the next
-  alignas(8) uint64_t full;                       //      8  a leaf is gathered
+  Barriers<> full;                                //      8  a leaf is gathered
   int leaves[2];                                  //      8  of this row and of the next
 };
-static_assert(sizeof(PrefillMemory) <= 101376, "shared memory of an SM120 block");
+static_assert(sizeof(PrefillMemory) <= kMaxSharedBytes);
 
 __device__ __forceinline__ int warp_team() { return threadIdx.x / kTeamThreads; }
 __device__ __forceinline__ void team_sync() { sync_threads<kTeamThreads>(1 + warp_team()); }
@@ -163,7 +163,6 @@ __device__ __forceinline__ void dequantise(Memory& sm, int first_row) {
 template <bool kTable>
 __device__ __forceinline__ void run_gathering(const Params& p, PrefillMemory& sm) {
   const int thread = threadIdx.x - kMathThreads, candidate = thread >> 2, piece = thread & 3;
-  const uint32_t full = shared_address(&sm.full);
   const uint32_t dst = shared_address(&sm.rows[candidate][piece * 16]);
   Work w;
   int item = blockIdx.x, next_main = 0, next_extra = 0, loaded = -1;
@@ -199,9 +198,9 @@ __device__ __forceinline__ void run_gathering(const Params& p, PrefillMemory& sm
     cp_async_8_if(piece == 0, shared_address(&sm.scales[candidate][0]), scales, valid);
     if (piece == 0) sm.valid[phase ^ 1][candidate] = valid;
     if (thread == 0) sm.leaves[parity] = leaves;
-    mbarrier_arrive_copies(full);
+    sm.full->arrive_copies();
     __syncwarp();
-    if (elect_one()) mbarrier_arrive(full);
+    if (elect_one()) sm.full->arrive();
     phase ^= 1;
     ++leaf;
     if (row_ends) {
@@ -210,7 +209,7 @@ __device__ __forceinline__ void run_gathering(const Params& p, PrefillMemory& sm
       leaf = 0;
       parity ^= 1;
     }
-    mbarrier_wait(full, phase);
+    sm.full->wait(phase);
     tile_sync();  // the tile is free
     dequantise<kGatherRows>(sm, kLeaf - kGatherRows * (kGatherThreads - thread / 32 * 32) / 32);
     tile_sync();  // the tile is there; the rows may be overwritten
@@ -227,8 +226,7 @@ __device__ __forceinline__ void multiply_leaf(const PrefillMemory& sm, TeamMemor
   uint32_t r[2][2][4];                                                         // [batch][eight candidates]
   const auto load = [&](int batch) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-      ldmatrix_x4(r[batch & 1][n], rows + (batch / kSteps * 2 + n) * 8 * kTilePitch + batch % kSteps * 32);
+    for (int n = 0; n < 2; ++n) ldmatrix_x4(r[batch & 1][n], rows + (batch / kSteps * 2 + n) * 8 * kTilePitch + batch % kSteps * 32);
   };
   float dot[2][kGroups][4];
   load(0);
@@ -252,7 +250,8 @@ __device__ __forceinline__ void multiply_leaf(const PrefillMemory& sm, TeamMemor
       for (int m = 0; m < kGroups; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          store_shared_f32x2((store ^ ((first + n) * 8 * 4)) + (m * kBlockHeads + half * 8) * kLeaf * 4, dot[n][m][2 * half], dot[n][m][2 * half + 1]);
+          store_shared_f32x2((store ^ ((first + n) * 8 * 4)) + (m * kBlockHeads + half * 8) * kLeaf * 4, dot[n][m][2 * half],
+                             dot[n][m][2 * half + 1]);
   }
 }
 
@@ -319,8 +318,7 @@ __device__ __forceinline__ void accumulate_leaf(const PrefillMemory& sm, const T
 #pragma unroll
       for (int m = 0; m < kGroups; ++m)
 #pragma unroll
-        for (int t = 0; t < 2; ++t)
-          mma_bf16(acc[m][piece / 4][piece % 4][t], a[m][step], v[piece & 1][step][2 * t], v[piece & 1][step][2 * t + 1]);
+        for (int t = 0; t < 2; ++t) mma_bf16(acc[m][piece / 4][piece % 4][t], a[m][step], v[piece & 1][step][2 * t], v[piece & 1][step][2 * t + 1]);
   }
 }
 
@@ -330,22 +328,23 @@ __device__ __forceinline__ void store_line(uint16_t* dst, float f, int half, con
   for (int tile = 0; tile < kWarpTiles; ++tile)
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-      const float(&x)[4] = acc[tile][s][0];
-      const float(&y)[4] = acc[tile][s][1];
+      const float (&x)[4] = acc[tile][s][0];
+      const float (&y)[4] = acc[tile][s][1];
       *reinterpret_cast<uint2*>(dst + tile * kTileDim + s * 16) =
           make_uint2(pack_bf16x2(x[2 * half] * f, x[2 * half + 1] * f), pack_bf16x2(y[2 * half] * f, y[2 * half + 1] * f));
     }
 }
 
 // Normalises and writes this warp's dimensions of a group of 16 heads.
-__device__ __forceinline__ void store_prefill_output(const Params& p, const float* output_factors, int row, int group, const Accumulator (&acc)[kWarpTiles]) {
+__device__ __forceinline__ void store_prefill_output(const Params& p, const float* output_factors, int row, int group,
+                                                     const Accumulator (&acc)[kWarpTiles]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int head = group * kBlockHeads + g + 8 * half;
     if (head >= p.heads) continue;
-    store_line(p.out + row * p.out_stride_row + head * p.out_stride_head + quarter() * kWarpTiles * kTileDim + 4 * j,
-               output_factors[g + 8 * half], half, acc);
+    store_line(p.out + row * p.out_stride_row + head * p.out_stride_head + quarter() * kWarpTiles * kTileDim + 4 * j, output_factors[g + 8 * half],
+               half, acc);
   }
 }
 
@@ -380,18 +379,17 @@ __device__ __forceinline__ void load_item_query(const Params& p, int item, Query
 __device__ __forceinline__ void run_mathematics(const Params& p, PrefillMemory& sm) {
   TeamMemory& team = sm.teams[warp_team()];
   const int head = threadIdx.x % kTeamThreads;
-  const uint32_t full = shared_address(&sm.full);
   QueryTile q[kGroups][kWarpTiles];
   load_item_query(p, blockIdx.x, q);
   uint32_t phase = 0, parity = 0;
   for (int item = blockIdx.x; item < num_items(p); item += gridDim.x, parity ^= 1) {
     Accumulator acc[kGroups][kWarpTiles] = {};
     if (head < kTeamHeads) team.folds[head] = {kEmpty, 0.f};
-    mbarrier_wait(full, phase);
+    sm.full->wait(phase);
     const int leaves = sm.leaves[parity];
 #pragma unroll 1
     for (int leaf = 0; leaf < leaves; ++leaf) {
-      mbarrier_wait(full, phase);
+      sm.full->wait(phase);
       tile_sync();  // the tile is free
       dequantise<kMathRows>(sm, threadIdx.x / 32 * kMathRows);
       tile_sync();  // the tile is there
@@ -422,7 +420,7 @@ template <bool kTable>
 __global__ void __launch_bounds__(kThreads, 1) sparse_prefill_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& sm = *reinterpret_cast<PrefillMemory*>(shared);
-  if (threadIdx.x == 0) mbarrier_init(shared_address(&sm.full), kGatherThreads + kGatherThreads / 32);  // the copies, and the masks
+  if (threadIdx.x == 0) sm.full->init(kGatherThreads + kGatherThreads / 32);  // the copies, and the masks
   __syncthreads();  // the barrier is there
   pdl_wait();
   pdl_trigger();

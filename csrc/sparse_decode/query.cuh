@@ -54,9 +54,10 @@ struct RawQuery {
   __device__ __forceinline__ void load(const Params& p, int row, int group, int warp) {
     const int head = min(group * kBlockHeads + warp, p.heads - 1);
     const uint16_t* src = p.q + row * p.q_stride_row + head * p.q_stride_head + 8 * (threadIdx.x & 31);
-    v[0] = load_vector_now(src);
-    v[1] = load_vector_now(src + 32 * 8);
-    position = load_now(static_cast<const uint8_t*>(p.query.positions) + static_cast<int64_t>(row) * p.query.position_bytes);  // the low half
+    v[0] = load_16_now(src);
+    v[1] = load_16_now(src + 32 * 8);
+    position = load_now(reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(p.query.positions) +
+                                                          static_cast<int64_t>(row) * p.query.position_bytes));  // the low half
   }
 };
 
@@ -64,7 +65,7 @@ struct RawQuery {
 __device__ __forceinline__ void norm_query(const Params& p, SharedMemoryPlan& sm, const RawQuery& q, int warp) {
   const int lane = threadIdx.x & 31;
   const float* from = p.query.rotation + static_cast<int64_t>(q.position) * kRopeDim + lane % kTurnLanes * 8;
-  const uint4 first = load_vector_now(from), second = load_vector_now(from + 4);
+  const uint4 first = load_16_now(from), second = load_16_now(from + 4);
   float sum = sum_of_squares(sum_of_squares(0.f, q.v[0]), q.v[1]);
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);

@@ -1,8 +1,9 @@
 // What the warps of a sparse decode block share: barriers, the ring of stages.
 #pragma once
 
+#include "../device/copies.cuh"
+#include "../device/mma.cuh"
 #include "config.h"
-#include "../device.cuh"
 
 namespace dsv4::sparse_decode {
 

@@ -151,18 +151,18 @@ __device__ __forceinline__ void run_score_team(const Params& p, SharedMemoryPlan
   const uint32_t rows = shared_address(&stage0.rows[lane & 7][tile * kTileDim + (lane >> 3) * 16]);
   const uint32_t scales = shared_address(&stage0.scales[2 * j][tile]);
   const uint32_t store = shared_address(&sm.scores[0][tile][g][(2 * j) ^ ((g & 3) << 3)]);
-  const uint32_t barriers = shared_address(sm.barriers);
+  const TeamBarriers& barriers = sm.barriers;
   constexpr int kStageBytes = sizeof(Stage), kScoreBytes = sizeof(sm.scores[0]);
   Ring ring;
   for (int leaf = w.first_leaf; leaf < w.end_leaf; ++leaf) {
     const int buffer = ring.buffer();
-    mbarrier_wait(barriers + kFull + 8 * ring.stage, ring.stage_phase);
-    mbarrier_wait(barriers + kScoresRead + 8 * buffer, ring.buffer_phase() ^ 1);
+    barriers.full(ring.stage).wait(ring.stage_phase);
+    barriers.scores_read(buffer).wait(ring.buffer_phase() ^ 1);
     multiply(rows + ring.stage * kStageBytes, scales + ring.stage * kStageBytes, store + buffer * kScoreBytes, rotary, q);
     __syncwarp();
     if (lane == 0) {
-      mbarrier_arrive(barriers + kScored + 8 * buffer);
-      mbarrier_arrive(barriers + kFree + 8 * ring.stage);
+      barriers.scored(buffer).arrive();
+      barriers.free(ring.stage).arrive();
     }
     ring.advance();
   }

@@ -116,7 +116,7 @@ __device__ __forceinline__ void run_softmax_team(const Params& p, SharedMemoryPl
   math_sync();  // the greatest magnitudes of q and the work are there
   const Work w = sm.work;
   const float logit_scale = p.scale_log2 * __int_as_float((127 - query_exponent(sm, head)) << 23);
-  const uint32_t barriers = shared_address(sm.barriers);
+  const TeamBarriers& barriers = sm.barriers;
   Fold fold = {kEmpty, 0.f};
   Ring ring;
   int leaf = w.first_leaf;
@@ -124,19 +124,19 @@ __device__ __forceinline__ void run_softmax_team(const Params& p, SharedMemoryPl
     for (const int end = w.unit_end(leaf); leaf < end; ++leaf) {
       const int buffer = ring.buffer();
       Softmax softmax;
-      mbarrier_wait(barriers + kScored + 8 * buffer, ring.buffer_phase());
+      barriers.scored(buffer).wait(ring.buffer_phase());
       softmax.load(sm.scores[buffer], head, valid_of(*reinterpret_cast<const uint32_t*>(sm.valid[ring.i % kMasks])));
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(barriers + kScoresRead + 8 * buffer);
+      if (lane == 0) barriers.scores_read(buffer).arrive();
       softmax.refer(logit_scale);
       softmax.weigh(softmax.reference);
       const float2 factor = fold_factors(fold.reference, softmax.reference);
-      mbarrier_wait(barriers + kFolded + 8 * buffer, ring.buffer_phase() ^ 1);
+      barriers.folded(buffer).wait(ring.buffer_phase() ^ 1);
       softmax.store_f16(sm.weights_f16[buffer], head);
       softmax.store_bf16(sm.weights_bf16[buffer], head);
       if ((lane & 3) == 0) sm.factors[buffer][head] = factor;
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(barriers + kWeighed + 8 * buffer);
+      if (lane == 0) barriers.weighed(buffer).arrive();
       fold = {fmaxf(fold.reference, softmax.reference), fmaf(softmax.total(), factor.y, fold.sum * factor.x)};
       ring.advance();
     }

@@ -48,7 +48,7 @@ struct StackedMemory : PrefillMemory {
     bytes[0] = bytes[4] = 0;
   }
 };
-static_assert(sizeof(StackedMemory) <= 101376, "shared memory of an SM120 block");
+static_assert(sizeof(StackedMemory) <= kMaxSharedBytes);
 
 // A value that is worked out at its use: what the compiler would move out of the loops is not worth registers in them.
 __device__ __forceinline__ int here(int v) {
@@ -88,9 +88,7 @@ struct Stack {
   int extra_length;
   int lead_loaded, own_loaded[kPlannedRows];
 
-  __device__ __forceinline__ uint32_t active() const {
-    return __ballot_sync(0xffffffffu, done < length) & ((1u << stacked_rows(p)) - 1);
-  }
+  __device__ __forceinline__ uint32_t active() const { return __ballot_sync(0xffffffffu, done < length) & ((1u << stacked_rows(p)) - 1); }
   __device__ __forceinline__ int row_of(int index) const { return (stack << (kHeadsLog2 - p.stacked_log2)) + index; }
   __device__ __forceinline__ void start() {
     const int index = threadIdx.x % kMaxStack, row = row_of(index);
@@ -123,7 +121,7 @@ struct Stack {
       return valid ? static_cast<int>((page - column) * p.extra.page_size.divisor + position) : -1;
     }
     const int32_t* at = (in_main ? p.main.indices + row * p.main.indices_stride : p.extra.indices + row * p.extra.indices_stride) + position;
-    if (position + 2 * kLeaf < end) asm volatile("prefetch.global.L2 [%0];" ::"l"(at + 2 * kLeaf));
+    if (position + 2 * kLeaf < end) prefetch(at + 2 * kLeaf);
     return position < end ? *at : -1;
   }
   // the slots, -1 where masked
@@ -182,7 +180,6 @@ __device__ __forceinline__ uint32_t any_row(const TilePlan& plan) {
 // The gathering warps: four lanes copy a candidate. A tile is planned while the one before it is multiplied.
 template <bool kTable>
 __device__ __forceinline__ void run_stacked_gathering(const Params& p, StackedMemory& sm) {
-  const uint32_t full = shared_address(&sm.full);
   Stack<kTable> stack = {p, static_cast<int>(blockIdx.x)};
   stack.start();
   stack.load_tile();
@@ -207,12 +204,12 @@ __device__ __forceinline__ void run_stacked_gathering(const Params& p, StackedMe
 #pragma unroll
     for (int i = 0; i < kDataBytes / 64; ++i) cp_async_16(dst + i * 64, src + i * 64, valid);
     cp_async_8_if(piece == 0, shared_address(&sm.scales[candidate][0]), scales, valid);
-    mbarrier_arrive_copies(full);
+    sm.full->arrive_copies();
     if (kTable && more) stack.load_tile();  // quick: a table is read again and again
     if (more) stack.plan(sm.plans[(tile + 1) % kPlans]);
     __syncwarp();
-    if (elect_one()) mbarrier_arrive(full);
-    mbarrier_wait(full, tile & 1);
+    if (elect_one()) sm.full->arrive();
+    sm.full->wait(tile & 1);
     tile_sync();  // the tile is free; the plan of the next one is there
     if (thread < kMaxStack) sm.masks[thread] = plan.masks[thread];
     if (thread == 0) sm.ended = last ? stack.stack - static_cast<int>(gridDim.x) : -1;
@@ -233,7 +230,8 @@ struct Line {
 
 // q of this warp's lines and dimensions
 __device__ __forceinline__ void load_stacked_query(const Params& p, int stack, QueryTile (&q)[kGroups][kWarpTiles]) {
-  const int now = thread_now(), team = now / kTeamThreads, dimension = (now >> 5 & (kTeamWarps - 1)) * kWarpTiles * kTileDim, g = now >> 2 & 7, j = now & 3;
+  const int now = thread_now(), team = now / kTeamThreads, dimension = (now >> 5 & (kTeamWarps - 1)) * kWarpTiles * kTileDim, g = now >> 2 & 7,
+            j = now & 3;
   const int log2 = here(p.stacked_log2);
 #pragma unroll
   for (int m = 0; m < kGroups; ++m)
@@ -269,8 +267,10 @@ __device__ __forceinline__ void finish_folds(const Params& p, StackedMemory& sm,
 }
 
 // Normalises and writes this warp's dimensions of its lines.
-__device__ __forceinline__ void store_stacked_output(const Params& p, const StackedMemory& sm, int stack, const Accumulator (&acc)[kGroups][kWarpTiles]) {
-  const int now = thread_now(), team = now / kTeamThreads, dimension = (now >> 5 & (kTeamWarps - 1)) * kWarpTiles * kTileDim, g = now >> 2 & 7, j = now & 3;
+__device__ __forceinline__ void store_stacked_output(const Params& p, const StackedMemory& sm, int stack,
+                                                     const Accumulator (&acc)[kGroups][kWarpTiles]) {
+  const int now = thread_now(), team = now / kTeamThreads, dimension = (now >> 5 & (kTeamWarps - 1)) * kWarpTiles * kTileDim, g = now >> 2 & 7,
+            j = now & 3;
   const int log2 = here(p.stacked_log2);
 #pragma unroll
   for (int m = 0; m < kGroups; ++m)
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_prefill_stacked_kernel(con
   extern __shared__ __align__(128) uint8_t shared[];
   auto& sm = *reinterpret_cast<StackedMemory*>(shared);
   if (threadIdx.x == 0) {
-    mbarrier_init(shared_address(&sm.full), kGatherThreads + kGatherThreads / 32);  // the copies, and the plans
+    sm.full->init(kGatherThreads + kGatherThreads / 32);  // the copies, and the plans
     for (auto& of_team : sm.isolated)
       for (uint8_t& of_candidate : of_team) of_candidate = 0;
   }

@@ -43,7 +43,7 @@ struct Values {
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       if (kRotary) {
-        const uint32_t(&v)[4] = r[segment][step];
+        const uint32_t (&v)[4] = r[segment][step];
         mma_bf16(x[0], a[step], v[0], v[1]);
         mma_bf16(x[1], a[step], v[2], v[3]);
       } else {
@@ -97,8 +97,7 @@ struct Weights {
 };
 
 // the whole row is in registers: normalise and write
-__device__ __forceinline__ void store_output(const Params& p, const SharedMemoryPlan& sm, int tile, bool rotary,
-                                             const Accumulator& acc) {
+__device__ __forceinline__ void store_output(const Params& p, const SharedMemoryPlan& sm, int tile, bool rotary, const Accumulator& acc) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3, row = block_row(), group = block_group();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -128,7 +127,7 @@ __device__ __forceinline__ void run_value_team(const Params& p, SharedMemoryPlan
   const uint32_t rows = shared_address(&stage0.rows[lane & 15][tile * kTileDim + (lane >> 4) * 16]);
   const uint32_t scale_bytes = shared_address(&stage0.scales[lane][tile]);
   const uint32_t weights_at = shared_address(&(kRotary ? sm.weights_bf16 : sm.weights_f16)[0][lane & 15][(lane >> 4) * 16]);
-  const uint32_t barriers = shared_address(sm.barriers);
+  const TeamBarriers& barriers = sm.barriers;
   Accumulator acc = {};
   math_sync();  // the work is there
   const Work& w = sm.work;
@@ -138,7 +137,7 @@ __device__ __forceinline__ void run_value_team(const Params& p, SharedMemoryPlan
       const int offset = ring.stage * static_cast<int>(sizeof(Stage)), buffer = ring.buffer() * static_cast<int>(sizeof(sm.weights_f16[0]));
       Values<kRotary> values;
       ValueScales scales;
-      mbarrier_wait(barriers + kFull + 8 * ring.stage, ring.stage_phase);
+      barriers.full(ring.stage).wait(ring.stage_phase);
       if (!kRotary) scales = load_value_scales(scale_bytes + offset);
       values.load(rows + offset, 0);
       values.load(rows + offset, 1);
@@ -147,12 +146,12 @@ __device__ __forceinline__ void run_value_team(const Params& p, SharedMemoryPlan
         values.load(rows + offset, 3);
       }
       __syncwarp();
-      if (elect_one()) mbarrier_arrive(barriers + kFree + 8 * ring.stage);  // the leaf is in registers
-      mbarrier_wait(barriers + kWeighed + 8 * ring.buffer(), ring.buffer_phase());
+      if (elect_one()) barriers.free(ring.stage).arrive();  // the leaf is in registers
+      barriers.weighed(ring.buffer()).wait(ring.buffer_phase());
       Weights weights;
       weights.load(weights_at + buffer, sm.factors[ring.buffer()], acc);
       __syncwarp();
-      if (elect_one()) mbarrier_arrive(barriers + kFolded + 8 * ring.buffer());
+      if (elect_one()) barriers.folded(ring.buffer()).arrive();
       if (!kRotary) weights.scale(scales);
 #pragma unroll
       for (int segment = 0; segment < 4; ++segment) values.accumulate(segment, weights.a, weights.b0, weights.b1, acc);

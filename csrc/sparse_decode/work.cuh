@@ -1,25 +1,14 @@
 // How a row is split into leaves and units, and which of them a block has.
 #pragma once
 
+#include "../device/memory.cuh"
+#include "../device/numbers.cuh"
 #include "config.h"
-#include "../device.cuh"
 #include "sparse_decode.h"
 
 namespace dsv4::sparse_decode {
 
 __device__ __forceinline__ uint32_t divide(uint32_t n, const FastDivisor& d) { return __umulhi(n << 1, d.multiplier) >> d.shift; }
-
-// 4 or 16 bytes, asked for where it stands in the code
-__device__ __forceinline__ uint32_t load_now(const void* p) {
-  uint32_t v;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ uint4 load_vector_now(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
 
 __device__ __forceinline__ int load_length(const Cache& c, int row) {
   return c.topk_length == nullptr ? c.width : min(max(c.topk_length[row], 0), c.width);
@@ -27,7 +16,7 @@ __device__ __forceinline__ int load_length(const Cache& c, int row) {
 
 // The same in two steps, so that nobody waits for a length before it is needed: a clamp follows its load, however late it is used.
 __device__ __forceinline__ int load_stored_length(const Cache& c, int row) {
-  return c.topk_length == nullptr ? c.width : static_cast<int>(load_now(c.topk_length + row));
+  return c.topk_length == nullptr ? c.width : load_now(c.topk_length + row);
 }
 template <bool kStored>
 __device__ __forceinline__ int uniform_length(const Cache& c, int length) {
@@ -35,8 +24,8 @@ __device__ __forceinline__ int uniform_length(const Cache& c, int length) {
 }
 
 __device__ __forceinline__ void count_leaves(Work& w) {
-  w.main_leaves = (w.main_length + kLeaf - 1) / kLeaf;
-  w.leaves = w.main_leaves + (w.extra_length + kLeaf - 1) / kLeaf;
+  w.main_leaves = ceil_div(w.main_length, kLeaf);
+  w.leaves = w.main_leaves + ceil_div(w.extra_length, kLeaf);
   if (w.leaves == 0) w.leaves = w.main_leaves = 1;  // no candidate: one masked leaf
 }
 

@@ -3,7 +3,8 @@
 
 #include <cuda_fp16.h>
 
-#include "../device.cuh"
+#include "../device/barriers.cuh"
+#include "../device/numbers.cuh"
 #include "wo_a.h"
 
 namespace dsv4::wo_a {
@@ -13,20 +14,8 @@ constexpr int kRows = 4;   // of a block of threads: they share their scales
 constexpr int kInputs = 8;  // of a lane and row
 static_assert(kBlock % kRows == 0 && kBlock % kInputs == 0);
 
-// Volatile and without .nc: so it stays before the wait, as load_stream of device.cuh does.
-__device__ __forceinline__ uint2 load_weights(const uint8_t* p) {
-  uint2 v;
-  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
 __device__ __forceinline__ uint32_t load_stored(const uint8_t* p, int bytes) {
-  uint32_t v;
-  if (bytes == 4) {
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
-  } else {
-    asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
-  }
-  return v;
+  return bytes == 4 ? load_now(reinterpret_cast<const uint32_t*>(p)) : load_now(p);
 }
 
 // four weights to two bf16 pairs
@@ -51,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant_
   for (int input = threadIdx.x * kInputs; input < p.inputs; input += kThreads * kInputs) {
     uint2 bytes[kRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) bytes[r] = load_weights(weight + r * p.weight_stride + input);
+    for (int r = 0; r < kRows; ++r) bytes[r] = load_stream_8(weight + r * p.weight_stride + input);
     const uint8_t* const at = scales + input / kBlock * p.scale_stride_input;
     const float scale = block_scale(load_stored(at, p.scale_bytes), p.scale_bytes);
     pdl_wait();  // what is written here may still be read by a kernel in front

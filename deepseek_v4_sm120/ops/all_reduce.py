@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 
 RANKS = (2, 4, 8)
 TRANSPORTS = ("peer", "host")
@@ -71,6 +71,7 @@ class AllReduce:
             self._state = torch.zeros(_C.all_reduce_state_words, dtype=torch.int32, device=device)
             self._fault = torch.zeros(_C.all_reduce_fault_words, dtype=torch.int32, pin_memory=True)
             self._memory = (_Peers if transport == "peer" else _Host)(rank, self.bytes, gather)
+        self._places = torch.tensor(self._memory.places, dtype=torch.uint64)
         torch.cuda.synchronize(device)  # the state is zero before a call on any stream
         gather(None)  # nobody sends before all have opened everybody's memory
         self._watch = _Watch(rank, self._fault, gather(os.getpid()))
@@ -101,7 +102,8 @@ class AllReduce:
                 x=x.data_ptr(),
                 out=out.data_ptr(),
                 vectors=x.numel() // _VALUES,
-                places=self._memory.places,
+                places=self._places.data_ptr(),
+                ranks=self.ranks,
                 state=self._state.data_ptr(),
                 fault=self._fault.data_ptr(),
                 rank=self.rank,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import BF16, VECTOR, Call, Question
 
 MAX_ROWS = 32  # csrc/bf16_linear/bf16_linear.h has the same three; a test compares
 INPUTS_MULTIPLE = 512
 OUTPUTS_MULTIPLE = 4
 _OUT_DTYPES = (torch.float32, torch.bfloat16)
-_ALIGN_BYTES = 16
+_STRIDES = 8  # that x and weight have multiples of: 16 bytes
 
 
 def bf16_linear(x, weight, *, out_dtype=torch.float32, out=None):
@@ -20,95 +21,48 @@ def bf16_linear(x, weight, *, out_dtype=torch.float32, out=None):
                  of 8, 16-byte aligned
     weight       [outputs, inputs] bf16, outputs a multiple of 4, likewise
     out_dtype    torch.float32, or torch.bfloat16: the float32 sums rounded once
-    out          [rows, outputs] of out_dtype written in place, last dim contiguous; or None
+    out          [rows, outputs] of out_dtype written in place, last dim contiguous, not over x; or None
     returns      out
     accuracy     exact products, float32 sums: relative L2 against float64 below 1e-5 (float32 out), 0.0025 (bf16 out)
     determinism  the same bits in every run and every batch: a row alone equals the row among others
-    raises       TypeError (dtype), ValueError (shape, stride, alignment: says name, expected, got), RuntimeError
-                 (device, launch)
+    raises       TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device, launch)
     cuda graphs  capture-safe: no host sync, no scratch; allocates only out, through torch
     weights      must not be written by the kernel in front on the same stream: they are read before it has ended
                  (programmatic dependent launch)
     source       SGLang's linear_bf16_fp32 and weights_proj: the compressors' and the indexer's projections
     """
-    _check(x, weight, out_dtype, out)
-    device = x.device
-    if device.type != "cuda":
-        raise RuntimeError(f"bf16_linear: x.device must be a CUDA device, got {device}")
+    check = Call("bf16_linear", "x", x)
+    rows, inputs = check.tensor("x", x, BF16, "rows, inputs", _STRIDES, VECTOR)
+    outputs, _ = check.tensor("weight", weight, BF16, ("outputs", inputs), _STRIDES, VECTOR)
+    if not 1 <= rows <= MAX_ROWS:
+        check.refuse("shape", "x", f"have 1 to {MAX_ROWS} rows", rows)
+    check.multiple("x.shape[1]", inputs, INPUTS_MULTIPLE)
+    check.multiple("weight.shape[0]", outputs, OUTPUTS_MULTIPLE)
+    if out_dtype not in _OUT_DTYPES:
+        check.refuse("dtype", "out_dtype", f"be one of {_OUT_DTYPES}", out_dtype)
+    if out is not None:
+        check.tensor("out", out, (out_dtype,), (rows, outputs), 1)
+        check.written("x", x, ("out", out))
+    check.on_cuda()
     if out is None:
-        out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=device)
-    if device.index == torch._C._cuda_getDevice():
+        out = torch.empty((rows, outputs), dtype=out_dtype, device=x.device)
+    with cuda_tensors.on_device_of(x):
         _launch(x, weight, out)
-    else:
-        with torch.cuda.device(device):
-            _launch(x, weight, out)
     return out
 
 
 def takes(x, weight) -> bool:
     """True where bf16_linear computes x W^T; an adapter asks before it replaces a call."""
-    return (
-        x.ndim == weight.ndim == 2
-        and x.dtype == weight.dtype == torch.bfloat16
-        and 1 <= x.shape[0] <= MAX_ROWS
-        and x.shape[1] == weight.shape[1]
-        and x.shape[1] % INPUTS_MULTIPLE == 0
-        and weight.shape[0] % OUTPUTS_MULTIPLE == 0
-        and x.shape[1] > 0
-        and weight.shape[0] > 0
-        and not _layout_problem(x)
-        and not _layout_problem(weight)
+    if x.ndim != 2 or weight.ndim != 2:
+        return False
+    (rows, inputs), outputs, ask = x.shape, weight.shape[0], Question("bf16_linear", "x", x)
+    return bool(
+        1 <= rows <= MAX_ROWS
+        and inputs % INPUTS_MULTIPLE == 0 < inputs
+        and outputs % OUTPUTS_MULTIPLE == 0 < outputs
+        and ask.tensor("x", x, BF16, (rows, inputs), _STRIDES, VECTOR)
+        and ask.tensor("weight", weight, BF16, (outputs, inputs), _STRIDES, VECTOR)
     )
-
-
-def _layout_problem(t) -> str:
-    if t.stride(1) != 1:
-        return f"stride of dim 1 must be 1, got {t.stride(1)}"
-    if t.stride(0) % 8:
-        return f"stride of dim 0 must be a multiple of 8, got {t.stride(0)}"
-    if t.data_ptr() % _ALIGN_BYTES:
-        return f"address must be a multiple of {_ALIGN_BYTES}, got {t.data_ptr():#x}"
-    return ""
-
-
-def _check(x, weight, out_dtype, out) -> None:
-    for name, t in (("x", x), ("weight", weight)):
-        if t.dtype != torch.bfloat16:
-            raise TypeError(f"bf16_linear: {name}.dtype must be torch.bfloat16, got {t.dtype}")
-        if t.ndim != 2:
-            raise ValueError(f"bf16_linear: {name} must have 2 dimensions, got shape {tuple(t.shape)}")
-    if out_dtype not in _OUT_DTYPES:
-        raise TypeError(f"bf16_linear: out_dtype must be one of {_OUT_DTYPES}, got {out_dtype}")
-    rows, inputs = x.shape
-    if not 1 <= rows <= MAX_ROWS:
-        raise ValueError(f"bf16_linear: x must have 1 to {MAX_ROWS} rows, got {rows}")
-    if inputs % INPUTS_MULTIPLE or inputs == 0:
-        raise ValueError(f"bf16_linear: x.shape[1] must be a positive multiple of {INPUTS_MULTIPLE}, got {inputs}")
-    if weight.shape[1] != inputs:
-        raise ValueError(f"bf16_linear: weight must be [outputs, {inputs}] as x has it, got {tuple(weight.shape)}")
-    if weight.shape[0] % OUTPUTS_MULTIPLE or weight.shape[0] == 0:
-        raise ValueError(
-            f"bf16_linear: weight.shape[0] must be a positive multiple of {OUTPUTS_MULTIPLE}, got {weight.shape[0]}"
-        )
-    for name, t in (("x", x), ("weight", weight)):
-        problem = _layout_problem(t)
-        if problem:
-            raise ValueError(f"bf16_linear: {name}: {problem}")
-    if weight.device != x.device:
-        raise ValueError(f"bf16_linear: weight.device must be {x.device} as x's, got {weight.device}")
-    if out is not None:
-        _check_out(out, x, weight, out_dtype)
-
-
-def _check_out(out, x, weight, out_dtype) -> None:
-    expected = (x.shape[0], weight.shape[0])
-    if out.dtype != out_dtype:
-        raise TypeError(f"bf16_linear: out.dtype must be out_dtype {out_dtype}, got {out.dtype}")
-    if tuple(out.shape) != expected or out.stride(1) != 1 or out.device != x.device:
-        raise ValueError(
-            f"bf16_linear: out must be {expected} on {x.device} with a contiguous last dim, got {tuple(out.shape)} on "
-            f"{out.device}, strides {out.stride()}"
-        )
 
 
 def _launch(x, weight, out) -> None:
@@ -127,5 +81,5 @@ def _launch(x, weight, out) -> None:
         outputs=weight.shape[0],
         num_sms=cuda_tensors.num_sms(index),
         pdl=True,
-        stream=torch._C._cuda_getCurrentRawStream(index),
+        stream=cuda_tensors.current_stream(index),
     )

@@ -6,20 +6,18 @@ import functools
 
 import torch
 
-from deepseek_v4_sm120 import extension
-from deepseek_v4_sm120.ops.index_select_checks import (
-    MAX_WIDTH,
-    check_int32_rows,
-    check_k,
-    check_logits,
-    check_out,
-    check_queries,
-    check_table,
-)
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import E4M3, FP32, INT32, VECTOR, Call
 
+FP8_ENTRY_BYTES = 132
+FP4_ENTRY_BYTES = 68
+MAX_WIDTH = 1 << 24
 DECODE_ROWS = 256  # up to here a call counts as decode or verify
 DECODE_SCRATCH_BYTES = 64 << 20
 PREFILL_SCRATCH_BYTES = 256 << 20
+_Q_STRIDES = 16  # bytes that rows and heads of q are multiples of
+_FP4_DTYPES = (torch.int8, torch.uint8)
+_PAGE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 def index_select(
@@ -55,10 +53,12 @@ def index_select(
                       scored per load of a page. A hint: results do not depend on it
     out, entries, logits
                       [rows, k], last dim contiguous: int32 slots (page * 64 + entry % 64); int32 entries; float32
-                      logits of the chosen (-inf after the last). `out` is made if None; the others are optional
+                      logits of the chosen (-inf after the last). `out` is made if None; the others are optional. None
+                      over another or over the first argument
     returns           out. The chosen of a row ascend by entry, then -1. Ties go to the lower entry, NaN ranks below
                       -inf, -0 equals +0; a row of at most k entries gets all of them
-    raises            TypeError (dtype), ValueError (shape, stride: says name, expected, got), RuntimeError (device)
+    raises            TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
+                      launch)
     cuda graphs       capture-safe: no host sync; allocates out and a scratch of at most 64 MiB (256 MiB above 256
                       rows) through torch; work follows the lengths, not the widths
     determinism       a row's result depends on that row alone, to the bit: not on the batch, the hint or the GPU's size
@@ -66,20 +66,17 @@ def index_select(
                       topk_select over the concatenated logits merges the parts
     source            SGLang's C4 indexer and topk_transform; specification in reference/index_select.py
     """
-    rows, fp4 = check_queries("index_select", q, k_pages, weights, q_scales)
-    width = check_table("index_select", page_table, rows, q.device)
-    check_int32_rows("index_select", "lengths", lengths, rows, q.device)
-    check_k("index_select", k)
-    for name, tensor, dtype in (("out", out, torch.int32), ("entries", entries, torch.int32), ("logits", logits, None)):
-        check_out("index_select", name, tensor, dtype or torch.float32, rows, k, q.device)
-    _check_cuda("index_select", q)
+    check, rows, fp4 = _check_queries("index_select", q, k_pages, weights, q_scales)
+    width = _check_rows(check, lengths, page_table, rows)
+    if width > MAX_WIDTH:
+        check.refuse("shape", "page_table", f"have at most {MAX_WIDTH} entries a row", width)
+    _check_chosen(check, k, rows, "q", q, out, entries, logits)
+    check.on_cuda()
     out = torch.empty((rows, k), dtype=torch.int32, device=q.device) if out is None else out
     if rows:
-        with _on(q.device):
-            limit = DECODE_SCRATCH_BYTES if rows <= DECODE_ROWS else PREFILL_SCRATCH_BYTES
+        with cuda_tensors.on_device_of(q):
             hint = min(int(rows_per_request), 2)
-            scratch_bytes = _scratch_bytes(q.device.index, rows, width, hint, limit, True)
-            scratch = torch.empty((scratch_bytes,), dtype=torch.uint8, device=q.device)
+            scratch, limit = _scratch(q.device, rows, width, hint, True)
             extension.load().index_select(
                 **_queries(q, q_scales, weights, k_pages),
                 **_table(page_table),
@@ -92,10 +89,10 @@ def index_select(
                 fp8_mma=has_fp8_mma(q.device.index),
                 **_outputs(out, entries, logits),
                 scratch=scratch.data_ptr(),
-                scratch_bytes=scratch_bytes,
+                scratch_bytes=scratch.numel(),
                 max_scratch_bytes=limit,
                 pdl=True,
-                stream=torch._C._cuda_getCurrentRawStream(q.device.index),
+                stream=cuda_tensors.current_stream(q.device.index),
             )
     return out
 
@@ -106,14 +103,15 @@ def mqa_logits(q, k_pages, weights, lengths, page_table, *, q_scales=None, rows_
     Arguments, errors and graphs as in index_select. out: [rows, 64 * columns] float32, last dim contiguous, or None.
     Entries from a row's length on are not written; NaN comes out as one NaN, -0 as +0.
     """
-    rows, fp4 = check_queries("mqa_logits", q, k_pages, weights, q_scales)
-    width = check_table("mqa_logits", page_table, rows, q.device)
-    check_int32_rows("mqa_logits", "lengths", lengths, rows, q.device)
-    check_out("mqa_logits", "out", out, torch.float32, rows, width, q.device)
-    _check_cuda("mqa_logits", q)
+    check, rows, fp4 = _check_queries("mqa_logits", q, k_pages, weights, q_scales)
+    width = _check_rows(check, lengths, page_table, rows)
+    if out is not None:
+        check.tensor("out", out, FP32, (rows, width), 1)
+        check.written("q", q, ("out", out))
+    check.on_cuda()
     out = torch.empty((rows, width), dtype=torch.float32, device=q.device) if out is None else out
     if rows:
-        with _on(q.device):
+        with cuda_tensors.on_device_of(q):
             extension.load().mqa_logits(
                 **_queries(q, q_scales, weights, k_pages),
                 **_table(page_table),
@@ -126,7 +124,7 @@ def mqa_logits(q, k_pages, weights, lengths, page_table, *, q_scales=None, rows_
                 logits=out.data_ptr(),
                 logits_stride=out.stride(0),
                 pdl=True,
-                stream=torch._C._cuda_getCurrentRawStream(q.device.index),
+                stream=cuda_tensors.current_stream(q.device.index),
             )
     return out
 
@@ -139,27 +137,22 @@ def topk_select(scores, lengths, *, k=512, page_table=None, num_pages=None, out=
     num_pages   pages of the pool; a page outside has slot -1. None: every non-negative page is one
     Other arguments, errors and graphs as in index_select.
     """
-    rows, width = check_logits("topk_select", scores)
-    check_int32_rows("topk_select", "lengths", lengths, rows, scores.device)
-    check_k("topk_select", k)
-    if page_table is not None:
-        columns = check_table("topk_select", page_table, rows, scores.device)
-        if columns < width:
-            raise ValueError(
-                f"topk_select: page_table.shape[1] must be at least {-(-width // 64)} (width / 64), got {columns // 64}"
-            )
-    for name, tensor, dtype in (("out", out, torch.int32), ("entries", entries, torch.int32), ("logits", logits, None)):
-        check_out("topk_select", name, tensor, dtype or torch.float32, rows, k, scores.device)
-    _check_cuda("topk_select", scores)
+    check = Call("topk_select", "scores", scores)
+    rows, width = check.tensor("scores", scores, FP32, "rows, width", 1)
+    if not 1 <= width <= MAX_WIDTH:
+        check.refuse("shape", "scores.shape[1]", f"be 1..{MAX_WIDTH}", width)
+    table = page_table is not None
+    columns = _check_rows(check, lengths, page_table, rows)
+    if table and columns < width:
+        check.refuse("shape", "page_table", f"have {width} entries a row or more, scores' width", columns)
+    if not table and entries is not None:
+        check.refuse("value", "entries", "be None without page_table", "a tensor: out has them")
+    _check_chosen(check, k, rows, "scores", scores, out, entries, logits)
+    check.on_cuda()
     out = torch.empty((rows, k), dtype=torch.int32, device=scores.device) if out is None else out
     if rows:
-        with _on(scores.device):
-            limit = DECODE_SCRATCH_BYTES if rows <= DECODE_ROWS else PREFILL_SCRATCH_BYTES
-            scratch_bytes = _scratch_bytes(scores.device.index, rows, width, 1, limit, False)
-            scratch = torch.empty((scratch_bytes,), dtype=torch.uint8, device=scores.device)
-            table = page_table is not None
-            if not table and entries is not None:
-                raise ValueError("topk_select: entries must be None without page_table, got a tensor: out has them")
+        with cuda_tensors.on_device_of(scores):
+            scratch, limit = _scratch(scores.device, rows, width, 1, False)
             extension.load().topk_select(
                 logits=scores.data_ptr(),
                 logits_stride=scores.stride(0),
@@ -171,10 +164,10 @@ def topk_select(scores, lengths, *, k=512, page_table=None, num_pages=None, out=
                 k=k,
                 **(_outputs(out, entries, logits) if table else _outputs(None, out, logits)),
                 scratch=scratch.data_ptr(),
-                scratch_bytes=scratch_bytes,
+                scratch_bytes=scratch.numel(),
                 max_scratch_bytes=limit,
                 pdl=True,
-                stream=torch._C._cuda_getCurrentRawStream(scores.device.index),
+                stream=cuda_tensors.current_stream(scores.device.index),
             )
     return out
 
@@ -207,13 +200,11 @@ def _outputs(slots, entries, logits) -> dict[str, int]:
     return found | {f"{name}_stride": 0 if tensor is None else tensor.stride(0) for name, tensor in named.items()}
 
 
-def _check_cuda(op: str, tensor) -> None:
-    if tensor.device.type != "cuda":
-        raise RuntimeError(f"{op}: the tensors must be on a CUDA device, got {tensor.device}")
-
-
-def _on(device):
-    return torch.cuda.device(device)
+def _scratch(device, rows: int, width: int, rows_per_request: int, score: bool) -> tuple[torch.Tensor, int]:
+    """Scratch, to be held until the launch is queued, and the most that a call of so many rows may ask for."""
+    limit = DECODE_SCRATCH_BYTES if rows <= DECODE_ROWS else PREFILL_SCRATCH_BYTES
+    needed = _scratch_bytes(device.index, rows, width, rows_per_request, limit, score)
+    return torch.empty((needed,), dtype=torch.uint8, device=device), limit
 
 
 @functools.cache
@@ -225,8 +216,48 @@ def has_fp8_mma(index: int) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _scratch_bytes(index: int, rows: int, width: int, rows_per_request: int, limit: int, score: bool) -> int:
     """`index` is part of the key: the plan depends on the current device's size."""
-    if width > MAX_WIDTH:
-        raise ValueError(f"index_select: at most {MAX_WIDTH} entries a row, got {width}")
     return extension.load().index_select_scratch_bytes(
         rows=rows, width=width, rows_per_request=rows_per_request, max_scratch_bytes=limit, score=score
     )
+
+
+# ---- checks
+
+
+def _check_queries(op: str, q, k_pages, weights, q_scales) -> tuple[Call, int, bool]:
+    """(checks, rows, whether this is FP4) of queries, keys and weights that fit each other."""
+    check, binary, fp4 = Call(op, "q", q), extension.load(), q_scales is not None
+    heads, page = binary.INDEX_HEADS, binary.INDEX_PAGE
+    dim = binary.INDEX_DIM // 2 if fp4 else binary.INDEX_DIM
+    dtypes = _FP4_DTYPES if fp4 else E4M3
+    rows, *_ = check.tensor("q", q, dtypes, ("rows", 1, heads, dim), _Q_STRIDES, VECTOR)
+    check.pages("k_pages", k_pages, _PAGE_DTYPES, page, FP4_ENTRY_BYTES if fp4 else FP8_ENTRY_BYTES)
+    check.tensor("weights", weights, FP32, (rows, heads), 1)
+    if fp4:
+        check.tensor("q_scales", q_scales, INT32, (rows, 1, heads), 1)
+    return check, rows, fp4
+
+
+def _check_rows(check: Call, lengths, page_table, rows: int) -> int:
+    """The greatest number of entries of a row by page_table."""
+    check.tensor("lengths", lengths, INT32, (rows,))
+    if page_table is None:
+        return 0
+    _, columns = check.tensor("page_table", page_table, INT32, (rows, "columns"), 1)
+    if not columns:
+        check.refuse("shape", "page_table.shape[1]", "be 1 or more", columns)
+    return columns * extension.load().INDEX_PAGE
+
+
+def _check_chosen(check: Call, k: int, rows: int, first: str, tensor, out, entries, logits) -> None:
+    most = extension.load().INDEX_MAX_K
+    if not isinstance(k, int) or not 1 <= k <= most:
+        check.refuse("value", "k", f"be an int in 1..{most}", repr(k))
+    if out is not None:
+        check.tensor("out", out, INT32, (rows, k), 1)
+    if entries is not None:
+        check.tensor("entries", entries, INT32, (rows, k), 1)
+    if logits is not None:
+        check.tensor("logits", logits, FP32, (rows, k), 1)
+    if out is not None or entries is not None or logits is not None:
+        check.written(first, tensor, ("out", out), ("entries", entries), ("logits", logits))

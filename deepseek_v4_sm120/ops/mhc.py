@@ -24,9 +24,10 @@ import functools
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
-from deepseek_v4_sm120.models_served import LIMITS
-from deepseek_v4_sm120.zeroed_words import ZeroedWords
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import BF16, CONTIGUOUS, FP32, VECTOR, Call
+from deepseek_v4_sm120.ops.shared.limits import LIMITS
+from deepseek_v4_sm120.ops.shared.zeroed_words import ZeroedWords
 
 STREAMS = 4
 MIXES = STREAMS * (2 + STREAMS)
@@ -36,8 +37,8 @@ FLASH_HIDDEN = 4096  # fused and many are for this width
 MANY_ROWS = 257
 # 16 KB a row of a capture's largest call: room for 1 to 128 rows in the sizes that SGLang captures, 17 MiB in all.
 _CAPTURE_STORE_BYTES = 24 << 20
-_ALIGN_BYTES = 16  # the kernels move 16 bytes at a time
-_ALIGN_BF16 = _ALIGN_BYTES // 2
+_MAX_ROWS = 1 << 26
+_STRIDES = 8  # that rows have multiples of: 16 bytes
 
 
 def mhc(
@@ -77,8 +78,8 @@ def mhc(
                    below 5e-6, streams and y below 0.0025, which is their rounding to bf16. y: sum of squares of
                    the unrounded sum, whose bf16 rounding the norm multiplies, as SGLang's fused kernel does
     determinism    the same bits in every run and in every batch; for NaN and infinity, too: a row keeps its own
-    raises         TypeError (dtype), ValueError (shape, stride, alignment, range: says name, expected, got),
-                   RuntimeError (device, launch)
+    raises         TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
+                   launch)
     cuda graphs    capture-safe: no host sync; allocates only results and scratch, through torch. The first call of a
                    process on a device, if it is not captured, synchronises its stream once
     streams (CUDA) the current stream of f's device; calls on several are independent, and graphs replayed side by side.
@@ -86,15 +87,13 @@ def mhc(
                    in the same stream right before without a synchronisation
     source         DeepSeek's inference/model.py (hc_post, hc_pre); specification in reference/mhc.py
     """
-    rows, hidden = _check_streams(streams)
+    check, rows, hidden = _check_streams("mhc", streams)
+    post = _check_sublayer(check, f, post, comb, rows, hidden)
+    _check_mixes(check, fn, scale, base, norm_weight, MIXES, 3, hidden)
+    _check_numbers(check, norm_eps, rms_eps, hc_eps, sinkhorn_iters)
+    _check_kernels(check, kernels, hidden, KERNELS)
+    check.on_cuda()
     device = streams.device
-    _check_rows("f", f, rows, hidden, device)
-    post = _check_post(post, rows, device)
-    _check_exact("comb", comb, torch.float32, (rows, STREAMS, STREAMS), device)
-    _check_mixes(fn, scale, base, norm_weight, MIXES, 3, hidden, device)
-    _check_range(norm_eps, rms_eps, hc_eps, sinkhorn_iters)
-    _check_kernels(kernels, hidden, KERNELS)
-    _check_cuda(device)
     new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=device)
     y, new_post, new_comb = _results(rows, hidden, device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
@@ -116,12 +115,12 @@ def mhc_pre(
     sinkhorn_iters=20,
     kernels=None,
 ):
-    """Pre and RMSNorm of given streams: (post, comb, y). The rest as `mhc`'s, bits too, but no kernels "many"."""
-    rows, hidden = _check_streams(streams)
-    _check_mixes(fn, scale, base, norm_weight, MIXES, 3, hidden, streams.device)
-    _check_range(norm_eps, rms_eps, hc_eps, sinkhorn_iters)
-    _check_kernels(kernels, hidden, KERNELS[:2])
-    _check_cuda(streams.device)
+    """Pre and RMSNorm of given streams: (post, comb, y). Arguments, errors and bits as `mhc`'s; no kernels "many"."""
+    check, rows, hidden = _check_streams("mhc_pre", streams)
+    _check_mixes(check, fn, scale, base, norm_weight, MIXES, 3, hidden)
+    _check_numbers(check, norm_eps, rms_eps, hc_eps, sinkhorn_iters)
+    _check_kernels(check, kernels, hidden, KERNELS[:2])
+    check.on_cuda()
     y, post, comb = _results(rows, hidden, streams.device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
     _launch(streams, None, None, None, None, y=y, post_out=post, comb_out=comb, kernels=kernels, **options)
@@ -129,12 +128,10 @@ def mhc_pre(
 
 
 def mhc_post(f, streams, post, comb):
-    """The new streams alone, [rows, 4, hidden] bf16. Arguments as `mhc`'s; the same bits."""
-    rows, hidden = _check_streams(streams)
-    _check_rows("f", f, rows, hidden, streams.device)
-    post = _check_post(post, rows, streams.device)
-    _check_exact("comb", comb, torch.float32, (rows, STREAMS, STREAMS), streams.device)
-    _check_cuda(streams.device)
+    """The new streams alone, [rows, 4, hidden] bf16. Arguments and errors as `mhc`'s; the same bits."""
+    check, rows, hidden = _check_streams("mhc_post", streams)
+    post = _check_sublayer(check, f, post, comb, rows, hidden)
+    check.on_cuda()
     new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=streams.device)
     _launch(streams, f, post, comb, new)
     return new
@@ -158,22 +155,18 @@ def mhc_head(
     """The head's collapse y [rows, hidden] bf16; with f, post and comb of the last boundary: (streams, y).
 
     fn [4, 4 * hidden], scale [1], base [4] float32; norm_weight: the model's last norm, or None. f,
-    post and comb together or not at all. The rest as `mhc`'s; kernels: not "many".
+    post and comb together or not at all. The rest and errors as `mhc`'s; kernels: not "many".
     """
-    rows, hidden = _check_streams(streams)
+    check, rows, hidden = _check_streams("mhc_head", streams)
     device, new = streams.device, None
-    given = [value is not None for value in (f, post, comb)]
-    if any(given) and not all(given):
-        raise ValueError(f"mhc: f, post and comb of a head must be given together, got {given}")
-    _check_mixes(fn, scale, base, norm_weight, STREAMS, 1, hidden, device)
-    _check_range(norm_eps, rms_eps, hc_eps, 1)
-    _check_kernels(kernels, hidden, KERNELS[:2])
-    if all(given):
-        _check_rows("f", f, rows, hidden, device)
-        post = _check_post(post, rows, device)
-        _check_exact("comb", comb, torch.float32, (rows, STREAMS, STREAMS), device)
-    _check_cuda(device)
-    if all(given):
+    has_post = check.together("f, post and comb", f, post, comb)
+    _check_mixes(check, fn, scale, base, norm_weight, STREAMS, 1, hidden)
+    _check_numbers(check, norm_eps, rms_eps, hc_eps, 1)
+    _check_kernels(check, kernels, hidden, KERNELS[:2])
+    if has_post:
+        post = _check_sublayer(check, f, post, comb, rows, hidden)
+    check.on_cuda()
+    if has_post:
         new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=device)
     y = torch.empty((rows, hidden), dtype=torch.bfloat16, device=device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, 0.0, 1)
@@ -211,13 +204,8 @@ _NO_NUMBERS = {"norm_eps": 0.0, "rms_eps": 0.0, "hc_eps": 0.0, "post_scale": 0.0
 
 
 def _launch(streams, *arguments, **options) -> None:
-    device = streams.device
-    if not streams.shape[0]:
-        return
-    if device.index == torch._C._cuda_getDevice():
-        _launch_here(streams, *arguments, **options)
-    else:
-        with torch.cuda.device(device):
+    if streams.shape[0]:
+        with cuda_tensors.on_device_of(streams):
             _launch_here(streams, *arguments, **options)
 
 
@@ -242,7 +230,7 @@ def _launch_here(
     """Checked arguments to raw pointers; streams' device is current."""
     rows, _, hidden = streams.shape
     index, device = streams.device.index, streams.device
-    stream = torch._C._cuda_getCurrentRawStream(index)
+    stream = cuda_tensors.current_stream(index)
     exchange_words = partials_bytes = counter_words = 0
     exchange = partials = counters = None
     num_sms = cuda_tensors.num_sms(index) if rows == 1 else cuda_tensors.stream_sms(index, stream)
@@ -314,97 +302,53 @@ def _exchange(index: int) -> ZeroedWords:
     return ZeroedWords(f"cuda:{index}", words, _CAPTURE_STORE_BYTES)
 
 
-# ---- checks: every message says argument, expected, got
-
-_MAX_ROWS = 1 << 26
+# ---- checks
 
 
-def _check_streams(streams) -> tuple[int, int]:
-    if streams.dtype != torch.bfloat16:
-        raise TypeError(f"mhc: streams.dtype must be torch.bfloat16, got {streams.dtype}")
-    shape, stride = streams.shape, streams.stride()
-    if len(shape) != 3 or shape[1] != STREAMS:
-        raise ValueError(f"mhc: streams.shape must be [rows, {STREAMS}, hidden], got {list(shape)}")
-    rows, _, hidden = shape
+def _check_streams(op: str, streams) -> tuple[Call, int, int]:
+    """(checks, rows, hidden)"""
+    check = Call(op, "streams", streams)
+    rows, count, hidden = check.tensor("streams", streams, BF16, "rows, streams, hidden", _STRIDES, VECTOR)
+    if count != STREAMS:
+        check.refuse("shape", "streams.shape[1]", f"be {STREAMS}", count)
     if hidden not in HIDDEN:
-        raise ValueError(f"mhc: streams.shape[2] must be {' or '.join(map(str, HIDDEN))} (hidden), got {hidden}")
+        check.refuse("shape", "streams.shape[2]", f"be {' or '.join(map(str, HIDDEN))} (hidden)", hidden)
     if rows > _MAX_ROWS:
-        raise ValueError(f"mhc: streams.shape[0] must be at most {_MAX_ROWS} (rows), got {rows}")
-    if stride[2] != 1 or stride[1] != hidden or (rows > 1 and stride[0] % _ALIGN_BF16):
-        expected = f"[a multiple of {_ALIGN_BF16}, {hidden}, 1]"
-        raise ValueError(f"mhc: streams' strides must be {expected}, got {list(stride)}")
-    _check_alignment("streams", streams)
-    return rows, hidden
+        check.refuse("shape", "streams.shape[0]", f"be at most {_MAX_ROWS} (rows)", rows)
+    if not streams.is_contiguous() and streams.stride(1) != hidden:
+        check.refuse("stride", "streams.stride(1)", f"be {hidden} (hidden)", streams.stride(1))
+    return check, rows, hidden
 
 
-def _check_cuda(device) -> None:
-    """After all other checks: they hold on the CPU, too."""
-    if device.type != "cuda":
-        raise RuntimeError(f"mhc: streams.device must be a CUDA device, got {device}")
-
-
-def _check_rows(name, tensor, rows, hidden, device) -> None:
-    if tensor.dtype != torch.bfloat16:
-        raise TypeError(f"mhc: {name}.dtype must be torch.bfloat16, got {tensor.dtype}")
-    if tuple(tensor.shape) != (rows, hidden):
-        raise ValueError(f"mhc: {name}.shape must be {[rows, hidden]}, got {list(tensor.shape)}")
-    if tensor.stride(1) != 1 or (rows > 1 and tensor.stride(0) % _ALIGN_BF16):
-        got = list(tensor.stride())
-        raise ValueError(f"mhc: {name}'s strides must be [a multiple of {_ALIGN_BF16}, 1], got {got}")
-    _check_alignment(name, tensor)
-    _check_device(name, tensor, device)
-
-
-def _check_post(post, rows, device):
+def _check_sublayer(check: Call, f, post, comb, rows, hidden):
+    """post as the kernels read it, [rows, 4]"""
+    check.tensor("f", f, BF16, (rows, hidden), _STRIDES, VECTOR)
     if post.dim() == 3 and post.shape[2] == 1:
         post = post.squeeze(2)
-    _check_exact("post", post, torch.float32, (rows, STREAMS), device)
+    check.tensor("post", post, FP32, (rows, STREAMS))
+    check.tensor("comb", comb, FP32, (rows, STREAMS, STREAMS))
     return post
 
 
-def _check_exact(name, tensor, dtype, shape, device) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"mhc: {name}.dtype must be {dtype}, got {tensor.dtype}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"mhc: {name}.shape must be {list(shape)}, got {list(tensor.shape)}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"mhc: {name} must be contiguous, got strides {list(tensor.stride())}")
-    _check_device(name, tensor, device)
-
-
-def _check_mixes(fn, scale, base, norm_weight, mixes, scales, hidden, device) -> None:
-    _check_exact("fn", fn, torch.float32, (mixes, STREAMS * hidden), device)
-    _check_alignment("fn", fn)
-    _check_exact("scale", scale, torch.float32, (scales,), device)
-    _check_exact("base", base, torch.float32, (mixes,), device)
+def _check_mixes(check: Call, fn, scale, base, norm_weight, mixes, scales, hidden) -> None:
+    check.tensor("fn", fn, FP32, (mixes, STREAMS * hidden), CONTIGUOUS, VECTOR)
+    check.tensor("scale", scale, FP32, (scales,))
+    check.tensor("base", base, FP32, (mixes,))
     if norm_weight is not None:
-        _check_exact("norm_weight", norm_weight, torch.bfloat16, (hidden,), device)
-        _check_alignment("norm_weight", norm_weight)
+        check.tensor("norm_weight", norm_weight, BF16, (hidden,), CONTIGUOUS, VECTOR)
 
 
-def _check_kernels(kernels, hidden, allowed) -> None:
+def _check_kernels(check: Call, kernels, hidden, allowed) -> None:
     if kernels is None:
         return
-    if kernels not in allowed:
-        raise ValueError(f"mhc: kernels must be None or one of {', '.join(allowed)}, got {kernels}")
+    check.one_of("kernels", kernels, allowed)
     if kernels != "split" and hidden != FLASH_HIDDEN:
-        raise ValueError(f"mhc: kernels {kernels} need hidden {FLASH_HIDDEN}, got {hidden}")
+        check.refuse("value", "kernels", f'be "split" or None but for hidden {FLASH_HIDDEN}', f"{kernels}, {hidden}")
 
 
-def _check_range(norm_eps, rms_eps, hc_eps, sinkhorn_iters) -> None:
+def _check_numbers(check: Call, norm_eps, rms_eps, hc_eps, sinkhorn_iters) -> None:
     for name, value in (("norm_eps", norm_eps), ("rms_eps", rms_eps), ("hc_eps", hc_eps)):
         if not value >= 0:
-            raise ValueError(f"mhc: {name} must be 0 or more, got {value}")
+            check.refuse("value", name, "be 0 or more", value)
     if sinkhorn_iters < 1:
-        raise ValueError(f"mhc: sinkhorn_iters must be 1 or more, got {sinkhorn_iters}")
-
-
-def _check_alignment(name, tensor) -> None:
-    if tensor.data_ptr() % _ALIGN_BYTES:
-        got = f"an address {tensor.data_ptr() % _ALIGN_BYTES} bytes past one"
-        raise ValueError(f"mhc: {name} must start on a {_ALIGN_BYTES}-byte boundary, got {got}")
-
-
-def _check_device(name, tensor, device) -> None:
-    if tensor.device != device:
-        raise RuntimeError(f"mhc: {name}.device must be streams', {device}, got {tensor.device}")
+        check.refuse("value", "sinkhorn_iters", "be 1 or more", sinkhorn_iters)

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, FP32, INT32, VECTOR, Call
 
 DECODE_ROWS = 256
 GROUP = 32  # inputs per scale byte
 BLOCK_SCALED_MAJOR = 12  # compute capability with mma.sync of block-scaled FP8
-_ALIGN_BYTES = 16
+_STRIDES = 8  # that rows of bf16 have multiples of: 16 bytes
 _PACKED_DTYPES = (torch.uint8, torch.int8)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 ACTIVATIONS = ("bf16", "mxfp8")
+_GROUPED_MULTIPLE = 128  # of hidden and inter, above DECODE_ROWS rows
 
 
 def mxfp4_moe(
@@ -57,7 +59,8 @@ def mxfp4_moe(
     up_first           w13's first half is up, its second the gate
     activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows what both products read is E4M3 with a UE8M0
                        scale per 32 values, by SM120's block-scaled instruction. Up to 256 rows it is always bf16
-    out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8; or None
+    out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8, not over
+                       hidden; or None
     returns            out [rows, hidden] bf16: this rank's part of the sum, without the shared expert
     accuracy           relative L2 against float64: W4A16 below 0.004 (bf16 h and bf16 out), W4A8 about 0.045
     determinism        the same bits in every run; up to 256 rows also in every batch: a row alone equals the row among
@@ -66,50 +69,37 @@ def mxfp4_moe(
     sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash and Pro at TP 1 to 8), at most 512
                        experts and 3072 pairs; other sizes take the other regime, which needs multiples of 128 and at
                        most 1024 experts
-                       and at most 1024 experts
-    raises             TypeError (dtype), ValueError (shape, stride, alignment, sizes: says name, expected, got),
-                       RuntimeError (device, launch)
+    raises             TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
+                       launch)
     cuda graphs        capture-safe: no host sync; allocates only out and scratch, through torch
     streams            the current stream of hidden's device; scratch is the call's own, so calls on several streams and
                        the shared expert beside it are independent
     source             DeepSeek's inference/model.py (Expert, MoE); specification in reference/mxfp4_moe.py
     """
-    sizes = _check_all(hidden, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, expert_map, activations)
+    check = Call("mxfp4_moe", "hidden", hidden)
+    sizes = _check_experts(check, hidden, w13, w13_scale, w2, w2_scale)
+    rows, topk = _check_routing(check, topk_ids, topk_weights, expert_map, hidden.shape[0])
+    check.one_of("activations", activations, ACTIVATIONS)
     if out is not None:
-        _check_out(out, hidden)
-    device = hidden.device
-    if device.type != "cuda":
-        raise RuntimeError(f"mxfp4_moe: hidden.device must be a CUDA device, got {device}")
-    few = sizes.rows <= DECODE_ROWS and not _few_rows_problem(sizes.hidden, sizes.inter, sizes.experts, sizes.pairs)
+        check.tensor("out", out, BF16, hidden.shape, _STRIDES, VECTOR)
+        check.written("hidden", hidden, ("out", out))
+    check.on_cuda()
+    few = rows <= DECODE_ROWS and not _few_rows_problem(*sizes, rows * topk)
     if not few:
-        _check_grouped(sizes, activations, device)
+        _check_grouped(check, *sizes, activations)
     if out is None:
-        out = torch.empty((sizes.rows, sizes.hidden), dtype=torch.bfloat16, device=device)
-    if sizes.rows == 0:
+        out = torch.empty(hidden.shape, dtype=torch.bfloat16, device=hidden.device)
+    if rows == 0:
         return out
     weights = Weights(w13, w13_scale, w2, w2_scale, up_first)
     routing = Routing(topk_ids, topk_weights, first_expert, expert_map, routed_scaling)
     limit = math.inf if swiglu_limit is None else float(swiglu_limit)
-    run = _few_rows if few else functools.partial(_grouped, mxfp8=activations == "mxfp8")
-    if device.index == torch._C._cuda_getDevice():
-        run(hidden, weights, routing, limit, out)
-    else:
-        with torch.cuda.device(device):
-            run(hidden, weights, routing, limit, out)
+    with cuda_tensors.on_device_of(hidden):
+        if few:
+            _few_rows(hidden, weights, routing, limit, out)
+        else:
+            _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
     return out
-
-
-@dataclass(frozen=True)
-class Sizes:
-    rows: int
-    topk: int
-    hidden: int
-    inter: int
-    experts: int
-
-    @property
-    def pairs(self) -> int:
-        return self.rows * self.topk
 
 
 @dataclass(frozen=True)
@@ -178,7 +168,7 @@ def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> 
         up_first=weights.up_first,
         num_sms=cuda_tensors.num_sms(index),
         pdl=True,
-        stream=torch._C._cuda_getCurrentRawStream(index),
+        stream=cuda_tensors.current_stream(index),
     )
 
 
@@ -252,13 +242,13 @@ def make_tiles(routing: Routing, experts: int, block_m: int) -> Tiles:
         end=table[2].data_ptr(),
         scratch=scratch.data_ptr(),
         pdl=True,
-        stream=torch._C._cuda_getCurrentRawStream(device.index),
+        stream=cuda_tensors.current_stream(device.index),
     )
     return Tiles(pairs, pair_expert, cut(table, num_whole, block_m))
 
 
 def _grouped(hidden, weights: Weights, routing: Routing, limit: float, out, *, mxfp8: bool) -> None:
-    from deepseek_v4_sm120.kernels import mxfp4_moe_table as table
+    from deepseek_v4_sm120.ops.triton import mxfp4_moe_table as table
 
     experts, inter = weights.w13.shape[0], weights.w13.shape[1] // 2
     rows_per_expert = routing.ids.numel() / experts
@@ -274,7 +264,7 @@ def run_grouped(
     hidden, weights: Weights, routing: Routing, limit: float, out, tiles: Tiles, product: str, gate_up, down
 ) -> None:
     """The grouped GEMMs with given block sizes (of the tiles' block_m); also on the CPU, for Triton's interpreter."""
-    from deepseek_v4_sm120.kernels import mxfp4_moe as kernels
+    from deepseek_v4_sm120.ops.triton import mxfp4_moe as kernels
 
     device, topk = hidden.device, routing.ids.shape[1]
     inter, pairs = weights.w13.shape[1] // 2, routing.ids.numel()
@@ -300,97 +290,49 @@ def run_grouped(
     kernels.launch_combine(y, routing.weights, tiles.pair_expert, out, routed_scaling=routing.scaling)
 
 
-# ---- checks: every message says argument, expected, got
+# ---- checks
 
 
-def _check_all(hidden, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, expert_map, activations) -> Sizes:
-    _check_rows("hidden", hidden)
+def _check_experts(check: Call, hidden, w13, w13_scale, w2, w2_scale) -> tuple[int, int, int]:
+    """(hidden, inter, experts)"""
+    _, width = check.tensor("hidden", hidden, BF16, "rows, hidden", _STRIDES, VECTOR)
     if w13.dim() != 3 or w13.shape[1] % 2 or not w13.shape[0]:
-        raise ValueError(f"mxfp4_moe: w13.shape must be [experts, 2 * inter, hidden / 2], got {list(w13.shape)}")
-    rows, width = hidden.shape
-    experts, inter, device = w13.shape[0], w13.shape[1] // 2, hidden.device
-    if width % GROUP or inter % GROUP or not inter:
-        raise ValueError(f"mxfp4_moe: hidden and inter must be multiples of {GROUP}, got {width} and {inter}")
-    _check_weights("w13", w13, _PACKED_DTYPES, (experts, 2 * inter, width // 2), device)
-    _check_weights("w13_scale", w13_scale, _SCALE_DTYPES, (experts, 2 * inter, width // GROUP), device)
-    _check_weights("w2", w2, _PACKED_DTYPES, (experts, width, inter // 2), device)
-    _check_weights("w2_scale", w2_scale, _SCALE_DTYPES, (experts, width, inter // GROUP), device)
-    if topk_ids.dim() != 2 or topk_ids.shape[0] != rows or topk_ids.shape[1] < 1:
-        raise ValueError(f"mxfp4_moe: topk_ids.shape must be [{rows}, topk], got {list(topk_ids.shape)}")
-    _check_table("topk_ids", topk_ids, torch.int32, tuple(topk_ids.shape), device)
-    _check_table("topk_weights", topk_weights, torch.float32, tuple(topk_ids.shape), device)
+        check.refuse("shape", "w13.shape", "be [experts, 2 * inter, hidden / 2]", list(w13.shape))
+    experts, inter = w13.shape[0], w13.shape[1] // 2
+    check.multiple("hidden.shape[1]", width, GROUP)
+    check.multiple("w13.shape[1] / 2", inter, GROUP)
+    for name, tensor, dtypes, shape in (
+        ("w13", w13, _PACKED_DTYPES, (experts, 2 * inter, width // 2)),
+        ("w13_scale", w13_scale, _SCALE_DTYPES, (experts, 2 * inter, width // GROUP)),
+        ("w2", w2, _PACKED_DTYPES, (experts, width, inter // 2)),
+        ("w2_scale", w2_scale, _SCALE_DTYPES, (experts, width, inter // GROUP)),
+    ):
+        check.tensor(name, tensor, dtypes, shape, ANY, VECTOR)
+        stride = tensor.stride()
+        if stride[2] != 1 or stride[1] != shape[2] or (experts > 1 and stride[0] % VECTOR):
+            expected = f"have strides [a multiple of {VECTOR}, {shape[2]}, 1]"
+            check.refuse("stride", name, expected, f"strides {list(stride)}")
+    return width, inter, experts
+
+
+def _check_routing(check: Call, topk_ids, topk_weights, expert_map, rows: int) -> tuple[int, int]:
+    """(rows, topk)"""
+    shape = check.tensor("topk_ids", topk_ids, INT32, (rows, "topk"), 1)
+    if not shape[1]:
+        check.refuse("shape", "topk_ids.shape[1]", "be 1 or more", 0)
+    check.tensor("topk_weights", topk_weights, FP32, shape, 1)
     if expert_map is not None:
-        if expert_map.dim() != 1 or not expert_map.numel():
-            raise ValueError(f"mxfp4_moe: expert_map.shape must be [ids], got {list(expert_map.shape)}")
-        _check_table("expert_map", expert_map, torch.int32, tuple(expert_map.shape), device)
-    if activations not in ACTIVATIONS:
-        raise ValueError(f"mxfp4_moe: activations must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")
-    return Sizes(rows, topk_ids.shape[1], width, inter, experts)
+        check.tensor("expert_map", expert_map, INT32, "ids")
+        if not expert_map.numel():
+            check.refuse("shape", "expert_map.shape", "be [1 or more]", [0])
+    return shape
 
 
-def _check_grouped(sizes: Sizes, activations: str, device) -> None:
-    if sizes.experts > (most := extension.load().mxfp4_moe_max_tiled_experts):
-        raise ValueError(f"mxfp4_moe: w13 must have at most {most} experts, got {sizes.experts}")
-    if sizes.hidden % 128 or sizes.inter % 128:
-        got = f"{sizes.hidden} and {sizes.inter}"
-        raise ValueError(f"mxfp4_moe: hidden and inter must be multiples of 128, got {got}")
-    if activations == "mxfp8" and (found := torch.cuda.get_device_capability(device))[0] != BLOCK_SCALED_MAJOR:
-        got = f"{found[0]}.{found[1]}"
-        raise RuntimeError(
-            f'mxfp4_moe: activations "mxfp8" needs a GPU of capability {BLOCK_SCALED_MAJOR}.x (block-scaled mma.sync) '
-            f'above {DECODE_ROWS} rows, got {got}; use "bf16"'
-        )
-
-
-def _check_rows(name, tensor) -> None:
-    if tensor.dtype != torch.bfloat16:
-        raise TypeError(f"mxfp4_moe: {name}.dtype must be torch.bfloat16, got {tensor.dtype}")
-    if tensor.dim() != 2:
-        raise ValueError(f"mxfp4_moe: {name}.shape must be [rows, hidden], got {list(tensor.shape)}")
-    if tensor.stride(1) != 1 or (tensor.shape[0] > 1 and tensor.stride(0) % 8):
-        got = list(tensor.stride())
-        raise ValueError(f"mxfp4_moe: {name}'s strides must be [a multiple of 8, 1], got {got}")
-    _check_alignment(name, tensor)
-
-
-def _check_alignment(name, tensor) -> None:
-    if tensor.data_ptr() % _ALIGN_BYTES:
-        got = f"an address {tensor.data_ptr() % _ALIGN_BYTES} bytes past one"
-        raise ValueError(f"mxfp4_moe: {name} must start on a {_ALIGN_BYTES}-byte boundary, got {got}")
-
-
-def _check_weights(name, tensor, dtypes, shape, device) -> None:
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"mxfp4_moe: {name}.dtype must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"mxfp4_moe: {name}.shape must be {list(shape)}, got {list(tensor.shape)}")
-    stride = tensor.stride()
-    if stride[2] != 1 or stride[1] != shape[2] or (shape[0] > 1 and stride[0] % _ALIGN_BYTES):
-        expected = f"[a multiple of {_ALIGN_BYTES}, {shape[2]}, 1]"
-        raise ValueError(f"mxfp4_moe: {name}'s strides must be {expected}, got {list(stride)}")
-    if tensor.device != device:
-        raise RuntimeError(f"mxfp4_moe: {name}.device must be hidden's, {device}, got {tensor.device}")
-    _check_alignment(name, tensor)
-
-
-def _check_table(name, tensor, dtype, shape, device) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"mxfp4_moe: {name}.dtype must be {dtype}, got {tensor.dtype}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"mxfp4_moe: {name}.shape must be {list(shape)}, got {list(tensor.shape)}")
-    if shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(f"mxfp4_moe: {name}.stride({tensor.dim() - 1}) must be 1, got {tensor.stride(-1)}")
-    if tensor.device != device:
-        raise RuntimeError(f"mxfp4_moe: {name}.device must be hidden's, {device}, got {tensor.device}")
-
-
-def _check_out(out, hidden) -> None:
-    _check_rows("out", out)
-    if out.shape != hidden.shape:
-        raise ValueError(f"mxfp4_moe: out.shape must be hidden's, {list(hidden.shape)}, got {list(out.shape)}")
-    if out.device != hidden.device:
-        raise RuntimeError(f"mxfp4_moe: out.device must be hidden's, {hidden.device}, got {out.device}")
-    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
-        raise ValueError(f"mxfp4_moe: out's rows must not overlap, got strides {list(out.stride())}")
-    if out.numel() and cuda_tensors.overlap(out, hidden):
-        raise ValueError("mxfp4_moe: out must not overlap hidden, got tensors that share memory")
+def _check_grouped(check: Call, hidden: int, inter: int, experts: int, activations: str) -> None:
+    if experts > (most := extension.load().mxfp4_moe_max_tiled_experts):
+        check.refuse("shape", "w13", f"have at most {most} experts", experts)
+    check.multiple("hidden.shape[1]", hidden, _GROUPED_MULTIPLE)
+    check.multiple("w13.shape[1] / 2", inter, _GROUPED_MULTIPLE)
+    if activations == "mxfp8" and (found := torch.cuda.get_device_capability(check.device))[0] != BLOCK_SCALED_MAJOR:
+        needs = f'be on a GPU of capability {BLOCK_SCALED_MAJOR}.x above {DECODE_ROWS} rows for activations "mxfp8"'
+        check.refuse("device", "hidden", needs, f'{found[0]}.{found[1]}; use "bf16"')

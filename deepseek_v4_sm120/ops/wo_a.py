@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.ops import fp8_linear as linear
 from deepseek_v4_sm120.ops.fp8_linear import MAX_ROWS, takes  # noqa: F401
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, ROTATED, Call  # noqa: F401
 
 FP8_ROWS = 2 * MAX_ROWS  # above, reading the weights for each 64 rows costs more than to expand them (bench/wo_a.py)
-HEAD_INPUTS = 512  # csrc/fp8_linear/config.h has the same two; a test compares
-ROTATED = 64  # of a head, its last
-_POSITION_DTYPES = (torch.int32, torch.int64)
+_SHAPE = "rows, groups, inputs"
+HEAD_INPUTS = 512  # csrc/fp8_linear/config.h has it too, a test compares
+EQUATION = "tgd,grd->tgr"  # the product, as SGLang asks torch.einsum for it
 
 
 def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
@@ -35,44 +36,57 @@ def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
     accuracy      relative L2 0.0017 against float64 of the rounded x' (bf16 out)
     determinism   up to 128 rows the same bits in every run and every batch; above, cuBLAS's (torch.bmm)
     memory        above 128 rows 2 bytes a weight of torch's pool while the call runs; else as fp8_linear
-    raises        TypeError (dtype), ValueError (shape, stride, rows: says name, expected, got), RuntimeError (device)
+    raises        TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
+                  launch)
     cuda graphs   capture-safe: no host sync, allocates through torch only
     streams       the current stream of x's device. Weights and scales are read ahead of the end of the kernel before
                   (programmatic dependent launch): that kernel must not write them
     source        DeepSeek's inference/model.py (MLA.forward: apply_rotary_emb inverse, wo_a); specification in
                   reference/wo_a.py
     """
-    linear._check_x("wo_a", x, 3, ("rows", "groups", "inputs"))
-    linear._check_weight("wo_a", weight, weight_scale, x, tuple(x.shape[1:]))
-    rotation = _check_rotation(x, freqs_cis, positions)
+    check = linear.check_product("wo_a", x, _SHAPE, weight, weight_scale)
+    rotation = _check_rotation(check, x, freqs_cis, positions)
+    check.on_cuda()
     out = torch.empty((*x.shape[:2], weight.shape[1]), dtype=torch.bfloat16, device=x.device)
     if x.shape[0] <= FP8_ROWS:
         linear._run(x, weight, weight_scale, out, prologue=rotation)
     else:
-        multiply_expanded(x, weight, weight_scale, out)
+        _multiply_expanded(x, weight, weight_scale, out)
     return out
 
 
 def multiply_expanded(x, weight, weight_scale, out) -> None:
     """out [rows, groups, outputs] = x W^T of each group, with weights that are bf16 while the call runs.
 
-    Arguments and errors are wo_a's and expanded's; what wo_a does above FP8_ROWS rows.
+    Arguments, errors and graphs are wo_a's, out's strides free; what wo_a does above FP8_ROWS rows.
     """
-    with torch.no_grad():  # `out=`; SGLang's warm-up may run with gradients on
-        torch.bmm(x.transpose(0, 1), expanded(weight, weight_scale).transpose(1, 2), out=out.transpose(0, 1))
+    check = linear.check_product("multiply_expanded", x, _SHAPE, weight, weight_scale)
+    check.tensor("out", out, BF16, (*x.shape[:2], weight.shape[1]), ANY)
+    check.written("x", x, ("out", out))
+    check.on_cuda()
+    _multiply_expanded(x, weight, weight_scale, out)
 
 
 def expanded(weight, weight_scale):
     """weight [groups, outputs, inputs] * weight_scale, in float32, rounded once: a new bf16 tensor of the same shape.
 
-    Arguments as wo_a's; raises RuntimeError for what is not on a CUDA device. Capture-safe.
+    Arguments, errors and graphs are wo_a's.
     """
+    check = Call("expanded", "weight", weight)
+    linear.check_weight(check, weight, weight_scale, "groups, outputs, inputs")
+    check.on_cuda()
+    return _expand(weight, weight_scale)
+
+
+def _multiply_expanded(x, weight, weight_scale, out) -> None:
+    with torch.no_grad():  # `out=`; SGLang's warm-up may run with gradients on
+        torch.bmm(x.transpose(0, 1), _expand(weight, weight_scale).transpose(1, 2), out=out.transpose(0, 1))
+
+
+def _expand(weight, weight_scale):
     groups, outputs, inputs = weight.shape
-    device = weight.device
-    if device.type != "cuda":
-        raise RuntimeError(f"wo_a: weight.device must be a CUDA device, got {device}")
-    out = torch.empty(weight.shape, dtype=torch.bfloat16, device=device)
-    with torch.cuda.device(device):
+    out = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+    with cuda_tensors.on_device_of(weight):
         extension.load().wo_a_expand(
             weight=weight.data_ptr(),
             weight_stride=weight.stride(1),
@@ -84,37 +98,21 @@ def expanded(weight, weight_scale):
             weight_rows=groups * outputs,
             inputs=inputs,
             pdl=True,
-            stream=torch._C._cuda_getCurrentRawStream(device.index),
+            stream=cuda_tensors.current_stream(weight.device.index),
         )
     return out
 
 
-def _check_rotation(x, freqs_cis, positions):
+def _check_rotation(check: Call, x, freqs_cis, positions) -> linear.Prologue:
     """The kernel's prologue that rotates, or none."""
-    if (freqs_cis is None) != (positions is None):
-        raise ValueError("wo_a: freqs_cis and positions must be given together, got one of them")
-    if freqs_cis is None:
+    if not check.together("freqs_cis and positions", freqs_cis, positions):
         return linear.NO_PROLOGUE
     rows, _, inputs = x.shape
-    if freqs_cis.dtype != torch.complex64:
-        raise TypeError(f"wo_a: freqs_cis.dtype must be torch.complex64, got {freqs_cis.dtype}")
-    if positions.dtype not in _POSITION_DTYPES:
-        raise TypeError(f"wo_a: positions.dtype must be torch.int32 or torch.int64, got {positions.dtype}")
-    if freqs_cis.dim() != 2 or freqs_cis.shape[1] != ROTATED // 2 or not freqs_cis.is_contiguous():
-        got = f"{list(freqs_cis.shape)} with strides {list(freqs_cis.stride())}"
-        raise ValueError(f"wo_a: freqs_cis must be contiguous [any, {ROTATED // 2}], got {got}")
-    if positions.shape != (rows,) or not positions.is_contiguous():
-        got = f"{list(positions.shape)} with strides {list(positions.stride())}"
-        raise ValueError(f"wo_a: positions must be contiguous [{rows}], got {got}")
-    if freqs_cis.data_ptr() % 16:
-        raise ValueError("wo_a: freqs_cis must start on a 16-byte boundary")
+    check.rotation(freqs_cis, positions, rows)
     if inputs % HEAD_INPUTS:
-        raise ValueError(f"wo_a: inputs must be a multiple of {HEAD_INPUTS} to be rotated, got {inputs}")
+        check.refuse("shape", "x.shape[2]", f"be a multiple of {HEAD_INPUTS} to be rotated", inputs)
     if rows > MAX_ROWS:
-        raise ValueError(f"wo_a: freqs_cis must be None above {MAX_ROWS} rows, got {rows} rows: rotate them first")
-    for name, tensor in (("freqs_cis", freqs_cis), ("positions", positions)):
-        if tensor.device != x.device:
-            raise RuntimeError(f"wo_a: {name}.device must be x's, {x.device}, got {tensor.device}")
+        check.refuse("value", "freqs_cis", f"be None above {MAX_ROWS} rows", f"{rows} rows: rotate them first")
     arguments = {
         "rotation": freqs_cis.data_ptr(),
         "positions": positions.data_ptr(),

@@ -13,7 +13,7 @@ import os
 
 from deepseek_v4_sm120.patching import import_hook
 
-HOST = "sglang"  # the package whose first import starts us; every other name of it is in sglang_patches.py
+HOST = "sglang"  # the package whose first import starts us; every other name of it is in sglang_patches/
 
 _installed = False
 _engine = None
@@ -70,7 +70,7 @@ def _start():
     if _engine is not None or settings().off:
         return
     from deepseek_v4_sm120.patching.engine import Engine
-    from deepseek_v4_sm120.sglang_patches import TABLE
+    from deepseek_v4_sm120.sglang_patches.table import TABLE
 
     _engine = Engine(TABLE, host=HOST, settings=settings())
     _engine.start()

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.patching import contract, import_hook, profile, report, verdict
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Table, Target
 from deepseek_v4_sm120.patching.steering import ON, Steering
 from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.sglang_patches import device_gate
 
 READY = "READY"  # fits; waits for the host to import the module
 APPLIED = "APPLIED"
@@ -28,7 +28,7 @@ UNSUPPORTED = "UNSUPPORTED"  # a host version that we do not know: one warning, 
 OFF = "OFF"  # DSV4_SM120=off
 BROKEN = "BROKEN"  # in range, but it, or another target of its patch, does not fit or cannot load: left out
 
-MARK = "__deepseek_v4_sm120__"  # on every function that we put in place: the patch's name
+MARK = "__deepseek_v4_sm120__"  # on every function that we put in place: the names of its patches
 
 
 @dataclass
@@ -70,10 +70,10 @@ class Engine:
         version_files = Sources()
         self.version = package_version(host, version_files)
         self.unparsable = version_files.problems  # sentences; what a target's file has is in the target's record
-        self.stand_ins = [s for s in table.stand_ins if self._has_setting(s.sglang)]
+        self.stand_ins = [s for s in table.stand_ins if self._is_known_in(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
-        operators = tuple(dict.fromkeys(patch.serves or patch.name for patch in table.patches))
-        self.steering = Steering(table.settings, settings, self._has_setting, operators)
+        operators = tuple(dict.fromkeys(name for patch in table.patches for name in (patch.serves, patch.name) if name))
+        self.steering = Steering(table.defaults, settings, self._is_known_in, operators)
         self.inherited = verdict.inherited(os.environ, self.version)  # None in the first process of a server
         handed = self.inherited.profile if self.inherited else None
         self.profile = profile.of_parent(handed) if handed else profile.consult(settings.profile, self.version)
@@ -93,10 +93,11 @@ class Engine:
     def _select(self, patch: Patch) -> list[Record]:
         if self.settings.off:
             return [Record(patch, None, OFF, "DSV4_SM120=off")]
-        name = patch.serves or patch.name
-        asked = self.settings.choices.get(name)
-        if asked == "off":
-            return [Record(patch, None, OFF, f"DSV4_SM120_SET={name}=off")]
+        name, choices = patch.serves or patch.name, self.settings.choices
+        asked = choices.get(name)
+        for one in (name, patch.name):
+            if choices.get(one) == "off":
+                return [Record(patch, None, OFF, f"DSV4_SM120_SET={one}=off")]
         against = self.profile.against(name)
         if self.sources.path(self.host) is None:
             return [Record(patch, None, NOT_APPLICABLE, f"{self.host} is not on this interpreter's path")]
@@ -109,8 +110,8 @@ class Engine:
                 f"the stock code runs. Use a newer release of deepseek_v4_sm120, or an older {self.host}"
             )
             return [Record(patch, None, UNSUPPORTED, reason)]
-        if patch.setting and self.steering.state(patch.setting) != ON:
-            return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.setting}=on")]
+        if patch.default and self.steering.state(patch.default) != ON:
+            return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.default}=on")]
         if against is not None and asked != "on":
             return [Record(patch, None, NOT_APPLICABLE, against)]
         targets = self._targets(patch)
@@ -143,8 +144,8 @@ class Engine:
         first = [s.version for s in self._specifiers(self.table.supported) if s.operator == ">="]
         return version.is_devrelease and any(version < Version(begin) for begin in first)
 
-    def _has_setting(self, specifiers: str) -> bool:
-        """Settings and stand-ins are for versions that we know: a tree that does not tell its version gets none."""
+    def _is_known_in(self, specifiers: str) -> bool:
+        """Defaults and stand-ins are for versions that we know: a tree that does not tell its version gets none."""
         return self._version_is_known() and self._in_range(self.table.supported) and self._in_range(specifiers)
 
     def _version_is_known(self) -> bool:
@@ -225,7 +226,7 @@ class Engine:
         """Have `enter_model` called in front of a function that the host calls for our model only."""
         holder, attribute = _holder(module, where.partition(":")[2])
         original = vars(holder).get(attribute) if holder is not None else None
-        if not callable(original) or getattr(original, "__dict__", {}).get(MARK) == "":
+        if not callable(original) or getattr(original, "__dict__", {}).get(MARK) == ():
             return
 
         @functools.wraps(original)
@@ -233,7 +234,7 @@ class Engine:
             self.enter_model(where == self.table.built_at)
             return original(*args, **kwargs)
 
-        setattr(watched, MARK, "")
+        setattr(watched, MARK, ())
         setattr(holder, attribute, watched)
         self._watched.append((holder, attribute, original, watched))
 
@@ -284,7 +285,8 @@ class Engine:
         """What stops a server of our model on a GPU of ours: nothing where no patch would be used."""
         if not any(r.state in (READY, APPLIED, BROKEN) for r in self.records):
             return []
-        found = [problem for problem in (self.steering.problem(), self.profile.problem) if problem]
+        told = (*self.settings.wrong, self.steering.problem(), self.profile.problem)
+        found = [problem for problem in told if problem]
         found += [f"{r.name}: {r.problem}" for r in self.records if r.state == BROKEN and r.problem]
         return list(dict.fromkeys(found))
 
@@ -383,13 +385,11 @@ class Engine:
                 "our folder be the first on PYTHONPATH, and import nothing of it ahead of us"
             )
         try:
-            replacement = _load(record.target.replacement)(current)
+            _lay(record, current, self._order)
         except Exception as error:  # ours, but raised inside an import of the host's: it stops where patches are used
             return f"{record.target.replacement}: {type(error).__name__}: {error}"
-        if callable(replacement) and not isinstance(replacement, type):
-            setattr(replacement, MARK, record.name)
-        setattr(holder, attribute, replacement)
-        record.holder, record.original, record.replacement = holder, current, replacement
+        setattr(holder, attribute, record.replacement)
+        record.holder = holder
         record.state, record.reason = APPLIED, f"by {record.target.replacement}"
         self._order = [*(r for r in self._order if r is not record), record]
         if not self._announced:
@@ -398,7 +398,8 @@ class Engine:
         return None
 
     def _take_back(self, records: list[Record]) -> None:
-        """Restore the originals of these; patches that lie in the same places on top of them are put there again."""
+        """Restore the originals of these; patches that lie in the same places on top of them are put there again, and
+        what another patch shares stays."""
         for record in records:
             applied = [r for r in self._order if r.state == APPLIED and r.holder is record.holder]
             chain = [r for r in applied if r.attribute == record.attribute]  # the lowest first
@@ -407,12 +408,15 @@ class Engine:
                     f"{record.name}: {record.where} cannot be taken back, somebody put another function on top of ours"
                 )
                 continue
-            current = record.original
             record.state = READY
-            for above in chain[chain.index(record) + 1 :]:
-                above.original = current
-                current = above.replacement = _load(above.target.replacement)(current)
-                setattr(current, MARK, above.name)
+            sharing = [r for r in chain if r is not record and r.replacement is record.replacement]
+            if sharing:
+                _mark(record.replacement, sharing)
+                continue
+            current, *above = record.original, *chain[chain.index(record) + 1 :]
+            for other in above:
+                _lay(other, current, above)
+                current = other.replacement
             setattr(record.holder, record.attribute, current)
 
     def _examine(self, record: Record) -> str | None:
@@ -450,12 +454,12 @@ class Engine:
             f"arguments that we expect, so it is replaced. Reviewed: {known}"
         )
 
-    def setting_rows(self) -> list[dict]:
-        """The settings for reports; `moot` is the patch that makes one that is off superfluous here, or None."""
+    def default_rows(self) -> list[dict]:
+        """The defaults for reports; `moot` is the patch that makes one that is off superfluous here, or None."""
         in_place = {record.patch.name for record in self.records if record.state in (READY, APPLIED)}
         rows = self.steering.as_rows()
         for row in rows:
-            replacing = self.steering.rows[row["setting"]].moot_with if row["setting"] in self.steering.rows else None
+            replacing = self.steering.rows[row["default"]].moot_with if row["default"] in self.steering.rows else None
             row["moot"] = replacing if replacing in in_place and row["state"] == OFF else None
             if row["moot"]:
                 row["reason"] = f"{replacing} runs in its place"
@@ -486,7 +490,8 @@ class Engine:
         first: two patches may have put theirs in one place."""
         left = []
         for record in [r for r in reversed(self.records) if r.state == APPLIED]:
-            if vars(record.holder).get(record.attribute) is record.replacement:
+            held = vars(record.holder).get(record.attribute)
+            if held is record.replacement or held is record.original:  # the original: what it shared was undone before
                 setattr(record.holder, record.attribute, record.original)
                 record.state, record.reason = READY, "undone"
             else:
@@ -522,11 +527,25 @@ def _bound_elsewhere(record: Record, function) -> list[str]:
     ]
 
 
+def _lay(record: Record, current, others: list[Record]) -> None:
+    """Make the record's replacement of what is in its place. One that gives that back shares it with its owner."""
+    replacement = _load(record.target.replacement)(current)
+    owners = [r for r in others if r is not record and (r.state, r.where) == (APPLIED, record.where)]
+    owners = [r for r in owners if r.replacement is replacement is current]
+    record.original, record.replacement = owners[0].original if owners else current, replacement
+    _mark(replacement, [*owners, record])
+
+
+def _mark(replacement, records: list[Record]) -> None:
+    if callable(replacement) and not isinstance(replacement, type):
+        setattr(replacement, MARK, tuple(r.name for r in records))
+
+
 def _marks(function) -> list[str]:
     """The patches that put in place what is there: the last one, and those that it was put on top of."""
-    found = []
+    found: list[str] = []
     while function is not None:
-        found.append(getattr(function, "__dict__", {}).get(MARK))
+        found += getattr(function, "__dict__", {}).get(MARK) or ()
         function = getattr(function, "__wrapped__", None)
     return found
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import deepseek_v4_sm120
-from deepseek_v4_sm120 import json_file
+from deepseek_v4_sm120.patching import json_file
 
 FORMAT = 1
 OURS, STOCK = "ours", "stock"

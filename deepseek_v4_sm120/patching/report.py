@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import deepseek_v4_sm120
-from deepseek_v4_sm120 import device_gate, patching
+from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import report_files
 from deepseek_v4_sm120.settings import REPORT, unknown_variables
+from deepseek_v4_sm120.sglang_patches import device_gate
 
 TOLD = "_DSV4_SM120_TOLD"  # checksums of what was told: children inherit it and do not say it again; no user's setting
 
@@ -96,7 +97,7 @@ def as_dict(engine) -> dict:
             }
             for r in engine.records
         ],
-        "table_settings": engine.setting_rows(),
+        "defaults": engine.default_rows(),
         "profile": engine.profile.describe(),
         "stops": engine.disagreements + engine.problems(),
         "notes": [describe() for describe in list(_notes.values())],
@@ -107,7 +108,7 @@ def as_dict(engine) -> dict:
 
 def _shadow(engine) -> dict:
     """The shadow's measurements; shadow.report() reads host memory only, so any thread may ask at any time."""
-    shadow = sys.modules.get("deepseek_v4_sm120.shadow") if engine.settings.shadow else None
+    shadow = sys.modules.get("deepseek_v4_sm120.sglang_patches.shadow") if engine.settings.shadow else None
     if shadow is None:
         return {"shadow": [], "shadow_summary": []}
     rows = shadow.report()

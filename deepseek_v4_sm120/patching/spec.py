@@ -1,4 +1,4 @@
-"""What a patch is: plain data, filled in by sglang_patches.py and read by the engine. No SGLang name, no kernel."""
+"""What a patch is: plain data, filled in by sglang_patches/ and read by the engine. No SGLang name, no kernel."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class Patch:
     """One reason to touch the host, with all the places where it does.
 
     needs        what must load before it may be applied, "module:function" each (called without arguments)
-    setting      active only while this setting of the table is on
+    default      active only while this one of the table's defaults is on
     serves       the operator without which it makes no sense, where that is not its own name
     modes        in which modes it is active
     absent       why the versions that no target is for have no place for it
@@ -56,8 +56,8 @@ class Patch:
     targets: tuple[Target, ...]
     retire: str
     needs: tuple[str, ...] = ()
-    modes: tuple[str, ...] = ("sm120", "seams")
-    setting: str | None = None
+    modes: tuple[str, ...] = MODES
+    default: str | None = None
     serves: str | None = None
     absent: str = ""
 
@@ -81,7 +81,7 @@ class StandIn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Default:
     """A default of the host that is slow or wrong on SM120, and the value that is put in its place.
 
     why          what the host's default costs or breaks
@@ -92,7 +92,7 @@ class Setting:
     arguments    server argument -> value, where the host still has None or "auto"; VALUE stands for `value`
     value        the number behind VALUE, which DSV4_SM120_SET=name=N changes
     forced       the host overwrites the variables after us in the parent; the children then get them back
-    unless       variable and its values with which the setting makes no sense
+    unless       variable and its values with which the row makes no sense
     moot_with    the patch with which it changes nothing, where it is in place
     how          what a user does to get the same, or to prevent it, without us
     """
@@ -111,7 +111,7 @@ class Setting:
     moot_with: str | None = None
 
 
-VALUE = "<value>"  # in Setting.arguments
+VALUE = "<value>"  # in Default.arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,4 +131,4 @@ class Table:
     built_at: str | None = None
     reviewed: Callable[[], Ledger] = Ledger
     stand_ins: tuple[StandIn, ...] = ()
-    settings: tuple[Setting, ...] = ()
+    defaults: tuple[Default, ...] = ()

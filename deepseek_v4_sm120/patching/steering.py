@@ -1,4 +1,4 @@
-"""The table's settings in this process: which hold, who decided it, and the values put in place of the host's defaults.
+"""The host's defaults that the table changes, in this process: which ones, who decided it, and the values put there.
 
 The parent decides, while it resolves the arguments of a model that is ours on a GPU that we serve (`apply`). Its
 children are new interpreters: they find the decision in one variable and put back what the parent's host code has
@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 
-from deepseek_v4_sm120.patching.spec import VALUE, Setting
+from deepseek_v4_sm120.patching.spec import VALUE, Default
 from deepseek_v4_sm120.settings import Settings
 
 ON, OFF, USER, NOT_APPLICABLE = "ON", "OFF", "USER'S OWN", "NOT APPLICABLE"
@@ -20,10 +20,10 @@ AT_HOST_DEFAULT = (None, "auto")  # values of a server argument that nobody chos
 
 
 @dataclass
-class Choice:
-    """What became of one setting."""
+class Outcome:
+    """What became of one of the table's defaults."""
 
-    setting: str
+    default: str
     state: str
     reason: str
     value: int | None = None
@@ -31,11 +31,11 @@ class Choice:
 
 
 class Steering:
-    """The settings of one process. `in_range` answers whether the host's version is in a specifier set."""
+    """The changed defaults of one process. `in_range` answers whether the host's version is in a specifier set."""
 
     def __init__(
         self,
-        rows: tuple[Setting, ...],
+        rows: tuple[Default, ...],
         settings: Settings,
         in_range: Callable[[str], bool],
         operators: tuple[str, ...] = (),  # the engine leaves out those that are chosen "off"
@@ -44,28 +44,28 @@ class Steering:
         self.known = (*(row.name for row in rows), *operators)
         self.unknown = sorted(set(settings.choices) - set(self.known))
         self.numbered = [n for n in operators if settings.choices.get(n, "off") not in ("on", "off")]
-        self.choices = [self._decide(row, row.name in self.rows, settings) for row in rows]
+        self.outcomes = [self._decide(row, row.name in self.rows, settings) for row in rows]
         self.is_child = False
-        self._aside: list[tuple[Choice, str, str]] = []  # what `set_aside` has changed, and what it was
+        self._aside: list[tuple[Outcome, str, str]] = []  # what `set_aside` has changed, and what it was
         self._ours: set[str] = set()  # variables that we set; all others that are set are the user's
 
-    def _decide(self, row: Setting, is_in_range: bool, settings: Settings) -> Choice:
+    def _decide(self, row: Default, is_in_range: bool, settings: Settings) -> Outcome:
         asked = settings.choices.get(row.name)
         if settings.off:
-            return Choice(row.name, NOT_APPLICABLE, "DSV4_SM120=off")
+            return Outcome(row.name, NOT_APPLICABLE, "DSV4_SM120=off")
         if not is_in_range:
-            return Choice(row.name, NOT_APPLICABLE, f"for SGLang {row.sglang}")
+            return Outcome(row.name, NOT_APPLICABLE, f"for SGLang {row.sglang}")
         if asked == "off" or asked == "0":
-            return Choice(row.name, OFF, "DSV4_SM120_SET")
+            return Outcome(row.name, OFF, "DSV4_SM120_SET")
         value = int(asked) if asked and asked.isdigit() else row.value
         if asked:
-            return Choice(row.name, ON, "DSV4_SM120_SET", value)
+            return Outcome(row.name, ON, "DSV4_SM120_SET", value)
         if row.on and settings.mode != "sm120":
-            return Choice(row.name, OFF, "validation mode: only what DSV4_SM120_SET asks for")
-        return Choice(row.name, ON if row.on else OFF, "by default" if row.on else "never run on SM120", value)
+            return Outcome(row.name, OFF, "validation mode: only what DSV4_SM120_SET asks for")
+        return Outcome(row.name, ON if row.on else OFF, "by default" if row.on else "never run on SM120", value)
 
     def problem(self) -> str | None:
-        """A name in DSV4_SM120_SET that no setting and no operator has, or a number for an operator."""
+        """A name in DSV4_SM120_SET that no default and no operator has, or a number for an operator."""
         if self.numbered:
             return f"DSV4_SM120_SET must be on or off for {', '.join(self.numbered)}, which are no numbers"
         if not self.unknown:
@@ -74,11 +74,11 @@ class Steering:
 
     def state(self, name: str) -> str:
         """ON, OFF, USER'S OWN or NOT APPLICABLE."""
-        return next(c.state for c in self.choices if c.setting == name)
+        return next(c.state for c in self.outcomes if c.default == name)
 
     def value(self, name: str) -> int:
-        """The number of a setting that is on, else 0."""
-        return next((c.value or 0 for c in self.choices if c.setting == name and c.state == ON), 0)
+        """The number of a default that is on, else 0."""
+        return next((c.value or 0 for c in self.outcomes if c.default == name and c.state == ON), 0)
 
     def start(self, environ: MutableMapping[str, str]) -> None:
         """Before the host's first line: a child takes over the parent's decision."""
@@ -87,30 +87,30 @@ class Steering:
             environ.update(json.loads(environ[HANDOVER]))
 
     def set_aside(self, reason: str) -> None:
-        """None of the settings holds, until `apply`: the host serves a model that they are not for."""
-        for choice in [c for c in self.choices if c.state == ON]:
-            self._aside.append((choice, choice.state, choice.reason))
-            choice.state, choice.reason = NOT_APPLICABLE, reason
+        """None of the defaults is changed, until `apply`: the host serves a model that they are not for."""
+        for outcome in [c for c in self.outcomes if c.state == ON]:
+            self._aside.append((outcome, outcome.state, outcome.reason))
+            outcome.state, outcome.reason = NOT_APPLICABLE, reason
 
-    def apply(self, environ: MutableMapping[str, str], argument: Callable, set_argument: Callable) -> list[Choice]:
+    def apply(self, environ: MutableMapping[str, str], argument: Callable, set_argument: Callable) -> list[Outcome]:
         """Put the values in place. `argument(name)` reads a server argument, `set_argument(name, value)` writes it."""
-        for choice, state, reason in self._aside:
-            choice.state, choice.reason = state, reason
+        for outcome, state, reason in self._aside:
+            outcome.state, outcome.reason = state, reason
         self._aside.clear()
         if self.is_child:
-            return self.choices
+            return self.outcomes
         handover: dict[str, str] = {}
-        for choice in [c for c in self.choices if c.state == ON]:
-            row = self.rows[choice.setting]
+        for outcome in [c for c in self.outcomes if c.state == ON]:
+            row = self.rows[outcome.default]
             if row.unless and environ.get(row.unless[0], "").lower() in row.unless[1]:
-                choice.state, choice.reason = NOT_APPLICABLE, f"{row.unless[0]}={environ[row.unless[0]]}"
+                outcome.state, outcome.reason = NOT_APPLICABLE, f"{row.unless[0]}={environ[row.unless[0]]}"
                 continue
-            self._apply_row(row, choice, environ, handover, argument, set_argument)
+            self._apply_row(row, outcome, environ, handover, argument, set_argument)
         if handover:
             environ[HANDOVER] = json.dumps(handover)
-        return self.choices
+        return self.outcomes
 
-    def _apply_row(self, row, choice, environ, handover, argument, set_argument) -> None:
+    def _apply_row(self, row, outcome, environ, handover, argument, set_argument) -> None:
         applied, kept = [], []
         for name, value in row.environment.items():
             if name in environ and name not in self._ours:
@@ -120,33 +120,33 @@ class Steering:
             self._ours.add(name)
             applied.append(f"{name}={value}")
         for name, value in row.arguments.items():
-            wanted = choice.value if value == VALUE else value
+            wanted = outcome.value if value == VALUE else value
             current = argument(name)
             if current in AT_HOST_DEFAULT:
                 set_argument(name, wanted)
                 applied.append(f"{name}={wanted}")
             elif current != wanted:
                 kept.append(f"{name}={current}")
-        choice.applied = (*choice.applied, *(one for one in applied if one not in choice.applied))
+        outcome.applied = (*outcome.applied, *(one for one in applied if one not in outcome.applied))
         if kept:
-            choice.state = USER if not choice.applied else ON
-            choice.reason = f"kept {', '.join(kept)}"
+            outcome.state = USER if not outcome.applied else ON
+            outcome.reason = f"kept {', '.join(kept)}"
 
     def as_rows(self) -> list[dict]:
-        """For reports: every setting with its state, and why it exists."""
+        """For reports: every default with its state, and why it exists."""
         rows = {row.name: row for row in self.rows.values()}
         return [
             {
-                **asdict(choice),
-                "would_set": what(rows[choice.setting], choice.value) if choice.setting in rows else "",
-                "why": rows[choice.setting].why if choice.setting in rows else "",
+                **asdict(outcome),
+                "would_set": what(rows[outcome.default], outcome.value) if outcome.default in rows else "",
+                "why": rows[outcome.default].why if outcome.default in rows else "",
             }
-            for choice in self.choices
+            for outcome in self.outcomes
         ]
 
 
-def what(row: Setting, value: int | None) -> str:
-    """The values of a setting in words."""
+def what(row: Default, value: int | None) -> str:
+    """The values of a default in words."""
     arguments: Mapping[str, object] = {k: value if v == VALUE else v for k, v in row.arguments.items()}
     words = [f"{name}={text}" for name, text in row.environment.items()]
     words += [f"--{name.replace('_', '-')} {text}" for name, text in arguments.items()]

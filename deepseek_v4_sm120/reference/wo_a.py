@@ -13,7 +13,6 @@ import torch
 
 from deepseek_v4_sm120.reference import fp8_linear
 
-EQUATION = "tgd,grd->tgr"  # of the product, as SGLang has it too
 HEAD = 512
 ROTATED = 64
 

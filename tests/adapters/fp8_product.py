@@ -14,9 +14,8 @@ def checked_product(log: list) -> Callable:
     """A function in fp8_linear's place, which notes in `log` what it was asked to make of x."""
 
     def product(x, weight, scale, *, swiglu_limit=None, norm_weight=None, norm_eps=None):
-        op._check_x("fp8_linear", x, 2, ("rows", "inputs"))
-        op._check_weight("fp8_linear", weight, scale, x, (weight.shape[1],))
-        op._check_prologue(x, swiglu_limit, norm_weight, norm_eps)
+        check = op.check_product("fp8_linear", x, "rows, inputs", weight, scale, 2 if swiglu_limit else 1)
+        op._check_prologue(check, x, swiglu_limit, norm_weight, norm_eps)
         log.append("gated" if swiglu_limit else "normalised" if norm_weight is not None else "plain")
         if swiglu_limit:
             x = reference.gated(x, swiglu_limit)

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings, shadow
+from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.reference.bf16_linear import bf16_linear as reference
-from deepseek_v4_sm120.sglang_adapters import bf16_linear as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear as adapter
 
 
 class UnquantizedLinearMethod:
@@ -186,7 +187,6 @@ def module_gate(module):
 
 @pytest.mark.parametrize("name", SHADOWED)
 def test_shadow_compares_each_projection_with_its_original(served, monkeypatch, name):
-    monkeypatch.setattr(adapter, "settings", lambda: settings.Settings(shadow="1"))
     monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow="1"))
     shadow.reset()
     function, call = SHADOWED[name](*tensors(outputs=256))

@@ -8,10 +8,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.reference import compressor as reference
-from deepseek_v4_sm120.reference.compressor_inputs import KINDS, copy_of_pages, make_inputs
-from deepseek_v4_sm120.sglang_adapters import compressor as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import compressor as adapter
+from deepseek_v4_sm120.specs import bounds
+from deepseek_v4_sm120.specs.compressor import KINDS, copy_of_pages, make_inputs
+from tests.adapters.test_sparse_decode import LAYOUT
 
 
 class CompressorDecodePlan(NamedTuple):
@@ -74,6 +76,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
     monkeypatch.setattr(adapter.op, "compressor", op)
+    monkeypatch.setattr(adapter, "kv_page_layout", lambda: LAYOUT)
     return found
 
 
@@ -196,7 +199,7 @@ def test_shadow_mode_finds_a_wrong_entry_and_leaves_out_rows_that_end_no_group(s
     shadowed("1")
     adapter.replace_all_in_one(original)(backend, **given_of(inputs))
     (record,) = shadow.report()
-    assert record["bad_calls"] == 1 and record["relative_l2_max"] > adapter.SHADOW_RELATIVE_L2
+    assert record["bad_calls"] == 1 and record["relative_l2_max"] > bounds.COMPRESSOR.shadow
 
     shadow.reset()
     inputs = make_inputs("c4", [5, 6, 7], device="cpu")
@@ -210,7 +213,7 @@ def test_shadow_mode_finds_a_wrong_entry_and_leaves_out_rows_that_end_no_group(s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_shadow_mode_reads_of_a_cache_is_what_the_reference_reads(kind):
+def test_what_shadow_mode_reads_of_a_cache_is_what_the_reference_reads(calls, kind):
     _, head_dim, fp4 = KINDS[kind]
     inputs, _ = made_for(kind)
     ended, _ = reference.compressor(**inputs.arguments())

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings, shadow
+from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.fp8_linear import dequantized, quantized_activations
 from deepseek_v4_sm120.reference.fp8_linear import fp8_linear as reference
-from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight, make_x
-from deepseek_v4_sm120.sglang_adapters import fp8_linear as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear as adapter
+from deepseek_v4_sm120.specs.fp8_linear import make_weight, make_x
 
 
 def original(self, layer, x, bias=None):
@@ -40,8 +41,7 @@ def served(monkeypatch):
     shapes = []
 
     def operator(x, weight, scale):
-        adapter.op._check_x("fp8_linear", x, 2, ("rows", "inputs"))
-        adapter.op._check_weight("fp8_linear", weight, scale, x, (x.shape[1],))
+        adapter.op.check_product("fp8_linear", x, "rows, inputs", weight, scale)
         shapes.append(tuple(x.shape))
         return reference(x, weight, scale).to(torch.bfloat16)
 
@@ -119,7 +119,6 @@ def test_versions_without_a_switch_have_none(served):
 
 @pytest.mark.parametrize("keep", ["1", "ours"])
 def test_shadow_compares_with_fp8_activations(served, monkeypatch, keep):
-    monkeypatch.setattr(adapter, "settings", lambda: settings.Settings(shadow=keep))
     monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow=keep))
     shadow.reset()
     method, layer, x = make()

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings, shadow
+from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.reference import fp8_linear as reference
-from deepseek_v4_sm120.reference.fp8_linear_inputs import make_gates_and_ups, make_norm_weight, make_weight, make_x
-from deepseek_v4_sm120.sglang_adapters import fp8_linear as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear as adapter
+from deepseek_v4_sm120.specs.fp8_linear import make_gates_and_ups, make_norm_weight, make_weight, make_x
 from tests.adapters.fp8_product import checked_product, made_before
 
 INPUTS, LIMIT, EPS = 256, 10.0, 1e-6
@@ -175,7 +176,7 @@ def test_without_a_limit_nothing_is_put_off():
     mlp = MLP(Linear(384), limit=None)
 
     def forward(self, x):
-        assert adapter._mlp.down is None
+        assert adapter._mlp.layer is None
         return self.down_proj(x)[0]
 
     adapter.replace_mlp_forward(forward)(mlp, latent())
@@ -196,7 +197,7 @@ def test_gates_that_nobody_takes():
 
     with pytest.raises(RuntimeError, match="put off to a product that SGLang did not take.*fp8_linear=off"):
         Forgets(Linear(384))(gates())
-    assert adapter._mlp.gates is None and adapter._mlp.down is None
+    assert adapter._mlp.layer is None and not adapter._mlp.waiting(adapter.Gates)
     assert MLP(Linear(384))(gates()).shape == (4, 384)  # and the next one is well
 
 
@@ -214,7 +215,7 @@ def test_another_product_before_the_gates():
     for mlp in (one, other):
         with pytest.raises(RuntimeError, match="something else before the gates"):
             mlp(gates())
-        assert adapter._mlp.gates is None
+        assert not adapter._mlp.waiting(adapter.Gates)
 
 
 # ---- RMSNorm
@@ -304,8 +305,7 @@ def test_a_product_that_is_no_longer_ours_gets_them_normalised(monkeypatch):
 
 @pytest.mark.parametrize("keep", ("1", "ours"))
 def test_shadow_runs_both_from_the_same_inputs(monkeypatch, keep):
-    for module in (adapter, shadow):
-        monkeypatch.setattr(module, "settings", lambda: settings.Settings(shadow=keep))
+    monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow=keep))
     shadow.reset()
     mlp, attention = MLP(Linear(384)), Attention()
     gated, queries = mlp(gates()), attention(latent())

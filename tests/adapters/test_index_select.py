@@ -7,11 +7,11 @@ import types
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, shadow
 from deepseek_v4_sm120.reference import index_select as reference
-from deepseek_v4_sm120.reference.index_select_inputs import Shape, make_inputs
 from deepseek_v4_sm120.settings import Settings
-from deepseek_v4_sm120.sglang_adapters import index_select as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import index_select as adapter
+from deepseek_v4_sm120.specs.index_select import Shape, make_inputs
 
 K = 64
 LENGTHS = (100, 64, 3, 0, 190)
@@ -128,7 +128,7 @@ def test_outside_of_the_indexer_logits_are_the_originals():
     mixin = Mixin(adapter.replace_logits(stock_logits), adapter.replace_topk(stock_topk), inputs)
     mixin.forward_c4_indexer(None, None, None, None)
     assert isinstance(mixin.seen, torch.Tensor) and calls == []
-    assert adapter._extent is None
+    assert adapter._forward.layer is None
 
 
 def test_another_topk_gets_stock_logits():
@@ -141,7 +141,7 @@ def test_another_topk_gets_stock_logits():
 def test_calls_that_we_do_not_know_are_the_originals(monkeypatch):
     inputs = make_inputs(Shape(5, LENGTHS), device="cpu")
     good = (inputs.q, inputs.k_pages, inputs.weights, inputs.lengths, inputs.page_table, None, 192, False)
-    assert adapter.handles(good)
+    assert adapter.takes(good)
     for position, other in (
         (0, inputs.q[:, :, :32]),
         (0, inputs.q.float()),
@@ -151,12 +151,12 @@ def test_calls_that_we_do_not_know_are_the_originals(monkeypatch):
         (3, inputs.lengths.long()),
         (4, inputs.page_table.long()),
     ):
-        assert not adapter.handles((*good[:position], other, *good[position + 1 :])), position
-    assert not adapter.handles(good[:7])
+        assert not adapter.takes((*good[:position], other, *good[position + 1 :])), position
+    assert not adapter.takes(good[:7])
     monkeypatch.setattr(device_gate, "serves", lambda device: False)
-    assert not adapter.handles(good)
+    assert not adapter.takes(good)
     seen = []
-    forward = adapter.replace_forward(lambda *args, **kwargs: seen.append((adapter._extent, kwargs)))
+    forward = adapter.replace_forward(lambda *args, **kwargs: seen.append((adapter._forward.layer, kwargs)))
     forward(None, torch.zeros(1), None, None, None, skip_compressor=True)
     assert seen == [(None, {"skip_compressor": True})]
 
@@ -188,6 +188,17 @@ def test_deep_gemm_is_deferred_for_fp4_and_in_ops_mode_only(monkeypatch, force, 
     assert torch.equal(run(mixin), expected(inputs)[0])
     assert isinstance(mixin.seen, adapter.Deferred) == deferred
     assert package.fp8_paged_mqa_logits is stock_logits and package.fp8_fp4_paged_mqa_logits is stock_logits
+
+
+def test_deep_gemm_is_restored_with_the_last_of_two_forwards_at_once(monkeypatch):
+    package, name = deep_gemm(monkeypatch), "fp8_paged_mqa_logits"
+    one, other = (adapter._deferring_deep_gemm((name,)) for _ in range(2))
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert getattr(package, name).__wrapped__ is stock_logits
+    other.__exit__(None, None, None)
+    assert getattr(package, name) is stock_logits
 
 
 # ---- shadow mode

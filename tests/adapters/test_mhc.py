@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, models_served, settings, shadow
+from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.reference.mhc_inputs import Shape, make_inputs
-from deepseek_v4_sm120.sglang_adapters import mhc as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import mhc as adapter
+from deepseek_v4_sm120.specs import bounds
+from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
 
 EPS = 1e-6
 
@@ -234,5 +236,5 @@ def test_shadow_norms_what_stock_has_not(served, inputs, shadow_mode):
     records = {record["shape"]["output"]: record for record in shadow.report()}
     assert set(records) == {"post", "comb", "y", "streams"}
     assert not any(record["bad_calls"] for record in records.values())
-    assert 0 < records["y"]["relative_l2_max"] < adapter.SHADOW_RELATIVE_L2
+    assert 0 < records["y"]["relative_l2_max"] < bounds.MHC.shadow
     assert shadow.summary(shadow.report())[0]["calls"] == 4

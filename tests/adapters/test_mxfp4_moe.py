@@ -11,14 +11,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, patching, settings, shadow
-from deepseek_v4_sm120.calibrate import mxfp4_moe
-from deepseek_v4_sm120.models_served import LIMITS, OneOf
+from deepseek_v4_sm120 import patching, settings
+from deepseek_v4_sm120.ops.shared.limits import LIMITS, OneOf
 from deepseek_v4_sm120.patching import profile, report
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs
-from deepseek_v4_sm120.sglang_adapters import mxfp4_moe as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import mxfp4_moe as adapter
+from deepseek_v4_sm120.specs import mxfp4_moe
+from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs
 
 SMALL = Shape(3, hidden=256, inter=128, experts=8)
 
@@ -126,7 +127,7 @@ def served(monkeypatch):
     monkeypatch.setitem(LIMITS, "mxfp4_moe", {**LIMITS["mxfp4_moe"], **small})
     monkeypatch.setattr(adapter.op, "mxfp4_moe", operator)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
-    monkeypatch.setattr(adapter, "memory", adapter.Memory())
+    monkeypatch.setattr(adapter, "kept", adapter.KeptWeights("mxfp4_moe", "of experts"))
     monkeypatch.setattr(adapter, "_compiled", set())
     monkeypatch.setattr(report, "_notes", {})
     module = ModuleType("dispatch")
@@ -183,8 +184,8 @@ def test_status_tells_the_memory(served):
     for _ in range(3):
         process(Method(False), engine_layer(RECORDED[1], inputs))
     (describe,) = report._notes.values()
-    assert "3 layers" in describe() and "0 bytes repacked" in describe() and "shadow" not in describe()
-    assert adapter.memory.weight_bytes == 3 * sum(
+    assert "3 layers" in describe() and "GB of experts" in describe() and "shadow" not in describe()
+    assert adapter.kept.weight_bytes == 3 * sum(
         t.numel() for t in (inputs.w13, inputs.w13_scale, inputs.w2, inputs.w2_scale)
     )
 
@@ -270,7 +271,7 @@ def test_shadow_keeps_a_copy_and_compares(served, monkeypatch, keep):
     layer = engine_layer(RECORDED[1], inputs)
     process, apply = replaced(False)
     process(Method(False), layer)
-    assert layer.log == ["repacked"] and adapter.memory.shadow_copy_bytes > 0
+    assert layer.log == ["repacked"] and adapter.kept.shadow_copy_bytes > 0
     out = apply(Method(False), layer, dispatched(inputs)).hidden_states
     assert layer.log == ["repacked", "applied"]
     assert torch.equal(out, inputs.hidden * 2) == (keep == "1")

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings
-from deepseek_v4_sm120.kv_page_layout import KvPageLayout
+from deepseek_v4_sm120 import settings
+from deepseek_v4_sm120.ops.shared.kv_page_layout import KvPageLayout
 from deepseek_v4_sm120.reference import kv_pages as pages_of
 from deepseek_v4_sm120.reference import sparse_decode as reference
-from deepseek_v4_sm120.sglang_adapters import sparse_decode as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches.adapters import sparse_decode as adapter
+from deepseek_v4_sm120.specs import bounds
 
 LAYOUT = KvPageLayout(
     nope_dim=448,
@@ -287,7 +289,7 @@ def test_backend_forward_forgets_the_heads_after_an_error(original):
 
     with pytest.raises(RuntimeError, match="stock"):
         adapter.replace_backend_forward(forward)(None, None, None, None, SimpleNamespace(tp_q_head_num=8))
-    assert adapter._real_heads is None
+    assert adapter._backend.layer is None
 
 
 def test_kernel_num_heads(served, monkeypatch):
@@ -319,7 +321,7 @@ def test_sched_meta_with_closed_gate(closed, original):
 
 
 def test_shadow_runs_both_and_keeps_the_originals_result(served, monkeypatch):
-    from deepseek_v4_sm120 import shadow
+    from deepseek_v4_sm120.sglang_patches import shadow
 
     recorded = RECORDED[3]
     call = engine_call(recorded)
@@ -343,7 +345,7 @@ def test_shadow_runs_both_and_keeps_the_originals_result(served, monkeypatch):
     assert result[0] is stock_out
     (record,) = shadow.report()
     assert record["calls"] == 1 and record["bad_calls"] == 0 and record["nonfinite_original"] == 0
-    assert 0 < record["relative_l2_max"] < adapter.SHADOW_RELATIVE_L2
+    assert 0 < record["relative_l2_max"] < bounds.SPARSE_DECODE.shadow
     assert record["shape"] == {
         "rows": 2, "heads": 16, "width": 128, "page_size": 256, "extra_width": 512, "extra_page_size": 64
     }  # fmt: skip

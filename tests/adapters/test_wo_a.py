@@ -9,13 +9,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings, shadow
+from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.reference import wo_a as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight
-from deepseek_v4_sm120.reference.wo_a_inputs import make_freqs_cis
-from deepseek_v4_sm120.sglang_adapters import wo_a as adapter
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import wo_a as adapter
+from deepseek_v4_sm120.sglang_patches.adapters.attention_forward import replace_forward
+from deepseek_v4_sm120.specs.fp8_linear import make_weight
+from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
 from tests.adapters.wo_a_layer import GROUPS, HEADS, INPUTS, OUTPUTS, Expansion, Fp8Config, Linear, Operator, rope
 
 MODULE = "wo_a_test_model"
@@ -61,12 +63,12 @@ def model(monkeypatch):
     module.MQALayer = type(
         "MQALayer",
         (torch.nn.Module,),
-        {"__init__": adapter.replace_init(__init__), "forward": adapter.replace_forward(forward)},
+        {"__init__": adapter.replace_init(__init__), "forward": replace_forward(forward)},
     )
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
     monkeypatch.setattr(adapter.op, "wo_a", module.operator)
-    monkeypatch.setattr(adapter, "memory", adapter.Memory())
+    monkeypatch.setattr(adapter, "kept", adapter.KeptWeights("wo_a", "in FP8"))
     use(monkeypatch)
     yield module
     adapter._serve.cache_clear()
@@ -118,7 +120,7 @@ def test_the_layer_is_fp8_from_the_start(model):
     assert (layer.weight.output_dim, layer.weight_scale_inv.output_dim) == (0, 0)
     assert layer.processed == [layer] and layer.quant_method.kind == "bf16" and model._dequant_fp8.shapes == []
     assert layer.weight.view(torch.uint8).dtype == torch.uint8 and layer.weight.view(-1).dim() == 1
-    text = adapter.memory.describe()
+    text = adapter.kept.describe()
     assert "1 layers" in text and "shadow" not in text and report._notes["wo_a"]() == text
 
 
@@ -161,16 +163,16 @@ def test_other_layers_are_left_as_they_are(model, monkeypatch, name):
     monkeypatch.setattr(device_gate, "serves", lambda device: name != "another GPU")
     made = model.MQALayer(changes, 3) if config is False else attention(model, config, **changes)
     assert type(made.wo_a.weight) is torch.nn.Parameter and made.wo_a.weight.dtype == torch.bfloat16
-    assert not hasattr(made.wo_a, "weight_scale_inv") and adapter.memory.layers == 0
+    assert not hasattr(made.wo_a, "weight_scale_inv") and adapter.kept.layers == 0
 
 
 def test_a_layer_that_sglang_made_fp8_is_sglangs(model):
     made = Linear()
     made.weight = torch.nn.Parameter(made.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
     holder = SimpleNamespace(wo_a=made, head_dim=512, qk_rope_head_dim=64, o_lora_rank=OUTPUTS)
-    assert not adapter.handles(holder, Fp8Config(), "wo_a")
+    assert not adapter.keeps(holder, Fp8Config(), "wo_a")
     del made.weight  # GGUF has none
-    assert not adapter.handles(holder, Fp8Config(), "wo_a")
+    assert not adapter.keeps(holder, Fp8Config(), "wo_a")
 
 
 def test_a_stock_layer_runs_the_very_original(model, monkeypatch):
@@ -229,7 +231,7 @@ def test_shadow_compares_with_what_sglang_expands(model, monkeypatch, keep, rows
     shadow.reset()
     made, (o, positions) = loaded(model), inputs(rows)
     assert model._dequant_fp8.shapes == [(GROUPS * OUTPUTS, INPUTS)] and made.wo_a.processed == [made.wo_a]
-    assert made.wo_a.quant_method.kind == "bf16" and "shadow" in adapter.memory.describe()
+    assert made.wo_a.quant_method.kind == "bf16" and "shadow" in adapter.kept.describe()
     before = o.clone()
     out = made.forward(o, positions, ())
     assert torch.equal(o, before) and relative_error(out, truth(o, positions, made.freqs_cis)) < 0.0025
@@ -241,8 +243,8 @@ def test_shadow_compares_with_what_sglang_expands(model, monkeypatch, keep, rows
     made.forward(o, positions, ())
     (record,) = shadow.report()
     assert (record["calls"], record["bad_calls"]) == (2, 1)
-    held, told = weight.for_shadow.data_ptr(), adapter.memory.describe()
+    held, told = weight.for_shadow.data_ptr(), adapter.kept.describe()
     made.wo_a.quant_method.process_weights_after_loading(made.wo_a)  # other weights were loaded
     made.forward(o, positions, ())
     assert shadow.report()[0]["bad_calls"] == 1
-    assert (weight.for_shadow.data_ptr(), adapter.memory.describe()) == (held, told)
+    assert (weight.for_shadow.data_ptr(), adapter.kept.describe()) == (held, told)

@@ -8,7 +8,7 @@ import types
 import torch
 
 from deepseek_v4_sm120.reference import wo_a as reference
-from deepseek_v4_sm120.sglang_adapters import wo_a as adapter
+from deepseek_v4_sm120.sglang_patches.adapters import wo_a as adapter
 
 GROUPS, OUTPUTS, INPUTS = 4, 128, 1024  # of all ranks; two heads a group
 HEADS = GROUPS * INPUTS // 512
@@ -42,9 +42,8 @@ class Operator:
         self.calls = []  # (rows, whether it rotates)
 
     def __call__(self, x, weight, weight_scale, *, freqs_cis=None, positions=None):
-        adapter.op.linear._check_x("wo_a", x, 3, ("rows", "groups", "inputs"))
-        adapter.op.linear._check_weight("wo_a", weight, weight_scale, x, tuple(x.shape[1:]))
-        adapter.op._check_rotation(x, freqs_cis, positions)
+        check = adapter.op.linear.check_product("wo_a", x, "rows, groups, inputs", weight, weight_scale)
+        adapter.op._check_rotation(check, x, freqs_cis, positions)
         self.calls.append((x.shape[0], freqs_cis is not None))
         return reference.wo_a(x, weight, weight_scale, freqs_cis, positions).to(torch.bfloat16)
 

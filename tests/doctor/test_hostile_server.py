@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120.console import CommandError
-from deepseek_v4_sm120.doctor import http_get, server
-from deepseek_v4_sm120.doctor.finding import NOT_RUN
+from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.doctor import http_get, server
+from deepseek_v4_sm120.commands.doctor.finding import NOT_RUN
 from tests.doctor.test_server import PLANNED, STOCK
 
 REPO = Path(__file__).resolve().parents[2]
@@ -156,12 +156,12 @@ def test_any_shape_of_a_field_gives_findings_and_no_exception(name, value):
 def test_what_is_not_told_or_is_of_another_kind_does_not_pass(name):
     for info in ({k: v for k, v in PLANNED.items() if k != name}, PLANNED | {name: [1]}, PLANNED | {name: None}):
         checks = {f.check: f for f in server.checks(server.Answers(info, {"token_usage": 0.1}))}
-        assert checks["settings"].state == NOT_RUN and name in checks["settings"].found
+        assert checks["arguments"].state == NOT_RUN and name in checks["arguments"].found
 
 
 def test_numbers_as_words_are_told():
     checks = {f.check: f for f in server.checks(server.Answers(PLANNED | {"max_running_requests": "8"}, {}))}
-    assert "max_running_requests is '8', not a whole number" in checks["settings"].found
+    assert "max_running_requests is '8', not a whole number" in checks["arguments"].found
     assert checks["load"].state == NOT_RUN  # no metric of SGLang's among them
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120.doctor import facts, gpu_checks, host_checks, nvidia_smi, pci, software_checks
-from deepseek_v4_sm120.doctor.command import examine, show
-from deepseek_v4_sm120.doctor.finding import FAIL, NOT_RUN, OK, WARN
+from deepseek_v4_sm120.commands.doctor import facts, gpu_checks, host_checks, nvidia_smi, pci, software_checks
+from deepseek_v4_sm120.commands.doctor.command import examine, show
+from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
 from deepseek_v4_sm120.patching import profile
 
 H200 = (Path(__file__).resolve().parents[1] / "data/nvidia_smi_h200.xml").read_text()  # a driver's true answer
@@ -46,7 +46,7 @@ def gathered(tmp_path, xml=None, environ=None, **how):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     run = smi(xml, **how) if xml else lambda command: None
     found = facts.gather(tmp_path, {"HOME": "/root", **(environ or {})}, run)
-    found.status = {"build": BUILD, "patches": [], "processes": [], "table_settings": [], "profile": None}
+    found.status = {"build": BUILD, "patches": [], "processes": [], "defaults": [], "profile": None}
     found.limits = {"RLIMIT_MEMLOCK": -1, "RLIMIT_NOFILE": 65535}
     return found
 
@@ -183,6 +183,8 @@ def test_access_control_of_the_bridges(tmp_path, config, state):
 def test_a_driver_too_old_and_a_build_without_the_cards_code(tmp_path):
     found = gathered(tmp_path, rtx(), capability="12.1")
     assert "not for sm_121" in finding(gpu_checks.checks(found), "driver").found
+    found.status["build"] = BUILD | {"archs": ["120f", "90a"]}
+    assert finding(gpu_checks.checks(found), "driver").state == OK
 
 
 @pytest.mark.parametrize(
@@ -241,21 +243,21 @@ def test_patches_settings_processes_and_the_build(tmp_path):
     found = gathered(tmp_path)
     found.versions = {"sglang": "0.5.23"}
     row = {"patch": "sparse_decode", "state": "BROKEN", "reason": "no such key", "review": ""}
-    setting = {"setting": "topk_v2", "state": "OFF", "reason": "never run on SM120", "would_set": "X=1", "why": "slow"}
-    setting |= {"moot": None}
-    superfluous = setting | {"setting": "old", "moot": "index_select"}
+    default = {"default": "topk_v2", "state": "OFF", "reason": "never run on SM120", "would_set": "X=1", "why": "slow"}
+    default |= {"moot": None}
+    superfluous = default | {"default": "old", "moot": "index_select"}
     process = {"pid": 5, "patches": [row | {"state": "APPLIED"}], "devices_served": {"0": False}}
-    found.status |= {"patches": [row], "table_settings": [setting, superfluous], "processes": [process]}
+    found.status |= {"patches": [row], "defaults": [default, superfluous], "processes": [process]}
     found.status["build"] = BUILD | {"problem": "no compiled module"}
     found.status["unknown_choices"] = "DSV4_SM120_SET names x"
     checks = list(software_checks.checks(found))
     assert {"patches": FAIL, "compiled module": FAIL, "process 5": WARN, "DSV4_SM120_SET": FAIL}.items() <= states(
         checks
     ).items()
-    assert "setting old" not in states(checks) and "switched off" not in states(checks)
+    assert "default old" not in states(checks) and "switched off" not in states(checks)
     found.status["patches"] = [row | {"state": "OFF", "patch": "mhc", "reason": "DSV4_SM120_SET=mhc=off"}]
     assert finding(software_checks.checks(found), "switched off").found == "mhc by DSV4_SM120_SET=mhc=off"
-    assert finding(checks, "setting topk_v2").fix == "to try it: DSV4_SM120_SET=topk_v2=on"
+    assert finding(checks, "default topk_v2").fix == "to try it: DSV4_SM120_SET=topk_v2=on"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from deepseek_v4_sm120.console import CommandError
-from deepseek_v4_sm120.doctor import server
-from deepseek_v4_sm120.doctor.finding import FAIL, NOT_RUN, OK, WARN
+from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.doctor import server
+from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
 
 # the fields that SGLang 0.5.17 and 0.5.23 answer with, at the values that an unplanned start has on 2 cards
 STOCK = {

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
 from deepseek_v4_sm120.ops.mhc import mhc
-from deepseek_v4_sm120.reference.mhc_inputs import Shape, make_inputs
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
 
 PATIENCE_S = 60.0
 ROWS, CALLS = 12, 85  # with a ring of 16 MiB, two graphs of 85 such calls had the same words, call by call

@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
-from deepseek_v4_sm120.kernels import mxfp4_moe as kernels  # noqa: E402
-from deepseek_v4_sm120.kernels.mxfp4_moe_table import Blocks  # noqa: E402
 from deepseek_v4_sm120.ops import mxfp4_moe as op  # noqa: E402
+from deepseek_v4_sm120.ops.triton import mxfp4_moe as kernels  # noqa: E402
+from deepseek_v4_sm120.ops.triton.mxfp4_moe_table import Blocks  # noqa: E402
 from deepseek_v4_sm120.reference import mxfp4_moe as reference  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs  # noqa: E402
+from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs  # noqa: E402
 
 SMALL = Shape(5, hidden=128, inter=64, experts=8)
 SHAPES = {

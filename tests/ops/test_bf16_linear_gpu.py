@@ -8,6 +8,8 @@ import torch
 from deepseek_v4_sm120.ops.bf16_linear import MAX_ROWS, bf16_linear
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.bf16_linear import bf16_linear as reference
+from deepseek_v4_sm120.specs.bf16_linear import make_weight, make_x
+from deepseek_v4_sm120.specs.bounds import BF16_LINEAR
 
 pytestmark = pytest.mark.gpu
 
@@ -27,9 +29,8 @@ SHAPES = [
 
 def make(rows, inputs, outputs, device, seed=0, stride=0):
     generator = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(rows, inputs + stride, generator=generator, device=device).bfloat16()[:, :inputs]
-    weight = torch.randn(outputs, inputs, generator=generator, device=device).bfloat16() * 0.02
-    return x, weight
+    x = make_x(rows, generator, hidden=inputs, gap=stride)
+    return x, make_weight(outputs, generator, hidden=inputs)
 
 
 @pytest.mark.parametrize("inputs, outputs", SHAPES)
@@ -38,7 +39,7 @@ def test_against_the_reference(rows, inputs, outputs, device):
     x, weight = make(rows, inputs, outputs, device, seed=rows)
     truth = reference(x, weight)
     assert float(truth.abs().max()) > 0
-    assert relative_error(bf16_linear(x, weight), truth) < 1e-5
+    assert relative_error(bf16_linear(x, weight), truth) < BF16_LINEAR.truth
     rounded = bf16_linear(x, weight, out_dtype=torch.bfloat16)
     assert torch.equal(rounded, bf16_linear(x, weight).bfloat16())
 

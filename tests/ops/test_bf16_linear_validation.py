@@ -1,12 +1,12 @@
-"""Bad arguments are named before anything is launched; limits are the kernel's own."""
+"""What `takes` says, and sizes that are refused: they are the kernel's own. The rest is in test_checks.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.ops import bf16_linear as op
+from deepseek_v4_sm120.ops.shared import extension
 
 
 def tensors(rows=2, inputs=512, outputs=8, dtype=torch.bfloat16):
@@ -21,24 +21,24 @@ GOOD = tensors()
 BAD = {
     "x float32": ((GOOD[0].float(), GOOD[1]), {}, TypeError, "x.dtype must be torch.bfloat16, got torch.float32"),
     "weight float32": ((GOOD[0], GOOD[1].float()), {}, TypeError, "weight.dtype must be torch.bfloat16"),
-    "x of 3 dims": ((GOOD[0][None], GOOD[1]), {}, ValueError, "x must have 2 dimensions"),
+    "x of 3 dims": ((GOOD[0][None], GOOD[1]), {}, ValueError, "x.shape must be [rows, inputs], got [1, 2, 512]"),
     "no rows": (tensors(rows=0), {}, ValueError, "x must have 1 to 32 rows, got 0"),
     "33 rows": (tensors(rows=33), {}, ValueError, "x must have 1 to 32 rows, got 33"),
     "inputs": (tensors(inputs=768), {}, ValueError, "x.shape[1] must be a positive multiple of 512, got 768"),
     "outputs": (tensors(outputs=6), {}, ValueError, "weight.shape[0] must be a positive multiple of 4, got 6"),
-    "unlike": ((GOOD[0], tensors(inputs=1024)[1]), {}, ValueError, "weight must be [outputs, 512]"),
-    "x transposed": (
-        (torch.zeros(512, 512, dtype=torch.bfloat16).T[:2], GOOD[1]),
+    "unlike": (
+        (GOOD[0], tensors(inputs=1024)[1]),
         {},
         ValueError,
-        "x: stride of dim 1",
+        "weight.shape must be [outputs, 512], got [8, 1024]",
     ),
-    "x row stride": ((wide(2, 512, 4), GOOD[1]), {}, ValueError, "x: stride of dim 0 must be a multiple of 8, got 516"),
-    "weight stride": ((GOOD[0], wide(8, 512, 2)), {}, ValueError, "weight: stride of dim 0 must be a multiple of 8"),
-    "address": ((wide(2, 520, 0)[:, 1:513], GOOD[1]), {}, ValueError, "x: address must be a multiple of 16"),
+    "x transposed": ((torch.zeros(512, 512).bfloat16().T[:2], GOOD[1]), {}, ValueError, "x must have strides [a mult"),
+    "x row stride": ((wide(2, 512, 4), GOOD[1]), {}, ValueError, "x must have strides [a multiple of 8, 1], got str"),
+    "weight stride": ((GOOD[0], wide(8, 512, 2)), {}, ValueError, "weight must have strides [a multiple of 8, 1]"),
+    "address": ((wide(2, 520, 0)[:, 1:513], GOOD[1]), {}, ValueError, "x must start on a 16-byte boundary"),
     "out dtype": (GOOD, {"out_dtype": torch.float16}, TypeError, "out_dtype must be one of"),
-    "out given": (GOOD, {"out": torch.zeros(2, 8).bfloat16()}, TypeError, "out.dtype must be out_dtype torch.float32"),
-    "out shape": (GOOD, {"out": torch.zeros(2, 9)}, ValueError, "out must be (2, 8)"),
+    "out given": (GOOD, {"out": torch.zeros(2, 8).bfloat16()}, TypeError, "out.dtype must be torch.float32, got"),
+    "out shape": (GOOD, {"out": torch.zeros(2, 9)}, ValueError, "out.shape must be [2, 8], got [2, 9]"),
     "on the CPU": (GOOD, {}, RuntimeError, "x.device must be a CUDA device, got cpu"),
 }
 

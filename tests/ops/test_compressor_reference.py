@@ -7,13 +7,10 @@ import torch
 
 from deepseek_v4_sm120.ops import compressor as op
 from deepseek_v4_sm120.reference import compressor as reference
-from deepseek_v4_sm120.reference import compressor_inputs, kv_pages
+from deepseek_v4_sm120.reference import kv_pages
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.reference.compressor_inputs import KINDS, PAGE_SIZES, make_inputs, make_plan
-from deepseek_v4_sm120.reference.wo_a_inputs import make_freqs_cis
-
-# of an entry behind the cache's rounding
-ROUNDING = {"c4": 0.03, "c128": 0.03, "index": 0.03, "index_fp4": 0.15}
+from deepseek_v4_sm120.specs.compressor import KINDS, PAGE_SIZES, make_inputs, make_plan, page_bytes
+from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
 
 
 def _layer(kind, generator):
@@ -33,7 +30,7 @@ def test_token_by_token_is_the_request_at_once(kind):
     tokens = [torch.randn((n, width), generator=generator) for n in lengths]
     state = torch.full((2 * ring // ratio, ratio, width), float("nan"))
     page_size = PAGE_SIZES[ratio, head_dim]
-    cache = torch.zeros((4, compressor_inputs.page_bytes(page_size, head_dim, fp4)), dtype=torch.uint8)
+    cache = torch.zeros((4, page_bytes(page_size, head_dim, fp4)), dtype=torch.uint8)
     found = {0: [], 1: []}
     for position in range(max(lengths)):
         active = [r for r in (0, 1) if position < lengths[r]]
@@ -60,7 +57,7 @@ def test_token_by_token_is_the_request_at_once(kind):
         assert relative_error(torch.stack(found[r]), expected) < 1e-12
         slots = r * page_size + torch.arange(expected.shape[0])
         stored = reference.read(cache, page_size, slots, head_dim, fp4)
-        assert 0.001 < relative_error(stored, expected) < ROUNDING[kind]
+        assert 0.001 < relative_error(stored, expected) < KINDS[kind].rounding
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +72,7 @@ def test_only_what_the_group_needs_is_read_and_written(kind):
     written = changed.view(-1, changed.shape[2]).any(dim=1).nonzero()[:, 0]
     assert sorted(written.tolist()) == sorted(inputs.plan.view(torch.int32)[:, 1].tolist())
     stored = reference.read(made.cache, made.page_size, made.out_loc[ended], head_dim, fp4)
-    assert relative_error(stored, entries) < ROUNDING[kind]
+    assert relative_error(stored, entries) < KINDS[kind].rounding
     assert bool((made.cache != inputs.cache).any(dim=1).any())
     again = make_inputs(kind, (ratio, 2 * ratio, 3 * ratio + 1, 1, ratio - 1, 5 * ratio), device="cpu", seed=1)
     assert not torch.equal(again.kv_score, inputs.kv_score)
@@ -102,10 +99,11 @@ def test_hadamard_is_orthogonal_and_symmetric():
 
 
 def test_sizes_are_the_operators():
-    for ratio, head_dim, fp4 in KINDS.values():
-        assert compressor_inputs.width_of(ratio, head_dim) == op.width(ratio, head_dim)
+    for kind in KINDS.values():
+        ratio, head_dim, fp4 = kind
+        assert kind.width == op.width(ratio, head_dim)
         page_size = PAGE_SIZES[ratio, head_dim]
         if head_dim == op.INDEX_DIM:
             bytes_of = op.entry_page_bytes(page_size, head_dim, fp4)
-            assert compressor_inputs.page_bytes(page_size, head_dim, fp4) == bytes_of == (4352 if fp4 else 8448)
+            assert page_bytes(page_size, head_dim, fp4) == bytes_of == (4352 if fp4 else 8448)
     assert (op.KV_DIM, op.ROTATED) == (kv_pages.HEAD_DIM, kv_pages.ROPE_DIM)

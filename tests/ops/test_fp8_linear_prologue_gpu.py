@@ -10,9 +10,11 @@ import torch
 
 from deepseek_v4_sm120.ops import fp8_linear as op
 from deepseek_v4_sm120.ops.fp8_linear import MADE_ROWS, fp8_linear, gated, normalized, takes_prologue
+from deepseek_v4_sm120.ops.shared.checks import Call
 from deepseek_v4_sm120.reference import fp8_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.reference.fp8_linear_inputs import (
+from deepseek_v4_sm120.specs.bounds import FP8_LINEAR
+from deepseek_v4_sm120.specs.fp8_linear import (
     make_gates_and_ups,
     make_norm_weight,
     make_one_to_one,
@@ -23,7 +25,6 @@ from tests.ops.fp8_linear_tuned import tuned
 
 pytestmark = pytest.mark.gpu
 
-MAX_RELATIVE_ERROR = 0.0025
 LIMIT, EPS = 10.0, 1e-6
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 50, 64)
 GATED = [(4096, 2048), (4096, 1024), (4096, 512), (4096, 256), (256, 128), (640, 384), (512, 1408), (1152, 3072)]
@@ -85,7 +86,7 @@ def test_every_size_and_number_of_rows(case):
     apart = _steps_apart(made, _expected(kind, x, arguments))
     assert int(apart.max()) <= 1 and float((apart > 0).float().mean()) < 0.01  # ties and the last bit of fp32
     together = fp8_linear(x, weight, scale, **arguments)
-    assert relative_error(together, reference.fp8_linear(made, weight, scale)) < MAX_RELATIVE_ERROR
+    assert relative_error(together, reference.fp8_linear(made, weight, scale)) < FP8_LINEAR.truth
     for rows in ROWS:
         assert _same(_made(x[:rows], arguments, inputs), made[:rows])
         assert torch.equal(_bits(_made_before(x[:rows], arguments)), _bits(made[:rows]))
@@ -98,7 +99,8 @@ def test_every_size_and_number_of_rows(case):
 @pytest.mark.parametrize("kind", ("gated", "normed"))
 def test_no_tuning_changes_a_bit(kind):
     x, arguments, weight, scale = _make(kind, 4096, 2048 if kind == "gated" else 1024)
-    prologue = op._check_prologue(x, *(arguments.get(n) for n in ("swiglu_limit", "norm_weight", "norm_eps")))
+    how = (arguments.get(name) for name in ("swiglu_limit", "norm_weight", "norm_eps"))
+    prologue = op._check_prologue(Call("fp8_linear", "x", x), x, *how)
     tried = 0
     for rows in (1, 3, MADE_ROWS):
         expected = fp8_linear(x[:rows], weight, scale, **arguments)

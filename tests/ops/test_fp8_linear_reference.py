@@ -7,7 +7,8 @@ import torch
 
 from deepseek_v4_sm120.reference import fp8_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.reference.fp8_linear_inputs import (
+from deepseek_v4_sm120.specs.bounds import FP8_LINEAR, FP8_LINEAR_WIDE
+from deepseek_v4_sm120.specs.fp8_linear import (
     make_gates_and_ups,
     make_norm_weight,
     make_one_to_one,
@@ -15,7 +16,6 @@ from deepseek_v4_sm120.reference.fp8_linear_inputs import (
     make_x,
     matrices,
 )
-from deepseek_v4_sm120.sglang_adapters.fp8_linear import SHADOW_RELATIVE_L2
 
 
 def _inputs(rows, outputs, inputs, *, groups=1, ue8m0=False):
@@ -88,8 +88,8 @@ def test_what_fp8_activations_cost(power_of_two):
     rounded = reference.quantized_activations(x, power_of_two=power_of_two)
     truth = reference.fp8_linear(x, weight[0], scale[0])
     error = relative_error(rounded @ reference.dequantized(weight[0], scale[0]).T, truth)
-    assert 0.015 < error < SHADOW_RELATIVE_L2 < 3 * error
-    assert relative_error(truth.to(torch.bfloat16), truth) < 0.002
+    assert 0.015 < error < FP8_LINEAR.shadow < 3 * error
+    assert relative_error(truth.to(torch.bfloat16), truth) < FP8_LINEAR_WIDE
 
 
 def test_the_matrices_are_the_models():

@@ -1,6 +1,6 @@
 """ops.index_select on a GPU: logits against float64, the chosen against the exact top-k of our logits, hostile inputs.
 
-Bytes that the specification does not read are NaN (reference/index_select_inputs.py). Kernels run before the reference.
+Bytes that the specification does not read are NaN (specs/index_select.py). Kernels run before the reference.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from deepseek_v4_sm120.ops import index_select as op
 from deepseek_v4_sm120.ops.index_select import index_select, mqa_logits, topk_select
 from deepseek_v4_sm120.reference import index_select as reference
-from deepseek_v4_sm120.reference.index_select_inputs import Inputs, Shape, make_inputs, new_pages
+from deepseek_v4_sm120.specs.index_select import Inputs, Shape, allowed_logit_error, make_inputs, new_pages
 
 pytestmark = pytest.mark.gpu
 
@@ -39,8 +39,7 @@ def check_logits(case, inputs: Inputs, **more) -> None:
     assert torch.equal(inside, ours > -math.inf), f"{case}: other entries were written"
     scale = torch.where(inside, truth.abs(), 0.0).amax(dim=1, keepdim=True).clamp_min(1e-30)
     error = torch.where(inside, (ours - truth).abs() / scale, 0.0)
-    native = op.has_fp8_mma(0) and torch.cuda.get_device_capability()[0] >= 12 and inputs.q_scales is None
-    allowed = reference.MAX_LOGIT_ERROR_NATIVE_FP8 if native else reference.MAX_LOGIT_ERROR
+    allowed = allowed_logit_error(inputs.q_scales is not None)
     assert float(error.max()) <= allowed, f"{case}: error {float(error.max()):.2e} of the row's greatest"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.reference import index_select as reference
-from deepseek_v4_sm120.reference.index_select_inputs import Shape, make_inputs
+from deepseek_v4_sm120.specs.index_select import Shape, make_inputs
 
 
 def e4m3(byte: int) -> float:

@@ -5,31 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_v4_sm120 import extension
 from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.ops.mhc import MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.reference.mhc import MAX_ERROR_BF16, MAX_ERROR_COEFFICIENTS
-from deepseek_v4_sm120.reference.mhc_inputs import Inputs, Shape, make_inputs
+from deepseek_v4_sm120.specs.bounds import MHC, MHC_COEFFICIENTS
+from deepseek_v4_sm120.specs.mhc import Inputs, Shape, make_inputs
 
 pytestmark = pytest.mark.gpu
 
 ROWS = (1, 2, 7, 8, 16, 17, 33, 64, 65, 100, 128, 129, 256, 1000)
 
 
-def check_boundary(inputs: Inputs, found, *, coefficients: float = MAX_ERROR_COEFFICIENTS) -> None:
+def check_boundary(inputs: Inputs, found, *, coefficients: float = MHC_COEFFICIENTS) -> None:
     """Each part from what the operator itself made before it, so that errors do not hide behind each other."""
     streams, post, comb, y = found
-    assert relative_error(streams, reference.mhc_post(**inputs.post_only())) < MAX_ERROR_BF16
+    assert relative_error(streams, reference.mhc_post(**inputs.post_only())) < MHC.truth
     more = {name: getattr(inputs, name) for name in ("fn", "scale", "base", "norm_weight")}
     true_y, true_post, true_comb = reference.mhc_pre(streams, **more)
     assert float(true_y.abs().max()) > 0
     assert relative_error(post, true_post) < coefficients
     assert relative_error(comb, true_comb) < coefficients
-    assert relative_error(y, true_y) < MAX_ERROR_BF16
+    assert relative_error(y, true_y) < MHC.truth
     row_errors = (y.double() - true_y).norm(dim=1) / true_y.norm(dim=1).clamp_min(1e-30)
-    assert float(row_errors.max()) < 2 * MAX_ERROR_BF16
+    assert float(row_errors.max()) < 2 * MHC.truth
 
 
 def equal(one, other) -> bool:
@@ -167,13 +167,13 @@ def test_pre_post_and_head(rows, device):
     assert equal(mhc_pre(**{**inputs.pre(), "streams": streams}), [post, comb, y])
     head = {**inputs.head(), "streams": streams}
     plain = mhc_head(**head)
-    assert relative_error(plain, reference.mhc_head(**head)) < MAX_ERROR_BF16
+    assert relative_error(plain, reference.mhc_head(**head)) < MHC.truth
     normed = mhc_head(**head, norm_weight=inputs.norm_weight)
-    assert relative_error(normed, reference.mhc_head(**head, norm_weight=inputs.norm_weight)) < MAX_ERROR_BF16
+    assert relative_error(normed, reference.mhc_head(**head, norm_weight=inputs.norm_weight)) < MHC.truth
     last = {name: getattr(inputs, name) for name in ("f", "post", "comb")}
     assert equal(mhc_head(**inputs.head(), **last), [streams, plain])
     unnormed = {name: value for name, value in inputs.pre().items() if name != "norm_weight"}
-    assert relative_error(mhc_pre(**unnormed)[2], reference.mhc_pre(**unnormed)[0]) < MAX_ERROR_BF16
+    assert relative_error(mhc_pre(**unnormed)[2], reference.mhc_pre(**unnormed)[0]) < MHC.truth
 
 
 def rows_of(inputs: Inputs, chosen: list[int]) -> dict:
@@ -209,7 +209,7 @@ def test_extreme_scales(x_scale, mix_scale, device):
     inputs = make_inputs(Shape(33, x_scale=x_scale, mix_scale=mix_scale), seed=8, device=device)
     found = mhc(**inputs.boundary())
     assert all(bool(torch.isfinite(part.float()).all()) for part in found)
-    check_boundary(inputs, found, coefficients=MAX_ERROR_COEFFICIENTS * max(1.0, mix_scale / 2))
+    check_boundary(inputs, found, coefficients=MHC_COEFFICIENTS * max(1.0, mix_scale / 2))
 
 
 def test_zero_rows_and_zero_streams(device):

@@ -7,7 +7,7 @@ import torch
 
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.reference.mhc_inputs import Shape, make_inputs
+from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
 
 SMALL = Shape(5, hidden=256)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_v4_sm120 import cuda_tensors, extension
 from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.ops.mhc import mhc
-from deepseek_v4_sm120.reference.mhc_inputs import Shape, make_inputs
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from deepseek_v4_sm120.reference.mxfp4_moe import (
     quantize_mxfp8,
     swiglu,
 )
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, make_inputs
+from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs
 
 SMALL = Shape(3, hidden=128, inter=64, experts=8)
 SHAPES = {

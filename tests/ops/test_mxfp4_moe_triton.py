@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_v4_sm120.kernels import mxfp4_moe_table as table
 from deepseek_v4_sm120.ops import mxfp4_moe as op
+from deepseek_v4_sm120.ops.triton import mxfp4_moe_table as table
 from deepseek_v4_sm120.reference.mxfp4_moe import local_experts, tiles
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape, routed_ids
+from deepseek_v4_sm120.specs.mxfp4_moe import Shape, routed_ids
 
 INTERPRETED = Path(__file__).with_name("mxfp4_moe_interpreted.py")
 MAX_SHARED_BYTES = 101_376
@@ -87,7 +87,7 @@ def compiled(gemm: str, product: str, blocks: table.Blocks):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from deepseek_v4_sm120.kernels import mxfp4_moe as kernels
+    from deepseek_v4_sm120.ops.triton import mxfp4_moe as kernels
 
     kernel = {"gate_up": kernels._gate_up_kernel, "down": kernels._down_kernel}[gemm]
     source = ASTSource(kernel, *signature_of(kernel, product, blocks))

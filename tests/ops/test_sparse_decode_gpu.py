@@ -1,6 +1,6 @@
 """ops.sparse_decode on a GPU against float64: production shapes, hostile inputs, invariance, graphs, streams.
 
-Every input is poisoned: bytes that the specification does not read are NaN (reference/sparse_decode_inputs.py). The
+Every input is poisoned: bytes that the specification does not read are NaN (specs/sparse_decode.py). The
 kernel always runs before the reference, so that it cannot profit from memory that the reference left behind.
 """
 
@@ -17,21 +17,22 @@ import torch
 
 from deepseek_v4_sm120.ops.sparse_decode import sparse_decode
 from deepseek_v4_sm120.reference import kv_pages
-from deepseek_v4_sm120.reference.accuracy import (
+from deepseek_v4_sm120.reference.accuracy import Tolerance, complaint, relative_error
+from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
+from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE
+from deepseek_v4_sm120.specs.sparse_decode import (
     FLASHMLA_LSE,
     FLASHMLA_OUT,
-    MAX_RELATIVE_ERROR,
-    Tolerance,
-    complaint,
-    relative_error,
+    LSE,
+    CacheShape,
+    Inputs,
+    Shape,
+    make_inputs,
 )
-from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
-from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Inputs, Shape, make_inputs
 
 pytestmark = pytest.mark.gpu
 
 REPO = Path(__file__).resolve().parents[2]
-LSE = Tolerance(absolute=2e-5, relative=FLASHMLA_LSE.relative)  # single scores near zero have no relative accuracy
 
 WINDOW = CacheShape(256, 128, lengths=(128, 128, 77))
 C4 = CacheShape(64, 512, lengths=(512, 512, 300))
@@ -59,7 +60,7 @@ def verify(case, inputs: Inputs, result, *, lse_tolerance: Tolerance = LSE) -> N
     out, lse = result
     truth, true_lse = reference(**inputs.arguments())
     error = relative_error(out, truth)
-    assert error <= MAX_RELATIVE_ERROR, f"{case}: relative error {error:.5f}, allowed {MAX_RELATIVE_ERROR}"
+    assert error <= SPARSE_DECODE.truth, f"{case}: relative error {error:.5f}, allowed {SPARSE_DECODE.truth}"
     problem = complaint(lse, true_lse, lse_tolerance)
     assert problem is None, f"{case}: lse: {problem}"
     empty = true_lse[:, :, 0] == math.inf
@@ -131,7 +132,7 @@ def test_flashmla_inputs_and_tolerances(extra, heads, device):
             problem = complaint(ours, true, tolerance)
             assert problem is None, f"{case}: {name}: {problem}"
         error = relative_error(out, truth)
-        assert error <= MAX_RELATIVE_ERROR, f"{case}: relative error {error:.5f}"
+        assert error <= SPARSE_DECODE.truth, f"{case}: relative error {error:.5f}"
 
 
 def with_gaps(inputs: Inputs) -> Inputs:
@@ -226,7 +227,7 @@ def test_tiles_with_maxima_from_1e_minus_4_to_1e4(heads, device):
     for tile in range(8):
         part = slice(64 * tile, 64 * tile + 64)
         error = relative_error(out[..., part], truth[..., part])
-        assert error <= MAX_RELATIVE_ERROR, f"wide scales, tile {tile}: relative error {error:.5f}"
+        assert error <= SPARSE_DECODE.truth, f"wide scales, tile {tile}: relative error {error:.5f}"
 
 
 def test_duplicates(device):
@@ -365,7 +366,7 @@ def test_graph_replay_with_new_contents(extra, rows, device):
 FIRST_CALL = """
 import torch
 from deepseek_v4_sm120.ops.sparse_decode import sparse_decode
-from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
+from deepseek_v4_sm120.specs.sparse_decode import CacheShape, Shape, make_inputs
 
 inputs = make_inputs(Shape(2, 16, CacheShape(256, 128), CacheShape(64, 512)))
 graph = torch.cuda.CUDAGraph()

@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parent.parent.parent
 def test_late_value_warps_change_no_bit(device, tmp_path):
     import torch
 
-    nvcc = build_artifact.find_toolkit(None, REPO / ".build-cache").nvcc
+    nvcc = build_artifact.find_toolkit(None, build_artifact.CACHE).nvcc
     arch = "{}{}a".format(*torch.cuda.get_device_capability(device))
     program = tmp_path / "late_value_warp"
     source = Path(__file__).with_name("late_value_warp.cu")

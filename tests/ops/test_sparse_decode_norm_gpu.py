@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops.sparse_decode import MAX_NORM_ROWS, sparse_decode
-from deepseek_v4_sm120.reference.accuracy import MAX_RELATIVE_ERROR, relative_error
+from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.sparse_decode import normed_and_rotated, normed_and_rotated_by_warps
 from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
-from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Inputs, Shape, make_freqs_cis, make_inputs
+from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE
+from deepseek_v4_sm120.specs.sparse_decode import CacheShape, Inputs, Shape, make_freqs_cis, make_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -71,7 +72,7 @@ def test_accuracy(extra, heads, device):
     inputs = make_inputs(shape_of(9, heads, EXTRAS[extra]))
     out, _ = call(inputs)
     error = relative_error(out, reference(**inputs.arguments())[0])
-    assert error <= MAX_RELATIVE_ERROR, f"relative error {error:.5f}, allowed {MAX_RELATIVE_ERROR}"
+    assert error <= SPARSE_DECODE.truth, f"relative error {error:.5f}, allowed {SPARSE_DECODE.truth}"
 
 
 def test_the_bits_come_from_the_definition(device):

@@ -9,10 +9,11 @@ import torch
 
 from deepseek_v4_sm120.ops.sparse_decode import MAX_TABLE_WIDTH, sparse_decode
 from deepseek_v4_sm120.reference import kv_pages
-from deepseek_v4_sm120.reference.accuracy import MAX_RELATIVE_ERROR, relative_error
+from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.sparse_decode import indices_of_page_table
 from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
-from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Inputs, Shape, make_inputs
+from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE
+from deepseek_v4_sm120.specs.sparse_decode import CacheShape, Inputs, Shape, make_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +63,7 @@ def test_accuracy(heads, page_size, prefill, device):
     inputs = make_inputs(Shape(9, heads, WINDOW, extra), device=device)
     out, _ = by_table(inputs, prefill)
     error = relative_error(out, reference(**inputs.table_arguments())[0])
-    assert error <= MAX_RELATIVE_ERROR, f"relative error {error:.5f}, allowed {MAX_RELATIVE_ERROR}"
+    assert error <= SPARSE_DECODE.truth, f"relative error {error:.5f}, allowed {SPARSE_DECODE.truth}"
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64, 700])

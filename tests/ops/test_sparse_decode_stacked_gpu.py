@@ -10,9 +10,10 @@ import torch
 
 from deepseek_v4_sm120.ops import sparse_decode as op
 from deepseek_v4_sm120.reference import kv_pages
-from deepseek_v4_sm120.reference.accuracy import MAX_RELATIVE_ERROR, relative_error
+from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
-from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Inputs, Shape, make_inputs, rms_rows
+from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE
+from deepseek_v4_sm120.specs.sparse_decode import CacheShape, Inputs, Shape, make_inputs, rms_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +68,7 @@ def rows_of(inputs: Inputs, rows) -> Inputs:
 def verify(case: str, inputs: Inputs, result) -> None:
     truth, true_lse = reference(**inputs.arguments())
     error = relative_error(result[0], truth)
-    assert error <= MAX_RELATIVE_ERROR, f"{case}: relative error {error:.5f}, allowed {MAX_RELATIVE_ERROR}"
+    assert error <= SPARSE_DECODE.truth, f"{case}: relative error {error:.5f}, allowed {SPARSE_DECODE.truth}"
     finite = torch.isfinite(true_lse)
     assert torch.equal(finite, torch.isfinite(result[1])), f"{case}: other rows are empty"
     assert float((result[1] - true_lse)[finite].abs().max()) <= 1e-4, f"{case}: lse"
@@ -234,7 +235,7 @@ def test_page_tables_share_as_lists_do(heads, device):
     by_table = op.sparse_decode(**inputs.table_arguments(), return_lse=True, prefill=True)
     truth, _ = reference(**inputs.table_arguments())
     error = relative_error(by_table[0], truth)
-    assert error <= MAX_RELATIVE_ERROR, f"relative error {error:.5f}"
+    assert error <= SPARSE_DECODE.truth, f"relative error {error:.5f}"
     for row in (0, 5, 15, 16, 41, 50, 74):
         one = dataclasses.replace(
             rows_of(inputs, slice(row, row + 1)), page_table_rows=inputs.page_table_rows[row : row + 1].contiguous()

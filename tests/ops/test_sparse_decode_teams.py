@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).resolve().parent.parent.parent / "csrc/sparse_decode"
-BARRIERS = ("kFull", "kFree", "kScored", "kScoresRead", "kWeighed", "kFolded")
-STAGED = ("kFull", "kFree")  # one a stage; the others one a buffer
+BARRIERS = ("full", "free", "scored", "scores_read", "weighed", "folded")
+STAGED = ("full", "free")  # one a stage; the others one a buffer
 TEAMS = {
     "gather": ("gather.cuh", "struct Gatherer", "fill(leaf, current, stage)"),
     "score": ("score.cuh", "void run_score_team", None),
@@ -20,9 +20,9 @@ TEAMS = {
     "value": ("value.cuh", "void run_value_team", None),
 }
 WARPS = ("gather", "score", "softmax", "value", "value")
-ARRIVALS = {"kFull": 1, "kFree": 3, "kScored": 1, "kScoresRead": 1, "kWeighed": 1, "kFolded": 2}
+ARRIVALS = {"full": 1, "free": 3, "scored": 1, "scores_read": 1, "weighed": 1, "folded": 2}
 STEP = re.compile(
-    r"mbarrier_(wait|arrive)\([^;]*?\b(k(?:Full|Free|Scored|ScoresRead|Weighed|Folded))\b"
+    r"\bbarriers\.(\w+)\((?:[^()]|\(\))*\)\.(wait|arrive)\("
     r"|(fold_unit_stats|fold_vectors|unit_sync|unit_factors)\b(?=\()"
 )
 
@@ -49,12 +49,12 @@ def program(team: str) -> tuple[list[tuple[str, str]], list[str]]:
     leaf, unit = [], []
     for found in STEP.finditer(body):
         if found[1]:
-            leaf.append((found[1], found[2]))
+            leaf.append((found[2], found[1]))
         else:
             unit.append(found[3])
     if team == "gather":  # fill() stands before run(), which calls it behind its wait
-        assert body.index("mbarrier_wait") < body.index(TEAMS[team][2])
-        leaf = [("wait", "kFree"), ("arrive", "kFull")]
+        assert body.index("barriers.free(stage).wait(") < body.index(TEAMS[team][2])
+        leaf = [("wait", "free"), ("arrive", "full")]
     return leaf, unit
 
 
@@ -100,7 +100,7 @@ class Block:
         step = self.runs[warp][places[warp]]
         if step[0] == "wait":
             _, barrier, leaf = step
-            awaited = leaf - self.rings[barrier] if barrier in ("kFree", "kScoresRead", "kFolded") else leaf
+            awaited = leaf - self.rings[barrier] if barrier in ("free", "scores_read", "folded") else leaf
             return awaited < 0 or all(places[w] > at for w, at in self.arrivals[barrier, awaited])
         if step[0] == "sync":  # all that come to it have come
             return all(places[w] >= at for (w, unit), at in self.syncs.items() if unit == step[1])
@@ -133,17 +133,17 @@ class Block:
 
 def test_steps_are_those_of_the_sources():
     assert program("score")[0] == [
-        ("wait", "kFull"),
-        ("wait", "kScoresRead"),
-        ("arrive", "kScored"),
-        ("arrive", "kFree"),
+        ("wait", "full"),
+        ("wait", "scores_read"),
+        ("arrive", "scored"),
+        ("arrive", "free"),
     ]
     assert program("softmax") == (
-        [("wait", "kScored"), ("arrive", "kScoresRead"), ("wait", "kFolded"), ("arrive", "kWeighed")],
+        [("wait", "scored"), ("arrive", "scores_read"), ("wait", "folded"), ("arrive", "weighed")],
         ["fold_unit_stats", "unit_sync"],
     )
     assert program("value") == (
-        [("wait", "kFull"), ("arrive", "kFree"), ("wait", "kWeighed"), ("arrive", "kFolded")],
+        [("wait", "full"), ("arrive", "free"), ("wait", "weighed"), ("arrive", "folded")],
         ["unit_sync", "fold_vectors"],
     )
 

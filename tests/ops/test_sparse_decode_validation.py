@@ -1,4 +1,6 @@
-"""Every refusal of ops.sparse_decode, and what it hands to the extension. CPU only, with a stand-in for `_C`."""
+"""Sizes, strides and forms that ops.sparse_decode refuses, and what it hands to the extension. CPU only, with a
+stand-in for `_C`. What else is refused is in test_checks.py.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,7 @@ import types
 import pytest
 import torch
 
-from deepseek_v4_sm120 import extension
-from deepseek_v4_sm120.kv_page_layout import kv_page_layout
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import kv_pages
 
 op = importlib.import_module("deepseek_v4_sm120.ops.sparse_decode")
@@ -19,37 +20,7 @@ op = importlib.import_module("deepseek_v4_sm120.ops.sparse_decode")
 ROWS, HEADS = 4, 16
 
 
-class FakeExtension(types.SimpleNamespace):
-    """The names that ops reads from `_C`; records launches instead of running them."""
-
-    def __init__(self):
-        super().__init__(
-            KV_NOPE_DIM=448,
-            KV_ROPE_DIM=64,
-            KV_HEAD_DIM=512,
-            KV_DATA_BYTES=576,
-            KV_SCALE_BYTES=8,
-            KV_TOKEN_BYTES=584,
-            KV_TILE=64,
-            KV_PAGE_ALIGN=576,
-            kv_page_bytes=kv_pages.page_bytes,
-            sparse_decode_max_control_words=1024,
-            sparse_decode_workspace=lambda **sizes: (4096 * sizes["rows"], 4 * sizes["rows"]),
-            sparse_decode=lambda **call: self.calls.append(call),
-            calls=[],
-        )
-
-
-@pytest.fixture(autouse=True)
-def fake(monkeypatch):
-    """`_C` without a compiler or a GPU; the caches that hold its answers are emptied before and after."""
-    stand_in = FakeExtension()
-    monkeypatch.setattr(extension, "load", lambda: stand_in)
-    for cached in (kv_page_layout, op.cuda_tensors.num_sms, op._workspace):
-        cached.cache_clear()
-    yield stand_in
-    for cached in (kv_page_layout, op._workspace):
-        cached.cache_clear()
+pytestmark = pytest.mark.usefixtures("fake")
 
 
 def good(**changes) -> dict:
@@ -83,278 +54,146 @@ def shifted(tensor: torch.Tensor, elements: int) -> torch.Tensor:
     return torch.zeros(tensor.numel() + elements, dtype=tensor.dtype)[elements:].view(tensor.shape)
 
 
+def wide_pages(page_size: int) -> torch.Tensor:
+    return torch.zeros(page_size * 584, dtype=torch.uint8).view(1, page_size, 1, 584)
+
+
 def table(page_table, **changes) -> dict:
     """A call with a page table instead of the second cache's list."""
     return {"extra_indices": None, "extra_page_table": page_table, **changes}
 
 
-META_LENGTH = torch.zeros(ROWS, device="meta", dtype=torch.int32)
-
 REFUSALS = {
-    "q dtype": (
-        dict(q=torch.zeros(ROWS, 1, HEADS, 512)),
-        TypeError,
-        "q.dtype must be torch.bfloat16, got torch.float32",
-    ),
-    "q rank": (dict(q=bf16(ROWS, HEADS, 512)), ValueError, "q.shape must be [rows, 1, heads, 512], got [4, 16, 512]"),
     "q second dim": (
         dict(q=bf16(ROWS, 2, HEADS, 512)),
-        ValueError,
-        "q.shape must be [rows, 1, heads, 512], got [4, 2,",
+        "q.shape must be [rows, 1, 1 to 128 heads, 512], got [4, 2, 16,",
     ),
     "q head dim": (
         dict(q=bf16(ROWS, 1, HEADS, 576)),
-        ValueError,
-        "q.shape must be [rows, 1, heads, 512], got [4, 1, 16, 576]",
+        "q.shape must be [rows, 1, 1 to 128 heads, 512], got [4, 1, 16, 576]",
     ),
-    "too many heads": (dict(q=bf16(ROWS, 1, 129, 512)), ValueError, "q.shape[2] must be 1..128 (heads), got 129"),
-    "no heads": (dict(q=bf16(ROWS, 1, 0, 512)), ValueError, "q.shape[2] must be 1..128 (heads), got 0"),
-    "q last stride": (
-        dict(q=bf16(ROWS, 1, HEADS, 1024)[..., ::2]),
-        ValueError,
-        "q.stride(3) must be 1 (contiguous head dimension), got 2",
+    "too many heads": (
+        dict(q=bf16(ROWS, 1, 129, 512)),
+        "q.shape must be [rows, 1, 1 to 128 heads, 512], got [4, 1, 129,",
     ),
+    "no heads": (dict(q=bf16(ROWS, 1, 0, 512)), "q.shape must be [rows, 1, 1 to 128 heads, 512], got [4, 1, 0, 512]"),
     "q strides": (
         dict(q=bf16(ROWS, 1, HEADS, 516)[..., :512]),
-        ValueError,
-        "q.stride(0) and q.stride(2) must be multiples of 8 (16 bytes), got 8256 and 516",
+        "q must have strides [a multiple of 8, a multiple of 8, a multiple of 8, 1], got strides [8256, 8256, 516, 1]",
     ),
     "q address": (
         dict(q=shifted(bf16(ROWS, 1, HEADS, 512), 4)),
-        ValueError,
         "q must start on a 16-byte boundary, got an address 8 bytes past one",
-    ),
-    "pages dtype": (
-        dict(kv_pages=kv_pages.new_pages(3, 256).view(torch.int8)),
-        TypeError,
-        "kv_pages.dtype must be torch.uint8 or torch.float8_e4m3fn, got torch.int8",
-    ),
-    "pages rank": (
-        dict(kv_pages=torch.zeros(3, 256, 584, dtype=torch.uint8)),
-        ValueError,
-        "kv_pages.shape must be [pages, page_size, 1, bytes], none 0, got [3, 256, 584]",
     ),
     "pages KV heads": (
         dict(kv_pages=torch.zeros(3, 64, 2, 584, dtype=torch.uint8)),
-        ValueError,
-        "kv_pages.shape must be [pages, page_size, 1, bytes], none 0, got [3, 64, 2, 584]",
+        "kv_pages.shape must be [pages, page_size, 1, 584], none 0, got [3, 64, 2, 584]",
     ),
     "no pages": (
         dict(kv_pages=torch.zeros(0, 64, 1, 584, dtype=torch.uint8)),
-        ValueError,
-        "kv_pages.shape must be [pages, page_size, 1, bytes], none 0, got [0, 64, 1, 584]",
+        "kv_pages.shape must be [pages, page_size, 1, 584], none 0, got [0, 64, 1, 584]",
+    ),
+    "empty pages": (
+        dict(kv_pages=torch.zeros(3, 0, 1, 584, dtype=torch.uint8)),
+        "kv_pages.shape must be [pages, page_size",
     ),
     "token bytes": (
         dict(kv_pages=torch.zeros(3, 64, 1, 576, dtype=torch.uint8)),
-        ValueError,
-        "kv_pages.shape[-1] must be 584 (KV token bytes), got 576",
+        "kv_pages.shape must be [pages, page_size, 1, 584], none 0, got [3, 64, 1, 576]",
     ),
     "page stride not aligned": (
         dict(kv_pages=strided_pages(37_448)),
-        ValueError,
         "kv_pages.stride(0) must be a multiple of 16 and at least 37376 (page bytes), got 37448",
     ),
     "page stride too small": (
         dict(kv_pages=strided_pages(36_864)),
-        ValueError,
         "kv_pages.stride(0) must be a multiple of 16 and at least 37376 (page bytes), got 36864",
     ),
     "page address": (
         dict(kv_pages=shifted(torch.zeros(3, 64, 1, 584, dtype=torch.uint8), 8)),
-        ValueError,
         "kv_pages must start on a 16-byte boundary, got an address 8 bytes past one",
     ),
-    "indices dtype": (
-        dict(indices=torch.zeros(ROWS, 1, 128, dtype=torch.int64)),
-        TypeError,
-        "indices.dtype must be torch.int32, got torch.int64",
-    ),
-    "indices rows": (
-        dict(indices=int32(3, 1, 128)),
-        ValueError,
-        "indices.shape must be [4, 1, width], got [3, 1, 128]",
-    ),
-    "indices rank": (dict(indices=int32(ROWS, 128)), ValueError, "indices.shape must be [4, 1, width], got [4, 128]"),
-    "indices stride": (
-        dict(indices=int32(ROWS, 1, 256)[..., ::2]),
-        ValueError,
-        "indices.stride(2) must be 1 (contiguous candidates), got 2",
-    ),
-    "length dtype": (
-        dict(topk_length=torch.zeros(ROWS, dtype=torch.int64)),
-        TypeError,
-        "topk_length.dtype must be torch.int32, got torch.int64",
-    ),
-    "length shape": (dict(topk_length=int32(5)), ValueError, "topk_length.shape must be [4] (rows), got [5]"),
-    "length stride": (dict(topk_length=int32(8)[::2]), ValueError, "topk_length.stride(0) must be 1, got 2"),
-    "sink dtype": (
-        dict(attn_sink=torch.zeros(HEADS, dtype=torch.bfloat16)),
-        TypeError,
-        "attn_sink.dtype must be torch.float32, got torch.bfloat16",
-    ),
-    "sink shape": (dict(attn_sink=torch.zeros(64)), ValueError, "attn_sink.shape must be [16] (heads), got [64]"),
+    "indices rows": (dict(indices=int32(3, 1, 128)), "indices.shape must be [4, 1, width], got [3, 1, 128]"),
+    "indices heads": (dict(indices=int32(ROWS, 2, 128)), "indices.shape must be [4, 1, width], got [4, 2, 128]"),
+    "indices stride": (dict(indices=int32(ROWS, 1, 256)[..., ::2]), "indices must have strides ["),
+    "length shape": (dict(topk_length=int32(5)), "topk_length.shape must be [4], got [5]"),
+    "length stride": (dict(topk_length=int32(8)[::2]), "topk_length must be contiguous, got strides [2]"),
+    "sink shape": (dict(attn_sink=torch.zeros(64)), "attn_sink.shape must be [16], got [64]"),
     "extra pages alone": (
         dict(extra_indices=None, extra_topk_length=None),
-        ValueError,
         "extra_kv_pages and extra_indices or extra_page_table must be given together, extra_topk_length only with "
         "them, got extra_kv_pages = a tensor and extra_indices = None",
     ),
-    "extra indices alone": (
-        dict(extra_kv_pages=None),
-        ValueError,
-        "got extra_kv_pages = None and extra_indices = a tensor",
-    ),
+    "extra indices alone": (dict(extra_kv_pages=None), "got extra_kv_pages = None and extra_indices = a tensor"),
     "extra length alone": (
         dict(extra_kv_pages=None, extra_indices=None),
-        ValueError,
         "got extra_kv_pages = None and extra_indices = None",
     ),
     "extra token bytes": (
         dict(extra_kv_pages=torch.zeros(3, 64, 1, 656, dtype=torch.uint8)),
-        ValueError,
-        "extra_kv_pages.shape[-1] must be 584 (KV token bytes), got 656",
+        "extra_kv_pages.shape must be [pages, page_size, 1, 584], none 0, got [3, 64, 1, 656]",
     ),
     "extra indices rows": (
         dict(extra_indices=int32(1, 1, 512)),
-        ValueError,
         "extra_indices.shape must be [4, 1, width], got [1, 1, 512]",
     ),
-    "extra length": (
-        dict(extra_topk_length=int32(1)),
-        ValueError,
-        "extra_topk_length.shape must be [4] (rows), got [1]",
-    ),
+    "extra length": (dict(extra_topk_length=int32(1)), "extra_topk_length.shape must be [4], got [1]"),
     "list and page table": (
         dict(extra_page_table=int32(ROWS, 8)),
-        ValueError,
         "extra_page_table must be given with extra_kv_pages and without extra_indices, extra_page_table_rows only with "
         "it, got extra_page_table = a tensor, extra_kv_pages = a tensor and extra_indices = a tensor",
     ),
     "page table without pages": (
         table(int32(ROWS, 8), extra_kv_pages=None),
-        ValueError,
         "got extra_page_table = a tensor, extra_kv_pages = None and extra_indices = None",
     ),
     "rows of no page table": (
         dict(extra_page_table_rows=int32(ROWS)),
-        ValueError,
         "got extra_page_table = None, extra_kv_pages = a tensor and extra_indices = a tensor",
     ),
-    "page table dtype": (
-        table(torch.zeros(ROWS, 8, dtype=torch.int64)),
-        TypeError,
-        "extra_page_table.dtype must be torch.int32, got torch.int64",
-    ),
-    "page table rank": (
-        table(int32(ROWS, 1, 8)),
-        ValueError,
-        "extra_page_table.shape must be [4, pages], got [4, 1, 8]",
-    ),
-    "page table rows": (table(int32(2, 8)), ValueError, "extra_page_table.shape must be [4, pages], got [2, 8]"),
-    "page table rank, with rows": (
-        table(int32(8), extra_page_table_rows=int32(ROWS)),
-        ValueError,
-        "extra_page_table.shape must be [tables, pages], got [8]",
+    "page table rank": (table(int32(ROWS, 1, 8)), "extra_page_table.shape must be [tables, pages], got [4, 1, 8]"),
+    "page table rows": (
+        table(int32(2, 8)),
+        "extra_page_table.shape[0] must be 4, or extra_page_table_rows given, got 2",
     ),
     "page table too wide": (
-        table(int32(ROWS, 1).expand(ROWS, 2**24 + 1)),
-        ValueError,
-        "extra_page_table must span at most 1073741824 entries, got 16777217 pages of 64",
+        dict(table(int32(1, 2**16 + 1).expand(ROWS, -1)), extra_kv_pages=wide_pages(2**14)),
+        "extra_page_table must span at most 1073741824 entries, got 1073758208",
     ),
-    "page table stride": (
-        table(int32(ROWS, 16)[:, ::2]),
-        ValueError,
-        "extra_page_table.stride(1) must be 1 (contiguous pages), got 2",
-    ),
-    "page table device": (
-        table(torch.zeros(ROWS, 8, dtype=torch.int32, device="meta")),
-        RuntimeError,
-        "extra_page_table.device must be q's, cpu, got meta",
-    ),
+    "page table stride": (table(int32(ROWS, 16)[:, ::2]), "extra_page_table must have strides ["),
     "rows of page table": (
         table(int32(2, 8), extra_page_table_rows=int32(5)),
-        ValueError,
-        "extra_page_table_rows.shape must be [4] (rows), got [5]",
-    ),
-    "rows of page table dtype": (
-        table(int32(2, 8), extra_page_table_rows=torch.zeros(ROWS, dtype=torch.int64)),
-        TypeError,
-        "extra_page_table_rows.dtype must be torch.int32, got torch.int64",
+        "extra_page_table_rows.shape must be [4], got [5]",
     ),
     "page table and length": (
         table(int32(ROWS, 8), extra_topk_length=int32(5)),
-        ValueError,
-        "extra_topk_length.shape must be [4] (rows), got [5]",
+        "extra_topk_length.shape must be [4], got [5]",
     ),
     "page table and token bytes": (
         table(int32(ROWS, 8), extra_kv_pages=torch.zeros(3, 64, 1, 656, dtype=torch.uint8)),
-        ValueError,
-        "extra_kv_pages.shape[-1] must be 584 (KV token bytes), got 656",
+        "extra_kv_pages.shape must be [pages, page_size, 1, 584], none 0, got [3, 64, 1, 656]",
     ),
-    "pages device": (
-        dict(kv_pages=torch.zeros(3, 64, 1, 584, dtype=torch.uint8, device="meta")),
-        RuntimeError,
-        "kv_pages.device must be q's, cpu, got meta",
-    ),
-    "indices device": (
-        dict(extra_indices=torch.zeros(ROWS, 1, 512, dtype=torch.int32, device="meta")),
-        RuntimeError,
-        "extra_indices.device must be q's, cpu, got meta",
-    ),
-    "length device": (dict(topk_length=META_LENGTH), RuntimeError, "topk_length.device must be q's, cpu, got meta"),
-    "out dtype": (
-        dict(out=torch.zeros(ROWS, 1, HEADS, 512)),
-        TypeError,
-        "out.dtype must be torch.bfloat16, got torch.float32",
-    ),
-    "out shape": (
-        dict(out=bf16(ROWS, HEADS, 512)),
-        ValueError,
-        "out.shape must be q's, [4, 1, 16, 512], got [4, 16, 512]",
-    ),
-    "out device": (
-        dict(out=torch.zeros(ROWS, 1, HEADS, 512, dtype=torch.bfloat16, device="meta")),
-        RuntimeError,
-        "out.device must be q's, cpu, got meta",
-    ),
+    "out shape": (dict(out=bf16(ROWS, 1, HEADS - 1, 512)), "out.shape must be [4, 1, 16, 512], got [4, 1, 15, 512]"),
     "out strides": (
         dict(out=bf16(ROWS, 1, HEADS, 516)[..., :512]),
-        ValueError,
-        "out.stride(0) and out.stride(2) must be multiples of 8 (16 bytes), got 8256 and 516",
-    ),
-    "out on itself": (
-        dict(out=bf16(1, 1, HEADS, 512).expand(ROWS, 1, HEADS, 512)),
-        ValueError,
-        "out must not overlap itself, got strides [0, 8192, 512, 1]",
-    ),
-    "CPU": ({}, RuntimeError, "q.device must be a CUDA device, got cpu"),
-    "CPU, no rows": (
-        dict(
-            q=bf16(0, 1, HEADS, 512),
-            indices=int32(0, 1, 128),
-            topk_length=int32(0),
-            extra_indices=int32(0, 1, 512),
-            extra_topk_length=int32(0),
-        ),
-        RuntimeError,
-        "q.device must be a CUDA device, got cpu",
+        "out must have strides [a multiple of 8, a multiple of 8, a multiple of 8, 1], got strides [8256, 8256, 516,",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusal(name, fake):
-    changes, error, message = REFUSALS[name]
-    with pytest.raises(error, match=re.escape(message)) as raised:
+    changes, message = REFUSALS[name]
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
         op.sparse_decode(**good(**changes))
     assert str(raised.value).startswith("sparse_decode: ")
     assert not fake.calls
 
 
-def test_out_must_not_overlap_q():
-    arguments = good()
-    with pytest.raises(ValueError, match="out must not overlap q, got memory that both cover"):
-        op.sparse_decode(**arguments, out=arguments["q"])
+def test_pages_are_uint8_or_float8():
+    pages = kv_pages.new_pages(3, 256).view(torch.int8)
+    with pytest.raises(TypeError, match="kv_pages.dtype must be torch.uint8 or torch.float8_e4m3fn, got torch.int8"):
+        op.sparse_decode(**good(kv_pages=pages))
 
 
 ACCEPTED = {
@@ -375,6 +214,13 @@ ACCEPTED = {
     "padded out": dict(out=bf16(ROWS, 1, 64, 512)[:, :, :HEADS]),
     "odd page size": dict(kv_pages=kv_pages.new_pages(7, 48), extra_kv_pages=kv_pages.new_pages(9, 3)),
     "single page without pad": dict(kv_pages=torch.zeros(1, 1, 1, 584, dtype=torch.uint8)),
+    "no rows": dict(
+        q=bf16(0, 1, HEADS, 512),
+        indices=int32(0, 1, 128),
+        topk_length=int32(0),
+        extra_indices=int32(0, 1, 512),
+        extra_topk_length=int32(0),
+    ),
 }
 
 
@@ -418,7 +264,7 @@ def test_the_call_that_reaches_the_extension(fake, stream):
     arguments = good(q=bf16(ROWS, 1, 24, 512)[:, :, :HEADS], indices=int32(ROWS, 1, 192)[..., 64:])
     lse = torch.zeros(ROWS, HEADS)
     out = launch(arguments, lse)
-    call = fake.calls[0]
+    _, call = fake.calls[0]
     workspace = {name: call.pop(name) for name in ("partials", "partials_bytes", "control", "control_words")}
     assert call == dict(
         q=arguments["q"].data_ptr(),
@@ -468,7 +314,7 @@ def test_the_call_that_reaches_the_extension(fake, stream):
 def test_the_page_table_that_reaches_the_extension(fake, stream):
     page_table, rows = int32(3, 20)[:, 2:10], int32(ROWS)
     launch(good(**table(page_table, extra_page_table_rows=rows)))
-    call = fake.calls[0]
+    _, call = fake.calls[0]
     named = ("extra_page_table", "extra_page_table_stride", "extra_num_page_tables", "extra_page_table_rows")
     assert [call[name] for name in named] == [page_table.data_ptr(), 20, 3, rows.data_ptr()]
     assert (call["extra_indices"], call["extra_indices_width"], call["extra_page_size"]) == (0, 8 * 64, 64)
@@ -495,7 +341,7 @@ def test_sizes_choose_the_kernel_and_the_one_for_many_rows_takes_no_scratch(
     if page_size is not None:
         few |= dict(extra_kv_pages=kv_pages.new_pages(3, page_size), extra_indices=int32(rows, 1, 128))
     launch(good(q=bf16(rows, 1, heads, 512), extra_topk_length=None, attn_sink=None, **few), prefill=asked)
-    call = fake.calls[0]
+    _, call = fake.calls[0]
     assert call["prefill"] is chosen and bool(call["partials_bytes"]) is not chosen
 
 
@@ -511,32 +357,27 @@ TOO_MANY = dict(
     **dict.fromkeys(("topk_length", "attn_sink", "extra_kv_pages", "extra_indices", "extra_topk_length")),
 )
 NORM_REFUSALS = {
-    "eps alone": (dict(q_norm_eps=1e-6), ValueError, "must be given together, got a value, None and None"),
-    "no eps": (norm(q_norm_eps=None), ValueError, "must be given together, got None, a value and a value"),
-    "cosines": (norm(freqs_cis=torch.zeros(9, 64)), TypeError, "freqs_cis.dtype must be torch.complex64, got"),
-    "float positions": (norm(positions=torch.zeros(ROWS)), TypeError, "torch.int32 or torch.int64, got torch.float32"),
-    "wide rotation": (norm(freqs_cis=torch.zeros(9, 64) * 1j), ValueError, "contiguous [any, 32], got [9, 64]"),
+    "eps alone": (dict(q_norm_eps=1e-6), "must be given together, got a value, None, None"),
+    "no eps": (norm(q_norm_eps=None), "must be given together, got None, a value, a value"),
+    "wide rotation": (norm(freqs_cis=torch.zeros(9, 64) * 1j), "freqs_cis.shape must be [any, 32], got [9, 64]"),
     "strided rotation": (
         norm(freqs_cis=torch.zeros(9, 64, dtype=torch.complex64)[:, ::2]),
-        ValueError,
-        "freqs_cis must be contiguous [any, 32], got [9, 32] with strides [64, 2]",
+        "freqs_cis must be contiguous, got strides [64, 2]",
     ),
-    "other rows": (norm(rows=ROWS + 1), ValueError, "positions must be contiguous [4], got [5]"),
+    "other rows": (norm(rows=ROWS + 1), "positions.shape must be [4], got [5]"),
     "shifted rotation": (
         norm(freqs_cis=torch.zeros(33, dtype=torch.complex64)[1:].view(1, 32)),
-        ValueError,
         "freqs_cis must start on a 16-byte boundary, got an address 8 bytes past one",
     ),
-    "positions elsewhere": (norm(positions=META_LENGTH), RuntimeError, "positions.device must be q's, cpu, got meta"),
-    "many rows": (TOO_MANY | norm(op.MAX_NORM_ROWS + 1), ValueError, "None above 512 rows and with prefill=True, got"),
-    "the other kernel": (norm(prefill=True), ValueError, "with prefill=True, got prefill=True: norm and rotate q"),
+    "many rows": (TOO_MANY | norm(op.MAX_NORM_ROWS + 1), "None above 512 rows and with prefill=True, got"),
+    "the other kernel": (norm(prefill=True), "with prefill=True, got prefill=True: norm and rotate q"),
 }
 
 
 @pytest.mark.parametrize("name", NORM_REFUSALS)
 def test_norm_refusal(name, fake):
-    changes, error, message = NORM_REFUSALS[name]
-    with pytest.raises(error, match=re.escape(message)) as raised:
+    changes, message = NORM_REFUSALS[name]
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
         op.sparse_decode(**good(**changes))
     assert str(raised.value).startswith("sparse_decode: ") and not fake.calls
 
@@ -547,7 +388,7 @@ def test_the_norm_that_reaches_the_extension(fake, stream, dtype):
     with pytest.raises(RuntimeError, match="CUDA device, got cpu"):
         op.sparse_decode(**good(**given))
     launch(good(), query=tuple(given.values()))
-    call = fake.calls[0]
+    _, call = fake.calls[0]
     assert (call["rotation"], call["positions"]) == (given["freqs_cis"].data_ptr(), given["positions"].data_ptr())
     assert (call["position_bytes"], call["q_norm_eps"], call["prefill"]) == (dtype.itemsize, 1e-6, False)
 
@@ -555,7 +396,7 @@ def test_the_norm_that_reaches_the_extension(fake, stream, dtype):
 def test_absent_arguments_are_zero(fake, stream):
     absent = ("topk_length", "attn_sink", "extra_kv_pages", "extra_indices", "extra_topk_length")
     launch(good(**dict.fromkeys(absent)))
-    call = fake.calls[0]
+    _, call = fake.calls[0]
     assert [call[name] for name in (*absent, "lse", "extra_page_bytes", "extra_num_pages", "extra_indices_width")] == [
         0
     ] * 9
@@ -566,7 +407,7 @@ def test_eager_calls_of_a_stream_share_control_words_and_streams_do_not(fake, st
     launch(good())
     stream.raw = 78
     launch(good())
-    first, second, other = (call["control"] for call in fake.calls)
+    first, second, other = (call["control"] for _, call in fake.calls)
     assert first == second and abs(other - first) >= 4 * 1024
 
 
@@ -575,11 +416,11 @@ def test_calls_of_a_capture_share_control_words_and_captures_do_not(fake, stream
     stream.capturing = True
     for stream.capture in (1, 1, 2):
         launch(good())
-    eager, first, again, other = (call["control"] for call in fake.calls)
+    eager, first, again, other = (call["control"] for _, call in fake.calls)
     assert first == again and len({eager, first, other}) == 3 and (other - first) % 128 == 0
 
 
 def test_a_first_call_under_capture_zeroes_words_of_its_own(fake, stream):
     stream.capturing = True
     launch(good())
-    assert op._control_words(None)._store is None and fake.calls[0]["control"]
+    assert op._control_words(None)._store is None and fake.calls[0][1]["control"]

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from deepseek_v4_sm120 import extension
+from deepseek_v4_sm120.ops.shared import extension
 
 MIB = 1 << 20
 ROWS = (1, 2, 7, 16, 63, 64, 100, 256, 1000, 8192)

@@ -12,7 +12,7 @@ from deepseek_v4_sm120.ops import wo_a as op
 from deepseek_v4_sm120.reference import wo_a as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.fp8_linear import fp8_linear
-from deepseek_v4_sm120.reference.wo_a_inputs import make_wo_a
+from deepseek_v4_sm120.specs.wo_a import make_wo_a
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 

@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from deepseek_v4_sm120 import extension
-from deepseek_v4_sm120.zeroed_words import ZeroedWords
+from deepseek_v4_sm120.ops.shared import extension
+from deepseek_v4_sm120.ops.shared.zeroed_words import ZeroedWords
 
 STREAM, SIDE = 77, 78
 ISSUE_CALLS, ISSUE_WORDS = 86, 12 * 128 * 32  # a step's boundaries of 12 rows: went once round a ring of 16 MiB

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.patching import import_hook, report, verdict
+from deepseek_v4_sm120.sglang_patches import device_gate
 from tests.patching import wheels
 from tests.patching.small_host import HOST
 

@@ -76,7 +76,7 @@ def linears(layer):
 
 def describe(layer):
     """What each adapter says of the layer's own parts."""
-    from deepseek_v4_sm120.sglang_adapters import bf16_linear, fp8_linear, mhc, mxfp4_moe
+    from deepseek_v4_sm120.sglang_patches.adapters import bf16_linear, fp8_linear, mhc, mxfp4_moe
 
     attention, experts = layer.self_attn, layer.mlp.experts
     hidden = layer.hidden_size
@@ -86,13 +86,13 @@ def describe(layer):
     heads = type(attention)._kernel_num_heads
     return {
         "wo_a": type(attention.wo_a.weight).__name__,
-        "fp8_linear": {name: fp8_linear.serves_layer(linear.quant_method, linear) for name, linear in linears(layer)},
-        "q_norm waits": "forward" in vars(attention.q_norm),
+        "fp8_linear": {name: fp8_linear.keeps(linear.quant_method, linear) for name, linear in linears(layer)},
+        "latent norm waits": "forward" in vars(attention.q_norm),
         "unpadded": heads(attention, ROWS) == attention.n_local_heads,
         "stock's heads": heads.__wrapped__(attention, ROWS),
-        "experts": [type(experts.quant_method).__name__, mxfp4_moe.handles(experts.quant_method, experts)],
-        "router": bf16_linear._is_v4_gate(layer.mlp.gate) and bf16_linear.handles(x, layer.mlp.gate.weight),
-        "mhc": mhc._is_served(streams, *mixes, mhc.op.MIXES),
+        "experts": [type(experts.quant_method).__name__, mxfp4_moe.keeps(experts.quant_method, experts)],
+        "router": bf16_linear._is_v4_gate(layer.mlp.gate) and bf16_linear.takes(x, layer.mlp.gate.weight),
+        "mhc": mhc._takes(streams, *mixes, mhc.op.MIXES),
         "fused boundary": layer.use_fused_mhc_post_pre,
         "indexer": type(attention.indexer).__name__,
         "compressor": type(attention.compressor).__name__,
@@ -100,18 +100,19 @@ def describe(layer):
 
 
 def run(kind, folder):
-    from deepseek_v4_sm120 import device_gate, models_served, patching
+    from deepseek_v4_sm120 import patching
+    from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 
     folder, _, untold = folder.partition(":")
     arguments, config = resolve(folder)
     from sglang.srt.arg_groups.overrides import resolved_view
 
-    choices = patching.active_engine().steering.choices
+    choices = patching.active_engine().steering.outcomes
     found = {
         "told": models_served.announced()["model_type"],
         "gate": device_gate.serves_current_device(),
         "prefill_decode_interval": resolved_view(arguments).prefill_decode_interval,
-        "setting": next([c.state, c.reason] for c in choices if c.setting == "prefill_decode_interval"),
+        "default": next([c.state, c.reason] for c in choices if c.default == "prefill_decode_interval"),
         "type": config.model_type,
     }
     if untold:

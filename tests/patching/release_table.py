@@ -14,7 +14,7 @@ sys.path.insert(0, str(REPO))
 
 from deepseek_v4_sm120.patching import ledger  # noqa: E402
 from deepseek_v4_sm120.patching.spec import Patch  # noqa: E402
-from deepseek_v4_sm120.sglang_patches import LEDGER, TABLE  # noqa: E402
+from deepseek_v4_sm120.sglang_patches.table import LEDGER, TABLE  # noqa: E402
 from tests.patching.review import is_for  # noqa: E402
 from tests.patching.wheels import RELEASES, built  # noqa: E402
 

@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version  # noqa: E402
 
 from deepseek_v4_sm120.patching import contract, ledger  # noqa: E402
 from deepseek_v4_sm120.patching.spec import Target  # noqa: E402
-from deepseek_v4_sm120.sglang_patches import LEDGER, TABLE  # noqa: E402
+from deepseek_v4_sm120.sglang_patches.table import LEDGER, TABLE  # noqa: E402
 from tests.patching.wheels import WheelSources, fetch  # noqa: E402
 
 STAND_INS = {s.name: s for s in TABLE.stand_ins}

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, NOT_APPLICABLE, OFF, READY, UNSUPPORTED
 from deepseek_v4_sm120.patching.spec import Patch, PatchError, StandIn, Target
 from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.sglang_patches import device_gate
 from tests.patching.small_host import (
     BROKEN_HOSTS,
     FUNCTION,
@@ -76,6 +76,33 @@ def test_two_patches_in_one_place(host):
     importlib.reload(kernels)
     assert kernels.f is not both and kernels.f(a=1) == both(a=1)
     assert engine.undo() == [] and kernels.f(a=1) == 1
+
+
+def test_two_patches_that_share_what_they_put_in_one_place(host):
+    """A replacement that gives back what it was given: each patch can be taken back alone, and the place is restored
+    with the last."""
+    host()
+    shared = function_target(replacement="eng_ours:shared", contract=Bound())
+    patches = [Patch(name=name, why="test", targets=(shared,), retire="never") for name in ("one", "two", "three")]
+    engine = start_engine(patches)
+    from eng_host import kernels
+
+    first, stock = kernels.f, kernels.f.__wrapped__
+    assert first(a=1) == ("shared", 1) and stock(a=1) == 1 and states(engine) == [APPLIED] * 3
+    for record in engine.records:
+        engine.apply(record, kernels)
+    assert kernels.f is first
+    for index in (0, 2):
+        engine._take_back([engine.records[index]])
+        assert kernels.f is first and engine.records[index].state == READY
+    engine.apply(engine.records[0], kernels)
+    assert kernels.f is first and states(engine) == [APPLIED, APPLIED, READY]
+    importlib.reload(kernels)
+    assert kernels.f is not first and kernels.f(a=1) == ("shared", 1) and states(engine) == [APPLIED] * 3
+    stock = kernels.f.__wrapped__
+    engine._take_back(engine.records[1:])
+    assert kernels.f(a=1) == ("shared", 1)
+    assert engine.undo() == [] and kernels.f is stock and states(engine) == [READY] * 3
 
 
 def test_undo_leaves_a_stranger_on_top_alone(host):
@@ -364,7 +391,7 @@ def test_report_file(host, tmp_path):
 
 
 def test_stand_in(host):
-    package = "deepseek_v4_sm120.sglang_adapters.flash_mla_absent"
+    package = "deepseek_v4_sm120.sglang_patches.adapters.flash_mla_absent"
     host({"eng_host/backend.py": "def run():\n    import flash_mla\n    return flash_mla.get_mla_metadata()\n"})
     stand_in = StandIn(
         name="flash_mla",

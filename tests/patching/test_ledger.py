@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deepseek_v4_sm120.patching import ledger
-from deepseek_v4_sm120.sglang_patches import LEDGER, TABLE
+from deepseek_v4_sm120.sglang_patches.table import LEDGER, TABLE
 from tests.patching import release_table, review
 from tests.patching.wheels import RELEASES
 
@@ -32,7 +32,7 @@ def test_the_engine_says_so(python, tree, tmp_path):
     code = """
         from pathlib import Path
         from dataclasses import replace
-        from deepseek_v4_sm120 import sglang_patches
+        from deepseek_v4_sm120.sglang_patches import table as sglang_patches
         from deepseek_v4_sm120.patching import ledger
         missing = ledger.read(Path("nowhere/reviewed.json"))
         sglang_patches.TABLE = replace(sglang_patches.TABLE, reviewed=lambda: missing)

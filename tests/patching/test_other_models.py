@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120 import OPS, device_gate, extension, models_served, models_table
-from deepseek_v4_sm120.console import CommandError
-from deepseek_v4_sm120.doctor import model_checks
-from deepseek_v4_sm120.models_served import LIMITS
-from deepseek_v4_sm120.plan import models
-from deepseek_v4_sm120.sglang_adapters import argument_defaults
+from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.commands import models_table
+from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.doctor import model_checks
+from deepseek_v4_sm120.commands.plan import models
+from deepseek_v4_sm120.ops.shared import extension
+from deepseek_v4_sm120.ops.shared.limits import LIMITS
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served
+from deepseek_v4_sm120.sglang_patches.adapters import argument_defaults
 from tests.patching.test_start import places, unpacked  # noqa: F401  fixtures
 
 HERE = Path(__file__).resolve().parent
@@ -65,10 +68,10 @@ VERSIONS = ("0.5.21", "0.5.23")  # the first that has DeepSeek-V4.1, and the las
 def test_v41_is_sglangs_own_in_every_part(layers, version):
     found = layers(version)["v41"]
     assert (found["type"], found["told"], found["gate"]) == ("deepseek_v41", "deepseek_v41", False)
-    assert found["prefill_decode_interval"] == 0 and found["setting"][0] == "NOT APPLICABLE"
-    assert "DeepSeek-V4.1: never run" in found["setting"][1]
+    assert found["prefill_decode_interval"] == 0 and found["default"][0] == "NOT APPLICABLE"
+    assert "DeepSeek-V4.1: never run" in found["default"][1]
     for layer in found["layers"]:
-        assert layer["wo_a"] != "StoredWeight" and not layer["q_norm waits"]
+        assert layer["wo_a"] != "StoredWeight" and not layer["latent norm waits"]
         assert layer["unpadded"] is False and layer["stock's heads"] == 64  # V4.1's kernels read the padded heads
         assert layer["experts"] == ["Mxfp4FlashinferCutlassMoEMethod", False]
         assert not any((layer["router"], layer["mhc"], layer["fused boundary"], *layer["fp8_linear"].values()))
@@ -78,7 +81,7 @@ def test_v41_is_sglangs_own_in_every_part(layers, version):
 def test_v41_where_nobody_told_the_model(layers, version):
     """A worker that did not inherit its parent's environment: shapes and flags alone decide, at load as at the call."""
     for layer in layers(version)["v41 untold"]["layers"]:
-        assert layer["wo_a"] != "StoredWeight" and not layer["q_norm waits"]
+        assert layer["wo_a"] != "StoredWeight" and not layer["latent norm waits"]
         assert layer["unpadded"] is False and layer["experts"][1] is False
         assert not any((layer["mhc"], layer["fused boundary"], *layer["fp8_linear"].values()))
         assert layer["router"] is True  # the same product of other widths; test_other_models_numbers.py
@@ -89,9 +92,9 @@ def test_v41_where_nobody_told_the_model(layers, version):
 def test_pro_is_ours_in_every_part(layers, version):
     found = layers(version)["pro"]
     assert (found["type"], found["told"], found["gate"]) == ("deepseek_v4", "deepseek_v4", True)
-    assert found["prefill_decode_interval"] == 8 and found["setting"][0] == "ON"  # behind V4.1's in one process
+    assert found["prefill_decode_interval"] == 8 and found["default"][0] == "ON"  # behind V4.1's in one process
     for layer in found["layers"]:
-        assert layer["wo_a"] == "StoredWeight" and layer["q_norm waits"] and layer["unpadded"]
+        assert layer["wo_a"] == "StoredWeight" and layer["latent norm waits"] and layer["unpadded"]
         assert layer["experts"] == ["Mxfp4FlashinferCutlassMoEMethod", True]
         assert all((layer["router"], layer["mhc"], layer["fused boundary"], *layer["fp8_linear"].values()))
         assert layer["compressor"] == "Compressor" and layer["indexer"] in ("C4Indexer", "NoneType")
@@ -181,14 +184,14 @@ def test_a_model_with_other_sizes_loses_what_they_concern_and_nothing_else():
     of_fp8 = CONFIGS["flash"] | {"expert_dtype": "fp8"}
     assert [v.operator for v in models_served.verdicts(of_fp8) if not v.served] == ["mxfp4_moe"]
     at_3 = models_served.verdicts(CONFIGS["flash"], 3)
-    assert {v.operator for v in at_3 if not v.served} == {"sparse_decode", "q_norm", "mxfp4_moe"}
+    assert {v.operator for v in at_3 if not v.served} == {"sparse_decode", "head_norm", "mxfp4_moe"}
 
 
 def test_without_the_gate_v41s_sizes_are_beyond_most_operators():
     """What the adapters' predicates see, were the gate open; test_v41_where_nobody_told_the_model builds it."""
     sizes = models_served.sizes(CONFIGS["v41"], 2)
     beyond = {op for op, limits in LIMITS.items() for name, limit in limits.items() if sizes[name] not in limit}
-    assert beyond == {"q_norm", "index_select", "mxfp4_moe", "fp8_linear", "wo_a", "mhc"}
+    assert beyond == {"head_norm", "index_select", "mxfp4_moe", "fp8_linear", "wo_a", "mhc"}
 
 
 def test_status_says_it(tmp_path):
@@ -203,8 +206,10 @@ def test_status_says_it(tmp_path):
     with pytest.raises(CommandError, match="--model must be flash, pro, or a folder"):
         models_table.of_model(str(tmp_path / "nothing"), 1)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CommandError, match="no config.json of a model"):
-        models_table.of_model(str(tmp_path), 1)
+    os.mkfifo(tmp_path / "fifo")  # whoever only opened it would wait for ever
+    for name, words in (("", "no config.json of a model"), ("fifo", "cannot be read: a FIFO")):
+        with pytest.raises(CommandError, match=words):
+            models_table.of_model(str(tmp_path / name), 1)
 
 
 def test_doctor_says_it(tmp_path):
@@ -216,6 +221,9 @@ def test_doctor_says_it(tmp_path):
     assert "none of the operators is for this model" in said("x", "deepseek_v41", 8)[1]
     assert said("deepseek-ai/DeepSeek-V4-Flash", "deepseek_v4", 2)[0] == "OK"
     assert said("x", None, 2)[0] == "NOT RUN" and said(None, None, None)[0] == "NOT RUN"
+    (tmp_path / "config.json").write_text("{")
+    state, text = said(str(tmp_path), "deepseek_v4", 2)
+    assert state == "WARN" and "config.json is not JSON" in text
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["flash"] | {"hidden_size": 6144}))
     state, text = said(str(tmp_path), "deepseek_v4", 2)
     assert state == "WARN" and "mhc (hidden 6144, made for 4096 or 7168)" in text

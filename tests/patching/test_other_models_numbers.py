@@ -11,19 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.reference import bf16_linear as linear_reference
 from deepseek_v4_sm120.reference import mhc as mhc_reference
 from deepseek_v4_sm120.reference import sparse_decode as attention_reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight
-from deepseek_v4_sm120.reference.mhc_inputs import Shape as Streams
-from deepseek_v4_sm120.reference.mhc_inputs import make_inputs as make_streams
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as experts_reference
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import Shape as Experts
-from deepseek_v4_sm120.reference.mxfp4_moe_inputs import make_inputs as make_experts
-from deepseek_v4_sm120.reference.sparse_decode_inputs import CacheShape, Shape, make_inputs
-from deepseek_v4_sm120.sglang_adapters import (
+from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches.adapters import (
     bf16_linear,
     fp8_linear,
     index_select,
@@ -32,12 +26,17 @@ from deepseek_v4_sm120.sglang_adapters import (
     sparse_decode,
     wo_a,
 )
-from deepseek_v4_sm120.sglang_patches_mhc import LAYER_BASE
+from deepseek_v4_sm120.sglang_patches.rows.mhc import LAYER_BASE
+from deepseek_v4_sm120.specs.fp8_linear import make_weight
+from deepseek_v4_sm120.specs.mhc import Shape as Streams
+from deepseek_v4_sm120.specs.mhc import make_inputs as make_streams
+from deepseek_v4_sm120.specs.mxfp4_moe import Shape as Experts
+from deepseek_v4_sm120.specs.mxfp4_moe import make_inputs as make_experts
+from deepseek_v4_sm120.specs.sparse_decode import CacheShape, Shape, make_inputs
 from tests.adapters import test_mxfp4_moe as experts
 from tests.adapters import wo_a_layer
 from tests.adapters.test_mxfp4_moe import served as experts_served  # noqa: F401  a fixture
 from tests.adapters.test_sparse_decode import LAYOUT
-from tests.patching import test_wheel_q_norm as given
 from tests.patching import test_wheel_wo_a as wheels
 
 VERSION = "0.5.23"
@@ -136,9 +135,9 @@ def test_the_routers_own_forward(sizes, rows, sglang_wheel, monkeypatch):
         "_is_cuda": True,
         "use_intel_amx_backend": lambda gate: False,
         "get_exec": lambda: SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False)),
-        given.GIVEN: {"linear_bf16_fp32": lambda x, w: x.float() @ w.float().T},
+        "GIVEN": {"linear_bf16_fp32": lambda x, w: x.float() @ w.float().T},
     }
-    forward = given.take(sglang_wheel(VERSION), "sglang.srt.models.deepseek_v2", names, "MoEGate.forward")
+    forward = wheels.take(sglang_wheel(VERSION), names, "MoEGate.forward", "sglang.srt.models.deepseek_v2")
 
     def operator(x, weight):
         calls.append(tuple(weight.shape))
@@ -177,10 +176,10 @@ def decoder_layer(wheel, hidden):
         **{"_is_npu": False, "_is_xpu": False, "_is_hip": False, "MHC_POST_MULT_VALUE": 2.0},
         "get_mhc_ops": lambda: SimpleNamespace(hc_split_sinkhorn=hc_split_sinkhorn),
         "use_symmetric_memory": lambda *args, **kwargs: nullcontext(),
-        given.GIVEN: {"mhc_combine": mhc_combine},
+        "GIVEN": {"mhc_combine": mhc_combine},
     }
     module, _, qualname = LAYER_BASE.partition(":")
-    hc_pre = given.take(wheel, module, names, f"{qualname}.hc_pre")
+    hc_pre = wheels.take(wheel, names, f"{qualname}.hc_pre", module)
     return SimpleNamespace(rms_norm_eps=1e-6, hc_eps=1e-6, hc_sinkhorn_iters=20, hc_mult=4, hidden=hidden), hc_pre
 
 
@@ -234,10 +233,10 @@ def test_pros_projection(sglang_wheel, monkeypatch):
 def test_another_wo_a_is_made_and_loaded_by_sglang(changed):
     attention = SimpleNamespace(wo_a=wo_a_layer.Linear(), head_dim=512, qk_rope_head_dim=64, o_lora_rank=128)
     config = wo_a_layer.Fp8Config()
-    assert wo_a.handles(attention, config, "wo_a")
+    assert wo_a.keeps(attention, config, "wo_a")
     config.weight_block_size = changed.get("block", config.weight_block_size)
     vars(attention).update(changed)
-    assert not wo_a.handles(attention, config, "wo_a")
+    assert not wo_a.keeps(attention, config, "wo_a")
     model, seen = torch.nn.Module(), []
     model.self_attn = torch.nn.Module()
     model.self_attn.wo_a = attention.wo_a
@@ -281,9 +280,9 @@ def test_another_models_fp8_layers_are_sglangs_until_an_attention_of_ours_is_mad
     for is_dsv41 in (None, True):
         if is_dsv41:
             made(SimpleNamespace(), is_dsv41)
-        assert apply(method, layer, x) == "stock" and not fp8_linear.serves_layer(method, layer)
+        assert apply(method, layer, x) == "stock" and not fp8_linear.keeps(method, layer)
     made(SimpleNamespace(), False)
-    assert fp8_linear.serves_layer(method, layer)
+    assert fp8_linear.keeps(method, layer)
 
 
 # ---- experts
@@ -300,7 +299,7 @@ def test_another_models_fp8_layers_are_sglangs_until_an_attention_of_ours_is_mad
     ids=["Pro", "V4.1", "pruned"],
 )
 def test_experts_are_loaded_and_computed_by_the_same_one(shape, ours, cutlass, experts_served, monkeypatch):  # noqa: F811
-    monkeypatch.setitem(mxfp4_moe.models_served.LIMITS, "mxfp4_moe", SIZES)
+    monkeypatch.setitem(mxfp4_moe.limits.LIMITS, "mxfp4_moe", SIZES)
     monkeypatch.setattr(mxfp4_moe, "_compile_prefill", lambda layer, kept: None)
     recorded = experts.Recorded("x", torch.float8_e8m0fnu, cutlass=cutlass)
     made = make_experts(shape, device="cpu")
@@ -316,16 +315,16 @@ def test_experts_are_loaded_and_computed_by_the_same_one(shape, ours, cutlass, e
         assert layer.log == ["repacked", "applied"] and torch.equal(result, made.hidden * 2)
 
 
-SIZES = dict(mxfp4_moe.models_served.LIMITS["mxfp4_moe"])
+SIZES = dict(mxfp4_moe.limits.LIMITS["mxfp4_moe"])
 
 
 @pytest.mark.parametrize("flag", ["apply_router_weight_on_input", "no_combine"])
 def test_experts_that_weigh_otherwise_are_sglangs(flag):
     made = make_experts(Experts(1, hidden=4096, inter=256, experts=2), device="cpu")
     layer = experts.engine_layer(experts.RECORDED[2], made)
-    assert mxfp4_moe.handles(experts.Method(False), layer)
+    assert mxfp4_moe.keeps(experts.Method(False), layer)
     setattr(layer.moe_runner_config, flag, True)
-    assert not mxfp4_moe.handles(experts.Method(False), layer)
+    assert not mxfp4_moe.keeps(experts.Method(False), layer)
 
 
 # ---- the indexer
@@ -335,8 +334,8 @@ def test_pros_top_k_is_ours_and_more_is_not():
     table, lengths = torch.zeros(1, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     for k, ours in ((512, True), (1024, True), (2048, False)):
         out = torch.zeros(1, k, dtype=torch.int32)
-        assert index_select.handles_selection(lengths, table, out, 64) is ours
-    assert not index_select.handles_selection(lengths, None, out[:, :512], 64)  # V4.1's, without a page table
+        assert index_select.takes_selection(lengths, table, out, 64) is ours
+    assert not index_select.takes_selection(lengths, None, out[:, :512], 64)  # V4.1's, without a page table
 
 
 @pytest.mark.parametrize("heads", [32, 64])
@@ -345,4 +344,4 @@ def test_v41s_index_queries_are_never_deferred(heads):
     keys = torch.zeros(1, 64, 1, 132, dtype=torch.uint8)
     numbers = torch.zeros(1, dtype=torch.int32)
     call = (q, keys, torch.zeros(1, heads), numbers, numbers.view(1, 1), None, 64, False)
-    assert index_select.handles(call) is (heads == 64)
+    assert index_select.takes(call) is (heads == 64)

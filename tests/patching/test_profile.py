@@ -8,7 +8,7 @@ import pytest
 
 import deepseek_v4_sm120
 from deepseek_v4_sm120.patching import profile
-from deepseek_v4_sm120.sglang_patches import TABLE
+from deepseek_v4_sm120.sglang_patches.table import TABLE
 
 GOOD = {
     "format": profile.FORMAT,
@@ -178,7 +178,7 @@ def test_the_engine_leaves_out_what_lost_and_stops_at_a_corrupt_file(python, tre
         print(hasattr(module.flash_mla_with_kvcache_sm120, "__wrapped__"), ours[0].reason[-31:],
               [(r.patch.name, r.state) for r in ours if r.state != "NOT APPLICABLE"])
         import sglang.srt.managers.scheduler
-        from deepseek_v4_sm120 import device_gate
+        from deepseek_v4_sm120.sglang_patches import device_gate
         device_gate.serves_current_device = lambda: True
         from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
         DeepseekV4ForCausalLM()

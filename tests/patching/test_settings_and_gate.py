@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.settings import KNOWN, Settings, read_settings, unknown_variables
+from deepseek_v4_sm120.sglang_patches import device_gate
 
 
 def test_defaults():
@@ -37,9 +37,16 @@ def test_all_values():
         ("DSV4_SM120_UNREVIEWED", "warn, refuse"),
     ],
 )
-def test_unknown_values_raise_with_the_accepted_ones(name, accepted):
-    with pytest.raises(ValueError, match=f"{name} must be unset or one of {accepted}; got 'maybe'"):
-        read_settings({name: "maybe"})
+def test_unknown_values_are_told_with_the_accepted_ones_and_change_nothing_else(name, accepted):
+    found = read_settings({name: "maybe", "DSV4_SM120_SET": "mhc=off", "DSV4_SM120_REPORT": "/reports"})
+    assert found.wrong == (f"{name} must be unset or one of {accepted}; got 'maybe'",)
+    assert found == Settings(report="/reports", choices={"mhc": "off"}, wrong=found.wrong)
+
+
+def test_malformed_choices_are_told_with_the_others():
+    found = read_settings({"DSV4_SM120_SET": "mhc=sometimes", "DSV4_SM120_SHADOW": "2"})
+    assert [text.partition(" must be")[0] for text in found.wrong] == ["DSV4_SM120_SET", "DSV4_SM120_SHADOW"]
+    assert found == Settings(wrong=found.wrong)
 
 
 @pytest.mark.parametrize(

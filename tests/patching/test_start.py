@@ -43,7 +43,7 @@ RESOLVE = """
     print(json.dumps({
         "arguments": {name: getattr(resolved, name) for name in names},
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "_DSV4"))},
-        "states": {c.setting: [c.state, c.reason] for c in engine.steering.choices} if engine else {},
+        "states": {c.default: [c.state, c.reason] for c in engine.steering.outcomes} if engine else {},
     }))
 """
 WORKER = """
@@ -177,8 +177,9 @@ MHC_BOUNDARY = """
     import torch
     import sglang.srt.models.deepseek_v4 as model
     import sglang.srt.models.deepseek_v4_nextn as nextn
-    from deepseek_v4_sm120 import device_gate, patching
-    from deepseek_v4_sm120.sglang_adapters import mhc as adapter
+    from deepseek_v4_sm120 import patching
+    from deepseek_v4_sm120.sglang_patches import device_gate
+    from deepseek_v4_sm120.sglang_patches.adapters import mhc as adapter
 
     calls = []
     def stand_in(name, result):
@@ -193,7 +194,7 @@ MHC_BOUNDARY = """
     stand_in("mhc_post", streams)
     stand_in("mhc_head", rows)
     device_gate.serves = lambda device: True
-    from deepseek_v4_sm120 import models_served
+    from deepseek_v4_sm120.sglang_patches import models_served
     models_served.announce({"model_type": "deepseek_v4", "hidden_size": 4096, "hc_mult": 4})  # as resolved arguments do
 
     fn, scale, base = torch.zeros(24, 16384), torch.zeros(3), torch.zeros(24)
@@ -301,7 +302,7 @@ def test_a_release_that_does_not_fit_starts_with_llama_and_stops_with_ours(pytho
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found["said"]) == {"arguments", "layers"}
     assert all("unexpected" in text and "brand_new" in text for text in found["said"].values())
-    assert found["states"]["q_norm"] == "BROKEN" and found["states"]["index_select"] == "APPLIED"
+    assert found["states"]["head_norm"] == "BROKEN" and found["states"]["index_select"] == "APPLIED"
     lines = [line for line in done.stderr.splitlines() if "does not fit sglang 0.5.22" in line]
     assert len(lines) == 1 and "any other runs as without us" in lines[0]
 

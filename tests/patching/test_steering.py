@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from deepseek_v4_sm120.patching.spec import VALUE, Setting
+from deepseek_v4_sm120.patching.spec import VALUE, Default
 from deepseek_v4_sm120.patching.steering import HANDOVER, NOT_APPLICABLE, OFF, ON, USER, Steering
 from deepseek_v4_sm120.settings import Settings, read_choices
-from deepseek_v4_sm120.sglang_settings import SETTINGS
+from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
 
 ROWS = (
-    Setting(name="safe", why="w", source="s", sglang="a", on=True, how="h", environment={"STOCK_A": "0"}),
-    Setting(name="risky", why="w", source="s", sglang="a", on=False, how="h", environment={"STOCK_B": "1"}),
-    Setting(name="count", why="w", source="s", sglang="a", on=True, how="h", arguments={"steps": VALUE}, value=8),
-    Setting(name="later", why="w", source="s", sglang="b", on=True, how="h", environment={"STOCK_C": "1"}),
+    Default(name="safe", why="w", source="s", sglang="a", on=True, how="h", environment={"STOCK_A": "0"}),
+    Default(name="risky", why="w", source="s", sglang="a", on=False, how="h", environment={"STOCK_B": "1"}),
+    Default(name="count", why="w", source="s", sglang="a", on=True, how="h", arguments={"steps": VALUE}, value=8),
+    Default(name="later", why="w", source="s", sglang="b", on=True, how="h", environment={"STOCK_C": "1"}),
 )
 
 
@@ -25,7 +25,7 @@ def steering(environ, **choices):
 
 def apply(made, environ, arguments):
     made.apply(environ, arguments.get, arguments.__setitem__)
-    return {c.setting: c.state for c in made.choices}
+    return {c.default: c.state for c in made.outcomes}
 
 
 def test_defaults():
@@ -71,12 +71,12 @@ def test_twice_is_once():
     made = steering(environ)
     apply(made, environ, arguments)
     assert apply(made, environ, arguments)["safe"] == ON and arguments == {"steps": 8}
-    assert [c.applied for c in made.choices if c.setting == "safe"] == [("STOCK_A=0",)]
+    assert [c.applied for c in made.outcomes if c.default == "safe"] == [("STOCK_A=0",)]
 
 
 def test_validation_modes_change_nothing_unasked():
     made = Steering(ROWS, Settings(force="ops", choices={"risky": "on"}), lambda versions: True)
-    assert {c.setting: c.state for c in made.choices} == {"safe": OFF, "risky": ON, "count": OFF, "later": OFF}
+    assert {c.default: c.state for c in made.outcomes} == {"safe": OFF, "risky": ON, "count": OFF, "later": OFF}
 
 
 def test_unknown_names_are_a_problem_in_words():
@@ -105,15 +105,15 @@ def test_choices_are_read():
 
 
 def test_every_row_of_the_table_says_why_and_how():
-    assert len({row.name for row in SETTINGS}) == len(SETTINGS) > 5
-    for row in SETTINGS:
+    assert len({row.name for row in DEFAULTS}) == len(DEFAULTS) > 5
+    for row in DEFAULTS:
         assert row.why and row.how and "[" in row.source
         assert row.environment or row.arguments or row.value
         assert not (row.on and row.source.count("[I]") and "[R]" not in row.source), row.name
 
 
 def test_the_prefill_interval_holds_chunks_back_only_while_somebody_decodes(monkeypatch):
-    from deepseek_v4_sm120.sglang_adapters import scheduling
+    from deepseek_v4_sm120.sglang_patches.adapters import scheduling
 
     monkeypatch.setattr(scheduling, "_interval", lambda: 2)
 

@@ -10,7 +10,7 @@ import pytest
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Target
-from deepseek_v4_sm120.sglang_patches import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
+from deepseek_v4_sm120.sglang_patches.table import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
 from tests.patching.conftest import EXPERTS, INDEXER, MHC_HEAD, MODEL, SM120_FUNCTION
 
 TARGETS = [(patch, target) for patch in TABLE.patches for target in patch.targets]
@@ -38,20 +38,28 @@ def test_every_row_is_complete():
 
 
 @pytest.mark.parametrize(
-    "chosen, state", [(None, "READY"), ("fp8_linear=on", "READY"), ("fp8_linear=off", "OFF"), ("mhc=off", "READY")]
+    "chosen, off",
+    [
+        *((None, ()), ("fp8_linear=on", ()), ("fp8_linear=off", ["fp8_linear"]), ("mhc=off", ["mhc"])),
+        *(("wo_a=off", ["wo_a"]), ("head_norm=off", ["head_norm"])),
+        ("sparse_decode=off", ["sparse_decode", "unpadded_heads", "head_norm", "paged_prefill", "sched_meta"]),
+    ],
 )
-def test_an_operator_is_switched_by_its_name(python, tree, chosen, state):
+def test_a_patch_is_switched_by_its_name_and_with_the_operator_that_it_serves(python, tree, chosen, off):
     code = """
         import sglang
         from deepseek_v4_sm120 import patching
-        for r in patching.active_engine().records:
-            print(r.patch.name, r.state)
+        engine, states = patching.active_engine(), {}
+        for r in engine.records:
+            states.setdefault(r.state, {})[r.patch.name] = None
+        assert engine.steering.problem() is None
+        print(*states.get("OFF", ()))
+        print(*states["READY"])
     """
     more = {"DSV4_SM120_SET": chosen} if chosen else {}
-    found = dict(line.split(maxsplit=1) for line in python(code, path=[tree({})], env=more).stdout.splitlines())
-    assert found["fp8_linear"] == state
-    assert found["mhc"] == ("OFF" if chosen == "mhc=off" else "READY")
-    assert found["index_select"] == "READY"
+    found, ready = (line.split() for line in python(code, path=[tree({})], env=more).stdout.split("\n")[:2])
+    assert set(found) == set(off)
+    assert {"index_select", "fp8_linear", "mhc", "wo_a", "head_norm", "sparse_decode"} <= {*ready, *off}
 
 
 @pytest.mark.parametrize("where", sorted({target.replacement for _, target in TARGETS}))
@@ -269,6 +277,24 @@ def test_a_broken_row_stops_a_server_of_this_model_on_this_gpu(server, tree):
     assert warned.stdout == '["sparse_decode"]\n' and warned.stderr.count("unexpected brand_new") == 1
 
 
+WRONG = {
+    "DSV4_SM120_FORCE": ("sometimes", "DSV4_SM120_FORCE must be unset or one of ops, seams; got 'sometimes'"),
+    "DSV4_SM120_SET": ("mhc=maybe", "DSV4_SM120_SET must be <name>=<on, off or a number>"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_stops_a_server_of_ours_and_is_told_to_all_others(server, tree, name):
+    """Nor does it stop SGLang's import, as once it did."""
+    value, words = WRONG[name]
+    for model, gpu in (("llama", "sm120"), ("ours", "none")):
+        done = server(tree(), model, gpu, **{name: value})
+        assert done.stdout == "[]\n" and done.stderr.count(words) == 1 and "does not start" in done.stderr
+    done = server(tree(), "ours", "sm120", check=False, **{name: value})
+    assert done.returncode == 1 and "PatchError" in done.stderr and words in done.stderr
+    assert server(tree(), "ours", "sm120", DSV4_SM120_ON_BROKEN="warn", **{name: value}).stdout == "[]\n"
+
+
 def test_forced_validation_counts_as_our_gpu(server, tree):
     done = server(tree(BROKEN_TREE), "ours", "h100", check=False, DSV4_SM120_FORCE="ops")
     assert done.returncode == 1 and "unexpected brand_new" in done.stderr
@@ -401,9 +427,9 @@ LONG_PROMPT = """
     from types import SimpleNamespace as Some
     from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
     from deepseek_v4_sm120 import patching
-    from deepseek_v4_sm120.sglang_adapters import sparse_decode as adapter
+    from deepseek_v4_sm120.sglang_patches.adapters import sparse_decode as adapter
     adapter.device_gate.serves = lambda device: GATE
-    adapter.handles = lambda call: print("sparse_decode", tuple(call.indices.shape), call.heads)  # then the original
+    adapter.takes = lambda call: print("sparse_decode", tuple(call.indices.shape), call.heads)  # then the original
     pool = Some(page_size=256, swa_window_size=256, swa_kv_pool=Some(kv_cache_total_dim=584),
                 get_swa_key_buffer_radix=lambda layer_id: torch.zeros(2, 149760, dtype=torch.uint8))
     lists = Some(swa_page_indices=torch.zeros(5, 128, dtype=torch.int32), swa_topk_lengths=torch.ones(5))
@@ -510,9 +536,9 @@ def test_status_shows_what_sglang_was_asked_for(python, tree):
 INDEXER_CALL = """
     import torch
     from sglang.srt.layers.attention.dsv4 import indexer
-    from deepseek_v4_sm120.sglang_adapters import index_select as adapter
+    from deepseek_v4_sm120.sglang_patches.adapters import index_select as adapter
     adapter.device_gate.serves = lambda device: GATE
-    adapter.handles = lambda args: True
+    adapter.takes = lambda args: True
     adapter.index_select = lambda *args, **kwargs: print("ours")
     mode = type("Mode", (), {"is_decode": lambda self: True})()
     batch = type("Batch", (), {"forward_mode": mode})()

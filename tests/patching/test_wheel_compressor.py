@@ -11,13 +11,13 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.patching import contract
 from deepseek_v4_sm120.reference import compressor as reference
-from deepseek_v4_sm120.reference.compressor_inputs import KINDS, make_inputs
-from deepseek_v4_sm120.sglang_adapters import compressor as adapter
-from deepseek_v4_sm120.sglang_patches_compressor import COMPRESSOR, MODULE
-from tests.patching.test_wheel_wo_a import QUIET, QuietImports
+from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches.adapters import compressor as adapter
+from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR, MODULE
+from deepseek_v4_sm120.specs.compressor import KINDS, make_inputs
+from tests.patching.test_wheel_wo_a import QUIET, GivenImports
 from tests.patching.wheels import RELEASES, content, every_release, since, tree
 
 METHOD = "_forward_compress_all_in_one"
@@ -62,7 +62,7 @@ def mixin(wheel, launches: list):
 
     names = {
         "torch": torch,
-        "QUIET": QUIET,
+        **{"QUIET": QUIET, "GIVEN": {}},
         "KVLayout": LAYOUTS,
         "cast": lambda kind, value: value,
         "is_overlap_compress": lambda ratio: ratio == 4,
@@ -70,7 +70,7 @@ def mixin(wheel, launches: list):
         "compress_forward": compress_forward,
         "compress_norm_rope_store": compress_norm_rope_store,
     }
-    node = QuietImports().visit(copy.deepcopy(class_of(wheel)))
+    node = GivenImports().visit(copy.deepcopy(class_of(wheel)))
     future = ast.parse("from __future__ import annotations").body
     code = compile(ast.fix_missing_locations(ast.Module([*future, node], [])), "wheel", "exec")
     for name in ("_is_hip", "envs", "Optional", "torch"):

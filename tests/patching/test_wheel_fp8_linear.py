@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.reference import fp8_linear as reference
-from deepseek_v4_sm120.reference.fp8_linear_inputs import make_gates_and_ups, make_norm_weight, make_weight, make_x
-from deepseek_v4_sm120.sglang_adapters import fp8_linear as adapter
-from deepseek_v4_sm120.sglang_patches import INDEXER
-from deepseek_v4_sm120.sglang_patches_fp8_linear import MLP_MODEL
+from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear as adapter
+from deepseek_v4_sm120.sglang_patches.rows.fp8_linear import MLP_MODEL
+from deepseek_v4_sm120.sglang_patches.table import INDEXER
+from deepseek_v4_sm120.specs.fp8_linear import make_gates_and_ups, make_norm_weight, make_weight, make_x
 from tests.adapters.fp8_product import checked_product, made_before
 from tests.patching.test_wheel_wo_a import QUIET, Quiet, definition, take
 from tests.patching.wheels import every_release, since, tree

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate, settings
+from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.patching import contract
 from deepseek_v4_sm120.reference import kv_pages
-from deepseek_v4_sm120.sglang_adapters import sparse_decode as adapter
-from deepseek_v4_sm120.sglang_patches import BACKEND, SM120_ATTENTION_0_5_14, SM120_KEYS
+from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches.adapters import sparse_decode as adapter
+from deepseek_v4_sm120.sglang_patches.table import BACKEND, SM120_ATTENTION_0_5_14, SM120_KEYS
 
 THRESHOLD = "_LARGE_INDEXER_QUERY_THRESHOLD"
 ROWS = 5

@@ -12,14 +12,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120 import device_gate
 from deepseek_v4_sm120.patching import contract
 from deepseek_v4_sm120.reference import wo_a as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.reference.fp8_linear_inputs import make_weight
-from deepseek_v4_sm120.reference.wo_a_inputs import make_freqs_cis
-from deepseek_v4_sm120.sglang_adapters import wo_a as adapter
-from deepseek_v4_sm120.sglang_patches_wo_a import MODEL
+from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches.adapters import wo_a as adapter
+from deepseek_v4_sm120.sglang_patches.adapters.attention_forward import replace_forward
+from deepseek_v4_sm120.sglang_patches.rows.wo_a import MODEL
+from deepseek_v4_sm120.specs.fp8_linear import make_weight
+from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
 from tests.adapters.wo_a_layer import GROUPS, HEADS, INPUTS, OUTPUTS, Expansion, Fp8Config, Linear, Operator, rope
 from tests.patching.wheels import WheelSources, every_release, since, tree
 
@@ -63,12 +64,12 @@ QUIET = Quiet()
 NO_FUSION = "current_mhc_post_fusion"  # 0.5.21: asked with `is None`; DeepSeek-V4.1's
 
 
-class QuietImports(ast.NodeTransformer):
-    """Imports inside of functions give quiet names, so that nothing of SGLang is needed."""
+class GivenImports(ast.NodeTransformer):
+    """Imports inside of functions give what the test has for them in GIVEN, and quiet names: nothing of SGLang."""
 
     def visit_ImportFrom(self, node):
-        names = [alias.asname or alias.name for alias in node.names]
-        return [ast.parse(f"{n} = {'lambda: None' if n == NO_FUSION else 'QUIET'}").body[0] for n in names]
+        names = [(alias.name, alias.asname or alias.name) for alias in node.names]
+        return [ast.parse(f"{name} = GIVEN.get({asked!r}, QUIET)").body[0] for asked, name in names]
 
 
 class Mxfp8SwizzledInput(tuple):
@@ -86,15 +87,18 @@ def definition(wheel, qualname, module=MODEL):
 @functools.cache
 def compiled(wheel, qualname, module=MODEL):
     """(code that defines it, the names it uses)"""
-    node = QuietImports().visit(copy.deepcopy(definition(wheel, qualname, module)))
+    node = GivenImports().visit(copy.deepcopy(definition(wheel, qualname, module)))
     future = ast.parse("from __future__ import annotations").body
     code = compile(ast.fix_missing_locations(ast.Module([*future, node], [])), "wheel", "exec")
     return code, {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not hasattr(builtins, n.id)}
 
 
 def take(wheel, names: dict, qualname, module=MODEL):
-    """The definition, with `names` as its globals, and quiet ones where they lack something."""
+    """The definition, with `names` as its globals, and quiet ones where they lack something; None: there is none."""
+    if definition(wheel, qualname, module) is None:
+        return None
     code, used = compiled(wheel, qualname, module)
+    names.setdefault("GIVEN", {NO_FUSION: lambda: None})
     for name in {"QUIET", *used}:
         names.setdefault(name, QUIET)
     exec(code, names)
@@ -140,8 +144,7 @@ class Tree:
         """MQALayer: the forward is the wheel's, the __init__ has its parameters and makes what forward reads."""
         names = {"torch": torch, "get_attn_backend": lambda: backend, "Mxfp8SwizzledInput": Mxfp8SwizzledInput}
         names["fused_rope_inplace"] = self.replaced("rope", rope)
-        if definition(self.wheel, "_apply_wo_a_bf16_matmul") is not None:
-            take(self.wheel, names, "_apply_wo_a_bf16_matmul")
+        take(self.wheel, names, "_apply_wo_a_bf16_matmul")
         forward = take(self.wheel, names, "MQALayer.forward")
 
         def __init__(
@@ -161,7 +164,10 @@ class Tree:
         members["wo_b"] = staticmethod(lambda o, **_: (o, None))  # what wo_a gave, flattened
         members["_project_wo_b"] = lambda self, o, defer_all_reduce: o.flatten(1)
         members["_kernel_num_heads"] = lambda self, rows: self.n_local_heads
-        members["__init__"], members["forward"] = self.replaced("init", __init__), self.replaced("forward", forward)
+        members["__init__"], members["forward"] = (
+            self.replaced("init", __init__),
+            replace_forward(forward) if self.patched else forward,
+        )
         return type("MQALayer", (torch.nn.Module,), members)
 
     def load(self, model, weights):
@@ -172,8 +178,7 @@ class Tree:
             "maybe_executor_submit": lambda func, func_args, **_: func(*func_args),
         }
         for name in EXPANDERS:
-            if definition(self.wheel, name) is not None:
-                take(self.wheel, names, name)
+            take(self.wheel, names, name)
         names["_dequant_fp8"] = self.expansion
         if STREAMING in names:
             names[STREAMING] = self.replaced("expansion", names[STREAMING])
@@ -225,7 +230,7 @@ def operator(monkeypatch):
     made = Operator()
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
     monkeypatch.setattr(adapter.op, "wo_a", made)
-    monkeypatch.setattr(adapter, "memory", adapter.Memory())
+    monkeypatch.setattr(adapter, "kept", adapter.KeptWeights("wo_a", "in FP8"))
     adapter._serve.cache_clear()
     return made
 

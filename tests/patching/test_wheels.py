@@ -11,13 +11,14 @@ import sys
 import pytest
 from packaging.version import Version
 
-from deepseek_v4_sm120.calibrate import bf16_linear, fp8_linear, index_select, mhc, mxfp4_moe, provider
 from deepseek_v4_sm120.patching import contract, engine, ledger
 from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Engine
 from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
-from deepseek_v4_sm120.sglang_patches import (
+from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
+from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
+from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
     DEEP_GEMM,
@@ -35,8 +36,7 @@ from deepseek_v4_sm120.sglang_patches import (
     SM120_KEYS,
     TABLE,
 )
-from deepseek_v4_sm120.sglang_patches_compressor import MODULE as COMPRESSOR_MODULE
-from deepseek_v4_sm120.sglang_patches_mhc import FUSED, MTP_MODEL
+from deepseek_v4_sm120.specs import bf16_linear, fp8_linear, index_select, mhc, mxfp4_moe, provider
 from tests.patching import review
 from tests.patching.wheels import RELEASES, WheelSources, content, every_release, since
 
@@ -51,7 +51,7 @@ EVERYWHERE = {
     "fp8_linear": FP8_METHOD.partition(":")[0],
     "mhc": MTP_MODEL.partition(":")[0],
     "wo_a": MODEL,
-    "q_norm": MODEL,
+    "head_norm": MODEL,
 }
 
 
@@ -88,8 +88,10 @@ SURVEYED: dict[tuple, Engine] = {}  # what several tests look at
 def inspect_wheel(monkeypatch, sglang_wheel):
     """inspect_wheel(version, mode) -> the engine after looking at that wheel, shared by tests unless it is to be
     `fresh`. called: the version it shall claim."""
-    monkeypatch.setitem(sys.modules, "deepseek_v4_sm120.extension", type(sys)("extension"))
-    sys.modules["deepseek_v4_sm120.extension"].load = lambda: None  # whether _C loads is test_extension.py's business
+    monkeypatch.setitem(sys.modules, "deepseek_v4_sm120.ops.shared.extension", type(sys)("extension"))
+    sys.modules["deepseek_v4_sm120.ops.shared.extension"].load = lambda: (
+        None
+    )  # whether _C loads is test_extension.py's business
 
     def make(version, mode="sm120", called=None, fresh=False):
         if not fresh and (version, mode, called) in SURVEYED:
@@ -190,7 +192,7 @@ def test_the_prefill_interval_of_0_5_17_fits_its_scheduler(inspect_wheel, monkey
     made = Engine(TABLE, host="sglang", settings=asked)
     made.survey()
     (record,) = found_in(made, patch="prefill_interval")
-    assert (record.state, record.review) == (READY, "reviewed") and made.steering.value(record.patch.setting) == 4
+    assert (record.state, record.review) == (READY, "reviewed") and made.steering.value(record.patch.default) == 4
     scheduler = made.sources.read(record.target.module)
     assert "if self.chunked_req.extend_range.end > len(self.chunked_req.prefix_indices)" in scheduler
 
@@ -269,7 +271,7 @@ def method_body(made, where, name) -> str:
 
 @every_release()
 def test_experts_what_the_adapter_takes_from_the_methods_is_there(inspect_wheel, version):
-    """Names of weights and scales, the order of w13, who scales: as sglang_adapters/mxfp4_moe.py says."""
+    """Names of weights and scales, the order of w13, who scales: as adapters/mxfp4_moe.py says."""
     made = inspect_wheel(version)
     classes = {r.target.where.rpartition(".")[0] for r in found_in(made, patch="mxfp4_moe")}
     assert MARLIN_EXPERTS in classes and (CUTLASS_EXPERTS in classes) == since(version, "0.5.16")
@@ -522,5 +524,5 @@ def test_calibrate_calls_the_boundary_that_sglang_runs(inspect_wheel, version, m
     set_on_sm120 = "".join(
         sources.read(module) or "" for module in ("sglang.srt.server_args", "sglang.srt.arg_groups.model_hook")
     )
-    if numbers >= (0, 5, 13):  # 0.5.12 leaves it to us: sglang_settings.py
+    if numbers >= (0, 5, 13):  # 0.5.12 leaves it to us: sglang_patches/defaults.py
         assert all(f"envs.{name}.set(False)" in set_on_sm120 for name in mhc.ON_SM120)

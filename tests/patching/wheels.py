@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from deepseek_v4_sm120.patching import ledger
 from deepseek_v4_sm120.patching.sources import Parsed, parse
-from deepseek_v4_sm120.sglang_patches import LEDGER
+from deepseek_v4_sm120.sglang_patches.table import LEDGER
 
 RELEASES = tuple(ledger.read(LEDGER).releases)
 

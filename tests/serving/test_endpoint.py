@@ -14,7 +14,7 @@ from bench.serving import endpoint as transport
 from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint, Interval
 from bench.serving.server_errors import ServerGone, ServerNonsense, ServerRefused, ServerTimeout
-from deepseek_v4_sm120.disclosure import printable
+from deepseek_v4_sm120.commands.disclosure import printable
 
 
 @pytest.fixture

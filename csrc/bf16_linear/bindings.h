@@ -1,0 +1,31 @@
+// The Python function of the bf16 linear: raw pointers and sizes, keyword-only; ops/ validates them.
+#pragma once
+
+#include "../arguments.h"
+#include "bf16_linear.h"
+
+namespace dsv4::bf16_linear {
+
+inline void run(Arguments& a) {
+  Params p = {};
+  p.x = a["x"];
+  p.x_stride = a["x_stride"];
+  p.weight = a["weight"];
+  p.weight_stride = a["weight_stride"];
+  p.out = a["out"];
+  p.out_stride = a["out_stride"];
+  p.bf16_out = a["bf16_out"];
+  p.rows = a["rows"];
+  p.inputs = a["inputs"];
+  p.outputs = a["outputs"];
+  const int num_sms = a["num_sms"];
+  const LaunchArguments last = a.last();
+  launch(p, num_sms, last.pdl, last.stream);
+}
+
+inline void bind(py::module_& m) {
+  define(m, "bf16_linear", run);
+  m.attr("bf16_linear_limits") = py::make_tuple(kMaxRows, kInputsMultiple, kOutputsMultiple);
+}
+
+}  // namespace dsv4::bf16_linear

@@ -1,0 +1,95 @@
+"""Runs the build's commands and keeps what they make by the content of all they read; a file's time says nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+UNUSED_DAYS = 14  # after which a result goes
+# that speak to the compilers beside the command
+SPEAKING = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH")
+
+
+class BuildError(Exception):
+    """A reason for which no artifact is made, in words for whoever called the script."""
+
+
+def say(text: str) -> None:
+    print(f"build_artifact: {text}", flush=True)
+
+
+def run(command: list[str | Path], folder: Path | None = None) -> str:
+    """Output of a command, run in `folder`; BuildError with the end of what it printed when it fails."""
+    words = [str(c) for c in command]
+    done = subprocess.run(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder)
+    if done.returncode != 0:
+        raise BuildError(f"exit {done.returncode} of: {shlex.join(words)}\n{done.stdout[-6000:]}")
+    return done.stdout
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Processes that want the same lock take turns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class Results:
+    """What commands made, named by a digest of the command, of the tools and of all files that it reads."""
+
+    def __init__(self, folder: Path, sources: Path, tools: str):
+        self.folder, self.sources = folder, sources.resolve()
+        self.tools = [tools, [os.environ.get(name) for name in SPEAKING]]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if path.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
+                path.unlink(missing_ok=True)
+
+    def included(self, source: Path) -> list[Path]:
+        """The source and all of the sources that it includes. For what is in <> stand the versions of the tools."""
+        found, pending = [], [source]
+        while pending:
+            found.append(path := pending.pop())
+            for name in re.findall(r'^\s*#\s*include\s*"(.+?)"', path.read_text(), re.MULTILINE):
+                inner = next((p for p in (path.parent / name, self.sources / name) if p.is_file()), None)
+                if inner is None:
+                    raise BuildError(f"{path} includes {name}, which is not in {self.sources}")
+                if (inner := inner.resolve()) not in [*found, *pending]:
+                    pending.append(inner)
+        return found
+
+    def text(self, content: str) -> Path:
+        """A file that has this content."""
+        unfinished = self.folder / f"{os.getpid()}.txt"
+        unfinished.write_text(content)
+        return unfinished.replace(self.folder / f"{hashlib.sha256(content.encode()).hexdigest()}.txt")
+
+    def make(self, command: list[str | Path], reads: Iterable[Path], suffix: str) -> Path:
+        """What `command -o FILE`, run among the sources, makes of the files in `reads`; what it printed is in FILE.log.
+
+        Results that are inputs of another command need not be in `reads`: their names say what they are.
+        """
+        named = {str(f.resolve()).removeprefix(f"{self.sources}/"): f for f in reads}
+        files = {name: hashlib.sha256(f.read_bytes()).hexdigest() for name, f in named.items()}
+        key = json.dumps([self.tools, [str(word) for word in command], files])
+        result = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}{suffix}"
+        log = result.with_name(f"{result.name}.log")
+        if not (result.exists() and log.exists()):
+            begin, unfinished = time.monotonic(), result.with_name(f"{os.getpid()}-{result.name}")
+            log.write_text(run([*command, "-o", unfinished], self.sources))
+            unfinished.rename(result)
+            say(f"{time.monotonic() - begin:5.1f} s for {next((n for n in files if not os.path.isabs(n)), 'linking')}")
+        for path in (result, log):
+            os.utime(path)
+        return result

@@ -1,6 +1,0 @@
-#include "score_launch.cuh"
-
-namespace dsv4::index_select {
-template void launch_score_format<Format::kFp8Half>(const ScoreParams&, bool, cudaStream_t);
-template KernelAttributes score_attributes<Format::kFp8Half>(int);
-}  // namespace dsv4::index_select

@@ -1,0 +1,73 @@
+// The Python functions of the experts: raw pointers and sizes, keyword-only; ops/ validates them.
+#pragma once
+
+#include "../arguments.h"
+#include "mxfp4_moe.h"
+#include "tiles.h"
+
+namespace dsv4::mxfp4_moe {
+
+inline void run(Arguments& a) {
+  Params p = {};
+  p.x = a["x"];
+  p.x_stride = a["x_stride"];
+  p.topk_ids = a["topk_ids"];
+  p.ids_stride = a["ids_stride"];
+  p.topk_weights = a["topk_weights"];
+  p.weights_stride = a["weights_stride"];
+  p.expert_map = a["expert_map"];
+  p.map_size = a["map_size"];
+  p.first_expert = a["first_expert"];
+  p.w13 = {a["w13"], a["w13_scale"], a["w13_stride"], a["w13_scale_stride"]};
+  p.w2 = {a["w2"], a["w2_scale"], a["w2_stride"], a["w2_scale_stride"]};
+  p.h = a["h"];
+  p.y = a["y"];
+  p.out = a["out"];
+  p.out_stride = a["out_stride"];
+  p.limit = a["limit"];
+  p.routed_scaling = a["routed_scaling"];
+  p.rows = a["rows"];
+  p.topk = a["topk"];
+  p.experts = a["experts"];
+  p.hidden = a["hidden"];
+  p.inter = a["inter"];
+  const bool up_first = a["up_first"];
+  p.gate_row = up_first ? p.inter : 0;
+  p.up_row = up_first ? 0 : p.inter;
+  const int num_sms = a["num_sms"];
+  const LaunchArguments last = a.last();
+  launch(p, num_sms, last.pdl, last.stream);
+}
+
+inline void run_tiles(Arguments& a) {
+  TilesParams p = {};
+  p.topk_ids = a["topk_ids"];
+  p.ids_stride = a["ids_stride"];
+  p.expert_map = a["expert_map"];
+  p.map_size = a["map_size"];
+  p.first_expert = a["first_expert"];
+  p.rows = a["rows"];
+  p.topk = a["topk"];
+  p.experts = a["experts"];
+  p.block_m = a["block_m"];
+  p.num_whole = a["num_whole"];
+  p.pairs = a["pairs"];
+  p.pair_expert = a["pair_expert"];
+  p.expert = a["expert"];
+  p.begin = a["begin"];
+  p.end = a["end"];
+  p.scratch = a["scratch"];
+  const LaunchArguments last = a.last();
+  launch_tiles(p, last.pdl, last.stream);
+}
+
+inline void bind(py::module_& m) {
+  using namespace py::literals;
+  define(m, "mxfp4_moe", run);
+  m.def("mxfp4_moe_problem", &problem, py::kw_only(), "hidden"_a, "inter"_a, "experts"_a, "pairs"_a);
+  define(m, "mxfp4_moe_tiles", run_tiles);
+  m.def("mxfp4_moe_tiles_scratch_words", &tiles_scratch_words, py::kw_only(), "pairs"_a, "experts"_a);
+  m.attr("mxfp4_moe_max_tiled_experts") = kMaxTiledExperts;
+}
+
+}  // namespace dsv4::mxfp4_moe

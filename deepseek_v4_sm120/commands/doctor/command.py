@@ -1,0 +1,70 @@
+"""`doctor`: gather, check, print."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from deepseek_v4_sm120.commands import console
+from deepseek_v4_sm120.commands.doctor import facts, gpu_checks, host_checks, probe, server, software_checks
+from deepseek_v4_sm120.commands.doctor.finding import FAIL, Finding
+
+PROBE_SECONDS = 60.0
+API_KEY = "SGLANG_API_KEY"  # a variable of ours for a key of theirs: SGLang itself takes --api-key
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="also ask the running server, e.g. http://127.0.0.1:30000")
+    parser.add_argument("--api-key", help=f"of that server; others can read it here: better the variable {API_KEY}")
+    parser.add_argument("--quick", action="store_true", help="no copies on the GPUs")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status 1 when a check FAILs; warnings and checks that could not run do not count."""
+    answers = None
+    if arguments.url is not None:  # first: a dead server is told at once
+        answers = server.ask(arguments.url, arguments.api_key or os.environ.get(API_KEY))
+    found = facts.gather(Path("/"), os.environ)
+    if arguments.quick:
+        found.probe_problem = "not tried: --quick"
+    elif found.smi.gpus:
+        found.probe, found.probe_problem = probe.run(facts.python(), PROBE_SECONDS)
+    findings = examine(found)
+    if answers is not None:
+        findings += list(server.checks(replace(answers, applied=applied(found))))
+    if arguments.json:
+        console.print_json({"findings": [asdict(f) for f in findings]})
+    else:
+        show(findings)
+    return int(any(f.state == FAIL for f in findings))
+
+
+def applied(found: facts.Facts) -> frozenset[str] | None:
+    """Patches that running processes report as applied; None where there are no reports."""
+    processes = (found.status or {}).get("processes", [])
+    rows = [row for process in processes for row in process["patches"]]
+    return frozenset(row["patch"] for row in rows if row["state"] == "APPLIED") if processes else None
+
+
+def examine(found: facts.Facts) -> list[Finding]:
+    """All findings about this machine."""
+    return [f for module in (gpu_checks, host_checks, software_checks) for f in module.checks(found)]
+
+
+def show(findings: list[Finding]) -> None:
+    if console.is_rich():
+        rows = [(f.state, f.check, f.found, f.cost, f.fix) for f in findings]
+        console.print_table("doctor", ("", "check", "found", "costs or breaks", "fix"), rows)
+    else:
+        width = max(len(f.check) for f in findings)
+        for f in findings:
+            console.say(f"{f.state:7}  {f.check:{width}}  {f.found}")
+            for name, text in (("costs", f.cost), ("fix", f.fix)):
+                if text:
+                    console.say(f"{'':7}  {'':{width}}    {name}: {text}")
+    counts = Counter(f.state for f in findings)
+    console.say("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()))

@@ -1,0 +1,172 @@
+"""Everything that the checks look at, read once. Tests hand in another root, other variables and their own commands."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from deepseek_v4_sm120.commands.doctor import nvidia_smi, pci
+
+PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-deep-gemm", "sglang-kernel", "tilelang")
+# variable -> where the cache is without it, relative to the home folder; and the libraries that fill it
+CACHES = {
+    "TVM_FFI_CACHE_DIR": ".cache/tvm-ffi",
+    "TRITON_CACHE_DIR": ".triton/cache",
+    "FLASHINFER_WORKSPACE_BASE": ".cache/flashinfer",
+    "TILELANG_CACHE_DIR": ".tilelang/cache",
+    "SGLANG_DG_CACHE_DIR": ".cache/deep_gemm",
+}
+
+
+@dataclass(frozen=True)
+class Cache:
+    variable: str
+    path: Path
+    is_filled: bool
+    survives: bool  # on a mount of its own, or outside of a container
+
+
+@dataclass
+class Facts:
+    """This machine and this process. `versions`: package -> version or None; `pins`: what SGLang itself requires."""
+
+    smi: nvidia_smi.Smi
+    pci: list[pci.PciPath] = field(default_factory=list)
+    iommu_groups: int = 0
+    environ: Mapping[str, str] = field(default_factory=dict)
+    server_environ: dict[int, dict[str, str]] = field(default_factory=dict)
+    versions: dict[str, str | None] = field(default_factory=dict)
+    pins: dict[str, str] = field(default_factory=dict)
+    shm_bytes: int | None = None
+    is_container: bool = False
+    limits: dict[str, int] = field(default_factory=dict)
+    sitecustomize: list[str] = field(default_factory=list)
+    package: str = ""
+    is_isolated: bool = False
+    caches: list[Cache] = field(default_factory=list)
+    nvcc: str | None = None
+    status: dict | None = None
+    status_problem: str | None = None
+    probe: dict | None = None
+    probe_problem: str | None = None
+
+
+def run_command(command: list[str], timeout_s: float = 20) -> str | None:
+    """Output of a command, None when it does not exist, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_command) -> Facts:
+    """root: "/" in real life. Reads only; starts nothing but nvidia-smi."""
+    smi = nvidia_smi.read(run)
+    home = Path(environ.get("HOME", "/root"))
+    is_container = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
+    found = Facts(
+        smi=smi,
+        pci=[pci.read_path(root / "sys", gpu.bus_id) for gpu in smi.gpus],
+        iommu_groups=pci.iommu_groups(root / "sys"),
+        environ=dict(environ),
+        shm_bytes=_size(root / "dev/shm"),
+        is_container=is_container,
+        limits={name: resource.getrlimit(getattr(resource, name))[0] for name in ("RLIMIT_MEMLOCK", "RLIMIT_NOFILE")},
+        sitecustomize=[str(p) for p in sitecustomize_files(sys.path, sys.modules.get("sitecustomize"))],
+        package=str(Path(__file__).resolve().parents[3]),
+        is_isolated=bool(sys.flags.isolated or sys.flags.no_site or sys.flags.ignore_environment),
+        caches=[_cache(root, environ, home, variable, is_container) for variable in CACHES],
+        nvcc=_nvcc(environ),
+    )
+    found.versions, found.pins = _versions()
+    found.status, found.status_problem = _status()
+    pids = [process["pid"] for process in (found.status or {}).get("processes", [])]
+    found.server_environ = {pid: e for pid in pids if (e := _environ_of(root, pid)) is not None}
+    return found
+
+
+def sitecustomize_files(path: list[str], ran: ModuleType | None) -> list[Path]:
+    """Every sitecustomize.py on the path, first the one that ran (`python -m` adds the current folder only later)."""
+    first = [Path(ran.__file__)] if ran is not None and getattr(ran, "__file__", None) else []
+    files = first + [Path(folder, "sitecustomize.py") for folder in path if folder and Path(folder) != Path.cwd()]
+    return list(dict.fromkeys(file.resolve() for file in files if file.is_file()))
+
+
+def _size(folder: Path) -> int | None:
+    return shutil.disk_usage(folder).total if folder.is_dir() else None
+
+
+def _nvcc(environ: Mapping[str, str]) -> str | None:
+    homes = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)] + ["/usr/local/cuda"]
+    candidates = [Path(home, "bin/nvcc") for home in homes]
+    return next((str(c) for c in candidates if c.is_file()), shutil.which("nvcc", path=environ.get("PATH")))
+
+
+def _cache(root: Path, environ: Mapping[str, str], home: Path, variable: str, is_container: bool) -> Cache:
+    path = Path(environ[variable]) if environ.get(variable) else home / CACHES[variable]
+    if variable == "FLASHINFER_WORKSPACE_BASE" and environ.get(variable):
+        path = path / CACHES[variable]  # the variable names the folder that stands for the home folder
+    inside = root / str(path).lstrip("/")
+    is_filled = inside.is_dir() and any(inside.iterdir())
+    return Cache(variable, path, is_filled, not is_container or _is_mounted(root, path))
+
+
+def _is_mounted(root: Path, path: Path) -> bool:
+    """Whether the path lies on a mount other than the container's own file system."""
+    mounts = root / "proc/self/mounts"
+    lines = mounts.read_text(errors="replace").splitlines() if mounts.is_file() else []
+    points = [line.split()[1] for line in lines if len(line.split()) > 1]
+    return any(point != "/" and (str(path) + "/").startswith(point.rstrip("/") + "/") for point in points)
+
+
+def _versions() -> tuple[dict[str, str | None], dict[str, str]]:
+    from importlib import metadata
+
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    found = {name: version(name) for name in PACKAGES}
+    if found["sglang"] is None:
+        return found, {}
+    required = [line.partition(";")[0] for line in metadata.requires("sglang") or () if "extra ==" not in line]
+    pins = {}
+    for line in required:
+        name, separator, pin = line.replace(" ", "").partition("==")
+        if separator:
+            pins[name.partition("[")[0].lower().replace("_", "-")] = pin
+    return found, pins
+
+
+def _status() -> tuple[dict | None, str | None]:
+    from deepseek_v4_sm120 import __main__
+    from deepseek_v4_sm120.patching.spec import PatchError
+
+    try:
+        return __main__.status(), None
+    except (PatchError, ValueError) as error:
+        return None, str(error)
+
+
+def _environ_of(root: Path, pid: int) -> dict[str, str] | None:
+    """A running process's environment, None when it is gone or not ours to read."""
+    try:
+        data = (root / "proc" / str(pid) / "environ").read_bytes()
+    except OSError:
+        return None
+    pairs = (entry.partition("=") for entry in data.decode(errors="replace").split("\0") if "=" in entry)
+    return {name: value for name, _, value in pairs}
+
+
+def python() -> str:
+    return sys.executable or shutil.which("python3") or os.fspath("python3")

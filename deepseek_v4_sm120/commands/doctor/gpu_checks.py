@@ -1,0 +1,246 @@
+"""Checks of the GPUs, their links and the copies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deepseek_v4_sm120.commands.doctor.facts import Facts
+from deepseek_v4_sm120.commands.doctor.finding import Finding, fail, not_run, ok, warn
+from deepseek_v4_sm120.ops.shared import extension
+from deepseek_v4_sm120.sglang_patches.device_gate import SM120_MAJOR
+
+# CUDA major of the build -> oldest driver branch that loads its cubins (NVIDIA's compatibility table)
+OLDEST_DRIVER = {"12": (575, 51), "13": (580, 0)}
+FULL_LINK = (5, 16)
+BOARD_WATTS = 600  # Workstation and Server Edition; Max-Q is a 300 W card
+LEAST_PEER_GBS = 20.0  # PCIe 5.0 x16 moves about 50 GB/s one way, 4.0 half
+IDLE_MEMORY_MIB = 1024
+
+
+def checks(facts: Facts) -> Iterator[Finding]:
+    """All findings about GPUs; one NOT RUN where there are none."""
+    if not facts.smi.gpus:
+        yield not_run("GPU", facts.smi.problem or "no GPU")
+        return
+    yield from _architecture(facts)
+    yield from _driver(facts)
+    yield from _links(facts)
+    yield from _power(facts)
+    yield from _memory(facts)
+    if len(facts.smi.gpus) > 1:
+        yield from _topology(facts)
+        yield from _peers(facts)
+        yield from _redirection(facts)
+
+
+def _architecture(facts: Facts) -> Iterator[Finding]:
+    gpus = facts.smi.gpus
+    names = ", ".join(sorted({f"{g.name} ({'.'.join(map(str, g.capability or ('?',)))})" for g in gpus}))
+    if len({g.name for g in gpus}) > 1:
+        yield warn(
+            "GPU",
+            f"{len(gpus)} GPUs of several kinds: {names}",
+            "tensor parallel runs at the slowest card and at the least memory",
+            "choose equal cards with CUDA_VISIBLE_DEVICES",
+        )
+    elif all(g.capability is None for g in gpus):
+        yield not_run("GPU", f"{len(gpus)} x {names}: this driver does not tell the compute capability")
+    elif any(g.capability and g.capability[0] != SM120_MAJOR for g in gpus):
+        yield warn(
+            "GPU",
+            f"{len(gpus)} x {names}",
+            f"our operators serve compute capability {SM120_MAJOR}.x only; here SGLang runs as it is",
+            "nothing to fix; for validation see DSV4_SM120_FORCE",
+        )
+    else:
+        yield ok("GPU", f"{len(gpus)} x {names}")
+
+
+def _driver(facts: Facts) -> Iterator[Finding]:
+    driver, build = facts.smi.driver, (facts.status or {}).get("build") or {}
+    cuda = build.get("cuda_version")
+    if driver is None or cuda is None:
+        yield not_run("driver", f"driver {driver or 'unknown'}, our build's CUDA {cuda or 'unknown'}")
+        return
+    oldest = OLDEST_DRIVER.get(cuda.partition(".")[0], (0, 0))
+    have = tuple(int(part) for part in driver.split(".")[:2] if part.isdigit())
+    if have < oldest:
+        yield fail(
+            "driver",
+            f"{driver}; our module is built with CUDA {cuda}",
+            f"the kernels do not load below driver {oldest[0]}",
+            f"install driver {oldest[0]} or newer, or rebuild with CUDA 12.9 (build_artifact.py --nvcc)",
+        )
+        return
+    archs = [str(arch) for arch in build.get("archs") or ()]
+    found = sorted({g.capability for g in facts.smi.gpus if g.capability})
+    missing = ["".join(map(str, c)) for c in found if not any(extension.runs_on(arch, c) for arch in archs)]
+    if missing:
+        yield warn(
+            "driver",
+            f"{driver}; our module has code for sm_{', sm_'.join(archs)}, not for sm_{', sm_'.join(missing)}",
+            "our kernels cannot run on this GPU",
+            "rebuild with: python3 csrc/build_artifact.py --archs " + ",".join(f"{m}a" for m in missing),
+        )
+        return
+    yield ok("driver", f"{driver} loads CUDA {cuda} code")
+
+
+def _links(facts: Facts) -> Iterator[Finding]:
+    loaded = (facts.probe or {}).get("links") or {}
+    for gpu in facts.smi.gpus:
+        name = f"PCIe link of GPU {gpu.index}"
+        generation_max, width_max = gpu.link_generation[1], gpu.link_width[1]
+        rest = f"gen {gpu.link_generation[0]} x{gpu.link_width[0]} at rest"
+        if None in gpu.link_generation or None in gpu.link_width:
+            yield not_run(name, "the driver does not tell the link (a virtual machine?)")
+            continue
+        under_load = loaded.get(str(gpu.index))
+        if under_load is None:
+            generation, width, when = generation_max, gpu.link_width[0], "width at rest, generation as announced"
+        else:
+            (generation, width), when = under_load, f"under load ({rest})"
+        found = f"gen {generation} x{width} {when}; the card can gen {generation_max} x{width_max}"
+        if width < (width_max or 0) or generation < (generation_max or 0):
+            share = width * 2 ** (generation or 0) / ((width_max or 1) * 2 ** (generation_max or 0))
+            yield warn(
+                name,
+                found,
+                f"{share:.0%} of the link: prefill's all-reduces (87 of 8 KB a token) take {1 / share:.0f}x the time",
+                "another slot or riser; BIOS: no x8/x8 bifurcation, link speed Gen 5; disable ASPM",
+            )
+        elif (generation_max or 0, width_max or 0) < FULL_LINK:
+            yield warn(
+                name, found, "half of a gen 5 link or less; published prefill is with gen 5 x16", "none, the card"
+            )
+        elif under_load is None:
+            yield not_run(name, f"{found}; not tried under load", "run it where torch sees the GPUs, not --quick")
+        else:
+            yield ok(name, found)
+
+
+def _power(facts: Facts) -> Iterator[Finding]:
+    for gpu in facts.smi.gpus:
+        name = f"power of GPU {gpu.index}"
+        if gpu.power_limit is None:
+            yield not_run(name, "the driver does not tell the power limit")
+        elif gpu.slowdowns:
+            yield warn(
+                name,
+                f"clocks held down now by {', '.join(gpu.slowdowns)}; {gpu.clock} of {gpu.clock_max} MHz",
+                "speed falls with the clock, prefill first",
+                "cooling and power supply; nvidia-smi -q -d PERFORMANCE shows the reason while it serves",
+            )
+        elif gpu.power_default and gpu.power_limit < gpu.power_default:
+            yield warn(
+                name,
+                f"limit {gpu.power_limit:.0f} W, the card's own is {gpu.power_default:.0f} W",
+                "less prefill; decode is bound by memory and loses little",
+                f"nvidia-smi -i {gpu.index} -pl {gpu.power_default:.0f}",
+            )
+        else:
+            ceiling = f", of {BOARD_WATTS} W boards' published figures" if gpu.power_limit < BOARD_WATTS else ""
+            yield ok(name, f"limit {gpu.power_limit:.0f} W{ceiling}; up to {gpu.clock_max} MHz")
+
+
+def _memory(facts: Facts) -> Iterator[Finding]:
+    serving = bool((facts.status or {}).get("processes"))
+    for gpu in facts.smi.gpus:
+        name = f"memory of GPU {gpu.index}"
+        found = f"{gpu.memory_used} of {gpu.memory_total} MiB in use"
+        free = gpu.memory_total - gpu.memory_used
+        if serving and free < 1024:
+            yield warn(
+                name,
+                f"{found}: {free} MiB free beside a running server",
+                "a long prompt's scratch kills a rank hours later; seen with 0.95 to 0.975 at 240K to 550K tokens",
+                "lower --mem-fraction-static or --chunked-prefill-size; `plan` computes both",
+            )
+        elif not serving and gpu.memory_used > IDLE_MEMORY_MIB:
+            yield warn(
+                name,
+                found,
+                "SGLang takes its fraction of what is free at its start, so the KV cache shrinks by as much",
+                "stop the other processes (nvidia-smi lists them), or give the server other cards",
+            )
+        else:
+            yield ok(name, found)
+
+
+def _topology(facts: Facts) -> Iterator[Finding]:
+    kinds = facts.smi.topology
+    if not kinds:
+        yield not_run("topology", "nvidia-smi topo -m does not tell (a virtual machine?)")
+        return
+    words = ", ".join(f"{i}-{j} {kind}" for (i, j), kind in sorted(kinds.items()))
+    if all(kind in ("PIX", "PXB") or kind.startswith("NV") for kind in kinds.values()):
+        yield ok("topology", f"{words}: peers behind common switches")
+    elif any(kind == "SYS" for kind in kinds.values()):
+        yield warn(
+            "topology",
+            f"{words}: some pairs cross the link between CPU sockets",
+            "peer copies are slow there or not possible; all-reduce is in every layer twice",
+            "put the cards on one socket, or choose cards of one with CUDA_VISIBLE_DEVICES",
+        )
+    else:
+        yield warn(
+            "topology",
+            f"{words}: pairs meet at the CPU's root ports",
+            "the same engine lost 18% of 2-card decode between a PCIe switch and root ports",
+            "a PCIe switch; else nothing to fix",
+        )
+
+
+def _peers(facts: Facts) -> Iterator[Finding]:
+    pairs = (facts.probe or {}).get("peers")
+    if not pairs:
+        yield not_run("peer copies", facts.probe_problem or "not tried", "run doctor where torch sees the GPUs")
+        return
+    lying = [p for p in pairs if p["reported"] and not p["moved"]]
+    slow = [p for p in pairs if p["reported"] and p["moved"] and p["gbs"] < LEAST_PEER_GBS]
+    absent = [p for p in pairs if not p["reported"]]
+
+    def named(which: list[dict]) -> str:
+        return ", ".join(f"{p['from']}->{p['to']}" for p in which)
+
+    if lying:
+        yield fail(
+            "peer copies",
+            f"{named(lying)}: reported as possible, but the data does not arrive",
+            "custom all-reduce and NCCL hang or give wrong numbers",
+            "NCCL_P2P_DISABLE=1 and --disable-custom-all-reduce now; then BIOS: IOMMU off or pass-through, ACS off",
+        )
+    elif absent:
+        yield warn(
+            "peer copies",
+            f"{named(absent)}: not possible",
+            "every all-reduce goes through host memory: about 10 us more, 87 times a step",
+            "driver and BIOS (Resizable BAR, IOMMU, ACS); `nvidia-smi topo -p2p r` shows the driver's reason",
+        )
+    elif slow:
+        rates = ", ".join(f"{p['from']}->{p['to']} {p['gbs']:.1f} GB/s" for p in slow)
+        yield warn("peer copies", rates, "prefill's all-reduces wait for the link", "see PCIe link, topology and ACS")
+    else:
+        yield ok("peer copies", f"{len(pairs)} pairs move data, slowest {min(p['gbs'] for p in pairs):.1f} GB/s")
+
+
+def _redirection(facts: Facts) -> Iterator[Finding]:
+    visible = [path for path in facts.pci if path.is_visible]
+    redirecting = sorted({bridge for path in visible for bridge in path.redirecting})
+    hidden = sorted({bridge for path in visible for bridge in path.hidden})
+    groups = f"IOMMU on ({facts.iommu_groups} groups)" if facts.iommu_groups else "IOMMU off or not visible"
+    if not visible:
+        yield not_run("ACS and IOMMU", "/sys does not show the GPUs' bridges")
+    elif redirecting:
+        yield warn(
+            "ACS and IOMMU",
+            f"{groups}; access control redirects peer copies at {', '.join(redirecting)}",
+            "copies between cards go up to the CPU and back, or stall",
+            "BIOS: ACS off; or as root for each bridge: setpci -s <bridge> ECAP_ACS+0x6.w=0000",
+        )
+    elif hidden:
+        yield not_run("ACS and IOMMU", f"{groups}; the bridges' registers need root", "run doctor as root on the host")
+    elif facts.iommu_groups and any(path.bridges for path in visible):
+        yield ok("ACS and IOMMU", f"{groups}; no bridge redirects peer copies")
+    else:
+        yield ok("ACS and IOMMU", groups)

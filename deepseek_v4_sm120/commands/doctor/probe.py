@@ -1,0 +1,99 @@
+"""Run as a process of its own: what only a GPU can tell. Prints JSON; whoever starts it sets a time limit.
+
+Peer copies are reported as possible by drivers on machines where nothing arrives, or where the copy never ends; so a
+pattern is written on one card, copied, read back on the other and compared. Links sleep at rest, so the generation is
+read while host copies run.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+PEER_BYTES = 64 << 20
+LOAD_SECONDS = 2.0
+TIMED_COPIES = 8
+
+
+def peers(torch) -> list[dict]:
+    """Each ordered pair of cards: what is reported, whether the data arrives, and how fast."""
+    count = torch.cuda.device_count()
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    return [_pair(torch, i, j) for i, j in pairs]
+
+
+def _pair(torch, i: int, j: int) -> dict:
+    reported = torch.cuda.can_device_access_peer(i, j)
+    source = torch.arange(PEER_BYTES // 4, dtype=torch.int32, device=f"cuda:{i}") * 2654435761 + i
+    target = torch.zeros_like(source, device=f"cuda:{j}")
+    target.copy_(source)
+    torch.cuda.synchronize(i)
+    torch.cuda.synchronize(j)
+    moved = bool(torch.equal(target.cpu(), source.cpu()))
+    start = time.perf_counter()
+    for _ in range(TIMED_COPIES):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize(i)
+    torch.cuda.synchronize(j)
+    seconds = time.perf_counter() - start
+    rate = TIMED_COPIES * PEER_BYTES / seconds / 1e9
+    return {"from": i, "to": j, "reported": reported, "moved": moved, "gbs": round(rate, 2)}
+
+
+def links(torch) -> dict[str, list[int]]:
+    """Generation and width of every card's link while host copies run, by nvidia-smi's index."""
+    from deepseek_v4_sm120.commands.doctor import nvidia_smi
+    from deepseek_v4_sm120.commands.doctor.facts import run_command
+
+    count = torch.cuda.device_count()
+    host = torch.empty(32 << 20, dtype=torch.uint8, pin_memory=True)
+    buffers = [torch.empty(32 << 20, dtype=torch.uint8, device=f"cuda:{i}") for i in range(count)]
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    end, question = time.monotonic() + LOAD_SECONDS, None
+    while question is None or question.poll() is None:
+        if question is None and time.monotonic() > end - LOAD_SECONDS / 2:  # the links are awake by then
+            question = subprocess.Popen(["nvidia-smi", "-q", "-x"], stdout=pipe, stderr=nothing, text=True)
+        for buffer in buffers:
+            buffer.copy_(host, non_blocking=True)
+        for i in range(count):
+            torch.cuda.synchronize(i)
+        if time.monotonic() > end + 10:
+            break
+    text = question.communicate()[0]
+    smi = nvidia_smi.read(lambda command: text if "-x" in command else run_command(command))
+    known = [g for g in smi.gpus if None not in (g.link_generation[0], g.link_width[0])]
+    return {str(g.index): [g.link_generation[0], g.link_width[0]] for g in known}
+
+
+def main() -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        print(json.dumps({"problem": f"torch {torch.__version__} sees no CUDA device"}))
+        return 1
+    print(json.dumps({"links": links(torch), "peers": peers(torch)}))
+    return 0
+
+
+def run(python: str, timeout_s: float) -> tuple[dict | None, str | None]:
+    """(what the probe found, why it found nothing)."""
+    try:
+        done = subprocess.run(
+            [python, "-m", "deepseek_v4_sm120.commands.doctor.probe"], capture_output=True, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        return {"links": {}, "peers": []}, f"the copies did not end within {timeout_s:.0f} s: suspect peer copies, ACS"
+    except OSError as error:
+        return None, f"{python} does not run: {error}"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        words = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return None, f"the probe failed: {words[:200]}"
+    found = json.loads(lines[-1])
+    return (None, found["problem"]) if "problem" in found else (found, None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""A running server's own answers: /server_info (or /get_server_info) and /metrics; each argument with cost and fix.
+
+An answer may have any shape: what is not there, or is not what SGLang answers, is NOT RUN and never passes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from deepseek_v4_sm120.commands.console import CommandError, one_line
+from deepseek_v4_sm120.commands.doctor import model_checks
+from deepseek_v4_sm120.commands.doctor.finding import OK, Finding, fail, not_run, ok, warn
+from deepseek_v4_sm120.commands.doctor.http_get import check_url, get
+from deepseek_v4_sm120.commands.plan import memory, models
+
+PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that has no SM120 code
+HIGH_FRACTION = 0.95
+FULL_POOL = 0.95
+DEEP_DRAFTS = 5
+OTHER_EXPERTS = ("humming", "deep_gemm")  # backends for FP4 experts that we do not replace
+GREATEST = 1e12  # of any number that an argument or a metric can be
+# what the checks look at: the kind of value, and whether they cannot do without
+WHOLE, SHARE, SWITCH, WORDS = "a whole number", "a number", "true or false", "words"
+FIELDS = {
+    "version": (WORDS, True),
+    "model_path": (WORDS, True),
+    "tp_size": (WHOLE, True),
+    "chunked_prefill_size": (WHOLE, True),
+    "context_length": (WHOLE, True),
+    "max_running_requests": (WHOLE, True),
+    "mem_fraction_static": (SHARE, True),
+    "moe_runner_backend": (WORDS, True),
+    "disable_cuda_graph": (SWITCH, False),  # newer releases have cuda_graph_config
+    "disable_custom_all_reduce": (SWITCH, True),
+    "enable_mixed_chunk": (SWITCH, False),
+    "prefill_decode_interval": (WHOLE, False),
+    "attention_backend": (WORDS, False),
+    "speculative_algorithm": (WORDS, False),
+    "speculative_num_draft_tokens": (WHOLE, False),
+    "tool_call_parser": (WORDS, False),
+    "reasoning_parser": (WORDS, False),
+}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the server said. `metrics` is None where there are none, `metrics_problem` says why."""
+
+    info: dict
+    metrics: dict[str, float] | None
+    applied: frozenset[str] | None = None  # patches of running servers by their reports; None: no reports
+    metrics_problem: str = "the server has none"
+    model_type: str | None = None  # of /model_info
+
+    def get(self, name: str):
+        """A field of FIELDS as the kind of value that it is; None where it is absent or of another kind."""
+        return _as_kind(FIELDS[name][0], self.info.get(name))
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        numbers = (self.get("version") or "").split(".")[:3]
+        return tuple(int(n) for n in numbers if re.fullmatch("[0-9]{1,4}", n))
+
+    def unread(self) -> list[str]:
+        """In words: fields that the checks need and that are not told, and those that are told as something else."""
+        found = []
+        for name, (kind, is_needed) in FIELDS.items():
+            value = self.info.get(name)
+            if value is None and is_needed:
+                found.append(f"{name} is not told")
+            elif value is not None and self.get(name) is None:
+                told = one_line(value, 40) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+                found.append(f"{name} is {told!r}, not {kind}")
+        return found
+
+
+def _as_kind(kind: str, value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind in (WHOLE, SHARE):
+        if not is_number or not abs(value) <= GREATEST:  # not a number either
+            return None
+        return value if kind == SHARE else int(value) if value == int(value) else None
+    if kind == SWITCH:
+        return value if isinstance(value, bool) else None
+    return one_line(value) if isinstance(value, str) else None
+
+
+def ask(url: str, api_key: str | None = None) -> Answers:
+    """CommandError in one sentence when nobody, or somebody else, answers."""
+    base = check_url(url)
+    text = get(f"{base}/server_info", api_key)
+    if text is None:
+        text = get(f"{base}/get_server_info", api_key)
+    if text is None:
+        raise CommandError(f"{base} answers, but has neither /server_info nor /get_server_info: not an SGLang server")
+    try:
+        info = json.loads(text)
+    except (ValueError, RecursionError):  # no JSON, or deeper than anybody's answer
+        info = None
+    if not isinstance(info, dict) or "version" not in info:
+        raise CommandError(f"{base}/server_info is not what SGLang answers: {one_line(text[:400], 80)!r}")
+    model_type = _model_type(base, api_key)
+    try:
+        metrics = get(f"{base}/metrics", api_key)
+    except CommandError as error:
+        return Answers(info, None, metrics_problem=str(error), model_type=model_type)
+    return Answers(info, None if metrics is None else read_metrics(metrics), model_type=model_type)
+
+
+def _model_type(base: str, api_key: str | None) -> str | None:
+    """model_type of the server's model; None where it does not say."""
+    try:
+        text = get(f"{base}/model_info", api_key) or get(f"{base}/get_model_info", api_key)
+        told = json.loads(text or "")
+    except (CommandError, ValueError, RecursionError):
+        return None
+    found = told.get("model_type") if isinstance(told, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """Prometheus text: metric -> greatest value over its labels; what is no finite number is left out."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0].strip()
+        if name.startswith("sglang:"):
+            try:
+                number = float(value)
+            except ValueError:
+                continue
+            if abs(number) <= GREATEST:
+                name = name.removeprefix("sglang:")
+                found[name] = max(number, found.get(name, number))
+    return found
+
+
+def checks(answers: Answers) -> Iterator[Finding]:
+    """Every argument that is known to be slow or dangerous on SM120, then what the metrics say."""
+    name = f"SGLang {answers.get('version')}, {answers.get('model_path')}, TP{answers.get('tp_size')}"
+    if answers.get("model_path") is None:
+        yield not_run("server", f"{name}: it does not tell its model, so nothing is known of it")
+    elif "deepseek" not in str(answers.get("model_path")).lower() and answers.get("attention_backend") != "dsv4":
+        yield warn("server", name, "these checks are for DeepSeek-V4; nothing is known of this model", "")
+    else:
+        yield ok("server", name)
+    yield from model_checks.findings(answers.get("model_path"), answers.model_type, answers.get("tp_size"))
+    found = [finding for rule in RULES for finding in rule(answers)]
+    yield from found
+    if unread := answers.unread():
+        yield not_run("arguments", "; ".join(unread), "ask an SGLang server that doctor knows (0.5.12 to 0.5.23)")
+    elif not [finding for finding in found if finding.state != OK]:
+        yield ok("arguments", "none that is known to be slow on SM120")
+    yield from _metrics(answers)
+
+
+def _graphs(a: Answers) -> Iterator[Finding]:
+    config = a.info.get("cuda_graph_config")
+    decode = config.get("decode") if isinstance(config, dict) else None
+    is_off = a.get("disable_cuda_graph") or (isinstance(decode, dict) and decode.get("backend") == "disabled")
+    if is_off:
+        cost = "a decode step is about 2,000 launches: several times slower without a graph"
+        yield warn("CUDA graphs", "off", cost, "remove --disable-cuda-graph")
+
+
+def _experts(a: Answers) -> Iterator[Finding]:
+    backend = a.get("moe_runner_backend")
+    if a.version[:3] == (0, 5, 12) and backend in ("auto", "triton"):
+        cost = "packed FP4 experts fail an assertion"
+        yield fail("experts", f"moe_runner_backend={backend}", cost, "--moe-runner-backend marlin")
+    elif backend == "triton":
+        yield warn("experts", "triton", "FP4 experts expanded to FP8: twice the memory", "--moe-runner-backend auto")
+    elif backend in OTHER_EXPERTS and "fp8" not in str(a.get("model_path")).lower():
+        cost = "FP4 experts run through SGLang's own kernels: mxfp4_moe serves flashinfer_mxfp4 and marlin"
+        yield warn("experts", str(backend), cost, "--moe-runner-backend auto")
+
+
+def _all_reduce(a: Answers) -> Iterator[Finding]:
+    tp = a.get("tp_size") or 1
+    if tp == 2 and a.get("disable_custom_all_reduce"):
+        cost = "NCCL: about 10 us more in each of 87 all-reduces of a step"
+        yield warn("all-reduce", "custom all-reduce off", cost, "remove --disable-custom-all-reduce")
+    elif tp > 2 and not a.get("disable_custom_all_reduce"):
+        fix = "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE=1 (0.5.22 and later); DSV4_SM120_SET=pcie_ipc_all_reduce=on does it"
+        if a.version >= (0, 5, 22):
+            found, cost = (
+                "NCCL, unless the PCIe kernel is on; the server does not tell",
+                "21.1, not 13.6 ms a step at TP8",
+            )
+            yield not_run("all-reduce", f"{found}: {cost}", fix)
+        else:
+            cost = f"NCCL: custom all-reduce serves 2 PCIe cards only; {tp} pay 21 to 30 us per all-reduce"
+            yield warn("all-reduce", f"TP{tp} over PCIe", cost, "SGLang 0.5.22 or newer, then " + fix)
+
+
+def _prefill(a: Answers) -> Iterator[Finding]:
+    chunk = a.get("chunked_prefill_size")
+    if chunk is None:
+        return  # said by `unread`
+    if chunk <= 0:
+        cost = "a long prompt is one forward: out of memory, and nobody else gets a token meanwhile"
+        yield fail("prefill chunk", "no chunking", cost, "--chunked-prefill-size 8192")
+    elif a.version[:3] == (0, 5, 14) and chunk > PREFILL_ROW_LIMIT:
+        cost = f"0.5.14 crashes above {PREFILL_ROW_LIMIT} rows in one extend"
+        yield fail("prefill chunk", str(chunk), cost, "--chunked-prefill-size 8192")
+    context = a.get("context_length")
+    if context is not None and chunk > 0:
+        scratch = memory.index_logits_bytes(chunk, context)
+        if scratch > 2 << 30 and "index_select" not in (a.applied or ()):
+            size = f"up to {scratch / 2**30:.1f} GiB for one chunk at {context} tokens"
+            if a.applied is None:
+                found = f"chunk {chunk} x context {context}: {size}, unless index_select is in place"
+                yield not_run("prefill scratch", found, "start server and doctor with DSV4_SM120_REPORT=<one folder>")
+                return
+            fix = f"--chunked-prefill-size {memory.chunk_for(context, 2 << 30)}, or a smaller --context-length"
+            cost = f"the stock indexer's logits take {size}; index_select is not in place there"
+            yield warn("prefill scratch", f"chunk {chunk} x context {context}", cost, fix)
+
+
+def _fairness(a: Answers) -> Iterator[Finding]:
+    if "prefill_decode_interval" in a.info:
+        if not a.get("prefill_decode_interval"):
+            cost = "a long prompt stops all other streams: 2 to 3 tokens/s for half a minute was measured"
+            yield warn("prefill and decode", "no interleaving", cost, "--prefill-decode-interval 8")
+    elif not a.get("enable_mixed_chunk"):
+        cost = "a long prompt stops all other streams; this release has no --prefill-decode-interval"
+        fix = "0.5.20 or newer; 0.5.17: DSV4_SM120_SET=prefill_decode_interval_0_5_17=on; or a smaller chunk"
+        yield warn("prefill and decode", "no interleaving", cost, fix)
+
+
+def _memory(a: Answers) -> Iterator[Finding]:
+    fraction, running = a.get("mem_fraction_static"), a.get("max_running_requests")
+    if fraction is not None and fraction >= HIGH_FRACTION:
+        cost = "0.95 to 0.975 killed a rank at 240K to 550K tokens, hours after the start"
+        yield warn("memory fraction", f"{fraction}", cost, "--mem-fraction-static 0.93; `plan` computes what is safe")
+    slots_cost = memory.has_request_states(a.version)
+    if (
+        slots_cost
+        and running is not None
+        and running > 64
+        and "deepseek-v4-pro" not in str(a.get("model_path")).lower()
+    ):
+        speculative = bool(a.get("speculative_algorithm"))
+        taken = memory.c128_state_bytes(models.FLASH, running, speculative)
+        cost = f"C128 states of {running} requests take {taken / 1e9:.1f} GB of every card, used or not"
+        yield warn("request slots", f"max_running_requests={running}", cost, "--max-running-requests <your streams>")
+
+
+def _speculation(a: Answers) -> Iterator[Finding]:
+    drafts = a.get("speculative_num_draft_tokens")
+    if drafts is not None and drafts > DEEP_DRAFTS:
+        cost = "each draft row reads 1.6 GB more per step and card on 2 cards; k=3 beat k=7 by 10% under load"
+        yield warn("speculation", f"{drafts} draft tokens", cost, "--speculative-num-draft-tokens 4 or fewer")
+
+
+def _parsers(a: Answers) -> Iterator[Finding]:
+    for name, value in (("tool_call_parser", "deepseekv4"), ("reasoning_parser", "deepseek-v4")):
+        if name in a.info and not a.get(name):
+            cost = "tool calls or thoughts arrive as raw markup in the text"
+            yield warn("parsers", f"no {name}", cost, f"--{name.replace('_', '-')} {value}")
+
+
+RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
+    *(_graphs, _experts, _all_reduce, _prefill, _fairness, _memory, _speculation, _parsers),
+)
+
+
+def _metrics(a: Answers) -> Iterator[Finding]:
+    if a.metrics is None:
+        yield not_run("metrics", a.metrics_problem, "--enable-metrics")
+        return
+    m = a.metrics
+    if "token_usage" not in m:
+        yield not_run("load", "its metrics do not tell how full the KV cache is: not those of an SGLang server")
+        return
+    complaints = []
+    if m["token_usage"] > FULL_POOL:
+        complaints.append(f"KV cache {m['token_usage']:.0%} full")
+    if m.get("num_retracted_requests_total", 0) > 0:
+        complaints.append(f"{m['num_retracted_requests_total']:.0f} requests retracted and computed again")
+    if m.get("num_queue_reqs", 0) > 0 and m["token_usage"] < 0.5:
+        complaints.append(f"{m['num_queue_reqs']:.0f} requests wait while the cache is half empty")
+    if complaints:
+        fix = "fewer --max-running-requests or a shorter context; `plan` says what fits"
+        yield warn("load", ", ".join(complaints), "requests wait, or are computed twice", fix)
+    else:
+        yield ok("load", f"KV cache {m['token_usage']:.0%} full, {m.get('num_queue_reqs', 0):.0f} waiting")
+    accepted = m.get("spec_accept_length")
+    if accepted and accepted < 1.3:
+        cost = "drafts cost more than they bring"
+        yield warn("speculation", f"{accepted:.2f} tokens accepted a step", cost, "fewer draft tokens, or none")

@@ -1,0 +1,227 @@
+"""Checks of the packages, of our patches and changed defaults, and of what the next start will have to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepseek_v4_sm120.commands.doctor.facts import Facts
+from deepseek_v4_sm120.commands.doctor.finding import Finding, fail, not_run, ok, warn
+from deepseek_v4_sm120.patching import profile
+
+FLASHINFER_WITHOUT_KERNEL = "0.5.15"  # its pin lacks the attention kernel that its default imports
+
+
+def checks(facts: Facts) -> Iterator[Finding]:
+    """All findings about software."""
+    yield from _sitecustomize(facts)
+    yield from _build(facts)
+    yield from _versions(facts)
+    yield from _patches(facts)
+    yield from _defaults(facts)
+    yield from _profile(facts)
+    yield from _processes(facts)
+    yield from _caches(facts)
+
+
+def _sitecustomize(facts: Facts) -> Iterator[Finding]:
+    ours = str(Path(facts.package, "sitecustomize.py").resolve())
+    first = facts.sitecustomize[0] if facts.sitecustomize else None
+    if facts.is_isolated:
+        yield fail(
+            "sitecustomize",
+            "this Python runs with -I, -E or -S",
+            "PYTHONPATH is ignored: nothing is patched, in this process and in its children",
+            "start Python without these flags",
+        )
+    elif first == ours:
+        shadowed = facts.sitecustomize[1:]
+        yield ok("sitecustomize", f"ours runs{', then ' + shadowed[0] if shadowed else ''}")
+    elif first is None:
+        yield warn(
+            "sitecustomize",
+            "none on this Python's path",
+            "a server started with this environment is not patched",
+            f"PYTHONPATH={facts.package}",
+        )
+    else:
+        yield fail(
+            "sitecustomize",
+            f"{first} is found before ours",
+            "Python runs only the first: a server started like this is not patched",
+            f"put our folder first: PYTHONPATH={facts.package}:$PYTHONPATH",
+        )
+
+
+def _build(facts: Facts) -> Iterator[Finding]:
+    build = (facts.status or {}).get("build")
+    if build is None:
+        yield not_run("compiled module", facts.status_problem or "unknown")
+    elif build["problem"]:
+        cost = "our CUDA operators cannot load"
+        yield fail("compiled module", build["problem"], cost, "./build_docker.sh; mount build/")
+    else:
+        yield ok("compiled module", f"{build['version']}, git {build['git_commit']}, CUDA {build['cuda_version']}")
+
+
+def _versions(facts: Facts) -> Iterator[Finding]:
+    sglang = facts.versions.get("sglang")
+    if sglang is None:
+        yield not_run("versions", "SGLang is not installed for this Python", "run doctor inside of SGLang's image")
+        return
+    wrong = [
+        f"{name} {facts.versions[name]} (SGLang {sglang} pins {pin})"
+        for name, pin in facts.pins.items()
+        if facts.versions.get(name) and facts.versions[name].partition("+")[0] != pin
+    ]
+    if wrong:
+        pins = " ".join(f"{name}=={pin}" for name, pin in facts.pins.items() if name in facts.versions)
+        yield warn(
+            "versions",
+            ", ".join(wrong),
+            "kernels are missing or called with other arguments than they take",
+            f"use SGLang's own image, or: pip install {pins}",
+        )
+    if sglang == FLASHINFER_WITHOUT_KERNEL:
+        yield fail(
+            "versions",
+            f"SGLang {sglang}",
+            "its default attention imports a FlashInfer module that its pinned FlashInfer does not have",
+            "SGLang 0.5.17 or newer; or SGLANG_SM120_FLASHMLA_BACKEND=triton",
+        )
+    elif not wrong:
+        known = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
+        yield ok("versions", f"as SGLang pins them: {known}")
+    if facts.nvcc is None:
+        yield warn(
+            "nvcc",
+            "not found",
+            "SGLang compiles kernels at its start and stops where it cannot",
+            "an image with the CUDA toolkit (lmsysorg/sglang has it), or set CUDA_HOME",
+        )
+
+
+def _patches(facts: Facts) -> Iterator[Finding]:
+    if facts.status is None:
+        yield fail("patches", facts.status_problem or "unknown", "nothing is patched", "see the sentence itself")
+        return
+    broken = [f"{r['patch']}: {r['reason']}" for r in facts.status["patches"] if r["state"] == "BROKEN"]
+    unsupported = [r["reason"] for r in facts.status["patches"] if r["state"] == "UNSUPPORTED"]
+    unreviewed = sorted({r["patch"] for r in facts.status["patches"] if r["review"].startswith("UNREVIEWED")})
+    ready = sorted({r["patch"] for r in facts.status["patches"] if r["state"] == "READY"})
+    off = {r["patch"]: r["reason"] for r in facts.status["patches"] if r["state"] == "OFF"}
+    if off:
+        why = ", ".join(dict.fromkeys(off.values()))
+        yield warn("switched off", f"{', '.join(off)} by {why}", "SGLang's own code runs there", "unset the variable")
+        if not ready:
+            return
+    if facts.versions.get("sglang") is None and not ready:
+        yield not_run("patches", "SGLang is not on this Python's path")
+    elif broken:
+        fix = "a release of deepseek_v4_sm120 for this SGLang, or DSV4_SM120_ON_BROKEN=warn"
+        yield fail("patches", "; ".join(broken), "the server does not start", fix)
+    elif unsupported:
+        yield warn("patches", unsupported[0], "SGLang's own code runs", "another SGLang, or a newer deepseek_v4_sm120")
+    elif unreviewed:
+        yield warn(
+            "patches",
+            f"{', '.join(unreviewed)}: applied to code that nobody has looked at",
+            "probably fine, not checked",
+            "`status` says which version is known; check with DSV4_SM120_SHADOW=1",
+        )
+    else:
+        yield ok("patches", f"fit this SGLang: {', '.join(ready) or 'none'}")
+
+
+def _defaults(facts: Facts) -> Iterator[Finding]:
+    for row in (facts.status or {}).get("defaults", []):
+        name = f"default {row['default']}"
+        if row["moot"]:
+            continue
+        if row["state"] == "OFF" and row["reason"] == "never run on SM120" and row["would_set"]:
+            yield not_run(name, f"off: {row['why']}", f"to try it: DSV4_SM120_SET={row['default']}=on")
+        elif row["state"] == "OFF":
+            yield warn(name, f"off by {row['reason']}", row["why"], "remove it from DSV4_SM120_SET")
+    unknown = (facts.status or {}).get("unknown_choices")
+    if unknown:
+        yield fail("DSV4_SM120_SET", unknown, "the server does not start", "a name of that list")
+
+
+def _profile(facts: Facts) -> Iterator[Finding]:
+    found = (facts.status or {}).get("profile")
+    if not found:
+        yield not_run("profile", "none: the shipped defaults hold", "`calibrate` writes one for this machine")
+        return
+    if found["problem"]:
+        fix = "write it again, or unset DSV4_SM120_PROFILE"
+        yield fail("profile", found["problem"], "the server does not start", fix)
+        return
+    if found["warnings"]:
+        yield warn("profile", found["warnings"][0], "it is not used", "`calibrate` on this machine")
+        return
+    told = profile.verdicts(found)
+    wrong = {
+        f"{operator}/{provider}": why
+        for operator, reasons in found["wrong"].items()
+        for provider, why in reasons.items()
+    }
+    crashed = [name for name, why in wrong.items() if why.startswith("crashed") and f"/{profile.OURS}" not in name]
+    wrong = {name: why for name, why in wrong.items() if name not in crashed}
+    if wrong:
+        yield fail(
+            "profile",
+            f"{told}; " + "; ".join(f"{name} is wrong on this card: {why}" for name, why in wrong.items()),
+            "ours are left out where they are wrong; a wrong one of SGLang's answers wrongly where it is used",
+            "report it; where it is SGLang's own, choose another backend",
+        )
+    elif crashed:
+        found = f"{told}; crashed under calibrate: {', '.join(crashed)}"
+        yield warn("profile", found, "we do not use it; nothing else, unless a server does", "report it with the table")
+    elif lost := [name for name, winner in found["winners"].items() if winner != profile.OURS]:
+        yield warn(
+            "profile", told, f"SGLang's own {', '.join(lost)} was faster here, and is used", "tell us the figures"
+        )
+    else:
+        yield ok("profile", told)
+
+
+def _processes(facts: Facts) -> Iterator[Finding]:
+    processes = (facts.status or {}).get("processes", [])
+    if not processes:
+        yield not_run("running servers", "no reports", "start them and doctor with DSV4_SM120_REPORT=<the same folder>")
+    for process in processes:
+        applied = sorted({r["patch"] for r in process["patches"] if r["state"] == "APPLIED"})
+        broken = sorted({r["patch"] for r in process["patches"] if r["state"] == "BROKEN"})
+        name = f"process {process['pid']}"
+        served = [index for index, is_served in process.get("devices_served", {}).items() if is_served]
+        if broken:
+            yield fail(name, f"BROKEN: {', '.join(broken)}", "SGLang's own code runs there", "see `status`")
+        elif process.get("devices_served") and not served:
+            yield warn(name, "patched, but its GPU is not one that we serve", "SGLang's own code runs", "see GPU")
+        else:
+            yield ok(name, f"applied {', '.join(applied) or 'nothing yet'}")
+
+
+def _top(path: Path) -> Path:
+    """/root/.cache/tvm-ffi -> /root/.cache: one volume for all of a home folder's caches."""
+    return path.parent if path.parent.name.startswith(".") else path
+
+
+def _caches(facts: Facts) -> Iterator[Finding]:
+    lost = [c for c in facts.caches if not c.survives]
+    empty = [c for c in facts.caches if not c.is_filled]
+    cost = "6 layers started in 34 s with compiled kernels and in 355 s without; 43 layers take longer"
+    if lost:
+        folders = sorted({_top(c.path) for c in lost})
+        mounts = " ".join(f"-v dsv4-{folder.name.lstrip('.')}:{folder}" for folder in folders)
+        where = ", ".join(str(c.path) for c in lost)
+        yield warn("kernel caches", f"in the container itself, lost with it: {where}", cost, f"docker run {mounts}")
+    elif empty:
+        yield warn(
+            "kernel caches",
+            f"empty, filled by the next start: {', '.join(str(c.path) for c in empty)}",
+            cost,
+            "start once before you need it; keep the folders",
+        )
+    else:
+        yield ok("kernel caches", "filled, and they survive a restart")

@@ -1,0 +1,74 @@
+"""The table of models_served.py for readers: `status`, `status --model`, and `doctor` of a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deepseek_v4_sm120.commands.plan import models
+from deepseek_v4_sm120.ops.shared.limits import LIMITS
+from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.models_served import OTHER_MODEL_TYPES, Verdict
+
+TENSOR_PARALLEL = (1, 2, 4, 8)
+OURS, STOCK = "ours", "SGLang's"
+NEVER_RUN = {"pro": "the operators were tested in its shapes, the model was never run with us"}
+
+
+def built_in(name: str) -> dict:
+    """What models_served.sizes reads of a config.json, of a model that `plan` knows."""
+    model = models.BUILT_IN[name]
+    told = {key: getattr(model, field) for field, key in models.FIELDS.items()}
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": model.expert_format}
+    return {"model_type": "deepseek_v4", "qk_rope_head_dim": 64, "quantization_config": quantized, **told}
+
+
+def overview() -> dict[str, dict[str, str]]:
+    """operator -> {model: "ours", "SGLang's", or at which TP it is ours}, of the models that have a name here."""
+    rows: dict[str, dict[str, str]] = {operator: {} for operator in LIMITS}
+    named = {f"V4-{name.capitalize()}": built_in(name) for name in models.BUILT_IN}
+    named |= {name.removeprefix("DeepSeek-"): {"model_type": kind} for kind, (name, *_) in OTHER_MODEL_TYPES.items()}
+    for name, config in named.items():
+        by_tp = {tp: models_served.verdicts(config, tp) for tp in TENSOR_PARALLEL}
+        for index, operator in enumerate(LIMITS):
+            served = [str(tp) for tp, verdicts in by_tp.items() if verdicts[index].served]
+            at = "" if len(served) == len(by_tp) else f" at TP {', '.join(served)}"
+            rows[operator][name] = f"{OURS}{at}" if served else STOCK
+    return rows
+
+
+def of_model(text: str, tp: int) -> dict:
+    """{model, note, operators: [{operator, served, why}]} of flash, pro, a folder or a config.json; CommandError."""
+    if text.lower() in models.BUILT_IN:
+        config, name = built_in(text.lower()), models.BUILT_IN[text.lower()].path
+    else:
+        config, name = models.read(text)[1], text
+    other = models_served.other_model(config["model_type"])
+    note = f"nothing of it is touched: {other}" if other else NEVER_RUN.get(_name_of(config), "")
+    return {"model": f"{name}, TP{tp}", "note": note, "operators": as_rows(models_served.verdicts(config, tp))}
+
+
+def as_rows(verdicts: list[Verdict]) -> list[dict]:
+    return [vars(verdict) for verdict in verdicts]
+
+
+def _name_of(config: Mapping) -> str | None:
+    """Which built-in model has this hidden size."""
+    hidden = models_served.sizes(config).get("hidden")
+    return next((name for name, model in models.BUILT_IN.items() if model.hidden == hidden), None)
+
+
+def overview_text(rows: dict[str, dict[str, str]]) -> list[tuple[str, ...]]:
+    names = list(next(iter(rows.values())))
+    return [("operator", *names), *((operator, *by_model.values()) for operator, by_model in rows.items())]
+
+
+def of_model_text(found: dict) -> list[tuple[str, ...]]:
+    return [
+        ("operator", "served by", "why"),
+        *((row["operator"], OURS if row["served"] else STOCK, _why(row, found)) for row in found["operators"]),
+    ]
+
+
+def _why(row: dict, found: dict) -> str:
+    """Once for all, where it is the model's."""
+    return "" if row["why"] in found["note"] else row["why"]

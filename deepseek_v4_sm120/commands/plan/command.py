@@ -1,0 +1,205 @@
+"""`plan`: print what fits and the command lines; exit status 1 when it does not fit."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import asdict
+
+from deepseek_v4_sm120 import OPS, __version__
+from deepseek_v4_sm120.commands import console
+from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.plan import launch, models, roofline
+from deepseek_v4_sm120.commands.plan.launch import Plan, Request
+from deepseek_v4_sm120.patching import profile
+from deepseek_v4_sm120.patching.sources import Sources, package_version
+from deepseek_v4_sm120.settings import settings
+
+DEFAULT_SGLANG = "0.5.23"
+DEFAULT_MEMORY_GB = 96
+VERSION = re.compile(r"v?\d{1,4}\.\d{1,4}\.\d{1,4}(\.?(a|b|rc|post|dev)\d{1,12})*(\+[a-z0-9._-]{1,80})?", re.ASCII)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="flash", help="flash, pro, or the folder of a checkpoint (default: flash)")
+    parser.add_argument("--experts", choices=(models.FP4, models.FP8), help="format of the experts")
+    parser.add_argument("--gpus", type=int, help="cards of one machine (default: those found, else 2)")
+    parser.add_argument("--memory", type=float, help="GB of a card as sold (default: as found, else 96)")
+    parser.add_argument("--context", type=int, default=393_216, help="longest request in tokens (default: 393216)")
+    parser.add_argument("--concurrency", type=int, default=8, help="streams at the same time (default: 8)")
+    parser.add_argument("--spec", choices=("mtp", "none"), default="mtp", help="speculation (default: mtp)")
+    parser.add_argument("--sglang", help="its version (default: the one found here, else " + DEFAULT_SGLANG + ")")
+    parser.add_argument("--profile", help="file that `calibrate` wrote: what it leaves out counts as SGLang's")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """CommandError for anything that is not a version, a model, a number of cards."""
+    given = arguments.sglang
+    sglang = given if given is not None else package_version("sglang", Sources()) or DEFAULT_SGLANG
+    if not VERSION.fullmatch(sglang):
+        raise CommandError(f"--sglang must be a version like {DEFAULT_SGLANG}, got {sglang!r}")
+    sglang = sglang.removeprefix("v")
+    if not arguments.model:
+        raise CommandError("--model must be flash, pro, or a folder with the model's config.json, got nothing")
+    gpus, memory_mib = _machine(arguments)
+    switched_off = tuple(op for op in OPS if settings().choices.get(op) == "off")
+    measured = _profile(arguments.profile, sglang)
+    return Request(
+        model=models.find(arguments.model, arguments.experts),
+        gpus=gpus,
+        memory_mib=memory_mib,
+        context=arguments.context,
+        concurrency=arguments.concurrency,
+        mtp=arguments.spec == "mtp",
+        sglang=sglang,
+        replaced=tuple(op for op in OPS if op not in switched_off and measured.against(op) is None),
+        profile=None if measured.warnings else measured.path,
+        profile_unused=measured.warnings[0] if measured.warnings else None,
+        switched_off=switched_off,
+    )
+
+
+def _profile(path: str | None, sglang: str) -> profile.Profile:
+    """What a server makes of the file, by its own code; CommandError where it would not start.
+
+    The machine may be another one than that which will serve, so of the profile's identity the releases count alone.
+    """
+    found = profile.consult(path, sglang, profile.Identity(None, None, sglang, __version__))
+    if found.problem is not None:
+        raise CommandError(found.problem)
+    return found
+
+
+def _machine(arguments: argparse.Namespace) -> tuple[int, int]:
+    gpus, memory_gb = arguments.gpus, arguments.memory
+    if memory_gb is not None:
+        launch.check_memory(memory_gb)
+    if gpus is not None and memory_gb is not None:
+        return gpus, int(memory_gb * launch.REPORTED_PER_GB)
+    from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
+
+    found = nvidia_smi.read(facts.run_command).gpus
+    if memory_gb is not None or not found:
+        memory_mib = int((DEFAULT_MEMORY_GB if memory_gb is None else memory_gb) * launch.REPORTED_PER_GB)
+    else:
+        memory_mib = min(gpu.memory_total for gpu in found)
+    usable = max((tp for tp in launch.TPS if tp <= len(found)), default=2)
+    return (usable if gpus is None else gpus), memory_mib
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan = launch.make(request_of(arguments))
+    if arguments.json:
+        console.print_json(as_dict(plan))
+    else:
+        show(plan)
+    return 0 if plan.fits else 1
+
+
+def as_dict(plan: Plan) -> dict:
+    r = plan.request
+    return {
+        "fits": plan.fits,
+        "tight": plan.is_tight,
+        "left_free_bytes": plan.left_free,
+        "estimates_off_by_bytes": plan.off_by,
+        "request": asdict(r),
+        "tokens": plan.tokens,
+        "weights_bytes": plan.weights,
+        "states_bytes": plan.pools.states,
+        "window_bytes": plan.pools.window_bytes,
+        "reserves": [asdict(x) for x in plan.reserves],
+        "flags": [asdict(f) for f in plan.flags],
+        "environment": [asdict(f) for f in plan.environment],
+        "notes": plan.notes,
+        "remedies": [] if plan.fits else launch.remedies(r),
+        "launch": launch.launch_line(plan),
+        "docker": launch.docker_line(plan),
+        "speed": speed_rows(plan),
+    }
+
+
+def show(plan: Plan) -> None:
+    r = plan.request
+    console.say(
+        f"{r.model.name}, {r.model.expert_format.upper()} experts, on {r.gpus} card(s) of {r.memory_mib} MiB, SGLang "
+        f"{r.sglang}: {r.concurrency} stream(s), up to {r.context:,} tokens, {'MTP' if r.mtp else 'no speculation'}"
+    )
+    console.print_table("Memory of one card", ("what", "GB", "from"), memory_rows(plan))
+    if not plan.fits:
+        console.say(f"\n{why_not(plan)}")
+        return
+    at_once = plan.tokens // r.context
+    console.say(f"\n{verdict(plan)}: {plan.tokens:,} tokens of KV cache, {at_once} request(s) of full length at once.")
+    rows = [(f.name, f.value, f.reason) for f in (*plan.flags, *plan.environment)]
+    console.print_table("Flags and variables", ("flag", "value", "why"), rows)
+    header = ("streams", "ceiling, tok/s", "step, ms", "with NCCL", "best published", "by")
+    title = "Speed without speculation (ceiling: every byte once at 1.79 TB/s, then all-reduces; nobody reaches it)"
+    console.print_table(title, header, speed_rows(plan))
+    for note in plan.notes:
+        console.say(f"\nNote: {note}.")
+    docker = launch.docker_line(plan) or f"no image of SGLang {r.sglang} is known; give --sglang a release"
+    console.say(f"\nWith SGLang installed:\n  {launch.launch_line(plan)}\n\nWith Docker:\n  {docker}")
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits; where that hangs on our estimates, that it does."""
+    if not plan.is_tight:
+        return "It fits"
+    return (
+        f"It may fit: {plan.left_free / 1e9:.1f} GB are left free, and the estimates above may be short by "
+        f"{plan.off_by / 1e9:.1f} GB; {plan.spare / 1e9:.1f} GB of capacity to spare. "
+        "Safer are a shorter --context, fewer streams or more cards"
+    )
+
+
+def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    r = plan.request
+    pools, static = plan.pools, plan.static_bytes
+    wo_a = "wo_a in bf16 as SGLang holds it on SM120" if r.wo_a_bf16 else "wo_a in FP8 as it is stored"
+    rows = [("weights", plan.weights, f"the checkpoint's shapes, {wo_a}")]
+    rows += [("C128 states", pools.states, f"{r.concurrency} request slots")] if pools.states else []
+    if pools.window_tokens is not None:
+        rows.append(("sliding windows", pools.window_bytes, f"{pools.window_tokens:,} slots, by requests and chunk"))
+    rows.append(("KV cache", max(0.0, static - plan.weights - pools.fixed_bytes), f"{plan.tokens:,} tokens"))
+    rows += [(x.what, x.bytes, x.basis) for x in plan.reserves]
+    off_by = f"the estimates may be short by {plan.off_by / 1e9:.1f}"
+    rows += [("left free", plan.left_free, off_by)]
+    return [(what, f"{size / 1e9:7.2f}", source) for what, size, source in rows] + [
+        ("card", f"{plan.card_bytes / 1e9:7.2f}", f"{plan.fraction:.2f} of it static")
+    ]
+
+
+def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
+    r, rows = plan.request, []
+    if r.gpus == 1:
+        return rows
+    for streams in sorted({1, r.concurrency}):
+        context = min(r.context, 8192)
+        fast = roofline.step_seconds(r.model, r.gpus, streams, context, wo_a_bf16=r.wo_a_bf16)
+        nccl = roofline.step_seconds(r.model, r.gpus, streams, context, wo_a_bf16=r.wo_a_bf16, fast=False)
+        best = roofline.PUBLISHED.get((r.gpus, streams)) if r.model.hidden == models.FLASH.hidden else None
+        cells = (f"{streams / fast:.0f} at {context // 1024}K", f"{fast * 1e3:.2f}", f"{streams / nccl:.0f}")
+        rows.append((str(streams), *cells, *((f"{best[0]:.0f}", best[1]) if best else ("-", "nobody"))))
+    return rows
+
+
+def why_not(plan: Plan) -> str:
+    r = plan.request
+    card = plan.card_bytes / 1e9
+    scratch = (plan.pools.fixed_bytes + sum(x.bytes for x in plan.reserves)) / 1e9
+    if plan.weights > launch.memory.MOST_FRACTION * card * 1e9:
+        reason = f"{plan.weights / 1e9:.1f} GB of weights on a card of {card:.1f} GB"
+    elif plan.weights / 1e9 + scratch > card:
+        reason = (
+            f"{plan.weights / 1e9:.1f} GB of weights, and {scratch:.1f} GB for {r.concurrency} streams beside them, "
+        )
+        reason += f"on a card of {card:.1f} GB"
+    elif plan.tokens >= r.context:
+        slots = plan.pools.window(plan.tokens)
+        reason = f"{slots:,} sliding-window slots for {r.concurrency} streams, which need {plan.window_needed:,}"
+    else:
+        reason = f"room for {plan.tokens:,} tokens, one request needs {r.context:,}"
+    remedies = launch.remedies(r)
+    return f"It does not fit: {reason}. What would: {', or '.join(remedies) or 'nothing on one machine of such cards'}."

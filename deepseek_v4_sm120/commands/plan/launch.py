@@ -1,0 +1,352 @@
+"""From a request (model, cards, context, streams) to a plan: what it takes, whether it fits, the flags with reasons."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.plan import memory, roofline
+from deepseek_v4_sm120.commands.plan.models import FP8, Model
+
+TPS = (1, 2, 4, 8)
+REPORTED_PER_GB = 97887 / 96  # MiB that the driver reports per GB of the label, RTX PRO 6000
+CHUNK_WITH_OTHERS = 4096  # about half a second of prefill on 2 or 4 cards by published rates
+DECODE_SHARE = 0.3  # of the time while a long prompt is read
+LEAST_FRACTION, STEP = 0.5, 0.01
+MOST_STREAMS = 4096
+LEAST_MEMORY_GB, MOST_MEMORY_GB = 8, 1024
+IMAGE = "lmsysorg/sglang:v{version}"
+MOUNT = "/opt/deepseek_v4_sm120"
+PROFILE_MOUNT = "/opt/dsv4-profile.json"
+NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
+
+
+@dataclass(frozen=True)
+class Request:
+    model: Model
+    gpus: int
+    memory_mib: int
+    context: int
+    concurrency: int
+    mtp: bool
+    sglang: str
+    replaced: tuple[str, ...] = OPS  # the operators that will be ours
+    profile: str | None = None  # the file that says so
+    profile_unused: str | None = None  # why a server makes nothing of the file that was given
+    switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
+
+    @property
+    def version(self) -> memory.Version:
+        return tuple(map(int, re.match(r"(\d+)\.(\d+)\.(\d+)", self.sglang).groups()))
+
+    @property
+    def image(self) -> str | None:
+        """SGLang's image of exactly this version; None of a build that is no release."""
+        return None if re.search(r"dev|\+", self.sglang) else IMAGE.format(version=self.sglang)
+
+    @property
+    def wo_a_bf16(self) -> bool:
+        return "wo_a" not in self.replaced
+
+    @property
+    def drafts(self) -> int:
+        """Draft tokens in SGLang's counting, the verified token among them; 0 without speculation."""
+        return 2 if self.mtp else 0
+
+
+@dataclass(frozen=True)
+class Flag:
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass
+class Plan:
+    request: Request
+    chunk: int
+    fraction: float
+    weights: float
+    reserves: list[memory.Reserve]
+    pools: memory.Pools
+    tokens: int
+    flags: list[Flag] = field(default_factory=list)
+    environment: list[Flag] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    interval: int = 0
+
+    @property
+    def static_bytes(self) -> float:
+        """What --mem-fraction-static gives to weights and pools."""
+        return self.fraction * self.card_bytes
+
+    @property
+    def card_bytes(self) -> int:
+        return self.request.memory_mib * (1 << 20)
+
+    @property
+    def window_needed(self) -> int:
+        """Sliding-window slots that must be there at once: two chunks in flight, the window and two pages a request."""
+        return 2 * self.chunk + self.request.concurrency * (self.request.model.window + 2 * memory.PAGE_TOKENS)
+
+    @property
+    def has_window(self) -> bool:
+        """Where a release sizes that pool by the requests, it gives them what its scheduler needs."""
+        return self.pools.window_tokens is not None or self.pools.window(self.tokens) >= self.window_needed
+
+    @property
+    def fits(self) -> bool:
+        return self.tokens >= self.request.context and self.has_window
+
+    @property
+    def left_free(self) -> float:
+        """Bytes outside of the static part that no reserve claims."""
+        return self.card_bytes - self.static_bytes - sum(r.bytes for r in self.reserves)
+
+    @property
+    def off_by(self) -> float:
+        """Bytes by which the estimates of what is outside of the static part may be short."""
+        return sum(r.off_by for r in self.reserves)
+
+    @property
+    def spare(self) -> float:
+        """Bytes of capacity beyond one request of full length."""
+        return (self.tokens - self.request.context) * self.pools.token_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """It fits only if the estimates hold: less is left, outside or inside of the static part, than they may be
+        short by."""
+        return self.fits and (self.left_free < self.off_by or self.spare < self.weights * memory.WEIGHTS_OFF_BY)
+
+
+def check(request: Request) -> None:
+    """CommandError for a request that contradicts itself or the model."""
+    m = request.model
+    if request.gpus < 1:
+        raise CommandError(f"--gpus must be at least 1, got {request.gpus}")
+    if request.gpus not in TPS or m.heads % request.gpus or m.o_groups % request.gpus:
+        usable = [tp for tp in TPS if m.heads % tp == 0 and m.o_groups % tp == 0]
+        near = max([tp for tp in usable if tp <= request.gpus], default=usable[0])
+        raise CommandError(f"--gpus {request.gpus}: {m.name} divides into {usable} ranks; take {near} of the cards")
+    if not 1024 <= request.context <= m.max_context:
+        raise CommandError(f"--context must be 1024 to {m.max_context} tokens for this model, got {request.context}")
+    if not 1 <= request.concurrency <= MOST_STREAMS:
+        raise CommandError(f"--concurrency must be 1 to {MOST_STREAMS}, got {request.concurrency}")
+    check_memory(request.memory_mib / REPORTED_PER_GB)
+    if request.version < (0, 5, 12):
+        raise CommandError(f"SGLang {request.sglang} does not have this model; take 0.5.17 or newer")
+    if request.version >= (0, 6):
+        raise CommandError(f"SGLang {request.sglang} is newer than what this release knows (below 0.6)")
+
+
+def check_memory(memory_gb: float) -> None:
+    """memory_gb: of a card, as sold. CommandError for what no card has, and for what is no number."""
+    if not LEAST_MEMORY_GB - 0.01 <= memory_gb <= MOST_MEMORY_GB:
+        raise CommandError(f"--memory must be {LEAST_MEMORY_GB} to {MOST_MEMORY_GB} GB per card, got {memory_gb:g}")
+
+
+def make(request: Request) -> Plan:
+    """The plan with the largest prefill chunk that leaves room; the caller looks at `fits`."""
+    check(request)
+    wanted = memory.CHUNKS[0] if request.concurrency == 1 else CHUNK_WITH_OTHERS
+    chunks = [chunk for chunk in memory.CHUNKS if chunk <= wanted]
+    plan = _best([_sized(request, chunk, with_errors=True) for chunk in chunks])
+    if not plan.fits:  # with what the estimates may be short by kept free; without, it may
+        plan = _best([_sized(request, chunk, with_errors=False) for chunk in chunks])
+    plan.interval = _interval(request, plan.chunk)
+    _flags(plan)
+    return plan
+
+
+def _best(plans: list[Plan]) -> Plan:
+    """The largest chunk that costs hardly any capacity; where none fits, the most capacity."""
+    most = max(plan.tokens for plan in plans)
+    return next((p for p in plans if p.fits and p.tokens >= 0.9 * most), max(plans, key=lambda p: p.tokens))
+
+
+def _sized(request: Request, chunk: int, with_errors: bool) -> Plan:
+    m, tp, version = request.model, request.gpus, request.version
+    total = request.memory_mib * (1 << 20)
+    rows = request.concurrency * max(1, request.drafts)
+    reserves = memory.reserves(m, tp=tp, context=request.context, chunk=chunk, rows=rows, replaced=request.replaced)
+    outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves)
+    fraction = math.floor((1 - outside / total) / STEP) * STEP
+    fraction = round(min(memory.MOST_FRACTION, fraction), 2)  # as it is given to the server
+    weights = memory.weight_bytes(m, tp, mtp=request.mtp, wo_a_bf16=request.wo_a_bf16)
+    pools = memory.pools(m, version, requests=request.concurrency, chunk=chunk, drafts=request.drafts)
+    return Plan(request, chunk, fraction, weights, reserves, pools, pools.tokens(fraction * total - weights))
+
+
+def _interval(request: Request, chunk: int) -> int:
+    """Decode steps after each chunk, so that decode keeps DECODE_SHARE of the time while a prompt is read."""
+    if request.concurrency == 1:
+        return 0
+    rate = roofline.PUBLISHED_PREFILL.get(request.gpus, roofline.PUBLISHED_PREFILL[4])[0]
+    ideal = roofline.step_seconds(
+        request.model, request.gpus, request.concurrency, request.context // 4, wo_a_bf16=request.wo_a_bf16
+    )
+    step = roofline.TYPICAL_OVER_IDEAL * ideal
+    return max(1, min(32, math.ceil(DECODE_SHARE / (1 - DECODE_SHARE) * (chunk / rate) / step)))
+
+
+def _flags(plan: Plan) -> None:
+    r, m = plan.request, plan.request.model
+    add = plan.flags.append
+    add(Flag("--model-path", m.path or m.name, f"{m.name}, {m.expert_format.upper()} experts"))
+    add(Flag("--tp-size", str(r.gpus), f"{plan.weights / 1e9:.1f} GB of weights a card"))
+    add(Flag("--trust-remote-code", "", "the checkpoint's own configuration"))
+    followers = "every captured width" + ("" if "index_select" in r.replaced else " and the indexer's logits")
+    add(Flag("--context-length", str(r.context), f"the longest request; {followers} grows with it"))
+    slots = (
+        "C128 states are held per slot" if memory.has_request_states(r.version) else "the streams that were asked for"
+    )
+    add(Flag("--max-running-requests", str(r.concurrency), f"{slots}; SGLang's default is 256"))
+    graphs = "--cuda-graph-max-bs" if r.version < (0, 5, 14) else "--cuda-graph-max-bs-decode"
+    add(Flag(graphs, str(r.concurrency), "no graphs for batches that cannot come"))
+    reserve = sum(x.bytes for x in plan.reserves) / memory.GIB
+    add(Flag("--mem-fraction-static", f"{plan.fraction:.2f}", f"leaves {reserve:.1f} GiB of scratch, itemised above"))
+    add(Flag("--chunked-prefill-size", str(plan.chunk), _chunk_reason(plan)))
+    if r.mtp:
+        add(Flag("--speculative-algorithm", "EAGLE", "the model's own MTP block"))
+        add(Flag("--speculative-num-steps", "1", "1 draft is within 7% of the best depth up to 8 streams"))
+        add(Flag("--speculative-eagle-topk", "1", "the only one for this model"))
+        add(Flag("--speculative-num-draft-tokens", "2", "the verified token and one draft"))
+    if r.version < (0, 5, 13) and m.expert_format != FP8:
+        add(Flag("--moe-runner-backend", "marlin", "0.5.12's default asserts on FP4 experts"))
+    add(Flag("--reasoning-parser", "deepseek-v4", "thoughts apart from the answer"))
+    add(Flag("--tool-call-parser", "deepseekv4", "tool calls as calls, not as markup"))
+    add(Flag("--enable-metrics", "", "for `doctor --url`"))
+    _interleaving(plan)
+    env = plan.environment.append
+    env(Flag("PYTHONPATH", MOUNT, "our folder, in every process of the server"))
+    env(Flag("DSV4_SM120_REPORT", "/tmp/dsv4", "what each process applied, for `status` and `doctor`"))
+    if r.switched_off:
+        planned = [flag for flag in plan.environment if flag.name == "DSV4_SM120_SET"]
+        plan.environment[:] = [flag for flag in plan.environment if flag not in planned]
+        values = [f"{operator}=off" for operator in r.switched_off] + [flag.value for flag in planned]
+        reasons = ["as in your environment"] + [flag.reason for flag in planned]
+        env(Flag("DSV4_SM120_SET", ",".join(values), "; ".join(reasons)))
+    if r.profile is not None:
+        env(Flag("DSV4_SM120_PROFILE", PROFILE_MOUNT, f"what calibrate found: {r.profile}"))
+    if m.expert_format == FP8:
+        env(Flag("SGLANG_DSV4_FP4_EXPERTS", "0", "the checkpoint's experts are FP8"))
+    _notes(plan)
+
+
+def _chunk_reason(plan: Plan) -> str:
+    if plan.request.concurrency == 1:
+        return "one stream: nobody waits for a chunk"
+    rate = roofline.PUBLISHED_PREFILL.get(plan.request.gpus, (6000.0, ""))[0]
+    return f"about {plan.chunk / rate:.1f} s at published rates: the longest that other streams wait"
+
+
+def _interleaving(plan: Plan) -> None:
+    r, n = plan.request, plan.interval
+    if n == 0:
+        return
+    reason = f"{n} decode steps after each chunk: decode keeps about {DECODE_SHARE:.0%} of the time"
+    if r.version >= (0, 5, 19):
+        plan.flags.append(Flag("--prefill-decode-interval", str(n), reason))
+    elif r.version == (0, 5, 17):
+        plan.environment.append(Flag("DSV4_SM120_SET", f"prefill_decode_interval_0_5_17={n}", reason))
+    else:
+        plan.notes.append(
+            f"SGLang {r.sglang} has no way to let streams decode between the chunks of a long prompt: they stop until "
+            "it is read. 0.5.19 and later have one"
+        )
+
+
+def _notes(plan: Plan) -> None:
+    r = plan.request
+    if r.profile_unused:
+        plan.notes.append(r.profile_unused)
+    if r.version > NEWEST_READ:
+        newest = ".".join(map(str, NEWEST_READ))
+        plan.notes.append(f"nobody has read SGLang {r.sglang} for this; sizes are those of {newest}")
+    if r.version < (0, 5, 13) and "index_select" not in r.replaced:
+        plan.notes.append("0.5.12 has no fast indexer for SM120, only one that gathers all keys; take 0.5.17 or newer")
+    if missing := [op for op in OPS if op not in r.replaced]:
+        by = "DSV4_SM120_SET" if set(missing) <= set(r.switched_off) else "the profile"
+        plan.notes.append(f"{by} leaves out {', '.join(missing)}: SGLang's own memory is reckoned there")
+    if r.version >= (0, 5, 17) and "index_select" in r.replaced:
+        plan.notes.append(
+            "SGLang keeps prefill out of CUDA graphs for this model because of the index logits, which are gone; "
+            "--cuda-graph-backend-prefill breakable puts it back. Nobody has run that with us: measure it first"
+        )
+    if r.gpus > 2 and r.version >= (0, 5, 22):
+        plan.notes.append(
+            "above 2 cards all-reduce is NCCL; where `doctor` finds that peers move data, try "
+            "DSV4_SM120_SET=pcie_ipc_all_reduce=on (35% of a step at TP8 elsewhere)"
+        )
+    per_request = plan.tokens // r.context
+    if plan.fits and per_request < r.concurrency:
+        each = plan.tokens // r.concurrency
+        plan.notes.append(
+            f"{plan.tokens:,} tokens hold {per_request} request(s) of {r.context:,} at once; {r.concurrency} streams "
+            f"may have {each:,} each, beyond that requests wait"
+        )
+
+
+# ---- command lines
+
+
+def server_arguments(plan: Plan) -> list[str]:
+    """Arguments of sglang.launch_server, host and port apart."""
+    return [word for flag in plan.flags for word in (flag.name, flag.value) if word]
+
+
+def launch_line(plan: Plan, host: str = "0.0.0.0", port: int = 30000) -> str:
+    """For a machine with SGLang installed."""
+    here = {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    if plan.request.profile is not None:
+        here["DSV4_SM120_PROFILE"] = str(Path(plan.request.profile).resolve())
+    env = " ".join(f"{flag.name}={shlex.quote(here.get(flag.name, flag.value))}" for flag in plan.environment)
+    words = ["python3", "-m", "sglang.launch_server", "--host", host, "--port", str(port), *server_arguments(plan)]
+    return f"{env} {shlex.join(words)}"
+
+
+def docker_line(plan: Plan, port: int = 30000) -> str | None:
+    """With the built folder mounted into SGLang's image; kernel caches are kept in volumes. None: there is no image."""
+    if plan.request.image is None:
+        return None
+    env = " ".join(f"-e {flag.name}={shlex.quote(flag.value)}" for flag in plan.environment)
+    profile = plan.request.profile
+    mount = "" if profile is None else f"-v {shlex.quote(str(Path(profile).resolve()))}:{PROFILE_MOUNT}:ro "
+    words = ["python3", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", str(port), *server_arguments(plan)]
+    return (
+        f"docker run --rm --gpus all --ipc=host -p {port}:{port} --ulimit memlock=-1 "
+        "-v ~/.cache/huggingface:/root/.cache/huggingface -v dsv4-cache:/root/.cache -v dsv4-triton:/root/.triton "
+        f'-v "$PWD/build:{MOUNT}:ro" {mount}{env} {plan.request.image} {shlex.join(words)}'
+    )
+
+
+def remedies(request: Request) -> list[str]:
+    """Requests near this one that would fit."""
+    found = []
+    for tp in [tp for tp in TPS if tp > request.gpus]:
+        other = Request(**vars(request) | {"gpus": tp})
+        try:
+            if make(other).fits:
+                found.append(f"{tp} cards")
+                break
+        except CommandError:
+            continue
+    contexts = [request.context // 2**i for i in range(1, 9) if request.context // 2**i >= 1024]
+    smaller = next((c for c in contexts if make(Request(**vars(request) | {"context": c})).fits), None)
+    if smaller:
+        found.append(f"--context {smaller}")
+    if request.mtp and make(Request(**vars(request) | {"mtp": False})).fits:
+        found.append("--spec none")
+    fewer = [request.concurrency // 2**i for i in range(1, 13) if request.concurrency // 2**i >= 1]
+    streams = next((n for n in fewer if make(Request(**vars(request) | {"concurrency": n})).fits), None)
+    if streams:
+        found.append(f"--concurrency {streams}")
+    if request.model.expert_format == FP8:
+        found.append("the FP4 checkpoint (deepseek-ai/DeepSeek-V4-Flash)")
+    return found

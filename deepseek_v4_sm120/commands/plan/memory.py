@@ -1,0 +1,264 @@
+"""Bytes of one card: weights, SGLang's pools as its own pool configurator sizes them, scratch.
+
+Weights: fp8 with one scale byte per 128 x 128 block, fp4 with one per 32, as in the checkpoint. Pools: as
+pool_configurator.py of each release from 0.5.12 to 0.5.23 has them; tests/test_plan_pools.py runs every wheel's own
+beside them. What is an estimate says so in `reserves`, and by how much it may be off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.commands.plan.models import FP4, Model
+
+GIB = 1 << 30
+PAGE_TOKENS = 256
+KV_TOKEN_BYTES = 584  # csrc/kv_page_layout.h; here because a plan needs no compiled module (a test compares)
+PAGE_ALIGN = 576  # bytes that a page of the KV pools is padded to
+INDEX_KEY_BYTES = 132  # FP8, with its fp32 scale
+SWA_RATIO = 0.1  # SGLang's for this model
+EVICTION_INTERVAL = 128  # SGLANG_SWA_EVICTION_INTERVAL's default
+CACHED_PREFIXES = 4  # that keep their window, for each request: --swa-prefix-tails' default
+REQUEST_STATES_SINCE = (0, 5, 15)  # the C128 states belong to the request slots; before, to the window's
+PADDED_SINCE = (0, 5, 21)  # entries are priced with their page's padding, the window's slots by the requests
+STATE_BYTES = 4  # fp32
+MOST_FRACTION = 0.93  # above it ranks were lost hours after the start
+# index_select's own bounds of a call, whatever the context (ops/index_select.py; a test compares)
+INDEX_SELECT_PREFILL_BYTES, INDEX_SELECT_DECODE_BYTES = 256 << 20, 64 << 20
+# what may be short, as a share: estimates, which nobody has measured on SM120; weights by shape against published files
+ESTIMATE_OFF_BY, WEIGHTS_OFF_BY = 0.5, 0.002
+CHUNKS = (8192, 4096, 2048, 1024)
+
+Version = tuple[int, ...]
+
+
+# ---- weights
+
+
+def _fp8(rows: int, columns: int) -> int:
+    return rows * columns + math.ceil(rows / 128) * math.ceil(columns / 128)
+
+
+def _fp4(rows: int, columns: int) -> int:
+    return rows * columns // 2 + rows * columns // 32
+
+
+def expert_bytes(m: Model) -> int:
+    one = _fp4 if m.expert_format == FP4 else _fp8
+    return 3 * one(m.expert_width, m.hidden)
+
+
+def expanded_wo_a_bytes(m: Model) -> int:
+    return 2 * m.o_groups * m.o_lora * (m.heads * m.head_dim // m.o_groups)
+
+
+def layer_weights(m: Model, ratio: int, wo_a_bf16: bool) -> dict[str, tuple[int, bool]]:
+    """{part: (bytes, divided by TP)} of a layer; `routed` is one expert."""
+    inputs = m.heads * m.head_dim // m.o_groups
+    wo_a = expanded_wo_a_bytes(m) if wo_a_bf16 else m.o_groups * _fp8(m.o_lora, inputs)
+    mix = (2 + m.streams) * m.streams
+    found = {
+        "qkv_a": (_fp8(m.q_lora + m.head_dim, m.hidden), False),
+        "q_b": (_fp8(m.heads * m.head_dim, m.q_lora), True),
+        "wo_a": (wo_a, True),
+        "wo_b": (_fp8(m.hidden, m.o_groups * m.o_lora), True),
+        "router": (2 * m.experts * m.hidden, False),
+        "shared": (3 * _fp8(m.expert_width, m.hidden), True),
+        "routed": (expert_bytes(m), True),
+        "mhc": (2 * mix * m.streams * m.hidden * 4, False),
+        "norms": (2 * (2 * m.hidden + m.q_lora + m.head_dim) + 4 * m.heads, False),
+    }
+    if ratio == 4:
+        rows = 4 * m.head_dim + 4 * m.index_dim
+        indexer = _fp8(m.index_heads * m.index_dim, m.q_lora) + 2 * m.index_heads * m.hidden
+        found["compressor"] = (2 * rows * m.hidden + 4 * 2 * (m.head_dim + m.index_dim) * 4 + indexer, False)
+    if ratio == 128:
+        found["compressor"] = (2 * 2 * m.head_dim * m.hidden + 128 * m.head_dim * 4, False)
+    return found
+
+
+def weight_bytes(m: Model, tp: int, *, mtp: bool, wo_a_bf16: bool) -> float:
+    """One rank's weights. SGLang expands wo_a to bf16 on SM120; where the operator is ours it stays FP8."""
+    divided = whole = 0.0
+    for ratio, layers in (*m.kinds(), (0, int(mtp))):
+        for part, (size, is_divided) in layer_weights(m, ratio, wo_a_bf16).items():
+            total = layers * size * (m.experts if part == "routed" else 1)
+            divided, whole = (divided + total, whole) if is_divided else (divided, whole + total)
+    whole += 2 * _fp8(m.hidden, m.hidden) * mtp + 4 * m.vocab * m.experts_per_token * m.hash_layers
+    return (divided + 4 * m.vocab * m.hidden) / tp + whole
+
+
+# ---- pools
+
+
+@dataclass(frozen=True)
+class Pools:
+    """How one release sizes its pools for `requests` request slots and chunks of `chunk` tokens, as its
+    pool_configurator.py does. Up to 0.5.20 the sliding-window pool is a tenth of the tokens. From 0.5.21 on, with
+    --max-running-requests set as our plans set it, it has as many slots as the scheduler can hold live at once plus
+    those of cached prefixes; and entries are priced with their page's padding.
+
+    states            bytes of the compressor states held per request slot, used or not
+    window_tokens     slots of the sliding-window pool; None: SWA_RATIO of the tokens
+    window_bytes      the bytes of that pool where its slots are fixed, else 0
+    token_bytes       bytes per token of capacity
+    """
+
+    states: int
+    window_tokens: int | None
+    window_bytes: float
+    token_bytes: float
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Held whatever the number of tokens."""
+        return self.states + self.window_bytes
+
+    def tokens(self, room: float) -> int:
+        """The capacity in `room` bytes, in whole pages."""
+        left = max(0.0, room - self.fixed_bytes)
+        return int(left / self.token_bytes) // PAGE_TOKENS * PAGE_TOKENS
+
+    def window(self, tokens: int) -> int:
+        """Sliding-window slots beside that many tokens."""
+        if self.window_tokens is not None:
+            return self.window_tokens
+        return int(tokens * SWA_RATIO) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def pools(m: Model, version: Version, *, requests: int, chunk: int, drafts: int) -> Pools:
+    """`drafts` are SGLang's draft tokens, the verified one among them; 0 without speculation."""
+    speculative = drafts > 0
+    padded = version >= PADDED_SINCE
+    window_page = PAGE_TOKENS if padded else m.window
+    slot = m.layers * _entry_bytes(1, padded) + (16 if speculative else 8) / window_page * _c4_state_bytes(m)
+    states = 0
+    if has_request_states(version):
+        states = c128_state_bytes(m, requests, speculative)
+    else:
+        slot += (256 if speculative else 128) / window_page * 2 * m.head_dim * STATE_BYTES * m.layers_c128
+    compressed = m.layers_c4 * (_entry_bytes(4, padded) + INDEX_KEY_BYTES) / 4
+    compressed += m.layers_c128 * _entry_bytes(128, padded) / 128
+    draft_layer = (m.layers + 1) / m.layers if speculative else 1.0
+    if version < PADDED_SINCE:
+        return Pools(states, None, 0.0, (compressed + SWA_RATIO * slot) * draft_layer)
+    slots = _window_slots(m, requests, chunk, drafts)
+    return Pools(states, slots, slots * slot * draft_layer, compressed * draft_layer)
+
+
+def has_request_states(version: Version) -> bool:
+    """Whether a request slot costs memory, used or not."""
+    return version >= REQUEST_STATES_SINCE
+
+
+def _entry_bytes(ratio: int, padded: bool) -> float:
+    """Of one entry of a cache that holds one for `ratio` tokens: a page of it is padded to PAGE_ALIGN bytes."""
+    if not padded:
+        return KV_TOKEN_BYTES
+    entries = PAGE_TOKENS // ratio
+    return math.ceil(entries * KV_TOKEN_BYTES / PAGE_ALIGN) * PAGE_ALIGN / entries
+
+
+def _window_slots(m: Model, requests: int, chunk: int, drafts: int) -> int:
+    """What the scheduler can hold live (window, eviction interval, page, one step's tokens a request; two chunks in
+    flight), and the windows of CACHED_PREFIXES prefixes a request."""
+    step = 2 * drafts if drafts else PAGE_TOKENS
+    live = requests * (m.window + EVICTION_INTERVAL * max(1, drafts) + PAGE_TOKENS + step) + 2 * chunk + PAGE_TOKENS
+    cached = CACHED_PREFIXES * requests * (m.window + PAGE_TOKENS)
+    return math.ceil((live + cached) / PAGE_TOKENS) * PAGE_TOKENS
+
+
+def c128_state_bytes(m: Model, requests: int, speculative: bool) -> int:
+    """Compressor state of the C128 layers, held for every request slot, used or not (REQUEST_STATES_SINCE)."""
+    ring = 256 if speculative else 128
+    rows = math.ceil(((requests + 1) * ring + ring + 1) / 128) * 128
+    return rows * 2 * m.head_dim * STATE_BYTES * m.layers_c128
+
+
+def _c4_state_bytes(m: Model) -> int:
+    return 2 * 2 * (m.head_dim + m.index_dim) * STATE_BYTES * m.layers_c4
+
+
+# ---- scratch: what is outside of SGLang's static fraction
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """off_by: how many bytes more it may turn out to be; 0 where a bound is enforced or the arithmetic exact."""
+
+    what: str
+    bytes: float
+    basis: str
+    off_by: float = 0.0
+
+
+def index_logits_bytes(rows: int, context: int) -> int:
+    """The stock indexer's [rows, C4 entries] fp32, allocated at the captured or chunk's worst case."""
+    return rows * math.ceil(context / PAGE_TOKENS) * 64 * 4
+
+
+def chunk_for(context: int, budget: int) -> int:
+    """The largest usual prefill chunk whose index logits fit in `budget` bytes."""
+    return next((chunk for chunk in CHUNKS if index_logits_bytes(chunk, context) <= budget), CHUNKS[-1])
+
+
+def attention_workspace(rows: int, heads: int, context: int, num_sms: int = 188) -> Reserve:
+    """Split results of one attention call of ours at the captured width: the compiled module's own bound."""
+    from deepseek_v4_sm120.ops.shared import extension
+
+    width = math.ceil(context / 128 / 64) * 64
+    if extension.explain() is None:
+        partials, words = extension.load().sparse_decode_workspace(
+            rows=rows, heads=heads, indices_width=128, extra_indices_width=width, num_sms=num_sms
+        )
+        return Reserve("attention workspace", partials + 4 * words, "sparse_decode's own bound")
+    size = rows * heads * (2 + width // 64) * 512 * 2
+    basis = "estimate: FlashInfer's scratch; our module is not built here"
+    return Reserve("attention workspace", size, basis, size * ESTIMATE_OFF_BY)
+
+
+def experts_bytes(m: Model, tp: int, rows: int, is_ours: bool) -> int:
+    """What the experts hold besides input and output. mxfp4_moe: h and y of every pair of row and expert, and its
+    sorted list; stock: gate and up beside each other, then y."""
+    inter = m.expert_width // tp
+    pair = 2 * (inter + m.hidden) + 64 if is_ours else 2 * (2 * inter + m.hidden)
+    return rows * m.experts_per_token * pair
+
+
+def reserves(
+    m: Model, *, tp: int, context: int, chunk: int, rows: int, replaced: Collection[str] = OPS
+) -> list[Reserve]:
+    """What must stay free beside weights and pools. rows: of the largest captured decode or verify batch; replaced:
+    the operators that are ours."""
+    heads = m.heads // tp
+    activations = 2 * (3 * m.streams * m.hidden + 2 * heads * m.head_dim)
+    has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
+    experts = experts_bytes(m, tp, chunk, has_experts)
+    graphs = (0.5 + 0.02 * rows) * GIB
+    lists = chunk * math.ceil(context / 128 / 64) * 64 * 4
+    if "index_select" in replaced:
+        selection = Reserve(
+            "index selection, chunk and graphs",
+            INDEX_SELECT_PREFILL_BYTES + INDEX_SELECT_DECODE_BYTES,
+            "index_select's own bounds, at any context",
+        )
+    else:
+        logits = index_logits_bytes(chunk, context) + index_logits_bytes(rows, context)
+        selection = Reserve("index logits, chunk and graphs", logits, "[rows, context / 4] fp32 of the stock indexer")
+    return [
+        Reserve("CUDA context, libraries, NCCL", 1.5 * GIB, "estimate", 1.5 * GIB * ESTIMATE_OFF_BY),
+        Reserve("decode graphs", graphs, "estimate", graphs * ESTIMATE_OFF_BY),
+        Reserve("prefill activations", chunk * activations, f"arithmetic, chunk of {chunk}"),
+        *(
+            [Reserve("wo_a of a prompt, in bf16", expanded_wo_a_bytes(m) / tp, "wo_a's own")]
+            if "wo_a" in replaced
+            else []
+        ),
+        Reserve("experts of a prefill chunk", experts, "mxfp4_moe's scratch" if has_experts else "arithmetic"),
+        selection,
+        Reserve("C128 index lists of a prefill chunk", lists, "[chunk, context / 128] int32"),
+        attention_workspace(rows, heads, context),
+    ]

@@ -1,0 +1,140 @@
+"""The shapes that bytes and times follow from. Numbers of Flash and Pro: their released config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.patching import json_file
+from deepseek_v4_sm120.sglang_patches.models_served import read_config
+
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+FP4, FP8 = "fp4", "fp8"
+GREATEST = 1 << 30  # of any number in a config.json that counts or measures
+NAMES = {
+    ("flash", FP4): "deepseek-ai/DeepSeek-V4-Flash",
+    ("flash", FP8): "sgl-project/DeepSeek-V4-Flash-FP8",
+    ("pro", FP4): "deepseek-ai/DeepSeek-V4-Pro",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """DeepSeek-V4's widths; layers by kind: without compression, C4, C128."""
+
+    name: str
+    hidden: int
+    heads: int
+    q_lora: int
+    o_groups: int
+    o_lora: int
+    experts: int
+    expert_width: int
+    index_topk: int
+    layers_plain: int
+    layers_c4: int
+    layers_c128: int
+    experts_per_token: int = 6
+    hash_layers: int = 3
+    vocab: int = 129_280
+    head_dim: int = 512
+    window: int = 128
+    index_heads: int = 64
+    index_dim: int = 128
+    streams: int = 4
+    max_context: int = 1_048_576
+    expert_format: str = FP4
+    path: str | None = None  # what --model-path gets
+
+    @property
+    def layers(self) -> int:
+        return self.layers_plain + self.layers_c4 + self.layers_c128
+
+    def kinds(self) -> tuple[tuple[int, int], ...]:
+        """(compression ratio, number of layers)."""
+        return ((0, self.layers_plain), (4, self.layers_c4), (128, self.layers_c128))
+
+
+FLASH = Model("Flash", 4096, 64, 1024, 8, 1024, 256, 2048, 512, 2, 21, 20, path=NAMES["flash", FP4])
+PRO = Model("Pro", 7168, 128, 1536, 16, 1024, 384, 3072, 1024, 0, 30, 31, path=NAMES["pro", FP4])
+BUILT_IN = {"flash": FLASH, "pro": PRO}
+
+FIELDS = {
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "q_lora": "q_lora_rank",
+    "o_groups": "o_groups",
+    "o_lora": "o_lora_rank",
+    "experts": "n_routed_experts",
+    "expert_width": "moe_intermediate_size",
+    "index_topk": "index_topk",
+    "experts_per_token": "num_experts_per_tok",
+    "vocab": "vocab_size",
+    "head_dim": "head_dim",
+    "window": "sliding_window",
+    "index_heads": "index_n_heads",
+    "index_dim": "index_head_dim",
+    "streams": "hc_mult",
+    "max_context": "max_position_embeddings",
+}
+
+
+def find(text: str, experts: str | None) -> Model:
+    """`flash`, `pro`, or a folder (or its config.json); CommandError says what is missing."""
+    if text.lower() in BUILT_IN:
+        name = text.lower()
+        if experts is None:
+            return BUILT_IN[name]
+        if (name, experts) not in NAMES:
+            raise CommandError(f"there is no {experts} checkpoint of {name}; known: {', '.join(NAMES.values())}")
+        return Model(**vars(BUILT_IN[name]) | {"expert_format": experts, "path": NAMES[name, experts]})
+    return from_config(text, experts)
+
+
+def read(text: str | Path) -> tuple[Path, dict]:
+    """models_served.read_config of what --model names; CommandError for what is none."""
+    try:
+        return read_config(text)
+    except json_file.JsonFileError as error:
+        known = ", ".join(BUILT_IN)
+        raise CommandError(f"--model must be {known}, or a folder with the model's config.json: {error}") from error
+
+
+def from_config(text: str | Path, experts: str | None) -> Model:
+    """The model that a config.json describes."""
+    path, found = read(text)
+    architectures = found.get("architectures")
+    if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
+        raise CommandError(f"{path} is not a DeepSeek-V4 model: architectures is {architectures}, not [{ARCHITECTURE}]")
+    missing = [key for key in (*FIELDS.values(), "num_hidden_layers", "compress_ratios") if key not in found]
+    if missing:
+        raise CommandError(f"{path} lacks {', '.join(missing)}")
+    ratios, layers = found["compress_ratios"], found["num_hidden_layers"]
+    hash_layers, dtype = found.get("num_hash_layers", 3), experts or found.get("expert_dtype", FP4)
+    wrong = [key for key in (*FIELDS.values(), "num_hidden_layers") if not _is_whole(found[key], 1)]
+    wrong += [] if _is_whole(hash_layers, 0) else ["num_hash_layers"]
+    if wrong or not isinstance(ratios, list) or len(ratios) < layers:
+        bad = wrong or ["compress_ratios (one entry a layer)"]
+        raise CommandError(f"{path}: {', '.join(bad)} must be positive whole numbers")
+    ratios = ratios[:layers]
+    if strange := [ratio for ratio in ratios if ratio not in (0, 4, 128)]:
+        raise CommandError(f"{path}: compress_ratios with {strange[0]!r:.40} are not those of DeepSeek-V4 (0, 4, 128)")
+    if dtype not in (FP4, FP8):
+        raise CommandError(f"{path}: expert_dtype {dtype!r:.40} is not {FP4} or {FP8}; --experts says which it is")
+    values = {name: found[key] for name, key in FIELDS.items()}
+    return Model(
+        name=path.parent.name or "model",
+        **values,
+        layers_plain=ratios.count(0),
+        layers_c4=ratios.count(4),
+        layers_c128=ratios.count(128),
+        hash_layers=hash_layers,
+        expert_format=dtype,
+        path=str(path.parent),
+    )
+
+
+def _is_whole(value, least: int) -> bool:
+    """A whole number that a model can have, and neither true nor false."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= GREATEST

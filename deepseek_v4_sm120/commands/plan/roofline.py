@@ -1,0 +1,69 @@
+"""The least time of a decode step: every byte once at the card's bandwidth, all-reduces beside it. Never a promise.
+
+RTX PRO 6000: 1.79 TB/s, PCIe 5.0 x16. Latencies of an all-reduce are assumptions (a public one-shot kernel on PCIe
+cards; NCCL). Published figures are other people's, on their cards, with their prompts.
+"""
+
+from __future__ import annotations
+
+from deepseek_v4_sm120.commands.plan import memory
+from deepseek_v4_sm120.commands.plan.models import Model
+
+BYTES_PER_S = 1.79e12
+LINK_BYTES_PER_S = 50e9
+FAST_ALL_REDUCE_S = {2: 5e-6, 4: 7e-6, 8: 11e-6}
+NCCL_ALL_REDUCE_S = {2: 15e-6, 4: 21e-6, 8: 30e-6}
+# model.md section 19: measured step over ideal step, the better engines
+TYPICAL_OVER_IDEAL = 2.0
+
+# (cards, streams) -> (tokens/s of all streams, whose), without speculation, short context, Flash
+PUBLISHED = {
+    (2, 1): (152.6, "LIL vLLM r7, cards behind a switch"),
+    (2, 8): (479.0, "ormandj vLLM, 300 W cards"),
+    (2, 16): (735.0, "ormandj vLLM, 300 W cards"),
+    (2, 32): (1075.0, "ormandj vLLM, 300 W cards"),
+    (4, 1): (183.5, "LIL vLLM r7"),
+    (4, 8): (599.0, "stock vLLM 0.25.1 (Vercantez)"),
+    (4, 16): (913.0, "stock vLLM 0.25.1 (Vercantez)"),
+    (4, 32): (1308.0, "stock vLLM 0.25.1 (Vercantez)"),
+}
+PUBLISHED_PREFILL = {2: (7921.0, "ormandj SGLang, 8K prompts"), 4: (5937.0, "ambientlight SGLang, 8K in 1.38 s")}
+
+
+def distinct_experts(m: Model, tokens: int) -> float:
+    """Expected number of experts that `tokens` tokens touch in a layer, routed uniformly."""
+    return m.experts * (1 - (1 - m.experts_per_token / m.experts) ** tokens)
+
+
+def step_bytes(m: Model, tp: int, batch: int, context: int, *, wo_a_bf16: bool) -> float:
+    """Bytes that one rank must read for a decode step of `batch` requests at `context` tokens each."""
+    total = 2.0 * m.vocab * m.hidden / tp
+    for ratio, layers in m.kinds():
+        for part, (size, is_divided) in memory.layer_weights(m, ratio, wo_a_bf16).items():
+            count = distinct_experts(m, batch) if part == "routed" else 1
+            total += layers * size * count / (tp if is_divided else 1)
+        entries = min(m.window, context)
+        entries += {0: 0, 4: min(m.index_topk, context // 4), 128: context // 128}[ratio]
+        total += layers * batch * entries * memory.KV_TOKEN_BYTES
+        if ratio == 4:
+            keys = context // 4 * memory.INDEX_KEY_BYTES
+            total += layers * batch * (keys + 8 * 4 * (m.head_dim + m.index_dim) * 4)
+        if ratio == 128:
+            total += layers * batch * 128 * 2 * m.head_dim * 4 / 128
+    return total
+
+
+def all_reduce_seconds(m: Model, tp: int, tokens: int, fast: bool) -> float:
+    """Of one step: two per layer and one for the embedding."""
+    if tp == 1:
+        return 0.0
+    size = tokens * m.hidden * 2
+    ring = NCCL_ALL_REDUCE_S[tp] + 2 * (tp - 1) / tp * size / LINK_BYTES_PER_S
+    one_shot = FAST_ALL_REDUCE_S[tp] + (tp - 1) * size / LINK_BYTES_PER_S
+    return (2 * m.layers + 1) * (min(one_shot, ring) if fast else ring)
+
+
+def step_seconds(m: Model, tp: int, batch: int, context: int, *, wo_a_bf16: bool, fast: bool = True) -> float:
+    """The least time of a step."""
+    read = step_bytes(m, tp, batch, context, wo_a_bf16=wo_a_bf16) / BYTES_PER_S
+    return read + all_reduce_seconds(m, tp, batch, fast)

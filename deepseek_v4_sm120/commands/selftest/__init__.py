@@ -1,0 +1,116 @@
+"""`python3 -m deepseek_v4_sm120 selftest`: every operator against its reference on this machine, GPU or not.
+
+Prints one line per check: PASS, FAIL, or NOT RUN and why. Exit status 1 when anything failed, 2 without torch: then
+nothing can be looked at. `--require-gpu` makes a failure of what did not run for want of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from deepseek_v4_sm120 import OPS, __version__
+from deepseek_v4_sm120.commands import console
+from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.selftest import build_and_layout, card
+from deepseek_v4_sm120.ops.shared import extension
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.specs.check import Check, Failure, NotRun
+
+PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    operator: str
+    check: str
+    result: str
+    detail: str
+    seconds: float
+
+
+def checks(quick: bool) -> Iterator[Check]:
+    """All checks in the order in which they are run; specs/<operator>.py has those of an operator."""
+    yield from build_and_layout.checks(quick)
+    yield from card.checks(quick)
+    for operator in OPS:
+        yield from importlib.import_module(f"deepseek_v4_sm120.specs.{operator}").checks(quick)
+
+
+def _missing(require_gpu: bool) -> dict[str, tuple[str, str]]:
+    """What the checks need and this machine lacks: name -> (result, reason)."""
+    without_gpu = FAIL if require_gpu else NOT_RUN
+    missing = {}
+    if (problem := extension.explain()) is not None:
+        missing["module"] = (FAIL, problem)
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        missing["triton"] = (FAIL, f"triton is not installed for {sys.executable}")
+    if not torch.cuda.is_available():
+        missing["GPU"] = (without_gpu, f"no GPU: torch {torch.__version__} sees no CUDA device")
+    elif problem is None and (reason := _foreign_gpu()) is not None:
+        missing["GPU"] = (without_gpu, reason)
+    elif torch.cuda.get_device_capability()[0] != 12:
+        missing["block-scaled FP8"] = (NOT_RUN, f"{torch.cuda.get_device_name()} has no block-scaled mma.sync")
+    return missing
+
+
+def _foreign_gpu() -> str | None:
+    """Why this GPU cannot run the module, or None."""
+    import torch
+
+    capability, built = torch.cuda.get_device_capability(), extension.build_info()["archs"]
+    if any(extension.runs_on(arch, capability) for arch in built):
+        return None
+    found = f"{torch.cuda.get_device_name()} has capability {'.'.join(map(str, capability))}"
+    return f"{found}; the module is built for {' '.join(built)}"
+
+
+def _run(check: Check, missing: dict[str, tuple[str, str]]) -> Outcome:
+    for need in check.needs:
+        if need in missing:
+            return Outcome(check.operator, check.name, *missing[need], 0.0)
+    start = time.perf_counter()
+    try:
+        result, detail = PASS, check.run()
+    except Failure as failure:
+        result, detail = FAIL, str(failure)
+    except NotRun as reason:
+        result, detail = NOT_RUN, str(reason)
+    except Exception as error:  # the table goes on; the error is its result
+        result, detail = FAIL, f"{type(error).__name__}: {error}"
+    return Outcome(check.operator, check.name, result, detail, round(time.perf_counter() - start, 3))
+
+
+def _table(outcomes: list[Outcome]) -> str:
+    rows = report.table([(o.operator, o.check, o.result, o.detail) for o in outcomes])
+    counts = {result: sum(outcome.result == result for outcome in outcomes) for result in (PASS, FAIL, NOT_RUN)}
+    total = ", ".join(f"{count} {result}" for result, count in counts.items())
+    return f"deepseek_v4_sm120 {__version__} self-test\n{rows}\n{total}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python3 -m deepseek_v4_sm120 selftest", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--quick", action="store_true", help="without the larger shapes")
+    parser.add_argument("--require-gpu", action="store_true", help="without a GPU that is served, fail")
+    arguments = parser.parse_args(argv)
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError(f"torch is not installed for {sys.executable}; run this in SGLang's image")
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        raise CommandError(f"torch does not load for {sys.executable}: {console.one_line(error)}") from error
+    missing = _missing(arguments.require_gpu)
+    outcomes = [_run(check, missing) for check in checks(arguments.quick)]
+    if arguments.json:
+        console.print_json({"version": __version__, "checks": [asdict(outcome) for outcome in outcomes]})
+    else:
+        console.say(_table(outcomes))
+    return int(any(outcome.result == FAIL for outcome in outcomes))

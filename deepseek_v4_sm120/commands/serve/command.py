@@ -1,0 +1,261 @@
+"""`serve`: the planned server as a child of this process. Its log goes through but for keys, stages are named."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from deepseek_v4_sm120.commands.console import CommandError, encodable
+from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
+from deepseek_v4_sm120.commands.doctor.http_get import get
+from deepseek_v4_sm120.commands.plan import command as plan_command
+from deepseek_v4_sm120.commands.plan import launch
+
+PACKAGE_FOLDER = Path(__file__).resolve().parents[3]
+READY_TIMEOUT_S = 3600
+STOP_TIMEOUT_S = 30
+LAST_WORDS_S = 5  # to read what the server wrote while it stopped
+POLL_S = 0.5
+# words of SGLang's log -> the stage that begins there
+STAGES = (
+    ("Load weight begin", "loading weights"),
+    ("Loading safetensors", "loading weights"),
+    ("Load weight end", "weights are loaded"),
+    ("Memory pool end", "the KV cache is allocated"),
+    ("autotun", "tuning kernels"),
+    ("Capture cuda graph begin", "capturing CUDA graphs"),
+    ("Capture cuda graph end", "graphs are captured"),
+    ("Uvicorn running", "warming up"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    plan_command.add_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=30000, help="port to listen on (default: 30000)")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and stop")
+    parser.add_argument(
+        "extra", nargs=argparse.REMAINDER, help="after --: arguments for sglang.launch_server; they win"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    extra = arguments.extra[1:] if arguments.extra[:1] == ["--"] else arguments.extra
+    host, port = _address(arguments.host, str(arguments.port), "")
+    plan = launch.make(plan_command.request_of(arguments))
+    if not plan.fits:
+        raise CommandError(plan_command.why_not(plan))
+    words, dropped = command_line(plan, host, port, extra)
+    own_host, own_port = _last(extra, "--host"), _last(extra, "--port")  # they win, so that is where it will answer
+    host = host if own_host is None else own_host
+    host, port = _address(host, str(port) if own_port is None else own_port, " behind --")
+    added = environment(plan, os.environ, plan.request.profile)
+    for name in dropped:
+        _say(f"[serve] yours instead of the plan's: {name}")
+    if plan.request.profile_unused:
+        _say(f"[serve] {plan.request.profile_unused}")
+    shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in redacted(added).items())
+    line = shlex.join(redacted(words)).replace(f"'{HIDDEN}'", HIDDEN)
+    _say(printable(f"[serve] {shown} {line}"))
+    if arguments.dry_run:
+        return 0
+    _check_machine(arguments.gpus, host, port)
+    return supervise(words, {**os.environ, **added}, _url(host, port))
+
+
+def _address(host: str, port: str, where: str) -> tuple[str, int]:
+    """(host without brackets, port); CommandError for what no server can listen on."""
+    name = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not name or not all(c.isalnum() or c in ".-:_%" for c in name) or name.startswith("-"):
+        raise CommandError(f"--host{where} must be an address or a name of this machine, got {host!r}")
+    if not (port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65535):
+        raise CommandError(f"--port{where} must be 1 to 65535, got {port}")
+    return name, int(port)
+
+
+def _last(words: list[str], flag: str) -> str | None:
+    """The value that a command line gives a flag, None where it does not."""
+    found = None
+    for i, word in enumerate(words):
+        if word == flag:
+            found = words[i + 1] if i + 1 < len(words) else ""
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def command_line(plan: launch.Plan, host: str, port: int, extra: list[str]) -> tuple[list[str], list[str]]:
+    """(words, planned flags that the user's own replace)."""
+    own = {word.partition("=")[0] for word in extra if word.startswith("--")}
+    kept = [flag for flag in plan.flags if flag.name not in own]
+    dropped = [flag.name for flag in plan.flags if flag.name in own]
+    words = [sys.executable, "-m", "sglang.launch_server", "--host", host, "--port", str(port)]
+    words += [word for flag in kept for word in (flag.name, flag.value) if word]
+    return words + extra, dropped
+
+
+def environment(plan: launch.Plan, environ: Mapping[str, str], profile: str | None) -> dict[str, str]:
+    """What is added to the environment; of the plan's variables those that the user has not set."""
+    behind = [p for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p).resolve() != PACKAGE_FOLDER]
+    added = {"PYTHONPATH": os.pathsep.join([str(PACKAGE_FOLDER), *behind])}
+    planned = {flag.name: flag.value for flag in plan.environment}
+    planned["DSV4_SM120_REPORT"] = str(Path(tempfile.gettempdir(), f"dsv4-{os.getpid()}"))
+    added |= {name: value for name, value in planned.items() if name not in environ and name != "PYTHONPATH"}
+    if profile is not None:  # the plan has looked at it
+        added["DSV4_SM120_PROFILE"] = str(Path(profile).resolve())
+    return added
+
+
+def _check_machine(num_gpus: int | None, host: str, port: int) -> None:
+    if importlib.util.find_spec("sglang") is None:
+        raise CommandError(f"SGLang is not installed for {sys.executable}; `plan` prints a docker command")
+    from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
+
+    gpus = nvidia_smi.read(facts.run_command)
+    if not gpus.gpus:
+        raise CommandError(f"no GPU to serve on: {gpus.problem}")
+    if num_gpus is not None and len(gpus.gpus) < num_gpus:
+        raise CommandError(f"--gpus {num_gpus}, but this machine has {len(gpus.gpus)}")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"cannot listen on {_url(host, port)}: {reason}") from error
+
+
+def _url(host: str, port: int) -> str:
+    """Where the server can be reached from this machine."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+# ---- the child
+
+_writing = threading.Lock()
+
+
+def _say(text: str) -> None:
+    """A whole line at once: the server's log and our own words come from two threads. Colours of the log stay."""
+    line = encodable(redacted(text), sys.stdout)
+    with _writing:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+def supervise(words: list[str], environ: Mapping[str, str], url: str) -> int:
+    """Run the server until it ends or Ctrl-C (or SIGTERM) comes; returns its exit status, 0 after a clean stop."""
+    try:
+        child = subprocess.Popen(
+            words,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="backslashreplace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise CommandError(f"{words[0]} does not start: {error.strerror}") from error
+    log = _Log(child)
+    restore = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        is_up = _wait_until_healthy(child, log, url)
+        if is_up:
+            _show_status(environ, url)
+        code = child.wait()
+        log.join(LAST_WORDS_S)
+        _say(f"[serve] the server ended with status {code}{'' if is_up else ' before it answered'}")
+        return 1 if code else 0
+    except KeyboardInterrupt:
+        _say("[serve] stopping")
+        stop(child)
+        log.join(LAST_WORDS_S)
+        return 0
+    finally:
+        signal.signal(signal.SIGTERM, restore)
+        if child.poll() is None:
+            stop(child)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # workers that outlived a server that died
+
+
+def _interrupt(*_) -> None:
+    raise KeyboardInterrupt
+
+
+def stop(child: subprocess.Popen) -> None:
+    """SIGTERM to the server, which ends its workers; what is left of its session after the limit is killed."""
+    with contextlib.suppress(ProcessLookupError):
+        child.terminate()
+    try:
+        child.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        _say(f"[serve] still there after {STOP_TIMEOUT_S} s: killed")
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+class _Log(threading.Thread):
+    """Passes the server's lines on and names the stages that begin in them."""
+
+    def __init__(self, child: subprocess.Popen):
+        super().__init__(daemon=True)
+        self.child, self.stage, self.started = child, "starting", time.monotonic()
+        self.is_heard = True
+        self.start()
+
+    def run(self) -> None:
+        for line in self.child.stdout:  # to the end, heard or not: a server whose words nobody takes would stop
+            self.pass_on(line.rstrip("\n"))
+            stage = next((name for words, name in STAGES if words.lower() in line.lower()), self.stage)
+            if stage != self.stage:
+                self.stage = stage
+                self.pass_on(f"[serve] {time.monotonic() - self.started:5.0f} s  {stage}")
+
+    def pass_on(self, text: str) -> None:
+        try:
+            if self.is_heard:
+                _say(text)
+        except BrokenPipeError:  # `| head`
+            self.is_heard = False
+
+
+def _wait_until_healthy(child: subprocess.Popen, log: _Log, url: str) -> bool:
+    end = time.monotonic() + READY_TIMEOUT_S
+    told = time.monotonic()
+    while child.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(CommandError):  # nobody there yet, or still warming up
+            if get(f"{url}/health") is not None:
+                _say(f"[serve] {time.monotonic() - log.started:5.0f} s  answers at {url}")
+                return True
+        if time.monotonic() - told > 30:
+            told = time.monotonic()
+            _say(f"[serve] {told - log.started:5.0f} s  still {log.stage}")
+        time.sleep(POLL_S)
+    if child.poll() is None:
+        raise CommandError(f"the server does not answer at {url} after {READY_TIMEOUT_S} s ({log.stage})")
+    return False
+
+
+def _show_status(environ: Mapping[str, str], url: str) -> None:
+    subprocess.run([sys.executable, "-m", "deepseek_v4_sm120", "status"], env=environ, check=False)
+    # a shell without job control starts `serve &` with SIGINT ignored: that Ctrl-C is meant for others
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    stops = f"`kill {os.getpid()}`" if ignored else "Ctrl-C"
+    _say(f"[serve] `doctor --url {url}` names what is slow; {stops} stops the server")

@@ -1,0 +1,89 @@
+"""Where SGLang resolves DeepSeek-V4's arguments -> the table's defaults (defaults.py).
+
+`apply_deepseek_v4_defaults(server_args, model_arch)` runs once per server in the parent, for DeepSeek-V4 and for what
+SGLang runs through the same class (DeepSeek-V4.1, from 0.5.21 on): here the model is told apart (models_served.py), and
+another model than ours gets none of them. Asking for the GPU there is safe, because SGLang itself has asked by
+then and its workers are spawned, not forked.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from deepseek_v4_sm120 import patching
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served
+
+MODEL_CONFIG = "sglang.srt.arg_groups.model_override_base"  # 0.5.19 and later
+
+
+def _accessors(server_args) -> tuple[Callable, Callable]:
+    """(read, write) of a server argument. From 0.5.20 on they are a sealed record beside a list of decisions."""
+    declarations = importlib.import_module("sglang.srt.arg_groups.overrides") if _is_sealed(server_args) else None
+    if declarations is None:
+        return functools.partial(getattr, server_args), functools.partial(setattr, server_args)
+    view = declarations.resolving_view(server_args)
+    return functools.partial(getattr, view), lambda name, value: declarations.declare_resolution(
+        server_args, "deepseek_v4_sm120", **{name: value}
+    )
+
+
+def _is_sealed(server_args) -> bool:
+    return hasattr(server_args, "_input_frozen")
+
+
+def _config(server_args) -> dict | None:
+    """The model's config.json as SGLang read it, which has done so by now. From 0.5.19 on a function has it; None in a
+    release that has neither: then nobody is told a model, and the shapes of its calls decide."""
+    if hasattr(server_args, "get_model_config"):
+        found = server_args.get_model_config()
+    elif MODEL_CONFIG in sys.modules or find_spec(MODEL_CONFIG) is not None:
+        found = importlib.import_module(MODEL_CONFIG).model_config_of(server_args)
+    else:
+        return None
+    return found.hf_config.to_dict()
+
+
+def replace_apply_defaults(original: Callable) -> Callable:
+    """For apply_deepseek_v4_defaults: ours first, so that SGLang's own checks see the values; then the original."""
+
+    @functools.wraps(original)
+    def apply_deepseek_v4_defaults(server_args, model_arch):
+        engine = patching.active_engine()
+        config = _config(server_args)
+        model_type = None
+        if config is not None:
+            models_served.announce(config)
+            model_type = config.get("model_type")
+        other = models_served.other_model(model_type)
+        if other:
+            report.info(f"deepseek_v4_sm120: SGLang's own code and defaults serve this model: {other}")
+        if other and engine is not None:
+            engine.steering.set_aside(other)
+            report.write(engine)
+        if engine is not None and device_gate.serves_current_device():
+            read, write = _accessors(server_args)
+            engine.steering.apply(os.environ, read, write)
+            applied = [f"{c.default}: {', '.join(c.applied)}" for c in engine.steering.outcomes if c.applied]
+            if applied:
+                report.info(f"deepseek_v4_sm120: defaults for this GPU: {'; '.join(applied)}")
+            report.write(engine)
+        return original(server_args, model_arch)
+
+    return apply_deepseek_v4_defaults
+
+
+def replace_marlin_gate(original: Callable) -> Callable:
+    """For `is_sm90_supported` as 0.5.12's Marlin experts imported it: Marlin's kernel is compiled on the machine and
+    runs on SM120; 0.5.13 and later accept that GPU themselves."""
+
+    @functools.wraps(original)
+    def is_sm90_supported(*args, **kwargs):
+        return device_gate.serves_current_device() or original(*args, **kwargs)
+
+    return is_sm90_supported

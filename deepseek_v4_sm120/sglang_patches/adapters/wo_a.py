@@ -1,0 +1,294 @@
+"""wo_a of SGLang's DeepSeek-V4 attention -> `ops.wo_a`, with the weights as the checkpoint has them.
+
+SGLang makes wo_a a bf16 layer, expands the checkpoint's E4M3 while it loads, and multiplies by torch.einsum, behind a
+kernel that takes the rotary embedding of the attention's output back. Here:
+
+    MQALayer.__init__              makes it an E4M3 layer with its scales (`store`)
+    DeepseekV4ForCausalLM.load_weights, _dequant_fp8_wo_a_streaming
+                                   hand the checkpoint's tensors through as they are (`AsStored`)
+    MQALayer.forward               is SGLang's (attention_forward.py). Its `self.wo_a.weight.view(groups, outputs, -1)`
+                                   gives `Groups`, whose einsum is our product
+    fused_rope_inplace             inside that forward, up to 64 rows: puts the rotation off to the product
+
+What SGLang makes E4M3 itself (SGLANG_OPT_FP8_WO_A_GEMM where it can be had), DSpark's own attention and DeepSeek-V4.1
+are not touched. Decided once per layer, when it is made (`keeps`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_v4_sm120.ops import wo_a as op
+from deepseek_v4_sm120.ops.shared import limits
+from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters.attention_forward import FORWARD
+from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
+from deepseek_v4_sm120.sglang_patches.adapters.waiting import Waiting, way_out
+from deepseek_v4_sm120.specs import bounds
+
+PATCH = "wo_a"
+
+WEIGHT, SCALE, PARAMETER = ".wo_a.weight", ".wo_a.scale", ".wo_a.weight_scale_inv"
+(BLOCKS,) = limits.LIMITS[PATCH]["block"].values
+
+
+kept = KeptWeights(PATCH, "in FP8")
+
+# ---- the layer: E4M3 from the start
+
+
+class StoredWeight(torch.nn.Parameter):
+    """wo_a's E4M3 bytes [groups * outputs, inputs]. Viewed by groups it is what the model multiplies with: `Groups`."""
+
+    scale: torch.nn.Parameter
+    for_shadow: torch.Tensor | None = None  # bf16 [groups * outputs, inputs]
+
+    def view(self, *shape):
+        return Groups(self, shape) if len(shape) == 3 else super().view(*shape)
+
+
+def keeps(attention, quant_config, prefix: str) -> bool:
+    """True for a bf16 wo_a whose checkpoint is block-scaled E4M3, of the shape that ops.wo_a takes, on our GPU."""
+    layer = attention.wo_a
+    weight = getattr(layer, "weight", None)
+    return (
+        weight is not None
+        and weight.dtype == torch.bfloat16  # else SGLang itself keeps another type
+        and device_gate.serves(weight.device)
+        and not getattr(attention, "is_dsv41", False)
+        and quant_config is not None
+        and quant_config.get_name() == "fp8"
+        and getattr(quant_config, "is_checkpoint_fp8_serialized", False)
+        and limits.takes(PATCH, block=_as_tuple(getattr(quant_config, "weight_block_size", None)))
+        and type(quant_config.get_quant_method(layer, prefix)).__name__ == "Fp8LinearMethod"  # not one that is left out
+        and limits.takes(
+            PATCH,
+            head_dim=attention.head_dim,
+            rotated=attention.qk_rope_head_dim,
+            o_lora=attention.o_lora_rank,
+            group_inputs=weight.shape[1],
+        )
+    )
+
+
+def _as_tuple(block) -> tuple | None:
+    return None if block is None else tuple(block)
+
+
+def store(layer, expand: Callable) -> None:
+    """Replace a linear layer's bf16 parameter, still empty, by E4M3 and its scales, with what SGLang notes on it.
+
+    expand: SGLang's (weight, scale) -> bf16, for shadow mode.
+    """
+    expanded = layer.weight
+    noted = dict(vars(expanded))
+    rows, inputs = expanded.shape
+    empty = functools.partial(torch.empty, device=expanded.device)
+    weight = StoredWeight(empty((rows, inputs), dtype=torch.float8_e4m3fn), requires_grad=False)
+    blocks = (rows // BLOCKS[0], inputs // BLOCKS[1])
+    weight.scale = torch.nn.Parameter(empty(blocks, dtype=torch.float32), requires_grad=False)
+    for name, value in noted.items():
+        setattr(weight, name, value)
+        setattr(weight.scale, name, value)
+    weight.weight_loader = _checked(expanded.weight_loader)
+    layer.weight, layer.weight_scale_inv = weight, weight.scale
+    if settings().shadow:
+        layer.quant_method = _ExpandedForShadow(layer.quant_method, expand)
+    kept.add(weight.numel() + 4 * weight.scale.numel())
+
+
+def _checked(load: Callable) -> Callable:
+    @functools.wraps(load)
+    def weight_loader(param, loaded_weight, *args, **kwargs):
+        if (loaded_weight.dtype == torch.float8_e4m3fn) != (param.dtype == torch.float8_e4m3fn):
+            given = f"must be {param.dtype}, as its quantization_config says, got {loaded_weight.dtype}"
+            raise ValueError(way_out(PATCH, f"the checkpoint's weight {given}"))
+        return load(param, loaded_weight, *args, **kwargs)
+
+    weight_loader.checks_dtype = True
+    return weight_loader
+
+
+class _ExpandedForShadow:
+    """In shadow mode, in the place of the layer's method: once the weights are there, SGLang expands a copy of them."""
+
+    def __init__(self, method, expand: Callable):
+        self._method, self._expand = method, expand
+
+    def __getattr__(self, name):
+        return getattr(self._method, name)
+
+    def process_weights_after_loading(self, layer) -> None:
+        self._method.process_weights_after_loading(layer)
+        weight = layer.weight
+        expanded = self._expand(weight.data, weight.scale.data)
+        if weight.for_shadow is None:
+            weight.for_shadow = expanded
+            kept.shadow_copy_bytes += 2 * weight.numel()
+        else:  # loaded again: captured graphs read this memory
+            weight.for_shadow.copy_(expanded)
+
+
+def replace_init(original: Callable) -> Callable:
+    """For MQALayer.__init__."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        prefix = given.arguments["prefix"]
+        if keeps(self, given.arguments["quant_config"], f"{prefix}.wo_a" if prefix else "wo_a"):
+            store(self.wo_a, sys.modules[original.__module__]._dequant_fp8)
+
+    return __init__
+
+
+# ---- the checkpoint: nothing is expanded
+
+
+class AsStored:
+    """A checkpoint's (name, tensor) pairs with wo_a's scales under their parameter's name: nothing left to expand."""
+
+    def __init__(self, weights: Iterable):
+        self._weights = weights
+
+    def __iter__(self):
+        for name, tensor in self._weights:
+            yield (name.removesuffix(SCALE) + PARAMETER if name.endswith(SCALE) else name), tensor
+
+
+def replace_load_weights(original: Callable) -> Callable:
+    """For DeepseekV4ForCausalLM.load_weights, which the MTP model's calls."""
+
+    @functools.wraps(original)
+    def load_weights(self, weights, *args, **kwargs):
+        of_wo_a = [parameter for name, parameter in self.named_parameters() if f".{name}".endswith(WEIGHT)]
+        others = [parameter for parameter in of_wo_a if not isinstance(parameter, StoredWeight)]
+        if len(others) == len(of_wo_a):
+            return original(self, weights, *args, **kwargs)
+        for parameter in others:  # layers that are not ours get what the checkpoint has, too: it must not be E4M3
+            load = getattr(parameter, "weight_loader", None)
+            if load is not None and not hasattr(load, "checks_dtype"):
+                parameter.weight_loader = _checked(load)
+        return original(self, AsStored(weights), *args, **kwargs)
+
+    return load_weights
+
+
+def replace_expansion(original: Callable) -> Callable:
+    """For _dequant_fp8_wo_a_streaming (0.5.17 and later; before, nothing is expanded where no scale is named so)."""
+
+    @functools.wraps(original)
+    def _dequant_fp8_wo_a_streaming(weights):
+        return weights if isinstance(weights, AsStored) else original(weights)
+
+    return _dequant_fp8_wo_a_streaming
+
+
+# ---- the forward: rotation and product
+
+
+@dataclass(eq=False)
+class Rotation(Waiting):
+    """What a call of fused_rope_inplace, `original`, would have done: rotate `rotated` [rows, heads, 64], in place."""
+
+    operator = PATCH
+    untaken = "the rotation was put off to a product that SGLang did not take"
+    mistaken = "SGLang multiplies another tensor than the one it rotates"
+
+    rotated: torch.Tensor
+    freqs_cis: torch.Tensor
+    positions: torch.Tensor
+    original: Callable
+
+    def is_of(self, x) -> bool:
+        """Whether `rotated` is the last 64 of each head of x [rows, groups, inputs]."""
+        first = x.data_ptr() + (op.HEAD_INPUTS - op.ROTATED) * x.element_size()
+        return (self.rotated.data_ptr(), self.rotated.shape[0]) == (first, x.shape[0])
+
+    def run(self) -> None:
+        self.original(self.rotated, None, self.freqs_cis, self.positions, True)
+
+
+def replace_rope(original: Callable) -> Callable:
+    """For fused_rope_inplace, as the model imported it."""
+
+    @functools.wraps(original)
+    def fused_rope_inplace(q, k, freqs_cis, positions, inverse=False):
+        ours = isinstance(getattr(getattr(FORWARD.layer, "wo_a", None), "weight", None), StoredWeight)
+        if ours and inverse and k is None and _may_wait(q, freqs_cis, positions):
+            FORWARD.put_off(Rotation(q, freqs_cis, positions, original))
+            return None
+        return original(q, k, freqs_cis, positions, inverse)
+
+    return fused_rope_inplace
+
+
+def _may_wait(q, freqs_cis, positions) -> bool:
+    """True for 1 to 64 rows that ops.wo_a can rotate itself; fixed by their number and the arguments' kinds."""
+    return (
+        0 < q.shape[0] <= op.MAX_ROWS
+        and q.dtype == torch.bfloat16
+        and freqs_cis.dtype == torch.complex64
+        and freqs_cis.is_contiguous()
+        and positions.is_contiguous()
+        and positions.dim() == 1
+    )
+
+
+class Groups:
+    """Stands where the model expects wo_a's weights [groups, outputs, inputs]: knows the one product taken of them."""
+
+    def __init__(self, stored: StoredWeight, shape):
+        self.stored = stored
+        self.weight = stored.data.view(shape)
+        self.weight_scale = stored.scale.data.view(shape[0], shape[1] // BLOCKS[0], -1)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is not torch.einsum or args[0] != op.EQUATION or not isinstance(args[2], cls):
+            name = getattr(function, "__name__", function)
+            what = f"SGLang calls {name} with the FP8 weights, einsum {op.EQUATION!r} is known"
+            raise TypeError(way_out(PATCH, what))
+        return _serve()(args[2], args[1], FORWARD.take(Rotation, args[1]))
+
+
+def _multiply(groups: Groups, x, rotation: Rotation | None):
+    freqs_cis, positions = (rotation.freqs_cis, rotation.positions) if rotation else (None, None)
+    return op.wo_a(x, groups.weight, groups.weight_scale, freqs_cis=freqs_cis, positions=positions)
+
+
+def _multiply_expanded(groups: Groups, x, rotation: Rotation | None):
+    """What SGLang computes, of the shadow's bf16 copy; its rotation is in place, so x is copied."""
+    if rotation is not None:
+        x = x.contiguous().clone()
+        heads = x.view(x.shape[0], -1, op.HEAD_INPUTS)
+        rotation.original(heads[..., -op.ROTATED :], None, rotation.freqs_cis, rotation.positions, True)
+    return torch.einsum(op.EQUATION, x, groups.stored.for_shadow.view(groups.weight.shape))
+
+
+def _tensors(ours, original, *_) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(ours.flatten(1), original.flatten(1))]
+
+
+def _identity(groups: Groups, *_) -> int:
+    return groups.weight.data_ptr()
+
+
+def _shape(groups: Groups, x, _rotation) -> dict[str, int]:
+    return {"rows": x.shape[0], "groups": groups.weight.shape[0]}
+
+
+@functools.cache
+def _serve() -> Callable:
+    comparison = shadow.Comparison(tensors=_tensors, identity=_identity, shape=_shape, relative_l2=bounds.WO_A.shadow)
+    return shadow.shadowed(PATCH, _multiply, _multiply_expanded, comparison)

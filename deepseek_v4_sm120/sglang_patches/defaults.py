@@ -1,0 +1,125 @@
+"""The table's second half: SGLang's defaults that are slow or wrong on SM120 where the fix lies outside our kernels.
+
+A row is on only where the stock default cannot start, or where it can change no number and its harm is on record; what
+nobody has seen run on SM120 is off and says so. DSV4_SM120_SET turns each on or off; what the user sets himself, as a
+variable or as a server argument, always stays. Sources: [R] read in SGLang's code, [M] measured by the named party,
+[I] inferred. None of it was run on an SM120 card by us.
+"""
+
+from deepseek_v4_sm120.patching.spec import VALUE, Default
+
+DECODE_STEPS_BETWEEN_CHUNKS = 8
+
+DEFAULTS = (
+    Default(
+        name="start_on_sm120",
+        why="0.5.12 has no SM120 branch: it takes DeepGEMM kernels that this GPU has no code for, and a top-k that "
+        "wants more shared memory than it has; later releases set the same values themselves",
+        source="[R] server_args.py of 0.5.14 sets them; deep_gemm 0.1.0 rejects the architecture",
+        sglang=">=0.5.12,<0.5.13",
+        on=True,
+        how="set the variables yourself",
+        environment={
+            "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+            "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
+            "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
+            "SGLANG_OPT_FP8_WO_A_GEMM": "0",
+            "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",
+            "SGLANG_OPT_USE_TOPK_V2": "0",
+        },
+    ),
+    Default(
+        name="fp4_experts_marlin",
+        why="0.5.12 gives packed FP4 experts to a kernel that asserts their width; Marlin's method keeps their bytes, "
+        "and mxfp4_moe computes with them",
+        source="[R] Fp8Config.get_quant_method of 0.5.12; 0.5.13 and later choose it themselves",
+        sglang=">=0.5.12,<0.5.13",
+        on=True,
+        how="--moe-runner-backend",
+        arguments={"moe_runner_backend": "marlin"},
+        unless=("SGLANG_DSV4_FP4_EXPERTS", ("0", "false", "no", "n", "f")),
+    ),
+    Default(
+        name="custom_all_reduce_v1",
+        why="the second version wants NVLink, disables itself on PCIe and leaves NCCL: about 10 us more in each of 87 "
+        "all-reduces of a step on 2 cards",
+        source="[R] dispatch_custom_allreduce of 0.5.12; 0.5.13 and later fall back themselves",
+        sglang=">=0.5.12,<0.5.13",
+        on=True,
+        how="SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2=1",
+        environment={"SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0"},
+    ),
+    Default(
+        name="prefill_decode_interval",
+        why="a long prompt's chunks all run before the next token of anybody else: 2.3 tokens/s for 27 s was measured "
+        "in one stack, 2.3 to 6.1 in another; with N, N decode steps run after each chunk",
+        source="[R] Scheduler.get_next_batch_to_run; [M] Vercantez at 146K, jasl at 124K (vLLM, the same policy)",
+        sglang=">=0.5.20,<0.6",
+        on=True,
+        how="--prefill-decode-interval N (0: SGLang's own order)",
+        arguments={"prefill_decode_interval": VALUE},
+        value=DECODE_STEPS_BETWEEN_CHUNKS,
+    ),
+    Default(
+        name="prefill_decode_interval_0_5_17",
+        why="the same for a release that lacks the argument: our patch prefill_interval holds a chunk back",
+        source="[R] Scheduler.get_next_batch_to_run of 0.5.17",
+        sglang=">=0.5.17,<0.5.18",
+        on=False,
+        how="DSV4_SM120_SET=prefill_decode_interval_0_5_17=8",
+        value=DECODE_STEPS_BETWEEN_CHUNKS,
+    ),
+    Default(
+        name="deep_gemm_planner",
+        why="with the DeepGEMM indexer switched on, SGLang's own planner cuts the work at 256 where DeepGEMM's SM120 "
+        "kernel wants 128: wrong logits are likely",
+        source="[I] static asserts in deep_gemm's SM120 headers; the planner's constant",
+        sglang=">=0.5.20,<0.6",
+        on=False,
+        how="SGLANG_OPT_USE_JIT_INDEXER_METADATA=0, together with the DeepGEMM indexer; rows above 11,673 ignore it",
+        environment={"SGLANG_OPT_USE_JIT_INDEXER_METADATA": "0"},
+    ),
+    Default(
+        name="topk_v2",
+        why="top-k v1 scans a row with one block: 37 us at 64K entries where v2 takes 11; SGLang's reason for forcing "
+        "v1 is gone from v2's code",
+        source="[M] sglang#33237 (another GPU); [R] topk_impl.cuh of 0.5.23 builds without clusters for this GPU; [I]",
+        sglang=">=0.5.23,<0.6",
+        on=False,
+        how="no way without us: SGLang overwrites the variable",
+        environment={"SGLANG_OPT_USE_TOPK_V2": "1"},
+        forced=True,
+        moot_with="index_select",
+    ),
+    Default(
+        name="fp8_wo_a",
+        why="SGLang's own FP8 wo_a, which rounds the attention's output to E4M3 as other GPUs do: for whoever leaves "
+        "ours out, 0.72 GB less read per step and card on 2 cards, 0.40 ms. With it wo_a is SGLang's",
+        source="[R] model_hook.py; time by arithmetic",
+        sglang=">=0.5.21,<0.6",
+        on=False,
+        how="SGLANG_OPT_FP8_WO_A_GEMM=1",
+        environment={"SGLANG_OPT_FP8_WO_A_GEMM": "1"},
+    ),
+    Default(
+        name="hc_prenorm_deep_gemm",
+        why="mHC's projection above 1,024 rows runs on a few SMs; DeepGEMM's TF32 kernel gave 19.6% more prefill at "
+        "128K",
+        source="[M] ormandj's SGLang; [R] DeepGEMM ships it for SM120 from 0.1.5.post1",
+        sglang=">=0.5.20,<0.6",
+        on=False,
+        how="SGLANG_OPT_DEEPGEMM_HC_PRENORM=1",
+        environment={"SGLANG_OPT_DEEPGEMM_HC_PRENORM": "1"},
+        moot_with="mhc",
+    ),
+    Default(
+        name="pcie_ipc_all_reduce",
+        why="above 2 cards every all-reduce goes through NCCL: 205 us against 5.3 at 12 KiB on 8 cards, 35% of a step; "
+        "needs peer copies that really move data (`doctor` tries them)",
+        source="[M] SGLang's notes on an 8 x SM120 host; a wrong answer where peers lie cannot be excluded",
+        sglang=">=0.5.22,<0.6",
+        on=False,
+        how="SGLANG_ENABLE_PCIE_IPC_ALLREDUCE=1",
+        environment={"SGLANG_ENABLE_PCIE_IPC_ALLREDUCE": "1"},
+    ),
+)

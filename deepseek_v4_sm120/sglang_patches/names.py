@@ -1,0 +1,26 @@
+"""What the parts of the table of patches share: names of SGLang's, versions, and how a row of ours is written."""
+
+from collections.abc import Callable
+
+from deepseek_v4_sm120.patching.contract import Contract
+from deepseek_v4_sm120.patching.spec import Target
+
+MODEL = "sglang.srt.models.deepseek_v4"
+ATTENTION = f"{MODEL}:MQALayer"
+EVERY = ">=0.5.12,<0.6"
+EXTENSION = "deepseek_v4_sm120.ops.shared.extension:load"
+
+
+def targets_of(adapter: str) -> Callable[..., Target]:
+    """target(where, name, contract, sglang, caller): replaced by `replace_<name>` of this module of adapters/."""
+
+    def target(where: str, name: str, contract: Contract, sglang: str = EVERY, caller: str | None = None) -> Target:
+        replacement = f"deepseek_v4_sm120.sglang_patches.adapters.{adapter}:replace_{name}"
+        return Target(where=where, sglang=sglang, contract=contract, replacement=replacement, caller=caller)
+
+    return target
+
+
+def attention_forward(contract: Contract) -> Target:
+    """The scope that wo_a and head_norm put there; each patch has what it relies on as its contract."""
+    return targets_of("attention_forward")(f"{ATTENTION}.forward", "forward", contract)

@@ -1,0 +1,1 @@
+"""Parts of the table: the rows of operators with more than a few targets."""

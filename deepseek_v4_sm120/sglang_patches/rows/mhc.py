@@ -1,0 +1,60 @@
+"""The rows of table.py that are the hyper-connections': which calls become `ops.mhc`, in which versions.
+
+What each version has (the preview image, older than 0.5.12, was not looked at: there mHC is SGLang's):
+
+    0.5.12            no fused boundary: a post and a pre, which norms as well, are two calls of ours (3 launches)
+    0.5.13 to 0.5.17  the boundary exists, off by default (and up to 0.5.16 never on where the TileLang pre is off, as
+                      it is on SM120); we turn it on. 0.5.13's hc_pre does not get the batch
+    0.5.18 to 0.5.22  on by default for SM120 where both TileLang switches allow it; we turn it on for every choice
+    0.5.23            the same calls behind layer boundaries (models/deepseek_v4_boundary.py), class renamed;
+                      DeepSeek-V4.1 (hidden 5120, `pre` of the sublayer before) is SGLang's
+"""
+
+from deepseek_v4_sm120.patching.contract import Parameters
+from deepseek_v4_sm120.patching.spec import Patch
+from deepseek_v4_sm120.sglang_patches.names import EXTENSION, MODEL, targets_of
+
+LAYER = f"{MODEL}:DeepseekV4DecoderLayer"
+LAYER_BASE = f"{MODEL}:DeepseekV4DecoderLayerBase"
+MTP_MODEL = "sglang.srt.models.deepseek_v4_nextn:DeepseekV4ModelNextN"
+FUSION_MODULE = "sglang.srt.models.deepseek_common.amd.deepseek_v4_fused_mhc"
+KERNELS = "sglang.kernels.ops.layernorm"
+OLD_KERNELS = "sglang.srt.layers"  # up to 0.5.15
+FUSED = "mhc_fused_post_pre"
+SWITCH = "_is_fused_mhc_post_pre_enabled"
+
+FUSED_PARAMETERS = Parameters(
+    ("x", "residual", "post_layer_mix", "comb_res_mix", "fn", "hc_scale", "hc_base", "rms_eps", "hc_pre_eps")
+    + ("hc_sinkhorn_eps", "hc_post_mult_value", "sinkhorn_repeat", "n_splits=...", "tile_n=...")
+    + ("*", "norm_weight=None", "norm_eps=None")
+)
+OLD_PRE_PARAMETERS = Parameters(("self", "x", "hc_fn", "hc_scale", "hc_base", "norm=None"))
+PRE_PARAMETERS = Parameters((*OLD_PRE_PARAMETERS.signature, "forward_batch=..."))
+POST_PARAMETERS = Parameters(("self", "x", "residual", "post", "comb"))
+HEAD_PARAMETERS = Parameters(("x", "hc_fn", "hc_scale", "hc_base", "norm_eps", "hc_eps"))
+MODEL_HEAD_PARAMETERS = Parameters(("self", "x", "hc_fn", "hc_scale", "hc_base"))
+
+
+_target = targets_of("mhc")
+
+MHC = Patch(
+    name="mhc",
+    why="hyper-connections: at a boundary stock runs post, a product in torch or TileLang, Sinkhorn, a weighted sum "
+    "and the RMSNorm one by one, above 32 rows with a product on ceil(rows / 32) blocks; bench/mhc.py",
+    targets=(
+        _target(f"{MODEL}:{SWITCH}", "fusion_enabled", Parameters(()), ">=0.5.13,<0.5.19"),
+        _target(f"{FUSION_MODULE}:{SWITCH}", "fusion_enabled", Parameters(()), ">=0.5.19,<0.6"),
+        _target(f"{OLD_KERNELS}.mhc:{FUSED}", "fused_post_pre", FUSED_PARAMETERS, ">=0.5.13,<0.5.16"),
+        _target(f"{KERNELS}.mhc:{FUSED}", "fused_post_pre", FUSED_PARAMETERS, ">=0.5.16,<0.6"),
+        _target(f"{LAYER}.hc_pre", "hc_pre", OLD_PRE_PARAMETERS, ">=0.5.12,<0.5.14"),
+        _target(f"{LAYER}.hc_pre", "hc_pre", PRE_PARAMETERS, ">=0.5.14,<0.5.23"),
+        _target(f"{LAYER_BASE}.hc_pre", "hc_pre", PRE_PARAMETERS, ">=0.5.23,<0.6"),
+        _target(f"{LAYER}.hc_post", "hc_post", POST_PARAMETERS, ">=0.5.12,<0.5.23"),
+        _target(f"{LAYER_BASE}.hc_post", "hc_post", POST_PARAMETERS, ">=0.5.23,<0.6"),
+        _target(f"{OLD_KERNELS}.mhc_head:fused_hc_head", "fused_head", HEAD_PARAMETERS, ">=0.5.12,<0.5.16"),
+        _target(f"{KERNELS}.mhc_head:fused_hc_head", "fused_head", HEAD_PARAMETERS, ">=0.5.16,<0.6"),
+        _target(f"{MTP_MODEL}.hc_head", "hc_head", MODEL_HEAD_PARAMETERS, ">=0.5.12,<0.6"),
+    ),
+    needs=(EXTENSION,),
+    retire="when stock's boundary is one operator on SM120, and faster (bench/mhc.py)",
+)

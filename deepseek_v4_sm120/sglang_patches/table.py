@@ -1,0 +1,398 @@
+"""THE table: every SGLang name that we touch, why, in which versions, and until when. The only file that spells them,
+but for its other parts, the files of rows/, names.py and defaults.py, SGLang's own defaults that
+we change.
+
+Adding an operator: a Patch row here, an adapter in adapters/, an op in ops/. Reviewing a release: read what
+`python3 tests/patching/review.py RELEASE` shows, mend rows and adapters, then record it: reviewed.json.
+"""
+
+import functools
+from pathlib import Path
+
+from deepseek_v4_sm120.patching import ledger
+from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
+from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
+from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
+from deepseek_v4_sm120.sglang_patches.names import EXTENSION, MODEL, targets_of
+from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
+from deepseek_v4_sm120.sglang_patches.rows.fp8_linear import PROLOGUES
+from deepseek_v4_sm120.sglang_patches.rows.head_norm import HEAD_NORM
+from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSION_MODULE, MHC
+from deepseek_v4_sm120.sglang_patches.rows.wo_a import WO_A
+
+BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
+INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
+METADATA = "sglang.srt.layers.attention.dsv4.metadata"
+SM120_ATTENTION_0_5_14 = "sglang.srt.layers.attention.flash_mla_sm120"  # 0.5.13 to 0.5.15
+SM120_ATTENTION = "sglang.kernels.ops.attention.flash_mla_sm120"
+SM120_CALL = "flash_mla_with_kvcache_sm120"
+FP8_METHOD = "sglang.srt.layers.quantization.fp8:Fp8LinearMethod"
+MARLIN_EXPERTS = "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoEMethod"
+CUTLASS_EXPERTS = "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod"
+LEDGER = Path(__file__).with_name("reviewed.json")
+
+SM120_KEYS = (
+    "q",
+    "k_cache",
+    "head_dim_v",
+    "softmax_scale",
+    "indices",
+    "topk_length",
+    "attn_sink",
+    "extra_k_cache",
+    "extra_indices_in_kvcache",
+    "extra_topk_length",
+)
+FLASH_MLA_PARAMETERS = (
+    *("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata"),
+    *("num_splits=...", "softmax_scale=None", "causal=False", "is_fp8_kvcache=False", "indices=None"),
+    *("attn_sink=None", "extra_k_cache=None", "extra_indices_in_kvcache=None", "topk_length=None"),
+    "extra_topk_length=None",
+)
+FLASH_MLA = Parameters(FLASH_MLA_PARAMETERS)
+SM120 = ConsumedKeys(SM120_KEYS)
+SGL_KERNEL = Parameters((*FLASH_MLA_PARAMETERS[:9], "descale_q=None", "descale_k=None", *FLASH_MLA_PARAMETERS[9:]))
+
+_attention, _experts, _projection = map(targets_of, ("sparse_decode", "mxfp4_moe", "bf16_linear"))
+_index = targets_of("index_select")
+
+SPARSE_DECODE = Patch(
+    name="sparse_decode",
+    why="the sparse attention of every layer and mode: stock has no SM120 kernel (0.5.12), a Triton kernel that reads "
+    "the cache once per head (0.5.14), FlashInfer's behind a page copy (0.5.17 and later); bench/sparse_decode.py",
+    targets=(
+        # 0.5.12, the preview image, trees with the pip package flash_mla
+        _attention("flash_mla:flash_mla_with_kvcache", "flash_mla", FLASH_MLA, "<0.5.13"),
+        _attention(f"{SM120_ATTENTION_0_5_14}:{SM120_CALL}", "sm120", SM120, ">=0.5.13,<0.5.16", BACKEND),
+        _attention(f"{SM120_ATTENTION}:{SM120_CALL}", "sm120", SM120, ">=0.5.16,<0.6", BACKEND),
+    ),
+    needs=(EXTENSION,),
+    retire="when the stock kernel is faster on SM120 (bench/sparse_decode.py)",
+)
+
+SPARSE_DECODE_HOPPER = Patch(
+    name="sparse_decode_hopper",
+    why="validation only: SGLang's call on other GPUs, so that ours is compared with FlashMLA's Hopper kernel. Extend "
+    "goes through it too with SGLANG_OPT_FLASHMLA_SPARSE_PREFILL=0 and at most 11,673 rows, else through another one",
+    targets=(
+        # of sglang-kernel; the backend imports it at the call
+        _attention(
+            "sgl_kernel.flash_mla:flash_mla_with_kvcache", "sgl_kernel", SGL_KERNEL, ">=0.5.13,<0.5.23", BACKEND
+        ),
+    ),
+    needs=(EXTENSION,),
+    modes=("ops",),
+    retire="never: it is a test",
+)
+
+EXPERTS = Parameters(("self", "layer"))
+EXPERTS_APPLY = Parameters(("self", "layer", "dispatch_output"))
+
+MXFP4_MOE = Patch(
+    name="mxfp4_moe",
+    why="the routed experts of FP4 checkpoints: stock raises on SM120 (0.5.12), runs Marlin with an unfused clamp, by "
+    "--moe-runner-backend marlin, or six kernels with MXFP8 activations (0.5.16 and later); bench/mxfp4_moe.py",
+    targets=(
+        _experts(f"{MARLIN_EXPERTS}.process_weights_after_loading", "marlin_process", EXPERTS),
+        _experts(f"{MARLIN_EXPERTS}.apply", "marlin_apply", EXPERTS_APPLY),
+        _experts(f"{CUTLASS_EXPERTS}.process_weights_after_loading", "cutlass_process", EXPERTS, ">=0.5.16,<0.6"),
+        _experts(f"{CUTLASS_EXPERTS}.apply", "cutlass_apply", EXPERTS_APPLY, ">=0.5.16,<0.6"),
+    ),
+    needs=(EXTENSION,),
+    retire="when the stock experts are faster on SM120 (bench/mxfp4_moe.py)",
+)
+
+BF16_LINEAR = Patch(
+    name="bf16_linear",
+    why="the bf16 projections of compressors, router and indexer for up to 32 rows: cuBLAS takes two launches "
+    "(split-K and its reduction) and a multiple of the time that the bytes need; bench/bf16_linear.py",
+    targets=(
+        _projection(
+            "sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
+            "linear_bf16_fp32",
+            Parameters(("x", "y"), further="any"),
+        ),
+        _projection(
+            "sglang.srt.models.deepseek_v2:MoEGate.forward",
+            "gate",
+            Parameters(("self", "hidden_states", "gemm_output_zero_allocator=None", "forward_batch=None")),
+        ),
+        _projection(
+            f"{INDEXER}:C4Indexer.compute_weights", "compute_weights", Parameters(("self", "x", "skip_scale=False"))
+        ),
+    ),
+    needs=(EXTENSION,),
+    retire="when the stock projections are as fast on SM120 (bench/bf16_linear.py)",
+)
+
+FP8_LINEAR = Patch(
+    name="fp8_linear",
+    why="the dense FP8 layers, up to 64 rows: stock quantises the activations in a launch of its own before each GEMM "
+    "(Triton up to 0.5.15, then CUTLASS; DeepGEMM on Hopper). On an H200 faster than the pair up to 32 rows, slower at "
+    "64; that SM120 needs hardly longer for 64 rows than for its weights is reckoned, not measured: "
+    "docs/notes/fp8_linear.md",
+    targets=(
+        *PROLOGUES,
+        targets_of("fp8_linear")(f"{FP8_METHOD}.apply", "apply", Parameters(("self", "layer", "x", "bias=None"))),
+    ),
+    needs=(EXTENSION,),
+    retire="when the stock GEMM and its quantisation are faster on SM120 for few rows (bench/fp8_linear.py)",
+)
+
+UNPADDED_HEADS = Patch(
+    name="unpadded_heads",
+    why="above TP1 the queries are padded to 64 heads for kernels that need it; ours takes the rank's own heads",
+    targets=(
+        # before, the rank's heads are not the first ones
+        _attention(
+            f"{BACKEND}:DeepseekV4AttnBackend.forward",
+            "backend_forward",
+            Parameters(("self", "q", "k", "v", "layer"), further="any"),
+            ">=0.5.14,<0.5.20",
+        ),
+        _attention(
+            f"{MODEL}:MqaAttentionBase._kernel_num_heads",
+            "kernel_num_heads",
+            Parameters(("self", "num_tokens")),
+            ">=0.5.20,<0.6",
+        ),
+    ),
+    needs=(EXTENSION,),
+    serves="sparse_decode",
+    absent="up to 0.5.13 the rank's heads lie at an offset that the call does not tell: all are computed",
+    retire="with sparse_decode",
+)
+
+PAGED_PREFILL = Patch(
+    name="paged_prefill",
+    why="extend above 11,673 rows, in 0.5.15 of any size, copies the history to bf16 for a kernel without SM120 code; "
+    "0.5.16 asks for the GPU first. sparse_decode reads the pages in place",
+    targets=(
+        _attention(
+            f"{BACKEND}:DeepseekV4AttnBackend._forward_prefill_sparse",
+            "forward_prefill_sparse",
+            Parameters(
+                (
+                    *("self", "q", "layer_id", "compress_ratio", "forward_batch", "token_to_kv_pool"),
+                    *("core_attn_metadata", "attn_sink"),
+                )
+            ),
+            ">=0.5.13,<0.5.16",
+            BACKEND,
+        ),
+    ),
+    needs=(EXTENSION,),
+    modes=("sm120", "seams"),
+    serves="sparse_decode",
+    absent="0.5.12 has no such prefill, and from 0.5.16 on SM120 does not go there",
+    retire="with SGLang 0.5.15",
+)
+
+SCHED_META = Patch(
+    name="sched_meta",
+    why="FlashMLA's tile schedule: planned by CUDA code that has no SM120 build, and unused by our kernel",
+    targets=(_attention("flash_mla:get_mla_metadata", "sched_meta", Parameters((), further="any"), "<0.5.13"),),
+    modes=("sm120", "seams"),
+    serves="sparse_decode",
+    absent="from 0.5.13 on SM120 needs no such schedule",
+    retire="with SGLang 0.5.12",
+)
+
+
+ARGUMENT_DEFAULTS = Patch(
+    name="argument_defaults",
+    why="the place where SGLang resolves this model's arguments: defaults.py is applied there",
+    targets=(
+        targets_of("argument_defaults")(
+            "sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults",
+            "apply_defaults",
+            Parameters(("server_args", "model_arch")),
+        ),
+    ),
+    retire="with the last of them",
+)
+
+MARLIN_ON_SM120 = Patch(
+    name="marlin_on_sm120",
+    why="0.5.12's Marlin experts refuse every GPU but SM90; the kernel is compiled on the machine and runs on SM120",
+    targets=(
+        targets_of("argument_defaults")(
+            "sglang.srt.layers.quantization.mxfp4_marlin_moe:is_sm90_supported",
+            "marlin_gate",
+            Bound(),
+            ">=0.5.12,<0.5.13",
+        ),
+    ),
+    modes=("sm120",),
+    absent="from 0.5.13 on Marlin accepts SM120 itself",
+    retire="with SGLang 0.5.12",
+)
+
+PREFILL_INTERVAL = Patch(
+    name="prefill_interval",
+    why="one long prompt's chunks all run before anybody else's next token; later releases have an argument for it",
+    targets=(
+        targets_of("scheduling")(
+            "sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
+            "new_batch_prefill",
+            Parameters(("self", "prefill_delayer_single_pass", "running_batch")),
+            ">=0.5.17,<0.5.18",
+        ),
+    ),
+    default="prefill_decode_interval_0_5_17",
+    absent="it holds 0.5.17's chunks back; 0.5.19 and later have --prefill-decode-interval",
+    retire="with SGLang 0.5.17",
+)
+
+# DeepGEMM's logits, which forward_c4_indexer imports at the call: (q, cache, weights, lengths, page table, ...)
+DEEP_GEMM = "deep_gemm"
+DEEP_GEMM_LOGITS = "fp8_paged_mqa_logits"
+DEEP_GEMM_LOGITS_FP4 = "fp8_fp4_paged_mqa_logits"
+# What users set to choose SGLang's own indexer or top-k; `status` shows the ones that are set
+INDEXER_CHOICES = (
+    "SGLANG_OPT_USE_TILELANG_INDEXER",
+    "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH",
+    "SGLANG_OPT_USE_TOPK_V2",
+    "SGLANG_TOPK_TRANSFORM_512_TORCH",
+    "SGLANG_OPT_DSV4_NONPAGED_INDEXER",
+)
+TILELANG = "sglang.kernels.ops.attention.dsa.tilelang_kernel"
+
+
+LOGITS = Parameters(
+    ("q_fp8", "kvcache_fp8", "weight", "seq_lens", "page_table", "deep_gemm_metadata", "max_seq_len")
+    + ("clean_logits=...",)
+)
+TOPK = Parameters(("scores", "seq_lens", "page_tables", "out_page_indices", "page_size"), further="any")
+OTHER_TOPK = Parameters(("scores",), further="any")
+
+
+<<<<<<< HEAD:deepseek_v4_sm120/sglang_patches.py
+def _index(where: str, replacement: str, sglang: str, contract: Contract) -> Target:
+    return Target(where=where, sglang=sglang, contract=contract, replacement=f"{INDEX_ADAPTER}:replace_{replacement}")
+
+
+=======
+>>>>>>> h-layout:deepseek_v4_sm120/sglang_patches/table.py
+def _topk(name: str, sglang: str) -> Target:
+    return _index(f"{INDEXER}:topk_transform_{name}", "topk", TOPK, sglang)
+
+
+def _other_topk(name: str, sglang: str) -> Target:
+    return _index(f"{INDEXER}:topk_transform_{name}", "other_topk", OTHER_TOPK, sglang)
+
+
+INDEX_SELECT = Patch(
+    name="index_select",
+    why="index logits and top-k of the C4 layers: stock keeps fp32 logits of [rows, captured context] between a kernel "
+    "that reads all keys once per query and one that has a block per row; bench/index_select.py",
+    targets=(
+        _index(
+            f"{INDEXER}:C4IndexerBackendMixin.forward_c4_indexer",
+            "forward",
+            Parameters(("self", "x", "q_lora", "c4_indexer", "forward_batch"), further="any"),
+            "<0.6",
+        ),
+        # the logits that SGLang picks on SM120: torch up to 0.5.15, then TileLang
+        _index(f"{INDEXER}:fp8_paged_mqa_logits_torch", "logits", LOGITS, "<0.5.13"),
+        _index(f"{INDEXER}:fp8_paged_mqa_logits_torch_sm120", "logits", LOGITS, ">=0.5.13,<0.5.16"),
+        _index(f"{TILELANG}:tilelang_fp8_paged_mqa_logits", "logits", LOGITS, ">=0.5.16,<0.6"),
+        # SGLang's own top-k, as the indexer imported it
+        _topk("512", "<0.5.20"),
+        _topk("512_v2", "<0.5.20"),
+        _topk("paged", ">=0.5.20,<0.6"),
+        _topk("paged_v2", ">=0.5.20,<0.6"),
+        # explicit choices: these get stock logits
+        _other_topk("512_pytorch_vectorized", "<0.5.20"),
+        _other_topk("512_flashinfer_unfused", ">=0.5.17,<0.5.20"),
+        _other_topk("512_flashinfer_fused", ">=0.5.19,<0.5.20"),
+        _other_topk("pytorch_vectorized", ">=0.5.20,<0.6"),
+        _other_topk("flashinfer_unfused", ">=0.5.20,<0.6"),
+        _other_topk("flashinfer_fused", ">=0.5.20,<0.6"),
+    ),
+    needs=(EXTENSION,),
+    retire="when the stock pair is faster on SM120 and needs no logits tensor (bench/index_select.py)",
+)
+
+
+def _seams(name: str, sglang: str, *places: str) -> tuple[Target, ...]:
+    return tuple(targets_of("platform_seams")(where, name, Bound(), sglang) for where in places)
+
+
+SM120_SEAMS = Patch(
+    name="sm120_seams",
+    why="validation only: the modules that choose and run DeepSeek-V4's attention, indexer and mHC are told that the "
+    "GPU is SM120. Argument resolution then forces what SM120 users get: TileLang indexer, top-k v1, torch mHC, bf16 "
+    "wo_a",
+    targets=(
+        # up to 0.5.18: the predicate as each module imported it, and one global frozen from it
+        *_seams(
+            "predicate",
+            ">=0.5.13,<0.5.19",
+            "sglang.srt.server_args:is_sm120_supported",
+            f"{INDEXER}:is_sm120_supported",
+        ),
+        *_seams("flag", ">=0.5.13,<0.5.19", f"{BACKEND}:_is_sm120"),
+        *_seams("predicate", ">=0.5.17,<0.5.19", f"{MODEL}:is_sm120_supported"),
+        # from 0.5.19: the platform object as each module imported it, and one global frozen from it
+        *_seams(
+            "get_platform",
+            ">=0.5.19,<0.6",
+            "sglang.srt.arg_groups.model_hook:get_platform",
+            f"{BACKEND}:get_platform",
+            f"{INDEXER}:get_platform",
+            f"{MODEL}:get_platform",
+            f"{FUSION_MODULE}:get_platform",
+        ),
+        *_seams("flag", ">=0.5.20,<0.6", f"{METADATA}:_IS_SM120"),
+        *_seams("get_platform", ">=0.5.21,<0.6", "sglang.srt.mem_cache.deepseek_v4_memory_pool:get_platform"),
+    ),
+    modes=("seams",),
+    absent="0.5.12 asks nowhere for SM120",
+    retire="never: it is a test",
+)
+
+# What DSV4_SM120_FORCE=seams leaves at the truth, because an SM120 answer there selects code that another GPU cannot
+# run, or says nothing about our seams. On an H200 the engine then runs with --moe-runner-backend marlin and the dense
+# GEMM backend that SGLang picks there (DeepGEMM), or --fp8-gemm-backend triton. The stock SM120 attention, where we do
+# not serve or in shadow mode, needs SGLANG_SM120_FLASHMLA_BACKEND=triton: FlashInfer's kernel has SM120 code only.
+LEFT_AT_TRUTH = {
+    "sglang.srt.utils.common": "the predicate itself: everything below asks it",
+    "sglang.srt.layers.quantization.fp8_utils": "dense FP8 GEMM: the SM120 CUTLASS kernel is compiled for sm_120a only",
+    "sglang.kernels.ops.gemm.fp8_blockwise_gemm": "asserts SM120 before it compiles that kernel",
+    "sglang.kernels.ops.quantization.fp8_kernel": "Triton stages for 99 KB of shared memory: tuning",
+    "sglang.kernels.ops.gemm.fused_a_gemm": "chooses a CuTe DSL kernel for SM120",
+    "sglang.srt.layers.deep_gemm_wrapper.configurer": "DeepGEMM stays on: it is the machine's dense GEMM",
+    "sglang.srt.arg_groups.overrides": "would turn --moe-runner-backend auto into flashinfer_mxfp4, whose kernel "
+    "(MXFP8 x MXFP4) needs SM120; pass marlin",
+    "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe": "MXFP8 activations: block-scaled FP8 instructions",
+    "sglang.srt.layers.quantization.mxfp4_marlin_moe": "accepts SM90 as well",
+    "sglang.srt.layers.moe.fused_moe_triton.triton_kernels_moe": "Triton MoE tuning, not on this path",
+    "sglang.kernels.ops.layernorm.mhc": "TileLang compile flags (0.5.20: no warp specialisation on SM120), asked by a "
+    "local import; the kernels compile either way",
+    "sgl_kernel": "loads its library for the machine's own capability",
+}
+
+TABLE = Table(
+    supported=">=0.5.12,<0.6",
+    preflight="sglang.srt.managers.scheduler",
+    resolved_at="sglang.srt.arg_groups.deepseek_v4_hook:apply_deepseek_v4_defaults",
+    built_at=f"{MODEL}:DeepseekV4ForCausalLM.__init__",
+    reviewed=functools.partial(ledger.read, LEDGER),
+    patches=(
+        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, HEAD_NORM, PAGED_PREFILL, SCHED_META),
+        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR),
+        *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
+    ),
+    defaults=DEFAULTS,
+    stand_ins=(
+        StandIn(
+            name="flash_mla",
+            why="SGLang 0.5.12 imports it inside its attention backend, but does not require it",
+            package="deepseek_v4_sm120.sglang_patches.adapters.flash_mla_absent",
+            sglang="<0.5.13",
+            only_after=BACKEND,
+            condition="deepseek_v4_sm120.sglang_patches.device_gate:serves_current_device",
+        ),
+    ),
+)

@@ -1,0 +1,395 @@
+"""What compressor is measured by: a decode step of a layer's KV compressors; all sizes are every rank's.
+
+Stock is SGLang's two launches, pooling and norm-rope-store, from 0.5.14 on; what 0.5.12 has stays there with us too.
+A case of calibrate is a kind of compressor at a number of rows, where no row's token ends its group, or every so
+many-th row's does (at least one). A verdict weighs the two as often as rows at random places of their groups are
+either.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from deepseek_v4_sm120.commands.plan.models import FLASH
+from deepseek_v4_sm120.ops import compressor as op
+from deepseek_v4_sm120.reference import compressor as reference
+from deepseek_v4_sm120.reference import index_select, kv_pages
+from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.specs import bounds
+from deepseek_v4_sm120.specs.check import ON_GPU, Check, Failure, same, within
+from deepseek_v4_sm120.specs.provider import (
+    OURS,
+    STOCK,
+    Provider,
+    first_installed,
+    our_problem,
+    rows_of,
+    sglang_version,
+)
+from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
+
+ERROR = "greatest relative error of the entries against float64, the cache's rounding in it; infinite: a wrong state"
+MOST_ROWS = 64  # of a decode step
+SINCE = (0, 5, 14)
+HOMES = ("sglang.kernels.ops.attention.dsv4", "sglang.jit_kernel.dsv4")  # newest first
+POSITIONS = 4096
+PAGE_SIZES = {(4, 512): 64, (128, 512): 2, (4, 128): 64}  # of the cache, by (ratio, head_dim)
+
+
+class Kind(NamedTuple):
+    ratio: int
+    head_dim: int
+    fp4: bool = False
+
+    @property
+    def width(self) -> int:
+        return (4 if self.ratio == 4 else 2) * self.head_dim
+
+    @property
+    def rounding(self) -> float:
+        """What is allowed of many entries."""
+        return bounds.COMPRESSOR_FP4 if self.fp4 else bounds.COMPRESSOR.truth
+
+
+KINDS = {
+    "c4": Kind(4, FLASH.head_dim),
+    "c128": Kind(128, FLASH.head_dim),
+    "index": Kind(4, FLASH.index_dim),
+    "index_fp4": Kind(4, FLASH.index_dim, fp4=True),
+}
+LAYERS = {"c4": FLASH.layers_c4, "c128": FLASH.layers_c128, "index": FLASH.layers_c4}  # that have the kind
+
+
+# ---- inputs
+
+
+@dataclass
+class Inputs:
+    """The arguments of ops.compressor and of the reference."""
+
+    kv_score: torch.Tensor
+    state: torch.Tensor
+    ape: torch.Tensor
+    plan: torch.Tensor
+    norm_weight: torch.Tensor
+    norm_eps: float
+    freqs_cis: torch.Tensor
+    out_loc: torch.Tensor
+    cache: torch.Tensor
+    page_size: int
+    fp4: bool
+
+    def arguments(self) -> dict:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def copy(self) -> Inputs:
+        """With state and cache of its own."""
+        return Inputs(**{**self.arguments(), "state": self.state.clone(), "cache": copy_of_pages(self.cache)})
+
+    def rows(self, chosen) -> Inputs:
+        """Some of the rows, with state and cache of their own."""
+        parts = {name: getattr(self, name)[chosen].contiguous() for name in ("kv_score", "plan", "out_loc")}
+        return Inputs(**{**self.copy().arguments(), **parts})
+
+
+def copy_of_pages(cache: torch.Tensor) -> torch.Tensor:
+    copied = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=cache.device)
+    return copied.copy_(cache)
+
+
+def page_bytes(page_size: int, head_dim: int, fp4: bool) -> int:
+    if head_dim == kv_pages.HEAD_DIM:
+        return kv_pages.page_bytes(page_size)
+    return page_size * (index_select.FP4_BYTES if fp4 else index_select.FP8_BYTES)
+
+
+def make_plan(rows: list[tuple[int, int, int, int]], device) -> torch.Tensor:
+    """[rows, 16] uint8 of (length, state slot, page of the group before, page of the group)."""
+    return torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 4).view(torch.uint8)
+
+
+def make_inputs(kind: str, lengths, *, seed=0, device="cuda", spare_pages=3, gap=0, score_scale=3.0) -> Inputs:
+    """A row for each of `lengths`, each of a request of its own, at most POSITIONS.
+
+    Pages lie in no order. Of state only what a row may read is a number; where a row ends no group, out_loc is 0, the
+    cache's dummy entry, and where there is no group before, its page is -1.
+    """
+    ratio, head_dim, fp4 = KINDS[kind]
+    generator = torch.Generator(device=device).manual_seed(seed)
+    width, rows = KINDS[kind].width, len(lengths)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator, device=device)
+
+    kv_score = randn(rows, width)
+    kv_score[:, width // 2 :] *= score_scale
+    num_pages = 2 * rows + spare_pages
+    state = torch.full((num_pages, ratio, width), float("nan"), device=device)
+    pages = torch.randperm(num_pages, generator=generator, device=device).tolist()
+    page_size = PAGE_SIZES[ratio, head_dim]
+    slots = torch.randperm(rows + 2 * page_size, generator=generator, device=device).tolist()
+    plan, out_loc = [], []
+    for row, length in enumerate(lengths):
+        before, own, i = pages[2 * row], pages[2 * row + 1], (length - 1) % ratio
+        half = head_dim if ratio == 4 else 0
+        for start in (half, width // 2 + half):
+            state[own, :i, start : start + head_dim] = randn(i, head_dim) * (score_scale if start >= width // 2 else 1)
+        if ratio == 4 and length > 4:
+            for start in (0, width // 2):
+                state[before, :, start : start + head_dim] = randn(4, head_dim) * (score_scale if start else 1)
+        plan.append((length, own * ratio + i, before if length > ratio else -1, own))
+        out_loc.append(slots[row] if length % ratio == 0 else 0)
+    stride = page_bytes(page_size, head_dim, fp4) + gap
+    num_cache_pages = -(-(rows + 2 * page_size) // page_size)
+    storage = torch.full((num_cache_pages * stride,), 0xA5, dtype=torch.uint8, device=device)
+    return Inputs(
+        kv_score=kv_score,
+        state=state,
+        ape=randn(8 if ratio == 4 else ratio, head_dim),
+        plan=make_plan(plan, device),
+        norm_weight=1 + 0.2 * randn(head_dim),
+        norm_eps=1e-6,
+        freqs_cis=make_freqs_cis(POSITIONS, device),
+        out_loc=torch.tensor(out_loc, dtype=torch.int64, device=device),
+        cache=storage.as_strided((num_cache_pages, stride - gap), (stride, 1)),
+        page_size=page_size,
+        fp4=fp4,
+    )
+
+
+# ---- self-test
+
+
+def checks(quick: bool) -> Iterator[Check]:
+    yield Check("compressor", "two references", _check_references)
+    for kind in LAYERS if quick else KINDS:
+        yield Check("compressor", kind, functools.partial(_check_kind, kind), ON_GPU)
+
+
+def _check_references() -> str:
+    """Entries from a state against entries from a request's tokens."""
+    inputs = make_inputs("c4", [8], device="cpu")
+    before, own = inputs.plan.view(torch.int32)[0, 2:].tolist()
+    tokens = torch.cat([inputs.state[before], inputs.state[own, :3], inputs.kv_score]).nan_to_num()
+    layer = (inputs.ape, inputs.norm_weight, inputs.norm_eps, inputs.freqs_cis)
+    _, entries = reference.compressor(**inputs.arguments())
+    return within(relative_error(entries, reference.entries_of(tokens, *layer, 4)[1:]), bounds.REFERENCES_AGREE)
+
+
+def _check_kind(kind: str) -> str:
+    """1 and 40 rows at all places of a group against float64; a row's bits among the others."""
+    ratio, head_dim, fp4 = KINDS[kind]
+    inputs = make_inputs(kind, [ratio * (1 + row % 5) + row % 2 for row in range(40)])
+    ours, truth, alone = inputs.copy(), inputs.copy(), inputs.rows(slice(0, 1))
+    for made in (ours, alone):
+        op.compressor(**made.arguments())
+    ended, entries = reference.compressor(**truth.arguments())
+    if not torch.equal(ours.state.view(torch.int32), truth.state.view(torch.int32)):
+        raise Failure("the state is not what the reference wrote")
+    stored = reference.read(ours.cache, ours.page_size, ours.out_loc[ended], head_dim, fp4)
+    error = within(relative_error(stored, entries), KINDS[kind].rounding)
+    one, among = (reference.read(m.cache, m.page_size, inputs.out_loc[:1], head_dim, fp4) for m in (alone, ours))
+    same(one, among, "a row alone and among 40")
+    return f"{error}; a row alone equals the row among others"
+
+
+# ---- calibrate: the shapes of a plan
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    rows: int
+    ends: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.rows} rows, {'a group ends' if self.ends else 'no group ends'}"
+
+    @property
+    def ratio(self) -> int:
+        return KINDS[self.kind].ratio
+
+    @property
+    def point(self) -> str:
+        return f"{self.rows} rows"
+
+    @property
+    def calls(self) -> float:
+        none = (1 - 1 / self.ratio) ** self.rows
+        return LAYERS[self.kind] * (1 - none if self.ends else none)
+
+    @property
+    def ended(self) -> int:
+        return -(-self.rows // self.ratio) if self.ends else 0
+
+    @property
+    def bytes_per_call(self) -> int:
+        """Of state."""
+        return (self.rows + self.ended * self.ratio) * 4 * KINDS[self.kind].width
+
+    def places(self, turn: int) -> list[int]:
+        """Of each row's token in its group, from 1 on; `ratio`: it ends it. Other ones in each turn."""
+        among = self.ratio - 1
+        return [
+            self.ratio if self.ends and (row - turn) % min(self.ratio, self.rows) == 0 else 1 + (row + turn) % among
+            for row in range(self.rows)
+        ]
+
+    @property
+    def turns(self) -> int:
+        """After so many the same state would be read or written again."""
+        return min(self.ratio, self.rows) if self.ends else self.ratio - 1
+
+
+@dataclass
+class Call:
+    """`inputs` are written; `before`: as they were, None where nobody asks."""
+
+    inputs: Inputs
+    before: Inputs | None = None
+
+
+def cases(*, tp: int, context: int, concurrency: int, quick: bool) -> list[Case]:
+    rows = rows_of(concurrency, quick, MOST_ROWS)
+    return [Case(kind, count, ends) for count in rows for kind in LAYERS for ends in (False, True)]
+
+
+def max_error(provider: str, case: Case) -> float:
+    return bounds.COMPRESSOR.others  # of ours too: a case may have one entry
+
+
+def correctness_inputs(case: Case, device: str = "cuda") -> list[Call]:
+    """In the middle of a request, and in its first group; what must not be read is NaN."""
+    made = []
+    for groups in (2, 0):
+        lengths = [groups * case.ratio + place for place in case.places(0)]
+        before = make_inputs(case.kind, lengths, seed=case.rows, device=device)
+        made.append(Call(before.copy(), before))
+    return made
+
+
+class TimingInputs:
+    """Calls that find their state in memory: other tokens of the same pages in turn, then other pages."""
+
+    def __init__(self, device: str = "cuda"):
+        self.device = device
+
+    def calls(self, case: Case, count: int) -> list[Call]:
+        ratio = case.ratio
+        pages = make_inputs(case.kind, [3 * ratio] * case.rows, device=self.device)
+        pages.state.normal_()
+        copies = [pages, *(pages.copy() for _ in range(math.ceil(count / case.turns) - 1))]
+        turns = [_other_places(case, pages, turn) for turn in range(min(count, case.turns))]
+        both = [(turns[i % case.turns], copies[i // case.turns]) for i in range(count)]
+        return [Call(replace(turn, state=copy.state, cache=copy.cache)) for turn, copy in both]
+
+
+def _other_places(case: Case, pages, turn: int):
+    """The same requests with their tokens at the places of that turn."""
+    ratio, places, device = case.ratio, case.places(turn), pages.plan.device
+    plan = [
+        (2 * ratio + place, own * ratio + place - 1, before, own)
+        for place, (_, _, before, own) in zip(places, pages.plan.view(torch.int32).tolist(), strict=True)
+    ]
+    ends = torch.tensor([place == ratio for place in places], device=device)
+    return replace(pages, plan=make_plan(plan, device), out_loc=torch.where(ends, pages.out_loc, 0))
+
+
+def error(provider: str, result: Call, inputs: Call) -> float:
+    """Of the entries; a row in the middle of a group must have put its token into the state."""
+    done, truth = result.inputs, inputs.before.copy()
+    ended, entries = reference.compressor(**truth.arguments())
+    rest = torch.ones(done.plan.shape[0], dtype=torch.bool, device=done.plan.device)
+    rest[ended] = False
+    written = done.plan.view(torch.int32)[rest, 1].long()
+    if not torch.equal(done.state.flatten(0, 1)[written], done.kv_score[rest]):
+        return math.inf
+    if not len(ended):
+        return 0.0
+    head_dim = done.norm_weight.shape[0]
+    return relative_error(reference.read(done.cache, done.page_size, done.out_loc[ended], head_dim, done.fp4), entries)
+
+
+# ---- who computes it
+
+
+def providers() -> tuple[Provider, ...]:
+    return (
+        Provider(OURS, our_problem, _ours),
+        Provider(STOCK, _stock_problem, _stock, packages=("sglang",)),
+        # some hundred launches a call, which take their time to capture
+        Provider("torch", lambda: None, lambda: _on_inputs(in_torch), lambda case: case.rows == 1 and case.ends),
+    )
+
+
+def _on_inputs(run):
+    def call(inputs: Call) -> Call:
+        run(inputs.inputs)
+        return inputs
+
+    return call
+
+
+def _ours():
+    return _on_inputs(lambda inputs: op.compressor(**inputs.arguments()))
+
+
+def in_torch(inputs) -> None:
+    """Every row as if it ended its group, in float64; who does not has the cache's entry that nobody reads."""
+    length, write, before, own = inputs.plan.view(torch.int32).long().unbind(dim=1)
+    ratio = inputs.state.shape[1]
+    inputs.state.flatten(0, 1)[write] = inputs.kv_score
+    overlaps = (length > ratio) & (ratio == 4)
+    groups_before = inputs.state[before.clamp(min=0)] if ratio == 4 else None
+    pooled = reference.pool(inputs.state[own], groups_before, overlaps, inputs.ape)
+    freqs_cis = inputs.freqs_cis[(length - ratio).clamp(min=0)]
+    entries = reference.finish(pooled, inputs.norm_weight, inputs.norm_eps, freqs_cis)
+    reference.store(inputs.cache, inputs.page_size, inputs.out_loc, entries, inputs.fp4)
+
+
+def _stock_problem() -> str | None:
+    if (sglang_version() or SINCE) < SINCE:
+        return "this SGLang keeps its own compressors, whatever is measured"
+    return None if first_installed(HOMES) else "this SGLang has no such compressors"
+
+
+def _stock():
+    return _on_inputs(stock_launches())
+
+
+def stock_launches():
+    """SGLang's own two: run(inputs) -> None."""
+    dsv4 = importlib.import_module(first_installed(HOMES))
+
+    def run(inputs) -> None:
+        ratio = inputs.state.shape[1]
+        plan = dsv4.CompressorDecodePlan(ratio, inputs.plan)
+        kv = dsv4.compress_forward(
+            kv_score_buffer=inputs.state,
+            kv_score_input=inputs.kv_score,
+            ape=inputs.ape,
+            plan=plan,
+            head_dim=inputs.norm_weight.shape[0],
+            compress_ratio=ratio,
+        )
+        dsv4.compress_norm_rope_store(
+            kv,
+            plan,
+            norm_weight=inputs.norm_weight,
+            norm_eps=inputs.norm_eps,
+            freq_cis=inputs.freqs_cis,
+            out_loc=inputs.out_loc,
+            kvcache=inputs.cache,
+            page_size=inputs.page_size,
+            **({"use_fp4": True} if inputs.fp4 else {}),
+        )
+
+    return run
