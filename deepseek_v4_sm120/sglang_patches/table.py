@@ -267,13 +267,6 @@ TOPK = Parameters(("scores", "seq_lens", "page_tables", "out_page_indices", "pag
 OTHER_TOPK = Parameters(("scores",), further="any")
 
 
-<<<<<<< HEAD:deepseek_v4_sm120/sglang_patches.py
-def _index(where: str, replacement: str, sglang: str, contract: Contract) -> Target:
-    return Target(where=where, sglang=sglang, contract=contract, replacement=f"{INDEX_ADAPTER}:replace_{replacement}")
-
-
-=======
->>>>>>> h-layout:deepseek_v4_sm120/sglang_patches/table.py
 def _topk(name: str, sglang: str) -> Target:
     return _index(f"{INDEXER}:topk_transform_{name}", "topk", TOPK, sglang)
 
