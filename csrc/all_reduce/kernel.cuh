@@ -61,17 +61,11 @@ template <int kRanks, bool kHost>
 struct Turn {
   const Params& p;
   uint32_t call;
-  int64_t base, wiped;               // first vector of this call's generation, and of the one that it wipes
-  uint32_t wiped_vectors[2];         // what the call of that one had sent
+  int64_t base;  // first vector of this call's generation
 
   __device__ __forceinline__ explicit Turn(const Params& params) : p(params) {
-    const uint32_t arrivals = load_relaxed(&p.state->arrivals);
-    call = arrivals >> kArrivalsLog2;
-    const uint32_t generation = call % kGenerations, old = (call + 2) % kGenerations;
-    base = generation * p.sizes.generation(kHost);
-    wiped = old * p.sizes.generation(kHost);
-    wiped_vectors[0] = load_relaxed(&p.state->used[0][old]);
-    wiped_vectors[1] = load_relaxed(&p.state->used[1][old]);
+    call = load_relaxed(&p.state->arrivals) >> kArrivalsLog2;
+    base = call % kGenerations * p.sizes.generation(kHost);
   }
 
   // One hop: the term of `from` in the memory of `reader`.
@@ -100,19 +94,23 @@ struct Turn {
 
   // What the call two before this one left in the places that this card wipes.
   __device__ __forceinline__ void wipe() const {
+    const uint32_t old = (call + 2) % kGenerations;
+    const int64_t wiped = old * p.sizes.generation(kHost), sent = load_relaxed(&p.state->used[0][old]);
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, threads = static_cast<int64_t>(gridDim.x) * kThreads;
-    for (int64_t v = thread; v < wiped_vectors[0]; v += threads) {
+#pragma unroll 1
+    for (int64_t v = thread; v < sent; v += threads) {
       if constexpr (kHost) {
         store_system(term(p.rank, p.rank, v, wiped), nothing());
       } else {
-#pragma unroll
+#pragma unroll 1
         for (int from = 0; from < kRanks; ++from)
           if (from != p.rank) store_system(term(p.rank, from, v, wiped), nothing());
       }
     }
-    const int64_t owned = wiped_vectors[1] / kRanks;
+    const int64_t owned = load_relaxed(&p.state->used[1][old]) / kRanks;
+#pragma unroll 1
     for (int64_t v = thread; v < owned; v += threads) {
-#pragma unroll
+#pragma unroll 1
       for (int other = 0; other < kRanks; ++other) {
         if (other == p.rank) continue;
         if constexpr (kHost) {
@@ -152,21 +150,21 @@ __device__ __forceinline__ bool collect(const Turn<kRanks, kHost>& turn, uint4 (
   uint64_t start = 0;
 #pragma unroll 1
   for (uint32_t looks = 1;; ++looks) {
-    int missing = -1;
+    uint32_t missing = 0;  // a bit for each rank
 #pragma unroll
-    for (int r = 0; r < kRanks; ++r) missing = has_come(terms[r]) ? missing : r;
-    if (missing < 0) return true;
+    for (int r = 0; r < kRanks; ++r) missing |= has_come(terms[r]) ? 0 : 1u << r;
+    if (missing == 0) return true;
     if (looks % kLooksBetween == 0) {
       const uint64_t now = now_ns();
       start = start == 0 ? now : start;
       if (now - start > p.patience_ns || load_system(&p.fault->stop) != 0) {
-        give_up_on(p, missing, turn.call);
+        give_up_on(p, __ffs(static_cast<int>(missing)) - 1, turn.call);
         return false;
       }
     }
 #pragma unroll
     for (int r = 0; r < kRanks; ++r)
-      if (!has_come(terms[r])) terms[r] = load_system(place(r));
+      if (missing >> r & 1) terms[r] = load_system(place(r));
   }
 }
 
@@ -186,6 +184,7 @@ __global__ void __launch_bounds__(kThreads) one_shot_kernel(const __grid_constan
   pdl_wait();
   pdl_trigger();
   const Turn<kRanks, kHost> turn(p);
+#pragma unroll 1
   for (int64_t v = thread; v < p.vectors; v += threads) {
     const uint4 term = sendable(x[v]);
     if constexpr (kHost) {
@@ -200,6 +199,7 @@ __global__ void __launch_bounds__(kThreads) one_shot_kernel(const __grid_constan
   }
   turn.arrive(0);
   turn.wipe();
+#pragma unroll 1
   for (int64_t v = thread; v < p.vectors; v += threads) {
     uint4 terms[kRanks];
     if (!collect(turn, terms, sendable(x[v]), [&](int from) { return turn.term(p.rank, from, v, turn.base); })) return;
@@ -219,9 +219,11 @@ __global__ void __launch_bounds__(kThreads) two_shot_kernel(const __grid_constan
 #pragma unroll 1
   for (int d = 1; d < kRanks; ++d) {
     const int owner = (p.rank + d) % kRanks;
+#pragma unroll 1
     for (int64_t v = thread; v < owned; v += threads) store_system(turn.share(owner, p.rank, v, turn.base), sendable(x[owner * owned + v]));
   }
   turn.arrive(1);
+#pragma unroll 1
   for (int64_t v = thread; v < owned; v += threads) {
     const int64_t place = p.rank * owned + v;
     uint4 terms[kRanks];
@@ -236,6 +238,7 @@ __global__ void __launch_bounds__(kThreads) two_shot_kernel(const __grid_constan
     out[place] = sum;
   }
   turn.wipe();
+#pragma unroll 1
   for (int64_t v = thread; v < owned; v += threads) {
     uint4 sums[kRanks];
     if (!collect(turn, sums, make_uint4(0, 0, 0, 0), [&](int owner) { return turn.sum(p.rank, owner * owned + v, turn.base); })) return;

@@ -48,6 +48,7 @@ inline void carry_out(bool all) {
 inline void __syncthreads() { block_barrier->arrive_and_wait(); }
 inline void __nanosleep(unsigned) { std::this_thread::yield(); }
 inline void __threadfence_system() { carry_out(true); std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
 inline uint32_t atomicAdd(uint32_t* p, uint32_t v) { return std::atomic_ref<uint32_t>(*p).fetch_add(v); }
 inline uint32_t atomicCAS(uint32_t* p, uint32_t expected, uint32_t v) {
   std::atomic_ref<uint32_t>(*p).compare_exchange_strong(expected, v);
