@@ -73,7 +73,7 @@ def sparse_decode(
     head_norm_eps         float: q is still to be normed and rotated (at most 512 rows): each head becomes
                        q * rsqrt(mean(q^2) + head_norm_eps), bf16; then its last 64, 32 pairs (a, b), become
                        (a c - b s, a s + b c), bf16. To the bit SGLang's fused_q_norm_rope. None: q is ready
-    freqs_cis          with head_norm_eps: [any, 32] complex64 c + i s, contiguous, 16-byte aligned, a row for a position
+    freqs_cis          with head_norm_eps: [any, 32] complex64 c + i s, contiguous, 16-byte aligned, a row a position
     positions          with head_norm_eps: [rows] int32 or int64, contiguous, rows of freqs_cis (not checked, as slots)
     out                bf16 like q, written in place, or None; must not overlap q
     return_lse         also return lse
