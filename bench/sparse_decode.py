@@ -331,7 +331,7 @@ def run_norms(report: common.Report, cases, pools: Pools, generator) -> None:
             return ours(dataclasses.replace(one, q=projection.q().unsqueeze(1)))
 
         def within(one, projection):
-            norm = {"q_norm_eps": NORM_EPS, "freqs_cis": projection.freqs_cis, "positions": projection.positions}
+            norm = {"head_norm_eps": NORM_EPS, "freqs_cis": projection.freqs_cis, "positions": projection.positions}
             return ours(dataclasses.replace(one, q=projection.q().unsqueeze(1), **norm))
 
         def before(one, projection):

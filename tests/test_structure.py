@@ -50,7 +50,7 @@ CLIENT_FOLDERS = ("bench/serving", "bench/quality")
 CLIENT_SHARES = ("deepseek_v4_sm120.commands.disclosure", "deepseek_v4_sm120.patching.json_file")
 # of bench/quality, what is no gate
 NO_GATE = {
-    *("corruption_marks", "gates", "greedy", "in_flight", "server_load", "soak_state", "verdict", "whole"),
+    *("corruption_marks", "gates", "greedy", "in_flight", "saved", "server_load", "soak_state", "verdict", "whole"),
 }
 # names that say nothing of a file's contents
 VAGUE = {"utils", "util", "helpers", "misc", "tools", "lib"}

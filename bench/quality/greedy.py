@@ -70,7 +70,12 @@ def judge(endpoint: Endpoint, context: Sequence[int], first: int, second: int, t
     """
     answer = endpoint.generate(context, 1, top=TOP, ignore_eos=True)
     whole.demand(answer, 1, f"{endpoint.url}, asked which token is likelier", logprobs=True, top=TOP)
-    best = {token: logprob for logprob, token in answer.tops[0]}
+    return weigh(answer.tops[0], first, second, tie)
+
+
+def weigh(tops: Sequence[tuple[float, int]], first: int, second: int, tie: float) -> tuple:
+    """`judge`, where the best (log-probability, id) of that context are known."""
+    best = {token: logprob for logprob, token in tops}
     a, b = best.get(first), best.get(second)
     # both among the best is not enough: they must be the best, else both servers chose badly
     tied = a is not None and b is not None and abs(a - b) <= tie and max(best.values()) - min(a, b) <= tie
@@ -78,14 +83,16 @@ def judge(endpoint: Endpoint, context: Sequence[int], first: int, second: int, t
 
 
 def divergence(
-    judge_endpoint: Endpoint, index: int, prompt: Sequence[int], first: Answer, second: Answer, tie: float
+    judge_endpoint: Endpoint | None, index: int, prompt: Sequence[int], first: Answer, second: Answer, tie: float
 ) -> Divergence | None:
-    """Where two answers to one prompt part, judged by a third look at that very context; None: equal."""
+    """Where two answers to one prompt part, judged by a third look at that very context, or without a server to ask by
+    what the first answer had among its best there; None: equal."""
     position = first_difference(first.ids, second.ids)
     if position is None:
         return None
     ids = [answer.ids[position] if position < len(answer.ids) else None for answer in (first, second)]
     if None in ids:  # one has ended: no second token to weigh
         return Divergence(index, position, *ids, None, None, False)
-    logprobs = judge(judge_endpoint, [*prompt, *first.ids[:position]], *ids, tie)
-    return Divergence(index, position, *ids, *logprobs)
+    if judge_endpoint is None:
+        return Divergence(index, position, *ids, *weigh(first.tops[position], *ids, tie))
+    return Divergence(index, position, *ids, *judge(judge_endpoint, [*prompt, *first.ids[:position]], *ids, tie))

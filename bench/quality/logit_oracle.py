@@ -13,17 +13,15 @@ position's lists share fewer than five.
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.quality import greedy, whole
+from bench.quality import greedy, saved, whole
 from bench.quality.verdict import Verdict, at_least, endpoint_of
 from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint
 
 NAME = "logit-oracle"
-FORMAT = "logit-oracle 1"
 LENGTHS = (16, 64, 256, 700, 1024, 3000)
 RESTARTS = 12  # a prompt
 OVERLAPS = (1, 5, greedy.TOP)
@@ -73,36 +71,6 @@ class Alignment:
         found |= {f"top{k}_overlap": total / count for k, total in self.overlap.items()}
         found["logprob_error_mean"] = self.error_sum / max(1, self.weighed)
         return found | {"logprob_error_max": self.error_max, "greedy_logprob_error_max": self.chosen_error_max}
-
-
-def record(endpoint: Endpoint, prompts: list[list[int]], new: int) -> dict:
-    """The reference's answers, JSON-able. NotWhole: one of them is not what was asked for."""
-    answers = []
-    for index, prompt in enumerate(prompts):
-        greedy.forget(endpoint)
-        answers.append(endpoint.generate(prompt, new, top=greedy.TOP, ignore_eos=True))
-        whole.demand(answers[-1], new, f"{endpoint.url}, prompt {index}", logprobs=True, top=greedy.TOP)
-    pairs = zip(prompts, answers, strict=True)
-    return {"format": FORMAT, "entries": [{"prompt": prompt, "answer": asdict(answer)} for prompt, answer in pairs]}
-
-
-def read_reference(path: Path) -> dict:
-    """A file written with --save. ValueError: it is none."""
-    try:
-        found = json.loads(path.read_text())
-        if found["format"] != FORMAT:
-            raise ValueError(f"its format is {found['format']!r}")
-        for entry in found["entries"]:
-            answer = Answer(**entry["answer"])
-            answer.logprob_ids = answer.logprob_ids or list(answer.ids)  # older files have none
-            answer.tops = [[(float(logprob), int(token)) for logprob, token in step] for step in answer.tops]
-            whole.demand(answer, len(answer.ids), "a saved answer", logprobs=True, top=greedy.TOP)
-            entry["answer"] = asdict(answer)
-        if not found["entries"]:
-            raise ValueError("it has no answers")
-    except (ValueError, KeyError, TypeError, RecursionError, whole.NotWhole) as error:
-        raise ValueError(f"logit-oracle: {path} is no file of {FORMAT!r}: {error}") from error
-    return found
 
 
 def position_faults(place: int, reference: Answer, answer: Answer, step: int, shared: int) -> list[str]:
@@ -174,22 +142,19 @@ def reference_of(options: argparse.Namespace, endpoint: Endpoint) -> dict:
     if not options.reference:
         raise ValueError("logit-oracle: give --reference (an address or a file), or --save")
     if Path(options.reference).is_file():
-        return read_reference(Path(options.reference))
+        return saved.read(NAME, Path(options.reference))
     other = endpoint_of(options, options.reference)
     prompts = greedy.prompts_for(endpoint, options.prompts, options.lengths, options.seed)
-    return record(other, prompts, options.new)
+    return saved.record(NAME, other, prompts, options.new)
 
 
 def run(options: argparse.Namespace) -> Verdict:
     at_least(NAME, 1, new=options.new, lengths=min(options.lengths))
     endpoint = endpoint_of(options)
     if options.save:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        with open(options.save, "a"):  # what cannot be written is known before the run
-            pass
+        saved.must_be_writable(options.save)
         prompts = greedy.prompts_for(endpoint, options.prompts, options.lengths, options.seed)
-        options.save.write_text(json.dumps(record(endpoint, prompts, options.new)))
-        return Verdict(NAME, None, f"saved {len(prompts)} reference answers to {options.save}")
+        return saved.write(NAME, options.save, saved.record(NAME, endpoint, prompts, options.new))
     reference = reference_of(options, endpoint)
     found, faults, places = compare(endpoint, reference)
     figures = found.figures()
@@ -200,7 +165,9 @@ def run(options: argparse.Namespace) -> Verdict:
     )
     passed = not faults and all(bars)
     if not faults:  # a candidate whose answers are no answers has nothing to be compared with itself
-        floor, _, _ = compare(endpoint, record(endpoint, [e["prompt"] for e in reference["entries"]], options.new))
+        floor, _, _ = compare(
+            endpoint, saved.record(NAME, endpoint, [e["prompt"] for e in reference["entries"]], options.new)
+        )
         names = ("token_match", "logprob_error_mean", "logprob_error_max")
         figures |= {f"self_{name}": floor.figures()[name] for name in names}
     overlap = figures[f"top{greedy.TOP}_overlap"]

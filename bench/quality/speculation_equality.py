@@ -3,13 +3,18 @@
 Speculation only guesses ahead; the verifier decides. A token that the model without speculation would not choose is a
 fault of the verifier, of its cache, or of the batch it ran in. Answers are streamed, so that it is seen how many really
 ran at once: a server that runs fewer than the concurrency says leaves the gate incomplete.
+
+The server without speculation is another one, or, where the cards hold one at a time, a file that --save has written of
+it: its answers, its best at every position, by which ties are judged, and what the batch alone changed.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
+from pathlib import Path
 
-from bench.quality import greedy, in_flight, whole
+from bench.quality import greedy, in_flight, saved, whole
 from bench.quality.verdict import Verdict, at_least, endpoint_of
 from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint
@@ -19,77 +24,150 @@ CONCURRENCIES = (1, 8, 32)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--without", required=True, help="address of the same server without speculation")
+    parser.add_argument("--without", help="address of the same server without speculation, or a file of --save")
+    parser.add_argument("--save", type=Path, help="only record this server, which does not speculate, for --without")
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCIES))
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--length", type=int, default=200, help="tokens of the shortest prompt; others are longer")
     parser.add_argument("--new", type=int, default=128, help="output tokens a prompt")
 
 
-def check(options: argparse.Namespace, speculating: Endpoint, plain: Endpoint) -> None:
-    """Raise ValueError where the gate would prove nothing."""
+@dataclass
+class Plain:
+    """What is known without speculation. endpoint: None where it comes from a file."""
+
+    endpoint: Endpoint | None
+    prompts: list[list[int]]
+    expected: list[Answer]
+    crowds: dict[str, list[int]]  # concurrency -> (answers that the batch alone changed, requests that ran at once)
+
+    @property
+    def new(self) -> int:
+        return len(self.expected[0].ids)
+
+
+def check(options: argparse.Namespace) -> None:
+    """ValueError where the gate would prove nothing."""
     at_least(NAME, 1, num_prompts=options.num_prompts, length=options.length, concurrency=min(options.concurrency))
     at_least(NAME, 2, new=options.new)
-    if max(options.concurrency) > options.num_prompts:
+    if bool(options.without) == bool(options.save):
+        raise ValueError(f"{NAME}: give --without (an address, or a file of --save), or --save")
+
+
+def must_not_speculate(endpoint: Endpoint) -> None:
+    if endpoint.server_info().get("speculative_algorithm"):
+        raise ValueError(f"{NAME}: {endpoint.url} speculates; it is to be the reference")
+
+
+def must_suffice(options: argparse.Namespace, prompts: int, whose: str) -> None:
+    if max(options.concurrency) > prompts:
         raise ValueError(
-            f"{NAME}: --concurrency {max(options.concurrency)} needs as many prompts, got --num-prompts "
-            f"{options.num_prompts}"
+            f"{NAME}: --concurrency {max(options.concurrency)} needs as many prompts, got {whose} {prompts}"
         )
-    if not speculating.server_info().get("speculative_algorithm"):
-        raise ValueError(f"{NAME}: {options.url} does not speculate; the gate would prove nothing")
-    if plain.server_info().get("speculative_algorithm"):
-        raise ValueError(f"{NAME}: {options.without} speculates; it is to be the reference")
 
 
-def parted(
-    plain: Endpoint, prompts: list[list[int]], expected: list[Answer], answers: list[Answer], tie: float
-) -> list[greedy.Divergence]:
+def crowded(plain: Plain, endpoint: Endpoint, concurrency: int) -> list[int]:
+    """(answers that the batch alone, without speculation, changes; requests that ran at once)."""
+    greedy.forget(endpoint)
+    answers, measured = in_flight.streamed(endpoint, plain.prompts, concurrency, plain.new)
+    for index, answer in enumerate(answers):
+        whole.demand(answer, plain.new, f"{endpoint.url}, concurrency {concurrency}, prompt {index}")
+    return [sum(one.ids != other.ids for one, other in zip(answers, plain.expected, strict=True)), measured]
+
+
+def save(options: argparse.Namespace, endpoint: Endpoint) -> Verdict:
+    must_not_speculate(endpoint)
+    must_suffice(options, options.num_prompts, "--num-prompts")
+    saved.must_be_writable(options.save)
+    found = saved.record(NAME, endpoint, prompts_of(options, endpoint), options.new)
+    plain = from_record(found)
+    found["crowds"] = {str(c): crowded(plain, endpoint, c) for c in options.concurrency if c > 1}
+    return saved.write(NAME, options.save, found)
+
+
+def from_record(found: dict) -> Plain:
+    answers = [Answer(**entry["answer"]) for entry in found["entries"]]
+    return Plain(None, [entry["prompt"] for entry in found["entries"]], answers, found.get("crowds", {}))
+
+
+def _are_crowds(found) -> bool:
+    return isinstance(found, dict) and all(
+        isinstance(one, list) and [type(number) for number in one] == [int, int] for one in found.values()
+    )
+
+
+def prompts_of(options: argparse.Namespace, endpoint: Endpoint) -> list[list[int]]:
+    lengths = [options.length + 17 * (index % 16) for index in range(options.num_prompts)]
+    return greedy.prompts_for(endpoint, options.prompts, lengths, options.seed)
+
+
+def without(options: argparse.Namespace) -> Plain:
+    """The reference, from its file or its server."""
+    if Path(options.without).is_file():
+        plain = from_record(saved.read(NAME, Path(options.without)))
+        lengths = {len(answer.ids) for answer in plain.expected}
+        if len(lengths) > 1 or not _are_crowds(plain.crowds):
+            raise ValueError(f"{NAME}: {options.without} is not as --save wrote it")
+        must_suffice(options, len(plain.prompts), "a file with")
+        return plain
+    must_suffice(options, options.num_prompts, "--num-prompts")
+    endpoint = endpoint_of(options, options.without)
+    must_not_speculate(endpoint)
+    prompts = prompts_of(options, endpoint)
+    expected = endpoint.generate_many(prompts, 1, max_new_tokens=options.new, ignore_eos=True)
+    for index, answer in enumerate(expected):
+        whole.demand(answer, options.new, f"{endpoint.url}, prompt {index}")
+    return Plain(endpoint, prompts, expected, {})
+
+
+def parted(plain: Plain, answers: list[Answer], tie: float) -> list[greedy.Divergence]:
     """Where answers leave the expected ones: faults first, then ties."""
     found = [
         place
-        for index, prompt in enumerate(prompts)
-        if (place := greedy.divergence(plain, index, prompt, expected[index], answers[index], tie))
+        for index, prompt in enumerate(plain.prompts)
+        if (place := greedy.divergence(plain.endpoint, index, prompt, plain.expected[index], answers[index], tie))
     ]
     return sorted(found, key=lambda place: place.tie)
 
 
 def run(options: argparse.Namespace) -> Verdict:
-    speculating, plain = endpoint_of(options), endpoint_of(options, options.without)
-    check(options, speculating, plain)
-    lengths = [options.length + 17 * (index % 16) for index in range(options.num_prompts)]
-    prompts = greedy.prompts_for(plain, options.prompts, lengths, options.seed)
-    expected = plain.generate_many(prompts, 1, max_new_tokens=options.new, ignore_eos=True)
-    for index, answer in enumerate(expected):
-        whole.demand(answer, options.new, f"{plain.url}, prompt {index}")
+    check(options)
+    speculating = endpoint_of(options)
+    if options.save:
+        return save(options, speculating)
+    if not speculating.server_info().get("speculative_algorithm"):
+        raise ValueError(f"{NAME}: {options.url} does not speculate; the gate would prove nothing")
+    plain = without(options)
+    prompts, expected, new = plain.prompts, plain.expected, plain.new
     findings, figures, faults, serialised, notes, moved = [], {}, 0, "", [], []
     for concurrency in options.concurrency:
-        if concurrency > 1:  # does the batch alone, without speculation, change an answer?
-            greedy.forget(plain)
-            crowded, measured = in_flight.streamed(plain, prompts, concurrency, options.new)
-            for index, answer in enumerate(crowded):
-                whole.demand(answer, options.new, f"{plain.url}, concurrency {concurrency}, prompt {index}")
-            same = sum(one.ids == other.ids for one, other in zip(crowded, expected, strict=True))
-            figures[f"equal_without_speculation_at_{concurrency}"] = same
-            moved.append(len(prompts) - same)
+        if concurrency > 1 and plain.endpoint is not None:
+            plain.crowds[str(concurrency)] = crowded(plain, plain.endpoint, concurrency)
+        if str(concurrency) in plain.crowds:  # does the batch alone, without speculation, change an answer?
+            changed, measured = plain.crowds[str(concurrency)]
+            figures[f"equal_without_speculation_at_{concurrency}"] = len(prompts) - changed
+            moved.append(changed)
             if measured < concurrency:
                 notes.append(f"what the batch alone changes at {concurrency} was seen at {measured} requests at once")
+        elif concurrency > 1:
+            notes.append(f"what the batch alone changes at {concurrency} is not in the file")
         greedy.forget(speculating)
-        answers, measured = in_flight.streamed(speculating, prompts, concurrency, options.new)
+        answers, measured = in_flight.streamed(speculating, prompts, concurrency, new)
         figures[f"ran_at_once_at_{concurrency}"] = measured
         if measured < concurrency and not serialised:
             serialised = in_flight.serialised(speculating, measured, concurrency, f"--concurrency {max(1, measured)}")
         wrong = [
             one
             for index, answer in enumerate(answers)
-            for one in whole.faults(answer, options.new, f"concurrency {concurrency}, prompt {index}")
+            for one in whole.faults(answer, new, f"concurrency {concurrency}, prompt {index}")
         ]
-        places = [] if wrong else parted(plain, prompts, expected, answers, options.tie)
+        places = [] if wrong else parted(plain, answers, options.tie)
         ties = sum(place.tie for place in places)
         faults += len(wrong) + len(places) - ties
         figures |= {f"equal_at_{concurrency}": len(prompts) - len(places) - len(wrong), f"ties_at_{concurrency}": ties}
         findings += wrong + [f"concurrency {concurrency}, {p.text('without', 'with speculation')}" for p in places]
     summary = (
-        f"{len(prompts)} prompts, {options.new} tokens each, concurrency {', '.join(map(str, options.concurrency))}: "
+        f"{len(prompts)} prompts, {new} tokens each, concurrency {', '.join(map(str, options.concurrency))}: "
         f"{faults} answers differ by more than a tie (log-probabilities within {options.tie:g} without speculation)"
     )
     if any(moved):  # then not every difference is speculation's

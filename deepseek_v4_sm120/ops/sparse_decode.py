@@ -41,7 +41,7 @@ def sparse_decode(
     extra_topk_length=None,
     extra_page_table=None,
     extra_page_table_rows=None,
-    q_norm_eps=None,
+    head_norm_eps=None,
     freqs_cis=None,
     positions=None,
     out=None,
@@ -70,11 +70,11 @@ def sparse_decode(
     extra_page_table_rows
                        [rows] int32: the table of each row (its request's), all masked where that is no table; None:
                        a table for each row, tables = rows
-    q_norm_eps         float: q is still to be normed and rotated (at most 512 rows): each head becomes
-                       q * rsqrt(mean(q^2) + q_norm_eps), bf16; then its last 64, 32 pairs (a, b), become
+    head_norm_eps         float: q is still to be normed and rotated (at most 512 rows): each head becomes
+                       q * rsqrt(mean(q^2) + head_norm_eps), bf16; then its last 64, 32 pairs (a, b), become
                        (a c - b s, a s + b c), bf16. To the bit SGLang's fused_q_norm_rope. None: q is ready
-    freqs_cis          with q_norm_eps: [any, 32] complex64 c + i s, contiguous, 16-byte aligned, a row for a position
-    positions          with q_norm_eps: [rows] int32 or int64, contiguous, rows of freqs_cis (not checked, as slots)
+    freqs_cis          with head_norm_eps: [any, 32] complex64 c + i s, contiguous, 16-byte aligned, a row a position
+    positions          with head_norm_eps: [rows] int32 or int64, contiguous, rows of freqs_cis (not checked, as slots)
     out                bf16 like q, written in place, or None; must not overlap q
     return_lse         also return lse
     prefill            True: the kernel for many rows, False: the one for few, None: takes_prefill decides, by sizes
@@ -96,7 +96,7 @@ def sparse_decode(
     _check_extra(check, *extra, rows)
     if attn_sink is not None:
         check.tensor("attn_sink", attn_sink, FP32, (heads,))
-    query = _check_query_norm(check, rows, q_norm_eps, freqs_cis, positions, prefill)
+    query = _check_query_norm(check, rows, head_norm_eps, freqs_cis, positions, prefill)
     if out is not None:
         check.tensor("out", out, BF16, q.shape, _STRIDES, VECTOR)
         check.written("q", q, ("out", out))
@@ -187,7 +187,7 @@ def _launch(q, kv_pages, indices, topk_length, extra, attn_sink, softmax_scale, 
         rotation=0 if query is None else freqs_cis.data_ptr(),
         positions=0 if query is None else positions.data_ptr(),
         position_bytes=8 if query is None else positions.element_size(),
-        q_norm_eps=0.0 if query is None else eps,
+        head_norm_eps=0.0 if query is None else eps,
     )
 
 
@@ -266,10 +266,10 @@ def _check_query_norm(check: Call, rows: int, eps, freqs_cis, positions, prefill
     """(eps, freqs_cis, positions) as the kernel reads them, or None where q is ready."""
     if eps is None and freqs_cis is None and positions is None:
         return None
-    check.together("q_norm_eps, freqs_cis and positions", eps, freqs_cis, positions)
+    check.together("head_norm_eps, freqs_cis and positions", eps, freqs_cis, positions)
     check.rotation(freqs_cis, positions, rows)
     if rows > MAX_NORM_ROWS or prefill:
         expected = f"be None above {MAX_NORM_ROWS} rows and with prefill=True"
         got = "prefill=True" if prefill else f"{rows} rows"
-        check.refuse("value", "q_norm_eps", expected, f"{got}: norm and rotate q before")
+        check.refuse("value", "head_norm_eps", expected, f"{got}: norm and rotate q before")
     return float(eps), freqs_cis, positions

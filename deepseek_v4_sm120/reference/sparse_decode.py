@@ -116,15 +116,15 @@ def sparse_decode(
     extra_topk_length=None,
     extra_page_table=None,
     extra_page_table_rows=None,
-    q_norm_eps=None,
+    head_norm_eps=None,
     freqs_cis=None,
     positions=None,
     dtype=torch.float64,
 ):
     """Arguments of ops.sparse_decode. Returns (out [rows, 1, heads, 512], lse [rows, heads, 1]) in `dtype`."""
     rows, _, heads, dim = q.shape
-    if q_norm_eps is not None:
-        q = normed_and_rotated(q, q_norm_eps, freqs_cis, positions)
+    if head_norm_eps is not None:
+        q = normed_and_rotated(q, head_norm_eps, freqs_cis, positions)
     if extra_page_table is not None:
         num_pages, page_size = extra_kv_pages.shape[:2]
         extra_indices = indices_of_page_table(extra_page_table, page_size, num_pages, extra_page_table_rows)
@@ -214,7 +214,7 @@ def sparse_decode_online(
     extra_topk_length=None,
     extra_page_table=None,
     extra_page_table_rows=None,
-    q_norm_eps=None,
+    head_norm_eps=None,
     freqs_cis=None,
     positions=None,
     block=64,
@@ -222,8 +222,8 @@ def sparse_decode_online(
     """The second formulation: float32, one row and one cache at a time, online in blocks, the caches merged by their
     maxima, the sink last. CPU tensors only, and slow. Same returns, in float32."""
     rows, _, heads, dim = q.shape
-    if q_norm_eps is not None:
-        q = normed_and_rotated_by_warps(q, q_norm_eps, freqs_cis, positions)
+    if head_norm_eps is not None:
+        q = normed_and_rotated_by_warps(q, head_norm_eps, freqs_cis, positions)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     out, lse = torch.zeros((rows, 1, heads, dim)), torch.full((rows, heads, 1), math.inf)
     for row in range(rows):

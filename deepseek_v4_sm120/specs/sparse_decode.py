@@ -112,7 +112,7 @@ class Inputs:
     shape: Shape | None = field(default=None, repr=False)
     page_table: torch.Tensor | None = None  # what extra_indices lists, where the shape says `tables`
     page_table_rows: torch.Tensor | None = None
-    q_norm_eps: float | None = None
+    head_norm_eps: float | None = None
     freqs_cis: torch.Tensor | None = None
     positions: torch.Tensor | None = None
 
@@ -127,7 +127,7 @@ class Inputs:
 
     def with_q(self, q: torch.Tensor) -> Inputs:
         """The same call with a q that is normed and rotated."""
-        return replace(self, q=q, q_norm_eps=None, freqs_cis=None, positions=None)
+        return replace(self, q=q, head_norm_eps=None, freqs_cis=None, positions=None)
 
 
 def rms_rows(count: int, generator: torch.Generator, dtype=torch.bfloat16) -> torch.Tensor:
@@ -224,7 +224,7 @@ def _query_norm(shape: Shape, generator: torch.Generator) -> dict:
         return {}
     positions = torch.randint(0, POSITIONS, (shape.rows,), generator=generator, device=generator.device)
     freqs_cis = make_freqs_cis(POSITIONS, generator.device)
-    return {"q_norm_eps": NORM_EPS, "freqs_cis": freqs_cis, "positions": positions}
+    return {"head_norm_eps": NORM_EPS, "freqs_cis": freqs_cis, "positions": positions}
 
 
 def make_inputs(shape: Shape, *, seed: int = 0, device="cuda") -> Inputs:
@@ -317,7 +317,7 @@ def _check_norm() -> str:
     for heads, rows in itertools.product((8, 64), (1, 64)):
         inputs = make_inputs(Shape(rows, heads, WINDOW, CacheShape(64, 512, lengths=(512, 300)), norm=True))
         found = op.sparse_decode(**inputs.arguments())
-        query = (inputs.q, inputs.q_norm_eps, inputs.freqs_cis, inputs.positions)
+        query = (inputs.q, inputs.head_norm_eps, inputs.freqs_cis, inputs.positions)
         expected = op.sparse_decode(**inputs.with_q(reference.normed_and_rotated_by_warps(*query)).arguments())
         same(found, expected, f"{rows} rows, {heads} heads: norm and rotation within and before")
     return "equal to norm and rotation before the call, bit by bit"

@@ -40,7 +40,7 @@ class Operator:
         self.calls = []
 
     def __call__(self, q, kv_pages, indices, *, out=None, return_lse=False, **named):
-        norm = [named.get(name) for name in ("q_norm_eps", "freqs_cis", "positions")]
+        norm = [named.get(name) for name in ("head_norm_eps", "freqs_cis", "positions")]
         attention.op._check_query_norm(Call("sparse_decode", "q", q), q.shape[0], *norm, None)
         self.calls.append(norm[0] is not None)
         result, lse = reference.sparse_decode(q, kv_pages, indices, **named)
@@ -151,7 +151,7 @@ def test_the_operator_gets_what_the_norm_would_have_got(model, monkeypatch):
     monkeypatch.setattr(attention.op, "sparse_decode", operator)
     layer.forward(x, positions, batch_of())
     assert seen["q"].data_ptr() == x.data_ptr() and seen["q"].shape == (3, 1, 16, 512)
-    assert seen["q_norm_eps"] == NORM_EPS and seen["freqs_cis"] is layer.freqs_cis and seen["positions"] is positions
+    assert seen["head_norm_eps"] == NORM_EPS and seen["freqs_cis"] is layer.freqs_cis and seen["positions"] is positions
 
 
 def test_padded_heads(model):

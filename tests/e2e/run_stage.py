@@ -324,7 +324,9 @@ def main():
             (arguments.work / f"{case.name}{suffix}.json").unlink(missing_ok=True)
     arguments.turns, arguments.engines = arguments.work / "turns", sum(c.takes_turns for c in cases)
     arguments.turns.unlink(missing_ok=True)
-    jobs = 1 if any(c.is_timed and not c.takes_turns for c in cases) else arguments.jobs
+    # engines that take turns wait until all of them are up
+    alone = any(c.is_timed and not c.takes_turns for c in cases)
+    jobs = 1 if alone else max(arguments.jobs, arguments.engines)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = {c.name: pool.submit(run_case, c, arguments, i, deadline) for i, c in enumerate(cases)}
         outcomes = {name: future.result() for name, future in futures.items()}

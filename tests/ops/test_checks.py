@@ -57,7 +57,7 @@ def _calls() -> dict[str, tuple[str, dict]]:
     window = {"kv_pages": kv_pages.new_pages(3, 256), "indices": int32(ROWS, 1, 128), "topk_length": int32(ROWS)}
     extra = {f"extra_{name}": tensor for name, tensor in window.items()}
     attention = {"q": bf16(ROWS, 1, 16, 512), **window, "attn_sink": torch.zeros(16), "out": bf16(ROWS, 1, 16, 512)}
-    query = {"q_norm_eps": 1e-6, "freqs_cis": rotated["freqs_cis"], "positions": rotated["positions"]}
+    query = {"head_norm_eps": 1e-6, "freqs_cis": rotated["freqs_cis"], "positions": rotated["positions"]}
     by_table = {**extra, "extra_page_table": int32(2, 8), "extra_page_table_rows": int32(ROWS)}
     del by_table["extra_indices"]
     return {
@@ -102,7 +102,7 @@ BAD_VALUES = {
     "mxfp4_moe": [("activations", "fp4")],
     "index_select": [("k", 0), ("k", 1025), ("k", 1.0)],
     "topk_select": [("k", 0), ("k", 1025)],
-    "sparse_decode": [("prefill", True), ("q_norm_eps", None)],
+    "sparse_decode": [("prefill", True), ("head_norm_eps", None)],
 }
 # what has no wrong value, or none that is looked at: hints, factors, positions of a rank's experts
 UNCHECKED = {

@@ -75,7 +75,7 @@ NORMS = (normed_and_rotated, normed_and_rotated_by_warps)
 def test_two_formulations_of_the_norm_agree():
     """But for a rounding to bf16 here and there; and the attention takes q as they leave it."""
     inputs = make_inputs(Shape(40, 16, norm=True), seed=2, device="cpu")
-    of_norm = (inputs.q, inputs.q_norm_eps, inputs.freqs_cis, inputs.positions)
+    of_norm = (inputs.q, inputs.head_norm_eps, inputs.freqs_cis, inputs.positions)
     one, other = (norm(*of_norm) for norm in NORMS)
     assert one.dtype == other.dtype == torch.bfloat16 and one.shape == inputs.q.shape
     assert 0 <= int((one != other).sum()) < 1e-4 * one.numel()

@@ -305,7 +305,7 @@ def test_the_call_that_reaches_the_extension(fake, stream):
         rotation=0,
         positions=0,
         position_bytes=8,
-        q_norm_eps=0.0,
+        head_norm_eps=0.0,
     )
     assert workspace["partials"] and workspace["control"]
     assert (workspace["partials_bytes"], workspace["control_words"]) == (4096 * ROWS, 4 * ROWS)
@@ -348,7 +348,7 @@ def test_sizes_choose_the_kernel_and_the_one_for_many_rows_takes_no_scratch(
 def norm(rows=ROWS, **changes) -> dict:
     """A call whose q is still to be normed and rotated."""
     freqs_cis = torch.zeros(9, 32, dtype=torch.complex64)
-    return {"q_norm_eps": 1e-6, "freqs_cis": freqs_cis, "positions": torch.zeros(rows, dtype=torch.int64), **changes}
+    return {"head_norm_eps": 1e-6, "freqs_cis": freqs_cis, "positions": torch.zeros(rows, dtype=torch.int64), **changes}
 
 
 TOO_MANY = dict(
@@ -357,8 +357,8 @@ TOO_MANY = dict(
     **dict.fromkeys(("topk_length", "attn_sink", "extra_kv_pages", "extra_indices", "extra_topk_length")),
 )
 NORM_REFUSALS = {
-    "eps alone": (dict(q_norm_eps=1e-6), "must be given together, got a value, None, None"),
-    "no eps": (norm(q_norm_eps=None), "must be given together, got None, a value, a value"),
+    "eps alone": (dict(head_norm_eps=1e-6), "must be given together, got a value, None, None"),
+    "no eps": (norm(head_norm_eps=None), "must be given together, got None, a value, a value"),
     "wide rotation": (norm(freqs_cis=torch.zeros(9, 64) * 1j), "freqs_cis.shape must be [any, 32], got [9, 64]"),
     "strided rotation": (
         norm(freqs_cis=torch.zeros(9, 64, dtype=torch.complex64)[:, ::2]),
@@ -390,7 +390,7 @@ def test_the_norm_that_reaches_the_extension(fake, stream, dtype):
     launch(good(), query=tuple(given.values()))
     _, call = fake.calls[0]
     assert (call["rotation"], call["positions"]) == (given["freqs_cis"].data_ptr(), given["positions"].data_ptr())
-    assert (call["position_bytes"], call["q_norm_eps"], call["prefill"]) == (dtype.itemsize, 1e-6, False)
+    assert (call["position_bytes"], call["head_norm_eps"], call["prefill"]) == (dtype.itemsize, 1e-6, False)
 
 
 def test_absent_arguments_are_zero(fake, stream):

@@ -124,6 +124,39 @@ def test_speculation_equality_needs_a_server_that_speculates(run, serve, capsys)
     assert run("speculation-equality", both[0], "--without", both[1].url)[0] == gates.USAGE
 
 
+def test_speculation_equality_against_a_saved_file(run, serve, tmp_path):
+    """One server at a time, as on cards that hold no second one."""
+    gate, saved = "speculation-equality", tmp_path / "plain.json"
+    assert run(gate, serve(**PACE), "--save", saved, "--concurrency", "1", "8")[0] == gates.NO_VERDICT
+    assert run(gate, serve(accept_length=2), "--save", saved)[0] == gates.USAGE  # it speculates
+    code, found = run(gate, under_test(gate, serve), "--without", saved)
+    assert code == gates.PASSED and found["figures"]["equal_at_16"] == 16
+    assert found["figures"]["equal_without_speculation_at_8"] == 16
+    assert found["notes"] == ["what the batch alone changes at 16 is not in the file"]
+    code, found = run(gate, under_test(gate, serve, "spec_corrupt"), "--without", saved)
+    assert code == gates.FAILED and "without chose" in found["findings"][0]
+    code, found = run(gate, under_test(gate, serve, "tie_flip"), "--without", saved)
+    assert code == gates.PASSED and found["figures"]["ties_at_1"] > 0 and found["findings"][0].endswith("a tie")
+
+
+@pytest.mark.parametrize("part", ["ids", "tops", "crowds", "prompts", "format"])
+def test_a_saved_file_that_was_changed_is_refused(part, run, serve, tmp_path, capsys):
+    gate, saved = "speculation-equality", tmp_path / "plain.json"
+    run(gate, serve(**PACE), "--save", saved)
+    found = json.loads(saved.read_text())
+    if part in ("ids", "tops"):
+        found["entries"][0]["answer"][part].pop()
+    elif part == "crowds":
+        found["crowds"]["8"] = "16"
+    elif part == "prompts":
+        del found["entries"][9:]
+    else:
+        found["format"] = "logit-oracle 1"
+    saved.write_text(json.dumps(found))
+    assert run(gate, under_test(gate, serve), "--without", saved) == (gates.USAGE, None)
+    assert gate in capsys.readouterr().err
+
+
 def test_speculation_equality_works_where_the_speculating_server_gives_no_log_probabilities(run, serve):
     server = under_test("speculation-equality", serve, "rejects_logprobs")
     assert run("speculation-equality", server, "--without", serve().url)[0] == gates.PASSED

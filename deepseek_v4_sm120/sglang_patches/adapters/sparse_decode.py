@@ -152,7 +152,7 @@ def _serve(call: Call, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor 
     norm = {}
     if waiting is not None:
         q = waiting.q.unsqueeze(1)
-        norm = {"q_norm_eps": waiting.eps, "freqs_cis": waiting.freqs_cis, "positions": waiting.positions}
+        norm = {"head_norm_eps": waiting.eps, "freqs_cis": waiting.freqs_cis, "positions": waiting.positions}
     result = op.sparse_decode(
         q,
         call.k_cache,

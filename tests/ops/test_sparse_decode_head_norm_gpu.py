@@ -1,4 +1,4 @@
-"""q normed and rotated on the way in (q_norm_eps) against the same done before the call: the same bits.
+"""q normed and rotated on the way in (head_norm_eps) against the same done before the call: the same bits.
 
 What is done before is SGLang's fused_q_norm_rope in plain torch (reference.normed_and_rotated_by_warps), which is the
 same float32 operations in the same order.
@@ -34,7 +34,7 @@ def shape_of(rows: int, heads: int, extra=C4, **more) -> Shape:
 
 def before(inputs: Inputs) -> Inputs:
     """The call that gets q ready."""
-    arguments = (inputs.q, inputs.q_norm_eps, inputs.freqs_cis, inputs.positions)
+    arguments = (inputs.q, inputs.head_norm_eps, inputs.freqs_cis, inputs.positions)
     return inputs.with_q(normed_and_rotated_by_warps(*arguments))
 
 
@@ -78,7 +78,7 @@ def test_accuracy(extra, heads, device):
 def test_the_bits_come_from_the_definition(device):
     """What both sides of the tests above share is off the float64 definition by single roundings to bf16."""
     inputs = make_inputs(shape_of(64, 64))
-    arguments = (inputs.q, inputs.q_norm_eps, inputs.freqs_cis, inputs.positions)
+    arguments = (inputs.q, inputs.head_norm_eps, inputs.freqs_cis, inputs.positions)
     one, other = normed_and_rotated_by_warps(*arguments), normed_and_rotated(*arguments)
     assert int((one != other).sum()) < one.numel() * 1e-4
     torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-7)
@@ -113,7 +113,7 @@ def test_hostile_rows_stay_in_their_row(device):
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5, 1.0])
 def test_other_eps(eps, device):
-    check(f"eps {eps}", dataclasses.replace(make_inputs(shape_of(5, 16)), q_norm_eps=eps))
+    check(f"eps {eps}", dataclasses.replace(make_inputs(shape_of(5, 16)), head_norm_eps=eps))
 
 
 @pytest.mark.parametrize("heads", [8, 64])
