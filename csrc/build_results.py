@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 UNUSED_DAYS = 14  # after which a result goes
@@ -53,8 +53,9 @@ class Results:
         self.tools = [tools, [os.environ.get(name) for name in SPEAKING]]
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
-            if path.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another checkout's build has renamed or removed it meanwhile
+                if path.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
+                    path.unlink()
 
     def included(self, source: Path) -> list[Path]:
         """The source and all of the sources that it includes. For what is in <> stand the versions of the tools."""

@@ -147,6 +147,13 @@ def test_results_that_nobody_used_go(sources):
     assert compiled(sources, "gcc", "-O1").exists()
 
 
+def test_a_result_that_another_build_takes_away_meanwhile_stops_nothing(sources):
+    folder = sources.parent / "results"
+    folder.mkdir(exist_ok=True)
+    (folder / "1-a.o").symlink_to(folder / "gone")  # is listed, and not there when it is looked at
+    Results(folder, sources, "tools")
+
+
 def test_the_longest_are_in_the_tree():
     assert all((build_artifact.CSRC / name).is_file() for name in build_artifact.LONGEST)
 

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -191,12 +190,16 @@ def test_nothing_heavy_is_loaded_before_sglang(python):
 
 
 def test_start_up_costs_less_than_15_ms():
-    """The best of many alternating runs: noise only ever adds."""
+    """Processor time, the best of many alternating runs: noise only ever adds; a busy machine needs more of them."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "PYTHON"))}
-    best = {}
-    for _ in range(15):
+    best = {"with": 1e9, "without": 1e9}
+    for turn in range(90):
         for name, path in (("with", str(REPO)), ("without", "")):
-            start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", "pass"], env={**environ, "PYTHONPATH": path}, check=True)
-            best[name] = min(best.get(name, 1e9), time.perf_counter() - start)
+            process = subprocess.Popen([sys.executable, "-c", "pass"], env={**environ, "PYTHONPATH": path})
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            assert process.returncode == 0
+            best[name] = min(best[name], used.ru_utime + used.ru_stime)
+        if turn >= 14 and best["with"] - best["without"] < 0.015:
+            break
     assert best["with"] - best["without"] < 0.015, best
