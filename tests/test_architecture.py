@@ -91,9 +91,11 @@ def test_what_the_page_names_exists():
 def imported(path: Path) -> set[str]:
     """First folders below the package that a module imports, wherever in it."""
     tree = ast.parse(path.read_text())
-    froms = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-    plain = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    return {name.split(".")[1] for name in froms | plain if name.startswith("deepseek_v4_sm120.")}
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}  # the name may be a folder itself
+    return {name.split(".")[1] for name in names if name.startswith("deepseek_v4_sm120.")}
 
 
 @pytest.mark.parametrize(
@@ -106,5 +108,20 @@ def imported(path: Path) -> set[str]:
     ],
 )
 def test_arrows_go_down(folder, never):
-    for path in (PACKAGE / folder).rglob("*.py"):
+    modules = [*(PACKAGE / folder).rglob("*.py")]
+    assert len(modules) > 1
+    for path in modules:
         assert not imported(path) & never, path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from deepseek_v4_sm120 import specs, OPS",
+        "import deepseek_v4_sm120.specs.wo_a as x",
+        "def f():\n    from deepseek_v4_sm120.specs import bounds",
+    ],
+)
+def test_an_import_is_seen_however_it_is_written(text, tmp_path):
+    (tmp_path / "module.py").write_text(text)
+    assert "specs" in imported(tmp_path / "module.py")

@@ -21,6 +21,7 @@ from bench.serving.endpoint import Endpoint
 
 NAME = "speculation-equality"
 CONCURRENCIES = (1, 8, 32)
+FEWEST_NEW = 2  # output tokens: the first comes of the prompt, not of speculation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +50,7 @@ class Plain:
 def check(options: argparse.Namespace) -> None:
     """ValueError where the gate would prove nothing."""
     at_least(NAME, 1, num_prompts=options.num_prompts, length=options.length, concurrency=min(options.concurrency))
-    at_least(NAME, 2, new=options.new)
+    at_least(NAME, FEWEST_NEW, new=options.new)
     if bool(options.without) == bool(options.save):
         raise ValueError(f"{NAME}: give --without (an address, or a file of --save), or --save")
 
@@ -90,9 +91,10 @@ def from_record(found: dict) -> Plain:
     return Plain(None, [entry["prompt"] for entry in found["entries"]], answers, found.get("crowds", {}))
 
 
-def _are_crowds(found) -> bool:
+def _are_crowds(found, prompts: int) -> bool:
     return isinstance(found, dict) and all(
-        isinstance(one, list) and [type(number) for number in one] == [int, int] for one in found.values()
+        isinstance(one, list) and [type(number) for number in one] == [int, int] and 0 <= one[0] <= prompts
+        for one in found.values()
     )
 
 
@@ -105,8 +107,8 @@ def without(options: argparse.Namespace) -> Plain:
     """The reference, from its file or its server."""
     if Path(options.without).is_file():
         plain = from_record(saved.read(NAME, Path(options.without)))
-        lengths = {len(answer.ids) for answer in plain.expected}
-        if len(lengths) > 1 or not _are_crowds(plain.crowds):
+        same_length = all(len(answer.ids) == plain.new for answer in plain.expected)
+        if plain.new < FEWEST_NEW or not same_length or not _are_crowds(plain.crowds, len(plain.prompts)):
             raise ValueError(f"{NAME}: {options.without} is not as --save wrote it")
         must_suffice(options, len(plain.prompts), "a file with")
         return plain

@@ -139,15 +139,18 @@ def test_speculation_equality_against_a_saved_file(run, serve, tmp_path):
     assert code == gates.PASSED and found["figures"]["ties_at_1"] > 0 and found["findings"][0].endswith("a tie")
 
 
-@pytest.mark.parametrize("part", ["ids", "tops", "crowds", "prompts", "format"])
+@pytest.mark.parametrize("part", ["ids", "tops", "short", "crowds", "too many", "prompts", "format"])
 def test_a_saved_file_that_was_changed_is_refused(part, run, serve, tmp_path, capsys):
     gate, saved = "speculation-equality", tmp_path / "plain.json"
     run(gate, serve(**PACE), "--save", saved)
     found = json.loads(saved.read_text())
     if part in ("ids", "tops"):
         found["entries"][0]["answer"][part].pop()
-    elif part == "crowds":
-        found["crowds"]["8"] = "16"
+    elif part == "short":  # whole answers, of one token each
+        for entry in found["entries"]:
+            entry["answer"] |= {n: v[:1] for n, v in entry["answer"].items() if isinstance(v, list)}
+    elif part in ("crowds", "too many"):
+        found["crowds"]["8"] = "16" if part == "crowds" else [17, 8]
     elif part == "prompts":
         del found["entries"][9:]
     else:

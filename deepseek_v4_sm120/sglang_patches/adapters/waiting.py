@@ -89,6 +89,8 @@ class Scope(threading.local):
 
         Raises RuntimeError where only others of the kind wait, and the kind says that this is wrong.
         """
+        if not self._waiting:  # nearly every call of SGLang's
+            return None
         found = next((w for w in self._waiting if isinstance(w, kind) and w.is_of(*what)), None)
         if found is None:
             if kind.mistaken and self.waiting(kind):
