@@ -73,8 +73,21 @@ struct Params {
   bool traps;                 // out of patience: end the process's CUDA work; else tell and leave (a probe)
 };
 
+// One direction between two cards, for the probe: one sends `vectors` in every round, the other answers with one when it has all of them.
+// The words of a round are its number, so places hold anything else at first, and nothing is wiped.
+struct Ping {
+  uint4* there;         // the other's places: of what comes, or [1] of the answer
+  const uint4* here;    // this card's
+  int64_t vectors;
+  uint32_t rounds, warm_ups;  // the first ones are not timed
+  bool sends;
+  uint64_t patience_ns;
+  uint64_t* took_ns;    // host memory: of the timed rounds; untouched where the other did not come
+};
+
 int64_t places_bytes(const Places& places, Transport transport);
 void launch(const Params& params, int ranks, Transport transport, Algorithm algorithm, int num_sms, bool pdl, cudaStream_t stream);
+void ping(const Ping& ping, cudaStream_t stream);
 
 Transport transport_of(const std::string& name);  // "peer", "host"
 Algorithm algorithm_of(const std::string& name);  // "one_shot", "two_shot"

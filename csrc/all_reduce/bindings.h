@@ -42,6 +42,22 @@ inline void run(Arguments& a) {
   launch(p, ranks, transport, algorithm, num_sms, last.pdl, last.stream);
 }
 
+inline void run_ping(Arguments& a) {
+  Ping p = {};
+  p.there = a["there"];
+  p.here = a["here"];
+  p.vectors = a["vectors"];
+  p.rounds = a["rounds"];
+  p.warm_ups = a["warm_ups"];
+  p.sends = a["sends"];
+  const double patience_s = a["patience_s"];
+  p.patience_ns = static_cast<uint64_t>(patience_s * 1e9);
+  p.took_ns = a["took_ns"];
+  cudaStream_t stream = a["stream"];
+  a.done();
+  ping(p, stream);
+}
+
 inline int64_t places_bytes_of(Arguments& a) {
   const Places places = read_places(a, a["ranks"]);
   const Transport transport = transport_of(a["transport"].text());
@@ -51,6 +67,7 @@ inline int64_t places_bytes_of(Arguments& a) {
 
 inline void bind(py::module_& m) {
   define(m, "all_reduce", run);
+  define(m, "all_reduce_ping", run_ping);
   define(m, "all_reduce_places_bytes", places_bytes_of);
   m.attr("all_reduce_state_words") = sizeof(State) / 4;
   m.attr("all_reduce_fault_words") = sizeof(Fault) / 4;
@@ -61,8 +78,9 @@ inline void bind(py::module_& m) {
   m.def("all_reduce_open", [](const std::string& handle) { return reinterpret_cast<uintptr_t>(open_handle(handle)); }, py::kw_only(), "handle"_a);
   m.def("all_reduce_close", [](uintptr_t memory) { close_handle(pointer<void>(memory)); }, py::kw_only(), "memory"_a);
   m.def(
-      "all_reduce_register_host", [](uintptr_t memory, int64_t bytes) { return reinterpret_cast<uintptr_t>(register_host(pointer<void>(memory), bytes)); },
-      py::kw_only(), "memory"_a, "bytes"_a);
+      "all_reduce_register_host",
+      [](uintptr_t memory, int64_t bytes) { return reinterpret_cast<uintptr_t>(register_host(pointer<void>(memory), bytes)); }, py::kw_only(),
+      "memory"_a, "bytes"_a);
   m.def("all_reduce_unregister_host", [](uintptr_t memory) { unregister_host(pointer<void>(memory)); }, py::kw_only(), "memory"_a);
 }
 

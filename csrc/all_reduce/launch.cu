@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "kernel.cuh"
+#include "ping.cuh"
 
 namespace dsv4::all_reduce {
 
@@ -56,6 +57,12 @@ void launch(const Params& params, int ranks, Transport transport, Algorithm algo
   launcher(kernel_of(ranks, transport, algorithm), dim3(static_cast<unsigned>(blocks)), kThreads, 0, params);
 }
 
+void ping(const Ping& ping, cudaStream_t stream) {
+  if (ping.vectors < 1 || ping.warm_ups >= ping.rounds) throw std::runtime_error("all_reduce_ping: takes vectors, and more rounds than warm-ups");
+  const Launcher launcher = {"all_reduce_ping", false, stream};
+  launcher(&ping_kernel, dim3(1), kPingThreads, 0, ping);
+}
+
 std::vector<KernelAttributes> kernel_attributes() {
   std::vector<KernelAttributes> all;
   for (const int ranks : {2, 4, 8})
@@ -65,6 +72,7 @@ std::vector<KernelAttributes> kernel_attributes() {
         name += (transport == Transport::kHost ? "host_" : "peer_") + std::to_string(ranks);
         all.push_back(attributes_of(kName, reinterpret_cast<const void*>(kernel_of(ranks, transport, algorithm)), name, kThreads, 0));
       }
+  all.push_back(attributes_of(kName, reinterpret_cast<const void*>(&ping_kernel), "all_reduce_ping", kPingThreads, 0));
   return all;
 }
 

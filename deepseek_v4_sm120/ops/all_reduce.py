@@ -18,13 +18,19 @@ from collections.abc import Callable, Sequence
 import torch
 
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import BF16, CONTIGUOUS, VECTOR, Call, Question
 
 RANKS = (2, 4, 8)
 TRANSPORTS = ("peer", "host")
+ALGORITHMS = ("one_shot", "two_shot")
+MAX_ROWS = 512  # that a server's sums take; its decode and verify steps must all be within, or none
 ONE_SHOT_ROWS = 64  # the most that everybody sends to everybody; more go by way of their owner
-PATIENCE_S = 30.0  # a rank that compiles a kernel keeps the others waiting for seconds
+PATIENCE_S = 30.0  # of a captured call: all ranks replay it within a step
+EAGER_PATIENCE_S = 300.0  # a rank that compiles kernels keeps the others waiting; SGLang's own watchdog waits as long
 _VALUES = 8  # bf16 that a thread moves
 _WATCH_S = 0.5
+
+Gather = Callable[[object], Sequence]  # object -> [object of each rank], over the CPU, in the order of ranks
 
 
 class AllReduce:
@@ -32,13 +38,14 @@ class AllReduce:
 
     rank, ranks   this process's place in the group, and its size: 2, 4 or 8
     device        its card
-    gather        object -> [object of each rank], over the CPU, in the order of ranks: called a few times here
+    gather        called a few times here
     max_rows      the most of a call, of `hidden` bf16 each; hidden a multiple of 64
     transport     "peer": cards write into each other's memory; "host": by way of host memory
-    patience_s    how long a call waits for another rank's terms before it ends this process's CUDA work
+    patience_s    how long a call waits for another rank's terms before it ends this process's CUDA work; None:
+                  PATIENCE_S where it is captured, else EAGER_PATIENCE_S
     traps         False: a call out of patience leaves with wrong sums and `fault()` says so, for a probe; its memory
                   is of no use then
-    raises        ValueError (argument), RuntimeError (no such way between these cards: says CUDA's reason)
+    raises        ValueError (argument), RuntimeError, OSError (no such way between these cards: says the reason)
 
     All ranks make the same calls, with the same sizes, in the same order, one at a time: they are in one stream, or
     ordered by events. Replays of a graph are calls. Memory: `bytes`, of the card or of the host, outside torch's pool.
@@ -49,85 +56,116 @@ class AllReduce:
         rank: int,
         ranks: int,
         device: torch.device,
-        gather: Callable[[object], Sequence],
+        gather: Gather,
         *,
-        max_rows: int,
+        max_rows: int = MAX_ROWS,
         hidden: int = 4096,
         transport: str = "peer",
-        patience_s: float = PATIENCE_S,
+        patience_s: float | None = None,
         traps: bool = True,
     ):
         _check_group(rank, ranks, max_rows, hidden, transport)
         self.rank, self.ranks, self.device, self.transport = rank, ranks, device, transport
         self.max_rows, self.hidden = max_rows, hidden
         self._patience_s, self._traps = patience_s, traps
-        self._sizes = {
-            "one_shot_vectors": min(ONE_SHOT_ROWS, max_rows) * hidden // _VALUES,
-            "two_shot_vectors": max_rows * hidden // _VALUES,
-        }
+        self._sizes = _sizes(max_rows, hidden)
         _C = extension.load()
         self.bytes = _C.all_reduce_places_bytes(ranks=ranks, transport=transport, **self._sizes)
         with torch.cuda.device(device):
             self._state = torch.zeros(_C.all_reduce_state_words, dtype=torch.int32, device=device)
             self._fault = torch.zeros(_C.all_reduce_fault_words, dtype=torch.int32, pin_memory=True)
-            self._memory = (_Peers if transport == "peer" else _Host)(rank, self.bytes, gather)
+            self._memory = (Peers if transport == "peer" else Host)(rank, self.bytes, gather)
         self._places = torch.tensor(self._memory.places, dtype=torch.uint64)
         torch.cuda.synchronize(device)  # the state is zero before a call on any stream
         gather(None)  # nobody sends before all have opened everybody's memory
         self._watch = _Watch(rank, self._fault, gather(os.getpid()))
 
-    def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None, tag: int = 0, algorithm: str | None = None):
-        """The sum of x over the ranks.
+    def __call__(self, x: torch.Tensor, **options) -> torch.Tensor:
+        return all_reduce(x, self, **options)
 
-        x           [rows, hidden] bf16, contiguous, 16-byte aligned, on the group's device; 1 to max_rows rows
-        out         like x; may be x; None: a new tensor
-        tag         a number that a message about a rank that did not come has
-        algorithm   "one_shot" (one hop), "two_shot" (two, 2 / ranks of the bytes); None: by the number of rows. The
-                    bits are the same
-        returns     out: sums in fp32 in the order of ranks, rounded to bf16 once
-        raises      TypeError (dtype), ValueError (shape, stride, alignment), RuntimeError (device)
-        cuda graphs capture-safe: no host sync; which memory a call takes is found on the device
-        """
-        _check_tensor("x", x, self)
-        if out is None:
-            out = torch.empty_like(x)
-        else:
-            _check_tensor("out", out, self)
-            if out.shape != x.shape:
-                raise ValueError(f"all_reduce: out.shape must be x's, {list(x.shape)}, got {list(out.shape)}")
-        rows = x.shape[0]
-        index = self.device.index
-        with torch.cuda.device(self.device):
-            extension.load().all_reduce(
-                x=x.data_ptr(),
-                out=out.data_ptr(),
-                vectors=x.numel() // _VALUES,
-                places=self._places.data_ptr(),
-                ranks=self.ranks,
-                state=self._state.data_ptr(),
-                fault=self._fault.data_ptr(),
-                rank=self.rank,
-                **self._sizes,
-                transport=self.transport,
-                algorithm=algorithm or algorithm_for(rows, self.ranks),
-                tag=tag,
-                rows=rows,
-                patience_s=self._patience_s,
-                traps=self._traps,
-                num_sms=cuda_tensors.num_sms(index),
-                pdl=True,
-                stream=torch._C._cuda_getCurrentRawStream(index),
-            )
-        return out
+    def takes(self, x: torch.Tensor) -> bool:
+        """True where all_reduce computes the sum of x; an adapter asks before it replaces a call."""
+        if x.ndim != 2 or not 1 <= x.shape[0] <= self.max_rows or x.device != self.device:
+            return False
+        ask = Question("all_reduce", "x", x)
+        return ask.tensor("x", x, BF16, ("rows", self.hidden), CONTIGUOUS, VECTOR) is not None
+
+    def _patience(self) -> float:
+        """Of a call at this place, on the current stream."""
+        if self._patience_s is not None:
+            return self._patience_s
+        return PATIENCE_S if torch.cuda.is_current_stream_capturing() else EAGER_PATIENCE_S
 
     def fault(self) -> str | None:
         """What the kernel said before it gave up, or None."""
         return describe_fault(self.rank, self._fault)
 
     def close(self) -> None:
-        """Gives the memory back: when no call runs on any rank, on all of them."""
+        """Gives the memory back. This rank's calls are over then, so nobody writes into its memory any more; it makes
+        no other call, and so do the others."""
+        torch.cuda.synchronize(self.device)
         self._watch.end()
         self._memory.close()
+
+
+def all_reduce(x, group: AllReduce, *, out=None, tag: int = 0, algorithm: str | None = None):
+    """The sum of x over the ranks of `group`.
+
+    x            [rows, hidden] bf16, contiguous, 16-byte aligned, on the group's device; 1 to the group's max_rows rows
+    group        AllReduce
+    out          like x, written in place, not over x; None: a new tensor
+    tag          a number that a message about a rank that did not come has
+    algorithm    "one_shot" (one hop, up to 64 rows), "two_shot" (two, 2 / ranks of the bytes); None: by the number of
+                 rows. The bits are the same
+    returns      out: sums in fp32 in the order of ranks, rounded to bf16 once
+    determinism  the same bits on all ranks, in every run and every batch: a row alone equals the row among others
+    raises       TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device, launch)
+    cuda graphs  capture-safe: no host sync; which memory a call takes is found on the device; allocates only out
+    source       docs/notes/all_reduce.md
+    """
+    check = Call("all_reduce", "x", x)
+    rows, _ = check.tensor("x", x, BF16, ("rows", group.hidden), CONTIGUOUS, VECTOR)
+    if not 1 <= rows <= group.max_rows:
+        check.refuse("shape", "x", f"have 1 to {group.max_rows} rows", rows)
+    if out is not None:
+        check.written("x", x, ("out", out))
+        check.tensor("out", out, BF16, x.shape, CONTIGUOUS, VECTOR)
+    if algorithm is None:
+        algorithm = algorithm_for(rows, group.ranks)
+    check.one_of("algorithm", algorithm, ALGORITHMS if rows <= ONE_SHOT_ROWS else ALGORITHMS[1:])
+    check.on_cuda()
+    if x.device != group.device:
+        check.refuse("device", "x.device", f"be the group's, {group.device}", x.device)
+    if out is None:
+        out = torch.empty_like(x)
+    with cuda_tensors.on_device_of(x):
+        _launch(x, out, group, algorithm, tag)
+    return out
+
+
+def _launch(x, out, group: AllReduce, algorithm: str, tag: int) -> None:
+    """Checked arguments to raw pointers; x's device is current."""
+    index = x.device.index
+    extension.load().all_reduce(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        vectors=x.numel() // _VALUES,
+        places=group._places.data_ptr(),
+        ranks=group.ranks,
+        state=group._state.data_ptr(),
+        fault=group._fault.data_ptr(),
+        rank=group.rank,
+        **group._sizes,
+        transport=group.transport,
+        algorithm=algorithm,
+        tag=tag,
+        rows=x.shape[0],
+        patience_s=group._patience(),
+        traps=group._traps,
+        num_sms=cuda_tensors.num_sms(index),
+        pdl=True,
+        stream=cuda_tensors.current_stream(index),
+    )
 
 
 @functools.cache
@@ -136,17 +174,52 @@ def algorithm_for(rows: int, ranks: int) -> str:
     return "one_shot" if rows <= (ONE_SHOT_ROWS if ranks == 2 else 8) else "two_shot"
 
 
+def places_bytes(ranks: int, transport: str, hidden: int, max_rows: int = MAX_ROWS) -> int:
+    """Memory of a group, of each card ("peer") or of the host, once."""
+    return extension.load().all_reduce_places_bytes(ranks=ranks, transport=transport, **_sizes(max_rows, hidden))
+
+
+def _sizes(max_rows: int, hidden: int) -> dict[str, int]:
+    one_shot = min(ONE_SHOT_ROWS, max_rows) * hidden // _VALUES
+    return {"one_shot_vectors": one_shot, "two_shot_vectors": max_rows * hidden // _VALUES}
+
+
 def describe_fault(rank: int, fault) -> str | None:
     told, waited_for, call, tag, rows, _ = fault.tolist()
     if not told:
         return None
+    where = f"sum {tag} of a graph" if tag else "outside of graphs"
     return (
-        f"all_reduce: rank {rank} waited in vain for rank {waited_for}, in call {call}, of {rows} rows, tag {tag}: "
+        f"all_reduce: rank {rank} waited in vain for rank {waited_for}, in call {call}, {where}, of {rows} rows: "
         "that rank has ended, hangs, or made other calls"
     )
 
 
-class _Peers:
+def made_together(gather: Gather, make: Callable[[Gather], object]) -> tuple[object | None, str | None]:
+    """(make(gather), None) on all ranks, or (None, why) on all: who cannot go on says so where the others gather."""
+
+    def all_gather(value):
+        told = gather((None, value))
+        if failed := [f"rank {rank}: {why}" for rank, (why, _) in enumerate(told) if why is not None]:
+            raise _OthersFailed("; ".join(failed))
+        return [value for _, value in told]
+
+    try:
+        made = make(all_gather)
+        all_gather(None)
+    except _OthersFailed as error:
+        return None, str(error)
+    except (RuntimeError, OSError) as error:
+        told = gather((str(error), None))
+        return None, "; ".join(f"rank {rank}: {why}" for rank, (why, _) in enumerate(told) if why is not None)
+    return made, None
+
+
+class _OthersFailed(Exception):
+    pass
+
+
+class Peers:
     """Each card's memory, opened by all."""
 
     def __init__(self, rank, size, gather):
@@ -164,7 +237,7 @@ class _Peers:
         _C.all_reduce_release(memory=self._own)
 
 
-class _Host:
+class Host:
     """Host memory without a name, which ends with the last process that has it: rank 0 makes it, the others find it
     among its open files."""
 
@@ -233,17 +306,3 @@ def _check_group(rank, ranks, max_rows, hidden, transport) -> None:
         raise ValueError(f"all_reduce: hidden must be a multiple of 64, got {hidden}")
     if transport not in TRANSPORTS:
         raise ValueError(f"all_reduce: transport must be {' or '.join(TRANSPORTS)}, got {transport!r}")
-
-
-def _check_tensor(name, tensor, group) -> None:
-    if tensor.dtype != torch.bfloat16:
-        raise TypeError(f"all_reduce: {name}.dtype must be torch.bfloat16, got {tensor.dtype}")
-    if tensor.dim() != 2 or tensor.shape[1] != group.hidden or not 1 <= tensor.shape[0] <= group.max_rows:
-        wanted = f"[1..{group.max_rows}, {group.hidden}]"
-        raise ValueError(f"all_reduce: {name}.shape must be {wanted}, got {list(tensor.shape)}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"all_reduce: {name} must be contiguous, got strides {list(tensor.stride())}")
-    if tensor.data_ptr() % 16:
-        raise ValueError(f"all_reduce: {name} must start on a 16-byte boundary, got {tensor.data_ptr() % 16} past one")
-    if tensor.device != group.device:
-        raise RuntimeError(f"all_reduce: {name}.device must be the group's, {group.device}, got {tensor.device}")

@@ -139,6 +139,24 @@ FP8_LINEAR = Patch(
     retire="when the stock GEMM and its quantisation are faster on SM120 for few rows (bench/fp8_linear.py)",
 )
 
+ALL_REDUCE = Patch(
+    name="all_reduce",
+    why="the sums between the cards, 87 a step, up to 512 rows: above 2 cards on PCIe they are NCCL's, 16 to 30 us "
+    "each and rounded at every hop; bench/all_reduce.py",
+    targets=(
+        targets_of("all_reduce")(
+            "sglang.srt.distributed.device_communicators.custom_all_reduce:dispatch_custom_allreduce",
+            "dispatch",
+            Parameters(("group", "device")),
+            ">=0.5.13,<0.6",
+            "sglang.srt.distributed.parallel_state",
+        ),
+    ),
+    needs=(EXTENSION,),
+    absent="0.5.12 asks for a class before there is a group",
+    retire="when SGLang's own sums are as fast, and the same bits in every batch (bench/all_reduce.py)",
+)
+
 UNPADDED_HEADS = Patch(
     name="unpadded_heads",
     why="above TP1 the queries are padded to 64 heads for kernels that need it; ours takes the rank's own heads",
@@ -374,7 +392,7 @@ TABLE = Table(
     reviewed=functools.partial(ledger.read, LEDGER),
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, HEAD_NORM, PAGED_PREFILL, SCHED_META),
-        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR),
+        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR, ALL_REDUCE),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

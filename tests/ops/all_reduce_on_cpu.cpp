@@ -2,7 +2,7 @@
 //
 // A store to memory of others is held back, torn into words, and carried out in any order with the thread's other ones, at the latest when
 // the thread ends (a kernel's end) or looks for what has come. Ranks run their calls one behind the other, each at its own speed.
-// The test that compiles this puts the texts of all_reduce.h and kernel.cuh, without their includes, in place of the marked line.
+// The test that compiles this puts the texts of all_reduce.h, kernel.cuh and ping.cuh, without their includes, in place of the marked line.
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -31,6 +32,7 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 struct Index { uint32_t x; };
 thread_local Index threadIdx, blockIdx, gridDim;
 thread_local std::barrier<>* block_barrier;
+thread_local std::atomic<int>* block_or;
 thread_local std::mt19937 dice;
 struct Pending { uint32_t* word; uint32_t value; };
 thread_local std::vector<Pending> pending;  // words on their way
@@ -46,6 +48,14 @@ inline void carry_out(bool all) {
   }
 }
 inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+inline int __syncthreads_or(int value) {
+  carry_out(true);  // who waits here does not look
+  if (value) block_or->store(1);
+  __syncthreads();
+  const int any = block_or->load();
+  __syncthreads();
+  return any;
+}
 inline void __nanosleep(unsigned) { std::this_thread::yield(); }
 inline void __threadfence_system() { carry_out(true); std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
@@ -193,11 +203,85 @@ int run(int calls, unsigned seed, int faulty_rank) {
   return 0;
 }
 
+// A pair: the first sends, the second answers, unless it is the faulty one.
+int run_ping(int rounds, bool is_host, int faulty_rank) {
+  constexpr int64_t kVectors = 2 * kPingThreads + 1;
+  std::vector<uint4> memory(2 * (kVectors + 1), uint4{~0u, ~0u, ~0u, ~0u});
+  uint4* const answers = &memory[is_host ? kVectors : kVectors + 1];  // where the first looks
+  uint64_t took[2] = {0, 0};
+  std::atomic<int> flags[2] = {0, 0};
+  std::barrier<> barriers[2] = {std::barrier<>(kPingThreads), std::barrier<>(kPingThreads)};
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r) {
+    if (r == faulty_rank) continue;
+    Ping p = {r == 0 ? memory.data() : answers, r == 0 ? answers : memory.data(), kVectors, static_cast<uint32_t>(rounds), 2, r == 0};
+    p.patience_ns = faulty_rank >= 0 ? 300'000'000ull : 3'000'000'000ull, p.took_ns = &took[r];
+    for (int t = 0; t < kPingThreads; ++t)
+      threads.emplace_back([&, p, r, t] {
+        threadIdx.x = t, block_barrier = &barriers[r], block_or = &flags[r];
+        dice.seed(r * 8 + t);
+        ping_kernel(p);
+        carry_out(true);
+      });
+  }
+  for (auto& t : threads) t.join();
+  const bool all_have_come = std::all_of(memory.begin(), memory.begin() + kVectors, [&](const uint4& v) { return v.x == static_cast<uint32_t>(rounds); });
+  if (faulty_rank < 0) return std::printf("%d rounds\n", rounds), took[0] > 0 && took[1] > 0 && all_have_come ? 0 : 1;
+  return std::printf("%d came\n", (took[0] > 0) + (took[1] > 0)), took[0] + took[1] == 0 ? 0 : 1;
+}
+
+// As a library (all_reduce_emulated.py): a call of this process's rank, in memory that processes share.
+constexpr int kBlocks = 2;
+
+void in_threads(int blocks, int threads_each, const std::function<void()>& kernel) {
+  std::vector<std::thread> threads;
+  std::vector<std::unique_ptr<std::barrier<>>> barriers;
+  std::vector<std::atomic<int>> flags(blocks);
+  for (int b = 0; b < blocks; ++b) barriers.emplace_back(new std::barrier<>(threads_each));
+  for (int b = 0; b < blocks; ++b)
+    for (int t = 0; t < threads_each; ++t)
+      threads.emplace_back([&, b, t] {
+        threadIdx.x = t, blockIdx.x = b, gridDim.x = blocks, block_barrier = barriers[b].get(), block_or = &flags[b];
+        kernel();
+        carry_out(true);
+      });
+  for (auto& t : threads) t.join();
+}
+
+template <int kRanks>
+void emulate(const Params& p, bool host, bool one_shot) {
+  in_threads(kBlocks, kThreads, [&] {
+    if (host) return one_shot ? one_shot_kernel<kRanks, true>(p) : two_shot_kernel<kRanks, true>(p);
+    one_shot ? one_shot_kernel<kRanks, false>(p) : two_shot_kernel<kRanks, false>(p);
+  });
+}
+
+extern "C" int64_t emulated_bytes(int64_t one_shot_vectors, int64_t two_shot_vectors, int ranks, bool host) {
+  return kGenerations * Places{one_shot_vectors, two_shot_vectors, ranks}.generation(host) * kVectorBytes;
+}
+extern "C" int emulated_state_words() { return sizeof(State) / 4; }
+extern "C" int emulated_fault_words() { return sizeof(Fault) / 4; }
+extern "C" void emulated_all_reduce(const uint16_t* x, uint16_t* out, int64_t vectors, uint4* const* places, int ranks, State* state, Fault* fault, int rank,
+                                    int64_t one_shot_vectors, int64_t two_shot_vectors, bool host, bool one_shot, int tag, int rows, double patience_s,
+                                    bool traps) {
+  holds_back = false;
+  Params p = {x, out, vectors, {}, state, fault, {one_shot_vectors, two_shot_vectors, ranks}, rank, static_cast<uint32_t>(tag), static_cast<uint32_t>(rows)};
+  std::copy(places, places + ranks, p.places);
+  p.patience_ns = static_cast<uint64_t>(patience_s * 1e9), p.traps = traps;
+  ranks == 2 ? emulate<2>(p, host, one_shot) : ranks == 4 ? emulate<4>(p, host, one_shot) : emulate<8>(p, host, one_shot);
+}
+extern "C" void emulated_ping(uint4* there, const uint4* here, int64_t vectors, int rounds, int warm_ups, bool sends, double patience_s, uint64_t* took_ns) {
+  holds_back = false;
+  const Ping p = {there, here, vectors, static_cast<uint32_t>(rounds), static_cast<uint32_t>(warm_ups), sends, static_cast<uint64_t>(patience_s * 1e9), took_ns};
+  in_threads(1, kPingThreads, [&] { ping_kernel(p); });
+}
+
 int main(int argc, char** argv) {
   if (argc != 6) return 2;
   const int ranks = std::atoi(argv[1]), calls = std::atoi(argv[3]), faulty = std::atoi(argv[5]);
   const bool host = std::string(argv[2]) == "host";
   const unsigned seed = std::atoi(argv[4]);
+  if (ranks == 1) return run_ping(calls, host, faulty);
   if (ranks == 2) return host ? run<2, true>(calls, seed, faulty) : run<2, false>(calls, seed, faulty);
   if (ranks == 4) return host ? run<4, true>(calls, seed, faulty) : run<4, false>(calls, seed, faulty);
   return 2;

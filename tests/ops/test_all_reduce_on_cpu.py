@@ -2,30 +2,11 @@
 back, tears them and mixes their order (all_reduce_on_cpu.cpp). No GPU. What the text says must not be, is seen to fail.
 """
 
-import re
-import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-HARNESS = Path(__file__).with_name("all_reduce_on_cpu.cpp")
-SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "all_reduce"
-THREE_THREADS = ("constexpr int kThreads = 128;", "constexpr int kThreads = 3;")
-
-
-def compiled(folder: Path, *changes: tuple[str, str], optimised: str = "-O1") -> Path:
-    """The harness with the kernels in it, each change made in their text, which must have it."""
-    text = "".join((SOURCES / name).read_text() for name in ("all_reduce.h", "kernel.cuh"))
-    text = re.sub(r"^#(include|pragma once).*$", "", text, flags=re.M)
-    for old, new in (THREE_THREADS, *changes):
-        assert old in text, old
-        text = text.replace(old, new)
-    source, program = folder / "on_cpu.cpp", folder / "on_cpu"
-    source.write_text(HARNESS.read_text().replace("//@@ the kernels", text))
-    flags = ("-std=c++20", optimised, "-pthread", "-Wall", "-Werror", "-Wno-unknown-pragmas")
-    subprocess.run([shutil.which("g++") or "c++", *flags, source, "-o", program], check=True)
-    return program
+from tests.ops.all_reduce_emulated import compiled
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +32,13 @@ def test_every_rank_has_the_sum_in_rank_order(program, ranks, transport, seed):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_ends_is_told_by_all_others(program, ranks, transport):
     assert run(program, ranks, transport, 20, 7, faulty=ranks - 1) == (0, f"told {ranks - 1} of {ranks - 1}\n")
+
+
+@pytest.mark.parametrize("transport", ["peer", "host"])
+def test_the_probes_pings_come_and_are_answered(program, transport):
+    assert run(program, 1, transport, 30, 0) == (0, "30 rounds\n")
+    for dead in (0, 1):
+        assert run(program, 1, transport, 30, 0, faulty=dead) == (0, "0 came\n")
 
 
 NOT_SO = {
