@@ -75,7 +75,7 @@ class Verdict:
 
 
 def _times(way: Way) -> str:
-    return ", ".join(f"{us:.1f} us ({rows} rows)" for rows, us in way.us.items())
+    return ", ".join(f"{us:.1f} us ({rows} row{'s' if rows > 1 else ''})" for rows, us in way.us.items())
 
 
 class Child:

@@ -52,7 +52,9 @@ def _examine(way, rank, ranks, device, gather, hidden) -> dict:
 
 
 def wrong_sum(group: op.AllReduce) -> str | None:
-    """What is not the sum in the order of ranks, to the bit; None: all are."""
+    """What is not the sum in the order of ranks, to the bit; None: all are. One that is wrong is no reason to keep the
+    others waiting: the calls go on."""
+    wrong = None
     for turn, rows in enumerate(CHECKED_ROWS):
         terms = terms_of(group.ranks, rows, group.hidden, turn, group.device)
         expected = terms[0].float()
@@ -64,9 +66,9 @@ def wrong_sum(group: op.AllReduce) -> str | None:
             different = int((bits(found) != expected).sum())
             if (fault := group.fault()) is not None:
                 return fault
-            if different:
-                return f"{different} of {found.numel()} sums are wrong ({rows} rows, {algorithm})"
-    return None
+            if different and wrong is None:
+                wrong = f"{different} of {found.numel()} sums are wrong ({rows} rows, {algorithm})"
+    return wrong
 
 
 def bits(numbers: torch.Tensor) -> torch.Tensor:

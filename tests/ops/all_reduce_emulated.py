@@ -1,6 +1,6 @@
-"""The kernels of csrc/all_reduce on the CPU: compiled (all_reduce_on_cpu.cpp), and as a stand-in for `_C` with which the
-operator, its probe and its adapter run between processes of a machine without a card. Their text, memory that processes
-share, and no CUDA: what stands for CUDA's calls is here, with the faults that tests ask for.
+"""The kernels of csrc/all_reduce on the CPU: compiled (all_reduce_on_cpu.cpp), and as a stand-in for `_C` with which
+the operator, its probe and its adapter run between processes of a machine without a card. Their text, memory that
+processes share, and no CUDA: what stands for CUDA's calls is here, with the faults that tests ask for.
 
     python3 all_reduce_emulated.py LIBRARY FAULT JSON DESCRIPTOR        a process of the probe
 """
@@ -17,7 +17,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -113,7 +115,9 @@ class Emulated:
     def all_reduce_unregister_host(self, *, memory):
         pass
 
-    def all_reduce(self, *, x, out, vectors, places, ranks, state, fault, rank, transport, algorithm, tag, rows, **rest):
+    def all_reduce(
+        self, *, x, out, vectors, places, ranks, state, fault, rank, transport, algorithm, tag, rows, **rest
+    ):
         way = transport
         if self._has_fault(way, "dies"):
             print("Xid 31: MMU fault", file=sys.stderr, flush=True)
@@ -131,16 +135,17 @@ class Emulated:
         sizes = map(ctypes.c_int64, (rest["one_shot_vectors"], rest["two_shot_vectors"]))
         self._library.emulated_all_reduce(
             *(ctypes.c_void_p(x), ctypes.c_void_p(out), ctypes.c_int64(vectors), ctypes.c_void_p(places), ranks),
-            *(*pointers, rank, *sizes, transport == "host", algorithm == "one_shot", tag, rows),
+            *(*pointers, rank, *sizes, way == "host", rest["algorithm"] == "one_shot", rest["tag"], rows),
             *(ctypes.c_double(patience), rest["traps"]),
         )
         if self._has_fault(way, "wrong bits") and rows == 9:
             ctypes.memset(out + 16, 0x11, 1)
 
     def all_reduce_ping(self, *, there, here, vectors, rounds, warm_ups, sends, patience_s, took_ns, stream):
-        if self._has_fault("peer", "no answer") and not sends:
+        is_peers = any(first <= there < first + size for first, (*_, size) in self._maps.items())
+        if is_peers and not sends and self._has_fault("peer", "no answer"):
             return
-        patience = SHORT_S if self._fault.get("what") == "no answer" else LONG_S
+        patience = SHORT_S if is_peers and self._fault.get("what") == "no answer" else LONG_S
         self._library.emulated_ping(
             *(ctypes.c_void_p(there), ctypes.c_void_p(here), ctypes.c_int64(vectors), rounds, warm_ups, sends),
             *(ctypes.c_double(patience), ctypes.c_void_p(took_ns)),
@@ -167,6 +172,29 @@ def stand_in(library: Path, fault: dict | None = None, rank: int = -1) -> None:
         return US[group.transport] + rows + (100.0 if slow else 0.0)
 
     child.microseconds, child.card = microseconds, lambda index: torch.device("cpu")
+
+
+def _process(rank: int, ranks: int, folder: str, body: Callable, arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    init = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks)
+
+    def gather(value):
+        told = [None] * ranks
+        torch.distributed.all_gather_object(told, value)
+        return told
+
+    result = body(rank, ranks, gather, *arguments)
+    torch.distributed.barrier()
+    torch.save(result, f"{folder}/{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def in_gloo(ranks: int, body: Callable, *arguments) -> list:
+    """body(rank, ranks, gather, *arguments) of a process for each rank, in a gloo group."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_process, (ranks, folder, body, arguments), nprocs=ranks, join=True)
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(ranks)]
 
 
 def main(library: str, fault: str, *words: str) -> int:

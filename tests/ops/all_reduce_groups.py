@@ -16,8 +16,8 @@ from deepseek_v4_sm120.ops.all_reduce import AllReduce
 class Meeting:
     """An all-gather between threads."""
 
-    def __init__(self, ranks: int):
-        self._barrier, self._told = threading.Barrier(ranks, timeout=60), [None] * ranks
+    def __init__(self, ranks: int, timeout: float = 60):
+        self._barrier, self._told = threading.Barrier(ranks, timeout=timeout), [None] * ranks
 
     def gather(self, rank: int) -> Callable[[object], list]:
         def all_gather(value):
