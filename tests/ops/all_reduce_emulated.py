@@ -115,10 +115,8 @@ class Emulated:
     def all_reduce_unregister_host(self, *, memory):
         pass
 
-    def all_reduce(
-        self, *, x, out, vectors, places, ranks, state, fault, rank, transport, algorithm, tag, rows, **rest
-    ):
-        way = transport
+    def all_reduce(self, *, x, out, vectors, places, ranks, state, fault, rank, transport, **rest):
+        way, rows = transport, rest["rows"]
         if self._has_fault(way, "dies"):
             print("Xid 31: MMU fault", file=sys.stderr, flush=True)
             os._exit(7)

@@ -33,13 +33,19 @@ def library(tmp_path_factory):
     return emulated.compiled(tmp_path_factory.mktemp("emulated"), is_library=True)
 
 
+@pytest.fixture(autouse=True)
+def busy_machine(monkeypatch):
+    for name in ("START_S", "STEP_S", "WHOLE_S"):
+        monkeypatch.setattr(probe, name, 400.0)
+
+
 def program(library, fault):
     return (sys.executable, emulated.__file__, str(library), json.dumps(fault))
 
 
 def verdicts(ranks, program_of, hidden=HIDDEN):
     """Of each rank."""
-    meeting = Meeting(ranks, timeout=300)
+    meeting = Meeting(ranks, timeout=500)
     with ThreadPoolExecutor(ranks) as pool:
         asked = [
             pool.submit(probe.probe, r, ranks, r, meeting.gather(r), hidden=hidden, program=program_of(r))
