@@ -8,9 +8,11 @@ on the card have an end (PATIENCE_S) and leave the context as it was; what does 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import torch
@@ -44,7 +46,8 @@ def _examine(way, rank, ranks, device, gather, hidden) -> dict:
     wrong = wrong_sum(group)
     if any(gather(wrong)):
         return {"problem": wrong}
-    us = {rows: microseconds(group, rows, gather) for rows in ROWS}
+    zeros = {rows: torch.zeros(rows, hidden, dtype=torch.bfloat16, device=device) for rows in ROWS}
+    us = {rows: microseconds(group, zeros[rows], gather) for rows in ROWS}
     pings, lost = ping_all(way, rank, ranks, device, gather, hidden)
     problem = group.fault() or lost
     group.close()
@@ -83,16 +86,15 @@ def terms_of(ranks: int, rows: int, hidden: int, seed: int, device) -> list[torc
     return list(terms)
 
 
-def microseconds(group: op.AllReduce, rows: int, gather: op.Gather) -> float:
-    """A call's time in a graph, median."""
-    x = torch.zeros(rows, group.hidden, dtype=torch.bfloat16, device=group.device)
-    group(x)
+def microseconds(call: Callable, x: torch.Tensor, gather: op.Gather, capture=contextlib.nullcontext) -> float:
+    """Median time of call(x) in a graph of CHAIN, each of the last one's result; `capture()` is around its capture."""
+    call(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(), torch.cuda.graph(graph):
         y = x
         for _ in range(CHAIN):
-            y = group(y)
+            y = call(y)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
     for _ in range(REPLAYS):

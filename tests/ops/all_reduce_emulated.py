@@ -162,12 +162,12 @@ def stand_in(library: Path, fault: dict | None = None, rank: int = -1) -> None:
     cuda_tensors.num_sms = cuda_tensors.current_stream = lambda index: 0
     Call.on_cuda = lambda self: None
 
-    def microseconds(group, rows, gather):
+    def microseconds(group, x, gather, capture=None):
         for _ in range(2):
             gather(None)
-            group(torch.ones(rows, group.hidden).bfloat16())
+            group(x)
         slow = emulated._has_fault(group.transport, "slow")
-        return US[group.transport] + rows + (100.0 if slow else 0.0)
+        return US[group.transport] + x.shape[0] + (100.0 if slow else 0.0)
 
     child.microseconds, child.card = microseconds, lambda index: torch.device("cpu")
 
