@@ -82,7 +82,7 @@ class Child:
     """A process of the probe, and what it says. Whatever becomes of it is said by `next`: the other ranks wait."""
 
     def __init__(self, words: Sequence[str]):
-        self._connection, theirs = multiprocessing.Pipe()
+        self.connection, theirs = multiprocessing.Pipe()
         self._said = os.fdopen(os.memfd_create("all_reduce probe"), "w+b")
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
@@ -105,18 +105,18 @@ class Child:
         if self._problem is not None:
             return FAILED, self._problem
         try:
-            if self._connection.poll(max(0.0, seconds)):
-                return self._connection.recv()
+            if self.connection.poll(max(0.0, seconds)):
+                return self.connection.recv()
         except (EOFError, ConnectionError):
             return FAILED, f"its probe ended: {self._last_words()}"
         return FAILED, f"its probe said nothing for {seconds:.0f} s"
 
     def answer(self, value) -> None:
         with contextlib.suppress(ConnectionError):  # it has ended, and `next` says so
-            self._connection.send(value)
+            self.connection.send(value)
 
     def end(self) -> None:
-        self._connection.close()
+        self.connection.close()
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # one in the driver ends when that lets it go

@@ -10,9 +10,11 @@ import functools
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 
 import torch
 
@@ -31,6 +33,7 @@ PCIE_IPC_HOME = "sglang.srt.distributed.device_communicators.pcie_ipc_ar"  # 0.5
 SINCE = (0, 5, 13)
 SUMS = 2 * FLASH.layers + 1  # of a step: the embedding's, and each layer's two
 PATIENCE_S = 5.0
+RANK_PROGRAM = (sys.executable, "-m", "deepseek_v4_sm120.specs.all_reduce_ranks")
 START_S, CASE_S = 180.0, 120.0  # of a card's process: imports and NCCL, then a case
 
 
@@ -219,9 +222,8 @@ class Together:
 
     def __init__(self, provider: str, ranks: int):
         self._folder = tempfile.TemporaryDirectory()
-        module, store = "deepseek_v4_sm120.specs.all_reduce_ranks", f"{self._folder.name}/store"
-        words = [(sys.executable, "-m", module, str(r), str(ranks), store) for r in range(ranks)]
-        self._children = [Child([*one, provider]) for one in words]
+        words = (str(ranks), f"{self._folder.name}/store", provider)
+        self._children = [Child([*RANK_PROGRAM, str(rank), *words]) for rank in range(ranks)]
         self.found = self._answers(START_S)[0]
 
     def ask(self, case: Case) -> tuple[float, float]:
@@ -232,12 +234,20 @@ class Together:
         return max(errors), max(times)
 
     def _answers(self, seconds: float) -> list:
-        told = [child.next(seconds) for child in self._children]
-        failed = [f"rank {rank}: {value}" for rank, (kind, value) in enumerate(told) if kind != FOUND]
-        if failed:
-            self.end()
-            raise RuntimeError("; ".join(failed))
-        return [value for _, value in told]
+        """Of each rank; one that fails is not waited for by way of the others, which wait for it."""
+        told, end = {}, time.monotonic() + seconds
+        while len(told) < len(self._children):
+            waiting = {child.connection: rank for rank, child in enumerate(self._children) if rank not in told}
+            ready = wait(waiting, max(0.0, end - time.monotonic()))
+            if not ready:
+                self.end()
+                raise RuntimeError(f"rank {min(waiting.values())} said nothing for {seconds:.0f} s")
+            for rank in sorted(waiting[connection] for connection in ready):
+                kind, told[rank] = self._children[rank].next(0.0)
+                if kind != FOUND:
+                    self.end()
+                    raise RuntimeError(f"rank {rank}: {told[rank]}")
+        return [told[rank] for rank in range(len(self._children))]
 
     def end(self) -> None:
         for child in self._children:

@@ -1,41 +1,12 @@
-"""Groups of ranks for tests and the benchmark: threads of one process on one card, or a process for each rank."""
+"""A process for each rank, with cards in turn: for the GPU tests and the benchmark."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
-
-from deepseek_v4_sm120.ops.all_reduce import AllReduce
-
-
-class Meeting:
-    """An all-gather between threads."""
-
-    def __init__(self, ranks: int, timeout: float = 60):
-        self._barrier, self._told = threading.Barrier(ranks, timeout=timeout), [None] * ranks
-
-    def gather(self, rank: int) -> Callable[[object], list]:
-        def all_gather(value):
-            self._told[rank] = value
-            self._barrier.wait()
-            told = list(self._told)
-            self._barrier.wait()
-            return told
-
-        return all_gather
-
-
-def in_threads(ranks: int, **options) -> list[AllReduce]:
-    """A group whose ranks are threads of this process, all on the current card."""
-    meeting, device = Meeting(ranks), torch.device("cuda", torch.cuda.current_device())
-    with ThreadPoolExecutor(ranks) as pool:
-        made = [pool.submit(AllReduce, r, ranks, device, meeting.gather(r), **options) for r in range(ranks)]
-        return [one.result() for one in made]
 
 
 def _process(rank: int, ranks: int, store: str, body: Callable, arguments: tuple) -> None:

@@ -14,8 +14,8 @@ import torch
 
 from deepseek_v4_sm120.ops import all_reduce as op
 from deepseek_v4_sm120.ops import all_reduce_probe as probe
+from deepseek_v4_sm120.specs.all_reduce import Meeting
 from tests.ops import all_reduce_emulated as emulated
-from tests.ops.all_reduce_groups import Meeting
 
 HIDDEN = 64
 GOOD = {}
