@@ -2,7 +2,7 @@
 """Sums between cards: `python3 bench/all_reduce.py --ranks 2 [--quick] [--rounds N] [--out FILE]`. A process a card.
 
 A graph holds a chain of calls, each of the last one's result, as a model has them; a call's time is the greatest
-of the ranks', median over stretches. NCCL runs in the same way, in the same run: over what it finds, and once more with
+of the ranks' medians. NCCL runs in the same way, in the same run: over what it finds, and once more with
 NCCL_P2P_DISABLE=1 (through host memory, beside our transport that does so). Every call's bits are checked before,
 and --rounds random calls more.
 """
@@ -23,11 +23,13 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 import common  # noqa: E402
 
 from deepseek_v4_sm120.ops import all_reduce as op  # noqa: E402
-from deepseek_v4_sm120.reference.all_reduce import all_reduce as reference  # noqa: E402
+from deepseek_v4_sm120.ops.all_reduce_probe_child import microseconds  # noqa: E402
+from deepseek_v4_sm120.specs import all_reduce as spec  # noqa: E402
+from deepseek_v4_sm120.specs.all_reduce_ranks import nccl  # noqa: E402
 from tests.ops.all_reduce_groups import in_processes  # noqa: E402
 
 ISSUE = 20
-HIDDEN, CHAIN = 4096, 40
+HIDDEN = 4096
 ROWS, QUICK_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (1, 8, 64)
 BARS = {  # (ranks, transport) -> rows -> us
     (2, "peer"): {1: 4.5, 8: 5.0, 64: 9.0},
@@ -37,49 +39,26 @@ BARS = {  # (ranks, transport) -> rows -> us
 }
 
 
-def chain_microseconds(call, x, gather) -> float:
-    """Of one call in a graph of CHAIN; the slowest rank's."""
-    call(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = x
-        for _ in range(CHAIN):
-            y = call(y)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(11):
-        gather(None)
-        start.record()
-        for _ in range(10):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / 10 / CHAIN)
-    del graph
-    return sorted(max(told) for told in zip(*gather(times), strict=True))[len(times) // 2]
+def slowest(call, x, gather) -> float:
+    return max(gather(microseconds(call, x, gather)))
 
 
 def check(group, gather, rows: int, seed: int) -> None:
-    generator = torch.Generator(group.device).manual_seed(seed)
-    terms = [torch.randn(rows, HIDDEN, device=group.device, generator=generator).bfloat16() for _ in range(group.ranks)]
-    expected = reference(terms)
-    ways = ("one_shot", "two_shot") if rows <= op.ONE_SHOT_ROWS else ("two_shot",)
-    for algorithm in ways:
-        if not torch.equal(group(terms[group.rank], algorithm=algorithm), expected):
+    terms = spec.make_terms(group.ranks, rows, seed, device=str(group.device))
+    for algorithm in ways(rows):
+        if spec.differing(group(terms[group.rank], algorithm=algorithm), terms):
             raise SystemExit(f"rank {group.rank}: wrong bits at {rows} rows, {algorithm}, {group.transport}")
+
+
+def ways(rows: int) -> tuple[str, ...]:
+    return op.ALGORITHMS if rows <= op.ONE_SHOT_ROWS else op.ALGORITHMS[1:]
 
 
 def measure(rank, ranks, device, gather, options) -> None:
     rows_of = QUICK_ROWS if options.quick else ROWS
     torch.distributed.barrier()
-    nccl = torch.distributed.new_group(backend="nccl")
+    by_nccl = nccl(rank, ranks, device, gather, max(rows_of)).call
     report = common.Report("all_reduce", options.commit, common.ceilings() if rank == 0 else {})
-
-    def by_nccl(x):
-        y = x.clone()  # NCCL sums in place; SGLang's own way copies as well
-        torch.distributed.all_reduce(y, group=nccl)
-        return y
 
     without_peers = os.environ.get("NCCL_P2P_DISABLE") == "1"
     groups = [
@@ -90,12 +69,11 @@ def measure(rank, ranks, device, gather, options) -> None:
         x = torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device)
         case = f"{ranks} cards, {rows} rows"
         name = "nccl_without_p2p" if without_peers else "nccl"
-        report.add(common.row(ISSUE, case, name, "call_us", chain_microseconds(by_nccl, x, gather)))
+        report.add(common.row(ISSUE, case, name, "call_us", slowest(by_nccl, x, gather)))
         for group in groups:
             check(group, gather, rows, rows)
-            ways = ("one_shot", "two_shot") if rows <= op.ONE_SHOT_ROWS else ("two_shot",)
-            for algorithm in ways:
-                us = chain_microseconds(lambda y, g=group, a=algorithm: g(y, algorithm=a), x, gather)
+            for algorithm in ways(rows):
+                us = slowest(lambda y, g=group, a=algorithm: g(y, algorithm=a), x, gather)
                 taken = algorithm == op.algorithm_for(rows, ranks)
                 bar = BARS.get((ranks, group.transport), {}).get(rows) if taken else None
                 report.add(common.row(ISSUE, case, f"{group.transport}_{algorithm}", "call_us", us, bar))

@@ -126,6 +126,13 @@ SECTIONS = {
     ),
     "wo_a_h200": Section("wo_a", "", MICROSECONDS),
     "bf16_linear_h200": Section("bf16_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}),
+    "all_reduce_h100": Section(
+        "all_reduce",
+        "The slowest rank's time of a sum in a graph, NCCL in the same run; NVLink between the cards, and host memory "
+        "stands for a machine whose peers do not work.",
+        {"call_us": "microseconds a sum"},
+        (),
+    ),
     "compressor_h200": Section(
         "compressor", 'Before the plan was a hint; since then: "Before and after" below.', MICROSECONDS
     ),
