@@ -17,17 +17,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from deepseek_v4_sm120.ops.all_reduce_sizes import MAX_ROWS, ONE_SHOT_ROWS, RANKS, VALUES, places_bytes, vectors
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.checks import BF16, CONTIGUOUS, VECTOR, Call, Question
 
-RANKS = (2, 4, 8)
 TRANSPORTS = ("peer", "host")
 ALGORITHMS = ("one_shot", "two_shot")
-MAX_ROWS = 512  # that a server's sums take; its decode and verify steps must all be within, or none
-ONE_SHOT_ROWS = 64  # the most that everybody sends to everybody; more go by way of their owner
 PATIENCE_S = 30.0  # of a captured call: all ranks replay it within a step
 EAGER_PATIENCE_S = 300.0  # a rank that compiles kernels keeps the others waiting; SGLang's own watchdog waits as long
-_VALUES = 8  # bf16 that a thread moves
 _WATCH_S = 0.5
 
 Gather = Callable[[object], Sequence]  # object -> [object of each rank], over the CPU, in the order of ranks
@@ -68,9 +65,9 @@ class AllReduce:
         self.rank, self.ranks, self.device, self.transport = rank, ranks, device, transport
         self.max_rows, self.hidden = max_rows, hidden
         self._patience_s, self._traps = patience_s, traps
-        self._sizes = _sizes(max_rows, hidden)
+        self._sizes = vectors(max_rows, hidden)
         _C = extension.load()
-        self.bytes = _C.all_reduce_places_bytes(ranks=ranks, transport=transport, **self._sizes)
+        self.bytes = places_bytes(ranks, transport, hidden, max_rows)
         with torch.cuda.device(device):
             self._state = torch.zeros(_C.all_reduce_state_words, dtype=torch.int32, device=device)
             self._fault = torch.zeros(_C.all_reduce_fault_words, dtype=torch.int32, pin_memory=True)
@@ -149,7 +146,7 @@ def _launch(x, out, group: AllReduce, algorithm: str, tag: int) -> None:
     extension.load().all_reduce(
         x=x.data_ptr(),
         out=out.data_ptr(),
-        vectors=x.numel() // _VALUES,
+        vectors=x.numel() // VALUES,
         places=group._places.data_ptr(),
         ranks=group.ranks,
         state=group._state.data_ptr(),
@@ -172,16 +169,6 @@ def _launch(x, out, group: AllReduce, algorithm: str, tag: int) -> None:
 def algorithm_for(rows: int, ranks: int) -> str:
     """One hop for few rows, and always between two cards, where two hops move as many bytes."""
     return "one_shot" if rows <= (ONE_SHOT_ROWS if ranks == 2 else 8) else "two_shot"
-
-
-def places_bytes(ranks: int, transport: str, hidden: int, max_rows: int = MAX_ROWS) -> int:
-    """Memory of a group, of each card ("peer") or of the host, once."""
-    return extension.load().all_reduce_places_bytes(ranks=ranks, transport=transport, **_sizes(max_rows, hidden))
-
-
-def _sizes(max_rows: int, hidden: int) -> dict[str, int]:
-    one_shot = min(ONE_SHOT_ROWS, max_rows) * hidden // _VALUES
-    return {"one_shot_vectors": one_shot, "two_shot_vectors": max_rows * hidden // _VALUES}
 
 
 def describe_fault(rank: int, fault) -> str | None:

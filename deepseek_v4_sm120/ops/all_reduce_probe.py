@@ -61,7 +61,7 @@ class Verdict:
         return "; ".join(parts + ([f"to do: {REMEDY}"] if any(way.problem for way in others.values()) else []))
 
     def as_dict(self) -> dict:
-        return {**asdict(self), "text": self.describe(), "table": self.table()}
+        return {**asdict(self), "text": self.describe(), "table": self.table(), "remedy": REMEDY}
 
     def table(self) -> list[tuple[str, ...]]:
         """Of a pair each way: microseconds until an answer to 1, 8 and 64 rows is there. To be posted."""

@@ -39,7 +39,7 @@ def test_a_group_that_cannot_be_is_refused_before_anything_is_made(wrong, text):
 def group_of(**changes):
     made = object.__new__(op.AllReduce)
     vars(made).update(rank=0, ranks=4, device=torch.device("cpu"), max_rows=128, hidden=256, transport="peer")
-    vars(made).update(_sizes=op._sizes(128, 256), _patience_s=None, _traps=True)
+    vars(made).update(_sizes=op.vectors(128, 256), _patience_s=None, _traps=True)
     vars(made).update(_places=torch.zeros(4, dtype=torch.uint64), _state=torch.zeros(10), _fault=torch.zeros(6))
     vars(made).update(changes)
     return made

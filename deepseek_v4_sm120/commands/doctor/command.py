@@ -12,7 +12,7 @@ from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.doctor import facts, gpu_checks, host_checks, probe, server, software_checks
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, Finding
 
-PROBE_SECONDS = 60.0
+PROBE_SECONDS = 150.0
 API_KEY = "SGLANG_API_KEY"  # a variable of ours for a key of theirs: SGLang itself takes --api-key
 
 
