@@ -17,6 +17,8 @@ from deepseek_v4_sm120.settings import settings
 
 DEFAULT_SGLANG = "0.5.23"
 DEFAULT_MEMORY_GB = 96
+CASE = re.compile(r"(\d+) cards, (\d+) rows")  # of specs/all_reduce.py
+SUMMED_BY = ("ours", "nccl")
 VERSION = re.compile(r"v?\d{1,4}\.\d{1,4}\.\d{1,4}(\.?(a|b|rc|post|dev)\d{1,12})*(\+[a-z0-9._-]{1,80})?", re.ASCII)
 
 
@@ -57,7 +59,18 @@ def request_of(arguments: argparse.Namespace) -> Request:
         profile=None if measured.warnings else measured.path,
         profile_unused=measured.warnings[0] if measured.warnings else None,
         switched_off=switched_off,
+        sums_us=_sums(measured, gpus),
     )
+
+
+def _sums(measured: profile.Profile, gpus: int) -> dict[str, dict[int, float]]:
+    """What a sum between so many cards took, by provider: rows -> microseconds."""
+    providers, found = measured.operators.get("all_reduce", {}).get("providers", {}), {}
+    for name in SUMMED_BY if isinstance(providers, dict) else ():
+        cases = providers.get(name, {}).get("cases", ())
+        named = [(CASE.fullmatch(one.get("case", "")), one.get("us")) for one in cases]
+        found[name] = {int(case[2]): us for case, us in named if case and us and int(case[1]) == gpus}
+    return {name: rows for name, rows in found.items() if rows}
 
 
 def _profile(path: str | None, sglang: str) -> profile.Profile:
@@ -135,7 +148,8 @@ def show(plan: Plan) -> None:
     rows = [(f.name, f.value, f.reason) for f in (*plan.flags, *plan.environment)]
     console.print_table("Flags and variables", ("flag", "value", "why"), rows)
     header = ("streams", "ceiling, tok/s", "step, ms", "with NCCL", "best published", "by")
-    title = "Speed without speculation (ceiling: every byte once at 1.79 TB/s, then all-reduces; nobody reaches it)"
+    sums = f"all-reduces as {r.profile} has them" if r.sums_us else "all-reduces"
+    title = f"Speed without speculation (ceiling: every byte once at 1.79 TB/s, then {sums}; nobody reaches it)"
     console.print_table(title, header, speed_rows(plan))
     for note in plan.notes:
         console.say(f"\nNote: {note}.")
@@ -177,9 +191,17 @@ def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
         return rows
     for streams in sorted({1, r.concurrency}):
         context = min(r.context, 8192)
-        fast = roofline.step_seconds(r.model, r.gpus, streams, context, wo_a_bf16=r.wo_a_bf16)
-        nccl = roofline.step_seconds(r.model, r.gpus, streams, context, wo_a_bf16=r.wo_a_bf16, fast=False)
-        best = roofline.PUBLISHED.get((r.gpus, streams)) if r.model.hidden == models.FLASH.hidden else None
+        is_flash = r.model.hidden == models.FLASH.hidden  # whose sums calibrate measures
+        fast, nccl = (
+            roofline.step_seconds(
+                *(r.model, r.gpus, streams, context),
+                wo_a_bf16=r.wo_a_bf16,
+                fast=name == "ours",
+                measured=r.sums_us.get(name) if is_flash else None,
+            )
+            for name in SUMMED_BY
+        )
+        best = roofline.PUBLISHED.get((r.gpus, streams)) if is_flash else None
         cells = (f"{streams / fast:.0f} at {context // 1024}K", f"{fast * 1e3:.2f}", f"{streams / nccl:.0f}")
         rows.append((str(streams), *cells, *((f"{best[0]:.0f}", best[1]) if best else ("-", "nobody"))))
     return rows

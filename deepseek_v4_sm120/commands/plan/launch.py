@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class Request:
     profile: str | None = None  # the file that says so
     profile_unused: str | None = None  # why a server makes nothing of the file that was given
     switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
+    sums_us: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # by provider: rows -> us, by the profile
 
     @property
     def version(self) -> memory.Version:
@@ -279,7 +281,7 @@ def _notes(plan: Plan) -> None:
             "SGLang keeps prefill out of CUDA graphs for this model because of the index logits, which are gone; "
             "--cuda-graph-backend-prefill breakable puts it back. Nobody has run that with us: measure it first"
         )
-    if r.gpus > 2 and r.version >= (0, 5, 22):
+    if r.gpus > 2 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
         plan.notes.append(
             "above 2 cards all-reduce is NCCL; where `doctor` finds that peers move data, try "
             "DSV4_SM120_SET=pcie_ipc_all_reduce=on (35% of a step at TP8 elsewhere)"

@@ -220,6 +220,17 @@ def attention_workspace(rows: int, heads: int, context: int, num_sms: int = 188)
     return Reserve("attention workspace", size, basis, size * ESTIMATE_OFF_BY)
 
 
+def sums_between_cards(m: Model, tp: int) -> Reserve:
+    """The places in which the cards find each other's terms."""
+    from deepseek_v4_sm120.ops import all_reduce_sizes
+    from deepseek_v4_sm120.ops.shared import extension
+
+    what = "sums between the cards"
+    if extension.explain() is None:
+        return Reserve(what, all_reduce_sizes.places_bytes(tp, "peer", m.hidden), "all_reduce's own")
+    return Reserve(what, (48 << 20) * m.hidden / 4096, "at most, as with 8 cards; our module is not built here")
+
+
 def experts_bytes(m: Model, tp: int, rows: int, is_ours: bool) -> int:
     """What the experts hold besides input and output. mxfp4_moe: h and y of every pair of row and expert, and its
     sorted list; stock: gate and up beside each other, then y."""
@@ -261,4 +272,5 @@ def reserves(
         selection,
         Reserve("C128 index lists of a prefill chunk", lists, "[chunk, context / 128] int32"),
         attention_workspace(rows, heads, context),
+        *([sums_between_cards(m, tp)] if tp > 1 and "all_reduce" in replaced else []),
     ]
