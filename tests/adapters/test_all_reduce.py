@@ -254,6 +254,17 @@ def place(**changes):
     return adapter.Place(True, "here", 64)._replace(**changes)
 
 
+@pytest.mark.parametrize(
+    ("capability", "force", "served"), [((12, 0), None, True), ((9, 0), None, False), ((9, 0), "ops", True)]
+)
+def test_asking_for_the_card_does_not_look_at_all_modules(capability, force, served, monkeypatch):
+    """device_gate.serves does so once, when the first call is served; there is no model yet."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(adapter, "settings", lambda: settings.Settings(force=force))
+    monkeypatch.setattr(device_gate, "_first_served", [lambda: pytest.fail("too early")])
+    assert adapter._is_served(torch.device("cuda", 0)) is served
+
+
 def test_what_stands_against_ours_is_said():
     assert adapter._why_not([place(), place()]) is None
     assert "several hosts" in adapter._why_not([place(), place(host="there")])
@@ -285,7 +296,8 @@ def as_a_rank(rank, ranks, gather, library, case):
     probe.probe.__kwdefaults__["program"] = (sys.executable, emulated.__file__, str(library), json.dumps(case["fault"]))
     limits.LIMITS["all_reduce"]["hidden"] = limits.OneOf((SMALL,))
     models_served.announced = lambda: {"model_type": "deepseek_v4", "hidden": SMALL}
-    device_gate.serves = lambda device: rank not in case.get("not_served", ())
+    capability = (9, 0) if rank in case.get("not_served", ()) else (12, 0)
+    torch.cuda.get_device_capability = lambda device: capability
     adapter._most_rows = lambda: case.get("rows", 64)
     op.EAGER_PATIENCE_S = 400.0
     state = sys.modules[adapter.PARALLEL_STATE] = ModuleType(adapter.PARALLEL_STATE)

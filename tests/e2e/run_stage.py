@@ -69,6 +69,27 @@ TWO_CARDS_ANSWER += ["--phases", "answer", "--batches", "8", "--graph-bs", "1", 
 TWO_CARDS_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", *TWO_CARDS]
 
 
+def summing(cards, *options):
+    """With a communicator, which is asked for ours; what ours does not take is then SGLang's, by NVLink where it is."""
+    words = ["--set", f"tp_size={cards}", "--set", "enforce_disable_flashinfer_allreduce_fusion=true"]
+    return [*options, *words]
+
+
+def sums_answer(cards):
+    return summing(cards, *TWO_CARDS_ANSWER[: TWO_CARDS_ANSWER.index("--set")], *ANSWER)
+
+
+def sums_timed(cards):
+    return summing(cards, *SIDE_BY_SIDE, "--phases", "bench")
+
+
+def nccl_timed(cards):
+    return [*sums_timed(cards), "--set", "disable_custom_all_reduce=true"]
+
+
+NO_PEERS = {"NCCL_P2P_DISABLE": "1"}  # NCCL over host memory: a machine whose peers do not work
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -138,6 +159,24 @@ STAGES = {
         Case("stock43_tp2", TWO_CARDS_TIMED, patched=False, takes_turns=True),
         Case("ops43_tp2", TWO_CARDS_TIMED, environment=OPS | PAGED_EXTEND | PAGED_INDEX, takes_turns=True),
     ],
+    # the sums between the cards: every one beside SGLang's own; two engines, and one prompt sent twice, to the bit;
+    # then what they are worth in a step, against NCCL, and NCCL without peers
+    **{
+        f"sums{n}": [
+            Case(f"sums{n}_shadow", sums_answer(n), environment=OPS | PAGED_EXTEND | PAGED_INDEX | SHADOW),
+            Case(f"sums{n}_a", sums_answer(n), environment=OPS | PAGED_EXTEND | PAGED_INDEX),
+            Case(f"sums{n}_b", sums_answer(n), environment=OPS | PAGED_EXTEND | PAGED_INDEX),
+        ]
+        for n in (2, 4)
+    },
+    **{
+        f"sums{n}_43": [
+            Case(f"nccl43_sums{n}", nccl_timed(n), environment=OPS, takes_turns=True),
+            Case(f"nccl43_sums{n}_no_peers", nccl_timed(n), environment=OPS | NO_PEERS, takes_turns=True),
+            Case(f"ops43_sums{n}", sums_timed(n), environment=OPS, takes_turns=True),
+        ]
+        for n in (2, 4)
+    },
     "launches43": [
         Case("stock43_launches", PROFILED, patched=False),
         Case("ops43_launches", PROFILED, environment=OPS),
@@ -156,6 +195,10 @@ DIFFERENCES = [
     ("ours against stock, 32,000 tokens, paged extend", "ops32k", "stock32k"),
     ("yardstick: the same stock kernels twice, 32,000 tokens", "ops32k_shadow", "stock32k"),
     ("ours against stock, two cards", "ops_tp2", "ops_tp2_shadow"),
+    ("our sums, two cards, two processes: 0", "sums2_b", "sums2_a"),
+    ("our sums, four cards, two processes: 0", "sums4_b", "sums4_a"),
+    ("our sums against SGLang's, two cards", "sums2_a", "sums2_shadow"),
+    ("our sums against SGLang's, four cards", "sums4_a", "sums4_shadow"),
     ("ours against stock Triton, SM120 branches", "seams", "seams_shadow"),
     ("yardstick: stock's SM120 branches against stock's Hopper path", "seams_shadow", "stock"),
 ]
@@ -217,7 +260,8 @@ def reports(case, work):
         report = read_json(path)
         if any(p["state"] == "APPLIED" for p in report["patches"]):
             applied = [{k: p[k] for k in ("patch", "target", "state", "review")} for p in report["patches"]]
-            found.append({"pid": report["pid"], "patches": applied, "shadow": report["shadow"]})
+            kept = {name: report[name] for name in ("pid", "shadow", "found")}
+            found.append(kept | {"patches": applied})
     return found
 
 

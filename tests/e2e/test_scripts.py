@@ -67,7 +67,7 @@ class Engine:
             shadow = [RECORD] if os.environ.get("DSV4_SM120_SHADOW") else []
             patch = {"patch": "sparse_decode", "target": "a:b", "state": "APPLIED", "review": "reviewed"}
             with open(f"{folder}/{os.getpid()}.json", "w") as f:
-                json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow}, f)
+                json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow, "found": {}}, f)
     def generate(self, input_ids, sampling_params, **more):
         forced = os.environ.get("E2E_FORCE") == "1"
         assert forced == bool(more), "timed runs are not forced"

@@ -26,6 +26,7 @@ from deepseek_v4_sm120.ops import all_reduce as op
 from deepseek_v4_sm120.ops import all_reduce_probe
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
 from deepseek_v4_sm120.specs import bounds
 
@@ -75,7 +76,7 @@ def _communicator(stock: Callable, group, device):
         return told
 
     rank, hidden = torch.distributed.get_rank(group), models_served.announced()["hidden"]
-    places = gather(Place(device_gate.serves(device), _host(), _most_rows()))
+    places = gather(Place(_is_served(device), _host(), _most_rows()))
     if not all(place.is_served for place in places):
         return theirs
     if why := _why_not(places):
@@ -103,6 +104,11 @@ def _left(theirs, rank: int, why: str):
         report.warn(f"deepseek_v4_sm120: {PATCH}: SGLang's own sums between the cards: {why}")
     report.write()
     return theirs
+
+
+def _is_served(device) -> bool:
+    """device_gate's rule alone: its `serves` is for calls, and looks at all modules when it is first asked."""
+    return device_gate.serves_capability(torch.cuda.get_device_capability(device), settings().force)
 
 
 def _why_not(places: list[Place]) -> str | None:
