@@ -147,3 +147,41 @@ def test_a_watch_that_is_not_needed_any_more_ends():
     watch.end()
     assert not watch._thread.is_alive()
     other.communicate()
+
+
+# ---- the module's own checks, and the memory of a group
+
+
+CALL = dict(x=1 << 40, out=1 << 41, vectors=64, places=0, ranks=4, state=0, fault=0, rank=0, transport="peer")
+CALL |= dict(one_shot_vectors=32, two_shot_vectors=256, algorithm="two_shot", tag=0, rows=1, patience_s=1.0, traps=True)
+CALL |= dict(num_sms=188, pdl=True, stream=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"algorithm": "one_shot"}, "all_reduce: takes 1 to 32 vectors of 8, got 64"),
+        ({"vectors": 0}, "all_reduce: takes 1 to 256 vectors of 8, got 0"),
+        ({"vectors": 66}, "all_reduce: takes 1 to 256 vectors of 8, got 66"),
+        ({"transport": "nvlink"}, "all_reduce: transport must be peer or host, got nvlink"),
+        ({"algorithm": "ring"}, "all_reduce: algorithm must be one_shot or two_shot, got ring"),
+        ({"two_shot_vectors": 255}, "all_reduce: two_shot_vectors must be a multiple of ranks, which are at most 8"),
+        ({"ranks": 9}, "all_reduce: two_shot_vectors must be a multiple of ranks, which are at most 8"),
+    ],
+)
+def test_the_launcher_takes_no_size_that_a_kernel_does_not(wrong, text):
+    places = torch.zeros(9, dtype=torch.uint64)
+    with pytest.raises(RuntimeError, match=f"^{text}"):
+        extension.load().all_reduce(**CALL | {"places": places.data_ptr()} | wrong)
+
+
+def test_a_ping_that_times_nothing_is_refused():
+    call = dict(there=0, here=0, vectors=1, rounds=5, warm_ups=5, sends=True, patience_s=1.0, took_ns=0, stream=0)
+    with pytest.raises(RuntimeError, match="^all_reduce_ping: takes vectors, and more rounds than warm-ups"):
+        extension.load().all_reduce_ping(**call)
+
+
+@pytest.mark.parametrize(("ranks", "peer_mib", "host_mib"), [(2, 36, 52), (4, 40, 88), (8, 48, 160)])
+def test_the_memory_of_a_group(ranks, peer_mib, host_mib):
+    found = [op.places_bytes(ranks, transport, 4096) / 2**20 for transport in op.TRANSPORTS]
+    assert found == [peer_mib, host_mib]

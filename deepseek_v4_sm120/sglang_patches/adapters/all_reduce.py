@@ -80,7 +80,7 @@ def _communicator(stock: Callable, group, device):
     if not all(place.is_served for place in places):
         return theirs
     if why := _why_not(places):
-        return _left(theirs, rank, why)
+        return _left(theirs, rank, f"the sums between the cards stay SGLang's: {why}")
     verdict = all_reduce_probe.probe(rank, len(places), device.index, gather, hidden=hidden)
     report.add_note(PATCH, lambda: f"{PATCH}: {verdict.describe()}", verdict.as_dict)
     if verdict.transport is None:
@@ -91,7 +91,7 @@ def _communicator(stock: Callable, group, device):
 
     made, why = op.made_together(gather, make)
     if made is None:
-        return _left(theirs, rank, why)
+        return _left(theirs, rank, f"the sums between the cards stay SGLang's: {why}")
     if rank == 0:
         report.info(f"deepseek_v4_sm120: {PATCH}: {verdict.describe()} (probe: {verdict.seconds} s)")
     report.write()
@@ -101,7 +101,7 @@ def _communicator(stock: Callable, group, device):
 def _left(theirs, rank: int, why: str):
     """SGLang's own object, and one line."""
     if rank == 0:
-        report.warn(f"deepseek_v4_sm120: {PATCH}: SGLang's own sums between the cards: {why}")
+        report.warn(f"deepseek_v4_sm120: {PATCH}: {why}")
     report.write()
     return theirs
 
