@@ -28,7 +28,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent.parent)]
 
 from bench.quality.arithmetic import shipped_problems  # noqa: E402
 from bench.serving.prompts import prose  # noqa: E402
-from tests.serving.fake_scheduler import Requests, has_left  # noqa: E402
+from tests.serving.fake_scheduler import Batch, Requests, has_left  # noqa: E402
 
 FAULTS = {
     "wrong_logits": "log-probabilities and sometimes the greatest token are off",
@@ -68,6 +68,7 @@ WORDS = _TEXT.split()
 FOREIGN = ("的时候", "因为", "我们")
 PIECE = re.compile(r"<[｜/][^>]*>|</?think>|\s*[^\s<]+|\s+|<")
 BLOCK = 64  # tokens of a cached block
+SLICE_S = 0.01  # of waiting
 EOS = 1
 
 
@@ -110,8 +111,9 @@ class Engine:
         stream_interval=1,
     ):
         """`quiet_s`: with company, and of the first request after a flush, no token is made until so long after the
-        last arrival, as an engine that prefills first would do; `stream_interval`: tokens an event. The rest: main's
-        help.
+        last arrival, as an engine that prefills first would do, and no answer ends until so long after the last first
+        token, so that clients on a busy machine see that they ran at once (`settle`). `stream_interval`: tokens an
+        event. The rest: main's help.
         """
         unknown = set(faults) - set(FAULTS)
         assert not unknown, f"no such fault: {unknown}"
@@ -119,13 +121,14 @@ class Engine:
         self.accept_length, self.die_after, self.on_death = accept_length, die_after, on_death
         self.tokens = Tokens()
         self.gpu, self.count = threading.Lock(), threading.Lock()
-        self.quiet_s, self.stream_interval, self.arrived_s = quiet_s, stream_interval, 0.0
+        self.quiet_s, self.stream_interval = quiet_s, stream_interval
+        self.arrived_s = self.begun_s = 0.0  # the last request's arrival, and the last first token
         self.flushed = False
         self.max_running, self.running = max_running, threading.BoundedSemaphore(max_running)
         self.active = self.completions = self.max_active = 0
         self.cached: set[int] = set()
         self.ended = threading.Event()
-        self.requests = Requests()
+        self.requests, self.batch = Requests(), Batch()
         self.script = {problem.question: problem.answer for problem in shipped_problems()}
 
     # --- the model
@@ -234,14 +237,32 @@ class Engine:
         with self.gpu:
             time.sleep(self.prefill_s * num_tokens)
 
-    def step(self) -> None:
-        if self.step_s:
-            with self.gpu:
-                pass  # a prefill that runs is waited for, as in an engine without chunks
-            while (left := self.arrived_s + self.quiet_s - time.monotonic()) > 0 and (self.active > 1 or self.flushed):
-                time.sleep(left)
-            self.flushed = False
-            time.sleep(self.step_s)
+    def settle(self, last: Callable[[], float]) -> None:
+        """With company: wait until nothing has come for quiet_s, `last` says when something did. A slice that took
+        longer counts less: where the machine keeps us waiting, it keeps the clients waiting as well.
+        """
+        seen, quiet = last(), 0.0
+        while quiet < self.quiet_s and (self.active > 1 or self.flushed):
+            before = time.monotonic()
+            time.sleep(SLICE_S)
+            if last() != seen:
+                seen, quiet = last(), 0.0
+            else:
+                quiet += SLICE_S**2 / (time.monotonic() - before)
+
+    def step(self, first: bool, last: bool) -> None:
+        """The time that a token takes; whether it is the first or the last of its answer."""
+        if not self.step_s:
+            return
+        with self.gpu:
+            pass  # a prefill that runs is waited for, as in an engine without chunks
+        if first:
+            self.settle(lambda: self.arrived_s)
+            self.flushed, self.begun_s = False, time.monotonic()
+        self.batch.step()
+        if last:
+            self.settle(lambda: self.begun_s)
+        time.sleep(self.step_s)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -371,7 +392,8 @@ class Handler(BaseHTTPRequestHandler):
         live = self.engine.requests.begin(body.get("rid"), len(ids))
         send = None
         try:
-            send = self.generated(body, ids, live)
+            with self.engine.batch:
+                send = self.generated(body, ids, live)
         finally:
             self.engine.requests.end(live, cancelled=send is None or live.is_aborted.is_set())
         if send is not None:  # behind the end of the request, as SGLang's scheduler forgets it before its client hears
@@ -416,7 +438,7 @@ class Handler(BaseHTTPRequestHandler):
             if len(made) % engine.accept_length == 0 or len(made) == 1:
                 if self.died():
                     return None
-                engine.step()
+                engine.step(len(made) == 1, len(made) > limit - engine.accept_length)
                 if stream and (len(made) == 1 or len(made) % engine.stream_interval == 0):
                     self.send_event(answer(None))
         whole = len(made) == limit
@@ -438,12 +460,13 @@ class Handler(BaseHTTPRequestHandler):
         engine.prefill(len(ids) - engine.find_cached(ids))
         self.begin_stream()
         answer = engine.steps(ids, body["max_tokens"], body.get("ignore_eos", False))
-        for made, (token, _, _) in enumerate(answer, 1):
-            if self.died():
-                return
-            engine.step()
-            usage = {"prompt_tokens": len(ids), "completion_tokens": made}
-            self.send_event({"choices": [{"text": engine.tokens.text([token])}], "usage": usage})
+        with engine.batch:
+            for made, (token, _, _) in enumerate(answer, 1):
+                if self.died():
+                    return
+                engine.step(made == 1, made == body["max_tokens"])
+                usage = {"prompt_tokens": len(ids), "completion_tokens": made}
+                self.send_event({"choices": [{"text": engine.tokens.text([token])}], "usage": usage})
         self.end_stream()
 
     def chat(self, body):
