@@ -41,7 +41,7 @@ SHARED = {
     "deepseek_v4_sm120/sglang_patches/adapters": {
         *("argument_defaults", "attention_forward", "kept_weights", "platform_seams", "scheduling", "waiting"),
     },
-    "bench": {"common", "kernel_report", "load_time", "measured", "sparse_prefill", "tune_moe"},
+    "bench": {"common", "kernel_report", "load_time", "measured", "sparse_prefill", "timeline", "tune_moe"},
 }
 # the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each
 # other; SGLang (the load generator's process) and matplotlib (the plots) are looked for when they are needed
