@@ -55,9 +55,7 @@ class Call:
         stride  CONTIGUOUS, ANY or a number; strides of dims of size 1, and of empty tensors, are not looked at
         align   bytes that its address must be a multiple of; 0: any
         """
-        if not isinstance(tensor, torch.Tensor):
-            self.given(name, tensor)
-        if tensor.dtype not in dtypes:
+        if getattr(tensor, "dtype", None) not in dtypes:
             kind = "dtype"
         elif (found := tensor.shape) != shape and not _has_shape(found, shape):
             kind = "shape"
@@ -77,6 +75,7 @@ class Call:
 
     def wrong(self, kind: str, name: str, tensor, dtypes, shape, stride, align) -> NoReturn:
         if kind == "dtype":
+            self.given(name, tensor)
             self.refuse(kind, f"{name}.dtype", f"be {' or '.join(map(str, dtypes))}", tensor.dtype)
         if kind == "shape":
             expected = shape if isinstance(shape, str) else ", ".join(map(str, shape))
