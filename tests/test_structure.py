@@ -216,6 +216,20 @@ def test_pages_written_by_hand_are_wrapped():
     assert long == set()
 
 
+def test_results_of_several_releases_are_sections_of_their_own(tmp_path, monkeypatch):
+    """The newest first; the one that other pages link to keeps its title."""
+    from bench import measured
+
+    old = f"e2e_whole_step_sglang_{measured.CITED}"
+    for name in (old, "e2e_whole_step_sglang_0.5.9", "e2e_whole_step_sglang_0.5.23", "mhc_h200"):
+        of = old if name.startswith("e2e") else name
+        (tmp_path / f"{name}.json").write_bytes((measured.RESULTS / f"{of}.json").read_bytes())
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    titles = re.findall(r"^## (.+)", measured.page(measured.results()), re.MULTILINE)
+    whole = measured.SECTIONS["e2e_whole_step_sglang"].title
+    assert titles == ["Bars", f"{whole}, SGLang 0.5.23", whole, f"{whole}, SGLang 0.5.9", "mhc"]
+
+
 def test_what_was_measured_is_shown_as_the_results_have_it():
     """`python3 bench/measured.py` makes docs/measured.md anew."""
     from bench import measured
