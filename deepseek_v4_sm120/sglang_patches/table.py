@@ -111,7 +111,8 @@ MXFP4_MOE = Patch(
 BF16_LINEAR = Patch(
     name="bf16_linear",
     why="the bf16 projections of compressors, router and indexer for up to 32 rows: cuBLAS takes two launches "
-    "(split-K and its reduction) and a multiple of the time that the bytes need; bench/bf16_linear.py",
+    "(split-K and its reduction) and a multiple of the time that the bytes need (256 experts and up to 16 rows: "
+    "SGLang's own router, one launch, not compared); bench/bf16_linear.py",
     targets=(
         _projection(
             "sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
