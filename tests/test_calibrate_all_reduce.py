@@ -117,7 +117,10 @@ def test_wrong_bits_on_one_rank_are_the_cases(cards):
     ("more", "words"),
     [
         ("import os; os._exit(5) if sys.argv[1] == '1' else None", "rank 1: its probe ended: exit status 5"),
-        ("def no(*_, **__): raise RuntimeError('no memory')\nranks.measured = no", "rank [01]: RuntimeError: no memory"),
+        (
+            "def no(*_, **__): raise RuntimeError('no memory')\nranks.measured = no",
+            "rank [01]: RuntimeError: no memory",
+        ),
         (
             "lost = dict.fromkeys(probe.TRANSPORTS, probe.Way('lost'))\n"
             "probe.probe = lambda *_, **__: probe.Verdict(2, None, lost, 1)",

@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 
 from deepseek_v4_sm120 import OPS, __version__
+from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import command, launch, memory, models, roofline
 from deepseek_v4_sm120.patching import profile
 
 CONFIG = Path(__file__).parent / "data/flash_config.json"
 MEMORY = int(96 * launch.REPORTED_PER_GB)
+MTP = speculation.Speculation(speculation.EAGLE, 2)
 
 
 def request(**changes):
     values = dict(
-        model=models.FLASH, gpus=2, memory_mib=MEMORY, context=393_216, concurrency=8, mtp=True, sglang="0.5.23"
+        model=models.FLASH, gpus=2, memory_mib=MEMORY, context=393_216, concurrency=8, speculation=MTP, sglang="0.5.23"
     )
     return launch.Request(**values | changes)
 
@@ -28,12 +30,12 @@ def flags(plan):
 
 
 def test_weights_are_those_of_the_published_checkpoints():
-    whole = memory.weight_bytes(models.FLASH, 1, mtp=True, wo_a_bf16=False)
+    whole = memory.weight_bytes(models.FLASH, 1, drafts=True, wo_a_bf16=False)
     assert whole == pytest.approx(159.6e9, rel=0.001)
-    assert memory.weight_bytes(models.FLASH, 2, mtp=True, wo_a_bf16=False) == pytest.approx(80.5e9, rel=0.002)
-    assert memory.weight_bytes(models.PRO, 1, mtp=True, wo_a_bf16=False) == pytest.approx(864.7e9, rel=0.001)
+    assert memory.weight_bytes(models.FLASH, 2, drafts=True, wo_a_bf16=False) == pytest.approx(80.5e9, rel=0.002)
+    assert memory.weight_bytes(models.PRO, 1, drafts=True, wo_a_bf16=False) == pytest.approx(864.7e9, rel=0.001)
     fp8 = models.find("flash", "fp8")
-    assert memory.weight_bytes(fp8, 2, mtp=True, wo_a_bf16=True) == pytest.approx(147e9, rel=0.02)
+    assert memory.weight_bytes(fp8, 2, drafts=True, wo_a_bf16=True) == pytest.approx(147e9, rel=0.02)
 
 
 def pools(version, *, drafts=0, requests=8, chunk=4096):
@@ -332,7 +334,7 @@ def test_one_stream_needs_no_fairness():
 
 
 def test_long_contexts_take_smaller_chunks_where_the_logits_are_a_tensor():
-    wanted = request(context=1 << 20, concurrency=1, sglang="0.5.17", mtp=False)
+    wanted = request(context=1 << 20, concurrency=1, sglang="0.5.17", speculation=None)
     assert flags(launch.make(wanted))["--chunked-prefill-size"] == "8192"
     stock = launch.Request(**vars(wanted) | {"replaced": ("sparse_decode",)})
     assert int(flags(launch.make(stock))["--chunked-prefill-size"]) < 8192

@@ -52,6 +52,7 @@ FLASH_MLA_PARAMETERS = (
 FLASH_MLA = Parameters(FLASH_MLA_PARAMETERS)
 SM120 = ConsumedKeys(SM120_KEYS)
 SGL_KERNEL = Parameters((*FLASH_MLA_PARAMETERS[:9], "descale_q=None", "descale_k=None", *FLASH_MLA_PARAMETERS[9:]))
+FLASH_MLA_INTERFACE = Parameters((*SGL_KERNEL.signature, "kv_format=None", "*", "use_legacy=True"))
 
 _attention, _experts, _projection = map(targets_of, ("sparse_decode", "mxfp4_moe", "bf16_linear"))
 _index = targets_of("index_select")
@@ -79,6 +80,11 @@ SPARSE_DECODE_HOPPER = Patch(
         _attention(
             "sgl_kernel.flash_mla:flash_mla_with_kvcache", "sgl_kernel", SGL_KERNEL, ">=0.5.13,<0.5.23", BACKEND
         ),
+        # in front of the wheel sgl-flash-mla; the backend takes it from the module when it is made
+        _attention(
+            "sglang.kernels.ops.attention.flash_mla_interface:flash_mla_with_kvcache",
+            *("flash_mla_interface", FLASH_MLA_INTERFACE, ">=0.5.23,<0.6", BACKEND),
+        ),
     ),
     needs=(EXTENSION,),
     modes=("ops",),
@@ -105,7 +111,8 @@ MXFP4_MOE = Patch(
 BF16_LINEAR = Patch(
     name="bf16_linear",
     why="the bf16 projections of compressors, router and indexer for up to 32 rows: cuBLAS takes two launches "
-    "(split-K and its reduction) and a multiple of the time that the bytes need; bench/bf16_linear.py",
+    "(split-K and its reduction) and a multiple of the time that the bytes need (256 experts and up to 16 rows: "
+    "SGLang's own router, one launch, not compared); bench/bf16_linear.py",
     targets=(
         _projection(
             "sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
@@ -161,12 +168,12 @@ UNPADDED_HEADS = Patch(
     name="unpadded_heads",
     why="above TP1 the queries are padded to 64 heads for kernels that need it; ours takes the rank's own heads",
     targets=(
-        # before, the rank's heads are not the first ones
+        # before, the rank's heads are not the first ones; from 0.5.20 on DSPARK's draft and other GPUs alone pad
         _attention(
             f"{BACKEND}:DeepseekV4AttnBackend.forward",
             "backend_forward",
             Parameters(("self", "q", "k", "v", "layer"), further="any"),
-            ">=0.5.14,<0.5.20",
+            ">=0.5.14,<0.6",
         ),
         _attention(
             f"{MODEL}:MqaAttentionBase._kernel_num_heads",

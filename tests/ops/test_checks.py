@@ -99,7 +99,7 @@ BAD_VALUES = {
     "fp8_linear": [("norm_eps", 0.0), ("norm_eps", None)],
     "fp8_linear, gated": [*BAD_LIMITS, ("norm_eps", 1e-6)],
     "gated": [*BAD_LIMITS, ("swiglu_limit", None)],
-    "normalized": [("norm_eps", -1.0), ("norm_eps", math.nan), ("norm_eps", None), ("norm_weight", None)],
+    "normalized": [("norm_eps", -1.0), ("norm_eps", math.nan), ("norm_eps", None)],
     "mhc": [*BAD_MHC, ("sinkhorn_iters", 0)],
     "mhc_pre": [*BAD_MHC, ("sinkhorn_iters", 0), ("kernels", "many")],
     "mhc_head": [*BAD_MHC, ("kernels", "many")],
@@ -178,6 +178,15 @@ def placed(like: torch.Tensor, dtype=None, *, spread=1, shift=0) -> torch.Tensor
     strides = [spread * stride for stride in like.stride()]
     last = sum((size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
     return torch.zeros(last + 1 + shift, dtype=dtype or like.dtype).as_strided(like.shape, strides, shift)
+
+
+@pytest.mark.parametrize(("name", "argument"), TENSORS)
+@pytest.mark.parametrize("given", [None, [1.0]])
+def test_what_is_no_tensor_is_said(name, argument, given):
+    if given is None and inspect.signature(function_of(name)).parameters[argument].default is None:
+        return  # may be left out, alone or with those that it goes with (test_every_value_is_looked_at)
+    expected = f"{argument} must be a tensor, got {'None' if given is None else 'list'}"
+    assert refused(name, argument, "dtype", **{argument: given}).endswith(expected)
 
 
 @pytest.mark.parametrize(("name", "argument"), TENSORS)

@@ -203,7 +203,7 @@ def test_status_says_it(tmp_path):
     assert {row[1:] for row in models_table.of_model_text(found)[1:]} == {("SGLang's", "")}
     assert "never run with us" in models_table.of_model("pro", 8)["note"]
     assert models_table.of_model("flash", 2)["note"] == ""
-    with pytest.raises(CommandError, match="--model must be flash, pro, or a folder"):
+    with pytest.raises(CommandError, match="--model must be flash, pro, flash-0731, or a folder"):
         models_table.of_model(str(tmp_path / "nothing"), 1)
     (tmp_path / "config.json").write_text("[]")
     os.mkfifo(tmp_path / "fifo")  # whoever only opened it would wait for ever

@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         found.probe, found.probe_problem = probe.run(facts.python(), PROBE_SECONDS)
     findings = examine(found)
     if answers is not None:
-        findings += list(server.checks(replace(answers, applied=applied(found))))
+        variables = next(iter(found.server_environ.values()), None)
+        findings += list(server.checks(replace(answers, applied=applied(found), variables=variables)))
     if arguments.json:
         console.print_json({"findings": [asdict(f) for f in findings]})
     else:

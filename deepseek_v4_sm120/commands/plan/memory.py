@@ -80,14 +80,16 @@ def layer_weights(m: Model, ratio: int, wo_a_bf16: bool) -> dict[str, tuple[int,
     return found
 
 
-def weight_bytes(m: Model, tp: int, *, mtp: bool, wo_a_bf16: bool) -> float:
-    """One rank's weights. SGLang expands wo_a to bf16 on SM120; where the operator is ours it stays FP8."""
+def weight_bytes(m: Model, tp: int, *, drafts: bool, wo_a_bf16: bool) -> float:
+    """One rank's weights, with the checkpoint's drafter where it `drafts`. SGLang expands wo_a to bf16 on SM120; where
+    the operator is ours it stays FP8. The Markov and confidence heads of DSPARK's drafter are within the error."""
     divided = whole = 0.0
-    for ratio, layers in (*m.kinds(), (0, int(mtp))):
+    for ratio, layers in (*m.kinds(), (0, m.draft_layers * drafts)):
         for part, (size, is_divided) in layer_weights(m, ratio, wo_a_bf16).items():
             total = layers * size * (m.experts if part == "routed" else 1)
             divided, whole = (divided + total, whole) if is_divided else (divided, whole + total)
-    whole += 2 * _fp8(m.hidden, m.hidden) * mtp + 4 * m.vocab * m.experts_per_token * m.hash_layers
+    inputs = 2 if m.dspark_block is None else m.dspark_stages  # projections into the drafter, [hidden, hidden] each
+    whole += inputs * _fp8(m.hidden, m.hidden) * drafts + 4 * m.vocab * m.experts_per_token * m.hash_layers
     return (divided + 4 * m.vocab * m.hidden) / tp + whole
 
 
