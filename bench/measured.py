@@ -92,6 +92,9 @@ SECTIONS = {
         (),
         True,
     ),
+    "e2e_sums_sglang": Section(
+        "The sums between the cards", "NCCL, NCCL through host memory, and ours, in turn.", STEP, (), True, "flash43"
+    ),
     "e2e_operators_sglang": Section(
         "Every call beside the original", "Shadow mode on the engine's live inputs.", SHADOW, (), True, "shadow"
     ),

@@ -125,6 +125,7 @@ def all_reduce(x, group: AllReduce, *, out=None, tag: int = 0, algorithm: str | 
     if not 1 <= rows <= group.max_rows:
         check.refuse("shape", "x", f"have 1 to {group.max_rows} rows", rows)
     if out is not None:
+        check.given("out", out)
         check.written("x", x, ("out", out))
         check.tensor("out", out, BF16, x.shape, CONTIGUOUS, VECTOR)
     if algorithm is None:

@@ -28,6 +28,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_whole_step": ("whole43", "without43"),
     "e2e_two_cards": ("tp2", "tp2_43"),
     "e2e_four_cards": ("tp4", "tp4_43"),
+    "e2e_sums": ("sums2", "sums4", "sums2_43", "sums4_43"),
     "e2e_speculation": ("speculation", "speculation43"),
 }
 # which issue a patch's shadow records answer; a record says its own bound
@@ -70,6 +71,18 @@ IMPLEMENTATIONS = {
     "ops_tp4": "ours, every operator on, four cards",
     "stock43_tp4": "SGLang stock, four cards (Hopper kernels)",
     "ops43_tp4": "ours, every operator on, four cards",
+    **{
+        name: text
+        for n, cards in ((2, "two"), (4, "four"))
+        for name, text in (
+            (f"sums{n}_shadow", f"ours beside SGLang's, {cards} cards and their sums"),
+            (f"sums{n}_a", f"ours, every operator on, {cards} cards"),
+            (f"sums{n}_b", f"ours, every operator on, {cards} cards"),
+            (f"nccl43_sums{n}", f"ours with NCCL's sums, {cards} cards"),
+            (f"nccl43_sums{n}_no_peers", f"ours with NCCL's sums through host memory, {cards} cards"),
+            (f"ops43_sums{n}", f"ours, every operator on, {cards} cards"),
+        )
+    },
     "plain": "ours, without speculation",
     "eagle112": "ours, EAGLE 1/1/2",
     "eagle314": "ours, EAGLE 3/1/4",
@@ -89,6 +102,8 @@ KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answe
     "ops_shadow": "SGLang stock (FlashMLA, paged extend)",
     "ops_tp2_shadow": "SGLang stock, two cards (paged extend, paged logits)",
     "ops_tp4_shadow": "SGLang stock, four cards (paged extend, paged logits)",
+    "sums2_shadow": "SGLang stock, two cards, its own sums",
+    "sums4_shadow": "SGLang stock, four cards, its own sums",
     "seams_shadow": "SGLang stock (Triton, SM120 branches)",
 }
 WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
@@ -96,8 +111,11 @@ WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
     ("ops43_whole", "8"): {"decode step, ms, worst": 11.5},
     ("ops43_eagle314", "1"): {"decode step, ms, worst": 7.8, "launches per step": 1150},
     ("ops43_eagle314", "8"): {"decode step, ms, worst": 18.2},
+    ("ops43_sums2", "1"): {"decode step, ms, worst": 3.9},
+    ("ops43_sums4", "1"): {"decode step, ms, worst": 3.4},
+    ("ops43_sums4", "8"): {"decode step, ms, worst": 6.2},
 }
-WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE = 7, 4, 21
+WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE, SUMS_ISSUE = 7, 4, 21, 20
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
 
 
@@ -171,7 +189,8 @@ def timing_rows(name, batches, prefill_bars=None):
     impl, rows = IMPLEMENTATIONS[name], []
     is_whole = name.endswith(("_whole", "43_alone", "43_tp2", "43_tp4")) or "_without_" in name
     issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith("_eagle314") else ISSUE
-    variant = "flash43" if name.endswith("_tp4") else "flash43e64"
+    issue = SUMS_ISSUE if "43_sums" in name else issue
+    variant = "flash43" if name.endswith("_tp4") or "_sums4" in name else "flash43e64"
     for batch, timed in batches.items():
         bars = WHOLE_BARS.get((name, batch), {}) | (prefill_bars or {}).get(batch, {})
         experts = ", 16 experts" if "_alone" in name or "_without_" in name else ""
