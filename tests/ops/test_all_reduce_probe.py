@@ -103,11 +103,15 @@ def test_a_way_that_fails_on_one_rank_is_taken_on_none(what, library):
 
 
 @pytest.mark.parametrize("what", ["dies", "wrong bits"])
-def test_where_no_way_is_right_the_sums_stay_sglangs(what, library):
+def test_where_no_way_is_right_the_sums_stay_sglangs(what, library, monkeypatch):
+    """And no process is left."""
+    started, real = [], probe.subprocess.Popen
+    monkeypatch.setattr(probe.subprocess, "Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
     found = agreed(2, library, {"rank": 0, "way": "both", "what": what})
     assert found.transport is None and all("rank 0: " in way.problem for way in found.ways.values())
     assert found.describe().startswith("the sums between the cards stay SGLang's; by way of each other's memory: rank")
     assert "by way of host memory: rank 0" in found.describe() and probe.REMEDY in found.describe()
+    assert len(started) == (4 if what == "dies" else 2) and all(process.poll() is not None for process in started)
 
 
 def test_a_probe_that_hangs_is_ended(library, monkeypatch):
@@ -126,13 +130,6 @@ def test_ranks_at_different_places_have_no_verdict(library):
     found = verdicts(2, lambda rank: (sys.executable, "-c", SAYS_FOUND) if rank else program(library, GOOD))
     assert found[0].transport is found[1].transport is None
     assert found[0].ways["peer"].problem == "the ranks' probes are at different places"
-
-
-def test_no_process_is_left(library, monkeypatch):
-    started, real = [], probe.subprocess.Popen
-    monkeypatch.setattr(probe.subprocess, "Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
-    agreed(2, library, {"rank": 1, "way": "both", "what": "raises"})
-    assert len(started) == 4 and all(process.poll() is not None for process in started)
 
 
 # ---- making the group on all ranks or on none
