@@ -82,23 +82,23 @@ class Child:
     """A process of the probe, and what it says. Whatever becomes of it is said by `next`: the other ranks wait."""
 
     def __init__(self, words: Sequence[str]):
-        self.connection, theirs = multiprocessing.Pipe()
-        self._said = os.fdopen(os.memfd_create("all_reduce probe"), "w+b")
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        self._process, self._problem = None, None
+        self.connection, self._said, self._process, self._problem = None, None, None, None
         try:
-            self._process = subprocess.Popen(
-                [*words, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=self._said,
-                env=os.environ | {"DSV4_SM120": "off", "PYTHONPATH": path},
-            )
+            self.connection, theirs = multiprocessing.Pipe()
+            self._said = os.fdopen(os.memfd_create("all_reduce probe"), "w+b")
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*words, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._said,
+                    stderr=self._said,
+                    env=os.environ | {"DSV4_SM120": "off", "PYTHONPATH": path},
+                )
         except OSError as error:
             self._problem = f"its probe does not start: {error}"
-        theirs.close()
 
     def next(self, seconds: float) -> tuple[str, object]:
         """(kind, value); FAILED where nothing comes."""
@@ -116,12 +116,12 @@ class Child:
             self.connection.send(value)
 
     def end(self) -> None:
-        self.connection.close()
         if self._process is not None:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # one in the driver ends when that lets it go
                 self._process.wait(END_S)
-        self._said.close()
+        for opened in filter(None, (self.connection, self._said)):
+            opened.close()
 
     def _last_words(self) -> str:
         status = "unknown"

@@ -82,9 +82,8 @@ def _communicator(stock: Callable, group, device):
     if why := _why_not(places):
         return _left(theirs, rank, f"the sums between the cards stay SGLang's: {why}")
     verdict = all_reduce_probe.probe(rank, len(places), device.index, gather, hidden=hidden)
-    report.add_note(PATCH, lambda: f"{PATCH}: {verdict.describe()}", verdict.as_dict)
     if verdict.transport is None:
-        return _left(theirs, rank, verdict.describe())
+        return _left(theirs, rank, verdict.describe(), verdict.as_dict)
 
     def make(together):
         return op.AllReduce(rank, len(places), device, together, hidden=hidden, transport=verdict.transport)
@@ -92,16 +91,19 @@ def _communicator(stock: Callable, group, device):
     made, why = op.made_together(gather, make)
     if made is None:
         return _left(theirs, rank, f"the sums between the cards stay SGLang's: {why}")
+    text = f"{PATCH}: {verdict.describe()}"
     if rank == 0:
-        report.info(f"deepseek_v4_sm120: {PATCH}: {verdict.describe()} (probe: {verdict.seconds} s)")
+        report.info(f"deepseek_v4_sm120: {text} (probe: {verdict.seconds} s)")
+    report.add_note(PATCH, lambda: text, verdict.as_dict)
     report.write()
     return Communicator(theirs, made)
 
 
-def _left(theirs, rank: int, why: str):
+def _left(theirs, rank: int, why: str, found: Callable[[], dict] = dict):
     """SGLang's own object, and one line."""
     if rank == 0:
         report.warn(f"deepseek_v4_sm120: {PATCH}: {why}")
+    report.add_note(PATCH, lambda: f"{PATCH}: {why}", found)
     report.write()
     return theirs
 
