@@ -4,7 +4,7 @@
 A graph holds a chain of calls, each of the last one's result, as a model has them; a call's time is the greatest
 of the ranks', median over stretches. NCCL runs in the same way, in the same run: over what it finds, and once more with
 NCCL_P2P_DISABLE=1 (through host memory, beside our transport that does so). Every call's bits are checked before,
-and --rounds random calls more.
+and --rounds random calls more. Last what a sum adds to a boundary of mhc: in its kernel, and in front of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 import common  # noqa: E402
 
 from deepseek_v4_sm120.ops import all_reduce as op  # noqa: E402
+from deepseek_v4_sm120.ops.mhc import SUMMING_ROWS, _fits_summing, mhc  # noqa: E402
 from deepseek_v4_sm120.reference.all_reduce import all_reduce as reference  # noqa: E402
+from deepseek_v4_sm120.specs.mhc import Shape, make_inputs, make_terms  # noqa: E402
 from tests.ops.all_reduce_groups import in_processes  # noqa: E402
 
 ISSUE = 20
@@ -35,17 +37,28 @@ BARS = {  # (ranks, transport) -> rows -> us
     (2, "host"): {1: 9.0, 8: 13.0},
     (4, "host"): {1: 13.0, 8: 17.0},
 }
+BOUNDARY_BARS = {(2, "peer"): {1: 2.5, 8: 3.0}, (4, "peer"): {1: 3.5, 8: 4.5}}  # what a sum in it adds
+BOUNDARY_ROWS, QUICK_BOUNDARY_ROWS = (1, 2, 4, 8, 16, 32, 64), (1, 8)
 
 
 def chain_microseconds(call, x, gather) -> float:
     """Of one call in a graph of CHAIN; the slowest rank's."""
-    call(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def chain():
         y = x
         for _ in range(CHAIN):
             y = call(y)
+
+    return graph_microseconds(chain, gather)
+
+
+def graph_microseconds(chain, gather) -> float:
+    """Of one of the CHAIN calls that `chain` makes."""
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
     for _ in range(11):
@@ -68,6 +81,38 @@ def check(group, gather, rows: int, seed: int) -> None:
     for algorithm in ways:
         if not torch.equal(group(terms[group.rank], algorithm=algorithm), expected):
             raise SystemExit(f"rank {group.rank}: wrong bits at {rows} rows, {algorithm}, {group.transport}")
+
+
+def measure_boundary(report, group, gather, rows: int) -> None:
+    """A chain of boundaries, each of the last one's streams and y, with weights of its own."""
+    case = f"boundary, {group.ranks} cards, {rows} rows"
+    first = make_inputs(Shape(rows), device=group.device)
+    terms = make_terms(first, group.ranks)
+    names = ("fn", "scale", "base", "norm_weight")
+    layers = [make_inputs(Shape(1), seed=seed, device=group.device) for seed in range(CHAIN)]
+    weights = [{name: getattr(layer, name) for name in names} for layer in layers]
+
+    def chain(boundary):
+        state = (first.streams, first.post, first.comb, terms[group.rank])
+        for layer in weights:
+            state = boundary(state[3], *state[:3], **layer)
+        return state
+
+    ways = {"in front": lambda f, *state, **layer: mhc(group(f), *state, **layer)}
+    if rows <= group.one_shot_rows and _fits_summing(rows, group.num_sms, group.device.index):
+        ways["inside"] = lambda f, *state, **layer: mhc(f, *state, **layer, sum_over=group, kernels="fused")
+    without = graph_microseconds(lambda: chain(mhc), gather)
+    report.add(common.row(ISSUE, case, "without a sum", "call_us", without))
+    state = (first.streams, first.post, first.comb)
+    expected = mhc(reference(terms), *state, **weights[0])
+    for name, boundary in ways.items():
+        found = boundary(terms[group.rank], *state, **weights[0])
+        if not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
+            raise SystemExit(f"rank {group.rank}: wrong bits of a boundary, {rows} rows, sum {name}, {group.transport}")
+        us = graph_microseconds(lambda boundary=boundary: chain(boundary), gather) - without
+        taken = name == "inside" and rows <= SUMMING_ROWS[group.ranks]
+        bar = BOUNDARY_BARS.get((group.ranks, group.transport), {}).get(rows) if taken else None
+        report.add(common.row(ISSUE, case, f"{group.transport}, sum {name}, less without", "call_us", us, bar))
 
 
 def measure(rank, ranks, device, gather, options) -> None:
@@ -99,6 +144,10 @@ def measure(rank, ranks, device, gather, options) -> None:
                 taken = algorithm == op.algorithm_for(rows, ranks)
                 bar = BARS.get((ranks, group.transport), {}).get(rows) if taken else None
                 report.add(common.row(ISSUE, case, f"{group.transport}_{algorithm}", "call_us", us, bar))
+    if not without_peers:
+        for rows in QUICK_BOUNDARY_ROWS if options.quick else BOUNDARY_ROWS:
+            for group in groups:
+                measure_boundary(report, group, gather, rows)
     for turn in range(options.rounds):
         for group in groups:
             check(group, gather, 1 + turn * 37 % max(rows_of), turn)

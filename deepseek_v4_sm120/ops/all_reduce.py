@@ -60,20 +60,23 @@ class AllReduce:
         _check_group(rank, ranks, max_rows, hidden, transport)
         self.rank, self.ranks, self.device, self.transport = rank, ranks, device, transport
         self.max_rows, self.hidden = max_rows, hidden
-        self._patience_s, self._traps = patience_s, traps
-        self._sizes = {
-            "one_shot_vectors": min(ONE_SHOT_ROWS, max_rows) * hidden // _VALUES,
+        self.one_shot_rows = min(ONE_SHOT_ROWS, max_rows)
+        sizes = {
+            "one_shot_vectors": self.one_shot_rows * hidden // _VALUES,
             "two_shot_vectors": max_rows * hidden // _VALUES,
         }
+        group = {"rank": rank, "ranks": ranks, "transport": transport, "patience_s": patience_s, "traps": traps}
+        self._given = group | sizes
         _C = extension.load()
-        self.bytes = _C.all_reduce_places_bytes(ranks=ranks, transport=transport, **self._sizes)
+        self.bytes = _C.all_reduce_places_bytes(ranks=ranks, transport=transport, **sizes)
         with torch.cuda.device(device):
             self._state = torch.zeros(_C.all_reduce_state_words, dtype=torch.int32, device=device)
             self._fault = torch.zeros(_C.all_reduce_fault_words, dtype=torch.int32, pin_memory=True)
             self._memory = (_Peers if transport == "peer" else _Host)(rank, self.bytes, gather)
         self._places = torch.tensor(self._memory.places, dtype=torch.uint64)
         torch.cuda.synchronize(device)  # the state is zero before a call on any stream
-        gather(None)  # nobody sends before all have opened everybody's memory
+        # of the smallest card: what all ranks must decide alike is decided by it
+        self.num_sms = min(gather(cuda_tensors.num_sms(device.index)))  # and nobody sends before all have opened all
         self._watch = _Watch(rank, self._fault, gather(os.getpid()))
 
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None, tag: int = 0, algorithm: str | None = None):
@@ -102,23 +105,24 @@ class AllReduce:
                 x=x.data_ptr(),
                 out=out.data_ptr(),
                 vectors=x.numel() // _VALUES,
-                places=self._places.data_ptr(),
-                ranks=self.ranks,
-                state=self._state.data_ptr(),
-                fault=self._fault.data_ptr(),
-                rank=self.rank,
-                **self._sizes,
-                transport=self.transport,
+                **self.arguments(tag),
                 algorithm=algorithm or algorithm_for(rows, self.ranks),
-                tag=tag,
                 rows=rows,
-                patience_s=self._patience_s,
-                traps=self._traps,
                 num_sms=cuda_tensors.num_sms(index),
                 pdl=True,
                 stream=torch._C._cuda_getCurrentRawStream(index),
             )
         return out
+
+    def arguments(self, tag: int) -> dict:
+        """What a kernel that sums takes of the group: this one, and others that sum on their way (ops/mhc.py)."""
+        return {
+            **self._given,
+            "places": self._places.data_ptr(),
+            "state": self._state.data_ptr(),
+            "fault": self._fault.data_ptr(),
+            "tag": tag,
+        }
 
     def fault(self) -> str | None:
         """What the kernel said before it gave up, or None."""

@@ -88,6 +88,7 @@ def _calls() -> dict[str, tuple[str, dict]]:
 
 CALLS = _calls()
 BAD_MHC = [("norm_eps", -1e-6), ("rms_eps", -1.0), ("hc_eps", math.nan), ("kernels", "two")]
+BAD_SUM = ("sum_over", "tp")
 BAD_LIMITS = [("swiglu_limit", value) for value in (0, -1.0, math.nan, 3.4e38)]
 BAD_VALUES = {
     "compressor": [("norm_eps", 0.0), ("norm_eps", math.nan), ("page_size", 48), ("page_size", 0), ("fp4", True)],
@@ -96,9 +97,10 @@ BAD_VALUES = {
     "fp8_linear, gated": [*BAD_LIMITS, ("norm_eps", 1e-6)],
     "gated": [*BAD_LIMITS, ("swiglu_limit", None)],
     "normalized": [("norm_eps", -1.0), ("norm_eps", math.nan), ("norm_eps", None), ("norm_weight", None)],
-    "mhc": [*BAD_MHC, ("sinkhorn_iters", 0)],
+    "mhc": [*BAD_MHC, ("sinkhorn_iters", 0), BAD_SUM],
     "mhc_pre": [*BAD_MHC, ("sinkhorn_iters", 0), ("kernels", "many")],
-    "mhc_head": [*BAD_MHC, ("kernels", "many")],
+    "mhc_post": [BAD_SUM],
+    "mhc_head": [*BAD_MHC, ("kernels", "many"), BAD_SUM],
     "mxfp4_moe": [("activations", "fp4")],
     "index_select": [("k", 0), ("k", 1025), ("k", 1.0)],
     "topk_select": [("k", 0), ("k", 1025)],
@@ -106,8 +108,10 @@ BAD_VALUES = {
 }
 # what has no wrong value, or none that is looked at: hints, factors, positions of a rank's experts
 UNCHECKED = {
-    "mhc": {"post_scale"},
+    "mhc": {"post_scale", "tag"},
     "mhc_pre": {"post_scale"},
+    "mhc_post": {"tag"},
+    "mhc_head": {"tag"},
     "mxfp4_moe": {"routed_scaling", "swiglu_limit", "first_expert", "up_first"},
     "index_select": {"rows_per_request"},
     "mqa_logits": {"rows_per_request"},
