@@ -229,9 +229,7 @@ __device__ __forceinline__ void collapse_row(const Params& p, const Sum& sum_of_
   const auto real = [&](int turn) { return turn < kOctets / kCollapsing || octet(turn) < kOctets; };
   prefetch(reinterpret_cast<const char*>(p.x + row * p.x_stride) + threadIdx.x * 128);
   if (threadIdx.x < kSlices) prefetch(exchanged<kHead>(p, row, threadIdx.x, 0));
-  if constexpr (Sum::kSums) {
-    if (threadIdx.x < kRowSums / 8) prefetch(sum_of(sum_of_f.sums, row, threadIdx.x * 8));
-  }
+  if constexpr (Sum::kSums) prefetch_where(threadIdx.x < kRowSums / 8, sum_of(sum_of_f.sums, row, threadIdx.x * 8));
   Gates<kHead> gates;
   gates.load(p, lane);
   uint4 weight[kTurns];
