@@ -112,6 +112,7 @@ __device__ __forceinline__ void mix_slices(const Params& p, const Sum& sum_of_f,
       if (row < p.rows) cp_async_16(shared_address(&x[stream][high * 32 + lane]), reinterpret_cast<uint64_t>(mine + row * p.x_stride), true);
       inputs[high].load_coefficients(p, row, stream);
     }
+    slice_sum.send();
     weights.split();
     slice_sum.add(f, sum_of_f.sums);
     cp_async_wait_all();

@@ -26,47 +26,56 @@ __device__ __forceinline__ bool is_there(const uint4& v) { return v.x != 0 && v.
 // Vector `vector` of a row's sums; `sums`: [rows, kRowSums], zero before and after a call.
 __device__ __forceinline__ uint4* sum_of(uint4* sums, int64_t row, int vector) { return sums + row * kRowSums + vector; }
 
-// A slice of a tile, by the kMixThreads threads that mix it.
+// A slice of a tile, by the kMixThreads threads that mix it: this thread's vector.
+struct SliceVector {
+  int64_t row, place;  // place: among the call's
+  int32_t vector;      // of the row
+  int32_t part;        // of the call's: a slice of a tile
+  bool is_one;         // else this thread has none
+  uint4 term;          // this card's
+
+  // Behind the wait for the kernels in front.
+  __device__ __forceinline__ SliceVector(const all_reduce::Params& p, int slice, int tile) {
+    const int thread = threadIdx.x % kMixThreads, first_row = tile * kTileRows;
+    const int left = static_cast<int>(p.rows) - first_row, rows = left < kTileRows ? left : kTileRows;
+    row = first_row + thread / kRowVectors;
+    place = static_cast<int64_t>(first_row) * kRowSums + slice * rows * kRowVectors + thread;
+    vector = slice * kRowVectors + thread % kRowVectors;
+    part = tile * kSlices + slice;
+    is_one = thread < rows * kRowVectors;
+    term = make_uint4(0, 0, 0, 0);
+    if (is_one) term = reinterpret_cast<const uint4*>(p.x)[row * kRowSums + vector];
+  }
+};
+
 template <int kRanks, bool kHost>
 struct SliceSum {
+  SliceVector mine;  // first: its load does not wait for the turn's
   all_reduce::Turn<kRanks, kHost> turn;
-  int64_t row;     // this thread's
-  int64_t place;   // of its vector
-  int32_t vector;  // of the row
-  int32_t part;    // of the call's
-  bool has_one;    // others have no vector
-  uint4 term;      // this card's
 
-  // Behind the wait for the kernels in front: sends.
-  __device__ __forceinline__ SliceSum(const all_reduce::Params& p, int slice, int tile) : turn(p) {
-    const int thread = threadIdx.x % kMixThreads, first_row = tile * kTileRows;
-    const int rows = static_cast<int>(p.rows) - first_row < kTileRows ? static_cast<int>(p.rows) - first_row : kTileRows;
-    part = tile * kSlices + slice;
-    row = first_row + thread / kRowVectors;
-    vector = slice * kRowVectors + thread % kRowVectors;
-    place = static_cast<int64_t>(first_row) * kRowSums + slice * rows * kRowVectors + thread;
-    has_one = thread < rows * kRowVectors;
-    if (!has_one) return;
-    term = all_reduce::sendable(reinterpret_cast<const uint4*>(p.x)[row * kRowSums + vector]);
-    turn.send(place, term);
+  __device__ __forceinline__ SliceSum(const all_reduce::Params& p, int slice, int tile) : mine(p, slice, tile), turn(p) {}
+
+  __device__ __forceinline__ void send() const {
+    if (mine.is_one) turn.send(mine.place, all_reduce::sendable(mine.term));
   }
 
   // Waits for the others' terms; the sum is for the row's block, too. Out of patience it is a wrong one, where the process goes on.
   __device__ __forceinline__ void add(uint4* here, uint4* sums) const {
-    if (!has_one) return;
+    if (!mine.is_one) return;
     const all_reduce::Params& p = turn.p;
     uint4 terms[kRanks];
-    all_reduce::collect(turn, terms, term, [&](int from) { return turn.term(p.rank, from, place, turn.base); });
+    const uint4 own = all_reduce::sendable(mine.term);
+    all_reduce::collect(turn, terms, own, [&](int from) { return turn.term(p.rank, from, mine.place, turn.base); });
     const uint4 sum = all_reduce::summed(terms);
-    store_relaxed(sum_of(sums, row, vector), complement(sum));
+    store_relaxed(sum_of(sums, mine.row, mine.vector), complement(sum));
     here[threadIdx.x % kMixThreads] = sum;
   }
 
   // Once all threads of the slice have their sums; what follows in the block need not wait for it.
   __device__ __forceinline__ void end() const {
     const int thread = threadIdx.x % kMixThreads, parts = parts_of(static_cast<int>(turn.p.rows));
-    if (thread == 0) turn.arrive(0, part == 0, parts);
-    turn.wipe(static_cast<int64_t>(part) * kMixThreads + thread, static_cast<int64_t>(parts) * kMixThreads);
+    if (thread == 0) turn.arrive(0, mine.part == 0, parts);
+    turn.wipe(static_cast<int64_t>(mine.part) * kMixThreads + thread, static_cast<int64_t>(parts) * kMixThreads);
   }
 
   __host__ __device__ static constexpr int parts_of(int rows) { return (rows + kTileRows - 1) / kTileRows * kSlices; }

@@ -118,10 +118,11 @@ void boundary_block(const Params& p, int block, uint32_t patience, uint4* sums, 
   const int slices = SliceSum<kRanks, kHost>::parts_of(p.rows);
   if (block < slices) {
     const SliceSum<kRanks, kHost> slice(p, block % kSlices, block / kSlices);
+    slice.send();
     slice.add(shared, sums);
     carry_out(true);  // the barrier waits for other cards: no store takes as long
     __syncthreads();
-    if (slice.has_one) of_slices[slice.row * kRowSums + slice.vector] = shared[threadIdx.x];
+    if (slice.mine.is_one) of_slices[slice.mine.row * kRowSums + slice.mine.vector] = shared[threadIdx.x];
     slice.end();
   } else {
     uint4 f[kThreadSums];

@@ -64,7 +64,7 @@ def test_a_rank_that_ends_is_told_by_all_others(program, ranks, transport):
     )
 
 
-WIPES = "turn.wipe(static_cast<int64_t>(part) * kMixThreads + thread, static_cast<int64_t>(parts) * kMixThreads);"
+WIPES = "turn.wipe(static_cast<int64_t>(mine.part) * kMixThreads + thread, static_cast<int64_t>(parts) * kMixThreads);"
 NOT_SO = {
     "three generations": ("host", ("kGenerations = 4", "kGenerations = 3")),
     "the call before is wiped": ("host", ("(call + 2) % kGenerations", "(call + 3) % kGenerations")),
@@ -80,20 +80,20 @@ NOT_SO = {
     "a boundary wipes nothing": ("host", (WIPES, "")),
     "a boundary wipes what its first slice can": (
         "peer",
-        (WIPES, WIPES.replace("(part) * kMixThreads + thread", "(thread)")),
+        (WIPES, WIPES.replace("(mine.part) * kMixThreads + thread", "(thread)")),
     ),
     "each thread of a slice arrives": ("peer", ("if (thread == 0) turn.arrive", "turn.arrive")),
-    "a boundary's slices count for one": ("peer", ("turn.arrive(0, part == 0, parts)", "turn.arrive(0, part == 0, 1)")),
+    "a boundary's slices count for one": (
+        "peer",
+        ("turn.arrive(0, mine.part == 0, parts)", "turn.arrive(0, mine.part == 0, 1)"),
+    ),
     "slices of a short tile lie as far apart as of a whole one": (
         "host",
         ("slice * rows * kRowVectors", "slice * kSliceVectors"),
     ),
     "a boundary sends NaNs as they are": (
         "peer",
-        (
-            "all_reduce::sendable(reinterpret_cast<const uint4*>(p.x)[row * kRowSums + vector])",
-            "reinterpret_cast<const uint4*>(p.x)[row * kRowSums + vector]",
-        ),
+        ("turn.send(mine.place, all_reduce::sendable(mine.term))", "turn.send(mine.place, mine.term)"),
     ),
     "sums come to the rows as they are": ("peer", ("return make_uint4(~v.x, ~v.y, ~v.z, ~v.w)", "return v")),
     "a row looks at one word of a sum": ("peer", (" && v.y != 0 && v.z != 0 && v.w != 0", "")),
