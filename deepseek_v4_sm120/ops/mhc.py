@@ -140,13 +140,13 @@ def mhc_pre(
     return post, comb, y
 
 
-def mhc_post(f, streams, post, comb, *, sum_over=None, tag=0):
+def mhc_post(f, streams, post, comb):
     """The new streams alone, [rows, 4, hidden] bf16. Arguments and errors as `mhc`'s; the same bits."""
     check, rows, hidden = _check_streams("mhc_post", streams)
-    post = _check_sublayer(check, f, post, comb, rows, hidden, sum_over)
+    post = _check_sublayer(check, f, post, comb, rows, hidden)
     check.on_cuda()
     new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=streams.device)
-    _launch(streams, f, post, comb, new, sum_over=sum_over, tag=tag)
+    _launch(streams, f, post, comb, new)
     return new
 
 
@@ -258,7 +258,7 @@ def _launch_here(
     sums = {}
     if sum_over is not None:
         fewest_sms = min(num_sms, sum_over.num_sms)
-        if fn is not None and _sums_itself(kernels, rows, hidden, sum_over, fewest_sms, index):
+        if _sums_itself(kernels, rows, hidden, sum_over, fewest_sms, index):
             kernels, num_sms, sums = "fused", fewest_sms, {"sums": True, **sum_over.arguments(tag)}
         else:
             f = sum_over(f, tag=tag)
@@ -364,7 +364,7 @@ def _check_streams(op: str, streams) -> tuple[Call, int, int]:
     return check, rows, hidden
 
 
-def _check_sublayer(check: Call, f, post, comb, rows, hidden, sum_over):
+def _check_sublayer(check: Call, f, post, comb, rows, hidden, sum_over=None):
     """post as the kernels read it, [rows, 4]"""
     check.tensor("f", f, BF16, (rows, hidden), _STRIDES if sum_over is None else CONTIGUOUS, VECTOR)
     if sum_over is not None:

@@ -99,7 +99,6 @@ BAD_VALUES = {
     "normalized": [("norm_eps", -1.0), ("norm_eps", math.nan), ("norm_eps", None), ("norm_weight", None)],
     "mhc": [*BAD_MHC, ("sinkhorn_iters", 0), BAD_SUM],
     "mhc_pre": [*BAD_MHC, ("sinkhorn_iters", 0), ("kernels", "many")],
-    "mhc_post": [BAD_SUM],
     "mhc_head": [*BAD_MHC, ("kernels", "many"), BAD_SUM],
     "mxfp4_moe": [("activations", "fp4")],
     "index_select": [("k", 0), ("k", 1025), ("k", 1.0)],
@@ -110,7 +109,6 @@ BAD_VALUES = {
 UNCHECKED = {
     "mhc": {"post_scale", "tag"},
     "mhc_pre": {"post_scale"},
-    "mhc_post": {"tag"},
     "mhc_head": {"tag"},
     "mxfp4_moe": {"routed_scaling", "swiglu_limit", "first_expert", "up_first"},
     "index_select": {"rows_per_request"},

@@ -13,7 +13,7 @@ import torch
 
 from deepseek_v4_sm120.ops import all_reduce
 from deepseek_v4_sm120.ops import mhc as op
-from deepseek_v4_sm120.ops.mhc import mhc, mhc_head, mhc_post
+from deepseek_v4_sm120.ops.mhc import mhc, mhc_head
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.all_reduce import all_reduce as sum_of
@@ -39,10 +39,6 @@ def unnormed(inputs, f, **way):
 def head(inputs, f, **way):
     last = {"f": f, "post": inputs.post, "comb": inputs.comb, "norm_weight": inputs.norm_weight}
     return mhc_head(**inputs.head(), **last, **way)
-
-
-def post(inputs, f, **way):
-    return (mhc_post(**{**inputs.post_only(), "f": f}, **way),)
 
 
 def alone(algorithm, term, *, sum_over):
@@ -112,15 +108,13 @@ def test_sums_of_all_kinds_follow_each_other(pair, device):
     """Alone in one hop and two, inside of boundaries, in front of them: the same places, the same turns."""
     streams, dice = [torch.cuda.Stream(device) for _ in pair], random.Random(7)
     for turn in range(80):
-        kind = dice.choice(("one_shot", "two_shot", "fused", "split", "post"))
+        kind = dice.choice(("one_shot", "two_shot", "fused", "split"))
         rows = dice.choice((1, 64, 512) if kind == "two_shot" else TOGETHER)
         inputs = make_inputs(Shape(rows), seed=turn, device=device)
         terms = make_terms(inputs, 2, turn)
         f = sum_of(terms)
         if kind in ("fused", "split"):
             call, expected = partial(boundary, inputs, kernels=kind), boundary(inputs, f, kernels="split")
-        elif kind == "post":
-            call, expected = partial(post, inputs), post(inputs, f)
         else:
             call, expected = partial(alone, kind), (f,)
         assert all(equal(one, expected) for one in on_streams(pair, streams, terms, call)), (turn, kind, rows)

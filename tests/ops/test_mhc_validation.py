@@ -108,7 +108,6 @@ def test_a_sum_that_cannot_be(name):
     for op_name, run in (
         ("mhc", lambda: call(**changes)),
         ("mhc_head", lambda: mhc_head(**GOOD.head(), **changes)),
-        ("mhc_post", lambda: mhc_post(**{**GOOD.post_only(), **changes})),
     ):
         with pytest.raises(raised, match=f"^{op_name}: .*{words}"):
             run()
@@ -117,7 +116,7 @@ def test_a_sum_that_cannot_be(name):
 def test_a_good_sum_gets_as_far_as_the_device():
     for run in (
         lambda: call(sum_over=group()),
-        lambda: mhc_post(**GOOD.post_only(), sum_over=group(), tag=3),
+        lambda: call(sum_over=group(), tag=3, kernels="split"),
         lambda: mhc_head(**GOOD.head(), f=GOOD.f, post=GOOD.post, comb=GOOD.comb, sum_over=group()),
     ):
         with pytest.raises(RuntimeError, match="streams.device must be a CUDA device, got cpu"):
