@@ -320,12 +320,16 @@ def _kernels_of(rows: int, hidden: int, is_boundary: bool, num_sms: int, index: 
     return found if extension.load().mhc_fits(kernels=found, rows=rows, num_sms=num_sms) else "split"
 
 
+def takes_sum(rows: int, hidden: int, group: AllReduce) -> bool:
+    """Whether a boundary of so many rows can have its sum inside: where all its blocks are resident, it has."""
+    return hidden == FLASH_HIDDEN and 1 <= rows <= min(SUMMING_ROWS[group.ranks], group.one_shot_rows)
+
+
 def _sums_itself(kernels, rows: int, hidden: int, group: AllReduce, num_sms: int, index: int) -> bool:
     """Whether the boundary's kernel adds what the cards send; on all of them, for all have the same numbers."""
     if kernels is not None:
         return kernels == "fused"
-    few = hidden == FLASH_HIDDEN and rows <= min(SUMMING_ROWS[group.ranks], group.one_shot_rows)
-    return few and _fits_summing(rows, num_sms, index)
+    return takes_sum(rows, hidden, group) and _fits_summing(rows, num_sms, index)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -118,7 +118,7 @@ UNCHECKED = {
 }
 # of the public functions of ops: sizes and predicates, and parts of mxfp4_moe behind its checks, for tests and benches
 NO_CHECKS = {
-    *("takes", "takes_prologue", "takes_prefill", "has_fp8_mma", "width", "entry_page_bytes"),
+    *("takes", "takes_sum", "takes_prologue", "takes_prefill", "has_fp8_mma", "width", "entry_page_bytes"),
     *("check_product", "check_weight", "num_whole_tiles", "cut", "make_tiles", "run_grouped"),
 }
 ANY_STRIDES = {"weight_scale", "kv_pages", "extra_kv_pages", "k_pages"}
