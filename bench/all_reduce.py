@@ -10,6 +10,7 @@ and --rounds random calls more. Last what a sum adds to a boundary of mhc: in it
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -43,22 +44,13 @@ BOUNDARY_ROWS, QUICK_BOUNDARY_ROWS = (1, 2, 4, 8, 16, 32, 64), (1, 8)
 
 def chain_microseconds(call, x, gather) -> float:
     """Of one call in a graph of CHAIN; the slowest rank's."""
-
-    def chain():
-        y = x
-        for _ in range(CHAIN):
-            y = call(y)
-
-    return graph_microseconds(chain, gather)
-
-
-def graph_microseconds(chain, gather) -> float:
-    """Of one of the CHAIN calls that `chain` makes."""
-    chain()
+    call(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain()
+        y = x
+        for _ in range(CHAIN):
+            y = call(y)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
     for _ in range(11):
@@ -86,32 +78,32 @@ def check(group, gather, rows: int, seed: int) -> None:
 def measure_boundary(report, group, gather, rows: int) -> None:
     """A chain of boundaries, each of the last one's streams and y, with weights of its own."""
     case = f"boundary, {group.ranks} cards, {rows} rows"
-    first = make_inputs(Shape(rows), device=group.device)
-    terms = make_terms(first, group.ranks)
     names = ("fn", "scale", "base", "norm_weight")
     layers = [make_inputs(Shape(1), seed=seed, device=group.device) for seed in range(CHAIN)]
     weights = [{name: getattr(layer, name) for name in names} for layer in layers]
+    first = make_inputs(Shape(rows), device=group.device)
+    terms = make_terms(first, group.ranks)
+    state = (first.streams, first.post, first.comb)
+    expected = mhc(reference(terms), *state, **weights[0])
 
-    def chain(boundary):
-        state = (first.streams, first.post, first.comb, terms[group.rank])
-        for layer in weights:
-            state = boundary(state[3], *state[:3], **layer)
-        return state
+    def chained(boundary) -> float:
+        turns = itertools.cycle(weights)
+        return chain_microseconds(
+            lambda last: boundary(last[3], *last[:3], **next(turns)), (*state, terms[group.rank]), gather
+        )
 
     ways = {"in front": lambda f, *state, **layer: mhc(group(f), *state, **layer)}
     if rows <= group.one_shot_rows and _fits_summing(rows, group.num_sms, group.device.index):
         ways["inside"] = lambda f, *state, **layer: mhc(f, *state, **layer, sum_over=group, kernels="fused")
-    without = graph_microseconds(lambda: chain(mhc), gather)
+    without = chained(mhc)
     report.add(common.row(ISSUE, case, "without a sum", "call_us", without))
-    state = (first.streams, first.post, first.comb)
-    expected = mhc(reference(terms), *state, **weights[0])
     for name, boundary in ways.items():
         found = boundary(terms[group.rank], *state, **weights[0])
         if not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
             raise SystemExit(f"rank {group.rank}: wrong bits of a boundary, {rows} rows, sum {name}, {group.transport}")
-        us = graph_microseconds(lambda boundary=boundary: chain(boundary), gather) - without
         taken = name == "inside" and rows <= SUMMING_ROWS[group.ranks]
         bar = BOUNDARY_BARS.get((group.ranks, group.transport), {}).get(rows) if taken else None
+        us = chained(boundary) - without
         report.add(common.row(ISSUE, case, f"{group.transport}, sum {name}, less without", "call_us", us, bar))
 
 

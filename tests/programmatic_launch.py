@@ -98,7 +98,8 @@ COMPRESSOR = ("ape", "norm_weight", "freqs")
 PROBES = r"card::"  # of the self-test: they ask what a card does where kernels do not wait, and serve nobody
 
 KERNELS: dict[str, Kernel] = {
-    "all_reduce": Kernel(r"all_reduce::(one|two)_shot_kernel<", "all_reduce::Params", BEHIND),
+    "all_reduce, one hop": Kernel(r"all_reduce::one_shot_kernel<", "all_reduce::Params", BEHIND),
+    "all_reduce, two hops": Kernel(r"all_reduce::two_shot_kernel<", "all_reduce::Params", BEHIND),
     "bf16_linear": Kernel(r"bf16_linear::bf16_linear_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)),
     "compressor, groups of 4": Kernel(
         r"compressor::short_kernel", "compressor::Params", BEHIND, ahead=COMPRESSOR, hints=("plan",)
