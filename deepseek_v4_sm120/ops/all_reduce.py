@@ -25,7 +25,10 @@ TRANSPORTS = ("peer", "host")
 ALGORITHMS = ("one_shot", "two_shot")
 PATIENCE_S = 30.0  # of a captured call: all ranks replay it within a step
 EAGER_PATIENCE_S = 300.0  # a rank that compiles kernels keeps the others waiting; SGLang's own watchdog waits as long
-_WATCH_S = 0.5
+_WATCH_S, _TOLD_S = (
+    0.5,
+    0.01,
+)  # between two looks at what a kernel told; where it was told to, and this process ends soon
 
 Gather = Callable[[object], Sequence]  # object -> [object of each rank], over the CPU, in the order of ranks
 
@@ -274,12 +277,13 @@ class _Watch:
         poll = select.poll()
         for number in (*self._others, self._wake):
             poll.register(number, select.POLLIN)
+        wait_s = _WATCH_S
         while True:
-            for number, _ in poll.poll(_WATCH_S * 1000):
+            for number, _ in poll.poll(wait_s * 1000):
                 if number == self._wake:
                     return
                 poll.unregister(number)
-                self._fault[5] = 1
+                self._fault[5], wait_s = 1, _TOLD_S
             if (text := describe_fault(self._rank, self._fault)) is not None:
                 print(f"deepseek_v4_sm120: {text}", file=sys.stderr, flush=True)
                 return

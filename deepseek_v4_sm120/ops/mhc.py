@@ -19,7 +19,8 @@ either.
 
 With `sum_over`, f is this card's term of a sum between cards (ops/all_reduce.py). Of few rows (SUMMING_ROWS) `fused`
 sends, adds and rounds on its way; of more, and wherever its blocks would not all be resident, a sum of its own comes
-first. The bits are the same.
+first. The bits are the same. All cards decide alike: by rows, and the multiprocessors of the smallest card. Where this
+stream has too few of them, a sum of its own sends what the other cards' boundaries wait for.
 """
 
 from __future__ import annotations
@@ -257,11 +258,12 @@ def _launch_here(
     num_sms = cuda_tensors.stream_sms(index, stream) if asks else cuda_tensors.num_sms(index)
     sums = {}
     if sum_over is not None:
-        fewest_sms = min(num_sms, sum_over.num_sms)
-        if _sums_itself(kernels, rows, hidden, sum_over, fewest_sms, index):
-            kernels, num_sms, sums = "fused", fewest_sms, {"sums": True, **sum_over.arguments(tag)}
-        else:
+        if not _sums_inside(kernels, rows, hidden, sum_over, index):
             f = sum_over(f, tag=tag)
+        elif kernels is None and not _fits_summing(rows, num_sms, index):
+            f = _summed_as_inside(f, sum_over, tag)
+        else:
+            kernels, num_sms, sums = "fused", min(num_sms, sum_over.num_sms), {"sums": True, **sum_over.arguments(tag)}
     if kernels is None:
         kernels = _kernels_of(rows, hidden, f is not None and not head, num_sms, index)
     if fn is not None:
@@ -330,11 +332,21 @@ def takes_sum(rows: int, hidden: int, group: AllReduce) -> bool:
     return hidden == group.hidden and 1 <= rows <= summing_rows(group)
 
 
-def _sums_itself(kernels, rows: int, hidden: int, group: AllReduce, num_sms: int, index: int) -> bool:
-    """Whether the boundary's kernel adds what the cards send; on all of them, for all have the same numbers."""
+def _sums_inside(kernels, rows: int, hidden: int, group: AllReduce, index: int) -> bool:
+    """Whether the boundary's kernel adds what the cards send, by what all ranks know alike; not by this stream."""
     if kernels is not None:
         return kernels == "fused"
-    return takes_sum(rows, hidden, group) and _fits_summing(rows, num_sms, index)
+    return takes_sum(rows, hidden, group) and _fits_summing(rows, group.num_sms, index)
+
+
+def _summed_as_inside(f, group: AllReduce, tag: int):
+    """f summed with ranks that do so inside of the boundary: its vectors are sent in that kernel's order."""
+    tile, columns = extension.load().mhc_tile_rows, extension.load().mhc_slice_columns
+    tiles = [part.view(part.shape[0], -1, columns) for part in f.split(tile)]
+    sent = torch.cat([part.transpose(0, 1).reshape(-1) for part in tiles]).view(f.shape)
+    came = group(sent, tag=tag, algorithm="one_shot").view(-1).split([part.numel() for part in tiles])
+    back = [one.view(-1, part.shape[0], columns).transpose(0, 1) for one, part in zip(came, tiles, strict=True)]
+    return torch.cat([part.reshape(-1, f.shape[1]) for part in back])
 
 
 @functools.lru_cache(maxsize=4096)

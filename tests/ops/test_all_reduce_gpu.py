@@ -54,6 +54,7 @@ def group(request):
 def test_every_rank_has_the_bits_of_the_specification(group):
     streams = [torch.cuda.Stream() for _ in group]
     for turn, rows in enumerate((1, 2, 7, 8, 9, 64, 3, 512, 1, 65, 200, 1, 1, 64, 512, 512, 5)):
+        rows = rows if len(group) < 8 else min(rows, 32 if rows <= op.ONE_SHOT_ROWS else 200)  # all resident at once
         terms = make_terms(len(group), rows, turn)
         for algorithm in op.ALGORITHMS if rows <= op.ONE_SHOT_ROWS else op.ALGORITHMS[1:]:
             assert all_right(summed(group, terms, streams, algorithm=algorithm), terms)
@@ -204,6 +205,7 @@ try:
     torch.cuda.synchronize()
 except RuntimeError as error:
     print("ended", round(time.monotonic() - start, 1), str(error).splitlines()[0], flush=True)
+    time.sleep(2.0)  # a server ends no sooner; the watch says what the kernel told
 os._exit(0)
 """
 

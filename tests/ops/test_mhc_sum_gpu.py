@@ -17,9 +17,10 @@ from deepseek_v4_sm120.ops.mhc import mhc, mhc_head
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.all_reduce import all_reduce as sum_of
+from deepseek_v4_sm120.specs.all_reduce import in_threads
 from deepseek_v4_sm120.specs.bounds import MHC
 from deepseek_v4_sm120.specs.mhc import Shape, errors, make_inputs, make_terms
-from tests.ops.all_reduce_groups import in_processes, in_threads
+from tests.ops.all_reduce_groups import in_processes
 from tests.ops.test_mhc_gpu import equal
 
 pytestmark = pytest.mark.gpu
@@ -159,7 +160,7 @@ def test_a_rank_that_does_not_come_is_named(transport, device):
     inputs = make_inputs(Shape(3), device=device)
     mhc(**inputs.boundary(), sum_over=group[0], tag=86, kernels="fused")
     torch.cuda.synchronize()
-    assert "rank 0 waited in vain for rank 1, in call 0, of 3 rows, tag 86" in group[0].fault()
+    assert "rank 0 waited in vain for rank 1, in call 0, sum 86 of a graph, of 3 rows" in group[0].fault()
     assert group[1].fault() is None
     for one in group:
         one.close()
@@ -167,12 +168,11 @@ def test_a_rank_that_does_not_come_is_named(transport, device):
 
 def between_processes(rank, ranks, device, gather, transport):
     group = all_reduce.AllReduce(rank, ranks, device, gather, max_rows=512, transport=transport)
-    num_sms = min(group.num_sms, torch.cuda.get_device_properties(device).multi_processor_count)
     for turn, rows in enumerate(ALONE):
         inputs = make_inputs(Shape(rows), seed=turn, device=device)
         terms = make_terms(inputs, ranks, turn)
         expected = boundary(inputs, sum_of(terms), kernels="split")
-        fused = rows <= group.one_shot_rows and op._fits_summing(rows, num_sms, device.index)
+        fused = rows <= group.one_shot_rows and op._fits_summing(rows, group.num_sms, device.index)
         for kernels in ("fused", None, "split") if fused else (None, "split"):
             found = boundary(inputs, terms[rank], sum_over=group, kernels=kernels)
             assert equal(found, expected), (rows, kernels)
@@ -187,6 +187,20 @@ def between_processes(rank, ranks, device, gather, transport):
 @pytest.mark.parametrize("ranks", all_reduce.RANKS)
 def test_between_processes(ranks, transport):
     in_processes(ranks, between_processes, transport)
+
+
+@pytest.mark.parametrize("pair", all_reduce.TRANSPORTS, indirect=True)
+def test_a_stream_of_few_multiprocessors_does_not_change_what_the_others_do(pair, device, monkeypatch):
+    """One rank sums alone what the other's boundary waits for."""
+    streams, sms = [torch.cuda.Stream(device) for _ in pair], op.cuda_tensors.stream_sms
+    few = streams[1].cuda_stream
+    monkeypatch.setattr(op.cuda_tensors, "stream_sms", lambda index, one: 24 if one == few else sms(index, one))
+    for rows in (1, 8, 9, 16):
+        inputs = make_inputs(Shape(rows), seed=rows, device=device)
+        terms = make_terms(inputs, 2, rows)
+        expected = boundary(inputs, sum_of(terms), kernels="split")
+        for _ in range(5):
+            assert all(equal(one, expected) for one in on_streams(pair, streams, terms, partial(boundary, inputs)))
 
 
 def test_what_does_not_fit_is_a_sum_of_its_own(pair, device, monkeypatch):
