@@ -166,6 +166,16 @@ def test_what_a_running_server_found_is_told_first(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("told", "words"),
+    [({"sums_up_to_rows": 64}, "served; up to 64 rows inside of mhc's boundaries"), ({}, "served"), (3, "served")],
+)
+def test_sums_inside_of_boundaries_are_told(tmp_path, told, words):
+    found = gathered(tmp_path, rtx())
+    found.status["processes"] = [{"found": {"all_reduce": verdict("peer", "served"), "mhc": told}}]
+    assert finding(gpu_checks.checks(found), "sums between the cards").found == words
+
+
+@pytest.mark.parametrize(
     "strange",
     [None, [], "x", {}, {"all_reduce": 3}, {"all_reduce": {"transport": "nvlink", "text": "t", "remedy": "r"}}],
 )

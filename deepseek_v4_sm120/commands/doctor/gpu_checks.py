@@ -229,14 +229,15 @@ def _sums(facts: Facts) -> Iterator[Finding]:
     """By a running server's own probe, else by ours."""
     name = "sums between the cards"
     served = [process.get("found") for process in (facts.status or {}).get("processes", [])]
-    told = [one.get("all_reduce") for one in served if isinstance(one, dict)] + [(facts.probe or {}).get("sums")]
+    served = [one for one in served if isinstance(one, dict)]
+    told = [one.get("all_reduce") for one in served] + [(facts.probe or {}).get("sums")]
     found = next(filter(_is_verdict, told), None)
     if found is None:
         yield not_run(
             name, facts.probe_problem or "not tried: fewer than two cards, or no kernels", "run it on the cards"
         )
         return
-    text = found["text"].partition("; to do: ")[0]
+    text = found["text"].partition("; to do: ")[0] + next(filter(None, map(_inside, served)), "")
     if found["transport"] is None:
         cost = "SGLang's own sums: NCCL's take 16 to 30 us each, 87 times a step"
         yield warn(name, text, cost, found["remedy"])
@@ -245,6 +246,12 @@ def _sums(facts: Facts) -> Iterator[Finding]:
         yield warn(name, text, cost, found["remedy"])
     else:
         yield ok(name, text)
+
+
+def _inside(found: dict) -> str:
+    """Of a running server whose boundaries sum on their way."""
+    rows = found["mhc"].get("sums_up_to_rows") if isinstance(found.get("mhc"), dict) else None
+    return f"; up to {rows} rows inside of mhc's boundaries" if isinstance(rows, int) else ""
 
 
 def _is_verdict(found) -> bool:
