@@ -88,7 +88,8 @@ def run_on_gpu(arguments: list[str]) -> int:
         return 1
     capability, name = found.stdout.strip().split(" ", 1)
     say(f"GPU {name}, capability {capability}")
-    environment = clean_environment()
+    # simulated ranks wait for each other on one card: with fewer connections some would share a queue, in order
+    environment = clean_environment() | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     present = [
         sys.executable,
         "-c",

@@ -81,9 +81,10 @@ class Meeting:
         return all_gather
 
 
-def in_threads(ranks: int, **options) -> list[op.AllReduce]:
+def in_threads(ranks: int, *, patience_s=PATIENCE_S, traps=False, **options) -> list[op.AllReduce]:
     """A group on the current card."""
     meeting, device = Meeting(ranks), torch.device("cuda", torch.cuda.current_device())
+    options |= {"patience_s": patience_s, "traps": traps}
     with ThreadPoolExecutor(ranks) as pool:
         made = [pool.submit(op.AllReduce, r, ranks, device, meeting.gather(r), **options) for r in range(ranks)]
         return [one.result() for one in made]
@@ -119,7 +120,7 @@ def _check_reference() -> str:
 
 def _check_one_card(transport: str) -> str:
     """Both kernels, few rows and many, every generation of places."""
-    group = in_threads(2, transport=transport, patience_s=PATIENCE_S, traps=False)
+    group = in_threads(2, transport=transport)
     streams = [torch.cuda.Stream() for _ in group]
     calls = 0
     for turn, rows in enumerate((1, 8, 64, 65, op.MAX_ROWS, 1, 2, 3)):

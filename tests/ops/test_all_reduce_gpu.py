@@ -46,6 +46,7 @@ def group(request):
     made = in_threads(ranks, transport=transport)
     yield made
     torch.cuda.synchronize()
+    assert [one.fault() for one in made] == [None] * ranks
     for one in made:
         one.close()
 
@@ -248,7 +249,7 @@ def many(rank, ranks, device, gather, transport):
             bad = torch.zeros((), dtype=torch.int64, device=device)
             for _ in range(50):
                 bad += (group(x) != expected).sum()
-        for _ in range(20):
+        for _ in range(max(20, ROUNDS // 50_000)):
             with torch.cuda.stream(other):
                 load @ load
             graph.replay()
