@@ -95,6 +95,9 @@ PROBES = r"card::"  # of the self-test: they ask what a card does where kernels 
 
 KERNELS: dict[str, Kernel] = {
     "bf16_linear": Kernel(r"bf16_linear::bf16_linear_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)),
+    "bf16_linear, tiles": Kernel(
+        r"bf16_linear::bf16_linear_tile_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)
+    ),
     "compressor, groups of 4": Kernel(
         r"compressor::short_kernel", "compressor::Params", BEHIND, ahead=COMPRESSOR, hints=("plan",)
     ),
