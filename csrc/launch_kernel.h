@@ -10,7 +10,7 @@
 //                              are resident; where 32 are not, two launches
 //   sparse_decode_kernel       where blocks share a row: a block waits for the row's others 0.1 ms at most, then leaves its part of
 //                              the merge to the one that comes last
-//   compressor long_kernel     nobody waits: the last of a row's eight blocks to arrive stores
+//   compressor long_kernel     nobody waits: the last of a row's eight blocks to arrive stores; so of long_many_kernel
 //
 // The words by which they find each other are of one call at a time (zeroed_words.py). Should they not come all the same, the blocks of
 // the first two end the process's CUDA work (give_up in device/barriers.cuh) after kPatienceLooks looks.

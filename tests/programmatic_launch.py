@@ -13,7 +13,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bf16_linear::Params": (("weight",), ("x", "out")),
     "compressor::Params": (
         ("ape", "norm_weight", "freqs"),
-        ("kv_score", "state", "plan", "out_loc", "cache", "pooled", "arrived"),
+        ("kv_score", "state", "plan", "out_loc", "cache", "pooled", "arrived", "writes"),
     ),
     "fp8_linear::Params": (
         ("weight", "scale", "rotation", "norm_weight"),
@@ -106,6 +106,12 @@ KERNELS: dict[str, Kernel] = {
     ),
     "compressor, groups of 128": Kernel(
         r"compressor::long_kernel", "compressor::Params", BEHIND, ahead=("ape",), hints=("plan",)
+    ),
+    "compressor, many tokens, groups of 4": Kernel(
+        r"compressor::(short|index)_many_kernel", "compressor::Params", BEHIND, ahead=COMPRESSOR, hints=("plan",)
+    ),
+    "compressor, many tokens, groups of 128": Kernel(
+        r"compressor::long_many_kernel", "compressor::Params", BEHIND, hints=("plan",)
     ),
     "fp8_linear, few rows": Kernel(
         r"fp8_linear::linear_kernel<.*Config<\d+, [012]>", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")
