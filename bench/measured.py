@@ -23,6 +23,8 @@ sys.path[:0] = [str(REPO)]
 from bench.serving import report  # noqa: E402
 
 RESULTS, PAGE = REPO / "bench/results", REPO / "docs/measured.md"
+RELEASE = re.compile(r"_sglang_[0-9.]+(post[0-9]+)?$")
+CITED = "0.5.17"  # the release whose end-to-end sections other pages link to, by titles without a release
 COMMAND = "python3 bench/measured.py"
 
 HEAD = f"""# Measured
@@ -68,10 +70,10 @@ SECTIONS = {
     "serving_h200": Section(
         "Serving", "Two servers behind HTTP in turn: stock, and the same with this folder mounted.", {}
     ),
-    "e2e_whole_step_sglang_0.5.17": Section(
+    "e2e_whole_step_sglang": Section(
         "The decode step and a long prompt", "The real engine.", STEP, (), True, "flash43"
     ),
-    "e2e_two_cards_sglang_0.5.17": Section(
+    "e2e_two_cards_sglang": Section(
         "Two cards",
         "Tensor parallelism over NCCL with NVLink, without SGLang's own all-reduce.",
         STEP,
@@ -79,13 +81,27 @@ SECTIONS = {
         True,
         "flash43",
     ),
-    "e2e_operators_sglang_0.5.17": Section(
+    "e2e_four_cards_sglang": Section(
+        "Four cards", "The same over four, with all 256 experts.", STEP, (), True, "flash43"
+    ),
+    "e2e_speculation_sglang": Section(
+        "Speculation",
+        "Random weights: no draft is accepted, so a step is a token. Greedy text of a speculating engine beside that "
+        "of one that does not speculate.",
+        STEP | {"answers": "answers", "answers that differ": "that differ", "first token that differs": "from token"},
+        (),
+        True,
+    ),
+    "e2e_sums_sglang": Section(
+        "The sums between the cards", "NCCL, NCCL through host memory, and ours, in turn.", STEP, (), True, "flash43"
+    ),
+    "e2e_operators_sglang": Section(
         "Every call beside the original", "Shadow mode on the engine's live inputs.", SHADOW, (), True, "shadow"
     ),
-    "e2e_index_seams_sglang_0.5.17": Section(
+    "e2e_index_seams_sglang": Section(
         "The same through SGLang's SM120 branches", "`DSV4_SM120_FORCE=seams`.", SHADOW, (), True, "shadow"
     ),
-    "e2e_sglang_0.5.17": Section(
+    "e2e_sglang": Section(
         "Attention beside the originals, and the same answer twice",
         "Random weights: rounding moves their log-probabilities, so stock is compared with itself too.",
         SHADOW
@@ -126,6 +142,13 @@ SECTIONS = {
     ),
     "wo_a_h200": Section("wo_a", "", MICROSECONDS),
     "bf16_linear_h200": Section("bf16_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}),
+    "all_reduce_h100": Section(
+        "all_reduce",
+        "The slowest rank's time of a sum in a graph, NCCL in the same run; NVLink between the cards, and host memory "
+        "stands for a machine whose peers do not work.",
+        {"call_us": "microseconds a sum"},
+        (),
+    ),
     "compressor_h200": Section(
         "compressor", 'Before the plan was a hint; since then: "Before and after" below.', MICROSECONDS
     ),
@@ -248,8 +271,22 @@ def bars(files: dict[str, dict]) -> str:
     return report.markdown_table(("result", "issues", "bars", "met", "missed"), iter(lines))
 
 
+def kind(stem: str) -> str:
+    """The key in SECTIONS: the end-to-end files of all releases of SGLang are of one kind each."""
+    return RELEASE.sub("_sglang", stem)
+
+
+def age(stem: str) -> list[int]:
+    """Sorts the files of a kind, the newest release first."""
+    return [-int(number) for number in re.findall(r"\d+", stem.partition("_sglang_")[2])]
+
+
 def title(stem: str) -> str:
-    return SECTIONS[stem].title if stem in SECTIONS else stem
+    """That of its section; files of other releases than the one that the project's pages cite say theirs."""
+    if kind(stem) not in SECTIONS:
+        return stem
+    release = stem.partition("_sglang_")[2]
+    return SECTIONS[kind(stem)].title + (f", SGLang {release}" if release not in ("", CITED) else "")
 
 
 def link(heading: str) -> str:
@@ -261,16 +298,17 @@ def page(files: dict[str, dict]) -> str:
     contents = ", ".join(link(name) for name in ("Bars", *map(title, files)))
     parts = [HEAD, f"Here: {contents}.", "## Bars", bars(files)]
     for stem, found in files.items():
-        section = SECTIONS.get(stem, Section(stem, "", {}))
-        parts += [f"## {section.title}", section.text, f"File `bench/results/{stem}.json`. {origin(found)}"]
+        section = SECTIONS.get(kind(stem), Section(stem, "", {}))
+        parts += [f"## {title(stem)}", section.text, f"File `bench/results/{stem}.json`. {origin(found)}"]
         parts += serving(found) if "variants" in found else tables(found["rows"], section)
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
 def results() -> dict[str, dict]:
     """{stem: content} of every result file, those of SECTIONS first and in its order."""
-    stems = {path.stem for path in RESULTS.glob("*.json")}
-    ordered = [stem for stem in SECTIONS if stem in stems] + sorted(stems - set(SECTIONS))
+    places = {name: place for place, name in enumerate(SECTIONS)}
+    stems = [path.stem for path in RESULTS.glob("*.json")]
+    ordered = sorted(stems, key=lambda stem: (places.get(kind(stem), len(places)), age(stem), stem))
     return {stem: json.loads((RESULTS / f"{stem}.json").read_text()) for stem in ordered}
 
 

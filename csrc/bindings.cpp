@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "all_reduce/bindings.h"
 #include "bf16_linear/bindings.h"
 #include "build_info.h"
 #include "card/bindings.h"
@@ -24,9 +25,9 @@ namespace {
 
 py::list kernel_attributes() {
   py::list all;
-  for (const auto& kernels :
-       {sparse_decode::kernel_attributes(), index_select::kernel_attributes(), mxfp4_moe::kernel_attributes(), bf16_linear::kernel_attributes(),
-        mhc::kernel_attributes(), fp8_linear::kernel_attributes(), wo_a::kernel_attributes(), compressor::kernel_attributes()}) {
+  for (const auto& kernels : {all_reduce::kernel_attributes(), sparse_decode::kernel_attributes(), index_select::kernel_attributes(),
+                              mxfp4_moe::kernel_attributes(), bf16_linear::kernel_attributes(), mhc::kernel_attributes(),
+                              fp8_linear::kernel_attributes(), wo_a::kernel_attributes(), compressor::kernel_attributes()}) {
     for (const KernelAttributes& a : kernels) {
       py::dict d;
       d["name"] = a.name;
@@ -70,6 +71,7 @@ PYBIND11_MODULE(_C, m) {
   sparse_decode::bind(m);
   index_select::bind(m);
   mxfp4_moe::bind(m);
+  all_reduce::bind(m);
   bf16_linear::bind(m);
   mhc::bind(m);
   fp8_linear::bind(m);

@@ -3,4 +3,14 @@
 __version__ = "0.1.0"
 
 # The operators; each name is the same in csrc/, ops/, reference/, specs/, sglang_patches/adapters/, tests/ and bench/.
-OPS = ("sparse_decode", "index_select", "mxfp4_moe", "bf16_linear", "fp8_linear", "wo_a", "mhc", "compressor")
+OPS = (
+    "sparse_decode",
+    "index_select",
+    "mxfp4_moe",
+    "bf16_linear",
+    "fp8_linear",
+    "wo_a",
+    "mhc",
+    "compressor",
+    "all_reduce",
+)

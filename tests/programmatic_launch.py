@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 # Pointers of each parameter struct (namespace::struct), constant ones first.
 POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "all_reduce::Params": ((), ("x", "out", "places", "state", "fault")),
     "bf16_linear::Params": (("weight",), ("x", "out")),
     "compressor::Params": (
         ("ape", "norm_weight", "freqs"),
@@ -91,9 +92,12 @@ SCORES = (r"index_select::score_kernel<", r"index_select::list_kernel")
 W2 = ("w2.codes", "w2.scales")
 COMPRESSOR = ("ape", "norm_weight", "freqs")
 
-PROBES = r"card::"  # of the self-test: they ask what a card does where kernels do not wait, and serve nobody
+# of the self-test and of the sums' probe: they ask what a card does where kernels do not wait, and serve nobody
+PROBES = r"card::|all_reduce::ping_kernel"
 
 KERNELS: dict[str, Kernel] = {
+    "all_reduce, one hop": Kernel(r"all_reduce::one_shot_kernel<", "all_reduce::Params", BEHIND),
+    "all_reduce, two hops": Kernel(r"all_reduce::two_shot_kernel<", "all_reduce::Params", BEHIND),
     "bf16_linear": Kernel(r"bf16_linear::bf16_linear_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)),
     "bf16_linear, tiles": Kernel(
         r"bf16_linear::bf16_linear_tile_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)

@@ -49,7 +49,7 @@ def test_who_is_used(ours, stock, winner, ratio):
 def test_the_profile_is_what_the_patch_table_reads(tmp_path, monkeypatch, capsys):
     results = {OURS: WRONG, STOCK: times(C4=5), "x": {"problem": "absent"}}
     operators = {"sparse_decode": command.decide("sparse_decode", results)}
-    found = command.as_profile(operators, "NVIDIA RTX PRO 6000", SHAPES) | {"not_reached": ["mhc"]}
+    found = command.as_profile(operators, "NVIDIA RTX PRO 6000", SHAPES) | {"not_reached": ["mhc"], "not_here": {}}
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(found))
     monkeypatch.setattr(profile, "here", lambda sglang: profile.identity_of(found))
@@ -266,7 +266,7 @@ def test_experts_in_another_layout_are_prepared_once():
 def measured(monkeypatch):
     """A run of `calibrate` without a card: what its worker said holds a key."""
     crashed = {"cases": [], "wrong": "crashed after 0 case(s): OSError: HF_TOKEN=CaNaRy https://u:CaNaRy@h"}
-    monkeypatch.setattr(command, "_device", lambda: "A card")
+    monkeypatch.setattr(command, "_device", lambda: ("A card", 2))
     monkeypatch.setattr(command, "measure", lambda names, shapes, clock: {"bf16_linear": {OURS: crashed}})
 
 

@@ -107,7 +107,7 @@ def test_a_wrong_result_is_told_and_never_used(workers, monkeypatch, capsys):
 
 def test_when_the_time_is_over_what_was_reached_stays(workers, monkeypatch, capsys, tmp_path):
     everything_is_installed(monkeypatch)
-    monkeypatch.setattr(command, "_device", lambda: "GPU A")
+    monkeypatch.setattr(command, "_device", lambda: ("GPU A", 2))
     workers(**{"mhc stock": {"us": 44.4}, "mxfp4_moe stock": {"us": 44.4, "sleep": 30}})
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
@@ -124,7 +124,7 @@ def test_when_the_time_is_over_what_was_reached_stays(workers, monkeypatch, caps
 
 def test_an_operator_that_was_not_reached_gets_no_verdict(workers, monkeypatch, capsys, tmp_path):
     everything_is_installed(monkeypatch)
-    monkeypatch.setattr(command, "_device", lambda: "GPU A")
+    monkeypatch.setattr(command, "_device", lambda: ("GPU A", 2))
     workers(**{"mxfp4_moe ours": {"us": 1.0, "sleep": 30}})
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 
 from deepseek_v4_sm120 import OPS, __version__
+from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import command, launch, memory, models, roofline
 from deepseek_v4_sm120.patching import profile
 
 CONFIG = Path(__file__).parent / "data/flash_config.json"
 MEMORY = int(96 * launch.REPORTED_PER_GB)
+MTP = speculation.Speculation(speculation.EAGLE, 2)
 
 
 def request(**changes):
     values = dict(
-        model=models.FLASH, gpus=2, memory_mib=MEMORY, context=393_216, concurrency=8, mtp=True, sglang="0.5.23"
+        model=models.FLASH, gpus=2, memory_mib=MEMORY, context=393_216, concurrency=8, speculation=MTP, sglang="0.5.23"
     )
     return launch.Request(**values | changes)
 
@@ -28,12 +30,12 @@ def flags(plan):
 
 
 def test_weights_are_those_of_the_published_checkpoints():
-    whole = memory.weight_bytes(models.FLASH, 1, mtp=True, wo_a_bf16=False)
+    whole = memory.weight_bytes(models.FLASH, 1, drafts=True, wo_a_bf16=False)
     assert whole == pytest.approx(159.6e9, rel=0.001)
-    assert memory.weight_bytes(models.FLASH, 2, mtp=True, wo_a_bf16=False) == pytest.approx(80.5e9, rel=0.002)
-    assert memory.weight_bytes(models.PRO, 1, mtp=True, wo_a_bf16=False) == pytest.approx(864.7e9, rel=0.001)
+    assert memory.weight_bytes(models.FLASH, 2, drafts=True, wo_a_bf16=False) == pytest.approx(80.5e9, rel=0.002)
+    assert memory.weight_bytes(models.PRO, 1, drafts=True, wo_a_bf16=False) == pytest.approx(864.7e9, rel=0.001)
     fp8 = models.find("flash", "fp8")
-    assert memory.weight_bytes(fp8, 2, mtp=True, wo_a_bf16=True) == pytest.approx(147e9, rel=0.02)
+    assert memory.weight_bytes(fp8, 2, drafts=True, wo_a_bf16=True) == pytest.approx(147e9, rel=0.02)
 
 
 def pools(version, *, drafts=0, requests=8, chunk=4096):
@@ -146,6 +148,58 @@ def test_plan_refuses_what_a_server_would_refuse(tmp_path, changes):
     with pytest.raises(CommandError, match="^profile ") as caught:
         command.request_of(arguments(profile=path, sglang="0.5.23"))
     assert told is not None and str(caught.value) == told
+
+
+def of_sums(ours, nccl, cards=4):
+    def cases(times):
+        return {
+            "cases": [{"case": f"{cards} cards, {rows} rows", "us": us, "error": 0.0} for rows, us in times.items()]
+        }
+
+    providers = {"ours": cases(ours), "nccl": cases(nccl), "stock": {"problem": "none"}}
+    return {"operators": {"all_reduce": {"winner": "ours", "providers": providers}}}
+
+
+def test_the_ceilings_have_the_sums_that_calibrate_measured(tmp_path, capsys):
+    path = write_profile(tmp_path / "p.json", **of_sums({1: 5.0, 8: 7.0}, {1: 24.0, 8: 27.0}))
+    asked = command.request_of(arguments(profile=path, sglang="0.5.23", gpus=4))
+    assert asked.sums_us == {"ours": {1: 5.0, 8: 7.0}, "nccl": {1: 24.0, 8: 27.0}}
+    rows = {int(row[0]): row for row in command.speed_rows(launch.make(asked))}
+    read = roofline.step_bytes(models.FLASH, 4, 8, 8192, wo_a_bf16=False) / roofline.BYTES_PER_S
+    assert rows[8][1].startswith(f"{8 / (read + 87 * 7e-6):.0f} at") and rows[8][3] == f"{8 / (read + 87 * 27e-6):.0f}"
+    command.show(launch.make(asked))
+    assert f"all-reduces as {path} has them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        of_sums({1: 5.0}, {1: 24.0}, cards=2),
+        {"operators": {"all_reduce": {"winner": "ours", "providers": "none"}}},
+        {"operators": {"all_reduce": {"winner": "ours"}}},
+    ],
+    ids=["other cards", "no providers", "nothing"],
+)
+def test_without_such_sums_the_ceilings_are_assumed(tmp_path, changes):
+    asked = command.request_of(
+        arguments(profile=write_profile(tmp_path / "p.json", **changes), sglang="0.5.23", gpus=4)
+    )
+    plain = command.request_of(arguments(sglang="0.5.23", gpus=4))
+    assert asked.sums_us == {} and command.speed_rows(launch.make(asked)) == command.speed_rows(launch.make(plain))
+    few = roofline.all_reduce_seconds(models.FLASH, 4, 64, True, {8: 7.0})  # fewer rows were measured
+    assert few == roofline.all_reduce_seconds(models.FLASH, 4, 64, True)
+
+
+def test_the_memory_of_the_sums():
+    def reserve(gpus, **changes):
+        return {x.what: x for x in launch.make(request(gpus=gpus, **changes)).reserves}.get("sums between the cards")
+
+    assert 30e6 < reserve(2).bytes < reserve(4).bytes <= 48 << 20 and reserve(4).off_by == 0.0
+    assert reserve(1) is None and reserve(4, replaced=("mhc",)) is None
+    notes = launch.make(request(gpus=4, replaced=("mhc",))).notes
+    assert any("pcie_ipc" in note for note in notes) and not any(
+        "pcie_ipc" in note for note in launch.make(request(gpus=4)).notes
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,7 +334,7 @@ def test_one_stream_needs_no_fairness():
 
 
 def test_long_contexts_take_smaller_chunks_where_the_logits_are_a_tensor():
-    wanted = request(context=1 << 20, concurrency=1, sglang="0.5.17", mtp=False)
+    wanted = request(context=1 << 20, concurrency=1, sglang="0.5.17", speculation=None)
     assert flags(launch.make(wanted))["--chunked-prefill-size"] == "8192"
     stock = launch.Request(**vars(wanted) | {"replaced": ("sparse_decode",)})
     assert int(flags(launch.make(stock))["--chunked-prefill-size"]) < 8192

@@ -10,23 +10,27 @@ from pathlib import Path
 import pytest
 
 from deepseek_v4_sm120.commands.plan import launch, memory, models
+from deepseek_v4_sm120.commands.speculation import DSPARK, DSPARK_SINCE, EAGLE, Speculation
 from tests.patching.conftest import sglang_wheel  # noqa: F401
 from tests.patching.wheels import RELEASES
 
 HERE = Path(__file__).parent
 MEMORY = int(96 * launch.REPORTED_PER_GB)
+SPECULATIONS = (
+    *((models.FLASH, speculation) for speculation in (None, Speculation(EAGLE, 2), Speculation(EAGLE, 4))),
+    (models.FLASH_0731, Speculation(DSPARK, 4)),
+)
 PLANS = [
-    {"gpus": gpus, "mtp": mtp, "concurrency": streams, "context": context}
+    {"gpus": gpus, "model": model, "speculation": speculation, "concurrency": streams, "context": context}
     for gpus in (2, 4, 8)
-    for mtp in (False, True)
+    for model, speculation in SPECULATIONS
     for streams, context in ((1, 393_216), (8, 131_072), (64, 8192))
 ]
 
 
 def plans_of(release: str) -> list[launch.Plan]:
-    return [
-        launch.make(launch.Request(model=models.FLASH, memory_mib=MEMORY, sglang=release, **wanted)) for wanted in PLANS
-    ]
+    requests = [launch.Request(memory_mib=MEMORY, sglang=release, **wanted) for wanted in PLANS]
+    return [launch.make(r) for r in requests if r.model is models.FLASH or r.version >= DSPARK_SINCE]
 
 
 def case(plan: launch.Plan) -> dict:
@@ -35,7 +39,8 @@ def case(plan: launch.Plan) -> dict:
         "available_bytes": int(plan.static_bytes - plan.weights),
         "max_running_requests": plan.request.concurrency,
         "chunked_prefill_size": plan.chunk,
-        "speculative": plan.request.mtp,
+        "algorithm": plan.request.speculation and plan.request.speculation.algorithm,
+        "rows": plan.request.rows,
     }
 
 
@@ -56,7 +61,8 @@ def sglangs(sglang_wheel):  # noqa: F811
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_plan_has_the_tokens_that_this_release_gives(sglangs, release):
-    """To the page, at 2, 4 and 8 cards, with and without MTP; and the window's slots, and the states' rows."""
+    """To the page, at 2, 4 and 8 cards, without speculation, with MTP of two depths and with DSPARK; and the window's
+    slots, and the states' rows."""
     for plan, sglang in zip(plans_of(release), sglangs[release], strict=True):
         assert plan.tokens == sglang["tokens"], (plan.request, plan.tokens, sglang)
         assert plan.pools.window(plan.tokens) == sglang["window_tokens"]
@@ -65,7 +71,8 @@ def test_a_plan_has_the_tokens_that_this_release_gives(sglangs, release):
 
 def test_the_releases_differ_where_the_plan_says_so(sglangs):
     """The same machine and wishes: request states since 0.5.15, padded pages and slots by requests since 0.5.21."""
-    tokens = {release: [found["tokens"] for found in sglangs[release]] for release in RELEASES}
+    of_all = 3 * len(SPECULATIONS[:-1])  # on two cards; DSPARK is not in every release
+    tokens = {release: [found["tokens"] for found in sglangs[release][:of_all]] for release in RELEASES}
     assert tokens["0.5.14"] != tokens["0.5.15"] == tokens["0.5.20"] != tokens["0.5.21"]
     assert memory.PADDED_SINCE == (0, 5, 21) and memory.REQUEST_STATES_SINCE == (0, 5, 15)
     assert tuple(map(int, RELEASES[-1].split("."))) == launch.NEWEST_READ

@@ -42,7 +42,7 @@ SHARED = {
         *("argument_defaults", "attention_forward", "dense_rows", "kept_weights", "platform_seams", "scheduling"),
         "waiting",
     },
-    "bench": {"common", "kernel_report", "load_time", "measured", "sparse_prefill", "tune_moe"},
+    "bench": {"common", "kernel_report", "load_time", "measured", "sparse_prefill", "timeline", "tune_moe"},
 }
 # the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each
 # other; SGLang (the load generator's process) and matplotlib (the plots) are looked for when they are needed
@@ -215,6 +215,20 @@ def test_pages_written_by_hand_are_wrapped():
     lines = {(page.name, line) for page in pages for line in page.read_text().splitlines() if line[:1] != "|"}
     long = {name for name, line in lines if len(line) > MAX_PROSE_COLUMNS}
     assert long == set()
+
+
+def test_results_of_several_releases_are_sections_of_their_own(tmp_path, monkeypatch):
+    """The newest first; the one that other pages link to keeps its title."""
+    from bench import measured
+
+    old = f"e2e_whole_step_sglang_{measured.CITED}"
+    for name in (old, "e2e_whole_step_sglang_0.5.9", "e2e_whole_step_sglang_0.5.23", "mhc_h200"):
+        of = old if name.startswith("e2e") else name
+        (tmp_path / f"{name}.json").write_bytes((measured.RESULTS / f"{of}.json").read_bytes())
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    titles = re.findall(r"^## (.+)", measured.page(measured.results()), re.MULTILINE)
+    whole = measured.SECTIONS["e2e_whole_step_sglang"].title
+    assert titles == ["Bars", f"{whole}, SGLang 0.5.23", whole, f"{whole}, SGLang 0.5.9", "mhc"]
 
 
 def test_what_was_measured_is_shown_as_the_results_have_it():

@@ -2,8 +2,8 @@
 
     python3 wheel_pools.py < {"wheels": {version: file}, "compress_ratios": [...], "cases": {version: [...]}}
 
-(JSON.) A case has available_bytes, max_running_requests, chunked_prefill_size, speculative; the answers are printed in
-their order, {version: [...]}.
+(JSON.) A case has available_bytes, max_running_requests, chunked_prefill_size, algorithm and rows of its speculation
+(null and 0 without); the answers are printed in their order, {version: [...]}.
 Of SGLang the modules of REAL run as the wheel has them; a server's state is what `Server` says, strictly: what a
 release reads of it and is not there is an error, so that a new input of the sizes cannot be missed.
 """
@@ -30,7 +30,6 @@ UNIFIED_GATES = (
     "sglang.kernels.ops.attention.dsv4.unified_kv_kernels.env_gate",
 )
 PAGE, WINDOW = 256, 128
-DRAFT_TOKENS = 2  # --speculative-num-draft-tokens of the plans: the verified token and one draft
 
 
 def ceil_div(a, b):
@@ -38,11 +37,11 @@ def ceil_div(a, b):
 
 
 class Algorithm:
-    """SGLang's SpeculativeAlgorithm, as far as the sizes ask: MTP."""
+    """SGLang's SpeculativeAlgorithm, as far as the sizes ask: MTP and DSPARK."""
 
     @staticmethod
     def from_string(name):
-        assert name == "EAGLE"
+        assert name in ("EAGLE", "DSPARK")
         return SimpleNamespace(is_uno=lambda: False, has_draft_kv=lambda: True)
 
 
@@ -109,7 +108,7 @@ class Server:
     """What the configurators read of a server: of SGLang up to 0.5.19 from its arguments, then from bags of state."""
 
     def __init__(self, case, ratios):
-        speculative = case["speculative"]
+        speculative, rows = case["algorithm"], case["rows"]
         self.schedule = SimpleNamespace(
             max_running_requests=case["max_running_requests"],
             chunked_prefill_size=case["chunked_prefill_size"],
@@ -120,10 +119,10 @@ class Server:
             page_size=PAGE,
         )
         self.spec = SimpleNamespace(
-            speculative_algorithm="EAGLE" if speculative else None,
-            speculative_num_steps=1 if speculative else None,
+            speculative_algorithm=speculative,
+            speculative_num_steps={None: None, "EAGLE": rows - 1, "DSPARK": 1}[speculative],
             speculative_eagle_topk=1 if speculative else None,
-            speculative_num_draft_tokens=DRAFT_TOKENS if speculative else None,
+            speculative_num_draft_tokens=rows or None,
         )
         self.memory = SimpleNamespace(enable_hisparse=False, disable_radix_cache=False)
         self.disagg = SimpleNamespace(disaggregation_mode="null", disaggregation_decode_extra_slots=0)
@@ -145,7 +144,9 @@ class Server:
             hf_config=SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], kv_source_layer_ids=[]),
         )
         algorithm = SimpleNamespace(
-            is_none=lambda: not speculative, is_eagle=lambda: speculative, is_dspark=lambda: False
+            is_none=lambda: not speculative,
+            is_eagle=lambda: speculative == "EAGLE",
+            is_dspark=lambda: speculative == "DSPARK",
         )
         ranks = SimpleNamespace(pp_size=1, attn_dp_size=1)
         arguments = SimpleNamespace(

@@ -104,7 +104,7 @@ def smoke() -> list[Cell]:
         *concurrent((2, 4), 64, 16),
         *depth((512,), 16, 2),
         *prefill((256,), 2),
-        *intrusion(2, 512, 96, 0.05, 32),
+        *intrusion(2, 512, 96, 0.3, 32),
     ]
 
 

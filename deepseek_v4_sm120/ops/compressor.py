@@ -158,6 +158,7 @@ def _check_state(check: Call, state, norm_weight, fp4) -> tuple[int, int]:
     ratio = state.shape[1] if state.dim() == 3 else SHORT
     if ratio not in (SHORT, LONG):
         check.refuse("shape", "state.shape[1]", f"be {SHORT} or {LONG}", ratio)
+    check.given("norm_weight", norm_weight)
     head_dim = norm_weight.shape[-1] if norm_weight.dim() else 0
     if head_dim not in ((KV_DIM, INDEX_DIM) if ratio == SHORT else (KV_DIM,)):
         dims = f"{KV_DIM} or {INDEX_DIM}" if ratio == SHORT else f"{KV_DIM}"

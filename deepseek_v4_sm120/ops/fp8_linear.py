@@ -96,8 +96,7 @@ def normalized(x, norm_weight, norm_eps):
     check = Call("normalized", "x", x)
     _, inputs = check.tensor("x", x, BF16, "rows, inputs", _STRIDES, VECTOR)
     check.multiple("x.shape[1]", inputs, _STRIDES)
-    if norm_weight is None:
-        check.refuse("value", "norm_weight", "be given", None)
+    check.given("norm_weight", norm_weight)
     prologue = _check_prologue(check, x, None, norm_weight, norm_eps)
     check.on_cuda()
     return _make(x, inputs, prologue)

@@ -142,7 +142,8 @@ def topk_select(scores, lengths, *, k=512, page_table=None, num_pages=None, out=
     if not 1 <= width <= MAX_WIDTH:
         check.refuse("shape", "scores.shape[1]", f"be 1..{MAX_WIDTH}", width)
     table = page_table is not None
-    columns = _check_rows(check, lengths, page_table, rows)
+    check.tensor("lengths", lengths, INT32, (rows,))
+    columns = _check_table(check, page_table, rows) if table else 0
     if table and columns < width:
         check.refuse("shape", "page_table", f"have {width} entries a row or more, scores' width", columns)
     if not table and entries is not None:
@@ -239,10 +240,13 @@ def _check_queries(op: str, q, k_pages, weights, q_scales) -> tuple[Call, int, b
 
 
 def _check_rows(check: Call, lengths, page_table, rows: int) -> int:
-    """The greatest number of entries of a row by page_table."""
+    """As _check_table."""
     check.tensor("lengths", lengths, INT32, (rows,))
-    if page_table is None:
-        return 0
+    return _check_table(check, page_table, rows)
+
+
+def _check_table(check: Call, page_table, rows: int) -> int:
+    """The greatest number of entries of a row by page_table."""
     _, columns = check.tensor("page_table", page_table, INT32, (rows, "columns"), 1)
     if not columns:
         check.refuse("shape", "page_table.shape[1]", "be 1 or more", columns)

@@ -323,6 +323,7 @@ def _check_streams(op: str, streams) -> tuple[Call, int, int]:
 def _check_sublayer(check: Call, f, post, comb, rows, hidden):
     """post as the kernels read it, [rows, 4]"""
     check.tensor("f", f, BF16, (rows, hidden), _STRIDES, VECTOR)
+    check.given("post", post)
     if post.dim() == 3 and post.shape[2] == 1:
         post = post.squeeze(2)
     check.tensor("post", post, FP32, (rows, STREAMS))

@@ -296,6 +296,7 @@ def run_grouped(
 def _check_experts(check: Call, hidden, w13, w13_scale, w2, w2_scale) -> tuple[int, int, int]:
     """(hidden, inter, experts)"""
     _, width = check.tensor("hidden", hidden, BF16, "rows, hidden", _STRIDES, VECTOR)
+    check.given("w13", w13)
     if w13.dim() != 3 or w13.shape[1] % 2 or not w13.shape[0]:
         check.refuse("shape", "w13.shape", "be [experts, 2 * inter, hidden / 2]", list(w13.shape))
     experts, inter = w13.shape[0], w13.shape[1] // 2

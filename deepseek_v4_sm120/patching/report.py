@@ -20,7 +20,8 @@ TOLD = "_DSV4_SM120_TOLD"  # checksums of what was told: children inherit it and
 
 _LOGGER = logging.getLogger("deepseek_v4_sm120")
 _write_lock = threading.Lock()
-_notes: dict[str, Callable[[], str]] = {}  # patch name -> one line for status, asked when the report is written
+# patch name -> (one line for status, what it is made of), both asked when the report is written
+_notes: dict[str, tuple[Callable[[], str], Callable[[], dict]]] = {}
 
 
 def our_version() -> str:
@@ -100,7 +101,8 @@ def as_dict(engine) -> dict:
         "defaults": engine.default_rows(),
         "profile": engine.profile.describe(),
         "stops": engine.disagreements + engine.problems(),
-        "notes": [describe() for describe in list(_notes.values())],
+        "notes": [describe() for describe, _ in list(_notes.values())],
+        "found": {name: found() for name, (_, found) in list(_notes.items())},
         "devices_served": {str(index): served for index, served in device_gate.answers().items()},
         **_shadow(engine),
     }
@@ -115,9 +117,9 @@ def _shadow(engine) -> dict:
     return {"shadow": rows, "shadow_summary": [shadow.describe(line) for line in shadow.summary(rows)]}
 
 
-def add_note(patch_name: str, describe: Callable[[], str]) -> None:
-    """`status` shows describe() for this process; it must make no CUDA call."""
-    _notes[patch_name] = describe
+def add_note(patch_name: str, describe: Callable[[], str], found: Callable[[], dict] = dict) -> None:
+    """`status` shows describe() for this process, --json found() too, JSON-able; they must make no CUDA call."""
+    _notes[patch_name] = describe, found
 
 
 def start(engine) -> None:

@@ -52,6 +52,7 @@ FLASH_MLA_PARAMETERS = (
 FLASH_MLA = Parameters(FLASH_MLA_PARAMETERS)
 SM120 = ConsumedKeys(SM120_KEYS)
 SGL_KERNEL = Parameters((*FLASH_MLA_PARAMETERS[:9], "descale_q=None", "descale_k=None", *FLASH_MLA_PARAMETERS[9:]))
+FLASH_MLA_INTERFACE = Parameters((*SGL_KERNEL.signature, "kv_format=None", "*", "use_legacy=True"))
 
 _attention, _experts, _projection = map(targets_of, ("sparse_decode", "mxfp4_moe", "bf16_linear"))
 _index = targets_of("index_select")
@@ -79,6 +80,11 @@ SPARSE_DECODE_HOPPER = Patch(
         _attention(
             "sgl_kernel.flash_mla:flash_mla_with_kvcache", "sgl_kernel", SGL_KERNEL, ">=0.5.13,<0.5.23", BACKEND
         ),
+        # in front of the wheel sgl-flash-mla; the backend takes it from the module when it is made
+        _attention(
+            "sglang.kernels.ops.attention.flash_mla_interface:flash_mla_with_kvcache",
+            *("flash_mla_interface", FLASH_MLA_INTERFACE, ">=0.5.23,<0.6", BACKEND),
+        ),
     ),
     needs=(EXTENSION,),
     modes=("ops",),
@@ -105,8 +111,8 @@ MXFP4_MOE = Patch(
 BF16_LINEAR = Patch(
     name="bf16_linear",
     why="the bf16 projections of compressors, router and indexer for up to 256 rows: cuBLAS takes two launches "
-    "(split-K and its reduction) and a multiple of the time that the bytes need, and a row's bits change with their "
-    "number; bench/bf16_linear.py",
+    "(split-K and its reduction) and a multiple of the time that the bytes need (256 experts and up to 16 rows: "
+    "SGLang's own router, one launch, not compared), and a row's bits change with their number; bench/bf16_linear.py",
     targets=(
         _projection(
             "sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
@@ -140,16 +146,34 @@ FP8_LINEAR = Patch(
     retire="when the stock GEMM and its quantisation are faster on SM120 for few rows (bench/fp8_linear.py)",
 )
 
+ALL_REDUCE = Patch(
+    name="all_reduce",
+    why="the sums between the cards, 87 a step, up to 512 rows: above 2 cards on PCIe they are NCCL's, 16 to 30 us "
+    "each and rounded at every hop; bench/all_reduce.py",
+    targets=(
+        targets_of("all_reduce")(
+            "sglang.srt.distributed.device_communicators.custom_all_reduce:dispatch_custom_allreduce",
+            "dispatch",
+            Parameters(("group", "device")),
+            ">=0.5.13,<0.6",
+            "sglang.srt.distributed.parallel_state",
+        ),
+    ),
+    needs=(EXTENSION,),
+    absent="0.5.12 asks for a class before there is a group",
+    retire="when SGLang's own sums are as fast, and the same bits in every batch (bench/all_reduce.py)",
+)
+
 UNPADDED_HEADS = Patch(
     name="unpadded_heads",
     why="above TP1 the queries are padded to 64 heads for kernels that need it; ours takes the rank's own heads",
     targets=(
-        # before, the rank's heads are not the first ones
+        # before, the rank's heads are not the first ones; from 0.5.20 on DSPARK's draft and other GPUs alone pad
         _attention(
             f"{BACKEND}:DeepseekV4AttnBackend.forward",
             "backend_forward",
             Parameters(("self", "q", "k", "v", "layer"), further="any"),
-            ">=0.5.14,<0.5.20",
+            ">=0.5.14,<0.6",
         ),
         _attention(
             f"{MODEL}:MqaAttentionBase._kernel_num_heads",
@@ -375,7 +399,7 @@ TABLE = Table(
     reviewed=functools.partial(ledger.read, LEDGER),
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, HEAD_NORM, PAGED_PREFILL, SCHED_META),
-        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR),
+        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR, ALL_REDUCE),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

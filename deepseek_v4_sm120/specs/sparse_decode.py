@@ -48,7 +48,7 @@ LSE = Tolerance(absolute=2e-5, relative=FLASHMLA_LSE.relative)  # single scores 
 STOCK_MODULES = ("sglang.kernels.ops.attention.flash_mla_sm120", "sglang.srt.layers.attention.flash_mla_sm120")
 STOCK_NAME = "flash_mla_with_kvcache_sm120"
 TRITON_MODULE, TRITON_NAME = "sglang.kernels.ops.attention.flash_mla_sm120_triton", "flash_mla_sparse_decode_triton"
-FLASHMLA_MODULES = ("sgl_kernel.flash_mla", "flash_mla")
+FLASHMLA_MODULES = ("sglang.kernels.ops.attention.flash_mla_interface", "sgl_kernel.flash_mla", "flash_mla")
 SWA_PAGE, POOL_BYTES = 256, 768 << 20
 PREFILL_ROWS, CHECKED_PREFILL_ROWS = 2048, 520  # a chunk; as many rows as make the operator take its other kernel
 SMALL_CANDIDATES = 16 * 640  # beyond so many, what is slow is not asked

@@ -2,12 +2,13 @@
 
 import json
 import struct
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from deepseek_v4_sm120.commands.doctor import facts, gpu_checks, host_checks, nvidia_smi, pci, software_checks
+from deepseek_v4_sm120.commands.doctor import facts, gpu_checks, host_checks, nvidia_smi, pci, probe, software_checks
 from deepseek_v4_sm120.commands.doctor.command import examine, show
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
 from deepseek_v4_sm120.patching import profile
@@ -142,6 +143,55 @@ def test_copies_that_never_end_are_suspected_not_hidden(tmp_path):
     found = gathered(tmp_path, rtx())
     found.probe, found.probe_problem = {"links": {}, "peers": []}, "the copies did not end within 60 s"
     assert "did not end" in finding(gpu_checks.checks(found), "peer copies").found
+
+
+def verdict(transport, text="2 cards sum by way of x: 5.0 us (1 row); to do: ACS off"):
+    return {"transport": transport, "text": text, "remedy": "ACS off"}
+
+
+@pytest.mark.parametrize(("transport", "state"), [("peer", OK), ("host", WARN), (None, WARN)])
+def test_by_which_way_the_cards_sum(tmp_path, transport, state):
+    found = gathered(tmp_path, rtx())
+    found.probe = {"links": {}, "peers": [], "sums": verdict(transport)}
+    sums = finding(gpu_checks.checks(found), "sums between the cards")
+    assert sums.state == state and sums.found == "2 cards sum by way of x: 5.0 us (1 row)"
+    assert state == OK or sums.fix == "ACS off" and "87 times a step" in sums.cost
+
+
+def test_what_a_running_server_found_is_told_first(tmp_path):
+    found = gathered(tmp_path, rtx())
+    found.probe = {"sums": verdict("peer")}
+    found.status["processes"] = [{"patches": []}, {"patches": [], "found": {"all_reduce": verdict(None, "served")}}]
+    assert finding(gpu_checks.checks(found), "sums between the cards").found == "served"
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [None, [], "x", {}, {"all_reduce": 3}, {"all_reduce": {"transport": "nvlink", "text": "t", "remedy": "r"}}],
+)
+def test_a_strange_report_says_nothing_of_the_sums(tmp_path, strange):
+    found = gathered(tmp_path, rtx())
+    found.status["processes"] = [{"patches": [], "found": strange}]
+    assert finding(gpu_checks.checks(found), "sums between the cards").state == NOT_RUN
+
+
+COPIES, SUMS = '{"links": {}, "peers": [1]}', '{"sums": {"text": "t"}}'
+
+
+def test_the_probe_says_its_parts_one_by_one(monkeypatch):
+    done = subprocess.CompletedProcess([], 0, f"noise\n{COPIES}\n{SUMS}\n", "")
+    monkeypatch.setattr(probe.subprocess, "run", lambda *_, **__: done)
+    assert probe.run("python", 60.0) == ({"links": {}, "peers": [1], "sums": {"text": "t"}}, None)
+
+
+@pytest.mark.parametrize(("said", "peers"), [(COPIES.encode(), [1]), (None, [])])
+def test_what_the_probe_said_before_it_hung_counts(said, peers, monkeypatch):
+    def hangs(words, **_):
+        raise subprocess.TimeoutExpired(words, 60.0, output=said)
+
+    monkeypatch.setattr(probe.subprocess, "run", hangs)
+    found, why = probe.run("python", 60.0)
+    assert found == {"links": {}, "peers": peers, "sums": None} and "did not end within 60 s" in why
 
 
 @pytest.mark.parametrize(("kind", "state"), [("PIX", OK), ("PHB", WARN), ("SYS", WARN)])

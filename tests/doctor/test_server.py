@@ -124,6 +124,7 @@ def test_the_older_address_and_no_metrics(serve):
         ({"moe_runner_backend": "humming"}, "experts", WARN),
         ({"disable_custom_all_reduce": True}, "all-reduce", WARN),
         ({"tp_size": 4}, "all-reduce", NOT_RUN),
+        ({"tp_size": 4, "disable_custom_all_reduce": True}, "all-reduce", WARN),
         ({"tp_size": 4, "version": "0.5.17"}, "all-reduce", WARN),
         ({"chunked_prefill_size": -1}, "prefill chunk", FAIL),
         ({"version": "0.5.14", "chunked_prefill_size": 16384}, "prefill chunk", FAIL),
@@ -134,6 +135,14 @@ def test_the_older_address_and_no_metrics(serve):
 )
 def test_each_rule(change, check, state):
     assert found(PLANNED | change)[check].state == state
+
+
+def test_where_our_sums_are_in_place_the_probe_tells_and_not_the_flags():
+    def told(**changes):
+        answers = server.Answers(PLANNED | {"tp_size": 4} | changes, None, frozenset({"all_reduce"}))
+        return {f.check: f.state for f in server.checks(answers)}.get("all-reduce")
+
+    assert told() is None and told(disable_custom_all_reduce=True) == WARN
 
 
 def test_a_release_without_the_interval():

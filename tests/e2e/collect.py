@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Turn run_stage.py's outputs into one table of results and print it.
 
-usage: collect.py STAGE.json .. [--write bench/results/e2e_sglang_0.5.17.json] [--commit HASH]
+usage: collect.py STAGE.json .. [--write FILE | --results bench/results] [--commit HASH]
 
-Rows have the form of bench/results: {issue, case, impl, metric, value, bar, met}; bar and met are null where a number
-is reported and nothing is demanded of it.
+--results writes each of RESULTS that these stages belong to, under the release that ran. Rows have the form of
+bench/results: {issue, case, impl, metric, value, bar, met}; bar and met are null where a number is reported and nothing
+is demanded of it.
 """
 
 import argparse
@@ -20,6 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
 ISSUE = 2  # of the runs themselves
+RESULTS = {  # name of a result file: stages that go into it
+    "e2e": ("ops", "prompt32k", "seams", "shadow43", "ops43", "seams43", "launches43"),
+    "e2e_operators": ("index",),
+    "e2e_index_seams": ("index_seams",),
+    "e2e_whole_step": ("whole43", "without43"),
+    "e2e_two_cards": ("tp2", "tp2_43"),
+    "e2e_four_cards": ("tp4", "tp4_43"),
+    "e2e_sums": ("sums2", "sums4", "sums2_43", "sums4_43"),
+    "e2e_speculation": ("speculation", "speculation43"),
+}
 # which issue a patch's shadow records answer; a record says its own bound
 ISSUES = {"sparse_decode": 2, "index_select": 5, "index_select_within_tolerance": 5, "mxfp4_moe": 6}
 FIRST_PATCH = "sparse_decode"  # every shadow run must have records of it
@@ -56,6 +67,32 @@ IMPLEMENTATIONS = {
     "ops_tp2": "ours, every operator on, two cards",
     "stock43_tp2": "SGLang stock, two cards (Hopper kernels)",
     "ops43_tp2": "ours, every operator on, two cards",
+    "ops_tp4_shadow": "ours beside SGLang's, four cards",
+    "ops_tp4": "ours, every operator on, four cards",
+    "stock43_tp4": "SGLang stock, four cards (Hopper kernels)",
+    "ops43_tp4": "ours, every operator on, four cards",
+    **{
+        name: text
+        for n, cards in ((2, "two"), (4, "four"))
+        for name, text in (
+            (f"sums{n}_shadow", f"ours beside SGLang's, {cards} cards and their sums"),
+            (f"sums{n}_a", f"ours, every operator on, {cards} cards"),
+            (f"sums{n}_b", f"ours, every operator on, {cards} cards"),
+            (f"nccl43_sums{n}", f"ours with NCCL's sums, {cards} cards"),
+            (f"nccl43_sums{n}_no_peers", f"ours with NCCL's sums through host memory, {cards} cards"),
+            (f"ops43_sums{n}", f"ours, every operator on, {cards} cards"),
+        )
+    },
+    "plain": "ours, without speculation",
+    "eagle112": "ours, EAGLE 1/1/2",
+    "eagle314": "ours, EAGLE 3/1/4",
+    "dspark3": "ours, DSPARK, a block of 3",
+    "eagle314_shadow": "ours beside SGLang's, EAGLE 3/1/4",
+    "dspark3_shadow": "ours beside SGLang's, DSPARK, a block of 3",
+    "stock_plain": "SGLang stock, without speculation",
+    "stock_eagle314": "SGLang stock, EAGLE 3/1/4",
+    "stock43_eagle314": "SGLang stock (Hopper kernels), EAGLE 3/1/4",
+    "ops43_eagle314": "ours, every operator on, EAGLE 3/1/4",
     "stock43_alone": "SGLang stock (Hopper kernels)",
     "ops43_alone": "ours, every operator on",
     **{f"ops43_without_{name}": f"ours, without {name}" for name in OPERATORS},
@@ -64,13 +101,21 @@ KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answe
     "index_shadow": "SGLang stock (FlashMLA, paged extend, DeepGEMM's paged logits)",
     "ops_shadow": "SGLang stock (FlashMLA, paged extend)",
     "ops_tp2_shadow": "SGLang stock, two cards (paged extend, paged logits)",
+    "ops_tp4_shadow": "SGLang stock, four cards (paged extend, paged logits)",
+    "sums2_shadow": "SGLang stock, two cards, its own sums",
+    "sums4_shadow": "SGLang stock, four cards, its own sums",
     "seams_shadow": "SGLang stock (Triton, SM120 branches)",
 }
-WHOLE_BARS = {  # issue 7, of the whole step with everything on: batch -> metric -> bar
+WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
     ("ops43_whole", "1"): {"decode step, ms, worst": 5.5, "launches per step": 950},
     ("ops43_whole", "8"): {"decode step, ms, worst": 11.5},
+    ("ops43_eagle314", "1"): {"decode step, ms, worst": 7.8, "launches per step": 1150},
+    ("ops43_eagle314", "8"): {"decode step, ms, worst": 18.2},
+    ("ops43_sums2", "1"): {"decode step, ms, worst": 3.9},
+    ("ops43_sums4", "1"): {"decode step, ms, worst": 3.4},
+    ("ops43_sums4", "8"): {"decode step, ms, worst": 6.2},
 }
-WHOLE_ISSUE, PREFILL_ISSUE = 7, 4
+WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE, SUMS_ISSUE = 7, 4, 21, 20
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
 
 
@@ -142,12 +187,14 @@ def index_rows(name, impl, patch, records):
 
 def timing_rows(name, batches, prefill_bars=None):
     impl, rows = IMPLEMENTATIONS[name], []
-    is_whole = name.endswith(("_whole", "43_alone", "43_tp2")) or "_without_" in name
-    issue = WHOLE_ISSUE if is_whole else ISSUE
+    is_whole = name.endswith(("_whole", "43_alone", "43_tp2", "43_tp4")) or "_without_" in name
+    issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith("_eagle314") else ISSUE
+    issue = SUMS_ISSUE if "43_sums" in name else issue
+    variant = "flash43" if name.endswith("_tp4") or "_sums4" in name else "flash43e64"
     for batch, timed in batches.items():
         bars = WHOLE_BARS.get((name, batch), {}) | (prefill_bars or {}).get(batch, {})
         experts = ", 16 experts" if "_alone" in name or "_without_" in name else ""
-        case = f"flash43e64{experts}, batch {batch}, 1K context"
+        case = f"{variant}{experts}, batch {batch}, 1K context"
         for metric, key in (
             ("decode step, ms, best", "step_ms_best"),
             ("decode step, ms, worst", "step_ms_worst"),
@@ -234,20 +281,41 @@ def difference_rows(difference):
     return rows
 
 
+def text_rows(found):
+    """Answers of a speculating run that are not the plain one's. One prompt at a time, none of ours may differ."""
+    at_once = found["at_once"]
+    together = "one prompt at a time" if at_once == 1 else f"{at_once} prompts at once"
+    case = f"flash6h, {together}: {found['what']}, greedy text with and without"
+    bar = 0 if at_once == 1 and not found["run"].startswith("stock") else None
+    impl = IMPLEMENTATIONS[found["run"]]
+    return [
+        row(case, impl, "answers", found["answers"], issue=SPECULATION_ISSUE),
+        row(case, impl, "answers that differ", found["differ"], bar, SPECULATION_ISSUE),
+        *(
+            [row(case, impl, "first token that differs", found["first"], issue=SPECULATION_ISSUE)]
+            if found["differ"]
+            else []
+        ),
+    ]
+
+
 def commit_of(stage, commit):
     """A copy without history says none, or the bare word that git prints there."""
     return commit if stage["commit"] in (None, "HEAD") else stage["commit"]
 
 
 def collect(stages, commit):
-    rows, differences = [], {}
+    rows, differences, texts = [], {}, {}
     for stage in stages:
         for name, case in stage["cases"].items():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
         for difference in stage["differences"]:  # a later stage's file repeats what its work folder still holds
             differences[difference["what"]] = difference
+        texts |= {(found["run"], found["at_once"]): found for found in stage.get("texts", [])}
     for difference in differences.values():
         rows += difference_rows(difference)
+    for found in texts.values():
+        rows += text_rows(found)
     return {
         "device": stages[0]["device"],
         "date": stages[0]["date"],
@@ -271,6 +339,28 @@ def head_commit():
     return asked.stdout.strip() or None
 
 
+def results(stages, commit):
+    """{file name: table} of what RESULTS says of these stages, release by release."""
+    found = {}
+    for release in sorted({release for stage in stages for release in releases(stage)}):
+        for name, of in RESULTS.items():
+            if chosen := [s for s in stages if s["stage"] in of and releases(s) == [release]]:
+                found[f"{name}_sglang_{release}.json"] = collect(chosen, commit)
+    if mixed := [stage["stage"] for stage in stages if len(releases(stage)) != 1]:
+        raise SystemExit(f"collect: each stage must be of one release of SGLang; not so: {', '.join(mixed)}")
+    return found
+
+
+def releases(stage):
+    return sorted({case["sglang"] for case in stage["cases"].values() if "sglang" in case})
+
+
+def write(path, table):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"wrote {path}, {len(table['rows'])} rows")
+
+
 def show(table):
     for r in table["rows"]:
         verdict = {None: "", True: "met", False: "NOT MET"}[r["met"]]
@@ -281,16 +371,19 @@ def show(table):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stages", nargs="+", type=Path)
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", type=Path, help="one file of all stages")
+    parser.add_argument("--results", type=Path, help="folder for a file of each of RESULTS")
     parser.add_argument("--commit", help="of the measured tree, where the stage files do not say (default: HEAD here)")
     arguments = parser.parse_args()
     stages = [json.loads(path.read_text()) for path in arguments.stages]
-    table = collect(stages, arguments.commit or head_commit() or "unknown")
+    commit = arguments.commit or head_commit() or "unknown"
+    table = collect(stages, commit)
     show(table)
     if arguments.write:
-        arguments.write.parent.mkdir(parents=True, exist_ok=True)
-        arguments.write.write_text(json.dumps(table, indent=1) + "\n")
-        print(f"wrote {arguments.write}, {len(table['rows'])} rows")
+        write(arguments.write, table)
+    if arguments.results:
+        for name, one in results(stages, commit).items():
+            write(arguments.results / name, one)
     unmet = [r for r in table["rows"] if r["met"] is False]
     print(f"{len(unmet)} of {sum(r['met'] is not None for r in table['rows'])} bars not met")
     sys.exit(1 if unmet else 0)

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """One start of the real engine: answers to fixed prompts, decode timings, kernels of a decode step.
 
-usage: engine_case.py --harness DIR [--phases answer bench profile prefill] [--batches 8 32] [options of run_engine.py]
+usage: engine_case.py --harness DIR [--phases PHASE ..] [--batches 8 32] [options of run_engine.py]
 
 The harness (a folder with run_engine.py, which builds offline engine arguments, prompts of token ids and a forced
 continuation) is only called. `answer` writes OUT/NAME.json in the form of `run_engine.py run`, which its `diff` reads;
-`bench` (step times), `profile` (kernels of a decode step) and `prefill` (kernels of a long prompt's prefill) write
-OUT/NAME_bench.json. The patch and its switches come from --patch and the environment. With --turns FILE --engines N
-engines start side by side; when all N are up, they take turns for what is timed: who holds the file's lock has the GPU
-to itself.
+`text` writes OUT/NAME_text.json: the tokens that the engine chooses by itself, greedily, one prompt at a time and in
+batches, because a speculating one cannot be forced; `bench` (step times), `profile` (kernels of a decode step) and
+`prefill` (kernels of a long prompt's prefill) write OUT/NAME_bench.json. The patch and its switches come from --patch
+and the environment. With --turns FILE --engines N engines start side by side; when all N are up, they take turns for
+what is timed: who holds the file's lock has the GPU to itself.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import gzip
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -27,6 +29,7 @@ import time
 PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
 SETTLE_S = 3.0  # shadow mode's writer runs twice a second, and shutting the engine down kills its processes
 PARTS = ("single", "batch")
+ALONE = ("answer", "text")  # phases that are an engine's only one: what is timed neither is forced nor gives logprobs
 LONG_PROMPT = 32_000  # tokens of the profiled prefill
 OTHERS_START_S = 90.0  # how long an engine waits for the others; one that does not start must not cost the rest
 
@@ -34,7 +37,7 @@ OTHERS_START_S = 90.0  # how long an engine waits for the others; one that does 
 def parse(argv):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--harness", required=True)
-    parser.add_argument("--phases", nargs="+", choices=["answer", "bench", "profile", "prefill"], default=["answer"])
+    parser.add_argument("--phases", nargs="+", choices=[*ALONE, "bench", "profile", "prefill"], default=["answer"])
     parser.add_argument("--batches", nargs="*", type=int, default=[])
     parser.add_argument("--turns")
     parser.add_argument("--engines", type=int, default=1)
@@ -134,6 +137,22 @@ class Case:
         result["bad_logprobs"] = sum(map(is_bad, logprobs)) + sum(map(is_bad, tops))
         self.write("", result)
 
+    def text(self, batches):
+        """The tokens of greedy answers, and how many verifications each took where the server speculates."""
+        result = {**self.result, "single": {}, "batch": {}}
+        greedy = {"temperature": 0, "max_new_tokens": self.options.new, "ignore_eos": True}
+        lengths = [int(n) for n in self.options.prompts.split(",") if n]
+        for part, sizes in (("single", [[n] for n in lengths]), ("batch", map(batch_lengths, batches))):
+            for asked in sizes:
+                prompts = [self.harness.ids(n, self.vocabulary, 3) for n in asked]
+                for n, answer in zip(
+                    asked, self.engine.generate(input_ids=prompts, sampling_params=greedy), strict=True
+                ):
+                    kept = {"ids": answer["output_ids"], "verified": answer["meta_info"].get("spec_verify_ct")}
+                    result[part][f"{len(asked)}x{n}"] = kept
+                print(f"[{self.options.name}] text of {len(asked)} prompt(s) from {asked[0]} tokens", flush=True)
+        self.write("_text", result)
+
     def generate(self, batch, length, new, seed):
         prompts = [self.harness.ids(length, self.vocabulary, seed + i) for i in range(batch)]
         started = time.perf_counter()
@@ -170,6 +189,8 @@ class Case:
         self.generate(batch, length, 1 + new, 5)
         self.engine.stop_profile()  # returns when the trace is written
         traces = glob.glob(folder + "/**/*.json.gz", recursive=True)
+        if len(traces) > 1:  # of several cards: a trace for each rank
+            traces = [path for path in traces if re.search(r"TP-0\b", path)]
         if len(traces) != 1:
             raise RuntimeError(f"profile: expected one trace in {folder}, got {len(traces)}")
         with gzip.open(traces[0], "rt") as f:
@@ -241,8 +262,8 @@ def main():
 
     options = harness.parse(["run", *rest])
     options.forced = "answer" in own.phases
-    if options.forced and len(own.phases) > 1:
-        raise SystemExit("engine_case: `answer` forces the continuation, which costs launches; time separately")
+    if len(own.phases) > 1 and set(own.phases) & set(ALONE):
+        raise SystemExit("engine_case: `answer` and `text` are asked of an engine of their own; time separately")
     if options.forced:
         os.environ["E2E_FORCE"] = "1"
     harness.__file__ = os.path.abspath(__file__)  # what its reexec starts again, with the engine's PYTHONPATH
@@ -251,6 +272,8 @@ def main():
     case = Case(harness, options)
     if options.forced:
         case.answer(own.batches)
+    elif own.phases == ["text"]:
+        case.text(own.batches)
     else:
         with turn(own.turns, own.engines):
             case.timed(own.phases)

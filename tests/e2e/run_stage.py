@@ -39,6 +39,8 @@ PAGED_INDEX = {"SGLANG_OPT_DSV4_NONPAGED_INDEXER": "0"}
 SEAMS = {"DSV4_SM120_FORCE": "seams", "SGLANG_SM120_FLASHMLA_BACKEND": "triton"}
 SHADOW = {"DSV4_SM120_SHADOW": "1"}
 WITHOUT = "ops43_without_"
+SUFFIXES = ("", "_bench", "_text")  # of what an engine writes
+PARTS = ("single", "batch")
 
 ANSWER = ["--phases", "answer", "--batches", "8", "32", "--graph-bs", "1", "8", "32", "--batch-prompts", ""]
 SIX_LAYERS = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--repeat", "2", "--new", "48"]
@@ -61,12 +63,62 @@ WHOLE = [*SIDE_BY_SIDE, "--phases", "bench", "profile", "prefill"]
 ONE_ROW = [*ALL_LAYERS, "--set", 'json_model_override_args="{\\"n_routed_experts\\": 16}"', "--in-len", "1024"]
 ONE_ROW += ["--max-total-tokens", "20000", "--mem", "0.95", "--phases", "bench", "--bs", "1", "--out-len", "64"]
 ONE_ROW += ["--reps", "4"]
-# Two cards as most users have them: NCCL alone between them. Neither NVLink multicast nor a fused all-reduce
-TWO_CARDS = ["--set", "tp_size=2", "--set", "disable_custom_all_reduce=true"]
-TWO_CARDS += ["--set", "enforce_disable_flashinfer_allreduce_fusion=true"]
-TWO_CARDS_ANSWER = ["--variant", "flash6h", "--prompts", "5,700,2100,8200", "--repeat", "2", "--new", "32", *TWO_CARDS]
-TWO_CARDS_ANSWER += ["--phases", "answer", "--batches", "8", "--graph-bs", "1", "8", "--batch-prompts", ""]
+EVERY_CALL = OPS | PAGED_EXTEND | PAGED_INDEX
+
+
+def sets(**arguments):
+    """Arguments of the engine as options of the harness."""
+    return [word for name, value in arguments.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+
+
+# Cards as most users have them: NCCL alone between them. Neither NVLink multicast nor a fused all-reduce
+NCCL = {"disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
+TWO_CARDS, FOUR_CARDS = sets(tp_size=2, **NCCL), sets(tp_size=4, **NCCL)
+CARDS_ANSWER = ["--variant", "flash6h", "--prompts", "5,700,2100,8200", "--repeat", "2", "--new", "32"]
+CARDS_ANSWER += ["--phases", "answer", "--batches", "8", "--graph-bs", "1", "8", "--batch-prompts", ""]
 TWO_CARDS_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", *TWO_CARDS]
+# the full model: all 256 experts fit four cards
+FOUR_CARDS_TIMED = [*SIDE_BY_SIDE, "--variant", "flash43", "--phases", "bench", *FOUR_CARDS]
+# Speculation. Random weights: hardly a draft is accepted, so a step is a token. DSPARK's drafter is made of what a
+# checkpoint with one says; its weights are random as all are
+DSPARK_CONFIG = {
+    **{"dspark_block_size": 3, "dspark_markov_rank": 256, "dspark_noise_token_id": 2},
+    **{"dspark_target_layer_ids": [1, 3, 5], "compress_ratios": [0, 0, 4, 128, 4, 128, 0, 0, 0]},
+}
+
+
+def eagle(steps):
+    names = {"speculative_num_steps": steps, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": steps + 1}
+    return sets(speculative_algorithm="EAGLE", **names)
+
+
+DSPARK = sets(speculative_algorithm="DSPARK", speculative_dspark_block_size=3)
+DSPARK += sets(json_model_override_args=json.dumps(DSPARK_CONFIG))
+# several engines side by side: what the others hold must not count as a reserve
+TEXT = [
+    "--variant",
+    "flash6h",
+    "--prompts",
+    "5,130,700,1500",
+    "--new",
+    "96",
+    "--phases",
+    "text",
+    "--batches",
+    "8",
+    "32",
+]
+TEXT += ["--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
+SPECULATION_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", "profile"]
+
+
+def sums(cards, *options):
+    """With a communicator, which is asked for ours; what ours does not take is SGLang's own, by NVLink where it is."""
+    return [*options, *sets(tp_size=cards, enforce_disable_flashinfer_allreduce_fusion=True)]
+
+
+TIMED_IN_TURN = [*SIDE_BY_SIDE, "--phases", "bench"]
+NO_PEERS = {"NCCL_P2P_DISABLE": "1"}  # NCCL over host memory: a machine whose peers do not work
 
 
 @dataclass(frozen=True)
@@ -108,9 +160,9 @@ STAGES = {
     ],
     # the indexer: every selected set against stock's; and whether long prompts repeat to the last bit when all is ours
     "index": [
-        Case("index_shadow", LONG + ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX | SHADOW),
-        Case("index_a", LONG + ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX),
-        Case("index_b", LONG + ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX),
+        Case("index_shadow", LONG + ANSWER, environment=EVERY_CALL | SHADOW),
+        Case("index_a", LONG + ANSWER, environment=EVERY_CALL),
+        Case("index_b", LONG + ANSWER, environment=EVERY_CALL),
     ],
     "index_seams": [Case("index_seams_shadow", LONG_SEAMS, environment=SEAMS | SHADOW)],
     "ops43": [Case("stock43", TIMED, patched=False), Case("ops43", TIMED, environment=OPS)],
@@ -118,7 +170,7 @@ STAGES = {
     # everything of ours on: step times, launches, and the kernels of a prefill of 32,000 tokens, both in one run
     "whole43": [
         Case("stock43_whole", WHOLE, patched=False, takes_turns=True),
-        Case("ops43_whole", WHOLE, environment=OPS | PAGED_EXTEND | PAGED_INDEX, takes_turns=True),
+        Case("ops43_whole", WHOLE, environment=EVERY_CALL, takes_turns=True),
     ],
     # what each operator contributes to a step at batch 1: all but one on. Six engines fit the GPU: --only, in two calls
     "without43": [
@@ -131,13 +183,60 @@ STAGES = {
     ],
     # tensor parallelism over two cards: 32 heads a card, so prompts take the attention's stacked rows
     "tp2": [
-        Case("ops_tp2_shadow", TWO_CARDS_ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX | SHADOW),
-        Case("ops_tp2", TWO_CARDS_ANSWER, environment=OPS | PAGED_EXTEND | PAGED_INDEX),
+        Case("ops_tp2_shadow", CARDS_ANSWER + TWO_CARDS, environment=EVERY_CALL | SHADOW),
+        Case("ops_tp2", CARDS_ANSWER + TWO_CARDS, environment=EVERY_CALL),
     ],
     "tp2_43": [
         Case("stock43_tp2", TWO_CARDS_TIMED, patched=False, takes_turns=True),
-        Case("ops43_tp2", TWO_CARDS_TIMED, environment=OPS | PAGED_EXTEND | PAGED_INDEX, takes_turns=True),
+        Case("ops43_tp2", TWO_CARDS_TIMED, environment=EVERY_CALL, takes_turns=True),
     ],
+    # over four cards: 16 heads and a quarter of the experts' width a card
+    "tp4": [
+        Case("ops_tp4_shadow", CARDS_ANSWER + FOUR_CARDS, environment=EVERY_CALL | SHADOW),
+        Case("ops_tp4", CARDS_ANSWER + FOUR_CARDS, environment=EVERY_CALL),
+    ],
+    "tp4_43": [
+        Case("stock43_tp4", FOUR_CARDS_TIMED, patched=False, takes_turns=True),
+        Case("ops43_tp4", FOUR_CARDS_TIMED, environment=EVERY_CALL, takes_turns=True),
+    ],
+    # the text of a server that speculates is that of one that does not; every call of a verification against stock's
+    "speculation": [
+        Case("plain", TEXT, environment=EVERY_CALL),
+        Case("eagle112", TEXT + eagle(1), environment=EVERY_CALL),
+        Case("eagle314", TEXT + eagle(3), environment=EVERY_CALL),
+        Case("dspark3", TEXT + DSPARK, environment=EVERY_CALL),
+        Case("eagle314_shadow", TEXT + eagle(3), environment=EVERY_CALL | SHADOW),
+        Case("dspark3_shadow", TEXT + DSPARK, environment=EVERY_CALL | SHADOW),
+        Case("stock_plain", TEXT, patched=False, environment=PAGED_EXTEND | PAGED_INDEX),
+        Case("stock_eagle314", TEXT + eagle(3), patched=False, environment=PAGED_EXTEND | PAGED_INDEX),
+    ],
+    "speculation43": [
+        Case("stock43_eagle314", SPECULATION_TIMED + eagle(3), patched=False, takes_turns=True),
+        Case("ops43_eagle314", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL, takes_turns=True),
+    ],
+    # the sums between the cards: every one beside SGLang's own; two engines, and one prompt sent twice, to the bit;
+    # then what they are worth in a step, against NCCL, and NCCL without peers
+    **{
+        f"sums{n}": [
+            Case(f"sums{n}_shadow", sums(n, *CARDS_ANSWER), environment=EVERY_CALL | SHADOW),
+            Case(f"sums{n}_a", sums(n, *CARDS_ANSWER), environment=EVERY_CALL),
+            Case(f"sums{n}_b", sums(n, *CARDS_ANSWER), environment=EVERY_CALL),
+        ]
+        for n in (2, 4)
+    },
+    **{
+        f"sums{n}_43": [
+            Case(f"nccl43_sums{n}", timed + sets(tp_size=n, **NCCL), environment=EVERY_CALL, takes_turns=True),
+            Case(
+                f"nccl43_sums{n}_no_peers",
+                timed + sets(tp_size=n, **NCCL),
+                environment=EVERY_CALL | NO_PEERS,
+                takes_turns=True,
+            ),
+            Case(f"ops43_sums{n}", sums(n, *timed), environment=EVERY_CALL, takes_turns=True),
+        ]
+        for n, timed in ((2, TIMED_IN_TURN), (4, [*TIMED_IN_TURN, "--variant", "flash43"]))
+    },
     "launches43": [
         Case("stock43_launches", PROFILED, patched=False),
         Case("ops43_launches", PROFILED, environment=OPS),
@@ -156,8 +255,20 @@ DIFFERENCES = [
     ("ours against stock, 32,000 tokens, paged extend", "ops32k", "stock32k"),
     ("yardstick: the same stock kernels twice, 32,000 tokens", "ops32k_shadow", "stock32k"),
     ("ours against stock, two cards", "ops_tp2", "ops_tp2_shadow"),
+    ("our sums, two cards, two processes: 0", "sums2_b", "sums2_a"),
+    ("our sums, four cards, two processes: 0", "sums4_b", "sums4_a"),
+    ("our sums against SGLang's, two cards", "sums2_a", "sums2_shadow"),
+    ("our sums against SGLang's, four cards", "sums4_a", "sums4_shadow"),
+    ("ours against stock, four cards", "ops_tp4", "ops_tp4_shadow"),
     ("ours against stock Triton, SM120 branches", "seams", "seams_shadow"),
     ("yardstick: stock's SM120 branches against stock's Hopper path", "seams_shadow", "stock"),
+]
+# (what, the run that speculates, the one that does not): greedy text
+TEXTS = [
+    ("EAGLE, 1 draft", "eagle112", "plain"),
+    ("EAGLE, 3 drafts", "eagle314", "plain"),
+    ("DSPARK, a block of 3", "dspark3", "plain"),
+    ("yardstick: stock, EAGLE, 3 drafts", "stock_eagle314", "stock_plain"),
 ]
 
 
@@ -217,14 +328,15 @@ def reports(case, work):
         report = read_json(path)
         if any(p["state"] == "APPLIED" for p in report["patches"]):
             applied = [{k: p[k] for k in ("patch", "target", "state", "review")} for p in report["patches"]]
-            found.append({"pid": report["pid"], "patches": applied, "shadow": report["shadow"]})
+            kept = {name: report[name] for name in ("pid", "shadow", "found")}
+            found.append(kept | {"patches": applied})
     return found
 
 
 def compare_answers(harness, ours, theirs):
     """By prompt: positions, agreement of the greatest token, |difference|; and of each run against its repetition."""
     rows = []
-    for part in ("single", "batch"):
+    for part in PARTS:
         for name in [n for n in ours[part] if n in theirs[part]]:
             a, b = ours[part][name], theirs[part][name]
             positions, agreement, mean, greatest = harness.compare(a[0], b[0])
@@ -252,6 +364,28 @@ def differences(arguments):
         if a and b:
             found.append({"what": what, "run": ours, "against": theirs, "rows": compare_answers(harness, a, b)})
     return found
+
+
+def texts(arguments):
+    """By part: answers, those that differ, and the first token that does."""
+    found = []
+    for what, speculating, plain in TEXTS:
+        a, b = (read_json(arguments.work / f"{name}_text.json") for name in (speculating, plain))
+        if not (a and b):
+            continue
+        for size in dict.fromkeys(name.split("x")[0] for part in PARTS for name in b[part]):
+            pairs = [
+                (a[part][n]["ids"], b[part][n]["ids"]) for part in PARTS for n in b[part] if n.split("x")[0] == size
+            ]
+            firsts = [first_difference(x, y) for x, y in pairs if x != y]
+            row = {"what": what, "run": speculating, "at_once": int(size), "answers": len(pairs), "differ": len(firsts)}
+            found.append(row | {"first": min(firsts, default=None)})
+    return found
+
+
+def first_difference(one, other):
+    """The index of the first token that differs, of answers that do."""
+    return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
 
 
 def device():
@@ -283,8 +417,11 @@ def commit(patch):
 def result(cases, outcomes, arguments):
     found = {}
     for case in cases:
-        answers, timings = (read_json(arguments.work / f"{case.name}{suffix}.json") for suffix in ("", "_bench"))
+        answers, timings, text = (read_json(arguments.work / f"{case.name}{suffix}.json") for suffix in SUFFIXES)
         entry = dict(outcomes[case.name], reports=reports(case, arguments.work))
+        if text:
+            entry |= {k: text[k] for k in ("sglang", "startup_s")}
+            entry["verified"] = [answer["verified"] for part in PARTS for answer in text[part].values()]
         if answers and not case.is_timed:
             entry |= {k: answers[k] for k in ("sglang", "startup_s", "logprobs", "bad_logprobs")}
         if timings and case.is_timed:
@@ -320,7 +457,7 @@ def main():
         known = [c.name for c in STAGES[arguments.stage]]
         raise SystemExit(f"run_stage: no such case; stage {arguments.stage} has {known}")
     for case in cases:  # what an earlier stage or an earlier try left must not be taken for this run's
-        for suffix in ("", "_bench"):
+        for suffix in SUFFIXES:
             (arguments.work / f"{case.name}{suffix}.json").unlink(missing_ok=True)
     arguments.turns, arguments.engines = arguments.work / "turns", sum(c.takes_turns for c in cases)
     arguments.turns.unlink(missing_ok=True)
@@ -339,6 +476,7 @@ def main():
         "command": f"python3 tests/e2e/run_stage.py {arguments.stage}{only}",
         "cases": result(cases, outcomes, arguments),
         "differences": differences(arguments),
+        "texts": texts(arguments),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"stage_{arguments.stage}.json"

@@ -1,8 +1,11 @@
 """The end-to-end scripts without a GPU: a stand-in for the engine and for the harness, the real control flow."""
 
+import gzip
 import importlib.util
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from tests.patching import wheels
 
 HERE = Path(__file__).resolve().parent
 
@@ -34,7 +39,7 @@ def reexec(a):
         os.environ["E2E_REEXEC"] = "1"
         os.execve(sys.executable, [sys.executable, os.path.abspath(__file__)] + sys.argv[1:], os.environ)
 def engine_args(a):
-    return {"name": a.name, "patch": a.patch}, "model"
+    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, "model"
 def vocab_of(model):
     return 100
 def ids(n, vocab, seed):
@@ -56,7 +61,7 @@ RECORD = {"patch": "sparse_decode", "layer": 0, "captured": True, "shape": {"row
 class Engine:
     traced, profiles = None, 0
     def __init__(self, name, patch, **more):
-        self.name = name
+        self.name, self.set = name, more["set"]
         if name == os.environ.get("FAKE_CRASH"):
             raise SystemExit("the fake engine does not start")
         if name == os.environ.get("FAKE_HANG"):
@@ -67,7 +72,7 @@ class Engine:
             shadow = [RECORD] if os.environ.get("DSV4_SM120_SHADOW") else []
             patch = {"patch": "sparse_decode", "target": "a:b", "state": "APPLIED", "review": "reviewed"}
             with open(f"{folder}/{os.getpid()}.json", "w") as f:
-                json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow}, f)
+                json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow, "found": {}}, f)
     def generate(self, input_ids, sampling_params, **more):
         forced = os.environ.get("E2E_FORCE") == "1"
         assert forced == bool(more), "timed runs are not forced"
@@ -77,7 +82,14 @@ class Engine:
         if self.traced is not None:
             self.trace(len(input_ids), n - 1)
         top = [[[off, 1]]] * n
-        return [{"logprobs": [off] * n, "top": top, "prompt_top": top, "output_ids": [1] * n} for _ in input_ids]
+        ids = [1] * n
+        if len(input_ids) > 1 and self.name in os.environ.get("FAKE_OTHER_TEXT", "").split():
+            ids[2] = 7
+        meta = {"spec_verify_ct": n if "speculative_algorithm=" in self.set else None}
+        return [
+            {"logprobs": [off] * n, "top": top, "prompt_top": top, "output_ids": ids, "meta_info": meta}
+            for _ in input_ids
+        ]
     def start_profile(self, output_dir, activities, profile_id):
         os.makedirs(output_dir)
         self.folder, self.traced, self.profiles = output_dir, [], self.profiles + 1
@@ -213,6 +225,83 @@ def test_each_operator_is_switched_off_alone(machine):
     rows = [r for r in rows_of(machine.out / "stage_without43.json") if r["metric"] == "decode step, ms, best"]
     assert [r["impl"] for r in rows] == ["ours, every operator on", "ours, without wo_a", "ours, without mhc"]
     assert all(r["issue"] == 7 and "16 experts" in r["case"] for r in rows)
+
+
+def test_the_text_of_a_server_that_speculates(machine):
+    """Beside that of one that does not: one prompt at a time none may differ; shadow records of verifications."""
+    ended = machine("speculation", "--jobs", "4", FAKE_OTHER_TEXT="eagle314 stock_eagle314")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    stage = json.loads((machine.out / "stage_speculation.json").read_text())
+    assert stage["cases"]["eagle112"]["verified"][0] == 96 and stage["cases"]["plain"]["verified"][0] is None
+    assert "speculative_dspark_block_size=3" in stage["cases"]["dspark3"]["command"]
+    told = {(t["run"], t["at_once"]): (t["answers"], t["differ"], t["first"]) for t in stage["texts"]}
+    assert told["eagle314", 1] == (4, 0, None) and told["eagle314", 8] == (8, 8, 2)
+    assert told["dspark3", 32] == (32, 0, None) and told["stock_eagle314", 32] == (32, 32, 2)
+    rows = [r for r in rows_of(machine.out / "stage_speculation.json") if r["metric"] == "answers that differ"]
+    bars = {(r["impl"], r["case"].partition(":")[0]): (r["value"], r["bar"], r["met"]) for r in rows}
+    assert bars["ours, EAGLE 3/1/4", "flash6h, one prompt at a time"] == (0, 0, True)
+    assert bars["ours, EAGLE 3/1/4", "flash6h, 8 prompts at once"] == (8, None, None)
+    assert bars["SGLang stock, EAGLE 3/1/4", "flash6h, one prompt at a time"][1] is None
+    assert script("run_stage").first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_results_go_under_their_release_and_name(machine, tmp_path):
+    assert machine("ops", "--only", "stock").returncode == 0
+    assert machine("tp4", "--jobs", "2").returncode == 0
+    paths = [machine.out / f"stage_{name}.json" for name in ("ops", "tp4")]
+    line = [sys.executable, str(HERE / "collect.py"), *map(str, paths), "--results", str(tmp_path / "results")]
+    subprocess.run(line, check=False, capture_output=True)
+    names = {path.name for path in (tmp_path / "results").iterdir()}
+    assert names == {"e2e_sglang_0.0.0.fake.json", "e2e_four_cards_sglang_0.0.0.fake.json"}
+    stages = script("run_stage").STAGES
+    assert sorted(s for group in script("collect").RESULTS.values() for s in group) == sorted(stages)
+    known = script("collect").IMPLEMENTATIONS
+    assert {case.name for cases in stages.values() for case in cases} <= known.keys()
+    mixed = [json.loads(path.read_text()) for path in paths]
+    mixed[0]["cases"]["stock"]["sglang"] = "0.5.17"
+    assert set(script("collect").results(mixed, "c0ffee")) == {
+        "e2e_sglang_0.5.17.json", "e2e_four_cards_sglang_0.0.0.fake.json"
+    }  # fmt: skip
+    mixed[1]["cases"]["ops_tp4"]["sglang"] = "0.5.23"
+    with pytest.raises(SystemExit, match="not so: tp4"):
+        script("collect").results(mixed, "c0ffee")
+
+
+@pytest.mark.parametrize("release", ["0.5.17", "0.5.23"])
+def test_what_the_stages_set_is_there_in_the_releases_that_they_run(release):
+    """Arguments as fields of SGLang's argument classes, variables in its environ.py."""
+    wheel = wheels.fetch(release)
+    homes = [m for m in wheels.members(wheel) if re.match(r"sglang/srt/(server_args|arg_groups/.*)\.py$", m)]
+    text = "\n".join(wheels.content(wheel, member) for member in homes)
+    fields = set(re.findall(r"^    (\w+): ", text, re.MULTILINE))
+    cases = [case for stage in script("run_stage").STAGES.values() for case in stage]
+    pairs = [pair for case in cases for pair in itertools.pairwise(case.options)]
+    given = {word.partition("=")[0] for flag, word in pairs if flag == "--set"}
+    assert {"tp_size", "speculative_dspark_block_size", "json_model_override_args"} <= given <= fields
+    variables = {name for case in cases for name in case.environment if name.startswith("SGLANG_")}
+    environ = wheels.content(wheel, "sglang/srt/environ.py")
+    assert len(variables) >= 3 and all(re.search(rf"^    {name} = ", environ, re.MULTILINE) for name in variables)
+
+
+def test_the_trace_of_rank_0_where_there_are_several(tmp_path):
+    case = object.__new__(script("engine_case").Case)
+    case.options = SimpleNamespace(name="x", out=str(tmp_path), in_len=[8])
+    folder = tmp_path / "x_trace_1_8_4"
+    ranks = {}
+
+    def stop():
+        for name, us in ranks.items():
+            with gzip.open(folder / name, "wt") as file:
+                json.dump({"traceEvents": [{"cat": "kernel", "name": "k", "dur": us}]}, file)
+
+    case.engine = SimpleNamespace(start_profile=lambda output_dir, **_: os.makedirs(output_dir), stop_profile=stop)
+    case.generate = lambda *_: None
+    ranks |= {"1-TP-0.trace.json.gz": 3.0, "1-TP-1.trace.json.gz": 5.0}
+    assert case.trace(1, 4) == {"k": (1, 3.0)}
+    ranks.pop("1-TP-0.trace.json.gz")
+    ranks["1-TP-2.trace.json.gz"] = 1.0
+    with pytest.raises(RuntimeError, match="expected one trace"):
+        case.trace(1, 4)
 
 
 def test_the_commit_is_that_of_the_patch_that_ran(tmp_path):

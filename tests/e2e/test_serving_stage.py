@@ -96,7 +96,7 @@ def stage(sglang_path, tmp_path):  # noqa: F811
         ]
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("DSV4_", "E2E_"))}
         environment = {**kept, **{f"FAKE_FAULT_{key}": value for key, value in faults.items()}, "PYTHONPATH": path}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         return done, tmp_path / "out"
 
     return run

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import math
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -60,11 +61,13 @@ def _calls() -> dict[str, tuple[str, dict]]:
     query = {"head_norm_eps": 1e-6, "freqs_cis": rotated["freqs_cis"], "positions": rotated["positions"]}
     by_table = {**extra, "extra_page_table": int32(2, 8), "extra_page_table_rows": int32(ROWS)}
     del by_table["extra_indices"]
+    group = SimpleNamespace(hidden=4096, max_rows=512, ranks=2, device=torch.device("cpu"))
 
     def given(inputs) -> dict:
         return {name: value for name, value in inputs.arguments().items() if value is not None}
 
     return {
+        "all_reduce": ("all_reduce", {"x": bf16(ROWS, 4096), "group": group, "out": bf16(ROWS, 4096)}),
         "bf16_linear": ("bf16_linear", {"x": bf16(2, 512), "weight": bf16(8, 512), "out": torch.zeros(2, 8)}),
         "compressor": ("compressor", given(compressor.make_inputs("c4", [4, 5, 8], device="cpu"))),
         "compressor, many": ("compressor", given(compressor.make_step("c4", [compressor.Request(5, 4)], device="cpu"))),
@@ -95,12 +98,13 @@ CALLS = _calls()
 BAD_MHC = [("norm_eps", -1e-6), ("rms_eps", -1.0), ("hc_eps", math.nan), ("kernels", "two")]
 BAD_LIMITS = [("swiglu_limit", value) for value in (0, -1.0, math.nan, 3.4e38)]
 BAD_VALUES = {
+    "all_reduce": [("algorithm", "three_shot")],
     "compressor": [("norm_eps", 0.0), ("norm_eps", math.nan), ("page_size", 48), ("page_size", 0), ("fp4", True)],
     "bf16_linear": [("out_dtype", torch.float16)],
     "fp8_linear": [("norm_eps", 0.0), ("norm_eps", None)],
     "fp8_linear, gated": [*BAD_LIMITS, ("norm_eps", 1e-6)],
     "gated": [*BAD_LIMITS, ("swiglu_limit", None)],
-    "normalized": [("norm_eps", -1.0), ("norm_eps", math.nan), ("norm_eps", None), ("norm_weight", None)],
+    "normalized": [("norm_eps", -1.0), ("norm_eps", math.nan), ("norm_eps", None)],
     "mhc": [*BAD_MHC, ("sinkhorn_iters", 0)],
     "mhc_pre": [*BAD_MHC, ("sinkhorn_iters", 0), ("kernels", "many")],
     "mhc_head": [*BAD_MHC, ("kernels", "many")],
@@ -109,8 +113,10 @@ BAD_VALUES = {
     "topk_select": [("k", 0), ("k", 1025)],
     "sparse_decode": [("prefill", True), ("head_norm_eps", None)],
 }
-# what has no wrong value, or none that is looked at: hints, factors, positions of a rank's experts
+# what has no wrong value, or none that is looked at: hints, factors, positions of a rank's experts; a group of ranks,
+# which test_all_reduce_validation.py has
 UNCHECKED = {
+    "all_reduce": {"group", "tag"},
     "mhc": {"post_scale"},
     "mhc_pre": {"post_scale"},
     "mxfp4_moe": {"routed_scaling", "swiglu_limit", "first_expert", "up_first"},
@@ -123,6 +129,7 @@ UNCHECKED = {
 NO_CHECKS = {
     *("takes", "takes_prologue", "takes_prefill", "has_fp8_mma", "width", "entry_page_bytes"),
     *("check_product", "check_weight", "num_whole_tiles", "cut", "make_tiles", "run_grouped"),
+    *("algorithm_for", "describe_fault", "made_together"),
 }
 ANY_STRIDES = {"weight_scale", "kv_pages", "extra_kv_pages", "k_pages"}
 ALIGNED = {
@@ -130,7 +137,7 @@ ALIGNED = {
     *("k_pages", "kv_pages", "extra_kv_pages", "freqs_cis", "state", "kv_score", "ape", "plan", "cache"),
     "writes",
 }
-ALIGNED_OUT = {"fp8_linear", "fp8_grouped_linear", "mxfp4_moe", "sparse_decode"}
+ALIGNED_OUT = {"all_reduce", "fp8_linear", "fp8_grouped_linear", "mxfp4_moe", "sparse_decode"}
 WRONG_DTYPES = {torch.int32: torch.int64, torch.bfloat16: torch.float16, torch.float32: torch.bfloat16}
 WRITTEN = ("out", "entries", "logits")
 
@@ -177,6 +184,15 @@ def placed(like: torch.Tensor, dtype=None, *, spread=1, shift=0) -> torch.Tensor
     strides = [spread * stride for stride in like.stride()]
     last = sum((size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
     return torch.zeros(last + 1 + shift, dtype=dtype or like.dtype).as_strided(like.shape, strides, shift)
+
+
+@pytest.mark.parametrize(("name", "argument"), TENSORS)
+@pytest.mark.parametrize("given", [None, [1.0]])
+def test_what_is_no_tensor_is_said(name, argument, given):
+    if given is None and inspect.signature(function_of(name)).parameters[argument].default is None:
+        return  # may be left out, alone or with those that it goes with (test_every_value_is_looked_at)
+    expected = f"{argument} must be a tensor, got {'None' if given is None else 'list'}"
+    assert refused(name, argument, "dtype", **{argument: given}).endswith(expected)
 
 
 @pytest.mark.parametrize(("name", "argument"), TENSORS)

@@ -151,6 +151,13 @@ class MoEGate:
     def forward(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
         return hidden_states
 """
+COMMUNICATOR = "def dispatch_custom_allreduce(group, device):\n    return 'original communicator'\n"
+PARALLEL_STATE = """
+class GroupCoordinator:
+    def __init__(self, group, device):
+        from sglang.srt.distributed.device_communicators.custom_all_reduce import dispatch_custom_allreduce
+        self.ca_comm = dispatch_custom_allreduce(group=group, device=device)
+"""
 MHC_HEAD = "def fused_hc_head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps):\n    return x\n"
 
 TREE_0_5_17 = {
@@ -160,6 +167,8 @@ TREE_0_5_17 = {
     "sglang/srt/arg_groups/deepseek_v4_hook.py": "def apply_deepseek_v4_defaults(server_args, model_arch):\n    pass\n",
     "sglang/srt/utils/common.py": "def is_sm120_supported():\n    return False\n",
     "sglang/srt/server_args.py": "from sglang.srt.utils.common import is_sm120_supported\n",
+    "sglang/srt/distributed/parallel_state.py": PARALLEL_STATE,
+    "sglang/srt/distributed/device_communicators/custom_all_reduce.py": COMMUNICATOR,
     "sglang/srt/layers/attention/deepseek_v4_backend.py": BACKEND,
     "sglang/srt/layers/attention/dsv4/indexer.py": INDEXER,
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,

@@ -178,7 +178,7 @@ def test_flash_and_pro_are_ours_at_every_tensor_parallelism(name, tp):
 def test_a_model_with_other_sizes_loses_what_they_concern_and_nothing_else():
     changed = CONFIGS["flash"] | {"hidden_size": 6144, "index_topk": 2048, "moe_intermediate_size": 1408}
     stock = {v.operator: v.why for v in models_served.verdicts(changed) if not v.served}
-    assert set(stock) == {"index_select", "mxfp4_moe", "mhc"}
+    assert set(stock) == {"index_select", "mxfp4_moe", "mhc", "all_reduce"}
     assert stock["mhc"] == "hidden 6144, made for 4096 or 7168"
     assert "inter 1408" in stock["mxfp4_moe"] and "hidden 6144" in stock["mxfp4_moe"]
     of_fp8 = CONFIGS["flash"] | {"expert_dtype": "fp8"}
@@ -191,7 +191,7 @@ def test_without_the_gate_v41s_sizes_are_beyond_most_operators():
     """What the adapters' predicates see, were the gate open; test_v41_where_nobody_told_the_model builds it."""
     sizes = models_served.sizes(CONFIGS["v41"], 2)
     beyond = {op for op, limits in LIMITS.items() for name, limit in limits.items() if sizes[name] not in limit}
-    assert beyond == {"head_norm", "index_select", "mxfp4_moe", "fp8_linear", "wo_a", "mhc"}
+    assert beyond == {"head_norm", "index_select", "mxfp4_moe", "fp8_linear", "wo_a", "mhc", "all_reduce"}
 
 
 def test_status_says_it(tmp_path):
@@ -203,7 +203,7 @@ def test_status_says_it(tmp_path):
     assert {row[1:] for row in models_table.of_model_text(found)[1:]} == {("SGLang's", "")}
     assert "never run with us" in models_table.of_model("pro", 8)["note"]
     assert models_table.of_model("flash", 2)["note"] == ""
-    with pytest.raises(CommandError, match="--model must be flash, pro, or a folder"):
+    with pytest.raises(CommandError, match="--model must be flash, pro, flash-0731, or a folder"):
         models_table.of_model(str(tmp_path / "nothing"), 1)
     (tmp_path / "config.json").write_text("[]")
     os.mkfifo(tmp_path / "fifo")  # whoever only opened it would wait for ever

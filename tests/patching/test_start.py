@@ -19,6 +19,7 @@ import pytest
 from build_artifact import write_dist_info
 
 import deepseek_v4_sm120
+from tests.e2e import run_stage
 
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = HERE.parent / "requirements-sglang.txt"
@@ -45,6 +46,22 @@ RESOLVE = """
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "_DSV4"))},
         "states": {c.default: [c.state, c.reason] for c in engine.steering.outcomes} if engine else {},
     }))
+"""
+SPECULATION = """
+    import json, os, sys
+    sys.path[1:1] = [MACHINE]
+    import sm120_machine
+    sys.path += [WHEEL, PACKAGES]
+    from sglang.srt.server_args import ServerArgs
+    names, found = ("algorithm", "num_draft_tokens", "draft_model_path"), []
+    for more in MORE:
+        resolved = arguments = ServerArgs(model_path=MODEL, tp_size=2, skip_tokenizer_init=True, **more)
+        if hasattr(arguments, "resolve_once"):
+            from sglang.srt.arg_groups.overrides import resolved_view
+            arguments.resolve_once()
+            resolved = resolved_view(arguments)
+        found.append({name: getattr(resolved, "speculative_" + name) for name in names})
+    print(json.dumps(found))
 """
 WORKER = """
     import importlib, json, os, sys
@@ -159,6 +176,21 @@ def test_later_releases_resolve_with_our_settings(run, version):
     assert not [name for name, (state, _) in found["states"].items() if state == "USER'S OWN"]
     on = {name for name, (state, _) in found["states"].items() if state == "ON"}
     assert on == ({"prefill_decode_interval"} if version in ("0.5.20", "0.5.23") else set())
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+def test_the_speculation_that_the_stages_and_the_plan_ask_for(run, places, version):
+    """tests/e2e's DSPARK on a cut-down model, with a block of its own and with the checkpoint's; EAGLE's rows are its
+    steps and one, whatever is given."""
+    config = json.dumps({**run_stage.DSPARK_CONFIG, "num_hidden_layers": 6})
+    dspark = {"speculative_algorithm": "DSPARK", "json_model_override_args": config}
+    eagle = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 2, "speculative_eagle_topk": 1}
+    asked = [dspark | {"speculative_dspark_block_size": 6}, dspark, eagle | {"speculative_num_draft_tokens": 8}]
+    of_six, by_checkpoint, of_eagle = run(SPECULATION, more=repr(asked), version=version)
+    assert (of_six["algorithm"], of_six["num_draft_tokens"]) == ("DSPARK", 7)
+    assert of_six["draft_model_path"] == places["MODEL"]  # the drafter is the checkpoint's own
+    assert by_checkpoint["num_draft_tokens"] == run_stage.DSPARK_CONFIG["dspark_block_size"] + 1
+    assert of_eagle["num_draft_tokens"] == 3
 
 
 def test_in_0_5_23_the_user_decides_and_a_forced_variable_reaches_the_children(run):

@@ -65,6 +65,8 @@ def expected(version: str) -> dict[str, str]:
     else:
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
     found["mxfp4_moe"] = CUTLASS if since(version, "0.5.16") else MARLIN
+    if since(version, "0.5.13"):
+        found["all_reduce"] = "sglang.srt.distributed.device_communicators.custom_all_reduce"
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
     return found
@@ -148,7 +150,7 @@ def test_seams_mode(inspect_wheel, version):
     assert {r.patch.name for r in found_in(made)} >= set(expected(version)) - {"marlin_on_sm120"}
 
 
-@pytest.mark.parametrize("version", ("0.5.14", "0.5.17", "0.5.20"))
+@pytest.mark.parametrize("version", ("0.5.14", "0.5.17", "0.5.20", "0.5.22"))
 def test_ops_mode_targets_what_sglang_calls_on_other_gpus(inspect_wheel, version):
     """The function itself is in the wheel of sglang-kernel (380 MB, not fetched); here is how SGLang calls it."""
     made = inspect_wheel(version, "ops")
@@ -161,6 +163,16 @@ def test_ops_mode_targets_what_sglang_calls_on_other_gpus(inspect_wheel, version
     imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     aliases = [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
     assert "sgl_kernel.flash_mla" in imported + aliases
+
+
+@every_release("0.5.23")
+def test_ops_mode_from_0_5_23_on_targets_sglangs_own_module(inspect_wheel, version):
+    """tests/patching/test_wheel_flash_mla.py runs it."""
+    made = inspect_wheel(version, "ops")
+    (record,) = found_in(made, patch="sparse_decode_hopper")
+    assert (record.state, record.review) == (READY, "reviewed"), record.reason
+    assert record.target.module == "sglang.kernels.ops.attention.flash_mla_interface"
+    assert "sgl_kernel.flash_mla" not in made.sources.read(BACKEND)
 
 
 @every_release("0.5.13")

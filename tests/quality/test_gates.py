@@ -33,7 +33,7 @@ def run(serve, tmp_path):
     def call(gate, server, *arguments):
         extra = ["--state", str(tmp_path / "soak.jsonl")] if gate == "corruption-soak" else []
         (tmp_path / f"{gate}.json").unlink(missing_ok=True)
-        common = [gate, "--url", server.url, "--timeout", "5", "--out", str(tmp_path)]
+        common = [gate, "--url", server.url, "--timeout", "30", "--out", str(tmp_path)]
         code = gates.main([*common, *QUICK[gate], *extra, *map(str, arguments)])
         path = tmp_path / f"{gate}.json"
         return code, json.loads(path.read_text()) if path.exists() else None

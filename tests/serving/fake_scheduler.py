@@ -1,5 +1,6 @@
-"""What the fake server knows of its requests in flight: what /v1/loads tells, and what /abort_request and a client that
-goes away end. The shapes are those of SGLang 0.5.12 to 0.5.23 (srt/entrypoints/v1_loads.py, io_struct.AbortReq).
+"""The fake server's requests in flight: how they are decoded together, what /v1/loads tells, what /abort_request and a
+client that goes away end. The shapes are those of SGLang 0.5.12 to 0.5.23 (srt/entrypoints/v1_loads.py,
+io_struct.AbortReq).
 """
 
 from __future__ import annotations
@@ -58,6 +59,39 @@ class Requests:
         load |= {"num_used_tokens": used, "num_total_tokens": used, "max_total_num_tokens": MAX_TOKENS}
         load |= {"token_usage": used / MAX_TOKENS, "gen_throughput": 0.0, "cache_hit_rate": 0.0, "utilization": 0.0}
         return {"timestamp": "2026-01-01T00:00:00+00:00", "version": "0.5.17", "loads": [load]}
+
+
+class Batch:
+    """Requests that are decoded together: each makes a token a step, so none runs ahead of one that the machine keeps
+    waiting. `with batch:` is a request's time in it.
+    """
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.members = self.arrived = self.steps = 0
+
+    def __enter__(self) -> None:
+        with self.changed:
+            self.members += 1
+
+    def __exit__(self, *_) -> None:
+        with self.changed:
+            self.members -= 1
+            self._release()
+
+    def step(self) -> None:
+        """Until all are at their next token."""
+        with self.changed:
+            self.arrived += 1
+            step = self.steps
+            self._release()
+            self.changed.wait_for(lambda: self.steps > step)
+
+    def _release(self) -> None:
+        if self.arrived and self.arrived == self.members:
+            self.arrived = 0
+            self.steps += 1
+            self.changed.notify_all()
 
 
 def has_left(connection: socket.socket) -> bool:

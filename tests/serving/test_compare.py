@@ -55,26 +55,26 @@ def values(result: dict, cell: str, side: str, variant: int = 0) -> list[dict]:
 
 
 def test_a_slower_server_is_found_slower_in_every_kind_of_cell(run, serve):
-    slow, fast = serve(step_s=0.006, prefill_s=4e-5), serve(step_s=0.002, prefill_s=1e-5)
+    slow, fast = serve(step_s=0.02, prefill_s=6e-4), serve(step_s=0.005, prefill_s=1e-5)
     code, result, text, page = run(*urls(slow, fast), "--change", "nothing", "--only", CELLS, "--rounds", "3")
     assert code == compare.COMPARED
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and line.endswith("better |")]
     better = {row[0].removeprefix("| ") for row in rows}
     assert better == {"single", "concurrency 2", "depth 512", "prefill 256", "intrusion 512 into 2"}
     assert "worse |" not in text
-    assert values(result, "single", "A")[0]["stream_tok_s"] == pytest.approx(1 / 0.006, rel=0.3)
-    assert values(result, "prefill 256", "A")[0]["prefill_tok_s"] < 1 / 4e-5
+    assert 0.2 / 0.02 < values(result, "single", "A")[0]["stream_tok_s"] < 1.1 / 0.02
+    assert values(result, "prefill 256", "A")[0]["prefill_tok_s"] < 1 / 6e-4
     assert result["settings"]["seed"] == 1 and result["command"] and result["machine"]["date"]
     assert "data:image/png" in page or plots.NO_MATPLOTLIB.split(".")[0] in page
     assert not re.search(r"(src|href)=['\"]?(http|//)", page)
 
 
 def test_the_prefix_is_filled_once_and_its_hits_are_apart_from_prefill(run, serve):
-    a, b = serve(prefill_s=1e-4), serve("no_radix", prefill_s=1e-4)
+    a, b = serve(prefill_s=1e-3), serve("no_radix", prefill_s=1e-3)
     code, result, text, _ = run(*urls(a, b), "--change", "nothing", "--only", "depth")
     assert code == compare.COMPARED
     kept, refilled = values(result, "depth 512", "A")[0], values(result, "depth 512", "B")[0]
-    assert kept["fill_ttft_ms"] > 40 and kept["ttft_ms"] < 30 and refilled["ttft_ms"] > 40
+    assert kept["fill_ttft_ms"] > 400 and kept["ttft_ms"] < 300 and refilled["ttft_ms"] > 400
     assert "A: 8" in text or "A: 9" in text  # per cent from the cache
     assert "B: 0% of the prefix came from the cache; the prefix was not reused" in text
 
@@ -100,8 +100,8 @@ def test_every_stream_and_round_has_a_prompt_of_its_own(run, serve, monkeypatch)
 def test_speculation_is_run_off_and_on_with_acceptance_and_verifier_steps(run):
     a, b = free_port(), free_port()
     code, result, text, _ = run(
-        *("--a-cmd", command(a, "--step", "0.004")),
-        *("--b-cmd", command(b, "--step", "0.002")),
+        *("--a-cmd", command(a, "--step", "0.016")),
+        *("--b-cmd", command(b, "--step", "0.008")),
         *("--change", "nothing", "--only", "single", "--spec", "--accept-length 3", "--both-at-once"),
     )
     assert code == compare.COMPARED
@@ -225,7 +225,7 @@ def test_a_server_without_server_info_is_told_as_unknown(run, serve):
 def test_another_engine_is_measured_and_what_it_does_not_tell_stays_unknown(run, serve):
     faults = "vllm_routes", "no_server_info"
     code, result, text, _ = run(
-        *urls(serve(*faults, step_s=0.004), serve(*faults, step_s=0.002)),
+        *urls(serve(*faults, step_s=0.012), serve(*faults, step_s=0.002)),
         *("--a-backend", "vllm", "--b-backend", "vllm", "--change", "nothing", "--only", "single,depth"),
     )
     assert code == compare.COMPARED

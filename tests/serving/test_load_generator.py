@@ -72,8 +72,11 @@ def test_every_release_measures_the_fake_server(version, generator, serve):
     assert found["failure"] is None
     assert [output["success"] for output in found["outputs"]] == [True] * 3
     assert [output["output_len"] for output in found["outputs"]] == [8] * 3
-    assert all(0.001 < output["ttft"] < output["latency"] for output in found["outputs"])
-    assert all(sum(output["itl"]) > 0.005 for output in found["outputs"])
+    for output in found[
+        "outputs"
+    ]:  # five steps of the server; a busy client sees the tokens later, and closer together
+        assert 0.001 < output["ttft"] < output["latency"] and output["latency"] > 0.01
+        assert len(output["itl"]) == 7 and 0 < sum(output["itl"]) <= output["latency"] - output["ttft"]
     if version >= "0.5.17":
         assert found["outputs"][0]["spec_accept_length"] == 2
 

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--limit-s must be more than 0 seconds, got {arguments.limit_s}")
     out = Path(arguments.out)
     check_out(arguments.out)
-    device = _device()
+    device, cards = _device()
     clock = Clock(arguments.limit_s)
     shapes = {
         "tp": arguments.gpus,
@@ -82,10 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
         "concurrency": arguments.concurrency,
         "quick": arguments.quick,
     }
-    results = measure(list(dict.fromkeys(arguments.operators)), shapes, clock)
+    names, not_here = asked_here(list(dict.fromkeys(arguments.operators)), shapes, cards)
+    results = measure(names, shapes, clock)
     not_reached = [name for name, found in results.items() if not found[OURS].get("cases") and not found[OURS]["wrong"]]
     operators = {name: decide(name, found) for name, found in results.items() if name not in not_reached}
-    found = redacted(as_profile(operators, device, shapes) | {"not_reached": not_reached})
+    found = redacted(as_profile(operators, device, shapes) | {"not_reached": not_reached, "not_here": not_here})
     try:
         out.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
     except OSError as error:
@@ -117,20 +118,31 @@ def check_out(given: str) -> None:
         raise CommandError(f"--out: {given:.200} cannot be written: {getattr(error, 'strerror', error)}") from error
 
 
-def _device() -> str:
-    """The card's name; CommandError where torch sees none. Asked in another process: this one stays free of CUDA."""
+def asked_here(names: list[str], shapes: dict, cards: int) -> tuple[list[str], dict[str, str]]:
+    """(the operators that a machine with so many cards can measure, why not the others)."""
+    described = {name: getattr(worker.operator(name), "not_here", None) for name in names}
+    reasons = {name: ask(shapes, cards) for name, ask in described.items() if ask is not None}
+    not_here = {name: why for name, why in reasons.items() if why is not None}
+    return [name for name in names if name not in not_here], not_here
+
+
+def _device() -> tuple[str, int]:
+    """(the card's name, cards); CommandError where torch sees none. Asked in another process: this one stays free of
+    CUDA."""
     if importlib.util.find_spec("torch") is None:
         raise CommandError(f"torch is not installed for {sys.executable}; run this in SGLang's image")
-    question = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    question = (
+        "import torch as t; a = t.cuda.is_available(); print(t.cuda.device_count(), a and t.cuda.get_device_name())"
+    )
     try:
         done = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, timeout=DEVICE_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise CommandError(f"no GPU to calibrate on: the driver does not answer in {DEVICE_SECONDS} s") from error
-    name = done.stdout.strip().splitlines()[-1:] or [""]
-    if done.returncode or not name[0]:
+    cards, _, name = (done.stdout.strip().splitlines()[-1:] or [""])[0].partition(" ")
+    if done.returncode or name in ("", "False"):
         words = (done.stderr.strip().splitlines() or ["torch sees no CUDA device"])[-1]
         raise CommandError(f"no GPU to calibrate on: {words}")
-    return name[0]
+    return name, int(cards)
 
 
 class Clock:
@@ -162,6 +174,7 @@ class Answers:
 
     cases: list[dict] = field(default_factory=list)
     problem: str | None = None
+    found: dict | None = None
     is_done: bool = False
 
 
@@ -234,6 +247,8 @@ def run_worker(jobs: list[Job], shapes: dict, clock: Clock, progress: console.Pr
                             progress.note(f"{job.operator}: {job.provider}: {in_words(answer)}")
                     elif "problem" in answer:
                         answers.problem = answer["problem"]
+                    elif "found" in answer:
+                        answers.found = answer["found"]
                     elif "done" in answer:
                         answers.is_done = True
                         ended(job, answers, None)
@@ -290,7 +305,7 @@ def as_result(job: Job, answers: Answers, crash: str | None) -> dict:
         wrong = in_words(bad[0])
     elif crash is not None:
         wrong = f"crashed after {len(answers.cases)} case(s): {crash}"
-    result = {"cases": answers.cases, "wrong": wrong}
+    result = {"cases": answers.cases, "wrong": wrong} | ({"found": answers.found} if answers.found else {})
     reached = {answer["case"] for answer in answers.cases}
     if crash is None and (missing := [name for name in job.cases if name not in reached]):
         result["not_reached"] = missing
@@ -382,6 +397,9 @@ def show(found: dict, out: Path) -> None:
         if rows:
             title = f"{name}: microseconds a call, cold caches ({worker.operator(name).ERROR})"
             console.print_table(title, ("case", *ran), rows)
+        for found_before in [providers[p]["found"] for p in ran if "found" in providers[p]]:
+            header, *pairs = map(tuple, found_before["table"])
+            console.print_table(f"{name}: {found_before['text']}", header, pairs)
         if note := getattr(worker.operator(name), "NOTE", None):
             console.say(note)
         for p, why in measured["wrong"].items():
@@ -396,6 +414,8 @@ def show(found: dict, out: Path) -> None:
         console.say(f"{name}: {_verdict(measured)}")
     for name in found["not_reached"]:
         console.say(f"{name}: not reached, so the shipped default holds")
+    for name, why in found["not_here"].items():
+        console.say(f"{name}: {why}, so the shipped default holds")
     if identity["sglang"] is None:
         console.say("\nSGLang is not installed here: a server, which has one, will not use this profile")
     console.say(f"\nWritten to {out}. The server reads it with DSV4_SM120_PROFILE={out.resolve()}")

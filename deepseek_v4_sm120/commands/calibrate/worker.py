@@ -3,6 +3,7 @@
     {"job": [operator, provider]}                           begun
     {"case", "us", "error", "how", "point", "calls"}        checked and timed
     {"case", "error", "allowed"} or {"case", "skipped"}     wrong, so not timed; not for this provider
+    {"found"}                                               what was found out before the first case
     {"problem"}                                             cannot run here
     {"done"}
 
@@ -63,11 +64,22 @@ def microseconds(call, inputs: list) -> tuple[float, str]:
     return start.elapsed_time(end) * 1e3 / len(few), "eager"
 
 
+def checked_and_timed(described, provider, case, call, inputs) -> tuple[float, float | None, str]:
+    """(error, microseconds or None where it is wrong, how); an operator of several cards does it with all of them."""
+    if hasattr(described, "measure"):
+        return described.measure(provider.name, case)
+    from deepseek_v4_sm120.commands.calibrate import timing
+
+    error = check(described, provider.name, call, case)
+    if not error <= described.max_error(provider.name, case):
+        return error, None, ""
+    count = min(MAX_CALLS, timing.layers_for_cold_caches(case.bytes_per_call))
+    return error, *microseconds(call, inputs.calls(case, count))
+
+
 def run_job(name: str, provider_name: str, shapes: dict, until: float = math.inf) -> None:
     """Says what became of one provider of one operator. until: the time after which no case is begun."""
     import torch
-
-    from deepseek_v4_sm120.commands.calibrate import timing
 
     described = operator(name)
     provider = next(p for p in described.providers() if p.name == provider_name)
@@ -84,15 +96,16 @@ def run_job(name: str, provider_name: str, shapes: dict, until: float = math.inf
             continue
         if time.monotonic() >= until:
             break
-        error, allowed = check(described, provider.name, call, case), described.max_error(provider.name, case)
+        error, time_us, how = checked_and_timed(described, provider, case, call, inputs)
+        allowed = described.max_error(provider.name, case)
         if not error <= allowed:
             say(case=case.name, error=None if error == float("inf") else error, allowed=allowed)
             continue
-        count = min(MAX_CALLS, timing.layers_for_cold_caches(case.bytes_per_call))
-        time_us, how = microseconds(call, inputs.calls(case, count))
         in_step = {key: getattr(case, key) for key in ("point", "calls") if hasattr(case, key)}
         say(case=case.name, error=error, us=round(time_us, 2), how=how, **in_step)
         torch.cuda.empty_cache()
+    if hasattr(described, "found") and (found := described.found(provider.name)) is not None:
+        say(found=found)
     torch.cuda.synchronize()  # an error of a kernel is this job's, not the next one's
 
 

@@ -12,7 +12,7 @@ from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.doctor import facts, gpu_checks, host_checks, probe, server, software_checks
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, Finding
 
-PROBE_SECONDS = 60.0
+PROBE_SECONDS = 150.0
 API_KEY = "SGLANG_API_KEY"  # a variable of ours for a key of theirs: SGLang itself takes --api-key
 
 
@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         found.probe, found.probe_problem = probe.run(facts.python(), PROBE_SECONDS)
     findings = examine(found)
     if answers is not None:
-        findings += list(server.checks(replace(answers, applied=applied(found))))
+        variables = next(iter(found.server_environ.values()), None)
+        findings += list(server.checks(replace(answers, applied=applied(found), variables=variables)))
     if arguments.json:
         console.print_json({"findings": [asdict(f) for f in findings]})
     else:

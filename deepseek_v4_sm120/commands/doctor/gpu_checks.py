@@ -30,6 +30,7 @@ def checks(facts: Facts) -> Iterator[Finding]:
     if len(facts.smi.gpus) > 1:
         yield from _topology(facts)
         yield from _peers(facts)
+        yield from _sums(facts)
         yield from _redirection(facts)
 
 
@@ -222,6 +223,35 @@ def _peers(facts: Facts) -> Iterator[Finding]:
         yield warn("peer copies", rates, "prefill's all-reduces wait for the link", "see PCIe link, topology and ACS")
     else:
         yield ok("peer copies", f"{len(pairs)} pairs move data, slowest {min(p['gbs'] for p in pairs):.1f} GB/s")
+
+
+def _sums(facts: Facts) -> Iterator[Finding]:
+    """By a running server's own probe, else by ours."""
+    name = "sums between the cards"
+    served = [process.get("found") for process in (facts.status or {}).get("processes", [])]
+    told = [one.get("all_reduce") for one in served if isinstance(one, dict)] + [(facts.probe or {}).get("sums")]
+    found = next(filter(_is_verdict, told), None)
+    if found is None:
+        yield not_run(
+            name, facts.probe_problem or "not tried: fewer than two cards, or no kernels", "run it on the cards"
+        )
+        return
+    text = found["text"].partition("; to do: ")[0]
+    if found["transport"] is None:
+        cost = "SGLang's own sums: NCCL's take 16 to 30 us each, 87 times a step"
+        yield warn(name, text, cost, found["remedy"])
+    elif found["transport"] == "host":
+        cost = "through host memory a sum takes several us more, 87 times a step"
+        yield warn(name, text, cost, found["remedy"])
+    else:
+        yield ok(name, text)
+
+
+def _is_verdict(found) -> bool:
+    """Reports are files that anybody may have written."""
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in ("text", "remedy")):
+        return False
+    return found.get("transport", "") in (None, "peer", "host")
 
 
 def _redirection(facts: Facts) -> Iterator[Finding]:

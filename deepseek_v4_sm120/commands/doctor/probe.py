@@ -1,4 +1,4 @@
-"""Run as a process of its own: what only a GPU can tell. Prints JSON; whoever starts it sets a time limit.
+"""Run as a process of its own: what only a GPU can tell. Prints lines of JSON; whoever starts it sets a time limit.
 
 Peer copies are reported as possible by drivers on machines where nothing arrives, or where the copy never ends; so a
 pattern is written on one card, copied, read back on the other and compared. Links sleep at rest, so the generation is
@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 PEER_BYTES = 64 << 20
 LOAD_SECONDS = 2.0
@@ -67,32 +68,56 @@ def links(torch) -> dict[str, list[int]]:
     return {str(g.index): [g.link_generation[0], g.link_width[0]] for g in known}
 
 
+def sums(torch) -> dict | None:
+    """What a server's probe of all_reduce would find between as many of the cards as it can take; None: too few, or no
+    kernels. Its ranks are threads here, their processes are as a server's."""
+    from deepseek_v4_sm120.commands.plan.models import FLASH
+    from deepseek_v4_sm120.ops import all_reduce_probe, all_reduce_sizes
+    from deepseek_v4_sm120.ops.shared import extension
+    from deepseek_v4_sm120.specs.all_reduce import Meeting
+
+    ranks = max((count for count in all_reduce_sizes.RANKS if count <= torch.cuda.device_count()), default=0)
+    if not ranks or extension.explain() is not None:
+        return None
+    meeting = Meeting(ranks, timeout=all_reduce_probe.WHOLE_S)
+    with ThreadPoolExecutor(ranks) as pool:
+
+        def ask(rank: int):
+            return all_reduce_probe.probe(rank, ranks, rank, meeting.gather(rank), hidden=FLASH.hidden)
+
+        return list(pool.map(ask, range(ranks)))[0].as_dict()
+
+
 def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
         print(json.dumps({"problem": f"torch {torch.__version__} sees no CUDA device"}))
         return 1
-    print(json.dumps({"links": links(torch), "peers": peers(torch)}))
+    print(json.dumps({"links": links(torch), "peers": peers(torch)}), flush=True)
+    print(json.dumps({"sums": sums(torch)}))
     return 0
 
 
 def run(python: str, timeout_s: float) -> tuple[dict | None, str | None]:
-    """(what the probe found, why it found nothing)."""
+    """(what the probe found, why it found nothing, or not all)."""
+    words, problem = [python, "-m", "deepseek_v4_sm120.commands.doctor.probe"], None
     try:
-        done = subprocess.run(
-            [python, "-m", "deepseek_v4_sm120.commands.doctor.probe"], capture_output=True, text=True, timeout=timeout_s
-        )
-    except subprocess.TimeoutExpired:
-        return {"links": {}, "peers": []}, f"the copies did not end within {timeout_s:.0f} s: suspect peer copies, ACS"
+        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
+        out, err = done.stdout, done.stderr
+    except subprocess.TimeoutExpired as error:
+        out, err = ((text or b"").decode(errors="replace") for text in (error.stdout, error.stderr))
+        problem = f"the copies did not end within {timeout_s:.0f} s: suspect peer copies, ACS"
     except OSError as error:
         return None, f"{python} does not run: {error}"
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        words = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return None, f"the probe failed: {words[:200]}"
-    found = json.loads(lines[-1])
-    return (None, found["problem"]) if "problem" in found else (found, None)
+    found = {}
+    for line in out.splitlines():
+        found |= json.loads(line) if line.startswith("{") else {}
+    if "problem" in found:
+        return None, found["problem"]
+    if not found and problem is None:
+        return None, f"the probe failed: {(err.strip().splitlines() or ['no output'])[-1][:200]}"
+    return {"links": {}, "peers": [], "sums": None} | found, problem
 
 
 if __name__ == "__main__":

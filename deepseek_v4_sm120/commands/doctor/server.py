@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from deepseek_v4_sm120.commands.console import CommandError, one_line
@@ -15,6 +15,17 @@ from deepseek_v4_sm120.commands.doctor import model_checks
 from deepseek_v4_sm120.commands.doctor.finding import OK, Finding, fail, not_run, ok, warn
 from deepseek_v4_sm120.commands.doctor.http_get import check_url, get
 from deepseek_v4_sm120.commands.plan import memory, models
+from deepseek_v4_sm120.commands.speculation import (
+    ALIASES,
+    COMPACT,
+    DSPARK,
+    MODE_VARIABLE,
+    WRONG,
+    Speculation,
+    hazards,
+    of_variables,
+)
+from deepseek_v4_sm120.sglang_patches import models_served
 
 PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that has no SM120 code
 HIGH_FRACTION = 0.95
@@ -40,6 +51,7 @@ FIELDS = {
     "attention_backend": (WORDS, False),
     "speculative_algorithm": (WORDS, False),
     "speculative_num_draft_tokens": (WHOLE, False),
+    "enable_symm_mem": (SWITCH, False),
     "tool_call_parser": (WORDS, False),
     "reasoning_parser": (WORDS, False),
 }
@@ -54,6 +66,7 @@ class Answers:
     applied: frozenset[str] | None = None  # patches of running servers by their reports; None: no reports
     metrics_problem: str = "the server has none"
     model_type: str | None = None  # of /model_info
+    variables: Mapping[str, str] | None = None  # its environment, by the reports; None: no reports
 
     def get(self, name: str):
         """A field of FIELDS as the kind of value that it is; None where it is absent or of another kind."""
@@ -63,6 +76,13 @@ class Answers:
     def version(self) -> tuple[int, ...]:
         numbers = (self.get("version") or "").split(".")[:3]
         return tuple(int(n) for n in numbers if re.fullmatch("[0-9]{1,4}", n))
+
+    @property
+    def is_v4(self) -> bool:
+        """Whether it serves DeepSeek-V4, as far as it tells."""
+        if self.model_type is not None:
+            return self.model_type in models_served.MODEL_TYPES
+        return "deepseek-v4" in str(self.get("model_path")).lower() or self.get("attention_backend") == "dsv4"
 
     def unread(self) -> list[str]:
         """In words: fields that the checks need and that are not told, and those that are told as something else."""
@@ -180,10 +200,15 @@ def _experts(a: Answers) -> Iterator[Finding]:
 
 def _all_reduce(a: Answers) -> Iterator[Finding]:
     tp = a.get("tp_size") or 1
+    if "all_reduce" in (a.applied or ()) and not a.get("disable_custom_all_reduce"):
+        return  # ours is asked: "sums between the cards" says what its probe found
     if tp == 2 and a.get("disable_custom_all_reduce"):
         cost = "NCCL: about 10 us more in each of 87 all-reduces of a step"
         yield warn("all-reduce", "custom all-reduce off", cost, "remove --disable-custom-all-reduce")
-    elif tp > 2 and not a.get("disable_custom_all_reduce"):
+    elif tp > 2 and a.get("disable_custom_all_reduce"):
+        cost = "NCCL, 16 to 30 us in each of 87 all-reduces of a step: ours is not asked either"
+        yield warn("all-reduce", "custom all-reduce off", cost, "remove --disable-custom-all-reduce")
+    elif tp > 2:
         fix = "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE=1 (0.5.22 and later); DSV4_SM120_SET=pcie_ipc_all_reduce=on does it"
         if a.version >= (0, 5, 22):
             found, cost = (
@@ -249,9 +274,27 @@ def _memory(a: Answers) -> Iterator[Finding]:
         yield warn("request slots", f"max_running_requests={running}", cost, "--max-running-requests <your streams>")
 
 
+def _unsafe_speculation(a: Answers) -> Iterator[Finding]:
+    algorithm, rows = a.get("speculative_algorithm"), a.get("speculative_num_draft_tokens")
+    if algorithm is None or not a.is_v4:
+        return
+    if rows is None or len(a.version) < 3:
+        yield not_run("speculation", f"{algorithm}: its draft tokens or its release are not told", "see `arguments`")
+        return
+    algorithm = ALIASES.get(algorithm.upper(), algorithm.upper())
+    told = {"mode": None} if a.variables is None else of_variables(a.variables)
+    found = Speculation(algorithm, rows, symmetric=bool(a.get("enable_symm_mem")), **told)
+    for kind, hazard in hazards(a.version, found, a.applied):
+        cost = f"{kind}: {hazard.does} ({hazard.source})"
+        yield (fail if kind == WRONG else warn)("speculation", f"{found.drafts}: {hazard.what}", cost, hazard.fix)
+    if algorithm == DSPARK and found.mode is None:
+        why = f"{MODE_VARIABLE} of the server is not known; {COMPACT} crashes, or worse"
+        yield not_run("speculation", why, "start server and doctor with DSV4_SM120_REPORT=<one folder>")
+
+
 def _speculation(a: Answers) -> Iterator[Finding]:
     drafts = a.get("speculative_num_draft_tokens")
-    if drafts is not None and drafts > DEEP_DRAFTS:
+    if drafts is not None and drafts > DEEP_DRAFTS and a.get("max_running_requests") != 1:
         cost = "each draft row reads 1.6 GB more per step and card on 2 cards; k=3 beat k=7 by 10% under load"
         yield warn("speculation", f"{drafts} draft tokens", cost, "--speculative-num-draft-tokens 4 or fewer")
 
@@ -264,7 +307,7 @@ def _parsers(a: Answers) -> Iterator[Finding]:
 
 
 RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
-    *(_graphs, _experts, _all_reduce, _prefill, _fairness, _memory, _speculation, _parsers),
+    *(_graphs, _experts, _all_reduce, _prefill, _fairness, _memory, _unsafe_speculation, _speculation, _parsers),
 )
 
 

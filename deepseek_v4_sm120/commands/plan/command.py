@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from deepseek_v4_sm120 import OPS, __version__
 from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import launch, models, roofline
 from deepseek_v4_sm120.commands.plan.launch import Plan, Request
+from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, STRUCTURE, TEXT, Speculation, advise
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
 from deepseek_v4_sm120.settings import settings
 
 DEFAULT_SGLANG = "0.5.23"
 DEFAULT_MEMORY_GB = 96
+CASE = re.compile(r"(\d+) cards, (\d+) rows")  # of specs/all_reduce.py
+SUMMED_BY = ("ours", "nccl")
+DRAFTERS = {"mtp": EAGLE, "dspark": DSPARK}  # --spec, by SGLang's names
 VERSION = re.compile(r"v?\d{1,4}\.\d{1,4}\.\d{1,4}(\.?(a|b|rc|post|dev)\d{1,12})*(\+[a-z0-9._-]{1,80})?", re.ASCII)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="flash", help="flash, pro, or the folder of a checkpoint (default: flash)")
+    parser.add_argument("--model", default="flash", help=f"{models.KNOWN} (default: flash)")
     parser.add_argument("--experts", choices=(models.FP4, models.FP8), help="format of the experts")
     parser.add_argument("--gpus", type=int, help="cards of one machine (default: those found, else 2)")
     parser.add_argument("--memory", type=float, help="GB of a card as sold (default: as found, else 96)")
     parser.add_argument("--context", type=int, default=393_216, help="longest request in tokens (default: 393216)")
     parser.add_argument("--concurrency", type=int, default=8, help="streams at the same time (default: 8)")
-    parser.add_argument("--spec", choices=("mtp", "none"), default="mtp", help="speculation (default: mtp)")
+    parser.add_argument("--spec", choices=(*DRAFTERS, "none"), help="speculation (default: what the checkpoint brings)")
+    parser.add_argument("--block", type=int, help="drafts a step (default: what suits streams, --load and release)")
+    parser.add_argument(
+        "--load", choices=(TEXT, STRUCTURE), default=TEXT, help="what is written: prose, or code and tool calls"
+    )
+    parser.add_argument("--insist", action="store_true", help="take a speculation that is known to answer wrongly")
     parser.add_argument("--sglang", help="its version (default: the one found here, else " + DEFAULT_SGLANG + ")")
     parser.add_argument("--profile", help="file that `calibrate` wrote: what it leaves out counts as SGLang's")
     parser.add_argument("--json", action="store_true", help="machine-readable")
@@ -41,23 +50,47 @@ def request_of(arguments: argparse.Namespace) -> Request:
         raise CommandError(f"--sglang must be a version like {DEFAULT_SGLANG}, got {sglang!r}")
     sglang = sglang.removeprefix("v")
     if not arguments.model:
-        raise CommandError("--model must be flash, pro, or a folder with the model's config.json, got nothing")
+        raise CommandError(f"--model must be {models.KNOWN}, got nothing")
     gpus, memory_mib = _machine(arguments)
     switched_off = tuple(op for op in OPS if settings().choices.get(op) == "off")
     measured = _profile(arguments.profile, sglang)
-    return Request(
+    request = Request(
         model=models.find(arguments.model, arguments.experts),
         gpus=gpus,
         memory_mib=memory_mib,
         context=arguments.context,
         concurrency=arguments.concurrency,
-        mtp=arguments.spec == "mtp",
+        speculation=None,
         sglang=sglang,
         replaced=tuple(op for op in OPS if op not in switched_off and measured.against(op) is None),
         profile=None if measured.warnings else measured.path,
         profile_unused=measured.warnings[0] if measured.warnings else None,
         switched_off=switched_off,
+        sums_us=_sums(measured, gpus),
+        load=arguments.load,
+        insist=arguments.insist,
     )
+    return replace(request, speculation=_speculation(request, arguments.spec, arguments.block))
+
+
+def _speculation(request: Request, spec: str | None, block: int | None) -> Speculation | None:
+    if block is not None and block < 1:
+        raise CommandError(f"--block must be at least 1 draft, got {block}")
+    if spec == "none":
+        return None
+    algorithm = request.model.drafter if spec is None else DRAFTERS[spec]
+    advised = advise(request.version, algorithm, request.concurrency, request.load).block
+    return Speculation(algorithm, 1 + (advised if block is None else block))
+
+
+def _sums(measured: profile.Profile, gpus: int) -> dict[str, dict[int, float]]:
+    """What a sum between so many cards took, by provider: rows -> microseconds."""
+    providers, found = measured.operators.get("all_reduce", {}).get("providers", {}), {}
+    for name in SUMMED_BY if isinstance(providers, dict) else ():
+        cases = providers.get(name, {}).get("cases", ())
+        named = [(CASE.fullmatch(one.get("case", "")), one.get("us")) for one in cases]
+        found[name] = {int(case[2]): us for case, us in named if case and us and int(case[1]) == gpus}
+    return {name: rows for name, rows in found.items() if rows}
 
 
 def _profile(path: str | None, sglang: str) -> profile.Profile:
@@ -122,9 +155,10 @@ def as_dict(plan: Plan) -> dict:
 
 def show(plan: Plan) -> None:
     r = plan.request
+    drafts = r.speculation.drafts if r.speculation else "no speculation"
     console.say(
         f"{r.model.name}, {r.model.expert_format.upper()} experts, on {r.gpus} card(s) of {r.memory_mib} MiB, SGLang "
-        f"{r.sglang}: {r.concurrency} stream(s), up to {r.context:,} tokens, {'MTP' if r.mtp else 'no speculation'}"
+        f"{r.sglang}: {r.concurrency} stream(s), up to {r.context:,} tokens, {drafts}"
     )
     console.print_table("Memory of one card", ("what", "GB", "from"), memory_rows(plan))
     if not plan.fits:
@@ -135,7 +169,8 @@ def show(plan: Plan) -> None:
     rows = [(f.name, f.value, f.reason) for f in (*plan.flags, *plan.environment)]
     console.print_table("Flags and variables", ("flag", "value", "why"), rows)
     header = ("streams", "ceiling, tok/s", "step, ms", "with NCCL", "best published", "by")
-    title = "Speed without speculation (ceiling: every byte once at 1.79 TB/s, then all-reduces; nobody reaches it)"
+    sums = f"all-reduces as {r.profile} has them" if r.sums_us else "all-reduces"
+    title = f"Speed without speculation (ceiling: every byte once at 1.79 TB/s, then {sums}; nobody reaches it)"
     console.print_table(title, header, speed_rows(plan))
     for note in plan.notes:
         console.say(f"\nNote: {note}.")
@@ -177,9 +212,17 @@ def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
         return rows
     for streams in sorted({1, r.concurrency}):
         context = min(r.context, 8192)
-        fast = roofline.step_seconds(r.model, r.gpus, streams, context, wo_a_bf16=r.wo_a_bf16)
-        nccl = roofline.step_seconds(r.model, r.gpus, streams, context, wo_a_bf16=r.wo_a_bf16, fast=False)
-        best = roofline.PUBLISHED.get((r.gpus, streams)) if r.model.hidden == models.FLASH.hidden else None
+        is_flash = r.model.hidden == models.FLASH.hidden  # whose sums calibrate measures
+        fast, nccl = (
+            roofline.step_seconds(
+                *(r.model, r.gpus, streams, context),
+                wo_a_bf16=r.wo_a_bf16,
+                fast=name == "ours",
+                measured=r.sums_us.get(name) if is_flash else None,
+            )
+            for name in SUMMED_BY
+        )
+        best = roofline.PUBLISHED.get((r.gpus, streams)) if is_flash else None
         cells = (f"{streams / fast:.0f} at {context // 1024}K", f"{fast * 1e3:.2f}", f"{streams / nccl:.0f}")
         rows.append((str(streams), *cells, *((f"{best[0]:.0f}", best[1]) if best else ("-", "nobody"))))
     return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import memory, roofline
 from deepseek_v4_sm120.commands.plan.models import FP8, Model
+from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, TEXT, Speculation, advise, refuse_if_unsafe
 
 TPS = (1, 2, 4, 8)
 REPORTED_PER_GB = 97887 / 96  # MiB that the driver reports per GB of the label, RTX PRO 6000
@@ -33,12 +35,15 @@ class Request:
     memory_mib: int
     context: int
     concurrency: int
-    mtp: bool
+    speculation: Speculation | None
     sglang: str
     replaced: tuple[str, ...] = OPS  # the operators that will be ours
     profile: str | None = None  # the file that says so
     profile_unused: str | None = None  # why a server makes nothing of the file that was given
     switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
+    sums_us: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # by provider: rows -> us, by the profile
+    load: str = TEXT  # what is written: speculation.TEXT or STRUCTURE
+    insist: bool = False  # take a speculation that is known to answer wrongly
 
     @property
     def version(self) -> memory.Version:
@@ -54,9 +59,9 @@ class Request:
         return "wo_a" not in self.replaced
 
     @property
-    def drafts(self) -> int:
-        """Draft tokens in SGLang's counting, the verified token among them; 0 without speculation."""
-        return 2 if self.mtp else 0
+    def rows(self) -> int:
+        """Rows of a request that a step verifies; 0 without speculation."""
+        return 0 if self.speculation is None else self.speculation.rows
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ class Plan:
 
 
 def check(request: Request) -> None:
-    """CommandError for a request that contradicts itself or the model."""
+    """CommandError for a request that contradicts itself, the model, or what is known to be safe."""
     m = request.model
     if request.gpus < 1:
         raise CommandError(f"--gpus must be at least 1, got {request.gpus}")
@@ -143,6 +148,16 @@ def check(request: Request) -> None:
         raise CommandError(f"SGLang {request.sglang} does not have this model; take 0.5.17 or newer")
     if request.version >= (0, 6):
         raise CommandError(f"SGLang {request.sglang} is newer than what this release knows (below 0.6)")
+    if request.speculation is not None and request.speculation.algorithm != m.drafter:
+        brings = "an MTP block (--spec mtp)" if m.drafter == EAGLE else "DSPARK's drafter (--spec dspark)"
+        raise CommandError(f"--spec: {m.name} brings {brings}, nothing to draft with as {request.speculation.drafts}")
+    unsafe(request)
+
+
+def unsafe(request: Request) -> list[str]:
+    """What is known of its speculation and tolerated; CommandError where it is not."""
+    r = request
+    return refuse_if_unsafe(r.version, r.speculation, r.replaced, insist=r.insist, release=r.sglang)
 
 
 def check_memory(memory_gb: float) -> None:
@@ -173,13 +188,13 @@ def _best(plans: list[Plan]) -> Plan:
 def _sized(request: Request, chunk: int, with_errors: bool) -> Plan:
     m, tp, version = request.model, request.gpus, request.version
     total = request.memory_mib * (1 << 20)
-    rows = request.concurrency * max(1, request.drafts)
+    rows = request.concurrency * max(1, request.rows)
     reserves = memory.reserves(m, tp=tp, context=request.context, chunk=chunk, rows=rows, replaced=request.replaced)
     outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves)
     fraction = math.floor((1 - outside / total) / STEP) * STEP
     fraction = round(min(memory.MOST_FRACTION, fraction), 2)  # as it is given to the server
-    weights = memory.weight_bytes(m, tp, mtp=request.mtp, wo_a_bf16=request.wo_a_bf16)
-    pools = memory.pools(m, version, requests=request.concurrency, chunk=chunk, drafts=request.drafts)
+    weights = memory.weight_bytes(m, tp, drafts=request.rows > 0, wo_a_bf16=request.wo_a_bf16)
+    pools = memory.pools(m, version, requests=request.concurrency, chunk=chunk, drafts=request.rows)
     return Plan(request, chunk, fraction, weights, reserves, pools, pools.tokens(fraction * total - weights))
 
 
@@ -212,11 +227,7 @@ def _flags(plan: Plan) -> None:
     reserve = sum(x.bytes for x in plan.reserves) / memory.GIB
     add(Flag("--mem-fraction-static", f"{plan.fraction:.2f}", f"leaves {reserve:.1f} GiB of scratch, itemised above"))
     add(Flag("--chunked-prefill-size", str(plan.chunk), _chunk_reason(plan)))
-    if r.mtp:
-        add(Flag("--speculative-algorithm", "EAGLE", "the model's own MTP block"))
-        add(Flag("--speculative-num-steps", "1", "1 draft is within 7% of the best depth up to 8 streams"))
-        add(Flag("--speculative-eagle-topk", "1", "the only one for this model"))
-        add(Flag("--speculative-num-draft-tokens", "2", "the verified token and one draft"))
+    _speculation(plan)
     if r.version < (0, 5, 13) and m.expert_format != FP8:
         add(Flag("--moe-runner-backend", "marlin", "0.5.12's default asserts on FP4 experts"))
     add(Flag("--reasoning-parser", "deepseek-v4", "thoughts apart from the answer"))
@@ -237,6 +248,23 @@ def _flags(plan: Plan) -> None:
     if m.expert_format == FP8:
         env(Flag("SGLANG_DSV4_FP4_EXPERTS", "0", "the checkpoint's experts are FP8"))
     _notes(plan)
+
+
+def _speculation(plan: Plan) -> None:
+    r, add = plan.request, plan.flags.append
+    if r.speculation is None:
+        return
+    algorithm, block = r.speculation.algorithm, r.speculation.block
+    advice = advise(r.version, algorithm, r.concurrency, r.load)
+    reason = advice.reason if block == advice.block else f"as asked; {advice.block} for this load: {advice.reason}"
+    if algorithm == DSPARK:
+        add(Flag("--speculative-algorithm", DSPARK, "the checkpoint's own drafter"))
+        add(Flag("--speculative-dspark-block-size", str(block), reason))
+        return
+    add(Flag("--speculative-algorithm", EAGLE, "the model's own MTP block"))
+    add(Flag("--speculative-num-steps", str(block), reason))
+    add(Flag("--speculative-eagle-topk", "1", "the only one for this model"))
+    add(Flag("--speculative-num-draft-tokens", str(r.rows), "the verified token and the drafts"))
 
 
 def _chunk_reason(plan: Plan) -> str:
@@ -264,6 +292,9 @@ def _interleaving(plan: Plan) -> None:
 
 def _notes(plan: Plan) -> None:
     r = plan.request
+    plan.notes += unsafe(r)
+    if r.speculation is not None and r.speculation.algorithm == DSPARK:
+        plan.notes.append("nobody has run DSPARK with our operators: let the gate speculation-equality judge it first")
     if r.profile_unused:
         plan.notes.append(r.profile_unused)
     if r.version > NEWEST_READ:
@@ -279,7 +310,7 @@ def _notes(plan: Plan) -> None:
             "SGLang keeps prefill out of CUDA graphs for this model because of the index logits, which are gone; "
             "--cuda-graph-backend-prefill breakable puts it back. Nobody has run that with us: measure it first"
         )
-    if r.gpus > 2 and r.version >= (0, 5, 22):
+    if r.gpus > 2 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
         plan.notes.append(
             "above 2 cards all-reduce is NCCL; where `doctor` finds that peers move data, try "
             "DSV4_SM120_SET=pcie_ipc_all_reduce=on (35% of a step at TP8 elsewhere)"
@@ -341,7 +372,7 @@ def remedies(request: Request) -> list[str]:
     smaller = next((c for c in contexts if make(Request(**vars(request) | {"context": c})).fits), None)
     if smaller:
         found.append(f"--context {smaller}")
-    if request.mtp and make(Request(**vars(request) | {"mtp": False})).fits:
+    if request.speculation and make(Request(**vars(request) | {"speculation": None})).fits:
         found.append("--spec none")
     fewer = [request.concurrency // 2**i for i in range(1, 13) if request.concurrency // 2**i >= 1]
     streams = next((n for n in fewer if make(Request(**vars(request) | {"concurrency": n})).fits), None)

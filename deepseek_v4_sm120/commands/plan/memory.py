@@ -80,14 +80,16 @@ def layer_weights(m: Model, ratio: int, wo_a_bf16: bool) -> dict[str, tuple[int,
     return found
 
 
-def weight_bytes(m: Model, tp: int, *, mtp: bool, wo_a_bf16: bool) -> float:
-    """One rank's weights. SGLang expands wo_a to bf16 on SM120; where the operator is ours it stays FP8."""
+def weight_bytes(m: Model, tp: int, *, drafts: bool, wo_a_bf16: bool) -> float:
+    """One rank's weights, with the checkpoint's drafter where it `drafts`. SGLang expands wo_a to bf16 on SM120; where
+    the operator is ours it stays FP8. The Markov and confidence heads of DSPARK's drafter are within the error."""
     divided = whole = 0.0
-    for ratio, layers in (*m.kinds(), (0, int(mtp))):
+    for ratio, layers in (*m.kinds(), (0, m.draft_layers * drafts)):
         for part, (size, is_divided) in layer_weights(m, ratio, wo_a_bf16).items():
             total = layers * size * (m.experts if part == "routed" else 1)
             divided, whole = (divided + total, whole) if is_divided else (divided, whole + total)
-    whole += 2 * _fp8(m.hidden, m.hidden) * mtp + 4 * m.vocab * m.experts_per_token * m.hash_layers
+    inputs = 2 if m.dspark_block is None else m.dspark_stages  # projections into the drafter, [hidden, hidden] each
+    whole += inputs * _fp8(m.hidden, m.hidden) * drafts + 4 * m.vocab * m.experts_per_token * m.hash_layers
     return (divided + 4 * m.vocab * m.hidden) / tp + whole
 
 
@@ -220,6 +222,17 @@ def attention_workspace(rows: int, heads: int, context: int, num_sms: int = 188)
     return Reserve("attention workspace", size, basis, size * ESTIMATE_OFF_BY)
 
 
+def sums_between_cards(m: Model, tp: int) -> Reserve:
+    """The places in which the cards find each other's terms."""
+    from deepseek_v4_sm120.ops import all_reduce_sizes
+    from deepseek_v4_sm120.ops.shared import extension
+
+    what = "sums between the cards"
+    if extension.explain() is None:
+        return Reserve(what, all_reduce_sizes.places_bytes(tp, "peer", m.hidden), "all_reduce's own")
+    return Reserve(what, (48 << 20) * m.hidden / 4096, "at most, as with 8 cards; our module is not built here")
+
+
 def experts_bytes(m: Model, tp: int, rows: int, is_ours: bool) -> int:
     """What the experts hold besides input and output. mxfp4_moe: h and y of every pair of row and expert, and its
     sorted list; stock: gate and up beside each other, then y."""
@@ -261,4 +274,5 @@ def reserves(
         selection,
         Reserve("C128 index lists of a prefill chunk", lists, "[chunk, context / 128] int32"),
         attention_workspace(rows, heads, context),
+        *([sums_between_cards(m, tp)] if tp > 1 and "all_reduce" in replaced else []),
     ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE
 from deepseek_v4_sm120.patching import json_file
 from deepseek_v4_sm120.sglang_patches.models_served import read_config
 
@@ -16,6 +17,7 @@ NAMES = {
     ("flash", FP4): "deepseek-ai/DeepSeek-V4-Flash",
     ("flash", FP8): "sgl-project/DeepSeek-V4-Flash-FP8",
     ("pro", FP4): "deepseek-ai/DeepSeek-V4-Pro",
+    ("flash-0731", FP4): "deepseek-ai/DeepSeek-V4-Flash-0731",
 }
 
 
@@ -46,6 +48,17 @@ class Model:
     max_context: int = 1_048_576
     expert_format: str = FP4
     path: str | None = None  # what --model-path gets
+    dspark_block: int | None = None  # of a checkpoint with DSPARK's drafter, which has no MTP block
+    dspark_stages: int = 0  # layers of that drafter
+
+    @property
+    def drafter(self) -> str:
+        """What the checkpoint drafts with, by SGLang's name."""
+        return EAGLE if self.dspark_block is None else DSPARK
+
+    @property
+    def draft_layers(self) -> int:
+        return self.dspark_stages or 1
 
     @property
     def layers(self) -> int:
@@ -58,7 +71,9 @@ class Model:
 
 FLASH = Model("Flash", 4096, 64, 1024, 8, 1024, 256, 2048, 512, 2, 21, 20, path=NAMES["flash", FP4])
 PRO = Model("Pro", 7168, 128, 1536, 16, 1024, 384, 3072, 1024, 0, 30, 31, path=NAMES["pro", FP4])
-BUILT_IN = {"flash": FLASH, "pro": PRO}
+FLASH_0731 = replace(FLASH, name="Flash-0731", path=NAMES["flash-0731", FP4], dspark_block=5, dspark_stages=3)
+BUILT_IN = {"flash": FLASH, "pro": PRO, "flash-0731": FLASH_0731}
+KNOWN = f"{', '.join(BUILT_IN)}, or a folder with the model's config.json"  # what --model takes
 
 FIELDS = {
     "hidden": "hidden_size",
@@ -81,14 +96,14 @@ FIELDS = {
 
 
 def find(text: str, experts: str | None) -> Model:
-    """`flash`, `pro`, or a folder (or its config.json); CommandError says what is missing."""
+    """A name of BUILT_IN, or a folder (or its config.json); CommandError says what is missing."""
     if text.lower() in BUILT_IN:
         name = text.lower()
         if experts is None:
             return BUILT_IN[name]
         if (name, experts) not in NAMES:
             raise CommandError(f"there is no {experts} checkpoint of {name}; known: {', '.join(NAMES.values())}")
-        return Model(**vars(BUILT_IN[name]) | {"expert_format": experts, "path": NAMES[name, experts]})
+        return replace(BUILT_IN[name], expert_format=experts, path=NAMES[name, experts])
     return from_config(text, experts)
 
 
@@ -97,8 +112,7 @@ def read(text: str | Path) -> tuple[Path, dict]:
     try:
         return read_config(text)
     except json_file.JsonFileError as error:
-        known = ", ".join(BUILT_IN)
-        raise CommandError(f"--model must be {known}, or a folder with the model's config.json: {error}") from error
+        raise CommandError(f"--model must be {KNOWN}: {error}") from error
 
 
 def from_config(text: str | Path, experts: str | None) -> Model:
@@ -120,6 +134,9 @@ def from_config(text: str | Path, experts: str | None) -> Model:
     ratios = ratios[:layers]
     if strange := [ratio for ratio in ratios if ratio not in (0, 4, 128)]:
         raise CommandError(f"{path}: compress_ratios with {strange[0]!r:.40} are not those of DeepSeek-V4 (0, 4, 128)")
+    block, stages = found.get("dspark_block_size"), found.get("dspark_target_layer_ids")
+    if block is not None and not (_is_whole(block, 1) and isinstance(stages, list) and stages):
+        raise CommandError(f"{path}: dspark_block_size must be a whole number, with a list dspark_target_layer_ids")
     if dtype not in (FP4, FP8):
         raise CommandError(f"{path}: expert_dtype {dtype!r:.40} is not {FP4} or {FP8}; --experts says which it is")
     values = {name: found[key] for name, key in FIELDS.items()}
@@ -132,6 +149,8 @@ def from_config(text: str | Path, experts: str | None) -> Model:
         hash_layers=hash_layers,
         expert_format=dtype,
         path=str(path.parent),
+        dspark_block=block,
+        dspark_stages=0 if block is None else len(stages),
     )
 
 

@@ -1,10 +1,13 @@
 """The least time of a decode step: every byte once at the card's bandwidth, all-reduces beside it. Never a promise.
 
-RTX PRO 6000: 1.79 TB/s, PCIe 5.0 x16. Latencies of an all-reduce are assumptions (a public one-shot kernel on PCIe
-cards; NCCL). Published figures are other people's, on their cards, with their prompts.
+RTX PRO 6000: 1.79 TB/s, PCIe 5.0 x16. Latencies of an all-reduce are what `calibrate` measured, where a profile has
+them, else assumptions (a public one-shot kernel on PCIe cards; NCCL). Published figures are other people's, on their
+cards, with their prompts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from deepseek_v4_sm120.commands.plan import memory
 from deepseek_v4_sm120.commands.plan.models import Model
@@ -53,17 +56,32 @@ def step_bytes(m: Model, tp: int, batch: int, context: int, *, wo_a_bf16: bool) 
     return total
 
 
-def all_reduce_seconds(m: Model, tp: int, tokens: int, fast: bool) -> float:
-    """Of one step: two per layer and one for the embedding."""
+def all_reduce_seconds(
+    m: Model, tp: int, tokens: int, fast: bool, measured: Mapping[int, float] | None = None
+) -> float:
+    """Of one step: two per layer and one for the embedding. measured: rows -> microseconds of one."""
     if tp == 1:
         return 0.0
+    sums = 2 * m.layers + 1
+    known = [us for rows, us in sorted((measured or {}).items()) if rows >= tokens]
+    if known:
+        return sums * known[0] * 1e-6
     size = tokens * m.hidden * 2
     ring = NCCL_ALL_REDUCE_S[tp] + 2 * (tp - 1) / tp * size / LINK_BYTES_PER_S
     one_shot = FAST_ALL_REDUCE_S[tp] + (tp - 1) * size / LINK_BYTES_PER_S
-    return (2 * m.layers + 1) * (min(one_shot, ring) if fast else ring)
+    return sums * (min(one_shot, ring) if fast else ring)
 
 
-def step_seconds(m: Model, tp: int, batch: int, context: int, *, wo_a_bf16: bool, fast: bool = True) -> float:
+def step_seconds(
+    m: Model,
+    tp: int,
+    batch: int,
+    context: int,
+    *,
+    wo_a_bf16: bool,
+    fast: bool = True,
+    measured: Mapping[int, float] | None = None,
+) -> float:
     """The least time of a step."""
     read = step_bytes(m, tp, batch, context, wo_a_bf16=wo_a_bf16) / BYTES_PER_S
-    return read + all_reduce_seconds(m, tp, batch, fast)
+    return read + all_reduce_seconds(m, tp, batch, fast, measured)

@@ -17,11 +17,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError, encodable
 from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
 from deepseek_v4_sm120.commands.doctor.http_get import get
 from deepseek_v4_sm120.commands.plan import command as plan_command
 from deepseek_v4_sm120.commands.plan import launch
+from deepseek_v4_sm120.settings import settings
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[3]
 READY_TIMEOUT_S = 3600
@@ -62,10 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
     host = host if own_host is None else own_host
     host, port = _address(host, str(port) if own_port is None else own_port, " behind --")
     added = environment(plan, os.environ, plan.request.profile)
+    tolerated = unsafe(plan, words, {**os.environ, **added})
     for name in dropped:
         _say(f"[serve] yours instead of the plan's: {name}")
     if plan.request.profile_unused:
         _say(f"[serve] {plan.request.profile_unused}")
+    for text in tolerated:
+        _say(f"[serve] {text}")
     shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in redacted(added).items())
     line = shlex.join(redacted(words)).replace(f"'{HIDDEN}'", HIDDEN)
     _say(printable(f"[serve] {shown} {line}"))
@@ -104,6 +109,14 @@ def command_line(plan: launch.Plan, host: str, port: int, extra: list[str]) -> t
     words = [sys.executable, "-m", "sglang.launch_server", "--host", host, "--port", str(port)]
     words += [word for flag in kept for word in (flag.name, flag.value) if word]
     return words + extra, dropped
+
+
+def unsafe(plan: launch.Plan, words: list[str], environ: Mapping[str, str]) -> list[str]:
+    """What is known of the speculation that this very command line starts, and tolerated; CommandError otherwise."""
+    r = plan.request
+    found = speculation.of_command(words, environ, r.model.dspark_block)
+    ours = () if settings().off else r.replaced
+    return speculation.refuse_if_unsafe(r.version, found, ours, insist=r.insist, release=r.sglang)
 
 
 def environment(plan: launch.Plan, environ: Mapping[str, str], profile: str | None) -> dict[str, str]:

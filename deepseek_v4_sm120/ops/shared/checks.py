@@ -36,10 +36,17 @@ class Call:
     __slots__ = ("op", "first", "device")
 
     def __init__(self, op: str, first: str, tensor):
-        self.op, self.first, self.device = op, first, tensor.device
+        self.op, self.first = op, first
+        self.given(first, tensor)
+        self.device = tensor.device
 
     def refuse(self, kind: str, argument: str, expected: str, got) -> NoReturn:
         raise RAISES[kind](f"{self.op}: {argument} must {expected}, got {got}")
+
+    def given(self, name: str, tensor) -> None:
+        """For what is looked at before `tensor` is asked."""
+        if not isinstance(tensor, torch.Tensor):
+            self.refuse("dtype", name, "be a tensor", "None" if tensor is None else type(tensor).__name__)
 
     def tensor(self, name: str, tensor, dtypes, shape, stride=CONTIGUOUS, align=0) -> torch.Size:
         """Its shape, if nothing is wrong; else `wrong` has the word.
@@ -48,7 +55,7 @@ class Call:
         stride  CONTIGUOUS, ANY or a number; strides of dims of size 1, and of empty tensors, are not looked at
         align   bytes that its address must be a multiple of; 0: any
         """
-        if tensor.dtype not in dtypes:
+        if getattr(tensor, "dtype", None) not in dtypes:
             kind = "dtype"
         elif (found := tensor.shape) != shape and not _has_shape(found, shape):
             kind = "shape"
@@ -68,6 +75,7 @@ class Call:
 
     def wrong(self, kind: str, name: str, tensor, dtypes, shape, stride, align) -> NoReturn:
         if kind == "dtype":
+            self.given(name, tensor)
             self.refuse(kind, f"{name}.dtype", f"be {' or '.join(map(str, dtypes))}", tensor.dtype)
         if kind == "shape":
             expected = shape if isinstance(shape, str) else ", ".join(map(str, shape))
@@ -86,6 +94,7 @@ class Call:
 
         The first stride leads from page to page, the others do not describe the memory.
         """
+        self.given(name, pages)
         shape = pages.shape
         if pages.dtype not in dtypes or len(shape) != 4 or pages.data_ptr() % VECTOR or pages.device != self.device:
             self.tensor(name, pages, dtypes, "pages, page_size, 1, bytes", ANY, VECTOR)  # in words

@@ -62,6 +62,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "group_inputs": MultipleOf(512),
     },
     "mhc": {"hidden": OneOf((4096, 7168)), "streams": OneOf((4,)), "pre_of_sublayer_before": OneOf((False,))},
+    "all_reduce": {"hidden": OneOf((4096, 7168))},
     "compressor": {"head_dim": OneOf((512,)), "rotated": OneOf((64,)), "index_dim": OneOf((128,))},
 }
 

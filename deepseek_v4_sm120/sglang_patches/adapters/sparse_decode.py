@@ -1,10 +1,12 @@
 """SGLang's sparse MLA calls -> `ops.sparse_decode`.
 
-Three functions that SGLang calls for the same attention over the 584-byte FP8 pages, each with its own signature:
+Four functions that SGLang calls for the same attention over the 584-byte FP8 pages, each with its own signature:
 
-    replace_sm120       flash_mla_with_kvcache_sm120(**kwargs) of SGLang's SM120 branch (0.5.13 and later)
-    replace_flash_mla   flash_mla_with_kvcache of the pip package flash_mla (0.5.12 and the preview image)
-    replace_sgl_kernel  flash_mla_with_kvcache of sgl_kernel, SGLang's call on other GPUs (DSV4_SM120_FORCE=ops)
+    replace_sm120                flash_mla_with_kvcache_sm120(**kwargs) of SGLang's SM120 branch (0.5.13 and later)
+    replace_flash_mla            flash_mla_with_kvcache of the pip package flash_mla (0.5.12 and the preview image)
+    replace_sgl_kernel           flash_mla_with_kvcache of sgl_kernel, SGLang's call on other GPUs
+                                 (DSV4_SM120_FORCE=ops, up to 0.5.22)
+    replace_flash_mla_interface  the same of SGLang's own module in front of the wheel sgl-flash-mla (0.5.23 and later)
 
 Each computes a call that it `takes` and otherwise returns what the original returns for the very arguments.
 Around them: the number of heads worth computing (replace_kernel_num_heads, replace_backend_forward), prompts that would
@@ -31,6 +33,7 @@ from deepseek_v4_sm120.sglang_patches.adapters.sparse_decode_head_norm import Qu
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope
 from deepseek_v4_sm120.sglang_patches.table import (
     FLASH_MLA,
+    FLASH_MLA_INTERFACE,
     SGL_KERNEL,
     SM120_ATTENTION_0_5_14,
     SM120_KEYS,
@@ -39,7 +42,7 @@ from deepseek_v4_sm120.specs import bounds
 
 PATCH = "sparse_decode"
 
-_backend = Scope()  # the backend's forward of 0.5.14 to 0.5.19; its layer tells how many heads of q carry data
+_backend = Scope()  # the backend's forward; its layer tells how many heads of q carry data
 
 
 @dataclass(slots=True)
@@ -230,6 +233,8 @@ def _replace_flash_mla_with_kvcache(original: Callable, where: str, names: tuple
             and not values.get("causal")
             and values.get("descale_q") is None
             and values.get("descale_k") is None
+            and values.get("kv_format") is None
+            and values.get("use_legacy", True)
         )
         call = _call(values, args, kwargs, is_sparse_fp8=is_sparse_fp8)
         if takes(call):
@@ -253,6 +258,13 @@ def replace_sgl_kernel(original: Callable) -> Callable:
     """
     where = "sgl_kernel.flash_mla.flash_mla_with_kvcache"
     return _replace_flash_mla_with_kvcache(original, where, SGL_KERNEL.names)
+
+
+def replace_flash_mla_interface(original: Callable) -> Callable:
+    """For sglang.kernels.ops.attention.flash_mla_interface.flash_mla_with_kvcache: as replace_sgl_kernel. Other cache
+    formats, and the kernels of DeepSeek-V4.1's (use_legacy=False), are the original's."""
+    where = "flash_mla_interface.flash_mla_with_kvcache"
+    return _replace_flash_mla_with_kvcache(original, where, FLASH_MLA_INTERFACE.names)
 
 
 def _runs_sm120_branches() -> bool:
@@ -281,9 +293,10 @@ def replace_kernel_num_heads(original: Callable) -> Callable:
 
 
 def replace_backend_forward(original: Callable) -> Callable:
-    """For DeepseekV4AttnBackend.forward of 0.5.14 to 0.5.19, whose q is padded to 64 heads above TP1.
+    """For DeepseekV4AttnBackend.forward of 0.5.14 and later, whose q is padded to 64 heads above TP1: by the model up
+    to 0.5.19 and on other GPUs (DSV4_SM120_FORCE=ops), by DSPARK's draft in every release.
 
-    The model writes the rank's heads to the front of q and takes the front of the result, so only those are computed,
+    The caller writes the rank's heads to the front of q and takes the front of the result, so only those are computed,
     and compared in shadow mode: the others are whatever memory held. Not for 0.5.12 and 0.5.13, where the rank's heads
     lie at an offset that this call does not tell.
     """

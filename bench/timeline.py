@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""The critical path of a decode step: what every kernel and every gap on it waits for, from traces of torch's profiler.
+
+    python3 bench/timeline.py TRACE.json.gz [TRACE.json.gz ...] [--clock] [--out FILE]
+
+One trace a rank. A step lies between the ends of two kernels that --end names (the sampler's argmax). The path is
+walked back from its last end to the step before. A kernel that began before its predecessor on the same stream had
+ended was launched programmatically and waits for it; any other waits for the latest end before its own begin, on
+whatever stream ("joins" where that is another stream's). What a kernel adds is the time from there to its own end, less
+the gap between the two; gaps and additions are the step, whole. A kernel that is off the path adds nothing, however
+long it runs.
+
+Sums between cards (--sum): with several ranks, the rank whose n-th sum is the shortest waited for nobody, so that is
+the exchange itself, and what others take longer is skew, which a faster exchange does not shorten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+END = r"ArgMaxOps"
+SUM = r"nccl\w*AllReduce|all_reduce|cross_device_reduce"
+PROGRAMMATIC, LAUNCH, JOIN = "programmatic", "launch", "joins"
+KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+WIDTH = 64  # characters of a kernel's name
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """begin, end: us. stream: None where the profiler does not say."""
+
+    name: str
+    stream: object
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kernel of the path. us: `gap` between the end of what it waited for and its begin, `adds` from there."""
+
+    kernel: Kernel
+    waits_for: str
+    how: str
+    gap: float
+    adds: float
+
+
+def short(name: str) -> str:
+    """A kernel's name without its return type, namespaces and arguments."""
+    name = re.sub(r"^(void|__global__) ", "", name)
+    name = re.sub(r"\(anonymous namespace\)::", "", name)
+    head = re.match(r"(?:\w+::)*([^(]*)", name)
+    return (head[1] if head and head[1] else name)[:WIDTH]
+
+
+def kernels_of(trace: dict) -> list[Kernel]:
+    """What ran on the GPU, by its begin. ValueError: there is nothing."""
+    found = [
+        Kernel(one["name"], one.get("tid"), float(one["ts"]), float(one["ts"]) + float(one["dur"]))
+        for one in trace.get("traceEvents", [])
+        if one.get("cat") in KINDS and "dur" in one
+    ]
+    if not found:
+        raise ValueError("the trace holds no kernel; was the profiler started with activities GPU?")
+    return sorted(found, key=lambda kernel: (kernel.begin, kernel.end))
+
+
+def steps_of(kernels: Sequence[Kernel], end: str, skip: int) -> list[list[Kernel]]:
+    """Of each step the kernel that ended the one before, then its own; without the first `skip` steps."""
+    ends = [place for place, kernel in enumerate(kernels) if re.search(end, kernel.name)]
+    found = [list(kernels[a : b + 1]) for a, b in zip(ends, ends[1:], strict=False)][skip:]
+    if not found:
+        raise ValueError(f"no whole step behind the first {skip}: {len(ends)} kernels match --end {end!r}")
+    return found
+
+
+def critical_path(step: Sequence[Kernel]) -> list[Link]:
+    """From the end of the step before, whose last kernel is step[0], to the last end of this one."""
+    origin = step[0]
+    own = sorted((one for one in step[1:] if one.end > origin.end), key=lambda kernel: kernel.end)
+    now, path = own[-1], []
+    while now is not origin:
+        same = [one for one in (origin, *own) if one.stream == now.stream and one.begin < now.begin]
+        before = max(same, key=lambda one: one.begin, default=None)
+        if before is None or not now.begin < before.end <= now.end:
+            ended = [one for one in own if one.end <= now.begin and one is not now]
+            ties = [one for one in ended if one.end == ended[-1].end]
+            before = next((one for one in ties if one.stream == now.stream), ties[-1] if ties else origin)
+        early = before.end > now.begin
+        how = PROGRAMMATIC if early else LAUNCH if before.stream == now.stream else JOIN
+        start = max(now.begin, before.end)
+        path.append(Link(now, before.name, how, start - min(start, before.end), now.end - start))
+        now = before
+    return path[::-1]
+
+
+def table(paths: Sequence[Sequence[Link]]) -> list[dict]:
+    """The paths' links by kernel and by what it waited for, the most time first; times are us a step."""
+    sums: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    for path in paths:
+        for link in path:
+            row = sums[short(link.kernel.name), short(link.waits_for), link.how]
+            row[0] += 1
+            row[1] += link.gap
+            row[2] += link.adds
+    steps = len(paths)
+    rows = [
+        {
+            "kernel": kernel,
+            "waits_for": waits,
+            "how": how,
+            "a_step": n / steps,
+            "gap_us": gap / steps,
+            "adds_us": us / steps,
+        }
+        for (kernel, waits, how), (n, gap, us) in sums.items()
+    ]
+    return sorted(rows, key=lambda row: -(row["gap_us"] + row["adds_us"]))
+
+
+def off_path(steps: Sequence[Sequence[Kernel]], paths: Sequence[Sequence[Link]]) -> list[dict]:
+    """Kernels that ran beside the path: us a step that they were busy and that nobody waited for."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for step, path in zip(steps, paths, strict=True):
+        on = {id(link.kernel) for link in path}
+        for kernel in step:
+            if id(kernel) not in on and kernel is not step[0]:
+                sums[short(kernel.name)][0] += 1
+                sums[short(kernel.name)][1] += kernel.end - kernel.begin
+    rows = [{"kernel": name, "a_step": n / len(steps), "busy_us": us / len(steps)} for name, (n, us) in sums.items()]
+    return sorted(rows, key=lambda row: -row["busy_us"])
+
+
+def sums_of_ranks(ranks: Sequence[Sequence[Sequence[Kernel]]], pattern: str) -> dict | None:
+    """{sums a step, exchange_us: the shortest rank's, skew_us: [each rank's above it]}, us a step, means; None without
+    any. ranks[r][s]: kernels of step s. ValueError: the ranks do not have the same sums.
+    """
+    found = [[[one for one in step[1:] if re.search(pattern, one.name)] for step in steps] for steps in ranks]
+    steps = min(len(one) for one in found)
+    found = [one[len(one) - steps :] for one in found]  # the ranks' traces end together
+    counts = {tuple(len(step) for step in one) for one in found}
+    if len(counts) > 1:
+        raise ValueError(f"the ranks' steps do not have the same number of sums that match {pattern!r}")
+    if not any(map(sum, counts)):
+        return None
+    exchange, skew = 0.0, [0.0] * len(ranks)
+    for step in range(steps):
+        for same in zip(*(one[step] for one in found), strict=True):
+            took = [one.end - one.begin for one in same]
+            exchange += min(took)
+            for rank, us in enumerate(took):
+                skew[rank] += us - min(took)
+    number = sum(len(step) for step in found[0])
+    return {
+        "sums_a_step": number / steps,
+        "exchange_us": exchange / steps,
+        "skew_us": [us / steps for us in skew],
+    }
+
+
+def length_of(path: Sequence[Link]) -> float:
+    return sum(link.gap + link.adds for link in path)
+
+
+def report(ranks: Sequence[Sequence[Sequence[Kernel]]], pattern: str) -> dict:
+    steps = ranks[0]
+    paths = [critical_path(step) for step in steps]
+    lengths = list(map(length_of, paths))
+    return {
+        "steps": len(steps),
+        "step_us": {"median": statistics.median(lengths), "least": min(lengths), "greatest": max(lengths)},
+        "kernels_a_step": sum(map(len, steps)) / len(steps) - 1,
+        "on_the_path_a_step": sum(map(len, paths)) / len(paths),
+        "gaps_us": sum(link.gap for path in paths for link in path) / len(paths),
+        "path": table(paths),
+        "off_the_path": off_path(steps, paths),
+        "sums": sums_of_ranks(ranks, pattern) if len(ranks) > 1 else None,
+    }
+
+
+def clock(path: Sequence[Link]) -> list[str]:
+    """One step's path, in order: when each kernel begins and what it adds."""
+    start = path[0].kernel.begin - path[0].gap
+    return [
+        f"{link.kernel.begin - start:9.1f}  gap {link.gap:6.1f}  adds {link.adds:6.1f}  {link.how:12}  "
+        f"{short(link.kernel.name)}"
+        for link in path
+    ]
+
+
+def text(found: dict, rows: int) -> list[str]:
+    step = found["step_us"]
+    lines = [
+        f"{found['steps']} steps of {step['median']:.1f} us ({step['least']:.1f} to {step['greatest']:.1f}); "
+        f"{found['kernels_a_step']:.0f} kernels a step, {found['on_the_path_a_step']:.0f} on the critical path; "
+        f"gaps {found['gaps_us']:.1f} us a step",
+        "   gap us   adds us   a step  how           kernel  <- what it waits for",
+    ]
+    for row in found["path"][:rows]:
+        times = f"{row['gap_us']:9.1f} {row['adds_us']:9.1f} {row['a_step']:8.1f}"
+        lines.append(f"{times}  {row['how']:12}  {row['kernel']}  <- {row['waits_for']}")
+    lines.append("beside the path, busy us a step:")
+    lines += [f"{row['busy_us']:9.1f} {row['a_step']:8.1f}  {row['kernel']}" for row in found["off_the_path"][:rows]]
+    if found["sums"]:
+        sums = found["sums"]
+        skew = ", ".join(f"rank {rank} {us:.1f}" for rank, us in enumerate(sums["skew_us"]))
+        lines.append(
+            f"{sums['sums_a_step']:.0f} sums between cards a step: {sums['exchange_us']:.1f} us the exchange itself; "
+            f"beyond it, waiting for other ranks: {skew}"
+        )
+    return lines
+
+
+def load(path: Path) -> dict:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
+        return json.load(file)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "traces", type=Path, nargs="+", metavar="TRACE", help="of one rank each; the path is the first's"
+    )
+    parser.add_argument("--end", default=END, metavar="REGEX", help=f"kernel that ends a step (default {END})")
+    parser.add_argument("--sum", default=SUM, metavar="REGEX", help=f"kernels of sums between cards (default {SUM})")
+    parser.add_argument("--skip", type=int, default=5, metavar="STEPS", help="first steps left out (default 5)")
+    parser.add_argument("--rows", type=int, default=40, help="greatest rows shown (default 40)")
+    parser.add_argument("--clock", action="store_true", help="also the path of the step of median length, in order")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the figures as JSON")
+    options = parser.parse_args(argv)
+    try:
+        ranks = [steps_of(kernels_of(load(path)), options.end, options.skip) for path in options.traces]
+        found = report(ranks, options.sum)
+    except (OSError, ValueError) as problem:
+        print(f"timeline: {problem}", file=sys.stderr)
+        return 2
+    print("\n".join(text(found, options.rows)))
+    if options.clock:
+        middle = sorted(map(critical_path, ranks[0]), key=length_of)
+        print("\n".join(clock(middle[len(middle) // 2])))
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

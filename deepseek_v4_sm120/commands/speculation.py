@@ -1,0 +1,261 @@
+"""Speculation with this model: what is known to go wrong, by release, and which block suits which load.
+
+`rows` are SGLang's draft tokens: what is verified of a request at once, its last token and the drafts behind it. A
+block is the drafts alone. Read in SGLang's code, and read again in every wheel by
+tests/patching/test_wheel_speculation.py: in which releases each hazard is, and the rows that are kept. What threads
+tell is cited; none of it was seen on an SM120 card by us.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from deepseek_v4_sm120.commands.console import CommandError
+
+EAGLE, DSPARK = "EAGLE", "DSPARK"  # the checkpoint's MTP block; the drafter of Flash-0731 and its kind
+ALIASES = {"NEXTN": EAGLE}
+STATIC, COMPACT = "static", "compact"
+MODE_VARIABLE, PLAN_VARIABLE = "SGLANG_RAGGED_VERIFY_MODE", "SGLANG_PREP_IN_CUDA_GRAPH"
+NO = ("0", "false", "no", "n", "f")  # values of SGLang's switches
+EAGLE_STEPS, DSPARK_BLOCK = 3, 7  # SGLang's own, where nothing is said
+DSPARK_SINCE = (0, 5, 16)
+# the rows of which the compressors' state survives whatever is accepted: a constant, then what C4's ring of 16 holds
+KEPT_ROWS, KEPT_BY_THE_RING, RING_SINCE = 4, 10, (0, 5, 18)
+UNTOUCHED_DRAFT_BLOCK = 5  # of the 0731 checkpoint: what a server takes that is not told a block
+
+TEXT, STRUCTURE = "text", "structure"
+WRONG, STOPS, DOUBT = "answers are wrong", "the server stops", "in doubt"
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What a server speculates with. mode: of SGLANG_RAGGED_VERIFY_MODE, None where nobody tells; host_plan:
+    SGLANG_PREP_IN_CUDA_GRAPH is off; symmetric: --enable-symm-mem."""
+
+    algorithm: str
+    rows: int
+    mode: str | None = STATIC
+    host_plan: bool = False
+    symmetric: bool = False
+
+    @property
+    def block(self) -> int:
+        return self.rows - 1
+
+    @property
+    def drafts(self) -> str:
+        return f"{self.algorithm} with {self.block} draft{'' if self.block == 1 else 's'} a step"
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """What goes wrong, in the releases [since, before), for a speculation that it `applies` to, unless the operator
+    that takes the place of SGLang's code is ours."""
+
+    kind: str
+    what: str
+    does: str
+    fix: str
+    source: str
+    since: Version
+    before: Version | None
+    applies: Callable[[Speculation], bool]
+    unless: str | None = None
+
+
+HAZARDS = (
+    Hazard(
+        WRONG,
+        "more than 4 rows a request",
+        "the compressors' state is rewritten for 4 rows at most, so that after a longer block of which not all was "
+        "accepted a later window reads stale rows, and nothing says so",
+        "--speculative-num-steps 3 or fewer (EAGLE), --speculative-dspark-block-size 3 or fewer, or SGLang 0.5.18 and "
+        "later",
+        "c_plan.cuh; sglang #34189, which mended it, #32038",
+        since=(0, 5, 12),
+        before=RING_SINCE,
+        applies=lambda s: s.rows > KEPT_ROWS,
+    ),
+    Hazard(
+        STOPS,
+        "more than 10 rows a request",
+        "an assertion of SGLang's: the ring of C4's state keeps no more",
+        "9 drafts or fewer",
+        "pool_configurator.py",
+        since=RING_SINCE,
+        before=None,
+        applies=lambda s: s.rows > KEPT_BY_THE_RING,
+    ),
+    Hazard(
+        WRONG,
+        f"{PLAN_VARIABLE}=0",
+        "the plan made on the host rewrites nothing in front of the last boundary: C128 states are lost at 2 rows",
+        f"unset {PLAN_VARIABLE}, or SGLang 0.5.18 and later",
+        "c_plan.cuh; sglang #34189",
+        since=(0, 5, 12),
+        before=RING_SINCE,
+        applies=lambda s: s.host_plan,
+    ),
+    Hazard(
+        STOPS,
+        "DSPARK",
+        "this release has EAGLE alone for this model",
+        "SGLang 0.5.16 or newer, or no speculation, or a checkpoint with an MTP block",
+        "deepseek_v4_hook.py",
+        since=(0, 5, 12),
+        before=DSPARK_SINCE,
+        applies=lambda s: s.algorithm == DSPARK,
+    ),
+    Hazard(
+        STOPS,
+        "DSPARK on SGLang's attention",
+        "the FlashInfer that this release pins has no SM120 kernel for the draft's width of 192",
+        "leave sparse_decode in place, or SGLang 0.5.19 and later",
+        "sglang #33985, #33134; flashinfer #4380 is in 0.6.18",
+        since=DSPARK_SINCE,
+        before=(0, 5, 19),
+        applies=lambda s: s.algorithm == DSPARK,
+        unless="sparse_decode",
+    ),
+    Hazard(
+        WRONG,
+        f"{MODE_VARIABLE}={COMPACT}",
+        "a race in the plan kernel takes blocks of several lengths for equal ones: rows that are none are compressed, "
+        "or the capture ends in an illegal memory access, on SM120 as well",
+        f"{MODE_VARIABLE}={STATIC}, SGLang's default",
+        "c_plan.cuh; sglang #32470, #33412; #32467 mended it",
+        since=DSPARK_SINCE,
+        before=RING_SINCE,
+        applies=lambda s: s.algorithm == DSPARK and s.mode == COMPACT,
+    ),
+    Hazard(
+        STOPS,
+        f"{MODE_VARIABLE}={COMPACT}",
+        "graphs are captured for other numbers of requests than they are replayed with: an illegal memory access at "
+        "the first batch that fills a middle size",
+        f"{MODE_VARIABLE}={STATIC}, SGLang's default",
+        "decode_cuda_graph_runner.py; sglang #34384, open; #34636, closed without a merge",
+        since=RING_SINCE,
+        before=None,
+        applies=lambda s: s.algorithm == DSPARK and s.mode == COMPACT,
+    ),
+    Hazard(
+        WRONG,
+        "--enable-symm-mem",
+        "mHC's combine leaves its intermediates in the pool of the sums between the cards, where they meet a sum that "
+        "still runs: 22 to 39 of 1,000 answers were corrupted with a block of 5 on four RTX PRO 6000",
+        "leave mhc in place, or no --enable-symm-mem, or SGLang 0.5.20 and later, where it is one kernel",
+        "deepseek_v4.py; sglang #33800 and #34021, both open",
+        since=DSPARK_SINCE,
+        before=(0, 5, 20),
+        applies=lambda s: s.symmetric,
+        unless="mhc",
+    ),
+    Hazard(
+        DOUBT,
+        "a block of 5",
+        "it corrupted answers on SM120 where 3, 4, 6 and 7 did not, in 0.5.16 with the rewrite mended; the cause that "
+        "was found (symmetric memory, SGLang's mHC) is not there without --enable-symm-mem, but the thread is open",
+        "--speculative-dspark-block-size 3, 4, 6 or 7",
+        "sglang #33800",
+        since=RING_SINCE,
+        before=None,
+        applies=lambda s: s.algorithm == DSPARK and s.block == UNTOUCHED_DRAFT_BLOCK,
+    ),
+)
+
+
+def hazards(version: Version, speculation: Speculation, ours: Collection[str] | None) -> Iterator[tuple[str, Hazard]]:
+    """(kind, hazard) of each that is met. ours: the operators in place; None: nobody knows, and what hangs on one is in
+    doubt."""
+    for hazard in HAZARDS:
+        is_known = version[:3] >= hazard.since and (hazard.before is None or version[:3] < hazard.before)
+        if is_known and hazard.applies(speculation) and (hazard.unless is None or hazard.unless not in (ours or ())):
+            yield (DOUBT if hazard.unless is not None and ours is None else hazard.kind), hazard
+
+
+def refuse_if_unsafe(
+    version: Version, speculation: Speculation | None, ours: Collection[str], insist: bool, release: str
+) -> list[str]:
+    """What is known of it and tolerated, in sentences; CommandError where answers would be wrong and nobody insists,
+    and where the server would not start."""
+    tolerated = []
+    for kind, hazard in hazards(version, speculation, ours) if speculation is not None else ():
+        text = f"SGLang {release}, {speculation.drafts}: {kind}, because of {hazard.what}: {hazard.does} "
+        text += f"({hazard.source}). Instead: {hazard.fix}"
+        if kind == STOPS or (kind == WRONG and not insist):
+            raise CommandError(text if kind == STOPS else f"{text}; or --insist")
+        tolerated.append(text)
+    return tolerated
+
+
+# ---- which block for which load
+
+
+@dataclass(frozen=True)
+class Advice:
+    block: int
+    reason: str
+
+
+ADVICE = {
+    # (algorithm, load): of one stream
+    (EAGLE, TEXT): Advice(1, "1 draft beat 2 and 3 on two cards (sglang #25696)"),
+    (EAGLE, STRUCTURE): Advice(2, "by bytes 12% ahead of 1 draft at 90% acceptance; a third is seldom accepted"),
+    (DSPARK, TEXT): Advice(3, "each row reads 1.6 GB more a card on two cards; 5 is in doubt on SM120 (sglang #33800)"),
+    (DSPARK, STRUCTURE): Advice(6, "what one user's tool calls run with on eight cards (sglang #40877)"),
+}
+ADVICE_OF_MANY = {
+    EAGLE: Advice(1, "within 7% of the best depth up to 8 streams, by bytes at 80% acceptance"),
+    DSPARK: Advice(3, "the best of a sweep with many agents on four cards, 10% ahead of 7 (vllm-project/recipes #967)"),
+}
+
+
+def advise(version: Version, algorithm: str, streams: int, load: str) -> Advice:
+    """The block for a load that this release can take."""
+    found = ADVICE[algorithm, load] if streams == 1 else ADVICE_OF_MANY[algorithm]
+    most = (KEPT_ROWS if version[:3] < RING_SINCE else KEPT_BY_THE_RING) - 1
+    if found.block <= most:
+        return found
+    return Advice(most, f"more lose the compressors' state before 0.5.18 (sglang #34189); else {found.block}")
+
+
+# ---- what a command line says
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise CommandError(f"the server's arguments: {message}")
+
+
+def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_block: int | None) -> Speculation | None:
+    """What sglang.launch_server would make of its arguments and variables, as argparse and SGLang resolve them (topk is
+    1 for this model, so EAGLE's rows are its steps and one); None without speculation."""
+    parser = _Parser(add_help=False)
+    parser.add_argument("--speculative-algorithm")
+    for name in ("num-steps", "num-draft-tokens", "dspark-block-size"):
+        parser.add_argument(f"--speculative-{name}", type=int)
+    parser.add_argument("--enable-symm-mem", action="store_true")
+    found, _ = parser.parse_known_args(words)
+    if found.speculative_algorithm is None:
+        return None
+    algorithm = found.speculative_algorithm.upper()
+    algorithm = ALIASES.get(algorithm, algorithm)
+    steps, rows = found.speculative_num_steps, found.speculative_num_draft_tokens
+    if algorithm == DSPARK:
+        block = found.speculative_dspark_block_size or (rows - 1 if rows else None) or checkpoint_block or DSPARK_BLOCK
+    else:
+        block = EAGLE_STEPS if steps is None else steps
+    return Speculation(algorithm, block + 1, symmetric=found.enable_symm_mem, **of_variables(environ))
+
+
+def of_variables(environ: Mapping[str, str]) -> dict:
+    """What SGLang's variables add to a speculation."""
+    return {
+        "mode": environ.get(MODE_VARIABLE) or STATIC,
+        "host_plan": environ.get(PLAN_VARIABLE, "").lower() in NO,
+    }

@@ -1,0 +1,296 @@
+"""Public sums between the cards of one host: owns the memory in which they meet, checks the arguments, launches.
+
+One process a card, as SGLang's tensor parallelism has it. Every card ends with the same bits: fp32 sums in the order of
+ranks, rounded once, by whatever way and in however many hops the terms come.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from deepseek_v4_sm120.ops.all_reduce_sizes import MAX_ROWS, ONE_SHOT_ROWS, RANKS, VALUES, places_bytes, vectors
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import BF16, CONTIGUOUS, VECTOR, Call, Question
+
+TRANSPORTS = ("peer", "host")
+ALGORITHMS = ("one_shot", "two_shot")
+PATIENCE_S = 30.0  # of a captured call: all ranks replay it within a step
+EAGER_PATIENCE_S = 300.0  # a rank that compiles kernels keeps the others waiting; SGLang's own watchdog waits as long
+_WATCH_S = 0.5
+
+Gather = Callable[[object], Sequence]  # object -> [object of each rank], over the CPU, in the order of ranks
+
+
+class AllReduce:
+    """What this process holds of one group's sums. All its processes make one, at the same time.
+
+    rank, ranks   this process's place in the group, and its size: 2, 4 or 8
+    device        its card
+    gather        called a few times here
+    max_rows      the most of a call, of `hidden` bf16 each; hidden a multiple of 64
+    transport     "peer": cards write into each other's memory; "host": by way of host memory
+    patience_s    how long a call waits for another rank's terms before it ends this process's CUDA work; None:
+                  PATIENCE_S where it is captured, else EAGER_PATIENCE_S
+    traps         False: a call out of patience leaves with wrong sums and `fault()` says so, for a probe; its memory
+                  is of no use then
+    raises        ValueError (argument), RuntimeError, OSError (no such way between these cards: says the reason)
+
+    All ranks make the same calls, with the same sizes, in the same order, one at a time: they are in one stream, or
+    ordered by events. Replays of a graph are calls. Memory: `bytes`, of the card or of the host, outside torch's pool.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        gather: Gather,
+        *,
+        max_rows: int = MAX_ROWS,
+        hidden: int = 4096,
+        transport: str = "peer",
+        patience_s: float | None = None,
+        traps: bool = True,
+    ):
+        _check_group(rank, ranks, max_rows, hidden, transport)
+        self.rank, self.ranks, self.device, self.transport = rank, ranks, device, transport
+        self.max_rows, self.hidden = max_rows, hidden
+        self._patience_s, self._traps = patience_s, traps
+        self._sizes = vectors(max_rows, hidden)
+        _C = extension.load()
+        self.bytes = places_bytes(ranks, transport, hidden, max_rows)
+        with torch.cuda.device(device):
+            self._state = torch.zeros(_C.all_reduce_state_words, dtype=torch.int32, device=device)
+            self._fault = torch.zeros(_C.all_reduce_fault_words, dtype=torch.int32, pin_memory=True)
+            self._memory = (Peers if transport == "peer" else Host)(rank, self.bytes, gather)
+        self._places = torch.tensor(self._memory.places, dtype=torch.uint64)
+        torch.cuda.synchronize(device)  # the state is zero before a call on any stream
+        gather(None)  # nobody sends before all have opened everybody's memory
+        self._watch = _Watch(rank, self._fault, gather(os.getpid()))
+
+    def __call__(self, x: torch.Tensor, **options) -> torch.Tensor:
+        return all_reduce(x, self, **options)
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """True where all_reduce computes the sum of x; an adapter asks before it replaces a call."""
+        if x.ndim != 2 or not 1 <= x.shape[0] <= self.max_rows or x.device != self.device:
+            return False
+        ask = Question("all_reduce", "x", x)
+        return ask.tensor("x", x, BF16, ("rows", self.hidden), CONTIGUOUS, VECTOR) is not None
+
+    def _patience(self) -> float:
+        """Of a call at this place, on the current stream."""
+        if self._patience_s is not None:
+            return self._patience_s
+        return PATIENCE_S if torch.cuda.is_current_stream_capturing() else EAGER_PATIENCE_S
+
+    def fault(self) -> str | None:
+        """What the kernel said before it gave up, or None."""
+        return describe_fault(self.rank, self._fault)
+
+    def close(self) -> None:
+        """Gives the memory back. This rank's calls are over then, so nobody writes into its memory any more; it makes
+        no other call, and so do the others."""
+        torch.cuda.synchronize(self.device)
+        self._watch.end()
+        self._memory.close()
+
+
+def all_reduce(x, group: AllReduce, *, out=None, tag: int = 0, algorithm: str | None = None):
+    """The sum of x over the ranks of `group`.
+
+    x            [rows, hidden] bf16, contiguous, 16-byte aligned, on the group's device; 1 to the group's max_rows rows
+    group        AllReduce
+    out          like x, written in place, not over x; None: a new tensor
+    tag          a number that a message about a rank that did not come has
+    algorithm    "one_shot" (one hop, up to 64 rows), "two_shot" (two, 2 / ranks of the bytes); None: by the number of
+                 rows. The bits are the same
+    returns      out: sums in fp32 in the order of ranks, rounded to bf16 once
+    determinism  the same bits on all ranks, in every run and every batch: a row alone equals the row among others
+    raises       TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device, launch)
+    cuda graphs  capture-safe: no host sync; which memory a call takes is found on the device; allocates only out
+    source       docs/notes/all_reduce.md
+    """
+    check = Call("all_reduce", "x", x)
+    rows, _ = check.tensor("x", x, BF16, ("rows", group.hidden), CONTIGUOUS, VECTOR)
+    if not 1 <= rows <= group.max_rows:
+        check.refuse("shape", "x", f"have 1 to {group.max_rows} rows", rows)
+    if out is not None:
+        check.given("out", out)
+        check.written("x", x, ("out", out))
+        check.tensor("out", out, BF16, x.shape, CONTIGUOUS, VECTOR)
+    if algorithm is None:
+        algorithm = algorithm_for(rows, group.ranks)
+    check.one_of("algorithm", algorithm, ALGORITHMS if rows <= ONE_SHOT_ROWS else ALGORITHMS[1:])
+    check.on_cuda()
+    if x.device != group.device:
+        check.refuse("device", "x.device", f"be the group's, {group.device}", x.device)
+    if out is None:
+        out = torch.empty_like(x)
+    with cuda_tensors.on_device_of(x):
+        _launch(x, out, group, algorithm, tag)
+    return out
+
+
+def _launch(x, out, group: AllReduce, algorithm: str, tag: int) -> None:
+    """Checked arguments to raw pointers; x's device is current."""
+    index = x.device.index
+    extension.load().all_reduce(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        vectors=x.numel() // VALUES,
+        places=group._places.data_ptr(),
+        ranks=group.ranks,
+        state=group._state.data_ptr(),
+        fault=group._fault.data_ptr(),
+        rank=group.rank,
+        **group._sizes,
+        transport=group.transport,
+        algorithm=algorithm,
+        tag=tag,
+        rows=x.shape[0],
+        patience_s=group._patience(),
+        traps=group._traps,
+        num_sms=cuda_tensors.num_sms(index),
+        pdl=True,
+        stream=cuda_tensors.current_stream(index),
+    )
+
+
+@functools.cache
+def algorithm_for(rows: int, ranks: int) -> str:
+    """One hop for few rows, and always between two cards, where two hops move as many bytes."""
+    return "one_shot" if rows <= (ONE_SHOT_ROWS if ranks == 2 else 8) else "two_shot"
+
+
+def describe_fault(rank: int, fault) -> str | None:
+    told, waited_for, call, tag, rows, _ = fault.tolist()
+    if not told:
+        return None
+    where = f"sum {tag} of a graph" if tag else "outside of graphs"
+    return (
+        f"all_reduce: rank {rank} waited in vain for rank {waited_for}, in call {call}, {where}, of {rows} rows: "
+        "that rank has ended, hangs, or made other calls"
+    )
+
+
+def made_together(gather: Gather, make: Callable[[Gather], object]) -> tuple[object | None, str | None]:
+    """(make(gather), None) on all ranks, or (None, why) on all: who cannot go on says so where the others gather."""
+
+    def all_gather(value):
+        told = gather((None, value))
+        if failed := [f"rank {rank}: {why}" for rank, (why, _) in enumerate(told) if why is not None]:
+            raise _OthersFailed("; ".join(failed))
+        return [value for _, value in told]
+
+    try:
+        made = make(all_gather)
+        all_gather(None)
+    except _OthersFailed as error:
+        return None, str(error)
+    except (RuntimeError, OSError) as error:
+        told = gather((str(error), None))
+        return None, "; ".join(f"rank {rank}: {why}" for rank, (why, _) in enumerate(told) if why is not None)
+    return made, None
+
+
+class _OthersFailed(Exception):
+    pass
+
+
+class Peers:
+    """Each card's memory, opened by all."""
+
+    def __init__(self, rank, size, gather):
+        _C = extension.load()
+        self._own = _C.all_reduce_allocate(bytes=size)
+        told = gather((os.getpid(), self._own, _C.all_reduce_handle(memory=self._own)))
+        # a process cannot open what is its own: there ranks are threads, for tests
+        self._opened = {r: _C.all_reduce_open(handle=h) for r, (pid, _, h) in enumerate(told) if pid != os.getpid()}
+        self.places = [self._opened.get(r, memory) for r, (_, memory, _) in enumerate(told)]
+
+    def close(self):
+        _C = extension.load()
+        for memory in self._opened.values():
+            _C.all_reduce_close(memory=memory)
+        _C.all_reduce_release(memory=self._own)
+
+
+class Host:
+    """Host memory without a name, which ends with the last process that has it: rank 0 makes it, the others find it
+    among its open files."""
+
+    def __init__(self, rank, size, gather):
+        file = os.memfd_create("all_reduce") if rank == 0 else None
+        if file is not None:
+            os.ftruncate(file, size)
+            with mmap.mmap(file, size) as memory:
+                memory.write(b"\xff" * size)
+        pid, number = gather((os.getpid(), file))[0]
+        if file is None:
+            file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        self._map = mmap.mmap(file, size)
+        gather(None)  # rank 0's file stays open until all have it
+        os.close(file)
+        self._view = (ctypes.c_char * size).from_buffer(self._map)
+        self._address = ctypes.addressof(self._view)
+        seen = extension.load().all_reduce_register_host(memory=self._address, bytes=size)
+        self.places = [seen] * len(gather(None))
+
+    def close(self):
+        extension.load().all_reduce_unregister_host(memory=self._address)
+        del self._view
+        self._map.close()
+
+
+class _Watch:
+    """A thread that makes calls give up at once when a rank's process has ended, and prints what a kernel told."""
+
+    def __init__(self, rank, fault, pids):
+        self._rank, self._fault = rank, fault
+        self._others = {os.pidfd_open(pid): (r, pid) for r, pid in enumerate(pids) if r != rank}
+        self._wake, self._end = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="all_reduce watch", daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        poll = select.poll()
+        for number in (*self._others, self._wake):
+            poll.register(number, select.POLLIN)
+        while True:
+            for number, _ in poll.poll(_WATCH_S * 1000):
+                if number == self._wake:
+                    return
+                poll.unregister(number)
+                self._fault[5] = 1
+            if (text := describe_fault(self._rank, self._fault)) is not None:
+                print(f"deepseek_v4_sm120: {text}", file=sys.stderr, flush=True)
+                return
+
+    def end(self):
+        os.close(self._end)
+        self._thread.join()
+        for number in (*self._others, self._wake):
+            os.close(number)
+
+
+def _check_group(rank, ranks, max_rows, hidden, transport) -> None:
+    if ranks not in RANKS:
+        raise ValueError(f"all_reduce: ranks must be {', '.join(map(str, RANKS))}, got {ranks}")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"all_reduce: rank must be 0..{ranks - 1}, got {rank}")
+    if max_rows < 1:
+        raise ValueError(f"all_reduce: max_rows must be at least 1, got {max_rows}")
+    if hidden < 64 or hidden % 64:
+        raise ValueError(f"all_reduce: hidden must be a multiple of 64, got {hidden}")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"all_reduce: transport must be {' or '.join(TRANSPORTS)}, got {transport!r}")

@@ -1,0 +1,179 @@
+"""Which way the cards of a group may sum, found out with the kernels themselves before a server relies on one.
+
+Drivers report peers that move nothing, copies that work where a kernel's stores do not, and some boards hang. So each
+rank starts a process of its own (all_reduce_probe_child.py): what goes wrong there costs no server its CUDA context.
+The ranks pass on what their processes say to each other, and agree: a way is taken where it was right on all ranks, the
+faster of two; where none was, the sums stay SGLang's. No wait is without an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from deepseek_v4_sm120.ops.all_reduce import TRANSPORTS, Gather
+
+ROWS = (1, 8, 64)  # of the calls that are timed
+DECIDING_ROWS = (1, 8)
+PROGRAM = (sys.executable, "-m", "deepseek_v4_sm120.ops.all_reduce_probe_child")
+START_S, STEP_S, WHOLE_S, END_S = 60.0, 20.0, 120.0, 5.0
+WORDS = {"peer": "each other's memory", "host": "host memory"}
+REMEDY = (
+    "BIOS: IOMMU off or pass-through, ACS off, Resizable BAR on; driver 580 or newer; in a container --ipc=host; "
+    "`doctor` names the bridges"
+)
+GATHER, FOUND, FAILED = "gather", "found", "failed"  # kinds of a message from a process
+
+
+@dataclass(frozen=True)
+class Way:
+    """us: rows -> microseconds of a sum in a graph, of the slowest rank; pings: {"from", "to", "rows", "us"}, of one
+    card's stores and the other's answer."""
+
+    problem: str | None
+    us: dict[int, float] = field(default_factory=dict)
+    pings: tuple[dict, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """transport: the way that is taken, None: SGLang's own sums."""
+
+    ranks: int
+    transport: str | None
+    ways: dict[str, Way]
+    seconds: float
+
+    def describe(self) -> str:
+        parts = ["the sums between the cards stay SGLang's"]
+        if self.transport is not None:
+            parts = [f"{self.ranks} cards sum by way of {WORDS[self.transport]}: {_times(self.ways[self.transport])}"]
+        others = {name: way for name, way in self.ways.items() if name != self.transport}
+        parts += [f"by way of {WORDS[name]}: {way.problem or _times(way)}" for name, way in others.items()]
+        return "; ".join(parts + ([f"to do: {REMEDY}"] if any(way.problem for way in others.values()) else []))
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "text": self.describe(), "table": self.table(), "remedy": REMEDY}
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Of a pair each way: microseconds until an answer to 1, 8 and 64 rows is there. To be posted."""
+        rows = [("from", "to", "by", *(f"{count} rows" for count in ROWS))]
+        for name, way in self.ways.items():
+            pairs = dict.fromkeys((ping["from"], ping["to"]) for ping in way.pings)
+            for a, b in pairs:
+                found = {ping["rows"]: ping["us"] for ping in way.pings if (ping["from"], ping["to"]) == (a, b)}
+                rows.append((str(a), str(b), WORDS[name], *(f"{found[count]:.1f}" for count in ROWS)))
+        return rows
+
+
+def _times(way: Way) -> str:
+    return ", ".join(f"{us:.1f} us ({rows} row{'s' if rows > 1 else ''})" for rows, us in way.us.items())
+
+
+class Child:
+    """A process of the probe, and what it says. Whatever becomes of it is said by `next`: the other ranks wait."""
+
+    def __init__(self, words: Sequence[str]):
+        package = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        self.connection, self._said, self._process, self._problem = None, None, None, None
+        try:
+            self.connection, theirs = multiprocessing.Pipe()
+            self._said = os.fdopen(os.memfd_create("all_reduce probe"), "w+b")
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*words, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._said,
+                    stderr=self._said,
+                    env=os.environ | {"DSV4_SM120": "off", "PYTHONPATH": path},
+                )
+        except OSError as error:
+            self._problem = f"its probe does not start: {error}"
+
+    def next(self, seconds: float) -> tuple[str, object]:
+        """(kind, value); FAILED where nothing comes."""
+        if self._problem is not None:
+            return FAILED, self._problem
+        try:
+            if self.connection.poll(max(0.0, seconds)):
+                return self.connection.recv()
+        except (EOFError, ConnectionError):
+            return FAILED, f"its probe ended: {self._last_words()}"
+        return FAILED, f"its probe said nothing for {seconds:.0f} s"
+
+    def answer(self, value) -> None:
+        with contextlib.suppress(ConnectionError):  # it has ended, and `next` says so
+            self.connection.send(value)
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one in the driver ends when that lets it go
+                self._process.wait(END_S)
+        for opened in filter(None, (self.connection, self._said)):
+            opened.close()
+
+    def _last_words(self) -> str:
+        status = "unknown"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(END_S)
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        return f"exit status {status}" + (f", {lines[-1][:200]}" if lines else "")
+
+
+def relay(child: Child, gather: Gather) -> tuple[list | None, str | None]:
+    """(what each rank's process found, None), or (None, why): the same on all ranks. Passes on what they gather."""
+    end, patience = time.monotonic() + WHOLE_S, START_S
+    while True:
+        told = gather(child.next(min(patience, end - time.monotonic())))
+        kinds, patience = {kind for kind, _ in told}, STEP_S
+        if kinds == {FOUND}:
+            return [value for _, value in told], None
+        if kinds != {GATHER}:
+            failed = [f"rank {rank}: {value}" for rank, (kind, value) in enumerate(told) if kind == FAILED]
+            return None, "; ".join(failed) or "the ranks' probes are at different places"
+        child.answer([value for _, value in told])
+
+
+def probe(
+    rank: int, ranks: int, device: int, gather: Gather, *, hidden: int, program: Sequence[str] = PROGRAM
+) -> Verdict:
+    """The verdict, the same on all ranks; each calls it with its card's index and an all-gather between them."""
+    started = time.monotonic()
+    ways: dict[str, Way] = {}
+    # where a process was lost, what is left is asked of another one
+    for asked in (TRANSPORTS, TRANSPORTS[1:]):
+        words = json.dumps({"rank": rank, "ranks": ranks, "device": device, "hidden": hidden, "ways": asked})
+        child = Child([*program, words])
+        try:
+            found, problem = relay(child, gather)
+        finally:
+            child.end()
+        if found is not None:
+            ways |= {name: merged([one[name] for one in found]) for name in asked}
+            break
+        ways |= {asked[0]: Way(problem)}
+    right = [name for name in TRANSPORTS if ways[name].problem is None]
+    fastest = min(right, key=lambda name: sum(ways[name].us[rows] for rows in DECIDING_ROWS), default=None)
+    seconds = max(gather(round(time.monotonic() - started, 1)))
+    return Verdict(ranks, fastest, {name: ways[name] for name in TRANSPORTS}, seconds)
+
+
+def merged(found: list[dict]) -> Way:
+    """One way by what each rank found: {"problem"}, or {"us": {rows: us}, "pings": [of those it sent]}."""
+    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(found) if one["problem"] is not None]
+    if problems:
+        return Way("; ".join(dict.fromkeys(problems)))
+    us = {rows: round(max(one["us"][rows] for one in found), 2) for rows in found[0]["us"]}
+    return Way(None, us, tuple(ping for one in found for ping in one["pings"]))

@@ -1,0 +1,170 @@
+"""The probe's process of one rank (all_reduce_probe.py): is a way right, and how fast is it, by the kernels themselves.
+
+    python3 -m deepseek_v4_sm120.ops.all_reduce_probe_child JSON DESCRIPTOR
+
+Says (kind, value) on a connection: GATHER for what it wants from all ranks, last what it FOUND, or why it FAILED. Waits
+on the card have an end (PATIENCE_S) and leave the context as it was; what does not ends with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import torch
+
+from deepseek_v4_sm120.ops import all_reduce as op
+from deepseek_v4_sm120.ops.all_reduce_probe import FAILED, FOUND, GATHER, ROWS
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+
+CHECKED_ROWS = (1, 8, 9, 64, 65, op.MAX_ROWS, *range(1, 8))  # each generation of places, behind many rows and few
+PATIENCE_S = 3.0
+CHAIN, REPLAYS = 40, 5  # calls in a graph, each of the last one's result
+PINGS, WARM_UPS = 25, 5
+VECTOR_BYTES = 16
+
+
+def examine(rank: int, ranks: int, device: torch.device, gather: op.Gather, *, hidden: int, ways) -> dict[str, dict]:
+    """way -> what `merged` takes."""
+    return {way: _examine(way, rank, ranks, device, gather, hidden) for way in ways}
+
+
+def _examine(way, rank, ranks, device, gather, hidden) -> dict:
+    def make(together):
+        options = {"hidden": hidden, "transport": way, "patience_s": PATIENCE_S, "traps": False}
+        return op.AllReduce(rank, ranks, device, together, **options)
+
+    group, problem = op.made_together(gather, make)
+    if group is None:
+        return {"problem": problem}
+    terms_of(ranks, 1, hidden, 0, device)  # what is loaded at its first use
+    gather(None)
+    wrong = wrong_sum(group)
+    if any(gather(wrong)):
+        return {"problem": wrong}
+    zeros = {rows: torch.zeros(rows, hidden, dtype=torch.bfloat16, device=device) for rows in ROWS}
+    us = {rows: microseconds(group, zeros[rows], gather) for rows in ROWS}
+    pings, lost = ping_all(way, rank, ranks, device, gather, hidden)
+    problem = group.fault() or lost
+    group.close()
+    return {"problem": problem, "us": us, "pings": pings}
+
+
+def wrong_sum(group: op.AllReduce) -> str | None:
+    """What is not the sum in the order of ranks, to the bit; None: all are. One that is wrong is no reason to keep the
+    others waiting: the calls go on."""
+    wrong = None
+    for turn, rows in enumerate(CHECKED_ROWS):
+        terms = terms_of(group.ranks, rows, group.hidden, turn, group.device)
+        expected = terms[0].float()
+        for term in terms[1:]:
+            expected = expected + term.float()
+        expected = torch.where(expected.isnan(), torch.full_like(expected, 0x7FFF, dtype=torch.int16), bits(expected))
+        for algorithm in op.ALGORITHMS if rows <= op.ONE_SHOT_ROWS else op.ALGORITHMS[1:]:
+            found = group(terms[group.rank], algorithm=algorithm)
+            different = int((bits(found) != expected).sum())
+            if (fault := group.fault()) is not None:
+                return fault
+            if different and wrong is None:
+                wrong = f"{different} of {found.numel()} sums are wrong ({rows} rows, {algorithm})"
+    return wrong
+
+
+def bits(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.bfloat16().view(torch.int16)
+
+
+def terms_of(ranks: int, rows: int, hidden: int, seed: int, device) -> list[torch.Tensor]:
+    """Of each rank, the same on all; some are the word that means "nothing has come" (csrc/all_reduce/kernel.cuh)."""
+    generator = torch.Generator(device).manual_seed(seed)
+    terms = torch.randn(ranks, rows, hidden, device=device, generator=generator).bfloat16()
+    terms.view(torch.int16)[:, :, seed % 8 :: 1024] = -1
+    return list(terms)
+
+
+def microseconds(call: Callable, x: torch.Tensor, gather: op.Gather, capture=contextlib.nullcontext) -> float:
+    """Median time of call(x) in a graph of CHAIN, each of the last one's result; `capture()` is around its capture."""
+    call(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with capture(), torch.cuda.graph(graph):
+        y = x
+        for _ in range(CHAIN):
+            y = call(y)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(REPLAYS):
+        gather(None)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / CHAIN)
+    return statistics.median(times)
+
+
+def ping_all(way, rank, ranks, device, gather, hidden) -> tuple[list[dict], str | None]:
+    """({"from", "to", "rows", "us"} of those that this rank sends, None), or what was lost: pair by pair, both ways."""
+    most = max(ROWS) * hidden * 2 // VECTOR_BYTES
+    memory = (op.Peers if way == "peer" else op.Host)(rank, (most + 1) * VECTOR_BYTES, gather)
+    took = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    pings, lost = [], None
+    for a in range(ranks):
+        for b in [other for other in range(ranks) if other != a]:
+            gather(None)
+            if rank not in (a, b):
+                continue
+            data, answer = memory.places[b], memory.places[a] + most * VECTOR_BYTES
+            there, here = (data, answer) if rank == a else (answer, data)
+            for rows in ROWS:
+                took.zero_()
+                extension.load().all_reduce_ping(
+                    there=there,
+                    here=here,
+                    vectors=rows * hidden * 2 // VECTOR_BYTES,
+                    rounds=PINGS,
+                    warm_ups=WARM_UPS,
+                    sends=rank == a,
+                    patience_s=PATIENCE_S,
+                    took_ns=took.data_ptr(),
+                    stream=cuda_tensors.current_stream(device.index),
+                )
+                torch.cuda.synchronize(device)
+                us = took.item() / 1e3 / (PINGS - WARM_UPS)
+                if us == 0:
+                    lost = lost or f"{rows} rows from rank {a} to rank {b} did not come, or no answer did"
+                elif rank == a:
+                    pings.append({"from": a, "to": b, "rows": rows, "us": round(us, 2)})
+    gather(None)
+    memory.close()
+    return pings, lost
+
+
+def card(index: int) -> torch.device:
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def main(argv: list[str]) -> int:
+    asked, connection = json.loads(argv[0]), Connection(int(argv[1]))
+
+    def gather(value):
+        connection.send((GATHER, value))
+        return connection.recv()
+
+    try:
+        found = examine(device=card(asked.pop("device")), gather=gather, **asked)
+    except (RuntimeError, OSError, ImportError) as error:
+        connection.send((FAILED, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+        return 1
+    connection.send((FOUND, found))
+    connection.poll(None)  # till the other end is closed: its memory is the others', too
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

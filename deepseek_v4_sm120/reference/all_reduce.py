@@ -1,0 +1,15 @@
+"""Sums between cards in plain torch: the specification of ops/all_reduce.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def all_reduce(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """bf16 terms of the same shape, one a rank, in the order of ranks: added in float32, rounded to bf16 once."""
+    total = terms[0].float()
+    for term in terms[1:]:
+        total = total + term.float()
+    return total.to(torch.bfloat16)

@@ -1,0 +1,204 @@
+"""SGLang's communicator for small sums between the cards -> `ops.all_reduce`.
+
+`dispatch_custom_allreduce(group, device)` gives each group the class of an object that its coordinator asks before
+every sum: `should_custom_ar(x)`, then `custom_all_reduce(x)`, else NCCL. Of the tensor-parallel group that object is
+ours where its cards can sum by one of our ways, which a probe finds out at the start; what it does not take goes to the
+object that SGLang would have had, and to what comes behind that. Other groups (context, data and expert parallelism)
+keep theirs. With --disable-custom-all-reduce, and so with deterministic inference, SGLang asks for no such object.
+
+A call is taken by its shape alone, up to MAX_ROWS rows; a server whose decode or verify steps can have more gets none
+of it, so that a row's bits never depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from deepseek_v4_sm120.ops import all_reduce as op
+from deepseek_v4_sm120.ops import all_reduce_probe
+from deepseek_v4_sm120.ops.shared import limits
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
+from deepseek_v4_sm120.specs import bounds
+
+PATCH = "all_reduce"
+PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
+CONTEXT, SERVER_ARGS = "sglang.srt.runtime_context", "sglang.srt.server_args"
+
+
+class Place(NamedTuple):
+    """What a rank tells the others before they try anything."""
+
+    is_served: bool
+    host: str  # where processes can see each other
+    most_rows: int  # of a decode or verify step
+
+
+def replace_dispatch(original: Callable) -> Callable:
+    """For dispatch_custom_allreduce(group, device) -> the class of the group's communicator."""
+
+    @functools.wraps(original)
+    def dispatch_custom_allreduce(group, device):
+        stock = original(group=group, device=device)
+        return functools.partial(_communicator, stock) if _is_for_us(group) else stock
+
+    return dispatch_custom_allreduce
+
+
+def _is_for_us(group) -> bool:
+    """The tensor-parallel group of our model: the same answer on all ranks, and nobody else's server is touched."""
+    told = models_served.announced()
+    return (
+        told is not None
+        and models_served.serves_this_process()
+        and limits.takes(PATCH, **{name: told.get(name) for name in limits.LIMITS[PATCH]})
+        and torch.distributed.get_world_size(group) in op.RANKS
+        and importlib.import_module(PARALLEL_STATE)._TP is None  # it is made first, and bound when it is made
+    )
+
+
+def _communicator(stock: Callable, group, device):
+    """SGLang's own object, or ours around it: on all ranks alike."""
+    theirs = stock(group=group, device=device)
+
+    def gather(value) -> list:
+        told = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(told, value, group=group)
+        return told
+
+    rank, hidden = torch.distributed.get_rank(group), models_served.announced()["hidden"]
+    places = gather(Place(_is_served(device), _host(), _most_rows()))
+    if not all(place.is_served for place in places):
+        return theirs
+    if why := _why_not(places):
+        return _left(theirs, rank, f"the sums between the cards stay SGLang's: {why}")
+    verdict = all_reduce_probe.probe(rank, len(places), device.index, gather, hidden=hidden)
+    if verdict.transport is None:
+        return _left(theirs, rank, verdict.describe(), verdict.as_dict)
+
+    def make(together):
+        return op.AllReduce(rank, len(places), device, together, hidden=hidden, transport=verdict.transport)
+
+    made, why = op.made_together(gather, make)
+    if made is None:
+        return _left(theirs, rank, f"the sums between the cards stay SGLang's: {why}")
+    text = f"{PATCH}: {verdict.describe()}"
+    if rank == 0:
+        report.info(f"deepseek_v4_sm120: {text} (probe: {verdict.seconds} s)")
+    report.add_note(PATCH, lambda: text, verdict.as_dict)
+    report.write()
+    return Communicator(theirs, made)
+
+
+def _left(theirs, rank: int, why: str, found: Callable[[], dict] = dict):
+    """SGLang's own object, and one line."""
+    if rank == 0:
+        report.warn(f"deepseek_v4_sm120: {PATCH}: {why}")
+    report.add_note(PATCH, lambda: f"{PATCH}: {why}", found)
+    report.write()
+    return theirs
+
+
+def _is_served(device) -> bool:
+    """device_gate's rule alone: its `serves` is for calls, and looks at all modules when it is first asked."""
+    return device_gate.serves_capability(torch.cuda.get_device_capability(device), settings().force)
+
+
+def _why_not(places: list[Place]) -> str | None:
+    if len({place.host for place in places}) > 1:
+        return "the ranks are on several hosts, or in containers that do not see each other's processes"
+    if places[0].most_rows > op.MAX_ROWS:
+        return (
+            f"a decode or verify step of this server may have {places[0].most_rows} rows, ours takes {op.MAX_ROWS}; "
+            "what goes further would round otherwise: --max-running-requests"
+        )
+    return None
+
+
+def _host() -> str:
+    """The kernel that runs and this process's namespace of process numbers."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _most_rows() -> int:
+    """Of a decode or verify step: a row for each request, with speculation as many as it drafts. SGLang gives this
+    model a number of requests where the user gave none."""
+    context = importlib.import_module(CONTEXT) if find_spec(CONTEXT) is not None else None
+    if hasattr(context, "max_speculative_num_draft_tokens"):  # 0.5.18 and later
+        return context.get_schedule().max_running_requests * (context.max_speculative_num_draft_tokens() or 1)
+    arguments = importlib.import_module(SERVER_ARGS).get_global_server_args()
+    return arguments.max_running_requests * (arguments.max_speculative_num_draft_tokens or 1)
+
+
+class Communicator:
+    """What a group's coordinator asks, ours around SGLang's own object `theirs`.
+
+    SGLang's v1 gives zeros in the warm-up of a capture; ours sums there as everywhere, on all ranks, and so does NCCL.
+    """
+
+    def __init__(self, theirs, group: op.AllReduce):
+        self.disabled = False  # SGLang may set it
+        self._theirs, self._group = theirs, group
+        self._captured = 0  # sums of the graph under capture so far
+        self._is_aside, self._is_in_capture = False, False
+        self._sum = shadow.shadowed(PATCH, self._ours, self._stock, COMPARISON)
+
+    def __getattr__(self, name: str):
+        return getattr(self._theirs, name)
+
+    def should_custom_ar(self, inp: torch.Tensor) -> bool:
+        return self._takes(inp) or (not self._theirs.disabled and self._theirs.should_custom_ar(inp))
+
+    def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
+        if not self._takes(input):
+            return self._theirs.custom_all_reduce(input)
+        is_warm_up = self._is_in_capture and not torch.cuda.is_current_stream_capturing()
+        return (self._ours if is_warm_up else self._sum)(input)  # theirs has no sum to compare with there
+
+    @contextmanager
+    def capture(self):
+        self._is_in_capture = True
+        try:
+            with self._theirs.capture():
+                yield
+        finally:
+            self._is_in_capture = False
+
+    def close(self) -> None:
+        self._theirs.close()
+        self._group.close()
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        return not self._is_aside and self._group.takes(x)
+
+    def _ours(self, x: torch.Tensor) -> torch.Tensor:
+        self._captured = self._captured + 1 if torch.cuda.is_current_stream_capturing() else 0
+        return op.all_reduce(x, self._group, tag=self._captured)
+
+    def _stock(self, x: torch.Tensor) -> torch.Tensor:
+        """SGLang's own sum, by whatever it would have taken."""
+        groups = (reference() for reference in importlib.import_module(PARALLEL_STATE)._groups.values())
+        coordinator = next(group for group in groups if group is not None and group.ca_comm is self)
+        self._is_aside = True
+        try:
+            return coordinator.all_reduce(x.clone())  # NCCL's is in place
+        finally:
+            self._is_aside = False
+
+
+COMPARISON = shadow.Comparison(
+    tensors=lambda ours, theirs, x: [(ours, theirs)],
+    identity=lambda x: PATCH,
+    shape=lambda x: {"rows": x.shape[0]},
+    relative_l2=bounds.ALL_REDUCE.shadow,
+)

@@ -1,0 +1,359 @@
+"""The adapter on what SGLang gives it: objects without a card, then processes of a gloo group with emulated cards."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from deepseek_v4_sm120 import settings
+from deepseek_v4_sm120.ops import all_reduce as op
+from deepseek_v4_sm120.ops import all_reduce_probe as probe
+from deepseek_v4_sm120.ops.shared import limits
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.reference.all_reduce import all_reduce as reference
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import all_reduce as adapter
+from tests.ops import all_reduce_emulated as emulated
+
+HIDDEN = 4096
+DEVICE = torch.device("cpu")
+
+
+class Theirs:
+    """CustomAllreduce as far as anybody asks it."""
+
+    max_size = 8 << 20
+
+    def __init__(self, group=None, device=None, disabled=False):
+        self.group, self.disabled, self.calls = group, disabled, []
+
+    def should_custom_ar(self, inp):
+        self.calls.append("asked")
+        return inp.shape[0] <= 1024
+
+    def custom_all_reduce(self, input):
+        self.calls.append("sum")
+        return torch.full_like(input, 7.0)
+
+    @contextmanager
+    def capture(self):
+        self.calls.append("begin")
+        yield
+        self.calls.append("end")
+
+    def close(self):
+        self.calls.append("close")
+
+
+class Group(op.AllReduce):
+    """Of ours, without memory or a card."""
+
+    def __init__(self, max_rows=op.MAX_ROWS):
+        self.rank, self.ranks, self.device, self.max_rows, self.hidden = 0, 2, DEVICE, max_rows, HIDDEN
+        self.closed = False
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """What the operator was called with, (rows, tag); it doubles."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(op, "all_reduce", lambda x, group, *, tag: found.append((x.shape[0], tag)) or 2 * x)
+    return found
+
+
+def x_of(rows, hidden=HIDDEN, dtype=torch.bfloat16):
+    return torch.ones(rows, hidden, dtype=dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 512])
+def test_small_sums_are_ours(rows, sums):
+    theirs = Theirs()
+    ours = adapter.Communicator(theirs, Group())
+    assert not ours.disabled and ours.should_custom_ar(x_of(rows)) is True
+    assert float(ours.custom_all_reduce(x_of(rows))[0, 0]) == 2.0
+    assert sums == [(rows, 0)] and theirs.calls == []
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        x_of(513),
+        x_of(8, 2048),
+        x_of(8, dtype=torch.float32),
+        x_of(8)[0],
+        x_of(2, 2 * HIDDEN)[:, :HIDDEN],
+        x_of(0),
+        torch.ones(8 * HIDDEN + 1, dtype=torch.bfloat16)[1:].view(8, HIDDEN),
+    ],
+    ids=["513 rows", "2048 wide", "float32", "1 dim", "strided", "no rows", "unaligned"],
+)
+@pytest.mark.parametrize("disabled", [False, True])
+def test_what_the_operator_does_not_take_is_theirs(x, disabled, sums):
+    theirs = Theirs(disabled=disabled)
+    ours = adapter.Communicator(theirs, Group())
+    assert ours.should_custom_ar(x) is (not disabled and x.shape[0] <= 1024)
+    ours.custom_all_reduce(x)
+    assert sums == [] and theirs.calls == (["sum"] if disabled else ["asked", "sum"])
+
+
+def test_what_else_is_asked_is_theirs(sums):
+    theirs = Theirs(group="a group")
+    ours = adapter.Communicator(theirs, group := Group())
+    assert ours.max_size == 8 << 20 and ours.group == "a group" and not hasattr(ours, "reduce_scatter")
+    with ours.capture():
+        assert theirs.calls == ["begin"]
+    ours.close()
+    assert theirs.calls == ["begin", "end", "close"] and group.closed
+
+
+def test_a_sum_is_named_by_its_place_in_the_graph(sums, monkeypatch):
+    ours = adapter.Communicator(Theirs(), Group())
+    for capturing, rows in ((False, 1), (True, 1), (True, 1), (False, 1), (True, 2)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+        ours.custom_all_reduce(x_of(rows))
+    assert sums == [(1, 0), (1, 1), (1, 2), (1, 0), (2, 1)]
+
+
+# ---- shadow mode
+
+
+class Coordinator:
+    """all_reduce of a GroupCoordinator: its communicator where that takes the sum, else in place."""
+
+    def __init__(self, ca_comm):
+        self.ca_comm = ca_comm
+
+    def all_reduce(self, x):
+        if not self.ca_comm.disabled and self.ca_comm.should_custom_ar(x):
+            return self.ca_comm.custom_all_reduce(x)
+        x.fill_(2.0)
+        return x
+
+
+@pytest.fixture
+def shadowed(monkeypatch, request):
+    monkeypatch.setattr(shadow, "settings", lambda: settings.Settings(shadow=request.param))
+    shadow.reset()
+    yield request.param
+    shadow.reset()
+
+
+def in_a_group(monkeypatch, theirs):
+    ours = adapter.Communicator(theirs, Group())
+    state, coordinator = ModuleType(adapter.PARALLEL_STATE), Coordinator(ours)
+    state._groups = {"gone": lambda: None, "pp:0": lambda: SimpleNamespace(ca_comm=None), "tp:0": lambda: coordinator}
+    monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, state)
+    return ours
+
+
+@pytest.mark.parametrize("shadowed", ["1", "ours"], indirect=True)
+@pytest.mark.parametrize("disabled", [True, False])
+def test_shadow_mode_has_sglangs_own_sum_beside(shadowed, disabled, sums, monkeypatch):
+    """NCCL's, in place, where their object is disabled; else theirs, which differs here."""
+    theirs, x = Theirs(disabled=disabled), x_of(8)
+    ours = in_a_group(monkeypatch, theirs)
+    out = ours.custom_all_reduce(x)
+    stock = 2.0 if disabled else 7.0
+    assert float(out[0, 0]) == (2.0 if shadowed == "ours" else stock) and float(x[0, 0]) == 1.0
+    (record,) = shadow.report()
+    assert (record["patch"], record["shape"], record["calls"]) == ("all_reduce", {"rows": 8}, 1)
+    assert record["bad_calls"] == (0 if disabled else 1) and sums == [(8, 0)]
+    assert ours.should_custom_ar(x) is True and theirs.calls == ([] if disabled else ["asked", "sum"])
+
+
+@pytest.mark.parametrize("shadowed", ["1"], indirect=True)
+def test_in_the_warm_up_of_a_capture_there_is_nothing_to_compare_with(shadowed, sums, monkeypatch):
+    """SGLang's v1 gives zeros there."""
+    ours = in_a_group(monkeypatch, Theirs())
+    with ours.capture():
+        assert float(ours.custom_all_reduce(x_of(8))[0, 0]) == 2.0
+    assert shadow.report() == []
+
+
+# ---- what a rank looks at before anything is tried
+
+
+@pytest.fixture
+def our_model(monkeypatch):
+    state = ModuleType(adapter.PARALLEL_STATE)
+    state._TP = None
+    monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, state)
+    monkeypatch.setattr(models_served, "announced", lambda: {"model_type": "deepseek_v4", "hidden": HIDDEN})
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
+    return state
+
+
+def dispatched():
+    return adapter.replace_dispatch(lambda group, device: Theirs)(group="group", device=DEVICE)
+
+
+def test_the_tensor_parallel_group_of_our_model_is_asked_about(our_model):
+    assert dispatched() is not Theirs
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        {"model_type": "deepseek_v41", "hidden": 5120},
+        {"model_type": "llama", "hidden": 4096},
+        {"model_type": "deepseek_v4", "hidden": 5120},
+        {"model_type": "deepseek_v4"},
+    ],
+)
+def test_other_models_are_untouched(told, our_model, monkeypatch):
+    monkeypatch.setattr(models_served, "announced", lambda: told)
+    assert dispatched() is Theirs
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 6, 16])
+def test_other_worlds_are_untouched(ranks, our_model, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ranks)
+    assert dispatched() is Theirs
+
+
+def test_other_groups_are_untouched(our_model):
+    our_model._TP = object()
+    assert dispatched() is Theirs
+
+
+def modules_with(monkeypatch, context=None, arguments=None):
+    found = {adapter.CONTEXT: context, adapter.SERVER_ARGS: arguments}
+    monkeypatch.setattr(adapter, "find_spec", lambda name: found[name])
+    monkeypatch.setattr(adapter.importlib, "import_module", lambda name: found[name])
+
+
+def arguments_of(requests, drafts):
+    told = SimpleNamespace(max_running_requests=requests, max_speculative_num_draft_tokens=drafts)
+    return SimpleNamespace(get_global_server_args=lambda: told)
+
+
+@pytest.mark.parametrize(("requests", "drafts", "rows"), [(8, None, 8), (256, 2, 512), (32, 4, 128)])
+def test_the_most_rows_of_a_step(requests, drafts, rows, monkeypatch):
+    modules_with(monkeypatch, None, arguments_of(requests, drafts))  # up to 0.5.14
+    assert adapter._most_rows() == rows
+    modules_with(monkeypatch, SimpleNamespace(get_schedule=None), arguments_of(requests, drafts))  # to 0.5.17
+    assert adapter._most_rows() == rows
+    schedule = SimpleNamespace(max_running_requests=requests)
+    now = SimpleNamespace(get_schedule=lambda: schedule, max_speculative_num_draft_tokens=lambda: drafts)
+    modules_with(monkeypatch, now, None)
+    assert adapter._most_rows() == rows
+
+
+def place(**changes):
+    return adapter.Place(True, "here", 64)._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("capability", "force", "served"), [((12, 0), None, True), ((9, 0), None, False), ((9, 0), "ops", True)]
+)
+def test_asking_for_the_card_does_not_look_at_all_modules(capability, force, served, monkeypatch):
+    """device_gate.serves does so once, when the first call is served; there is no model yet."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(adapter, "settings", lambda: settings.Settings(force=force))
+    monkeypatch.setattr(device_gate, "_first_served", [lambda: pytest.fail("too early")])
+    assert adapter._is_served(torch.device("cuda", 0)) is served
+
+
+def test_what_stands_against_ours_is_said():
+    assert adapter._why_not([place(), place()]) is None
+    assert "several hosts" in adapter._why_not([place(), place(host="there")])
+    assert "may have 513 rows, ours takes 512" in adapter._why_not([place(most_rows=513)] * 2)
+    assert adapter._why_not([place(most_rows=512)] * 2) is None
+    assert adapter._host() == adapter._host() and "pid:[" in adapter._host()
+
+
+# ---- processes with emulated cards
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return emulated.compiled(tmp_path_factory.mktemp("emulated"), is_library=True)
+
+
+SMALL = 64  # hidden
+
+
+def as_a_rank(rank, ranks, gather, library, case):
+    """What a rank of SGLang does: dispatch, the object, some sums, its end. (kind, text of the log, note, sums)"""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+    emulated.stand_in(library)
+    for name in ("START_S", "STEP_S", "WHOLE_S"):
+        setattr(probe, name, 400.0)
+    probe.probe.__kwdefaults__["program"] = (sys.executable, emulated.__file__, str(library), json.dumps(case["fault"]))
+    limits.LIMITS["all_reduce"]["hidden"] = limits.OneOf((SMALL,))
+    models_served.announced = lambda: {"model_type": "deepseek_v4", "hidden": SMALL}
+    capability = (9, 0) if rank in case.get("not_served", ()) else (12, 0)
+    torch.cuda.get_device_capability = lambda device: capability
+    adapter._most_rows = lambda: case.get("rows", 64)
+    op.EAGER_PATIENCE_S = 400.0
+    state = sys.modules[adapter.PARALLEL_STATE] = ModuleType(adapter.PARALLEL_STATE)
+    state._TP = None
+    group = torch.distributed.group.WORLD
+    made = adapter.replace_dispatch(lambda group, device: Theirs)(group=group, device=torch.device("cpu"))(
+        group=group, device=torch.device("cpu")
+    )
+    notes = [describe() for describe, _ in report._notes.values()]
+    sums = []
+    if isinstance(made, adapter.Communicator):
+        for turn, rows in enumerate((1, 8, 9, 512, 3)):
+            x = emulated.child.terms_of(ranks, rows, SMALL, turn, DEVICE)[rank]
+            assert made.should_custom_ar(x)
+            sums.append(made.custom_all_reduce(x))
+        gather(None)
+        made.close()
+    return type(made).__name__, said, notes, sums
+
+
+def ranks_of(library, ranks=2, fault=None, **case):
+    return emulated.in_gloo(ranks, as_a_rank, library, {"fault": fault or {}, **case})
+
+
+def test_ranks_sum_to_the_bit_by_the_way_that_the_probe_found(library):
+    found = ranks_of(library)
+    for kind, _, notes, sums in found:
+        assert kind == "Communicator" and len(sums) == 5
+        assert (
+            notes == ["all_reduce: " + notes[0].removeprefix("all_reduce: ")] and "sum by way of each other" in notes[0]
+        )
+        for turn, rows in enumerate((1, 8, 9, 512, 3)):
+            expected = reference(emulated.child.terms_of(2, rows, SMALL, turn, DEVICE))
+            known = ~expected.isnan()
+            assert torch.equal(sums[turn][known], expected[known]) and torch.equal(sums[turn].isnan(), ~known)
+    lines = [[line for line in said if "all_reduce" in line] for _, said, *_ in found]
+    assert len(lines[0]) == 1 and "each other's memory" in lines[0][0] and "(probe: " in lines[0][0] and lines[1] == []
+
+
+def test_where_no_way_works_all_ranks_have_sglangs_object_and_one_line_says_why(library):
+    found = ranks_of(library, fault={"rank": 1, "way": "both", "what": "wrong bits"})
+    assert [kind for kind, *_ in found] == ["Theirs", "Theirs"]
+    lines = [line for _, said, *_ in found for line in said if "all_reduce" in line]
+    assert len(lines) == 1 and "the sums between the cards stay SGLang's" in lines[0]
+    assert "rank 1: 1 of 576 sums are wrong" in lines[0] and "ACS" in lines[0] and "IOMMU" in lines[0]
+    assert all(notes and "stay SGLang's" in notes[0] for _, _, notes, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [({"not_served": (1,)}, None), ({"rows": 1024}, "--max-running-requests")],
+    ids=["a card that is not ours", "more rows than ours takes"],
+)
+def test_what_all_ranks_must_have_is_asked_of_all(case, line, library):
+    found = ranks_of(library, **case)
+    assert [kind for kind, *_ in found] == ["Theirs", "Theirs"]
+    lines = [text for _, said, *_ in found for text in said if "all_reduce" in text]
+    assert (len(lines) == 1 and line in lines[0]) if line else lines == []
+    assert all(notes and line in notes[0] if line else notes == [] for *_, notes, _ in found)

@@ -1,0 +1,205 @@
+"""The kernels of csrc/all_reduce on the CPU: compiled (all_reduce_on_cpu.cpp), and as a stand-in for `_C` with which
+the operator, its probe and its adapter run between processes of a machine without a card. Their text, memory that
+processes share, and no CUDA: what stands for CUDA's calls is here, with the faults that tests ask for.
+
+    python3 all_reduce_emulated.py LIBRARY FAULT JSON DESCRIPTOR        a process of the probe
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+REPO = Path(__file__).resolve().parents[2]
+if str(REPO) not in sys.path:
+    sys.path.insert(0, str(REPO))
+
+from deepseek_v4_sm120.ops import all_reduce_probe_child as child  # noqa: E402
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension  # noqa: E402
+from deepseek_v4_sm120.ops.shared.checks import Call  # noqa: E402
+
+HARNESS = Path(__file__).with_name("all_reduce_on_cpu.cpp")
+SOURCES = REPO / "csrc" / "all_reduce"
+FEW_THREADS = (
+    ("constexpr int kThreads = 128;", "constexpr int kThreads = 3;"),
+    ("constexpr int kPingThreads = 512;", "constexpr int kPingThreads = 3;"),
+)
+US = {"peer": 5.0, "host": 9.0}  # what a call takes, as the emulated probe tells it
+LONG_S, SHORT_S = 60.0, 1.0  # of patience: where all is well, and where a fault is due
+
+
+def compiled(folder: Path, *changes: tuple[str, str], optimised: str = "-O1", is_library: bool = False) -> Path:
+    """The harness with the kernels in it, each change made in their text, which must have it."""
+    text = "".join((SOURCES / name).read_text() for name in ("all_reduce.h", "kernel.cuh", "ping.cuh"))
+    text = re.sub(r"^#(include|pragma once).*$", "", text, flags=re.M)
+    for old, new in (*FEW_THREADS, *changes):
+        assert old in text, old
+        text = text.replace(old, new)
+    source, program = folder / "on_cpu.cpp", folder / "on_cpu"
+    source.write_text(HARNESS.read_text().replace("//@@ the kernels", text))
+    flags = ["-std=c++20", optimised, "-pthread", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
+    flags += ["-shared", "-fPIC"] if is_library else []
+    subprocess.run([shutil.which("g++") or "c++", *flags, source, "-o", program], check=True)
+    return program
+
+
+class Emulated:
+    """`_C`, as far as the operator asks it. fault: {"rank", "way", "what"}, or empty; rank: of this process."""
+
+    def __init__(self, library: Path, fault: dict | None = None, rank: int = -1):
+        self._library = ctypes.CDLL(str(library))
+        self._library.emulated_bytes.restype = ctypes.c_int64
+        self._library.emulated_ping.restype = self._library.emulated_all_reduce.restype = None
+        self.all_reduce_state_words = self._library.emulated_state_words()
+        self.all_reduce_fault_words = self._library.emulated_fault_words()
+        self._maps: dict[int, tuple] = {}
+        self._fault, self._rank = fault or {}, rank
+
+    def _has_fault(self, way: str, *what: str) -> bool:
+        due = self._fault.get("what") in what and self._fault["way"] in (way, "both")
+        return due and self._fault["rank"] in (self._rank, -1)
+
+    def all_reduce_places_bytes(self, *, ranks, transport, one_shot_vectors, two_shot_vectors):
+        sizes = map(ctypes.c_int64, (one_shot_vectors, two_shot_vectors))
+        return self._library.emulated_bytes(*sizes, ranks, transport == "host")
+
+    def _map(self, file: int, size: int) -> int:
+        mapped = mmap.mmap(file, size)
+        view = (ctypes.c_char * size).from_buffer(mapped)
+        self._maps[ctypes.addressof(view)] = (mapped, view, file, size)
+        return ctypes.addressof(view)
+
+    def all_reduce_allocate(self, *, bytes):
+        file = os.memfd_create("a card")
+        os.ftruncate(file, bytes)
+        address = self._map(file, bytes)
+        ctypes.memset(address, 0xFF, bytes)
+        return address
+
+    def all_reduce_handle(self, *, memory):
+        return pickle.dumps((os.getpid(), *self._maps[memory][2:]))
+
+    def all_reduce_open(self, *, handle):
+        if self._has_fault("peer", "refused"):
+            raise RuntimeError("all_reduce memory: cudaIpcOpenMemHandle: peer access is not supported")
+        pid, file, size = pickle.loads(handle)
+        return self._map(os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR), size)
+
+    def all_reduce_close(self, *, memory):
+        mapped, view, file, _ = self._maps.pop(memory)
+        del view
+        with contextlib.suppress(BufferError):  # the exception of a frame may still hold the view
+            mapped.close()
+        os.close(file)
+
+    def all_reduce_release(self, *, memory):
+        self.all_reduce_close(memory=memory)
+
+    def all_reduce_register_host(self, *, memory, bytes):
+        return memory
+
+    def all_reduce_unregister_host(self, *, memory):
+        pass
+
+    def all_reduce(self, *, x, out, vectors, places, ranks, state, fault, rank, transport, **rest):
+        way, rows = transport, rest["rows"]
+        if self._has_fault(way, "dies"):
+            print("Xid 31: MMU fault", file=sys.stderr, flush=True)
+            os._exit(7)
+        if self._has_fault(way, "hangs"):
+            time.sleep(600)
+        if self._has_fault(way, "raises"):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more lines")
+        if self._has_fault(way, "does not come"):
+            return
+        patience = rest["patience_s"]
+        if self._fault:
+            patience = SHORT_S if self._fault["way"] in (way, "both") else LONG_S
+        pointers = map(ctypes.c_void_p, (state, fault))
+        sizes = map(ctypes.c_int64, (rest["one_shot_vectors"], rest["two_shot_vectors"]))
+        self._library.emulated_all_reduce(
+            *(ctypes.c_void_p(x), ctypes.c_void_p(out), ctypes.c_int64(vectors), ctypes.c_void_p(places), ranks),
+            *(*pointers, rank, *sizes, way == "host", rest["algorithm"] == "one_shot", rest["tag"], rows),
+            *(ctypes.c_double(patience), rest["traps"]),
+        )
+        if self._has_fault(way, "wrong bits") and rows == 9:
+            ctypes.memset(out + 16, 0x11, 1)
+
+    def all_reduce_ping(self, *, there, here, vectors, rounds, warm_ups, sends, patience_s, took_ns, stream):
+        is_peers = any(first <= there < first + size for first, (*_, size) in self._maps.items())
+        if is_peers and not sends and self._has_fault("peer", "no answer"):
+            return
+        patience = SHORT_S if is_peers and self._fault.get("what") == "no answer" else LONG_S
+        self._library.emulated_ping(
+            *(ctypes.c_void_p(there), ctypes.c_void_p(here), ctypes.c_int64(vectors), rounds, warm_ups, sends),
+            *(ctypes.c_double(patience), ctypes.c_void_p(took_ns)),
+        )
+
+
+def stand_in(library: Path, fault: dict | None = None, rank: int = -1) -> None:
+    """From here on this process's card is its CPU. Not to be undone: for processes of a test."""
+    emulated, zeros = Emulated(library, fault, rank), torch.zeros
+    extension.load = lambda: emulated
+    torch.zeros = lambda *size, pin_memory=False, **options: zeros(*size, **options)
+    torch.cuda.device = contextlib.nullcontext
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.is_current_stream_capturing = lambda: False
+    cuda_tensors.on_device_of = contextlib.nullcontext
+    cuda_tensors.num_sms = cuda_tensors.current_stream = lambda index: 0
+    Call.on_cuda = lambda self: None
+
+    def microseconds(group, x, gather, capture=None):
+        for _ in range(2):
+            gather(None)
+            group(x)
+        slow = emulated._has_fault(group.transport, "slow")
+        return US[group.transport] + x.shape[0] + (100.0 if slow else 0.0)
+
+    child.microseconds, child.card = microseconds, lambda index: torch.device("cpu")
+
+
+def _process(rank: int, ranks: int, folder: str, body: Callable, arguments: tuple) -> None:
+    torch.set_num_threads(1)
+    init = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks)
+
+    def gather(value):
+        told = [None] * ranks
+        torch.distributed.all_gather_object(told, value)
+        return told
+
+    result = body(rank, ranks, gather, *arguments)
+    torch.distributed.barrier()
+    torch.save(result, f"{folder}/{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def in_gloo(ranks: int, body: Callable, *arguments) -> list:
+    """body(rank, ranks, gather, *arguments) of a process for each rank, in a gloo group."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_process, (ranks, folder, body, arguments), nprocs=ranks, join=True)
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(ranks)]
+
+
+def main(library: str, fault: str, *words: str) -> int:
+    torch.set_num_threads(1)
+    stand_in(Path(library), json.loads(fault), json.loads(words[0])["rank"])
+    return child.main(list(words))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,288 @@
+// csrc/all_reduce/kernel.cuh on the CPU: its own text, one host thread for each of its threads, on memory that is worse than a bus.
+//
+// A store to memory of others is held back, torn into words, and carried out in any order with the thread's other ones, at the latest when
+// the thread ends (a kernel's end) or looks for what has come. Ranks run their calls one behind the other, each at its own speed.
+// The test that compiles this puts the texts of all_reduce.h, kernel.cuh and ping.cuh, without their includes, in place of the marked line.
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+using cudaStream_t = void*;
+struct uint4 { uint32_t x, y, z, w; };
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+struct Index { uint32_t x; };
+thread_local Index threadIdx, blockIdx, gridDim;
+thread_local std::barrier<>* block_barrier;
+thread_local std::atomic<int>* block_or;
+thread_local std::mt19937 dice;
+struct Pending { uint32_t* word; uint32_t value; };
+thread_local std::vector<Pending> pending;  // words on their way
+bool holds_back = true;
+
+inline bool rolls(int of) { return dice() % of == 0; }
+inline void carry_out(bool all) {
+  std::shuffle(pending.begin(), pending.end(), dice);
+  while (!pending.empty() && (all || rolls(2))) {
+    std::atomic_ref<uint32_t>(*pending.back().word).store(pending.back().value, std::memory_order_relaxed);
+    pending.pop_back();
+    if (rolls(64)) std::this_thread::yield();
+  }
+}
+inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+inline int __syncthreads_or(int value) {
+  carry_out(true);  // who waits here does not look
+  if (value) block_or->store(1);
+  __syncthreads();
+  const int any = block_or->load();
+  __syncthreads();
+  return any;
+}
+inline void __nanosleep(unsigned) { std::this_thread::yield(); }
+inline void __threadfence_system() { carry_out(true); std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
+inline uint32_t atomicAdd(uint32_t* p, uint32_t v) { return std::atomic_ref<uint32_t>(*p).fetch_add(v); }
+inline uint32_t atomicCAS(uint32_t* p, uint32_t expected, uint32_t v) {
+  std::atomic_ref<uint32_t>(*p).compare_exchange_strong(expected, v);
+  return expected;
+}
+
+namespace dsv4 {
+struct KernelAttributes {};
+inline void pdl_wait() {}
+inline void pdl_trigger() {}
+inline void give_up() { std::fprintf(stderr, "gave up\n"), std::_Exit(3); }
+inline uint32_t load_relaxed(const uint32_t* p) { return std::atomic_ref<uint32_t>(*const_cast<uint32_t*>(p)).load(std::memory_order_relaxed); }
+inline uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+inline float as_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
+inline uint32_t as_bits(float f) { uint32_t bits; std::memcpy(&bits, &f, 4); return bits; }
+inline float bf16_low(uint32_t pair) { return as_float(pair << 16); }
+inline float bf16_high(uint32_t pair) { return as_float(pair & 0xffff0000u); }
+inline uint32_t bf16(float f) {  // to nearest, ties to even, one NaN
+  if (std::isnan(f)) return 0x7fff;
+  const uint32_t bits = as_bits(f);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t pack_bf16x2(float low, float high) { return bf16(low) | bf16(high) << 16; }
+namespace all_reduce {
+inline uint64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+inline void store_system(uint32_t* p, uint32_t v) {
+  pending.push_back({p, v});
+  if (!holds_back || rolls(4)) carry_out(!holds_back);
+}
+inline void store_system(uint4* p, const uint4& v) {
+  uint32_t* const w = &p->x;
+  store_system(w, v.x), store_system(w + 1, v.y), store_system(w + 2, v.z), store_system(w + 3, v.w);
+}
+inline uint32_t load_system(const uint32_t* p) { return load_relaxed(p); }
+inline uint4 load_system(const uint4* p) {
+  carry_out(rolls(8));
+  if (rolls(4)) std::this_thread::yield();  // fewer cores than threads
+  const uint32_t* const w = &p->x;
+  return {load_relaxed(w), load_relaxed(w + 1), load_relaxed(w + 2), load_relaxed(w + 3)};
+}
+}  // namespace all_reduce
+}  // namespace dsv4
+
+//@@ the kernels
+
+using namespace dsv4;
+using namespace dsv4::all_reduce;
+
+// Any bf16, and often what is hard: NaNs with all bits, zeros of both signs, infinities.
+uint32_t a_word(std::mt19937& g) {
+  static const uint32_t hard[] = {0xffffffffu, 0x80008000u, 0x0000ffffu, 0x7f80ff80u, 0xffff0000u, 0u, 0x7fff7fffu};
+  if (g() % 4 == 0) return hard[g() % 7];
+  return bf16(static_cast<float>(static_cast<int>(g() % 2001) - 1000) / 64) | bf16(static_cast<float>(g() % 777) / 16) << 16;
+}
+constexpr bool is_nan(uint32_t half) { return (half & 0x7fff) > 0x7f80; }
+
+template <int kRanks, bool kHost>
+int run(int calls, unsigned seed, int faulty_rank) {
+  const Places sizes = {12 * kRanks, 24 * kRanks, kRanks};
+  const int64_t words = kGenerations * sizes.generation(kHost) * 4;
+  std::vector<std::unique_ptr<uint4[]>> memory;
+  for (int i = 0; i < (kHost ? 1 : kRanks); ++i) {
+    memory.emplace_back(new uint4[words / 4]);
+    std::memset(memory.back().get(), 0xff, words * 4);
+  }
+  std::mt19937 plan(seed);
+  struct Call { int64_t vectors; bool one_shot; int blocks; };
+  std::vector<Call> order;
+  for (int i = 0; i < calls; ++i) {
+    const bool one_shot = plan() % 2;
+    const int64_t vectors = one_shot ? 1 + plan() % sizes.one_shot_vectors : kRanks * (1 + plan() % (sizes.two_shot_vectors / kRanks));
+    order.push_back({vectors, one_shot, static_cast<int>(1 + plan() % 3)});
+  }
+  std::vector<std::vector<std::vector<uint32_t>>> x(calls), out(calls);
+  for (int i = 0; i < calls; ++i)
+    for (int r = 0; r < kRanks; ++r) {
+      x[i].emplace_back(order[i].vectors * 4), out[i].emplace_back(order[i].vectors * 4);
+      for (auto& w : x[i][r]) w = a_word(plan);
+    }
+  std::vector<State> states(kRanks);
+  std::vector<Fault> faults(kRanks);
+  for (auto& s : states) s = {};
+  for (auto& f : faults) f = {};
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < kRanks; ++r)
+    ranks.emplace_back([&, r] {
+      for (int i = 0; i < calls; ++i) {
+        if (r == faulty_rank && i == calls / 2) return;  // it dies
+        Params p = {};
+        p.x = reinterpret_cast<const uint16_t*>(x[i][r].data());
+        const bool in_place = i % 3 == 0;
+        std::vector<uint32_t> copy = x[i][r];
+        if (in_place) p.x = reinterpret_cast<const uint16_t*>(copy.data());
+        p.out = in_place ? reinterpret_cast<uint16_t*>(copy.data()) : reinterpret_cast<uint16_t*>(out[i][r].data());
+        p.vectors = order[i].vectors;
+        for (int to = 0; to < kRanks; ++to) p.places[to] = memory[kHost ? 0 : to].get();
+        p.state = &states[r], p.fault = &faults[r], p.sizes = sizes, p.rank = r, p.tag = i, p.rows = 1;
+        p.patience_ns = faulty_rank >= 0 ? 300'000'000ull : 3'000'000'000ull;
+        std::vector<std::thread> threads;
+        std::vector<std::unique_ptr<std::barrier<>>> barriers;
+        for (int b = 0; b < order[i].blocks; ++b) barriers.emplace_back(new std::barrier<>(kThreads));
+        for (int b = 0; b < order[i].blocks; ++b)
+          for (int t = 0; t < kThreads; ++t)
+            threads.emplace_back([&, b, t] {
+              threadIdx.x = t, blockIdx.x = b, gridDim.x = order[i].blocks, block_barrier = barriers[b].get();
+              dice.seed(seed * 7919 + ((i * 64 + r) * 8 + b) * 8 + t);
+              if (rolls(16)) std::this_thread::sleep_for(std::chrono::microseconds(dice() % 300));
+              order[i].one_shot ? one_shot_kernel<kRanks, kHost>(p) : two_shot_kernel<kRanks, kHost>(p);
+              carry_out(true);
+            });
+        for (auto& t : threads) t.join();
+        if (faults[r].told) return;
+        if (in_place) out[i][r] = copy;
+      }
+    });
+  for (auto& r : ranks) r.join();
+  if (faulty_rank >= 0) {
+    int told = 0;
+    for (int r = 0; r < kRanks; ++r) told += r != faulty_rank && faults[r].told == 1 && faults[r].waited_for != static_cast<uint32_t>(r) &&
+        faults[r].call == faults[r].tag && faults[r].call + 1 >= static_cast<uint32_t>(calls / 2);
+    std::printf("told %d of %d\n", told, kRanks - 1);
+    return told == kRanks - 1 ? 0 : 1;
+  }
+  for (int i = 0; i < calls; ++i)
+    for (int64_t w = 0; w < order[i].vectors * 4; ++w) {
+      uint32_t wanted = 0;
+      for (int half = 0; half < 2; ++half) {
+        float sum = as_float((x[i][0][w] >> 16 * half) << 16);
+        for (int r = 1; r < kRanks; ++r) sum += as_float((x[i][r][w] >> 16 * half) << 16);
+        wanted |= bf16(sum) << 16 * half;
+      }
+      for (int r = 0; r < kRanks; ++r)
+        if (out[i][r][w] != wanted) {
+          std::printf("call %d (%s, %lld vectors) rank %d word %lld: %08x, wanted %08x\n", i, order[i].one_shot ? "one shot" : "two shot",
+                      static_cast<long long>(order[i].vectors), r, static_cast<long long>(w), out[i][r][w], wanted);
+          return 1;
+        }
+    }
+  for (auto& s : states)
+    if (s.arrivals != static_cast<uint32_t>(calls) * kArrivals) return std::printf("arrivals %u\n", s.arrivals), 1;
+  std::printf("%d calls\n", calls);
+  return 0;
+}
+
+// A pair: the first sends, the second answers, unless it is the faulty one.
+int run_ping(int rounds, bool is_host, int faulty_rank) {
+  constexpr int64_t kVectors = 2 * kPingThreads + 1;
+  std::vector<uint4> memory(2 * (kVectors + 1), uint4{~0u, ~0u, ~0u, ~0u});
+  uint4* const answers = &memory[is_host ? kVectors : kVectors + 1];  // where the first looks
+  uint64_t took[2] = {0, 0};
+  std::atomic<int> flags[2] = {0, 0};
+  std::barrier<> barriers[2] = {std::barrier<>(kPingThreads), std::barrier<>(kPingThreads)};
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 2; ++r) {
+    if (r == faulty_rank) continue;
+    Ping p = {r == 0 ? memory.data() : answers, r == 0 ? answers : memory.data(), kVectors, static_cast<uint32_t>(rounds), 2, r == 0};
+    p.patience_ns = faulty_rank >= 0 ? 300'000'000ull : 3'000'000'000ull, p.took_ns = &took[r];
+    for (int t = 0; t < kPingThreads; ++t)
+      threads.emplace_back([&, p, r, t] {
+        threadIdx.x = t, block_barrier = &barriers[r], block_or = &flags[r];
+        dice.seed(r * 8 + t);
+        ping_kernel(p);
+        carry_out(true);
+      });
+  }
+  for (auto& t : threads) t.join();
+  const bool all_have_come = std::all_of(memory.begin(), memory.begin() + kVectors, [&](const uint4& v) { return v.x == static_cast<uint32_t>(rounds); });
+  if (faulty_rank < 0) return std::printf("%d rounds\n", rounds), took[0] > 0 && took[1] > 0 && all_have_come ? 0 : 1;
+  return std::printf("%d came\n", (took[0] > 0) + (took[1] > 0)), took[0] + took[1] == 0 ? 0 : 1;
+}
+
+// As a library (all_reduce_emulated.py): a call of this process's rank, in memory that processes share.
+constexpr int kBlocks = 2;
+
+void in_threads(int blocks, int threads_each, const std::function<void()>& kernel) {
+  std::vector<std::thread> threads;
+  std::vector<std::unique_ptr<std::barrier<>>> barriers;
+  std::vector<std::atomic<int>> flags(blocks);
+  for (int b = 0; b < blocks; ++b) barriers.emplace_back(new std::barrier<>(threads_each));
+  for (int b = 0; b < blocks; ++b)
+    for (int t = 0; t < threads_each; ++t)
+      threads.emplace_back([&, b, t] {
+        threadIdx.x = t, blockIdx.x = b, gridDim.x = blocks, block_barrier = barriers[b].get(), block_or = &flags[b];
+        kernel();
+        carry_out(true);
+      });
+  for (auto& t : threads) t.join();
+}
+
+template <int kRanks>
+void emulate(const Params& p, bool host, bool one_shot) {
+  in_threads(kBlocks, kThreads, [&] {
+    if (host) return one_shot ? one_shot_kernel<kRanks, true>(p) : two_shot_kernel<kRanks, true>(p);
+    one_shot ? one_shot_kernel<kRanks, false>(p) : two_shot_kernel<kRanks, false>(p);
+  });
+}
+
+extern "C" int64_t emulated_bytes(int64_t one_shot_vectors, int64_t two_shot_vectors, int ranks, bool host) {
+  return kGenerations * Places{one_shot_vectors, two_shot_vectors, ranks}.generation(host) * kVectorBytes;
+}
+extern "C" int emulated_state_words() { return sizeof(State) / 4; }
+extern "C" int emulated_fault_words() { return sizeof(Fault) / 4; }
+extern "C" void emulated_all_reduce(const uint16_t* x, uint16_t* out, int64_t vectors, uint4* const* places, int ranks, State* state, Fault* fault, int rank,
+                                    int64_t one_shot_vectors, int64_t two_shot_vectors, bool host, bool one_shot, int tag, int rows, double patience_s,
+                                    bool traps) {
+  holds_back = false;
+  Params p = {x, out, vectors, {}, state, fault, {one_shot_vectors, two_shot_vectors, ranks}, rank, static_cast<uint32_t>(tag), static_cast<uint32_t>(rows)};
+  std::copy(places, places + ranks, p.places);
+  p.patience_ns = static_cast<uint64_t>(patience_s * 1e9), p.traps = traps;
+  ranks == 2 ? emulate<2>(p, host, one_shot) : ranks == 4 ? emulate<4>(p, host, one_shot) : emulate<8>(p, host, one_shot);
+}
+extern "C" void emulated_ping(uint4* there, const uint4* here, int64_t vectors, int rounds, int warm_ups, bool sends, double patience_s, uint64_t* took_ns) {
+  holds_back = false;
+  const Ping p = {there, here, vectors, static_cast<uint32_t>(rounds), static_cast<uint32_t>(warm_ups), sends, static_cast<uint64_t>(patience_s * 1e9), took_ns};
+  in_threads(1, kPingThreads, [&] { ping_kernel(p); });
+}
+
+int main(int argc, char** argv) {
+  if (argc != 6) return 2;
+  const int ranks = std::atoi(argv[1]), calls = std::atoi(argv[3]), faulty = std::atoi(argv[5]);
+  const bool host = std::string(argv[2]) == "host";
+  const unsigned seed = std::atoi(argv[4]);
+  if (ranks == 1) return run_ping(calls, host, faulty);
+  if (ranks == 2) return host ? run<2, true>(calls, seed, faulty) : run<2, false>(calls, seed, faulty);
+  if (ranks == 4) return host ? run<4, true>(calls, seed, faulty) : run<4, false>(calls, seed, faulty);
+  return 2;
+}

@@ -1,0 +1,264 @@
+"""Sums between ranks on real cards: threads of one process on one card, and processes, with the cards in turn.
+
+On one card processes take turns, so what waits for another process is slow there, and right. Two and four cards are
+the real thing: `CUDA_VISIBLE_DEVICES` as it is.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.ops import all_reduce as op
+from deepseek_v4_sm120.ops import all_reduce_probe as probe
+from deepseek_v4_sm120.reference.all_reduce import all_reduce as reference
+from deepseek_v4_sm120.specs import all_reduce as spec
+from deepseek_v4_sm120.specs.all_reduce import differing, in_threads, summed
+from tests.ops.all_reduce_groups import in_processes
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN = 4096
+REPO = Path(__file__).resolve().parents[2]
+EVERY_WAY = [(ranks, transport) for ranks in op.RANKS for transport in op.TRANSPORTS]
+
+
+def make_terms(ranks, rows, seed, hard=True, hidden=HIDDEN):
+    return spec.make_terms(ranks, rows, seed, device="cuda", hard=hard, hidden=hidden)
+
+
+def all_right(outs, terms):
+    """Each rank's bits are the specification's, and all ranks have the same."""
+    return not any(differing(out, terms) for out in outs) and all(
+        torch.equal(out.view(torch.int16), outs[0].view(torch.int16)) for out in outs
+    )
+
+
+@pytest.fixture
+def group(request):
+    ranks, transport = request.param
+    made = in_threads(ranks, transport=transport)
+    yield made
+    torch.cuda.synchronize()
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("group", EVERY_WAY, indirect=True)
+def test_every_rank_has_the_bits_of_the_specification(group):
+    streams = [torch.cuda.Stream() for _ in group]
+    for turn, rows in enumerate((1, 2, 7, 8, 9, 64, 3, 512, 1, 65, 200, 1, 1, 64, 512, 512, 5)):
+        terms = make_terms(len(group), rows, turn)
+        for algorithm in op.ALGORITHMS if rows <= op.ONE_SHOT_ROWS else op.ALGORITHMS[1:]:
+            assert all_right(summed(group, terms, streams, algorithm=algorithm), terms)
+
+
+@pytest.mark.parametrize("transport", op.TRANSPORTS)
+def test_the_width_of_the_larger_model(transport):
+    group, streams = in_threads(4, transport=transport, hidden=7168), [torch.cuda.Stream() for _ in range(4)]
+    for turn, rows in enumerate((1, 8, 64, 512, 3)):
+        terms = make_terms(4, rows, turn, hidden=7168)
+        assert all_right(summed(group, terms, streams), terms)
+    for one in group:
+        one.close()
+
+
+@pytest.mark.parametrize("group", [(4, "peer"), (2, "host")], indirect=True)
+def test_a_row_has_the_same_bits_in_every_batch(group):
+    streams = [torch.cuda.Stream() for _ in group]
+    terms = make_terms(len(group), 512, 0, hard=False)
+    whole = summed(group, terms, streams)[0]
+    for first, rows in ((0, 1), (3, 8), (100, 64), (37, 65), (11, 300)):
+        part = [term[first : first + rows].contiguous() for term in terms]
+        assert torch.equal(summed(group, part, streams)[0], whole[first : first + rows])
+
+
+@pytest.mark.parametrize("group", [(2, "peer"), (4, "host")], indirect=True)
+def test_graphs_are_replayed_beside_eager_calls(group):
+    streams, rows = [torch.cuda.Stream() for _ in group], 8
+    terms = make_terms(len(group), rows, 0, hard=False)
+    summed(group, terms, streams)
+    graphs, outs = [], []
+    for one, term, stream in zip(group, terms, streams, strict=True):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            first = one(term)
+            outs.append((first, one(first)))
+        graphs.append(graph)
+    for turn in range(12):
+        for term, new in zip(terms, make_terms(len(group), rows, 100 + turn), strict=True):
+            term.copy_(new)
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        once = [reference(terms)] * len(group)
+        assert not any(differing(first, terms) or differing(second, once) for first, second in outs)
+        if turn % 3 == 0:
+            assert all_right(summed(group, terms, streams), terms)
+
+
+def test_two_groups_side_by_side():
+    """Target and draft, or two engines: each has memory of its own."""
+    groups = [in_threads(2, transport=transport) for transport in op.TRANSPORTS]
+    streams = [[torch.cuda.Stream() for _ in group] for group in groups]
+    for turn in range(50):
+        terms = [make_terms(2, rows, 2 * turn + rows) for rows in (1 + turn % 9, 64 - turn)]
+        outs = [summed(*one) for one in zip(groups, terms, streams, strict=True)]
+        assert all(all_right(out, term) for out, term in zip(outs, terms, strict=True))
+    for one in (one for group in groups for one in group):
+        one.close()
+
+
+@pytest.mark.parametrize("transport", op.TRANSPORTS)
+def test_a_rank_that_does_not_come_is_named(transport):
+    group = in_threads(2, max_rows=8, transport=transport, patience_s=0.2, traps=False)
+    summed(group, make_terms(2, 3, 0), [torch.cuda.Stream() for _ in group])
+    assert [one.fault() for one in group] == [None, None]
+    group[0](make_terms(1, 3, 1)[0], tag=86)
+    torch.cuda.synchronize()
+    assert "rank 0 waited in vain for rank 1, in call 1, sum 86 of a graph, of 3 rows" in group[0].fault()
+    assert group[1].fault() is None
+    for one in group:
+        one.close()
+
+
+# ---- processes
+
+
+def between_processes(rank, ranks, device, gather, transport):
+    group = op.AllReduce(rank, ranks, device, gather, transport=transport)
+    for turn, rows in enumerate((1, 8, 64, 512, 1, 64)):
+        terms = make_terms(ranks, rows, turn)
+        assert not differing(group(terms[rank]), terms)
+    torch.cuda.synchronize()
+    gather(None)
+    group.close()
+
+
+@pytest.mark.parametrize("ranks, transport", [(2, "peer"), (2, "host"), (4, "peer"), (4, "host")])
+def test_between_processes(ranks, transport):
+    in_processes(ranks, between_processes, transport)
+
+
+def probing(rank, ranks, device, gather, folder):
+    found = probe.probe(rank, ranks, device.index, gather, hidden=HIDDEN)
+    assert gather(found) == [found] * ranks
+    if rank == 0:
+        Path(folder, "found").write_text(json.dumps(found.as_dict()))
+    if found.transport is not None:
+        group = op.AllReduce(rank, ranks, device, gather, transport=found.transport)
+        terms = make_terms(ranks, 8, 1)
+        assert not differing(group(terms[rank]), terms)
+        gather(None)
+        group.close()
+
+
+def test_the_probe_finds_a_way(tmp_path):
+    """In a few seconds; between real cards peers are the faster one. On one card, where processes take turns, it may
+    find that none is usable, and says why."""
+    in_processes(2, probing, str(tmp_path))
+    found = json.loads((tmp_path / "found").read_text())
+    print(json.dumps(found, indent=1))
+    if torch.cuda.device_count() < 2:
+        assert found["transport"] is not None or all(way["problem"] for way in found["ways"].values())
+        return
+    assert found["transport"] == "peer" and all(way["problem"] is None for way in found["ways"].values())
+    assert found["ways"]["peer"]["us"]["1"] < found["ways"]["host"]["us"]["1"] < 100.0
+    assert len(found["ways"]["peer"]["pings"]) == 6 and found["seconds"] < 15.0
+
+
+RANK = """
+import os, signal, sys, time
+sys.path[:0] = [{repo!r}]
+import torch
+from deepseek_v4_sm120.ops import all_reduce as op
+rank, transport, folder = int(sys.argv[1]), *sys.argv[2:]
+device = torch.device("cuda", rank % torch.cuda.device_count())
+torch.cuda.set_device(device)
+torch.distributed.init_process_group("gloo", init_method=f"file://{{folder}}/store", rank=rank, world_size=2)
+def gather(value):
+    told = [None] * 2
+    torch.distributed.all_gather_object(told, value)
+    return told
+group = op.AllReduce(rank, 2, device, gather, transport=transport)
+x = torch.ones(8, 4096, device=device).bfloat16()
+for _ in range(5):
+    group(x)
+torch.cuda.synchronize()
+gather(None)
+print("ready", flush=True)
+if rank == 1:
+    time.sleep(600)  # until it is killed
+group(x, tag=86)
+start = time.monotonic()
+try:
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print("ended", round(time.monotonic() - start, 1), str(error).splitlines()[0], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("transport", op.TRANSPORTS)
+def test_a_rank_that_is_killed_ends_the_others_within_seconds(transport, tmp_path):
+    """With a message of rank and call, and nothing is left behind in /dev/shm."""
+    before = set(os.listdir("/dev/shm"))
+    words = [sys.executable, "-c", RANK.format(repo=str(REPO))]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*words, str(rank), transport, str(tmp_path)], **options) for rank in range(2)]
+    assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * 2
+    time.sleep(1.0)
+    ranks[1].send_signal(signal.SIGKILL)
+    said, told = ranks[0].communicate(timeout=60)
+    ranks[1].communicate()
+    seconds = float(said.split()[1])
+    assert said.startswith("ended") and seconds < 10.0
+    assert "rank 0 waited in vain for rank 1, in call 5, sum 86 of a graph, of 8 rows" in told
+    assert set(os.listdir("/dev/shm")) - before == set()
+
+
+ROUNDS = int(os.environ.get("ALL_REDUCE_TEST_ROUNDS", "20000"))  # the gate is 10,000,000
+
+
+def many(rank, ranks, device, gather, transport):
+    """Random rows under a second load on the same card, in graphs of 50, each checked by what all ranks know."""
+    group = op.AllReduce(rank, ranks, device, gather, transport=transport)
+    load, other = torch.randn(2048, 2048, device=device), torch.cuda.Stream()
+    generator = torch.Generator().manual_seed(7)
+    done = wrong = 0
+    while done < ROUNDS:
+        rows = int(torch.randint(1, 65, (), generator=generator))
+        terms = make_terms(ranks, rows, done, hard=False)
+        expected, x = reference(terms), terms[rank].clone()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        gather(None)
+        with torch.cuda.graph(graph):
+            bad = torch.zeros((), dtype=torch.int64, device=device)
+            for _ in range(50):
+                bad += (group(x) != expected).sum()
+        for _ in range(20):
+            with torch.cuda.stream(other):
+                load @ load
+            graph.replay()
+            wrong += int(bad)
+            done += 50
+    torch.cuda.synchronize()
+    assert sum(gather(wrong)) == 0
+    group.close()
+
+
+@pytest.mark.parametrize("ranks, transport", [(2, "peer"), (2, "host"), (4, "peer")])
+def test_many_sums_under_load_have_no_wrong_bit(ranks, transport, monkeypatch):
+    if torch.cuda.device_count() < ranks:  # processes take turns on a card: a wait is a time slice
+        monkeypatch.setenv("ALL_REDUCE_TEST_ROUNDS", "1000")
+    in_processes(ranks, many, transport)

@@ -1,0 +1,63 @@
+"""The kernels of csrc/all_reduce, their own text, compiled for the CPU and run by threads on a memory that holds stores
+back, tears them and mixes their order (all_reduce_on_cpu.cpp). No GPU. What the text says must not be, is seen to fail.
+"""
+
+import subprocess
+
+import pytest
+
+from tests.ops.all_reduce_emulated import compiled
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("all_reduce"))
+
+
+def run(program, ranks, transport, calls, seed, faulty=-1):
+    words = [program, *map(str, (ranks, transport, calls, seed, faulty))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("transport", ["peer", "host"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_has_the_sum_in_rank_order(program, ranks, transport, seed):
+    """One hop and two, all sizes, in place too; NaNs of all bits, zeros of both signs, infinities."""
+    assert run(program, ranks, transport, 100, seed) == (0, "100 calls\n")
+
+
+@pytest.mark.parametrize("transport", ["peer", "host"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_ends_is_told_by_all_others(program, ranks, transport):
+    assert run(program, ranks, transport, 20, 7, faulty=ranks - 1) == (0, f"told {ranks - 1} of {ranks - 1}\n")
+
+
+@pytest.mark.parametrize("transport", ["peer", "host"])
+def test_the_probes_pings_come_and_are_answered(program, transport):
+    assert run(program, 1, transport, 30, 0) == (0, "30 rounds\n")
+    for dead in (0, 1):
+        assert run(program, 1, transport, 30, 0, faulty=dead) == (0, "0 came\n")
+
+
+NOT_SO = {
+    "three generations": ("host", ("kGenerations = 4", "kGenerations = 3")),
+    "the call before is wiped": ("host", ("(call + 2) % kGenerations", "(call + 3) % kGenerations")),
+    "the call three before is wiped": ("peer", ("(call + 2) % kGenerations", "(call + 1) % kGenerations")),
+    "nothing is wiped": ("peer", ("turn.wipe();", "")),
+    "NaNs are sent as they are": ("peer", ("v.x = v.x == kNothing ? kOtherNaNs : v.x;", "")),
+    "one word of a vector is looked at": ("peer", (" && v.y != kNothing && v.z != kNothing && v.w != kNothing", "")),
+    "the first block does not fill up": ("peer", ("kArrivals - (gridDim.x - 1)", "kArrivals")),
+    "terms are added in the order of distance": (
+        "peer",
+        ("r == p.rank ? own : load_system(place(r))", "r == 0 ? own : load_system(place((p.rank + r) % kRanks))"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SO)
+def test_what_would_be_wrong_is_seen(tmp_path, name):
+    transport, change = NOT_SO[name]
+    program = compiled(tmp_path, change, optimised="-O0")
+    assert any(run(program, 4, transport, 100, seed)[0] != 0 for seed in range(3))

@@ -1,0 +1,197 @@
+"""The probe between processes that have no card: the kernels' own text on memory that they share (all_reduce_emulated).
+
+Each rank's process is a real one; the ranks themselves are threads here, and processes with gloo in the last test.
+"""
+
+import functools
+import json
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.ops import all_reduce as op
+from deepseek_v4_sm120.ops import all_reduce_probe as probe
+from deepseek_v4_sm120.specs.all_reduce import Meeting
+from tests.ops import all_reduce_emulated as emulated
+
+HIDDEN = 64
+GOOD = {}
+SAYS_FOUND = """
+import sys
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[2]))
+connection.send(("found", {}))
+connection.poll(None)
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return emulated.compiled(tmp_path_factory.mktemp("emulated"), is_library=True)
+
+
+@pytest.fixture(autouse=True)
+def busy_machine(monkeypatch):
+    for name in ("START_S", "STEP_S", "WHOLE_S"):
+        monkeypatch.setattr(probe, name, 400.0)
+
+
+def program(library, fault):
+    return (sys.executable, emulated.__file__, str(library), json.dumps(fault))
+
+
+def verdicts(ranks, program_of, hidden=HIDDEN):
+    """Of each rank."""
+    meeting = Meeting(ranks, timeout=500)
+    with ThreadPoolExecutor(ranks) as pool:
+        asked = [
+            pool.submit(probe.probe, r, ranks, r, meeting.gather(r), hidden=hidden, program=program_of(r))
+            for r in range(ranks)
+        ]
+        return [one.result() for one in asked]
+
+
+def agreed(ranks, library, fault):
+    found = verdicts(ranks, lambda rank: program(library, fault))
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_right_is_taken_and_timed(ranks, library):
+    found = agreed(ranks, library, GOOD)
+    assert found.transport == "peer" and found.ranks == ranks and found.seconds > 0
+    pairs = {(a, b, rows) for a in range(ranks) for b in range(ranks) if a != b for rows in probe.ROWS}
+    for name, way in found.ways.items():
+        assert way.problem is None and way.us == {rows: emulated.US[name] + rows for rows in probe.ROWS}
+        assert {(p["from"], p["to"], p["rows"]) for p in way.pings} == pairs and len(way.pings) == len(pairs)
+        assert all(p["us"] > 0 for p in way.pings)
+    assert found.describe() == (
+        f"{ranks} cards sum by way of each other's memory: 6.0 us (1 row), 13.0 us (8 rows), 69.0 us (64 rows); "
+        "by way of host memory: 10.0 us (1 row), 17.0 us (8 rows), 73.0 us (64 rows)"
+    )
+    assert len(found.table()) == 1 + 2 * ranks * (ranks - 1) and json.loads(json.dumps(found.as_dict()))["text"]
+
+
+def test_the_faster_way_is_taken(library):
+    """Peers that the driver stages through host memory are right, and slow."""
+    found = agreed(2, library, {"rank": 1, "way": "peer", "what": "slow"})
+    assert found.transport == "host" and found.ways["peer"].us[1] == 106.0 and probe.REMEDY not in found.describe()
+
+
+FAULTS = {  # what becomes of rank 1 -> what is said of it
+    "dies": r"rank 1: its probe ended: exit status 7, Xid 31: MMU fault",
+    "raises": r"rank 1: RuntimeError: CUDA error: an illegal memory access was encountered$",
+    "does not come": r"rank 0: all_reduce: rank 0 waited in vain for rank 1, in call 0, outside of graphs, of 1 rows",
+    "wrong bits": r"^rank 1: 1 of 576 sums are wrong \(9 rows, one_shot\)$",
+    "refused": r"rank 1: all_reduce memory: cudaIpcOpenMemHandle: peer access is not supported",
+    "no answer": r"^rank 0: 1 rows from rank 0 to rank 1 did not come, or no answer did",
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_way_that_fails_on_one_rank_is_taken_on_none(what, library):
+    found = agreed(2, library, {"rank": 1, "way": "peer", "what": what})
+    assert found.transport == "host" and found.ways["host"].problem is None
+    assert re.search(FAULTS[what], found.ways["peer"].problem)
+    assert (
+        found.describe().startswith("2 cards sum by way of host memory: 10.0 us") and probe.REMEDY in found.describe()
+    )
+
+
+@pytest.mark.parametrize("what", ["dies", "wrong bits"])
+def test_where_no_way_is_right_the_sums_stay_sglangs(what, library, monkeypatch):
+    """And no process is left."""
+    started, real = [], probe.subprocess.Popen
+    monkeypatch.setattr(probe.subprocess, "Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
+    found = agreed(2, library, {"rank": 0, "way": "both", "what": what})
+    assert found.transport is None and all("rank 0: " in way.problem for way in found.ways.values())
+    assert found.describe().startswith("the sums between the cards stay SGLang's; by way of each other's memory: rank")
+    assert "by way of host memory: rank 0" in found.describe() and probe.REMEDY in found.describe()
+    assert len(started) == (4 if what == "dies" else 2) and all(process.poll() is not None for process in started)
+
+
+def test_a_probe_that_hangs_is_ended(library, monkeypatch):
+    monkeypatch.setattr(probe, "STEP_S", 15.0)
+    found = agreed(2, library, {"rank": 1, "way": "peer", "what": "hangs"})
+    assert found.transport == "host" and "rank 1: its probe said nothing for 15 s" in found.ways["peer"].problem
+
+
+def test_a_probe_that_does_not_start_is_one_that_failed(library):
+    found = verdicts(2, lambda rank: ("/nowhere/python",) if rank else program(library, GOOD))
+    assert found[0] == found[1] and found[0].transport is None
+    assert "rank 1: its probe does not start" in found[0].ways["host"].problem
+
+
+def test_ranks_at_different_places_have_no_verdict(library):
+    found = verdicts(2, lambda rank: (sys.executable, "-c", SAYS_FOUND) if rank else program(library, GOOD))
+    assert found[0].transport is found[1].transport is None
+    assert found[0].ways["peer"].problem == "the ranks' probes are at different places"
+
+
+# ---- making the group on all ranks or on none
+
+
+def made_on(ranks, make):
+    meeting = Meeting(ranks, timeout=60)
+    with ThreadPoolExecutor(ranks) as pool:
+        jobs = [pool.submit(op.made_together, meeting.gather(r), functools.partial(make, r)) for r in range(ranks)]
+        return [job.result() for job in jobs]
+
+
+@pytest.mark.parametrize("fails_before", [0, 1, 2, 3])
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_a_group_is_made_on_all_ranks_or_on_none(fails_before, error):
+    def make(rank, gather):
+        for step in range(3):
+            if (rank, step) == (1, fails_before):
+                raise error("no memory")
+            assert gather((rank, step)) == [(0, step), (1, step), (2, step)]
+        return rank
+
+    expected = [(r, None) for r in range(3)] if fails_before == 3 else [(None, "rank 1: no memory")] * 3
+    assert made_on(3, make) == expected
+
+
+def test_two_failures_are_both_told():
+    def make(rank, gather):
+        raise RuntimeError(f"reason {rank}")
+
+    assert made_on(2, make) == [(None, "rank 0: reason 0; rank 1: reason 1")] * 2
+
+
+def test_a_mistake_of_ours_is_no_way_to_fail():
+    with pytest.raises(TypeError):
+        op.made_together(lambda value: [value], lambda gather: None + 1)
+
+
+# ---- between processes
+
+
+def in_a_process(rank, ranks, gather, library):
+    found = probe.probe(rank, ranks, rank, gather, hidden=HIDDEN, program=program(library, GOOD))
+    emulated.stand_in(library)
+    device = torch.device("cpu")
+    group = op.AllReduce(rank, ranks, device, gather, hidden=HIDDEN, transport=found.transport, patience_s=60.0)
+    sums = []
+    for turn, rows in enumerate((1, 8, 9, 64, 200, 1)):
+        terms = emulated.child.terms_of(ranks, rows, HIDDEN, turn, device)
+        sums.append(op.all_reduce(terms[rank], group))
+    gather(None)
+    group.close()
+    return found, sums
+
+
+def test_with_gloo_between_processes(library):
+    from deepseek_v4_sm120.reference.all_reduce import all_reduce as reference
+
+    (first, sums), (second, others) = emulated.in_gloo(2, in_a_process, library)
+    assert first == second and first.transport == "peer"
+    for turn, rows in enumerate((1, 8, 9, 64, 200, 1)):
+        expected = reference(emulated.child.terms_of(2, rows, HIDDEN, turn, "cpu"))
+        known = ~expected.isnan()
+        assert torch.equal(sums[turn].view(torch.int16), others[turn].view(torch.int16))
+        assert torch.equal(sums[turn][known], expected[known]) and torch.equal(sums[turn].isnan(), ~known)

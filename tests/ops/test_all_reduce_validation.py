@@ -1,0 +1,187 @@
+"""What a group of sums is asked, by sizes and processes alone; its calls are walked by test_checks.py."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.ops import all_reduce as op
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import Call
+
+GOOD = {"rank": 0, "ranks": 2, "max_rows": 512, "hidden": 4096, "transport": "peer"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"ranks": 3}, "ranks must be 2, 4, 8, got 3"),
+        ({"rank": 2}, "rank must be 0..1, got 2"),
+        ({"rank": -1}, "rank must be 0..1, got -1"),
+        ({"max_rows": 0}, "max_rows must be at least 1, got 0"),
+        ({"hidden": 4100}, "hidden must be a multiple of 64, got 4100"),
+        ({"hidden": 0}, "hidden must be a multiple of 64, got 0"),
+        ({"transport": "nvlink"}, "transport must be peer or host, got 'nvlink'"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused_before_anything_is_made(wrong, text):
+    given = GOOD | wrong
+    rank, ranks = given.pop("rank"), given.pop("ranks")
+    with pytest.raises(ValueError, match=f"^all_reduce: {text}$"):
+        op.AllReduce(rank, ranks, torch.device("cpu"), lambda value: pytest.fail("gathered"), **given)
+
+
+def group_of(**changes):
+    made = object.__new__(op.AllReduce)
+    vars(made).update(rank=0, ranks=4, device=torch.device("cpu"), max_rows=128, hidden=256, transport="peer")
+    vars(made).update(_sizes=op.vectors(128, 256), _patience_s=None, _traps=True)
+    vars(made).update(_places=torch.zeros(4, dtype=torch.uint64), _state=torch.zeros(10), _fault=torch.zeros(6))
+    vars(made).update(changes)
+    return made
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Launches of the fake module; the CPU counts as a card."""
+    calls = []
+    monkeypatch.setattr(extension, "load", lambda: SimpleNamespace(all_reduce=lambda **call: calls.append(call)))
+    monkeypatch.setattr(Call, "on_cuda", lambda self: None)
+    monkeypatch.setattr(cuda_tensors, "on_device_of", nullcontext)
+    monkeypatch.setattr(cuda_tensors, "num_sms", lambda index: 188)
+    monkeypatch.setattr(cuda_tensors, "current_stream", lambda index: 7)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return calls
+
+
+def x_of(rows):
+    return torch.zeros(rows, 256, dtype=torch.bfloat16)
+
+
+def test_a_launch_is_told_all_that_the_kernel_reads(launched):
+    group, x, out = group_of(), x_of(9), x_of(9)
+    assert op.all_reduce(x, group, out=out, tag=5) is out
+    (call,) = launched
+    assert (call["x"], call["out"], call["vectors"]) == (x.data_ptr(), out.data_ptr(), 9 * 32)
+    assert (call["rank"], call["ranks"], call["transport"], call["algorithm"]) == (0, 4, "peer", "two_shot")
+    assert (call["one_shot_vectors"], call["two_shot_vectors"]) == (64 * 32, 128 * 32)
+    assert (call["tag"], call["rows"], call["traps"], call["num_sms"], call["stream"]) == (5, 9, True, 188, 7)
+    assert group(x).shape == x.shape and len(launched) == 2
+
+
+@pytest.mark.parametrize(("ranks", "one_hop"), [(2, (1, 64)), (4, (1, 8)), (8, (1, 8))])
+def test_hops_follow_rows_and_ranks(ranks, one_hop, launched):
+    taken = {rows: op.algorithm_for(rows, ranks) for rows in (1, 8, 9, 64, 65, 512)}
+    assert {rows for rows, way in taken.items() if way == "one_shot"} == {r for r in taken if r <= one_hop[1]}
+
+
+def test_more_rows_than_one_hop_has_room_for_are_refused(launched):
+    op.all_reduce(x_of(64), group_of(), algorithm="one_shot")
+    with pytest.raises(ValueError, match="^all_reduce: algorithm must be one of two_shot, got 'one_shot'$"):
+        op.all_reduce(x_of(65), group_of(), algorithm="one_shot")
+    for rows in (0, 129):
+        with pytest.raises(ValueError, match=f"^all_reduce: x must have 1 to 128 rows, got {rows}$"):
+            op.all_reduce(x_of(rows), group_of())
+
+
+def test_another_card_is_refused(launched):
+    with pytest.raises(RuntimeError, match="^all_reduce: x.device must be the group's, cuda:1, got cpu$"):
+        op.all_reduce(x_of(1), group_of(device=torch.device("cuda", 1)))
+    assert launched == [] and not group_of(device=torch.device("cuda", 1)).takes(x_of(1))
+
+
+def test_patience_is_longer_outside_of_graphs(launched, monkeypatch):
+    """Ranks compile kernels there; a probe has its own."""
+    op.all_reduce(x_of(1), group_of())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    op.all_reduce(x_of(1), group_of())
+    op.all_reduce(x_of(1), group_of(_patience_s=2.0))
+    assert [call["patience_s"] for call in launched] == [op.EAGER_PATIENCE_S, op.PATIENCE_S, 2.0]
+    assert op.PATIENCE_S < op.EAGER_PATIENCE_S
+
+
+# ---- a rank that is lost
+
+
+def fault_of(*words):
+    return torch.tensor(words or (0,) * 6, dtype=torch.int32)
+
+
+def test_a_fault_names_rank_call_and_place():
+    assert op.describe_fault(1, fault_of()) is None
+    text = op.describe_fault(1, fault_of(1, 3, 4711, 86, 8, 0))
+    assert "rank 1 waited in vain for rank 3, in call 4711, sum 86 of a graph, of 8 rows" in text
+    assert "outside of graphs" in op.describe_fault(1, fault_of(1, 3, 4711, 0, 8, 0))
+
+
+def until(holds, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_a_rank_that_ends_stops_the_others(capfd):
+    """The word that makes their kernels give up at once, then what a kernel tells is printed."""
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    fault = fault_of()
+    watch = op._Watch(0, fault, [os.getpid(), other.pid])
+    time.sleep(0.1)
+    assert fault[5] == 0
+    other.kill()
+    assert until(lambda: fault[5] == 1)
+    fault[:5] = torch.tensor((1, 1, 3, 0, 8))
+    said = []
+    assert until(lambda: said.append(capfd.readouterr().err) or "waited in vain for rank 1" in "".join(said))
+    watch.end()
+    other.wait()
+
+
+def test_a_watch_that_is_not_needed_any_more_ends():
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    watch = op._Watch(1, fault_of(), [other.pid, os.getpid()])
+    watch.end()
+    assert not watch._thread.is_alive()
+    other.communicate()
+
+
+# ---- the module's own checks, and the memory of a group
+
+
+CALL = dict(x=1 << 40, out=1 << 41, vectors=64, places=0, ranks=4, state=0, fault=0, rank=0, transport="peer")
+CALL |= dict(one_shot_vectors=32, two_shot_vectors=256, algorithm="two_shot", tag=0, rows=1, patience_s=1.0, traps=True)
+CALL |= dict(num_sms=188, pdl=True, stream=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"algorithm": "one_shot"}, "all_reduce: takes 1 to 32 vectors of 8, got 64"),
+        ({"vectors": 0}, "all_reduce: takes 1 to 256 vectors of 8, got 0"),
+        ({"vectors": 66}, "all_reduce: takes 1 to 256 vectors of 8, got 66"),
+        ({"transport": "nvlink"}, "all_reduce: transport must be peer or host, got nvlink"),
+        ({"algorithm": "ring"}, "all_reduce: algorithm must be one_shot or two_shot, got ring"),
+        ({"two_shot_vectors": 255}, "all_reduce: two_shot_vectors must be a multiple of ranks, which are at most 8"),
+        ({"ranks": 9}, "all_reduce: two_shot_vectors must be a multiple of ranks, which are at most 8"),
+    ],
+)
+def test_the_launcher_takes_no_size_that_a_kernel_does_not(wrong, text):
+    places = torch.zeros(9, dtype=torch.uint64)
+    with pytest.raises(RuntimeError, match=f"^{text}"):
+        extension.load().all_reduce(**CALL | {"places": places.data_ptr()} | wrong)
+
+
+def test_a_ping_that_times_nothing_is_refused():
+    call = dict(there=0, here=0, vectors=1, rounds=5, warm_ups=5, sends=True, patience_s=1.0, took_ns=0, stream=0)
+    with pytest.raises(RuntimeError, match="^all_reduce_ping: takes vectors, and more rounds than warm-ups"):
+        extension.load().all_reduce_ping(**call)
+
+
+@pytest.mark.parametrize(("ranks", "peer_mib", "host_mib"), [(2, 36, 52), (4, 40, 88), (8, 48, 160)])
+def test_the_memory_of_a_group(ranks, peer_mib, host_mib):
+    found = [op.places_bytes(ranks, transport, 4096) / 2**20 for transport in op.TRANSPORTS]
+    assert found == [peer_mib, host_mib]

@@ -1,0 +1,185 @@
+"""SGLang's group coordinator and its own communicator, taken out of the wheels and run on the CPU with ours between
+them: who sums what, in a step, under capture and in its warm-up; and what the adapter relies on in each release."""
+
+import ast
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.ops import all_reduce as op
+from deepseek_v4_sm120.sglang_patches.adapters import all_reduce as adapter
+from tests.adapters.test_all_reduce import HIDDEN, Group
+from tests.patching.test_wheel_wo_a import definition, source, take
+from tests.patching.wheels import WheelSources, every_release, since, tree
+
+FIRST = "0.5.13"
+STATE = adapter.PARALLEL_STATE
+COMMUNICATOR = "sglang.srt.distributed.device_communicators.custom_all_reduce"
+HOOK = "sglang.srt.arg_groups.deepseek_v4_hook"
+METHODS = (
+    *("all_reduce", "graph_capture", "_resolve_outplace_all_reduce_method", "_all_reduce_out_place"),
+    *("_all_reduce_in_place", "_can_use_flashinfer_allreduce"),
+)
+OURS, THEIRS, NCCL = 2.0, 7.0, 3.0  # what each makes of ones
+
+
+class OnACard(torch.Tensor):
+    """A tensor that the coordinator does not take for one of a CPU."""
+
+    is_cpu = False
+
+
+def x_of(rows, dtype=torch.bfloat16):
+    return torch.ones(rows, HIDDEN, dtype=dtype).as_subclass(OnACard)
+
+
+class Nccl:
+    disabled = False
+
+    def all_reduce(self, x):
+        x.fill_(NCCL)
+
+    def outplace_all_reduce(self, x):
+        return torch.full_like(x, NCCL)
+
+    def change_state(self, enable):
+        return nullcontext()
+
+
+def coordinator_of(wheel, ca_comm):
+    """A GroupCoordinator with the wheel's methods, in a group of two."""
+    made = {}
+    names = {
+        **{"torch": torch, "contextmanager": contextmanager, "nullcontext": nullcontext},
+        "outplace_all_reduce": lambda x, group_name, outplace_all_reduce_method: made["it"]._all_reduce_out_place(
+            x, outplace_all_reduce_method
+        ),
+        "inplace_all_reduce": lambda x, group_name: made["it"]._all_reduce_in_place(x),
+        "GraphCaptureContext": SimpleNamespace,
+        "get_current_device_stream_fast": lambda: "stream",
+    }
+    members = {name: take(wheel, names, f"GroupCoordinator.{name}", STATE) for name in METHODS}
+    members = {name: function for name, function in members.items() if function is not None}
+    none = ("hpu", "xpu", "npu")
+    attributes = {f"{name}_communicator": None for name in none}
+    attributes |= {f"{name}_comm": None for name in ("qr", "pymscclpp", "torch_symm_mem", "pcie_ipc")}
+    attributes |= {"world_size": 2, "unique_name": "tp:0", "_fi_workspace_hint": None, "pynccl_comm": Nccl()}
+    attributes |= {"is_symmetric_memory_enabled": lambda self: False, "ca_comm": ca_comm}
+    attributes["device_module"] = SimpleNamespace(stream=lambda stream: nullcontext())
+    made["it"] = type("GroupCoordinator", (), attributes | members)()
+    return made["it"]
+
+
+def v1_of(wheel, *, disabled):
+    """SGLang's CustomAllreduce of a group of two, without its constructor and its kernels."""
+    names = {"torch": torch, "contextmanager": contextmanager, "is_weak_contiguous": lambda x: True}
+    made = object.__new__(take(wheel, names, "CustomAllreduce", COMMUNICATOR))
+    made.disabled, made._IS_CAPTURING, made.max_size, made._ptr = disabled, False, 8 << 20, 0
+    made.world_size, made.full_nvlink, made.tms_cudagraph = 2, False, False
+    made.register_graph_buffers = lambda: None
+    made._all_reduce_impl = lambda x, registered: torch.full_like(x, THEIRS)
+    return made
+
+
+@pytest.fixture
+def ours(monkeypatch):
+    """The operator doubles; nothing is under capture."""
+    monkeypatch.setattr(op, "all_reduce", lambda x, group, *, tag: OURS * x)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def summed(coordinator, *x):
+    return float(coordinator.all_reduce(x_of(*x))[0, 0])
+
+
+@every_release(FIRST)
+@pytest.mark.parametrize("disabled", [True, False], ids=["above two cards", "two cards"])
+def test_who_sums_what(version, disabled, ours, sglang_wheel):
+    wheel = sglang_wheel(version)
+    coordinator = coordinator_of(wheel, adapter.Communicator(v1_of(wheel, disabled=disabled), Group()))
+    stock = NCCL if disabled else THEIRS
+    assert [summed(coordinator, rows) for rows in (1, 8, 512, 513, 1024, 1025)] == [OURS] * 3 + [stock] * 2 + [NCCL]
+    assert summed(coordinator, 8, torch.float32) == stock
+    coordinator.ca_comm.disabled = True  # as SGLang may
+    assert summed(coordinator, 8) == NCCL
+
+
+@every_release(FIRST)
+def test_a_sum_that_is_decided_when_it_runs(version, ours, sglang_wheel):
+    """torch.compile leaves the choice to the operator that it put in the graph."""
+    wheel = sglang_wheel(version)
+    coordinator = coordinator_of(wheel, adapter.Communicator(v1_of(wheel, disabled=True), Group()))
+    assert ('"auto"' in source(wheel, STATE)) == since(version, "0.5.16")
+    if since(version, "0.5.16"):
+        found = [float(coordinator._all_reduce_out_place(x_of(rows), "auto")[0, 0]) for rows in (8, 1025)]
+        assert found == [OURS, NCCL]
+
+
+@every_release(FIRST)
+@pytest.mark.parametrize("disabled", [True, False])
+def test_under_capture_and_in_its_warm_up(version, disabled, ours, sglang_wheel, monkeypatch):
+    wheel = sglang_wheel(version)
+    v1 = v1_of(wheel, disabled=disabled)
+    coordinator = coordinator_of(wheel, adapter.Communicator(v1, Group()))
+    stock = NCCL if disabled else 0.0  # v1 gives zeros in a warm-up
+    with coordinator.graph_capture(SimpleNamespace(stream="stream")):
+        assert v1._IS_CAPTURING is True
+        assert [summed(coordinator, rows) for rows in (8, 600)] == [OURS, stock]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert [summed(coordinator, rows) for rows in (8, 600)] == [OURS, NCCL if disabled else THEIRS]
+    assert v1._IS_CAPTURING is False
+
+
+@every_release(FIRST)
+def test_the_object_is_asked_for_with_the_groups_cpu_group(version, sglang_wheel):
+    """dispatch(group=, device=), then what it gave with the same, once for each group, where an error is SGLang's."""
+    made = definition(sglang_wheel(version), "GroupCoordinator.__init__", STATE)
+    (guard,) = [node for node in ast.walk(made) if isinstance(node, ast.Try) and "dispatch_custom" in ast.unparse(node)]
+    given = "(group=self.cpu_group, device=self.device)"
+    assert [ast.unparse(statement) for statement in guard.body] == [
+        f"CAClass = dispatch_custom_allreduce{given}",
+        f"self.ca_comm = CAClass{given}",
+    ]
+    assert ast.unparse(guard.handlers[0].type) == "Exception" and "ca_comm" not in ast.unparse(guard.handlers[0])
+
+
+@every_release(FIRST)
+def test_the_tensor_parallel_group_is_the_first_that_has_such_an_object(version, sglang_wheel):
+    wheel = sglang_wheel(version)
+    made = definition(wheel, "initialize_model_parallel", STATE)
+    groups = [
+        node
+        for node in ast.walk(made)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("init_model_parallel_group(")
+    ]
+    groups.sort(key=lambda node: node.lineno)
+    names = {keyword.arg: ast.unparse(keyword.value) for keyword in groups[0].value.keywords}
+    assert ast.unparse(groups[0].targets[0]) == "_TP" and names["group_name"] == "'tp'"
+    assert "use_custom_allreduce" not in names  # so that --disable-custom-all-reduce decides
+    others = {ast.unparse(node.targets[0]) for node in groups[1:]}
+    assert "_TP" not in others and {"_ATTN_TP", "_PP"} <= others
+    assert "_TP is None" in ast.unparse(made)
+    world = ast.unparse(definition(wheel, "init_world_group", STATE))
+    assert "use_custom_allreduce=False" in world  # it is made before
+    assert definition(wheel, "_TP", STATE) is not None and "_groups[group.unique_name] = weakref.ref(group)" in source(
+        wheel, STATE
+    )
+
+
+@every_release(FIRST)
+def test_what_tells_the_rows_of_a_step(version, sglang_wheel):
+    """And that SGLang's own number of requests, with one drafted token each, is within."""
+    wheel = sglang_wheel(version)
+    if since(version, "0.5.18"):
+        for name in ("max_speculative_num_draft_tokens", "get_schedule"):
+            assert definition(wheel, name, adapter.CONTEXT) is not None
+    else:
+        if WheelSources(wheel).path(adapter.CONTEXT) is not None:
+            assert definition(wheel, "max_speculative_num_draft_tokens", adapter.CONTEXT) is None
+        assert definition(wheel, "get_global_server_args", adapter.SERVER_ARGS) is not None
+        for name in ("max_speculative_num_draft_tokens", "max_running_requests"):
+            assert definition(wheel, f"ServerArgs.{name}", adapter.SERVER_ARGS) is not None
+    numbers = {node.value for node in ast.walk(tree(wheel, HOOK)) if isinstance(node, ast.Constant)}
+    assert 256 in numbers and "max_running_requests" in source(wheel, HOOK) and op.MAX_ROWS >= 2 * 256

@@ -1,0 +1,118 @@
+"""bench/timeline.py on steps whose waiting is known."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "bench")]
+
+import timeline  # noqa: E402
+from timeline import JOIN, LAUNCH, PROGRAMMATIC, Kernel  # noqa: E402
+
+
+def path_of(*kernels: tuple) -> list[tuple]:
+    """(name, stream, begin, end) ... -> (name, what it waits for, how, gap, adds) of the path."""
+    step = [Kernel("end", 7, -5, -1), *sorted((Kernel(*one) for one in kernels), key=lambda one: (one.begin, one.end))]
+    return [(one.kernel.name, one.waits_for, one.how, one.gap, one.adds) for one in timeline.critical_path(step)]
+
+
+def test_a_chain_has_its_gaps():
+    assert path_of(("a", 7, 0, 4), ("b", 7, 6, 9), ("c", 7, 9, 10)) == [
+        ("a", "end", LAUNCH, 1, 4),
+        ("b", "a", LAUNCH, 2, 3),
+        ("c", "b", LAUNCH, 0, 1),
+    ]
+
+
+def test_a_kernel_that_began_early_adds_what_it_takes_beyond_its_predecessor():
+    assert path_of(("a", 7, 0, 4), ("b", 7, 1, 9))[1] == ("b", "a", PROGRAMMATIC, 0, 5)
+
+
+def test_a_join_waits_for_the_later_stream_and_the_other_is_off_the_path():
+    kernels = ("a", 7, 0, 2), ("short", 7, 2, 3), ("long", 8, 2.5, 7), ("b", 7, 8, 9)
+    assert path_of(*kernels) == [
+        ("a", "end", LAUNCH, 1, 2),
+        ("long", "a", JOIN, 0.5, 4.5),
+        ("b", "long", JOIN, 1, 1),
+    ]
+    step = [Kernel("end", 7, -5, -1), *(Kernel(*one) for one in kernels)]
+    (beside,) = timeline.off_path([step], [timeline.critical_path(step)])
+    assert beside == {"kernel": "short", "a_step": 1, "busy_us": 1}
+
+
+def test_what_runs_beside_on_another_stream_is_no_predecessor():
+    """It began first and ends within: only on the same stream that is a programmatic launch."""
+    assert path_of(("a", 7, 0, 2), ("beside", 8, 1, 5), ("b", 7, 3, 6))[-1] == ("b", "a", LAUNCH, 1, 3)
+
+
+def test_a_kernel_that_outlives_its_successor_is_not_waited_for():
+    """Its successor had ended before: whatever that waited for, it was not this one's end."""
+    assert path_of(("a", 7, 0, 1), ("late", 7, 2, 9), ("b", 7, 3, 5), ("c", 7, 9, 10))[-2:] == [
+        ("late", "a", LAUNCH, 1, 7),
+        ("c", "late", LAUNCH, 0, 1),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_gaps_and_additions_are_the_step(seed):
+    source = random.Random(seed)
+    step, now = [Kernel("end", 7, -3, source.uniform(-2, 2))], 0.0
+    for number in range(60):
+        now += source.uniform(0, 3)
+        step.append(Kernel(f"k{number}", source.choice((7, 7, 7, 8, 9)), now, now + source.uniform(0.1, 8)))
+    path = timeline.critical_path(step)
+    assert path[-1].kernel.end == max(one.end for one in step)
+    length = path[-1].kernel.end - step[0].end
+    assert timeline.length_of(path) == pytest.approx(length)
+    assert all(one.gap >= 0 and one.adds >= 0 for one in path)
+    rows = timeline.table([path, path])
+    assert sum(row["gap_us"] + row["adds_us"] for row in rows) == pytest.approx(length)
+
+
+def trace_of(steps: int, sums: float, offset: float = 0.0) -> dict:
+    """A step: layer 3 us, the sum, 1 us to the argmax of 2 us."""
+    events, now = [{"cat": "cpu_op", "name": "host", "ts": 0, "dur": 1, "tid": 1}], offset
+    for _ in range(steps):
+        for name, gap, us in (("layer<float>(int)", 1, 3), ("ncclDevKernel_AllReduce", 0, sums), ("ArgMaxOps", 1, 2)):
+            now += gap
+            events.append({"cat": "kernel", "name": f"void ns::{name}", "ts": now, "dur": us, "tid": 7})
+            now += us
+    return {"traceEvents": events}
+
+
+def written(folder: Path, name: str, trace: dict) -> str:
+    path = folder / name
+    data = json.dumps(trace).encode()
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return str(path)
+
+
+def test_the_command_tells_exchange_from_skew(tmp_path, capsys):
+    traces = [written(tmp_path, "0.json.gz", trace_of(12, 10)), written(tmp_path, "1.json", trace_of(11, 4, 1e6))]
+    assert timeline.main([*traces, "--clock", "--out", str(tmp_path / "out.json")]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["steps"] == 6 and found["step_us"]["median"] == pytest.approx(1 + 3 + 10 + 1 + 2)
+    assert found["sums"] == {"sums_a_step": 1, "exchange_us": pytest.approx(4), "skew_us": [pytest.approx(6), 0]}
+    assert found["path"][0]["kernel"] == "ncclDevKernel_AllReduce" and found["path"][0]["waits_for"] == "layer<float>"
+    assert found["gaps_us"] == pytest.approx(2)
+    told = capsys.readouterr().out
+    assert "1 sums between cards a step: 4.0 us the exchange itself" in told and "rank 0 6.0, rank 1 0.0" in told
+    assert "ArgMaxOps  <- ncclDevKernel_AllReduce" in told
+
+
+def test_what_cannot_be_told_is_said(tmp_path, capsys):
+    empty = written(tmp_path, "empty.json", {"traceEvents": []})
+    assert timeline.main([empty]) == 2 and "no kernel" in capsys.readouterr().err
+    few = written(tmp_path, "few.json", trace_of(4, 1))
+    assert timeline.main([few]) == 2 and "no whole step behind the first 5: 4 kernels" in capsys.readouterr().err
+    uneven = trace_of(12, 1)
+    uneven["traceEvents"] = [one for one in uneven["traceEvents"] if "nccl" not in one["name"]]
+    pair = [written(tmp_path, "whole.json", trace_of(12, 1)), written(tmp_path, "uneven.json", uneven)]
+    assert timeline.main(pair) == 2 and "same number of sums" in capsys.readouterr().err
+    assert timeline.main([str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err
