@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_token(const Params& p, const Row& r, const
 }
 
 // Two of the 512 values a thread, of a group of 4 whose tokens are all here.
-__device__ __forceinline__ void finish_short(const Params& p, int64_t slot, const Group<kHeadDim, float2>& group, float (&sums)[8]) {
+__device__ __forceinline__ void finish_short(const Params& p, int64_t slot, Group<kHeadDim, float2> group, float (&sums)[8]) {
   float values[2][8], scores[2][8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ void store_index_entry(const Params& p, int64_t slot,
 
 // The same of four of 128 values a lane.
 template <bool kFp4>
-__device__ __forceinline__ void finish_index(const Params& p, int64_t slot, const Group<kIndexDim, float4>& group, int lane, int column) {
+__device__ __forceinline__ void finish_index(const Params& p, int64_t slot, Group<kIndexDim, float4> group, int lane, int column) {
   const auto part = [](float4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
   float x[4];
 #pragma unroll
