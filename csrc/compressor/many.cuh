@@ -23,20 +23,16 @@ constexpr int kMostOfAStep = kLongThreads;  // entries, and writes
 
 __device__ __forceinline__ uint4 no_plan() { return make_uint4(0xffffffffu, 0, 0, 0); }
 __device__ __forceinline__ uint4 plan_of(const Params& p, int i) { return i < p.entries ? load_16_now(p.plan + i) : no_plan(); }
+__device__ __forceinline__ uint2 write_of(const Params& p, int i) { return i < p.num_writes ? load_now(p.writes + i) : make_uint2(0xffffffffu, 0); }
 // What is written here is not moved ahead of what was loaded before.
 __device__ __forceinline__ void loads_before_stores() { asm volatile("" ::: "memory"); }
 
 struct Write {
   int32_t row, slot;  // slot -1: nothing is to be written
 
-  __device__ __forceinline__ static Write of(const Params& p, int i) {
-    Write w = {0, -1};
-    if (i >= p.num_writes) return w;
-    const uint2 plan = load_now(p.writes + i);
-    if ((plan.x < static_cast<uint32_t>(p.rows)) & within(static_cast<int32_t>(plan.y), p.state_slots)) {
-      w = {static_cast<int32_t>(plan.x), static_cast<int32_t>(plan.y)};
-    }
-    return w;
+  __device__ __forceinline__ static Write of(const Params& p, const uint2& plan) {
+    const bool is_one = (plan.x < static_cast<uint32_t>(p.rows)) & within(static_cast<int32_t>(plan.y), p.state_slots);
+    return {is_one ? static_cast<int32_t>(plan.x) : 0, is_one ? static_cast<int32_t>(plan.y) : -1};
   }
 };
 
@@ -121,10 +117,12 @@ __device__ __forceinline__ void put_halves(const Params& p, const Write& w, cons
   }
 }
 
-// The i-th entry's window into `group`, and the i-th write, with those that fall to this entry: all but pooling and what follows.
-// `thread`: of the kThreads that have the two. The entry's slot of the cache comes back, or -1.
-template <int kDim, typename Vector, bool kBlock, int kThreads>
-__device__ __forceinline__ int64_t take_step(const Params& p, int i, int thread, int column, Group<kDim, Vector>& group) {
+// The i-th entry and the i-th write, with those writes that fall to this entry; finish(slot of the cache, window) stores an entry.
+// `thread`: of the kThreads that have the two. What the others' are is asked for with the window; the write's own token, which
+// can only be asked for behind its plan, is not waited for in front of the entry.
+template <int kDim, typename Vector, bool kBlock, int kThreads, typename Finish>
+__device__ __forceinline__ void take_step(const Params& p, int i, int thread, int column, const Finish& finish) {
+  Group<kDim, Vector> group;
   const uint4 hint = i < p.entries ? load_relaxed(p.plan + i) : no_plan();
   Window w = Window::of<4>(p, hint);
   if (w.ends) {
@@ -137,32 +135,37 @@ __device__ __forceinline__ int64_t take_step(const Params& p, int i, int thread,
     group.load_constants(p, w.position, column);
   }
   pdl_wait();
+  int64_t slot = -1;
+  if (w.ends) {
+    slot = load_now(p.out_loc + w.row);
+    load_window<kDim, Vector>(p, w, column, group);
+  }
   const uint4 plan = plan_of(p, i);
-  const Write write = Write::of(p, i);
-  if (w.ends) load_window<kDim, Vector>(p, w, column, group);
+  uint4 others_plan = plan_of(p, thread);
+  const uint2 own_write = write_of(p, i);
+  uint2 others_write = write_of(p, thread);
   pdl_trigger();
   if (is_other(plan, hint)) {
     w = Window::of<4>(p, plan);
     if (w.ends) {
+      slot = load_now(p.out_loc + w.row);
       load_window<kDim, Vector>(p, w, column, group);
       group.load_constants(p, w.position, column);
     }
   }
-  int64_t slot = -1;
-  if (w.ends) slot = load_now(p.out_loc + w.row);
+  const Write write = Write::of(p, own_write);
   Token<kDim, Vector> token;
   if (write.slot >= 0) token = Token<kDim, Vector>(p, write.row, column);
   bool first_read = false, second_read = false, is_hit = false;
-  for (int k = thread; k < max(p.entries, p.num_writes); k += kThreads) {
-    if (write.slot >= 0) {
-      const Window other = Window::of<4>(p, plan_of(p, k));
-      first_read |= other.reads_as_before<4>(write.slot);
-      second_read |= other.reads_as_own<4>(write.slot);
-    }
-    if (w.ends) {
-      const int32_t other = Write::of(p, k).slot;
-      is_hit |= w.reads_as_before<4>(other) | w.reads_as_own<4>(other);
-    }
+  for (int k = thread;;) {
+    const Window other = Window::of<4>(p, others_plan);
+    first_read |= other.reads_as_before<4>(write.slot);
+    second_read |= other.reads_as_own<4>(write.slot);
+    const int32_t written = Write::of(p, others_write).slot;
+    is_hit |= w.reads_as_before<4>(written) | w.reads_as_own<4>(written);
+    if ((k += kThreads) >= max(p.entries, p.num_writes)) break;
+    others_plan = plan_of(p, k);
+    others_write = write_of(p, k);
   }
   if (any<kBlock>(first_read | second_read | is_hit)) {
     first_read = any<kBlock>(first_read);
@@ -170,42 +173,45 @@ __device__ __forceinline__ int64_t take_step(const Params& p, int i, int thread,
     if (any<kBlock>(is_hit)) {
       loads_before_stores();
       for (int k = 0; k < p.num_writes; ++k) {
-        const Write other = Write::of(p, k);
+        const Write other = Write::of(p, write_of(p, k));
         const bool as_before = w.reads_as_before<4>(other.slot), as_own = w.reads_as_own<4>(other.slot);
         if (as_before | as_own) put_halves<kDim, Vector>(p, other, Token<kDim, Vector>(p, other.row, column), column, as_before, as_own);
       }
     }
   }
+  if (w.ends & within(slot, p.cache_slots)) finish(slot, group);
   if (write.slot >= 0) put_halves<kDim, Vector>(p, write, token, column, !first_read, !second_read);
-  return within(slot, p.cache_slots) ? slot : -1;
 }
 
 __global__ void __launch_bounds__(kEntryThreads) short_many_kernel(const __grid_constant__ Params p) {
   __shared__ float sums[8];
-  Group<kHeadDim, float2> group;
-  const int64_t slot = take_step<kHeadDim, float2, true, kEntryThreads>(p, blockIdx.x, threadIdx.x, 2 * threadIdx.x, group);
-  if (slot >= 0) finish_short(p, slot, group, sums);
+  take_step<kHeadDim, float2, true, kEntryThreads>(p, blockIdx.x, threadIdx.x, 2 * threadIdx.x,
+                                                   [&](int64_t slot, const auto& group) { finish_short(p, slot, group, sums); });
 }
 
 template <bool kFp4>
 __global__ void __launch_bounds__(kIndexThreads) index_many_kernel(const __grid_constant__ Params p) {
   const int lane = threadIdx.x % 32, column = 4 * lane;
-  Group<kIndexDim, float4> group;
-  const int64_t slot = take_step<kIndexDim, float4, false, 32>(p, blockIdx.x * kIndexRows + threadIdx.x / 32, lane, column, group);
-  if (slot >= 0) finish_index<kFp4>(p, slot, group, lane, column);
+  take_step<kIndexDim, float4, false, 32>(p, blockIdx.x * kIndexRows + threadIdx.x / 32, lane, column,
+                                          [&](int64_t slot, const auto& group) { finish_index<kFp4>(p, slot, group, lane, column); });
 }
 
 // A warp's write, at the columns of its block: 64 values and their scores.
 __device__ __forceinline__ void write_long(const Params& p, int i) {
   constexpr int kWidth = 2 * kHeadDim;
   const int lane = threadIdx.x % 32;
-  const Write write = Write::of(p, i);
+  uint4 plan = plan_of(p, lane);
+  const Write write = Write::of(p, write_of(p, i));
   if (write.slot < 0) return;
-  bool is_read = false;
-  for (int k = lane; k < p.entries; k += 32) is_read |= Window::of<kLongGroup>(p, plan_of(p, k)).reads_as_own<kLongGroup>(write.slot);
-  if (__any_sync(0xffffffffu, is_read)) return;
   const int column = lane / 16 * kHeadDim + blockIdx.x * kLongDim + lane % 16 * 4;
   const float4 given = load_floats<float4>(p.kv_score + write.row * p.kv_score_stride + column);
+  bool is_read = false;
+  for (int k = lane;;) {
+    is_read |= Window::of<kLongGroup>(p, plan).reads_as_own<kLongGroup>(write.slot);
+    if ((k += 32) >= p.entries) break;
+    plan = plan_of(p, k);
+  }
+  if (__any_sync(0xffffffffu, is_read)) return;
   *reinterpret_cast<float4*>(p.state + static_cast<int64_t>(write.slot) * kWidth + column) = given;
 }
 
@@ -213,6 +219,7 @@ __device__ __forceinline__ void write_long(const Params& p, int i) {
 __global__ void __launch_bounds__(kLongThreads, 2) long_many_kernel(const __grid_constant__ Params p) {
   constexpr int kWidth = 2 * kHeadDim;
   __shared__ LongShared s;
+  __shared__ int64_t slot;  // of the entry: no thread has registers for it
   const int entry_blocks = min(p.entries, kLongEntryBlocks), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = blockIdx.x * kLongDim + 2 * lane, first = 8 * warp;
   const bool has_entries = static_cast<int>(blockIdx.y) < entry_blocks;
@@ -249,13 +256,13 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_many_kernel(const __grid
       value[i] = load_floats<float2>(from);
       score[i] = load_floats<float2>(from + kHeadDim);
     }
-    const bool is_hit = w.reads_as_own<kLongGroup>(Write::of(p, threadIdx.x).slot);
+    const bool is_hit = w.reads_as_own<kLongGroup>(Write::of(p, write_of(p, threadIdx.x)).slot);
+    if (threadIdx.x == 0) slot = load_now(p.out_loc + w.row);
     pool_long(s, value, score, ape);
-    const int64_t slot = load_now(p.out_loc + w.row);  // here: registers are few before
     if (__syncthreads_or(is_hit)) {
       loads_before_stores();
       for (int k = 0; k < p.num_writes; ++k) {
-        const Write write = Write::of(p, k);
+        const Write write = Write::of(p, write_of(p, k));
         if (!w.reads_as_own<kLongGroup>(write.slot) || write.slot % kLongGroup / 8 != warp) continue;
         const float* const token = p.kv_score + write.row * p.kv_score_stride + column;
         float* const to = p.state + static_cast<int64_t>(write.slot) * kWidth + column;
