@@ -29,7 +29,7 @@ from deepseek_v4_sm120.specs.bf16_linear import MATRICES, make_weight, make_x  #
 
 ISSUE = 7
 INPUTS = 4096
-ROWS = (1, 2, 8, 16, 32)
+ROWS = (1, 2, 8, 16, 32, 33, 64, 128, 256)
 
 
 @dataclass(frozen=True)

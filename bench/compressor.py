@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""A decode step of the KV compressors: `python3 bench/compressor.py [--quick] [--out FILE]`.
+"""A step of the KV compressors, decode and verification: `python3 bench/compressor.py [--quick] [--out FILE]`.
 
 Cold state and cache: a graph's calls have states, caches, projections, weights and plans of their own, together over
 twice the L2. "none": no row ends a group, which is most steps of one stream; "all": every row does; "mixed": the rows
-are at all places of a group, as many streams are. Beside SGLang's pair of launches where SGLang is installed.
+are at all places of a group, as many streams are. Verification: streams with 2 to 8 rows each, at all places. Beside
+SGLang's pair of launches, of a verification three, where SGLang is installed; of those the bytes of state and cache
+that are others than ours are counted, whose bar is none for a verification (0.5.20 and later; before, C128 is merged in
+another order).
 """
 
 from __future__ import annotations
@@ -26,12 +29,16 @@ from deepseek_v4_sm120.ops.compressor import MAX_ROWS, compressor  # noqa: E402
 from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference import compressor as reference  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
-from deepseek_v4_sm120.specs.compressor import KINDS, Inputs, make_inputs, stock_launches  # noqa: E402
+from deepseek_v4_sm120.specs.compressor import KINDS, Inputs, Request, make_inputs, make_step, stock_launches  # noqa: E402
+from deepseek_v4_sm120.specs.provider import sglang_version  # noqa: E402
 
-ISSUE = 7
+ISSUE, VERIFY_ISSUE = 7, 21
 ROWS = (1, 8, 32, 128, 512)
 QUICK_ROWS = (1, 32)
 ENDS = ("none", "mixed", "all")
+STOCK = "SGLang's own"
+VERIFIED = ((1, 2), (1, 4), (1, 6), (1, 8), (8, 4), (32, 4), (32, 6), (64, 4))  # streams, rows of each
+SAME_ORDER = (0, 5, 20)  # from then on SGLang merges the tokens of C128 in our order
 LEAST_CALLS, MOST_CALLS = 20, 200
 
 
@@ -57,20 +64,76 @@ class Case:
         ended = sum(length % ratio == 0 for length in self.lengths())
         return self.rows * token + ended * ratio * token
 
+    def make(self) -> Inputs:
+        return make_inputs(self.kind, self.lengths())
+
+    issue, most_of_stock = ISSUE, None
+
+
+@dataclass(frozen=True)
+class VerifyCase:
+    kind: str
+    streams: int
+    tokens: int
+    ends: bool = True
+
+    issue = VERIFY_ISSUE
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, verification, {self.streams} x {self.tokens} rows{'' if self.ends else ', no group ends'}"
+
+    @property
+    def most_of_stock(self) -> float | None:
+        """The bar: so much of SGLang's time."""
+        return 0.5 if self.streams * self.tokens == 4 else None
+
+    def requests(self) -> list[Request]:
+        """At all places of a group; one stream ends one, or none does."""
+        ratio = KINDS[self.kind].ratio
+        first = 3 * ratio - 1 - self.tokens // 2 if self.ends else 2 * ratio
+        return [Request(first + stream * ratio // self.streams, self.tokens) for stream in range(self.streams)]
+
+    def read_bytes(self) -> int:
+        """Of state, written and read."""
+        ratio, token = KINDS[self.kind].ratio, 4 * KINDS[self.kind].width
+        ended = sum((r.before + r.tokens) // ratio - r.before // ratio for r in self.requests())
+        return (self.streams * self.tokens + ended * ratio) * token
+
+    def make(self) -> Inputs:
+        return make_step(self.kind, self.requests())
+
 
 def cases(rows: tuple[int, ...] = ROWS) -> list[Case]:
     return [Case(kind, count, ends) for kind in KINDS for count in rows for ends in ENDS]
+
+
+def verify_cases() -> list[VerifyCase]:
+    """31 of 32 steps of a stream with 4 rows end no group of 128."""
+    every = [VerifyCase(kind, *shape) for kind in KINDS for shape in VERIFIED]
+    return [*every, VerifyCase("c128", 1, 4, ends=False)]
 
 
 def implementations() -> dict[str, Callable[[Inputs], Callable[[], None]]]:
     found = {"ours": lambda inputs: lambda: compressor(**inputs.arguments())}
     if importlib.util.find_spec("sglang") is not None:
         run = stock_launches()
-        found["SGLang's two"] = lambda inputs: lambda: run(inputs)
+        found[STOCK] = lambda inputs: lambda: run(inputs)
     return found
 
 
-def check(case: Case, inputs: Inputs) -> float:
+def bytes_apart(inputs: Inputs) -> int:
+    """Of state and cache, ours and SGLang's."""
+    ours, theirs = inputs.copy(), inputs.copy()
+    compressor(**ours.arguments())
+    stock_launches()(theirs)
+    return sum(
+        int((getattr(ours, name).view(torch.uint8) != getattr(theirs, name).view(torch.uint8)).sum())
+        for name in ("state", "cache")
+    )
+
+
+def check(case: Case | VerifyCase, inputs: Inputs) -> float:
     _, head_dim, fp4 = KINDS[case.kind]
     ours, truth = inputs.copy(), inputs.copy()
     compressor(**ours.arguments())
@@ -79,16 +142,25 @@ def check(case: Case, inputs: Inputs) -> float:
     return common.gate(case.name, error, KINDS[case.kind].rounding)
 
 
-def run_case(report: common.Report, case: Case) -> None:
-    made = make_inputs(case.kind, case.lengths())
+def run_case(report: common.Report, case: Case | VerifyCase) -> None:
+    made = case.make()
     error = check(case, made)
     layers = min(max(LEAST_CALLS, common.layers_for_cold_caches(case.read_bytes())), MOST_CALLS)
     copies = [Inputs(**{n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in made.arguments().items()})]
     copies += [made.copy() for _ in range(layers - 1)]
-    for impl, make_call in implementations().items():
-        found = common.graph_microseconds([make_call(one) for one in copies])
-        report.add(common.row(ISSUE, case.name, impl, "us", round(found, 2)))
-    report.add(common.row(ISSUE, case.name, "ours", "relative_error", round(error, 6), KINDS[case.kind].rounding))
+    found = {
+        impl: round(common.graph_microseconds([make_call(one) for one in copies]), 2)
+        for impl, make_call in implementations().items()
+    }
+    stock = found.get(STOCK)
+    bar = round(stock * case.most_of_stock, 2) if stock and case.most_of_stock else None
+    for impl, us in found.items():
+        report.add(common.row(case.issue, case.name, impl, "us", us, bar if impl == "ours" else None))
+    report.add(common.row(case.issue, case.name, "ours", "relative_error", round(error, 6), KINDS[case.kind].rounding))
+    if stock:
+        has_ours_order = (sglang_version() or SAME_ORDER) >= SAME_ORDER or case.kind != "c128"
+        bar = 0 if case.issue == VERIFY_ISSUE and has_ours_order else None
+        report.add(common.row(case.issue, case.name, STOCK, "bytes_apart", bytes_apart(made), bar))
 
 
 def summary(report: common.Report) -> str:
@@ -115,7 +187,7 @@ def main() -> int:
         raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
     report = common.Report("compressor", arguments.commit or extension.build_info()["git_commit"], common.ceilings())
     print(torch.cuda.get_device_name(), report.ceilings, flush=True)
-    for case in cases(QUICK_ROWS if arguments.quick else ROWS):
+    for case in [*cases(QUICK_ROWS if arguments.quick else ROWS), *verify_cases()]:
         run_case(report, case)
     report.write(arguments.out)
     print(summary(report), flush=True)

@@ -51,8 +51,8 @@ from deepseek_v4_sm120.specs.fp8_linear import (  # noqa: E402
 
 ISSUE = 7
 READ_BYTES = 6 << 30
-ROWS = (1, 4, 8, 16, 32, 64)
-QUICK_ROWS = (1, 8, 16, 64)
+ROWS = (1, 4, 8, 16, 32, 64, 65, 128, 256)
+QUICK_ROWS = (1, 8, 16, 64, 256)
 LARGE_BYTES = 8 << 20  # matrices that have a bar
 MIN_CALLS = 40  # of a graph
 SHARES = {1: 0.70, 4: 0.70, 8: 0.70, 16: 0.70, 64: 0.60}  # rows -> share of the read bandwidth

@@ -19,7 +19,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bf16_linear::Params": (("weight",), ("x", "out")),
     "compressor::Params": (
         ("ape", "norm_weight", "freqs"),
-        ("kv_score", "state", "plan", "out_loc", "cache", "pooled", "arrived"),
+        ("kv_score", "state", "plan", "out_loc", "cache", "pooled", "arrived", "writes"),
     ),
     "fp8_linear::Params": (
         ("weight", "scale", "rotation", "norm_weight"),
@@ -102,6 +102,9 @@ KERNELS: dict[str, Kernel] = {
     "all_reduce, one hop": Kernel(r"all_reduce::one_shot_kernel<", "all_reduce::Params", BEHIND),
     "all_reduce, two hops": Kernel(r"all_reduce::two_shot_kernel<", "all_reduce::Params", BEHIND),
     "bf16_linear": Kernel(r"bf16_linear::bf16_linear_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)),
+    "bf16_linear, tiles": Kernel(
+        r"bf16_linear::bf16_linear_tile_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)
+    ),
     "compressor, groups of 4": Kernel(
         r"compressor::short_kernel", "compressor::Params", BEHIND, ahead=COMPRESSOR, hints=("plan",)
     ),
@@ -110,6 +113,12 @@ KERNELS: dict[str, Kernel] = {
     ),
     "compressor, groups of 128": Kernel(
         r"compressor::long_kernel", "compressor::Params", BEHIND, ahead=("ape",), hints=("plan",)
+    ),
+    "compressor, many tokens, groups of 4": Kernel(
+        r"compressor::(short|index)_many_kernel", "compressor::Params", BEHIND, ahead=COMPRESSOR, hints=("plan",)
+    ),
+    "compressor, many tokens, groups of 128": Kernel(
+        r"compressor::long_many_kernel", "compressor::Params", BEHIND, hints=("plan",)
     ),
     "fp8_linear, few rows": Kernel(
         r"fp8_linear::linear_kernel<.*Config<\d+, [012]>", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")

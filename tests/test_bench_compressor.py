@@ -19,8 +19,19 @@ def test_every_kind_with_and_without_ends(bench):
     assert bench.Case("c128", 1, "all").read_bytes() == 129 * 4096
 
 
+def test_verifications_have_the_bar_of_the_issue(bench):
+    found = bench.verify_cases()
+    assert len({case.name for case in found}) == len(found) == 4 * len(bench.VERIFIED) + 1
+    assert {case.most_of_stock for case in found if case.streams * case.tokens == 4} == {0.5}
+    for case in found:
+        ratio, requests = bench.KINDS[case.kind].ratio, case.requests()
+        assert [r.tokens for r in requests] == [case.tokens] * case.streams and case.streams * case.tokens <= MAX_ROWS
+        assert any((r.before + r.tokens) // ratio > r.before // ratio for r in requests) == case.ends
+    assert bench.VerifyCase("c128", 1, 4).read_bytes() == 132 * 4096
+
+
 def test_the_summary_has_a_line_for_each_case(bench):
     report = bench.common.Report("compressor", "x", {})
     name = bench.Case("c4", 1, "none").name
-    report.add(bench.common.row(7, name, "ours", "us", 2.25), bench.common.row(7, name, "SGLang's two", "us", 4.5))
+    report.add(bench.common.row(7, name, "ours", "us", 2.25), bench.common.row(7, name, bench.STOCK, "us", 4.5))
     assert name in bench.summary(report) and "2.25" in bench.summary(report) and "4.50" in bench.summary(report)

@@ -1,4 +1,4 @@
-// bf16 linear layers for few rows: parameters and launch. Device code in kernel.cuh.
+// bf16 linear layers: parameters and launch. Device code in kernel.cuh and tile.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,8 @@
 
 namespace dsv4::bf16_linear {
 
-constexpr int kMaxRows = 32;
+constexpr int kMaxRows = 1 << 20;
+constexpr int kBlockRows = 32;  // of a block, where a block has all inputs
 constexpr int kInputsMultiple = 512;  // 16 warps of 32 inputs
 constexpr int kOutputsMultiple = 4;
 

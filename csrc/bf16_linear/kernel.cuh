@@ -4,6 +4,8 @@
 // has of them at once (at most 64 registers a lane), before it waits for the kernel in front; the warps' sums meet in shared
 // memory and are added in their order. No scratch, no second launch, nothing that depends on the number of rows.
 //
+// More rows than a block has columns, of few outputs: blocks of rows beside each other. Of many outputs: tile.cuh.
+//
 // The weights are the 16 rows of the mma, the rows of x its columns. Which input an mma calls its k-th is a free choice,
 // made for both operands alike: lane t of a group of four holds inputs 8 t to 8 t + 7 of 32, so that a load of 16 bytes is
 // operands for two steps as it lies.
@@ -19,10 +21,11 @@ namespace dsv4::bf16_linear {
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
 
-template <int kOutputs_, int kTiles_>
+template <int kOutputs_, int kTiles_, bool kMany_ = false>
 struct Config {
   static constexpr int kOutputs = kOutputs_;                // rows of W a block: 4, 8 or 16
   static constexpr int kTiles = kTiles_;                    // eights of rows of x
+  static constexpr bool kMany = kMany_;                     // blocks of rows
   static constexpr int kHalves = kOutputs > 8 ? 2 : 1;      // a lane holds rows g and g + 8
   static constexpr int kColumns = 8 * kTiles;
   static constexpr int kAhead = kOutputs * kTiles < 64 ? 8 : 4;  // loads of 32 inputs in flight for each of a lane's rows
@@ -33,17 +36,26 @@ struct Config {
   };
 };
 
+__device__ __forceinline__ void store(const Params& p, int64_t where, float sum) {
+  if (p.bf16_out) {
+    static_cast<__nv_bfloat16*>(p.out)[where] = __float2bfloat16_rn(sum);
+  } else {
+    static_cast<float*>(p.out)[where] = sum;
+  }
+}
+
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1) bf16_linear_kernel(const Params p) {
   extern __shared__ float dynamic_shared[];
   auto& shared = *reinterpret_cast<typename C::Shared*>(dynamic_shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
-  const int first_output = blockIdx.x * C::kOutputs;
+  const int first_output = (C::kMany ? blockIdx.y : blockIdx.x) * C::kOutputs, first_row = C::kMany ? blockIdx.x * C::kColumns : 0;
+  const int rows = C::kMany ? min(p.rows - first_row, C::kColumns) : p.rows;
   const int steps = p.inputs / kInputsMultiple;  // of 32 inputs, for each warp
   const int64_t begin = static_cast<int64_t>(warp) * steps * 32 + quarter * 8;
   const bool has_row = group < C::kOutputs;
   const uint16_t* weight = p.weight + static_cast<int64_t>(first_output + (has_row ? group : 0)) * p.weight_stride + begin;
-  const uint16_t* x = p.x + begin;
+  const uint16_t* x = p.x + first_row * p.x_stride + begin;
   const uint4 zero = make_uint4(0, 0, 0, 0);
 
   pdl_trigger();
@@ -68,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1) bf16_linear_kernel(const Params p
 #pragma unroll
         for (int tile = 0; tile < C::kTiles; ++tile) {
           const int row = tile * 8 + group;
-          const bool wanted = row < p.rows && step + first + i < steps;
+          const bool wanted = row < rows && step + first + i < steps;
           in[i][tile] = wanted ? load_16_now(x + row * p.x_stride + (step + first + i) * 32) : zero;
         }
       }
@@ -96,17 +108,12 @@ __global__ void __launch_bounds__(kThreads, 1) bf16_linear_kernel(const Params p
     }
   }
   __syncthreads();
-  for (int item = threadIdx.x; item < C::kOutputs * p.rows; item += kThreads) {
+  for (int item = threadIdx.x; item < C::kOutputs * rows; item += kThreads) {
     const int output = item % C::kOutputs, row = item / C::kOutputs;
     float sum = 0.f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += shared.sums[w][output][row];
-    const int64_t where = row * p.out_stride + first_output + output;
-    if (p.bf16_out) {
-      static_cast<__nv_bfloat16*>(p.out)[where] = __float2bfloat16_rn(sum);
-    } else {
-      static_cast<float*>(p.out)[where] = sum;
-    }
+    store(p, (first_row + row) * p.out_stride + first_output + output, sum);
   }
 }
 

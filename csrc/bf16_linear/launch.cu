@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "kernel.cuh"
+#include "tile.cuh"
 
 namespace dsv4::bf16_linear {
 
@@ -14,13 +14,14 @@ template <int kOutputs, typename Use>
 void with_tiles(int rows, Use use) {
   if (rows <= 8) return use(Config<kOutputs, 1>{});
   if (rows <= 16) return use(Config<kOutputs, 2>{});
-  return use(Config<kOutputs, 4>{});
+  if (rows <= kBlockRows) return use(Config<kOutputs, 4>{});
+  return use(Config<kOutputs, 4, true>{});
 }
 
 // The most weights a block that still leave most multiprocessors one; sums do not depend on it.
-int outputs_of_a_block(int outputs, int num_sms) {
+int outputs_of_a_block(int rows, int outputs, int num_sms) {
   for (const int wanted : {16, 8}) {
-    if (outputs % wanted == 0 && outputs / wanted * 4 >= num_sms * 3) return wanted;
+    if (outputs % wanted == 0 && outputs / wanted * ceil_div(rows, kBlockRows) * 4 >= num_sms * 3) return wanted;
   }
   return 4;
 }
@@ -45,24 +46,61 @@ KernelAttributes describe(const char* name) {
   return attributes_of(kName, allowed_kernel<C>(), name, kThreads, sizeof(typename C::Shared));
 }
 
+template <typename C>
+const void* allowed_tile_kernel() {
+  static uint64_t configured = 0;
+  const void* kernel = reinterpret_cast<const void*>(&bf16_linear_tile_kernel<C>);
+  allow_shared(kName, kernel, sizeof(typename C::Shared), configured);
+  return kernel;
+}
+
+template <typename C>
+KernelAttributes describe_tile(const char* name) {
+  return attributes_of(kName, allowed_tile_kernel<C>(), name, kTileThreads, sizeof(typename C::Shared));
+}
+
+template <typename C>
+int64_t tiles_of(const Params& p) {
+  return static_cast<int64_t>(ceil_div(p.rows, C::kRows)) * ceil_div(p.outputs, C::kOutputs);
+}
+
+template <typename C>
+void launch_tiles(const Params& params, const Launcher& launcher) {
+  allowed_tile_kernel<C>();
+  launcher(&bf16_linear_tile_kernel<C>, dim3(static_cast<unsigned>(tiles_of<C>(params))), kTileThreads, sizeof(typename C::Shared), params);
+}
+
+using Large = TileConfig<128, 128>;
+using Small = TileConfig<64, 64>;
+
 }  // namespace
 
 void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
   if (params.rows < 1 || params.rows > kMaxRows || params.inputs % kInputsMultiple || params.outputs % kOutputsMultiple)
-    throw std::runtime_error("bf16_linear: takes 1 to 32 rows, inputs in multiples of 512, outputs of 4");
-  with_config(params.rows, outputs_of_a_block(params.outputs, num_sms), [&](auto c) {
+    throw std::runtime_error("bf16_linear: takes 1 to 1048576 rows, inputs in multiples of 512, outputs of 4");
+  const Launcher launcher = {kName, pdl, stream};
+  // many rows: the larger tile where most multiprocessors get one, the smaller for a quarter of them; no choice changes a bit
+  if (params.rows > kBlockRows && tiles_of<Large>(params) * 4 >= num_sms * 3) return launch_tiles<Large>(params, launcher);
+  if (params.rows > kBlockRows && tiles_of<Small>(params) * 4 >= num_sms) return launch_tiles<Small>(params, launcher);
+  with_config(params.rows, outputs_of_a_block(params.rows, params.outputs, num_sms), [&](auto c) {
     using C = decltype(c);
     allowed_kernel<C>();
-    const Launcher launcher = {kName, pdl, stream};
-    launcher(&bf16_linear_kernel<C>, dim3(params.outputs / C::kOutputs), kThreads, sizeof(typename C::Shared), params);
+    const unsigned blocks = params.outputs / C::kOutputs;
+    const dim3 grid = C::kMany ? dim3(ceil_div(params.rows, C::kColumns), blocks) : dim3(blocks);
+    launcher(&bf16_linear_kernel<C>, grid, kThreads, sizeof(typename C::Shared), params);
   });
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {describe<Config<16, 1>>("bf16_linear_16x8"), describe<Config<8, 1>>("bf16_linear_8x8"), describe<Config<4, 1>>("bf16_linear_4x8"),
-          describe<Config<16, 4>>("bf16_linear_16x32")};
+  return {describe<Config<16, 1>>("bf16_linear_16x8"),
+          describe<Config<8, 1>>("bf16_linear_8x8"),
+          describe<Config<4, 1>>("bf16_linear_4x8"),
+          describe<Config<16, 4>>("bf16_linear_16x32"),
+          describe<Config<16, 4, true>>("bf16_linear_many_16x32"),
+          describe_tile<Small>("bf16_linear_64x64"),
+          describe_tile<Large>("bf16_linear_128x128")};
 }
 
-int shared_bytes() { return sizeof(Config<16, 4>::Shared); }
+int shared_bytes() { return std::max({sizeof(Config<16, 4>::Shared), sizeof(Small::Shared), sizeof(Large::Shared)}); }
 
 }  // namespace dsv4::bf16_linear

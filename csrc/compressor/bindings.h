@@ -1,4 +1,4 @@
-// The Python function of a compressor's decode step: raw pointers and sizes, keyword-only; ops/ validates them.
+// The Python function of a compressor's step: raw pointers and sizes, keyword-only; ops/ validates them.
 #pragma once
 
 #include "../arguments.h"
@@ -26,10 +26,16 @@ inline void run(Arguments& a) {
   p.rows = a["rows"];
   p.pooled = a["pooled"];
   p.arrived = a["arrived"];
+  const bool many = a["many"];
+  if (many) {
+    p.writes = a["writes"];
+    p.entries = a["entries"];
+    p.num_writes = a["num_writes"];
+  }
   const int ratio = a["ratio"];
   const bool index = a["index"], fp4 = a["fp4"];
   const LaunchArguments last = a.last();
-  launch(p, ratio, !index ? Entry::kKv : fp4 ? Entry::kIndexFp4 : Entry::kIndexFp8, last.pdl, last.stream);
+  launch(p, ratio, !index ? Entry::kKv : fp4 ? Entry::kIndexFp4 : Entry::kIndexFp8, many, last.pdl, last.stream);
 }
 
 inline void bind(py::module_& m) { define(m, "compressor", run); }

@@ -1,5 +1,6 @@
-// A decode step of a KV compressor: a token's projection goes into its request's state, and where it ends a group of 4 or 128
-// tokens, the group's pooled entry is normed, rotated, quantised and stored in its cache page. One launch.
+// A step of a KV compressor: a token's projection goes into its request's state, and where it ends a group of 4 or 128
+// tokens, the group's pooled entry is normed, rotated, quantised and stored in its cache page. One launch, of decode: a token a
+// request; or of verification and short prompts: many, with plans of their own.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -37,10 +38,15 @@ struct Params {
   float eps;
   float* pooled;                 // groups of 128 only: [rows, 512], scratch
   uint32_t* arrived;             // groups of 128 only: [rows], zero before and after
+  // Of many tokens a request: `plan` is [entries], `pooled` and `arrived` too, and an entry is
+  //   length with the group's last token, 0xffffffff: none | its row of kv_score, 16 bits; how many tokens of its window (the last
+  //   8 or 128) are the state's, 16 bits | state pages of the group before and of its own
+  const uint2* writes;           // [num_writes]: row of kv_score, 0xffffffff: none | state slot
+  int32_t entries, num_writes;
 };
 
-// ratio: 4, or 128 for Entry::kKv
-void launch(const Params& params, int ratio, Entry entry, bool pdl, cudaStream_t stream);
+// ratio: 4, or 128 for Entry::kKv; many: tokens of a request
+void launch(const Params& params, int ratio, Entry entry, bool many, bool pdl, cudaStream_t stream);
 
 std::vector<KernelAttributes> kernel_attributes();
 

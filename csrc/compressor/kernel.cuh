@@ -1,4 +1,4 @@
-// The kernels. What a row is to do is in its plan and its cache slot: both are read after the end of the kernel before, for SGLang's
+// The kernels of decode. What a row is to do is in its plan and its cache slot: both are read after the end of the kernel before, for SGLang's
 // HiSparse writes the slots there, and so are state and projection.
 //
 // The plan is read ahead of that end too, as a hint: it is seldom another then. By the hint, what a row that ends a group needs of
@@ -116,6 +116,7 @@ template <int kDim, typename Vector>
 struct Token {
   Vector given[4];
 
+  Token() = default;
   __device__ __forceinline__ Token(const Params& p, int row, int column) {
     const float* const from = p.kv_score + row * p.kv_score_stride + column;
 #pragma unroll
@@ -131,11 +132,11 @@ struct Group {
   Vector ape[8], weight, by;
   Vector value[8], score[8];  // of the group before, and of its own; not of the token, which is not read back
 
-  __device__ __forceinline__ void load_constants(const Params& p, const Row& r, int column) {
+  __device__ __forceinline__ void load_constants(const Params& p, int position, int column) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) ape[i] = load_floats<Vector>(p.ape + i * kDim + column);
     weight = load_floats<Vector>(p.norm_weight + column);
-    if (column >= kFirstTurned) by = load_floats<Vector>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + column - kFirstTurned);
+    if (column >= kFirstTurned) by = load_floats<Vector>(p.freqs + static_cast<int64_t>(position) * kRopeDim + column - kFirstTurned);
   }
 
   // visit(whether it is read, i, address) of each value, the score being kScore behind
@@ -187,6 +188,20 @@ __device__ __forceinline__ void store_token(const Params& p, const Row& r, const
   for (int i = 0; i < 4; ++i) *reinterpret_cast<Vector*>(to + i * kDim) = token.given[i];
 }
 
+// Two of the 512 values a thread, of a group of 4 whose tokens are all here.
+__device__ __forceinline__ void finish_short(const Params& p, int64_t slot, Group<kHeadDim, float2> group, float (&sums)[8]) {
+  float values[2][8], scores[2][8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    values[0][i] = group.value[i].x;
+    values[1][i] = group.value[i].y;
+    scores[0][i] = add_ftz(group.score[i].x, group.ape[i].x);
+    scores[1][i] = add_ftz(group.score[i].y, group.ape[i].y);
+  }
+  const float2 x = make_float2(Partial::of(values[0], scores[0]).value(), Partial::of(values[1], scores[1]).value());
+  store_entry(p, slot, x, group.weight, group.by, sums);
+}
+
 __global__ void __launch_bounds__(kEntryThreads) short_kernel(const __grid_constant__ Params p) {
   __shared__ float sums[8];
   const int row = blockIdx.x, column = 2 * threadIdx.x;
@@ -195,7 +210,7 @@ __global__ void __launch_bounds__(kEntryThreads) short_kernel(const __grid_const
   Row r = Row::of<4>(p, hint);
   if (r.ends) {
     group.fetch_state(p, r, column);
-    group.load_constants(p, r, column);
+    group.load_constants(p, r.position, column);
   }
   pdl_wait();
   const uint4 plan = load_16_now(p.plan + row);
@@ -207,22 +222,13 @@ __global__ void __launch_bounds__(kEntryThreads) short_kernel(const __grid_const
     r = Row::of<4>(p, plan);
     if (r.ends) {
       group.load_state(p, r, column);
-      group.load_constants(p, r, column);
+      group.load_constants(p, r.position, column);
     }
   }
   store_token(p, r, token, column);
   if (!(r.ends & within(slot, p.cache_slots))) return;
   group.add_token(r, token);
-  float values[2][8], scores[2][8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    values[0][i] = group.value[i].x;
-    values[1][i] = group.value[i].y;
-    scores[0][i] = add_ftz(group.score[i].x, group.ape[i].x);
-    scores[1][i] = add_ftz(group.score[i].y, group.ape[i].y);
-  }
-  const float2 x = make_float2(Partial::of(values[0], scores[0]).value(), Partial::of(values[1], scores[1]).value());
-  store_entry(p, slot, x, group.weight, group.by, sums);
+  finish_short(p, slot, group, sums);
 }
 
 // Walsh-Hadamard of 128 values, four a lane, times 128^-0.5
@@ -266,33 +272,9 @@ __device__ __forceinline__ void store_index_entry(const Params& p, int64_t slot,
   }
 }
 
+// The same of four of 128 values a lane.
 template <bool kFp4>
-__global__ void __launch_bounds__(kIndexThreads) index_kernel(const __grid_constant__ Params p) {
-  const int row = blockIdx.x * kIndexRows + threadIdx.x / 32, lane = threadIdx.x % 32, column = 4 * lane;
-  Group<kIndexDim, float4> group;
-  const uint4 hint = hinted_plan(p, min(row, p.rows - 1));
-  Row r = Row::of<4>(p, hint);
-  if (r.ends) {
-    group.fetch_state(p, r, column);
-    group.load_constants(p, r, column);
-  }
-  pdl_wait();
-  if (row >= p.rows) return;
-  const uint4 plan = load_16_now(p.plan + row);
-  const int64_t slot = load_now(p.out_loc + row);
-  const Token<kIndexDim, float4> token(p, row, column);
-  pdl_trigger();  // behind the loads, which ptxas keeps together in front of it
-  if (r.ends) group.load_state(p, r, column);
-  if (is_other(plan, hint)) {
-    r = Row::of<4>(p, plan);
-    if (r.ends) {
-      group.load_state(p, r, column);
-      group.load_constants(p, r, column);
-    }
-  }
-  store_token(p, r, token, column);
-  if (!(r.ends & within(slot, p.cache_slots))) return;
-  group.add_token(r, token);
+__device__ __forceinline__ void finish_index(const Params& p, int64_t slot, Group<kIndexDim, float4> group, int lane, int column) {
   const auto part = [](float4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
   float x[4];
 #pragma unroll
@@ -319,6 +301,36 @@ __global__ void __launch_bounds__(kIndexThreads) index_kernel(const __grid_const
   store_index_entry<kFp4>(p, slot, x, lane);
 }
 
+template <bool kFp4>
+__global__ void __launch_bounds__(kIndexThreads) index_kernel(const __grid_constant__ Params p) {
+  const int row = blockIdx.x * kIndexRows + threadIdx.x / 32, lane = threadIdx.x % 32, column = 4 * lane;
+  Group<kIndexDim, float4> group;
+  const uint4 hint = hinted_plan(p, min(row, p.rows - 1));
+  Row r = Row::of<4>(p, hint);
+  if (r.ends) {
+    group.fetch_state(p, r, column);
+    group.load_constants(p, r.position, column);
+  }
+  pdl_wait();
+  if (row >= p.rows) return;
+  const uint4 plan = load_16_now(p.plan + row);
+  const int64_t slot = load_now(p.out_loc + row);
+  const Token<kIndexDim, float4> token(p, row, column);
+  pdl_trigger();  // behind the loads, which ptxas keeps together in front of it
+  if (r.ends) group.load_state(p, r, column);
+  if (is_other(plan, hint)) {
+    r = Row::of<4>(p, plan);
+    if (r.ends) {
+      group.load_state(p, r, column);
+      group.load_constants(p, r.position, column);
+    }
+  }
+  store_token(p, r, token, column);
+  if (!(r.ends & within(slot, p.cache_slots))) return;
+  group.add_token(r, token);
+  finish_index<kFp4>(p, slot, group, lane, column);
+}
+
 struct LongShared {
   float2 most[kLongWarps][32], sum[kLongWarps][32], product[kLongWarps][32];
   float sums[8];
@@ -339,6 +351,39 @@ __device__ __forceinline__ Partial merged(const LongShared& s) {
     all.product = fma_ftz(of(s.product, w), power, all.product);
   }
   return all;
+}
+
+// A warp's 8 tokens of a group of 128 at this block's columns.
+__device__ __forceinline__ void pool_long(LongShared& s, const float2 (&value)[8], const float2 (&score)[8], const float2 (&ape)[8]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float values[2][8], scores[2][8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    values[0][i] = value[i].x;
+    values[1][i] = value[i].y;
+    scores[0][i] = add_ftz(score[i].x, ape[i].x);
+    scores[1][i] = add_ftz(score[i].y, ape[i].y);
+  }
+  const Partial one = Partial::of(values[0], scores[0]), other = Partial::of(values[1], scores[1]);
+  s.most[warp][lane] = make_float2(one.most, other.most);
+  s.sum[warp][lane] = make_float2(one.sum, other.sum);
+  s.product[warp][lane] = make_float2(one.product, other.product);
+}
+
+// The warps' parts together, and by the last of the row's blocks norm and store.
+__device__ __forceinline__ void finish_long(const Params& p, LongShared& s, int row, int64_t slot, int position) {
+  __syncthreads();
+  float* const pooled = p.pooled + static_cast<int64_t>(row) * kHeadDim;
+  if (threadIdx.x < kLongDim) pooled[blockIdx.x * kLongDim + threadIdx.x] = merged(s).value();
+  __syncthreads();
+  if (threadIdx.x == 0) s.is_last = add_acq_rel(p.arrived + row, 1) == kSplits - 1;
+  __syncthreads();
+  if (!s.is_last || threadIdx.x >= kEntryThreads) return;
+  if (threadIdx.x == 0) p.arrived[row] = 0;
+  const int pair = 2 * threadIdx.x;
+  const float2 by =
+      pair >= kNopeDim ? load_floats<float2>(p.freqs + static_cast<int64_t>(position) * kRopeDim + pair - kNopeDim) : make_float2(1.f, 0.f);
+  store_entry(p, slot, __ldcg(reinterpret_cast<const float2*>(pooled + pair)), load_floats<float2>(p.norm_weight + pair), by, s.sums);
 }
 
 __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_constant__ Params p) {
@@ -390,32 +435,8 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const __grid_cons
     *reinterpret_cast<float2*>(to + kHeadDim) = given_score;
   }
   if (!ends) return;
-  {
-    float values[2][8], scores[2][8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      values[0][i] = value[i].x;
-      values[1][i] = value[i].y;
-      scores[0][i] = add_ftz(score[i].x, ape[i].x);
-      scores[1][i] = add_ftz(score[i].y, ape[i].y);
-    }
-    const Partial one = Partial::of(values[0], scores[0]), other = Partial::of(values[1], scores[1]);
-    s.most[warp][lane] = make_float2(one.most, other.most);
-    s.sum[warp][lane] = make_float2(one.sum, other.sum);
-    s.product[warp][lane] = make_float2(one.product, other.product);
-  }
-  __syncthreads();
-  float* const pooled = p.pooled + static_cast<int64_t>(row) * kHeadDim;
-  if (threadIdx.x < kLongDim) pooled[blockIdx.x * kLongDim + threadIdx.x] = merged(s).value();
-  __syncthreads();
-  if (threadIdx.x == 0) s.is_last = add_acq_rel(p.arrived + row, 1) == kSplits - 1;
-  __syncthreads();
-  if (!s.is_last || threadIdx.x >= kEntryThreads) return;
-  if (threadIdx.x == 0) p.arrived[row] = 0;
-  const int pair = 2 * threadIdx.x;
-  const float2 by =
-      pair >= kNopeDim ? load_floats<float2>(p.freqs + static_cast<int64_t>(r.position) * kRopeDim + pair - kNopeDim) : make_float2(1.f, 0.f);
-  store_entry(p, slot, __ldcg(reinterpret_cast<const float2*>(pooled + pair)), load_floats<float2>(p.norm_weight + pair), by, s.sums);
+  pool_long(s, value, score, ape);
+  finish_long(p, s, row, slot, r.position);
 }
 
 }  // namespace dsv4::compressor

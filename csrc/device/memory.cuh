@@ -29,6 +29,11 @@ __device__ __forceinline__ int64_t load_now(const int64_t* p) {
   asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(p));
   return v;
 }
+__device__ __forceinline__ uint2 load_now(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
 __device__ __forceinline__ float2 load_now(const float2* p) {
   float2 v;
   asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));

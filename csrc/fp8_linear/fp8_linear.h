@@ -1,4 +1,4 @@
-// FP8 block-scaled linear for few rows: parameters and launch. Device code in kernel.cuh, sizes in config.h.
+// FP8 block-scaled linear: parameters and launch. Device code in kernel.cuh, sizes in config.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -69,16 +69,17 @@ struct Plan {
   int64_t stash;                 // floats of `partial` before the sums of slices that wait for their neighbours'
   int32_t norm;                  // where the norm's weights are
   int32_t shared_bytes;
+  int32_t row_blocks;            // above kTileMostRows: of so many rows each, beside each other in the grid; else 0
 };
 
 // The launcher's choices, by hand (tests, bench); zero: the launcher's. None changes a bit of the result.
 struct Tuning {
   int32_t warp_rows;
   int32_t blocks;                // of the kernel for few rows
-  int32_t row_tiles, in_turn;    // of the tile kernel; in_turn above 0: that kernel, for however few rows
+  int32_t row_tiles, in_turn;    // of the tile kernels; in_turn above 0: those, for however few rows
 };
 
-constexpr int kMaxRows = 64;
+constexpr int kMaxRows = 1 << 15;  // of a launch
 constexpr int kMadeRows = 4;  // that the product's kernels gate or normalise themselves, as measured; for more, `make` goes before
 
 using LinearKernel = void (*)(Params, Plan);

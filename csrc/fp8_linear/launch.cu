@@ -50,9 +50,10 @@ LinearKernel kernel_of(int index, Prologue prologue) {
   return kernel;
 }
 
-const TileVariant* find_tile(int column_tiles, int row_tiles, int warp_rows) {
+const TileVariant* find_tile(const Plan& plan) {
   for (const TileVariant& v : kTileVariants) {
-    if (v.column_tiles == column_tiles && v.row_tiles == row_tiles && v.warp_rows == warp_rows) return &v;
+    if (v.column_tiles == plan.column_tiles && v.row_tiles == plan.row_tiles && v.warp_rows == plan.warp_rows && v.many == (plan.row_blocks > 0))
+      return &v;
   }
   return nullptr;
 }
@@ -74,7 +75,7 @@ Plan sliced(int inputs) {
 }
 
 void set_partial_bytes(Plan& plan, int rows, int64_t weight_rows) {
-  if (plan.splits > 1) plan.partial_bytes = plan.splits * rows * weight_rows * 4;
+  if (plan.splits > 1) plan.partial_bytes = static_cast<int64_t>(plan.splits) * rows * weight_rows * 4;
 }
 
 constexpr int kMuchX = 16384;  // numbers of x, as measured: docs/notes/fp8_linear.md
@@ -110,16 +111,41 @@ bool fits(const Plan& plan, Prologue prologue) {
          (!makes(prologue) || plan.splits == 1);
 }
 
+// For more rows still: blocks of rows. As many slices in turn as cost least, reckoned in stages of the inputs, of which to begin and
+// to end takes a few, and to add splits some more.
+Plan make_many_plan(int rows, int groups, int outputs, int inputs, int num_sms, const Tuning& tuning) {
+  constexpr int kAround = 3, kMerge = 6;
+  Plan plan = sliced(inputs);
+  plan.column_tiles = kTileMostRows / kColumns, plan.row_tiles = 1, plan.warp_rows = kWarps;
+  plan.row_blocks = ceil_div(rows, kTileMostRows);
+  const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
+  const int tiles = static_cast<int>(weight_rows / (kTileRows * kWarps));
+  plan.group_tiles = tiles / groups;
+  plan.blocks = tiles * plan.row_blocks;
+  plan.shared_bytes = tile_shared_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows);
+  int64_t least = 0;
+  for (int in_turn = plan.slices; in_turn > 0; in_turn /= 2) {
+    const int splits = plan.slices / in_turn;
+    const int64_t waves = ceil_div(static_cast<int64_t>(plan.blocks) * splits, num_sms);
+    const int64_t cost = waves * (inputs / kStageInputs / splits + kAround) + (splits > 1 ? kMerge : 0);
+    const bool wanted = tuning.in_turn ? in_turn == tuning.in_turn : least == 0 || (cost < least && plan.blocks < 2 * num_sms);
+    if (wanted) plan.in_turn = in_turn, plan.splits = splits, least = cost;
+  }
+  set_partial_bytes(plan, rows, weight_rows);
+  return plan;
+}
+
 // For more rows: a block has a tile of the outputs and one or two slices of the inputs.
 Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, const Tuning& tuning) {
+  if (rows > kTileMostRows) return make_many_plan(rows, groups, outputs, inputs, num_sms, tuning);
   Plan plan = sliced(inputs);
   plan.column_tiles = rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
   const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
   const auto choose = [&](int row_tiles, int warp_rows, int in_turn) {
     plan.row_tiles = row_tiles, plan.warp_rows = warp_rows, plan.in_turn = in_turn;
     const int tile = kTileRows * row_tiles * warp_rows, here = kWarps / warp_rows * in_turn;
-    const bool possible = find_tile(plan.column_tiles, row_tiles, warp_rows) != nullptr && outputs % tile == 0 &&
-                          in_turn <= (warp_rows == kWarps ? 2 : 1) && (plan.slices % here == 0 || (plan.slices == 1 && in_turn == 1));
+    const bool possible = find_tile(plan) != nullptr && outputs % tile == 0 && in_turn <= (warp_rows == kWarps ? 2 : 1) &&
+                          (plan.slices % here == 0 || (plan.slices == 1 && in_turn == 1));
     plan.splits = possible ? std::max(1, plan.slices / here) : 0;
     plan.blocks = static_cast<int>(weight_rows / tile);
     return possible;
@@ -180,7 +206,7 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
   const Prologue prologue = prologue_of(params);
   const std::string why_not = problem(prologue, params.rows, params.groups, params.outputs, params.inputs);
   if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
-  const TileVariant* const tile = find_tile(plan.column_tiles, plan.row_tiles, plan.warp_rows);
+  const TileVariant* const tile = find_tile(plan);
   const bool few = plan.column_tiles == 0;
   if (few ? !fits(plan, prologue) : tile == nullptr || plan.splits == 0 || makes(prologue)) {
     throw std::runtime_error("fp8_linear: no kernel for this plan");
@@ -206,8 +232,8 @@ std::vector<KernelAttributes> kernel_attributes() {
   }
   for (const TileVariant& v : kTileVariants) {
     for (const bool rotates : {false, true}) {
-      const std::string name = std::string("fp8_linear_tile_") + (rotates ? "rotating_" : "") + std::to_string(v.column_tiles) + "_" +
-                               std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
+      const std::string name = std::string("fp8_linear_tile_") + (v.many ? "many_" : "") + (rotates ? "rotating_" : "") +
+                               std::to_string(v.column_tiles) + "_" + std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
       const void* const kernel = reinterpret_cast<const void*>(tile_kernel_of(v, rotates));
       all.push_back(attributes_of(kName, kernel, name, kThreads, tile_shared_bytes(v.column_tiles, v.row_tiles, v.warp_rows)));
     }

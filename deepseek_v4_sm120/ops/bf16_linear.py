@@ -1,4 +1,4 @@
-"""Public bf16 linear layer for few rows: checks the arguments, launches. One kernel, no scratch."""
+"""Public bf16 linear layer: checks the arguments, launches. One kernel, no scratch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.checks import BF16, VECTOR, Call, Question
 
-MAX_ROWS = 32  # csrc/bf16_linear/bf16_linear.h has the same three; a test compares
+MAX_ROWS = 1 << 20  # csrc/bf16_linear/bf16_linear.h has the same three; a test compares
 INPUTS_MULTIPLE = 512
 OUTPUTS_MULTIPLE = 4
 _OUT_DTYPES = (torch.float32, torch.bfloat16)
@@ -15,10 +15,10 @@ _STRIDES = 8  # that x and weight have multiples of: 16 bytes
 
 
 def bf16_linear(x, weight, *, out_dtype=torch.float32, out=None):
-    """x W^T for few rows, in one launch that reads W once.
+    """x W^T in one launch, made for few rows: up to 32 it reads W once.
 
-    x            [rows, inputs] bf16, 1 to 32 rows, inputs a multiple of 512, last dim contiguous, row stride a multiple
-                 of 8, 16-byte aligned
+    x            [rows, inputs] bf16, 1 to 2^20 rows, inputs a multiple of 512, last dim contiguous, row stride a
+                 multiple of 8, 16-byte aligned
     weight       [outputs, inputs] bf16, outputs a multiple of 4, likewise
     out_dtype    torch.float32, or torch.bfloat16: the float32 sums rounded once
     out          [rows, outputs] of out_dtype written in place, last dim contiguous, not over x; or None

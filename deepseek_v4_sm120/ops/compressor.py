@@ -1,4 +1,4 @@
-"""Public compressor: a decode step of DeepSeek-V4's KV compressors. Checks the arguments, launches `_C.compressor`."""
+"""Public compressor: a step of DeepSeek-V4's KV compressors. Checks the arguments, launches `_C.compressor`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from deepseek_v4_sm120.ops.shared.zeroed_words import ZeroedWords
 MAX_ROWS = 512
 SHORT, LONG = 4, 128  # tokens of a group
 KV_DIM, INDEX_DIM = 512, 128
-PLAN_BYTES = 16
+PLAN_BYTES, WRITE_BYTES = 16, 8
 INDEX_SCALE_BYTES = 4  # of an entry
 _CAPTURE_STORE_BYTES = 1 << 20  # room for 512 captures of the most rows
 _STRIDES = 4  # that kv_score's rows have multiples of: 16 bytes
 
 
-def compressor(kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_size, fp4=False):
+def compressor(
+    kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_size, fp4=False, writes=None
+):
     """Puts each row's token into its state and, where the token ends a group, stores the group's entry in the cache.
 
     kv_score     [rows, width] float32, last dim contiguous, row stride a multiple of 4: the projection of the token.
@@ -39,17 +41,26 @@ def compressor(kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, 
                  128 E4M3 and page_size float32 scales, or with fp4 page_size x 64 bytes of E2M1 pairs and page_size x 4
                  UE8M0 exponents, one for 32 values
     page_size    a power of two
+    writes       None: decode, each row of a request of its own. Or [writes, 8] uint8, contiguous, of a step that has
+                 many tokens of a request (speculative verification, a short prompt), rows that follow each other:
+                 uint32 row of kv_score (0xffffffff: none), int32 slot of state; SGLang's WritePlan. plan is then
+                 [entries, 16], SGLang's CompressPlan, of each group that ends: uint32 length of the request with the
+                 group's last token (0xffffffff: none), uint16 row of that token, uint16 how many of the window's
+                 tokens, the first of the last 8 (ratio 4) or 128, are the state's, the others being rows; int32 state
+                 pages of the group before and of the own. Every entry reads the state as it was before the step
     returns      None
-    rows         at most 512. Two rows must not write the same slot of state or cache, but for rows whose contents
-                 nobody reads (a captured graph's padding)
-    entry        a row ends a group when its length is a positive multiple of ratio. Values are weighted by the softmax
-                 of score + ape over the group (ratio 4: with the group before, if there is one, by its first halves),
-                 RMSNorm, rotation of the last 64 at the group's first position; 512 values: rounded to bf16, then E4M3
-                 with a power of two for 64; 128 values: Hadamard, then E4M3 with one scale, or E2M1
-    outside      a slot, page or position that is not in state, cache or freqs_cis: nothing is written there. -1 is such
-    accuracy     the bits of SGLang's two launches (flash_c4_decode and flash_c128_decode of 0.5.20 and later, then
-                 fused_norm_rope): ops and their order are theirs. 0.5.14 to 0.5.19 merge the 128 tokens in another
-                 order, an entry may be a quantisation step away
+    rows         at most 512, and as many entries and writes. Two rows must not write the same slot of state or cache,
+                 but for rows whose contents nobody reads (a captured graph's padding)
+    entry        a row ends a group when its length is a positive multiple of ratio; with writes, where there is an
+                 entry. Values are weighted by the softmax of score + ape over the group (ratio 4: with the group
+                 before, if there is one, by its first halves), RMSNorm, rotation of the last 64 at the group's first
+                 position; 512 values: rounded to bf16, then E4M3 with a power of two for 64; 128 values: Hadamard,
+                 then E4M3 with one scale, or E2M1
+    outside      a slot, page, row or position that is not in state, cache, kv_score or freqs_cis: nothing is written
+                 there. -1 is such
+    accuracy     the bits of SGLang's launches (flash_c4_decode and flash_c128_decode of 0.5.20 and later, with writes
+                 their prefill kernels, then fused_norm_rope): ops and their order are theirs. 0.5.14 to 0.5.19 merge
+                 the 128 tokens in another order, an entry may be a quantisation step away
     determinism  the same bits in every run and in every batch
     raises       TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device, launch)
     cuda graphs  capture-safe: no host sync; allocates scratch through torch only (ratio 128). The first call of a
@@ -65,7 +76,12 @@ def compressor(kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, 
     if rows > MAX_ROWS:
         check.refuse("shape", "kv_score", f"have at most {MAX_ROWS} rows", rows)
     check.tensor("ape", ape, FP32, (2 * ratio if ratio == SHORT else ratio, head_dim), CONTIGUOUS, VECTOR)
-    check.tensor("plan", plan, UINT8, (rows, PLAN_BYTES), CONTIGUOUS, VECTOR)
+    check.tensor("plan", plan, UINT8, (rows if writes is None else "entries", PLAN_BYTES), CONTIGUOUS, VECTOR)
+    if writes is not None:
+        check.tensor("writes", writes, UINT8, ("writes", WRITE_BYTES), CONTIGUOUS, VECTOR)
+        for name, of_step in (("plan", plan), ("writes", writes)):
+            if of_step.shape[0] > MAX_ROWS:
+                check.refuse("shape", name, f"have at most {MAX_ROWS} rows", of_step.shape[0])
     check.tensor("norm_weight", norm_weight, FP32, (head_dim,), CONTIGUOUS, VECTOR)
     check.tensor("freqs_cis", freqs_cis, COMPLEX, ("positions", ROTATED // 2), CONTIGUOUS, VECTOR)
     check.tensor("out_loc", out_loc, INT64, (rows,))
@@ -73,19 +89,24 @@ def compressor(kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, 
         check.refuse("value", "norm_eps", "be above 0", norm_eps)
     _check_cache(check, cache, page_size, head_dim, fp4)
     check.on_cuda()
-    if rows:
+    if rows and (writes is None or len(plan) or len(writes)):
         with cuda_tensors.on_device_of(state):
-            _launch(kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_size, fp4)
+            _launch(
+                kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_size, fp4, writes
+            )
 
 
-def _launch(kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_size, fp4):
+def _launch(kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_size, fp4, writes):
     """Scratch and launch; the arguments are checked, state's device is current."""
     device, rows, ratio, head_dim = state.device, kv_score.shape[0], state.shape[1], norm_weight.shape[0]
     stream = cuda_tensors.current_stream(device.index)
     pooled = arrived = None
     if ratio == LONG:
-        pooled = torch.empty((rows, head_dim), dtype=torch.float32, device=device)
-        arrived = _arrivals(device.index).take(stream, rows)
+        pooled = torch.empty((len(plan), head_dim), dtype=torch.float32, device=device)
+        arrived = _arrivals(device.index).take(stream, len(plan))
+    many = {}
+    if writes is not None:
+        many = {"writes": writes.data_ptr(), "entries": len(plan), "num_writes": len(writes)}
     extension.load().compressor(
         kv_score=kv_score.data_ptr(),
         kv_score_stride=kv_score.stride(0),
@@ -105,6 +126,8 @@ def _launch(kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_lo
         rows=rows,
         pooled=0 if pooled is None else pooled.data_ptr(),
         arrived=0 if arrived is None else arrived.data_ptr(),
+        many=writes is not None,
+        **many,
         ratio=ratio,
         index=head_dim == INDEX_DIM,
         fp4=fp4,

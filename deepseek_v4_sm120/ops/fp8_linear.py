@@ -1,4 +1,4 @@
-"""Public FP8 block-scaled linear for few rows: checks the arguments, owns the scratch, launches `_C.fp8_linear`.
+"""Public FP8 block-scaled linear: checks the arguments, owns the scratch, launches `_C.fp8_linear`.
 
 bf16 activations, E4M3 weights with a scale per 128 x 128 block, fp32 sums, bf16 out. `fp8_grouped_linear` is the same
 for independent groups side by side (DeepSeek-V4's `wo_a`). `fp8_linear` can normalise x, or gate it, on its way in.
@@ -14,7 +14,7 @@ import torch
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, E4M3, VECTOR, Call, Question
 
-MAX_ROWS = 64  # of one launch; more rows are launched in tiles of as many
+LAUNCH_ROWS = 1 << 15  # of one launch at most; fp8_linear.h has it too, and a test compares
 MADE_ROWS = 4  # that a launch gates or normalises itself; fp8_linear.h has it too, and a test compares
 BLOCK = 128  # inputs and outputs of one scale
 _STRIDES = 8  # that x has multiples of: 16 bytes
@@ -24,7 +24,7 @@ _MOST_BF16 = torch.finfo(torch.bfloat16).max
 
 
 def fp8_linear(x, weight, weight_scale, *, swiglu_limit=None, norm_weight=None, norm_eps=None, out=None):
-    """y = x' W^T with W = weight * weight_scale, for few rows of bf16 x. x' is x; or x gated; or x normalised.
+    """y = x' W^T with W = weight * weight_scale, for rows of bf16 x. x' is x; or x gated; or x normalised.
 
     x             [rows, inputs] bf16, with swiglu_limit [rows, 2 * inputs], gates and then ups; last dim contiguous,
                   row stride a multiple of 8
@@ -45,8 +45,8 @@ def fp8_linear(x, weight, weight_scale, *, swiglu_limit=None, norm_weight=None, 
                   the same bits as for an x' that was made before
     determinism   the same bits in every run and every batch: a row alone equals the row among others. A row's NaN or
                   infinity stays in the row
-    sizes         any number of rows; weights are read once for each 64 of them, which is what this is for. x' of up to
-                  4 rows is made by the launch itself, where `takes_prologue` says so; else by a launch before it
+    sizes         any number of rows; made for few: weights go through the tensor cores once for each 64 of them. x' of
+                  up to 4 rows is made by the launch itself, where `takes_prologue` says so; else by a launch before it
                   (`gated`, `normalized`). No bit depends on which
     raises        TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                   launch)
@@ -200,7 +200,7 @@ def _make(x, inputs, prologue) -> torch.Tensor:
 def _run(x, weight, weight_scale, out, *, prologue=NO_PROLOGUE, pdl=True, **tuning) -> None:
     """Checked [rows, groups, ..] tensors to raw pointers. `tuning`: warp_rows, blocks, row_tiles, in_turn (tests only).
 
-    A rotation (ops.wo_a) is for at most MAX_ROWS rows.
+    A rotation (ops.wo_a) is for at most LAUNCH_ROWS rows.
     """
     if x.shape[0]:
         with cuda_tensors.on_device_of(x):
@@ -211,8 +211,8 @@ def _launch(x, weight, weight_scale, out, prologue, pdl, tuning) -> None:
     module, index = extension.load(), x.device.index
     groups, outputs, inputs = weight.shape
     num_sms, stream = cuda_tensors.num_sms(index), cuda_tensors.current_stream(index)
-    for first in range(0, x.shape[0], MAX_ROWS):
-        rows = min(MAX_ROWS, x.shape[0] - first)
+    for first in range(0, x.shape[0], LAUNCH_ROWS):
+        rows = min(LAUNCH_ROWS, x.shape[0] - first)
         needed = _scratch_bytes(prologue.name, rows, groups, outputs, inputs, num_sms, tuning)
         partial = torch.empty(needed, dtype=torch.uint8, device=x.device) if needed else None
         module.fp8_linear(

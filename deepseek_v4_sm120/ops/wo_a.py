@@ -1,8 +1,8 @@
 """Public wo_a, the first half of DeepSeek-V4's output projection: checks the arguments, launches.
 
-The weights stay E4M3. Up to 64 rows: one launch of `_C.fp8_linear`, which also takes the rotary position embedding of
-the attention's output back. Up to 128 rows: two launches. More rows: the weights become bf16 in a buffer of torch's
-pool that lives for the call, and torch multiplies.
+The weights stay E4M3. Up to FP8_ROWS rows: one launch of `_C.fp8_linear`, which also takes the rotary position
+embedding of the attention's output back. More rows: the weights become bf16 in a buffer of torch's pool that lives for
+the call, and torch multiplies.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import torch
 
 from deepseek_v4_sm120.ops import fp8_linear as linear
-from deepseek_v4_sm120.ops.fp8_linear import MAX_ROWS, takes  # noqa: F401
+from deepseek_v4_sm120.ops.fp8_linear import takes  # noqa: F401
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, ROTATED, Call  # noqa: F401
+from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 
-FP8_ROWS = 2 * MAX_ROWS  # above, reading the weights for each 64 rows costs more than to expand them (bench/wo_a.py)
+FP8_ROWS = (
+    STEP_ROWS  # a step's rows have the same bits however many; for a prompt's expanding costs less (bench/wo_a.py)
+)
 _SHAPE = "rows, groups, inputs"
 HEAD_INPUTS = 512  # csrc/fp8_linear/config.h has it too, a test compares
 EQUATION = "tgd,grd->tgr"  # the product, as SGLang asks torch.einsum for it
@@ -31,11 +34,11 @@ def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
     positions     [rows] int32 or int64, contiguous, each a row of freqs_cis (not checked: that would wait for the GPU)
     returns       [rows, groups, outputs] bf16, contiguous
     rotation      inputs must be whole heads of 512; of each the last 64 are 32 pairs (a, b), which become
-                  (a c + b s, b c - a s) in float32 and are rounded to bf16. At most 64 rows: where they are more, the
+                  (a c + b s, b c - a s) in float32 and are rounded to bf16. At most 256 rows: where they are more, the
                   caller rotates and passes None (SGLang's kernel does, in place)
     accuracy      relative L2 0.0017 against float64 of the rounded x' (bf16 out)
-    determinism   up to 128 rows the same bits in every run and every batch; above, cuBLAS's (torch.bmm)
-    memory        above 128 rows 2 bytes a weight of torch's pool while the call runs; else as fp8_linear
+    determinism   up to 256 rows the same bits in every run and every batch; above, cuBLAS's (torch.bmm)
+    memory        above 256 rows 2 bytes a weight of torch's pool while the call runs; else as fp8_linear
     raises        TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                   launch)
     cuda graphs   capture-safe: no host sync, allocates through torch only
@@ -111,8 +114,8 @@ def _check_rotation(check: Call, x, freqs_cis, positions) -> linear.Prologue:
     check.rotation(freqs_cis, positions, rows)
     if inputs % HEAD_INPUTS:
         check.refuse("shape", "x.shape[2]", f"be a multiple of {HEAD_INPUTS} to be rotated", inputs)
-    if rows > MAX_ROWS:
-        check.refuse("value", "freqs_cis", f"be None above {MAX_ROWS} rows", f"{rows} rows: rotate them first")
+    if rows > FP8_ROWS:
+        check.refuse("value", "freqs_cis", f"be None above {FP8_ROWS} rows", f"{rows} rows: rotate them first")
     arguments = {
         "rotation": freqs_cis.data_ptr(),
         "positions": positions.data_ptr(),

@@ -1,4 +1,4 @@
-"""What a decode step of a compressor computes, in float64; and the same entries straight from a request's tokens.
+"""What a step of a compressor computes, in float64; and the same entries straight from a request's tokens.
 
 A token's projection of its layer's input is, for groups of 4 tokens, [kv for the group after | kv for its own | score
 for the group after | score for its own], head_dim each, and for groups of 128 [kv | score]. An entry of a group of 4
@@ -7,8 +7,9 @@ An entry of 128 pools its 128. Pooling is, for each dimension by itself, sum(kv 
 rotation of the last 64 numbers by the position of the group's first token, for the indexer (128 numbers) the
 Walsh-Hadamard transform times 128^-0.5, and the cache's own rounding.
 
-Decode sees one token a step, so what a group still needs is kept in `state`, [pages, ratio, width], one page for a
-group. Scores are kept without ape.
+What a group still needs of earlier steps is kept in `state`, [pages, ratio, width], one page for a group. Scores are
+kept without ape. Decode sees one token of a request a step, which is written before it is read; of many tokens a step
+(`writes`) a group's are rows of the step, as far as they are its own, and state as it was before.
 
 Source: DeepSeek's inference/model.py (Compressor); where SGLang differs (float32 into the norm, scores without ape),
 SGLang.
@@ -25,9 +26,12 @@ INDEX_DIM = 128
 
 
 def compressor(
-    kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_size, fp4=False
+    kv_score, state, ape, plan, *, norm_weight, norm_eps, freqs_cis, out_loc, cache, page_size, fp4=False, writes=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Writes state and cache; (rows that end a group, their entries [n, head_dim] float64 before the cache rounds)."""
+    if writes is not None:
+        layer = (ape, norm_weight, norm_eps, freqs_cis)
+        return _many_tokens(kv_score, state, layer, plan, writes, out_loc, cache, page_size, fp4)
     ratio = state.shape[1]
     length, write, before, own = plan.view(torch.int32).long().unbind(dim=1)
     slots = state.view(-1, state.shape[2])
@@ -43,6 +47,37 @@ def compressor(
     entries = finish(pooled, norm_weight, norm_eps, freqs_cis[position[ended]])
     store(cache, page_size, out_loc[ended], entries, fp4)
     return ended, entries
+
+
+def _many_tokens(kv_score, state, layer, plan, writes, out_loc, cache, page_size, fp4):
+    """The same of a step with many tokens of a request: groups by `plan`, from the state before any of `writes`."""
+    ratio, (ape, norm_weight, norm_eps, freqs_cis) = state.shape[1], layer
+    window = 8 if ratio == 4 else ratio
+    length, place, before, own = plan.view(torch.int32).long().unbind(dim=1)
+    row, held, position = place & 0xFFFF, (place >> 16 & 0xFFFF).clamp(max=window), length - ratio
+    overlaps = (length > 4) & (ratio == 4)
+    first = torch.where(overlaps | (ratio != 4), held, held.clamp(min=4))  # of the window, that is a row of the step
+    inside = (length != -1) & _inside(position, freqs_cis.shape[0]) & (row < kv_score.shape[0])
+    inside &= row - (window - 1) + first >= 0
+    inside &= _inside(own, state.shape[0]) | (held <= window - ratio)
+    inside &= _inside(before, state.shape[0]) | ~overlaps | (held == 0)
+    inside &= _inside(out_loc[row.clamp(max=len(out_loc) - 1)], cache.shape[0] * page_size)
+    row, held, before, own, overlaps, position = (t[inside] for t in (row, held, before, own, overlaps, position))
+
+    def tokens(page, i):  # [n, ratio, width]: those of a group, whose first is the window's i-th
+        places = torch.arange(i, i + ratio, device=row.device)
+        from_state, of_step = state[page.clamp(0, state.shape[0] - 1)], row[:, None] - (window - 1) + places
+        is_held = (places < held[:, None])[:, :, None]
+        return torch.where(is_held, from_state, kv_score[of_step.clamp(0, kv_score.shape[0] - 1)])
+
+    pooled = pool(tokens(own, window - ratio), tokens(before, 0) if ratio == 4 else None, overlaps, ape)
+    entries = finish(pooled, norm_weight, norm_eps, freqs_cis[position])
+    store(cache, page_size, out_loc[row], entries, fp4)
+    of, slot = writes.view(torch.int32).long().unbind(dim=1)
+    slots = state.view(-1, state.shape[2])
+    written = _inside(of, kv_score.shape[0]) & _inside(slot, slots.shape[0])
+    slots[slot[written]] = kv_score[of[written]]
+    return row, entries
 
 
 def _inside(index: torch.Tensor, size: int) -> torch.Tensor:

@@ -110,9 +110,9 @@ MXFP4_MOE = Patch(
 
 BF16_LINEAR = Patch(
     name="bf16_linear",
-    why="the bf16 projections of compressors, router and indexer for up to 32 rows: cuBLAS takes two launches "
+    why="the bf16 projections of compressors, router and indexer for up to 256 rows: cuBLAS takes two launches "
     "(split-K and its reduction) and a multiple of the time that the bytes need (256 experts and up to 16 rows: "
-    "SGLang's own router, one launch, not compared); bench/bf16_linear.py",
+    "SGLang's own router, one launch, not compared), and a row's bits change with their number; bench/bf16_linear.py",
     targets=(
         _projection(
             "sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
@@ -134,10 +134,10 @@ BF16_LINEAR = Patch(
 
 FP8_LINEAR = Patch(
     name="fp8_linear",
-    why="the dense FP8 layers, up to 64 rows: stock quantises the activations in a launch of its own before each GEMM "
-    "(Triton up to 0.5.15, then CUTLASS; DeepGEMM on Hopper). On an H200 faster than the pair up to 32 rows, slower at "
-    "64; that SM120 needs hardly longer for 64 rows than for its weights is reckoned, not measured: "
-    "docs/notes/fp8_linear.md",
+    why="the dense FP8 layers, up to 256 rows: stock quantises the activations in a launch of its own before each GEMM "
+    "(Triton up to 0.5.15, then CUTLASS; DeepGEMM on Hopper), and a row's bits change with their number. On an H200 "
+    "faster than the pair up to 32 rows, slower at 64; that SM120 needs hardly longer for 64 rows than for its weights "
+    "is reckoned, not measured: docs/notes/fp8_linear.md",
     targets=(
         *PROLOGUES,
         targets_of("fp8_linear")(f"{FP8_METHOD}.apply", "apply", Parameters(("self", "layer", "x", "bias=None"))),

@@ -14,6 +14,7 @@ import torch
 
 from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import bf16_linear as op
+from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.reference import bf16_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.specs import bounds
@@ -107,13 +108,14 @@ def _check_references() -> str:
 
 
 def _check_outputs(outputs: int) -> str:
-    """One row and 32 against float64; the row's bits among the others."""
+    """A step's most rows against float64; the bits of one row and of 40 among them."""
     generator = torch.Generator("cuda").manual_seed(outputs)
-    x, weight = make_x(op.MAX_ROWS, generator), make_weight(outputs, generator)
+    x, weight = make_x(STEP_ROWS, generator), make_weight(outputs, generator)
     out = op.bf16_linear(x, weight)
     error = within(relative_error(out, reference.bf16_linear(x, weight)), bounds.BF16_LINEAR.truth)
-    same(op.bf16_linear(x[:1], weight), out[:1], "row 0 alone and among 32")
-    return f"{error}; a row alone equals the row among others"
+    for rows in (1, 40):
+        same(op.bf16_linear(x[:rows], weight), out[:rows], f"{rows} rows alone and among {STEP_ROWS}")
+    return f"{error}; rows alone equal the rows among others"
 
 
 # ---- calibrate: the shapes of a plan
@@ -143,7 +145,7 @@ class Case:
 
 def cases(*, tp: int, context: int, concurrency: int, quick: bool) -> list[Case]:
     """What a decode step calls; more rows are cuBLAS's with us, too."""
-    return [Case(matrix, rows) for rows in rows_of(concurrency, quick, op.MAX_ROWS) for matrix in MATRICES]
+    return [Case(matrix, rows) for rows in rows_of(concurrency, quick, STEP_ROWS) for matrix in MATRICES]
 
 
 def max_error(provider: str, case: Case) -> float:

@@ -1,6 +1,7 @@
-"""What compressor is measured by: a decode step of a layer's KV compressors; all sizes are every rank's.
+"""What compressor is measured by: a step of a layer's KV compressors, decode's or verification's; sizes are a rank's.
 
-Stock is SGLang's two launches, pooling and norm-rope-store, from 0.5.14 on; what 0.5.12 has stays there with us too.
+Stock is SGLang's two launches, pooling and norm-rope-store (of many tokens a request a third, which writes the state),
+from 0.5.14 on; what 0.5.12 has stays there with us too.
 A case of calibrate is a kind of compressor at a number of rows, where no row's token ends its group, or every so
 many-th row's does (at least one). A verdict weighs the two as often as rows at random places of their groups are
 either.
@@ -85,6 +86,7 @@ class Inputs:
     cache: torch.Tensor
     page_size: int
     fp4: bool
+    writes: torch.Tensor | None = None  # of many tokens a request
 
     def arguments(self) -> dict:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -94,7 +96,7 @@ class Inputs:
         return Inputs(**{**self.arguments(), "state": self.state.clone(), "cache": copy_of_pages(self.cache)})
 
     def rows(self, chosen) -> Inputs:
-        """Some of the rows, with state and cache of their own."""
+        """Some of a decode step's rows, with state and cache of their own."""
         parts = {name: getattr(self, name)[chosen].contiguous() for name in ("kv_score", "plan", "out_loc")}
         return Inputs(**{**self.copy().arguments(), **parts})
 
@@ -164,6 +166,76 @@ def make_inputs(kind: str, lengths, *, seed=0, device="cuda", spare_pages=3, gap
     )
 
 
+@dataclass(frozen=True)
+class Request:
+    """Of a step with many tokens of each: it had `before` tokens, and has so many now."""
+
+    before: int
+    tokens: int
+
+
+def slots_read(ratio: int) -> int:
+    """Tokens of an entry's window."""
+    return 2 * ratio if ratio == 4 else ratio
+
+
+def planned(ratio: int, requests, rings, ring: int):
+    """SGLang's plans (c_plan.cuh, 0.5.18 and later) of requests whose state's slots are `ring` from `rings` on:
+    (entries (length, row, tokens that the state holds, page before, page), writes (row, slot))."""
+    window, entries, writes, first_row = slots_read(ratio), [], [], 0
+    kept = ring - window + 2 if ring > window else 0  # of the last tokens: what a rejection may need again
+    for number, (request, start) in enumerate(zip(requests, rings, strict=True)):
+        length = request.before + request.tokens
+        first_write = min(length // ratio * ratio - (4 if ratio == 4 else 0), length - kept)
+        for j in range(request.tokens):
+            position, row = request.before + j, first_row + j
+            if (position + 1) % ratio == 0:
+                held = window - min(j + 1, window)
+                pages = [(start + at % ring) // ratio for at in (max(position - ratio, 0), position)]
+                entries.append((position + 1, row, held, *(pages if held else (-1, number))))
+            if position >= first_write:
+                writes.append((row, start + position % ring))
+        first_row += request.tokens
+    return entries, writes
+
+
+def make_step(kind: str, requests, *, ring=None, padding=0, seed=0, device="cuda", score_scale=3.0) -> Inputs:
+    """Many tokens of each of `requests` [Request]; the plans in no order and padded to all rows, of which the last
+    `padding` belong to no request. ring: of a request's state, by default as SGLang has it with speculation.
+
+    Of state only the window before the step is a number.
+    """
+    ratio, head_dim, fp4 = KINDS[kind]
+    ring, width, window = ring or (16 if ratio == 4 else 256), KINDS[kind].width, slots_read(ratio)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    rows = sum(request.tokens for request in requests)
+    made = make_inputs(kind, [1] * (rows + padding), seed=seed, device=device, score_scale=score_scale)
+    places = torch.randperm(len(requests) + 1, generator=generator, device=device).tolist()
+    rings = [place * ring for place in places[: len(requests)]]
+    state = torch.full(((len(requests) + 1) * ring, width), float("nan"), device=device)
+    for request, start in zip(requests, rings, strict=True):
+        for position in range(max(request.before - window + 1, 0), request.before):
+            state[start + position % ring].normal_(generator=generator)
+            state[start + position % ring, width // 2 :] *= score_scale
+    entries, writes = planned(ratio, requests, rings, ring)
+    out_loc = torch.zeros(rows + padding, dtype=torch.int64, device=device)
+    slots = torch.randperm(made.cache.shape[0] * made.page_size - 1, generator=generator, device=device)[: len(entries)]
+    if entries:
+        out_loc[torch.tensor([row for _, row, *_ in entries], device=device)] = 1 + slots
+    none = (-1, 0, -1, -1), (-1, -1)
+    plans = []
+    for found, empty in (
+        ([(length, row | held << 16, *pages) for length, row, held, *pages in entries], none[0]),
+        (writes, none[1]),
+    ):
+        padded = torch.tensor([*found, *[empty] * (rows + padding - len(found))], device=device)
+        order = torch.randperm(rows + padding, generator=generator, device=device)
+        plans.append(padded[order].to(torch.int32).contiguous().view(torch.uint8))
+    return replace(
+        made, state=state.view(-1, ratio, width), plan=plans[0], writes=plans[1], out_loc=out_loc.contiguous()
+    )
+
+
 # ---- self-test
 
 
@@ -171,6 +243,7 @@ def checks(quick: bool) -> Iterator[Check]:
     yield Check("compressor", "two references", _check_references)
     for kind in LAYERS if quick else KINDS:
         yield Check("compressor", kind, functools.partial(_check_kind, kind), ON_GPU)
+        yield Check("compressor", f"{kind}, verification", functools.partial(_check_many, kind), ON_GPU)
 
 
 def _check_references() -> str:
@@ -198,6 +271,41 @@ def _check_kind(kind: str) -> str:
     one, among = (reference.read(m.cache, m.page_size, inputs.out_loc[:1], head_dim, fp4) for m in (alone, ours))
     same(one, among, "a row alone and among 40")
     return f"{error}; a row alone equals the row among others"
+
+
+def _check_many(kind: str) -> str:
+    """Four tokens of each of nine requests at all places of a group, at once and one after the other by decode."""
+    ratio, head_dim, fp4 = KINDS[kind]
+    requests = [Request(3 * ratio - 5 + i if i else 0, 4) for i in range(9)]
+    at_once = make_step(kind, requests)
+    step_by_step = at_once.copy()
+    op.compressor(**at_once.arguments())
+    for inputs in decoded(step_by_step, requests):
+        op.compressor(**inputs.arguments())
+    for name in ("state", "cache"):
+        ours, theirs = (getattr(inputs, name).view(torch.uint8) for inputs in (at_once, step_by_step))
+        same(ours, theirs, f"{name} of four tokens at once and one by one")
+    return "four tokens of a request at once are the same bits as one by one"
+
+
+def decoded(inputs: Inputs, requests) -> Iterator[Inputs]:
+    """make_step's inputs as decode steps, a token of each request a step; requests have as many tokens each."""
+    ratio, width, device = inputs.state.shape[1], inputs.state.shape[2], inputs.state.device
+    (tokens,) = {request.tokens for request in requests}
+    ring = inputs.state.shape[0] * ratio // (len(requests) + 1)
+    rows, slots = inputs.writes.view(torch.int32).unbind(dim=1)
+    of_row = {row: slot for row, slot in zip(rows.tolist(), slots.tolist(), strict=True) if row >= 0}
+    for j in range(tokens):
+        plan, chosen = [], []
+        for number, request in enumerate(requests):
+            position, row = request.before + j, number * tokens + j
+            start = of_row[row] // ring * ring
+            pages = [(start + at % ring) // ratio for at in (max(position - ratio, 0), position)]
+            plan.append((position + 1, of_row[row], *pages))
+            chosen.append(row)
+        places = torch.tensor(chosen, device=device)
+        step = {"kv_score": inputs.kv_score[places].view(-1, width), "out_loc": inputs.out_loc[places]}
+        yield replace(inputs, writes=None, plan=make_plan(plan, device), **step)
 
 
 # ---- calibrate: the shapes of a plan
@@ -366,12 +474,15 @@ def _stock():
 
 
 def stock_launches():
-    """SGLang's own two: run(inputs) -> None."""
+    """SGLang's own two, of many tokens a request three: run(inputs) -> None."""
     dsv4 = importlib.import_module(first_installed(HOMES))
 
     def run(inputs) -> None:
         ratio = inputs.state.shape[1]
-        plan = dsv4.CompressorDecodePlan(ratio, inputs.plan)
+        if inputs.writes is None:
+            plan = dsv4.CompressorDecodePlan(ratio, inputs.plan)
+        else:
+            plan = dsv4.CompressorPrefillPlan(ratio, inputs.plan, inputs.writes)
         kv = dsv4.compress_forward(
             kv_score_buffer=inputs.state,
             kv_score_input=inputs.kv_score,

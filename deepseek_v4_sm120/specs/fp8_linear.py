@@ -18,6 +18,7 @@ import torch
 
 from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import fp8_linear as op
+from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.reference import fp8_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.fp8_linear import BLOCK
@@ -169,20 +170,20 @@ def _check_references() -> str:
 
 
 def _check_size(groups: int, outputs: int, inputs: int) -> str:
-    """1, 8, 16 and 64 rows against float64; a row's bits among the others."""
-    most, generator = op.MAX_ROWS, torch.Generator("cuda").manual_seed(outputs)
+    """A step's most rows against float64; a row's bits among the others."""
+    most, generator = STEP_ROWS, torch.Generator("cuda").manual_seed(outputs)
     x, (weight, scale) = make_x(most, groups, inputs, generator), make_weight(groups, outputs, inputs, generator)
     together = op.fp8_grouped_linear(x, weight, scale)
     truth = reference.fp8_grouped_linear(x, weight, scale)
     error = within(relative_error(together, truth), bounds.FP8_LINEAR_WIDE)
-    for rows in (1, 8, 16, 32):
+    for rows in (1, 8, 16, 32, 64):
         same(op.fp8_grouped_linear(x[:rows], weight, scale), together[:rows], f"{rows} rows alone and among {most}")
     return f"{error}; rows alone equal the rows among others"
 
 
 def _check_prologue(kind: str, outputs: int, inputs: int) -> str:
-    """1, 4, 5 and 64 rows: what is made of x against float64, and the product against that of x made before."""
-    most, generator = op.MAX_ROWS, torch.Generator("cuda").manual_seed(inputs)
+    """1, 4, 5 and a step's most rows: what is made of x against float64, the product against that of x made before."""
+    most, generator = STEP_ROWS, torch.Generator("cuda").manual_seed(inputs)
     (weight,), (scale,) = make_weight(1, outputs, inputs, generator)
     if kind == "gated":
         x, arguments = make_gates_and_ups(most, inputs, generator), {"swiglu_limit": 10.0}
@@ -227,7 +228,7 @@ class Case:
 def cases(*, tp: int, context: int, concurrency: int, quick: bool) -> list[Case]:
     """What a decode step calls; more rows are SGLang's with us, too."""
     chosen = [matrix for matrix in matrices(tp) if matrix.name in LAYERS]
-    return [Case(matrix, rows) for rows in rows_of(concurrency, quick, op.MAX_ROWS) for matrix in chosen]
+    return [Case(matrix, rows) for rows in rows_of(concurrency, quick, STEP_ROWS) for matrix in chosen]
 
 
 def max_error(provider: str, case: Case) -> float:

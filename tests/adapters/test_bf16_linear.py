@@ -65,7 +65,7 @@ def test_the_compressors_projection(served):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda f: f(*tensors(rows=33)),
+        lambda f: f(*tensors(rows=257)),
         lambda f: f(*tensors(inputs=128)),
         lambda f: f(*tensors(outputs=6)),
         lambda f: f(tensors()[0], tensors()[1].float()),
@@ -73,7 +73,7 @@ def test_the_compressors_projection(served):
         lambda f: f(tensors()[0][None], tensors()[1]),
         lambda f: f(*tensors(), hpc_kernel_min_m=4),
     ],
-    ids=["33 rows", "128 inputs", "6 outputs", "float32 weight", "float32 x", "3 dims", "keyword"],
+    ids=["257 rows", "128 inputs", "6 outputs", "float32 weight", "float32 x", "3 dims", "keyword"],
 )
 def test_what_the_operator_does_not_take_is_the_originals(served, call):
     assert call(adapter.replace_linear_bf16_fp32(original)) == "original" and served == []
@@ -156,7 +156,7 @@ def test_deterministic_inference_keeps_the_originals_router(served, version):
     assert found == ("original", "zeros", "batch") and served == []
 
 
-@pytest.mark.parametrize("rows, is_v4", [(33, True), (2, False)], ids=["33 rows", "another model"])
+@pytest.mark.parametrize("rows, is_v4", [(257, True), (2, False)], ids=["257 rows", "another model"])
 def test_routers_that_are_not_ours(served, rows, is_v4):
     x, weight = tensors(rows=rows, outputs=256)
     found = gate_with(MODULES["0.5.17"](False))(MoEGate(weight, is_v4), x)

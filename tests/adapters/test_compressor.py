@@ -12,7 +12,7 @@ from deepseek_v4_sm120.reference import compressor as reference
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
 from deepseek_v4_sm120.sglang_patches.adapters import compressor as adapter
 from deepseek_v4_sm120.specs import bounds
-from deepseek_v4_sm120.specs.compressor import KINDS, copy_of_pages, make_inputs
+from deepseek_v4_sm120.specs.compressor import KINDS, Request, copy_of_pages, make_inputs, make_step, planned
 from tests.adapters.test_sparse_decode import LAYOUT
 
 
@@ -104,6 +104,37 @@ def test_a_decode_step_is_ours(calls, kind):
     assert torch.equal(inputs.state.view(torch.int32), expected.state.view(torch.int32))
 
 
+def step_of(kind, tokens=4, **options):
+    """A verification, and the backend whose plans it has."""
+    ratio = KINDS[kind].ratio
+    requests = [Request(before, tokens) for before in (2 * ratio - 2, 0, 3 * ratio - 1, ratio + 1)]
+    inputs = make_step(kind, requests, device="cpu", padding=3, **options)
+    return inputs, Backend(CompressorPrefillPlan(ratio, inputs.plan, inputs.writes))
+
+
+@pytest.mark.parametrize("slots", (0, 5))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_verification_is_ours(calls, kind, slots):
+    """With padding, and with more slots than rows."""
+    inputs, backend = step_of(kind)
+    expected = inputs.copy()
+    reference.compressor(**expected.arguments())
+    given = given_of(inputs)
+    given["out_loc"] = torch.cat([inputs.out_loc, torch.zeros(slots, dtype=torch.int64)])
+    replaced = adapter.replace_all_in_one(lambda self, **given: pytest.fail("the original ran"))
+    assert replaced(backend, **given) is None and calls == [19]
+    assert torch.equal(inputs.cache, expected.cache)
+    assert torch.equal(inputs.state.view(torch.int32), expected.state.view(torch.int32))
+
+
+def test_plans_from_host_lists_have_as_many_lines_as_there_are(calls):
+    inputs, _ = step_of("c4")
+    entries, writes = (plan[plan.view(torch.int32)[:, 0] != -1].contiguous() for plan in (inputs.plan, inputs.writes))
+    backend = Backend(CompressorPrefillPlan(4, entries, writes))
+    adapter.replace_all_in_one(lambda self, **given: pytest.fail("the original ran"))(backend, **given_of(inputs))
+    assert calls == [19] and len(entries) < 19 and len(writes) < 19
+
+
 CHANGES = {
     "a bf16 state": {"kv_score_buffer": lambda v: v.bfloat16()},
     "bf16 weights": {"ape": lambda v: v.bfloat16()},
@@ -135,8 +166,16 @@ def test_other_plans_other_rows_and_a_closed_gate_are_the_originals(calls, monke
     inputs, backend = made_for("c4")
     given = given_of(inputs)
     replaced = adapter.replace_all_in_one(lambda self, **given: "original")
-    verify = Backend(CompressorPrefillPlan(4, inputs.plan, inputs.plan[:, :8]))
-    assert replaced(verify, **given) == "original"
+    sums = Backend(CompressorPrefillPlan(4, inputs.plan, inputs.plan))  # running sums' writes
+    assert replaced(sums, **given) == "original"
+    prompt = make_step("index", [Request(0, 513)], device="cpu")
+    plans = CompressorPrefillPlan(4, prompt.plan, prompt.writes)
+    assert replaced(Backend(plans), **given_of(prompt)) == "original"
+    step, _ = step_of("c4")
+    few_slots = {**given_of(step), "out_loc": step.out_loc[:-1]}
+    assert replaced(Backend(CompressorPrefillPlan(4, step.plan, step.writes)), **few_slots) == "original"
+    not_known = Backend(SimpleNamespace(compress_ratio=4))
+    assert replaced(not_known, **given) == "original"
     assert replaced(backend, **{n: v for n, v in given.items() if n != "out_loc"}) == "original"  # 0.5.12's call
     many = make_inputs("index", [3] * 513, device="cpu")
     assert replaced(Backend(CompressorDecodePlan(4, many.plan)), **given_of(many)) == "original"
@@ -186,6 +225,128 @@ def test_shadow_mode_runs_ours_on_a_copy_and_the_original_on_the_live_tensors(sh
     (record,) = shadow.report()
     assert (record["patch"], record["calls"], record["bad_calls"]) == ("compressor", 1, 0)
     assert record["relative_l2_max"] == 0.0 and record["shape"]["rows"] == 5
+
+
+@pytest.mark.parametrize("mode", ["1", "ours"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shadow_mode_of_a_verification(shadowed, calls, kind, mode):
+    """Ours on a copy without its writes; in both modes the live tensors are the original's, which were read before."""
+    inputs, backend = step_of(kind)
+    before, expected = inputs.copy(), inputs.copy()
+    reference.compressor(**expected.arguments())
+    seen = []
+
+    def original(self, **given):
+        state = inputs.state.view(torch.int32)
+        seen.append(torch.equal(inputs.cache, before.cache) and torch.equal(state, before.state.view(torch.int32)))
+        reference.compressor(**inputs.arguments())
+
+    shadowed(mode)
+    adapter.replace_all_in_one(original)(backend, **given_of(inputs))
+    assert seen == [True] and calls == [19]
+    assert torch.equal(inputs.cache, expected.cache)
+    assert torch.equal(inputs.state.view(torch.int32), expected.state.view(torch.int32))
+    (record,) = shadow.report()
+    assert (record["calls"], record["bad_calls"], record["relative_l2_max"]) == (1, 0, 0.0)
+
+    def wrong(self, **given):
+        reference.compressor(**inputs.arguments())
+        entries = inputs.plan.view(torch.int32)
+        row = int(entries[entries[:, 0] != -1][0, 1]) & 0xFFFF
+        page, entry = divmod(int(inputs.out_loc[row]), inputs.page_size)
+        first = entry * (64 if kind == "index_fp4" else 128 if kind == "index" else 576)
+        inputs.cache[page, first : first + 64] ^= 0x88
+
+    inputs, backend = step_of(kind, seed=1)
+    adapter.replace_all_in_one(wrong)(backend, **given_of(inputs))
+    assert sum(record["bad_calls"] for record in shadow.report()) == 1
+
+
+# ---- before 0.5.18: what the plan of a verification writes
+
+
+class Pool:
+    def __init__(self, ring):
+        self.ring = ring
+
+    def get_ring_size(self, compress_ratio):
+        return self.ring
+
+
+def planner(ring, kept_before, asked):
+    """create_paged_compressor_data as 0.5.14 to 0.5.17 have it: of a request's tokens the last `kept_before` are
+    written and what the group needs, in no order. A request's ring is its number's."""
+
+    def create_paged_compressor_data(
+        compress_ratio, *, is_prefill, token_to_kv_pool, req_to_token, req_pool_indices, seq_lens, extend_lens=None,
+        seq_lens_cpu=None, extend_lens_cpu=None, use_prefill_cuda_graph=False, num_q_tokens=None,
+    ):  # fmt: skip
+        asked.append(is_prefill)
+        if not is_prefill:
+            assert bool((seq_lens > 0).all())
+            slots = req_pool_indices * ring + (seq_lens - 1) % ring
+            plan = torch.stack([seq_lens, slots, slots * 0, slots * 0], dim=1).to(torch.int32)
+            return CompressorDecodePlan(compress_ratio, plan.view(torch.uint8))
+        rows, found, first = num_q_tokens or sum(extend_lens_cpu), [], 0
+        for number, length, new in zip(req_pool_indices.tolist(), seq_lens.tolist(), extend_lens.tolist(), strict=True):
+            needed = length // compress_ratio * compress_ratio - (4 if compress_ratio == 4 else 0)
+            for j in range(new):
+                position = length - new + j
+                if position >= min(needed, length - kept_before):
+                    found.append((first + j, number * ring + position % ring))
+            first += new
+        plan_w = torch.tensor([*reversed(found), *[(-1, -1)] * (rows - len(found) if num_q_tokens else 0)])
+        plan_c = torch.zeros((rows if num_q_tokens else 1, 16), dtype=torch.uint8)
+        return CompressorPrefillPlan(compress_ratio, plan_c, plan_w.to(torch.int32).view(torch.uint8))
+
+    return create_paged_compressor_data
+
+
+@pytest.mark.parametrize("from_lists", (False, True))
+@pytest.mark.parametrize("ratio", (4, 128))
+def test_every_row_that_a_rejection_may_need_is_written(calls, ratio, from_lists):
+    """What 0.5.18 plans itself; rows that belong to no request stay out."""
+    ring, asked = (16, []) if ratio == 4 else (256, [])
+    requests = [Request(2 * ratio + 1, 8), Request(0, 3), Request(3 * ratio - 2, 6), Request(ratio - 1, 1)]
+    new = [request.tokens for request in requests]
+    lengths = [request.before + request.tokens for request in requests]
+    numbers = torch.tensor([3, 0, 5, 1])
+    original = planner(ring, 0 if from_lists else 4, asked)
+    given = {
+        "is_prefill": True,
+        "token_to_kv_pool": Pool(ring),
+        "req_to_token": None,
+        "req_pool_indices": numbers,
+        "seq_lens": torch.tensor(lengths),
+        "extend_lens": torch.tensor(new),
+    }
+    given |= {"seq_lens_cpu": lengths, "extend_lens_cpu": new} if from_lists else {"num_q_tokens": 20}
+    plan = adapter.replace_create_data(original)(compress_ratio=ratio, **given)
+    expected = planned(ratio, requests, [number * ring for number in numbers.tolist()], ring)[1]
+    written = [tuple(pair) for pair in plan.plan_w.view(torch.int32).tolist() if pair[0] != -1]
+    assert written == expected and asked == [True, False]
+    before = original(ratio, **given).plan_w.view(torch.int32)
+    assert int((before[:, 0] != -1).sum()) < len(expected)  # there is something to mend
+    assert plan.plan_w.shape == (18 if from_lists else 20, 8) and plan.plan_w.dtype == torch.uint8
+
+
+def test_plans_that_are_whole_stay_as_they_are(calls, monkeypatch):
+    asked = []
+    given = {
+        "is_prefill": True,
+        "req_to_token": None,
+        "req_pool_indices": torch.tensor([0]),
+        "seq_lens": torch.tensor([9]),
+        "extend_lens": torch.tensor([8]),
+        "num_q_tokens": 8,
+    }
+    replaced = adapter.replace_create_data(planner(8, 4, asked))
+    replaced(4, token_to_kv_pool=Pool(8), **given)  # no speculation
+    decode = {name: value for name, value in given.items() if name not in ("extend_lens", "num_q_tokens")}
+    replaced(4, token_to_kv_pool=Pool(16), **{**decode, "is_prefill": False})
+    monkeypatch.setattr(device_gate, "serves", lambda device: False)
+    replaced(4, token_to_kv_pool=Pool(16), **given)
+    assert asked == [True, False, True]
 
 
 def test_shadow_mode_finds_a_wrong_entry_and_leaves_out_rows_that_end_no_group(shadowed, calls):

@@ -140,8 +140,9 @@ def change(**changes):
 
 
 UNGATED = {
-    "65 rows": (None, gates(65), ["silu", "apply"]),
+    "257 rows": (None, gates(257), ["silu", "apply"]),
     "5 rows": (None, gates(5), ["silu", "plain"]),
+    "256 rows": (None, gates(256), ["silu", "plain"]),
     "a bias": (change(bias=torch.ones(384, dtype=torch.bfloat16)), gates(), ["silu", "apply"]),
     "split inputs": (change(input_is_parallel=False), gates(), ["silu", "plain"]),
     "another method": (
@@ -222,7 +223,7 @@ def test_another_product_before_the_gates():
 
 
 @pytest.mark.parametrize("indexer", (True, False))
-@pytest.mark.parametrize("rows", (1, 4, 5, 64))
+@pytest.mark.parametrize("rows", (1, 4, 5, 256))
 def test_the_latent_is_normalised_by_its_products_or_once_before(rows, indexer):
     attention, x = Attention(indexer), latent(rows)
     found = attention(x)
@@ -254,7 +255,7 @@ def foreign(layer):
 
 
 NORMALIZED_BEFORE = {
-    "65 rows": (lambda a: None, {}, 65),
+    "257 rows": (lambda a: None, {}, 257),
     "no rows": (lambda a: None, {}, 0),
     "another wq_b": (lambda a: foreign(a.wq_b), {}, 5),
     "another indexer": (lambda a: foreign(a.indexer.wq_b), {}, 5),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_v4_sm120.ops.bf16_linear import MAX_ROWS, bf16_linear
+from deepseek_v4_sm120.ops.bf16_linear import bf16_linear
+from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.bf16_linear import bf16_linear as reference
 from deepseek_v4_sm120.specs.bf16_linear import make_weight, make_x
@@ -34,7 +35,7 @@ def make(rows, inputs, outputs, device, seed=0, stride=0):
 
 
 @pytest.mark.parametrize("inputs, outputs", SHAPES)
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 31, 32])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 129, 256, 1000])
 def test_against_the_reference(rows, inputs, outputs, device):
     x, weight = make(rows, inputs, outputs, device, seed=rows)
     truth = reference(x, weight)
@@ -46,29 +47,41 @@ def test_against_the_reference(rows, inputs, outputs, device):
 
 @pytest.mark.parametrize("inputs, outputs", SHAPES)
 def test_a_row_alone_and_among_others(inputs, outputs, device):
-    x, weight = make(MAX_ROWS, inputs, outputs, device)
-    together = bf16_linear(x, weight)
-    for row in (0, 5, 8, 31):
-        assert torch.equal(bf16_linear(x[row : row + 1], weight)[0], together[row])
-    assert torch.equal(bf16_linear(x[:16], weight), together[:16])
+    x, weight = make(STEP_ROWS, inputs, outputs, device)
+    together = torch.cat([bf16_linear(row[None], weight) for row in x])
+    for rows in (*range(2, 70), 96, 97, 127, 128, 129, 192, 193, 255, 256):
+        assert torch.equal(bf16_linear(x[:rows], weight), together[:rows]), rows
+    assert torch.equal(bf16_linear(x[-100:], weight), together[-100:])
 
 
-def test_a_row_of_nan_and_infinity_stays_its_own(device):
-    x, weight = make(9, 4096, 512, device)
+@pytest.mark.parametrize("inputs, outputs", SHAPES)
+def test_a_prompt_has_the_bits_of_its_rows(inputs, outputs, device):
+    x, weight = make(2100, inputs, outputs, device)
+    together, rounded = bf16_linear(x, weight), bf16_linear(x, weight, out_dtype=torch.bfloat16)
+    for first in (0, 100, 1000, 2047, 2092):
+        few = x[first : first + 8]
+        assert torch.equal(bf16_linear(few, weight), together[first : first + 8])
+        assert torch.equal(bf16_linear(few, weight, out_dtype=torch.bfloat16), rounded[first : first + 8])
+
+
+@pytest.mark.parametrize("rows", [9, 40, 70, 300, 1100])
+def test_a_row_of_nan_and_infinity_stays_its_own(rows, device):
+    x, weight = make(rows, 4096, 512, device)
     clean = bf16_linear(x, weight)
     x[3], x[8, 5] = float("nan"), float("inf")
     found = bf16_linear(x, weight)
     assert bool(found[3].isnan().all()) and not bool(found[8].isfinite().any())
-    kept = [r for r in range(9) if r not in (3, 8)]
+    kept = [r for r in range(rows) if r not in (3, 8)]
     assert torch.equal(found[kept], clean[kept])
     weight[7] = float("nan")
     assert torch.equal(bf16_linear(x, weight)[kept][:, :7], clean[kept][:, :7])
 
 
-def test_views_and_out(device):
-    x, weight = make(5, 4096, 1024, device, stride=24)
+@pytest.mark.parametrize("rows", [5, 37, 150, 1100])
+def test_views_and_out(rows, device):
+    x, weight = make(rows, 4096, 1024, device, stride=24)
     assert not x.is_contiguous()
-    holder = torch.full((5, 1100), float("nan"), device=device)
+    holder = torch.full((rows, 1100), float("nan"), device=device)
     out = bf16_linear(x, weight, out=holder[:, :1024])
     assert torch.equal(out, bf16_linear(x.contiguous(), weight))
     assert bool(holder[:, 1024:].isnan().all())
@@ -76,14 +89,16 @@ def test_views_and_out(device):
 
 def test_weights_past_two_to_the_31_bytes(device):
     weight = torch.zeros(300_000, 4096, dtype=torch.bfloat16, device=device)  # 2.4 GB
-    x, few = make(2, 4096, 8, device)
+    x, few = make(40, 4096, 8, device)
     weight[-8:] = few
-    assert torch.equal(bf16_linear(x, weight)[:, -8:], bf16_linear(x, few))
+    for rows in (2, 40):
+        assert torch.equal(bf16_linear(x[:rows], weight)[:, -8:], bf16_linear(x[:rows], few))
 
 
-def test_graph_replay_behind_the_kernel_that_writes_x(device):
+@pytest.mark.parametrize("rows", [8, 48, 256])
+def test_graph_replay_behind_the_kernel_that_writes_x(rows, device):
     """Weights are read before the kernel in front has ended; x must not be."""
-    x, weight = make(8, 4096, 2048, device)
+    x, weight = make(rows, 4096, 2048, device)
     source = torch.empty_like(x)
     bf16_linear(x, weight)
     graph = torch.cuda.CUDAGraph()
@@ -93,7 +108,7 @@ def test_graph_replay_behind_the_kernel_that_writes_x(device):
             hidden = hidden + 1
         out = bf16_linear(hidden, weight)
     for seed in range(4):
-        source.copy_(make(8, 4096, 4, device, seed=seed + 50)[0])
+        source.copy_(make(rows, 4096, 4, device, seed=seed + 50)[0])
         graph.replay()
         expected = source * 2
         for _ in range(3):

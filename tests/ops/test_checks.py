@@ -62,10 +62,15 @@ def _calls() -> dict[str, tuple[str, dict]]:
     by_table = {**extra, "extra_page_table": int32(2, 8), "extra_page_table_rows": int32(ROWS)}
     del by_table["extra_indices"]
     group = SimpleNamespace(hidden=4096, max_rows=512, ranks=2, device=torch.device("cpu"))
+
+    def given(inputs) -> dict:
+        return {name: value for name, value in inputs.arguments().items() if value is not None}
+
     return {
         "all_reduce": ("all_reduce", {"x": bf16(ROWS, 4096), "group": group, "out": bf16(ROWS, 4096)}),
         "bf16_linear": ("bf16_linear", {"x": bf16(2, 512), "weight": bf16(8, 512), "out": torch.zeros(2, 8)}),
-        "compressor": ("compressor", compressor.make_inputs("c4", [4, 5, 8], device="cpu").arguments()),
+        "compressor": ("compressor", given(compressor.make_inputs("c4", [4, 5, 8], device="cpu"))),
+        "compressor, many": ("compressor", given(compressor.make_step("c4", [compressor.Request(5, 4)], device="cpu"))),
         "fp8_linear": ("fp8_linear", {**product, **norm, "out": bf16(ROWS, 256)}),
         "fp8_linear, gated": ("fp8_linear", {**product, "x": bf16(ROWS, 768), "swiglu_limit": 10.0}),
         "gated": ("fp8_linear", {"x": bf16(ROWS, 768), "swiglu_limit": 10.0}),
@@ -141,6 +146,7 @@ ANY_STRIDES = {"weight_scale", "kv_pages", "extra_kv_pages", "k_pages"}
 ALIGNED = {
     *("x", "weight", "norm_weight", "streams", "f", "fn", "hidden", "w13", "w13_scale", "w2", "w2_scale", "q"),
     *("k_pages", "kv_pages", "extra_kv_pages", "freqs_cis", "state", "kv_score", "ape", "plan", "cache"),
+    "writes",
 }
 ALIGNED_OUT = {"all_reduce", "fp8_linear", "fp8_grouped_linear", "mxfp4_moe", "sparse_decode"}
 WRONG_DTYPES = {torch.int32: torch.int64, torch.bfloat16: torch.float16, torch.float32: torch.bfloat16}
@@ -153,8 +159,8 @@ def function_of(name: str):
 
 def first_of(name: str) -> str:
     """The argument whose device is the call's."""
-    if name == "compressor" or name.startswith("mhc"):
-        return "state" if name == "compressor" else "streams"
+    if name.startswith(("compressor", "mhc")):
+        return "state" if name.startswith("compressor") else "streams"
     return next(iter(CALLS[name][1]))
 
 

@@ -9,7 +9,7 @@ from deepseek_v4_sm120.ops import compressor as op
 from deepseek_v4_sm120.ops.compressor import compressor
 from deepseek_v4_sm120.reference import compressor as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.specs.compressor import KINDS, make_inputs
+from deepseek_v4_sm120.specs.compressor import KINDS, Request, decoded, make_inputs, make_step, planned
 
 pytestmark = pytest.mark.gpu
 
@@ -218,6 +218,144 @@ def test_strides_and_page_gaps(kind):
     made = inputs.copy()
     compressor(**{**made.arguments(), "kv_score": wide[:, : inputs.kv_score.shape[1]]})
     assert torch.equal(made.cache, packed.cache)
+
+
+# ---- many tokens of a request in a step: verification, short prompts
+
+
+def _same_as_the_reference(inputs, kind):
+    """State to the bit, entries within the cache's rounding, and no other page of the cache."""
+    ratio, head_dim, fp4 = KINDS[kind]
+    ours, truth = _run(inputs), inputs.copy()
+    rows, entries = reference.compressor(**truth.arguments())
+    assert _same_state(ours.state, truth.state)
+    stored = reference.read(ours.cache, ours.page_size, ours.out_loc[rows], head_dim, fp4)
+    assert not len(rows) or relative_error(stored, entries) < KINDS[kind].rounding
+    assert float((ours.cache != truth.cache).sum()) <= 0.01 * entries.numel() + 4 * len(rows)
+    untouched = torch.ones(ours.cache.shape[0], dtype=torch.bool, device="cuda")
+    untouched[ours.out_loc[rows] // ours.page_size] = False
+    assert torch.equal(ours.cache[untouched], inputs.cache[untouched])
+    return ours, rows
+
+
+def _requests(kind, count, tokens):
+    ratio = KINDS[kind].ratio
+    return [Request(3 * ratio - 4 + i if i % 9 else 0, tokens) for i in range(count)]
+
+
+@pytest.mark.parametrize("tokens", (1, 2, 4, 6, 8))
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_tokens_at_once_have_the_bits_of_decode(kind, tokens):
+    requests = _requests(kind, 17, tokens)
+    inputs = make_step(kind, requests, padding=3)
+    ours, rows = _same_as_the_reference(inputs, kind)
+    one_by_one = inputs.copy()
+    for step in decoded(one_by_one, requests):
+        compressor(**step.arguments())
+    assert _same_state(ours.state, one_by_one.state) and torch.equal(ours.cache, one_by_one.cache) and len(rows)
+
+
+@pytest.mark.parametrize("streams", (1, 8, 64))
+@pytest.mark.parametrize("kind", KINDS)
+def test_ragged_verifications(kind, streams):
+    ratio = KINDS[kind].ratio
+    requests = [Request(2 * ratio - 5 + i, 1 + i * 5 % 8) for i in range(streams)]
+    inputs = make_step(kind, requests, seed=streams, padding=min(40, 512 - 8 * streams))
+    ours, rows = _same_as_the_reference(inputs, kind)
+    shuffled = torch.randperm(len(inputs.plan), device="cuda")
+    again = inputs.copy()
+    again.plan, again.writes = inputs.plan[shuffled].contiguous(), inputs.writes[shuffled.flip(0)].contiguous()
+    again = _run(again)
+    assert _same_state(again.state, ours.state) and torch.equal(again.cache, ours.cache)
+
+
+@pytest.mark.parametrize("rows", (1, 30, 200, 512))
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_through_a_ring_that_holds_one_window(kind, rows):
+    """What a step writes lies where its groups are read: they see the state of before, in whatever order blocks run."""
+    ratio = KINDS[kind].ratio
+    half = rows // 2
+    requests = [Request(5 * ratio + 3, rows - half), *([Request(2 * ratio - 1, half)] if half else [])]
+    inputs = make_step(kind, requests, ring=8 if ratio == 4 else 128, seed=rows)
+    expected, _ = _same_as_the_reference(inputs, kind)
+    for _ in range(20):
+        found = _run(inputs)
+        assert _same_state(found.state, expected.state) and torch.equal(found.cache, expected.cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_entries_and_writes_that_point_outside(kind):
+    ratio = KINDS[kind].ratio
+    inputs = make_step(kind, [Request(3 * ratio - 2, 4)] * 9)
+    entries, writes = inputs.plan.view(torch.int32), inputs.writes.view(torch.int32)
+    there = (entries[:, 0] != -1).nonzero()[:, 0].tolist()
+    bad = ((0, 2**30), (0, -2), (1, 9999), (1, 0), (2, -1), (3, 2**31 - 1), (0, 0))
+    for line, (column, value) in zip(there[:7], bad, strict=True):
+        entries[line, column] = value
+    inputs.out_loc[int(entries[there[7], 1]) & 0xFFFF] = 2**62
+    writes[0], writes[1], writes[2, 1] = torch.tensor([99, 0]), torch.tensor([3, 2**31 - 1]), -5
+    _, rows = _same_as_the_reference(inputs, kind)
+    assert len(rows) == (1 if ratio == 4 else 2)  # groups of 128 have none before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_replays_a_verification_on_other_plans(kind):
+    first, then = (
+        make_step(kind, _requests(kind, 8, tokens), seed=tokens, padding=8 * (4 - tokens)) for tokens in (2, 4)
+    )
+    expected = _run(then)
+    static = first.copy()
+    compressor(**static.arguments())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        compressor(**static.arguments())
+    for name, value in then.arguments().items():
+        if isinstance(value, torch.Tensor):
+            getattr(static, name).copy_(value)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(static.cache, expected.cache) and _same_state(static.state, expected.state)
+    for _ in range(3):  # words of the blocks that find each other are zero again
+        for name in ("state", "cache"):
+            getattr(static, name).copy_(getattr(then, name))
+        graph.replay()
+        assert torch.equal(static.cache, expected.cache) and _same_state(static.state, expected.state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verifications_behind_each_other_without_a_wait(kind):
+    """Each reads the state that the one in front has written, its plan as a hint before that has ended."""
+    ratio = KINDS[kind].ratio
+    ring = 16 if ratio == 4 else 256
+    inputs = make_step(kind, [Request(0, 4)])
+    steps, tokens = [], torch.randn((3 * ratio + 16, inputs.kv_score.shape[1]), device="cuda")
+    for before in range(0, len(tokens) - 4, 3):  # three of four are kept
+        entries, writes = planned(ratio, [Request(before, 4)], [0], ring)
+        lines = [(length, row | held << 16, *pages) for length, row, held, *pages in entries] or [(-1, 0, -1, -1)]
+        plans = [torch.tensor(p, dtype=torch.int32).view(torch.uint8).cuda() for p in (lines, writes)]
+        steps.append((plans, tokens[before : before + 4].contiguous(), torch.arange(before, before + 4) // ratio + 1))
+    steps = [(plans, new, slots.cuda()) for plans, new, slots in steps]
+
+    def run(wait):
+        made = inputs.copy()
+        made.state.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for (plan, writes), new, slots in steps:
+            step = {"plan": plan, "writes": writes, "kv_score": new, "out_loc": slots}
+            compressor(**{**made.arguments(), **step})
+            wait()
+        torch.cuda.synchronize()
+        return made
+
+    at_once, one_by_one = run(lambda: None), run(torch.cuda.synchronize)
+    assert torch.equal(at_once.cache, one_by_one.cache) and _same_state(at_once.state, one_by_one.state)
+    ratio, head_dim, fp4 = KINDS[kind]
+    layer = [inputs.ape, inputs.norm_weight, inputs.norm_eps, inputs.freqs_cis]
+    on_host = [value.cpu() if isinstance(value, torch.Tensor) else value for value in layer]
+    expected = reference.entries_of(tokens[: 3 * ratio].cpu(), *on_host, ratio)
+    slots = torch.arange(1, len(expected) + 1, device="cuda")
+    stored = reference.read(at_once.cache, at_once.page_size, slots, head_dim, fp4)
+    assert relative_error(stored.cpu(), expected) < KINDS[kind].rounding
 
 
 def test_infinite_scores_and_cleared_state():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops import compressor as op
-from deepseek_v4_sm120.specs.compressor import make_inputs
+from deepseek_v4_sm120.specs.compressor import Request, make_inputs, make_step
 
 MADE = make_inputs("c4", [4, 5, 8], device="cpu")
 pytestmark = pytest.mark.usefixtures("fake")
@@ -40,6 +40,24 @@ def test_refused(name):
     changes, words = REFUSED[name]
     with pytest.raises(ValueError, match=f"^compressor: .*{words}"):
         op.compressor(**{**MADE.arguments(), **changes})
+
+
+STEP = make_step("c4", [Request(5, 4), Request(0, 2)], device="cpu")
+REFUSED_OF_MANY = {
+    "plan's width": ({"plan": STEP.plan[:, :8].contiguous()}, r"plan.shape must be \[entries, 16\], got \[6, 8\]"),
+    "entries": ({"plan": torch.zeros(513, 16, dtype=torch.uint8)}, "plan must have at most 512 rows, got 513"),
+    "writes' width": ({"writes": STEP.plan}, r"writes.shape must be \[writes, 8\], got \[6, 16\]"),
+    "writes": ({"writes": torch.zeros(513, 8, dtype=torch.uint8)}, "writes must have at most 512 rows, got 513"),
+    "writes' stride": ({"writes": STEP.writes.repeat(2, 1)[::2]}, "writes must be contiguous, got strides"),
+    "slots' rows": ({"out_loc": STEP.out_loc[:2]}, r"out_loc.shape must be \[6\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OF_MANY)
+def test_refused_of_many_tokens(name):
+    changes, words = REFUSED_OF_MANY[name]
+    with pytest.raises(ValueError, match=f"^compressor: .*{words}"):
+        op.compressor(**{**STEP.arguments(), **changes})
 
 
 def test_the_indexers_groups_are_of_4():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_v4_sm120.ops.fp8_linear import fp8_grouped_linear, fp8_linear
+from deepseek_v4_sm120.ops.fp8_linear import LAUNCH_ROWS, fp8_grouped_linear, fp8_linear
+from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.reference import fp8_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.specs.bounds import FP8_LINEAR
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 ODD_SIZES = [(128, 128), (128, 256), (256, 384), (384, 512), (2048, 512), (640, 640), (1152, 1536), (128, 7168)]
 SHAPES = sorted({(m.groups, m.outputs, m.inputs) for tp in (1, 2, 4, 8) for m in matrices(tp)})
-ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64)
+ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 128, 129, 200, 256)
 
 
 def _make(rows, outputs, inputs, *, groups=1, seed=3, ue8m0=False):
@@ -99,12 +100,39 @@ def test_every_tile_has_the_bits_of_few_rows(shape):
     assert tried >= 8
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, *((1, *size) for size in ODD_SIZES), (1, 256, 20480)], ids=str)
+def test_a_steps_rows_have_the_bits_of_each_alone(shape):
+    groups, outputs, inputs = shape
+    x, weight, scale = _make(STEP_ROWS, outputs, inputs, groups=groups, ue8m0=inputs % 512 != 0)
+    alone = torch.cat([fp8_grouped_linear(row[None], weight, scale) for row in x])
+    for rows in (65, 66, 100, 127, 128, 129, 191, 192, 193, 255, 256):
+        assert torch.equal(_bits(fp8_grouped_linear(x[:rows], weight, scale)), _bits(alone[:rows])), rows
+    tried = 0
+    for in_turn in (1, 2, 4, 8):
+        for rows in (65, 200):
+            out = tuned(x[:rows], weight, scale, in_turn=in_turn)
+            tried += out is not None
+            assert out is None or torch.equal(_bits(out), _bits(alone[:rows])), (rows, in_turn)
+    assert tried >= 2
+
+
+@pytest.mark.parametrize("shape", ((1, 4096, 8192), (1, 8192, 1024), (2, 1024, 4096), (1, 1536, 4096)), ids=str)
+def test_a_prompt_has_the_bits_of_its_rows(shape):
+    groups, outputs, inputs = shape
+    x, weight, scale = _make(2100, outputs, inputs, groups=groups)
+    together = fp8_grouped_linear(x, weight, scale)
+    assert relative_error(together[:300], reference.fp8_grouped_linear(x[:300], weight, scale)) < FP8_LINEAR.truth
+    for first in (0, 100, 1000, 2040, 2092):
+        few = fp8_grouped_linear(x[first : first + 8], weight, scale)
+        assert torch.equal(_bits(together[first : first + 8]), _bits(few))
+
+
 def test_more_rows_than_a_launch_takes():
-    x, weight, scale = _plain(201, 1024, 2048)
+    x, weight, scale = _plain(LAUNCH_ROWS + 70, 128, 128)
     out = fp8_linear(x, weight, scale)
-    assert relative_error(out, reference.fp8_linear(x, weight, scale)) < FP8_LINEAR.truth
-    assert torch.equal(_bits(out[70:80]), _bits(fp8_linear(x[70:80], weight, scale)))
-    assert fp8_linear(x[:0], weight, scale).shape == (0, 1024)
+    for first in (0, LAUNCH_ROWS - 3, LAUNCH_ROWS + 62):
+        assert torch.equal(_bits(out[first : first + 8]), _bits(fp8_linear(x[first : first + 8], weight, scale)))
+    assert fp8_linear(x[:0], weight, scale).shape == (0, 128)
 
 
 def test_subnormal_weights_alone():
@@ -126,7 +154,7 @@ def test_nan_weights_spoil_their_outputs_alone():
     assert torch.equal(_bits(out[:, ~spoiled]), _bits(clean[:, ~spoiled]))
 
 
-@pytest.mark.parametrize("rows", (4, 30, 64))
+@pytest.mark.parametrize("rows", (4, 30, 64, 150))
 def test_nonfinite_rows_do_not_leak(rows):
     x, weight, scale = _plain(rows, 512, 1024)
     clean = fp8_linear(x, weight, scale)
@@ -167,27 +195,28 @@ def test_nan_scales_spoil_their_block_of_outputs():
     assert torch.equal(_bits(same), _bits(fp8_linear(x, weight, scale)))
 
 
-def test_strides():
-    x, weight, scale = _plain(9, 512, 1024)
+@pytest.mark.parametrize("rows", (9, 77))
+def test_strides(rows):
+    x, weight, scale = _plain(rows, 512, 1024)
     expected = fp8_linear(x, weight, scale)
-    wide_x = torch.full((9, 1024 + 64), torch.nan, dtype=torch.bfloat16, device="cuda")
+    wide_x = torch.full((rows, 1024 + 64), torch.nan, dtype=torch.bfloat16, device="cuda")
     wide_x[:, 8:1032] = x
     wide_weight = torch.empty((512, 1024 + 48), dtype=torch.uint8, device="cuda").fill_(0x7F)
     wide_weight[:, 16:1040] = weight.view(torch.uint8)
-    wide_out = torch.full((9, 520), 7.0, dtype=torch.bfloat16, device="cuda")
+    wide_out = torch.full((rows, 520), 7.0, dtype=torch.bfloat16, device="cuda")
     columns = scale.T.contiguous().T
     sliced = wide_weight[:, 16:1040].view(torch.float8_e4m3fn)
     out = fp8_linear(wide_x[:, 8:1032], sliced, columns, out=wide_out[:, 4:516])
     assert torch.equal(_bits(out), _bits(expected))
     assert bool((wide_out[:, :4] == 7).all()) and bool((wide_out[:, 516:] == 7).all())
-    x, weight, scale = _make(9, 256, 512, groups=4)
+    x, weight, scale = _make(rows, 256, 512, groups=4)
     transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(
         _bits(fp8_grouped_linear(transposed, weight, scale)), _bits(fp8_grouped_linear(x, weight, scale))
     )
 
 
-@pytest.mark.parametrize("rows", (1, 16, 64))
+@pytest.mark.parametrize("rows", (1, 16, 64, 100, 256))
 def test_a_graph_replays_it(rows):
     x, weight, scale = _plain(rows, 4096, 4096)
     expected = fp8_linear(x, weight, scale)
@@ -207,7 +236,7 @@ def test_a_chain_of_dependent_calls():
     """Each launch reads what the launch before wrote, while its own weights are already on their way."""
     _, weight, scale = _plain(1, 1024, 1024)
     scale *= 0.1
-    for rows in (1, 20):
+    for rows in (1, 20, 130):
         x = _plain(rows, 1024, 1024)[0]
         chained, waited = x, x
         for _ in range(50):

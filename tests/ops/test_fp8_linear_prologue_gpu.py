@@ -26,21 +26,22 @@ from tests.ops.fp8_linear_tuned import tuned
 pytestmark = pytest.mark.gpu
 
 LIMIT, EPS = 10.0, 1e-6
-ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 50, 64)
+ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 50, 64, 65, 150)
+MOST = 150
 GATED = [(4096, 2048), (4096, 1024), (4096, 512), (4096, 256), (256, 128), (640, 384), (512, 1408), (1152, 3072)]
 NORMED = [(32768, 1024), (16384, 1024), (8192, 1024), (4096, 1536), (256, 128), (640, 384), (512, 1152), (384, 2048)]
 
 
 @functools.cache
 def _make(kind, outputs, inputs):
-    """x of 64 rows, the arguments that make x', weights, scales."""
+    """x of MOST rows, the arguments that make x', weights, scales."""
     generator = torch.Generator("cuda").manual_seed(inputs)
     weight, scale = make_weight(1, outputs, inputs, generator)
     if kind == "gated":
-        return make_gates_and_ups(64, inputs, generator), {"swiglu_limit": LIMIT}, weight[0], scale[0]
+        return make_gates_and_ups(MOST, inputs, generator), {"swiglu_limit": LIMIT}, weight[0], scale[0]
     arguments = {"norm_weight": make_norm_weight(inputs, generator), "norm_eps": EPS}
-    wide = torch.full((64, inputs + 512), torch.nan, dtype=torch.bfloat16, device="cuda")  # a part of longer rows
-    wide[:, :inputs] = make_x(64, 1, inputs, generator)[:, 0]
+    wide = torch.full((MOST, inputs + 512), torch.nan, dtype=torch.bfloat16, device="cuda")  # a part of longer rows
+    wide[:, :inputs] = make_x(MOST, 1, inputs, generator)[:, 0]
     return wide[:, :inputs], arguments, weight[0], scale[0]
 
 
@@ -116,18 +117,18 @@ def test_a_row_in_any_place():
     for case in (("gated", 4096, 2048), ("normed", 8192, 1024)):
         x, arguments, weight, scale = _make(*case)
         together = fp8_linear(x, weight, scale, **arguments)
-        shuffled = torch.randperm(64, device="cuda")
-        for rows in (1, 7, 40):
+        shuffled = torch.randperm(MOST, device="cuda")
+        for rows in (1, 7, 40, 140):
             out = fp8_linear(x[shuffled][:rows], weight, scale, **arguments)
             assert torch.equal(_bits(out), _bits(together[shuffled][:rows]))
 
 
-def test_more_rows_than_a_launch_takes():
+def test_more_rows_than_a_step_has():
     for kind, outputs, inputs in (("gated", 4096, 1024), ("normed", 8192, 1024)):
         x, arguments, weight, scale = _make(kind, outputs, inputs)
-        many = x.repeat(3, 1)[:150]
+        many = x.repeat(3, 1)[:420]
         out, once = fp8_linear(many, weight, scale, **arguments), fp8_linear(x, weight, scale, **arguments)
-        assert torch.equal(_bits(out), _bits(once.repeat(3, 1)[:150]))
+        assert torch.equal(_bits(out), _bits(once.repeat(3, 1)[:420]))
 
 
 def test_limits_and_what_is_no_number():
@@ -144,7 +145,7 @@ def test_limits_and_what_is_no_number():
             assert bool(close.all()), (limit, made[~close], expected[~close])
 
 
-@pytest.mark.parametrize("rows", (3, 20, 64))
+@pytest.mark.parametrize("rows", (3, 20, 64, 120))
 def test_rows_that_are_no_numbers_do_not_leak(rows):
     x, arguments, weight, scale = _make("normed", 8192, 1024)
     x = x[:rows].clone()
@@ -156,7 +157,7 @@ def test_rows_that_are_no_numbers_do_not_leak(rows):
     assert torch.equal(_bits(out[kept]), _bits(clean[kept]))
 
 
-@pytest.mark.parametrize("rows", (1, 16, 64))
+@pytest.mark.parametrize("rows", (1, 16, 64, 130))
 def test_a_chain_of_both_in_a_graph(rows):
     """Each launch reads what the one before wrote, with its weights ahead of it."""
     x, gating, down, down_scale = _make("gated", 1024, 1024)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepseek_v4_sm120.ops import fp8_linear as op
 from deepseek_v4_sm120.ops.fp8_linear import fp8_grouped_linear, fp8_linear, gated, normalized, takes
+from deepseek_v4_sm120.ops.shared import extension
 
 
 def e4m3(*shape):
@@ -132,3 +134,38 @@ def test_takes_says_what_the_operator_would():
         "groups apart": (grouped(groups=4)["weight"][::2], grouped()["weight_scale"]),
     }
     assert [name for name, (w, s) in refused.items() if takes(w, s)] == []
+
+
+def scratch_bytes(rows, outputs, inputs, *, groups=1, num_sms=132, **tuning):
+    sizes = dict(rows=rows, groups=groups, outputs=outputs, inputs=inputs, num_sms=num_sms)
+    module = extension.load()
+    return module.fp8_linear_scratch_bytes(prologue=module.Fp8LinearPrologue.NONE, **sizes, **tuning)
+
+
+def test_a_launch_takes_as_many_rows_as_the_operator_gives_it():
+    assert extension.load().FP8_LINEAR_MAX_ROWS == op.LAUNCH_ROWS
+
+
+@pytest.mark.parametrize("num_sms", (1, 48, 132, 188))
+@pytest.mark.parametrize("size", ((1, 4096, 8192), (1, 1536, 4096), (8, 1024, 4096), (1, 32768, 1024), (1, 128, 128)))
+def test_splits_of_many_rows_have_room(size, num_sms):
+    """Of a plan above 64 rows: nothing, or fp32 sums of 2, 4 or 8 splits for every row; never for a prompt."""
+    groups, outputs, inputs = size
+    slices = 8 if inputs >= 2048 else 2 if inputs >= 256 else 1
+    for rows in (65, 128, 200, 256, 1000, 8192, op.LAUNCH_ROWS):
+        one = rows * groups * outputs * 4
+        found = scratch_bytes(rows, outputs, inputs, groups=groups, num_sms=num_sms)
+        blocks = -(-rows // 64) * groups * outputs // 128
+        assert found in {0, *(one * splits for splits in (2, 4, 8) if splits <= slices)}
+        assert blocks < 2 * num_sms or found == 0
+        for in_turn in (1, 2, 4, 8):
+            splits = slices // in_turn
+            tuned = scratch_bytes(rows, outputs, inputs, groups=groups, num_sms=num_sms, in_turn=in_turn)
+            assert tuned == (one * splits if splits > 1 else 0)
+
+
+def test_few_blocks_are_split_and_many_are_not():
+    assert scratch_bytes(65, 1536, 4096) > 0 and scratch_bytes(128, 4096, 8192) > 0
+    assert scratch_bytes(256, 32768, 1024) == 0 == scratch_bytes(8192, 1536, 4096)
+    assert scratch_bytes(op.LAUNCH_ROWS, 128, 2048, in_turn=1) == 8 * op.LAUNCH_ROWS * 128 * 4
+    assert scratch_bytes(op.LAUNCH_ROWS, 1 << 16, 2048, in_turn=1) == 8 << 33  # beyond 32 bits

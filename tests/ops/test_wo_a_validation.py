@@ -53,13 +53,13 @@ def test_half_a_head_is_not_rotated():
 
 
 def test_prompts_are_rotated_by_the_caller():
-    with pytest.raises(ValueError, match="freqs_cis must be None above 64 rows, got 65 rows: rotate them first"):
-        given, named = arguments(rows=65)
+    with pytest.raises(ValueError, match="freqs_cis must be None above 256 rows, got 257 rows: rotate them first"):
+        given, named = arguments(rows=257)
         op.wo_a(*given, **named)
 
 
-@pytest.mark.parametrize("rows", [1, 65])
+@pytest.mark.parametrize("rows", [1, 257])
 def test_no_cuda_device(rows):
-    given, named = arguments(rows=rows, **({} if rows < 65 else {"freqs_cis": None, "positions": None}))
+    given, named = arguments(rows=rows, **({} if rows < 257 else {"freqs_cis": None, "positions": None}))
     with pytest.raises(RuntimeError, match="must be a CUDA device, got cpu"):
         op.wo_a(*given, **named)

@@ -136,6 +136,11 @@ COMPRESSOR = """
 class CompressorBackendMixin:
     def _forward_compress_all_in_one(self, *, kv_score_buffer, out_loc):
         return "original compressor"
+
+def create_paged_compressor_data(compress_ratio, *, is_prefill, token_to_kv_pool, req_to_token, req_pool_indices,
+                                 seq_lens, extend_lens=None, seq_lens_cpu=None, extend_lens_cpu=None,
+                                 use_prefill_cuda_graph=False, num_q_tokens=None, online_state_slot_offset=0):
+    return "original plan"
 """
 GATE_AND_MLP = """
 def silu_and_mul_clamp(input, output, swiglu_limit):

@@ -16,9 +16,9 @@ from deepseek_v4_sm120.reference import compressor as reference
 from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.adapters import compressor as adapter
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR, MODULE
-from deepseek_v4_sm120.specs.compressor import KINDS, make_inputs
+from deepseek_v4_sm120.specs.compressor import KINDS, Request, make_inputs, make_step, planned
 from tests.patching.test_wheel_wo_a import QUIET, GivenImports
-from tests.patching.wheels import RELEASES, content, every_release, since, tree
+from tests.patching.wheels import RELEASES, content, every_release, members, since, tree
 
 METHOD = "_forward_compress_all_in_one"
 SERVED = "0.5.14"  # and later
@@ -34,6 +34,16 @@ class Plan(NamedTuple):
         return True
 
 
+class PlanOfMany(NamedTuple):
+    compress_ratio: int
+    plan_c: torch.Tensor
+    plan_w: torch.Tensor
+
+    @property
+    def is_decode(self):
+        return False
+
+
 def class_of(wheel) -> ast.ClassDef:
     return contract.find_definition(tree(wheel, MODULE), "CompressorBackendMixin")
 
@@ -44,6 +54,8 @@ def mixin(wheel, launches: list):
     def compress_forward(*, kv_score_buffer, kv_score_input, ape, plan, head_dim, compress_ratio, out=None, is_online):
         launches.append("compress_forward")
         assert out is None and not is_online
+        if not plan.is_decode:
+            return pooled_of_many(kv_score_buffer, kv_score_input, ape, *plan)
         length, write, before, own = plan.plan_d.view(torch.int32).long().unbind(dim=1)
         kv_score_buffer.view(-1, kv_score_buffer.shape[2])[write] = kv_score_input
         groups_before = kv_score_buffer[before.clamp_min(0)] if compress_ratio == 4 else None
@@ -54,11 +66,12 @@ def mixin(wheel, launches: list):
     ):
         launches.append("compress_norm_rope_store")
         assert not any(value not in (None, False, LAYOUTS.V4) for value in others.values()), others
-        length = plan.plan_d.view(torch.int32)[:, 0].long()
-        ended = length % plan.compress_ratio == 0
+        length, place = plan[1].view(torch.int32).long().unbind(dim=1)[:2]
+        ended = length % plan.compress_ratio == 0 if plan.is_decode else length != -1
         freqs = freq_cis[(length - plan.compress_ratio)[ended]]
         entries = reference.finish(kv[ended], norm_weight, norm_eps, freqs)
-        reference.store(kvcache, page_size, out_loc[ended], entries, use_fp4)
+        slots = out_loc if plan.is_decode else out_loc[place & 0xFFFF]
+        reference.store(kvcache, page_size, slots[ended], entries, use_fp4)
 
     names = {
         "torch": torch,
@@ -77,6 +90,28 @@ def mixin(wheel, launches: list):
         names.setdefault(name, QUIET)
     exec(code, names)
     return names["CompressorBackendMixin"]
+
+
+def pooled_of_many(state, kv_score, ape, ratio, plan_c, plan_w):
+    """SGLang's flash_c4_prefill or flash_c128_prefill and the write behind it, entry by entry."""
+    head_dim = ape.shape[1]
+    pooled, window = torch.zeros((len(plan_c), head_dim), dtype=torch.float64), 8 if ratio == 4 else 128
+    for line, (length, place, before, own) in enumerate(plan_c.view(torch.int32).tolist()):
+        if length == -1:
+            continue
+        row, held = place & 0xFFFF, place >> 16
+        tokens = []
+        for i in range(window if ratio == 128 or length > 4 else 4):
+            i += 0 if ratio == 128 or length > 4 else 4
+            page = before if window - i > ratio else own
+            tokens.append(state[page, i % ratio] if i < held else kv_score[row - window + 1 + i])
+        groups = torch.stack(tokens).unflatten(0, (-1, ratio))
+        groups_before = groups[:1] if ratio == 4 else None
+        pooled[line] = reference.pool(groups[-1:], groups_before, torch.tensor([length > 4]), ape)[0]
+    for row, slot in plan_w.view(torch.int32).tolist():
+        if row != -1:
+            state.view(-1, state.shape[2])[slot] = kv_score[row]
+    return pooled
 
 
 class Pool:
@@ -124,9 +159,8 @@ def run(mixin_class, inputs):
     backend = mixin_class.__new__(mixin_class)
     ratio = inputs.state.shape[1]
     core = SimpleNamespace(**{f"c{ratio}_out_loc": inputs.out_loc})
-    backend.forward_metadata = SimpleNamespace(
-        core_metadata=core, **{f"c{ratio}_compress_metadata": Plan(ratio, inputs.plan)}
-    )
+    plan = Plan(ratio, inputs.plan) if inputs.writes is None else PlanOfMany(ratio, inputs.plan, inputs.writes)
+    backend.forward_metadata = SimpleNamespace(core_metadata=core, **{f"c{ratio}_compress_metadata": plan})
     backend.token_to_kv_pool, backend.enable_deepseek_v4_fp4_indexer = Pool(inputs), inputs.fp4
     mode = SimpleNamespace(is_idle=lambda: False)
     batch = SimpleNamespace(forward_mode=mode, token_to_kv_pool=backend.token_to_kv_pool, _original_forward_mode=None)
@@ -136,10 +170,14 @@ def run(mixin_class, inputs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", ("decode", "verification"))
 @every_release(SERVED)
-def test_every_compressor_of_a_decode_step(sglang_wheel, monkeypatch, version, kind):
+def test_every_compressor_of_a_step(sglang_wheel, monkeypatch, version, kind, step):
     ratio = KINDS[kind][0]
     stock = make_inputs(kind, [2 * ratio, ratio, 3 * ratio + 2, 5 * ratio, ratio - 1], device="cpu")
+    if step == "verification":
+        requests = [Request(before, 4) for before in (2 * ratio - 2, 0, 3 * ratio - 1, ratio + 1)]
+        stock = make_step(kind, requests, device="cpu", padding=2)
     ours, launches, calls = stock.copy(), [], []
     backend = mixin(sglang_wheel(version), launches)
     run(backend, stock)
@@ -156,6 +194,93 @@ def test_every_compressor_of_a_decode_step(sglang_wheel, monkeypatch, version, k
     assert calls == [kind == "index_fp4"] and len(launches) == 2
     assert torch.equal(ours.cache, stock.cache)
     assert torch.equal(ours.state.view(torch.int32), stock.state.view(torch.int32))
+
+
+def data_creator(wheel, ring, generate):
+    """create_paged_compressor_data of the wheel, its planners `generate`'s."""
+
+    class CompressorDecodePlan:
+        @staticmethod
+        def generate(compress_ratio, **given):
+            return Plan(compress_ratio, generate.decode(compress_ratio, **given))
+
+    class CompressorPrefillPlan:
+        @staticmethod
+        def generate(compress_ratio, **given):
+            return PlanOfMany(compress_ratio, *generate.prefill(compress_ratio, **given))
+
+    function = contract.find_definition(tree(wheel, MODULE), "create_paged_compressor_data")
+    future = ast.parse("from __future__ import annotations").body
+    names = {
+        "torch": torch,
+        "CompressorDecodePlan": CompressorDecodePlan,
+        "CompressorPrefillPlan": CompressorPrefillPlan,
+        "_use_online_compress": lambda ratio: False,
+    }
+    exec(compile(ast.fix_missing_locations(ast.Module([*future, copy.deepcopy(function)], [])), "wheel", "exec"), names)
+    return names["create_paged_compressor_data"]
+
+
+PLANNER = "deepseek_v4/c_plan.cuh"
+CLAMP = "constexpr int32_t kMaxMTPDraftTokens = 4;"
+BY_RING = "mtp_pad = ring_size > window_size ? ring_size - window_size + 2 : 0;"
+
+
+def planner_of(wheel) -> str:
+    homes = ("sglang/jit_kernel/csrc/", "sglang/kernels/jit/csrc/")
+    (text,) = [content(wheel, home + PLANNER) for home in homes if home + PLANNER in members(wheel)]
+    return " ".join(text.split())
+
+
+@every_release(SERVED)
+def test_what_a_verification_writes_is_clamped_where_we_mend_it(sglang_wheel, version):
+    text, target = planner_of(sglang_wheel(version)), COMPRESSOR.targets[1]
+    mended = SpecifierSet(target.sglang).contains(version)
+    assert ((CLAMP in text), (BY_RING in text)) == (mended, not mended)
+
+
+@pytest.mark.parametrize("version", [r for r in RELEASES if SpecifierSet(">=0.5.14,<0.5.18").contains(r)])
+def test_a_verification_of_eight_tokens_keeps_what_a_rejection_needs(sglang_wheel, monkeypatch, version):
+    """The wheel's own function, by host lists and by device tensors, over planners that write as its c_plan.cuh."""
+    ratio, ring, requests = 4, 16, [Request(9, 8), Request(2, 8)]
+    slots = torch.arange(64).view(2, 32)  # of a request's positions: its ring twice over
+
+    def decode(compress_ratio, *, req_pool_indices, req_to_token, seq_lens, **_):
+        slot = req_to_token[req_pool_indices, (seq_lens - 1) % ring]
+        return torch.stack([seq_lens, slot, slot, slot], dim=1).to(torch.int32).view(torch.uint8)
+
+    def prefill(compress_ratio, *, num_q_tokens, seq_lens, extend_lens, use_cuda_graph, **_):
+        writes = [
+            (8 * number + j, int(slots[number, (length - 8 + j) % ring]))
+            for number, length in enumerate(seq_lens.tolist())
+            for j in range(8)
+            if length - 8 + j >= min(length // 4 * 4 - 4, length - 4)
+        ]
+        writes += [(-1, -1)] * (num_q_tokens - len(writes) if use_cuda_graph else 0)
+        plan_w = torch.tensor(writes, dtype=torch.int32).view(torch.uint8)
+        return torch.zeros((num_q_tokens, 16), dtype=torch.uint8), plan_w
+
+    monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    original = data_creator(sglang_wheel(version), ring, SimpleNamespace(decode=decode, prefill=prefill))
+    pool = SimpleNamespace(
+        swa_page_size=64, get_ring_size=lambda compress_ratio: ring, full_to_swa_index_mapping=torch.zeros(1)
+    )
+    given = {
+        "is_prefill": True,
+        "token_to_kv_pool": pool,
+        "req_to_token": slots,
+        "req_pool_indices": torch.tensor([0, 1], dtype=torch.int32),
+        "seq_lens": torch.tensor([17, 10], dtype=torch.int32),
+        "extend_lens": torch.tensor([8, 8], dtype=torch.int32),
+    }
+    expected = planned(ratio, requests, [0, 32], ring)[1]
+    for how in (
+        {"use_prefill_cuda_graph": True, "num_q_tokens": 16},
+        {"seq_lens_cpu": [17, 10], "extend_lens_cpu": [8, 8]},
+    ):
+        found = adapter.replace_create_data(original)(ratio, **given, **how).plan_w.view(torch.int32).tolist()
+        assert [tuple(pair) for pair in found] == expected and len(expected) == 16
+        assert len([p for p in original(ratio, **given, **how).plan_w.view(torch.int32).tolist() if p[0] != -1]) < 16
 
 
 @every_release(SERVED)
@@ -177,5 +302,4 @@ def test_before_it_there_are_no_slots_that_the_operator_takes(version, sglang_wh
     kernel = "sglang/jit_kernel/csrc/deepseek_v4/fused_norm_rope_v2.cuh"
     assert "const int32_t* __restrict__ out_loc;" in content(wheel, kernel)
     assert "const int64_t* __restrict__ out_loc;" in content(sglang_wheel(SERVED), kernel)
-    (target,) = COMPRESSOR.targets
-    assert not SpecifierSet(target.sglang).contains(version) and COMPRESSOR.absent
+    assert not any(SpecifierSet(target.sglang).contains(version) for target in COMPRESSOR.targets) and COMPRESSOR.absent

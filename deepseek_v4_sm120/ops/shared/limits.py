@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+STEP_ROWS = 256  # of a dense layer, of a step at most: decode, speculative verification or drafts; a prompt has more
+
 
 @dataclass(frozen=True)
 class OneOf:

@@ -2,8 +2,8 @@
 
 The compressors' kv and gate projection (`linear_bf16_fp32`, float32 out), the router's logits (`MoEGate`, float32 out)
 and the indexer's head weights (`weights_proj`, bf16 out) read few rows of hidden state against 0.5 to 17 MB of weights.
-cuBLAS takes two launches for it (split-K and its reduction), ours one. Up to MAX_ROWS rows; above, and for what the
-operator does not take, the original runs.
+cuBLAS takes two launches for it (split-K and its reduction), ours one. For a step's rows (dense_rows.py); for more, and
+for what the operator does not take, the original runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from deepseek_v4_sm120.ops import bf16_linear as op
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import dense_rows
 from deepseek_v4_sm120.specs import bounds
 
 PATCH = "bf16_linear"
@@ -25,6 +26,7 @@ def takes(x, weight) -> bool:
         isinstance(x, torch.Tensor)
         and isinstance(weight, torch.Tensor)
         and op.takes(x, weight)
+        and dense_rows.are_ours(x.shape[0])
         and device_gate.serves(x.device)
     )
 

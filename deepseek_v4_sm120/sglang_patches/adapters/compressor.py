@@ -1,12 +1,17 @@
-"""SGLang's KV compressors, the decode step -> `ops.compressor`.
+"""SGLang's KV compressors -> `ops.compressor`.
 
 `CompressorBackendMixin._forward_compress_all_in_one` has everything of a compressor's call but its projection: state,
-projection, weights, cache, slots; the plan it asks of the backend. SGLang launches two kernels there, ours is one. Core
-and index compressors of all layers come through it, each on the stream that SGLang runs it on.
+projection, weights, cache, slots; the plan it asks of the backend. SGLang launches two kernels there for decode, three
+for verification and prompts, ours is one. Core and index compressors of all layers come through it, each on the stream
+that SGLang runs it on.
 
-Served is a decode plan (one token a request) of at most 512 rows. The rest is the original's: prompts and speculative
-verification, whose plans are others (their tokens are read from the projection, not from the state, and written
-behind); groups of 128 as running sums (SGLANG_OPT_USE_ONLINE_COMPRESS); a bf16 state; caches of other layouts.
+Served are at most 512 rows, of decode (one token a request) or of verification and short prompts (plans of their own:
+tokens are read from the projection, not from the state, and written behind). The rest is the original's: long prompts;
+groups of 128 as running sums (SGLANG_OPT_USE_ONLINE_COMPRESS); a bf16 state; caches of other layouts.
+
+Before 0.5.18 the plan of a verification has the state written for the last 4 tokens, or (built from host lists) for
+those since the last group, so what a rejection goes back to is lost. `create_paged_compressor_data` is replaced there:
+every row that a rejection may need is written.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ OTHERS = {
 
 def arguments(plan, given: Mapping) -> dict | None:
     """ops.compressor's arguments of a call, or None where the operator does not take it. No contents are looked at."""
-    if not all(name in given for name in NEEDED) or not _are_known(given) or not getattr(plan, "is_decode", False):
+    if not all(name in given for name in NEEDED) or not _are_known(given) or not hasattr(plan, "is_decode"):
         return None
     ratio, head_dim, is_indexer = given["compress_ratio"], given["head_dim"], given["is_indexer"]
     fp4 = bool(given.get("use_fp4_indexer", False))
@@ -52,16 +57,19 @@ def arguments(plan, given: Mapping) -> dict | None:
     state, token, steps, cache = given["kv_score_buffer"], given["kv_score_input"], plan[1], given["kv_cache"]
     ape, weight, freqs, slots = given["ape"], given["norm"].weight, given["freqs_cis_cache"], given["out_loc"]
     width, rows, page_size = op.width(ratio, head_dim), token.shape[0], given["page_size"]
+    writes = None if plan.is_decode else plan[2]
+    if writes is not None:  # a slot for every token, read where a group ends
+        slots = slots[:rows]
     taken = (
         {state.dtype, token.dtype, ape.dtype, weight.dtype} == {torch.float32}
-        and (freqs.dtype, slots.dtype, steps.dtype, cache.dtype)
-        == (torch.complex64, torch.int64, torch.uint8, torch.uint8)
+        and (freqs.dtype, slots.dtype, cache.dtype) == (torch.complex64, torch.int64, torch.uint8)
         and 0 < rows <= op.MAX_ROWS
-        and tuple(steps.shape) == (rows, op.PLAN_BYTES)
+        and _has_plan(steps, op.PLAN_BYTES, rows if writes is None else None)
+        and (writes is None or _has_plan(writes, op.WRITE_BYTES))
         and tuple(slots.shape) == (rows,)
         and state.shape[-1] == token.shape[-1] == width
         and freqs.shape[-1] == op.ROTATED // 2
-        and all(t.is_contiguous() for t in (state, token, ape, weight, freqs, slots, steps))
+        and all(t.is_contiguous() for t in (state, token, ape, weight, freqs, slots))
         and page_size > 0
         and page_size & (page_size - 1) == 0
         and cache.dim() == 2
@@ -82,7 +90,14 @@ def arguments(plan, given: Mapping) -> dict | None:
         "cache": cache,
         "page_size": page_size,
         "fp4": fp4,
+        "writes": writes,
     }
+
+
+def _has_plan(plan, width: int, rows: int | None = None) -> bool:
+    """Whether it is [rows, width] bytes; by default any number of rows that the operator takes."""
+    count = plan.shape[0] == rows if rows is not None else plan.shape[0] <= op.MAX_ROWS
+    return plan.dim() == 2 and count and plan.shape[1] == width and plan.dtype == torch.uint8 and plan.is_contiguous()
 
 
 _SHAPES = ((op.SHORT, op.KV_DIM), (op.SHORT, op.INDEX_DIM), (op.LONG, op.KV_DIM))
@@ -110,34 +125,95 @@ def replace_all_in_one(original: Callable) -> Callable:
     return _forward_compress_all_in_one
 
 
+# ---- before 0.5.18: what of the state is written for a verification
+
+
+def replace_create_data(original: Callable) -> Callable:
+    """For create_paged_compressor_data, 0.5.14 to 0.5.17."""
+
+    @functools.wraps(original)
+    def create_paged_compressor_data(compress_ratio, *, is_prefill, token_to_kv_pool, **given):
+        def create(**other):
+            return original(compress_ratio, token_to_kv_pool=token_to_kv_pool, **other)
+
+        plan = create(is_prefill=is_prefill, **given)
+        # running sums have other plans
+        if not is_prefill or plan.plan_w.shape[1] != op.WRITE_BYTES or not device_gate.serves(plan.plan_w.device):
+            return plan
+        window = 2 * op.SHORT if compress_ratio == op.SHORT else op.LONG
+        spare = token_to_kv_pool.get_ring_size(compress_ratio=compress_ratio) - window
+        if spare <= 0:  # no speculation: nothing is rejected
+            return plan
+        writes = _all_writes(plan.plan_w, create, spare + 2, **given)  # as many tokens as 0.5.18 keeps
+        return plan._replace(plan_w=writes)
+
+    return create_paged_compressor_data
+
+
+def _all_writes(
+    planned,
+    create,
+    kept,
+    *,
+    req_to_token,
+    req_pool_indices,
+    seq_lens,
+    extend_lens,
+    extend_lens_cpu=None,
+    num_q_tokens=None,
+    **_,
+) -> torch.Tensor:
+    """[rows, 8]: the rows of `planned` and the last `kept` of each request, each with the slot that decode's plan has.
+
+    seq_lens, extend_lens [requests]: of a request, and how many of that are rows of this step. Device operations only:
+    a captured graph repeats them.
+    """
+    rows = num_q_tokens if extend_lens_cpu is None else sum(extend_lens_cpu)
+    row = torch.arange(rows, device=planned.device)
+    ends = extend_lens.to(row).cumsum(0)
+    request = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
+    behind = ends[request] - row - 1  # tokens of the request, behind this one; negative: a row of none
+    length = torch.where(behind >= 0, seq_lens.to(row)[request] - behind, 1)
+    requests = req_pool_indices[request]
+    steps = create(is_prefill=False, req_to_token=req_to_token, req_pool_indices=requests, seq_lens=length)
+    of = planned.view(torch.int32)[:, 0].long()
+    is_planned = torch.zeros(rows + 1, dtype=torch.bool, device=row.device)
+    is_planned.scatter_(0, torch.where(of < 0, rows, of), True)
+    wanted = (behind >= 0) & (is_planned[:rows] | (behind < kept))
+    writes = torch.stack([row, steps[1].view(torch.int32)[:, 1].long()], dim=1)
+    return torch.where(wanted[:, None], writes, -1).to(torch.int32).view(torch.uint8)
+
+
 # ---- shadow mode: ours on a copy of what it reads and writes, before the original runs on the live tensors
 
 
 def _serve_beside(call: dict, original: Callable[[], None]) -> None:
-    own, ended = _own_copy(call)
+    own, ended, row = _own_copy(call)
     op.compressor(**own)
     original()
     rows, head_dim = call["kv_score"].shape[0], call["norm_weight"].shape[0]
-    ours = _entries(own["cache"], call["page_size"], own["out_loc"], head_dim, call["fp4"])
-    slots = torch.where(ended, call["out_loc"], 0)
+    ours = _entries(own["cache"], call["page_size"], own["out_loc"][row], head_dim, call["fp4"])
+    slots = torch.where(ended, call["out_loc"][row], 0)
     theirs = _entries(call["cache"], call["page_size"], slots, head_dim, call["fp4"])
     none = torch.zeros_like(ours)
     pairs = [(torch.where(ended[:, None], ours, none), torch.where(ended[:, None], theirs, none))]
     shape = {"rows": rows, "ratio": call["state"].shape[1], "head_dim": head_dim}
     shadow.record(PATCH, pairs, identity=call["cache"].data_ptr(), shape=shape, relative_l2=bounds.COMPRESSOR.shadow)
-    if settings().shadow == "ours":
-        op.compressor(**call)  # writes again what the original wrote to the state
+    if settings().shadow == "ours" and call["writes"] is None:
+        op.compressor(**call)  # writes again what the original wrote to the state; of many tokens that is read before
 
 
-def _own_copy(call: dict) -> tuple[dict, torch.Tensor]:
-    """(the call on pages of its own, one or two of state for each row and an entry of cache; rows that end a group).
+def _own_copy(call: dict) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """(the call on pages of its own, one or two of state for each line of the plan and an entry of cache for each row,
+    without writes of many tokens; lines that are an entry; their rows).
 
     Device operations only: a captured graph repeats them.
     """
-    state, cache = call["state"], call["cache"]
+    state, cache, many = call["state"], call["cache"], call["writes"] is not None
     ratio, rows = state.shape[1], call["kv_score"].shape[0]
-    each = torch.arange(rows, device=state.device)
+    each = torch.arange(len(call["plan"]), device=state.device)
     length, write, before, page = call["plan"].view(torch.int32).long().unbind(dim=1)
+    row = (write & 0xFFFF).clamp(max=rows - 1) if many else each
 
     def inside(index, size):
         return (index >= 0) & (index < size)
@@ -145,17 +221,20 @@ def _own_copy(call: dict) -> tuple[dict, torch.Tensor]:
     own_before = torch.full_like(each, -1)
     copied = state[page.clamp(0, state.shape[0] - 1)]
     if ratio == op.SHORT:
-        own_before = torch.where(inside(before, state.shape[0]), each + rows, -1)
+        own_before = torch.where(inside(before, state.shape[0]), each + len(each), -1)
         copied = torch.cat([copied, state[before.clamp(0, state.shape[0] - 1)]])
     own_page = torch.where(inside(page, state.shape[0]), each, -1)
     own_write = torch.where(inside(write, state.shape[0] * ratio), each * ratio + write % ratio, -1)
-    own_slot = torch.where(inside(call["out_loc"], cache.shape[0] * call["page_size"]), each, -1)
-    plan = torch.stack([length, own_write, own_before, own_page], dim=1).to(torch.int32).view(torch.uint8)
+    slot = torch.arange(rows, device=state.device)
+    own_slot = torch.where(inside(call["out_loc"], cache.shape[0] * call["page_size"]), slot, -1)
+    plan = torch.stack([length, write if many else own_write, own_before, own_page], dim=1)
+    plan = plan.to(torch.int32).view(torch.uint8)
     pages = -(-rows // call["page_size"])
     own_cache = torch.zeros((pages, cache.stride(0)), dtype=torch.uint8, device=cache.device)
-    ended = (length > 0) & (length % ratio == 0) & (own_slot >= 0) & (own_page >= 0)
-    own = {**call, "state": copied, "plan": plan, "out_loc": own_slot, "cache": own_cache}
-    return own, ended
+    ended = (length > 0) & (length % ratio == 0) & (own_slot[row] >= 0) & (many | (own_page >= 0))
+    writes = torch.full_like(call["writes"], 255) if many else None
+    own = {**call, "state": copied, "plan": plan, "out_loc": own_slot, "cache": own_cache, "writes": writes}
+    return own, ended, row
 
 
 def _entries(cache: torch.Tensor, page_size: int, slots: torch.Tensor, head_dim: int, fp4: bool) -> torch.Tensor:

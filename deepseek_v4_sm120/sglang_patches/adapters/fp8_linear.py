@@ -4,10 +4,10 @@ Every dense FP8 layer of the model (wqkv_a, wq_b, wo_b, the indexer's wq_b, the 
 an `Fp8LinearMethod`, whichever GEMM it chose; its `apply` is replaced. The function that it stores is not touched: code
 that compares it by identity (quantise-once in deepseek_v2.py) sees SGLang's own.
 
-Up to 64 rows of bf16 activations go to our operator: x is not quantised. The choice depends on the number
-of rows, and on what is fixed for a layer, never on contents. All else is the original's: more rows; x that is already
-quantised (a tuple); a bias; MXFP8 and Marlin layers; weights or scales in a layout that the operator does not read
-(DeepGEMM's packed scales, blocks other than 128 x 128).
+A step's rows of bf16 activations (dense_rows.py) go to our operator: x is not quantised. The choice depends on the
+number of rows, and on what is fixed for a layer, never on contents. All else is the original's: more rows; x that is
+already quantised (a tuple); a bias; MXFP8 and Marlin layers; weights or scales in a layout that the operator does not
+read (DeepGEMM's packed scales, blocks other than 128 x 128).
 
 Two things that SGLang does to a product's input with a launch of their own are put off to the product, where it is ours
 and has up to 4 rows. Decided when SGLang would have done them, by the layers and the number of rows:
@@ -16,7 +16,7 @@ and has up to 4 rows. Decided when SGLang would have done them, by the layers an
                           down_proj, with SGLang's own all-reduce around it, takes that output, and so the gates
     the latent norm       RMSNorm of the queries' latent, q_norm of MQALayer, whatever path calls it: gives
                           `Unnormalized`, which stands for its result until wq_b and the indexer's wq_b take it. It is
-                          no tensor: nothing else can read it by mistake. From 5 to 64 rows it already has them, by a
+                          no tensor: nothing else can read it by mistake. From 5 rows on it already has them, by a
                           launch of ours with the same bits
 
 SwiGLU has the bits of SGLang's kernel in either case.
@@ -34,6 +34,7 @@ import torch
 
 from deepseek_v4_sm120.ops import fp8_linear as op
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import dense_rows
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting, way_out
 from deepseek_v4_sm120.specs import bounds
 
@@ -41,8 +42,9 @@ PATCH = "fp8_linear"
 
 
 def has_few_rows(x) -> bool:
-    """True for 1 to 64 rows of bf16, in any number of leading dimensions."""
-    return isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 and 0 < x.numel() <= op.MAX_ROWS * x.shape[-1]
+    """True for a step's rows of bf16, in any number of leading dimensions."""
+    is_bf16 = isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16
+    return is_bf16 and x.numel() > 0 and dense_rows.are_ours(x.numel() // x.shape[-1])
 
 
 def as_rows(x) -> torch.Tensor:

@@ -8,7 +8,7 @@ kernel that takes the rotary embedding of the attention's output back. Here:
                                    hand the checkpoint's tensors through as they are (`AsStored`)
     MQALayer.forward               is SGLang's (attention_forward.py). Its `self.wo_a.weight.view(groups, outputs, -1)`
                                    gives `Groups`, whose einsum is our product
-    fused_rope_inplace             inside that forward, up to 64 rows: puts the rotation off to the product
+    fused_rope_inplace             inside that forward, for a step's rows: puts the rotation off to the product
 
 What SGLang makes E4M3 itself (SGLANG_OPT_FP8_WO_A_GEMM where it can be had), DSpark's own attention and DeepSeek-V4.1
 are not touched. Decided once per layer, when it is made (`keeps`).
@@ -28,6 +28,7 @@ from deepseek_v4_sm120.ops import wo_a as op
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import dense_rows
 from deepseek_v4_sm120.sglang_patches.adapters.attention_forward import FORWARD
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Waiting, way_out
@@ -234,9 +235,9 @@ def replace_rope(original: Callable) -> Callable:
 
 
 def _may_wait(q, freqs_cis, positions) -> bool:
-    """True for 1 to 64 rows that ops.wo_a can rotate itself; fixed by their number and the arguments' kinds."""
+    """True for a step's rows, which ops.wo_a rotates itself; fixed by their number and the arguments' kinds."""
     return (
-        0 < q.shape[0] <= op.MAX_ROWS
+        dense_rows.are_ours(q.shape[0])
         and q.dtype == torch.bfloat16
         and freqs_cis.dtype == torch.complex64
         and freqs_cis.is_contiguous()

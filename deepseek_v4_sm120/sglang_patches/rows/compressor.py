@@ -2,7 +2,8 @@
 
 0.5.12, 0.5.13    SGLang's: 0.5.12's call does not have the slots of the compressed entries, 0.5.12.post1 and 0.5.13
                   have them as int32, and the operator takes int64
-0.5.14 to 0.5.23  decode steps are ours; the plans are the same in all of them
+0.5.14 to 0.5.23  decode steps are ours, verification and short prompts too; the plans are the same in all of them
+0.5.14 to 0.5.17  what the plan of a verification has of the state to be written is completed
 """
 
 from deepseek_v4_sm120.patching.contract import Parameters
@@ -13,14 +14,28 @@ MODULE = "sglang.srt.layers.attention.dsv4.compressor_v2"
 
 COMPRESSOR = Patch(
     name="compressor",
-    why="the KV compressors of a decode step: stock launches pooling and norm-rope-store apart, 124 launches a step of "
-    "Flash where one each is 62; bench/compressor.py",
+    why="the KV compressors of a step: stock launches pooling and norm-rope-store apart, 124 launches a step of Flash "
+    "where one each is 62, and a third for a verification's state; bench/compressor.py. Before 0.5.18 a verification "
+    "of more than 4 tokens loses state that a rejection goes back to",
     targets=(
         targets_of("compressor")(
             f"{MODULE}:CompressorBackendMixin._forward_compress_all_in_one",
             "all_in_one",
             Parameters(("self",), further="keyword-only"),
             ">=0.5.14,<0.6",
+        ),
+        targets_of("compressor")(
+            f"{MODULE}:create_paged_compressor_data",
+            "create_data",
+            Parameters(
+                (
+                    *("compress_ratio", "*", "is_prefill", "token_to_kv_pool", "req_to_token", "req_pool_indices"),
+                    *("seq_lens", "extend_lens=None", "seq_lens_cpu=None", "extend_lens_cpu=None"),
+                    *("use_prefill_cuda_graph=...", "num_q_tokens=None"),
+                ),
+                further="keyword-only",
+            ),
+            ">=0.5.14,<0.5.18",
         ),
     ),
     needs=(EXTENSION,),
