@@ -262,6 +262,16 @@ def test_shadow_mode_of_a_verification(shadowed, calls, kind, mode):
     assert sum(record["bad_calls"] for record in shadow.report()) == 1
 
 
+def test_shadow_mode_has_nothing_to_compare_of_tokens_that_end_no_group(shadowed, calls):
+    """A prompt's plan has no lines then (seen on a card: it was an IndexError)."""
+    inputs, backend = step_of("c128")
+    backend.plan = backend.plan._replace(plan_c=inputs.plan[:0])
+    seen = []
+    shadowed("1")
+    adapter.replace_all_in_one(lambda self, **given: seen.append(given))(backend, **given_of(inputs))
+    assert len(seen) == len(calls) == 1 and shadow.report() == []
+
+
 # ---- before 0.5.18: what the plan of a verification writes
 
 

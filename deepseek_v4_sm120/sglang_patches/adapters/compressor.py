@@ -192,6 +192,8 @@ def _serve_beside(call: dict, original: Callable[[], None]) -> None:
     op.compressor(**own)
     original()
     rows, head_dim = call["kv_score"].shape[0], call["norm_weight"].shape[0]
+    if len(row) == 0:  # of a prompt that ends no group: the state alone
+        return
     ours = _entries(own["cache"], call["page_size"], own["out_loc"][row], head_dim, call["fp4"])
     slots = torch.where(ended, call["out_loc"][row], 0)
     theirs = _entries(call["cache"], call["page_size"], slots, head_dim, call["fp4"])
