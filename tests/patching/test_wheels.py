@@ -47,6 +47,7 @@ MARLIN, CUTLASS = (where.partition(":")[0] for where in (MARLIN_EXPERTS, CUTLASS
 EVERYWHERE = {
     "argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook",
     "index_select": INDEXER,
+    "dealt_index": INDEXER,
     "bf16_linear": INDEXER,
     "fp8_linear": FP8_METHOD.partition(":")[0],
     "mhc": MTP_MODEL.partition(":")[0],
