@@ -333,9 +333,12 @@ DEALT_INDEX = Patch(
     name="dealt_index",
     why="the indexer is replicated: under tensor parallelism every card scores all rows of a prompt, 35 TFLOP a layer "
     "and chunk of 8,192 at a million tokens. Each takes its share of the rows, and the lists are gathered",
-    targets=(targets_of("index_select_dealt")(FORWARD_C4_INDEXER, "forward", FORWARD_C4_INDEXER_PARAMETERS),),
+    targets=(
+        targets_of("index_select_dealt")(FORWARD_C4_INDEXER, "forward", FORWARD_C4_INDEXER_PARAMETERS, ">=0.5.13,<0.6"),
+    ),
     needs=(EXTENSION,),
     serves="index_select",
+    absent="its groups and exchanges were read from 0.5.13 on; on SM120 0.5.12's indexer is DeepGEMM's unless told",
     retire="when SGLang divides the rows itself",
 )
 

@@ -47,7 +47,6 @@ MARLIN, CUTLASS = (where.partition(":")[0] for where in (MARLIN_EXPERTS, CUTLASS
 EVERYWHERE = {
     "argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook",
     "index_select": INDEXER,
-    "dealt_index": INDEXER,
     "bf16_linear": INDEXER,
     "fp8_linear": FP8_METHOD.partition(":")[0],
     "mhc": MTP_MODEL.partition(":")[0],
@@ -67,6 +66,7 @@ def expected(version: str) -> dict[str, str]:
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
     found["mxfp4_moe"] = CUTLASS if since(version, "0.5.16") else MARLIN
     if since(version, "0.5.13"):
+        found["dealt_index"] = INDEXER
         found["all_reduce"] = "sglang.srt.distributed.device_communicators.custom_all_reduce"
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
