@@ -541,7 +541,7 @@ INDEXER_CALL = """
     adapter.device_gate.serves = lambda device: GATE
     adapter.takes = lambda args: True
     adapter.index_select = lambda *args, **kwargs: print("ours")
-    mode = type("Mode", (), {"is_decode": lambda self: True})()
+    mode = type("Mode", (), {"is_decode": lambda self: True, "is_extend_without_speculative": lambda self: False})()
     batch = type("Batch", (), {"forward_mode": mode})()
     x = torch.zeros(1, 4, dtype=torch.int32)
     for topk in (indexer.topk_transform_512, indexer.topk_transform_512_pytorch_vectorized):
