@@ -288,6 +288,8 @@ LOGITS = Parameters(
     ("q_fp8", "kvcache_fp8", "weight", "seq_lens", "page_table", "deep_gemm_metadata", "max_seq_len")
     + ("clean_logits=...",)
 )
+FORWARD_C4_INDEXER = f"{INDEXER}:C4IndexerBackendMixin.forward_c4_indexer"
+FORWARD_C4_INDEXER_PARAMETERS = Parameters(("self", "x", "q_lora", "c4_indexer", "forward_batch"), further="any")
 TOPK = Parameters(("scores", "seq_lens", "page_tables", "out_page_indices", "page_size"), further="any")
 OTHER_TOPK = Parameters(("scores",), further="any")
 
@@ -305,12 +307,7 @@ INDEX_SELECT = Patch(
     why="index logits and top-k of the C4 layers: stock keeps fp32 logits of [rows, captured context] between a kernel "
     "that reads all keys once per query and one that has a block per row; bench/index_select.py",
     targets=(
-        _index(
-            f"{INDEXER}:C4IndexerBackendMixin.forward_c4_indexer",
-            "forward",
-            Parameters(("self", "x", "q_lora", "c4_indexer", "forward_batch"), further="any"),
-            "<0.6",
-        ),
+        _index(FORWARD_C4_INDEXER, "forward", FORWARD_C4_INDEXER_PARAMETERS, "<0.6"),
         # the logits that SGLang picks on SM120: torch up to 0.5.15, then TileLang
         _index(f"{INDEXER}:fp8_paged_mqa_logits_torch", "logits", LOGITS, "<0.5.13"),
         _index(f"{INDEXER}:fp8_paged_mqa_logits_torch_sm120", "logits", LOGITS, ">=0.5.13,<0.5.16"),
@@ -330,6 +327,19 @@ INDEX_SELECT = Patch(
     ),
     needs=(EXTENSION,),
     retire="when the stock pair is faster on SM120 and needs no logits tensor (bench/index_select.py)",
+)
+
+DEALT_INDEX = Patch(
+    name="dealt_index",
+    why="the indexer is replicated: under tensor parallelism every card scores all rows of a prompt, 35 TFLOP a layer "
+    "and chunk of 8,192 at a million tokens. Each takes its share of the rows, and the lists are gathered",
+    targets=(
+        targets_of("index_select_dealt")(FORWARD_C4_INDEXER, "forward", FORWARD_C4_INDEXER_PARAMETERS, ">=0.5.13,<0.6"),
+    ),
+    needs=(EXTENSION,),
+    serves="index_select",
+    absent="its groups and exchanges were read from 0.5.13 on; on SM120 0.5.12's indexer is DeepGEMM's unless told",
+    retire="when SGLang divides the rows itself",
 )
 
 
@@ -399,7 +409,7 @@ TABLE = Table(
     reviewed=functools.partial(ledger.read, LEDGER),
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, HEAD_NORM, PAGED_PREFILL, SCHED_META),
-        *(INDEX_SELECT, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR, ALL_REDUCE),
+        *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR, ALL_REDUCE),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

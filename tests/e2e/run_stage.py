@@ -117,6 +117,13 @@ def sums(cards, *options):
     return [*options, *sets(tp_size=cards, enforce_disable_flashinfer_allreduce_fusion=True)]
 
 
+# SM120's choice of logits: no schedule of DeepGEMM's, so a prompt's rows are dealt. 32,000 tokens are 8,000 entries
+NO_SCHEDULE = {"SGLANG_OPT_USE_TILELANG_INDEXER": "1", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
+DEALT = EVERY_CALL | NO_SCHEDULE
+NOT_DEALT = DEALT | {"DSV4_SM120_SET": "dealt_index=off"}
+DEALT_PROMPTS = ["--variant", "flash6h", "--prompts", "20001,32000", "--repeat", "2", "--new", "32"]
+DEALT_PROMPTS += ["--phases", "answer", "--batches", "--graph-bs", "1", "--batch-prompts", "", *TWO_CARDS]
+DEALT_TIMED = [*SIDE_BY_SIDE, "--bs", "1", "--phases", "bench", "prefill", *TWO_CARDS]
 TIMED_IN_TURN = [*SIDE_BY_SIDE, "--phases", "bench"]
 NO_PEERS = {"NCCL_P2P_DISABLE": "1"}  # NCCL over host memory: a machine whose peers do not work
 
@@ -237,6 +244,19 @@ STAGES = {
         ]
         for n, timed in ((2, TIMED_IN_TURN), (4, [*TIMED_IN_TURN, "--variant", "flash43"]))
     },
+    # a prompt's index rows dealt to two cards: beside the whole lists and stock's, then against an engine that deals
+    # none, to the last bit; then the time of a prompt of 32,000 tokens with and without, over NVLink and host memory
+    "index2": [
+        Case("index2_shadow", DEALT_PROMPTS, environment=DEALT | SHADOW),
+        Case("index2_dealt", DEALT_PROMPTS, environment=DEALT),
+        Case("index2_undealt", DEALT_PROMPTS, environment=NOT_DEALT),
+    ],
+    "index2_43": [
+        Case("index2_43_dealt", DEALT_TIMED, environment=DEALT, takes_turns=True),
+        Case("index2_43_undealt", DEALT_TIMED, environment=NOT_DEALT, takes_turns=True),
+        Case("index2_43_dealt_no_peers", DEALT_TIMED, environment=DEALT | NO_PEERS, takes_turns=True),
+        Case("index2_43_undealt_no_peers", DEALT_TIMED, environment=NOT_DEALT | NO_PEERS, takes_turns=True),
+    ],
     "launches43": [
         Case("stock43_launches", PROFILED, patched=False),
         Case("ops43_launches", PROFILED, environment=OPS),
@@ -255,6 +275,7 @@ DIFFERENCES = [
     ("ours against stock, 32,000 tokens, paged extend", "ops32k", "stock32k"),
     ("yardstick: the same stock kernels twice, 32,000 tokens", "ops32k_shadow", "stock32k"),
     ("ours against stock, two cards", "ops_tp2", "ops_tp2_shadow"),
+    ("index rows dealt to two cards, against none dealt: 0", "index2_dealt", "index2_undealt"),
     ("our sums, two cards, two processes: 0", "sums2_b", "sums2_a"),
     ("our sums, four cards, two processes: 0", "sums4_b", "sums4_a"),
     ("our sums against SGLang's, two cards", "sums2_a", "sums2_shadow"),

@@ -6,7 +6,9 @@ Bytes that the specification does not read are NaN (specs/index_select.py). Kern
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ import torch
 from deepseek_v4_sm120.ops import index_select as op
 from deepseek_v4_sm120.ops.index_select import index_select, mqa_logits, topk_select
 from deepseek_v4_sm120.reference import index_select as reference
+from deepseek_v4_sm120.sglang_patches.adapters import index_select as adapter
+from deepseek_v4_sm120.sglang_patches.adapters import index_select_dealt
 from deepseek_v4_sm120.specs.index_select import Inputs, Shape, allowed_logit_error, make_inputs, new_pages
 
 pytestmark = pytest.mark.gpu
@@ -285,3 +289,33 @@ def test_scratch_is_bounded_whatever_the_context(rows, columns, limit, device):
         torch.cuda.synchronize()
         assert torch.cuda.max_memory_allocated() - before <= limit
         assert torch.equal(out, index_select(**inputs.arguments()).expand(rows, -1))
+
+
+@pytest.mark.parametrize("fp4", [False, True])
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 1024), (2, 515), (4, 1030), (8, 257)])
+def test_rows_dealt_to_ranks_have_the_bits_of_the_whole_call(ranks, rows, fp4, device):
+    """All ranks on this card, one after the other: each rank's own rows first, then what it makes of all of them."""
+    lengths = tuple(300 + 4700 * row // rows for row in range(rows))
+    inputs = make_inputs(Shape(rows, lengths, fp4, rows_per_request=64), device=device)
+    more = {"rows_per_request": adapter.SHARED_PAGES}
+    deferred = adapter.Deferred(inputs.q, inputs.q_scales, inputs.k_pages, inputs.weights, 4, None, ())
+    whole, whole_entries, _ = select(inputs, **more)
+    parts: dict[int, list] = {rank: [] for rank in range(ranks)}
+
+    def run(rank, gather):
+        coordinator = SimpleNamespace(world_size=ranks, rank_in_group=rank, all_gather_into_tensor=gather)
+        select_rows = functools.partial(adapter._select, deferred, inputs.lengths[:, None], inputs.page_table)
+        out, entries = torch.full_like(whole, -7), torch.full_like(whole, -7)
+        index_select_dealt.deal(coordinator, select_rows, out, entries)
+        return out, entries
+
+    for rank in range(ranks):
+        run(rank, lambda output, input, rank=rank: parts[rank].append(input.clone()))
+    for rank in range(ranks):
+        turns = iter(range(2))
+        out, entries = run(rank, lambda output, input, turns=turns: _all_of(parts, next(turns), output))
+        assert torch.equal(out, whole) and torch.equal(entries, whole_entries)
+
+
+def _all_of(parts: dict[int, list], turn: int, output: torch.Tensor) -> None:
+    output.copy_(torch.cat([part[turn] for part in parts.values()]))

@@ -42,6 +42,7 @@ def test_every_row_is_complete():
     [
         *((None, ()), ("fp8_linear=on", ()), ("fp8_linear=off", ["fp8_linear"]), ("mhc=off", ["mhc"])),
         *(("wo_a=off", ["wo_a"]), ("head_norm=off", ["head_norm"])),
+        *(("dealt_index=off", ["dealt_index"]), ("index_select=off", ["index_select", "dealt_index"])),
         ("sparse_decode=off", ["sparse_decode", "unpadded_heads", "head_norm", "paged_prefill", "sched_meta"]),
     ],
 )
@@ -59,7 +60,7 @@ def test_a_patch_is_switched_by_its_name_and_with_the_operator_that_it_serves(py
     more = {"DSV4_SM120_SET": chosen} if chosen else {}
     found, ready = (line.split() for line in python(code, path=[tree({})], env=more).stdout.split("\n")[:2])
     assert set(found) == set(off)
-    assert {"index_select", "fp8_linear", "mhc", "wo_a", "head_norm", "sparse_decode"} <= {*ready, *off}
+    assert {"index_select", "dealt_index", "fp8_linear", "mhc", "wo_a", "head_norm", "sparse_decode"} <= {*ready, *off}
 
 
 @pytest.mark.parametrize("where", sorted({target.replacement for _, target in TARGETS}))
@@ -540,7 +541,7 @@ INDEXER_CALL = """
     adapter.device_gate.serves = lambda device: GATE
     adapter.takes = lambda args: True
     adapter.index_select = lambda *args, **kwargs: print("ours")
-    mode = type("Mode", (), {"is_decode": lambda self: True})()
+    mode = type("Mode", (), {"is_decode": lambda self: True, "is_extend_without_speculative": lambda self: False})()
     batch = type("Batch", (), {"forward_mode": mode})()
     x = torch.zeros(1, 4, dtype=torch.int32)
     for topk in (indexer.topk_transform_512, indexer.topk_transform_512_pytorch_vectorized):

@@ -8,6 +8,8 @@ and page transform. Everything around the two (query projection, capturers, HiSp
     replace_other_topk  SGLang was asked for another top-k (torch, FlashInfer): stock logits are computed after all
     replace_forward     is the scope in which logits may be deferred, and tells whether adjacent rows share pages
 
+Prompts' rows are dealt to the cards of a tensor-parallel group (index_select_dealt.py).
+
 A logits function called by anybody else, or with what `takes` does not know, is the original. DeepGEMM's logits are
 deferred for the FP4 index cache, where SGLang has no other, and in DSV4_SM120_FORCE=ops; for the FP8 cache DeepGEMM is
 an explicit choice (SGLANG_OPT_USE_TILELANG_INDEXER=0 and SGLANG_FP8_PAGED_MQA_LOGITS_TORCH=0) and is respected.
@@ -31,6 +33,7 @@ from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import index_select_dealt
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting
 from deepseek_v4_sm120.sglang_patches.table import DEEP_GEMM, DEEP_GEMM_LOGITS, DEEP_GEMM_LOGITS_FP4
 from deepseek_v4_sm120.specs import bounds
@@ -153,23 +156,37 @@ def _raw_indices(rest: tuple, kwargs: dict, out: torch.Tensor) -> torch.Tensor |
     return last if isinstance(last, torch.Tensor) and last.shape == out.shape else None
 
 
-def _select(deferred: Deferred, seq_lens, page_tables, out, entries) -> None:
+def _select(deferred: Deferred, seq_lens, page_tables, rows: slice, out, entries) -> None:
     index_select(
-        deferred.q,
+        deferred.q[rows],
         deferred.k_pages,
-        deferred.weights,
-        seq_lens.reshape(-1),
-        page_tables,
+        deferred.weights[rows],
+        seq_lens.reshape(-1)[rows].contiguous(),
+        page_tables[rows],
         k=out.shape[1],
-        q_scales=deferred.q_scales,
+        q_scales=None if deferred.q_scales is None else deferred.q_scales[rows],
         rows_per_request=deferred.rows_per_request,
         out=out,
         entries=entries,
     )
 
 
+ALL = slice(None)
+
+
+def _who_deals(deferred, page_tables, out):
+    """None with a schedule of DeepGEMM's: 0.5.21 and later cut rows with one by each card's own free memory."""
+    return None if deferred.args[5] is not None else index_select_dealt.who_deals(len(out), PAGE * page_tables.shape[1])
+
+
 def _serve(deferred, seq_lens, page_tables, out, page_size, *rest, **kwargs) -> None:
-    _select(deferred, seq_lens, page_tables, out, _raw_indices(rest, kwargs, out))
+    select = functools.partial(_select, deferred, seq_lens, page_tables)
+    entries = _raw_indices(rest, kwargs, out)
+    coordinator = _who_deals(deferred, page_tables, out)
+    if coordinator is None:
+        select(ALL, out, entries)
+    else:
+        index_select_dealt.deal(coordinator, select, out, entries)
 
 
 # ---- shadow mode
@@ -179,12 +196,21 @@ def _serve_beside(original: Callable) -> Callable:
     """Ours and the original, compared as sets; the result that the mode keeps is in SGLang's tensors at the end."""
 
     def serve(deferred, seq_lens, page_tables, out, page_size, *rest, **kwargs):
+        select = functools.partial(_select, deferred, seq_lens, page_tables)
         slots, entries = torch.empty_like(out), torch.empty_like(out)
-        _select(deferred, seq_lens, page_tables, slots, entries)
+        select(ALL, slots, entries)
+        coordinator = _who_deals(deferred, page_tables, out)
+        if coordinator is not None:
+            dealt = torch.empty_like(out), torch.empty_like(out)
+            index_select_dealt.deal(coordinator, select, *dealt)
+            _record(index_select_dealt.PATCH, deferred, out, _differing(dealt, (slots, entries)), 0.0)
+            slots, entries = dealt
         scores = deferred.run()
         original(scores, seq_lens, page_tables, out, page_size, *rest, **kwargs)
         if out.shape[0]:
-            _record(deferred, scores, seq_lens.reshape(-1), slots, entries, out)
+            wrong, tolerated = compare_sets(scores, seq_lens.reshape(-1), slots, entries, out)
+            _record(PATCH, deferred, out, wrong, 0.0)
+            _record(WITHIN_TOLERANCE, deferred, out, tolerated, 1.0)
         if settings().shadow == "ours":
             out.copy_(slots)
             if (raw := _raw_indices(rest, kwargs, out)) is not None:
@@ -212,19 +238,22 @@ def compare_sets(scores, lengths, slots, entries, stock) -> tuple[torch.Tensor, 
     return ((only_ours & ~near).sum(dim=1) + count).float(), near.sum(dim=1).float()
 
 
-def _record(deferred, scores, lengths, slots, entries, stock) -> None:
-    """Two records a call, as numbers of entries beside k: relative L2 is the share of entries that differ."""
-    wrong, tolerated = compare_sets(scores, lengths, slots, entries, stock)
-    k = torch.full_like(wrong, slots.shape[1])
+def _differing(some, others) -> torch.Tensor:
+    """[rows] float32: places of the lists where they are not the same."""
+    return torch.stack([a != b for a, b in zip(some, others, strict=True)]).any(dim=0).sum(dim=1).float()
+
+
+def _record(name: str, deferred, out, count, relative_l2: float) -> None:
+    """Of a call, a number of entries of each row, beside k: relative L2 is the share of entries that differ."""
+    k = torch.full_like(count, out.shape[1])
     shape = {
-        "rows": slots.shape[0],
+        "rows": out.shape[0],
         "width": deferred.shape[1],
-        "k": slots.shape[1],
+        "k": out.shape[1],
         "fp4": int(deferred.q_scales is not None),
     }
-    for name, count, bound in ((PATCH, wrong, 0.0), (WITHIN_TOLERANCE, tolerated, 1.0)):
-        pairs = [((k + count)[:, None], k[:, None])]
-        shadow.record(name, pairs, identity=deferred.k_pages.data_ptr(), shape=shape, relative_l2=bound)
+    pairs = [((k + count)[:, None], k[:, None])]
+    shadow.record(name, pairs, identity=deferred.k_pages.data_ptr(), shape=shape, relative_l2=relative_l2)
 
 
 # ---- the scope
