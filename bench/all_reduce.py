@@ -4,12 +4,13 @@
 A graph holds a chain of calls, each of the last one's result, as a model has them; a call's time is the greatest
 of the ranks' medians. NCCL runs in the same way, in the same run: over what it finds, and once more with
 NCCL_P2P_DISABLE=1 (through host memory, beside our transport that does so). Every call's bits are checked before,
-and --rounds random calls more.
+and --rounds random calls more. Last what a sum adds to a boundary of mhc: in its kernel, and in front of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -23,9 +24,12 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 import common  # noqa: E402
 
 from deepseek_v4_sm120.ops import all_reduce as op  # noqa: E402
-from deepseek_v4_sm120.ops.all_reduce_probe_child import microseconds  # noqa: E402
+from deepseek_v4_sm120.ops.all_reduce_probe_child import CHAIN, microseconds  # noqa: E402
+from deepseek_v4_sm120.ops.mhc import SUMMING_ROWS, _fits_summing, mhc  # noqa: E402
+from deepseek_v4_sm120.reference.all_reduce import all_reduce as reference  # noqa: E402
 from deepseek_v4_sm120.specs import all_reduce as spec  # noqa: E402
 from deepseek_v4_sm120.specs.all_reduce_ranks import nccl  # noqa: E402
+from deepseek_v4_sm120.specs.mhc import Shape, make_inputs, make_terms  # noqa: E402
 from tests.ops.all_reduce_groups import in_processes  # noqa: E402
 
 ISSUE = 20
@@ -37,6 +41,8 @@ BARS = {  # (ranks, transport) -> rows -> us
     (2, "host"): {1: 9.0, 8: 13.0},
     (4, "host"): {1: 13.0, 8: 17.0},
 }
+BOUNDARY_BARS = {(2, "peer"): {1: 2.5, 8: 3.0}, (4, "peer"): {1: 3.5, 8: 4.5}}  # what a sum in it adds
+BOUNDARY_ROWS, QUICK_BOUNDARY_ROWS = (1, 2, 4, 8, 16, 32, 64), (1, 8)
 
 
 def slowest(call, x, gather) -> float:
@@ -52,6 +58,36 @@ def check(group, gather, rows: int, seed: int) -> None:
 
 def ways(rows: int) -> tuple[str, ...]:
     return op.ALGORITHMS if rows <= op.ONE_SHOT_ROWS else op.ALGORITHMS[1:]
+
+
+def measure_boundary(report, group, gather, rows: int) -> None:
+    """A chain of boundaries, each of the last one's streams and y, with weights of its own."""
+    case = f"boundary, {group.ranks} cards, {rows} rows"
+    names = ("fn", "scale", "base", "norm_weight")
+    layers = [make_inputs(Shape(1), seed=seed, device=group.device) for seed in range(CHAIN)]
+    weights = [{name: getattr(layer, name) for name in names} for layer in layers]
+    first = make_inputs(Shape(rows), device=group.device)
+    terms = make_terms(first, group.ranks)
+    state = (first.streams, first.post, first.comb)
+    expected = mhc(reference(terms), *state, **weights[0])
+
+    def chained(boundary) -> float:
+        turns = itertools.cycle(weights)
+        return slowest(lambda last: boundary(last[3], *last[:3], **next(turns)), (*state, terms[group.rank]), gather)
+
+    ways = {"in front": lambda f, *state, **layer: mhc(group(f), *state, **layer)}
+    if rows <= group.one_shot_rows and _fits_summing(rows, group.num_sms, group.device.index):
+        ways["inside"] = lambda f, *state, **layer: mhc(f, *state, **layer, sum_over=group, kernels="fused")
+    without = chained(mhc)
+    report.add(common.row(ISSUE, case, "without a sum", "call_us", without))
+    for name, boundary in ways.items():
+        found = boundary(terms[group.rank], *state, **weights[0])
+        if not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
+            raise SystemExit(f"rank {group.rank}: wrong bits of a boundary, {rows} rows, sum {name}, {group.transport}")
+        taken = name == "inside" and rows <= SUMMING_ROWS[group.ranks]
+        bar = BOUNDARY_BARS.get((group.ranks, group.transport), {}).get(rows) if taken else None
+        us = chained(boundary) - without
+        report.add(common.row(ISSUE, case, f"{group.transport}, sum {name}, less without", "call_us", us, bar))
 
 
 def measure(rank, ranks, device, gather, options) -> None:
@@ -77,6 +113,10 @@ def measure(rank, ranks, device, gather, options) -> None:
                 taken = algorithm == op.algorithm_for(rows, ranks)
                 bar = BARS.get((ranks, group.transport), {}).get(rows) if taken else None
                 report.add(common.row(ISSUE, case, f"{group.transport}_{algorithm}", "call_us", us, bar))
+    if not without_peers:
+        for rows in QUICK_BOUNDARY_ROWS if options.quick else BOUNDARY_ROWS:
+            for group in groups:
+                measure_boundary(report, group, gather, rows)
     for turn in range(options.rounds):
         for group in groups:
             check(group, gather, 1 + turn * 37 % max(rows_of), turn)

@@ -68,7 +68,10 @@ LINK_FLAGS = ("-shared", "-Wl,--as-needed", "-Wl,-z,noexecstack")
 # An old tag, RPATH: a library of the same name on LD_LIBRARY_PATH does not come first.
 BESIDE = ("-Wl,--disable-new-dtags", "-Wl,-rpath,$ORIGIN")
 # These first, so that all cores are busy to the end.
-LONGEST = ("mxfp4_moe/launch.cu", "sparse_decode/launch.cu", "bindings.cpp", "fp8_linear/tile.cu", "mhc/launch.cu")
+LONGEST = (
+    *("mxfp4_moe/launch.cu", "sparse_decode/launch.cu", "bindings.cpp", "fp8_linear/tile.cu"),
+    *("mhc/summing.cu", "mhc/launch.cu"),
+)
 
 TOOL_WHEELS = ("pybind11==3.0.4",)
 CUDA_WHEELS = (

@@ -6,6 +6,9 @@
 //                              waiting blocks leave one place free on the multiprocessors that the stream has (mhc::fits): then a
 //                              mixing block always finds one, in whatever order blocks start, on a GB10, a MIG slice, a green
 //                              context. Elsewhere two launches, which have the same bits
+//   mhc summing_kernel         the mixing blocks wait for other cards, whose blocks for the same slices wait for these: all blocks of the
+//                              grid must be resident (mhc::fits_summing, by the smallest card's multiprocessors), so what is waited for
+//                              has begun or finds a place. Elsewhere a sum of its own and fused_kernel
 //   mhc many_kernel            32 blocks have a row's columns and wait for each other: a cooperative launch of as many times 32 as
 //                              are resident; where 32 are not, two launches
 //   sparse_decode_kernel       where blocks share a row: a block waits for the row's others 0.1 ms at most, then leaves its part of
@@ -17,7 +20,8 @@
 //                              the process's CUDA work, or at once where a rank's process has ended
 //
 // The words by which they find each other are of one call at a time (zeroed_words.py). Should they not come all the same, the blocks of
-// the first two end the process's CUDA work (give_up in device/barriers.cuh) after kPatienceLooks looks.
+// mhc's end the process's CUDA work (give_up in device/barriers.cuh) after kPatienceLooks looks; for other cards they wait as long as the
+// group has patience (csrc/all_reduce/turn.cuh).
 #pragma once
 
 #include <cuda_runtime.h>

@@ -9,8 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Pointers of each parameter struct (namespace::struct), constant ones first.
+_ALL_REDUCE = ("x", "out", "places", "state", "fault")
+_MHC = (
+    ("fn", "scale", "base", "norm_weight"),
+    ("x", "f", "post", "comb", "streams", "exchange", "y", "post_out", "comb_out", "partials", "counters"),
+)
 POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "all_reduce::Params": ((), ("x", "out", "places", "state", "fault")),
+    "all_reduce::Params": ((), _ALL_REDUCE),
     "bf16_linear::Params": (("weight",), ("x", "out")),
     "compressor::Params": (
         ("ape", "norm_weight", "freqs"),
@@ -35,12 +40,10 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("slots", "entries", "logits"),
         ),
     ),
-    "mhc::Params": (
-        ("fn", "scale", "base", "norm_weight"),
-        (
-            *("x", "f", "post", "comb", "streams", "exchange", "y", "post_out", "comb_out"),
-            *("partials", "counters"),
-        ),
+    "mhc::Params": _MHC,
+    "mhc::SummingParams": (
+        tuple(f"boundary.{name}" for name in _MHC[0]),
+        (*(f"boundary.{name}" for name in _MHC[1]), *(f"sum.{name}" for name in _ALL_REDUCE)),
     ),
     "mxfp4_moe::Params": (
         ("expert_map", "w13.codes", "w13.scales", "w2.codes", "w2.scales"),
@@ -140,6 +143,12 @@ KERNELS: dict[str, Kernel] = {
         first=SCORES,
     ),
     "mhc, few rows": Kernel(r"mhc::fused_kernel<", "mhc::Params", BEHIND, ahead=("fn", "scale", "base", "norm_weight")),
+    "mhc, few rows, with a sum": Kernel(
+        r"mhc::summing_kernel<",
+        "mhc::SummingParams",
+        BEHIND,
+        ahead=tuple(f"boundary.{name}" for name in _MHC[0]),
+    ),
     "mhc, mixes": Kernel(r"mhc::mix_kernel<", "mhc::Params", BEHIND, ahead=("fn",)),
     "mhc, finish": Kernel(r"mhc::finish_kernel<", "mhc::Params", BEHIND, ahead=("scale", "base", "norm_weight")),
     "mhc, post alone": Kernel(r"mhc::post_kernel", "mhc::Params", BEHIND),

@@ -17,12 +17,9 @@ inline Places read_places(Arguments& a, int ranks) {
   return places;
 }
 
-// `places`: the address, on the host, of an address for each rank.
-inline void run(Arguments& a) {
-  Params p = {};
-  p.x = a["x"];
-  p.out = a["out"];
-  p.vectors = a["vectors"];
+// What belongs to the group and the call's number; returns the number of ranks. `places`: the address, on the host, of an address for
+// each rank.
+inline int read_group(Arguments& a, Params& p) {
   const int ranks = a["ranks"];
   p.sizes = read_places(a, ranks);
   uint4* const* const places = a["places"];
@@ -31,10 +28,19 @@ inline void run(Arguments& a) {
   p.fault = a["fault"];
   p.rank = a["rank"];
   p.tag = a["tag"];
-  p.rows = a["rows"];
   const double patience_s = a["patience_s"];
   p.patience_ns = static_cast<uint64_t>(patience_s * 1e9);
   p.traps = a["traps"];
+  return ranks;
+}
+
+inline void run(Arguments& a) {
+  Params p = {};
+  p.x = a["x"];
+  p.out = a["out"];
+  p.vectors = a["vectors"];
+  const int ranks = read_group(a, p);
+  p.rows = a["rows"];
   const Transport transport = transport_of(a["transport"].text());
   const Algorithm algorithm = algorithm_of(a["algorithm"].text());
   const int num_sms = a["num_sms"];

@@ -4,13 +4,16 @@
 #include <stdexcept>
 #include <string>
 
+#include "../all_reduce/bindings.h"
 #include "../arguments.h"
 #include "mhc.h"
 
 namespace dsv4::mhc {
 
+// With `transport` and what else a group has, f is the sum of its ranks' terms.
 inline void run(Arguments& a) {
-  Params p = {};
+  SummingParams both = {};
+  Params& p = both.boundary;
   p.f = a["f"];
   p.f_stride = a["f_stride"];
   p.post = a["post"];
@@ -41,9 +44,19 @@ inline void run(Arguments& a) {
   const Kernels kernels = kernels_of(a["kernels"].text());
   const int64_t exchange_words = a["exchange_words"], partials_bytes = a["partials_bytes"], counter_words = a["counter_words"];
   const int num_sms = a["num_sms"];
+  const bool sums = a.get("sums", false);
+  int ranks = 0;
+  all_reduce::Transport transport = all_reduce::Transport::kPeer;
+  if (sums) {
+    ranks = all_reduce::read_group(a, both.sum);
+    transport = all_reduce::transport_of(a["transport"].text());
+    both.sum.x = p.f;
+    both.sum.rows = p.rows;
+    both.sum.vectors = static_cast<int64_t>(p.rows) * p.hidden * 2 / all_reduce::kVectorBytes;
+  }
   const LaunchArguments last = a.last();
   if (p.fn != nullptr) {
-    const Workspace needed = workspace(p.rows, p.hidden, p.head, kernels);
+    const Workspace needed = workspace(p.rows, p.hidden, p.head, kernels, sums);
     const auto enough = [](const char* what, int64_t got, int64_t least) {
       if (got < least)
         throw std::runtime_error("mhc: workspace too small: needs " + std::to_string(least) + " " + what + ", got " + std::to_string(got));
@@ -52,7 +65,11 @@ inline void run(Arguments& a) {
     enough("bytes of partials", partials_bytes, needed.partials_bytes);
     enough("counters", counter_words, needed.counter_words);
   }
-  launch(p, kernels, num_sms, last.pdl, last.stream);
+  if (sums) {
+    launch(both, ranks, transport, num_sms, last.pdl, last.stream);
+  } else {
+    launch(p, kernels, num_sms, last.pdl, last.stream);
+  }
 }
 
 inline void bind(py::module_& m) {
@@ -62,14 +79,15 @@ inline void bind(py::module_& m) {
   m.def(
       "mhc_fits", [](const std::string& kernels, int rows, int num_sms) { return fits(kernels_of(kernels), rows, num_sms); }, py::kw_only(),
       "kernels"_a, "rows"_a, "num_sms"_a);
+  m.def("mhc_fits_summing", &fits_summing, py::kw_only(), "rows"_a, "num_sms"_a);
   m.def("mhc_problem", &problem, py::kw_only(), "hidden"_a);
   m.def(
       "mhc_workspace",
-      [](int rows, int hidden, bool head, const std::string& kernels) {
-        const Workspace w = workspace(rows, hidden, head, kernels_of(kernels));
+      [](int rows, int hidden, bool head, const std::string& kernels, bool sums) {
+        const Workspace w = workspace(rows, hidden, head, kernels_of(kernels), sums);
         return py::make_tuple(w.exchange_words, w.partials_bytes, w.counter_words);
       },
-      py::kw_only(), "rows"_a, "hidden"_a, "head"_a, "kernels"_a);
+      py::kw_only(), "rows"_a, "hidden"_a, "head"_a, "kernels"_a, "sums"_a = false);
 }
 
 }  // namespace dsv4::mhc

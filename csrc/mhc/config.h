@@ -25,7 +25,7 @@ constexpr int kSumWords = 28;         // of a row in shared memory: mixes, sum o
 constexpr int kLaneColumns = 8;       // 16 bytes
 constexpr int kFlashHidden = 4096;
 constexpr int kProHidden = 7168;
-constexpr int kOctetColumns = kOctet * kSliceColumns, kOctets = kFlashHidden / kOctetColumns;
+constexpr int kOctetColumns = kOctet * kSliceColumns, kOctets = kFlashHidden / kOctetColumns, kSlices = kFlashHidden / kSliceColumns;
 
 constexpr int kMixThreads = 32 * kStreams;  // a warp per stream
 constexpr int kMixTiles = 6;                // blocks of rows side by side, at most

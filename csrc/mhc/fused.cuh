@@ -8,14 +8,14 @@
 // Nobody waits for ever: blocks start in the order of their index, so what a waiting block waits for has begun; and
 // however they are started, waiting ones leave room for one that does not wait (fits() in launch.cu asks the device).
 //
-// The sums are those of mix.cuh and finish.cuh, value by value.
+// The sums are those of mix.cuh and finish.cuh, value by value. Where f is a sum between cards (sum.cuh), a slice's warps share what they
+// read: while they wait for other cards their streams are on the way to shared memory, not to registers.
 #pragma once
 
 #include "finish.cuh"
+#include "sum.cuh"
 
 namespace dsv4::mhc {
-
-constexpr int kSlices = kFlashHidden / kSliceColumns;
 
 // Of a row's warps one iterates C. It alone could keep its quarter of the multiprocessor busy, so the other warp there
 // has nothing to do meanwhile, and six make y.
@@ -29,7 +29,10 @@ __host__ __device__ constexpr int slices_of(int rows) { return rows <= 4 ? 1 : k
 __host__ __device__ constexpr int mixing_blocks(int rows) { return kSlices / slices_of(rows) * ceil_div(rows, kTileRows); }
 
 union FusedShared {
-  float sums[kFusedSlices][kStreams][kTileRows][kSumWords];
+  struct {
+    float sums[kFusedSlices][kStreams][kTileRows][kSumWords];
+    uint4 x[kFusedSlices][kStreams][kSliceVectors], f[kFusedSlices][kSliceVectors];  // where f is a sum
+  } mix;
   struct {
     uint4 x[kOctets][kStreams][32];  // the old streams, then the new ones
     uint4 f[kOctets][32];
@@ -37,6 +40,26 @@ union FusedShared {
     float octets[kOctets][32];
     float squares[kOctets];
   } row;
+};
+
+// What a boundary does about f: nothing, it is there.
+struct NoSum {
+  static constexpr bool kSums = false;
+  struct Slice {
+    __device__ __forceinline__ Slice(const NoSum&, int, int) {}
+  };
+};
+// It comes from all cards.
+template <int kRanks, bool kHost>
+struct SumOfRanks {
+  static constexpr bool kSums = true;
+  const all_reduce::Params& p;
+  uint4* sums;  // [rows, kRowSums], behind the exchange
+
+  struct Slice : SliceSum<kRanks, kHost> {
+    __device__ __forceinline__ Slice(const SumOfRanks& sum, int slice, int tile) : SliceSum<kRanks, kHost>(sum.p, slice, tile) {}
+    __device__ __forceinline__ ~Slice() { this->end(); }  // behind all that others wait for
+  };
 };
 
 __device__ __forceinline__ float sent(float v) { return v == 0.f ? -0.f : v; }
@@ -47,9 +70,19 @@ __device__ __forceinline__ float* exchanged(const Params& p, int64_t row, int sl
   return p.exchange + (row * (kFlashHidden / kSliceColumns) + slice) * kWidth<kHead> + vector * 4;
 }
 
+// of the warps of a slice
+__device__ __forceinline__ void sync_slice(int half) {
+  static_assert(kFusedSlices == 2, "a barrier for each");
+  if (half == 0) {
+    sync_threads<1, 32 * kStreams>();
+  } else {
+    sync_threads<2, 32 * kStreams>();
+  }
+}
+
 // One or two slices of 16 rows: the new streams, and the partial sums for the rows' blocks.
-template <bool kPost, bool kHead>
-__device__ __forceinline__ void mix_slices(const Params& p, FusedShared& s, int first_slice, int tile) {
+template <bool kPost, bool kHead, typename Sum>
+__device__ __forceinline__ void mix_slices(const Params& p, const Sum& sum_of_f, FusedShared& s, int first_slice, int tile) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, stream = warp % kStreams, group = lane / 4, half = warp / kStreams;
   if (half >= slices_of(p.rows)) {
     pdl_wait();
@@ -69,25 +102,43 @@ __device__ __forceinline__ void mix_slices(const Params& p, FusedShared& s, int 
   if (sends && vector == 0) prefetch(out);
   pdl_wait();
   pdl_trigger();
+  const typename Sum::Slice slice_sum(sum_of_f, slice, tile);
   StreamInputs<kPost> inputs[2];
-  inputs[0].load(p, first_row + group, stream, column);
-  if (has_high) inputs[1].load(p, first_row + group + 8, stream, column);
-  weights.split();
-  __syncwarp();  // the weights first: the streams come later
+  if constexpr (Sum::kSums) {
+    uint4(&x)[kStreams][kSliceVectors] = s.mix.x[half], (&f)[kSliceVectors] = s.mix.f[half];
+#pragma unroll
+    for (int high = 0; high < 2; ++high) {
+      const int64_t row = first_row + group + high * 8;
+      if (row < p.rows) cp_async_16(shared_address(&x[stream][high * 32 + lane]), reinterpret_cast<uint64_t>(mine + row * p.x_stride), true);
+      inputs[high].load_coefficients(p, row, stream);
+    }
+    slice_sum.send();
+    weights.split();
+    slice_sum.add(f, sum_of_f.sums);
+    cp_async_wait_all();
+    __syncwarp();
+    sync_slice(half);
+#pragma unroll
+    for (int high = 0; high < 2; ++high) {
+      inputs[high].f = f[high * 32 + lane];
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) inputs[high].x[j] = x[j][high * 32 + lane];
+    }
+  } else {
+    inputs[0].load(p, first_row + group, stream, column);
+    if (has_high) inputs[1].load(p, first_row + group + 8, stream, column);
+    weights.split();
+    __syncwarp();  // the weights first: the streams come later
+  }
   const uint4 low = inputs[0].mix(p, first_row + group, stream, column);
   uint4 high = make_uint4(0, 0, 0, 0);
   if (has_high) high = inputs[1].mix(p, first_row + group + 8, stream, column);
-  write_sums<kHead>(weights, low, high, s.sums[half][stream], lane);
-  static_assert(kFusedSlices == 2, "a barrier for each");
-  if (half == 0) {
-    sync_threads<1, 32 * kStreams>();
-  } else {
-    sync_threads<2, 32 * kStreams>();
-  }
+  write_sums<kHead>(weights, low, high, s.mix.sums[half][stream], lane);
+  sync_slice(half);
   if (!sends) return;
   float4 v[kStreams];
 #pragma unroll
-  for (int j = 0; j < kStreams; ++j) v[j] = *reinterpret_cast<const float4*>(&s.sums[half][j][r][vector * 4]);
+  for (int j = 0; j < kStreams; ++j) v[j] = *reinterpret_cast<const float4*>(&s.mix.sums[half][j][r][vector * 4]);
   const float4 sum = add(add(v[0], v[1]), add(v[2], v[3]));
   const bool all = vector * 4 < kOutputs<kHead>;
   store_relaxed(out, make_float4(sent(sum.x), all ? sent(sum.y) : -0.f, all ? sent(sum.z) : -0.f, all ? sent(sum.w) : -0.f));
@@ -125,8 +176,8 @@ __device__ __forceinline__ void collect(const Params& p, FusedShared& s, int64_t
 }
 
 // A row's new streams, or those there are, in shared memory.
-template <bool kPost>
-__device__ __forceinline__ void make_streams(const Params& p, FusedShared& s, int64_t row) {
+template <bool kPost, typename Sum>
+__device__ __forceinline__ void make_streams(const Params& p, const Sum& sum_of_f, FusedShared& s, int64_t row) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // through shared memory all are on their way at once: loads of so many registers the compiler puts off, one behind
   // what another came to
@@ -136,7 +187,8 @@ __device__ __forceinline__ void make_streams(const Params& p, FusedShared& s, in
 #pragma unroll
     for (int j = 0; j < kStreams; ++j)
       cp_async_16(shared_address(&s.row.x[w][j][lane]), reinterpret_cast<uint64_t>(p.x + row * p.x_stride + j * kFlashHidden + column), true);
-    if constexpr (kPost) cp_async_16(shared_address(&s.row.f[w][lane]), reinterpret_cast<uint64_t>(p.f + row * p.f_stride + column), true);
+    if constexpr (kPost && !Sum::kSums)
+      cp_async_16(shared_address(&s.row.f[w][lane]), reinterpret_cast<uint64_t>(p.f + row * p.f_stride + column), true);
   }
   if constexpr (kPost) {
     float* const c = s.row.coefficients[warp];  // comb by new stream, post
@@ -144,6 +196,12 @@ __device__ __forceinline__ void make_streams(const Params& p, FusedShared& s, in
       cp_async<4>(c + lane % kStreams * kStreams + lane / kStreams, p.comb + row * (kStreams * kStreams) + lane);
     } else if (lane < kCoefficients) {
       cp_async<4>(c + lane, p.post + row * kStreams + lane - kStreams * kStreams);
+    }
+    if constexpr (Sum::kSums) {
+      uint4 f[kThreadSums];
+      take_sums(f, sum_of_f.sums, row, p.patience);
+#pragma unroll
+      for (int i = 0; i < kThreadSums; ++i) s.row.f[warp + i * kFusedWarps][lane] = f[i];
     }
     cp_async_wait_all();
     __syncwarp();
@@ -162,8 +220,8 @@ __device__ __forceinline__ void make_streams(const Params& p, FusedShared& s, in
 }
 
 // One row: what finish_kernel does.
-template <bool kPost, bool kHead>
-__device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, int64_t row) {
+template <bool kPost, bool kHead, typename Sum>
+__device__ __forceinline__ void collapse_row(const Params& p, const Sum& sum_of_f, FusedShared& s, int64_t row) {
   constexpr int kTurns = ceil_div(kOctets, kCollapsing);
   static_assert(kFusedWarps == 8 && kIterating % 4 == kIdle % 4 && kOctets % kFusedWarps == 0 && kStreams * kFlashHidden * 2 == kFusedThreads * 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, collapsing = warp - 1 - (warp > kIdle ? 1 : 0);
@@ -172,6 +230,7 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
   const auto real = [&](int turn) { return turn < kOctets / kCollapsing || octet(turn) < kOctets; };
   prefetch(reinterpret_cast<const char*>(p.x + row * p.x_stride) + threadIdx.x * 128);
   if (threadIdx.x < kSlices) prefetch(exchanged<kHead>(p, row, threadIdx.x, 0));
+  if constexpr (Sum::kSums) prefetch_where(threadIdx.x < kRowSums / 8, sum_of(sum_of_f.sums, row, threadIdx.x * 8));
   Gates<kHead> gates;
   gates.load(p, lane);
   uint4 weight[kTurns];
@@ -182,7 +241,7 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
   }
   pdl_wait();
   pdl_trigger();
-  make_streams<kPost>(p, s, row);
+  make_streams<kPost>(p, sum_of_f, s, row);
   collect<kHead>(p, s, row);
   __syncthreads();
   if (warp == kIdle) return;
@@ -219,16 +278,28 @@ __device__ __forceinline__ void collapse_row(const Params& p, FusedShared& s, in
   }
 }
 
-template <bool kPost, bool kHead>
-__global__ void __launch_bounds__(kFusedThreads, 2) fused_kernel(const Params p) {
+template <bool kPost, bool kHead, typename Sum>
+__device__ __forceinline__ void take_part(const Params& p, const Sum& sum_of_f) {
   __shared__ FusedShared s;
   const int block = blockIdx.x, mixing = mixing_blocks(p.rows);
   if (block < mixing) {
     const int first_slice = block * slices_of(p.rows);
-    mix_slices<kPost, kHead>(p, s, first_slice % kSlices, first_slice / kSlices);
+    mix_slices<kPost, kHead>(p, sum_of_f, s, first_slice % kSlices, first_slice / kSlices);
   } else {
-    collapse_row<kPost, kHead>(p, s, block - mixing);
+    collapse_row<kPost, kHead>(p, sum_of_f, s, block - mixing);
   }
+}
+
+template <bool kPost, bool kHead>
+__global__ void __launch_bounds__(kFusedThreads, 2) fused_kernel(const Params p) {
+  take_part<kPost, kHead>(p, NoSum{});
+}
+
+// f is the sum of p.sum.x over the ranks.
+template <bool kHead, int kRanks, bool kHost>
+__global__ void __launch_bounds__(kFusedThreads, 2) summing_kernel(const __grid_constant__ SummingParams p) {
+  uint4* const sums = reinterpret_cast<uint4*>(p.boundary.exchange + static_cast<int64_t>(p.boundary.rows) * kSlices * kWidth<kHead>);
+  take_part<true, kHead>(p.boundary, SumOfRanks<kRanks, kHost>{p.sum, sums});
 }
 
 }  // namespace dsv4::mhc

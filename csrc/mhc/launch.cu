@@ -4,6 +4,7 @@
 
 #include "fused.cuh"
 #include "many.cuh"
+#include "post.cuh"
 
 namespace dsv4::mhc {
 
@@ -103,10 +104,10 @@ bool fits(Kernels kernels, int rows, int num_sms) {
   return kernels != Kernels::kMany || kColumnBlocks <= many_blocks_per_sm() * num_sms;
 }
 
-Workspace workspace(int rows, int hidden, bool head, Kernels kernels) {
+Workspace workspace(int rows, int hidden, bool head, Kernels kernels, bool sums) {
   const bool many = kernels == Kernels::kMany;
   const int64_t slices = hidden / (many ? kManyColumns : kSliceColumns), words = rows * slices * (head ? kWidth<true> : kWidth<false>);
-  if (kernels == Kernels::kFused) return {words, 0, 0};
+  if (kernels == Kernels::kFused) return {words + (sums ? static_cast<int64_t>(rows) * kRowSums * kSumVectorWords : 0), 0, 0};
   return {0, words * 4, many ? ceil_div(rows, kTileRows) * kCounterWords : 0};
 }
 
@@ -133,9 +134,12 @@ void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaSt
 std::vector<KernelAttributes> kernel_attributes() {
   many_blocks_per_sm();  // allows the shared memory
   const int finish_threads = kFlashHidden / kLaneColumns + 32, many = sizeof(ManyShared);
-  return {describe("mhc_fused", &fused_kernel<true, false>, kFusedThreads, 0), describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
-          describe("mhc_finish", &finish_kernel<false, kFlashHidden>, finish_threads, 0), describe("mhc_post", &post_kernel, kMixThreads, 0),
-          describe("mhc_many", &many_kernel, kManyThreads, many)};
+  std::vector<KernelAttributes> all = summing_attributes();
+  all.insert(all.end(),
+             {describe("mhc_fused", &fused_kernel<true, false>, kFusedThreads, 0), describe("mhc_mix", &mix_kernel<true, false>, kMixThreads, 0),
+              describe("mhc_finish", &finish_kernel<false, kFlashHidden>, finish_threads, 0), describe("mhc_post", &post_kernel, kMixThreads, 0),
+              describe("mhc_many", &many_kernel, kManyThreads, many)});
+  return all;
 }
 
 int shared_bytes() { return sizeof(ManyShared); }

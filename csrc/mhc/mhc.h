@@ -1,5 +1,5 @@
-// Hyper-connections (mHC): parameters and launch. Device code in fused.cuh (few rows), mix.cuh and finish.cuh, many.cuh; sizes in
-// config.h.
+// Hyper-connections (mHC): parameters and launch. Device code in fused.cuh (few rows), with sum.cuh where f is a sum between cards,
+// mix.cuh and finish.cuh, many.cuh, post.cuh; sizes in config.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "../all_reduce/all_reduce.h"
 #include "../launch_kernel.h"
 
 namespace dsv4::mhc {
@@ -41,6 +42,12 @@ struct Params {
   uint32_t* counters;          // many: a sector per 16 rows, zero before
 };
 
+// f is a sum between cards: `sum.x` has this one's terms, [rows, hidden] bf16, contiguous; sum.out is not written.
+struct SummingParams {
+  Params boundary;
+  all_reduce::Params sum;
+};
+
 // Why the kernels cannot take this width; empty: they can.
 std::string problem(int hidden);
 
@@ -55,7 +62,7 @@ Kernels kernels_of(const std::string& name);  // "fused", "split", "many"
 struct Workspace {
   int64_t exchange_words, partials_bytes, counter_words;
 };
-Workspace workspace(int rows, int hidden, bool head, Kernels kernels);
+Workspace workspace(int rows, int hidden, bool head, Kernels kernels, bool sums = false);  // sums: f is a sum between cards, kFused
 int fused_rows();  // the most that kFused takes
 
 // Whether they can run on so many multiprocessors: their blocks that wait for others never keep those off. Of the current device.
@@ -63,6 +70,11 @@ bool fits(Kernels kernels, int rows, int num_sms);
 
 // `kernels` means nothing for a post alone. num_sms: that the stream has (stream.h)
 void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaStream_t stream);
+
+// The same as kFused with f a sum between cards. All blocks wait, and those of other cards for them: all must be resident.
+bool fits_summing(int rows, int num_sms);
+void launch(const SummingParams& params, int ranks, all_reduce::Transport transport, int num_sms, bool pdl, cudaStream_t stream);
+std::vector<KernelAttributes> summing_attributes();
 
 std::vector<KernelAttributes> kernel_attributes();
 int shared_bytes();  // of the kernel that takes the most

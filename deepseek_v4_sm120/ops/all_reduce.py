@@ -64,6 +64,7 @@ class AllReduce:
         _check_group(rank, ranks, max_rows, hidden, transport)
         self.rank, self.ranks, self.device, self.transport = rank, ranks, device, transport
         self.max_rows, self.hidden = max_rows, hidden
+        self.one_shot_rows = min(ONE_SHOT_ROWS, max_rows)
         self._patience_s, self._traps = patience_s, traps
         self._sizes = vectors(max_rows, hidden)
         _C = extension.load()
@@ -74,7 +75,8 @@ class AllReduce:
             self._memory = (Peers if transport == "peer" else Host)(rank, self.bytes, gather)
         self._places = torch.tensor(self._memory.places, dtype=torch.uint64)
         torch.cuda.synchronize(device)  # the state is zero before a call on any stream
-        gather(None)  # nobody sends before all have opened everybody's memory
+        # of the smallest card: what all ranks must decide alike is decided by it
+        self.num_sms = min(gather(cuda_tensors.num_sms(device.index)))  # and nobody sends before all have opened all
         self._watch = _Watch(rank, self._fault, gather(os.getpid()))
 
     def __call__(self, x: torch.Tensor, **options) -> torch.Tensor:
@@ -92,6 +94,21 @@ class AllReduce:
         if self._patience_s is not None:
             return self._patience_s
         return PATIENCE_S if torch.cuda.is_current_stream_capturing() else EAGER_PATIENCE_S
+
+    def arguments(self, tag: int) -> dict:
+        """What a kernel that sums takes of the group: this one, and others that sum on their way (ops/mhc.py)."""
+        return {
+            "places": self._places.data_ptr(),
+            "ranks": self.ranks,
+            "state": self._state.data_ptr(),
+            "fault": self._fault.data_ptr(),
+            "rank": self.rank,
+            **self._sizes,
+            "transport": self.transport,
+            "tag": tag,
+            "patience_s": self._patience(),
+            "traps": self._traps,
+        }
 
     def fault(self) -> str | None:
         """What the kernel said before it gave up, or None."""
@@ -148,18 +165,9 @@ def _launch(x, out, group: AllReduce, algorithm: str, tag: int) -> None:
         x=x.data_ptr(),
         out=out.data_ptr(),
         vectors=x.numel() // VALUES,
-        places=group._places.data_ptr(),
-        ranks=group.ranks,
-        state=group._state.data_ptr(),
-        fault=group._fault.data_ptr(),
-        rank=group.rank,
-        **group._sizes,
-        transport=group.transport,
+        **group.arguments(tag),
         algorithm=algorithm,
-        tag=tag,
         rows=x.shape[0],
-        patience_s=group._patience(),
-        traps=group._traps,
         num_sms=cuda_tensors.num_sms(index),
         pdl=True,
         stream=cuda_tensors.current_stream(index),

@@ -16,6 +16,10 @@ context, a MIG slice; the 48 of a GB10 take 95 rows of `fused`), `split` takes t
 
 The sums are the same in all, value by value: a row's bits depend on nothing outside the row, not on the number of rows
 either.
+
+With `sum_over`, f is this card's term of a sum between cards (ops/all_reduce.py). Of few rows (SUMMING_ROWS) `fused`
+sends, adds and rounds on its way; of more, and wherever its blocks would not all be resident, a sum of its own comes
+first. The bits are the same.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import functools
 
 import torch
 
+from deepseek_v4_sm120.ops.all_reduce import ONE_SHOT_ROWS, AllReduce
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.checks import BF16, CONTIGUOUS, FP32, VECTOR, Call
 from deepseek_v4_sm120.ops.shared.limits import LIMITS
@@ -35,8 +40,10 @@ HIDDEN = LIMITS["mhc"]["hidden"].values  # Flash, Pro
 KERNELS = ("fused", "split", "many")
 FLASH_HIDDEN = 4096  # fused and many are for this width
 MANY_ROWS = 257
-# 16 KB a row of a capture's largest call: room for 1 to 128 rows in the sizes that SGLang captures, 17 MiB in all.
-_CAPTURE_STORE_BYTES = 24 << 20
+SUMMING_ROWS = {2: 64, 4: 16, 8: 4}  # by ranks: above, two hops of a sum alone move fewer bytes. Reckoned, not measured
+# 16 KB a row of a capture's largest call: room for 1 to 128 rows in the sizes that SGLang captures, 17 MiB in all; and
+# 24 KB a row of calls that sum, 7 MiB.
+_CAPTURE_STORE_BYTES = 28 << 20
 _MAX_ROWS = 1 << 26
 _STRIDES = 8  # that rows have multiples of: 16 bytes
 
@@ -56,6 +63,8 @@ def mhc(
     hc_eps=1e-6,
     post_scale=2.0,
     sinkhorn_iters=20,
+    sum_over=None,
+    tag=0,
     kernels=None,
 ):
     """A boundary between two sublayers: the new streams, their coefficients, and the next sublayer's normed input.
@@ -70,6 +79,9 @@ def mhc(
                    epsilons of that norm, of the mixes' mean square, and of gates and Sinkhorn
     post_scale     factor of the new post's sigmoid
     sinkhorn_iters 1 and more; the first is the softmax and one division by the column sums
+    sum_over       the `AllReduce` of the cards whose f are to be added, in fp32 in the order of ranks, rounded to bf16
+                   once; f contiguous, at most its max_rows. All ranks make the same call. None: f is complete
+    tag            of a sum, as AllReduce has it
     kernels        "fused", "split" or "many", for tests and benchmarks; None: by rows and hidden
     returns        (streams [rows, 4, hidden] bf16, post [rows, 4] float32, comb [rows, 4, 4] float32, y [rows, hidden]
                    bf16), all new tensors
@@ -88,7 +100,7 @@ def mhc(
     source         DeepSeek's inference/model.py (hc_post, hc_pre); specification in reference/mhc.py
     """
     check, rows, hidden = _check_streams("mhc", streams)
-    post = _check_sublayer(check, f, post, comb, rows, hidden)
+    post = _check_sublayer(check, f, post, comb, rows, hidden, sum_over)
     _check_mixes(check, fn, scale, base, norm_weight, MIXES, 3, hidden)
     _check_numbers(check, norm_eps, rms_eps, hc_eps, sinkhorn_iters)
     _check_kernels(check, kernels, hidden, KERNELS)
@@ -97,7 +109,8 @@ def mhc(
     new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=device)
     y, new_post, new_comb = _results(rows, hidden, device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
-    _launch(streams, f, post, comb, new, y=y, post_out=new_post, comb_out=new_comb, kernels=kernels, **options)
+    options |= {"sum_over": sum_over, "tag": tag, "kernels": kernels}
+    _launch(streams, f, post, comb, new, y=y, post_out=new_post, comb_out=new_comb, **options)
     return new, new_post, new_comb, y
 
 
@@ -150,6 +163,8 @@ def mhc_head(
     norm_eps=1e-6,
     rms_eps=1e-6,
     hc_eps=1e-6,
+    sum_over=None,
+    tag=0,
     kernels=None,
 ):
     """The head's collapse y [rows, hidden] bf16; with f, post and comb of the last boundary: (streams, y).
@@ -164,13 +179,16 @@ def mhc_head(
     _check_numbers(check, norm_eps, rms_eps, hc_eps, 1)
     _check_kernels(check, kernels, hidden, KERNELS[:2])
     if has_post:
-        post = _check_sublayer(check, f, post, comb, rows, hidden)
+        post = _check_sublayer(check, f, post, comb, rows, hidden, sum_over)
+    elif sum_over is not None:
+        check.refuse("value", "sum_over", "be None without f", sum_over)
     check.on_cuda()
     if has_post:
         new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=device)
     y = torch.empty((rows, hidden), dtype=torch.bfloat16, device=device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, 0.0, 1)
-    _launch(streams, f, post, comb, new, y=y, head=True, kernels=kernels, **options)
+    options |= {"sum_over": sum_over, "tag": tag, "kernels": kernels}
+    _launch(streams, f, post, comb, new, y=y, head=True, **options)
     return y if new is None else (new, y)
 
 
@@ -225,6 +243,8 @@ def _launch_here(
     comb_out=None,
     numbers=_NO_NUMBERS,
     head=False,
+    sum_over=None,
+    tag=0,
     kernels=None,
 ) -> None:
     """Checked arguments to raw pointers; streams' device is current."""
@@ -233,11 +253,19 @@ def _launch_here(
     stream = cuda_tensors.current_stream(index)
     exchange_words = partials_bytes = counter_words = 0
     exchange = partials = counters = None
-    num_sms = cuda_tensors.num_sms(index) if rows == 1 else cuda_tensors.stream_sms(index, stream)
+    asks = rows > 1 or sum_over is not None
+    num_sms = cuda_tensors.stream_sms(index, stream) if asks else cuda_tensors.num_sms(index)
+    sums = {}
+    if sum_over is not None:
+        fewest_sms = min(num_sms, sum_over.num_sms)
+        if _sums_itself(kernels, rows, hidden, sum_over, fewest_sms, index):
+            kernels, num_sms, sums = "fused", fewest_sms, {"sums": True, **sum_over.arguments(tag)}
+        else:
+            f = sum_over(f, tag=tag)
     if kernels is None:
         kernels = _kernels_of(rows, hidden, f is not None and not head, num_sms, index)
     if fn is not None:
-        exchange_words, partials_bytes, counter_words = _workspace(rows, hidden, head, kernels)
+        exchange_words, partials_bytes, counter_words = _workspace(rows, hidden, head, kernels, bool(sums))
         if exchange_words:
             exchange = _exchange(index).take(stream, exchange_words)
         if partials_bytes:
@@ -273,6 +301,7 @@ def _launch_here(
         pdl=True,
         stream=stream,
         **numbers,
+        **sums,
     )
 
 
@@ -291,14 +320,38 @@ def _kernels_of(rows: int, hidden: int, is_boundary: bool, num_sms: int, index: 
     return found if extension.load().mhc_fits(kernels=found, rows=rows, num_sms=num_sms) else "split"
 
 
+def summing_rows(group: AllReduce) -> int:
+    """The most rows of a boundary that has its sum inside."""
+    return min(SUMMING_ROWS[group.ranks], group.one_shot_rows) if group.hidden == FLASH_HIDDEN else 0
+
+
+def takes_sum(rows: int, hidden: int, group: AllReduce) -> bool:
+    """Whether a boundary of so many rows can have its sum inside: where all its blocks are resident, it has."""
+    return hidden == group.hidden and 1 <= rows <= summing_rows(group)
+
+
+def _sums_itself(kernels, rows: int, hidden: int, group: AllReduce, num_sms: int, index: int) -> bool:
+    """Whether the boundary's kernel adds what the cards send; on all of them, for all have the same numbers."""
+    if kernels is not None:
+        return kernels == "fused"
+    return takes_sum(rows, hidden, group) and _fits_summing(rows, num_sms, index)
+
+
 @functools.lru_cache(maxsize=4096)
-def _workspace(rows: int, hidden: int, head: bool, kernels: str) -> tuple[int, int, int]:
-    return extension.load().mhc_workspace(rows=rows, hidden=hidden, head=head, kernels=kernels)
+def _fits_summing(rows: int, num_sms: int, index: int) -> bool:
+    return extension.load().mhc_fits_summing(rows=rows, num_sms=num_sms)
+
+
+@functools.lru_cache(maxsize=4096)
+def _workspace(rows: int, hidden: int, head: bool, kernels: str, sums: bool = False) -> tuple[int, int, int]:
+    return extension.load().mhc_workspace(rows=rows, hidden=hidden, head=head, kernels=kernels, sums=sums)
 
 
 @functools.cache
 def _exchange(index: int) -> ZeroedWords:
     words, _, _ = _workspace(extension.load().mhc_fused_rows, FLASH_HIDDEN, False, "fused")
+    summing_words, _, _ = _workspace(ONE_SHOT_ROWS, FLASH_HIDDEN, False, "fused", True)
+    words = max(words, summing_words)
     return ZeroedWords(f"cuda:{index}", words, _CAPTURE_STORE_BYTES)
 
 
@@ -320,15 +373,28 @@ def _check_streams(op: str, streams) -> tuple[Call, int, int]:
     return check, rows, hidden
 
 
-def _check_sublayer(check: Call, f, post, comb, rows, hidden):
+def _check_sublayer(check: Call, f, post, comb, rows, hidden, sum_over=None):
     """post as the kernels read it, [rows, 4]"""
-    check.tensor("f", f, BF16, (rows, hidden), _STRIDES, VECTOR)
+    check.tensor("f", f, BF16, (rows, hidden), _STRIDES if sum_over is None else CONTIGUOUS, VECTOR)
+    if sum_over is not None:
+        _check_group(check, sum_over, rows, hidden)
     check.given("post", post)
     if post.dim() == 3 and post.shape[2] == 1:
         post = post.squeeze(2)
     check.tensor("post", post, FP32, (rows, STREAMS))
     check.tensor("comb", comb, FP32, (rows, STREAMS, STREAMS))
     return post
+
+
+def _check_group(check: Call, group: AllReduce, rows, hidden) -> None:
+    if not isinstance(group, AllReduce):
+        check.refuse("value", "sum_over", "be an AllReduce or None", repr(group))
+    if group.hidden != hidden:
+        check.refuse("shape", "sum_over.hidden", f"be {hidden} (hidden)", group.hidden)
+    if rows > group.max_rows:
+        check.refuse("shape", "sum_over.max_rows", f"be at least {rows} (rows)", group.max_rows)
+    if group.device != check.device:
+        check.refuse("device", "sum_over.device", f"be streams's, {check.device}", group.device)
 
 
 def _check_mixes(check: Call, fn, scale, base, norm_weight, mixes, scales, hidden) -> None:

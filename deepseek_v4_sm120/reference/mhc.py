@@ -12,7 +12,8 @@ A token's residual is four streams X_j of `hidden` values. From the streams, fla
 and after the sublayer, whose output is f: X'_i = post_i f + sum_j C[j][i] X_j.
 
 Roundings that are part of the operator: X' and y are bf16 values. What reads X' reads the rounded one. The norm's sum
-of squares is that of the unrounded y; what it multiplies is y rounded (as SGLang's fused kernel does).
+of squares is that of the unrounded y; what it multiplies is y rounded (as SGLang's fused kernel does). Where f is a sum
+between cards, it is a bf16 value, too.
 Source: DeepSeek's inference/model.py (Block.hc_pre, hc_post, hc_head) and config (hc_mult 4, 20 iterations, eps 1e-6).
 """
 
@@ -42,6 +43,11 @@ class Boundary:
 def bf16(values: torch.Tensor) -> torch.Tensor:
     """Rounded to bf16, in float64."""
     return values.float().to(torch.bfloat16).double()
+
+
+def summed(terms) -> torch.Tensor:
+    """The f [rows, hidden] of a boundary that adds the terms of all cards: rounded, in float64."""
+    return bf16(sum(term.double() for term in terms))
 
 
 def mhc_post(f, streams, post, comb) -> torch.Tensor:

@@ -126,6 +126,14 @@ def make_inputs(shape: Shape, seed: int = 0, device: str | torch.device = "cuda"
     )
 
 
+def make_terms(inputs: Inputs, ranks: int, seed: int = 0) -> list[torch.Tensor]:
+    """What as many cards add up to an f like the inputs': bf16, one a card."""
+    generator = torch.Generator(inputs.f.device).manual_seed(seed)
+    scale = inputs.f.float().std() * ranks**-0.5
+    shape, device = inputs.f.shape, inputs.f.device
+    return [(torch.randn(shape, generator=generator, device=device) * scale).bfloat16() for _ in range(ranks)]
+
+
 # ---- self-test
 
 

@@ -33,10 +33,14 @@ from deepseek_v4_sm120.ops.shared import cuda_tensors, extension  # noqa: E402
 from deepseek_v4_sm120.ops.shared.checks import Call  # noqa: E402
 
 HARNESS = Path(__file__).with_name("all_reduce_on_cpu.cpp")
-SOURCES = REPO / "csrc" / "all_reduce"
-FEW_THREADS = (
+SOURCES = ("all_reduce.h", "turn.cuh", "kernel.cuh", "ping.cuh", "../mhc/config.h", "../mhc/sum.cuh")
+SMALL = (  # two slices of two rows, two threads without a vector; rows of eight vectors, two for each of four threads
     ("constexpr int kThreads = 128;", "constexpr int kThreads = 3;"),
     ("constexpr int kPingThreads = 512;", "constexpr int kPingThreads = 3;"),
+    ("constexpr int kFlashHidden = 4096;", "constexpr int kFlashHidden = 64;"),
+    ("constexpr int kTileRows = 16;", "constexpr int kTileRows = 2;"),
+    ("constexpr int kMixThreads = 32 * kStreams;", "constexpr int kMixThreads = 10;"),
+    ("constexpr int kFusedThreads = 32 * kFusedWarps;", "constexpr int kFusedThreads = 4;"),
 )
 US = {"peer": 5.0, "host": 9.0}  # what a call takes, as the emulated probe tells it
 LONG_S, SHORT_S = 60.0, 1.0  # of patience: where all is well, and where a fault is due
@@ -44,9 +48,9 @@ LONG_S, SHORT_S = 60.0, 1.0  # of patience: where all is well, and where a fault
 
 def compiled(folder: Path, *changes: tuple[str, str], optimised: str = "-O1", is_library: bool = False) -> Path:
     """The harness with the kernels in it, each change made in their text, which must have it."""
-    text = "".join((SOURCES / name).read_text() for name in ("all_reduce.h", "kernel.cuh", "ping.cuh"))
+    text = "".join((REPO / "csrc/all_reduce" / name).read_text() for name in SOURCES)
     text = re.sub(r"^#(include|pragma once).*$", "", text, flags=re.M)
-    for old, new in (*FEW_THREADS, *changes):
+    for old, new in (*SMALL, *changes):
         assert old in text, old
         text = text.replace(old, new)
     source, program = folder / "on_cpu.cpp", folder / "on_cpu"

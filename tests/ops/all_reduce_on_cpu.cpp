@@ -1,8 +1,10 @@
-// csrc/all_reduce/kernel.cuh on the CPU: its own text, one host thread for each of its threads, on memory that is worse than a bus.
+// csrc/all_reduce's kernels and csrc/mhc/sum.cuh on the CPU: their own text, one host thread for each of their threads, on memory that is
+// worse than a bus.
 //
-// A store to memory of others is held back, torn into words, and carried out in any order with the thread's other ones, at the latest when
-// the thread ends (a kernel's end) or looks for what has come. Ranks run their calls one behind the other, each at its own speed.
-// The test that compiles this puts the texts of all_reduce.h, kernel.cuh and ping.cuh, without their includes, in place of the marked line.
+// A store to memory of others, or to words of other blocks, is held back, torn into words, and carried out in any order with the thread's
+// other ones, at the latest when the thread ends (a kernel's end) or looks for what has come. Ranks run their calls one behind the other,
+// each at its own speed: sums alone, in one hop and in two, and boundaries with a sum in them, in any order on the same places.
+// The test that compiles this puts the texts of the headers, without their includes, in place of the marked line.
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -29,7 +31,7 @@
 using cudaStream_t = void*;
 struct uint4 { uint32_t x, y, z, w; };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-struct Index { uint32_t x; };
+struct Index { int x; };
 thread_local Index threadIdx, blockIdx, gridDim;
 thread_local std::barrier<>* block_barrier;
 thread_local std::atomic<int>* block_or;
@@ -71,6 +73,12 @@ inline void pdl_wait() {}
 inline void pdl_trigger() {}
 inline void give_up() { std::fprintf(stderr, "gave up\n"), std::_Exit(3); }
 inline uint32_t load_relaxed(const uint32_t* p) { return std::atomic_ref<uint32_t>(*const_cast<uint32_t*>(p)).load(std::memory_order_relaxed); }
+inline uint4 load_relaxed(const uint4* p) {
+  carry_out(rolls(8));
+  if (rolls(4)) std::this_thread::yield();  // fewer cores than threads
+  const uint32_t* const w = &p->x;
+  return {load_relaxed(w), load_relaxed(w + 1), load_relaxed(w + 2), load_relaxed(w + 3)};
+}
 inline uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 inline float as_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
 inline uint32_t as_bits(float f) { uint32_t bits; std::memcpy(&bits, &f, 4); return bits; }
@@ -82,23 +90,20 @@ inline uint32_t bf16(float f) {  // to nearest, ties to even, one NaN
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline uint32_t pack_bf16x2(float low, float high) { return bf16(low) | bf16(high) << 16; }
-namespace all_reduce {
-inline uint64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
-inline void store_system(uint32_t* p, uint32_t v) {
+inline void store_held_back(uint32_t* p, uint32_t v) {
   pending.push_back({p, v});
   if (!holds_back || rolls(4)) carry_out(!holds_back);
 }
-inline void store_system(uint4* p, const uint4& v) {
+inline void store_relaxed(uint4* p, const uint4& v) {
   uint32_t* const w = &p->x;
-  store_system(w, v.x), store_system(w + 1, v.y), store_system(w + 2, v.z), store_system(w + 3, v.w);
+  store_held_back(w, v.x), store_held_back(w + 1, v.y), store_held_back(w + 2, v.z), store_held_back(w + 3, v.w);
 }
+namespace all_reduce {
+inline uint64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+inline void store_system(uint32_t* p, uint32_t v) { store_held_back(p, v); }
+inline void store_system(uint4* p, const uint4& v) { store_relaxed(p, v); }
 inline uint32_t load_system(const uint32_t* p) { return load_relaxed(p); }
-inline uint4 load_system(const uint4* p) {
-  carry_out(rolls(8));
-  if (rolls(4)) std::this_thread::yield();  // fewer cores than threads
-  const uint32_t* const w = &p->x;
-  return {load_relaxed(w), load_relaxed(w + 1), load_relaxed(w + 2), load_relaxed(w + 3)};
-}
+inline uint4 load_system(const uint4* p) { return load_relaxed(p); }
 }  // namespace all_reduce
 }  // namespace dsv4
 
@@ -115,8 +120,32 @@ uint32_t a_word(std::mt19937& g) {
 }
 constexpr bool is_nan(uint32_t half) { return (half & 0x7fff) > 0x7f80; }
 
+// A block of mhc's summing kernel, as far as it has to do with the sum: slices of tiles, as blocks of their own, and behind them rows.
+// `of_slices`, `of_rows`: [rows, kRowSums], the sums as each has them.
 template <int kRanks, bool kHost>
-int run(int calls, unsigned seed, int faulty_rank) {
+void boundary_block(const Params& p, int block, uint32_t patience, uint4* sums, uint4* of_slices, uint4* of_rows, uint4* shared) {
+  using namespace dsv4::mhc;
+  const int slices = SliceSum<kRanks, kHost>::parts_of(p.rows);
+  if (block < slices) {
+    const SliceSum<kRanks, kHost> slice(p, block % kSlices, block / kSlices);
+    slice.send();
+    slice.add(shared, sums);
+    carry_out(true);  // the barrier waits for other cards: no store takes as long
+    __syncthreads();
+    if (slice.mine.is_one) of_slices[slice.mine.row * kRowSums + slice.mine.vector] = shared[threadIdx.x];
+    slice.end();
+  } else {
+    uint4 f[kThreadSums];
+    take_sums(f, sums, block - slices, patience);
+    for (int i = 0; i < kThreadSums; ++i) of_rows[(block - slices) * kRowSums + i * kFusedThreads + threadIdx.x] = f[i];
+  }
+}
+
+enum Kind { kOneHop, kTwoHops, kBoundary };
+constexpr const char* kNames[] = {"one shot", "two shot", "boundary"};
+
+template <int kRanks, bool kHost>
+int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns) {
   const Places sizes = {12 * kRanks, 24 * kRanks, kRanks};
   const int64_t words = kGenerations * sizes.generation(kHost) * 4;
   std::vector<std::unique_ptr<uint4[]>> memory;
@@ -125,17 +154,24 @@ int run(int calls, unsigned seed, int faulty_rank) {
     std::memset(memory.back().get(), 0xff, words * 4);
   }
   std::mt19937 plan(seed);
-  struct Call { int64_t vectors; bool one_shot; int blocks; };
+  struct Call { int64_t vectors; Kind kind; int blocks; };
   std::vector<Call> order;
   for (int i = 0; i < calls; ++i) {
-    const bool one_shot = plan() % 2;
+    const Kind kind = static_cast<Kind>(plan() % 3);
+    if (kind == kBoundary) {
+      const int rows = 1 + plan() % (sizes.one_shot_vectors / mhc::kRowSums);
+      order.push_back({rows * mhc::kRowSums, kind, mhc::SliceSum<kRanks, kHost>::parts_of(rows) + rows});
+      continue;
+    }
+    const bool one_shot = kind == kOneHop;
     const int64_t vectors = one_shot ? 1 + plan() % sizes.one_shot_vectors : kRanks * (1 + plan() % (sizes.two_shot_vectors / kRanks));
-    order.push_back({vectors, one_shot, static_cast<int>(1 + plan() % 3)});
+    order.push_back({vectors, kind, static_cast<int>(1 + plan() % 3)});
   }
-  std::vector<std::vector<std::vector<uint32_t>>> x(calls), out(calls);
+  std::vector<std::vector<std::vector<uint32_t>>> x(calls), out(calls), rows_out(calls);
+  std::vector<std::vector<uint4>> sums(kRanks, std::vector<uint4>(sizes.one_shot_vectors));  // by which blocks find each other
   for (int i = 0; i < calls; ++i)
     for (int r = 0; r < kRanks; ++r) {
-      x[i].emplace_back(order[i].vectors * 4), out[i].emplace_back(order[i].vectors * 4);
+      x[i].emplace_back(order[i].vectors * 4), out[i].emplace_back(order[i].vectors * 4), rows_out[i].emplace_back(order[i].vectors * 4);
       for (auto& w : x[i][r]) w = a_word(plan);
     }
   std::vector<State> states(kRanks);
@@ -149,24 +185,36 @@ int run(int calls, unsigned seed, int faulty_rank) {
         if (r == faulty_rank && i == calls / 2) return;  // it dies
         Params p = {};
         p.x = reinterpret_cast<const uint16_t*>(x[i][r].data());
-        const bool in_place = i % 3 == 0;
+        const bool is_boundary = order[i].kind == kBoundary, in_place = !is_boundary && i % 3 == 0;
         std::vector<uint32_t> copy = x[i][r];
         if (in_place) p.x = reinterpret_cast<const uint16_t*>(copy.data());
         p.out = in_place ? reinterpret_cast<uint16_t*>(copy.data()) : reinterpret_cast<uint16_t*>(out[i][r].data());
         p.vectors = order[i].vectors;
         for (int to = 0; to < kRanks; ++to) p.places[to] = memory[kHost ? 0 : to].get();
-        p.state = &states[r], p.fault = &faults[r], p.sizes = sizes, p.rank = r, p.tag = i, p.rows = 1;
-        p.patience_ns = faulty_rank >= 0 ? 300'000'000ull : 3'000'000'000ull;
+        p.state = &states[r], p.fault = &faults[r], p.sizes = sizes, p.rank = r, p.tag = i;
+        p.rows = is_boundary ? order[i].vectors / mhc::kRowSums : 1;
+        p.patience_ns = patience_ns;
         std::vector<std::thread> threads;
         std::vector<std::unique_ptr<std::barrier<>>> barriers;
-        for (int b = 0; b < order[i].blocks; ++b) barriers.emplace_back(new std::barrier<>(kThreads));
+        const auto num_threads = [&](int b) {
+          if (!is_boundary) return kThreads;
+          return b < order[i].blocks - static_cast<int>(p.rows) ? mhc::kMixThreads : mhc::kFusedThreads;
+        };
+        for (int b = 0; b < order[i].blocks; ++b) barriers.emplace_back(new std::barrier<>(num_threads(b)));
+        std::vector<std::vector<uint4>> shared(order[i].blocks, std::vector<uint4>(mhc::kSliceVectors));
         for (int b = 0; b < order[i].blocks; ++b)
-          for (int t = 0; t < kThreads; ++t)
+          for (int t = 0; t < num_threads(b); ++t)
             threads.emplace_back([&, b, t] {
               threadIdx.x = t, blockIdx.x = b, gridDim.x = order[i].blocks, block_barrier = barriers[b].get();
-              dice.seed(seed * 7919 + ((i * 64 + r) * 8 + b) * 8 + t);
+              dice.seed(seed * 7919 + ((i * 64 + r) * 64 + b) * 16 + t);
               if (rolls(16)) std::this_thread::sleep_for(std::chrono::microseconds(dice() % 300));
-              order[i].one_shot ? one_shot_kernel<kRanks, kHost>(p) : two_shot_kernel<kRanks, kHost>(p);
+              const auto vectors = [](std::vector<uint32_t>& words) { return reinterpret_cast<uint4*>(words.data()); };
+              if (is_boundary) {
+                const uint32_t looks = 3 * (patience_ns / 1000);  // a look is a third of a microsecond, and more
+                boundary_block<kRanks, kHost>(p, b, looks, sums[r].data(), vectors(out[i][r]), vectors(rows_out[i][r]), shared[b].data());
+              } else {
+                order[i].kind == kOneHop ? one_shot_kernel<kRanks, kHost>(p) : two_shot_kernel<kRanks, kHost>(p);
+              }
               carry_out(true);
             });
         for (auto& t : threads) t.join();
@@ -191,14 +239,18 @@ int run(int calls, unsigned seed, int faulty_rank) {
         wanted |= bf16(sum) << 16 * half;
       }
       for (int r = 0; r < kRanks; ++r)
-        if (out[i][r][w] != wanted) {
-          std::printf("call %d (%s, %lld vectors) rank %d word %lld: %08x, wanted %08x\n", i, order[i].one_shot ? "one shot" : "two shot",
-                      static_cast<long long>(order[i].vectors), r, static_cast<long long>(w), out[i][r][w], wanted);
-          return 1;
-        }
+        for (const auto& found : {out[i][r][w], order[i].kind == kBoundary ? rows_out[i][r][w] : wanted})
+          if (found != wanted) {
+            std::printf("call %d (%s, %lld vectors) rank %d word %lld: %08x, wanted %08x\n", i, kNames[order[i].kind],
+                        static_cast<long long>(order[i].vectors), r, static_cast<long long>(w), found, wanted);
+            return 1;
+          }
     }
   for (auto& s : states)
     if (s.arrivals != static_cast<uint32_t>(calls) * kArrivals) return std::printf("arrivals %u\n", s.arrivals), 1;
+  for (const auto& words : sums)
+    for (const uint4& v : words)
+      if (v.x || v.y || v.z || v.w) return std::printf("words that are not zero\n"), 1;
   std::printf("%d calls\n", calls);
   return 0;
 }
@@ -277,12 +329,13 @@ extern "C" void emulated_ping(uint4* there, const uint4* here, int64_t vectors, 
 }
 
 int main(int argc, char** argv) {
-  if (argc != 6) return 2;
+  if (argc != 7) return 2;
   const int ranks = std::atoi(argv[1]), calls = std::atoi(argv[3]), faulty = std::atoi(argv[5]);
   const bool host = std::string(argv[2]) == "host";
   const unsigned seed = std::atoi(argv[4]);
+  const uint64_t patience = std::atoll(argv[6]) * 1'000'000;
   if (ranks == 1) return run_ping(calls, host, faulty);
-  if (ranks == 2) return host ? run<2, true>(calls, seed, faulty) : run<2, false>(calls, seed, faulty);
-  if (ranks == 4) return host ? run<4, true>(calls, seed, faulty) : run<4, false>(calls, seed, faulty);
+  if (ranks == 2) return host ? run<2, true>(calls, seed, faulty, patience) : run<2, false>(calls, seed, faulty, patience);
+  if (ranks == 4) return host ? run<4, true>(calls, seed, faulty, patience) : run<4, false>(calls, seed, faulty, patience);
   return 2;
 }

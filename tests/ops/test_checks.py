@@ -96,6 +96,7 @@ def _calls() -> dict[str, tuple[str, dict]]:
 
 CALLS = _calls()
 BAD_MHC = [("norm_eps", -1e-6), ("rms_eps", -1.0), ("hc_eps", math.nan), ("kernels", "two")]
+BAD_SUM = ("sum_over", "tp")
 BAD_LIMITS = [("swiglu_limit", value) for value in (0, -1.0, math.nan, 3.4e38)]
 BAD_VALUES = {
     "all_reduce": [("algorithm", "three_shot")],
@@ -105,9 +106,9 @@ BAD_VALUES = {
     "fp8_linear, gated": [*BAD_LIMITS, ("norm_eps", 1e-6)],
     "gated": [*BAD_LIMITS, ("swiglu_limit", None)],
     "normalized": [("norm_eps", -1.0), ("norm_eps", math.nan), ("norm_eps", None)],
-    "mhc": [*BAD_MHC, ("sinkhorn_iters", 0)],
+    "mhc": [*BAD_MHC, ("sinkhorn_iters", 0), BAD_SUM],
     "mhc_pre": [*BAD_MHC, ("sinkhorn_iters", 0), ("kernels", "many")],
-    "mhc_head": [*BAD_MHC, ("kernels", "many")],
+    "mhc_head": [*BAD_MHC, ("kernels", "many"), BAD_SUM],
     "mxfp4_moe": [("activations", "fp4")],
     "index_select": [("k", 0), ("k", 1025), ("k", 1.0)],
     "topk_select": [("k", 0), ("k", 1025)],
@@ -117,8 +118,9 @@ BAD_VALUES = {
 # which test_all_reduce_validation.py has
 UNCHECKED = {
     "all_reduce": {"group", "tag"},
-    "mhc": {"post_scale"},
+    "mhc": {"post_scale", "tag"},
     "mhc_pre": {"post_scale"},
+    "mhc_head": {"tag"},
     "mxfp4_moe": {"routed_scaling", "swiglu_limit", "first_expert", "up_first"},
     "index_select": {"rows_per_request"},
     "mqa_logits": {"rows_per_request"},
@@ -127,7 +129,16 @@ UNCHECKED = {
 }
 # of the public functions of ops: sizes and predicates, and parts of mxfp4_moe behind its checks, for tests and benches
 NO_CHECKS = {
-    *("takes", "takes_prologue", "takes_prefill", "has_fp8_mma", "width", "entry_page_bytes"),
+    *(
+        "takes",
+        "takes_sum",
+        "summing_rows",
+        "takes_prologue",
+        "takes_prefill",
+        "has_fp8_mma",
+        "width",
+        "entry_page_bytes",
+    ),
     *("check_product", "check_weight", "num_whole_tiles", "cut", "make_tiles", "run_grouped"),
     *("algorithm_for", "describe_fault", "made_together"),
 }

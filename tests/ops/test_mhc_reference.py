@@ -7,7 +7,8 @@ import torch
 
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
+from deepseek_v4_sm120.reference.all_reduce import all_reduce
+from deepseek_v4_sm120.specs.mhc import Shape, make_inputs, make_terms
 
 SMALL = Shape(5, hidden=256)
 
@@ -42,6 +43,19 @@ def test_the_first_index_of_comb_is_the_old_stream():
     comb[0, 2, 1] = 0.5
     new = reference.mhc_post(torch.ones(1, 8), streams, torch.tensor([[0.0, 0, 0, 2.0]]), comb)
     assert new[0, :, 0].tolist() == [0.0, 1.5, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_the_cards_add_is_f(ranks):
+    """Against float32 in the order of ranks, which rounds to the other bf16 now and then."""
+    inputs = make_inputs(Shape(64, hidden=256), device="cpu")
+    terms = make_terms(inputs, ranks)
+    found = reference.summed(terms)
+    assert 0.9 < float(found.std() / inputs.f.double().std()) < 1.1
+    assert float((found != all_reduce(terms).double()).double().mean()) < 1e-3
+    assert relative_error(all_reduce(terms), found) < 1e-4
+    exact = [torch.full((1, 8), value).bfloat16() for value in (1.0, 2.0**-8, 2.0**-9)]
+    assert reference.summed(exact).tolist() == [[1 + 2.0**-7] * 8]  # rounded once: one by one it stays 1
 
 
 def test_equal_logits_give_equal_parts():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops import mhc as op
+from deepseek_v4_sm120.ops.all_reduce import AllReduce
 from deepseek_v4_sm120.ops.mhc import MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
@@ -76,6 +77,82 @@ def test_the_heads_weights_are_its_own():
         mhc_head(**{**GOOD.head(), "fn": GOOD.fn})
     with pytest.raises(ValueError, match="f, post and comb must be given together, got a value, None, None"):
         mhc_head(**GOOD.head(), f=GOOD.f)
+
+
+def group(**changes) -> AllReduce:
+    """What is asked of a group, without one."""
+    made = object.__new__(AllReduce)
+    known = {"ranks": 4, "hidden": 4096, "max_rows": 512, "one_shot_rows": 64, "num_sms": 188}
+    vars(made).update(known | {"device": torch.device("cpu")} | changes)
+    return made
+
+
+BAD_SUMS = {
+    "width": (ValueError, {"sum_over": group(hidden=7168)}, "sum_over.hidden must be 4096 .hidden., got 7168"),
+    "rows": (ValueError, {"sum_over": group(max_rows=2)}, "sum_over.max_rows must be at least 3 .rows., got 2"),
+    "device": (RuntimeError, {"sum_over": group(device=torch.device("cuda", 1))}, "must be streams's, cpu, got cuda:1"),
+    "no group": (ValueError, {"sum_over": "tp"}, "sum_over must be an AllReduce or None, got 'tp'"),
+    "strided": (
+        ValueError,
+        {"sum_over": group(), "f": torch.zeros(3, 4104, dtype=torch.bfloat16)[:, :4096]},
+        r"f must be contiguous, got strides \[4104, 1\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SUMS)
+def test_a_sum_that_cannot_be(name):
+    raised, changes, words = BAD_SUMS[name]
+    last = {name: changes.get(name, getattr(GOOD, name)) for name in ("f", "post", "comb")}
+    changes = {"sum_over": changes["sum_over"], **last}
+    for op_name, run in (
+        ("mhc", lambda: call(**changes)),
+        ("mhc_head", lambda: mhc_head(**GOOD.head(), **changes)),
+    ):
+        with pytest.raises(raised, match=f"^{op_name}: .*{words}"):
+            run()
+
+
+def test_a_good_sum_gets_as_far_as_the_device():
+    for run in (
+        lambda: call(sum_over=group()),
+        lambda: call(sum_over=group(), tag=3, kernels="split"),
+        lambda: mhc_head(**GOOD.head(), f=GOOD.f, post=GOOD.post, comb=GOOD.comb, sum_over=group()),
+    ):
+        with pytest.raises(RuntimeError, match="streams.device must be a CUDA device, got cpu"):
+            run()
+    with pytest.raises(ValueError, match="sum_over must be None without f, got"):
+        mhc_head(**GOOD.head(), sum_over=group())
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "changes", "fits", "expected"),
+    [
+        (1, 4096, {}, True, True),
+        (16, 4096, {}, True, True),
+        (17, 4096, {}, True, False),  # two hops move fewer bytes
+        (64, 4096, {"ranks": 2}, True, True),
+        (65, 4096, {"ranks": 2}, True, False),
+        (9, 4096, {"ranks": 2, "one_shot_rows": 8}, True, False),  # no places for them
+        (5, 4096, {"ranks": 8}, True, False),
+        (1, 7168, {}, True, False),
+        (1, 4096, {}, False, False),
+    ],
+)
+def test_who_adds_is_decided_by_what_all_ranks_have(monkeypatch, rows, hidden, changes, fits, expected):
+    asked = []
+
+    def mhc_fits_summing(**sizes):
+        asked.append(sizes)
+        return fits
+
+    op._fits_summing.cache_clear()
+    monkeypatch.setattr(extension, "load", lambda: types.SimpleNamespace(mhc_fits_summing=mhc_fits_summing))
+    assert op._sums_itself(None, rows, hidden, group(**changes), 100, 0) is expected
+    assert asked in ([], [{"rows": rows, "num_sms": 100}])
+    assert op._sums_itself("fused", 64, hidden, group(), 1, 0)
+    assert not op._sums_itself("split", 1, hidden, group(), 1, 0)
+    op._fits_summing.cache_clear()
 
 
 @pytest.mark.parametrize("kernels", ["fused", "many"])

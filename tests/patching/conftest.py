@@ -117,6 +117,9 @@ class DeepseekV4DecoderLayer:
 
     def hc_post(self, x, residual, post, comb):
         return residual
+
+    def forward(self, positions, hidden_states, input_ids, forward_batch, input_ids_global):
+        return hidden_states
 """
 MTP_MODEL = """
 class DeepseekV4ModelNextN:

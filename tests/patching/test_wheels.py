@@ -425,7 +425,7 @@ def mhc_rows(made) -> dict[str, str]:
 @every_release()
 def test_mhc_rows(inspect_wheel, version):
     found = set(mhc_rows(inspect_wheel(version)))
-    fused = {"fusion_enabled", "fused_post_pre"} if since(version, "0.5.13") else set()
+    fused = {"fusion_enabled", "fused_post_pre", "layer_forward"} if since(version, "0.5.13") else set()
     assert found == {"hc_pre", "hc_post", "fused_head", "hc_head"} | fused
 
 

@@ -140,15 +140,21 @@ def _most_rows() -> int:
     return arguments.max_running_requests * (arguments.max_speculative_num_draft_tokens or 1)
 
 
+def all_reduce_of(coordinator) -> Communicator | None:
+    """What makes a group's sums up to MAX_ROWS rows, where those are ours; None: SGLang makes them."""
+    asked = getattr(coordinator, "ca_comm", None)
+    return asked if isinstance(asked, Communicator) and not asked.disabled else None
+
+
 class Communicator:
     """What a group's coordinator asks, ours around SGLang's own object `theirs`.
 
     SGLang's v1 gives zeros in the warm-up of a capture; ours sums there as everywhere, on all ranks, and so does NCCL.
     """
 
-    def __init__(self, theirs, group: op.AllReduce):
+    def __init__(self, theirs, sums: op.AllReduce):
         self.disabled = False  # SGLang may set it
-        self._theirs, self._group = theirs, group
+        self._theirs, self.sums = theirs, sums
         self._captured = 0  # sums of the graph under capture so far
         self._is_aside, self._is_in_capture = False, False
         self._sum = shadow.shadowed(PATCH, self._ours, self._stock, COMPARISON)
@@ -165,6 +171,11 @@ class Communicator:
         is_warm_up = self._is_in_capture and not torch.cuda.is_current_stream_capturing()
         return (self._ours if is_warm_up else self._sum)(input)  # theirs has no sum to compare with there
 
+    def next_tag(self) -> int:
+        """Of a sum that is launched now: its number in the graph under capture; 0 outside of graphs."""
+        self._captured = self._captured + 1 if torch.cuda.is_current_stream_capturing() else 0
+        return self._captured
+
     @contextmanager
     def capture(self):
         self._is_in_capture = True
@@ -176,14 +187,13 @@ class Communicator:
 
     def close(self) -> None:
         self._theirs.close()
-        self._group.close()
+        self.sums.close()
 
     def _takes(self, x: torch.Tensor) -> bool:
-        return not self._is_aside and self._group.takes(x)
+        return not self._is_aside and self.sums.takes(x)
 
     def _ours(self, x: torch.Tensor) -> torch.Tensor:
-        self._captured = self._captured + 1 if torch.cuda.is_current_stream_capturing() else 0
-        return op.all_reduce(x, self._group, tag=self._captured)
+        return op.all_reduce(x, self.sums, tag=self.next_tag())
 
     def _stock(self, x: torch.Tensor) -> torch.Tensor:
         """SGLang's own sum, by whatever it would have taken."""

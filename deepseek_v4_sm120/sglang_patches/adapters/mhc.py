@@ -8,6 +8,8 @@
     replace_fused_head       fused_hc_head, the collapse before the model's last norm
     replace_hc_head          the MTP block's own hc_head
 
+What the boundary and the post are given may be a sum between the cards that nobody has made yet (mhc_sum.py).
+
 Each computes a call that it takes and otherwise returns what the original returns. In shadow mode each
 output of a call (streams, post, comb, y) is compared and counted by itself, with the same bound.
 
@@ -26,6 +28,7 @@ from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
+from deepseek_v4_sm120.sglang_patches.adapters.mhc_sum import OwedSum, finished
 from deepseek_v4_sm120.specs import bounds
 
 PATCH = "mhc"
@@ -52,9 +55,9 @@ def _takes(streams: torch.Tensor, fn: torch.Tensor | None, scale, base, mixes: i
     )
 
 
-def _takes_output(f: torch.Tensor, streams: torch.Tensor) -> bool:
+def _takes_output(f: torch.Tensor | OwedSum, streams: torch.Tensor) -> bool:
     return (
-        isinstance(f, torch.Tensor)
+        isinstance(f, torch.Tensor | OwedSum)
         and f.dtype == torch.bfloat16
         and f.ndim == 2
         and f.shape == (streams.shape[0], streams.shape[2])
@@ -111,8 +114,9 @@ def _serve_boundary(
     norm_weight=None,
     norm_eps=None,
 ):
+    f, sums = x.for_boundary() if isinstance(x, OwedSum) else (x, {})
     streams, post, comb, y = op.mhc(
-        x,
+        f,
         residual,
         post_layer_mix.contiguous(),
         comb_res_mix.contiguous(),
@@ -125,6 +129,7 @@ def _serve_boundary(
         hc_eps=hc_pre_eps,
         post_scale=hc_post_mult_value,
         sinkhorn_iters=sinkhorn_repeat,
+        **sums,
     )
     return streams, post.unsqueeze(-1), comb, y
 
@@ -149,7 +154,7 @@ def replace_fused_post_pre(original: Callable) -> Callable:
             and len(args) >= 5
             and args[1] == args[2]  # one epsilon for gates and Sinkhorn
         )
-        return serve(*arguments, **kwargs) if taken else original(*arguments, **kwargs)
+        return serve(*arguments, **kwargs) if taken else original(finished(x), *arguments[1:], **kwargs)
 
     return mhc_fused_post_pre
 
@@ -234,7 +239,7 @@ def replace_hc_post(original: Callable) -> Callable:
             and _takes_output(x, residual)
             and post.dtype == comb.dtype == torch.float32
         )
-        return (serve if taken else original)(self, x, residual, post, comb)
+        return (serve if taken else original)(self, finished(x), residual, post, comb)
 
     return hc_post
 

@@ -8,6 +8,10 @@ What each version has (the preview image, older than 0.5.12, was not looked at: 
     0.5.18 to 0.5.22  on by default for SM120 where both TileLang switches allow it; we turn it on for every choice
     0.5.23            the same calls behind layer boundaries (models/deepseek_v4_boundary.py), class renamed;
                       DeepSeek-V4.1 (hidden 5120, `pre` of the sublayer before) is SGLang's
+
+The layers' forward is ours for the sums between the cards that are put off into the boundaries: from 0.5.13 on, which
+has both them and the object that makes the sums. A layer whose batches take turns (two-batch overlap) runs its parts by
+themselves; what they ask for is summed there.
 """
 
 from deepseek_v4_sm120.patching.contract import Parameters
@@ -16,6 +20,7 @@ from deepseek_v4_sm120.sglang_patches.names import EXTENSION, MODEL, targets_of
 
 LAYER = f"{MODEL}:DeepseekV4DecoderLayer"
 LAYER_BASE = f"{MODEL}:DeepseekV4DecoderLayerBase"
+CUDA_LAYER = f"{MODEL}:DeepseekV4CudaDecoderLayer"
 MTP_MODEL = "sglang.srt.models.deepseek_v4_nextn:DeepseekV4ModelNextN"
 FUSION_MODULE = "sglang.srt.models.deepseek_common.amd.deepseek_v4_fused_mhc"
 KERNELS = "sglang.kernels.ops.layernorm"
@@ -35,7 +40,8 @@ HEAD_PARAMETERS = Parameters(("x", "hc_fn", "hc_scale", "hc_base", "norm_eps", "
 MODEL_HEAD_PARAMETERS = Parameters(("self", "x", "hc_fn", "hc_scale", "hc_base"))
 
 
-_target = targets_of("mhc")
+_target, _sum = targets_of("mhc"), targets_of("mhc_sum")
+LAYER_FORWARD = Parameters(("self",), further="any")
 
 MHC = Patch(
     name="mhc",
@@ -51,6 +57,8 @@ MHC = Patch(
         _target(f"{LAYER_BASE}.hc_pre", "hc_pre", PRE_PARAMETERS, ">=0.5.23,<0.6"),
         _target(f"{LAYER}.hc_post", "hc_post", POST_PARAMETERS, ">=0.5.12,<0.5.23"),
         _target(f"{LAYER_BASE}.hc_post", "hc_post", POST_PARAMETERS, ">=0.5.23,<0.6"),
+        _sum(f"{LAYER}.forward", "layer_forward", LAYER_FORWARD, ">=0.5.13,<0.5.23"),
+        _sum(f"{CUDA_LAYER}.forward", "layer_forward", LAYER_FORWARD, ">=0.5.23,<0.6"),
         _target(f"{OLD_KERNELS}.mhc_head:fused_hc_head", "fused_head", HEAD_PARAMETERS, ">=0.5.12,<0.5.16"),
         _target(f"{KERNELS}.mhc_head:fused_hc_head", "fused_head", HEAD_PARAMETERS, ">=0.5.16,<0.6"),
         _target(f"{MTP_MODEL}.hc_head", "hc_head", MODEL_HEAD_PARAMETERS, ">=0.5.12,<0.6"),

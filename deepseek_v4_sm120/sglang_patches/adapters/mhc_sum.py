@@ -1,0 +1,140 @@
+"""The sums between the cards in front of a boundary, put off into it.
+
+    replace_layer_forward   the decoder layer's forward: in it the tensor-parallel group gives, instead of a sum of few
+                            rows, an `OwedSum`; attention and experts hand that on to the next boundary (mhc.py), whose
+                            kernel adds what the cards send
+
+A layer asks its group for two sums: of wo_b, which the boundary between attention and experts takes, and of the
+experts, which the next layer's first boundary takes, or the post behind the last layer. SGLang's ways to ask are many
+(RowParallelLinear, tensor_model_parallel_all_reduce, post_experts_all_reduce, the layer boundaries of 0.5.23); all end
+at `all_reduce` of the group's coordinator, which in our model's processes is ours while a layer runs.
+
+A sum is put off where it would be ours (adapters/all_reduce.py) and has so few rows that a boundary makes it inside
+(ops.mhc.takes_sum): by the rows alone, so all ranks do the same. Never in shadow mode, where SGLang's own sum is looked
+at, and never under torch.compile. Nothing waits for a boundary that does not come: whoever else looks at an `OwedSum`,
+whatever that is, gets the finished sum, made where it looks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch.utils import _pytree
+
+from deepseek_v4_sm120.ops import mhc as op
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE, Communicator, all_reduce_of
+from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting
+
+PATCH = "mhc"
+_layers = Scope()
+# what a sum and its terms have in common: answered without a sum
+_ALIKE = frozenset(("shape", "dtype", "device", "layout", "ndim", "dim", "size", "numel", "is_cuda", "is_contiguous"))
+_ALIKE |= frozenset(("stride", "element_size", "requires_grad", "is_cpu"))
+_OPERATORS = (
+    *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv"),
+    *("matmul", "rmatmul", "pow", "neg", "abs", "getitem", "setitem", "iter", "bool", "float"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "array"),
+)
+
+
+class OwedSum(Waiting):
+    """Stands for a sum over the cards that nobody has made. A boundary of ours takes it; to all others it is the
+    finished sum, from the first look on."""
+
+    operator = PATCH
+
+    def __init__(self, term: torch.Tensor, ours: Communicator, original: Callable):
+        self._term, self._ours, self._original = term, ours, original
+        self._sum = None
+
+    def run(self) -> torch.Tensor:
+        """The finished sum, by SGLang's own call, once."""
+        if self._sum is None:
+            self._sum = self._original(self._term)
+        return self._sum
+
+    def for_boundary(self) -> tuple[torch.Tensor, dict]:
+        """(f, what ops.mhc takes beside it)"""
+        if self._sum is not None:
+            return self._sum, {}
+        return self._term, {"sum_over": self._ours.sums, "tag": self._ours.next_tag()}
+
+    def __getattr__(self, name: str):
+        return getattr(self._term if name in _ALIKE else self.run(), name)
+
+    def __len__(self) -> int:
+        return len(self._term)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*_pytree.tree_map(finished, args), **_pytree.tree_map(finished, kwargs or {}))
+
+
+def _operator(name: str) -> Callable:
+    def run(self, *args):
+        return getattr(self.run(), name)(*map(finished, args))
+
+    return run
+
+
+for _name in (f"__{name}__" for name in _OPERATORS):
+    setattr(OwedSum, _name, _operator(_name))
+OwedSum.__hash__ = object.__hash__
+
+
+def finished(x):
+    """x; of an OwedSum the sum."""
+    return x.run() if isinstance(x, OwedSum) else x
+
+
+def replace_layer_forward(original: Callable) -> Callable:
+    """For the decoder layer's forward."""
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling() or settings().shadow:
+            return original(self, *args, **kwargs)
+        coordinator = importlib.import_module(PARALLEL_STATE)._TP
+        if all_reduce_of(coordinator) is None:
+            return original(self, *args, **kwargs)
+        _put_off_sums_of(coordinator)
+        with _layers.enter(self):
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _put_off_sums_of(coordinator) -> None:
+    """Of this one object: other groups, and other models' processes, keep what they have."""
+    original = coordinator.all_reduce
+    if getattr(original, "puts_off", False):
+        return
+
+    @functools.wraps(original)
+    def all_reduce(input_):
+        ours = _who_can_wait(coordinator, input_)
+        return original(input_) if ours is None else OwedSum(input_, ours, original)
+
+    all_reduce.puts_off = True
+    coordinator.all_reduce = all_reduce
+    rows = op.summing_rows(all_reduce_of(coordinator).sums)
+    text = f"{PATCH}: sums between the cards of up to {rows} rows are made inside of the boundaries behind them"
+    report.add_note(PATCH, lambda: text, lambda: {"sums_up_to_rows": rows})
+    report.write()
+
+
+def _who_can_wait(coordinator, x) -> Communicator | None:
+    """What would make the sum, where a boundary can make it instead."""
+    ours = all_reduce_of(coordinator) if _layers.layer is not None else None
+    can_wait = (
+        ours is not None
+        and ours.sums.takes(x)
+        and op.takes_sum(*x.shape, ours.sums)
+        and not coordinator.is_symmetric_memory_enabled()  # NCCL's are in front then, up to 0.5.17
+    )
+    return ours if can_wait else None
