@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, FP32, INT32, VECTOR, Call
 
 DECODE_ROWS = 256
+MAX_PAIRS = 3072  # rows * topk of a launch for few rows; csrc/mxfp4_moe/mxfp4_moe.h has it too, a test compares
 GROUP = 32  # inputs per scale byte
 BLOCK_SCALED_MAJOR = 12  # compute capability with mma.sync of block-scaled FP8
 _STRIDES = 8  # that rows of bf16 have multiples of: 16 bytes
@@ -40,6 +41,7 @@ def mxfp4_moe(
     expert_map=None,
     up_first=False,
     activations="bf16",
+    reproducible=False,
     out=None,
 ):
     """The routed experts of a layer on this rank: gate/up, SwiGLU with a clamp, down, weighted sum over each row's.
@@ -59,13 +61,15 @@ def mxfp4_moe(
     up_first           w13's first half is up, its second the gate
     activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows what both products read is E4M3 with a UE8M0
                        scale per 32 values, by SM120's block-scaled instruction. Up to 256 rows it is always bf16
+    reproducible       True: any number of rows goes the way of up to 256, as many at a time as a launch takes pairs;
+                       sizes must be those of few rows
     out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8, not over
                        hidden; or None
     returns            out [rows, hidden] bf16: this rank's part of the sum, without the shared expert
     accuracy           relative L2 against float64: W4A16 below 0.004 (bf16 h and bf16 out), W4A8 about 0.045
-    determinism        the same bits in every run; up to 256 rows also in every batch: a row alone equals the row among
-                       others. Up to 256 rows weights are exact (a scale byte of 0 counts as zero, 255 as NaN); above
-                       for scale bytes 34 to 160
+    determinism        the same bits in every run; up to 256 rows, and if reproducible at any number, also in every
+                       batch: a row alone equals the row among others. There weights are exact (a scale byte of 0 counts
+                       as zero, 255 as NaN); above for scale bytes 34 to 160
     sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash and Pro at TP 1 to 8), at most 512
                        experts and 3072 pairs; other sizes take the other regime, which needs multiples of 128 and at
                        most 1024 experts
@@ -84,7 +88,10 @@ def mxfp4_moe(
         check.tensor("out", out, BF16, hidden.shape, _STRIDES, VECTOR)
         check.written("hidden", hidden, ("out", out))
     check.on_cuda()
-    few = rows <= DECODE_ROWS and not _few_rows_problem(*sizes, rows * topk)
+    pairs = rows * topk
+    if reproducible and (problem := _few_rows_problem(*sizes, min(pairs, max(MAX_PAIRS, topk)))):
+        check.refuse("value", "reproducible", f"be False here: the kernels for few rows take {problem}", True)
+    few = reproducible or (rows <= DECODE_ROWS and not _few_rows_problem(*sizes, pairs))
     if not few:
         _check_grouped(check, *sizes, activations)
     if out is None:
@@ -95,8 +102,12 @@ def mxfp4_moe(
     routing = Routing(topk_ids, topk_weights, first_expert, expert_map, routed_scaling)
     limit = math.inf if swiglu_limit is None else float(swiglu_limit)
     with cuda_tensors.on_device_of(hidden):
-        if few:
+        if few and pairs <= MAX_PAIRS:
             _few_rows(hidden, weights, routing, limit, out)
+        elif few:
+            for first in range(0, rows, together := MAX_PAIRS // topk):
+                part = slice(first, first + together)
+                _few_rows(hidden[part], weights, routing.of(part), limit, out[part])
         else:
             _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
     return out
@@ -118,6 +129,9 @@ class Routing:
     first_expert: int
     expert_map: torch.Tensor | None
     scaling: float
+
+    def of(self, rows: slice) -> Routing:
+        return replace(self, ids=self.ids[rows], weights=self.weights[rows])
 
 
 # ---- few rows

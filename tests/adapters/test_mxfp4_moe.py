@@ -118,7 +118,7 @@ def served(monkeypatch):
     """The gate is open for the CPU, the reference computes, SGLang's module of the outputs is this one."""
     calls = []
 
-    def operator(*args, activations, **kwargs):
+    def operator(*args, activations, reproducible, **kwargs):
         calls.append(activations)
         return reference(*args, **kwargs).to(torch.bfloat16)
 
