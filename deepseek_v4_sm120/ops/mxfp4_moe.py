@@ -61,8 +61,7 @@ def mxfp4_moe(
     up_first           w13's first half is up, its second the gate
     activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows what both products read is E4M3 with a UE8M0
                        scale per 32 values, by SM120's block-scaled instruction. Up to 256 rows it is always bf16
-    reproducible       True: any number of rows goes the way of up to 256, as many at a time as a launch takes pairs;
-                       sizes must be those of few rows
+    reproducible       True: any number of rows goes the way of up to 256; sizes must be those of few rows
     out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8, not over
                        hidden; or None
     returns            out [rows, hidden] bf16: this rank's part of the sum, without the shared expert
@@ -87,11 +86,10 @@ def mxfp4_moe(
     if out is not None:
         check.tensor("out", out, BF16, hidden.shape, _STRIDES, VECTOR)
         check.written("hidden", hidden, ("out", out))
+    if reproducible and (problem := _few_rows_problem(*sizes, min(rows * topk, max(MAX_PAIRS, topk)))):
+        check.refuse("value", "reproducible", f"be False for these sizes (few rows take {problem})", True)
     check.on_cuda()
-    pairs = rows * topk
-    if reproducible and (problem := _few_rows_problem(*sizes, min(pairs, max(MAX_PAIRS, topk)))):
-        check.refuse("value", "reproducible", f"be False here: the kernels for few rows take {problem}", True)
-    few = reproducible or (rows <= DECODE_ROWS and not _few_rows_problem(*sizes, pairs))
+    few = reproducible or (rows <= DECODE_ROWS and not _few_rows_problem(*sizes, rows * topk))
     if not few:
         _check_grouped(check, *sizes, activations)
     if out is None:
@@ -102,12 +100,8 @@ def mxfp4_moe(
     routing = Routing(topk_ids, topk_weights, first_expert, expert_map, routed_scaling)
     limit = math.inf if swiglu_limit is None else float(swiglu_limit)
     with cuda_tensors.on_device_of(hidden):
-        if few and pairs <= MAX_PAIRS:
-            _few_rows(hidden, weights, routing, limit, out)
-        elif few:
-            for first in range(0, rows, together := MAX_PAIRS // topk):
-                part = slice(first, first + together)
-                _few_rows(hidden[part], weights, routing.of(part), limit, out[part])
+        if few:
+            _few_rows_at_a_time(hidden, weights, routing, limit, out)
         else:
             _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
     return out
@@ -140,6 +134,16 @@ class Routing:
 @functools.lru_cache(maxsize=4096)
 def _few_rows_problem(hidden: int, inter: int, experts: int, pairs: int) -> str:
     return extension.load().mxfp4_moe_problem(hidden=hidden, inter=inter, experts=experts, pairs=pairs)
+
+
+def _few_rows_at_a_time(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
+    """As many rows in a launch as it takes pairs."""
+    rows, topk = routing.ids.shape
+    if rows * topk <= MAX_PAIRS:
+        return _few_rows(hidden, weights, routing, limit, out)
+    for first in range(0, rows, together := MAX_PAIRS // topk):
+        part = slice(first, first + together)
+        _few_rows(hidden[part], weights, routing.of(part), limit, out[part])
 
 
 def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:

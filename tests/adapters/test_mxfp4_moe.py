@@ -183,7 +183,7 @@ def test_status_tells_the_memory(served):
     process, _ = replaced(False)
     for _ in range(3):
         process(Method(False), engine_layer(RECORDED[1], inputs))
-    (describe,) = report._notes.values()
+    ((describe, _),) = report._notes.values()
     assert "3 layers" in describe() and "GB of experts" in describe() and "shadow" not in describe()
     assert adapter.kept.weight_bytes == 3 * sum(
         t.numel() for t in (inputs.w13, inputs.w13_scale, inputs.w2, inputs.w2_scale)
