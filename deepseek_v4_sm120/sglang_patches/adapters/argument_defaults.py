@@ -20,13 +20,14 @@ from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 
 MODEL_CONFIG = "sglang.srt.arg_groups.model_override_base"  # 0.5.19 and later
-SERVER_ARGS = "sglang.srt.server_args"
+SERVER_ARGS, OVERRIDES = "sglang.srt.server_args", "sglang.srt.arg_groups.overrides"
 ATTENTION_BACKEND = "dsv4"  # what all releases resolve for this model
 
 
 def _accessors(server_args) -> tuple[Callable, Callable]:
-    """(read, write) of a server argument. From 0.5.20 on they are a sealed record beside a list of decisions."""
-    declarations = importlib.import_module("sglang.srt.arg_groups.overrides") if _is_sealed(server_args) else None
+    """(read, write) of a server argument. From 0.5.19 on they are a record, sealed from 0.5.20 on, beside a list of
+    decisions, of which the last counts."""
+    declarations = importlib.import_module(OVERRIDES) if _has_decisions(server_args) else None
     if declarations is None:
         return functools.partial(getattr, server_args), functools.partial(setattr, server_args)
     view = declarations.resolving_view(server_args)
@@ -35,8 +36,8 @@ def _accessors(server_args) -> tuple[Callable, Callable]:
     )
 
 
-def _is_sealed(server_args) -> bool:
-    return hasattr(server_args, "_input_frozen")
+def _has_decisions(server_args) -> bool:
+    return hasattr(server_args, "_input_frozen") or hasattr(sys.modules.get(OVERRIDES), "declare_resolution")
 
 
 def _config(server_args) -> dict | None:
