@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -31,8 +34,9 @@ OFF = Settings(choices={"reproducible": "off"})
 @pytest.fixture(params=[False, True], ids=["off", "on"])
 def on(request, monkeypatch):
     """Whether the setting is on, in every adapter; the gate is open for the CPU."""
-    for module in (all_reduce, bf16_linear, compressor, dense_rows, mxfp4_moe, shadow, sparse_decode, wo_a):
+    for module in (all_reduce, bf16_linear, compressor, mxfp4_moe, shadow, sparse_decode, wo_a):
         monkeypatch.setattr(module, "settings", lambda: ON if request.param else OFF)
+    monkeypatch.setattr(dense_rows, "MOST_ROWS", sys.maxsize if request.param else STEP_ROWS)
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
     monkeypatch.setattr(device_gate, "serves_current_device", lambda: True)
     return request.param
@@ -41,6 +45,14 @@ def on(request, monkeypatch):
 def test_the_setting():
     assert ON.reproducible and not OFF.reproducible and not Settings().reproducible
     assert not Settings(choices={"mhc": "on"}).reproducible
+
+
+@pytest.mark.parametrize(("text", "most"), [("reproducible=on", sys.maxsize), ("mhc=on", STEP_ROWS)])
+def test_dense_layers_read_it_once(text, most):
+    code = "from deepseek_v4_sm120.sglang_patches.adapters import dense_rows; print(dense_rows.MOST_ROWS)"
+    given = os.environ | {"DSV4_SM120_SET": text}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(most)]
 
 
 @pytest.mark.parametrize("rows", [0, 1, STEP_ROWS, STEP_ROWS + 1, 8192, 1 << 20])
@@ -182,7 +194,7 @@ def test_another_models_head_is_the_originals(on, logits, told, monkeypatch):
 def test_shadow_mode_compares_heads_and_not_one_buffer(logits, monkeypatch):
     """SGLang's product writes to `out`: ours must not be what it then finds there."""
     both = Settings(choices={"reproducible": "on"}, shadow="1")
-    for module in (bf16_linear, dense_rows, shadow):
+    for module in (bf16_linear, shadow):
         monkeypatch.setattr(module, "settings", lambda: both)
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
     shadow.reset()

@@ -161,6 +161,7 @@ class Communicator:
         self._theirs, self.sums = theirs, sums
         self._captured = 0  # sums of the graph under capture so far
         self._is_aside, self._is_in_capture = False, False
+        self._takes_all_rows = settings().reproducible
         self._sum = shadow.shadowed(PATCH, self._ours, self._stock, COMPARISON)
 
     def __getattr__(self, name: str):
@@ -196,9 +197,8 @@ class Communicator:
     def _takes(self, x: torch.Tensor) -> bool:
         return not self._is_aside and self.sums.takes(x[: op.MAX_ROWS] if self._in_pieces(x) else x)
 
-    @staticmethod
-    def _in_pieces(x: torch.Tensor) -> bool:
-        return settings().reproducible and x.ndim == 2 and x.shape[0] > op.MAX_ROWS
+    def _in_pieces(self, x: torch.Tensor) -> bool:
+        return self._takes_all_rows and x.ndim == 2 and x.shape[0] > op.MAX_ROWS
 
     def _ours(self, x: torch.Tensor) -> torch.Tensor:
         if not self._in_pieces(x):

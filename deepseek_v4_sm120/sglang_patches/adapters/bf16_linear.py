@@ -69,7 +69,7 @@ def replace_gate(original: Callable) -> Callable:
     Deterministic inference is the original's: there the rows of one batch must take one kernel, however many they are;
     ours is that where the server is reproducible.
     """
-    module = original.__globals__
+    module, reproducible = original.__globals__, settings().reproducible
 
     def is_deterministic() -> bool:
         if "get_exec" in module:  # 0.5.17 and later
@@ -84,7 +84,7 @@ def replace_gate(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
-        one_kernel = settings().reproducible or not is_deterministic()
+        one_kernel = reproducible or not is_deterministic()
         ours = _is_v4_gate(self) and takes(hidden_states, self.weight) and one_kernel
         return (serve if ours else original)(self, hidden_states, gemm_output_zero_allocator, forward_batch)
 

@@ -111,11 +111,13 @@ def _are_known(given: Mapping) -> bool:
 
 def replace_all_in_one_0_5_14(original: Callable) -> Callable:
     """The same up to 0.5.19, whose own kernels merge the 128 tokens of a group in another order than ours."""
-    ours = replace_all_in_one(original)
+    return _as_it_was(original) if settings().reproducible else replace_all_in_one(original)
 
+
+def _as_it_was(original: Callable) -> Callable:
     @functools.wraps(original)
     def _forward_compress_all_in_one(self, **given):
-        return (original if settings().reproducible else ours)(self, **given)
+        return original(self, **given)
 
     return _forward_compress_all_in_one
 
