@@ -156,9 +156,9 @@ def test_a_graph_replays_experts_in_several_launches(device):
     assert same_bits(out, expected)
 
 
-WINDOW = CacheShape(256, 128, lengths=(128, 128, 77))
-C4 = CacheShape(64, 512, lengths=(512, 512, 300))
-C128 = CacheShape(2, 2048, lengths=(2048, 64, 1500), ascending=True)
+WINDOW = CacheShape(256, 128, lengths=(128, 128, 77), pool_slots=40_000)
+C4 = CacheShape(64, 512, lengths=(512, 512, 300), pool_slots=40_000)
+C128 = CacheShape(2, 2048, lengths=(2048, 64, 1500), ascending=True, pool_slots=40_000)
 
 
 @pytest.mark.parametrize("heads", [16, 64])
