@@ -92,6 +92,17 @@ SECTIONS = {
         (),
         True,
     ),
+    "e2e_reproducible_sglang": Section(
+        "A reproducible server",
+        "Six layers, random weights, forced tokens: every log-probability to the last bit.",
+        {
+            "answers": "answers",
+            "answers that differ": "that differ",
+            "log-probability difference, greatest": "log-probability difference, greatest",
+        },
+        (),
+        True,
+    ),
     "e2e_sums_sglang": Section(
         "The sums between the cards", "NCCL, NCCL through host memory, and ours, in turn.", STEP, (), True, "flash43"
     ),

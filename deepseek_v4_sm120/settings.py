@@ -45,6 +45,11 @@ class Settings:
     wrong: tuple[str, ...] = ()  # a sentence for each variable whose value is none; what it is for is at its default
 
     @property
+    def reproducible(self) -> bool:
+        """Whether every sum is to have one order, at any number of rows (docs/notes/reproducible.md)."""
+        return self.choices.get("reproducible") == "on"
+
+    @property
     def mode(self) -> str:
         """What the table's rows are chosen by: "sm120" in normal use, else the validation switch."""
         return self.force or "sm120"

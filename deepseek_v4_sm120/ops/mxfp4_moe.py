@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, FP32, INT32, VECTOR, Call
 
 DECODE_ROWS = 256
+MAX_PAIRS = 3072  # rows * topk of a launch for few rows; csrc/mxfp4_moe/mxfp4_moe.h has it too, a test compares
 GROUP = 32  # inputs per scale byte
 BLOCK_SCALED_MAJOR = 12  # compute capability with mma.sync of block-scaled FP8
 _STRIDES = 8  # that rows of bf16 have multiples of: 16 bytes
@@ -40,6 +41,7 @@ def mxfp4_moe(
     expert_map=None,
     up_first=False,
     activations="bf16",
+    reproducible=False,
     out=None,
 ):
     """The routed experts of a layer on this rank: gate/up, SwiGLU with a clamp, down, weighted sum over each row's.
@@ -59,13 +61,14 @@ def mxfp4_moe(
     up_first           w13's first half is up, its second the gate
     activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows what both products read is E4M3 with a UE8M0
                        scale per 32 values, by SM120's block-scaled instruction. Up to 256 rows it is always bf16
+    reproducible       True: any number of rows goes the way of up to 256; sizes must be those of few rows
     out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8, not over
                        hidden; or None
     returns            out [rows, hidden] bf16: this rank's part of the sum, without the shared expert
     accuracy           relative L2 against float64: W4A16 below 0.004 (bf16 h and bf16 out), W4A8 about 0.045
-    determinism        the same bits in every run; up to 256 rows also in every batch: a row alone equals the row among
-                       others. Up to 256 rows weights are exact (a scale byte of 0 counts as zero, 255 as NaN); above
-                       for scale bytes 34 to 160
+    determinism        the same bits in every run; up to 256 rows, and if reproducible at any number, also in every
+                       batch: a row alone equals the row among others. There weights are exact (a scale byte of 0 counts
+                       as zero, 255 as NaN); above for scale bytes 34 to 160
     sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash and Pro at TP 1 to 8), at most 512
                        experts and 3072 pairs; other sizes take the other regime, which needs multiples of 128 and at
                        most 1024 experts
@@ -83,8 +86,10 @@ def mxfp4_moe(
     if out is not None:
         check.tensor("out", out, BF16, hidden.shape, _STRIDES, VECTOR)
         check.written("hidden", hidden, ("out", out))
+    if reproducible and (problem := _few_rows_problem(*sizes, min(rows * topk, max(MAX_PAIRS, topk)))):
+        check.refuse("value", "reproducible", f"be False for these sizes (few rows take {problem})", True)
     check.on_cuda()
-    few = rows <= DECODE_ROWS and not _few_rows_problem(*sizes, rows * topk)
+    few = reproducible or (rows <= DECODE_ROWS and not _few_rows_problem(*sizes, rows * topk))
     if not few:
         _check_grouped(check, *sizes, activations)
     if out is None:
@@ -96,7 +101,7 @@ def mxfp4_moe(
     limit = math.inf if swiglu_limit is None else float(swiglu_limit)
     with cuda_tensors.on_device_of(hidden):
         if few:
-            _few_rows(hidden, weights, routing, limit, out)
+            _few_rows_at_a_time(hidden, weights, routing, limit, out)
         else:
             _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
     return out
@@ -119,6 +124,9 @@ class Routing:
     expert_map: torch.Tensor | None
     scaling: float
 
+    def of(self, rows: slice) -> Routing:
+        return replace(self, ids=self.ids[rows], weights=self.weights[rows])
+
 
 # ---- few rows
 
@@ -126,6 +134,16 @@ class Routing:
 @functools.lru_cache(maxsize=4096)
 def _few_rows_problem(hidden: int, inter: int, experts: int, pairs: int) -> str:
     return extension.load().mxfp4_moe_problem(hidden=hidden, inter=inter, experts=experts, pairs=pairs)
+
+
+def _few_rows_at_a_time(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
+    """As many rows in a launch as it takes pairs."""
+    rows, topk = routing.ids.shape
+    if rows * topk <= MAX_PAIRS:
+        return _few_rows(hidden, weights, routing, limit, out)
+    for first in range(0, rows, together := MAX_PAIRS // topk):
+        part = slice(first, first + together)
+        _few_rows(hidden[part], weights, routing.of(part), limit, out[part])
 
 
 def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:

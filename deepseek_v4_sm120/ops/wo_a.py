@@ -2,7 +2,7 @@
 
 The weights stay E4M3. Up to FP8_ROWS rows: one launch of `_C.fp8_linear`, which also takes the rotary position
 embedding of the attention's output back. More rows: the weights become bf16 in a buffer of torch's pool that lives for
-the call, and torch multiplies.
+the call, and torch multiplies; or, where the bits of few rows are wanted (`reproducible`), the same launch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEAD_INPUTS = 512  # csrc/fp8_linear/config.h has it too, a test compares
 EQUATION = "tgd,grd->tgr"  # the product, as SGLang asks torch.einsum for it
 
 
-def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
+def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None, reproducible=False):
     """y[t, g] = x'[t, g] W[g]^T, where x' is x rotated back by its row's position.
 
     x             [rows, groups, inputs] bf16, last dim contiguous, other strides multiples of 8, 16-byte aligned
@@ -32,13 +32,15 @@ def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
                   the last group's
     freqs_cis     [any, 32] complex64, contiguous: row p has the rotation of position p. Or None: x' = x
     positions     [rows] int32 or int64, contiguous, each a row of freqs_cis (not checked: that would wait for the GPU)
+    reproducible  True: any number of rows goes the way of up to 256
     returns       [rows, groups, outputs] bf16, contiguous
     rotation      inputs must be whole heads of 512; of each the last 64 are 32 pairs (a, b), which become
-                  (a c + b s, b c - a s) in float32 and are rounded to bf16. At most 256 rows: where they are more, the
-                  caller rotates and passes None (SGLang's kernel does, in place)
+                  (a c + b s, b c - a s) in float32 and are rounded to bf16. At most 256 rows, but if reproducible:
+                  where they are more, the caller rotates and passes None (SGLang's kernel does, in place)
     accuracy      relative L2 0.0017 against float64 of the rounded x' (bf16 out)
-    determinism   up to 256 rows the same bits in every run and every batch; above, cuBLAS's (torch.bmm)
-    memory        above 256 rows 2 bytes a weight of torch's pool while the call runs; else as fp8_linear
+    determinism   up to 256 rows, and if reproducible at any number, the same bits in every run and every batch: a row
+                  alone equals the row among others; else cuBLAS's (torch.bmm)
+    memory        for cuBLAS 2 bytes a weight of torch's pool while the call runs; else as fp8_linear
     raises        TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                   launch)
     cuda graphs   capture-safe: no host sync, allocates through torch only
@@ -48,13 +50,17 @@ def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
                   reference/wo_a.py
     """
     check = linear.check_product("wo_a", x, _SHAPE, weight, weight_scale)
-    rotation = _check_rotation(check, x, freqs_cis, positions)
+    few = reproducible or x.shape[0] <= FP8_ROWS
+    rotates = _check_rotation(check, x, freqs_cis, positions, few)
     check.on_cuda()
     out = torch.empty((*x.shape[:2], weight.shape[1]), dtype=torch.bfloat16, device=x.device)
-    if x.shape[0] <= FP8_ROWS:
-        linear._run(x, weight, weight_scale, out, prologue=rotation)
-    else:
+    if not few:
         _multiply_expanded(x, weight, weight_scale, out)
+        return out
+    for first in range(0, x.shape[0], linear.LAUNCH_ROWS):
+        part = slice(first, first + linear.LAUNCH_ROWS)
+        rotation = _rotation(freqs_cis, positions[part]) if rotates else linear.NO_PROLOGUE
+        linear._run(x[part], weight, weight_scale, out[part], prologue=rotation)
     return out
 
 
@@ -106,16 +112,20 @@ def _expand(weight, weight_scale):
     return out
 
 
-def _check_rotation(check: Call, x, freqs_cis, positions) -> linear.Prologue:
-    """The kernel's prologue that rotates, or none."""
+def _check_rotation(check: Call, x, freqs_cis, positions, few: bool) -> bool:
+    """Whether the kernel rotates."""
     if not check.together("freqs_cis and positions", freqs_cis, positions):
-        return linear.NO_PROLOGUE
+        return False
     rows, _, inputs = x.shape
     check.rotation(freqs_cis, positions, rows)
     if inputs % HEAD_INPUTS:
         check.refuse("shape", "x.shape[2]", f"be a multiple of {HEAD_INPUTS} to be rotated", inputs)
-    if rows > FP8_ROWS:
+    if not few:
         check.refuse("value", "freqs_cis", f"be None above {FP8_ROWS} rows", f"{rows} rows: rotate them first")
+    return True
+
+
+def _rotation(freqs_cis, positions) -> linear.Prologue:
     arguments = {
         "rotation": freqs_cis.data_ptr(),
         "positions": positions.data_ptr(),

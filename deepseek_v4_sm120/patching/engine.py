@@ -110,10 +110,10 @@ class Engine:
                 f"the stock code runs. Use a newer release of deepseek_v4_sm120, or an older {self.host}"
             )
             return [Record(patch, None, UNSUPPORTED, reason)]
-        if patch.default and self.steering.state(patch.default) != ON:
-            return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.default}=on")]
         if against is not None and asked != "on":
             return [Record(patch, None, NOT_APPLICABLE, against)]
+        if patch.default and self.steering.state(patch.default) != ON:
+            return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.default}=on")]
         targets = self._targets(patch)
         if not targets and self._version_is_known():
             why = f": {patch.absent}" if patch.absent else ""

@@ -12,6 +12,18 @@ DECODE_STEPS_BETWEEN_CHUNKS = 8
 
 DEFAULTS = (
     Default(
+        name="reproducible",
+        why="an answer's bits depend on the batch, on the chunks of its prompt and on what the prefix cache had: above "
+        "a step's rows SGLang's kernels and ours add in other orders. On, our operators take decode's order at any "
+        "number of rows, and the head is ours; prompts take several times as long (docs/notes/reproducible.md). The "
+        "variable is for GPUs other than SM120, whose prompts have another attention",
+        source="[R] the whole forward of 0.5.17 and 0.5.23; times by arithmetic",
+        sglang=">=0.5.14,<0.6",
+        on=False,
+        how="no way without us",
+        environment={"SGLANG_OPT_FLASHMLA_SPARSE_PREFILL": "0"},
+    ),
+    Default(
         name="start_on_sm120",
         why="0.5.12 has no SM120 branch: it takes DeepGEMM kernels that this GPU has no code for, and a top-k that "
         "wants more shared memory than it has; later releases set the same values themselves",

@@ -132,6 +132,46 @@ BF16_LINEAR = Patch(
     retire="when the stock projections are as fast on SM120 (bench/bf16_linear.py)",
 )
 
+LM_HEAD = "sglang.srt.layers.logits_processor:LogitsProcessor._compute_lm_head"
+OF_LM_HEAD = ("self", "hidden_states", "lm_head", "embedding_bias=None")
+
+REPRODUCIBLE_HEAD = Patch(
+    name="reproducible_head",
+    why="the logits: cuBLAS's sums depend on the number of requests",
+    targets=(
+        _projection(LM_HEAD, "lm_head", Parameters(OF_LM_HEAD), ">=0.5.14,<0.5.23"),
+        _projection(LM_HEAD, "lm_head", Parameters((*OF_LM_HEAD, "*", "out=None")), ">=0.5.23,<0.6"),
+    ),
+    needs=(EXTENSION,),
+    default="reproducible",
+    serves="bf16_linear",
+    absent="0.5.12 and 0.5.13 were not looked at",
+    retire="when SGLang's head has one order of sums",
+)
+
+REPRODUCIBLE_ARGUMENTS = Patch(
+    name="reproducible_arguments",
+    why="--enable-deterministic-inference, with which each request has a seed, refuses this model's attention and puts "
+    "custom sums between the cards aside, ours among them",
+    targets=(
+        targets_of("argument_defaults")(
+            "sglang.srt.server_args:ServerArgs._handle_deterministic_inference",
+            "deterministic_method",
+            Parameters(("self",)),
+            ">=0.5.14,<0.5.19",
+        ),
+        targets_of("argument_defaults")(
+            "sglang.srt.arg_groups.attention_hook:handle_deterministic_inference",
+            "deterministic",
+            Parameters(("server_args",)),
+            ">=0.5.19,<0.6",
+        ),
+    ),
+    default="reproducible",
+    absent="0.5.12 and 0.5.13 were not looked at",
+    retire="when SGLang takes the flag for this model",
+)
+
 FP8_LINEAR = Patch(
     name="fp8_linear",
     why="the dense FP8 layers, up to 256 rows: stock quantises the activations in a launch of its own before each GEMM "
@@ -409,6 +449,7 @@ TABLE = Table(
     reviewed=functools.partial(ledger.read, LEDGER),
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, HEAD_NORM, PAGED_PREFILL, SCHED_META),
+        *(REPRODUCIBLE_HEAD, REPRODUCIBLE_ARGUMENTS),
         *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR, ALL_REDUCE),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),

@@ -118,7 +118,7 @@ def served(monkeypatch):
     """The gate is open for the CPU, the reference computes, SGLang's module of the outputs is this one."""
     calls = []
 
-    def operator(*args, activations, **kwargs):
+    def operator(*args, activations, reproducible, **kwargs):
         calls.append(activations)
         return reference(*args, **kwargs).to(torch.bfloat16)
 
@@ -183,7 +183,7 @@ def test_status_tells_the_memory(served):
     process, _ = replaced(False)
     for _ in range(3):
         process(Method(False), engine_layer(RECORDED[1], inputs))
-    (describe,) = report._notes.values()
+    ((describe, _),) = report._notes.values()
     assert "3 layers" in describe() and "GB of experts" in describe() and "shadow" not in describe()
     assert adapter.kept.weight_bytes == 3 * sum(
         t.numel() for t in (inputs.w13, inputs.w13_scale, inputs.w2, inputs.w2_scale)

@@ -103,7 +103,7 @@ def served(monkeypatch):
     """Open gate, reference in the operator's place; yields the operator's calls."""
     calls = []
 
-    def op(q, kv_pages, indices, *, out=None, return_lse=False, **named):
+    def op(q, kv_pages, indices, *, out=None, return_lse=False, prefill=None, **named):
         calls.append({"q": q, "kv_pages": kv_pages, "indices": indices, "out": out, **named})
         result, lse = reference.sparse_decode(q, kv_pages, indices, dtype=torch.float32, **named)
         result = result.to(torch.bfloat16)

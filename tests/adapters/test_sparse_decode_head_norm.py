@@ -39,9 +39,9 @@ class Operator:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, q, kv_pages, indices, *, out=None, return_lse=False, **named):
+    def __call__(self, q, kv_pages, indices, *, out=None, return_lse=False, prefill=None, **named):
         norm = [named.get(name) for name in ("head_norm_eps", "freqs_cis", "positions")]
-        attention.op._check_query_norm(Call("sparse_decode", "q", q), q.shape[0], *norm, None)
+        attention.op._check_query_norm(Call("sparse_decode", "q", q), q.shape[0], *norm, prefill)
         self.calls.append(norm[0] is not None)
         result, lse = reference.sparse_decode(q, kv_pages, indices, **named)
         result = result.to(torch.bfloat16) if out is None else out.copy_(result)

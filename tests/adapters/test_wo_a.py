@@ -121,7 +121,7 @@ def test_the_layer_is_fp8_from_the_start(model):
     assert layer.processed == [layer] and layer.quant_method.kind == "bf16" and model._dequant_fp8.shapes == []
     assert layer.weight.view(torch.uint8).dtype == torch.uint8 and layer.weight.view(-1).dim() == 1
     text = adapter.kept.describe()
-    assert "1 layers" in text and "shadow" not in text and report._notes["wo_a"]() == text
+    assert "1 layers" in text and "shadow" not in text and report._notes["wo_a"][0]() == text
 
 
 @pytest.mark.parametrize("rows", [1, 64, 256, 257])

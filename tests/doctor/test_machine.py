@@ -14,6 +14,7 @@ from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
 from deepseek_v4_sm120.patching import profile
 
 H200 = (Path(__file__).resolve().parents[1] / "data/nvidia_smi_h200.xml").read_text()  # a driver's true answer
+ADAPTER = "sglang_patches/adapters/all_reduce.py"
 BUILD = {"problem": None, "version": "0.1.0", "git_commit": "c0ffee", "cuda_version": "13.0", "archs": ["120a", "90a"]}
 CARD = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
 SHORT = {"width": "<current_link_width>16x", "limit": "<current_power_limit>600"}
@@ -318,6 +319,38 @@ def test_patches_settings_processes_and_the_build(tmp_path):
     found.status["patches"] = [row | {"state": "OFF", "patch": "mhc", "reason": "DSV4_SM120_SET=mhc=off"}]
     assert finding(software_checks.checks(found), "switched off").found == "mhc by DSV4_SM120_SET=mhc=off"
     assert finding(checks, "default topk_v2").fix == "to try it: DSV4_SM120_SET=topk_v2=on"
+
+
+@pytest.mark.parametrize(
+    ("asked", "left_out", "note", "state", "words"),
+    [
+        ("OFF", (), "", None, ""),
+        ("ON", (), "", OK, "every operator"),
+        ("USER'S OWN", (), "", OK, "every operator"),
+        ("ON", ("mhc", "reproducible_head"), "", FAIL, "SGLang's own are mhc, reproducible_head"),
+        ("ON", (), "all_reduce: no way. NOT REPRODUCIBLE: NCCL's order", FAIL, "no way"),
+    ],
+)
+def test_what_a_reproducible_server_lacks(tmp_path, asked, left_out, note, state, words):
+    found = gathered(tmp_path)
+    row = {"reason": "x", "review": "", "state": "READY"}
+    patches = [row | {"patch": name} for name in software_checks.REPRODUCIBLE if name not in left_out]
+    patches += [row | {"patch": name, "state": "OFF"} for name in left_out]
+    default = {"default": "reproducible", "state": asked, "reason": "x", "would_set": "", "why": "", "moot": None}
+    process = {
+        "pid": 5,
+        "patches": [],
+        "devices_served": {"0": True},
+        "notes": ["mhc: fine", *([note] if note else [])],
+    }
+    found.status |= {"patches": patches, "defaults": [default], "processes": [process]}
+    told = [one for one in software_checks.checks(found) if one.check == "reproducible"]
+    assert [one.state for one in told] == ([] if state is None else [state])
+    assert all(words in one.found for one in told)
+
+
+def test_the_note_of_sums_that_are_not_ours_has_the_words():
+    assert software_checks.NOT_REPRODUCIBLE in Path(facts.__file__).parents[2].joinpath(ADAPTER).read_text()
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_four_cards": ("tp4", "tp4_43"),
     "e2e_sums": ("sums2", "sums4", "sums2_43", "sums4_43"),
     "e2e_speculation": ("speculation", "speculation43"),
+    "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
 }
 # which issue a patch's shadow records answer; a record says its own bound
 ISSUES = {"sparse_decode": 2, "index_select": 5, "index_select_within_tolerance": 5, "mxfp4_moe": 6, "dealt_index": 22}
@@ -101,6 +102,25 @@ IMPLEMENTATIONS = {
     "stock_eagle314": "SGLang stock, EAGLE 3/1/4",
     "stock43_eagle314": "SGLang stock (Hopper kernels), EAGLE 3/1/4",
     "ops43_eagle314": "ours, every operator on, EAGLE 3/1/4",
+    **{
+        f"{kind}_{name}": f"ours, {'reproducible' if kind == 'same' else 'not reproducible'}, {text}"
+        for kind, name, text in (
+            ("same", "8192", "chunks of 8,192"),
+            ("same", "2048", "chunks of 2,048"),
+            ("same", "512", "chunks of 512, prefix cache"),
+            ("same", "8192_radix", "chunks of 8,192, prefix cache"),
+            ("same", "retracted", "chunks of 2,048, prefix cache, requests retracted"),
+            ("same", "router_8192", "chunks of 8,192, routers that choose"),
+            ("same", "router_512", "chunks of 512, prefix cache, routers that choose"),
+            ("same", "flag", "chunks of 512, prefix cache, --enable-deterministic-inference"),
+            ("same", "seams_8192", "chunks of 8,192, SM120 branches"),
+            ("same", "seams_512", "chunks of 512, prefix cache, SM120 branches"),
+            ("same", "tp2_8192", "chunks of 8,192, two cards"),
+            ("same", "tp2_512", "chunks of 512, prefix cache, two cards"),
+            ("unlike", "8192", "chunks of 8,192"),
+            ("unlike", "512", "chunks of 512, prefix cache"),
+        )
+    },
     "stock43_alone": "SGLang stock (Hopper kernels)",
     "ops43_alone": "ours, every operator on",
     **{f"ops43_without_{name}": f"ours, without {name}" for name in OPERATORS},
@@ -307,23 +327,37 @@ def text_rows(found):
     ]
 
 
+def same_rows(found):
+    """Answers with another bit than where they are compared with; none with the setting."""
+    case, impl = f"six layers, log-probabilities to the bit: {found['what']}", IMPLEMENTATIONS[found["run"]]
+    bar = 0 if found["run"].startswith("same") else None
+    return [
+        row(case, impl, "answers", found["answers"], issue=SPECULATION_ISSUE),
+        row(case, impl, "answers that differ", found["differ"], bar, SPECULATION_ISSUE),
+        row(case, impl, "log-probability difference, greatest", found["greatest"], bar, SPECULATION_ISSUE),
+    ]
+
+
 def commit_of(stage, commit):
     """A copy without history says none, or the bare word that git prints there."""
     return commit if stage["commit"] in (None, "HEAD") else stage["commit"]
 
 
 def collect(stages, commit):
-    rows, differences, texts = [], {}, {}
+    rows, differences, texts, sames = [], {}, {}, {}
     for stage in stages:
         for name, case in stage["cases"].items():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
         for difference in stage["differences"]:  # a later stage's file repeats what its work folder still holds
             differences[difference["what"]] = difference
         texts |= {(found["run"], found["at_once"]): found for found in stage.get("texts", [])}
+        sames |= {(found["what"], found["run"]): found for found in stage.get("sames", [])}
     for difference in differences.values():
         rows += difference_rows(difference)
     for found in texts.values():
         rows += text_rows(found)
+    for found in sames.values():
+        rows += same_rows(found)
     return {
         "device": stages[0]["device"],
         "date": stages[0]["date"],

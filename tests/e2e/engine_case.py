@@ -6,7 +6,9 @@ usage: engine_case.py --harness DIR [--phases PHASE ..] [--batches 8 32] [option
 The harness (a folder with run_engine.py, which builds offline engine arguments, prompts of token ids and a forced
 continuation) is only called. `answer` writes OUT/NAME.json in the form of `run_engine.py run`, which its `diff` reads;
 `text` writes OUT/NAME_text.json: the tokens that the engine chooses by itself, greedily, one prompt at a time and in
-batches, because a speculating one cannot be forced; `bench` (step times), `profile` (kernels of a decode step) and
+batches, because a speculating one cannot be forced; `same`
+writes OUT/NAME_same.json, a digest of every log-probability, of prompts asked whole and half from the prefix cache, and
+of others in groups of several sizes; `bench` (step times), `profile` (kernels of a decode step) and
 `prefill` (kernels of a long prompt's prefill) write OUT/NAME_bench.json. The patch and its switches come from --patch
 and the environment. With --turns FILE --engines N engines start side by side; when all N are up, they take turns for
 what is timed: who holds the file's lock has the GPU to itself.
@@ -18,6 +20,7 @@ import contextlib
 import fcntl
 import glob
 import gzip
+import hashlib
 import json
 import math
 import os
@@ -29,7 +32,9 @@ import time
 PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
 SETTLE_S = 3.0  # shadow mode's writer runs twice a second, and shutting the engine down kills its processes
 PARTS = ("single", "batch")
-ALONE = ("answer", "text")  # phases that are an engine's only one: what is timed neither is forced nor gives logprobs
+FORCED = ("answer", "same")
+ALONE = (*FORCED, "text")  # phases that are an engine's only one: what is timed neither is forced nor gives logprobs
+EXACT = ("output_token_logprobs", "output_top_logprobs", "input_top_logprobs")  # of an answer's meta_info, unrounded
 LONG_PROMPT = 32_000  # tokens of the profiled prefill
 OTHERS_START_S = 90.0  # how long an engine waits for the others; one that does not start must not cost the rest
 
@@ -47,6 +52,14 @@ def parse(argv):
 def batch_lengths(size):
     """Prompt lengths of a batch: 5 to about 1,000 tokens, all different."""
     return [5 + (991 // size) * i for i in range(size)]
+
+
+def exact(answer):
+    """All numbers of an answer as a digest, and those of its own tokens."""
+    meta = answer["meta_info"]
+    text = repr([answer["output_ids"], *(meta.get(name) for name in EXACT)])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {"digest": digest, "logprobs": [step[0] for step in meta["output_token_logprobs"]]}
 
 
 def is_bad(logprob):
@@ -136,6 +149,23 @@ class Case:
         result["logprobs"] = len(logprobs) + len(tops)
         result["bad_logprobs"] = sum(map(is_bad, logprobs)) + sum(map(is_bad, tops))
         self.write("", result)
+
+    def same(self, sizes):
+        """Each prompt behind its first half and then once more, which the prefix cache has where there is one; then the
+        prompts of the greatest batch in groups of each size."""
+        result = {**self.result, "alone": {}, "groups": {}}
+        for length in [int(n) for n in self.options.prompts.split(",") if n]:
+            prompt = self.harness.ids(length, self.vocabulary, 1)
+            _, *asked = (self.ask([ids])[0] for ids in (prompt[: length // 2], prompt, prompt))
+            result["alone"][str(length)] = [exact(answer) for answer in asked]
+            print(f"[{self.options.name}] prompt {length}", flush=True)
+        lengths = batch_lengths(max(sizes))
+        prompts = [self.harness.ids(n, self.vocabulary, 2) for n in lengths]
+        for size in sizes:
+            answers = [a for i in range(0, len(prompts), size) for a in self.ask(prompts[i : i + size])]
+            result["groups"][str(size)] = {str(n): exact(a) for n, a in zip(lengths, answers, strict=True)}
+            print(f"[{self.options.name}] groups of {size}", flush=True)
+        self.write("_same", result)
 
     def text(self, batches):
         """The tokens of greedy answers, and how many verifications each took where the server speculates."""
@@ -261,17 +291,19 @@ def main():
     import run_engine as harness
 
     options = harness.parse(["run", *rest])
-    options.forced = "answer" in own.phases
+    options.forced = bool(set(own.phases) & set(FORCED))
     if len(own.phases) > 1 and set(own.phases) & set(ALONE):
-        raise SystemExit("engine_case: `answer` and `text` are asked of an engine of their own; time separately")
+        raise SystemExit(f"engine_case: {', '.join(ALONE)} are each asked of an engine of their own; time separately")
     if options.forced:
         os.environ["E2E_FORCE"] = "1"
     harness.__file__ = os.path.abspath(__file__)  # what its reexec starts again, with the engine's PYTHONPATH
     harness.reexec(options)
     options.graph_bs = options.graph_bs or sorted(set(options.bs))
     case = Case(harness, options)
-    if options.forced:
+    if own.phases == ["answer"]:
         case.answer(own.batches)
+    elif own.phases == ["same"]:
+        case.same(own.batches)
     elif own.phases == ["text"]:
         case.text(own.batches)
     else:

@@ -39,7 +39,7 @@ PAGED_INDEX = {"SGLANG_OPT_DSV4_NONPAGED_INDEXER": "0"}
 SEAMS = {"DSV4_SM120_FORCE": "seams", "SGLANG_SM120_FLASHMLA_BACKEND": "triton"}
 SHADOW = {"DSV4_SM120_SHADOW": "1"}
 WITHOUT = "ops43_without_"
-SUFFIXES = ("", "_bench", "_text")  # of what an engine writes
+SUFFIXES = ("", "_bench", "_text", "_same")  # of what an engine writes
 PARTS = ("single", "batch")
 
 ANSWER = ["--phases", "answer", "--batches", "8", "32", "--graph-bs", "1", "8", "32", "--batch-prompts", ""]
@@ -124,6 +124,18 @@ NOT_DEALT = DEALT | {"DSV4_SM120_SET": "dealt_index=off"}
 DEALT_PROMPTS = ["--variant", "flash6h", "--prompts", "20001,32000", "--repeat", "2", "--new", "32"]
 DEALT_PROMPTS += ["--phases", "answer", "--batches", "--graph-bs", "1", "--batch-prompts", "", *TWO_CARDS]
 DEALT_TIMED = [*SIDE_BY_SIDE, "--bs", "1", "--phases", "bench", "prefill", *TWO_CARDS]
+# one order of sums, whatever the batch, the chunks and the prefix cache; SGLang's own tests retract by a variable
+REPRODUCIBLE = {"DSV4_SM120_SET": "reproducible=on"}
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
+SAME = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--new", "32", "--phases", "same"]
+SAME += ["--batches", "1", "8", "32", "--graph-bs", "1", "8", "32", "--mem", "0.95"]
+BY_ROUTER = ["--variant", "flash6"]  # whose routers choose: another bit may be another expert
+
+
+def chunks(rows, *more, radix=True):
+    return [*SAME, "--chunk", str(rows), *(["--radix"] if radix else []), *more]
+
+
 TIMED_IN_TURN = [*SIDE_BY_SIDE, "--phases", "bench"]
 NO_PEERS = {"NCCL_P2P_DISABLE": "1"}  # NCCL over host memory: a machine whose peers do not work
 
@@ -257,6 +269,33 @@ STAGES = {
         Case("index2_43_dealt_no_peers", DEALT_TIMED, environment=DEALT | NO_PEERS, takes_turns=True),
         Case("index2_43_undealt_no_peers", DEALT_TIMED, environment=NOT_DEALT | NO_PEERS, takes_turns=True),
     ],
+    # to the last bit: one prompt at a time, in batches, by chunks, half from the prefix cache, retracted and resumed
+    "reproducible": [
+        Case("same_8192", chunks(8192, radix=False), environment=EVERY_CALL | REPRODUCIBLE),
+        Case("same_2048", chunks(2048, radix=False), environment=EVERY_CALL | REPRODUCIBLE),
+        Case("same_512", chunks(512), environment=EVERY_CALL | REPRODUCIBLE),
+        Case("same_8192_radix", chunks(8192), environment=EVERY_CALL | REPRODUCIBLE),
+        Case("same_retracted", chunks(2048), environment=EVERY_CALL | REPRODUCIBLE | RETRACTING),
+        Case("same_router_8192", chunks(8192, *BY_ROUTER, radix=False), environment=EVERY_CALL | REPRODUCIBLE),
+        Case("same_router_512", chunks(512, *BY_ROUTER), environment=EVERY_CALL | REPRODUCIBLE),
+        # SGLang's flag beside it: other kernels, so it is compared with itself
+        Case(
+            "same_flag",
+            chunks(512, *sets(enable_deterministic_inference=True)),
+            environment=EVERY_CALL | REPRODUCIBLE,
+        ),
+        Case("unlike_8192", chunks(8192, radix=False), environment=EVERY_CALL),
+        Case("unlike_512", chunks(512), environment=EVERY_CALL),
+    ],
+    # the same through SGLang's SM120 branches: TileLang compiles for every batch size
+    "reproducible_seams": [
+        Case("same_seams_8192", chunks(8192, radix=False), environment=SEAMS | REPRODUCIBLE),
+        Case("same_seams_512", chunks(512), environment=SEAMS | REPRODUCIBLE),
+    ],
+    "reproducible2": [
+        Case("same_tp2_8192", sums(2, *chunks(8192, radix=False)), environment=EVERY_CALL | REPRODUCIBLE),
+        Case("same_tp2_512", sums(2, *chunks(512)), environment=EVERY_CALL | REPRODUCIBLE),
+    ],
     "launches43": [
         Case("stock43_launches", PROFILED, patched=False),
         Case("ops43_launches", PROFILED, environment=OPS),
@@ -290,6 +329,24 @@ TEXTS = [
     ("EAGLE, 3 drafts", "eagle314", "plain"),
     ("DSPARK, a block of 3", "dspark3", "plain"),
     ("yardstick: stock, EAGLE, 3 drafts", "stock_eagle314", "stock_plain"),
+]
+
+
+# (what, the run, the one that it is compared with): every log-probability to the last bit. A run that is compared with
+# itself: repeated prompts, and groups of 8 and 32 with one at a time
+WITHIN = "in batches, behind its first half, and once more"
+SAMES = [
+    ("chunks of 2,048", "same_2048", "same_8192"),
+    ("chunks of 512, prefix cache", "same_512", "same_8192"),
+    ("prefix cache", "same_8192_radix", "same_8192"),
+    ("retracted, chunks of 2,048, prefix cache", "same_retracted", "same_8192"),
+    ("routers that choose, chunks of 512, prefix cache", "same_router_512", "same_router_8192"),
+    (f"SGLang's flag, {WITHIN}", "same_flag", "same_flag"),
+    ("SM120 branches, chunks of 512, prefix cache", "same_seams_512", "same_seams_8192"),
+    ("two cards, chunks of 512, prefix cache", "same_tp2_512", "same_tp2_8192"),
+    *((WITHIN, name, name) for name in ("same_8192", "same_router_8192", "same_seams_8192", "same_tp2_8192")),
+    ("yardstick, without the setting: chunks of 512, prefix cache", "unlike_512", "unlike_8192"),
+    (f"yardstick, without the setting: {WITHIN}", "unlike_8192", "unlike_8192"),
 ]
 
 
@@ -404,6 +461,23 @@ def texts(arguments):
     return found
 
 
+def sames(arguments):
+    """Of the pairs of SAMES that ran: answers, those of which a bit differs, the greatest difference of a number."""
+    found = []
+    for what, run, against in SAMES:
+        a, b = (read_json(arguments.work / f"{name}_same.json") for name in (run, against))
+        if not (a and b):
+            continue
+        one_at_a_time = next(iter(b["groups"].values()))
+        pairs = [(x, b["alone"][n][0]) for n, asked in a["alone"].items() for x in asked]
+        pairs += [(x, one_at_a_time[n]) for group in a["groups"].values() for n, x in group.items()]
+        steps = [(p, q) for x, y in pairs for p, q in zip(x["logprobs"], y["logprobs"], strict=True)]
+        row = {"what": what, "run": run, "against": against, "answers": len(pairs)}
+        row["differ"] = sum(x["digest"] != y["digest"] for x, y in pairs)
+        found.append(row | {"greatest": max(abs(p - q) for p, q in steps)})
+    return found
+
+
 def first_difference(one, other):
     """The index of the first token that differs, of answers that do."""
     return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
@@ -438,11 +512,13 @@ def commit(patch):
 def result(cases, outcomes, arguments):
     found = {}
     for case in cases:
-        answers, timings, text = (read_json(arguments.work / f"{case.name}{suffix}.json") for suffix in SUFFIXES)
+        answers, timings, text, same = (read_json(arguments.work / f"{case.name}{suffix}.json") for suffix in SUFFIXES)
         entry = dict(outcomes[case.name], reports=reports(case, arguments.work))
         if text:
             entry |= {k: text[k] for k in ("sglang", "startup_s")}
             entry["verified"] = [answer["verified"] for part in PARTS for answer in text[part].values()]
+        if same:
+            entry |= {k: same[k] for k in ("sglang", "startup_s")}
         if answers and not case.is_timed:
             entry |= {k: answers[k] for k in ("sglang", "startup_s", "logprobs", "bad_logprobs")}
         if timings and case.is_timed:
@@ -498,6 +574,7 @@ def main():
         "cases": result(cases, outcomes, arguments),
         "differences": differences(arguments),
         "texts": texts(arguments),
+        "sames": sames(arguments),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"stage_{arguments.stage}.json"

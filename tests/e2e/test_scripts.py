@@ -29,6 +29,8 @@ def parse(argv):
     for name, default in (("repeat", 2), ("new", 4), ("top", 2), ("prompt-positions", 3), ("out-len", 4), ("reps", 1)):
         p.add_argument("--" + name, type=int, default=default)
     p.add_argument("--max-total-tokens", type=int)
+    p.add_argument("--chunk", type=int)
+    p.add_argument("--radix", action="store_true")
     p.add_argument("--mem", type=float)
     for name in ("bs", "graph-bs", "in-len"):
         p.add_argument("--" + name, type=int, nargs="+", default=[1])
@@ -86,6 +88,8 @@ class Engine:
         if len(input_ids) > 1 and self.name in os.environ.get("FAKE_OTHER_TEXT", "").split():
             ids[2] = 7
         meta = {"spec_verify_ct": n if "speculative_algorithm=" in self.set else None}
+        unlike = len(input_ids) > 1 and self.name in os.environ.get("FAKE_UNLIKE", "").split()
+        meta["output_token_logprobs"] = [[off + 1e-7 * unlike, 1, None]] * n
         return [
             {"logprobs": [off] * n, "top": top, "prompt_top": top, "output_ids": ids, "meta_info": meta}
             for _ in input_ids
@@ -243,6 +247,29 @@ def test_the_text_of_a_server_that_speculates(machine):
     assert bars["ours, EAGLE 3/1/4", "flash6h, 8 prompts at once"] == (8, None, None)
     assert bars["SGLang stock, EAGLE 3/1/4", "flash6h, one prompt at a time"][1] is None
     assert script("run_stage").first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_bits_of_a_reproducible_server(machine):
+    """Each run beside the one without chunks and cache, and in itself; another seventh digit is a difference."""
+    cases = ("same_8192", "same_512", "unlike_8192", "unlike_512")
+    ended = machine("reproducible", "--jobs", "4", "--only", *cases, FAKE_UNLIKE="same_512 unlike_8192")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    path = machine.out / "stage_reproducible.json"
+    stage = json.loads(path.read_text())
+    told = {(s["run"], s["against"]): (s["answers"], s["differ"]) for s in stage["sames"]}
+    assert told == {
+        ("same_512", "same_8192"): (106, 64),  # 5 prompts twice, 32 in groups of 1, 8 and 32
+        ("same_8192", "same_8192"): (106, 0),
+        ("unlike_512", "unlike_8192"): (106, 0),
+        ("unlike_8192", "unlike_8192"): (106, 64),
+    }
+    assert "reproducible=on" in stage["cases"]["same_512"]["command"]
+    assert "reproducible=on" not in stage["cases"]["unlike_512"]["command"]
+    rows = [r for r in rows_of(path) if r["metric"] == "answers that differ"]
+    bars = [(r["value"], r["bar"], r["met"]) for r in rows]
+    assert bars == [(64, 0, False), (0, 0, True), (0, None, None), (64, None, None)]
+    greatest = [r["value"] for r in rows_of(path) if r["metric"] == "log-probability difference, greatest"]
+    assert greatest[1] == 0 and 0 < greatest[0] < 2e-7
 
 
 def test_results_go_under_their_release_and_name(machine, tmp_path):

@@ -117,11 +117,12 @@ BAD_VALUES = {
 # what has no wrong value, or none that is looked at: hints, factors, positions of a rank's experts; a group of ranks,
 # which test_all_reduce_validation.py has
 UNCHECKED = {
+    "wo_a": {"reproducible"},
     "all_reduce": {"group", "tag"},
     "mhc": {"post_scale", "tag"},
     "mhc_pre": {"post_scale"},
     "mhc_head": {"tag"},
-    "mxfp4_moe": {"routed_scaling", "swiglu_limit", "first_expert", "up_first"},
+    "mxfp4_moe": {"routed_scaling", "swiglu_limit", "first_expert", "up_first", "reproducible"},
     "index_select": {"rows_per_request"},
     "mqa_logits": {"rows_per_request"},
     "topk_select": {"num_pages"},

@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from deepseek_v4_sm120.ops import mxfp4_moe as op
 from deepseek_v4_sm120.ops.mxfp4_moe import mxfp4_moe
+from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.specs.mxfp4_moe import Shape, make_inputs
 
 GOOD = make_inputs(Shape(3, hidden=256, inter=128, experts=4, topk=2), device="cpu")
@@ -70,3 +72,32 @@ def test_bad_input_is_named(name):
     changes, words = BAD[name]
     with pytest.raises(ValueError, match=f"^mxfp4_moe: {words}"):
         call(**changes)
+
+
+def test_the_pairs_of_a_launch():
+    def problem(pairs):
+        return extension.load().mxfp4_moe_problem(hidden=4096, inter=512, experts=256, pairs=pairs)
+
+    assert problem(op.MAX_PAIRS) == "" and "3072 pairs" in problem(op.MAX_PAIRS + 1)
+    assert op.DECODE_ROWS * 12 == op.MAX_PAIRS  # so rows of up to 12 experts are few up to DECODE_ROWS
+
+
+def test_sizes_of_many_rows_alone_are_not_reproducible():
+    words = r"reproducible must be False for these sizes \(few rows take hidden 4096 or 7168, got 256\), got True"
+    with pytest.raises(ValueError, match=f"^mxfp4_moe: {words}"):
+        call(reproducible=True)
+
+
+@pytest.mark.parametrize(("rows", "topk", "pieces"), [(512, 6, [512]), (513, 6, [512, 1]), (1000, 8, [384, 384, 232])])
+def test_rows_of_a_reproducible_call_go_in_launches_of_so_many_pairs(rows, topk, pieces, monkeypatch):
+    launched = []
+    monkeypatch.setattr(op, "_few_rows", lambda x, weights, of, limit, out: launched.append((x, of, out)))
+    hidden, out = torch.arange(rows)[:, None], torch.zeros(rows, 1)
+    routing = op.Routing(torch.arange(rows)[:, None].repeat(1, topk), torch.ones(rows, topk), 0, None, 1.0)
+    op._few_rows_at_a_time(hidden, None, routing, 10.0, out)
+    assert [len(part) for part, _, _ in launched] == pieces
+    assert all(torch.equal(part[:, 0], of.ids[:, 0]) and len(part) == len(of.weights) for part, of, _ in launched)
+    assert torch.equal(torch.cat([part for part, _, _ in launched]), hidden)
+    for _, _, part in launched:
+        part += 1
+    assert bool((out == 1).all())

@@ -52,6 +52,12 @@ def test_half_a_head_is_not_rotated():
         op.wo_a(x, weight, scale, freqs_cis=freqs_cis, positions=positions)
 
 
+def test_prompts_that_are_to_have_the_bits_of_few_rows_are_rotated():
+    given, named = arguments(rows=257)
+    with pytest.raises(RuntimeError, match="must be a CUDA device"):
+        op.wo_a(*given, **named, reproducible=True)
+
+
 def test_prompts_are_rotated_by_the_caller():
     with pytest.raises(ValueError, match="freqs_cis must be None above 256 rows, got 257 rows: rotate them first"):
         given, named = arguments(rows=257)

@@ -86,6 +86,7 @@ def test_attention(name, sglang_wheel, monkeypatch):
 
     def operator(q, *arguments, out=None, return_lse, **options):
         calls.append(q.shape[2])
+        options.pop("prefill")
         return attention_reference.sparse_decode(q, *arguments, **options)[0].to(torch.bfloat16)
 
     monkeypatch.setattr(sparse_decode.op, "sparse_decode", operator)

@@ -195,7 +195,19 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
     for row in made.steering.rows.values():
         assert [name for name in row.environment if f"    {name} = Env" not in variables] == [], row.name
         assert [name for name in row.arguments if f"    {name}: " not in fields] == [], row.name
-    assert bool(made.steering.rows) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
+    others = set(made.steering.rows) - {"reproducible"}
+    assert bool(others) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
+    assert ("reproducible" in made.steering.rows) == since(version, "0.5.14")
+
+
+@every_release("0.5.14")
+def test_a_reproducible_servers_places_fit(inspect_wheel, version):
+    inspect_wheel(version, fresh=True)
+    made = Engine(TABLE, host="sglang", settings=Settings(choices={"reproducible": "on"}))
+    made.survey()
+    for patch in ("reproducible_head", "reproducible_arguments"):
+        (record,) = found_in(made, patch=patch)
+        assert (record.state, record.review) == (READY, "reviewed"), record.reason
 
 
 def test_the_prefill_interval_of_0_5_17_fits_its_scheduler(inspect_wheel, monkeypatch):

@@ -8,7 +8,13 @@ from pathlib import Path
 from deepseek_v4_sm120.commands.doctor.facts import Facts
 from deepseek_v4_sm120.commands.doctor.finding import Finding, fail, not_run, ok, warn
 from deepseek_v4_sm120.patching import profile
+from deepseek_v4_sm120.patching.steering import ON, USER
 
+# whose originals have another order of sums for another number of rows; compressors have not, sums tell themselves
+REPRODUCIBLE = (
+    *("sparse_decode", "index_select", "mxfp4_moe", "fp8_linear", "wo_a", "bf16_linear", "mhc", "reproducible_head"),
+)
+NOT_REPRODUCIBLE = "NOT REPRODUCIBLE"  # in a note of sglang_patches/adapters/all_reduce.py
 FLASHINFER_WITHOUT_KERNEL = "0.5.15"  # its pin lacks the attention kernel that its default imports
 
 
@@ -19,6 +25,7 @@ def checks(facts: Facts) -> Iterator[Finding]:
     yield from _versions(facts)
     yield from _patches(facts)
     yield from _defaults(facts)
+    yield from _reproducible(facts)
     yield from _profile(facts)
     yield from _processes(facts)
     yield from _caches(facts)
@@ -145,6 +152,24 @@ def _defaults(facts: Facts) -> Iterator[Finding]:
     unknown = (facts.status or {}).get("unknown_choices")
     if unknown:
         yield fail("DSV4_SM120_SET", unknown, "the server does not start", "a name of that list")
+
+
+def _reproducible(facts: Facts) -> Iterator[Finding]:
+    """Where it was asked for: what of the model still has another order of sums."""
+    status = facts.status or {}
+    if not any(row["default"] == "reproducible" and row["state"] in (ON, USER) for row in status.get("defaults", [])):
+        return
+    in_place = {row["patch"] for row in status["patches"] if row["state"] in ("READY", "APPLIED")}
+    missing = [name for name in REPRODUCIBLE if name not in in_place]
+    told = [note for process in status["processes"] for note in process.get("notes", ()) if NOT_REPRODUCIBLE in note]
+    costs = "the same prompt may be answered otherwise in another batch, or in other chunks"
+    if missing:
+        fix = "DSV4_SM120_SET without NAME=off, and with NAME=on where a profile leaves one out"
+        yield fail("reproducible", f"SGLang's own are {', '.join(missing)}", costs, fix)
+    elif told:
+        yield fail("reproducible", told[0], costs, "what the line says of cards and links; or one card")
+    else:
+        yield ok("reproducible", "asked for, and every operator that it needs is ours")
 
 
 def _profile(facts: Facts) -> Iterator[Finding]:

@@ -7,7 +7,8 @@ object that SGLang would have had, and to what comes behind that. Other groups (
 keep theirs. With --disable-custom-all-reduce, and so with deterministic inference, SGLang asks for no such object.
 
 A call is taken by its shape alone, up to MAX_ROWS rows; a server whose decode or verify steps can have more gets none
-of it, so that a row's bits never depend on the rows beside it.
+of it, so that a row's bits never depend on the rows beside it. A reproducible server's calls are taken whatever their
+rows, in pieces of MAX_ROWS.
 """
 
 from __future__ import annotations
@@ -101,6 +102,9 @@ def _communicator(stock: Callable, group, device):
 
 def _left(theirs, rank: int, why: str, found: Callable[[], dict] = dict):
     """SGLang's own object, and one line."""
+    if settings().reproducible:
+        theirs.disabled = True  # with --enable-deterministic-inference it would be, and NCCL adds by a tree
+        why += ". NOT REPRODUCIBLE: NCCL's order depends on the number of rows"
     if rank == 0:
         report.warn(f"deepseek_v4_sm120: {PATCH}: {why}")
     report.add_note(PATCH, lambda: f"{PATCH}: {why}", found)
@@ -116,7 +120,7 @@ def _is_served(device) -> bool:
 def _why_not(places: list[Place]) -> str | None:
     if len({place.host for place in places}) > 1:
         return "the ranks are on several hosts, or in containers that do not see each other's processes"
-    if places[0].most_rows > op.MAX_ROWS:
+    if places[0].most_rows > op.MAX_ROWS and not settings().reproducible:
         return (
             f"a decode or verify step of this server may have {places[0].most_rows} rows, ours takes {op.MAX_ROWS}; "
             "what goes further would round otherwise: --max-running-requests"
@@ -157,6 +161,7 @@ class Communicator:
         self._theirs, self.sums = theirs, sums
         self._captured = 0  # sums of the graph under capture so far
         self._is_aside, self._is_in_capture = False, False
+        self._takes_all_rows = settings().reproducible
         self._sum = shadow.shadowed(PATCH, self._ours, self._stock, COMPARISON)
 
     def __getattr__(self, name: str):
@@ -190,10 +195,18 @@ class Communicator:
         self.sums.close()
 
     def _takes(self, x: torch.Tensor) -> bool:
-        return not self._is_aside and self.sums.takes(x)
+        return not self._is_aside and self.sums.takes(x[: op.MAX_ROWS] if self._in_pieces(x) else x)
+
+    def _in_pieces(self, x: torch.Tensor) -> bool:
+        return self._takes_all_rows and x.ndim == 2 and x.shape[0] > op.MAX_ROWS
 
     def _ours(self, x: torch.Tensor) -> torch.Tensor:
-        return op.all_reduce(x, self.sums, tag=self.next_tag())
+        if not self._in_pieces(x):
+            return op.all_reduce(x, self.sums, tag=self.next_tag())
+        out = torch.empty_like(x)
+        for terms, sums in zip(x.split(op.MAX_ROWS), out.split(op.MAX_ROWS), strict=True):
+            op.all_reduce(terms, self.sums, out=sums, tag=self.next_tag())
+        return out
 
     def _stock(self, x: torch.Tensor) -> torch.Tensor:
         """SGLang's own sum, by whatever it would have taken."""

@@ -20,11 +20,14 @@ from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 
 MODEL_CONFIG = "sglang.srt.arg_groups.model_override_base"  # 0.5.19 and later
+SERVER_ARGS, OVERRIDES = "sglang.srt.server_args", "sglang.srt.arg_groups.overrides"
+ATTENTION_BACKEND = "dsv4"  # what all releases resolve for this model
 
 
 def _accessors(server_args) -> tuple[Callable, Callable]:
-    """(read, write) of a server argument. From 0.5.20 on they are a sealed record beside a list of decisions."""
-    declarations = importlib.import_module("sglang.srt.arg_groups.overrides") if _is_sealed(server_args) else None
+    """(read, write) of a server argument. From 0.5.19 on they are a record, sealed from 0.5.20 on, beside a list of
+    decisions, of which the last counts."""
+    declarations = importlib.import_module(OVERRIDES) if _has_decisions(server_args) else None
     if declarations is None:
         return functools.partial(getattr, server_args), functools.partial(setattr, server_args)
     view = declarations.resolving_view(server_args)
@@ -33,8 +36,8 @@ def _accessors(server_args) -> tuple[Callable, Callable]:
     )
 
 
-def _is_sealed(server_args) -> bool:
-    return hasattr(server_args, "_input_frozen")
+def _has_decisions(server_args) -> bool:
+    return hasattr(server_args, "_input_frozen") or hasattr(sys.modules.get(OVERRIDES), "declare_resolution")
 
 
 def _config(server_args) -> dict | None:
@@ -76,6 +79,40 @@ def replace_apply_defaults(original: Callable) -> Callable:
         return original(server_args, model_arch)
 
     return apply_deepseek_v4_defaults
+
+
+def replace_deterministic(original: Callable) -> Callable:
+    """For what SGLang resolves of --enable-deterministic-inference, of a reproducible server: its attention backend is
+    accepted with the radix cache, and sums between the cards stay as the user had them, because ours are behind the
+    object that they ask. What is not ours goes to NCCL's tree, as without us (adapters/all_reduce.py)."""
+
+    @functools.wraps(original)
+    def handle_deterministic_inference(server_args):
+        read, write = _accessors(server_args)
+        told = models_served.announced()
+        ours = told is not None and models_served.serves_this_process() and device_gate.serves_current_device()
+        if not ours or not read("enable_deterministic_inference"):
+            return original(server_args)
+        for choices in ("DETERMINISTIC_ATTENTION_BACKEND_CHOICES", "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND"):
+            accepted = getattr(importlib.import_module(SERVER_ARGS), choices)
+            accepted.extend({ATTENTION_BACKEND}.difference(accepted))
+        wanted = read("disable_custom_all_reduce")
+        original(server_args)
+        if read("disable_custom_all_reduce") != wanted:
+            write("disable_custom_all_reduce", wanted)
+
+    return handle_deterministic_inference
+
+
+def replace_deterministic_method(original: Callable) -> Callable:
+    """The same up to 0.5.18, where it is a method of the arguments."""
+    handle = replace_deterministic(original)
+
+    @functools.wraps(original)
+    def _handle_deterministic_inference(self):
+        return handle(self)
+
+    return _handle_deterministic_inference
 
 
 def replace_marlin_gate(original: Callable) -> Callable:

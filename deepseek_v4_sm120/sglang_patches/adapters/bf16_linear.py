@@ -4,6 +4,9 @@ The compressors' kv and gate projection (`linear_bf16_fp32`, float32 out), the r
 and the indexer's head weights (`weights_proj`, bf16 out) read few rows of hidden state against 0.5 to 17 MB of weights.
 cuBLAS takes two launches for it (split-K and its reduction), ours one. For a step's rows (dense_rows.py); for more, and
 for what the operator does not take, the original runs.
+
+The head (`LogitsProcessor`) is replaced only where the server is to be reproducible: cuBLAS's sums depend on how many
+rows it has, and a row there is a request.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from collections.abc import Callable
 import torch
 
 from deepseek_v4_sm120.ops import bf16_linear as op
-from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
 from deepseek_v4_sm120.sglang_patches.adapters import dense_rows
 from deepseek_v4_sm120.specs import bounds
 
@@ -34,9 +38,9 @@ def takes(x, weight) -> bool:
 def _beside(serve: Callable, original: Callable, operands: Callable) -> Callable:
     """`serve`, in shadow mode beside the original. operands: of a call's arguments, (x, weight)."""
     comparison = shadow.Comparison(
-        tensors=lambda ours, theirs, *_: [(ours, theirs)],
-        identity=lambda *call: operands(*call)[1].data_ptr(),
-        shape=lambda *call: _shape(*operands(*call)),
+        tensors=lambda ours, theirs, *_, **__: [(ours, theirs)],
+        identity=lambda *call, **_: operands(*call)[1].data_ptr(),
+        shape=lambda *call, **_: _shape(*operands(*call)),
         relative_l2=bounds.BF16_LINEAR.shadow,
     )
     return shadow.shadowed(PATCH, serve, original, comparison)
@@ -62,9 +66,10 @@ def replace_linear_bf16_fp32(original: Callable) -> Callable:
 def replace_gate(original: Callable) -> Callable:
     """For MoEGate.forward(self, hidden_states, ..) -> [rows, experts] float32: the router of DeepSeek-V4's layers.
 
-    Deterministic inference is the original's: there the rows of one batch must take one kernel, however many they are.
+    Deterministic inference is the original's: there the rows of one batch must take one kernel, however many they are;
+    ours is that where the server is reproducible.
     """
-    module = original.__globals__
+    module, reproducible = original.__globals__, settings().reproducible
 
     def is_deterministic() -> bool:
         if "get_exec" in module:  # 0.5.17 and later
@@ -79,7 +84,8 @@ def replace_gate(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
-        ours = _is_v4_gate(self) and takes(hidden_states, self.weight) and not is_deterministic()
+        one_kernel = reproducible or not is_deterministic()
+        ours = _is_v4_gate(self) and takes(hidden_states, self.weight) and one_kernel
         return (serve if ours else original)(self, hidden_states, gemm_output_zero_allocator, forward_batch)
 
     return forward
@@ -101,6 +107,45 @@ def replace_compute_weights(original: Callable) -> Callable:
         return serve(self, x, skip_scale)
 
     return compute_weights
+
+
+def replace_lm_head(original: Callable) -> Callable:
+    """For LogitsProcessor._compute_lm_head(self, hidden_states, lm_head, embedding_bias=None, [*, out=None]) ->
+    [rows, vocabulary] bf16, or float32 where SGLang was asked for that; the sums are the same."""
+
+    def serve(self, hidden_states, lm_head, embedding_bias=None, *, out=None):
+        if not _has_float32_head(self):
+            return op.bf16_linear(hidden_states, lm_head.weight, out_dtype=torch.bfloat16)
+        fits = out is not None and out.shape == (hidden_states.shape[0], lm_head.weight.shape[0])
+        alone = not settings().shadow  # else the original writes there
+        return op.bf16_linear(hidden_states, lm_head.weight, out=out if fits and alone else None)
+
+    serve = _beside(serve, original, lambda self, hidden_states, lm_head, *_, **__: (hidden_states, lm_head.weight))
+
+    @functools.wraps(original)
+    def _compute_lm_head(self, hidden_states, lm_head, embedding_bias=None, **kwargs):
+        ours = embedding_bias is None and _is_plain_head(self, lm_head) and takes(hidden_states, lm_head.weight)
+        run = serve if ours else original
+        return run(self, hidden_states, lm_head, embedding_bias, **kwargs)
+
+    return _compute_lm_head
+
+
+def _has_float32_head(processor) -> bool:
+    """--enable-fp32-lm-head, or from 0.5.23 on a configuration that asks for float32 logits."""
+    return bool(processor.use_fp32_lm_head or getattr(processor, "use_fp32_lm_head_output", False))
+
+
+def _is_plain_head(processor, head) -> bool:
+    """Our model's own unquantised head without bias: nothing wraps it (LoRA), and nobody trains with its numbers."""
+    return (
+        models_served.announced() is not None
+        and models_served.serves_this_process()
+        and not hasattr(head, "set_lora")
+        and getattr(head, "bias", None) is None
+        and type(getattr(head, "quant_method", None)).__name__ == "UnquantizedEmbeddingMethod"
+        and getattr(processor, "rl_on_policy_target", None) is None
+    )
 
 
 def _is_v4_gate(gate) -> bool:

@@ -3,7 +3,8 @@
 `CompressorBackendMixin._forward_compress_all_in_one` has everything of a compressor's call but its projection: state,
 projection, weights, cache, slots; the plan it asks of the backend. SGLang launches two kernels there for decode, three
 for verification and prompts, ours is one. Core and index compressors of all layers come through it, each on the stream
-that SGLang runs it on.
+that SGLang runs it on. The bits are SGLang's own, so that long prompts, which are the original's, go on where ours
+ended; but for groups of 128 of releases before 0.5.20, so a reproducible server has SGLang's alone there.
 
 Served are at most 512 rows, of decode (one token a request) or of verification and short prompts (plans of their own:
 tokens are read from the projection, not from the state, and written behind). The rest is the original's: long prompts;
@@ -106,6 +107,19 @@ _SHAPES = ((op.SHORT, op.KV_DIM), (op.SHORT, op.INDEX_DIM), (op.LONG, op.KV_DIM)
 def _are_known(given: Mapping) -> bool:
     others = {name: value for name, value in given.items() if name not in NEEDED}
     return all(name in OTHERS and OTHERS[name](value) for name, value in others.items())
+
+
+def replace_all_in_one_0_5_14(original: Callable) -> Callable:
+    """The same up to 0.5.19, whose own kernels merge the 128 tokens of a group in another order than ours."""
+    return _as_it_was(original) if settings().reproducible else replace_all_in_one(original)
+
+
+def _as_it_was(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _forward_compress_all_in_one(self, **given):
+        return original(self, **given)
+
+    return _forward_compress_all_in_one
 
 
 def replace_all_in_one(original: Callable) -> Callable:

@@ -8,7 +8,8 @@ bytes, repack them for their kernels, and multiply. Two methods of each are repl
     apply                           one call of ops.mxfp4_moe
 
 The user's flag keeps its meaning for prefill: above 256 rows `marlin` is W4A16 with us too, and `flashinfer_mxfp4` is
-W4A8 where the GPU has block-scaled instructions and the profile does not leave that out. Up to 256 rows it is W4A16.
+W4A8 where the GPU has block-scaled instructions and the profile does not leave that out. Up to 256 rows it is W4A16,
+and at all rows where the server is reproducible.
 
 Who applies the routed scaling (1.5): never these methods. Up to 0.5.18 the model does, behind the experts, for exactly
 these classes; from 0.5.19 on the router's weights contain it. So `routed_scaling` is 1.0 in the call.
@@ -202,6 +203,7 @@ def _run(experts: Experts, hidden, topk_ids, topk_weights):
         first_expert=experts.first_expert,
         up_first=experts.up_first,
         activations=experts.activations,
+        reproducible=settings().reproducible,
     )
 
 

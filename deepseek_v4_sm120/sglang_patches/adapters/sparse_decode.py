@@ -168,6 +168,7 @@ def _serve(call: Call, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor 
         extra_topk_length=call.extra_topk_length,
         out=out,
         return_lse=return_lse,
+        prefill=False if settings().reproducible else None,
         **norm,
     )
     computed, lse = result if return_lse else (result, None)

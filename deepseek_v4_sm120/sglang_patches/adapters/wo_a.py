@@ -265,7 +265,8 @@ class Groups:
 
 def _multiply(groups: Groups, x, rotation: Rotation | None):
     freqs_cis, positions = (rotation.freqs_cis, rotation.positions) if rotation else (None, None)
-    return op.wo_a(x, groups.weight, groups.weight_scale, freqs_cis=freqs_cis, positions=positions)
+    given = {"freqs_cis": freqs_cis, "positions": positions, "reproducible": settings().reproducible}
+    return op.wo_a(x, groups.weight, groups.weight_scale, **given)
 
 
 def _multiply_expanded(groups: Groups, x, rotation: Rotation | None):

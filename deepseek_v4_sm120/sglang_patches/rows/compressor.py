@@ -11,6 +11,8 @@ from deepseek_v4_sm120.patching.spec import Patch
 from deepseek_v4_sm120.sglang_patches.names import EXTENSION, targets_of
 
 MODULE = "sglang.srt.layers.attention.dsv4.compressor_v2"
+ALL_IN_ONE = f"{MODULE}:CompressorBackendMixin._forward_compress_all_in_one"
+ANY_KEYWORDS = Parameters(("self",), further="keyword-only")
 
 COMPRESSOR = Patch(
     name="compressor",
@@ -18,12 +20,8 @@ COMPRESSOR = Patch(
     "where one each is 62, and a third for a verification's state; bench/compressor.py. Before 0.5.18 a verification "
     "of more than 4 tokens loses state that a rejection goes back to",
     targets=(
-        targets_of("compressor")(
-            f"{MODULE}:CompressorBackendMixin._forward_compress_all_in_one",
-            "all_in_one",
-            Parameters(("self",), further="keyword-only"),
-            ">=0.5.14,<0.6",
-        ),
+        targets_of("compressor")(ALL_IN_ONE, "all_in_one_0_5_14", ANY_KEYWORDS, ">=0.5.14,<0.5.20"),
+        targets_of("compressor")(ALL_IN_ONE, "all_in_one", ANY_KEYWORDS, ">=0.5.20,<0.6"),
         targets_of("compressor")(
             f"{MODULE}:create_paged_compressor_data",
             "create_data",
