@@ -24,6 +24,16 @@ DEFAULTS = (
         environment={"SGLANG_OPT_FLASHMLA_SPARSE_PREFILL": "0"},
     ),
     Default(
+        name="dealt_index",
+        why="every card scores all rows of a prompt's indexer. Dealt to the cards, whose lists are gathered then, a "
+        "prompt of 128K tokens is reckoned to take a second of twelve less. The lists are of slots, so they are right "
+        "only where all ranks' schedulers allot the same pages, which is how SGLang works and nothing asks of it",
+        source="[R] all releases' indexers and groups; times by arithmetic; not run on two cards",
+        sglang=">=0.5.13,<0.6",
+        on=False,
+        how="no way without us",
+    ),
+    Default(
         name="start_on_sm120",
         why="0.5.12 has no SM120 branch: it takes DeepGEMM kernels that this GPU has no code for, and a top-k that "
         "wants more shared memory than it has; later releases set the same values themselves",

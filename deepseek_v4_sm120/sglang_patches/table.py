@@ -377,6 +377,7 @@ DEALT_INDEX = Patch(
         targets_of("index_select_dealt")(FORWARD_C4_INDEXER, "forward", FORWARD_C4_INDEXER_PARAMETERS, ">=0.5.13,<0.6"),
     ),
     needs=(EXTENSION,),
+    default="dealt_index",
     serves="index_select",
     absent="its groups and exchanges were read from 0.5.13 on; on SM120 0.5.12's indexer is DeepGEMM's unless told",
     retire="when SGLang divides the rows itself",

@@ -119,8 +119,8 @@ def sums(cards, *options):
 
 # SM120's choice of logits: no schedule of DeepGEMM's, so a prompt's rows are dealt. 32,000 tokens are 8,000 entries
 NO_SCHEDULE = {"SGLANG_OPT_USE_TILELANG_INDEXER": "1", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
-DEALT = EVERY_CALL | NO_SCHEDULE
-NOT_DEALT = DEALT | {"DSV4_SM120_SET": "dealt_index=off"}
+NOT_DEALT = EVERY_CALL | NO_SCHEDULE
+DEALT = NOT_DEALT | {"DSV4_SM120_SET": "dealt_index=on"}
 DEALT_PROMPTS = ["--variant", "flash6h", "--prompts", "20001,32000", "--repeat", "2", "--new", "32"]
 DEALT_PROMPTS += ["--phases", "answer", "--batches", "--graph-bs", "1", "--batch-prompts", "", *TWO_CARDS]
 DEALT_TIMED = [*SIDE_BY_SIDE, "--bs", "1", "--phases", "bench", "prefill", *TWO_CARDS]
