@@ -12,7 +12,7 @@ import torch
 from deepseek_v4_sm120.ops import fp8_linear as linear
 from deepseek_v4_sm120.ops.fp8_linear import takes  # noqa: F401
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
-from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, ROTATED, Call  # noqa: F401
+from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, COMPLEX, CONTIGUOUS, POSITIONS, ROTATED, VECTOR, Call
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 
 FP8_ROWS = (
@@ -52,7 +52,7 @@ def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None):
     check.on_cuda()
     out = torch.empty((*x.shape[:2], weight.shape[1]), dtype=torch.bfloat16, device=x.device)
     if x.shape[0] <= FP8_ROWS:
-        linear._run(x, weight, weight_scale, out, prologue=rotation)
+        linear._run(x, weight, weight_scale, out, rotation=rotation)
     else:
         _multiply_expanded(x, weight, weight_scale, out)
     return out
@@ -106,19 +106,19 @@ def _expand(weight, weight_scale):
     return out
 
 
-def _check_rotation(check: Call, x, freqs_cis, positions) -> linear.Prologue:
-    """The kernel's prologue that rotates, or none."""
+def _check_rotation(check: Call, x, freqs_cis, positions) -> dict[str, int]:
+    """The launch's arguments for the rotation, or none."""
     if not check.together("freqs_cis and positions", freqs_cis, positions):
-        return linear.NO_PROLOGUE
+        return linear.NO_ROTATION
     rows, _, inputs = x.shape
-    check.rotation(freqs_cis, positions, rows)
+    check.tensor("freqs_cis", freqs_cis, COMPLEX, ("any", ROTATED // 2), CONTIGUOUS, VECTOR)
+    check.tensor("positions", positions, POSITIONS, (rows,))
     if inputs % HEAD_INPUTS:
         check.refuse("shape", "x.shape[2]", f"be a multiple of {HEAD_INPUTS} to be rotated", inputs)
     if rows > FP8_ROWS:
         check.refuse("value", "freqs_cis", f"be None above {FP8_ROWS} rows", f"{rows} rows: rotate them first")
-    arguments = {
+    return {
         "rotation": freqs_cis.data_ptr(),
         "positions": positions.data_ptr(),
         "position_bytes": positions.element_size(),
     }
-    return linear.Prologue("ROTATION", arguments)
