@@ -5,10 +5,6 @@ Cold weights: the calls of a graph take turns with weights that together are ove
 producer leaves it. A graph holds at least 40 calls, as an engine's step does: what lies between two graphs is not a
 call's. Shares are of the read bandwidth that a plain sum over 6 GiB reaches in the same run, and count weights alone.
 
-Where SGLang gates or normalises a matrix's input by a launch of its own, that is timed both ways: as part of the
-product's launch, and by a launch of ours before it (SGLang's kernels are not needed for it, and have the same
-arithmetic).
-
 Peers of the same run: torch.matmul on bf16 weights; torch._scaled_mm (cuBLAS FP8, one scale for the whole tensor, x
 already quantised, rows padded to 16); and, where sglang and deep_gemm can be imported, SGLang's quantisation and
 DeepGEMM, with which the issue compares. Where they cannot, the mean of a step is compared with an engine's profile of
@@ -18,7 +14,6 @@ another day.
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
 import os
 import sys
@@ -34,7 +29,7 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 import common  # noqa: E402
 
 from deepseek_v4_sm120.ops import wo_a  # noqa: E402
-from deepseek_v4_sm120.ops.fp8_linear import MADE_ROWS, fp8_grouped_linear, fp8_linear, gated, normalized  # noqa: E402
+from deepseek_v4_sm120.ops.fp8_linear import fp8_grouped_linear  # noqa: E402
 from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.fp8_linear import fp8_grouped_linear as reference  # noqa: E402
@@ -42,8 +37,6 @@ from deepseek_v4_sm120.specs import bounds  # noqa: E402
 from deepseek_v4_sm120.specs.fp8_linear import (  # noqa: E402
     LAYERS,
     Matrix,
-    make_gates_and_ups,
-    make_norm_weight,
     make_weight,
     make_x,
     matrices,
@@ -62,8 +55,6 @@ QUOTED_DEEP_GEMM = {1: (2762, 375, 246), 8: (2452, 610, 246)}
 QUOTED_NOTE = "quoted: engine profile, H200, SGLang 0.5.17, not this run"
 FASTER_THAN_DEEP_GEMM = 1.5
 COMPARED_ROWS = (1, 4, 8)  # those with that bar
-MADE = {"shared_down": "gated", "wq_b": "normalised", "index_wq_b": "normalised"}  # matrix -> what becomes of its input
-SWIGLU_LIMIT, NORM_EPS = 10.0, 1e-6
 
 
 @dataclass(frozen=True)
@@ -133,38 +124,6 @@ def run_case(report: common.Report, case: Case, x, weights, scales) -> None:
         common.row(ISSUE, case.name, "ours", "us", round(microseconds, 2), bar, note or ""),
         common.row(ISSUE, case.name, "ours", "read_share", round(share, 4)),
         common.row(ISSUE, case.name, "ours", "relative_error", round(error, 6), bounds.FP8_LINEAR_WIDE),
-    )
-
-
-def run_making(report: common.Report, case: Case, weights, scales) -> None:
-    """Input gated or normalised by the product's launch, against a launch of ours before it; bits first."""
-    matrix, generator = case.matrix, torch.Generator("cuda").manual_seed(case.rows)
-    if MADE[matrix.name] == "gated":
-        x, make, arguments = (
-            make_gates_and_ups(case.rows, matrix.inputs, generator),
-            gated,
-            {"swiglu_limit": SWIGLU_LIMIT},
-        )
-    else:
-        x, make = make_x(case.rows, 1, matrix.inputs, generator)[:, 0], normalized
-        arguments = {"norm_weight": make_norm_weight(matrix.inputs, generator), "norm_eps": NORM_EPS}
-
-    def together(i: int):
-        return fp8_linear(x, weights[i, 0], scales[i, 0], **arguments)
-
-    def before(i: int):
-        return fp8_linear(make(x, **arguments), weights[i, 0], scales[i, 0])
-
-    if not torch.equal(together(0), before(0)):
-        raise SystemExit(f"{case.name}: {MADE[matrix.name]} on the way in differs from before: not timed")
-    layers = range(len(weights))
-    two = microseconds_of([functools.partial(before, i) for i in layers])
-    one = microseconds_of([functools.partial(together, i) for i in layers])
-    name = f"{case.name}, {MADE[matrix.name]}"
-    bar = round(two, 2) if case.rows <= MADE_ROWS else None
-    report.add(
-        common.row(ISSUE, name, "ours", "us", round(one, 2), bar, "two launches" if bar else ""),
-        common.row(ISSUE, name, "two launches", "us", round(two, 2)),
     )
 
 
@@ -272,8 +231,6 @@ def main() -> int:
         x = make_x(max(ROWS), matrix.groups, matrix.inputs, generator)
         for case in [case for case in chosen if case.matrix == matrix]:
             run_case(report, case, x[: case.rows], weights, scales)
-            if matrix.name in MADE:
-                run_making(report, case, weights, scales)
             if not arguments.quick:
                 run_peers(report, case, x[: case.rows], weights, scales, deep_gemm)
         report.write(arguments.out)

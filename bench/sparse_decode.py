@@ -23,7 +23,6 @@ import common  # noqa: E402
 from sparse_decode_cases import (  # noqa: E402
     C4,
     CASES,
-    NORM_CASES,
     PAGE_TABLE_CASES,
     QUOTED_FROM,
     VERIFY_CASES,
@@ -33,24 +32,19 @@ from sparse_decode_cases import (  # noqa: E402
     Case,
 )
 
-from deepseek_v4_sm120.ops.fp8_linear import fp8_linear  # noqa: E402
 from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.ops.sparse_decode import sparse_decode  # noqa: E402
 from deepseek_v4_sm120.reference import kv_pages  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
-from deepseek_v4_sm120.reference.sparse_decode import normed_and_rotated_by_warps  # noqa: E402
 from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference  # noqa: E402
 from deepseek_v4_sm120.specs import bounds  # noqa: E402
 from deepseek_v4_sm120.specs.provider import Provider, is_installed  # noqa: E402
 from deepseek_v4_sm120.specs.sparse_decode import (  # noqa: E402
-    NORM_EPS,
-    POSITIONS,
     SMALL_CANDIDATES,
     SWA_WIDTH,
     Inputs,
     flashmla,
     flashmla_problem,
-    make_freqs_cis,
     rms_rows,
     triton,
     triton_problem,
@@ -283,77 +277,6 @@ def run_page_tables(report: common.Report, cases, pools: Pools, generator) -> No
         print(f"{case.name}: list {list_us:.2f} us, page table {table_us:.2f} us", flush=True)
 
 
-Q_RANK = 1024  # inputs of the projection that makes q
-
-
-@dataclass(frozen=True)
-class Projection:
-    """What makes a layer's q, and what comes after it."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    scale: torch.Tensor
-    freqs_cis: torch.Tensor
-    positions: torch.Tensor
-
-    def q(self) -> torch.Tensor:
-        """[rows, heads, 512], as SGLang views it"""
-        return fp8_linear(self.x, self.weight, self.scale).view(self.x.shape[0], -1, kv_pages.HEAD_DIM)
-
-
-def make_projection(case: Case, generator: torch.Generator) -> Projection:
-    outputs = case.heads * kv_pages.HEAD_DIM
-    x = torch.randn((case.rows, Q_RANK), generator=generator, device=DEVICE).to(torch.bfloat16)
-    weight = torch.randn((outputs, Q_RANK), generator=generator, device=DEVICE).to(torch.float8_e4m3fn)
-    scale = torch.rand((outputs // 128, Q_RANK // 128), generator=generator, device=DEVICE) + 0.5
-    positions = torch.randint(0, POSITIONS, (case.rows,), generator=generator, device=DEVICE)
-    return Projection(x, weight, scale, make_freqs_cis(POSITIONS, DEVICE), positions)
-
-
-def stock_norm() -> Callable | None:
-    """SGLang's fused_q_norm_rope(q, q_out, eps, freqs_cis, positions), where it is installed."""
-    if not is_installed("sglang"):
-        return None
-    from sglang.kernels.ops.attention.dsv4 import fused_q_norm_rope
-
-    return fused_q_norm_rope
-
-
-def run_norms(report: common.Report, cases, pools: Pools, generator) -> None:
-    """Projection and attention with q's norm and rotation: as a launch between them, within the attention, left out."""
-    norm = stock_norm()
-    for case in cases:
-        weight_bytes = case.heads * kv_pages.HEAD_DIM * Q_RANK
-        layers = make_layers(case, pools, generator, more_bytes=weight_bytes)
-        both = [(one, make_projection(case, generator)) for one in layers.inputs]
-
-        def left_out(one, projection):
-            return ours(dataclasses.replace(one, q=projection.q().unsqueeze(1)))
-
-        def within(one, projection):
-            norm = {"head_norm_eps": NORM_EPS, "freqs_cis": projection.freqs_cis, "positions": projection.positions}
-            return ours(dataclasses.replace(one, q=projection.q().unsqueeze(1), **norm))
-
-        def before(one, projection):
-            q = projection.q()
-            ready = torch.empty_like(q)
-            norm(q, ready, NORM_EPS, projection.freqs_cis, projection.positions)
-            return ours(dataclasses.replace(one, q=ready.unsqueeze(1)))
-
-        one, projection = both[0]
-        rows = (projection.q().unsqueeze(1), NORM_EPS, projection.freqs_cis, projection.positions)
-        expected = ours(dataclasses.replace(one, q=normed_and_rotated_by_warps(*rows)))
-        times = {}
-        for name, call in (("left out", left_out), ("within", within), ("before", before if norm else None)):
-            if call is None:
-                continue
-            if call is not left_out and not torch.equal(call(one, projection), expected):
-                raise SystemExit(f"{case.name}: q normed {name} gives other bits: not timed")
-            times[name] = common.graph_microseconds([lambda pair=pair, call=call: call(*pair) for pair in both])
-            report.add(common.row(3, f"wq_b and {case.name}", f"q norm {name}", "us", round(times[name], 2)))
-        print(f"wq_b and {case.name}: " + ", ".join(f"{name} {us:.2f} us" for name, us in times.items()), flush=True)
-
-
 def run_host_time(report: common.Report, pools: Pools, generator) -> None:
     layers = make_layers(Case("C4", 1, 16, C4), pools, generator)
     microseconds = common.host_microseconds(lambda: ours(layers.inputs[0]))
@@ -434,7 +357,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", default="", help="only cases whose name contains this text")
     parser.add_argument("--no-peers", action="store_true", help="run no other implementation")
     parser.add_argument("--page-tables", action="store_true", help="C128 by list and by page table alone")
-    parser.add_argument("--norms", action="store_true", help="q normed before and within the call alone")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/sparse_decode.json")
     return parser.parse_args()
 
@@ -457,16 +379,11 @@ def main() -> int:
         run_host_time(report, pools, generator)
         report.write(arguments.out)
         return 0
-    if arguments.norms:
-        run_norms(report, NORM_CASES, pools, generator)
-        report.write(arguments.out)
-        return 0
     run_cases(report, cases, pools, generator)
     if not arguments.quick:
         run_width_pairs(report, [pair for pair in WIDTH_PAIRS if arguments.cases in pair[0].name], pools, generator)
         run_verification(report, [case for case in VERIFY_CASES if arguments.cases in case.name], pools, generator)
         run_page_tables(report, [case for case in PAGE_TABLE_CASES if arguments.cases in case.name], pools, generator)
-        run_norms(report, [case for case in NORM_CASES if arguments.cases in case.name], pools, generator)
     run_host_time(report, pools, generator)
     report.write(arguments.out)  # before the peers: what they do wrong must not cost our numbers
     run_peers(report, cases, pools, found, generator)

@@ -103,8 +103,3 @@ VERIFY_RATIO_BAR = 1.02  # 1, and what two runs of the same case differ by
 PAGE_TABLE_CASES = tuple(Case("C128 at 512K", rows, 64, C128_512K) for rows in (1, 16, 64)) + (
     Case("C128 at 8K, captured for 1M", 16, 64, C128_8K_OF_1M),
 )
-
-# q normed and rotated within the call, behind the projection that makes it.
-NORM_CASES = tuple(Case("C4", rows, heads, C4) for heads in (64, 32, 16) for rows in (1, 8, 64)) + tuple(
-    Case("window", rows, 64, WINDOW) for rows in (1, 64)
-)

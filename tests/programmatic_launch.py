@@ -22,7 +22,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("kv_score", "state", "plan", "out_loc", "cache", "pooled", "arrived", "writes"),
     ),
     "fp8_linear::Params": (
-        ("weight", "scale", "rotation", "norm_weight"),
+        ("weight", "scale", "rotation"),
         ("x", "out", "partial", "positions"),
     ),
     "index_select::ScoreParams": (
@@ -54,9 +54,9 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("topk_ids", "pairs", "pair_expert", "expert", "begin", "end", "scratch"),
     ),
     "sparse_decode::Params": (
-        ("attn_sink", "query.rotation"),
+        ("attn_sink",),
         (
-            *("q", "out", "lse", "partials", "control", "query.positions"),
+            *("q", "out", "lse", "partials", "control"),
             *("main.pages", "main.indices", "main.topk_length"),
             *("extra.pages", "extra.indices", "extra.topk_length", "extra_table.pages", "extra_table.table_of_row"),
         ),
@@ -121,18 +121,10 @@ KERNELS: dict[str, Kernel] = {
         r"compressor::long_many_kernel", "compressor::Params", BEHIND, hints=("plan",)
     ),
     "fp8_linear, few rows": Kernel(
-        r"fp8_linear::linear_kernel<.*Config<\d+, [012]>", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")
-    ),
-    "fp8_linear, few rows, norm": Kernel(
-        r"fp8_linear::linear_kernel<.*Config<\d+, 3>",
-        "fp8_linear::Params",
-        BEFORE,
-        ahead=("weight", "scale", "norm_weight"),
+        r"fp8_linear::linear_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")
     ),
     "fp8_linear, tiles": Kernel(r"fp8_linear::tile_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")),
     "fp8_linear, splits added": Kernel(r"fp8_linear::merge_kernel<", "fp8_linear::Params", BEFORE),
-    "fp8_linear, norm": Kernel(r"fp8_linear::normalize_kernel", "fp8_linear::Params", BEHIND),
-    "fp8_linear, SwiGLU": Kernel(r"fp8_linear::gate_kernel", "fp8_linear::Params", BEHIND),
     "index_select, scores": Kernel(SCORES[0], "index_select::ScoreParams", BEHIND),
     "index_select, lists": Kernel(SCORES[1], "index_select::ListParams", BEHIND),
     "index_select, merge": Kernel(

@@ -23,11 +23,6 @@ def test_bars_are_the_issues(bench):
     )
 
 
-def test_what_is_made_of_an_input_is_timed_for_the_models_matrices(bench):
-    assert set(bench.MADE) < {m.name for m in bench.matrices(1)} and set(bench.MADE.values()) == {"gated", "normalised"}
-    assert bench.MADE_ROWS in bench.ROWS
-
-
 def _report(bench, rows, ours, theirs=None):
     report = bench.common.Report("fp8_linear", "x", {"read_gbs": 1000.0})
     for matrix in bench.matrices(1):

@@ -16,7 +16,6 @@ import common  # noqa: E402
 import sparse_decode as bench  # noqa: E402
 import sparse_decode_cases as table  # noqa: E402
 
-from deepseek_v4_sm120.reference.sparse_decode import normed_and_rotated  # noqa: E402
 from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference  # noqa: E402
 
 
@@ -93,41 +92,6 @@ def test_report_table_and_plot(on_cpu, tmp_path):
     assert "captured for 1M" in bench.ratios(report) and "one request" in bench.ratios(report)
     report.rows = [common.row(3, case.name, "ours", row.metric, 99.0, row.bar) for case in cases for row in report.rows]
     assert "MISSED" in bench.summary(report, cases, [])
-
-
-@pytest.fixture
-def projected(on_cpu, monkeypatch):
-    """Projections by torch, and SGLang's norm by the reference's."""
-
-    def fp8_linear(x, weight, scale):
-        return (x.float() @ weight.float().T).to(torch.bfloat16)
-
-    def stock(q, q_out, *of_norm):
-        q_out.copy_(bench.normed_and_rotated_by_warps(q.unsqueeze(1), *of_norm)[:, 0])
-
-    monkeypatch.setattr(bench, "fp8_linear", fp8_linear)
-    monkeypatch.setattr(bench, "normed_and_rotated_by_warps", normed_and_rotated)
-    monkeypatch.setattr(bench, "stock_norm", lambda: stock)
-    return on_cpu
-
-
-CASE = table.Case("window", 2, 8, table.WINDOW)
-
-
-def test_norms_before_and_within(projected, monkeypatch):
-    report = common.Report("sparse_decode", "abc", common.ceilings())
-    bench.run_norms(report, [CASE], bench.Pools(projected), projected)
-    assert [row.impl for row in report.rows] == ["q norm left out", "q norm within", "q norm before"]
-    monkeypatch.setattr(bench, "stock_norm", lambda: None)
-    bench.run_norms(report, [CASE], bench.Pools(projected), projected)
-    assert len(report.rows) == 5, "without SGLang there is nothing to put before"
-    assert all(case.rows <= 64 for case in table.NORM_CASES), "the projection is fp8_linear's"
-
-
-def test_other_bits_are_not_timed(projected, monkeypatch):
-    monkeypatch.setattr(bench, "normed_and_rotated_by_warps", lambda q, *_: q)
-    with pytest.raises(SystemExit, match="q normed within gives other bits"):
-        bench.run_norms(common.Report("x", "abc", {}), [CASE], bench.Pools(projected), projected)
 
 
 def test_every_bar_of_the_issues_is_in_the_table():

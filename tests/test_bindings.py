@@ -6,7 +6,7 @@ from deepseek_v4_sm120.ops.shared import extension
 
 FUNCTIONS = (
     *("sparse_decode", "index_select", "mqa_logits", "topk_select", "mxfp4_moe", "mxfp4_moe_tiles", "bf16_linear"),
-    *("mhc", "fp8_linear", "fp8_linear_make", "wo_a_expand", "compressor"),
+    *("mhc", "fp8_linear", "wo_a_expand", "compressor"),
     *("all_reduce", "all_reduce_ping", "all_reduce_places_bytes"),
     *("card_chain", "card_exchange", "card_busy", "card_sleep", "card_products"),
 )
@@ -14,7 +14,10 @@ ROWS = (1 << 20) + 1  # too many, which is found out behind all that is asked he
 LINEAR = {name: 1 << 40 for name in ("x", "weight", "out")}
 LINEAR |= {f"{name}_stride": 512 for name in LINEAR}
 LINEAR |= dict(bf16_out=True, rows=ROWS, inputs=512, outputs=512, num_sms=132, pdl=True, stream=0)
-NORM = dict(x=1 << 40, x_stride=512, out=1 << 40, out_stride=512, rows=1, inputs=512, stream=0, pdl=True)
+FP8_LINEAR = {name: 1 << 40 for name in ("x", "weight", "scale", "out", "partial")}
+FP8_LINEAR |= {name: 512 for name in ("x_stride", "x_stride_group", "weight_stride", "out_stride", "out_stride_group")}
+FP8_LINEAR |= dict(scale_bytes=4, scale_stride_output=4, scale_stride_input=1, partial_bytes=0, rows=1, groups=1)
+FP8_LINEAR |= dict(inputs=512, outputs=512, num_sms=132, pdl=True, stream=0)
 
 
 def call(name: str, **arguments: object) -> None:
@@ -67,12 +70,12 @@ def test_an_argument_that_does_not_fit_is_named(name, value, expected):
 
 
 def test_what_has_a_default_is_checked_where_it_is_given():
-    with pytest.raises(TypeError, match="^fp8_linear_make: argument norm_eps must be a number, got 'small'$"):
-        call("fp8_linear_make", **NORM, norm_eps="small")
-    with pytest.raises(TypeError, match="^fp8_linear_make: takes no argument eps$"):
-        call("fp8_linear_make", **NORM, eps=0.1)
+    with pytest.raises(TypeError, match="^fp8_linear: argument position_bytes must be an integer of 32 bits, got 'x'$"):
+        call("fp8_linear", **FP8_LINEAR, position_bytes="x")
+    with pytest.raises(TypeError, match="^fp8_linear: takes no argument eps$"):
+        call("fp8_linear", **FP8_LINEAR, eps=0.1)
     with pytest.raises(RuntimeError, match=r"^fp8_linear: takes strides below 2\^32, got -1$"):
-        call("fp8_linear_make", **NORM | dict(x_stride=-1))
+        call("fp8_linear", **FP8_LINEAR | dict(x_stride=-1))
 
 
 def test_a_word_is_checked():

@@ -24,7 +24,7 @@ FATBIN = 0xBA55ED50
 
 # kernels that know their weights before the kernel in front has ended, and have them in registers; weights alone are
 # loaded by 256 bytes of the L2
-EARLY_WEIGHTS = {"bf16_linear", "fp8_linear, few rows", "fp8_linear, few rows, norm", "mxfp4_moe, down and sum"}
+EARLY_WEIGHTS = {"bf16_linear", "fp8_linear, few rows", "mxfp4_moe, down and sum"}
 WEIGHT_LOAD = re.compile(r"\bLDG\.\S*LTC256B")
 
 

@@ -14,8 +14,7 @@ inline uint32_t checked_stride(int64_t stride) {
   return static_cast<uint32_t>(stride);
 }
 
-// x, out and what is made of x: as the product's kernels and those of `make` take them
-inline Params read_making(Arguments& a) {
+inline void run(Arguments& a) {
   Params p = {};
   p.x = a["x"];
   p.x_stride = checked_stride(a["x_stride"]);
@@ -23,15 +22,6 @@ inline Params read_making(Arguments& a) {
   p.out_stride = a["out_stride"];
   p.rows = a["rows"];
   p.inputs = a["inputs"];
-  p.norm_weight = a.get<const uint16_t*>("norm_weight", nullptr);
-  p.norm_inverse = 1.f / static_cast<float>(p.inputs);
-  p.norm_eps = a.get("norm_eps", 0.f);
-  p.swiglu_limit = a.get("swiglu_limit", 0.f);
-  return p;
-}
-
-inline void run(Arguments& a) {
-  Params p = read_making(a);
   p.x_stride_group = checked_stride(a["x_stride_group"]);
   p.weight = a["weight"];
   p.weight_stride = checked_stride(a["weight_stride"]);
@@ -50,39 +40,25 @@ inline void run(Arguments& a) {
   const Tuning tuning = {a.get("warp_rows", 0), a.get("blocks", 0), a.get("row_tiles", 0), a.get("in_turn", 0)};
   const int num_sms = a["num_sms"];
   const LaunchArguments last = a.last();
-  const Plan plan = make_plan(prologue_of(p), p.rows, p.groups, p.outputs, p.inputs, num_sms, multiprocessor_shared(), tuning);
+  const Plan plan = make_plan(p.rows, p.groups, p.outputs, p.inputs, num_sms, multiprocessor_shared(), tuning);
   if (partial_bytes < plan.partial_bytes)
     throw std::runtime_error("fp8_linear: scratch too small: needs " + std::to_string(plan.partial_bytes) + " bytes, got " +
                              std::to_string(partial_bytes));
   launch(p, plan, last.pdl, last.stream);
 }
 
-inline void run_make(Arguments& a) {
-  const Params p = read_making(a);
-  const LaunchArguments last = a.last();
-  make(p, last.pdl, last.stream);
-}
-
 inline void bind(py::module_& m) {
   using namespace py::literals;
   m.attr("FP8_LINEAR_MAX_ROWS") = kMaxRows;
   define(m, "fp8_linear", run);
-  define(m, "fp8_linear_make", run_make);
-  m.attr("FP8_LINEAR_MADE_ROWS") = kMadeRows;
   m.attr("FP8_LINEAR_ROTATED") = kRotated;
   m.attr("FP8_LINEAR_HEAD_INPUTS") = kHeadBlocks * kBlock;
-  py::enum_<Prologue>(m, "Fp8LinearPrologue")
-      .value("NONE", Prologue::kNone)
-      .value("ROTATION", Prologue::kRotation)
-      .value("SWIGLU", Prologue::kSwiglu)
-      .value("NORM", Prologue::kNorm);
-  m.def("fp8_linear_problem", &problem, py::kw_only(), "prologue"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a);
   m.def(
       "fp8_linear_scratch_bytes",
-      [](Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int warp_rows, int blocks, int row_tiles, int in_turn) {
-        return make_plan(prologue, rows, groups, outputs, inputs, num_sms, 0, {warp_rows, blocks, row_tiles, in_turn}).partial_bytes;
+      [](int rows, int groups, int outputs, int inputs, int num_sms, int warp_rows, int blocks, int row_tiles, int in_turn) {
+        return make_plan(rows, groups, outputs, inputs, num_sms, 0, {warp_rows, blocks, row_tiles, in_turn}).partial_bytes;
       },
-      py::kw_only(), "prologue"_a, "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "warp_rows"_a = 0, "blocks"_a = 0, "row_tiles"_a = 0,
+      py::kw_only(), "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "warp_rows"_a = 0, "blocks"_a = 0, "row_tiles"_a = 0,
       "in_turn"_a = 0);
 }
 

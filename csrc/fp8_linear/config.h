@@ -7,8 +7,7 @@
 //
 //   step     16 weight rows x 128 inputs of a warp: 64 bytes a lane, held in registers
 //
-// Shared memory: barriers | x [slices here][rows][a slice's inputs] | the sums that warps exchange, before that [rows][inputs, or
-// gates and ups] of which something is made | the norm's weights
+// Shared memory: barriers | x [slices here][rows][a slice's inputs] | the sums that warps exchange
 //
 // More rows (tile.cuh): a warp multiplies 16 * row_tiles weight rows, for 8 * column_tiles rows of x, 64 inputs at a time. Above
 // kTileMostRows a block has as many rows of x and all its slices in turn.

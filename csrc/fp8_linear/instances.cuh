@@ -1,22 +1,22 @@
-// The kernels of one prologue for few rows, for each number of warps beside each other.
+// The kernels for few rows, for each number of warps beside each other.
 #pragma once
 
 #include <iterator>
 #include <utility>
 
-#include "prologues.cuh"
+#include "kernel.cuh"
 
 namespace dsv4::fp8_linear {
 
-template <Prologue kPrologue, size_t... kIndices>
+template <bool kRotates, size_t... kIndices>
 const LinearKernel* instances(std::index_sequence<kIndices...>) {
-  static constexpr LinearKernel kKernels[] = {&linear_kernel<Config<kWarpRows[kIndices], static_cast<int>(kPrologue)>>...};
+  static constexpr LinearKernel kKernels[] = {&linear_kernel<Config<kWarpRows[kIndices], kRotates>>...};
   return kKernels;
 }
 
-template <Prologue kPrologue>
+template <bool kRotates>
 const LinearKernel* kernels() {
-  return instances<kPrologue>(std::make_index_sequence<std::size(kWarpRows)>());
+  return instances<kRotates>(std::make_index_sequence<std::size(kWarpRows)>());
 }
 
 }  // namespace dsv4::fp8_linear

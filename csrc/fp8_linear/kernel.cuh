@@ -13,18 +13,16 @@
 
 #include "../device/copies.cuh"
 #include "../device/mma.cuh"
+#include "../device/numbers.cuh"
 #include "config.h"
-#include "make.cuh"
 
 namespace dsv4::fp8_linear {
 
-// kPrologue_: of Prologue, as a number, which is what a kernel's name can show
-template <int kWarpRows_, int kPrologue_>
+// kRotates_: the rotary position embedding of each head's last inputs is taken back (wo_a)
+template <int kWarpRows_, bool kRotates_>
 struct Config {
   static constexpr int kWarpRows = kWarpRows_;
-  static constexpr Prologue kPrologue = static_cast<Prologue>(kPrologue_);
-  static constexpr bool kRotates = kPrologue == Prologue::kRotation, kNorms = kPrologue == Prologue::kNorm;
-  static constexpr bool kGates = kPrologue == Prologue::kSwiglu, kMakes = kNorms || kGates;
+  static constexpr bool kRotates = kRotates_;
   static constexpr int kSlices = kWarps / kWarpRows;  // of this block
   static constexpr int kBlockRows = kTileRows * kWarpRows;
 };
@@ -66,11 +64,8 @@ struct Step {
   uint4 rows[2][2];  // [row][half]
 };
 
-struct FewBarriers {
-  Barriers<kWarps> x;       // of a slice's x; or of a row, of which something is made
-  Barriers<> norm_weights;
-};
-static_assert(sizeof(FewBarriers) <= kBarrierBytes && kMaxSlices <= kWarps);
+using FewBarriers = Barriers<kMaxSlices>;  // of a slice's x
+static_assert(sizeof(FewBarriers) <= kBarrierBytes);
 
 struct Part {
   int begin, count;
@@ -118,8 +113,7 @@ struct Kernel {
 
   __device__ __forceinline__ unsigned char* x_at_slice(int i) const { return shared + kBarrierBytes + i * x_bytes(p.rows, 1, plan.most_blocks); }
   __device__ __forceinline__ unsigned char* x() const { return x_at_slice(slice_here); }
-  __device__ __forceinline__ FewBarriers& barriers() const { return *reinterpret_cast<FewBarriers*>(shared); }
-  __device__ __forceinline__ Barrier arrived() const { return barriers().x[slice_here]; }
+  __device__ __forceinline__ Barrier arrived() const { return (*reinterpret_cast<const FewBarriers*>(shared))[slice_here]; }
   __device__ __forceinline__ void sync_slice() const {
     if constexpr (C::kWarpRows == 1) {
       __syncwarp();
@@ -140,18 +134,24 @@ struct Kernel {
     for (int row = lane; row < p.rows; row += 32) copy_bulk(to + row * pitch, from + static_cast<uint64_t>(row) * p.x_stride, bytes, barrier);
   }
 
-  // ---- what is done to x before it is multiplied: prologues.cuh
-  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const;
-  __device__ __forceinline__ void rotate() const;
-  __device__ __forceinline__ int units() const { return p.inputs / kUnit; }
-  __device__ __forceinline__ uint32_t raw_bytes() const { return p.inputs * (C::kGates ? 4 : 2); }
-  __device__ __forceinline__ unsigned char* raw(int row) const { return shared + plan.exchange + row * raw_bytes(); }
-  __device__ __forceinline__ unsigned char* norm_weights() const { return shared + plan.norm; }
-  __device__ __forceinline__ int place_of(int unit) const;
-  __device__ __forceinline__ void begin_making() const;
-  __device__ __forceinline__ void fetch_row() const;
-  __device__ __forceinline__ void gate_rows() const;
-  __device__ __forceinline__ void normalize_row() const;
+  // Four pairs of the last 64 inputs of a head, those of this lane of 8, by the conjugate of the row's rotation.
+  __device__ __forceinline__ uint4 rotated_back(uint4 v, int row) const {
+    const float4* const from = rotation_of(p, load_position(p, row), lane % 8);
+    return fp8_linear::rotated_back(v, __ldg(from), __ldg(from + 1));
+  }
+  // The slice's blocks that end a head, rotated back in place, by all warps of the slice, 4 rows of a block at a time. multiply reads
+  // it after sync_slice().
+  __device__ __forceinline__ void rotate() const {
+    const int pitch = x_pitch(plan.most_blocks), skipped = kHeadBlocks - 1 - slice.begin % kHeadBlocks;
+#pragma unroll 1
+    for (int block = skipped; block < slice.count; block += kHeadBlocks) {
+#pragma unroll 1
+      for (int row = warp_row * 4 + lane / 8; row < p.rows; row += 4 * C::kWarpRows) {
+        unsigned char* const at = x() + row * pitch + block * 2 * kBlock + kBlock + lane % 8 * 16;
+        *reinterpret_cast<uint4*>(at) = rotated_back(load_shared(at), row);
+      }
+    }
+  }
 
   // 8 of this lane's 16 inputs of a row of x in a half of a block; rows beyond the last are the last again
   __device__ __forceinline__ uint4 load_x(const unsigned char* x, int half, int part) const {
@@ -242,9 +242,7 @@ struct Kernel {
 
   __device__ __forceinline__ void run() const {
     const Part tiles = part_of(plan.block_tiles, blockIdx.x);
-    if constexpr (C::kMakes) {
-      begin_making();
-    } else if (warp_row == 0 && lane == 0) {
+    if (warp_row == 0 && lane == 0) {
       arrived().init(1);
       fence_barrier_init();
     }
@@ -260,20 +258,13 @@ struct Kernel {
       if (i < slice.count) scales[i] = load_scale(tiles.begin, i);
     }
     const uint64_t tile_bytes = static_cast<uint64_t>(C::kBlockRows) * p.weight_stride;
-    if constexpr (C::kMakes) {
-      __syncthreads();
-      if constexpr (C::kNorms) normalize_row();
-      if constexpr (C::kGates) gate_rows();
-      __syncthreads();
-    } else {
-      sync_slice();
-      pdl_wait();
-    }
+    sync_slice();
+    pdl_wait();
     int staged = -1, used = 0;
     for (int tile = tiles.begin, left = tiles.count - 1; left >= 0; ++tile, --left) {
       const int group = group_of(tile);
       float sum[4] = {};
-      if (!C::kMakes && group != staged) {
+      if (group != staged) {
         if (staged >= 0) {
           if constexpr (C::kRotates) fence_async();
           sync_slice();

@@ -26,27 +26,15 @@ int multiprocessor_shared() {
 
 namespace {
 
-// of all prologues, by Prologue
-const LinearKernel* const* all_kernels() {
-  static const LinearKernel* const all[] = {kernels<Prologue::kNone>(), kernels<Prologue::kRotation>(), kernels<Prologue::kSwiglu>(),
-                                            kernels<Prologue::kNorm>()};
-  static_assert(std::size(all) == kPrologues);
-  return all;
-}
-constexpr const char* kPrologueNames[kPrologues] = {"", "rotating_", "swiglu_", "norm_"};
-
 // By the inputs alone, as the bits depend on it. Slices of a block are warps that need not lie beside each other.
 int slices_of(int inputs) { return inputs >= 2048 ? kMaxSlices : inputs >= 2 * kBlock ? 2 : 1; }
 
-bool makes(Prologue prologue) { return prologue == Prologue::kSwiglu || prologue == Prologue::kNorm; }
-
 int index_of(int warp_rows) { return static_cast<int>(std::find(std::begin(kWarpRows), std::end(kWarpRows), warp_rows) - kWarpRows); }
 
-LinearKernel kernel_of(int index, Prologue prologue) {
-  static uint64_t configured[kPrologues][std::size(kWarpRows)] = {};
-  const int which = static_cast<int>(prologue);
-  const LinearKernel kernel = all_kernels()[which][index];
-  allow_shared(kName, reinterpret_cast<const void*>(kernel), kMaxSharedBytes, configured[which][index]);
+LinearKernel kernel_of(int index, bool rotates) {
+  static uint64_t configured[2][std::size(kWarpRows)] = {};
+  const LinearKernel kernel = (rotates ? kernels<true>() : kernels<false>())[index];
+  allow_shared(kName, reinterpret_cast<const void*>(kernel), kMaxSharedBytes, configured[rotates][index]);
   return kernel;
 }
 
@@ -81,15 +69,13 @@ void set_partial_bytes(Plan& plan, int rows, int64_t weight_rows) {
 constexpr int kMuchX = 16384;  // numbers of x, as measured: docs/notes/fp8_linear.md
 
 // For few rows: x of all inputs of a block lies in shared memory.
-Plan make_few_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int warp_rows, int blocks) {
+Plan make_few_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int warp_rows, int blocks) {
   Plan plan = sliced(inputs);
   plan.warp_rows = std::max(kWarps / plan.slices, warp_rows);
   plan.splits = plan.slices * plan.warp_rows / kWarps;
   plan.row_tiles = plan.in_turn = 1;
   plan.exchange = kBarrierBytes + x_bytes(rows, kWarps / plan.warp_rows, plan.most_blocks);
-  const int raw = !makes(prologue) ? 0 : rows * inputs * (prologue == Prologue::kSwiglu ? 4 : 2);
-  plan.norm = plan.exchange + std::max(raw, exchange_bytes(plan.warp_rows));
-  plan.shared_bytes = plan.norm + (prologue == Prologue::kNorm ? 2 * inputs : 0);
+  plan.shared_bytes = plan.exchange + exchange_bytes(plan.warp_rows);
   const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
   const int tiles = static_cast<int>(weight_rows / (kTileRows * plan.warp_rows));
   plan.group_tiles = tiles / groups;
@@ -105,11 +91,8 @@ Plan make_few_plan(Prologue prologue, int rows, int groups, int outputs, int inp
   return plan;
 }
 
-// Whether there is such a kernel, and its shared memory suffices. To make something of x a block needs all inputs.
-bool fits(const Plan& plan, Prologue prologue) {
-  return plan.shared_bytes <= kMaxSharedBytes && index_of(plan.warp_rows) < static_cast<int>(std::size(kWarpRows)) &&
-         (!makes(prologue) || plan.splits == 1);
-}
+// Whether there is such a kernel, and its shared memory suffices.
+bool fits(const Plan& plan) { return plan.shared_bytes <= kMaxSharedBytes && index_of(plan.warp_rows) < static_cast<int>(std::size(kWarpRows)); }
 
 // For more rows still: blocks of rows. As many slices in turn as cost least, reckoned in stages of the inputs, of which to begin and
 // to end takes a few, and to add splits some more.
@@ -172,46 +155,39 @@ Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, 
   return plan;
 }
 
-}  // namespace
-
-std::string problem(Prologue prologue, int rows, int groups, int outputs, int inputs) {
+// Why the kernels cannot take these sizes; empty: they can.
+std::string problem(int rows, int groups, int outputs, int inputs) {
   if (rows > kMaxRows) return "at most " + std::to_string(kMaxRows) + " rows, got " + std::to_string(rows);
   if (inputs % kBlock || inputs < kBlock) return "inputs a multiple of 128, got " + std::to_string(inputs);
   if (outputs % kBlock || outputs < kBlock) return "outputs a multiple of 128, got " + std::to_string(outputs);
   if (static_cast<int64_t>(groups) * outputs > 1 << 24) return "at most 2^24 outputs of all groups, got " + std::to_string(int64_t(groups) * outputs);
   if (inputs > 1 << 20) return "at most 2^20 inputs, got " + std::to_string(inputs);
-  if (!makes(prologue)) return "";
-  if (groups != 1) return "one group to be normalised or gated, got " + std::to_string(groups);
-  if (rows > kMadeRows)
-    return "at most " + std::to_string(kMadeRows) + " rows to be normalised or gated on their way in, got " + std::to_string(rows);
-  if (!fits(make_few_plan(prologue, rows, groups, outputs, inputs, 1, 0, 0, 0), prologue)) {
-    return "fewer inputs to be normalised or gated in shared memory, got " + std::to_string(inputs);
-  }
   return "";
 }
 
-Plan make_plan(Prologue prologue, int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, const Tuning& tuning) {
+}  // namespace
+
+Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, const Tuning& tuning) {
   if (rows <= kFewRows && !tuning.in_turn) {
     // the fewest warps beside each other: those have no splits to add, or few
     for (const int warp_rows : kWarpRows) {
       const int beside = tuning.warp_rows ? tuning.warp_rows : warp_rows;
-      const Plan plan = make_few_plan(prologue, rows, groups, outputs, inputs, num_sms, sm_shared, beside, tuning.blocks);
-      if (tuning.warp_rows || fits(plan, prologue)) return plan;
+      const Plan plan = make_few_plan(rows, groups, outputs, inputs, num_sms, sm_shared, beside, tuning.blocks);
+      if (tuning.warp_rows || fits(plan)) return plan;
     }
   }
   return make_tile_plan(rows, groups, outputs, inputs, num_sms, sm_shared, tuning);
 }
 
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream) {
-  const Prologue prologue = prologue_of(params);
-  const std::string why_not = problem(prologue, params.rows, params.groups, params.outputs, params.inputs);
+  const std::string why_not = problem(params.rows, params.groups, params.outputs, params.inputs);
   if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
   const TileVariant* const tile = find_tile(plan);
-  const bool few = plan.column_tiles == 0;
-  if (few ? !fits(plan, prologue) : tile == nullptr || plan.splits == 0 || makes(prologue)) {
+  const bool few = plan.column_tiles == 0, rotates = params.rotation != nullptr;
+  if (few ? !fits(plan) : tile == nullptr || plan.splits == 0) {
     throw std::runtime_error("fp8_linear: no kernel for this plan");
   }
-  const LinearKernel kernel = few ? kernel_of(index_of(plan.warp_rows), prologue) : tile_kernel_of(*tile, prologue == Prologue::kRotation);
+  const LinearKernel kernel = few ? kernel_of(index_of(plan.warp_rows), rotates) : tile_kernel_of(*tile, rotates);
   const Launcher launcher = {kName, pdl, stream};
   launcher(kernel, dim3(plan.blocks, plan.splits), kThreads, plan.shared_bytes, params, plan);
   if (plan.splits == 1) return;
@@ -224,9 +200,9 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
 std::vector<KernelAttributes> kernel_attributes() {
   std::vector<KernelAttributes> all;
   for (int i = 0; i < static_cast<int>(std::size(kWarpRows)); ++i) {
-    for (int prologue = 0; prologue < kPrologues; ++prologue) {
-      const std::string name = std::string("fp8_linear_") + kPrologueNames[prologue] + std::to_string(kWarpRows[i]);
-      const void* const kernel = reinterpret_cast<const void*>(kernel_of(i, static_cast<Prologue>(prologue)));
+    for (const bool rotates : {false, true}) {
+      const std::string name = std::string("fp8_linear_") + (rotates ? "rotating_" : "") + std::to_string(kWarpRows[i]);
+      const void* const kernel = reinterpret_cast<const void*>(kernel_of(i, rotates));
       all.push_back(attributes_of(kName, kernel, name, kThreads, exchange_bytes(kWarpRows[i])));
     }
   }

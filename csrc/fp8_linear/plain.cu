@@ -3,6 +3,6 @@
 
 namespace dsv4::fp8_linear {
 
-template const LinearKernel* kernels<Prologue::kNone>();
+template const LinearKernel* kernels<false>();
 
 }  // namespace dsv4::fp8_linear

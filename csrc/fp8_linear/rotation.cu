@@ -3,6 +3,6 @@
 
 namespace dsv4::fp8_linear {
 
-template const LinearKernel* kernels<Prologue::kRotation>();
+template const LinearKernel* kernels<true>();
 
 }  // namespace dsv4::fp8_linear

@@ -45,8 +45,6 @@ inline void run(Arguments& a) {
   p.control = a["control"];
   const int control_words = a["control_words"], num_sms = a["num_sms"];
   const bool prefill = a.get("prefill", false);
-  p.query = {a.get<const float*>("rotation", nullptr), a.get<const void*>("positions", nullptr), a.get("position_bytes", 8),
-             a.get("head_norm_eps", 0.f)};
   const int splits = a.get("splits", 0);
   const LaunchArguments last = a.last();
   const Plan plan = make_plan(p.rows, p.heads, p.main.width, p.extra.width, num_sms, splits, prefill);

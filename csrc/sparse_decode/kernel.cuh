@@ -6,8 +6,7 @@
 //   gather   two warps copy rows to shared memory by cp.async, three stages; masked candidates become zeros
 //   score    eight warps own 64 of the 512 dimensions each, seven E4M3 tiles and the rotary tile, so that one exponent per candidate and
 //            warp scales all that the warp touches. E4M3 is converted to f16 in registers (exact), its exponent applied to the fp32 dot
-//            product; q is scaled per head by a power of two into f16's range. With kNorm it is made first (query.cuh), by every block
-//            that shares the row, a warp of these or of the value team a head
+//            product; q is scaled per head by a power of two into f16's range
 //   softmax  two warps add the tiles' scores and make the weights; the reference is a coarse integer, so that every later rescaling is
 //            exact, and rare
 //   value    eight warps multiply a tile each; the exponents, relative to the leaf's greatest, go into the f16 weights
@@ -24,12 +23,11 @@
 
 namespace dsv4::sparse_decode {
 
-template <bool kSplit, bool kTable, bool kNorm>
+template <bool kSplit, bool kTable>
 __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
   const int row = block_row(), split = block_split();
   const int warp = uniform(threadIdx.x >> 5);
-  int main_length, extra_length;
-  if constexpr (!kNorm) main_length = load_length(p.main, row), extra_length = load_length(p.extra, row);
+  const int main_length = load_length(p.main, row), extra_length = load_length(p.extra, row);
   Work w;
   w.row = row;
   if (warp >= kMathThreads / 32) {
@@ -41,28 +39,16 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
     w.extra_length = p.extra.width;
     const int32_t* table = table_of<kTable>(p.extra_table, row);
     int loaded = load_candidate<kTable>(p, w, table, guessed_leaf, lane_row);
-    if constexpr (kNorm) main_length = load_stored_length(p.main, row), extra_length = load_stored_length(p.extra, row);
-    w.main_length = uniform_length<kNorm>(p.main, main_length);
-    w.extra_length = uniform_length<kNorm>(p.extra, extra_length);
+    w.main_length = uniform(main_length);
+    w.extra_length = uniform(extra_length);
     plan_work<kSplit>(p, w, split);
     if (w.first_leaf != guessed_leaf || w.main_leaves != p.guess_main_leaves || w.extra_length != p.extra.width || w.main_length != p.main.width)
       loaded = load_candidate<kTable>(p, w, table, w.first_leaf, lane_row);
     Gatherer<kTable>{p, w, sm, first_row, table}.run(loaded);
     return;
   }
-  if constexpr (kNorm) {
-    if (warp < kNormWarps) {
-      RawQuery q;
-      q.load(p, row, block_group(), warp);
-      main_length = load_stored_length(p.main, row), extra_length = load_stored_length(p.extra, row);
-      norm_query(p, sm, q, warp);
-      norm_sync();
-    } else {
-      main_length = load_stored_length(p.main, row), extra_length = load_stored_length(p.extra, row);
-    }
-  }
-  w.main_length = uniform_length<kNorm>(p.main, main_length);
-  w.extra_length = uniform_length<kNorm>(p.extra, extra_length);
+  w.main_length = uniform(main_length);
+  w.extra_length = uniform(extra_length);
   plan_work<kSplit>(p, w, split);
   if (w.first_leaf >= w.end_leaf) return;
   if (threadIdx.x == 0) sm.work = w;  // the teams read it there: their registers are for other things
@@ -70,7 +56,7 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
     run_softmax_team<kSplit>(p, sm);
   } else if (warp >= kValueWarps) {
     set_registers<kScoreRegisters, false>();
-    run_score_team<kSplit, kNorm>(p, sm, warp - kValueWarps);
+    run_score_team<kSplit>(p, sm, warp - kValueWarps);
     set_registers<kRegisters, true>();
   } else {
     set_registers<kValueRegisters, true>();
@@ -84,9 +70,8 @@ __device__ __forceinline__ void run_row(const Params& p, SharedMemoryPlan& sm) {
   if (!sm.work.template whole_row<kSplit>()) merge_row(p, sm);
 }
 
-// kSplit: several blocks may share a row; kTable: the extra cache's candidates come from a page table, not a list; kNorm: q is normed
-// and rotated on the way in
-template <bool kSplit, bool kTable, bool kNorm>
+// kSplit: several blocks may share a row; kTable: the extra cache's candidates come from a page table, not a list
+template <bool kSplit, bool kTable>
 __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& sm = *reinterpret_cast<SharedMemoryPlan*>(shared);
@@ -103,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_decode_kernel(const __grid
   __syncthreads();
   pdl_wait();
   pdl_trigger();
-  run_row<kSplit, kTable, kNorm>(p, sm);
+  run_row<kSplit, kTable>(p, sm);
 }
 
 }  // namespace dsv4::sparse_decode

@@ -1,6 +1,5 @@
 // Geometry and launch of the sparse decode kernel.
 #include <algorithm>
-#include <stdexcept>
 
 #include "kernel.cuh"
 #include "prefill.cuh"
@@ -32,10 +31,10 @@ struct Kernel {
   }
   static KernelAttributes attributes(const char* name) { return attributes_of(kName, allowed(), name, kThreads, kShared); }
 };
-template <bool kTable, bool kNorm>
-using SplitKernel = Kernel<&sparse_decode_kernel<true, kTable, kNorm>, kThreads, sizeof(SharedMemoryPlan)>;
-template <bool kTable, bool kNorm>
-using RowKernel = Kernel<&sparse_decode_kernel<false, kTable, kNorm>, kThreads, sizeof(SharedMemoryPlan)>;
+template <bool kTable>
+using SplitKernel = Kernel<&sparse_decode_kernel<true, kTable>, kThreads, sizeof(SharedMemoryPlan)>;
+template <bool kTable>
+using RowKernel = Kernel<&sparse_decode_kernel<false, kTable>, kThreads, sizeof(SharedMemoryPlan)>;
 template <bool kTable>
 using PrefillKernel = Kernel<&prefill::sparse_prefill_kernel<kTable>, prefill::kThreads, sizeof(prefill::PrefillMemory)>;
 
@@ -53,10 +52,6 @@ void advance(PageTable& table, int rows) {
   } else {
     table.pages += rows * table.stride;
   }
-}
-
-void advance(QueryNorm& query, int rows) {
-  query.positions = static_cast<const uint8_t*>(query.positions) + static_cast<int64_t>(rows) * query.position_bytes;
 }
 
 // Blocks per row and head group: as many as fit beside each other.
@@ -116,7 +111,7 @@ Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int
 
 namespace {
 
-template <bool kTable, bool kNorm>
+template <bool kTable>
 void launch_decode(Params p, const Plan& plan, const Launcher& launcher) {
   const int groups = plan.head_groups;
   p.splits = make_divisor(plan.splits);
@@ -125,26 +120,24 @@ void launch_decode(Params p, const Plan& plan, const Launcher& launcher) {
   const int leaves = std::max(p.guess_main_leaves + ceil_div(p.extra.width, kLeaf), 1), unit_log2 = unit_leaves_log2(leaves);
   p.guess_leaves = ceil_div(ceil_div(leaves, 1 << unit_log2), plan.splits) << unit_log2;
   if (plan.splits > 1) {
-    SplitKernel<kTable, kNorm>::launch(p, dim3(groups, plan.splits, p.rows), launcher);
+    SplitKernel<kTable>::launch(p, dim3(groups, plan.splits, p.rows), launcher);
     return;
   }
   for (int rows = p.rows; rows > 0; rows -= plan.rows_per_launch) {
     p.rows = std::min(rows, plan.rows_per_launch);
-    RowKernel<kTable, kNorm>::launch(p, dim3(groups, 1, p.rows), launcher);
+    RowKernel<kTable>::launch(p, dim3(groups, 1, p.rows), launcher);
     p.q += p.rows * p.q_stride_row;
     p.out += p.rows * p.out_stride_row;
     if (p.lse != nullptr) p.lse += static_cast<int64_t>(p.rows) * p.heads;
     advance(p.main, p.rows);
     advance(p.extra, p.rows);
     if (kTable) advance(p.extra_table, p.rows);
-    if (kNorm) advance(p.query, p.rows);
   }
 }
 
 template <bool kTable>
 void launch_kernels(Params p, const Plan& plan, const Launcher& launcher) {
   if (plan.prefill_blocks > 0) {
-    if (p.query.rotation != nullptr) throw std::invalid_argument("sparse_decode: the kernel for many rows takes q normed and rotated");
     p.head_blocks = plan.head_groups;
     p.stacked_log2 = plan.stacked_log2;
     if (plan.stacked_log2 > 0) {
@@ -152,10 +145,8 @@ void launch_kernels(Params p, const Plan& plan, const Launcher& launcher) {
     } else {
       PrefillKernel<kTable>::launch(p, dim3(plan.prefill_blocks), launcher);
     }
-  } else if (p.query.rotation != nullptr) {
-    launch_decode<kTable, true>(p, plan, launcher);
   } else {
-    launch_decode<kTable, false>(p, plan, launcher);
+    launch_decode<kTable>(p, plan, launcher);
   }
 }
 
@@ -171,22 +162,14 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {SplitKernel<false, false>::attributes("sparse_decode_split"),
-          RowKernel<false, false>::attributes("sparse_decode_row"),
-          PrefillKernel<false>::attributes("sparse_prefill"),
-          SplitKernel<true, false>::attributes("sparse_decode_split, page table"),
-          RowKernel<true, false>::attributes("sparse_decode_row, page table"),
-          PrefillKernel<true>::attributes("sparse_prefill, page table"),
-          SplitKernel<false, true>::attributes("sparse_decode_split, q norm"),
-          RowKernel<false, true>::attributes("sparse_decode_row, q norm"),
-          SplitKernel<true, true>::attributes("sparse_decode_split, page table, q norm"),
-          RowKernel<true, true>::attributes("sparse_decode_row, page table, q norm"),
-          StackedKernel<false>::attributes("sparse_prefill_stacked"),
-          StackedKernel<true>::attributes("sparse_prefill_stacked, page table")};
+  return {SplitKernel<false>::attributes("sparse_decode_split"),        RowKernel<false>::attributes("sparse_decode_row"),
+          PrefillKernel<false>::attributes("sparse_prefill"),           SplitKernel<true>::attributes("sparse_decode_split, page table"),
+          RowKernel<true>::attributes("sparse_decode_row, page table"), PrefillKernel<true>::attributes("sparse_prefill, page table"),
+          StackedKernel<false>::attributes("sparse_prefill_stacked"),   StackedKernel<true>::attributes("sparse_prefill_stacked, page table")};
 }
 
 std::vector<std::pair<std::string, int>> shared_bytes() {
-  return {{"sparse_decode_kernel", SplitKernel<false, false>::kShared},
+  return {{"sparse_decode_kernel", SplitKernel<false>::kShared},
           {"sparse_prefill_kernel", PrefillKernel<false>::kShared},
           {"sparse_prefill_stacked_kernel", StackedKernel<false>::kShared}};
 }

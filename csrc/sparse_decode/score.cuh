@@ -2,7 +2,6 @@
 #pragma once
 
 #include "fold.cuh"
-#include "query.cuh"
 #include "roles.cuh"
 #include "work.cuh"
 
@@ -26,27 +25,6 @@ __device__ __forceinline__ void load_query(const Params& p, int row, int group, 
         v.y = *reinterpret_cast<const uint32_t*>(src + 16 * s + 8 + 2 * j);
       } else if (live) {     // in the order in which ldmatrix hands out pairs of bytes
         v = *reinterpret_cast<const uint2*>(src + 16 * s + 4 * j);
-      }
-      q[s][half] = v.x;
-      q[s][2 + half] = v.y;
-    }
-  }
-}
-
-// the same from query_rows()
-__device__ __forceinline__ void load_query(SharedMemoryPlan& sm, int tile, bool rotary, QueryTile& q) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3, swizzle = query_swizzle(g);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint4* src = query_rows(sm)[g + 8 * half] + tile * (kTileDim / 8);
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      uint2 v;
-      if (rotary) {
-        v.x = reinterpret_cast<const uint32_t*>(src + ((2 * s) ^ swizzle))[j];
-        v.y = reinterpret_cast<const uint32_t*>(src + ((2 * s + 1) ^ swizzle))[j];
-      } else {
-        v = reinterpret_cast<const uint2*>(src + ((2 * s + (j >> 1)) ^ swizzle))[j & 1];
       }
       q[s][half] = v.x;
       q[s][2 + half] = v.y;
@@ -133,16 +111,12 @@ __device__ __forceinline__ void multiply(uint32_t rows, uint32_t scales, uint32_
   }
 }
 
-template <bool kSplit, bool kNorm>
+template <bool kSplit>
 __device__ __forceinline__ void run_score_team(const Params& p, SharedMemoryPlan& sm, int tile) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
   const bool rotary = tile == kNumNopeTiles;
   QueryTile q;
-  if constexpr (kNorm) {
-    load_query(sm, tile, rotary, q);
-  } else {
-    load_query(p, block_row(), block_group(), tile, rotary, q);
-  }
+  load_query(p, block_row(), block_group(), tile, rotary, q);
   publish_query_amax(sm, tile, q);
   math_sync();  // the greatest magnitudes of q and the work are there
   const Work& w = sm.work;

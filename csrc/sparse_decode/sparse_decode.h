@@ -38,14 +38,6 @@ struct PageTable {
   int32_t num_tables, num_pages;  // pages of the pool, as far as their slots are below 2^31
 };
 
-// What is still to be done to q, by the kernel for few rows: norm of each head, then the rotary embedding of its last 64.
-struct QueryNorm {
-  const float* rotation;        // [positions][32] cosine, sine; nullptr: nothing, q is ready
-  const void* positions;        // [rows], each a row of `rotation`
-  int32_t position_bytes;       // 4: int32, 8: int64
-  float eps;                    // added to the mean square
-};
-
 struct Params {
   const uint16_t* q;            // [rows, heads, 512] bf16
   int64_t q_stride_row, q_stride_head;  // elements, multiples of 8
@@ -63,7 +55,6 @@ struct Params {
   int32_t unit_slots;           // partial slots per row and head group
   int32_t guess_leaves, guess_main_leaves;  // leaves per block and of the main cache for rows as long as the tensors are wide
   PageTable extra_table;        // instead of extra.indices
-  QueryNorm query;
 };
 
 struct Plan {

@@ -1,7 +1,6 @@
 // How a row is split into leaves and units, and which of them a block has.
 #pragma once
 
-#include "../device/memory.cuh"
 #include "../device/numbers.cuh"
 #include "config.h"
 #include "sparse_decode.h"
@@ -12,15 +11,6 @@ __device__ __forceinline__ uint32_t divide(uint32_t n, const FastDivisor& d) { r
 
 __device__ __forceinline__ int load_length(const Cache& c, int row) {
   return c.topk_length == nullptr ? c.width : min(max(c.topk_length[row], 0), c.width);
-}
-
-// The same in two steps, so that nobody waits for a length before it is needed: a clamp follows its load, however late it is used.
-__device__ __forceinline__ int load_stored_length(const Cache& c, int row) {
-  return c.topk_length == nullptr ? c.width : load_now(c.topk_length + row);
-}
-template <bool kStored>
-__device__ __forceinline__ int uniform_length(const Cache& c, int length) {
-  return uniform(kStored ? min(max(length, 0), c.width) : length);
 }
 
 __device__ __forceinline__ void count_leaves(Work& w) {

@@ -1,13 +1,12 @@
 """Public FP8 block-scaled linear: checks the arguments, owns the scratch, launches `_C.fp8_linear`.
 
 bf16 activations, E4M3 weights with a scale per 128 x 128 block, fp32 sums, bf16 out. `fp8_grouped_linear` is the same
-for independent groups side by side (DeepSeek-V4's `wo_a`). `fp8_linear` can normalise x, or gate it, on its way in.
+for independent groups side by side (DeepSeek-V4's `wo_a`).
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 
@@ -15,91 +14,42 @@ from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, E4M3, VECTOR, Call, Question
 
 LAUNCH_ROWS = 1 << 15  # of one launch at most; fp8_linear.h has it too, and a test compares
-MADE_ROWS = 4  # that a launch gates or normalises itself; fp8_linear.h has it too, and a test compares
 BLOCK = 128  # inputs and outputs of one scale
 _STRIDES = 8  # that x has multiples of: 16 bytes
 _OUT_STRIDES, _OUT_ALIGN_BYTES = 4, 8
 _SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.uint8)
-_MOST_BF16 = torch.finfo(torch.bfloat16).max
 
 
-def fp8_linear(x, weight, weight_scale, *, swiglu_limit=None, norm_weight=None, norm_eps=None, out=None):
-    """y = x' W^T with W = weight * weight_scale, for rows of bf16 x. x' is x; or x gated; or x normalised.
+def fp8_linear(x, weight, weight_scale, *, out=None):
+    """y = x W^T with W = weight * weight_scale, for rows of bf16 x.
 
-    x             [rows, inputs] bf16, with swiglu_limit [rows, 2 * inputs], gates and then ups; last dim contiguous,
-                  row stride a multiple of 8
+    x             [rows, inputs] bf16, last dim contiguous, row stride a multiple of 8
     weight        [outputs, inputs] float8_e4m3fn, last dim contiguous, row stride a multiple of 16; outputs and inputs
                   multiples of 128. NaN bytes are NaN
     weight_scale  [outputs / 128, inputs / 128] float32 (any value), or float8_e8m0fnu or uint8 (UE8M0: 2^(byte - 127),
                   255 is NaN); any strides
-    swiglu_limit  positive number, finite in bf16: x' = bf16(silu(min(gate, limit)) * clamp(up, -limit, limit)).
-                  Clamped in bf16, where a NaN becomes the limit, the rest in float32, as SGLang's silu_and_mul_clamp.
-                  Or None
-    norm_weight   [inputs] bf16, contiguous, 16-byte aligned: x' = bf16(x * rsqrt(mean(x^2) + norm_eps) * norm_weight),
-                  in float32. Or None
-    norm_eps      positive number, with norm_weight
     out           [rows, outputs] bf16 written in place, last dim contiguous, row stride a multiple of 4, not over x;
                   or None
     returns       out [rows, outputs] bf16
-    accuracy      relative L2 0.0017 against float64 of x' (bf16 out, nothing coarser). Weights and x' enter exactly:
-                  the same bits as for an x' that was made before
+    accuracy      relative L2 0.0017 against float64 (bf16 out, nothing coarser). Weights and x enter exactly
     determinism   the same bits in every run and every batch: a row alone equals the row among others. A row's NaN or
                   infinity stays in the row
-    sizes         any number of rows; made for few: weights go through the tensor cores once for each 64 of them. x' of
-                  up to 4 rows is made by the launch itself, where `takes_prologue` says so; else by a launch before it
-                  (`gated`, `normalized`). No bit depends on which
+    sizes         any number of rows; made for few: weights go through the tensor cores once for each 64 of them
     raises        TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                   launch)
     cuda graphs   capture-safe: no host sync; allocates out and, for more than a few rows, scratch through torch
-    streams       the current stream of x's device; scratch is the call's own. Weights, scales and norm_weight are read
-                  ahead of the end of the kernel before (programmatic dependent launch), which must not write them; a
-                  launch that gates or normalises begins behind that end
-    source        DeepSeek's inference/model.py (Linear, RMSNorm, Expert) and kernel.py (fp8_gemm), without the rounding
-                  of x to FP8; specification in reference/fp8_linear.py
+    streams       the current stream of x's device; scratch is the call's own. Weights and scales are read ahead of the
+                  end of the kernel before (programmatic dependent launch), which must not write them
+    source        DeepSeek's inference/model.py (Linear) and kernel.py (fp8_gemm), without the rounding of x to FP8;
+                  specification in reference/fp8_linear.py
     """
-    halves = 1 if swiglu_limit is None else 2
-    check = check_product("fp8_linear", x, "rows, inputs", weight, weight_scale, halves)
-    prologue = _check_prologue(check, x, swiglu_limit, norm_weight, norm_eps)
+    check = check_product("fp8_linear", x, "rows, inputs", weight, weight_scale)
     _check_out(check, out, x, (x.shape[0], weight.shape[0]))
     check.on_cuda()
     if out is None:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
-    if prologue is not NO_PROLOGUE and (x.shape[0] > MADE_ROWS or not takes_prologue(prologue.name, *weight.shape)):
-        x, prologue = _make(x, weight.shape[1], prologue), NO_PROLOGUE
-    # beside what gates or normalises run other streams' kernels, the routed experts and the compressors: blocks that
-    # wait for their x would do so in those kernels' places
-    pdl = prologue is NO_PROLOGUE
-    _run(x.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1), prologue=prologue, pdl=pdl)
+    _run(x.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1))
     return out
-
-
-def gated(x, swiglu_limit):
-    """The x' [rows, inputs] bf16, contiguous, that `fp8_linear` makes of gates and ups x [rows, 2 * inputs].
-
-    Arguments, rounding, errors, graphs and streams are fp8_linear's, inputs a multiple of 8. Any number of rows.
-    """
-    check = Call("gated", "x", x)
-    _, width = check.tensor("x", x, BF16, "rows, 2 * inputs", _STRIDES, VECTOR)
-    check.multiple("x.shape[1]", width, 2 * _STRIDES)
-    if swiglu_limit is None:
-        check.refuse("value", "swiglu_limit", "be given", None)
-    prologue = _check_prologue(check, x, swiglu_limit, None, None)
-    check.on_cuda()
-    return _make(x, width // 2, prologue)
-
-
-def normalized(x, norm_weight, norm_eps):
-    """The x' [rows, inputs] bf16, contiguous, that `fp8_linear` makes of x [rows, inputs] and norm_weight [inputs].
-
-    Arguments, rounding, errors, graphs and streams are fp8_linear's, inputs a multiple of 8. Any number of rows.
-    """
-    check = Call("normalized", "x", x)
-    _, inputs = check.tensor("x", x, BF16, "rows, inputs", _STRIDES, VECTOR)
-    check.multiple("x.shape[1]", inputs, _STRIDES)
-    check.given("norm_weight", norm_weight)
-    prologue = _check_prologue(check, x, None, norm_weight, norm_eps)
-    check.on_cuda()
-    return _make(x, inputs, prologue)
 
 
 def fp8_grouped_linear(x, weight, weight_scale, *, out=None):
@@ -121,14 +71,6 @@ def fp8_grouped_linear(x, weight, weight_scale, *, out=None):
         out = torch.empty((*x.shape[:2], weight.shape[1]), dtype=torch.bfloat16, device=x.device)
     _run(x, weight, weight_scale, out)
     return out
-
-
-@functools.lru_cache(maxsize=256)
-def takes_prologue(name: str, outputs: int, inputs: int) -> bool:
-    """Whether a launch of `fp8_linear` of few rows can gate ("SWIGLU") or normalise ("NORM") x itself."""
-    module = extension.load()
-    prologue = getattr(module.Fp8LinearPrologue, name)
-    return not module.fp8_linear_problem(prologue=prologue, rows=MADE_ROWS, groups=1, outputs=outputs, inputs=inputs)
 
 
 def takes(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
@@ -153,67 +95,32 @@ def _follows(tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _scratch_bytes(
-    prologue: str, rows: int, groups: int, outputs: int, inputs: int, num_sms: int, tuning: tuple
-) -> int:
-    module = extension.load()
-    return module.fp8_linear_scratch_bytes(
-        prologue=getattr(module.Fp8LinearPrologue, prologue),
-        rows=rows,
-        groups=groups,
-        outputs=outputs,
-        inputs=inputs,
-        num_sms=num_sms,
-        **dict(tuning),
+def _scratch_bytes(rows: int, groups: int, outputs: int, inputs: int, num_sms: int, tuning: tuple) -> int:
+    return extension.load().fp8_linear_scratch_bytes(
+        rows=rows, groups=groups, outputs=outputs, inputs=inputs, num_sms=num_sms, **dict(tuning)
     )
 
 
-class Prologue(NamedTuple):
-    """What the kernel does to x on its way in: the extension's name of it, and the launch's arguments for it."""
-
-    name: str
-    arguments: dict[str, int | float]
+NO_ROTATION: dict[str, int] = {}
 
 
-NO_PROLOGUE = Prologue("NONE", {})
-
-
-def _make(x, inputs, prologue) -> torch.Tensor:
-    """What the prologue makes of x, by a launch of its own."""
-    out = torch.empty((x.shape[0], inputs), dtype=torch.bfloat16, device=x.device)
-    if x.shape[0]:
-        with cuda_tensors.on_device_of(x):
-            extension.load().fp8_linear_make(
-                x=x.data_ptr(),
-                x_stride=x.stride(0),
-                out=out.data_ptr(),
-                out_stride=out.stride(0),
-                rows=x.shape[0],
-                inputs=inputs,
-                pdl=True,
-                stream=cuda_tensors.current_stream(x.device.index),
-                **prologue.arguments,
-            )
-    return out
-
-
-def _run(x, weight, weight_scale, out, *, prologue=NO_PROLOGUE, pdl=True, **tuning) -> None:
+def _run(x, weight, weight_scale, out, *, rotation=NO_ROTATION, **tuning) -> None:
     """Checked [rows, groups, ..] tensors to raw pointers. `tuning`: warp_rows, blocks, row_tiles, in_turn (tests only).
 
-    A rotation (ops.wo_a) is for at most LAUNCH_ROWS rows.
+    rotation: the launch's arguments for x that is rotated back on its way in (ops.wo_a), of at most LAUNCH_ROWS rows.
     """
     if x.shape[0]:
         with cuda_tensors.on_device_of(x):
-            _launch(x, weight, weight_scale, out, prologue, pdl, tuple(tuning.items()))
+            _launch(x, weight, weight_scale, out, rotation, tuple(tuning.items()))
 
 
-def _launch(x, weight, weight_scale, out, prologue, pdl, tuning) -> None:
+def _launch(x, weight, weight_scale, out, rotation, tuning) -> None:
     module, index = extension.load(), x.device.index
     groups, outputs, inputs = weight.shape
     num_sms, stream = cuda_tensors.num_sms(index), cuda_tensors.current_stream(index)
     for first in range(0, x.shape[0], LAUNCH_ROWS):
         rows = min(LAUNCH_ROWS, x.shape[0] - first)
-        needed = _scratch_bytes(prologue.name, rows, groups, outputs, inputs, num_sms, tuning)
+        needed = _scratch_bytes(rows, groups, outputs, inputs, num_sms, tuning)
         partial = torch.empty(needed, dtype=torch.uint8, device=x.device) if needed else None
         module.fp8_linear(
             x=x.data_ptr() + first * x.stride(0) * 2,
@@ -235,9 +142,9 @@ def _launch(x, weight, weight_scale, out, prologue, pdl, tuning) -> None:
             outputs=outputs,
             inputs=inputs,
             num_sms=num_sms,
-            pdl=pdl,
+            pdl=True,
             stream=stream,
-            **prologue.arguments,
+            **rotation,
             **dict(tuning),
         )
 
@@ -245,13 +152,11 @@ def _launch(x, weight, weight_scale, out, prologue, pdl, tuning) -> None:
 # ---- checks
 
 
-def check_product(op, x, shape, weight, weight_scale, halves=1) -> Call:
-    """Of x' W^T: x [rows, inputs] or [rows, groups, inputs], of inputs `halves` times as many; weights of the same."""
+def check_product(op, x, shape, weight, weight_scale) -> Call:
+    """Of x W^T: x [rows, inputs] or [rows, groups, inputs], weights of the same inputs."""
     check = Call(op, "x", x)
-    _, *groups, width = check.tensor("x", x, BF16, shape, _STRIDES, VECTOR)
-    if width % halves:
-        check.refuse("shape", "x", "have gates and as many ups with swiglu_limit", f"{width} of both")
-    check_weight(check, weight, weight_scale, (*groups, "outputs", width // halves))
+    _, *groups, inputs = check.tensor("x", x, BF16, shape, _STRIDES, VECTOR)
+    check_weight(check, weight, weight_scale, (*groups, "outputs", inputs))
     return check
 
 
@@ -267,22 +172,6 @@ def check_weight(check: Call, weight, scale, shape) -> None:
             check.refuse("stride", name, "have groups that follow each other", f"strides {list(tensor.stride())}")
     if (rows := weight.numel() // inputs) > 1 << 24:
         check.refuse("shape", "weight", "have at most 2^24 rows of all groups", rows)
-
-
-def _check_prologue(check: Call, x, swiglu_limit, norm_weight, norm_eps) -> Prologue:
-    normed = check.together("norm_weight and norm_eps", norm_weight, norm_eps)
-    if swiglu_limit is not None:
-        if normed:
-            check.refuse("value", "swiglu_limit and norm_weight", "not be given together", "both")
-        if not 0 < swiglu_limit <= _MOST_BF16:
-            check.refuse("value", "swiglu_limit", "be positive and finite in bf16", swiglu_limit)
-        return Prologue("SWIGLU", {"swiglu_limit": swiglu_limit})
-    if not normed:
-        return NO_PROLOGUE
-    check.tensor("norm_weight", norm_weight, BF16, (x.shape[1],), align=VECTOR)
-    if not norm_eps > 0:
-        check.refuse("value", "norm_eps", "be positive", norm_eps)
-    return Prologue("NORM", {"norm_weight": norm_weight.data_ptr(), "norm_eps": norm_eps})
 
 
 def _check_out(check: Call, out, x, shape) -> None:

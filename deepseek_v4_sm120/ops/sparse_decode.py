@@ -16,7 +16,6 @@ MAX_TABLE_WIDTH = 1 << 30  # entries of a row of extra_page_table
 # From so many rows and heads on, the kernel for many rows takes a call. It is faster from about 100 rows on, but decode
 # and verify must not change kernels with the size of the batch: their bits would differ.
 PREFILL_ROWS, PREFILL_HEADS = 513, 33
-MAX_NORM_ROWS = PREFILL_ROWS - 1  # rows of a q that is still to be normed: the kernel for many has no such form
 # Where neighbouring rows of a prompt share their candidates, with any number of heads: a window alone, C128's pages,
 # whose lists name all entries below a length. C4's 64-token pages hold picks of each row's own. From more rows on,
 # because rows of different requests share nothing, and are then several times slower there: a batch that decodes is
@@ -41,9 +40,6 @@ def sparse_decode(
     extra_topk_length=None,
     extra_page_table=None,
     extra_page_table_rows=None,
-    head_norm_eps=None,
-    freqs_cis=None,
-    positions=None,
     out=None,
     return_lse=False,
     prefill=None,
@@ -70,11 +66,6 @@ def sparse_decode(
     extra_page_table_rows
                        [rows] int32: the table of each row (its request's), all masked where that is no table; None:
                        a table for each row, tables = rows
-    head_norm_eps         float: q is still to be normed and rotated (at most 512 rows): each head becomes
-                       q * rsqrt(mean(q^2) + head_norm_eps), bf16; then its last 64, 32 pairs (a, b), become
-                       (a c - b s, a s + b c), bf16. To the bit SGLang's fused_q_norm_rope. None: q is ready
-    freqs_cis          with head_norm_eps: [any, 32] complex64 c + i s, contiguous, 16-byte aligned, a row a position
-    positions          with head_norm_eps: [rows] int32 or int64, contiguous, rows of freqs_cis (not checked, as slots)
     out                bf16 like q, written in place, or None; must not overlap q
     return_lse         also return lse
     prefill            True: the kernel for many rows, False: the one for few, None: takes_prefill decides, by sizes
@@ -96,7 +87,6 @@ def sparse_decode(
     _check_extra(check, *extra, rows)
     if attn_sink is not None:
         check.tensor("attn_sink", attn_sink, FP32, (heads,))
-    query = _check_query_norm(check, rows, head_norm_eps, freqs_cis, positions, prefill)
     if out is not None:
         check.tensor("out", out, BF16, q.shape, _STRIDES, VECTOR)
         check.written("q", q, ("out", out))
@@ -106,7 +96,7 @@ def sparse_decode(
     lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device) if return_lse else None
     if rows:
         with cuda_tensors.on_device_of(q):
-            _launch(q, kv_pages, indices, topk_length, extra, attn_sink, softmax_scale, query, out, lse, prefill)
+            _launch(q, kv_pages, indices, topk_length, extra, attn_sink, softmax_scale, out, lse, prefill)
     return (out, lse.unsqueeze(-1)) if return_lse else out
 
 
@@ -120,7 +110,7 @@ def takes_prefill(rows: int, heads: int, extra_page_size: int, by_page_table: bo
     return rows >= PREFILL_ROWS and (heads >= PREFILL_HEADS or shared)
 
 
-def _launch(q, kv_pages, indices, topk_length, extra, attn_sink, softmax_scale, query, out, lse, prefill):
+def _launch(q, kv_pages, indices, topk_length, extra, attn_sink, softmax_scale, out, lse, prefill):
     """Checked arguments to raw pointers; q's device is current."""
     extra_kv_pages, extra_indices, extra_topk_length, extra_page_table, extra_page_table_rows = extra
     rows, _, heads, dim = q.shape
@@ -138,7 +128,6 @@ def _launch(q, kv_pages, indices, topk_length, extra, attn_sink, softmax_scale, 
     index = q.device.index
     stream = cuda_tensors.current_stream(index)
     num_sms = cuda_tensors.num_sms(index)
-    eps, freqs_cis, positions = query or (None, None, None)
     if prefill is None:
         prefill = takes_prefill(rows, heads, extra_page_size, extra_page_table is not None)
     partials_bytes, control_words = (0, 0) if prefill else _workspace(rows, heads, width, extra_width, num_sms)
@@ -184,10 +173,6 @@ def _launch(q, kv_pages, indices, topk_length, extra, attn_sink, softmax_scale, 
         prefill=prefill,
         pdl=True,
         stream=stream,
-        rotation=0 if query is None else freqs_cis.data_ptr(),
-        positions=0 if query is None else positions.data_ptr(),
-        position_bytes=8 if query is None else positions.element_size(),
-        head_norm_eps=0.0 if query is None else eps,
     )
 
 
@@ -260,16 +245,3 @@ def _check_page_table(check: Call, table, table_rows, kv_pages, indices, topk_le
 
 def _given(value) -> str:
     return "None" if value is None else "a tensor"
-
-
-def _check_query_norm(check: Call, rows: int, eps, freqs_cis, positions, prefill):
-    """(eps, freqs_cis, positions) as the kernel reads them, or None where q is ready."""
-    if eps is None and freqs_cis is None and positions is None:
-        return None
-    check.together("head_norm_eps, freqs_cis and positions", eps, freqs_cis, positions)
-    check.rotation(freqs_cis, positions, rows)
-    if rows > MAX_NORM_ROWS or prefill:
-        expected = f"be None above {MAX_NORM_ROWS} rows and with prefill=True"
-        got = "prefill=True" if prefill else f"{rows} rows"
-        check.refuse("value", "head_norm_eps", expected, f"{got}: norm and rotate q before")
-    return float(eps), freqs_cis, positions

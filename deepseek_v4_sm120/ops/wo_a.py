@@ -12,7 +12,7 @@ import torch
 from deepseek_v4_sm120.ops import fp8_linear as linear
 from deepseek_v4_sm120.ops.fp8_linear import takes  # noqa: F401
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
-from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, ROTATED, Call  # noqa: F401
+from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, COMPLEX, CONTIGUOUS, POSITIONS, ROTATED, VECTOR, Call
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 
 FP8_ROWS = (
@@ -59,8 +59,8 @@ def wo_a(x, weight, weight_scale, *, freqs_cis=None, positions=None, reproducibl
         return out
     for first in range(0, x.shape[0], linear.LAUNCH_ROWS):
         part = slice(first, first + linear.LAUNCH_ROWS)
-        rotation = _rotation(freqs_cis, positions[part]) if rotates else linear.NO_PROLOGUE
-        linear._run(x[part], weight, weight_scale, out[part], prologue=rotation)
+        rotation = _rotation(freqs_cis, positions[part]) if rotates else linear.NO_ROTATION
+        linear._run(x[part], weight, weight_scale, out[part], rotation=rotation)
     return out
 
 
@@ -117,7 +117,8 @@ def _check_rotation(check: Call, x, freqs_cis, positions, few: bool) -> bool:
     if not check.together("freqs_cis and positions", freqs_cis, positions):
         return False
     rows, _, inputs = x.shape
-    check.rotation(freqs_cis, positions, rows)
+    check.tensor("freqs_cis", freqs_cis, COMPLEX, ("any", ROTATED // 2), CONTIGUOUS, VECTOR)
+    check.tensor("positions", positions, POSITIONS, (rows,))
     if inputs % HEAD_INPUTS:
         check.refuse("shape", "x.shape[2]", f"be a multiple of {HEAD_INPUTS} to be rotated", inputs)
     if not few:
@@ -125,10 +126,9 @@ def _check_rotation(check: Call, x, freqs_cis, positions, few: bool) -> bool:
     return True
 
 
-def _rotation(freqs_cis, positions) -> linear.Prologue:
-    arguments = {
+def _rotation(freqs_cis, positions) -> dict[str, int]:
+    return {
         "rotation": freqs_cis.data_ptr(),
         "positions": positions.data_ptr(),
         "position_bytes": positions.element_size(),
     }
-    return linear.Prologue("ROTATION", arguments)

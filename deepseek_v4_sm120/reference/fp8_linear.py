@@ -6,10 +6,7 @@ x bf16, w E4M3 (1 sign, 4 exponent, 3 mantissa bits, bias 7, no infinities, 0x7f
 (2^(byte - 127), 255 NaN). The FP8-activation path of stock SGLang also rounds x: per row and 128 inputs, to E4M3
 (`quantized_activations`).
 
-x may be made on the way in, and is bf16 then: of gates and ups (`gated`), or of rows to be normalised (`normalized`).
-
-Source: DeepSeek's inference/kernel.py (act_quant, fp8_gemm) and inference/model.py (Expert, RMSNorm); how it is
-clamped: SGLang's silu_and_mul_masked_post_quant.cuh.
+Source: DeepSeek's inference/kernel.py (act_quant, fp8_gemm).
 """
 
 from __future__ import annotations
@@ -23,25 +20,6 @@ E4M3_MAX = 448.0
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
     """[rows, outputs] float64: dequantised weights, one product."""
     return x.double() @ dequantized(weight, weight_scale).T
-
-
-def gated(gates_and_ups: torch.Tensor, limit: float) -> torch.Tensor:
-    """[rows, 2 * inputs] -> bf16 [rows, inputs]: silu(min(gate, limit)) * clamp(up, -limit, limit), the limit in bf16.
-
-    A NaN counts as the limit: a gate's as `limit`, an up's as -limit. A gate of -infinity gives NaN.
-    """
-    bound = torch.tensor(limit, dtype=torch.bfloat16).item()
-    gate, up = gates_and_ups.double().chunk(2, dim=-1)
-    gate = torch.where(gate.isnan(), bound, gate).clamp(max=bound)
-    up = torch.where(up.isnan(), -bound, up).clamp(-bound, bound)
-    return (gate / (1 + torch.exp(-gate)) * up).to(torch.bfloat16)
-
-
-def normalized(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[rows, inputs] -> bf16 [rows, inputs]: x / sqrt(mean of x^2 + eps) * weight, rounded once."""
-    values = x.double()
-    root = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return (values * root * weight.double()).to(torch.bfloat16)
 
 
 def fp8_grouped_linear(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,6 @@
     s_i = scale * <q_h, k_i>      o_h = sum exp(s_i) k_i / (sum exp(s_i) + exp(sink_h))      K = V = the cache row
 
 One softmax spans both caches; the sink is a logit without a value. A row with no candidate gives out 0 and lse +inf.
-q may come as the projection left it; then first, rounded to bf16 after either of the two, of the second the last 64:
-
-    q_h := q_h / sqrt(mean(q_h^2) + eps)        (q_2i + i q_2i+1) := (q_2i + i q_2i+1) freqs_cis[position]
-
 Conventions of LSE. `sparse_decode` returns FlashMLA's: natural logarithm, WITHOUT the sink, +inf for a row without
 candidates. FlashInfer's SM120 kernel returns base 2 WITH the sink: `lse_base2_with_sink` converts. SGLang's Triton path
 is natural with the sink, its torch path natural without it and -inf for an empty row.
@@ -56,39 +52,6 @@ def _gather(kv_pages, indices, topk_length, dtype) -> tuple[torch.Tensor, torch.
     return keys, valid
 
 
-def normed_and_rotated(q, eps: float, freqs_cis, positions) -> torch.Tensor:
-    """q [rows, 1, heads, 512] bf16 after its norm and rotary embedding, in float64 but for two roundings to bf16."""
-    x = q.double()
-    x = (x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()).to(torch.bfloat16)
-    last = x.shape[-1] - 2 * freqs_cis.shape[1]
-    pairs = torch.view_as_complex(x[..., last:].double().unflatten(-1, (-1, 2)).contiguous())
-    turned = pairs * freqs_cis.to(torch.complex128)[positions.long()][:, None, None, :]
-    return torch.cat([x[..., :last], torch.view_as_real(turned).flatten(-2).to(torch.bfloat16)], dim=-1)
-
-
-def normed_and_rotated_by_warps(q, eps: float, freqs_cis, positions) -> torch.Tensor:
-    """The same in float32 and in the order of SGLang's kernel (fused_q_norm_rope, a warp a head): on a GPU to the bit.
-
-    Lane l of 32 adds the squares of dimensions 8 l .. 8 l + 7 and 256 + 8 l .. 256 + 8 l + 7 one after the other
-    (squares of bf16 are exact), then lanes 16, 8, 4, 2, 1 apart add their sums. A turned pair rounds one product each.
-    """
-    x = q.float()
-    squares = x.square().unflatten(-1, (2, 32, 8)).transpose(-2, -3).flatten(-2)  # [..., lane, its 16]
-    total = torch.zeros_like(squares[..., 0])
-    for i in range(squares.shape[-1]):
-        total = total + squares[..., i]
-    while total.shape[-1] > 1:
-        low, high = total.unflatten(-1, (2, -1)).unbind(-2)
-        total = low + high
-    factor = torch.rsqrt(total * (1 / x.shape[-1]) + eps)
-    x = (x * factor).to(torch.bfloat16)
-    last = x.shape[-1] - 2 * freqs_cis.shape[1]
-    a, b = x[..., last:].float().unflatten(-1, (-1, 2)).unbind(-1)
-    c, s = torch.view_as_real(freqs_cis)[positions.long()][:, None, None].unbind(-1)
-    turned = [(a.double() * c - (b * s).double()).float(), (a.double() * s + (b * c).double()).float()]
-    return torch.cat([x[..., :last], torch.stack(turned, dim=-1).flatten(-2).to(torch.bfloat16)], dim=-1)
-
-
 def _attend(q, keys, valid, scale: float, attn_sink) -> tuple[torch.Tensor, torch.Tensor]:
     """Direct softmax over the whole candidate set: (out [rows, heads, 512], lse [rows, heads]) in q's dtype."""
     scores = torch.einsum("rhd,rnd->rhn", q, keys) * scale
@@ -116,15 +79,10 @@ def sparse_decode(
     extra_topk_length=None,
     extra_page_table=None,
     extra_page_table_rows=None,
-    head_norm_eps=None,
-    freqs_cis=None,
-    positions=None,
     dtype=torch.float64,
 ):
     """Arguments of ops.sparse_decode. Returns (out [rows, 1, heads, 512], lse [rows, heads, 1]) in `dtype`."""
     rows, _, heads, dim = q.shape
-    if head_norm_eps is not None:
-        q = normed_and_rotated(q, head_norm_eps, freqs_cis, positions)
     if extra_page_table is not None:
         num_pages, page_size = extra_kv_pages.shape[:2]
         extra_indices = indices_of_page_table(extra_page_table, page_size, num_pages, extra_page_table_rows)
@@ -214,16 +172,11 @@ def sparse_decode_online(
     extra_topk_length=None,
     extra_page_table=None,
     extra_page_table_rows=None,
-    head_norm_eps=None,
-    freqs_cis=None,
-    positions=None,
     block=64,
 ):
     """The second formulation: float32, one row and one cache at a time, online in blocks, the caches merged by their
     maxima, the sink last. CPU tensors only, and slow. Same returns, in float32."""
     rows, _, heads, dim = q.shape
-    if head_norm_eps is not None:
-        q = normed_and_rotated_by_warps(q, head_norm_eps, freqs_cis, positions)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     out, lse = torch.zeros((rows, 1, heads, dim)), torch.full((rows, heads, 1), math.inf)
     for row in range(rows):

@@ -53,7 +53,6 @@ def sizes(config: Mapping, tp: int = 1) -> dict[str, object]:
         "heads": _share(text.get("num_attention_heads"), tp),
         "head_dim": text.get("head_dim"),
         "rotated": text.get("qk_rope_head_dim"),
-        "q_head_norm": text.get("q_head_norm", config.get("model_type") != "deepseek_v41"),
         "index_heads": text.get("index_n_heads"),
         "index_dim": text.get("index_head_dim"),
         "index_topk": text.get("index_topk"),

@@ -19,8 +19,3 @@ def targets_of(adapter: str) -> Callable[..., Target]:
         return Target(where=where, sglang=sglang, contract=contract, replacement=replacement, caller=caller)
 
     return target
-
-
-def attention_forward(contract: Contract) -> Target:
-    """The scope that wo_a and head_norm put there; each patch has what it relies on as its contract."""
-    return targets_of("attention_forward")(f"{ATTENTION}.forward", "forward", contract)

@@ -13,12 +13,10 @@ from deepseek_v4_sm120.patching import ledger
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
 from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
 from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
-from deepseek_v4_sm120.sglang_patches.names import EXTENSION, MODEL, targets_of
+from deepseek_v4_sm120.sglang_patches.names import ATTENTION, EXTENSION, MODEL, targets_of
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
-from deepseek_v4_sm120.sglang_patches.rows.fp8_linear import PROLOGUES
-from deepseek_v4_sm120.sglang_patches.rows.head_norm import HEAD_NORM
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSION_MODULE, MHC
-from deepseek_v4_sm120.sglang_patches.rows.wo_a import WO_A
+from deepseek_v4_sm120.sglang_patches.rows.wo_a import INIT_PARAMETERS, WO_A
 
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
@@ -55,7 +53,7 @@ SGL_KERNEL = Parameters((*FLASH_MLA_PARAMETERS[:9], "descale_q=None", "descale_k
 FLASH_MLA_INTERFACE = Parameters((*SGL_KERNEL.signature, "kv_format=None", "*", "use_legacy=True"))
 
 _attention, _experts, _projection = map(targets_of, ("sparse_decode", "mxfp4_moe", "bf16_linear"))
-_index = targets_of("index_select")
+_index, _linear = map(targets_of, ("index_select", "fp8_linear"))
 
 SPARSE_DECODE = Patch(
     name="sparse_decode",
@@ -179,8 +177,8 @@ FP8_LINEAR = Patch(
     "faster than the pair up to 32 rows, slower at 64; that SM120 needs hardly longer for 64 rows than for its weights "
     "is reckoned, not measured: docs/notes/fp8_linear.md",
     targets=(
-        *PROLOGUES,
-        targets_of("fp8_linear")(f"{FP8_METHOD}.apply", "apply", Parameters(("self", "layer", "x", "bias=None"))),
+        _linear(f"{ATTENTION}.__init__", "attention_init", INIT_PARAMETERS),
+        _linear(f"{FP8_METHOD}.apply", "apply", Parameters(("self", "layer", "x", "bias=None"))),
     ),
     needs=(EXTENSION,),
     retire="when the stock GEMM and its quantisation are faster on SM120 for few rows (bench/fp8_linear.py)",
@@ -449,7 +447,7 @@ TABLE = Table(
     built_at=f"{MODEL}:DeepseekV4ForCausalLM.__init__",
     reviewed=functools.partial(ledger.read, LEDGER),
     patches=(
-        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, HEAD_NORM, PAGED_PREFILL, SCHED_META),
+        *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
         *(REPRODUCIBLE_HEAD, REPRODUCIBLE_ARGUMENTS),
         *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR, ALL_REDUCE),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),

@@ -132,22 +132,6 @@ def make_loaded_weights(matrix: Matrix, count: int, generator: torch.Generator) 
     return list(zip(*(t.view(count, matrix.groups, *t.shape[1:]) for t in both), strict=True))
 
 
-def make_gates_and_ups(rows: int, inputs: int, generator: torch.Generator) -> torch.Tensor:
-    """[rows, 2 * inputs] bf16: what a SwiGLU takes, with some beyond a limit of 10 on either side."""
-    return (4 * torch.randn((rows, 2 * inputs), generator=generator, device=generator.device)).to(torch.bfloat16)
-
-
-def make_norm_weight(inputs: int, generator: torch.Generator) -> torch.Tensor:
-    """[inputs] bf16 around 1."""
-    return (1 + 0.2 * torch.randn((inputs,), generator=generator, device=generator.device)).to(torch.bfloat16)
-
-
-def make_one_to_one(inputs: int, device):
-    """Weights [inputs, inputs] and scales of the matrix that changes nothing: out is what was made of x."""
-    weight = torch.eye(inputs, device=device).to(torch.float8_e4m3fn)
-    return weight, torch.ones(inputs // BLOCK, inputs // BLOCK, device=device)
-
-
 # ---- self-test
 
 
@@ -155,9 +139,6 @@ def checks(quick: bool) -> Iterator[Check]:
     yield Check("fp8_linear", "two references", _check_references)
     for size in ((1, 8192, 1024), (1, 4096, 2048), (2, 1024, 4096))[: 2 if quick else 3]:
         yield Check("fp8_linear", "{} x [{}, {}]".format(*size), functools.partial(_check_size, *size), ON_GPU)
-    for kind, outputs, inputs in (("gated", 4096, 2048), ("normalised", 8192, 1024)):
-        name = f"[{outputs}, {inputs}], x {kind} on its way in"
-        yield Check("fp8_linear", name, functools.partial(_check_prologue, kind, outputs, inputs), ON_GPU)
 
 
 def _check_references() -> str:
@@ -179,25 +160,6 @@ def _check_size(groups: int, outputs: int, inputs: int) -> str:
     for rows in (1, 8, 16, 32, 64):
         same(op.fp8_grouped_linear(x[:rows], weight, scale), together[:rows], f"{rows} rows alone and among {most}")
     return f"{error}; rows alone equal the rows among others"
-
-
-def _check_prologue(kind: str, outputs: int, inputs: int) -> str:
-    """1, 4, 5 and a step's most rows: what is made of x against float64, the product against that of x made before."""
-    most, generator = STEP_ROWS, torch.Generator("cuda").manual_seed(inputs)
-    (weight,), (scale,) = make_weight(1, outputs, inputs, generator)
-    if kind == "gated":
-        x, arguments = make_gates_and_ups(most, inputs, generator), {"swiglu_limit": 10.0}
-        made, truth = op.gated(x, **arguments), reference.gated(x, 10.0)
-    else:
-        x = make_x(most, 1, inputs, generator)[:, 0]
-        arguments = {"norm_weight": make_norm_weight(inputs, generator), "norm_eps": 1e-6}
-        made, truth = op.normalized(x, **arguments), reference.normalized(x, *arguments.values())
-    error = within(relative_error(made, truth.double()), bounds.FP8_LINEAR_MADE, f"x {kind}: relative error")
-    together = op.fp8_linear(made, weight, scale)
-    for rows in (1, op.MADE_ROWS, op.MADE_ROWS + 1, most):
-        alone = op.fp8_linear(x[:rows], weight, scale, **arguments)
-        same(alone, together[:rows], f"{rows} rows {kind} on their way in and before")
-    return f"{error}; the product's bits are those of x {kind} before"
 
 
 # ---- calibrate: the shapes of a plan

@@ -4,7 +4,7 @@ Inputs are as production makes them, and hostile ones. Every byte that the speci
 as E4M3, as bf16 and as UE8M0): all slots that no valid candidate names, pad bytes, scale pads and page tails. Positions
 beyond a row's length name such slots.
 
-Stock is SGLang's function for SM120, of q that is normed and rotated.
+Stock is SGLang's function for SM120.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,7 +36,6 @@ from deepseek_v4_sm120.specs.provider import (
     our_problem,
     unpatched,
 )
-from deepseek_v4_sm120.specs.wo_a import make_freqs_cis as make_freqs_cis_of
 
 ERROR = "relative error against float64"
 # of FlashMLA's own tests, element by element
@@ -58,9 +57,6 @@ SMALL_CANDIDATES = 16 * 640  # beyond so many, what is slow is not asked
 
 
 SWA_WIDTH = FLASH.window  # the sliding window: what every layer attends to
-POSITIONS = 4096  # of a freqs_cis, unless a test makes a longer one
-NORM_EPS = 1e-6
-make_freqs_cis = functools.partial(make_freqs_cis_of, base=160_000.0)  # of compressed layers
 MASKED = (-1, -(2**31), 2**31 - 1)  # a negative slot and one beyond every pool
 
 
@@ -93,7 +89,6 @@ class Shape:
     query_scale: float = 1.0
     wide_scales: bool = False  # tiles with maxima from 1e-4 to 1e4, but a score spread of about 1
     flashmla: bool = False  # FlashMLA's own distributions, sinks infinite in both directions included
-    norm: bool = False  # q as the projection leaves it, still to be normed and rotated; heads from 1e-2 to 1e2
 
 
 @dataclass
@@ -112,9 +107,6 @@ class Inputs:
     shape: Shape | None = field(default=None, repr=False)
     page_table: torch.Tensor | None = None  # what extra_indices lists, where the shape says `tables`
     page_table_rows: torch.Tensor | None = None
-    head_norm_eps: float | None = None
-    freqs_cis: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
 
     def arguments(self) -> dict:
         left_out = ("shape", "page_table", "page_table_rows")
@@ -124,10 +116,6 @@ class Inputs:
         """The same call with the page table instead of the second cache's list."""
         table = {"extra_page_table": self.page_table, "extra_page_table_rows": self.page_table_rows}
         return {**self.arguments(), "extra_indices": None, **table}
-
-    def with_q(self, q: torch.Tensor) -> Inputs:
-        """The same call with a q that is normed and rotated."""
-        return replace(self, q=q, head_norm_eps=None, freqs_cis=None, positions=None)
 
 
 def rms_rows(count: int, generator: torch.Generator, dtype=torch.bfloat16) -> torch.Tensor:
@@ -219,14 +207,6 @@ def _sink(shape: Shape, generator: torch.Generator) -> torch.Tensor | None:
     return sink
 
 
-def _query_norm(shape: Shape, generator: torch.Generator) -> dict:
-    if not shape.norm:
-        return {}
-    positions = torch.randint(0, POSITIONS, (shape.rows,), generator=generator, device=generator.device)
-    freqs_cis = make_freqs_cis(POSITIONS, generator.device)
-    return {"head_norm_eps": NORM_EPS, "freqs_cis": freqs_cis, "positions": positions}
-
-
 def make_inputs(shape: Shape, *, seed: int = 0, device="cuda") -> Inputs:
     """Random inputs of a shape; the same seed gives the same inputs on the same device type."""
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -235,11 +215,8 @@ def make_inputs(shape: Shape, *, seed: int = 0, device="cuda") -> Inputs:
     q = torch.randn((shape.rows, 1, shape.heads, kv_pages.HEAD_DIM), generator=generator, device=device)
     if shape.flashmla:
         q = q.clamp(-1, 1)
-    q = q * shape.query_scale
-    if shape.norm:
-        q = q * 10 ** (torch.rand(q.shape[:3], generator=generator, device=device) * 4 - 2)[..., None]
     return Inputs(
-        q=q.to(torch.bfloat16),
+        q=(q * shape.query_scale).to(torch.bfloat16),
         kv_pages=pages,
         indices=indices,
         topk_length=lengths,
@@ -251,7 +228,6 @@ def make_inputs(shape: Shape, *, seed: int = 0, device="cuda") -> Inputs:
         shape=shape,
         page_table=extra[3],
         page_table_rows=extra[4],
-        **_query_norm(shape, generator),
     )
 
 
@@ -270,7 +246,6 @@ def checks(quick: bool) -> Iterator[Check]:
         if not (quick and name == "C128 at 512K"):
             yield Check("sparse_decode", name, functools.partial(_check_shapes, extra, quick), ON_GPU)
     yield Check("sparse_decode", "C128 by page table", _check_page_table, ON_GPU)
-    yield Check("sparse_decode", "q normed within", _check_norm, ON_GPU)
     yield Check("sparse_decode", "graph replay", _check_graph_replay, ON_GPU)
 
 
@@ -310,17 +285,6 @@ def _check_page_table() -> str:
         both = (op.sparse_decode(**i, prefill=prefill) for i in (inputs.table_arguments(), inputs.arguments()))
         same(*both, f"{heads} heads, page size {page_size}, {'many' if prefill else 'few'} rows: table and list")
     return "equal to the list of the same candidates, bit by bit"
-
-
-def _check_norm() -> str:
-    """Norm and rotation of q within the call against the same float32 operations before it, to the bit."""
-    for heads, rows in itertools.product((8, 64), (1, 64)):
-        inputs = make_inputs(Shape(rows, heads, WINDOW, CacheShape(64, 512, lengths=(512, 300)), norm=True))
-        found = op.sparse_decode(**inputs.arguments())
-        query = (inputs.q, inputs.head_norm_eps, inputs.freqs_cis, inputs.positions)
-        expected = op.sparse_decode(**inputs.with_q(reference.normed_and_rotated_by_warps(*query)).arguments())
-        same(found, expected, f"{rows} rows, {heads} heads: norm and rotation within and before")
-    return "equal to norm and rotation before the call, bit by bit"
 
 
 def _check_graph_replay() -> str:

@@ -57,10 +57,10 @@ class Inputs:
     rotation: dict  # freqs_cis and positions, or nothing where x is rotated already
 
 
-def make_freqs_cis(count: int, device, base: float = 10000.0) -> torch.Tensor:
-    """[count, 32] complex64: e^(i p base^(-j / 32))."""
+def make_freqs_cis(count: int, device) -> torch.Tensor:
+    """[count, 32] complex64: e^(i p 10000^(-j / 32))."""
     powers = torch.arange(reference.ROTATED // 2, dtype=torch.float64, device=device) / (reference.ROTATED // 2)
-    angles = torch.arange(count, dtype=torch.float64, device=device)[:, None] * base**-powers
+    angles = torch.arange(count, dtype=torch.float64, device=device)[:, None] * 10000.0**-powers
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
 

@@ -15,7 +15,6 @@ from deepseek_v4_sm120.reference import wo_a as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
 from deepseek_v4_sm120.sglang_patches.adapters import wo_a as adapter
-from deepseek_v4_sm120.sglang_patches.adapters.attention_forward import replace_forward
 from deepseek_v4_sm120.specs.fp8_linear import make_weight
 from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
 from tests.adapters.wo_a_layer import GROUPS, HEADS, INPUTS, OUTPUTS, Expansion, Fp8Config, Linear, Operator, rope
@@ -63,7 +62,7 @@ def model(monkeypatch):
     module.MQALayer = type(
         "MQALayer",
         (torch.nn.Module,),
-        {"__init__": adapter.replace_init(__init__), "forward": replace_forward(forward)},
+        {"__init__": adapter.replace_init(__init__), "forward": adapter.replace_forward(forward)},
     )
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setattr(device_gate, "serves", lambda device: True)

@@ -7,11 +7,11 @@ import torch
 from deepseek_v4_sm120.ops import fp8_linear as op
 
 
-def tuned(x, weight, scale, *, prologue=op.NO_PROLOGUE, **tuning):
-    """x' W^T [rows, groups, outputs] of x [rows, groups, ..], or None where there is no such kernel."""
+def tuned(x, weight, scale, **tuning):
+    """x W^T [rows, groups, outputs] of x [rows, groups, ..], or None where there is no such kernel."""
     out = torch.full((x.shape[0], *weight.shape[:2]), torch.nan, dtype=torch.bfloat16, device="cuda")
     try:
-        op._run(x, weight, scale, out, prologue=prologue, **tuning)
+        op._run(x, weight, scale, out, **tuning)
     except RuntimeError as error:
         assert "no kernel for this plan" in str(error)
         return None

@@ -136,7 +136,7 @@ struct Row {
     must(cudaMemcpyToSymbol(late_warp, &warp, sizeof(warp)), "cudaMemcpyToSymbol");
     must(cudaMemcpyToSymbol(late_ns, &ns, sizeof(ns)), "cudaMemcpyToSymbol");
     must(cudaMemset(p.out, 0xff, kHeads * kHeadDim * 2), "cudaMemset");
-    const auto kernel = &sparse_decode_kernel<false, false, false>;
+    const auto kernel = &sparse_decode_kernel<false, false>;
     must(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedMemoryPlan)), "cudaFuncSetAttribute");
     kernel<<<dim3(1, 1, 1), kThreads, sizeof(SharedMemoryPlan)>>>(p);
     must(cudaGetLastError(), "launch");

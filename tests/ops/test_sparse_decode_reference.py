@@ -12,8 +12,6 @@ from deepseek_v4_sm120.reference.accuracy import complaint, relative_error
 from deepseek_v4_sm120.reference.sparse_decode import (
     indices_of_page_table,
     lse_base2_with_sink,
-    normed_and_rotated,
-    normed_and_rotated_by_warps,
     sparse_decode,
     sparse_decode_online,
 )
@@ -67,32 +65,6 @@ def test_the_list_of_a_page_table_by_hand():
     assert of_rows.tolist() == [[[-1, -1, 2, 3]], [[-1] * 4], [[6, 7, -1, -1]], [[-1] * 4]]
     none = indices_of_page_table(table[:0], 2, 4, torch.tensor([0], dtype=torch.int32))
     assert none.tolist() == [[[-1] * 4]]
-
-
-NORMS = (normed_and_rotated, normed_and_rotated_by_warps)
-
-
-def test_two_formulations_of_the_norm_agree():
-    """But for a rounding to bf16 here and there; and the attention takes q as they leave it."""
-    inputs = make_inputs(Shape(40, 16, norm=True), seed=2, device="cpu")
-    of_norm = (inputs.q, inputs.head_norm_eps, inputs.freqs_cis, inputs.positions)
-    one, other = (norm(*of_norm) for norm in NORMS)
-    assert one.dtype == other.dtype == torch.bfloat16 and one.shape == inputs.q.shape
-    assert 0 <= int((one != other).sum()) < 1e-4 * one.numel()
-    torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-9)
-    assert torch.equal(sparse_decode(**inputs.arguments())[0], sparse_decode(**inputs.with_q(one).arguments())[0])
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_norm_and_rotation_by_hand(norm):
-    """A head of all 2 has root mean square 2; a quarter turn takes (1, 1) to (-1, 1), none leaves it."""
-    q = torch.full((2, 1, 3, 512), 2.0, dtype=torch.bfloat16)
-    q[:, :, 1] = 0.0
-    freqs_cis = torch.tensor([1, 1j], dtype=torch.complex64)[:, None].expand(2, 32).contiguous()
-    found = norm(q, 1e-12, freqs_cis, torch.tensor([1, 0]))
-    quarter = torch.cat([torch.ones(448), torch.tensor([-1.0, 1.0]).repeat(32)])
-    assert torch.equal(found[0, 0, 0].float(), quarter) and torch.equal(found[1, 0, 2].float(), torch.ones(512))
-    assert not bool(found[:, 0, 1].any()), "a head of zeros stays one"
 
 
 def keys_at(slots: list[int], page_size: int = 2, pages: int = 4):

@@ -251,12 +251,12 @@ def stream(fake, monkeypatch):
     return Stream(monkeypatch)
 
 
-def launch(arguments, lse=None, prefill=None, query=None):
+def launch(arguments, lse=None, prefill=None):
     extra = ("extra_kv_pages", "extra_indices", "extra_topk_length", "extra_page_table", "extra_page_table_rows")
     out = torch.empty_like(arguments["q"])
     caches = [arguments.get(name) for name in ("q", "kv_pages", "indices", "topk_length")]
     of_extra = tuple(arguments.get(name) for name in extra)
-    op._launch(*caches, of_extra, arguments.get("attn_sink"), 0.125, query, out, lse, prefill)
+    op._launch(*caches, of_extra, arguments.get("attn_sink"), 0.125, out, lse, prefill)
     return out
 
 
@@ -302,10 +302,6 @@ def test_the_call_that_reaches_the_extension(fake, stream):
         prefill=False,
         pdl=True,
         stream=77,
-        rotation=0,
-        positions=0,
-        position_bytes=8,
-        head_norm_eps=0.0,
     )
     assert workspace["partials"] and workspace["control"]
     assert (workspace["partials_bytes"], workspace["control_words"]) == (4096 * ROWS, 4 * ROWS)
@@ -343,54 +339,6 @@ def test_sizes_choose_the_kernel_and_the_one_for_many_rows_takes_no_scratch(
     launch(good(q=bf16(rows, 1, heads, 512), extra_topk_length=None, attn_sink=None, **few), prefill=asked)
     _, call = fake.calls[0]
     assert call["prefill"] is chosen and bool(call["partials_bytes"]) is not chosen
-
-
-def norm(rows=ROWS, **changes) -> dict:
-    """A call whose q is still to be normed and rotated."""
-    freqs_cis = torch.zeros(9, 32, dtype=torch.complex64)
-    return {"head_norm_eps": 1e-6, "freqs_cis": freqs_cis, "positions": torch.zeros(rows, dtype=torch.int64), **changes}
-
-
-TOO_MANY = dict(
-    q=bf16(op.MAX_NORM_ROWS + 1, 1, 1, 512),
-    indices=int32(op.MAX_NORM_ROWS + 1, 1, 128),
-    **dict.fromkeys(("topk_length", "attn_sink", "extra_kv_pages", "extra_indices", "extra_topk_length")),
-)
-NORM_REFUSALS = {
-    "eps alone": (dict(head_norm_eps=1e-6), "must be given together, got a value, None, None"),
-    "no eps": (norm(head_norm_eps=None), "must be given together, got None, a value, a value"),
-    "wide rotation": (norm(freqs_cis=torch.zeros(9, 64) * 1j), "freqs_cis.shape must be [any, 32], got [9, 64]"),
-    "strided rotation": (
-        norm(freqs_cis=torch.zeros(9, 64, dtype=torch.complex64)[:, ::2]),
-        "freqs_cis must be contiguous, got strides [64, 2]",
-    ),
-    "other rows": (norm(rows=ROWS + 1), "positions.shape must be [4], got [5]"),
-    "shifted rotation": (
-        norm(freqs_cis=torch.zeros(33, dtype=torch.complex64)[1:].view(1, 32)),
-        "freqs_cis must start on a 16-byte boundary, got an address 8 bytes past one",
-    ),
-    "many rows": (TOO_MANY | norm(op.MAX_NORM_ROWS + 1), "None above 512 rows and with prefill=True, got"),
-    "the other kernel": (norm(prefill=True), "with prefill=True, got prefill=True: norm and rotate q"),
-}
-
-
-@pytest.mark.parametrize("name", NORM_REFUSALS)
-def test_norm_refusal(name, fake):
-    changes, message = NORM_REFUSALS[name]
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        op.sparse_decode(**good(**changes))
-    assert str(raised.value).startswith("sparse_decode: ") and not fake.calls
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_the_norm_that_reaches_the_extension(fake, stream, dtype):
-    given = norm(positions=torch.zeros(ROWS, dtype=dtype))
-    with pytest.raises(RuntimeError, match="CUDA device, got cpu"):
-        op.sparse_decode(**good(**given))
-    launch(good(), query=tuple(given.values()))
-    _, call = fake.calls[0]
-    assert (call["rotation"], call["positions"]) == (given["freqs_cis"].data_ptr(), given["positions"].data_ptr())
-    assert (call["position_bytes"], call["head_norm_eps"], call["prefill"]) == (dtype.itemsize, 1e-6, False)
 
 
 def test_absent_arguments_are_zero(fake, stream):

@@ -85,9 +85,6 @@ def tilelang_fp8_paged_mqa_logits(
 MODEL = """
 from sglang.srt.utils.common import is_sm120_supported
 
-def fused_q_norm_rope(q_input, q_output, eps, freqs_cis, positions):
-    return "original norm"
-
 def fused_rope_inplace(q, k, freqs_cis, positions, inverse=False):
     return "original rotation"
 
@@ -142,14 +139,7 @@ def create_paged_compressor_data(compress_ratio, *, is_prefill, token_to_kv_pool
                                  use_prefill_cuda_graph=False, num_q_tokens=None, online_state_slot_offset=0):
     return "original plan"
 """
-GATE_AND_MLP = """
-def silu_and_mul_clamp(input, output, swiglu_limit):
-    return "original SwiGLU"
-
-class DeepseekV2MLP:
-    def forward(self, x, forward_batch=None, gemm_output_zero_allocator=None, gateup_pre_quant=None):
-        return silu_and_mul_clamp(x, x, 10.0)
-
+GATE = """
 class MoEGate:
     def forward(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
         return hidden_states
@@ -177,7 +167,7 @@ TREE_0_5_17 = {
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,
     "sglang/srt/layers/attention/dsv4/compressor.py": "def linear_bf16_fp32(x, y):\n    return x\n",
     "sglang/srt/layers/attention/dsv4/compressor_v2.py": COMPRESSOR,
-    "sglang/srt/models/deepseek_v2.py": GATE_AND_MLP,
+    "sglang/srt/models/deepseek_v2.py": GATE,
     "sglang/srt/models/deepseek_v4.py": MODEL,
     "sglang/srt/models/deepseek_v4_nextn.py": MTP_MODEL,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,

@@ -87,7 +87,6 @@ def describe(layer):
     return {
         "wo_a": type(attention.wo_a.weight).__name__,
         "fp8_linear": {name: fp8_linear.keeps(linear.quant_method, linear) for name, linear in linears(layer)},
-        "latent norm waits": "forward" in vars(attention.q_norm),
         "unpadded": heads(attention, ROWS) == attention.n_local_heads,
         "stock's heads": heads.__wrapped__(attention, ROWS),
         "experts": [type(experts.quant_method).__name__, mxfp4_moe.keeps(experts.quant_method, experts)],

@@ -71,7 +71,7 @@ def test_v41_is_sglangs_own_in_every_part(layers, version):
     assert found["prefill_decode_interval"] == 0 and found["default"][0] == "NOT APPLICABLE"
     assert "DeepSeek-V4.1: never run" in found["default"][1]
     for layer in found["layers"]:
-        assert layer["wo_a"] != "StoredWeight" and not layer["latent norm waits"]
+        assert layer["wo_a"] != "StoredWeight"
         assert layer["unpadded"] is False and layer["stock's heads"] == 64  # V4.1's kernels read the padded heads
         assert layer["experts"] == ["Mxfp4FlashinferCutlassMoEMethod", False]
         assert not any((layer["router"], layer["mhc"], layer["fused boundary"], *layer["fp8_linear"].values()))
@@ -81,7 +81,7 @@ def test_v41_is_sglangs_own_in_every_part(layers, version):
 def test_v41_where_nobody_told_the_model(layers, version):
     """A worker that did not inherit its parent's environment: shapes and flags alone decide, at load as at the call."""
     for layer in layers(version)["v41 untold"]["layers"]:
-        assert layer["wo_a"] != "StoredWeight" and not layer["latent norm waits"]
+        assert layer["wo_a"] != "StoredWeight"
         assert layer["unpadded"] is False and layer["experts"][1] is False
         assert not any((layer["mhc"], layer["fused boundary"], *layer["fp8_linear"].values()))
         assert layer["router"] is True  # the same product of other widths; test_other_models_numbers.py
@@ -94,7 +94,7 @@ def test_pro_is_ours_in_every_part(layers, version):
     assert (found["type"], found["told"], found["gate"]) == ("deepseek_v4", "deepseek_v4", True)
     assert found["prefill_decode_interval"] == 8 and found["default"][0] == "ON"  # behind V4.1's in one process
     for layer in found["layers"]:
-        assert layer["wo_a"] == "StoredWeight" and layer["latent norm waits"] and layer["unpadded"]
+        assert layer["wo_a"] == "StoredWeight" and layer["unpadded"]
         assert layer["experts"] == ["Mxfp4FlashinferCutlassMoEMethod", True]
         assert all((layer["router"], layer["mhc"], layer["fused boundary"], *layer["fp8_linear"].values()))
         assert layer["compressor"] == "Compressor" and layer["indexer"] in ("C4Indexer", "NoneType")
@@ -184,14 +184,14 @@ def test_a_model_with_other_sizes_loses_what_they_concern_and_nothing_else():
     of_fp8 = CONFIGS["flash"] | {"expert_dtype": "fp8"}
     assert [v.operator for v in models_served.verdicts(of_fp8) if not v.served] == ["mxfp4_moe"]
     at_3 = models_served.verdicts(CONFIGS["flash"], 3)
-    assert {v.operator for v in at_3 if not v.served} == {"sparse_decode", "head_norm", "mxfp4_moe"}
+    assert {v.operator for v in at_3 if not v.served} == {"sparse_decode", "mxfp4_moe"}
 
 
 def test_without_the_gate_v41s_sizes_are_beyond_most_operators():
     """What the adapters' predicates see, were the gate open; test_v41_where_nobody_told_the_model builds it."""
     sizes = models_served.sizes(CONFIGS["v41"], 2)
     beyond = {op for op, limits in LIMITS.items() for name, limit in limits.items() if sizes[name] not in limit}
-    assert beyond == {"head_norm", "index_select", "mxfp4_moe", "fp8_linear", "wo_a", "mhc", "all_reduce"}
+    assert beyond == {"index_select", "mxfp4_moe", "fp8_linear", "wo_a", "mhc", "all_reduce"}
 
 
 def test_status_says_it(tmp_path):

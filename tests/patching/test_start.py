@@ -325,8 +325,8 @@ def changed(tmp_path_factory, unpacked):
 
 def test_a_release_that_does_not_fit_starts_with_llama_and_stops_with_ours(python, places, changed, tmp_path):
     """SGLang's own arguments, registry and classes; the attention has one argument more than we know."""
-    old = "def forward(\n        self,\n        x: torch.Tensor,\n        positions: torch.Tensor,"
-    wheel = changed("0.5.22", "sglang/srt/models/deepseek_v4.py", old, old + "\n        brand_new: None,")
+    old = "def _kernel_num_heads(self, num_tokens: int"
+    wheel = changed("0.5.22", "sglang/srt/models/deepseek_v4.py", old, old + ", brand_new: None")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
     code = STOPS
     for name, value in {**places, "WHEEL": str(wheel), "LLAMA": str(tmp_path)}.items():
@@ -335,7 +335,7 @@ def test_a_release_that_does_not_fit_starts_with_llama_and_stops_with_ours(pytho
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found["said"]) == {"arguments", "layers"}
     assert all("unexpected" in text and "brand_new" in text for text in found["said"].values())
-    assert found["states"]["head_norm"] == "BROKEN" and found["states"]["index_select"] == "APPLIED"
+    assert found["states"]["unpadded_heads"] == "BROKEN" and found["states"]["index_select"] == "APPLIED"
     lines = [line for line in done.stderr.splitlines() if "does not fit sglang 0.5.22" in line]
     assert len(lines) == 1 and "any other runs as without us" in lines[0]
 

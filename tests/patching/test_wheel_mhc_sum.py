@@ -14,18 +14,41 @@ from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum as adapter
 from tests.adapters.test_mhc_sum import HIDDEN, RANKS, Coordinator
-from tests.patching.test_wheel_fp8_linear import LINEAR, QUIET_CONTEXT, Part
-from tests.patching.test_wheel_wo_a import QUIET, definition, take
+from tests.patching.test_wheel_wo_a import QUIET, Quiet, definition, take
 from tests.patching.wheels import every_release, since
 
 FIRST, BY_BOUNDARIES = "0.5.13", "0.5.23"
 MOE_MODEL, MOE_UTILS = "sglang.srt.models.deepseek_v2", "sglang.srt.layers.moe.utils"
+LINEAR = "sglang.srt.layers.linear"
 FUSED_MODULE = "sglang.srt.models.deepseek_common.amd.deepseek_v4_fused_mhc"
 PREPARE = "sglang.srt.layers.layer_boundary.prepare"
 OUTPUT = "sglang.srt.layers.layer_boundary.output"
 HC_BOUNDARY = "sglang.srt.models.deepseek_v4_boundary"
 MOE_TRANSPORT = "sglang.srt.models.deepseek_common.moe_transport"
 EPS = 1e-6
+
+
+class QuietContext(Quiet):
+    """Also for `with`."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+class Part:
+    """Called, it is its `forward`; what it was not given is quiet."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def __call__(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return QUIET
 
 
 # ---- numbers in place of the hyper-connections: enough to see who added what, when
@@ -74,7 +97,7 @@ def names_of(wheel, group) -> dict:
         "moe_tensor_model_parallel_all_reduce": lambda x: group.all_reduce(x),
         "get_tensor_model_parallel_world_size": lambda: RANKS,
         "get_parallel": lambda: parallel,
-        "get_forward": lambda: QUIET_CONTEXT,
+        "get_forward": QuietContext,
         "get_moe_a2a_backend": lambda: no_backend,
         "maybe_fuse_routed_scale_and_shared_add": lambda experts, x, shared, scale: x + shared,
         "KTEPWrapperMethod": int,

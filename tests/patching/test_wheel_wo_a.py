@@ -17,7 +17,6 @@ from deepseek_v4_sm120.reference import wo_a as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.adapters import wo_a as adapter
-from deepseek_v4_sm120.sglang_patches.adapters.attention_forward import replace_forward
 from deepseek_v4_sm120.sglang_patches.rows.wo_a import MODEL
 from deepseek_v4_sm120.specs.fp8_linear import make_weight
 from deepseek_v4_sm120.specs.wo_a import make_freqs_cis
@@ -166,7 +165,7 @@ class Tree:
         members["_kernel_num_heads"] = lambda self, rows: self.n_local_heads
         members["__init__"], members["forward"] = (
             self.replaced("init", __init__),
-            replace_forward(forward) if self.patched else forward,
+            adapter.replace_forward(forward) if self.patched else forward,
         )
         return type("MQALayer", (torch.nn.Module,), members)
 

@@ -51,7 +51,6 @@ EVERYWHERE = {
     "fp8_linear": FP8_METHOD.partition(":")[0],
     "mhc": MTP_MODEL.partition(":")[0],
     "wo_a": MODEL,
-    "head_norm": MODEL,
 }
 
 

@@ -149,10 +149,6 @@ class Call:
         if value not in allowed:
             self.refuse("value", name, f"be one of {', '.join(map(str, allowed))}", repr(value))
 
-    def rotation(self, freqs_cis, positions, rows: int) -> None:
-        self.tensor("freqs_cis", freqs_cis, COMPLEX, ("any", ROTATED // 2), CONTIGUOUS, VECTOR)
-        self.tensor("positions", positions, POSITIONS, (rows,))
-
     def on_cuda(self) -> None:
         """The last check: the others hold on the CPU, too."""
         if self.device.type != "cuda":

@@ -43,7 +43,6 @@ Limit = OneOf | MultipleOf
 # sglang_patches/models_served.py.
 LIMITS: Mapping[str, Mapping[str, Limit]] = {
     "sparse_decode": {"heads": MultipleOf(1, 128), "head_dim": OneOf((512,))},
-    "head_norm": {"heads": MultipleOf(1, 128), "head_dim": OneOf((512,)), "q_head_norm": OneOf((True,))},
     "index_select": {"index_heads": OneOf((64,)), "index_dim": OneOf((128,)), "index_topk": MultipleOf(1, 1024)},
     "mxfp4_moe": {
         "expert_format": OneOf(("fp4",)),

@@ -11,7 +11,7 @@ Four functions that SGLang calls for the same attention over the 584-byte FP8 pa
 Each computes a call that it `takes` and otherwise returns what the original returns for the very arguments.
 Around them: the number of heads worth computing (replace_kernel_num_heads, replace_backend_forward), prompts that would
 not come to these functions (replace_forward_prefill_sparse) and FlashMLA's scheduler metadata, which our kernel does
-not use (replace_sched_meta). In sparse_decode_head_norm.py: the head norm of the queries, which our kernel does too.
+not use (replace_sched_meta).
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.ops.shared.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
-from deepseek_v4_sm120.sglang_patches.adapters.attention_forward import FORWARD
-from deepseek_v4_sm120.sglang_patches.adapters.sparse_decode_head_norm import Queries
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope
 from deepseek_v4_sm120.sglang_patches.table import (
     FLASH_MLA,
@@ -147,15 +145,10 @@ def _serve(call: Call, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor 
     """(out [rows, 1, heads, 512], lse [rows, heads, 1] or None). Padded heads of `out` are left uninitialised."""
     q, attn_sink, out, whole = call.q, call.attn_sink, None, None
     heads = call.heads
-    waiting = FORWARD.take(Queries, q, heads)
     if heads < q.shape[2]:
         whole = q.new_empty(q.shape)
         q, out = q[:, :, :heads], whole[:, :, :heads]
         attn_sink = None if attn_sink is None else attn_sink[:heads]
-    norm = {}
-    if waiting is not None:
-        q = waiting.q.unsqueeze(1)
-        norm = {"head_norm_eps": waiting.eps, "freqs_cis": waiting.freqs_cis, "positions": waiting.positions}
     result = op.sparse_decode(
         q,
         call.k_cache,
@@ -169,7 +162,6 @@ def _serve(call: Call, *, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor 
         out=out,
         return_lse=return_lse,
         prefill=False if settings().reproducible else None,
-        **norm,
     )
     computed, lse = result if return_lse else (result, None)
     return (computed if whole is None else whole), lse
@@ -212,10 +204,7 @@ def replace_sm120(original: Callable) -> Callable:
             return original(**kwargs)
         values = _bind("flash_mla_with_kvcache_sm120", SM120_KEYS, (), kwargs)
         call = _call(values, (), kwargs, is_sparse_fp8=True)
-        if takes(call):
-            return serve(call)
-        FORWARD.settle(Queries)
-        return original(**kwargs)
+        return serve(call) if takes(call) else original(**kwargs)
 
     return flash_mla_with_kvcache_sm120
 
@@ -238,10 +227,7 @@ def _replace_flash_mla_with_kvcache(original: Callable, where: str, names: tuple
             and values.get("use_legacy", True)
         )
         call = _call(values, args, kwargs, is_sparse_fp8=is_sparse_fp8)
-        if takes(call):
-            return serve(call)
-        FORWARD.settle(Queries)
-        return original(*args, **kwargs)
+        return serve(call) if takes(call) else original(*args, **kwargs)
 
     return flash_mla_with_kvcache
 

@@ -2,7 +2,7 @@
 
 A `Waiting` is such a call: what it is of, and `run`, SGLang's own way of doing it. There are two kinds.
 
-    its result was asked for   it stands for that result and is handed on, until a product of ours takes it. It is no
+    its result was asked for   it stands for that result and is handed on, until an operator of ours takes it. It is no
                                tensor: nothing else can read it by mistake, and nothing has to be checked
     it writes to a tensor      SGLang holds the tensor and goes on. The call is `put_off` in a `Scope`, the forward of
                                SGLang's around both, and whoever reads the tensor for us has to `take` it. What is left
@@ -17,11 +17,8 @@ graph holds what was decided. Several calls may wait at once, as with batches th
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-_taken: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # layer -> its calls that somebody took
 
 
 def way_out(operator: str, what: str) -> str:
@@ -34,8 +31,6 @@ class Waiting:
     it was taken, and where another is looked for while it waits (empty: nothing)."""
 
     operator = untaken = mistaken = ""
-    call: tuple | None = None  # what tells it from others of its layer, where it is watched
-    done = False
 
     def is_of(self, *what) -> bool:
         """Whether it is the one that the taker means."""
@@ -44,12 +39,6 @@ class Waiting:
     def run(self):
         """What SGLang would have done."""
         raise NotImplementedError
-
-    def settle(self) -> None:
-        """Run it, where that was not done yet."""
-        if not self.done:
-            self.run()
-            self.done = True
 
 
 class Scope(threading.local):
@@ -67,41 +56,26 @@ class Scope(threading.local):
         self.layer, self.known, self._waiting = layer, known, []
         try:
             yield
-            for waiting in self.waiting(Waiting):
+            for waiting in self._waiting:
                 raise RuntimeError(way_out(waiting.operator, waiting.untaken))
         finally:
             self.layer, self.known, self._waiting = outer
 
     def waiting(self, kind: type[Waiting]) -> list[Waiting]:
-        return [waiting for waiting in self._waiting if isinstance(waiting, kind) and not waiting.done]
+        return [waiting for waiting in self._waiting if isinstance(waiting, kind)]
 
-    def put_off(self, waiting: Waiting, *call) -> None:
-        """Let it wait. With `call`: only where such a call of this layer was taken before; the first one of each runs
-        now and is watched, so that nothing waits for what does not come."""
+    def put_off(self, waiting: Waiting) -> None:
         self._waiting.append(waiting)
-        if call:
-            waiting.call = (type(waiting), *call)
-            if waiting.call not in _taken.get(self.layer, ()):
-                waiting.settle()
 
     def take(self, kind: type[Waiting], *what) -> Waiting | None:
-        """The call of this kind that is of `what`, for the taker to do; None where there is nothing to do.
+        """The call of this kind that is of `what`, for the taker to do; None where there is none.
 
         Raises RuntimeError where only others of the kind wait, and the kind says that this is wrong.
         """
-        if not self._waiting:  # nearly every call of SGLang's
-            return None
-        found = next((w for w in self._waiting if isinstance(w, kind) and w.is_of(*what)), None)
-        if found is None:
-            if kind.mistaken and self.waiting(kind):
-                raise RuntimeError(way_out(kind.operator, kind.mistaken))
-            return None
-        self._waiting = [waiting for waiting in self._waiting if waiting is not found]
-        if found.call:
-            _taken.setdefault(self.layer, set()).add(found.call)
-        return None if found.done else found
-
-    def settle(self, kind: type[Waiting]) -> None:
-        """Run what waits: before SGLang's own code reads it."""
-        for waiting in self.waiting(kind):
-            waiting.settle()
+        waiting = self.waiting(kind)
+        found = next((w for w in waiting if w.is_of(*what)), None)
+        if found is not None:
+            self._waiting.remove(found)
+        elif kind.mistaken and waiting:
+            raise RuntimeError(way_out(kind.operator, kind.mistaken))
+        return found

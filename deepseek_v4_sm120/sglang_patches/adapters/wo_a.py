@@ -6,7 +6,7 @@ kernel that takes the rotary embedding of the attention's output back. Here:
     MQALayer.__init__              makes it an E4M3 layer with its scales (`store`)
     DeepseekV4ForCausalLM.load_weights, _dequant_fp8_wo_a_streaming
                                    hand the checkpoint's tensors through as they are (`AsStored`)
-    MQALayer.forward               is SGLang's (attention_forward.py). Its `self.wo_a.weight.view(groups, outputs, -1)`
+    MQALayer.forward               is SGLang's, with a scope around it. Its `self.wo_a.weight.view(groups, outputs, -1)`
                                    gives `Groups`, whose einsum is our product
     fused_rope_inplace             inside that forward, for a step's rows: puts the rotation off to the product
 
@@ -29,9 +29,8 @@ from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
 from deepseek_v4_sm120.sglang_patches.adapters import dense_rows
-from deepseek_v4_sm120.sglang_patches.adapters.attention_forward import FORWARD
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
-from deepseek_v4_sm120.sglang_patches.adapters.waiting import Waiting, way_out
+from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting, way_out
 from deepseek_v4_sm120.specs import bounds
 
 PATCH = "wo_a"
@@ -196,6 +195,19 @@ def replace_expansion(original: Callable) -> Callable:
 
 
 # ---- the forward: rotation and product
+
+FORWARD = Scope()
+
+
+def replace_forward(original: Callable) -> Callable:
+    """For MQALayer.forward."""
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        with FORWARD.enter(self):
+            return original(self, *args, **kwargs)
+
+    return forward
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ What each version has, and what is left to it:
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import ATTENTION, EXTENSION, MODEL, attention_forward, targets_of
+from deepseek_v4_sm120.sglang_patches.names import ATTENTION, EXTENSION, MODEL, targets_of
 
 LOAD_WEIGHTS = f"{MODEL}:DeepseekV4ForCausalLM.load_weights"
 EXPANSION = f"{MODEL}:_dequant_fp8_wo_a_streaming"
@@ -37,7 +37,7 @@ WO_A = Patch(
         _target(LOAD_WEIGHTS, "load_weights", Parameters(("self", "weights", "is_nextn=..."))),
         _target(EXPANSION, "expansion", Parameters(("weights",), is_generator=True), ">=0.5.17,<0.6"),
         _target(ROPE, "rope", Parameters(("q", "k", "freqs_cis", "positions", "inverse=False"))),
-        attention_forward(Parameters(("self",), further="any")),
+        _target(f"{ATTENTION}.forward", "forward", Parameters(("self",), further="any")),
     ),
     needs=(EXTENSION,),
     retire="when stock keeps wo_a in FP8 on SM120 and is faster (bench/wo_a.py)",

@@ -1,8 +1,0 @@
-// SwiGLU on the way in.
-#include "instances.cuh"
-
-namespace dsv4::fp8_linear {
-
-template const LinearKernel* kernels<Prologue::kSwiglu>();
-
-}  // namespace dsv4::fp8_linear
