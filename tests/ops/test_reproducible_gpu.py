@@ -11,7 +11,7 @@ import torch
 from deepseek_v4_sm120.ops import mxfp4_moe as experts
 from deepseek_v4_sm120.ops import sparse_decode as attention
 from deepseek_v4_sm120.ops.bf16_linear import bf16_linear
-from deepseek_v4_sm120.ops.fp8_linear import LAUNCH_ROWS, fp8_linear, normalized
+from deepseek_v4_sm120.ops.fp8_linear import LAUNCH_ROWS, fp8_linear
 from deepseek_v4_sm120.ops.mhc import mhc, mhc_head
 from deepseek_v4_sm120.ops.wo_a import wo_a
 from deepseek_v4_sm120.reference import wo_a as wo_a_reference
@@ -57,16 +57,6 @@ def test_dense_fp8(shape):
     weight, scale = (tensor[0] for tensor in make_weight(1, outputs, inputs, generator))
     x = make_x(ROWS, 1, inputs, generator)[:, 0]
     check(fp8_linear(x, weight, scale), lambda part: fp8_linear(x[part], weight, scale))
-
-
-def test_the_latent_norm(device):
-    """By the product's own launch up to 4 rows, by one before it above."""
-    generator = torch.Generator("cuda").manual_seed(6)
-    weight, scale = (tensor[0] for tensor in make_weight(1, 4096, 1024, generator))
-    latent = make_x(ROWS, 1, 1536, generator)[:, 0, :1024]  # SGLang's is a part of wider rows
-    norm = {"norm_weight": torch.rand(1024, device=device).bfloat16(), "norm_eps": 1e-6}
-    together = fp8_linear(normalized(latent, **norm), weight, scale)
-    check(together, lambda part: fp8_linear(latent[part], weight, scale, **norm))
 
 
 @pytest.mark.parametrize("groups", (8, 4))

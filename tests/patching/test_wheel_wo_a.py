@@ -241,7 +241,7 @@ def inputs(rows, ranks):
 
 
 @every_release()
-@pytest.mark.parametrize("rows, rank, ranks", [(1, 0, 1), (5, 1, 2), (64, 3, 4), (65, 0, 2)])
+@pytest.mark.parametrize("rows, rank, ranks", [(1, 0, 1), (5, 1, 2), (64, 3, 4), (257, 0, 2)])
 def test_the_wheels_own_forward_projects_with_the_wheels_own_loading(
     version, rows, rank, ranks, sglang_wheel, monkeypatch, operator
 ):
