@@ -104,7 +104,16 @@ SECTIONS = {
         True,
     ),
     "e2e_sums_sglang": Section(
-        "The sums between the cards", "NCCL, NCCL through host memory, and ours, in turn.", STEP, (), True, "flash43"
+        "The sums between the cards",
+        "Six layers over two cards, random weights, forced tokens: two engines, and one prompt sent twice. Every sum "
+        "beside SGLang's own, and all other calls, are in the file.",
+        {
+            "log-probability difference, greatest": "log-probability difference, greatest",
+            "the run against its own repetition": "against its own repetition",
+        },
+        (),
+        True,
+        "two processes",
     ),
     "e2e_operators_sglang": Section(
         "Every call beside the original", "Shadow mode on the engine's live inputs.", SHADOW, (), True, "shadow"

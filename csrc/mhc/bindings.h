@@ -6,7 +6,6 @@
 
 #include "../all_reduce/bindings.h"
 #include "../arguments.h"
-#include "config.h"
 #include "mhc.h"
 
 namespace dsv4::mhc {
@@ -77,8 +76,6 @@ inline void bind(py::module_& m) {
   using namespace py::literals;
   define(m, "mhc", run);
   m.attr("mhc_fused_rows") = fused_rows();
-  m.attr("mhc_tile_rows") = kTileRows;
-  m.attr("mhc_slice_columns") = kSliceColumns;
   m.def(
       "mhc_fits", [](const std::string& kernels, int rows, int num_sms) { return fits(kernels_of(kernels), rows, num_sms); }, py::kw_only(),
       "kernels"_a, "rows"_a, "num_sms"_a);

@@ -260,9 +260,7 @@ def _launch_here(
     if sum_over is not None:
         if not _sums_inside(kernels, rows, hidden, sum_over, index):
             f = sum_over(f, tag=tag)
-        elif kernels is None and not _fits_summing(rows, num_sms, index):
-            f = _summed_as_inside(f, sum_over, tag)
-        else:
+        else:  # a stream of fewer multiprocessors than that takes is an error: the other cards wait for this kernel
             kernels, num_sms, sums = "fused", min(num_sms, sum_over.num_sms), {"sums": True, **sum_over.arguments(tag)}
     if kernels is None:
         kernels = _kernels_of(rows, hidden, f is not None and not head, num_sms, index)
@@ -337,16 +335,6 @@ def _sums_inside(kernels, rows: int, hidden: int, group: AllReduce, index: int) 
     if kernels is not None:
         return kernels == "fused"
     return takes_sum(rows, hidden, group) and _fits_summing(rows, group.num_sms, index)
-
-
-def _summed_as_inside(f, group: AllReduce, tag: int):
-    """f summed with ranks that do so inside of the boundary: its vectors are sent in that kernel's order."""
-    tile, columns = extension.load().mhc_tile_rows, extension.load().mhc_slice_columns
-    tiles = [part.view(part.shape[0], -1, columns) for part in f.split(tile)]
-    sent = torch.cat([part.transpose(0, 1).reshape(-1) for part in tiles]).view(f.shape)
-    came = group(sent, tag=tag, algorithm="one_shot").view(-1).split([part.numel() for part in tiles])
-    back = [one.view(-1, part.shape[0], columns).transpose(0, 1) for one, part in zip(came, tiles, strict=True)]
-    return torch.cat([part.reshape(-1, f.shape[1]) for part in back])
 
 
 @functools.lru_cache(maxsize=4096)

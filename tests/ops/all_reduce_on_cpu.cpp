@@ -3,8 +3,7 @@
 //
 // A store to memory of others, or to words of other blocks, is held back, torn into words, and carried out in any order with the thread's
 // other ones, at the latest when the thread ends (a kernel's end) or looks for what has come. Ranks run their calls one behind the other,
-// each at its own speed: sums alone, in one hop and in two, and boundaries with a sum in them, in any order on the same places; and
-// boundaries of which one rank makes the sum alone, in their order.
+// each at its own speed: sums alone, in one hop and in two, and boundaries with a sum in them, in any order on the same places.
 // The test that compiles this puts the texts of the headers, without their includes, in place of the marked line.
 #include <algorithm>
 #include <atomic>
@@ -142,13 +141,6 @@ void boundary_block(const Params& p, int block, uint32_t patience, uint4* sums, 
   }
 }
 
-// Where a boundary has a row's vector, among the call's.
-int64_t place_of(int rows, int row, int vector) {
-  using namespace dsv4::mhc;
-  const int first = row / kTileRows * kTileRows, of_tile = std::min(kTileRows, rows - first);
-  return first * kRowSums + vector / kRowVectors * of_tile * kRowVectors + (row - first) * kRowVectors + vector % kRowVectors;
-}
-
 enum Kind { kOneHop, kTwoHops, kBoundary };
 constexpr const char* kNames[] = {"one shot", "two shot", "boundary"};
 
@@ -193,34 +185,27 @@ int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns) {
         if (r == faulty_rank && i == calls / 2) return;  // it dies
         Params p = {};
         p.x = reinterpret_cast<const uint16_t*>(x[i][r].data());
-        const bool has_rows = order[i].kind == kBoundary, in_place = !has_rows && i % 3 == 0;
-        const bool apart = has_rows && i % 3 == 0 && i % kRanks == r, is_boundary = has_rows && !apart;  // apart: a sum alone, for others' boundaries
-        const int rows = has_rows ? order[i].vectors / mhc::kRowSums : 1, blocks = apart ? 2 : order[i].blocks;
-        std::vector<uint32_t> copy = x[i][r], sent = x[i][r];
-        const auto each_place = [&](const auto& move) {
-          for (int at = 0; apart && at < order[i].vectors; ++at) move(at * 4, place_of(rows, at / mhc::kRowSums, at % mhc::kRowSums) * 4);
-        };
-        each_place([&](int64_t at, int64_t place) { std::copy_n(&x[i][r][at], 4, &sent[place]); });
-        if (apart) p.x = reinterpret_cast<const uint16_t*>(sent.data());
+        const bool is_boundary = order[i].kind == kBoundary, in_place = !is_boundary && i % 3 == 0;
+        std::vector<uint32_t> copy = x[i][r];
         if (in_place) p.x = reinterpret_cast<const uint16_t*>(copy.data());
         p.out = in_place ? reinterpret_cast<uint16_t*>(copy.data()) : reinterpret_cast<uint16_t*>(out[i][r].data());
         p.vectors = order[i].vectors;
         for (int to = 0; to < kRanks; ++to) p.places[to] = memory[kHost ? 0 : to].get();
         p.state = &states[r], p.fault = &faults[r], p.sizes = sizes, p.rank = r, p.tag = i;
-        p.rows = rows;
+        p.rows = is_boundary ? order[i].vectors / mhc::kRowSums : 1;
         p.patience_ns = patience_ns;
         std::vector<std::thread> threads;
         std::vector<std::unique_ptr<std::barrier<>>> barriers;
         const auto num_threads = [&](int b) {
           if (!is_boundary) return kThreads;
-          return b < blocks - rows ? mhc::kMixThreads : mhc::kFusedThreads;
+          return b < order[i].blocks - static_cast<int>(p.rows) ? mhc::kMixThreads : mhc::kFusedThreads;
         };
-        for (int b = 0; b < blocks; ++b) barriers.emplace_back(new std::barrier<>(num_threads(b)));
-        std::vector<std::vector<uint4>> shared(blocks, std::vector<uint4>(mhc::kSliceVectors));
-        for (int b = 0; b < blocks; ++b)
+        for (int b = 0; b < order[i].blocks; ++b) barriers.emplace_back(new std::barrier<>(num_threads(b)));
+        std::vector<std::vector<uint4>> shared(order[i].blocks, std::vector<uint4>(mhc::kSliceVectors));
+        for (int b = 0; b < order[i].blocks; ++b)
           for (int t = 0; t < num_threads(b); ++t)
             threads.emplace_back([&, b, t] {
-              threadIdx.x = t, blockIdx.x = b, gridDim.x = blocks, block_barrier = barriers[b].get();
+              threadIdx.x = t, blockIdx.x = b, gridDim.x = order[i].blocks, block_barrier = barriers[b].get();
               dice.seed(seed * 7919 + ((i * 64 + r) * 64 + b) * 16 + t);
               if (rolls(16)) std::this_thread::sleep_for(std::chrono::microseconds(dice() % 300));
               const auto vectors = [](std::vector<uint32_t>& words) { return reinterpret_cast<uint4*>(words.data()); };
@@ -228,16 +213,13 @@ int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns) {
                 const uint32_t looks = 3 * (patience_ns / 1000);  // a look is a third of a microsecond, and more
                 boundary_block<kRanks, kHost>(p, b, looks, sums[r].data(), vectors(out[i][r]), vectors(rows_out[i][r]), shared[b].data());
               } else {
-                order[i].kind != kTwoHops ? one_shot_kernel<kRanks, kHost>(p) : two_shot_kernel<kRanks, kHost>(p);
+                order[i].kind == kOneHop ? one_shot_kernel<kRanks, kHost>(p) : two_shot_kernel<kRanks, kHost>(p);
               }
               carry_out(true);
             });
         for (auto& t : threads) t.join();
         if (faults[r].told) return;
         if (in_place) out[i][r] = copy;
-        sent = out[i][r];
-        each_place([&](int64_t at, int64_t place) { std::copy_n(&sent[place], 4, &out[i][r][at]); });
-        if (apart) rows_out[i][r] = out[i][r];
       }
     });
   for (auto& r : ranks) r.join();

@@ -189,25 +189,6 @@ def test_between_processes(ranks, transport):
     in_processes(ranks, between_processes, transport)
 
 
-@pytest.mark.parametrize("pair", all_reduce.TRANSPORTS, indirect=True)
-def test_a_stream_of_few_multiprocessors_does_not_change_what_the_others_do(pair, device, monkeypatch):
-    """One rank sums alone what the other's boundary waits for."""
-    streams, sms = [torch.cuda.Stream(device) for _ in pair], op.cuda_tensors.stream_sms
-    few = streams[1].cuda_stream
-    monkeypatch.setattr(op.cuda_tensors, "stream_sms", lambda index, one: 24 if one == few else sms(index, one))
-    for rows in (1, 8, 9, 16):
-        inputs = make_inputs(Shape(rows), seed=rows, device=device)
-        terms = make_terms(inputs, 2, rows)
-        expected = boundary(inputs, sum_of(terms), kernels="split")
-        # torch's kernels are loaded at their first use, which waits for what runs: the other rank, in this process
-        op._summed_as_inside(terms[0], lambda x, **_: x, 0)
-        torch.cuda.synchronize()
-        for _ in range(5):
-            found = on_streams(pair, streams, terms, partial(boundary, inputs))
-            assert [one.fault() for one in pair] == [None, None]
-            assert all(equal(one, expected) for one in found)
-
-
 def test_what_does_not_fit_is_a_sum_of_its_own(pair, device, monkeypatch):
     """As on few multiprocessors: the bits stay."""
     inputs, streams = make_inputs(Shape(8), device=device), [torch.cuda.Stream(device) for _ in pair]

@@ -155,26 +155,6 @@ def test_who_adds_is_decided_by_what_all_ranks_have(monkeypatch, rows, hidden, c
     op._fits_summing.cache_clear()
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 64])
-def test_a_sum_for_other_cards_boundaries_is_sent_in_their_order(monkeypatch, rows):
-    """As SliceVector (csrc/mhc/sum.cuh) has it."""
-    monkeypatch.setattr(extension, "load", lambda: types.SimpleNamespace(mhc_tile_rows=16, mhc_slice_columns=32))
-    f = torch.arange(rows * 512)[:, None].expand(-1, 8).reshape(rows, 4096)  # the numbers of its vectors
-    sent = []
-
-    def one_hop(x, *, tag, algorithm):
-        sent.append((x.view(-1, 8)[:, 0], tag, algorithm))
-        return 2 * x
-
-    assert torch.equal(op._summed_as_inside(f, one_hop, 7), 2 * f)
-    ((vectors, tag, algorithm),) = sent
-    assert (tag, algorithm) == (7, "one_shot")
-    for row, vector in ((0, 0), (0, 5), (rows - 1, 511), (rows // 2, 77)):
-        first = row // 16 * 16
-        place = first * 512 + vector // 4 * min(16, rows - first) * 4 + (row - first) * 4 + vector % 4
-        assert vectors[place] == row * 512 + vector
-
-
 @pytest.mark.parametrize("kernels", ["fused", "many"])
 def test_some_kernels_need_flashs_width(kernels):
     wide = make_inputs(Shape(1, hidden=7168), device="cpu")

@@ -71,7 +71,7 @@ sums: list[int | None] = []  # of every boundary: the tag, None: f was complete
 @pytest.fixture
 def group(monkeypatch):
     module = ModuleType(adapter.PARALLEL_STATE)
-    module._TP = Coordinator()
+    module._TP, module._PDMUX_PREFILL_TP_GROUP = Coordinator(), None
     monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, module)
     monkeypatch.setattr(boundary.op, "mhc", mhc)
     monkeypatch.setattr(boundary.op, "mhc_post", lambda f, streams, post, comb: post_of(f, streams, post, comb))

@@ -11,8 +11,9 @@ at `all_reduce` of the group's coordinator, which in our model's processes is ou
 
 A sum is put off where it would be ours (adapters/all_reduce.py) and has so few rows that a boundary makes it inside
 (ops.mhc.takes_sum): by the rows alone, so all ranks do the same. Never in shadow mode, where SGLang's own sum is looked
-at, and never under torch.compile. Nothing waits for a boundary that does not come: whoever else looks at an `OwedSum`,
-whatever that is, gets the finished sum, made where it looks.
+at, never under torch.compile, and not with PD multiplexing, whose streams have too few multiprocessors for a kernel
+that other cards wait for. Nothing waits for a boundary that does not come: whoever else looks at an `OwedSum`, whatever
+that is, gets the finished sum, made where it looks.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ def replace_layer_forward(original: Callable) -> Callable:
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling() or settings().shadow:
             return original(self, *args, **kwargs)
-        coordinator = importlib.import_module(PARALLEL_STATE)._TP
-        if all_reduce_of(coordinator) is None:
+        state = importlib.import_module(PARALLEL_STATE)
+        coordinator = state._TP
+        if all_reduce_of(coordinator) is None or state._PDMUX_PREFILL_TP_GROUP is not None:
             return original(self, *args, **kwargs)
         _put_off_sums_of(coordinator)
         with _layers.enter(self):
