@@ -65,7 +65,6 @@ def expected(version: str) -> dict[str, str]:
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
     found["mxfp4_moe"] = CUTLASS if since(version, "0.5.16") else MARLIN
     if since(version, "0.5.13"):
-        found["dealt_index"] = INDEXER
         found["all_reduce"] = "sglang.srt.distributed.device_communicators.custom_all_reduce"
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
@@ -194,9 +193,20 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
     for row in made.steering.rows.values():
         assert [name for name in row.environment if f"    {name} = Env" not in variables] == [], row.name
         assert [name for name in row.arguments if f"    {name}: " not in fields] == [], row.name
-    others = set(made.steering.rows) - {"reproducible"}
+    others = set(made.steering.rows) - {"reproducible", "dealt_index"}
     assert bool(others) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
     assert ("reproducible" in made.steering.rows) == since(version, "0.5.14")
+    assert ("dealt_index" in made.steering.rows) == since(version, "0.5.13")
+
+
+@every_release("0.5.13")
+def test_the_place_of_an_index_that_is_dealt_fits(inspect_wheel, version):
+    inspect_wheel(version, fresh=True)
+    made = Engine(TABLE, host="sglang", settings=Settings(choices={"dealt_index": "on"}))
+    made.survey()
+    (record,) = found_in(made, patch="dealt_index")
+    assert (record.state, record.review) == (READY, "reviewed"), record.reason
+    assert record.target.module == INDEXER
 
 
 @every_release("0.5.14")
