@@ -177,6 +177,20 @@ SECTIONS = {
         {"call_us": "microseconds a sum"},
         (),
     ),
+    "the_house_h200": Section(
+        "The folds that were deleted; load, build and tests",
+        "SwiGLU and norm in fp8_linear's launch, the queries' norm in the attention's. SGLang 0.5.17.",
+        {
+            "step_ms_best": "ms a step",
+            "step_ms_worst": "slowest",
+            "gain_of_a_step": "share gained by the folds",
+            "ms_more_than_uncompressed": "ms more than uncompressed",
+            "seconds": "s",
+            "MB": "MB",
+        },
+        (),
+        True,
+    ),
     "compressor_h200": Section(
         "compressor", 'Before the plan was a hint; since then: "Before and after" below.', MICROSECONDS
     ),
