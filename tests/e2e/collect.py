@@ -33,6 +33,8 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_speculation": ("speculation", "speculation43"),
     "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
 }
+# runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
+SAME_BITS = {"index_b": 5, "sums2_b": 20, "sums4_b": 20, "index2_dealt": 22}
 # which issue a patch's shadow records answer; a record says its own bound
 ISSUES = {"sparse_decode": 2, "index_select": 5, "index_select_within_tolerance": 5, "mxfp4_moe": 6, "dealt_index": 22}
 FIRST_PATCH = "sparse_decode"  # every shadow run must have records of it
@@ -297,15 +299,16 @@ def difference_rows(difference):
         size, length = found["prompt"].split("x")
         by_case[f"prompt of {length} tokens" if size == "1" else f"batch of {size} prompts"].append(found)
     answered, rows = IMPLEMENTATIONS | KEPT_ANSWERS, []
+    same = (0, SAME_BITS[difference["run"]]) if difference["run"] in SAME_BITS else ()  # bar, issue
     for name, chosen in by_case.items():
         found = chosen[0] if len(chosen) == 1 else merged(chosen)
         case = f"flash6h, {name}: {difference['what']}"
         impl = answered[difference["run"]]
         rows.append(row(case, impl, "log-probability difference, mean", found["mean"]))
-        rows.append(row(case, impl, "log-probability difference, greatest", found["greatest"]))
+        rows.append(row(case, impl, "log-probability difference, greatest", found["greatest"], *same))
         rows.append(row(case, impl, "share of positions with the same greatest token", found["same_greatest"]))
         for run, own in zip((difference["run"], difference["against"]), found["repeated"], strict=False):
-            rows.append(row(case, answered[run], "the run against its own repetition", own["greatest"]))
+            rows.append(row(case, answered[run], "the run against its own repetition", own["greatest"], *same))
     return rows
 
 

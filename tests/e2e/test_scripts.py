@@ -403,6 +403,16 @@ def test_unmeasured_launches_have_no_row_and_batches_one_of_each():
     assert [r["value"] for r in rows] == pytest.approx([0.5, 2.0, 1.0, 0.2, 0.9, 0.625])
 
 
+@pytest.mark.parametrize("run, against, issue", [("sums2_b", "sums2_a", 20), ("index_b", "index_a", 5)])
+@pytest.mark.parametrize("greatest, own, met", [(0.0, 0.0, True), (1e-7, 0.0, False), (0.0, 1e-7, False)])
+def test_a_second_process_must_have_the_same_bits(run, against, issue, greatest, own, met):
+    repeated = [{"greatest": 0.0}, {"greatest": own}]
+    answer = {"prompt": "1x5", "positions": 4, "same_greatest": 1.0, "mean": 0.0, "greatest": greatest}
+    found = {"what": "x", "run": run, "against": against, "rows": [answer | {"repeated": repeated}]}
+    judged = [r for r in script("collect").difference_rows(found) if r["bar"] is not None]
+    assert len(judged) == 3 and all(r["issue"] == issue for r in judged) and all(r["met"] for r in judged) is met
+
+
 def test_every_patch_of_a_shadow_run_is_judged_by_its_own_bound_and_issue():
     numbers = {"relative_l2_mean": 0.003, "row_relative_l2_max": 0.006, "nonfinite_ours": 0, "nonfinite_original": 0}
     common = numbers | {"calls": 4, "bad_calls": 0, "captured": False, "shape": {"rows": 8}, "layer": 1}
