@@ -205,21 +205,27 @@ def shadowed(monkeypatch, calls):
     shadow.reset()
 
 
-@pytest.mark.parametrize("mode", ["1", "ours"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_shadow_mode_runs_ours_on_a_copy_and_the_original_on_the_live_tensors(shadowed, calls, kind, mode):
-    inputs, backend = made_for(kind)
-    before, expected = inputs.copy(), inputs.copy()
-    reference.compressor(**expected.arguments())
-    seen = []
+def run_beside(inputs, backend) -> list[bool]:
+    """Of each run of the original: whether ours had left the live tensors as they were."""
+    before, seen = inputs.copy(), []
 
     def original(self, **given):
         state = inputs.state.view(torch.int32)
         seen.append(torch.equal(inputs.cache, before.cache) and torch.equal(state, before.state.view(torch.int32)))
         reference.compressor(**inputs.arguments())
 
-    shadowed(mode)
     adapter.replace_all_in_one(original)(backend, **given_of(inputs))
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["1", "ours"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shadow_mode_runs_ours_on_a_copy_and_the_original_on_the_live_tensors(shadowed, calls, kind, mode):
+    inputs, backend = made_for(kind)
+    expected = inputs.copy()
+    reference.compressor(**expected.arguments())
+    shadowed(mode)
+    seen = run_beside(inputs, backend)
     assert seen == [True] and calls == [5] * (2 if mode == "ours" else 1)
     assert torch.equal(inputs.cache, expected.cache)
     (record,) = shadow.report()
@@ -232,17 +238,10 @@ def test_shadow_mode_runs_ours_on_a_copy_and_the_original_on_the_live_tensors(sh
 def test_shadow_mode_of_a_verification(shadowed, calls, kind, mode):
     """Ours on a copy without its writes; in both modes the live tensors are the original's, which were read before."""
     inputs, backend = step_of(kind)
-    before, expected = inputs.copy(), inputs.copy()
+    expected = inputs.copy()
     reference.compressor(**expected.arguments())
-    seen = []
-
-    def original(self, **given):
-        state = inputs.state.view(torch.int32)
-        seen.append(torch.equal(inputs.cache, before.cache) and torch.equal(state, before.state.view(torch.int32)))
-        reference.compressor(**inputs.arguments())
-
     shadowed(mode)
-    adapter.replace_all_in_one(original)(backend, **given_of(inputs))
+    seen = run_beside(inputs, backend)
     assert seen == [True] and calls == [19]
     assert torch.equal(inputs.cache, expected.cache)
     assert torch.equal(inputs.state.view(torch.int32), expected.state.view(torch.int32))
