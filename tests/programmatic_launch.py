@@ -49,6 +49,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("expert_map", "w13.codes", "w13.scales", "w2.codes", "w2.scales"),
         ("x", "topk_ids", "topk_weights", "h", "y", "out"),
     ),
+    "mxfp4_moe::SharedParams": ((), ("shared", "routed")),
     "mxfp4_moe::TilesParams": (
         ("expert_map",),
         ("topk_ids", "pairs", "pair_expert", "expert", "begin", "end", "scratch"),
@@ -170,6 +171,7 @@ KERNELS: dict[str, Kernel] = {
         older=("topk_ids", "topk_weights"),
         first=(GATE_UP,),
     ),
+    "mxfp4_moe, shared expert added": Kernel(r"mxfp4_moe::add_shared_kernel", "mxfp4_moe::SharedParams", BEFORE),
     "mxfp4_moe, tiles": Kernel(r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE),
     "sparse_decode": Kernel(r"sparse_decode::sparse_decode_kernel<", "sparse_decode::Params", BEHIND),
     "sparse_prefill": Kernel(

@@ -3,6 +3,7 @@
 
 #include "../arguments.h"
 #include "mxfp4_moe.h"
+#include "shared.h"
 #include "tiles.h"
 
 namespace dsv4::mxfp4_moe {
@@ -61,12 +62,26 @@ inline void run_tiles(Arguments& a) {
   launch_tiles(p, last.pdl, last.stream);
 }
 
+inline void run_shared(Arguments& a) {
+  SharedParams p = {};
+  p.shared = a["shared"];
+  p.shared_stride = a["shared_stride"];
+  p.routed = a["routed"];
+  p.routed_stride = a["routed_stride"];
+  p.rows = a["rows"];
+  p.hidden = a["hidden"];
+  p.scaling = a["scaling"];
+  const LaunchArguments last = a.last();
+  launch_shared(p, last.pdl, last.stream);
+}
+
 inline void bind(py::module_& m) {
   using namespace py::literals;
   define(m, "mxfp4_moe", run);
   m.def("mxfp4_moe_problem", &problem, py::kw_only(), "hidden"_a, "inter"_a, "experts"_a, "pairs"_a);
   define(m, "mxfp4_moe_tiles", run_tiles);
   m.def("mxfp4_moe_tiles_scratch_words", &tiles_scratch_words, py::kw_only(), "pairs"_a, "experts"_a);
+  define(m, "mxfp4_moe_shared", run_shared);
   m.attr("mxfp4_moe_max_tiled_experts") = kMaxTiledExperts;
 }
 

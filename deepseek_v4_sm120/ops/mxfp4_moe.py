@@ -107,6 +107,40 @@ def mxfp4_moe(
     return out
 
 
+def add_shared(shared, routed, *, scaling=1.0):
+    """shared + scaling * routed, in place: the shared expert's output and the routed experts'.
+
+    shared    [rows, hidden] bf16, hidden and row stride multiples of 8, last dim contiguous; written
+    routed    [rows, hidden] bf16 likewise, not over shared
+    scaling   factor of routed
+    returns   shared
+    accuracy  float32, rounded once: torch's `shared.add_(routed, alpha=scaling)` to the bit
+    raises    TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device, launch)
+    source    SGLang's maybe_fuse_routed_scale_and_shared_add; a kernel of its own because torch's lets no successor
+              start before it has ended
+    """
+    check = Call("add_shared", "shared", shared)
+    rows, hidden = check.tensor("shared", shared, BF16, "rows, hidden", _STRIDES, VECTOR)
+    check.tensor("routed", routed, BF16, shared.shape, _STRIDES, VECTOR)
+    check.written("routed", routed, ("shared", shared))
+    check.on_cuda()
+    if rows == 0:
+        return shared
+    with cuda_tensors.on_device_of(shared):
+        extension.load().mxfp4_moe_shared(
+            shared=shared.data_ptr(),
+            shared_stride=shared.stride(0),
+            routed=routed.data_ptr(),
+            routed_stride=routed.stride(0),
+            rows=rows,
+            hidden=hidden,
+            scaling=float(scaling),
+            pdl=True,
+            stream=cuda_tensors.current_stream(shared.device.index),
+        )
+    return shared
+
+
 @dataclass(frozen=True)
 class Weights:
     w13: torch.Tensor

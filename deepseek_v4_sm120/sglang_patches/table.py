@@ -26,6 +26,7 @@ SM120_ATTENTION = "sglang.kernels.ops.attention.flash_mla_sm120"
 SM120_CALL = "flash_mla_with_kvcache_sm120"
 FP8_METHOD = "sglang.srt.layers.quantization.fp8:Fp8LinearMethod"
 MARLIN_EXPERTS = "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoEMethod"
+SHARED_ADD = "sglang.srt.layers.quantization.mxfp4_flashinfer_trtllm_moe:maybe_fuse_routed_scale_and_shared_add"
 CUTLASS_EXPERTS = "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod"
 LEDGER = Path(__file__).with_name("reviewed.json")
 
@@ -91,6 +92,7 @@ SPARSE_DECODE_HOPPER = Patch(
 
 EXPERTS = Parameters(("self", "layer"))
 EXPERTS_APPLY = Parameters(("self", "layer", "dispatch_output"))
+SHARED_ADD_PARAMETERS = Parameters(("experts", "routed", "shared", "routed_scaling_factor"))
 
 MXFP4_MOE = Patch(
     name="mxfp4_moe",
@@ -101,6 +103,8 @@ MXFP4_MOE = Patch(
         _experts(f"{MARLIN_EXPERTS}.apply", "marlin_apply", EXPERTS_APPLY),
         _experts(f"{CUTLASS_EXPERTS}.process_weights_after_loading", "cutlass_process", EXPERTS, ">=0.5.16,<0.6"),
         _experts(f"{CUTLASS_EXPERTS}.apply", "cutlass_apply", EXPERTS_APPLY, ">=0.5.16,<0.6"),
+        # the add in front of a boundary, which torch's kernel does not let begin
+        _experts(SHARED_ADD, "shared_add", SHARED_ADD_PARAMETERS, ">=0.5.13,<0.6"),
     ),
     needs=(EXTENSION,),
     retire="when the stock experts are faster on SM120 (bench/mxfp4_moe.py)",

@@ -279,3 +279,51 @@ def test_shadow_keeps_a_copy_and_compares(served, monkeypatch, keep):
     assert record["patch"] == "mxfp4_moe" and record["calls"] == 1 and record["bad_calls"] == 1
     assert record["shape"] == {"rows": 24, "inter": 128}
     shadow.reset()
+
+
+def original_shared_add(experts, routed, shared, routed_scaling_factor):
+    """As SGLang's: in place for these experts' methods, else the other way round."""
+    if shared is None:
+        return routed.mul_(routed_scaling_factor)
+    if experts.is_fp4:
+        return shared.add_(routed, alpha=routed_scaling_factor)
+    routed += shared
+    return routed
+
+
+@pytest.mark.parametrize("kept, rows, ours", [(True, 1, 1), (True, 256, 1), (True, 257, 0), (False, 3, 0)])
+def test_the_shared_add_of_a_step_is_ours(monkeypatch, kept, rows, ours):
+    calls = []
+
+    def add_shared(shared, routed, *, scaling):
+        calls.append(scaling)
+        return shared.add_(routed, alpha=scaling)
+
+    monkeypatch.setattr(adapter.op, "add_shared", add_shared)
+    monkeypatch.setattr(adapter, "settings", settings.Settings)
+    experts = SimpleNamespace(is_fp4=kept, **{adapter.KEPT: object()} if kept else {})
+    routed, shared = torch.randn(rows, 16).bfloat16(), torch.randn(rows, 16).bfloat16()
+    expected = original_shared_add(experts, routed.clone(), shared.clone(), 1.5)
+    found = adapter.replace_shared_add(original_shared_add)(experts, routed, shared, 1.5)
+    assert torch.equal(found, expected) and calls == [1.5] * ours
+    assert found is (shared if kept else routed)
+    scaled = adapter.replace_shared_add(original_shared_add)(experts, routed.clone(), None, 1.5)
+    assert torch.equal(scaled, routed * 1.5) and len(calls) == ours
+
+
+def test_shadow_compares_the_shared_add_to_the_bit(monkeypatch):
+    def wrong(shared, routed, *, scaling):
+        shared.add_(routed, alpha=scaling)[0, 0] += 1.0
+        return shared
+
+    for module in (adapter, shadow):
+        monkeypatch.setattr(module, "settings", lambda: settings.Settings(shadow="1"))
+    experts = SimpleNamespace(is_fp4=True, **{adapter.KEPT: object()})
+    for add, bad in ((lambda shared, routed, *, scaling: shared.add_(routed, alpha=scaling), 0), (wrong, 1)):
+        shadow.reset()
+        monkeypatch.setattr(adapter.op, "add_shared", add)
+        shared, routed = torch.ones(2, 16).bfloat16(), torch.ones(2, 16).bfloat16()
+        found = adapter.replace_shared_add(original_shared_add)(experts, routed, shared, 1.0)
+        (record,) = shadow.report()
+        assert torch.equal(found, torch.full((2, 16), 2.0).bfloat16()) and record["bad_calls"] == bad
+    shadow.reset()

@@ -78,6 +78,7 @@ def _calls() -> dict[str, tuple[str, dict]]:
         "mhc_pre": ("mhc", mhc.pre()),
         "mhc_post": ("mhc", mhc.post_only()),
         "mhc_head": ("mhc", {**mhc.head(), **mhc.post_only(), "norm_weight": mhc.norm_weight}),
+        "add_shared": ("mxfp4_moe", {"shared": bf16(ROWS, 256), "routed": bf16(ROWS, 256)}),
         "mxfp4_moe": ("mxfp4_moe", {**moe, "expert_map": int32(9), "out": bf16(ROWS, 256)}),
         "index_select": ("index_select", {"q": e4m3(ROWS, 1, 64, 128), **keys, **chosen}),
         "index_select, fp4": ("index_select", {"q": torch.zeros(ROWS, 1, 64, 64).char(), **fp4_keys, **chosen}),
@@ -112,6 +113,7 @@ UNCHECKED = {
     "mhc_pre": {"post_scale"},
     "mhc_head": {"tag"},
     "mxfp4_moe": {"routed_scaling", "swiglu_limit", "first_expert", "up_first", "reproducible"},
+    "add_shared": {"scaling"},
     "index_select": {"rows_per_request"},
     "mqa_logits": {"rows_per_request"},
     "topk_select": {"num_pages"},
@@ -127,7 +129,7 @@ ANY_STRIDES = {"weight_scale", "kv_pages", "extra_kv_pages", "k_pages"}
 ALIGNED = {
     *("x", "weight", "norm_weight", "streams", "f", "fn", "hidden", "w13", "w13_scale", "w2", "w2_scale", "q"),
     *("k_pages", "kv_pages", "extra_kv_pages", "freqs_cis", "state", "kv_score", "ape", "plan", "cache"),
-    "writes",
+    *("writes", "shared", "routed"),
 }
 ALIGNED_OUT = {"all_reduce", "fp8_linear", "fp8_grouped_linear", "mxfp4_moe", "sparse_decode"}
 WRONG_DTYPES = {torch.int32: torch.int64, torch.bfloat16: torch.float16, torch.float32: torch.bfloat16}

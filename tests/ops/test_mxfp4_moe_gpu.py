@@ -249,3 +249,46 @@ def test_mxfp8_activations(rows, device):
     out = mxfp4_moe(**inputs.arguments(), activations="mxfp8")
     assert relative_error(out, reference(**inputs.arguments(), activations="mxfp8")) < bounds.MXFP4_MOE_MXFP8_ROUNDED
     assert relative_error(out, reference(**inputs.arguments())) < bounds.MXFP4_MOE_MXFP8.truth
+
+
+@pytest.mark.parametrize("rows, hidden", [(1, 4096), (3, 7168), (256, 4096), (700, 256)])
+@pytest.mark.parametrize("scaling", [1.0, 1.5, 2.5])
+def test_the_shared_expert_is_added_as_torch_does(rows, hidden, scaling, device):
+    generator = torch.Generator(device).manual_seed(rows)
+    shared, routed = (torch.randn(rows, hidden + 8, generator=generator, device=device).bfloat16() for _ in range(2))
+    shared[0, :6] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3e38])
+    routed[0, :6] = torch.tensor([-torch.inf, 1.0, 1.0, -0.0, -0.0, 3e38])
+    expected = shared[:, :hidden].clone().add_(routed[:, :hidden], alpha=scaling)
+    beside = shared[:, hidden:].clone()
+    returned = op.add_shared(shared[:, :hidden], routed[:, :hidden], scaling=scaling)
+    assert returned.data_ptr() == shared.data_ptr() and torch.equal(shared[:, hidden:], beside)
+    same = returned.view(torch.int16) == expected.view(torch.int16)
+    assert bool((same | (returned.isnan() & expected.isnan())).all())
+
+
+def test_the_sum_is_behind_both_streams(device):
+    """In a graph whose second stream makes the shared output: a launch in front of either would add what was there."""
+    inputs = make_inputs(dataclasses.replace(BASE, rows=1, experts=8), seed=1, device=device)
+    other, x = torch.cuda.Stream(device), torch.zeros(1, 4096, dtype=torch.bfloat16, device=device)
+    mxfp4_moe(**inputs.arguments())
+    shared = torch.empty_like(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        here = torch.cuda.current_stream()
+        for _ in range(20):
+            other.wait_stream(here)
+            routed = mxfp4_moe(**inputs.arguments())
+            with torch.cuda.stream(other):
+                shared.zero_()
+                torch.add(x, 1.0, out=shared)
+            here.wait_stream(other)
+            x.copy_(op.add_shared(shared, routed))
+    routed = mxfp4_moe(**inputs.arguments())
+    for _ in range(50):
+        x.zero_()
+        graph.replay()
+        expected = torch.zeros_like(x)
+        for _ in range(20):
+            expected = (expected + 1.0) + routed
+        assert torch.equal(x, expected)

@@ -152,6 +152,9 @@ class GroupCoordinator:
         self.ca_comm = dispatch_custom_allreduce(group=group, device=device)
 """
 MHC_HEAD = "def fused_hc_head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps):\n    return x\n"
+SHARED_ADD = (
+    "def maybe_fuse_routed_scale_and_shared_add(experts, routed, shared, routed_scaling_factor):\n    return routed\n"
+)
 
 TREE_0_5_17 = {
     "sglang/__init__.py": "",
@@ -178,6 +181,7 @@ TREE_0_5_17 = {
     "sglang/srt/layers/quantization/mxfp4_flashinfer_cutlass_moe.py": EXPERTS.format(
         name="Mxfp4FlashinferCutlassMoEMethod"
     ),
+    "sglang/srt/layers/quantization/mxfp4_flashinfer_trtllm_moe.py": SHARED_ADD,
 }
 
 

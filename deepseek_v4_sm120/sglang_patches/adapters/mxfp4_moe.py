@@ -255,3 +255,47 @@ def replace_marlin_apply(original: Callable) -> Callable:
 def replace_cutlass_apply(original: Callable) -> Callable:
     """For Mxfp4FlashinferCutlassMoEMethod.apply (0.5.16 and later)."""
     return _replace_apply(original, bounds.MXFP4_MOE_MXFP8.shadow)
+
+
+class _Shared:
+    """The shared expert's output while SGLang decides how the routed experts' is added to it: `add_` is ours."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def add_(self, routed: torch.Tensor, *, alpha: float = 1.0) -> torch.Tensor:
+        return _add_shared(self.tensor, routed, alpha)
+
+
+def _add_shared(shared: torch.Tensor, routed: torch.Tensor, alpha: float) -> torch.Tensor:
+    if not settings().shadow:
+        return op.add_shared(shared, routed, scaling=alpha)
+    ours = op.add_shared(shared.clone(), routed, scaling=alpha)
+    theirs = shared.add_(routed, alpha=alpha)
+    shape = {"rows": shared.shape[0], "hidden": shared.shape[1]}
+    shadow.record(PATCH, [(ours, theirs)], identity="shared expert", shape=shape, relative_l2=0.0)
+    return ours if settings().shadow == "ours" else theirs
+
+
+def replace_shared_add(original: Callable) -> Callable:
+    """For maybe_fuse_routed_scale_and_shared_add: of the rows of decode and verify, where the boundary waits for it."""
+
+    @functools.wraps(original)
+    def shared_add(experts, routed, shared, routed_scaling_factor):
+        if shared is not None and _takes_shared(experts, routed, shared):
+            shared = _Shared(shared)
+        return original(experts, routed, shared, routed_scaling_factor)
+
+    return shared_add
+
+
+def _takes_shared(experts, routed, shared) -> bool:
+    """Experts that we keep: SGLang adds theirs by `shared.add_`."""
+    return (
+        getattr(experts, KEPT, None) is not None
+        and 0 < routed.shape[0] <= op.DECODE_ROWS
+        and routed.dtype == shared.dtype == torch.bfloat16
+        and routed.shape == shared.shape
+        and routed.is_contiguous()
+        and shared.is_contiguous()
+    )
