@@ -228,6 +228,7 @@ def timing_rows(name, batches, prefill_bars=None):
         for metric, key in (
             ("decode step, ms, best", "step_ms_best"),
             ("decode step, ms, worst", "step_ms_worst"),
+            ("decode step, ms, median of rounds in turn", "step_ms_middle_round"),
             ("decode step, ms, worst", "step_ms_median"),  # older files' name for the slower of two
             ("prefill, ms, best", "prefill_ms"),
             ("launches per step", "launches_per_step"),

@@ -11,7 +11,8 @@ writes OUT/NAME_same.json, a digest of every log-probability, of prompts asked w
 of others in groups of several sizes; `bench` (step times), `profile` (kernels of a decode step) and
 `prefill` (kernels of a long prompt's prefill) write OUT/NAME_bench.json. The patch and its switches come from --patch
 and the environment. With --turns FILE --engines N engines start side by side; when all N are up, they take turns for
-what is timed: who holds the file's lock has the GPU to itself.
+what is timed: who holds the file's lock has the GPU to itself. --rounds N times `bench` N times, each in a turn of its
+own: an engine's step varies by some per cent from minute to minute, so engines are compared round by round.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import math
 import os
 import re
 import shutil
+import statistics
 import sys
 import time
 
@@ -37,6 +39,7 @@ ALONE = (*FORCED, "text")  # phases that are an engine's only one: what is timed
 EXACT = ("output_token_logprobs", "output_top_logprobs", "input_top_logprobs")  # of an answer's meta_info, unrounded
 LONG_PROMPT = 32_000  # tokens of the profiled prefill
 OTHERS_START_S = 90.0  # how long an engine waits for the others; one that does not start must not cost the rest
+OTHERS_ROUND_S = 60.0  # and for their turns of the round before
 
 
 def parse(argv):
@@ -46,6 +49,7 @@ def parse(argv):
     parser.add_argument("--batches", nargs="*", type=int, default=[])
     parser.add_argument("--turns")
     parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1)
     return parser.parse_known_args(argv)
 
 
@@ -251,38 +255,64 @@ class Case:
         print(f"[{self.options.name}] prompt of {LONG_PROMPT}: {seconds:.3f} s to its first token", flush=True)
         return row
 
-    def timed(self, phases):
-        """The timed phases in their order; what is done is kept if a later one fails."""
+    def timed(self, phases, earlier=None):
+        """The timed phases in their order; what is done is kept if a later one fails. earlier: the rows of the rounds
+        before."""
         result, rows = {**self.result, "rows": {}}, {}
         for batch in self.options.bs:
             rows[batch] = {}
             for phase in phases:
                 if phase in ("bench", "profile"):
                     rows[batch].update(getattr(self, phase)(batch))
+                if phase == "bench" and earlier:
+                    rows[batch] = over_rounds(earlier[batch], rows[batch])
                 self.write("_bench", {**result, "rows": rows})
         if "prefill" in phases:
             self.write("_bench", {**result, "rows": rows, "prefill": self.prefill()})
+        return rows
+
+
+def over_rounds(before, row):
+    """The least and the greatest of all rounds, and each round's best."""
+    rounds = [*before.get("step_ms_rounds", [before["step_ms_best"]]), row["step_ms_best"]]
+    extremes = {k: min(before[k], row[k]) for k in ("prefill_ms", "step_ms_best")}
+    extremes["step_ms_worst"] = max(before["step_ms_worst"], row["step_ms_worst"])
+    middle = statistics.median(rounds)
+    return {**before, **extremes, "step_ms_rounds": rounds, "step_ms_middle_round": middle}
 
 
 @contextlib.contextmanager
-def turn(path, engines):
-    """Holds the lock of the file `path`, once all engines have started; without a path nobody shares the GPU."""
+def turn(path, engines, number=0):
+    """Holds the lock of the file `path`, once all engines have started, and in later turns once those that have have
+    had as many; without a path nobody shares the GPU."""
     if path is None:
         yield
         return
     with open(path, "a+") as file:
-        file.write("up\n")
-        file.flush()
-        deadline = time.monotonic() + OTHERS_START_S
-        while time.monotonic() < deadline and not has_lines(file, engines):
-            time.sleep(0.1)
+        if number == 0:
+            tell(file, "up")
+            wait_until(lambda: count(file, "up") >= engines, OTHERS_START_S)
+        else:
+            wait_until(lambda: count(file, "done") >= number * count(file, "up"), OTHERS_ROUND_S)
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+        tell(file, "done")
 
 
-def has_lines(file, count):
+def tell(file, what):
+    file.write(f"{what}\n")
+    file.flush()
+
+
+def count(file, what):
     file.seek(0)
-    return len(file.readlines()) >= count
+    return file.read().split().count(what)
+
+
+def wait_until(is_so, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not is_so():
+        time.sleep(0.1)
 
 
 def main():
@@ -307,8 +337,10 @@ def main():
     elif own.phases == ["text"]:
         case.text(own.batches)
     else:
-        with turn(own.turns, own.engines):
-            case.timed(own.phases)
+        rows = None
+        for number in range(own.rounds):
+            with turn(own.turns, own.engines, number):
+                rows = case.timed(own.phases if number == 0 else ["bench"], rows)
     time.sleep(SETTLE_S)
     case.engine.shutdown()
 

@@ -374,6 +374,34 @@ def test_an_engine_that_never_starts_does_not_cost_the_other_its_turn(tmp_path, 
         pass
 
 
+def test_rounds_alternate_between_the_engines(tmp_path):
+    turn, order = script("engine_case").turn, []
+
+    def engine(name):
+        for number in range(3):
+            with turn(tmp_path / "turns", 2, number):
+                order.append(name)
+                time.sleep(0.02)
+
+    both = [threading.Thread(target=engine, args=(name,)) for name in "ab"]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join(30)
+    assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [["a", "b"]] * 3
+
+
+def test_rounds_have_their_least_their_greatest_and_a_middle():
+    over_rounds = script("engine_case").over_rounds
+    rows = [
+        {"in_len": 1024, "prefill_ms": prefill, "step_ms_best": best, "step_ms_worst": best + 1.0}
+        for prefill, best in ((90.0, 4.0), (80.0, 3.0), (100.0, 3.5))
+    ]
+    found = over_rounds(over_rounds(rows[0], rows[1]), rows[2])
+    assert found["step_ms_rounds"] == [4.0, 3.0, 3.5] and found["step_ms_middle_round"] == 3.5
+    assert (found["step_ms_best"], found["step_ms_worst"], found["prefill_ms"]) == (3.0, 5.0, 80.0)
+
+
 def test_a_profile_without_decode_kernels_fails(machine):
     ended = machine("launches43", FAKE_NO_STEPS="ops43_launches")
     assert ended.returncode == 1 and "more decode steps must add launches and time, got 0.0" in ended.stdout
