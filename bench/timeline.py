@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 END = r"ArgMaxOps"
-SUM = r"nccl\w*AllReduce|all_reduce|cross_device_reduce"
+SUM = r"nccl\w*All|all_reduce::|mhc::summing|cross_device_reduce"
 PROGRAMMATIC, LAUNCH, JOIN = "programmatic", "launch", "joins"
 KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 WIDTH = 64  # characters of a kernel's name
