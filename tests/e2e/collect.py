@@ -92,6 +92,8 @@ IMPLEMENTATIONS = {
             (f"nccl43_sums{n}", f"ours with NCCL's sums, {cards} cards"),
             (f"nccl43_sums{n}_no_peers", f"ours with NCCL's sums through host memory, {cards} cards"),
             (f"ops43_sums{n}", f"ours, every operator on, {cards} cards"),
+            (f"ops43_sums{n}_host", f"ours, every operator on, {cards} cards, sums through host memory"),
+            (f"stock43_sums{n}", f"SGLang stock and its own sums, {cards} cards"),
         )
     },
     "plain": "ours, without speculation",
@@ -144,6 +146,7 @@ WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
     ("ops43_sums2", "1"): {"decode step, ms, worst": 3.9},
     ("ops43_sums4", "1"): {"decode step, ms, worst": 3.4},
     ("ops43_sums4", "8"): {"decode step, ms, worst": 6.2},
+    ("ops43_sums4_host", "1"): {"decode step, ms, worst": 3.9},
 }
 WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE, SUMS_ISSUE = 7, 4, 21, 20
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
