@@ -113,8 +113,8 @@ def read_choices(text: str) -> dict[str, str]:
         name, _, value = (part.strip() for part in item.partition("="))
         words = WORDS.get(name, ())
         if not name or not (value in ("on", "off", *words) or value.isdigit()):
-            more = f" ({name} takes {' and '.join(words)} too)" if words else ""
-            raise ValueError(f"DSV4_SM120_SET must be <name>=<on, off or a number>, comma-separated{more}; got {item!r}")
+            got = f"{item!r}" + (f" ({name} takes {' and '.join(words)} too)" if words else "")
+            raise ValueError(f"DSV4_SM120_SET must be <name>=<on, off or a number>, comma-separated; got {got}")
         choices[name] = value
     return choices
 
