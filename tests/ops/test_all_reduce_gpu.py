@@ -228,6 +228,7 @@ def test_a_rank_that_is_killed_ends_the_others_within_seconds(transport, tmp_pat
     seconds = float(said.split()[1])
     assert said.startswith("ended") and seconds < 10.0
     assert "rank 0 waited in vain for rank 1, in call 5, sum 86 of a graph, of 8 rows" in told
+    assert f"rank 0: rank 1 (process {ranks[1].pid}) has ended" in told
     assert set(os.listdir("/dev/shm")) - before == set()
 
 
