@@ -381,6 +381,7 @@ def fault_rows(faults):
         if seen.get("is_named_in_a_sum") is not None:
             missing = int(not seen["is_named_in_a_sum"])
             add(case, "messages that lack rank, call and sum", missing, IN_A_SUM_BARS.get(case))
+    add("all servers", "servers whose sums were not ours", sum(not ways for ways in faults["ways"].values()), 0)
     left = faults["left"]
     add("all ended", "entries left in /dev/shm", len(left["shm"]), 0)
     add("all ended", "processes left", len(left["processes"]), 0)

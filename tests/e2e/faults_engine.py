@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The offline engine behind /health and /generate, for a machine that lacks what SGLang's own server imports.
 
-usage: faults_engine.py --port N [engine arguments as launch_server's JSON in --engine]
+usage: faults_engine.py --port N --engine JSON
 
 One request at a time, of one prompt or several. The processes are those of a server, but for the HTTP front.
 """
@@ -18,7 +18,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def answer(self, value):
-        data = json.dumps(value).encode()
+        data = json.dumps(value, default=str).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
