@@ -343,7 +343,9 @@ def many(rank, ranks, device, gather, ways):
         group.close()
 
 
-@pytest.mark.parametrize("ranks, ways", [(2, ("peer", "peer", "host")), (4, ("peer",)), (4, ("host",))])
+@pytest.mark.parametrize(
+    "ranks, ways", [(2, ("peer", "peer", "host")), (4, ("peer",)), (4, ("host",))], ids=["2", "4-peer", "4-host"]
+)
 def test_many_sums_under_load_have_no_wrong_bit(ranks, ways, monkeypatch):
     """With ALL_REDUCE_TEST_ROUNDS=10000000 the gate. How many ran is told (pytest -s) and asserted."""
     if torch.cuda.device_count() < ranks:  # processes take turns on a card: a wait is a time slice
