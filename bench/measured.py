@@ -115,6 +115,21 @@ SECTIONS = {
         True,
         "two processes",
     ),
+    "e2e_faults_sglang": Section(
+        "Faults on two cards",
+        "Six layers over two cards, our sums, servers side by side: what was done to each, and what became of it. Who "
+        "was named, and what else was seen, is in the file.",
+        {
+            "seconds until all its processes have ended": "seconds to the end",
+            "messages that lack who ended": "unnamed",
+            "messages that lack rank, call and sum": "sum unnamed",
+            "processes left": "processes left",
+            "entries left in /dev/shm": "left in /dev/shm",
+            "answers that differ": "answers that differ",
+        },
+        (),
+        True,
+    ),
     "e2e_operators_sglang": Section(
         "Every call beside the original", "Shadow mode on the engine's live inputs.", SHADOW, (), True, "shadow"
     ),

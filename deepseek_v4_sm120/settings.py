@@ -10,7 +10,8 @@ DSV4_SM120_SHADOW=ours      the same, but keep our result
 DSV4_SM120_ON_BROKEN=warn   a patch that does not fit this SGLang is left out with a warning, the server starts
 DSV4_SM120_UNREVIEWED=refuse   a patch of code that nobody has looked at is treated like one that does not fit
 DSV4_SM120_REPORT=<dir>     every patched process writes <dir>/<pid>.json; what prevents that is told and stops nothing
-DSV4_SM120_SET=<name>=<on, off or a number>[,...]   which of SGLang's defaults we change, and to what; <patch>=off
+DSV4_SM120_SET=<name>=<on, off or a number>[,...]   which of SGLang's defaults we change, and to what; <patch>=off;
+                            all_reduce=host or peer: by that way alone
 DSV4_SM120_PROFILE=<file>   what `calibrate` measured on this machine: patches that lost there are left out;
                             DSV4_SM120_SET=<operator>=on or off stands above
 """
@@ -28,6 +29,7 @@ _ACCEPTED = {
     "DSV4_SM120_UNREVIEWED": ("warn", "refuse"),
 }
 PREFIX = "DSV4_SM120"
+WORDS = {"all_reduce": ("host", "peer")}  # that a name of DSV4_SM120_SET takes besides
 REPORT = "DSV4_SM120_REPORT"
 KNOWN = (*_ACCEPTED, REPORT, "DSV4_SM120_SET", "DSV4_SM120_PROFILE")
 
@@ -39,7 +41,7 @@ class Settings:
     shadow: str | None = None  # None, "1" (keep the original's result) or "ours"
     on_broken: str = "raise"  # "raise" or "warn"
     report: str | None = None  # folder of the per-process reports
-    choices: Mapping[str, str] = field(default_factory=dict)  # default or patch -> "on", "off" or a number
+    choices: Mapping[str, str] = field(default_factory=dict)  # default or patch -> "on", "off", a number or a word
     profile: str | None = None  # file that `calibrate` wrote
     unreviewed: str = "warn"  # "warn" or "refuse"
     wrong: tuple[str, ...] = ()  # a sentence for each variable whose value is none; what it is for is at its default
@@ -48,6 +50,12 @@ class Settings:
     def reproducible(self) -> bool:
         """Whether every sum is to have one order, at any number of rows (docs/notes/reproducible.md)."""
         return self.choices.get("reproducible") == "on"
+
+    @property
+    def transport(self) -> str | None:
+        """The one way in which the cards may sum, where the user chose it."""
+        asked = self.choices.get("all_reduce")
+        return asked if asked in WORDS["all_reduce"] else None
 
     @property
     def mode(self) -> str:
@@ -99,12 +107,14 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def read_choices(text: str) -> dict[str, str]:
-    """DSV4_SM120_SET: {name: "on", "off" or digits}; ValueError for anything else."""
+    """DSV4_SM120_SET: {name: "on", "off", digits or a word of WORDS}; ValueError for anything else."""
     choices = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (part.strip() for part in item.partition("="))
-        if not name or not (value in ("on", "off") or value.isdigit()):
-            raise ValueError(f"DSV4_SM120_SET must be <name>=<on, off or a number>, comma-separated; got {item!r}")
+        words = WORDS.get(name, ())
+        if not name or not (value in ("on", "off", *words) or value.isdigit()):
+            got = f"{item!r}" + (f" ({name} takes {' and '.join(words)} too)" if words else "")
+            raise ValueError(f"DSV4_SM120_SET must be <name>=<on, off or a number>, comma-separated; got {got}")
         choices[name] = value
     return choices
 

@@ -264,7 +264,8 @@ class Host:
 
 
 class _Watch:
-    """A thread that makes calls give up at once when a rank's process has ended, and prints what a kernel told."""
+    """A thread that makes calls give up at once when a rank's process has ended, and prints that, and what a kernel
+    told."""
 
     def __init__(self, rank, fault, pids):
         self._rank, self._fault = rank, fault
@@ -284,9 +285,15 @@ class _Watch:
                     return
                 poll.unregister(number)
                 self._fault[5], wait_s = 1, _TOLD_S
+                other, pid = self._others[number]
+                self._say(f"all_reduce: rank {self._rank}: rank {other} (process {pid}) has ended")
             if (text := describe_fault(self._rank, self._fault)) is not None:
-                print(f"deepseek_v4_sm120: {text}", file=sys.stderr, flush=True)
+                self._say(text)
                 return
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"deepseek_v4_sm120: {text}", file=sys.stderr, flush=True)
 
     def end(self):
         os.close(self._end)

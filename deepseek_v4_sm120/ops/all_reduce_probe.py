@@ -26,6 +26,7 @@ DECIDING_ROWS = (1, 8)
 PROGRAM = (sys.executable, "-m", "deepseek_v4_sm120.ops.all_reduce_probe_child")
 START_S, STEP_S, WHOLE_S, END_S = 60.0, 20.0, 120.0, 5.0
 WORDS = {"peer": "each other's memory", "host": "host memory"}
+CHOSEN = "chosen by the user, the only one tried"
 REMEDY = (
     "BIOS: IOMMU off or pass-through, ACS off, Resizable BAR on; driver 580 or newer; in a container --ipc=host; "
     "`doctor` names the bridges"
@@ -45,17 +46,20 @@ class Way:
 
 @dataclass(frozen=True)
 class Verdict:
-    """transport: the way that is taken, None: SGLang's own sums."""
+    """transport: the way that is taken, None: SGLang's own sums. is_chosen: the user named the one that was tried."""
 
     ranks: int
     transport: str | None
     ways: dict[str, Way]
     seconds: float
+    is_chosen: bool = False
 
     def describe(self) -> str:
-        parts = ["the sums between the cards stay SGLang's"]
+        chosen = f" ({CHOSEN})" if self.is_chosen else ""
+        parts = [f"the sums between the cards stay SGLang's{chosen}"]
         if self.transport is not None:
-            parts = [f"{self.ranks} cards sum by way of {WORDS[self.transport]}: {_times(self.ways[self.transport])}"]
+            took = _times(self.ways[self.transport])
+            parts = [f"{self.ranks} cards sum by way of {WORDS[self.transport]}{chosen}: {took}"]
         others = {name: way for name, way in self.ways.items() if name != self.transport}
         parts += [f"by way of {WORDS[name]}: {way.problem or _times(way)}" for name, way in others.items()]
         return "; ".join(parts + ([f"to do: {REMEDY}"] if any(way.problem for way in others.values()) else []))
@@ -147,13 +151,22 @@ def relay(child: Child, gather: Gather) -> tuple[list | None, str | None]:
 
 
 def probe(
-    rank: int, ranks: int, device: int, gather: Gather, *, hidden: int, program: Sequence[str] = PROGRAM
+    rank: int,
+    ranks: int,
+    device: int,
+    gather: Gather,
+    *,
+    hidden: int,
+    transport: str | None = None,
+    program: Sequence[str] = PROGRAM,
 ) -> Verdict:
-    """The verdict, the same on all ranks; each calls it with its card's index and an all-gather between them."""
+    """The verdict, the same on all ranks; each calls it with its card's index, an all-gather between them, and the one
+    way to try, or None for all."""
+    tried = TRANSPORTS if transport is None else (transport,)
     started = time.monotonic()
     ways: dict[str, Way] = {}
     # where a process was lost, what is left is asked of another one
-    for asked in (TRANSPORTS, TRANSPORTS[1:]):
+    for asked in filter(None, (tried, tried[1:])):
         words = json.dumps({"rank": rank, "ranks": ranks, "device": device, "hidden": hidden, "ways": asked})
         child = Child([*program, words])
         try:
@@ -164,10 +177,10 @@ def probe(
             ways |= {name: merged([one[name] for one in found]) for name in asked}
             break
         ways |= {asked[0]: Way(problem)}
-    right = [name for name in TRANSPORTS if ways[name].problem is None]
+    right = [name for name in tried if ways[name].problem is None]
     fastest = min(right, key=lambda name: sum(ways[name].us[rows] for rows in DECIDING_ROWS), default=None)
     seconds = max(gather(round(time.monotonic() - started, 1)))
-    return Verdict(ranks, fastest, {name: ways[name] for name in TRANSPORTS}, seconds)
+    return Verdict(ranks, fastest, {name: ways[name] for name in tried}, seconds, transport is not None)
 
 
 def merged(found: list[dict]) -> Way:

@@ -110,7 +110,7 @@ class Engine:
                 f"the stock code runs. Use a newer release of deepseek_v4_sm120, or an older {self.host}"
             )
             return [Record(patch, None, UNSUPPORTED, reason)]
-        if against is not None and asked != "on":
+        if against is not None and asked is None:
             return [Record(patch, None, NOT_APPLICABLE, against)]
         if patch.default and self.steering.state(patch.default) != ON:
             return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.default}=on")]
@@ -121,7 +121,7 @@ class Engine:
         if not targets:
             reason = f"{self.host} does not tell its version, and no place of it fits {patch.name}: the stock code runs"
             return [Record(patch, None, UNSUPPORTED, reason)]
-        why = f"; DSV4_SM120_SET={name}=on, although {against}" if against else ""
+        why = f"; DSV4_SM120_SET={name}={asked}, although {against}" if against else ""
         return [Record(patch, t, READY, f"when {self.host} imports it{why}") for t in targets]
 
     def _leave_out_what_serves_nothing(self) -> None:

@@ -302,6 +302,8 @@ def as_a_rank(rank, ranks, gather, library, case):
     op.EAGER_PATIENCE_S = 400.0
     state = sys.modules[adapter.PARALLEL_STATE] = ModuleType(adapter.PARALLEL_STATE)
     state._TP = None
+    choices = {"all_reduce": case["chosen"]} if "chosen" in case else {}
+    adapter.settings = lambda: settings.Settings(choices=choices)
     group = torch.distributed.group.WORLD
     made = adapter.replace_dispatch(lambda group, device: Theirs)(group=group, device=torch.device("cpu"))(
         group=group, device=torch.device("cpu")
@@ -315,6 +317,8 @@ def as_a_rank(rank, ranks, gather, library, case):
             sums.append(made.custom_all_reduce(x))
         gather(None)
         made.close()
+    theirs = getattr(made, "_theirs", made)
+    notes += ["theirs is disabled"] if theirs.disabled else []
     return type(made).__name__, said, notes, sums
 
 
@@ -344,6 +348,23 @@ def test_where_no_way_works_all_ranks_have_sglangs_object_and_one_line_says_why(
     assert len(lines) == 1 and "the sums between the cards stay SGLang's" in lines[0]
     assert "rank 1: 1 of 576 sums are wrong" in lines[0] and "ACS" in lines[0] and "IOMMU" in lines[0]
     assert all(notes and "stay SGLang's" in notes[0] for _, _, notes, _ in found)
+
+
+@pytest.mark.parametrize(("chosen", "words"), [("host", "host memory"), ("peer", "each other's memory")])
+def test_the_way_that_the_user_chose_is_the_only_one_tried(chosen, words, library):
+    """A fault of the other one is never met; by host memory, SGLang's object, which goes by peers, sums nothing."""
+    other = {"host": "peer", "peer": "host"}[chosen]
+    found = ranks_of(library, fault={"rank": 1, "way": other, "what": "dies"}, chosen=chosen)
+    for kind, _, (note, *disabled), sums in found:
+        assert kind == "Communicator" and len(sums) == 5 and bool(disabled) == (chosen == "host")
+        assert note.startswith(f"all_reduce: 2 cards sum by way of {words} (chosen by the user, the only one tried): ")
+        assert "; " not in note
+
+
+def test_where_the_chosen_way_does_not_work_none_is_ours(library):
+    found = ranks_of(library, fault={"rank": 0, "way": "host", "what": "wrong bits"}, chosen="host")
+    for kind, _, (note, disabled), _ in found:
+        assert kind == "Theirs" and disabled and "chosen by the user" in note and "rank 0: 1 of 576 sums" in note
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,7 @@ def test_peers_that_lie_are_slow_or_absent(tmp_path, pair, state, words):
     found.probe = {"links": {}, "peers": [{"from": 0, "to": 1, **pair}]}
     peers = finding(gpu_checks.checks(found), "peer copies")
     assert peers.state == state and words in peers.found
+    assert ("DSV4_SM120_SET=all_reduce=host" in peers.fix) == (state == FAIL)
 
 
 def test_copies_that_never_end_are_suspected_not_hidden(tmp_path):

@@ -31,6 +31,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_four_cards": ("tp4", "tp4_43"),
     "e2e_sums": ("sums2", "sums4", "sums2_43", "sums4_43"),
     "e2e_speculation": ("speculation", "speculation43"),
+    "e2e_faults": ("faults2",),  # of faults_stage.py
     "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
 }
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
@@ -92,6 +93,8 @@ IMPLEMENTATIONS = {
             (f"nccl43_sums{n}", f"ours with NCCL's sums, {cards} cards"),
             (f"nccl43_sums{n}_no_peers", f"ours with NCCL's sums through host memory, {cards} cards"),
             (f"ops43_sums{n}", f"ours, every operator on, {cards} cards"),
+            (f"ops43_sums{n}_host", f"ours, every operator on, {cards} cards, sums through host memory"),
+            (f"stock43_sums{n}", f"SGLang stock and its own sums, {cards} cards"),
         )
     },
     "plain": "ours, without speculation",
@@ -144,6 +147,7 @@ WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
     ("ops43_sums2", "1"): {"decode step, ms, worst": 3.9},
     ("ops43_sums4", "1"): {"decode step, ms, worst": 3.4},
     ("ops43_sums4", "8"): {"decode step, ms, worst": 6.2},
+    ("ops43_sums4_host", "1"): {"decode step, ms, worst": 3.9},
 }
 WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE, SUMS_ISSUE = 7, 4, 21, 20
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
@@ -342,6 +346,50 @@ def same_rows(found):
     ]
 
 
+END_BARS = {"stopped": 10.0}  # seconds until all of a server has ended; of the others 15
+IN_A_SUM_BARS = {"stalled_then_killed": 0}  # elsewhere no sum need be under way
+
+
+def fault_rows(faults):
+    """What became of servers that something was done to, and what they left."""
+
+    def add(case, metric, value, bar=None):
+        rows.append(row(f"faults, two cards, {case}", "ours, every operator on", metric, value, bar, SUMS_ISSUE))
+
+    rows = []
+    for case, seen in faults["cases"].items():
+        if "not_shown" in seen:
+            add(case, f"not shown: {seen['not_shown']}", None)
+            continue
+        add(case, "broke", int(bool(seen.get("problem"))), 0)
+        for name, metric, bar in (
+            ("seconds_to_the_end", "seconds until all its processes have ended", END_BARS.get(case, 15.0)),
+            ("answers", "answers", None),
+            ("differ", "answers that differ", 0),
+            ("differ_in_a_bit", "answers with another bit", None),
+            ("differ_from_the_prefix_cache", "answers from the prefix cache with another text", None),
+            ("client_s", "seconds until its client knew", None),
+            ("stalled_s", "seconds that rank 1 stood still", None),
+            ("startup_s", "seconds to start again", None),
+            ("given_back_mib", "memory given back, MiB", None),
+        ):
+            if name in seen:
+                add(case, metric, seen[name], bar)
+        if "processes_left" in seen:
+            add(case, "processes left", len(seen["processes_left"]), 0)
+        if seen.get("is_named") is not None:
+            add(case, "messages that lack who ended", int(not seen["is_named"]), 0)
+        if seen.get("is_named_in_a_sum") is not None:
+            missing = int(not seen["is_named_in_a_sum"])
+            add(case, "messages that lack rank, call and sum", missing, IN_A_SUM_BARS.get(case))
+    add("all servers", "servers whose sums were not ours", sum(not ways for ways in faults["ways"].values()), 0)
+    left = faults["left"]
+    add("all ended", "entries left in /dev/shm", len(left["shm"]), 0)
+    add("all ended", "processes left", len(left["processes"]), 0)
+    add("all ended", "memory left on the cards, MiB", left["gpu_mib"], None if left["gpu_mib"] is None else 64)
+    return rows
+
+
 def commit_of(stage, commit):
     """A copy without history says none, or the bare word that git prints there."""
     return commit if stage["commit"] in (None, "HEAD") else stage["commit"]
@@ -350,6 +398,7 @@ def commit_of(stage, commit):
 def collect(stages, commit):
     rows, differences, texts, sames = [], {}, {}, {}
     for stage in stages:
+        rows += fault_rows(stage["faults"]) if "faults" in stage else []
         for name, case in stage["cases"].items():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
         for difference in stage["differences"]:  # a later stage's file repeats what its work folder still holds
@@ -367,7 +416,7 @@ def collect(stages, commit):
         "date": stages[0]["date"],
         "commit": ", ".join(dict.fromkeys(commit_of(stage, commit) for stage in stages)),
         "command": list(dict.fromkeys(stage["command"] for stage in stages)),
-        "sglang": sorted({c["sglang"] for stage in stages for c in stage["cases"].values() if "sglang" in c}),
+        "sglang": sorted({release for stage in stages for release in releases(stage)}),
         "ceilings": {},
         "runs": {
             name: {"command": case["command"], "commit": commit_of(stage, commit)}
@@ -398,7 +447,8 @@ def results(stages, commit):
 
 
 def releases(stage):
-    return sorted({case["sglang"] for case in stage["cases"].values() if "sglang" in case})
+    ran = [*stage["cases"].values(), stage.get("faults", {})]
+    return sorted({case["sglang"] for case in ran if "sglang" in case})
 
 
 def write(path, table):

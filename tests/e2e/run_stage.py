@@ -138,6 +138,7 @@ def chunks(rows, *more, radix=True):
 
 TIMED_IN_TURN = [*SIDE_BY_SIDE, "--phases", "bench"]
 NO_PEERS = {"NCCL_P2P_DISABLE": "1"}  # NCCL over host memory: a machine whose peers do not work
+HOST_SUMS = {"DSV4_SM120_SET": "all_reduce=host"}  # ours over host memory, whatever the probe would find
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ STAGES = {
         Case("ops43_eagle314", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL, takes_turns=True),
     ],
     # the sums between the cards: every one beside SGLang's own; two engines, and one prompt sent twice, to the bit;
-    # then what they are worth in a step, against NCCL, and NCCL without peers
+    # then what they are worth in a step, against NCCL; both without peers; and all of SGLang's own. Three fit at once
     **{
         f"sums{n}": [
             Case(f"sums{n}_shadow", sums(n, *CARDS_ANSWER), environment=EVERY_CALL | SHADOW),
@@ -253,6 +254,13 @@ STAGES = {
                 takes_turns=True,
             ),
             Case(f"ops43_sums{n}", sums(n, *timed), environment=EVERY_CALL, takes_turns=True),
+            Case(
+                f"ops43_sums{n}_host",
+                sums(n, *timed),
+                environment=EVERY_CALL | NO_PEERS | HOST_SUMS,
+                takes_turns=True,
+            ),
+            Case(f"stock43_sums{n}", sums(n, *timed), patched=False, takes_turns=True),
         ]
         for n, timed in ((2, TIMED_IN_TURN), (4, [*TIMED_IN_TURN, "--variant", "flash43"]))
     },

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.e2e import faults_stage
 from tests.patching import wheels
 
 HERE = Path(__file__).resolve().parent
@@ -281,7 +282,8 @@ def test_results_go_under_their_release_and_name(machine, tmp_path):
     names = {path.name for path in (tmp_path / "results").iterdir()}
     assert names == {"e2e_sglang_0.0.0.fake.json", "e2e_four_cards_sglang_0.0.0.fake.json"}
     stages = script("run_stage").STAGES
-    assert sorted(s for group in script("collect").RESULTS.values() for s in group) == sorted(stages)
+    grouped = [s for group in script("collect").RESULTS.values() for s in group]
+    assert sorted(grouped) == sorted([*stages, faults_stage.STAGE])
     known = script("collect").IMPLEMENTATIONS
     assert {case.name for cases in stages.values() for case in cases} <= known.keys()
     mixed = [json.loads(path.read_text()) for path in paths]

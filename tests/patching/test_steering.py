@@ -88,14 +88,16 @@ def test_unknown_names_are_a_problem_in_words():
 
 def test_an_operator_is_off_or_on_and_no_number():
     def problem(**choices):
-        return Steering(ROWS, Settings(choices=choices), lambda versions: True, ("mhc",)).problem()
+        return Steering(ROWS, Settings(choices=choices), lambda versions: True, ("mhc", "all_reduce")).problem()
 
-    assert problem(mhc="off") is None and problem(mhc="on") is None
+    assert problem(mhc="off") is None and problem(mhc="on") is None and problem(all_reduce="host") is None
     assert problem(mhc="3") == "DSV4_SM120_SET must be on or off for mhc, which are no numbers"
-    assert "it takes safe, risky, count, later, mhc" in problem(mch="off")
+    assert "it takes safe, risky, count, later, mhc, all_reduce" in problem(mch="off")
 
 
-@pytest.mark.parametrize("text", ["safe", "safe=yes", "=on", "safe=on;risky=on", "count=-1"])
+@pytest.mark.parametrize(
+    "text", ["safe", "safe=yes", "=on", "safe=on;risky=on", "count=-1", "safe=host", "all_reduce=hots"]
+)
 def test_malformed_choices(text):
     with pytest.raises(ValueError, match="DSV4_SM120_SET must be"):
         read_choices(text)
@@ -103,6 +105,14 @@ def test_malformed_choices(text):
 
 def test_choices_are_read():
     assert read_choices(" safe=on, count = 3 ,") == {"safe": "on", "count": "3"}
+    assert read_choices("all_reduce=host,mhc=off") == {"all_reduce": "host", "mhc": "off"}
+    with pytest.raises(ValueError, match=r"got 'all_reduce=hots' \(all_reduce takes host and peer too\)"):
+        read_choices("all_reduce=hots")
+
+
+def test_the_way_of_sums_that_the_user_chose():
+    asked = {value: Settings(choices={"all_reduce": value}).transport for value in ("host", "peer", "on", "off")}
+    assert asked == {"host": "host", "peer": "peer", "on": None, "off": None} and Settings().transport is None
 
 
 def test_every_row_of_the_table_says_why_and_how():

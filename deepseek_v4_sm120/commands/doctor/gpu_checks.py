@@ -209,7 +209,8 @@ def _peers(facts: Facts) -> Iterator[Finding]:
             "peer copies",
             f"{named(lying)}: reported as possible, but the data does not arrive",
             "custom all-reduce and NCCL hang or give wrong numbers",
-            "NCCL_P2P_DISABLE=1 and --disable-custom-all-reduce now; then BIOS: IOMMU off or pass-through, ACS off",
+            "NCCL_P2P_DISABLE=1 and DSV4_SM120_SET=all_reduce=host now, our sums then go by host memory (without our "
+            "patch: --disable-custom-all-reduce); then BIOS: IOMMU off or pass-through, ACS off",
         )
     elif absent:
         yield warn(

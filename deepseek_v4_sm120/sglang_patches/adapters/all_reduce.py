@@ -5,6 +5,7 @@ every sum: `should_custom_ar(x)`, then `custom_all_reduce(x)`, else NCCL. Of the
 ours where its cards can sum by one of our ways, which a probe finds out at the start; what it does not take goes to the
 object that SGLang would have had, and to what comes behind that. Other groups (context, data and expert parallelism)
 keep theirs. With --disable-custom-all-reduce, and so with deterministic inference, SGLang asks for no such object.
+DSV4_SM120_SET=all_reduce=host or peer: only that way is tried, and with host SGLang's object sums nothing either.
 
 A call is taken by its shape alone, up to MAX_ROWS rows; a server whose decode or verify steps can have more gets none
 of it, so that a row's bits never depend on the rows beside it. A reproducible server's calls are taken whatever their
@@ -42,6 +43,7 @@ class Place(NamedTuple):
     is_served: bool
     host: str  # where processes can see each other
     most_rows: int  # of a decode or verify step
+    transport: str | None = None  # the one to try; rank 0's counts
 
 
 def replace_dispatch(original: Callable) -> Callable:
@@ -77,12 +79,15 @@ def _communicator(stock: Callable, group, device):
         return told
 
     rank, hidden = torch.distributed.get_rank(group), models_served.announced()["hidden"]
-    places = gather(Place(_is_served(device), _host(), _most_rows()))
+    places = gather(Place(_is_served(device), _host(), _most_rows(), settings().transport))
     if not all(place.is_served for place in places):
         return theirs
+    chosen = places[0].transport
+    if chosen == "host":
+        theirs.disabled = True  # it goes by peers: what ours does not take is NCCL's
     if why := _why_not(places):
         return _left(theirs, rank, f"the sums between the cards stay SGLang's: {why}")
-    verdict = all_reduce_probe.probe(rank, len(places), device.index, gather, hidden=hidden)
+    verdict = all_reduce_probe.probe(rank, len(places), device.index, gather, hidden=hidden, transport=chosen)
     if verdict.transport is None:
         return _left(theirs, rank, verdict.describe(), verdict.as_dict)
 
