@@ -104,6 +104,7 @@ IMPLEMENTATIONS = {
     "stock_eagle314": "SGLang stock, EAGLE 3/1/4",
     "stock43_eagle314": "SGLang stock (Hopper kernels), EAGLE 3/1/4",
     "ops43_eagle314": "ours, every operator on, EAGLE 3/1/4",
+    "ops43_bf16_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the bf16 head",
     **{
         f"{kind}_{name}": f"ours, {'reproducible' if kind == 'same' else 'not reproducible'}, {text}"
         for kind, name, text in (

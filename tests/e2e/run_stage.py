@@ -109,6 +109,7 @@ TEXT = [
     "32",
 ]
 TEXT += ["--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
+BF16_DRAFTS = {"DSV4_SM120_SET": "draft_head=off"}
 SPECULATION_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", "profile"]
 
 
@@ -232,6 +233,7 @@ STAGES = {
     "speculation43": [
         Case("stock43_eagle314", SPECULATION_TIMED + eagle(3), patched=False, takes_turns=True),
         Case("ops43_eagle314", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL, takes_turns=True),
+        Case("ops43_bf16_drafts", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL | BF16_DRAFTS, takes_turns=True),
     ],
     # the sums between the cards: every one beside SGLang's own; two engines, and one prompt sent twice, to the bit;
     # then what they are worth in a step, against NCCL, and NCCL without peers
