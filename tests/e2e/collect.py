@@ -31,6 +31,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_four_cards": ("tp4", "tp4_43"),
     "e2e_sums": ("sums2", "sums4", "sums2_43", "sums4_43"),
     "e2e_speculation": ("speculation", "speculation43"),
+    "e2e_accepted": ("accepted",),
     "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
 }
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
@@ -98,6 +99,16 @@ IMPLEMENTATIONS = {
     "eagle112": "ours, EAGLE 1/1/2",
     "eagle314": "ours, EAGLE 3/1/4",
     "dspark3": "ours, DSPARK, a block of 3",
+    "accepted_plain": "ours, reproducible, without speculation",
+    **{
+        f"accepted_{name}_{kind}": f"ours, reproducible, {drafter}, {kind} of the drafts right"
+        for name, drafter in (
+            ("eagle314", "EAGLE 3/1/4"),
+            ("dspark3", "DSPARK, a block of 3"),
+            ("eagle516", "EAGLE 5/1/6"),
+        )
+        for kind in ("none", "half", "all")
+    },
     "eagle314_shadow": "ours beside SGLang's, EAGLE 3/1/4",
     "dspark3_shadow": "ours beside SGLang's, DSPARK, a block of 3",
     "stock_plain": "SGLang stock, without speculation",
@@ -146,6 +157,7 @@ WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
     ("ops43_sums4", "1"): {"decode step, ms, worst": 3.4},
     ("ops43_sums4", "8"): {"decode step, ms, worst": 6.2},
 }
+MOST_OFF = 1  # verifications of an answer: SGLang counts the one that is under way when it ends, or does not
 WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE, SUMS_ISSUE = 7, 4, 21, 20
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
 
@@ -219,7 +231,7 @@ def index_rows(name, impl, patch, records):
 def timing_rows(name, batches, prefill_bars=None):
     impl, rows = IMPLEMENTATIONS[name], []
     is_whole = name.endswith(("_whole", "43_alone", "43_tp2", "43_tp4")) or "_without_" in name
-    issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith("_eagle314") else ISSUE
+    issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith(("_eagle314", "_bf16_drafts")) else ISSUE
     issue = SUMS_ISSUE if "43_sums" in name else issue
     variant = "flash43" if name.endswith("_tp4") or "_sums4" in name else "flash43e64"
     for batch, timed in batches.items():
@@ -318,7 +330,8 @@ def text_rows(found):
     at_once = found["at_once"]
     together = "one prompt at a time" if at_once == 1 else f"{at_once} prompts at once"
     case = f"flash6h, {together}: {found['what']}, greedy text with and without"
-    bar = 0 if at_once == 1 and not found["run"].startswith("stock") else None
+    is_forced = found["run"].startswith("accepted")
+    bar = 0 if is_forced or (at_once == 1 and not found["run"].startswith("stock")) else None
     impl = IMPLEMENTATIONS[found["run"]]
     return [
         row(case, impl, "answers", found["answers"], issue=SPECULATION_ISSUE),
@@ -328,7 +341,16 @@ def text_rows(found):
             if found["differ"]
             else []
         ),
+        *(acceptance_rows(case, impl, found) if is_forced else []),
     ]
+
+
+def acceptance_rows(case, impl, found):
+    """As many drafts are accepted as are right; of a run that did not count them it is not shown."""
+    each, off = found.get("tokens_a_verification"), found.get("off")
+    metric = "verifications off what the drafts must take, worst answer"
+    off = row(case, impl, metric, off, MOST_OFF, SPECULATION_ISSUE)
+    return [off, *([row(case, impl, "tokens a verification", each, issue=SPECULATION_ISSUE)] if each else [])]
 
 
 def same_rows(found):
