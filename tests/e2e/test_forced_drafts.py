@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,7 +60,7 @@ def test_what_a_verification_gets(plugin, tmp_path, monkeypatch, kind):
         def verify(batch, draft_input, parents, scores, drafts, *rest, device):
             return drafts
 
-        given = plugin.of_eagle(verify, batch, None, None, None, tokens, None, device="cpu")
+        given = plugin.of_eagle(verify)(batch, None, None, None, tokens, None, device="cpu")
         assert given is tokens and (tokens[1] == -5).all(), "a prompt that nobody asked keeps its own"
         for row, n in ((0, 9), (2, 5)):
             if len(said[n]) >= 12:
@@ -80,10 +81,39 @@ def test_dsparks_proposal_is_written_where_it_is_read(plugin, tmp_path, monkeypa
     buffer = torch.zeros(8, dtype=torch.int64)
     proposal = SimpleNamespace(draft_block=SimpleNamespace(draft_tokens=buffer[:3].view(1, 3)))
     batch = SimpleNamespace(reqs=[SimpleNamespace(origin_input_ids=[0] * 5)], seq_lens=torch.tensor([5]))
-    assert plugin.of_dspark(proposal, None, batch=batch, bs=1) is None and buffer[:3].tolist() == [2, 3, 4]
+    propose = plugin.of_dspark(lambda self, *, batch, bs: proposal)
+    assert propose(None, batch=batch, bs=1) is proposal and buffer[:3].tolist() == [2, 3, 4]
     proposal.verify_ids = torch.zeros(1, 4, dtype=torch.int64)
-    plugin.of_dspark(proposal, None, batch=batch, bs=1)
+    propose(None, batch=batch, bs=1)
     assert proposal.verify_ids.tolist() == [[0, 2, 3, 4]]
+
+
+def test_both_are_hooked_once_a_scheduler_is_made(plugin, monkeypatch):
+    asked, propose = [], lambda self, *, batch: None
+    eagle, dspark = SimpleNamespace(build_eagle_verify_input=len), SimpleNamespace(DraftBlockProposer=SimpleNamespace())
+    dspark.DraftBlockProposer.propose = propose
+    modules = {
+        plugin.EAGLE: eagle,
+        plugin.DSPARK: dspark,
+        "sglang.srt.plugins.hook_registry": SimpleNamespace(
+            HookRegistry=SimpleNamespace(register=lambda *call: asked.append(call)),
+            HookType=SimpleNamespace(AFTER="after"),
+        ),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    monkeypatch.delenv("E2E_DRAFTS", raising=False)
+    plugin.register()
+    assert asked == []
+    monkeypatch.setenv("E2E_DRAFTS", "half")
+    plugin.register()
+    assert asked == [(plugin.SCHEDULER, plugin.hook, "after")]
+    assert plugin.hook(None, "a scheduler", port=1) is None
+    assert (
+        eagle.build_eagle_verify_input.__wrapped__ is len and dspark.DraftBlockProposer.propose.__wrapped__ is propose
+    )
 
 
 def call_of(node, name):
@@ -94,20 +124,19 @@ def call_of(node, name):
 @pytest.mark.parametrize("version", RELEASES)
 def test_the_places_are_there(plugin, version):
     wheel = fetch(version)
-    module, _, name = plugin.EAGLE.rpartition(".")
-    draft = next(
-        d for c in ("EagleDraftWorker", "EagleDraftWorkerBase") if (d := definition(wheel, f"{c}.draft", module))
-    )
-    given = [ast.unparse(a) for a in call_of(draft, name).args]
+    classes = ("EagleDraftWorker", "EagleDraftWorkerBase")
+    draft = next(d for c in classes if (d := definition(wheel, f"{c}.draft", plugin.EAGLE)))
+    given = [ast.unparse(a) for a in call_of(draft, plugin.BUILD).args]
     assert given[:5] == ["batch", "draft_input", "parent_list", "top_scores_index", "draft_tokens"]
     common = "sglang.srt.speculative.eagle_worker_common"
-    made = [a.arg for a in definition(wheel, name, common).args.args]
+    made = [a.arg for a in definition(wheel, plugin.BUILD, common).args.args]
     assert made[:5] == given[:5]
-    module, _, rest = plugin.DSPARK.rpartition(".DraftBlockProposer")
-    propose = definition(wheel, f"DraftBlockProposer{rest}", module)
+    propose = definition(wheel, f"{plugin.PROPOSER}.{plugin.PROPOSE}", plugin.DSPARK)
     assert "batch" in [a.arg for a in propose.args.kwonlyargs] and [a.arg for a in propose.args.args] == ["self"]
     made = call_of(propose, "DraftProposal")
     assert {"draft_block"} <= {k.arg for k in made.keywords}
     assert ("verify_ids" in {k.arg for k in made.keywords}) == (version == "0.5.23")
+    module, _, qualname = plugin.SCHEDULER.partition(".Scheduler.")
+    assert definition(wheel, f"Scheduler.{qualname}", module) is not None
     registry = definition(wheel, "HookRegistry.register", "sglang.srt.plugins.hook_registry")
     assert [a.arg for a in registry.args.args] == ["cls", "target", "hook", "hook_type"]

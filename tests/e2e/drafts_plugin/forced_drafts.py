@@ -9,12 +9,14 @@ EAGLE of 0.5.16 and later (the last step of its draft), DSPARK of the same (what
 """
 
 import functools
+import importlib
 import json
 import os
 
 KINDS = ("none", "half", "all")
-EAGLE = "sglang.srt.speculative.eagle_worker_v2.build_eagle_verify_input"
-DSPARK = "sglang.srt.speculative.dspark_components.dspark_draft.DraftBlockProposer.propose"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"  # behind it all is imported and captured
+EAGLE, BUILD = "sglang.srt.speculative.eagle_worker_v2", "build_eagle_verify_input"
+DSPARK, PROPOSER, PROPOSE = "sglang.srt.speculative.dspark_components.dspark_draft", "DraftBlockProposer", "propose"
 
 
 def is_right(kind, index):
@@ -75,23 +77,40 @@ def overwrite(batch, drafts):
         drafts.copy_(torch.where(is_known & (index < known.shape[1]), ours, drafts))
 
 
-def of_eagle(original, batch, draft_input, parents, scores, drafts, *args, **kwargs):
-    if not batch.forward_mode.is_idle():
+def of_eagle(original):
+    @functools.wraps(original)
+    def build(batch, draft_input, parents, scores, drafts, *args, **kwargs):
+        if not batch.forward_mode.is_idle():
+            overwrite(batch, drafts)
+        return original(batch, draft_input, parents, scores, drafts, *args, **kwargs)
+
+    return build
+
+
+def of_dspark(original):
+    @functools.wraps(original)
+    def propose(self, *, batch, **kwargs):
+        proposal = original(self, batch=batch, **kwargs)
+        drafts = proposal.draft_block.draft_tokens
         overwrite(batch, drafts)
-    return original(batch, draft_input, parents, scores, drafts, *args, **kwargs)
+        verified = getattr(proposal, "verify_ids", None)  # 0.5.23: the last token and the drafts, laid out already
+        if verified is not None:
+            verified[:, 1:].copy_(drafts)
+        return proposal
+
+    return propose
 
 
-def of_dspark(proposal, proposer, *, batch, **kwargs):
-    drafts = proposal.draft_block.draft_tokens
-    overwrite(batch, drafts)
-    verified = getattr(proposal, "verify_ids", None)  # 0.5.23: the last token and the drafts, laid out already
-    if verified is not None:
-        verified[:, 1:].copy_(drafts)
+def hook(*_, **__):
+    for place, name, made in (
+        (importlib.import_module(EAGLE), BUILD, of_eagle),
+        (getattr(importlib.import_module(DSPARK), PROPOSER), PROPOSE, of_dspark),
+    ):
+        setattr(place, name, made(getattr(place, name)))
 
 
 def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if os.environ.get("E2E_DRAFTS") in KINDS:
-        HookRegistry.register(EAGLE, of_eagle, HookType.AROUND)
-        HookRegistry.register(DSPARK, of_dspark, HookType.AFTER)
+        HookRegistry.register(SCHEDULER, hook, HookType.AFTER)
