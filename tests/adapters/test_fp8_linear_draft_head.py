@@ -186,12 +186,21 @@ def test_shadow_compares_with_the_bf16_head(served, monkeypatch, keep):
     x = random(6, 2)
     found = both(draft.logits_processor, x, draft.lm_head)
     assert torch.equal(found, stock(Processor(), x, draft.lm_head)) is (keep == "1")
-    (record,) = shadow.report()
-    assert (record["patch"], record["calls"], record["bad_calls"]) == ("draft_head", 1, 0)
+    records = {record["patch"]: record for record in shadow.report()}
+    guesses, record = records.pop("draft_head_guesses"), records.pop("draft_head")
+    assert not records and (record["calls"], record["bad_calls"]) == (1, 0)
     assert record["shape"] == {"rows": 6, "outputs": OUTPUTS} and 0.005 < record["relative_l2_max"] < 0.04
+    assert (guesses["relative_l2_max"], guesses["rows"]) == (0, 6)
+    best = stock(Processor(), x, draft.lm_head)[2].argmax()
+    adapter.heads[0].codes.view(torch.uint8)[best] = 0  # a token that is never guessed again
+    both(draft.logits_processor, x, draft.lm_head)
+    records = {record["patch"]: record for record in shadow.report()}
+    guesses, others = records["draft_head_guesses"], stock(Processor(), x, draft.lm_head).argmax(-1).eq(best).sum()
+    assert guesses["relative_l2_max"] == pytest.approx((int(others) / 6) ** 0.5) and guesses["bad_calls"] == 0
     adapter.heads[0].scale.mul_(1.1)
     both(draft.logits_processor, x, draft.lm_head)
-    assert shadow.report()[0]["bad_calls"] == 1
+    records = {record["patch"]: record for record in shadow.report()}
+    assert records["draft_head"]["bad_calls"] > 0
     shadow.reset()
 
 

@@ -38,6 +38,7 @@ RESULTS = {  # name of a result file: stages that go into it
 SAME_BITS = {"index_b": 5, "sums2_b": 20, "sums4_b": 20, "index2_dealt": 22}
 # which issue a patch's shadow records answer; a record says its own bound
 ISSUES = {"sparse_decode": 2, "index_select": 5, "index_select_within_tolerance": 5, "mxfp4_moe": 6, "dealt_index": 22}
+ISSUES |= {"draft_head": 21, "draft_head_guesses": 21}
 FIRST_PATCH = "sparse_decode"  # every shadow run must have records of it
 INDEX_PATCHES = {  # their records count entries
     "index_select": "beyond the tolerance",

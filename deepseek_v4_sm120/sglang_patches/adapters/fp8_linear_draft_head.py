@@ -32,6 +32,9 @@ from deepseek_v4_sm120.specs import bounds
 
 PATCH = "draft_head"
 COPY = "_dsv4_sm120_draft_head"  # of a draft's logits processor, or of DSPARK's model
+# shadow mode's second record: guesses that are others (of a card's share of the vocabulary). Of a call its relative L2
+# is the root of their share, of a call of one row 0 or 1; no share is bad
+GUESSES, EVERY_GUESS = "draft_head_guesses", 1.0
 
 kept = KeptWeights(PATCH, "in E4M3")
 
@@ -141,12 +144,20 @@ def replace_loading(original: Callable) -> Callable:
 
 def _beside(serve: Callable, original: Callable, weight_of: Callable) -> Callable:
     """`serve`, in shadow mode beside the original. weight_of: of a call's arguments, the head's."""
-    comparison = shadow.Comparison(
-        tensors=lambda ours, theirs, *_, **__: [(ours, theirs)],
-        identity=lambda *call, **_: weight_of(*call).data_ptr(),
-        shape=lambda *call, **_: {"rows": call[1].shape[0], "outputs": weight_of(*call).shape[0]},
-        relative_l2=bounds.DRAFT_HEAD.shadow,
-    )
+
+    def identity(*call, **_) -> int:
+        return weight_of(*call).data_ptr()
+
+    def shape(*call, **_) -> dict[str, int]:
+        return {"rows": call[1].shape[0], "outputs": weight_of(*call).shape[0]}
+
+    def tensors(ours, theirs, *call, **_):
+        same = (ours.argmax(-1) == theirs.argmax(-1)).float()[:, None]
+        given = {"identity": identity(*call), "shape": shape(*call), "relative_l2": EVERY_GUESS}
+        shadow.record(GUESSES, [(same, torch.ones_like(same))], **given)
+        return [(ours, theirs)]
+
+    comparison = shadow.Comparison(tensors, identity, shape, bounds.DRAFT_HEAD.shadow)
     return shadow.shadowed(PATCH, serve, original, comparison)
 
 
