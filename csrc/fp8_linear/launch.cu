@@ -120,10 +120,13 @@ Plan make_many_plan(int rows, int groups, int outputs, int inputs, int num_sms, 
 
 // For more rows: a block has a tile of the outputs and one or two slices of the inputs.
 Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, const Tuning& tuning) {
-  if (rows > kTileMostRows) return make_many_plan(rows, groups, outputs, inputs, num_sms, tuning);
+  const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
+  // of a head's outputs the splits' sums would be as many bytes as its weights
+  const bool tuned = tuning.row_tiles || tuning.warp_rows || tuning.in_turn;
+  const bool is_head = rows > kTileMostRows / 2 && weight_rows / kBlock > 2 * num_sms && !tuned;
+  if (rows > kTileMostRows || is_head) return make_many_plan(rows, groups, outputs, inputs, num_sms, tuning);
   Plan plan = sliced(inputs);
   plan.column_tiles = rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
-  const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
   const auto choose = [&](int row_tiles, int warp_rows, int in_turn) {
     plan.row_tiles = row_tiles, plan.warp_rows = warp_rows, plan.in_turn = in_turn;
     const int tile = kTileRows * row_tiles * warp_rows, here = kWarps / warp_rows * in_turn;
@@ -133,7 +136,7 @@ Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, 
     plan.blocks = static_cast<int>(weight_rows / tile);
     return possible;
   };
-  if (tuning.row_tiles || tuning.warp_rows || tuning.in_turn) {
+  if (tuned) {
     choose(std::max(1, tuning.row_tiles), std::max(1, tuning.warp_rows), std::max(1, tuning.in_turn));
   } else {
     // the largest tile of which there is one for most of the multiprocessors, up to 16 rows for half of them; or the smallest

@@ -6,8 +6,8 @@
 // Operands and the order of sums are kernel.cuh's, so are the bits: mmas of 64 inputs from zero, times scale, added to the slice's
 // sum in order; slices by a binary tree. Slices of a block are its groups of warps, and in each group one after the other.
 //
-// Above 64 rows the grid has blocks of 64 rows, those of the same weights beside each other, so that the memory is asked once. Such a
-// block has up to all eight slices in turn: three sums wait in registers for their neighbours.
+// Above 64 rows (of a head's outputs above 32) the grid has blocks of 64 rows, those of the same weights beside each other, so that the
+// memory is asked once. Such a block has up to all eight slices in turn: three sums wait in registers for their neighbours.
 #pragma once
 
 #include <iterator>

@@ -15,6 +15,7 @@ from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
 from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
 from deepseek_v4_sm120.sglang_patches.names import ATTENTION, EXTENSION, MODEL, targets_of
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
+from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSION_MODULE, MHC
 from deepseek_v4_sm120.sglang_patches.rows.wo_a import INIT_PARAMETERS, WO_A
 
@@ -132,23 +133,6 @@ BF16_LINEAR = Patch(
     ),
     needs=(EXTENSION,),
     retire="when the stock projections are as fast on SM120 (bench/bf16_linear.py)",
-)
-
-LM_HEAD = "sglang.srt.layers.logits_processor:LogitsProcessor._compute_lm_head"
-OF_LM_HEAD = ("self", "hidden_states", "lm_head", "embedding_bias=None")
-
-REPRODUCIBLE_HEAD = Patch(
-    name="reproducible_head",
-    why="the logits: cuBLAS's sums depend on the number of requests",
-    targets=(
-        _projection(LM_HEAD, "lm_head", Parameters(OF_LM_HEAD), ">=0.5.14,<0.5.23"),
-        _projection(LM_HEAD, "lm_head", Parameters((*OF_LM_HEAD, "*", "out=None")), ">=0.5.23,<0.6"),
-    ),
-    needs=(EXTENSION,),
-    default="reproducible",
-    serves="bf16_linear",
-    absent="0.5.12 and 0.5.13 were not looked at",
-    retire="when SGLang's head has one order of sums",
 )
 
 REPRODUCIBLE_ARGUMENTS = Patch(
@@ -453,7 +437,7 @@ TABLE = Table(
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
         *(REPRODUCIBLE_HEAD, REPRODUCIBLE_ARGUMENTS),
-        *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, WO_A, MHC, COMPRESSOR, ALL_REDUCE),
+        *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, DRAFT_HEAD, WO_A, MHC, COMPRESSOR, ALL_REDUCE),
         *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

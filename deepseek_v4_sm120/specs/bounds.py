@@ -44,6 +44,10 @@ COMPRESSOR_FP4 = 0.15  # E2M1 with a scale for 32 gives 0.123
 FP8_LINEAR = Bound(truth=0.0025, shadow=0.06, others=0.06)
 FP8_LINEAR_WIDE = 0.002  # of ours, from 1024 outputs on
 
+# Of a draft's logits. Truth: of ours against float64 of its own E4M3 weights. Shadow: the weights' rounding, 0.026
+# where they are normally distributed; nobody has compared a checkpoint's.
+DRAFT_HEAD = Bound(truth=0.0025, shadow=0.06, others=0.06)
+
 # Not relative L2: a logit's error as a share of its row's greatest logit. Truth: fp32 sums of 8192 exact products, as
 # f16 and bf16 MMA make them. Shadow: DeepGEMM's FP8 sums on Hopper keep about 13 bits. Others: how far below the k-th
 # greatest an entry may lie that they choose.

@@ -32,12 +32,14 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_sums": ("sums2", "sums4", "sums2_43", "sums4_43"),
     "e2e_speculation": ("speculation", "speculation43"),
     "e2e_faults": ("faults2",),  # of faults_stage.py
+    "e2e_accepted": ("accepted",),
     "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
 }
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
 SAME_BITS = {"index_b": 5, "sums2_b": 20, "sums4_b": 20, "index2_dealt": 22}
 # which issue a patch's shadow records answer; a record says its own bound
 ISSUES = {"sparse_decode": 2, "index_select": 5, "index_select_within_tolerance": 5, "mxfp4_moe": 6, "dealt_index": 22}
+ISSUES |= {"draft_head": 21, "draft_head_guesses": 21}
 FIRST_PATCH = "sparse_decode"  # every shadow run must have records of it
 INDEX_PATCHES = {  # their records count entries
     "index_select": "beyond the tolerance",
@@ -101,12 +103,23 @@ IMPLEMENTATIONS = {
     "eagle112": "ours, EAGLE 1/1/2",
     "eagle314": "ours, EAGLE 3/1/4",
     "dspark3": "ours, DSPARK, a block of 3",
+    "accepted_plain": "ours, reproducible, without speculation",
+    **{
+        f"accepted_{name}_{kind}": f"ours, reproducible, {drafter}, {kind} of the drafts right"
+        for name, drafter in (
+            ("eagle314", "EAGLE 3/1/4"),
+            ("dspark3", "DSPARK, a block of 3"),
+            ("eagle516", "EAGLE 5/1/6"),
+        )
+        for kind in ("none", "half", "all")
+    },
     "eagle314_shadow": "ours beside SGLang's, EAGLE 3/1/4",
     "dspark3_shadow": "ours beside SGLang's, DSPARK, a block of 3",
     "stock_plain": "SGLang stock, without speculation",
     "stock_eagle314": "SGLang stock, EAGLE 3/1/4",
     "stock43_eagle314": "SGLang stock (Hopper kernels), EAGLE 3/1/4",
     "ops43_eagle314": "ours, every operator on, EAGLE 3/1/4",
+    "ops43_bf16_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the bf16 head",
     **{
         f"{kind}_{name}": f"ours, {'reproducible' if kind == 'same' else 'not reproducible'}, {text}"
         for kind, name, text in (
@@ -149,6 +162,7 @@ WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
     ("ops43_sums4", "8"): {"decode step, ms, worst": 6.2},
     ("ops43_sums4_host", "1"): {"decode step, ms, worst": 3.9},
 }
+MOST_OFF = 1  # verifications of an answer: SGLang counts the one that is under way when it ends, or does not
 WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE, SUMS_ISSUE = 7, 4, 21, 20
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
 
@@ -222,7 +236,7 @@ def index_rows(name, impl, patch, records):
 def timing_rows(name, batches, prefill_bars=None):
     impl, rows = IMPLEMENTATIONS[name], []
     is_whole = name.endswith(("_whole", "43_alone", "43_tp2", "43_tp4")) or "_without_" in name
-    issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith("_eagle314") else ISSUE
+    issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith(("_eagle314", "_bf16_drafts")) else ISSUE
     issue = SUMS_ISSUE if "43_sums" in name else issue
     variant = "flash43" if name.endswith("_tp4") or "_sums4" in name else "flash43e64"
     for batch, timed in batches.items():
@@ -322,7 +336,8 @@ def text_rows(found):
     at_once = found["at_once"]
     together = "one prompt at a time" if at_once == 1 else f"{at_once} prompts at once"
     case = f"flash6h, {together}: {found['what']}, greedy text with and without"
-    bar = 0 if at_once == 1 and not found["run"].startswith("stock") else None
+    is_forced = found["run"].startswith("accepted")
+    bar = 0 if is_forced or (at_once == 1 and not found["run"].startswith("stock")) else None
     impl = IMPLEMENTATIONS[found["run"]]
     return [
         row(case, impl, "answers", found["answers"], issue=SPECULATION_ISSUE),
@@ -332,7 +347,16 @@ def text_rows(found):
             if found["differ"]
             else []
         ),
+        *(acceptance_rows(case, impl, found) if is_forced else []),
     ]
+
+
+def acceptance_rows(case, impl, found):
+    """As many drafts are accepted as are right; of a run that did not count them it is not shown."""
+    each, off = found.get("tokens_a_verification"), found.get("off")
+    metric = "verifications off what the drafts must take, worst answer"
+    off = row(case, impl, metric, off, MOST_OFF, SPECULATION_ISSUE)
+    return [off, *([row(case, impl, "tokens a verification", each, issue=SPECULATION_ISSUE)] if each else [])]
 
 
 def same_rows(found):

@@ -38,6 +38,7 @@ FORCED = ("answer", "same")
 ALONE = (*FORCED, "text")  # phases that are an engine's only one: what is timed neither is forced nor gives logprobs
 EXACT = ("output_token_logprobs", "output_top_logprobs", "input_top_logprobs")  # of an answer's meta_info, unrounded
 LONG_PROMPT = 32_000  # tokens of the profiled prefill
+TEXT_S = 300.0  # how long for the text of the run beside it that drafts are taken from
 OTHERS_START_S = 90.0  # how long an engine waits for the others; one that does not start must not cost the rest
 OTHERS_ROUND_S = 60.0  # and for their turns of the round before
 
@@ -119,8 +120,10 @@ class Case:
 
     def write(self, suffix, data):
         os.makedirs(self.options.out, exist_ok=True)
-        with open(os.path.join(self.options.out, f"{self.options.name}{suffix}.json"), "w") as f:
+        path = os.path.join(self.options.out, f"{self.options.name}{suffix}.json")
+        with open(path + ".part", "w") as f:
             json.dump(data, f, default=str)
+        os.replace(path + ".part", path)  # whole: others may wait for it
 
     def ask(self, prompts):
         options = self.options
@@ -172,7 +175,9 @@ class Case:
         self.write("_same", result)
 
     def text(self, batches):
-        """The tokens of greedy answers, and how many verifications each took where the server speculates."""
+        """The tokens of greedy answers, and how many verifications each took where the server speculates. Drafts that
+        are forced (drafts_plugin) are another run's text."""
+        wait_for(os.environ.get("E2E_TEXT"))
         result = {**self.result, "single": {}, "batch": {}}
         greedy = {"temperature": 0, "max_new_tokens": self.options.new, "ignore_eos": True}
         lengths = [int(n) for n in self.options.prompts.split(",") if n]
@@ -279,6 +284,15 @@ def over_rounds(before, row):
     extremes["step_ms_worst"] = max(before["step_ms_worst"], row["step_ms_worst"])
     middle = statistics.median(rounds)
     return {**before, **extremes, "step_ms_rounds": rounds, "step_ms_middle_round": middle}
+
+
+def wait_for(path):
+    """Until the file is there."""
+    deadline = time.monotonic() + TEXT_S
+    while path is not None and not os.path.exists(path):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"engine_case: {path} must be there within {TEXT_S:.0f} s, the text to be drafted")
+        time.sleep(0.2)
 
 
 @contextlib.contextmanager

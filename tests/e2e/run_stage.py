@@ -28,6 +28,9 @@ sys.path.insert(0, str(REPO))
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
+sys.path.insert(0, str(HERE / "drafts_plugin"))
+import forced_drafts  # noqa: E402
+
 # every extend row goes through the paged kernel as a decode row does, so that our call replaces it in `ops` mode:
 # by default SGLang's Hopper path gathers an extend's history and calls flash_mla_sparse_fwd, which is not our seam
 PAGED_EXTEND = {"SGLANG_OPT_FLASHMLA_SPARSE_PREFILL": "0"}
@@ -109,6 +112,13 @@ TEXT = [
     "32",
 ]
 TEXT += ["--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
+BF16_DRAFTS = {"DSV4_SM120_SET": "draft_head=off"}
+# drafts that are another run's text, or are not: acceptance of none, half and all (drafts_plugin)
+ACCEPTING = {
+    f"accepted_{name}_{kind}": (options, drafts, kind)
+    for name, options, drafts in (("eagle314", eagle(3), 3), ("dspark3", DSPARK, 3), ("eagle516", eagle(5), 5))
+    for kind in ("none", "half", "all")
+}
 SPECULATION_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", "profile"]
 
 
@@ -230,9 +240,18 @@ STAGES = {
         Case("stock_plain", TEXT, patched=False, environment=PAGED_EXTEND | PAGED_INDEX),
         Case("stock_eagle314", TEXT + eagle(3), patched=False, environment=PAGED_EXTEND | PAGED_INDEX),
     ],
+    # the same, with drafts that are accepted: none, half of them, all; every batch to the token, as sums have one order
+    "accepted": [
+        Case("accepted_plain", TEXT, environment=EVERY_CALL | REPRODUCIBLE),
+        *(
+            Case(name, TEXT + options, environment=EVERY_CALL | REPRODUCIBLE | {"E2E_DRAFTS": kind})
+            for name, (options, _, kind) in ACCEPTING.items()
+        ),
+    ],
     "speculation43": [
         Case("stock43_eagle314", SPECULATION_TIMED + eagle(3), patched=False, takes_turns=True),
         Case("ops43_eagle314", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL, takes_turns=True),
+        Case("ops43_bf16_drafts", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL | BF16_DRAFTS, takes_turns=True),
     ],
     # the sums between the cards: every one beside SGLang's own; two engines, and one prompt sent twice, to the bit;
     # then what they are worth in a step, against NCCL; both without peers; and all of SGLang's own. Three fit at once
@@ -331,8 +350,13 @@ DIFFERENCES = [
     ("ours against stock Triton, SM120 branches", "seams", "seams_shadow"),
     ("yardstick: stock's SM120 branches against stock's Hopper path", "seams_shadow", "stock"),
 ]
+DRAFTED = "accepted_plain"  # whose text is drafted
 # (what, the run that speculates, the one that does not): greedy text
 TEXTS = [
+    *(
+        (f"{'DSPARK' if 'dspark' in name else 'EAGLE'}, {drafts} drafts, {kind} right", name, DRAFTED)
+        for name, (_, drafts, kind) in ACCEPTING.items()
+    ),
     ("EAGLE, 1 draft", "eagle112", "plain"),
     ("EAGLE, 3 drafts", "eagle314", "plain"),
     ("DSPARK, a block of 3", "dspark3", "plain"),
@@ -361,7 +385,11 @@ SAMES = [
 def environment(case, arguments):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
     reports = {"DSV4_SM120_REPORT": str(arguments.work / f"{case.name}_reports")} if case.patched else {}
-    return kept | case.environment | reports
+    forced = {}
+    if "E2E_DRAFTS" in case.environment:
+        paths = os.pathsep.join(filter(None, (str(HERE / "drafts_plugin"), os.environ.get("PYTHONPATH"))))
+        forced = {"PYTHONPATH": paths, "E2E_TEXT": str(arguments.work / f"{DRAFTED}_text.json")}
+    return kept | case.environment | reports | forced
 
 
 def command(case, arguments, number):
@@ -465,8 +493,20 @@ def texts(arguments):
             ]
             firsts = [first_difference(x, y) for x, y in pairs if x != y]
             row = {"what": what, "run": speculating, "at_once": int(size), "answers": len(pairs), "differ": len(firsts)}
-            found.append(row | {"first": min(firsts, default=None)})
+            answers = [a[part][n] for part in PARTS for n in b[part] if n.split("x")[0] == size]
+            found.append(row | {"first": min(firsts, default=None)} | acceptance(speculating, answers))
     return found
+
+
+def acceptance(run, answers):
+    """Of drafts that were forced: tokens a verification, and by how many verifications an answer is at most off what
+    these drafts must take. SGLang counts the one that is under way when an answer ends, or does not."""
+    if run not in ACCEPTING or not all(answer["verified"] for answer in answers):
+        return {}
+    _, drafts, kind = ACCEPTING[run]
+    tokens = sum(len(answer["ids"]) - 1 for answer in answers)
+    off = [abs(a["verified"] - forced_drafts.verifications(kind, len(a["ids"]), drafts)) for a in answers]
+    return {"tokens_a_verification": tokens / sum(a["verified"] for a in answers), "off": max(off)}
 
 
 def sames(arguments):
@@ -564,6 +604,9 @@ def main():
     for case in cases:  # what an earlier stage or an earlier try left must not be taken for this run's
         for suffix in SUFFIXES:
             (arguments.work / f"{case.name}{suffix}.json").unlink(missing_ok=True)
+    has_text = DRAFTED in [c.name for c in cases] or (arguments.work / f"{DRAFTED}_text.json").exists()
+    if any("E2E_DRAFTS" in c.environment for c in cases) and not has_text:
+        raise SystemExit(f"run_stage: drafts are the text of {DRAFTED}: run it with them, or before in this --work")
     arguments.turns, arguments.engines = arguments.work / "turns", sum(c.takes_turns for c in cases)
     arguments.turns.unlink(missing_ok=True)
     # engines that take turns wait until all of them are up

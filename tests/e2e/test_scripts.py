@@ -86,9 +86,15 @@ class Engine:
             self.trace(len(input_ids), n - 1)
         top = [[[off, 1]]] * n
         ids = [1] * n
+        verified = n
+        if "E2E_DRAFTS" in os.environ:
+            import forced_drafts  # the plugin is on this process's path
+            assert forced_drafts.texts()[len(input_ids[0])] == ids, "what the plain run said"
+            kind = os.environ.get("FAKE_ACCEPTED") or os.environ["E2E_DRAFTS"]
+            verified = forced_drafts.verifications(kind, n, 5 if "steps=5" in self.set else 3)
         if len(input_ids) > 1 and self.name in os.environ.get("FAKE_OTHER_TEXT", "").split():
             ids[2] = 7
-        meta = {"spec_verify_ct": n if "speculative_algorithm=" in self.set else None}
+        meta = {"spec_verify_ct": verified if "speculative_algorithm=" in self.set else None}
         unlike = len(input_ids) > 1 and self.name in os.environ.get("FAKE_UNLIKE", "").split()
         meta["output_token_logprobs"] = [[off + 1e-7 * unlike, 1, None]] * n
         return [
@@ -129,6 +135,7 @@ def machine(tmp_path):
     (scripts / "engine_case.py").write_text(engine_case)
     for name in ("run_stage.py", "collect.py"):
         (scripts / name).write_text((HERE / name).read_text())
+    (scripts / "drafts_plugin").symlink_to(HERE / "drafts_plugin")
     package = tmp_path / "repo/deepseek_v4_sm120"
     package.mkdir()
     (package / "__init__.py").write_text((HERE.parents[1] / "deepseek_v4_sm120/__init__.py").read_text())
@@ -136,7 +143,7 @@ def machine(tmp_path):
     def run(stage, *more, **environment):
         line = [sys.executable, str(scripts / "run_stage.py"), stage, "--harness", str(tmp_path / "harness"), *more]
         line += ["--patch", str(tmp_path / "patch"), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-        path = os.environ | {"PYTHONPATH": str(tmp_path / "site")} | environment
+        path = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "PYTHONDONTWRITEBYTECODE": "1"} | environment
         return subprocess.run(line, env=path, capture_output=True, text=True, timeout=300)
 
     run.out = tmp_path / "out"
@@ -248,6 +255,40 @@ def test_the_text_of_a_server_that_speculates(machine):
     assert bars["ours, EAGLE 3/1/4", "flash6h, 8 prompts at once"] == (8, None, None)
     assert bars["SGLang stock, EAGLE 3/1/4", "flash6h, one prompt at a time"][1] is None
     assert script("run_stage").first_difference([1, 2], [1, 2, 3]) == 2
+
+
+@pytest.mark.parametrize("lie", [None, "none"])
+def test_drafts_that_are_accepted(machine, lie):
+    """The text of the plain run beside it is what is drafted; every batch must be equal, and verifications as few."""
+    names = ("accepted_plain", *(f"accepted_{n}" for n in ("eagle314_none", "eagle314_half", "eagle516_all")))
+    more = {"FAKE_ACCEPTED": lie} if lie else {}
+    ended = machine("accepted", "--jobs", "4", "--only", *names, FAKE_OTHER_TEXT="accepted_eagle314_half", **more)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    stage = json.loads((machine.out / "stage_accepted.json").read_text())
+    assert all("reproducible=on" in case["command"] for case in stage["cases"].values())
+    told = {(t["run"], t["at_once"]): t for t in stage["texts"]}
+    assert told["accepted_eagle314_half", 8]["differ"] == 8 and told["accepted_eagle516_all", 32]["differ"] == 0
+    rows = [
+        r for r in rows_of(machine.out / "stage_accepted.json") if "32 prompts" in r["case"] and r["bar"] is not None
+    ]
+    met = {(r["case"].partition("32 prompts at once: ")[2].partition(":")[0], r["metric"][:7]): r["met"] for r in rows}
+    none, half, every = "EAGLE, 3 drafts, none right", "EAGLE, 3 drafts, half right", "EAGLE, 5 drafts, all right"
+    greedy = ", greedy text with and without"
+    assert met == {
+        (none + greedy, "answers"): True,
+        (half + greedy, "answers"): False,
+        (every + greedy, "answers"): True,
+        (none + greedy, "verific"): True,
+        (half + greedy, "verific"): not lie,
+        (every + greedy, "verific"): not lie,
+    }
+
+
+def test_drafts_need_the_text_of_a_run(machine):
+    ended = machine("accepted", "--only", "accepted_eagle314_all")
+    assert ended.returncode == 1 and "drafts are the text of accepted_plain: run it with them" in ended.stderr
+    assert machine("accepted", "--only", "accepted_plain").returncode == 0
+    assert machine("accepted", "--only", "accepted_eagle314_all").returncode == 0
 
 
 def test_bits_of_a_reproducible_server(machine):

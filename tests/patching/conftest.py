@@ -105,6 +105,12 @@ class DeepseekV4ForCausalLM:
     def load_weights(self, weights, is_nextn=False):
         return weights
 
+    def post_load_weights(self, is_nextn=False, weight_names=None):
+        pass
+
+    def set_embed_and_head(self, embed, head):
+        pass
+
 def _is_fused_mhc_post_pre_enabled():
     return False
 
@@ -122,6 +128,19 @@ MTP_MODEL = """
 class DeepseekV4ModelNextN:
     def hc_head(self, x, hc_fn, hc_scale, hc_base):
         return x
+"""
+DSPARK_MODEL = """
+class DeepseekV4ForCausalLMDSpark:
+    def attach_shared_modules(self, *, embed_tokens, lm_head):
+        self.lm_head = lm_head
+
+    def _logits_from_x_post_hc(self, x_post_hc):
+        return x_post_hc
+"""
+LOGITS_PROCESSOR = """
+class LogitsProcessor:
+    def _compute_lm_head(self, hidden_states, lm_head, embedding_bias=None):
+        return hidden_states
 """
 MHC_KERNELS = """
 def mhc_fused_post_pre(x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
@@ -173,6 +192,8 @@ TREE_0_5_17 = {
     "sglang/srt/models/deepseek_v2.py": GATE,
     "sglang/srt/models/deepseek_v4.py": MODEL,
     "sglang/srt/models/deepseek_v4_nextn.py": MTP_MODEL,
+    "sglang/srt/models/deepseek_v4_dspark.py": DSPARK_MODEL,
+    "sglang/srt/layers/logits_processor.py": LOGITS_PROCESSOR,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,
     "sglang/kernels/ops/layernorm/mhc_head.py": MHC_HEAD,
     "sglang/kernels/ops/attention/flash_mla_sm120.py": SM120_FUNCTION,

@@ -17,6 +17,7 @@ from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
+from deepseek_v4_sm120.sglang_patches.rows.lm_head import DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
@@ -68,6 +69,7 @@ def expected(version: str) -> dict[str, str]:
         found["all_reduce"] = "sglang.srt.distributed.device_communicators.custom_all_reduce"
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
+        found["draft_head"] = DSPARK.partition(":")[0] if since(version, "0.5.16") else MODEL
     return found
 
 

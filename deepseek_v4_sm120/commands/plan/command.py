@@ -10,7 +10,7 @@ from deepseek_v4_sm120 import OPS, __version__
 from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import launch, models, roofline
-from deepseek_v4_sm120.commands.plan.launch import Plan, Request
+from deepseek_v4_sm120.commands.plan.launch import DRAFT_HEAD, Plan, Request
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, STRUCTURE, TEXT, Speculation, advise
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
@@ -52,7 +52,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     if not arguments.model:
         raise CommandError(f"--model must be {models.KNOWN}, got nothing")
     gpus, memory_mib = _machine(arguments)
-    switched_off = tuple(op for op in OPS if settings().choices.get(op) == "off")
+    switched_off = tuple(op for op in (*OPS, DRAFT_HEAD) if settings().choices.get(op) == "off")
     measured = _profile(arguments.profile, sglang)
     request = Request(
         model=models.find(arguments.model, arguments.experts),

@@ -25,6 +25,7 @@ LEAST_MEMORY_GB, MOST_MEMORY_GB = 8, 1024
 IMAGE = "lmsysorg/sglang:v{version}"
 MOUNT = "/opt/deepseek_v4_sm120"
 PROFILE_MOUNT = "/opt/dsv4-profile.json"
+DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
 NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
 
 
@@ -40,7 +41,7 @@ class Request:
     replaced: tuple[str, ...] = OPS  # the operators that will be ours
     profile: str | None = None  # the file that says so
     profile_unused: str | None = None  # why a server makes nothing of the file that was given
-    switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
+    switched_off: tuple[str, ...] = ()  # operators, and DRAFT_HEAD, by DSV4_SM120_SET
     sums_us: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # by provider: rows -> us, by the profile
     load: str = TEXT  # what is written: speculation.TEXT or STRUCTURE
     insist: bool = False  # take a speculation that is known to answer wrongly
@@ -62,6 +63,12 @@ class Request:
     def rows(self) -> int:
         """Rows of a request that a step verifies; 0 without speculation."""
         return 0 if self.speculation is None else self.speculation.rows
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether drafts guess with a copy of the head in E4M3."""
+        is_ours = "fp8_linear" in self.replaced and DRAFT_HEAD not in self.switched_off
+        return is_ours and self.rows > 0 and self.version >= DRAFT_HEAD_SINCE
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,15 @@ def _sized(request: Request, chunk: int, with_errors: bool) -> Plan:
     m, tp, version = request.model, request.gpus, request.version
     total = request.memory_mib * (1 << 20)
     rows = request.concurrency * max(1, request.rows)
-    reserves = memory.reserves(m, tp=tp, context=request.context, chunk=chunk, rows=rows, replaced=request.replaced)
+    reserves = memory.reserves(
+        m,
+        tp=tp,
+        context=request.context,
+        chunk=chunk,
+        rows=rows,
+        replaced=request.replaced,
+        drafts=request.has_draft_head,
+    )
     outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves)
     fraction = math.floor((1 - outside / total) / STEP) * STEP
     fraction = round(min(memory.MOST_FRACTION, fraction), 2)  # as it is given to the server

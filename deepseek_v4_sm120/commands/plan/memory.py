@@ -233,6 +233,12 @@ def sums_between_cards(m: Model, tp: int) -> Reserve:
     return Reserve(what, (48 << 20) * m.hidden / 4096, "at most, as with 8 cards; our module is not built here")
 
 
+def draft_head_bytes(m: Model, tp: int, rows: int) -> float:
+    """The head in E4M3 with float32 scales, padded to whole blocks, and the sums of splits, up to 32 rows."""
+    outputs = math.ceil(m.vocab / tp / 128) * 128
+    return outputs * m.hidden + 4 * (outputs // 128) * (m.hidden // 128) + 4 * 4 * min(rows, 32) * outputs
+
+
 def experts_bytes(m: Model, tp: int, rows: int, is_ours: bool) -> int:
     """What the experts hold besides input and output. mxfp4_moe: h and y of every pair of row and expert, and its
     sorted list; stock: gate and up beside each other, then y."""
@@ -242,10 +248,10 @@ def experts_bytes(m: Model, tp: int, rows: int, is_ours: bool) -> int:
 
 
 def reserves(
-    m: Model, *, tp: int, context: int, chunk: int, rows: int, replaced: Collection[str] = OPS
+    m: Model, *, tp: int, context: int, chunk: int, rows: int, replaced: Collection[str] = OPS, drafts: bool = False
 ) -> list[Reserve]:
     """What must stay free beside weights and pools. rows: of the largest captured decode or verify batch; replaced:
-    the operators that are ours."""
+    the operators that are ours; drafts: whether a draft's head is kept in E4M3."""
     heads = m.heads // tp
     activations = 2 * (3 * m.streams * m.hidden + 2 * heads * m.head_dim)
     has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
@@ -275,4 +281,5 @@ def reserves(
         Reserve("C128 index lists of a prefill chunk", lists, "[chunk, context / 128] int32"),
         attention_workspace(rows, heads, context),
         *([sums_between_cards(m, tp)] if tp > 1 and "all_reduce" in replaced else []),
+        *([Reserve("drafts' head in E4M3", draft_head_bytes(m, tp, rows), "draft_head's own")] if drafts else []),
     ]

@@ -114,7 +114,7 @@ def replace_lm_head(original: Callable) -> Callable:
     [rows, vocabulary] bf16, or float32 where SGLang was asked for that; the sums are the same."""
 
     def serve(self, hidden_states, lm_head, embedding_bias=None, *, out=None):
-        if not _has_float32_head(self):
+        if not has_float32_head(self):
             return op.bf16_linear(hidden_states, lm_head.weight, out_dtype=torch.bfloat16)
         fits = out is not None and out.shape == (hidden_states.shape[0], lm_head.weight.shape[0])
         alone = not settings().shadow  # else the original writes there
@@ -124,19 +124,19 @@ def replace_lm_head(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _compute_lm_head(self, hidden_states, lm_head, embedding_bias=None, **kwargs):
-        ours = embedding_bias is None and _is_plain_head(self, lm_head) and takes(hidden_states, lm_head.weight)
+        ours = embedding_bias is None and is_plain_head(self, lm_head) and takes(hidden_states, lm_head.weight)
         run = serve if ours else original
         return run(self, hidden_states, lm_head, embedding_bias, **kwargs)
 
     return _compute_lm_head
 
 
-def _has_float32_head(processor) -> bool:
+def has_float32_head(processor) -> bool:
     """--enable-fp32-lm-head, or from 0.5.23 on a configuration that asks for float32 logits."""
     return bool(processor.use_fp32_lm_head or getattr(processor, "use_fp32_lm_head_output", False))
 
 
-def _is_plain_head(processor, head) -> bool:
+def is_plain_head(processor, head) -> bool:
     """Our model's own unquantised head without bias: nothing wraps it (LoRA), and nobody trains with its numbers."""
     return (
         models_served.announced() is not None
