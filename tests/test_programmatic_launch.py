@@ -89,7 +89,11 @@ def offsets(folder: Path) -> dict[str, dict[int, str]]:
     """Of every pointer of the table, by struct, as the compiler has them."""
     lines = ["#include <cstddef>", "#include <cstdio>"]
     headers = sorted({f"{struct_.partition('::')[0]}" for struct_ in POINTERS})
-    lines += [f'#include "{name}/{name}.h"' for name in headers] + ['#include "mxfp4_moe/tiles.h"', "int main() {"]
+    lines += [f'#include "{name}/{name}.h"' for name in headers] + [
+        '#include "mxfp4_moe/sorted.h"',
+        '#include "mxfp4_moe/tiles.h"',
+        "int main() {",
+    ]
     for struct_, (constant, produced) in POINTERS.items():
         for name in (*constant, *produced):
             lines.append(f'  std::printf("{struct_} {name} %zu\\n", offsetof(dsv4::{struct_}, {name}));')
