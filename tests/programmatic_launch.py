@@ -50,6 +50,11 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("x", "topk_ids", "topk_weights", "h", "y", "out"),
     ),
     "mxfp4_moe::SharedParams": ((), ("shared", "routed")),
+    "mxfp4_moe::PrepareParams": ((), ("from", "to", "powers")),
+    "mxfp4_moe::SortedParams": (
+        ("w.codes", "w.scales"),
+        ("x", "powers", "pairs", "expert", "begin", "end", "h", "y"),
+    ),
     "mxfp4_moe::TilesParams": (
         ("expert_map",),
         ("topk_ids", "pairs", "pair_expert", "expert", "begin", "end", "scratch"),
@@ -92,6 +97,7 @@ class Kernel:
 
 
 GATE_UP = r"mxfp4_moe::experts_kernel<.*Config<\d+, \d+, \d+, true, "
+SORTED = r"mxfp4_moe::sorted_kernel<"
 SCORES = (r"index_select::score_kernel<", r"index_select::list_kernel")
 W2 = ("w2.codes", "w2.scales")
 COMPRESSOR = ("ape", "norm_weight", "freqs")
@@ -169,9 +175,11 @@ KERNELS: dict[str, Kernel] = {
         BEHIND,
         ahead=("expert_map",),
         older=("topk_ids", "topk_weights"),
-        first=(GATE_UP,),
+        first=(GATE_UP, SORTED),
     ),
     "mxfp4_moe, shared expert added": Kernel(r"mxfp4_moe::add_shared_kernel", "mxfp4_moe::SharedParams", BEFORE),
+    "mxfp4_moe, prepared": Kernel(r"mxfp4_moe::prepare_kernel", "mxfp4_moe::PrepareParams", BEHIND),
+    "mxfp4_moe, sorted": Kernel(SORTED, "mxfp4_moe::SortedParams", BEHIND),
     "mxfp4_moe, tiles": Kernel(r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE),
     "sparse_decode": Kernel(r"sparse_decode::sparse_decode_kernel<", "sparse_decode::Params", BEHIND),
     "sparse_prefill": Kernel(

@@ -4,11 +4,12 @@
 #include "../arguments.h"
 #include "mxfp4_moe.h"
 #include "shared.h"
+#include "sorted.h"
 #include "tiles.h"
 
 namespace dsv4::mxfp4_moe {
 
-inline void run(Arguments& a) {
+inline Params read_params(Arguments& a) {
   Params p = {};
   p.x = a["x"];
   p.x_stride = a["x_stride"];
@@ -21,8 +22,6 @@ inline void run(Arguments& a) {
   p.first_expert = a["first_expert"];
   p.w13 = {a["w13"], a["w13_scale"], a["w13_stride"], a["w13_scale_stride"]};
   p.w2 = {a["w2"], a["w2_scale"], a["w2_stride"], a["w2_scale_stride"]};
-  p.h = a["h"];
-  p.y = a["y"];
   p.out = a["out"];
   p.out_stride = a["out_stride"];
   p.limit = a["limit"];
@@ -35,9 +34,24 @@ inline void run(Arguments& a) {
   const bool up_first = a["up_first"];
   p.gate_row = up_first ? p.inter : 0;
   p.up_row = up_first ? 0 : p.inter;
+  return p;
+}
+
+inline void run(Arguments& a) {
+  Params p = read_params(a);
+  p.h = a["h"];
+  p.y = a["y"];
   const int num_sms = a["num_sms"];
   const LaunchArguments last = a.last();
   launch(p, num_sms, last.pdl, last.stream);
+}
+
+inline void run_sorted(Arguments& a) {
+  const Params p = read_params(a);
+  unsigned char* const scratch = a["scratch"];
+  const int num_sms = a["num_sms"];
+  const LaunchArguments last = a.last();
+  launch_sorted(p, scratch, num_sms, last.pdl, last.stream);
 }
 
 inline void run_tiles(Arguments& a) {
@@ -52,6 +66,7 @@ inline void run_tiles(Arguments& a) {
   p.experts = a["experts"];
   p.block_m = a["block_m"];
   p.num_whole = a["num_whole"];
+  p.pieces = true;
   p.pairs = a["pairs"];
   p.pair_expert = a["pair_expert"];
   p.expert = a["expert"];
@@ -79,6 +94,8 @@ inline void bind(py::module_& m) {
   using namespace py::literals;
   define(m, "mxfp4_moe", run);
   m.def("mxfp4_moe_problem", &problem, py::kw_only(), "hidden"_a, "inter"_a, "experts"_a, "pairs"_a);
+  define(m, "mxfp4_moe_sorted", run_sorted);
+  m.def("mxfp4_moe_sorted_scratch_bytes", &sorted_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a);
   define(m, "mxfp4_moe_tiles", run_tiles);
   m.def("mxfp4_moe_tiles_scratch_words", &tiles_scratch_words, py::kw_only(), "pairs"_a, "experts"_a);
   define(m, "mxfp4_moe_shared", run_shared);

@@ -13,6 +13,7 @@
 
 #include "product.cuh"
 #include "routing.cuh"
+#include "swiglu.cuh"
 
 namespace dsv4::mxfp4_moe {
 
@@ -46,10 +47,6 @@ constexpr int min_blocks() {
 #endif
 }
 
-// min and max that let a NaN through, and make one of an infinity: a scale byte of 255
-__device__ __forceinline__ float clamp_above(float v, float limit) { return v > limit ? fmaf(v, 0.f, limit) : v; }
-__device__ __forceinline__ float clamp_below(float v, float limit) { return v < limit ? fmaf(v, 0.f, limit) : v; }
-
 // `sum`: of weight row g + 8 (lane % 2) of the 16 and row `row` of the group
 template <typename C>
 __device__ __forceinline__ void store(const Params& p, const typename C::Shared& s, int group, int tile, int subtile, int row, float sum) {
@@ -59,9 +56,7 @@ __device__ __forceinline__ void store(const Params& p, const typename C::Shared&
   if constexpr (C::kGated) {
     const float other = __shfl_xor_sync(0xffffffffu, sum, 1);  // the up row's
     if (lane % 2 != 0 || !valid) return;
-    const float gate = clamp_above(sum, p.limit), up = clamp_below(clamp_above(other, p.limit), -p.limit);
-    const float h = __fdividef(gate, 1.f + exp2_approx(-kLog2e<float> * gate)) * up;
-    p.h[pair * p.inter + tile * 8 + g] = static_cast<uint16_t>(pack_bf16x2(h, 0.f) & 0xffffu);
+    p.h[pair * p.inter + tile * 8 + g] = swiglu(sum, other, p.limit);
   } else {
     if (valid) p.y[pair * p.hidden + tile * C::kUnitOutputs + subtile * 16 + lane % 2 * 8 + g] = sum;
   }
@@ -193,7 +188,7 @@ constexpr int kCombineThreads = 256;
 // The sum, where y went through memory.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const Params p) {
   constexpr int kTogether = 8;
-  const int row = blockIdx.y, column = (blockIdx.x * kCombineThreads + threadIdx.x) * 4;
+  const int row = blockIdx.x, column = (blockIdx.y * kCombineThreads + threadIdx.x) * 4;
   bool local[kTogether];
   float weight[kTogether];
   const auto load_slots = [&](int begin) {

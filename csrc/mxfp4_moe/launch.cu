@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "experts.cuh"
+#include "sorted.h"
 
 namespace dsv4::mxfp4_moe {
 
@@ -142,16 +143,33 @@ void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
   if (!is_mid || !with_any(params.inter, launch_one, Down2048<Mid>{}, Down1024<Mid>{}, Down512<Mid>{}, Down256<Mid>{})) {
     with_down<Many>(params.inter, launch_one);
   }
+  launch_combine(params, launcher);
+}
+
+void launch_combine(const Params& params, const Launcher& launcher) {
   const unsigned columns = ceil_div(params.hidden / 4, kCombineThreads);
-  launcher(combine_kernel, dim3(columns, params.rows), kCombineThreads, 0, params);
+  launcher(combine_kernel, dim3(params.rows, columns), kCombineThreads, 0, params);
+}
+
+Slices slices_of_hidden(int hidden) {
+  Slices found = {};
+  with_gate_up<Many>(hidden, [&](auto c) { found = {c.kSlices, c.kSteps}; });
+  return found;
+}
+Slices slices_of_inter(int inter) {
+  Slices found = {};
+  with_down<Many>(inter, [&](auto c) { found = {c.kSlices, c.kSteps}; });
+  return found;
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {describe<GateUp4096<Many>>("mxfp4_moe_gate_up"), describe<Down2048<Many>>("mxfp4_moe_down")};
+  std::vector<KernelAttributes> all = sorted_attributes();
+  all.insert(all.begin(), {describe<GateUp4096<Many>>("mxfp4_moe_gate_up"), describe<Down2048<Many>>("mxfp4_moe_down")});
+  return all;
 }
 
 int shared_bytes() {
-  size_t most = 0;
+  size_t most = sorted_shared_bytes();
   const auto note = [&](auto c) { most = std::max(most, sizeof(typename decltype(c)::Shared)); };
   for (const int hidden : {4096, 7168}) with_gate_up<Many>(hidden, note);
   for (const int inter : {256, 384, 512, 768, 1024, 1536, 2048, 3072}) with_down<Many>(inter, note);

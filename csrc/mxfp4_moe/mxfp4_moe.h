@@ -45,8 +45,18 @@ constexpr int kMaxExperts = 512;
 // Why the kernels cannot take these sizes; empty: they can.
 std::string problem(int hidden, int inter, int experts, int pairs);
 
+// How few rows cut their inputs, and all that have their bits: so many slices of steps of 128. For sizes without a problem.
+struct Slices {
+  int slices, steps;
+};
+Slices slices_of_hidden(int hidden);
+Slices slices_of_inter(int inter);
+
 // Gate/up with SwiGLU, down, the sum over a row's experts; for one row the last two are one kernel.
 void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream);
+
+// The last of them where y went through memory: out of y.
+void launch_combine(const Params& params, const Launcher& launcher);
 
 std::vector<KernelAttributes> kernel_attributes();
 int shared_bytes();  // of the kernel that takes the most

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kCutThreads) cut_kernel(const TilesParams p, i
   int2 mine = {0, 0}, all;
 #pragma unroll
   for (int i = 0; i < kExpertsPerThread; ++i) {
-    whole[i] = count[i] / p.block_m + (count[i] % p.block_m > half + quarter);
+    whole[i] = count[i] / p.block_m + (count[i] % p.block_m > (p.pieces ? half + quarter : 0));
     mine.x += count[i], mine.y += whole[i];
   }
   const int2 before = sum_before(mine, warps, all);
@@ -94,6 +94,8 @@ __global__ void __launch_bounds__(kCutThreads) cut_kernel(const TilesParams p, i
       p.begin[tile] = begin + t * p.block_m;
       p.end[tile] = min(begin + (t + 1) * p.block_m, end);
     }
+    begin = end;
+    if (!p.pieces) continue;
     const bool has_half = rest > quarter && rest <= half + quarter;
     const bool has_quarter = (rest > 0 && rest <= quarter) || (rest > half && rest <= half + quarter);
     const int in_half = p.num_whole + e, in_quarter = in_half + p.experts;
@@ -103,7 +105,6 @@ __global__ void __launch_bounds__(kCutThreads) cut_kernel(const TilesParams p, i
     p.expert[in_quarter] = has_quarter ? e : -1;
     p.begin[in_quarter] = has_half ? behind_whole + half : behind_whole;
     p.end[in_quarter] = end;
-    begin = end;
   }
   for (int t = all.y + threadIdx.x; t < p.num_whole; t += kCutThreads) p.expert[t] = -1;
 }

@@ -10,7 +10,8 @@ namespace dsv4::mxfp4_moe {
 constexpr int kMaxTiledExperts = 1024;
 
 // Three lists of tiles, one behind the other: whole ones in the order of their experts, then an entry for each expert of
-// half a tile, and one of a quarter. A tile is the sorted positions [begin, end) of one expert's pairs.
+// half a tile, and one of a quarter. A tile is the sorted positions [begin, end) of one expert's pairs. Without pieces there is
+// the first list alone, and what is left over of an expert is a tile of it.
 struct TilesParams {
   const int32_t* topk_ids;    // [rows, topk]
   int64_t ids_stride;
@@ -19,9 +20,10 @@ struct TilesParams {
   int32_t rows, topk, experts;
   int32_t block_m;            // pairs of a whole tile, a multiple of 4
   int32_t num_whole;          // entries of the list of whole tiles: no routing fills more
+  bool pieces;
   int32_t* pairs;             // [rows * topk] sorted position -> pair; behind the last local pair nothing is written
   int32_t* pair_expert;       // [rows * topk] local expert or -1
-  int32_t* expert;            // [num_whole + 2 * experts] local expert, -1: no tile
+  int32_t* expert;            // [num_whole + 2 * experts, or num_whole] local expert, -1: no tile
   int32_t* begin;             // the same
   int32_t* end;               // the same
   int32_t* scratch;           // tiles_scratch_words

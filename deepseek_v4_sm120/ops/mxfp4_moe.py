@@ -1,14 +1,15 @@
 """Public MXFP4 experts: checks the arguments, chooses the regime, owns the scratch, launches.
 
 Few rows (up to DECODE_ROWS): `_C.mxfp4_moe`, which streams the touched experts' weights once. More rows:
-Triton's grouped GEMMs over the pairs sorted by expert, with block sizes from kernels/mxfp4_moe_table.py.
+Triton's grouped GEMMs over the pairs sorted by expert, with block sizes from triton/mxfp4_moe_table.py; or, if the same
+bits are asked for, `_C.mxfp4_moe_sorted`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +17,6 @@ from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, FP32, INT32, VECTOR, Call
 
 DECODE_ROWS = 256
-MAX_PAIRS = 3072  # rows * topk of a launch for few rows; csrc/mxfp4_moe/mxfp4_moe.h has it too, a test compares
 GROUP = 32  # inputs per scale byte
 BLOCK_SCALED_MAJOR = 12  # compute capability with mma.sync of block-scaled FP8
 _STRIDES = 8  # that rows of bf16 have multiples of: 16 bytes
@@ -61,7 +61,7 @@ def mxfp4_moe(
     up_first           w13's first half is up, its second the gate
     activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows what both products read is E4M3 with a UE8M0
                        scale per 32 values, by SM120's block-scaled instruction. Up to 256 rows it is always bf16
-    reproducible       True: any number of rows goes the way of up to 256; sizes must be those of few rows
+    reproducible       True: any number of rows has the bits of up to 256; sizes must be those of few rows
     out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8, not over
                        hidden; or None
     returns            out [rows, hidden] bf16: this rank's part of the sum, without the shared expert
@@ -86,11 +86,11 @@ def mxfp4_moe(
     if out is not None:
         check.tensor("out", out, BF16, hidden.shape, _STRIDES, VECTOR)
         check.written("hidden", hidden, ("out", out))
-    if reproducible and (problem := _few_rows_problem(*sizes, min(rows * topk, max(MAX_PAIRS, topk)))):
+    if reproducible and (problem := _few_rows_problem(*sizes, 0)):
         check.refuse("value", "reproducible", f"be False for these sizes (few rows take {problem})", True)
     check.on_cuda()
-    few = reproducible or (rows <= DECODE_ROWS and not _few_rows_problem(*sizes, rows * topk))
-    if not few:
+    few = rows <= DECODE_ROWS and not _few_rows_problem(*sizes, rows * topk)
+    if not few and not reproducible:
         _check_grouped(check, *sizes, activations)
     if out is None:
         out = torch.empty(hidden.shape, dtype=torch.bfloat16, device=hidden.device)
@@ -101,7 +101,9 @@ def mxfp4_moe(
     limit = math.inf if swiglu_limit is None else float(swiglu_limit)
     with cuda_tensors.on_device_of(hidden):
         if few:
-            _few_rows_at_a_time(hidden, weights, routing, limit, out)
+            _few_rows(hidden, weights, routing, limit, out)
+        elif reproducible:
+            _sorted_rows(hidden, weights, routing, limit, out)
         else:
             _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
     return out
@@ -158,9 +160,6 @@ class Routing:
     expert_map: torch.Tensor | None
     scaling: float
 
-    def of(self, rows: slice) -> Routing:
-        return replace(self, ids=self.ids[rows], weights=self.weights[rows])
-
 
 # ---- few rows
 
@@ -170,25 +169,35 @@ def _few_rows_problem(hidden: int, inter: int, experts: int, pairs: int) -> str:
     return extension.load().mxfp4_moe_problem(hidden=hidden, inter=inter, experts=experts, pairs=pairs)
 
 
-def _few_rows_at_a_time(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
-    """As many rows in a launch as it takes pairs."""
-    rows, topk = routing.ids.shape
-    if rows * topk <= MAX_PAIRS:
-        return _few_rows(hidden, weights, routing, limit, out)
-    for first in range(0, rows, together := MAX_PAIRS // topk):
-        part = slice(first, first + together)
-        _few_rows(hidden[part], weights, routing.of(part), limit, out[part])
-
-
 def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
     """Checked arguments to raw pointers; hidden's device is current."""
-    rows, topk = routing.ids.shape
-    width, inter = hidden.shape[1], weights.w13.shape[1] // 2
-    index = hidden.device.index
-    h = torch.empty((rows * topk, inter), dtype=torch.bfloat16, device=hidden.device)
-    y = torch.empty((rows * topk, width), dtype=torch.float32, device=hidden.device)
+    pairs, width, inter = routing.ids.numel(), hidden.shape[1], weights.w13.shape[1] // 2
+    h = torch.empty((pairs, inter), dtype=torch.bfloat16, device=hidden.device)
+    y = torch.empty((pairs, width), dtype=torch.float32, device=hidden.device)
+    given = _arguments(hidden, weights, routing, limit, out)
+    extension.load().mxfp4_moe(**given, h=h.data_ptr(), y=y.data_ptr())
+
+
+def _sorted_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
+    """Any number of rows with the bits of few: pairs sorted by expert, so that a weight is decoded for 64 of them."""
+    given = _arguments(hidden, weights, routing, limit, out)
+    sizes = _sorted_scratch_bytes(*(given[name] for name in ("rows", "topk", "experts", "hidden", "inter")))
+    scratch = torch.empty(sizes, dtype=torch.uint8, device=hidden.device)
+    extension.load().mxfp4_moe_sorted(**given, scratch=scratch.data_ptr())
+
+
+@functools.lru_cache(maxsize=4096)
+def _sorted_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int) -> int:
+    return extension.load().mxfp4_moe_sorted_scratch_bytes(
+        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter
+    )
+
+
+def _arguments(hidden, weights: Weights, routing: Routing, limit: float, out) -> dict:
+    """Those that both have."""
+    (rows, topk), index = routing.ids.shape, hidden.device.index
     expert_map = routing.expert_map
-    extension.load().mxfp4_moe(
+    return dict(
         x=hidden.data_ptr(),
         x_stride=hidden.stride(0),
         topk_ids=routing.ids.data_ptr(),
@@ -206,8 +215,6 @@ def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> 
         w2_stride=weights.w2.stride(0),
         w2_scale=weights.w2_scale.data_ptr(),
         w2_scale_stride=weights.w2_scale.stride(0),
-        h=h.data_ptr(),
-        y=y.data_ptr(),
         out=out.data_ptr(),
         out_stride=out.stride(0),
         limit=limit,
@@ -215,8 +222,8 @@ def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> 
         rows=rows,
         topk=topk,
         experts=weights.w13.shape[0],
-        hidden=width,
-        inter=inter,
+        hidden=hidden.shape[1],
+        inter=weights.w13.shape[1] // 2,
         up_first=weights.up_first,
         num_sms=cuda_tensors.num_sms(index),
         pdl=True,

@@ -1,0 +1,118 @@
+// Scratch and launches of the kernels for many rows with the bits of few.
+#include "sorted.cuh"
+
+#include <stdexcept>
+
+#include "tiles.h"
+
+namespace dsv4::mxfp4_moe {
+
+namespace {
+
+constexpr char kName[] = "mxfp4_moe, sorted";
+constexpr int64_t kMostOfY = 96 << 20;  // bytes; an SM120's L2 has 128 MB
+constexpr int kSortedShared = sizeof(SortedShared);
+
+// Where things begin in a call's scratch, in bytes.
+struct Layout {
+  int64_t pairs, pair_expert, expert, begin, end, tiles_scratch, x, x_powers, h, h_powers, y, size;
+  int num_tiles, columns;  // outputs of a row that y holds at a time
+
+  Layout(int rows, int topk, int experts, int hidden, int inter) {
+    const int64_t all = static_cast<int64_t>(rows) * topk;
+    num_tiles = static_cast<int>(all / kTilePairs + experts);
+    columns = hidden;
+    while (all * columns * 4 > kMostOfY && columns % (2 * kTileRows) == 0) columns /= 2;
+    size = 0;
+    const auto take = [&](int64_t bytes) {
+      const int64_t here = size;
+      size += ceil_div(bytes, 256) * 256;
+      return here;
+    };
+    pairs = take(all * 4);
+    pair_expert = take(all * 4);
+    expert = take(num_tiles * 4ll);
+    begin = take(num_tiles * 4ll);
+    end = take(num_tiles * 4ll);
+    tiles_scratch = take(tiles_scratch_words(all, experts) * 4);
+    x = take(int64_t{rows} * hidden * 2);
+    x_powers = take(int64_t{rows} * slices_of_hidden(hidden).slices * 4);
+    h = take(all * inter * 2);
+    h_powers = take(all * slices_of_inter(inter).slices * 4);
+    y = take(all * columns * 4);
+  }
+};
+
+template <bool kGated>
+const void* allowed() {
+  static uint64_t configured = 0;
+  const void* const kernel = reinterpret_cast<const void*>(&sorted_kernel<kGated>);
+  allow_shared(kName, kernel, kSortedShared, configured);
+  return kernel;
+}
+
+template <bool kGated>
+void launch_product(const SortedParams& p, int num_sms, const Launcher& launcher) {
+  allowed<kGated>();
+  launcher(sorted_kernel<kGated>, dim3(num_sms), kSortedThreads, kSortedShared, p);
+}
+
+void launch_prepare(const PrepareParams& p, const Launcher& launcher) {
+  const int64_t blocks = ceil_div(p.rows * p.slices, int64_t{kPrepareThreads / 32});
+  launcher(prepare_kernel, dim3(static_cast<unsigned>(blocks)), kPrepareThreads, 0, p);
+}
+
+}  // namespace
+
+int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter) { return Layout(rows, topk, experts, hidden, inter).size; }
+
+void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream) {
+  const std::string why_not = problem(params.hidden, params.inter, params.experts, 0);
+  if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
+  const Launcher launcher = {kName, pdl, stream};
+  const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter);
+  const auto words = [&](int64_t at) { return reinterpret_cast<int32_t*>(scratch + at); };
+
+  TilesParams tiles = {};
+  tiles.topk_ids = params.topk_ids, tiles.ids_stride = params.ids_stride;
+  tiles.expert_map = params.expert_map, tiles.map_size = params.map_size, tiles.first_expert = params.first_expert;
+  tiles.rows = params.rows, tiles.topk = params.topk, tiles.experts = params.experts;
+  tiles.block_m = kTilePairs, tiles.num_whole = layout.num_tiles, tiles.pieces = false;
+  tiles.pairs = words(layout.pairs), tiles.pair_expert = words(layout.pair_expert), tiles.scratch = words(layout.tiles_scratch);
+  tiles.expert = words(layout.expert), tiles.begin = words(layout.begin), tiles.end = words(layout.end);
+  launch_tiles(tiles, pdl, stream);
+
+  const Slices of_x = slices_of_hidden(params.hidden), of_h = slices_of_inter(params.inter);
+  uint16_t *const x = reinterpret_cast<uint16_t*>(scratch + layout.x), *const h = reinterpret_cast<uint16_t*>(scratch + layout.h);
+  float *const x_powers = reinterpret_cast<float*>(scratch + layout.x_powers), *const h_powers = reinterpret_cast<float*>(scratch + layout.h_powers);
+  launch_prepare({params.x, x, x_powers, params.x_stride, params.rows, of_x.slices, of_x.steps}, launcher);
+
+  SortedParams product = {};
+  product.pairs = tiles.pairs, product.expert = tiles.expert, product.begin = tiles.begin, product.end = tiles.end;
+  product.num_tiles = layout.num_tiles, product.topk = params.topk;
+  product.limit = params.limit, product.gate_row = params.gate_row, product.up_row = params.up_row;
+  product.x = x, product.powers = x_powers, product.w = params.w13, product.h = h;
+  product.inputs = params.hidden, product.slices = of_x.slices, product.steps = of_x.steps, product.outputs = params.inter;
+  launch_product<true>(product, num_sms, launcher);
+
+  const int64_t all = static_cast<int64_t>(params.rows) * params.topk;
+  launch_prepare({h, h, h_powers, params.inter, all, of_h.slices, of_h.steps}, launcher);
+
+  product.x = h, product.powers = h_powers, product.w = params.w2, product.y = reinterpret_cast<float*>(scratch + layout.y);
+  product.inputs = params.inter, product.slices = of_h.slices, product.steps = of_h.steps, product.outputs = layout.columns;
+  Params sum = params;
+  sum.y = product.y, sum.hidden = layout.columns;
+  for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
+    launch_product<false>(product, num_sms, launcher);
+    launch_combine(sum, launcher);
+  }
+}
+
+std::vector<KernelAttributes> sorted_attributes() {
+  return {attributes_of(kName, allowed<true>(), "mxfp4_moe_sorted_gate_up", kSortedThreads, kSortedShared),
+          attributes_of(kName, allowed<false>(), "mxfp4_moe_sorted_down", kSortedThreads, kSortedShared)};
+}
+
+int sorted_shared_bytes() { return kSortedShared; }
+
+}  // namespace dsv4::mxfp4_moe

@@ -1,0 +1,320 @@
+// Both products of the experts for many rows, to the bit as for few: pairs sorted by expert, 64 of one expert a tile.
+//
+//   prepare   x or h to the f16 that few rows multiply (product.cuh), in memory, with a power of two for each row and slice
+//   product   128 weight rows x 64 pairs a unit, one unit after the other: eight warps multiply 32 x 32 each, four copy
+//             stages of 64 inputs ahead of them, across units
+//
+// Sums of the 32 products with a common scale are exact, so mmas here are full where those of few rows keep four scales
+// apart. The rest has their order: a slice has four sums, of the 32-input groups 0, 4, 8 .. to 3, 7, 11 .., each a chain of
+// fused multiply-adds with the scale; (0 + 1) + (2 + 3), times the power; slices one after the other. A slice is passed twice,
+// for groups 0 and 1 of each 128 inputs and then for 2 and 3, so that two sums are in registers beside the slice's and the total.
+#pragma once
+
+#include "product.cuh"
+#include "sorted.h"
+#include "swiglu.cuh"
+
+namespace dsv4::mxfp4_moe {
+
+constexpr int kTileRows = 128, kTilePairs = 64;  // of a unit
+constexpr int kWarpRows = 32, kWarpPairs = 32, kWarpsAcross = kTileRows / kWarpRows;
+constexpr int kMathThreads = 256, kCopyThreads = 128, kSortedThreads = kMathThreads + kCopyThreads;
+constexpr int kPassInputs = 64;                                   // of a stage: two groups of 32
+constexpr int kSortedStages = 6, kSliceSlots = 3;
+constexpr int kOutPitch = 36;                                     // floats of a pair's 32 outputs
+
+constexpr int unit_outputs(bool gated) { return gated ? kTileRows / 2 : kTileRows; }
+
+struct alignas(128) SortedStage {
+  unsigned char codes[kTileRows][32];         // two groups; their 16 bytes exchanged in every second four rows
+  unsigned char x[2][kTilePairs * 64 + 64];   // of each group; the 64 bytes keep a row's two halves in other banks
+};
+struct SortedSlice {
+  uint8_t scales[kTileRows][16];
+  float powers[kTilePairs];
+};
+struct SortedShared {
+  SortedStage stages[kSortedStages];
+  SortedSlice slices[kSliceSlots];
+  float out[kMathThreads / 32][8][kOutPitch];  // a warp's own
+  Barriers<kSortedStages> full, empty;
+};
+static_assert(sizeof(SortedShared) <= kMaxSharedBytes && sizeof(SortedStage) % 128 == 0);
+static_assert(kWarpPairs * kWarpRows <= sizeof(SortedShared::out[0]), "of the gate's h: 16 bf16 for each pair");
+
+// A place in the ring of stages, and the number of its barriers' phase.
+struct StagePlace {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kSortedStages) stage = 0, phase ^= 1;
+  }
+};
+
+struct SortedTile {
+  int expert, begin, count;  // expert -1: there is no more
+};
+__device__ __forceinline__ SortedTile tile_of(const SortedParams& p, int tile) {
+  if (tile >= p.num_tiles) return {-1, 0, 0};
+  const int begin = p.begin[tile];
+  return {p.expert[tile], begin, p.end[tile] - begin};
+}
+
+// ---- four warps that copy
+
+template <bool kGated>
+__device__ __forceinline__ void copy_units(const SortedParams& p, SortedShared& s) {
+  const int thread = threadIdx.x - kMathThreads;
+  const int x_row = thread / 8, chunk = thread % 8, row = thread / 2, piece = thread % 2;
+  const uint32_t x_place = shared_address(&s.stages[0].x[chunk / 4][x_row * 64 + chunk % 4 * 16]);
+  const uint32_t code_place = shared_address(&s.stages[0].codes[row][(piece ^ (row >> 2 & 1)) * 16]);
+  const int units = p.outputs / unit_outputs(kGated);
+  StagePlace at;
+  int slot = 0;
+  for (unsigned unit = blockIdx.x;; unit += gridDim.x) {
+    const SortedTile tile = tile_of(p, unit / units);
+    if (tile.expert < 0) break;
+    const int first = p.first + unit % units * unit_outputs(kGated);
+    // of the tile's rows r and r + 64; gate and up
+    const int row0 = kGated ? p.gate_row + first : first, row64 = kGated ? p.up_row + first : first + 64;
+    // where this thread reads: 16 bytes of codes, 4 of scales, 8 inputs, a power before that
+    const uint32_t codes = tile.expert * static_cast<uint32_t>(p.w.expert_bytes / 16) + (row0 + row) * (p.inputs / 32) + piece;
+    const uint32_t to64 = (row64 - row0) * (p.inputs / 32);
+    const uint32_t scales =
+        tile.expert * static_cast<uint32_t>(p.w.expert_scale_bytes / 4) + (thread < 64 ? row0 + thread : row64 + thread - 64) * (p.inputs / 128);
+    const auto source = [&](int r) {  // row of x that the tile's r-th pair has
+      const int position = tile.begin + min(r, tile.count - 1);
+      return kGated ? p.pairs[position] / p.topk : position;
+    };
+    uint32_t x[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) x[k] = static_cast<uint32_t>(source(x_row + 16 * k)) * (p.inputs / 8) + chunk;
+    const uint32_t powers = source(thread % kTilePairs) * p.slices;
+    int done = 0;  // inputs
+    for (int slice = 0; slice < p.slices; ++slice) {
+#pragma unroll 1
+      for (int i = 0; i < 2 * p.steps; ++i) {
+        s.empty[at.stage].wait(at.phase ^ 1);
+        if (i == 0) {  // what the slice has once comes with its first stage
+          SortedSlice& here = s.slices[slot];
+          for (int b = 0; b < p.steps; ++b) cp_async<4>(&here.scales[thread][b * 4], p.w.scales + (scales + slice * p.steps + b) * int64_t{4});
+          if (thread < kTilePairs) cp_async<4>(&here.powers[thread], p.powers + (powers + slice));
+        }
+        const int input = done + (i < p.steps ? i * 128 : (i - p.steps) * 128 + kPassInputs);
+        const uint32_t stage = at.stage * sizeof(SortedStage);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const uint16_t* const from = p.x + (x[k] + input / 8) * int64_t{8};
+          cp_async_16_if(x_row + 16 * k < tile.count, x_place + stage + k * 1024, reinterpret_cast<uint64_t>(from), true);
+        }
+        const uint32_t from = codes + input / 32;
+        cp_async_16(code_place + stage, reinterpret_cast<uint64_t>(p.w.codes + from * int64_t{16}), true);
+        cp_async_16(code_place + stage + 64 * 32, reinterpret_cast<uint64_t>(p.w.codes + (from + to64) * int64_t{16}), true);
+        s.full[at.stage].arrive_copies();
+        at.advance();
+      }
+      done += p.steps * 128;
+      if (++slot == kSliceSlots) slot = 0;
+    }
+  }
+}
+
+// ---- eight warps that multiply
+
+using Sums = float[2][4][4];  // of a warp: 16 weight rows, 8 pairs, of an mma
+
+template <typename Use>
+__device__ __forceinline__ void each_sum(Use use) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) use(m, n, i);
+    }
+  }
+}
+
+// sums[t] += 32 weight rows x 32 pairs x group t of the stage. Addresses are this lane's: of its codes in the warp's first
+// row, of its 8 inputs of the first pair, of its scales. kSecond: from weight row g of an mma to row g + 8.
+template <int kSecond, int kNext>
+__device__ __forceinline__ void multiply_stage(Sums (&sums)[2], uint32_t codes, uint32_t x, uint32_t scales, int exchanged) {
+  uint32_t stored[2][2];
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) stored[m][r] = load_shared_u16(scales + (m * kNext + r * kSecond) * 16);
+  }
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+    uint32_t a[2][2][4];
+    float factor[2][2];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t pair[4];
+        decode(load_shared_u32(codes + (m * kNext + r * kSecond) * 32 + (t ^ exchanged) * 16), pair);
+        a[m][0][r] = pair[0], a[m][0][2 + r] = pair[1], a[m][1][r] = pair[2], a[m][1][2 + r] = pair[3];
+        factor[m][r] = __uint_as_float((t == 0 ? stored[m][r] & 0xffu : stored[m][r] >> 8) << 23);  // 2^(byte - 127); 255 infinite
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const uint4 b = load_shared(x + t * sizeof(SortedStage::x[0]) + n * 512);
+      float part[2][4] = {};
+#pragma unroll
+      for (int m = 0; m < 2; ++m) mma_f16(part[m], a[m][0], b.x, b.y);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) mma_f16(part[m], a[m][1], b.z, b.w);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[t][m][n][i] = fmaf(part[m][i], factor[m][i / 2], sums[t][m][n][i]);
+      }
+    }
+  }
+}
+
+// A warp's total, of the tile's pairs from `first_pair` on; `output`: the unit's first.
+template <bool kGated>
+__device__ __forceinline__ void store_unit(const SortedParams& p, float (&area)[8][kOutPitch], const Sums& total, const SortedTile& tile,
+                                           int first_pair, int output, int pair_of_lane) {
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  if constexpr (kGated) {
+    uint16_t* const h = reinterpret_cast<uint16_t*>(area);  // [pair][16]
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) h[(n * 8 + 2 * q + r) * 16 + m * 8 + g] = swiglu(total[m][n][r], total[m][n][2 + r], p.limit);
+      }
+    }
+    __syncwarp();
+    if (first_pair + lane < tile.count) {
+      uint4* const to = reinterpret_cast<uint4*>(p.h + static_cast<int64_t>(tile.begin + first_pair + lane) * p.outputs + output);
+      const uint4* const from = reinterpret_cast<const uint4*>(h + lane * 16);
+      to[0] = from[0], to[1] = from[1];
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      __syncwarp();
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) area[2 * q + i % 2][m * 16 + i / 2 * 8 + g] = total[m][n][i];
+      }
+      __syncwarp();
+      const int pair = __shfl_sync(0xffffffffu, pair_of_lane, n * 8 + g);
+      if (first_pair + n * 8 + g < tile.count) {
+        float* const to = p.y + static_cast<int64_t>(pair) * p.outputs + output + q * 4;
+        *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(&area[g][q * 4]);
+        *reinterpret_cast<float4*>(to + 16) = *reinterpret_cast<const float4*>(&area[g][16 + q * 4]);
+      }
+    }
+  }
+}
+
+template <bool kGated>
+__device__ __forceinline__ void multiply_units(const SortedParams& p, SortedShared& s) {
+  constexpr int kSecond = kGated ? 64 : 8, kNext = kGated ? 8 : 16;  // rows of the tile: of an mma's second half, of the next mma
+  constexpr int kWarpOutputs = unit_outputs(kGated) / kWarpsAcross;
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = uniform(threadIdx.x / 32);
+  const int across = warp % kWarpsAcross, first_pair = warp / kWarpsAcross * kWarpPairs, row = across * 2 * kNext + g;
+  const uint32_t codes = shared_address(&s.stages[0].codes[row][q * 4]), x = shared_address(&s.stages[0].x[0][(first_pair + g) * 64 + q * 16]);
+  const uint32_t scales = shared_address(&s.slices[0].scales[row][0]), powers = shared_address(&s.slices[0].powers[first_pair + 2 * q]);
+  const int units = p.outputs / unit_outputs(kGated);
+  StagePlace at;
+  int slot = 0;
+  SortedTile next = tile_of(p, blockIdx.x / units);
+  for (unsigned unit = blockIdx.x; next.expert >= 0; unit += gridDim.x) {
+    const SortedTile tile = next;
+    next = tile_of(p, (unit + gridDim.x) / units);
+    const bool mine = first_pair < tile.count;
+    const int pair_of_lane = kGated ? 0 : p.pairs[tile.begin + min(first_pair + lane, tile.count - 1)];
+    Sums total = {}, before;
+    for (int slice = 0; slice < p.slices; ++slice) {
+      const uint32_t slice_at = slot * sizeof(SortedSlice);
+#pragma unroll 1
+      for (int pass = 0; pass < 2; ++pass) {
+        Sums sums[2] = {};
+#pragma unroll 1
+        for (int step = 0; step < p.steps; ++step) {
+          s.full[at.stage].wait(at.phase);
+          const uint32_t stage = at.stage * sizeof(SortedStage);
+          if (mine) multiply_stage<kSecond, kNext>(sums, codes + stage, x + stage, scales + slice_at + step * 4 + pass * 2, row >> 2 & 1);
+          __syncwarp();
+          if (lane == 0) s.empty[at.stage].arrive();
+          at.advance();
+        }
+        if (pass == 0) {
+          each_sum([&](int m, int n, int i) { before[m][n][i] = __fadd_rn(sums[0][m][n][i], sums[1][m][n][i]); });
+        } else {
+          float2 power[4];
+#pragma unroll
+          for (int n = 0; n < 4; ++n) power[n] = load_shared_f32x2(powers + slice_at + n * 32);
+          each_sum([&](int m, int n, int i) {
+            const float sum = __fadd_rn(before[m][n][i], __fadd_rn(sums[0][m][n][i], sums[1][m][n][i]));
+            const float value = __fmul_rn(sum, i % 2 == 0 ? power[n].x : power[n].y);
+            total[m][n][i] = slice == 0 ? value : __fadd_rn(total[m][n][i], value);
+          });
+        }
+      }
+      if (++slot == kSliceSlots) slot = 0;
+    }
+    const int output = static_cast<int>(unit % units) * unit_outputs(kGated) + across * kWarpOutputs;
+    if (mine) store_unit<kGated>(p, s.out[warp], total, tile, first_pair, output, pair_of_lane);
+  }
+}
+
+template <bool kGated>
+__global__ void __launch_bounds__(kSortedThreads, 1) sorted_kernel(const SortedParams p) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  SortedShared& s = *reinterpret_cast<SortedShared*>(shared_memory);
+  if (threadIdx.x < kSortedStages) {
+    s.full[threadIdx.x].init(kCopyThreads);
+    s.empty[threadIdx.x].init(kMathThreads / 32);
+  }
+  __syncthreads();
+  pdl_wait();
+  pdl_trigger();
+  if (threadIdx.x >= kMathThreads) {
+    set_registers<40, false>();
+    copy_units<kGated>(p, s);
+  } else {
+    set_registers<232, true>();  // 40 + 2 x 232 = 3 x 168, of four warps each
+    multiply_units<kGated>(p, s);
+  }
+}
+
+constexpr int kPrepareThreads = 256;
+
+// A warp a row and slice; in place where `to` is `from`.
+__global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareParams p) {
+  pdl_wait();
+  pdl_trigger();
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * (kPrepareThreads / 32) + threadIdx.x / 32;
+  const int64_t row = item / p.slices;
+  const int slice = static_cast<int>(item % p.slices), lane = threadIdx.x % 32, chunks = p.steps * 16;
+  if (row >= p.rows) return;
+  const uint16_t* const from = p.from + row * p.from_stride + slice * chunks * 8;
+  uint16_t* const to = p.to + (row * p.slices + slice) * (chunks * 8);
+  uint4 v[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int chunk = i * 32 + lane;
+    v[i] = chunk < chunks ? *reinterpret_cast<const uint4*>(from + chunk * 8) : make_uint4(0, 0, 0, 0);
+  }
+  const float power = prepare_slice(v);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int chunk = i * 32 + lane;
+    if (chunk < chunks) *reinterpret_cast<uint4*>(to + chunk * 8) = v[i];
+  }
+  if (lane == 0) p.powers[item] = power;
+}
+
+}  // namespace dsv4::mxfp4_moe
