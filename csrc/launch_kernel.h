@@ -14,7 +14,7 @@
 //   sparse_decode_kernel       where blocks share a row: a block waits for the row's others 0.1 ms at most, then leaves its part of
 //                              the merge to the one that comes last
 //   compressor long_kernel     nobody waits: the last of a row's eight blocks to arrive stores; so of long_many_kernel
-//   all_reduce one_shot_kernel, two_shot_kernel
+//   all_reduce one_shot_kernel, two_shot_kernel, gather_kernel
 //                              a block waits for blocks of other cards, which send before they wait; of its own card it waits for none.
 //                              The grid is at most two blocks a multiprocessor. Its waits are of seconds (Params::patience_ns) and end
 //                              the process's CUDA work, or at once where a rank's process has ended

@@ -107,6 +107,7 @@ PROBES = r"card::|all_reduce::ping_kernel"
 
 KERNELS: dict[str, Kernel] = {
     "all_reduce, one hop": Kernel(r"all_reduce::one_shot_kernel<", "all_reduce::Params", BEHIND),
+    "all_reduce, gather": Kernel(r"all_reduce::gather_kernel<", "all_reduce::Params", BEHIND),
     "all_reduce, two hops": Kernel(r"all_reduce::two_shot_kernel<", "all_reduce::Params", BEHIND),
     "bf16_linear": Kernel(r"bf16_linear::bf16_linear_kernel<", "bf16_linear::Params", BEFORE, ahead=("weight",)),
     "bf16_linear, tiles": Kernel(

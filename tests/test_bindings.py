@@ -8,7 +8,7 @@ FUNCTIONS = (
     *("sparse_decode", "index_select", "mqa_logits", "topk_select"),
     *("mxfp4_moe", "mxfp4_moe_shared", "mxfp4_moe_sorted", "mxfp4_moe_tiles"),
     *("bf16_linear", "mhc", "fp8_linear", "wo_a_expand", "compressor"),
-    *("all_reduce", "all_reduce_ping", "all_reduce_places_bytes"),
+    *("all_reduce", "all_reduce_ping", "all_reduce_places_bytes", "all_reduce_slot_vectors"),
     *("card_chain", "card_exchange", "card_busy", "card_sleep", "card_products"),
 )
 ROWS = (1 << 20) + 1  # too many, which is found out behind all that is asked here

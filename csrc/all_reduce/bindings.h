@@ -39,6 +39,7 @@ inline void run(Arguments& a) {
   p.x = a["x"];
   p.out = a["out"];
   p.vectors = a["vectors"];
+  p.row_vectors = a.get("row_vectors", 0u);  // of a gather
   const int ranks = read_group(a, p);
   p.rows = a["rows"];
   const Transport transport = transport_of(a["transport"].text());
@@ -71,10 +72,18 @@ inline int64_t places_bytes_of(Arguments& a) {
   return places_bytes(places, transport);
 }
 
+inline int64_t slot_vectors_of(Arguments& a) {
+  const Places places = read_places(a, a["ranks"]);
+  const Transport transport = transport_of(a["transport"].text());
+  a.done();
+  return most_vectors(places, transport, Algorithm::kGather);
+}
+
 inline void bind(py::module_& m) {
   define(m, "all_reduce", run);
   define(m, "all_reduce_ping", run_ping);
   define(m, "all_reduce_places_bytes", places_bytes_of);
+  define(m, "all_reduce_slot_vectors", slot_vectors_of);
   m.attr("all_reduce_state_words") = sizeof(State) / 4;
   m.attr("all_reduce_fault_words") = sizeof(Fault) / 4;
   using namespace py::literals;

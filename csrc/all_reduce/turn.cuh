@@ -1,8 +1,9 @@
-// What a kernel that sums between cards does: send, wipe what is old, and add what has come.
+// What a kernel that sums or gathers between cards does: send, wipe what is old, and take what has come.
 //
 // A word that comes is its own flag. Places hold kNothing until a term is there; a term that happens to be kNothing (two NaNs with all
-// bits set) is sent as two other NaNs, and the sum of a NaN is the one NaN that bf16 conversion makes. So no fence and no flag crosses the
-// bus, a store of 16 bytes may be torn into words of 4, and stores may come in any order.
+// bits set) is sent as two other NaNs, and the sum of a NaN is the one NaN that bf16 conversion makes. A gather's float32 with all bits set
+// is a NaN, too, and so is the other word; every other word arrives as it is. So no fence and no flag crosses the bus, a store of 16 bytes
+// may be torn into words of 4, and stores may come in any order.
 //
 // Why four generations. A place is wiped by who owns it: its reader (peer), or its writer (host memory, which several read). Call n wipes
 // what call n - 2 left. A card is in call n only when it has all terms of call n - 1, so every card has finished call n - 2: nobody reads
@@ -13,7 +14,8 @@
 // it from each part of the call (a block; of a boundary, a slice) and the rest from the first, and each part reads it before it adds. All
 // cards make the same calls, by the same kernels, of the same sizes, in the same order; one call of a card runs at a time (they are in one
 // stream, or ordered by events). Calls of different kernels may follow each other: what a call leaves is its turn, and in State::used how
-// many vectors each algorithm's places hold. Which value a vector has is between the threads of one kernel on all cards.
+// many vectors it sent and by which algorithm, so where they lie. Which value a vector has is between the threads of one kernel on all
+// cards.
 #pragma once
 
 #include "../device/barriers.cuh"
@@ -69,9 +71,13 @@ struct Turn {
     base = call % kGenerations * p.sizes.generation(kHost);
   }
 
-  // One hop: the term of `from` in the memory of `reader`.
+  // What `from` sends to all, in the memory of `reader`, which has `each` vectors for each rank.
+  __device__ __forceinline__ uint4* from_rank(int reader, int from, int64_t vector, int64_t first, int64_t each) const {
+    return p.places[reader] + first + from * each + vector;
+  }
+  // One hop: the term of `from`.
   __device__ __forceinline__ uint4* term(int reader, int from, int64_t vector, int64_t first) const {
-    return p.places[reader] + first + from * p.sizes.one_shot_vectors + vector;
+    return from_rank(reader, from, vector, first, p.sizes.one_shot_vectors);
   }
   // Two hops: the term of `from` for its owner `reader`, and the sum. In host memory each writer has all owners' shares.
   __device__ __forceinline__ uint4* share(int reader, int from, int64_t vector, int64_t first) const {
@@ -82,45 +88,48 @@ struct Turn {
     return p.places[reader] + first + p.sizes.first_sum(kHost) + vector;
   }
 
-  // One hop: this card's term to all others.
-  __device__ __forceinline__ void send(int64_t vector, const uint4& v) const {
+  // This card's vector to all others.
+  __device__ __forceinline__ void send_to_all(int64_t vector, const uint4& v, int64_t each) const {
     if constexpr (kHost) {
-      store_system(term(p.rank, p.rank, vector, base), v);
+      store_system(from_rank(p.rank, p.rank, vector, base, each), v);
     } else {
 #pragma unroll
       for (int d = 1; d < kRanks; ++d) {
         const int to = (p.rank + d) % kRanks;
-        store_system(term(to, p.rank, vector, base), v);
+        store_system(from_rank(to, p.rank, vector, base, each), v);
       }
     }
   }
+  // One hop: this card's term.
+  __device__ __forceinline__ void send(int64_t vector, const uint4& v) const { send_to_all(vector, v, p.sizes.one_shot_vectors); }
 
   // By one thread of each of the call's parts, once all threads of the part have read the state.
-  __device__ __forceinline__ void arrive(int algorithm, bool first, uint32_t parts) const {
-    if (first) {
-      p.state->used[algorithm][call % kGenerations] = static_cast<uint32_t>(p.vectors);
-      p.state->used[1 - algorithm][call % kGenerations] = 0;
-    }
+  __device__ __forceinline__ void arrive(Algorithm algorithm, bool first, uint32_t parts) const {
+    if (first) p.state->used[call % kGenerations] = static_cast<uint32_t>(p.vectors) * kAlgorithms + static_cast<uint32_t>(algorithm);
     atomicAdd(&p.state->arrivals, first ? kArrivals - (parts - 1) : 1u);
   }
 
   // What the call two before this one left in the places that this card wipes; this thread's share of it.
-  __device__ __forceinline__ void wipe(int64_t thread, int64_t threads) const {
-    const uint32_t old = (call + 2) % kGenerations;
-    const int64_t wiped = old * p.sizes.generation(kHost), sent = load_relaxed(&p.state->used[0][old]);
+  __device__ __forceinline__ void wipe(uint32_t thread, uint32_t threads) const {
+    const uint32_t old = (call + 2) % kGenerations, used = load_relaxed(&p.state->used[old]);
+    const auto algorithm = static_cast<Algorithm>(used % kAlgorithms);
+    const bool is_two_shot = algorithm == Algorithm::kTwoShot;
+    const int64_t wiped = old * p.sizes.generation(kHost);
+    const uint32_t sent = is_two_shot ? 0 : used / kAlgorithms;
+    const int64_t each = algorithm == Algorithm::kOneShot ? p.sizes.one_shot_vectors : p.sizes.slot(kHost);
 #pragma unroll 1
-    for (int64_t v = thread; v < sent; v += threads) {
+    for (uint32_t v = thread; v < sent; v += threads) {
       if constexpr (kHost) {
-        store_system(term(p.rank, p.rank, v, wiped), nothing());
+        store_system(from_rank(p.rank, p.rank, v, wiped, each), nothing());
       } else {
 #pragma unroll 1
         for (int from = 0; from < kRanks; ++from)
-          if (from != p.rank) store_system(term(p.rank, from, v, wiped), nothing());
+          if (from != p.rank) store_system(from_rank(p.rank, from, v, wiped, each), nothing());
       }
     }
-    const int64_t owned = load_relaxed(&p.state->used[1][old]) / kRanks;
+    const uint32_t owned = is_two_shot ? used / kAlgorithms / kRanks : 0;
 #pragma unroll 1
-    for (int64_t v = thread; v < owned; v += threads) {
+    for (uint32_t v = thread; v < owned; v += threads) {
 #pragma unroll 1
       for (int other = 0; other < kRanks; ++other) {
         if (other == p.rank) continue;

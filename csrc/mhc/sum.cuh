@@ -74,8 +74,8 @@ struct SliceSum {
   // Once all threads of the slice have their sums; what follows in the block need not wait for it.
   __device__ __forceinline__ void end() const {
     const int thread = threadIdx.x % kMixThreads, parts = parts_of(static_cast<int>(turn.p.rows));
-    if (thread == 0) turn.arrive(0, mine.part == 0, parts);
-    turn.wipe(static_cast<int64_t>(mine.part) * kMixThreads + thread, static_cast<int64_t>(parts) * kMixThreads);
+    if (thread == 0) turn.arrive(all_reduce::Algorithm::kOneShot, mine.part == 0, parts);
+    turn.wipe(mine.part * kMixThreads + thread, parts * kMixThreads);
   }
 
   __host__ __device__ static constexpr int parts_of(int rows) { return (rows + kTileRows - 1) / kTileRows * kSlices; }

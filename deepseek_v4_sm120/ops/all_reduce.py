@@ -1,7 +1,8 @@
-"""Public sums between the cards of one host: owns the memory in which they meet, checks the arguments, launches.
+"""Public sums and gathers between the cards of one host: owns the memory in which they meet, checks the arguments,
+launches.
 
 One process a card, as SGLang's tensor parallelism has it. Every card ends with the same bits: fp32 sums in the order of
-ranks, rounded once, by whatever way and in however many hops the terms come.
+ranks, rounded once, by whatever way and in however many hops the terms come. A gather lays the ranks' rows side by side.
 """
 
 from __future__ import annotations
@@ -17,24 +18,35 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from deepseek_v4_sm120.ops.all_reduce_sizes import MAX_ROWS, ONE_SHOT_ROWS, RANKS, VALUES, places_bytes, vectors
+from deepseek_v4_sm120.ops.all_reduce_sizes import (
+    GATHERED_ROWS,
+    MAX_ROWS,
+    ONE_SHOT_ROWS,
+    RANKS,
+    VALUES,
+    places_bytes,
+    slot_vectors,
+    vectors,
+)
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
-from deepseek_v4_sm120.ops.shared.checks import BF16, CONTIGUOUS, VECTOR, Call, Question
+from deepseek_v4_sm120.ops.shared.checks import BF16, CONTIGUOUS, FP32, VECTOR, Call, Question
 
 TRANSPORTS = ("peer", "host")
 ALGORITHMS = ("one_shot", "two_shot")
+GATHERED = BF16 + FP32
 PATIENCE_S = 30.0  # of a captured call: all ranks replay it within a step
 EAGER_PATIENCE_S = 300.0  # a rank that compiles kernels keeps the others waiting; SGLang's own watchdog waits as long
 _WATCH_S, _TOLD_S = (
     0.5,
     0.01,
 )  # between two looks at what a kernel told; where it was told to, and this process ends soon
+_GATHER_TAG = 1 << 31  # of a tag: the call is a gather
 
 Gather = Callable[[object], Sequence]  # object -> [object of each rank], over the CPU, in the order of ranks
 
 
 class AllReduce:
-    """What this process holds of one group's sums. All its processes make one, at the same time.
+    """What this process holds of one group's sums and gathers. All its processes make one, at the same time.
 
     rank, ranks   this process's place in the group, and its size: 2, 4 or 8
     device        its card
@@ -72,6 +84,7 @@ class AllReduce:
         self._sizes = vectors(max_rows, hidden)
         _C = extension.load()
         self.bytes = places_bytes(ranks, transport, hidden, max_rows)
+        self.slot_vectors = slot_vectors(ranks, transport, hidden, max_rows)
         with torch.cuda.device(device):
             self._state = torch.zeros(_C.all_reduce_state_words, dtype=torch.int32, device=device)
             self._fault = torch.zeros(_C.all_reduce_fault_words, dtype=torch.int32, pin_memory=True)
@@ -91,6 +104,14 @@ class AllReduce:
             return False
         ask = Question("all_reduce", "x", x)
         return ask.tensor("x", x, BF16, ("rows", self.hidden), CONTIGUOUS, VECTOR) is not None
+
+    def gathers(self, x: torch.Tensor) -> bool:
+        """True where all_gather takes x, in few rows; an adapter asks before it replaces a call."""
+        if x.ndim != 2 or not 1 <= x.shape[0] <= GATHERED_ROWS or x.device != self.device:
+            return False
+        ask = Question("all_gather", "x", x)
+        shape = ask.tensor("x", x, GATHERED, ("rows", "columns"), CONTIGUOUS, VECTOR)
+        return shape is not None and not (row := shape[1] * x.itemsize) % VECTOR and 0 < row // VECTOR <= self.slot_vectors
 
     def _patience(self) -> float:
         """Of a call at this place, on the current stream."""
@@ -161,13 +182,53 @@ def all_reduce(x, group: AllReduce, *, out=None, tag: int = 0, algorithm: str | 
     return out
 
 
-def _launch(x, out, group: AllReduce, algorithm: str, tag: int) -> None:
+def all_gather(x, group: AllReduce, *, out=None, tag: int = 0):
+    """The ranks' x side by side in each row: logits, of which each rank has its part of the vocabulary.
+
+    x            [rows, columns] bf16 or float32, contiguous, 16-byte aligned, on the group's device; a row a multiple of
+                 16 bytes, and at most the group's slot_vectors of them
+    group        AllReduce; all its ranks' x have one shape
+    out          [rows, ranks * columns] like x, contiguous, 16-byte aligned, not over x; None: a new tensor
+    tag          a number that a message about a rank that did not come has
+    returns      out: rank 0's columns of a row, then rank 1's ...; every word as it was sent, but for words of all bits
+                 set, which are NaNs and arrive as another NaN, on all ranks the same
+    launches     one, or where the rows need more than slot_vectors, one for each equal part of them
+    errors       as all_reduce has them
+    cuda graphs  as all_reduce, whose calls it may stand between
+    source       docs/notes/all_reduce.md
+    """
+    check = Call("all_gather", "x", x)
+    rows, columns = check.tensor("x", x, GATHERED, ("rows", "columns"), CONTIGUOUS, VECTOR)
+    row_vectors, rest = divmod(columns * x.itemsize, VECTOR)
+    if rest or not 1 <= row_vectors <= group.slot_vectors:
+        expected = f"have rows of 1 to {group.slot_vectors} times {VECTOR} bytes"
+        check.refuse("shape", "x", expected, f"{columns} times {x.itemsize}")
+    if rows < 1:
+        check.refuse("shape", "x", "have a row", rows)
+    if out is not None:
+        check.given("out", out)
+        check.written("x", x, ("out", out))
+        check.tensor("out", out, (x.dtype,), (rows, group.ranks * columns), CONTIGUOUS, VECTOR)
+    check.on_cuda()
+    if x.device != group.device:
+        check.refuse("device", "x.device", f"be the group's, {group.device}", x.device)
+    if out is None:
+        out = torch.empty(rows, group.ranks * columns, dtype=x.dtype, device=x.device)
+    launches = -(-rows // (group.slot_vectors // row_vectors))
+    with cuda_tensors.on_device_of(x):
+        for sent, gathered in zip(x.tensor_split(launches), out.tensor_split(launches), strict=True):
+            _launch(sent, gathered, group, "gather", tag | _GATHER_TAG, row_vectors=row_vectors)
+    return out
+
+
+def _launch(x, out, group: AllReduce, algorithm: str, tag: int, **further) -> None:
     """Checked arguments to raw pointers; x's device is current."""
     index = x.device.index
     extension.load().all_reduce(
         x=x.data_ptr(),
         out=out.data_ptr(),
-        vectors=x.numel() // VALUES,
+        vectors=x.nbytes // VECTOR,
+        **further,
         **group.arguments(tag),
         algorithm=algorithm,
         rows=x.shape[0],
@@ -187,7 +248,10 @@ def describe_fault(rank: int, fault) -> str | None:
     told, waited_for, call, tag, rows, _ = fault.tolist()
     if not told:
         return None
-    where = f"sum {tag} of a graph" if tag else "outside of graphs"
+    is_gather, tag = tag < 0, tag % _GATHER_TAG
+    where = f"{'gather' if is_gather else 'sum'} {tag} of a graph" if tag else "outside of graphs"
+    if is_gather and not tag:
+        where = f"a gather {where}"
     return (
         f"all_reduce: rank {rank} waited in vain for rank {waited_for}, in call {call}, {where}, of {rows} rows: "
         "that rank has ended, hangs, or made other calls"

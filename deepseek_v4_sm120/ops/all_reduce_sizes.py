@@ -1,4 +1,4 @@
-"""How large sums between cards may be, and the memory that a group holds. Standard library only, for `plan`."""
+"""How large sums and gathers between cards may be, and the memory that a group holds. Standard library only, for `plan`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ RANKS = (2, 4, 8)
 MAX_ROWS = 512  # that a server's sums take; its decode and verify steps must all be within, or none
 ONE_SHOT_ROWS = 64  # the most that everybody sends to everybody; more go by way of their owner
 VALUES = 8  # bf16 that a thread moves
+GATHERED_ROWS = 64  # of a call that a server's gathers take: a decode or verify step's logits
 
 
 def vectors(max_rows: int, hidden: int) -> dict[str, int]:
     """Of a call with one hop, and of one with two, at most."""
     one_shot = min(ONE_SHOT_ROWS, max_rows) * hidden // VALUES
     return {"one_shot_vectors": one_shot, "two_shot_vectors": max_rows * hidden // VALUES}
+
+
+def slot_vectors(ranks: int, transport: str, hidden: int, max_rows: int = MAX_ROWS) -> int:
+    """What a rank sends in one launch of a gather, at most, of VALUES bf16: the places are those of a group's sums."""
+    return extension.load().all_reduce_slot_vectors(ranks=ranks, transport=transport, **vectors(max_rows, hidden))
 
 
 def places_bytes(ranks: int, transport: str, hidden: int, max_rows: int = MAX_ROWS) -> int:

@@ -175,7 +175,7 @@ FP8_LINEAR = Patch(
 ALL_REDUCE = Patch(
     name="all_reduce",
     why="the sums between the cards, 87 a step, up to 512 rows: above 2 cards on PCIe they are NCCL's, 16 to 30 us "
-    "each and rounded at every hop; bench/all_reduce.py",
+    "each and rounded at every hop; and the gather of the logits, up to 64 rows; bench/all_reduce.py",
     targets=(
         targets_of("all_reduce")(
             "sglang.srt.distributed.device_communicators.custom_all_reduce:dispatch_custom_allreduce",
@@ -183,6 +183,12 @@ ALL_REDUCE = Patch(
             Parameters(("group", "device")),
             ">=0.5.13,<0.6",
             "sglang.srt.distributed.parallel_state",
+        ),
+        targets_of("all_reduce")(
+            "sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather",
+            "all_gather",
+            Parameters(("self", "input_", "dim=-1", "output_tensor_list=None")),
+            ">=0.5.13,<0.6",
         ),
     ),
     needs=(EXTENSION,),

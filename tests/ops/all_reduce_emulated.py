@@ -33,7 +33,7 @@ from deepseek_v4_sm120.ops.shared import cuda_tensors, extension  # noqa: E402
 from deepseek_v4_sm120.ops.shared.checks import Call  # noqa: E402
 
 HARNESS = Path(__file__).with_name("all_reduce_on_cpu.cpp")
-SOURCES = ("all_reduce.h", "turn.cuh", "kernel.cuh", "ping.cuh", "../mhc/config.h", "../mhc/sum.cuh")
+SOURCES = ("all_reduce.h", "turn.cuh", "kernel.cuh", "gather.cuh", "ping.cuh", "../mhc/config.h", "../mhc/sum.cuh")
 SMALL = (  # two slices of two rows, two threads without a vector; rows of eight vectors, two for each of four threads
     ("constexpr int kThreads = 128;", "constexpr int kThreads = 3;"),
     ("constexpr int kPingThreads = 512;", "constexpr int kPingThreads = 3;"),
@@ -42,6 +42,7 @@ SMALL = (  # two slices of two rows, two threads without a vector; rows of eight
     ("constexpr int kMixThreads = 32 * kStreams;", "constexpr int kMixThreads = 10;"),
     ("constexpr int kFusedThreads = 32 * kFusedWarps;", "constexpr int kFusedThreads = 4;"),
 )
+KERNELS = ("one_shot", "two_shot", "gather")  # as Algorithm has them
 US = {"peer": 5.0, "host": 9.0}  # what a call takes, as the emulated probe tells it
 LONG_S, SHORT_S = 60.0, 1.0  # of patience: where all is well, and where a fault is due
 
@@ -66,7 +67,7 @@ class Emulated:
 
     def __init__(self, library: Path, fault: dict | None = None, rank: int = -1):
         self._library = ctypes.CDLL(str(library))
-        self._library.emulated_bytes.restype = ctypes.c_int64
+        self._library.emulated_bytes.restype = self._library.emulated_slot.restype = ctypes.c_int64
         self._library.emulated_ping.restype = self._library.emulated_all_reduce.restype = None
         self.all_reduce_state_words = self._library.emulated_state_words()
         self.all_reduce_fault_words = self._library.emulated_fault_words()
@@ -80,6 +81,10 @@ class Emulated:
     def all_reduce_places_bytes(self, *, ranks, transport, one_shot_vectors, two_shot_vectors):
         sizes = map(ctypes.c_int64, (one_shot_vectors, two_shot_vectors))
         return self._library.emulated_bytes(*sizes, ranks, transport == "host")
+
+    def all_reduce_slot_vectors(self, *, ranks, transport, one_shot_vectors, two_shot_vectors):
+        sizes = map(ctypes.c_int64, (one_shot_vectors, two_shot_vectors))
+        return self._library.emulated_slot(*sizes, ranks, transport == "host")
 
     def _map(self, file: int, size: int) -> int:
         mapped = mmap.mmap(file, size)
@@ -137,8 +142,8 @@ class Emulated:
         sizes = map(ctypes.c_int64, (rest["one_shot_vectors"], rest["two_shot_vectors"]))
         self._library.emulated_all_reduce(
             *(ctypes.c_void_p(x), ctypes.c_void_p(out), ctypes.c_int64(vectors), ctypes.c_void_p(places), ranks),
-            *(*pointers, rank, *sizes, way == "host", rest["algorithm"] == "one_shot", rest["tag"], rows),
-            *(ctypes.c_double(patience), rest["traps"]),
+            *(*pointers, rank, *sizes, way == "host", KERNELS.index(rest["algorithm"]), ctypes.c_uint32(rest["tag"]), rows),
+            *(rest.get("row_vectors", 0), ctypes.c_double(patience), rest["traps"]),
         )
         if self._has_fault(way, "wrong bits") and rows == 9:
             ctypes.memset(out + 16, 0x11, 1)

@@ -3,7 +3,7 @@
 //
 // A store to memory of others, or to words of other blocks, is held back, torn into words, and carried out in any order with the thread's
 // other ones, at the latest when the thread ends (a kernel's end) or looks for what has come. Ranks run their calls one behind the other,
-// each at its own speed: sums alone, in one hop and in two, and boundaries with a sum in them, in any order on the same places.
+// each at its own speed: sums alone, in one hop and in two, boundaries with a sum in them, and gathers, in any order on the same places.
 // The test that compiles this puts the texts of the headers, without their includes, in place of the marked line.
 #include <algorithm>
 #include <atomic>
@@ -141,8 +141,14 @@ void boundary_block(const Params& p, int block, uint32_t patience, uint4* sums, 
   }
 }
 
-enum Kind { kOneHop, kTwoHops, kBoundary };
-constexpr const char* kNames[] = {"one shot", "two shot", "boundary"};
+enum Kind { kOneHop, kTwoHops, kGathering, kBoundary };
+constexpr const char* kNames[] = {"one shot", "two shot", "gather", "boundary"};
+
+// The word of a gather's result that rank `from` sent as word w of rows of row_vectors vectors.
+int64_t gathered_word(int64_t w, int ranks, int from, int64_t row_vectors) {
+  const int64_t row = w / (4 * row_vectors), column = w % (4 * row_vectors);
+  return (row * ranks + from) * 4 * row_vectors + column;
+}
 
 template <int kRanks, bool kHost>
 int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns) {
@@ -154,13 +160,18 @@ int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns) {
     std::memset(memory.back().get(), 0xff, words * 4);
   }
   std::mt19937 plan(seed);
-  struct Call { int64_t vectors; Kind kind; int blocks; };
+  struct Call { int64_t vectors; Kind kind; int blocks, row_vectors = 0; };
   std::vector<Call> order;
   for (int i = 0; i < calls; ++i) {
-    const Kind kind = static_cast<Kind>(plan() % 3);
+    const Kind kind = static_cast<Kind>(plan() % 4);
     if (kind == kBoundary) {
       const int rows = 1 + plan() % (sizes.one_shot_vectors / mhc::kRowSums);
       order.push_back({rows * mhc::kRowSums, kind, mhc::SliceSum<kRanks, kHost>::parts_of(rows) + rows});
+      continue;
+    }
+    if (kind == kGathering) {
+      const int rows = 1 + plan() % 5, row_vectors = 1 + plan() % (sizes.slot(kHost) / rows);
+      order.push_back({rows * row_vectors, kind, static_cast<int>(1 + plan() % 3), row_vectors});
       continue;
     }
     const bool one_shot = kind == kOneHop;
@@ -171,7 +182,8 @@ int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns) {
   std::vector<std::vector<uint4>> sums(kRanks, std::vector<uint4>(sizes.one_shot_vectors));  // by which blocks find each other
   for (int i = 0; i < calls; ++i)
     for (int r = 0; r < kRanks; ++r) {
-      x[i].emplace_back(order[i].vectors * 4), out[i].emplace_back(order[i].vectors * 4), rows_out[i].emplace_back(order[i].vectors * 4);
+      const int times = order[i].kind == kGathering ? kRanks : 1;
+      x[i].emplace_back(order[i].vectors * 4), out[i].emplace_back(times * order[i].vectors * 4), rows_out[i].emplace_back(order[i].vectors * 4);
       for (auto& w : x[i][r]) w = a_word(plan);
     }
   std::vector<State> states(kRanks);
@@ -185,11 +197,11 @@ int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns) {
         if (r == faulty_rank && i == calls / 2) return;  // it dies
         Params p = {};
         p.x = reinterpret_cast<const uint16_t*>(x[i][r].data());
-        const bool is_boundary = order[i].kind == kBoundary, in_place = !is_boundary && i % 3 == 0;
+        const bool is_boundary = order[i].kind == kBoundary, in_place = order[i].kind <= kTwoHops && i % 3 == 0;
         std::vector<uint32_t> copy = x[i][r];
         if (in_place) p.x = reinterpret_cast<const uint16_t*>(copy.data());
         p.out = in_place ? reinterpret_cast<uint16_t*>(copy.data()) : reinterpret_cast<uint16_t*>(out[i][r].data());
-        p.vectors = order[i].vectors;
+        p.vectors = order[i].vectors, p.row_vectors = order[i].row_vectors;
         for (int to = 0; to < kRanks; ++to) p.places[to] = memory[kHost ? 0 : to].get();
         p.state = &states[r], p.fault = &faults[r], p.sizes = sizes, p.rank = r, p.tag = i;
         p.rows = is_boundary ? order[i].vectors / mhc::kRowSums : 1;
@@ -212,6 +224,8 @@ int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns) {
               if (is_boundary) {
                 const uint32_t looks = 3 * (patience_ns / 1000);  // a look is a third of a microsecond, and more
                 boundary_block<kRanks, kHost>(p, b, looks, sums[r].data(), vectors(out[i][r]), vectors(rows_out[i][r]), shared[b].data());
+              } else if (order[i].kind == kGathering) {
+                gather_kernel<kRanks, kHost>(p);
               } else {
                 order[i].kind == kOneHop ? one_shot_kernel<kRanks, kHost>(p) : two_shot_kernel<kRanks, kHost>(p);
               }
@@ -232,6 +246,17 @@ int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns) {
   }
   for (int i = 0; i < calls; ++i)
     for (int64_t w = 0; w < order[i].vectors * 4; ++w) {
+      if (order[i].kind == kGathering) {
+        for (int r = 0; r < kRanks; ++r)
+          for (int from = 0; from < kRanks; ++from) {
+            const int64_t at = gathered_word(w, kRanks, from, order[i].row_vectors);
+            const uint32_t sent = x[i][from][w], wanted = sent == 0xffffffffu ? 0x7fff7fffu : sent, found = out[i][r][at];
+            if (found == wanted) continue;
+            std::printf("call %d (gather) rank %d word %lld: %08x, wanted %08x\n", i, r, static_cast<long long>(at), found, wanted);
+            return 1;
+          }
+        continue;
+      }
       uint32_t wanted = 0;
       for (int half = 0; half < 2; ++half) {
         float sum = as_float((x[i][0][w] >> 16 * half) << 16);
@@ -300,27 +325,34 @@ void in_threads(int blocks, int threads_each, const std::function<void()>& kerne
   for (auto& t : threads) t.join();
 }
 
+template <int kRanks, bool kHost>
+void emulate_by(const Params& p, Algorithm algorithm) {
+  constexpr void (*kernels[])(Params) = {&one_shot_kernel<kRanks, kHost>, &two_shot_kernel<kRanks, kHost>, &gather_kernel<kRanks, kHost>};
+  in_threads(kBlocks, kThreads, [&] { kernels[static_cast<int>(algorithm)](p); });
+}
 template <int kRanks>
-void emulate(const Params& p, bool host, bool one_shot) {
-  in_threads(kBlocks, kThreads, [&] {
-    if (host) return one_shot ? one_shot_kernel<kRanks, true>(p) : two_shot_kernel<kRanks, true>(p);
-    one_shot ? one_shot_kernel<kRanks, false>(p) : two_shot_kernel<kRanks, false>(p);
-  });
+void emulate(const Params& p, bool host, Algorithm algorithm) {
+  host ? emulate_by<kRanks, true>(p, algorithm) : emulate_by<kRanks, false>(p, algorithm);
 }
 
 extern "C" int64_t emulated_bytes(int64_t one_shot_vectors, int64_t two_shot_vectors, int ranks, bool host) {
   return kGenerations * Places{one_shot_vectors, two_shot_vectors, ranks}.generation(host) * kVectorBytes;
 }
+extern "C" int64_t emulated_slot(int64_t one_shot_vectors, int64_t two_shot_vectors, int ranks, bool host) {
+  return Places{one_shot_vectors, two_shot_vectors, ranks}.slot(host);
+}
 extern "C" int emulated_state_words() { return sizeof(State) / 4; }
 extern "C" int emulated_fault_words() { return sizeof(Fault) / 4; }
 extern "C" void emulated_all_reduce(const uint16_t* x, uint16_t* out, int64_t vectors, uint4* const* places, int ranks, State* state, Fault* fault, int rank,
-                                    int64_t one_shot_vectors, int64_t two_shot_vectors, bool host, bool one_shot, int tag, int rows, double patience_s,
-                                    bool traps) {
+                                    int64_t one_shot_vectors, int64_t two_shot_vectors, bool host, int algorithm, uint32_t tag, int rows, int row_vectors,
+                                    double patience_s, bool traps) {
   holds_back = false;
-  Params p = {x, out, vectors, {}, state, fault, {one_shot_vectors, two_shot_vectors, ranks}, rank, static_cast<uint32_t>(tag), static_cast<uint32_t>(rows)};
+  Params p = {x, out, vectors, static_cast<uint32_t>(row_vectors), {}, state, fault, {one_shot_vectors, two_shot_vectors, ranks}, rank, tag};
+  p.rows = rows;
   std::copy(places, places + ranks, p.places);
   p.patience_ns = static_cast<uint64_t>(patience_s * 1e9), p.traps = traps;
-  ranks == 2 ? emulate<2>(p, host, one_shot) : ranks == 4 ? emulate<4>(p, host, one_shot) : emulate<8>(p, host, one_shot);
+  const auto by = static_cast<Algorithm>(algorithm);
+  ranks == 2 ? emulate<2>(p, host, by) : ranks == 4 ? emulate<4>(p, host, by) : emulate<8>(p, host, by);
 }
 extern "C" void emulated_ping(uint4* there, const uint4* here, int64_t vectors, int rounds, int warm_ups, bool sends, double patience_s, uint64_t* took_ns) {
   holds_back = false;

@@ -24,8 +24,9 @@ def run(program, ranks, transport, calls, seed, faulty=-1, patience_ms=100_000):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("transport", ["peer", "host"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_rank_has_the_sum_in_rank_order(program, ranks, transport, seed):
-    """One hop, two, and inside of a boundary, all sizes, in place too; NaNs of all bits, both zeros, infinities."""
+def test_every_rank_has_the_sum_in_rank_order_and_what_all_sent(program, ranks, transport, seed):
+    """One hop, two, and inside of a boundary, and gathers between them: all sizes, in place too; NaNs of all bits, both
+    zeros, infinities."""
     assert run(program, ranks, transport, 100, seed) == (0, "100 calls\n")
 
 
@@ -45,7 +46,7 @@ def test_the_probes_pings_come_and_are_answered(program, transport):
         assert run(program, 1, transport, 30, 0, faulty=dead) == (0, "0 came\n")
 
 
-WIPES = "turn.wipe(static_cast<int64_t>(mine.part) * kMixThreads + thread, static_cast<int64_t>(parts) * kMixThreads);"
+WIPES = "turn.wipe(mine.part * kMixThreads + thread, parts * kMixThreads);"
 NOT_SO = {
     "three generations": ("host", ("kGenerations = 4", "kGenerations = 3")),
     "the call before is wiped": ("host", ("(call + 2) % kGenerations", "(call + 3) % kGenerations")),
@@ -61,12 +62,12 @@ NOT_SO = {
     "a boundary wipes nothing": ("host", (WIPES, "")),
     "a boundary wipes what its first slice can": (
         "peer",
-        (WIPES, WIPES.replace("(mine.part) * kMixThreads + thread", "(thread)")),
+        (WIPES, WIPES.replace("mine.part * kMixThreads + thread", "thread")),
     ),
     "each thread of a slice arrives": ("peer", ("if (thread == 0) turn.arrive", "turn.arrive")),
     "a boundary's slices count for one": (
         "peer",
-        ("turn.arrive(0, mine.part == 0, parts)", "turn.arrive(0, mine.part == 0, 1)"),
+        ("mine.part == 0, parts)", "mine.part == 0, 1)"),
     ),
     "slices of a short tile lie as far apart as of a whole one": (
         "host",
@@ -78,6 +79,21 @@ NOT_SO = {
     ),
     "sums come to the rows as they are": ("peer", ("return make_uint4(~v.x, ~v.y, ~v.z, ~v.w)", "return v")),
     "a row looks at one word of a sum": ("peer", (" && v.y != 0 && v.z != 0 && v.w != 0", "")),
+    "a gather is not wiped": ("peer", ("is_two_shot ? 0 :", "algorithm != Algorithm::kOneShot ? 0 :")),
+    "a gather is wiped where a sum's terms are": (
+        "host",
+        ("algorithm == Algorithm::kOneShot ? p.sizes.one_shot_vectors : p.sizes.slot(kHost)", "p.sizes.one_shot_vectors"),
+    ),
+    "a gather sends NaNs as they are": ("peer", ("own = sendable(x[v]);", "own = x[v];")),
+    "a gather keeps its own NaNs": ("peer", ("out[place(v, p.rank)] = own;", "out[place(v, p.rank)] = x[v];")),
+    "a gather lays the ranks one behind the other": (
+        "host",
+        ("v + (static_cast<int64_t>(v / p.row_vectors) * (kRanks - 1) + of) * p.row_vectors", "v + of * p.vectors"),
+    ),
+    "all calls leave what a sum of one hop does": (
+        "peer",
+        ("* kAlgorithms + static_cast<uint32_t>(algorithm)", "* kAlgorithms"),
+    ),
     "rows leave their sums": ("peer", ("store_relaxed(from[i], make_uint4(0, 0, 0, 0));", "")),
 }
 

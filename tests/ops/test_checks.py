@@ -59,13 +59,14 @@ def _calls() -> dict[str, tuple[str, dict]]:
     attention = {"q": bf16(ROWS, 1, 16, 512), **window, "attn_sink": torch.zeros(16), "out": bf16(ROWS, 1, 16, 512)}
     by_table = {**extra, "extra_page_table": int32(2, 8), "extra_page_table_rows": int32(ROWS)}
     del by_table["extra_indices"]
-    group = SimpleNamespace(hidden=4096, max_rows=512, ranks=2, device=torch.device("cpu"))
+    group = SimpleNamespace(hidden=4096, max_rows=512, ranks=2, slot_vectors=9000, device=torch.device("cpu"))
 
     def given(inputs) -> dict:
         return {name: value for name, value in inputs.arguments().items() if value is not None}
 
     return {
         "all_reduce": ("all_reduce", {"x": bf16(ROWS, 4096), "group": group, "out": bf16(ROWS, 4096)}),
+        "all_gather": ("all_reduce", {"x": bf16(ROWS, 4096), "group": group, "out": bf16(ROWS, 8192)}),
         "bf16_linear": ("bf16_linear", {"x": bf16(2, 512), "weight": bf16(8, 512), "out": torch.zeros(2, 8)}),
         "compressor": ("compressor", given(compressor.make_inputs("c4", [4, 5, 8], device="cpu"))),
         "compressor, many": ("compressor", given(compressor.make_step("c4", [compressor.Request(5, 4)], device="cpu"))),
@@ -109,6 +110,7 @@ BAD_VALUES = {
 UNCHECKED = {
     "wo_a": {"reproducible"},
     "all_reduce": {"group", "tag"},
+    "all_gather": {"group", "tag"},
     "mhc": {"post_scale", "tag"},
     "mhc_pre": {"post_scale"},
     "mhc_head": {"tag"},
@@ -131,7 +133,7 @@ ALIGNED = {
     *("k_pages", "kv_pages", "extra_kv_pages", "freqs_cis", "state", "kv_score", "ape", "plan", "cache"),
     *("writes", "shared", "routed"),
 }
-ALIGNED_OUT = {"all_reduce", "fp8_linear", "fp8_grouped_linear", "mxfp4_moe", "sparse_decode"}
+ALIGNED_OUT = {"all_gather", "all_reduce", "fp8_linear", "fp8_grouped_linear", "mxfp4_moe", "sparse_decode"}
 WRONG_DTYPES = {torch.int32: torch.int64, torch.bfloat16: torch.float16, torch.float32: torch.bfloat16}
 WRITTEN = ("out", "entries", "logits")
 

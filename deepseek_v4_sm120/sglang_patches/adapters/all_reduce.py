@@ -1,4 +1,4 @@
-"""SGLang's communicator for small sums between the cards -> `ops.all_reduce`.
+"""SGLang's communicator for small sums between the cards -> `ops.all_reduce`, and its gathers of few rows behind it.
 
 `dispatch_custom_allreduce(group, device)` gives each group the class of an object that its coordinator asks before
 every sum: `should_custom_ar(x)`, then `custom_all_reduce(x)`, else NCCL. Of the tensor-parallel group that object is
@@ -10,6 +10,12 @@ DSV4_SM120_SET=all_reduce=host or peer: only that way is tried, and with host SG
 A call is taken by its shape alone, up to MAX_ROWS rows; a server whose decode or verify steps can have more gets none
 of it, so that a row's bits never depend on the rows beside it. A reproducible server's calls are taken whatever their
 rows, in pieces of MAX_ROWS.
+
+No release asks that object for a gather. The logits' is `GroupCoordinator.all_gather` of the tensor-parallel group: a
+call of NCCL, which lays the ranks' tensors one behind the other, and from two rows on a copy that lays them side by
+side. Where the group's sums are ours, so is the gather of up to GATHERED_ROWS rows in one launch; what it moves is the
+same whoever moves it, so nothing hangs on the border. Behind SGLang's own gather by multicast (0.5.15 and later, NVLink
+with NVSwitch), and with --enable-symm-mem, nobody asks ours.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
 from deepseek_v4_sm120.specs import bounds
 
 PATCH = "all_reduce"
+GATHER = "all_gather"  # in shadow mode, which has a line for it
 PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
 CONTEXT, SERVER_ARGS = "sglang.srt.runtime_context", "sglang.srt.server_args"
 
@@ -55,6 +62,35 @@ def replace_dispatch(original: Callable) -> Callable:
         return functools.partial(_communicator, stock) if _is_for_us(group) else stock
 
     return dispatch_custom_allreduce
+
+
+def replace_all_gather(original: Callable) -> Callable:
+    """For GroupCoordinator.all_gather(self, input_, dim=-1, output_tensor_list=None)."""
+
+    def ours(self, input_):
+        communicator = all_reduce_of(self)
+        return op.all_gather(input_, communicator.sums, tag=communicator.next_tag())
+
+    serve = shadow.shadowed(GATHER, ours, original, GATHER_COMPARISON)
+
+    @functools.wraps(original)
+    def all_gather(self, input_, dim=-1, output_tensor_list=None):
+        if torch.compiler.is_compiling() or output_tensor_list is not None or not _gathers(self, input_, dim):
+            return original(self, input_, dim, output_tensor_list)
+        return serve(self, input_)
+
+    return all_gather
+
+
+def _gathers(coordinator, x, dim: int) -> bool:
+    """By the group and the shape alone, which all ranks have."""
+    communicator = all_reduce_of(coordinator)
+    return (
+        communicator is not None
+        and dim in (-1, 1)
+        and communicator.sums.gathers(x)
+        and not coordinator.is_symmetric_memory_enabled()
+    )
 
 
 def _is_for_us(group) -> bool:
@@ -224,6 +260,12 @@ class Communicator:
             self._is_aside = False
 
 
+GATHER_COMPARISON = shadow.Comparison(
+    tensors=lambda ours, theirs, coordinator, x: [(ours, theirs)],
+    identity=lambda coordinator, x: (GATHER, x.shape[1]),
+    shape=lambda coordinator, x: {"rows": x.shape[0]},
+    relative_l2=bounds.ALL_GATHER,
+)
 COMPARISON = shadow.Comparison(
     tensors=lambda ours, theirs, x: [(ours, theirs)],
     identity=lambda x: PATCH,
