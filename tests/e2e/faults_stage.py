@@ -17,7 +17,7 @@ memory_saver                 --enable-memory-saver, KV cache released and resume
                              torch_memory_saver is not installed
 
 Nothing is left: no process of any server, nothing new in /dev/shm, the cards' memory as before. OUT/stage_faults2.json
-is what collect.py reads; the servers' logs are beside it.
+is what collect.py reads; the ends of the servers' logs are beside it.
 """
 
 from __future__ import annotations
@@ -152,17 +152,14 @@ class Server:
         stage = self.stage
         options = stage.harness.parse(["run", *OPTIONS, *MORE.get(self.name, []), *stage.where])
         arguments, _ = stage.harness.engine_args(options)
-        environment = environment_of(stage.harness, options)
-        environment = {k: v for k, v in environment.items() if not k.startswith(("DSV4_", "E2E_FORCE"))}
-        environment |= EVERY_CALL | {MARK: self.mark, "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
-        environment["DSV4_SM120_REPORT"] = str(stage.arguments.out / f"reports_{self.name}")
+        environment = stage.environment | {MARK: self.mark}
         if stage.served == "http":
             arguments.pop("skip_tokenizer_init")
             words = [sys.executable, "-m", "sglang.launch_server", "--port", str(self.port), *flags(arguments)]
         else:
             words = [sys.executable, str(Path(__file__).with_name("faults_engine.py")), "--port", str(self.port)]
             words += ["--engine", json.dumps(arguments)]
-        log = stage.arguments.out / f"{self.name}.log"
+        log = stage.arguments.work / f"{self.name}.log"
         url = f"http://127.0.0.1:{self.port}"
         self.process = ServerProcess(self.name, f"exec {shlex.join(words)}", url, log, environment)
         self.process.start()
@@ -240,7 +237,11 @@ class Stage:
         self.deadline = time.monotonic() + arguments.limit_s
         self.harness = load_harness(arguments.harness)
         self.where = ["--patch", str(arguments.patch), "--models", str(arguments.models)]
-        _, model = self.harness.engine_args(self.harness.parse(["run", *OPTIONS, *self.where]))
+        options = self.harness.parse(["run", *OPTIONS, *self.where])
+        _, model = self.harness.engine_args(options)
+        environment = environment_of(self.harness, options)
+        environment = {k: v for k, v in environment.items() if not k.startswith(("DSV4_", "E2E_FORCE"))}
+        self.environment = environment | EVERY_CALL | {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
         self.vocabulary = self.harness.vocab_of(model)
         write_tokenizer(Path(model), self.vocabulary)
         missing = [name for name in FOR_HTTP if importlib.util.find_spec(name) is None]
@@ -381,8 +382,8 @@ class Stage:
             with concurrent.futures.ThreadPoolExecutor(len(SERVERS)) as pool:
                 up = {name: pool.submit(self.is_up, server) for name, server in self.servers.items()}
                 up = {name for name, job in up.items() if job.result()}
-                for name in self.servers:  # one after the other: what each answers alone
-                    if name in up and (name in ("first", "second") or self.wants("restarted") and name == "third"):
+                for name in [name for name in ("first", "second", "third") if name in up]:  # what each answers alone
+                    with contextlib.suppress(ServerError):  # whoever needs it says so
                         self.alone[name] = self.servers[name].answers()
                 if self.wants("two_engines"):
                     pair = [self.servers.get(name) for name in ("first", "second")]
@@ -445,6 +446,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--patch", type=Path, default=REPO / "build", help="the built folder that users mount")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--models", type=Path, default=Path("/tmp/models_serving"))
+    parser.add_argument("--work", type=Path, default=Path("/tmp/dsv4_sm120_faults"), help="the servers' logs, whole")
     parser.add_argument("--only", nargs="+", choices=(*CASES, "all"), default=list(ESSENTIAL), metavar="CASE")
     parser.add_argument("--served", choices=("auto", "http", "offline"), default="auto")
     parser.add_argument("--port", type=int, default=20000, help="of the first; the others' are 1,500 apart")
@@ -462,14 +464,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse(sys.argv[1:])
-    for name in ("harness", "patch", "out", "models"):
+    for name in ("harness", "patch", "out", "models", "work"):
         setattr(arguments, name, getattr(arguments, name).resolve())
     for path in (arguments.harness / "run_engine.py", arguments.patch / "sitecustomize.py"):
         if not path.exists():
             raise SystemExit(f"faults_stage: {path} does not exist (--harness, --patch)")
     arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    for old in arguments.work.glob("*.log"):  # a server's log is read for who is named in it
+        old.unlink()
     stage = Stage(arguments)
     left = stage.run()
+    ends = [
+        f"==== {log.stem}\n{log.read_text(errors='replace')[-30_000:]}" for log in sorted(arguments.work.glob("*.log"))
+    ]
+    (arguments.out / "faults_logs.txt").write_text("\n".join(ends))
     path = arguments.out / f"stage_{STAGE}.json"
     path.write_text(json.dumps(stage.as_stage(left), indent=1))
     collect = Path(__file__).with_name("collect.py")
