@@ -7,7 +7,8 @@ from deepseek_v4_sm120.patching.spec import Target
 
 MODEL = "sglang.srt.models.deepseek_v4"
 ATTENTION = f"{MODEL}:MQALayer"
-EVERY = ">=0.5.12,<0.6"
+DSPARK = "sglang.srt.models.deepseek_v4_dspark:DeepseekV4ForCausalLMDSpark"
+EVERY, DSPARK_SINCE = ">=0.5.12,<0.6", ">=0.5.16,<0.6"
 EXTENSION = "deepseek_v4_sm120.ops.shared.extension:load"
 
 

@@ -145,6 +145,18 @@ def test_heads(served, inputs):
     assert relative_error(found, truth) < 1e-4 and served == ["mhc_head", "mhc_head"]
 
 
+def test_dsparks_head(served, inputs):
+    last = SimpleNamespace(hc_head_fn=inputs.head_fn, hc_head_scale=inputs.head_scale, hc_head_base=inputs.head_base)
+    model = SimpleNamespace(stages=[None, last], norm_eps=EPS, hc_eps=EPS)
+    found = adapter.replace_dspark_head(forbidden)(model, inputs.streams)
+    assert relative_error(found, reference.mhc_head(**inputs.head())) < 1e-4 and served == ["mhc_head"]
+    collapse = adapter.replace_dspark_head(lambda model, x: ("original", x))
+    y = inputs.streams[:, 0]
+    assert collapse(model, y) == ("original", y), "DeepSeek-V4.1's has no streams left"
+    for other in (inputs.streams.float(), inputs.streams[..., :2048].contiguous()):
+        assert collapse(model, other)[0] == "original" and served == ["mhc_head"]
+
+
 REFUSED = {
     "no rows": lambda i: {"streams": i.streams[:0], "f": i.f[:0], "post": i.post[:0], "comb": i.comb[:0]},
     "another width": lambda i: {"streams": i.streams[..., :2048].contiguous(), "f": i.f[:, :2048].contiguous()},

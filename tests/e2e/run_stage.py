@@ -24,12 +24,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
-sys.path.insert(0, str(REPO))
+sys.path[:0] = [str(REPO), str(HERE)]
+
+import accepted_stage  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
-
-sys.path.insert(0, str(HERE / "drafts_plugin"))
-import forced_drafts  # noqa: E402
 
 # every extend row goes through the paged kernel as a decode row does, so that our call replaces it in `ops` mode:
 # by default SGLang's Hopper path gathers an extend's history and calls flash_mla_sparse_fwd, which is not our seam
@@ -98,27 +97,10 @@ def eagle(steps):
 DSPARK = sets(speculative_algorithm="DSPARK", speculative_dspark_block_size=3)
 DSPARK += sets(json_model_override_args=json.dumps(DSPARK_CONFIG))
 # several engines side by side: what the others hold must not count as a reserve
-TEXT = [
-    "--variant",
-    "flash6h",
-    "--prompts",
-    "5,130,700,1500",
-    "--new",
-    "96",
-    "--phases",
-    "text",
-    "--batches",
-    "8",
-    "32",
-]
+TEXT = ["--variant", "flash6h", "--prompts", "5,130,700,1500", "--new", "96", "--phases", "text"]
+TEXT += ["--batches", "8", "32"]
 TEXT += ["--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
 BF16_DRAFTS = {"DSV4_SM120_SET": "draft_head=off"}
-# drafts that are another run's text, or are not: acceptance of none, half and all (drafts_plugin)
-ACCEPTING = {
-    f"accepted_{name}_{kind}": (options, drafts, kind)
-    for name, options, drafts in (("eagle314", eagle(3), 3), ("dspark3", DSPARK, 3), ("eagle516", eagle(5), 5))
-    for kind in ("none", "half", "all")
-}
 SPECULATION_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", "profile"]
 
 
@@ -240,14 +222,13 @@ STAGES = {
         Case("stock_plain", TEXT, patched=False, environment=PAGED_EXTEND | PAGED_INDEX),
         Case("stock_eagle314", TEXT + eagle(3), patched=False, environment=PAGED_EXTEND | PAGED_INDEX),
     ],
-    # the same, with drafts that are accepted: none, half of them, all; every batch to the token, as sums have one order
-    "accepted": [
-        Case("accepted_plain", TEXT, environment=EVERY_CALL | REPRODUCIBLE),
-        *(
-            Case(name, TEXT + options, environment=EVERY_CALL | REPRODUCIBLE | {"E2E_DRAFTS": kind})
-            for name, (options, _, kind) in ACCEPTING.items()
-        ),
-    ],
+    # the same, with drafts that are accepted: none, half of them, all
+    "accepted": accepted_stage.cases(
+        Case,
+        TEXT,
+        EVERY_CALL | REPRODUCIBLE,
+        {"eagle314": eagle(3), "dspark3": DSPARK, "eagle516": eagle(5)},
+    ),
     "speculation43": [
         Case("stock43_eagle314", SPECULATION_TIMED + eagle(3), patched=False, takes_turns=True),
         Case("ops43_eagle314", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL, takes_turns=True),
@@ -350,13 +331,9 @@ DIFFERENCES = [
     ("ours against stock Triton, SM120 branches", "seams", "seams_shadow"),
     ("yardstick: stock's SM120 branches against stock's Hopper path", "seams_shadow", "stock"),
 ]
-DRAFTED = "accepted_plain"  # whose text is drafted
 # (what, the run that speculates, the one that does not): greedy text
 TEXTS = [
-    *(
-        (f"{'DSPARK' if 'dspark' in name else 'EAGLE'}, {drafts} drafts, {kind} right", name, DRAFTED)
-        for name, (_, drafts, kind) in ACCEPTING.items()
-    ),
+    *accepted_stage.TEXTS,
     ("EAGLE, 1 draft", "eagle112", "plain"),
     ("EAGLE, 3 drafts", "eagle314", "plain"),
     ("DSPARK, a block of 3", "dspark3", "plain"),
@@ -385,11 +362,7 @@ SAMES = [
 def environment(case, arguments):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
     reports = {"DSV4_SM120_REPORT": str(arguments.work / f"{case.name}_reports")} if case.patched else {}
-    forced = {}
-    if "E2E_DRAFTS" in case.environment:
-        paths = os.pathsep.join(filter(None, (str(HERE / "drafts_plugin"), os.environ.get("PYTHONPATH"))))
-        forced = {"PYTHONPATH": paths, "E2E_TEXT": str(arguments.work / f"{DRAFTED}_text.json")}
-    return kept | case.environment | reports | forced
+    return kept | case.environment | reports | accepted_stage.environment(case, arguments.work)
 
 
 def command(case, arguments, number):
@@ -494,19 +467,8 @@ def texts(arguments):
             firsts = [first_difference(x, y) for x, y in pairs if x != y]
             row = {"what": what, "run": speculating, "at_once": int(size), "answers": len(pairs), "differ": len(firsts)}
             answers = [a[part][n] for part in PARTS for n in b[part] if n.split("x")[0] == size]
-            found.append(row | {"first": min(firsts, default=None)} | acceptance(speculating, answers))
+            found.append(row | {"first": min(firsts, default=None)} | accepted_stage.acceptance(speculating, answers))
     return found
-
-
-def acceptance(run, answers):
-    """Of drafts that were forced: tokens a verification, and by how many verifications an answer is at most off what
-    these drafts must take. SGLang counts the one that is under way when an answer ends, or does not."""
-    if run not in ACCEPTING or not all(answer["verified"] for answer in answers):
-        return {}
-    _, drafts, kind = ACCEPTING[run]
-    tokens = sum(len(answer["ids"]) - 1 for answer in answers)
-    off = [abs(a["verified"] - forced_drafts.verifications(kind, len(a["ids"]), drafts)) for a in answers]
-    return {"tokens_a_verification": tokens / sum(a["verified"] for a in answers), "off": max(off)}
 
 
 def sames(arguments):
@@ -604,9 +566,7 @@ def main():
     for case in cases:  # what an earlier stage or an earlier try left must not be taken for this run's
         for suffix in SUFFIXES:
             (arguments.work / f"{case.name}{suffix}.json").unlink(missing_ok=True)
-    has_text = DRAFTED in [c.name for c in cases] or (arguments.work / f"{DRAFTED}_text.json").exists()
-    if any("E2E_DRAFTS" in c.environment for c in cases) and not has_text:
-        raise SystemExit(f"run_stage: drafts are the text of {DRAFTED}: run it with them, or before in this --work")
+    accepted_stage.check([c.name for c in cases], arguments.work)
     arguments.turns, arguments.engines = arguments.work / "turns", sum(c.takes_turns for c in cases)
     arguments.turns.unlink(missing_ok=True)
     # engines that take turns wait until all of them are up

@@ -117,6 +117,20 @@ def test_widths(width, device):
     check("extra width", Shape(3, 8, CacheShape(256, 128, lengths=(128, 3)), CacheShape(64, width, masked=0.2)), device)
 
 
+@pytest.mark.parametrize("heads", [64, 32, 16, 8])
+@pytest.mark.parametrize("rows", [3, 6, 40, 64, 256])
+def test_dsparks_draft(rows, heads, device):
+    """A block's rows: window and block in lists of 192, of which the length tells how many there are; a row's bits are
+    those of the row alone."""
+    lengths = (131, 4, 135, 128, 0, 192)
+    inputs = make_inputs(Shape(rows, heads, CacheShape(128, 192, lengths=lengths)), seed=rows, device=device)
+    whole = call(inputs)
+    verify(f"DSPARK's draft, {rows} rows, {heads} heads", inputs, whole)
+    for row in {0, 1, rows - 1} if rows <= 64 else ():
+        alone = call(rows_of(inputs, slice(row, row + 1)))
+        equal(f"row {row} of {rows}, {heads} heads", alone, tuple(part[row : row + 1] for part in whole))
+
+
 @pytest.mark.parametrize("heads", [64, 128, 16])
 @pytest.mark.parametrize("extra", [None, CacheShape(64, 512, masked=0.2), CacheShape(2, 1024, lengths=(1024, 0, 700))])
 def test_flashmla_inputs_and_tolerances(extra, heads, device):

@@ -134,6 +134,9 @@ class DeepseekV4ForCausalLMDSpark:
     def attach_shared_modules(self, *, embed_tokens, lm_head):
         self.lm_head = lm_head
 
+    def collapse_hc_head(self, x):
+        return x
+
     def _logits_from_x_post_hc(self, x_post_hc):
         return x_post_hc
 """

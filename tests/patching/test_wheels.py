@@ -16,8 +16,8 @@ from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Eng
 from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.sglang_patches.names import DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
-from deepseek_v4_sm120.sglang_patches.rows.lm_head import DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
@@ -69,7 +69,9 @@ def expected(version: str) -> dict[str, str]:
         found["all_reduce"] = "sglang.srt.distributed.device_communicators.custom_all_reduce"
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
-        found["draft_head"] = DSPARK.partition(":")[0] if since(version, "0.5.16") else MODEL
+        found["draft_head"] = MODEL
+    if since(version, "0.5.16"):
+        found |= {"draft_head": DSPARK.partition(":")[0], "mhc": DSPARK.partition(":")[0]}
     return found
 
 
@@ -450,7 +452,8 @@ def mhc_rows(made) -> dict[str, str]:
 def test_mhc_rows(inspect_wheel, version):
     found = set(mhc_rows(inspect_wheel(version)))
     fused = {"fusion_enabled", "fused_post_pre", "layer_forward"} if since(version, "0.5.13") else set()
-    assert found == {"hc_pre", "hc_post", "fused_head", "hc_head"} | fused
+    dspark = {"dspark_head"} if since(version, "0.5.16") else set()
+    assert found == {"hc_pre", "hc_post", "fused_head", "hc_head"} | fused | dspark
 
 
 def all_calls(tree: ast.AST, name: str) -> list[ast.Call]:

@@ -7,6 +7,7 @@
     replace_hc_post          DeepseekV4DecoderLayer.hc_post: behind the last layer, and likewise
     replace_fused_head       fused_hc_head, the collapse before the model's last norm
     replace_hc_head          the MTP block's own hc_head
+    replace_dspark_head      that of DSPARK's draft
 
 What the boundary and the post are given may be a sum between the cards that nobody has made yet (mhc_sum.py).
 
@@ -289,3 +290,29 @@ def replace_hc_head(original: Callable) -> Callable:
         return run(self, x, hc_fn, hc_scale, hc_base)
 
     return hc_head
+
+
+def _serve_dspark_head(model, x):
+    last = model.stages[-1]
+    mixes = (last.hc_head_fn, last.hc_head_scale, last.hc_head_base)
+    return op.mhc_head(x, *mixes, rms_eps=model.norm_eps, hc_eps=model.hc_eps)
+
+
+def replace_dspark_head(original: Callable) -> Callable:
+    """For DeepseekV4ForCausalLMDSpark.collapse_hc_head(x) -> y: DSPARK's draft's, in torch. Of DeepSeek-V4.1's x has no
+    streams left."""
+    serve = _shadowed(
+        _serve_dspark_head,
+        original,
+        ("head",),
+        lambda result, *_: (result,),
+        lambda model, x: model.stages[-1].hc_head_fn.data_ptr(),
+    )
+
+    @functools.wraps(original)
+    def collapse_hc_head(self, x):
+        last = self.stages[-1]
+        taken = x.ndim == 3 and _takes(x, last.hc_head_fn, last.hc_head_scale, last.hc_head_base, op.STREAMS)
+        return (serve if taken else original)(self, x)
+
+    return collapse_hc_head

@@ -7,12 +7,11 @@
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import EXTENSION, MODEL, targets_of
+from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_SINCE, EXTENSION, MODEL, targets_of
 
 LM_HEAD = "sglang.srt.layers.logits_processor:LogitsProcessor._compute_lm_head"
 OF_LM_HEAD = ("self", "hidden_states", "lm_head", "embedding_bias=None")
-SINCE, DSPARK_SINCE = ">=0.5.14,<0.6", ">=0.5.16,<0.6"
-DSPARK = "sglang.srt.models.deepseek_v4_dspark:DeepseekV4ForCausalLMDSpark"
+SINCE = ">=0.5.14,<0.6"
 
 _projection, _draft = map(targets_of, ("bf16_linear", "fp8_linear_draft_head"))
 

@@ -16,7 +16,7 @@ themselves; what they ask for is summed there.
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import EXTENSION, MODEL, targets_of
+from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_SINCE, EXTENSION, MODEL, targets_of
 
 LAYER = f"{MODEL}:DeepseekV4DecoderLayer"
 LAYER_BASE = f"{MODEL}:DeepseekV4DecoderLayerBase"
@@ -62,6 +62,7 @@ MHC = Patch(
         _target(f"{OLD_KERNELS}.mhc_head:fused_hc_head", "fused_head", HEAD_PARAMETERS, ">=0.5.12,<0.5.16"),
         _target(f"{KERNELS}.mhc_head:fused_hc_head", "fused_head", HEAD_PARAMETERS, ">=0.5.16,<0.6"),
         _target(f"{MTP_MODEL}.hc_head", "hc_head", MODEL_HEAD_PARAMETERS, ">=0.5.12,<0.6"),
+        _target(f"{DSPARK}.collapse_hc_head", "dspark_head", Parameters(("self", "x")), DSPARK_SINCE),
     ),
     needs=(EXTENSION,),
     retire="when stock's boundary is one operator on SM120, and faster (bench/mhc.py)",
