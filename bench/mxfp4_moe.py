@@ -30,10 +30,12 @@ from mxfp4_moe_cases import (  # noqa: E402
     PREFILL,
     QUOTED,
     QUOTED_NOTE,
+    REPRODUCIBLE,
+    REPRODUCIBLE_ISSUE,
     Case,
 )
 
-from deepseek_v4_sm120.ops.mxfp4_moe import mxfp4_moe  # noqa: E402
+from deepseek_v4_sm120.ops.mxfp4_moe import DECODE_ROWS, mxfp4_moe  # noqa: E402
 from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference  # noqa: E402
@@ -127,6 +129,34 @@ def run_case(report: common.Report, case: Case, layer: Inputs) -> None:
         f"{case.name}: {microseconds:.2f} us, {share:.3f} of read, {tflops:.0f} TFLOP/s, {error:.5f} {verdict}",
         flush=True,
     )
+
+
+def few_at_a_time(**call):
+    """The same rows by the kernels for few."""
+    weights = {name: call[name] for name in ("w13", "w13_scale", "w2", "w2_scale")}
+    split = [call[name].split(DECODE_ROWS) for name in ("hidden", "topk_ids", "topk_weights")]
+    return torch.cat([mxfp4_moe(*part, **weights) for part in zip(*split, strict=True)])
+
+
+def run_reproducible(report: common.Report, case: Case, layer: Inputs) -> None:
+    calls, weights = calls_of(case), weights_of(layer)
+    out, few = mxfp4_moe(**calls[0], **weights, reproducible=True), few_at_a_time(**calls[0], **weights)
+    different = int((out.view(torch.int16) != few.view(torch.int16)).sum())
+    common.gate(case.name, different, 0, "numbers of other bits than few rows have")
+    found = {}
+    for impl, way in {
+        "reproducible": lambda call: mxfp4_moe(**call, **weights, reproducible=True),
+        f"few rows, {DECODE_ROWS} at a time": lambda call: few_at_a_time(**call, **weights),
+    }.items():
+        found[impl] = common.graph_microseconds([lambda one=one, way=way: way(one) for one in calls])
+        report.add(common.row(REPRODUCIBLE_ISSUE, case.name, impl, "us", round(found[impl], 2)))
+    ours = next(r.value for r in report.rows if (r.case, r.impl, r.metric) == (case.name, "ours", "us"))
+    ratio = round(found["reproducible"] / ours, 3)
+    report.add(
+        common.row(REPRODUCIBLE_ISSUE, case.name, "reproducible", "ratio", ratio, REPRODUCIBLE, "to ours without")
+    )
+    times = ", ".join(f"{impl} {microseconds:.1f} us" for impl, microseconds in found.items())
+    print(f"{case.name}: {times}; {ratio} of ours without", flush=True)
 
 
 def run_marlin(report: common.Report, cases: list[Case], layer: Inputs) -> None:
@@ -227,6 +257,8 @@ def main() -> int:
         layer = layer_of(tp)
         for case in cases:
             run_case(report, case, layer)
+            if case.rows > DECODE_ROWS:
+                run_reproducible(report, case, layer)
         report.write(arguments.out)
     if why_not is not None:
         quote(report)

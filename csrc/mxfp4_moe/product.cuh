@@ -74,9 +74,9 @@ __device__ __forceinline__ float prepare_slice(uint4 (&v)[kEach]) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) pair = __vmaxu2(pair, word_of(v[i], j) & 0x7fff7fffu);
     group[i] = max(pair & 0xffffu, pair >> 16);
+    most = max(most, group[i]);  // before its quad's, which takes longer
 #pragma unroll
     for (int lanes = 1; lanes < 4; lanes *= 2) group[i] = max(group[i], __shfl_xor_sync(0xffffffffu, group[i], lanes));
-    most = max(most, group[i]);
   }
   const int exponent = max(__reduce_max_sync(0xffffffffu, most) >> 7, 15u);
   const float up = __uint_as_float((268u - exponent) << 23);  // 2^(141 - exponent): the greatest becomes 2^14 .. 2^15

@@ -100,10 +100,8 @@ def mxfp4_moe(
     routing = Routing(topk_ids, topk_weights, first_expert, expert_map, routed_scaling)
     limit = math.inf if swiglu_limit is None else float(swiglu_limit)
     with cuda_tensors.on_device_of(hidden):
-        if few:
-            _few_rows(hidden, weights, routing, limit, out)
-        elif reproducible:
-            _sorted_rows(hidden, weights, routing, limit, out)
+        if few or reproducible:
+            (_few_rows if few else _sorted_rows)(hidden, weights, routing, limit, out)
         else:
             _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
     return out

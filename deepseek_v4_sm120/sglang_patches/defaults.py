@@ -15,7 +15,7 @@ DEFAULTS = (
         name="reproducible",
         why="an answer's bits depend on the batch, on the chunks of its prompt and on what the prefix cache had: above "
         "a step's rows SGLang's kernels and ours add in other orders. On, our operators take decode's order at any "
-        "number of rows, and the head is ours; prompts take several times as long (docs/notes/reproducible.md). The "
+        "number of rows, and the head is ours; prompts take longer (docs/notes/reproducible.md). The "
         "variable is for GPUs other than SM120, whose prompts have another attention",
         source="[R] the whole forward of 0.5.17 and 0.5.23; times by arithmetic",
         sglang=">=0.5.14,<0.6",

@@ -1,4 +1,4 @@
-"""What the order of mxfp4_moe's sums relies on (tests/ops/mxfp4_moe_order.py): sums of 32 products are exact. CPU only."""
+"""What the order of mxfp4_moe's sums relies on (mxfp4_moe_order.py): sums of 32 products are exact. CPU only."""
 
 from __future__ import annotations
 

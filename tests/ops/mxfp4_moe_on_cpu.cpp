@@ -1,0 +1,204 @@
+// csrc/mxfp4_moe/sorted.cuh on the CPU: its own text, one host thread for each of a block's, warps in step where the text says so.
+//
+// Copies are held back until the thread says by which barrier they come, and barriers have phases as mbarriers have. An mma is
+// the sum of its products in float64, rounded: what is multiplied makes all such sums exact. SiLU's exponential is zero, so that
+// h is gate times up.
+// The test that compiles this puts the texts of the headers, without their includes, in place of the marked line.
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __shared__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+using cudaStream_t = void*;
+using std::max, std::min;
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct uint4 { uint32_t x, y, z, w; };
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+struct Index { unsigned x; };
+thread_local Index threadIdx;
+Index blockIdx, gridDim;
+
+constexpr int kWarpLanes = 32, kMostWarps = 12;
+struct Warp {
+  std::barrier<> barrier{kWarpLanes};
+  uint32_t words[kWarpLanes][8];
+};
+Warp* warps;
+std::barrier<>* block_barrier;
+inline Warp& my_warp() { return warps[threadIdx.x / 32]; }
+inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+inline void __syncwarp() { my_warp().barrier.arrive_and_wait(); }
+// every lane's words are there when `use` reads them, and no lane's are overwritten before all have read
+template <typename Use>
+auto among_lanes(std::initializer_list<uint32_t> mine, Use use) {
+  Warp& w = my_warp();
+  std::copy(mine.begin(), mine.end(), w.words[threadIdx.x % 32]);
+  __syncwarp();
+  auto found = use(w.words);
+  __syncwarp();
+  return found;
+}
+inline float as_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
+inline uint32_t as_bits(float f) { uint32_t bits; std::memcpy(&bits, &f, 4); return bits; }
+inline float __uint_as_float(uint32_t bits) { return as_float(bits); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16; }
+template <typename T>
+T __shfl_sync(unsigned, T v, int lane) {
+  return among_lanes({static_cast<uint32_t>(v)}, [&](auto& words) { return static_cast<T>(words[lane][0]); });
+}
+inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t v, int lanes) { return __shfl_sync(mask, v, threadIdx.x % 32 ^ lanes); }
+inline float __shfl_xor_sync(unsigned mask, float v, int lanes) { return as_float(__shfl_xor_sync(mask, as_bits(v), lanes)); }
+inline uint32_t __reduce_max_sync(unsigned, uint32_t v) {
+  return among_lanes({v}, [](auto& words) {
+    uint32_t most = 0;
+    for (auto& word : words) most = max(most, word[0]);
+    return most;
+  });
+}
+
+namespace dsv4::mxfp4_moe {
+alignas(128) unsigned char shared_memory[101376];
+}
+namespace dsv4 {
+struct KernelAttributes {};
+struct Launcher {};
+using mxfp4_moe::shared_memory;
+inline void pdl_wait() {}
+inline void pdl_trigger() {}
+template <int, bool>
+void set_registers() {}
+inline int uniform(int v) { return v; }
+inline uint32_t shared_address(const void* p) { return static_cast<const unsigned char*>(p) - shared_memory; }
+template <typename T>
+T at_address(uint32_t address) {
+  T v;
+  std::memcpy(&v, shared_memory + address, sizeof(T));
+  return v;
+}
+inline uint32_t load_shared_u16(uint32_t address) { return at_address<uint16_t>(address); }
+inline uint32_t load_shared_u32(uint32_t address) { return at_address<uint32_t>(address); }
+inline float2 load_shared_f32x2(uint32_t address) { return at_address<float2>(address); }
+inline uint4 load_shared(uint32_t address) { return at_address<uint4>(address); }
+uint4 load_stream(const void*);
+void load_shared_if(bool, uint4&, const uint4*);
+void cp_async_wait_all();
+
+struct Copy { uint32_t to; const void* from; int bytes; };
+thread_local std::vector<Copy> copies;
+inline void cp_async_16(uint32_t to, uint64_t from, bool) { copies.push_back({to, reinterpret_cast<const void*>(from), 16}); }
+inline void cp_async_16_if(bool when, uint32_t to, uint64_t from, bool valid) { if (when) cp_async_16(to, from, valid); }
+template <int kBytes>
+void cp_async(void* to, const void* from) { copies.push_back({shared_address(to), from, kBytes}); }
+
+struct Phases { std::atomic<int> expected, missing; std::atomic<uint32_t> done; };
+Phases phases[sizeof(shared_memory) / 8];
+struct Barrier {
+  uint32_t address;
+  void init(int arrivals) const {
+    phases[address / 8].expected = arrivals, phases[address / 8].missing = arrivals, phases[address / 8].done = 0;
+  }
+  void arrive() const {
+    Phases& p = phases[address / 8];
+    if (p.missing.fetch_sub(1) > 1) return;
+    p.missing.store(p.expected), p.done.fetch_add(1), p.done.notify_all();
+  }
+  void arrive_copies() const {
+    std::reverse(copies.begin(), copies.end());
+    for (const Copy& copy : copies) std::memcpy(shared_memory + copy.to, copy.from, copy.bytes);
+    copies.clear();
+    arrive();
+  }
+  void wait(uint32_t phase) const {
+    Phases& p = phases[address / 8];
+    for (uint32_t done = p.done; done % 2 == phase; done = p.done) p.done.wait(done);
+  }
+};
+template <int kCount>
+struct Barriers {
+  uint64_t words[kCount];
+  Barrier operator[](int i) const { return {shared_address(words) + 8 * i}; }
+};
+
+inline uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+template <uint32_t kMask>
+uint32_t choose_bits(uint32_t value, uint32_t other) { return (value & kMask) | (other & ~kMask); }
+inline float bf16_low(uint32_t pair) { return as_float(pair << 16); }
+inline float bf16_high(uint32_t pair) { return as_float(pair & 0xffff0000u); }
+inline uint32_t bf16(float f) {
+  const uint32_t bits = as_bits(f);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t pack_bf16x2(float low, float high) { return bf16(low) | bf16(high) << 16; }
+inline uint32_t f16(float f) { _Float16 h = static_cast<_Float16>(f); uint16_t bits; std::memcpy(&bits, &h, 2); return bits; }
+inline float of_f16(uint32_t bits) { const uint16_t low = bits; _Float16 h; std::memcpy(&h, &low, 2); return static_cast<float>(h); }
+inline uint32_t pack_f16x2(float low, float high) { return f16(low) | f16(high) << 16; }
+inline float exp2_approx(float) { return 0; }
+
+inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  among_lanes({a[0], a[1], a[2], a[3], b0, b1}, [&](auto& words) {
+    for (int i = 0; i < 4; ++i) {  // row g + 8 (i / 2), column 2 q + i % 2
+      double sum = d[i];
+      for (int k = 0; k < 4; ++k) {
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t *const of_a = words[g * 4 + k], *const of_b = words[(2 * q + i % 2) * 4 + k];
+          sum += static_cast<double>(of_f16(of_a[i / 2] >> 16 * half)) * of_f16(of_b[4] >> 16 * half);
+          sum += static_cast<double>(of_f16(of_a[2 + i / 2] >> 16 * half)) * of_f16(of_b[5] >> 16 * half);
+        }
+      }
+      d[i] = static_cast<float>(sum);
+    }
+    return 0;
+  });
+}
+}  // namespace dsv4
+
+//@@ the kernels
+
+using namespace dsv4::mxfp4_moe;
+
+template <typename Run>
+void run_grid(unsigned blocks, int threads, Run run) {
+  gridDim.x = blocks;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    std::memset(shared_memory, 0xff, sizeof(shared_memory));
+    Warp of_block[kMostWarps];
+    std::barrier<> barrier(threads);
+    warps = of_block, block_barrier = &barrier;
+    std::vector<std::thread> all;
+    for (int i = 0; i < threads; ++i) {
+      all.emplace_back([&, i] {
+        threadIdx.x = i;
+        run();
+      });
+    }
+    for (auto& one : all) one.join();
+  }
+}
+
+extern "C" void prepare(const PrepareParams* p) {
+  const int64_t warps_of_all = p->rows * p->slices, together = kPrepareThreads / 32;
+  run_grid((warps_of_all + together - 1) / together, kPrepareThreads, [&] { prepare_kernel(*p); });
+}
+extern "C" void multiply(const SortedParams* p, int blocks, bool gated) {
+  run_grid(blocks, kSortedThreads, [&] { gated ? sorted_kernel<true>(*p) : sorted_kernel<false>(*p); });
+}

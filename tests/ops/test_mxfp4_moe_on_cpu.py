@@ -1,0 +1,162 @@
+"""The kernels for many rows that have the bits of few, their own text, compiled for the CPU (mxfp4_moe_on_cpu.cpp),
+against the order that is written down (mxfp4_moe_order.py), to the bit. No GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ops.mxfp4_moe_order import SLICES, STEP, prepared, product
+
+REPO = Path(__file__).resolve().parents[2]
+HEADERS = ("numbers.h", *(f"mxfp4_moe/{name}" for name in ("mxfp4_moe.h", "sorted.h", "config.h", "product.cuh")))
+HEADERS += ("mxfp4_moe/swiglu.cuh", "mxfp4_moe/sorted.cuh")
+POINTER, INT64, INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+TOPK, TILE = 2, 64
+
+
+class Prepare(ctypes.Structure):
+    _fields_ = [("source", POINTER), ("to", POINTER), ("powers", POINTER), ("stride", INT64), ("rows", INT64)]
+    _fields_ += [("slices", INT32), ("steps", INT32)]
+
+
+class Sorted(ctypes.Structure):
+    _fields_ = [(name, POINTER) for name in ("x", "powers", "codes", "scales")]
+    _fields_ += [("expert_bytes", INT64), ("expert_scale_bytes", INT64)]
+    _fields_ += [(name, POINTER) for name in ("pairs", "expert", "begin", "end", "h", "y")] + [
+        ("limit", ctypes.c_float)
+    ]
+    _fields_ += [(name, INT32) for name in ("num_tiles", "topk", "inputs", "slices", "steps", "first", "outputs")]
+    _fields_ += [(name, INT32) for name in ("gate_row", "up_row")]
+
+
+def compiled(folder: Path, *changes: tuple[str, str]) -> ctypes.CDLL:
+    """The kernels, each change made in their text, which must have it."""
+    text = "".join((REPO / "csrc" / name).read_text() for name in HEADERS)
+    text = re.sub(r"^#(include|pragma once).*$", "", text, flags=re.M)
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    source, made = folder / "sorted.cpp", folder / "sorted.so"
+    source.write_text((REPO / "tests/ops/mxfp4_moe_on_cpu.cpp").read_text().replace("//@@ the kernels", text))
+    command = ["g++", "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([*command, source, "-o", made], check=True)
+    return ctypes.CDLL(str(made))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("sorted"))
+
+
+def steps_of(inputs: int) -> int:
+    return inputs // SLICES[inputs] // STEP
+
+
+def prepare(library, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, inputs = x.shape
+    to, powers = torch.empty((rows, inputs), dtype=torch.float16), torch.empty((rows, SLICES[inputs]))
+    given = Prepare(x.data_ptr(), to.data_ptr(), powers.data_ptr(), x.stride(0), rows, SLICES[inputs], steps_of(inputs))
+    library.prepare(ctypes.byref(given))
+    return to, powers
+
+
+def numbers(rows: int, inputs: int, generator) -> torch.Tensor:
+    x = torch.randn((rows, inputs), generator=generator)
+    x[::3] = x[::3] ** 5
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize("inputs", [256, 384, 1024])
+def test_what_is_prepared(library, inputs):
+    """Of 8 inputs, 0 and 4 are beside each other, then 1 and 5, 2 and 6, 3 and 7: as a word of codes is decoded."""
+    x = numbers(5, inputs, torch.Generator().manual_seed(1))
+    found, powers = prepare(library, x)
+    values, expected = prepared(x)
+    assert torch.equal(powers, expected)
+    ordered = values.flatten(1).unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1)
+    assert torch.equal(found.double(), ordered)
+
+
+# pairs of each expert; blocks, also such as have no unit; inputs; outputs
+CASES = {
+    "one pair": ([1], 1, 256, 128),
+    "half a tile and one more": ([33], 1, 256, 128),
+    "a tile and a bit": ([0, 70, 3], 2, 256, 256),
+    "three steps": ([12, 40], 1, 384, 128),
+    "two slices": ([9, 64], 3, 1024, 128),
+    "more slices than have room": ([5], 1, 2048, 128),
+}
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits(library, name, gated):
+    assert has_the_bits(library, name, gated)
+
+
+SUM = "__fadd_rn(sums[0][m][n][i], sums[1][m][n][i])"
+NOT_SO = {
+    "one sum after the other": (
+        f"__fadd_rn(before[m][n][i], {SUM});",
+        "__fadd_rn(__fadd_rn(before[m][n][i], sums[0][m][n][i]), sums[1][m][n][i]);",
+    ),
+    "the other group's scale": ("t == 0 ? stored", "t == 1 ? stored"),
+    "x without its grid": ("(150 + max(", "(130 + max("),
+    "a copy behind the last pair's": ("x_row + 16 * k < tile.count", "x_row + 16 * k + 1 < tile.count"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_SO)
+def test_what_is_not_so_is_seen(what, tmp_path):
+    assert not has_the_bits(compiled(tmp_path, NOT_SO[what]), "a tile and a bit", False)
+
+
+def has_the_bits(library, name: str, gated: bool) -> bool:
+    counts, blocks, inputs, outputs = CASES[name]
+    generator = torch.Generator().manual_seed(len(name))
+    experts, local = len(counts), sum(counts)
+    rows = -(-local // TOPK) + 2  # some pairs have no expert
+    pairs = torch.randperm(rows * TOPK, generator=generator)[:local].int()
+    tiles = []
+    for e in range(experts):
+        first, end = sum(counts[:e]), sum(counts[: e + 1])
+        tiles += [(e, begin, min(begin + TILE, end)) for begin in range(first, end, TILE)]
+    tiles.append((-1, 0, 0))
+    expert, begin, end = torch.tensor(tiles, dtype=torch.int32).T.contiguous()
+    inter = outputs // 2
+    codes = torch.randint(0, 256, (experts, outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(110, 126, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+    x = numbers(rows if gated else local, inputs, generator)
+    values, powers = prepare(library, x)
+    h = torch.full((local, inter), math.nan, dtype=torch.bfloat16)
+    first, columns = (0, inter) if gated else (outputs - 128, 128)  # down: the last 128 outputs
+    y = torch.full((rows * TOPK, columns), math.nan)
+    given = Sorted(
+        *(tensor.data_ptr() for tensor in (values, powers, codes, scales)),
+        *(codes.stride(0), scales.stride(0)),
+        *(tensor.data_ptr() for tensor in (pairs, expert, begin, end, h, y)),
+        *(math.inf, len(tiles), TOPK, inputs, SLICES[inputs], steps_of(inputs), first, columns),
+        *(0, inter),
+    )
+    library.multiply(ctypes.byref(given), blocks, gated)
+    right = []
+    for e in range(experts):
+        here = torch.arange(sum(counts[:e]), sum(counts[: e + 1]))
+        if gated:
+            gate, up = product(x[(pairs[here] // TOPK).long()], codes[e], scales[e]).chunk(2, dim=1)
+            right.append(torch.equal(h[here], (gate * up).bfloat16()))
+        else:
+            expected = product(x[here], codes[e], scales[e])[:, first:]
+            right.append(torch.equal(y[pairs[here].long()], expected))
+    if not gated:
+        others = torch.ones(rows * TOPK, dtype=torch.bool)
+        others[pairs.long()] = False
+        assert bool(y[others].isnan().all()), "a pair without an expert was written"
+    return all(right)
