@@ -128,7 +128,9 @@ def test_rows_that_the_places_cannot_hold_take_several_launches(rows, parts, lau
     """Of 1000 vectors a rank, and 10 a row; one behind the other, without a gap."""
     x = logits_of(rows)
     out = op.all_gather(x, group_of())
-    assert [call["rows"] for call in launched] == parts and [call["vectors"] for call in launched] == [10 * n for n in parts]
+    assert [call["rows"] for call in launched] == parts and [call["vectors"] for call in launched] == [
+        10 * n for n in parts
+    ]
     for call, first in zip(launched, (sum(parts[:i]) for i in range(len(parts))), strict=True):
         assert call["x"] == x[first].data_ptr() and call["out"] == out[first].data_ptr()
 
