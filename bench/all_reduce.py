@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Sums between cards: `python3 bench/all_reduce.py --ranks 2 [--quick] [--rounds N] [--out FILE]`. A process a card.
+"""Sums and gathers between cards: `python3 bench/all_reduce.py --ranks 2 [--quick] [--rounds N] [--out FILE]`. A
+process a card.
 
 A graph holds a chain of calls, each of the last one's result, as a model has them; a call's time is the greatest
 of the ranks' medians. NCCL runs in the same way, in the same run: over what it finds, and once more with
 NCCL_P2P_DISABLE=1 (through host memory, beside our transport that does so). Every call's bits are checked before,
-and --rounds random calls more. Last what a sum adds to a boundary of mhc: in its kernel, and in front of it.
+and --rounds random calls more. Then what a sum adds to a boundary of mhc: in its kernel, and in front of it. Last the
+gather of the real vocabulary's logits, beside NCCL's with SGLang's copy into rows behind it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import subprocess
@@ -43,6 +46,7 @@ BARS = {  # (ranks, transport) -> rows -> us
 }
 BOUNDARY_BARS = {(2, "peer"): {1: 2.5, 8: 3.0}, (4, "peer"): {1: 3.5, 8: 4.5}}  # what a sum in it adds
 BOUNDARY_ROWS, QUICK_BOUNDARY_ROWS = (1, 2, 4, 8, 16, 32, 64), (1, 8)
+GATHERED_ROWS = (1, 8, 32, 64)
 
 
 def slowest(call, x, gather) -> float:
@@ -90,6 +94,32 @@ def measure_boundary(report, group, gather, rows: int) -> None:
         report.add(common.row(ISSUE, case, f"{group.transport}, sum {name}, less without", "call_us", us, bar))
 
 
+def nccl_gather(ranks: int):
+    """As SGLang's coordinator has it."""
+    group = torch.distributed.new_group(backend="nccl")
+
+    def call(x):
+        out = x.new_empty(ranks * x.shape[0], x.shape[1])
+        torch.distributed.all_gather_into_tensor(out, x, group=group)
+        return out.view(ranks, *x.shape).movedim(0, 1).reshape(x.shape[0], -1)
+
+    return call
+
+
+def measure_gathers(report, groups, gather, nccl_name: str) -> None:
+    """Chains of calls with the same logits; what each gives is not looked at by the next."""
+    rank, ranks, device = groups[0].rank, groups[0].ranks, groups[0].device
+    calls = {nccl_name: nccl_gather(ranks)}
+    calls |= {f"{group.transport}_gather": functools.partial(op.all_gather, group=group) for group in groups}
+    for rows in GATHERED_ROWS:
+        sent = spec.make_logits(ranks, rows, rows, device=str(device))
+        for name, call in calls.items():
+            if name != nccl_name and spec.misplaced(call(sent[rank]), sent):
+                raise SystemExit(f"rank {rank}: wrong words of a gather, {rows} rows, {name}")
+            us = slowest(lambda x, c=call: (c(x), x)[1], sent[rank], gather)
+            report.add(common.row(ISSUE, f"logits, {ranks} cards, {rows} rows", name, "call_us", us))
+
+
 def measure(rank, ranks, device, gather, options) -> None:
     rows_of = QUICK_ROWS if options.quick else ROWS
     torch.distributed.barrier()
@@ -98,7 +128,7 @@ def measure(rank, ranks, device, gather, options) -> None:
 
     without_peers = os.environ.get("NCCL_P2P_DISABLE") == "1"
     groups = [
-        op.AllReduce(rank, ranks, device, gather, max_rows=max(rows_of), transport=transport)
+        op.AllReduce(rank, ranks, device, gather, transport=transport)
         for transport in (("host",) if without_peers else ("peer", "host"))
     ]
     for rows in rows_of:
@@ -117,6 +147,7 @@ def measure(rank, ranks, device, gather, options) -> None:
         for rows in QUICK_BOUNDARY_ROWS if options.quick else BOUNDARY_ROWS:
             for group in groups:
                 measure_boundary(report, group, gather, rows)
+    measure_gathers(report, groups, gather, "nccl_without_p2p" if without_peers else "nccl")
     for turn in range(options.rounds):
         for group in groups:
             check(group, gather, 1 + turn * 37 % max(rows_of), turn)

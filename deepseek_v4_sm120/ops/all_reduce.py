@@ -1,8 +1,8 @@
-"""Public sums and gathers between the cards of one host: owns the memory in which they meet, checks the arguments,
-launches.
+"""Public sums and gathers between the cards of one host: owns the memory where they meet, checks arguments, launches.
 
 One process a card, as SGLang's tensor parallelism has it. Every card ends with the same bits: fp32 sums in the order of
-ranks, rounded once, by whatever way and in however many hops the terms come. A gather lays the ranks' rows side by side.
+ranks, rounded once, by whatever way and in however many hops the terms come. A gather lays the ranks' rows side by
+side.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from deepseek_v4_sm120.ops.all_reduce_sizes import (
     MAX_ROWS,
     ONE_SHOT_ROWS,
     RANKS,
-    VALUES,
     places_bytes,
     slot_vectors,
     vectors,
@@ -111,7 +110,9 @@ class AllReduce:
             return False
         ask = Question("all_gather", "x", x)
         shape = ask.tensor("x", x, GATHERED, ("rows", "columns"), CONTIGUOUS, VECTOR)
-        return shape is not None and not (row := shape[1] * x.itemsize) % VECTOR and 0 < row // VECTOR <= self.slot_vectors
+        return (
+            shape is not None and not (row := shape[1] * x.itemsize) % VECTOR and 0 < row // VECTOR <= self.slot_vectors
+        )
 
     def _patience(self) -> float:
         """Of a call at this place, on the current stream."""
@@ -185,8 +186,8 @@ def all_reduce(x, group: AllReduce, *, out=None, tag: int = 0, algorithm: str | 
 def all_gather(x, group: AllReduce, *, out=None, tag: int = 0):
     """The ranks' x side by side in each row: logits, of which each rank has its part of the vocabulary.
 
-    x            [rows, columns] bf16 or float32, contiguous, 16-byte aligned, on the group's device; a row a multiple of
-                 16 bytes, and at most the group's slot_vectors of them
+    x            [rows, columns] bf16 or float32, contiguous, 16-byte aligned, on the group's device; a row is 1 to the
+                 group's slot_vectors times 16 bytes
     group        AllReduce; all its ranks' x have one shape
     out          [rows, ranks * columns] like x, contiguous, 16-byte aligned, not over x; None: a new tensor
     tag          a number that a message about a rank that did not come has

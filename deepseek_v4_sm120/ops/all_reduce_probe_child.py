@@ -22,6 +22,7 @@ from deepseek_v4_sm120.ops.all_reduce_probe import FAILED, FOUND, GATHER, ROWS
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 
 CHECKED_ROWS = (1, 8, 9, 64, 65, op.MAX_ROWS, *range(1, 8))  # each generation of places, behind many rows and few
+GATHERS = 12  # every third has all that the places hold: so has each of the four generations, once
 PATIENCE_S = 3.0
 CHAIN, REPLAYS = 40, 5  # calls in a graph, each of the last one's result
 PINGS, WARM_UPS = 25, 5
@@ -43,9 +44,9 @@ def _examine(way, rank, ranks, device, gather, hidden) -> dict:
         return {"problem": problem}
     terms_of(ranks, 1, hidden, 0, device)  # what is loaded at its first use
     gather(None)
-    wrong = wrong_sum(group)
-    if any(gather(wrong)):
-        return {"problem": wrong}
+    for look in (wrong_sum, wrong_gather):
+        if any(gather(wrong := look(group))):
+            return {"problem": wrong}
     zeros = {rows: torch.zeros(rows, hidden, dtype=torch.bfloat16, device=device) for rows in ROWS}
     us = {rows: microseconds(group, zeros[rows], gather, pick=min) for rows in ROWS}  # others may use the cards
     pings, lost = ping_all(way, rank, ranks, device, gather, hidden)
@@ -74,6 +75,23 @@ def wrong_sum(group: op.AllReduce) -> str | None:
     return wrong
 
 
+def wrong_gather(group: op.AllReduce) -> str | None:
+    """What is not there as it was sent; None: all is."""
+    wrong = None
+    for turn in range(GATHERS):
+        rows, columns = (5, group.hidden) if turn % 3 else (1, group.slot_vectors * VECTOR_BYTES // 2)
+        sent = terms_of(group.ranks, rows, columns, turn, group.device)
+        words = torch.cat(sent, 1).view(torch.int32)
+        expected = torch.where(words == -1, 0x7FFF7FFF, words)
+        found = op.all_gather(sent[group.rank], group).view(torch.int32)
+        different = int((found != expected).sum())
+        if (fault := group.fault()) is not None:
+            return fault
+        if different and wrong is None:
+            wrong = f"{different} of {found.numel()} gathered words are wrong ({rows} rows)"
+    return wrong
+
+
 def bits(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.bfloat16().view(torch.int16)
 
@@ -83,6 +101,7 @@ def terms_of(ranks: int, rows: int, hidden: int, seed: int, device) -> list[torc
     generator = torch.Generator(device).manual_seed(seed)
     terms = torch.randn(ranks, rows, hidden, device=device, generator=generator).bfloat16()
     terms.view(torch.int16)[:, :, seed % 8 :: 1024] = -1
+    terms.view(torch.int32)[:, :, seed % 4 + 4 :: 512] = -1
     return list(terms)
 
 

@@ -1,4 +1,4 @@
-"""How large sums and gathers between cards may be, and the memory that a group holds. Standard library only, for `plan`."""
+"""How large sums and gathers between cards may be, and a group's memory. Standard library only, for `plan`."""
 
 from __future__ import annotations
 

@@ -61,6 +61,25 @@ def differing(found: torch.Tensor, terms: list[torch.Tensor]) -> int:
     return int((other & ~(expected.isnan() & found.isnan())).sum())
 
 
+def make_logits(
+    ranks: int, rows: int, seed: int, *, columns: int | None = None, dtype=torch.bfloat16, device="cpu"
+) -> list[torch.Tensor]:
+    """What each rank gathers, its part of the vocabulary; words of all bits, NaNs and infinities too."""
+    generator = torch.Generator(device).manual_seed(seed)
+    columns = columns or FLASH.vocab // ranks
+    sent = [torch.randn(rows, columns, device=device, generator=generator).to(dtype) for _ in range(ranks)]
+    for rank, logits in enumerate(sent):
+        words = logits.view(torch.int32).flatten()
+        for at, word in enumerate((-1, 0x7FC0FFFF, 0x7F800000, -0x800000, -0x8000_0000, 0, -0x10000, 0xFFFF)):
+            words[(rank * 3 + at) % words.numel() :: 97 + rank] = word
+    return sent
+
+
+def misplaced(found: torch.Tensor, sent: list[torch.Tensor]) -> int:
+    """Words that are not what the specification has there, to the bit."""
+    return int((found.view(torch.int32) != reference.all_gather(sent).view(torch.int32)).sum())
+
+
 # ---- a group whose ranks are threads of this process, on one card
 
 
@@ -90,16 +109,21 @@ def in_threads(ranks: int, *, patience_s=PATIENCE_S, traps=False, **options) -> 
         return [one.result() for one in made]
 
 
-def summed(group: list[op.AllReduce], terms, streams, **options) -> list[torch.Tensor]:
+def summed(group: list[op.AllReduce], terms, streams, *, call=op.all_reduce, **options) -> list[torch.Tensor]:
     """Each rank's sum, in a stream of its own."""
     outs = []
     for one, term, stream in zip(group, terms, streams, strict=True):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            outs.append(op.all_reduce(term, one, **options))
+            outs.append(call(term, one, **options))
     for stream in streams:
         torch.cuda.current_stream().wait_stream(stream)
     return outs
+
+
+def gathered(group: list[op.AllReduce], sent, streams) -> list[torch.Tensor]:
+    """The same of a gather."""
+    return summed(group, sent, streams, call=op.all_gather)
 
 
 # ---- self-test
@@ -119,7 +143,7 @@ def _check_reference() -> str:
 
 
 def _check_one_card(transport: str) -> str:
-    """Both kernels, few rows and many, every generation of places."""
+    """All kernels, few rows and many, every generation of places."""
     group = in_threads(2, transport=transport)
     streams = [torch.cuda.Stream() for _ in group]
     calls = 0
@@ -133,9 +157,13 @@ def _check_one_card(transport: str) -> str:
                 if wrong:
                     raise Failure(f"{wrong} of {out.numel()} sums of rank {rank} differ: {rows} rows, {algorithm}")
             calls += 1
+        sent = make_logits(2, min(rows, op.GATHERED_ROWS), turn, device="cuda")
+        if any(misplaced(out, sent) for out in gathered(group, sent, streams)):
+            raise Failure(next(filter(None, (one.fault() for one in group)), f"words of {rows} gathered rows differ"))
+        calls += 1
     for one in group:
         one.close()
-    return f"{calls} sums, all bits as specified"
+    return f"{calls} sums and gathers, all bits as specified"
 
 
 # ---- calibrate

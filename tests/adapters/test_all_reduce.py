@@ -56,6 +56,7 @@ class Group(op.AllReduce):
 
     def __init__(self, max_rows=op.MAX_ROWS):
         self.rank, self.ranks, self.device, self.max_rows, self.hidden = 0, 2, DEVICE, max_rows, HIDDEN
+        self.slot_vectors = 36 * 8080
         self.closed = False
 
     def close(self):
@@ -124,6 +125,106 @@ def test_a_sum_is_named_by_its_place_in_the_graph(sums, monkeypatch):
     assert sums == [(1, 0), (1, 1), (1, 2), (1, 0), (2, 1)]
 
 
+# ---- gathers
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """What the operator was called with, (rows, tag)."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def all_gather(x, group, *, tag):
+        found.append((x.shape[0], tag))
+        return torch.cat([x] * group.ranks, 1)
+
+    monkeypatch.setattr(op, "all_gather", all_gather)
+    return found
+
+
+class Gathering:
+    """A GroupCoordinator, as far as a gather asks it."""
+
+    def __init__(self, ca_comm, symmetric=False):
+        self.ca_comm, self.asked = ca_comm, []
+        self.is_symmetric_memory_enabled = lambda: symmetric
+
+    def all_gather(self, input_, dim=-1, output_tensor_list=None):
+        self.asked.append((tuple(input_.shape), dim, output_tensor_list))
+        return torch.cat([input_] * 2, dim) + self.off
+
+    off = 0.0
+
+
+def gathering(coordinator, *call, **named):
+    return adapter.replace_all_gather(Gathering.all_gather)(coordinator, *call, **named)
+
+
+@pytest.mark.parametrize("call", [{}, {"dim": -1}, {"dim": 1}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_gathers_of_few_rows_are_ours(rows, dtype, call, gathered):
+    coordinator, x = Gathering(adapter.Communicator(Theirs(), Group())), torch.ones(rows, 64_640, dtype=dtype)
+    assert gathering(coordinator, x, **call).shape == (rows, 129_280)
+    assert gathered == [(rows, 0)] and coordinator.asked == []
+
+
+def logits_of(rows=2, columns=16, dtype=torch.bfloat16):
+    return torch.ones(rows, columns, dtype=dtype)
+
+
+def no_group(coordinator):
+    coordinator.ca_comm = None
+
+
+def disabled(coordinator):
+    coordinator.ca_comm.disabled = True
+
+
+@pytest.mark.parametrize(
+    ("x", "call", "of"),
+    [
+        (logits_of(65), (), None),
+        (logits_of(columns=12), (), None),
+        (logits_of(dtype=torch.int64), (), None),
+        (logits_of(), (0,), None),
+        (logits_of()[None], (), None),
+        (logits_of(columns=32)[:, :16], (), None),
+        (logits_of(), (-1, []), None),
+        (logits_of(), (), no_group),
+        (logits_of(), (), disabled),
+    ],
+    ids=["65 rows", "12 wide", "int64", "dim 0", "3 dims", "strided", "a list", "no object", "disabled"],
+)
+def test_other_gathers_are_sglangs(x, call, of, gathered):
+    coordinator = Gathering(adapter.Communicator(Theirs(), Group()))
+    if of is not None:
+        of(coordinator)
+    gathering(coordinator, x, *call)
+    assert gathered == [] and coordinator.asked == [(tuple(x.shape), *call, *(-1, None)[len(call) :])]
+
+
+def test_a_gather_by_symmetric_memory_is_sglangs(gathered):
+    coordinator = Gathering(adapter.Communicator(Theirs(), Group()), symmetric=True)
+    gathering(coordinator, logits_of())
+    assert gathered == [] and len(coordinator.asked) == 1
+
+
+def test_sglangs_own_object_knows_no_gather_of_ours(gathered):
+    """Another model's server, or one whose cards have no way."""
+    coordinator = Gathering(Theirs())
+    gathering(coordinator, logits_of())
+    assert gathered == [] and len(coordinator.asked) == 1
+
+
+def test_sums_and_gathers_are_numbered_together(gathered, sums, monkeypatch):
+    communicator = adapter.Communicator(Theirs(), Group())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    communicator.custom_all_reduce(x_of(1))
+    gathering(Gathering(communicator), logits_of())
+    assert sums == [(1, 1)] and gathered == [(2, 2)]
+
+
 # ---- shadow mode
 
 
@@ -169,6 +270,20 @@ def test_shadow_mode_has_sglangs_own_sum_beside(shadowed, disabled, sums, monkey
     assert (record["patch"], record["shape"], record["calls"]) == ("all_reduce", {"rows": 8}, 1)
     assert record["bad_calls"] == (0 if disabled else 1) and sums == [(8, 0)]
     assert ours.should_custom_ar(x) is True and theirs.calls == ([] if disabled else ["asked", "sum"])
+
+
+@pytest.mark.parametrize("shadowed", ["1", "ours"], indirect=True)
+@pytest.mark.parametrize("off", [0.0, 2.0**-7])
+def test_shadow_mode_has_sglangs_own_gather_beside(shadowed, off, gathered):
+    """A bit is too much; what is not finite there is left out."""
+    coordinator, x = Gathering(adapter.Communicator(Theirs(), Group())), logits_of(3)
+    coordinator.off = off
+    x[0, 0], x[1, 1] = -torch.inf, torch.nan
+    out = gathering(coordinator, x)
+    assert float(out[2, 0]) == (1.0 if shadowed == "ours" else 1.0 + off)
+    (record,) = shadow.report()
+    assert (record["patch"], record["shape"], record["calls"], record["bound"]) == ("all_gather", {"rows": 3}, 1, 0.0)
+    assert record["bad_calls"] == (1 if off else 0) and record["nonfinite_original"] == 4 and gathered == [(3, 0)]
 
 
 @pytest.mark.parametrize("shadowed", ["1"], indirect=True)
@@ -285,7 +400,8 @@ SMALL = 64  # hidden
 
 
 def as_a_rank(rank, ranks, gather, library, case):
-    """What a rank of SGLang does: dispatch, the object, some sums, its end. (kind, text of the log, note, sums)"""
+    """What a rank of SGLang does: dispatch, the object, some sums and gathers in turn, its end.
+    (kind, text of the log, note, sums and what was gathered)"""
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger().addHandler(handler)
@@ -314,7 +430,8 @@ def as_a_rank(rank, ranks, gather, library, case):
         for turn, rows in enumerate((1, 8, 9, 512, 3)):
             x = emulated.child.terms_of(ranks, rows, SMALL, turn, DEVICE)[rank]
             assert made.should_custom_ar(x)
-            sums.append(made.custom_all_reduce(x))
+            logits = emulated.child.terms_of(ranks, min(rows, 64), 72, turn, DEVICE)[rank]
+            sums.append((made.custom_all_reduce(x), gathering(Gathering(made), logits)))
         gather(None)
         made.close()
     theirs = getattr(made, "_theirs", made)
@@ -326,7 +443,7 @@ def ranks_of(library, ranks=2, fault=None, **case):
     return emulated.in_gloo(ranks, as_a_rank, library, {"fault": fault or {}, **case})
 
 
-def test_ranks_sum_to_the_bit_by_the_way_that_the_probe_found(library):
+def test_ranks_sum_and_gather_to_the_bit_by_the_way_that_the_probe_found(library):
     found = ranks_of(library)
     for kind, _, notes, sums in found:
         assert kind == "Communicator" and len(sums) == 5
@@ -335,8 +452,10 @@ def test_ranks_sum_to_the_bit_by_the_way_that_the_probe_found(library):
         )
         for turn, rows in enumerate((1, 8, 9, 512, 3)):
             expected = reference(emulated.child.terms_of(2, rows, SMALL, turn, DEVICE))
-            known = ~expected.isnan()
-            assert torch.equal(sums[turn][known], expected[known]) and torch.equal(sums[turn].isnan(), ~known)
+            known, (found_sum, gathered) = ~expected.isnan(), sums[turn]
+            assert torch.equal(found_sum[known], expected[known]) and torch.equal(found_sum.isnan(), ~known)
+            words = torch.cat(emulated.child.terms_of(2, min(rows, 64), 72, turn, DEVICE), 1).view(torch.int32)
+            assert torch.equal(gathered.view(torch.int32), torch.where(words == -1, 0x7FFF7FFF, words))
     lines = [[line for line in said if "all_reduce" in line] for _, said, *_ in found]
     assert len(lines[0]) == 1 and "each other's memory" in lines[0][0] and "(probe: " in lines[0][0] and lines[1] == []
 

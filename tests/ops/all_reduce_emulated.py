@@ -142,7 +142,15 @@ class Emulated:
         sizes = map(ctypes.c_int64, (rest["one_shot_vectors"], rest["two_shot_vectors"]))
         self._library.emulated_all_reduce(
             *(ctypes.c_void_p(x), ctypes.c_void_p(out), ctypes.c_int64(vectors), ctypes.c_void_p(places), ranks),
-            *(*pointers, rank, *sizes, way == "host", KERNELS.index(rest["algorithm"]), ctypes.c_uint32(rest["tag"]), rows),
+            *(
+                *pointers,
+                rank,
+                *sizes,
+                way == "host",
+                KERNELS.index(rest["algorithm"]),
+                ctypes.c_uint32(rest["tag"]),
+                rows,
+            ),
             *(rest.get("row_vectors", 0), ctypes.c_double(patience), rest["traps"]),
         )
         if self._has_fault(way, "wrong bits") and rows == 9:

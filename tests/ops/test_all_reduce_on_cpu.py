@@ -82,7 +82,10 @@ NOT_SO = {
     "a gather is not wiped": ("peer", ("is_two_shot ? 0 :", "algorithm != Algorithm::kOneShot ? 0 :")),
     "a gather is wiped where a sum's terms are": (
         "host",
-        ("algorithm == Algorithm::kOneShot ? p.sizes.one_shot_vectors : p.sizes.slot(kHost)", "p.sizes.one_shot_vectors"),
+        (
+            "algorithm == Algorithm::kOneShot ? p.sizes.one_shot_vectors : p.sizes.slot(kHost)",
+            "p.sizes.one_shot_vectors",
+        ),
     ),
     "a gather sends NaNs as they are": ("peer", ("own = sendable(x[v]);", "own = x[v];")),
     "a gather keeps its own NaNs": ("peer", ("out[place(v, p.rank)] = own;", "out[place(v, p.rank)] = x[v];")),

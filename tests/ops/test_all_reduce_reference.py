@@ -1,4 +1,5 @@
-"""The specification against arithmetic number by number: float32 sums in the order of ranks, rounded to bf16 once."""
+"""The specification against arithmetic number by number: float32 sums in the order of ranks, rounded to bf16 once, and
+gathers."""
 
 import ctypes
 import struct
@@ -6,8 +7,9 @@ import struct
 import pytest
 import torch
 
+from deepseek_v4_sm120.reference.all_reduce import all_gather
 from deepseek_v4_sm120.reference.all_reduce import all_reduce as reference
-from deepseek_v4_sm120.specs.all_reduce import make_terms
+from deepseek_v4_sm120.specs.all_reduce import make_logits, make_terms
 
 
 def value(bits: int) -> float:
@@ -47,3 +49,18 @@ def test_it_rounds_once():
     terms = [torch.tensor([[x]]).bfloat16() for x in (1.0, 2.0**-9, 2.0**-9, 2.0**-9)]
     rounded = ((terms[0] + terms[1]) + terms[2]) + terms[3]
     assert float(reference(terms)) == 1.0 + 2.0**-7 and float(rounded) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gather_moves_every_number_and_keeps_each_nan_one(dtype):
+    sent = make_logits(4, 3, 1, columns=48, dtype=dtype)
+    found = all_gather(sent)
+    assert found.shape == (3, 192) and found.dtype == dtype
+    for row in range(3):
+        for rank in range(4):
+            for column in range(48):
+                one, was = found[row, 48 * rank + column], sent[rank][row, column]
+                assert torch.equal(one, was) or bool(one.isnan()) and bool(was.isnan())
+    words = [word for logits in sent for word in logits.view(torch.int32).flatten().tolist()]
+    assert -1 in words and -1 not in found.view(torch.int32).flatten().tolist()
+    assert found.view(torch.int32).flatten().tolist().count(0x7FFF7FFF) == words.count(-1)

@@ -39,7 +39,7 @@ def test_a_group_that_cannot_be_is_refused_before_anything_is_made(wrong, text):
 def group_of(**changes):
     made = object.__new__(op.AllReduce)
     vars(made).update(rank=0, ranks=4, device=torch.device("cpu"), max_rows=128, hidden=256, transport="peer")
-    vars(made).update(_sizes=op.vectors(128, 256), _patience_s=None, _traps=True)
+    vars(made).update(_sizes=op.vectors(128, 256), slot_vectors=1000, _patience_s=None, _traps=True)
     vars(made).update(_places=torch.zeros(4, dtype=torch.uint64), _state=torch.zeros(10), _fault=torch.zeros(6))
     vars(made).update(changes)
     return made
@@ -104,6 +104,82 @@ def test_patience_is_longer_outside_of_graphs(launched, monkeypatch):
     assert op.PATIENCE_S < op.EAGER_PATIENCE_S
 
 
+# ---- gathers
+
+
+def logits_of(rows, columns=80, dtype=torch.bfloat16):
+    return torch.zeros(rows, columns, dtype=dtype)
+
+
+@pytest.mark.parametrize(("dtype", "row_vectors"), [(torch.bfloat16, 10), (torch.float32, 20)])
+def test_a_gather_is_told_all_that_the_kernel_reads(dtype, row_vectors, launched):
+    x, out = logits_of(9, dtype=dtype), logits_of(9, 320, dtype)
+    assert op.all_gather(x, group_of(), out=out, tag=5) is out
+    (call,) = launched
+    assert (call["x"], call["out"], call["vectors"]) == (x.data_ptr(), out.data_ptr(), 9 * row_vectors)
+    assert (call["algorithm"], call["row_vectors"], call["rows"]) == ("gather", row_vectors, 9)
+    assert (call["tag"], call["ranks"], call["num_sms"], call["stream"]) == (5 + 2**31, 4, 188, 7)
+    found = op.all_gather(x, group_of())
+    assert found.shape == (9, 320) and found.dtype == dtype and len(launched) == 2
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(100, [100]), (101, [51, 50]), (300, [100] * 3), (301, [76, 75, 75, 75])])
+def test_rows_that_the_places_cannot_hold_take_several_launches(rows, parts, launched):
+    """Of 1000 vectors a rank, and 10 a row; one behind the other, without a gap."""
+    x = logits_of(rows)
+    out = op.all_gather(x, group_of())
+    assert [call["rows"] for call in launched] == parts and [call["vectors"] for call in launched] == [
+        10 * n for n in parts
+    ]
+    for call, first in zip(launched, (sum(parts[:i]) for i in range(len(parts))), strict=True):
+        assert call["x"] == x[first].data_ptr() and call["out"] == out[first].data_ptr()
+
+
+GATHERED = {  # what is asked -> whether an adapter may, what the call says
+    "logits": (logits_of(3), True, None),
+    "float32": (logits_of(3, dtype=torch.float32), True, None),
+    "64 rows": (logits_of(64), True, None),
+    "as wide as the places": (logits_of(1, 8000), True, None),
+    "more rows": (logits_of(65), False, None),
+    "wider": (logits_of(1, 8008), False, "x must have rows of 1 to 1000 times 16 bytes, got 8008 times 2"),
+    "84 columns": (logits_of(3, 84), False, "x must have rows of 1 to 1000 times 16 bytes, got 84 times 2"),
+    "no columns": (logits_of(3, 0), False, "x must have rows of 1 to 1000 times 16 bytes, got 0 times 2"),
+    "no rows": (logits_of(0), False, "x must have a row, got 0"),
+    "float16": (logits_of(3, dtype=torch.float16), False, "x.dtype must be torch.bfloat16 or torch.float32"),
+    "a part of wider rows": (logits_of(3, 160)[:, :80], False, "x must be contiguous"),
+    "unaligned": (torch.zeros(81).bfloat16()[1:].view(1, 80), False, "x must start on a 16-byte boundary"),
+    "a vector": (logits_of(3)[0], False, r"x.shape must be \[rows, columns\], got \[80\]"),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_what_is_asked_and_what_is_taken(name, launched):
+    x, may, refusal = GATHERED[name]
+    assert group_of().gathers(x) is may
+    if refusal is None:
+        assert op.all_gather(x, group_of()).shape == (x.shape[0], 4 * x.shape[1])
+    else:
+        with pytest.raises((TypeError, ValueError), match=f"^all_gather: {refusal}"):
+            op.all_gather(x, group_of())
+        assert launched == []
+
+
+def test_a_gather_of_another_card_is_refused(launched):
+    other = group_of(device=torch.device("cuda", 1))
+    with pytest.raises(RuntimeError, match="^all_gather: x.device must be the group's, cuda:1, got cpu$"):
+        op.all_gather(logits_of(1), other)
+    assert launched == [] and not other.gathers(logits_of(1))
+
+
+@pytest.mark.parametrize("ranks", op.RANKS)
+@pytest.mark.parametrize("transport", op.TRANSPORTS)
+def test_a_steps_logits_are_one_launch(ranks, transport):
+    """32 rows of the real vocabulary in the places of a server's sums: no memory of their own."""
+    slot = op.slot_vectors(ranks, transport, 4096)
+    assert slot * ranks * 16 * 4 <= op.places_bytes(ranks, transport, 4096) < (slot + 1) * ranks * 16 * 4
+    assert slot >= 32 * (129_280 // ranks * 2 // 16)
+
+
 # ---- a rank that is lost
 
 
@@ -115,7 +191,9 @@ def test_a_fault_names_rank_call_and_place():
     assert op.describe_fault(1, fault_of()) is None
     text = op.describe_fault(1, fault_of(1, 3, 4711, 86, 8, 0))
     assert "rank 1 waited in vain for rank 3, in call 4711, sum 86 of a graph, of 8 rows" in text
-    assert "outside of graphs" in op.describe_fault(1, fault_of(1, 3, 4711, 0, 8, 0))
+    assert "call 4711, outside of graphs" in op.describe_fault(1, fault_of(1, 3, 4711, 0, 8, 0))
+    assert "call 4711, gather 86 of a graph, of" in op.describe_fault(1, fault_of(1, 3, 4711, 86 - 2**31, 8, 0))
+    assert "call 4711, a gather outside of graphs" in op.describe_fault(1, fault_of(1, 3, 4711, -(2**31), 8, 0))
 
 
 def until(holds, seconds=60.0):
@@ -155,6 +233,7 @@ def test_a_watch_that_is_not_needed_any_more_ends():
 CALL = dict(x=1 << 40, out=1 << 41, vectors=64, places=0, ranks=4, state=0, fault=0, rank=0, transport="peer")
 CALL |= dict(one_shot_vectors=32, two_shot_vectors=256, algorithm="two_shot", tag=0, rows=1, patience_s=1.0, traps=True)
 CALL |= dict(num_sms=188, pdl=True, stream=0)
+GATHER = {"algorithm": "gather", "row_vectors": 1}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +243,10 @@ CALL |= dict(num_sms=188, pdl=True, stream=0)
         ({"vectors": 0}, "all_reduce: takes 1 to 256 vectors of 8, got 0"),
         ({"vectors": 66}, "all_reduce: takes 1 to 256 vectors of 8, got 66"),
         ({"transport": "nvlink"}, "all_reduce: transport must be peer or host, got nvlink"),
-        ({"algorithm": "ring"}, "all_reduce: algorithm must be one_shot or two_shot, got ring"),
+        ({"algorithm": "ring"}, "all_reduce: algorithm must be one_shot, two_shot or gather, got ring"),
+        (GATHER | {"row_vectors": 0}, "all_reduce: a gather takes rows of row_vectors vectors, got 0"),
+        (GATHER | {"row_vectors": 48}, "all_reduce: a gather takes rows of row_vectors vectors, got 48"),
+        (GATHER | {"vectors": 161}, "all_reduce: takes 1 to 160 vectors of 8, got 161"),
         ({"two_shot_vectors": 255}, "all_reduce: two_shot_vectors must be a multiple of ranks, which are at most 8"),
         ({"ranks": 9}, "all_reduce: two_shot_vectors must be a multiple of ranks, which are at most 8"),
     ],

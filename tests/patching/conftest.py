@@ -172,6 +172,9 @@ class GroupCoordinator:
     def __init__(self, group, device):
         from sglang.srt.distributed.device_communicators.custom_all_reduce import dispatch_custom_allreduce
         self.ca_comm = dispatch_custom_allreduce(group=group, device=device)
+
+    def all_gather(self, input_, dim=-1, output_tensor_list=None):
+        return input_
 """
 MHC_HEAD = "def fused_hc_head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps):\n    return x\n"
 SHARED_ADD = (

@@ -1,5 +1,6 @@
 """SGLang's group coordinator and its own communicator, taken out of the wheels and run on the CPU with ours between
-them: who sums what, in a step, under capture and in its warm-up; and what the adapter relies on in each release."""
+them: who sums and gathers what, in a step, under capture and in its warm-up; and what the adapter relies on in each
+release."""
 
 import ast
 from contextlib import contextmanager, nullcontext
@@ -18,9 +19,12 @@ FIRST = "0.5.13"
 STATE = adapter.PARALLEL_STATE
 COMMUNICATOR = "sglang.srt.distributed.device_communicators.custom_all_reduce"
 HOOK = "sglang.srt.arg_groups.deepseek_v4_hook"
+LOGITS = "sglang.srt.layers.logits_processor"
+MULTIMEM = "sglang.srt.distributed.device_communicators.triton_symm_mem_ag"
+COMMUNICATION = "sglang.srt.distributed.communication_op"
 METHODS = (
     *("all_reduce", "graph_capture", "_resolve_outplace_all_reduce_method", "_all_reduce_out_place"),
-    *("_all_reduce_in_place", "_can_use_flashinfer_allreduce"),
+    *("_all_reduce_in_place", "_can_use_flashinfer_allreduce", "all_gather"),
 )
 OURS, THEIRS, NCCL = 2.0, 7.0, 3.0  # what each makes of ones
 
@@ -33,6 +37,11 @@ class OnACard(torch.Tensor):
 
 def x_of(rows, dtype=torch.bfloat16):
     return torch.ones(rows, HIDDEN, dtype=dtype).as_subclass(OnACard)
+
+
+def both_halves(coordinator, output, x):
+    """NCCL's gather of a group of two, whose other rank has twice ours."""
+    output.copy_(torch.cat([x, 2 * x]))
 
 
 class Nccl:
@@ -67,6 +76,8 @@ def coordinator_of(wheel, ca_comm):
     attributes |= {f"{name}_comm": None for name in ("qr", "pymscclpp", "torch_symm_mem", "pcie_ipc")}
     attributes |= {"world_size": 2, "unique_name": "tp:0", "_fi_workspace_hint": None, "pynccl_comm": Nccl()}
     attributes |= {"is_symmetric_memory_enabled": lambda self: False, "ca_comm": ca_comm}
+    attributes |= {"use_symmetric_memory": lambda self, *_, **__: nullcontext()}
+    attributes |= {"is_allocation_symmetric": lambda self: False, "all_gather_into_tensor": both_halves}
     attributes["device_module"] = SimpleNamespace(stream=lambda stream: nullcontext())
     made["it"] = type("GroupCoordinator", (), attributes | members)()
     return made["it"]
@@ -104,6 +115,42 @@ def test_who_sums_what(version, disabled, ours, sglang_wheel):
     assert summed(coordinator, 8, torch.float32) == stock
     coordinator.ca_comm.disabled = True  # as SGLang may
     assert summed(coordinator, 8) == NCCL
+
+
+@every_release(FIRST)
+def test_a_gather_is_sglangs_to_the_bit_and_ours_where_the_sums_are(version, ours, sglang_wheel, monkeypatch):
+    wheel = sglang_wheel(version)
+    asked = []
+    monkeypatch.setattr(op, "all_gather", lambda x, group, *, tag: asked.append(x.shape) or torch.cat([x, 2 * x], 1))
+    coordinator = coordinator_of(wheel, adapter.Communicator(v1_of(wheel, disabled=True), Group()))
+    stock = type(coordinator).all_gather
+    served = adapter.replace_all_gather(stock)
+    few, many = (torch.randn(rows, 64_640).bfloat16().as_subclass(OnACard) for rows in (3, 65))
+    for x, call in ((few, ()), (few, (-1,)), (few, (1,)), (few[0], (-1,)), (few, (0,)), (many, ()), (few.long(), ())):
+        before = len(asked)
+        found, expected = served(coordinator, x, *call), stock(coordinator, x, *call)
+        assert torch.equal(found, expected) and len(asked) - before == (x is few and call != (0,))
+    coordinator.ca_comm.disabled = True
+    assert torch.equal(served(coordinator, few), stock(coordinator, few)) and len(asked) == 3
+
+
+@every_release(FIRST)
+def test_the_logits_come_to_the_coordinator_as_they_are(version, sglang_wheel):
+    """[rows, vocabulary / ranks] along the last dim of the tp group, from 0.5.15 on behind a gather by multicast, which
+    a card without gives up when it is built; then, and no sooner, they become float32."""
+    wheel = sglang_wheel(version)
+    logits = ast.unparse(definition(wheel, "LogitsProcessor._get_logits", LOGITS))
+    gather = ("self._logits_gatherer(logits)", "tensor_model_parallel_all_gather(logits)")[not since(version, "0.5.15")]
+    assert logits.count(gather) == 1
+    assert logits.index("self._compute_lm_head(") < logits.index(gather) < logits.index("self._copy_logits_to_buffer(")
+    if since(version, "0.5.15"):
+        gatherer = ast.unparse(definition(wheel, "MultimemAllGatherer.__call__", MULTIMEM))
+        assert gatherer.rstrip().endswith("return tensor_model_parallel_all_gather(x, dim=-1)")
+        build = source(wheel, MULTIMEM)
+        assert "multicast_ptr == 0" in build and "disabled (no multicast" in build
+    assert "return get_tp_group().all_gather(input_, dim)" in source(wheel, COMMUNICATION)
+    asked = ast.unparse(definition(wheel, "tensor_model_parallel_all_gather", COMMUNICATION).args)
+    assert asked == "input_: torch.Tensor, dim: int=-1"
 
 
 @every_release(FIRST)

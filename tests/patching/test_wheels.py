@@ -66,7 +66,7 @@ def expected(version: str) -> dict[str, str]:
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
     found["mxfp4_moe"] = CUTLASS if since(version, "0.5.16") else MARLIN
     if since(version, "0.5.13"):
-        found["all_reduce"] = "sglang.srt.distributed.device_communicators.custom_all_reduce"
+        found["all_reduce"] = "sglang.srt.distributed.parallel_state"
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
         found["draft_head"] = MODEL
