@@ -1,4 +1,5 @@
-// csrc/mxfp4_moe/sorted.cuh on the CPU: its own text, one host thread for each of a block's, warps in step where the text says so.
+// csrc/mxfp4_moe/sorted.cuh on the CPU, and a warp's product of few rows (product.cuh): their own text, one host thread for each of a
+// block's, warps in step where the text says so.
 //
 // Copies are held back until the thread says by which barrier they come, and barriers have phases as mbarriers have. An mma is
 // the sum of its products in float64, rounded: what is multiplied makes all such sums exact. SiLU's exponential is zero, so that
@@ -98,9 +99,8 @@ inline uint32_t load_shared_u16(uint32_t address) { return at_address<uint16_t>(
 inline uint32_t load_shared_u32(uint32_t address) { return at_address<uint32_t>(address); }
 inline float2 load_shared_f32x2(uint32_t address) { return at_address<float2>(address); }
 inline uint4 load_shared(uint32_t address) { return at_address<uint4>(address); }
-uint4 load_stream(const void*);
-void load_shared_if(bool, uint4&, const uint4*);
-void cp_async_wait_all();
+inline uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }
+inline void load_shared_if(bool when, uint4& v, const uint4* p) { if (when) v = *p; }
 
 struct Copy { uint32_t to; const void* from; int bytes; };
 thread_local std::vector<Copy> copies;
@@ -108,6 +108,12 @@ inline void cp_async_16(uint32_t to, uint64_t from, bool) { copies.push_back({to
 inline void cp_async_16_if(bool when, uint32_t to, uint64_t from, bool valid) { if (when) cp_async_16(to, from, valid); }
 template <int kBytes>
 void cp_async(void* to, const void* from) { copies.push_back({shared_address(to), from, kBytes}); }
+
+inline void cp_async_wait_all() {
+  std::reverse(copies.begin(), copies.end());
+  for (const Copy& copy : copies) std::memcpy(shared_memory + copy.to, copy.from, copy.bytes);
+  copies.clear();
+}
 
 struct Phases { std::atomic<int> expected, missing; std::atomic<uint32_t> done; };
 Phases phases[sizeof(shared_memory) / 8];
@@ -122,9 +128,7 @@ struct Barrier {
     p.missing.store(p.expected), p.done.fetch_add(1), p.done.notify_all();
   }
   void arrive_copies() const {
-    std::reverse(copies.begin(), copies.end());
-    for (const Copy& copy : copies) std::memcpy(shared_memory + copy.to, copy.from, copy.bytes);
-    copies.clear();
+    cp_async_wait_all();
     arrive();
   }
   void wait(uint32_t phase) const {
@@ -201,4 +205,36 @@ extern "C" void prepare(const PrepareParams* p) {
 }
 extern "C" void multiply(const SortedParams* p, int blocks, bool gated) {
   run_grid(blocks, kSortedThreads, [&] { gated ? sorted_kernel<true>(*p) : sorted_kernel<false>(*p); });
+}
+
+// What a warp for few rows makes of 16 weight rows: partial[slice][row][weight row], each slice by itself.
+template <int kSlices, int kSteps, int kRows, int kPasses>
+void few_rows(const uint16_t* x, const uint8_t* codes, const uint8_t* scales, float* partial) {
+  using Reads = From<kSteps, kSlices * kSteps * 64>;
+  auto& s = *reinterpret_cast<WarpShared<kSteps, kRows>*>(shared_memory);
+  const int lane = threadIdx.x, g = lane / 4;
+  for (int slice = 0; slice < kSlices; ++slice) {
+    for (int row = 0; row < 2 * kPasses; ++row) stage_row(s, row, x + (row * kSlices + slice) * (kSteps * kStepInputs));
+    const Reads from = {codes + g * Reads::kRowBytes + slice * (kSteps * 64) + lane % 4 * 16, scales + slice * (kSteps * 4), 8};
+    Stage<kSteps> stage;
+    from.load_all(stage, s.scales[slice % 2]);
+    __syncwarp();
+    float sums[kPasses];
+    multiply<kRows, kPasses>(s, slice % 2, stage, false, from, sums);
+    for (int pass = 0; pass < kPasses; ++pass) partial[(slice * 8 + 2 * pass + lane / 2 % 2) * 16 + g + 8 * (lane % 2)] = sums[pass];
+    __syncwarp();
+  }
+}
+template <int kSlices, int kSteps>
+void few_of(int passes, const uint16_t* x, const uint8_t* codes, const uint8_t* scales, float* partial) {
+  run_grid(1, 32, [&] {
+    if (passes == 1) few_rows<kSlices, kSteps, 2, 1>(x, codes, scales, partial);
+    if (passes == 2) few_rows<kSlices, kSteps, 4, 2>(x, codes, scales, partial);
+    if (passes == 4) few_rows<kSlices, kSteps, 8, 4>(x, codes, scales, partial);
+  });
+}
+extern "C" void few(int inputs, int passes, const uint16_t* x, const uint8_t* codes, const uint8_t* scales, float* partial) {
+  if (inputs == 256) few_of<1, 2>(passes, x, codes, scales, partial);
+  if (inputs == 768) few_of<2, 3>(passes, x, codes, scales, partial);
+  if (inputs == 4096) few_of<8, 4>(passes, x, codes, scales, partial);
 }

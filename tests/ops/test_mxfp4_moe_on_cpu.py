@@ -1,5 +1,5 @@
-"""The kernels for many rows that have the bits of few, their own text, compiled for the CPU (mxfp4_moe_on_cpu.cpp),
-against the order that is written down (mxfp4_moe_order.py), to the bit. No GPU."""
+"""The kernels for many rows that have the bits of few, and a warp's product of few: their own text, compiled for a CPU
+(mxfp4_moe_on_cpu.cpp), against the order that is written down (mxfp4_moe_order.py), to the bit. No GPU."""
 
 from __future__ import annotations
 
@@ -82,6 +82,22 @@ def test_what_is_prepared(library, inputs):
     assert torch.equal(powers, expected)
     ordered = values.flatten(1).unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1)
     assert torch.equal(found.double(), ordered)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4])
+@pytest.mark.parametrize("inputs", [256, 768, 4096])
+def test_a_warp_of_few_rows(library, inputs, passes):
+    """Two rows at a time, each by itself in the mma's columns; slices added here."""
+    generator = torch.Generator().manual_seed(inputs)
+    x = numbers(2 * passes, inputs, generator)
+    codes = torch.randint(0, 256, (16, inputs // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(110, 126, (16, inputs // 32), generator=generator, dtype=torch.uint8)
+    partial = torch.full((SLICES[inputs], 8, 16), math.nan)
+    library.few(inputs, passes, *(POINTER(tensor.data_ptr()) for tensor in (x, codes, scales, partial)))
+    total = partial[0]
+    for part in partial[1:]:
+        total = total + part
+    assert torch.equal(total[: 2 * passes], product(x, codes, scales))
 
 
 # pairs of each expert; blocks, also such as have no unit; inputs; outputs

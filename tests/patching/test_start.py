@@ -210,6 +210,7 @@ MHC_BOUNDARY = """
     import torch
     import sglang.srt.models.deepseek_v4 as model
     import sglang.srt.models.deepseek_v4_nextn as nextn
+    import sglang.srt.models.deepseek_v4_dspark as dspark
     from deepseek_v4_sm120 import patching
     from deepseek_v4_sm120.sglang_patches import device_gate
     from deepseek_v4_sm120.sglang_patches.adapters import mhc as adapter
@@ -230,6 +231,7 @@ MHC_BOUNDARY = """
     from deepseek_v4_sm120.sglang_patches import models_served
     models_served.announce({"model_type": "deepseek_v4", "hidden_size": 4096, "hc_mult": 4})  # as resolved arguments do
 
+    NAMES = ("mhc", "draft_head")
     fn, scale, base = torch.zeros(24, 16384), torch.zeros(3), torch.zeros(24)
     fused = importlib.import_module("sglang.srt.models.deepseek_common.amd.deepseek_v4_fused_mhc")
     switch = getattr(model, "_is_fused_mhc_post_pre_enabled", None) or fused._is_fused_mhc_post_pre_enabled
@@ -253,26 +255,30 @@ MHC_BOUNDARY = """
     head = nextn.DeepseekV4ModelNextN.hc_head(layer, streams, fn[:4], scale[:1], base[:4])
     heads = importlib.import_module("sglang.kernels.ops.layernorm.mhc_head")
     heads.fused_hc_head(streams, fn[:4], scale[:1], base[:4], norm_eps=1e-6, hc_eps=1e-6)
+    layer.hc_head_fn, layer.hc_head_scale, layer.hc_head_base = fn[:4], scale[:1], base[:4]
+    layer.stages, layer.norm_eps = [layer], 1e-6
+    dspark.DeepseekV4ForCausalLMDSpark.collapse_hc_head(layer, streams)
     print(json.dumps({
         "calls": calls,
         "switch": bool(switch()),
         "post": list(boundary[1].shape),
         "normed": pre[3],
         "shapes": [list(t.shape) for t in (pre[0], pre[1], pre[2], posted, head)],
-        "records": sorted({r.state for r in patching.active_engine().records if r.patch.name == "mhc" and r.target}),
+        "records": sorted({(r.name, r.state) for r in patching.active_engine().records if r.name in NAMES}),
     }))
 """
 
 
 @pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
 def test_mhc_calls_of_the_real_model_reach_ours(run, version):
-    """SGLang's own layer, boundary and heads, imported from the wheel, with stand-ins for our four operators."""
+    """SGLang's own layer, boundary and heads, imported from the wheel, with stand-ins for our four operators. With them
+    all that the drafts' head replaces is imported, too."""
     found = run(MHC_BOUNDARY, version=version)
     fused = ["mhc"] * (2 if version == "0.5.23" else 1)
-    assert found["calls"] == [*fused, "mhc_pre", "mhc_post", "mhc_head", "mhc_head"]
+    assert found["calls"] == [*fused, "mhc_pre", "mhc_post", *["mhc_head"] * 3]
     assert found["switch"] is True and found["post"] == [3, 4, 1] and found["normed"] is True
     assert found["shapes"] == [[3, 4096], [3, 4], [3, 4, 4], [3, 4, 4096], [3, 4096]]
-    assert found["records"] == ["APPLIED"]
+    assert found["records"] == [["draft_head", "APPLIED"], ["mhc", "APPLIED"]]
 
 
 STOPS = """
