@@ -135,7 +135,7 @@ def few_at_a_time(**call):
     """The same rows by the kernels for few."""
     weights = {name: call[name] for name in ("w13", "w13_scale", "w2", "w2_scale")}
     split = [call[name].split(DECODE_ROWS) for name in ("hidden", "topk_ids", "topk_weights")]
-    return torch.cat([mxfp4_moe(*part, **weights) for part in zip(*split, strict=True)])
+    return torch.cat([mxfp4_moe(*part, **weights, reproducible=True) for part in zip(*split, strict=True)])
 
 
 def run_reproducible(report: common.Report, case: Case, layer: Inputs) -> None:

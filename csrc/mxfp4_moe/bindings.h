@@ -41,6 +41,7 @@ inline void run(Arguments& a) {
   Params p = read_params(a);
   p.h = a["h"];
   p.y = a["y"];
+  p.exact = a["exact"];
   const int num_sms = a["num_sms"];
   const LaunchArguments last = a.last();
   launch(p, num_sms, last.pdl, last.stream);

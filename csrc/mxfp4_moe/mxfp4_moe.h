@@ -36,6 +36,7 @@ struct Params {
   float limit;                   // +inf: no clamp
   float routed_scaling;
   int32_t rows, topk, experts, hidden, inter;
+  bool exact;                    // x and h on a grid, so that sums of 32 products have no rounding: as sorted.cuh has them
   int32_t gate_row, up_row;      // where gate and up begin in w13: 0 and inter, or the other way round
 };
 

@@ -6,10 +6,10 @@
 // for lane t's inputs and zero for the other lanes'. Eight columns are two rows of x.
 //
 // Codes become f16 exactly: sign, exponent and mantissa in their places are the value * 2^-14, subnormals included. x has
-// a power of two for each row and slice that brings its greatest to 2^14 .. 2^15, and is rounded to multiples of 2^-14 of
-// the greatest power of two among its 32 inputs with a common scale, or of 2^-29 of the slice's: then sums of such 32
-// products are exact (below 2^24 halves of that), in whatever order and by whatever instruction. A bf16 has 8 bits, so
-// what is within 2^-7 of the greatest is exact.
+// a power of two for each row and slice that brings its greatest to 2^14 .. 2^15: exact down to 2^-29 of the greatest. Where many rows
+// must have the bits of few (`exact`) it is rounded besides to multiples of 2^-14 of the greatest power of two among its 32 inputs with
+// a common scale, or of 2^-29 of the slice's: then sums of such 32 products are exact (below 2^24 halves of that), in whatever order
+// and by whatever instruction. A bf16 has 8 bits, so what is within 2^-7 of the greatest is exact.
 #pragma once
 
 #include "../device/copies.cuh"
@@ -65,7 +65,7 @@ struct From {
 
 // A slice of a row, bf16, to what is multiplied; this lane has the 8 inputs of the chunks 32 i + lane, zeros behind the last.
 // Returns the power of two that x lacks here, and the codes.
-template <int kEach>
+template <bool kExact, int kEach>
 __device__ __forceinline__ float prepare_slice(uint4 (&v)[kEach]) {
   uint32_t group[kEach], most = 0;  // greatest, as bits: of the chunk's 32 inputs, of all
 #pragma unroll
@@ -76,16 +76,17 @@ __device__ __forceinline__ float prepare_slice(uint4 (&v)[kEach]) {
     group[i] = max(pair & 0xffffu, pair >> 16);
     most = max(most, group[i]);  // before its quad's, which takes longer
 #pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2) group[i] = max(group[i], __shfl_xor_sync(0xffffffffu, group[i], lanes));
+    for (int lanes = 1; lanes < 4 && kExact; lanes *= 2) group[i] = max(group[i], __shfl_xor_sync(0xffffffffu, group[i], lanes));
   }
   const int exponent = max(__reduce_max_sync(0xffffffffu, most) >> 7, 15u);
   const float up = __uint_as_float((268u - exponent) << 23);  // 2^(141 - exponent): the greatest becomes 2^14 .. 2^15
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     // added to a number, it rounds that to a multiple of 2^-14 of the group's greatest power of two, or of 2^-24
-    const float grid = __uint_as_float((150 + max(static_cast<int>(group[i] >> 7) - exponent, -24)) << 23 | 0x400000);
-    const auto low = [&](uint32_t pair) { return __fsub_rn(fmaf(bf16_low(pair), up, grid), grid); };
-    const auto high = [&](uint32_t pair) { return __fsub_rn(fmaf(bf16_high(pair), up, grid), grid); };
+    const float grid = kExact ? __uint_as_float((150 + max(static_cast<int>(group[i] >> 7) - exponent, -24)) << 23 | 0x400000) : 0.f;
+    const auto scaled = [&](float x) { return kExact ? __fsub_rn(fmaf(x, up, grid), grid) : x * up; };
+    const auto low = [&](uint32_t pair) { return scaled(bf16_low(pair)); };
+    const auto high = [&](uint32_t pair) { return scaled(bf16_high(pair)); };
     v[i] = make_uint4(pack_f16x2(low(v[i].x), low(v[i].z)), pack_f16x2(high(v[i].x), high(v[i].z)), pack_f16x2(low(v[i].y), low(v[i].w)),
                       pack_f16x2(high(v[i].y), high(v[i].w)));
   }
@@ -94,7 +95,7 @@ __device__ __forceinline__ float prepare_slice(uint4 (&v)[kEach]) {
 
 // One row into a warp's slice, by all its lanes.
 template <int kSteps, int kRows>
-__device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row, const uint16_t* from) {
+__device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row, const uint16_t* from, bool exact) {
   constexpr int kChunks = kSteps * 16, kEach = ceil_div(kChunks, 32);  // of 8 inputs
   const int lane = threadIdx.x % 32;
   uint4 v[kEach];
@@ -103,7 +104,7 @@ __device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row,
     const int chunk = i * 32 + lane;
     v[i] = chunk < kChunks ? *reinterpret_cast<const uint4*>(from + chunk * 8) : make_uint4(0, 0, 0, 0);
   }
-  const float power = prepare_slice(v);
+  const float power = exact ? prepare_slice<true>(v) : prepare_slice<false>(v);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int chunk = i * 32 + lane;  // 16 * step + 4 * (lane of the quad) + word

@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareP
     const int chunk = i * 32 + lane;
     v[i] = chunk < chunks ? *reinterpret_cast<const uint4*>(from + chunk * 8) : make_uint4(0, 0, 0, 0);
   }
-  const float power = prepare_slice(v);
+  const float power = prepare_slice<true>(v);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int chunk = i * 32 + lane;

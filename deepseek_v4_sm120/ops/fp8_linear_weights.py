@@ -50,6 +50,7 @@ def quantize(weight, codes, scale) -> None:
             part = torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[0]))
         blocks = part.view(rows // BLOCK, BLOCK, inputs // BLOCK, BLOCK)
         greatest = blocks.abs().amax((1, 3), keepdim=True)
-        factors = (greatest / _E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
+        # by a tensor: torch divides by a number with the number's inverse on a GPU
+        factors = (greatest / torch.full_like(greatest, _E4M3_MAX)).clamp_(min=torch.finfo(torch.float32).tiny)
         codes[first : first + rows].copy_((blocks / factors).view(rows, inputs))
         scale[first // BLOCK : (first + rows) // BLOCK].copy_(factors.view(rows // BLOCK, -1))

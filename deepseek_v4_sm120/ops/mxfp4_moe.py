@@ -100,8 +100,10 @@ def mxfp4_moe(
     routing = Routing(topk_ids, topk_weights, first_expert, expert_map, routed_scaling)
     limit = math.inf if swiglu_limit is None else float(swiglu_limit)
     with cuda_tensors.on_device_of(hidden):
-        if few or reproducible:
-            (_few_rows if few else _sorted_rows)(hidden, weights, routing, limit, out)
+        if few:
+            _few_rows(hidden, weights, routing, limit, out, exact=reproducible)
+        elif reproducible:
+            _sorted_rows(hidden, weights, routing, limit, out)
         else:
             _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
     return out
@@ -167,17 +169,17 @@ def _few_rows_problem(hidden: int, inter: int, experts: int, pairs: int) -> str:
     return extension.load().mxfp4_moe_problem(hidden=hidden, inter=inter, experts=experts, pairs=pairs)
 
 
-def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
+def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, exact: bool) -> None:
     """Checked arguments to raw pointers; hidden's device is current."""
     pairs, width, inter = routing.ids.numel(), hidden.shape[1], weights.w13.shape[1] // 2
     h = torch.empty((pairs, inter), dtype=torch.bfloat16, device=hidden.device)
     y = torch.empty((pairs, width), dtype=torch.float32, device=hidden.device)
     given = _arguments(hidden, weights, routing, limit, out)
-    extension.load().mxfp4_moe(**given, h=h.data_ptr(), y=y.data_ptr())
+    extension.load().mxfp4_moe(**given, h=h.data_ptr(), y=y.data_ptr(), exact=exact)
 
 
 def _sorted_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
-    """Any number of rows with the bits of few: pairs sorted by expert, so that a weight is decoded for 64 of them."""
+    """Any number of rows with the bits of few that are exact: pairs sorted by expert, so that a weight is decoded for 64 of them."""
     given = _arguments(hidden, weights, routing, limit, out)
     sizes = _sorted_scratch_bytes(*(given[name] for name in ("rows", "topk", "experts", "hidden", "inter")))
     scratch = torch.empty(sizes, dtype=torch.uint8, device=hidden.device)

@@ -125,7 +125,6 @@ def test_experts(shape, device):
     together = run(slice(None))
     for part in [part for part in PARTS if part.stop <= shape.rows]:
         assert same_bits(together[part], run(part)), part
-    assert same_bits(together[:200], run(slice(200), reproducible=False)), "and those of a step without the setting"
     part = slice(500, 530)
     given = inputs.arguments()
     cut = {name: given[name][part] for name in ("hidden", "topk_ids", "topk_weights")}
