@@ -59,9 +59,9 @@ def mxfp4_moe(
     first_expert       id of w13[0]; ids from there to first_expert + experts - 1 are local
     expert_map         [ids] int32: id -> local expert or -1, instead of first_expert; or None
     up_first           w13's first half is up, its second the gate
-    activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows what both products read is E4M3 with a UE8M0
-                       scale per 32 values, by SM120's block-scaled instruction. Up to 256 rows it is always bf16
-    reproducible       True: any number of rows has the bits of up to 256; sizes must be those of few rows
+    activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows both products read E4M3 with a UE8M0 scale per
+                       32 values, by SM120's block-scaled instruction. Up to 256 rows it is always bf16
+    reproducible       True: one order of exact sums at any number of rows; sizes must be those of few rows
     out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8, not over
                        hidden; or None
     returns            out [rows, hidden] bf16: this rank's part of the sum, without the shared expert
@@ -69,9 +69,8 @@ def mxfp4_moe(
     determinism        the same bits in every run; up to 256 rows, and if reproducible at any number, also in every
                        batch: a row alone equals the row among others. There weights are exact (a scale byte of 0 counts
                        as zero, 255 as NaN); above for scale bytes 34 to 160
-    sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash and Pro at TP 1 to 8), at most 512
-                       experts and 3072 pairs; other sizes take the other regime, which needs multiples of 128 and at
-                       most 1024 experts
+    sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash, Pro), 512 experts and 3072 pairs at
+                       most; others take the other regime: multiples of 128, at most 1024 experts
     raises             TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                        launch)
     cuda graphs        capture-safe: no host sync; allocates only out and scratch, through torch
@@ -99,13 +98,12 @@ def mxfp4_moe(
     weights = Weights(w13, w13_scale, w2, w2_scale, up_first)
     routing = Routing(topk_ids, topk_weights, first_expert, expert_map, routed_scaling)
     limit = math.inf if swiglu_limit is None else float(swiglu_limit)
+    given = hidden, weights, routing, limit, out
     with cuda_tensors.on_device_of(hidden):
-        if few:
-            _few_rows(hidden, weights, routing, limit, out, exact=reproducible)
-        elif reproducible:
-            _sorted_rows(hidden, weights, routing, limit, out)
+        if not few:
+            _many_rows(*given, mxfp8=activations == "mxfp8", exact=reproducible)
         else:
-            _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
+            _few_rows(*given, exact=reproducible)
     return out
 
 
@@ -179,7 +177,7 @@ def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, 
 
 
 def _sorted_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
-    """Any number of rows with the bits of few that are exact: pairs sorted by expert, so that a weight is decoded for 64 of them."""
+    """Any number of rows with the bits of few that are exact: pairs by expert, a weight decoded for 64 of them."""
     given = _arguments(hidden, weights, routing, limit, out)
     sizes = _sorted_scratch_bytes(*(given[name] for name in ("rows", "topk", "experts", "hidden", "inter")))
     scratch = torch.empty(sizes, dtype=torch.uint8, device=hidden.device)
@@ -304,6 +302,13 @@ def make_tiles(routing: Routing, experts: int, block_m: int) -> Tiles:
         stream=cuda_tensors.current_stream(device.index),
     )
     return Tiles(pairs, pair_expert, cut(table, num_whole, block_m))
+
+
+def _many_rows(*given, mxfp8: bool, exact: bool) -> None:
+    if exact:
+        _sorted_rows(*given)
+    else:
+        _grouped(*given, mxfp8=mxfp8)
 
 
 def _grouped(hidden, weights: Weights, routing: Routing, limit: float, out, *, mxfp8: bool) -> None:
