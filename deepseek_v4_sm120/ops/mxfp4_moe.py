@@ -69,7 +69,7 @@ def mxfp4_moe(
     determinism        the same bits in every run; up to 256 rows, and if reproducible at any number, also in every
                        batch: a row alone equals the row among others. There weights are exact (a scale byte of 0 counts
                        as zero, 255 as NaN); above for scale bytes 34 to 160
-    sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash, Pro), 512 experts and 3072 pairs at
+    sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash, Pro), 512 experts, 3072 pairs at
                        most; others take the other regime: multiples of 128, at most 1024 experts
     raises             TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                        launch)
