@@ -7,6 +7,7 @@ side.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import mmap
@@ -14,6 +15,7 @@ import os
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -35,10 +37,8 @@ ALGORITHMS = ("one_shot", "two_shot")
 GATHERED = BF16 + FP32
 PATIENCE_S = 30.0  # of a captured call: all ranks replay it within a step
 EAGER_PATIENCE_S = 300.0  # a rank that compiles kernels keeps the others waiting; SGLang's own watchdog waits as long
-_WATCH_S, _TOLD_S = (
-    0.5,
-    0.01,
-)  # between two looks at what a kernel told; where it was told to, and this process ends soon
+_LOOK_S, _TOLD_S = 0.02, 0.2  # between two looks at the others; that a kernel has to tell where this process ends
+_STAT, _PF_EXITING = "/proc/{}/stat", 0x4
 _GATHER_TAG = 1 << 31  # of a tag: the call is a gather
 
 Gather = Callable[[object], Sequence]  # object -> [object of each rank], over the CPU, in the order of ranks
@@ -60,6 +60,11 @@ class AllReduce:
 
     All ranks make the same calls, with the same sizes, in the same order, one at a time: they are in one stream, or
     ordered by events. Replays of a graph are calls. Memory: `bytes`, of the card or of the host, outside torch's pool.
+
+    Groups of the same processes take turns, too: in the same order on all ranks, the calls of one done on the card
+    before another's start. Side by side they are safe only where every card holds all blocks of all that may run at
+    once, calls launched ahead among them: else one card waits in one group, the other in the other, each for what the
+    other's waiting blocks keep off the card. Nothing checks that.
     """
 
     def __init__(
@@ -329,42 +334,88 @@ class Host:
 
 
 class _Watch:
-    """A thread that makes calls give up at once when a rank's process has ended, and prints that, and what a kernel
-    told."""
+    """A thread that makes calls give up at once when a rank's process ends, and prints that, and what a kernel told.
+
+    A killed process closes its sockets long before it has ended: CUDA's memory is taken down first, for seconds. Where
+    SGLang waits in such a socket, this process ends, too, so what its end does (atexit) is the last look.
+    """
 
     def __init__(self, rank, fault, pids):
-        self._rank, self._fault = rank, fault
-        self._others = {os.pidfd_open(pid): (r, pid) for r, pid in enumerate(pids) if r != rank}
-        self._wake, self._end = os.pipe()
+        self._rank, self._fault, self._lock = rank, fault, threading.Lock()
+        self._others = [_Process(r, pid) for r, pid in enumerate(pids) if r != rank]
+        self._is_told, self._end = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="all_reduce watch", daemon=True)
         self._thread.start()
+        atexit.register(self._look_last)
 
     def _run(self):
-        poll = select.poll()
-        for number in (*self._others, self._wake):
-            poll.register(number, select.POLLIN)
-        wait_s = _WATCH_S
-        while True:
-            for number, _ in poll.poll(wait_s * 1000):
-                if number == self._wake:
-                    return
-                poll.unregister(number)
-                self._fault[5], wait_s = 1, _TOLD_S
-                other, pid = self._others[number]
-                self._say(f"all_reduce: rank {self._rank}: rank {other} (process {pid}) has ended")
-            if (text := describe_fault(self._rank, self._fault)) is not None:
+        while not self._end.wait(_LOOK_S) and not self._look():
+            pass
+
+    def _look(self) -> bool:
+        """True once a kernel has told: it has trapped, and nothing comes after."""
+        with self._lock:
+            for other in [other for other in self._others if other.has_ended()]:
+                self._fault[5] = 1
+                self._others.remove(other)
+                other.close()
+                self._say(f"all_reduce: rank {self._rank}: rank {other.rank} (process {other.pid}) has ended")
+            text = None if self._is_told else describe_fault(self._rank, self._fault)
+            if text is not None:
+                self._is_told = True
                 self._say(text)
-                return
+            return self._is_told
+
+    def _look_last(self):
+        """A kernel that waits for who has ended needs a moment to tell."""
+        end = time.monotonic() + _TOLD_S
+        while not self._look() and self._fault[5] and time.monotonic() < end:
+            time.sleep(_LOOK_S)
 
     @staticmethod
     def _say(text: str) -> None:
         print(f"deepseek_v4_sm120: {text}", file=sys.stderr, flush=True)
 
     def end(self):
-        os.close(self._end)
+        atexit.unregister(self._look_last)
+        self._end.set()
         self._thread.join()
-        for number in (*self._others, self._wake):
-            os.close(number)
+        for other in self._others:
+            other.close()
+
+
+class _Process:
+    """Another rank's: its files are opened while it lives, so they never are those of a later one with its number."""
+
+    def __init__(self, rank, pid):
+        self.rank, self.pid = rank, pid
+        self._pidfd, self._ended = os.pidfd_open(pid), select.poll()
+        self._ended.register(self._pidfd, select.POLLIN)
+        try:
+            self._stat = os.open(_STAT.format(pid), os.O_RDONLY)
+        except OSError:  # hidden from this user: its end alone is seen
+            self._stat = None
+
+    def has_ended(self) -> bool:
+        """Or is about to."""
+        return bool(self._ended.poll(0)) or self._stat is not None and is_exiting(self._stat)
+
+    def close(self):
+        os.close(self._pidfd)
+        if self._stat is not None:
+            os.close(self._stat)
+
+
+def is_exiting(stat: int) -> bool:
+    """By an open /proc/<pid>/stat: in exit (PF_EXITING of its flags), not yet reaped, or gone."""
+    try:
+        said = os.pread(stat, 1024, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    state, *_, flags = said.rpartition(b")")[2].split()[:7]
+    return state in (b"Z", b"X") or bool(int(flags) & _PF_EXITING)
 
 
 def _check_group(rank, ranks, max_rows, hidden, transport) -> None:

@@ -408,7 +408,10 @@ def fault_rows(faults):
             add(case, "messages that lack rank, call and sum", missing, IN_A_SUM_BARS.get(case))
     add("all servers", "servers whose sums were not ours", sum(not ways for ways in faults["ways"].values()), 0)
     left = faults["left"]
-    add("all ended", "entries left in /dev/shm", len(left["shm"]), 0)
+    add("all ended", "entries left in /dev/shm, but for SGLang's own", len(left["shm"]), 0)
+    kinds = left["shm_of_sglang"]
+    told = f"SGLang's own entries left in /dev/shm ({', '.join(f'{kind}*' for kind in kinds) or 'none'})"
+    add("all ended", told, sum(map(len, kinds.values())))
     add("all ended", "processes left", len(left["processes"]), 0)
     add("all ended", "memory left on the cards, MiB", left["gpu_mib"], None if left["gpu_mib"] is None else 64)
     return rows

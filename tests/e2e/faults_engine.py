@@ -3,16 +3,21 @@
 
 usage: faults_engine.py --port N --engine JSON
 
-One request at a time, of one prompt or several. The processes are those of a server, but for the HTTP front.
+One request at a time, of one prompt or several. The processes are those of a server, but for the HTTP front; and as
+there the main thread is in the engine's event loop, so SGLang's own handlers end all on SIGTERM, and on the SIGQUIT by
+which a child or the engine's watchdog says that a process died.
 """
 
 import argparse
+import asyncio
 import json
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import threading
+from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Handler(BaseHTTPRequestHandler):
-    engine = None
+    ask = None  # staticmethod: (method, arguments) -> its answer
 
     def log_message(self, *_):
         pass
@@ -30,10 +35,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):  # noqa: N802
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/generate":
-            self.answer(self.engine.generate(**asked))
-        else:  # /release_memory_occupation and its like
-            self.answer(getattr(self.engine, self.path.strip("/"))(**asked))
+        # /generate, /release_memory_occupation and its like
+        self.answer(self.ask(self.path.strip("/"), asked))
 
 
 def main():
@@ -43,8 +46,24 @@ def main():
     options = parser.parse_args()
     import sglang
 
-    Handler.engine = sglang.Engine(**options.engine, port=options.port + 1000)
-    HTTPServer(("127.0.0.1", options.port), Handler).serve_forever()
+    engine, jobs = sglang.Engine(**options.engine, port=options.port + 1000), asyncio.Queue()
+    # a server's first request, too: SGLang's handlers of signals are there from then on
+    engine.generate(input_ids=[1] * 8, sampling_params={"temperature": 0, "max_new_tokens": 2}, return_logprob=True)
+
+    def ask(method, asked):
+        done = Future()
+        engine.loop.call_soon_threadsafe(jobs.put_nowait, (method, asked, done))
+        return done.result()
+
+    Handler.ask = staticmethod(ask)
+    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    while True:
+        method, asked, done = engine.loop.run_until_complete(jobs.get())
+        try:
+            done.set_result(getattr(engine, method)(**asked))
+        except Exception as error:
+            done.set_exception(error)  # of this request: whoever asked has it
 
 
 if __name__ == "__main__":

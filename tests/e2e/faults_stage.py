@@ -16,8 +16,12 @@ eagle314, eager              EAGLE 3/1/4; prefix cache on and CUDA graphs off: t
 memory_saver                 --enable-memory-saver, KV cache released and resumed: the same bits; "not shown" where
                              torch_memory_saver is not installed
 
-Nothing is left: no process of any server, nothing new in /dev/shm, the cards' memory as before. OUT/stage_faults2.json
-is what collect.py reads; the ends of the servers' logs are beside it.
+Nothing is left: no process of any server, nothing new in /dev/shm but what SGLang itself leaves when it is killed, the
+cards' memory as before. OUT/stage_faults2.json is what collect.py reads; beside it are the lines of the servers' logs
+that say who ended, and the logs' ends.
+
+SGLang's wait for CUDA coredumps is off: where a scheduler is still there 5 s after another died, the main process
+sleeps for 60 s before it ends all, and that is not what is judged here.
 """
 
 from __future__ import annotations
@@ -73,7 +77,9 @@ FOR_HTTP = ("openai_harmony", "openai", "uvloop", "uvicorn", "fastapi", "aiohttp
 IN_A_SUM = re.compile(
     r"all_reduce: rank (\d+) waited in vain for rank (\d+), in call \d+, (?:sum \d+ of a graph|outside of graphs), of"
 )
+OF_SGLANG = ("sgl_shm_mq_", "sglang_", "sem.loky-")  # what it leaves in /dev/shm where it is killed
 ENDED = re.compile(r"rank (\d+) \(process \d+\) has ended")
+DIED = re.compile(r"SIG(TERM|QUIT) received|closed by peer|reset by peer|kill_process_tree called|live scheduler")
 CRASHED = re.compile(r"Subprocess (\w+) \(pid=\d+\) crashed")
 # case -> the servers that it is done to; cases of a server in their order
 SERVERS = {
@@ -129,6 +135,11 @@ def who_is_named(log: str) -> dict:
         "ranks": [int(r) for r in ENDED.findall(log)],
         "subprocesses": CRASHED.findall(log),
     }
+
+
+def lines_of_who_ended(log: str) -> str:
+    known = (IN_A_SUM, ENDED, CRASHED, DIED)
+    return "\n".join(line[:400] for line in log.splitlines() if any(one.search(line) for one in known))
 
 
 def names_rank(named: dict, rank: int) -> bool:
@@ -241,7 +252,8 @@ class Stage:
         _, model = self.harness.engine_args(options)
         environment = environment_of(self.harness, options)
         environment = {k: v for k, v in environment.items() if not k.startswith(("DSV4_", "E2E_FORCE"))}
-        self.environment = environment | EVERY_CALL | {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+        self.environment = environment | EVERY_CALL
+        self.environment |= {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         self.vocabulary = self.harness.vocab_of(model)
         write_tokenizer(Path(model), self.vocabulary)
         missing = [name for name in FOR_HTTP if importlib.util.find_spec(name) is None]
@@ -413,8 +425,14 @@ class Stage:
         while (used := used_mib()) is not None and used > before["mib"] + 64 and time.monotonic() < end:
             time.sleep(0.5)
         ours = [server.living() for server in self.servers.values() if server.process is not None]
+        new = sorted(set(os.listdir(self.arguments.shared_memory)) - before["shm"])
+        by_kind = {kind: [name for name in new if name.startswith(kind)] for kind in OF_SGLANG}
+        by_kind = {kind: names for kind, names in by_kind.items() if names}
+        others = [name for name in new if not name.startswith(OF_SGLANG)]
+        say(f"left in /dev/shm: {', '.join(others) or 'nothing'}; by SGLang: {json.dumps(by_kind)}")
         return {
-            "shm": sorted(set(os.listdir(self.arguments.shared_memory)) - before["shm"]),
+            "shm": others,
+            "shm_of_sglang": by_kind,
             "processes": [line for living in ours for line in living.values()],
             "gpu_mib": None if used is None else max(0, used - before["mib"]),
         }
@@ -475,10 +493,10 @@ def main() -> int:
         old.unlink()
     stage = Stage(arguments)
     left = stage.run()
-    ends = [
-        f"==== {log.stem}\n{log.read_text(errors='replace')[-30_000:]}" for log in sorted(arguments.work.glob("*.log"))
-    ]
-    (arguments.out / "faults_logs.txt").write_text("\n".join(ends))
+    logs = [(log.stem, log.read_text(errors="replace")) for log in sorted(arguments.work.glob("*.log"))]
+    told = [f"==== {name}, who ended\n{lines_of_who_ended(log)}" for name, log in logs]
+    told += [f"==== {name}\n{log[-30_000:]}" for name, log in logs]
+    (arguments.out / "faults_logs.txt").write_text("\n".join(told))
     path = arguments.out / f"stage_{STAGE}.json"
     path.write_text(json.dumps(stage.as_stage(left), indent=1))
     collect = Path(__file__).with_name("collect.py")

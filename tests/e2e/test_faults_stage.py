@@ -10,11 +10,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from bench.serving.endpoint import Endpoint
+from bench.serving.server_errors import ServerError
 from bench.serving.server_process import ServerProcess
 from tests.e2e import faults_stage
 from tests.e2e.test_serving_stage import free_ports
@@ -57,6 +60,7 @@ if started.exists() and "no_restart" in faults:
 started.write_text("")
 if "leaves_memory" in faults:
     (folder / "shm" / f"left_{port}").write_text("")
+(folder / "shm" / f"sgl_shm_mq_{port}").write_text("")
 titles = ("scheduler_TP0", "scheduler_TP1", "detokenizer")
 children = {t: subprocess.Popen(["sglang::" + t, "600"], executable="/bin/sleep") for t in titles}
 if "leaves_process" in faults:
@@ -159,7 +163,7 @@ def unmet(rows):
     return {key for key, row in rows.items() if row["met"] is False}
 
 
-def test_a_server_that_does_all_well(stage):
+def test_a_server_that_does_all_well(stage, tmp_path):
     done, rows, found = stage("--only", "all")
     assert done.returncode == 0 and unmet(rows) == set(), done.stdout + done.stderr
     cases = found["faults"]["cases"]
@@ -172,6 +176,12 @@ def test_a_server_that_does_all_well(stage):
         case: rows[case, "seconds until all its processes have ended"]["bar"] for case in ("stopped", "killed_rank0")
     }
     assert bars == {"stopped": 10.0, "killed_rank0": 15.0}
+    own = rows["all ended", "SGLang's own entries left in /dev/shm (sgl_shm_mq_*)"]
+    assert own["value"] == len(faults_stage.SERVERS) - 1 and own["bar"] is None  # no memory_saver
+    logs = (tmp_path / "out/faults_logs.txt").read_text()
+    who, ends = logs.split("==== eager\n")[0], logs  # the lines of who ended come first
+    assert "==== second, who ended\n" in who and "waited in vain for rank 1, in call 5" in who
+    assert "Subprocess detokenizer" in who and "==== first\n" in ends
     assert {row["issue"] for row in rows.values()} == {20}
     assert all(set(ways) == {"each other's memory"} for ways in found["faults"]["ways"].values())
 
@@ -182,7 +192,7 @@ WRONG = {  # fault -> what is not met
         *((case, "messages that lack who ended") for case in ("killed_rank1", "killed_rank0", "stalled_then_killed")),
     },
     "other_bits": {("stalled", "answers that differ")},
-    "leaves_memory": {("all ended", "entries left in /dev/shm")},
+    "leaves_memory": {("all ended", "entries left in /dev/shm, but for SGLang's own")},
     "no_restart": {("restarted", "broke")},
     "no_sums": {("all servers", "servers whose sums were not ours")},
 }
@@ -223,15 +233,26 @@ def test_a_process_that_left_the_servers_session_is_found(stage, tmp_path):
 
 
 ENGINE = """
+import asyncio, os, signal
+def end():
+    print("the engine's handler ends all", flush=True)
+    os._exit(0)
 class Engine:
     def __init__(self, **arguments):
-        self.arguments = arguments
+        self.arguments, self.loop = arguments, asyncio.new_event_loop()
     def generate(self, input_ids, sampling_params, return_logprob):
-        return {"output_ids": input_ids * sampling_params["max_new_tokens"], "meta_info": self.arguments}
+        return self.loop.run_until_complete(self.answer(input_ids, sampling_params["max_new_tokens"]))
+    async def answer(self, input_ids, new):
+        for number in (signal.SIGTERM, signal.SIGQUIT):  # with the first request, as SGLang's
+            self.loop.add_signal_handler(number, end)
+        if new == 1000:
+            await asyncio.sleep(600)
+        return {"output_ids": input_ids * new, "meta_info": self.arguments}
 """
 
 
-def test_the_offline_engine_behind_the_same_requests(tmp_path):
+@pytest.fixture
+def offline(tmp_path):
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang/__init__.py").write_text(ENGINE)
     (port,) = free_ports(1)
@@ -241,11 +262,36 @@ def test_the_offline_engine_behind_the_same_requests(tmp_path):
     server.start()
     try:
         server.wait_ready(60.0)
-        asked = {"input_ids": [3], "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}
-        found = Endpoint(server.url, timeout_s=30.0).post("/generate", asked)
+        yield server
     finally:
         server.stop()
-    assert found == {"output_ids": [3, 3], "meta_info": {"tp_size": 2, "port": port + 1000}}
+
+
+def asking(server, new):
+    asked = {"input_ids": [3], "sampling_params": {"max_new_tokens": new}, "return_logprob": True}
+    return Endpoint(server.url, timeout_s=30.0).post("/generate", asked)
+
+
+def test_the_offline_engine_behind_the_same_requests(offline):
+    port = int(offline.url.rpartition(":")[2])
+    assert asking(offline, 2) == {"output_ids": [3, 3], "meta_info": {"tp_size": 2, "port": port + 1000}}
+    assert asking(offline, 1)["output_ids"] == [3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_offline_engine_ends_by_sglangs_own_handlers(offline, number, is_busy):
+    """Idle or in a request, from the start on, and whoever waits for an answer knows."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(asking, offline, 1000) if is_busy else None
+        time.sleep(0.5)
+        os.kill(offline.process.pid, number)
+        assert offline.process.wait(60) == 0
+        if is_busy:
+            with pytest.raises(ServerError):
+                waiting.result(60)
+    offline.writer.join(30)
+    assert "the engine's handler ends all" in offline.log.read_text()
 
 
 def test_who_is_named_in_a_log():

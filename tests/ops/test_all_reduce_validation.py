@@ -1,6 +1,7 @@
 """What a group of sums is asked, by sizes and processes alone; its calls are walked by test_checks.py."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -205,18 +206,91 @@ def until(holds, seconds=60.0):
 
 def test_a_rank_that_ends_stops_the_others(capfd):
     """The word that makes their kernels give up at once, then what a kernel tells is printed."""
-    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     fault = fault_of()
-    watch = op._Watch(0, fault, [os.getpid(), other.pid])
-    time.sleep(0.1)
-    assert fault[5] == 0
-    other.kill()
-    assert until(lambda: fault[5] == 1)
+    other, watch = killed_other(fault)
     fault[:5] = torch.tensor((1, 1, 3, 0, 8))
     said = []
     assert until(lambda: said.append(capfd.readouterr().err) or "waited in vain for rank 1" in "".join(said))
     watch.end()
     other.wait()
+
+
+def killed_other(fault):
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    watch = op._Watch(0, fault, [os.getpid(), other.pid])
+    time.sleep(0.1)
+    assert fault[5] == 0
+    other.kill()
+    assert until(lambda: fault[5] == 1)
+    return other, watch
+
+
+def test_a_rank_in_its_exit_is_seen_before_it_has_ended(monkeypatch, tmp_path, capfd):
+    """As the kernel shows a killed process whose memory is being taken down: it lives on, its sockets are closed."""
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    file, fault = tmp_path / str(other.pid), fault_of()
+    file.write_text(stat_of("S", 0x400000))
+    monkeypatch.setattr(op, "_STAT", f"{tmp_path}/{{}}")
+    watch = op._Watch(0, fault, [os.getpid(), other.pid])
+    time.sleep(0.1)
+    assert fault[5] == 0
+    with open(file, "r+") as stat:  # the file that the watch has open
+        stat.write(stat_of("R", 0x40040C))
+    assert until(lambda: fault[5] == 1) and other.poll() is None
+    watch.end()
+    assert capfd.readouterr().err.count(f"rank 0: rank 1 (process {other.pid}) has ended") == 1
+    other.communicate()
+
+
+def stat_of(state: str, flags: int) -> str:
+    return f"7 (sglang::sch (0) S 4) {state} 1 7 7 0 -1 {flags} 100 0"
+
+
+@pytest.mark.parametrize(
+    ("state", "flags", "expected"),
+    [("S", 0x400000, False), ("T", 0x40000000, False), ("R", 0x40040C, True), ("D", 0x4, True), ("Z", 0, True)],
+)
+def test_what_the_kernel_says_of_a_process_in_exit(state, flags, expected, tmp_path):
+    (tmp_path / "stat").write_text(stat_of(state, flags))
+    with open(tmp_path / "stat") as stat:
+        assert op.is_exiting(stat.fileno()) is expected
+
+
+def test_a_real_process_lives_then_is_in_exit_then_is_gone():
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with open(f"/proc/{other.pid}/stat") as stat:
+        assert not op.is_exiting(stat.fileno())
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+        assert op.is_exiting(stat.fileno())
+        other.wait()
+        assert op.is_exiting(stat.fileno())
+
+
+def test_where_proc_hides_the_others_their_end_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(op, "_STAT", f"{tmp_path}/{{}}")
+    other, watch = killed_other(fault_of())
+    watch.end()
+    other.wait()
+
+
+def test_a_process_that_ends_at_once_names_who_ended():
+    """Without a turn of the watch's thread: by its exit."""
+    words = (
+        "import subprocess, sys, torch\n"
+        "from deepseek_v4_sm120.ops import all_reduce as op\n"
+        "op._LOOK_S = 600.0\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
+        "fault = torch.zeros(6, dtype=torch.int32)\n"
+        "fault[:5] = torch.tensor((1, 1, 3, 0, 8))\n"
+        "watch = op._Watch(0, fault, [0, other.pid])\n"
+        "other.kill(); other.wait()\n"
+        "raise RuntimeError('Connection closed by peer')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "Connection closed by peer" in done.stderr
+    assert re.search(r"rank 0: rank 1 \(process \d+\) has ended\n", done.stderr)
+    assert "rank 0 waited in vain for rank 1, in call 3" in done.stderr
 
 
 def test_a_watch_that_is_not_needed_any_more_ends():
