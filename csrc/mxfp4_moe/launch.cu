@@ -127,7 +127,7 @@ void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
   if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
   const Launcher launcher = {kName, pdl, stream};
   const auto launch_one = [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); };
-  if (params.rows == 1 && params.topk <= kOneRowPairs) {
+  if (params.rows == 1 && params.topk <= kOneRowPairs && !params.exact) {  // its kernels have no code for `exact`
     with_gate_up<OneRow>(params.hidden, launch_one);
     with_row_down(params.inter, [&](auto c) { launch_down_sum<decltype(c)>(params, launcher); });
     return;

@@ -93,8 +93,8 @@ __device__ __forceinline__ float prepare_slice(uint4 (&v)[kEach]) {
   return __uint_as_float(exponent << 23);  // 2^(exponent - 141 + 14), exactly
 }
 
-// One row into a warp's slice, by all its lanes.
-template <int kSteps, int kRows>
+// One row into a warp's slice, by all its lanes. kMayBeExact: code that a kernel of one row does not have to fetch.
+template <bool kMayBeExact, int kSteps, int kRows>
 __device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row, const uint16_t* from, bool exact) {
   constexpr int kChunks = kSteps * 16, kEach = ceil_div(kChunks, 32);  // of 8 inputs
   const int lane = threadIdx.x % 32;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row,
     const int chunk = i * 32 + lane;
     v[i] = chunk < kChunks ? *reinterpret_cast<const uint4*>(from + chunk * 8) : make_uint4(0, 0, 0, 0);
   }
-  const float power = exact ? prepare_slice<true>(v) : prepare_slice<false>(v);
+  const float power = kMayBeExact && exact ? prepare_slice<true>(v) : prepare_slice<false>(v);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int chunk = i * 32 + lane;  // 16 * step + 4 * (lane of the quad) + word

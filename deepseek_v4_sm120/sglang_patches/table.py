@@ -27,7 +27,7 @@ SM120_ATTENTION = "sglang.kernels.ops.attention.flash_mla_sm120"
 SM120_CALL = "flash_mla_with_kvcache_sm120"
 FP8_METHOD = "sglang.srt.layers.quantization.fp8:Fp8LinearMethod"
 MARLIN_EXPERTS = "sglang.srt.layers.quantization.mxfp4_marlin_moe:Mxfp4MarlinMoEMethod"
-SHARED_ADD = "sglang.srt.layers.quantization.mxfp4_flashinfer_trtllm_moe:maybe_fuse_routed_scale_and_shared_add"
+SHARED_ADD = "sglang.srt.models.deepseek_v2:maybe_fuse_routed_scale_and_shared_add"
 CUTLASS_EXPERTS = "sglang.srt.layers.quantization.mxfp4_flashinfer_cutlass_moe:Mxfp4FlashinferCutlassMoEMethod"
 LEDGER = Path(__file__).with_name("reviewed.json")
 

@@ -214,7 +214,7 @@ void few_rows(const uint16_t* x, const uint8_t* codes, const uint8_t* scales, fl
   auto& s = *reinterpret_cast<WarpShared<kSteps, kRows>*>(shared_memory);
   const int lane = threadIdx.x, g = lane / 4;
   for (int slice = 0; slice < kSlices; ++slice) {
-    for (int row = 0; row < 2 * kPasses; ++row) stage_row(s, row, x + (row * kSlices + slice) * (kSteps * kStepInputs), true);
+    for (int row = 0; row < 2 * kPasses; ++row) stage_row<true>(s, row, x + (row * kSlices + slice) * (kSteps * kStepInputs), true);
     const Reads from = {codes + g * Reads::kRowBytes + slice * (kSteps * 64) + lane % 4 * 16, scales + slice * (kSteps * 4), 8};
     Stage<kSteps> stage;
     from.load_all(stage, s.scales[slice % 2]);

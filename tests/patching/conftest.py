@@ -195,7 +195,7 @@ TREE_0_5_17 = {
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,
     "sglang/srt/layers/attention/dsv4/compressor.py": "def linear_bf16_fp32(x, y):\n    return x\n",
     "sglang/srt/layers/attention/dsv4/compressor_v2.py": COMPRESSOR,
-    "sglang/srt/models/deepseek_v2.py": GATE,
+    "sglang/srt/models/deepseek_v2.py": SHARED_ADD + GATE,
     "sglang/srt/models/deepseek_v4.py": MODEL,
     "sglang/srt/models/deepseek_v4_nextn.py": MTP_MODEL,
     "sglang/srt/models/deepseek_v4_dspark.py": DSPARK_MODEL,
@@ -208,7 +208,6 @@ TREE_0_5_17 = {
     "sglang/srt/layers/quantization/mxfp4_flashinfer_cutlass_moe.py": EXPERTS.format(
         name="Mxfp4FlashinferCutlassMoEMethod"
     ),
-    "sglang/srt/layers/quantization/mxfp4_flashinfer_trtllm_moe.py": SHARED_ADD,
 }
 
 

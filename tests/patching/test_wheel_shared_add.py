@@ -12,7 +12,8 @@ from deepseek_v4_sm120.sglang_patches.adapters import mxfp4_moe as adapter
 from deepseek_v4_sm120.sglang_patches.table import CUTLASS_EXPERTS, MARLIN_EXPERTS, SHARED_ADD
 from tests.patching.wheels import every_release, fetch, tree
 
-MODULE, FUNCTION = SHARED_ADD.split(":")
+FUNCTION = SHARED_ADD.partition(":")[2]
+MODULE = "sglang.srt.layers.quantization.mxfp4_flashinfer_trtllm_moe"  # from where the model has it
 PACK = "sglang.srt.layers.quantization.expert_pack"
 
 

@@ -33,6 +33,7 @@ from deepseek_v4_sm120.sglang_patches.table import (
     MARLIN_EXPERTS,
     MODEL,
     MXFP4_MOE,
+    SHARED_ADD,
     SM120_ATTENTION_0_5_14,
     SM120_KEYS,
     TABLE,
@@ -44,7 +45,7 @@ from tests.patching.wheels import RELEASES, WheelSources, content, every_release
 # In the wheel of sglang-kernel; that of 0.5.17's pin was read
 HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"
 
-MARLIN, CUTLASS = (where.partition(":")[0] for where in (MARLIN_EXPERTS, CUTLASS_EXPERTS))
+MARLIN = MARLIN_EXPERTS.partition(":")[0]
 EVERYWHERE = {
     "argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook",
     "index_select": INDEXER,
@@ -64,8 +65,9 @@ def expected(version: str) -> dict[str, str]:
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
     else:
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
-    found["mxfp4_moe"] = CUTLASS if since(version, "0.5.16") else MARLIN
+    found["mxfp4_moe"] = MARLIN
     if since(version, "0.5.13"):
+        found["mxfp4_moe"] = SHARED_ADD.partition(":")[0]
         found["all_reduce"] = "sglang.srt.distributed.parallel_state"
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
@@ -311,7 +313,9 @@ def method_body(made, where, name) -> str:
 def test_experts_what_the_adapter_takes_from_the_methods_is_there(inspect_wheel, version):
     """Names of weights and scales, the order of w13, who scales: as adapters/mxfp4_moe.py says."""
     made = inspect_wheel(version)
-    classes = {r.target.where.rpartition(".")[0] for r in found_in(made, patch="mxfp4_moe")}
+    targets = {r.target.where for r in found_in(made, patch="mxfp4_moe")}
+    classes = {where.rpartition(".")[0] for where in targets - {SHARED_ADD}}
+    assert (SHARED_ADD in targets) == since(version, "0.5.13")
     assert MARLIN_EXPERTS in classes and (CUTLASS_EXPERTS in classes) == since(version, "0.5.16")
     marlin = method_body(made, MARLIN_EXPERTS, "create_weights")
     for name in ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv"):
