@@ -115,6 +115,15 @@ SECTIONS = {
         True,
         "two processes",
     ),
+    "e2e_sums_step_sglang": Section(
+        "A step with the sums between the cards",
+        "43 layers over two cards by NVLink, two engines at a time, timed in turn. The slower is of four repetitions: "
+        "engines vary by 5% and more at batch 1.",
+        STEP | {"decode step, ms, worst": "decode step, ms, slower of four"},
+        (),
+        True,
+        "flash43",
+    ),
     "e2e_faults_sglang": Section(
         "Faults on two cards",
         "Six layers over two cards, our sums, servers side by side: what was done to each, and what became of it. Who "
@@ -172,6 +181,11 @@ SECTIONS = {
         "Of one layer, weights cold.",
         MICROSECONDS | {"read_share": "share of read bandwidth", "tflops": "TFLOP/s"},
     ),
+    "mxfp4_moe_reproducible_h200": Section(
+        "mxfp4_moe, reproducible",
+        "A prompt's rows with the bits of few, beside the same rows without and by the kernels for few.",
+        MICROSECONDS | {"ratio": "to ours without"},
+    ),
     "fp8_linear_h200": Section(
         "fp8_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}, ("relative_error",)
     ),
@@ -181,9 +195,10 @@ SECTIONS = {
     "all_reduce_h200": Section(
         "all_reduce",
         "The slowest rank's time of a sum in a graph, NCCL in the same run; NVLink between the cards, and host memory "
-        "stands for a machine whose peers do not work. Last what a sum adds to a boundary of mhc. Between runs of a "
+        "stands for a machine whose peers do not work. Then what a sum adds to a boundary of mhc, the gather of "
+        "logits, and very many sums beside other work, every bit looked at. Between runs of a "
         "machine single figures move by a microsecond.",
-        {"call_us": "microseconds a sum"},
+        {"call_us": "microseconds a sum", "wrong bits": "wrong bits"},
         (),
     ),
     "all_reduce_without_peers_h200": Section(
@@ -208,6 +223,11 @@ SECTIONS = {
     ),
     "compressor_h200": Section(
         "compressor", 'Before the plan was a hint; since then: "Before and after" below.', MICROSECONDS
+    ),
+    "compressor_verification_h200": Section(
+        "compressor, verification",
+        "A step of speculation's rows; SGLang's own in the same run, bytes compared.",
+        MICROSECONDS | {"bytes_apart": "bytes apart"},
     ),
     "mhc_h200": Section(
         "mhc",

@@ -29,7 +29,8 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_whole_step": ("whole43", "without43"),
     "e2e_two_cards": ("tp2", "tp2_43"),
     "e2e_four_cards": ("tp4", "tp4_43"),
-    "e2e_sums": ("sums2", "sums4", "sums2_43", "sums4_43"),
+    "e2e_sums": ("sums2", "sums4"),
+    "e2e_sums_step": ("sums2_43", "sums4_43"),
     "e2e_speculation": ("speculation", "speculation43"),
     "e2e_faults": ("faults2",),  # of faults_stage.py
     "e2e_accepted": ("accepted",),
