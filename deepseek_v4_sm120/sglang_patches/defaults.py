@@ -34,6 +34,15 @@ DEFAULTS = (
         how="no way without us",
     ),
     Default(
+        name="draft_head",
+        why="a speculating server's drafts guess with a copy of the head in E4M3, half the bytes: reckoned 0.37 ms of "
+        "a step of 8.4 of EAGLE 3/1/4 on an H200. The text is the model's own either way; fewer guesses may be accepted",
+        source="[R] all releases' drafts; tests of the operator on a GPU; no engine has run with it",
+        sglang=">=0.5.14,<0.6",
+        on=False,
+        how="no way without us",
+    ),
+    Default(
         name="start_on_sm120",
         why="0.5.12 has no SM120 branch: it takes DeepGEMM kernels that this GPU has no code for, and a top-k that "
         "wants more shared memory than it has; later releases set the same values themselves",

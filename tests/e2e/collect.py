@@ -120,7 +120,7 @@ IMPLEMENTATIONS = {
     "stock_eagle314": "SGLang stock, EAGLE 3/1/4",
     "stock43_eagle314": "SGLang stock (Hopper kernels), EAGLE 3/1/4",
     "ops43_eagle314": "ours, every operator on, EAGLE 3/1/4",
-    "ops43_bf16_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the bf16 head",
+    "ops43_e4m3_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the head in E4M3",
     **{
         f"{kind}_{name}": f"ours, {'reproducible' if kind == 'same' else 'not reproducible'}, {text}"
         for kind, name, text in (
@@ -237,7 +237,7 @@ def index_rows(name, impl, patch, records):
 def timing_rows(name, batches, prefill_bars=None):
     impl, rows = IMPLEMENTATIONS[name], []
     is_whole = name.endswith(("_whole", "43_alone", "43_tp2", "43_tp4")) or "_without_" in name
-    issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith(("_eagle314", "_bf16_drafts")) else ISSUE
+    issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith(("_eagle314", "_e4m3_drafts")) else ISSUE
     issue = SUMS_ISSUE if "43_sums" in name else issue
     variant = "flash43" if name.endswith("_tp4") or "_sums4" in name else "flash43e64"
     for batch, timed in batches.items():

@@ -100,7 +100,7 @@ DSPARK += sets(json_model_override_args=json.dumps(DSPARK_CONFIG))
 TEXT = ["--variant", "flash6h", "--prompts", "5,130,700,1500", "--new", "96", "--phases", "text"]
 TEXT += ["--batches", "8", "32"]
 TEXT += ["--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
-BF16_DRAFTS = {"DSV4_SM120_SET": "draft_head=off"}
+E4M3_DRAFTS = {"DSV4_SM120_SET": "draft_head=on"}
 SPECULATION_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", "profile"]
 
 
@@ -217,8 +217,8 @@ STAGES = {
         Case("eagle112", TEXT + eagle(1), environment=EVERY_CALL),
         Case("eagle314", TEXT + eagle(3), environment=EVERY_CALL),
         Case("dspark3", TEXT + DSPARK, environment=EVERY_CALL),
-        Case("eagle314_shadow", TEXT + eagle(3), environment=EVERY_CALL | SHADOW),
-        Case("dspark3_shadow", TEXT + DSPARK, environment=EVERY_CALL | SHADOW),
+        Case("eagle314_shadow", TEXT + eagle(3), environment=EVERY_CALL | SHADOW | E4M3_DRAFTS),
+        Case("dspark3_shadow", TEXT + DSPARK, environment=EVERY_CALL | SHADOW | E4M3_DRAFTS),
         Case("stock_plain", TEXT, patched=False, environment=PAGED_EXTEND | PAGED_INDEX),
         Case("stock_eagle314", TEXT + eagle(3), patched=False, environment=PAGED_EXTEND | PAGED_INDEX),
     ],
@@ -232,7 +232,7 @@ STAGES = {
     "speculation43": [
         Case("stock43_eagle314", SPECULATION_TIMED + eagle(3), patched=False, takes_turns=True),
         Case("ops43_eagle314", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL, takes_turns=True),
-        Case("ops43_bf16_drafts", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL | BF16_DRAFTS, takes_turns=True),
+        Case("ops43_e4m3_drafts", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL | E4M3_DRAFTS, takes_turns=True),
     ],
     # the sums between the cards: every one beside SGLang's own; two engines, and one prompt sent twice, to the bit;
     # then what they are worth in a step, against NCCL; both without peers; and all of SGLang's own. Three fit at once

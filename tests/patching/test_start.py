@@ -273,7 +273,7 @@ MHC_BOUNDARY = """
 def test_mhc_calls_of_the_real_model_reach_ours(run, version):
     """SGLang's own layer, boundary and heads, imported from the wheel, with stand-ins for our four operators. With them
     all that the drafts' head replaces is imported, too."""
-    found = run(MHC_BOUNDARY, version=version)
+    found = run(MHC_BOUNDARY, version=version, DSV4_SM120_SET="draft_head=on")
     fused = ["mhc"] * (2 if version == "0.5.23" else 1)
     assert found["calls"] == [*fused, "mhc_pre", "mhc_post", *["mhc_head"] * 3]
     assert found["switch"] is True and found["post"] == [3, 4, 1] and found["normed"] is True

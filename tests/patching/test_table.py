@@ -41,7 +41,7 @@ def test_every_row_is_complete():
     "chosen, off",
     [
         *((None, ()), ("fp8_linear=on", ()), ("fp8_linear=off", ["fp8_linear", "draft_head"]), ("mhc=off", ["mhc"])),
-        *(("draft_head=on", ()), ("draft_head=off", ["draft_head"])),
+        *(("draft_head=on", ()), ("fp8_linear=off,draft_head=on", ["fp8_linear", "draft_head"])),
         ("wo_a=off", ["wo_a"]),
         *(("dealt_index=on", ()), ("index_select=off,dealt_index=on", ["index_select", "dealt_index"])),
         ("sparse_decode=off", ["sparse_decode", "unpadded_heads", "paged_prefill", "sched_meta"]),
@@ -61,8 +61,9 @@ def test_a_patch_is_switched_by_its_name_and_with_the_operator_that_it_serves(py
     more = {"DSV4_SM120_SET": chosen} if chosen else {}
     found, ready = (line.split() for line in python(code, path=[tree({})], env=more).stdout.split("\n")[:2])
     assert set(found) == set(off)
-    assert ("dealt_index" in {*ready, *off}) is ("dealt_index" in (chosen or "")), "only where asked for"
-    assert {"index_select", "fp8_linear", "draft_head", "mhc", "wo_a", "sparse_decode"} <= {*ready, *off}
+    for name in ("dealt_index", "draft_head"):
+        assert (name in ready) is ((chosen or "") == f"{name}=on"), "only where asked for"
+    assert {"index_select", "fp8_linear", "mhc", "wo_a", "sparse_decode"} <= {*ready, *off}
 
 
 @pytest.mark.parametrize("where", sorted({target.replacement for _, target in TARGETS}))

@@ -52,7 +52,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     if not arguments.model:
         raise CommandError(f"--model must be {models.KNOWN}, got nothing")
     gpus, memory_mib = _machine(arguments)
-    switched_off = tuple(op for op in (*OPS, DRAFT_HEAD) if settings().choices.get(op) == "off")
+    switched_off = tuple(op for op in OPS if settings().choices.get(op) == "off")
     measured = _profile(arguments.profile, sglang)
     request = Request(
         model=models.find(arguments.model, arguments.experts),
@@ -66,6 +66,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         profile=None if measured.warnings else measured.path,
         profile_unused=measured.warnings[0] if measured.warnings else None,
         switched_off=switched_off,
+        switched_on=tuple(name for name in (DRAFT_HEAD,) if settings().choices.get(name) == "on"),
         sums_us=_sums(measured, gpus),
         load=arguments.load,
         insist=arguments.insist,

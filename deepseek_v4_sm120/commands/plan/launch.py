@@ -41,7 +41,8 @@ class Request:
     replaced: tuple[str, ...] = OPS  # the operators that will be ours
     profile: str | None = None  # the file that says so
     profile_unused: str | None = None  # why a server makes nothing of the file that was given
-    switched_off: tuple[str, ...] = ()  # operators, and DRAFT_HEAD, by DSV4_SM120_SET
+    switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
+    switched_on: tuple[str, ...] = ()  # DRAFT_HEAD, likewise
     sums_us: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # by provider: rows -> us, by the profile
     load: str = TEXT  # what is written: speculation.TEXT or STRUCTURE
     insist: bool = False  # take a speculation that is known to answer wrongly
@@ -67,8 +68,12 @@ class Request:
     @property
     def has_draft_head(self) -> bool:
         """Whether drafts guess with a copy of the head in E4M3."""
-        is_ours = "fp8_linear" in self.replaced and DRAFT_HEAD not in self.switched_off
-        return is_ours and self.rows > 0 and self.version >= DRAFT_HEAD_SINCE
+        return (
+            DRAFT_HEAD in self.switched_on
+            and "fp8_linear" in self.replaced
+            and self.rows > 0
+            and self.version >= DRAFT_HEAD_SINCE
+        )
 
 
 @dataclass(frozen=True)
@@ -252,10 +257,11 @@ def _flags(plan: Plan) -> None:
     env = plan.environment.append
     env(Flag("PYTHONPATH", MOUNT, "our folder, in every process of the server"))
     env(Flag("DSV4_SM120_REPORT", "/tmp/dsv4", "what each process applied, for `status` and `doctor`"))
-    if r.switched_off:
+    if r.switched_off or r.switched_on:
         planned = [flag for flag in plan.environment if flag.name == "DSV4_SM120_SET"]
         plan.environment[:] = [flag for flag in plan.environment if flag not in planned]
-        values = [f"{operator}=off" for operator in r.switched_off] + [flag.value for flag in planned]
+        values = [f"{name}=off" for name in r.switched_off] + [f"{name}=on" for name in r.switched_on]
+        values += [flag.value for flag in planned]
         reasons = ["as in your environment"] + [flag.reason for flag in planned]
         env(Flag("DSV4_SM120_SET", ",".join(values), "; ".join(reasons)))
     if r.profile is not None:

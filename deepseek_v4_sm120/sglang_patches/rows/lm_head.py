@@ -57,6 +57,7 @@ DRAFT_HEAD = Patch(  # behind the one above: what is put on top of it sees a dra
         _draft(f"{DSPARK}._logits_from_x_post_hc", "dspark_logits", Parameters(("self", "x_post_hc")), DSPARK_SINCE),
     ),
     needs=(EXTENSION,),
+    default="draft_head",
     serves="fp8_linear",
     absent="0.5.12 and 0.5.13 were not looked at",
     retire="when SGLang drafts with an FP8 head on SM120",
