@@ -36,7 +36,7 @@ DEFAULTS = (
     Default(
         name="draft_head",
         why="a speculating server's drafts guess with a copy of the head in E4M3, half the bytes: reckoned 0.37 ms of "
-        "a step of 8.4 of EAGLE 3/1/4 on an H200. The text is the model's own either way; fewer guesses may be accepted",
+        "a step of 8.4 of EAGLE 3/1/4 on an H200. The text is the model's own either way; fewer guesses may be right",
         source="[R] all releases' drafts; tests of the operator on a GPU; no engine has run with it",
         sglang=">=0.5.14,<0.6",
         on=False,
