@@ -125,7 +125,7 @@ UNCHECKED = {
 NO_CHECKS = {
     *("takes", "takes_sum", "summing_rows", "takes_prefill", "has_fp8_mma", "width", "entry_page_bytes"),
     *("check_product", "check_weight", "num_whole_tiles", "cut", "make_tiles", "run_grouped"),
-    *("algorithm_for", "describe_fault", "made_together"),
+    *("algorithm_for", "describe_fault", "is_exiting", "made_together"),
 }
 ANY_STRIDES = {"weight_scale", "kv_pages", "extra_kv_pages", "k_pages"}
 ALIGNED = {
