@@ -71,9 +71,8 @@ def expected(version: str) -> dict[str, str]:
         found["all_reduce"] = "sglang.srt.distributed.parallel_state"
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
-        found["draft_head"] = MODEL
     if since(version, "0.5.16"):
-        found |= {"draft_head": DSPARK.partition(":")[0], "mhc": DSPARK.partition(":")[0]}
+        found["mhc"] = DSPARK.partition(":")[0]
     return found
 
 
@@ -199,9 +198,9 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
     for row in made.steering.rows.values():
         assert [name for name in row.environment if f"    {name} = Env" not in variables] == [], row.name
         assert [name for name in row.arguments if f"    {name}: " not in fields] == [], row.name
-    others = set(made.steering.rows) - {"reproducible", "dealt_index"}
+    others = set(made.steering.rows) - {"reproducible", "dealt_index", "draft_head"}
     assert bool(others) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
-    assert ("reproducible" in made.steering.rows) == since(version, "0.5.14")
+    assert ("reproducible" in made.steering.rows) == ("draft_head" in made.steering.rows) == since(version, "0.5.14")
     assert ("dealt_index" in made.steering.rows) == since(version, "0.5.13")
 
 
@@ -213,6 +212,17 @@ def test_the_place_of_an_index_that_is_dealt_fits(inspect_wheel, version):
     (record,) = found_in(made, patch="dealt_index")
     assert (record.state, record.review) == (READY, "reviewed"), record.reason
     assert record.target.module == INDEXER
+
+
+@every_release("0.5.14")
+def test_the_places_of_a_drafts_head_fit(inspect_wheel, version):
+    inspect_wheel(version, fresh=True)
+    made = Engine(TABLE, host="sglang", settings=Settings(choices={"draft_head": "on"}))
+    made.survey()
+    found = found_in(made, patch="draft_head")
+    assert {(record.state, record.review) for record in found} == {(READY, "reviewed")}
+    modules = [record.target.module for record in found]
+    assert MODEL in modules and (DSPARK.partition(":")[0] in modules) == since(version, "0.5.16")
 
 
 @every_release("0.5.14")
