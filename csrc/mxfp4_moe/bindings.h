@@ -9,26 +9,32 @@
 
 namespace dsv4::mxfp4_moe {
 
-inline Params read_params(Arguments& a) {
-  Params p = {};
-  p.x = a["x"];
-  p.x_stride = a["x_stride"];
+// What both a call and its tiles are told of the routing.
+template <typename Routed>
+void read_routing(Arguments& a, Routed& p) {
   p.topk_ids = a["topk_ids"];
   p.ids_stride = a["ids_stride"];
-  p.topk_weights = a["topk_weights"];
-  p.weights_stride = a["weights_stride"];
   p.expert_map = a["expert_map"];
   p.map_size = a["map_size"];
   p.first_expert = a["first_expert"];
+  p.rows = a["rows"];
+  p.topk = a["topk"];
+  p.experts = a["experts"];
+}
+
+inline Params read_params(Arguments& a) {
+  Params p = {};
+  read_routing(a, p);
+  p.x = a["x"];
+  p.x_stride = a["x_stride"];
+  p.topk_weights = a["topk_weights"];
+  p.weights_stride = a["weights_stride"];
   p.w13 = {a["w13"], a["w13_scale"], a["w13_stride"], a["w13_scale_stride"]};
   p.w2 = {a["w2"], a["w2_scale"], a["w2_stride"], a["w2_scale_stride"]};
   p.out = a["out"];
   p.out_stride = a["out_stride"];
   p.limit = a["limit"];
   p.routed_scaling = a["routed_scaling"];
-  p.rows = a["rows"];
-  p.topk = a["topk"];
-  p.experts = a["experts"];
   p.hidden = a["hidden"];
   p.inter = a["inter"];
   const bool up_first = a["up_first"];
@@ -57,14 +63,7 @@ inline void run_sorted(Arguments& a) {
 
 inline void run_tiles(Arguments& a) {
   TilesParams p = {};
-  p.topk_ids = a["topk_ids"];
-  p.ids_stride = a["ids_stride"];
-  p.expert_map = a["expert_map"];
-  p.map_size = a["map_size"];
-  p.first_expert = a["first_expert"];
-  p.rows = a["rows"];
-  p.topk = a["topk"];
-  p.experts = a["experts"];
+  read_routing(a, p);
   p.block_m = a["block_m"];
   p.num_whole = a["num_whole"];
   p.pieces = true;

@@ -98,12 +98,13 @@ def mxfp4_moe(
     weights = Weights(w13, w13_scale, w2, w2_scale, up_first)
     routing = Routing(topk_ids, topk_weights, first_expert, expert_map, routed_scaling)
     limit = math.inf if swiglu_limit is None else float(swiglu_limit)
-    given = hidden, weights, routing, limit, out
     with cuda_tensors.on_device_of(hidden):
-        if not few:
-            _many_rows(*given, mxfp8=activations == "mxfp8", exact=reproducible)
+        if few:
+            _few_rows(hidden, weights, routing, limit, out, exact=reproducible)
+        elif reproducible:
+            _sorted_rows(hidden, weights, routing, limit, out)
         else:
-            _few_rows(*given, exact=reproducible)
+            _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
     return out
 
 
@@ -302,13 +303,6 @@ def make_tiles(routing: Routing, experts: int, block_m: int) -> Tiles:
         stream=cuda_tensors.current_stream(device.index),
     )
     return Tiles(pairs, pair_expert, cut(table, num_whole, block_m))
-
-
-def _many_rows(*given, mxfp8: bool, exact: bool) -> None:
-    if exact:
-        _sorted_rows(*given)
-    else:
-        _grouped(*given, mxfp8=mxfp8)
 
 
 def _grouped(hidden, weights: Weights, routing: Routing, limit: float, out, *, mxfp8: bool) -> None:

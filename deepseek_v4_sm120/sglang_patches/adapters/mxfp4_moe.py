@@ -260,30 +260,37 @@ def replace_cutlass_apply(original: Callable) -> Callable:
 class _Shared:
     """The shared expert's output while SGLang decides how the routed experts' is added to it: `add_` is ours."""
 
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
+    def __init__(self, tensor: torch.Tensor, add: Callable):
+        self.tensor, self.add = tensor, add
 
     def add_(self, routed: torch.Tensor, *, alpha: float = 1.0) -> torch.Tensor:
-        return _add_shared(self.tensor, routed, alpha)
+        return self.add(self.tensor, routed, alpha)
 
 
-def _add_shared(shared: torch.Tensor, routed: torch.Tensor, alpha: float) -> torch.Tensor:
-    if not settings().shadow:
-        return op.add_shared(shared, routed, scaling=alpha)
-    ours = op.add_shared(shared.clone(), routed, scaling=alpha)
-    theirs = shared.add_(routed, alpha=alpha)
-    shape = {"rows": shared.shape[0], "hidden": shared.shape[1]}
-    shadow.record(PATCH, [(ours, theirs)], identity="shared expert", shape=shape, relative_l2=0.0)
-    return ours if settings().shadow == "ours" else theirs
+def _add(shared: torch.Tensor, routed: torch.Tensor, alpha: float) -> torch.Tensor:
+    shared = shared.clone() if settings().shadow else shared  # the original adds to it, too
+    return op.add_shared(shared, routed, scaling=alpha)
+
+
+SHARED_COMPARISON = shadow.Comparison(
+    tensors=lambda ours, theirs, *_: [(ours, theirs)],
+    identity=lambda *_: "shared expert",
+    shape=lambda shared, *_: {"rows": shared.shape[0], "hidden": shared.shape[1]},
+    relative_l2=0.0,
+)
 
 
 def replace_shared_add(original: Callable) -> Callable:
     """For maybe_fuse_routed_scale_and_shared_add: of the rows of decode and verify, where the boundary waits for it."""
 
+    add = shadow.shadowed(
+        PATCH, _add, lambda shared, routed, alpha: shared.add_(routed, alpha=alpha), SHARED_COMPARISON
+    )
+
     @functools.wraps(original)
     def shared_add(experts, routed, shared, routed_scaling_factor):
         if shared is not None and _takes_shared(experts, routed, shared):
-            shared = _Shared(shared)
+            shared = _Shared(shared, add)
         return original(experts, routed, shared, routed_scaling_factor)
 
     return shared_add
