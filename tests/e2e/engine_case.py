@@ -307,10 +307,14 @@ def turn(path, engines, number=0):
             tell(file, "up")
             wait_until(lambda: count(file, "up") >= engines, OTHERS_START_S)
         else:
-            wait_until(lambda: count(file, "done") >= number * count(file, "up"), OTHERS_ROUND_S)
+            wait_until(lambda: count(file, "done") >= number * still_there(file), OTHERS_ROUND_S)
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-        tell(file, "done")
+        what = "gone"  # whose turn fails has no other
+        try:
+            yield
+            what = "done"
+        finally:
+            tell(file, what)
 
 
 def tell(file, what):
@@ -321,6 +325,10 @@ def tell(file, what):
 def count(file, what):
     file.seek(0)
     return file.read().split().count(what)
+
+
+def still_there(file):
+    return count(file, "up") - count(file, "gone")
 
 
 def wait_until(is_so, seconds):

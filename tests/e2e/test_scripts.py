@@ -434,6 +434,23 @@ def test_rounds_alternate_between_the_engines(tmp_path):
     assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [["a", "b"]] * 3
 
 
+def test_an_engine_that_fails_in_its_turn_is_not_waited_for(tmp_path):
+    turn, started = script("engine_case").turn, time.monotonic()
+
+    def fails():
+        with pytest.raises(RuntimeError), turn(tmp_path / "turns", 2):
+            raise RuntimeError
+
+    failing = threading.Thread(target=fails)
+    failing.start()
+    for number in range(3):
+        with turn(tmp_path / "turns", 2, number):
+            if number == 0:
+                failing.join(0.01)
+        failing.join(30)
+    assert time.monotonic() < started + 30  # a round's patience is a minute
+
+
 def test_rounds_have_their_least_their_greatest_and_a_middle():
     over_rounds = script("engine_case").over_rounds
     rows = [
@@ -517,3 +534,25 @@ def test_a_case_is_stopped_at_the_limit(machine):
 def test_no_such_case_and_no_such_folder(machine):
     assert "stage ops has" in machine("ops", "--only", "nothing").stderr
     assert "does not exist" in machine("ops", "--harness", "/nowhere").stderr
+
+
+def test_records_that_only_count_have_no_verdict():
+    """A share of guesses that are others: no bound could be passed, so none is said to be met."""
+    record = {"calls": 2, "bad_calls": 0, "captured": False, "layer": 0, "shape": {"rows": 1}, "bound": 1.0}
+    record |= {"relative_l2_max": 1.0, "relative_l2_mean": 0.5, "row_relative_l2_max": 1.0, "absolute_error_max": 1.0}
+    record |= {"nonfinite_ours": 0, "nonfinite_original": 0}
+    verdicts = {}
+    for patch in ("draft_head_guesses", "draft_head"):
+        rows = script("collect").patch_rows("eagle314_shadow", "ours", patch, [record])
+        verdicts[patch] = {row["metric"] for row in rows if row["met"] is not None}
+    bounds = {"relative L2 of a call, greatest", "calls above the bound"}
+    assert verdicts["draft_head"] - verdicts["draft_head_guesses"] == bounds
+    assert verdicts["draft_head_guesses"] == {"non-finite elements of ours only"}
+
+
+@pytest.mark.parametrize("answers, differ, met", [(4, 0, True), (4, 1, False), (0, 0, False)])
+def test_of_no_answers_none_is_the_same(answers, differ, met):
+    seen = {"answers": answers, "differ": differ}
+    left = {"shm": [], "shm_of_sglang": {}, "processes": [], "gpu_mib": 0}
+    rows = script("collect").fault_rows({"cases": {"two_engines": seen}, "left": left, "ways": {}})
+    assert [row["met"] for row in rows if row["metric"] == "answers that differ"] == [met]
