@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -116,3 +117,20 @@ def test_what_cannot_be_told_is_said(tmp_path, capsys):
     pair = [written(tmp_path, "whole.json", trace_of(12, 1)), written(tmp_path, "uneven.json", uneven)]
     assert timeline.main(pair) == 2 and "same number of sums" in capsys.readouterr().err
     assert timeline.main([str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err
+
+
+def test_what_counts_as_an_exchange():
+    """By the names that a trace has."""
+    ours = (
+        "all_reduce::one_shot_kernel<2, false>",
+        "all_reduce::gather_kernel<2, true>",
+        "mhc::summing_kernel<false, 2>",
+    )
+    theirs = (
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL",
+        "ncclDevKernel_AllGather_RING_LL",
+        "cross_device_reduce_1stage",
+    )
+    others = ("mxfp4_moe::down_sum_kernel<4>", "mhc::fused_kernel<false, false>", "at::native::reduce_kernel<512, 1>")
+    found = [name for name in (*ours, *theirs, *others) if re.search(timeline.SUM, f"void dsv4::{name}")]
+    assert found == [*ours, *theirs]

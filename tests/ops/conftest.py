@@ -1,15 +1,18 @@
-"""A stand-in for `_C`, as the fixture `fake`: what checks and plans read of it, and launches that are recorded."""
+"""A stand-in for `_C`, as the fixture `fake`: what checks and plans read of it, and launches that are recorded. And
+ranks on one card, as the fixture `group`."""
 
 from __future__ import annotations
 
 import types
 
 import pytest
+import torch
 
 from deepseek_v4_sm120.ops import index_select, sparse_decode
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.reference import kv_pages
+from deepseek_v4_sm120.specs.all_reduce import in_threads
 
 
 class FakeExtension(types.SimpleNamespace):
@@ -48,3 +51,15 @@ def fake(monkeypatch):
     yield stand_in
     for cached in caches:
         cached.cache_clear()
+
+
+@pytest.fixture
+def group(request):
+    """The group of each rank, of (ranks, transport); none tells of a fault when the test has ended."""
+    ranks, transport = request.param
+    made = in_threads(ranks, transport=transport)
+    yield made
+    torch.cuda.synchronize()
+    assert [one.fault() for one in made] == [None] * ranks
+    for one in made:
+        one.close()

@@ -33,17 +33,6 @@ def most_rows(ranks):
     return {2: op.GATHERED_ROWS, 4: 32, 8: 7}[ranks]
 
 
-@pytest.fixture
-def group(request):
-    ranks, transport = request.param
-    made = in_threads(ranks, transport=transport)
-    yield made
-    torch.cuda.synchronize()
-    assert [one.fault() for one in made] == [None] * ranks
-    for one in made:
-        one.close()
-
-
 @pytest.mark.parametrize("group", EVERY_WAY, indirect=True)
 def test_every_rank_has_what_all_sent_to_the_bit(group):
     """Of the real vocabulary, sums of many rows and few between the gathers, in every generation of places."""
@@ -203,7 +192,7 @@ def many(rank, ranks, device, gather, transport):
             wrong += int(bad)
             done += 10
     torch.cuda.synchronize()
-    assert sum(gather(wrong)) == 0
+    assert done > 0 and sum(gather(wrong)) == 0
     group.close()
 
 

@@ -43,17 +43,6 @@ def all_right(outs, terms):
     )
 
 
-@pytest.fixture
-def group(request):
-    ranks, transport = request.param
-    made = in_threads(ranks, transport=transport)
-    yield made
-    torch.cuda.synchronize()
-    assert [one.fault() for one in made] == [None] * ranks
-    for one in made:
-        one.close()
-
-
 @pytest.mark.parametrize("group", EVERY_WAY, indirect=True)
 def test_every_rank_has_the_bits_of_the_specification(group):
     streams = [torch.cuda.Stream() for _ in group]
