@@ -92,6 +92,20 @@ SECTIONS = {
         (),
         True,
     ),
+    "e2e_accepted_sglang": Section(
+        "Speculation with drafts that are accepted",
+        "Six layers, random weights, reproducible sums: drafts overwritten by the text of the server that does not "
+        "speculate, none, half or all of them right. Greedy text beside that text.",
+        {
+            "answers": "answers",
+            "answers that differ": "that differ",
+            "tokens a verification": "tokens a verification",
+            "verifications off what the drafts must take, greatest": "verifications off, greatest",
+        },
+        (),
+        True,
+        "drafts",
+    ),
     "e2e_reproducible_sglang": Section(
         "A reproducible server",
         "Six layers, random weights, forced tokens: every log-probability to the last bit.",
@@ -188,6 +202,9 @@ SECTIONS = {
     ),
     "fp8_linear_h200": Section(
         "fp8_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}, ("relative_error",)
+    ),
+    "fp8_linear_draft_head_h200": Section(
+        "fp8_linear, a draft's head", "", MICROSECONDS | {"read_share": "share of read bandwidth"}, ("relative_error",)
     ),
     "fp8_linear_128_rows_h200": Section("fp8_linear at 128 rows", "", MICROSECONDS, ("relative_error",)),
     "wo_a_h200": Section("wo_a", "", MICROSECONDS),

@@ -50,7 +50,7 @@ sys.path[:0] = [str(REPO)]
 from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_errors import ServerError  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
-from tests.e2e.run_stage import EVERY_CALL, commit, device, eagle, sums  # noqa: E402
+from tests.e2e.run_stage import EVERY_CALL, SIDE_BY_SIDE_ENVIRONMENT, commit, device, eagle, sums  # noqa: E402
 from tests.e2e.serving_stage import environment_of, flags, load_harness, write_tokenizer  # noqa: E402
 
 STAGE = "faults2"
@@ -253,7 +253,7 @@ class Stage:
         environment = environment_of(self.harness, options)
         environment = {k: v for k, v in environment.items() if not k.startswith(("DSV4_", "E2E_FORCE"))}
         self.environment = environment | EVERY_CALL
-        self.environment |= {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+        self.environment |= SIDE_BY_SIDE_ENVIRONMENT | {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         self.vocabulary = self.harness.vocab_of(model)
         write_tokenizer(Path(model), self.vocabulary)
         missing = [name for name in FOR_HTTP if importlib.util.find_spec(name) is None]

@@ -78,9 +78,13 @@ NCCL = {"disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce
 TWO_CARDS, FOUR_CARDS = sets(tp_size=2, **NCCL), sets(tp_size=4, **NCCL)
 CARDS_ANSWER = ["--variant", "flash6h", "--prompts", "5,700,2100,8200", "--repeat", "2", "--new", "32"]
 CARDS_ANSWER += ["--phases", "answer", "--batches", "8", "--graph-bs", "1", "8", "--batch-prompts", ""]
+# many engines side by side, so of 64 experts, and what the others hold must not count as a reserve
+FEW_EXPERTS = {"n_routed_experts": 64}
+SMALL_MODEL = [*sets(json_model_override_args=json.dumps(FEW_EXPERTS)), "--max-total-tokens", "200000", "--mem", "0.97"]
+SUMS_ANSWER = [*CARDS_ANSWER, *SMALL_MODEL]
+SUMS_ANSWER += ["--batches", "8", "32", "--graph-bs", "1", "8", "32"]
 TWO_CARDS_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", *TWO_CARDS]
-# the full model: all 256 experts fit four cards
-FOUR_CARDS_TIMED = [*SIDE_BY_SIDE, "--variant", "flash43", "--phases", "bench", *FOUR_CARDS]
+FOUR_CARDS_TIMED = [*SIDE_BY_SIDE, "--variant", "flash43", "--phases", "bench", *FOUR_CARDS]  # all 256 experts fit
 # Speculation. Random weights: hardly a draft is accepted, so a step is a token. DSPARK's drafter is made of what a
 # checkpoint with one says; its weights are random as all are
 DSPARK_CONFIG = {
@@ -94,12 +98,15 @@ def eagle(steps):
     return sets(speculative_algorithm="EAGLE", **names)
 
 
-DSPARK = sets(speculative_algorithm="DSPARK", speculative_dspark_block_size=3)
-DSPARK += sets(json_model_override_args=json.dumps(DSPARK_CONFIG))
+def dspark(**model):
+    names = sets(speculative_algorithm="DSPARK", speculative_dspark_block_size=3)
+    return names + sets(json_model_override_args=json.dumps(DSPARK_CONFIG | model))
+
+
+DSPARK = dspark()
 # several engines side by side: what the others hold must not count as a reserve
 TEXT = ["--variant", "flash6h", "--prompts", "5,130,700,1500", "--new", "96", "--phases", "text"]
-TEXT += ["--batches", "8", "32"]
-TEXT += ["--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
+TEXT += ["--batches", "8", "32", "--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
 E4M3_DRAFTS = {"DSV4_SM120_SET": "draft_head=on"}
 SPECULATION_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", "profile"]
 
@@ -122,6 +129,7 @@ RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 SAME = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--new", "32", "--phases", "same"]
 SAME += ["--batches", "1", "8", "32", "--graph-bs", "1", "8", "32", "--mem", "0.95"]
 BY_ROUTER = ["--variant", "flash6"]  # whose routers choose: another bit may be another expert
+BY_FLAG = sets(enable_deterministic_inference=True)
 
 
 def chunks(rows, *more, radix=True):
@@ -139,7 +147,6 @@ class Case:
     options: list[str]
     patched: bool = True
     environment: dict[str, str] = field(default_factory=dict)
-
     takes_turns: bool = False
 
     @property
@@ -225,9 +232,9 @@ STAGES = {
     # the same, with drafts that are accepted: none, half of them, all
     "accepted": accepted_stage.cases(
         Case,
-        TEXT,
+        [*TEXT, *sets(json_model_override_args=json.dumps(FEW_EXPERTS)), "--mem", "0.97"],
         EVERY_CALL | REPRODUCIBLE,
-        {"eagle314": eagle(3), "dspark3": DSPARK, "eagle516": eagle(5)},
+        {"eagle314": eagle(3), "dspark3": dspark(**FEW_EXPERTS), "eagle516": eagle(5)},
     ),
     "speculation43": [
         Case("stock43_eagle314", SPECULATION_TIMED + eagle(3), patched=False, takes_turns=True),
@@ -238,27 +245,21 @@ STAGES = {
     # then what they are worth in a step, against NCCL; both without peers; and all of SGLang's own. Three fit at once
     **{
         f"sums{n}": [
-            Case(f"sums{n}_shadow", sums(n, *CARDS_ANSWER), environment=EVERY_CALL | SHADOW),
-            Case(f"sums{n}_a", sums(n, *CARDS_ANSWER), environment=EVERY_CALL),
-            Case(f"sums{n}_b", sums(n, *CARDS_ANSWER), environment=EVERY_CALL),
+            Case(f"sums{n}_{name}", sums(n, *SUMS_ANSWER), environment=EVERY_CALL | more)
+            for name, more in (("shadow", SHADOW), ("a", {}), ("b", {}))
         ]
         for n in (2, 4)
     },
     **{
         f"sums{n}_43": [
-            Case(f"nccl43_sums{n}", timed + sets(tp_size=n, **NCCL), environment=EVERY_CALL, takes_turns=True),
-            Case(
-                f"nccl43_sums{n}_no_peers",
-                timed + sets(tp_size=n, **NCCL),
-                environment=EVERY_CALL | NO_PEERS,
-                takes_turns=True,
-            ),
-            Case(f"ops43_sums{n}", sums(n, *timed), environment=EVERY_CALL, takes_turns=True),
-            Case(
-                f"ops43_sums{n}_host",
-                sums(n, *timed),
-                environment=EVERY_CALL | NO_PEERS | HOST_SUMS,
-                takes_turns=True,
+            *(
+                Case(f"{name}43_sums{n}{where}", options, environment=EVERY_CALL | more, takes_turns=True)
+                for name, where, options, more in (
+                    ("nccl", "", timed + sets(tp_size=n, **NCCL), {}),
+                    ("nccl", "_no_peers", timed + sets(tp_size=n, **NCCL), NO_PEERS),
+                    ("ops", "", sums(n, *timed), {}),
+                    ("ops", "_host", sums(n, *timed), NO_PEERS | HOST_SUMS),
+                )
             ),
             Case(f"stock43_sums{n}", sums(n, *timed), patched=False, takes_turns=True),
         ]
@@ -287,11 +288,7 @@ STAGES = {
         Case("same_router_8192", chunks(8192, *BY_ROUTER, radix=False), environment=EVERY_CALL | REPRODUCIBLE),
         Case("same_router_512", chunks(512, *BY_ROUTER), environment=EVERY_CALL | REPRODUCIBLE),
         # SGLang's flag beside it: other kernels, so it is compared with itself
-        Case(
-            "same_flag",
-            chunks(512, *sets(enable_deterministic_inference=True)),
-            environment=EVERY_CALL | REPRODUCIBLE,
-        ),
+        Case("same_flag", chunks(512, *BY_FLAG), environment=EVERY_CALL | REPRODUCIBLE),
         Case("unlike_8192", chunks(8192, radix=False), environment=EVERY_CALL),
         Case("unlike_512", chunks(512), environment=EVERY_CALL),
     ],
@@ -301,8 +298,8 @@ STAGES = {
         Case("same_seams_512", chunks(512), environment=SEAMS | REPRODUCIBLE),
     ],
     "reproducible2": [
-        Case("same_tp2_8192", sums(2, *chunks(8192, radix=False)), environment=EVERY_CALL | REPRODUCIBLE),
-        Case("same_tp2_512", sums(2, *chunks(512)), environment=EVERY_CALL | REPRODUCIBLE),
+        Case("same_tp2_8192", sums(2, *chunks(8192, *SMALL_MODEL, radix=False)), environment=EVERY_CALL | REPRODUCIBLE),
+        Case("same_tp2_512", sums(2, *chunks(512, *SMALL_MODEL)), environment=EVERY_CALL | REPRODUCIBLE),
     ],
     "launches43": [
         Case("stock43_launches", PROFILED, patched=False),
@@ -359,8 +356,12 @@ SAMES = [
 ]
 
 
+# several engines over the same cards, started at once, do not find them equally full
+SIDE_BY_SIDE_ENVIRONMENT = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+
+
 def environment(case, arguments):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
+    kept = SIDE_BY_SIDE_ENVIRONMENT | {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
     reports = {"DSV4_SM120_REPORT": str(arguments.work / f"{case.name}_reports")} if case.patched else {}
     return kept | case.environment | reports | accepted_stage.environment(case, arguments.work)
 
@@ -369,7 +370,7 @@ def command(case, arguments, number):
     line = [sys.executable, str(HERE / "engine_case.py"), "--harness", str(arguments.harness), *case.options]
     line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={30000 + 2000 * number}"]
     line += ["--turns", str(arguments.turns), "--engines", str(arguments.engines)] if case.takes_turns else []
-    return line + (["--patch", str(arguments.patch)] if case.patched else [])
+    return [*line, "--patch", str(arguments.patch)] if case.patched else line
 
 
 def run_case(case, arguments, number, deadline):
