@@ -53,6 +53,7 @@ def group(monkeypatch):
     """SGLang's module of groups, whose tensor-parallel one it gives."""
     module = ModuleType(adapter.PARALLEL_STATE)
     module._TP, module._PDMUX_PREFILL_TP_GROUP = Coordinator(), None
+    module._ATTN_TP = module._TP
     monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, module)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     return module._TP
@@ -100,6 +101,7 @@ def test_four_ranks_wait_up_to_fewer_rows(group):
 
 CHANGES = {
     "PD multiplexing": lambda group: setattr(sys.modules[adapter.PARALLEL_STATE], "_PDMUX_PREFILL_TP_GROUP", object()),
+    "data-parallel attention": lambda group: setattr(sys.modules[adapter.PARALLEL_STATE], "_ATTN_TP", Coordinator()),
     "NCCL's symmetric memory is in front": lambda group: setattr(group, "symmetric", True),
     "SGLang turned it off": lambda group: setattr(group.ca_comm, "disabled", True),
     "the object is SGLang's": lambda group: setattr(group, "ca_comm", SimpleNamespace(disabled=False)),
