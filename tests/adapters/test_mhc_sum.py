@@ -13,7 +13,7 @@ import torch
 from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.ops.all_reduce import AllReduce
 from deepseek_v4_sm120.patching import report
-from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum as adapter
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import Communicator
@@ -160,6 +160,9 @@ def test_shadow_mode_and_compilation_put_nothing_off(group, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, SimpleNamespace(_TP=group))
+    assert isinstance(asked_in_a_layer(x_of(1)), torch.Tensor)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    monkeypatch.setattr(models_served, "_announced", {"model_type": "deepseek_v4", "torch_compile": True})
     assert isinstance(asked_in_a_layer(x_of(1)), torch.Tensor)
 
 

@@ -30,6 +30,7 @@ from torch.utils import _pytree
 from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE, Communicator, all_reduce_of
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting
 
@@ -100,7 +101,7 @@ def replace_layer_forward(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or settings().shadow:
+        if torch.compiler.is_compiling() or models_served.is_compiled() or settings().shadow:
             return original(self, *args, **kwargs)
         state = importlib.import_module(PARALLEL_STATE)
         coordinator = state._TP
