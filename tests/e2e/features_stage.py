@@ -106,10 +106,11 @@ ENGINES = {  # what matters most first: the limit cuts the last
         RADIX, steps=(*ROUND, "flush_cache", "flushed", *LONG, "pause:in_place", "pause:retract", "abort_all", "after")
     ),
     "recommended": Engine(RECOMMENDED, phases=FREE),
+    # compiles for minutes: only the stage's limit stops it
+    "compiled": Engine(flags(enable_torch_compile=True, torch_compile_max_bs=1), steps=("alone", "round"), limit_s=600),
     "data_parallel": Engine(DATA_PARALLEL, steps=("round", *ALONE), cards=2),
-    "weights": Engine(steps=("round", "weights:tensors", "weights:disk"), needs=("safetensors",)),
+    "weights": Engine(steps=("round", "weights:tensors", "weights:disk"), needs=("safetensors",), limit_s=200),
     "hicache": Engine(HOST, steps=("round", "settle", "fill", "settle", "restored"), tokens=8192),
-    "compiled": Engine(flags(enable_torch_compile=True, torch_compile_max_bs=1), steps=("alone", "round"), limit_s=230),
     "chunks": Engine(CHUNKS),
     "mixed": Engine((*CHUNKS, *flags(enable_mixed_chunk=True))),
     "not_overlapped": Engine(flags(disable_overlap_schedule=True)),
@@ -122,7 +123,8 @@ ENGINES = {  # what matters most first: the limit cuts the last
         ("--chunk", "2048", *flags(cuda_graph_backend_prefill="breakable", cuda_graph_bs_prefill=[256, 1024, 2304])),
         steps=(*ROUND, *ALONE),
     ),
-    "retracted": Engine(flags(schedule_conservativeness=0.05), steps=LONG, tokens=7168),
+    # with the prefix cache: without, SGLang admits no more than fits where a request ignores its end
+    "retracted": Engine((*RADIX, *flags(schedule_conservativeness=0.05)), steps=LONG, tokens=7168),
     "eagle": Engine(EAGLE, phases=FREE, steps=(*ROUND, *ALONE)),
     "dspark": Engine(
         speculative("DSPARK", speculative_dspark_block_size=3),
@@ -189,7 +191,10 @@ FEATURES = (
         off="Breakable CUDA graph is incompatible with|Disable prefill CUDA graph because",
     ),
     Feature("--enable-torch-compile, one row", "compiled", as_asked=("enable_torch_compile",)),
-    Feature("retraction, the KV pool is full", "retracted", acts=("KV cache pool is full",), counts=("retracted",)),
+    Feature(
+        "prefix cache + retraction, the KV pool is full", "retracted", acts=("KV cache pool is full",),
+        counts=("retracted",),
+    ),
     Feature("hierarchical cache, host memory", "hicache", counts=("host",), as_asked=("enable_hierarchical_cache",)),
     Feature("hierarchical cache, a folder on disk", "hicache_disk", counts=("storage",)),
     Feature("update_weights_from_tensor", "weights", steps=("round", "weights:tensors")),
