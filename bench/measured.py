@@ -117,6 +117,13 @@ SECTIONS = {
         (),
         True,
     ),
+    "e2e_features_sglang": Section(
+        "Features together",
+        "Six layers, random weights, an engine a feature: [features.md](features.md) has the whole matrix.",
+        {"answers": "answers", "answers that differ": "that differ", "a defect": "a defect"},
+        (),
+        True,
+    ),
     "e2e_sums_sglang": Section(
         "The sums between the cards",
         "Six layers over two cards, random weights, forced tokens: two engines, and one prompt sent twice. Every sum "

@@ -40,9 +40,9 @@ SHARED = {
     "deepseek_v4_sm120/specs": {"bounds", "check", "provider"},
     "deepseek_v4_sm120/sglang_patches/adapters": {
         *("argument_defaults", "dense_rows", "kept_weights", "platform_seams", "scheduling"),
-        "waiting",
+        *("torch_compile", "waiting"),
     },
-    "bench": {"common", "kernel_report", "load_time", "measured", "sparse_prefill", "timeline", "tune_moe"},
+    "bench": {"common", "features", "kernel_report", "load_time", "measured", "sparse_prefill", "timeline", "tune_moe"},
 }
 # the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each
 # other; SGLang (the load generator's process) and matplotlib (the plots) are looked for when they are needed
@@ -229,6 +229,17 @@ def test_results_of_several_releases_are_sections_of_their_own(tmp_path, monkeyp
     titles = re.findall(r"^## (.+)", measured.page(measured.results()), re.MULTILINE)
     whole = measured.SECTIONS["e2e_whole_step_sglang"].title
     assert titles == ["Bars", f"{whole}, SGLang 0.5.23", whole, f"{whole}, SGLang 0.5.9", "mhc"]
+
+
+def test_the_matrix_of_features_is_shown_as_the_results_have_it():
+    """`python3 bench/features.py` makes docs/features.md anew."""
+    from bench import features
+
+    results = features.results()
+    assert features.PAGE.read_text() == features.page(results)
+    shown = [line for found in results.values() for line in found["features"]]
+    told = [feature.what for feature in features.features_stage.FEATURES]
+    assert all(what in features.page(results) for what in [line["feature"] for line in shown] or told)
 
 
 def test_what_was_measured_is_shown_as_the_results_have_it():

@@ -122,17 +122,17 @@ _UNASKED: dict = {}
 _announced: dict | None = _UNASKED  # None: nobody told
 
 
-def announce(config: Mapping, environ: MutableMapping[str, str] = os.environ) -> None:
-    """The parent, before there are children: their model, and ours from now on."""
+def announce(config: Mapping, environ: MutableMapping[str, str] = os.environ, *, torch_compile: bool = False) -> None:
+    """The parent, before there are children: their model, and ours from now on; and whether torch compiles it."""
     global _announced
     named = {name for limits in LIMITS.values() for name in limits}
     given = {name: value for name, value in sizes(config).items() if name in named}
-    _announced = {"model_type": config.get("model_type"), **given}
+    _announced = {"model_type": config.get("model_type"), "torch_compile": torch_compile, **given}
     environ[VARIABLE] = json.dumps(_announced)
 
 
 def announced(environ: Mapping[str, str] = os.environ) -> dict | None:
-    """model_type and sizes (of TP1) of the model that this process serves; None where nobody told."""
+    """model_type and sizes (of TP1) of the model that this process serves, and torch_compile; None: nobody told."""
     global _announced
     if _announced is _UNASKED:
         _announced = json.loads(environ[VARIABLE]) if VARIABLE in environ else None
@@ -143,3 +143,9 @@ def serves_this_process() -> bool:
     """False where this process is known to serve another model than ours; then every operator is SGLang's."""
     told = announced()
     return told is None or told["model_type"] in MODEL_TYPES
+
+
+def is_compiled() -> bool:
+    """Whether torch.compile is to look through this model's forward (--enable-torch-compile)."""
+    told = announced()
+    return told is not None and bool(told.get("torch_compile"))

@@ -13,7 +13,7 @@ import torch
 from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.ops.all_reduce import AllReduce
 from deepseek_v4_sm120.patching import report
-from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum as adapter
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import Communicator
@@ -53,6 +53,7 @@ def group(monkeypatch):
     """SGLang's module of groups, whose tensor-parallel one it gives."""
     module = ModuleType(adapter.PARALLEL_STATE)
     module._TP, module._PDMUX_PREFILL_TP_GROUP = Coordinator(), None
+    module._ATTN_TP = module._TP
     monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, module)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     return module._TP
@@ -100,6 +101,7 @@ def test_four_ranks_wait_up_to_fewer_rows(group):
 
 CHANGES = {
     "PD multiplexing": lambda group: setattr(sys.modules[adapter.PARALLEL_STATE], "_PDMUX_PREFILL_TP_GROUP", object()),
+    "data-parallel attention": lambda group: setattr(sys.modules[adapter.PARALLEL_STATE], "_ATTN_TP", Coordinator()),
     "NCCL's symmetric memory is in front": lambda group: setattr(group, "symmetric", True),
     "SGLang turned it off": lambda group: setattr(group.ca_comm, "disabled", True),
     "the object is SGLang's": lambda group: setattr(group, "ca_comm", SimpleNamespace(disabled=False)),
@@ -158,6 +160,9 @@ def test_shadow_mode_and_compilation_put_nothing_off(group, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, SimpleNamespace(_TP=group))
+    assert isinstance(asked_in_a_layer(x_of(1)), torch.Tensor)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    monkeypatch.setattr(models_served, "_announced", {"model_type": "deepseek_v4", "torch_compile": True})
     assert isinstance(asked_in_a_layer(x_of(1)), torch.Tensor)
 
 

@@ -178,6 +178,33 @@ def test_a_layer_is_loaded_without_a_repack_and_computed(served, recorded):
     )
 
 
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: r.name)
+def test_weights_that_are_loaded_again_are_computed_with(served, recorded):
+    """As update_weights does: into the layer's parameters, by what SGLang noted on them; captured graphs hold their
+    addresses."""
+    inputs = engine_inputs(recorded)
+    layer, method = engine_layer(recorded, inputs), Method(recorded.cutlass)
+    for name in adapter.SCALE_NAMES:
+        getattr(layer, name).weight_loader = lambda parameter, loaded: parameter.data.copy_(loaded)
+    process, apply = replaced(recorded.cutlass)
+    process(method, layer)
+    before, addresses = apply(method, layer, dispatched(inputs)).hidden_states, addresses_of(layer)
+    layer.w2_weight.data.bitwise_xor_(-0x78)  # the sign of each second code
+    scale = layer.w13_weight_scale_inv
+    scale.weight_loader(scale, (inputs.w13_scale - 1).view(torch.float8_e8m0fnu))
+    for _ in range(2):  # from tensors nothing is processed, from disk all is
+        others = apply(method, layer, dispatched(inputs)).hidden_states
+        given = inputs.arguments() | {"w2": inputs.w2 ^ 0x88, "w13_scale": inputs.w13_scale - 1}
+        assert relative_error(others, reference(**given)) < 0.004 and not torch.equal(others, before)
+        process(method, layer)
+    assert addresses_of(layer) == addresses and adapter.kept.layers == 1
+
+
+def addresses_of(layer):
+    kept = getattr(layer, adapter.KEPT)
+    return [t.data_ptr() for t in (kept.w13, kept.w13_scale, kept.w2, kept.w2_scale)]
+
+
 def test_status_tells_the_memory(served):
     inputs = engine_inputs(RECORDED[1])
     process, _ = replaced(False)

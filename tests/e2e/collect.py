@@ -16,7 +16,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
+
+import features_stage  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
@@ -35,6 +38,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_faults": ("faults2",),  # of faults_stage.py
     "e2e_accepted": ("accepted",),
     "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
+    "e2e_features": ("features",),
 }
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
 SAME_BITS = {"index_b": 5, "sums2_b": 20, "sums4_b": 20, "index2_dealt": 22}
@@ -144,6 +148,10 @@ IMPLEMENTATIONS = {
     "stock43_alone": "SGLang stock (Hopper kernels)",
     "ops43_alone": "ours, every operator on",
     **{f"ops43_without_{name}": f"ours, without {name}" for name in OPERATORS},
+    **{
+        features_stage.PREFIX + name: "SGLang stock" if engine.stock_of else "ours, reproducible"
+        for name, engine in features_stage.ENGINES.items()
+    },
 }
 KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answer as stock does
     "index_shadow": "SGLang stock (FlashMLA, paged extend, DeepGEMM's paged logits)",
@@ -165,7 +173,7 @@ WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
     ("ops43_sums4_host", "1"): {"decode step, ms, worst": 3.9},
 }
 MOST_OFF = 1  # verifications of an answer: SGLang counts the one that is under way when it ends, or does not
-WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE, SUMS_ISSUE = 7, 4, 21, 20
+WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE, SUMS_ISSUE, FEATURES_ISSUE = 7, 4, 21, 20, 23
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
 
 
@@ -420,6 +428,32 @@ def fault_rows(faults):
     return rows
 
 
+def feature_rows(lines):
+    """Of each feature whether it is a defect; of those that were compared the answers."""
+    rows = []
+    for line in lines:
+        case, impl = f"feature: {line['feature']}", IMPLEMENTATIONS[features_stage.PREFIX + line["engine"]]
+        told = f": {line['detail']}" if line.get("detail") else ""
+        is_defect = int(features_stage.STATES[line["state"]])
+        if line["state"] != "not run":
+            rows.append(row(case, impl, "a defect", is_defect, 0, FEATURES_ISSUE))
+        rows.append(row(case, impl, f"{line['state']}{told}", None, issue=FEATURES_ISSUE))
+        if line.get("answers"):
+            rows.append(row(case, impl, "answers", line["answers"], issue=FEATURES_ISSUE))
+            rows.append(row(case, impl, "answers that differ", line["differ"], 0, FEATURES_ISSUE))
+    return rows
+
+
+def merged_features(stages):
+    """By feature, of all calls: what ran stands above what did not."""
+    found = {}
+    for line in (line for stage in stages for line in stage.get("features", [])):
+        if line["state"] != "not run" or line["feature"] not in found:
+            found[line["feature"]] = line
+    order = [feature.what for feature in features_stage.FEATURES]
+    return sorted(found.values(), key=lambda line: order.index(line["feature"]))
+
+
 def commit_of(stage, commit):
     """A copy without history says none, or the bare word that git prints there."""
     return commit if stage["commit"] in (None, "HEAD") else stage["commit"]
@@ -429,7 +463,7 @@ def collect(stages, commit):
     rows, differences, texts, sames = [], {}, {}, {}
     for stage in stages:
         rows += fault_rows(stage["faults"]) if "faults" in stage else []
-        for name, case in stage["cases"].items():
+        for name, case in stage["cases"].items() if "features" not in stage else ():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
         for difference in stage["differences"]:  # a later stage's file repeats what its work folder still holds
             differences[difference["what"]] = difference
@@ -441,7 +475,10 @@ def collect(stages, commit):
         rows += text_rows(found)
     for found in sames.values():
         rows += same_rows(found)
+    features = merged_features(stages)
+    rows += feature_rows(features)
     return {
+        **({"features": features} if features else {}),
         "device": stages[0]["device"],
         "date": stages[0]["date"],
         "commit": ", ".join(dict.fromkeys(commit_of(stage, commit) for stage in stages)),

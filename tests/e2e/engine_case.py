@@ -11,7 +11,8 @@ writes OUT/NAME_same.json, a digest of every log-probability, of prompts asked w
 of others in groups of several sizes; `bench` (step times), `profile` (kernels of a decode step) and
 `prefill` (kernels of a long prompt's prefill) write OUT/NAME_bench.json. The patch and its switches come from --patch
 and the environment. With --turns FILE --engines N engines start side by side; when all N are up, they take turns for
-what is timed: who holds the file's lock has the GPU to itself. --rounds N times `bench` N times, each in a turn of its
+what is timed: who holds the file's lock has the GPU to itself. `features` and `features_text` write
+OUT/NAME_features.json (features_engine.py). --rounds N times `bench` N times, each in a turn of its
 own: an engine's step varies by some per cent from minute to minute, so engines are compared round by round.
 """
 
@@ -34,8 +35,13 @@ import time
 PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
 SETTLE_S = 3.0  # shadow mode's writer runs twice a second, and shutting the engine down kills its processes
 PARTS = ("single", "batch")
-FORCED = ("answer", "same")
-ALONE = (*FORCED, "text")  # phases that are an engine's only one: what is timed neither is forced nor gives logprobs
+FORCED = ("answer", "same", "features")
+ALONE = (
+    *FORCED,
+    "text",
+    "features_text",
+)  # phases that are an engine's only one: what is timed neither is forced nor gives logprobs
+FEATURES = ("features", "features_text")  # features_engine.py
 EXACT = ("output_token_logprobs", "output_top_logprobs", "input_top_logprobs")  # of an answer's meta_info, unrounded
 LONG_PROMPT = 32_000  # tokens of the profiled prefill
 TEXT_S = 300.0  # how long for the text of the run beside it that drafts are taken from
@@ -47,6 +53,7 @@ def parse(argv):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--harness", required=True)
     parser.add_argument("--phases", nargs="+", choices=[*ALONE, "bench", "profile", "prefill"], default=["answer"])
+    parser.add_argument("--steps", nargs="+", default=[], help="of the phases features and features_text")
     parser.add_argument("--batches", nargs="*", type=int, default=[])
     parser.add_argument("--turns")
     parser.add_argument("--engines", type=int, default=1)
@@ -358,6 +365,10 @@ def main():
         case.same(own.batches)
     elif own.phases == ["text"]:
         case.text(own.batches)
+    elif own.phases[0] in FEATURES:
+        from features_engine import Rounds
+
+        Rounds(case, exact).run(own.steps)
     else:
         rows = None
         for number in range(own.rounds):

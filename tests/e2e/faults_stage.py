@@ -50,8 +50,10 @@ sys.path[:0] = [str(REPO)]
 from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_errors import ServerError  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
-from tests.e2e.run_stage import EVERY_CALL, SIDE_BY_SIDE_ENVIRONMENT, commit, device, eagle, sums  # noqa: E402
-from tests.e2e.serving_stage import environment_of, flags, load_harness, write_tokenizer  # noqa: E402
+from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
+from tests.e2e.run_stage import EVERY_CALL, SIDE_BY_SIDE_ENVIRONMENT, eagle, sums  # noqa: E402
+from tests.e2e.serving_stage import environment_of, flags, load_harness  # noqa: E402
+from tests.e2e.what_ran import commit, device  # noqa: E402
 
 STAGE = "faults2"
 END_S, STOP_S = 15.0, 10.0  # the bars: until all of a server has ended

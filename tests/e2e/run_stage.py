@@ -14,7 +14,6 @@ import concurrent.futures
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +26,8 @@ REPO = HERE.parent.parent
 sys.path[:0] = [str(REPO), str(HERE)]
 
 import accepted_stage  # noqa: E402
+import features_stage  # noqa: E402
+from what_ran import commit, device, read_json  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
@@ -41,8 +42,9 @@ PAGED_INDEX = {"SGLANG_OPT_DSV4_NONPAGED_INDEXER": "0"}
 SEAMS = {"DSV4_SM120_FORCE": "seams", "SGLANG_SM120_FLASHMLA_BACKEND": "triton"}
 SHADOW = {"DSV4_SM120_SHADOW": "1"}
 WITHOUT = "ops43_without_"
-SUFFIXES = ("", "_bench", "_text", "_same")  # of what an engine writes
+SUFFIXES = ("", "_bench", "_text", "_same", "_features")  # of what an engine writes
 PARTS = ("single", "batch")
+STOPPED = "stopped at the limit"
 
 ANSWER = ["--phases", "answer", "--batches", "8", "32", "--graph-bs", "1", "8", "32", "--batch-prompts", ""]
 SIX_LAYERS = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--repeat", "2", "--new", "48"]
@@ -148,6 +150,7 @@ class Case:
     patched: bool = True
     environment: dict[str, str] = field(default_factory=dict)
     takes_turns: bool = False
+    limit_s: float | None = None  # its own, within the stage's
 
     @property
     def is_timed(self) -> bool:
@@ -301,6 +304,10 @@ STAGES = {
         Case("same_tp2_8192", sums(2, *chunks(8192, *SMALL_MODEL, radix=False)), environment=EVERY_CALL | REPRODUCIBLE),
         Case("same_tp2_512", sums(2, *chunks(512, *SMALL_MODEL)), environment=EVERY_CALL | REPRODUCIBLE),
     ],
+    # what users combine, an engine each, small and many side by side: the same bits as without, and what became of it
+    "features": features_stage.cases(
+        Case, lambda is_stock: {**PAGED_EXTEND, **PAGED_INDEX, **({} if is_stock else OPS)}
+    ),
     "launches43": [
         Case("stock43_launches", PROFILED, patched=False),
         Case("ops43_launches", PROFILED, environment=OPS),
@@ -363,12 +370,13 @@ SIDE_BY_SIDE_ENVIRONMENT = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 def environment(case, arguments):
     kept = SIDE_BY_SIDE_ENVIRONMENT | {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
     reports = {"DSV4_SM120_REPORT": str(arguments.work / f"{case.name}_reports")} if case.patched else {}
-    return kept | case.environment | reports | accepted_stage.environment(case, arguments.work)
+    own = accepted_stage.environment(case, arguments.work) | features_stage.environment(case, arguments)
+    return kept | case.environment | reports | own
 
 
 def command(case, arguments, number):
     line = [sys.executable, str(HERE / "engine_case.py"), "--harness", str(arguments.harness), *case.options]
-    line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={30000 + 2000 * number}"]
+    line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={30000 + arguments.port_step * number}"]
     line += ["--turns", str(arguments.turns), "--engines", str(arguments.engines)] if case.takes_turns else []
     return [*line, "--patch", str(arguments.patch)] if case.patched else line
 
@@ -377,19 +385,23 @@ def run_case(case, arguments, number, deadline):
     """Run one engine to its end or to the deadline; returns what is known about it."""
     for old in arguments.work.glob(f"{case.name}_reports/*.json"):
         old.unlink()
+    if why := features_stage.why_not(case, arguments):
+        print(f"== {case.name}: not run: {why}", flush=True)
+        return {"exit": None, "seconds": 0.0, "command": "", "patched": case.patched, "log": [], "not_run": why}
     line = command(case, arguments, number)
     started = time.monotonic()
+    ends = deadline if case.limit_s is None else min(deadline, started + case.limit_s)
     log_path = arguments.work / f"{case.name}.log"
     with open(log_path, "w") as log:
         process = subprocess.Popen(
             line, stdout=log, stderr=subprocess.STDOUT, env=environment(case, arguments), start_new_session=True
         )
         try:
-            code = process.wait(max(0.1, deadline - time.monotonic()))
+            code = process.wait(max(0.1, ends - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            code = "stopped at the limit"
+            code = STOPPED
     text = log_path.read_text(errors="replace").splitlines()
     said = [x for x in text if f"[{case.name}]" in x or "deepseek_v4_sm120" in x or "shadow " in x]
     print(f"== {case.name}: exit {code}, {time.monotonic() - started:.0f} s", *said[-12:], sep="\n   ", flush=True)
@@ -402,11 +414,8 @@ def run_case(case, arguments, number, deadline):
         "command": f"{shown} {shlex.join(['engine_case.py', *case.options])}".strip(),
         "patched": case.patched,
         "log": said[:40] + (text[-80:] if code != 0 else []),
+        **({"by_stage": True} if code == STOPPED and ends == deadline else {}),
     }
-
-
-def read_json(path):
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def reports(case, work):
@@ -494,40 +503,17 @@ def first_difference(one, other):
     return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
 
 
-def device():
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"name": "none", "torch": torch.__version__}
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "name": properties.name,
-        "capability": [properties.major, properties.minor],
-        "sms": properties.multi_processor_count,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
-
-
-def commit(patch):
-    """Of the patch that ran, by its build; else of this checkout; None where neither says (collect.py --commit)."""
-    built = read_json(patch / "deepseek_v4_sm120" / "build_info.json")
-    if built:
-        return built["git_commit"]
-    if not (REPO / ".git").exists() or not shutil.which("git"):
-        return None
-    line = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
-    return subprocess.run(line, cwd=REPO, capture_output=True, text=True).stdout.strip() or None
-
-
 def result(cases, outcomes, arguments):
     found = {}
     for case in cases:
-        answers, timings, text, same = (read_json(arguments.work / f"{case.name}{suffix}.json") for suffix in SUFFIXES)
+        files = (read_json(arguments.work / f"{case.name}{suffix}.json") for suffix in SUFFIXES)
+        answers, timings, text, same, features = files
         entry = dict(outcomes[case.name], reports=reports(case, arguments.work))
         if text:
             entry |= {k: text[k] for k in ("sglang", "startup_s")}
             entry["verified"] = [answer["verified"] for part in PARTS for answer in text[part].values()]
+        if features:
+            entry |= {k: features[k] for k in ("sglang", "startup_s")}
         if same:
             entry |= {k: same[k] for k in ("sglang", "startup_s")}
         if answers and not case.is_timed:
@@ -568,6 +554,8 @@ def main():
         for suffix in SUFFIXES:
             (arguments.work / f"{case.name}{suffix}.json").unlink(missing_ok=True)
     accepted_stage.check([c.name for c in cases], arguments.work)
+    features_stage.prepare(cases, arguments)
+    arguments.port_step = min(2000, 34000 // len(cases))
     arguments.turns, arguments.engines = arguments.work / "turns", sum(c.takes_turns for c in cases)
     arguments.turns.unlink(missing_ok=True)
     # engines that take turns wait until all of them are up
@@ -588,12 +576,16 @@ def main():
         "texts": texts(arguments),
         "sames": sames(arguments),
     }
+    if arguments.stage == "features":
+        stage["features"] = features_stage.matrix(outcomes, arguments.work)
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"stage_{arguments.stage}.json"
     path.write_text(json.dumps(stage))
     print(f"wrote {path.name}, {path.stat().st_size / 1e6:.2f} MB", flush=True)
     subprocess.run([sys.executable, str(HERE / "collect.py"), str(path)], check=False)
-    sys.exit(0 if all(o["exit"] == 0 for o in outcomes.values()) else 1)
+    failed = [o for o in outcomes.values() if o["exit"] != 0 and "not_run" not in o]
+    defects = [line for line in stage.get("features", []) if features_stage.STATES[line["state"]]]
+    sys.exit(1 if defects or (failed and "features" not in stage) else 0)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ from bench.serving import compare, identity  # noqa: E402
 from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
 from tests.e2e.collect import row  # noqa: E402
-from tests.e2e.run_stage import PAGED_EXTEND, PAGED_INDEX, commit, device  # noqa: E402
+from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
+from tests.e2e.run_stage import PAGED_EXTEND, PAGED_INDEX  # noqa: E402
+from tests.e2e.what_ran import commit, device  # noqa: E402
 
 ISSUE = 9
 COMPARED = ("stock", "patched")
@@ -89,24 +91,6 @@ def flags(arguments: dict) -> list[str]:
         elif value not in (None, False):
             found += [option, str(value)]
     return found
-
-
-def write_tokenizer(model: Path, vocabulary: int) -> None:
-    """One made word a token: bench_serving counts tokens by the text that the server sends."""
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(vocabulary)}, "unk_token": "w3"},
-    }
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1", "unk_token": "w3"}
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 class Stage:

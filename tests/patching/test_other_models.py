@@ -109,8 +109,11 @@ def test_a_parent_tells_its_children(monkeypatch):
     assert not models_served.serves_this_process()
     monkeypatch.setattr(models_served, "_announced", models_served._UNASKED)
     assert models_served.announced(environ)["hidden"] == 5120 and not models_served.serves_this_process()
-    models_served.announce(CONFIGS["flash"], environ)
-    assert models_served.serves_this_process()
+    assert not models_served.is_compiled()
+    models_served.announce(CONFIGS["flash"], environ, torch_compile=True)
+    assert models_served.serves_this_process() and models_served.is_compiled()
+    monkeypatch.setattr(models_served, "_announced", models_served._UNASKED)
+    assert models_served.announced(environ)["torch_compile"] is True
     monkeypatch.setattr(models_served, "_announced", models_served._UNASKED)
     assert models_served.announced({}) is None and models_served.serves_this_process()
 
@@ -134,11 +137,11 @@ def test_the_hook_finds_the_model_in_every_kind_of_arguments(monkeypatch, sealed
     module = ModuleType("overrides")
     module.model_config_of = lambda arguments: config
     monkeypatch.setitem(argument_defaults.importlib.sys.modules, argument_defaults.MODEL_CONFIG, module)
-    monkeypatch.setattr(models_served, "announce", lambda found: told.append(found["model_type"]))
-    told, seen = [], []
-    arguments = SimpleNamespace() if sealed else SimpleNamespace(get_model_config=lambda: config)
+    told, seen, given = [], [], {"enable_torch_compile": True}
+    monkeypatch.setattr(models_served, "announce", lambda found, **more: told.append((found["model_type"], more)))
+    arguments = SimpleNamespace(**given) if sealed else SimpleNamespace(get_model_config=lambda: config, **given)
     argument_defaults.replace_apply_defaults(lambda *given: seen.append(given))(arguments, "DeepseekV4ForCausalLM")
-    assert told == ["deepseek_v41"] and seen == [(arguments, "DeepseekV4ForCausalLM")]
+    assert told == [("deepseek_v41", {"torch_compile": True})] and seen == [(arguments, "DeepseekV4ForCausalLM")]
 
 
 # ---- the table

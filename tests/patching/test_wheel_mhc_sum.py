@@ -24,6 +24,7 @@ FUSED_MODULE = "sglang.srt.models.deepseek_common.amd.deepseek_v4_fused_mhc"
 PREPARE = "sglang.srt.layers.layer_boundary.prepare"
 OUTPUT = "sglang.srt.layers.layer_boundary.output"
 HC_BOUNDARY = "sglang.srt.models.deepseek_v4_boundary"
+DP_ATTENTION = "sglang.srt.layers.dp_attention"
 MOE_TRANSPORT = "sglang.srt.models.deepseek_common.moe_transport"
 EPS = 1e-6
 
@@ -72,6 +73,7 @@ sums: list[int | None] = []  # of every boundary: the tag, None: f was complete
 def group(monkeypatch):
     module = ModuleType(adapter.PARALLEL_STATE)
     module._TP, module._PDMUX_PREFILL_TP_GROUP = Coordinator(), None
+    module._ATTN_TP = module._TP
     monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, module)
     monkeypatch.setattr(boundary.op, "mhc", mhc)
     monkeypatch.setattr(boundary.op, "mhc_post", lambda f, streams, post, comb: post_of(f, streams, post, comb))
@@ -327,3 +329,23 @@ def test_the_sums_of_two_layers(version, rows, group, sglang_wheel):
     # wo_b's, the experts' and wo_b's again inside; the last one in front of the post
     assert (made, sums) == ((1, [1, 2, 3]) if rows <= 64 else (4, [None] * 3))
     assert torch.equal(found, expected) and found.float().std() > 0
+
+
+@every_release(FIRST)
+@pytest.mark.parametrize("local_rows", [0, 3])
+def test_every_rank_makes_the_sum_that_is_scattered(version, local_rows, group, sglang_wheel):
+    """With data-parallel attention SGLang's `dp_scatter` takes a rank's rows out of the experts' sum; of a rank that
+    has none (an idle one) it takes nothing, and the other ranks' sums would wait for it."""
+    sys.modules[adapter.PARALLEL_STATE]._ATTN_TP = Coordinator()
+    copied = lambda out, summed, *_: out.copy_(summed[: len(out)])  # noqa: E731
+    names = {"get_dp_local_info": lambda batch: (0, local_rows), "_note_dp_gather_in_prefill_graph": lambda: None}
+    names["GIVEN"] = names | {"memcpy_triton": copied, "memcpy": copied}
+    scatter = take(sglang_wheel(version), dict(names["GIVEN"]) | names, "dp_scatter", DP_ATTENTION)
+
+    def forward(self, partial):
+        scatter(local := torch.empty(local_rows, HIDDEN, dtype=torch.bfloat16), group.all_reduce(partial), None)
+        return local
+
+    partial = streams_of(3)[:, 0].contiguous()
+    local = adapter.replace_layer_forward(forward)(object(), partial)
+    assert group.sums == 1 and torch.equal(local, RANKS * partial[:local_rows])

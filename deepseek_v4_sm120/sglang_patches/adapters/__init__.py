@@ -10,3 +10,7 @@ The words, one for each question that decides whether something is ours:
 
 All else is the original's, with the very arguments.
 """
+
+from deepseek_v4_sm120.sglang_patches.adapters import torch_compile
+
+torch_compile.keep_out()

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
+from deepseek_v4_sm120.sglang_patches.adapters import torch_compile
 
 MODEL_CONFIG = "sglang.srt.arg_groups.model_override_base"  # 0.5.19 and later
 SERVER_ARGS, OVERRIDES = "sglang.srt.server_args", "sglang.srt.arg_groups.overrides"
@@ -58,10 +59,11 @@ def replace_apply_defaults(original: Callable) -> Callable:
     @functools.wraps(original)
     def apply_deepseek_v4_defaults(server_args, model_arch):
         engine = patching.active_engine()
-        config = _config(server_args)
+        config, (read, write) = _config(server_args), _accessors(server_args)
         model_type = None
         if config is not None:
-            models_served.announce(config)
+            models_served.announce(config, torch_compile=bool(read("enable_torch_compile", False)))
+            torch_compile.keep_out()
             model_type = config.get("model_type")
         other = models_served.other_model(model_type)
         if other:
@@ -70,7 +72,6 @@ def replace_apply_defaults(original: Callable) -> Callable:
             engine.steering.set_aside(other)
             report.write(engine)
         if engine is not None and device_gate.serves_current_device():
-            read, write = _accessors(server_args)
             engine.steering.apply(os.environ, read, write)
             applied = [f"{c.default}: {', '.join(c.applied)}" for c in engine.steering.outcomes if c.applied]
             if applied:

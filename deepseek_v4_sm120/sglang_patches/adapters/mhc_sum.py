@@ -12,8 +12,10 @@ at `all_reduce` of the group's coordinator, which in our model's processes is ou
 A sum is put off where it would be ours (adapters/all_reduce.py) and has so few rows that a boundary makes it inside
 (ops.mhc.takes_sum): by the rows alone, so all ranks do the same. Never in shadow mode, where SGLang's own sum is looked
 at, never under torch.compile, and not with PD multiplexing, whose streams have too few multiprocessors for a kernel
-that other cards wait for. Nothing waits for a boundary that does not come: whoever else looks at an `OwedSum`, whatever
-that is, gets the finished sum, made where it looks.
+that other cards wait for. Nor where attention has a group of its own (data or context parallelism): there the experts'
+sum is scattered in front of the boundary, and a rank that gets no rows of it does not look at it at all, for which the
+others would wait. Nothing waits for a boundary that does not come: whoever else looks at an `OwedSum`, whatever that
+is, gets the finished sum, made where it looks.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.utils import _pytree
 from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE, Communicator, all_reduce_of
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting
 
@@ -98,17 +101,22 @@ def replace_layer_forward(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or settings().shadow:
+        if torch.compiler.is_compiling() or models_served.is_compiled() or settings().shadow:
             return original(self, *args, **kwargs)
         state = importlib.import_module(PARALLEL_STATE)
         coordinator = state._TP
-        if all_reduce_of(coordinator) is None or state._PDMUX_PREFILL_TP_GROUP is not None:
+        if all_reduce_of(coordinator) is None or not _comes_to_a_boundary(state):
             return original(self, *args, **kwargs)
         _put_off_sums_of(coordinator)
         with _layers.enter(self):
             return original(self, *args, **kwargs)
 
     return forward
+
+
+def _comes_to_a_boundary(state) -> bool:
+    """Whether a layer's sums go to the boundary behind it on all ranks, whose streams have all multiprocessors."""
+    return state._ATTN_TP is state._TP and state._PDMUX_PREFILL_TP_GROUP is None
 
 
 def _put_off_sums_of(coordinator) -> None:

@@ -128,10 +128,13 @@ def _experts(method, layer, *, mxfp8: bool) -> Experts:
 
 
 def _replace_scales(layer, experts: Experts) -> None:
-    """float32 scale parameters give way to their bytes, so that loading does not cost memory but frees some."""
+    """float32 scale parameters give way to their bytes, so that loading does not cost memory but frees some. What
+    SGLang noted on them stays: it loads weights once more by that."""
     for name, found in zip(SCALE_NAMES, (experts.w13_scale, experts.w2_scale), strict=True):
-        if getattr(layer, name).dtype == torch.float32:
+        loaded = getattr(layer, name)
+        if loaded.dtype == torch.float32:
             parameter = torch.nn.Parameter(found.view(torch.float8_e8m0fnu), requires_grad=False)
+            vars(parameter).update(vars(loaded))
             setattr(layer, name, parameter)
 
 
@@ -172,8 +175,9 @@ def _replace_process(original: Callable, *, mxfp8: bool) -> Callable:
             self._fp8.process_weights_after_loading(layer)  # as the original does first
             experts = _experts(self, layer, mxfp8=mxfp8)
             _replace_scales(layer, experts)
+        if getattr(layer, KEPT, None) is None:
+            kept.add(experts.bytes)
         setattr(layer, KEPT, experts)
-        kept.add(experts.bytes)
         _compile_prefill(layer, experts)
         return None
 

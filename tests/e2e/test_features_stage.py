@@ -1,0 +1,343 @@
+"""The stage `features` without a GPU: its verdicts on made answers and logs, and the real scripts around an engine that
+stands in."""
+
+import copy
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench import features as page
+from tests.e2e import features_stage as stage
+from tests.e2e import test_scripts
+from tests.e2e.features_engine import LENGTHS, Weights
+from tests.e2e.test_scripts import machine, script  # noqa: F401
+
+HERE = Path(__file__).resolve().parent
+
+# ---- verdicts
+
+
+def answer(bits="a", ids=(1, 2), logprob=-1.0, **counts):
+    return {"digest": bits, "ids": list(ids), "logprobs": [logprob], **counts}
+
+
+def step(name="round", kind="round", checks=(), **answers):
+    return {"step": name, "kind": kind, "answers": answers, "checks": list(checks)}
+
+
+def found(*steps, ended=True, **resolved):
+    return {"steps": list(steps), "ended": ended, "asked": dict(resolved), "resolved": dict(resolved)}
+
+
+BASE = found(step(x=answer("a"), y=answer("b")))
+FEATURE = stage.Feature("it", "it")
+
+
+def judge(feature, mine, base=BASE, log="", stock=(None, ""), **outcome):
+    read = {"it": (copy.deepcopy(mine), log), "it_stock": stock, stage.BASE: (base, ""), stage.TEXT_BASE: (base, "")}
+    return stage.verdict(feature, {"exit": 0, **outcome}, lambda name: read[name])
+
+
+def test_the_same_bits_and_others():
+    same = judge(FEATURE, BASE)
+    assert (same["state"], same["answers"], same["differ"]) == ("same bits", 2, 0)
+    other = judge(FEATURE, found(step(x=answer("a"), y=answer("c", logprob=-1.5))))
+    assert (other["state"], other["differ"]) == ("differs", 1) and "round y" in other["detail"]
+    assert "0.5" in other["detail"]
+
+
+def test_text_is_compared_by_its_tokens():
+    feature = replace(FEATURE, same="text", against=stage.TEXT_BASE)
+    mine = found(step(x={"ids": [1, 2]}, y={"ids": [1, 2]}))
+    assert judge(feature, mine)["state"] == "same text"
+    mine["steps"][0]["answers"]["y"]["ids"] = [1, 3]
+    assert judge(feature, mine)["state"] == "differs"
+
+
+def test_an_engine_beside_itself():
+    """Its first round is what the others are held against, and it is not compared with itself."""
+    feature = replace(FEATURE, against="it")
+    alone = step("alone", x=answer("a"))
+    assert judge(feature, found(step(x=answer("a")), alone))["answers"] == 1
+    assert judge(feature, found(step(x=answer("b")), alone))["state"] == "differs"
+    assert judge(feature, found(step(x=answer("b"))))["state"] == "did not act"
+
+
+def test_only_the_steps_that_count_and_what_was_asked_alike():
+    feature = replace(FEATURE, steps=("flushed",))
+    mine = found(step(x=answer("z")), step("flushed", x=answer("a")), step("long", "long", x=answer("z")))
+    assert judge(feature, mine)["state"] == "same bits"
+
+
+@pytest.mark.parametrize(
+    ("change", "log", "missing"),
+    [
+        ({"acts": ("pool is full",)}, "the pool is full", None),
+        ({"acts": ("pool is full",)}, "", "pool is full"),
+        ({"lacks": ("Capture",)}, "Capture begins", "Capture"),
+        ({"counts": ("cached",)}, "", "no answer counts cached"),
+    ],
+)
+def test_what_did_not_act_is_no_success(change, log, missing):
+    said = judge(replace(FEATURE, **change), BASE, log=log)
+    assert said["state"] == ("same bits" if missing is None else "did not act")
+    assert missing is None or missing in said["detail"]
+
+
+def test_counts_are_of_all_answers():
+    mine = found(step(x=answer("a", cached=0), y=answer("b", cached=256)))
+    assert judge(replace(FEATURE, counts=("cached",)), mine)["state"] == "same bits"
+
+
+def test_sglang_may_turn_it_off():
+    mine = found(BASE["steps"][0], enable_mixed_chunk=True)
+    mine["resolved"]["enable_mixed_chunk"] = False
+    feature = replace(FEATURE, as_asked=("enable_mixed_chunk",))
+    assert judge(feature, mine)["state"] == "turned off by SGLang"
+    said = judge(replace(FEATURE, off="is incompatible"), BASE, log="W it is incompatible with that\n")
+    assert (said["state"], said["detail"]) == ("turned off by SGLang", "W it is incompatible with that")
+
+
+def test_a_check_that_is_not_so_is_a_defect():
+    bad = step("pause", checks=[{"what": "it was paused", "ok": False}])
+    assert judge(FEATURE, found(BASE["steps"][0], bad))["state"] == "differs"
+
+
+LOG = """[2026] INFO something
+Traceback (most recent call last):
+  File "x.py", line 3, in f
+    AssertionError()
+AssertionError: Marlin MoE backend requires a quant method exposing that
+[2026] died
+RuntimeError: Rank 0 scheduler died
+"""
+
+
+def test_failures_refusals_and_stock():
+    assert judge(FEATURE, None, log=LOG, exit=-9) == {
+        "state": "fails",
+        "detail": "AssertionError: Marlin MoE backend requires a quant method exposing that",
+    }
+    refuses = replace(FEATURE, refusal="Marlin MoE backend requires")
+    assert judge(refuses, None, log=LOG, exit=-9)["state"] == "refused"
+    limit = {"exit": "stopped at the limit"}
+    assert judge(refuses, None, **limit)["state"] == "fails"
+    assert judge(FEATURE, None, **limit, by_stage=True)["state"] == "not run"
+    assert judge(FEATURE, None, not_run="no xgrammar") == {"state": "not run", "detail": "no xgrammar"}
+
+
+def test_stock_that_fails_too_is_no_defect_of_ours(monkeypatch):
+    monkeypatch.setitem(stage.ENGINES, "it_stock", stage.Engine(stock_of="it"))
+    assert judge(FEATURE, None, log=LOG, exit=1, stock=(None, LOG))["state"] == "fails in stock too"
+    assert judge(FEATURE, None, log=LOG, exit=1, stock=(None, ""))["state"] == "fails"  # it did not run
+    assert judge(FEATURE, None, log=LOG, exit=1, stock=(found(), "up"))["state"] == "fails"
+
+
+def test_an_engine_that_ended_later_has_what_it_had_done():
+    feature = replace(FEATURE, steps=("round",))
+    assert judge(feature, found(BASE["steps"][0], ended=False), exit=-9)["state"] == "same bits"
+    assert judge(FEATURE, found(BASE["steps"][0], ended=False), log=LOG, exit=-9)["state"] == "fails"
+
+
+# ---- the definitions
+
+
+def test_every_feature_has_its_engine_and_every_engine_a_feature():
+    assert {feature.engine for feature in stage.FEATURES} == {
+        name for name, engine in stage.ENGINES.items() if not engine.stock_of
+    } - {stage.BASE, stage.TEXT_BASE}
+    assert len({feature.what for feature in stage.FEATURES}) == len(stage.FEATURES)
+    for feature in stage.FEATURES:
+        engine = stage.ENGINES[feature.engine]
+        assert set(feature.steps) <= set(engine.steps), feature.what
+        against = stage.ENGINES[feature.against]
+        assert (engine.phases == against.phases) and (feature.same == "text") == (engine.phases == stage.FREE)
+    sets = {word.partition("=")[0] for engine in stage.ENGINES.values() for word in engine.options}
+    asked = {name for feature in stage.FEATURES for name in feature.as_asked}
+    assert asked <= sets | {"chunked_prefill_size"}
+
+
+def test_cards_are_taken_in_turn_and_what_is_missing_is_said(monkeypatch, tmp_path):
+    make = lambda name, options, **more: SimpleNamespace(name=name, options=options, **more)  # noqa: E731
+    cases = {case.name.removeprefix(stage.PREFIX): case for case in stage.cases(make, lambda is_stock: {})}
+    arguments = SimpleNamespace(cards=2, work=tmp_path)
+    cards = [stage.environment(case, arguments).get("CUDA_VISIBLE_DEVICES") for case in cases.values()]
+    assert abs(cards.count("0") - cards.count("1")) <= 1 and cards.count(None) == sum(
+        engine.cards == 2 for engine in stage.ENGINES.values()
+    )
+    monkeypatch.setattr(stage.importlib.util, "find_spec", lambda name: None if name == "xgrammar" else object())
+    assert stage.why_not(cases["radix"], arguments) is None and stage.why_not(cases["two"], arguments) is None
+    assert "xgrammar" in stage.why_not(cases["grammar"], arguments)
+    arguments.cards = 1
+    assert "2 cards" in stage.why_not(cases["two"], arguments)
+    assert "no harness" in stage.why_not(cases["disaggregated"], SimpleNamespace(cards=2, work=tmp_path))
+    assert stage.why_not(cases["lora_stock"], arguments) is None
+    (tmp_path / "features_lora_features.json").write_text('{"ended": true}')
+    assert stage.why_not(cases["lora_stock"], arguments) == "ours did not fail"
+    assert "SET" not in " ".join(cases["lora_stock"].environment) and not cases["lora_stock"].patched
+
+
+def test_weights_have_the_names_and_shapes_of_a_checkpoint(tmp_path):
+    config = {"hidden_size": 256, "moe_intermediate_size": 128, "num_attention_heads": 4, "head_dim": 128}
+    config |= {"o_groups": 2, "o_lora_rank": 128, "q_lora_rank": 128, "hc_mult": 4, "compress_ratios": [0, 0, 4, 128]}
+    (tmp_path / "flash6h").mkdir()
+    (tmp_path / "flash6h/config.json").write_text(json.dumps(config))
+    made = Weights(SimpleNamespace(models=tmp_path, variant="flash6h"), 3)
+    for kind in Weights.KINDS:
+        zero, one = (dict(made.tensors(kind, which)) for which in (0, 1))
+        assert zero.keys() == one.keys() and made.tensors(kind, 0) == made.tensors(kind, 0)
+        assert any(not (a.view(-1).float() == b.view(-1).float()).all() for a, b in zip(zero.values(), one.values()))  # noqa: B905
+    experts, wo_a = dict(made.tensors("experts", 0)), dict(made.tensors("wo_a", 0))
+    assert len(experts) == 3 * 3 * 2 and tuple(experts["layers.2.ffn.experts.0.w2.scale"].shape) == (256, 4)
+    assert tuple(wo_a["layers.3.attn.wo_a.weight"].shape) == (256, 256)
+    assert tuple(dict(made.tensors("compressor", 0))["layers.2.attn.compressor.wkv.weight"].shape) == (256, 256)
+
+
+# ---- the scripts around an engine that stands in
+
+HARNESS = test_scripts.HARNESS.replace(
+    '    p.add_argument("--set", action="append")\n',
+    '    p.add_argument("--set", action="append", default=[])\n'
+    '    p.add_argument("--eager", action="store_true")\n'
+    '    p.add_argument("--models", default=os.environ["MODELS"])\n'
+    '    for name in ("max-running", "context"):\n'
+    '        p.add_argument("--" + name, type=int)\n',
+).replace(
+    '    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, "model"\n',
+    "    import json\n"
+    "    given = dict(word.split('=', 1) for word in a.set)\n"
+    "    given = {name: json.loads(value) for name, value in given.items()}\n"
+    "    model = os.path.join(a.models, a.variant)\n"
+    "    os.makedirs(model, exist_ok=True)\n"
+    "    return {'name': a.name, 'patch': a.patch, 'radix': a.radix, **given}, model\n",
+)
+
+SGLANG = """
+import asyncio, os, types
+__version__ = "0.0.0.fake"
+class Manager:
+    def __init__(self):
+        self.paused, self.aborted = asyncio.Event(), False
+        self.paused.set()
+    async def pause_generation(self, request):
+        assert request.mode in ("in_place", "retract")
+        self.paused.clear()
+    async def continue_generation(self, request):
+        self.paused.set()
+    def abort_request(self, abort_all):
+        self.aborted = abort_all
+class Engine:
+    def __init__(self, name, patch, radix, **more):
+        self.name, self.given, self.radix = name, more, radix
+        if more.get("enable_lora"):
+            print("Traceback (most recent call last):\\nAssertionError: Marlin MoE backend requires a quant method exposing get_marlin_quant_info, got X", flush=True)
+            os._exit(7)
+        if more.get("enable_pdmux"):
+            print("Traceback (most recent call last):\\nAttributeError: no attribute 'forward_split_prefill'", flush=True)
+            os._exit(7)
+        self.loop, self.tokenizer_manager, self.seen = asyncio.new_event_loop(), Manager(), set()
+        print("Capture target decode CUDA graph begin")
+    def get_server_info(self):
+        return {**self.given, "enable_mixed_chunk": False}
+    async def async_generate(self, input_ids, sampling_params, **more):
+        n, found = sampling_params["max_new_tokens"], []
+        if n > 100:
+            await asyncio.sleep(0.5)
+            await self.tokenizer_manager.paused.wait()
+        aborted, self.tokenizer_manager.aborted = self.tokenizer_manager.aborted, False
+        for prompt in input_ids:
+            key = (len(prompt), prompt[0])
+            cached = 256 if self.radix and key in self.seen else 0
+            self.seen.add(key)
+            ids = [7 if "regex" in sampling_params else len(prompt)] * n
+            meta = {"finish_reason": {"type": "abort" if aborted else "length"}, "cached_tokens": cached}
+            meta |= {"num_retractions": 0, "spec_verify_ct": n if "speculative_algorithm" in self.given else None}
+            if more.get("return_logprob"):
+                off = self.name == "features_eager" and len(prompt) == 9
+                meta["output_token_logprobs"] = [[-1.0 - off, i, None] for i in ids]
+            found.append({"output_ids": ids, "meta_info": meta})
+        return found
+    def generate(self, **asked):
+        return self.loop.run_until_complete(self.async_generate(**asked))
+    def flush_cache(self):
+        self.seen.clear()
+        return types.SimpleNamespace(success=True)
+    def shutdown(self):
+        pass
+"""  # noqa: E501
+IO_STRUCT = """
+import types
+PauseGenerationReqInput = ContinueGenerationReqInput = lambda **given: types.SimpleNamespace(**given)
+"""
+
+
+def test_the_stage(machine, tmp_path):  # noqa: F811
+    files = {"harness/run_engine.py": HARNESS, "site/sglang/__init__.py": SGLANG, "site/torch_memory_saver.py": ""}
+    files |= {f"site/sglang/srt/{name}__init__.py": "" for name in ("", "managers/")}
+    files["site/sglang/srt/managers/io_struct.py"] = IO_STRUCT
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for name in ("features_engine.py", "made_tokenizer.py"):
+        shutil.copy(HERE / name, tmp_path / "repo/tests/e2e" / name)
+    names = ["base", "text", "radix", "eager", "mixed", "eagle", "lora", "multiplexed", "multiplexed_stock", "two"]
+    only = ["--only", *(stage.PREFIX + name for name in [*names, "lora_stock"])]
+    ended = machine("features", "--jobs", "4", *only, MODELS=str(tmp_path / "models"))
+    assert ended.returncode == 1, ended.stdout + ended.stderr  # two defects
+    path = machine.out / "stage_features.json"
+    told = json.loads(path.read_text())
+    lines = {line["feature"]: line for line in told["features"]}
+    states = {name: line["state"] for name, line in lines.items()}
+    assert states == {
+        "prefix cache (the default)": "same bits",
+        "flush_cache": "same bits",
+        "pause in place and resume": "same bits",
+        "pause with retraction and resume": "did not act",
+        "abort of all": "same bits",
+        "mixed chunks": "turned off by SGLang",
+        "CUDA graphs off": "differs",
+        "EAGLE 3/1/4": "same text",
+        "TP2, each prompt alone and all at once": "not run",
+        "LoRA of the experts": "refused",
+        "--enable-pdmux": "fails in stock too",
+    }, ended.stdout
+    assert lines["flush_cache"]["answers"] == len(LENGTHS) and "round 9" in lines["CUDA graphs off"]["detail"]
+    assert "forward_split_prefill" in lines["--enable-pdmux"]["detail"]
+    assert "reproducible=on" in told["cases"]["features_radix"]["command"]
+    assert (tmp_path / "models/flash6h/tokenizer.json").exists()
+    table = script("collect").results([told], "c0ffee")["e2e_features_sglang_0.0.0.fake.json"]
+    unmet = {row["case"] for row in table["rows"] if row["met"] is False}
+    assert unmet == {"feature: CUDA graphs off", "feature: pause with retraction and resume"}
+    shown = page.page({"e2e_features_sglang_0.0.0.fake": table | {"device": "an H200"}})
+    assert "## SGLang 0.0.0.fake" in shown and "| **differs** |" in shown
+    assert re.search(
+        r"\| LoRA of the experts \| `enable_lora=true .*` \| .* \| refused \| SGLang: AssertionError", shown
+    )
+    assert "commit" in shown and "No release has run" not in shown
+
+
+def test_calls_are_put_together(tmp_path):
+    """What ran stands above what a later call did not ask or reach."""
+    line = {"feature": "flush_cache", "engine": "radix", "state": "same bits", "answers": 8, "differ": 0}
+    stages = [
+        {"features": [line]},
+        {"features": [line | {"state": "not run", "detail": "its engine was not asked for"}]},
+    ]
+    for order in (stages, stages[::-1]):
+        assert script("collect").merged_features(order) == [line]
+
+
+def test_the_page_without_results_says_what_is_asked(monkeypatch, tmp_path):
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    shown = page.page(page.results())
+    assert "No release has run yet" in shown and all(feature.what in shown for feature in stage.FEATURES)
+    monkeypatch.setattr(page, "PAGE", tmp_path / "features.md")
+    monkeypatch.setattr(page, "REPO", tmp_path)
+    assert page.main(["--check"]) == 1 and page.main([]) == 0 and page.main(["--check"]) == 0
+    assert os.listdir(tmp_path) == ["features.md"]
