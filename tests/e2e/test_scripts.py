@@ -62,7 +62,7 @@ RECORD = {"patch": "sparse_decode", "layer": 0, "captured": True, "shape": {"row
           "relative_l2_mean": 0.001, "relative_l2_max": 0.002, "row_relative_l2_max": 0.003, "absolute_error_max": 0.1,
           "nonfinite_ours": 0, "nonfinite_original": 0, "bound": 0.004}
 class Engine:
-    traced, profiles = None, 0
+    traced, profiles, clock = None, 0, 0.0
     def __init__(self, name, patch, **more):
         self.name, self.set = name, more["set"]
         if name == os.environ.get("FAKE_CRASH"):
@@ -97,16 +97,23 @@ class Engine:
         meta = {"spec_verify_ct": verified if "speculative_algorithm=" in self.set else None}
         unlike = len(input_ids) > 1 and self.name in os.environ.get("FAKE_UNLIKE", "").split()
         meta["output_token_logprobs"] = [[off + 1e-7 * unlike, 1, None]] * n
+        by_graph = "cuda_graph_backend_prefill" in self.set and os.environ.get("FAKE_NO_GRAPHS") != self.name
+        print(f"[x] Prefill batch, #new-seq: 1, cuda graph: {by_graph}, input throughput (token/s): 1.0", flush=True)
+        latencies = [0.1 * (1 + i // 8) for i in range(len(input_ids))]  # eight prompts a pass
         return [
-            {"logprobs": [off] * n, "top": top, "prompt_top": top, "output_ids": ids, "meta_info": meta}
-            for _ in input_ids
+            {"logprobs": [off] * n, "top": top, "prompt_top": top, "output_ids": ids, "meta_info": {**meta, **of_own}}
+            for of_own in ({"e2e_latency": latency} for latency in latencies)
         ]
     def start_profile(self, output_dir, activities, profile_id):
         os.makedirs(output_dir)
         self.folder, self.traced, self.profiles = output_dir, [], self.profiles + 1
     def trace(self, prompts, steps):
         def add(name, n, us):
-            self.traced += [{"cat": "kernel", "name": name, "dur": us, "args": {}}] * n
+            for _ in range(n):
+                self.traced.append({"cat": "kernel", "name": name, "ts": self.clock, "dur": us, "args": {}})
+                self.clock += 2 * us
+        for _ in range(prompts // 8 if prompts > 8 and not steps else 0):
+            add("layer", 4, 10.0)
         prefills = 2 if prompts > 1 and self.profiles % 2 else 1  # several prompts that enter one after the other
         add("prefill_gemm", 5 * prefills, 100.0)
         add("both_gemm", 3 * prefills, 4.0)
@@ -133,7 +140,7 @@ def machine(tmp_path):
     scripts = tmp_path / "repo/tests/e2e"
     scripts.mkdir(parents=True)
     (scripts / "engine_case.py").write_text(engine_case)
-    for name in ("run_stage.py", "accepted_stage.py", "collect.py"):
+    for name in ("run_stage.py", "accepted_stage.py", "prompts_stage.py", "collect.py"):
         (scripts / name).write_text((HERE / name).read_text())
     (scripts / "drafts_plugin").symlink_to(HERE / "drafts_plugin")
     package = tmp_path / "repo/deepseek_v4_sm120"
@@ -312,6 +319,36 @@ def test_bits_of_a_reproducible_server(machine):
     assert bars == [(64, 0, False), (0, 0, True), (0, None, None), (64, None, None)]
     greatest = [r["value"] for r in rows_of(path) if r["metric"] == "log-probability difference, greatest"]
     assert greatest[1] == 0 and 0 < greatest[0] < 2e-7
+
+
+def test_short_prompts_and_passes_with_and_without_graphs(machine):
+    """Three engines in turn: 32 prompts are four passes, by their latencies and by the trace; a pass of which the card
+    waits half; an engine whose passes took no graph has not shown what it is for."""
+    ended = machine("prompts", "--only", "ops43_prompts", "graphs43_prompts")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    stage = json.loads((machine.out / "stage_prompts.json").read_text())
+    graphs = stage["cases"]["graphs43_prompts"]
+    assert "cuda_graph_bs_prefill=[128, 256, 512, 1024, 8192]" in graphs["command"] and graphs["prefills"]["true"] > 15
+    assert stage["cases"]["ops43_prompts"]["prefills"]["true"] == 0
+    assert graphs["prompts"]["32x1024"]["passes_ms"] == pytest.approx([100.0] * 4)
+    assert graphs["prompts"]["1x128"]["passes_ms"] == pytest.approx([100.0])
+    rows = rows_of(machine.out / "stage_prompts.json")
+    found = {(r["case"].partition(": ")[2], r["metric"], r["impl"][-6:]): r for r in rows}
+    first = found["1x1024", "time to all first tokens, ms, best", "graphs"]
+    assert first["bar"] == 100.0 and first["met"]
+    assert found["32x1024", "pass 2, traced, ms", "graphs"]["value"] == pytest.approx(0.08)
+    assert found["32x1024", "pass 2, the card without a kernel, ms", "graphs"]["value"] == pytest.approx(0.04)
+    assert found["32x1024", "pass 3, launches", "graphs"]["value"] == 4
+    machine("prompts", "--only", "graphs43_prompts", FAKE_NO_GRAPHS="graphs43_prompts")
+    unmet = [r["metric"] for r in rows_of(machine.out / "stage_prompts.json") if r["met"] is False]
+    assert unmet == ["engines without a prefill pass in graphs"]
+
+
+def test_prefill_graphs_have_the_bits_of_none(machine):
+    ended = machine("prompts_same", FAKE_UNLIKE="same_graphs")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [r for r in rows_of(machine.out / "stage_prompts_same.json") if r["metric"] == "answers that differ"]
+    assert [(r["value"], r["bar"], r["met"]) for r in rows] == [(64, 0, False), (64, 0, False)]
 
 
 def test_results_go_under_their_release_and_name(machine, tmp_path):
