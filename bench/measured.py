@@ -105,8 +105,8 @@ SECTIONS = {
     ),
     "e2e_prompts_sglang": Section(
         "Short prompts, and many at once",
-        "43 layers with 64 experts, engines in turn; passes of at most 8,192 rows, by a trace of kernels. Prefill graphs "
-        "are SGLang's, `--cuda-graph-backend-prefill breakable`. Their bits: six layers, `reproducible=on`.",
+        "43 layers with 64 experts, engines in turn; passes of at most 8,192 rows, by a trace of kernels. Prefill "
+        "graphs are SGLang's, `--cuda-graph-backend-prefill breakable`. Their bits: six layers, `reproducible=on`.",
         {
             "time to all first tokens, ms, best": "time to all first tokens, ms",
             "pass 1, the card without a kernel, ms": "idle in pass 1",
