@@ -97,7 +97,8 @@ class Engine:
         meta = {"spec_verify_ct": verified if "speculative_algorithm=" in self.set else None}
         unlike = len(input_ids) > 1 and self.name in os.environ.get("FAKE_UNLIKE", "").split()
         meta["output_token_logprobs"] = [[off + 1e-7 * unlike, 1, None]] * n
-        by_graph = "cuda_graph_backend_prefill" in self.set and os.environ.get("FAKE_NO_GRAPHS") != self.name
+        by_graph = "cuda_graph_backend_prefill" in self.set or "prefill_graphs" in os.environ.get("DSV4_SM120_SET", "")
+        by_graph &= os.environ.get("FAKE_NO_GRAPHS") != self.name
         print(f"[x] Prefill batch, #new-seq: 1, cuda graph: {by_graph}, input throughput (token/s): 1.0", flush=True)
         latencies = [0.1 * (1 + i // 8) for i in range(len(input_ids))]  # eight prompts a pass
         return [
@@ -347,7 +348,10 @@ def test_short_prompts_and_passes_with_and_without_graphs(machine):
 def test_prefill_graphs_have_the_bits_of_none(machine):
     ended = machine("prompts_same", FAKE_UNLIKE="same_graphs")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    rows = [r for r in rows_of(machine.out / "stage_prompts_same.json") if r["metric"] == "answers that differ"]
+    path = machine.out / "stage_prompts_same.json"
+    graphs = json.loads(path.read_text())["cases"]["same_graphs"]
+    assert "DSV4_SM120_SET=reproducible=on,prefill_graphs=2048" in graphs["command"] and graphs["prefills"]["true"]
+    rows = [r for r in rows_of(path) if r["metric"] == "answers that differ"]
     assert [(r["value"], r["bar"], r["met"]) for r in rows] == [(64, 0, False), (64, 0, False)]
 
 
