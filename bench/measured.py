@@ -124,6 +124,21 @@ SECTIONS = {
         (),
         True,
     ),
+    "e2e_prompts_sglang": Section(
+        "Short prompts, and many at once",
+        "43 layers with 64 experts, engines in turn; passes of at most 8,192 rows, by a trace of kernels. Prefill "
+        "graphs are SGLang's, `--cuda-graph-backend-prefill breakable`. Their bits: six layers, `reproducible=on`.",
+        {
+            "time to all first tokens, ms, best": "time to all first tokens, ms",
+            "pass 1, the card without a kernel, ms": "idle in pass 1",
+            "pass 1, launches": "launches in pass 1",
+            "pass 4, traced, ms": "pass 4, ms",
+            "pass 4, the card without a kernel, ms": "idle in pass 4",
+            "answers that differ": "answers that differ",
+        },
+        (),
+        True,
+    ),
     "e2e_sums_sglang": Section(
         "The sums between the cards",
         "Six layers over two cards, random weights, forced tokens: two engines, and one prompt sent twice. Every sum "

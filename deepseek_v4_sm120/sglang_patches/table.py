@@ -269,6 +269,31 @@ ARGUMENT_DEFAULTS = Patch(
     retire="with the last of them",
 )
 
+PREFILL_GRAPHS = Patch(
+    name="prefill_graphs",
+    why="a prompt of a thousand tokens waits for its launches; SGLang's breakable prefill graphs leave this model out "
+    "for the memory of its index logits, of which ours has none. Asked for where SGLang asks for other models' graphs, "
+    "ahead of the rules that leave them out",
+    targets=(
+        targets_of("prefill_graphs")(
+            "sglang.srt.server_args:ServerArgs._apply_inkling_prefill_cuda_graph_default",
+            "method",
+            Parameters(("self",)),
+            ">=0.5.17,<0.5.19",
+        ),
+        targets_of("prefill_graphs")(
+            "sglang.srt.arg_groups.cuda_graph_hook:apply_inkling_prefill_cuda_graph_default",
+            "function",
+            Parameters(("server_args",)),
+            ">=0.5.19,<0.6",
+        ),
+    ),
+    default="prefill_graphs",
+    serves="index_select",
+    absent="its graphs of this model were read from 0.5.17 on",
+    retire="when SGLang captures this model's prefill by default",
+)
+
 MARLIN_ON_SM120 = Patch(
     name="marlin_on_sm120",
     why="0.5.12's Marlin experts refuse every GPU but SM90; the kernel is compiled on the machine and runs on SM120",
@@ -444,7 +469,7 @@ TABLE = Table(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
         *(REPRODUCIBLE_HEAD, REPRODUCIBLE_ARGUMENTS),
         *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, DRAFT_HEAD, WO_A, MHC, COMPRESSOR, ALL_REDUCE),
-        *(ARGUMENT_DEFAULTS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
+        *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,
     stand_ins=(

@@ -20,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import features_stage  # noqa: E402
+import prompts_stage  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
@@ -39,6 +40,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_accepted": ("accepted",),
     "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
     "e2e_features": ("features",),
+    "e2e_prompts": ("prompts", "prompts2", "prompts_same", "prompts_same2"),
 }
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
 SAME_BITS = {"index_b": 5, "sums2_b": 20, "sums4_b": 20, "index2_dealt": 22}
@@ -152,6 +154,7 @@ IMPLEMENTATIONS = {
         features_stage.PREFIX + name: "SGLang stock" if engine.stock_of else "ours, reproducible"
         for name, engine in features_stage.ENGINES.items()
     },
+    **prompts_stage.IMPLEMENTATIONS,
 }
 KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answer as stock does
     "index_shadow": "SGLang stock (FlashMLA, paged extend, DeepGEMM's paged logits)",
@@ -307,6 +310,7 @@ def case_rows(name, case, prefill_bars=None):
         records = [r for report in case["reports"] for r in report["shadow"]]
         rows += shadow_rows(name, records)
     rows += prefill_rows(name, case["prefill"]) if "prefill" in case else []
+    rows += prompts_stage.rows_of(row, name, case) if name in prompts_stage.IMPLEMENTATIONS else []
     return rows + timing_rows(name, case.get("rows", {}), prefill_bars)
 
 

@@ -6,13 +6,13 @@ usage: engine_case.py --harness DIR [--phases PHASE ..] [--batches 8 32] [option
 The harness (a folder with run_engine.py, which builds offline engine arguments, prompts of token ids and a forced
 continuation) is only called. `answer` writes OUT/NAME.json in the form of `run_engine.py run`, which its `diff` reads;
 `text` writes OUT/NAME_text.json: the tokens that the engine chooses by itself, greedily, one prompt at a time and in
-batches, because a speculating one cannot be forced; `same`
-writes OUT/NAME_same.json, a digest of every log-probability, of prompts asked whole and half from the prefix cache, and
-of others in groups of several sizes; `bench` (step times), `profile` (kernels of a decode step) and
-`prefill` (kernels of a long prompt's prefill) write OUT/NAME_bench.json. The patch and its switches come from --patch
-and the environment. With --turns FILE --engines N engines start side by side; when all N are up, they take turns for
-what is timed: who holds the file's lock has the GPU to itself. `features` and `features_text` write
-OUT/NAME_features.json (features_engine.py). --rounds N times `bench` N times, each in a turn of its
+batches, because a speculating one cannot be forced; `same` writes OUT/NAME_same.json, a digest of every
+log-probability, of prompts asked whole and half from the prefix cache, and of others in groups of several sizes;
+`bench` (step times), `profile` (kernels of a decode step), `prefill` (kernels of a long prompt's prefill) and `prompts`
+(prompts_stage.py) write OUT/NAME_bench.json. The patch and its switches come from --patch and the environment. With
+--turns FILE --engines N engines start side by side; when all N are up, they take turns for what is timed: who holds
+the file's lock has the GPU to itself. `features` and `features_text` write OUT/NAME_features.json
+(features_engine.py). --rounds N times `bench` N times, each in a turn of its
 own: an engine's step varies by some per cent from minute to minute, so engines are compared round by round.
 """
 
@@ -31,6 +31,9 @@ import shutil
 import statistics
 import sys
 import time
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import prompts_stage  # noqa: E402
 
 PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
 SETTLE_S = 3.0  # shadow mode's writer runs twice a second, and shutting the engine down kills its processes
@@ -52,7 +55,9 @@ OTHERS_ROUND_S = 60.0  # and for their turns of the round before
 def parse(argv):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--harness", required=True)
-    parser.add_argument("--phases", nargs="+", choices=[*ALONE, "bench", "profile", "prefill"], default=["answer"])
+    parser.add_argument(
+        "--phases", nargs="+", choices=[*ALONE, "bench", "profile", "prefill", "prompts"], default=["answer"]
+    )
     parser.add_argument("--steps", nargs="+", default=[], help="of the phases features and features_text")
     parser.add_argument("--batches", nargs="*", type=int, default=[])
     parser.add_argument("--turns")
@@ -207,6 +212,14 @@ class Case:
         )
         return time.perf_counter() - started
 
+    def first_tokens(self, batch, length, seed):
+        """(seconds, answers) of prompts sent at once, a token each."""
+        prompts = [self.harness.ids(length, self.vocabulary, seed + i) for i in range(batch)]
+        once = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        started = time.perf_counter()
+        answers = self.engine.generate(input_ids=prompts, sampling_params=once)
+        return time.perf_counter() - started, answers
+
     def bench(self, batch):
         length, new = self.options.in_len[0], self.options.out_len
         self.generate(batch, length, 8, 1)
@@ -228,7 +241,10 @@ class Case:
 
     def trace(self, batch, new, length=None):
         """{kernel: (launches, us)} of one run of `new` decode steps, its prefill included."""
-        length = length or self.options.in_len[0]
+        return by_kernel(self.events(batch, new, length or self.options.in_len[0]))
+
+    def events(self, batch, new, length):
+        """What the profiler saw of the cards, on rank 0."""
         folder = os.path.join(self.options.out, f"{self.options.name}_trace_{batch}_{length}_{new}")
         shutil.rmtree(folder, ignore_errors=True)  # an earlier run's trace must not be taken for this one's
         self.engine.start_profile(output_dir=folder, activities=["GPU"], profile_id=f"bs{batch}_{new}")
@@ -240,7 +256,7 @@ class Case:
         if len(traces) != 1:
             raise RuntimeError(f"profile: expected one trace in {folder}, got {len(traces)}")
         with gzip.open(traces[0], "rt") as f:
-            return by_kernel(json.load(f)["traceEvents"])
+            return json.load(f)["traceEvents"]
 
     def profile(self, batch):
         """Launches and busy time of a decode step: a longer run less a shorter one of the same prompts."""
@@ -281,6 +297,8 @@ class Case:
                 self.write("_bench", {**result, "rows": rows})
         if "prefill" in phases:
             self.write("_bench", {**result, "rows": rows, "prefill": self.prefill()})
+        if "prompts" in phases:
+            self.write("_bench", {**result, "rows": rows, "prompts": prompts_stage.measure(self)})
         return rows
 
 

@@ -27,6 +27,7 @@ sys.path[:0] = [str(REPO), str(HERE)]
 
 import accepted_stage  # noqa: E402
 import features_stage  # noqa: E402
+import prompts_stage  # noqa: E402
 from what_ran import commit, device, read_json  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
@@ -154,7 +155,7 @@ class Case:
 
     @property
     def is_timed(self) -> bool:
-        return "bench" in self.options or "profile" in self.options
+        return bool({"bench", "profile", "prompts"} & set(self.options))
 
 
 STAGES = {
@@ -313,6 +314,7 @@ STAGES = {
         Case("ops43_launches", PROFILED, environment=OPS),
         Case("seams43_launches", PROFILED, environment=SEAMS),
     ],
+    **prompts_stage.stages(Case, SIDE_BY_SIDE, chunks(8192, radix=False), sets, sums, EVERY_CALL, REPRODUCIBLE),
 }
 # With dummy weights a patched engine fills wo_a as E4M3 and scales, an unpatched one as bf16: what is compared with an
 # unpatched run needs a harness that fills the same numbers, or DSV4_SM120_SET=wo_a=off; shadow mode needs neither.
@@ -357,6 +359,7 @@ SAMES = [
     (f"SGLang's flag, {WITHIN}", "same_flag", "same_flag"),
     ("SM120 branches, chunks of 512, prefix cache", "same_seams_512", "same_seams_8192"),
     ("two cards, chunks of 512, prefix cache", "same_tp2_512", "same_tp2_8192"),
+    *prompts_stage.SAMES,
     *((WITHIN, name, name) for name in ("same_8192", "same_router_8192", "same_seams_8192", "same_tp2_8192")),
     ("yardstick, without the setting: chunks of 512, prefix cache", "unlike_512", "unlike_8192"),
     (f"yardstick, without the setting: {WITHIN}", "unlike_8192", "unlike_8192"),
@@ -413,6 +416,7 @@ def run_case(case, arguments, number, deadline):
         "seconds": round(time.monotonic() - started, 1),
         "command": f"{shown} {shlex.join(['engine_case.py', *case.options])}".strip(),
         "patched": case.patched,
+        "prefills": prompts_stage.prefills(text),
         "log": said[:40] + (text[-80:] if code != 0 else []),
         **({"by_stage": True} if code == STOPPED and ends == deadline else {}),
     }
@@ -509,17 +513,14 @@ def result(cases, outcomes, arguments):
         files = (read_json(arguments.work / f"{case.name}{suffix}.json") for suffix in SUFFIXES)
         answers, timings, text, same, features = files
         entry = dict(outcomes[case.name], reports=reports(case, arguments.work))
+        if wrote := text or same or features:
+            entry |= {k: wrote[k] for k in ("sglang", "startup_s")}
         if text:
-            entry |= {k: text[k] for k in ("sglang", "startup_s")}
             entry["verified"] = [answer["verified"] for part in PARTS for answer in text[part].values()]
-        if features:
-            entry |= {k: features[k] for k in ("sglang", "startup_s")}
-        if same:
-            entry |= {k: same[k] for k in ("sglang", "startup_s")}
         if answers and not case.is_timed:
             entry |= {k: answers[k] for k in ("sglang", "startup_s", "logprobs", "bad_logprobs")}
         if timings and case.is_timed:
-            entry |= {k: timings[k] for k in ("sglang", "startup_s", "rows", "prefill") if k in timings}
+            entry |= {k: timings[k] for k in ("sglang", "startup_s", "rows", "prefill", "prompts") if k in timings}
         found[case.name] = entry
     return found
 

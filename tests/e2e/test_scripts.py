@@ -16,110 +16,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.e2e import faults_stage
+from tests.e2e.made_sglang import HARNESS, SGLANG
 from tests.patching import wheels
 
 HERE = Path(__file__).resolve().parent
-
-HARNESS = """
-import argparse, os, sys
-def parse(argv):
-    p = argparse.ArgumentParser()
-    p.add_argument("mode")
-    for name in ("name", "out", "patch", "variant", "prompts", "batch-prompts"):
-        p.add_argument("--" + name)
-    for name, default in (("repeat", 2), ("new", 4), ("top", 2), ("prompt-positions", 3), ("out-len", 4), ("reps", 1)):
-        p.add_argument("--" + name, type=int, default=default)
-    p.add_argument("--max-total-tokens", type=int)
-    p.add_argument("--chunk", type=int)
-    p.add_argument("--radix", action="store_true")
-    p.add_argument("--mem", type=float)
-    for name in ("bs", "graph-bs", "in-len"):
-        p.add_argument("--" + name, type=int, nargs="+", default=[1])
-    p.add_argument("--set", action="append")
-    return p.parse_args(argv)
-def reexec(a):
-    if os.environ.get("E2E_REEXEC") != "1":
-        os.environ["E2E_REEXEC"] = "1"
-        os.execve(sys.executable, [sys.executable, os.path.abspath(__file__)] + sys.argv[1:], os.environ)
-def engine_args(a):
-    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, "model"
-def vocab_of(model):
-    return 100
-def ids(n, vocab, seed):
-    return [seed % vocab] * n
-def slim(o):
-    return o
-def compare(p, q):
-    d = [abs(x - y) for x, y in zip(p["logprobs"], q["logprobs"])]
-    return len(d), 1.0, sum(d) / len(d), max(d)
-"""
-
-SGLANG = """
-import gzip, json, os, time
-__version__ = "0.0.0.fake"
-RECORD = {"patch": "sparse_decode", "layer": 0, "captured": True, "shape": {"rows": 1}, "calls": 7, "bad_calls": 0,
-          "rows": 7,
-          "relative_l2_mean": 0.001, "relative_l2_max": 0.002, "row_relative_l2_max": 0.003, "absolute_error_max": 0.1,
-          "nonfinite_ours": 0, "nonfinite_original": 0, "bound": 0.004}
-class Engine:
-    traced, profiles = None, 0
-    def __init__(self, name, patch, **more):
-        self.name, self.set = name, more["set"]
-        if name == os.environ.get("FAKE_CRASH"):
-            raise SystemExit("the fake engine does not start")
-        if name == os.environ.get("FAKE_HANG"):
-            time.sleep(600)
-        if patch:
-            folder = os.environ["DSV4_SM120_REPORT"]
-            os.makedirs(folder, exist_ok=True)
-            shadow = [RECORD] if os.environ.get("DSV4_SM120_SHADOW") else []
-            patch = {"patch": "sparse_decode", "target": "a:b", "state": "APPLIED", "review": "reviewed"}
-            with open(f"{folder}/{os.getpid()}.json", "w") as f:
-                json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow, "found": {}}, f)
-    def generate(self, input_ids, sampling_params, **more):
-        forced = os.environ.get("E2E_FORCE") == "1"
-        assert forced == bool(more), "timed runs are not forced"
-        off = -1.5 if self.name == "ops" else -1.0
-        n = sampling_params["max_new_tokens"]
-        time.sleep(0.001 * n)
-        if self.traced is not None:
-            self.trace(len(input_ids), n - 1)
-        top = [[[off, 1]]] * n
-        ids = [1] * n
-        verified = n
-        if "E2E_DRAFTS" in os.environ:
-            import forced_drafts  # the plugin is on this process's path
-            assert forced_drafts.texts()[len(input_ids[0])] == ids, "what the plain run said"
-            kind = os.environ.get("FAKE_ACCEPTED") or os.environ["E2E_DRAFTS"]
-            verified = forced_drafts.verifications(kind, n, 5 if "steps=5" in self.set else 3)
-        if len(input_ids) > 1 and self.name in os.environ.get("FAKE_OTHER_TEXT", "").split():
-            ids[2] = 7
-        meta = {"spec_verify_ct": verified if "speculative_algorithm=" in self.set else None}
-        unlike = len(input_ids) > 1 and self.name in os.environ.get("FAKE_UNLIKE", "").split()
-        meta["output_token_logprobs"] = [[off + 1e-7 * unlike, 1, None]] * n
-        return [
-            {"logprobs": [off] * n, "top": top, "prompt_top": top, "output_ids": ids, "meta_info": meta}
-            for _ in input_ids
-        ]
-    def start_profile(self, output_dir, activities, profile_id):
-        os.makedirs(output_dir)
-        self.folder, self.traced, self.profiles = output_dir, [], self.profiles + 1
-    def trace(self, prompts, steps):
-        def add(name, n, us):
-            self.traced += [{"cat": "kernel", "name": name, "dur": us, "args": {}}] * n
-        prefills = 2 if prompts > 1 and self.profiles % 2 else 1  # several prompts that enter one after the other
-        add("prefill_gemm", 5 * prefills, 100.0)
-        add("both_gemm", 3 * prefills, 4.0)
-        if os.environ.get("FAKE_NO_STEPS") != self.name:
-            add("both_gemm", steps, 4.0)
-            add("dsv4::sparse_decode_split", 2 * steps, 2.0)
-    def stop_profile(self):
-        with gzip.open(self.folder + "/t.json.gz", "wt") as f:
-            json.dump({"traceEvents": self.traced}, f)
-        self.traced = None
-    def shutdown(self):
-        pass
-"""
 
 
 @pytest.fixture
@@ -133,8 +33,8 @@ def machine(tmp_path):
     scripts = tmp_path / "repo/tests/e2e"
     scripts.mkdir(parents=True)
     (scripts / "engine_case.py").write_text(engine_case)
-    for name in ("run_stage.py", "accepted_stage.py", "features_stage.py", "what_ran.py", "collect.py"):
-        (scripts / name).write_text((HERE / name).read_text())
+    for name in ("run_stage", "accepted_stage", "features_stage", "prompts_stage", "what_ran", "collect"):
+        (scripts / f"{name}.py").write_text((HERE / f"{name}.py").read_text())
     (scripts / "drafts_plugin").symlink_to(HERE / "drafts_plugin")
     package = tmp_path / "repo/deepseek_v4_sm120"
     package.mkdir()
@@ -312,6 +212,39 @@ def test_bits_of_a_reproducible_server(machine):
     assert bars == [(64, 0, False), (0, 0, True), (0, None, None), (64, None, None)]
     greatest = [r["value"] for r in rows_of(path) if r["metric"] == "log-probability difference, greatest"]
     assert greatest[1] == 0 and 0 < greatest[0] < 2e-7
+
+
+def test_short_prompts_and_passes_with_and_without_graphs(machine):
+    """Three engines in turn: 32 prompts are four passes, by their latencies and by the trace; a pass of which the card
+    waits half; an engine whose passes took no graph has not shown what it is for."""
+    ended = machine("prompts", "--only", "ops43_prompts", "graphs43_prompts")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    stage = json.loads((machine.out / "stage_prompts.json").read_text())
+    graphs = stage["cases"]["graphs43_prompts"]
+    assert "cuda_graph_bs_prefill=[128, 256, 512, 1024, 8192]" in graphs["command"] and graphs["prefills"]["true"] > 15
+    assert stage["cases"]["ops43_prompts"]["prefills"]["true"] == 0
+    assert graphs["prompts"]["32x1024"]["passes_ms"] == pytest.approx([100.0] * 4)
+    assert graphs["prompts"]["1x128"]["passes_ms"] == pytest.approx([100.0])
+    rows = rows_of(machine.out / "stage_prompts.json")
+    found = {(r["case"].partition(": ")[2], r["metric"], r["impl"][-6:]): r for r in rows}
+    first = found["1x1024", "time to all first tokens, ms, best", "graphs"]
+    assert first["bar"] == 100.0 and first["met"]
+    assert found["32x1024", "pass 2, traced, ms", "graphs"]["value"] == pytest.approx(0.08)
+    assert found["32x1024", "pass 2, the card without a kernel, ms", "graphs"]["value"] == pytest.approx(0.04)
+    assert found["32x1024", "pass 3, launches", "graphs"]["value"] == 4
+    machine("prompts", "--only", "graphs43_prompts", FAKE_NO_GRAPHS="graphs43_prompts")
+    unmet = [r["metric"] for r in rows_of(machine.out / "stage_prompts.json") if r["met"] is False]
+    assert unmet == ["engines without a prefill pass in graphs"]
+
+
+def test_prefill_graphs_have_the_bits_of_none(machine):
+    ended = machine("prompts_same", FAKE_UNLIKE="same_graphs")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    path = machine.out / "stage_prompts_same.json"
+    graphs = json.loads(path.read_text())["cases"]["same_graphs"]
+    assert "DSV4_SM120_SET=reproducible=on,prefill_graphs=2048" in graphs["command"] and graphs["prefills"]["true"]
+    rows = [r for r in rows_of(path) if r["metric"] == "answers that differ"]
+    assert [(r["value"], r["bar"], r["met"]) for r in rows] == [(64, 0, False), (64, 0, False)]
 
 
 def test_results_go_under_their_release_and_name(machine, tmp_path):

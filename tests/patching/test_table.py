@@ -43,7 +43,10 @@ def test_every_row_is_complete():
         *((None, ()), ("fp8_linear=on", ()), ("fp8_linear=off", ["fp8_linear", "draft_head"]), ("mhc=off", ["mhc"])),
         *(("draft_head=on", ()), ("fp8_linear=off,draft_head=on", ["fp8_linear", "draft_head"])),
         ("wo_a=off", ["wo_a"]),
-        *(("dealt_index=on", ()), ("index_select=off,dealt_index=on", ["index_select", "dealt_index"])),
+        *(
+            ("dealt_index=on", ()),
+            ("index_select=off,dealt_index=on", ["index_select", "dealt_index", "prefill_graphs"]),
+        ),
         ("sparse_decode=off", ["sparse_decode", "unpadded_heads", "paged_prefill", "sched_meta"]),
     ],
 )

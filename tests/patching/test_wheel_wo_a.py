@@ -128,10 +128,12 @@ class Model(torch.nn.Module):
 
 
 class Tree:
-    """One wheel's model module as we run it: forward and loading are SGLang's, the rest stands in."""
+    """One wheel's model module as we run it: forward and loading are SGLang's, the rest stands in. names, batch: of it,
+    what says something in this run."""
 
-    def __init__(self, wheel, monkeypatch, *, patched):
+    def __init__(self, wheel, monkeypatch, *, patched, names=None, batch=None):
         self.wheel, self.patched, self.expansion = wheel, patched, Expansion()
+        self.names, self.batch = names or {}, batch or {}
         self.module = ModuleType("wheel_wo_a_model")
         self.module._dequant_fp8 = self.expansion
         monkeypatch.setitem(sys.modules, self.module.__name__, self.module)
@@ -142,7 +144,7 @@ class Tree:
     def attention(self, backend):
         """MQALayer: the forward is the wheel's, the __init__ has its parameters and makes what forward reads."""
         names = {"torch": torch, "get_attn_backend": lambda: backend, "Mxfp8SwizzledInput": Mxfp8SwizzledInput}
-        names["fused_rope_inplace"] = self.replaced("rope", rope)
+        names |= self.names | {"fused_rope_inplace": self.replaced("rope", rope)}
         take(self.wheel, names, "_apply_wo_a_bf16_matmul")
         forward = take(self.wheel, names, "MQALayer.forward")
 
@@ -192,11 +194,12 @@ class Tree:
         model = Model(self.attention(backend), rank, ranks)
         self.load(model, checkpoint())
         batch, outs = Quiet(), []
-        vars(batch)["attn_backend"] = backend
+        vars(batch).update(self.batch, attn_backend=backend)
         for layer in model.model.layers:
             layer.self_attn.freqs_cis = freqs_cis
             layer.self_attn._forward_prepare = lambda *args, **kwargs: (o, None)
-            outs.append(layer.self_attn.forward(torch.zeros(o.shape[0], 8), positions, batch))
+            layer.self_attn.attn_mqa = SimpleNamespace(layer_id=0, v_head_dim=512)
+            outs.append(layer.self_attn.forward(torch.zeros((o.shape[0], 8), dtype=o.dtype), positions, batch))
         return torch.stack(outs), model
 
 

@@ -326,10 +326,11 @@ def _notes(plan: Plan) -> None:
     if missing := [op for op in OPS if op not in r.replaced]:
         by = "DSV4_SM120_SET" if set(missing) <= set(r.switched_off) else "the profile"
         plan.notes.append(f"{by} leaves out {', '.join(missing)}: SGLang's own memory is reckoned there")
-    if r.version >= (0, 5, 17) and "index_select" in r.replaced:
+    if r.version >= (0, 5, 17) and "index_select" in r.replaced and r.speculation is None:
         plan.notes.append(
-            "SGLang keeps prefill out of CUDA graphs for this model because of the index logits, which are gone; "
-            "--cuda-graph-backend-prefill breakable puts it back. Nobody has run that with us: measure it first"
+            "prompts of up to 1,024 tokens wait for their launches; SGLang keeps prefill out of CUDA graphs for this "
+            "model because of the index logits, which are gone. DSV4_SM120_SET=prefill_graphs=on puts it back, for "
+            "about 1 GB that this plan does not count. Nobody has run that: measure it first"
         )
     if r.gpus > 2 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
         plan.notes.append(

@@ -25,7 +25,7 @@ SERVER_ARGS, OVERRIDES = "sglang.srt.server_args", "sglang.srt.arg_groups.overri
 ATTENTION_BACKEND = "dsv4"  # what all releases resolve for this model
 
 
-def _accessors(server_args) -> tuple[Callable, Callable]:
+def accessors(server_args) -> tuple[Callable, Callable]:
     """(read, write) of a server argument. From 0.5.19 on they are a record, sealed from 0.5.20 on, beside a list of
     decisions, of which the last counts."""
     declarations = importlib.import_module(OVERRIDES) if _has_decisions(server_args) else None
@@ -41,7 +41,7 @@ def _has_decisions(server_args) -> bool:
     return hasattr(server_args, "_input_frozen") or hasattr(sys.modules.get(OVERRIDES), "declare_resolution")
 
 
-def _config(server_args) -> dict | None:
+def config_of(server_args) -> dict | None:
     """The model's config.json as SGLang read it, which has done so by now. From 0.5.19 on a function has it; None in a
     release that has neither: then nobody is told a model, and the shapes of its calls decide."""
     if hasattr(server_args, "get_model_config"):
@@ -59,7 +59,7 @@ def replace_apply_defaults(original: Callable) -> Callable:
     @functools.wraps(original)
     def apply_deepseek_v4_defaults(server_args, model_arch):
         engine = patching.active_engine()
-        config, (read, write) = _config(server_args), _accessors(server_args)
+        config, (read, write) = config_of(server_args), accessors(server_args)
         model_type = None
         if config is not None:
             models_served.announce(config, torch_compile=bool(read("enable_torch_compile", False)))
@@ -89,7 +89,7 @@ def replace_deterministic(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def handle_deterministic_inference(server_args):
-        read, write = _accessors(server_args)
+        read, write = accessors(server_args)
         told = models_served.announced()
         ours = told is not None and models_served.serves_this_process() and device_gate.serves_current_device()
         if not ours or not read("enable_deterministic_inference"):

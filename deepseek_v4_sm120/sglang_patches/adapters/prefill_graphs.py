@@ -1,0 +1,72 @@
+"""SGLang's breakable prefill graphs for our model, where DSV4_SM120_SET=prefill_graphs asks for them.
+
+A pass is captured as graphs that end at each layer's attention, which runs between them for the rows that there are; a
+pass of fewer rows than a captured one is padded to it, to twice its rows at most. SGLang rules this model out, unless
+the user asked. So it is asked for in the user's place, ahead of the rules: where SGLang asks for other models' graphs.
+Not where the user said anything about prefill graphs, nor with what nobody has read beside them (`PLAIN`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from deepseek_v4_sm120 import patching
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served
+from deepseek_v4_sm120.sglang_patches.adapters.argument_defaults import accessors, config_of
+
+DEFAULT = "prefill_graphs"
+# none more than twice the one before, else what lies between has no graph; closer where a padded row costs most
+ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144)
+# server argument -> its value where the user did not speak of graphs, and passes are those of tensor parallelism alone
+PLAIN = {
+    **{"cuda_graph_backend_prefill": None, "cuda_graph_bs_prefill": None, "cuda_graph_max_bs_prefill": None},
+    **{"cuda_graph_config": None, "disable_prefill_cuda_graph": False, "disable_cuda_graph": False},
+    **{"pp_size": 1, "dp_size": 1, "dcp_size": 1, "enable_prefill_cp": False, "moe_a2a_backend": "none"},
+    **{"enable_two_batch_overlap": False, "disaggregation_mode": "null", "enable_memory_saver": False},
+    **{"enable_lora": False, "speculative_algorithm": None},
+}
+
+
+def captured_rows(most: int) -> list[int]:
+    """Those of the passes that are captured, at most so many."""
+    return [*(rows for rows in ROWS if rows < most), most]
+
+
+def _asked() -> int:
+    engine = patching.active_engine()
+    return 0 if engine is None else engine.steering.value(DEFAULT)
+
+
+def replace_function(original: Callable) -> Callable:
+    """For apply_inkling_prefill_cuda_graph_default(server_args), of 0.5.19 and later."""
+
+    @functools.wraps(original)
+    def apply_inkling_prefill_cuda_graph_default(server_args):
+        original(server_args)
+        read, write = accessors(server_args)
+        most = _asked()
+        if not most or any(read(name) not in (None, plain) for name, plain in PLAIN.items()):
+            return
+        config = config_of(server_args)
+        if config is None or config.get("model_type") not in models_served.MODEL_TYPES:
+            return
+        if device_gate.serves_current_device():
+            rows = captured_rows(most)
+            write("cuda_graph_backend_prefill", "breakable")
+            write("cuda_graph_bs_prefill", rows)
+            report.info(f"deepseek_v4_sm120: prefill passes of {rows[0] // 2} to {most} rows are captured in graphs")
+
+    return apply_inkling_prefill_cuda_graph_default
+
+
+def replace_method(original: Callable) -> Callable:
+    """The same up to 0.5.18, where it is a method of the arguments."""
+    apply = replace_function(original)
+
+    @functools.wraps(original)
+    def _apply_inkling_prefill_cuda_graph_default(self):
+        return apply(self)
+
+    return _apply_inkling_prefill_cuda_graph_default

@@ -1,0 +1,110 @@
+"""A harness and an SGLang that are stand-ins, as sources: what test_scripts.py puts in place of the real ones."""
+
+HARNESS = """
+import argparse, os, sys
+def parse(argv):
+    p = argparse.ArgumentParser()
+    p.add_argument("mode")
+    for name in ("name", "out", "patch", "variant", "prompts", "batch-prompts"):
+        p.add_argument("--" + name)
+    for name, default in (("repeat", 2), ("new", 4), ("top", 2), ("prompt-positions", 3), ("out-len", 4), ("reps", 1)):
+        p.add_argument("--" + name, type=int, default=default)
+    p.add_argument("--max-total-tokens", type=int)
+    p.add_argument("--chunk", type=int)
+    p.add_argument("--radix", action="store_true")
+    p.add_argument("--mem", type=float)
+    for name in ("bs", "graph-bs", "in-len"):
+        p.add_argument("--" + name, type=int, nargs="+", default=[1])
+    p.add_argument("--set", action="append")
+    return p.parse_args(argv)
+def reexec(a):
+    if os.environ.get("E2E_REEXEC") != "1":
+        os.environ["E2E_REEXEC"] = "1"
+        os.execve(sys.executable, [sys.executable, os.path.abspath(__file__)] + sys.argv[1:], os.environ)
+def engine_args(a):
+    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, "model"
+def vocab_of(model):
+    return 100
+def ids(n, vocab, seed):
+    return [seed % vocab] * n
+def slim(o):
+    return o
+def compare(p, q):
+    d = [abs(x - y) for x, y in zip(p["logprobs"], q["logprobs"])]
+    return len(d), 1.0, sum(d) / len(d), max(d)
+"""
+
+SGLANG = """
+import gzip, json, os, time
+__version__ = "0.0.0.fake"
+RECORD = {"patch": "sparse_decode", "layer": 0, "captured": True, "shape": {"rows": 1}, "calls": 7, "bad_calls": 0,
+          "rows": 7,
+          "relative_l2_mean": 0.001, "relative_l2_max": 0.002, "row_relative_l2_max": 0.003, "absolute_error_max": 0.1,
+          "nonfinite_ours": 0, "nonfinite_original": 0, "bound": 0.004}
+class Engine:
+    traced, profiles, clock = None, 0, 0.0
+    def __init__(self, name, patch, **more):
+        self.name, self.set = name, more["set"]
+        if name == os.environ.get("FAKE_CRASH"):
+            raise SystemExit("the fake engine does not start")
+        if name == os.environ.get("FAKE_HANG"):
+            time.sleep(600)
+        if patch:
+            folder = os.environ["DSV4_SM120_REPORT"]
+            os.makedirs(folder, exist_ok=True)
+            shadow = [RECORD] if os.environ.get("DSV4_SM120_SHADOW") else []
+            patch = {"patch": "sparse_decode", "target": "a:b", "state": "APPLIED", "review": "reviewed"}
+            with open(f"{folder}/{os.getpid()}.json", "w") as f:
+                json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow, "found": {}}, f)
+    def generate(self, input_ids, sampling_params, **more):
+        forced = os.environ.get("E2E_FORCE") == "1"
+        assert forced == bool(more), "timed runs are not forced"
+        off = -1.5 if self.name == "ops" else -1.0
+        n = sampling_params["max_new_tokens"]
+        time.sleep(0.001 * n)
+        if self.traced is not None:
+            self.trace(len(input_ids), n - 1)
+        top = [[[off, 1]]] * n
+        ids = [1] * n
+        verified = n
+        if "E2E_DRAFTS" in os.environ:
+            import forced_drafts  # the plugin is on this process's path
+            assert forced_drafts.texts()[len(input_ids[0])] == ids, "what the plain run said"
+            kind = os.environ.get("FAKE_ACCEPTED") or os.environ["E2E_DRAFTS"]
+            verified = forced_drafts.verifications(kind, n, 5 if "steps=5" in self.set else 3)
+        if len(input_ids) > 1 and self.name in os.environ.get("FAKE_OTHER_TEXT", "").split():
+            ids[2] = 7
+        meta = {"spec_verify_ct": verified if "speculative_algorithm=" in self.set else None}
+        unlike = len(input_ids) > 1 and self.name in os.environ.get("FAKE_UNLIKE", "").split()
+        meta["output_token_logprobs"] = [[off + 1e-7 * unlike, 1, None]] * n
+        by_graph = "cuda_graph_backend_prefill" in self.set or "prefill_graphs" in os.environ.get("DSV4_SM120_SET", "")
+        by_graph &= os.environ.get("FAKE_NO_GRAPHS") != self.name
+        print(f"[x] Prefill batch, #new-seq: 1, cuda graph: {by_graph}, input throughput (token/s): 1.0", flush=True)
+        latencies = [0.1 * (1 + i // 8) for i in range(len(input_ids))]  # eight prompts a pass
+        return [
+            {"logprobs": [off] * n, "top": top, "prompt_top": top, "output_ids": ids, "meta_info": {**meta, **of_own}}
+            for of_own in ({"e2e_latency": latency} for latency in latencies)
+        ]
+    def start_profile(self, output_dir, activities, profile_id):
+        os.makedirs(output_dir)
+        self.folder, self.traced, self.profiles = output_dir, [], self.profiles + 1
+    def trace(self, prompts, steps):
+        def add(name, n, us):
+            for _ in range(n):
+                self.traced.append({"cat": "kernel", "name": name, "ts": self.clock, "dur": us, "args": {}})
+                self.clock += 2 * us
+        for _ in range(prompts // 8 if prompts > 8 and not steps else 0):
+            add("layer", 4, 10.0)
+        prefills = 2 if prompts > 1 and self.profiles % 2 else 1  # several prompts that enter one after the other
+        add("prefill_gemm", 5 * prefills, 100.0)
+        add("both_gemm", 3 * prefills, 4.0)
+        if os.environ.get("FAKE_NO_STEPS") != self.name:
+            add("both_gemm", steps, 4.0)
+            add("dsv4::sparse_decode_split", 2 * steps, 2.0)
+    def stop_profile(self):
+        with gzip.open(self.folder + "/t.json.gz", "wt") as f:
+            json.dump({"traceEvents": self.traced}, f)
+        self.traced = None
+    def shutdown(self):
+        pass
+"""

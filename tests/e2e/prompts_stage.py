@@ -1,0 +1,157 @@
+"""The stages `prompts` of run_stage.py: prompts of few tokens, whose passes are bound by launches and the host, without
+and with SGLang's prefill graphs (--cuda-graph-backend-prefill breakable: a pass in graphs that end at each attention);
+and many prompts at once, pass by pass: what the cards do in each, and how long they wait."""
+
+import collections
+import re
+
+PROMPTS = ((1, 128), (1, 512), (1, 1024), (8, 1024), (32, 1024))  # at once, tokens of each
+TRACED = ((1, 1024), (32, 1024))
+REPEATS = 3
+CHUNK = 8192  # rows of a pass at most
+ISSUE = 22
+FIRST_TOKEN_BARS = {("graphs43_prompts", "1x1024"): 100.0}  # ms
+# rows that are captured: by SGLang's own arguments what is timed, by our setting what is compared
+TIMED_ROWS = [128, 256, 512, 1024, CHUNK]
+FLAG, SETTING = "cuda_graph_backend_prefill", "prefill_graphs=2048"
+SAMES = [
+    ("prefill graphs against none", "same_graphs", "same_no_graphs"),
+    ("prefill graphs, in batches, behind its first half, and once more", "same_graphs", "same_graphs"),
+    ("two cards, prefill graphs against none", "same_tp2_graphs", "same_tp2_no_graphs"),
+]
+IMPLEMENTATIONS = {
+    **{
+        f"{kind}43_prompts{suffix}": f"{name}{cards}"
+        for suffix, cards in (("", ""), ("_tp2", ", two cards"))
+        for kind, name in (
+            ("stock", "SGLang stock (Hopper kernels)"),
+            ("ops", "ours, every operator on"),
+            ("graphs", "ours, every operator on, prefill graphs"),
+        )
+    },
+    **{
+        f"same_{cards}{kind}": f"ours, reproducible, {words}{on}"
+        for cards, on in (("", ""), ("tp2_", ", two cards"))
+        for kind, words in (("no_graphs", "no prefill graphs"), ("graphs", "prefill graphs"))
+    },
+}
+
+
+def stages(make, timed, same, sets, sums, ours, reproducible):
+    """timed, same: options of the two kinds of engines; sums(cards, *options): of several cards."""
+
+    graphs = sets(**{FLAG: "breakable", "cuda_graph_bs_prefill": TIMED_ROWS})
+
+    def in_turn(suffix, options):
+        kinds = (("stock", [], False, {}), ("ops", [], True, ours), ("graphs", graphs, True, ours))
+        return [
+            make(f"{kind}43_prompts{suffix}", options + more, patched=patched, environment=variables, takes_turns=True)
+            for kind, more, patched, variables in kinds
+        ]
+
+    def pair(cards, options):
+        (variable,) = reproducible
+        both = ours | {variable: f"{reproducible[variable]},{SETTING}"}
+        return [
+            make(f"same_{cards}no_graphs", options, environment=ours | reproducible),
+            make(f"same_{cards}graphs", options, environment=both),
+        ]
+
+    timed = [*timed, "--phases", "prompts", "--max-total-tokens", "100000"]
+    return {
+        "prompts": in_turn("", timed),
+        "prompts2": in_turn("_tp2", sums(2, *timed)),
+        "prompts_same": pair("", same),
+        "prompts_same2": pair("tp2_", sums(2, *same)),
+    }
+
+
+# ---- in the engine
+
+
+def passes_of(answers, length):
+    """Milliseconds of each pass, where the answers say how long they took: one token each, so a request ends with its
+    pass. All come as one message and wait for nobody: equal passes of as many as CHUNK rows hold."""
+    latencies = sorted(answer["meta_info"].get("e2e_latency") or 0.0 for answer in answers)
+    if not latencies[0]:
+        return []
+    each = max(1, CHUNK // length)
+    ends = [1e3 * latencies[min(i + each, len(latencies)) - 1] for i in range(0, len(latencies), each)]
+    return [end - before for before, end in zip([0.0, *ends], ends, strict=False)]
+
+
+def of_passes(events, passes):
+    """What the card did in each pass, by a trace of kernels: milliseconds from its first to the next one's, those in
+    which no kernel ran, launches. A pass begins with the kernel that runs most often, as often in each."""
+    kernels = sorted((e["ts"], e["dur"], e["name"]) for e in events if e.get("cat") == "kernel" and "dur" in e)
+    if not kernels:
+        raise RuntimeError("prompts: the trace has no kernels")
+    counts = collections.Counter(name for _, _, name in kernels)
+    even = [(count, name) for name, count in counts.items() if count % passes == 0]
+    if not even:
+        raise RuntimeError(f"prompts: no kernel runs equally often in {passes} passes: {counts.most_common(5)}")
+    most, marker = max(even)
+    begins = [ts for ts, _, name in kernels if name == marker][:: most // passes]
+    begins[0] = kernels[0][0]
+    ends = [*begins[1:], max(ts + us for ts, us, _ in kernels)]
+    found = []
+    for begin, end in zip(begins, ends, strict=True):
+        busy, until, launches = 0.0, begin, 0
+        for ts, us, _ in kernels:
+            if begin <= ts < end:
+                launches += 1
+                busy += max(0.0, min(ts + us, end) - max(ts, until))
+                until = max(until, ts + us)
+        found.append({"ms": (end - begin) / 1e3, "idle_ms": (end - begin - busy) / 1e3, "launches": launches})
+    return found
+
+
+def measure(case):
+    """Of a Case of engine_case.py: time to the first tokens of each of PROMPTS, and what the card did in TRACED."""
+    rows = {}
+    for count, length in PROMPTS:
+        case.first_tokens(count, length, 1)  # whatever is compiled for a new shape
+        asked = [case.first_tokens(count, length, 100 + 40 * i) for i in range(REPEATS)]
+        seconds, answers = min(asked, key=lambda one: one[0])
+        row = {
+            "first_token_ms": 1e3 * seconds,
+            "first_token_ms_worst": 1e3 * max(one[0] for one in asked),
+            "passes_ms": passes_of(answers, length),
+        }
+        if (count, length) in TRACED:
+            row["card"] = of_passes(case.events(count, 0, length), -(-count * length // CHUNK))
+        rows[f"{count}x{length}"] = row
+        print(f"[{case.options.name}] {count} x {length}: {1e3 * seconds:.1f} ms {row['passes_ms']}", flush=True)
+    return rows
+
+
+# ---- around it
+
+
+def prefills(log):
+    """{ran in a graph: passes} by what SGLang's scheduler logs."""
+    found = re.findall(r"Prefill batch.*cuda graph: (True|False)", "\n".join(log))
+    return {str(ran).lower(): found.count(str(ran)) for ran in (True, False)}
+
+
+def rows_of(row, name, case):
+    """collect.py's rows of a case. row: its maker of rows."""
+    impl, rows = IMPLEMENTATIONS[name], []
+
+    def add(at, metric, value, bar=None):
+        rows.append(row(f"flash43e64, prompts at once x tokens: {at}", impl, metric, value, bar, ISSUE))
+
+    for at, seen in case.get("prompts", {}).items():
+        add(at, "time to all first tokens, ms, best", seen["first_token_ms"], FIRST_TOKEN_BARS.get((name, at)))
+        add(at, "time to all first tokens, ms, worst", seen["first_token_ms_worst"])
+        for number, ms in enumerate(seen["passes_ms"], 1):
+            add(at, f"pass {number}, ms", ms)
+        for number, card in enumerate(seen.get("card", []), 1):
+            add(at, f"pass {number}, traced, ms", card["ms"])
+            add(at, f"pass {number}, the card without a kernel, ms", card["idle_ms"])
+            add(at, f"pass {number}, launches", card["launches"])
+    if FLAG in case["command"] or SETTING in case["command"]:
+        ran = case.get("prefills", {}).get("true", 0)
+        rows.append(row(name, impl, "prefill passes in graphs", ran, issue=ISSUE))
+        rows.append(row(name, impl, "engines without a prefill pass in graphs", int(not ran), 0, ISSUE))
+    return rows
