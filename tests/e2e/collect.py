@@ -38,7 +38,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_speculation": ("speculation", "speculation43"),
     "e2e_faults": ("faults2",),  # of faults_stage.py
     "e2e_accepted": ("accepted",),
-    "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
+    "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible43", "reproducible2"),
     "e2e_features": ("features",),
     "e2e_prompts": ("prompts", "prompts2", "prompts_same", "prompts_same2"),
 }
@@ -125,11 +125,13 @@ IMPLEMENTATIONS = {
     "dspark3_shadow": "ours beside SGLang's, DSPARK, a block of 3",
     "stock_plain": "SGLang stock, without speculation",
     "stock_eagle314": "SGLang stock, EAGLE 3/1/4",
+    "text43_plain": "ours, reproducible, without speculation",
+    "text43_eagle314": "ours, reproducible, EAGLE 3/1/4",
     "stock43_eagle314": "SGLang stock (Hopper kernels), EAGLE 3/1/4",
     "ops43_eagle314": "ours, every operator on, EAGLE 3/1/4",
     "ops43_e4m3_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the head in E4M3",
     **{
-        f"{kind}_{name}": f"ours, {'reproducible' if kind == 'same' else 'not reproducible'}, {text}"
+        f"{kind}_{name}": f"ours, {'not reproducible' if kind == 'unlike' else 'reproducible'}, {text}"
         for kind, name, text in (
             ("same", "8192", "chunks of 8,192"),
             ("same", "2048", "chunks of 2,048"),
@@ -143,6 +145,8 @@ IMPLEMENTATIONS = {
             ("same", "seams_512", "chunks of 512, prefix cache, SM120 branches"),
             ("same", "tp2_8192", "chunks of 8,192, two cards"),
             ("same", "tp2_512", "chunks of 512, prefix cache, two cards"),
+            ("same43", "8192", "chunks of 8,192, 43 layers"),
+            ("same43", "512", "chunks of 512, prefix cache, 43 layers"),
             ("unlike", "8192", "chunks of 8,192"),
             ("unlike", "512", "chunks of 512, prefix cache"),
         )
@@ -349,7 +353,8 @@ def text_rows(found):
     """Answers of a speculating run that are not the plain one's. One prompt at a time, none of ours may differ."""
     at_once = found["at_once"]
     together = "one prompt at a time" if at_once == 1 else f"{at_once} prompts at once"
-    case = f"flash6h, {together}: {found['what']}, greedy text with and without"
+    model = "flash43, 16 experts" if found["run"].startswith("text43") else "flash6h"
+    case = f"{model}, {together}: {found['what']}, greedy text with and without"
     is_forced = found["run"].startswith("accepted")
     bar = 0 if is_forced or (at_once == 1 and not found["run"].startswith("stock")) else None
     impl = IMPLEMENTATIONS[found["run"]]
@@ -375,7 +380,8 @@ def acceptance_rows(case, impl, found):
 
 def same_rows(found):
     """Answers with another bit than where they are compared with; none with the setting."""
-    case, impl = f"six layers, log-probabilities to the bit: {found['what']}", IMPLEMENTATIONS[found["run"]]
+    case, impl = f"log-probabilities to the bit: {found['what']}", IMPLEMENTATIONS[found["run"]]
+    case = case if "43" in found["run"] else f"six layers, {case}"
     bar = 0 if found["run"].startswith("same") else None
     return [
         row(case, impl, "answers", found["answers"], issue=SPECULATION_ISSUE),

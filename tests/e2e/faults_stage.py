@@ -51,8 +51,8 @@ from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_errors import ServerError  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
 from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
-from tests.e2e.run_stage import EVERY_CALL, SIDE_BY_SIDE_ENVIRONMENT, eagle, sums  # noqa: E402
 from tests.e2e.serving_stage import environment_of, flags, load_harness  # noqa: E402
+from tests.e2e.stages import EVERY_CALL, SIDE_BY_SIDE_ENVIRONMENT, eagle, sums  # noqa: E402
 from tests.e2e.what_ran import commit, device  # noqa: E402
 
 STAGE = "faults2"

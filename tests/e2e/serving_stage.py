@@ -32,7 +32,7 @@ from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
 from tests.e2e.collect import row  # noqa: E402
 from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
-from tests.e2e.run_stage import PAGED_EXTEND, PAGED_INDEX  # noqa: E402
+from tests.e2e.stages import PAGED_EXTEND, PAGED_INDEX  # noqa: E402
 from tests.e2e.what_ran import commit, device  # noqa: E402
 
 ISSUE = 9

@@ -19,7 +19,7 @@ import pytest
 from build_artifact import write_dist_info
 
 import deepseek_v4_sm120
-from tests.e2e import run_stage
+from tests.e2e import stages
 
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = HERE.parent / "requirements-sglang.txt"
@@ -182,14 +182,14 @@ def test_later_releases_resolve_with_our_settings(run, version):
 def test_the_speculation_that_the_stages_and_the_plan_ask_for(run, places, version):
     """tests/e2e's DSPARK on a cut-down model, with a block of its own and with the checkpoint's; EAGLE's rows are its
     steps and one, whatever is given."""
-    config = json.dumps({**run_stage.DSPARK_CONFIG, "num_hidden_layers": 6})
+    config = json.dumps({**stages.DSPARK_CONFIG, "num_hidden_layers": 6})
     dspark = {"speculative_algorithm": "DSPARK", "json_model_override_args": config}
     eagle = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 2, "speculative_eagle_topk": 1}
     asked = [dspark | {"speculative_dspark_block_size": 6}, dspark, eagle | {"speculative_num_draft_tokens": 8}]
     of_six, by_checkpoint, of_eagle = run(SPECULATION, more=repr(asked), version=version)
     assert (of_six["algorithm"], of_six["num_draft_tokens"]) == ("DSPARK", 7)
     assert of_six["draft_model_path"] == places["MODEL"]  # the drafter is the checkpoint's own
-    assert by_checkpoint["num_draft_tokens"] == run_stage.DSPARK_CONFIG["dspark_block_size"] + 1
+    assert by_checkpoint["num_draft_tokens"] == stages.DSPARK_CONFIG["dspark_block_size"] + 1
     assert of_eagle["num_draft_tokens"] == 3
 
 
