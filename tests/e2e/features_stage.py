@@ -10,8 +10,8 @@ SGLang resolved them, lines of the log, counts of the answers.
 
 import importlib.util
 import json
-import os
 import re
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -302,7 +302,7 @@ def prepare(stage_cases, arguments):
     import torch
     from made_tokenizer import write_tokenizer
 
-    os.sys.path.insert(0, str(arguments.harness))
+    sys.path.insert(0, str(arguments.harness))
     import run_engine as harness
 
     arguments.cards = max(1, torch.cuda.device_count())
