@@ -95,7 +95,7 @@ def test_no_handler_of_errors_keeps_a_call_alive_whose_other_one_has_failed():
         for _ in range(3):
             try:
                 turns.hand_over(0)
-            except Exception:  # noqa: BLE001: as code between us and the layers may
+            except Exception:  # as code between us and the layers may
                 seen.append("swallowed")
             finally:
                 seen.append("cleaned up")
