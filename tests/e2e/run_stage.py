@@ -27,6 +27,7 @@ REPO = HERE.parent.parent
 sys.path[:0] = [str(REPO), str(HERE)]
 
 import accepted_stage  # noqa: E402
+import halves_stage  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
@@ -121,6 +122,7 @@ REPRODUCIBLE = {"DSV4_SM120_SET": "reproducible=on"}
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 SAME = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--new", "32", "--phases", "same"]
 SAME += ["--batches", "1", "8", "32", "--graph-bs", "1", "8", "32", "--mem", "0.95"]
+HALVED = [*SAME, "--prompts", "700,2100,8200,20001", "--batches", "1", "8", "--graph-bs", "1", "8", *TWO_CARDS]
 BY_ROUTER = ["--variant", "flash6"]  # whose routers choose: another bit may be another expert
 
 
@@ -139,12 +141,11 @@ class Case:
     options: list[str]
     patched: bool = True
     environment: dict[str, str] = field(default_factory=dict)
-
     takes_turns: bool = False
 
     @property
     def is_timed(self) -> bool:
-        return "bench" in self.options or "profile" in self.options
+        return not {"bench", "profile", "first"}.isdisjoint(self.options)
 
 
 STAGES = {
@@ -277,6 +278,7 @@ STAGES = {
         Case("index2_43_dealt_no_peers", DEALT_TIMED, environment=DEALT | NO_PEERS, takes_turns=True),
         Case("index2_43_undealt_no_peers", DEALT_TIMED, environment=NOT_DEALT | NO_PEERS, takes_turns=True),
     ],
+    **halves_stage.stages(Case, HALVED, [*SIDE_BY_SIDE, *TWO_CARDS], EVERY_CALL, NO_PEERS),
     # to the last bit: one prompt at a time, in batches, by chunks, half from the prefix cache, retracted and resumed
     "reproducible": [
         Case("same_8192", chunks(8192, radix=False), environment=EVERY_CALL | REPRODUCIBLE),
@@ -353,7 +355,11 @@ SAMES = [
     (f"SGLang's flag, {WITHIN}", "same_flag", "same_flag"),
     ("SM120 branches, chunks of 512, prefix cache", "same_seams_512", "same_seams_8192"),
     ("two cards, chunks of 512, prefix cache", "same_tp2_512", "same_tp2_8192"),
-    *((WITHIN, name, name) for name in ("same_8192", "same_router_8192", "same_seams_8192", "same_tp2_8192")),
+    ("two cards, chunks in halves", halves_stage.SAME, halves_stage.WHOLE),
+    *(
+        (WITHIN, n, n)
+        for n in ("same_8192", "same_router_8192", "same_seams_8192", "same_tp2_8192", halves_stage.WHOLE)
+    ),
     ("yardstick, without the setting: chunks of 512, prefix cache", "unlike_512", "unlike_8192"),
     (f"yardstick, without the setting: {WITHIN}", "unlike_8192", "unlike_8192"),
 ]
@@ -532,7 +538,7 @@ def result(cases, outcomes, arguments):
         if answers and not case.is_timed:
             entry |= {k: answers[k] for k in ("sglang", "startup_s", "logprobs", "bad_logprobs")}
         if timings and case.is_timed:
-            entry |= {k: timings[k] for k in ("sglang", "startup_s", "rows", "prefill") if k in timings}
+            entry |= {k: timings[k] for k in ("sglang", "startup_s", "rows", "prefill", "first") if k in timings}
         found[case.name] = entry
     return found
 

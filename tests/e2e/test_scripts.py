@@ -133,7 +133,7 @@ def machine(tmp_path):
     scripts = tmp_path / "repo/tests/e2e"
     scripts.mkdir(parents=True)
     (scripts / "engine_case.py").write_text(engine_case)
-    for name in ("run_stage.py", "accepted_stage.py", "collect.py"):
+    for name in ("run_stage.py", "accepted_stage.py", "halves_stage.py", "collect.py"):
         (scripts / name).write_text((HERE / name).read_text())
     (scripts / "drafts_plugin").symlink_to(HERE / "drafts_plugin")
     package = tmp_path / "repo/deepseek_v4_sm120"
