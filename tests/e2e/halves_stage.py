@@ -1,8 +1,13 @@
-"""The stages `halves2` and `halves2_43` of run_stage.py: long prompts' chunks in halves beside whole ones. Over two cards
-by NCCL; to the last bit, and the time to the first token, over NVLink and through host memory."""
+"""The stages `halves2` and `halves2_43` of run_stage.py: long prompts' chunks in halves beside whole ones, over two
+cards by NCCL. To the last bit; and the time to the first token, over NVLink and through host memory."""
 
 ISSUE = 22
 SAME, WHOLE = "same_halves2", "same_whole2"
+SAMES = [
+    ("two cards by NCCL, chunks in halves", SAME, WHOLE),
+    ("two cards by NCCL, in batches, behind its first half, and once more", WHOLE, WHOLE),
+]
+PROMPTS = ["--prompts", "700,2100,8200,20001", "--batches", "1", "8", "--graph-bs", "1", "8"]
 PEERS = {"": "by NVLink", "_no_peers": "through host memory"}
 TIMED = {f"halves2_43_{how}{peers}": (how, peers) for peers in PEERS for how in ("whole", "halves")}
 SHAPES = {"1x8192": "a prompt of 8,192", "1x32000": "a prompt of 32,000", "8x1024": "8 prompts of 1,024"}
@@ -27,8 +32,8 @@ def stages(make, same, timed, environment, no_peers):
     phase = ["--phases", "first", "--shapes", *SHAPES, "--rounds", "2"]
     return {
         "halves2": [
-            make(SAME, same, environment=environment | sets("reproducible=on", "halves=on")),
-            make(WHOLE, same, environment=environment | sets("reproducible=on")),
+            make(SAME, [*same, *PROMPTS], environment=environment | sets("reproducible=on", "halves=on")),
+            make(WHOLE, [*same, *PROMPTS], environment=environment | sets("reproducible=on")),
         ],
         "halves2_43": [
             make(

@@ -122,7 +122,6 @@ REPRODUCIBLE = {"DSV4_SM120_SET": "reproducible=on"}
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 SAME = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--new", "32", "--phases", "same"]
 SAME += ["--batches", "1", "8", "32", "--graph-bs", "1", "8", "32", "--mem", "0.95"]
-HALVED = [*SAME, "--prompts", "700,2100,8200,20001", "--batches", "1", "8", "--graph-bs", "1", "8", *TWO_CARDS]
 BY_ROUTER = ["--variant", "flash6"]  # whose routers choose: another bit may be another expert
 
 
@@ -278,7 +277,7 @@ STAGES = {
         Case("index2_43_dealt_no_peers", DEALT_TIMED, environment=DEALT | NO_PEERS, takes_turns=True),
         Case("index2_43_undealt_no_peers", DEALT_TIMED, environment=NOT_DEALT | NO_PEERS, takes_turns=True),
     ],
-    **halves_stage.stages(Case, HALVED, [*SIDE_BY_SIDE, *TWO_CARDS], EVERY_CALL, NO_PEERS),
+    **halves_stage.stages(Case, [*SAME, *TWO_CARDS], [*SIDE_BY_SIDE, *TWO_CARDS], EVERY_CALL, NO_PEERS),
     # to the last bit: one prompt at a time, in batches, by chunks, half from the prefix cache, retracted and resumed
     "reproducible": [
         Case("same_8192", chunks(8192, radix=False), environment=EVERY_CALL | REPRODUCIBLE),
@@ -342,7 +341,6 @@ TEXTS = [
     ("yardstick: stock, EAGLE, 3 drafts", "stock_eagle314", "stock_plain"),
 ]
 
-
 # (what, the run, the one that it is compared with): every log-probability to the last bit. A run that is compared with
 # itself: repeated prompts, and groups of 8 and 32 with one at a time
 WITHIN = "in batches, behind its first half, and once more"
@@ -355,11 +353,8 @@ SAMES = [
     (f"SGLang's flag, {WITHIN}", "same_flag", "same_flag"),
     ("SM120 branches, chunks of 512, prefix cache", "same_seams_512", "same_seams_8192"),
     ("two cards, chunks of 512, prefix cache", "same_tp2_512", "same_tp2_8192"),
-    ("two cards, chunks in halves", halves_stage.SAME, halves_stage.WHOLE),
-    *(
-        (WITHIN, n, n)
-        for n in ("same_8192", "same_router_8192", "same_seams_8192", "same_tp2_8192", halves_stage.WHOLE)
-    ),
+    *halves_stage.SAMES,
+    *((WITHIN, name, name) for name in ("same_8192", "same_router_8192", "same_seams_8192", "same_tp2_8192")),
     ("yardstick, without the setting: chunks of 512, prefix cache", "unlike_512", "unlike_8192"),
     (f"yardstick, without the setting: {WITHIN}", "unlike_8192", "unlike_8192"),
 ]
