@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from deepseek_v4_sm120.ops.shared import cuda_tensors
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.adapters import alike
@@ -38,6 +39,9 @@ class Attention:
     def init_forward_metadata(self, batch):
         self.forward_metadata = batch
         self.made.append(batch)
+
+
+CARD_SMS = 188
 
 
 class Coordinator:
@@ -75,7 +79,7 @@ class Model:
     def __init__(self, coordinator, attention):
         self.coordinator, self.attention, self.pp_group = coordinator, attention, SimpleNamespace(world_size=1)
         self.cache = torch.arange(LAYERS * 9 * SLOTS).view(LAYERS, 9, SLOTS) % 97
-        self.fails = lambda batch, layer: None
+        self.fails, self.sms = (lambda batch, layer: None), set()
 
     def sum(self, x):
         return self.coordinator.all_reduce(x * (5 + self.coordinator.rank))
@@ -100,6 +104,7 @@ class Model:
                 start += length
             x = (x + self.sum(seen)) % 10_007
             self.fails(forward_batch, layer)
+            self.sms.add(cuda_tensors.stream_sms(0, 0))
             x = (x + self.sum(x * x + positions + layer)) % 10_007
         return (x, torch.stack((x, positions), 1)), [x + 1, x + 2]
 
@@ -126,6 +131,8 @@ def in_place(put, put_item):
     put(alike, "server_arguments", lambda: told)
     put(torch.cuda, "is_current_stream_capturing", lambda: False)
     put(report, "_notes", {})
+    put(cuda_tensors.extension, "load", lambda: SimpleNamespace(stream_sms=lambda stream, sms: sms))
+    put(cuda_tensors, "num_sms", lambda index: CARD_SMS)
     adapter._seen.clear()
     return SimpleNamespace(attention=attention, arguments=told, modules=modules)
 
@@ -170,6 +177,8 @@ def test_in_halves_as_whole(name, here, monkeypatch):
     assert len(set(coordinator.threads)) == 2 and coordinator.under_way == []
     assert here.attention.forward_metadata == "of the whole"
     assert adapter._seen == {"forwards": 1, "rows": rows}
+    assert whole.sms == {CARD_SMS} and halves.sms == {CARD_SMS - adapter.SUM_SMS}, "left to the sums, in both halves"
+    assert cuda_tensors.stream_sms(0, 0) == CARD_SMS
 
 
 def as_a_rank(rank, ranks, gather):

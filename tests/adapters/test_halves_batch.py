@@ -132,7 +132,7 @@ def test_what_belongs_to_the_whole_batchs_slots_is_not_handed_on():
         ({"a_field_of_a_release_to_come": "x"}, False),
         ({"input_ids_global": torch.zeros(4)}, False),  # no field: SGLang sets it
     ],
-    ids=str,
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
 )
 def test_a_batch_that_says_what_nobody_has_looked_at(said, is_known):
     assert unknown_in(batch_of([2048], **said)) == ([] if is_known else list(said))

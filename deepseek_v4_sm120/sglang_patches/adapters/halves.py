@@ -29,6 +29,7 @@ from collections.abc import Callable
 
 import torch
 
+from deepseek_v4_sm120.ops.shared import cuda_tensors
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches.adapters import alike
@@ -37,6 +38,10 @@ from deepseek_v4_sm120.sglang_patches.adapters.turns import Turns
 from deepseek_v4_sm120.sglang_patches.names import MODEL
 
 PATCH = "halves"
+# Multiprocessors for the sums' blocks, of which NCCL has as many as channels. A boundary of many rows (ops.mhc) is a
+# kernel all of whose blocks must be resident: with one in each multiprocessor but those, it would wait for the sum to
+# end, and nothing would be hidden. Its blocks come by 32, so an SM120 of 188 has as many as it has without
+SUM_SMS = 28
 ROWS = 2048  # of a chunk, from where on it is cut: a half has at least 896, more than the sums that are ours
 ENVIRON = "sglang.srt.environ"
 FORWARD_CONTEXT = "sglang.srt.model_executor.forward_context"
@@ -155,7 +160,8 @@ def _in_halves(original: Callable, model, input_ids, positions, batch, cut: Cut)
     def run(i: int):
         _running.hand_over = functools.partial(turns.hand_over, i)
         try:
-            return original(model, input_ids[tokens[i]], positions[tokens[i]], halves[i], None, None)
+            with cuda_tensors.held_by_others(SUM_SMS):
+                return original(model, input_ids[tokens[i]], positions[tokens[i]], halves[i], None, None)
         finally:
             _running.hand_over = None
 
