@@ -281,6 +281,71 @@ def test_mhc_calls_of_the_real_model_reach_ours(run, version):
     assert found["records"] == [["draft_head", "APPLIED"], ["mhc", "APPLIED"]]
 
 
+A_PROMPT = """
+    import json, sys
+    sys.path[1:1] = [MACHINE]
+    import sm120_machine
+    sys.path += [WHEEL, PACKAGES]
+    import torch
+    import sglang.srt.models.deepseek_v4 as model
+    from types import SimpleNamespace
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from deepseek_v4_sm120 import patching
+    from deepseek_v4_sm120.sglang_patches.adapters import alike, halves
+
+    backend = object.__new__(DeepseekV4AttnBackend)
+    backend.hisparse_coordinator, backend.forward_metadata = None, "of the whole"
+    DeepseekV4AttnBackend.init_forward_metadata = lambda self, batch: setattr(self, "forward_metadata", batch)
+    alike.tensor_parallel_group, asked = (lambda: "a group"), []
+    alike.server_arguments = lambda: SimpleNamespace(**dict.fromkeys(halves.OTHERS))
+    torch.cuda.is_current_stream_capturing = lambda: False
+    halves._start_beside = lambda call: (call(), lambda: None)
+    length, prefix = 4100, 512
+    ids, lengths = torch.arange(length), torch.tensor([length], dtype=torch.int32)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND, batch_size=1, input_ids=ids, req_pool_indices=torch.tensor([3]),
+        seq_lens=torch.tensor([prefix + length]), out_cache_loc=ids + 7, seq_lens_sum=prefix + length,
+        seq_lens_cpu=torch.tensor([prefix + length]), positions=ids + prefix, extend_num_tokens=length,
+        extend_seq_lens=lengths, extend_seq_lens_cpu=[length], extend_prefix_lens=lengths * 0 + prefix,
+        extend_prefix_lens_cpu=[prefix], extend_start_loc=lengths * 0, lora_ids=[None], rids=["a"],
+    )
+    group = object.__new__(GroupCoordinator)
+    group.world_size, group.local_size, group.device_group = 2, 2, None
+    module = sys.modules[GroupCoordinator.__module__]
+    module.is_shm_available = lambda *_: False
+    torch.distributed.all_reduce = lambda x, group: asked.append(len(x)) or x.mul_(2)
+
+    def layers(self, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors=None):
+        with_prefix = [forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu]
+        assert backend.forward_metadata is forward_batch and len(positions) == sum(with_prefix[1])
+        return group.all_reduce(input_ids + 0), group.all_reduce(positions + 0)
+
+    forward = model.DeepseekV4Model.forward
+    forward.__closure__[[*forward.__code__.co_freevars].index("original")].cell_contents = layers
+    stack = SimpleNamespace(pp_group=SimpleNamespace(world_size=1))
+    with forward_context(ForwardContext(attn_backend=backend)):
+        doubled, places = model.DeepseekV4Model.forward(stack, ids, batch.positions, batch, None)
+    print(json.dumps({
+        "same": bool(torch.equal(doubled, 2 * ids) and torch.equal(places, 2 * batch.positions)),
+        "asked": asked,
+        "seen": dict(halves._seen),
+        "metadata": backend.forward_metadata,
+        "records": sorted({(r.name, r.state) for r in patching.active_engine().records if r.name == "halves"}),
+    }))
+"""
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+def test_a_prompt_of_the_real_model_is_cut_in_halves(run, version):
+    """SGLang's own model, batch, context and coordinator, imported from the wheel; the layers are two sums."""
+    found = run(A_PROMPT, version=version, DSV4_SM120_SET="halves=on")
+    assert found["records"] == [["halves", "APPLIED"]] and found["seen"] == {"rows": 4100, "forwards": 1}
+    assert found["same"] and found["asked"] == [2048, 2052] * 2 and found["metadata"] == "of the whole"
+
+
 STOPS = """
     import json, sys
     sys.path[1:1] = [MACHINE]
