@@ -189,7 +189,25 @@ def stand_in(library: Path, fault: dict | None = None, rank: int = -1) -> None:
     child.microseconds, child.card = microseconds, lambda index: torch.device("cpu")
 
 
-def _process(rank: int, ranks: int, folder: str, body: Callable, arguments: tuple) -> None:
+def in_gloo(python: list[str], ranks: int, body: Callable, *arguments) -> list:
+    """body(rank, ranks, gather, *arguments) of a process for each rank, started by `python`, in a gloo group."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "job").write_bytes(pickle.dumps((ranks, body, arguments)))
+        code = "import sys; from tests.ops import all_reduce_emulated as emulated; emulated.as_rank(*sys.argv[1:])"
+        words = [*python, "-c", code, folder]
+        processes = [subprocess.Popen([*words, str(rank)], cwd=REPO, stderr=subprocess.PIPE) for rank in range(ranks)]
+        try:
+            said = [process.communicate(timeout=600)[1].decode() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert not any(process.returncode for process in processes), "\n".join(said)
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(ranks)]
+
+
+def as_rank(folder: str, number: str) -> None:
+    ranks, body, arguments = pickle.loads(Path(folder, "job").read_bytes())
+    rank = int(number)
     torch.set_num_threads(1)
     init = f"file://{folder}/store"
     torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks)
@@ -203,13 +221,6 @@ def _process(rank: int, ranks: int, folder: str, body: Callable, arguments: tupl
     torch.distributed.barrier()
     torch.save(result, f"{folder}/{rank}")
     torch.distributed.destroy_process_group()
-
-
-def in_gloo(ranks: int, body: Callable, *arguments) -> list:
-    """body(rank, ranks, gather, *arguments) of a process for each rank, in a gloo group."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_process, (ranks, folder, body, arguments), nprocs=ranks, join=True)
-        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(ranks)]
 
 
 def main(library: str, fault: str, *words: str) -> int:
