@@ -393,7 +393,7 @@ def test_what_stands_against_ours_is_said():
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return emulated.compiled(tmp_path_factory.mktemp("emulated"), is_library=True)
+    return emulated.compiled(tmp_path_factory.mktemp("emulated"), flags=emulated.LIBRARY)
 
 
 SMALL = 64  # hidden

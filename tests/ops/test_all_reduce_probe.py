@@ -31,7 +31,7 @@ connection.poll(None)
 @pytest.fixture(scope="module")
 def program(tmp_path_factory, torch_python):
     """program(fault): of a rank's process."""
-    library = emulated.compiled(tmp_path_factory.mktemp("emulated"), is_library=True)
+    library = emulated.compiled(tmp_path_factory.mktemp("emulated"), flags=emulated.LIBRARY)
     return lambda fault: (*torch_python(), emulated.__file__, str(library), json.dumps(fault))
 
 
