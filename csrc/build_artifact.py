@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 if sys.version_info < (3, 11):
@@ -46,10 +47,12 @@ from build_results import BuildError, Results, locked, run, say  # noqa: E402
 from deepseek_v4_sm120 import __version__  # noqa: E402
 from deepseek_v4_sm120.ops.shared.extension import LIBRARY  # noqa: E402
 
-# 120a: RTX PRO 6000 and RTX 50. 121a: GB10. 90a: H100 and H200, where the kernels are validated. Cubins only, no PTX:
-# an architecture-specific target ("a") has no forward compatibility to offer. 120f, which runs on 12.0 and 12.1, takes
-# the place of two, but has other machine code than 120a for the four kernels of sparse prefill (nvcc 13.0).
-ARCHS = ("120a", "121a", "90a")
+# 120f: RTX PRO 6000 and RTX 50 (12.0), GB10 (12.1). 90a: H100 and H200, where the kernels are validated. Cubins only,
+# no PTX: what is made for an architecture has no forward compatibility to offer. Of the kernels of sparse prefill and
+# of sorted experts nvcc 13.0 makes other code for 120a than for its family: they are compiled for each. All others of
+# 120a's are 120f's to the byte.
+ARCHS = ("120f", "90a")
+OF_EACH = {name: {"120f": ("120a", "121a")} for name in ("sparse_decode/prefill.cu", "mxfp4_moe/sorted.cu")}
 OLDEST_CUDA = (12, 9)
 MAX_SHARED_BYTES = 101_376  # what one block can have on SM120: 99 KiB
 NEWEST_GLIBC = (2, 34)  # SGLang's own wheels are manylinux_2_34
@@ -60,17 +63,20 @@ ALLOWED_NEEDED = (
     *("ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"),
 )
 
-CUDA_FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v", "-Xcompiler=-fPIC")
+# -O1 is the host's code, which chooses and launches; ptxas has its own -O3
+CUDA_FLAGS = ("-O1", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v", "-Xcompiler=-fPIC")
 CXX_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-Wall", "-Wextra")
+BINDINGS_FLAGS = ("-O1",)  # a third of the compiler's time less; what they do is CPython's
 # Version scripts keep all private but what is meant: static cudart must not export its symbols to, or take them from,
 # the libcudart that torch loads. The library exports what the modules ask of it, the modules their init function.
 LINK_FLAGS = ("-shared", "-Wl,--as-needed", "-Wl,-z,noexecstack")
 # An old tag, RPATH: a library of the same name on LD_LIBRARY_PATH does not come first.
 BESIDE = ("-Wl,--disable-new-dtags", "-Wl,-rpath,$ORIGIN")
-# These first, so that all cores are busy to the end.
+# These by themselves and first, so that all cores are busy to the end.
 LONGEST = (
-    *("mxfp4_moe/launch.cu", "sparse_decode/launch.cu", "bindings.cpp", "fp8_linear/tile.cu"),
-    *("mhc/summing.cu", "mhc/launch.cu"),
+    *("mxfp4_moe/launch.cu", "mhc/summing.cu", "bindings.cpp", "sparse_decode/prefill.cu", "fp8_linear/tile.cu"),
+    *("sparse_decode/launch.cu", "bf16_linear/launch.cu", "mhc/launch.cu", "compressor/launch.cu"),
+    *("all_reduce/launch.cu", "index_select/score.cu", "mxfp4_moe/sorted.cu"),
 )
 
 TOOL_WHEELS = ("pybind11==3.0.4",)
@@ -224,6 +230,25 @@ def find_interpreters(asked: list[str]) -> list[Interpreter]:
 # compile
 
 
+def translation_units() -> list[list[Path]]:
+    """The CUDA sources as they are compiled. Short ones take hardly longer than what they include: one of each operator
+    together, as those of one operator have the same names for things of their own."""
+    by_operator: dict[Path, list[Path]] = {}
+    alone = []
+    for source in sorted(CSRC.glob("**/*.cu")):
+        if str(source.relative_to(CSRC)) in {*LONGEST, *OF_EACH}:
+            alone.append([source])
+        else:
+            by_operator.setdefault(source.parent, []).append(source)
+    together = [[source for source in sources if source] for sources in zip_longest(*by_operator.values())]
+    return alone + together
+
+
+def archs_of(unit: list[Path], archs: list[str]) -> list[str]:
+    each = OF_EACH.get(str(unit[0].relative_to(CSRC)), {})
+    return [arch for asked in archs for arch in each.get(asked, (asked,))]
+
+
 def compile_all(
     results: Results,
     toolkit: Toolkit,
@@ -234,28 +259,32 @@ def compile_all(
     defines: dict[str, str],
 ) -> tuple[list[Path], list[Path]]:
     """Objects of the library, and one of bindings.cpp for each interpreter, longest first on all cores."""
-    gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in options.archs]
-    flags = [*CUDA_FLAGS, *options.nvcc_flags.split(), *gencode, "--threads", len(gencode)]
-    cuda = [toolkit.nvcc, "-ccbin", compiler, *flags, "-I."]
+    cuda = [toolkit.nvcc, "-ccbin", compiler, *CUDA_FLAGS, *options.nvcc_flags.split(), "-I.", "-x", "cu"]
     cxx = [compiler, *CXX_FLAGS, "-I.", "-isystem", toolkit.include]
-    jobs = [(source, cuda, []) for source in CSRC.glob("**/*.cu")]
+    jobs = []
+    for unit in translation_units():
+        archs = archs_of(unit, options.archs)
+        gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+        jobs.append((unit, [*cuda, *gencode, "--threads", len(gencode)], []))
     if not jobs:
         raise BuildError(f"no CUDA source under {CSRC}")
-    for source in set(CSRC.glob("**/*.cpp")) - {CSRC / "bindings.cpp"}:
+    for source in sorted(set(CSRC.glob("**/*.cpp")) - {CSRC / "bindings.cpp"}):
         own = [f'-D{k}="{v}"' for k, v in defines.items()] if source.stem == "build_info" else []
-        jobs.append((source, [*cxx, *own], []))
-    jobs.sort(key=lambda job: job[0])
+        jobs.append(([source], [*cxx, *own], []))
     for i in interpreters:
         python = ["-fvisibility=hidden", "-isystem", i.include, "-isystem", pybind11]
         which = [Path(i.include, name) for name in ("patchlevel.h", "pyconfig.h")]
-        jobs.append((CSRC / "bindings.cpp", [*cxx, *python], which))
+        jobs.append(([CSRC / "bindings.cpp"], [*cxx, *BINDINGS_FLAGS, *python], which))
 
-    def compiled(job: tuple[Path, list, list]) -> Path:
-        source, command, which = job
-        return results.make([*command, "-c", source.relative_to(CSRC)], [*results.included(source), *which], ".o")
+    def compiled(job: tuple[list[Path], list, list]) -> Path:
+        unit, command, which = job
+        names = [source.relative_to(CSRC) for source in unit]
+        text = names[0] if len(unit) == 1 else results.text("".join(f'#include "{name}"\n' for name in names))
+        reads = {path: None for source in unit for path in results.included(source)}
+        return results.make([*command, "-c", text], [*reads, *which], ".o")
 
-    def place(job: tuple[Path, list, list]) -> int:
-        name = str(job[0].relative_to(CSRC))
+    def place(job: tuple[list[Path], list, list]) -> int:
+        name = str(job[0][0].relative_to(CSRC))
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -329,11 +358,12 @@ def kernel_uses(objects: list[Path], archs: list[str]) -> list[KernelUse]:
     uses = [
         KernelUse(**asdict(u) | {"kernel": k}) for u, k in zip(uses, demangled([u.kernel for u in uses]), strict=True)
     ]
+    expected = {tuple(sorted(archs_of(unit, archs))) for unit in translation_units()}
     for kernel in {u.kernel for u in uses}:
-        seen = sorted(u.arch for u in uses if u.kernel == kernel)
-        if seen != sorted(archs):
-            raise BuildError(f"{kernel} was compiled for {seen}, expected {sorted(archs)}")
-    return sorted(uses, key=lambda u: (u.kernel, archs.index(u.arch)))
+        seen = tuple(sorted(u.arch for u in uses if u.kernel == kernel))
+        if seen not in expected:
+            raise BuildError(f"{kernel} was compiled for {seen}, expected {sorted(expected)}")
+    return sorted(uses, key=lambda u: (u.kernel, u.arch))
 
 
 # checks

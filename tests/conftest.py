@@ -72,6 +72,16 @@ def seed():
 
 
 @pytest.fixture(scope="session")
+def torch_python(tmp_path_factory):
+    """What starts a Python that has imported torch already: words in front of a script or -c and code."""
+    from tests.loaded_python import Loaded
+
+    loaded = Loaded(tmp_path_factory.mktemp("torch"), "torch")
+    yield lambda: loaded.command
+    loaded.close()
+
+
+@pytest.fixture(scope="session")
 def device():
     """The CUDA device of GPU tests."""
     import torch

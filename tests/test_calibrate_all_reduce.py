@@ -36,16 +36,16 @@ sys.exit(ranks.main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return emulated.compiled(tmp_path_factory.mktemp("emulated"), is_library=True)
+    return emulated.compiled(tmp_path_factory.mktemp("emulated"), flags=emulated.LIBRARY)
 
 
 @pytest.fixture
-def cards(library, monkeypatch):
+def cards(library, torch_python, monkeypatch):
     """cards(more): from here on ranks are processes of the script, with these lines more."""
 
     def prepare(more=""):
         script = RANK.format(repo=str(emulated.REPO), library=str(library), more=more)
-        monkeypatch.setattr(spec, "RANK_PROGRAM", (sys.executable, "-c", script))
+        monkeypatch.setattr(spec, "RANK_PROGRAM", (*torch_python(), "-c", script))
         monkeypatch.setattr(spec, "START_S", 400.0)
         monkeypatch.setattr(spec, "CASE_S", 400.0)
 

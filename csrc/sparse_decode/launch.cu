@@ -2,44 +2,20 @@
 #include <algorithm>
 
 #include "kernel.cuh"
-#include "prefill.cuh"
-#include "stacked.cuh"
+#include "kernels.h"
 
 namespace dsv4::sparse_decode {
 
 namespace {
 
-constexpr char kName[] = "sparse_decode";
 constexpr int kMaxSplits = 32;                          // one bit each in the control word
 constexpr int64_t kMaxPartialBytes = 62ll << 20;        // scratch of one call
 constexpr int kMaxLongItems = 1024;                     // blocks that fold long rows through a slot of their own
 
-// The kernels, by what a launch needs to know of them.
-template <void (*kKernel)(Params), int kThreadCount, int kSharedBytes>
-struct Kernel {
-  static constexpr int kThreads = kThreadCount, kShared = kSharedBytes;
-
-  static const void* allowed() {
-    static uint64_t configured = 0;
-    const void* kernel = reinterpret_cast<const void*>(kKernel);
-    allow_shared(kName, kernel, kShared, configured);
-    return kernel;
-  }
-  static void launch(const Params& params, dim3 grid, const Launcher& launcher) {
-    allowed();
-    launcher(kKernel, grid, kThreads, kShared, params);
-  }
-  static KernelAttributes attributes(const char* name) { return attributes_of(kName, allowed(), name, kThreads, kShared); }
-};
 template <bool kTable>
 using SplitKernel = Kernel<&sparse_decode_kernel<true, kTable>, kThreads, sizeof(SharedMemoryPlan)>;
 template <bool kTable>
 using RowKernel = Kernel<&sparse_decode_kernel<false, kTable>, kThreads, sizeof(SharedMemoryPlan)>;
-template <bool kTable>
-using PrefillKernel = Kernel<&prefill::sparse_prefill_kernel<kTable>, prefill::kThreads, sizeof(prefill::PrefillMemory)>;
-
-template <bool kTable>
-using StackedKernel = Kernel<&prefill::sparse_prefill_stacked_kernel<kTable>, prefill::kThreads, sizeof(prefill::StackedMemory)>;
 
 void advance(Cache& cache, int rows) {
   cache.indices += rows * cache.indices_stride;
@@ -135,43 +111,31 @@ void launch_decode(Params p, const Plan& plan, const Launcher& launcher) {
   }
 }
 
-template <bool kTable>
-void launch_kernels(Params p, const Plan& plan, const Launcher& launcher) {
-  if (plan.prefill_blocks > 0) {
-    p.head_blocks = plan.head_groups;
-    p.stacked_log2 = plan.stacked_log2;
-    if (plan.stacked_log2 > 0) {
-      StackedKernel<kTable>::launch(p, dim3(plan.prefill_blocks), launcher);
-    } else {
-      PrefillKernel<kTable>::launch(p, dim3(plan.prefill_blocks), launcher);
-    }
-  } else {
-    launch_decode<kTable>(p, plan, launcher);
-  }
-}
-
 }  // namespace
 
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream) {
   const Launcher launcher = {kName, pdl, stream};
-  if (params.extra_table.pages != nullptr) {
-    launch_kernels<true>(params, plan, launcher);
+  if (plan.prefill_blocks > 0) {
+    prefill::launch(params, plan, launcher);
+  } else if (params.extra_table.pages != nullptr) {
+    launch_decode<true>(params, plan, launcher);
   } else {
-    launch_kernels<false>(params, plan, launcher);
+    launch_decode<false>(params, plan, launcher);
   }
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  return {SplitKernel<false>::attributes("sparse_decode_split"),        RowKernel<false>::attributes("sparse_decode_row"),
-          PrefillKernel<false>::attributes("sparse_prefill"),           SplitKernel<true>::attributes("sparse_decode_split, page table"),
-          RowKernel<true>::attributes("sparse_decode_row, page table"), PrefillKernel<true>::attributes("sparse_prefill, page table"),
-          StackedKernel<false>::attributes("sparse_prefill_stacked"),   StackedKernel<true>::attributes("sparse_prefill_stacked, page table")};
+  std::vector<KernelAttributes> all = prefill::kernel_attributes();
+  all.insert(all.begin(),
+             {SplitKernel<false>::attributes("sparse_decode_split"), RowKernel<false>::attributes("sparse_decode_row"),
+              SplitKernel<true>::attributes("sparse_decode_split, page table"), RowKernel<true>::attributes("sparse_decode_row, page table")});
+  return all;
 }
 
 std::vector<std::pair<std::string, int>> shared_bytes() {
-  return {{"sparse_decode_kernel", SplitKernel<false>::kShared},
-          {"sparse_prefill_kernel", PrefillKernel<false>::kShared},
-          {"sparse_prefill_stacked_kernel", StackedKernel<false>::kShared}};
+  std::vector<std::pair<std::string, int>> all = prefill::shared_bytes();
+  all.insert(all.begin(), {"sparse_decode_kernel", SplitKernel<false>::kShared});
+  return all;
 }
 
 }  // namespace dsv4::sparse_decode

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "fold.cuh"
+#include "kernels.h"
 #include "score.cuh"
 #include "softmax.cuh"
 #include "work.cuh"
@@ -23,8 +24,6 @@ constexpr int kTeamHeads = kGroups * kBlockHeads;
 constexpr int kMathThreads = kTeams * kTeamThreads;
 constexpr int kGatherThreads = 128;
 constexpr int kThreads = kMathThreads + kGatherThreads;
-constexpr int kHeads = kTeams * kTeamHeads;                  // of a block
-constexpr int kHeadsLog2 = 6;
 constexpr int kWarpTiles = kTiles / kTeamWarps;              // of 64 dimensions
 constexpr int kPieces = kHeadDim / 16;                       // of 16 dimensions
 constexpr int kRotaryPieces = kRopeDim / 16;
@@ -33,7 +32,7 @@ constexpr int kTilePitch = 2 * kHalfRow + 16;                // bytes of a dequa
 constexpr int kNextTile = kTileDim / 16 * 16;                // bytes between tiles in a half row
 constexpr int kMathRows = 3;                                 // of a leaf that a warp dequantises, and a gathering warp
 constexpr int kGatherRows = (kLeaf - kMathRows * kMathThreads / 32) / (kGatherThreads / 32);
-static_assert(kHeads == 1 << kHeadsLog2, "a power of two");
+static_assert(kHeads == kTeams * kTeamHeads, "a block's");
 static_assert(kPieces == 32, "a lane dequantises a piece");
 static_assert(kLeaf == kMathRows * kMathThreads / 32 + kGatherRows * kGatherThreads / 32, "all rows");
 static_assert(4 * kLeaf == kGatherThreads, "four lanes copy a candidate");

@@ -17,7 +17,6 @@
 
 namespace dsv4::sparse_decode::prefill {
 
-constexpr int kMinStackedLog2 = 3, kMaxStackedLog2 = 5;      // of the lines of a row
 constexpr int kMaxStack = kHeads >> kMinStackedLog2;         // rows of a block
 constexpr int kPlans = 2;                                    // of tiles: the one that is gathered and the next
 constexpr int kGatherWarps = kGatherThreads / 32;

@@ -393,13 +393,13 @@ def test_what_stands_against_ours_is_said():
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return emulated.compiled(tmp_path_factory.mktemp("emulated"), is_library=True)
+    return emulated.compiled(tmp_path_factory.mktemp("emulated"), flags=emulated.LIBRARY)
 
 
 SMALL = 64  # hidden
 
 
-def as_a_rank(rank, ranks, gather, library, case):
+def as_a_rank(rank, ranks, gather, python, library, case):
     """What a rank of SGLang does: dispatch, the object, some sums and gathers in turn, its end.
     (kind, text of the log, note, sums and what was gathered)"""
     said, handler = [], logging.Handler()
@@ -409,7 +409,7 @@ def as_a_rank(rank, ranks, gather, library, case):
     emulated.stand_in(library)
     for name in ("START_S", "STEP_S", "WHOLE_S"):
         setattr(probe, name, 400.0)
-    probe.probe.__kwdefaults__["program"] = (sys.executable, emulated.__file__, str(library), json.dumps(case["fault"]))
+    probe.probe.__kwdefaults__["program"] = (*python, emulated.__file__, str(library), json.dumps(case["fault"]))
     limits.LIMITS["all_reduce"]["hidden"] = limits.OneOf((SMALL,))
     models_served.announced = lambda: {"model_type": "deepseek_v4", "hidden": SMALL}
     capability = (9, 0) if rank in case.get("not_served", ()) else (12, 0)
@@ -439,12 +439,17 @@ def as_a_rank(rank, ranks, gather, library, case):
     return type(made).__name__, said, notes, sums
 
 
-def ranks_of(library, ranks=2, fault=None, **case):
-    return emulated.in_gloo(ranks, as_a_rank, library, {"fault": fault or {}, **case})
+@pytest.fixture
+def ranks_of(torch_python, library):
+    def run(ranks=2, fault=None, **case):
+        python = torch_python()
+        return emulated.in_gloo(python, ranks, as_a_rank, python, library, {"fault": fault or {}, **case})
+
+    return run
 
 
-def test_ranks_sum_and_gather_to_the_bit_by_the_way_that_the_probe_found(library):
-    found = ranks_of(library)
+def test_ranks_sum_and_gather_to_the_bit_by_the_way_that_the_probe_found(ranks_of):
+    found = ranks_of()
     for kind, _, notes, sums in found:
         assert kind == "Communicator" and len(sums) == 5
         assert (
@@ -460,8 +465,8 @@ def test_ranks_sum_and_gather_to_the_bit_by_the_way_that_the_probe_found(library
     assert len(lines[0]) == 1 and "each other's memory" in lines[0][0] and "(probe: " in lines[0][0] and lines[1] == []
 
 
-def test_where_no_way_works_all_ranks_have_sglangs_object_and_one_line_says_why(library):
-    found = ranks_of(library, fault={"rank": 1, "way": "both", "what": "wrong bits"})
+def test_where_no_way_works_all_ranks_have_sglangs_object_and_one_line_says_why(ranks_of):
+    found = ranks_of(fault={"rank": 1, "way": "both", "what": "wrong bits"})
     assert [kind for kind, *_ in found] == ["Theirs", "Theirs"]
     lines = [line for _, said, *_ in found for line in said if "all_reduce" in line]
     assert len(lines) == 1 and "the sums between the cards stay SGLang's" in lines[0]
@@ -470,18 +475,18 @@ def test_where_no_way_works_all_ranks_have_sglangs_object_and_one_line_says_why(
 
 
 @pytest.mark.parametrize(("chosen", "words"), [("host", "host memory"), ("peer", "each other's memory")])
-def test_the_way_that_the_user_chose_is_the_only_one_tried(chosen, words, library):
+def test_the_way_that_the_user_chose_is_the_only_one_tried(chosen, words, ranks_of):
     """A fault of the other one is never met; by host memory, SGLang's object, which goes by peers, sums nothing."""
     other = {"host": "peer", "peer": "host"}[chosen]
-    found = ranks_of(library, fault={"rank": 1, "way": other, "what": "dies"}, chosen=chosen)
+    found = ranks_of(fault={"rank": 1, "way": other, "what": "dies"}, chosen=chosen)
     for kind, _, (note, *disabled), sums in found:
         assert kind == "Communicator" and len(sums) == 5 and bool(disabled) == (chosen == "host")
         assert note.startswith(f"all_reduce: 2 cards sum by way of {words} (chosen by the user, the only one tried): ")
         assert "; " not in note
 
 
-def test_where_the_chosen_way_does_not_work_none_is_ours(library):
-    found = ranks_of(library, fault={"rank": 0, "way": "host", "what": "wrong bits"}, chosen="host")
+def test_where_the_chosen_way_does_not_work_none_is_ours(ranks_of):
+    found = ranks_of(fault={"rank": 0, "way": "host", "what": "wrong bits"}, chosen="host")
     for kind, _, (note, disabled), _ in found:
         assert kind == "Theirs" and disabled and "chosen by the user" in note and "rank 0: 1 of 576 sums" in note
 
@@ -491,8 +496,8 @@ def test_where_the_chosen_way_does_not_work_none_is_ours(library):
     [({"not_served": (1,)}, None), ({"rows": 1024}, "--max-running-requests")],
     ids=["a card that is not ours", "more rows than ours takes"],
 )
-def test_what_all_ranks_must_have_is_asked_of_all(case, line, library):
-    found = ranks_of(library, **case)
+def test_what_all_ranks_must_have_is_asked_of_all(case, line, ranks_of):
+    found = ranks_of(**case)
     assert [kind for kind, *_ in found] == ["Theirs", "Theirs"]
     lines = [text for _, said, *_ in found for text in said if "all_reduce" in text]
     assert (len(lines) == 1 and line in lines[0]) if line else lines == []

@@ -308,6 +308,6 @@ def as_a_rank(rank, ranks, gather):
     return prompt(coordinator, inputs), expected(inputs)[0]
 
 
-def test_processes_of_a_gloo_group_have_the_lists_of_the_whole_call():
-    for out, whole in in_gloo(2, as_a_rank):
+def test_processes_of_a_gloo_group_have_the_lists_of_the_whole_call(torch_python):
+    for out, whole in in_gloo(torch_python(), 2, as_a_rank):
         assert torch.equal(out, whole)

@@ -32,6 +32,7 @@ from deepseek_v4_sm120.ops import all_reduce_probe_child as child  # noqa: E402
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension  # noqa: E402
 from deepseek_v4_sm120.ops.shared.checks import Call  # noqa: E402
 
+LIBRARY = ("-O1", "-DLIBRARY", "-shared", "-fPIC")
 HARNESS = Path(__file__).with_name("all_reduce_on_cpu.cpp")
 SOURCES = ("all_reduce.h", "turn.cuh", "kernel.cuh", "gather.cuh", "ping.cuh", "../mhc/config.h", "../mhc/sum.cuh")
 SMALL = (  # two slices of two rows, two threads without a vector; rows of eight vectors, two for each of four threads
@@ -47,7 +48,7 @@ US = {"peer": 5.0, "host": 9.0}  # what a call takes, as the emulated probe tell
 LONG_S, SHORT_S = 60.0, 1.0  # of patience: where all is well, and where a fault is due
 
 
-def compiled(folder: Path, *changes: tuple[str, str], optimised: str = "-O1", is_library: bool = False) -> Path:
+def compiled(folder: Path, *changes: tuple[str, str], flags: tuple[str, ...] = ("-O1",)) -> Path:
     """The harness with the kernels in it, each change made in their text, which must have it."""
     text = "".join((REPO / "csrc/all_reduce" / name).read_text() for name in SOURCES)
     text = re.sub(r"^#(include|pragma once).*$", "", text, flags=re.M)
@@ -56,10 +57,18 @@ def compiled(folder: Path, *changes: tuple[str, str], optimised: str = "-O1", is
         text = text.replace(old, new)
     source, program = folder / "on_cpu.cpp", folder / "on_cpu"
     source.write_text(HARNESS.read_text().replace("//@@ the kernels", text))
-    flags = ["-std=c++20", optimised, "-pthread", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
-    flags += ["-shared", "-fPIC"] if is_library else []
-    subprocess.run([shutil.which("g++") or "c++", *flags, source, "-o", program], check=True)
+    all_flags = ["-std=c++20", "-pthread", "-Wall", "-Werror", "-Wno-unknown-pragmas", *flags]
+    subprocess.run([shutil.which("g++") or "c++", *all_flags, source, "-o", program], check=True)
     return program
+
+
+def precompiled(folder: Path, *flags: str) -> tuple[str, ...]:
+    """Flags by which compilations with `flags` have what the harness includes from there."""
+    header = folder / "included.h"
+    header.write_text("".join(re.findall(r"^#include <.*\n", HARNESS.read_text(), flags=re.M)))
+    command = [shutil.which("g++") or "c++", "-std=c++20", "-pthread", *flags, "-x", "c++-header", str(header)]
+    subprocess.run([*command, "-o", f"{header}.gch"], check=True)
+    return (*flags, "-include", str(header))
 
 
 class Emulated:
@@ -189,7 +198,25 @@ def stand_in(library: Path, fault: dict | None = None, rank: int = -1) -> None:
     child.microseconds, child.card = microseconds, lambda index: torch.device("cpu")
 
 
-def _process(rank: int, ranks: int, folder: str, body: Callable, arguments: tuple) -> None:
+def in_gloo(python: list[str], ranks: int, body: Callable, *arguments) -> list:
+    """body(rank, ranks, gather, *arguments) of a process for each rank, started by `python`, in a gloo group."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "job").write_bytes(pickle.dumps((ranks, body, arguments)))
+        code = "import sys; from tests.ops import all_reduce_emulated as emulated; emulated.as_rank(*sys.argv[1:])"
+        words = [*python, "-c", code, folder]
+        processes = [subprocess.Popen([*words, str(rank)], cwd=REPO, stderr=subprocess.PIPE) for rank in range(ranks)]
+        try:
+            said = [process.communicate(timeout=600)[1].decode() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert not any(process.returncode for process in processes), "\n".join(said)
+        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(ranks)]
+
+
+def as_rank(folder: str, number: str) -> None:
+    ranks, body, arguments = pickle.loads(Path(folder, "job").read_bytes())
+    rank = int(number)
     torch.set_num_threads(1)
     init = f"file://{folder}/store"
     torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks)
@@ -203,13 +230,6 @@ def _process(rank: int, ranks: int, folder: str, body: Callable, arguments: tupl
     torch.distributed.barrier()
     torch.save(result, f"{folder}/{rank}")
     torch.distributed.destroy_process_group()
-
-
-def in_gloo(ranks: int, body: Callable, *arguments) -> list:
-    """body(rank, ranks, gather, *arguments) of a process for each rank, in a gloo group."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_process, (ranks, folder, body, arguments), nprocs=ranks, join=True)
-        return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(ranks)]
 
 
 def main(library: str, fault: str, *words: str) -> int:

@@ -307,7 +307,8 @@ int run_ping(int rounds, bool is_host, int faulty_rank) {
   return std::printf("%d came\n", (took[0] > 0) + (took[1] > 0)), took[0] + took[1] == 0 ? 0 : 1;
 }
 
-// As a library (all_reduce_emulated.py): a call of this process's rank, in memory that processes share.
+#ifdef LIBRARY
+// all_reduce_emulated.py: a call of this process's rank, in memory that processes share.
 constexpr int kBlocks = 2;
 
 void in_threads(int blocks, int threads_each, const std::function<void()>& kernel) {
@@ -360,14 +361,21 @@ extern "C" void emulated_ping(uint4* there, const uint4* here, int64_t vectors, 
   in_threads(1, kPingThreads, [&] { ping_kernel(p); });
 }
 
+#else
 int main(int argc, char** argv) {
   if (argc != 7) return 2;
-  const int ranks = std::atoi(argv[1]), calls = std::atoi(argv[3]), faulty = std::atoi(argv[5]);
-  const bool host = std::string(argv[2]) == "host";
+  const int calls = std::atoi(argv[3]), faulty = std::atoi(argv[5]);
   const unsigned seed = std::atoi(argv[4]);
   const uint64_t patience = std::atoll(argv[6]) * 1'000'000;
+#ifdef ONLY  // these ranks and this way: less to compile
+  return run<ONLY>(calls, seed, faulty, patience);
+#else
+  const int ranks = std::atoi(argv[1]);
+  const bool host = std::string(argv[2]) == "host";
   if (ranks == 1) return run_ping(calls, host, faulty);
   if (ranks == 2) return host ? run<2, true>(calls, seed, faulty, patience) : run<2, false>(calls, seed, faulty, patience);
   if (ranks == 4) return host ? run<4, true>(calls, seed, faulty, patience) : run<4, false>(calls, seed, faulty, patience);
   return 2;
+#endif
 }
+#endif

@@ -29,18 +29,16 @@ connection.poll(None)
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return emulated.compiled(tmp_path_factory.mktemp("emulated"), is_library=True)
+def program(tmp_path_factory, torch_python):
+    """program(fault): of a rank's process."""
+    library = emulated.compiled(tmp_path_factory.mktemp("emulated"), flags=emulated.LIBRARY)
+    return lambda fault: (*torch_python(), emulated.__file__, str(library), json.dumps(fault))
 
 
 @pytest.fixture(autouse=True)
 def busy_machine(monkeypatch):
     for name in ("START_S", "STEP_S", "WHOLE_S"):
         monkeypatch.setattr(probe, name, 400.0)
-
-
-def program(library, fault):
-    return (sys.executable, emulated.__file__, str(library), json.dumps(fault))
 
 
 def verdicts(ranks, program_of, hidden=HIDDEN):
@@ -54,15 +52,15 @@ def verdicts(ranks, program_of, hidden=HIDDEN):
         return [one.result() for one in asked]
 
 
-def agreed(ranks, library, fault):
-    found = verdicts(ranks, lambda rank: program(library, fault))
+def agreed(ranks, program, fault):
+    found = verdicts(ranks, lambda rank: program(fault))
     assert all(one == found[0] for one in found)
     return found[0]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_right_is_taken_and_timed(ranks, library):
-    found = agreed(ranks, library, GOOD)
+def test_what_is_right_is_taken_and_timed(ranks, program):
+    found = agreed(ranks, program, GOOD)
     assert found.transport == "peer" and found.ranks == ranks and found.seconds > 0
     pairs = {(a, b, rows) for a in range(ranks) for b in range(ranks) if a != b for rows in probe.ROWS}
     for name, way in found.ways.items():
@@ -76,9 +74,9 @@ def test_what_is_right_is_taken_and_timed(ranks, library):
     assert len(found.table()) == 1 + 2 * ranks * (ranks - 1) and json.loads(json.dumps(found.as_dict()))["text"]
 
 
-def test_the_faster_way_is_taken(library):
+def test_the_faster_way_is_taken(program):
     """Peers that the driver stages through host memory are right, and slow."""
-    found = agreed(2, library, {"rank": 1, "way": "peer", "what": "slow"})
+    found = agreed(2, program, {"rank": 1, "way": "peer", "what": "slow"})
     assert found.transport == "host" and found.ways["peer"].us[1] == 106.0 and probe.REMEDY not in found.describe()
 
 
@@ -93,8 +91,8 @@ FAULTS = {  # what becomes of rank 1 -> what is said of it
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_a_way_that_fails_on_one_rank_is_taken_on_none(what, library):
-    found = agreed(2, library, {"rank": 1, "way": "peer", "what": what})
+def test_a_way_that_fails_on_one_rank_is_taken_on_none(what, program):
+    found = agreed(2, program, {"rank": 1, "way": "peer", "what": what})
     assert found.transport == "host" and found.ways["host"].problem is None
     assert re.search(FAULTS[what], found.ways["peer"].problem)
     assert (
@@ -103,31 +101,31 @@ def test_a_way_that_fails_on_one_rank_is_taken_on_none(what, library):
 
 
 @pytest.mark.parametrize("what", ["dies", "wrong bits"])
-def test_where_no_way_is_right_the_sums_stay_sglangs(what, library, monkeypatch):
+def test_where_no_way_is_right_the_sums_stay_sglangs(what, program, monkeypatch):
     """And no process is left."""
     started, real = [], probe.subprocess.Popen
     monkeypatch.setattr(probe.subprocess, "Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
-    found = agreed(2, library, {"rank": 0, "way": "both", "what": what})
+    found = agreed(2, program, {"rank": 0, "way": "both", "what": what})
     assert found.transport is None and all("rank 0: " in way.problem for way in found.ways.values())
     assert found.describe().startswith("the sums between the cards stay SGLang's; by way of each other's memory: rank")
     assert "by way of host memory: rank 0" in found.describe() and probe.REMEDY in found.describe()
     assert len(started) == (4 if what == "dies" else 2) and all(process.poll() is not None for process in started)
 
 
-def test_a_probe_that_hangs_is_ended(library, monkeypatch):
+def test_a_probe_that_hangs_is_ended(program, monkeypatch):
     monkeypatch.setattr(probe, "STEP_S", 15.0)
-    found = agreed(2, library, {"rank": 1, "way": "peer", "what": "hangs"})
+    found = agreed(2, program, {"rank": 1, "way": "peer", "what": "hangs"})
     assert found.transport == "host" and "rank 1: its probe said nothing for 15 s" in found.ways["peer"].problem
 
 
-def test_a_probe_that_does_not_start_is_one_that_failed(library):
-    found = verdicts(2, lambda rank: ("/nowhere/python",) if rank else program(library, GOOD))
+def test_a_probe_that_does_not_start_is_one_that_failed(program):
+    found = verdicts(2, lambda rank: ("/nowhere/python",) if rank else program(GOOD))
     assert found[0] == found[1] and found[0].transport is None
     assert "rank 1: its probe does not start" in found[0].ways["host"].problem
 
 
-def test_ranks_at_different_places_have_no_verdict(library):
-    found = verdicts(2, lambda rank: (sys.executable, "-c", SAYS_FOUND) if rank else program(library, GOOD))
+def test_ranks_at_different_places_have_no_verdict(program):
+    found = verdicts(2, lambda rank: (sys.executable, "-c", SAYS_FOUND) if rank else program(GOOD))
     assert found[0].transport is found[1].transport is None
     assert found[0].ways["peer"].problem == "the ranks' probes are at different places"
 
@@ -171,8 +169,8 @@ def test_a_mistake_of_ours_is_no_way_to_fail():
 # ---- between processes
 
 
-def in_a_process(rank, ranks, gather, library):
-    found = probe.probe(rank, ranks, rank, gather, hidden=HIDDEN, program=program(library, GOOD))
+def in_a_process(rank, ranks, gather, program, library):
+    found = probe.probe(rank, ranks, rank, gather, hidden=HIDDEN, program=program)
     emulated.stand_in(library)
     device = torch.device("cpu")
     group = op.AllReduce(rank, ranks, device, gather, hidden=HIDDEN, transport=found.transport, patience_s=60.0)
@@ -185,10 +183,11 @@ def in_a_process(rank, ranks, gather, library):
     return found, sums
 
 
-def test_with_gloo_between_processes(library):
+def test_with_gloo_between_processes(program, torch_python):
     from deepseek_v4_sm120.reference.all_reduce import all_reduce as reference
 
-    (first, sums), (second, others) = emulated.in_gloo(2, in_a_process, library)
+    words = program(GOOD)
+    (first, sums), (second, others) = emulated.in_gloo(torch_python(), 2, in_a_process, words, words[-2])
     assert first == second and first.transport == "peer"
     for turn, rows in enumerate((1, 8, 9, 64, 200, 1)):
         expected = reference(emulated.child.terms_of(2, rows, HIDDEN, turn, "cpu"))

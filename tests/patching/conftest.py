@@ -244,7 +244,10 @@ def tree(tmp_path):
 
 
 class Python:
-    """Runs code in a new interpreter whose PYTHONPATH is our folder and then `path`."""
+    """Runs code in a new interpreter, started by `command`, whose PYTHONPATH is our folder and then `path`."""
+
+    def __init__(self, *command: str):
+        self.command = command
 
     def __call__(self, code, *, path=(), env=None, flags=(), check=True, ours=True, timeout=120):
         script = [code] if isinstance(code, Path) else ["-c", textwrap.dedent(code)]
@@ -252,7 +255,7 @@ class Python:
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "PYTHON"))}
         environ |= {"PYTHONPATH": os.pathsep.join(folders), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
         done = subprocess.run(
-            [sys.executable, *flags, *map(str, script)], env=environ, capture_output=True, text=True, timeout=timeout
+            [*self.command, *flags, *map(str, script)], env=environ, capture_output=True, text=True, timeout=timeout
         )
         if check and done.returncode:
             raise AssertionError(f"rc {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -265,7 +268,13 @@ class Python:
 
 @pytest.fixture
 def python():
-    return Python()
+    return Python(sys.executable)
+
+
+@pytest.fixture
+def python_with_torch(torch_python):
+    """For code that imports torch anyway; it takes no flags."""
+    return Python(*torch_python())
 
 
 @pytest.fixture(scope="session")

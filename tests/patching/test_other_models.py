@@ -7,7 +7,6 @@ Configurations: V4.1-Flash's and Pro's as published (data/*_config.json), as far
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,8 @@ from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.ops.shared.limits import LIMITS
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import argument_defaults
-from tests.patching.test_start import places, unpacked  # noqa: F401  fixtures
+from tests.patching.test_start import loaded, places  # noqa: F401  fixtures
+from tests.patching.wheels import unpacked
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parent / "data"
@@ -37,7 +37,7 @@ def nobody_told(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def layers(places, unpacked, tmp_path_factory):  # noqa: F811
+def layers(loaded, places, tmp_path_factory):  # noqa: F811
     """layers(version) -> {model: what the adapters say}; one interpreter for all models of a release."""
     made = {}
 
@@ -49,7 +49,7 @@ def layers(places, unpacked, tmp_path_factory):  # noqa: F811
                 (folder / "config.json").write_text((DATA / f"{name}_config.json").read_text())
                 wanted += [f"{name}={folder}", *([f"v41 untold={folder}:untold"] if name == "v41" else [])]
             script = HERE / "other_models_layers.py"
-            command = [sys.executable, str(script), str(HERE), str(unpacked(version)), places["PACKAGES"], *wanted]
+            command = [*loaded.command, str(script), str(HERE), str(unpacked(version)), places["PACKAGES"], *wanted]
             ours = {"PYTHONPATH": str(HERE.parents[1]), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
             inherited = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "_DSV4", "PYTHON"))}
             env = inherited | ours | {"SGLANG_SM120_FLASHMLA_BACKEND": "triton"}

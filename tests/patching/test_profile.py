@@ -168,7 +168,7 @@ def test_who_decides_whether_an_operator_is_on(operator, measured, chosen, state
     assert all(words in r.reason for r in found), [r.reason for r in found]
 
 
-def test_the_engine_leaves_out_what_lost_and_stops_at_a_corrupt_file(python, tree, tmp_path):
+def test_the_engine_leaves_out_what_lost_and_stops_at_a_corrupt_file(python_with_torch, tree, tmp_path):
     code = """
         from sglang.srt.layers.attention import deepseek_v4_backend
         from sglang.kernels.ops.attention import flash_mla_sm120 as module
@@ -184,10 +184,10 @@ def test_the_engine_leaves_out_what_lost_and_stops_at_a_corrupt_file(python, tre
         DeepseekV4ForCausalLM()
     """
     path = write(tmp_path, GOOD | {"identity": of_here()})
-    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path})
+    done = python_with_torch(code, path=[tree()], env={"DSV4_SM120_PROFILE": path})
     assert done.stdout == "False stock is faster on this machine []\n"
     path = write(tmp_path, "{")
-    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path}, check=False)
+    done = python_with_torch(code, path=[tree()], env={"DSV4_SM120_PROFILE": path}, check=False)
     assert done.returncode == 1 and f"profile {path} is not JSON" in done.stderr
-    done = python(code, path=[tree()], env={"DSV4_SM120_PROFILE": path, "DSV4_SM120_ON_BROKEN": "warn"})
+    done = python_with_torch(code, path=[tree()], env={"DSV4_SM120_PROFILE": path, "DSV4_SM120_ON_BROKEN": "warn"})
     assert done.stdout.startswith("True") and "is not JSON" in done.stderr

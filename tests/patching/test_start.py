@@ -5,13 +5,11 @@ has none for SM120 (its TileLang and torch variants both refuse the lengths that
 serves only with an operator of ours in that place.
 """
 
-import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
-import zipfile
 import zlib
 from pathlib import Path
 
@@ -20,6 +18,9 @@ from build_artifact import write_dist_info
 
 import deepseek_v4_sm120
 from tests.e2e import stages
+from tests.loaded_python import Loaded
+from tests.patching.conftest import Python
+from tests.patching.wheels import unpacked
 
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = HERE.parent / "requirements-sglang.txt"
@@ -87,20 +88,6 @@ WORKER = """
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory, sglang_wheel):
-    """unpacked(version) -> folder of that wheel"""
-
-    @functools.cache
-    def unpack(version):
-        folder = tmp_path_factory.mktemp("sglang")
-        with zipfile.ZipFile(sglang_wheel(version)) as archive:
-            archive.extractall(folder, [m for m in archive.namelist() if not m.startswith("sglang/multimodal_gen/")])
-        return folder
-
-    return unpack
-
-
-@pytest.fixture(scope="module")
 def places(tmp_path_factory, wheel_cache):
     """The packages that the wheels need, and a model folder with nothing but the released configuration."""
     digest = zlib.crc32(REQUIREMENTS.read_bytes())
@@ -115,13 +102,29 @@ def places(tmp_path_factory, wheel_cache):
     return {"PACKAGES": str(packages), "MODEL": str(model), "MACHINE": str(HERE)}
 
 
+LOADED = (
+    *("sm120_machine", "torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx", "transformers"),
+    *("transformers.modeling_layers", "transformers.models.llama", "requests", "pydantic", "PIL.Image", "zmq"),
+)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory, places):
+    """A Python with the machine and with most of what the wheels import of others."""
+    offline = {"HF_HUB_OFFLINE": "1"}
+    path = (places["MACHINE"], places["PACKAGES"])
+    loaded = Loaded(tmp_path_factory.mktemp("loaded"), *LOADED, path=path, environ=offline)
+    yield Python(*loaded.command)
+    loaded.close()
+
+
 @pytest.fixture
-def run(python, places, unpacked):
+def run(loaded, places):
     def run(code, more="{}", version="0.5.12", **environment):
         for name, value in {**places, "WHEEL": str(unpacked(version))}.items():
             code = code.replace(name, repr(value))
         own = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}  # the next import of that release is faster
-        return python.json(code.replace("MORE", more), env=own | environment)
+        return loaded.json(code.replace("MORE", more), env=own | environment)
 
     return run
 
@@ -379,7 +382,7 @@ LLAMA_CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def changed(tmp_path_factory, unpacked):
+def changed(tmp_path_factory):
     """changed(version, member, old, new) -> a copy of that wheel with one file changed"""
 
     def make(version, member, old, new):
@@ -394,7 +397,7 @@ def changed(tmp_path_factory, unpacked):
     return make
 
 
-def test_a_release_that_does_not_fit_starts_with_llama_and_stops_with_ours(python, places, changed, tmp_path):
+def test_a_release_that_does_not_fit_starts_with_llama_and_stops_with_ours(loaded, places, changed, tmp_path):
     """SGLang's own arguments, registry and classes; the attention has one argument more than we know."""
     old = "def _kernel_num_heads(self, num_tokens: int"
     wheel = changed("0.5.22", "sglang/srt/models/deepseek_v4.py", old, old + ", brand_new: None")
@@ -402,7 +405,7 @@ def test_a_release_that_does_not_fit_starts_with_llama_and_stops_with_ours(pytho
     code = STOPS
     for name, value in {**places, "WHEEL": str(wheel), "LLAMA": str(tmp_path)}.items():
         code = code.replace(name, repr(value))
-    done = python(code, env={"HF_HUB_OFFLINE": "1"}, timeout=600)
+    done = loaded(code, env={"HF_HUB_OFFLINE": "1"}, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found["said"]) == {"arguments", "layers"}
     assert all("unexpected" in text and "brand_new" in text for text in found["said"].values())
@@ -428,14 +431,14 @@ PLUGIN_DOOR = """
 """
 
 
-def test_the_plugin_entry_point_patches_what_is_imported_already(python, places, unpacked, tmp_path):
+def test_the_plugin_entry_point_patches_what_is_imported_already(loaded, places, tmp_path):
     """SGLang's own plugin loader over the artifact's dist-info, in a Python that did not run our sitecustomize."""
     (tmp_path / "deepseek_v4_sm120").symlink_to(Path(deepseek_v4_sm120.__file__).parent)
     write_dist_info(tmp_path, deepseek_v4_sm120.__version__, [])
     code = PLUGIN_DOOR
     for name, value in {**places, "WHEEL": str(unpacked("0.5.23"))}.items():
         code = code.replace(name, repr(value))
-    rows = python.json(code, ours=False, path=[tmp_path], env={"HF_HUB_OFFLINE": "1"}, timeout=600)
+    rows = loaded.json(code, ours=False, path=[tmp_path], env={"HF_HUB_OFFLINE": "1"}, timeout=600)
     assert [row for row in rows if row[2] == "BROKEN"] == []
     applied = {where for _, where, state, _ in rows if state == "APPLIED"}
     assert "sglang.srt.models.deepseek_v4:MQALayer.forward" in applied and len(applied) > 15

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import MODES, Target
 from deepseek_v4_sm120.sglang_patches.table import LEFT_AT_TRUTH, SM120_SEAMS, TABLE
-from tests.patching.conftest import EXPERTS, INDEXER, MHC_HEAD, MODEL, SM120_FUNCTION
+from tests.patching.conftest import EXPERTS, INDEXER, MHC_HEAD, MODEL, SM120_FUNCTION, Python
 
 TARGETS = [(patch, target) for patch in TABLE.patches for target in patch.targets]
 SEAMS = {"DSV4_SM120_FORCE": "seams"}
@@ -21,6 +22,11 @@ FAKE_SM120 = """
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda index=0: (12, 0)
 """
+
+
+@pytest.fixture
+def python(python_with_torch):
+    return python_with_torch
 
 
 def test_every_row_is_complete():
@@ -461,8 +467,8 @@ def status(python, *arguments, **options):
     return python(code, **options)
 
 
-def test_status_without_sglang_and_torch(python):
-    done = status(python, flags=["-S"], path=[])
+def test_status_without_sglang_and_torch():
+    done = status(Python(sys.executable), flags=["-S"], path=[])
     assert "SGLang            not found" in done.stdout and "sparse_decode" in done.stdout
 
 

@@ -1,10 +1,12 @@
 """The releases that reviewed.json knows, and their wheels: fetched once from PyPI, read in place, parsed once."""
 
 import ast
+import contextlib
 import functools
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -46,6 +48,20 @@ def fetch(version: str) -> Path:
         assert done.returncode == 0, f"cannot fetch the wheel of SGLang {version}: {done.stderr}"
     (wheel,) = folder.glob(f"sglang-{version}-*.whl")
     return wheel
+
+
+@functools.cache
+def unpacked(version: str) -> Path:
+    """The wheel's folder, for imports; kept beside the wheels with what Python compiles there."""
+    wheel = fetch(version)
+    folder = wheel.with_name(f"{wheel.stem}-unpacked")
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=wheel.parent) as fresh, zipfile.ZipFile(wheel) as opened:
+            members = [m for m in opened.namelist() if not m.startswith("sglang/multimodal_gen/")]
+            opened.extractall(f"{fresh}/whole", members)
+            with contextlib.suppress(OSError):  # another process was first
+                os.rename(f"{fresh}/whole", folder)
+    return folder
 
 
 @functools.cache

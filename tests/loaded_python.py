@@ -1,0 +1,182 @@
+"""Pythons that begin with torch, or more, imported: forks of one process that did it, for tests that start many.
+
+    Loaded(folder, "torch").command + [script or -c code, arguments]        where a test would start sys.executable
+
+What is started is a real process, a thin one (_start), with its own input, output, environment and end. It hands these
+to the process that has imported (_serve), which forks: the fork has them as a Python started anew would, PYTHONPATH and
+its sitecustomize included, and runs the code. Who kills the one kills the other.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # one: a fork has none of the others
+
+
+class Loaded:
+    """The process that has imported `modules`, from when a command is first asked for; `path` is behind its sys.path
+    until then, `environ` in its environment."""
+
+    def __init__(self, folder: Path, *modules: str, path: tuple[str, ...] = (), environ: dict[str, str] | None = None):
+        self._address, self._modules = str(folder / "socket"), modules
+        self._path, self._environ = path, environ or {}
+        self._process: subprocess.Popen | None = None
+
+    @property
+    def command(self) -> list[str]:
+        if self._process is None:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(self._address)
+            listener.listen(64)
+            words = [sys.executable, "-s", __file__, "serve", str(listener.fileno()), os.pathsep.join(self._path)]
+            environ = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_", "PYTHON"))}
+            environ |= dict.fromkeys(THREADS, "1") | self._environ
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+            self._process = subprocess.Popen(
+                [*words, *self._modules], env=environ, pass_fds=[listener.fileno()], **pipes
+            )
+            listener.close()
+        return [sys.executable, "-I", "-S", __file__, "start", self._address]
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.stdin.close()  # by which it ends
+            self._process.wait()
+
+
+def _start(address: str, words: list[str]) -> None:
+    files = [0, 1, 2]
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # listdir's own is closed
+            if int(name) > 2 and os.get_inheritable(int(name)):
+                files.append(int(name))
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(address)
+    told = json.dumps([words, files, os.getcwd(), dict(os.environ)]).encode()
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+    server.sendmsg([len(told).to_bytes(8, "little")], ancillary)
+    server.sendall(told)
+    answer = server.recv(8, socket.MSG_WAITALL)
+    if len(answer) < 8:
+        sys.exit("loaded_python: the process that imports has ended")
+    status = int.from_bytes(answer, "little", signed=True)
+    if status < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _all(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        found += connection.recv(size - len(found))
+    return found
+
+
+def _serve(listener: socket.socket) -> tuple[list[str], list[str]]:
+    """Comes back in forks alone: with what to run there, and what sys.path is to have in front."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        ready, _, _ = select.select([listener, 0], [], [])
+        if 0 in ready:  # whoever tests has ended
+            os._exit(0)
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            return _attend(connection)
+        connection.close()
+
+
+def _attend(connection: socket.socket) -> tuple[list[str], list[str]]:
+    """A process between: waits for the fork's end, tells it, and ends it when who asked has gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, files, _, _ = socket.recv_fds(connection, 8, 64)
+    words, places, folder, environ = json.loads(_all(connection, int.from_bytes(size, "little")))
+    if (child := os.fork()) == 0:
+        connection.close()
+        return _become(words, files, places, folder, environ)
+    end = os.pidfd_open(child)
+    ready, _, _ = select.select([connection, end], [], [])
+    if end not in ready:
+        os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(OSError):
+        connection.sendall(status.to_bytes(8, "little", signed=True))
+    os._exit(0)
+
+
+def _become(words, files, places, folder, environ) -> tuple[list[str], list[str]]:
+    """Files at the places that they had, folder, environment and the flags that it sets."""
+    spare = max([*places, *files]) + 1
+    for i, file in enumerate(files):  # out of the way first
+        os.dup2(file, spare + i)
+        os.close(file)
+    for i, place in enumerate(places):
+        os.dup2(spare + i, place)
+        os.close(spare + i)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
+    return words, [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+
+
+def _as_main(words: list[str], path: list[str]) -> None:
+    is_code = words[0] == "-c"
+    sys.argv = ["-c", *words[2:]] if is_code else words
+    sys.path[:0] = path
+    importlib.invalidate_caches()
+    with contextlib.suppress(ModuleNotFoundError):
+        import sitecustomize  # noqa: F401
+    sys.path.insert(0, "" if is_code else str(Path(words[0]).resolve().parent))
+    if not is_code:
+        runpy.run_path(words[0], run_name="__main__")
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(words[1], "<string>", "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "start":
+        _start(sys.argv[2], sys.argv[3:])
+    else:
+        sys.path.pop(0)  # this file's folder
+        base = [*sys.path]
+        sys.path += [part for part in sys.argv[3].split(os.pathsep) if part]
+        for name in sys.argv[4:]:
+            importlib.import_module(name)
+        sys.path[:] = base
+        gc.freeze()
+        job = _serve(socket.socket(fileno=int(sys.argv[2])))
+        status = 0
+        try:
+            _as_main(*job)
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if status and not isinstance(end.code, int):
+                print(end.code, file=sys.stderr)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            status = 1
+        threading._shutdown()  # as at the end of any Python, but for taking apart what was imported
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
