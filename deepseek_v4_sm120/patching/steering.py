@@ -43,7 +43,8 @@ class Steering:
         self.rows = {row.name: row for row in rows if in_range(row.sglang)}
         self.known = (*(row.name for row in rows), *operators)
         self.unknown = sorted(set(settings.choices) - set(self.known))
-        self.numbered = [n for n in operators if settings.choices.get(n, "off").isdigit()]
+        by_number = {row.name for row in rows if row.value is not None}  # a patch may have its default's name
+        self.numbered = [n for n in operators if n not in by_number and settings.choices.get(n, "off").isdigit()]
         self.outcomes = [self._decide(row, row.name in self.rows, settings) for row in rows]
         self.is_child = False
         self._aside: list[tuple[Outcome, str, str]] = []  # what `set_aside` has changed, and what it was
