@@ -34,7 +34,7 @@ class Attention:
     hisparse_coordinator = None
 
     def __init__(self):
-        self.forward_metadata, self.made, self.model_runner = "of the whole", [], SimpleNamespace()
+        self.forward_metadata, self.made = "of the whole", []
 
     def init_forward_metadata(self, batch):
         self.forward_metadata = batch
@@ -222,16 +222,6 @@ def test_an_error_of_either_half_is_raised_and_leaves_nothing_behind(half, layer
     here.attention.made.clear()
     expected = tensors(asked(Model.forward, Model(Coordinator(), here.attention), batch_of([4096])))
     assert all(map(torch.equal, tensors(asked(forward, model, batch_of([4096]))), expected)), "the next one is as ever"
-
-
-def test_the_scheduler_waits_for_the_forward_where_the_metadata_is_made_late(here, monkeypatch):
-    """Not for the event behind the whole batch's metadata; where a release has it."""
-    _, model, forward = patched(monkeypatch.setattr, Coordinator(), here.attention)
-    runner = here.attention.model_runner
-    for told in ({}, {adapter.TABLES_READ: "an event"}):
-        vars(runner).update(told)
-        asked(forward, model, batch_of([4096]))
-        assert vars(runner) == dict.fromkeys(told)
 
 
 def test_an_error_of_the_metadata_is_raised_before_any_layer(here, monkeypatch):

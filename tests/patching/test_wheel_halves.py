@@ -259,18 +259,6 @@ def test_the_names_that_say_when_a_batch_is_left_whole(version, sglang_wheel):
     assert alike.PARALLEL_STATE == "sglang.srt.distributed.parallel_state"
 
 
-@every_release(FIRST)
-def test_without_the_event_the_scheduler_waits_for_the_whole_forward(version, sglang_wheel):
-    wheel = sglang_wheel(version)
-    has_event = f"self.{adapter.TABLES_READ}: " in source(wheel, "sglang.srt.model_executor.model_runner")
-    assert has_event == since(version, "0.5.18")
-    if has_event:
-        assert "self.model_runner = model_runner" in source(wheel, adapter.BACKEND)
-        barrier = ast.unparse(definition(wheel, "Scheduler._apply_war_barrier", "sglang.srt.managers.scheduler"))
-        assert f"ev = runner.{adapter.TABLES_READ}" in barrier and "if ev is not None" in barrier
-        assert barrier.rstrip().endswith("else:\n        self.schedule_stream.wait_stream(self.forward_stream)")
-
-
 # ---- the coordinator
 
 

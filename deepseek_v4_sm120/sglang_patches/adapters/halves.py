@@ -46,9 +46,6 @@ ROWS = 2048  # of a chunk, from where on it is cut: a half has at least 896, mor
 ENVIRON = "sglang.srt.environ"
 FORWARD_CONTEXT = "sglang.srt.model_executor.forward_context"
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
-# Of the model runner, 0.5.18 and later: an event behind which the scheduler may change the tables that metadata is made
-# of. The halves' metadata comes later; without the event the scheduler waits for the whole forward
-TABLES_READ = "shared_read_done_event"
 NEEDED = ("seq_lens_cpu", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "extend_start_loc")
 # arguments with which something counts or keeps the rows of a whole forward, or cuts it in two itself
 OTHERS = (
@@ -159,9 +156,6 @@ def _in_halves(original: Callable, model, input_ids, positions, batch, cut: Cut)
         backend.forward_metadata = metadata[i]
 
     turns = Turns(begin)
-    runner = getattr(backend, "model_runner", None)  # 0.5.14 and later
-    if hasattr(runner, TABLES_READ):
-        setattr(runner, TABLES_READ, None)
 
     def run(i: int):
         _running.hand_over = functools.partial(turns.hand_over, i)
