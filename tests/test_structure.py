@@ -39,8 +39,8 @@ SHARED = {
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
     "deepseek_v4_sm120/specs": {"bounds", "check", "provider"},
     "deepseek_v4_sm120/sglang_patches/adapters": {
-        *("alike", "argument_defaults", "dense_rows", "halves", "halves_batch", "kept_weights", "platform_seams"),
-        *("prefill_graphs", "scheduling", "torch_compile", "turns", "waiting"),
+        *("argument_defaults", "dense_rows", "kept_weights", "platform_seams", "scheduling"),
+        *("prefill_graphs", "torch_compile", "waiting"),
     },
     "bench": {"common", "features", "kernel_report", "load_time", "measured", "sparse_prefill", "timeline", "tune_moe"},
 }

@@ -47,16 +47,6 @@ DEFAULTS = (
         value=CAPTURED_ROWS,
     ),
     Default(
-        name="halves",
-        why="a card has nothing to do while a prompt's sums between the cards go over the bus: of a chunk of 8,192 "
-        "rows on 2 cards a quarter of the time is reckoned, 146 ms of 570. In two halves of its tokens one half's sums "
-        "run beside the other half's products: reckoned 440 to 460 ms. Chunks below 2,048 rows are not cut",
-        source="[R] all releases' forwards, batches and groups; times by arithmetic; not run on cards",
-        sglang=">=0.5.13,<0.6",
-        on=False,
-        how="no way without us: SGLang's two-batch overlap wants data or expert parallelism for this model",
-    ),
-    Default(
         name="draft_head",
         why="a speculating server's drafts guess with a copy of the head in E4M3, half the bytes: reckoned 0.37 ms of "
         "a step of 8.4 of EAGLE 3/1/4 on an H200. The text is the model's own either way; fewer guesses may be right",

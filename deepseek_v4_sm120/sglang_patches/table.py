@@ -15,7 +15,6 @@ from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
 from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
 from deepseek_v4_sm120.sglang_patches.names import ATTENTION, EXTENSION, MODEL, targets_of
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
-from deepseek_v4_sm120.sglang_patches.rows.halves import HALVES
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSION_MODULE, MHC
 from deepseek_v4_sm120.sglang_patches.rows.wo_a import INIT_PARAMETERS, WO_A
@@ -470,7 +469,6 @@ TABLE = Table(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
         *(REPRODUCIBLE_HEAD, REPRODUCIBLE_ARGUMENTS),
         *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, DRAFT_HEAD, WO_A, MHC, COMPRESSOR, ALL_REDUCE),
-        HALVES,
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

@@ -13,7 +13,6 @@ import torch
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
-from deepseek_v4_sm120.sglang_patches.adapters import alike as group
 from deepseek_v4_sm120.sglang_patches.adapters import index_select as select_adapter
 from deepseek_v4_sm120.sglang_patches.adapters import index_select_dealt as adapter
 from deepseek_v4_sm120.specs.index_select import Shape, make_inputs
@@ -82,16 +81,11 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(adapter, "PAIRS", 8 * 64 * COLUMNS)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(shadow, "_start_writer", lambda: None)
+    adapter._see_the_same_cards.cache_clear()
     shadow.reset()
     yield
-    forget()
+    adapter._see_the_same_cards.cache_clear()
     shadow.reset()
-
-
-def forget():
-    """What an adapter has kept of the server's cards."""
-    group.see_the_same_cards.cache_clear()
-    adapter._say.cache_clear()
 
 
 def batch(is_prompt=True):
@@ -210,16 +204,16 @@ def alike(monkeypatch, **changes):
     capabilities = told["capability"] if isinstance(told["capability"], list) else [told["capability"]] * told["cards"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     monkeypatch.setattr(models_served, "serves_this_process", lambda: told["model"])
-    monkeypatch.setattr(group, "server_arguments", lambda: SimpleNamespace(nnodes=told["nodes"]))
-    state, tp = ModuleType(group.PARALLEL_STATE), SimpleNamespace(world_size=told["ranks"])
+    monkeypatch.setattr(adapter, "_nodes", lambda: told["nodes"])
+    state, tp = ModuleType(adapter.PARALLEL_STATE), SimpleNamespace(world_size=told["ranks"])
     state._TP = tp
     state.get_tp_group = lambda: told.get("tp", tp)
     state.get_attn_tp_group = lambda: told.get("attention", tp)
     state.get_moe_ep_group = lambda: SimpleNamespace(world_size=told["ep"])
     if told["dcp"] is not None:
         state._DCP = SimpleNamespace(world_size=told["dcp"])
-    monkeypatch.setitem(sys.modules, group.PARALLEL_STATE, state)
-    forget()
+    monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, state)
+    adapter._see_the_same_cards.cache_clear()
     return tp, adapter._group()
 
 
@@ -261,16 +255,17 @@ def test_a_group_that_may_not(told, monkeypatch):
     assert alike(monkeypatch, **told)[1] is None and notes == {}
 
 
-def test_the_arguments_are_asked_for_where_the_release_has_them(monkeypatch):
-    found = {group.CONTEXT: None, group.SERVER_ARGS: None}
-    monkeypatch.setattr(group, "find_spec", lambda name: found[name])
-    monkeypatch.setattr(group.importlib, "import_module", lambda name: found[name])
-    found[group.SERVER_ARGS] = SimpleNamespace(get_global_server_args=lambda: "of a module")
-    assert group.server_arguments() == "of a module"  # 0.5.12, 0.5.13
-    found[group.CONTEXT] = SimpleNamespace(get_parallel=None)
-    assert group.server_arguments() == "of a module"  # 0.5.14
-    found[group.CONTEXT] = SimpleNamespace(get_server_args=lambda: "of the context")
-    assert group.server_arguments() == "of the context"
+def test_the_number_of_hosts_is_asked_where_the_release_has_it(monkeypatch):
+    found = {adapter.CONTEXT: None, adapter.SERVER_ARGS: None}
+    monkeypatch.setattr(adapter, "find_spec", lambda name: found[name])
+    monkeypatch.setattr(adapter.importlib, "import_module", lambda name: found[name])
+    old = SimpleNamespace(get_global_server_args=lambda: SimpleNamespace(nnodes=2))
+    found[adapter.SERVER_ARGS] = old
+    assert adapter._nodes() == 2  # 0.5.12, 0.5.13
+    found[adapter.CONTEXT] = SimpleNamespace(get_parallel=None)
+    assert adapter._nodes() == 2  # 0.5.14
+    found[adapter.CONTEXT] = SimpleNamespace(get_server_args=lambda: SimpleNamespace(nnodes=1))
+    assert adapter._nodes() == 1
 
 
 @pytest.mark.parametrize(

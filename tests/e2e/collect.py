@@ -20,7 +20,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import features_stage  # noqa: E402
-import halves_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
@@ -31,7 +30,6 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_operators": ("index",),
     "e2e_index_seams": ("index_seams",),
     "e2e_dealt_index": ("index2", "index2_43"),
-    "e2e_halves": ("halves2", "halves2_43"),
     "e2e_whole_step": ("whole43", "without43"),
     "e2e_two_cards": ("tp2", "tp2_43"),
     "e2e_four_cards": ("tp4", "tp4_43"),
@@ -87,7 +85,6 @@ IMPLEMENTATIONS = {
         for dealt, words in (("dealt", "dealt"), ("undealt", "not dealt"))
         for timed, peers, through in (("", "", ""), ("_43", "", ""), ("_43", "_no_peers", ", NCCL through host memory"))
     },
-    **halves_stage.IMPLEMENTATIONS,
     "ops_tp2_shadow": "ours beside SGLang's, two cards",
     "ops_tp2": "ours, every operator on, two cards",
     "stock43_tp2": "SGLang stock, two cards (Hopper kernels)",
@@ -478,7 +475,6 @@ def collect(stages, commit):
         rows += fault_rows(stage["faults"]) if "faults" in stage else []
         for name, case in stage["cases"].items() if "features" not in stage else ():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
-        rows += halves_stage.rows(stage["cases"], row)
         for difference in stage["differences"]:  # a later stage's file repeats what its work folder still holds
             differences[difference["what"]] = difference
         texts |= {(found["run"], found["at_once"]): found for found in stage.get("texts", [])}

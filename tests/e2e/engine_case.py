@@ -8,12 +8,12 @@ continuation) is only called. `answer` writes OUT/NAME.json in the form of `run_
 `text` writes OUT/NAME_text.json: the tokens that the engine chooses by itself, greedily, one prompt at a time and in
 batches, because a speculating one cannot be forced; `same` writes OUT/NAME_same.json, a digest of every
 log-probability, of prompts asked whole and half from the prefix cache, and of others in groups of several sizes;
-`bench` (step times), `profile` (kernels of a decode step), `prefill` (kernels of a long prompt's prefill), `first`
-(times to the first token) and `prompts` (prompts_stage.py) write OUT/NAME_bench.json. The patch and its switches come
-from --patch and the environment. With --turns FILE --engines N engines start side by side; when all N are up, they take
-turns for what is timed: who holds the file's lock has the GPU to itself. `features` and `features_text` write
-OUT/NAME_features.json (features_engine.py). --rounds N times `bench` and `first` N times, each in a turn of its own: an
-engine's step varies by some per cent from minute to minute, so engines are compared round by round.
+`bench` (step times), `profile` (kernels of a decode step), `prefill` (kernels of a long prompt's prefill) and `prompts`
+(prompts_stage.py) write OUT/NAME_bench.json. The patch and its switches come from --patch and the environment. With
+--turns FILE --engines N engines start side by side; when all N are up, they take turns for what is timed: who holds
+the file's lock has the GPU to itself. `features` and `features_text` write OUT/NAME_features.json
+(features_engine.py). --rounds N times `bench` N times, each in a turn of its
+own: an engine's step varies by some per cent from minute to minute, so engines are compared round by round.
 """
 
 import argparse
@@ -39,12 +39,13 @@ PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
 SETTLE_S = 3.0  # shadow mode's writer runs twice a second, and shutting the engine down kills its processes
 PARTS = ("single", "batch")
 FORCED = ("answer", "same", "features")
-TIMED = ("bench", "profile", "prefill", "first", "prompts")
-REPEATED = ("bench", "first")  # phases of every round
-ALONE = (*FORCED, "text", "features_text")  # an engine's only one: what is timed neither is forced nor gives logprobs
+ALONE = (
+    *FORCED,
+    "text",
+    "features_text",
+)  # phases that are an engine's only one: what is timed neither is forced nor gives logprobs
 FEATURES = ("features", "features_text")  # features_engine.py
 EXACT = ("output_token_logprobs", "output_top_logprobs", "input_top_logprobs")  # of an answer's meta_info, unrounded
-SUMS = re.compile(r"nccl\w*AllReduce")  # kernels, as NCCL 2 names them
 LONG_PROMPT = 32_000  # tokens of the profiled prefill
 TEXT_S = 300.0  # how long for the text of the run beside it that drafts are taken from
 OTHERS_START_S = 90.0  # how long an engine waits for the others; one that does not start must not cost the rest
@@ -54,13 +55,14 @@ OTHERS_ROUND_S = 60.0  # and for their turns of the round before
 def parse(argv):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--harness", required=True)
-    parser.add_argument("--phases", nargs="+", choices=[*ALONE, *TIMED], default=["answer"])
+    parser.add_argument(
+        "--phases", nargs="+", choices=[*ALONE, "bench", "profile", "prefill", "prompts"], default=["answer"]
+    )
     parser.add_argument("--steps", nargs="+", default=[], help="of the phases features and features_text")
     parser.add_argument("--batches", nargs="*", type=int, default=[])
     parser.add_argument("--turns")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--shapes", nargs="+", default=[])
     return parser.parse_known_args(argv)
 
 
@@ -115,7 +117,7 @@ class Case:
     def __init__(self, harness, options):
         import sglang
 
-        self.harness, self.options, self.firsts = harness, options, {}
+        self.harness, self.options = harness, options
         arguments, model = harness.engine_args(options)
         if options.forced:
             arguments["enable_fp32_lm_head"] = True
@@ -281,22 +283,7 @@ class Case:
         print(f"[{self.options.name}] prompt of {LONG_PROMPT}: {seconds:.3f} s to its first token", flush=True)
         return row
 
-    def first(self, shapes):
-        """The times to the first token of all rounds; of the first shape, in the first round, that of the sums."""
-        for shape in shapes:
-            batch, length = map(int, shape.split("x"))
-            found, number = self.firsts.setdefault(shape, {"ms": []}), len(self.firsts[shape]["ms"])
-            if not number:
-                self.generate(batch, length, 1, 6)
-            times = [1e3 * self.generate(batch, length, 1, 7 + number + i) for i in range(self.options.reps)]
-            found["ms"] += times
-            if not number and shape == shapes[0]:
-                kernels = self.trace(batch, 0, length)
-                found["sums_ms"] = sum(us for name, (_, us) in kernels.items() if SUMS.match(name)) / 1e3
-            print(f"[{self.options.name}] {shape}: {min(times):.1f} ms to the first token", flush=True)
-        return self.firsts
-
-    def timed(self, phases, earlier=None, shapes=()):
+    def timed(self, phases, earlier=None):
         """The timed phases in their order; what is done is kept if a later one fails. earlier: the rows of the rounds
         before."""
         result, rows = {**self.result, "rows": {}}, {}
@@ -312,8 +299,6 @@ class Case:
             self.write("_bench", {**result, "rows": rows, "prefill": self.prefill()})
         if "prompts" in phases:
             self.write("_bench", {**result, "rows": rows, "prompts": prompts_stage.measure(self)})
-        if "first" in phases:
-            self.write("_bench", {**result, "rows": rows, "first": self.first(shapes)})
         return rows
 
 
@@ -406,8 +391,7 @@ def main():
         rows = None
         for number in range(own.rounds):
             with turn(own.turns, own.engines, number):
-                phases = [phase for phase in own.phases if number == 0 or phase in REPEATED]
-                rows = case.timed(phases, rows, own.shapes)
+                rows = case.timed(own.phases if number == 0 else ["bench"], rows)
     time.sleep(SETTLE_S)
     case.engine.shutdown()
 

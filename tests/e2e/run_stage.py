@@ -185,9 +185,7 @@ def result(cases, outcomes, arguments):
         if answers and not case.is_timed:
             entry |= {k: answers[k] for k in ("sglang", "startup_s", "logprobs", "bad_logprobs")}
         if timings and case.is_timed:
-            entry |= {
-                k: timings[k] for k in ("sglang", "startup_s", "rows", "prefill", "first", "prompts") if k in timings
-            }
+            entry |= {k: timings[k] for k in ("sglang", "startup_s", "rows", "prefill", "prompts") if k in timings}
         found[case.name] = entry
     return found
 

@@ -13,7 +13,6 @@ sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import accepted_stage  # noqa: E402
 import features_stage  # noqa: E402
-import halves_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
@@ -139,7 +138,7 @@ class Case:
 
     @property
     def is_timed(self) -> bool:
-        return bool({"bench", "profile", "first", "prompts"} & set(self.options))
+        return bool({"bench", "profile", "prompts"} & set(self.options))
 
 
 STAGES = {
@@ -266,7 +265,6 @@ STAGES = {
         Case("index2_43_dealt_no_peers", DEALT_TIMED, environment=DEALT | NO_PEERS, takes_turns=True),
         Case("index2_43_undealt_no_peers", DEALT_TIMED, environment=NOT_DEALT | NO_PEERS, takes_turns=True),
     ],
-    **halves_stage.stages(Case, [*SAME, *TWO_CARDS], [*SIDE_BY_SIDE, *TWO_CARDS], EVERY_CALL, NO_PEERS),
     # to the last bit: one prompt at a time, in batches, by chunks, half from the prefix cache, retracted and resumed
     "reproducible": [
         Case("same_8192", chunks(8192, radix=False), environment=EVERY_CALL | REPRODUCIBLE),
@@ -353,7 +351,6 @@ SAMES = [
     ("SM120 branches, chunks of 512, prefix cache", "same_seams_512", "same_seams_8192"),
     ("43 layers, chunks of 512, prefix cache", "same43_512", "same43_8192"),
     ("two cards, chunks of 512, prefix cache", "same_tp2_512", "same_tp2_8192"),
-    *halves_stage.SAMES,
     *prompts_stage.SAMES,
     *(
         (WITHIN, name, name)

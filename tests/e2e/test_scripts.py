@@ -33,8 +33,7 @@ def machine(tmp_path):
     scripts = tmp_path / "repo/tests/e2e"
     scripts.mkdir(parents=True)
     (scripts / "engine_case.py").write_text(engine_case)
-    stages = ("accepted_stage", "features_stage", "halves_stage", "prompts_stage")
-    for name in ("run_stage", "stages", *stages, "what_ran", "collect"):
+    for name in ("run_stage", "stages", "accepted_stage", "features_stage", "prompts_stage", "what_ran", "collect"):
         (scripts / f"{name}.py").write_text((HERE / f"{name}.py").read_text())
     (scripts / "drafts_plugin").symlink_to(HERE / "drafts_plugin")
     package = tmp_path / "repo/deepseek_v4_sm120"

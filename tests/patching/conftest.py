@@ -123,10 +123,6 @@ class DeepseekV4DecoderLayer:
 
     def forward(self, positions, hidden_states, input_ids, forward_batch, input_ids_global):
         return hidden_states
-
-class DeepseekV4Model:
-    def forward(self, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors=None):
-        return input_ids
 """
 MTP_MODEL = """
 class DeepseekV4ModelNextN:
@@ -178,9 +174,6 @@ class GroupCoordinator:
         self.ca_comm = dispatch_custom_allreduce(group=group, device=device)
 
     def all_gather(self, input_, dim=-1, output_tensor_list=None):
-        return input_
-
-    def all_reduce(self, input_):
         return input_
 """
 MHC_HEAD = "def fused_hc_head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps):\n    return x\n"

@@ -51,7 +51,6 @@ def test_every_row_is_complete():
         ("wo_a=off", ["wo_a"]),
         ("dealt_index=on", ()),
         ("index_select=off,dealt_index=on", ["index_select", "dealt_index", "prefill_graphs"]),
-        *(("halves=on", ()), ("all_reduce=off,halves=on", ["all_reduce"])),
         *(("prefill_graphs=on", ()), ("prefill_graphs=2048", ())),
         ("sparse_decode=off", ["sparse_decode", "unpadded_heads", "paged_prefill", "sched_meta"]),
     ],
@@ -72,7 +71,6 @@ def test_a_patch_is_switched_by_its_name_and_with_the_operator_that_it_serves(py
     assert set(found) == set(off)
     for name in ("dealt_index", "draft_head"):
         assert (name in ready) is ((chosen or "") == f"{name}=on"), "only where asked for"
-    assert ("halves" in ready) is ("halves=on" in (chosen or ""))
     assert ("prefill_graphs" in ready) is ("prefill_graphs=" in (chosen or ""))
     assert {"index_select", "fp8_linear", "mhc", "wo_a", "sparse_decode"} <= {*ready, *off}
 

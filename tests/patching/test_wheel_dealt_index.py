@@ -9,7 +9,6 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches.adapters import alike
 from deepseek_v4_sm120.sglang_patches.adapters import index_select as select_adapter
 from deepseek_v4_sm120.sglang_patches.adapters import index_select_dealt as adapter
 from deepseek_v4_sm120.sglang_patches.table import INDEXER, METADATA
@@ -147,31 +146,31 @@ def test_a_prompt_is_what_the_mode_calls_extend_without_speculation(version, sgl
 @every_release(FIRST)
 def test_the_attentions_group_is_the_tensor_parallel_one_where_the_sizes_match(version, sglang_wheel):
     wheel = sglang_wheel(version)
-    made = definition(wheel, "initialize_model_parallel", alike.PARALLEL_STATE)
+    made = definition(wheel, "initialize_model_parallel", adapter.PARALLEL_STATE)
     same = [n for n in ast.walk(made) if isinstance(n, ast.If) and ast.unparse(n.body[0]) == "_ATTN_TP = _TP"]
     assert [ast.unparse(n.test) for n in same] == ["attn_tp_size == tensor_model_parallel_size"]
     tp, others = object(), {"_ATTN_TP": object(), "_MOE_EP": object(), "_ENABLE_PDMUX_P_TP": False}
     published = SimpleNamespace(tp_group=tp, attn_tp_group=others["_ATTN_TP"], moe_ep_group=others["_MOE_EP"])
     names = {"_TP": tp, **others, "get_parallel": lambda: published, "_PDMUX_PREFILL_TP_GROUP": "multiplexed"}
     functions = ("get_tp_group", "get_attn_tp_group", "get_moe_ep_group")
-    found = [take(wheel, dict(names), name, alike.PARALLEL_STATE) for name in functions]
+    found = [take(wheel, dict(names), name, adapter.PARALLEL_STATE) for name in functions]
     assert [function() for function in found] == [tp, others["_ATTN_TP"], others["_MOE_EP"]]
     if since(version, "0.5.21"):
         assert "'tp_group': _TP" in ast.unparse(made) and "'attn_tp_group': _ATTN_TP" in ast.unparse(made)
     else:
-        multiplexed = take(wheel, names | {"_ENABLE_PDMUX_P_TP": True}, "get_tp_group", alike.PARALLEL_STATE)
+        multiplexed = take(wheel, names | {"_ENABLE_PDMUX_P_TP": True}, "get_tp_group", adapter.PARALLEL_STATE)
         assert multiplexed() == "multiplexed"
-    assert ("_DCP: " in source(wheel, alike.PARALLEL_STATE)) == since(version, "0.5.15")
+    assert ("_DCP: " in source(wheel, adapter.PARALLEL_STATE)) == since(version, "0.5.15")
 
 
 @every_release(FIRST)
 def test_the_number_of_hosts_is_in_the_arguments(version, sglang_wheel):
     wheel = sglang_wheel(version)
-    has_context = since(version, "0.5.14") and definition(wheel, "get_server_args", alike.CONTEXT) is not None
+    has_context = since(version, "0.5.14") and definition(wheel, "get_server_args", adapter.CONTEXT) is not None
     assert has_context == since(version, "0.5.15")
     if not has_context:
-        assert definition(wheel, "get_global_server_args", alike.SERVER_ARGS) is not None
-    assert "nnodes" in source(wheel, alike.SERVER_ARGS)
+        assert definition(wheel, "get_global_server_args", adapter.SERVER_ARGS) is not None
+    assert "nnodes" in source(wheel, adapter.SERVER_ARGS)
 
 
 @every_release(FIRST)
@@ -187,7 +186,7 @@ def test_the_groups_all_gather_takes_lists_of_integers(version, has_pynccl, sgla
     distributed = SimpleNamespace(all_gather_into_tensor=gather)
     names = {"torch": SimpleNamespace(**{"distributed": distributed, "int32": torch.int32}), "is_hip": lambda: False}
     names["all_gather_single"] = gather
-    body = take(wheel, names, "GroupCoordinator._all_gather_into_tensor", alike.PARALLEL_STATE)
+    body = take(wheel, names, "GroupCoordinator._all_gather_into_tensor", adapter.PARALLEL_STATE)
     group = Quiet()
     group.ca_comm = group.pymscclpp_comm = None
     nccl = SimpleNamespace(disabled=False, all_gather=gather)
@@ -196,7 +195,7 @@ def test_the_groups_all_gather_takes_lists_of_integers(version, has_pynccl, sgla
     lists, output = torch.arange(6, dtype=torch.int32).view(3, 2), torch.empty(6, 2, dtype=torch.int32)
     body(group, output, lists)
     assert torch.equal(output, torch.cat((lists, 1 + lists))) and seen == [None if has_pynccl else "cards"]
-    outer = definition(wheel, "GroupCoordinator.all_gather_into_tensor", alike.PARALLEL_STATE)
+    outer = definition(wheel, "GroupCoordinator.all_gather_into_tensor", adapter.PARALLEL_STATE)
     assert [a.arg for a in outer.args.args] == ["self", "output", "input"]
 
 

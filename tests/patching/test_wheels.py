@@ -198,10 +198,10 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
     for row in made.steering.rows.values():
         assert [name for name in row.environment if f"    {name} = Env" not in variables] == [], row.name
         assert [name for name in row.arguments if f"    {name}: " not in fields] == [], row.name
-    others = set(made.steering.rows) - {"reproducible", "dealt_index", "draft_head", "prefill_graphs", "halves"}
+    others = set(made.steering.rows) - {"reproducible", "dealt_index", "draft_head", "prefill_graphs"}
     assert bool(others) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
     assert ("reproducible" in made.steering.rows) == ("draft_head" in made.steering.rows) == since(version, "0.5.14")
-    assert ("dealt_index" in made.steering.rows) == ("halves" in made.steering.rows) == since(version, "0.5.13")
+    assert ("dealt_index" in made.steering.rows) == since(version, "0.5.13")
     assert ("prefill_graphs" in made.steering.rows) == since(version, "0.5.17")
 
 
@@ -213,16 +213,6 @@ def test_the_place_of_an_index_that_is_dealt_fits(inspect_wheel, version):
     (record,) = found_in(made, patch="dealt_index")
     assert (record.state, record.review) == (READY, "reviewed"), record.reason
     assert record.target.module == INDEXER
-
-
-@every_release("0.5.13")
-def test_the_places_of_halves_fit(inspect_wheel, version):
-    inspect_wheel(version, fresh=True)
-    made = Engine(TABLE, host="sglang", settings=Settings(choices={"halves": "on"}))
-    made.survey()
-    found = found_in(made, patch="halves")
-    assert {(record.state, record.review) for record in found} == {(READY, "reviewed")}, [r.reason for r in found]
-    assert {record.target.module for record in found} == {MODEL, "sglang.srt.distributed.parallel_state"}
 
 
 @every_release("0.5.14")

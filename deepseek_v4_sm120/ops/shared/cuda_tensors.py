@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-from collections.abc import Iterator
 
 import torch
 
@@ -19,28 +17,9 @@ def num_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-class _Held(threading.local):
-    sms = 0
-
-
-_held = _Held()
-
-
-@contextlib.contextmanager
-def held_by_others(sms: int) -> Iterator[None]:
-    """For calls of this thread: kernels of other streams hold so many multiprocessors for long, so a kernel all of
-    whose blocks must be resident counts on the rest, and need not wait for their end."""
-    outer, _held.sms = _held.sms, sms
-    try:
-        yield
-    finally:
-        _held.sms = outer
-
-
 def stream_sms(index: int, stream: int) -> int:
-    """Multiprocessors that a kernel on this raw stream can have: fewer than the device's in a green context, and where
-    others hold some."""
-    return max(0, extension.load().stream_sms(stream, num_sms(index)) - _held.sms)
+    """Multiprocessors that a kernel on this raw stream can have: fewer than the device's in a green context."""
+    return extension.load().stream_sms(stream, num_sms(index))
 
 
 def current_stream(index: int) -> int:

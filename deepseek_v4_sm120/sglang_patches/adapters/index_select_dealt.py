@@ -18,15 +18,20 @@ to the same requests in the same order. A row's bits do not depend on the rows b
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 
 from deepseek_v4_sm120.patching import report
-from deepseek_v4_sm120.sglang_patches.adapters import alike
+from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served
+from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import CONTEXT, PARALLEL_STATE, SERVER_ARGS
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope
 
 PATCH = "dealt_index"
+RANKS = (2, 4, 8)
 # The gather takes 2 KB of a row over PCIe, 82 ns at 25 GB/s; scores and selection of a row take 50 ps an entry. So some
 # 1,900 entries pay for the bytes, as the mean of the rows: half of the greatest or more. PAIRS of row and entry are 200
 # us of work, against the 50 that a collective and what is around it cost at any size. docs/notes/index_select.md
@@ -49,17 +54,44 @@ def replace_forward(original: Callable) -> Callable:
 
 def _group():
     """The coordinator of the ranks that all have the rows of a prompt; None: they are not all alike."""
-    tp = alike.tensor_parallel_group()
-    if tp is not None:
-        _say(tp.world_size)
-    return tp
+    state = importlib.import_module(PARALLEL_STATE)
+    tp, decode_context = state._TP, getattr(state, "_DCP", None)  # 0.5.15 and later
+    is_alone = (
+        tp.world_size in RANKS
+        and tp is state.get_tp_group()  # not the second one that multiplexed prompts have
+        and tp is state.get_attn_tp_group()  # neither data nor context parallel attention
+        and state.get_moe_ep_group().world_size == 1
+        and (decode_context is None or decode_context.world_size == 1)
+        and _see_the_same_cards(tp.world_size)
+    )
+    return tp if is_alone else None
 
 
 @functools.cache
-def _say(ranks: int) -> None:
-    text = f"{PATCH}: prompts' rows are dealt to {ranks} cards from {ENTRIES} entries on"
-    report.add_note(PATCH, lambda: text, lambda: {"ranks": ranks, "entries": ENTRIES, "pairs": PAIRS})
-    report.write()
+def _see_the_same_cards(ranks: int) -> bool:
+    """Whether the ranks are on one host, which alone tells their settings, and all see all cards, every one served."""
+    count = torch.cuda.device_count()
+    found = (
+        models_served.serves_this_process()
+        and _nodes() == 1
+        and count >= ranks
+        and all(
+            device_gate.serves_capability(torch.cuda.get_device_capability(index), settings().force)
+            for index in range(count)
+        )
+    )
+    if found:
+        text = f"{PATCH}: prompts' rows are dealt to {ranks} cards from {ENTRIES} entries on"
+        report.add_note(PATCH, lambda: text, lambda: {"ranks": ranks, "entries": ENTRIES, "pairs": PAIRS})
+        report.write()
+    return found
+
+
+def _nodes() -> int:
+    context = importlib.import_module(CONTEXT) if find_spec(CONTEXT) is not None else None
+    if hasattr(context, "get_server_args"):  # 0.5.15 and later
+        return context.get_server_args().nnodes
+    return importlib.import_module(SERVER_ARGS).get_global_server_args().nnodes
 
 
 def who_deals(rows: int, entries: int):
