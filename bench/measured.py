@@ -106,6 +106,17 @@ SECTIONS = {
         True,
         "drafts",
     ),
+    "e2e_reproducible43_sglang": Section(
+        "A reproducible server, all layers",
+        "43 layers with 16 experts, whose routers choose.",
+        {
+            "answers": "answers",
+            "answers that differ": "that differ",
+            "log-probability difference, greatest": "log-probability difference, greatest",
+        },
+        (),
+        True,
+    ),
     "e2e_reproducible_sglang": Section(
         "A reproducible server",
         "Six layers, random weights, forced tokens: every log-probability to the last bit.",
@@ -126,7 +137,7 @@ SECTIONS = {
     ),
     "e2e_prompts_sglang": Section(
         "Short prompts, and many at once",
-        "43 layers with 64 experts, engines in turn; passes of at most 8,192 rows, by a trace of kernels. Prefill "
+        "43 layers with 32 experts, engines in turn; passes of at most 8,192 rows, by a trace of kernels. Prefill "
         "graphs are SGLang's, `--cuda-graph-backend-prefill breakable`. Their bits: six layers, `reproducible=on`.",
         {
             "time to all first tokens, ms, best": "time to all first tokens, ms",

@@ -38,7 +38,8 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_speculation": ("speculation", "speculation43"),
     "e2e_faults": ("faults2",),  # of faults_stage.py
     "e2e_accepted": ("accepted",),
-    "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible43", "reproducible2"),
+    "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
+    "e2e_reproducible43": ("reproducible43",),
     "e2e_features": ("features",),
     "e2e_prompts": ("prompts", "prompts2", "prompts_same", "prompts_same2"),
 }
