@@ -93,8 +93,9 @@ def test_the_launch_line_has_the_block_of_the_load(words, sglang, drafts):
 @pytest.mark.parametrize(
     ("words", "sglang", "sentence"),
     [
-        (("--block", "4"), "0.5.17", r"SGLang 0\.5\.17, EAGLE with 4 drafts a step: answers are wrong.*sglang #34189"),
+        (("--block", "4"), "0.5.13", r"SGLang 0\.5\.13, EAGLE with 4 drafts a step: answers are wrong.*sglang #34189"),
         (("--model", "flash-0731", "--block", "5"), "0.5.16", r"DSPARK with 5 drafts.*Instead: .*0\.5\.18.*--insist"),
+        (("--block", "10"), "0.5.17", r"EAGLE with 10 drafts.*more than 10 rows.*Instead: 9 drafts.*--insist"),
         (("--block", "10"), "0.5.23", "the server stops, because of more than 10 rows"),
         (("--block", "0"), "0.5.23", "--block must be at least 1 draft, got 0"),
         (("--spec", "dspark"), "0.5.23", "Flash brings an MTP block"),
@@ -108,7 +109,7 @@ def test_plan_refuses_in_one_sentence(words, sglang, sentence):
 
 
 def test_who_insists_gets_the_plan_and_the_reason():
-    plan = plan_of("--block", "4", "--insist", sglang="0.5.17")
+    plan = plan_of("--block", "4", "--insist", sglang="0.5.13")
     assert flags(plan)["--speculative-num-steps"] == "4" and any("#34189" in note for note in plan.notes)
     with pytest.raises(CommandError, match="the server stops"):  # nothing to insist on
         plan_of("--block", "10", "--insist")
@@ -176,7 +177,8 @@ def dry_run(*words, own=(), sglang="0.5.17", model="flash"):
 @pytest.mark.parametrize(
     ("own", "sglang", "model", "environ", "sentence"),
     [
-        (["--speculative-num-steps", "4"], "0.5.17", "flash", {}, "more than 4 rows"),
+        (["--speculative-num-steps", "4"], "0.5.13", "flash", {}, "more than 4 rows"),
+        (["--speculative-num-steps", "4"], "0.5.17", "flash", {"DSV4_SM120_SET": "compressor=off"}, "more than 4 rows"),
         (["--speculative-dspark-block-size=5"], "0.5.16", "flash-0731", {}, "more than 4 rows"),
         ([], "0.5.17", "flash", {"SGLANG_PREP_IN_CUDA_GRAPH": "0"}, "SGLANG_PREP_IN_CUDA_GRAPH=0"),
         ([], "0.5.17", "flash-0731", {"SGLANG_RAGGED_VERIFY_MODE": "compact"}, "#32470"),
@@ -207,6 +209,7 @@ def test_serve_refuses_what_does_not_run_and_takes_the_rest(capsys, monkeypatch)
     assert dry_run(own=["--speculative-num-steps", "x"], sglang="0.5.23") == 2
     assert "invalid int value" in capsys.readouterr().err
     assert dry_run(own=["--speculative-num-steps", "4"], sglang="0.5.18") == 0
+    assert dry_run(own=["--speculative-num-steps", "5"], sglang="0.5.17") == 0  # compressor is ours
     assert dry_run(own=["--enable-symm-mem"], sglang="0.5.19", model="flash-0731") == 0  # mhc is ours
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
     assert dry_run(sglang="0.5.23", model="flash-0731") == 2
@@ -228,10 +231,11 @@ def findings(info, variables=None, applied=frozenset(OPS), model_type="deepseek_
 
 
 def test_doctor_fails_a_server_that_answers_wrongly():
-    (found,) = findings(speculating(EAGLE, 6, "0.5.14"))
+    (found,) = findings(speculating(EAGLE, 6, "0.5.14"), applied=frozenset(OPS) - {"compressor"})
     assert found.state == FAIL and "EAGLE with 5 drafts a step: more than 4 rows" in found.found
     assert "#34189" in found.cost and "0.5.18" in found.fix
-    assert not findings(speculating(EAGLE, 6, "0.5.18")) and not findings(speculating(EAGLE, 4, "0.5.14"))
+    assert not findings(speculating(EAGLE, 6, "0.5.14")) and not findings(speculating(EAGLE, 6, "0.5.18"))
+    assert not findings(speculating(EAGLE, 4, "0.5.14"))
     assert not findings(speculating(EAGLE, 6, "0.5.14"), model_type="deepseek_v3")  # has no such compressors
 
 

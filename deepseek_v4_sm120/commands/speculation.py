@@ -23,6 +23,7 @@ EAGLE_STEPS, DSPARK_BLOCK = 3, 7  # SGLang's own, where nothing is said
 DSPARK_SINCE = (0, 5, 16)
 # the rows of which the compressors' state survives whatever is accepted: a constant, then what C4's ring of 16 holds
 KEPT_ROWS, KEPT_BY_THE_RING, RING_SINCE = 4, 10, (0, 5, 18)
+PLANNED_SINCE = (0, 5, 14)  # `compressor` writes the state of all rows
 UNTOUCHED_DRAFT_BLOCK = 5  # of the 0731 checkpoint: what a server takes that is not told a block
 
 TEXT, STRUCTURE = "text", "structure"
@@ -68,17 +69,36 @@ class Hazard:
 
 
 HAZARDS = (
+    *(
+        Hazard(
+            WRONG,
+            "more than 4 rows a request",
+            "the compressors' state is rewritten for 4 rows at most, so that after a longer block of which not all was "
+            "accepted a later window reads stale rows, and nothing says so",
+            f"--speculative-num-steps 3 or fewer (EAGLE), --speculative-dspark-block-size 3 or fewer, {otherwise}or "
+            "SGLang 0.5.18 and later",
+            "c_plan.cuh; sglang #34189, which mended it, #32038",
+            since=since,
+            before=before,
+            applies=lambda s, algorithms=algorithms: s.algorithm in algorithms and s.rows > KEPT_ROWS,
+            unless=unless,
+        )
+        for since, before, algorithms, unless, otherwise in (
+            ((0, 5, 12), PLANNED_SINCE, (EAGLE,), None, ""),
+            # on 0.5.17 EAGLE 5/1/6 says what plain decode says, whether none, half or all drafts are right
+            (PLANNED_SINCE, RING_SINCE, (EAGLE,), "compressor", "leave compressor in place, which writes them all, "),
+            ((0, 5, 12), RING_SINCE, (DSPARK,), None, ""),  # of 4 rows was seen
+        )
+    ),
     Hazard(
         WRONG,
-        "more than 4 rows a request",
-        "the compressors' state is rewritten for 4 rows at most, so that after a longer block of which not all was "
-        "accepted a later window reads stale rows, and nothing says so",
-        "--speculative-num-steps 3 or fewer (EAGLE), --speculative-dspark-block-size 3 or fewer, or SGLang 0.5.18 and "
-        "later",
-        "c_plan.cuh; sglang #34189, which mended it, #32038",
-        since=(0, 5, 12),
+        "more than 10 rows a request",
+        "the ring of C4's state keeps no more",
+        "9 drafts or fewer",
+        "pool_configurator.py",
+        since=PLANNED_SINCE,
         before=RING_SINCE,
-        applies=lambda s: s.rows > KEPT_ROWS,
+        applies=lambda s: s.rows > KEPT_BY_THE_RING,
     ),
     Hazard(
         STOPS,
