@@ -1,7 +1,6 @@
 """calibrate's sums between cards without a card: who is asked, the ranks' processes, what a profile says of them."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
