@@ -12,6 +12,7 @@ Calls (divisions, a trap's message) are taken to return and to change nothing th
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -84,18 +85,21 @@ def split(listing: str) -> dict[str, list[str]]:
     return functions
 
 
-def _registers(operand: str, pair: bool) -> list[int]:
-    found = []
+@functools.cache  # kernels have the same operands a thousand times
+def _registers(operand: str, pair: bool) -> tuple[int, ...]:
+    found: list[int] = []
     for uniform, number in _REGISTER.findall(operand):
         first = int(number) + (_UNIFORM if uniform else 0)
         found += [first, first + 1] if pair else [first]
-    return found
+    return tuple(found)
 
 
-def _operands(rest: str) -> list[str]:
-    return [o.strip() for o in re.split(r",(?![^\[]*\])", rest)]
+@functools.cache
+def _operands(rest: str) -> tuple[str, ...]:
+    return tuple(o.strip() for o in re.split(r",(?![^\[]*\])", rest))
 
 
+@functools.cache
 def _predicates(rest: str) -> tuple[str, ...]:
     """Those an instruction may write: in front of the first register, and right behind it."""
     written, registers = [], 0

@@ -78,7 +78,7 @@ def content(wheel: Path, member: str) -> str:
     return archive(wheel).read(member).decode()
 
 
-@functools.lru_cache(maxsize=24)  # of one release: tests that are grouped by releases parse each file once
+@functools.lru_cache(maxsize=64)  # of one release: tests that are grouped by releases parse each file once
 def parsed(wheel: Path, member: str) -> Parsed:
     return parse(content(wheel, member))
 
