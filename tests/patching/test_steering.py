@@ -95,6 +95,11 @@ def test_an_operator_is_off_or_on_and_no_number():
     assert "it takes safe, risky, count, later, mhc, all_reduce" in problem(mch="off")
 
 
+def test_a_patch_may_have_the_name_of_a_default_that_is_a_number():
+    made = Steering(ROWS, Settings(choices={"count": "3"}), lambda versions: True, ("mhc", "count"))
+    assert made.problem() is None and made.value("count") == 3
+
+
 @pytest.mark.parametrize(
     "text", ["safe", "safe=yes", "=on", "safe=on;risky=on", "count=-1", "safe=host", "all_reduce=hots"]
 )
