@@ -33,6 +33,7 @@ from what_ran import commit, device, read_json  # noqa: E402
 SUFFIXES = ("", "_bench", "_text", "_same", "_features")  # of what an engine writes
 PARTS = ("single", "batch")
 STOPPED = "stopped at the limit"
+FIRST_PORT, LAST_PORT = 10000, 32000  # below those that Linux gives to whoever asks for any
 
 
 def environment(case, arguments):
@@ -44,7 +45,7 @@ def environment(case, arguments):
 
 def command(case, arguments, number):
     line = [sys.executable, str(HERE / "engine_case.py"), "--harness", str(arguments.harness), *case.options]
-    line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={30000 + arguments.port_step * number}"]
+    line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={FIRST_PORT + arguments.port_step * number}"]
     line += ["--turns", str(arguments.turns), "--engines", str(arguments.engines)] if case.takes_turns else []
     return [*line, "--patch", str(arguments.patch)] if case.patched else line
 
@@ -221,7 +222,7 @@ def main():
             (arguments.work / f"{case.name}{suffix}.json").unlink(missing_ok=True)
     accepted_stage.check([c.name for c in cases], arguments.work)
     features_stage.prepare(cases, arguments)
-    arguments.port_step = min(2000, 34000 // len(cases))
+    arguments.port_step = min(2000, (LAST_PORT - FIRST_PORT) // len(cases))
     arguments.turns, arguments.engines = arguments.work / "turns", sum(c.takes_turns for c in cases)
     arguments.turns.unlink(missing_ok=True)
     # engines that take turns wait until all of them are up
