@@ -45,7 +45,8 @@ def environment(case, arguments):
 
 def command(case, arguments, number):
     line = [sys.executable, str(HERE / "engine_case.py"), "--harness", str(arguments.harness), *case.options]
-    line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={FIRST_PORT + arguments.port_step * number}"]
+    port = FIRST_PORT + arguments.port_step * number
+    line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={port}"]
     line += ["--turns", str(arguments.turns), "--engines", str(arguments.engines)] if case.takes_turns else []
     return [*line, "--patch", str(arguments.patch)] if case.patched else line
 
