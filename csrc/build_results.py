@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -71,10 +72,11 @@ class Results:
         return found
 
     def text(self, content: str) -> Path:
-        """A file that has this content."""
-        unfinished = self.folder / f"{os.getpid()}.txt"
+        """A file that has this content; any thread may ask for one."""
+        named = self.folder / f"{hashlib.sha256(content.encode()).hexdigest()}.txt"
+        unfinished = named.with_name(f"{os.getpid()}-{threading.get_ident()}-{named.name}")
         unfinished.write_text(content)
-        return unfinished.replace(self.folder / f"{hashlib.sha256(content.encode()).hexdigest()}.txt")
+        return unfinished.replace(named)
 
     def make(self, command: list[str | Path], reads: Iterable[Path], suffix: str) -> Path:
         """What `command -o FILE`, run among the sources, makes of the files in `reads`; what it printed is in FILE.log.

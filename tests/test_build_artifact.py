@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import build_artifact
@@ -152,6 +153,14 @@ def test_a_result_that_another_build_takes_away_meanwhile_stops_nothing(sources)
     folder.mkdir(exist_ok=True)
     (folder / "1-a.o").symlink_to(folder / "gone")  # is listed, and not there when it is looked at
     Results(folder, sources, "tools")
+
+
+def test_texts_that_are_made_at_once_are_each_their_own(sources):
+    results = Results(sources.parent / "results", sources, "tools")
+    contents = [f"{i % 40}\n" * 20_000 for i in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        assert [path.read_text() for path in pool.map(results.text, contents)] == contents
+    assert len([*results.folder.iterdir()]) == 40
 
 
 def test_the_longest_are_in_the_tree():
