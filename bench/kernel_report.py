@@ -4,7 +4,8 @@
     python3 bench/kernel_report.py [--arch sm_120f] [--cuobjdump PATH]
 
 The main loop is the innermost backward branch whose body holds the most tensor-core instructions. Occupancy is worked
-out from the chip's limits, the block size in the binary and the shared memory that the launch asks for.
+out from the chip's limits, the block size in the binary and the shared memory that the launch asks for, where the
+module tells it.
 """
 
 from __future__ import annotations
@@ -153,11 +154,13 @@ def main() -> int:
     lines = []
     for arch in arguments.arch or LIMITS:
         for kernel in disassemble(tool, extension.find().with_name(extension.LIBRARY), arch):
-            bytes_shared = shared[kernel.name.split("<")[0]]
+            bytes_shared = shared.get(kernel.name.split("<")[0])  # of those that the module tells
+            blocks = "" if bytes_shared is None else str(kernel.blocks_per_sm(bytes_shared))
             loop = kernel.main_loop()
             counts = Counter(class_of(opcode) for _, opcode, _ in loop)
-            cells = [arch, kernel.name, str(kernel.registers), str(kernel.threads), str(bytes_shared)]
-            cells += [str(kernel.blocks_per_sm(bytes_shared)), str(len(kernel.instructions)), str(len(loop))]
+            cells = [arch, kernel.name, str(kernel.registers), str(kernel.threads)]
+            cells += ["" if bytes_shared is None else str(bytes_shared), blocks]
+            cells += [str(len(kernel.instructions)), str(len(loop))]
             lines.append((*cells, *(str(counts[name]) for name in classes)))
     header = ("arch", "kernel", "regs", "threads", "shared", "blocks/SM", "SASS", "loop", *classes)
     print(common.table(header, lines))
