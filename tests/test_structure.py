@@ -40,7 +40,7 @@ SHARED = {
     "deepseek_v4_sm120/specs": {"bounds", "check", "provider"},
     "deepseek_v4_sm120/sglang_patches/adapters": {
         *("argument_defaults", "dense_rows", "kept_weights", "platform_seams", "scheduling"),
-        *("prefill_graphs", "torch_compile", "waiting"),
+        *("direct_updates", "prefill_graphs", "torch_compile", "waiting"),
     },
     "bench": {"common", "features", "kernel_report", "load_time", "measured", "sparse_prefill", "timeline", "tune_moe"},
 }

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
-from deepseek_v4_sm120.patching.contract import Contract
+from deepseek_v4_sm120.patching.contract import Contract, Parameters
 from deepseek_v4_sm120.patching.spec import Target
 
 MODEL = "sglang.srt.models.deepseek_v4"
 ATTENTION = f"{MODEL}:MQALayer"
 DSPARK = "sglang.srt.models.deepseek_v4_dspark:DeepseekV4ForCausalLMDSpark"
+MODEL_RUNNER, LOAD_DIRECT = "sglang.srt.model_executor.model_runner", "_model_load_weights_direct"
 EVERY, DSPARK_SINCE = ">=0.5.12,<0.6", ">=0.5.16,<0.6"
 EXTENSION = "deepseek_v4_sm120.ops.shared.extension:load"
 
@@ -20,3 +21,12 @@ def targets_of(adapter: str) -> Callable[..., Target]:
         return Target(where=where, sglang=sglang, contract=contract, replacement=replacement, caller=caller)
 
     return target
+
+
+def direct_updates(target: Callable[..., Target], name: str, since: str = "0.5.12") -> tuple[Target, ...]:
+    """What update_weights_from_tensor(load_format="direct") writes with, past load_weights."""
+    given = Parameters(("model", "named_tensors"))
+    return (
+        target(f"{MODEL_RUNNER}:{LOAD_DIRECT}", name, given, f">={since},<0.5.16"),
+        target(f"{MODEL_RUNNER}_components.weight_updater:{LOAD_DIRECT}", name, given, ">=0.5.16,<0.6"),
+    )

@@ -13,7 +13,7 @@ from deepseek_v4_sm120.patching import ledger
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
 from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
 from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
-from deepseek_v4_sm120.sglang_patches.names import ATTENTION, EXTENSION, MODEL, targets_of
+from deepseek_v4_sm120.sglang_patches.names import ATTENTION, EXTENSION, MODEL, direct_updates, targets_of
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSION_MODULE, MHC
@@ -100,6 +100,7 @@ MXFP4_MOE = Patch(
     why="the routed experts of FP4 checkpoints: stock raises on SM120 (0.5.12), runs Marlin with an unfused clamp, by "
     "--moe-runner-backend marlin, or six kernels with MXFP8 activations (0.5.16 and later); bench/mxfp4_moe.py",
     targets=(
+        *direct_updates(_experts, "direct"),
         _experts(f"{MARLIN_EXPERTS}.process_weights_after_loading", "marlin_process", EXPERTS),
         _experts(f"{MARLIN_EXPERTS}.apply", "marlin_apply", EXPERTS_APPLY),
         _experts(f"{CUTLASS_EXPERTS}.process_weights_after_loading", "cutlass_process", EXPERTS, ">=0.5.16,<0.6"),

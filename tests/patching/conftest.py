@@ -180,6 +180,7 @@ MHC_HEAD = "def fused_hc_head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps):\n 
 SHARED_ADD = (
     "def maybe_fuse_routed_scale_and_shared_add(experts, routed, shared, routed_scaling_factor):\n    return routed\n"
 )
+DIRECT = "def _model_load_weights_direct(model, named_tensors):\n    return model\n"
 
 TREE_0_5_17 = {
     "sglang/__init__.py": "",
@@ -195,6 +196,7 @@ TREE_0_5_17 = {
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,
     "sglang/srt/layers/attention/dsv4/compressor.py": "def linear_bf16_fp32(x, y):\n    return x\n",
     "sglang/srt/layers/attention/dsv4/compressor_v2.py": COMPRESSOR,
+    "sglang/srt/model_executor/model_runner_components/weight_updater.py": DIRECT,
     "sglang/srt/models/deepseek_v2.py": SHARED_ADD + GATE,
     "sglang/srt/models/deepseek_v4.py": MODEL,
     "sglang/srt/models/deepseek_v4_nextn.py": MTP_MODEL,

@@ -256,6 +256,7 @@ MHC_BOUNDARY = """
     pre = layer.hc_pre(streams, fn, scale, base, norm=norm_module, forward_batch=None)
     posted = layer.hc_post(rows, streams, post, comb)
     head = nextn.DeepseekV4ModelNextN.hc_head(layer, streams, fn[:4], scale[:1], base[:4])
+    importlib.import_module("sglang.srt.model_executor.model_runner_components.weight_updater")
     heads = importlib.import_module("sglang.kernels.ops.layernorm.mhc_head")
     heads.fused_hc_head(streams, fn[:4], scale[:1], base[:4], norm_eps=1e-6, hc_eps=1e-6)
     layer.hc_head_fn, layer.hc_head_scale, layer.hc_head_base = fn[:4], scale[:1], base[:4]

@@ -7,7 +7,7 @@ over, before anything is captured; loading weights again makes it again, in plac
     DeepseekV4ForCausalLM.set_embed_and_head      the MTP draft gets the target's head
     DeepseekV4ForCausalLMDSpark.attach_shared_modules   DSPARK's draft does, or keeps its own
     LogitsProcessor._compute_lm_head, DeepseekV4ForCausalLMDSpark._logits_from_x_post_hc   a draft's logits
-    post_load_weights, DSPARK's load_weights      weights were loaded
+    post_load_weights, _model_load_weights_direct weights were loaded
 
 The copy hangs on what only the draft has, its logits processor or its model: the head itself is the target's, too. A
 step's rows (STEP_ROWS) are ours; more, and heads that are not plain bf16, are the original's.
@@ -128,12 +128,12 @@ def replace_attach(original: Callable) -> Callable:
 
 
 def replace_loading(original: Callable) -> Callable:
-    """For what has written the weights of a model when it returns: copies of its head are made again."""
+    """For what has written the weights of a model, its first argument: copies of its head are made again."""
 
     @functools.wraps(original)
-    def load(self, *args, **kwargs):
-        result = original(self, *args, **kwargs)
-        weight = getattr(getattr(self, "lm_head", None), "weight", None)
+    def load(*args, **kwargs):
+        result = original(*args, **kwargs)
+        weight = getattr(getattr(args[0], "lm_head", None), "weight", None)
         for head in heads:
             if head.source is weight:
                 head.fill()

@@ -7,6 +7,8 @@ bytes, repack them for their kernels, and multiply. Two methods of each are repl
     process_weights_after_loading   leaves the checkpoint's bytes where they are: no repacking, no second copy
     apply                           one call of ops.mxfp4_moe
 
+Bytes for one layout can be of the other's size and type, so load_format="direct" is refused for a layer that we keep.
+
 The user's flag keeps its meaning for prefill: above 256 rows `marlin` is W4A16 with us too, and `flashinfer_mxfp4` is
 W4A8 where the GPU has block-scaled instructions and the profile does not leave that out. Up to 256 rows it is W4A16,
 and at all rows where the server is reproducible.
@@ -36,6 +38,7 @@ from deepseek_v4_sm120.ops import mxfp4_moe as op
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import direct_updates
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.specs import bounds
 
@@ -192,6 +195,17 @@ def replace_marlin_process(original: Callable) -> Callable:
 def replace_cutlass_process(original: Callable) -> Callable:
     """For Mxfp4FlashinferCutlassMoEMethod.process_weights_after_loading (0.5.16 and later)."""
     return _replace_process(original, mxfp8=True)
+
+
+def replace_direct(original: Callable) -> Callable:
+    """For _model_load_weights_direct."""
+    return direct_updates.refusing(original, PATCH, _expected_of_direct)
+
+
+def _expected_of_direct(layer, name: str, _tensor) -> str | None:
+    """SGLang's repacked bytes and the checkpoint's can have the same shape and type."""
+    kept_here = getattr(layer, KEPT, None) is not None
+    return "the checkpoint's, expert by expert" if kept_here else None
 
 
 def _run(experts: Experts, hidden, topk_ids, topk_weights):

@@ -6,6 +6,7 @@ kernel that takes the rotary embedding of the attention's output back. Here:
     MQALayer.__init__              makes it an E4M3 layer with its scales (`store`)
     DeepseekV4ForCausalLM.load_weights, _dequant_fp8_wo_a_streaming
                                    hand the checkpoint's tensors through as they are (`AsStored`)
+    _model_load_weights_direct     refuses SGLang's bf16, which would be cast without scales
     MQALayer.forward               is SGLang's, with a scope around it. Its `self.wo_a.weight.view(groups, outputs, -1)`
                                    gives `Groups`, whose einsum is our product
     fused_rope_inplace             inside that forward, for a step's rows: puts the rotation off to the product
@@ -28,7 +29,7 @@ from deepseek_v4_sm120.ops import wo_a as op
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
-from deepseek_v4_sm120.sglang_patches.adapters import dense_rows
+from deepseek_v4_sm120.sglang_patches.adapters import dense_rows, direct_updates
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting, way_out
 from deepseek_v4_sm120.specs import bounds
@@ -192,6 +193,21 @@ def replace_expansion(original: Callable) -> Callable:
         return weights if isinstance(weights, AsStored) else original(weights)
 
     return _dequant_fp8_wo_a_streaming
+
+
+def replace_direct(original: Callable) -> Callable:
+    """For _model_load_weights_direct."""
+    return direct_updates.refusing(original, PATCH, _expected_of_direct)
+
+
+def _expected_of_direct(layer, name: str, tensor: torch.Tensor) -> str | None:
+    if not isinstance(getattr(layer, "weight", None), StoredWeight):
+        return None
+    if name == "weight" and tensor.dtype != torch.float8_e4m3fn:
+        return "torch.float8_e4m3fn, with the scales as weight_scale_inv"
+    if name == "weight_scale_inv" and tensor.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        return "torch.float32 or torch.float8_e8m0fnu"
+    return None
 
 
 # ---- the forward: rotation and product
