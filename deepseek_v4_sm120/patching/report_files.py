@@ -13,7 +13,7 @@ LIMIT_BYTES = 64 << 20  # a report with a full table of shadow records has 10 MB
 MOST_REPORTS = 1024  # read from one folder: those of the highest process numbers
 TRIAL_BYTES = 64 << 10  # a full disk still takes empty files, some even short ones
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_written: dict[Path, tuple[int, int]] = {}  # by this process: path -> (device, inode)
+_written: dict[Path, tuple[int, ...]] = {}  # by this process: path -> _identity
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO does not block
 
 
@@ -22,16 +22,16 @@ def replace(folder: Path, name: str, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / name
     try:
-        if _written.get(final) != _inode(final):
+        if _written.get(final) != _identity(final):
             _parsed(final)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         raise FileExistsError(errno.EEXIST, f"{name} {_words(error)}, and is left as it is") from error
     with _draft(folder, text.encode()) as draft:
-        inode = _inode(draft)
+        identity = _identity(draft)
         os.rename(draft, final)  # replaces the name itself, whatever was put there meanwhile: no link is followed
-    _written[final] = inode
+    _written[final] = identity
 
 
 def problem(folder: str | Path) -> str | None:
@@ -69,9 +69,10 @@ def read(folder: str | Path) -> tuple[list[dict], list[str]]:
     return found, problems
 
 
-def _inode(path: Path) -> tuple[int, int]:
+def _identity(path: Path) -> tuple[int, ...]:
+    """What a rename keeps and another file has otherwise: the number of one that is gone is given to the next."""
     status = os.lstat(path)
-    return status.st_dev, status.st_ino
+    return status.st_dev, status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
 @contextlib.contextmanager

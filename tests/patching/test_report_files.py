@@ -5,6 +5,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,16 +148,26 @@ def test_a_report_of_an_earlier_process_of_that_number_is_replaced(host, said, t
     assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid() and said == []
 
 
-def test_what_is_planted_over_our_own_report_later_stays(host, said, tmp_path):
+@pytest.mark.parametrize("has_our_number", [False, True])
+def test_what_is_planted_over_our_own_report_later_stays(has_our_number, host, said, tmp_path, monkeypatch):
+    """Also where it got the inode's number that our report had."""
     host()
     folder, precious = tmp_path / "reports", tmp_path / "precious"
     precious.write_text("precious")
     made = engine_with(folder)
     report.write(made)
     assert said == []
+    real = os.lstat
+    ours = real(folder / NAME)
     (folder / NAME).unlink()
     (folder / NAME).symlink_to(precious)
+    if has_our_number:
+        kept = ("st_mode", "st_size", "st_mtime_ns")
+        found = {name: getattr(os.lstat(folder / NAME), name) for name in kept}
+        found = SimpleNamespace(st_dev=ours.st_dev, st_ino=ours.st_ino, **found)
+        monkeypatch.setattr(os, "lstat", lambda path: found if Path(path) == folder / NAME else real(path))
     report.write(made)
+    monkeypatch.setattr(os, "lstat", real)
     assert precious.read_text() == "precious" and (folder / NAME).is_symlink() and "is a symbolic link" in said[0][1]
 
 
