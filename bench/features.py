@@ -8,7 +8,6 @@ each stands in tests/e2e/features_stage.py; what no release has run yet is liste
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -17,7 +16,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO)]
 
-from bench.measured import age, origin  # noqa: E402
+from bench.measured import age, origin, write_or_check  # noqa: E402
 from bench.serving.report import markdown_table  # noqa: E402
 from tests.e2e import features_stage  # noqa: E402
 
@@ -108,16 +107,7 @@ def results() -> dict[str, dict]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where the page is stale")
-    options = parser.parse_args(arguments)
-    made = page(results())
-    if options.check:
-        fresh = PAGE.exists() and PAGE.read_text() == made
-        print(f"{PAGE.relative_to(REPO)} is {'as its results are' if fresh else f'stale: {COMMAND}'}")
-        return 0 if fresh else 1
-    PAGE.write_text(made)
-    return 0
+    return write_or_check(PAGE, page(results()), __doc__, COMMAND, arguments)
 
 
 if __name__ == "__main__":

@@ -439,18 +439,21 @@ def results() -> dict[str, dict]:
     return {stem: json.loads((RESULTS / f"{stem}.json").read_text()) for stem in ordered}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def write_or_check(where: Path, made: str, description: str, command: str, arguments: list[str] | None = None) -> int:
+    """The command line of what makes a page: writes it, or with --check says whether it is as it would be written."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where the page is stale")
-    options = parser.parse_args(arguments)
-    made = page(results())
-    if options.check:
-        fresh = PAGE.exists() and PAGE.read_text() == made
-        print(f"{PAGE.relative_to(REPO)} is {'as its results are' if fresh else f'stale: {COMMAND}'}")
+    if parser.parse_args(arguments).check:
+        fresh = where.exists() and where.read_text() == made
+        print(f"{where.relative_to(REPO)} is {'as its results are' if fresh else f'stale: {command}'}")
         return 0 if fresh else 1
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(made)
+    where.parent.mkdir(exist_ok=True)
+    where.write_text(made)
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return write_or_check(PAGE, page(results()), __doc__, COMMAND, arguments)
 
 
 if __name__ == "__main__":

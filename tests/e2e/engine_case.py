@@ -39,11 +39,7 @@ PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
 SETTLE_S = 3.0  # shadow mode's writer runs twice a second, and shutting the engine down kills its processes
 PARTS = ("single", "batch")
 FORCED = ("answer", "same", "features")
-ALONE = (
-    *FORCED,
-    "text",
-    "features_text",
-)  # phases that are an engine's only one: what is timed neither is forced nor gives logprobs
+ALONE = (*FORCED, "text", "features_text")  # an engine's only one: what is timed neither is forced nor gives logprobs
 FEATURES = ("features", "features_text")  # features_engine.py
 EXACT = ("output_token_logprobs", "output_top_logprobs", "input_top_logprobs")  # of an answer's meta_info, unrounded
 LONG_PROMPT = 32_000  # tokens of the profiled prefill

@@ -83,8 +83,8 @@ class Engine:
 class Feature:
     """A line of the matrix. engine: its engine; steps: those of it that count (none: all); against: the engine whose
     answers it must have (its own: each step's with the first's); same: "bits" or "text"; acts: lines of the log that
-    say that it acted; counts: what the answers must count, together; as_asked: arguments that SGLang must not have
-    changed; refusal: what it says where it refuses."""
+    say that it acted; counts: what the answers must count, together; not_counted: what each must count as none;
+    as_asked: arguments that SGLang must not have changed; refusal: what it says where it refuses."""
 
     what: str
     engine: str
@@ -93,6 +93,7 @@ class Feature:
     same: str = "bits"
     acts: tuple = ()
     counts: tuple = ()
+    not_counted: tuple = ()
     as_asked: tuple = ()
     refusal: str = ""
     lacks: tuple = ()  # lines that its log must not have
@@ -174,7 +175,7 @@ ENGINES |= {f"{name}_stock": replace(ENGINES[name], settings="", stock_of=name) 
 
 FEATURES = (
     Feature("prefix cache (the default)", "radix", steps=ROUND, counts=("cached",)),
-    Feature("flush_cache", "radix", steps=("flush_cache", "flushed")),
+    Feature("flush_cache", "radix", steps=("flush_cache", "flushed"), not_counted=("cached",)),
     Feature("pause in place and resume", "radix", steps=("pause:in_place",)),
     Feature("pause with retraction and resume", "radix", steps=("pause:retract",), counts=("retracted",)),
     Feature("abort of all", "radix", steps=("abort_all", "after")),
@@ -362,6 +363,10 @@ def acted(feature: Feature, found: dict, log: str) -> list[str]:
     every = [answer for _, _, answers in answers_of(found, feature.steps) for answer in answers.values()]
     totals = {name: sum(answer.get(name) or 0 for answer in every) for name in feature.counts}
     missing += [f"no answer counts {name}" for name, total in totals.items() if not total]
+    for name in feature.not_counted:
+        told = [answer.get(name) for answer in every]
+        if not told or any(count != 0 for count in told):
+            missing.append(f"not every answer counts no {name}")
     return missing
 
 

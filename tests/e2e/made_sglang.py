@@ -1,7 +1,22 @@
-"""A harness and an SGLang that are stand-ins, as sources: what test_scripts.py puts in place of the real ones."""
+"""A harness and an SGLang that are stand-ins, as sources: what test_scripts.py puts in place of the real ones.
 
-HARNESS = """
+ANY_HARNESS is what each has, whatever its options.
+"""
+
+ANY_HARNESS = """
 import argparse, os, sys
+def reexec(a):
+    if os.environ.get("E2E_REEXEC") != "1":
+        os.environ["E2E_REEXEC"] = "1"
+        os.execve(sys.executable, [sys.executable, os.path.abspath(__file__)] + sys.argv[1:], os.environ)
+def vocab_of(model):
+    return 100
+def ids(n, vocab, seed):
+    return [seed % vocab] * n
+"""
+HARNESS = (
+    ANY_HARNESS
+    + """
 def parse(argv):
     p = argparse.ArgumentParser()
     p.add_argument("mode")
@@ -17,22 +32,15 @@ def parse(argv):
         p.add_argument("--" + name, type=int, nargs="+", default=[1])
     p.add_argument("--set", action="append")
     return p.parse_args(argv)
-def reexec(a):
-    if os.environ.get("E2E_REEXEC") != "1":
-        os.environ["E2E_REEXEC"] = "1"
-        os.execve(sys.executable, [sys.executable, os.path.abspath(__file__)] + sys.argv[1:], os.environ)
 def engine_args(a):
     return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, "model"
-def vocab_of(model):
-    return 100
-def ids(n, vocab, seed):
-    return [seed % vocab] * n
 def slim(o):
     return o
 def compare(p, q):
     d = [abs(x - y) for x, y in zip(p["logprobs"], q["logprobs"])]
     return len(d), 1.0, sum(d) / len(d), max(d)
 """
+)
 
 SGLANG = """
 import gzip, json, os, time

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import features as page
+from bench import measured
 from tests.e2e import features_stage as stage
 from tests.e2e import test_scripts
 from tests.e2e.features_engine import LENGTHS, Weights
@@ -93,6 +94,14 @@ def test_what_did_not_act_is_no_success(change, log, missing):
 def test_counts_are_of_all_answers():
     mine = found(step(x=answer("a", cached=0), y=answer("b", cached=256)))
     assert judge(replace(FEATURE, counts=("cached",)), mine)["state"] == "same bits"
+
+
+@pytest.mark.parametrize(
+    ("told", "state"), [({"cached": 0}, "same bits"), ({"cached": 256}, "did not act"), ({}, "did not act")]
+)
+def test_a_flushed_cache_has_nothing_for_any_answer(told, state):
+    mine = found(step(x=answer("a", **told), y=answer("b", cached=0)))
+    assert judge(replace(FEATURE, not_counted=("cached",)), mine)["state"] == state
 
 
 def test_sglang_may_turn_it_off():
@@ -338,6 +347,6 @@ def test_the_page_without_results_says_what_is_asked(monkeypatch, tmp_path):
     shown = page.page(page.results())
     assert "No release has run yet" in shown and all(feature.what in shown for feature in stage.FEATURES)
     monkeypatch.setattr(page, "PAGE", tmp_path / "features.md")
-    monkeypatch.setattr(page, "REPO", tmp_path)
+    monkeypatch.setattr(measured, "REPO", tmp_path)
     assert page.main(["--check"]) == 1 and page.main([]) == 0 and page.main(["--check"]) == 0
     assert os.listdir(tmp_path) == ["features.md"]

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.made_sglang import ANY_HARNESS
+
 HERE = Path(__file__).resolve().parent
 
-HARNESS = """
-import argparse, os, sys
+HARNESS = (
+    ANY_HARNESS
+    + """
 def parse(argv):
     p = argparse.ArgumentParser()
     p.add_argument("mode")
@@ -22,17 +25,10 @@ def parse(argv):
     p.add_argument("--graph-bs", type=int, nargs="+")
     p.add_argument("--set", action="append")
     return p.parse_args(argv)
-def reexec(a):
-    if os.environ.get("E2E_REEXEC") != "1":
-        os.environ["E2E_REEXEC"] = "1"
-        os.execve(sys.executable, [sys.executable, os.path.abspath(__file__)] + sys.argv[1:], os.environ)
 def engine_args(a):
     return {"patch": a.patch, "chunk": int(a.chunk)}, "model"
-def vocab_of(model):
-    return 100
-def ids(n, vocab, seed):
-    return [seed % vocab] * n
 """
+)
 # one scheduler: a chunk takes 20 ms, a decode step 2 ms, and prefill always comes first but for the interval
 SGLANG = """
 import asyncio, os
