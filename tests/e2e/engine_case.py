@@ -68,11 +68,14 @@ def batch_lengths(size):
 
 
 def exact(answer):
-    """All numbers of an answer as a digest, and those of its own tokens."""
+    """All numbers of an answer as a digest, and those of its own tokens. NaN beside NaN must not be the same."""
     meta = answer["meta_info"]
     text = repr([answer["output_ids"], *(meta.get(name) for name in EXACT)])
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return {"digest": digest, "logprobs": [step[0] for step in meta["output_token_logprobs"]]}
+    logprobs = [step[0] for step in meta["output_token_logprobs"]]
+    if bad := [logprob for logprob in logprobs if is_bad(logprob)]:
+        raise RuntimeError(f"{len(bad)} of {len(logprobs)} log-probabilities of an answer are no numbers, as {bad[0]}")
+    return {"digest": digest, "logprobs": logprobs}
 
 
 def is_bad(logprob):

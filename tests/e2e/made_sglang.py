@@ -84,7 +84,8 @@ class Engine:
             ids[2] = 7
         meta = {"spec_verify_ct": verified if "speculative_algorithm=" in self.set else None}
         unlike = len(input_ids) > 1 and self.name in os.environ.get("FAKE_UNLIKE", "").split()
-        meta["output_token_logprobs"] = [[off + 1e-7 * unlike, 1, None]] * n
+        bad = self.name == os.environ.get("FAKE_NAN")
+        meta["output_token_logprobs"] = [[float("nan") if bad else off + 1e-7 * unlike, 1, None]] * n
         by_graph = "cuda_graph_backend_prefill" in self.set or "prefill_graphs" in os.environ.get("DSV4_SM120_SET", "")
         by_graph &= os.environ.get("FAKE_NO_GRAPHS") != self.name
         print(f"[x] Prefill batch, #new-seq: 1, cuda graph: {by_graph}, input throughput (token/s): 1.0", flush=True)

@@ -237,6 +237,12 @@ def test_short_prompts_and_passes_with_and_without_graphs(machine):
     assert unmet == ["engines without a prefill pass in graphs"]
 
 
+def test_answers_that_are_no_numbers_are_not_the_same(machine):
+    ended = machine("reproducible", "--only", "same_8192", FAKE_NAN="same_8192")
+    assert ended.returncode == 1 and "log-probabilities of an answer are no numbers, as nan" in ended.stdout
+    assert json.loads((machine.out / "stage_reproducible.json").read_text())["sames"] == []
+
+
 def test_prefill_graphs_have_the_bits_of_none(machine):
     ended = machine("prompts_same", FAKE_UNLIKE="same_graphs")
     assert ended.returncode == 0, ended.stdout + ended.stderr
