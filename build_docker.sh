@@ -7,11 +7,12 @@ checkout=$(cd "$(dirname "$0")" && pwd)
 out=$checkout/build
 while (($#)); do
   case "$1" in
-    --out) out="${2:?--out needs a folder}"; shift 2 ;;
-    --out=*) out="${1#--out=}"; shift ;;
+    --out) out=${2-}; shift $(($# > 1 ? 2 : 1)) ;;
+    --out=*) out=${1#--out=}; shift ;;
     *) echo "usage: $0 [--out DIR]" >&2; exit 2 ;;
   esac
 done
+[[ -n $out ]] || { echo "build_docker.sh: --out needs a folder" >&2; exit 2; }
 out=$(realpath -m "$out")
 cd "$checkout"
 
@@ -26,8 +27,9 @@ if ! command -v docker >/dev/null || ! docker info >/dev/null 2>&1; then
   exit 1
 fi
 
-if [[ -e $out && ! -d $out/deepseek_v4_sm120 && -n $(ls -A "$out") ]]; then
-  echo "build_docker.sh: $out is not empty and holds no earlier artifact; choose another --out or empty it" >&2
+# what is in $out is deleted: nothing but an earlier artifact may be there (check_replaceable of csrc/build_artifact.py)
+if [[ -e $out ]] && foreign=$(ls -A "$out" | grep -vxE 'deepseek_v4_sm120(-.+\.dist-info)?|sitecustomize\.py|__pycache__'); then
+  echo "build_docker.sh: $out holds ${foreign%%$'\n'*}, which no artifact has; choose another --out, or an empty folder" >&2
   exit 1
 fi
 commit=$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)

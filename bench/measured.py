@@ -106,6 +106,24 @@ SECTIONS = {
         True,
         "drafts",
     ),
+    "e2e_start_sglang": Section(
+        "Start",
+        "From a server's start to its first token, six layers, 64 experts, two servers side by side; and what waits at "
+        "the first time of a shape (tests/e2e/start_stage.py).",
+        {},
+    ),
+    "e2e_shortage_sglang": Section(
+        "Where a disk or the card's memory runs out",
+        "Servers of six layers, one card each (tests/e2e/shortage_stage.py).",
+        {},
+    ),
+    "e2e_soak_sglang": Section(
+        "Soak",
+        "Servers of six layers side by side, each under 64 streams of every kind of request (tests/e2e/soak_stage.py), "
+        "all calls together. A slope is judged by what is sure of it: less two standard errors, in both halves of a "
+        "call.",
+        {},
+    ),
     "e2e_reproducible43_sglang": Section(
         "A reproducible server, all layers",
         "43 layers with 16 experts, whose routers choose.",
@@ -149,6 +167,26 @@ SECTIONS = {
         },
         (),
         True,
+    ),
+    "e2e_pieces_sglang": Section(
+        "A prompt's sums in pieces",
+        "43 layers with 16 experts over two cards, engines in turn.",
+        {
+            "time to all first tokens, ms, best": "time to all first tokens, ms",
+            "time to all first tokens, of the whole's": "of the whole's",
+            "NCCL's sums on a card, ms": "NCCL's sums, ms",
+        },
+        (),
+        True,
+        "flash43",
+    ),
+    "e2e_dealt_index_sglang": Section(
+        "A prompt's index rows, dealt to two cards",
+        "43 layers, engines in turn.",
+        {"time to the first token, ms, best": "time to the first token, ms", "prefill, ms, best": "prefill, ms"},
+        (),
+        True,
+        "flash43",
     ),
     "e2e_sums_sglang": Section(
         "The sums between the cards",
@@ -214,6 +252,11 @@ SECTIONS = {
     "interleaving_h200": Section("A long prompt among streams", "Nothing of ours but the interval.", {}, ()),
     "sparse_decode_h200": Section("sparse_decode", "Cold caches, graph replay.", MICROSECONDS),
     "sparse_prefill_h200": Section("sparse_decode, prompts", "", {"tflops": "TFLOP/s"}),
+    "sparse_prefill_pairs_h200": Section(
+        "sparse_decode, prompts: the kernel for few rows in pairs",
+        "Its bits are those of the kernel for few rows. From 16 to 512 rows: where it begins to pay.",
+        {"tflops": "TFLOP/s"} | MICROSECONDS,
+    ),
     "sparse_prefill_structure_h200": Section(
         "sparse_decode, prompts as they are", "Consecutive rows of one prompt.", {"tflops": "TFLOP/s"}
     ),
@@ -301,6 +344,8 @@ SECTIONS = {
 
 
 def number(value: object) -> str:
+    if value is None:
+        return "not measured"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

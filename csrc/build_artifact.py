@@ -51,8 +51,12 @@ from deepseek_v4_sm120.ops.shared.extension import LIBRARY  # noqa: E402
 # no PTX: what is made for an architecture has no forward compatibility to offer. Of the kernels of sparse prefill and
 # of sorted experts nvcc 13.0 makes other code for 120a than for its family: they are compiled for each. All others of
 # 120a's are 120f's to the byte.
+IN_AN_ARTIFACT = re.compile(r"deepseek_v4_sm120(-.+\.dist-info)?|sitecustomize\.py|__pycache__")  # build_docker.sh too
 ARCHS = ("120f", "90a")
-OF_EACH = {name: {"120f": ("120a", "121a")} for name in ("sparse_decode/prefill.cu", "mxfp4_moe/sorted.cu")}
+OF_EACH = {
+    name: {"120f": ("120a", "121a")}
+    for name in ("sparse_decode/prefill.cu", "sparse_decode/pairs.cu", "mxfp4_moe/sorted.cu")
+}
 OLDEST_CUDA = (12, 9)
 MAX_SHARED_BYTES = 101_376  # what one block can have on SM120: 99 KiB
 NEWEST_GLIBC = (2, 34)  # SGLang's own wheels are manylinux_2_34
@@ -76,7 +80,7 @@ BESIDE = ("-Wl,--disable-new-dtags", "-Wl,-rpath,$ORIGIN")
 LONGEST = (
     *("mxfp4_moe/launch.cu", "mhc/summing.cu", "bindings.cpp", "sparse_decode/prefill.cu", "fp8_linear/tile.cu"),
     *("sparse_decode/launch.cu", "bf16_linear/launch.cu", "mhc/launch.cu"),
-    *("compressor/launch.cu", "mxfp4_moe/sorted.cu"),
+    *("compressor/launch.cu", "mxfp4_moe/sorted.cu", "sparse_decode/pairs.cu"),
 )
 
 TOOL_WHEELS = ("pybind11==3.0.4",)
@@ -134,7 +138,7 @@ def private_venv(cache: Path, wheels: tuple[str, ...]) -> Path:
             pip = [venv / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
             run([*pip, *wheels])
             (venv / "complete").touch()
-    return Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
+    return Path(sysconfig.get_path("purelib", "venv", vars={"base": str(venv), "platbase": str(venv)}))  # not Debian's
 
 
 def read_toolkit(nvcc: Path) -> Toolkit:
@@ -467,11 +471,18 @@ def write_dist_info(folder: Path, version: str, interpreters: list[Interpreter])
     (info / "RECORD").write_text("\n".join([*rows, f"{info.name}/RECORD,,"]) + "\n")
 
 
+def check_replaceable(out: Path) -> None:
+    """BuildError where `out` holds anything but an earlier artifact: what is in it will be deleted."""
+    if out.exists() and not out.is_dir():
+        raise BuildError(f"{out} is not a folder; choose another --out")
+    if foreign := sorted(path.name for path in out.glob("*") if not IN_AN_ARTIFACT.fullmatch(path.name)):
+        raise BuildError(f"{out} holds {foreign[0]}, which no artifact has; choose another --out, or an empty folder")
+
+
 @contextmanager
 def published(out: Path) -> Iterator[Path]:
     """A folder beside out that takes its place when the block ends well, and vanishes when it does not."""
-    if out.exists() and any(out.iterdir()) and not (out / "deepseek_v4_sm120").is_dir():
-        raise BuildError(f"{out} is not empty and holds no earlier artifact; choose another --out or empty it")
+    check_replaceable(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (out.parent / f".{out.name}.{word}-{os.getpid()}" for word in ("new", "old"))
     fresh.mkdir()
@@ -522,6 +533,7 @@ def print_artifact(info: dict, out: Path, seconds: float) -> None:
 def build(options: argparse.Namespace) -> None:
     begin = time.monotonic()
     cache, out = options.cache.resolve(), options.out.resolve()
+    check_replaceable(out)  # before anything is compiled
     with locked(cache / f"{hashlib.sha256(str(out).encode()).hexdigest()[:12]}.lock"):
         toolkit = find_toolkit(options.nvcc, cache)
         interpreters = find_interpreters(options.python)
@@ -578,7 +590,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=CACHE, help="objects and private tools")
     try:
         build(parser.parse_args())
-    except BuildError as error:
+    except (BuildError, OSError) as error:  # of which OSError: a folder that cannot be written, a full disk
         print(f"build_artifact: FAILED: {error}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -31,7 +31,10 @@ def say(text: str) -> None:
 def run(command: list[str | Path], folder: Path | None = None) -> str:
     """Output of a command, run in `folder`; BuildError with the end of what it printed when it fails."""
     words = [str(c) for c in command]
-    done = subprocess.run(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder)
+    try:
+        done = subprocess.run(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder)
+    except OSError as error:
+        raise BuildError(f"{words[0]} does not run: {error.strerror}") from error
     if done.returncode != 0:
         raise BuildError(f"exit {done.returncode} of: {shlex.join(words)}\n{done.stdout[-6000:]}")
     return done.stdout

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import deepseek_v4_sm120
-from deepseek_v4_sm120.commands import models_table
+from deepseek_v4_sm120.commands import console, models_table
 from deepseek_v4_sm120.commands.console import BAD_INPUT, INTERRUPTED, CommandError, print_json, say
 from deepseek_v4_sm120.commands.disclosure import redacted
 from deepseek_v4_sm120.patching.spec import PatchError
@@ -22,24 +22,34 @@ COMMANDS = {  # name -> (what it does, module with add_arguments(parser) and run
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python3 -m deepseek_v4_sm120", description=deepseek_v4_sm120.__doc__)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 for as long as the process lives
+    about = deepseek_v4_sm120.__doc__.partition(".")[0]
+    parser = argparse.ArgumentParser(prog="python3 -m deepseek_v4_sm120", description=about)
     parser.add_argument("--version", action="version", version=deepseek_v4_sm120.__version__)
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     status_parser = commands.add_parser("status", help="which patches fit the SGLang found here; needs no GPU")
     status_parser.add_argument("--json", action="store_true", help="machine-readable")
-    status_parser.add_argument("--model", metavar="MODEL", help="which operators serve it: flash, pro, or its folder")
-    status_parser.add_argument("--tp", type=int, default=1, help="cards that share the model given by --model")
+    status_parser.add_argument("--model", metavar="MODEL", help="which operators serve it: as plan's --model")
+    status_parser.add_argument("--tp", type=int, help="cards that share the model given by --model (default: 1)")
     commands.add_parser("selftest", help="every operator against its reference, on this machine", add_help=False)
     for name, (summary, module) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         importlib.import_module(f"deepseek_v4_sm120.commands.{module}").add_arguments(command)
     argv = sys.argv[1:] if argv is None else argv
-    arguments, rest = parser.parse_known_args(argv)
+    end = argv.index("--") if "--" in argv else len(argv)
+    arguments, rest = parser.parse_known_args(argv[:end])
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return BAD_INPUT
+    hint, arguments.extra = "", argv[end + 1 :]
+    if arguments.command == "serve":
+        hint = "; those of sglang.launch_server go behind --"
+    elif end < len(argv):
+        rest += argv[end:]
     if rest and arguments.command != "selftest":
-        parser.error(f"unknown arguments: {' '.join(redacted(rest))}")
+        commands.choices[arguments.command].error(f"unknown arguments: {' '.join(redacted(rest))}{hint}")
     try:
         if arguments.command == "selftest":
             from deepseek_v4_sm120.commands import selftest
@@ -47,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
             return selftest.main(rest)
         return _run(arguments)
     except (CommandError, PatchError) as error:
-        say(f"deepseek_v4_sm120 {arguments.command}: {error}", sys.stderr)
+        say(f"deepseek_v4_sm120 {arguments.command}: {str(error).removeprefix('deepseek_v4_sm120: ')}", sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         say(f"deepseek_v4_sm120 {arguments.command}: interrupted", sys.stderr)
@@ -55,6 +65,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except console.Unwritable as error:  # a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter flushes at its end
+        say(f"deepseek_v4_sm120 {arguments.command}: {error}", sys.stderr)
+        return BAD_INPUT
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -64,11 +78,11 @@ def _run(arguments: argparse.Namespace) -> int:
         raise CommandError("; ".join(settings().wrong))
     if arguments.command in COMMANDS:
         return importlib.import_module(f"deepseek_v4_sm120.commands.{COMMANDS[arguments.command][1]}").run(arguments)
+    if arguments.tp is not None and arguments.model is None:
+        raise CommandError("--tp says how many cards share the model, so it wants --model")
     found = status()
     if arguments.model is not None:
-        if arguments.tp < 1:
-            raise CommandError(f"--tp must be 1 or more, got {arguments.tp}")
-        found["model"] = models_table.of_model(arguments.model, arguments.tp)
+        found["model"] = models_table.of_model(arguments.model, 1 if arguments.tp is None else arguments.tp)
     if arguments.json:
         print_json(found)
     else:
@@ -130,7 +144,7 @@ def _table_part(found: dict) -> Iterator[str]:
     from deepseek_v4_sm120.patching import report
 
     rows = [("patch", "state", "target", "reason")]
-    rows += [(row["patch"], row["state"], row["target"], _reason(row)) for row in found["patches"]]
+    rows += [(row["patch"], row["state"], _short(row["target"]), _reason(row)) for row in found["patches"]]
     yield from ("", report.table(rows), "", report.table(_default_rows(found)))
 
 
@@ -164,6 +178,8 @@ def _problem_part(found: dict) -> Iterator[str]:
         does = "starts, with this told" if found["settings"]["on_broken"] == "warn" else "does not start"
         yield from ("", f"A server of this model on a GPU that we serve {does}:")
         yield from (f"  {problem}" for problem in found["stops"])
+    elif any(row["state"] == "READY" for row in found["patches"]):
+        yield from ("", "A server of this model on a GPU that we serve starts, with what is READY.")
     if found["report_problem"]:
         yield from ("", f"{REPORT}: {found['report_problem']}; servers run, without reports")
     yield from (f"\nwarning: {text}" for text in found["surroundings"])
@@ -198,9 +214,15 @@ def _default_rows(found: dict) -> list[tuple[str, ...]]:
 
 def _build_text(build: dict) -> str:
     if build["problem"]:
-        return build["problem"]
+        return build["problem"].removeprefix("deepseek_v4_sm120: ")
     archs = ", ".join(f"sm_{arch}" for arch in build["archs"] or ())
     return f"{build['version']}, git {build['git_commit']}, CUDA {build['cuda_version']}, {archs}; {build['file']}"
+
+
+def _short(target: str) -> str:
+    """Of the module its last part; --json has the whole."""
+    package, dot, rest = target.partition(":")[0].rpartition(".")
+    return f"...{target.removeprefix(f'{package}.')}" if dot else target
 
 
 def _reason(row: dict) -> str:

@@ -30,6 +30,7 @@ _ACCEPTED = {
 }
 PREFIX = "DSV4_SM120"
 WORDS = {"all_reduce": ("host", "peer")}  # that a name of DSV4_SM120_SET takes besides
+MOST_DIGITS = 6  # of a number there
 REPORT = "DSV4_SM120_REPORT"
 KNOWN = (*_ACCEPTED, REPORT, "DSV4_SM120_SET", "DSV4_SM120_PROFILE")
 
@@ -112,10 +113,13 @@ def read_choices(text: str) -> dict[str, str]:
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (part.strip() for part in item.partition("="))
         words = WORDS.get(name, ())
-        if not name or not (value in ("on", "off", *words) or value.isdigit()):
-            got = f"{item!r}" + (f" ({name} takes {' and '.join(words)} too)" if words else "")
+        is_number = value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS
+        if not name or not (value in ("on", "off", *words) or is_number):
+            got = f"{item!r:.80}" + (f" ({name} takes {' and '.join(words)} too)" if words else "")
+            got += f" (numbers have up to {MOST_DIGITS} digits)" if value.isdigit() else ""
             raise ValueError(f"DSV4_SM120_SET must be <name>=<on, off or a number>, comma-separated; got {got}")
-        choices[name] = value
+        if choices.setdefault(name, value) != value:
+            raise ValueError(f"DSV4_SM120_SET must say one thing of {name}; got {choices[name]} and {value}")
     return choices
 
 

@@ -40,6 +40,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *("slots", "entries", "logits"),
         ),
     ),
+    "index_select::SlotParams": ((), ("dealt", "table.pages", "slots", "entries")),
     "mhc::Params": _MHC,
     "mhc::SummingParams": (
         tuple(f"boundary.{name}" for name in _MHC[0]),
@@ -142,6 +143,7 @@ KERNELS: dict[str, Kernel] = {
         older=("split.lengths",),
         first=SCORES,
     ),
+    "index_select, slots": Kernel(r"index_select::slots_kernel<", "index_select::SlotParams", BEHIND),
     "mhc, few rows": Kernel(r"mhc::fused_kernel<", "mhc::Params", BEHIND, ahead=("fn", "scale", "base", "norm_weight")),
     "mhc, few rows, with a sum": Kernel(
         r"mhc::summing_kernel<",
@@ -182,7 +184,9 @@ KERNELS: dict[str, Kernel] = {
     "mxfp4_moe, prepared": Kernel(r"mxfp4_moe::prepare_kernel", "mxfp4_moe::PrepareParams", BEHIND),
     "mxfp4_moe, sorted": Kernel(SORTED, "mxfp4_moe::SortedParams", BEHIND),
     "mxfp4_moe, tiles": Kernel(r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE),
-    "sparse_decode": Kernel(r"sparse_decode::sparse_decode_kernel<", "sparse_decode::Params", BEHIND),
+    "sparse_decode": Kernel(
+        r"sparse_decode::(pairs::sparse_decode_pairs|sparse_decode)_kernel<", "sparse_decode::Params", BEHIND
+    ),
     "sparse_prefill": Kernel(
         r"sparse_decode::prefill::sparse_prefill(_stacked)?_kernel<", "sparse_decode::Params", BEHIND
     ),

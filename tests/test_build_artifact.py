@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -170,26 +171,86 @@ def test_the_longest_are_in_the_tree():
 def test_failing_build_leaves_the_earlier_folder(tmp_path):
     out = tmp_path / "build"
     (out / "deepseek_v4_sm120").mkdir(parents=True)
-    (out / "earlier").touch()
+    (out / "sitecustomize.py").touch()
     with pytest.raises(RuntimeError), build_artifact.published(out) as fresh:
         (fresh / "half").touch()
         raise RuntimeError("the compiler fell over")
     assert [p.name for p in tmp_path.iterdir()] == ["build"]
-    assert (out / "earlier").exists() and not (out / "half").exists()
+    assert (out / "sitecustomize.py").exists() and not (out / "half").exists()
     with build_artifact.published(out) as fresh:
         (fresh / "whole").touch()
     assert [p.name for p in tmp_path.iterdir()] == ["build"]
     assert [p.name for p in out.iterdir()] == ["whole"]
 
 
-def test_foreign_folder_is_not_replaced(tmp_path):
-    (tmp_path / "precious").touch()
-    with pytest.raises(BuildError, match="not empty"), build_artifact.published(tmp_path):
-        pass
-    assert (tmp_path / "precious").exists()
+@pytest.mark.parametrize("builder", ["toolchain", "docker"])
+def test_a_folder_with_anything_else_in_it_is_not_replaced(tmp_path, builder):
+    """A checkout and a site-packages have deepseek_v4_sm120/ as well; what `docker build` writes is a stand-in's."""
+    engine = tmp_path / "bin/docker"
+    engine.parent.mkdir()
+    engine.write_text('#!/bin/sh\nfor last; do case $last in *dest=*) touch "${last##*dest=}/made";; esac; done\n')
+    engine.chmod(0o755)
+
+    def build(out):
+        if builder == "docker":
+            command = [build_artifact.REPO / "build_docker.sh", "--out", out]
+            path = f"{engine.parent}:{os.environ['PATH']}"
+            done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+            return done.stderr if done.returncode else ""
+        try:
+            with build_artifact.published(out) as fresh:
+                (fresh / "made").touch()
+        except BuildError as error:
+            return str(error)
+        return ""
+
+    checkout = tmp_path / "checkout"
+    for name in (".git", "deepseek_v4_sm120", "csrc"):
+        (checkout / name).mkdir(parents=True)
+    assert f"{checkout} holds .git, which no artifact has" in build(checkout)
+    assert sorted(path.name for path in checkout.iterdir()) == [".git", "csrc", "deepseek_v4_sm120"]
+    earlier = tmp_path / "earlier"
+    for name in ("deepseek_v4_sm120", "deepseek_v4_sm120-0.1.0.dist-info", "__pycache__"):
+        (earlier / name).mkdir(parents=True)
+    (earlier / "sitecustomize.py").touch()
+    for out in (earlier, tmp_path / "new"):
+        assert build(out) == "" and [path.name for path in out.iterdir()] == ["made"]
+
+
+def test_what_may_not_be_replaced_is_told_before_anything_is_compiled(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["build_artifact.py", "--out", str(build_artifact.REPO)])
+    monkeypatch.setattr(build_artifact, "find_toolkit", lambda *_: pytest.fail("a compiler was looked for"))
+    assert build_artifact.main() == 1
+    assert f"FAILED: {build_artifact.REPO} holds " in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("sys.argv", ["build_artifact.py", "--out", str(tmp_path / "file")])
+    assert build_artifact.main() == 1 and "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--out"], ["--out", ""], ["--out="]])
+def test_no_folder_to_build_into_is_told(words):
+    done = subprocess.run([build_artifact.REPO / "build_docker.sh", *words], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "build_docker.sh: --out needs a folder\n")
+
+
+@pytest.mark.parametrize("python", sorted({sys.executable, "/usr/bin/python3"}))
+def test_a_private_venv_is_found_where_it_is(tmp_path, python):
+    """By the Python that builds; Debian's and Ubuntu's own have another place for packages outside of a venv."""
+    if not Path(python).exists():
+        pytest.skip(f"there is no {python}")
+    script = (
+        "import sys; sys.path[:0] = sys.argv[2:]; import pathlib, subprocess; import build_artifact as b\n"
+        "b.run = lambda c: 'venv' in c and subprocess.run([*map(str, c), '--without-pip'], check=True)\n"
+        "print(b.private_venv(pathlib.Path(sys.argv[1]), ('one',)))"
+    )
+    command = [python, "-c", script, tmp_path, build_artifact.CSRC, build_artifact.REPO]
+    found = Path(subprocess.run(command, text=True, capture_output=True, check=True).stdout.splitlines()[-1])
+    assert found.is_dir() and found.is_relative_to(tmp_path)
 
 
 def test_unusable_requests_say_what_was_found(tmp_path):
+    with pytest.raises(BuildError, match="no-such-compiler does not run: No such file"):
+        build_artifact.run(["no-such-compiler", "--version"])
     old = tmp_path / "nvcc"
     old.write_text("#!/bin/sh\necho nonsense\n")
     old.chmod(0o755)

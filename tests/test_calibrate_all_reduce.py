@@ -70,6 +70,13 @@ def test_a_machine_with_fewer_cards_has_nothing_to_measure(tp, cards_there, why)
     assert why is None and not_here == {} or why in not_here["all_reduce"]
 
 
+def test_terms_do_not_depend_on_the_card(monkeypatch):
+    drawn, generator = [], torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device: drawn.append(device) or generator("cpu"))
+    inputs = spec.correctness_inputs(spec.Case(8, 4), device="meta")
+    assert {term.device.type for terms in inputs for term in terms} == {"meta"} and set(drawn) == {"cpu"}
+
+
 def test_sums_are_judged_by_their_bits():
     case = spec.Case(8, 4)
     for terms in spec.correctness_inputs(case, device="cpu"):

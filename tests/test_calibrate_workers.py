@@ -108,6 +108,8 @@ def test_a_wrong_result_is_told_and_never_used(workers, monkeypatch, capsys):
 def test_when_the_time_is_over_what_was_reached_stays(workers, monkeypatch, capsys, tmp_path):
     everything_is_installed(monkeypatch)
     monkeypatch.setattr(command, "_device", lambda: ("GPU A", 2))
+    monkeypatch.setattr(command.facts, "is_container", lambda root: True)
+    monkeypatch.setattr(command.facts, "is_mounted", lambda root, path: path != tmp_path / "p.json")
     workers(**{"mhc stock": {"us": 44.4}, "mxfp4_moe stock": {"us": 44.4, "sleep": 30}})
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
@@ -115,6 +117,7 @@ def test_when_the_time_is_over_what_was_reached_stays(workers, monkeypatch, caps
     began = time.monotonic()
     assert command.run(parser.parse_args(words)) == 0 and time.monotonic() - began < 12
     found, told = json.loads((tmp_path / "p.json").read_text()), capsys.readouterr()
+    assert "p.json is lost with this container" in told.err.splitlines()[0]
     moe, small = (found["operators"][name] for name in NAMES)
     assert small["stock_over_ours"] == pytest.approx(4.44) and moe["stock_over_ours"] is None
     assert moe["winner"] == OURS and moe["wrong"] == {} and found["not_reached"] == []
@@ -125,12 +128,15 @@ def test_when_the_time_is_over_what_was_reached_stays(workers, monkeypatch, caps
 def test_an_operator_that_was_not_reached_gets_no_verdict(workers, monkeypatch, capsys, tmp_path):
     everything_is_installed(monkeypatch)
     monkeypatch.setattr(command, "_device", lambda: ("GPU A", 2))
+    monkeypatch.setattr(command.facts, "is_container", lambda root: False)
     workers(**{"mxfp4_moe ours": {"us": 1.0, "sleep": 30}})
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     words = ["--quick", "--limit-s", "3", "--out", str(tmp_path / "p.json"), "--operators", *NAMES, "--json"]
     assert command.run(parser.parse_args(words)) == 0
-    found = json.loads(capsys.readouterr().out)
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert "lost with this container" not in told.err
     assert found["not_reached"] == ["mxfp4_moe"] and list(found["operators"]) == ["mhc"]
     assert profile.read(tmp_path / "p.json") == found
 

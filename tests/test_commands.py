@@ -1,7 +1,11 @@
 """The commands as users type them: exit status, one sentence for bad input, never a traceback; serve's whole life."""
 
+import argparse
+import ast
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,6 +18,9 @@ import pytest
 from deepseek_v4_sm120.__main__ import main
 from deepseek_v4_sm120.commands.calibrate import command as calibrate
 from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.doctor import facts
+from deepseek_v4_sm120.commands.plan import command as plan_command
+from deepseek_v4_sm120.commands.plan import launch
 from deepseek_v4_sm120.commands.serve import command as serve
 
 REPO = Path(__file__).resolve().parent.parent
@@ -66,6 +73,7 @@ def run(tmp_path):
     [
         (["plan", "--model", "/nowhere"], "config.json: /nowhere cannot be read: No such"),
         (["plan", "--gpus", "3"], "divides into"),
+        (["status", "--tp", "2"], "it wants --model"),
         (["plan", "--memory", "nan"], "--memory must be 8 to 1024 GB"),
         (["plan", "--profile", "/nowhere.json"], "cannot be read"),
         (["plan", "--sglang", "newest"], "must be a version"),
@@ -87,6 +95,62 @@ def test_bad_input_is_one_sentence(run, words, sentence):
     assert done.stderr.startswith(f"deepseek_v4_sm120 {words[0]}: ") and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tp-size", "2"],
+        ["foo"],
+        ["foo", "--gpus", "4"],
+        ["--json"],
+    ],
+)
+def test_arguments_of_sglang_without_dashes_in_front_are_told_where_they_go(run, words):
+    done = run("serve", *PLAN, "--dry-run", *words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"unknown arguments: {words[0]}" in done.stderr and "go behind --" in done.stderr
+
+
+def test_nothing_but_serve_takes_what_stands_behind_dashes(run):
+    done = run("plan", *PLAN, "--", "--tp-size", "2")
+    assert done.returncode == 2 and "plan: error: unknown arguments: -- --tp-size 2" in done.stderr
+
+
+def test_an_old_python_is_told_by_every_command():
+    """On the way to that sentence nothing has a syntax that it does not know."""
+    code = "import runpy, sys; sys.version_info = (3, 9, 2); runpy.run_module('deepseek_v4_sm120', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("deepseek_v4_sm120 needs Python 3.10 or newer, ")
+    assert len(done.stderr.splitlines()) == 1
+    for name in ("__init__", "__main__", "commands/__init__"):
+        text = (REPO / f"deepseek_v4_sm120/{name}.py").read_text()
+        ast.parse(text, feature_version=(3, 7))
+    first = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert [alias.name for node in first for alias in node.names] == ["sys"]
+
+
+@pytest.mark.parametrize("words", [["plan", *PLAN], ["plan", *PLAN, "--json"], ["status"], ["doctor", "--quick"]])
+def test_an_answer_that_cannot_be_written_is_one_sentence(run, words):
+    line = shlex.join([sys.executable, "-m", "deepseek_v4_sm120", *words])
+    for where, code in (("> /dev/full", 2), (">&-", 0)):
+        done = subprocess.run(f"{line} {where}", shell=True, env=run.environment(), capture_output=True, text=True)
+        assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+        if code:
+            assert done.returncode == 2 and done.stderr == (
+                f"deepseek_v4_sm120 {words[0]}: the answer cannot be written: No space left on device\n"
+            )
+        else:
+            assert done.returncode in (0, 1) and done.stderr == ""
+
+
+def test_a_server_in_a_container_that_only_hears_itself_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "_check_machine", lambda *_: None)
+    monkeypatch.setattr(serve, "supervise", lambda *_: 0)
+    for host, inside, is_told in (("127.0.0.1", True, True), ("0.0.0.0", True, False), ("127.0.0.1", False, False)):
+        monkeypatch.setattr(facts, "is_container", lambda root, inside=inside: inside)
+        assert main(["serve", *PLAN, "--sglang", "0.5.23", "--host", host]) == 0
+        assert ("--host 0.0.0.0 listens for all" in capsys.readouterr().out) is is_told
+
+
 def test_without_a_command_all_are_listed(run):
     done = run()
     assert done.returncode == 2
@@ -97,6 +161,22 @@ def test_without_a_command_all_are_listed(run):
 def test_bad_variables_are_one_sentence(run, command):
     done = run(command, DSV4_SM120_SET="topk_v2")
     assert done.returncode == 2 and "DSV4_SM120_SET must be" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("choices", "sentence"),
+    [
+        ("mcc=off", "names mcc; it takes"),
+        ("reproducible=5", "must be on or off for reproducible"),
+        ("prefill_graphs=²", "(numbers have up to 6 digits)"),
+        (f"prefill_graphs={'9' * 5000}", "(numbers have up to 6 digits)"),
+        ("mhc=off,mhc=on", "must say one thing of mhc; got off and on"),
+    ],
+)
+@pytest.mark.parametrize("words", [["plan"], ["serve", "--dry-run"]])
+def test_choices_that_no_server_takes_are_refused_by_the_plan(run, words, choices, sentence):
+    done = run(*words, *PLAN, DSV4_SM120_SET=choices)
+    assert done.returncode == 2 and sentence in done.stderr and len(done.stderr) < 1000
 
 
 def test_plan_for_programs(run):
@@ -120,6 +200,15 @@ def test_doctor_runs_without_anything(run):
     findings = json.loads(done.stdout)["findings"]
     assert {f["check"]: f["state"] for f in findings}["GPU"] == "NOT RUN"
     assert done.returncode in (0, 1) and all(f["found"] for f in findings)
+
+
+def test_doctor_runs_where_its_folder_is_gone(run, tmp_path):
+    """As in a container whose mount was replaced."""
+    line = [sys.executable, "-m", "deepseek_v4_sm120", "doctor", "--quick"]
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = subprocess.run(line, cwd=gone, env=run.environment(), capture_output=True, text=True, preexec_fn=gone.rmdir)
+    assert "sitecustomize" in done.stdout and "Traceback" not in done.stderr
 
 
 def test_doctor_names_a_corrupt_profile(run, tmp_path):
@@ -214,6 +303,8 @@ def test_a_server_comes_up_and_ends_as_it_says(run, machine, tmp_path, sigint, t
     assert child.wait(60) == 0
     text = (tmp_path / "log").read_text()
     assert f"{told.format(child.pid)} stops the server" in text
+    reports = re.search(r"env \S+ (\S+)", text)[1]  # the server's own
+    assert f"`DSV4_SM120_REPORT={reports} python3 -m deepseek_v4_sm120 doctor --url http" in text
     assert "answers at http://127.0.0.1:" in text and "capturing CUDA graphs" in text and "bye" in text
     assert f"env {REPO}" in text and "patch " in text and "Traceback" not in text
 
@@ -282,6 +373,22 @@ def test_where_a_server_answers(host, given, url, monkeypatch):
     asked.clear()
     assert main([*words, "--", f"--host={host}", "--port", "4000"]) == 0  # yours wins, so there it is waited for
     assert asked[0] == (given, 4000) and asked[1][1] == url
+
+
+def test_the_plans_choices_are_added_to_the_users_own():
+    """Which win; and memory that the plan keeps free for prefill graphs is not kept for nothing."""
+    words = ["--gpus", "2", "--memory", "96", "--spec", "none", "--sglang", "0.5.23"]
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    plan = launch.make(plan_command.request_of(parser.parse_args(words)))
+    for own, wanted in (
+        (None, "prefill_graphs=on"),
+        ("unpadded_heads=off", "prefill_graphs=on,unpadded_heads=off"),
+        ("prefill_graphs=off,topk_v2=on", "prefill_graphs=off,topk_v2=on"),
+    ):
+        added = serve.environment(plan, {} if own is None else {"DSV4_SM120_SET": own}, None)
+        assert added["DSV4_SM120_SET"] == wanted
+    assert "DSV4_SM120_REPORT" not in serve.environment(plan, {"DSV4_SM120_REPORT": "/x"}, None)
 
 
 def test_an_address_of_the_other_kind_is_tried_as_it_is(monkeypatch):

@@ -6,13 +6,18 @@ import re
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120 import OPS, __version__
-from deepseek_v4_sm120.commands import speculation
+from deepseek_v4_sm120.commands import models_table, speculation
 from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.plan import command, launch, memory, models, roofline
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
+from deepseek_v4_sm120.sglang_patches.table import PREFILL_GRAPHS as GRAPHS
 
 CONFIG = Path(__file__).parent / "data/flash_config.json"
 MEMORY = int(96 * launch.REPORTED_PER_GB)
@@ -192,14 +197,18 @@ def test_the_ceilings_have_the_sums_that_calibrate_measured(tmp_path, capsys):
     assert f"all-reduces as {path} has them" in capsys.readouterr().out
 
 
+STRANGE = [3, {"case": 1, "us": 1}, {"case": "4 cards, 8 rows", "us": "x"}, {"case": "4 cards, 1 rows", "us": -4}]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         of_sums({1: 5.0}, {1: 24.0}, cards=2),
         {"operators": {"all_reduce": {"winner": "ours", "providers": "none"}}},
+        {"operators": {"all_reduce": {"winner": "ours", "providers": {"ours": {"cases": STRANGE}, "nccl": []}}}},
         {"operators": {"all_reduce": {"winner": "ours"}}},
     ],
-    ids=["other cards", "no providers", "nothing"],
+    ids=["other cards", "no providers", "strange ones", "nothing"],
 )
 def test_without_such_sums_the_ceilings_are_assumed(tmp_path, changes):
     asked = command.request_of(
@@ -341,13 +350,87 @@ def test_scratch_that_does_not_fit_is_not_the_weights():
     assert not plan.fits and "for 1000 streams beside them" in command.why_not(plan)
 
 
-def test_prefill_graphs_are_a_note_where_the_logits_are_gone():
-    def told(**changes):
-        plan = launch.make(request(**({"speculation": None} | changes)))
-        return any("prefill_graphs=on" in note for note in plan.notes)
+def planned_graphs(**changes):
+    """(plan, rows in graphs at most, their bytes, what DSV4_SM120_SET says)"""
+    plan = launch.make(request(**({"speculation": None} | changes)))
+    reserved = {r.what: r.bytes for r in plan.reserves}.get("prefill graphs")
+    return plan, plan.captured, reserved, {f.name: f.value for f in plan.environment}.get("DSV4_SM120_SET")
 
-    assert told() and not told(replaced=("sparse_decode",)) and not told(sglang="0.5.14", context=8192)
-    assert not told(speculation=MTP)
+
+def test_what_prefill_graphs_hold_is_what_sglang_said_that_it_captured():
+    """Two H200, 0.5.17, TP2, 43 layers, context 32,768: 3.31 and 3.36 GiB, and 10 to 20 MiB from a size to the next."""
+    several, one = (128, 256, 512, 1024, 8192), (8192,)
+    sizes = [memory.prefill_graphs_bytes(models.FLASH, 2, captured, 32_768, True) for captured in (several, one)]
+    assert sizes[0] / memory.GIB == pytest.approx(3.335, rel=0.05)
+    assert 4 * (10 << 20) < sizes[0] - sizes[1] < 4 * (24 << 20)
+    usual = prefill_graphs.captured_rows(CAPTURED_ROWS)
+    by_context = [memory.prefill_graphs_bytes(models.FLASH, 2, usual, 1 << n, True) for n in (15, 20)]
+    rows, widths = sum(usual), [(1 << n) * 4 * (1 / 256 + 1 / 128) for n in (15, 20)]
+    assert by_context[1] - by_context[0] == pytest.approx(rows * (widths[1] - widths[0]), rel=0.01)
+
+
+def test_prefill_graphs_are_planned_where_they_serve_and_their_memory_is_kept_free():
+    plan, rows, held, said = planned_graphs()
+    assert (rows, said) == (1024, "prefill_graphs=on") and 0.9e9 < held < 1.3e9
+    assert plan.fits and not plan.is_tight and plan.left_free > plan.off_by > held * memory.ESTIMATE_OFF_BY
+    assert any("99 ms for 147" in flag.reason for flag in plan.environment)
+    for changes in (
+        {"speculation": MTP},
+        {"speculation": MTP, "prefill_graphs": 1024, "sglang": "0.5.22"},
+        {"replaced": ("sparse_decode",), "context": 8192},
+        {"sglang": "0.5.16"},
+        {"prefill_graphs": 0},
+    ):
+        plan, rows, held, said = planned_graphs(**changes)
+        assert (rows, held) == (0, None)
+        assert ("prefill_graphs=on" in (said or "")) == bool(changes.get("prefill_graphs"))  # the user's word, repeated
+        assert not any("prefill_graphs" in note for note in plan.notes)
+
+
+def test_prefill_graphs_are_planned_for_the_releases_that_are_patched():
+    first = {t.replacement.rpartition(":")[2]: min(s.version for s in SpecifierSet(t.sglang)) for t in GRAPHS.targets}
+    since = [".".join(map(str, version)) for version in (launch.PREFILL_GRAPHS_SINCE, launch.WITH_MTP_SINCE)]
+    assert [min(first.values()), first["replace_with_mtp"]] == since
+
+
+def test_the_memory_of_prefill_graphs_is_kept_where_they_are_asked_for_beside_drafts():
+    """0.5.23 captures them beside the model's own drafts, so their memory must be free."""
+    tight = {"speculation": MTP, "context": 131_072, "concurrency": 64, "sglang": "0.5.23"}
+    plans = [planned_graphs(**tight, prefill_graphs=rows) for rows in (None, 1024)]
+    assert [rows for _, rows, _, _ in plans] == [0, 1024] and plans[1][3] == "prefill_graphs=on"
+    assert plans[1][2] > 0.9e9 and plans[1][0].tokens < plans[0][0].tokens
+    assert plans[1][0].left_free > 0
+    dspark = {"speculation": speculation.Speculation(speculation.DSPARK, 4), "model": models.FLASH_0731}
+    assert planned_graphs(**tight | dspark, prefill_graphs=1024)[1] == 0
+
+
+def test_prefill_graphs_cost_no_fraction_where_there_is_room_and_no_plan():
+    """On the README's cards; a card on which only a plan without them fits gets that, and a note."""
+    for gpus, model in ((2, models.FLASH), (4, models.FLASH), (4, models.find("flash", "fp8"))):
+        with_graphs, without = (planned_graphs(gpus=gpus, model=model, prefill_graphs=rows)[0] for rows in (None, 0))
+        assert with_graphs.captured == 1024 and with_graphs.fraction == without.fraction == memory.MOST_FRACTION
+    seen = set()
+    for tenths in range(880, 960):
+        plan, rows, _, _ = planned_graphs(memory_mib=int(tenths / 10 * launch.REPORTED_PER_GB), concurrency=1)
+        left_out = planned_graphs(memory_mib=plan.request.memory_mib, concurrency=1, prefill_graphs=0)[0]
+        assert plan.fits == left_out.fits and plan.tokens >= 0.9 * left_out.tokens
+        assert any("has no room" in note for note in plan.notes) is not bool(rows)
+        seen.add(bool(rows))
+    assert seen == {True, False}
+
+
+def test_the_users_own_word_on_prefill_graphs_stands(monkeypatch):
+    def asked(choice, **given):
+        monkeypatch.setattr(command, "settings", lambda: Settings(choices=choice))
+        found = command.request_of(arguments(sglang="0.5.17", spec="none", **given))
+        plan = launch.make(found)
+        return plan.captured, {f.name: f.value for f in plan.environment}["DSV4_SM120_SET"]
+
+    interval = next(word for word in asked({})[1].split(",") if word.startswith("prefill_decode"))
+    assert asked({}) == (1024, f"{interval},prefill_graphs=on")
+    assert asked({"prefill_graphs": "off"}) == (0, f"{interval},prefill_graphs=off")
+    assert asked({"prefill_graphs": "2048"}) == (2048, f"{interval},prefill_graphs=2048")
+    assert asked({"prefill_graphs": "on", "mhc": "off"}) == (1024, f"mhc=off,{interval},prefill_graphs=on")
 
 
 def test_one_stream_needs_no_fairness():
@@ -410,6 +493,64 @@ def test_bad_configurations_are_one_sentence(tmp_path, change, words):
 def test_contradictions_are_one_sentence(change, words):
     with pytest.raises(CommandError, match=words):
         launch.make(request(**change))
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [(path, path) for path in models.NAMES.values()] + [("DEEPSEEK-AI/deepseek-v4-flash", models.FLASH.path)],
+)
+def test_a_checkpoint_is_known_by_the_name_that_a_server_gets(text, path, tmp_path, monkeypatch):
+    found = models.find(text, None)
+    assert found.path == path and found.expert_format == ("fp8" if path.endswith("FP8") else "fp4")
+    with pytest.raises(CommandError, match=f"the experts of {text} are {found.expert_format}"):
+        models.find(text, {"fp4": "fp8", "fp8": "fp4"}[found.expert_format])
+    assert models_table.of_model(text, 2)["model"] == f"{path}, TP2"
+    (tmp_path / text).mkdir(parents=True)  # as for SGLang, a folder of that name is the model
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CommandError, match="config.json cannot be read"):
+        models.find(text, None)
+
+
+def test_a_server_that_is_switched_off_is_planned_as_stock(monkeypatch, capsys):
+    monkeypatch.setattr(command, "settings", lambda: Settings(off=True, choices={"mhc": "off"}))
+    plan = launch.make(command.request_of(arguments(sglang="0.5.17", spec="none")))
+    assert plan.request.replaced == () and any(reserve.what.startswith("index logits") for reserve in plan.reserves)
+    values = {flag.name: flag.value for flag in plan.environment}
+    assert values["DSV4_SM120"] == "off" and "DSV4_SM120_SET" not in values
+    assert any(note.startswith("DSV4_SM120=off leaves out sparse_decode,") for note in plan.notes)
+
+
+def test_the_profile_of_the_environment_is_that_of_the_server(tmp_path, monkeypatch):
+    path = write_profile(tmp_path / "p.json")
+    monkeypatch.setattr(command, "settings", lambda: Settings(profile=str(path)))
+    found = command.request_of(arguments(sglang="0.5.23"))
+    assert found.profile == str(path) and "index_select" not in found.replaced
+    for inside in (True, False):
+        monkeypatch.setattr(facts, "is_container", lambda root, inside=inside: inside)
+        assert any("wants its path on the host" in note for note in launch.make(found).notes) is inside
+    monkeypatch.setattr(command, "settings", lambda: Settings(profile=str(tmp_path / "none.json")))
+    with pytest.raises(CommandError, match="cannot be read"):
+        command.request_of(arguments())
+    assert command.request_of(arguments(profile=path, sglang="0.5.23")).profile == str(path)
+
+
+def test_figures_of_others_stand_beside_the_checkpoint_that_they_are_of():
+    """No ceiling is below what somebody reached."""
+    for gpus, streams in roofline.PUBLISHED:
+        (*_, row) = command.speed_rows(launch.make(request(gpus=gpus, concurrency=streams)))
+        assert float(row[4]) < float(row[1].split()[0])
+    fp8 = request(model=models.find("flash", "fp8"), gpus=4, concurrency=32)
+    assert [row[4:] for row in command.speed_rows(launch.make(fp8))] == [("-", "nobody")] * 2
+    assert "steps of 514 rows" in " ".join(launch.make(request(gpus=4, concurrency=257)).notes), "512 are ours"
+    assert "rows are more" not in " ".join(launch.make(request(gpus=4, concurrency=256)).notes)
+    assert launch.make(request(concurrency=4096)).fraction == 0.0, "no negative share where nothing fits"
+
+
+def test_the_planned_container_keeps_every_cache_that_doctor_asks_for():
+    line = launch.docker_line(launch.make(request()))
+    kept = [Path(volume.rpartition(":")[2]) for volume in re.findall(r"-v (dsv4-\S+)", line)]
+    folders = facts.cache_folders({}, Path("/root")).values()
+    assert folders and all(any(folder.is_relative_to(top) for top in kept) for folder in folders)
 
 
 def test_output_for_people_and_programs(capsys):

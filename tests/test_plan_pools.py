@@ -29,7 +29,8 @@ PLANS = [
 
 
 def plans_of(release: str) -> list[launch.Plan]:
-    requests = [launch.Request(memory_mib=MEMORY, sglang=release, **wanted) for wanted in PLANS]
+    """Without prefill graphs, whose memory would be another difference between releases."""
+    requests = [launch.Request(memory_mib=MEMORY, sglang=release, prefill_graphs=0, **wanted) for wanted in PLANS]
     return [launch.make(r) for r in requests if r.model is models.FLASH or r.version >= DSPARK_SINCE]
 
 

@@ -12,7 +12,7 @@ from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands import selftest
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import kv_pages
-from deepseek_v4_sm120.specs.check import ON_GPU, Failure, same, within
+from deepseek_v4_sm120.specs.check import ON_GPU, Check, Failure, same, within
 
 
 def outcomes(capsys, *arguments: str) -> tuple[int, dict]:
@@ -42,6 +42,8 @@ def test_other_numbers_are_a_failure():
     for other in (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, float("nan"), 3.0])):
         with pytest.raises(Failure, match="both differ in 1 of 3"):
             same(one, other, "both")
+    with pytest.raises(Failure, match="both differ"):
+        same(one, one[None], "both")  # of another shape
 
 
 def test_nothing_fails_here(capsys):
@@ -74,6 +76,19 @@ def test_an_exception_is_a_failure_and_the_table_goes_on(monkeypatch, capsys):
     table = capsys.readouterr().out
     assert "FAIL     TypeError: 'NoneType' object is not callable" in table
     assert "two references" in table.split("golden page")[1]
+
+
+def test_each_outcome_is_printed_when_it_is_there(monkeypatch, capsys):
+    """A card's first run compiles kernels for minutes: silence looks like a server that hangs."""
+
+    def second():
+        assert capsys.readouterr().out.splitlines()[1:] == ["op         first       PASS     fine"]
+        return "fine, too"
+
+    todo = [Check("op", "first", lambda: "fine"), Check("longer_op", "the second", second)]
+    monkeypatch.setattr(selftest, "checks", lambda quick: iter(todo))
+    assert selftest.main([]) == 0
+    assert capsys.readouterr().out == "longer_op  the second  PASS     fine, too\n2 PASS, 0 FAIL, 0 NOT RUN\n"
 
 
 def test_a_missing_module_is_a_failure_that_says_what_to_do(monkeypatch, capsys):

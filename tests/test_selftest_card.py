@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,6 +42,31 @@ def test_a_returning_kernel_that_lets_others_overtake_is_a_failure_where_one_of_
 def test_where_nothing_overlaps_no_order_was_seen(judge, controls):
     with pytest.raises(NotRun, match="launches do not overlap here"):
         judge(controls, [BEHIND] * 8)
+
+
+ASKED = replace(BEHIND, asked=64)
+
+
+def test_lines_that_are_read_anew_pass():
+    assert "60 blocks and more, of 8 chains" in card.judge_plain_loads(
+        CONTROLS, [*[ASKED] * 7, replace(ASKED, asked=60)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"), [(replace(ASKED, stale=1), "1 blocks read old lines"), (replace(AHEAD, asked=64), "read ahead")]
+)
+def test_an_old_line_behind_the_wait_fails(seen, words):
+    with pytest.raises(Failure, match=f"{words}.*every kernel here reads so"):
+        card.judge_plain_loads(CONTROLS, [*[ASKED] * 7, seen])
+
+
+@pytest.mark.parametrize("chains", [[], [*[ASKED] * 7, BEHIND]])
+def test_where_no_l1_had_an_old_line_nothing_was_asked(chains):
+    with pytest.raises(NotRun, match="began too late"):
+        card.judge_plain_loads(CONTROLS, chains)
+    with pytest.raises(NotRun, match="launches do not overlap here"):
+        card.judge_plain_loads([BEHIND] * 4, [ASKED] * 8)
 
 
 # ---- flags between blocks
@@ -128,6 +155,32 @@ def test_what_the_problems_ask_is_exact_in_e4m3():
         assert torch.equal(exact.float().double(), exact)
 
 
+@pytest.mark.parametrize("bits", [13, 22, 23])
+def test_f16_sums_are_asked_for_all_that_fp32_holds(bits):
+    multiply = aligned_sums(bits)
+    assert card.kept_bits(multiply, torch, card.F16_DEPTH) == bits
+    if bits == card.MOST_BITS:
+        assert "8192 sums of integers" in card.judge_f16_sums(multiply, torch)
+    else:
+        with pytest.raises(Failure, match=f"{bits} bits.*needed 23.*reproducible"):
+            card.judge_f16_sums(multiply, torch)
+
+
+def test_f16_sums_that_are_right_of_two_terms_and_wrong_of_many_fail():
+    def multiply(a, b, c):  # a chip that has 20 bits where more than two terms meet
+        few = (a != 0).sum(-1).amax() <= 2
+        return aligned_sums(23 if few else 20)(a, b, c)
+
+    with pytest.raises(Failure, match="23 bits.*sums of integers below 2\\^24 are inexact"):
+        card.judge_f16_sums(multiply, torch)
+
+
+def test_what_is_asked_of_f16_is_exact_in_f16():
+    for a, b, _, exact in (card.bit_problems(torch, card.MOST_BITS, card.F16_DEPTH), card.integer_problems(torch)):
+        assert all(torch.equal(x.half().float(), x) for x in (a, b))
+        assert torch.equal(exact.float().double(), exact) and float(exact.abs().max()) <= 2.0**24
+
+
 def scaled(a, b, c, a_scale, b_scale):
     """The block-scaled instruction in float64, with 13 bits."""
     powers = torch.exp2((a_scale.double()[:, :, None] - 127) + (b_scale.double()[:, None, :] - 127))
@@ -177,7 +230,7 @@ def test_a_question_that_could_not_be_asked_is_not_run_and_says_why(monkeypatch)
 
 def test_the_block_scaled_question_is_for_cards_that_have_it():
     needs = {check.name: check.needs for check in card.checks(quick=True)}
-    assert len(needs) == 7 and all("GPU" in names for names in needs.values())
+    assert len(needs) == 9 and all("GPU" in names for names in needs.values())
     missing = {"block-scaled FP8": (selftest.NOT_RUN, "NVIDIA H200 has no block-scaled mma.sync")}
     by_name = {check.name: check for check in card.checks(quick=True)}
     outcome = selftest._run(by_name["block-scaled mma against software"], missing)

@@ -283,6 +283,13 @@ class Endpoint:
         what = f"{self.url}/generate"
         return self._to_all_of(prompt, Answer.of(found, what), what)
 
+    def several(self, body: dict) -> list[Answer]:
+        """The answers to a body of /generate that has several: `n` above 1, or a list of prompts."""
+        what = f"{self.url}/generate"
+        with self._answer("/generate", body, None) as response:
+            found = parse(self._bytes(response, "/generate"), what)
+        return [Answer.of(one, what) for one in sequence(found, what)]
+
     @staticmethod
     def _to_all_of(prompt: Sequence[int] | str, answer: Answer, what: str) -> Answer:
         """Raise ServerNonsense where the server counts other prompt tokens than it was sent (as one that truncates

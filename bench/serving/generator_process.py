@@ -41,7 +41,7 @@ class Generator:
         self.process: subprocess.Popen | None = None
         self.folder = Path(tempfile.mkdtemp(prefix="serving_bench_"))
         self.module, self.versions = "", {}
-        self._jobs = 0
+        self._jobs = self._begin = 0
 
     def __enter__(self) -> Generator:
         return self
@@ -55,6 +55,7 @@ class Generator:
             return
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
+            self._begin = log.tell()
             self.process = subprocess.Popen(
                 [self.python, str(SCRIPT)],
                 stdin=subprocess.PIPE,
@@ -85,7 +86,8 @@ class Generator:
             raise GeneratorFailed(f"no result within {timeout_s:g} s; the load generator was stopped") from None
 
     def tail(self) -> str:
-        lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
+        """The last that this process has said; the log keeps those of earlier ones."""
+        lines = self.log.read_bytes()[self._begin :].decode(errors="replace").strip().splitlines()
         return " | ".join(lines[-3:]) or "it said nothing"
 
     def run(

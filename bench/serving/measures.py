@@ -23,28 +23,29 @@ COMMON_START_TOKENS = 16  # which is this many at most
 
 @dataclass(frozen=True)
 class Metric:
-    """unit, and which way is better"""
+    """unit, which way is better, and what it is for a reader of the report"""
 
     name: str
     unit: str
     higher_is_better: bool
+    words: str = ""
 
 
 METRICS = {
     metric.name: metric
     for metric in (
         Metric(
-            "stream_tok_s", "tok/s", True
-        ),  # one stream's decode rate: tokens after the first / time after the first
-        Metric("total_tok_s", "tok/s", True),  # all output tokens / time from the first start to the last end
-        Metric("itl_p50_ms", "ms", False),
-        Metric("itl_p99_ms", "ms", False),
-        Metric("itl_max_ms", "ms", False),
-        Metric("ttft_ms", "ms", False),
-        Metric("prefill_tok_s", "tok/s", True),  # prompt tokens / time to first token, one unique prompt at a time
-        Metric("fill_ttft_ms", "ms", False),  # depth: the request that filled the prefix
-        Metric("acceptance_length", "tokens", True),  # tokens a verifier step, as the server reports it
-        Metric("verifier_steps_s", "steps/s", True),  # stream_tok_s / acceptance length
+            "stream_tok_s", "tok/s", True, "decode rate of one stream: tokens after its first, by the time for them"
+        ),
+        Metric("total_tok_s", "tok/s", True, "output tokens of all streams, from the first start to the last end"),
+        Metric("itl_p50_ms", "ms", False, "time between two tokens of a stream, median"),
+        Metric("itl_p99_ms", "ms", False, "time between two tokens of a stream, 99th percentile"),
+        Metric("itl_max_ms", "ms", False, "time between two tokens of a stream, greatest"),
+        Metric("ttft_ms", "ms", False, "time to the first token, from the request"),
+        Metric("prefill_tok_s", "tok/s", True, "prompt tokens by the time to the first token, one prompt at a time"),
+        Metric("fill_ttft_ms", "ms", False, "time to the first token of the request that filled the prefix cache"),
+        Metric("acceptance_length", "tokens", True, "tokens of a step of speculation, as the server reports it"),
+        Metric("verifier_steps_s", "steps/s", True, "steps of speculation: stream_tok_s by acceptance_length"),
     )
 }
 # what of a cell goes into the table, first the one that is plotted

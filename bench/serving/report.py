@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 
 from bench.serving.cells import KINDS
@@ -12,12 +14,15 @@ from bench.serving.machine import gpu_names
 from bench.serving.measures import HEADLINES, METRICS, PERCENTILES, SPECULATION, Change, Spread, percentile
 
 FOOT = (
-    "Medians over the rounds, least and greatest in brackets; `ratio` is B over A. `within noise`: the ranges touch. "
+    "Medians over the rounds, least and greatest in brackets; 'within noise': the ranges touch. "
     "Ranges of equal servers stay apart by chance in 1 of 10 rows with three rounds, in 1 of 35 with four, in 1 of 126 "
     "with five; fewer than three rounds get no verdict."
 )
-
-
+CODE, BY_CODE = re.compile(r"`([^`]*)`"), r"<code>\1</code>"
+UNMEASURED = ("NOT MEASURED", "PARTLY MEASURED")  # in place of a metric
+NAMES = "What the tables name"
+GAPS = f"Time between two tokens, {KINDS['intrusion']}, all rounds together"
+GAPS_HEADER = ("cell", "side", "gaps", "number", *(f"p{p}, ms" for p in PERCENTILES), "greatest, ms")
 # of the hundreds of server arguments, those that a reader asks for first
 SHOWN_FLAGS = (
     "tp_size",
@@ -151,7 +156,69 @@ def side_lines(letter: str, side: dict) -> list[str]:
 def patch_text(who: dict) -> str:
     if who["patch"] is None:
         return "not known"
-    return ", ".join(f"{name} {state}" for name, state in sorted(who["patch"].items())) or "none (stock)"
+    states = sorted(set(who["patch"].values()))
+    names = {state: ", ".join(sorted(n for n, own in who["patch"].items() if own == state)) for state in states}
+    return "; ".join(f"{state}: {of}" for state, of in names.items()) or "none (stock)"
+
+
+def labels(variant: dict) -> dict[str, str]:
+    return {letter: f"{letter}: {side['label']}" for letter, side in variant["sides"].items()}
+
+
+def header(variant: dict) -> tuple[str, ...]:
+    return ("cell", "metric", *labels(variant).values(), "B / A", "verdict")
+
+
+def releases(result: dict) -> str:
+    """Of SGLang and its model, as far as the servers told."""
+    known = [side["identity"] for variant in result["variants"] for side in variant.get("sides", {}).values()]
+    found = dict.fromkeys(f"SGLang {who['version']} with {who['model']}" for who in known if who)
+    return "; ".join(found) or "not known"
+
+
+def outcome(variant: dict) -> str:
+    """Of a variant, in one line: how many figures are better, worse, or neither."""
+    if variant["refused"]:
+        return "no comparison: A and B differ in more than the intended change"
+    rows = list(table_rows(variant))
+    verdicts = Counter(row[-1] for row in rows if row[1] not in UNMEASURED)
+    worse = ", ".join(f"{row[0]} ({row[1].split(',')[0]})" for row in rows if row[-1] == "worse")
+    told = [f"better in {verdicts['better']} of {verdicts.total()} figures"] if verdicts else []
+    told += [f"worse in {verdicts['worse']}" + (f": {worse}" if worse else "")] if told else []
+    told += [f"{v} in {count}" for v, count in sorted(verdicts.items()) if v not in ("better", "worse")]
+    missing = len({row[0] for row in rows if row[1] in UNMEASURED})
+    told += [f"{missing} cells not or partly measured"] if missing else []
+    told += ["INCOMPLETE, see below"] if variant["incomplete"] else []
+    return f"{variant['sides']['B']['label']} is " + "; ".join(told) if told else "nothing was measured"
+
+
+def first_lines(result: dict) -> list[str]:
+    """What a stranger has to know first: what was compared, on what, what came out, and what to believe."""
+    names = {letter: side["label"] for variant in result["variants"] for letter, side in
+             variant.get("sides", {}).items()}  # fmt: skip
+    compared = " against ".join(f"{letter} = {label}" for letter, label in sorted(names.items())) or "nothing"
+    rounds = result["settings"].get("rounds", 0)
+    found = [
+        f"- compared: {compared}; the one intended change: {', '.join(result['changes'])}",
+        f"- on: {gpu_names(result['machine'])}; {releases(result)}",
+        f"- how: both sides in turn on one host, {rounds} rounds of every cell, by SGLang's own bench_serving",
+    ]
+    found += [f"- {variant['name']}: {outcome(variant)}" for variant in result["variants"] if variant.get("sides")]
+    believe = ["fewer than three rounds: no difference here has a verdict"] if rounds < 3 else []
+    return found + [f"- to know before believing it: {note}" for note in [*result["notes"], *believe]]
+
+
+def glossary(result: dict) -> list[str]:
+    """The kinds of cells and the metrics that the tables name."""
+    entries = [entry for variant in result["variants"] for entry in variant.get("cells", ())]
+    kinds = dict.fromkeys(entry["cell"]["kind"] for entry in entries)
+    shown = dict.fromkeys(name for kind in kinds for name in HEADLINES[kind])
+    shown |= dict.fromkeys(name for name in SPECULATION for entry in entries if name in spreads(entry))
+    cells = {kind: ", ".join(dict.fromkeys(e["cell"]["name"] for e in entries if e["cell"]["kind"] == kind))
+             for kind in kinds}  # fmt: skip
+    found = [f"- {cells[kind]}: {KINDS[kind]}" for kind in kinds]
+    way = {True: "more is better", False: "less is better"}
+    return found + [f"- {n}: {METRICS[n].words}; {way[METRICS[n].higher_is_better]}" for n in shown]
 
 
 def machine_lines(result: dict) -> list[str]:
@@ -167,7 +234,6 @@ def machine_lines(result: dict) -> list[str]:
         f"- {settings['rounds']} rounds, {settings['prompts']} prompts, seed {settings['seed']}, "
         f"matrix {result['matrix']}; intended change: {', '.join(result['changes'])}",
         f"- command: `{result['command']}`",
-        *[f"- note: {note}" for note in result["notes"]],
     ]
 
 
@@ -189,11 +255,10 @@ def variant_markdown(variant: dict) -> list[str]:
     found += ["", *state_lines(variant), ""]
     if variant["refused"]:
         return found  # no figures side by side
-    found += [markdown_table(("cell", "metric", "A", "B", "ratio", "verdict"), table_rows(variant)), "", FOOT, ""]
+    found += [markdown_table(header(variant), table_rows(variant)), "", FOOT, ""]
     distribution = list(distribution_rows(variant))
     if distribution:
-        header = ("cell", "side", "gaps", "number", *(f"p{p}, ms" for p in PERCENTILES), "greatest, ms")
-        found += [f"Inter-token latency, {KINDS['intrusion']}:", "", markdown_table(header, iter(distribution)), ""]
+        found += [f"{GAPS}:", "", markdown_table(GAPS_HEADER, iter(distribution)), ""]
     notes = cache_notes(variant)
     if notes:
         found += ["Prefix cache:", "", *[f"- {note}" for note in notes], ""]
@@ -201,9 +266,10 @@ def variant_markdown(variant: dict) -> list[str]:
 
 
 def markdown(result: dict) -> str:
-    found = [f"# {result['title']}", "", *machine_lines(result), ""]
+    found = [f"# {result['title']}", "", *first_lines(result), "", f"{NAMES}:", "", *glossary(result), ""]
     for variant in result["variants"]:
         found += variant_markdown(variant)
+    found += ["## The run", "", *machine_lines(result), ""]
     if result["machine"]["topology"]:
         found += ["PCIe topology:", "", "```", result["machine"]["topology"], "```", ""]
     return "\n".join(found)
@@ -226,11 +292,9 @@ def html_table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
 
 
 def html_items(lines: list[str]) -> str:
-    return (
-        "<ul>"
-        + "".join(f"<li>{html.escape(line.strip().lstrip('- '))}</li>" for line in lines if line.strip())
-        + "</ul>"
-    )
+    """Items of a Markdown list, one level; what stands in backticks is code."""
+    texts = [html.escape(line.strip().removeprefix("- ")) for line in lines if line.strip()]
+    return "<ul>" + "".join(f"<li>{CODE.sub(BY_CODE, text)}</li>" for text in texts) + "</ul>"
 
 
 def html_page(result: dict, plots: dict[str, bytes], plot_problem: str | None) -> str:
@@ -238,9 +302,20 @@ def html_page(result: dict, plots: dict[str, bytes], plot_problem: str | None) -
     parts = [
         f"<!doctype html><meta charset='utf-8'><title>{html.escape(result['title'])}</title><style>{STYLE}</style>"
     ]
-    parts += [f"<h1>{html.escape(result['title'])}</h1>", html_items(machine_lines(result))]
+    parts += [f"<h1>{html.escape(result['title'])}</h1>", html_items(first_lines(result))]
+    parts += [f"<p>{NAMES}:</p>", html_items(glossary(result))]
     for variant in result["variants"]:
         parts.append(f"<h2>{html.escape(variant['name'])}</h2>")
+        state = state_lines(variant)
+        if state:
+            parts.append("<div class='bad'>" + html_items([line.replace("**", "") for line in state]) + "</div>")
+        if not variant["refused"]:
+            parts.append(html_table(header(variant), table_rows(variant)))
+            parts.append(f"<p>{html.escape(FOOT)}</p>")
+            distribution = list(distribution_rows(variant))
+            if distribution:
+                parts += [f"<p>{html.escape(GAPS)}:</p>", html_table(GAPS_HEADER, iter(distribution))]
+            parts.append(html_items(cache_notes(variant)))
         for letter, side in variant["sides"].items():
             parts.append(html_items(side_lines(letter, side)))
             who = side["identity"] or {}
@@ -248,23 +323,12 @@ def html_page(result: dict, plots: dict[str, bytes], plot_problem: str | None) -
             parts.append(
                 f"<details><summary>{letter}: all flags</summary><pre>{html.escape(everything)}</pre></details>"
             )
-        state = state_lines(variant)
-        if state:
-            parts.append("<div class='bad'>" + html_items([line.replace("**", "") for line in state]) + "</div>")
-        if variant["refused"]:
-            continue
-        parts.append(html_table(("cell", "metric", "A", "B", "ratio", "verdict"), table_rows(variant)))
-        parts.append(f"<p>{html.escape(FOOT)}</p>")
-        header = ("cell", "side", "gaps", "number", *(f"p{p}, ms" for p in PERCENTILES), "greatest, ms")
-        distribution = list(distribution_rows(variant))
-        if distribution:
-            parts.append(html_table(header, iter(distribution)))
-        parts.append(html_items(cache_notes(variant)))
     for caption, image in plots.items():
         data = base64.b64encode(image).decode()
         parts.append(
             f"<h3>{html.escape(caption)}</h3><img alt='{html.escape(caption)}' src='data:image/png;base64,{data}'>"
         )
+    parts += ["<h2>The run</h2>", html_items(machine_lines(result))]
     if plot_problem:
         parts.append(f"<p class='bad'>{html.escape(plot_problem)}</p>")
     if result["machine"]["topology"]:

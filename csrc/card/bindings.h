@@ -41,7 +41,7 @@ inline void run_sleep(Arguments& a) {
 }
 
 inline void run_products(Arguments& a) {
-  const Products products = {a["a"], a["b"], a["a_scale"], a["b_scale"], a["c"], a["d"], a["count"]};
+  const Products products = {a["a"], a["b"], a["a_scale"], a["b_scale"], a["c"], a["d"], a["count"], a["f16"]};
   const cudaStream_t stream = a["stream"];
   a.done();
   launch_products(products, stream);

@@ -21,7 +21,8 @@ Middle middle_of(const std::string& name);  // "none", "returns", "one thread wa
 
 struct Chain {
   uint32_t* value;   // zero before; the first writes kWritten
-  uint32_t* seen;    // by the third
+  uint32_t* seen;    // [3] zero before; by the third: what its first block read from the L2; how many of its blocks had read another
+                     // value before their wait; how many of all then read by a plain load what the L2 no longer had
   int64_t* times;    // [2] globaltimer, ns: the first's end, the third's read
   int64_t hold_ns;
 };
@@ -51,13 +52,14 @@ struct Sleep {
 };
 void launch_sleep(const Sleep& sleep, cudaStream_t stream);
 
-// d[i] = a[i] b[i]^T + c[i] by one mma: a [count][16][32], b [count][8][32] E4M3, c and d [count][16][8] fp32. With scales, UE8M0
-// [count][16] and [count][8]: the block-scaled instruction; where the architecture has none, d is NaN.
+// d[i] = a[i] b[i]^T + c[i] by one mma: a [count][16][32], b [count][8][32] E4M3, or f16 [count][16][16], [count][8][16]; c and d
+// [count][16][8] fp32. With scales, UE8M0 [count][16] and [count][8]: the block-scaled instruction; where the architecture has none, d is NaN.
 struct Products {
   const uint8_t *a, *b, *a_scale, *b_scale;
   const float* c;
   float* d;
   int32_t count;
+  bool f16;
 };
 void launch_products(const Products& products, cudaStream_t stream);
 

@@ -9,6 +9,7 @@ namespace {
 
 constexpr char kName[] = "card";
 constexpr uint32_t kLooks = 1u << 20;   // of a wait: a second or less
+constexpr int kThirdBlocks = 64;        // on many multiprocessors, each with an L1 of its own
 
 __device__ __forceinline__ int64_t now() {
   int64_t t;
@@ -35,11 +36,20 @@ __global__ void middle_kernel() {
   if (kWaits && blockIdx.x == 0 && threadIdx.x == 0) pdl_wait();
 }
 
+// By plain loads, as kernels read what those in front wrote: the first brings the line into this multiprocessor's L1, and the one behind the
+// wait must not find it there.
 template <bool kWaits>
 __global__ void third_kernel(const Chain p) {
+  const uint32_t early = load_now(p.value);
   if (kWaits) pdl_wait();
+  const uint32_t plain = load_now(p.value);
+  __syncthreads();  // before ptxas asks the L2
   if (threadIdx.x != 0) return;
-  *p.seen = load_relaxed(p.value);
+  const uint32_t there = load_relaxed(p.value);
+  if (early != there) atomicAdd(&p.seen[1], 1u);
+  if (plain != there) atomicAdd(&p.seen[2], 1u);
+  if (blockIdx.x != 0) return;
+  p.seen[0] = there;
   p.times[1] = now();
 }
 
@@ -185,9 +195,9 @@ void launch_chain(const Chain& chain, Middle middle, bool third_waits, cudaStrea
     launcher(&middle_kernel<true>, dim3(4), 32, 0);
   }
   if (third_waits) {
-    launcher(&third_kernel<true>, dim3(1), 32, 0, chain);
+    launcher(&third_kernel<true>, dim3(kThirdBlocks), 32, 0, chain);
   } else {
-    launcher(&third_kernel<false>, dim3(1), 32, 0, chain);
+    launcher(&third_kernel<false>, dim3(kThirdBlocks), 32, 0, chain);
   }
 }
 

@@ -1,4 +1,4 @@
-// Probes of arithmetic: one mma of E4M3 operands a warp, plain and block-scaled.
+// Probes of arithmetic: one mma a warp, of E4M3 operands, plain and block-scaled, or of f16.
 #include "../device/mma.cuh"
 #include "../launch_kernel.h"
 #include "card.h"
@@ -7,7 +7,8 @@ namespace dsv4::card {
 
 namespace {
 
-constexpr int kRows = 16, kColumns = 8, kDepth = 32;
+constexpr int kRows = 16, kColumns = 8, kDepth = 32;  // bytes of the depth: 32 E4M3, or 16 f16, which lie alike
+enum Kind { kE4m3, kScaled, kF16 };
 
 __device__ __forceinline__ uint32_t word_at(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
 
@@ -24,7 +25,7 @@ __device__ __forceinline__ void mma_block_scaled(float (&d)[4], const uint32_t (
 #endif
 }
 
-template <bool kScaled>
+template <int kKind>  // a Kind: names of kernels stay plain
 __global__ void __launch_bounds__(32) products_kernel(const Products p) {
   const int lane = threadIdx.x, group = lane / 4, quarter = lane % 4;
   const int64_t i = blockIdx.x;
@@ -34,8 +35,10 @@ __global__ void __launch_bounds__(32) products_kernel(const Products p) {
   float d[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) d[j] = p.c[(i * kRows + group + j / 2 * 8) * kColumns + quarter * 2 + j % 2];
-  if constexpr (kScaled) {
+  if constexpr (kKind == kScaled) {
     mma_block_scaled(d, a, word_at(b_at), word_at(b_at + 16), p.a_scale[i * kRows + group + lane % 2 * 8], p.b_scale[i * kColumns + group]);
+  } else if constexpr (kKind == kF16) {
+    mma_f16(d, a, word_at(b_at), word_at(b_at + 16));
   } else {
     mma_fp8(d, a, word_at(b_at), word_at(b_at + 16));
   }
@@ -43,15 +46,15 @@ __global__ void __launch_bounds__(32) products_kernel(const Products p) {
   for (int j = 0; j < 4; ++j) p.d[(i * kRows + group + j / 2 * 8) * kColumns + quarter * 2 + j % 2] = d[j];
 }
 
+using Kernel = void (*)(Products);
+Kernel kernel_of(const Products& p) {
+  return p.f16 ? products_kernel<kF16> : p.a_scale != nullptr ? products_kernel<kScaled> : products_kernel<kE4m3>;
+}
+
 }  // namespace
 
 void launch_products(const Products& products, cudaStream_t stream) {
-  const Launcher launcher = {"card", false, stream};
-  if (products.a_scale != nullptr) {
-    launcher(&products_kernel<true>, dim3(products.count), 32, 0, products);
-  } else {
-    launcher(&products_kernel<false>, dim3(products.count), 32, 0, products);
-  }
+  Launcher{"card", false, stream}(kernel_of(products), dim3(products.count), 32, 0, products);
 }
 
 }  // namespace dsv4::card

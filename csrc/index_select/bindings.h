@@ -107,6 +107,23 @@ inline void run_topk_select(Arguments& a) {
   });
 }
 
+inline void run_dealt_slots(Arguments& a) {
+  SlotParams p = {};
+  p.rows = a["rows"];
+  p.k = a["k"];
+  p.ranks = a["ranks"];
+  p.width = a["width"];
+  p.dealt = a["dealt"];
+  p.narrow = a["narrow"];
+  p.table = read_table(a);
+  p.slots = a["slots"];
+  p.slots_stride = a["slots_stride"];
+  p.entries = a["entries"];
+  p.entries_stride = a["entries_stride"];
+  const LaunchArguments last = a.last();
+  launch_slots(p, last.pdl, last.stream);
+}
+
 inline void bind(py::module_& m) {
   using namespace py::literals;
   m.attr("INDEX_HEADS") = kHeads;
@@ -116,6 +133,7 @@ inline void bind(py::module_& m) {
   define(m, "index_select", run_index_select);
   define(m, "mqa_logits", run_mqa_logits);
   define(m, "topk_select", run_topk_select);
+  define(m, "dealt_slots", run_dealt_slots);
   m.def(
       "index_select_scratch_bytes",
       [](int rows, int width, int rows_per_request, int64_t max_scratch_bytes, bool score) {

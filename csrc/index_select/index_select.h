@@ -82,6 +82,18 @@ struct MergeParams {
   int64_t logits_stride;
 };
 
+struct SlotParams {           // slots of lists of entries that ranks have chosen, each rank the rows from its own number on, every ranks-th
+  int32_t rows, k, ranks;
+  int32_t width;              // entries of a row by the page table
+  const void* dealt;          // [ranks, ceil(rows / ranks), k] entries of int32 or uint16, -1 behind a list's end
+  bool narrow;                // uint16
+  PageTable table;
+  int32_t* slots;             // [rows, k]
+  int64_t slots_stride;
+  int32_t* entries;           // [rows, k] or nullptr
+  int64_t entries_stride;
+};
+
 struct Plan {
   int32_t group_rows, splits, lists, chunk, list_capacity;
   int32_t rows_per_launch;
@@ -95,6 +107,7 @@ Lists carve(uint8_t* scratch, const Plan& plan, int rows);
 void launch_score(const ScoreParams& params, Format format, bool pdl, cudaStream_t stream);
 void launch_lists(const ListParams& params, bool pdl, cudaStream_t stream);
 void launch_merge(const MergeParams& params, bool pdl, cudaStream_t stream);
+void launch_slots(const SlotParams& params, bool pdl, cudaStream_t stream);
 
 // The same for the rows [first, first + rows) of the tensors that the parameters describe.
 ScoreParams rows_of(ScoreParams params, int64_t first, int rows);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "merge.cuh"
+#include "slots.cuh"
 
 namespace dsv4::index_select {
 
@@ -116,6 +117,10 @@ void launch_merge(const MergeParams& p, bool pdl, cudaStream_t stream) {
   Launcher{kName, pdl, stream}(&merge_kernel, dim3(p.split.rows), kMergeThreads, sizeof(MergeShared), p);
 }
 
+void launch_slots(const SlotParams& p, bool pdl, cudaStream_t stream) {
+  Launcher{kName, pdl, stream}(p.narrow ? &slots_kernel<uint16_t> : &slots_kernel<int32_t>, dim3(p.rows), kSlotThreads, 0, p);
+}
+
 std::vector<KernelAttributes> kernel_attributes() {
   std::vector<KernelAttributes> all;
   for (const int group_rows : {1, kSharedRows}) {
@@ -125,6 +130,8 @@ std::vector<KernelAttributes> kernel_attributes() {
   }
   all.push_back(attributes_of(kName, allowed_merge_kernel(), "index_merge", kMergeThreads, sizeof(MergeShared)));
   all.push_back(attributes_of(kName, reinterpret_cast<const void*>(&list_kernel), "index_lists", kListThreads, 0));
+  all.push_back(attributes_of(kName, reinterpret_cast<const void*>(&slots_kernel<int32_t>), "index_slots", kSlotThreads, 0));
+  all.push_back(attributes_of(kName, reinterpret_cast<const void*>(&slots_kernel<uint16_t>), "index_slots_narrow", kSlotThreads, 0));
   return all;
 }
 

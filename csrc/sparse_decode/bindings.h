@@ -44,10 +44,10 @@ inline void run(Arguments& a) {
   const int64_t partials_bytes = a["partials_bytes"];
   p.control = a["control"];
   const int control_words = a["control_words"], num_sms = a["num_sms"];
-  const bool prefill = a.get("prefill", false);
+  const bool prefill = a.get("prefill", false), pairs = a.get("pairs", false);
   const int splits = a.get("splits", 0);
   const LaunchArguments last = a.last();
-  const Plan plan = make_plan(p.rows, p.heads, p.main.width, p.extra.width, num_sms, splits, prefill);
+  const Plan plan = make_plan(p.rows, p.heads, p.main.width, p.extra.width, num_sms, splits, prefill, pairs);
   if (partials_bytes < plan.partials_bytes || control_words < plan.control_words)
     throw std::runtime_error("sparse_decode: workspace too small: needs " + std::to_string(plan.partials_bytes) + " bytes and " +
                              std::to_string(plan.control_words) + " control words, got " + std::to_string(partials_bytes) + " and " +
@@ -60,11 +60,12 @@ inline void bind(py::module_& m) {
   define(m, "sparse_decode", run);
   m.def(
       "sparse_decode_workspace",
-      [](int rows, int heads, int indices_width, int extra_indices_width, int num_sms, int splits, bool prefill) {
-        const Plan plan = make_plan(rows, heads, indices_width, extra_indices_width, num_sms, splits, prefill);
+      [](int rows, int heads, int indices_width, int extra_indices_width, int num_sms, int splits, bool prefill, bool pairs) {
+        const Plan plan = make_plan(rows, heads, indices_width, extra_indices_width, num_sms, splits, prefill, pairs);
         return py::make_tuple(plan.partials_bytes, plan.control_words);
       },
-      py::kw_only(), "rows"_a, "heads"_a, "indices_width"_a, "extra_indices_width"_a, "num_sms"_a, "splits"_a = 0, "prefill"_a = false);
+      py::kw_only(), "rows"_a, "heads"_a, "indices_width"_a, "extra_indices_width"_a, "num_sms"_a, "splits"_a = 0, "prefill"_a = false,
+      "pairs"_a = false);
   m.attr("sparse_decode_max_control_words") = max_control_words();
 }
 

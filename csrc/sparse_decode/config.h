@@ -68,6 +68,8 @@ struct Stage {
   uint8_t scales[kLeaf][kScaleBytes];           //    256
 };
 
+using QueryAmax = float[kTiles][kBlockHeads];          // the greatest magnitudes of q
+
 constexpr float kRounder = 12582912.f;                 // 1.5 * 2^23: adding it rounds to an integer, and its bits then order like it
 constexpr float kEmpty = -kRounder * kReferenceStep;   // softmax reference of a set without valid candidates
 
@@ -115,7 +117,7 @@ struct SharedMemoryPlan {
   alignas(16) uint8_t weights_bf16[kBuffers][kBlockHeads][kWeightPitch];  //  2,560
   alignas(16) float2 factors[kBuffers][kBlockHeads];                 //    256  (old, new) fold factors of a leaf
   alignas(16) float2 unit_factors[kUnitBuffers][kBlockHeads];        //    256  of a unit of a long row, units in turn
-  alignas(16) float q_amax[kTiles][kBlockHeads];                     //    512
+  alignas(16) QueryAmax q_amax;                                      //    512
   float output_factor[kBlockHeads];                                  //     64
   TeamBarriers barriers;                                             //    112
   alignas(4) uint16_t valid[kMasks][kGatherWarps];                   //     32  a bit a candidate

@@ -38,4 +38,15 @@ std::vector<KernelAttributes> kernel_attributes();
 std::vector<std::pair<std::string, int>> shared_bytes();
 
 }  // namespace prefill
+
+// pairs.cu
+namespace pairs {
+
+constexpr int kGroups = 2;  // of 16 heads, of a block
+
+void launch(Params params, const Plan& plan, const Launcher& launcher);
+std::vector<KernelAttributes> kernel_attributes();
+std::vector<std::pair<std::string, int>> shared_bytes();
+
+}  // namespace pairs
 }  // namespace dsv4::sparse_decode

@@ -47,10 +47,15 @@ FastDivisor make_divisor(int divisor) {
 
 int max_control_words() { return kMaxSplitItems * kControlWords; }
 
-Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int splits_override, bool prefill) {
+Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int splits_override, bool prefill, bool pairs) {
   const int max_leaves = std::max(ceil_div(width, kLeaf) + ceil_div(extra_width, kLeaf), 1);
   const int max_units = std::min(max_leaves, kMaxUnits), needed_units = std::min(max_leaves, kMaxUnitsLong);
   Plan plan = {};
+  if (!prefill && pairs && max_leaves <= kShortLeaves) {
+    const int64_t groups = static_cast<int64_t>(rows) * ceil_div(heads, kBlockHeads);
+    plan.pair_blocks = static_cast<int>(std::min<int64_t>((groups + pairs::kGroups - 1) / pairs::kGroups, num_sms));
+    return plan;
+  }
   if (prefill) {
     plan.splits = 1;
     if (heads <= 1 << prefill::kMaxStackedLog2) {
@@ -115,7 +120,9 @@ void launch_decode(Params p, const Plan& plan, const Launcher& launcher) {
 
 void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream) {
   const Launcher launcher = {kName, pdl, stream};
-  if (plan.prefill_blocks > 0) {
+  if (plan.pair_blocks > 0) {
+    pairs::launch(params, plan, launcher);
+  } else if (plan.prefill_blocks > 0) {
     prefill::launch(params, plan, launcher);
   } else if (params.extra_table.pages != nullptr) {
     launch_decode<true>(params, plan, launcher);
@@ -125,16 +132,16 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  std::vector<KernelAttributes> all = prefill::kernel_attributes();
-  all.insert(all.begin(),
-             {SplitKernel<false>::attributes("sparse_decode_split"), RowKernel<false>::attributes("sparse_decode_row"),
-              SplitKernel<true>::attributes("sparse_decode_split, page table"), RowKernel<true>::attributes("sparse_decode_row, page table")});
+  std::vector<KernelAttributes> all = {SplitKernel<false>::attributes("sparse_decode_split"), RowKernel<false>::attributes("sparse_decode_row"),
+                                       SplitKernel<true>::attributes("sparse_decode_split, page table"),
+                                       RowKernel<true>::attributes("sparse_decode_row, page table")};
+  for (const auto& many : {prefill::kernel_attributes(), pairs::kernel_attributes()}) all.insert(all.end(), many.begin(), many.end());
   return all;
 }
 
 std::vector<std::pair<std::string, int>> shared_bytes() {
-  std::vector<std::pair<std::string, int>> all = prefill::shared_bytes();
-  all.insert(all.begin(), {"sparse_decode_kernel", SplitKernel<false>::kShared});
+  std::vector<std::pair<std::string, int>> all = {{"sparse_decode_kernel", SplitKernel<false>::kShared}};
+  for (const auto& many : {prefill::shared_bytes(), pairs::shared_bytes()}) all.insert(all.end(), many.begin(), many.end());
   return all;
 }
 

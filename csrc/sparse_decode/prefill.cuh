@@ -94,13 +94,6 @@ __device__ __forceinline__ void dequantise_piece(uint4 v, int exponent, uint4& l
   high = make_uint4(h[0], h[1], h[2], h[3]);
 }
 
-// This thread's number, read anew at every use: where what follows from it is not worth registers in the loops.
-__device__ __forceinline__ int thread_now() {
-  int v;
-  asm volatile("mov.u32 %0, %tid.x;" : "=r"(v));
-  return v;
-}
-
 // whether one of these bf16 is an infinity or NaN
 __device__ __forceinline__ bool any_infinite(uint4 a, uint4 b) {
   const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};

@@ -12,6 +12,13 @@ __device__ __forceinline__ void math_sync() { sync_threads<1, kMathThreads>(); }
 // softmax and value team, at the end of a unit of a long row
 __device__ __forceinline__ void unit_sync() { sync_threads<2, 32 * (kSoftmaxWarps + kValueWarps)>(); }
 
+// This thread's number, read anew at every use: where what follows from it is not worth registers in the loops.
+__device__ __forceinline__ int thread_now() {
+  int v;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(v));
+  return v;
+}
+
 // Position of leaf `i` of a block in the ring of stages, and in that of the buffers between the teams.
 struct Ring {
   int i = 0, stage = 0;

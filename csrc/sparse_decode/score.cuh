@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_query(const Params& p, int row, int group, 
 }
 
 // the greatest magnitude of each head over this warp's tile, to shared memory
-__device__ __forceinline__ void publish_query_amax(SharedMemoryPlan& sm, int tile, const QueryTile& q) {
+__device__ __forceinline__ void publish_query_amax(QueryAmax& q_amax, int tile, const QueryTile& q) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -43,24 +43,24 @@ __device__ __forceinline__ void publish_query_amax(SharedMemoryPlan& sm, int til
     float amax = fmaxf(bf16_low(amax2), bf16_high(amax2));
     amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, 1));
     amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, 2));
-    if ((lane & 3) == 0) sm.q_amax[tile][(lane >> 2) + 8 * half] = amax;
+    if ((lane & 3) == 0) q_amax[tile][(lane >> 2) + 8 * half] = amax;
   }
 }
 
 // power of two that takes the head's greatest magnitude to 2^7..2^8: f16 then holds every bf16 down to 2^-24 of it
-__device__ __forceinline__ int query_exponent(const SharedMemoryPlan& sm, int head) {
+__device__ __forceinline__ int query_exponent(const QueryAmax& q_amax, int head) {
   float amax = 0.f;
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t) amax = fmaxf(amax, sm.q_amax[t][head]);
+  for (int t = 0; t < kTiles; ++t) amax = fmaxf(amax, q_amax[t][head]);
   const int exponent = __float_as_uint(amax) >> 23;
   return exponent == 0 || exponent == 0xff ? 0 : min(max(7 + 127 - exponent, -100), 100);
 }
 
-__device__ __forceinline__ void scale_query(const SharedMemoryPlan& sm, bool rotary, QueryTile& q) {
+__device__ __forceinline__ void scale_query(const QueryAmax& q_amax, bool rotary, QueryTile& q) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float scale = __int_as_float((query_exponent(sm, (lane >> 2) + 8 * half) + 127) << 23);
+    const float scale = __int_as_float((query_exponent(q_amax, (lane >> 2) + 8 * half) + 127) << 23);
 #pragma unroll
     for (int s = 0; s < 4; ++s)
 #pragma unroll
@@ -117,10 +117,10 @@ __device__ __forceinline__ void run_score_team(const Params& p, SharedMemoryPlan
   const bool rotary = tile == kNumNopeTiles;
   QueryTile q;
   load_query(p, block_row(), block_group(), tile, rotary, q);
-  publish_query_amax(sm, tile, q);
+  publish_query_amax(sm.q_amax, tile, q);
   math_sync();  // the greatest magnitudes of q and the work are there
   const Work& w = sm.work;
-  scale_query(sm, rotary, q);
+  scale_query(sm.q_amax, rotary, q);
   const Stage& stage0 = sm.stages[0];
   const uint32_t rows = shared_address(&stage0.rows[lane & 7][tile * kTileDim + (lane >> 3) * 16]);
   const uint32_t scales = shared_address(&stage0.scales[2 * j][tile]);

@@ -65,10 +65,12 @@ struct Plan {
   int32_t control_words;
   int32_t prefill_blocks;   // 0: not the prefill kernels
   int32_t stacked_log2;     // of the lines of a row in the prefill kernel that stacks rows; 0: the one for more heads than it takes
+  int32_t pair_blocks;      // 0: not the kernel for few rows in pairs
 };
 
-// The launch geometry for a shape; prefill: by the kernels for many rows. Depends on sizes alone, never on the lengths (they are on the device); bounds the scratch.
-Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int splits_override, bool prefill);
+// The launch geometry for a shape; prefill: by the kernels for many rows; pairs: else by the one for few in pairs, if no row can be too long for
+// it. Depends on sizes alone, never on the lengths (they are on the device); bounds the scratch.
+Plan make_plan(int rows, int heads, int width, int extra_width, int num_sms, int splits_override, bool prefill, bool pairs);
 int max_control_words();
 
 FastDivisor make_divisor(int divisor);

@@ -97,13 +97,14 @@ struct Weights {
 };
 
 // the whole row is in registers: normalise and write
-__device__ __forceinline__ void store_output(const Params& p, const SharedMemoryPlan& sm, int tile, bool rotary, const Accumulator& acc) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3, row = block_row(), group = block_group();
+__device__ __forceinline__ void store_output(const Params& p, const float (&output_factors)[kBlockHeads], int row, int group, int tile, bool rotary,
+                                             const Accumulator& acc) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int head = group * kBlockHeads + g + 8 * half;
     if (head >= p.heads) continue;
-    const float f = sm.output_factor[g + 8 * half];
+    const float f = output_factors[g + 8 * half];
     uint16_t* dst = p.out + row * p.out_stride_row + head * p.out_stride_head;
 #pragma unroll
     for (int segment = 0; segment < 4; ++segment) {
@@ -174,7 +175,7 @@ __device__ __forceinline__ void run_value_team(const Params& p, SharedMemoryPlan
   }
   if (w.whole_row<kSplit>()) {
     math_sync();  // the output factors are there
-    store_output(p, sm, tile, kRotary, acc);
+    store_output(p, sm.output_factor, block_row(), block_group(), tile, kRotary, acc);
   }
 }
 

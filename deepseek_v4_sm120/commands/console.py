@@ -24,6 +24,10 @@ class CommandError(Exception):
     """Why a command cannot do what was asked, in one sentence."""
 
 
+class Unwritable(Exception):
+    """Why what a command says cannot be written."""
+
+
 def is_rich() -> bool:
     """`rich` is importable and somebody looks at a terminal."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and importlib.util.find_spec("rich") is not None
@@ -31,9 +35,18 @@ def is_rich() -> bool:
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
     """Print a text of one or more lines, to stdout unless told otherwise."""
+    _write(f"{encodable(shown(text), sys.stdout if stream is None else stream)}\n", stream)
+
+
+def _write(text: str, stream: TextIO | None = None) -> None:
     stream = sys.stdout if stream is None else stream
-    stream.write(f"{encodable(shown(text), stream)}\n")
-    stream.flush()
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise Unwritable(f"the answer cannot be written: {error.strerror}") from error
 
 
 def encodable(text: str, stream: TextIO) -> str:
@@ -49,7 +62,7 @@ def one_line(value, most: int = 200) -> str:
 
 
 def print_json(value) -> None:
-    print(json.dumps(redacted(value), indent=1, default=str))
+    _write(json.dumps(redacted(value), indent=1, default=str) + "\n")
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

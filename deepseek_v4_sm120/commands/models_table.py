@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import models
 from deepseek_v4_sm120.ops.shared.limits import LIMITS
 from deepseek_v4_sm120.sglang_patches import models_served
@@ -14,9 +15,8 @@ OURS, STOCK = "ours", "SGLang's"
 NEVER_RUN = {"pro": "the operators were tested in its shapes, the model was never run with us"}
 
 
-def built_in(name: str) -> dict:
+def built_in(model: models.Model) -> dict:
     """What models_served.sizes reads of a config.json, of a model that `plan` knows."""
-    model = models.BUILT_IN[name]
     told = {key: getattr(model, field) for field, key in models.FIELDS.items()}
     quantized = {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": model.expert_format}
     return {"model_type": "deepseek_v4", "qk_rope_head_dim": 64, "quantization_config": quantized, **told}
@@ -25,7 +25,7 @@ def built_in(name: str) -> dict:
 def overview() -> dict[str, dict[str, str]]:
     """operator -> {model: "ours", "SGLang's", or at which TP it is ours}, of the models that have a name here."""
     rows: dict[str, dict[str, str]] = {operator: {} for operator in LIMITS}
-    named = {f"V4-{name.capitalize()}": built_in(name) for name in ("flash", "pro")}
+    named = {f"V4-{name.capitalize()}": built_in(models.BUILT_IN[name]) for name in ("flash", "pro")}
     named |= {name.removeprefix("DeepSeek-"): {"model_type": kind} for kind, (name, *_) in OTHER_MODEL_TYPES.items()}
     for name, config in named.items():
         by_tp = {tp: models_served.verdicts(config, tp) for tp in TENSOR_PARALLEL}
@@ -37,11 +37,16 @@ def overview() -> dict[str, dict[str, str]]:
 
 
 def of_model(text: str, tp: int) -> dict:
-    """{model, note, operators: [{operator, served, why}]} of flash, pro, a folder or a config.json; CommandError."""
-    if text.lower() in models.BUILT_IN:
-        config, name = built_in(text.lower()), models.BUILT_IN[text.lower()].path
+    """{model, note, operators: [{operator, served, why}]} of a name that `plan` takes, too, or a config.json;
+    CommandError for what is none."""
+    if models.named(text)[0] is not None:
+        model = models.find(text, None)
+        config, name = built_in(model), model.path
     else:
         config, name = models.read(text)[1], text
+    heads = models_served.sizes(config).get("heads")
+    if tp < 1 or (isinstance(heads, int) and heads % tp):
+        raise CommandError(f"--tp must be 1 or more and divide the model's {heads} heads, got {tp}")
     other = models_served.other_model(config["model_type"])
     note = f"nothing of it is touched: {other}" if other else NEVER_RUN.get(_name_of(config), "")
     return {"model": f"{name}, TP{tp}", "note": note, "operators": as_rows(models_served.verdicts(config, tp))}

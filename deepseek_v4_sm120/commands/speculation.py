@@ -230,7 +230,7 @@ ADVICE = {
     (DSPARK, STRUCTURE): Advice(6, "what one user's tool calls run with on eight cards (sglang #40877)"),
 }
 ADVICE_OF_MANY = {
-    EAGLE: Advice(1, "within 7% of the best depth up to 8 streams, by bytes at 80% acceptance"),
+    EAGLE: Advice(1, "within 7% of the best depth up to 8 streams, by bytes at 80% acceptance; not reckoned above"),
     DSPARK: Advice(3, "the best of a sweep with many agents on four cards, 10% ahead of 7 (vllm-project/recipes #967)"),
 }
 

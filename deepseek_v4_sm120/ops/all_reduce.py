@@ -35,8 +35,9 @@ from deepseek_v4_sm120.ops.shared.checks import BF16, CONTIGUOUS, FP32, VECTOR, 
 TRANSPORTS = ("peer", "host")
 ALGORITHMS = ("one_shot", "two_shot")
 GATHERED = BF16 + FP32
-PATIENCE_S = 30.0  # of a captured call: all ranks replay it within a step
-EAGER_PATIENCE_S = 300.0  # a rank that compiles kernels keeps the others waiting; SGLang's own watchdog waits as long
+# A rank that compiles kernels keeps the others waiting, or one that merges all profiles between two replays of a graph.
+# SGLang's own watchdog waits as long; who has ended is seen at once.
+PATIENCE_S = 300.0
 _LOOK_S, _TOLD_S = 0.02, 0.2  # between two looks at the others; that a kernel has to tell where this process ends
 _STAT, _PF_EXITING = "/proc/{}/stat", 0x4
 _GATHER_TAG = 1 << 31  # of a tag: the call is a gather
@@ -52,8 +53,7 @@ class AllReduce:
     gather        called a few times here
     max_rows      the most of a call, of `hidden` bf16 each; hidden a multiple of 64
     transport     "peer": cards write into each other's memory; "host": by way of host memory
-    patience_s    how long a call waits for another rank's terms before it ends this process's CUDA work; None:
-                  PATIENCE_S where it is captured, else EAGER_PATIENCE_S
+    patience_s    how long a call waits for another rank's terms before it ends this process's CUDA work
     traps         False: a call out of patience leaves with wrong sums and `fault()` says so, for a probe; its memory
                   is of no use then
     raises        ValueError (argument), RuntimeError, OSError (no such way between these cards: says the reason)
@@ -77,7 +77,7 @@ class AllReduce:
         max_rows: int = MAX_ROWS,
         hidden: int = 4096,
         transport: str = "peer",
-        patience_s: float | None = None,
+        patience_s: float = PATIENCE_S,
         traps: bool = True,
     ):
         _check_group(rank, ranks, max_rows, hidden, transport)
@@ -119,12 +119,6 @@ class AllReduce:
             shape is not None and not (row := shape[1] * x.itemsize) % VECTOR and 0 < row // VECTOR <= self.slot_vectors
         )
 
-    def _patience(self) -> float:
-        """Of a call at this place, on the current stream."""
-        if self._patience_s is not None:
-            return self._patience_s
-        return PATIENCE_S if torch.cuda.is_current_stream_capturing() else EAGER_PATIENCE_S
-
     def arguments(self, tag: int) -> dict:
         """What a kernel that sums takes of the group: this one, and others that sum on their way (ops/mhc.py)."""
         return {
@@ -136,7 +130,7 @@ class AllReduce:
             **self._sizes,
             "transport": self.transport,
             "tag": tag,
-            "patience_s": self._patience(),
+            "patience_s": self._patience_s,
             "traps": self._traps,
         }
 

@@ -137,7 +137,8 @@ class Child:
 
 
 def relay(child: Child, gather: Gather) -> tuple[list | None, str | None]:
-    """(what each rank's process found, None), or (None, why): the same on all ranks. Passes on what they gather."""
+    """(what each rank's process found of a way, None), or (None, why): the same on all ranks. Passes on what they
+    gather."""
     end, patience = time.monotonic() + WHOLE_S, START_S
     while True:
         told = gather(child.next(min(patience, end - time.monotonic())))
@@ -165,22 +166,21 @@ def probe(
     tried = TRANSPORTS if transport is None else (transport,)
     started = time.monotonic()
     ways: dict[str, Way] = {}
-    # where a process was lost, what is left is asked of another one
-    for asked in filter(None, (tried, tried[1:])):
-        words = json.dumps({"rank": rank, "ranks": ranks, "device": device, "hidden": hidden, "ways": asked})
+    while left := [name for name in tried if name not in ways]:
+        words = json.dumps({"rank": rank, "ranks": ranks, "device": device, "hidden": hidden, "ways": left})
         child = Child([*program, words])
         try:
-            found, problem = relay(child, gather)
+            for name in left:
+                found, problem = relay(child, gather)
+                ways[name] = Way(problem) if found is None else merged(found)
+                if found is None:
+                    break  # with its process; what is left is asked of another one
         finally:
             child.end()
-        if found is not None:
-            ways |= {name: merged([one[name] for one in found]) for name in asked}
-            break
-        ways |= {asked[0]: Way(problem)}
     right = [name for name in tried if ways[name].problem is None]
     fastest = min(right, key=lambda name: sum(ways[name].us[rows] for rows in DECIDING_ROWS), default=None)
     seconds = max(gather(round(time.monotonic() - started, 1)))
-    return Verdict(ranks, fastest, {name: ways[name] for name in tried}, seconds, transport is not None)
+    return Verdict(ranks, fastest, ways, seconds, transport is not None)
 
 
 def merged(found: list[dict]) -> Way:

@@ -2,8 +2,8 @@
 
     python3 -m deepseek_v4_sm120.ops.all_reduce_probe_child JSON DESCRIPTOR
 
-Says (kind, value) on a connection: GATHER for what it wants from all ranks, last what it FOUND, or why it FAILED. Waits
-on the card have an end (PATIENCE_S) and leave the context as it was; what does not ends with this process.
+Says (kind, value) on a connection: GATHER for what it wants from all ranks, what it FOUND of each way, why it FAILED.
+Waits on the card have an end (PATIENCE_S) and leave the context as it was; what does not ends with this process.
 """
 
 from __future__ import annotations
@@ -29,12 +29,9 @@ PINGS, WARM_UPS = 25, 5
 VECTOR_BYTES = 16
 
 
-def examine(rank: int, ranks: int, device: torch.device, gather: op.Gather, *, hidden: int, ways) -> dict[str, dict]:
-    """way -> what `merged` takes."""
-    return {way: _examine(way, rank, ranks, device, gather, hidden) for way in ways}
+def examine(way: str, *, rank: int, ranks: int, device: torch.device, gather: op.Gather, hidden: int) -> dict:
+    """What `merged` takes."""
 
-
-def _examine(way, rank, ranks, device, gather, hidden) -> dict:
     def make(together):
         options = {"hidden": hidden, "transport": way, "patience_s": PATIENCE_S, "traps": False}
         return op.AllReduce(rank, ranks, device, together, **options)
@@ -97,9 +94,12 @@ def bits(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def terms_of(ranks: int, rows: int, hidden: int, seed: int, device) -> list[torch.Tensor]:
-    """Of each rank, the same on all; some are the word that means "nothing has come" (csrc/all_reduce/kernel.cuh)."""
-    generator = torch.Generator(device).manual_seed(seed)
-    terms = torch.randn(ranks, rows, hidden, device=device, generator=generator).bfloat16()
+    """Of each rank, the same on all: a hash of the place, for random numbers that a card draws follow its size. Either
+    sign, 2^-7 to 2; some are the word that means "nothing has come" (csrc/all_reduce/kernel.cuh)."""
+    words = torch.arange(ranks * rows * hidden, dtype=torch.int32, device=device).add_(seed * 0x1234567)
+    for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975), (16, 1)):  # Chris Wellons' lowbias32
+        words.bitwise_xor_((words >> shift).bitwise_and_(0xFFFFFFFF >> shift)).mul_(factor)
+    terms = words.bitwise_and_(0x83FF).add_(0x3C00).to(torch.int16).view(torch.bfloat16).view(ranks, rows, hidden)
     terms.view(torch.int16)[:, :, seed % 8 :: 1024] = -1
     terms.view(torch.int32)[:, :, seed % 4 + 4 :: 512] = -1
     return list(terms)
@@ -179,11 +179,12 @@ def main(argv: list[str]) -> int:
         return connection.recv()
 
     try:
-        found = examine(device=card(asked.pop("device")), gather=gather, **asked)
+        ways, device = asked.pop("ways"), card(asked.pop("device"))
+        for way in ways:
+            connection.send((FOUND, examine(way, device=device, gather=gather, **asked)))
     except (RuntimeError, OSError, ImportError) as error:
         connection.send((FAILED, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
         return 1
-    connection.send((FOUND, found))
     connection.poll(None)  # till the other end is closed: its memory is the others', too
     return 0
 

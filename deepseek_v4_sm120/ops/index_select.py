@@ -16,6 +16,7 @@ DECODE_ROWS = 256  # up to here a call counts as decode or verify
 DECODE_SCRATCH_BYTES = 64 << 20
 PREFILL_SCRATCH_BYTES = 256 << 20
 _Q_STRIDES = 16  # bytes that rows and heads of q are multiples of
+_DEALT_DTYPES = (torch.int32, torch.int16)
 _FP4_DTYPES = (torch.int8, torch.uint8)
 _PAGE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
@@ -169,6 +170,60 @@ def topk_select(scores, lengths, *, k=512, page_table=None, num_pages=None, out=
                 max_scratch_bytes=limit,
                 pdl=True,
                 stream=cuda_tensors.current_stream(scores.device.index),
+            )
+    return out
+
+
+def is_narrow(page_table) -> bool:
+    """Whether 16 bits hold every entry of its rows, and one more for none."""
+    return page_table.shape[1] * extension.load().INDEX_PAGE < 1 << 16
+
+
+def dealt_slots(dealt, page_table, *, num_pages, out=None, entries=None):
+    """The slots of entries that ranks have chosen for each other's rows, by this rank's own pages.
+
+    dealt       [ranks, ceil(rows / ranks), k] int32, contiguous: row r's list at [r % ranks, r // ranks], -1 behind its
+                end; int16, the entries' low bits, where is_narrow(page_table)
+    page_table  [rows, columns] int32, as index_select takes it: what is no entry of it has slot -1
+    num_pages   pages of the pool; a page outside is not one, and has slot -1
+    out, entries
+                [rows, k] int32, last dim contiguous: slots, and if given the entries
+    returns     out. A plain launch: the exchange in front lets nothing in early
+    Other arguments, errors and graphs as in index_select.
+    """
+    check = Call("dealt_slots", "dealt", dealt)
+    ranks, each, k = check.tensor("dealt", dealt, _DEALT_DTYPES, "ranks, rows, k")
+    rows, columns = check.tensor("page_table", page_table, INT32, "rows, columns", 1)
+    width = columns * extension.load().INDEX_PAGE
+    if not columns or width > MAX_WIDTH:
+        check.refuse("shape", "page_table", f"have 1 to {MAX_WIDTH} entries a row", width)
+    if ranks < 1 or each != -(-rows // ranks):
+        check.refuse("shape", "dealt", f"have {rows} rows as even parts, page_table's", list(dealt.shape))
+    narrow = dealt.dtype != torch.int32
+    if narrow and not is_narrow(page_table):
+        check.refuse("dtype", "dealt.dtype", f"be torch.int32 for {width} entries a row", dealt.dtype)
+    if not isinstance(num_pages, int) or num_pages < 1:
+        check.refuse("value", "num_pages", "be an int of 1 or more", repr(num_pages))
+    _check_chosen(check, k, rows, "dealt", dealt, out, entries, None)
+    check.on_cuda()
+    out = torch.empty((rows, k), dtype=torch.int32, device=dealt.device) if out is None else out
+    if rows:
+        with cuda_tensors.on_device_of(dealt):
+            extension.load().dealt_slots(
+                dealt=dealt.data_ptr(),
+                narrow=narrow,
+                ranks=ranks,
+                rows=rows,
+                width=width,
+                k=k,
+                **_table(page_table),
+                num_pages=num_pages,
+                slots=out.data_ptr(),
+                slots_stride=out.stride(0),
+                entries=0 if entries is None else entries.data_ptr(),
+                entries_stride=0 if entries is None else entries.stride(0),
+                pdl=False,
+                stream=cuda_tensors.current_stream(dealt.device.index),
             )
     return out
 

@@ -19,8 +19,8 @@ either.
 
 With `sum_over`, f is this card's term of a sum between cards (ops/all_reduce.py). Of few rows (SUMMING_ROWS) `fused`
 sends, adds and rounds on its way; of more, and wherever its blocks would not all be resident, a sum of its own comes
-first. The bits are the same. All cards decide alike: by rows, and the multiprocessors of the smallest card. Where this
-stream has too few of them, a sum of its own sends what the other cards' boundaries wait for.
+first. The bits are the same. All cards decide alike: by rows, and the multiprocessors of the smallest card. A stream
+that has fewer than that takes is an error, since the other cards' boundaries wait for this one's.
 """
 
 from __future__ import annotations
@@ -66,11 +66,14 @@ def mhc(
     sinkhorn_iters=20,
     sum_over=None,
     tag=0,
+    ready=None,
+    held_sms=0,
     kernels=None,
 ):
     """A boundary between two sublayers: the new streams, their coefficients, and the next sublayer's normed input.
 
-    f              [rows, hidden] bf16, the sublayer's output; last dim contiguous, row stride a multiple of 8
+    f              [rows, hidden] bf16, the sublayer's output; last dim contiguous, row stride a multiple of 8. Or a
+                   tuple of such tensors, its rows in pieces
     streams        [rows, 4, hidden] bf16, the old streams; a row contiguous, row stride a multiple of 8
     post           [rows, 4] or [rows, 4, 1] float32, contiguous: how much of f each stream gets
     comb           [rows, 4, 4] float32, contiguous: first index the old stream, second the new one
@@ -83,6 +86,9 @@ def mhc(
     sum_over       the `AllReduce` of the cards whose f are to be added, in fp32 in the order of ranks, rounded to bf16
                    once; f contiguous, at most its max_rows. All ranks make the same call. None: f is complete
     tag            of a sum, as AllReduce has it
+    ready          of pieces: called with a piece's number before its launch, to make the current stream wait for it
+    held_sms       of pieces: multiprocessors that other streams' kernels hold for long. Blocks that must all be
+                   resident count on the rest, and need not wait for those kernels' end
     kernels        "fused", "split" or "many", for tests and benchmarks; None: by rows and hidden
     returns        (streams [rows, 4, hidden] bf16, post [rows, 4] float32, comb [rows, 4, 4] float32, y [rows, hidden]
                    bf16), all new tensors
@@ -101,7 +107,9 @@ def mhc(
     source         DeepSeek's inference/model.py (hc_post, hc_pre); specification in reference/mhc.py
     """
     check, rows, hidden = _check_streams("mhc", streams)
-    post = _check_sublayer(check, f, post, comb, rows, hidden, sum_over)
+    in_pieces = isinstance(f, tuple)
+    _check_pieces(check, f if in_pieces else None, ready, held_sms, sum_over, rows, hidden)
+    post = _check_sublayer(check, f, post, comb, rows, hidden, sum_over, in_pieces)
     _check_mixes(check, fn, scale, base, norm_weight, MIXES, 3, hidden)
     _check_numbers(check, norm_eps, rms_eps, hc_eps, sinkhorn_iters)
     _check_kernels(check, kernels, hidden, KERNELS)
@@ -111,7 +119,10 @@ def mhc(
     y, new_post, new_comb = _results(rows, hidden, device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
     options |= {"sum_over": sum_over, "tag": tag, "kernels": kernels}
-    _launch(streams, f, post, comb, new, y=y, post_out=new_post, comb_out=new_comb, **options)
+    if in_pieces:
+        _launch_pieces(streams, f, post, comb, new, y, new_post, new_comb, ready, held_sms, options)
+    else:
+        _launch(streams, f, post, comb, new, y=y, post_out=new_post, comb_out=new_comb, **options)
     return new, new_post, new_comb, y
 
 
@@ -222,6 +233,16 @@ def _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale
 _NO_NUMBERS = {"norm_eps": 0.0, "rms_eps": 0.0, "hc_eps": 0.0, "post_scale": 0.0, "sinkhorn_iters": 1}
 
 
+def _launch_pieces(streams, pieces, post, comb, new, y, new_post, new_comb, ready, held_sms, options) -> None:
+    end = 0
+    for number, piece in enumerate(pieces):
+        if ready is not None:
+            ready(number)
+        at = slice(end, end := end + piece.shape[0])
+        outs = {"y": y[at], "post_out": new_post[at], "comb_out": new_comb[at]}
+        _launch(streams[at], piece, post[at], comb[at], new[at], held_sms=held_sms, **outs, **options)
+
+
 def _launch(streams, *arguments, **options) -> None:
     if streams.shape[0]:
         with cuda_tensors.on_device_of(streams):
@@ -247,6 +268,7 @@ def _launch_here(
     sum_over=None,
     tag=0,
     kernels=None,
+    held_sms=0,
 ) -> None:
     """Checked arguments to raw pointers; streams' device is current."""
     rows, _, hidden = streams.shape
@@ -256,6 +278,7 @@ def _launch_here(
     exchange = partials = counters = None
     asks = rows > 1 or sum_over is not None
     num_sms = cuda_tensors.stream_sms(index, stream) if asks else cuda_tensors.num_sms(index)
+    num_sms = max(0, num_sms - held_sms)
     sums = {}
     if sum_over is not None:
         if not _sums_inside(kernels, rows, hidden, sum_over, index):
@@ -373,9 +396,27 @@ def _check_streams(op: str, streams) -> tuple[Call, int, int]:
     return check, rows, hidden
 
 
-def _check_sublayer(check: Call, f, post, comb, rows, hidden, sum_over=None):
+def _check_pieces(check: Call, pieces, ready, held_sms, sum_over, rows, hidden) -> None:
+    """pieces: None where f is one tensor"""
+    if pieces is None:
+        for name, value, nothing in (("ready", ready, None), ("held_sms", held_sms, 0)):
+            if value != nothing:
+                check.refuse("value", name, f"be {nothing} where f is one tensor", value)
+        return
+    for number, piece in enumerate(pieces):
+        check.tensor(f"f[{number}]", piece, BF16, ("rows", hidden), _STRIDES, VECTOR)
+    if (found := sum(piece.shape[0] for piece in pieces)) != rows:
+        check.refuse("shape", "f", f"have {rows} rows in its pieces", found)
+    if sum_over is not None:
+        check.refuse("value", "sum_over", "be None where f is in pieces", sum_over)
+    if held_sms < 0:
+        check.refuse("value", "held_sms", "be 0 or more", held_sms)
+
+
+def _check_sublayer(check: Call, f, post, comb, rows, hidden, sum_over=None, in_pieces=False):
     """post as the kernels read it, [rows, 4]"""
-    check.tensor("f", f, BF16, (rows, hidden), _STRIDES if sum_over is None else CONTIGUOUS, VECTOR)
+    if not in_pieces:
+        check.tensor("f", f, BF16, (rows, hidden), _STRIDES if sum_over is None else CONTIGUOUS, VECTOR)
     if sum_over is not None:
         _check_group(check, sum_over, rows, hidden)
     check.given("post", post)

@@ -19,11 +19,13 @@ from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, FP32, INT32, VECTOR, 
 DECODE_ROWS = 256
 GROUP = 32  # inputs per scale byte
 BLOCK_SCALED_MAJOR = 12  # compute capability with mma.sync of block-scaled FP8
+TRITON_ON_121 = (3, 8)  # the first Triton that uses it on 12.1; torch 2.13 and older bring an older one
 _STRIDES = 8  # that rows of bf16 have multiples of: 16 bytes
 _PACKED_DTYPES = (torch.uint8, torch.int8)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 ACTIVATIONS = ("bf16", "mxfp8")
 _GROUPED_MULTIPLE = 128  # of hidden and inter, above DECODE_ROWS rows
+_SORTED_SCALES = 4  # bytes: csrc/mxfp4_moe/sorted.cuh counts scales in fours and codes in VECTOR, both in 32 bits
 
 
 def mxfp4_moe(
@@ -85,8 +87,8 @@ def mxfp4_moe(
     if out is not None:
         check.tensor("out", out, BF16, hidden.shape, _STRIDES, VECTOR)
         check.written("hidden", hidden, ("out", out))
-    if reproducible and (problem := _few_rows_problem(*sizes, 0)):
-        check.refuse("value", "reproducible", f"be False for these sizes (few rows take {problem})", True)
+    if reproducible:
+        _check_reproducible(check, sizes, w13, w13_scale, w2, w2_scale)
     check.on_cuda()
     few = rows <= DECODE_ROWS and not _few_rows_problem(*sizes, rows * topk)
     if not few and not reproducible:
@@ -158,6 +160,16 @@ class Routing:
     first_expert: int
     expert_map: torch.Tensor | None
     scaling: float
+
+
+def multiplies_block_scaled(device=None) -> bool:
+    """Whether "mxfp8" is worth it: products by the block-scaled instruction, else bf16 products of the same values."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] != BLOCK_SCALED_MAJOR or capability == (12, 0):
+        return capability[0] == BLOCK_SCALED_MAJOR
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= TRITON_ON_121
 
 
 # ---- few rows
@@ -372,6 +384,18 @@ def _check_experts(check: Call, hidden, w13, w13_scale, w2, w2_scale) -> tuple[i
             expected = f"have strides [a multiple of {VECTOR}, {shape[2]}, 1]"
             check.refuse("stride", name, expected, f"strides {list(stride)}")
     return width, inter, experts
+
+
+def _check_reproducible(check: Call, sizes, *weights) -> None:
+    """Sizes of few rows, and 32 bits for the number of the last unit of each of the weights."""
+    if problem := _few_rows_problem(*sizes, 0):
+        check.refuse("value", "reproducible", f"be False for these sizes (few rows take {problem})", True)
+    names, units = ("w13", "w13_scale", "w2", "w2_scale"), (VECTOR, _SORTED_SCALES) * 2
+    for name, tensor, unit in zip(names, weights, units, strict=True):
+        experts, rows, row_bytes = tensor.shape
+        span, most = (experts - 1) * tensor.stride(0) + rows * row_bytes, unit << 32
+        if span > most:
+            check.refuse("stride", name, f"span at most {most} bytes to be reproducible", span)
 
 
 def _check_routing(check: Call, topk_ids, topk_weights, expert_map, rows: int) -> tuple[int, int]:

@@ -28,14 +28,14 @@ def install():
         import_hook.catch_up()
         return
     _installed = True
-    _started_in = _working_directory()
+    _started_in = working_directory()
     import_hook.before_import(HOST, _start)
 
 
 def relative_entry():
     """A sentence about the entry of PYTHONPATH that is our folder, where only a relative one is; else None."""
     folder = os.path.realpath(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
-    base = _started_in or _working_directory()
+    base = _started_in or working_directory()
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.environ.get("PYTHONPATH") else []
     ours = [entry for entry in entries if base and os.path.realpath(os.path.join(base, entry)) == folder]
     if not ours or any(map(os.path.isabs, ours)):
@@ -46,7 +46,7 @@ def relative_entry():
     )
 
 
-def _working_directory():
+def working_directory():
     try:
         return os.getcwd()
     except OSError:  # it was removed

@@ -72,8 +72,7 @@ class Engine:
         self.unparsable = version_files.problems  # sentences; what a target's file has is in the target's record
         self.stand_ins = [s for s in table.stand_ins if self._is_known_in(s.sglang)]
         self.sources = Sources({s.name: _package_file(s.package) for s in self.stand_ins})
-        operators = tuple(dict.fromkeys(name for patch in table.patches for name in (patch.serves, patch.name) if name))
-        self.steering = Steering(table.defaults, settings, self._is_known_in, operators)
+        self.steering = Steering(table.defaults, settings, self._is_known_in, table.operators)
         self.inherited = verdict.inherited(os.environ, self.version)  # None in the first process of a server
         handed = self.inherited.profile if self.inherited else None
         self.profile = profile.of_parent(handed) if handed else profile.consult(settings.profile, self.version)
@@ -112,8 +111,9 @@ class Engine:
             return [Record(patch, None, UNSUPPORTED, reason)]
         if against is not None and asked is None:
             return [Record(patch, None, NOT_APPLICABLE, against)]
-        if patch.default and self.steering.state(patch.default) != ON:
-            return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.default}=on")]
+        if patch.default and (default := self.steering.outcome(patch.default)).state != ON:
+            elsewhere = f", {default.reason}" if default.state == NOT_APPLICABLE else ""
+            return [Record(patch, None, NOT_APPLICABLE, f"only in DSV4_SM120_SET={patch.default}=on{elsewhere}")]
         targets = self._targets(patch)
         if not targets and self._version_is_known():
             why = f": {patch.absent}" if patch.absent else ""
@@ -285,10 +285,18 @@ class Engine:
         """What stops a server of our model on a GPU of ours: nothing where no patch would be used."""
         if not any(r.state in (READY, APPLIED, BROKEN) for r in self.records):
             return []
-        told = (*self.settings.wrong, self.steering.problem(), self.profile.problem)
-        found = [problem for problem in told if problem]
-        found += [f"{r.name}: {r.problem}" for r in self.records if r.state == BROKEN and r.problem]
-        return list(dict.fromkeys(found))
+        misfits = [f"{r.name}: {r.problem}" for r in self.records if r.state == BROKEN and r.problem]
+        return list(dict.fromkeys([*self._mistakes(), *misfits]))
+
+    def _mistakes(self) -> list[str]:
+        """Of problems() those that are the user's to mend: variables and the profile."""
+        return [text for text in (*self.settings.wrong, self.steering.problem(), self.profile.problem) if text]
+
+    def _beginning(self, problems: list[str]) -> str:
+        us = f"deepseek_v4_sm120 {report.our_version()}"
+        if set(problems) <= set(self._mistakes()):
+            return f"{us} cannot do what its variables ask for"
+        return f"{us} does not fit {self.host} {self.version}"
 
     def missing_stops(self) -> str | None:
         """In words, when no place is left in which a server could be stopped."""
@@ -312,16 +320,21 @@ class Engine:
             then = "A server of this model on a GPU that we serve does not start; any other runs as without us"
             then = self.missing_stops() or then
         report.write(self)
-        begin = f"deepseek_v4_sm120 {report.our_version()} does not fit {self.host} {self.version}"
-        report.warn_once(f"{begin}: {'; '.join(problems)}. {then}")
+        report.warn_once(f"{self._beginning(problems)}: {'; '.join(problems)}. {then}")
 
     def _refusal(self, problems: list[str]) -> PatchError:
         report.write(self)
+        if set(problems) <= set(self._mistakes()):
+            fix = "mend or unset what is named; or set DSV4_SM120_ON_BROKEN=warn to start without it"
+        else:
+            fix = (
+                "use a release of deepseek_v4_sm120 that lists this version; or set"
+                " DSV4_SM120_ON_BROKEN=warn to run the stock code in these places"
+            )
         return PatchError(
-            f"deepseek_v4_sm120 {report.our_version()} does not fit {self.host} {self.version}:\n  "
+            f"{self._beginning(problems)}:\n  "
             + "\n  ".join(problems)
-            + "\nWhat to do: use a release of deepseek_v4_sm120 that lists this version; or set"
-            " DSV4_SM120_ON_BROKEN=warn to run the stock code in these places; or DSV4_SM120=off to run without us."
+            + f"\nWhat to do: {fix}; or DSV4_SM120=off to run without us."
         )
 
     def _check(self, patches: Iterable[str]) -> None:

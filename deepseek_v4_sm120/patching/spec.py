@@ -132,3 +132,8 @@ class Table:
     reviewed: Callable[[], Ledger] = Ledger
     stand_ins: tuple[StandIn, ...] = ()
     defaults: tuple[Default, ...] = ()
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Names that are switched off or on as a whole: patches, and what they serve."""
+        return tuple(dict.fromkeys(name for patch in self.patches for name in (patch.serves, patch.name) if name))

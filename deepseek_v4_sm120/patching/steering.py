@@ -16,12 +16,13 @@ from deepseek_v4_sm120.settings import Settings
 
 ON, OFF, USER, NOT_APPLICABLE = "ON", "OFF", "USER'S OWN", "NOT APPLICABLE"
 HANDOVER = "_DSV4_SM120_CHILD_ENVIRONMENT"  # JSON that a patched parent leaves for its children; no setting of users
+BY_DEFAULT, NOT_BY_DEFAULT = "by default", "not by default"  # reasons
 AT_HOST_DEFAULT = (None, "auto")  # values of a server argument that nobody chose
 
 
 @dataclass
 class Outcome:
-    """What became of one of the table's defaults."""
+    """What became of one of the table's defaults: ON, OFF, USER'S OWN or NOT APPLICABLE."""
 
     default: str
     state: str
@@ -41,10 +42,10 @@ class Steering:
         operators: tuple[str, ...] = (),  # the engine leaves out those that are chosen "off"
     ):
         self.rows = {row.name: row for row in rows if in_range(row.sglang)}
-        self.known = (*(row.name for row in rows), *operators)
+        self.known = tuple(dict.fromkeys((*(row.name for row in rows), *operators)))  # a patch may have its default's
         self.unknown = sorted(set(settings.choices) - set(self.known))
-        by_number = {row.name for row in rows if row.value is not None}  # a patch may have its default's name
-        self.numbered = [n for n in operators if n not in by_number and settings.choices.get(n, "off").isdigit()]
+        by_number = {row.name for row in rows if row.value is not None}
+        self.numbered = [n for n in self.known if n not in by_number and settings.choices.get(n, "off").isdigit()]
         self.outcomes = [self._decide(row, row.name in self.rows, settings) for row in rows]
         self.is_child = False
         self._aside: list[tuple[Outcome, str, str]] = []  # what `set_aside` has changed, and what it was
@@ -63,19 +64,18 @@ class Steering:
             return Outcome(row.name, ON, "DSV4_SM120_SET", value)
         if row.on and settings.mode != "sm120":
             return Outcome(row.name, OFF, "validation mode: only what DSV4_SM120_SET asks for")
-        return Outcome(row.name, ON if row.on else OFF, "by default" if row.on else "never run on SM120", value)
+        return Outcome(row.name, ON if row.on else OFF, BY_DEFAULT if row.on else NOT_BY_DEFAULT, value)
 
     def problem(self) -> str | None:
-        """A name in DSV4_SM120_SET that no default and no operator has, or a number for an operator."""
+        """A name in DSV4_SM120_SET that no default and no operator has, or a number for what has none."""
         if self.numbered:
             return f"DSV4_SM120_SET must be on or off for {', '.join(self.numbered)}, which are no numbers"
         if not self.unknown:
             return None
         return f"DSV4_SM120_SET names {', '.join(self.unknown)}; it takes {', '.join(self.known)}"
 
-    def state(self, name: str) -> str:
-        """ON, OFF, USER'S OWN or NOT APPLICABLE."""
-        return next(c.state for c in self.outcomes if c.default == name)
+    def outcome(self, name: str) -> Outcome:
+        return next(c for c in self.outcomes if c.default == name)
 
     def value(self, name: str) -> int:
         """The number of a default that is on, else 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +18,10 @@ class Tolerance:
 
 
 def relative_error(ours: torch.Tensor, truth: torch.Tensor) -> float:
-    """||ours - truth|| / ||truth|| in float64; 0 for two zero tensors, inf where ours has a NaN or truth is zero."""
+    """||ours - truth|| / ||truth|| in float64; 0 for two zero tensors, inf where truth is zero or not all is finite."""
     difference = float((ours.double() - truth.double()).norm())
     norm = float(truth.double().norm())
-    if difference != difference:
+    if not math.isfinite(difference):
         return float("inf")
     if norm == 0.0:
         return 0.0 if difference == 0.0 else float("inf")

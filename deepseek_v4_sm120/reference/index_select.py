@@ -138,3 +138,14 @@ def index_select(
     """(slots, entries) by the float64 logits. Entries within rounding of the k-th logit may differ from a kernel's."""
     logits = mqa_logits(q, k_pages, weights, lengths, page_table, q_scales=q_scales)
     return topk_select(logits, lengths, k=k, page_table=page_table, num_pages=k_pages.shape[0])
+
+
+def dealt_slots(dealt, page_table, *, num_pages) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slots, entries) [rows, k] int32 of lists [ranks, rows of a rank, k], row r's at [r % ranks, r // ranks]."""
+    rows, width = page_table.shape[0], page_table.shape[1] * PAGE
+    found = dealt.to(torch.int64) & (0xFFFF if dealt.dtype == torch.int16 else -1)
+    found = found.transpose(0, 1).flatten(0, 1)[:rows]
+    found = torch.where((found >= 0) & (found < width), found, -1)
+    page = page_table.to(torch.int64).gather(1, found.clamp_min(0) // PAGE)
+    is_slot = (found >= 0) & (page >= 0) & (page < num_pages)
+    return torch.where(is_slot, page * PAGE + found % PAGE, -1).to(torch.int32), found.to(torch.int32)

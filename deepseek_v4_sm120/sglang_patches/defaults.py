@@ -1,7 +1,7 @@
 """The table's second half: SGLang's defaults that are slow or wrong on SM120 where the fix lies outside our kernels.
 
 A row is on only where the stock default cannot start, or where it can change no number and its harm is on record; what
-nobody has seen run on SM120 is off and says so. DSV4_SM120_SET turns each on or off; what the user sets himself, as a
+nobody has seen run on SM120 is off. DSV4_SM120_SET turns each on or off; what the user sets himself, as a
 variable or as a server argument, always stays. Sources: [R] read in SGLang's code, [M] measured by the named party,
 [I] inferred. None of it was run on an SM120 card by us.
 """
@@ -10,6 +10,7 @@ from deepseek_v4_sm120.patching.spec import VALUE, Default
 
 DECODE_STEPS_BETWEEN_CHUNKS = 8
 CAPTURED_ROWS = 1024  # of a prefill pass in graphs, at most
+PIECES = 4  # of a sum of many rows
 
 DEFAULTS = (
     Default(
@@ -27,19 +28,33 @@ DEFAULTS = (
     Default(
         name="dealt_index",
         why="every card scores all rows of a prompt's indexer. Dealt to the cards, whose lists are gathered then, a "
-        "prompt of 128K tokens is reckoned to take a second of twelve less. The lists are of slots, so they are right "
-        "only where all ranks' schedulers allot the same pages, which is how SGLang works and nothing asks of it",
-        source="[R] all releases' indexers and groups; times by arithmetic; not run on two cards",
+        "prompt of 128K tokens is reckoned to take a second of twelve less, with the same bits. Where that is reckoned "
+        "not to pay, and outside of plain tensor parallelism, every card goes on as before",
+        source="[R] all releases' indexers and groups; [M] by us, on two H200, in one run: 32,000 tokens 1,479 ms for "
+        "1,534",
+        sglang=">=0.5.13,<0.6",
+        on=True,
+        how="no way without us",
+    ),
+    Default(
+        name="sums_in_pieces",
+        why="the card idles while a prompt's rows are summed, twice a layer: 146 of a chunk's 577 ms over PCIe at two "
+        "cards, by arithmetic. In so many pieces of rows NCCL sums one while wo_b's product and the boundary of others "
+        "run: a tenth of the chunk less. Above two cards the order of NCCL's additions may change",
+        source="[R] all releases' coordinators, layers and products; times by arithmetic; [M] by us, on two "
+        "H200: a chunk 536 ms for 551 through host memory, in one run; over NVLink 399 for 366",
         sglang=">=0.5.13,<0.6",
         on=False,
         how="no way without us",
+        value=PIECES,
     ),
     Default(
         name="prefill_graphs",
         why="a pass of a thousand rows and fewer is bound by its launches and the host: 150 to 170 ms for a prompt of "
         "1,024 tokens on an H200, of which the GPU works some 95. SGLang's breakable graphs (attention runs between "
         "them) leave this model out for the memory of its index logits, of which ours has none. The number: the most "
-        "rows of a pass that is captured; the graphs hold a pass's scratch, reckoned 1 GB at TP1",
+        "rows of a pass that is captured. Off in a server that nobody planned: the graphs take a pass's scratch, "
+        "reckoned 1.0 to 1.5 GB, from what --mem-fraction-static leaves. `plan` knows whether it is there, and sets it",
         source="[R] the runners of 0.5.17 and 0.5.23; [M] by us, on an H200: 99 ms for 147 at 1,024 tokens, 49 "
         "for 93 at 128, the same bits",
         sglang=">=0.5.17,<0.6",

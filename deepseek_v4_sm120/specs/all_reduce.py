@@ -207,7 +207,9 @@ def max_error(provider: str, case: Case) -> float:
 
 
 def correctness_inputs(case: Case, device: str = "cuda") -> list[list[torch.Tensor]]:
-    return [make_terms(case.ranks, case.rows, seed, device=device) for seed in range(2)]
+    """Drawn on the CPU: cards of two sizes draw other numbers from one seed, and each rank has to know all terms."""
+    drawn = [make_terms(case.ranks, case.rows, seed) for seed in range(2)]
+    return [[term.to(device) for term in terms] for terms in drawn]
 
 
 class TimingInputs:

@@ -14,6 +14,7 @@ import torch
 
 from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import bf16_linear as op
+from deepseek_v4_sm120.ops.shared import cuda_tensors
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.reference import bf16_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
@@ -97,6 +98,7 @@ def checks(quick: bool) -> Iterator[Check]:
     yield Check("bf16_linear", "two references", _check_references)
     for outputs in (64, 2048):
         yield Check("bf16_linear", f"{outputs} outputs", functools.partial(_check_outputs, outputs), ON_GPU)
+    yield Check("bf16_linear", "a head's outputs", _check_head, ON_GPU)
 
 
 def _check_references() -> str:
@@ -111,10 +113,21 @@ def _check_outputs(outputs: int) -> str:
     """A step's most rows against float64; the bits of one row and of 40 among them."""
     generator = torch.Generator("cuda").manual_seed(outputs)
     x, weight = make_x(STEP_ROWS, generator), make_weight(outputs, generator)
+    return _check_rows(x, weight, (1, 40))
+
+
+def _check_head() -> str:
+    """So many outputs that the kernel with the largest tiles takes them: one for each multiprocessor."""
+    outputs = 128 * cuda_tensors.num_sms(torch.cuda.current_device())
+    generator = torch.Generator("cuda").manual_seed(outputs)
+    return _check_rows(make_x(48, generator), make_weight(outputs, generator), (1, 33))
+
+
+def _check_rows(x, weight, few: tuple[int, ...]) -> str:
     out = op.bf16_linear(x, weight)
     error = within(relative_error(out, reference.bf16_linear(x, weight)), bounds.BF16_LINEAR.truth)
-    for rows in (1, 40):
-        same(op.bf16_linear(x[:rows], weight), out[:rows], f"{rows} rows alone and among {STEP_ROWS}")
+    for rows in few:
+        same(op.bf16_linear(x[:rows], weight), out[:rows], f"{rows} rows alone and among {len(x)}")
     return f"{error}; rows alone equal the rows among others"
 
 

@@ -146,6 +146,7 @@ def checks(quick: bool) -> Iterator[Check]:
         name = "FP4" if fp4 else "FP8"
         yield Check("index_select", f"{name} logits", functools.partial(_check_logits, fp4), ON_GPU)
         yield Check("index_select", f"{name} selection", functools.partial(_check_selection, fp4, quick), ON_GPU)
+    yield Check("index_select", "slots of dealt entries", _check_dealt_slots, ON_GPU)
 
 
 def _check_topk_by_sorting() -> str:
@@ -180,7 +181,25 @@ def _check_selection(fp4: bool, quick: bool) -> str:
         expected = reference.topk_select(logits, inputs.lengths, page_table=table, num_pages=pages)
         same(slots, expected[0], f"{shape}: slots and those of the sorted logits")
         same(entries, expected[1], f"{shape}: entries and those of the sorted logits")
+        alone = op.topk_select(logits, inputs.lengths, page_table=table, num_pages=pages)
+        same(alone, expected[0], f"{shape}: slots of given logits and of those sorted")
     return f"{len(shapes)} shapes: the exact top-512 of the logits, ties included"
+
+
+def _check_dealt_slots() -> str:
+    """Entries of both widths, none, and what is outside of table or pool; rows that do not divide by the ranks."""
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    ranks, rows, columns, pages = 4, 1030, 1023, 5000
+    table = torch.randint(-1, pages + 9, (rows, columns), generator=generator, dtype=torch.int32, device="cuda")
+    lists = (ranks, math.ceil(rows / ranks), FLASH.index_topk)
+    dealt = torch.randint(-1, PAGE * columns + 64, lists, generator=generator, dtype=torch.int32, device="cuda")
+    for dtype in (torch.int32, torch.int16):
+        entries = torch.empty((rows, FLASH.index_topk), dtype=torch.int32, device="cuda")
+        slots = op.dealt_slots(dealt.to(dtype), table, num_pages=pages, entries=entries)
+        expected = reference.dealt_slots(dealt.to(dtype), table, num_pages=pages)
+        same(slots, expected[0], f"{dtype}: slots")
+        same(entries, expected[1], f"{dtype}: entries")
+    return f"{rows} rows of {ranks} ranks"
 
 
 # ---- calibrate: the shapes of a plan

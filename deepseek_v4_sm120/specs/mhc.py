@@ -18,11 +18,14 @@ import torch
 
 from deepseek_v4_sm120.commands.plan.models import FLASH
 from deepseek_v4_sm120.ops import mhc as op
+from deepseek_v4_sm120.ops.all_reduce import TRANSPORTS
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.reference.all_reduce import all_reduce as sum_of_ranks
 from deepseek_v4_sm120.reference.mhc import EPS, MIXES, POST_SCALE, SINKHORN_ITERS, STREAMS, sinkhorn
-from deepseek_v4_sm120.specs import bounds
-from deepseek_v4_sm120.specs.check import ON_GPU, Check, same, within
+from deepseek_v4_sm120.specs import all_reduce, bounds
+from deepseek_v4_sm120.specs.check import ON_GPU, Check, Failure, NotRun, same, within
 from deepseek_v4_sm120.specs.provider import (
     OURS,
     STOCK,
@@ -139,9 +142,13 @@ def make_terms(inputs: Inputs, ranks: int, seed: int = 0) -> list[torch.Tensor]:
 
 def checks(quick: bool) -> Iterator[Check]:
     yield Check("mhc", "two references", _check_references)
-    for rows in (1, 64) if quick else (1, 8, 64, 1000):
+    for rows in (1, 64, 200) if quick else (1, 8, 64, 200, 1000):
         yield Check("mhc", f"{rows} rows", functools.partial(_check_rows, rows), ON_GPU)
     yield Check("mhc", "a row alone and among others", _check_invariance, ON_GPU)
+    yield Check("mhc", "post, pre and head", _check_parts, ON_GPU)
+    for transport in TRANSPORTS:
+        run = functools.partial(_check_sum, transport)
+        yield Check("mhc", f"with a sum of two ranks on one card, {transport} memory", run, ON_GPU)
 
 
 def _check_references() -> str:
@@ -168,6 +175,55 @@ def _check_invariance() -> str:
         for one, all_rows in zip(op.mhc(**{**inputs, **alone}), together, strict=True):
             same(one[0], all_rows[row], f"row {row} alone and among {rows}")
     return f"equal, bit by bit, among {rows}"
+
+
+def _check_parts() -> str:
+    """Post and pre by themselves against a boundary, all bits; the head against float64."""
+    for rows in (8, 200):
+        inputs = make_inputs(Shape(rows))
+        streams, post, comb, y = op.mhc(**inputs.boundary())
+        same(op.mhc_post(**inputs.post_only()), streams, f"{rows} rows: streams of a post and of a boundary")
+        parts = op.mhc_pre(**{**inputs.pre(), "streams": streams})
+        for name, one, other in zip(("post", "comb", "y"), parts, (post, comb, y), strict=True):
+            same(one, other, f"{rows} rows: {name} of a pre and of a boundary")
+        head = {**inputs.head(), "norm_weight": inputs.norm_weight}
+        of_last = {name: getattr(inputs, name) for name in ("f", "post", "comb")}
+        found = op.mhc_head(**head, **of_last)
+        same(found[0], streams, f"{rows} rows: streams of a head and of a boundary")
+        head["streams"] = streams
+        same(op.mhc_head(**head), found[1], f"{rows} rows: a head alone and behind its post")
+        error = within(relative_error(found[1], reference.mhc_head(**head)), bounds.MHC.truth, "relative error of y")
+    return f"parts equal the whole, bit by bit; head: {error}"
+
+
+def _boundary(inputs: Inputs, f, sum_over, *, kernels: str):
+    return op.mhc(**{**inputs.boundary(), "f": f}, sum_over=sum_over, kernels=kernels)
+
+
+def _check_sum(transport: str) -> str:
+    """The kernel that sums on its way against a sum and a boundary, all bits."""
+    half = cuda_tensors.num_sms(torch.cuda.current_device()) // 2  # both ranks' blocks are resident together
+    all_rows = [rows for rows in (1, 8, 16) if extension.load().mhc_fits_summing(rows=rows, num_sms=half)]
+    if not all_rows:
+        raise NotRun("too few multiprocessors for two ranks' blocks at once")
+    group = all_reduce.in_threads(2, transport=transport)
+    streams = [torch.cuda.Stream() for _ in group]
+    for rows in all_rows:
+        inputs = make_inputs(Shape(rows))
+        terms = make_terms(inputs, 2)
+        expected = _boundary(inputs, sum_of_ranks(terms), None, kernels="split")
+        call = functools.partial(_boundary, inputs, kernels="fused")
+        for _ in range(3):
+            found = all_reduce.summed(group, terms, streams, call=call)
+            pairs = [pair for of_rank in found for pair in zip(of_rank, expected, strict=True)]
+            equal = all(torch.equal(*pair) for pair in pairs)  # waits
+            if fault := next(filter(None, (one.fault() for one in group)), None):
+                raise Failure(fault)
+            for pair in () if equal else pairs:
+                same(*pair, f"{rows} rows: a boundary with a sum, and one behind it,")
+    for one in group:
+        one.close()
+    return f"rows {all_rows}: equal, bit by bit"
 
 
 # ---- calibrate: the shapes of a plan

@@ -186,6 +186,7 @@ def checks(quick: bool) -> Iterator[Check]:
         run = functools.partial(_check_rows, 1000, "mxfp8", bounds.MXFP4_MOE_MXFP8_ROUNDED)
         yield Check("mxfp4_moe", "1000 rows, MXFP8", run, (*ON_GPU, "triton", "block-scaled FP8"))
     yield Check("mxfp4_moe", "a row alone and among others", _check_batch_invariance, ON_GPU)
+    yield Check("mxfp4_moe", "reproducible: many rows and few", _check_reproducible, ON_GPU)
 
 
 def _check_references() -> str:
@@ -209,6 +210,18 @@ def _check_batch_invariance() -> str:
         alone = {name: inputs[name][row : row + 1] for name in ("hidden", "topk_ids", "topk_weights")}
         same(op.mxfp4_moe(**{**inputs, **alone})[0], together[row], f"row {row} alone and among 64")
     return "equal, bit by bit"
+
+
+def _check_reproducible() -> str:
+    """The kernels for many rows that have the bits of few."""
+    inputs = make_inputs(Shape(300, inter=512, experts=32, masked=0.05))
+    given = inputs.arguments() | {"reproducible": True}
+    together = op.mxfp4_moe(**given)
+    error = within(relative_error(together, reference.mxfp4_moe(**inputs.arguments())), bounds.MXFP4_MOE.truth)
+    for rows in (slice(0, 1), slice(100, 300)):
+        few = {name: given[name][rows] for name in ("hidden", "topk_ids", "topk_weights")}
+        same(op.mxfp4_moe(**{**given, **few}), together[rows], f"rows {rows.start} to {rows.stop} alone and among 300")
+    return f"{error}; rows alone equal the rows among others"
 
 
 # ---- calibrate: the shapes of a plan
@@ -306,9 +319,8 @@ def providers() -> tuple[Provider, ...]:
 
 
 def _mxfp8_problem() -> str | None:
-
-    if torch.cuda.get_device_capability()[0] != op.BLOCK_SCALED_MAJOR:
-        return "this GPU has no block-scaled instructions"
+    if not op.multiplies_block_scaled():
+        return "this GPU has no block-scaled instructions, or Triton does not use them on it"
     return our_problem()
 
 

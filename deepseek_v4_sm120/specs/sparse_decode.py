@@ -245,6 +245,7 @@ def checks(quick: bool) -> Iterator[Check]:
     for name, extra in extras.items():
         if not (quick and name == "C128 at 512K"):
             yield Check("sparse_decode", name, functools.partial(_check_shapes, extra, quick), ON_GPU)
+    yield Check("sparse_decode", "kernels for prompts", _check_prompts, ON_GPU)
     yield Check("sparse_decode", "C128 by page table", _check_page_table, ON_GPU)
     yield Check("sparse_decode", "graph replay", _check_graph_replay, ON_GPU)
 
@@ -267,14 +268,29 @@ def _check_shapes(extra: CacheShape | None, quick: bool) -> str:
     all_heads, all_rows = ((16, 64), (1, 8)) if quick else ((8, 16, 32, 64), (1, 8, 64))
     worst = 0.0
     for heads, rows in itertools.product(all_heads, all_rows):
-        inputs = make_inputs(Shape(rows, heads, WINDOW, extra))
-        out, lse = op.sparse_decode(**inputs.arguments(), return_lse=True)
-        truth, true_lse = reference.sparse_decode(**inputs.arguments())
-        case, error = f"{rows} rows, {heads} heads: relative error", relative_error(out, truth)
-        within(error, bounds.SPARSE_DECODE.truth, case)
-        within(relative_error(lse, true_lse), bounds.SPARSE_DECODE_LSE, f"{case} of lse")
-        worst = max(worst, error)
+        worst = max(worst, _error_of(make_inputs(Shape(rows, heads, WINDOW, extra)), f"{rows} rows, {heads} heads"))
     return f"rows {all_rows} x heads {all_heads}: relative error at most {worst:.5f}"
+
+
+def _error_of(inputs: Inputs, case: str, **kernel) -> float:
+    """Of out, against float64; Failure where it or that of lse is more than is allowed."""
+    out, lse = op.sparse_decode(**inputs.arguments(), **kernel, return_lse=True)
+    truth, true_lse = reference.sparse_decode(**inputs.arguments())
+    error = relative_error(out, truth)
+    within(error, bounds.SPARSE_DECODE.truth, f"{case}: relative error")
+    within(relative_error(lse, true_lse), bounds.SPARSE_DECODE_LSE, f"{case}: relative error of lse")
+    return error
+
+
+def _check_prompts() -> str:
+    """The one for many rows against float64, with few heads stacked; the one in pairs to the bit as few rows."""
+    worst, c128 = 0.0, CacheShape(2, 1024, lengths=(1024, 64), ascending=True)
+    for heads, extra in itertools.product((8, 32, 64), (None, C4, c128)):
+        inputs = make_inputs(Shape(33, heads, WINDOW, extra))
+        worst = max(worst, _error_of(inputs, f"many rows, {heads} heads", prefill=True))
+        pairs, few = (op.sparse_decode(**inputs.arguments(), prefill=False, pairs=pairs) for pairs in (True, False))
+        same(pairs, few, f"{heads} heads in pairs and by the kernel for few rows")
+    return f"relative error at most {worst:.5f}; in pairs equal to few rows, bit by bit"
 
 
 def _check_page_table() -> str:
@@ -420,8 +436,9 @@ def error(provider: str, result, inputs) -> float:
 def providers() -> tuple[Provider, ...]:
     return (
         Provider(OURS, our_problem, _ours),
-        Provider(f"{OURS}, decode kernel", our_problem, functools.partial(_ours, prefill=False), _is_prefill),
-        Provider(f"{OURS}, prefill kernel", our_problem, functools.partial(_ours, prefill=True), _is_prefill),
+        Provider(f"{OURS}, decode kernel", our_problem, functools.partial(_ours, False, False), _is_prefill),
+        Provider(f"{OURS}, decode kernel in pairs", our_problem, functools.partial(_ours, False, True), _is_prefill),
+        Provider(f"{OURS}, prefill kernel", our_problem, functools.partial(_ours, True), _is_prefill),
         Provider(STOCK, _stock_problem, _stock, packages=("sglang",)),
         Provider("triton", triton_problem, triton, _is_small, ("sglang",)),
         Provider("flashmla", flashmla_problem, flashmla, lambda case: case.heads == 64),
@@ -429,9 +446,9 @@ def providers() -> tuple[Provider, ...]:
     )
 
 
-def _ours(prefill: bool | None = None):
-    """The operator as it is called, or with one of its two kernels."""
-    return lambda inputs: op.sparse_decode(**inputs.arguments(), prefill=prefill)
+def _ours(prefill: bool | None = None, pairs: bool | None = None):
+    """The operator as it is called, or with one of its kernels."""
+    return lambda inputs: op.sparse_decode(**inputs.arguments(), prefill=prefill, pairs=pairs)
 
 
 def _stock_problem() -> str | None:

@@ -415,7 +415,6 @@ def as_a_rank(rank, ranks, gather, python, library, case):
     capability = (9, 0) if rank in case.get("not_served", ()) else (12, 0)
     torch.cuda.get_device_capability = lambda device: capability
     adapter._most_rows = lambda: case.get("rows", 64)
-    op.EAGER_PATIENCE_S = 400.0
     state = sys.modules[adapter.PARALLEL_STATE] = ModuleType(adapter.PARALLEL_STATE)
     state._TP = None
     choices = {"all_reduce": case["chosen"]} if "chosen" in case else {}
@@ -483,6 +482,14 @@ def test_the_way_that_the_user_chose_is_the_only_one_tried(chosen, words, ranks_
         assert kind == "Communicator" and len(sums) == 5 and bool(disabled) == (chosen == "host")
         assert note.startswith(f"all_reduce: 2 cards sum by way of {words} (chosen by the user, the only one tried): ")
         assert "; " not in note
+
+
+def test_by_peers_that_fail_sglangs_own_object_sums_nothing_either(ranks_of):
+    """Its kernels write and read there, too: prompts of 513 to 1,024 rows on two cards."""
+    for kind, _, (note, disabled), sums in ranks_of(fault={"rank": 1, "way": "peer", "what": "wrong bits"}):
+        assert kind == "Communicator" and len(sums) == 5 and disabled == "theirs is disabled"
+        assert note.startswith("all_reduce: 2 cards sum by way of host memory: ")
+        assert "rank 1: 1 of 576 sums are wrong" in note and "SGLang's own kernel, which goes by peers too" in note
 
 
 def test_where_the_chosen_way_does_not_work_none_is_ours(ranks_of):

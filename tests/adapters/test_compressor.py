@@ -149,6 +149,18 @@ CHANGES = {
     "an argument nobody knows": {"surprise": lambda v: None},
     "another head": {"head_dim": lambda v: 256},
     "pages of three": {"page_size": lambda v: 3},
+    "pages of none": {"page_size": lambda v: 0},
+    "an FP4 cache that is no indexer's": {"use_fp4_indexer": lambda v: True},
+    "an indexer of 512": {"is_indexer": lambda v: True, "rotate": lambda v: True},
+    "rotations of another width": {"freqs_cis_cache": lambda v: v[:, :16].contiguous()},
+    "rotations apart": {"freqs_cis_cache": lambda v: v.T.contiguous().T},
+    "real rotations": {"freqs_cis_cache": lambda v: v.real.contiguous()},
+    "bf16 tokens": {"kv_score_input": lambda v: v.bfloat16()},
+    "tokens apart": {"kv_score_input": lambda v: v.T.contiguous().T},
+    "tokens of another width": {"kv_score_input": lambda v: v[:, :1024].contiguous()},
+    "a bf16 norm": {"norm": lambda v: SimpleNamespace(weight=v.weight.bfloat16(), variance_epsilon=1e-6)},
+    "a cache by entries": {"kv_cache": lambda v: v[:, None]},
+    "a cache apart": {"kv_cache": lambda v: v.T.contiguous().T},
 }
 
 
@@ -160,6 +172,37 @@ def test_what_the_operator_does_not_take_is_the_originals(calls, name):
         given[argument] = change(given.get(argument))
     replaced = adapter.replace_all_in_one(lambda self, **given: sorted(given))
     assert replaced(backend, **given) == sorted(given) and calls == []
+
+
+def test_both_plans_of_a_verification_are_looked_at(calls):
+    step, _ = step_of("c4")
+    given = given_of(step)
+    assert adapter.arguments(CompressorPrefillPlan(4, step.plan, step.writes), given) is not None
+    for plans in ((step.plan, step.writes.view(torch.int32)), (step.plan.view(torch.int32), step.writes)):
+        assert adapter.arguments(CompressorPrefillPlan(4, *plans), given) is None
+
+
+def test_groups_that_no_checkpoint_has_are_the_originals(calls):
+    inputs, backend = made_for("index")
+    given = given_of(inputs)
+    assert adapter.arguments(backend.plan, given) is not None
+    cut = {name: given[name][..., :256].contiguous() for name in ("kv_score_buffer", "kv_score_input")}
+    assert adapter.arguments(backend.plan, given | cut | {"compress_ratio": 128}) is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_one"),
+    [
+        (torch.zeros(4, 16, dtype=torch.uint8), True),
+        (torch.zeros(5, 16, dtype=torch.uint8), False),
+        (torch.zeros(4, 32, dtype=torch.uint8), False),
+        (torch.zeros(4, 16, dtype=torch.int8), False),
+        (torch.zeros(4, 32, dtype=torch.uint8)[:, ::2], False),
+        (torch.zeros(4, 16, 1, dtype=torch.uint8), False),
+    ],
+)
+def test_a_plan_has_a_line_of_bytes_for_every_row(plan, is_one):
+    assert adapter._has_plan(plan, 16, 4) is is_one
 
 
 def test_other_plans_other_rows_and_a_closed_gate_are_the_originals(calls, monkeypatch):
@@ -380,6 +423,25 @@ def test_shadow_mode_finds_a_wrong_entry_and_leaves_out_rows_that_end_no_group(s
     )
     (record,) = shadow.report()
     assert (record["bad_calls"], record["nonfinite_original"]) == (0, 0)
+
+
+@pytest.mark.parametrize("make", [made_for, step_of])
+def test_shadow_mode_leaves_out_entries_that_several_rows_write(shadowed, calls, make):
+    """A capture's warm-up has all requests in one slot, and which of them writes last is chance."""
+    shadowed("1")
+    for are_one in (False, True):
+        inputs, backend = make("c4")
+        if are_one:
+            inputs.out_loc[:] = inputs.out_loc[0]
+
+        def original(self, inputs=inputs, **given):
+            reference.compressor(**inputs.arguments())
+            for slot in set(inputs.out_loc.tolist()):
+                page, entry = divmod(slot, inputs.page_size)
+                inputs.cache[page, entry * 576 : entry * 576 + 64] ^= 0x80
+
+        adapter.replace_all_in_one(original)(backend, **given_of(inputs))
+        assert sum(record["bad_calls"] for record in shadow.report()) == 1  # of the first call alone
 
 
 @pytest.mark.parametrize("kind", KINDS)

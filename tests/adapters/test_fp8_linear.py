@@ -72,6 +72,28 @@ def test_other_shapes_and_strides_of_x(served):
     assert layer.log == []
 
 
+def test_x_is_copied_only_where_the_operator_cannot_read_it():
+    x = torch.zeros(4, 768, dtype=torch.bfloat16)
+    for mine, is_read in ((x, True), (x[:, 8:], True), (x[:, 1:385], False), (x[:, ::2], False), (x[1:], True)):
+        rows = adapter.as_rows(mine)
+        assert (rows.data_ptr() == mine.data_ptr()) == is_read and rows.data_ptr() % 16 == 0
+        assert rows.stride(1) == 1 and rows.stride(0) % 8 == 0 and torch.equal(rows, mine)
+    narrow = torch.zeros(4, 401, dtype=torch.bfloat16)[:, :384]
+    assert adapter.as_rows(narrow).data_ptr() != narrow.data_ptr()
+
+
+@pytest.mark.parametrize("is_dsv41", [False, True])
+def test_an_attention_is_made_as_ever_and_only_ours_says_whose_the_process_is(is_dsv41, monkeypatch):
+    monkeypatch.setattr(adapter, "process", adapter.Process())
+
+    def made(self, *args, **kwargs):
+        self.args, self.kwargs, self.is_dsv41 = args, kwargs, is_dsv41
+
+    layer = SimpleNamespace()
+    adapter.replace_attention_init(made)(layer, 1, name="a")
+    assert (layer.args, layer.kwargs) == ((1,), {"name": "a"}) and adapter.process.has_our_model is not is_dsv41
+
+
 def change(**changes):
     return lambda method, layer: [setattr(method if hasattr(method, n) else layer, n, v) for n, v in changes.items()]
 

@@ -150,6 +150,11 @@ def test_calls_that_we_do_not_know_are_the_originals(monkeypatch):
         (2, inputs.weights.double()),
         (3, inputs.lengths.long()),
         (4, inputs.page_table.long()),
+        (0, inputs.q[:, 0]),
+        (0, inputs.q.expand(-1, 2, -1, -1)),
+        (0, (inputs.q, inputs.weights)),
+        (1, inputs.k_pages.view(torch.int8).to(torch.int16)),
+        (1, inputs.k_pages[:, :, 0]),
     ):
         assert not adapter.takes((*good[:position], other, *good[position + 1 :])), position
     assert not adapter.takes(good[:7])
@@ -159,6 +164,31 @@ def test_calls_that_we_do_not_know_are_the_originals(monkeypatch):
     forward = adapter.replace_forward(lambda *args, **kwargs: seen.append((adapter._forward.layer, kwargs)))
     forward(None, torch.zeros(1), None, None, None, skip_compressor=True)
     assert seen == [(None, {"skip_compressor": True})]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_ours"),
+    [
+        ({}, True),
+        ({"page_size": 32}, False),
+        ({"out": torch.zeros(1, 1025, dtype=torch.int32)}, False),
+        ({"out": torch.zeros(1, K, dtype=torch.int64)}, False),
+        ({"seq_lens": torch.zeros(1, dtype=torch.int64)}, False),
+        ({"page_tables": None}, False),
+        ({"page_tables": torch.zeros(1, 4, dtype=torch.int64)}, False),
+    ],
+)
+def test_which_selections_are_ours(changes, is_ours):
+    given = {"seq_lens": torch.zeros(1, dtype=torch.int32), "page_tables": torch.zeros(1, 4, dtype=torch.int32)}
+    given |= {"out": torch.zeros(1, K, dtype=torch.int32), "page_size": 64}
+    assert adapter.takes_selection(**(given | changes)) is is_ours
+
+
+def test_raw_indices_are_those_of_the_slots_shape():
+    out, raw, plan = torch.zeros(5, K), torch.zeros(5, K), torch.zeros(5, 4)
+    for rest, kwargs, found in (((), {}, None), ((raw,), {}, raw), ((plan, raw), {}, raw), ((plan, None), {}, None),
+                                ((plan,), {}, None), ((plan,), {"out_raw_indices": raw}, raw)):  # fmt: skip
+        assert adapter._raw_indices(rest, kwargs, out) is found
 
 
 @pytest.mark.parametrize(("page_size", "k"), [(32, K), (64, 1025)])

@@ -152,7 +152,8 @@ def test_dsparks_head(served, inputs):
     assert relative_error(found, reference.mhc_head(**inputs.head())) < 1e-4 and served == ["mhc_head"]
     collapse = adapter.replace_dspark_head(lambda model, x: ("original", x))
     y = inputs.streams[:, 0]
-    assert collapse(model, y) == ("original", y), "DeepSeek-V4.1's has no streams left"
+    without = SimpleNamespace(stages=[SimpleNamespace(hc_head_fn=None, hc_head_scale=None, hc_head_base=None)])
+    assert collapse(without, y) == ("original", y), "DeepSeek-V4.1's has no streams left"
     for other in (inputs.streams.float(), inputs.streams[..., :2048].contiguous()):
         assert collapse(model, other)[0] == "original" and served == ["mhc_head"]
 
@@ -164,7 +165,34 @@ REFUSED = {
     "half": lambda i: {"streams": i.streams.half(), "f": i.f.half()},
     "transposed": lambda i: {"streams": i.streams.transpose(1, 2).contiguous().transpose(1, 2)},
     "bf16 weights": lambda i: {"fn": i.fn.to(torch.bfloat16)},
+    "bf16 scales": lambda i: {"scale": i.scale.to(torch.bfloat16)},
+    "a bf16 base": lambda i: {"base": i.base.to(torch.bfloat16)},
+    "weights of fewer mixes": lambda i: {"fn": i.fn[:8].contiguous()},
+    "transposed weights": lambda i: {"fn": i.fn.T.contiguous().T},
 }
+OTHER_OUTPUTS = {
+    "float32": lambda i: {"f": i.f.float()},
+    "of another width": lambda i: {"f": i.f[:, :2048].contiguous()},
+    "of fewer rows": lambda i: {"f": i.f[:1]},
+    "by streams": lambda i: {"f": i.f[:, None]},
+    "transposed": lambda i: {"f": i.f.T.contiguous().T},
+    "quantised": lambda i: {"f": (i.f, None)},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_OUTPUTS)
+def test_another_output_of_the_sublayer_is_left_to_the_original(served, inputs, name):
+    vars(inputs).update(OTHER_OUTPUTS[name](inputs))
+    fused = adapter.replace_fused_post_pre(lambda *args, **kwargs: "original")
+    assert fused(*fused_arguments(inputs), norm_weight=inputs.norm_weight, norm_eps=EPS) == "original"
+    post = adapter.replace_hc_post(lambda *args: "original")
+    assert post(LAYER, inputs.f, inputs.streams, inputs.post, inputs.comb) == "original" and served == []
+
+
+def test_mixes_of_another_type_are_left_to_the_original(served, inputs):
+    post = adapter.replace_hc_post(lambda *args: "original")
+    for mixes in ((inputs.post.half(), inputs.comb), (inputs.post, inputs.comb.half())):
+        assert post(LAYER, inputs.f, inputs.streams, *mixes) == "original" and served == []
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -181,7 +209,8 @@ def test_other_calls_are_left_to_the_original(served, inputs, name):
 def test_two_epsilons_and_other_norm_weights_are_left_to_the_original(served, inputs):
     fused = adapter.replace_fused_post_pre(lambda *args, **kwargs: "original")
     arguments = list(fused_arguments(inputs))
-    assert fused(*arguments, norm_weight=inputs.norm_weight.float(), norm_eps=EPS) == "original"
+    for weight in (inputs.norm_weight.float(), inputs.norm_weight.repeat(2)[::2]):
+        assert fused(*arguments, norm_weight=weight, norm_eps=EPS) == "original"
     arguments[9] = 1e-3
     assert fused(*arguments, norm_weight=inputs.norm_weight, norm_eps=EPS) == "original" and served == []
 

@@ -17,7 +17,7 @@ from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum as adapter
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import Communicator
-from deepseek_v4_sm120.sglang_patches.adapters.mhc_sum import OwedSum, finished
+from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import OwedSum, finished
 
 HIDDEN, RANKS = 4096, 2
 

@@ -159,6 +159,42 @@ def test_prefill_is_compiled_once_for_all_layers_while_they_are_loaded(served, m
     assert rows == [adapter.op.DECODE_ROWS + 1]
 
 
+def test_a_kernel_that_is_compiled_while_requests_wait_is_named(monkeypatch):
+    """Those of the start are counted; SGLang's own, and kernels from Triton's folder, are nobody's pause of ours."""
+    from triton import knobs
+
+    from deepseek_v4_sm120.ops.triton import compiles
+    from deepseek_v4_sm120.ops.triton import mxfp4_moe as kernels
+
+    others, said, written = [], [], []
+    counted = compiles.Compiles(adapter._heard)
+    monkeypatch.setattr(adapter, "compiles", counted)
+    monkeypatch.setattr(report, "_notes", {})
+    monkeypatch.setattr(report, "warn_once", said.append)
+    monkeypatch.setattr(report, "write", lambda: written.append(1))
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **told: others.append(told["metadata"]["name"]))
+
+    def compiled(kernel, from_folder=False):
+        times, metadata = SimpleNamespace(total=1_200_000), {"name": kernel.__name__}
+        source = SimpleNamespace(fn=kernel)
+        knobs.compilation.listener(src=source, metadata=metadata, metadata_group={}, times=times, cache_hit=from_folder)
+
+    for _ in range(2):  # two forms of layers, one listener
+        with counted.start():
+            compiled(kernels._gate_up_kernel)
+    compiled(kernels._down_kernel, from_folder=True)
+    compiled(test_a_kernel_that_is_compiled_while_requests_wait_is_named)
+    describe, found = report._notes["mxfp4_moe_compiles"]
+    assert (
+        describe() == ("mxfp4_moe: 2 kernels compiled by Triton, 1 from its folder, 3.6 s; none while serving")
+        and not said
+    )
+    compiled(kernels._combine_kernel)
+    assert len(others) == 5 and written == [1]
+    assert describe().endswith("4.8 s; 1 WHILE SERVING: _combine_kernel")
+    assert found()["late"] == [("_combine_kernel", 1.2)] and "_combine_kernel while requests waited: 1.2 s" in said[0]
+
+
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: r.name)
 def test_a_layer_is_loaded_without_a_repack_and_computed(served, recorded):
     inputs = engine_inputs(recorded)
@@ -226,6 +262,16 @@ def change(**changes):
     return apply
 
 
+def configured(**changes):
+    return lambda layer: vars(layer.moe_runner_config).update(changes)
+
+
+def weights(w13=(8, 256, 128), w2=(8, 256, 64), dtype=torch.int8):
+    return change(
+        w13_weight=parameter(torch.zeros(w13, dtype=dtype)), w2_weight=parameter(torch.zeros(w2, dtype=dtype))
+    )
+
+
 REFUSED = {
     "another activation": change(activation="gelu"),
     "not gated": change(is_gated=False),
@@ -234,6 +280,16 @@ REFUSED = {
     "FP8 experts": change(w13_weight=parameter(torch.zeros(8, 256, 256).to(torch.float8_e4m3fn))),
     "odd sizes": change(w13_weight=parameter(torch.zeros(8, 192, 128, dtype=torch.int8))),
     "another dispatcher": change(dispatcher=SimpleNamespace()),
+    "a bias of the second product": change(w2_weight_bias=torch.zeros(1)),
+    "no combination": configured(no_combine=True),
+    "weighted on the way in": configured(apply_router_weight_on_input=True),
+    "scales of another type": change(w2_weight_scale_inv=parameter(torch.ones(8, 128, 4, dtype=torch.bfloat16))),
+    "flat weights": weights((8, 256), (8, 256)),
+    "wide weights": weights(dtype=torch.int16),
+    "a hidden size of its own": weights(w13=(8, 256, 64)),
+    "a width of its own": weights(w2=(8, 256, 32)),
+    "a size that nobody built": weights(w13=(8, 256, 64), w2=(8, 128, 64)),
+    "too many experts of a token": change(top_k=13),
 }
 
 
@@ -247,6 +303,14 @@ def test_other_layers_are_left_to_the_original(served, name):
     assert layer.log == ["repacked", "applied"] and served == []
 
 
+def test_a_method_with_another_activation_is_left_to_the_original(served):
+    layer, method = engine_layer(RECORDED[1], engine_inputs(RECORDED[1])), Method(False)
+    weights()(layer)  # the sizes that the others depart from
+    assert adapter.keeps(method, layer)
+    method._use_swiglu_step = True
+    assert not adapter.keeps(method, layer)
+
+
 def test_another_gpu_is_left_to_the_original(served, monkeypatch):
     monkeypatch.setattr(device_gate, "serves", lambda device: False)
     layer = engine_layer(RECORDED[1], engine_inputs(RECORDED[1]))
@@ -256,15 +320,20 @@ def test_another_gpu_is_left_to_the_original(served, monkeypatch):
     assert layer.log == ["repacked", "applied"]
 
 
-def test_without_block_scaled_instructions_activations_stay_bf16(served, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+@pytest.mark.parametrize(
+    ("capability", "version", "activations"),
+    [((9, 0), "3.8.0", "bf16"), ((12, 1), "3.7.1", "bf16"), ((12, 1), "3.8.0", "mxfp8"), ((12, 0), "3.6.0", "mxfp8")],
+)
+def test_without_block_scaled_instructions_activations_stay_bf16(capability, version, activations, served, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr("triton.__version__", version)
     recorded = RECORDED[3]
     inputs = engine_inputs(recorded)
     layer = engine_layer(recorded, inputs)
     process, apply = replaced(True)
     process(Method(True), layer)
     apply(Method(True), layer, dispatched(inputs))
-    assert set(served) == {"bf16"}
+    assert set(served) == {activations}
 
 
 def test_a_profile_that_leaves_mxfp8_out_leaves_bf16(served, monkeypatch):

@@ -228,6 +228,12 @@ def other_calls():
         "more heads than the kernel takes": v4 | {"q": torch.zeros(3, 1, 192, 512, dtype=torch.bfloat16)},
         "extra cache of another layout": v4 | {"extra_k_cache": torch.zeros(3, 64, 1, 528, dtype=torch.uint8)},
         "extra indices without a cache": v4 | {"extra_k_cache": None},
+        "an extra cache without indices": v4 | {"extra_indices_in_kvcache": None},
+        "a cache of heads": v4 | {"k_cache": torch.zeros(3, 64, 2, 584, dtype=torch.uint8)},
+        "a flat cache": v4 | {"k_cache": torch.zeros(3, 64, 584, dtype=torch.uint8)},
+        "a wide cache": v4 | {"k_cache": torch.zeros(3, 64, 1, 584, dtype=torch.int16)},
+        "indices of all tokens": v4 | {"indices": v4["indices"][:, 0]},
+        "a flat query": v4 | {"q": q[:, 0]},
     }
 
 
@@ -243,6 +249,16 @@ def test_descaled_values_go_to_the_original(name, served, original):
     call = flash_mla_call(engine_call(RECORDED[1])) | {name: torch.ones(3)}
     assert adapter.replace_sgl_kernel(original)(**call) is original.result
     assert not served
+
+
+@pytest.mark.parametrize(
+    ("said", "is_ours"),
+    [({}, True), ({"use_legacy": True}, True), ({"use_legacy": False}, False), ({"kv_format": "V41"}, False)],
+)
+def test_other_formats_of_the_interface_go_to_the_original(said, is_ours, served, original):
+    call = flash_mla_call(engine_call(RECORDED[1])) | said
+    adapter.replace_flash_mla_interface(original)(**call)
+    assert (len(served), len(original.calls)) == (is_ours, not is_ours)
 
 
 def test_unknown_keyword_raises_with_both_lists(served, original):
@@ -299,6 +315,8 @@ def test_kernel_num_heads(served, monkeypatch):
         return 64
 
     assert adapter.replace_kernel_num_heads(stock)(attention, 4) == 16
+    for other in ({"is_dsv41": True}, {"head_dim": 576}, {"n_local_heads": 192}):
+        assert adapter.replace_kernel_num_heads(stock)(SimpleNamespace(**(vars(attention) | other)), 4) == 64
     mode(monkeypatch, force="ops")  # another chip's kernels run there and need the padding
     assert adapter.replace_kernel_num_heads(stock)(attention, 4) == 64
 

@@ -123,6 +123,34 @@ def test_the_layer_is_fp8_from_the_start(model):
     assert "1 layers" in text and "shadow" not in text and report._notes["wo_a"][0]() == text
 
 
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({}, True),
+        ({"q": torch.zeros(3, 64)}, False),
+        ({"q": torch.zeros(0, 64, dtype=torch.bfloat16)}, False),
+        ({"freqs_cis": torch.zeros(9, 32)}, False),
+        ({"freqs_cis": torch.zeros(9, 64, dtype=torch.complex64)[:, ::2]}, False),
+        ({"positions": torch.zeros(6, dtype=torch.int64)[::2]}, False),
+        ({"positions": torch.zeros(3, 1, dtype=torch.int64)}, False),
+    ],
+)
+def test_a_rotation_waits_where_the_operator_reads_its_arguments(changes, waits):
+    given = {"q": torch.zeros(3, 64, dtype=torch.bfloat16), "freqs_cis": torch.zeros(9, 32, dtype=torch.complex64)}
+    assert adapter._may_wait(**(given | {"positions": torch.zeros(3, dtype=torch.int64)} | changes)) is waits
+
+
+@pytest.mark.parametrize(("inverse", "has_k"), [(False, False), (True, True)])
+def test_within_the_forward_other_rotations_are_done_at_once(model, inverse, has_k):
+    made, (o, positions) = loaded(model), inputs(3)
+    calls = []
+    rotate = adapter.replace_rope(lambda *call: calls.append(call))
+    given = (o[..., -64:], o if has_k else None, made.freqs_cis, positions, inverse)
+    with adapter.FORWARD.enter(made):
+        rotate(*given)
+        assert len(calls) == 1 and all(one is other for one, other in zip(calls[0], given, strict=True))
+
+
 @pytest.mark.parametrize("rows", [1, 64, 256, 257])
 def test_product_and_rotation(model, rows):
     made, (o, positions) = loaded(model), inputs(rows)

@@ -170,6 +170,21 @@ def test_metrics_that_are_no_numbers():
     assert server.read_metrics(text) == {"x": 3.0, "y": 2.0}
 
 
+def test_counters_are_summed_over_what_they_are_split_by():
+    """Requests by whether they are streamed, cached tokens by where they lay; of others the greatest."""
+    text = """sglang:num_requests_total{is_streaming="false"} 50
+sglang:num_requests_total{is_streaming="true"} 1000
+sglang:prompt_tokens_total{is_streaming="false"} 900000
+sglang:prompt_tokens_total{is_streaming="true"} 800000
+sglang:cached_tokens_total{cache_source="device"} 100
+sglang:cached_tokens_total{cache_source="host"} 20
+sglang:token_usage{tp_rank="0"} 0.5
+sglang:token_usage{tp_rank="1"} 0.25
+"""
+    totals = {"num_requests_total": 1050.0, "prompt_tokens_total": 1.7e6, "cached_tokens_total": 120.0}
+    assert server.read_metrics(text) == totals | {"token_usage": 0.5}
+
+
 @pytest.mark.parametrize(
     "url",
     [

@@ -1,17 +1,23 @@
 """doctor's machine checks over faked nvidia-smi answers, /sys, /proc and environments."""
 
+import argparse
 import json
+import os
 import struct
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120.commands.doctor import facts, gpu_checks, host_checks, nvidia_smi, pci, probe, software_checks
-from deepseek_v4_sm120.commands.doctor.command import examine, show
+from deepseek_v4_sm120.commands.doctor.command import examine, run, show
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
 from deepseek_v4_sm120.patching import profile
+from deepseek_v4_sm120.patching.steering import NOT_BY_DEFAULT, Steering
+from deepseek_v4_sm120.settings import Settings
+from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
 
 H200 = (Path(__file__).resolve().parents[1] / "data/nvidia_smi_h200.xml").read_text()  # a driver's true answer
 ADAPTER = "sglang_patches/adapters/all_reduce.py"
@@ -116,6 +122,39 @@ def test_what_is_wrong_with_a_card(tmp_path, change, check, state, words):
     assert found.state == state and words in found.found and found.cost and found.fix
 
 
+@pytest.mark.parametrize(
+    ("used", "is_serving", "state", "words"),
+    [
+        (1024, False, OK, "1024 of"),
+        (1025, False, WARN, "1025 of"),
+        (97887 - 1024, True, OK, "96863 of"),
+        (97887 - 1023, True, WARN, "1023 MiB free beside a running server"),
+        (97887 - 10, False, WARN, "97877 of"),
+    ],
+)
+def test_memory_at_rest_and_beside_a_server(tmp_path, used, is_serving, state, words):
+    found = gathered(tmp_path, rtx(**{"<used>0 MiB": f"{used} MiB"}))
+    found.status["processes"] = [{}] * is_serving
+    memory = finding(gpu_checks.checks(found), "memory of GPU 1")
+    assert memory.state == state and words in memory.found and ("beside" in memory.found) <= is_serving
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "state"),
+    [
+        ("579.99", "13.0", FAIL),
+        ("580.0", "13.2", OK),
+        ("575.50", "12.9", FAIL),
+        ("575.51.03", "12.9", OK),
+        ("580.0", None, NOT_RUN),
+    ],
+)
+def test_the_oldest_driver_that_loads_a_build(tmp_path, driver, cuda, state):
+    found = gathered(tmp_path, rtx().replace("580.159.04", driver))
+    found.status["build"] = BUILD | {"cuda_version": cuda}
+    assert finding(gpu_checks.checks(found), "driver").state == state
+
+
 def test_a_link_that_does_not_wake_up(tmp_path):
     found = gathered(tmp_path, rtx())
     found.probe = {"links": {"0": [3, 16], "1": [5, 16]}, "peers": []}
@@ -130,6 +169,7 @@ def test_a_link_that_does_not_wake_up(tmp_path):
         ({"reported": True, "moved": False, "gbs": 0.1}, FAIL, "data does not arrive"),
         ({"reported": False, "moved": True, "gbs": 9.0}, WARN, "not possible"),
         ({"reported": True, "moved": True, "gbs": 9.0}, WARN, "9.0 GB/s"),
+        ({"reported": True, "moved": True, "gbs": 20.0}, OK, "20.0 GB/s"),
         ({"reported": True, "moved": True, "gbs": 45.0}, OK, "45.0 GB/s"),
     ],
 )
@@ -271,6 +311,19 @@ def test_variables_of_a_running_server_are_read_where_one_may(tmp_path):
     assert facts._environ_of(tmp_path, 78) is None
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_what_takes_long_is_announced(tmp_path, monkeypatch, capsys, quick):
+    def told_before(python, seconds):
+        assert "copies between cards and host, 150 s at most" in capsys.readouterr().err and not quick
+        return None, "not here"
+
+    monkeypatch.setattr(probe, "run", told_before)
+    found = gathered(tmp_path, rtx())
+    monkeypatch.setattr(facts, "gather", lambda root, environ: found)
+    run(argparse.Namespace(url=None, quick=quick, json=True))
+    assert capsys.readouterr().err == ""
+
+
 def test_small_shared_memory_and_limits(tmp_path):
     found = gathered(tmp_path, rtx())
     found.shm_bytes, found.limits = 64 << 20, {"RLIMIT_MEMLOCK": 8 << 20, "RLIMIT_NOFILE": 1024}
@@ -297,7 +350,9 @@ def test_versions_against_sglangs_own_pins(tmp_path):
     assert versions.state == WARN and versions.found == "flashinfer-python 0.6.18 (SGLang 0.5.23 pins 0.7.2)"
     found.versions["flashinfer-python"] = "0.7.2"
     assert finding(software_checks.checks(found), "versions").state == OK
-    found.versions["sglang"] = "0.5.15"
+    found.versions["torch"] = None
+    assert "torch is missing" in finding(software_checks.checks(found), "versions").found
+    found.versions |= {"torch": "2.14.1", "sglang": "0.5.15"}
     assert finding(software_checks.checks(found), "versions").state == FAIL
 
 
@@ -305,11 +360,12 @@ def test_patches_settings_processes_and_the_build(tmp_path):
     found = gathered(tmp_path)
     found.versions = {"sglang": "0.5.23"}
     row = {"patch": "sparse_decode", "state": "BROKEN", "reason": "no such key", "review": ""}
-    default = {"default": "topk_v2", "state": "OFF", "reason": "never run on SM120", "would_set": "X=1", "why": "slow"}
+    default = {"default": "topk_v2", "state": "OFF", "reason": NOT_BY_DEFAULT, "would_set": "X=1", "why": "slow"}
     default |= {"moot": None}
+    ours = default | {"default": "draft_head", "would_set": ""}  # sets nothing of SGLang's
     superfluous = default | {"default": "old", "moot": "index_select"}
     process = {"pid": 5, "patches": [row | {"state": "APPLIED"}], "devices_served": {"0": False}}
-    found.status |= {"patches": [row], "defaults": [default, superfluous], "processes": [process]}
+    found.status |= {"patches": [row], "defaults": [default, ours, superfluous], "processes": [process]}
     found.status["build"] = BUILD | {"problem": "no compiled module"}
     found.status["unknown_choices"] = "DSV4_SM120_SET names x"
     checks = list(software_checks.checks(found))
@@ -319,7 +375,48 @@ def test_patches_settings_processes_and_the_build(tmp_path):
     assert "default old" not in states(checks) and "switched off" not in states(checks)
     found.status["patches"] = [row | {"state": "OFF", "patch": "mhc", "reason": "DSV4_SM120_SET=mhc=off"}]
     assert finding(software_checks.checks(found), "switched off").found == "mhc by DSV4_SM120_SET=mhc=off"
-    assert finding(checks, "default topk_v2").fix == "to try it: DSV4_SM120_SET=topk_v2=on"
+    for name in ("topk_v2", "draft_head"):
+        told = finding(checks, f"default {name}")
+        assert (told.state, told.fix) == (NOT_RUN, f"to try it: DSV4_SM120_SET={name}=on")
+
+
+def test_nothing_of_an_untouched_machine_is_to_be_removed_from_variables(tmp_path):
+    """Every default that is off of itself, in each release: to try, not to undo."""
+    for release in ("0.5.14", "0.5.17", "0.5.23"):
+        rows = Steering(DEFAULTS, Settings(), lambda versions, r=release: SpecifierSet(versions).contains(r)).as_rows()
+        found = gathered(tmp_path)
+        found.status["defaults"] = [row | {"moot": None} for row in rows]
+        told = [f for f in software_checks.checks(found) if f.check.startswith("default ")]
+        assert len(told) >= 3 and {f.state for f in told} == {NOT_RUN}
+
+
+def test_what_is_wrong_around_us_is_told(tmp_path):
+    found = gathered(tmp_path)
+    found.status |= {"surroundings": ["the variable DSV4_SM120_PROFIL is none of ours"], "report_problem": "/x: full"}
+    found.status["strange_reports"] = ["/x/1.json: is not JSON"]
+    told = [
+        (f.check, f.state, f.found) for f in software_checks.checks(found) if f.check in ("our variables", "reports")
+    ]
+    assert told == [
+        ("our variables", WARN, "the variable DSV4_SM120_PROFIL is none of ours"),
+        ("reports", WARN, "DSV4_SM120_REPORT: /x: full"),
+        ("reports", WARN, "DSV4_SM120_REPORT: /x/1.json: is not JSON"),
+    ]
+
+
+def test_caches_of_another_user_are_told(tmp_path, monkeypatch):
+    """As with docker run --user, where HOME is root's."""
+    closed = "/root/.triton/cache"
+
+    def listdir(path):
+        if str(path).endswith(closed):
+            raise PermissionError(13, "Permission denied")
+        return os_listdir(path)
+
+    os_listdir = os.listdir
+    monkeypatch.setattr(facts.os, "listdir", listdir)
+    told = finding(software_checks.checks(gathered(tmp_path)), "kernel caches")
+    assert told.state == FAIL and told.found == f"not this user's: {closed}"
 
 
 @pytest.mark.parametrize(

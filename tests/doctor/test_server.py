@@ -100,6 +100,25 @@ def test_a_planned_server_is_fine(serve):
     assert {f.state for f in checks.values()} == {OK}
 
 
+def test_nobody_is_sent_to_another_all_reduce_while_ours_may_be_in_place():
+    def told(*applied, version="0.5.23"):
+        answers = server.Answers(PLANNED | {"tp_size": 4, "version": version}, None, applied[0] if applied else None)
+        return {f.check: f for f in server.checks(answers)}.get("all-reduce")
+
+    for version in ("0.5.17", "0.5.23"):
+        unknown = told(version=version)
+        assert unknown.state == NOT_RUN and "DSV4_SM120_REPORT" in unknown.fix and "PCIE_IPC" not in unknown.fix
+    assert told(frozenset({"all_reduce"})) is None
+    assert told(frozenset({"mhc"})).state == NOT_RUN and "PCIE_IPC" in told(frozenset({"mhc"})).fix
+    assert told(frozenset({"mhc"}), version="0.5.17").state == WARN
+
+
+def test_fewer_drafts_are_asked_for_where_sglang_listens():
+    """With topk 1, the only one for this model, SGLang makes EAGLE's draft tokens of its steps."""
+    told = found(PLANNED | {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 8})["speculation"]
+    assert "--speculative-num-steps 3" in told.fix and "--speculative-num-draft-tokens" not in told.fix
+
+
 def test_the_logits_tensor_is_nobodys_where_index_select_is_applied():
     def scratch(*applied):
         return {f.check: f for f in server.checks(server.Answers(STOCK, None, frozenset(applied)))}.get(
@@ -125,7 +144,6 @@ def test_the_older_address_and_no_metrics(serve):
         ({"disable_custom_all_reduce": True}, "all-reduce", WARN),
         ({"tp_size": 4}, "all-reduce", NOT_RUN),
         ({"tp_size": 4, "disable_custom_all_reduce": True}, "all-reduce", WARN),
-        ({"tp_size": 4, "version": "0.5.17"}, "all-reduce", WARN),
         ({"chunked_prefill_size": -1}, "prefill chunk", FAIL),
         ({"version": "0.5.14", "chunked_prefill_size": 16384}, "prefill chunk", FAIL),
         ({"mem_fraction_static": 0.97}, "memory fraction", WARN),
@@ -135,6 +153,37 @@ def test_the_older_address_and_no_metrics(serve):
 )
 def test_each_rule(change, check, state):
     assert found(PLANNED | change)[check].state == state
+
+
+SHORT = {
+    "token_usage": 0.3,
+    "num_requests_total": 10.0,
+    "prompt_tokens_total": 30_000.0,
+    "cached_tokens_total": 24_000.0,
+}
+NO_PREFILL_GRAPHS = PLANNED | {"cuda_graph_config": {"decode": {"backend": "full"}, "prefill": {"backend": "disabled"}}}
+
+
+@pytest.mark.parametrize(
+    ("info", "metrics", "applied", "is_told"),
+    [
+        ({}, {}, "index_select", True),
+        ({}, {"cached_tokens_total": 0.0}, "index_select", False),  # 3,000 new tokens a prompt
+        ({}, {"num_requests_total": 0.0}, "index_select", False),
+        ({}, {}, "mhc", False),
+        ({"speculative_algorithm": "EAGLE"}, {}, "index_select", False),
+        ({"version": "0.5.16"}, {}, "index_select", False),
+        ({"cuda_graph_config": {"prefill": {"backend": "breakable"}}}, {}, "index_select", False),
+        ({"cuda_graph_config": "?"}, {}, "index_select", False),
+    ],
+)
+def test_short_prompts_that_wait_for_the_host_are_told(info, metrics, applied, is_told):
+    answers = server.Answers(NO_PREFILL_GRAPHS | info, SHORT | metrics, frozenset([applied]), model_type="deepseek_v4")
+    told = {f.check: f for f in server.checks(answers)}.get("short prompts")
+    assert (told is not None) is is_told
+    if told:
+        assert told.state == WARN and told.found.startswith("600 new tokens a prompt")
+        assert "prefill_graphs=on" in told.fix and told.cost
 
 
 def test_where_our_sums_are_in_place_the_probe_tells_and_not_the_flags():

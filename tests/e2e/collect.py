@@ -20,7 +20,12 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import features_stage  # noqa: E402
+import pieces_stage  # noqa: E402
 import prompts_stage  # noqa: E402
+import shadow_rows  # noqa: E402
+import shortage_rows  # noqa: E402
+import soak_rows  # noqa: E402
+import start_rows  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
@@ -37,24 +42,19 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_sums_step": ("sums2_43", "sums4_43"),
     "e2e_speculation": ("speculation", "speculation43"),
     "e2e_faults": ("faults2",),  # of faults_stage.py
+    "e2e_soak": ("soak",),  # of soak_stage.py
+    "e2e_start": ("start",),  # of start_stage.py
+    "e2e_shortage": ("shortage",),  # of shortage_stage.py
     "e2e_accepted": ("accepted",),
     "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
-    "e2e_reproducible43": ("reproducible43",),
+    "e2e_reproducible43": ("reproducible43", "reproducible43_cost"),
     "e2e_features": ("features",),
-    "e2e_prompts": ("prompts", "prompts2", "prompts_same", "prompts_same2"),
+    "e2e_pieces": ("pieces2_same", "pieces2_43"),
+    "e2e_prompts": ("prompts", "prompts2", "prompts_planned", "prompts_planned2", "prompts_same", "prompts_same2"),
 }
+OF_THEIR_OWN = {"soak": soak_rows, "start": start_rows, "shortage": shortage_rows}  # stages with rows of their own
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
 SAME_BITS = {"index_b": 5, "sums2_b": 20, "sums4_b": 20, "index2_dealt": 22}
-# which issue a patch's shadow records answer; a record says its own bound
-ISSUES = {"sparse_decode": 2, "index_select": 5, "index_select_within_tolerance": 5, "mxfp4_moe": 6, "dealt_index": 22}
-ISSUES |= {"draft_head": 21, "draft_head_guesses": 21}
-FIRST_PATCH = "sparse_decode"  # every shadow run must have records of it
-INDEX_PATCHES = {  # their records count entries
-    "index_select": "beyond the tolerance",
-    "index_select_within_tolerance": "within the tolerance",
-    "dealt_index": "from the whole call's",
-}
-COUNTED = {"draft_head_guesses"}  # their records count what is nobody's fault: nothing is demanded of them
 FINITE_BAR = 0
 IMPLEMENTATIONS = {
     "stock": "SGLang stock (FlashMLA, Hopper)",
@@ -128,6 +128,10 @@ IMPLEMENTATIONS = {
     "stock_eagle314": "SGLang stock, EAGLE 3/1/4",
     "text43_plain": "ours, reproducible, without speculation",
     "text43_eagle314": "ours, reproducible, EAGLE 3/1/4",
+    "text_tp2_plain": "ours, reproducible, two cards, without speculation",
+    "text_tp2_eagle314": "ours, reproducible, two cards, EAGLE 3/1/4",
+    "cost43_without": "ours, not reproducible",
+    "cost43_reproducible": "ours, reproducible",
     "stock43_eagle314": "SGLang stock (Hopper kernels), EAGLE 3/1/4",
     "ops43_eagle314": "ours, every operator on, EAGLE 3/1/4",
     "ops43_e4m3_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the head in E4M3",
@@ -159,6 +163,7 @@ IMPLEMENTATIONS = {
         features_stage.PREFIX + name: "SGLang stock" if engine.stock_of else "ours, reproducible"
         for name, engine in features_stage.ENGINES.items()
     },
+    **pieces_stage.IMPLEMENTATIONS,
     **prompts_stage.IMPLEMENTATIONS,
 }
 KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answer as stock does
@@ -180,8 +185,10 @@ WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
     ("ops43_sums4", "8"): {"decode step, ms, worst": 6.2},
     ("ops43_sums4_host", "1"): {"decode step, ms, worst": 3.9},
 }
+COST_BAR = 1.1  # times the prompt's time without one order of sums
 MOST_OFF = 1  # verifications of an answer: SGLang counts the one that is under way when it ends, or does not
 WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE, SUMS_ISSUE, FEATURES_ISSUE = 7, 4, 21, 20, 23
+SPECULATION_RUNS = ("_eagle314", "_e4m3_drafts", "cost43_without", "cost43_reproducible")
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
 
 
@@ -190,71 +197,10 @@ def row(case, impl, metric, value, bar=None, issue=ISSUE):
     return {"issue": issue, "case": case, "impl": impl, "metric": metric, "value": value, "bar": bar, "met": met}
 
 
-def shadow_rows(name, records):
-    """Totals of one run's shadow records, patch by patch; a run without any is a failed one, not a passed one."""
-    impl = IMPLEMENTATIONS[name]
-    by_patch = {FIRST_PATCH: []}
-    for record in records:
-        by_patch.setdefault(record["patch"], []).append(record)
-    rows = []
-    for patch, found in by_patch.items():
-        rows += index_rows(name, impl, patch, found) if patch in INDEX_PATCHES else patch_rows(name, impl, patch, found)
-    return rows
-
-
-def patch_rows(name, impl, patch, records):
-    def add(case, metric, value, bar=None):
-        rows.append(row(f"{name}, {patch}{case}", impl, metric, value, bar, ISSUES.get(patch, ISSUE)))
-
-    rows = []
-    if not sum(r["calls"] for r in records):
-        add("", "shadow calls recorded: none", None, 0)
-        return rows
-    bound, most_bad = (None, None) if patch in COUNTED else (min(r["bound"] for r in records), 0)
-    eager = [r for r in records if not r["captured"]]
-    kinds = {
-        ", all calls": records,
-        ", replayed in graphs": [r for r in records if r["captured"]],
-        ", eager, up to 128 rows": [r for r in eager if isinstance(r["shape"]["rows"], int)],
-        ", eager, above 128 rows": [r for r in eager if isinstance(r["shape"]["rows"], str)],
-    }
-    for kind, chosen in kinds.items():
-        n = sum(r["calls"] for r in chosen)
-        add(kind, "calls", n)
-        if not n:
-            continue
-        add(kind, "relative L2 of a call, greatest", max(r["relative_l2_max"] for r in chosen), bound)
-        add(kind, "relative L2 of a call, mean", sum(r["relative_l2_mean"] * r["calls"] for r in chosen) / n)
-        add(kind, "relative L2 of a row, greatest", max(r["row_relative_l2_max"] for r in chosen))
-        add(kind, "absolute error, greatest", max(r["absolute_error_max"] for r in chosen))
-        add(kind, "calls above the bound", sum(r["bad_calls"] for r in chosen), most_bad)
-        add(kind, "non-finite elements of ours only", sum(r["nonfinite_ours"] for r in chosen), 0)
-        add(kind, "non-finite elements of the original", sum(r["nonfinite_original"] for r in chosen))
-    add("", "layers seen", len({r["layer"] for r in records}))
-    return rows
-
-
-def index_rows(name, impl, patch, records):
-    """The indexer's records: sets of entries, as numbers of entries that differ."""
-    what, n = INDEX_PATCHES[patch], sum(r["calls"] for r in records)
-    if not n:
-        return []
-    mean = sum(r["relative_l2_mean"] * r["calls"] for r in records) / n
-    worst = max(r["absolute_error_max"] for r in records)
-    return [
-        row(f"{name}, {patch}", impl, metric, value, bar, ISSUES[patch])
-        for metric, value, bar in (
-            ("calls", n, None),
-            (f"entries of a row that differ {what}, greatest", worst, None if "tolerance" in patch else 0),
-            (f"share of entries that differ {what}, mean", mean, None),
-        )
-    ]
-
-
 def timing_rows(name, batches, prefill_bars=None):
     impl, rows = IMPLEMENTATIONS[name], []
     is_whole = name.endswith(("_whole", "43_alone", "43_tp2", "43_tp4")) or "_without_" in name
-    issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith(("_eagle314", "_e4m3_drafts")) else ISSUE
+    issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith(SPECULATION_RUNS) else ISSUE
     issue = SUMS_ISSUE if "43_sums" in name else issue
     variant = "flash43" if name.endswith("_tp4") or "_sums4" in name else "flash43e64"
     for batch, timed in batches.items():
@@ -272,6 +218,8 @@ def timing_rows(name, batches, prefill_bars=None):
         ):
             if timed.get(key):  # 0: not measured
                 rows.append(row(case, impl, metric, timed[key], bars.get(metric), issue))
+        measured = {one["metric"] for one in rows if one["case"] == case}
+        rows += [row(case, impl, metric, None, bar, issue) for metric, bar in bars.items() if metric not in measured]
         if timed.get("launches_per_step") and "uneven_launches" in timed:
             rows.append(row(case, impl, "launches that are not a whole number per step", timed["uneven_launches"]))
         attention = [k for k in timed.get("kernels", []) if ATTENTION_KERNELS.search(k[0])]
@@ -303,6 +251,29 @@ def stocks_prefill(stage):
     return {"8": {"prefill, ms, best": stock["prefill_ms"]}} if "prefill_ms" in stock else {}
 
 
+def cost_rows(stage):
+    """What one order of sums costs a prompt and a step: times over those without."""
+    name = "cost43_reproducible"
+    times = [_prompt_times(stage["cases"].get(case, {})) for case in (name, "cost43_without")]
+    metric, impl, found = "times the time without the setting", IMPLEMENTATIONS[name], []
+    for what in dict.fromkeys(what for one in times for what in one):
+        ours, without = (one.get(what) for one in times)
+        value = ours / without if ours and without else None  # a bar without what it is of is missed
+        found.append(row(f"43 layers, {what}", impl, metric, value, COST_BAR, SPECULATION_ISSUE))
+    return found
+
+
+def _prompt_times(case):
+    """{prompts: ms to the first tokens}"""
+    found = {
+        f"{'prompt of 1,024 tokens' if n == '1' else f'{n} prompts of 1,024 tokens'}": timed["prefill_ms"]
+        for n, timed in case.get("rows", {}).items()
+    }
+    if "prefill" in case:
+        found[f"prompt of {case['prefill']['prompt']:,} tokens"] = case["prefill"]["first_token_ms"]
+    return found
+
+
 def case_rows(name, case, prefill_bars=None):
     impl = IMPLEMENTATIONS[name]
     rows = [row(name, impl, "exit code of the engine run", case["exit"] if case["exit"] in (0, None) else 1, 0)]
@@ -313,7 +284,7 @@ def case_rows(name, case, prefill_bars=None):
         rows.append(row(name, impl, "log-probabilities that are not finite", case["bad_logprobs"], FINITE_BAR))
     if name.endswith("_shadow"):
         records = [r for report in case["reports"] for r in report["shadow"]]
-        rows += shadow_rows(name, records)
+        rows += shadow_rows.rows(name, impl, records, row)
     rows += prefill_rows(name, case["prefill"]) if "prefill" in case else []
     rows += prompts_stage.rows_of(row, name, case) if name in prompts_stage.IMPLEMENTATIONS else []
     return rows + timing_rows(name, case.get("rows", {}), prefill_bars)
@@ -357,7 +328,8 @@ def text_rows(found):
     model = "flash43, 16 experts" if found["run"].startswith("text43") else "flash6h"
     case = f"{model}, {together}: {found['what']}, greedy text with and without"
     is_forced = found["run"].startswith("accepted")
-    bar = 0 if is_forced or (at_once == 1 and not found["run"].startswith("stock")) else None
+    is_reproducible = is_forced or found["run"].startswith("text")
+    bar = 0 if is_reproducible or (at_once == 1 and not found["run"].startswith("stock")) else None
     impl = IMPLEMENTATIONS[found["run"]]
     return [
         row(case, impl, "answers", found["answers"], issue=SPECULATION_ISSUE),
@@ -476,6 +448,7 @@ def collect(stages, commit):
         rows += fault_rows(stage["faults"]) if "faults" in stage else []
         for name, case in stage["cases"].items() if "features" not in stage else ():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
+        rows += pieces_stage.rows(stage["cases"], row) + cost_rows(stage)
         for difference in stage["differences"]:  # a later stage's file repeats what its work folder still holds
             differences[difference["what"]] = difference
         texts |= {(found["run"], found["at_once"]): found for found in stage.get("texts", [])}
@@ -486,6 +459,8 @@ def collect(stages, commit):
         rows += text_rows(found)
     for found in sames.values():
         rows += same_rows(found)
+    for name, module in OF_THEIR_OWN.items():
+        rows += module.rows(row, [stage[name] for stage in stages if name in stage])
     features = merged_features(stages)
     rows += feature_rows(features)
     return {
@@ -525,7 +500,7 @@ def results(stages, commit):
 
 
 def releases(stage):
-    ran = [*stage["cases"].values(), stage.get("faults", {})]
+    ran = [*stage["cases"].values(), *(stage.get(name, {}) for name in ("faults", *OF_THEIR_OWN))]
     return sorted({case["sglang"] for case in ran if "sglang" in case})
 
 

@@ -12,8 +12,8 @@ log-probability, of prompts asked whole and half from the prefix cache, and of o
 (prompts_stage.py) write OUT/NAME_bench.json. The patch and its switches come from --patch and the environment. With
 --turns FILE --engines N engines start side by side; when all N are up, they take turns for what is timed: who holds
 the file's lock has the GPU to itself. `features` and `features_text` write OUT/NAME_features.json
-(features_engine.py). --rounds N times `bench` N times, each in a turn of its
-own: an engine's step varies by some per cent from minute to minute, so engines are compared round by round.
+(features_engine.py). --rounds N times `bench` and `prompts` N times, each in a
+turn of its own: an engine's step varies by some per cent from minute to minute, so engines are compared round by round.
 """
 
 import argparse
@@ -39,6 +39,7 @@ PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
 SETTLE_S = 3.0  # shadow mode's writer runs twice a second, and shutting the engine down kills its processes
 PARTS = ("single", "batch")
 FORCED = ("answer", "same", "features")
+REPEATED = ("bench", "prompts")  # phases of every round
 ALONE = (*FORCED, "text", "features_text")  # an engine's only one: what is timed neither is forced nor gives logprobs
 FEATURES = ("features", "features_text")  # features_engine.py
 EXACT = ("output_token_logprobs", "output_top_logprobs", "input_top_logprobs")  # of an answer's meta_info, unrounded
@@ -59,6 +60,7 @@ def parse(argv):
     parser.add_argument("--turns")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--shapes", nargs="+", help="of the phase prompts: how many at once x tokens of each")
     return parser.parse_known_args(argv)
 
 
@@ -116,7 +118,7 @@ class Case:
     def __init__(self, harness, options):
         import sglang
 
-        self.harness, self.options = harness, options
+        self.harness, self.options, self.prompts = harness, options, {}
         arguments, model = harness.engine_args(options)
         if options.forced:
             arguments["enable_fp32_lm_head"] = True
@@ -282,9 +284,9 @@ class Case:
         print(f"[{self.options.name}] prompt of {LONG_PROMPT}: {seconds:.3f} s to its first token", flush=True)
         return row
 
-    def timed(self, phases, earlier=None):
+    def timed(self, phases, earlier=None, shapes=None):
         """The timed phases in their order; what is done is kept if a later one fails. earlier: the rows of the rounds
-        before."""
+        before. shapes: of `prompts`, None: its own."""
         result, rows = {**self.result, "rows": {}}, {}
         for batch in self.options.bs:
             rows[batch] = {}
@@ -297,7 +299,8 @@ class Case:
         if "prefill" in phases:
             self.write("_bench", {**result, "rows": rows, "prefill": self.prefill()})
         if "prompts" in phases:
-            self.write("_bench", {**result, "rows": rows, "prompts": prompts_stage.measure(self)})
+            self.prompts = prompts_stage.measure(self, shapes, self.prompts)
+            self.write("_bench", {**result, "rows": rows, "prompts": self.prompts})
         return rows
 
 
@@ -390,7 +393,8 @@ def main():
         rows = None
         for number in range(own.rounds):
             with turn(own.turns, own.engines, number):
-                rows = case.timed(own.phases if number == 0 else ["bench"], rows)
+                phases = [phase for phase in own.phases if number == 0 or phase in REPEATED]
+                rows = case.timed(phases, rows, own.shapes)
     time.sleep(SETTLE_S)
     case.engine.shutdown()
 

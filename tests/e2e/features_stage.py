@@ -60,6 +60,7 @@ TWO = flags(tp_size=2, enforce_disable_flashinfer_allreduce_fusion=True)
 DATA_PARALLEL = (*TWO, *flags(dp_size=2, enable_dp_attention=True))
 GRAMMAR = flags(grammar_backend="xgrammar", skip_tokenizer_init=False)
 RECOMMENDED = (*RADIX, *CHUNKS, *EAGLE)  # README's, with its speculation
+PREFILL_GRAPHS = flags(cuda_graph_backend_prefill="breakable", cuda_graph_bs_prefill=[256, 1024, 2304])
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ ENGINES = {  # what matters most first: the limit cuts the last
     ),
     "recommended": Engine(RECOMMENDED, phases=FREE),
     # compiles for minutes: only the stage's limit stops it
-    "compiled": Engine(flags(enable_torch_compile=True, torch_compile_max_bs=1), steps=("alone", "round"), limit_s=600),
+    "compiled": Engine(
+        flags(enable_torch_compile=True, torch_compile_max_bs=1), phases=FREE, steps=("alone", "round"), limit_s=600
+    ),
     "data_parallel": Engine(DATA_PARALLEL, steps=("round", *ALONE), cards=2),
     "weights": Engine(steps=("round", "weights:tensors", "weights:disk"), needs=("safetensors",), limit_s=200),
     "hicache": Engine(HOST, steps=("round", "settle", "fill", "settle", "restored"), tokens=8192),
@@ -120,12 +123,10 @@ ENGINES = {  # what matters most first: the limit cuts the last
         settings="reproducible=on,prefill_decode_interval=4,prefill_decode_interval_0_5_17=4",
     ),
     "eager": Engine(("--eager",)),
-    "prefill_graphs": Engine(
-        ("--chunk", "2048", *flags(cuda_graph_backend_prefill="breakable", cuda_graph_bs_prefill=[256, 1024, 2304])),
-        steps=(*ROUND, *ALONE),
-    ),
+    "prefill_graphs": Engine(("--chunk", "2048", *PREFILL_GRAPHS), steps=(*ROUND, *ALONE)),
+    "recommended_graphs": Engine((*RECOMMENDED, *PREFILL_GRAPHS), phases=FREE, steps=(*ROUND, *ALONE)),
     # with the prefix cache: without, SGLang admits no more than fits where a request ignores its end
-    "retracted": Engine((*RADIX, *flags(schedule_conservativeness=0.05)), steps=LONG, tokens=7168),
+    "retracted": Engine((*RADIX, *flags(schedule_conservativeness=0.05)), steps=LONG, tokens=5632),
     "eagle": Engine(EAGLE, phases=FREE, steps=(*ROUND, *ALONE)),
     "dspark": Engine(
         speculative("DSPARK", speculative_dspark_block_size=3),
@@ -150,14 +151,14 @@ ENGINES = {  # what matters most first: the limit cuts the last
     "expert_parallel": Engine((*TWO, *flags(ep_size=2)), steps=("round", *ALONE), cards=2),
     "two_batches": Engine((*DATA_PARALLEL, *flags(enable_two_batch_overlap=True)), steps=("round", *ALONE), cards=2),
     "eagle_retracted": Engine(
-        (*EAGLE, *RADIX, *flags(schedule_conservativeness=0.05)), phases=FREE, steps=LONG, tokens=7168
+        (*EAGLE, *RADIX, *flags(schedule_conservativeness=0.05)), phases=FREE, steps=LONG, tokens=5632
     ),
     "eagle_not_overlapped": Engine((*EAGLE, *flags(disable_overlap_schedule=True)), phases=FREE, steps=("round",)),
     "eagle_eager": Engine((*EAGLE, "--eager"), phases=FREE, steps=("round",)),
     "data_parallel_eagle": Engine((*DATA_PARALLEL, *EAGLE), phases=FREE, steps=("round", *ALONE), cards=2),
     "saver": Engine(
         flags(enable_memory_saver=True, enable_weights_cpu_backup=True),
-        steps=("round", "release", "resumed"),
+        steps=("round", "settle", "release", "resumed"),  # SGLang asserts that nothing runs
         needs=("torch_memory_saver",),
     ),
     "lora": Engine(
@@ -191,7 +192,8 @@ FEATURES = (
         "prefill graphs (breakable)", "prefill_graphs", acts=("Capture target prefill CUDA graph end",),
         off="Breakable CUDA graph is incompatible with|Disable prefill CUDA graph because",
     ),
-    Feature("--enable-torch-compile, one row", "compiled", as_asked=("enable_torch_compile",)),
+    # Inductor's kernels for what is torch's round otherwise: the bits are not asked for
+    Feature("--enable-torch-compile, one row", "compiled", TEXT_BASE, same="text", as_asked=("enable_torch_compile",)),
     Feature(
         "prefix cache + retraction, the KV pool is full", "retracted", acts=("KV cache pool is full",),
         counts=("retracted",),
@@ -210,6 +212,11 @@ FEATURES = (
     ),
     Feature(
         "the same + xgrammar", "recommended_grammar", TEXT_BASE, same="text", counts=("verified",),
+    ),
+    Feature(
+        "the same + prefill graphs (breakable)", "recommended_graphs", TEXT_BASE, same="text", counts=("verified",),
+        acts=("Capture target prefill CUDA graph end",),
+        off="Breakable CUDA graph is incompatible with|Disable prefill CUDA graph because",
     ),
     Feature(
         "the same + hierarchical cache", "recommended_hicache", TEXT_BASE, same="text", counts=("verified", "host"),
@@ -345,14 +352,11 @@ def compare(found: dict, against: dict, steps: tuple) -> dict:
             other = reference[name]
             row["answers"] += 1
             row["other_text"] += one["ids"] != other["ids"]
-            if "digest" in one and "digest" in other:
-                row["other_bits"] += one["digest"] != other["digest"]
-                pairs = zip(one["logprobs"], other["logprobs"], strict=False)
-                row["greatest"] = max([row["greatest"], *(abs(a - b) for a, b in pairs)])
-                if one["digest"] != other["digest"]:
-                    row["of"].append(f"{step} {name}")
-            elif one["ids"] != other["ids"]:
-                row["of"].append(f"{step} {name}")
+            is_other = one["ids"] != other["ids"] or one.get("digest") != other.get("digest")
+            row["other_bits"] += is_other
+            row["of"] += [f"{step} {name}"] if is_other else []
+            pairs = zip(one.get("logprobs", ()), other.get("logprobs", ()), strict=False)
+            row["greatest"] = max([row["greatest"], *(abs(a - b) for a, b in pairs)])
     return row
 
 

@@ -42,6 +42,25 @@ def compare(p, q):
 """
 )
 
+# of a server over HTTP; what a stage's has beside it says answer_to(asked), by answer(value)
+ANSWERING = """
+import json
+from http.server import BaseHTTPRequestHandler
+class Answering(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+    def answer(self, value):
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+    def do_GET(self):
+        self.answer({})
+    def do_POST(self):
+        self.answer_to(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+"""
+
 SGLANG = """
 import gzip, json, os, time
 __version__ = "0.0.0.fake"
@@ -62,8 +81,12 @@ class Engine:
             os.makedirs(folder, exist_ok=True)
             shadow = [RECORD] if os.environ.get("DSV4_SM120_SHADOW") else []
             patch = {"patch": "sparse_decode", "target": "a:b", "state": "APPLIED", "review": "reviewed"}
-            with open(f"{folder}/{os.getpid()}.json", "w") as f:
-                json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow, "found": {}}, f)
+            in_pieces = "sums_in_pieces=" in os.environ.get("DSV4_SM120_SET", "")
+            counted = {"products": int(os.environ.get("FAKE_PRODUCTS", "300")), "sums": 300, "pieces": 2400}
+            found = {"sums_in_pieces": counted} if in_pieces else {}
+            for rank in range(2 if in_pieces else 1):
+                with open(f"{folder}/{os.getpid()}_{rank}.json", "w") as f:
+                    json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow, "found": found}, f)
     def generate(self, input_ids, sampling_params, **more):
         forced = os.environ.get("E2E_FORCE") == "1"
         assert forced == bool(more), "timed runs are not forced"
@@ -88,6 +111,8 @@ class Engine:
         meta["output_token_logprobs"] = [[float("nan") if bad else off + 1e-7 * unlike, 1, None]] * n
         by_graph = "cuda_graph_backend_prefill" in self.set or "prefill_graphs" in os.environ.get("DSV4_SM120_SET", "")
         by_graph &= os.environ.get("FAKE_NO_GRAPHS") != self.name
+        if by_graph:
+            print("[x] Capture target prefill CUDA graph end. elapsed=4.1 s, mem usage=1.12 GB, avail mem=9 GB.")
         print(f"[x] Prefill batch, #new-seq: 1, cuda graph: {by_graph}, input throughput (token/s): 1.0", flush=True)
         latencies = [0.1 * (1 + i // 8) for i in range(len(input_ids))]  # eight prompts a pass
         return [
@@ -107,6 +132,7 @@ class Engine:
         prefills = 2 if prompts > 1 and self.profiles % 2 else 1  # several prompts that enter one after the other
         add("prefill_gemm", 5 * prefills, 100.0)
         add("both_gemm", 3 * prefills, 4.0)
+        add("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 2 * ("tp_size=2" in self.set), 3.0)
         if os.environ.get("FAKE_NO_STEPS") != self.name:
             add("both_gemm", steps, 4.0)
             add("dsv4::sparse_decode_split", 2 * steps, 2.0)
@@ -117,3 +143,18 @@ class Engine:
     def shutdown(self):
         pass
 """
+
+# for stages over HTTP: what SGLang's front imports is looked for, and torch is asked for the device alone
+NO_TORCH = """
+__version__ = "none"
+class cuda:
+    is_available = staticmethod(lambda: False)
+"""
+
+
+def site(launch_server):
+    """{path: text} of a folder on PYTHONPATH in which `sglang.launch_server` is this source."""
+    from tests.e2e.faults_stage import FOR_HTTP
+
+    found = {f"site/{name}.py": "" for name in FOR_HTTP} | {"site/torch/__init__.py": NO_TORCH}
+    return found | {"site/sglang/__init__.py": "", "site/sglang/launch_server.py": launch_server}

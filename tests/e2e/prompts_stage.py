@@ -6,14 +6,15 @@ import collections
 import re
 
 PROMPTS = ((1, 128), (1, 512), (1, 1024), (8, 1024), (32, 1024))  # at once, tokens of each
-TRACED = ((1, 1024), (32, 1024))
+TRACED = ((1, 1024), (32, 1024), (1, 8192))
+SUMS = re.compile(r"nccl\w*AllReduce")  # kernels; their time is the wait for the other cards, too
 REPEATS = 3
 CHUNK = 8192  # rows of a pass at most
 ISSUE = 22
-FIRST_TOKEN_BARS = {("graphs43_prompts", "1x1024"): 100.0}  # ms
+FIRST_TOKEN_BARS = {(f"{kind}43_prompts", "1x1024"): 100.0 for kind in ("graphs", "planned")}  # ms
 # rows that are captured: by SGLang's own arguments what is timed, by our setting what is compared
 TIMED_ROWS = [128, 256, 512, 1024, CHUNK]
-FLAG, SETTING = "cuda_graph_backend_prefill", "prefill_graphs=2048"
+FLAG, SETTING, PLANNED = "cuda_graph_backend_prefill", "prefill_graphs=2048", "prefill_graphs=on"
 SAMES = [
     ("prefill graphs against none", "same_graphs", "same_no_graphs"),
     ("prefill graphs, in batches, behind its first half, and once more", "same_graphs", "same_graphs"),
@@ -27,6 +28,7 @@ IMPLEMENTATIONS = {
             ("stock", "SGLang stock (Hopper kernels)"),
             ("ops", "ours, every operator on"),
             ("graphs", "ours, every operator on, prefill graphs"),
+            ("planned", "ours, every operator on, prefill graphs as planned"),
         )
     },
     **{
@@ -49,6 +51,10 @@ def stages(make, timed, same, sets, sums, ours, reproducible):
             for kind, more, patched, variables in kinds
         ]
 
+    def planned(suffix, options):
+        (variable,) = reproducible
+        return [make(f"planned43_prompts{suffix}", options, environment=ours | {variable: PLANNED})]
+
     def pair(cards, options):
         (variable,) = reproducible
         both = ours | {variable: f"{reproducible[variable]},{SETTING}"}
@@ -63,6 +69,9 @@ def stages(make, timed, same, sets, sums, ours, reproducible):
     return {
         "prompts": in_turn("", timed),
         "prompts2": in_turn("_tp2", sums(2, *timed)),
+        # the rows that `plan` has captured: alone on the cards, since what the graphs hold is by their free memory
+        "prompts_planned": planned("", timed),
+        "prompts_planned2": planned("_tp2", sums(2, *timed)),
         "prompts_same": pair("", same),
         "prompts_same2": pair("tp2_", sums(2, *same)),
     }
@@ -108,11 +117,14 @@ def of_passes(events, passes):
     return found
 
 
-def measure(case):
-    """Of a Case of engine_case.py: time to the first tokens of each of PROMPTS, and what the card did in TRACED."""
+def measure(case, shapes=None, earlier=None):
+    """Of a Case of engine_case.py: time to the first tokens of each of `shapes` (PROMPTS), and what the card did in
+    TRACED. earlier: what the rounds before found."""
     rows = {}
-    for count, length in PROMPTS:
-        case.first_tokens(count, length, 1)  # whatever is compiled for a new shape
+    for count, length in PROMPTS if shapes is None else [tuple(map(int, shape.split("x"))) for shape in shapes]:
+        before = (earlier or {}).get(f"{count}x{length}")
+        if before is None:
+            case.first_tokens(count, length, 1)  # whatever is compiled for a new shape
         asked = [case.first_tokens(count, length, 100 + 40 * i) for i in range(REPEATS)]
         seconds, answers = min(asked, key=lambda one: one[0])
         row = {
@@ -120,8 +132,15 @@ def measure(case):
             "first_token_ms_worst": 1e3 * max(one[0] for one in asked),
             "passes_ms": passes_of(answers, length),
         }
-        if (count, length) in TRACED:
-            row["card"] = of_passes(case.events(count, 0, length), -(-count * length // CHUNK))
+        if before is not None:
+            worst = max(row["first_token_ms_worst"], before["first_token_ms_worst"])
+            best = min(before, row, key=lambda one: one["first_token_ms"])
+            row = before | {name: best[name] for name in row} | {"first_token_ms_worst": worst}
+        elif (count, length) in TRACED:
+            events = case.events(count, 0, length)
+            row["card"] = of_passes(events, -(-count * length // CHUNK))
+            sums = [e["dur"] for e in events if e.get("cat") == "kernel" and SUMS.match(e["name"])]
+            row |= {"sums_ms": sum(sums) / 1e3} if sums else {}
         rows[f"{count}x{length}"] = row
         print(f"[{case.options.name}] {count} x {length}: {1e3 * seconds:.1f} ms {row['passes_ms']}", flush=True)
     return rows
@@ -134,6 +153,12 @@ def prefills(log):
     """{ran in a graph: passes} by what SGLang's scheduler logs."""
     found = re.findall(r"Prefill batch.*cuda graph: (True|False)", "\n".join(log))
     return {str(ran).lower(): found.count(str(ran)) for ran in (True, False)}
+
+
+def graphs_gib(log):
+    """What the prefill graphs hold by SGLang's own count of free memory, of the card that has most; None without."""
+    found = re.findall(r"Capture target prefill CUDA graph end.*mem usage=([0-9.]+) GB", "\n".join(log))
+    return max(map(float, found), default=None)
 
 
 def rows_of(row, name, case):
@@ -152,7 +177,9 @@ def rows_of(row, name, case):
             add(at, f"pass {number}, traced, ms", card["ms"])
             add(at, f"pass {number}, the card without a kernel, ms", card["idle_ms"])
             add(at, f"pass {number}, launches", card["launches"])
-    if FLAG in case["command"] or SETTING in case["command"]:
+    if case.get("prefill_graphs_gib") is not None:
+        rows.append(row(name, impl, "prefill graphs hold, GiB", case["prefill_graphs_gib"], issue=ISSUE))
+    if any(asked in case["command"] for asked in (FLAG, SETTING, PLANNED)):
         ran = case.get("prefills", {}).get("true", 0)
         rows.append(row(name, impl, "prefill passes in graphs", ran, issue=ISSUE))
         rows.append(row(name, impl, "engines without a prefill pass in graphs", int(not ran), 0, ISSUE))

@@ -33,7 +33,8 @@ from what_ran import commit, device, read_json  # noqa: E402
 SUFFIXES = ("", "_bench", "_text", "_same", "_features")  # of what an engine writes
 PARTS = ("single", "batch")
 STOPPED = "stopped at the limit"
-FIRST_PORT, LAST_PORT = 10000, 32000  # below those that Linux gives to whoever asks for any
+FIRST_PORT, PORTS = 10000, 22000  # below those that Linux gives to whoever asks for any
+NCCL_PORT = 100  # behind an engine's port: SGLang would ask Linux for one, and others may have it by then
 
 
 def environment(case, arguments):
@@ -45,8 +46,9 @@ def environment(case, arguments):
 
 def command(case, arguments, number):
     line = [sys.executable, str(HERE / "engine_case.py"), "--harness", str(arguments.harness), *case.options]
-    port = FIRST_PORT + arguments.port_step * number
+    port = arguments.first_port + arguments.port_step * number
     line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={port}"]
+    line += ["--set", f"nccl_port={port + NCCL_PORT}"]
     line += ["--turns", str(arguments.turns), "--engines", str(arguments.engines)] if case.takes_turns else []
     return [*line, "--patch", str(arguments.patch)] if case.patched else line
 
@@ -84,6 +86,7 @@ def run_case(case, arguments, number, deadline):
         "command": f"{shown} {shlex.join(['engine_case.py', *case.options])}".strip(),
         "patched": case.patched,
         "prefills": prompts_stage.prefills(text),
+        "prefill_graphs_gib": prompts_stage.graphs_gib(text),
         "log": said[:40] + (text[-80:] if code != 0 else []),
         **({"by_stage": True} if code == STOPPED and ends == deadline else {}),
     }
@@ -160,12 +163,12 @@ def sames(arguments):
         if not (a and b):
             continue
         one_at_a_time = next(iter(b["groups"].values()))
-        pairs = [(x, b["alone"][n][0]) for n, asked in a["alone"].items() for x in asked]
-        pairs += [(x, one_at_a_time[n]) for group in a["groups"].values() for n, x in group.items()]
-        steps = [(p, q) for x, y in pairs for p, q in zip(x["logprobs"], y["logprobs"], strict=True)]
-        row = {"what": what, "run": run, "against": against, "answers": len(pairs)}
-        row["differ"] = sum(x["digest"] != y["digest"] for x, y in pairs)
-        found.append(row | {"greatest": max(abs(p - q) for p, q in steps)})
+        pairs = [(f"{n} #{i}", x, b["alone"][n][0]) for n, asked in a["alone"].items() for i, x in enumerate(asked)]
+        pairs += [(f"{n} of {g}", x, one_at_a_time[n]) for g, group in a["groups"].items() for n, x in group.items()]
+        steps = [(p, q) for _, x, y in pairs for p, q in zip(x["logprobs"], y["logprobs"], strict=True)]
+        others = [name for name, x, y in pairs if x["digest"] != y["digest"]]
+        row = {"what": what, "run": run, "against": against, "answers": len(pairs), "differ": len(others)}
+        found.append(row | {"which": others, "greatest": max(abs(p - q) for p, q in steps)})
     return found
 
 
@@ -201,6 +204,8 @@ def parse(argv):
     parser.add_argument("--work", type=Path, default=Path("/tmp/dsv4_sm120_e2e"))
     parser.add_argument("--jobs", type=int, default=2, help="untimed engines side by side")
     parser.add_argument("--limit-s", type=float, default=560)
+    parser.add_argument("--first-port", type=int, default=FIRST_PORT, help="of the engines; another for a run beside")
+    parser.add_argument("--ports", type=int, default=PORTS, help="how many there are for them")
     parser.add_argument("--only", nargs="+", help="only these cases of the stage")
     return parser.parse_args(argv)
 
@@ -223,7 +228,7 @@ def main():
             (arguments.work / f"{case.name}{suffix}.json").unlink(missing_ok=True)
     accepted_stage.check([c.name for c in cases], arguments.work)
     features_stage.prepare(cases, arguments)
-    arguments.port_step = min(2000, (LAST_PORT - FIRST_PORT) // len(cases))
+    arguments.port_step = min(2000, arguments.ports // len(cases))
     arguments.turns, arguments.engines = arguments.work / "turns", sum(c.takes_turns for c in cases)
     arguments.turns.unlink(missing_ok=True)
     # engines that take turns wait until all of them are up

@@ -7,6 +7,8 @@ usage: serving_stage.py [--harness DIR] [--patch build] [--out $OUT] [--mode ops
 Starts two HTTP servers with the harness's cut-down model (random weights, a made tokenizer: one word a token), runs
 bench/serving/compare.py on their addresses, then the gates that random weights leave a meaning, then tries both with
 speculation (the draft layer has random weights too, so acceptance is nil; the verifier is what is tested).
+With --spec nothing but compare.py runs, and starts the servers itself, without speculation and with EAGLE 3/1/4;
+--cards 2 gives each server two cards.
 Every part is guarded and has its own limit; what is done stays in OUT: result.json, report.md, report.html, plots,
 gates/*.json, gates.md, and the ends of the servers' logs.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import threading
 import time
@@ -32,7 +35,7 @@ from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
 from tests.e2e.collect import row  # noqa: E402
 from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
-from tests.e2e.stages import PAGED_EXTEND, PAGED_INDEX  # noqa: E402
+from tests.e2e.stages import PAGED_EXTEND, PAGED_INDEX, SIDE_BY_SIDE_ENVIRONMENT  # noqa: E402
 from tests.e2e.what_ran import commit, device  # noqa: E402
 
 ISSUE = 9
@@ -49,6 +52,7 @@ SPECULATION = {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 2,
 }
+SPECULATION_OF_USERS = SPECULATION | {"speculative_num_steps": 3, "speculative_num_draft_tokens": 4}
 NOTES = (
     "cut-down model with random weights: times and equality mean something, quality does not",
     "an H200 in validation mode, not an SM120 card: no figure here is an SM120 figure",
@@ -113,27 +117,35 @@ class Stage:
         words += ["--radix"] if self.arguments.radix else []
         return self.harness.parse(words + (["--patch", str(self.arguments.patch)] if patched else []))
 
-    def start(self, name: str, patched: bool, extra: dict | None = None) -> None:
+    def prepared(self, name: str, patched: bool, extra: dict | None = None) -> tuple[list[str], dict]:
+        """A server's command, and what it has in its environment."""
         options = self.options(patched)
         arguments, model = self.harness.engine_args(options)
         arguments.pop("skip_tokenizer_init")
         arguments.setdefault("swa_full_tokens_ratio", 0.5)  # whole prompts fit the sliding-window pool: no queueing
+        if self.arguments.cards > 1:  # with a communicator, which is asked for ours
+            arguments |= {"tp_size": self.arguments.cards, "enforce_disable_flashinfer_allreduce_fusion": True}
         write_tokenizer(Path(model), self.harness.vocab_of(model))
         environment = environment_of(self.harness, options)
         environment = {key: value for key, value in environment.items() if not key.startswith("DSV4_")}
-        environment["DSV4_SM120_REPORT"] = str(self.reports[name])
+        environment |= SIDE_BY_SIDE_ENVIRONMENT
         if self.arguments.only_gates:  # every server's prompts as they are ours in a patched one, whose bits repeat
             environment |= PAGED_EXTEND | PAGED_INDEX
-        self.reports[name].mkdir(parents=True, exist_ok=True)
         if patched:
             environment["DSV4_SM120_FORCE"] = self.arguments.mode
             environment["DSV4_SM120_SET"] = self.arguments.choices
         if name in self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[name]
         words = [sys.executable, "-m", "sglang.launch_server", "--port", str(self.ports[name])]
-        command = "exec " + " ".join([*words, *flags({**arguments, **(extra or {})})])
+        return [*words, *flags({**arguments, **(extra or {})})], environment
+
+    def start(self, name: str, patched: bool, extra: dict | None = None) -> None:
+        words, environment = self.prepared(name, patched, extra)
+        self.reports[name].mkdir(parents=True, exist_ok=True)
+        environment["DSV4_SM120_REPORT"] = str(self.reports[name])
         url = f"http://127.0.0.1:{self.ports[name]}"
-        server = ServerProcess(name, command, url, self.arguments.out / f"{name}.log", environment)
+        command, log = f"exec {shlex.join(words)}", self.arguments.out / f"{name}.log"
+        server = ServerProcess(name, command, url, log, environment)
         self.servers[name] = server
         server.start()
 
@@ -151,36 +163,40 @@ class Stage:
         infos = [Endpoint(self.servers[name].url).server_info() for name in COMPARED]
         return [key for key in identity.differing(*infos) if key not in identity.NOT_FLAGS]
 
+    def compared(self, limit_s: float) -> list[str]:
+        """What compare.py is told of any servers."""
+        arguments = self.arguments
+        title = f"Stock against patched ({arguments.mode}), {arguments.variant}, validation mode"
+        words = ["--change", "patch", "--matrix", arguments.matrix, "--prompts", "random", "--only", arguments.cells]
+        words += ["--rounds", str(arguments.rounds), "--cell-timeout", "60", "--out", str(arguments.out)]
+        words += ["--title", title + (f", {arguments.cards} cards" if arguments.cards > 1 else "")]
+        words += ["--limit-s", str(max(20.0, limit_s))]
+        words += ["--commit", arguments.commit] if arguments.commit else []
+        return words + [word for note in NOTES for word in ("--note", note)]
+
     def compare(self) -> None:
-        words = [
-            "--change",
-            "patch",
-            "--matrix",
-            self.arguments.matrix,
-            "--prompts",
-            "random",
-            "--only",
-            self.arguments.cells,
-        ]
-        words += ["--rounds", str(self.arguments.rounds), "--cell-timeout", "60", "--out", str(self.arguments.out)]
-        words += [
-            "--title",
-            f"Stock against patched ({self.arguments.mode}), {self.arguments.variant}, validation mode",
-        ]
         after_s = 2 * GRACE_S if self.arguments.only_compare else AFTER_COMPARE_S
-        words += ["--limit-s", str(max(30.0, self.left_s() - after_s))]
-        words += ["--commit", self.arguments.commit] if self.arguments.commit else []
+        words = self.compared(self.left_s() - after_s)
         for letter, name in zip("ab", COMPARED, strict=True):
             words += [f"--{letter}-label", name, f"--{letter}-url", self.servers[name].url]
             words += [f"--{letter}-pid", str(self.servers[name].process.pid)]
             words += [f"--{letter}-report", str(self.reports[name])]
-        notes = list(NOTES)
         for key in self.unforeseen():
             words += ["--change", f"flag:{key}"]
-            notes.append(f"the servers report different values of {key} though they were started with the same flags")
-        for note in notes:
-            words += ["--note", note]
+            same = "though they were started with the same flags"
+            words += ["--note", f"the servers report different values of {key} {same}"]
         say(f"compare.py ended with {compare.main(words)}")
+
+    def compare_speculating(self) -> None:
+        """As a user does it: compare.py starts both servers, without speculation and with it."""
+        start_s = self.arguments.spec_start_s
+        words = self.compared((self.left_s() - GRACE_S) / 2 - start_s)
+        for letter, name in zip("ab", COMPARED, strict=True):
+            server, environment = self.prepared(name, name == "patched")
+            own = [f"{key}={value}" for key, value in environment.items() if os.environ.get(key) != value]
+            words += [f"--{letter}-label", name, f"--{letter}-cmd", f"exec {shlex.join(['env', *own, *server])}"]
+        words += ["--both-at-once", "--start-timeout", str(2 * start_s)]
+        say(f"compare.py ended with {compare.main([*words, '--spec', shlex.join(flags(SPECULATION_OF_USERS))])}")
 
     def gate(self, label: str, name: str, server: str, *more: str) -> None:
         folder = self.arguments.out / "gates" / label
@@ -221,6 +237,9 @@ class Stage:
             traceback.print_exc()
 
     def run(self) -> int:
+        if self.arguments.spec:  # it ends its servers itself, within its own limits
+            self.guarded(self.compare_speculating)
+            return 0
         watchdog = threading.Timer(max(1.0, self.left_s() - GRACE_S), self.give_up)
         watchdog.daemon = True
         watchdog.start()
@@ -316,9 +335,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--only-compare", action="store_true")
     only.add_argument("--only-gates", action="store_true")
+    only.add_argument("--spec", action="store_true", help="only compare, without speculation and with EAGLE 3/1/4")
+    parser.add_argument("--cards", type=int, default=1, help="of a server")
+    parser.add_argument("--spec-start-s", type=float, default=60, help="that both servers may take to start, of --spec")
     arguments = parser.parse_args(argv)
     if arguments.choices is None:
-        arguments.choices = "" if arguments.only_compare else "wo_a=off"
+        arguments.choices = "" if arguments.only_compare or arguments.spec else "wo_a=off"
     return arguments
 
 

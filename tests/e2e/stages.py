@@ -13,6 +13,7 @@ sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import accepted_stage  # noqa: E402
 import features_stage  # noqa: E402
+import pieces_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
@@ -123,6 +124,7 @@ def chunks(rows, *more, radix=True):
 
 
 TIMED_IN_TURN = [*SIDE_BY_SIDE, "--phases", "bench"]
+COST = [*SIDE_BY_SIDE, "--phases", "bench", "prefill"]
 NO_PEERS = {"NCCL_P2P_DISABLE": "1"}  # NCCL over host memory: a machine whose peers do not work
 HOST_SUMS = {"DSV4_SM120_SET": "all_reduce=host"}  # ours over host memory, whatever the probe would find
 
@@ -294,6 +296,13 @@ STAGES = {
     "reproducible2": [
         Case("same_tp2_8192", sums(2, *chunks(8192, *SMALL_MODEL, radix=False)), environment=EVERY_CALL | REPRODUCIBLE),
         Case("same_tp2_512", sums(2, *chunks(512, *SMALL_MODEL)), environment=EVERY_CALL | REPRODUCIBLE),
+        Case("text_tp2_plain", sums(2, *TEXT, *SMALL_MODEL), environment=EVERY_CALL | REPRODUCIBLE),
+        Case("text_tp2_eagle314", sums(2, *TEXT, *SMALL_MODEL, *eagle(3)), environment=EVERY_CALL | REPRODUCIBLE),
+    ],
+    # what one order of sums costs
+    "reproducible43_cost": [
+        Case("cost43_without", COST, environment=EVERY_CALL, takes_turns=True),
+        Case("cost43_reproducible", COST, environment=EVERY_CALL | REPRODUCIBLE, takes_turns=True),
     ],
     # what users combine, an engine each, small and many side by side: the same bits as without, and what became of it
     "features": features_stage.cases(
@@ -304,6 +313,8 @@ STAGES = {
         Case("ops43_launches", PROFILED, environment=OPS),
         Case("seams43_launches", PROFILED, environment=SEAMS),
     ],
+    # a prompt's sums, NCCL's, in pieces and whole: to the last bit beside ours of few rows; timed by NCCL alone
+    **pieces_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     **prompts_stage.stages(Case, SIDE_BY_SIDE, chunks(8192, radix=False), sets, sums, EVERY_CALL, REPRODUCIBLE),
 }
 # With dummy weights a patched engine fills wo_a as E4M3 and scales, an unpatched one as bf16: what is compared with an
@@ -334,6 +345,7 @@ TEXTS = [
     ("EAGLE, 3 drafts", "eagle314", "plain"),
     ("DSPARK, a block of 3", "dspark3", "plain"),
     ("EAGLE, 3 drafts, 43 layers", "text43_eagle314", "text43_plain"),
+    ("EAGLE, 3 drafts, two cards", "text_tp2_eagle314", "text_tp2_plain"),
     ("yardstick: stock, EAGLE, 3 drafts", "stock_eagle314", "stock_plain"),
 ]
 
@@ -351,6 +363,7 @@ SAMES = [
     ("SM120 branches, chunks of 512, prefix cache", "same_seams_512", "same_seams_8192"),
     ("43 layers, chunks of 512, prefix cache", "same43_512", "same43_8192"),
     ("two cards, chunks of 512, prefix cache", "same_tp2_512", "same_tp2_8192"),
+    *pieces_stage.SAMES,
     *prompts_stage.SAMES,
     *(
         (WITHIN, name, name)

@@ -19,7 +19,7 @@ import pytest
 from bench.serving.endpoint import Endpoint
 from bench.serving.server_errors import ServerError
 from bench.serving.server_process import ServerProcess
-from tests.e2e import faults_stage
+from tests.e2e import faults_stage, made_sglang
 from tests.e2e.test_serving_stage import free_ports
 
 HERE = Path(__file__).resolve().parent
@@ -45,9 +45,11 @@ def ids(n, vocab, seed):
 def reexec(a):
     os.execve(sys.executable, [], dict(os.environ, E2E_REEXEC="1"))
 """
-LAUNCH_SERVER = """
+LAUNCH_SERVER = (
+    made_sglang.ANSWERING
+    + """
 import json, os, signal, subprocess, sys, threading, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 port, faults = sys.argv[sys.argv.index("--port") + 1], os.environ.get("FAKE_FAULTS", "").split()
@@ -93,19 +95,8 @@ def watch():
 def is_stopped():
     return any(Path(f"/proc/{c.pid}/stat").read_text().split()[2] == "T" for c in children.values())
 
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-    def answer(self, value):
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-    def do_GET(self):
-        self.answer({})
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+class Handler(Answering):
+    def answer_to(self, asked):
         new, was_stopped = asked["sampling_params"]["max_new_tokens"], False
         for _ in range(new // 10):
             time.sleep(0.01)
@@ -121,6 +112,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN if "hangs" in faults else end)
 threading.Thread(target=watch, daemon=True).start()
 ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
 """
+)
 
 
 @pytest.fixture

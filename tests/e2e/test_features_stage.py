@@ -61,6 +61,14 @@ def test_text_is_compared_by_its_tokens():
     assert judge(feature, mine)["state"] == "differs"
 
 
+@pytest.mark.parametrize("lost", ["digest", "logprobs"])
+def test_an_answer_without_its_bits_is_not_of_the_same_bits(lost):
+    mine, ids = found(step(x=answer("a"), y=answer("b"))), found(step(x=answer("a"), y=answer("b", ids=(1, 3))))
+    del mine["steps"][0]["answers"]["y"][lost]
+    assert (judge(FEATURE, mine)["state"] == "same bits") == (lost == "logprobs")
+    assert judge(FEATURE, ids)["state"] == "differs"
+
+
 def test_an_engine_beside_itself():
     """Its first round is what the others are held against, and it is not compared with itself."""
     feature = replace(FEATURE, against="it")
@@ -106,8 +114,9 @@ def test_a_flushed_cache_has_nothing_for_any_answer(told, state):
 
 def test_sglang_may_turn_it_off():
     mine = found(BASE["steps"][0], enable_mixed_chunk=True)
+    feature = replace(FEATURE, as_asked=("enable_mixed_chunk", "nobody_asked"))
+    assert judge(feature, mine)["state"] == "same bits"
     mine["resolved"]["enable_mixed_chunk"] = False
-    feature = replace(FEATURE, as_asked=("enable_mixed_chunk",))
     assert judge(feature, mine)["state"] == "turned off by SGLang"
     said = judge(replace(FEATURE, off="is incompatible"), BASE, log="W it is incompatible with that\n")
     assert (said["state"], said["detail"]) == ("turned off by SGLang", "W it is incompatible with that")
@@ -116,6 +125,8 @@ def test_sglang_may_turn_it_off():
 def test_a_check_that_is_not_so_is_a_defect():
     bad = step("pause", checks=[{"what": "it was paused", "ok": False}])
     assert judge(FEATURE, found(BASE["steps"][0], bad))["state"] == "differs"
+    for steps, state in ((("pause", "round"), "differs"), (("round",), "same bits")):  # another feature's is its own
+        assert judge(replace(FEATURE, steps=steps), found(BASE["steps"][0], bad))["state"] == state
 
 
 LOG = """[2026] INFO something
@@ -340,6 +351,20 @@ def test_calls_are_put_together(tmp_path):
     ]
     for order in (stages, stages[::-1]):
         assert script("collect").merged_features(order) == [line]
+
+
+def test_what_is_a_defect_is_a_missed_bar():
+    line = {"feature": "f", "engine": "base"}
+    missed = {
+        state
+        for state in stage.STATES
+        if any(row["met"] is False for row in script("collect").feature_rows([line | {"state": state}]))
+    }
+    assert missed == {"did not act", "differs", "fails"}
+    told = line | {"state": "same bits", "answers": 2, "differ": 1}
+    assert [row["met"] for row in script("collect").feature_rows([told])] == [True, None, None, False]
+    (row,) = script("collect").feature_rows([line | {"state": "not run"}])
+    assert row["met"] is None  # it has shown nothing, and is no success
 
 
 def test_the_page_without_results_says_what_is_asked(monkeypatch, tmp_path):

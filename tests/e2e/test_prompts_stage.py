@@ -43,3 +43,12 @@ def test_passes_by_graph_are_those_of_prefill():
         "[2026-11-23 04:00:02] Prefill batch, #new-seq: 1, #new-token: 9, cuda graph: False, input throughput 1.0",
     ]
     assert prompts_stage.prefills(log) == {"true": 1, "false": 1}
+
+
+def test_what_the_graphs_hold_is_the_cards_that_has_most():
+    log = [
+        "[2026-11-23 06:58:42 TP1] Capture target prefill CUDA graph end. elapsed=10.9 s, mem usage=3.36 GB, avail.",
+        "[2026-11-23 06:58:42 TP0] Capture target prefill CUDA graph end. elapsed=10.9 s, mem usage=3.31 GB, avail.",
+        "[2026-11-23 06:58:45 TP0] Capture target decode CUDA graph end. elapsed=4.5 s, mem usage=14.73 GB, avail.",
+    ]
+    assert prompts_stage.graphs_gib(log) == 3.36 and prompts_stage.graphs_gib(log[2:]) is None

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.e2e import faults_stage
+from tests.e2e import faults_stage, shortage_stage, soak_stage, start_stage
 from tests.e2e.made_sglang import HARNESS, SGLANG
 from tests.patching import wheels
 
@@ -33,7 +33,16 @@ def machine(tmp_path):
     scripts = tmp_path / "repo/tests/e2e"
     scripts.mkdir(parents=True)
     (scripts / "engine_case.py").write_text(engine_case)
-    for name in ("run_stage", "stages", "accepted_stage", "features_stage", "prompts_stage", "what_ran", "collect"):
+    for name in (
+        "run_stage",
+        "stages",
+        "accepted_stage",
+        "features_stage",
+        "pieces_stage",
+        "prompts_stage",
+        "what_ran",
+        "collect",
+    ):
         (scripts / f"{name}.py").write_text((HERE / f"{name}.py").read_text())
     (scripts / "drafts_plugin").symlink_to(HERE / "drafts_plugin")
     package = tmp_path / "repo/deepseek_v4_sm120"
@@ -237,6 +246,14 @@ def test_short_prompts_and_passes_with_and_without_graphs(machine):
     assert unmet == ["engines without a prefill pass in graphs"]
 
 
+def test_graphs_as_a_plan_has_them_and_what_they_hold(machine):
+    assert machine("prompts_planned").returncode == 0
+    rows = {r["metric"]: r for r in rows_of(machine.out / "stage_prompts_planned.json")}
+    assert rows["prefill graphs hold, GiB"]["value"] == 1.12 and rows["prefill passes in graphs"]["value"] > 15
+    bars = [r["bar"] for r in rows_of(machine.out / "stage_prompts_planned.json") if "1x1024" in r["case"]]
+    assert 100.0 in bars
+
+
 def test_answers_that_are_no_numbers_are_not_the_same(machine):
     ended = machine("reproducible", "--only", "same_8192", FAKE_NAN="same_8192")
     assert ended.returncode == 1 and "log-probabilities of an answer are no numbers, as nan" in ended.stdout
@@ -263,7 +280,9 @@ def test_results_go_under_their_release_and_name(machine, tmp_path):
     assert names == {"e2e_sglang_0.0.0.fake.json", "e2e_four_cards_sglang_0.0.0.fake.json"}
     stages = script("run_stage").STAGES
     grouped = [s for group in script("collect").RESULTS.values() for s in group]
-    assert sorted(grouped) == sorted([*stages, faults_stage.STAGE])
+    assert sorted(grouped) == sorted(
+        [*stages, *(one.STAGE for one in (faults_stage, shortage_stage, soak_stage, start_stage))]
+    )
     known = script("collect").IMPLEMENTATIONS
     assert {case.name for cases in stages.values() for case in cases} <= known.keys()
     mixed = [json.loads(path.read_text()) for path in paths]
@@ -420,6 +439,15 @@ def test_unmeasured_launches_have_no_row_and_batches_one_of_each():
     old = {"step_ms_best": 9.0, "launches_per_step": 0.0, "busy_us_per_step": 0, "kernels": []}
     assert [r["metric"] for r in table.timing_rows("ops43", {"1": old})] == ["decode step, ms, best"]
 
+    bars = {r["metric"]: (r["value"], r["met"]) for r in table.timing_rows("ops43_whole", {"1": old}) if r["bar"]}
+    assert bars == {"decode step, ms, worst": (None, False), "launches per step": (None, False)}
+    bars = {r["metric"]: r["met"] for r in table.timing_rows("ops43_whole", {"8": old | {"step_ms_median": 11.5}})}
+    assert bars == {"decode step, ms, best": None, "decode step, ms, worst": True}
+    beyond = old | {"step_ms_worst": 5.6, "launches_per_step": 950.0, "uneven_launches": 0, "busy_us_per_step": 1}
+    assert {r["metric"]: r["met"] for r in table.timing_rows("ops43_whole", {"1": beyond}) if r["bar"]} == {
+        "decode step, ms, worst": False, "launches per step": True
+    }  # fmt: skip
+
     def found(prompt, positions, same, mean, greatest):
         keys = ("prompt", "positions", "same_greatest", "mean", "greatest", "repeated")
         return dict(zip(keys, (prompt, positions, same, mean, greatest, []), strict=True))
@@ -438,21 +466,6 @@ def test_a_second_process_must_have_the_same_bits(run, against, issue, greatest,
     found = {"what": "x", "run": run, "against": against, "rows": [answer | {"repeated": repeated}]}
     judged = [r for r in script("collect").difference_rows(found) if r["bar"] is not None]
     assert len(judged) == 3 and all(r["issue"] == issue for r in judged) and all(r["met"] for r in judged) is met
-
-
-def test_every_patch_of_a_shadow_run_is_judged_by_its_own_bound_and_issue():
-    numbers = {"relative_l2_mean": 0.003, "row_relative_l2_max": 0.006, "nonfinite_ours": 0, "nonfinite_original": 0}
-    common = numbers | {"calls": 4, "bad_calls": 0, "captured": False, "shape": {"rows": 8}, "layer": 1}
-    records = [
-        common | {"patch": "sparse_decode", "bound": 0.004, "relative_l2_max": 0.005, "absolute_error_max": 0.1},
-        common | {"patch": "mxfp4_moe", "bound": 0.008, "relative_l2_max": 0.005, "absolute_error_max": 0.1},
-        common | {"patch": "index_select", "bound": 0.0, "relative_l2_max": 0.1, "absolute_error_max": 3.0},
-    ]
-    rows = script("collect").shadow_rows("ops_shadow", records)
-    judged = {(r["issue"], r["case"], r["value"], r["bar"]): r["met"] for r in rows if "greatest" in r["metric"]}
-    assert judged[2, "ops_shadow, sparse_decode, all calls", 0.005, 0.004] is False
-    assert judged[6, "ops_shadow, mxfp4_moe, all calls", 0.005, 0.008] is True
-    assert judged[5, "ops_shadow, index_select", 3.0, 0] is False
 
 
 def test_a_crash_is_a_failed_bar(machine):
@@ -475,23 +488,31 @@ def test_no_such_case_and_no_such_folder(machine):
     assert "does not exist" in machine("ops", "--harness", "/nowhere").stderr
 
 
-def test_records_that_only_count_have_no_verdict():
-    """A share of guesses that are others: no bound could be passed, so none is said to be met."""
-    record = {"calls": 2, "bad_calls": 0, "captured": False, "layer": 0, "shape": {"rows": 1}, "bound": 1.0}
-    record |= {"relative_l2_max": 1.0, "relative_l2_mean": 0.5, "row_relative_l2_max": 1.0, "absolute_error_max": 1.0}
-    record |= {"nonfinite_ours": 0, "nonfinite_original": 0}
-    verdicts = {}
-    for patch in ("draft_head_guesses", "draft_head"):
-        rows = script("collect").patch_rows("eagle314_shadow", "ours", patch, [record])
-        verdicts[patch] = {row["metric"] for row in rows if row["met"] is not None}
-    bounds = {"relative L2 of a call, greatest", "calls above the bound"}
-    assert verdicts["draft_head"] - verdicts["draft_head_guesses"] == bounds
-    assert verdicts["draft_head_guesses"] == {"non-finite elements of ours only"}
-
-
 @pytest.mark.parametrize("answers, differ, met", [(4, 0, True), (4, 1, False), (0, 0, False)])
 def test_of_no_answers_none_is_the_same(answers, differ, met):
     seen = {"answers": answers, "differ": differ}
     left = {"shm": [], "shm_of_sglang": {}, "processes": [], "gpu_mib": 0}
     rows = script("collect").fault_rows({"cases": {"two_engines": seen}, "left": left, "ways": {}})
     assert [row["met"] for row in rows if row["metric"] == "answers that differ"] == [met]
+
+
+def test_what_one_order_costs_a_prompt():
+    """A prompt that takes a fifth longer misses the bar; so does one without the run beside it."""
+    case = {"exit": 0, "patched": True, "reports": []}
+    timed = {"1": {"prefill_ms": 100.0}, "8": {"prefill_ms": 400.0}}
+    slower = {"1": {"prefill_ms": 109.0}, "8": {"prefill_ms": 480.0}}
+    long = {"prompt": 32000, "first_token_ms": 2000.0, "kernels": [["a", 1, 1.0]]}
+    cases = {
+        "cost43_without": case | {"rows": timed, "prefill": long},
+        "cost43_reproducible": case | {"rows": slower, "prefill": long | {"first_token_ms": 2100.0}},
+    }
+    rows = script("collect").cost_rows({"cases": cases})
+    assert [(r["case"], r["value"], r["met"], r["issue"]) for r in rows] == [
+        ("43 layers, prompt of 1,024 tokens", 1.09, True, 21),
+        ("43 layers, 8 prompts of 1,024 tokens", 1.2, False, 21),
+        ("43 layers, prompt of 32,000 tokens", 1.05, True, 21),
+    ]
+    del cases["cost43_without"]
+    rows = script("collect").cost_rows({"cases": cases})
+    assert [(r["value"], r["met"]) for r in rows] == [(None, False)] * 3
+    assert script("collect").cost_rows({"cases": {}}) == []

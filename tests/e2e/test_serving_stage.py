@@ -132,6 +132,23 @@ def test_both_servers_are_compared_and_pass_the_gates(stage):
     assert (out / "stock.log").exists()
 
 
+def test_speculation_is_compared_by_commands(stage):
+    """--spec as a user has it, over two cards; the fake server tells two tokens a step."""
+    done, out = stage("--spec", "--cards", "2", "--cells", "single", "--spec-start-s", "5", "--commit", "abc123")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((out / "result.json").read_text())
+    assert [variant["refused"] + variant["incomplete"] for variant in result["variants"]] == [[], []]
+    assert [variant["name"].split(":")[0] for variant in result["variants"]] == [
+        "without speculation",
+        "with speculation",
+    ]
+    sides = [side["identity"] for variant in result["variants"] for side in variant["sides"].values()]
+    assert [who["patch"] for who in sides[1::2]] == [{"sparse_decode": "APPLIED (validation mode ops)"}] * 2
+    assert all("--tp-size 2" in who["command"] for who in sides)
+    assert ["--speculative-num-steps 3" in who["command"] for who in sides] == [False, False, True, True]
+    assert "acceptance_length" in (out / "report.md").read_text() and ", 2 cards" in result["title"]
+
+
 def test_a_faulty_patch_fails_its_gates_and_no_speculation_is_said(stage):
     done, out = stage("--only-gates", "--gpus", "0", "0", "1", "1", OPS="batch_variant", SPECULATING="no_start")
     assert done.returncode == 0, done.stdout + done.stderr

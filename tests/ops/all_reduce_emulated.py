@@ -146,7 +146,8 @@ class Emulated:
             return
         patience = rest["patience_s"]
         if self._fault:
-            patience = SHORT_S if self._fault["way"] in (way, "both") else LONG_S
+            lost = self._fault["what"] in ("dies", "raises", "hangs", "does not come")
+            patience = SHORT_S if lost and self._fault["way"] in (way, "both") else LONG_S
         pointers = map(ctypes.c_void_p, (state, fault))
         sizes = map(ctypes.c_int64, (rest["one_shot_vectors"], rest["two_shot_vectors"]))
         self._library.emulated_all_reduce(
@@ -178,7 +179,13 @@ class Emulated:
 
 def stand_in(library: Path, fault: dict | None = None, rank: int = -1) -> None:
     """From here on this process's card is its CPU. Not to be undone: for processes of a test."""
-    emulated, zeros = Emulated(library, fault, rank), torch.zeros
+    emulated, zeros, randn = Emulated(library, fault, rank), torch.zeros, torch.randn
+
+    def randn_of_this_card(*size, generator, **options):
+        """CUDA deals its numbers to a grid as large as the card, so cards of two sizes draw others from one seed."""
+        return randn(*size, generator=generator.manual_seed(generator.initial_seed() + 1000 * rank), **options)
+
+    torch.randn = randn_of_this_card
     extension.load = lambda: emulated
     torch.zeros = lambda *size, pin_memory=False, **options: zeros(*size, **options)
     torch.cuda.device = contextlib.nullcontext

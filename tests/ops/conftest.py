@@ -36,7 +36,7 @@ class FakeExtension(types.SimpleNamespace):
             sparse_decode_workspace=lambda **sizes: (4096 * sizes["rows"], 4 * sizes["rows"]),
             calls=[],  # (name, arguments)
         )
-        for name in ("index_select", "mqa_logits", "topk_select", "sparse_decode"):
+        for name in ("index_select", "mqa_logits", "topk_select", "dealt_slots", "sparse_decode"):
             setattr(self, name, lambda name=name, **call: self.calls.append((name, call)))
 
 

@@ -100,6 +100,14 @@ def test_a_way_that_fails_on_one_rank_is_taken_on_none(what, program):
     )
 
 
+@pytest.mark.parametrize("what", ["dies", "raises", "does not come", "wrong bits"])
+def test_what_host_memory_does_is_not_said_of_peers(what, program):
+    """It is tried behind them, by the same processes."""
+    found = agreed(2, program, {"rank": 1, "way": "host", "what": what})
+    assert found.transport == "peer" and found.ways["peer"].us == {rows: 5.0 + rows for rows in probe.ROWS}
+    assert re.search(FAULTS[what], found.ways["host"].problem) and found.ways["peer"].problem is None
+
+
 @pytest.mark.parametrize("what", ["dies", "wrong bits"])
 def test_where_no_way_is_right_the_sums_stay_sglangs(what, program, monkeypatch):
     """And no process is left."""

@@ -40,7 +40,7 @@ def test_a_group_that_cannot_be_is_refused_before_anything_is_made(wrong, text):
 def group_of(**changes):
     made = object.__new__(op.AllReduce)
     vars(made).update(rank=0, ranks=4, device=torch.device("cpu"), max_rows=128, hidden=256, transport="peer")
-    vars(made).update(_sizes=op.vectors(128, 256), slot_vectors=1000, _patience_s=None, _traps=True)
+    vars(made).update(_sizes=op.vectors(128, 256), slot_vectors=1000, _patience_s=op.PATIENCE_S, _traps=True)
     vars(made).update(_places=torch.zeros(4, dtype=torch.uint64), _state=torch.zeros(10), _fault=torch.zeros(6))
     vars(made).update(changes)
     return made
@@ -95,14 +95,13 @@ def test_another_card_is_refused(launched):
     assert launched == [] and not group_of(device=torch.device("cuda", 1)).takes(x_of(1))
 
 
-def test_patience_is_longer_outside_of_graphs(launched, monkeypatch):
-    """Ranks compile kernels there; a probe has its own."""
+def test_patience_is_the_same_in_graphs_and_outside(launched, monkeypatch):
+    """A rank may keep the others waiting in either; a probe has its own."""
     op.all_reduce(x_of(1), group_of())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     op.all_reduce(x_of(1), group_of())
     op.all_reduce(x_of(1), group_of(_patience_s=2.0))
-    assert [call["patience_s"] for call in launched] == [op.EAGER_PATIENCE_S, op.PATIENCE_S, 2.0]
-    assert op.PATIENCE_S < op.EAGER_PATIENCE_S
+    assert [call["patience_s"] for call in launched] == [op.PATIENCE_S, op.PATIENCE_S, 2.0]
 
 
 # ---- gathers

@@ -51,6 +51,7 @@ def _calls() -> dict[str, tuple[str, dict]]:
     moe_shape = mxfp4_moe.Shape(ROWS, hidden=256, inter=128, experts=4, topk=2)
     moe = mxfp4_moe.make_inputs(moe_shape, device="cpu").arguments()
     chosen = {"out": int32(ROWS, 512), "entries": int32(ROWS, 512), "logits": torch.zeros(ROWS, 512)}
+    dealt = {"dealt": int32(2, -(-ROWS // 2), 512), "out": chosen["out"], "entries": chosen["entries"]}
     table = {"lengths": int32(ROWS), "page_table": int32(ROWS, 10)}
     keys = {"k_pages": index_select.new_pages(5, False), "weights": torch.zeros(ROWS, 64), **table}
     fp4_keys = {**keys, "k_pages": index_select.new_pages(5, True), "q_scales": int32(ROWS, 1, 64)}
@@ -86,6 +87,7 @@ def _calls() -> dict[str, tuple[str, dict]]:
         "mqa_logits": ("index_select", {"q": e4m3(ROWS, 1, 64, 128), **keys, "out": torch.zeros(ROWS, 640)}),
         "mqa_logits, fp4": ("index_select", {"q": torch.zeros(ROWS, 1, 64, 64).char(), **fp4_keys}),
         "topk_select": ("index_select", {"scores": torch.zeros(ROWS, 600), **table, **chosen}),
+        "dealt_slots": ("index_select", {**dealt, "page_table": int32(ROWS, 10), "num_pages": 5}),
         "sparse_decode": ("sparse_decode", {**attention, **extra}),
         "sparse_decode, table": ("sparse_decode", {**attention, **by_table}),
     }
@@ -98,12 +100,13 @@ BAD_VALUES = {
     "all_reduce": [("algorithm", "three_shot")],
     "compressor": [("norm_eps", 0.0), ("norm_eps", math.nan), ("page_size", 48), ("page_size", 0), ("fp4", True)],
     "bf16_linear": [("out_dtype", torch.float16)],
-    "mhc": [*BAD_MHC, ("sinkhorn_iters", 0), BAD_SUM],
+    "mhc": [*BAD_MHC, ("sinkhorn_iters", 0), BAD_SUM, ("ready", print), ("held_sms", 28)],
     "mhc_pre": [*BAD_MHC, ("sinkhorn_iters", 0), ("kernels", "many")],
     "mhc_head": [*BAD_MHC, ("kernels", "many"), BAD_SUM],
     "mxfp4_moe": [("activations", "fp4")],
     "index_select": [("k", 0), ("k", 1025), ("k", 1.0)],
     "topk_select": [("k", 0), ("k", 1025)],
+    "dealt_slots": [("num_pages", 0), ("num_pages", 5.0)],
 }
 # what has no wrong value, or none that is looked at: hints, factors, positions of a rank's experts; a group of ranks,
 # which test_all_reduce_validation.py has
@@ -119,13 +122,13 @@ UNCHECKED = {
     "index_select": {"rows_per_request"},
     "mqa_logits": {"rows_per_request"},
     "topk_select": {"num_pages"},
-    "sparse_decode": {"softmax_scale", "return_lse", "prefill"},
+    "sparse_decode": {"softmax_scale", "return_lse", "prefill", "pairs"},
 }
 # of the public functions of ops: sizes and predicates, and parts of mxfp4_moe behind its checks, for tests and benches
 NO_CHECKS = {
     *("takes", "takes_sum", "summing_rows", "takes_prefill", "has_fp8_mma", "width", "entry_page_bytes"),
     *("check_product", "check_weight", "num_whole_tiles", "cut", "make_tiles", "run_grouped"),
-    *("algorithm_for", "describe_fault", "is_exiting", "made_together"),
+    *("algorithm_for", "describe_fault", "is_exiting", "made_together", "is_narrow", "multiplies_block_scaled"),
 }
 ANY_STRIDES = {"weight_scale", "kv_pages", "extra_kv_pages", "k_pages"}
 ALIGNED = {

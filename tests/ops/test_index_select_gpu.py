@@ -291,31 +291,77 @@ def test_scratch_is_bounded_whatever_the_context(rows, columns, limit, device):
         assert torch.equal(out, index_select(**inputs.arguments()).expand(rows, -1))
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("fp4", [False, True])
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 1024), (2, 515), (4, 1030), (8, 257)])
-def test_rows_dealt_to_ranks_have_the_bits_of_the_whole_call(ranks, rows, fp4, device):
-    """All ranks on this card, one after the other: each rank's own rows first, then what it makes of all of them."""
+def test_rows_dealt_to_ranks_have_the_bits_of_the_whole_call(ranks, rows, fp4, wide, device):
+    """All ranks on this card, one after the other, each with pages of its own: its own rows first, then what it makes
+    of all of them. wide: a table of 65,536 entries a row and more, whose lists are of 32 bits."""
     lengths = tuple(300 + 4700 * row // rows for row in range(rows))
-    inputs = make_inputs(Shape(rows, lengths, fp4, rows_per_request=64), device=device)
-    more = {"rows_per_request": adapter.SHARED_PAGES}
-    deferred = adapter.Deferred(inputs.q, inputs.q_scales, inputs.k_pages, inputs.weights, 4, None, ())
-    whole, whole_entries, _ = select(inputs, **more)
-    parts: dict[int, list] = {rank: [] for rank in range(ranks)}
+    columns = 1024 if wide else None
+    base = make_inputs(Shape(rows, lengths, fp4, rows_per_request=64, columns=columns), device=device)
+    inputs = [_in_other_pages(base, rank) for rank in range(ranks)]
+    wholes = [select(one, rows_per_request=adapter.SHARED_PAGES)[:2] for one in inputs]
+    assert not torch.equal(wholes[0][0], wholes[1][0]) and torch.equal(wholes[0][1], wholes[1][1])
+    parts: list[torch.Tensor] = []
 
     def run(rank, gather):
+        one = inputs[rank]
+        deferred = adapter.Deferred(one.q, one.q_scales, one.k_pages, one.weights, 4, None, ())
         coordinator = SimpleNamespace(world_size=ranks, rank_in_group=rank, all_gather_into_tensor=gather)
-        select_rows = functools.partial(adapter._select, deferred, inputs.lengths[:, None], inputs.page_table)
-        out, entries = torch.full_like(whole, -7), torch.full_like(whole, -7)
-        index_select_dealt.deal(coordinator, select_rows, out, entries)
+        select_rows = functools.partial(adapter._select, deferred, one.lengths[:, None], one.page_table)
+        out, entries = torch.full_like(wholes[rank][0], -7), torch.full_like(wholes[rank][0], -7)
+        index_select_dealt.deal(coordinator, select_rows, one.page_table, len(one.k_pages), out, entries)
         return out, entries
 
     for rank in range(ranks):
-        run(rank, lambda output, input, rank=rank: parts[rank].append(input.clone()))
-    for rank in range(ranks):
-        turns = iter(range(2))
-        out, entries = run(rank, lambda output, input, turns=turns: _all_of(parts, next(turns), output))
-        assert torch.equal(out, whole) and torch.equal(entries, whole_entries)
+        run(rank, lambda output, input: (parts.append(input.clone()), output.zero_()))
+    assert parts[0].shape == (-(-rows // ranks), 512 * (4 if wide else 2))
+    for rank, (slots, chosen) in enumerate(wholes):
+        out, entries = run(rank, lambda output, input: output.copy_(torch.cat(parts)))
+        assert torch.equal(out, slots) and torch.equal(entries, chosen)
 
 
-def _all_of(parts: dict[int, list], turn: int, output: torch.Tensor) -> None:
-    output.copy_(torch.cat([part[turn] for part in parts.values()]))
+def _in_other_pages(inputs: Inputs, rank: int) -> Inputs:
+    """The same keys where another rank has them."""
+    count, device = len(inputs.k_pages), inputs.k_pages.device
+    moved = torch.randperm(count, generator=torch.Generator().manual_seed(rank)).to(device)
+    table = inputs.page_table.long()
+    table = torch.where(table < count, moved[table.clamp_max(count - 1)], table).to(torch.int32)
+    return dataclasses.replace(inputs, k_pages=inputs.k_pages[moved.argsort()], page_table=table)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+@pytest.mark.parametrize(("ranks", "rows", "k", "columns"), [(1, 3, 1, 1), (2, 7, 512, 1023), (8, 3, 1024, 90)])
+def test_slots_of_dealt_entries(ranks, rows, k, columns, dtype, device):
+    """None, entries outside of the table and pages outside of the pool are -1; nothing beside the lists is written."""
+    generator = torch.Generator().manual_seed(k)
+    width, each = 64 * columns, -(-rows // ranks)
+    dealt = torch.randint(-1, width + 64, (ranks, each, k), generator=generator)
+    dealt[:, :, -1] = -1
+    tables = torch.randint(-2, 50, (rows, columns + 3), generator=generator, dtype=torch.int32)
+    tables[:, columns:] = 7  # not this call's
+    dealt, table = dealt.to(dtype).to(device), tables.to(device)[:, :columns]
+    memory = torch.full((2, rows, k + 5), -9, dtype=torch.int32, device=device)
+    out, entries = memory[0, :, :k], memory[1, :, :k]
+    assert op.dealt_slots(dealt, table, num_pages=41, out=out, entries=entries) is out
+    slots, found = reference.dealt_slots(dealt, table, num_pages=41)
+    assert torch.equal(out, slots) and torch.equal(entries, found) and (k == 1 or found.ge(0).any())
+    assert memory[:, :, k:].eq(-9).all()
+    assert torch.equal(op.dealt_slots(dealt, table, num_pages=41), slots)
+
+
+def test_slots_of_dealt_entries_in_a_graph_and_of_many_rows(device):
+    rows, k = 70_001, 8
+    table = torch.arange(rows, dtype=torch.int32, device=device)[:, None]
+    dealt = torch.zeros((2, 35_001, k), dtype=torch.int16, device=device)
+    out = torch.empty((rows, k), dtype=torch.int32, device=device)
+    op.dealt_slots(dealt, table, num_pages=rows, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op.dealt_slots(dealt, table, num_pages=rows, out=out)
+    for value in (0, 63):
+        dealt.fill_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, (64 * table + value).expand(-1, k))

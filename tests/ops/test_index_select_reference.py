@@ -102,3 +102,18 @@ def test_fp4_rounding_of_ties_and_signs():
     packed, exponents = reference.quantise_fp4(x)
     assert exponents[0, 0] == 127
     assert reference.fp4_values(packed)[0, :8].tolist() == [6.0, 0.0, 0.5, 1.0, 2.0, 4.0, 0.0, -6.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_slots_of_dealt_entries_one_at_a_time(dtype):
+    generator = torch.Generator().manual_seed(0)
+    ranks, rows, columns, k, pages = 3, 7, 4, 40, 5
+    table = torch.randint(-2, 9, (rows, columns), generator=generator, dtype=torch.int32)
+    dealt = torch.randint(-1, 64 * columns + 30, (ranks, 3, k), generator=generator)
+    slots, entries = reference.dealt_slots(dealt.to(dtype), table, num_pages=pages)
+    for row in range(rows):
+        for at, entry in enumerate(dealt[row % ranks, row // ranks].tolist()):
+            is_entry = 0 <= entry < 64 * columns
+            page = int(table[row, entry // 64]) if is_entry else -1
+            assert int(entries[row, at]) == (entry if is_entry else -1)
+            assert int(slots[row, at]) == (64 * page + entry % 64 if 0 <= page < pages else -1)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -141,3 +142,53 @@ def test_topk_without_and_with_a_table(on_cpu, fake):
 def test_no_rows_is_no_launch(on_cpu, fake):
     empty = {name: tensor[:0] if name != "k_pages" else tensor for name, tensor in good().items()}
     assert op.index_select(**empty).shape == (0, 512) and fake.calls == []
+
+
+def dealt(**changes) -> dict:
+    arguments = {"dealt": int32(2, 2, 77), "page_table": int32(ROWS, 20)[:, :10], "num_pages": 5}
+    return {**arguments, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dealt": int32(2, 3, 77)}, "dealt must have 3 rows as even parts, page_table's, got [2, 3, 77]"),
+        ({"dealt": int32(0, 2, 77)}, "dealt must have 3 rows as even parts, page_table's, got [0, 2, 77]"),
+        ({"dealt": int32(2, 2, 1025)}, "k must be an int in 1..1024, got 1025"),
+        ({"dealt": int32(2, 2, 77).long()}, "dealt.dtype must be torch.int32 or torch.int16, got torch.int64"),
+        ({"page_table": int32(ROWS, 0)}, "page_table must have 1 to 16777216 entries a row, got 0"),
+        ({"page_table": int32(1, 2**18 + 1).expand(ROWS, -1)}, "page_table must have 1 to 16777216 entries a row"),
+        ({"out": int32(ROWS, 78)}, "out.shape must be [3, 77], got [3, 78]"),
+    ],
+)
+def test_refusals_of_dealt_entries(changes, words, fake):
+    with pytest.raises((TypeError, ValueError), match=re.escape(f"dealt_slots: {words}")):
+        op.dealt_slots(**dealt(**changes))
+    assert fake.calls == []
+
+
+def test_sixteen_bits_are_for_what_they_hold(on_cpu, fake):
+    """1,023 pages end at entry 65,471; with 1,024 the last entry would be none."""
+    short = int32(2, 2, 77).short()
+    for columns, is_narrow in ((1, True), (1023, True), (1024, False), (5000, False)):
+        table = int32(ROWS, columns)
+        assert op.is_narrow(table) is is_narrow
+        if is_narrow:
+            op.dealt_slots(**dealt(dealt=short, page_table=table))
+            assert fake.calls[-1][1]["narrow"] is True and fake.calls[-1][1]["width"] == 64 * columns
+        else:
+            with pytest.raises(TypeError, match=f"dealt.dtype must be torch.int32 for {64 * columns} entries a row"):
+                op.dealt_slots(**dealt(dealt=short, page_table=table))
+
+
+def test_slots_are_launched_behind_the_exchange(on_cpu, fake):
+    entries = int32(ROWS, 100)[:, :77]
+    out = op.dealt_slots(**dealt(entries=entries))
+    ((name, call),) = fake.calls
+    assert name == "dealt_slots" and call["pdl"] is False and call["stream"] == 7
+    assert (call["ranks"], call["rows"], call["k"], call["width"]) == (2, ROWS, 77, 640)
+    assert (call["page_table_stride"], call["num_pages"], call["narrow"]) == (20, 5, False)
+    assert (call["slots"], call["slots_stride"]) == (out.data_ptr(), 77)
+    assert (call["entries"], call["entries_stride"]) == (entries.data_ptr(), 100)
+    op.dealt_slots(int32(2, 0, 77), int32(0, 10), num_pages=5)
+    assert len(fake.calls) == 1

@@ -281,3 +281,23 @@ def test_calls_on_two_streams(rows, device):
                 found.append(mhc(**inputs.boundary()))
     torch.cuda.synchronize()
     assert all(equal(parts, expected[i % 2]) for i, parts in enumerate(found))
+
+
+@pytest.mark.parametrize("late_us", [0, 20, 1000, 10000])
+def test_a_programmatic_launch_behind_another_streams_event(late_us, device):
+    """What docs/programmatic_launch.md says of eager launches: the event counts, not the kernel in front alone."""
+    inputs = make_inputs(Shape(1076), seed=late_us, device=device).post_only()
+    other, side = torch.randn_like(inputs["f"]), torch.cuda.Stream(priority=-1)
+    want = mhc_post(**inputs | {"f": inputs["f"] + other})
+    for _ in range(10):
+        main, f = torch.cuda.current_stream(), inputs["f"].clone()
+        torch.cuda._sleep(20_000_000)  # the card is behind the host
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1800 * late_us)
+            f.add_(other)
+        done = side.record_event()
+        mhc_post(**inputs)  # which lets the next begin early
+        main.wait_event(done)
+        found = mhc_post(**inputs | {"f": f})
+        assert torch.equal(found, want)

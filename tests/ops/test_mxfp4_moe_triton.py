@@ -82,7 +82,7 @@ def signature_of(kernel, product: str, blocks: table.Blocks):
 
 
 @functools.cache
-def compiled(gemm: str, product: str, blocks: table.Blocks):
+def compiled(gemm: str, product: str, blocks: table.Blocks, arch: int = SM120):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -91,7 +91,7 @@ def compiled(gemm: str, product: str, blocks: table.Blocks):
 
     kernel = {"gate_up": kernels._gate_up_kernel, "down": kernels._down_kernel}[gemm]
     source = ASTSource(kernel, *signature_of(kernel, product, blocks))
-    return triton.compile(source, target=GPUTarget("cuda", SM120, 32), options={"num_warps": blocks.warps})
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": blocks.warps})
 
 
 def resources(ptx: str) -> tuple[int, int]:
@@ -140,6 +140,13 @@ def test_a_configuration_fits_sm_120a_and_uses_the_intended_instructions(gemm, p
     found = machine_instructions(kernel.asm["cubin"])
     expected = "QMMA.SF" if product == "w4a8" else "HMMA"
     assert found and all(name.startswith(expected) for name in found), found
+
+
+def test_which_triton_uses_the_block_scaled_instruction_on_a_gb10(monkeypatch):
+    """3.7.1 does not, 3.8.0 does (compiled here and by hand)."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 1))
+    ptx = compiled("down", "w4a8", table.DEFAULT["down"], SM120 + 1).asm["ptx"]
+    assert op.multiplies_block_scaled() == (BLOCK_SCALED_MMA in ptx) and (BF16_MMA in ptx) != (BLOCK_SCALED_MMA in ptx)
 
 
 # ---- tables and tiles

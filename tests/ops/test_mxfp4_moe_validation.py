@@ -74,6 +74,29 @@ def test_bad_input_is_named(name):
         call(**changes)
 
 
+WIDE = Shape(3, hidden=4096, inter=256, experts=3, topk=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("w13", 1 << 36), ("w2", 1 << 36), ("w13_scale", 1 << 34), ("w2_scale", 1 << 34)]
+)
+def test_what_32_bits_do_not_reach_is_refused_where_it_is_asked_for(name, most):
+    """On memory that nobody has: experts so far apart."""
+    given = {key: getattr(make_inputs(WIDE, device="cpu"), key) for key in NAMES}
+    given |= {key: value.to("meta") for key, value in given.items() if torch.is_tensor(value)}
+    _, rows, row_bytes = given[name].shape
+    apart = (most - rows * row_bytes) // 2
+    for stride, words in (
+        (apart, "hidden.device must be a CUDA device"),
+        (apart + 16, f"{name} must span at most {most}"),
+    ):
+        weights = torch.empty_strided(given[name].shape, (stride, row_bytes, 1), dtype=torch.uint8, device="meta")
+        with pytest.raises((ValueError, RuntimeError), match=f"^mxfp4_moe: {words}"):
+            mxfp4_moe(**(given | {name: weights}), reproducible=True)
+        with pytest.raises(RuntimeError, match="hidden.device must be a CUDA device"):
+            mxfp4_moe(**(given | {name: weights}))
+
+
 def test_the_pairs_of_a_launch():
     def problem(pairs):
         return extension.load().mxfp4_moe_problem(hidden=4096, inter=512, experts=256, pairs=pairs)

@@ -42,11 +42,12 @@ C128_LONG = CacheShape(2, 8192, lengths=(8192, 4096, 1500), ascending=True)
 EXTRAS = {"window": None, "C4": C4, "C4 Pro": C4_PRO, "C128 short": C128_SHORT, "C128 long": C128_LONG}
 
 
-@pytest.fixture(autouse=True, params=["few rows", "many rows"])
+@pytest.fixture(autouse=True, params=["few rows", "few rows in pairs", "many rows"])
 def kernel(request, monkeypatch):
-    """Every test runs through both kernels, whatever its number of rows and heads."""
-    many = request.param == "many rows"
+    """Every test runs through all kernels, whatever its number of rows and heads."""
+    many, pairs = request.param == "many rows", request.param == "few rows in pairs"
     monkeypatch.setattr("deepseek_v4_sm120.ops.sparse_decode.PREFILL_ROWS", 1 if many else 10**9)
+    monkeypatch.setattr("deepseek_v4_sm120.ops.sparse_decode.PAIR_ROWS", 1 if pairs else 10**9)
     monkeypatch.setattr("deepseek_v4_sm120.ops.sparse_decode.PREFILL_HEADS", 1)
     return request.param
 

@@ -1,4 +1,4 @@
-"""Candidates from a page table (extra_page_table) against the list that it stands for: the same bits, both kernels."""
+"""Candidates from a page table (extra_page_table) against the list that it stands for: the same bits, all kernels."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ WINDOW = CacheShape(256, 128, lengths=(128, 77, 0))
 RAGGED = (0, 1, 31, 32, 33, 64, 255, 256, -7, 2**31 - 1, -(2**31), 250)
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["few rows", "many rows"])
-def prefill(request):
-    """Every test runs through both kernels."""
-    return request.param
+@pytest.fixture(autouse=True, params=["few rows", "few rows in pairs", "many rows"])
+def prefill(request, monkeypatch):
+    """Every test runs through all kernels."""
+    pairs = request.param == "few rows in pairs"
+    monkeypatch.setattr("deepseek_v4_sm120.ops.sparse_decode.PAIR_ROWS", 1 if pairs else 10**9)
+    return request.param == "many rows"
 
 
 def by_list(inputs: Inputs, prefill: bool):

@@ -158,6 +158,8 @@ def test_accuracy_measures_can_fail():
     truth = torch.full((100,), 1.0)
     assert relative_error(truth * 1.004, truth) == pytest.approx(0.004, rel=1e-3)
     assert relative_error(truth * float("nan"), truth) == math.inf
+    for one, other in ((truth, truth * math.inf), (truth * math.inf, truth), (truth * math.inf,) * 2):
+        assert relative_error(one, other) == math.inf
     assert relative_error(torch.zeros(3), torch.zeros(3)) == 0.0 and relative_error(truth, truth * 0) == math.inf
     assert complaint(truth * 1.01, truth, FLASHMLA_OUT) is not None  # inside both tolerances, but the cosine
     assert "NaN" in complaint(truth * float("nan"), truth, FLASHMLA_OUT)

@@ -251,12 +251,12 @@ def stream(fake, monkeypatch):
     return Stream(monkeypatch)
 
 
-def launch(arguments, lse=None, prefill=None):
+def launch(arguments, lse=None, prefill=None, pairs=None):
     extra = ("extra_kv_pages", "extra_indices", "extra_topk_length", "extra_page_table", "extra_page_table_rows")
     out = torch.empty_like(arguments["q"])
     caches = [arguments.get(name) for name in ("q", "kv_pages", "indices", "topk_length")]
     of_extra = tuple(arguments.get(name) for name in extra)
-    op._launch(*caches, of_extra, arguments.get("attn_sink"), 0.125, out, lse, prefill)
+    op._launch(*caches, of_extra, arguments.get("attn_sink"), 0.125, out, lse, prefill, pairs)
     return out
 
 
@@ -300,6 +300,7 @@ def test_the_call_that_reaches_the_extension(fake, stream):
         lse=lse.data_ptr(),
         num_sms=132,
         prefill=False,
+        pairs=False,
         pdl=True,
         stream=77,
     )
@@ -339,6 +340,20 @@ def test_sizes_choose_the_kernel_and_the_one_for_many_rows_takes_no_scratch(
     launch(good(q=bf16(rows, 1, heads, 512), extra_topk_length=None, attn_sink=None, **few), prefill=asked)
     _, call = fake.calls[0]
     assert call["prefill"] is chosen and bool(call["partials_bytes"]) is not chosen
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "pairs"),
+    [(op.PAIR_ROWS, None, True), (op.PAIR_ROWS - 1, None, False), (1, True, True), (op.PAIR_ROWS, False, False)],
+)
+def test_from_so_many_rows_on_they_go_in_pairs(fake, stream, rows, asked, pairs):
+    """And the scratch is that of the same kernel."""
+    of_scratch = []
+    fake.sparse_decode_workspace = lambda **sizes: of_scratch.append(sizes["pairs"]) or (0, 0)
+    few = dict(indices=int32(rows, 1, 128), extra_indices=int32(rows, 1, 128), topk_length=None)
+    launch(good(q=bf16(rows, 1, 32, 512), extra_topk_length=None, attn_sink=None, **few), pairs=asked)
+    assert [fake.calls[0][1]["pairs"]] == of_scratch == [pairs]
+    assert fake.calls[0][1]["prefill"] is False
 
 
 def test_absent_arguments_are_zero(fake, stream):

@@ -30,6 +30,15 @@ def test_scratch_is_bounded(binary):
         assert 0 <= control_words <= binary.sparse_decode_max_control_words, (case, control_words)
 
 
+def test_pairs_take_rows_of_up_to_40_leaves_and_no_scratch(binary):
+    """What the kernel for few rows has, and needs, where a row may be longer."""
+    sizes = dict(rows=64, heads=64, indices_width=100, num_sms=188)
+    for extra in (0, 512, 36 * 32):
+        assert binary.sparse_decode_workspace(**sizes, extra_indices_width=extra, pairs=True) == (0, 0)
+    few = binary.sparse_decode_workspace(**sizes, extra_indices_width=36 * 32 + 1)
+    assert few == binary.sparse_decode_workspace(**sizes, extra_indices_width=36 * 32 + 1, pairs=True) != (0, 0)
+
+
 def test_scratch_does_not_grow_with_the_width_of_a_captured_context(binary):
     for rows, heads in itertools.product((1, 16, 64, 256), (8, 64)):
         sizes = dict(rows=rows, heads=heads, indices_width=128, num_sms=188)

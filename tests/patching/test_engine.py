@@ -256,6 +256,15 @@ def test_unsupported_version_warns_once_and_runs_stock(host, said):
     assert "eng_host 2.0.1 is outside of what this release knows" in said[0][1]
 
 
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [("0.9.5", UNSUPPORTED), ("1.0.0.dev3", READY), ("1.0.0rc1", UNSUPPORTED), ("2.0.0.dev1", UNSUPPORTED)],
+)
+def test_only_a_build_ahead_of_the_first_release_is_judged_by_what_it_has(host, said, version, state):
+    host({"eng_host/_version.py": f"__version__ = '{version}'"})
+    assert states(make(function_target(sglang=">=1,<2"))) == [state]
+
+
 def test_not_applicable_is_quiet(host, said):
     host({"eng_host/_version.py": "__version__ = '1.9'"})
     assert states(make()) == [NOT_APPLICABLE]

@@ -6,7 +6,7 @@ import json
 import pytest
 
 import deepseek_v4_sm120
-from deepseek_v4_sm120.patching import import_hook, profile
+from deepseek_v4_sm120.patching import import_hook, profile, verdict
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.engine import APPLIED, BROKEN, NOT_APPLICABLE, READY
 from deepseek_v4_sm120.patching.spec import Patch, PatchError
@@ -59,6 +59,24 @@ def test_a_target_missing_after_its_import_takes_the_others_back(host, said, gpu
     assert "eng_host.late has no f after its import" in engine.records[0].reason
     assert engine.undo() == [] and kernels.f(a=1) == 1
     assert [level for level, _ in said] == ["INFO", "WARNING"]
+
+
+def test_what_somebody_put_on_top_of_ours_stays_and_stops_our_server(host, said, gpu):
+    host({"eng_host/late.py": "def f(**kwargs): return kwargs['a'] + kwargs.get('b', 0)\ndel f\n"})
+    engine = make(function_target(), function_target(where="eng_host.late:f", caller=None))
+    from eng_host import kernels
+
+    kernels.f = stranger = lambda **kwargs: "somebody's"
+    import eng_host.late  # noqa: F401
+
+    assert kernels.f is stranger
+    assert engine.disagreements == [
+        "job: eng_host.kernels:f cannot be taken back, somebody put another function on top of ours"
+    ]
+    assert enter() == "loaded", "not our GPU"
+    gpu(True)
+    with pytest.raises(PatchError, match="cannot be taken back"):
+        enter()
 
 
 def test_after_the_layers_are_made_there_is_no_way_back(host, said, gpu):
@@ -134,6 +152,17 @@ def test_children_leave_out_what_their_parent_left_out(host, said, gpu):
     assert "left out by the process that started this one: eng_host.kernels:f: consumed keys" in child.records[0].reason
 
 
+def test_a_child_has_what_its_parent_has(host, said, gpu):
+    host()
+    make()
+    gpu(True)
+    enter()
+    import_hook.forget()
+    child = make()
+    assert child.inherited is not None and [record.state for record in child.survey()] == [READY]
+    assert child.disagreements == child.problems() == []
+
+
 def test_a_child_that_cannot_have_what_its_parent_has_stops(host, said, gpu):
     host()
     make(needs=("eng_ours:fine",), settings=Settings(on_broken="warn"))
@@ -165,6 +194,16 @@ def test_a_child_needs_the_profile_no_more(host, said, gpu, tmp_path, monkeypatc
     path.unlink()
     child = make(settings=settings)
     assert states(child) == [NOT_APPLICABLE] and child.problems() == []
+
+
+def test_a_profile_that_no_variable_holds_is_left_to_the_children():
+    """Linux starts no process with a variable of 128 KiB."""
+    environ, mine = {}, verdict.identity("1.2.0")
+    for size, is_handed_on in ((1 << 10, True), (1 << 17, False)):
+        verdict.Verdict(mine, {"job": "why"}, {"warnings": ["x" * size]}).hand_over(environ)
+        found = verdict.inherited(environ, "1.2.0")
+        assert len(environ[verdict.VARIABLE]) < 1 << 17 and (found.profile is not None) == is_handed_on
+        assert found.left_out == {"job": "why"}
 
 
 def test_a_verdict_about_another_installation_is_none(host, said, gpu):

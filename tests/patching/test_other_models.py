@@ -172,7 +172,7 @@ def test_the_tables_sizes_are_the_binarys():
 @pytest.mark.parametrize("name", ["flash", "pro"])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_flash_and_pro_are_ours_at_every_tensor_parallelism(name, tp):
-    for config in (CONFIGS[name], models_table.built_in(name)):
+    for config in (CONFIGS[name], models_table.built_in(models.BUILT_IN[name])):
         assert [verdict for verdict in models_served.verdicts(config, tp) if not verdict.served] == []
     for field, key in models.FIELDS.items():
         assert getattr(models.BUILT_IN[name], field) == CONFIGS[name][key], key
@@ -206,7 +206,10 @@ def test_status_says_it(tmp_path):
     assert {row[1:] for row in models_table.of_model_text(found)[1:]} == {("SGLang's", "")}
     assert "never run with us" in models_table.of_model("pro", 8)["note"]
     assert models_table.of_model("flash", 2)["note"] == ""
-    with pytest.raises(CommandError, match="--model must be flash, pro, flash-0731, or a folder"):
+    for tp in (3, 0, -1, 128):
+        with pytest.raises(CommandError, match=f"--tp must be 1 or more and divide the model's 64 heads, got {tp}"):
+            models_table.of_model("flash", tp)
+    with pytest.raises(CommandError, match="--model must be flash, pro, flash-0731, a checkpoint"):
         models_table.of_model(str(tmp_path / "nothing"), 1)
     (tmp_path / "config.json").write_text("[]")
     os.mkfifo(tmp_path / "fifo")  # whoever only opened it would wait for ever

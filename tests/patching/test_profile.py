@@ -66,16 +66,17 @@ def test_a_foreign_profile_counts_for_nothing_and_is_told(tmp_path, proc, change
         ("{", "is not JSON"),
         ("[]", "is not one of ours"),
         ({"format": 99}, "is not one of ours"),
-        (GOOD | {"operators": {"sparse_decode": {}}}, "is damaged"),
-        (GOOD | {"identity": 3}, "is damaged"),
-        (GOOD | {"operators": {"x": {"winner": "ours", "wrong": []}}}, "is damaged"),
-        (GOOD | {"operators": {"x": {"winner": "ours", "left_out": 3}}}, "is damaged"),
-        (GOOD | {"operators": {"x": {"winner": "ours", "stock_over_ours": "fast"}}}, "is damaged"),
-        (GOOD | {"operators": {"x": {"winner": "ours", "stock_over_ours": True}}}, "is damaged"),
-        (GOOD | {"operators": {"x": {"winner": "ours", "stock_over_ours": -1.5}}}, "is damaged"),
-        (GOOD | {"operators": {"x": {"winner": "ours", "stock_over_ours": float("nan")}}}, "is not JSON"),
-        (GOOD | {"operators": {"x": {"winner": "ours", "wrong": {"ours": 3}}}}, "is damaged"),
-        (GOOD | {"operators": {"x": {"winner": "theirs"}}}, "has the winner 'theirs'"),
+        (GOOD | {"operators": {"sparse_decode": {}}}, "'sparse_decode' has no winner"),
+        (GOOD | {"operators": {"sparse_decode": []}}, "'sparse_decode' has no winner"),
+        (GOOD | {"identity": 3}, "no identity"),
+        (GOOD | {"operators": {"mhc": {"winner": "ours", "wrong": []}}}, "has wrong that is not"),
+        (GOOD | {"operators": {"mhc": {"winner": "ours", "left_out": 3}}}, "has left_out that is not"),
+        (GOOD | {"operators": {"mhc": {"winner": "ours", "stock_over_ours": "fast"}}}, "has stock_over_ours 'fast'"),
+        (GOOD | {"operators": {"mhc": {"winner": "ours", "stock_over_ours": True}}}, "has stock_over_ours True"),
+        (GOOD | {"operators": {"mhc": {"winner": "ours", "stock_over_ours": 0}}}, "has stock_over_ours 0"),
+        (GOOD | {"operators": {"mhc": {"winner": "ours", "stock_over_ours": float("nan")}}}, "is not JSON"),
+        (GOOD | {"operators": {"mhc": {"winner": "ours", "wrong": {"ours": 3}}}}, "has wrong that is not"),
+        (GOOD | {"operators": {"mhc": {"winner": "theirs"}}}, "has the winner 'theirs'"),
         (GOOD | {"operators": []}, "no operators"),
         (GOOD | {"identity": {}}, "lacks device, driver, sglang, package"),
         (GOOD | {"identity": {k: v for k, v in GOOD["identity"].items() if k != "driver"}}, "lacks driver"),
@@ -87,6 +88,7 @@ def test_a_foreign_profile_counts_for_nothing_and_is_told(tmp_path, proc, change
     ],
 )
 def test_a_corrupt_profile_is_one_sentence(tmp_path, content, words):
+    """All else in it is right: the operators are ours, and the machine is not known to be another."""
     found = profile.consult(write(tmp_path, content), None)
     assert words in found.problem and found.against("sparse_decode") is None
 
@@ -98,6 +100,12 @@ def test_an_operator_that_nobody_knows_is_a_problem_of_this_release_only(tmp_pat
     foreign = strange | {"identity": GOOD["identity"] | {"package": "9"}}  # of a release that may know it
     found = profile.consult(write(tmp_path, foreign), "0.5.17")
     assert found.problem is None and "another machine or release" in found.warnings[0]
+
+
+def test_a_profile_may_be_asked_about_another_machine(tmp_path, proc):
+    there = profile.Identity("GPU B", None, None, deepseek_v4_sm120.__version__)
+    path = write(tmp_path, GOOD | {"identity": GOOD["identity"] | {"device": "GPU B"}})
+    assert profile.consult(path, None, there).against("sparse_decode") and profile.consult(path, None).warnings
 
 
 @pytest.mark.parametrize("name", ["sglang", "driver"])
@@ -163,7 +171,7 @@ def test_who_decides_whether_an_operator_is_on(operator, measured, chosen, state
     monkeypatch.syspath_prepend(str(tmp_path))
     choices = {operator: chosen} if chosen else {}
     records = Engine(TABLE, "sglang", Settings(profile=path, choices=choices)).records
-    found = [r for r in records if (r.patch.serves or r.patch.name) == operator]
+    found = [r for r in records if (r.patch.serves or r.patch.name) == operator and not r.patch.default]
     assert found and {r.state for r in found} == {state}
     assert all(words in r.reason for r in found), [r.reason for r in found]
 

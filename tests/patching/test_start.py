@@ -20,7 +20,7 @@ import deepseek_v4_sm120
 from tests.e2e import stages
 from tests.loaded_python import Loaded
 from tests.patching.conftest import Python
-from tests.patching.wheels import unpacked
+from tests.patching.wheels import every_release, since, unpacked
 
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = HERE.parent / "requirements-sglang.txt"
@@ -178,7 +178,138 @@ def test_later_releases_resolve_with_our_settings(run, version):
     assert found["arguments"].get("prefill_decode_interval", 8) == 8
     assert not [name for name, (state, _) in found["states"].items() if state == "USER'S OWN"]
     on = {name for name, (state, _) in found["states"].items() if state == "ON"}
-    assert on == ({"prefill_decode_interval"} if version in ("0.5.20", "0.5.23") else set())
+    assert on == {"dealt_index"} | ({"prefill_decode_interval"} if version in ("0.5.20", "0.5.23") else set())
+
+
+EVERYTHING = """
+    import importlib, json, pkgutil, sys
+    sys.path[1:1] = [MACHINE]
+    import sm120_machine
+    sys.path += [WHEEL, PACKAGES]
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models
+    import sglang.srt.speculative
+    from sglang.srt.server_args import ServerArgs
+    from deepseek_v4_sm120 import patching
+    from deepseek_v4_sm120.sglang_patches import models_served
+    found = []
+    for more in MORE:
+        resolved = arguments = ServerArgs(model_path=MODEL, tp_size=2, skip_tokenizer_init=True, **more)
+        if hasattr(arguments, "resolve_once"):
+            from sglang.srt.arg_groups.overrides import resolved_view
+            arguments.resolve_once()
+            resolved = resolved_view(arguments)
+        found.append([resolved.attention_backend, resolved.speculative_num_draft_tokens])
+        of_experts = arguments if not more else of_experts
+    engine = patching.active_engine()
+    modules = {r.target.module for r in engine.records if r.state == "READY"}
+    users = {sglang.srt.models: "deepseek_v4", sglang.srt.speculative: ("eagle", "dspark", "frozen")}
+    for package, prefix in users.items():
+        names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+        modules |= {f"{package.__name__}.{name}" for name in names if name.startswith(prefix)}
+    for module in sorted(modules):
+        importlib.import_module(module)
+    engine.audit()
+
+    import torch
+    from types import SimpleNamespace
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.linear import ReplicatedLinear
+    from sglang.srt.layers.moe import MoeRunnerConfig, topk
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.token_dispatcher import standard
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+    from sglang.srt.layers.quantization import fp8
+    from sglang.srt.server_args import set_global_server_args_for_scheduler
+    from deepseek_v4_sm120.sglang_patches import device_gate
+    from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear, mxfp4_moe
+    set_global_server_args_for_scheduler(of_experts)
+    parallel_state._TP = SimpleNamespace(world_size=2, rank_in_group=0)
+    device_gate.serves = lambda device: True
+    experts = []
+    def operator(hidden, ids, weights, w13, w13_scale, w2, w2_scale, **more):
+        named = {name: more[name] for name in ("swiglu_limit", "up_first", "activations")}
+        experts.append([hidden.shape[0], str(w13_scale.dtype), list(w13_scale.shape), named])
+        return torch.zeros_like(hidden)
+    mxfp4_moe.op.mxfp4_moe = operator
+    config = fp8.Fp8Config.from_config(json.load(open(MODEL + "/config.json"))["quantization_config"])
+    config.is_fp4_experts = True  # as the loader says it
+    for backend in BACKENDS:
+        fp8.get_moe_runner_backend = lambda: MoeRunnerBackend(backend)
+        layer = object.__new__(FusedMoE)
+        torch.nn.Module.__init__(layer)
+        layer.hidden_size, layer.num_experts, layer.num_local_experts, layer.top_k, layer.layer_id = 4096, 4, 4, 2, 3
+        layer.moe_tp_size, layer.moe_tp_rank, layer.moe_ep_size, layer.moe_ep_rank = 2, 0, 1, 0
+        layer.moe_runner_config = MoeRunnerConfig(activation="silu", swiglu_limit=10.0)
+        layer.dispatcher = object.__new__(standard.StandardDispatcher)
+        method = config.get_quant_method(layer, "model.layers.3.mlp.experts")
+        method.create_weights(layer, 4, 4096, 256, torch.bfloat16, weight_loader=None)
+        method.create_moe_runner(layer, layer.moe_runner_config)
+        method.process_weights_after_loading(layer)
+        routed = topk.StandardTopKOutput(torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 4))
+        rows = standard.StandardDispatchOutput(torch.zeros(3, 4096, dtype=torch.bfloat16), None, routed)
+        assert method.apply(layer, rows).hidden_states.shape == (3, 4096)
+
+    linear = ReplicatedLinear(4096, 1024, bias=False, quant_config=config, prefix="model.layers.3.self_attn.wq_a")
+    linear.weight_scale_inv.data.fill_(1.0)
+    linear.quant_method.process_weights_after_loading(linear)
+    dense = []
+    def of_rows(x, weight, scale):
+        dense.append([list(x.shape), str(weight.dtype), list(weight.shape), str(scale.dtype), list(scale.shape)])
+        return torch.zeros(3, 1024, dtype=torch.bfloat16)
+    fp8_linear.op.fp8_linear, fp8_linear.process.has_our_model = of_rows, True
+    assert linear(torch.zeros(3, 4096, dtype=torch.bfloat16))[0].shape == (3, 1024)
+    print(json.dumps({
+        "arguments": found,
+        "experts": experts,
+        "dense": dense,
+        "told": models_served.announced()["model_type"],
+        "records": [[r.name, r.where, r.state, r.reason, r.by_name] for r in engine.records],
+    }))
+"""
+
+
+@every_release("0.5.13")
+def test_all_that_we_replace_is_replaced_in_the_real_modules_and_nothing_keeps_the_original(run, version):
+    """Every default that changes what is replaced is asked for, and what servers are started with resolves. A layer of
+    FP4 experts and a dense one go through SGLang's own classes, from their weights to their call, with stand-ins for
+    our operators."""
+    asked = [
+        ({}, None),
+        ({"dp_size": 2, "enable_dp_attention": True}, None),
+        ({"ep_size": 2}, None),
+        ({"enable_torch_compile": True}, None),
+    ]
+    for steps in (1, 3, 5):
+        eagle = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_steps": steps}
+        asked.append((eagle | {"speculative_num_draft_tokens": steps + 1}, steps + 1))
+    if since(version, "0.5.14"):  # what `reproducible` lets through
+        asked.append(({"enable_deterministic_inference": True}, None))
+    if since(version, "0.5.16"):
+        config = json.dumps({**stages.DSPARK_CONFIG, "num_hidden_layers": 6})
+        asked.append(({"speculative_algorithm": "DSPARK", "json_model_override_args": config}, 4))
+    everything = ("reproducible", "draft_head", "sums_in_pieces", "prefill_graphs", "prefill_decode_interval_0_5_17")
+    choices = ",".join(f"{name}=on" for name in everything)
+    backends = ["marlin", "flashinfer_mxfp4"][: 2 if since(version, "0.5.16") else 1]
+    code = EVERYTHING.replace("BACKENDS", repr(backends))
+    found = run(code, more=repr([more for more, _ in asked]), version=version, DSV4_SM120_SET=choices)
+    assert found["dense"] == [[[3, 4096], "torch.float8_e4m3fn", [1024, 4096], "torch.float32", [8, 32]]]
+    assert found["arguments"] == [["dsv4", tokens] for _, tokens in asked]
+    of_marlin = {"swiglu_limit": 10.0, "up_first": False, "activations": "bf16"}
+    of_cutlass = of_marlin | {"up_first": True, "activations": "mxfp8"}
+    assert (
+        found["experts"]
+        == [  # of each backend: Triton's compilation at loading, and the call
+            [rows, "torch.uint8", [4, 512, 128], more]
+            for more in (of_marlin, of_cutlass)[: len(backends)]
+            for rows in (257, 3)
+        ]
+    )
+    assert found["told"] == "deepseek_v4"
+    elsewhere = (f"sglang {version} has no such place", "only in DSV4_SM120_FORCE=", ", for SGLang ")
+    for name, where, state, reason, by_name in found["records"]:
+        in_place = state == "APPLIED" or (state == "NOT APPLICABLE" and any(why in reason for why in elsewhere))
+        assert in_place and by_name == [], f"{name} at {where}: {state}, {reason}; the original is at {by_name}"
 
 
 @pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
@@ -234,7 +365,7 @@ MHC_BOUNDARY = """
     from deepseek_v4_sm120.sglang_patches import models_served
     models_served.announce({"model_type": "deepseek_v4", "hidden_size": 4096, "hc_mult": 4})  # as resolved arguments do
 
-    NAMES = ("mhc", "draft_head")
+    NAMES = ("mhc", "draft_head", "sums_in_pieces")
     fn, scale, base = torch.zeros(24, 16384), torch.zeros(3), torch.zeros(24)
     fused = importlib.import_module("sglang.srt.models.deepseek_common.amd.deepseek_v4_fused_mhc")
     switch = getattr(model, "_is_fused_mhc_post_pre_enabled", None) or fused._is_fused_mhc_post_pre_enabled
@@ -276,20 +407,19 @@ MHC_BOUNDARY = """
 @pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
 def test_mhc_calls_of_the_real_model_reach_ours(run, version):
     """SGLang's own layer, boundary and heads, imported from the wheel, with stand-ins for our four operators. With them
-    all that the drafts' head replaces is imported, too."""
-    found = run(MHC_BOUNDARY, version=version, DSV4_SM120_SET="draft_head=on")
+    all that the drafts' head and sums in pieces replace is imported, too."""
+    found = run(MHC_BOUNDARY, version=version, DSV4_SM120_SET="draft_head=on,sums_in_pieces=on")
     fused = ["mhc"] * (2 if version == "0.5.23" else 1)
     assert found["calls"] == [*fused, "mhc_pre", "mhc_post", *["mhc_head"] * 3]
     assert found["switch"] is True and found["post"] == [3, 4, 1] and found["normed"] is True
     assert found["shapes"] == [[3, 4096], [3, 4], [3, 4, 4], [3, 4, 4096], [3, 4096]]
-    assert found["records"] == [["draft_head", "APPLIED"], ["mhc", "APPLIED"]]
+    assert found["records"] == [[name, "APPLIED"] for name in ("draft_head", "mhc", "sums_in_pieces")]
 
 
 STOPS = """
     import json, sys
     sys.path[1:1] = [MACHINE]
     import sm120_machine
-    sm120_machine.STOOD_IN |= {"uvicorn"}
     sys.path += [WHEEL, PACKAGES]
     from sglang.srt.server_args import ServerArgs
     def resolve(model):
@@ -354,7 +484,6 @@ PLUGIN_DOOR = """
     import json, sys
     sys.path[1:1] = [MACHINE]
     import sm120_machine
-    sm120_machine.STOOD_IN |= {"uvicorn"}
     sys.path += [WHEEL, PACKAGES]
     import sglang.srt.managers.scheduler  # a worker's process has it and its closure before its first statement
     import sglang.srt.models.deepseek_v4

@@ -72,7 +72,43 @@ def test_twice_is_once():
     made = steering(environ)
     apply(made, environ, arguments)
     assert apply(made, environ, arguments)["safe"] == ON and arguments == {"steps": 8}
+    assert {c.default: c.reason for c in made.outcomes}["safe"] == "by default"
     assert [c.applied for c in made.outcomes if c.default == "safe"] == [("STOCK_A=0",)]
+
+
+def test_what_was_set_already_is_no_quarrel():
+    environ = {}
+    states = apply(steering(environ), environ, {"steps": 8})
+    assert states["count"] == ON
+
+
+def test_a_row_that_makes_no_sense_with_a_variable():
+    row = Default(name="fp4", why="w", source="s", sglang="a", on=True, how="h", arguments={"x": VALUE}, value=1,
+                  unless=("STOCK_FP4", ("0", "false")))  # fmt: skip
+    for said, state in ((None, ON), ("1", ON), ("", ON), ("0", NOT_APPLICABLE), ("False", NOT_APPLICABLE)):
+        made, arguments = Steering((row,), Settings(), lambda versions: True), {"x": None}
+        environ = {} if said is None else {"STOCK_FP4": said}
+        made.apply(environ, arguments.get, arguments.__setitem__)
+        assert made.outcome("fp4").state == state and arguments == {"x": 1 if state == ON else None}, said
+        assert (made.outcomes[0].reason == f"STOCK_FP4={said}") == (state == NOT_APPLICABLE)
+
+
+def test_another_model_gets_none_of_them_until_ours_comes():
+    environ, arguments = {"STOCK_A": "1"}, {"steps": None}
+    made = steering(environ)
+    made.set_aside("another model")
+    assert {c.default: c.state for c in made.outcomes if c.reason == "another model"} == dict.fromkeys(
+        ("safe", "count"), NOT_APPLICABLE
+    )
+    assert made.outcome("risky").state == OFF and made.value("count") == 0
+    assert apply(made, environ, arguments) == {"safe": USER, "risky": OFF, "count": ON, "later": NOT_APPLICABLE}
+    assert apply(made, environ, arguments)["safe"] == USER  # as it was decided, not as it was set aside
+
+
+def test_what_reports_say_of_each():
+    told = {row["default"]: (row["would_set"], row["why"]) for row in steering({}).as_rows()}
+    assert told == {"safe": ("STOCK_A=0", "w"), "risky": ("STOCK_B=1", "w"), "count": ("--steps 8", "w"),
+                    "later": ("", "")}  # fmt: skip
 
 
 def test_validation_modes_change_nothing_unasked():
@@ -86,12 +122,13 @@ def test_unknown_names_are_a_problem_in_words():
     assert steering({}, safe="on").problem() is None
 
 
-def test_an_operator_is_off_or_on_and_no_number():
+def test_what_has_no_number_is_off_or_on():
     def problem(**choices):
         return Steering(ROWS, Settings(choices=choices), lambda versions: True, ("mhc", "all_reduce")).problem()
 
     assert problem(mhc="off") is None and problem(mhc="on") is None and problem(all_reduce="host") is None
     assert problem(mhc="3") == "DSV4_SM120_SET must be on or off for mhc, which are no numbers"
+    assert problem(risky="1", count="1") == "DSV4_SM120_SET must be on or off for risky, which are no numbers"
     assert "it takes safe, risky, count, later, mhc, all_reduce" in problem(mch="off")
 
 
@@ -101,15 +138,19 @@ def test_a_patch_may_have_the_name_of_a_default_that_is_a_number():
 
 
 @pytest.mark.parametrize(
-    "text", ["safe", "safe=yes", "=on", "safe=on;risky=on", "count=-1", "safe=host", "all_reduce=hots"]
+    "text",
+    [
+        *("safe", "safe=yes", "=on", "safe=on;risky=on", "count=-1", "safe=host", "all_reduce=hots"),
+        *("count=²", "count=1234567", "safe=on,safe=off"),
+    ],
 )
 def test_malformed_choices(text):
-    with pytest.raises(ValueError, match="DSV4_SM120_SET must be"):
+    with pytest.raises(ValueError, match="DSV4_SM120_SET must "):
         read_choices(text)
 
 
 def test_choices_are_read():
-    assert read_choices(" safe=on, count = 3 ,") == {"safe": "on", "count": "3"}
+    assert read_choices(" safe=on, count = 3 ,safe=on") == {"safe": "on", "count": "3"}
     assert read_choices("all_reduce=host,mhc=off") == {"all_reduce": "host", "mhc": "off"}
     with pytest.raises(ValueError, match=r"got 'all_reduce=hots' \(all_reduce takes host and peer too\)"):
         read_choices("all_reduce=hots")

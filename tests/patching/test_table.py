@@ -43,14 +43,23 @@ def test_every_row_is_complete():
         assert stand_in.why and stand_in.only_after
 
 
+DEALT = ",dealt_index=on"
+
+
 @pytest.mark.parametrize(
     "chosen, off",
     [
-        *((None, ()), ("fp8_linear=on", ()), ("fp8_linear=off", ["fp8_linear", "draft_head"]), ("mhc=off", ["mhc"])),
+        *(
+            (None, ()),
+            ("fp8_linear=on", ()),
+            ("fp8_linear=off", ["fp8_linear", "draft_head"]),
+            ("mhc=off", ["mhc", "sums_in_pieces"]),
+        ),
+        ("sums_in_pieces=8", ()),
         *(("draft_head=on", ()), ("fp8_linear=off,draft_head=on", ["fp8_linear", "draft_head"])),
         ("wo_a=off", ["wo_a"]),
-        ("dealt_index=on", ()),
-        ("index_select=off,dealt_index=on", ["index_select", "dealt_index", "prefill_graphs"]),
+        *(("dealt_index=on", ()), ("dealt_index=off", ["dealt_index"])),
+        *((f"index_select=off{more}", ["index_select", "dealt_index", "prefill_graphs"]) for more in ("", DEALT)),
         *(("prefill_graphs=on", ()), ("prefill_graphs=2048", ())),
         ("sparse_decode=off", ["sparse_decode", "unpadded_heads", "paged_prefill", "sched_meta"]),
     ],
@@ -69,9 +78,10 @@ def test_a_patch_is_switched_by_its_name_and_with_the_operator_that_it_serves(py
     more = {"DSV4_SM120_SET": chosen} if chosen else {}
     found, ready = (line.split() for line in python(code, path=[tree({})], env=more).stdout.split("\n")[:2])
     assert set(found) == set(off)
-    for name in ("dealt_index", "draft_head"):
-        assert (name in ready) is ((chosen or "") == f"{name}=on"), "only where asked for"
+    assert ("draft_head" in ready) is ((chosen or "") == "draft_head=on"), "only where asked for"
+    assert ("dealt_index" in ready) is ("dealt_index" not in off), "unless told otherwise"
     assert ("prefill_graphs" in ready) is ("prefill_graphs=" in (chosen or ""))
+    assert ("sums_in_pieces" in ready) is ((chosen or "") == "sums_in_pieces=8")
     assert {"index_select", "fp8_linear", "mhc", "wo_a", "sparse_decode"} <= {*ready, *off}
 
 
@@ -293,6 +303,7 @@ def test_a_broken_row_stops_a_server_of_this_model_on_this_gpu(server, tree):
 WRONG = {
     "DSV4_SM120_FORCE": ("sometimes", "DSV4_SM120_FORCE must be unset or one of ops, seams; got 'sometimes'"),
     "DSV4_SM120_SET": ("mhc=maybe", "DSV4_SM120_SET must be <name>=<on, off or a number>"),
+    "DSV4_SM120_PROFILE": ("/nowhere.json", "profile /nowhere.json cannot be read: No such file"),
 }
 
 
@@ -305,6 +316,8 @@ def test_a_wrong_value_stops_a_server_of_ours_and_is_told_to_all_others(server, 
         assert done.stdout == "[]\n" and done.stderr.count(words) == 1 and "does not start" in done.stderr
     done = server(tree(), "ours", "sm120", check=False, **{name: value})
     assert done.returncode == 1 and "PatchError" in done.stderr and words in done.stderr
+    assert "cannot do what its variables ask for" in done.stderr and "mend or unset what is named" in done.stderr
+    assert "does not fit" not in done.stderr and "another release" not in done.stderr.lower()
     assert server(tree(), "ours", "sm120", DSV4_SM120_ON_BROKEN="warn", **{name: value}).stdout == "[]\n"
 
 
@@ -520,6 +533,12 @@ def test_status_of_a_tree_that_fits_and_of_a_wrong_name(python, tree):
     done = status(python, path=[tree()], env={"DSV4_SM120_REPROT": "x"})
     assert "none of ours and changes nothing; the nearest is DSV4_SM120_REPORT" in done.stdout
     assert "does not start" not in done.stdout and "\nsettings  " not in done.stdout
+    assert "\nA server of this model on a GPU that we serve starts, with what is READY.\n" in done.stdout
+    assert "  ...flash_mla_sm120:flash_mla_with_kvcache_sm120  " in done.stdout, "as docs/operating.md shows it"
+    assert (
+        "starts, with" not in status(python, path=[]).stdout
+        and "starts" not in status(python, path=[tree({"sglang/_version.py": "__version__ = '0.6.0'"})]).stdout
+    )
 
 
 def test_status_among_strange_reports(python, tree, tmp_path):

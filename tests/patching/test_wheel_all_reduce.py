@@ -22,6 +22,9 @@ HOOK = "sglang.srt.arg_groups.deepseek_v4_hook"
 LOGITS = "sglang.srt.layers.logits_processor"
 MULTIMEM = "sglang.srt.distributed.device_communicators.triton_symm_mem_ag"
 COMMUNICATION = "sglang.srt.distributed.communication_op"
+SCHEDULER, PROFILER = (f"sglang.srt.managers.scheduler{name}" for name in ("", "_components.profiler_manager"))
+STOP = ("_stop_profile", "_merge_profile_traces")
+WATCHDOG_S = 300  # --watchdog-timeout's default
 METHODS = (
     *("all_reduce", "graph_capture", "_resolve_outplace_all_reduce_method", "_all_reduce_out_place"),
     *("_all_reduce_in_place", "_can_use_flashinfer_allreduce", "all_gather"),
@@ -230,3 +233,16 @@ def test_what_tells_the_rows_of_a_step(version, sglang_wheel):
             assert definition(wheel, f"ServerArgs.{name}", adapter.SERVER_ARGS) is not None
     numbers = {node.value for node in ast.walk(tree(wheel, HOOK)) if isinstance(node, ast.Constant)}
     assert 256 in numbers and "max_running_requests" in source(wheel, HOOK) and op.MAX_ROWS >= 2 * 256
+
+
+@every_release(FIRST)
+def test_a_rank_keeps_the_others_waiting_in_a_step(version, sglang_wheel):
+    """Where a step ends a profile ranks write theirs and meet; then the first one merges all of them, for minutes,
+    while the others replay their graphs. So a call in a graph waits as long as SGLang's own watchdog."""
+    profiler = tree(sglang_wheel(version), PROFILER)
+    stop, merge = (definition(sglang_wheel(version), f"SchedulerProfilerManager.{name}", PROFILER) for name in STOP)
+    assert ast.unparse(stop).rindex("barrier(") < ast.unparse(stop).index("self._merge_profile_traces()")
+    assert "tp_rank != 0" in ast.unparse(merge) and "self._stop_profile(" in ast.unparse(profiler)
+    run = ast.unparse(definition(sglang_wheel(version), "Scheduler.run_batch", SCHEDULER))
+    assert run.index("_profile_batch_predicate(batch)") < run.index("forward_batch_generation(")
+    assert op.PATIENCE_S >= WATCHDOG_S

@@ -84,8 +84,8 @@ def indexer_of(wheel, version):
         backend.forward_c4_indexer = MethodType(forward, backend)
         mode = SimpleNamespace(is_decode=lambda: False, is_extend_without_speculative=lambda: True)
         mode.is_idle = mode.is_target_verify = lambda: False
-        batch = SimpleNamespace(forward_mode=mode)
         rows = inputs.q.shape[0]
+        batch = SimpleNamespace(forward_mode=mode, extend_seq_lens_cpu=[rows], extend_prefix_lens_cpu=[700])
         outer(indexer, x=torch.zeros(rows, 4), q_lora=torch.zeros(rows, 4), forward_batch=batch, attn_backend=backend)
         return backend.out
 
@@ -99,22 +99,22 @@ def rank_of(monkeypatch):
 
 @every_release(FIRST)
 def test_the_wheels_indexer_gives_all_ranks_the_lists_of_the_whole_call(version, sglang_wheel, rank_of):
-    run, inputs = indexer_of(sglang_wheel(version), version), inputs_of(11)
+    run, inputs = indexer_of(sglang_wheel(version), version), [inputs_of(11, rank=rank) for rank in range(RANKS)]
 
     def with_entries(coordinator):
         raw = torch.full((11, K), -9, dtype=torch.int32)
-        return run(coordinator, inputs, raw=raw), raw
+        return run(coordinator, inputs[coordinator.rank_in_group], raw=raw), raw
 
-    assert torch.equal(run(None, inputs), expected(inputs)[0]) and scored == [11]
-    for slots, entries in Ranks(RANKS).each(with_entries):
-        assert torch.equal(slots, expected(inputs)[0]) and torch.equal(entries, expected(inputs)[1])
+    assert torch.equal(run(None, inputs[0]), expected(inputs[0])[0]) and scored == [11]
+    for (slots, entries), one in zip(Ranks(RANKS).each(with_entries), inputs, strict=True):
+        assert torch.equal(slots, expected(one)[0]) and torch.equal(entries, expected(one)[1])
     assert sorted(scored) == [5, 6, 11]
 
 
 @every_release("0.5.20")
 def test_rows_that_each_card_cuts_by_itself_are_not_dealt(version, sglang_wheel, rank_of, monkeypatch):
     """0.5.21 and later: by the free memory of the card, so one may have two chunks where another has three."""
-    monkeypatch.setattr(adapter, "PAIRS", 1)
+    monkeypatch.setattr(adapter, "is_worth_it", lambda *sizes: True)
     run, inputs = indexer_of(sglang_wheel(version), version), inputs_of(11)
     gathers = SimpleNamespace(world_size=RANKS, rank_in_group=0)  # has no all-gather
     assert torch.equal(run(gathers, inputs, cut=5), expected(inputs)[0])
@@ -141,6 +141,20 @@ def test_a_prompt_is_what_the_mode_calls_extend_without_speculation(version, sgl
     assert dealt - {"SPLIT_PREFILL", "DLLM_EXTEND"} == {"EXTEND", "MIXED"}
     assert {"DECODE", "IDLE", "TARGET_VERIFY"} <= {member.name for member in mode} - dealt
     assert not [name for name in dealt if "DRAFT" in name]
+
+
+@every_release(FIRST)
+def test_a_prompts_batch_has_its_lengths_on_the_host(version, sglang_wheel):
+    """Of all ranks alike: the scheduler's lists, where the rows come of them."""
+    made = definition(sglang_wheel(version), "ForwardBatch.init_new", BATCH)
+    (given,) = [
+        n
+        for n in ast.walk(made)
+        if isinstance(n, ast.If) and "isinstance(extend_seq_lens, list)" in ast.unparse(n.test)
+    ]
+    words = [ast.unparse(n) for n in given.body]
+    for name in ("extend_seq_lens", "extend_prefix_lens"):
+        assert {f"ret.{name}_cpu = {name}", f"ret.{name}_cpu = list({name})"} & set(words)
 
 
 @every_release(FIRST)
@@ -175,7 +189,7 @@ def test_the_number_of_hosts_is_in_the_arguments(version, sglang_wheel):
 
 @every_release(FIRST)
 @pytest.mark.parametrize("has_pynccl", [True, False])
-def test_the_groups_all_gather_takes_lists_of_integers(version, has_pynccl, sglang_wheel):
+def test_the_groups_all_gather_takes_bytes(version, has_pynccl, sglang_wheel):
     """One after the other by rank, by NCCL whichever way; on a side stream of torch's or on ours."""
     wheel, seen = sglang_wheel(version), []
 
@@ -184,7 +198,7 @@ def test_the_groups_all_gather_takes_lists_of_integers(version, has_pynccl, sgla
         output.copy_(torch.cat((input, 1 + input)))
 
     distributed = SimpleNamespace(all_gather_into_tensor=gather)
-    names = {"torch": SimpleNamespace(**{"distributed": distributed, "int32": torch.int32}), "is_hip": lambda: False}
+    names = {"torch": SimpleNamespace(distributed=distributed, uint8=torch.uint8), "is_hip": lambda: False}
     names["all_gather_single"] = gather
     body = take(wheel, names, "GroupCoordinator._all_gather_into_tensor", adapter.PARALLEL_STATE)
     group = Quiet()
@@ -192,7 +206,7 @@ def test_the_groups_all_gather_takes_lists_of_integers(version, has_pynccl, sgla
     nccl = SimpleNamespace(disabled=False, all_gather=gather)
     nccl.change_state = lambda enable: threading.Lock()
     group.pynccl_comm, group.device_group = nccl if has_pynccl else None, "cards"
-    lists, output = torch.arange(6, dtype=torch.int32).view(3, 2), torch.empty(6, 2, dtype=torch.int32)
+    lists, output = torch.arange(6, dtype=torch.uint8).view(3, 2), torch.empty(6, 2, dtype=torch.uint8)
     body(group, output, lists)
     assert torch.equal(output, torch.cat((lists, 1 + lists))) and seen == [None if has_pynccl else "cards"]
     outer = definition(wheel, "GroupCoordinator.all_gather_into_tensor", adapter.PARALLEL_STATE)

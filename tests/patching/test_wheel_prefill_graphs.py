@@ -1,12 +1,14 @@
 """SGLang's breakable prefill graphs around ours, by the wheels' own code: a pass of padded rows is captured in graphs
 that end at each attention, which runs between them, for the rows that there are, at the capture and at every replay."""
 
+import ast
 import functools
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.adapters import argument_defaults, prefill_graphs, sparse_decode
@@ -20,6 +22,7 @@ from tests.patching.wheels import every_release, fetch, members, since
 FIRST = "0.5.14"  # with --cuda-graph-backend-prefill
 BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
 RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
+BACKEND = "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend"
 ARGUMENTS, HOOK = "sglang.srt.server_args", "sglang.srt.arg_groups.cuda_graph_hook"
 ROWS, HEADS, PADDED = 8, 16, 64
 
@@ -203,7 +206,8 @@ def resolution(version, monkeypatch):
             "apply_cuda_graph_compatibility",
         )
     )
-    (target,) = [t for t in PREFILL_GRAPHS.targets if (HOOK in t.where) == is_function]
+    (target,) = [t for t in PREFILL_GRAPHS.targets if version in SpecifierSet(t.sglang)]
+    assert (HOOK in target.where) == is_function
     ours = getattr(prefill_graphs, target.replacement.rpartition(":")[2])(default_of_models)
 
     def resolve(arguments):
@@ -228,8 +232,10 @@ def test_the_setting_asks_in_the_users_place(version, asked, monkeypatch):
     assert resolve(Arguments(cuda_graph_backend_prefill="disabled"))[0] == "disabled"
     assert resolve(Arguments(disable_prefill_cuda_graph=True))[0] == "disabled"
     assert resolve(Arguments(cuda_graph_bs_prefill=[4])) == ("left out", [4])
-    for other in ({"pp_size": 2}, {"enable_lora": True}, {"speculative_algorithm": "EAGLE"}, {"dp_size": 2}):
+    for other in ({"pp_size": 2}, {"enable_lora": True}, {"speculative_algorithm": "DSPARK"}, {"dp_size": 2}):
         assert resolve(Arguments(**other))[1] is None, other
+    with_mtp = resolve(Arguments(speculative_algorithm="EAGLE"))[1]
+    assert with_mtp == (CAPTURED if since(version, "0.5.23") else None)
     assert resolve(Arguments(architecture="LlamaForCausalLM", model_type="llama")) == ("left out", None)
     assert resolve(Arguments(model_type="deepseek_v41")) == ("left out", None)
     monkeypatch.setattr(device_gate, "serves_current_device", lambda: False)
@@ -258,3 +264,34 @@ def test_captured_rows_end_with_the_number_of_the_setting():
     assert prefill_graphs.captured_rows(8192)[-2:] == [6144, 8192]
     for rows, more in zip(CAPTURED, CAPTURED[1:], strict=False):
         assert more <= 2 * rows  # else SGLang would run a pass between them without a graph
+
+
+@every_release("0.5.17")
+def test_they_are_captured_behind_the_pools_and_before_decodes(version):
+    """So their memory is what --mem-fraction-static leaves (commands/plan/memory.py): no release sizes this model's
+    pools again behind the capture."""
+    wheel = fetch(version)
+    made = ast.unparse(wo_a.definition(wheel, "Scheduler.init_model_worker", "sglang.srt.managers.scheduler"))
+    assert 0 < made.index("self.init_memory_pools()") < made.index("self.init_all_cuda_graphs()")
+    setup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
+    both = ast.unparse(wo_a.definition(wheel, "capture_cuda_graphs", setup))
+    assert 0 < both.index("capture_prefill_graph(") < both.index("capture_decode_graph(")
+    place = (argument_defaults.OVERRIDES, "") if since(version, "0.5.19") else (ARGUMENTS, "ServerArgs.")
+    again = wo_a.definition(wheel, f"{place[1]}post_capture_kv_sizing_planned", place[0])
+    last = [ast.unparse(n) for n in again.body if isinstance(n, ast.If)][-1]
+    assert last == "if is_deepseek_v4(hf_config) or is_minimax_sparse(hf_config):\n    return False"
+
+
+@every_release("0.5.17")
+def test_each_size_keeps_tables_as_wide_as_the_context(version):
+    """What `plan` counts for each captured number of rows, besides one pool for all."""
+    backend = "sglang.srt.layers.attention.deepseek_v4_backend"
+    name = "DeepseekV4AttnBackend.init_forward_metadata_for_breakable_cuda_graph_capture"
+    made = ast.unparse(wo_a.definition(fetch(version), name, backend))
+    assert "MAX_SEQ_LEN_FOR_CAPTURE" in made or "_prefill_graph_context_width" in made
+    runner = ast.unparse(
+        wo_a.definition(fetch(version), "PrefillCudaGraphRunner._init_forward_metadata_for_capture", RUNNER)
+    )
+    key = "shape_key" if since(version, "0.5.21") else "num_tokens"
+    assert f"self.attn_metadata_buffers[{key}] = metadata" in runner
+    assert "get_or_create_global_graph_memory_pool" in source(fetch(version), BACKEND)

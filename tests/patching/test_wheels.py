@@ -68,7 +68,7 @@ def expected(version: str) -> dict[str, str]:
     found["mxfp4_moe"] = MARLIN
     if since(version, "0.5.13"):
         found["mxfp4_moe"] = SHARED_ADD.partition(":")[0]
-        found["all_reduce"] = "sglang.srt.distributed.parallel_state"
+        found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
     if since(version, "0.5.16"):
@@ -151,7 +151,8 @@ def test_seams_mode(inspect_wheel, version):
     assert len(found) == num_seams(version)
     for record in found:
         assert (record.state, record.review) == (READY, "reviewed"), f"{record.where}: {record.reason}; {record.review}"
-    assert {r.patch.name for r in found_in(made)} >= set(expected(version)) - {"marlin_on_sm120"}
+    asked_for = {"marlin_on_sm120", "dealt_index"}  # by nobody
+    assert {r.patch.name for r in found_in(made)} >= set(expected(version)) - asked_for
 
 
 @pytest.mark.parametrize("version", ("0.5.14", "0.5.17", "0.5.20", "0.5.22"))
@@ -198,21 +199,21 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
     for row in made.steering.rows.values():
         assert [name for name in row.environment if f"    {name} = Env" not in variables] == [], row.name
         assert [name for name in row.arguments if f"    {name}: " not in fields] == [], row.name
-    others = set(made.steering.rows) - {"reproducible", "dealt_index", "draft_head", "prefill_graphs"}
+    others = set(made.steering.rows) - {"reproducible", "dealt_index", "draft_head", "prefill_graphs", "sums_in_pieces"}
     assert bool(others) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
     assert ("reproducible" in made.steering.rows) == ("draft_head" in made.steering.rows) == since(version, "0.5.14")
-    assert ("dealt_index" in made.steering.rows) == since(version, "0.5.13")
+    assert ("dealt_index" in made.steering.rows) == ("sums_in_pieces" in made.steering.rows) == since(version, "0.5.13")
     assert ("prefill_graphs" in made.steering.rows) == since(version, "0.5.17")
 
 
 @every_release("0.5.13")
-def test_the_place_of_an_index_that_is_dealt_fits(inspect_wheel, version):
+def test_the_place_of_a_product_in_pieces_fits(inspect_wheel, version):
     inspect_wheel(version, fresh=True)
-    made = Engine(TABLE, host="sglang", settings=Settings(choices={"dealt_index": "on"}))
+    made = Engine(TABLE, host="sglang", settings=Settings(choices={"sums_in_pieces": "on"}))
     made.survey()
-    (record,) = found_in(made, patch="dealt_index")
+    (record,) = found_in(made, patch="sums_in_pieces")
     assert (record.state, record.review) == (READY, "reviewed"), record.reason
-    assert record.target.module == INDEXER
+    assert made.steering.value(record.patch.default) == 4
 
 
 @every_release("0.5.14")

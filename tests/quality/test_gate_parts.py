@@ -6,8 +6,21 @@ import json
 
 import pytest
 
-from bench.quality import arithmetic, gates, greedy, logit_oracle, needle, tool_calls
-from bench.serving.endpoint import Endpoint
+from bench.quality import (
+    arithmetic,
+    batch_invariance,
+    corruption_soak,
+    gates,
+    greedy,
+    in_flight,
+    logit_oracle,
+    needle,
+    soak_state,
+    tool_calls,
+    whole,
+)
+from bench.serving.answers import Answer
+from bench.serving.endpoint import Endpoint, Interval
 from bench.serving.prompts import ASSISTANT, BEGIN, USER, PromptSource, prose, task
 
 
@@ -99,6 +112,170 @@ def test_two_bad_choices_that_are_as_likely_as_each_other_are_no_tie(endpoint_of
     assert greedy.judge(endpoint, [1, 2, 3], best[0][1], 12345, tie=10) == (best[0][0], None, False)
 
 
+@pytest.mark.parametrize(
+    ("tops", "tie", "is_tie"),
+    [
+        ([(-0.5, 1), (-0.75, 2)], 0.25, True),
+        ([(-0.75, 2), (-0.5, 1)], 0.25, True),  # whichever chose the better one
+        ([(-0.5, 1), (-0.75, 2)], 0.249, False),
+        ([(-0.25, 3), (-0.5, 1), (-0.5, 2)], 0.25, True),
+        ([(-0.125, 3), (-0.5, 1), (-0.5, 2)], 0.25, False),  # both chose badly
+        ([(-0.5, 1)], 9.0, False),
+        ([(-0.5, 2)], 9.0, False),
+    ],
+)
+def test_a_tie_is_as_wide_as_it_is_said_to_be(tops, tie, is_tie):
+    best = {token: logprob for logprob, token in tops}
+    assert greedy.weigh(tops, 1, 2, tie) == (best.get(1), best.get(2), is_tie)
+
+
+def test_an_answer_that_ends_early_parts_there_and_no_tie_explains_it():
+    long, short = Answer([4, 1], "", tops=[[(0.0, 4)], [(0.0, 1)]]), Answer([4], "")
+    for pair in ((long, short), (short, long)):
+        place = greedy.divergence(None, 3, [9], *pair, tie=99.0)
+        assert (place.prompt, place.position, place.tie) == (3, 1, False)
+    assert greedy.divergence(None, 3, [9], long, long, tie=0.0) is None
+    other = Answer([5, 1], "")
+    assert greedy.divergence(None, 0, [9], long, other, tie=99.0).first_logprob == 0.0
+
+
+def whole_answer(**changes) -> Answer:
+    """Four tokens as they were asked for, with the best two of each position."""
+    tops = [[(-0.5, n), (-1.0, n + 1)] for n in range(4)]
+    given = {"logprobs": [-0.5] * 4, "logprob_ids": [0, 1, 2, 3], "tops": tops, "finish": "length"}
+    return Answer([0, 1, 2, 3], "", **(given | changes))
+
+
+def tops_with(step) -> list:
+    return [*whole_answer().tops[:3], step]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"logprobs": [-0.5, -0.5, -0.5, 1e-3]}, None),  # rounding
+        ({"logprobs": [-0.5, -0.5, -0.5, 2e-3]}, "output position 3: 0.002 is no log-probability: it is above 0"),
+        ({"logprobs": [float("nan"), 1.0, -0.5, -0.5]}, "output position 0: nan"),
+        ({"logprobs": [-0.5, float("-inf"), -0.5, -0.5]}, "output position 1: -inf"),
+        ({"logprob_ids": [0, 1, 2, 9]}, "of other tokens than the answer's"),
+        ({"finish": "stop"}, "finish_reason 'stop' where 'length'"),
+        ({"tops": tops_with([(-0.5, 3), (-0.5, 4)])}, None),
+        ({"tops": tops_with([(-0.5, 3), (-0.4, 4)])}, "do not stand best first"),
+        ({"tops": tops_with([(-0.5, 3), (-0.6, 3)])}, "repeat a token, or are more"),
+        ({"tops": tops_with([(-0.5, 3), (-0.6, 4), (-0.7, 5)])}, "repeat a token, or are more"),
+        ({"tops": tops_with([(0.5, 3), (-0.6, 4)])}, "output position 3: 0.5 is no log-probability"),
+        ({"tops": tops_with([(-0.5, 3), (float("nan"), 4)])}, "output position 3: nan"),
+    ],
+)
+def test_what_an_answer_must_be(changes, said):
+    found = whole.faults(whole_answer(**changes), 4, "here", logprobs=True, top=2)
+    assert found == [] if said is None else len(found) == 1 and said in found[0] and found[0].startswith("here")
+    if said:
+        with pytest.raises(whole.NotWhole, match="nothing can be judged by this reference: here"):
+            whole.demand(whole_answer(**changes), 4, "here", logprobs=True, top=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"finish": None}, "no finish_reason"),
+        ({"finish": "abort", "finish_message": "why"}, "aborted the request: why"),
+        ({"finish": "abort"}, "it does not say why"),
+        ({"logprobs": [-0.5] * 3}, "3 log-probabilities for 4 tokens"),
+        ({"tops": tops_with([])[:3]}, "the 2 best tokens of 3 of 4 positions"),
+        ({"tops": tops_with([(-0.5, 3)])}, "position 3: 1 best tokens where 2 were asked for"),
+    ],
+)
+def test_what_lets_nothing_be_judged(changes, said):
+    with pytest.raises(whole.NotWhole, match=said):
+        whole.faults(whole_answer(**changes), 4, "here", logprobs=True, top=2)
+
+
+def test_an_answer_of_another_length():
+    for new in (3, 5):
+        assert f"4 tokens where {new} were asked for" in whole.faults(whole_answer(), new, "here")[0]
+    bare = whole_answer(logprobs=[], logprob_ids=[], tops=[])
+    assert whole.faults(bare, 4, "here") == []  # of what nobody asked nothing is missing
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_stuck"),
+    [
+        ([1, 2, 3, 7, 7, 7], True),
+        ([1, 2, 7, 7], False),  # a half of two
+        ([1, 2, 3, 7, 7, 8], False),
+        ([0] * 12 + [1, 2, 3, 4] * 3, True),
+        ([0] * 12 + [1, 2, 3, 4] * 2 + [1, 2, 3], False),
+        ([0] * 15 + [1, 2, 3, 4, 5] * 3, False),  # five are an answer
+        (list(range(20)), False),
+    ],
+)
+def test_an_answer_that_is_stuck(ids, is_stuck):
+    assert whole.is_stuck(ids) is is_stuck
+
+
+def test_how_many_answers_may_say_nothing():
+    good, stuck = [[n, *range(n, n + 11)] for n in range(8)], [[n, 6, 7, 9, 9, 9] for n in range(3)]
+    assert whole.says_nothing([*good[:6], *stuck[:2]]) == ""  # a quarter
+    said = whole.says_nothing([*good[:5], *stuck])
+    assert "of 8, 3 repeat at most 4 tokens to their end and 0 are the same" in said
+    assert "0 repeat at most 4 tokens to their end and 3 are the same" in whole.says_nothing([good[0]] * 4)
+    assert "1 repeat" in whole.says_nothing([*good[:5], good[0], good[0], stuck[0]])  # both count
+
+
+def test_who_ran_at_once():
+    times = [Interval(0.0, 2.0), Interval(1.0, 3.0), Interval(2.0, 4.0), Interval(None, None)]
+    assert in_flight.most_at_once(times) == 2 and in_flight.most_at_once([]) == 0
+    assert in_flight.most_at_once([*times, Interval(1.5, 3.5)]) == 3
+    for begin, end, count in ((1.0, 2.0, 2), (2.0, 3.0, 2), (0.0, 2.0, 1), (0.5, 2.5, 0), (2.5, 3.0, 2)):
+        assert in_flight.around(times, begin, end) == count, (begin, end)
+    assert in_flight.around([Interval(1.0, None), Interval(1.0, 3.0)], 1.0, 3.0) == 1
+
+
+def test_log_probabilities_are_compared_as_far_as_the_tokens_are_the_same():
+    first = Answer([1, 2, 3], "", logprobs=[-0.5, -0.5, -0.5])
+    for ids, greatest in (([1, 2, 3], 4.0), ([1, 2, 9], 0.25), ([1, 9, 3], 0.125), ([9, 2, 3], 0.0)):
+        other = Answer(ids, "", logprobs=[-0.625, -0.25, -4.5])
+        assert batch_invariance.logprob_difference(first, other) == greatest
+
+
+@pytest.mark.parametrize(("wrong", "asked"), [((), [0]), ((2,), [0, 3]), ((0, 5), [0, 1]), ((1, 2, 3), [0, 2, 3, 4])])
+def test_every_position_is_compared_once_from_the_references_own_prefix(wrong, asked):
+    best = [(-float(n), n) for n in range(20)]
+    reference, seen = Answer(list(range(6)), "", tops=[best] * 6), []
+
+    class Candidate:
+        def flush_cache(self):
+            seen.append("emptied")
+
+        def generate(self, prompt, new, **_):
+            begin = len(prompt) - 2
+            seen.append(begin)
+            assert prompt == [90, 91, *range(begin)] and new == 6 - begin
+            ids = [19 if n in wrong else n for n in range(begin, 6)]
+            given = {"logprobs": [-0.5] * new, "logprob_ids": ids, "finish": "length"}
+            return Answer(ids, "", tops=[best] * new, **given)
+
+    found = logit_oracle.Alignment()
+    first, faults = logit_oracle.align(Candidate(), [90, 91], reference, found)
+    assert (found.positions, found.same_token, found.lost) == (6, 6 - len(wrong), 0) and faults == []
+    assert seen == [one for begin in asked for one in ("emptied", begin)]
+    assert first.startswith(f"position {wrong[0]}: reference chose {wrong[0]}") if wrong else first == ""
+
+
+def test_positions_that_no_rounding_explains():
+    best = [(-float(n), n) for n in range(20)]
+    right = whole_answer(tops=[best] * 4)
+    assert logit_oracle.position_faults(1, right, right, 1, 5) == []
+    assert "only 4 of the best 20" in logit_oracle.position_faults(1, right, right, 1, 4)[0]
+    other = Answer([0, 30, 2, 3], "", tops=[best] * 4)
+    (found,) = logit_oracle.position_faults(1, right, other, 1, 20)
+    assert found == "position 1: the reference has the candidate's token 30 not among its best 20"
+    (found,) = logit_oracle.position_faults(1, other, right, 1, 20)
+    assert found == "position 1: the candidate has the reference's token 30 not among its best 20"
+
+
 def test_alignment_counts_by_hand():
     found = logit_oracle.Alignment()
     found.add([(-0.5, 7), (-1.0, 8)], [(-0.75, 7), (-1.5, 9)], True)
@@ -109,6 +286,54 @@ def test_alignment_counts_by_hand():
     # the candidate does not list token 8 at first: then it has at most the -1.5 of its last
     assert figures["logprob_error_mean"] == pytest.approx((0.25 + 0.5 + 0.4 + 0.5) / 4)
     assert figures["logprob_error_max"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "faults", "passed"),
+    [
+        ({}, [], True),
+        ({"same_token": 97}, [], False),
+        ({"overlap": {1: 100.0, 5: 100.0, 20: 89.9}}, [], False),
+        ({"error_sum": 100.1}, [], False),
+        ({"error_sum": float("nan")}, [], False),
+        ({"positions": 0, "weighed": 0}, [], False),
+        ({}, ["position 3: no rounding explains it"], False),
+    ],
+)
+def test_the_oracles_bars(changes, faults, passed, monkeypatch):
+    """Each is met to the last position; one more is a failure, whatever the others say."""
+    exact = {"positions": 100, "same_token": 98, "weighed": 2000, "error_sum": 100.0}
+    exact |= {"overlap": {1: 100.0, 5: 100.0, 20: 90.0}} | changes
+    monkeypatch.setattr(logit_oracle, "compare", lambda *_: (logit_oracle.Alignment(**exact), faults, ["parted"]))
+    ids = [{"prompt": [n], "answer": {"ids": [n, n + 1, n + 2, n + 3]}} for n in range(8)]
+    monkeypatch.setattr(logit_oracle, "reference_of", lambda *_: {"entries": ids})
+    monkeypatch.setattr(logit_oracle.saved, "record", lambda *_: {})
+    options = gates.parser().parse_args(["logit-oracle", "--url", "http://127.0.0.1:9", "--reference", "x"])
+    found = logit_oracle.run(options)
+    assert found.passed is passed and not found.incomplete and found.findings == [*faults, "parted"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "changes", "said"),
+    [
+        (8, {}, ""),
+        (8, {"ended": "lost"}, "lost"),
+        (8, {"changed": "flag x"}, "not the one that began: flag x"),
+        (0, {}, "no answer came in this run"),
+        (8, {"failed": True}, "1 requests have failed in this soak, the first: request 3: 500"),
+        (8, {"same": 2}, ""),
+        (8, {"same": 8}, "7 of 8 answers"),
+    ],
+)
+def test_what_leaves_a_soak_unfinished(entries, changes, said, tmp_path):
+    state = soak_state.State(tmp_path / "soak.jsonl", {"flags": {"a": 1}})
+    for number in range(entries):
+        digest = "same" if number < changes.get("same", 0) else str(number)
+        state.add({"number": number, "output_tokens": 9, "digest": digest, "marks": []})
+    if changes.get("failed"):
+        state.add({"number": 3, "failed": "500"})
+    found = corruption_soak.unfinished(state, changes.get("ended", ""), changes.get("changed", ""))
+    assert said in found if said else found == ""
 
 
 @pytest.mark.parametrize("case", tool_calls.CASES, ids=lambda case: case.name)

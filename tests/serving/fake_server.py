@@ -108,9 +108,13 @@ class Handler(BaseHTTPRequestHandler):
         return self.refuse(f"no {self.path}", 404)
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}"
         if not self.may():
             return None
+        try:
+            body = json.loads(data)
+        except ValueError as error:
+            return self.refuse(f"JSON decode error: {error}")
         if self.path == "/flush_cache":
             self.engine.cached.clear()
             self.engine.flushed = True
@@ -149,7 +153,23 @@ class Handler(BaseHTTPRequestHandler):
             return True
         return False
 
+    def wrong(self, body) -> str:
+        """What SGLang refuses a body of /generate for."""
+        sampling = body.get("sampling_params", {})
+        if not {"input_ids", "text"} & set(body):
+            return "Either text, input_ids or input_embeds should be provided."
+        if sampling.get("temperature", 1) < 0 or sampling.get("max_new_tokens", 1) < 0:
+            return "temperature and max_new_tokens must be at least 0"
+        if not 0 < sampling.get("top_p", 1) <= 1:
+            return f"top_p must be in (0, 1], got {sampling['top_p']}."
+        limit = self.server.flags.get("context_length")
+        if limit and (given := len(body.get("input_ids", ()))) >= limit:
+            return f"The input ({given} tokens) is longer than the model's context length ({limit} tokens)."
+        return ""
+
     def generate(self, body):
+        if said := self.wrong(body):
+            return self.refuse(said)
         ids = body["input_ids"] if "input_ids" in body else self.engine.tokens.ids(body["text"])
         live = self.engine.requests.begin(body.get("rid"), len(ids))
         send = None
@@ -190,7 +210,9 @@ class Handler(BaseHTTPRequestHandler):
             found = {"output_ids": list(made), "meta_info": meta}
             return found if "no_text" in engine.faults else found | {"text": engine.tokens.text(made)}
 
+        of_grammar = [int(word) for word in re.findall(r"w(\d+)", sampling.get("regex") or "")]
         for token, logprob, top in engine.steps(ids, limit, sampling.get("ignore_eos", False)):
+            token = of_grammar[len(made) % len(of_grammar)] if of_grammar else token
             made.append(token)
             logprobs.append(logprob)
             tops.append([[lp, i, None] for lp, i in top[: body.get("top_logprobs_num") or 0]])
@@ -211,7 +233,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         if not stream:
-            return lambda: self.send_whole(answer(finish))
+            several = sampling.get("n", 1)
+            return lambda: self.send_whole([answer(finish)] * several if several > 1 else answer(finish))
         return lambda: (self.send_event(answer(finish)), self.end_stream())
 
     def completions(self, body):
@@ -241,7 +264,8 @@ class Handler(BaseHTTPRequestHandler):
         head = {"id": "1", "created": 0, "model": self.server.model}
         if not body.get("stream"):
             choice = {"index": 0, "message": message, "logprobs": None} | finish
-            return self.send_whole(head | {"object": "chat.completion", "choices": [choice], "usage": {}})
+            usage = {"completion_tokens": body.get("max_tokens")}
+            return self.send_whole(head | {"object": "chat.completion", "choices": [choice], "usage": usage})
 
         def send(delta, finish=None):
             choice = {"index": 0, "delta": delta} | (finish or {"finish_reason": None, "matched_stop": None})

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from bench.serving.cells import Cell
 from bench.serving.endpoint import Endpoint
 from bench.serving.identity import Identity
 from bench.serving.measures import Change, Metric, Spread
+from bench.serving.server_errors import ServerError
 
 FASTER, LOWER = Metric("rate", "tok/s", True), Metric("wait", "ms", False)
 
@@ -52,6 +54,38 @@ def test_equal_sides_pass_as_an_a_a_run_and_fail_as_a_comparison():
         "the intended change patch is not there: A and B are the same in it"
     ]
     assert identity.reasons_to_refuse(side(patch=None), side(patch=None), ["patch"]) == []  # told as unknown instead
+
+
+def test_a_change_that_is_not_there_is_said_also_where_the_patch_is_not_known():
+    (reason,) = identity.reasons_to_refuse(side(patch=None), side(patch=None), ["flag:tp_size"])
+    assert reason == "the intended change flag:tp_size is not there: A and B are the same in it"
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [(1, 1), (1 << 39, 1 << 39), (1 << 40, None), (0, None), (-1, None), (True, None), ("9", None), (9.0, None)],
+)
+def test_a_number_of_tokens_that_a_server_told(value, found):
+    assert identity._whole(value) == found and identity._whole(value) is not True
+
+
+@pytest.mark.parametrize("info", [ServerError("lost"), [], {"version": "0.5.17", "tp_size": 2, "context_length": 4096}])
+@pytest.mark.parametrize("is_local", [True, False])
+def test_what_a_server_does_not_say_is_not_known(info, is_local):
+    def server_info():
+        if isinstance(info, Exception):
+            raise info
+        return info
+
+    told = {"url": "http://h", "host": "h", "is_local": lambda: is_local, "models": lambda: ["m"]}
+    found = identity.identify("A", SimpleNamespace(**told, server_info=server_info))
+    unknown = " ".join(found.unknown)
+    is_known = isinstance(info, dict)
+    assert ("flags and version" in unknown) != is_known and ("devices, clocks" in unknown) != is_local
+    assert "environment (" in unknown and "patch status" in unknown and found.patch_status == "not known"
+    assert (found.name, found.url, found.model, found.host) == ("A", "http://h", "m", "this host" if is_local else "h")
+    assert (found.version, found.max_request_tokens) == (("0.5.17", 4096) if is_known else (None, None))
+    assert side(patch={}).patch_status == "stock" and side(patch={"b": "X", "a": "Y"}).patch_status == "a Y, b X"
 
 
 def test_two_hosts_are_never_compared():
@@ -167,6 +201,7 @@ def test_percentiles_by_hand():
         (LOWER, [1, 2, 3], [4, 5, 6], "worse"),
         (LOWER, [4, 5, 6], [1, 2, 3], "better"),
         (FASTER, [1, 2, 4], [4, 5, 6], "within noise"),
+        (FASTER, [4, 5, 6], [1, 2, 4], "within noise"),
         (FASTER, [100, 100.1, 100.2], [100.5, 100.6, 100.7], "within 1%"),
         (FASTER, [1, 2], [4, 5], "too few rounds"),
         (FASTER, [1, 2, 3], [9], "too few rounds"),
@@ -174,6 +209,14 @@ def test_percentiles_by_hand():
 )
 def test_a_verdict_needs_ranges_that_do_not_touch(metric, a, b, verdict):
     assert Change.of(metric, Spread.of(a), Spread.of(b)).verdict == verdict
+
+
+def test_time_is_better_the_less_and_all_else_the_more():
+    for name, metric in measures.METRICS.items():
+        assert metric.name == name and metric.words and metric.higher_is_better is (not name.endswith("_ms"))
+        assert name.endswith(metric.unit.replace("/", "_")) or metric.unit == "tokens", name
+    assert {name for names in measures.HEADLINES.values() for name in names} <= measures.METRICS.keys()
+    assert measures.PERCENTILES == (50, 90, 99)
 
 
 def output(start=0.0, ttft=1.0, gaps=(0.1, 0.1), **more) -> dict:
@@ -202,7 +245,7 @@ def test_the_gaps_that_a_long_prompt_is_felt_in():
     stream = output(ttft=1.0, gaps=(0.1, 0.1, 3.0, 0.1))  # tokens at 1.1, 1.2, 4.2, 4.3
     late = output(start=2.0, ttft=2.1, gaps=())  # its prefill is from 2.0 to 4.1
     values, pools = measures.figures(cell, [stream, late])
-    assert pools["during"] == [pytest.approx(3000)] and len(pools["otherwise"]) == 3
+    assert pools["during"] == [pytest.approx(3000)] and pools["otherwise"] == [pytest.approx(100)] * 3
     assert values["itl_max_ms"] == pytest.approx(3000) and values["ttft_ms"] == pytest.approx(2100)
     with pytest.raises(ValueError, match="no stream was still decoding"):
         measures.figures(cell, [stream, output(start=9.0, ttft=1.0, gaps=())])
@@ -224,6 +267,46 @@ def test_outputs_that_are_no_measurement(more, problem):
     cell = Cell("s", "single", 100, 3)
     assert measures.problems(cell, [output()], True) == []
     assert problem in measures.problems(cell, [output(**more)], True)[0]
+
+
+@pytest.mark.parametrize(
+    ("length", "cached", "is_unique"),
+    [(100, 16, True), (100, 17, False), (10000, 200, True), (10000, 201, False), (10000, None, True)],
+)
+def test_a_unique_prompt_may_share_its_first_tokens(length, cached, is_unique):
+    cell = Cell("s", "single", length, 3)
+    assert (measures.problems(cell, [output(cached_tokens=cached)], True) == []) is is_unique
+
+
+def test_the_long_prompt_of_an_intrusion_is_asked_for_one_token():
+    cell = Cell("i", "intrusion", 10, 3, streams=1, requests=2, long_tokens=10000, delay_s=1)
+    late = output(gaps=(), cached_tokens=200)
+    assert measures.problems(cell, [output(), late], True) == []
+    assert "1 answers are shorter" in measures.problems(cell, [output(gaps=()), late], True)[0]
+    assert "1 unique prompts" in measures.problems(cell, [output(), late | {"cached_tokens": 201}], True)[0]
+    lost = output(success=False, error="x")
+    assert len(measures.problems(cell, [lost, lost], True)) == 1  # of answers that never came nothing is too short
+
+
+def test_a_rate_needs_two_tokens_and_time():
+    assert measures.decode_rate(output(gaps=())) is None
+    assert measures.decode_rate(output(gaps=(0.0,))) is None
+    assert measures.decode_rate(output(gaps=(0.5,))) == pytest.approx(2.0)
+
+
+def test_the_share_of_prompts_that_came_from_the_cache():
+    told = [output(cached_tokens=cached) for cached in (90, 0, 50)]
+    assert measures.cached_share(told, 100) == 0.5
+    assert measures.cached_share([*told, output(cached_tokens=None)], 100) == 0.25
+    del told[1]["cached_tokens"]
+    assert measures.cached_share(told, 100) is None
+
+
+def test_streams_that_begin_late_are_timed_from_the_first():
+    cell = Cell("c", "concurrent", 100, 3, streams=2, requests=2)
+    values, _ = measures.figures(cell, [output(start=5.0), output(start=6.0)], fill=output(ttft=3.0))
+    assert values["total_tok_s"] == pytest.approx(6 / 2.2) and values["fill_ttft_ms"] == 3000
+    assert values["itl_p50_ms"] == pytest.approx(100)
 
 
 def test_a_natural_end_may_be_early_and_a_depth_prompt_may_be_cached():

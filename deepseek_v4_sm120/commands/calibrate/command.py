@@ -25,6 +25,7 @@ from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.calibrate import worker
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.disclosure import redacted
+from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
@@ -75,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
     check_out(arguments.out)
     device, cards = _device()
+    if facts.is_container(root := Path("/")) and not facts.is_mounted(root, out.resolve()):
+        console.say(f"calibrate: {out} is lost with this container; --out a file in a mounted folder stays", sys.stderr)
     clock = Clock(arguments.limit_s)
     shapes = {
         "tp": arguments.gpus,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quick:
         found.probe_problem = "not tried: --quick"
     elif found.smi.gpus:
+        console.say(f"doctor: copies between cards and host, {PROBE_SECONDS:.0f} s at most (--quick: none)", sys.stderr)
         found.probe, found.probe_problem = probe.run(facts.python(), PROBE_SECONDS)
     findings = examine(found)
     if answers is not None:

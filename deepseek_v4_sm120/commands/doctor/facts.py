@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
+from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.commands.doctor import nvidia_smi, pci
 
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-deep-gemm", "sglang-kernel", "tilelang")
 # variable -> where the cache is without it, relative to the home folder; and the libraries that fill it
+WORKSPACE = "FLASHINFER_WORKSPACE_BASE"
 CACHES = {
     "TVM_FFI_CACHE_DIR": ".cache/tvm-ffi",
     "TRITON_CACHE_DIR": ".triton/cache",
-    "FLASHINFER_WORKSPACE_BASE": ".cache/flashinfer",
+    WORKSPACE: ".cache/flashinfer",
     "TILELANG_CACHE_DIR": ".tilelang/cache",
     "SGLANG_DG_CACHE_DIR": ".cache/deep_gemm",
 }
@@ -31,6 +33,7 @@ class Cache:
     path: Path
     is_filled: bool
     survives: bool  # on a mount of its own, or outside of a container
+    is_closed: bool = False  # to the user that asks
 
 
 @dataclass
@@ -71,19 +74,19 @@ def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_com
     """root: "/" in real life. Reads only; starts nothing but nvidia-smi."""
     smi = nvidia_smi.read(run)
     home = Path(environ.get("HOME", "/root"))
-    is_container = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
+    in_container = is_container(root)
     found = Facts(
         smi=smi,
         pci=[pci.read_path(root / "sys", gpu.bus_id) for gpu in smi.gpus],
         iommu_groups=pci.iommu_groups(root / "sys"),
         environ=dict(environ),
         shm_bytes=_size(root / "dev/shm"),
-        is_container=is_container,
+        is_container=in_container,
         limits={name: resource.getrlimit(getattr(resource, name))[0] for name in ("RLIMIT_MEMLOCK", "RLIMIT_NOFILE")},
         sitecustomize=[str(p) for p in sitecustomize_files(sys.path, sys.modules.get("sitecustomize"))],
         package=str(Path(__file__).resolve().parents[3]),
         is_isolated=bool(sys.flags.isolated or sys.flags.no_site or sys.flags.ignore_environment),
-        caches=[_cache(root, environ, home, variable, is_container) for variable in CACHES],
+        caches=[_cache(root, *item, in_container) for item in cache_folders(environ, home).items()],
         nvcc=_nvcc(environ),
     )
     found.versions, found.pins = _versions()
@@ -93,10 +96,15 @@ def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_com
     return found
 
 
+def is_container(root: Path) -> bool:
+    return (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
+
+
 def sitecustomize_files(path: list[str], ran: ModuleType | None) -> list[Path]:
     """Every sitecustomize.py on the path, first the one that ran (`python -m` adds the current folder only later)."""
+    here = patching.working_directory()  # None where it was removed
     first = [Path(ran.__file__)] if ran is not None and getattr(ran, "__file__", None) else []
-    files = first + [Path(folder, "sitecustomize.py") for folder in path if folder and Path(folder) != Path.cwd()]
+    files = first + [Path(folder, "sitecustomize.py") for folder in path if folder and folder != here]
     return list(dict.fromkeys(file.resolve() for file in files if file.is_file()))
 
 
@@ -110,16 +118,29 @@ def _nvcc(environ: Mapping[str, str]) -> str | None:
     return next((str(c) for c in candidates if c.is_file()), shutil.which("nvcc", path=environ.get("PATH")))
 
 
-def _cache(root: Path, environ: Mapping[str, str], home: Path, variable: str, is_container: bool) -> Cache:
-    path = Path(environ[variable]) if environ.get(variable) else home / CACHES[variable]
-    if variable == "FLASHINFER_WORKSPACE_BASE" and environ.get(variable):
-        path = path / CACHES[variable]  # the variable names the folder that stands for the home folder
-    inside = root / str(path).lstrip("/")
-    is_filled = inside.is_dir() and any(inside.iterdir())
-    return Cache(variable, path, is_filled, not is_container or _is_mounted(root, path))
+def cache_folders(environ: Mapping[str, str], home: Path) -> dict[str, Path]:
+    """variable of CACHES -> the folder that the cache is in."""
+    found = {name: Path(environ[name]) if environ.get(name) else home / place for name, place in CACHES.items()}
+    if environ.get(WORKSPACE):
+        found[WORKSPACE] = found[WORKSPACE] / CACHES[WORKSPACE]  # it names the folder that stands for the home folder
+    return found
 
 
-def _is_mounted(root: Path, path: Path) -> bool:
+def volumes(caches: Mapping[str, Path]) -> str:
+    """What `docker run` is told to keep them: one volume for all of a home folder's .cache."""
+    tops = {path.parent if path.parent.name.startswith(".") else path for path in caches.values()}
+    return " ".join(f"-v dsv4-{top.name.lstrip('.')}:{top}" for top in sorted(tops))
+
+
+def _cache(root: Path, variable: str, path: Path, is_container: bool) -> Cache:
+    try:
+        is_filled, is_closed = bool(os.listdir(root / str(path).lstrip("/"))), False
+    except OSError as error:
+        is_filled, is_closed = False, isinstance(error, PermissionError)
+    return Cache(variable, path, is_filled, not is_container or is_mounted(root, path), is_closed)
+
+
+def is_mounted(root: Path, path: Path) -> bool:
     """Whether the path lies on a mount other than the container's own file system."""
     mounts = root / "proc/self/mounts"
     lines = mounts.read_text(errors="replace").splitlines() if mounts.is_file() else []

@@ -15,6 +15,7 @@ from deepseek_v4_sm120.commands.doctor import model_checks
 from deepseek_v4_sm120.commands.doctor.finding import OK, Finding, fail, not_run, ok, warn
 from deepseek_v4_sm120.commands.doctor.http_get import check_url, get
 from deepseek_v4_sm120.commands.plan import memory, models
+from deepseek_v4_sm120.commands.plan.launch import PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE
 from deepseek_v4_sm120.commands.speculation import (
     ALIASES,
     COMPACT,
@@ -26,6 +27,7 @@ from deepseek_v4_sm120.commands.speculation import (
     of_variables,
 )
 from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 
 PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that has no SM120 code
 HIGH_FRACTION = 0.95
@@ -141,8 +143,11 @@ def _model_type(base: str, api_key: str | None) -> str | None:
     return found if isinstance(found, str) else None
 
 
+SUMMED = ("num_requests_total", "prompt_tokens_total", "cached_tokens_total")  # by what they were, and where it lay
+
+
 def read_metrics(text: str) -> dict[str, float]:
-    """Prometheus text: metric -> greatest value over its labels; what is no finite number is left out."""
+    """Prometheus text: metric -> greatest value over its labels, of SUMMED the sum; no number that is not finite."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
@@ -154,7 +159,8 @@ def read_metrics(text: str) -> dict[str, float]:
                 continue
             if abs(number) <= GREATEST:
                 name = name.removeprefix("sglang:")
-                found[name] = max(number, found.get(name, number))
+                before = found.get(name)
+                found[name] = number if before is None else before + number if name in SUMMED else max(before, number)
     return found
 
 
@@ -208,6 +214,9 @@ def _all_reduce(a: Answers) -> Iterator[Finding]:
     elif tp > 2 and a.get("disable_custom_all_reduce"):
         cost = "NCCL, 16 to 30 us in each of 87 all-reduces of a step: ours is not asked either"
         yield warn("all-reduce", "custom all-reduce off", cost, "remove --disable-custom-all-reduce")
+    elif tp > 2 and a.applied is None:
+        found = "ours, or NCCL at 21 to 30 us a sum: not known without reports"
+        yield not_run("all-reduce", found, "start server and doctor with DSV4_SM120_REPORT=<one folder>")
     elif tp > 2:
         fix = "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE=1 (0.5.22 and later); DSV4_SM120_SET=pcie_ipc_all_reduce=on does it"
         if a.version >= (0, 5, 22):
@@ -296,7 +305,9 @@ def _speculation(a: Answers) -> Iterator[Finding]:
     drafts = a.get("speculative_num_draft_tokens")
     if drafts is not None and drafts > DEEP_DRAFTS and a.get("max_running_requests") != 1:
         cost = "each draft row reads 1.6 GB more per step and card on 2 cards; k=3 beat k=7 by 10% under load"
-        yield warn("speculation", f"{drafts} draft tokens", cost, "--speculative-num-draft-tokens 4 or fewer")
+        # of EAGLE SGLang makes the draft tokens of the steps, whatever they were set to
+        fix = "--speculative-num-steps 3 or fewer (DSPARK: --speculative-dspark-block-size 3)"
+        yield warn("speculation", f"{drafts} draft tokens", cost, fix)
 
 
 def _parsers(a: Answers) -> Iterator[Finding]:
@@ -311,6 +322,21 @@ RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
 )
 
 
+def _short_prompts(a: Answers) -> Iterator[Finding]:
+    """By the mean of what the server has read: new tokens of a prompt that wait for the host, not for the card."""
+    asked, read = a.metrics.get("num_requests_total", 0), a.metrics.get("prompt_tokens_total")
+    config = a.info.get("cuda_graph_config")
+    prefill = config.get("prefill") if isinstance(config, dict) else None
+    is_off = isinstance(prefill, dict) and prefill.get("backend") == "disabled"
+    if not is_off or not asked or read is None or a.version < PREFILL_GRAPHS_SINCE or a.get("speculative_algorithm"):
+        return
+    tokens = (read - a.metrics.get("cached_tokens_total", 0)) / asked
+    if 0 < tokens <= CAPTURED_ROWS and "index_select" in (a.applied or ()):
+        cost = "they wait for their launches: 1,024 tokens took 147 ms to the first one, in graphs 99 (H200)"
+        fix = f"DSV4_SM120_SET={PREFILL_GRAPHS}=on, and the memory that `plan` counts for it"
+        yield warn("short prompts", f"{tokens:,.0f} new tokens a prompt, prefill not in graphs", cost, fix)
+
+
 def _metrics(a: Answers) -> Iterator[Finding]:
     if a.metrics is None:
         yield not_run("metrics", a.metrics_problem, "--enable-metrics")
@@ -319,6 +345,7 @@ def _metrics(a: Answers) -> Iterator[Finding]:
     if "token_usage" not in m:
         yield not_run("load", "its metrics do not tell how full the KV cache is: not those of an SGLang server")
         return
+    yield from _short_prompts(a)
     complaints = []
     if m["token_usage"] > FULL_POOL:
         complaints.append(f"KV cache {m['token_usage']:.0%} full")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepseek_v4_sm120.commands.doctor.facts import Facts
+from deepseek_v4_sm120.commands.doctor.facts import Facts, volumes
 from deepseek_v4_sm120.commands.doctor.finding import Finding, fail, not_run, ok, warn
 from deepseek_v4_sm120.patching import profile
-from deepseek_v4_sm120.patching.steering import ON, USER
+from deepseek_v4_sm120.patching.steering import NOT_BY_DEFAULT, ON, USER
+from deepseek_v4_sm120.settings import REPORT
 
 # whose originals have another order of sums for another number of rows; compressors have not, sums tell themselves
 REPRODUCIBLE = (
@@ -21,6 +22,7 @@ FLASHINFER_WITHOUT_KERNEL = "0.5.15"  # its pin lacks the attention kernel that 
 def checks(facts: Facts) -> Iterator[Finding]:
     """All findings about software."""
     yield from _sitecustomize(facts)
+    yield from _surroundings(facts)
     yield from _build(facts)
     yield from _versions(facts)
     yield from _patches(facts)
@@ -38,7 +40,7 @@ def _sitecustomize(facts: Facts) -> Iterator[Finding]:
         yield fail(
             "sitecustomize",
             "this Python runs with -I, -E or -S",
-            "PYTHONPATH is ignored: nothing is patched, in this process and in its children",
+            "sitecustomize does not run: nothing is patched, in this process and in its children",
             "start Python without these flags",
         )
     elif first == ours:
@@ -60,13 +62,19 @@ def _sitecustomize(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _surroundings(facts: Facts) -> Iterator[Finding]:
+    for text in (facts.status or {}).get("surroundings", ()):
+        yield warn("our variables", text, "what it was meant for does not happen", "as the sentence says")
+
+
 def _build(facts: Facts) -> Iterator[Finding]:
     build = (facts.status or {}).get("build")
     if build is None:
         yield not_run("compiled module", facts.status_problem or "unknown")
     elif build["problem"]:
         cost = "our CUDA operators cannot load"
-        yield fail("compiled module", build["problem"], cost, "./build_docker.sh; mount build/")
+        fix = "./build_docker.sh and mount build/; for another Python: csrc/build_artifact.py --python PATH"
+        yield fail("compiled module", build["problem"], cost, fix)
     else:
         yield ok("compiled module", f"{build['version']}, git {build['git_commit']}, CUDA {build['cuda_version']}")
 
@@ -77,9 +85,9 @@ def _versions(facts: Facts) -> Iterator[Finding]:
         yield not_run("versions", "SGLang is not installed for this Python", "run doctor inside of SGLang's image")
         return
     wrong = [
-        f"{name} {facts.versions[name]} (SGLang {sglang} pins {pin})"
+        f"{name} {facts.versions[name] or 'is missing'} (SGLang {sglang} pins {pin})"
         for name, pin in facts.pins.items()
-        if facts.versions.get(name) and facts.versions[name].partition("+")[0] != pin
+        if name in facts.versions and (facts.versions[name] or "").partition("+")[0] != pin
     ]
     if wrong:
         pins = " ".join(f"{name}=={pin}" for name, pin in facts.pins.items() if name in facts.versions)
@@ -145,7 +153,7 @@ def _defaults(facts: Facts) -> Iterator[Finding]:
         name = f"default {row['default']}"
         if row["moot"]:
             continue
-        if row["state"] == "OFF" and row["reason"] == "never run on SM120" and row["would_set"]:
+        if row["state"] == "OFF" and row["reason"] == NOT_BY_DEFAULT:
             yield not_run(name, f"off: {row['why']}", f"to try it: DSV4_SM120_SET={row['default']}=on")
         elif row["state"] == "OFF":
             yield warn(name, f"off by {row['reason']}", row["why"], "remove it from DSV4_SM120_SET")
@@ -211,7 +219,10 @@ def _profile(facts: Facts) -> Iterator[Finding]:
 
 
 def _processes(facts: Facts) -> Iterator[Finding]:
-    processes = (facts.status or {}).get("processes", [])
+    status = facts.status or {}
+    processes = status.get("processes", [])
+    for problem in filter(None, (status.get("report_problem"), *status.get("strange_reports", ()))):
+        yield warn("reports", f"{REPORT}: {problem}", "not known what that server has applied", "a folder of its own")
     if not processes:
         yield not_run("running servers", "no reports", "start them and doctor with DSV4_SM120_REPORT=<the same folder>")
     for process in processes:
@@ -227,19 +238,17 @@ def _processes(facts: Facts) -> Iterator[Finding]:
             yield ok(name, f"applied {', '.join(applied) or 'nothing yet'}")
 
 
-def _top(path: Path) -> Path:
-    """/root/.cache/tvm-ffi -> /root/.cache: one volume for all of a home folder's caches."""
-    return path.parent if path.parent.name.startswith(".") else path
-
-
 def _caches(facts: Facts) -> Iterator[Finding]:
+    closed = [str(c.path) for c in facts.caches if c.is_closed]
+    if closed:
+        fix = "a home folder of this user's: docker run -e HOME=<its path>"
+        yield fail("kernel caches", f"not this user's: {', '.join(closed)}", "SGLang stops where it compiles", fix)
+        return
     lost = [c for c in facts.caches if not c.survives]
     empty = [c for c in facts.caches if not c.is_filled]
     cost = "6 layers started in 34 s with compiled kernels and in 355 s without; 43 layers take longer"
     if lost:
-        folders = sorted({_top(c.path) for c in lost})
-        mounts = " ".join(f"-v dsv4-{folder.name.lstrip('.')}:{folder}" for folder in folders)
-        where = ", ".join(str(c.path) for c in lost)
+        mounts, where = volumes({c.variable: c.path for c in lost}), ", ".join(str(c.path) for c in lost)
         yield warn("kernel caches", f"in the container itself, lost with it: {where}", cost, f"docker run {mounts}")
     elif empty:
         yield warn(

@@ -10,11 +10,14 @@ from deepseek_v4_sm120 import OPS, __version__
 from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import launch, models, roofline
-from deepseek_v4_sm120.commands.plan.launch import DRAFT_HEAD, Plan, Request
+from deepseek_v4_sm120.commands.plan.launch import DRAFT_HEAD, PREFILL_GRAPHS, Plan, Request
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, STRUCTURE, TEXT, Speculation, advise
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
+from deepseek_v4_sm120.patching.steering import Steering
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
+from deepseek_v4_sm120.sglang_patches.table import TABLE
 
 DEFAULT_SGLANG = "0.5.23"
 DEFAULT_MEMORY_GB = 96
@@ -25,6 +28,11 @@ VERSION = re.compile(r"v?\d{1,4}\.\d{1,4}\.\d{1,4}(\.?(a|b|rc|post|dev)\d{1,12})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_request_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="flash", help=f"{models.KNOWN} (default: flash)")
     parser.add_argument("--experts", choices=(models.FP4, models.FP8), help="format of the experts")
     parser.add_argument("--gpus", type=int, help="cards of one machine (default: those found, else 2)")
@@ -38,12 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--insist", action="store_true", help="take a speculation that is known to answer wrongly")
     parser.add_argument("--sglang", help="its version (default: the one found here, else " + DEFAULT_SGLANG + ")")
-    parser.add_argument("--profile", help="file that `calibrate` wrote: what it leaves out counts as SGLang's")
-    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--profile", help="file that `calibrate` wrote (default: DSV4_SM120_PROFILE)")
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """CommandError for anything that is not a version, a model, a number of cards."""
+    """CommandError for anything that is not a version, a model, a number of cards, and for a setting with which no
+    server would start."""
+    if problem := Steering(TABLE.defaults, settings(), lambda versions: True, TABLE.operators).problem():
+        raise CommandError(problem)
     given = arguments.sglang
     sglang = given if given is not None else package_version("sglang", Sources()) or DEFAULT_SGLANG
     if not VERSION.fullmatch(sglang):
@@ -53,7 +63,8 @@ def request_of(arguments: argparse.Namespace) -> Request:
         raise CommandError(f"--model must be {models.KNOWN}, got nothing")
     gpus, memory_mib = _machine(arguments)
     switched_off = tuple(op for op in OPS if settings().choices.get(op) == "off")
-    measured = _profile(arguments.profile, sglang)
+    measured = _profile(settings().profile if arguments.profile is None else arguments.profile, sglang)
+    replaced = [op for op in OPS if op not in switched_off and measured.against(op) is None]
     request = Request(
         model=models.find(arguments.model, arguments.experts),
         gpus=gpus,
@@ -62,16 +73,23 @@ def request_of(arguments: argparse.Namespace) -> Request:
         concurrency=arguments.concurrency,
         speculation=None,
         sglang=sglang,
-        replaced=tuple(op for op in OPS if op not in switched_off and measured.against(op) is None),
+        replaced=() if settings().off else tuple(replaced),
         profile=None if measured.warnings else measured.path,
         profile_unused=measured.warnings[0] if measured.warnings else None,
         switched_off=switched_off,
         switched_on=tuple(name for name in (DRAFT_HEAD,) if settings().choices.get(name) == "on"),
+        prefill_graphs=_rows_of(settings().choices.get(PREFILL_GRAPHS)),
         sums_us=_sums(measured, gpus),
         load=arguments.load,
         insist=arguments.insist,
+        off=settings().off,
     )
     return replace(request, speculation=_speculation(request, arguments.spec, arguments.block))
+
+
+def _rows_of(choice: str | None) -> int | None:
+    """Of DSV4_SM120_SET=prefill_graphs: rows in graphs at most, 0 for none; None where nothing is said."""
+    return {None: None, "on": CAPTURED_ROWS, "off": 0}[choice] if choice in (None, "on", "off") else int(choice)
 
 
 def _speculation(request: Request, spec: str | None, block: int | None) -> Speculation | None:
@@ -86,12 +104,16 @@ def _speculation(request: Request, spec: str | None, block: int | None) -> Specu
 
 def _sums(measured: profile.Profile, gpus: int) -> dict[str, dict[int, float]]:
     """What a sum between so many cards took, by provider: rows -> microseconds."""
-    providers, found = measured.operators.get("all_reduce", {}).get("providers", {}), {}
-    for name in SUMMED_BY if isinstance(providers, dict) else ():
-        cases = providers.get(name, {}).get("cases", ())
-        named = [(CASE.fullmatch(one.get("case", "")), one.get("us")) for one in cases]
-        found[name] = {int(case[2]): us for case, us in named if case and us and int(case[1]) == gpus}
-    return {name: rows for name, rows in found.items() if rows}
+    providers, found = measured.operators.get("all_reduce", {}).get("providers"), {}
+    for name in SUMMED_BY:
+        provider = providers.get(name) if isinstance(providers, dict) else None
+        cases = provider.get("cases") if isinstance(provider, dict) else None
+        for one in cases if isinstance(cases, list) else ():  # of which a server looks at nothing
+            told, us = (one.get("case"), one.get("us")) if isinstance(one, dict) else (None, None)
+            case = CASE.fullmatch(told) if isinstance(told, str) else None
+            if case and int(case[1]) == gpus and isinstance(us, int | float) and us > 0:
+                found.setdefault(name, {})[int(case[2])] = us
+    return found
 
 
 def _profile(path: str | None, sglang: str) -> profile.Profile:
@@ -223,7 +245,8 @@ def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
             )
             for name in SUMMED_BY
         )
-        best = roofline.PUBLISHED.get((r.gpus, streams)) if is_flash else None
+        is_published = is_flash and r.model.expert_format == models.FP4
+        best = roofline.PUBLISHED.get((r.gpus, streams)) if is_published else None
         cells = (f"{streams / fast:.0f} at {context // 1024}K", f"{fast * 1e3:.2f}", f"{streams / nccl:.0f}")
         rows.append((str(streams), *cells, *((f"{best[0]:.0f}", best[1]) if best else ("-", "nobody"))))
     return rows

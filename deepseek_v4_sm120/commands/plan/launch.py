@@ -11,21 +11,28 @@ from pathlib import Path
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.plan import memory, roofline
 from deepseek_v4_sm120.commands.plan.models import FP8, Model
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, TEXT, Speculation, advise, refuse_if_unsafe
+from deepseek_v4_sm120.ops import all_reduce_sizes
+from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 
 TPS = (1, 2, 4, 8)
 REPORTED_PER_GB = 97887 / 96  # MiB that the driver reports per GB of the label, RTX PRO 6000
 CHUNK_WITH_OTHERS = 4096  # about half a second of prefill on 2 or 4 cards by published rates
-DECODE_SHARE = 0.3  # of the time while a long prompt is read
-LEAST_FRACTION, STEP = 0.5, 0.01
+DECODE_SHARE, MOST_INTERVAL = 0.3, 32  # of the time while a long prompt is read; steps for it
+STEP = 0.01  # of --mem-fraction-static
 MOST_STREAMS = 4096
 LEAST_MEMORY_GB, MOST_MEMORY_GB = 8, 1024
 IMAGE = "lmsysorg/sglang:v{version}"
 MOUNT = "/opt/deepseek_v4_sm120"
 PROFILE_MOUNT = "/opt/dsv4-profile.json"
+HOME = Path("/root")  # in the image
 DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
+PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE = prefill_graphs.DEFAULT, (0, 5, 17), (0, 5, 23)
+INTERVAL_0_5_17 = "prefill_decode_interval_0_5_17"
 NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
 
 
@@ -43,9 +50,11 @@ class Request:
     profile_unused: str | None = None  # why a server makes nothing of the file that was given
     switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
     switched_on: tuple[str, ...] = ()  # DRAFT_HEAD, likewise
+    prefill_graphs: int | None = None  # rows of a pass in graphs, at most, likewise; None: where there is room
     sums_us: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # by provider: rows -> us, by the profile
     load: str = TEXT  # what is written: speculation.TEXT or STRUCTURE
     insist: bool = False  # take a speculation that is known to answer wrongly
+    off: bool = False  # DSV4_SM120=off: nothing is replaced
 
     @property
     def version(self) -> memory.Version:
@@ -75,6 +84,17 @@ class Request:
             and self.version >= DRAFT_HEAD_SINCE
         )
 
+    @property
+    def may_capture(self) -> tuple[int, ...]:
+        """Rows of a prompt's pass in graphs at most, the wish first; 0: none. Beside the model's own drafts, which are
+        in no graph then, only where they are asked for: one small engine has shown that."""
+        if self.version < PREFILL_GRAPHS_SINCE or "index_select" not in self.replaced:
+            return (0,)
+        if self.speculation is not None:
+            may_ask = self.speculation.algorithm == EAGLE and self.version >= WITH_MTP_SINCE
+            return (self.prefill_graphs,) if may_ask and self.prefill_graphs else (0,)
+        return (CAPTURED_ROWS, 0) if self.prefill_graphs is None else (self.prefill_graphs,)
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -92,6 +112,7 @@ class Plan:
     reserves: list[memory.Reserve]
     pools: memory.Pools
     tokens: int
+    captured: int = 0  # rows of a prompt's pass in graphs, at most
     flags: list[Flag] = field(default_factory=list)
     environment: list[Flag] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -182,22 +203,22 @@ def make(request: Request) -> Plan:
     """The plan with the largest prefill chunk that leaves room; the caller looks at `fits`."""
     check(request)
     wanted = memory.CHUNKS[0] if request.concurrency == 1 else CHUNK_WITH_OTHERS
-    chunks = [chunk for chunk in memory.CHUNKS if chunk <= wanted]
-    plan = _best([_sized(request, chunk, with_errors=True) for chunk in chunks])
+    chunks, may_capture = [chunk for chunk in memory.CHUNKS if chunk <= wanted], request.may_capture
+    plan = _best([_sized(request, chunk, rows, with_errors=True) for chunk in chunks for rows in may_capture])
     if not plan.fits:  # with what the estimates may be short by kept free; without, it may
-        plan = _best([_sized(request, chunk, with_errors=False) for chunk in chunks])
+        plan = _best([_sized(request, chunk, may_capture[-1], with_errors=False) for chunk in chunks])
     plan.interval = _interval(request, plan.chunk)
     _flags(plan)
     return plan
 
 
 def _best(plans: list[Plan]) -> Plan:
-    """The largest chunk that costs hardly any capacity; where none fits, the most capacity."""
+    """The first, the largest chunk, that costs hardly any capacity; where none fits, the most capacity."""
     most = max(plan.tokens for plan in plans)
     return next((p for p in plans if p.fits and p.tokens >= 0.9 * most), max(plans, key=lambda p: p.tokens))
 
 
-def _sized(request: Request, chunk: int, with_errors: bool) -> Plan:
+def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Plan:
     m, tp, version = request.model, request.gpus, request.version
     total = request.memory_mib * (1 << 20)
     rows = request.concurrency * max(1, request.rows)
@@ -209,25 +230,35 @@ def _sized(request: Request, chunk: int, with_errors: bool) -> Plan:
         rows=rows,
         replaced=request.replaced,
         drafts=request.has_draft_head,
+        captured=prefill_graphs.captured_rows(captured) if captured else (),
     )
     outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves)
     fraction = math.floor((1 - outside / total) / STEP) * STEP
-    fraction = round(min(memory.MOST_FRACTION, fraction), 2)  # as it is given to the server
+    fraction = round(max(0.0, min(memory.MOST_FRACTION, fraction)), 2)  # as it is given to the server
     weights = memory.weight_bytes(m, tp, drafts=request.rows > 0, wo_a_bf16=request.wo_a_bf16)
     pools = memory.pools(m, version, requests=request.concurrency, chunk=chunk, drafts=request.rows)
-    return Plan(request, chunk, fraction, weights, reserves, pools, pools.tokens(fraction * total - weights))
+    return Plan(request, chunk, fraction, weights, reserves, pools, pools.tokens(fraction * total - weights), captured)
 
 
-def _interval(request: Request, chunk: int) -> int:
-    """Decode steps after each chunk, so that decode keeps DECODE_SHARE of the time while a prompt is read."""
-    if request.concurrency == 1:
-        return 0
-    rate = roofline.PUBLISHED_PREFILL.get(request.gpus, roofline.PUBLISHED_PREFILL[4])[0]
+def _prefill_rate(gpus: int) -> float:
+    return roofline.PUBLISHED_PREFILL.get(gpus, roofline.PUBLISHED_PREFILL[4])[0]
+
+
+def _decode_of_chunk(request: Request, chunk: int) -> float:
+    """How many of a chunk's times a decode step takes, as far as published rates tell."""
     ideal = roofline.step_seconds(
         request.model, request.gpus, request.concurrency, request.context // 4, wo_a_bf16=request.wo_a_bf16
     )
-    step = roofline.TYPICAL_OVER_IDEAL * ideal
-    return max(1, min(32, math.ceil(DECODE_SHARE / (1 - DECODE_SHARE) * (chunk / rate) / step)))
+    return roofline.TYPICAL_OVER_IDEAL * ideal * _prefill_rate(request.gpus) / chunk
+
+
+def _interval(request: Request, chunk: int) -> int:
+    """Decode steps after each chunk, so that decode keeps DECODE_SHARE of the time while a prompt is read, as far as
+    MOST_INTERVAL lets it."""
+    if request.concurrency == 1:
+        return 0
+    steps = DECODE_SHARE / (1 - DECODE_SHARE) / _decode_of_chunk(request, chunk)
+    return max(1, min(MOST_INTERVAL, math.ceil(steps)))
 
 
 def _flags(plan: Plan) -> None:
@@ -257,18 +288,31 @@ def _flags(plan: Plan) -> None:
     env = plan.environment.append
     env(Flag("PYTHONPATH", MOUNT, "our folder, in every process of the server"))
     env(Flag("DSV4_SM120_REPORT", "/tmp/dsv4", "what each process applied, for `status` and `doctor`"))
-    if r.switched_off or r.switched_on:
-        planned = [flag for flag in plan.environment if flag.name == "DSV4_SM120_SET"]
-        plan.environment[:] = [flag for flag in plan.environment if flag not in planned]
-        values = [f"{name}=off" for name in r.switched_off] + [f"{name}=on" for name in r.switched_on]
-        values += [flag.value for flag in planned]
-        reasons = ["as in your environment"] + [flag.reason for flag in planned]
-        env(Flag("DSV4_SM120_SET", ",".join(values), "; ".join(reasons)))
+    if r.off:
+        env(Flag("DSV4_SM120", "off", "as in your environment: nothing is replaced"))
+    elif settings := _settings(plan):
+        values, reasons = zip(*settings, strict=True)
+        env(Flag("DSV4_SM120_SET", ",".join(values), "; ".join(dict.fromkeys(reasons))))
     if r.profile is not None:
         env(Flag("DSV4_SM120_PROFILE", PROFILE_MOUNT, f"what calibrate found: {r.profile}"))
     if m.expert_format == FP8:
         env(Flag("SGLANG_DSV4_FP4_EXPERTS", "0", "the checkpoint's experts are FP8"))
     _notes(plan)
+
+
+def _settings(plan: Plan) -> list[tuple[str, str]]:
+    """Of DSV4_SM120_SET: what is set, and why."""
+    r, yours = plan.request, "as in your environment"
+    found = [(f"{name}=off", yours) for name in r.switched_off] + [(f"{name}=on", yours) for name in r.switched_on]
+    if plan.interval and r.version == (0, 5, 17):
+        found.append((f"{INTERVAL_0_5_17}={plan.interval}", _interval_reason(plan)))
+    if r.prefill_graphs is not None:
+        value = "off" if not r.prefill_graphs else "on" if r.prefill_graphs == CAPTURED_ROWS else r.prefill_graphs
+        found.append((f"{PREFILL_GRAPHS}={value}", yours))
+    elif plan.captured:
+        reason = f"prompts of up to {plan.captured:,} new tokens wait for their launches: 99 ms for 147 on an H200"
+        found.append((f"{PREFILL_GRAPHS}=on", reason))
+    return found
 
 
 def _speculation(plan: Plan) -> None:
@@ -291,20 +335,22 @@ def _speculation(plan: Plan) -> None:
 def _chunk_reason(plan: Plan) -> str:
     if plan.request.concurrency == 1:
         return "one stream: nobody waits for a chunk"
-    rate = roofline.PUBLISHED_PREFILL.get(plan.request.gpus, (6000.0, ""))[0]
-    return f"about {plan.chunk / rate:.1f} s at published rates: the longest that other streams wait"
+    seconds = plan.chunk / _prefill_rate(plan.request.gpus)
+    return f"about {seconds:.1f} s at published rates: the longest that other streams wait"
+
+
+def _interval_reason(plan: Plan) -> str:
+    decode = plan.interval * _decode_of_chunk(plan.request, plan.chunk)
+    return f"{plan.interval} decode steps after each chunk: decode keeps about {decode / (1 + decode):.0%} of the time"
 
 
 def _interleaving(plan: Plan) -> None:
     r, n = plan.request, plan.interval
     if n == 0:
         return
-    reason = f"{n} decode steps after each chunk: decode keeps about {DECODE_SHARE:.0%} of the time"
     if r.version >= (0, 5, 19):
-        plan.flags.append(Flag("--prefill-decode-interval", str(n), reason))
-    elif r.version == (0, 5, 17):
-        plan.environment.append(Flag("DSV4_SM120_SET", f"prefill_decode_interval_0_5_17={n}", reason))
-    else:
+        plan.flags.append(Flag("--prefill-decode-interval", str(n), _interval_reason(plan)))
+    elif r.version != (0, 5, 17):  # of which _settings has it
         plan.notes.append(
             f"SGLang {r.sglang} has no way to let streams decode between the chunks of a long prompt: they stop until "
             "it is read. 0.5.19 and later have one"
@@ -315,9 +361,14 @@ def _notes(plan: Plan) -> None:
     r = plan.request
     plan.notes += unsafe(r)
     if r.speculation is not None and r.speculation.algorithm == DSPARK:
-        plan.notes.append("nobody has run DSPARK with our operators: let the gate speculation-equality judge it first")
+        plan.notes.append(
+            "with our operators DSPARK has run in engines with random weights alone (docs/features.md): let the gate "
+            "speculation-equality judge it first"
+        )
     if r.profile_unused:
         plan.notes.append(r.profile_unused)
+    if r.profile is not None and facts.is_container(Path("/")):
+        plan.notes.append(f"{r.profile} lies in this container: the docker line's -v wants its path on the host")
     if r.version > NEWEST_READ:
         newest = ".".join(map(str, NEWEST_READ))
         plan.notes.append(f"nobody has read SGLang {r.sglang} for this; sizes are those of {newest}")
@@ -325,17 +376,23 @@ def _notes(plan: Plan) -> None:
         plan.notes.append("0.5.12 has no fast indexer for SM120, only one that gathers all keys; take 0.5.17 or newer")
     if missing := [op for op in OPS if op not in r.replaced]:
         by = "DSV4_SM120_SET" if set(missing) <= set(r.switched_off) else "the profile"
+        by = "DSV4_SM120=off" if r.off else by
         plan.notes.append(f"{by} leaves out {', '.join(missing)}: SGLang's own memory is reckoned there")
-    if r.version >= (0, 5, 17) and "index_select" in r.replaced and r.speculation is None:
+    if r.may_capture[0] and r.prefill_graphs is None and not plan.captured:
         plan.notes.append(
-            "prompts of up to 1,024 tokens wait for their launches; SGLang keeps prefill out of CUDA graphs for this "
-            "model because of the index logits, which are gone. DSV4_SM120_SET=prefill_graphs=on puts it back, for "
-            "about 1 GB that this plan does not count: 99 ms for 147 at 1,024 tokens on an H200"
+            "prompts of a thousand tokens and fewer wait for their launches; DSV4_SM120_SET=prefill_graphs=on puts "
+            "them into graphs, for whose memory this plan has no room without less context or fewer streams"
         )
     if r.gpus > 2 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
         plan.notes.append(
             "above 2 cards all-reduce is NCCL; where `doctor` finds that peers move data, try "
             "DSV4_SM120_SET=pcie_ipc_all_reduce=on (35% of a step at TP8 elsewhere)"
+        )
+    rows = r.concurrency * max(1, r.rows)
+    if r.gpus > 1 and "all_reduce" in r.replaced and rows > all_reduce_sizes.MAX_ROWS:
+        plan.notes.append(
+            f"steps of {rows} rows are more than all_reduce takes ({all_reduce_sizes.MAX_ROWS}): the sums between the "
+            "cards will be NCCL's, as in the column of the ceilings"
         )
     per_request = plan.tokens // r.context
     if plan.fits and per_request < r.concurrency:
@@ -374,7 +431,7 @@ def docker_line(plan: Plan, port: int = 30000) -> str | None:
     words = ["python3", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", str(port), *server_arguments(plan)]
     return (
         f"docker run --rm --gpus all --ipc=host -p {port}:{port} --ulimit memlock=-1 "
-        "-v ~/.cache/huggingface:/root/.cache/huggingface -v dsv4-cache:/root/.cache -v dsv4-triton:/root/.triton "
+        f"-v ~/.cache/huggingface:/root/.cache/huggingface {facts.volumes(facts.cache_folders({}, HOME))} "
         f'-v "$PWD/build:{MOUNT}:ro" {mount}{env} {plan.request.image} {shlex.join(words)}'
     )
 

@@ -8,7 +8,7 @@ beside them. What is an estimate says so in `reserves`, and by how much it may b
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from deepseek_v4_sm120 import OPS
@@ -31,6 +31,9 @@ INDEX_SELECT_PREFILL_BYTES, INDEX_SELECT_DECODE_BYTES = 256 << 20, 64 << 20
 # what may be short, as a share: estimates, which nobody has measured on SM120; weights by shape against published files
 ESTIMATE_OFF_BY, WEIGHTS_OFF_BY = 0.5, 0.002
 CHUNKS = (8192, 4096, 2048, 1024)
+# Prefill graphs: what SGLang says that it captured (3.31 and 3.36 GiB on two H200, 0.5.17, five sizes up to 8,192 rows,
+# context 32,768), over what is reckoned without it; and how much each further size took there
+GRAPHS_OVER_ARITHMETIC, GRAPHS_OF_A_SIZE = 1.4, 20 << 20
 
 Version = tuple[int, ...]
 
@@ -247,17 +250,45 @@ def experts_bytes(m: Model, tp: int, rows: int, is_ours: bool) -> int:
     return rows * m.experts_per_token * pair
 
 
+def activation_bytes(m: Model, tp: int, rows: int) -> int:
+    """Of a pass: the streams, three at a time, and the attention's queries and outputs."""
+    return rows * 2 * (3 * m.streams * m.hidden + 2 * (m.heads // tp) * m.head_dim)
+
+
+def c128_list_bytes(rows: int, context: int) -> int:
+    return rows * math.ceil(context / 128 / 64) * 64 * 4
+
+
+def prefill_graphs_bytes(m: Model, tp: int, sizes: Sequence[int], context: int, has_experts: bool) -> float:
+    """What SGLang's prefill graphs hold, of passes of so many rows each: one pool, as large as the largest needs, and
+    for each size page table and C128 lists as wide as the context. They are captured when the pools have their size,
+    and those of this model are not sized again: so it is taken from what --mem-fraction-static leaves (0.5.17 on)."""
+    rows = max(sizes)
+    arithmetic = activation_bytes(m, tp, rows) + 2 * rows * m.streams * m.hidden  # and what a pass hands out
+    arithmetic += experts_bytes(m, tp, rows, has_experts) + expanded_wo_a_bytes(m) / tp + INDEX_SELECT_PREFILL_BYTES
+    tables = sum(sizes) * math.ceil(context / PAGE_TOKENS) * 4 + c128_list_bytes(sum(sizes), context)
+    return GRAPHS_OVER_ARITHMETIC * arithmetic + len(sizes) * GRAPHS_OF_A_SIZE + tables
+
+
 def reserves(
-    m: Model, *, tp: int, context: int, chunk: int, rows: int, replaced: Collection[str] = OPS, drafts: bool = False
+    m: Model,
+    *,
+    tp: int,
+    context: int,
+    chunk: int,
+    rows: int,
+    replaced: Collection[str] = OPS,
+    drafts: bool = False,
+    captured: Sequence[int] = (),
 ) -> list[Reserve]:
     """What must stay free beside weights and pools. rows: of the largest captured decode or verify batch; replaced:
-    the operators that are ours; drafts: whether a draft's head is kept in E4M3."""
+    the operators that are ours; drafts: whether a draft's head is kept in E4M3; captured: rows of the passes of prompts
+    that are captured."""
     heads = m.heads // tp
-    activations = 2 * (3 * m.streams * m.hidden + 2 * heads * m.head_dim)
     has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
     experts = experts_bytes(m, tp, chunk, has_experts)
     graphs = (0.5 + 0.02 * rows) * GIB
-    lists = chunk * math.ceil(context / 128 / 64) * 64 * 4
+    of_prompts = prefill_graphs_bytes(m, tp, captured, context, has_experts) if captured else 0.0
     if "index_select" in replaced:
         selection = Reserve(
             "index selection, chunk and graphs",
@@ -270,7 +301,12 @@ def reserves(
     return [
         Reserve("CUDA context, libraries, NCCL", 1.5 * GIB, "estimate", 1.5 * GIB * ESTIMATE_OFF_BY),
         Reserve("decode graphs", graphs, "estimate", graphs * ESTIMATE_OFF_BY),
-        Reserve("prefill activations", chunk * activations, f"arithmetic, chunk of {chunk}"),
+        *(
+            [Reserve("prefill graphs", of_prompts, "estimate, by two H200", of_prompts * ESTIMATE_OFF_BY)]
+            if captured
+            else []
+        ),
+        Reserve("prefill activations", activation_bytes(m, tp, chunk), f"arithmetic, chunk of {chunk}"),
         *(
             [Reserve("wo_a of a prompt, in bf16", expanded_wo_a_bytes(m) / tp, "wo_a's own")]
             if "wo_a" in replaced
@@ -278,7 +314,7 @@ def reserves(
         ),
         Reserve("experts of a prefill chunk", experts, "mxfp4_moe's scratch" if has_experts else "arithmetic"),
         selection,
-        Reserve("C128 index lists of a prefill chunk", lists, "[chunk, context / 128] int32"),
+        Reserve("C128 index lists of a prefill chunk", c128_list_bytes(chunk, context), "[chunk, context / 128] int32"),
         attention_workspace(rows, heads, context),
         *([sums_between_cards(m, tp)] if tp > 1 and "all_reduce" in replaced else []),
         *([Reserve("drafts' head in E4M3", draft_head_bytes(m, tp, rows), "draft_head's own")] if drafts else []),

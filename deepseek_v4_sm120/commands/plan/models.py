@@ -73,7 +73,9 @@ FLASH = Model("Flash", 4096, 64, 1024, 8, 1024, 256, 2048, 512, 2, 21, 20, path=
 PRO = Model("Pro", 7168, 128, 1536, 16, 1024, 384, 3072, 1024, 0, 30, 31, path=NAMES["pro", FP4])
 FLASH_0731 = replace(FLASH, name="Flash-0731", path=NAMES["flash-0731", FP4], dspark_block=5, dspark_stages=3)
 BUILT_IN = {"flash": FLASH, "pro": PRO, "flash-0731": FLASH_0731}
-KNOWN = f"{', '.join(BUILT_IN)}, or a folder with the model's config.json"  # what --model takes
+CHECKPOINTS = {path.lower(): key for key, path in NAMES.items()}
+# what --model takes
+KNOWN = f"{', '.join(BUILT_IN)}, a checkpoint like {NAMES['flash', FP8]}, or a folder with the model's config.json"
 
 FIELDS = {
     "hidden": "hidden_size",
@@ -96,15 +98,23 @@ FIELDS = {
 
 
 def find(text: str, experts: str | None) -> Model:
-    """A name of BUILT_IN, or a folder (or its config.json); CommandError says what is missing."""
+    """A name of BUILT_IN or of NAMES, or a folder (or its config.json); CommandError says what is missing."""
+    name, brings = named(text)
+    if name is None:
+        return from_config(text, experts)
+    if brings is not None and experts not in (None, brings):
+        raise CommandError(f"--experts {experts}: the experts of {text} are {brings}")
+    wanted = experts or brings or BUILT_IN[name].expert_format
+    if (name, wanted) not in NAMES:
+        raise CommandError(f"there is no {wanted} checkpoint of {name}; known: {', '.join(NAMES.values())}")
+    return replace(BUILT_IN[name], expert_format=wanted, path=NAMES[name, wanted])
+
+
+def named(text: str) -> tuple[str | None, str | None]:
+    """(name in BUILT_IN, format of the experts where a checkpoint's own name says it); (None, None) for a folder."""
     if text.lower() in BUILT_IN:
-        name = text.lower()
-        if experts is None:
-            return BUILT_IN[name]
-        if (name, experts) not in NAMES:
-            raise CommandError(f"there is no {experts} checkpoint of {name}; known: {', '.join(NAMES.values())}")
-        return replace(BUILT_IN[name], expert_format=experts, path=NAMES[name, experts])
-    return from_config(text, experts)
+        return text.lower(), None
+    return (None, None) if Path(text).exists() else CHECKPOINTS.get(text.lower(), (None, None))
 
 
 def read(text: str | Path) -> tuple[Path, dict]:

@@ -19,7 +19,7 @@ NCCL_ALL_REDUCE_S = {2: 15e-6, 4: 21e-6, 8: 30e-6}
 # model.md section 19: measured step over ideal step, the better engines
 TYPICAL_OVER_IDEAL = 2.0
 
-# (cards, streams) -> (tokens/s of all streams, whose), without speculation, short context, Flash
+# (cards, streams) -> (tokens/s of all streams, whose), without speculation, short context, Flash with FP4 experts
 PUBLISHED = {
     (2, 1): (152.6, "LIL vLLM r7, cards behind a switch"),
     (2, 8): (479.0, "ormandj vLLM, 300 W cards"),

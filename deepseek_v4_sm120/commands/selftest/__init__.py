@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from deepseek_v4_sm120 import OPS, __version__
@@ -19,7 +19,6 @@ from deepseek_v4_sm120.commands import console
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.selftest import build_and_layout, card
 from deepseek_v4_sm120.ops.shared import extension
-from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.specs.check import Check, Failure, NotRun
 
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
@@ -88,11 +87,17 @@ def _run(check: Check, missing: dict[str, tuple[str, str]]) -> Outcome:
     return Outcome(check.operator, check.name, result, detail, round(time.perf_counter() - start, 3))
 
 
-def _table(outcomes: list[Outcome]) -> str:
-    rows = report.table([(o.operator, o.check, o.result, o.detail) for o in outcomes])
-    counts = {result: sum(outcome.result == result for outcome in outcomes) for result in (PASS, FAIL, NOT_RUN)}
-    total = ", ".join(f"{count} {result}" for result, count in counts.items())
-    return f"deepseek_v4_sm120 {__version__} self-test\n{rows}\n{total}"
+def _told(outcomes: Iterable[Outcome], todo: list[Check]) -> list[Outcome]:
+    """All of them, each printed as soon as it is there: on a card kernels are compiled on the way."""
+    console.say(f"deepseek_v4_sm120 {__version__} self-test")
+    operators, names = (max(map(len, column)) for column in zip(*((c.operator, c.name) for c in todo), strict=True))
+    told = []
+    for o in outcomes:
+        console.say(f"{o.operator:{operators}}  {o.check:{names}}  {o.result:{len(NOT_RUN)}}  {o.detail}")
+        told.append(o)
+    counts = {result: sum(outcome.result == result for outcome in told) for result in (PASS, FAIL, NOT_RUN)}
+    console.say(", ".join(f"{count} {result}" for result, count in counts.items()))
+    return told
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,9 +113,11 @@ def main(argv: list[str] | None = None) -> int:
     except (ImportError, OSError) as error:
         raise CommandError(f"torch does not load for {sys.executable}: {console.one_line(error)}") from error
     missing = _missing(arguments.require_gpu)
-    outcomes = [_run(check, missing) for check in checks(arguments.quick)]
+    todo = list(checks(arguments.quick))
+    outcomes = (_run(check, missing) for check in todo)
     if arguments.json:
+        outcomes = list(outcomes)
         console.print_json({"version": __version__, "checks": [asdict(outcome) for outcome in outcomes]})
     else:
-        console.say(_table(outcomes))
+        outcomes = _told(outcomes, todo)
     return int(any(outcome.result == FAIL for outcome in outcomes))

@@ -33,17 +33,19 @@ MAX_SLEEP_US = 100.0  # median from a flag's raising to its being seen: a nap is
 # greatest logit (reference/index_select.py) is what 13 bits give; so many have Hopper's own FP8 sums (wgmma).
 NEEDED_BITS = 13
 MOST_BITS = 23  # fp32 has no more behind its first
-ROWS, COLUMNS, DEPTH = 16, 8, 32  # of an mma of E4M3
+ROWS, COLUMNS, DEPTH, F16_DEPTH = 16, 8, 32, 16  # of an mma of E4M3, and of f16
 MAX_SCALED_ERROR = (DEPTH + 1) * 2.0**-NEEDED_BITS  # of the sum of magnitudes: each term cut off at the needed bits
 
 
 def checks(quick: bool) -> Iterator[Check]:
     yield Check("card", "programmatic chain, one thread of the middle waits", _check_waiting_chain, ON_GPU)
     yield Check("card", "programmatic chain, the middle returns at once", _check_returning_chain, ON_GPU)
+    yield Check("card", "programmatic chain, plain loads behind the wait", _check_plain_loads, ON_GPU)
     for own_flags, name in ((True, "words that are their own flags"), (False, "payloads behind a counter")):
         yield Check("card", f"blocks to blocks: {name}", functools.partial(_check_exchange, own_flags), ON_GPU)
     yield Check("card", "nanosleep spins beside a busy stream", _check_sleep, ON_GPU)
     yield Check("card", "bits that sums of E4M3 products keep", _check_bits, ON_GPU)
+    yield Check("card", "sums of f16 products that fp32 holds", _check_f16_sums, ON_GPU)
     yield Check("card", "block-scaled mma against software", _check_block_scaled, (*ON_GPU, "block-scaled FP8"))
 
 
@@ -56,6 +58,8 @@ class Seen:
 
     written: bool  # what the first kernel wrote
     early_ns: int  # how long before the first kernel's end; negative: after it
+    asked: int = 0  # its blocks that had read what was there before, by a plain load ahead of their wait
+    stale: int = 0  # and those that found it again by a plain load behind the wait
 
 
 def overtaken(chains: list[Seen]) -> int:
@@ -98,6 +102,19 @@ def judge_returning_chain(controls: list[Seen], chains: list[Seen]) -> str:
     )
 
 
+def judge_plain_loads(controls: list[Seen], chains: list[Seen]) -> str:
+    judge_control(controls)
+    blocks = min((seen.asked for seen in chains), default=0)
+    if not blocks:
+        raise NotRun("no block had read what was there before: it began too late to have an old line in its L1")
+    if (late := overtaken(chains)) or (stale := sum(seen.stale for seen in chains)):
+        found = (
+            f"{late} kernels read ahead of the one in front" if late else f"{stale} blocks read old lines of their L1"
+        )
+        raise Failure(f"behind the wait {found}: every kernel here reads so what kernels in front have written")
+    return f"{blocks} blocks and more, of {len(chains)} chains, found what was written where their L1 had the old line"
+
+
 def _chains(middle: str, third_waits: bool) -> list[Seen]:
     return [_chain(middle, third_waits, captured) for captured in (False, True) for _ in range(CHAIN_REPEATS)]
 
@@ -105,11 +122,11 @@ def _chains(middle: str, third_waits: bool) -> list[Seen]:
 def _chain(middle: str, third_waits: bool, captured: bool) -> Seen:
     import torch
 
-    words = torch.zeros(2, dtype=torch.int32, device="cuda")
+    words = torch.zeros(32 + 3, dtype=torch.int32, device="cuda")  # the value has a line of its own
     times = torch.zeros(2, dtype=torch.int64, device="cuda")
 
     def launch(hold_ns: int) -> None:
-        addresses = {"value": words.data_ptr(), "seen": words[1:].data_ptr(), "times": times.data_ptr()}
+        addresses = {"value": words.data_ptr(), "seen": words[32:].data_ptr(), "times": times.data_ptr()}
         made = {"hold_ns": hold_ns, "middle": middle, "third_waits": third_waits}
         _module().card_chain(**addresses, **made, stream=_stream())
 
@@ -126,7 +143,8 @@ def _chain(middle: str, third_waits: bool, captured: bool) -> Seen:
         launch(HOLD_NS)
     wait("a chain of kernels")
     written, read = times.tolist()
-    return Seen(words.tolist()[1] == _module().CARD_WRITTEN, written - read)
+    seen, asked, stale = words[32:].tolist()
+    return Seen(seen == _module().CARD_WRITTEN, written - read, asked, stale)
 
 
 def _check_waiting_chain() -> str:
@@ -135,6 +153,10 @@ def _check_waiting_chain() -> str:
 
 def _check_returning_chain() -> str:
     return judge_returning_chain(_chains("none", False), _chains("returns", True))
+
+
+def _check_plain_loads() -> str:
+    return judge_plain_loads(_chains("none", False), _chains("none", True))
 
 
 # ---- flags between blocks
@@ -231,13 +253,15 @@ def _power(exponent: int) -> float:
     return 2.0**exponent
 
 
-def bit_problems(torch, shift: int):
+def bit_problems(torch, shift: int, depth: int = DEPTH):
     """(a, b, c) and the exact sums of mma problems in which a term lies `shift` bits below the greatest.
 
-    Two for the accumulator as the greatest, the small product at each of 32 places, and four with a product as the
-    greatest, at the first or the last place. fp32 values that E4M3 holds, [n, 16, 32], [n, 8, 32], [n, 16, 8].
+    Two for the accumulator as the greatest, the small product at each of `depth` places, and four with a product as the
+    greatest, at the first or the last place of a half. fp32 values that E4M3 and f16 hold, [n, 16, depth],
+    [n, 8, depth], [n, 16, 8].
     """
-    a, b = torch.zeros(6, ROWS, DEPTH), torch.zeros(6, COLUMNS, DEPTH)
+    a, b = torch.zeros(6, ROWS, depth), torch.zeros(6, COLUMNS, depth)
+    row, place_in_half = torch.arange(ROWS), torch.arange(ROWS) % (depth // 2)
     c, exact = torch.zeros(6, ROWS, COLUMNS), torch.zeros(6, ROWS, COLUMNS, dtype=torch.float64)
 
     def factors(exponent: int) -> tuple[float, float]:
@@ -245,12 +269,12 @@ def bit_problems(torch, shift: int):
 
     for half in range(2):
         x, y = factors(10 - shift)
-        a[half, torch.arange(ROWS), ROWS * half + torch.arange(ROWS)] = x
+        a[half, row, depth // 2 * half + place_in_half] = x
         b[half], c[half] = y, _power(10)
         exact[half] = _power(10) + _power(10 - shift)
-    for i, (half, place) in enumerate(((0, DEPTH - 1), (1, 0), (0, 16), (1, 15)), start=2):
+    for i, (half, place) in enumerate(((0, depth - 1), (1, 0), (0, depth // 2), (1, depth // 2 - 1)), start=2):
         x, y = factors(16 - shift)
-        a[i, torch.arange(ROWS), ROWS * half + torch.arange(ROWS)] = x
+        a[i, row, depth // 2 * half + place_in_half] = x
         a[i, :, place] = _power(8)
         b[i] = y
         b[i, :, place] = _power(8)
@@ -258,10 +282,10 @@ def bit_problems(torch, shift: int):
     return a, b, c, exact
 
 
-def kept_bits(multiply: Callable, torch) -> int:
+def kept_bits(multiply: Callable, torch, depth: int = DEPTH) -> int:
     """How far below the greatest term of a sum another still counts in full. multiply(a, b, c) -> sums, as an mma."""
     for shift in range(1, MOST_BITS + 1):
-        a, b, c, exact = bit_problems(torch, shift)
+        a, b, c, exact = bit_problems(torch, shift, depth)
         if not torch.equal(multiply(a, b, c).double(), exact):
             return shift - 1
     return MOST_BITS
@@ -276,17 +300,48 @@ def judge_bits(bits: int) -> str:
     return f"{bits} bits below the greatest term, needed {NEEDED_BITS}"
 
 
-def _products(a, b, c, a_scale=None, b_scale=None):
-    """a b^T + c of each problem by one mma; values to E4M3 on their way."""
+def integer_problems(torch):
+    """Full f16 mma of integers, all sums of magnitudes below 2^24: (a, b, c) and the exact sums."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = (64, ROWS, F16_DEPTH), (64, COLUMNS, F16_DEPTH), (64, ROWS, COLUMNS)
+    a, b, c = (
+        torch.randint(-most, most + 1, shape, generator=generator).float()
+        for most, shape in zip((900, 900, 3_500_000), shapes, strict=True)
+    )
+    return a, b, c, a.double() @ b.double().mT + c.double()
+
+
+def judge_f16_sums(multiply: Callable, torch) -> str:
+    """multiply(a, b, c) -> sums, as an mma of f16."""
+    bits = kept_bits(multiply, torch, F16_DEPTH)
+    a, b, c, exact = integer_problems(torch)
+    wrong = int((multiply(a, b, c).double() != exact).sum())
+    if bits < MOST_BITS or wrong:
+        raise Failure(
+            f"{bits} bits below the greatest term, needed {MOST_BITS}, and {wrong} of {exact.numel()} sums of integers "
+            "below 2^24 are inexact: mxfp4_moe with `reproducible` has other bits for many rows than for few"
+        )
+    return f"{exact.numel()} sums of integers below 2^24 are exact; {bits} bits below the greatest term"
+
+
+def _check_f16_sums() -> str:
     import torch
 
-    a, b = (x.to(torch.float8_e4m3fn).cuda().contiguous() for x in (a, b))
+    return judge_f16_sums(functools.partial(_products, dtype=torch.float16), torch)
+
+
+def _products(a, b, c, a_scale=None, b_scale=None, *, dtype=None):
+    """a b^T + c of each problem by one mma; values to E4M3 on their way, or to `dtype`, f16."""
+    import torch
+
+    a, b = (x.to(dtype or torch.float8_e4m3fn).cuda().contiguous() for x in (a, b))
     c = c.float().cuda().contiguous()
     d = torch.full_like(c, float("nan"))
     scales = [None if scale is None else scale.cuda().contiguous() for scale in (a_scale, b_scale)]
     a_address, b_address = (0 if scale is None else scale.data_ptr() for scale in scales)
     tensors = {"a": a.data_ptr(), "b": b.data_ptr(), "c": c.data_ptr(), "d": d.data_ptr()}
-    _module().card_products(**tensors, a_scale=a_address, b_scale=b_address, count=a.shape[0], stream=_stream())
+    given = {"a_scale": a_address, "b_scale": b_address, "count": a.shape[0], "f16": dtype is not None}
+    _module().card_products(**tensors, **given, stream=_stream())
     wait("a product")
     return d.cpu()
 

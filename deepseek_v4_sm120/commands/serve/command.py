@@ -20,14 +20,17 @@ from pathlib import Path
 from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError, encodable
 from deepseek_v4_sm120.commands.disclosure import HIDDEN, printable, redacted
+from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
 from deepseek_v4_sm120.commands.doctor.http_get import get
 from deepseek_v4_sm120.commands.plan import command as plan_command
 from deepseek_v4_sm120.commands.plan import launch
-from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.settings import REPORT, read_choices
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[3]
 READY_TIMEOUT_S = 3600
 STOP_TIMEOUT_S = 30
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+CHOICES = "DSV4_SM120_SET"  # of which the plan's names are added to the user's
 LAST_WORDS_S = 5  # to read what the server wrote while it stopped
 POLL_S = 0.5
 # words of SGLang's log -> the stage that begins there
@@ -44,17 +47,17 @@ STAGES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    plan_command.add_arguments(parser)
+    parser.usage = "%(prog)s [PLAN'S ARGUMENTS] [--host HOST] [--port PORT] [--dry-run] [-- SGLANG'S ARGUMENTS]"
+    parser.epilog = "Behind --: arguments for sglang.launch_server; they win."
+    plan_command.add_request_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=30000, help="port to listen on (default: 30000)")
     parser.add_argument("--dry-run", action="store_true", help="print the command and stop")
-    parser.add_argument(
-        "extra", nargs=argparse.REMAINDER, help="after --: arguments for sglang.launch_server; they win"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    extra = arguments.extra[1:] if arguments.extra[:1] == ["--"] else arguments.extra
+    """arguments.extra: what stands behind --."""
+    extra = arguments.extra
     host, port = _address(arguments.host, str(arguments.port), "")
     plan = launch.make(plan_command.request_of(arguments))
     if not plan.fits:
@@ -77,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return 0
     _check_machine(arguments.gpus, host, port)
+    if host in LOOPBACK and facts.is_container(Path("/")):
+        _say(f"[serve] nobody outside of this container reaches {host}: --host 0.0.0.0 listens for all")
     return supervise(words, {**os.environ, **added}, _url(host, port))
 
 
@@ -115,8 +120,7 @@ def unsafe(plan: launch.Plan, words: list[str], environ: Mapping[str, str]) -> l
     """What is known of the speculation that this very command line starts, and tolerated; CommandError otherwise."""
     r = plan.request
     found = speculation.of_command(words, environ, r.model.dspark_block)
-    ours = () if settings().off else r.replaced
-    return speculation.refuse_if_unsafe(r.version, found, ours, insist=r.insist, release=r.sglang)
+    return speculation.refuse_if_unsafe(r.version, found, r.replaced, insist=r.insist, release=r.sglang)
 
 
 def environment(plan: launch.Plan, environ: Mapping[str, str], profile: str | None) -> dict[str, str]:
@@ -124,8 +128,11 @@ def environment(plan: launch.Plan, environ: Mapping[str, str], profile: str | No
     behind = [p for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p).resolve() != PACKAGE_FOLDER]
     added = {"PYTHONPATH": os.pathsep.join([str(PACKAGE_FOLDER), *behind])}
     planned = {flag.name: flag.value for flag in plan.environment}
-    planned["DSV4_SM120_REPORT"] = str(Path(tempfile.gettempdir(), f"dsv4-{os.getpid()}"))
+    planned[REPORT] = str(Path(tempfile.gettempdir(), f"dsv4-{os.getpid()}"))
     added |= {name: value for name, value in planned.items() if name not in environ and name != "PYTHONPATH"}
+    if CHOICES in environ and CHOICES in planned:
+        own = read_choices(environ[CHOICES])
+        added[CHOICES] = ",".join(f"{name}={value}" for name, value in (read_choices(planned[CHOICES]) | own).items())
     if profile is not None:  # the plan has looked at it
         added["DSV4_SM120_PROFILE"] = str(Path(profile).resolve())
     return added
@@ -134,8 +141,6 @@ def environment(plan: launch.Plan, environ: Mapping[str, str], profile: str | No
 def _check_machine(num_gpus: int | None, host: str, port: int) -> None:
     if importlib.util.find_spec("sglang") is None:
         raise CommandError(f"SGLang is not installed for {sys.executable}; `plan` prints a docker command")
-    from deepseek_v4_sm120.commands.doctor import facts, nvidia_smi
-
     gpus = nvidia_smi.read(facts.run_command)
     if not gpus.gpus:
         raise CommandError(f"no GPU to serve on: {gpus.problem}")
@@ -271,4 +276,6 @@ def _show_status(environ: Mapping[str, str], url: str) -> None:
     # a shell without job control starts `serve &` with SIGINT ignored: that Ctrl-C is meant for others
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     stops = f"`kill {os.getpid()}`" if ignored else "Ctrl-C"
-    _say(f"[serve] `doctor --url {url}` names what is slow; {stops} stops the server")
+    reports = f"{REPORT}={shlex.quote(environ[REPORT])} " if environ.get(REPORT) else ""
+    doctor = f"{reports}python3 -m deepseek_v4_sm120 doctor --url {url}"
+    _say(f"[serve] `{doctor}` names what is slow; {stops} stops the server")

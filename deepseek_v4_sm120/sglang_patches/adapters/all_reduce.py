@@ -5,7 +5,8 @@ every sum: `should_custom_ar(x)`, then `custom_all_reduce(x)`, else NCCL. Of the
 ours where its cards can sum by one of our ways, which a probe finds out at the start; what it does not take goes to the
 object that SGLang would have had, and to what comes behind that. Other groups (context, data and expert parallelism)
 keep theirs. With --disable-custom-all-reduce, and so with deterministic inference, SGLang asks for no such object.
-DSV4_SM120_SET=all_reduce=host or peer: only that way is tried, and with host SGLang's object sums nothing either.
+DSV4_SM120_SET=all_reduce=host or peer: only that way is tried. With host, and where the probe finds that peers fail,
+SGLang's object sums nothing either: its kernels go by peers.
 
 A call is taken by its shape alone, up to MAX_ROWS rows; a server whose decode or verify steps can have more gets none
 of it, so that a row's bits never depend on the rows beside it. A reproducible server's calls are taken whatever their
@@ -134,6 +135,9 @@ def _communicator(stock: Callable, group, device):
     if made is None:
         return _left(theirs, rank, f"the sums between the cards stay SGLang's: {why}")
     text = f"{PATCH}: {verdict.describe()}"
+    if not theirs.disabled and "peer" in verdict.ways and verdict.ways["peer"].problem is not None:
+        theirs.disabled = True
+        text += "; SGLang's own kernel, which goes by peers too, sums nothing: what ours does not take is NCCL's"
     if rank == 0:
         report.info(f"deepseek_v4_sm120: {text} (probe: {verdict.seconds} s)")
     report.add_note(PATCH, lambda: text, verdict.as_dict)

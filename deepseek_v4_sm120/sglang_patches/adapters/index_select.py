@@ -176,7 +176,7 @@ ALL = slice(None)
 
 def _who_deals(deferred, page_tables, out):
     """None with a schedule of DeepGEMM's: 0.5.21 and later cut rows with one by each card's own free memory."""
-    return None if deferred.args[5] is not None else index_select_dealt.who_deals(len(out), PAGE * page_tables.shape[1])
+    return None if deferred.args[5] is not None else index_select_dealt.who_deals(out, page_tables)
 
 
 def _serve(deferred, seq_lens, page_tables, out, page_size, *rest, **kwargs) -> None:
@@ -186,7 +186,7 @@ def _serve(deferred, seq_lens, page_tables, out, page_size, *rest, **kwargs) -> 
     if coordinator is None:
         select(ALL, out, entries)
     else:
-        index_select_dealt.deal(coordinator, select, out, entries)
+        index_select_dealt.deal(coordinator, select, page_tables, len(deferred.k_pages), out, entries)
 
 
 # ---- shadow mode
@@ -202,7 +202,7 @@ def _serve_beside(original: Callable) -> Callable:
         coordinator = _who_deals(deferred, page_tables, out)
         if coordinator is not None:
             dealt = torch.empty_like(out), torch.empty_like(out)
-            index_select_dealt.deal(coordinator, select, *dealt)
+            index_select_dealt.deal(coordinator, select, page_tables, len(deferred.k_pages), *dealt)
             _record(index_select_dealt.PATCH, deferred, out, _differing(dealt, (slots, entries)), 0.0)
             slots, entries = dealt
         scores = deferred.run()

@@ -2,17 +2,17 @@
 
 SGLang's indexer is replicated: each rank of a tensor-parallel group scores all rows of a chunk against all entries.
 
-    replace_forward   forward_c4_indexer of a prompt: names the group that may deal
+    replace_forward   forward_c4_indexer of a prompt: names the group that may deal, and counts rows times entries
     who_deals, deal   what index_select.py does with it, between its logits and its top-k
 
 All ranks must decide alike, or they wait for each other for ever. So this asks for nothing but what they have alike:
-the mode, rows and width of a batch that all of them have, settings, and that all see the same cards of one host. Not
-with data, expert, context or decode-context parallelism, whose ranks have other rows, groups or pages; not in decode,
-verify and draft, nor under capture or on a side stream, where another of SGLang's exchanges could run at once.
+the mode, rows and lengths of a batch that all of them have, settings, and that all see the same cards of one host. Not
+with data, expert, context or decode-context parallelism, whose ranks have other rows or groups; not in decode, verify
+and draft, nor under capture or on a side stream, where another of SGLang's exchanges could run at once.
 
-Rows go round, row r to rank r % n: later rows of a chunk have more entries, and so each rank has as much to do. The
-lists are SGLang's own all-gather of slots, which are the same on all ranks, since their schedulers allot the same pages
-to the same requests in the same order. A row's bits do not depend on the rows beside it, so they are as ever.
+Rows go round, row r to rank r % n: later rows of a chunk have more entries, and so each rank has as much to do. What is
+gathered, by SGLang's own all-gather, are entries, numbers within a request; each rank makes slots of them by its own
+page table, whatever pages the others have. A row's bits do not depend on the rows beside it, so they are as ever.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from importlib.util import find_spec
 
 import torch
 
+from deepseek_v4_sm120.ops import index_select as op
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
@@ -32,10 +33,14 @@ from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope
 
 PATCH = "dealt_index"
 RANKS = (2, 4, 8)
-# The gather takes 2 KB of a row over PCIe, 82 ns at 25 GB/s; scores and selection of a row take 50 ps an entry. So some
-# 1,900 entries pay for the bytes, as the mean of the rows: half of the greatest or more. PAIRS of row and entry are 200
-# us of work, against the 50 that a collective and what is around it cost at any size. docs/notes/index_select.md
-ENTRIES, PAIRS = 4096, 1 << 22
+TOKENS = 4  # of an entry
+# What a call is reckoned to take, in ns: docs/notes/index_select.md. Dealt where what is saved is MARGIN times what the
+# exchange costs, since cards' links differ.
+PAIR_NS = 0.05  # scores and selection, of a row and an entry
+BYTE_NS = 1 / 25  # from the other ranks, over PCIe
+SLOTS_NS = 3.0  # of a row
+EXCHANGE_NS = 50_000  # a collective and what is around it, at any size
+MARGIN = 2
 _prompt = Scope()  # its layer: the coordinator of the group that may deal
 
 
@@ -46,10 +51,19 @@ def replace_forward(original: Callable) -> Callable:
     def forward_c4_indexer(self, x, q_lora, c4_indexer, forward_batch, *args, **kwargs):
         is_prompt = forward_batch.forward_mode.is_extend_without_speculative()
         may_deal = is_prompt and not kwargs.get("enable_multi_stream")
-        with _prompt.enter(_group() if may_deal else None):
+        group = _group() if may_deal else None
+        with _prompt.enter(group, pairs=0 if group is None else _pairs(forward_batch)):
             return original(self, x, q_lora, c4_indexer, forward_batch, *args, **kwargs)
 
     return forward_c4_indexer
+
+
+def _pairs(forward_batch) -> int:
+    """Of a row and an entry that it may choose, in all of a prompt's rows; 0 where the host does not know them."""
+    rows, before = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+    if rows is None or before is None:
+        return 0
+    return sum(int(n) * int(2 * first + n) for n, first in zip(rows, before, strict=True)) // (2 * TOKENS)
 
 
 def _group():
@@ -81,8 +95,8 @@ def _see_the_same_cards(ranks: int) -> bool:
         )
     )
     if found:
-        text = f"{PATCH}: prompts' rows are dealt to {ranks} cards from {ENTRIES} entries on"
-        report.add_note(PATCH, lambda: text, lambda: {"ranks": ranks, "entries": ENTRIES, "pairs": PAIRS})
+        text = f"{PATCH}: the rows of long prompts are dealt to {ranks} cards"
+        report.add_note(PATCH, lambda: text, lambda: {"ranks": ranks})
         report.write()
     return found
 
@@ -94,24 +108,36 @@ def _nodes() -> int:
     return importlib.import_module(SERVER_ARGS).get_global_server_args().nnodes
 
 
-def who_deals(rows: int, entries: int):
-    """The group's coordinator, where it is worth its while for rows of up to so many entries; else None."""
-    is_worth_it = _prompt.layer is not None and entries >= ENTRIES and rows * entries >= PAIRS
-    return _prompt.layer if is_worth_it and not torch.cuda.is_current_stream_capturing() else None
+def is_worth_it(ranks: int, rows: int, pairs: int, row_bytes: int) -> bool:
+    """Whether a card saves enough where each has 1 / ranks of the work, and gets the others' lists."""
+    others = 1 - 1 / ranks
+    return pairs * PAIR_NS * others >= MARGIN * (rows * (row_bytes * BYTE_NS * others + SLOTS_NS) + EXCHANGE_NS)
 
 
-def deal(coordinator, select: Callable, *outs: torch.Tensor | None) -> None:
-    """outs, [rows, k] each, as select(rows, *outs) fills them: of this rank's rows here, of all others' by them."""
-    ranks, rank, rows = coordinator.world_size, coordinator.rank_in_group, outs[0].shape[0]
-    whole, more = divmod(rows, ranks)
-    mine = [None if out is None else out.new_empty(whole + (more > 0), out.shape[1]) for out in outs]
+def entry_type(page_table) -> torch.dtype:
+    """Of the lists that are gathered."""
+    return torch.int16 if op.is_narrow(page_table) else torch.int32
+
+
+def who_deals(out, page_table):
+    """The group's coordinator, where it is worth its while for lists like `out`; else None."""
+    group = _prompt.layer
+    if group is None:
+        return None
+    row_bytes = out.shape[1] * entry_type(page_table).itemsize
+    if not is_worth_it(group.world_size, out.shape[0], _prompt.known["pairs"], row_bytes):
+        return None
+    return None if torch.cuda.is_current_stream_capturing() else group
+
+
+def deal(coordinator, select: Callable, page_table, num_pages: int, out, entries) -> None:
+    """Fills out, [rows, k] slots, and entries, if given. select(rows, out, entries) makes this rank's rows of both."""
+    ranks, rank, (rows, k) = coordinator.world_size, coordinator.rank_in_group, out.shape
     own = slice(rank, rows, ranks)
-    select(own, *(None if part is None else part[: len(range(rows)[own])] for part in mine))
-    for out, part in zip(outs, mine, strict=True):
-        if out is None:
-            continue
-        gathered = part.new_empty(ranks, *part.shape)
-        coordinator.all_gather_into_tensor(gathered.flatten(0, 1), part)
-        out[: whole * ranks].unflatten(0, (whole, ranks)).copy_(gathered[:, :whole].transpose(0, 1))
-        if more:
-            out[whole * ranks :].copy_(gathered[:more, whole])
+    count = len(range(rows)[own])
+    part = out.new_empty(-(-rows // ranks), k)
+    select(own, out[:count], part[:count])  # its slots are written over below
+    part = part.to(entry_type(page_table))
+    dealt = part.new_empty(ranks, *part.shape)
+    coordinator.all_gather_into_tensor(dealt.flatten(0, 1).view(torch.uint8), part.view(torch.uint8))
+    op.dealt_slots(dealt, page_table, num_pages=num_pages, out=out, entries=entries)

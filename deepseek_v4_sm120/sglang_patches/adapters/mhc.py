@@ -9,7 +9,7 @@
     replace_hc_head          the MTP block's own hc_head
     replace_dspark_head      that of DSPARK's draft
 
-What the boundary and the post are given may be a sum between the cards that nobody has made yet (mhc_sum.py).
+What the boundary and the post are given may be a sum between the cards that is not finished (mhc_owed_sum.py).
 
 Each computes a call that it takes and otherwise returns what the original returns. In shadow mode each
 output of a call (streams, post, comb, y) is compared and counted by itself, with the same bound.
@@ -29,7 +29,7 @@ from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
-from deepseek_v4_sm120.sglang_patches.adapters.mhc_sum import OwedSum, finished
+from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import OwedSum, finished
 from deepseek_v4_sm120.specs import bounds
 
 PATCH = "mhc"
@@ -60,7 +60,6 @@ def _takes_output(f: torch.Tensor | OwedSum, streams: torch.Tensor) -> bool:
     return (
         isinstance(f, torch.Tensor | OwedSum)
         and f.dtype == torch.bfloat16
-        and f.ndim == 2
         and f.shape == (streams.shape[0], streams.shape[2])
         and f.is_contiguous()
     )
@@ -312,7 +311,7 @@ def replace_dspark_head(original: Callable) -> Callable:
     @functools.wraps(original)
     def collapse_hc_head(self, x):
         last = self.stages[-1]
-        taken = x.ndim == 3 and _takes(x, last.hc_head_fn, last.hc_head_scale, last.hc_head_base, op.STREAMS)
+        taken = _takes(x, last.hc_head_fn, last.hc_head_scale, last.hc_head_base, op.STREAMS)
         return (serve if taken else original)(self, x)
 
     return collapse_hc_head

@@ -15,7 +15,8 @@ at, never under torch.compile, and not with PD multiplexing, whose streams have 
 that other cards wait for. Nor where attention has a group of its own (data or context parallelism): there the experts'
 sum is scattered in front of the boundary, and a rank that gets no rows of it does not look at it at all, for which the
 others would wait. Nothing waits for a boundary that does not come: whoever else looks at an `OwedSum`, whatever that
-is, gets the finished sum, made where it looks.
+is, gets the finished sum, made where it looks. Sums of many rows may be under way in pieces of rows instead, by the
+same seam and under the same conditions: mhc_sum_in_pieces.py.
 """
 
 from __future__ import annotations
@@ -25,75 +26,30 @@ import importlib
 from collections.abc import Callable
 
 import torch
-from torch.utils import _pytree
 
 from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as pieces
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE, Communicator, all_reduce_of
-from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting
-
-PATCH = "mhc"
-_layers = Scope()
-# what a sum and its terms have in common: answered without a sum
-_ALIKE = frozenset(("shape", "dtype", "device", "layout", "ndim", "dim", "size", "numel", "is_cuda", "is_contiguous"))
-_ALIKE |= frozenset(("stride", "element_size", "requires_grad", "is_cpu"))
-_OPERATORS = (
-    *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv"),
-    *("matmul", "rmatmul", "pow", "neg", "abs", "getitem", "setitem", "iter", "bool", "float"),
-    *("lt", "le", "gt", "ge", "eq", "ne", "array"),
-)
+from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import PATCH, OwedSum, layers
 
 
-class OwedSum(Waiting):
-    """Stands for a sum over the cards that nobody has made. A boundary of ours takes it; to all others it is the
-    finished sum, from the first look on."""
-
-    operator = PATCH
+class SumOfFewRows(OwedSum):
+    """Terms that the boundary's kernel adds up; for all others SGLang's own call does."""
 
     def __init__(self, term: torch.Tensor, ours: Communicator, original: Callable):
         self._term, self._ours, self._original = term, ours, original
-        self._sum = None
 
-    def run(self) -> torch.Tensor:
-        """The finished sum, by SGLang's own call, once."""
-        if self._sum is None:
-            self._sum = self._original(self._term)
-        return self._sum
+    def finish(self) -> torch.Tensor:
+        return self._original(self._term)
 
-    def for_boundary(self) -> tuple[torch.Tensor, dict]:
-        """(f, what ops.mhc takes beside it)"""
-        if self._sum is not None:
-            return self._sum, {}
+    def unfinished(self) -> tuple[torch.Tensor, dict]:
         return self._term, {"sum_over": self._ours.sums, "tag": self._ours.next_tag()}
 
-    def __getattr__(self, name: str):
-        return getattr(self._term if name in _ALIKE else self.run(), name)
-
-    def __len__(self) -> int:
-        return len(self._term)
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return func(*_pytree.tree_map(finished, args), **_pytree.tree_map(finished, kwargs or {}))
-
-
-def _operator(name: str) -> Callable:
-    def run(self, *args):
-        return getattr(self.run(), name)(*map(finished, args))
-
-    return run
-
-
-for _name in (f"__{name}__" for name in _OPERATORS):
-    setattr(OwedSum, _name, _operator(_name))
-OwedSum.__hash__ = object.__hash__
-
-
-def finished(x):
-    """x; of an OwedSum the sum."""
-    return x.run() if isinstance(x, OwedSum) else x
+    def alike(self, name: str):
+        return getattr(self._term, name)
 
 
 def replace_layer_forward(original: Callable) -> Callable:
@@ -105,10 +61,11 @@ def replace_layer_forward(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         state = importlib.import_module(PARALLEL_STATE)
         coordinator = state._TP
-        if all_reduce_of(coordinator) is None or not _comes_to_a_boundary(state):
+        is_wanted = all_reduce_of(coordinator) is not None or pieces.are_asked_for()
+        if not is_wanted or not _comes_to_a_boundary(state):
             return original(self, *args, **kwargs)
         _put_off_sums_of(coordinator)
-        with _layers.enter(self):
+        with layers.enter(self, coordinator=coordinator):
             return original(self, *args, **kwargs)
 
     return forward
@@ -127,20 +84,25 @@ def _put_off_sums_of(coordinator) -> None:
 
     @functools.wraps(original)
     def all_reduce(input_):
+        if layers.layer is None:
+            return original(input_)
         ours = _who_can_wait(coordinator, input_)
-        return original(input_) if ours is None else OwedSum(input_, ours, original)
+        if ours is not None:
+            return SumOfFewRows(input_, ours, original)
+        return original(input_) if (owed := pieces.owed(coordinator, input_)) is None else owed
 
     all_reduce.puts_off = True
     coordinator.all_reduce = all_reduce
-    rows = op.summing_rows(all_reduce_of(coordinator).sums)
-    text = f"{PATCH}: sums between the cards of up to {rows} rows are made inside of the boundaries behind them"
-    report.add_note(PATCH, lambda: text, lambda: {"sums_up_to_rows": rows})
-    report.write()
+    if (ours := all_reduce_of(coordinator)) is not None:
+        rows = op.summing_rows(ours.sums)
+        text = f"{PATCH}: sums between the cards of up to {rows} rows are made inside of the boundaries behind them"
+        report.add_note(PATCH, lambda: text, lambda: {"sums_up_to_rows": rows})
+        report.write()
 
 
 def _who_can_wait(coordinator, x) -> Communicator | None:
     """What would make the sum, where a boundary can make it instead."""
-    ours = all_reduce_of(coordinator) if _layers.layer is not None else None
+    ours = all_reduce_of(coordinator)
     can_wait = (
         ours is not None
         and ours.sums.takes(x)

@@ -10,8 +10,8 @@ bytes, repack them for their kernels, and multiply. Two methods of each are repl
 Bytes for one layout can be of the other's size and type, so load_format="direct" is refused for a layer that we keep.
 
 The user's flag keeps its meaning for prefill: above 256 rows `marlin` is W4A16 with us too, and `flashinfer_mxfp4` is
-W4A8 where the GPU has block-scaled instructions and the profile does not leave that out. Up to 256 rows it is W4A16,
-and at all rows where the server is reproducible.
+W4A8 where the GPU has block-scaled instructions (of a GB10: from SGLang 0.5.22 on, whose Triton uses them there) and
+the profile does not leave that out. Up to 256 rows it is W4A16, and at all rows where the server is reproducible.
 
 Who applies the routed scaling (1.5): never these methods. Up to 0.5.18 the model does, behind the experts, for exactly
 these classes; from 0.5.19 on the router's weights contain it. So `routed_scaling` is 1.0 in the call.
@@ -36,6 +36,8 @@ import torch
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.ops import mxfp4_moe as op
 from deepseek_v4_sm120.ops.shared import limits
+from deepseek_v4_sm120.ops.triton.compiles import Compiles
+from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
 from deepseek_v4_sm120.sglang_patches.adapters import direct_updates
@@ -80,7 +82,6 @@ def keeps(method, layer) -> bool:
     return (
         device_gate.serves(w13.device)
         and w13.ndim == w2.ndim == 3
-        and w13.element_size() == 1
         and w13.dtype in (torch.int8, torch.uint8)
         and w13.shape[2] * 2 == w2.shape[1]
         and w13.shape[1] == w2.shape[2] * 4
@@ -115,8 +116,8 @@ def scale_bytes(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _experts(method, layer, *, mxfp8: bool) -> Experts:
-    native = torch.cuda.get_device_capability(layer.w13_weight.device)[0] == op.BLOCK_SCALED_MAJOR
-    mxfp8 = mxfp8 and native and patching.left_out(PATCH, WAY_MXFP8) is None
+    mxfp8 = mxfp8 and op.multiplies_block_scaled(layer.w13_weight.device)
+    mxfp8 = mxfp8 and patching.left_out(PATCH, WAY_MXFP8) is None
     ids_are_global = bool(getattr(layer.dispatcher, "skip_local_expert_mapping", False))
     return Experts(
         w13=layer.w13_weight.data,
@@ -144,6 +145,17 @@ def _replace_scales(layer, experts: Experts) -> None:
 _compiled: set[tuple] = set()
 
 
+def _heard(kernel: str | None, seconds: float | None) -> None:
+    """One more kernel; named where a prompt waited for it."""
+    report.add_note(f"{PATCH}_compiles", lambda: f"{PATCH}: {compiles.describe()}", compiles.as_dict)
+    if kernel is not None:
+        report.warn_once(f"{PATCH}: Triton compiled {kernel} while requests waited: {seconds:.1f} s. Please report it")
+        report.write()
+
+
+compiles = Compiles(_heard)
+
+
 def _compile_prefill(layer, experts: Experts) -> None:
     """One call with more rows than decode's kernels take, so that Triton compiles while the server loads its weights,
     and not while the first long prompt, and all that decodes beside it, waits."""
@@ -154,12 +166,13 @@ def _compile_prefill(layer, experts: Experts) -> None:
     _compiled.add(form)
     rows = op.DECODE_ROWS + 1
     ids = torch.arange(rows * layer.top_k, dtype=torch.int32, device=device) % experts.w13.shape[0]
-    _run(
-        experts,
-        torch.zeros((rows, hidden), dtype=torch.bfloat16, device=device),
-        (ids + experts.first_expert).view(rows, layer.top_k),
-        torch.zeros((rows, layer.top_k), dtype=torch.float32, device=device),
-    )
+    with compiles.start():
+        _run(
+            experts,
+            torch.zeros((rows, hidden), dtype=torch.bfloat16, device=device),
+            (ids + experts.first_expert).view(rows, layer.top_k),
+            torch.zeros((rows, layer.top_k), dtype=torch.float32, device=device),
+        )
 
 
 def _replace_process(original: Callable, *, mxfp8: bool) -> Callable:

@@ -19,6 +19,7 @@ from deepseek_v4_sm120.sglang_patches.adapters.argument_defaults import accessor
 DEFAULT = "prefill_graphs"
 # none more than twice the one before, else what lies between has no graph; closer where a padded row costs most
 ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 3072, 4096, 6144)
+MTP = ("EAGLE", "NEXTN")  # --speculative-algorithm: the model's own draft layer
 # server argument -> its value where the user did not speak of graphs, and passes are those of tensor parallelism alone
 PLAIN = {
     **{"cuda_graph_backend_prefill": None, "cuda_graph_bs_prefill": None, "cuda_graph_max_bs_prefill": None},
@@ -39,15 +40,17 @@ def _asked() -> int:
     return 0 if engine is None else engine.steering.value(DEFAULT)
 
 
-def replace_function(original: Callable) -> Callable:
+def replace_function(original: Callable, speculation: tuple[str, ...] = ()) -> Callable:
     """For apply_inkling_prefill_cuda_graph_default(server_args), of 0.5.19 and later."""
+    plain = {name: (None, value) for name, value in PLAIN.items()}
+    plain["speculative_algorithm"] += speculation
 
     @functools.wraps(original)
     def apply_inkling_prefill_cuda_graph_default(server_args):
         original(server_args)
         read, write = accessors(server_args)
         most = _asked()
-        if not most or any(read(name) not in (None, plain) for name, plain in PLAIN.items()):
+        if not most or any(read(name) not in values for name, values in plain.items()):
             return
         config = config_of(server_args)
         if config is None or config.get("model_type") not in models_served.MODEL_TYPES:
@@ -59,6 +62,11 @@ def replace_function(original: Callable) -> Callable:
             report.info(f"deepseek_v4_sm120: prefill passes of {rows[0] // 2} to {most} rows are captured in graphs")
 
     return apply_inkling_prefill_cuda_graph_default
+
+
+def replace_with_mtp(original: Callable) -> Callable:
+    """The same of 0.5.23, where an engine with the model's own drafts was seen to say the same with them."""
+    return replace_function(original, MTP)
 
 
 def replace_method(original: Callable) -> Callable:

@@ -125,7 +125,7 @@ def _is_known_cache(cache: torch.Tensor, indices: torch.Tensor | None) -> bool:
 
 
 def takes(call: Call) -> bool:
-    """True for the calls that ops.sparse_decode computes: DeepSeek-V4's attention, on a device that the gate serves."""
+    """True for the calls that ops.sparse_decode computes, DeepSeek-V4's attention; the device gate has been asked."""
     q, shape = call.q, call.q.shape
     return (
         call.is_sparse_fp8
@@ -137,7 +137,6 @@ def takes(call: Call) -> bool:
         and _is_known_cache(call.k_cache, call.indices)
         and (call.extra_k_cache is None) == (call.extra_indices is None)
         and (call.extra_k_cache is None or _is_known_cache(call.extra_k_cache, call.extra_indices))
-        and device_gate.serves(q.device)
     )
 
 

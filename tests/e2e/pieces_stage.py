@@ -1,0 +1,95 @@
+"""The stages `pieces2_same` and `pieces2_43` of run_stage.py: a prompt's sums over two cards in pieces of rows, and
+whole. To the last bit, at six layers; and the time to the first token, over NVLink and through host memory."""
+
+ISSUE = 22
+SETTING = "sums_in_pieces"
+WORDS = {"pieces": "sums in pieces", "pieces8": "sums in 8 pieces", "whole": "sums whole"}
+PIECES, WHOLE, AGAIN = "same_pieces2", "same_whole2", "same_again2"
+# NCCL adds two terms, so a sum's pieces have the whole's bits; so has wo_b's product, if no row's sum depends on the
+# rows beside it: DeepGEMM's does not, as it was read. Nothing else is in pieces. Compared like with like: prompts alone
+# with prompts alone, 8 at once with 8 at once
+SAMES = [
+    ("two cards, sums in pieces against whole ones", PIECES, WHOLE),
+    ("two cards, sums in pieces, once more", PIECES, PIECES),
+    ("yardstick: two cards, sums whole, two processes", AGAIN, WHOLE),
+]
+PROMPTS = ["--prompts", "2100,4100,8200,20001", "--batches", "8", "--graph-bs", "1", "8"]
+SHAPES = {"1x8192": "a prompt of 8,192", "1x32000": "a prompt of 32,000", "8x1024": "8 prompts of 1,024"}
+PEERS = {"": "NCCL by NVLink", "_no_peers": "NCCL through host memory"}
+TIMED = {
+    **{f"{how}2_43{peers}": (how, peers) for peers in PEERS for how in ("pieces", "whole")},
+    "pieces8_2_43_no_peers": ("pieces8", "_no_peers"),
+}
+# of the whole's time to the first token of 8,192 and more; 8 pieces are looked at
+MOST = {("pieces", ""): 1.02, ("pieces", "_no_peers"): 0.97, ("pieces8", "_no_peers"): None}
+METRICS = {
+    "time to all first tokens, ms, best": "first_token_ms",
+    "time to all first tokens, ms, worst": "first_token_ms_worst",
+    "NCCL's sums on a card, ms": "sums_ms",
+}
+# each layer of a pass makes a product in pieces; reports are written at powers of two
+PRODUCTS = {PIECES: 64, **{name: 256 for name, (how, _) in TIMED.items() if how != "whole"}}
+IMPLEMENTATIONS = {
+    PIECES: "ours, two cards, sums in pieces",
+    WHOLE: "ours, two cards, sums whole",
+    AGAIN: "ours, two cards, sums whole, another process",
+    **{name: f"ours, two cards, {PEERS[peers]}, {WORDS[how]}" for name, (how, peers) in TIMED.items()},
+}
+
+
+def stages(make, timed, same, sets, ours, no_peers):
+    """timed, same: options of the two kinds of engines, over two cards."""
+    on, eight = ({"DSV4_SM120_SET": f"{SETTING}={word}"} for word in ("on", "8"))
+    choices = {"pieces": on, "pieces8": eight, "whole": {}}
+    # of 16 experts, so that five engines fit
+    timed = [*timed, *sets(json_model_override_args='{"n_routed_experts": 16}'), "--mem", "0.97", "--rounds", "2"]
+    timed += ["--phases", "prompts", "--shapes", *SHAPES, "--max-total-tokens", "100000"]
+    same = [*same, *PROMPTS]
+    return {
+        "pieces2_same": [
+            make(PIECES, same, environment=ours | on),
+            make(WHOLE, same, environment=ours),
+            make(AGAIN, same, environment=ours),
+        ],
+        "pieces2_43": [
+            make(
+                name,
+                timed,
+                environment=ours | choices[how] | (no_peers if peers else {}),
+                takes_turns=True,
+            )
+            for name, (how, peers) in TIMED.items()
+        ],
+    }
+
+
+def rows(cases, row):
+    """collect.py's rows of the cases of a stage. row: its maker of rows."""
+    found = [_in_pieces(name, case["reports"], row) for name, case in cases.items() if name in IMPLEMENTATIONS]
+    for name, (how, peers) in TIMED.items():
+        times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
+        whole = cases.get(f"whole2_43{peers}", {}).get("prompts", {})
+        for at, seen in times.items():
+            for metric, key in METRICS.items():
+                found += [row(_case(at), impl, metric, seen[key], None, ISSUE)] if key in seen else []
+            if how != "whole":  # a bar without what it is of is missed
+                share = seen["first_token_ms"] / whole[at]["first_token_ms"] if at in whole else None
+                bar = MOST[how, peers]
+                metric = "time to all first tokens, of the whole's"
+                found.append(row(_case(at), impl, metric, share, bar if at != "8x1024" else None, ISSUE))
+    return found
+
+
+def _case(at):
+    return f"flash43, 16 experts, {SHAPES[at]} tokens"
+
+
+def _in_pieces(name, reports, row):
+    """Each card's report counts."""
+    told = [report["found"][SETTING] for report in reports if SETTING in report["found"]]
+    products = [found.get("products", 0) for found in told]
+    if name not in PRODUCTS:
+        return row(name, IMPLEMENTATIONS[name], "products in pieces where none was asked for", sum(products), 0, ISSUE)
+    least = min(products) if len(products) == 2 else 0  # of two cards
+    metric = f"products in pieces on each card, missing to {PRODUCTS[name]}"
+    return row(name, IMPLEMENTATIONS[name], metric, max(0, PRODUCTS[name] - least), 0, ISSUE)

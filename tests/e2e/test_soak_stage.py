@@ -1,0 +1,409 @@
+"""soak_stage.py without a GPU: the fake server as `sglang.launch_server`, the real control flow. What a server may do
+wrong over days must be a bar that is not met."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import collect, made_sglang, soak_load, soak_rows, soak_stage
+from tests.e2e.test_serving_stage import free_ports
+from tests.e2e.watch_plugin import engine_watch
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parents[1]
+
+HARNESS = """
+import argparse, json, os, sys
+def parse(argv):
+    p = argparse.ArgumentParser()
+    p.add_argument("mode")
+    for name in ("variant", "models", "context", "max-total-tokens", "max-running", "mem", "patch"):
+        p.add_argument("--" + name)
+    p.add_argument("--graph-bs", nargs="+")
+    p.add_argument("--radix", action="store_true")
+    p.add_argument("--set", action="append", default=[])
+    return p.parse_args(argv)
+def engine_args(a):
+    model = os.path.join(a.models, a.variant)
+    os.makedirs(model, exist_ok=True)
+    more = {k: json.loads(v) for k, v in (s.split("=", 1) for s in a.set)}
+    return {"model_path": model, "skip_tokenizer_init": True, "context_length": a.context, **more}, model
+def vocab_of(model):
+    return 500
+def reexec(a):
+    path = os.pathsep.join(([a.patch] if a.patch else []) + [os.environ["PYTHONPATH"]])
+    os.execve(sys.executable, [], dict(os.environ, E2E_REEXEC="1", PYTHONPATH=path))
+"""
+# by what a server was started with it is one of the stage's; each has vices of its own
+LAUNCH_SERVER = """
+import json, os, sys, threading, time
+from pathlib import Path
+sys.path.insert(0, {repo!r})
+from tests.serving.fake_server import FakeServer
+def value(name):
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else None
+assert Path(value("--model-path"), "tokenizer.json").exists() and "--skip-tokenizer-init" not in sys.argv
+assert "watch_plugin" in os.environ["PYTHONPATH"].rpartition(os.pathsep)[2]
+reproducible = "reproducible=on" in os.environ.get("DSV4_SM120_SET", "")
+name = "tp2" if value("--tp-size") == "2" else "eagle314" if value("--speculative-num-steps") == "3" else "plain"
+name = "reproducible" if reproducible and name == "plain" else name
+name = name if "DSV4_SM120_FORCE" in os.environ else "stock"
+cards = {{"plain": "0", "eagle314": "1", "tp2": "0,1"}}.get(name, "0")
+assert os.environ["CUDA_VISIBLE_DEVICES"] == cards and ("build" in os.environ["PYTHONPATH"]) == (name != "stock")
+vices = {{"eagle314": ["batch_variant"], "tp2": ["die_mid_stream"]}}.get(name, [])
+server = FakeServer(vices, int(value("--port")), flags={{"context_length": int(value("--context-length"))}},
+                    step_s=0.0003, die_after=28, accept_length=2 if name == "eagle314" else 1)
+server.exits = True
+watch, held = Path(os.environ["E2E_WATCH"]), []
+watch.mkdir(parents=True, exist_ok=True)
+is_leaking = name == "reproducible"
+def leak():
+    while True:
+        time.sleep(0.04)
+        held.extend((b"x" * (1 << 20), open(os.devnull)))
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+def tell():
+    while True:
+        grown = len(held)
+        words = {{"streams": 2 + grown, "captures": 3, "given": 640 + 32 * grown}}
+        state = {{"at": time.monotonic(), "allocated": (1 + 10 * grown) << 20, "words": words, "cached": 9,
+                 "cached_without_limit": 4 + grown, "contained": {{"ops.mhc._known": 1 + grown}}}}
+        draft = watch / "1.part"
+        draft.write_text(json.dumps(state))
+        draft.replace(watch / "1.json")
+        if is_leaking:
+            with open(watch / "1.compiles", "a") as file:
+                file.write(json.dumps([time.monotonic(), "_gate_up_kernel", True, True, 1.5]) + "\\n")
+        time.sleep(0.1)
+if is_leaking:
+    server.engine.requests.held = 0
+    server.http.RequestHandlerClass.wrong = lambda self, body: ""
+    threading.Thread(target=leak, daemon=True).start()
+threading.Thread(target=tell, daemon=True).start()
+if name == "stock":
+    def lie(handler, content):  # an answer that lost its last token
+        if isinstance(content, dict) and len(content.get("output_ids", ())) == {new}:
+            content["output_ids"].pop()
+        return content
+    server.http.lie = lie
+server.http.serve_forever()
+"""
+NVIDIA_SMI = """#!{python}
+import time
+used = 1000
+while True:
+    used += 20
+    print(f"0, {{used}}\\n1, 500", flush=True)
+    time.sleep(0.05)
+"""
+TIMED = ("an hour", "tokens/s")  # of a busy machine; judged below, by made series
+
+
+@pytest.fixture(scope="module")
+def soaked(tmp_path_factory):
+    """(CompletedProcess, rows by (server, metric), the stage file) of a call with an honest server and four others."""
+    folder = tmp_path_factory.mktemp("soak")
+    files = {"tools/run_engine.py": HARNESS, "build/sitecustomize.py": ""}
+    files |= made_sglang.site(LAUNCH_SERVER.format(repo=str(REPO), new=soak_load.FEWEST_NEW))
+    files["bin/nvidia-smi"] = NVIDIA_SMI.format(python=sys.executable)
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "bin/nvidia-smi").chmod(0o755)
+    (folder / "shm").mkdir()
+    line = [
+        sys.executable,
+        str(HERE / "soak_stage.py"),
+        "--harness",
+        str(folder / "tools"),
+        "--out",
+        str(folder / "out"),
+    ]
+    line += ["--patch", str(folder / "build"), "--models", str(folder / "m"), "--work", str(folder / "work")]
+    line += ["--shared-memory", str(folder / "shm"), "--port", str(free_ports(1)[0] // 4), "--streams", "20"]
+    line += ["--longest", "6000", "--warm-s", "0.3", "--seconds", "1.5", "--rest-s", "0.3", "--ramp-s", "0.1"]
+    line += ["--block-s", "0.1", "--period-s", "0.1", "--commit", "abc"]
+    line += ["--only", "plain", "reproducible", "eagle314", "tp2", "stock"]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_", "E2E_"))}
+    kept |= {"PYTHONPATH": str(folder / "site"), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(line, env=kept, capture_output=True, text=True, timeout=300)
+    found = json.loads((folder / "out/stage_soak.json").read_text())
+    rows = {(r["case"].split(", ")[1], r["metric"]): r for r in collect.collect([found], None)["rows"]}
+    return done, rows, found
+
+
+def unmet(rows, server):
+    return {metric for (of, metric), row in rows.items() if of == server and row["met"] is False}
+
+
+def test_a_server_that_does_all_well(soaked):
+    done, rows, found = soaked
+    assert {m for m in unmet(rows, "plain") if not any(word in m for word in TIMED)} == set(), done.stdout + done.stderr
+    plain = {metric: row["value"] for (of, metric), row in rows.items() if of == "plain"}
+    for kind in set(soak_load.KINDS) - {"marker"}:
+        assert plain[f"requests, {kind}"] > 0
+    assert plain["ended: malformed: refused with 400"] > 0 and plain["ended: too_long: refused with 400"] > 0
+    assert plain["ended: aborted: confirmed"] > 0 and plain["prompt tokens from the prefix cache"] > 0
+    assert plain["faults"] == 0 and plain["marker answers, alone, before and after"] == 2 * len(soak_load.MARKERS)
+    assert plain["hours under load"] > 0 and plain["tokens/s"] > 0
+    assert ("plain", "marker answers under load") not in rows  # as shipped a batch may change a prompt's bits
+    assert {row["issue"] for row in rows.values()} == {23}
+
+
+def test_what_grows_is_found(soaked):
+    """Memory, handles, threads, words, caches, compiled kernels; and requests that should have been refused."""
+    done, rows, found = soaked
+    grown = unmet(rows, "reproducible")
+    missed = {f"{what}, after less before" for what in soak_rows.MORE_BARS} - grown
+    assert missed <= {f"{what}, after less before" for what in ("processes", "entries in /dev/shm", "KV tokens in use")}
+    assert {"kernels of ours that Triton compiled under load", "faults"} <= grown, done.stdout
+    assert rows["reproducible", "host memory, MiB, after less before"]["value"] > 10
+    faults = found["soak"]["servers"]["reproducible"]["load"]["faults"]
+    assert any("malformed request" in text and "taken" in text for text in faults)
+
+
+def test_answers_that_change_are_found(soaked):
+    done, rows, _ = soaked
+    assert "marker answers under load that differ" in unmet(rows, "eagle314"), done.stdout
+    assert rows["eagle314", "marker answers, alone, that differ"]["met"] is True
+    assert any(of == "eagle314" and "marker that differs: prompt of" in metric for of, metric in rows)
+    assert "faults" in unmet(rows, "stock")
+    assert any(f"{soak_load.FEWEST_NEW - 1} tokens where" in metric for of, metric in rows if of == "stock")
+
+
+def test_a_server_that_dies_is_found_and_the_others_go_on(soaked):
+    done, rows, found = soaked
+    assert done.returncode == 1 and unmet(rows, "tp2") == {"calls that broke"}
+    assert "the server ended (exit code 9)" in found["soak"]["servers"]["tp2"]["problem"]
+
+
+def test_a_card_that_fills_is_found(soaked):
+    _, rows, _ = soaked
+    assert rows["card 0", "memory of the card, MiB an hour of which one is sure"]["met"] is False
+    assert rows["card 1", "memory of the card, MiB an hour of which one is sure"]["met"] is True
+
+
+# ---- what is sure, of made series
+
+
+def series(value, seconds=120, noise=0.0, seed=1):
+    source = random.Random(seed)
+    return [[t, value(t) + source.gauss(0, noise)] for t in range(2, seconds, 4)]
+
+
+def sure_growth(*calls):
+    found = {}
+    soak_rows.slope_rows(lambda metric, value, bar=None: found.update({metric: value}), "host memory", list(calls))
+    return found["host memory, MiB an hour of which one is sure"], found["host memory, standard error, MiB an hour"]
+
+
+def test_growth_without_end_is_told_from_noise_and_from_one_step():
+    flat, error = sure_growth(series(lambda t: 900, noise=2.0))
+    assert flat == 0.0 and 0 < error < 200
+    assert sure_growth(series(lambda t: 900 + 500 * t / 3600, noise=0.5))[0] > 100  # 17 MiB in two minutes
+    assert sure_growth(series(lambda t: 900 + 64 * (t > 40), noise=0.5))[0] < 100  # an allocator's segment, once
+    assert sure_growth(series(lambda t: 900 + 4 * (t // 10), noise=0.5))[0] > 100  # step after step is growth
+
+
+def test_calls_add_up():
+    """What one call of two minutes cannot tell from noise, ten can."""
+
+    def leak(seed):
+        return series(lambda t: 900 + 400 * t / 3600, noise=3.0, seed=seed)
+
+    alone, error = sure_growth(leak(1))
+    together, less = sure_growth(*(leak(seed) for seed in range(10)))
+    assert alone <= 100 < together and less < error / 2
+
+
+def test_too_few_points_say_nothing():
+    found = {}
+    add = lambda metric, value, bar=None: found.update({metric: (value, bar)})  # noqa: E731
+    soak_rows.slope_rows(add, "host memory", [[[0, 1.0], [1, 2.0]]])
+    assert found["host memory, MiB an hour of which one is sure"] == (None, 100.0)
+    soak_rows.slope_rows(add, "host memory", [series(lambda t: 900), []])  # a call in which nobody looked
+    assert found["host memory, MiB an hour of which one is sure"] == (None, 100.0)
+    soak_rows.slope_rows(add, "host memory", [series(lambda t: 900)[:5], series(lambda t: 900)])  # a half of two points
+    assert found["host memory, MiB an hour of which one is sure"] == (None, 100.0)
+    soak_rows.throughput_rows(add, [[5.0] * 4])
+    assert found["tokens/s, loss of which one is sure, %"] == (None, 2.0)
+
+
+@pytest.mark.parametrize(("loss", "noise", "is_lost"), [(0.0, 5.0, False), (0.01, 0.2, False), (0.1, 1.0, True)])
+def test_throughput_that_is_lost(loss, noise, is_lost):
+    source, found = random.Random(2), {}
+    buckets = [100 * (1 - loss * t / 99) + source.gauss(0, noise) for t in range(100)]
+    soak_rows.throughput_rows(lambda metric, value, bar=None: found.update({metric: (value, bar)}), [buckets])
+    value, bar = found["tokens/s, loss of which one is sure, %"]
+    assert (value > bar) == is_lost
+
+
+def test_tokens_are_spread_over_the_time_of_their_answer():
+    answers = [(10.5, 12.5, 20), (9.0, 10.0, 99), (12.0, 12.0, 7), (11.0, 20.0, 0)]
+    assert soak_stage.buckets(answers, 10.0, 13.0) == [5.0, 10.0, 5.0]
+    assert soak_stage.blocks([(0.1, 2.0), (0.2, 4.0), (2.5, 1.0)], 0.0, 3.5, 1.0) == [[0.5, 3.0], [2.5, 1.0]]
+
+
+def test_what_a_process_holds(tmp_path):
+    before = soak_stage.of_process(os.getpid())
+    with open(tmp_path / "a", "w"):
+        assert soak_stage.of_process(os.getpid())["handles"] == before["handles"] + 1
+    assert before["mib"] > 5 and before["threads"] >= 1
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    assert soak_stage.of_process(ended.pid) is None and ended.wait() == 0
+    assert soak_stage.of_processes([os.getpid(), ended.pid])["processes"] == 1
+
+
+def test_calls_of_one_server_are_summed(soaked):
+    _, rows, found = soaked
+    other = json.loads(json.dumps(found))
+    other["soak"]["servers"]["plain"]["markers"]["digest"] = "another"
+    table = collect.collect([found, other], None)["rows"]
+    summed = {(r["case"].split(", ")[1], r["metric"]): r for r in table}
+    assert summed["plain", "requests"]["value"] == 2 * rows["plain", "requests"]["value"]
+    assert math.isclose(summed["plain", "hours under load"]["value"], 2 * rows["plain", "hours under load"]["value"])
+    assert summed["plain", "marker answers, alone, that differ from another call's"]["met"] is False
+    assert summed["tp2", "calls that broke"]["value"] == 2
+    assert ("plain", "marker answers, alone, that differ from another call's") not in rows  # there was no other
+
+
+def test_memory_that_nobody_looked_at_is_no_memory_that_stayed(soaked):
+    found = json.loads(json.dumps(soaked[2]))
+    found["soak"]["cards"] = {}
+    del found["soak"]["servers"]["plain"]["series"]["host memory"]
+    rows = {(r["case"].split(", ")[1], r["metric"]): r["met"] for r in collect.collect([found], None)["rows"]}
+    assert rows["card unknown", "memory of the card, MiB an hour of which one is sure"] is False
+    assert rows["plain", "host memory, MiB an hour of which one is sure"] is False
+
+
+def test_a_series_of_requests_is_even():
+    """Any stretch of numbers has as many tokens as another, to a few in a hundred; kinds come with every length."""
+    sums = [sum(soak_load.length(n, 65536) for n in range(a, a + 1000)) for a in range(0, 10000, 1000)]
+    assert max(sums) < 1.1 * min(sums) and max(soak_load.length(n, 65536) for n in range(1000)) > 60000
+    for place, kind in enumerate(soak_load.KINDS):
+        lengths = [soak_load.length(n, 65536) for n in range(place, 4000, len(soak_load.KINDS))]
+        assert min(lengths) < 100 and max(lengths) > 50000, kind
+
+
+def made_call() -> dict:
+    """What soak_stage has of a server that did all well."""
+    load = {"seconds": 100.0, "counts": {"short": 5, "long": 5}, "output_tokens": 9, "prompt_tokens": 9}
+    load |= {"ran_at_once": 3, "kinds": ["short", "long"], "cached_tokens": 0, "ended": {}, "faults": []}
+    held = dict.fromkeys((*soak_rows.MORE_BARS, *soak_rows.REPORTED), 100)
+    markers = {"alone": 4, "alone_differ": 0, "digest": "a", "is_asked_under_load": True, "under_load": 4, "texts": []}
+    return {
+        **{"problem": None, "left_out": {}, "stuck": 0, "compiles": [], "idle": {"before": held, "after": dict(held)}},
+        **{"load": load | {"buckets": [5.0] * 100}, "markers": markers | {"under_load_differ": 0}},
+        "series": {"host memory": [[t, 900.0] for t in range(0, 100, 4)]},
+    }
+
+
+def missed_by(*calls, name="plain"):
+    return {row["metric"] for row in soak_rows.server_rows(collect.row, name, list(calls)) if row["met"] is False}
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "missed"),
+    [
+        ((), {}, set()),
+        ((), {"problem": "it died"}, {"calls that broke"}),
+        ((), {"stuck": 1}, {"times that it did not come to rest"}),
+        ((), {"compiles": [[1.0, "k", True, True, 0.1]]}, {"kernels of ours that Triton compiled under load"}),
+        ((), {"compiles": [[1.0, "k", True, False, 0.1]]}, set()),
+        ((), {"compiles": [[1.0, "theirs", False, True, 0.1]]}, set()),
+        ((), {"compiles": None}, {"kernels of ours that Triton compiled under load"}),
+        (("load",), {"faults": ["one"]}, {"faults"}),
+        (("load",), {"counts": {"short": 5}}, {"kinds of requests of which none went well"}),
+        (("load",), {"buckets": []}, {"tokens/s, loss of which one is sure, %"}),
+        (("markers",), {"alone_differ": 1}, {"marker answers, alone, that differ"}),
+        (("markers",), {"alone": 0}, {"marker answers, alone, that differ"}),
+        (("markers",), {"under_load_differ": 1}, {"marker answers under load that differ"}),
+        (("markers",), {"under_load": 0}, {"marker answers under load that differ"}),
+        (("idle",), {"after": {}}, {f"{what}, after less before" for what in soak_rows.MORE_BARS}),
+        *(
+            (("idle", "after"), {what: 100 + most + 1}, {f"{what}, after less before"})
+            for what, most in {
+                **{"processes": 0, "entries in /dev/shm": 0, "KV tokens in use": 0, "streams with words": 0},
+                **{"words given to captures": 0, "entries of caches without limit": 0, "file handles": 8},
+                **{"entries of our modules' lists, sets, dicts": 0, "threads": 8},
+                "memory of torch's allocator, MiB": 64,
+            }.items()
+        ),
+    ],
+)
+def test_each_bar_is_missed_by_one(where, value, missed):
+    """Of one call, and of one among others that did all well."""
+    call = found = made_call()
+    for name in where:
+        found = found[name]
+    found |= value
+    assert missed_by(call) == missed
+    if not ({"problem", "counts"} & value.keys()):
+        assert missed_by(made_call(), call) == missed == missed_by(call, made_call())
+
+
+def test_what_is_not_shown_is_not_demanded_and_stocks_kernels_are_stocks():
+    call = made_call() | {"left_out": {"long": "no grammar"}, "compiles": [[1.0, "k", True, True, 0.1]]}
+    call["load"]["counts"] = {"short": 5}
+    assert missed_by(call, name="stock") == set()
+
+
+def test_a_slope_and_its_error_by_hand():
+    assert soak_rows.line([(0, 0.0), (1, 0.0), (2, 3.0)]) == pytest.approx((1.5, math.sqrt(0.75)))
+    assert soak_rows.pooled([(1.0, 1.0), (4.0, 2.0)]) == pytest.approx((1.6, math.sqrt(0.8)))
+    strays = [3.0, -3.0, 3.0, -3.0, 0.0, 0.0, -3.0, 3.0, -3.0, 3.0]  # no slope among them: even about the middle
+    buckets = [tenth for n, stray in enumerate(strays) for tenth in [197.0 + 10 * n + stray] * 2]
+    value, error = soak_rows.change(buckets)
+    assert value == pytest.approx(100 * (290 / 200 - 1)) and error == pytest.approx(math.sqrt(2 * 72 / 8) / 2)
+    found = {}
+    add = lambda metric, value, bar=None: found.update({metric: value})  # noqa: E731
+    soak_rows.throughput_rows(add, [buckets[::-1]])
+    lost, error = 100 * (1 - 200 / 290), 100 * math.sqrt(18) / 290
+    assert found["tokens/s, loss of which one is sure, %"] == pytest.approx(lost - 2 * error)
+    assert found["tokens/s, last tenth against the first, standard error, %"] == pytest.approx(error)
+    assert soak_rows.change([0.0] * 10 + [5.0] * 90) == (0.0, math.inf)  # of nothing nothing is lost
+
+
+# ---- the plugin
+
+
+def test_the_plugin_sees_our_words_caches_and_lists(tmp_path, monkeypatch):
+    from triton import knobs
+
+    from deepseek_v4_sm120.ops.shared.zeroed_words import ZeroedWords
+
+    original, heard = ZeroedWords.__init__, []
+    monkeypatch.setenv("E2E_WATCH", str(tmp_path / "watch"))
+    monkeypatch.setattr(engine_watch, "_words", [])
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **told: heard.append(told))
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    try:
+        engine_watch.register()
+        words = ZeroedWords("cpu", 8, 4096)
+    finally:
+        ZeroedWords.__init__ = original
+    before = engine_watch.state()
+    words._by_stream[1], words._given = "a buffer", 64
+    from deepseek_v4_sm120.patching import report
+
+    monkeypatch.setitem(report._notes, "one", (str, dict))
+    after = engine_watch.state()
+    assert after["words"] == {"streams": 1, "captures": 0, "given": 64} and before["words"]["streams"] == 0
+    assert sum(after["contained"].values()) == sum(before["contained"].values()) + 1
+    assert after["contained"]["patching.report._notes"] >= 1 and time.monotonic() - after["at"] < 60
+    kernel = type("Source", (), {"fn": type("Kernel", (), {"__module__": "deepseek_v4_sm120.ops.triton.mxfp4_moe"})})
+    times = type("Times", (), {"total": 2_400_000})
+    knobs.compilation.listener(src=kernel, metadata={"name": "k"}, metadata_group={}, times=times, cache_hit=False)
+    (line,) = (tmp_path / "watch").glob("*.compiles")
+    assert json.loads(line.read_text())[1:] == ["k", True, True, 2.4] and len(heard) == 1

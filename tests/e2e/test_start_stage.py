@@ -1,0 +1,188 @@
+"""start_stage.py without a GPU: servers that answer lists of prompts, the real control flow; bars by made starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import collect, made_sglang, start_rows, start_stage
+from tests.e2e.test_serving_stage import free_ports
+
+HERE = Path(__file__).resolve().parent
+
+HARNESS = """
+import argparse, os, sys
+def parse(argv):
+    p = argparse.ArgumentParser()
+    for name in ("variant", "models", "patch"):
+        p.add_argument("--" + name, default="m")
+    return p.parse_known_args(argv)[0]
+def engine_args(a):
+    model = os.path.join(a.models, a.variant)
+    os.makedirs(model, exist_ok=True)
+    return {"model_path": model, "skip_tokenizer_init": True}, model
+def vocab_of(model):
+    return 500
+def ids(n, vocab, seed):
+    return [seed % vocab] * n
+def reexec(a):
+    path = os.pathsep.join(([a.patch] if a.patch != "m" else []) + [os.environ["PYTHONPATH"]])
+    os.execve(sys.executable, [], dict(os.environ, E2E_REEXEC="1", PYTHONPATH=path))
+"""
+LAUNCH_SERVER = (
+    made_sglang.ANSWERING
+    + """
+import json, os, sys, time
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+ours = "DSV4_SM120_FORCE" in os.environ
+assert ours == ("build" in os.environ["PYTHONPATH"])
+watch, cards = Path(os.environ["E2E_WATCH"]), os.environ["CUDA_VISIBLE_DEVICES"]
+watch.mkdir(parents=True)
+kept = Path(os.environ["TRITON_CACHE_DIR"]) / "HASH/_gate_up_kernel.json"
+(watch / "1.json").write_text("{}")
+def compiled(name, is_ours, did):
+    with open(watch / "1.compiles", "a") as file:
+        file.write(json.dumps([time.monotonic(), name, is_ours, did, 0.7]) + "\\n")
+cold = ours and not kept.exists()
+if ours:
+    compiled("_gate_up_kernel", True, cold)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text("{}")
+print("[TP0] Load weight end. elapsed=1.25 s\\n[TP1] Load weight end. elapsed=1.50 s", flush=True)
+print("[TP0] Capture target decode CUDA graph end. elapsed=2.00 s", flush=True)
+if os.environ.get("FAKE_NO_START") == cards and ours:
+    sys.exit("out of memory")
+seen = set()
+class Handler(Answering):
+    def answer_to(self, asked):
+        prompts, sampling = asked["input_ids"], asked["sampling_params"]
+        if ours and len(prompts[0]) == 8200 and not seen:
+            seen.add(1)
+            compiled("_down_kernel", True, True)
+            time.sleep(0.7)
+        one = {"output_ids": [1] * sampling["max_new_tokens"], "meta_info": {}}
+        self.answer([one] * len(prompts) * sampling.get("n", 1))
+port = int(sys.argv[sys.argv.index("--port") + 1])
+ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+)
+KERNELS = "@triton.jit\ndef _gate_up_kernel(x):\n    pass\n\n\n@triton.jit\ndef _down_kernel(x):\n    pass\n"
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("start")
+    files = {"tools/run_engine.py": HARNESS, "build/sitecustomize.py": ""}
+    files |= made_sglang.site(LAUNCH_SERVER)
+    files["build/deepseek_v4_sm120/ops/triton/mxfp4_moe.py"] = KERNELS
+    files |= {"triton/HASH/_gate_up_kernel.json": "{}", "triton/OTHER/theirs.json": "{}", "triton/a_file": ""}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    line = [sys.executable, str(HERE / "start_stage.py"), "--harness", str(folder / "tools"), "--rest-s", "0"]
+    line += ["--patch", str(folder / "build"), "--models", str(folder / "m"), "--work", str(folder / "work")]
+    line += ["--out", str(folder / "out"), "--port", str(free_ports(1)[0] // 4)]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_", "E2E_"))}
+    kept |= {name: str(folder / "none") for name in start_stage.FOLDERS}
+    kept |= {"PYTHONPATH": str(folder / "site"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    done = subprocess.run(line, env=kept, capture_output=True, text=True, timeout=300)
+    return done, json.loads((folder / "out/stage_start.json").read_text()), folder
+
+
+def rows_of(found):
+    rows = {}
+    for row in collect.collect([found], None)["rows"]:
+        rows.setdefault((row["impl"], row["metric"]), []).append(row)
+    return rows
+
+
+def test_three_waves_and_what_compiles_behind_the_first_token(started):
+    done, found, folder = started
+    starts = found["start"]["starts"]
+    told = [(start["kind"], start["cards"], start["problem"]) for start in starts]
+    kinds = ["stock_first", "ours_cold", "stock", "ours", "ours", "stock"]
+    assert told == list(zip(kinds, "010101", [None] * 6, strict=True)), done.stdout + done.stderr
+    assert {path.name for path in (folder / "work/triton").iterdir()} == {"HASH", "OTHER", "a_file"}
+    rows, ours = rows_of(found), start_rows.IMPLEMENTATIONS["ours"]
+    compiled = {kind: [one["value"] for one in rows[text, "kernels of ours that Triton compiled at the start"]]
+                for kind, text in start_rows.IMPLEMENTATIONS.items()}  # fmt: skip
+    assert compiled == {"stock": [0, 0], "stock_first": [0], "ours": [0, 0], "ours_cold": [1]}
+    late = rows[ours, "kernels of ours that Triton compiled while serving"]
+    assert [one["value"] for one in late] == [1, 1] and not any(one["met"] for one in late)
+    (pause,) = rows[ours, "longest pause of a shape's first time beyond stock's, s"]
+    assert pause["value"] > 0.5 and pause["met"] is False and done.returncode == 1
+    assert (ours, "pause at the first prompt of 8200 tokens, s") in rows
+    assert any("_down_kernel (ours), 0.7 s" in metric for _, metric in rows)
+    assert [one["value"] for one in rows[ours, "of these, Load weight, s"]] == [1.5, 1.5]  # the slower rank's
+    assert rows[ours, "of these, Capture target decode CUDA graph, s"][0]["value"] == 2.0
+    assert {row["issue"] for of in rows.values() for row in of} == {23}
+
+
+def made(ours=30.0, cold=33.0, stock=28.0, compiles=(), problem=None):
+    def start(kind, seconds):
+        served = {shape: [0.2, 0.2, 0.2] for shape in start_stage.SHAPES}
+        heard = [list(one) for one in compiles] if kind == "ours" else []
+        return {"kind": kind, "cards": "0", "problem": problem if kind == "ours" else None, "first_token_s": seconds,
+                "parts": {}, "served": served, "compiles": heard}  # fmt: skip
+
+    starts = [start("stock", stock), start("ours", ours), start("ours_cold", cold), start("stock_first", 60.0)]
+    of = {"sglang": "0.5.23", "cards": 1, "starts": starts, "files": 0}
+    return {
+        "stage": "start",
+        "device": {},
+        "date": "",
+        "commit": "a",
+        "command": "",
+        "cases": {},
+        "differences": [],
+    } | {"start": of}
+
+
+def unmet(found):
+    return {(impl, metric) for (impl, metric), of in rows_of(found).items() for row in of if row["met"] is False}
+
+
+OURS, COLD = (start_rows.IMPLEMENTATIONS[kind] for kind in ("ours", "ours_cold"))
+BEYOND = "seconds to the first token beyond warm stock's, mean"
+
+
+@pytest.mark.parametrize(
+    ("start", "wrong"),
+    [
+        (made(), set()),
+        (made(ours=33.5), {(OURS, BEYOND)}),
+        (made(cold=33.5), {(COLD, BEYOND)}),
+        (made(compiles=[(3.0, "_down_kernel", True, True, 1.0)]), set()),  # at the start
+        (made(compiles=[(40.0, "_down_kernel", True, False, 0.1)]), set()),  # from Triton's folder
+        (made(compiles=[(40.0, "theirs", False, True, 2.4)]), set()),
+        (made(compiles=[(40.0, "k", True, True, 1)]), {(OURS, "kernels of ours that Triton compiled while serving")}),
+        (
+            made(problem="it died"),
+            {
+                (OURS, metric)
+                for metric in (BEYOND, "starts that broke", "longest pause of a shape's first time beyond stock's, s")
+            },
+        ),
+    ],
+)
+def test_bars(start, wrong):
+    assert unmet(start) == wrong
+
+
+def test_what_nobody_listened_to_is_not_met():
+    found = made()
+    found["start"]["starts"][1]["compiles"] = None
+    assert unmet(found) == {(OURS, "kernels of ours that Triton compiled while serving")}
+
+
+def test_where_stock_did_not_start_nothing_is_compared_with_it():
+    found = made()
+    found["start"]["starts"][0]["problem"] = "it died"
+    stock, beyond = start_rows.IMPLEMENTATIONS["stock"], "longest pause of a shape's first time beyond stock's, s"
+    assert unmet(found) == {(stock, "starts that broke"), *((of, m) for of in (OURS, COLD) for m in (BEYOND, beyond))}

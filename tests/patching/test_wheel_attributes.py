@@ -1,0 +1,310 @@
+"""Every attribute that an adapter reads of an object of SGLang's is one that the object's class defines, in every
+release that the adapter is for; what is asked for with a default, in one of them at least. So no adapter meets an
+AttributeError in a release that never ran with it, and none asks for a name that nobody ever had."""
+
+import ast
+import functools
+from collections.abc import Iterable
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+
+from deepseek_v4_sm120.sglang_patches import adapters
+from deepseek_v4_sm120.sglang_patches.names import ATTENTION, DSPARK, DSPARK_SINCE, EVERY, MODEL
+from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
+from deepseek_v4_sm120.sglang_patches.table import (
+    BACKEND,
+    CUTLASS_EXPERTS,
+    FP8_METHOD,
+    INDEXER,
+    MARLIN_EXPERTS,
+    SM120_ATTENTION_0_5_14,
+    TABLE,
+)
+from tests.patching import attributes
+from tests.patching.attributes import Read, Release
+from tests.patching.wheels import RELEASES, every_release, fetch
+
+SRT = "sglang.srt"
+TEXT_OF = "text of "
+STATE = f"{SRT}.distributed.parallel_state"
+GROUP = f"{STATE}:GroupCoordinator"
+BATCH = f"{SRT}.model_executor.forward_batch_info"
+CONTEXT = f"{SRT}.runtime_context"
+SERVER_ARGS = f"{SRT}.server_args"
+ARGUMENTS = (f"{SERVER_ARGS}:ServerArgs", f"{SRT}.arg_groups.fields.parallel:Parallel")
+CUSTOM_SUM = f"{SRT}.distributed.device_communicators.custom_all_reduce:CustomAllreduce"
+LINEAR = f"{SRT}.layers.linear"
+UNQUANTIZED = f"{SRT}.layers.quantization.unquant"
+BF16_WEIGHT = f"{UNQUANTIZED}:UnquantizedLinearMethod.create_weights(layer)"
+LM_HEAD = (
+    f"{SRT}.layers.vocab_parallel_embedding:ParallelLMHead",
+    f"{UNQUANTIZED}:UnquantizedEmbeddingMethod.create_weights(layer)",
+)
+PROCESSOR = f"{SRT}.layers.logits_processor:LogitsProcessor"
+FP8_WEIGHT = (f"{FP8_METHOD}.create_weights(layer)", f"{FP8_METHOD}.create_fp8_weight_(layer)")
+FP8_CONFIG = f"{FP8_METHOD.partition(':')[0]}:Fp8Config"
+MOE = f"{SRT}.layers.moe"
+EXPERTS = (
+    f"{MOE}.fused_moe_triton.layer:FusedMoE",
+    f"{FP8_CONFIG.partition(':')[0]}:Fp8MoEMethod.create_weights(layer)",
+    f"{MARLIN_EXPERTS}.create_weights(layer)",
+)
+DISPATCHER = f"{MOE}.token_dispatcher.standard"
+POOL = f"{SRT}.mem_cache.deepseek_v4_memory_pool"
+PLANS = tuple(
+    (f"{place}.dsv4.compress:CompressorPrefillPlan",) for place in ("sglang.jit_kernel", "sglang.kernels.ops.attention")
+)
+NORM = f"{SRT}.layers.layernorm:RMSNorm"
+STAGES = tuple(f"{DSPARK.partition(':')[0]}:{name}" for name in ("DSparkV4Stage", "DSparkV4CudaStage"))
+ANY_LAYER = ((LAYER,), (CUDA_LAYER,), (STAGES[0],), (STAGES[1],))
+LAST_STAGE = tuple((DSPARK_SINCE, stage) for stage in STAGES)
+PREFILL = ">=0.5.13,<0.5.16"  # what paged_prefill reads
+
+# adapter -> what an object is called there -> the kinds of objects that it may be, each the places that give it its
+# attributes (attributes.Release.defines); a kind is there where its first place is. In front of a kind, the releases
+# whose objects come there. TEXT_OF a module: of objects that SGLang makes of its settings, what that module reads
+OBJECTS = {
+    "all_reduce": {
+        "coordinator": ((GROUP,),),
+        "group": ((GROUP,),),
+        "context": ((">=0.5.14", CONTEXT),),
+        "context.get_schedule()": ((">=0.5.18", f"{TEXT_OF}{CONTEXT}"),),
+        "arguments": (("<0.5.18", *ARGUMENTS),),
+        "importlib.import_module(SERVER_ARGS)": ((SERVER_ARGS,),),
+        "importlib.import_module(PARALLEL_STATE)": ((STATE,),),
+    },
+    "argument_defaults": {
+        "server_args": (ARGUMENTS,),
+        "declarations": ((">=0.5.19", f"{SRT}.arg_groups.overrides"),),
+        "importlib.import_module(MODEL_CONFIG)": ((">=0.5.19", f"{SRT}.arg_groups.model_override_base"),),
+        "sys.modules.get(OVERRIDES)": ((">=0.5.15", f"{SRT}.arg_groups.overrides"),),
+        "found": ((f"{SRT}.configs.model_config:ModelConfig",),),
+    },
+    "bf16_linear": {
+        "gate": ((f"{SRT}.models.deepseek_v2:MoEGate",),),
+        "head": (LM_HEAD,),
+        "lm_head": (LM_HEAD,),
+        "layer": ((f"{LINEAR}:ReplicatedLinear", BF16_WEIGHT),),
+        "replace_compute_weights:self.weights_proj": ((f"{LINEAR}:ReplicatedLinear", BF16_WEIGHT),),
+        "module['get_exec']()": ((">=0.5.17", f"{TEXT_OF}{SRT}.models.deepseek_v2"),),
+        "module['get_exec']().deterministic": ((">=0.5.17", f"{TEXT_OF}{SRT}.models.deepseek_v2"),),
+        "module[name]()": (("<0.5.17", f"{TEXT_OF}{SRT}.models.deepseek_v2"),),
+        "processor": ((PROCESSOR,),),
+    },
+    "compressor": {
+        "given['norm']": ((NORM,),),
+        **{f"{function}:plan": PLANS for function in ("arguments", "replace_create_data")},
+        "token_to_kv_pool": ((f"{POOL}:DeepSeekV4TokenToKVPool",),),
+    },
+    "fp8_linear": {"layer": (FP8_WEIGHT,), "method": ((FP8_METHOD,),)},
+    "fp8_linear_draft_head": {
+        "lm_head": (LM_HEAD,),
+        "args[0]": ((f"{MODEL}:DeepseekV4ForCausalLM",), (DSPARK,)),
+        "getattr(args[0], 'lm_head', None)": (LM_HEAD,),
+        **{f"replace_{name}:self.lm_head": (LM_HEAD,) for name in ("attach", "dspark_logits", "set_embed_and_head")},
+    },
+    "index_select": {
+        "c4_indexer": ((f"{INDEXER}:C4Indexer",),),
+        "forward_batch": ((f"{BATCH}:ForwardBatch",),),
+        "forward_batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
+    },
+    "index_select_dealt": {
+        "context": ((">=0.5.14", CONTEXT),),
+        "context.get_server_args()": ((">=0.5.15", *ARGUMENTS),),
+        "importlib.import_module(SERVER_ARGS)": ((SERVER_ARGS,),),
+        "importlib.import_module(SERVER_ARGS).get_global_server_args()": (("<0.5.15", *ARGUMENTS),),
+        "state": ((STATE,),),
+        **{name: ((GROUP,),) for name in ("coordinator", "decode_context", "group", "tp", "state.get_moe_ep_group()")},
+        "forward_batch": ((f"{BATCH}:ForwardBatch",),),
+        "forward_batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
+    },
+    "mhc": {
+        "last": LAST_STAGE,
+        "model.stages[-1]": LAST_STAGE,
+        "layer": ANY_LAYER,
+        "model": ((MTP_MODEL,),),
+        "_serve_dspark_head:model": ((DSPARK_SINCE, DSPARK),),
+        "replace_dspark_head:model": ((DSPARK_SINCE, DSPARK),),
+        "norm": ((NORM,),),
+    },
+    "mhc_sum": {"coordinator": ((GROUP,),), "state": ((STATE,),)},
+    "mhc_sum_in_pieces": {
+        "coordinator": ((GROUP,),),
+        "custom": ((CUSTOM_SUM,),),
+        "other": ((f"{SRT}.distributed.device_communicators.pynccl:PyNcclCommunicator",),),
+        "linear": ((f"{LINEAR}:RowParallelLinear",),),
+        "layers.layer": ANY_LAYER,
+        "getattr(layers.layer, 'self_attn', None)": ((ATTENTION,),),
+    },
+    "mxfp4_moe": {
+        "layer": (EXPERTS,),
+        "layer.dispatcher": ((f"{DISPATCHER}:StandardDispatcher",),),
+        "config": ((f"{MOE}.moe_runner.base:MoeRunnerConfig",),),
+        "layer.moe_runner_config": ((f"{MOE}.moe_runner.base:MoeRunnerConfig",),),
+        "method": ((MARLIN_EXPERTS,), (CUTLASS_EXPERTS,)),
+        "_replace_process:self._fp8": ((f"{FP8_METHOD.partition(':')[0]}:Fp8MoEMethod",),),
+        "dispatch_output": ((f"{DISPATCHER}:StandardDispatchOutput",),),
+        "original": ((f"{DISPATCHER}:StandardCombineInput",),),
+        "sys.modules[type(dispatch_output).__module__]": ((DISPATCHER,),),
+        "_serve:routed": ((f"{MOE}.topk:StandardTopKOutput",),),
+    },
+    "scheduling": {"running_batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),)},
+    "sparse_decode": {
+        "_backend.layer": ((f"{SRT}.layers.radix_attention:RadixAttention",),),
+        "backend": ((BACKEND + ":DeepseekV4AttnBackend",),),
+        "importlib.import_module(SM120_ATTENTION_0_5_14)": ((PREFILL, SM120_ATTENTION_0_5_14),),
+        "metadata": ((PREFILL, BACKEND + ":DSV4AttnMetadata"),),
+        "pool": ((PREFILL, f"{POOL}:DeepSeekV4TokenToKVPool"),),
+        "pool.swa_kv_pool": ((PREFILL, f"{POOL}:DeepSeekV4SingleKVPool"),),
+    },
+    "wo_a": {
+        "attention": ((ATTENTION,),),
+        "FORWARD.layer": ((ATTENTION,),),
+        "layer": ((f"{LINEAR}:ColumnParallelLinear", BF16_WEIGHT),),
+        "getattr(FORWARD.layer, 'wo_a', None)": ((f"{LINEAR}:ColumnParallelLinear", BF16_WEIGHT),),
+        "quant_config": ((FP8_CONFIG,),),
+        "sys.modules[original.__module__]": ((MODEL,),),
+    },
+}
+
+
+# what is ours, torch's or Python's, by adapter; "*": in any
+OURS = {
+    "*": {"settings()", "original", "kept", "engine", "engine.steering", "function"},
+    "all_reduce": {"asked", "communicator", "communicator.sums", "file", "place", "places[0]", "verdict"},
+    "argument_defaults": {"c", "found.hf_config"},
+    "compressor": {"layout"},
+    "fp8_linear": {"process"},
+    "fp8_linear_draft_head": {"DraftHead", "found", "getattr(self, COPY)", "head"},
+    "index_select": {"_forward", "deferred", "scores"},
+    "index_select_dealt": {"_prompt"},
+    "mhc": {"x"},
+    "mhc_owed_sum": {"x"},
+    "mhc_sum": {"ours", "ours.sums"},
+    "mhc_sum_in_pieces": {"SumInPieces", "one"},
+    "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
+    "sparse_decode": {"_backend", "call", "kv_page_layout()"},
+    "waiting": {"kind", "w", "waiting"},
+    "wo_a": {
+        *("FORWARD", "expanded", "given", "groups", "groups.stored", "load", "parameter", "rotation", "signature"),
+        *("stored", "weight"),
+    },
+}
+OF_TENSORS_AND_OTHERS = {name for one in (torch.Tensor, dict, list, str, set) for name in dir(one)} | {"__name__"}
+# read where another attribute of the object is there: (adapter, object, attribute) -> that one
+GUARDED = {
+    ("all_reduce", "context", "get_schedule"): "max_speculative_num_draft_tokens",
+    ("all_reduce", "context", "max_speculative_num_draft_tokens"): "max_speculative_num_draft_tokens",
+    ("index_select_dealt", "context", "get_server_args"): "get_server_args",
+    ("argument_defaults", "server_args", "get_model_config"): "get_model_config",
+}
+# asked for with a default, of an object that may be another than the one above: its wrapper
+OF_WRAPPERS = {("bf16_linear", "head", "set_lora"): f"{SRT}.lora.layers:ParallelLMHeadWithLoRA"}
+
+release = functools.cache(lambda version: Release(fetch(version)))
+specifier = functools.cache(SpecifierSet)
+TARGETS = [target for patch in TABLE.patches for target in patch.targets]
+FILES = attributes.adapter_files()
+
+
+def has_rows(adapter: str, version: str) -> bool:
+    prefix = f"{adapters.__name__}.{adapter}:"
+    return any(version in specifier(t.sglang) for t in TARGETS if t.replacement.startswith(prefix))
+
+
+def kinds_of(adapter: str, read: Read) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(releases, places) of each kind of object that is read; none where it is not SGLang's."""
+    if read.of == "self":
+        return tuple((spec, (where,)) for spec, where in attributes.classes_of_self(adapter, read.function))
+    known, ours = OBJECTS.get(adapter, {}), OURS["*"] | OURS.get(adapter, set())
+    found = known.get(f"{read.function}:{read.of}", known.get(read.of))
+    is_dotted = all(word.isidentifier() for word in read.of.split("."))
+    is_imported = is_dotted and read.of.partition(".")[0] in attributes.imported(adapter)
+    if found is None and (is_imported or read.of in ours or read.name in OF_TENSORS_AND_OTHERS):
+        return ()
+    assert found is not None, f"{adapter}.py:{read.line}: what is {read.of}, of which .{read.name} is read?"
+    return tuple((kind[0], kind[1:]) if kind[0][0] in "<>=" else (EVERY, kind) for kind in found)
+
+
+def defined(version: str, where: str, name: str) -> bool | None:
+    """Whether a place gives an object this attribute; None: the release does not have the place."""
+    if where.startswith(TEXT_OF):
+        text = release(version).text(where.removeprefix(TEXT_OF))
+        return None if text is None else f".{name}" in text
+    names = release(version).defines(where)
+    return None if names is None else name in names
+
+
+def kinds_in(version: str, adapter: str, read: Read) -> list[tuple[str, ...]]:
+    """The places of the kinds of objects that a release has there."""
+    kinds = [places for spec, places in kinds_of(adapter, read) if version in specifier(spec)]
+    return [places for places in kinds if defined(version, places[0], read.name) is not None] or kinds
+
+
+def missing(adapter: str, version: str, found: Iterable[Read]) -> list[str]:
+    """Of what an adapter reads without a default: what one of the kinds of objects of a release does not define."""
+    texts = []
+    for read in (read for read in sorted(found) if read.required):
+        guard = GUARDED.get((adapter, read.of, read.name))
+        for places in kinds_in(version, adapter, read):
+            asked = guard is None or any(defined(version, place, guard) for place in places)
+            if asked and not any(defined(version, place, read.name) for place in places):
+                texts.append(f"{adapter}.py:{read.line}: {read.of}.{read.name} is not in {' or '.join(places)}")
+    return texts
+
+
+@every_release()
+def test_what_adapters_read_is_there(version):
+    assert [
+        text for one in FILES if has_rows(one, version) for text in missing(one, version, attributes.reads(one))
+    ] == []
+
+
+@pytest.mark.parametrize("adapter", FILES)
+def test_what_is_asked_for_with_a_default_is_in_some_release(adapter):
+    for read in (read for read in sorted(attributes.reads(adapter)) if not read.required):
+        wrapper = OF_WRAPPERS.get((adapter, read.of, read.name))
+        found = [
+            version
+            for version in reversed(RELEASES)
+            if has_rows(adapter, version)
+            for places in ([(wrapper,)] if wrapper else kinds_in(version, adapter, read))
+            if any(defined(version, place, read.name) for place in places)
+        ]
+        assert found or not kinds_of(adapter, read), f"{adapter}.py:{read.line}: no release has {read.of}.{read.name}"
+
+
+MADE_UP = """
+def replace_forward(original):
+    def forward_c4_indexer(self, x, q_lora, c4_indexer, forward_batch):
+        forward_batch.made_up, forward_batch.forward_mode.made_up, x.shape
+        getattr(forward_batch, "made_up_too"), getattr(forward_batch, "asked_for", None)
+        return self.made_up_of_the_mixin, c4_indexer.index_topk
+    return forward_c4_indexer
+"""
+
+
+def test_a_made_up_name_is_found():
+    found = attributes.reads_of(ast.parse(MADE_UP))
+    texts = missing("index_select", RELEASES[-1], found)
+    assert [text.partition(" is not in ")[0].partition(": ")[2] for text in texts] == [
+        *("forward_batch.made_up", "forward_batch.made_up_too", "forward_batch.forward_mode.made_up"),
+        "self.made_up_of_the_mixin",
+    ]
+    (asked,) = [read for read in found if not read.required]
+    assert not any(
+        defined(RELEASES[-1], *places, asked.name) for places in kinds_in(RELEASES[-1], "index_select", asked)
+    )
+    stranger = attributes.reads_of(ast.parse("def f(stranger):\n    return stranger.layers"))
+    with pytest.raises(AssertionError, match="what is stranger, of which .layers is read"):
+        missing("index_select", RELEASES[-1], stranger)
+
+
+def test_every_object_that_is_named_is_read():
+    for adapter, objects in OBJECTS.items():
+        read = attributes.reads(adapter)
+        words = {one.of for one in read} | {f"{one.function}:{one.of}" for one in read}
+        assert set(objects) <= words, adapter
+        assert OURS.get(adapter, set()) <= words, adapter

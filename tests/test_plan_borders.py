@@ -1,0 +1,130 @@
+"""plan at its borders: what fits to the last token, what is tight, which requests are taken; scratch by hand."""
+
+import pytest
+
+from deepseek_v4_sm120 import OPS
+from deepseek_v4_sm120.commands import speculation
+from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.commands.plan import launch, memory, models, roofline
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
+from tests.test_plan import MTP, request
+
+
+def made_plan(tokens=393_216, window_tokens=None, reserves=(), fraction=0.5, weights=0.0, **changes):
+    """A plan on a card of 1,000 MiB, without what `make` works out."""
+    sized = memory.Pools(0, window_tokens, 0.0, 100.0)
+    asked = request(**{"memory_mib": 1000, "context": 393_216} | changes)
+    return launch.Plan(asked, 4096, fraction, weights, list(reserves), sized, tokens)
+
+
+def test_a_plan_fits_to_the_last_token_and_window_slot():
+    assert made_plan().fits and not made_plan(tokens=393_215).fits
+    needed = 2 * 4096 + 8 * (128 + 2 * 256)
+    window = made_plan().pools.window
+    slots = next(tokens for tokens in range(0, 1 << 20, 256) if window(tokens) >= needed)
+    for tokens, fits in ((slots, True), (slots - 256, False)):
+        plan = made_plan(tokens=tokens, context=1024)
+        assert plan.window_needed == needed and plan.fits is fits is plan.has_window
+    assert made_plan(tokens=1024, context=1024, window_tokens=256).fits  # sized by the requests: what is needed
+
+
+def test_a_plan_is_tight_where_less_is_left_than_estimates_may_be_short_by():
+    half = 500 << 20
+    reserve = memory.Reserve("x", half - 100, "estimate", 100.0)
+    plenty = {"tokens": 400_000, "reserves": [reserve]}
+    assert made_plan(**plenty).left_free == 100 and not made_plan(**plenty).is_tight
+    less = made_plan(**plenty | {"reserves": [memory.Reserve("x", half - 99, "estimate", 100.0)]})
+    assert less.is_tight and less.fits and less.left_free == 99
+    spare = (400_000 - 393_216) * 100.0
+    for weights, is_tight in ((spare / memory.WEIGHTS_OFF_BY, False), (spare / memory.WEIGHTS_OFF_BY * 1.001, True)):
+        assert made_plan(**plenty, weights=weights).is_tight is is_tight
+    assert not made_plan(tokens=0, reserves=[reserve, reserve]).is_tight  # it does not fit at all
+
+
+def test_a_smaller_chunk_is_taken_where_it_buys_capacity():
+    by_tokens = lambda *sizes: [made_plan(tokens=n) for n in sizes]  # noqa: E731
+    for plans, taken in (
+        (by_tokens(450_000, 500_000), 0),  # a tenth is hardly any
+        (by_tokens(449_999, 500_000), 1),
+        (by_tokens(393_215, 400_000, 410_000), 1),
+        (by_tokens(100, 300, 200), 1),  # none fits: the most
+    ):
+        assert launch._best(plans) is plans[taken]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, (CAPTURED_ROWS, 0)),
+        ({"prefill_graphs": 512}, (512,)),
+        ({"prefill_graphs": 0}, (0,)),
+        ({"replaced": tuple(op for op in OPS if op != "index_select"), "prefill_graphs": 512}, (0,)),
+        ({"sglang": "0.5.16", "prefill_graphs": 512}, (0,)),
+        ({"sglang": "0.5.17", "prefill_graphs": 512}, (512,)),
+        ({"speculation": MTP}, (0,)),
+        ({"speculation": MTP, "prefill_graphs": 512}, (512,)),
+        ({"speculation": MTP, "prefill_graphs": 0}, (0,)),
+        ({"speculation": MTP, "prefill_graphs": 512, "sglang": "0.5.22"}, (0,)),
+        ({"speculation": speculation.Speculation(speculation.DSPARK, 3), "prefill_graphs": 512}, (0,)),
+    ],
+)
+def test_which_passes_of_prompts_may_be_in_graphs(changes, rows):
+    assert request(**{"speculation": None} | changes).may_capture == rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "has"),
+    [
+        ({}, True),
+        ({"switched_on": ()}, False),
+        ({"speculation": None}, False),
+        ({"replaced": tuple(op for op in OPS if op != "fp8_linear")}, False),
+        ({"sglang": "0.5.13"}, False),
+        ({"sglang": "0.5.14"}, True),
+    ],
+)
+def test_who_has_a_draft_head(changes, has):
+    assert request(**{"switched_on": (launch.DRAFT_HEAD,)} | changes).has_draft_head is has
+
+
+def test_the_bounds_of_a_request_are_taken():
+    most = models.FLASH.max_context
+    for changes in ({"context": 1024}, {"context": most}, {"concurrency": 1}, {"concurrency": launch.MOST_STREAMS}):
+        launch.check(request(**changes))
+    for changes in ({"context": 1023}, {"context": most + 1}, {"concurrency": launch.MOST_STREAMS + 1}, {"gpus": 0}):
+        with pytest.raises(CommandError):
+            launch.check(request(**changes))
+
+
+def test_scratch_by_hand(monkeypatch):
+    """Of two cards: 4,096 hidden in 4 streams, 32 of 64 heads of 512, experts of 1,024, 129,280 words."""
+    from deepseek_v4_sm120.ops.shared import extension
+
+    m = models.FLASH
+    assert memory.activation_bytes(m, 2, 10) == 10 * 2 * (3 * 4 * 4096 + 2 * 32 * 512)
+    assert memory.experts_bytes(m, 2, 10, True) == 10 * 6 * (2 * (1024 + 4096) + 64)
+    assert memory.experts_bytes(m, 2, 10, False) == 10 * 6 * 2 * (2048 + 4096)
+    assert memory.c128_list_bytes(10, 8192) == 10 * 64 * 4 and memory.c128_list_bytes(10, 8193) == 10 * 128 * 4
+    assert memory.index_logits_bytes(10, 1024) == 10 * 256 * 4 and memory.index_logits_bytes(10, 1025) == 10 * 320 * 4
+    words = 505 * 128
+    for rows, sums in ((8, 8), (100, 32)):
+        assert memory.draft_head_bytes(m, 2, rows) == words * 4096 + 4 * 505 * 32 + 16 * sums * words
+    monkeypatch.setattr(extension, "explain", lambda: "not built")
+    found = memory.attention_workspace(8, 32, 393_216)
+    assert (found.bytes, found.off_by) == (8 * 32 * (2 + 48) * 512 * 2, 8 * 32 * (2 + 48) * 512)
+    assert memory.sums_between_cards(m, 2).bytes == 48 << 20
+    assert memory.chunk_for(1024, 8192 * 1024) == 8192 and memory.chunk_for(1024, 8192 * 1024 - 1) == 4096
+
+
+@pytest.mark.parametrize(("gpus", "streams", "steps"), [(2, 4, None), (4, 8, None), (4, 2, 32), (8, 2, 32)])
+def test_decode_keeps_its_share_with_as_few_steps_as_do(gpus, streams, steps):
+    """Where 32 steps are not enough, the share that they are is said."""
+    plan = launch.make(request(gpus=gpus, concurrency=streams, context=65_536, speculation=None))
+    ideal = roofline.step_seconds(plan.request.model, gpus, streams, 65_536 // 4, wo_a_bf16=False)
+    step, chunk = roofline.TYPICAL_OVER_IDEAL * ideal, 4096 / roofline.PUBLISHED_PREFILL[min(gpus, 4)][0]
+    share = [n * step / (n * step + chunk) for n in (plan.interval - 1, plan.interval)]
+    assert plan.chunk == 4096 and (steps is None or plan.interval == steps)
+    assert share[0] < launch.DECODE_SHARE and (share[1] >= launch.DECODE_SHARE) == (steps is None)
+    (reason,) = (flag.reason for flag in plan.flags if flag.name == "--prefill-decode-interval")
+    assert f"decode keeps about {share[1]:.0%} of the time" in reason
+    assert launch._interval(request(concurrency=1), 4096) == 0

@@ -1,0 +1,177 @@
+"""The self-test asks every kernel that serves: its checks pass with stand-ins that are right, and each fails with one
+kernel that is wrong. On the CPU, by the references."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.reference import bf16_linear as bf16_reference
+from deepseek_v4_sm120.reference import mhc as mhc_reference
+from deepseek_v4_sm120.reference import mxfp4_moe as moe_reference
+from deepseek_v4_sm120.reference import sparse_decode as attention_reference
+from deepseek_v4_sm120.specs import all_reduce, bf16_linear, mhc, mxfp4_moe, sparse_decode
+from deepseek_v4_sm120.specs.check import Failure, NotRun
+
+
+def spoiled(out: torch.Tensor) -> torch.Tensor:
+    """One element is another, by more than any bound allows; it may be the only one that is wrong."""
+    wrong = out.clone()
+    wrong.view(-1)[-1] += 100
+    return wrong
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Inputs on the CPU, of few rows and few of everything else."""
+    for spec in (sparse_decode, mxfp4_moe, mhc):
+        monkeypatch.setattr(spec, "make_inputs", functools.partial(spec.make_inputs, device="cpu"))
+    cache, call = sparse_decode.CacheShape(64, 64, lengths=64), sparse_decode.Shape
+    monkeypatch.setattr(sparse_decode, "Shape", lambda rows, heads, main, extra: call(2, heads, cache, extra and cache))
+    shape = mxfp4_moe.Shape
+    monkeypatch.setattr(
+        mxfp4_moe, "Shape", lambda rows, **sizes: shape(rows, 128, **(sizes | {"inter": 64, "experts": 8}))
+    )
+    monkeypatch.setattr(mhc, "Shape", lambda rows: SimpleNamespace(rows=rows, hidden=256, x_scale=1.0, mix_scale=1.0))
+    monkeypatch.setattr(cuda_tensors, "num_sms", lambda index: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+# ---- sparse_decode
+
+
+@pytest.mark.parametrize("wrong", [None, "prefill", "pairs"])
+def test_attentions_kernels_for_prompts(wrong, small, monkeypatch):
+    asked = set()
+
+    def attend(*, prefill=None, pairs=None, return_lse=False, **given):
+        asked.add("prefill" if prefill else "pairs" if pairs else "few")
+        out, lse = attention_reference.sparse_decode(**given)
+        out = out.bfloat16()
+        out = spoiled(out) if wrong and {"prefill": prefill, "pairs": pairs}[wrong] else out
+        return (out, lse.float()) if return_lse else out
+
+    monkeypatch.setattr(sparse_decode.op, "sparse_decode", attend)
+    if wrong is None:
+        assert "bit by bit" in sparse_decode._check_prompts() and asked == {"prefill", "pairs", "few"}
+    else:
+        with pytest.raises(Failure, match="many rows, 8 heads" if wrong == "prefill" else "8 heads in pairs"):
+            sparse_decode._check_prompts()
+
+
+# ---- mxfp4_moe
+
+
+@pytest.mark.parametrize(("wrong", "words"), [(None, ""), ("many", "relative error"), ("few", "rows 100 to 300 alone")])
+def test_reproducible_experts(wrong, words, small, monkeypatch):
+    def experts(*, reproducible, **given):
+        assert reproducible
+        out = moe_reference.mxfp4_moe(**given).bfloat16()
+        rows = len(out)
+        return spoiled(out) if (wrong == "many" and rows == 300) or (wrong == "few" and rows == 200) else out
+
+    monkeypatch.setattr(mxfp4_moe.op, "mxfp4_moe", experts)
+    if wrong is None:
+        assert "equal the rows among others" in mxfp4_moe._check_reproducible()
+    else:
+        with pytest.raises(Failure, match=words):
+            mxfp4_moe._check_reproducible()
+
+
+# ---- bf16_linear
+
+
+@pytest.mark.parametrize("wrong", [None, 48, 1, 33])
+def test_the_tiles_of_a_head(wrong, small, monkeypatch):
+    real = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device: real())
+
+    def linear(x, weight):
+        out = bf16_reference.bf16_linear(x, weight).float()
+        return spoiled(out) if len(x) == wrong else out
+
+    monkeypatch.setattr(bf16_linear.op, "bf16_linear", linear)
+    if wrong is None:
+        assert "equal the rows among others" in bf16_linear._check_head()
+    else:
+        with pytest.raises(Failure, match="relative error" if wrong == 48 else f"{wrong} rows alone and among 48"):
+            bf16_linear._check_head()
+
+
+# ---- mhc
+
+
+def boundary(f, streams, post, comb, fn, scale, base, *, norm_weight, kernels=None, sum_over=None):
+    assert sum_over is None
+    new = mhc_reference.mhc(f, streams, post, comb, fn, scale, base, norm_weight=norm_weight)
+    return new.streams.bfloat16(), new.post.float(), new.comb.float(), new.y.bfloat16()
+
+
+def post_alone(f, streams, post, comb):
+    return mhc_reference.mhc_post(f, streams, post, comb).bfloat16()
+
+
+def pre_alone(streams, fn, scale, base, *, norm_weight):
+    y, post, comb = mhc_reference.mhc_pre(streams, fn, scale, base, norm_weight=norm_weight)
+    return post.float(), comb.float(), y.bfloat16()
+
+
+def head(streams, fn, scale, base, *, norm_weight, f=None, post=None, comb=None):
+    new = streams if f is None else post_alone(f, streams, post, comb)
+    y = mhc_reference.mhc_head(new, fn, scale, base, norm_weight=norm_weight).bfloat16()
+    return y if f is None else (new, y)
+
+
+PARTS = {
+    "mhc_post": (post_alone, "streams of a post"),
+    "mhc_pre": (lambda *a, **k: tuple(map(spoiled, pre_alone(*a, **k))), "post of a pre"),
+    "mhc_head": (lambda *a, **k: spoiled(head(*a, **k)) if "f" not in k else head(*a, **k), "a head alone"),
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *PARTS])
+def test_the_parts_of_a_boundary(wrong, small, monkeypatch):
+    for name, right in (("mhc", boundary), ("mhc_post", post_alone), ("mhc_pre", pre_alone), ("mhc_head", head)):
+        monkeypatch.setattr(mhc.op, name, right)
+    if wrong is None:
+        assert "bit by bit" in mhc._check_parts()
+        return
+    kernel, words = PARTS[wrong]
+    monkeypatch.setattr(mhc.op, wrong, kernel if wrong != "mhc_post" else lambda *a, **k: spoiled(post_alone(*a, **k)))
+    with pytest.raises(Failure, match=words):
+        mhc._check_parts()
+
+
+@pytest.mark.parametrize("wrong", [None, "bits", "fault", "small card"])
+def test_a_boundary_with_a_sum(wrong, small, monkeypatch):
+    told = "rank 1 waited in vain" if wrong == "fault" else None
+    closed, terms_of = [], {}
+    rank = SimpleNamespace(fault=lambda: told, close=lambda: closed.append(1))
+    module = SimpleNamespace(mhc_fits_summing=lambda rows, num_sms: rows < 16 and wrong != "small card")
+    monkeypatch.setattr(extension, "load", lambda: module)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(all_reduce, "in_threads", lambda ranks, transport: [rank] * ranks)
+
+    def summed(group, terms, streams, *, call):
+        terms_of["now"] = terms
+        return [call(term, one) for term, one in zip(terms, group, strict=True)]
+
+    def with_sum(*, f, sum_over=None, **given):
+        if sum_over is None:
+            return boundary(f, **given)
+        found = boundary(mhc.sum_of_ranks(terms_of["now"]), **given)
+        return (*found[:3], spoiled(found[3])) if wrong == "bits" else found
+
+    monkeypatch.setattr(all_reduce, "summed", summed)
+    monkeypatch.setattr(mhc.op, "mhc", with_sum)
+    if wrong is None:
+        assert mhc._check_sum("peer").startswith("rows [1, 8]") and len(closed) == 2
+    else:
+        raised = NotRun if wrong == "small card" else Failure
+        words = {"bits": "1 rows: a boundary with a sum", "fault": told, "small card": "too few multiprocessors"}[wrong]
+        with pytest.raises(raised, match=words):
+            mhc._check_sum("peer")
