@@ -68,6 +68,7 @@ PREFILL = ">=0.5.13,<0.5.16"  # what paged_prefill reads
 OBJECTS = {
     "all_reduce": {
         "coordinator": ((GROUP,),),
+        "theirs": ((CUSTOM_SUM,), (f"{CUSTOM_SUM.partition(':')[0]}_v2:CustomAllReduceV2",)),
         "group": ((GROUP,),),
         "context": ((">=0.5.14", CONTEXT),),
         "context.get_schedule()": ((">=0.5.18", f"{TEXT_OF}{CONTEXT}"),),
@@ -173,7 +174,16 @@ OBJECTS = {
 # what is ours, torch's or Python's, by adapter; "*": in any
 OURS = {
     "*": {"settings()", "original", "kept", "engine", "engine.steering", "function"},
-    "all_reduce": {"asked", "communicator", "communicator.sums", "file", "place", "places[0]", "verdict"},
+    "all_reduce": {
+        "asked",
+        "communicator",
+        "communicator.sums",
+        "file",
+        "place",
+        "places[0]",
+        "verdict",
+        "verdict.ways['peer']",
+    },
     "argument_defaults": {"c", "found.hf_config"},
     "compressor": {"layout"},
     "fp8_linear": {"process"},
