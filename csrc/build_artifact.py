@@ -57,6 +57,7 @@ OF_EACH = {
     name: {"120f": ("120a", "121a")}
     for name in ("sparse_decode/prefill.cu", "sparse_decode/pairs.cu", "mxfp4_moe/sorted.cu")
 }
+PTX = "*.compute_12*.ptx"  # beside each object, for tests/emulator
 OLDEST_CUDA = (12, 9)
 MAX_SHARED_BYTES = 101_376  # what one block can have on SM120: 99 KiB
 NEWEST_GLIBC = (2, 34)  # SGLang's own wheels are manylinux_2_34
@@ -69,6 +70,7 @@ ALLOWED_NEEDED = (
 
 # -O1 is the host's code, which chooses and launches; ptxas has its own -O3
 CUDA_FLAGS = ("-O1", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v", "-Xcompiler=-fPIC")
+NVCC_FLAGS = "--compress-mode=size"
 CXX_FLAGS = ("-O2", "-std=c++17", "-fPIC", "-Wall", "-Wextra")
 BINDINGS_FLAGS = ("-O1",)  # a third of the compiler's time less; what they do is CPython's
 # Version scripts keep all private but what is meant: static cudart must not export its symbols to, or take them from,
@@ -270,28 +272,26 @@ def compile_all(
     for unit in translation_units():
         archs = archs_of(unit, options.archs)
         gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
-        jobs.append((unit, [*cuda, *gencode, "--threads", min(len(gencode), max(cores // 2, 1))], []))
+        jobs.append((unit, [*cuda, *gencode, "--threads", min(len(gencode), max(cores // 2, 1))], [], PTX))
     if not jobs:
         raise BuildError(f"no CUDA source under {CSRC}")
     for source in sorted(set(CSRC.glob("**/*.cpp")) - {CSRC / "bindings.cpp"}):
         own = [f'-D{k}="{v}"' for k, v in defines.items()] if source.stem == "build_info" else []
-        jobs.append(([source], [*cxx, *own], []))
+        jobs.append(([source], [*cxx, *own], [], None))
     for i in interpreters:
         python = ["-fvisibility=hidden", "-isystem", i.include, "-isystem", pybind11]
         which = [Path(i.include, name) for name in ("patchlevel.h", "pyconfig.h")]
-        jobs.append(([CSRC / "bindings.cpp"], [*cxx, *BINDINGS_FLAGS, *python], which))
+        jobs.append(([CSRC / "bindings.cpp"], [*cxx, *BINDINGS_FLAGS, *python], which, None))
 
-    def compiled(job: tuple[list[Path], list, list]) -> Path:
-        unit, command, which = job
+    def compiled(job: tuple[list[Path], list, list, str | None]) -> Path:
+        unit, command, which, kept = job
         names = [source.relative_to(CSRC) for source in unit]
         text = names[0] if len(unit) == 1 else results.text("".join(f'#include "{name}"\n' for name in names))
         reads = {path: None for source in unit for path in results.included(source)}
-        return results.make([*command, "-c", text], [*reads, *which], ".o")
+        return results.make([*command, "-c", text], [*reads, *which], ".o", kept)
 
-    def place(job: tuple[list[Path], list, list]) -> int:
-        name = str(job[0][0].relative_to(CSRC))
-        if len(job[0]) > 1:
-            return LONGEST.index("bindings.cpp")
+    def place(job: tuple) -> int:
+        name = "bindings.cpp" if len(job[0]) > 1 else str(job[0][0].relative_to(CSRC))
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     with ThreadPoolExecutor(cores) as pool:
@@ -573,19 +573,18 @@ def build(options: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, default=REPO / "build", help="folder to make (default: build/ in the checkout)"
+        "--out", type=Path, default=REPO / "build", help="folder to make (default: the checkout's build/)"
     )
     parser.add_argument(
         "--nvcc", help="this nvcc, or 'pypi' for the one from PyPI wheels (default: CUDA_HOME, PATH, PyPI)"
     )
-    parser.add_argument(
-        "--python", action="append", default=[], metavar="PATH", help="a Python to build for; repeatable"
-    )
+    parser.add_argument("--python", action="append", default=[], metavar="PATH", help="one to build for; repeatable")
     parser.add_argument(
         "--archs", type=lambda s: s.split(","), default=list(ARCHS), help="comma-separated, e.g. 90a, for a quick trial"
     )
-    flags = "beside what all builds have; -lineinfo for profilers, --compress-mode=none (default: %(default)s)"
-    parser.add_argument("--nvcc-flags", default="--compress-mode=size", help=flags)
+    parser.add_argument(
+        "--nvcc-flags", default=NVCC_FLAGS, help="beside what all builds have; -lineinfo for profilers (%(default)s)"
+    )
     parser.add_argument("--git-commit", help="what build_info() reports (default: asked of git)")
     parser.add_argument("--cache", type=Path, default=CACHE, help="objects and private tools")
     try:

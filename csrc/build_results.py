@@ -8,7 +8,9 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -59,7 +61,7 @@ class Results:
         for path in folder.iterdir():
             with suppress(FileNotFoundError):  # another checkout's build has renamed or removed it meanwhile
                 if path.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
-                    path.unlink()
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def included(self, source: Path) -> list[Path]:
         """The source and all of the sources that it includes. For what is in <> stand the versions of the tools."""
@@ -81,21 +83,30 @@ class Results:
         unfinished.write_text(content)
         return unfinished.replace(named)
 
-    def make(self, command: list[str | Path], reads: Iterable[Path], suffix: str) -> Path:
+    def make(self, command: list[str | Path], reads: Iterable[Path], suffix: str, kept: str | None = None) -> Path:
         """What `command -o FILE`, run among the sources, makes of the files in `reads`; what it printed is in FILE.log.
 
-        Results that are inputs of another command need not be in `reads`: their names say what they are.
+        Results that are inputs of another command need not be in `reads`: their names say what they are. Of nvcc's
+        intermediate files those whose names are like `kept` are in FILE.kept.
         """
         named = {str(f.resolve()).removeprefix(f"{self.sources}/"): f for f in reads}
         files = {name: hashlib.sha256(f.read_bytes()).hexdigest() for name, f in named.items()}
         key = json.dumps([self.tools, [str(word) for word in command], files])
         result = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}{suffix}"
         log = result.with_name(f"{result.name}.log")
-        if not (result.exists() and log.exists()):
+        folder = result.with_name(f"{result.name}.kept") if kept else None
+        wanted = [path for path in (result, log, folder) if path]
+        if not all(path.exists() for path in wanted):
             begin, unfinished = time.monotonic(), result.with_name(f"{os.getpid()}-{result.name}")
-            log.write_text(run([*command, "-o", unfinished], self.sources))
+            with tempfile.TemporaryDirectory(dir=self.folder) as own:
+                keep = ["--keep", "--keep-dir", own] if folder else []
+                log.write_text(run([*command, *keep, "-o", unfinished], self.sources))
+                if folder:
+                    folder.mkdir(exist_ok=True)
+                    for path in Path(own).glob(kept):
+                        path.replace(folder / path.name)
             unfinished.rename(result)
             say(f"{time.monotonic() - begin:5.1f} s for {next((n for n in files if not os.path.isabs(n)), 'linking')}")
-        for path in (result, log):
+        for path in wanted:
             os.utime(path)
         return result

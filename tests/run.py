@@ -60,7 +60,8 @@ def run_without_gpu(arguments: list[str]) -> int:
     # The build runs on the interpreter that started us, not on the private one: it must need the standard library only.
     if code := subprocess.run([sys.executable, *BUILD], env=environment, cwd=REPO).returncode:
         return code
-    sources = [p for p in sorted((REPO / "csrc").rglob("*")) if p.suffix in (".cpp", ".cu", ".cuh", ".h")]
+    cpp = (p for folder in ("csrc", "tests/emulator") for p in sorted((REPO / folder).rglob("*")))
+    sources = [p for p in cpp if p.suffix in (".cpp", ".cu", ".cuh", ".h")]
     checks = {
         "ruff": [python, "-m", "ruff", "check", "--output-format=concise", "."],
         "ruff format": [python, "-m", "ruff", "format", "--check", "."],

@@ -1,0 +1,556 @@
+// Instructions whose lanes have nothing to do with each other, and no memory.
+#include <algorithm>
+#include <cfenv>
+#include <cmath>
+#include <set>
+#include <type_traits>
+
+#include "machine.h"
+#include "numbers.h"
+
+namespace emulator {
+
+namespace {
+
+template <class T>
+using Slot = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+
+template <class T>
+T get(Slot<T> slot) {
+  T value;
+  std::memcpy(&value, &slot, sizeof(T));
+  return value;
+}
+template <class T>
+Slot<T> put(T value) {
+  Slot<T> slot = 0;
+  std::memcpy(&slot, &value, sizeof(T));
+  return slot;
+}
+
+template <class D, class A, auto kDo>
+Step one(Warp& w, const Instruction& i, uint32_t mask) {
+  auto* d = w.lanes<Slot<D>>(i.o[0]);
+  const auto* a = w.lanes<Slot<A>>(i.o[1]);
+  each(mask, [&](int l) { d[l] = put<D>(kDo(get<A>(a[l]))); });
+  return Step::kNext;
+}
+template <class D, class A, class B, auto kDo>
+Step two(Warp& w, const Instruction& i, uint32_t mask) {
+  auto* d = w.lanes<Slot<D>>(i.o[0]);
+  const auto* a = w.lanes<Slot<A>>(i.o[1]);
+  const auto* b = w.lanes<Slot<B>>(i.o[2]);
+  each(mask, [&](int l) { d[l] = put<D>(kDo(get<A>(a[l]), get<B>(b[l]))); });
+  return Step::kNext;
+}
+template <class D, class A, class B, class C, auto kDo>
+Step three(Warp& w, const Instruction& i, uint32_t mask) {
+  auto* d = w.lanes<Slot<D>>(i.o[0]);
+  const auto* a = w.lanes<Slot<A>>(i.o[1]);
+  const auto* b = w.lanes<Slot<B>>(i.o[2]);
+  const auto* c = w.lanes<Slot<C>>(i.o[3]);
+  each(mask, [&](int l) { d[l] = put<D>(kDo(get<A>(a[l]), get<B>(b[l]), get<C>(c[l]))); });
+  return Step::kNext;
+}
+
+// The handler for the type's name; F: a template over the type
+#define BY_INTEGER(type, F)      \
+  (type == "u16"   ? F<uint16_t> \
+   : type == "s16" ? F<int16_t>  \
+   : type == "b16" ? F<uint16_t> \
+   : type == "u32" ? F<uint32_t> \
+   : type == "s32" ? F<int32_t>  \
+   : type == "b32" ? F<uint32_t> \
+   : type == "u64" ? F<uint64_t> \
+   : type == "s64" ? F<int64_t>  \
+   : type == "b64" ? F<uint64_t> \
+                   : nullptr)
+
+template <class T>
+using Unsigned = std::make_unsigned_t<T>;
+template <class T>
+T plus(T a, T b) {
+  return static_cast<T>(static_cast<Unsigned<T>>(a) + static_cast<Unsigned<T>>(b));
+}
+template <class T>
+T minus(T a, T b) {
+  return static_cast<T>(static_cast<Unsigned<T>>(a) - static_cast<Unsigned<T>>(b));
+}
+template <class T>
+T times(T a, T b) {
+  return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+}
+template <class T>
+T high(T a, T b) {
+  using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
+  return static_cast<T>(static_cast<Wide>(a) * static_cast<Wide>(b) >> (sizeof(T) * 8));
+}
+template <class T>
+T quotient(T a, T b) {
+  if (b == 0) return static_cast<T>(-1);
+  if (std::is_signed_v<T> && b == static_cast<T>(-1)) return minus<T>(0, a);
+  return a / b;
+}
+template <class T>
+T remainder_of(T a, T b) {
+  if (b == 0) return a;
+  if (std::is_signed_v<T> && b == static_cast<T>(-1)) return 0;
+  return a % b;
+}
+template <class T>
+T lesser(T a, T b) {
+  return std::min(a, b);
+}
+template <class T>
+T greater_of(T a, T b) {
+  return std::max(a, b);
+}
+template <class T>
+T both(T a, T b) {
+  return a & b;
+}
+template <class T>
+T either(T a, T b) {
+  return a | b;
+}
+template <class T>
+T differing(T a, T b) {
+  return a ^ b;
+}
+template <class T>
+T shifted_left(T a, uint32_t n) {
+  return n >= sizeof(T) * 8 ? 0 : static_cast<T>(static_cast<uint64_t>(a) << n);
+}
+template <class T>
+T shifted_right(T a, uint32_t n) {
+  if (n >= sizeof(T) * 8) return a < 0 ? static_cast<T>(-1) : 0;
+  return a >> n;
+}
+template <class T>
+T inverted(T a) {
+  return static_cast<T>(~a);
+}
+template <class T>
+T negated(T a) {
+  return minus<T>(0, a);
+}
+template <class T>
+T magnitude(T a) {
+  return a < 0 ? minus<T>(0, a) : a;
+}
+
+#define TWO(name, function)                                 \
+  template <class T>                                        \
+  Step name(Warp& w, const Instruction& i, uint32_t mask) { \
+    return two<T, T, T, function<T>>(w, i, mask);           \
+  }
+TWO(add, plus)
+TWO(sub, minus)
+TWO(mul_lo, times)
+TWO(mul_hi, high)
+TWO(div, quotient)
+TWO(rem, remainder_of)
+TWO(min, lesser)
+TWO(max, greater_of)
+TWO(and_, both)
+TWO(or_, either)
+TWO(xor_, differing)
+#undef TWO
+template <class T>
+Step shl(Warp& w, const Instruction& i, uint32_t mask) {
+  return two<T, T, uint32_t, shifted_left<T>>(w, i, mask);
+}
+template <class T>
+Step shr(Warp& w, const Instruction& i, uint32_t mask) {
+  return two<T, T, uint32_t, shifted_right<T>>(w, i, mask);
+}
+template <class T>
+Step not_(Warp& w, const Instruction& i, uint32_t mask) {
+  return one<T, T, inverted<T>>(w, i, mask);
+}
+template <class T>
+Step neg(Warp& w, const Instruction& i, uint32_t mask) {
+  return one<T, T, negated<T>>(w, i, mask);
+}
+template <class T>
+Step abs_(Warp& w, const Instruction& i, uint32_t mask) {
+  return one<T, T, magnitude<T>>(w, i, mask);
+}
+template <class T>
+Step mad_lo(Warp& w, const Instruction& i, uint32_t mask) {
+  return three<T, T, T, T, [](T a, T b, T c) { return plus<T>(times<T>(a, b), c); }>(w, i, mask);
+}
+template <class T>
+Step mad_hi(Warp& w, const Instruction& i, uint32_t mask) {
+  return three<T, T, T, T, [](T a, T b, T c) { return plus<T>(high<T>(a, b), c); }>(w, i, mask);
+}
+template <class W, class T>
+Step mul_wide(Warp& w, const Instruction& i, uint32_t mask) {
+  return two<W, T, T, [](T a, T b) { return static_cast<W>(static_cast<W>(a) * static_cast<W>(b)); }>(w, i, mask);
+}
+template <class W, class T>
+Step mad_wide(Warp& w, const Instruction& i, uint32_t mask) {
+  return three<W, T, T, W, [](T a, T b, W c) { return plus<W>(static_cast<W>(a) * static_cast<W>(b), c); }>(w, i, mask);
+}
+
+// ---- float
+
+float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.f, x) : x; }
+float saturated(float x) { return std::isnan(x) ? 0.f : std::min(std::max(x, 0.f), 1.f); }
+
+enum Rounding { kNearest, kDown, kUp, kZero };
+struct Mode {
+  bool flush, saturate;
+  Rounding rounding;
+};
+constexpr int kModes = 16;
+constexpr Mode mode_of(int m) { return {(m & 1) != 0, (m & 2) != 0, static_cast<Rounding>(m >> 2)}; }
+
+template <int kMode, auto kDo>
+Step floats(Warp& w, const Instruction& i, uint32_t mask) {
+  constexpr Mode mode = mode_of(kMode);
+  if (mode.rounding != kNearest) std::fesetround(mode.rounding == kDown ? FE_DOWNWARD : mode.rounding == kUp ? FE_UPWARD : FE_TOWARDZERO);
+  const size_t count = i.o.size();
+  float* d = w.lanes<float>(i.o[0]);
+  const float* a = w.lanes<float>(i.o[1]);
+  const float* b = w.lanes<float>(i.o[count > 2 ? 2 : 1]);
+  const float* c = w.lanes<float>(i.o[count > 3 ? 3 : 1]);
+  each(mask, [&](int l) {
+    float x = a[l], y = b[l], z = c[l];
+    if (mode.flush) x = flushed(x), y = flushed(y), z = flushed(z);
+    float r = kDo(x, y, z);
+    if (mode.flush) r = flushed(r);
+    if (mode.saturate) r = saturated(r);
+    d[l] = r;
+  });
+  if (mode.rounding != kNearest) std::fesetround(FE_TONEAREST);
+  return Step::kNext;
+}
+
+template <auto kDo, int... kMode>
+Handler in_mode(int mode, std::integer_sequence<int, kMode...>) {
+  static constexpr Handler all[] = {floats<kMode, kDo>...};
+  return all[mode];
+}
+
+// Compilers must not fold what rounds otherwise.
+float hidden(float x) {
+  volatile float v = x;
+  return v;
+}
+float f_add(float a, float b, float) { return hidden(a) + hidden(b); }
+float f_sub(float a, float b, float) { return hidden(a) - hidden(b); }
+float f_mul(float a, float b, float) { return hidden(a) * hidden(b); }
+float f_div(float a, float b, float) { return hidden(a) / hidden(b); }
+float f_fma(float a, float b, float c) { return std::fma(hidden(a), hidden(b), hidden(c)); }
+float f_min(float a, float b, float) { return std::fmin(a, b) == 0 && a == b ? (std::signbit(a) ? a : b) : std::fmin(a, b); }
+float f_max(float a, float b, float) { return std::fmax(a, b) == 0 && a == b ? (std::signbit(a) ? b : a) : std::fmax(a, b); }
+float f_max_nan(float a, float b, float) { return std::isnan(a) || std::isnan(b) ? NAN : f_max(a, b, 0); }
+float f_min_nan(float a, float b, float) { return std::isnan(a) || std::isnan(b) ? NAN : f_min(a, b, 0); }
+float f_neg(float a, float, float) { return -a; }
+float f_abs(float a, float, float) { return std::fabs(a); }
+float f_rcp(float a, float, float) { return 1.f / hidden(a); }
+float f_sqrt(float a, float, float) { return std::sqrt(hidden(a)); }
+float f_rsqrt(float a, float, float) { return static_cast<float>(1. / std::sqrt(static_cast<double>(a))); }
+float f_ex2(float a, float, float) { return std::exp2(a); }
+float f_lg2(float a, float, float) { return std::log2(a); }
+float f_sin(float a, float, float) { return std::sin(a); }
+float f_cos(float a, float, float) { return std::cos(a); }
+float f_tanh(float a, float, float) { return std::tanh(a); }
+float f_same(float a, float, float) { return a; }
+
+}  // namespace
+
+Handler floats_by_mode(const Words& words) {
+  int mode = 0;
+  bool nan = false;
+  for (const std::string& word : words) {
+    if (word == "ftz") mode |= 1;
+    if (word == "sat") mode |= 2;
+    if (word == "rm") mode |= kDown << 2;
+    if (word == "rp") mode |= kUp << 2;
+    if (word == "rz") mode |= kZero << 2;
+    nan = nan || word == "NaN";
+  }
+  constexpr std::make_integer_sequence<int, kModes> modes;
+  const std::string& op = words[0];
+  if (op == "add") return in_mode<f_add>(mode, modes);
+  if (op == "sub") return in_mode<f_sub>(mode, modes);
+  if (op == "mul") return in_mode<f_mul>(mode, modes);
+  if (op == "div") return in_mode<f_div>(mode, modes);
+  if (op == "fma" || op == "mad") return in_mode<f_fma>(mode, modes);
+  if (op == "min") return nan ? in_mode<f_min_nan>(mode, modes) : in_mode<f_min>(mode, modes);
+  if (op == "max") return nan ? in_mode<f_max_nan>(mode, modes) : in_mode<f_max>(mode, modes);
+  if (op == "neg") return in_mode<f_neg>(mode, modes);
+  if (op == "abs") return in_mode<f_abs>(mode, modes);
+  if (op == "rcp") return in_mode<f_rcp>(mode, modes);
+  if (op == "sqrt") return in_mode<f_sqrt>(mode, modes);
+  if (op == "rsqrt") return in_mode<f_rsqrt>(mode, modes);
+  if (op == "ex2") return in_mode<f_ex2>(mode, modes);
+  if (op == "lg2") return in_mode<f_lg2>(mode, modes);
+  if (op == "sin") return in_mode<f_sin>(mode, modes);
+  if (op == "cos") return in_mode<f_cos>(mode, modes);
+  if (op == "tanh") return in_mode<f_tanh>(mode, modes);
+  if (op == "cvt") return in_mode<f_same>(mode, modes);
+  return nullptr;
+}
+
+namespace {
+
+// Two floats in 64 bits
+template <auto kDo>
+Step pairs(Warp& w, const Instruction& i, uint32_t mask) {
+  const size_t count = i.o.size();
+  float* d = w.lanes<float>(i.o[0]);
+  const float *a = w.lanes<float>(i.o[1]), *b = w.lanes<float>(i.o[2]), *c = w.lanes<float>(i.o[count > 3 ? 3 : 1]);
+  each(mask, [&](int l) {
+    for (int h = 2 * l; h < 2 * l + 2; ++h) d[h] = kDo(a[h], b[h], c[h]);
+  });
+  return Step::kNext;
+}
+Handler pairs_handler(const std::string& op) {
+  return op == "add" ? pairs<f_add> : op == "mul" ? pairs<f_mul> : op == "fma" ? pairs<f_fma> : nullptr;
+}
+
+// ---- 16 bits: one in a register, or two halves of a word
+
+template <class H, int kHalves, auto kDo>
+Step halves(Warp& w, const Instruction& i, uint32_t mask) {
+  const size_t count = i.o.size();
+  uint32_t* d = w.lanes<uint32_t>(i.o[0]);
+  const uint32_t *a = w.lanes<uint32_t>(i.o[1]), *b = w.lanes<uint32_t>(i.o[count > 2 ? 2 : 1]), *c = w.lanes<uint32_t>(i.o[count > 3 ? 3 : 1]);
+  each(mask, [&](int l) {
+    uint32_t out = 0;
+    for (int h = 0; h < kHalves; ++h) {
+      const auto half = [&](const uint32_t* from) { return H::value(static_cast<uint16_t>(from[l] >> (16 * h))); };
+      out |= uint32_t{H::bits(kDo(half(a), half(b), half(c)))} << (16 * h);
+    }
+    d[l] = out;
+  });
+  return Step::kNext;
+}
+template <class H, int kHalves>
+Handler halves_handler(const Words& words) {
+  const std::string& op = words[0];
+  if (op == "add") return halves<H, kHalves, f_add>;
+  if (op == "sub") return halves<H, kHalves, f_sub>;
+  if (op == "mul") return halves<H, kHalves, f_mul>;
+  if (op == "fma") return halves<H, kHalves, f_fma>;
+  const bool nan = std::find(words.begin(), words.end(), "NaN") != words.end();
+  if (op == "max") return nan ? halves<H, kHalves, f_max_nan> : halves<H, kHalves, f_max>;
+  if (op == "min") return nan ? halves<H, kHalves, f_min_nan> : halves<H, kHalves, f_min>;
+  if (op == "abs") return halves<H, kHalves, f_abs>;
+  if (op == "neg") return halves<H, kHalves, f_neg>;
+  return nullptr;
+}
+uint32_t max_u16x2(uint32_t a, uint32_t b) { return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16; }
+
+// ---- predicates
+
+template <class T, auto kCompare>
+Step compare(Warp& w, const Instruction& i, uint32_t mask) {
+  const auto* a = w.lanes<Slot<T>>(i.o[i.count]);
+  const auto* b = w.lanes<Slot<T>>(i.o[i.count + 1]);
+  uint32_t so = 0;
+  each(mask, [&](int l) { so |= uint32_t(kCompare(get<T>(a[l]), get<T>(b[l]))) << l; });
+  uint32_t not_so = ~so;
+  if (i.o.size() > static_cast<size_t>(i.count) + 2) {  // combined with a predicate
+    const uint32_t c = w.predicate(i.o.back());
+    so = i.kind == 1 ? so & c : i.kind == 2 ? so | c : so ^ c;
+    not_so = i.kind == 1 ? not_so & c : i.kind == 2 ? not_so | c : not_so ^ c;
+  }
+  uint32_t& p = *w.lanes<uint32_t>(i.o[0]);
+  p = (p & ~mask) | (so & mask);
+  if (i.count == 2 && i.o[1].kind != Operand::kNone) {
+    uint32_t& q = *w.lanes<uint32_t>(i.o[1]);
+    q = (q & ~mask) | (not_so & mask);
+  }
+  return Step::kNext;
+}
+template <class T>
+Handler comparison(const std::string& how) {
+  if (how == "eq") return compare<T, [](T a, T b) { return bool(a == b); }>;
+  if (how == "ne") return compare<T, [](T a, T b) { return bool(!(a == b) && !(a != a) && !(b != b)); }>;
+  if (how == "lt" || how == "lo") return compare<T, [](T a, T b) { return bool(a < b); }>;
+  if (how == "le" || how == "ls") return compare<T, [](T a, T b) { return bool(a <= b); }>;
+  if (how == "gt" || how == "hi") return compare<T, [](T a, T b) { return bool(a > b); }>;
+  if (how == "ge" || how == "hs") return compare<T, [](T a, T b) { return bool(a >= b); }>;
+  if (how == "equ") return compare<T, [](T a, T b) { return bool(a == b || a != a || b != b); }>;
+  if (how == "neu") return compare<T, [](T a, T b) { return bool(!(a == b)); }>;
+  if (how == "ltu") return compare<T, [](T a, T b) { return bool(!(a >= b)); }>;
+  if (how == "leu") return compare<T, [](T a, T b) { return bool(!(a > b)); }>;
+  if (how == "gtu") return compare<T, [](T a, T b) { return bool(!(a <= b)); }>;
+  if (how == "geu") return compare<T, [](T a, T b) { return bool(!(a < b)); }>;
+  if (how == "nan") return compare<T, [](T a, T b) { return bool(a != a || b != b); }>;
+  if (how == "num") return compare<T, [](T a, T b) { return bool(a == a && b == b); }>;
+  return nullptr;
+}
+
+template <class T>
+Step select(Warp& w, const Instruction& i, uint32_t mask) {
+  auto* d = w.lanes<T>(i.o[0]);
+  const auto *a = w.lanes<T>(i.o[1]), *b = w.lanes<T>(i.o[2]);
+  const uint32_t p = w.predicate(i.o[3]);
+  each(mask, [&](int l) { d[l] = p >> l & 1 ? a[l] : b[l]; });
+  return Step::kNext;
+}
+
+template <auto kDo>
+Step predicates(Warp& w, const Instruction& i, uint32_t mask) {
+  const auto value = [&](const Operand& o) { return o.kind == Operand::kPredicate ? w.predicate(o) : *w.lanes<uint32_t>(o) ? kAll : 0; };
+  const uint32_t r = kDo(value(i.o[1]), value(i.o[i.o.size() > 2 ? 2 : 1]));
+  uint32_t& p = *w.lanes<uint32_t>(i.o[0]);
+  p = (p & ~mask) | (r & mask);
+  return Step::kNext;
+}
+
+// ---- bits
+
+uint32_t permuted(uint32_t a, uint32_t b, uint32_t how) {
+  const uint64_t both = uint64_t{b} << 32 | a;
+  uint32_t out = 0;
+  for (int n = 0; n < 4; ++n) {
+    const uint32_t which = how >> (4 * n) & 15;
+    uint32_t byte = both >> (8 * (which & 7)) & 0xff;
+    if (which & 8) byte = byte & 0x80 ? 0xff : 0;
+    out |= byte << (8 * n);
+  }
+  return out;
+}
+uint32_t reversed(uint32_t a) {
+  uint32_t out = 0;
+  for (int n = 0; n < 32; ++n) out |= (a >> n & 1) << (31 - n);
+  return out;
+}
+Step lop3(Warp& w, const Instruction& i, uint32_t mask) {
+  const uint32_t *a = w.lanes<uint32_t>(i.o[1]), *b = w.lanes<uint32_t>(i.o[2]), *c = w.lanes<uint32_t>(i.o[3]), table = w.lanes<uint32_t>(i.o[4])[0];
+  uint32_t* d = w.lanes<uint32_t>(i.o[0]);
+  each(mask, [&](int l) {
+    uint32_t out = 0;
+    for (int n = 0; n < 8; ++n)
+      if (table >> n & 1) out |= (n & 4 ? a[l] : ~a[l]) & (n & 2 ? b[l] : ~b[l]) & (n & 1 ? c[l] : ~c[l]);
+    d[l] = out;
+  });
+  return Step::kNext;
+}
+template <bool kLeft, bool kWrap>
+uint32_t funnel(uint32_t low, uint32_t high, uint32_t n) {
+  n = kWrap ? n & 31 : std::min(n, 32u);
+  const uint64_t both = uint64_t{high} << 32 | low;
+  return static_cast<uint32_t>(kLeft ? both << n >> 32 : both >> n);
+}
+uint32_t leading(uint32_t a) { return a ? __builtin_clz(a) : 32; }
+template <class T>
+T field(T a, uint32_t from, uint32_t count) {
+  from &= 0xff, count &= 0xff;
+  if (count == 0) return 0;
+  using U = Unsigned<T>;
+  constexpr uint32_t kBits = sizeof(T) * 8;
+  const uint32_t top = std::min(from + count - 1, kBits - 1);
+  const bool fill = std::is_signed_v<T> && (static_cast<U>(a) >> top & 1);
+  U out = from >= kBits ? 0 : static_cast<U>(a) >> from;
+  const uint32_t held = from > top ? 0 : top - from + 1;
+  if (held < kBits) out = fill ? out | ~U{0} << held : out & ((U{1} << held) - 1);
+  return static_cast<T>(out);
+}
+Step insert(Warp& w, const Instruction& i, uint32_t mask) {
+  const uint32_t *a = w.lanes<uint32_t>(i.o[1]), *b = w.lanes<uint32_t>(i.o[2]), *at = w.lanes<uint32_t>(i.o[3]), *n = w.lanes<uint32_t>(i.o[4]);
+  each(mask, [&](int l) {
+    const uint32_t from = at[l] & 0xff, count = n[l] & 0xff;
+    const uint64_t bits = ((uint64_t{1} << std::min(count, 32u)) - 1) << std::min(from, 63u);
+    w.lanes<uint32_t>(i.o[0])[l] = static_cast<uint32_t>((b[l] & ~bits) | ((uint64_t{a[l]} << std::min(from, 63u)) & bits));
+  });
+  return Step::kNext;
+}
+
+Handler bits_handler(const Words& words) {
+  const std::string &op = words[0], &type = words.back();
+  if (op == "prmt") return three<uint32_t, uint32_t, uint32_t, uint32_t, permuted>;
+  if (op == "lop3") return lop3;
+  if (op == "brev" && type == "b32") return one<uint32_t, uint32_t, reversed>;
+  if (op == "popc" && type == "b32") return one<uint32_t, uint32_t, [](uint32_t a) { return uint32_t(__builtin_popcount(a)); }>;
+  if (op == "popc" && type == "b64") return one<uint32_t, uint64_t, [](uint64_t a) { return uint32_t(__builtin_popcountll(a)); }>;
+  if (op == "clz" && type == "b32") return one<uint32_t, uint32_t, leading>;
+  if (op == "bfind" && words[1] == "shiftamt" && type == "u32") return one<uint32_t, uint32_t, [](uint32_t a) { return a ? leading(a) : kAll; }>;
+  if (op == "bfind" && type == "u32") return one<uint32_t, uint32_t, [](uint32_t a) { return a ? 31 - leading(a) : kAll; }>;
+  if (op == "shf") {
+    const bool wraps = words[2] == "wrap";
+    if (words[1] == "l") return three<uint32_t, uint32_t, uint32_t, uint32_t, funnel<true, true>>;
+    if (wraps) return three<uint32_t, uint32_t, uint32_t, uint32_t, funnel<false, true>>;
+    return three<uint32_t, uint32_t, uint32_t, uint32_t, funnel<false, false>>;
+  }
+  if (op == "bfe" && type == "u32") return three<uint32_t, uint32_t, uint32_t, uint32_t, field<uint32_t>>;
+  if (op == "bfe" && type == "s32") return three<int32_t, int32_t, uint32_t, uint32_t, field<int32_t>>;
+  if (op == "bfe" && type == "u64") return three<uint64_t, uint64_t, uint32_t, uint32_t, field<uint64_t>>;
+  if (op == "bfi" && type == "b32") return insert;
+  return nullptr;
+}
+
+Handler integers(const Words& words) {
+  const std::string &op = words[0], second = words.size() > 1 ? words[1] : "", &type = words.back();
+  if (op == "add") return BY_INTEGER(type, add);
+  if (op == "sub") return BY_INTEGER(type, sub);
+  if (op == "div") return BY_INTEGER(type, div);
+  if (op == "rem") return BY_INTEGER(type, rem);
+  if (op == "min") return BY_INTEGER(type, min);
+  if (op == "max") return BY_INTEGER(type, max);
+  if (op == "and") return BY_INTEGER(type, and_);
+  if (op == "or") return BY_INTEGER(type, or_);
+  if (op == "xor") return BY_INTEGER(type, xor_);
+  if (op == "shl") return BY_INTEGER(type, shl);
+  if (op == "shr") return BY_INTEGER(type, shr);
+  if (op == "not") return BY_INTEGER(type, not_);
+  if (op == "neg") return BY_INTEGER(type, neg);
+  if (op == "abs") return BY_INTEGER(type, abs_);
+  if (op == "mul" && second == "lo") return BY_INTEGER(type, mul_lo);
+  if (op == "mul" && second == "hi") return BY_INTEGER(type, mul_hi);
+  if (op == "mad" && second == "lo") return BY_INTEGER(type, mad_lo);
+  if (op == "mad" && second == "hi") return BY_INTEGER(type, mad_hi);
+  if (second == "wide" && (op == "mul" || op == "mad")) {
+    const bool adds = op == "mad";
+    if (type == "u16") return adds ? mad_wide<uint32_t, uint16_t> : mul_wide<uint32_t, uint16_t>;
+    if (type == "s16") return adds ? mad_wide<int32_t, int16_t> : mul_wide<int32_t, int16_t>;
+    if (type == "u32") return adds ? mad_wide<uint64_t, uint32_t> : mul_wide<uint64_t, uint32_t>;
+    if (type == "s32") return adds ? mad_wide<int64_t, int32_t> : mul_wide<int64_t, int32_t>;
+  }
+  return nullptr;
+}
+
+Handler comparison_of(const std::string& type, const std::string& how) {
+  if (type == "u16" || type == "b16") return comparison<uint16_t>(how);
+  if (type == "s16") return comparison<int16_t>(how);
+  if (type == "u32" || type == "b32") return comparison<uint32_t>(how);
+  if (type == "s32") return comparison<int32_t>(how);
+  if (type == "u64" || type == "b64") return comparison<uint64_t>(how);
+  if (type == "s64") return comparison<int64_t>(how);
+  return type == "f32" ? comparison<float>(how) : nullptr;
+}
+
+}  // namespace
+
+Handler arithmetic(const Words& words, Instruction& i) {
+  const std::string &op = words[0], &type = words.back();
+  if (Handler found = moves(words, i)) return found;
+  if (op == "setp") {
+    for (const std::string& word : words) i.kind = word == "and" ? 1 : word == "or" ? 2 : word == "xor" ? 3 : i.kind;
+    return comparison_of(type, words[1]);
+  }
+  if (op == "selp") return bytes_of(type) == 8 ? select<uint64_t> : select<uint32_t>;
+  if (type == "pred") {
+    if (op == "and") return predicates<[](uint32_t a, uint32_t b) { return a & b; }>;
+    if (op == "or") return predicates<[](uint32_t a, uint32_t b) { return a | b; }>;
+    if (op == "xor") return predicates<[](uint32_t a, uint32_t b) { return a ^ b; }>;
+    return op == "not" ? Handler(predicates<[](uint32_t a, uint32_t) { return ~a; }>) : nullptr;
+  }
+  if (type == "f32") return floats_by_mode(words);
+  if (type == "f32x2") return pairs_handler(op);
+  if (type == "bf16x2") return halves_handler<BF16, 2>(words);
+  if (type == "f16x2") return halves_handler<F16, 2>(words);
+  if (type == "bf16") return halves_handler<BF16, 1>(words);
+  if (type == "f16") return halves_handler<F16, 1>(words);
+  if (type == "u16x2" && op == "max") return two<uint32_t, uint32_t, uint32_t, max_u16x2>;
+  if (Handler found = bits_handler(words)) return found;
+  return integers(words);
+}
+
+}  // namespace emulator

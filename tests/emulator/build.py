@@ -1,0 +1,58 @@
+"""Builds the emulator: _C of this interpreter, of the artifact's own objects, with the emulator for CUDA's runtime."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent.parent / "csrc")]
+import build_artifact  # noqa: E402
+from build_results import Results, locked, run  # noqa: E402
+
+# What nvcc and this compiler round must be the same: nothing is fused that the text does not fuse, nothing folded
+FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-frounding-math", "-fPIC", "-Wall", "-Wextra")
+OPTIONS = argparse.Namespace(archs=list(build_artifact.ARCHS), nvcc_flags=build_artifact.NVCC_FLAGS)
+
+
+@functools.cache
+def built() -> tuple[Path, list[Path]]:
+    """(the module's file, files of PTX): of the artifact's cache, which is full when the test command comes here."""
+    cache, compiler = build_artifact.CACHE, os.environ.get("CXX") or "g++"
+    toolkit = build_artifact.find_toolkit(None, cache)
+    pybind11 = build_artifact.private_venv(cache, build_artifact.TOOL_WHEELS) / "pybind11/include"
+    tools = toolkit.banner + run([compiler, "--version"])
+    interpreter = build_artifact.read_interpreter(sys.executable)
+    defines = {"DSV4_VERSION": build_artifact.__version__, "DSV4_GIT_COMMIT": "emulator", "DSV4_ARCHS": "emulator"}
+    results = Results(cache / "results", build_artifact.CSRC, tools)
+    own = Results(cache / "emulator", HERE, tools + processor())
+    with locked(cache / "emulator.lock"):  # of all workers of a test run one builds
+        objects, bindings = build_artifact.compile_all(
+            results, toolkit, compiler, pybind11, [interpreter], OPTIONS, defines
+        )
+
+        def compiled(source: Path) -> Path:
+            command = [compiler, *FLAGS, "-I.", "-isystem", toolkit.include, "-c", source.name]
+            return own.make(command, own.included(source), ".o")
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            emulator = list(pool.map(compiled, sorted(HERE.glob("*.cpp"))))
+        link = [compiler, "-shared", "-Wl,-Bsymbolic", *objects, *bindings, *emulator]
+        module = own.make([*link, "-ldl", "-lrt", "-lpthread"], [], ".so")
+    folders = [path.with_name(f"{path.name}.kept") for path in objects]
+    return module, [text for folder in folders if folder.is_dir() for text in chosen(folder)]
+
+
+def chosen(folder: Path) -> list[Path]:
+    """Of a unit that is compiled for each of a family's chips, that of RTX PRO 6000."""
+    return sorted(folder.glob("*compute_120*.ptx"))
+
+
+def processor() -> str:
+    """What -march=native may depend on: a cache may be on a disk of two machines."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

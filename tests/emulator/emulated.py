@@ -1,0 +1,234 @@
+"""Operators on the emulator: within `emulated()` tensors of the CPU are a card's, and _C launches into the emulator.
+
+Launches wait until a tensor is looked at; then all of all cards run, side by side where they may be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import re
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from deepseek_v4_sm120.ops import all_reduce as op_all_reduce
+from deepseek_v4_sm120.ops import index_select, mhc, sparse_decode
+from deepseek_v4_sm120.ops.shared import checks, cuda_tensors, extension, zeroed_words
+from deepseek_v4_sm120.ops.shared.kv_page_layout import kv_page_layout
+from deepseek_v4_sm120.specs.all_reduce import Meeting
+from tests.emulator.build import built
+
+CAPABILITY = (12, 0)
+# that make tensors or tell of them, and touch the numbers of none that a kernel may have
+BLIND = {
+    *(
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "data_ptr",
+        "stride",
+        "size",
+        "dim",
+        "numel",
+        "element_size",
+    ),
+    *("is_contiguous", "storage_offset", "untyped_storage", "view", "reshape", "narrow", "as_strided", "flatten"),
+    *("tensor_split", "split", "unbind", "chunk", "unsqueeze", "squeeze", "view_as", "expand", "select", "detach"),
+    *("zeros", "ones", "full", "zeros_like", "tensor", "arange", "new_zeros", "new_full"),
+    *("is_pinned", "__len__", "nelement", "ndimension", "get_device"),
+}
+
+
+class EmulatorError(RuntimeError):
+    """A kernel did what it must not, or does not end."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    module, texts = built()
+    lib = ctypes.CDLL(str(module))
+    for name in ("emulator_launches", "emulator_instructions"):
+        getattr(lib, name).restype = ctypes.c_uint64
+    lib.emulator_error.restype = ctypes.c_char_p
+    lib.emulator_launch.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
+    for name in ("emulator_allow", "emulator_choose"):
+        getattr(lib, name).argtypes = {"emulator_allow": [ctypes.c_uint64] * 2}.get(name) or [
+            ctypes.c_uint64,
+            *[ctypes.c_int] * 3,
+        ]
+    for text in texts:
+        lib.emulator_ptx(text.read_bytes())
+    return lib
+
+
+@functools.cache
+def module() -> types.ModuleType:
+    """_C of the emulator."""
+    spec = importlib.util.spec_from_file_location("deepseek_v4_sm120._C", built()[0])
+    made = importlib.util.module_from_spec(spec)
+    library()
+    spec.loader.exec_module(made)
+    return made
+
+
+@functools.cache
+def ptx() -> dict[str, str]:
+    """Each kernel's text, by its mangled name."""
+    found = {}
+    for path in built()[1]:
+        text = path.read_text()
+        shared = "".join(line for line in text.splitlines(True) if line.startswith(".extern .shared"))
+        for part in re.split(r"(?=^(?:\.visible |\.weak )?\.entry )", text, flags=re.MULTILINE)[1:]:
+            found[re.search(r"\.entry (\w+)", part)[1]] = shared + part[: part.rindex("\n}") + 2] + "\n"
+    return found
+
+
+def called(error: int) -> None:
+    if error:
+        raise EmulatorError(library().emulator_error().decode())
+
+
+class _Tensors(TorchFunctionMode):
+    """Lets launches run before a tensor's numbers are touched, and holds and allows all memory that they may reach:
+    addresses are taken long before a launch, and stand in others' memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(function, "__self__", None), "__name__", "")
+            blind = name not in ("data", "grad", "T", "mT", "real")
+        else:
+            blind = name in BLIND
+        if not blind:
+            self.run()
+        if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cuda":
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        args = tuple("cpu" if isinstance(a, torch.device | str) and str(a).startswith("cuda") else a for a in args)
+        result = function(*args, **kwargs)
+        self.see(args)
+        self.see(result)
+        return result
+
+    def see(self, found) -> None:
+        if isinstance(found, torch.Tensor):
+            storage = found.untyped_storage()
+            library().emulator_allow(storage.data_ptr(), storage.nbytes())
+            self.held.append(found)
+        elif isinstance(found, tuple | list):
+            for one in found:
+                self.see(one)
+
+    def run(self) -> None:
+        called(library().emulator_run())
+
+
+def run() -> None:
+    """All that was launched."""
+    called(library().emulator_run())
+
+
+def choose(seed: int = 0, multiprocessors: int = 4, most_instructions: int = 200, checks_memory: bool = True) -> None:
+    """Whose turn it is, by a seed; of how many multiprocessors a card is; how long a warp's turn is at most."""
+    library().emulator_choose(seed, multiprocessors, most_instructions, checks_memory)
+    _card.multiprocessors = multiprocessors
+
+
+def ran(part: str) -> int:
+    """Launches of kernels in whose names this is, since the last `emulated()` began."""
+    return sum(library().emulator_launches(name.encode()) for name in ptx() if part in name)
+
+
+_generator = torch.Generator
+_card = types.SimpleNamespace(number=0, multiprocessors=4)
+
+
+@contextlib.contextmanager
+def card(number: int) -> Iterator[None]:
+    """Launches go to this card's stream."""
+    before, _card.number = _card.number, number
+    library().emulator_card(number)
+    try:
+        yield
+    finally:
+        _card.number = before
+        library().emulator_card(before)
+
+
+def _words(self, stream: int, words: int) -> torch.Tensor:
+    held = self.__dict__.setdefault("_of_emulator", {})
+    if stream not in held:
+        held[stream] = torch.zeros(max(words, self._stream_words), dtype=torch.int32)
+    return held[stream]
+
+
+@contextlib.contextmanager
+def emulated(**choices) -> Iterator[None]:
+    """choices: as `choose` takes them."""
+    choose(**choices)
+    library().emulator_forget_launches()
+    replaced = [
+        (extension, "load", module),
+        (cuda_tensors, "num_sms", lambda index: _card.multiprocessors),
+        (cuda_tensors, "stream_sms", lambda index, stream: _card.multiprocessors),
+        (cuda_tensors, "current_stream", lambda index: _card.number + 1),
+        (cuda_tensors, "on_device_of", lambda tensor: contextlib.nullcontext()),
+        (checks.Call, "on_cuda", lambda self: None),
+        (zeroed_words.ZeroedWords, "take", _words),
+        (torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
+        (torch.cuda, "synchronize", lambda device=None: run()),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch, "Generator", lambda device=None: _generator()),
+        (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    caches = [kv_page_layout, index_select._scratch_bytes, sparse_decode._workspace]
+    caches += [one for one in vars(mhc).values() if hasattr(one, "cache_clear")]
+    try:
+        for owner, name, new in replaced:
+            setattr(owner, name, new)
+        for cached in caches:
+            cached.cache_clear()
+        with _Tensors() as tensors:
+            yield
+            tensors.run()
+    finally:
+        library().emulator_forbid_all()
+        for owner, name, old in before:
+            setattr(owner, name, old)
+        for cached in caches:
+            cached.cache_clear()
+
+
+def group(ranks: int, **options) -> list[op_all_reduce.AllReduce]:
+    """A group whose ranks are cards of the emulator; within `emulated()`. options: AllReduce's."""
+    meeting = Meeting(ranks)
+
+    def made(rank: int) -> op_all_reduce.AllReduce:
+        with _Tensors(), card(rank):
+            return op_all_reduce.AllReduce(rank, ranks, torch.device("cpu"), meeting.gather(rank), **options)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(made, range(ranks)))
+
+
+def on_cards(call: Callable, *arguments) -> list:
+    """call(*one of each argument), each on the next card: launched on all before any runs."""
+    results = []
+    for rank, given in enumerate(zip(*arguments, strict=True)):
+        with card(rank):
+            results.append(call(*given))
+    return results

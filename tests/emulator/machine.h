@@ -1,0 +1,276 @@
+// An emulator of PTX: what the tests run the kernels of sm_120 on, where there is no such card. README.md says what it shows and what not.
+//
+// A warp has one frame of registers, 32 lanes of each side by side, and groups of lanes that are at the same instruction. Blocks, warps
+// and asynchronous copies take turns by a seed. Addresses are the host's own; shared memory has addresses of its own, from 0.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace emulator {
+
+constexpr int kLanes = 32;
+constexpr uint32_t kAll = 0xffffffffu;
+
+[[noreturn]] inline void fail(const std::string& text) { throw std::runtime_error(text); }
+
+// ---- programs
+
+// Where an operand's lanes are: in the warp's frame or among the kernel's constants. Of 64 bits a lane, of 32 (16 and 8 bits too, with
+// zeros above), or one bit a lane (predicates, in one word).
+struct Operand {
+  enum Kind : uint8_t { kNone, k32, k64, kPredicate } kind = kNone;
+  uint8_t space = 0;  // of Warp::bases: 0 frame, 1 constants
+  bool negated = false;
+  uint32_t at = 0;  // bytes
+};
+
+struct Address {
+  Operand base;  // none: offset alone
+  int64_t offset = 0;
+};
+
+struct Warp;
+struct Instruction;
+enum class Step : uint8_t { kNext, kJumped, kYield };  // kJumped: the warp's group has changed; kYield: likewise, and others' turn
+using Handler = Step (*)(Warp&, const Instruction&, uint32_t mask);
+
+struct Instruction {
+  Handler run = nullptr;
+  Operand guard;
+  std::vector<Operand> o;  // destinations first; of vectors one after the other
+  Address address, from, third;  // of memory, in the order of the text
+  int brackets = 0;              // how many of them there are
+  int32_t target = -1;     // of a jump
+  int32_t count = 0;       // operands of which the text's first one consists
+  int32_t kind = 0;        // an operation's own
+  int32_t line = 0;
+  std::string text;
+};
+
+struct Parameter {
+  uint32_t at, bytes;
+};
+
+struct Kernel {
+  std::string name;
+  std::vector<Instruction> code;
+  std::vector<Parameter> parameters;
+  uint32_t parameter_bytes = 0;
+  uint32_t frame_bytes = 0;
+  uint32_t static_shared = 0, shared_align = 16;
+  std::vector<uint8_t> constants;
+  struct Special {
+    int what;
+    uint32_t at;
+  };
+  std::vector<Special> specials;  // registers that a warp begins with
+  uint32_t max_threads = 1024, min_blocks = 1;
+};
+
+// ---- a running grid
+
+struct Grid;
+struct Block;
+
+struct Group {
+  uint32_t pc = 0, mask = 0;
+};
+
+enum class Wait : uint8_t { kBarrier, kMembers, kGrid };
+
+struct Parked {
+  Group group;
+  Wait why;
+  int barrier = 0;
+};
+
+struct Copy {  // of cp.async, in order within a lane's warp; the last of a group closes it
+  enum Kind : uint8_t { kBytes, kClose, kArrive } kind;
+  uint8_t bytes = 0, read = 0;
+  uint32_t lanes = 0;  // that it belongs to
+  uint32_t to = 0;
+  uint64_t from = 0;
+  const Instruction* instruction = nullptr;
+};
+
+struct Warp {
+  Block* block = nullptr;
+  int index = 0;
+  std::array<uint8_t*, 2> bases{};
+  std::vector<uint8_t> frame;
+  uint32_t alive = 0;
+  Group now;                  // mask 0: nothing runs
+  std::vector<Group> others;  // at other instructions
+  std::vector<Parked> parked;
+  std::deque<Copy> copies;
+
+  template <class T>
+  T* lanes(const Operand& o) {
+    return reinterpret_cast<T*>(bases[o.space] + o.at);
+  }
+  uint32_t predicate(const Operand& o) { return *lanes<uint32_t>(o) ^ (o.negated ? kAll : 0); }
+  bool runs() const { return now.mask != 0; }
+  void settle();                        // after a change of `now`: the group that is to run, with all that are where it is
+  void next();                          // the group steps to the next instruction
+  void park(Wait why, int barrier = 0); // the group, at its instruction; another one runs
+  void leave(uint32_t lanes);           // lanes that have ended
+};
+
+struct Barrier {
+  uint32_t arrived = 0, expected = 0;
+  bool any = false, all = true;
+};
+
+struct BulkCopy {
+  uint32_t to, bytes, barrier;
+  uint64_t from;
+};
+
+struct Block {
+  Grid* grid = nullptr;
+  uint32_t x = 0, y = 0, z = 0;
+  int multiprocessor = 0;
+  std::vector<std::unique_ptr<Warp>> warps;
+  std::unique_ptr<uint8_t[]> memory;
+  uint8_t* shared = nullptr;
+  uint32_t shared_bytes = 0;
+  int alive = 0;  // warps
+  bool has_let_in = false;
+  std::array<Barrier, 16> barriers;
+  std::vector<BulkCopy> bulk;
+};
+
+struct Grid {
+  const Kernel* kernel = nullptr;
+  uint32_t blocks[3] = {1, 1, 1}, threads = 1, threads_y = 1, threads_z = 1, shared = 0;
+  bool programmatic = false, cooperative = false;
+  std::vector<uint8_t> parameters;
+  uint64_t number = 0;  // of blocks
+  std::vector<uint64_t> order;
+  uint64_t begun = 0, ended = 0, let_in = 0;
+  bool is_over() const { return ended == number; }
+  Grid* before = nullptr;  // the launch in front of it, while that is not over
+};
+
+struct Card {
+  struct Multiprocessor {
+    uint32_t shared = 0, threads = 0, blocks = 0;
+  };
+  std::vector<Multiprocessor> multiprocessors;
+  std::deque<std::unique_ptr<Grid>> stream;
+};
+
+struct Choices {
+  uint64_t seed = 0;
+  int multiprocessors = 4;
+  int most_instructions = 200;  // of a warp's turn
+  bool checks_memory = true;
+};
+
+// Of SM120
+constexpr uint32_t kSharedOfMultiprocessor = 102400, kReservedShared = 1024, kThreadsOfMultiprocessor = 1536, kBlocksOfMultiprocessor = 24;
+
+class Machine {
+ public:
+  void choose(const Choices& choices);
+  const Choices& choices() const { return choices_; }
+  void launch(int card, std::unique_ptr<Grid> grid);
+  void run();    // until all launches of all cards are over
+  void clear();  // forgets what was launched
+  int blocks_that_fit(uint32_t threads, uint32_t shared) const;
+
+  void allow(uint64_t at, uint64_t bytes) { allowed_[at] = std::max(allowed_[at], bytes); }
+  void own(uint64_t at, uint64_t bytes) { own_[at] = bytes, allow(at, bytes); }  // of the runtime: until it is given back
+  void disown(uint64_t at) { own_.erase(at), allowed_.erase(at), last_ = {}; }
+  void forbid_all() { allowed_ = own_, last_ = {}; }
+  void check(uint64_t at, uint32_t bytes, bool writes);
+
+  uint32_t random(uint32_t below) { return static_cast<uint32_t>(random_() % below); }
+  uint64_t clock() const { return instructions_; }
+
+  std::map<std::string, uint64_t> ran;  // launches by kernel
+
+ private:
+  bool begin_blocks(int card);
+  bool place(int card, Grid& grid);
+  bool begin_any();
+  bool any_runs() const;
+  bool turn(Block& block);
+  void end(Card& card, size_t resident);
+  std::string where_all_wait() const;
+
+  Choices choices_;
+  std::mt19937_64 random_;
+  std::deque<Card> cards_;
+  std::vector<std::pair<int, std::unique_ptr<Block>>> resident_;
+  uint64_t instructions_ = 0;
+  std::map<uint64_t, uint64_t> allowed_, own_;
+  std::pair<uint64_t, uint64_t> last_;
+};
+
+extern Machine machine;
+
+// ---- what the files give each other
+
+std::vector<std::unique_ptr<Kernel>> parse(const std::string& ptx);
+
+// An opcode's handler, or null; `words`: its name's parts
+using Words = std::vector<std::string>;
+Handler arithmetic(const Words& words, Instruction& instruction);
+Handler floats_by_mode(const Words& words);  // of f32, by rounding, flushing and saturation
+Handler moves(const Words& words, const Instruction& instruction);
+Handler memory(const Words& words, Instruction& instruction);
+Handler control(const Words& words, Instruction& instruction);
+Handler products(const Words& words, Instruction& instruction);
+bool converge(Warp& warp, uint32_t& mask, uint32_t members);  // lanes that an instruction needs together; false: the group waits for them
+
+void copy_until(Warp& warp, size_t groups_left);  // cp.async: does copies until that many closed groups are left
+void copy_one(Warp& warp);
+void copy_bulk(Block& block, size_t which);
+void release_barriers(Block& block);
+std::string place_of(const Warp& warp, uint32_t pc);
+
+int bytes_of(const std::string& type);
+
+template <class F>
+inline void each(uint32_t mask, F f) {
+  if (mask == kAll) {
+    for (int l = 0; l < kLanes; ++l) f(l);
+  } else {
+    for (; mask; mask &= mask - 1) f(__builtin_ctz(mask));
+  }
+}
+
+inline uint64_t lane_of(Warp& w, const Operand& o, int l) { return o.kind == Operand::k64 ? w.lanes<uint64_t>(o)[l] : w.lanes<uint32_t>(o)[l]; }
+inline void set_lane(Warp& w, const Operand& o, int l, uint64_t value) {
+  if (o.kind == Operand::k64) {
+    w.lanes<uint64_t>(o)[l] = value;
+  } else if (o.kind == Operand::k32) {
+    w.lanes<uint32_t>(o)[l] = static_cast<uint32_t>(value);
+  }
+}
+
+inline uint64_t address_of(Warp& w, const Address& a, int lane) {
+  if (a.base.kind == Operand::kNone) return a.offset;
+  if (a.base.kind == Operand::k64) return w.lanes<uint64_t>(a.base)[lane] + a.offset;
+  return static_cast<uint32_t>(w.lanes<uint32_t>(a.base)[lane] + a.offset);
+}
+
+inline uint8_t* shared_at(Warp& w, uint64_t at, uint32_t bytes, const Instruction& i) {
+  if (at + bytes > w.block->shared_bytes || at % bytes)
+    fail("shared memory: " + std::to_string(bytes) + " bytes at " + std::to_string(at) + " of " + std::to_string(w.block->shared_bytes) + ": " +
+         i.text);
+  return w.block->shared + at;
+}
+
+}  // namespace emulator

@@ -1,0 +1,353 @@
+// Loads, stores, atomics, matrices of shared memory, asynchronous copies and the barriers that count their bytes.
+#include <algorithm>
+
+#include "machine.h"
+
+namespace emulator {
+
+namespace {
+
+bool has(const Words& words, const char* word) { return std::find(words.begin(), words.end(), word) != words.end(); }
+bool is_shared(const Words& words) { return has(words, "shared") || has(words, "shared::cta"); }
+
+uint8_t* global_at(uint64_t at, uint32_t bytes, bool writes) {
+  if (at % bytes) fail("an address that is no multiple of " + std::to_string(bytes) + ": " + std::to_string(at));
+  machine.check(at, bytes, writes);
+  return reinterpret_cast<uint8_t*>(at);
+}
+
+enum Space { kGlobal, kShared, kParameter };
+
+template <class T, int kSpace>
+Step load(Warp& w, const Instruction& i, uint32_t mask) {
+  const size_t count = i.o.size();
+  const uint32_t bytes = static_cast<uint32_t>(sizeof(T) * count);
+  each(mask, [&](int l) {
+    const uint64_t at = address_of(w, i.address, l);
+    const uint8_t* from = kSpace == kShared      ? shared_at(w, at, bytes, i)
+                          : kSpace == kParameter ? reinterpret_cast<uint8_t*>(at)
+                                                 : global_at(at, bytes, false);
+    T values[4];
+    std::memcpy(values, from, bytes);
+    for (size_t n = 0; n < count; ++n)
+      set_lane(w, i.o[n], l, std::is_signed_v<T> ? static_cast<uint64_t>(static_cast<int64_t>(values[n])) : static_cast<uint64_t>(values[n]));
+  });
+  return Step::kNext;
+}
+template <class T, int kSpace>
+Step store(Warp& w, const Instruction& i, uint32_t mask) {
+  const size_t count = i.o.size();
+  const uint32_t bytes = static_cast<uint32_t>(sizeof(T) * count);
+  each(mask, [&](int l) {
+    const uint64_t at = address_of(w, i.address, l);
+    T values[4];
+    for (size_t n = 0; n < count; ++n) values[n] = static_cast<T>(lane_of(w, i.o[n], l));
+    std::memcpy(kSpace == kShared ? shared_at(w, at, bytes, i) : global_at(at, bytes, true), values, bytes);
+  });
+  return Step::kNext;
+}
+
+template <int kSpace>
+Handler load_of(const std::string& type) {
+  if (type == "u8" || type == "b8") return load<uint8_t, kSpace>;
+  if (type == "s8") return load<int8_t, kSpace>;
+  if (type == "s16") return load<int16_t, kSpace>;
+  if (type == "s32") return load<int32_t, kSpace>;
+  const int bytes = bytes_of(type);
+  return bytes == 2 ? load<uint16_t, kSpace> : bytes == 4 ? load<uint32_t, kSpace> : load<uint64_t, kSpace>;
+}
+template <int kSpace>
+Handler store_of(const std::string& type) {
+  const int bytes = bytes_of(type);
+  return bytes == 1 ? store<uint8_t, kSpace> : bytes == 2 ? store<uint16_t, kSpace> : bytes == 4 ? store<uint32_t, kSpace> : store<uint64_t, kSpace>;
+}
+
+enum Operation { kAdd, kMost, kLeast, kOr, kAnd, kExchange, kCompare, kIncrement, kAddFloat, kMostSigned, kLeastSigned };
+template <class T>
+T changed(int how, T old, T a, T b) {
+  switch (how) {
+    case kAdd: return old + a;
+    case kMost: return std::max(old, a);
+    case kLeast: return std::min(old, a);
+    case kOr: return old | a;
+    case kAnd: return old & a;
+    case kExchange: return a;
+    case kCompare: return old == a ? b : old;
+    case kIncrement: return old >= a ? 0 : old + 1;
+    case kMostSigned: return static_cast<T>(std::max(static_cast<std::make_signed_t<T>>(old), static_cast<std::make_signed_t<T>>(a)));
+    case kLeastSigned: return static_cast<T>(std::min(static_cast<std::make_signed_t<T>>(old), static_cast<std::make_signed_t<T>>(a)));
+    default: {
+      float x, y;
+      const uint32_t from = static_cast<uint32_t>(old), with = static_cast<uint32_t>(a);
+      std::memcpy(&x, &from, 4), std::memcpy(&y, &with, 4);
+      x += y;
+      uint32_t out;
+      std::memcpy(&out, &x, 4);
+      return static_cast<T>(out);
+    }
+  }
+}
+template <class T, bool kIsShared, bool kTells>
+Step atomic(Warp& w, const Instruction& i, uint32_t mask) {
+  const size_t first = kTells ? 1 : 0;
+  each(mask, [&](int l) {
+    const uint64_t at = address_of(w, i.address, l);
+    T* place = reinterpret_cast<T*>(kIsShared ? shared_at(w, at, sizeof(T), i) : global_at(at, sizeof(T), true));
+    const T old = *place, a = static_cast<T>(lane_of(w, i.o[first], l));
+    const T b = i.o.size() > first + 1 ? static_cast<T>(lane_of(w, i.o[first + 1], l)) : T{0};
+    *place = changed<T>(i.kind, old, a, b);
+    if (kTells) set_lane(w, i.o[0], l, old);
+  });
+  return Step::kNext;
+}
+Handler atomic_of(const Words& words, Instruction& i) {
+  const std::string& type = words.back();
+  const bool tells = words[0] == "atom", shared = is_shared(words), is_signed = type[0] == 's';
+  i.kind = -1;
+  for (const std::string& word : words) {
+    if (word == "add") i.kind = type == "f32" ? kAddFloat : kAdd;
+    if (word == "max") i.kind = is_signed ? kMostSigned : kMost;
+    if (word == "min") i.kind = is_signed ? kLeastSigned : kLeast;
+    if (word == "or") i.kind = kOr;
+    if (word == "and") i.kind = kAnd;
+    if (word == "exch") i.kind = kExchange;
+    if (word == "cas") i.kind = kCompare;
+    if (word == "inc") i.kind = kIncrement;
+  }
+  if (i.kind < 0) return nullptr;
+  if (bytes_of(type) == 8)
+    return shared  ? (tells ? atomic<uint64_t, true, true> : atomic<uint64_t, true, false>)
+           : tells ? atomic<uint64_t, false, true>
+                   : atomic<uint64_t, false, false>;
+  if (bytes_of(type) == 2) return shared ? (tells ? atomic<uint16_t, true, true> : nullptr) : tells ? atomic<uint16_t, false, true> : nullptr;
+  return shared  ? (tells ? atomic<uint32_t, true, true> : atomic<uint32_t, true, false>)
+         : tells ? atomic<uint32_t, false, true>
+                 : atomic<uint32_t, false, false>;
+}
+
+// Matrices of 8 x 8 halves: lanes 8 m to 8 m + 7 give the rows of matrix m
+template <bool kTransposed, bool kStores>
+Step matrices(Warp& w, const Instruction& i, uint32_t mask) {
+  if (!converge(w, mask, kAll)) return Step::kJumped;
+  if (mask != kAll) fail("a matrix instruction of a part of the warp");
+  const size_t count = i.o.size();
+  for (size_t m = 0; m < count; ++m) {
+    uint16_t values[8][8];
+    uint8_t* rows[8];
+    for (int r = 0; r < 8; ++r) rows[r] = shared_at(w, address_of(w, i.address, static_cast<int>(m) * 8 + r), 16, i);
+    uint32_t* lanes = w.lanes<uint32_t>(i.o[m]);
+    if (kStores) {
+      for (int l = 0; l < kLanes; ++l)
+        for (int h = 0; h < 2; ++h)
+          (kTransposed ? values[l % 4 * 2 + h][l / 4] : values[l / 4][l % 4 * 2 + h]) = static_cast<uint16_t>(lanes[l] >> (16 * h));
+      for (int r = 0; r < 8; ++r) std::memcpy(rows[r], values[r], 16);
+    } else {
+      for (int r = 0; r < 8; ++r) std::memcpy(values[r], rows[r], 16);
+      for (int l = 0; l < kLanes; ++l) {
+        const auto half = [&](int h) -> uint32_t { return kTransposed ? values[l % 4 * 2 + h][l / 4] : values[l / 4][l % 4 * 2 + h]; };
+        lanes[l] = half(0) | half(1) << 16;
+      }
+    }
+  }
+  return Step::kNext;
+}
+
+// ---- barriers that count arrivals and bytes: phase 1 bit, missing arrivals 20, arrivals of a phase 20, missing bytes 22 with a sign
+
+struct Counter {
+  uint64_t word;
+  static constexpr int kMissing = 1, kCount = 21, kBytes = 41;
+  uint32_t phase() const { return word & 1; }
+  uint32_t missing() const { return word >> kMissing & 0xfffff; }
+  uint32_t count() const { return word >> kCount & 0xfffff; }
+  int32_t bytes() const { return static_cast<int32_t>(static_cast<int64_t>(word) >> kBytes); }
+  void set(uint32_t phase, uint32_t missing, uint32_t count, int32_t bytes) {
+    word = phase | uint64_t{missing} << kMissing | uint64_t{count} << kCount | static_cast<uint64_t>(static_cast<int64_t>(bytes)) << kBytes;
+  }
+  void advance() {
+    if (missing() == 0 && bytes() == 0) set(phase() ^ 1, count(), count(), 0);
+  }
+};
+
+Counter& counter_at(Block& block, uint64_t at) {
+  if (at + 8 > block.shared_bytes || at % 8) fail("an mbarrier at " + std::to_string(at));
+  return *reinterpret_cast<Counter*>(block.shared + at);
+}
+void expect_bytes(Block& block, uint64_t at, int32_t bytes) {
+  Counter& c = counter_at(block, at);
+  c.set(c.phase(), c.missing(), c.count(), c.bytes() + bytes);
+  c.advance();
+}
+void arrive(Block& block, uint64_t at, uint32_t count) {
+  Counter& c = counter_at(block, at);
+  if (c.missing() < count) fail("more arrivals than an mbarrier expects");
+  c.set(c.phase(), c.missing() - count, c.count(), c.bytes());
+  c.advance();
+}
+
+Step init_counter(Warp& w, const Instruction& i, uint32_t mask) {
+  each(mask, [&](int l) {
+    const uint32_t count = static_cast<uint32_t>(lane_of(w, i.o[0], l));
+    if (count == 0 || count > 0xfffff) fail("an mbarrier of " + std::to_string(count));
+    counter_at(*w.block, address_of(w, i.address, l)).set(0, count, count, 0);
+  });
+  return Step::kNext;
+}
+// o: [state,] [count or bytes]
+template <bool kExpects>
+Step arrive_at(Warp& w, const Instruction& i, uint32_t mask) {
+  const size_t first = i.kind;  // 1: a state is told, which only test_wait without parity reads
+  each(mask, [&](int l) {
+    const uint64_t at = address_of(w, i.address, l);
+    const bool counts = i.o.size() > first;
+    const uint32_t said = counts ? static_cast<uint32_t>(lane_of(w, i.o[first], l)) : 1;
+    if (i.kind) set_lane(w, i.o[0], l, counter_at(*w.block, at).word);
+    if (kExpects) {
+      Counter& c = counter_at(*w.block, at);
+      c.set(c.phase(), c.missing(), c.count(), c.bytes() + static_cast<int32_t>(said));
+    }
+    arrive(*w.block, at, kExpects ? 1 : said);
+  });
+  return Step::kNext;
+}
+Step expect_at(Warp& w, const Instruction& i, uint32_t mask) {
+  each(mask, [&](int l) { expect_bytes(*w.block, address_of(w, i.address, l), static_cast<int32_t>(lane_of(w, i.o[0], l))); });
+  return Step::kNext;
+}
+// o: p, parity
+Step look_at(Warp& w, const Instruction& i, uint32_t mask) {
+  uint32_t over = 0;
+  each(mask, [&](int l) {
+    const bool is_over = counter_at(*w.block, address_of(w, i.address, l)).phase() != (lane_of(w, i.o[1], l) & 1);
+    over |= uint32_t{is_over} << l;
+  });
+  uint32_t& p = *w.lanes<uint32_t>(i.o[0]);
+  p = (p & ~mask) | over;
+  w.next();
+  return over == mask ? Step::kJumped : Step::kYield;
+}
+
+Handler counters(const Words& words, Instruction& i) {
+  const std::string& second = words[1];
+  if (second == "init") return init_counter;
+  if (second == "inval") return [](Warp&, const Instruction&, uint32_t) { return Step::kNext; };
+  if (second == "expect_tx") return expect_at;
+  if (second == "try_wait" || second == "test_wait") return has(words, "parity") ? look_at : nullptr;
+  if (second != "arrive") return nullptr;
+  const std::string text = i.text.substr(i.text.find("mbarrier"));
+  const size_t space = text.find_first_of(" \t"), word = text.find_first_not_of(" \t", space);
+  i.kind = text[word] == '[' ? 0 : 1;
+  return has(words, "expect_tx") ? arrive_at<true> : arrive_at<false>;
+}
+
+// ---- asynchronous copies: [to], [from], bytes [, bytes that are read; the rest is zeros]
+
+Step copy_async(Warp& w, const Instruction& i, uint32_t mask) {
+  each(mask, [&](int l) {
+    Copy copy;
+    copy.kind = Copy::kBytes;
+    copy.bytes = static_cast<uint8_t>(lane_of(w, i.o[0], l));
+    const uint64_t read = i.o.size() > 1 ? lane_of(w, i.o[1], l) : copy.bytes;
+    if (read > copy.bytes) fail("a copy reads more than it writes");
+    copy.read = static_cast<uint8_t>(read);
+    copy.lanes = 1u << l;
+    copy.to = static_cast<uint32_t>(address_of(w, i.address, l));
+    copy.from = address_of(w, i.from, l);
+    copy.instruction = &i;
+    w.copies.push_back(copy);
+  });
+  return Step::kNext;
+}
+Step close_group(Warp& w, const Instruction&, uint32_t mask) {
+  Copy copy{};
+  copy.kind = Copy::kClose, copy.lanes = mask;
+  w.copies.push_back(copy);
+  return Step::kNext;
+}
+Step wait_group(Warp& w, const Instruction& i, uint32_t) {
+  copy_until(w, lane_of(w, i.o[0], 0));
+  return Step::kNext;
+}
+Step wait_all(Warp& w, const Instruction&, uint32_t) {
+  while (!w.copies.empty()) copy_one(w);
+  return Step::kNext;
+}
+Step arrive_after_copies(Warp& w, const Instruction& i, uint32_t mask) {
+  each(mask, [&](int l) {
+    Copy copy{};
+    copy.kind = Copy::kArrive, copy.lanes = 1u << l, copy.instruction = &i;
+    copy.to = static_cast<uint32_t>(address_of(w, i.address, l));
+    w.copies.push_back(copy);
+  });
+  return Step::kNext;
+}
+// [to], [from], bytes, [mbarrier]
+Step copy_in_bulk(Warp& w, const Instruction& i, uint32_t mask) {
+  each(mask, [&](int l) {
+    const uint32_t bytes = static_cast<uint32_t>(lane_of(w, i.o[0], l));
+    const uint64_t from = address_of(w, i.from, l), to = address_of(w, i.address, l);
+    if (bytes % 16 || from % 16 || to % 16) fail("a bulk copy that is not aligned to 16 bytes");
+    if (to + bytes > w.block->shared_bytes) fail("a bulk copy beyond shared memory");
+    w.block->bulk.push_back({static_cast<uint32_t>(to), bytes, static_cast<uint32_t>(address_of(w, i.third, l)), from});
+  });
+  return Step::kNext;
+}
+
+Handler copies(const Words& words) {
+  if (words[1] != "async") return nullptr;
+  const std::string& third = words[2];
+  if (third == "commit_group") return close_group;
+  if (third == "wait_group") return wait_group;
+  if (third == "wait_all") return wait_all;
+  if (third == "mbarrier") return arrive_after_copies;
+  if (third == "bulk") return has(words, "mbarrier::complete_tx::bytes") && has(words, "global") ? copy_in_bulk : nullptr;
+  return third == "ca" || third == "cg" ? copy_async : nullptr;
+}
+
+}  // namespace
+
+void copy_one(Warp& w) {
+  const Copy copy = w.copies.front();
+  w.copies.pop_front();
+  if (copy.kind == Copy::kArrive) return arrive(*w.block, copy.to, 1);
+  if (copy.kind == Copy::kClose) return;
+  uint8_t* to = shared_at(w, copy.to, copy.bytes, *copy.instruction);
+  std::memset(to, 0, copy.bytes);
+  if (copy.read) {
+    if (copy.from % copy.bytes) fail("a copy from an address that is no multiple of " + std::to_string(copy.bytes));
+    machine.check(copy.from, copy.read, false);
+    std::memcpy(to, reinterpret_cast<const uint8_t*>(copy.from), copy.read);
+  }
+}
+
+void copy_until(Warp& w, size_t groups_left) {
+  const auto closed = [&] {
+    return static_cast<size_t>(std::count_if(w.copies.begin(), w.copies.end(), [](const Copy& c) { return c.kind == Copy::kClose; }));
+  };
+  for (size_t left = closed(); left > groups_left;) {
+    left -= w.copies.front().kind == Copy::kClose;
+    copy_one(w);
+  }
+}
+
+void copy_bulk(Block& block, size_t which) {
+  const BulkCopy copy = block.bulk[which];
+  block.bulk.erase(block.bulk.begin() + which);
+  machine.check(copy.from, copy.bytes, false);
+  std::memcpy(block.shared + copy.to, reinterpret_cast<const uint8_t*>(copy.from), copy.bytes);
+  expect_bytes(block, copy.barrier, -static_cast<int32_t>(copy.bytes));
+}
+
+Handler memory(const Words& words, Instruction& i) {
+  const std::string &op = words[0], &type = words.back();
+  if (op == "ld") return has(words, "param") ? load_of<kParameter>(type) : is_shared(words) ? load_of<kShared>(type) : load_of<kGlobal>(type);
+  if (op == "st") return is_shared(words) ? store_of<kShared>(type) : store_of<kGlobal>(type);
+  if (op == "atom" || op == "red") return atomic_of(words, i);
+  if (op == "ldmatrix") return type != "b16" ? nullptr : has(words, "trans") ? matrices<true, false> : matrices<false, false>;
+  if (op == "stmatrix") return type != "b16" ? nullptr : has(words, "trans") ? matrices<true, true> : matrices<false, true>;
+  if (op == "mbarrier") return counters(words, i);
+  if (op == "cp") return copies(words);
+  return nullptr;
+}
+
+}  // namespace emulator

@@ -1,0 +1,103 @@
+// mma.sync, by the lanes of PTX's fragments: sums in double, rounded to f32 once. Hardware rounds otherwise.
+#include <algorithm>
+
+#include "machine.h"
+#include "numbers.h"
+
+#pragma GCC optimize("O3")
+
+namespace emulator {
+
+namespace {
+
+bool has(const Words& words, const char* word) { return std::find(words.begin(), words.end(), word) != words.end(); }
+
+constexpr int kRows = 16, kColumns = 8;
+
+constexpr int kMostDepth = 32;
+
+struct Fragments {
+  double a[kRows][kMostDepth], b[kMostDepth][kColumns];
+};
+
+template <class N, int kBits>  // a fragment's words hold 32 / kBits numbers of neighbouring depth
+void read(Warp& w, const Instruction& i, int words_of_a, Fragments& f) {
+  constexpr int kEach = 32 / kBits;
+  for (int l = 0; l < kLanes; ++l) {
+    const int group = l / 4, quarter = l % 4;
+    for (int r = 0; r < words_of_a; ++r) {
+      const uint32_t word = w.lanes<uint32_t>(i.o[4 + r])[l];
+      for (int n = 0; n < kEach; ++n)
+        f.a[group + r % 2 * 8][r / 2 * 4 * kEach + quarter * kEach + n] = N::value(word >> (kBits * n) & ((1u << kBits) - 1));
+    }
+    for (int r = 0; r < words_of_a / 2; ++r) {
+      const uint32_t word = w.lanes<uint32_t>(i.o[4 + words_of_a + r])[l];
+      for (int n = 0; n < kEach; ++n) f.b[r * 4 * kEach + quarter * kEach + n][group] = N::value(word >> (kBits * n) & ((1u << kBits) - 1));
+    }
+  }
+}
+
+void multiply(Warp& w, const Instruction& i, int first_c, int depth, const Fragments& f, const float* a_scale, const float* b_scale) {
+  double sums[kRows][kColumns] = {};
+  for (int row = 0; row < kRows; ++row)
+    for (int k = 0; k < depth; ++k)
+      for (int column = 0; column < kColumns; ++column) sums[row][column] += f.a[row][k] * f.b[k][column];
+  if (a_scale) {
+    for (int row = 0; row < kRows; ++row)
+      for (int column = 0; column < kColumns; ++column) sums[row][column] *= static_cast<double>(a_scale[row]) * b_scale[column];
+  }
+  float out[4][kLanes];
+  for (int j = 0; j < 4; ++j) {
+    const float* c = w.lanes<float>(i.o[first_c + j]);
+    for (int l = 0; l < kLanes; ++l) out[j][l] = static_cast<float>(sums[l / 4 + j / 2 * 8][l % 4 * 2 + j % 2] + c[l]);
+  }
+  for (int j = 0; j < 4; ++j) std::memcpy(w.lanes<float>(i.o[j]), out[j], sizeof(out[j]));
+}
+
+template <class N, int kBits, int kWordsOfA>
+Step mma(Warp& w, const Instruction& i, uint32_t mask) {
+  if (!converge(w, mask, kAll)) return Step::kJumped;
+  if (mask != kAll) fail("a product of a part of the warp");
+  Fragments f;
+  read<N, kBits>(w, i, kWordsOfA, f);
+  multiply(w, i, 4 + kWordsOfA + kWordsOfA / 2, kWordsOfA / 2 * 4 * (32 / kBits), f, nullptr, nullptr);
+  return Step::kNext;
+}
+
+float power(uint32_t e8m0) { return e8m0 == 255 ? NAN : std::ldexp(1.f, static_cast<int>(e8m0) - 127); }
+
+// One scale a row and column of a depth of 32. o: d, a, b, c, a's scale, {byte, lanes}, b's scale, {byte, lane}. PTX ISA, "Block Scaling for
+// mma.sync": of .scale_vec::1X a byte of the word; a's from the lanes of a quad that thread-id-a chooses (0: the first two, of rows g and
+// g + 8; 1: the last two), b's from the lane thread-id-b of a quad, of column g.
+Step mma_scaled(Warp& w, const Instruction& i, uint32_t mask) {
+  if (!converge(w, mask, kAll)) return Step::kJumped;
+  if (mask != kAll) fail("a product of a part of the warp");
+  Fragments f;
+  read<E4M3, 8>(w, i, 4, f);
+  const auto number = [&](int o) { return w.lanes<uint32_t>(i.o[o])[0] & 0xffff; };
+  const uint32_t byte_a = number(15), lanes_a = number(16), byte_b = number(18), lane_b = number(19);
+  float a[kRows], b[kColumns];
+  for (int g = 0; g < 8; ++g) {
+    for (int h = 0; h < 2; ++h) a[g + 8 * h] = power(w.lanes<uint32_t>(i.o[14])[g * 4 + lanes_a * 2 + h] >> (8 * byte_a) & 0xff);
+    b[g] = power(w.lanes<uint32_t>(i.o[17])[g * 4 + lane_b] >> (8 * byte_b) & 0xff);
+  }
+  multiply(w, i, 10, 32, f, a, b);
+  return Step::kNext;
+}
+
+}  // namespace
+
+Handler products(const Words& words, Instruction& i) {
+  if (words[0] != "mma") return nullptr;
+  if (has(words, "block_scale"))
+    return has(words, "scale_vec::1X") && has(words, "m16n8k32") && std::count(words.begin(), words.end(), "e4m3") == 2 && i.o.size() == 20
+               ? mma_scaled
+               : nullptr;
+  const size_t words_of_a = (i.o.size() - 8) * 2 / 3;
+  if (has(words, "bf16")) return words_of_a == 4 ? mma<BF16, 16, 4> : mma<BF16, 16, 2>;
+  if (has(words, "f16") && words.back() == "f32") return words_of_a == 4 ? mma<F16, 16, 4> : mma<F16, 16, 2>;
+  if (has(words, "e4m3")) return mma<E4M3, 8, 4>;
+  return nullptr;
+}
+
+}  // namespace emulator

@@ -1,0 +1,217 @@
+"""Every operator's kernels as they are compiled for SM120, run on the emulator against the operators' references.
+
+Small shapes, schedules of blocks and warps by several seeds. What is looked for is what a card of another architecture
+cannot show: code that only SM120 has, orders that a card does not happen to take, four and eight cards.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.ops import all_reduce as all_reduce_op
+from deepseek_v4_sm120.ops import bf16_linear, fp8_linear, mhc, mxfp4_moe, sparse_decode, wo_a
+from deepseek_v4_sm120.reference import all_reduce as all_reduce_reference
+from deepseek_v4_sm120.reference import fp8_linear as fp8_reference
+from deepseek_v4_sm120.reference import mxfp4_moe as moe_reference
+from deepseek_v4_sm120.reference import sparse_decode as sparse_reference
+from deepseek_v4_sm120.reference import wo_a as wo_a_reference
+from deepseek_v4_sm120.reference.accuracy import relative_error
+from deepseek_v4_sm120.specs import all_reduce, bounds, compressor, index_select
+from deepseek_v4_sm120.specs import fp8_linear as fp8_spec
+from deepseek_v4_sm120.specs import mhc as mhc_spec
+from deepseek_v4_sm120.specs import mxfp4_moe as moe_spec
+from deepseek_v4_sm120.specs import sparse_decode as sparse_spec
+from deepseek_v4_sm120.specs import wo_a as wo_a_spec
+from tests.emulator.emulated import emulated, group, on_cards, ran
+
+SEEDS = (1, 2)
+# schedules: turns of a few instructions, and long ones; cards of few multiprocessors, so that blocks wait for a place
+CHOICES = {
+    "short turns": {"most_instructions": 12, "multiprocessors": 3},
+    "long turns": {"most_instructions": 800, "multiprocessors": 8},
+}
+schedules = pytest.mark.parametrize(
+    "choices", [{"seed": seed, **one} for one, seed in zip(CHOICES.values(), SEEDS, strict=True)], ids=list(CHOICES)
+)
+
+
+def same(one, other) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@schedules
+@pytest.mark.parametrize("rows, outputs", [(1, 64), (9, 36), (33, 64), (70, 200)])
+def test_bf16_linear(choices, rows, outputs):
+    x, weight = (torch.randn(n, 512, generator=generator(n)).bfloat16() for n in (rows, outputs))
+    with emulated(**choices):
+        found = bf16_linear.bf16_linear(x, weight)
+        alone = bf16_linear.bf16_linear(x[-1:], weight)
+    assert relative_error(found, x.double() @ weight.double().T) < 1e-6
+    assert same(found[-1:], alone) and ran("bf16_linear")
+
+
+@schedules
+@pytest.mark.parametrize("rows, ue8m0", [(1, False), (6, True), (40, False), (70, True)])
+def test_fp8_linear(choices, rows, ue8m0):
+    weight, scale = fp8_spec.make_weight(1, 256, 512, generator(rows), ue8m0=ue8m0)
+    x = fp8_spec.make_x(rows, 1, 512, generator(rows))
+    with emulated(**choices):
+        found = fp8_linear.fp8_linear(x[:, 0], weight[0], scale[0])
+        alone = fp8_linear.fp8_linear(x[:1, 0], weight[0], scale[0])
+    assert relative_error(found, fp8_reference.fp8_linear(x[:, 0], weight[0], scale[0])) < bounds.FP8_LINEAR.truth
+    assert same(found[:1], alone)
+
+
+@schedules
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_wo_a_with_its_rotation(choices, rows):
+    x, weight, scale, freqs, positions = wo_a_spec.make_wo_a(
+        rows, 2, generator(rows), outputs=128, inputs=1024, table=64
+    )
+    with emulated(**choices):
+        found = wo_a.wo_a(x, weight, scale, freqs_cis=freqs, positions=positions)
+    assert relative_error(found, wo_a_reference.wo_a(x, weight, scale, freqs, positions)) < bounds.WO_A.truth
+
+
+def _checks(spec, leave_out=()):
+    return [
+        pytest.param(c, id=f"{c.operator}: {c.name}")
+        for c in spec.checks(True)
+        if "references" not in c.name and c.name not in leave_out
+    ]
+
+
+@pytest.mark.parametrize("check", [*_checks(compressor), *_checks(index_select, ("top-k by sorting",))])
+def test_what_a_server_checks_of_itself(check):
+    """The self-test's own checks; of index_select by SM120's product of E4M3."""
+    with emulated(seed=len(check.name), most_instructions=40):
+        check.run()
+
+
+EXTRAS = {
+    "window": None,
+    "C4": sparse_spec.CacheShape(64, 192, lengths=(192, 3, 100), masked=0.1),
+    "C128": sparse_spec.CacheShape(2, 256, lengths=(130, 64), ascending=True),
+}
+
+
+@schedules
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize(
+    "heads, kernel",
+    [(16, {}), (64, {}), (16, {"pairs": True}), (8, {"prefill": True}), (64, {"prefill": True})],
+    ids=str,
+)
+def test_sparse_decode(choices, extra, heads, kernel):
+    rows = 5 if kernel.get("prefill") else 3
+    inputs = sparse_spec.make_inputs(
+        sparse_spec.Shape(rows, heads, sparse_spec.WINDOW, EXTRAS[extra]), seed=heads, device="cpu"
+    )
+    with emulated(**choices):
+        out, lse = sparse_decode.sparse_decode(**inputs.arguments(), **{"prefill": False, **kernel}, return_lse=True)
+        few = (
+            sparse_decode.sparse_decode(**inputs.arguments(), prefill=False, pairs=False) if "pairs" in kernel else out
+        )
+    truth, true_lse = sparse_reference.sparse_decode(**inputs.arguments())
+    assert relative_error(out, truth) < bounds.SPARSE_DECODE.truth
+    assert relative_error(lse, true_lse) < bounds.SPARSE_DECODE_LSE
+    assert same(out, few)
+    name = "pairs" if "pairs" in kernel else "prefill" if kernel else "sparse_decode_kernel"
+    assert ran(name)
+
+
+@schedules
+@pytest.mark.parametrize("rows, kernels", [(1, "fused"), (3, "split"), (17, "fused"), (40, "many")])
+def test_mhc(choices, rows, kernels):
+    inputs = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=rows, device="cpu")
+    choices = choices | {
+        "multiprocessors": 40
+    }  # fused_kernel and many_kernel are taken where all their blocks are resident
+    with emulated(**choices):
+        found = mhc.mhc(**inputs.boundary(), kernels=kernels)
+        other = mhc.mhc(**inputs.boundary(), kernels="split")
+        errors = mhc_spec.errors(inputs, found)
+    assert all(value < mhc_spec.ALLOWED[name] for name, value in errors.items()), errors
+    assert all(map(same, found, other))
+    assert ran({"fused": "fused_kernel", "split": "finish_kernel", "many": "many_kernel"}[kernels])
+
+
+def test_mhc_in_pieces_has_the_wholes_bits():
+    sizes = (5, 3, 0, 9)
+    inputs = mhc_spec.make_inputs(mhc_spec.Shape(sum(sizes)), seed=3, device="cpu")
+    asked = []
+    with emulated(seed=3, multiprocessors=40):
+        whole = mhc.mhc(**inputs.boundary())
+        boundary = inputs.boundary() | {"f": inputs.f.split(sizes)}
+        pieces = mhc.mhc(**boundary, ready=asked.append)
+    assert all(map(same, whole, pieces)) and asked == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("rows, ids, most_instructions", [(1, "uniform", 12), (1, "one", 800), (9, "few", 100)])
+def test_mxfp4_moe_of_few_rows(rows, ids, most_instructions, monkeypatch):
+    """And, reproducible, by the kernel that sorts a prompt's pairs by their expert."""
+    shape = moe_spec.Shape(rows, inter=256, experts=3, ids=ids, masked=0.1, topk=2)
+    inputs = moe_spec.make_inputs(shape, seed=rows, device="cpu")
+    given = inputs.arguments()
+    few = {name: given[name][:1] for name in ("hidden", "topk_ids", "topk_weights")}
+    with emulated(seed=rows, most_instructions=most_instructions):
+        found, alone = mxfp4_moe.mxfp4_moe(**given), mxfp4_moe.mxfp4_moe(**given | few)
+        exact = mxfp4_moe.mxfp4_moe(**given, reproducible=True)
+        monkeypatch.setattr(mxfp4_moe, "DECODE_ROWS", 0)
+        by_expert = mxfp4_moe.mxfp4_moe(**given, reproducible=True)
+    assert relative_error(found, moe_reference.mxfp4_moe(**given)) < bounds.MXFP4_MOE.truth
+    assert same(found[:1], alone) and same(exact, by_expert) and ran("sorted_kernel")
+
+
+HIDDEN = 512
+
+
+@pytest.mark.parametrize("transport", all_reduce_op.TRANSPORTS)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@schedules
+def test_sums_between_cards(choices, ranks, transport):
+    """Calls of several sizes behind each other, as the generations of places take turns; terms that are no numbers."""
+    with emulated(**choices | {"multiprocessors": 4}):
+        cards = group(ranks, transport=transport, hidden=HIDDEN, max_rows=32)
+        for call, rows in enumerate((1, 3, 32, 2, 7, 1, 16)):
+            terms = all_reduce.make_terms(ranks, rows, call, hidden=HIDDEN, hard=True)
+            for algorithm in ("one_shot", "two_shot"):
+                sums = on_cards(functools.partial(all_reduce_op.all_reduce, algorithm=algorithm), terms, cards)
+                assert [all_reduce.differing(one, terms) for one in sums] == [0] * ranks
+                assert all(same(one, sums[0]) for one in sums)
+        sent = all_reduce.make_logits(ranks, 2, 5, columns=264)
+        gathered = on_cards(all_reduce_op.all_gather, sent, cards)
+        expected = all_reduce_reference.all_gather(sent)
+        assert all(torch.equal(one.isnan(), expected.isnan()) for one in gathered)
+        assert all(torch.equal(one.nan_to_num(), expected.nan_to_num()) for one in gathered)
+        assert [one.fault() for one in cards] == [None] * ranks
+        for one in cards:
+            one.close()
+
+
+def _behind_a_sum(boundary: dict, f, one):
+    return mhc.mhc(**{**boundary, "f": f}, sum_over=one, kernels="fused")
+
+
+@pytest.mark.parametrize("ranks, most_instructions", [(2, 12), (2, 800), (4, 100)])
+def test_mhc_behind_a_sum(ranks, most_instructions):
+    """The kernel that sums on its way: the bits of a sum and a boundary behind it, several calls in a row."""
+    with emulated(seed=ranks, most_instructions=most_instructions, multiprocessors=188):  # blocks wait for other cards
+        cards = group(ranks, transport="peer", hidden=4096, max_rows=8)
+        for rows in (1, 3):
+            inputs = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=rows, device="cpu")
+            terms = mhc_spec.make_terms(inputs, ranks, rows)
+            expected = mhc.mhc(**{**inputs.boundary(), "f": all_reduce_reference.all_reduce(terms)}, kernels="split")
+            call = functools.partial(_behind_a_sum, inputs.boundary())
+            found = on_cards(call, terms, cards)
+            assert all(same(a, b) for of_rank in found for a, b in zip(of_rank, expected, strict=True))
+        for one in cards:
+            one.close()
+    assert ran("summing_kernel")
