@@ -3,6 +3,7 @@ form has the bits of the whole boundaries; who takes a sum that was put off; and
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -198,15 +199,23 @@ def test_a_sum_that_somebody_looks_at_is_whole_and_its_share_is_of_it(state):
         assert not shares.coordinator.calls, "put off"
         assert torch.equal(found + 0, whole_of(shares)) and shares.coordinator.calls == [("sum", 9)]
         assert torch.equal(found.own_rows(), shares.own(whole_of(shares))) and len(shares.coordinator.calls) == 1
-        return found.for_boundary()[1] == {}
+        whole, options = shares.coordinator.all_reduce(term_of(shares)).for_boundary()
+        return torch.equal(whole, whole_of(shares)) and options == {}
 
     assert in_a_pass(body) == [True] * 2
 
 
+def form_of(x):
+    return x.shape, x.dtype, x.ndim, x.device, x.is_cuda, x.is_cpu, x.stride(), x.is_contiguous(), x.layout, x.numel()
+
+
 def test_a_share_that_is_made_is_gathered_for_who_looks_later(state):
     def body(shares):
-        found = shares.coordinator.all_reduce(term_of(shares))
-        assert torch.equal(found.own_rows(), shares.own(whole_of(shares)))
+        found = shares.coordinator.all_reduce(term := term_of(shares))
+        held, form = weakref.ref(term), [form_of(found), form_of(term)]
+        del term
+        assert torch.equal(found.own_rows(), shares.own(whole_of(shares))) and held() is None, "terms are let go"
+        assert form == [form_of(found)] * 2
         found.own_rows()
         assert torch.equal(finished(found), whole_of(shares)) and torch.equal(found.for_boundary()[0], whole_of(shares))
         return shares.coordinator.calls
@@ -350,7 +359,7 @@ def test_where_torch_compiles_ours_does_nothing(state, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for whole, found, _, calls in both(2, 9):
         assert torch.equal(whole[0], found[0]) and calls == [("sum", 9)] * SUMS
-    assert not adapter._left
+    assert not adapter._left and not adapter._seen
 
 
 def test_status_tells_how_many(state):

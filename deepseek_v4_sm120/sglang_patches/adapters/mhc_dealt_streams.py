@@ -96,13 +96,15 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class SumOfShares(OwedSum):
-    """Terms whose sum the boundary behind it makes of its share alone."""
+    """Terms whose sum the boundary behind it makes of its share alone. They are let go with that: SGLang's model holds
+    what it was given until its next layer ends."""
 
     operator = PATCH
     untaken = "the sum of a sublayer's output was put off, and nobody asked for it"
 
     def __init__(self, term: torch.Tensor, shares: Shares, original: Callable):
         self._term, self._shares, self._original = term, shares, original
+        self._form = torch.empty_like(term, device="meta")
         self._own: torch.Tensor | None = None
         _pass.put_off(self)
 
@@ -114,6 +116,7 @@ class SumOfShares(OwedSum):
         if self._own is None:
             _pass.take(SumOfShares, self)
             self._own = self._shares.summed(self._term) if self._sum is None else self._shares.own(self._sum)
+            self._term = None
         return self._own
 
     def finish(self) -> torch.Tensor:
@@ -124,7 +127,8 @@ class SumOfShares(OwedSum):
         return self.run(), {}
 
     def alike(self, name: str):
-        return getattr(self._term, name)
+        is_of_place = name in ("device", "is_cuda", "is_cpu")
+        return getattr((self._term if self._own is None else self._own) if is_of_place else self._form, name)
 
 
 # ---- a pass
