@@ -180,6 +180,18 @@ SECTIONS = {
         True,
         "flash43",
     ),
+    "e2e_streams_sglang": Section(
+        "A prompt's streams, dealt to two cards",
+        "43 layers with 16 experts over two cards, engines in turn.",
+        {
+            "time to all first tokens, ms, best": "time to all first tokens, ms",
+            "time to all first tokens, of the whole's": "of the whole's",
+            "NCCL's sums on a card, ms": "NCCL's sums, ms",
+        },
+        (),
+        True,
+        "flash43",
+    ),
     "e2e_dealt_index_sglang": Section(
         "A prompt's index rows, dealt to two cards",
         "43 layers, engines in turn.",

@@ -49,6 +49,18 @@ DEFAULTS = (
         value=PIECES,
     ),
     Default(
+        name="dealt_streams",
+        why="every card makes the boundaries of all rows of a prompt and keeps their streams, 32 KB a row. Dealt to "
+        "the cards, with a reduce-scatter and an all-gather in place of each sum, a chunk of 8,192 rows is reckoned "
+        "to take 20 ms of 577 less at two cards, 30 less at four; each of the one to three sets of streams that a "
+        "pass holds 134 and 201 MB less of 268. The same bits at two cards; above, the order of NCCL's additions may "
+        "change. No card has run it",
+        source="[R] all releases' models, embeddings and groups; times by arithmetic",
+        sglang=">=0.5.13,<0.6",
+        on=False,
+        how="no way without us",
+    ),
+    Default(
         name="prefill_graphs",
         why="a pass of a thousand rows and fewer is bound by its launches and the host: 150 to 170 ms for a prompt of "
         "1,024 tokens on an H200, of which the GPU works some 95. SGLang's breakable graphs (attention runs between "

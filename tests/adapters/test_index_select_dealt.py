@@ -99,10 +99,12 @@ def on_the_cpu(request, monkeypatch):
     monkeypatch.setattr(adapter, "is_worth_it", is_worth_it)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(shadow, "_start_writer", lambda: None)
-    adapter._see_the_same_cards.cache_clear()
+    adapter.see_the_same_cards.cache_clear()
+    adapter._tell.cache_clear()
     shadow.reset()
     yield
-    adapter._see_the_same_cards.cache_clear()
+    adapter.see_the_same_cards.cache_clear()
+    adapter._tell.cache_clear()
     shadow.reset()
 
 
@@ -271,7 +273,8 @@ def alike(monkeypatch, **changes):
     if told["dcp"] is not None:
         state._DCP = SimpleNamespace(world_size=told["dcp"])
     monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, state)
-    adapter._see_the_same_cards.cache_clear()
+    adapter.see_the_same_cards.cache_clear()
+    adapter._tell.cache_clear()
     return tp, adapter._group()
 
 

@@ -26,6 +26,7 @@ import shadow_rows  # noqa: E402
 import shortage_rows  # noqa: E402
 import soak_rows  # noqa: E402
 import start_rows  # noqa: E402
+import streams_stage  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
@@ -50,6 +51,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_reproducible43": ("reproducible43", "reproducible43_cost"),
     "e2e_features": ("features",),
     "e2e_pieces": ("pieces2_same", "pieces2_43"),
+    "e2e_streams": ("streams2_same", "streams2_43"),
     "e2e_prompts": ("prompts", "prompts2", "prompts_planned", "prompts_planned2", "prompts_same", "prompts_same2"),
 }
 OF_THEIR_OWN = {"soak": soak_rows, "start": start_rows, "shortage": shortage_rows}  # stages with rows of their own
@@ -164,6 +166,7 @@ IMPLEMENTATIONS = {
         for name, engine in features_stage.ENGINES.items()
     },
     **pieces_stage.IMPLEMENTATIONS,
+    **streams_stage.IMPLEMENTATIONS,
     **prompts_stage.IMPLEMENTATIONS,
 }
 KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answer as stock does
@@ -448,7 +451,7 @@ def collect(stages, commit):
         rows += fault_rows(stage["faults"]) if "faults" in stage else []
         for name, case in stage["cases"].items() if "features" not in stage else ():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
-        rows += pieces_stage.rows(stage["cases"], row) + cost_rows(stage)
+        rows += pieces_stage.rows(stage["cases"], row) + streams_stage.rows(stage["cases"], row) + cost_rows(stage)
         for difference in stage["differences"]:  # a later stage's file repeats what its work folder still holds
             differences[difference["what"]] = difference
         texts |= {(found["run"], found["at_once"]): found for found in stage.get("texts", [])}

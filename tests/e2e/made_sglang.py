@@ -81,10 +81,12 @@ class Engine:
             os.makedirs(folder, exist_ok=True)
             shadow = [RECORD] if os.environ.get("DSV4_SM120_SHADOW") else []
             patch = {"patch": "sparse_decode", "target": "a:b", "state": "APPLIED", "review": "reviewed"}
-            in_pieces = "sums_in_pieces=" in os.environ.get("DSV4_SM120_SET", "")
-            counted = {"products": int(os.environ.get("FAKE_PRODUCTS", "300")), "sums": 300, "pieces": 2400}
-            found = {"sums_in_pieces": counted} if in_pieces else {}
-            for rank in range(2 if in_pieces else 1):
+            asked = os.environ.get("DSV4_SM120_SET", "").partition("=")[0]
+            products, passes = (int(os.environ.get(f"FAKE_{name}", "300")) for name in ("PRODUCTS", "PASSES"))
+            counted = {"sums_in_pieces": {"products": products, "sums": 300, "pieces": 2400}}
+            counted["dealt_streams"] = {"ranks": 2, "passes": passes, "rows": 8192 * passes, "not_dealt": {}}
+            found = {asked: counted[asked]} if asked in counted else {}
+            for rank in range(2 if found else 1):
                 with open(f"{folder}/{os.getpid()}_{rank}.json", "w") as f:
                     json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow, "found": found}, f)
     def generate(self, input_ids, sampling_params, **more):

@@ -71,16 +71,16 @@ def rows(cases, row):
         whole = cases.get(f"whole2_43{peers}", {}).get("prompts", {})
         for at, seen in times.items():
             for metric, key in METRICS.items():
-                found += [row(_case(at), impl, metric, seen[key], None, ISSUE)] if key in seen else []
+                found += [row(case_of(at), impl, metric, seen[key], None, ISSUE)] if key in seen else []
             if how != "whole":  # a bar without what it is of is missed
                 share = seen["first_token_ms"] / whole[at]["first_token_ms"] if at in whole else None
                 bar = MOST[how, peers]
                 metric = "time to all first tokens, of the whole's"
-                found.append(row(_case(at), impl, metric, share, bar if at != "8x1024" else None, ISSUE))
+                found.append(row(case_of(at), impl, metric, share, bar if at != "8x1024" else None, ISSUE))
     return found
 
 
-def _case(at):
+def case_of(at):
     return f"flash43, 16 experts, {SHAPES[at]} tokens"
 
 

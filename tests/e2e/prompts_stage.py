@@ -7,7 +7,8 @@ import re
 
 PROMPTS = ((1, 128), (1, 512), (1, 1024), (8, 1024), (32, 1024))  # at once, tokens of each
 TRACED = ((1, 1024), (32, 1024), (1, 8192))
-SUMS = re.compile(r"nccl\w*AllReduce")  # kernels; their time is the wait for the other cards, too
+# kernels of NCCL's, a sum in two where streams are dealt; their time is the wait for the other cards, too
+SUMS = re.compile(r"nccl\w*(AllReduce|ReduceScatter|AllGather)")
 REPEATS = 3
 CHUNK = 8192  # rows of a pass at most
 ISSUE = 22

@@ -15,6 +15,7 @@ import accepted_stage  # noqa: E402
 import features_stage  # noqa: E402
 import pieces_stage  # noqa: E402
 import prompts_stage  # noqa: E402
+import streams_stage  # noqa: E402
 
 from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 
@@ -315,6 +316,8 @@ STAGES = {
     ],
     # a prompt's sums, NCCL's, in pieces and whole: to the last bit beside ours of few rows; timed by NCCL alone
     **pieces_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
+    # a prompt's streams, dealt to the cards and whole, likewise
+    **streams_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     **prompts_stage.stages(Case, SIDE_BY_SIDE, chunks(8192, radix=False), sets, sums, EVERY_CALL, REPRODUCIBLE),
 }
 # With dummy weights a patched engine fills wo_a as E4M3 and scales, an unpatched one as bf16: what is compared with an
@@ -364,6 +367,7 @@ SAMES = [
     ("43 layers, chunks of 512, prefix cache", "same43_512", "same43_8192"),
     ("two cards, chunks of 512, prefix cache", "same_tp2_512", "same_tp2_8192"),
     *pieces_stage.SAMES,
+    *streams_stage.SAMES,
     *prompts_stage.SAMES,
     *(
         (WITHIN, name, name)

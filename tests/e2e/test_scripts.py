@@ -40,6 +40,7 @@ def machine(tmp_path):
         "features_stage",
         "pieces_stage",
         "prompts_stage",
+        "streams_stage",
         "what_ran",
         "collect",
     ):

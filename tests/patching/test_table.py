@@ -53,9 +53,9 @@ DEALT = ",dealt_index=on"
             (None, ()),
             ("fp8_linear=on", ()),
             ("fp8_linear=off", ["fp8_linear", "draft_head"]),
-            ("mhc=off", ["mhc", "sums_in_pieces"]),
+            ("mhc=off", ["mhc", "sums_in_pieces", "dealt_streams"]),
         ),
-        ("sums_in_pieces=8", ()),
+        *(("sums_in_pieces=8", ()), ("dealt_streams=on", ())),
         *(("draft_head=on", ()), ("fp8_linear=off,draft_head=on", ["fp8_linear", "draft_head"])),
         ("wo_a=off", ["wo_a"]),
         *(("dealt_index=on", ()), ("dealt_index=off", ["dealt_index"])),
@@ -82,6 +82,7 @@ def test_a_patch_is_switched_by_its_name_and_with_the_operator_that_it_serves(py
     assert ("dealt_index" in ready) is ("dealt_index" not in off), "unless told otherwise"
     assert ("prefill_graphs" in ready) is ("prefill_graphs=" in (chosen or ""))
     assert ("sums_in_pieces" in ready) is ((chosen or "") == "sums_in_pieces=8")
+    assert ("dealt_streams" in ready) is ((chosen or "") == "dealt_streams=on")
     assert {"index_select", "fp8_linear", "mhc", "wo_a", "sparse_decode"} <= {*ready, *off}
 
 

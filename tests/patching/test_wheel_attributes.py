@@ -130,6 +130,15 @@ OBJECTS = {
         "replace_dspark_head:model": ((DSPARK_SINCE, DSPARK),),
         "norm": ((NORM,),),
     },
+    "mhc_dealt_streams": {
+        "state": ((STATE,),),
+        **{name: ((GROUP,),) for name in ("coordinator", "decode_context", "tp", "state.get_moe_ep_group()")},
+        "model": ((f"{MODEL}:DeepseekV4Model",),),
+        "model.pp_group": ((GROUP,),),
+        "forward_batch": ((f"{BATCH}:ForwardBatch",),),
+        "forward_batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
+        "mode": ((f"{BATCH}:CaptureHiddenMode",),),
+    },
     "mhc_sum": {"coordinator": ((GROUP,),), "state": ((STATE,),)},
     "mhc_sum_in_pieces": {
         "coordinator": ((GROUP,),),
@@ -191,6 +200,7 @@ OURS = {
     "index_select": {"_forward", "deferred", "scores"},
     "index_select_dealt": {"_prompt"},
     "mhc": {"x"},
+    "mhc_dealt_streams": {"_pass", "_pass.layer", "f", "shares"},
     "mhc_owed_sum": {"x"},
     "mhc_sum": {"ours", "ours.sums"},
     "mhc_sum_in_pieces": {"SumInPieces", "one"},

@@ -122,7 +122,7 @@ def test_pieces_are_of_sums_that_sglang_gives_to_torch_in_place(version, name, s
     coordinator.debug_check_symmetric_mempool = lambda *_: None
     x = coordinators.x_of(rows)
     found = coordinator.all_reduce(x)
-    takes = adapter._is_for_nccl(coordinator, x)
+    takes = adapter.is_for_nccl(coordinator, x)
     has_it = name != "pcie_ipc" or since(version, "0.5.21")
     assert takes == (name in BY_TORCH) and bool(by_torch) == (takes or not has_it)
     assert found is x or not takes  # in place

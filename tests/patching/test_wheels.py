@@ -187,6 +187,9 @@ def test_the_sm120_call_passes_what_the_function_reads(inspect_wheel, version):
     assert calls == [set(SM120_KEYS)]
 
 
+OF_SEVERAL_CARDS = ("dealt_index", "dealt_streams", "sums_in_pieces")
+
+
 @every_release()
 def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_wheel, version):
     made = inspect_wheel(version)
@@ -199,10 +202,10 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
     for row in made.steering.rows.values():
         assert [name for name in row.environment if f"    {name} = Env" not in variables] == [], row.name
         assert [name for name in row.arguments if f"    {name}: " not in fields] == [], row.name
-    others = set(made.steering.rows) - {"reproducible", "dealt_index", "draft_head", "prefill_graphs", "sums_in_pieces"}
+    others = set(made.steering.rows) - {"reproducible", "draft_head", "prefill_graphs", *OF_SEVERAL_CARDS}
     assert bool(others) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
     assert ("reproducible" in made.steering.rows) == ("draft_head" in made.steering.rows) == since(version, "0.5.14")
-    assert ("dealt_index" in made.steering.rows) == ("sums_in_pieces" in made.steering.rows) == since(version, "0.5.13")
+    assert {since(version, "0.5.13")} == {name in made.steering.rows for name in OF_SEVERAL_CARDS}
     assert ("prefill_graphs" in made.steering.rows) == since(version, "0.5.17")
 
 
@@ -214,6 +217,20 @@ def test_the_place_of_a_product_in_pieces_fits(inspect_wheel, version):
     (record,) = found_in(made, patch="sums_in_pieces")
     assert (record.state, record.review) == (READY, "reviewed"), record.reason
     assert made.steering.value(record.patch.default) == 4
+
+
+@every_release("0.5.13")
+def test_the_places_of_dealt_streams_fit(inspect_wheel, version):
+    inspect_wheel(version, fresh=True)
+    made = Engine(TABLE, host="sglang", settings=Settings(choices={"dealt_streams": "on"}))
+    made.survey()
+    found = found_in(made, patch="dealt_streams")  # behind those of `mhc`, which they wrap
+    assert len(found) == 5 and {(record.state, record.review) for record in found} == {(READY, "reviewed")}
+    ours = [
+        (record.where, record.patch.name) for record in made.records if record.patch.name in ("mhc", "dealt_streams")
+    ]
+    for record in found[2:]:
+        assert ours.index((record.where, "mhc")) < ours.index((record.where, "dealt_streams"))
 
 
 @every_release("0.5.14")

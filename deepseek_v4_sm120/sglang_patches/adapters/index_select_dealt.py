@@ -76,16 +76,25 @@ def _group():
         and tp is state.get_attn_tp_group()  # neither data nor context parallel attention
         and state.get_moe_ep_group().world_size == 1
         and (decode_context is None or decode_context.world_size == 1)
-        and _see_the_same_cards(tp.world_size)
+        and see_the_same_cards(tp.world_size)
     )
+    if is_alone:
+        _tell(tp.world_size)
     return tp if is_alone else None
 
 
 @functools.cache
-def _see_the_same_cards(ranks: int) -> bool:
+def _tell(ranks: int) -> None:
+    text = f"{PATCH}: the rows of long prompts are dealt to {ranks} cards"
+    report.add_note(PATCH, lambda: text, lambda: {"ranks": ranks})
+    report.write()
+
+
+@functools.cache
+def see_the_same_cards(ranks: int) -> bool:
     """Whether the ranks are on one host, which alone tells their settings, and all see all cards, every one served."""
     count = torch.cuda.device_count()
-    found = (
+    return (
         models_served.serves_this_process()
         and _nodes() == 1
         and count >= ranks
@@ -94,11 +103,6 @@ def _see_the_same_cards(ranks: int) -> bool:
             for index in range(count)
         )
     )
-    if found:
-        text = f"{PATCH}: the rows of long prompts are dealt to {ranks} cards"
-        report.add_note(PATCH, lambda: text, lambda: {"ranks": ranks})
-        report.write()
-    return found
 
 
 def _nodes() -> int:

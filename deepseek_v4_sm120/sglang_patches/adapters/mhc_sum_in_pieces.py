@@ -133,11 +133,11 @@ def _takes(coordinator, x: torch.Tensor) -> bool:
         and x.is_contiguous()
         and limits.takes(PATCH, hidden=x.shape[1])  # DeepSeek-V4.1 has the same layers, and boundaries of its own
         and not torch.cuda.is_current_stream_capturing()
-        and _is_for_nccl(coordinator, x)
+        and is_for_nccl(coordinator, x)
     )
 
 
-def _is_for_nccl(coordinator, x: torch.Tensor) -> bool:
+def is_for_nccl(coordinator, x: torch.Tensor) -> bool:
     """Whether SGLang's all_reduce would end at torch.distributed's, in place."""
     others = [getattr(coordinator, name, None) for name in _OTHERS]
     custom = coordinator.ca_comm

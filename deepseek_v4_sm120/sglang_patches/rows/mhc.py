@@ -44,6 +44,11 @@ MODEL_HEAD_PARAMETERS = Parameters(("self", "x", "hc_fn", "hc_scale", "hc_base")
 _target, _sum = targets_of("mhc"), targets_of("mhc_sum")
 LAYER_FORWARD = Parameters(("self",), further="any")
 ROW_PARALLEL = "sglang.srt.layers.linear:RowParallelLinear.forward"
+MODEL_FORWARD = f"{MODEL}:DeepseekV4Model.forward"
+MODEL_FORWARD_PARAMETERS = Parameters(
+    ("self", "input_ids", "positions", "forward_batch", "input_embeds", "pp_proxy_tensors=None")
+)
+EMBEDDING = "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding.forward"
 
 MHC = Patch(
     name="mhc",
@@ -83,4 +88,28 @@ SUMS_IN_PIECES = Patch(
     serves="mhc",
     absent="0.5.12 has no fused boundary",
     retire="when SGLang's sums of many rows run beside other work",
+)
+
+_dealt = targets_of("mhc_dealt_streams")
+
+DEALT_STREAMS = Patch(
+    name="dealt_streams",
+    why="all cards keep all rows' streams and make the same boundaries: 0.5 ms of each of a chunk's 86 on SM120, and "
+    "32 KB a row. With a share each, between a reduce-scatter and an all-gather that move the bytes of the sum, time "
+    "and memory are divided by the cards",
+    targets=(  # behind mhc's, which these wrap
+        _dealt(MODEL_FORWARD, "model_forward", MODEL_FORWARD_PARAMETERS, ">=0.5.13,<0.6"),
+        _dealt(EMBEDDING, "embedding_forward", Parameters(("self", "input_")), ">=0.5.13,<0.6"),
+        _dealt(f"{OLD_KERNELS}.mhc:{FUSED}", "fused_post_pre", FUSED_PARAMETERS, ">=0.5.13,<0.5.16"),
+        _dealt(f"{KERNELS}.mhc:{FUSED}", "fused_post_pre", FUSED_PARAMETERS, ">=0.5.16,<0.6"),
+        _dealt(f"{LAYER}.hc_pre", "hc_pre", OLD_PRE_PARAMETERS, ">=0.5.13,<0.5.14"),
+        _dealt(f"{LAYER}.hc_pre", "hc_pre", PRE_PARAMETERS, ">=0.5.14,<0.5.23"),
+        _dealt(f"{LAYER_BASE}.hc_pre", "hc_pre", PRE_PARAMETERS, ">=0.5.23,<0.6"),
+        _dealt(f"{LAYER}.hc_post", "hc_post", POST_PARAMETERS, ">=0.5.13,<0.5.23"),
+        _dealt(f"{LAYER_BASE}.hc_post", "hc_post", POST_PARAMETERS, ">=0.5.23,<0.6"),
+    ),
+    default="dealt_streams",
+    serves="mhc",
+    absent="0.5.12 has no fused boundary",
+    retire="when SGLang deals the rows between sublayers itself",
 )

@@ -1,0 +1,79 @@
+"""The stages `streams2_same` and `streams2_43` of run_stage.py: a prompt's residual streams dealt to two cards, and all
+on both. To the last bit, at six layers; and the time to the first token, over NVLink and through host memory."""
+
+import pieces_stage
+
+ISSUE = 22
+SETTING = "dealt_streams"
+WORDS = {"dealt": "streams dealt", "kept": "streams kept whole"}
+DEALT, KEPT, AGAIN = "same_dealt_streams2", "same_kept_streams2", "same_kept_again2"
+# NCCL adds two terms, by whatever algorithm; a row's boundary hangs on nothing but the row; all else has all rows
+SAMES = [
+    ("two cards, streams dealt against kept whole", DEALT, KEPT),
+    ("two cards, streams dealt, once more", DEALT, DEALT),
+    ("yardstick: two cards, streams kept whole, two processes", AGAIN, KEPT),
+]
+TIMED = {f"{how}_streams2_43{peers}": (how, peers) for peers in pieces_stage.PEERS for how in WORDS}
+MOST = 1.0  # of the whole's time to the first token of 8,192 and more: reckoned 0.97 by NVLink, 0.98 through the host
+# prompts alone, twice, and 8 at once; two rounds of 1, 4 and 1 passes. Reports are written at powers of two
+PASSES = {DEALT: 8, **{name: 4 for name, (how, _) in TIMED.items() if how == "dealt"}}
+IMPLEMENTATIONS = {
+    DEALT: "ours, two cards, streams dealt",
+    KEPT: "ours, two cards, streams kept whole",
+    AGAIN: "ours, two cards, streams kept whole, another process",
+    **{name: f"ours, two cards, {pieces_stage.PEERS[peers]}, {WORDS[how]}" for name, (how, peers) in TIMED.items()},
+}
+
+
+def stages(make, timed, same, sets, ours, no_peers):
+    """timed, same: options of the two kinds of engines, over two cards."""
+    on = {"DSV4_SM120_SET": f"{SETTING}=on"}
+    timed = [*timed, *sets(json_model_override_args='{"n_routed_experts": 16}'), "--mem", "0.97", "--rounds", "2"]
+    timed += ["--phases", "prompts", "--shapes", *pieces_stage.SHAPES, "--max-total-tokens", "100000"]
+    same = [*same, *pieces_stage.PROMPTS]
+    return {
+        "streams2_same": [
+            make(DEALT, same, environment=ours | on),
+            make(KEPT, same, environment=ours),
+            make(AGAIN, same, environment=ours),
+        ],
+        "streams2_43": [
+            make(
+                name,
+                timed,
+                environment=ours | (on if how == "dealt" else {}) | (no_peers if peers else {}),
+                takes_turns=True,
+            )
+            for name, (how, peers) in TIMED.items()
+        ],
+    }
+
+
+def rows(cases, row):
+    """collect.py's rows of the cases of a stage. row: its maker of rows."""
+    found = [_passes(name, case["reports"], row) for name, case in cases.items() if name in IMPLEMENTATIONS]
+    for name, (how, peers) in TIMED.items():
+        times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
+        kept = cases.get(f"kept_streams2_43{peers}", {}).get("prompts", {})
+        for at, seen in times.items():
+            what = pieces_stage.case_of(at)
+            found += [
+                row(what, impl, metric, seen[key], None, ISSUE)
+                for metric, key in pieces_stage.METRICS.items()
+                if key in seen
+            ]
+            if how == "dealt":  # a bar without what it is of is missed
+                share = seen["first_token_ms"] / kept[at]["first_token_ms"] if at in kept else None
+                bar = MOST if at != "8x1024" else None
+                found.append(row(what, impl, "time to all first tokens, of the whole's", share, bar, ISSUE))
+    return found
+
+
+def _passes(name, reports, row):
+    """Each card's report counts."""
+    told = [report["found"][SETTING].get("passes", 0) for report in reports if SETTING in report["found"]]
+    if name not in PASSES:
+        return row(name, IMPLEMENTATIONS[name], "passes dealt where none was asked for", sum(told), 0, ISSUE)
+    least = min(told) if len(told) == 2 else 0  # of two cards
+    metric = f"passes dealt on each card, missing to {PASSES[name]}"
+    return row(name, IMPLEMENTATIONS[name], metric, max(0, PASSES[name] - least), 0, ISSUE)

@@ -1,0 +1,51 @@
+"""The stages of dealt streams without a card: a stand-in for the engine, the real control flow; and what rows make of
+bits that differ, times, and passes that were not dealt."""
+
+import json
+
+from tests.e2e import pieces_stage
+from tests.e2e.test_scripts import machine, rows_of  # noqa: F401
+
+
+def test_bits_of_dealt_streams(machine):  # noqa: F811
+    ended = machine("streams2_same", "--jobs", "3", FAKE_UNLIKE="same_dealt_streams2")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    path = machine.out / "stage_streams2_same.json"
+    stage = json.loads(path.read_text())
+    assert "DSV4_SM120_SET=dealt_streams=on" in stage["cases"]["same_dealt_streams2"]["command"]
+    assert "DSV4_SM120_SET" not in stage["cases"]["same_kept_streams2"]["command"]
+    told = {(s["run"], s["against"]): (s["answers"], s["differ"]) for s in stage["sames"]}
+    of_four = 4 * 2 + 8  # prompts alone, twice; 8 at once
+    assert told == {
+        ("same_dealt_streams2", "same_kept_streams2"): (of_four, 8),
+        ("same_dealt_streams2", "same_dealt_streams2"): (of_four, 0),
+        ("same_kept_again2", "same_kept_streams2"): (of_four, 0),
+    }
+    rows = [row for row in rows_of(path) if row["bar"] is not None and "passes" in row["metric"]]
+    assert sorted((row["value"], row["met"]) for row in rows) == [(0, True)] * 3
+
+
+def test_an_engine_whose_passes_were_whole_has_shown_nothing(machine):  # noqa: F811
+    machine("streams2_same", "--only", "same_dealt_streams2", FAKE_PASSES="3")
+    [row] = [row for row in rows_of(machine.out / "stage_streams2_same.json") if "passes" in row["metric"]]
+    assert (row["value"], row["bar"], row["met"]) == (5, 0, False)
+
+
+def test_times_of_dealt_streams(machine):  # noqa: F811
+    ended = machine("streams2_43")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    path = machine.out / "stage_streams2_43.json"
+    cases = json.loads(path.read_text())["cases"]
+    assert tuple(cases) == (
+        *("dealt_streams2_43", "kept_streams2_43", "dealt_streams2_43_no_peers", "kept_streams2_43_no_peers"),
+    )
+    for name, case in cases.items():
+        assert ("NCCL_P2P_DISABLE=1" in case["command"]) is name.endswith("_no_peers")
+        assert ("dealt_streams=on" in case["command"]) is name.startswith("dealt")
+        assert set(case["prompts"]) == set(pieces_stage.SHAPES)
+    found = {(r["case"], r["metric"], r["impl"]): r for r in rows_of(path)}
+    impl = "ours, two cards, NCCL through host memory, streams dealt"
+    share = found["flash43, 16 experts, a prompt of 32,000 tokens", "time to all first tokens, of the whole's", impl]
+    assert share["bar"] == 1.0 and 0.2 < share["value"] < 5
+    by_nvlink = impl.replace("through host memory", "by NVLink")
+    assert found["dealt_streams2_43", "passes dealt on each card, missing to 4", by_nvlink]["met"]
