@@ -122,6 +122,19 @@ def test_sglang_may_turn_it_off():
     assert (said["state"], said["detail"]) == ("turned off by SGLang", "W it is incompatible with that")
 
 
+@pytest.mark.parametrize(
+    ("log", "state"),
+    [
+        ("capture ends\nW it is incompatible with that\n", "same bits"),
+        ("W it is incompatible with that\n", "turned off by SGLang"),
+        ("", "did not act"),
+    ],
+)
+def test_what_sglang_turns_off_for_a_draft_model_alone_is_on(log, state):
+    feature = replace(FEATURE, acts=("capture ends",), off="is incompatible")
+    assert judge(feature, BASE, log=log)["state"] == state
+
+
 def test_a_check_that_is_not_so_is_a_defect():
     bad = step("pause", checks=[{"what": "it was paused", "ok": False}])
     assert judge(FEATURE, found(BASE["steps"][0], bad))["state"] == "differs"
