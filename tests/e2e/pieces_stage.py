@@ -14,7 +14,7 @@ SAMES = [
     ("yardstick: two cards, sums whole, two processes", AGAIN, WHOLE),
 ]
 PROMPTS = ["--prompts", "2100,4100,8200,20001", "--batches", "8", "--graph-bs", "1", "8"]
-SHAPES = {"1x8192": "a prompt of 8,192", "1x32000": "a prompt of 32,000", "8x1024": "8 prompts of 1,024"}
+SHAPES = ("1x8192", "1x32000", "8x1024")  # prompts at once, tokens of each
 PEERS = {"": "NCCL by NVLink", "_no_peers": "NCCL through host memory"}
 TIMED = {
     **{f"{how}2_43{peers}": (how, peers) for peers in PEERS for how in ("pieces", "whole")},
@@ -81,7 +81,9 @@ def rows(cases, row):
 
 
 def case_of(at):
-    return f"flash43, 16 experts, {SHAPES[at]} tokens"
+    """at: a key of SHAPES, or of another stage's of the same form."""
+    count, length = map(int, at.split("x"))
+    return f"flash43, 16 experts, {'a prompt' if count == 1 else f'{count} prompts'} of {length:,} tokens"
 
 
 def _in_pieces(name, reports, row):

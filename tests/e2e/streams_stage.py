@@ -1,5 +1,6 @@
 """The stages `streams2_same` and `streams2_43` of run_stage.py: a prompt's residual streams dealt to two cards, and all
-on both. To the last bit, at six layers; and the time to the first token, over NVLink and through host memory."""
+on both. To the last bit, at six layers; and the time to the first token, over NVLink and through host memory, over
+NVLink beside stock's."""
 
 import pieces_stage
 
@@ -14,7 +15,10 @@ SAMES = [
     ("yardstick: two cards, streams kept whole, two processes", AGAIN, KEPT),
 ]
 TIMED = {f"{how}_streams2_43{peers}": (how, peers) for peers in pieces_stage.PEERS for how in WORDS}
+STOCK = "stock_streams2_43"
+SHAPES = (*pieces_stage.SHAPES, "32x1024")
 MOST = 1.0  # of the whole's time to the first token of 8,192 and more: reckoned 0.97 by NVLink, 0.98 through the host
+MOST_OF_STOCK = dict.fromkeys(("1x32000", "8x1024", "32x1024"), 0.8)  # slower of each, over NVLink
 # prompts alone, twice, and 8 at once; two rounds of 1, 4 and 1 passes. Reports are written at powers of two
 PASSES = {DEALT: 8, **{name: 4 for name, (how, _) in TIMED.items() if how == "dealt"}}
 IMPLEMENTATIONS = {
@@ -22,6 +26,7 @@ IMPLEMENTATIONS = {
     KEPT: "ours, two cards, streams kept whole",
     AGAIN: "ours, two cards, streams kept whole, another process",
     **{name: f"ours, two cards, {pieces_stage.PEERS[peers]}, {WORDS[how]}" for name, (how, peers) in TIMED.items()},
+    STOCK: f"SGLang stock (Hopper kernels), two cards, {pieces_stage.PEERS['']}",
 }
 
 
@@ -29,7 +34,7 @@ def stages(make, timed, same, sets, ours, no_peers):
     """timed, same: options of the two kinds of engines, over two cards."""
     on = {"DSV4_SM120_SET": f"{SETTING}=on"}
     timed = [*timed, *sets(json_model_override_args='{"n_routed_experts": 16}'), "--mem", "0.97", "--rounds", "2"]
-    timed += ["--phases", "prompts", "--shapes", *pieces_stage.SHAPES, "--max-total-tokens", "100000"]
+    timed += ["--phases", "prompts", "--shapes", *SHAPES, "--max-total-tokens", "100000"]
     same = [*same, *pieces_stage.PROMPTS]
     return {
         "streams2_same": [
@@ -38,21 +43,26 @@ def stages(make, timed, same, sets, ours, no_peers):
             make(AGAIN, same, environment=ours),
         ],
         "streams2_43": [
-            make(
-                name,
-                timed,
-                environment=ours | (on if how == "dealt" else {}) | (no_peers if peers else {}),
-                takes_turns=True,
-            )
-            for name, (how, peers) in TIMED.items()
+            *(
+                make(
+                    name,
+                    timed,
+                    environment=ours | (on if how == "dealt" else {}) | (no_peers if peers else {}),
+                    takes_turns=True,
+                )
+                for name, (how, peers) in TIMED.items()
+            ),
+            make(STOCK, timed, patched=False, takes_turns=True),
         ],
     }
 
 
 def rows(cases, row):
     """collect.py's rows of the cases of a stage. row: its maker of rows."""
-    found = [_passes(name, case["reports"], row) for name, case in cases.items() if name in IMPLEMENTATIONS]
-    for name, (how, peers) in TIMED.items():
+    ours = [name for name in cases if name in IMPLEMENTATIONS and name != STOCK]
+    found = [_passes(name, cases[name]["reports"], row) for name in ours]
+    stock = cases.get(STOCK, {}).get("prompts", {})
+    for name, (how, peers) in (TIMED | {STOCK: ("stock", "")}).items():
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         kept = cases.get(f"kept_streams2_43{peers}", {}).get("prompts", {})
         for at, seen in times.items():
@@ -62,9 +72,14 @@ def rows(cases, row):
                 for metric, key in pieces_stage.METRICS.items()
                 if key in seen
             ]
+            if how == "kept" and not peers and at in MOST_OF_STOCK:
+                slower = "first_token_ms_worst"
+                share = seen[slower] / stock[at][slower] if at in stock else None
+                metric = "time to all first tokens, slower of each, of stock's"
+                found.append(row(what, impl, metric, share, MOST_OF_STOCK[at], ISSUE))
             if how == "dealt":  # a bar without what it is of is missed
                 share = seen["first_token_ms"] / kept[at]["first_token_ms"] if at in kept else None
-                bar = MOST if at != "8x1024" else None
+                bar = MOST if at.startswith("1x") else None
                 found.append(row(what, impl, "time to all first tokens, of the whole's", share, bar, ISSUE))
     return found
 

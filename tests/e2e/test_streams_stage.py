@@ -3,6 +3,8 @@ bits that differ, times, and passes that were not dealt."""
 
 import json
 
+import pytest
+
 from tests.e2e import pieces_stage
 from tests.e2e.test_scripts import machine, rows_of  # noqa: F401
 
@@ -38,14 +40,31 @@ def test_times_of_dealt_streams(machine):  # noqa: F811
     cases = json.loads(path.read_text())["cases"]
     assert tuple(cases) == (
         *("dealt_streams2_43", "kept_streams2_43", "dealt_streams2_43_no_peers", "kept_streams2_43_no_peers"),
+        "stock_streams2_43",
     )
     for name, case in cases.items():
         assert ("NCCL_P2P_DISABLE=1" in case["command"]) is name.endswith("_no_peers")
         assert ("dealt_streams=on" in case["command"]) is name.startswith("dealt")
-        assert set(case["prompts"]) == set(pieces_stage.SHAPES)
+        assert set(case["prompts"]) == {*pieces_stage.SHAPES, "32x1024"}
     found = {(r["case"], r["metric"], r["impl"]): r for r in rows_of(path)}
     impl = "ours, two cards, NCCL through host memory, streams dealt"
     share = found["flash43, 16 experts, a prompt of 32,000 tokens", "time to all first tokens, of the whole's", impl]
     assert share["bar"] == 1.0 and 0.2 < share["value"] < 5
     by_nvlink = impl.replace("through host memory", "by NVLink")
     assert found["dealt_streams2_43", "passes dealt on each card, missing to 4", by_nvlink]["met"]
+    of_stock = {k: r for k, r in found.items() if k[1].endswith("of stock's")}
+    assert {k[2] for k in of_stock} == {"ours, two cards, NCCL by NVLink, streams kept whole"}
+    assert {k[0].partition("experts, ")[2] for k in of_stock} == {
+        *("a prompt of 32,000 tokens", "8 prompts of 1,024 tokens", "32 prompts of 1,024 tokens"),
+    }
+    stock = "SGLang stock (Hopper kernels), two cards, NCCL by NVLink"
+    slower = "time to all first tokens, ms, worst"
+    for (case, _, ours), row in of_stock.items():
+        times = [found[case, slower, impl]["value"] for impl in (ours, stock)]
+        assert row["bar"] == 0.8 and row["value"] == pytest.approx(times[0] / times[1])
+
+
+def test_without_stock_its_bars_are_missed(machine):  # noqa: F811
+    machine("streams2_43", "--only", "kept_streams2_43")
+    rows = [row for row in rows_of(machine.out / "stage_streams2_43.json") if row["metric"].endswith("of stock's")]
+    assert [(row["value"], row["met"]) for row in rows] == [(None, False)] * 3
