@@ -17,6 +17,7 @@ from deepseek_v4_sm120.sglang_patches.names import ATTENTION, EXTENSION, MODEL, 
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
 from deepseek_v4_sm120.sglang_patches.rows.mhc import DEALT_STREAMS, FUSION_MODULE, MHC, SUMS_IN_PIECES
+from deepseek_v4_sm120.sglang_patches.rows.sampling import REPRODUCIBLE_SAMPLING
 from deepseek_v4_sm120.sglang_patches.rows.wo_a import INIT_PARAMETERS, WO_A
 
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
@@ -474,7 +475,7 @@ TABLE = Table(
     reviewed=functools.partial(ledger.read, LEDGER),
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
-        *(REPRODUCIBLE_HEAD, REPRODUCIBLE_ARGUMENTS),
+        *(REPRODUCIBLE_HEAD, REPRODUCIBLE_SAMPLING, REPRODUCIBLE_ARGUMENTS),
         *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, DRAFT_HEAD, WO_A, MHC, SUMS_IN_PIECES),
         *(DEALT_STREAMS, COMPRESSOR, ALL_REDUCE),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),

@@ -110,7 +110,7 @@ NOT_DEALT = EVERY_CALL | NO_SCHEDULE
 DEALT = NOT_DEALT | {"DSV4_SM120_SET": "dealt_index=on"}
 DEALT_PROMPTS = ["--variant", "flash6h", "--prompts", "20001,32000", "--repeat", "2", "--new", "32"]
 DEALT_PROMPTS += ["--phases", "answer", "--batches", "--graph-bs", "1", "--batch-prompts", "", *TWO_CARDS]
-DEALT_PROMPTS += ["--max-total-tokens", "400000", "--mem", "0.95"]  # two fit beside each other, and chunks their windows
+DEALT_PROMPTS += ["--max-total-tokens", "400000", "--mem", "0.95"]  # two fit, and chunks their windows
 DEALT_TIMED = [*SIDE_BY_SIDE, "--bs", "1", "--phases", "bench", "prefill", *TWO_CARDS]
 # one order of sums, whatever the batch, the chunks and the prefix cache; SGLang's own tests retract by a variable
 REPRODUCIBLE = {"DSV4_SM120_SET": "reproducible=on"}

@@ -13,7 +13,8 @@ from deepseek_v4_sm120.settings import REPORT
 
 # whose originals have another order of sums for another number of rows; compressors have not, sums tell themselves
 REPRODUCIBLE = (
-    *("sparse_decode", "index_select", "mxfp4_moe", "fp8_linear", "wo_a", "bf16_linear", "mhc", "reproducible_head"),
+    *("sparse_decode", "index_select", "mxfp4_moe", "fp8_linear", "wo_a", "bf16_linear", "mhc"),
+    *("reproducible_head", "reproducible_sampling"),
 )
 NOT_REPRODUCIBLE = "NOT REPRODUCIBLE"  # in a note of sglang_patches/adapters/all_reduce.py
 FLASHINFER_WITHOUT_KERNEL = "0.5.15"  # its pin lacks the attention kernel that its default imports

@@ -1,0 +1,37 @@
+"""The row of table.py that is the sampling's, of a reproducible server."""
+
+from deepseek_v4_sm120.patching.contract import Parameters
+from deepseek_v4_sm120.patching.spec import Patch
+from deepseek_v4_sm120.sglang_patches.names import targets_of
+
+SAMPLER = "sglang.srt.layers.sampler:Sampler"
+PROBS = Parameters(("self", "probs", "sampling_info", "positions", "simple_sampling_case"))
+VERIFY = ("verify_input", "batch", "logits_output")
+MASK, GRAMMAR_MASK, UNO = "vocab_mask=None", "grammar_mask=None", "uno_target_max_top_k=None"
+WATERMARK = ("*", "watermark_state=None", "watermark_full_mask=True")
+EAGLE_SAMPLE = "sglang.srt.speculative.eagle_utils:eagle_sample"
+
+_sampling = targets_of("sampling")
+
+
+def _eagle(more: tuple[str, ...], sglang: str):
+    return _sampling(EAGLE_SAMPLE, "eagle_sample", Parameters((*VERIFY, *more)), sglang)
+
+
+REPRODUCIBLE_SAMPLING = Patch(
+    name="reproducible_sampling",
+    why="one request that samples makes the greedy ones beside it sampled, too: of equal logits one is drawn, and "
+    "their log-probabilities have other bits. Under a mixed load on two H200 six of eight greedy answers were others "
+    "than alone",
+    targets=(
+        _sampling(f"{SAMPLER}.__init__", "sampler_init", Parameters(("self",)), ">=0.5.17,<0.6"),
+        _sampling(f"{SAMPLER}._sample_from_probs", "sample_from_probs", PROBS, ">=0.5.14,<0.6"),
+        _eagle((MASK,), ">=0.5.14,<0.5.17"),
+        _eagle((GRAMMAR_MASK,), ">=0.5.17,<0.5.20"),
+        _eagle((GRAMMAR_MASK, UNO), ">=0.5.20,<0.5.22"),
+        _eagle((GRAMMAR_MASK, UNO, *WATERMARK), ">=0.5.22,<0.6"),
+    ),
+    default="reproducible",
+    absent="0.5.12 and 0.5.13 were not looked at",
+    retire="when SGLang takes a greedy request's argmax in every batch",
+)
