@@ -238,7 +238,7 @@ def _launch(x, out, group: AllReduce, algorithm: str, tag: int, **further) -> No
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def algorithm_for(rows: int, ranks: int) -> str:
     """One hop for few rows, and always between two cards, where two hops move as many bytes."""
     return "one_shot" if rows <= (ONE_SHOT_ROWS if ranks == 2 else 8) else "two_shot"

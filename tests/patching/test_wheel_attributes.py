@@ -60,6 +60,7 @@ NORM = f"{SRT}.layers.layernorm:RMSNorm"
 STAGES = tuple(f"{DSPARK.partition(':')[0]}:{name}" for name in ("DSparkV4Stage", "DSparkV4CudaStage"))
 ANY_LAYER = ((LAYER,), (CUDA_LAYER,), (STAGES[0],), (STAGES[1],))
 LAST_STAGE = tuple((DSPARK_SINCE, stage) for stage in STAGES)
+VERIFIED = ("eagle_info:Eagle", "ngram_info:Ngram", "frozen_kv_mtp_info:FrozenKVMTP")
 PREFILL = ">=0.5.13,<0.5.16"  # what paged_prefill reads
 
 # adapter -> what an object is called there -> the kinds of objects that it may be, each the places that give it its
@@ -159,6 +160,14 @@ OBJECTS = {
         "original": ((f"{DISPATCHER}:StandardCombineInput",),),
         "sys.modules[type(dispatch_output).__module__]": ((DISPATCHER,),),
         "_serve:routed": ((f"{MOE}.topk:StandardTopKOutput",),),
+    },
+    "sampling": {
+        "verify_input": tuple((f"{SRT}.speculative.{kind}VerifyInput",) for kind in VERIFIED),
+        "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
+        "batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
+        "info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
+        "sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
+        "logits_output": ((f"{SRT}.layers.logits_processor:LogitsProcessorOutput",),),
     },
     "scheduling": {"running_batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),)},
     "sparse_decode": {
