@@ -23,6 +23,7 @@ EXPERTS = {"n_routed_experts": 16}  # small engines: many fit a card
 HOST_POOLS_S = 300.0  # limit of an engine whose pools in host memory are page-locked at its start, 9 s each
 DISK = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 ERROR = re.compile(r"^(?:\[[^\]]*\] )?\s*((?:\w+\.)*\w*(?:Error|Exception): .+)$")
+PLACE = re.compile(r"/[\w./-]*/(?=sglang/)")  # where SGLang happened to be installed
 TRACEBACK = "Traceback (most recent call last)"
 # what became of a feature -> is it a defect of ours, or may be
 STATES = {
@@ -338,7 +339,8 @@ def quote(log: str) -> str:
     _, _, behind = log.partition(TRACEBACK)
     lines = (behind or log).splitlines()
     found = next((match[1] for line in lines if (match := ERROR.match(line))), "")
-    return found[:300] or next((line.strip()[:300] for line in reversed(lines) if line.strip()), "nothing in its log")
+    said = found or next((line.strip() for line in reversed(lines) if line.strip()), "nothing in its log")
+    return PLACE.sub("", said)[:300]
 
 
 def answers_of(found: dict, steps: tuple) -> list[tuple[str, str, dict]]:

@@ -125,12 +125,18 @@ def compare_answers(harness, ours, theirs):
     return rows
 
 
+def of_stage(pairs, arguments):
+    """Those whose run is an engine of the stage: calls of other stages may leave answers in the same folder."""
+    names = {case.name for case in STAGES[arguments.stage]}
+    return [pair for pair in pairs if pair[1] in names]
+
+
 def differences(arguments):
     sys.path.insert(0, str(arguments.harness))
     import run_engine as harness
 
     found = []
-    for what, ours, theirs in DIFFERENCES:
+    for what, ours, theirs in of_stage(DIFFERENCES, arguments):
         a, b = (read_json(arguments.work / f"{name}.json") for name in (ours, theirs))
         if a and b:
             found.append({"what": what, "run": ours, "against": theirs, "rows": compare_answers(harness, a, b)})
@@ -140,7 +146,7 @@ def differences(arguments):
 def texts(arguments):
     """By part: answers, those that differ, and the first token that does."""
     found = []
-    for what, speculating, plain in TEXTS:
+    for what, speculating, plain in of_stage(TEXTS, arguments):
         a, b = (read_json(arguments.work / f"{name}_text.json") for name in (speculating, plain))
         if not (a and b):
             continue
@@ -158,7 +164,7 @@ def texts(arguments):
 def sames(arguments):
     """Of the pairs of SAMES that ran: answers, those of which a bit differs, the greatest difference of a number."""
     found = []
-    for what, run, against in SAMES:
+    for what, run, against in of_stage(SAMES, arguments):
         a, b = (read_json(arguments.work / f"{name}_same.json") for name in (run, against))
         if not (a and b):
             continue

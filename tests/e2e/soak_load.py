@@ -96,6 +96,19 @@ def said(answer: Answer, same: str) -> tuple:
     return (tuple(answer.ids), tuple(answer.logprobs) if same == "bits" else ())
 
 
+def unlike(answer: tuple, alone: tuple) -> str:
+    """How what was `said` differs from what was said alone; "" where it does not."""
+    (ids, logprobs), (alone_ids, alone_logprobs) = answer, alone
+    if ids != alone_ids:
+        pairs = zip(ids, alone_ids, strict=False)
+        first = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(alone_ids)))
+        return f"another text from token {first} on"
+    if logprobs != alone_logprobs:
+        greatest = max((abs(a - b) for a, b in zip(logprobs, alone_logprobs, strict=False)), default=float("nan"))
+        return f"the same text, log-probabilities up to {greatest:.2g} apart"
+    return ""
+
+
 @dataclass
 class Seen:
     """What a load has brought; JSON-able but for `lock`."""
@@ -249,10 +262,10 @@ class Load:
     def marker(self, number: int, where: str):
         index = number // len(KINDS) % len(MARKERS)
         answer = self.ask_marker(index)
-        differs = said(answer, self.spec.same) != self.spec.answers[index]
+        how = unlike(said(answer, self.spec.same), self.spec.answers[index])
         with self.seen.lock:
             self.seen.markers += 1
-            self.seen.markers_differ += [f"prompt of {MARKERS[index]} tokens, request {number}"] * differs
+            self.seen.markers_differ += [f"prompt of {MARKERS[index]} tokens, request {number}: {how}"] if how else []
         return self.whole(answer, MARKER_NEW, where)
 
     def ask_marker(self, index: int) -> Answer:

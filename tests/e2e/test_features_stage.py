@@ -388,3 +388,8 @@ def test_the_page_without_results_says_what_is_asked(monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "REPO", tmp_path)
     assert page.main(["--check"]) == 1 and page.main([]) == 0 and page.main(["--check"]) == 0
     assert os.listdir(tmp_path) == ["features.md"]
+
+
+def test_a_place_of_the_machine_is_not_quoted():
+    log = "Traceback (most recent call last)\nRuntimeError: no match at /tmp/some/where/site/sglang/kernels/a.cuh:112\n"
+    assert stage.quote(log) == "RuntimeError: no match at sglang/kernels/a.cuh:112"

@@ -407,3 +407,16 @@ def test_the_plugin_sees_our_words_caches_and_lists(tmp_path, monkeypatch):
     knobs.compilation.listener(src=kernel, metadata={"name": "k"}, metadata_group={}, times=times, cache_hit=False)
     (line,) = (tmp_path / "watch").glob("*.compiles")
     assert json.loads(line.read_text())[1:] == ["k", True, True, 2.4] and len(heard) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "how"),
+    [
+        (((1, 2, 3), (-1.0, -2.0)), ""),
+        (((1, 5, 3), (-1.0, -2.0)), "another text from token 1 on"),
+        (((1, 2), (-1.0, -2.0)), "another text from token 2 on"),
+        (((1, 2, 3), (-1.0, -2.25)), "the same text, log-probabilities up to 0.25 apart"),
+    ],
+)
+def test_how_a_marker_differs(answer, how):
+    assert soak_load.unlike(answer, ((1, 2, 3), (-1.0, -2.0))) == how

@@ -27,6 +27,13 @@ def test_bits_of_dealt_streams(machine):  # noqa: F811
     assert sorted((row["value"], row["met"]) for row in rows) == [(0, True)] * 3
 
 
+def test_a_stage_does_not_tell_of_another_ones_answers(machine):  # noqa: F811
+    machine("streams2_same", "--jobs", "3")
+    machine("pieces2_same", "--only", "same_whole2")
+    assert json.loads((machine.out / "stage_pieces2_same.json").read_text())["sames"] == []
+    assert json.loads((machine.out / "stage_streams2_same.json").read_text())["sames"] != []
+
+
 def test_an_engine_whose_passes_were_whole_has_shown_nothing(machine):  # noqa: F811
     machine("streams2_same", "--only", "same_dealt_streams2", FAKE_PASSES="3")
     [row] = [row for row in rows_of(machine.out / "stage_streams2_same.json") if "passes" in row["metric"]]
