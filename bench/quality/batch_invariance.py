@@ -5,7 +5,8 @@ A server that passes gives a user the same text whatever else it is doing. Stock
 choose other splits for other batches. Parting at a tie is stated and, unless --strict, is no fault.
 
 The others are streamed: the prompt is sent when each has its first token, and none may have its last before the prompt
-has its own. A server that runs fewer at once leaves the gate incomplete.
+has its own. A server that runs fewer at once leaves the gate incomplete. Half of them are sampled (`--sampled`): as
+SGLang comes, one such request has the greedy ones beside it sampled, too, so that of equal logits any may be chosen.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint, Interval
 
 NAME = "batch-invariance"
+TEMPERATURE = 1.0  # of those that are sampled
 LONGER = 4  # times as many tokens are asked of the others, so that they are still at work when the prompt's answer ends
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--others", type=int, default=31)
+    parser.add_argument("--sampled", type=int, help="of the others, with a temperature (default: half of them)")
     parser.add_argument("--num-prompts", type=int, default=4)
     parser.add_argument("--length", type=int, default=200)
     parser.add_argument("--new", type=int, default=64)
@@ -35,9 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def among_others(
-    endpoint: Endpoint, prompt: list[int], others: list[list[int]], new: int, top: int
+    endpoint: Endpoint, prompt: list[int], others: list[list[int]], new: int, top: int, sampled: int
 ) -> tuple[Answer, list[Answer], int]:
-    """(the answer to `prompt` asked while `others` are being decoded, theirs, how many of them ran all the while)."""
+    """(the answer to `prompt` asked while `others` are being decoded, the first `sampled` of them with a temperature;
+    theirs; how many of them ran all the while)."""
     news, begun, ended = threading.Condition(), set(), []
 
     def other(index: int) -> tuple[Answer, Interval]:
@@ -47,7 +51,8 @@ def among_others(
                 news.notify_all()
 
         try:
-            return endpoint.stream(others[index], LONGER * new, ignore_eos=True, on_token=arrived)
+            temperature = TEMPERATURE if index < sampled else 0.0
+            return endpoint.stream(others[index], LONGER * new, True, arrived, temperature)
         finally:
             with news:
                 ended.append(index)
@@ -62,6 +67,10 @@ def among_others(
         end_s = time.monotonic()
         found = [one.result() for one in waiting]
     return answer, [one for one, _ in found], in_flight.around([times for _, times in found], begin_s, end_s)
+
+
+def sampled_of(options: argparse.Namespace) -> int:
+    return options.others // 2 if options.sampled is None else options.sampled
 
 
 def logprob_difference(first: Answer, second: Answer) -> float:
@@ -108,7 +117,9 @@ class Comparison:
         if self.faults > before:  # answers that are none need no comparison
             return
         greedy.forget(self.endpoint)
-        crowded, theirs, company = among_others(self.endpoint, prompt, others, options.new, top=1)
+        crowded, theirs, company = among_others(
+            self.endpoint, prompt, others, options.new, top=1, sampled=sampled_of(options)
+        )
         self.look(crowded, options.new, f"prompt {index}, among {options.others} others")
         for number, answer in enumerate(theirs):
             self.look(answer, LONGER * options.new, f"prompt {index}, other {number}", logprobs=False)
@@ -131,6 +142,9 @@ def run(options: argparse.Namespace) -> Verdict:
     endpoint = endpoint_of(options)
     at_least(NAME, 1, others=options.others, num_prompts=options.num_prompts, length=options.length)
     at_least(NAME, 2, new=options.new)
+    at_least(NAME, 0, sampled=sampled_of(options))
+    if sampled_of(options) > options.others:
+        raise ValueError(f"{NAME}: --sampled must be at most --others, {options.others}, got {options.sampled}")
     lengths = [options.length + 61 * index for index in range(options.num_prompts)]
     prompts = greedy.prompts_for(endpoint, options.prompts, lengths, options.seed)
     others_lengths = [max(8, options.length // 2 + 23 * (index % 19)) for index in range(options.others)]
@@ -142,11 +156,13 @@ def run(options: argparse.Namespace) -> Verdict:
         "prompts": len(prompts),
         "ties": found.ties,
         "ran_at_once": found.company + 1,
+        "sampled": sampled_of(options),
         "logprob_difference_max": found.worst,
         "logprob_difference_alone_max": found.own,
     }
     summary = (
-        f"{len(prompts)} prompts alone and among {options.others} others: {found.faults} "
+        f"{len(prompts)} prompts alone and among {options.others} others ({sampled_of(options)} sampled): "
+        f"{found.faults} "
         + ("differences" if options.strict else f"differences wider than a tie ({options.tie:g})")
         + ", greatest difference of a log-probability before that "
         + f"{found.worst:.4g} (alone twice: {found.own:.4g})"

@@ -305,12 +305,14 @@ class Endpoint:
         max_new_tokens: int,
         ignore_eos: bool = False,
         on_token: Callable[[], None] | None = None,
+        temperature: float = 0.0,
     ) -> tuple[Answer, Interval]:
         """`generate`, streamed: the answer, and when its first and last tokens came. `on_token` is called with each
-        event that brings one.
+        event that brings one; above 0 `temperature` has the answer sampled.
         """
         what, whole, first, last = f"{self.url}/generate", Answer([], ""), None, None
         body = self.generate_body(prompt, max_new_tokens, 0, ignore_eos) | {"stream": True}
+        body["sampling_params"]["temperature"] = temperature
         for event in self.events("/generate", body):
             now, had = time.monotonic(), len(whole.ids)
             whole = whole.followed_by(Answer.of(event, what))

@@ -53,7 +53,7 @@ DEFAULTS = (
         why="every card makes the boundaries of all rows of a prompt and keeps their streams, 32 KB a row. Dealt to "
         "the cards, with a reduce-scatter and an all-gather in place of each sum, each of the one to three sets of "
         "streams that a pass holds takes 134 MB less of 268 at two cards, 201 at four (8,192 rows). Faster over "
-        "NVLink, slower through host memory. The same bits at two cards; above, NCCL's additions may change their order",
+        "NVLink, slower through host memory. The same bits at two cards; above, NCCL may add in another order",
         source="[R] all releases' models, embeddings and groups; [M] by us, on two H200: 32,000 tokens 1,497 ms for "
         "1,527 over NVLink, 2,300 for 2,223 through host memory",
         sglang=">=0.5.13,<0.6",

@@ -62,6 +62,8 @@ def test_a_server_that_says_the_key_back(serve, run, tmp_path, capsys):  # noqa:
         ("speculation-equality", ["--new", "1"], "--new must be at least 2"),
         ("batch-invariance", ["--num-prompts", "0"], "--num-prompts must be at least 1"),
         ("batch-invariance", ["--others", "0"], "--others must be at least 1"),
+        ("batch-invariance", ["--sampled", "-1"], "--sampled must be at least 0"),
+        ("batch-invariance", ["--others", "7", "--sampled", "8"], "--sampled must be at most --others, 7"),
         ("batch-invariance", ["--tie", "inf"], "--tie must be a finite number"),
         ("needle", ["--repeats", "0"], "--repeats must be at least 1"),
         ("needle", ["--lengths", "0"], "--lengths must be at least 1"),

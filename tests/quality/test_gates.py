@@ -70,6 +70,7 @@ def test_a_right_server_passes(gate, run, serve, capsys):
         ("speculation-equality", "frozen", "concurrency 1, prompt"),
         ("speculation-equality", "foreign_script", "below the best 20"),
         ("batch-invariance", "batch_variant", "among 31 others chose"),
+        ("batch-invariance", "sampled_beside", "among 31 others chose"),
         ("needle", "forgets", "I do not know"),
         ("arithmetic", "bad_math", "expected"),
         ("corruption-soak", "foreign_script", "foreign script"),
@@ -190,6 +191,13 @@ def test_batch_invariance_strict_minds_a_log_probability(run, serve, monkeypatch
     code, found = run("batch-invariance", server, "--strict")
     assert code == gates.FAILED and found["figures"]["logprob_difference_max"] == pytest.approx(1e-3)
     assert server.engine.max_active == 32
+
+
+def test_batch_invariance_beside_greedy_requests_alone(run, serve):
+    server = serve("sampled_beside", **PACE)
+    code, found = run("batch-invariance", server, "--sampled", "0")
+    assert (code, found["figures"]["sampled"]) == (gates.PASSED, 0)
+    assert run("batch-invariance", server, "--sampled", "1")[0] == gates.FAILED
 
 
 def test_random_weights_have_no_quality_verdict(run, serve):

@@ -18,6 +18,7 @@ FAULTS = {
     "spec_corrupt": "with eight requests and more in flight, a token of some answers is another one",
     "tie_flip": "takes the second token where two are exactly as likely",
     "batch_variant": "answers depend on how many requests are in flight",
+    "sampled_beside": "a greedy answer is drawn where a request beside it is",
     "forgets": "does not find what stands in the first half of a long prompt",
     "bad_math": "every answer is one too high",
     "foreign_script": "Chinese words in English text",
@@ -172,6 +173,8 @@ class Engine:
             if "spec_corrupt" in self.faults and self.active >= 8 and position == 5 and top[0][0] - top[7][0] > 1:
                 logprob, token = top[7]
             if "batch_variant" in self.faults and self.active >= 4 and position >= 3:
+                logprob, token = top[1 + position % 3]
+            if "sampled_beside" in self.faults and position >= 3 and self.requests.any_samples():
                 logprob, token = top[1 + position % 3]
             if "foreign_script" in self.faults and position % 9 == 8:
                 token = token_of(" " + FOREIGN[position % 3])

@@ -17,10 +17,11 @@ MAX_TOKENS = 100_000
 
 @dataclass(eq=False)
 class Live:
-    """A request that runs. `tokens`: of the KV cache that it holds."""
+    """A request that runs. `tokens`: of the KV cache that it holds; `samples`: it has a temperature."""
 
     rid: str
     tokens: int
+    samples: bool = False
     is_aborted: threading.Event = field(default_factory=threading.Event)
 
 
@@ -32,8 +33,8 @@ class Requests:
         self.live: list[Live] = []
         self.held = self.cancelled = 0
 
-    def begin(self, rid: str | None, tokens: int) -> Live:
-        found = Live(rid or f"own-{next(self.names)}", tokens)
+    def begin(self, rid: str | None, tokens: int, samples: bool = False) -> Live:
+        found = Live(rid or f"own-{next(self.names)}", tokens, samples)
         with self.lock:
             self.live.append(found)
         return found
@@ -42,6 +43,10 @@ class Requests:
         with self.lock:
             self.live.remove(live)
             self.cancelled += cancelled
+
+    def any_samples(self) -> bool:
+        with self.lock:
+            return any(one.samples for one in self.live)
 
     def abort(self, rid: str, abort_all: bool = False) -> None:
         """As in SGLang's scheduler: every request whose id begins with `rid`."""

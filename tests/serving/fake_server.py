@@ -171,7 +171,8 @@ class Handler(BaseHTTPRequestHandler):
         if said := self.wrong(body):
             return self.refuse(said)
         ids = body["input_ids"] if "input_ids" in body else self.engine.tokens.ids(body["text"])
-        live = self.engine.requests.begin(body.get("rid"), len(ids))
+        samples = body.get("sampling_params", {}).get("temperature", 1) > 0
+        live = self.engine.requests.begin(body.get("rid"), len(ids), samples)
         send = None
         try:
             with self.engine.batch:
