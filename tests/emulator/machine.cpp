@@ -84,6 +84,7 @@ std::string place_of(const Warp& warp, uint32_t pc) {
 void Machine::choose(const Choices& choices) {
   choices_ = choices;
   random_.seed(choices.seed);
+  weak.choose(choices.is_weak, choices.seed);
 }
 
 int Machine::blocks_that_fit(uint32_t threads, uint32_t shared) const {
@@ -104,6 +105,7 @@ void Machine::launch(int card, std::unique_ptr<Grid> grid) {
 void Machine::clear() {
   cards_.clear();
   resident_.clear();
+  weak.clear();
 }
 
 void Machine::check(uint64_t at, uint32_t bytes, bool writes) {
@@ -135,6 +137,7 @@ bool Machine::place(int number_of_card, Grid& grid) {
       continue;
     m.shared += shared, m.threads += padded, m.blocks += 1;
     auto block = std::make_unique<Block>();
+    if (weak.on) block->stores = weak.begin(grid, padded);
     const uint64_t number = grid.begun++;
     block->grid = &grid, block->multiprocessor = static_cast<int>(which);
     block->x = number % grid.blocks[0], block->y = number / grid.blocks[0] % grid.blocks[1], block->z = number / grid.blocks[0] / grid.blocks[1];
@@ -235,12 +238,14 @@ void Machine::end(Card& card, size_t resident) {
   std::swap(resident_[resident], resident_.back());
   resident_.pop_back();
   if (grid.is_over()) {
+    if (weak.on) weak.end(grid);
     for (auto& one : resident_) {  // who waited for this grid goes on
       if (one.second->grid->before != &grid) continue;
       for (auto& warp : one.second->warps)
         for (size_t p = 0; p < warp->parked.size();) {
           if (warp->parked[p].why == Wait::kGrid) {
             Group group = warp->parked[p].group;
+            if (weak.on) each(group.mask, [&](int l) { weak.settle(*one.second->stores, warp->thread(l)); });
             ++group.pc;
             warp->others.push_back(group);
             warp->parked.erase(warp->parked.begin() + p);
@@ -342,7 +347,11 @@ void Machine::run() {
         is_over = is_over && cards_[card].stream.empty();
         if (resident_.size() < 4 || random(4) == 0) begin_blocks(static_cast<int>(card));
       }
-      if (is_over) return;
+      if (is_over) {
+        if (weak.on) weak.clear();
+        return;
+      }
+      if (weak.on) weak.drift();
       if (resident_.empty()) {
         if (!begin_any()) fail("no block of what was launched finds a place");
       }
