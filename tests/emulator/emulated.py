@@ -155,11 +155,19 @@ def choose(
     library().emulator_choose(seed, multiprocessors, most_instructions, checks_memory, weak)
     _chosen.multiprocessors = multiprocessors
     _words_of.clear()
+    for cached in _caches():
+        cached.cache_clear()
 
 
 def ran(part: str) -> int:
     """Launches of kernels in whose names this is, since the last `emulated()` began."""
     return sum(library().emulator_launches(name.encode()) for name in ptx() if part in name)
+
+
+def _caches() -> list:
+    """Of what is asked of the module, or depends on the card."""
+    found = [kv_page_layout, index_select._scratch_bytes, sparse_decode._workspace]
+    return found + [one for one in vars(mhc).values() if hasattr(one, "cache_clear")]
 
 
 _generator = torch.Generator
@@ -196,7 +204,6 @@ def _words(self, stream: int, words: int) -> torch.Tensor:
 @contextlib.contextmanager
 def emulated(**choices) -> Iterator[None]:
     """choices: as `choose` takes them."""
-    choose(**choices)
     library().emulator_forget_launches()
     replaced = [
         (extension, "load", module),
@@ -213,13 +220,10 @@ def emulated(**choices) -> Iterator[None]:
         (torch.cuda, "device", lambda device: contextlib.nullcontext()),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    caches = [kv_page_layout, index_select._scratch_bytes, sparse_decode._workspace]
-    caches += [one for one in vars(mhc).values() if hasattr(one, "cache_clear")]
     try:
         for owner, name, new in replaced:
             setattr(owner, name, new)
-        for cached in caches:
-            cached.cache_clear()
+        choose(**choices)
         with _Tensors() as tensors:
             yield
             tensors.run()
@@ -227,7 +231,7 @@ def emulated(**choices) -> Iterator[None]:
         library().emulator_forbid_all()
         for owner, name, old in before:
             setattr(owner, name, old)
-        for cached in caches:
+        for cached in _caches():
             cached.cache_clear()
 
 
