@@ -35,6 +35,7 @@ Step nothing(Warp&, const Instruction&, uint32_t) { return Step::kNext; }
 // membar, and fences of one proxy's memory
 Step fence(Warp& w, const Instruction&, uint32_t mask) {
   if (!weak.on) return Step::kNext;
+  if (!release_in_parts(w, mask)) return Step::kYield;
   each(mask, [&](int l) {
     weak.release(*w.block->stores, w.thread(l));
     weak.acquire(*w.block->stores, w.thread(l));

@@ -242,6 +242,7 @@ Handler control(const Words& words, Instruction& instruction);
 Handler products(const Words& words, Instruction& instruction);
 bool converge(Warp& warp, uint32_t& mask, uint32_t members);  // lanes that an instruction needs together; false: the group waits for them
 
+bool release_in_parts(Warp& warp, uint32_t mask);  // of weak memory; false: others have their turn, then again
 void copy_until(Warp& warp, size_t groups_left);  // cp.async: does copies until that many closed groups are left
 void copy_one(Warp& warp);
 void copy_bulk(Block& block, size_t which);

@@ -36,7 +36,7 @@ void read_weakly(Warp& w, const Instruction& i, int lane, uint64_t at, uint32_t 
   Stores& stores = *w.block->stores;
   const uint32_t thread = w.thread(lane), each = bytes > element && weak.tears() ? element : bytes;
   for (uint32_t done = 0; done < bytes; done += each)
-    weak.read(stores, thread, at + done, each, weak.floor(stores, thread, i.order), static_cast<uint8_t*>(to) + done);
+    weak.read(stores, thread, at + done, each, weak.floor(stores, thread, i.order), static_cast<uint8_t*>(to) + done, i.order & kCoherent);
   if (i.order & kAcquires) weak.acquire(stores, thread);
 }
 void write_weakly(Warp& w, const Instruction& i, int lane, uint64_t at, uint32_t bytes, uint32_t element, const void* from) {
@@ -68,6 +68,7 @@ Step load(Warp& w, const Instruction& i, uint32_t mask) {
 }
 template <class T, int kSpace>
 Step store(Warp& w, const Instruction& i, uint32_t mask) {
+  if (kSpace == kGlobal && weak.on && i.order & kReleases && !release_in_parts(w, mask)) return Step::kYield;
   const size_t count = i.o.size();
   const uint32_t bytes = static_cast<uint32_t>(sizeof(T) * count);
   each(mask, [&](int l) {
@@ -123,6 +124,7 @@ T changed(int how, T old, T a, T b) {
 }
 template <class T, bool kIsShared, bool kTells>
 Step atomic(Warp& w, const Instruction& i, uint32_t mask) {
+  if (!kIsShared && weak.on && i.order & kReleases && !release_in_parts(w, mask)) return Step::kYield;
   const size_t first = kTells ? 1 : 0;
   each(mask, [&](int l) {
     const uint64_t at = address_of(w, i.address, l);

@@ -48,6 +48,7 @@ void WeakMemory::choose(bool is_on, uint64_t seed) {
 void WeakMemory::clear() {
   if (!words_.empty()) std::fill(flags_.begin(), flags_.end(), 0);
   words_.clear();
+  looked_.clear();
   all_.clear();
   now_ = 0;
 }
@@ -93,23 +94,27 @@ bool WeakMemory::knows(const Stores& stores, uint32_t thread, uint32_t owner, ui
 
 uint64_t WeakMemory::floor(const Stores& stores, uint32_t thread, uint8_t order) const {
   const Sight& sight = stores.sights[thread];
-  if (order & kCoherent) return now_;
   if (order & kReadOnly) return sight.settled;
-  return order & kFromL2 ? std::max(sight.view, stores.begin) : sight.view;
+  return order & (kCoherent | kFromL2) ? std::max(sight.view, stores.begin) : sight.view;
 }
 
-void WeakMemory::read(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, void* to) {
+void WeakMemory::read(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, void* to,
+                      bool is_relaxed) {
   std::memcpy(to, reinterpret_cast<const void*>(at), bytes);
   each_word(at, bytes, [&](uint64_t first, uint32_t part, uint32_t done) {
-    if (flag(first / 16)) read_word(stores, thread, first, part, floor, static_cast<uint8_t*>(to) + done);
+    if (flag(first / 16)) read_word(stores, thread, first, part, floor, static_cast<uint8_t*>(to) + done, is_relaxed);
   });
 }
 
-void WeakMemory::read_word(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, uint8_t* to) {
+void WeakMemory::read_word(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, uint8_t* to,
+                           bool is_relaxed) {
   const auto found = words_.find(at / 16);
   if (found == words_.end()) return;
   const Word& word = found->second;
   const uint16_t mask = mask_of(at, bytes);
+  uint64_t none = 0, &looked = is_relaxed ? looked_[uint64_t{stores.number} << 42 ^ uint64_t{thread} << 32 ^ at / 16 * 0x9e3779b1u] : none;
+  floor = std::max(floor, looked);
+  looked = now_;
   uint8_t value[16];
   std::memcpy(value + at % 16, to, bytes);
   uint32_t older = 0;
@@ -123,6 +128,7 @@ void WeakMemory::read_word(const Stores& stores, uint32_t thread, uint64_t at, u
     for (auto one = word.past.rbegin(); older > 0; ++one) {
       if (!(one->mask & mask)) continue;
       copy(value, one->old, one->mask & mask);
+      looked = one->time - 1;
       --older;
     }
   }
@@ -169,6 +175,22 @@ void WeakMemory::before_atomic(Stores& stores, uint32_t thread, uint64_t at, uin
   Word& word = written(at / 16);
   drain(at / 16, stores, ids_);
   change(word, at / 16, stores, thread, stores.clock, mask_of(at, bytes));
+}
+
+bool WeakMemory::release_in_parts(Stores& stores, uint32_t thread) {
+  auto& waiting = stores.waiting;
+  if (waiting.empty() || machine.random(4) == 0) return true;
+  for (uint32_t few = 1 + machine.random(4); few > 0; --few) {
+    const Stores::Waiting one = waiting[machine.random(static_cast<uint32_t>(waiting.size()))];
+    if (knows(stores, thread, one.owner, one.issued)) drain(one.word, stores, one.id);
+  }
+  return false;
+}
+
+bool release_in_parts(Warp& w, uint32_t mask) {
+  bool is_done = true;
+  each(mask, [&](int l) { is_done = weak.release_in_parts(*w.block->stores, w.thread(l)) && is_done; });
+  return is_done;
 }
 
 void WeakMemory::release(Stores& stores, uint32_t thread) {

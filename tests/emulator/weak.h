@@ -1,8 +1,9 @@
 // Global memory as PTX promises it, and no more: stores that others see later, loads of what was there before.
 //
 // A store waits until it is drained: when chance has it so, by a fence or a release of a thread that knows it, at the end of its grid. A
-// weak load may give what an address had at any time since its thread last acquired. A thread knows its own stores, and those of its
-// block's threads that a barrier has told it of; of what it knows it never reads anything older.
+// load may give what an address had at any time since its thread last acquired: it was done early, or its line is a stale one of the L1.
+// A thread knows its own stores, and those of its block's threads that a barrier has told it of; of what it knows it never reads anything
+// older, and of one address no relaxed load after another.
 #pragma once
 
 #include <cstdint>
@@ -48,11 +49,12 @@ class WeakMemory {
   void drift();  // some of what waits is drained
 
   uint64_t floor(const Stores& stores, uint32_t thread, uint8_t order) const;
-  void read(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, void* to);
+  void read(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, void* to, bool is_relaxed = false);
   void write(Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, const void* from);
   void before_atomic(Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes);
   bool tears();  // a vector, into its elements
 
+  bool release_in_parts(Stores& stores, uint32_t thread);  // false: some of it, and others may have their turn
   void release(Stores& stores, uint32_t thread);
   void acquire(Stores& stores, uint32_t thread) { stores.sights[thread].view = now_; }
   void settle(Stores& stores, uint32_t thread) { stores.sights[thread].view = stores.sights[thread].settled = now_; }
@@ -84,13 +86,14 @@ class WeakMemory {
   Word& written(uint64_t word) { return flag(word) = 1, words_[word]; }
   void change(Word& word, uint64_t at, const Stores& stores, uint32_t owner, uint32_t issued, uint16_t mask);
   void drain(uint64_t word, const Stores& stores, uint64_t last);
-  void read_word(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, uint8_t* to);
+  void read_word(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, uint8_t* to, bool is_relaxed);
 
   uint32_t drains_one_in_ = 1, stale_one_in_ = 1, tears_one_in_ = 1;
   uint64_t now_ = 0, ids_ = 0;
   uint32_t blocks_ = 0;
   std::vector<uint8_t> flags_;  // of words by a hash: most were never written to
   std::unordered_map<uint64_t, Word> words_;
+  std::unordered_map<uint64_t, uint64_t> looked_;  // by thread and word: nothing older than that is seen there by a relaxed load
   std::vector<std::shared_ptr<Stores>> all_;
 };
 
