@@ -40,7 +40,9 @@ Step fence(Warp& w, const Instruction&, uint32_t mask) {
     weak.release(*w.block->stores, w.thread(l));
     weak.acquire(*w.block->stores, w.thread(l));
   });
-  return Step::kNext;
+  if (!machine.begins_rest(*w.block)) return Step::kNext;
+  w.next();
+  return Step::kYield;
 }
 // Lanes have met: each knows what the others did before.
 void meet(Warp& w, uint32_t mask) {

@@ -11,6 +11,7 @@ Machine machine;
 namespace {
 
 constexpr uint64_t kMostInstructions = 150'000'000;  // of one run: a wait for what never comes is ended
+constexpr uint32_t kRestsOneIn = 32, kLongestRest = 4096;  // turns
 constexpr int kOthersTurn = 4;                         // a group that waits in a loop leaves to another one, once in so many looks
 
 }  // namespace
@@ -84,6 +85,7 @@ std::string place_of(const Warp& warp, uint32_t pc) {
 void Machine::choose(const Choices& choices) {
   choices_ = choices;
   random_.seed(choices.seed);
+  rest_ = 0;
   weak.choose(choices.is_weak, choices.seed);
 }
 
@@ -337,6 +339,13 @@ bool Machine::any_runs() const {
   return false;
 }
 
+// Now and then a block that has looked for others stands still, so that they are far ahead of what it has seen.
+bool Machine::begins_rest(const Block& block) {
+  if (rest_ > 0 || random(kRestsOneIn)) return false;
+  resting_ = block.stores->number, rest_ = random(kLongestRest);
+  return true;
+}
+
 void Machine::run() {
   const uint64_t begin = instructions_;
   size_t idle = 0;
@@ -357,6 +366,7 @@ void Machine::run() {
       }
       const size_t which = random(static_cast<uint32_t>(resident_.size()));
       Block& block = *resident_[which].second;
+      if (rest_ > 0 && --rest_ > 0 && block.stores->number == resting_) continue;
       idle = turn(block) ? 0 : idle + 1;
       if (block.alive == 0 && block.bulk.empty()) {
         end(cards_[resident_[which].first], which);

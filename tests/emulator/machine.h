@@ -204,6 +204,7 @@ class Machine {
   void check(uint64_t at, uint32_t bytes, bool writes);
 
   uint32_t random(uint32_t below) { return static_cast<uint32_t>(random_() % below); }
+  bool begins_rest(const Block& block);
   uint64_t clock() const { return instructions_; }
 
   std::map<std::string, uint64_t> ran;  // launches by kernel
@@ -222,6 +223,7 @@ class Machine {
   std::deque<Card> cards_;
   std::vector<std::pair<int, std::unique_ptr<Block>>> resident_;
   uint64_t instructions_ = 0;
+  uint32_t resting_ = 0, rest_ = 0;  // which block, for how many turns of all
   std::map<uint64_t, uint64_t> allowed_, own_;
   std::pair<uint64_t, uint64_t> last_;
 };

@@ -98,16 +98,14 @@ uint64_t WeakMemory::floor(const Stores& stores, uint32_t thread, uint8_t order)
   return order & (kCoherent | kFromL2) ? std::max(sight.view, stores.begin) : sight.view;
 }
 
-void WeakMemory::read(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, void* to,
-                      bool is_relaxed) {
+void WeakMemory::read(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, void* to, bool is_relaxed) {
   std::memcpy(to, reinterpret_cast<const void*>(at), bytes);
   each_word(at, bytes, [&](uint64_t first, uint32_t part, uint32_t done) {
     if (flag(first / 16)) read_word(stores, thread, first, part, floor, static_cast<uint8_t*>(to) + done, is_relaxed);
   });
 }
 
-void WeakMemory::read_word(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, uint8_t* to,
-                           bool is_relaxed) {
+void WeakMemory::read_word(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, uint8_t* to, bool is_relaxed) {
   const auto found = words_.find(at / 16);
   if (found == words_.end()) return;
   const Word& word = found->second;
