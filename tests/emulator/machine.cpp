@@ -11,7 +11,8 @@ Machine machine;
 namespace {
 
 constexpr uint64_t kMostInstructions = 150'000'000;  // of one run: a wait for what never comes is ended
-constexpr uint32_t kRestsOneIn = 32, kLongestRest = 4096;  // turns
+constexpr uint32_t kRestsOneIn[] = {16, 512, 1 << 20};  // looks, by the seed
+constexpr uint32_t kLongestRest = 4096;                  // turns
 constexpr int kOthersTurn = 4;                         // a group that waits in a loop leaves to another one, once in so many looks
 
 }  // namespace
@@ -85,7 +86,7 @@ std::string place_of(const Warp& warp, uint32_t pc) {
 void Machine::choose(const Choices& choices) {
   choices_ = choices;
   random_.seed(choices.seed);
-  rest_ = 0;
+  rest_ = 0, rests_one_in_ = choices.is_weak ? kRestsOneIn[random(3)] : 0;
   weak.choose(choices.is_weak, choices.seed);
 }
 
@@ -341,7 +342,7 @@ bool Machine::any_runs() const {
 
 // Now and then a block that has looked for others stands still, so that they are far ahead of what it has seen.
 bool Machine::begins_rest(const Block& block) {
-  if (rest_ > 0 || random(kRestsOneIn)) return false;
+  if (rest_ > 0 || random(rests_one_in_)) return false;
   resting_ = block.stores->number, rest_ = random(kLongestRest);
   return true;
 }

@@ -223,7 +223,7 @@ class Machine {
   std::deque<Card> cards_;
   std::vector<std::pair<int, std::unique_ptr<Block>>> resident_;
   uint64_t instructions_ = 0;
-  uint32_t resting_ = 0, rest_ = 0;  // which block, for how many turns of all
+  uint32_t resting_ = 0, rest_ = 0, rests_one_in_ = 0;  // which block, for how many turns of all; how often
   std::map<uint64_t, uint64_t> allowed_, own_;
   std::pair<uint64_t, uint64_t> last_;
 };

@@ -156,33 +156,44 @@ void WeakMemory::change(Word& word, uint64_t at, const Stores& stores, uint32_t 
   word.past.push_back(one);
 }
 
-// What a block has stored to a word, in the order in which it was stored there, until that one.
-void WeakMemory::drain(uint64_t at, const Stores& stores, uint64_t last) {
+// A store, behind those of its block to the same bytes; one that is drained already is not there any more.
+void WeakMemory::drain(uint64_t at, const Stores& stores, uint64_t id) {
   Word& word = words_[at];
+  const auto is_it = [&](const Pending& one) { return one.stores == &stores && one.id == id; };
+  const auto found = std::find_if(word.pending.begin(), word.pending.end(), is_it);
+  if (found != word.pending.end()) drain(word, at, stores, found->mask, found + 1);
+}
+
+// What a block has stored to some bytes, in its order, of those until `end`.
+void WeakMemory::drain(Word& word, uint64_t at, const Stores& stores, uint16_t mask, std::vector<Pending>::iterator end) {
+  for (auto one = end; one != word.pending.begin();)
+    if ((--one)->stores == &stores && one->mask & mask) mask |= one->mask;
   const auto is_due = [&](const Pending& one) {
-    if (one.stores != &stores || one.id > last) return false;
+    if (one.stores != &stores || !(one.mask & mask)) return false;
     change(word, at, stores, one.owner, one.issued, one.mask);
     copy(memory_of(at), one.bytes, one.mask);
     return true;
   };
-  word.pending.erase(std::remove_if(word.pending.begin(), word.pending.end(), is_due), word.pending.end());
+  word.pending.erase(std::remove_if(word.pending.begin(), end, is_due), end);
 }
 
 // It acts at once, behind what its block has stored there.
 void WeakMemory::before_atomic(Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes) {
   Word& word = written(at / 16);
-  drain(at / 16, stores, ids_);
+  drain(word, at / 16, stores, mask_of(at, bytes), word.pending.end());
   change(word, at / 16, stores, thread, stores.clock, mask_of(at, bytes));
 }
 
 bool WeakMemory::release_in_parts(Stores& stores, uint32_t thread) {
-  auto& waiting = stores.waiting;
-  if (waiting.empty() || machine.random(4) == 0) return true;
-  for (uint32_t few = 1 + machine.random(4); few > 0; --few) {
-    const Stores::Waiting one = waiting[machine.random(static_cast<uint32_t>(waiting.size()))];
-    if (knows(stores, thread, one.owner, one.issued)) drain(one.word, stores, one.id);
+  if (stores.waiting.empty() || machine.random(4) == 0) return true;
+  std::vector<Stores::Waiting> known;
+  for (const Stores::Waiting& one : stores.waiting)
+    if (knows(stores, thread, one.owner, one.issued)) known.push_back(one);
+  for (uint32_t few = known.empty() ? 0 : 1 + machine.random(4); few > 0; --few) {
+    const Stores::Waiting& one = known[machine.random(static_cast<uint32_t>(known.size()))];
+    drain(one.word, stores, one.id);
   }
-  return false;
+  return known.empty();
 }
 
 bool release_in_parts(Warp& w, uint32_t mask) {

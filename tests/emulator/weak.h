@@ -85,7 +85,8 @@ class WeakMemory {
   uint8_t& flag(uint64_t word) { return flags_[word * 0x9e3779b97f4a7c15ull >> 46]; }
   Word& written(uint64_t word) { return flag(word) = 1, words_[word]; }
   void change(Word& word, uint64_t at, const Stores& stores, uint32_t owner, uint32_t issued, uint16_t mask);
-  void drain(uint64_t word, const Stores& stores, uint64_t last);
+  void drain(uint64_t word, const Stores& stores, uint64_t id);
+  void drain(Word& word, uint64_t at, const Stores& stores, uint16_t mask, std::vector<Pending>::iterator end);
   void read_word(const Stores& stores, uint32_t thread, uint64_t at, uint32_t bytes, uint64_t floor, uint8_t* to, bool is_relaxed);
 
   uint32_t drains_one_in_ = 1, stale_one_in_ = 1, tears_one_in_ = 1;
