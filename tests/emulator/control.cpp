@@ -40,7 +40,7 @@ Step fence(Warp& w, const Instruction&, uint32_t mask) {
     weak.release(*w.block->stores, w.thread(l));
     weak.acquire(*w.block->stores, w.thread(l));
   });
-  if (!machine.begins_rest(*w.block)) return Step::kNext;
+  if (!machine.begins_rest(*w.block, true)) return Step::kNext;
   w.next();
   return Step::kYield;
 }

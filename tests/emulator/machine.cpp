@@ -341,8 +341,8 @@ bool Machine::any_runs() const {
 }
 
 // Now and then a block that has looked for others stands still, so that they are far ahead of what it has seen.
-bool Machine::begins_rest(const Block& block) {
-  if (rest_ > 0 || random(rests_one_in_)) return false;
+bool Machine::begins_rest(const Block& block, bool behind_fence) {
+  if (rest_ > 0 || random(behind_fence ? 2 : rests_one_in_)) return false;
   resting_ = block.stores->number, rest_ = random(kLongestRest);
   return true;
 }

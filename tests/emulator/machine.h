@@ -204,7 +204,7 @@ class Machine {
   void check(uint64_t at, uint32_t bytes, bool writes);
 
   uint32_t random(uint32_t below) { return static_cast<uint32_t>(random_() % below); }
-  bool begins_rest(const Block& block);
+  bool begins_rest(const Block& block, bool behind_fence);
   uint64_t clock() const { return instructions_; }
 
   std::map<std::string, uint64_t> ran;  // launches by kernel

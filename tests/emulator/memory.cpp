@@ -64,7 +64,7 @@ Step load(Warp& w, const Instruction& i, uint32_t mask) {
     for (size_t n = 0; n < count; ++n)
       set_lane(w, i.o[n], l, std::is_signed_v<T> ? static_cast<uint64_t>(static_cast<int64_t>(values[n])) : static_cast<uint64_t>(values[n]));
   });
-  if (kSpace != kGlobal || !weak.on || !(i.order & kCoherent) || !machine.begins_rest(*w.block)) return Step::kNext;
+  if (kSpace != kGlobal || !weak.on || !(i.order & kCoherent) || !machine.begins_rest(*w.block, false)) return Step::kNext;
   w.next();
   return Step::kYield;
 }
