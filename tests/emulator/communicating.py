@@ -127,7 +127,7 @@ def sums(transport: str, algorithm: str, ranks: int = 2, hidden: int = 256) -> C
 
 
 def boundary_behind_a_sum(ranks: int = 2) -> Call:
-    shapes = [mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=rows, device="cpu") for rows in (1, 2, 1)]
+    shapes = [mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=rows, device="cpu") for rows in (1, 2)]
     terms = [mhc_spec.make_terms(inputs, ranks, inputs.boundary()["streams"].shape[0]) for inputs in shapes]
 
     def call():

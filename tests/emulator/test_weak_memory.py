@@ -49,7 +49,7 @@ CASES = {
     "mhc, many rows": Case(lambda: calls.boundary("many", 20), 3, {"multiprocessors": 40}),
     "mhc, one launch": Case(lambda: calls.boundary("fused", 2), 4, {"multiprocessors": 40}),
     "mhc, two launches": Case(lambda: calls.boundary("split", 2), 4),
-    "mhc behind a sum": Case(calls.boundary_behind_a_sum, 2, {"multiprocessors": 188}),
+    "mhc behind a sum": Case(calls.boundary_behind_a_sum, 1, {"multiprocessors": 188}),
     "sparse_decode": Case(calls.attention, 4, MERGES),
     "sparse_decode, little patience": Case(
         calls.attention, 4, MERGES, lambda text: text.replace(PATIENCE, LESS_PATIENCE)
@@ -65,7 +65,7 @@ CASES = {
     "gives up": Case(lambda: calls.given_up("one_shot", False), 9),
     "gives up and ends": Case(lambda: calls.given_up("one_shot", True), 9),
 }
-# (case, of WITHOUT, schedules, {which of them may go unseen: why})
+# (case, of WITHOUT, schedules, {which of them cannot be seen: why})
 POWER = [
     ("compressor", "release of both", 6, {}),
     ("compressor", "acquire of both", 6, {}),
@@ -145,13 +145,16 @@ def test_what_is_left_out_is_noticed(name, kind, seeds, unseen):
     case, (pattern, instead) = CASES[name], WITHOUT[kind]
     with emulated():
         call, good, texts = prepared(case)
-        found = []
+        found, missed = 0, []
         try:
-            for _, kernel, text in mutants(texts, pattern, instead):
+            for at, (line, kernel, text) in enumerate(mutants(texts, pattern, instead)):
+                if at in unseen:
+                    continue
+                found += 1
                 library().emulator_ptx(text.encode())
-                found.append(is_noticed(case, call, good, seeds))
+                if not is_noticed(case, call, good, seeds):
+                    missed.append(line)
                 library().emulator_ptx(texts[kernel].encode())
         finally:
             put_back(texts)
-    missed = {at for at, noticed in enumerate(found) if not noticed}
-    assert any(found) and missed <= set(unseen), f"of {len(found)}: {missed}"
+    assert found and not missed, f"{len(missed)} of {found}: {missed}"
