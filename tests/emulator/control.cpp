@@ -32,6 +32,30 @@ Step trap(Warp&, const Instruction&, uint32_t) { fail("the kernel has ended itse
 
 Step nothing(Warp&, const Instruction&, uint32_t) { return Step::kNext; }
 
+// membar, and fences of one proxy's memory
+Step fence(Warp& w, const Instruction&, uint32_t mask) {
+  if (!weak.on) return Step::kNext;
+  if (!release_in_parts(w, mask)) return Step::kYield;
+  each(mask, [&](int l) {
+    weak.release(*w.block->stores, w.thread(l));
+    weak.acquire(*w.block->stores, w.thread(l));
+  });
+  if (!machine.begins_rest(*w.block, true)) return Step::kNext;
+  w.next();
+  return Step::kYield;
+}
+// Lanes have met: each knows what the others did before.
+void meet(Warp& w, uint32_t mask) {
+  if (!weak.on) return;
+  uint64_t seen = 0;
+  each(mask, [&](int l) { weak.arrive(*w.block->stores, w.thread(l), seen); });
+  each(mask, [&](int l) { weak.leave(*w.block->stores, w.thread(l), seen); });
+}
+Step fence_of_block(Warp& w, const Instruction&, uint32_t mask) {
+  each(mask, [&](int l) { meet(w, 1u << l); });
+  return Step::kNext;
+}
+
 Step rest(Warp& w, const Instruction&, uint32_t) {
   w.next();
   return Step::kYield;
@@ -39,7 +63,9 @@ Step rest(Warp& w, const Instruction&, uint32_t) {
 
 Step warp_barrier(Warp& w, const Instruction& i, uint32_t mask) {
   const uint32_t members = w.lanes<uint32_t>(i.o[0])[__builtin_ctz(mask)];
-  return converge(w, mask, members) ? Step::kNext : Step::kJumped;
+  if (!converge(w, mask, members)) return Step::kJumped;
+  meet(w, mask);
+  return Step::kNext;
 }
 
 // bar.sync and bar.red: a warp arrives as a whole. o: [destination,] barrier [, threads] [, predicate]
@@ -61,6 +87,7 @@ Step barrier(Warp& w, const Instruction& i, uint32_t mask) {
     b.any = b.any || (said & mask), b.all = b.all && (said & mask) == mask;
   }
   b.arrived += 32;
+  if (weak.on) each(mask, [&](int l) { weak.arrive(*w.block->stores, w.thread(l), b.seen); });
   const bool stays = i.kind != kArrive;
   if (stays) w.park(Wait::kBarrier, static_cast<int>(which));
   release_barriers(*w.block);
@@ -68,8 +95,10 @@ Step barrier(Warp& w, const Instruction& i, uint32_t mask) {
 }
 
 Step wait_for_grid(Warp& w, const Instruction&, uint32_t mask) {
-  if (w.block->grid->before == nullptr) return Step::kNext;
-  (void)mask;
+  if (w.block->grid->before == nullptr) {
+    if (weak.on) each(mask, [&](int l) { weak.settle(*w.block->stores, w.thread(l)); });
+    return Step::kNext;
+  }
   w.park(Wait::kGrid);
   return Step::kJumped;
 }
@@ -211,6 +240,7 @@ void release_barriers(Block& block) {
     const uint32_t expected = b.expected ? b.expected : static_cast<uint32_t>(block.alive) * 32;
     if (b.arrived == 0 || b.arrived < expected) continue;
     const bool any = b.any, all = b.all;
+    const uint64_t seen = b.seen;
     b = {};
     for (auto& warp : block.warps) {
       for (size_t p = 0; p < warp->parked.size();) {
@@ -224,6 +254,7 @@ void release_barriers(Block& block) {
           uint32_t& d = *warp->lanes<uint32_t>(i.o[0]);
           d = (d & ~parked.group.mask) | ((i.kind == kAny ? any : all) ? parked.group.mask : 0);
         }
+        if (weak.on) each(parked.group.mask, [&](int l) { weak.leave(*block.stores, warp->thread(l), seen); });
         warp->parked.erase(warp->parked.begin() + p);
         warp->others.push_back({parked.group.pc + 1, parked.group.mask});
         warp->settle();
@@ -239,7 +270,9 @@ Handler control(const Words& words, Instruction& i) {
   if (op == "ret" || op == "exit") return leave;
   if (op == "trap") return trap;
   if (op == "nanosleep") return rest;
-  if (op == "setmaxnreg" || op == "membar" || op == "fence" || op == "prefetch" || op == "createpolicy" || op == "discard") return nothing;
+  if (op == "membar" || (op == "fence" && (second == "sc" || second == "acq_rel" || second == "acquire" || second == "release")))
+    return last == "cta" ? fence_of_block : fence;
+  if (op == "setmaxnreg" || op == "fence" || op == "prefetch" || op == "createpolicy" || op == "discard") return nothing;
   if ((op == "bar" || op == "barrier") && second == "warp") return warp_barrier;
   if (op == "bar" || op == "barrier") {
     const std::string what = second == "cta" ? third : second;

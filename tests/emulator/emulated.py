@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib.util
 import re
+import threading
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,9 +52,9 @@ class EmulatorError(RuntimeError):
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def library() -> ctypes.PyDLL:
     module, texts = built()
-    lib = ctypes.CDLL(str(module))
+    lib = ctypes.PyDLL(str(module))  # holds the GIL: the emulator is one, ranks are threads of this process
     for name in ("emulator_launches", "emulator_instructions"):
         getattr(lib, name).restype = ctypes.c_uint64
     lib.emulator_error.restype = ctypes.c_char_p
@@ -61,7 +62,7 @@ def library() -> ctypes.CDLL:
     for name in ("emulator_allow", "emulator_choose"):
         getattr(lib, name).argtypes = {"emulator_allow": [ctypes.c_uint64] * 2}.get(name) or [
             ctypes.c_uint64,
-            *[ctypes.c_int] * 3,
+            *[ctypes.c_int] * 4,
         ]
     for text in texts:
         lib.emulator_ptx(text.read_bytes())
@@ -141,10 +142,21 @@ def run() -> None:
     called(library().emulator_run())
 
 
-def choose(seed: int = 0, multiprocessors: int = 4, most_instructions: int = 200, checks_memory: bool = True) -> None:
-    """Whose turn it is, by a seed; of how many multiprocessors a card is; how long a warp's turn is at most."""
-    library().emulator_choose(seed, multiprocessors, most_instructions, checks_memory)
-    _card.multiprocessors = multiprocessors
+def choose(
+    seed: int = 0,
+    multiprocessors: int = 4,
+    most_instructions: int = 200,
+    checks_memory: bool = True,
+    weak: bool = False,
+) -> None:
+    """Whose turn it is, by a seed; of how many multiprocessors a card is; how long a warp's turn is at most; whether
+    global memory is weak (weak.h). Begins anew: what was launched is forgotten, and operators' words are zero, for a
+    launch that has failed leaves them as they were then."""
+    library().emulator_choose(seed, multiprocessors, most_instructions, checks_memory, weak)
+    _chosen.multiprocessors = multiprocessors
+    _words_of.clear()
+    for cached in _caches():
+        cached.cache_clear()
 
 
 def ran(part: str) -> int:
@@ -152,8 +164,22 @@ def ran(part: str) -> int:
     return sum(library().emulator_launches(name.encode()) for name in ptx() if part in name)
 
 
+def _caches() -> list:
+    """Of what is asked of the module, or depends on the card."""
+    found = [kv_page_layout, index_select._scratch_bytes, sparse_decode._workspace]
+    return found + [one for one in vars(mhc).values() if hasattr(one, "cache_clear")]
+
+
 _generator = torch.Generator
-_card = types.SimpleNamespace(number=0, multiprocessors=4)
+_chosen = types.SimpleNamespace(multiprocessors=4)
+_words_of: dict[tuple[int, int], torch.Tensor] = {}  # (operator's words, stream) -> buffer
+
+
+class _Card(threading.local):  # CUDA's current device is a thread's own
+    number = 0
+
+
+_card = _Card()
 
 
 @contextlib.contextmanager
@@ -169,21 +195,20 @@ def card(number: int) -> Iterator[None]:
 
 
 def _words(self, stream: int, words: int) -> torch.Tensor:
-    held = self.__dict__.setdefault("_of_emulator", {})
-    if stream not in held:
-        held[stream] = torch.zeros(max(words, self._stream_words), dtype=torch.int32)
-    return held[stream]
+    key = id(self), stream
+    if key not in _words_of:
+        _words_of[key] = torch.zeros(max(words, self._stream_words), dtype=torch.int32)
+    return _words_of[key]
 
 
 @contextlib.contextmanager
 def emulated(**choices) -> Iterator[None]:
     """choices: as `choose` takes them."""
-    choose(**choices)
     library().emulator_forget_launches()
     replaced = [
         (extension, "load", module),
-        (cuda_tensors, "num_sms", lambda index: _card.multiprocessors),
-        (cuda_tensors, "stream_sms", lambda index, stream: _card.multiprocessors),
+        (cuda_tensors, "num_sms", lambda index: _chosen.multiprocessors),
+        (cuda_tensors, "stream_sms", lambda index, stream: _chosen.multiprocessors),
         (cuda_tensors, "current_stream", lambda index: _card.number + 1),
         (cuda_tensors, "on_device_of", lambda tensor: contextlib.nullcontext()),
         (checks.Call, "on_cuda", lambda self: None),
@@ -195,13 +220,10 @@ def emulated(**choices) -> Iterator[None]:
         (torch.cuda, "device", lambda device: contextlib.nullcontext()),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    caches = [kv_page_layout, index_select._scratch_bytes, sparse_decode._workspace]
-    caches += [one for one in vars(mhc).values() if hasattr(one, "cache_clear")]
     try:
         for owner, name, new in replaced:
             setattr(owner, name, new)
-        for cached in caches:
-            cached.cache_clear()
+        choose(**choices)
         with _Tensors() as tensors:
             yield
             tensors.run()
@@ -209,7 +231,7 @@ def emulated(**choices) -> Iterator[None]:
         library().emulator_forbid_all()
         for owner, name, old in before:
             setattr(owner, name, old)
-        for cached in caches:
+        for cached in _caches():
             cached.cache_clear()
 
 

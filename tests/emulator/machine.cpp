@@ -11,6 +11,8 @@ Machine machine;
 namespace {
 
 constexpr uint64_t kMostInstructions = 150'000'000;  // of one run: a wait for what never comes is ended
+constexpr uint32_t kRestsOneIn[] = {16, 512, 1 << 20};  // looks, by the seed
+constexpr uint32_t kLongestRest = 4096;                  // turns
 constexpr int kOthersTurn = 4;                         // a group that waits in a loop leaves to another one, once in so many looks
 
 }  // namespace
@@ -84,6 +86,8 @@ std::string place_of(const Warp& warp, uint32_t pc) {
 void Machine::choose(const Choices& choices) {
   choices_ = choices;
   random_.seed(choices.seed);
+  rest_ = 0, rests_one_in_ = choices.is_weak ? kRestsOneIn[random(3)] : 0;
+  weak.choose(choices.is_weak, choices.seed);
 }
 
 int Machine::blocks_that_fit(uint32_t threads, uint32_t shared) const {
@@ -104,6 +108,7 @@ void Machine::launch(int card, std::unique_ptr<Grid> grid) {
 void Machine::clear() {
   cards_.clear();
   resident_.clear();
+  weak.clear();
 }
 
 void Machine::check(uint64_t at, uint32_t bytes, bool writes) {
@@ -135,6 +140,7 @@ bool Machine::place(int number_of_card, Grid& grid) {
       continue;
     m.shared += shared, m.threads += padded, m.blocks += 1;
     auto block = std::make_unique<Block>();
+    if (weak.on) block->stores = weak.begin(grid, padded);
     const uint64_t number = grid.begun++;
     block->grid = &grid, block->multiprocessor = static_cast<int>(which);
     block->x = number % grid.blocks[0], block->y = number / grid.blocks[0] % grid.blocks[1], block->z = number / grid.blocks[0] / grid.blocks[1];
@@ -235,12 +241,14 @@ void Machine::end(Card& card, size_t resident) {
   std::swap(resident_[resident], resident_.back());
   resident_.pop_back();
   if (grid.is_over()) {
+    if (weak.on) weak.end(grid);
     for (auto& one : resident_) {  // who waited for this grid goes on
       if (one.second->grid->before != &grid) continue;
       for (auto& warp : one.second->warps)
         for (size_t p = 0; p < warp->parked.size();) {
           if (warp->parked[p].why == Wait::kGrid) {
             Group group = warp->parked[p].group;
+            if (weak.on) each(group.mask, [&](int l) { weak.settle(*one.second->stores, warp->thread(l)); });
             ++group.pc;
             warp->others.push_back(group);
             warp->parked.erase(warp->parked.begin() + p);
@@ -332,6 +340,13 @@ bool Machine::any_runs() const {
   return false;
 }
 
+// Now and then a block that has looked for others stands still, so that they are far ahead of what it has seen.
+bool Machine::begins_rest(const Block& block, bool behind_fence) {
+  if (rest_ > 0 || random(behind_fence ? 2 : rests_one_in_)) return false;
+  resting_ = block.stores->number, rest_ = random(kLongestRest);
+  return true;
+}
+
 void Machine::run() {
   const uint64_t begin = instructions_;
   size_t idle = 0;
@@ -342,12 +357,17 @@ void Machine::run() {
         is_over = is_over && cards_[card].stream.empty();
         if (resident_.size() < 4 || random(4) == 0) begin_blocks(static_cast<int>(card));
       }
-      if (is_over) return;
+      if (is_over) {
+        if (weak.on) weak.clear();
+        return;
+      }
+      if (weak.on) weak.drift();
       if (resident_.empty()) {
         if (!begin_any()) fail("no block of what was launched finds a place");
       }
       const size_t which = random(static_cast<uint32_t>(resident_.size()));
       Block& block = *resident_[which].second;
+      if (rest_ > 0 && --rest_ > 0 && block.stores->number == resting_) continue;
       idle = turn(block) ? 0 : idle + 1;
       if (block.alive == 0 && block.bulk.empty()) {
         end(cards_[resident_[which].first], which);

@@ -16,6 +16,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "weak.h"
+
 namespace emulator {
 
 constexpr int kLanes = 32;
@@ -53,6 +55,7 @@ struct Instruction {
   int32_t target = -1;     // of a jump
   int32_t count = 0;       // operands of which the text's first one consists
   int32_t kind = 0;        // an operation's own
+  uint8_t order = 0;       // of global memory: Order
   int32_t line = 0;
   std::string text;
 };
@@ -99,7 +102,7 @@ struct Copy {  // of cp.async, in order within a lane's warp; the last of a grou
   uint8_t bytes = 0, read = 0;
   uint32_t lanes = 0;  // that it belongs to
   uint32_t to = 0;
-  uint64_t from = 0;
+  uint64_t from = 0, floor = 0;
   const Instruction* instruction = nullptr;
 };
 
@@ -118,6 +121,7 @@ struct Warp {
   T* lanes(const Operand& o) {
     return reinterpret_cast<T*>(bases[o.space] + o.at);
   }
+  uint32_t thread(int lane) const { return static_cast<uint32_t>(index * kLanes + lane); }
   uint32_t predicate(const Operand& o) { return *lanes<uint32_t>(o) ^ (o.negated ? kAll : 0); }
   bool runs() const { return now.mask != 0; }
   void settle();                        // after a change of `now`: the group that is to run, with all that are where it is
@@ -129,11 +133,12 @@ struct Warp {
 struct Barrier {
   uint32_t arrived = 0, expected = 0;
   bool any = false, all = true;
+  uint64_t seen = 0;  // by those who have arrived
 };
 
 struct BulkCopy {
-  uint32_t to, bytes, barrier;
-  uint64_t from;
+  uint32_t to, bytes, barrier, thread;
+  uint64_t from, floor;
 };
 
 struct Block {
@@ -148,6 +153,7 @@ struct Block {
   bool has_let_in = false;
   std::array<Barrier, 16> barriers;
   std::vector<BulkCopy> bulk;
+  std::shared_ptr<Stores> stores;  // where memory is weak
 };
 
 struct Grid {
@@ -160,6 +166,7 @@ struct Grid {
   uint64_t begun = 0, ended = 0, let_in = 0;
   bool is_over() const { return ended == number; }
   Grid* before = nullptr;  // the launch in front of it, while that is not over
+  uint64_t fresh = 0;      // no L1 has what was overwritten before
 };
 
 struct Card {
@@ -175,6 +182,7 @@ struct Choices {
   int multiprocessors = 4;
   int most_instructions = 200;  // of a warp's turn
   bool checks_memory = true;
+  bool is_weak = false;  // global memory: weak.h
 };
 
 // Of SM120
@@ -196,6 +204,7 @@ class Machine {
   void check(uint64_t at, uint32_t bytes, bool writes);
 
   uint32_t random(uint32_t below) { return static_cast<uint32_t>(random_() % below); }
+  bool begins_rest(const Block& block, bool behind_fence);
   uint64_t clock() const { return instructions_; }
 
   std::map<std::string, uint64_t> ran;  // launches by kernel
@@ -214,6 +223,7 @@ class Machine {
   std::deque<Card> cards_;
   std::vector<std::pair<int, std::unique_ptr<Block>>> resident_;
   uint64_t instructions_ = 0;
+  uint32_t resting_ = 0, rest_ = 0, rests_one_in_ = 0;  // which block, for how many turns of all; how often
   std::map<uint64_t, uint64_t> allowed_, own_;
   std::pair<uint64_t, uint64_t> last_;
 };
@@ -234,6 +244,7 @@ Handler control(const Words& words, Instruction& instruction);
 Handler products(const Words& words, Instruction& instruction);
 bool converge(Warp& warp, uint32_t& mask, uint32_t members);  // lanes that an instruction needs together; false: the group waits for them
 
+bool release_in_parts(Warp& warp, uint32_t mask);  // of weak memory; false: others have their turn, then again
 void copy_until(Warp& warp, size_t groups_left);  // cp.async: does copies until that many closed groups are left
 void copy_one(Warp& warp);
 void copy_bulk(Block& block, size_t which);

@@ -18,6 +18,34 @@ uint8_t* global_at(uint64_t at, uint32_t bytes, bool writes) {
 
 enum Space { kGlobal, kShared, kParameter };
 
+// Of global memory, and whether it is weak
+uint8_t order_of(const Words& words) {
+  uint8_t order = 0;
+  const bool is_of_block = has(words, "cta");
+  for (const std::string& word : words) {
+    if (word == "relaxed" || word == "volatile" || word == "mmio") order |= is_of_block ? 0 : kCoherent;
+    if (word == "acquire" || word == "acq_rel") order |= is_of_block ? 0 : kCoherent | kAcquires;
+    if (word == "release" || word == "acq_rel") order |= is_of_block ? 0 : kReleases;
+    if (word == "cg" || word == "cv") order |= kFromL2;
+    if (word == "nc") order |= kReadOnly;
+  }
+  return order;
+}
+
+void read_weakly(Warp& w, const Instruction& i, int lane, uint64_t at, uint32_t bytes, uint32_t element, void* to) {
+  Stores& stores = *w.block->stores;
+  const uint32_t thread = w.thread(lane), each = bytes > element && weak.tears() ? element : bytes;
+  for (uint32_t done = 0; done < bytes; done += each)
+    weak.read(stores, thread, at + done, each, weak.floor(stores, thread, i.order), static_cast<uint8_t*>(to) + done, i.order & kCoherent);
+  if (i.order & kAcquires) weak.acquire(stores, thread);
+}
+void write_weakly(Warp& w, const Instruction& i, int lane, uint64_t at, uint32_t bytes, uint32_t element, const void* from) {
+  Stores& stores = *w.block->stores;
+  const uint32_t thread = w.thread(lane), each = bytes > element && weak.tears() ? element : bytes;
+  if (i.order & kReleases) weak.release(stores, thread);
+  for (uint32_t done = 0; done < bytes; done += each) weak.write(stores, thread, at + done, each, static_cast<const uint8_t*>(from) + done);
+}
+
 template <class T, int kSpace>
 Step load(Warp& w, const Instruction& i, uint32_t mask) {
   const size_t count = i.o.size();
@@ -28,21 +56,30 @@ Step load(Warp& w, const Instruction& i, uint32_t mask) {
                           : kSpace == kParameter ? reinterpret_cast<uint8_t*>(at)
                                                  : global_at(at, bytes, false);
     T values[4];
-    std::memcpy(values, from, bytes);
+    if (kSpace == kGlobal && weak.on) {
+      read_weakly(w, i, l, at, bytes, sizeof(T), values);
+    } else {
+      std::memcpy(values, from, bytes);
+    }
     for (size_t n = 0; n < count; ++n)
       set_lane(w, i.o[n], l, std::is_signed_v<T> ? static_cast<uint64_t>(static_cast<int64_t>(values[n])) : static_cast<uint64_t>(values[n]));
   });
-  return Step::kNext;
+  if (kSpace != kGlobal || !weak.on || !(i.order & kCoherent) || !machine.begins_rest(*w.block, false)) return Step::kNext;
+  w.next();
+  return Step::kYield;
 }
 template <class T, int kSpace>
 Step store(Warp& w, const Instruction& i, uint32_t mask) {
+  if (kSpace == kGlobal && weak.on && i.order & kReleases && !release_in_parts(w, mask)) return Step::kYield;
   const size_t count = i.o.size();
   const uint32_t bytes = static_cast<uint32_t>(sizeof(T) * count);
   each(mask, [&](int l) {
     const uint64_t at = address_of(w, i.address, l);
     T values[4];
     for (size_t n = 0; n < count; ++n) values[n] = static_cast<T>(lane_of(w, i.o[n], l));
-    std::memcpy(kSpace == kShared ? shared_at(w, at, bytes, i) : global_at(at, bytes, true), values, bytes);
+    uint8_t* const to = kSpace == kShared ? shared_at(w, at, bytes, i) : global_at(at, bytes, true);
+    if (kSpace == kGlobal && weak.on) return write_weakly(w, i, l, at, bytes, sizeof(T), values);
+    std::memcpy(to, values, bytes);
   });
   return Step::kNext;
 }
@@ -89,13 +126,18 @@ T changed(int how, T old, T a, T b) {
 }
 template <class T, bool kIsShared, bool kTells>
 Step atomic(Warp& w, const Instruction& i, uint32_t mask) {
+  if (!kIsShared && weak.on && i.order & kReleases && !release_in_parts(w, mask)) return Step::kYield;
   const size_t first = kTells ? 1 : 0;
   each(mask, [&](int l) {
     const uint64_t at = address_of(w, i.address, l);
     T* place = reinterpret_cast<T*>(kIsShared ? shared_at(w, at, sizeof(T), i) : global_at(at, sizeof(T), true));
+    const bool is_weak = !kIsShared && weak.on;
+    if (is_weak && i.order & kReleases) weak.release(*w.block->stores, w.thread(l));
+    if (is_weak) weak.before_atomic(*w.block->stores, w.thread(l), at, sizeof(T));
     const T old = *place, a = static_cast<T>(lane_of(w, i.o[first], l));
     const T b = i.o.size() > first + 1 ? static_cast<T>(lane_of(w, i.o[first + 1], l)) : T{0};
     *place = changed<T>(i.kind, old, a, b);
+    if (is_weak && i.order & kAcquires) weak.acquire(*w.block->stores, w.thread(l));
     if (kTells) set_lane(w, i.o[0], l, old);
   });
   return Step::kNext;
@@ -202,6 +244,7 @@ Step arrive_at(Warp& w, const Instruction& i, uint32_t mask) {
     const bool counts = i.o.size() > first;
     const uint32_t said = counts ? static_cast<uint32_t>(lane_of(w, i.o[first], l)) : 1;
     if (i.kind) set_lane(w, i.o[0], l, counter_at(*w.block, at).word);
+    if (weak.on) weak.arrive(*w.block->stores, w.thread(l), w.block->stores->counters[at]);
     if (kExpects) {
       Counter& c = counter_at(*w.block, at);
       c.set(c.phase(), c.missing(), c.count(), c.bytes() + static_cast<int32_t>(said));
@@ -220,6 +263,7 @@ Step look_at(Warp& w, const Instruction& i, uint32_t mask) {
   each(mask, [&](int l) {
     const bool is_over = counter_at(*w.block, address_of(w, i.address, l)).phase() != (lane_of(w, i.o[1], l) & 1);
     over |= uint32_t{is_over} << l;
+    if (weak.on && is_over) weak.leave(*w.block->stores, w.thread(l), w.block->stores->counters[address_of(w, i.address, l)]);
   });
   uint32_t& p = *w.lanes<uint32_t>(i.o[0]);
   p = (p & ~mask) | over;
@@ -253,6 +297,7 @@ Step copy_async(Warp& w, const Instruction& i, uint32_t mask) {
     copy.lanes = 1u << l;
     copy.to = static_cast<uint32_t>(address_of(w, i.address, l));
     copy.from = address_of(w, i.from, l);
+    if (weak.on) copy.floor = weak.floor(*w.block->stores, w.thread(l), i.order);
     copy.instruction = &i;
     w.copies.push_back(copy);
   });
@@ -288,7 +333,8 @@ Step copy_in_bulk(Warp& w, const Instruction& i, uint32_t mask) {
     const uint64_t from = address_of(w, i.from, l), to = address_of(w, i.address, l);
     if (bytes % 16 || from % 16 || to % 16) fail("a bulk copy that is not aligned to 16 bytes");
     if (to + bytes > w.block->shared_bytes) fail("a bulk copy beyond shared memory");
-    w.block->bulk.push_back({static_cast<uint32_t>(to), bytes, static_cast<uint32_t>(address_of(w, i.third, l)), from});
+    const uint64_t floor = weak.on ? weak.floor(*w.block->stores, w.thread(l), kFromL2) : 0;
+    w.block->bulk.push_back({static_cast<uint32_t>(to), bytes, static_cast<uint32_t>(address_of(w, i.third, l)), w.thread(l), from, floor});
   });
   return Step::kNext;
 }
@@ -316,6 +362,7 @@ void copy_one(Warp& w) {
   if (copy.read) {
     if (copy.from % copy.bytes) fail("a copy from an address that is no multiple of " + std::to_string(copy.bytes));
     machine.check(copy.from, copy.read, false);
+    if (weak.on) return weak.read(*w.block->stores, w.thread(__builtin_ctz(copy.lanes)), copy.from, copy.read, copy.floor, to);
     std::memcpy(to, reinterpret_cast<const uint8_t*>(copy.from), copy.read);
   }
 }
@@ -334,12 +381,17 @@ void copy_bulk(Block& block, size_t which) {
   const BulkCopy copy = block.bulk[which];
   block.bulk.erase(block.bulk.begin() + which);
   machine.check(copy.from, copy.bytes, false);
-  std::memcpy(block.shared + copy.to, reinterpret_cast<const uint8_t*>(copy.from), copy.bytes);
+  if (weak.on) {
+    weak.read(*block.stores, copy.thread, copy.from, copy.bytes, copy.floor, block.shared + copy.to);
+  } else {
+    std::memcpy(block.shared + copy.to, reinterpret_cast<const uint8_t*>(copy.from), copy.bytes);
+  }
   expect_bytes(block, copy.barrier, -static_cast<int32_t>(copy.bytes));
 }
 
 Handler memory(const Words& words, Instruction& i) {
   const std::string &op = words[0], &type = words.back();
+  i.order = order_of(words);
   if (op == "ld") return has(words, "param") ? load_of<kParameter>(type) : is_shared(words) ? load_of<kShared>(type) : load_of<kGlobal>(type);
   if (op == "st") return is_shared(words) ? store_of<kShared>(type) : store_of<kGlobal>(type);
   if (op == "atom" || op == "red") return atomic_of(words, i);

@@ -18,9 +18,9 @@ struct Text {
 struct State {
   std::map<std::string, Text> texts;              // by the kernel's name
   std::map<const void*, std::string> registered;  // by the host's function
-  int card = 0;
   std::string error;
 };
+thread_local int current_card = 0;  // ranks are threads
 State& state() {
   static State* const one = new State;  // registered to before main, asked of until the end
   return *one;
@@ -54,7 +54,7 @@ cudaError_t guarded(F f) {
   }
 }
 
-int card_of(const void* stream) { return stream ? static_cast<int>(reinterpret_cast<uintptr_t>(stream)) - 1 : state().card; }
+int card_of(const void* stream) { return stream ? static_cast<int>(reinterpret_cast<uintptr_t>(stream)) - 1 : current_card; }
 
 std::unique_ptr<Grid> grid_of(const Kernel& kernel, dim3 blocks, dim3 threads, size_t shared) {
   auto grid = std::make_unique<Grid>();
@@ -133,7 +133,7 @@ cudaError_t CUDARTAPI cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int
 cudaError_t CUDARTAPI cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* function, int threads, size_t shared) {
   return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, function, threads, shared, 0);
 }
-cudaError_t CUDARTAPI cudaGetDevice(int* device) { return *device = state().card, cudaSuccess; }
+cudaError_t CUDARTAPI cudaGetDevice(int* device) { return *device = current_card, cudaSuccess; }
 cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount ? machine.choices().multiprocessors : 0;
   return cudaSuccess;
@@ -203,11 +203,11 @@ OURS int emulator_parse(const char* name) {
 OURS int emulator_run() {
   return guarded([] { machine.run(); }) != cudaSuccess;
 }
-OURS void emulator_choose(uint64_t seed, int multiprocessors, int most_instructions, int checks_memory) {
+OURS void emulator_choose(uint64_t seed, int multiprocessors, int most_instructions, int checks_memory, int is_weak) {
   machine.clear();
-  machine.choose({seed, multiprocessors, most_instructions, checks_memory != 0});
+  machine.choose({seed, multiprocessors, most_instructions, checks_memory != 0, is_weak != 0});
 }
-OURS void emulator_card(int card) { state().card = card; }
+OURS void emulator_card(int card) { current_card = card; }
 OURS void emulator_allow(uint64_t at, uint64_t bytes) { machine.allow(at, bytes); }
 OURS void emulator_forbid_all() { machine.forbid_all(); }
 OURS void emulator_forget_launches() { machine.ran.clear(); }
@@ -219,6 +219,6 @@ OURS int emulator_launch(const char* name, const uint32_t* sizes, const void* pa
            auto grid = grid_of(kernel, dim3(sizes[0], sizes[1], sizes[2]), dim3(sizes[3]), sizes[4]);
            if (bytes > grid->parameters.size()) fail("more parameters than " + kernel.name + " has");
            std::memcpy(grid->parameters.data(), parameters, bytes);
-           machine.launch(state().card, std::move(grid));
+           machine.launch(current_card, std::move(grid));
          }) != cudaSuccess;
 }

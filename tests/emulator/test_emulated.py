@@ -1,0 +1,51 @@
+"""What tests rely on in emulated.py: ranks that are threads, and that a failed call leaves nothing to the next one."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from deepseek_v4_sm120.ops.shared import cuda_tensors
+from tests.emulator import communicating as calls
+from tests.emulator.emulated import EmulatorError, card, choose, emulated, library, ptx
+from tests.emulator.test_weak_memory import same
+
+
+def test_a_thread_has_its_own_card():
+    """Entered and left by two at the same time, in an order in which a card of all would stay another's."""
+    both_in, first_out = threading.Barrier(2), threading.Event()
+
+    def rank(number: int) -> int:
+        with card(number):
+            both_in.wait(10)
+            if number == 2:
+                assert first_out.wait(10)
+            stream = cuda_tensors.current_stream(0)
+        first_out.set()
+        return stream
+
+    with emulated():
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(rank, (1, 2))) == [2, 3]
+        assert cuda_tensors.current_stream(0) == 1
+
+
+def test_a_failed_call_leaves_no_words():
+    """The compressor's counters stand where they stood when a block ended the kernel."""
+    with emulated(multiprocessors=40):
+        call = calls.compressed()
+        good = [one.clone() for one in call()]
+        (name,) = [name for name in ptx() if library().emulator_launches(name.encode())]
+        arrives = "atom.acq_rel.gpu.global.add"
+        before, after = ptx()[name].split(arrives)
+        library().emulator_ptx(f"{before}{arrives}{after.replace(';', '; trap;', 1)}".encode())
+        try:
+            with pytest.raises(EmulatorError, match="trap"):
+                choose(multiprocessors=40, weak=True)
+                same(call(), good)
+        finally:
+            library().emulator_ptx(ptx()[name].encode())
+        choose(multiprocessors=40, weak=True)
+        assert same(call(), good)

@@ -1,0 +1,160 @@
+"""Kernels whose blocks or cards tell each other something, where global memory keeps no more than PTX promises: their
+bits are those that they have where all is seen at once, which test_kernels.py holds against the references.
+
+And what is noticed: of what orders memory, one instruction at a time is left out or made weaker. What nobody can see
+here is said with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tests.emulator import communicating as calls
+from tests.emulator.emulated import EmulatorError, choose, emulated, library, ptx, run
+from tests.emulator.test_power import mutants
+
+SIZES = {"multiprocessors": (2, 8, 40), "most_instructions": (300, 12, 3000)}
+PATIENCE, LESS_PATIENCE = "200001;", "4001;"  # of a block of sparse_decode, in clocks
+# what orders memory -> what is there instead; a fence: nothing
+WITHOUT = {
+    "fence": (r"membar\.(?:gl|sys);", " "),
+    "release": (r"\b(red|atom|st)\.release\b", r"\1.relaxed"),
+    "release of both": (r"\batom\.acq_rel\b", "atom.acquire"),
+    "acquire of both": (r"\batom\.acq_rel\b", "atom.release"),
+    "acquire": (r"\bld\.acquire\b", "ld.relaxed"),
+    "acquiring load": (r"\bld\.acquire[^;]*;", " "),
+    "wait for the kernel in front": (r"griddepcontrol\.wait;", " "),
+}
+AT_ONCE = "atomics act at once and in their order here; this fence stands between two of a thread"
+LEAVES = "who waits gives up before it is told"
+GIVES_UP = "of the give-up path, which is not taken here"
+MERGES = {"multiprocessors": 8}  # with fewer a row is one block's
+
+
+@dataclass
+class Case:
+    make: Callable[[], calls.Call]
+    seeds: int = 6
+    fixed: dict = field(default_factory=dict)  # of SIZES
+    text: Callable[[str], str] = lambda text: text  # what is run instead of a kernel's
+
+
+CASES = {
+    "compressor": Case(calls.compressed),
+    "compressor, many tokens": Case(lambda: calls.compressed(True)),
+    "mhc, many rows": Case(lambda: calls.boundary("many", 20), 3, {"multiprocessors": 40}),
+    "mhc, one launch": Case(lambda: calls.boundary("fused", 2), 4, {"multiprocessors": 40}),
+    "mhc, two launches": Case(lambda: calls.boundary("split", 2), 4),
+    "mhc behind a sum": Case(calls.boundary_behind_a_sum, 1, {"multiprocessors": 188}),
+    "sparse_decode": Case(calls.attention, 4, MERGES),
+    "sparse_decode, little patience": Case(
+        calls.attention, 4, MERGES, lambda text: text.replace(PATIENCE, LESS_PATIENCE)
+    ),
+    "fp8_linear": Case(calls.product),
+    "index_select": Case(calls.selection),
+    **{
+        f"{algorithm} by {transport}": Case(lambda t=transport, a=algorithm: calls.sums(t, a), 9)
+        for algorithm in ("one_shot", "two_shot", "gather")
+        for transport in ("peer", "host")
+    },
+    "two_shot of four": Case(lambda: calls.sums("host", "two_shot", 4), 9),
+    "gives up": Case(lambda: calls.given_up("one_shot", False), 9),
+    "gives up and ends": Case(lambda: calls.given_up("one_shot", True), 9),
+}
+# (case, of WITHOUT, schedules, {which of them cannot be seen: why})
+POWER = [
+    ("compressor", "release of both", 6, {}),
+    ("compressor", "acquire of both", 6, {}),
+    ("compressor, many tokens", "release of both", 6, {}),
+    ("compressor, many tokens", "acquire of both", 6, {}),
+    ("mhc, many rows", "release", 3, {}),
+    ("mhc, many rows", "acquire", 3, {}),
+    ("sparse_decode", "release of both", 6, {}),
+    ("sparse_decode", "acquire of both", 6, {}),
+    ("sparse_decode", "acquire", 6, {1: GIVES_UP}),
+    ("sparse_decode", "acquiring load", 6, {}),
+    ("sparse_decode, little patience", "fence", 30, {1: AT_ONCE}),
+    ("sparse_decode, little patience", "acquire", 30, {0: LEAVES}),
+    ("gives up", "fence", 60, {1: "the words are seen while the kernel runs; the fence is for where it ends"}),
+    ("gives up and ends", "fence", 20, {0: "the fence behind the last word is one for all words"}),
+    ("fp8_linear", "wait for the kernel in front", 6, {0: "the first kernel, whose inputs are there"}),
+    ("index_select", "wait for the kernel in front", 6, {1: "the first kernel, whose inputs are there"}),
+    ("one_shot by peer", "wait for the kernel in front", 6, {}),
+]
+
+
+def begin(case: Case, seed: int, weak: bool = True) -> None:
+    """A schedule; seed 0 of strong memory is the one that has the bits."""
+    sizes = {name: values[seed // 3**at % 3] for at, (name, values) in enumerate(SIZES.items())}
+    choose(**{"seed": seed, **sizes, "weak": weak} | case.fixed)
+
+
+def same(found, good) -> bool:
+    run()
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, good, strict=True))
+
+
+def prepared(case: Case):
+    """(call, its bits, the texts of the kernels that ran); within `emulated()`."""
+    call = case.make()
+    begin(case, 0, weak=False)
+    good = [one.clone() for one in call()]
+    texts = {name: case.text(text) for name, text in ptx().items() if library().emulator_launches(name.encode())}
+    for text in texts.values():
+        library().emulator_ptx(text.encode())
+    return call, good, texts
+
+
+def put_back(texts) -> None:
+    choose()
+    for name in texts:
+        library().emulator_ptx(ptx()[name].encode())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_are_the_same(name):
+    case = CASES[name]
+    with emulated():
+        call, good, texts = prepared(case)
+        assert not name.startswith("gives up") or good[0].tolist()[:5] == [1, 1, 0, 7, 3]
+        try:
+            for seed in range(case.seeds):
+                begin(case, seed)
+                assert same(call(), good), f"seed {seed}"
+        finally:
+            put_back(texts)
+
+
+def is_noticed(case: Case, call, good, seeds: int) -> bool:
+    for seed in range(seeds):
+        begin(case, seed)
+        try:
+            if not same(call(), good):
+                return True
+        except EmulatorError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name, kind, seeds, unseen", POWER, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_is_left_out_is_noticed(name, kind, seeds, unseen):
+    case, (pattern, instead) = CASES[name], WITHOUT[kind]
+    with emulated():
+        call, good, texts = prepared(case)
+        found, missed = 0, []
+        try:
+            for at, (line, kernel, text) in enumerate(mutants(texts, pattern, instead)):
+                if at in unseen:
+                    continue
+                found += 1
+                library().emulator_ptx(text.encode())
+                if not is_noticed(case, call, good, seeds):
+                    missed.append(line)
+                library().emulator_ptx(texts[kernel].encode())
+        finally:
+            put_back(texts)
+    assert found and not missed, f"{len(missed)} of {found}: {missed}"
