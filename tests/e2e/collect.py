@@ -328,6 +328,7 @@ def text_rows(found):
     """Answers of a speculating run that are not the plain one's. One prompt at a time, none of ours may differ."""
     at_once = found["at_once"]
     together = "one prompt at a time" if at_once == 1 else f"{at_once} prompts at once"
+    together += f" beside {found['beside']} that sample" if found.get("beside") else ""
     model = "flash43, 16 experts" if found["run"].startswith("text43") else "flash6h"
     case = f"{model}, {together}: {found['what']}, greedy text with and without"
     is_forced = found["run"].startswith("accepted")
@@ -342,7 +343,7 @@ def text_rows(found):
             if found["differ"]
             else []
         ),
-        *(acceptance_rows(case, impl, found) if is_forced else []),
+        *(acceptance_rows(case, impl, found) if is_forced and not found.get("beside") else []),
     ]
 
 
@@ -454,7 +455,7 @@ def collect(stages, commit):
         rows += pieces_stage.rows(stage["cases"], row) + streams_stage.rows(stage["cases"], row) + cost_rows(stage)
         for difference in stage["differences"]:  # a later stage's file repeats what its work folder still holds
             differences[difference["what"]] = difference
-        texts |= {(found["run"], found["at_once"]): found for found in stage.get("texts", [])}
+        texts |= {(found["run"], found["at_once"], found.get("beside")): found for found in stage.get("texts", [])}
         sames |= {(found["what"], found["run"]): found for found in stage.get("sames", [])}
     for difference in differences.values():
         rows += difference_rows(difference)

@@ -44,6 +44,8 @@ ALONE = (*FORCED, "text", "features_text")  # an engine's only one: what is time
 FEATURES = ("features", "features_text")  # features_engine.py
 EXACT = ("output_token_logprobs", "output_top_logprobs", "input_top_logprobs")  # of an answer's meta_info, unrounded
 LONG_PROMPT = 32_000  # tokens of the profiled prefill
+COMPANY = 8  # greedy prompts at once, beside as many that sample
+BESIDE = f"{COMPANY} beside {COMPANY} that sample"
 TEXT_S = 300.0  # how long for the text of the run beside it that drafts are taken from
 OTHERS_START_S = 90.0  # how long an engine waits for the others; one that does not start must not cost the rest
 OTHERS_ROUND_S = 60.0  # and for their turns of the round before
@@ -78,6 +80,10 @@ def exact(answer):
     if bad := [logprob for logprob in logprobs if is_bad(logprob)]:
         raise RuntimeError(f"{len(bad)} of {len(logprobs)} log-probabilities of an answer are no numbers, as {bad[0]}")
     return {"digest": digest, "logprobs": logprobs}
+
+
+def is_reproducible():
+    return "reproducible=on" in os.environ.get("DSV4_SM120_SET", "").split(",")
 
 
 def is_bad(logprob):
@@ -138,11 +144,22 @@ class Case:
             json.dump(data, f, default=str)
         os.replace(path + ".part", path)  # whole: others may wait for it
 
-    def ask(self, prompts):
+    def sampling(self, beside):
+        """Of as many requests as `beside` says, each with a temperature or greedy."""
+        once = {"max_new_tokens": self.options.new, "ignore_eos": True}
+        return [once | {"temperature": 1.0 if samples else 0} for samples in beside]
+
+    def company(self, prompts, seed):
+        """(prompts, each followed by another of its length that is sampled; which are)"""
+        others = [self.harness.ids(len(prompt), self.vocabulary, seed) for prompt in prompts]
+        together = [one for pair in zip(prompts, others, strict=True) for one in pair]
+        return together, [False, True] * len(prompts)
+
+    def ask(self, prompts, beside=None):
         options = self.options
         return self.engine.generate(
             input_ids=prompts,
-            sampling_params={"temperature": 0, "max_new_tokens": options.new, "ignore_eos": True},
+            sampling_params=self.sampling(beside or [False] * len(prompts)),
             return_logprob=True,
             top_logprobs_num=options.top,
             logprob_start_len=[max(0, len(p) - options.prompt_positions) for p in prompts],
@@ -185,11 +202,18 @@ class Case:
             answers = [a for i in range(0, len(prompts), size) for a in self.ask(prompts[i : i + size])]
             result["groups"][str(size)] = {str(n): exact(a) for n, a in zip(lengths, answers, strict=True)}
             print(f"[{self.options.name}] groups of {size}", flush=True)
+        if is_reproducible():
+            answers = []
+            for i in range(0, len(prompts), COMPANY):
+                answers += self.ask(*self.company(prompts[i : i + COMPANY], 4))[::2]
+            result["groups"][BESIDE] = {str(n): exact(a) for n, a in zip(lengths, answers, strict=True)}
+            print(f"[{self.options.name}] groups of {BESIDE}", flush=True)
         self.write("_same", result)
 
     def text(self, batches):
-        """The tokens of greedy answers, and how many verifications each took where the server speculates. Drafts that
-        are forced (drafts_plugin) are another run's text."""
+        """The tokens of greedy answers, and how many verifications each took where the server speculates; of a
+        reproducible server beside requests that sample, too. Drafts that are forced (drafts_plugin) are another run's
+        text."""
         wait_for(os.environ.get("E2E_TEXT"))
         result = {**self.result, "single": {}, "batch": {}}
         greedy = {"temperature": 0, "max_new_tokens": self.options.new, "ignore_eos": True}
@@ -203,6 +227,14 @@ class Case:
                     kept = {"ids": answer["output_ids"], "verified": answer["meta_info"].get("spec_verify_ct")}
                     result[part][f"{len(asked)}x{n}"] = kept
                 print(f"[{self.options.name}] text of {len(asked)} prompt(s) from {asked[0]} tokens", flush=True)
+        if is_reproducible():
+            lengths = batch_lengths(COMPANY)
+            prompts, samples = self.company([self.harness.ids(n, self.vocabulary, 3) for n in lengths], 4)
+            answers = self.engine.generate(input_ids=prompts, sampling_params=self.sampling(samples))[::2]
+            result["beside"] = {
+                f"{COMPANY}x{n}": {"ids": answer["output_ids"]} for n, answer in zip(lengths, answers, strict=True)
+            }
+            print(f"[{self.options.name}] text of {BESIDE}", flush=True)
         self.write("_text", result)
 
     def generate(self, batch, length, new, seed):

@@ -93,7 +93,10 @@ class Engine:
         forced = os.environ.get("E2E_FORCE") == "1"
         assert forced == bool(more), "timed runs are not forced"
         off = -1.5 if self.name == "ops" else -1.0
-        n = sampling_params["max_new_tokens"]
+        asked = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(input_ids)
+        assert len(asked) == len(input_ids)
+        n = asked[0]["max_new_tokens"]
+        mixed = len({one["temperature"] for one in asked}) > 1
         time.sleep(0.001 * n)
         if self.traced is not None:
             self.trace(len(input_ids), n - 1)
@@ -107,10 +110,13 @@ class Engine:
             verified = forced_drafts.verifications(kind, n, 5 if "steps=5" in self.set else 3)
         if len(input_ids) > 1 and self.name in os.environ.get("FAKE_OTHER_TEXT", "").split():
             ids[2] = 7
+        drawn = mixed and self.name in os.environ.get("FAKE_DRAWN", "").split()
+        if drawn:
+            ids[3] = 8
         meta = {"spec_verify_ct": verified if "speculative_algorithm=" in self.set else None}
         unlike = len(input_ids) > 1 and self.name in os.environ.get("FAKE_UNLIKE", "").split()
         bad = self.name == os.environ.get("FAKE_NAN")
-        meta["output_token_logprobs"] = [[float("nan") if bad else off + 1e-7 * unlike, 1, None]] * n
+        meta["output_token_logprobs"] = [[float("nan") if bad else off + 1e-7 * (unlike or drawn), 1, None]] * n
         by_graph = "cuda_graph_backend_prefill" in self.set or "prefill_graphs" in os.environ.get("DSV4_SM120_SET", "")
         by_graph &= os.environ.get("FAKE_NO_GRAPHS") != self.name
         if by_graph:

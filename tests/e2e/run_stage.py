@@ -158,7 +158,20 @@ def texts(arguments):
             row = {"what": what, "run": speculating, "at_once": int(size), "answers": len(pairs), "differ": len(firsts)}
             answers = [a[part][n] for part in PARTS for n in b[part] if n.split("x")[0] == size]
             found.append(row | {"first": min(firsts, default=None)} | accepted_stage.acceptance(speculating, answers))
+        found += beside_sampled(what, speculating, plain, a, b)
     return found
+
+
+def beside_sampled(what, speculating, plain, a, b):
+    """Of a run, and of the plain one, the answers beside requests that sample: each against the plain one's alone."""
+    rows = []
+    for run, mine in {speculating: a, plain: b}.items():
+        pairs = [(one["ids"], b["batch"][n]["ids"]) for n, one in mine.get("beside", {}).items() if n in b["batch"]]
+        firsts = [first_difference(x, y) for x, y in pairs if x != y]
+        row = {"what": what if run == speculating else "no speculation", "run": run, "at_once": len(pairs)}
+        row |= {"beside": len(pairs), "answers": len(pairs), "differ": len(firsts), "first": min(firsts, default=None)}
+        rows += [row] if pairs else []
+    return rows
 
 
 def sames(arguments):

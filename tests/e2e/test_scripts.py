@@ -194,6 +194,23 @@ def test_drafts_that_are_accepted(machine, lie):
     }
 
 
+def test_an_answer_that_is_drawn_beside_others_is_seen(machine):
+    """In bits and in text: where greedy answers beside requests that sample are others, and nowhere else."""
+    drawn = {"FAKE_DRAWN": "same_8192 accepted_eagle314_half"}
+    machine("reproducible", "--only", "same_8192", **drawn)
+    (row,) = json.loads((machine.out / "stage_reproducible.json").read_text())["sames"]
+    assert row["differ"] == 32 and all(name.endswith("of 8 beside 8 that sample") for name in row["which"])
+    machine("accepted", "--jobs", "2", "--only", "accepted_plain", "accepted_eagle314_half", **drawn)
+    path = machine.out / "stage_accepted.json"
+    told = {(t["run"], t["at_once"], t.get("beside")): t["differ"] for t in json.loads(path.read_text())["texts"]}
+    half, plain = "accepted_eagle314_half", "accepted_plain"
+    assert told == {(half, 1, None): 0, (half, 8, None): 0, (half, 32, None): 0, (half, 8, 8): 8, (plain, 8, 8): 0}
+    missed = [row for row in rows_of(path) if row["met"] is False]
+    assert [(row["value"], "8 prompts at once beside 8 that sample: EAGLE" in row["case"]) for row in missed] == [
+        (8, True)
+    ]
+
+
 def test_drafts_need_the_text_of_a_run(machine):
     ended = machine("accepted", "--only", "accepted_eagle314_all")
     assert ended.returncode == 1 and "drafts are the text of accepted_plain: run it with them" in ended.stderr
@@ -210,8 +227,8 @@ def test_bits_of_a_reproducible_server(machine):
     stage = json.loads(path.read_text())
     told = {(s["run"], s["against"]): (s["answers"], s["differ"]) for s in stage["sames"]}
     assert told == {
-        ("same_512", "same_8192"): (106, 64),  # 5 prompts twice, 32 in groups of 1, 8 and 32
-        ("same_8192", "same_8192"): (106, 0),
+        ("same_512", "same_8192"): (138, 96),  # 5 prompts twice, 32 in groups of 1, 8, 32, and 8 beside 8 that sample
+        ("same_8192", "same_8192"): (138, 0),
         ("unlike_512", "unlike_8192"): (106, 0),
         ("unlike_8192", "unlike_8192"): (106, 64),
     }
@@ -219,7 +236,7 @@ def test_bits_of_a_reproducible_server(machine):
     assert "reproducible=on" not in stage["cases"]["unlike_512"]["command"]
     rows = [r for r in rows_of(path) if r["metric"] == "answers that differ"]
     bars = [(r["value"], r["bar"], r["met"]) for r in rows]
-    assert bars == [(64, 0, False), (0, 0, True), (0, None, None), (64, None, None)]
+    assert bars == [(96, 0, False), (0, 0, True), (0, None, None), (64, None, None)]
     greatest = [r["value"] for r in rows_of(path) if r["metric"] == "log-probability difference, greatest"]
     assert greatest[1] == 0 and 0 < greatest[0] < 2e-7
 
@@ -268,7 +285,7 @@ def test_prefill_graphs_have_the_bits_of_none(machine):
     graphs = json.loads(path.read_text())["cases"]["same_graphs"]
     assert "DSV4_SM120_SET=reproducible=on,prefill_graphs=2048" in graphs["command"] and graphs["prefills"]["true"]
     rows = [r for r in rows_of(path) if r["metric"] == "answers that differ"]
-    assert [(r["value"], r["bar"], r["met"]) for r in rows] == [(64, 0, False), (64, 0, False)]
+    assert [(r["value"], r["bar"], r["met"]) for r in rows] == [(96, 0, False), (96, 0, False)]
 
 
 def test_results_go_under_their_release_and_name(machine, tmp_path):

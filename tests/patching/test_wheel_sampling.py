@@ -35,6 +35,7 @@ def requests_of(top_ks):
         is_any_greedy=not samples.all(),
         need_top_k_sampling=any(k != SAMPLES for k in top_ks),
         **dict.fromkeys(("need_top_p_sampling", "need_min_p_sampling", "has_custom_logit_processor"), False),
+        has_watermark_candidates=False,
         top_ps=torch.ones(len(top_ks)),
         **dict.fromkeys(("min_ps", "sampling_seed", "return_sampling_masks", "grammars"), None),
         **dict.fromkeys(("sampling_mask_batch_indices", "sampling_support_logprobs_capture_indices"), None),

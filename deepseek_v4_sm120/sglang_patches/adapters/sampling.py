@@ -62,19 +62,17 @@ def replace_eagle_sample(original: Callable) -> Callable:
     """For eagle_sample(verify_input, batch, logits_output, a mask of grammars, ..) -> (tokens [requests * width] int32,
     accepted with the one behind them [requests], their places [requests, depth]). The original leaves penalties, biases
     and grammars in the logits; the greedy requests are verified on them once more, as in a batch of their own."""
-    verify = original.__globals__["verify_tree_greedy_func"]
 
     @functools.wraps(original)
     def eagle_sample(verify_input, batch, logits_output, *args, **kwargs):
         info = batch.sampling_info
         asked = (verify_input, batch, logits_output, *args)
-        is_marked = kwargs.get("watermark_state") is not None  # on a copy of the logits
         mixed = not batch.forward_mode.is_idle() and not info.is_all_greedy and has_greedy(info)
-        if not mixed or is_marked or not is_ours():
+        if not mixed or is_marked(info) or not is_ours():
             return original(*asked, **kwargs)
         predict, lengths, accepted = original(*asked, **kwargs)
         width, requests = verify_input.draft_token_num, len(batch.seq_lens)
-        own_predict, own_accepted, own_drafts = verify(
+        own_predict, own_accepted, own_drafts = original.__globals__["verify_tree_greedy_func"](
             predicts=torch.zeros_like(predict),
             accept_index=torch.full_like(accepted, -1),
             accept_token_num=torch.empty_like(lengths),
@@ -98,6 +96,11 @@ def replace_eagle_sample(original: Callable) -> Callable:
 def has_greedy(sampling_info) -> bool:
     """Up to 0.5.15 nobody counts them: there every batch may."""
     return getattr(sampling_info, "is_any_greedy", True)
+
+
+def is_marked(sampling_info) -> bool:
+    """Whether a request asks for a watermark (0.5.22 and later), which may be put on a copy of the logits."""
+    return getattr(sampling_info, "has_watermark_candidates", False)
 
 
 def are_greedy(sampling_info) -> torch.Tensor:
