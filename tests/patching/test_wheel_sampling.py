@@ -119,6 +119,19 @@ def test_requests_that_all_sample(version, ours):
     assert tokens == [30, 30]
 
 
+@every_release(FIRST)
+@pytest.mark.parametrize("closed", ["another GPU", "another model", "a model that nobody told"])
+def test_elsewhere_all_is_sglangs(version, closed, monkeypatch):
+    told = {"another model": {"model_type": "llama"}, "a model that nobody told": None}
+    monkeypatch.setattr(models_served, "announced", lambda: told.get(closed, {"model_type": "deepseek_v4"}))
+    monkeypatch.setattr(device_gate, "serves_current_device", lambda: closed != "another GPU")
+    mixed = requests_of([GREEDY, SAMPLES])
+    (tokens, logprobs), (theirs, their_logprobs) = (sampler_of(version, p)(tied(2), mixed) for p in (True, False))
+    assert tokens == theirs == [30, 30] and torch.equal(logprobs, their_logprobs)
+    top_ks = [GREEDY, SAMPLES, GREEDY]
+    assert verified(version, True, top_ks, DRAFTS) == verified(version, False, top_ks, DRAFTS)
+
+
 # ---- a verification
 
 
@@ -197,19 +210,22 @@ class Mask:
     apply_vocab_mask = apply
 
 
-def verified(version, patched, top_ks, drafts, mask=None):
-    """(tokens, how many, places) of requests with those drafts behind their last token."""
+def verified(version, patched, top_ks, drafts, mask=None, is_idle=False, **asked):
+    """(tokens, how many, places) of requests with those drafts behind their last token. asked: of the requests."""
     logits = tied(len(top_ks) * WIDTH)
     width = {"draft_token_num": WIDTH, "max_tree_depth": WIDTH, "tree_topk": 1, "grammar": Mask()}
     retrieved = dict.fromkeys(("retrieve_index", "retrieve_next_token", "retrieve_next_sibling"))
     verify_input = SimpleNamespace(draft_token=torch.tensor(drafts).flatten(), **width, **retrieved)
     batch = SimpleNamespace(
-        device="cpu", forward_mode=SimpleNamespace(is_idle=lambda: False), seq_lens=torch.ones(len(top_ks)),
+        device="cpu", forward_mode=SimpleNamespace(is_idle=lambda: is_idle), seq_lens=torch.ones(len(top_ks)),
         sampling_info=requests_of(top_ks), return_logprob=False,
     )  # fmt: skip
+    vars(batch.sampling_info).update(asked)
     output = SimpleNamespace(next_token_logits=logits)
     predict, lengths, accepted = eagle_sample_of(version, patched)(verify_input, batch, output, mask)
     assert (predict.dtype, lengths.dtype, accepted.dtype) == (torch.int32,) * 3
+    if is_idle:
+        return [predict.numel(), lengths.numel(), accepted.numel()]
     return [
         (lengths[i].item(), accepted[i].tolist(), predict[accepted[i][accepted[i] >= 0].long()].tolist())
         for i in range(len(top_ks))
@@ -236,6 +252,8 @@ def test_other_batches_are_verified_as_without_us(version, monkeypatch):
     monkeypatch.setattr(device_gate, "serves_current_device", lambda: True)
     for top_ks in ([GREEDY] * 3, [SAMPLES] * 3, [SAMPLES, 40, 5]):
         assert verified(version, True, top_ks, DRAFTS) == verified(version, False, top_ks, DRAFTS)
-    monkeypatch.setattr(device_gate, "serves_current_device", lambda: False)
     mixed = [GREEDY, SAMPLES, GREEDY]
-    assert verified(version, True, mixed, DRAFTS) == verified(version, False, mixed, DRAFTS)
+    assert verified(version, True, mixed, DRAFTS, is_idle=True) == [0, 0, 0]
+    # with a watermark the logits that are verified may be another copy than the one that is left
+    marked = {"has_watermark_candidates": True}
+    assert verified(version, True, mixed, DRAFTS, **marked) == verified(version, False, mixed, DRAFTS, **marked)
