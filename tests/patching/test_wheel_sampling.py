@@ -25,14 +25,15 @@ def ours(request, monkeypatch):
     return request.param
 
 
-def requests_of(top_ks):
+def requests_of(version, top_ks):
     """SamplingBatchInfo of as many requests; those that sample have a temperature of 0.7."""
     samples = torch.tensor(top_ks) != GREEDY
+    counted = {"is_any_greedy": bool(not samples.all())} if since(version, "0.5.16") else {}
     return SimpleNamespace(
+        **counted,
         top_ks=torch.tensor(top_ks, dtype=torch.int32),
         temperatures=torch.where(samples, 0.7, 1.0)[:, None],
         is_all_greedy=not samples.any(),
-        is_any_greedy=not samples.all(),
         need_top_k_sampling=any(k != SAMPLES for k in top_ks),
         **dict.fromkeys(("need_top_p_sampling", "need_min_p_sampling", "has_custom_logit_processor"), False),
         has_watermark_candidates=False,
@@ -73,9 +74,14 @@ def sampler_of(version, patched):
     made.output_logprob_processor = Logprobs()
     made._attach_logprobs_to_output = lambda output, logprobs, *_: kept.update(logprobs=logprobs.clone())
     backend = SimpleNamespace(sampling_backend="flashinfer")
+
+    def drawn(probs, *_, **__):
+        torch.testing.assert_close(probs.sum(-1), torch.ones(len(probs)))
+        return last_of_the_greatest(probs).int()
+
     names = {
         "torch": torch,
-        "top_k_top_p_sampling_from_probs": lambda probs, *_, **__: last_of_the_greatest(probs).int(),
+        "top_k_top_p_sampling_from_probs": drawn,
         "sampler_softmax": lambda logits: torch.softmax(logits, -1),
         "get_exec": lambda: SimpleNamespace(kernel=backend),
         **dict.fromkeys(("get_global_server_args", "get_server_args", "get_flags"), lambda: backend),
@@ -103,8 +109,8 @@ def sampler_of(version, patched):
 @every_release(FIRST)
 def test_a_greedy_request_beside_one_that_samples(version, ours):
     logits = tied(3)
-    alone = sampler_of(version, patched=False)(logits, requests_of([GREEDY] * 3))
-    tokens, logprobs = sampler_of(version, patched=ours)(logits, requests_of([GREEDY, SAMPLES, GREEDY]))
+    alone = sampler_of(version, patched=False)(logits, requests_of(version, [GREEDY] * 3))
+    tokens, logprobs = sampler_of(version, patched=ours)(logits, requests_of(version, [GREEDY, SAMPLES, GREEDY]))
     assert alone[0] == [7, 7, 7] and tokens == ([7, 30, 7] if ours else [30, 30, 30])
     if ours and since(version, LOG_SOFTMAX_SINCE):
         assert torch.equal(logprobs[0::2], alone[1][0::2])
@@ -114,8 +120,14 @@ def test_a_greedy_request_beside_one_that_samples(version, ours):
 
 
 @every_release(FIRST)
+def test_who_samples_from_a_few_is_not_greedy(version, ours):
+    tokens, _ = sampler_of(version, patched=ours)(tied(3), requests_of(version, [40, GREEDY, 2]))
+    assert tokens == [30, 7 if ours else 30, 30]
+
+
+@every_release(FIRST)
 def test_requests_that_all_sample(version, ours):
-    tokens, _ = sampler_of(version, patched=ours)(tied(2), requests_of([SAMPLES, 40]))
+    tokens, _ = sampler_of(version, patched=ours)(tied(2), requests_of(version, [SAMPLES, 40]))
     assert tokens == [30, 30]
 
 
@@ -125,7 +137,7 @@ def test_elsewhere_all_is_sglangs(version, closed, monkeypatch):
     told = {"another model": {"model_type": "llama"}, "a model that nobody told": None}
     monkeypatch.setattr(models_served, "announced", lambda: told.get(closed, {"model_type": "deepseek_v4"}))
     monkeypatch.setattr(device_gate, "serves_current_device", lambda: closed != "another GPU")
-    mixed = requests_of([GREEDY, SAMPLES])
+    mixed = requests_of(version, [GREEDY, SAMPLES])
     (tokens, logprobs), (theirs, their_logprobs) = (sampler_of(version, p)(tied(2), mixed) for p in (True, False))
     assert tokens == theirs == [30, 30] and torch.equal(logprobs, their_logprobs)
     top_ks = [GREEDY, SAMPLES, GREEDY]
@@ -218,7 +230,7 @@ def verified(version, patched, top_ks, drafts, mask=None, is_idle=False, **asked
     verify_input = SimpleNamespace(draft_token=torch.tensor(drafts).flatten(), **width, **retrieved)
     batch = SimpleNamespace(
         device="cpu", forward_mode=SimpleNamespace(is_idle=lambda: is_idle), seq_lens=torch.ones(len(top_ks)),
-        sampling_info=requests_of(top_ks), return_logprob=False,
+        sampling_info=requests_of(version, top_ks), return_logprob=False,
     )  # fmt: skip
     vars(batch.sampling_info).update(asked)
     output = SimpleNamespace(next_token_logits=logits)
