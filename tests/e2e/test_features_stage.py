@@ -169,6 +169,9 @@ def test_stock_that_fails_too_is_no_defect_of_ours(monkeypatch):
     monkeypatch.setitem(stage.ENGINES, "it_stock", stage.Engine(stock_of="it"))
     assert judge(FEATURE, None, log=LOG, exit=1, stock=(None, LOG))["state"] == "fails in stock too"
     assert judge(FEATURE, None, log=LOG, exit=1, stock=(None, ""))["state"] == "fails"  # it did not run
+    other = judge(FEATURE, None, log=LOG, exit=1, stock=(None, "ValueError: another"))
+    assert other["state"] == "fails" and other["detail"].startswith("AssertionError: Marlin")
+    assert other["detail"].endswith("; stock: ValueError: another")
     assert judge(FEATURE, None, log=LOG, exit=1, stock=(found(), "up"))["state"] == "fails"
 
 
