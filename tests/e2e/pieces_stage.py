@@ -69,19 +69,24 @@ def rows(cases, row):
     for name, (how, peers) in TIMED.items():
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         whole = cases.get(f"whole2_43{peers}", {}).get("prompts", {})
-        for at, seen in times.items():
+        for at in SHAPES if name in cases else ():
+            seen = times.get(at, {})
             for metric, key in METRICS.items():
                 found += [row(case_of(at), impl, metric, seen[key], None, ISSUE)] if key in seen else []
-            if how != "whole":  # a bar without what it is of is missed
-                share = seen["first_token_ms"] / whole[at]["first_token_ms"] if at in whole else None
-                bar = MOST[how, peers]
+            if how != "whole":
+                share, bar = share_of(times, whole, at), MOST[how, peers]
                 metric = "time to all first tokens, of the whole's"
                 found.append(row(case_of(at), impl, metric, share, bar if at != "8x1024" else None, ISSUE))
     return found
 
 
+def share_of(times, others, at, key="first_token_ms"):
+    """Of one time in another; None where either was not reached: a bar without what it is of is missed."""
+    return times[at][key] / others[at][key] if at in times and at in others else None
+
+
 def case_of(at):
-    """at: a key of SHAPES, or of another stage's of the same form."""
+    """at: one of SHAPES, or of another stage's of the same form."""
     count, length = map(int, at.split("x"))
     return f"flash43, 16 experts, {'a prompt' if count == 1 else f'{count} prompts'} of {length:,} tokens"
 

@@ -65,7 +65,8 @@ def rows(cases, row):
     for name, (how, peers) in (TIMED | {STOCK: ("stock", "")}).items():
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         kept = cases.get(f"kept_streams2_43{peers}", {}).get("prompts", {})
-        for at, seen in times.items():
+        for at in SHAPES if name in cases else ():
+            seen = times.get(at, {})
             what = pieces_stage.case_of(at)
             found += [
                 row(what, impl, metric, seen[key], None, ISSUE)
@@ -73,12 +74,11 @@ def rows(cases, row):
                 if key in seen
             ]
             if how == "kept" and not peers and at in MOST_OF_STOCK:
-                slower = "first_token_ms_worst"
-                share = seen[slower] / stock[at][slower] if at in stock else None
+                share = pieces_stage.share_of(times, stock, at, "first_token_ms_worst")
                 metric = "time to all first tokens, slower of each, of stock's"
                 found.append(row(what, impl, metric, share, MOST_OF_STOCK[at], ISSUE))
-            if how == "dealt":  # a bar without what it is of is missed
-                share = seen["first_token_ms"] / kept[at]["first_token_ms"] if at in kept else None
+            if how == "dealt":
+                share = pieces_stage.share_of(times, kept, at)
                 bar = MOST if at.startswith("1x") else None
                 found.append(row(what, impl, "time to all first tokens, of the whole's", share, bar, ISSUE))
     return found

@@ -60,16 +60,24 @@ def test_times_in_turn_and_in_rounds(machine):  # noqa: F811
 
 
 def row(case, impl, metric, value, bar, issue):
-    return metric, value, bar
+    return case, metric, value, bar
+
+
+def told(cases, at):
+    """{metric: (value, bar)} of rows but those of other prompts than `at`."""
+    others = {pieces_stage.case_of(other) for other in pieces_stage.SHAPES if other != at}
+    return {metric: (value, bar) for case, metric, value, bar in pieces_stage.rows(cases, row) if case not in others}
 
 
 def test_pieces_that_gain_nothing_do_not_meet_their_bar():
     seen = {"first_token_ms": 100.0, "first_token_ms_worst": 120.0}
     cases = {f"{how}2_43_no_peers": {"prompts": {"1x8192": dict(seen)}, "reports": []} for how in ("whole", "pieces")}
-    found = dict((metric, (value, bar)) for metric, value, bar in pieces_stage.rows(cases, row))
+    found = told(cases, "1x8192")
     assert found["time to all first tokens, of the whole's"] == (1.0, 0.97)
     assert found["products in pieces on each card, missing to 256"] == (256, 0)
     assert found["products in pieces where none was asked for"] == (0, 0)
+    # of a prompt that was not reached
+    assert told(cases, "1x32000")["time to all first tokens, of the whole's"] == (None, 0.97)
     del cases["whole2_43_no_peers"]
-    found = dict((metric, (value, bar)) for metric, value, bar in pieces_stage.rows(cases, row))
+    found = told(cases, "1x8192")
     assert found["time to all first tokens, of the whole's"] == (None, 0.97)  # of nothing: missed

@@ -71,6 +71,21 @@ def test_times_of_dealt_streams(machine):  # noqa: F811
         assert row["bar"] == 0.8 and row["value"] == pytest.approx(times[0] / times[1])
 
 
+def test_an_engine_that_was_cut_has_missed_its_bars(machine):  # noqa: F811
+    machine("streams2_43")
+    path = machine.out / "stage_streams2_43.json"
+    stage = json.loads(path.read_text())
+    for name in ("kept_streams2_43", "dealt_streams2_43"):
+        stage["cases"][name]["prompts"] = {"1x8192": stage["cases"][name]["prompts"]["1x8192"]}
+    path.write_text(json.dumps(stage))
+    by_nvlink = [
+        row for row in rows_of(path) if "of stock's" in row["metric"] or "NVLink, streams dealt" in row["impl"]
+    ]
+    cut = [row["case"].partition("experts, ")[2] for row in by_nvlink if row["value"] is None and row["met"] is False]
+    long = "a prompt of 32,000 tokens"
+    assert sorted(cut) == sorted([long, long, "8 prompts of 1,024 tokens", "32 prompts of 1,024 tokens"])
+
+
 def test_without_stock_its_bars_are_missed(machine):  # noqa: F811
     machine("streams2_43", "--only", "kept_streams2_43")
     rows = [row for row in rows_of(machine.out / "stage_streams2_43.json") if row["metric"].endswith("of stock's")]
