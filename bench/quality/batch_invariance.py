@@ -52,7 +52,9 @@ def among_others(
 
         try:
             temperature = TEMPERATURE if index < sampled else 0.0
-            return endpoint.stream(others[index], LONGER * new, True, arrived, temperature)
+            return endpoint.stream(
+                others[index], LONGER * new, ignore_eos=True, on_token=arrived, temperature=temperature
+            )
         finally:
             with news:
                 ended.append(index)
@@ -67,10 +69,6 @@ def among_others(
         end_s = time.monotonic()
         found = [one.result() for one in waiting]
     return answer, [one for one, _ in found], in_flight.around([times for _, times in found], begin_s, end_s)
-
-
-def sampled_of(options: argparse.Namespace) -> int:
-    return options.others // 2 if options.sampled is None else options.sampled
 
 
 def logprob_difference(first: Answer, second: Answer) -> float:
@@ -117,9 +115,7 @@ class Comparison:
         if self.faults > before:  # answers that are none need no comparison
             return
         greedy.forget(self.endpoint)
-        crowded, theirs, company = among_others(
-            self.endpoint, prompt, others, options.new, top=1, sampled=sampled_of(options)
-        )
+        crowded, theirs, company = among_others(self.endpoint, prompt, others, options.new, 1, options.sampled)
         self.look(crowded, options.new, f"prompt {index}, among {options.others} others")
         for number, answer in enumerate(theirs):
             self.look(answer, LONGER * options.new, f"prompt {index}, other {number}", logprobs=False)
@@ -142,8 +138,9 @@ def run(options: argparse.Namespace) -> Verdict:
     endpoint = endpoint_of(options)
     at_least(NAME, 1, others=options.others, num_prompts=options.num_prompts, length=options.length)
     at_least(NAME, 2, new=options.new)
-    at_least(NAME, 0, sampled=sampled_of(options))
-    if sampled_of(options) > options.others:
+    options.sampled = options.others // 2 if options.sampled is None else options.sampled
+    at_least(NAME, 0, sampled=options.sampled)
+    if options.sampled > options.others:
         raise ValueError(f"{NAME}: --sampled must be at most --others, {options.others}, got {options.sampled}")
     lengths = [options.length + 61 * index for index in range(options.num_prompts)]
     prompts = greedy.prompts_for(endpoint, options.prompts, lengths, options.seed)
@@ -156,12 +153,12 @@ def run(options: argparse.Namespace) -> Verdict:
         "prompts": len(prompts),
         "ties": found.ties,
         "ran_at_once": found.company + 1,
-        "sampled": sampled_of(options),
+        "sampled": options.sampled,
         "logprob_difference_max": found.worst,
         "logprob_difference_alone_max": found.own,
     }
     summary = (
-        f"{len(prompts)} prompts alone and among {options.others} others ({sampled_of(options)} sampled): "
+        f"{len(prompts)} prompts alone and among {options.others} others ({options.sampled} sampled): "
         f"{found.faults} "
         + ("differences" if options.strict else f"differences wider than a tie ({options.tie:g})")
         + ", greatest difference of a log-probability before that "

@@ -311,8 +311,7 @@ class Endpoint:
         event that brings one; above 0 `temperature` has the answer sampled.
         """
         what, whole, first, last = f"{self.url}/generate", Answer([], ""), None, None
-        body = self.generate_body(prompt, max_new_tokens, 0, ignore_eos) | {"stream": True}
-        body["sampling_params"]["temperature"] = temperature
+        body = self.generate_body(prompt, max_new_tokens, 0, ignore_eos, temperature) | {"stream": True}
         for event in self.events("/generate", body):
             now, had = time.monotonic(), len(whole.ids)
             whole = whole.followed_by(Answer.of(event, what))
@@ -326,11 +325,17 @@ class Endpoint:
         return self._to_all_of(prompt, whole, what), Interval(first, last)
 
     @staticmethod
-    def generate_body(prompt: Sequence[int] | str, max_new_tokens: int, top: int = 0, ignore_eos: bool = False) -> dict:
+    def generate_body(
+        prompt: Sequence[int] | str,
+        max_new_tokens: int,
+        top: int = 0,
+        ignore_eos: bool = False,
+        temperature: float = 0.0,
+    ) -> dict:
         if len(prompt) == 0:
             raise ValueError("generate: prompt must not be empty")
         body: dict = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
-        sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+        sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
         body["sampling_params"] = sampling
         if top:
             body |= {"return_logprob": True, "top_logprobs_num": top, "logprob_start_len": -1}
