@@ -94,10 +94,11 @@ def test_a_wait_that_is_left_out_is_noticed(case):
     with emulated(seed=0, multiprocessors=40):
         call = make()
         good = [one.clone() for one in call()]
-        ran = {name for name in ptx() if re.search(part, name) and library().emulator_launches(name.encode())}
+        launches = library().emulator_launches
+        ran = {name: text for name, text in ptx().items() if re.search(part, name) and launches(name.encode())}
         assert not any(seen(call, good, seed) for seed in range(SCHEDULES)), "what is whole differs"
         found, unseen = 0, []
-        for line, name, text in mutants({name: ptx()[name] for name in ptx() if name in ran}, wait):
+        for line, name, text in mutants(ran, wait):
             library().emulator_ptx(text.encode())
             try:
                 found += 1
@@ -105,5 +106,5 @@ def test_a_wait_that_is_left_out_is_noticed(case):
                     unseen.append(line)
             finally:
                 choose()
-                library().emulator_ptx(ptx()[name].encode())
+                library().emulator_ptx(ran[name].encode())
     assert found and len(unseen) <= most_unseen, f"{len(unseen)} of {found}: {unseen}"
