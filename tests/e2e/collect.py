@@ -453,7 +453,7 @@ def collect(stages, commit):
         for name, case in stage["cases"].items() if "features" not in stage else ():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
         rows += pieces_stage.rows(stage["cases"], row) + streams_stage.rows(stage["cases"], row) + cost_rows(stage)
-        for difference in stage["differences"]:  # a later stage's file repeats what its work folder still holds
+        for difference in stage["differences"]:  # a later call's file repeats what its work folder still holds
             differences[difference["what"]] = difference
         texts |= {(found["run"], found["at_once"], found.get("beside")): found for found in stage.get("texts", [])}
         sames |= {(found["what"], found["run"]): found for found in stage.get("sames", [])}

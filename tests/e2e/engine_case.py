@@ -149,9 +149,9 @@ class Case:
         once = {"max_new_tokens": self.options.new, "ignore_eos": True}
         return [once | {"temperature": 1.0 if samples else 0} for samples in beside]
 
-    def company(self, prompts, seed):
+    def company(self, prompts):
         """(prompts, each followed by another of its length that is sampled; which are)"""
-        others = [self.harness.ids(len(prompt), self.vocabulary, seed) for prompt in prompts]
+        others = [self.harness.ids(len(prompt), self.vocabulary, 4) for prompt in prompts]
         together = [one for pair in zip(prompts, others, strict=True) for one in pair]
         return together, [False, True] * len(prompts)
 
@@ -205,7 +205,7 @@ class Case:
         if is_reproducible():
             answers = []
             for i in range(0, len(prompts), COMPANY):
-                answers += self.ask(*self.company(prompts[i : i + COMPANY], 4))[::2]
+                answers += self.ask(*self.company(prompts[i : i + COMPANY]))[::2]
             result["groups"][BESIDE] = {str(n): exact(a) for n, a in zip(lengths, answers, strict=True)}
             print(f"[{self.options.name}] groups of {BESIDE}", flush=True)
         self.write("_same", result)
@@ -216,11 +216,11 @@ class Case:
         text."""
         wait_for(os.environ.get("E2E_TEXT"))
         result = {**self.result, "single": {}, "batch": {}}
-        greedy = {"temperature": 0, "max_new_tokens": self.options.new, "ignore_eos": True}
         lengths = [int(n) for n in self.options.prompts.split(",") if n]
         for part, sizes in (("single", [[n] for n in lengths]), ("batch", map(batch_lengths, batches))):
             for asked in sizes:
                 prompts = [self.harness.ids(n, self.vocabulary, 3) for n in asked]
+                greedy = self.sampling([False] * len(prompts))
                 for n, answer in zip(
                     asked, self.engine.generate(input_ids=prompts, sampling_params=greedy), strict=True
                 ):
@@ -229,7 +229,7 @@ class Case:
                 print(f"[{self.options.name}] text of {len(asked)} prompt(s) from {asked[0]} tokens", flush=True)
         if is_reproducible():
             lengths = batch_lengths(COMPANY)
-            prompts, samples = self.company([self.harness.ids(n, self.vocabulary, 3) for n in lengths], 4)
+            prompts, samples = self.company([self.harness.ids(n, self.vocabulary, 3) for n in lengths])
             answers = self.engine.generate(input_ids=prompts, sampling_params=self.sampling(samples))[::2]
             result["beside"] = {
                 f"{COMPANY}x{n}": {"ids": answer["output_ids"]} for n, answer in zip(lengths, answers, strict=True)

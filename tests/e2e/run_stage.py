@@ -145,7 +145,7 @@ def differences(arguments):
 
 def texts(arguments):
     """By part: answers, those that differ, and the first token that does."""
-    found = []
+    found, beside = [], {}
     for what, speculating, plain in of_stage(TEXTS, arguments):
         a, b = (read_json(arguments.work / f"{name}_text.json") for name in (speculating, plain))
         if not (a and b):
@@ -158,20 +158,18 @@ def texts(arguments):
             row = {"what": what, "run": speculating, "at_once": int(size), "answers": len(pairs), "differ": len(firsts)}
             answers = [a[part][n] for part in PARTS for n in b[part] if n.split("x")[0] == size]
             found.append(row | {"first": min(firsts, default=None)} | accepted_stage.acceptance(speculating, answers))
-        found += beside_sampled(what, speculating, plain, a, b)
-    return found
+        for run, said, mine in ((speculating, what, a), (plain, "no speculation", b)):
+            if "beside" in mine:
+                beside[run] = {"what": said, "run": run} | beside_sampled(mine["beside"], b["batch"])
+    return found + list(beside.values())
 
 
-def beside_sampled(what, speculating, plain, a, b):
-    """Of a run, and of the plain one, the answers beside requests that sample: each against the plain one's alone."""
-    rows = []
-    for run, mine in {speculating: a, plain: b}.items():
-        pairs = [(one["ids"], b["batch"][n]["ids"]) for n, one in mine.get("beside", {}).items() if n in b["batch"]]
-        firsts = [first_difference(x, y) for x, y in pairs if x != y]
-        row = {"what": what if run == speculating else "no speculation", "run": run, "at_once": len(pairs)}
-        row |= {"beside": len(pairs), "answers": len(pairs), "differ": len(firsts), "first": min(firsts, default=None)}
-        rows += [row] if pairs else []
-    return rows
+def beside_sampled(answers, plain):
+    """Answers beside requests that sample, against those of as many prompts of the plain run without such."""
+    pairs = [(one["ids"], plain[n]["ids"]) for n, one in answers.items()]
+    firsts = [first_difference(x, y) for x, y in pairs if x != y]
+    counts = dict.fromkeys(("at_once", "beside", "answers"), len(pairs))
+    return counts | {"differ": len(firsts), "first": min(firsts, default=None)}
 
 
 def sames(arguments):

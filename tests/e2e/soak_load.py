@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from bench.quality import server_load, whole
+from bench.quality import greedy, server_load, whole
 from bench.quality.cancelled_requests import ABORTED, LEAVES, Storm
 from bench.serving.answers import Answer
 from bench.serving.endpoint import Endpoint
@@ -99,9 +99,7 @@ def said(answer: Answer, same: str) -> tuple:
 def unlike(answer: tuple, alone: tuple) -> str:
     """How what was `said` differs from what was said alone; "" where it does not."""
     (ids, logprobs), (alone_ids, alone_logprobs) = answer, alone
-    if ids != alone_ids:
-        pairs = zip(ids, alone_ids, strict=False)
-        first = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(alone_ids)))
+    if (first := greedy.first_difference(ids, alone_ids)) is not None:
         return f"another text from token {first} on"
     if logprobs != alone_logprobs:
         greatest = max((abs(a - b) for a, b in zip(logprobs, alone_logprobs, strict=False)), default=float("nan"))

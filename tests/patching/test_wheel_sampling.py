@@ -18,10 +18,23 @@ VOCABULARY, WIDTH = 32, 4
 GREEDY, SAMPLES = 1, 1 << 30  # a request's top_k, as SGLang writes both
 
 
+@pytest.fixture
+def opened(monkeypatch):
+    """opened(model_type, by the card): the gate, behind its own question for the model."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def opened(model_type, card=True):
+        told = None if model_type is None else {"model_type": model_type}
+        monkeypatch.setattr(models_served, "announced", lambda: told)
+        monkeypatch.setattr(device_gate, "_ask", lambda index: card)
+
+    return opened
+
+
 @pytest.fixture(params=[False, True], ids=["SGLang's", "ours"])
-def ours(request, monkeypatch):
-    monkeypatch.setattr(models_served, "announced", lambda: {"model_type": "deepseek_v4"})
-    monkeypatch.setattr(device_gate, "serves_current_device", lambda: True)
+def ours(request, opened):
+    opened("deepseek_v4")
     return request.param
 
 
@@ -60,7 +73,7 @@ def last_of_the_greatest(probs):
 
 
 def sampler_of(version, patched):
-    made = SimpleNamespace(**dict.fromkeys(("rl_on_policy_target", "use_ascend_backend"), None))
+    made = SimpleNamespace(rl_on_policy_target=None)
     made.enable_deterministic = made.use_log_softmax_logprob = made.use_ascend_backend = False
     made._preprocess_logits = lambda logits, info: logits
     made._sync_token_ids_across_tp = lambda *_: None
@@ -132,11 +145,9 @@ def test_requests_that_all_sample(version, ours):
 
 
 @every_release(FIRST)
-@pytest.mark.parametrize("closed", ["another GPU", "another model", "a model that nobody told"])
-def test_elsewhere_all_is_sglangs(version, closed, monkeypatch):
-    told = {"another model": {"model_type": "llama"}, "a model that nobody told": None}
-    monkeypatch.setattr(models_served, "announced", lambda: told.get(closed, {"model_type": "deepseek_v4"}))
-    monkeypatch.setattr(device_gate, "serves_current_device", lambda: closed != "another GPU")
+@pytest.mark.parametrize(("model", "card"), [("deepseek_v4", False), ("llama", True), (None, True)])
+def test_elsewhere_all_is_sglangs(version, model, card, opened):
+    opened(model, card)
     mixed = requests_of(version, [GREEDY, SAMPLES])
     (tokens, logprobs), (theirs, their_logprobs) = (sampler_of(version, p)(tied(2), mixed) for p in (True, False))
     assert tokens == theirs == [30, 30] and torch.equal(logprobs, their_logprobs)
@@ -259,9 +270,8 @@ def test_a_greedy_request_is_verified_as_alone(version, ours, mask):
 
 
 @every_release(FIRST)
-def test_other_batches_are_verified_as_without_us(version, monkeypatch):
-    monkeypatch.setattr(models_served, "announced", lambda: {"model_type": "deepseek_v4"})
-    monkeypatch.setattr(device_gate, "serves_current_device", lambda: True)
+def test_other_batches_are_verified_as_without_us(version, opened):
+    opened("deepseek_v4")
     for top_ks in ([GREEDY] * 3, [SAMPLES] * 3, [SAMPLES, 40, 5]):
         assert verified(version, True, top_ks, DRAFTS) == verified(version, False, top_ks, DRAFTS)
     mixed = [GREEDY, SAMPLES, GREEDY]

@@ -26,8 +26,7 @@ from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 
 def is_ours() -> bool:
     """Our own model on a card that we serve; any other samples as without us."""
-    told = models_served.announced() is not None
-    return told and models_served.serves_this_process() and device_gate.serves_current_device()
+    return models_served.announced() is not None and device_gate.serves_current_device()
 
 
 def replace_sampler_init(original: Callable) -> Callable:
