@@ -48,11 +48,12 @@ struct alignas(16) WarpShared {
   float power[kRows];              // what x lacks here, and what the codes lack
 };
 
-// kGated: rows 0-7 of the 16 are gate, 8-15 the up rows beside them; else 16 rows of the down projection.
-template <int kWarps_, int kSlices_, int kSteps_, bool kGated_, int kRows_, int kPairs_, int kMinBlocks_>
+// kGated: rows 0-7 of the 16 are gate, 8-15 the up rows beside them; else 16 rows of the down projection. kMayBeExact: Params::exact is
+// looked at.
+template <int kWarps_, int kSlices_, int kSteps_, bool kGated_, int kRows_, int kPairs_, int kMinBlocks_, bool kMayBeExact_ = true>
 struct Config {
   static constexpr int kWarps = kWarps_, kSlices = kSlices_, kSteps = kSteps_, kRows = kRows_, kPairs = kPairs_;
-  static constexpr bool kGated = kGated_;
+  static constexpr bool kGated = kGated_, kMayBeExact = kMayBeExact_;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kSubtiles = kWarps / kSlices;
   static constexpr int kInputs = kSlices * kSteps * kStepInputs;
@@ -71,9 +72,10 @@ struct Config {
 };
 
 // Down for one row: a block has kSubtiles x 16 outputs, kSlots experts at a time.
-template <int kSlices_, int kSteps_, int kSlots_, int kSubtiles_>
+template <int kSlices_, int kSteps_, int kSlots_, int kSubtiles_, bool kMayBeExact_>
 struct SumConfig {
   static constexpr int kSlices = kSlices_, kSteps = kSteps_, kSlots = kSlots_, kSubtiles = kSubtiles_;
+  static constexpr bool kMayBeExact = kMayBeExact_;
   static constexpr int kWarps = kSlices * kSlots * kSubtiles, kThreads = 32 * kWarps;
   static constexpr int kInputs = kSlices * kSteps * kStepInputs, kOutputs = kSubtiles * 16;
   static constexpr int kMinBlocks = 2;

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(C::kThreads, min_blocks<C>()) experts_kernel(c
       for (int row = 0; row < rows; ++row) {
         const int pair = s.routing.pairs[at.group][row];
         const uint16_t* x = C::kGated ? p.x + (pair / p.topk) * p.x_stride : p.h + static_cast<int64_t>(pair) * p.inter;
-        stage_row<C::kPairs != kOneRowPairs>(s.warps[warp], row, x + slice * (C::kSteps * kStepInputs), p.exact);
+        stage_row<C::kMayBeExact>(s.warps[warp], row, x + slice * (C::kSteps * kStepInputs), p.exact);
       }
       __syncwarp();
     }
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(C::kThreads, min_blocks<C>()) down_sum_kernel(
     const bool more = next < p.topk;
     const auto from = stream.from(s.expert[more ? next : slot], tile);
     __syncwarp();
-    stage_row<false>(s.warps[warp], 0, p.h + static_cast<int64_t>(slot) * p.inter + slice * (C::kSteps * kStepInputs), false);
+    stage_row<C::kMayBeExact>(s.warps[warp], 0, p.h + static_cast<int64_t>(slot) * p.inter + slice * (C::kSteps * kStepInputs), p.exact);
     __syncwarp();
     float sum[1];
     multiply<2, 1>(s.warps[warp], turn % 2, stage, more, from, sum);

@@ -13,7 +13,9 @@ constexpr char kName[] = "mxfp4_moe";
 
 // Pairs of a call at most, rows of a group, blocks of a multiprocessor.
 template <int kWarps, int kSlices, int kSteps, bool kGated>
-using OneRow = Config<kWarps, kSlices, kSteps, kGated, 2, kOneRowPairs, kWarps <= 8 ? 3 : 1>;
+using OneRow = Config<kWarps, kSlices, kSteps, kGated, 2, kOneRowPairs, kWarps <= 8 ? 3 : 1, false>;
+template <int kWarps, int kSlices, int kSteps, bool kGated>
+using OneRowExact = Config<kWarps, kSlices, kSteps, kGated, 2, kOneRowPairs, kWarps <= 8 ? 3 : 1, true>;
 template <int kWarps, int kSlices, int kSteps, bool kGated>
 using Mid = Config<kWarps, kSlices, kSteps, kGated, 4, kMidPairs, kWarps <= 8 ? 2 : 1>;
 template <int kWarps, int kSlices, int kSteps, bool kGated>
@@ -41,14 +43,22 @@ using Down384 = Size<8, 1, 3, false>;
 template <template <int, int, int, bool> typename Size>
 using Down256 = Size<8, 1, 2, false>;
 //                         slices steps slots subtiles
-using RowDown3072 = SumConfig<8, 3, 1, 1>;
-using RowDown2048 = SumConfig<4, 4, 3, 1>;
-using RowDown1536 = SumConfig<4, 3, 3, 1>;
-using RowDown1024 = SumConfig<2, 4, 6, 1>;
-using RowDown768 = SumConfig<2, 3, 6, 1>;
-using RowDown512 = SumConfig<1, 4, 6, 2>;
-using RowDown384 = SumConfig<1, 3, 6, 2>;
-using RowDown256 = SumConfig<1, 2, 6, 2>;
+template <bool kExact>
+using RowDown3072 = SumConfig<8, 3, 1, 1, kExact>;
+template <bool kExact>
+using RowDown2048 = SumConfig<4, 4, 3, 1, kExact>;
+template <bool kExact>
+using RowDown1536 = SumConfig<4, 3, 3, 1, kExact>;
+template <bool kExact>
+using RowDown1024 = SumConfig<2, 4, 6, 1, kExact>;
+template <bool kExact>
+using RowDown768 = SumConfig<2, 3, 6, 1, kExact>;
+template <bool kExact>
+using RowDown512 = SumConfig<1, 4, 6, 2, kExact>;
+template <bool kExact>
+using RowDown384 = SumConfig<1, 3, 6, 2, kExact>;
+template <bool kExact>
+using RowDown256 = SumConfig<1, 2, 6, 2, kExact>;
 
 // Calls use(Config{}) with the first that has so many inputs; false: there is none.
 template <typename Use, typename First, typename... Rest>
@@ -72,7 +82,13 @@ bool with_down(int inter, Use use) {
 }
 template <typename Use>
 bool with_row_down(int inter, Use use) {
-  return with_any(inter, use, RowDown3072{}, RowDown2048{}, RowDown1536{}, RowDown1024{}, RowDown768{}, RowDown512{}, RowDown384{}, RowDown256{});
+  return with_any(inter, use, RowDown3072<false>{}, RowDown2048<false>{}, RowDown1536<false>{}, RowDown1024<false>{}, RowDown768<false>{},
+                  RowDown512<false>{}, RowDown384<false>{}, RowDown256<false>{});
+}
+// of Flash alone: less to compile
+template <typename Use>
+bool with_exact_row_down(int inter, Use use) {
+  return with_any(inter, use, RowDown2048<true>{}, RowDown1024<true>{}, RowDown512<true>{}, RowDown256<true>{});
 }
 
 // Blocks of a kernel that a multiprocessor holds; asked once per device.
@@ -127,14 +143,20 @@ void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
   if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
   const Launcher launcher = {kName, pdl, stream};
   const auto launch_one = [&](auto c) { launch_experts<decltype(c)>(params, num_sms, launcher); };
-  if (params.rows == 1 && params.topk <= kOneRowPairs && !params.exact) {  // its kernels have no code for `exact`
+  const auto launch_sum = [&](auto c) { launch_down_sum<decltype(c)>(params, launcher); };
+  const int pairs = params.rows * params.topk;
+  const bool is_one_row = params.rows == 1 && pairs <= kOneRowPairs, is_flash = params.hidden == GateUp4096<Mid>::kInputs;
+  if (is_one_row && !params.exact) {
     with_gate_up<OneRow>(params.hidden, launch_one);
-    with_row_down(params.inter, [&](auto c) { launch_down_sum<decltype(c)>(params, launcher); });
+    with_row_down(params.inter, launch_sum);
     return;
   }
-  const int pairs = params.rows * params.topk;
-  // of Flash alone: less to compile
-  const bool is_mid = pairs <= kMidPairs && params.hidden == GateUp4096<Mid>::kInputs;
+  if (is_one_row && is_flash && with_exact_row_down(params.inter, [](auto) {})) {
+    launch_one(GateUp4096<OneRowExact>{});
+    with_exact_row_down(params.inter, launch_sum);
+    return;
+  }
+  const bool is_mid = pairs <= kMidPairs && is_flash;  // of Flash alone: less to compile
   if (is_mid) {
     launch_one(GateUp4096<Mid>{});
   } else {

@@ -93,7 +93,7 @@ __device__ __forceinline__ float prepare_slice(uint4 (&v)[kEach]) {
   return __uint_as_float(exponent << 23);  // 2^(exponent - 141 + 14), exactly
 }
 
-// One row into a warp's slice, by all its lanes. kMayBeExact: code that a kernel of one row does not have to fetch.
+// One row into a warp's slice, by all its lanes. kMayBeExact: code that a kernel of one row does not have to fetch, where not asked.
 template <bool kMayBeExact, int kSteps, int kRows>
 __device__ __forceinline__ void stage_row(WarpShared<kSteps, kRows>& s, int row, const uint16_t* from, bool exact) {
   constexpr int kChunks = kSteps * 16, kEach = ceil_div(kChunks, 32);  // of 8 inputs
