@@ -3,6 +3,7 @@
 once a second what they hold; what it comes to is in soak_rows.py.
 
 usage: soak_stage.py [--harness DIR] [--patch build] [--out $OUT] [--only SERVER ..] [--seconds 90] [--limit-s 190]
+                     [--one-card]
 
 plain          6 layers, 64 experts, one card, as shipped: markers are asked alone, before and after the load
 reproducible   the same with reproducible=on: markers are asked under the load as well, and repeat to the bit
@@ -74,6 +75,9 @@ class Kind:
     patched: bool = True
     same: str = "bits"
     under_load: bool = True
+
+    def sees(self, one_card: bool) -> str:
+        return "0" if one_card else self.cards
 
 
 SERVERS = {
@@ -177,7 +181,8 @@ class Server:
         )  # fmt: skip
         kind, where = self.kind, ["--patch", str(stage.arguments.patch)] if self.kind.patched else []
         environment = EVERY_CALL if kind.patched else PAGED_EXTEND | PAGED_INDEX
-        environment = environment | kind.environment | {MARK: self.mark, "CUDA_VISIBLE_DEVICES": kind.cards}
+        cards = kind.sees(stage.arguments.one_card)
+        environment = environment | kind.environment | {MARK: self.mark, "CUDA_VISIBLE_DEVICES": cards}
         options = stage.harness.parse(["run", *stage.options, *kind.options, *where])
         self.process = served.server(
             name, stage.harness, options, self.port, stage.arguments.work, environment, watch=self.watch
@@ -403,7 +408,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=65536, help="prompt, in tokens")
     parser.add_argument("--max-total-tokens", type=int, default=600_000)
     parser.add_argument("--shared-memory", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--one-card", action="store_true", help="all servers share the first card")
     arguments = parser.parse_args(argv)
+    if arguments.one_card and (wide := [name for name in arguments.only if "," in SERVERS[name].cards]):
+        parser.error(f"--one-card: {', '.join(wide)} needs two; name the others by --only")
     if arguments.longest < soak_load.LEAST_LONGEST:
         parser.error(f"--longest must be at least {soak_load.LEAST_LONGEST}, got {arguments.longest}")
     return arguments

@@ -193,6 +193,15 @@ def test_a_card_that_fills_is_found(soaked):
     assert rows["card 1", "memory of the card, MiB an hour of which one is sure"]["met"] is True
 
 
+def test_servers_of_one_card_share_it(capsys):
+    arguments = soak_stage.parse(["--one-card", "--only", "reproducible", "eagle314"])
+    assert {soak_stage.SERVERS[name].sees(arguments.one_card) for name in arguments.only} == {"0"}
+    assert soak_stage.SERVERS["eagle314"].sees(soak_stage.parse([]).one_card) == "1"
+    with pytest.raises(SystemExit):
+        soak_stage.parse(["--one-card"])
+    assert "tp2 needs two" in capsys.readouterr().err
+
+
 # ---- what is sure, of made series
 
 
