@@ -52,7 +52,10 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_features": ("features",),
     "e2e_pieces": ("pieces2_same", "pieces2_43"),
     "e2e_streams": ("streams2_same", "streams2_43"),
-    "e2e_prompts": ("prompts", "prompts2", "prompts_planned", "prompts_planned2", "prompts_same", "prompts_same2"),
+    "e2e_prompts": (
+        *("prompts", "prompts2", "prompts_planned", "prompts_planned2", "prompts_same", "prompts_same2"),
+        "prompts_eagle",
+    ),
 }
 OF_THEIR_OWN = {"soak": soak_rows, "start": start_rows, "shortage": shortage_rows}  # stages with rows of their own
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
@@ -130,6 +133,7 @@ IMPLEMENTATIONS = {
     "stock_eagle314": "SGLang stock, EAGLE 3/1/4",
     "text43_plain": "ours, reproducible, without speculation",
     "text43_eagle314": "ours, reproducible, EAGLE 3/1/4",
+    "text43_eagle314_graphs": "ours, reproducible, EAGLE 3/1/4, prefill graphs as planned",
     "text_tp2_plain": "ours, reproducible, two cards, without speculation",
     "text_tp2_eagle314": "ours, reproducible, two cards, EAGLE 3/1/4",
     "cost43_without": "ours, not reproducible",

@@ -13,6 +13,7 @@ REPEATS = 3
 CHUNK = 8192  # rows of a pass at most
 ISSUE = 22
 FIRST_TOKEN_BARS = {(f"{kind}43_prompts", "1x1024"): 100.0 for kind in ("graphs", "planned")}  # ms
+WITH_EAGLE = "with EAGLE 3/1/4"
 # rows that are captured: by SGLang's own arguments what is timed, by our setting what is compared
 TIMED_ROWS = [128, 256, 512, 1024, CHUNK]
 FLAG, SETTING, PLANNED = "cuda_graph_backend_prefill", "prefill_graphs=2048", "prefill_graphs=on"
@@ -32,6 +33,8 @@ IMPLEMENTATIONS = {
             ("planned", "ours, every operator on, prefill graphs as planned"),
         )
     },
+    "ops43_prompts_eagle": f"ours, every operator on, {WITH_EAGLE}",
+    "planned43_prompts_eagle": f"ours, every operator on, {WITH_EAGLE}, prefill graphs as planned",
     **{
         f"same_{cards}{kind}": f"ours, reproducible, {words}{on}"
         for cards, on in (("", ""), ("tp2_", ", two cards"))
@@ -40,8 +43,8 @@ IMPLEMENTATIONS = {
 }
 
 
-def stages(make, timed, same, sets, sums, ours, reproducible):
-    """timed, same: options of the two kinds of engines; sums(cards, *options): of several cards."""
+def stages(make, timed, same, sets, sums, eagle, ours, reproducible):
+    """timed, same: options of the two kinds of engines; sums(cards, *options): of several cards; eagle: EAGLE's."""
 
     graphs = sets(**{FLAG: "breakable", "cuda_graph_bs_prefill": TIMED_ROWS})
 
@@ -52,9 +55,10 @@ def stages(make, timed, same, sets, sums, ours, reproducible):
             for kind, more, patched, variables in kinds
         ]
 
-    def planned(suffix, options):
+    def planned(suffix, options, takes_turns=False):
         (variable,) = reproducible
-        return [make(f"planned43_prompts{suffix}", options, environment=ours | {variable: PLANNED})]
+        environment = ours | {variable: PLANNED}
+        return [make(f"planned43_prompts{suffix}", options, environment=environment, takes_turns=takes_turns)]
 
     def pair(cards, options):
         (variable,) = reproducible
@@ -67,12 +71,18 @@ def stages(make, timed, same, sets, sums, ours, reproducible):
     # of 32 experts, so that three engines fit a card; a prompt's products are as large as with 64
     timed = [*timed, *sets(json_model_override_args='{"n_routed_experts": 32}'), "--mem", "0.97"]
     timed += ["--phases", "prompts", "--max-total-tokens", "100000"]
+    step = ["--phases", "prompts", "bench"]
     return {
         "prompts": in_turn("", timed),
         "prompts2": in_turn("_tp2", sums(2, *timed)),
         # the rows that `plan` has captured: alone on the cards, since what the graphs hold is by their free memory
         "prompts_planned": planned("", timed),
         "prompts_planned2": planned("_tp2", sums(2, *timed)),
+        # beside drafts, which are in no graph then: a prompt's time, and that a step takes what it takes
+        "prompts_eagle": [
+            make("ops43_prompts_eagle", [*timed, *step, *eagle], environment=ours, takes_turns=True),
+            *planned("_eagle", [*timed, *step, *eagle], takes_turns=True),
+        ],
         "prompts_same": pair("", same),
         "prompts_same2": pair("tp2_", sums(2, *same)),
     }

@@ -294,6 +294,11 @@ STAGES = {
         Case("same43_512", chunks(512, *ALL_LAYERS_SMALL), environment=EVERY_CALL | REPRODUCIBLE),
         Case("text43_plain", TEXT + ALL_LAYERS_SMALL, environment=EVERY_CALL | REPRODUCIBLE),
         Case("text43_eagle314", TEXT + ALL_LAYERS_SMALL + eagle(3), environment=EVERY_CALL | REPRODUCIBLE),
+        Case(
+            "text43_eagle314_graphs",
+            TEXT + ALL_LAYERS_SMALL + eagle(3),
+            environment=EVERY_CALL | {"DSV4_SM120_SET": f"{REPRODUCIBLE['DSV4_SM120_SET']},{prompts_stage.PLANNED}"},
+        ),
     ],
     "reproducible2": [
         Case("same_tp2_8192", sums(2, *chunks(8192, *SMALL_MODEL, radix=False)), environment=EVERY_CALL | REPRODUCIBLE),
@@ -319,7 +324,9 @@ STAGES = {
     **pieces_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     # a prompt's streams, dealt to the cards and whole, likewise
     **streams_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
-    **prompts_stage.stages(Case, SIDE_BY_SIDE, chunks(8192, radix=False), sets, sums, EVERY_CALL, REPRODUCIBLE),
+    **prompts_stage.stages(
+        Case, SIDE_BY_SIDE, chunks(8192, radix=False), sets, sums, eagle(3), EVERY_CALL, REPRODUCIBLE
+    ),
 }
 # With dummy weights a patched engine fills wo_a as E4M3 and scales, an unpatched one as bf16: what is compared with an
 # unpatched run needs a harness that fills the same numbers, or DSV4_SM120_SET=wo_a=off; shadow mode needs neither.
@@ -349,6 +356,7 @@ TEXTS = [
     ("EAGLE, 3 drafts", "eagle314", "plain"),
     ("DSPARK, a block of 3", "dspark3", "plain"),
     ("EAGLE, 3 drafts, 43 layers", "text43_eagle314", "text43_plain"),
+    ("EAGLE, 3 drafts, 43 layers, prefill graphs", "text43_eagle314_graphs", "text43_plain"),
     ("EAGLE, 3 drafts, two cards", "text_tp2_eagle314", "text_tp2_plain"),
     ("yardstick: stock, EAGLE, 3 drafts", "stock_eagle314", "stock_plain"),
 ]
