@@ -112,7 +112,9 @@ def test_the_drafts_head_is_counted_once_a_server_drafts(monkeypatch):
     monkeypatch.setattr(command, "settings", lambda: Settings(choices={"draft_head": "on"}))
     asked = command.request_of(arguments(sglang="0.5.23"))
     assert asked.switched_on == ("draft_head",) and asked.replaced == OPS
-    assert {f.name: f.value for f in launch.make(asked).environment}["DSV4_SM120_SET"] == "draft_head=on"
+    assert {f.name: f.value for f in launch.make(asked).environment}[
+        "DSV4_SM120_SET"
+    ] == "draft_head=on,prefill_graphs=on"
 
 
 def arguments(**given):
@@ -312,7 +314,10 @@ def test_flags_that_this_version_knows(version):
     assert ("--prefill-decode-interval" in found) == (version in ("0.5.19", "0.5.20", "0.5.23"))
     assert ("--moe-runner-backend" in found) == (version == "0.5.12")
     environment = {flag.name: flag.value for flag in plan.environment}
-    assert ("DSV4_SM120_SET" in environment) == (version == "0.5.17")
+    set_here = {"0.5.17": ["prefill_decode_interval_0_5_17"], "0.5.23": ["prefill_graphs"]}  # the others know neither
+    assert [one.split("=")[0] for one in environment.get("DSV4_SM120_SET", "").split(",") if one] == set_here.get(
+        version, []
+    )
     assert found["--max-running-requests"] == "8" and all(flag.reason for flag in plan.flags)
     assert found["--chunked-prefill-size"] in ("4096", "2048", "1024")
 
@@ -374,8 +379,11 @@ def test_prefill_graphs_are_planned_where_they_serve_and_their_memory_is_kept_fr
     assert (rows, said) == (1024, "prefill_graphs=on") and 0.9e9 < held < 1.3e9
     assert plan.fits and not plan.is_tight and plan.left_free > plan.off_by > held * memory.ESTIMATE_OFF_BY
     assert any("99 ms for 147" in flag.reason for flag in plan.environment)
+    plan, rows, held, said = planned_graphs(speculation=MTP)
+    assert (rows, said) == (1024, "prefill_graphs=on") and 0.9e9 < held < 1.3e9 and plan.fits and not plan.is_tight
+    assert any("107 ms for 206" in flag.reason for flag in plan.environment)
     for changes in (
-        {"speculation": MTP},
+        {"speculation": MTP, "sglang": "0.5.22"},
         {"speculation": MTP, "prefill_graphs": 1024, "sglang": "0.5.22"},
         {"replaced": ("sparse_decode",), "context": 8192},
         {"sglang": "0.5.16"},
@@ -393,10 +401,10 @@ def test_prefill_graphs_are_planned_for_the_releases_that_are_patched():
     assert [min(first.values()), first["replace_with_mtp"]] == since
 
 
-def test_the_memory_of_prefill_graphs_is_kept_where_they_are_asked_for_beside_drafts():
+def test_the_memory_of_prefill_graphs_is_kept_beside_drafts():
     """0.5.23 captures them beside the model's own drafts, so their memory must be free."""
     tight = {"speculation": MTP, "context": 131_072, "concurrency": 64, "sglang": "0.5.23"}
-    plans = [planned_graphs(**tight, prefill_graphs=rows) for rows in (None, 1024)]
+    plans = [planned_graphs(**tight, prefill_graphs=rows) for rows in (0, 1024)]
     assert [rows for _, rows, _, _ in plans] == [0, 1024] and plans[1][3] == "prefill_graphs=on"
     assert plans[1][2] > 0.9e9 and plans[1][0].tokens < plans[0][0].tokens
     assert plans[1][0].left_free > 0

@@ -61,11 +61,13 @@ def test_a_smaller_chunk_is_taken_where_it_buys_capacity():
         ({"replaced": tuple(op for op in OPS if op != "index_select"), "prefill_graphs": 512}, (0,)),
         ({"sglang": "0.5.16", "prefill_graphs": 512}, (0,)),
         ({"sglang": "0.5.17", "prefill_graphs": 512}, (512,)),
-        ({"speculation": MTP}, (0,)),
+        ({"speculation": MTP}, (CAPTURED_ROWS, 0)),
+        ({"speculation": MTP, "sglang": "0.5.22"}, (0,)),
         ({"speculation": MTP, "prefill_graphs": 512}, (512,)),
         ({"speculation": MTP, "prefill_graphs": 0}, (0,)),
         ({"speculation": MTP, "prefill_graphs": 512, "sglang": "0.5.22"}, (0,)),
         ({"speculation": speculation.Speculation(speculation.DSPARK, 3), "prefill_graphs": 512}, (0,)),
+        ({"speculation": speculation.Speculation(speculation.DSPARK, 3)}, (0,)),
     ],
 )
 def test_which_passes_of_prompts_may_be_in_graphs(changes, rows):

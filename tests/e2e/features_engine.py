@@ -167,8 +167,14 @@ class Rounds:
         return json.loads(self.found["asked"]["json_model_override_args"])["n_routed_experts"]
 
     def weights_from_tensors(self):
+        has_sessions = hasattr(self.engine, "begin_weight_update")  # 0.5.21 and later refuse tensors outside of one
+
         def give(kind, which):
+            if has_sessions:
+                self.expect(self.engine.begin_weight_update())
             self.expect(self.engine.update_weights_from_tensor(self.weights.tensors(kind, which)))
+            if has_sessions:
+                self.expect(self.engine.end_weight_update())
             return self.digests()
 
         for kind in Weights.KINDS:

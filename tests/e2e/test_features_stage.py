@@ -16,7 +16,7 @@ from bench import features as page
 from bench import measured
 from tests.e2e import features_stage as stage
 from tests.e2e import test_scripts
-from tests.e2e.features_engine import LENGTHS, Weights
+from tests.e2e.features_engine import LENGTHS, Rounds, Weights
 from tests.e2e.test_scripts import machine, script  # noqa: F401
 
 HERE = Path(__file__).resolve().parent
@@ -233,6 +233,27 @@ def test_weights_have_the_names_and_shapes_of_a_checkpoint(tmp_path):
     assert len(experts) == 3 * 3 * 2 and tuple(experts["layers.2.ffn.experts.0.w2.scale"].shape) == (256, 4)
     assert tuple(wo_a["layers.3.attn.wo_a.weight"].shape) == (256, 256)
     assert tuple(dict(made.tensors("compressor", 0))["layers.2.attn.compressor.wkv.weight"].shape) == (256, 256)
+
+
+@pytest.mark.parametrize("has_sessions", [False, True])
+def test_tensors_are_given_in_a_session_where_sglang_has_them(has_sessions):
+    done, rounds = [], object.__new__(Rounds)
+
+    def does(name, answer=(True, "")):
+        return lambda *given: done.append(name) or answer
+
+    rounds.engine = SimpleNamespace(update_weights_from_tensor=does("tensors"))
+    if has_sessions:
+        rounds.engine.begin_weight_update, rounds.engine.end_weight_update = does("begin"), does("end")
+    rounds.weights = SimpleNamespace(tensors=lambda kind, which: [])
+    rounds.digests = does("asked", ["a"])
+    rounds.weights_from_tensors()
+    once = ["begin", "tensors", "end", "asked"] if has_sessions else ["tensors", "asked"]
+    assert done == once * 3 * len(Weights.KINDS)
+    if has_sessions:
+        rounds.engine.end_weight_update = does("end", (False, "no session"))
+        with pytest.raises(RuntimeError, match="no session"):
+            rounds.weights_from_tensors()
 
 
 # ---- the scripts around an engine that stands in
