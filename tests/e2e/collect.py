@@ -57,6 +57,7 @@ RESULTS = {  # name of a result file: stages that go into it
         "prompts_eagle",
     ),
 }
+FEATURE = "feature: "  # how the cases of the stage `features` begin
 OF_THEIR_OWN = {"soak": soak_rows, "start": start_rows, "shortage": shortage_rows}  # stages with rows of their own
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
 SAME_BITS = {"index_b": 5, "sums2_b": 20, "sums4_b": 20, "index2_dealt": 22}
@@ -213,6 +214,7 @@ def timing_rows(name, batches, prefill_bars=None):
     for batch, timed in batches.items():
         bars = WHOLE_BARS.get((name, batch), {}) | (prefill_bars or {}).get(batch, {})
         experts = ", 16 experts" if "_alone" in name or "_without_" in name else ""
+        experts = ", 32 experts" if "43_prompts" in name else experts
         case = f"{variant}{experts}, batch {batch}, 1K context"
         for metric, key in (
             ("decode step, ms, best", "step_ms_best"),
@@ -423,22 +425,22 @@ def feature_rows(lines):
     """Of each feature whether it is a defect; of those that were compared the answers."""
     rows = []
     for line in lines:
-        case, impl = f"feature: {line['feature']}", IMPLEMENTATIONS[features_stage.PREFIX + line["engine"]]
+        case, impl = f"{FEATURE}{line['feature']}", IMPLEMENTATIONS[features_stage.PREFIX + line["engine"]]
         told = f": {line['detail']}" if line.get("detail") else ""
         is_defect = int(features_stage.STATES[line["state"]])
         if line["state"] != "not run":
             rows.append(row(case, impl, "a defect", is_defect, 0, FEATURES_ISSUE))
         rows.append(row(case, impl, f"{line['state']}{told}", None, issue=FEATURES_ISSUE))
-        if line.get("answers"):
+        if line.get("answers") and "differ" in line:  # not of a line whose answers were asked for what it is not
             rows.append(row(case, impl, "answers", line["answers"], issue=FEATURES_ISSUE))
             rows.append(row(case, impl, "answers that differ", line["differ"], 0, FEATURES_ISSUE))
     return rows
 
 
-def merged_features(stages):
+def merged_features(lines):
     """By feature, of all calls: what ran stands above what did not."""
     found = {}
-    for line in (line for stage in stages for line in stage.get("features", [])):
+    for line in lines:
         if line["state"] != "not run" or line["feature"] not in found:
             found[line["feature"]] = line
     order = [feature.what for feature in features_stage.FEATURES]
@@ -469,7 +471,7 @@ def collect(stages, commit):
         rows += same_rows(found)
     for name, module in OF_THEIR_OWN.items():
         rows += module.rows(row, [stage[name] for stage in stages if name in stage])
-    features = merged_features(stages)
+    features = merged_features(line for stage in stages for line in stage.get("features", []))
     rows += feature_rows(features)
     return {
         **({"features": features} if features else {}),
@@ -485,6 +487,29 @@ def collect(stages, commit):
             for name, case in stage["cases"].items()
         },
         "rows": rows,
+    }
+
+
+def added(old, new):
+    """A result file with what later calls of the same release and device have; of what both have, theirs."""
+    for name, one, other in (
+        ("device", old["device"]["name"], new["device"]["name"]),
+        ("release", old["sglang"], new["sglang"]),
+    ):
+        if one != other:
+            raise SystemExit(f"collect: --add needs the same {name}: the file is of {one}, the stages are of {other}")
+    features = merged_features([*old.get("features", []), *new.get("features", [])])
+    fresh = [r for r in new["rows"] if not r["case"].startswith(FEATURE)] + feature_rows(features)
+    replaced = {(r["issue"], r["case"], r["impl"], r["metric"]) for r in fresh}
+    kept = [r for r in old["rows"] if (r["issue"], r["case"], r["impl"], r["metric"]) not in replaced]
+    return {
+        **old,
+        **({"features": features} if features else {}),
+        "date": max(old["date"], new["date"]),
+        "commit": ", ".join(dict.fromkeys(f"{old['commit']}, {new['commit']}".split(", "))),
+        "command": list(dict.fromkeys([*old["command"], *new["command"]])),
+        "runs": old["runs"] | new["runs"],
+        "rows": [r for r in kept if not r["case"].startswith(FEATURE)] + fresh,
     }
 
 
@@ -530,6 +555,7 @@ def main():
     parser.add_argument("stages", nargs="+", type=Path)
     parser.add_argument("--write", type=Path, help="one file of all stages")
     parser.add_argument("--results", type=Path, help="folder for a file of each of RESULTS")
+    parser.add_argument("--add", action="store_true", help="--results: to the files that are there")
     parser.add_argument("--commit", help="of the measured tree, where the stage files do not say (default: HEAD here)")
     arguments = parser.parse_args()
     stages = [json.loads(path.read_text()) for path in arguments.stages]
@@ -540,7 +566,8 @@ def main():
         write(arguments.write, table)
     if arguments.results:
         for name, one in results(stages, commit).items():
-            write(arguments.results / name, one)
+            path = arguments.results / name
+            write(path, added(json.loads(path.read_text()), one) if arguments.add and path.exists() else one)
     unmet = [r for r in table["rows"] if r["met"] is False]
     print(f"{len(unmet)} of {sum(r['met'] is not None for r in table['rows'])} bars not met")
     sys.exit(1 if unmet else 0)

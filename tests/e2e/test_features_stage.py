@@ -382,11 +382,8 @@ def test_the_stage(machine, tmp_path):  # noqa: F811
 def test_calls_are_put_together(tmp_path):
     """What ran stands above what a later call did not ask or reach."""
     line = {"feature": "flush_cache", "engine": "radix", "state": "same bits", "answers": 8, "differ": 0}
-    stages = [
-        {"features": [line]},
-        {"features": [line | {"state": "not run", "detail": "its engine was not asked for"}]},
-    ]
-    for order in (stages, stages[::-1]):
+    lines = [line, line | {"state": "not run", "detail": "its engine was not asked for"}]
+    for order in (lines, lines[::-1]):
         assert script("collect").merged_features(order) == [line]
 
 

@@ -313,6 +313,33 @@ def test_results_go_under_their_release_and_name(machine, tmp_path):
         script("collect").results(mixed, "c0ffee")
 
 
+def test_a_later_call_is_added_to_the_file_of_an_earlier_one(tmp_path):
+    collect = script("collect")
+    line = {"feature": "flush_cache", "engine": "radix", "state": "not run", "detail": ""}
+
+    def table(**changes):
+        given = {"device": {"name": "H"}, "sglang": ["1"], "date": "2026-01-02", "commit": "a", "command": ["x"]}
+        return given | {"runs": {"one": 1}, "rows": []} | changes
+
+    def row(case, value, metric="m"):
+        return collect.row(case, "ours", metric, value, 0)
+
+    old = table(rows=[row("kept", 1), row("again", 1)], features=[line])
+    new = table(date="2026-01-01", commit="b", command=["x", "y"], runs={"two": 2})
+    new |= {"rows": [row("again", 0), row("new", 0)], "features": [line | {"state": "same bits"}]}
+    found = collect.added(old, new)
+    values = {r["case"]: (r["value"], r["met"]) for r in found["rows"] if r["metric"] == "m"}
+    assert values == {"kept": (1, False), "again": (0, True), "new": (0, True)}
+    assert [r["metric"] for r in found["rows"] if r["case"] == "feature: flush_cache"] == ["a defect", "same bits"]
+    assert (found["date"], found["commit"], found["command"]) == ("2026-01-02", "a, b", ["x", "y"])
+    assert found["runs"] == {"one": 1, "two": 2} and found["features"] == [line | {"state": "same bits"}]
+    assert collect.added(found, new) == found
+    with pytest.raises(SystemExit, match="the same device: the file is of H, the stages are of G"):
+        collect.added(old, new | {"device": {"name": "G"}})
+    with pytest.raises(SystemExit, match="the same release"):
+        collect.added(old, new | {"sglang": ["2"]})
+
+
 @pytest.mark.parametrize("release", ["0.5.17", "0.5.23"])
 def test_what_the_stages_set_is_there_in_the_releases_that_they_run(release):
     """Arguments as fields of SGLang's argument classes, variables in its environ.py."""
