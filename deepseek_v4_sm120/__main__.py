@@ -72,8 +72,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from deepseek_v4_sm120 import patching
     from deepseek_v4_sm120.settings import settings
 
+    patching.make_absolute()
     if settings().wrong:
         raise CommandError("; ".join(settings().wrong))
     if arguments.command in COMMANDS:
@@ -95,7 +97,7 @@ def status() -> dict:
 
     stops           why a server of this model on a GPU that we serve would not start
     report_problem  why no process can write its report; that stops no server
-    surroundings    variables that are none of ours, a relative PYTHONPATH
+    surroundings    variables that are none of ours, relative paths
     """
     from deepseek_v4_sm120 import patching
     from deepseek_v4_sm120.ops.shared import extension

@@ -65,7 +65,7 @@ def _sitecustomize(facts: Facts) -> Iterator[Finding]:
 
 def _surroundings(facts: Facts) -> Iterator[Finding]:
     for text in (facts.status or {}).get("surroundings", ()):
-        yield warn("our variables", text, "what it was meant for does not happen", "as the sentence says")
+        yield warn("our variables", text, "what it was meant for may not happen", "as the sentence says")
 
 
 def _build(facts: Facts) -> Iterator[Finding]:
