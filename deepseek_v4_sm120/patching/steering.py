@@ -95,7 +95,8 @@ class Steering:
             outcome.state, outcome.reason = NOT_APPLICABLE, reason
 
     def apply(self, environ: MutableMapping[str, str], argument: Callable, set_argument: Callable) -> list[Outcome]:
-        """Put the values in place. `argument(name[, default])` reads a server argument, `set_argument(name, value)` writes it."""
+        """Put the values in place. `argument(name[, default])` reads a server argument, `set_argument(name, value)`
+        writes it."""
         for outcome, state, reason in self._aside:
             outcome.state, outcome.reason = state, reason
         self._aside.clear()

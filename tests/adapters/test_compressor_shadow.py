@@ -159,13 +159,13 @@ def test_shadow_mode_finds_a_wrong_entry_and_leaves_out_rows_that_end_no_group(s
     assert (recorded()["bad_calls"], recorded()["nonfinite_original"]) == (0, 0)
 
 
-def warm_up(kind, requests, tokens):
+def warm_up(kind, requests, tokens, device="cpu"):
     """A capture's warm-up as 0.5.14 to 0.5.23 have it: requests of length 1, all with number 0, whose tables of slots,
     and the slots to write, are zeros; `tokens` more each in a verification, None: decode."""
     ratio = KINDS[kind].ratio
     ring = 2 * ratio if tokens is None else 4 * ratio if ratio == 4 else 2 * ratio
     made = [Request(1, tokens or 1)] * requests
-    inputs = make_step(kind, made, device="cpu")
+    inputs = make_step(kind, made, device=device)
     entries, writes, first = [], [], 0
     for request in made:
         for j in range(request.tokens):
@@ -181,7 +181,7 @@ def warm_up(kind, requests, tokens):
 
     def lines(found, width):
         found = found + [(-1,) * width] * (first - len(found))
-        return torch.tensor(found, dtype=torch.int64).to(torch.int32).view(torch.uint8)
+        return torch.tensor(found, dtype=torch.int64).to(torch.int32).to(device).view(torch.uint8)
 
     inputs.plan[:], inputs.writes = lines(entries, 4)[: len(inputs.plan)], lines(writes, 2)
     return inputs, Backend(CompressorPrefillPlan(ratio, inputs.plan, inputs.writes))
@@ -333,4 +333,21 @@ def test_shadow_mode_in_a_graph(monkeypatch, kind, many):
         expected = made()
         adapter.op.compressor(**expected.arguments())
         assert torch.equal(expected.cache, inputs.cache)
+    shadow.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requests", [1, 8, 32])
+def test_a_captures_warm_up_on_the_gpu(monkeypatch, requests):
+    """The operator in both places: which request's entry stays in slot 0 is chance, and no call is a bad one."""
+    shadow.reset()
+    monkeypatch.setattr(device_gate, "serves", lambda device: True)
+    monkeypatch.setattr(adapter, "settings", lambda: SimpleNamespace(shadow="1"))
+    inputs, backend = warm_up("c4", requests, tokens=4, device="cuda")
+    replaced = adapter.replace_all_in_one(lambda self, **given: adapter.op.compressor(**inputs.arguments()))
+    for _ in range(20):
+        replaced(backend, **given_of(inputs))
+    torch.cuda.synchronize()
+    assert (recorded()["bad_calls"], recorded()["left_out"]) == (0, 0 if requests == 1 else 20 * requests)
+    assert recorded("compressor_state")["bad_calls"] == 0
     shadow.reset()
