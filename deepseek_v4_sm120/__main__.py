@@ -112,6 +112,8 @@ def status() -> dict:
     found["unknown_choices"] = engine.steering.problem()
     found["unparsable"] = engine.unparsable
     found["build"] = extension.describe()
+    package = engine.sources.path(patching.HOST)
+    found["host_folder"] = None if package is None else str(package.parent)
     found["indexer_choices"] = {name: os.environ[name] for name in INDEXER_CHOICES if os.environ.get(name)}
     found["surroundings"] = report.surroundings()
     folder = settings().report
@@ -132,7 +134,7 @@ def _head_part(found: dict) -> Iterator[str]:
 
     host_version = found[patching.HOST] or "not found on this interpreter's path; ask SGLang's own Python, in its image"
     yield f"deepseek_v4_sm120 {found['deepseek_v4_sm120']}, Python {found['python']}"
-    yield f"SGLang            {host_version}"
+    yield f"SGLang            {host_version}" + (f", {found['host_folder']}" if found["host_folder"] else "")
     yield f"build             {_build_text(found['build'])}"
     used = [f"{name}={value}" for name, value in found["settings"].items() if value != getattr(Settings(), name)]
     if used:
@@ -174,12 +176,13 @@ def _model_part(found: dict) -> Iterator[str]:
 
 
 def _problem_part(found: dict) -> Iterator[str]:
+    from deepseek_v4_sm120.patching import report
     from deepseek_v4_sm120.settings import REPORT
 
     if found["stops"]:
         does = "starts, with this told" if found["settings"]["on_broken"] == "warn" else "does not start"
         yield from ("", f"A server of this model on a GPU that we serve {does}:")
-        yield from (f"  {problem}" for problem in found["stops"])
+        yield from (f"  {problem}" for problem in report.by_reason(found["stops"]))
     elif any(row["state"] == "READY" for row in found["patches"]):
         yield from ("", "A server of this model on a GPU that we serve starts, with what is READY.")
     if found["report_problem"]:

@@ -97,6 +97,15 @@ def test_a_missing_module_is_a_failure_that_says_what_to_do(monkeypatch, capsys)
     assert status == 1 and "build_docker.sh" in found["build", "compiled module"]["detail"]
 
 
+def test_the_same_reason_is_printed_once(capsys, monkeypatch):
+    monkeypatch.setattr(extension, "explain", lambda: "no compiled module; build with ./build_docker.sh")
+    assert selftest.main(["--quick"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("no compiled module" in line for line in lines) == 1
+    failed = [line for line in lines if "  FAIL  " in line]
+    assert len(failed) > 20 and sum(line.endswith("  as above") for line in failed) == len(failed) - 1
+
+
 def test_a_gpu_that_is_required_and_not_there_is_a_failure(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(extension, "explain", lambda: None)

@@ -144,6 +144,16 @@ def write(engine=None) -> None:
             warn_once(f"no reports in {REPORT}={engine.settings.report}: {why}; all else goes on")
 
 
+def by_reason(problems: list[str]) -> list[str]:
+    """Of sentences "<patch>: <reason>" one for each reason, with all its patches."""
+    found: dict[str, list[str]] = {}
+    for problem in problems:
+        name, _, reason = problem.partition(": ")
+        is_of_a_patch = reason and " " not in name
+        found.setdefault(reason if is_of_a_patch else problem, []).extend([name] if is_of_a_patch else [])
+    return [": ".join(filter(None, (", ".join(names), reason))) for reason, names in found.items()]
+
+
 def table(rows: list[tuple[str, ...]]) -> str:
     """Left-aligned columns; the last one is free text."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] + [0]

@@ -93,7 +93,9 @@ def _told(outcomes: Iterable[Outcome], todo: list[Check]) -> list[Outcome]:
     operators, names = (max(map(len, column)) for column in zip(*((c.operator, c.name) for c in todo), strict=True))
     told = []
     for o in outcomes:
-        console.say(f"{o.operator:{operators}}  {o.check:{names}}  {o.result:{len(NOT_RUN)}}  {o.detail}")
+        is_said = o.result != PASS and any(o.detail == other.detail for other in told)
+        detail = "as above" if is_said else o.detail
+        console.say(f"{o.operator:{operators}}  {o.check:{names}}  {o.result:{len(NOT_RUN)}}  {detail}")
         told.append(o)
     counts = {result: sum(outcome.result == result for outcome in told) for result in (PASS, FAIL, NOT_RUN)}
     console.say(", ".join(f"{count} {result}" for result, count in counts.items()))
