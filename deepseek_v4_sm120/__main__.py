@@ -89,7 +89,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print_json(found)
     else:
         say(status_text(found))
-    return 1 if found["stops"] or found["report_problem"] or _broken(found) else 0
+    is_wrong = found["stops"] or found["unknown_choices"] or found["report_problem"] or _broken(found)
+    return 1 if is_wrong else 0
 
 
 def status() -> dict:
@@ -185,6 +186,8 @@ def _problem_part(found: dict) -> Iterator[str]:
         yield from (f"  {problem}" for problem in report.by_reason(found["stops"]))
     elif any(row["state"] == "READY" for row in found["patches"]):
         yield from ("", "A server of this model on a GPU that we serve starts, with what is READY.")
+    if found["unknown_choices"] and found["unknown_choices"] not in found["stops"]:
+        yield from ("", found["unknown_choices"])
     if found["report_problem"]:
         yield from ("", f"{REPORT}: {found['report_problem']}; servers run, without reports")
     yield from (f"\nwarning: {text}" for text in found["surroundings"])

@@ -73,7 +73,11 @@ class Steering:
             return f"DSV4_SM120_SET must be on or off for {', '.join(self.numbered)}, which are no numbers"
         if not self.unknown:
             return None
-        return f"DSV4_SM120_SET names {', '.join(self.unknown)}; it takes {', '.join(self.known)}"
+        from difflib import get_close_matches
+
+        near = [name for unknown in self.unknown for name in get_close_matches(unknown, self.known, n=1)]
+        meant = f" (perhaps {', '.join(dict.fromkeys(near))}?)" if near else ""
+        return f"DSV4_SM120_SET names {', '.join(self.unknown)}{meant}; it takes {', '.join(self.known)}"
 
     def outcome(self, name: str) -> Outcome:
         return next(c for c in self.outcomes if c.default == name)

@@ -131,7 +131,7 @@ def test_validation_modes_change_nothing_unasked():
 
 def test_unknown_names_are_a_problem_in_words():
     made = steering({}, sfae="on")
-    assert made.problem() == "DSV4_SM120_SET names sfae; it takes safe, risky, count, later"
+    assert made.problem() == "DSV4_SM120_SET names sfae (perhaps safe?); it takes safe, risky, count, later"
     assert steering({}, safe="on").problem() is None
 
 

@@ -1,4 +1,4 @@
-"""A folder that is not what a build made: what is said then, and how often."""
+"""A folder that is not what a build made, and a name that nothing has: what is said then, and how often."""
 
 import shutil
 from pathlib import Path
@@ -55,3 +55,10 @@ def test_what_all_operators_lack_is_said_once(python, tree, without_module):
 def test_reasons_are_grouped():
     problems = ["a: no module", "wrong value of X: y", "b: other: thing", "c: no module", "no colon"]
     assert report.by_reason(problems) == ["a, c: no module", "wrong value of X: y", "b: other: thing", "no colon"]
+
+
+@pytest.mark.parametrize("has_host", [True, False])
+def test_a_name_that_nothing_has_is_told_with_the_nearest(python, tree, has_host):
+    """Where SGLang is not found, too: `status` is asked on the host as well as in the image."""
+    done = status(python, path=[tree()] if has_host else [], env={"DSV4_SM120_SET": "mch=off"}, check=False)
+    assert done.returncode == 1 and done.stdout.count("DSV4_SM120_SET names mch (perhaps mhc?); it takes ") == 1
