@@ -42,7 +42,7 @@ PACKAGE = REPO / "deepseek_v4_sm120"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepseek-v4-sm120/build"
 
 sys.path[:0] = [str(REPO), str(CSRC)]
-from build_results import BuildError, Results, locked, run, say  # noqa: E402
+from build_results import BuildError, Results, check_writable, locked, run, say  # noqa: E402
 
 from deepseek_v4_sm120 import __version__  # noqa: E402
 from deepseek_v4_sm120.ops.shared.extension import LIBRARY  # noqa: E402
@@ -534,6 +534,7 @@ def build(options: argparse.Namespace) -> None:
     begin = time.monotonic()
     cache, out = options.cache.resolve(), options.out.resolve()
     check_replaceable(out)  # before anything is compiled
+    check_writable(cache)
     with locked(cache / f"{hashlib.sha256(str(out).encode()).hexdigest()[:12]}.lock"):
         toolkit = find_toolkit(options.nvcc, cache)
         interpreters = find_interpreters(options.python)

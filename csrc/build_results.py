@@ -42,6 +42,17 @@ def run(command: list[str | Path], folder: Path | None = None) -> str:
     return done.stdout
 
 
+def check_writable(cache: Path) -> None:
+    """BuildError where nothing can be kept: a home folder is not always one's own, and not always writable."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        why = f"{cache} cannot be written ({error.strerror})"
+        raise BuildError(f"{why}, and keeps what was compiled; --cache DIR or XDG_CACHE_HOME names another") from error
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Processes that want the same lock take turns."""

@@ -72,8 +72,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from deepseek_v4_sm120 import patching
     from deepseek_v4_sm120.settings import settings
 
+    patching.make_absolute()
     if settings().wrong:
         raise CommandError("; ".join(settings().wrong))
     if arguments.command in COMMANDS:
@@ -87,7 +89,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print_json(found)
     else:
         say(status_text(found))
-    return 1 if found["stops"] or found["report_problem"] or _broken(found) else 0
+    is_wrong = found["stops"] or found["unknown_choices"] or found["report_problem"] or _broken(found)
+    return 1 if is_wrong else 0
 
 
 def status() -> dict:
@@ -95,7 +98,7 @@ def status() -> dict:
 
     stops           why a server of this model on a GPU that we serve would not start
     report_problem  why no process can write its report; that stops no server
-    surroundings    variables that are none of ours, a relative PYTHONPATH
+    surroundings    variables that are none of ours, relative paths
     """
     from deepseek_v4_sm120 import patching
     from deepseek_v4_sm120.ops.shared import extension
@@ -110,6 +113,8 @@ def status() -> dict:
     found["unknown_choices"] = engine.steering.problem()
     found["unparsable"] = engine.unparsable
     found["build"] = extension.describe()
+    package = engine.sources.path(patching.HOST)
+    found["host_folder"] = None if package is None else str(package.parent)
     found["indexer_choices"] = {name: os.environ[name] for name in INDEXER_CHOICES if os.environ.get(name)}
     found["surroundings"] = report.surroundings()
     folder = settings().report
@@ -130,7 +135,7 @@ def _head_part(found: dict) -> Iterator[str]:
 
     host_version = found[patching.HOST] or "not found on this interpreter's path; ask SGLang's own Python, in its image"
     yield f"deepseek_v4_sm120 {found['deepseek_v4_sm120']}, Python {found['python']}"
-    yield f"SGLang            {host_version}"
+    yield f"SGLang            {host_version}" + (f", {found['host_folder']}" if found["host_folder"] else "")
     yield f"build             {_build_text(found['build'])}"
     used = [f"{name}={value}" for name, value in found["settings"].items() if value != getattr(Settings(), name)]
     if used:
@@ -172,14 +177,17 @@ def _model_part(found: dict) -> Iterator[str]:
 
 
 def _problem_part(found: dict) -> Iterator[str]:
+    from deepseek_v4_sm120.patching import report
     from deepseek_v4_sm120.settings import REPORT
 
     if found["stops"]:
         does = "starts, with this told" if found["settings"]["on_broken"] == "warn" else "does not start"
         yield from ("", f"A server of this model on a GPU that we serve {does}:")
-        yield from (f"  {problem}" for problem in found["stops"])
+        yield from (f"  {problem}" for problem in report.by_reason(found["stops"]))
     elif any(row["state"] == "READY" for row in found["patches"]):
         yield from ("", "A server of this model on a GPU that we serve starts, with what is READY.")
+    if found["unknown_choices"] and found["unknown_choices"] not in found["stops"]:
+        yield from ("", found["unknown_choices"])
     if found["report_problem"]:
         yield from ("", f"{REPORT}: {found['report_problem']}; servers run, without reports")
     yield from (f"\nwarning: {text}" for text in found["surroundings"])

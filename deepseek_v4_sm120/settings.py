@@ -21,6 +21,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deepseek_v4_sm120.patching import PROFILE, REPORT
+
 _ACCEPTED = {
     "DSV4_SM120": ("on", "off"),
     "DSV4_SM120_FORCE": ("ops", "seams"),
@@ -31,8 +33,7 @@ _ACCEPTED = {
 PREFIX = "DSV4_SM120"
 WORDS = {"all_reduce": ("host", "peer")}  # that a name of DSV4_SM120_SET takes besides
 MOST_DIGITS = 6  # of a number there
-REPORT = "DSV4_SM120_REPORT"
-KNOWN = (*_ACCEPTED, REPORT, "DSV4_SM120_SET", "DSV4_SM120_PROFILE")
+KNOWN = (*_ACCEPTED, REPORT, "DSV4_SM120_SET", PROFILE)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         on_broken=value("DSV4_SM120_ON_BROKEN") or "raise",
         report=environ.get(REPORT) or None,
         choices=choices,
-        profile=environ.get("DSV4_SM120_PROFILE") or None,
+        profile=environ.get(PROFILE) or None,
         unreviewed=value("DSV4_SM120_UNREVIEWED") or "warn",
         wrong=tuple(wrong),
     )

@@ -39,7 +39,13 @@ def clean_environment() -> dict[str, str]:
 def private_python() -> Path:
     """Python of the cached environment that holds tests/requirements.txt."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepseek-v4-sm120"
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        (cache / "lock").touch()
+    except OSError as error:
+        raise SystemExit(
+            f"tests/run.py: {cache} cannot be written ({error.strerror}); XDG_CACHE_HOME names another"
+        ) from error
     digest = hashlib.sha256(sys.version.encode() + REQUIREMENTS.read_bytes()).hexdigest()[:12]
     venv = cache / f"tests-{digest}"
     with open(cache / "lock", "w") as lock:

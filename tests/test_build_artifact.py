@@ -227,6 +227,26 @@ def test_what_may_not_be_replaced_is_told_before_anything_is_compiled(tmp_path, 
     assert build_artifact.main() == 1 and "is not a folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["/proc/nowhere", "file/below"])
+def test_a_home_folder_that_cannot_be_written_is_told_with_what_names_another(place, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").touch()
+    cache = tmp_path / place
+    monkeypatch.setattr("sys.argv", ["build_artifact.py", "--out", str(tmp_path / "out"), "--cache", str(cache)])
+    monkeypatch.setattr(build_artifact, "find_toolkit", lambda *_: pytest.fail("a compiler was looked for"))
+    assert build_artifact.main() == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "FAILED" in line]
+    assert f"FAILED: {cache} cannot be written (" in line and line.endswith(
+        "--cache DIR or XDG_CACHE_HOME names another"
+    )
+    done = subprocess.run(
+        [sys.executable, build_artifact.REPO / "tests/run.py"],
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "cannot be written (" in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("words", [["--out"], ["--out", ""], ["--out="]])
 def test_no_folder_to_build_into_is_told(words):
     done = subprocess.run([build_artifact.REPO / "build_docker.sh", *words], capture_output=True, text=True)

@@ -87,6 +87,7 @@ def test_each_outcome_is_printed_when_it_is_there(monkeypatch, capsys):
 
     todo = [Check("op", "first", lambda: "fine"), Check("longer_op", "the second", second)]
     monkeypatch.setattr(selftest, "checks", lambda quick: iter(todo))
+    monkeypatch.setattr(selftest, "_missing", lambda require_gpu: {})
     assert selftest.main([]) == 0
     assert capsys.readouterr().out == "longer_op  the second  PASS     fine, too\n2 PASS, 0 FAIL, 0 NOT RUN\n"
 
@@ -95,6 +96,23 @@ def test_a_missing_module_is_a_failure_that_says_what_to_do(monkeypatch, capsys)
     monkeypatch.setattr(extension, "explain", lambda: "no compiled module; build with ./build_docker.sh")
     status, found = outcomes(capsys)
     assert status == 1 and "build_docker.sh" in found["build", "compiled module"]["detail"]
+
+
+def test_where_no_kernel_ran_the_last_line_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(extension, "explain", lambda: None)
+    monkeypatch.setattr(selftest, "_run", lambda check, missing: selftest.Outcome("a", "b", "NOT RUN", "c", 0.0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert selftest.main(["--quick"]) == 0
+    assert "No kernel was run: no GPU: torch" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_same_reason_is_printed_once(capsys, monkeypatch):
+    monkeypatch.setattr(extension, "explain", lambda: "no compiled module; build with ./build_docker.sh")
+    assert selftest.main(["--quick"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("no compiled module" in line for line in lines) == 1
+    failed = [line for line in lines if "  FAIL  " in line]
+    assert len(failed) > 20 and sum(line.endswith("  as above") for line in failed) == len(failed) - 1
 
 
 def test_a_gpu_that_is_required_and_not_there_is_a_failure(capsys, monkeypatch):

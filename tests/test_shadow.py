@@ -124,6 +124,19 @@ def test_ours_not_finite_where_the_original_is_makes_a_bad_call():
     assert record["relative_l2_max"] == 0, "the rest is compared as usual"
 
 
+def test_what_is_left_out_is_counted_and_told():
+    x = values()
+    for left_out in (torch.tensor(3), None, torch.tensor(2)):
+        shadow.record("test", [(x, x)], identity=0, shape={"rows": 4}, relative_l2=BOUND, left_out=left_out)
+    (record,) = shadow.report()
+    assert (record["calls"], record["left_out"], record["bad_calls"]) == (3, 5, 0)
+    (line,) = shadow.summary([record])
+    assert ", 5 results not compared: several rows of a call write there" in shadow.describe(line)
+    shadow.reset()
+    shadowed(lambda x, layer: x.clone())(x, 0)
+    assert "not compared" not in shadow.describe(*shadow.summary(shadow.report()))
+
+
 def test_zero_rows_and_zero_values():
     function = shadowed(lambda x, layer: x.clone())
     function(values()[:0], 0)

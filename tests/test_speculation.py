@@ -3,6 +3,7 @@ facts themselves: tests/patching/test_wheel_speculation.py."""
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import server
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
-from deepseek_v4_sm120.commands.plan import command, launch, models
+from deepseek_v4_sm120.commands.plan import command, launch, memory, models, roofline
 from deepseek_v4_sm120.commands.speculation import (
     COMPACT,
     DOUBT,
@@ -45,7 +46,7 @@ def flags(plan):
 @pytest.mark.parametrize("version", RELEASES)
 def test_what_is_recommended_is_safe_in_its_release(version):
     for model in ("flash", "flash-0731"):
-        for streams in ("1", "8"):
+        for streams in ("1", "8", "32", "128"):
             for load in (TEXT, STRUCTURE):
                 words = "--model", model, "--concurrency", streams, "--load", load
                 if model == "flash-0731" and tuple(map(int, version.split(".")[:3])) < speculation.DSPARK_SINCE:
@@ -61,6 +62,9 @@ def test_what_is_recommended_is_safe_in_its_release(version):
     ("words", "sglang", "drafts"),
     [
         ((), "0.5.23", (EAGLE, 1)),
+        (("--concurrency", "9"), "0.5.12", (EAGLE, 2)),
+        (("--concurrency", "85"), "0.5.23", (EAGLE, 2)),
+        (("--concurrency", "86"), "0.5.23", (EAGLE, 1)),  # 258 rows
         (("--concurrency", "1"), "0.5.12", (EAGLE, 1)),
         (("--concurrency", "1", "--load", STRUCTURE), "0.5.17", (EAGLE, 2)),
         (("--model", "flash-0731"), "0.5.17", (DSPARK, 3)),
@@ -87,7 +91,9 @@ def test_the_launch_line_has_the_block_of_the_load(words, sglang, drafts):
     line = launch.launch_line(plan)
     assert of_command(line.split(), {}, None) == plan.request.speculation  # what SGLang makes of it
     reasons = {flag.name: flag.reason for flag in plan.flags}
-    assert any("sglang #" in reason or "recipes #" in reason or "by bytes" in reason for reason in reasons.values())
+    assert any(
+        re.search("sglang #|recipes #|by bytes|two parties|nobody measured", reason) for reason in reasons.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,6 +119,60 @@ def test_who_insists_gets_the_plan_and_the_reason():
     assert flags(plan)["--speculative-num-steps"] == "4" and any("#34189" in note for note in plan.notes)
     with pytest.raises(CommandError, match="the server stops"):  # nothing to insist on
         plan_of("--block", "10", "--insist")
+
+
+def bytes_read(batch, rows, drafts, tp=4, context=8192, m=models.FLASH):
+    """Of a step, counted another way: the verification's rows, and each draft's pass by itself."""
+
+    def experts(n):
+        return 256 * (1 - (250 / 256) ** n)
+
+    total = roofline.step_bytes(m, tp, batch, context, wo_a_bf16=False)
+    one, head = memory.expert_bytes(m) / tp, 2 * m.vocab * m.hidden / tp
+    total += 43 * one * (experts(batch * rows) - experts(batch))
+    for draft in range(drafts):
+        touched = experts(batch * rows if draft == 0 else batch)
+        total += head + one * touched + 2 * (4096 * 4096 + 32 * 32) + batch * 128 * 584
+        parts = memory.layer_weights(m, 0, False)
+        total += sum(size / (tp if divided else 1) for part, (size, divided) in parts.items() if part != "routed")
+    return total
+
+
+@pytest.mark.parametrize(("streams", "drafts"), [(1, 0), (1, 1), (8, 1), (32, 2), (64, 3)])
+def test_what_a_step_with_drafts_takes(streams, drafts):
+    rows = drafts + 1
+    seconds = roofline.speculating_seconds(models.FLASH, 4, streams, 8192, drafts, wo_a_bf16=False)
+    sums = 87 * roofline.all_reduce_seconds(models.FLASH, 4, streams * rows, True) / 87
+    for draft in range(drafts):
+        sums += roofline.all_reduce_seconds(models.FLASH, 4, streams * (1 if draft else rows), True) * 3 / 87
+    assert seconds == pytest.approx(bytes_read(streams, rows, drafts) / roofline.BYTES_PER_S + sums, rel=1e-9)
+    if drafts == 0:
+        assert seconds == roofline.step_seconds(models.FLASH, 4, streams, 8192, wo_a_bf16=False)
+
+
+def test_from_which_share_of_right_guesses_a_draft_pays():
+    assert roofline.pays_from(1.3, 1) == pytest.approx(0.3, abs=1e-3)  # 1 + a tokens for 1.3 times the time
+    share = roofline.pays_from(1.4, 2)
+    assert (1 + share + share**2) / (1 + share) == pytest.approx(1.4, abs=1e-3)
+    assert roofline.pays_from(1.5, 2) is None and roofline.pays_from(2.0, 1) is None  # not if every guess were right
+    assert roofline.pays_from(1.0, 3) < 0.01
+
+
+def test_the_plan_says_from_which_share_on_a_draft_pays(capsys):
+    """More streams read more of the experts anyway: from 8 on a second draft pays earlier and earlier."""
+    shares = []
+    for streams in ("8", "16", "32", "64"):
+        plan = plan_of("--concurrency", streams, "--context", "8192")
+        rows = command.as_dict(plan)["drafts"]
+        assert [row[:2] for row in rows] == [(str(d), str(int(streams) * (d + 1))) for d in range(4)]
+        shares.append(int(rows[2][3].rstrip("%")))
+        length = float(rows[2][4])
+        assert length == pytest.approx(1 + shares[-1] / 100, abs=0.01)
+    assert shares == sorted(shares, reverse=True) and shares[0] > shares[-1] + 20
+    command.show(plan)
+    assert "Drafts of the MTP block at 64 stream(s), by bytes as above" in capsys.readouterr().out
+    for words in (("--spec", "none"), ("--model", "flash-0731")):
+        assert command.as_dict(plan_of(*words))["drafts"] == []
 
 
 def test_block_5_is_a_note_where_only_its_thread_is_open():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepseek_v4_sm120.commands.console import CommandError
+from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 
 EAGLE, DSPARK = "EAGLE", "DSPARK"  # the checkpoint's MTP block; the drafter of Flash-0731 and its kind
 ALIASES = {"NEXTN": EAGLE}
@@ -230,14 +231,31 @@ ADVICE = {
     (DSPARK, STRUCTURE): Advice(6, "what one user's tool calls run with on eight cards (sglang #40877)"),
 }
 ADVICE_OF_MANY = {
-    EAGLE: Advice(1, "within 7% of the best depth up to 8 streams, by bytes at 80% acceptance; not reckoned above"),
+    EAGLE: Advice(1, "within 7% of the best depth up to 8 streams, by bytes at 80% acceptance"),
     DSPARK: Advice(3, "the best of a sweep with many agents on four cards, 10% ahead of 7 (vllm-project/recipes #967)"),
 }
+RECKONED_STREAMS = 8  # up to which ADVICE_OF_MANY is EAGLE's
+# Above, nearly all experts are read whatever a request's rows, so a second draft costs less. Measured by two parties on
+# two cards, tokens/s of all streams, 2 drafts of the MTP block for none: ormandj's vLLM 1,048 for 735 (16 streams) and
+# 1,556 for 1,075 (32), jasl's vLLM fork 721 for 520 (16) and 846 for 607 (24)
+ADVICE_OF_MORE = Advice(
+    2,
+    "1.4 times none at 16 to 32 streams on two cards (vLLM, two parties); nobody has 1 beside 2: see what it pays from",
+)
+ADVICE_OF_MOST = Advice(
+    1, f"nobody measured so many; with 2 a step has more than the {STEP_ROWS} rows of decode's kernels"
+)
+
+
+def _of_many(algorithm: str, streams: int) -> Advice:
+    if algorithm != EAGLE or streams <= RECKONED_STREAMS:
+        return ADVICE_OF_MANY[algorithm]
+    return ADVICE_OF_MORE if streams * (ADVICE_OF_MORE.block + 1) <= STEP_ROWS else ADVICE_OF_MOST
 
 
 def advise(version: Version, algorithm: str, streams: int, load: str) -> Advice:
     """The block for a load that this release can take."""
-    found = ADVICE[algorithm, load] if streams == 1 else ADVICE_OF_MANY[algorithm]
+    found = ADVICE[algorithm, load] if streams == 1 else _of_many(algorithm, streams)
     most = (KEPT_ROWS if version[:3] < RING_SINCE else KEPT_BY_THE_RING) - 1
     if found.block <= most:
         return found

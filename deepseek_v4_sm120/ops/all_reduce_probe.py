@@ -3,7 +3,8 @@
 Drivers report peers that move nothing, copies that work where a kernel's stores do not, and some boards hang. So each
 rank starts a process of its own (all_reduce_probe_child.py): what goes wrong there costs no server its CUDA context.
 The ranks pass on what their processes say to each other, and agree: a way is taken where it was right on all ranks, the
-faster of two; where none was, the sums stay SGLang's. No wait is without an end.
+faster of two; where none was, the sums stay SGLang's. Where peers were tried and failed, nothing of SGLang's own may
+sum by them either. No wait is without an end.
 """
 
 from __future__ import annotations
@@ -31,17 +32,20 @@ REMEDY = (
     "BIOS: IOMMU off or pass-through, ACS off, Resizable BAR on; driver 580 or newer; in a container --ipc=host; "
     "`doctor` names the bridges"
 )
+NCCL_P2P = "NCCL_P2P_DISABLE"
+NCCL_TOO = f"{NCCL_P2P}=1 now, for NCCL goes by peers too where it can; then "
 GATHER, FOUND, FAILED = "gather", "found", "failed"  # kinds of a message from a process
 
 
 @dataclass(frozen=True)
 class Way:
     """us: rows -> microseconds of a sum in a graph, of the slowest rank; pings: {"from", "to", "rows", "us"}, of one
-    card's stores and the other's answer."""
+    card's stores and the other's answer; is_tried: False where a rank's process failed before all had their memory."""
 
     problem: str | None
     us: dict[int, float] = field(default_factory=dict)
     pings: tuple[dict, ...] = ()
+    is_tried: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,18 +58,34 @@ class Verdict:
     seconds: float
     is_chosen: bool = False
 
+    @property
+    def peers_fail(self) -> bool:
+        """Wrong bits, a wait in vain, a process lost: whatever it was, by the cards' own memory."""
+        way = self.ways.get("peer")
+        return way is not None and way.problem is not None and way.is_tried
+
+    def remedy(self) -> str:
+        is_said = self.peers_fail and os.environ.get(NCCL_P2P, "0") in ("", "0")
+        return (NCCL_TOO if is_said else "") + REMEDY
+
+    def left(self) -> str:
+        """Whose the sums are where none are ours."""
+        return f"the sums between the cards {'are NCCL' if self.peers_fail else 'stay SGLang'}'s"
+
     def describe(self) -> str:
         chosen = f" ({CHOSEN})" if self.is_chosen else ""
-        parts = [f"the sums between the cards stay SGLang's{chosen}"]
+        parts = [f"{self.left()}{chosen}"]
         if self.transport is not None:
             took = _times(self.ways[self.transport])
             parts = [f"{self.ranks} cards sum by way of {WORDS[self.transport]}{chosen}: {took}"]
         others = {name: way for name, way in self.ways.items() if name != self.transport}
-        parts += [f"by way of {WORDS[name]}: {way.problem or _times(way)}" for name, way in others.items()]
-        return "; ".join(parts + ([f"to do: {REMEDY}"] if any(way.problem for way in others.values()) else []))
+        parts += [f"by way of {WORDS[name]}: {_described(way)}" for name, way in others.items()]
+        if self.peers_fail:
+            parts.append("SGLang's own kernel, which goes by peers too, sums nothing")
+        return "; ".join(parts + ([f"to do: {self.remedy()}"] if any(way.problem for way in others.values()) else []))
 
     def as_dict(self) -> dict:
-        return {**asdict(self), "text": self.describe(), "table": self.table(), "remedy": REMEDY}
+        return {**asdict(self), "text": self.describe(), "table": self.table(), "remedy": self.remedy()}
 
     def table(self) -> list[tuple[str, ...]]:
         """Of a pair each way: microseconds until an answer to 1, 8 and 64 rows is there. To be posted."""
@@ -76,6 +96,10 @@ class Verdict:
                 found = {ping["rows"]: ping["us"] for ping in way.pings if (ping["from"], ping["to"]) == (a, b)}
                 rows.append((str(a), str(b), WORDS[name], *(f"{found[count]:.1f}" for count in ROWS)))
         return rows
+
+
+def _described(way: Way) -> str:
+    return _times(way) if way.problem is None else f"{'' if way.is_tried else 'not tried: '}{way.problem}"
 
 
 def _times(way: Way) -> str:
@@ -136,19 +160,20 @@ class Child:
         return f"exit status {status}" + (f", {lines[-1][:200]}" if lines else "")
 
 
-def relay(child: Child, gather: Gather) -> tuple[list | None, str | None]:
-    """(what each rank's process found of a way, None), or (None, why): the same on all ranks. Passes on what they
-    gather."""
-    end, patience = time.monotonic() + WHOLE_S, START_S
+def relay(child: Child, gather: Gather) -> tuple[Way, bool]:
+    """(what the ranks' processes found of a way, whether they are there for another): the same on all ranks. Passes on
+    what they gather."""
+    end, patience, is_tried = time.monotonic() + WHOLE_S, START_S, False
     while True:
         told = gather(child.next(min(patience, end - time.monotonic())))
         kinds, patience = {kind for kind, _ in told}, STEP_S
         if kinds == {FOUND}:
-            return [value for _, value in told], None
+            return merged([value for _, value in told]), True
         if kinds != {GATHER}:
             failed = [f"rank {rank}: {value}" for rank, (kind, value) in enumerate(told) if kind == FAILED]
-            return None, "; ".join(failed) or "the ranks' probes are at different places"
+            return Way("; ".join(failed) or "the ranks' probes are at different places", is_tried=is_tried), False
         child.answer([value for _, value in told])
+        is_tried = True
 
 
 def probe(
@@ -171,9 +196,8 @@ def probe(
         child = Child([*program, words])
         try:
             for name in left:
-                found, problem = relay(child, gather)
-                ways[name] = Way(problem) if found is None else merged(found)
-                if found is None:
+                ways[name], are_there = relay(child, gather)
+                if not are_there:
                     break  # with its process; what is left is asked of another one
         finally:
             child.end()

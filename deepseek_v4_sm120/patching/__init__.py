@@ -13,11 +13,13 @@ import os
 
 from deepseek_v4_sm120.patching import import_hook
 
+REPORT, PROFILE = "DSV4_SM120_REPORT", "DSV4_SM120_PROFILE"  # settings.py says what they are
 HOST = "sglang"  # the package whose first import starts us; every other name of it is in sglang_patches/
 
 _installed = False
 _engine = None
 _started_in = None  # the working directory when we were installed: entries of PYTHONPATH are relative to it
+_were_relative = {}  # variable -> (what it was, relative to what)
 
 
 def install():
@@ -29,7 +31,28 @@ def install():
         return
     _installed = True
     _started_in = working_directory()
+    make_absolute()
     import_hook.before_import(HOST, _start)
+
+
+def make_absolute():
+    """Makes of a relative REPORT or PROFILE the path that it is here: the processes that this one starts inherit it,
+    wherever they work."""
+    base = working_directory()
+    for name in (REPORT, PROFILE):
+        given = os.environ.get(name)
+        if given and base and not os.path.isabs(given):
+            _were_relative[name] = given, base
+            os.environ[name] = os.path.join(base, given)
+
+
+def relative_places():
+    """A sentence for each variable that was made absolute in this process: others may make another path of it."""
+    return [
+        f"{name}={given} is relative to {base}: here, and in what is started from here, it is {os.environ[name]}; "
+        "another terminal or container makes another path of it, so write that one"
+        for name, (given, base) in _were_relative.items()
+    ]
 
 
 def relative_entry():

@@ -296,7 +296,14 @@ class Engine:
         us = f"deepseek_v4_sm120 {report.our_version()}"
         if set(problems) <= set(self._mistakes()):
             return f"{us} cannot do what its variables ask for"
+        if self._lacks_what_it_needs(problems):
+            return f"{us} cannot run here"
         return f"{us} does not fit {self.host} {self.version}"
+
+    def _lacks_what_it_needs(self, problems: list[str]) -> bool:
+        """Whether it is not the host's release that stands in the way, but what this machine has of ours."""
+        unmet = {problem for problem in self._needs_met.values() if problem}
+        return {problem.partition(": ")[2] for problem in problems} <= unmet
 
     def missing_stops(self) -> str | None:
         """In words, when no place is left in which a server could be stopped."""
@@ -320,12 +327,14 @@ class Engine:
             then = "A server of this model on a GPU that we serve does not start; any other runs as without us"
             then = self.missing_stops() or then
         report.write(self)
-        report.warn_once(f"{self._beginning(problems)}: {'; '.join(problems)}. {then}")
+        report.warn_once(f"{self._beginning(problems)}: {'; '.join(report.by_reason(problems))}. {then}")
 
     def _refusal(self, problems: list[str]) -> PatchError:
         report.write(self)
         if set(problems) <= set(self._mistakes()):
             fix = "mend or unset what is named; or set DSV4_SM120_ON_BROKEN=warn to start without it"
+        elif self._lacks_what_it_needs(problems):
+            fix = "mend what is named; or set DSV4_SM120_ON_BROKEN=warn to run the stock code in these places"
         else:
             fix = (
                 "use a release of deepseek_v4_sm120 that lists this version; or set"
@@ -333,7 +342,7 @@ class Engine:
             )
         return PatchError(
             f"{self._beginning(problems)}:\n  "
-            + "\n  ".join(problems)
+            + "\n  ".join(report.by_reason(problems))
             + f"\nWhat to do: {fix}; or DSV4_SM120=off to run without us."
         )
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import deepseek_v4_sm120
 from deepseek_v4_sm120 import patching
-from deepseek_v4_sm120.patching import report_files
-from deepseek_v4_sm120.settings import REPORT, unknown_variables
+from deepseek_v4_sm120.patching import REPORT, report_files
+from deepseek_v4_sm120.settings import unknown_variables
 from deepseek_v4_sm120.sglang_patches import device_gate
 
 TOLD = "_DSV4_SM120_TOLD"  # checksums of what was told: children inherit it and do not say it again; no user's setting
@@ -46,9 +46,9 @@ def warn_once(text: str) -> None:
 
 
 def surroundings() -> list[str]:
-    """What is wrong around us and stops nothing: variables that are none of ours, a place that children may lose."""
+    """What is wrong around us and stops nothing: variables that are none of ours, places that others may not find."""
     relative = patching.relative_entry()
-    return [*unknown_variables(os.environ), *([relative] if relative else [])]
+    return [*unknown_variables(os.environ), *patching.relative_places(), *([relative] if relative else [])]
 
 
 def _say(level: int, text: str) -> None:
@@ -142,6 +142,16 @@ def write(engine=None) -> None:
         except OSError as error:
             why = error.strerror or str(error)
             warn_once(f"no reports in {REPORT}={engine.settings.report}: {why}; all else goes on")
+
+
+def by_reason(problems: list[str]) -> list[str]:
+    """Of sentences "<patch>: <reason>" one for each reason, with all its patches."""
+    found: dict[str, list[str]] = {}
+    for problem in problems:
+        name, _, reason = problem.partition(": ")
+        is_of_a_patch = reason and " " not in name
+        found.setdefault(reason if is_of_a_patch else problem, []).extend([name] if is_of_a_patch else [])
+    return [": ".join(filter(None, (", ".join(names), reason))) for reason, names in found.items()]
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

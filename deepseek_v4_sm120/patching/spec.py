@@ -93,6 +93,7 @@ class Default:
     value        the number behind VALUE, which DSV4_SM120_SET=name=N changes
     forced       the host overwrites the variables after us in the parent; the children then get them back
     unless       variable and its values with which the row makes no sense
+    only_with    server argument without which the row makes no sense
     moot_with    the patch with which it changes nothing, where it is in place
     how          what a user does to get the same, or to prevent it, without us
     """
@@ -108,6 +109,7 @@ class Default:
     value: int | None = None
     forced: bool = False
     unless: tuple[str, tuple[str, ...]] | None = None
+    only_with: str | None = None
     moot_with: str | None = None
 
 

@@ -64,7 +64,8 @@ class Steering:
             return Outcome(row.name, ON, "DSV4_SM120_SET", value)
         if row.on and settings.mode != "sm120":
             return Outcome(row.name, OFF, "validation mode: only what DSV4_SM120_SET asks for")
-        return Outcome(row.name, ON if row.on else OFF, BY_DEFAULT if row.on else NOT_BY_DEFAULT, value)
+        with_it = f", with {flag(row.only_with)}" if row.only_with else ""
+        return Outcome(row.name, ON if row.on else OFF, BY_DEFAULT + with_it if row.on else NOT_BY_DEFAULT, value)
 
     def problem(self) -> str | None:
         """A name in DSV4_SM120_SET that no default and no operator has, or a number for what has none."""
@@ -72,7 +73,11 @@ class Steering:
             return f"DSV4_SM120_SET must be on or off for {', '.join(self.numbered)}, which are no numbers"
         if not self.unknown:
             return None
-        return f"DSV4_SM120_SET names {', '.join(self.unknown)}; it takes {', '.join(self.known)}"
+        from difflib import get_close_matches
+
+        near = [name for unknown in self.unknown for name in get_close_matches(unknown, self.known, n=1)]
+        meant = f" (perhaps {', '.join(dict.fromkeys(near))}?)" if near else ""
+        return f"DSV4_SM120_SET names {', '.join(self.unknown)}{meant}; it takes {', '.join(self.known)}"
 
     def outcome(self, name: str) -> Outcome:
         return next(c for c in self.outcomes if c.default == name)
@@ -94,7 +99,8 @@ class Steering:
             outcome.state, outcome.reason = NOT_APPLICABLE, reason
 
     def apply(self, environ: MutableMapping[str, str], argument: Callable, set_argument: Callable) -> list[Outcome]:
-        """Put the values in place. `argument(name)` reads a server argument, `set_argument(name, value)` writes it."""
+        """Put the values in place. `argument(name[, default])` reads a server argument, `set_argument(name, value)`
+        writes it."""
         for outcome, state, reason in self._aside:
             outcome.state, outcome.reason = state, reason
         self._aside.clear()
@@ -105,6 +111,9 @@ class Steering:
             row = self.rows[outcome.default]
             if row.unless and environ.get(row.unless[0], "").lower() in row.unless[1]:
                 outcome.state, outcome.reason = NOT_APPLICABLE, f"{row.unless[0]}={environ[row.unless[0]]}"
+                continue
+            if row.only_with and not argument(row.only_with, None):
+                outcome.state, outcome.reason = NOT_APPLICABLE, f"without {flag(row.only_with)}"
                 continue
             self._apply_row(row, outcome, environ, handover, argument, set_argument)
         if handover:
@@ -150,5 +159,9 @@ def what(row: Default, value: int | None) -> str:
     """The values of a default in words."""
     arguments: Mapping[str, object] = {k: value if v == VALUE else v for k, v in row.arguments.items()}
     words = [f"{name}={text}" for name, text in row.environment.items()]
-    words += [f"--{name.replace('_', '-')} {text}" for name, text in arguments.items()]
+    words += [f"{flag(name)} {text}" for name, text in arguments.items()]
     return " ".join(words)
+
+
+def flag(argument: str) -> str:
+    return f"--{argument.replace('_', '-')}"

@@ -85,6 +85,22 @@ DEFAULTS = (
         how="no way without us",
     ),
     Default(
+        name="compiled_streams",
+        why="a decode step forks index, compressors and keys to streams of their own. torch 2.11, which these releases "
+        "pin, has no events in a compiled graph: who waits for one behind the graph's end, where ours are, waits for "
+        "that of the trace, and the capture ends with 'dependency created on uncaptured work in another stream'. On, "
+        "a step stays on one stream; no number changes",
+        source="[R] models/deepseek_v4.py of 0.5.12 to 0.5.17 (its experts leave their side stream out under "
+        "torch.compile, its attention does not); EventVariable of torch 2.11's Dynamo, of 2.13 with events by index; "
+        "pytorch #109848, #188536; [M] by us, on an H200: 0.5.17 does not start without it, 0.5.23 (torch 2.14) does. "
+        "With it nothing was run",
+        sglang=">=0.5.12,<0.5.18",
+        on=True,
+        how="SGLANG_OPT_USE_MULTI_STREAM_OVERLAP=0, or no --enable-torch-compile",
+        environment={"SGLANG_OPT_USE_MULTI_STREAM_OVERLAP": "0"},
+        only_with="enable_torch_compile",
+    ),
+    Default(
         name="start_on_sm120",
         why="0.5.12 has no SM120 branch: it takes DeepGEMM kernels that this GPU has no code for, and a top-k that "
         "wants more shared memory than it has; later releases set the same values themselves",

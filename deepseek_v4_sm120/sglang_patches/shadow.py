@@ -5,7 +5,8 @@ DSV4_SM120_SHADOW=1 keeps the original's result, =ours keeps ours. Without it no
 What counts. Two results are compared over every element where the original is finite. Elements where the original is
 not finite (uninitialised padding rows and heads) are left out and counted in `nonfinite_original`. An element where the
 original is finite and ours is not makes the call bad, and is counted in `nonfinite_ours`. Adapters cut away what the
-engine throws away (padded heads) before they compare. A call is bad above its bound of relative L2.
+engine throws away (padded heads) before they compare, and what has no defined result (several rows that write the same
+place); the latter is counted in `left_out`. A call is bad above its bound of relative L2.
 
 How it works. Each (patch, layer, call shape, eager or captured) owns one row of a float64 table on the device. A call
 updates its row by device operations alone and copies it to the same row of a table in pinned host memory. Under CUDA
@@ -32,12 +33,13 @@ from deepseek_v4_sm120.settings import settings
 
 logger = logging.getLogger(__name__)
 
-SUMS = ("calls", "relative_l2_sum", "bad_calls", "rows", "nonfinite_ours", "nonfinite_original")
+LEFT_OUT = ("nonfinite_ours", "nonfinite_original", "left_out")
+SUMS = ("calls", "relative_l2_sum", "bad_calls", "rows", *LEFT_OUT)
 MAXIMA = ("relative_l2_max", "row_relative_l2_max", "absolute_error_max")
 FIRST_BAD = ("first_bad_call", "first_bad_rows")
 FIELDS = SUMS + MAXIMA + FIRST_BAD
 
-MAX_RECORDS = 16384  # rows of the table (88 B each); what comes later shares row 0
+MAX_RECORDS = 16384  # rows of the table (96 B each); what comes later shares row 0
 CHUNK_ELEMENTS = 1 << 22  # float32 temporaries of one comparison step: 16 MiB each
 WRITE_EVERY_S = 0.5
 LOG_EVERY_S = 60.0
@@ -121,8 +123,9 @@ def shadowed(patch_name: str, ours: Callable, original: Callable, compare: Compa
     return both
 
 
-def record(patch_name, pairs, *, identity, shape, relative_l2) -> None:
-    """Add one call's differences to its record. Capture-safe: only device operations, nothing waits."""
+def record(patch_name, pairs, *, identity, shape, relative_l2, left_out=None) -> None:
+    """Add one call's differences to its record. Capture-safe: only device operations, nothing waits. left_out: a number
+    on the device, of what the pairs do not have because its result is chance."""
     device = pairs[0][0].device
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     table = _tables.get(device)
@@ -136,7 +139,9 @@ def record(patch_name, pairs, *, identity, shape, relative_l2) -> None:
     named = {**shape, "rows": rows if captured else _rows_bucket(rows)}
     key = (patch_name, table.layer(patch_name, identity), captured, tuple(named.items()), relative_l2)
     row = table.row(key)
-    _update(table.on_device[row], difference(pairs), rows, relative_l2)
+    found = difference(pairs)
+    found["left_out"] = torch.zeros_like(found["relative_l2"]) if left_out is None else left_out.double()
+    _update(table.on_device[row], found, rows, relative_l2)
     if table.on_host is not table.on_device:
         table.on_host[row].copy_(table.on_device[row], non_blocking=True)
 
@@ -187,7 +192,7 @@ def _update(record_row: torch.Tensor, found: Mapping[str, torch.Tensor], rows: i
     bad = ((error > relative_l2) | (found["nonfinite_ours"] > 0)).double()
     is_first_bad = (bad > 0) & (sums[SUMS.index("bad_calls")] == 0)
     first_bad.copy_(torch.where(is_first_bad, torch.stack([sums[SUMS.index("calls")] + 1, row_count]), first_bad))
-    sums.add_(torch.stack([one, error, bad, row_count, found["nonfinite_ours"], found["nonfinite_original"]]))
+    sums.add_(torch.stack([one, error, bad, row_count, *(found[name] for name in LEFT_OUT)]))
     newest = torch.stack([error, found["row_relative_l2"], found["absolute_error"]])
     maxima.copy_(torch.maximum(maxima, newest))
 
@@ -226,13 +231,13 @@ def summary(records: list[dict]) -> list[dict]:
         t = totals.setdefault(
             r["patch"],
             {"patch": r["patch"], "bound": r["bound"], "layers": set(), "replayed_calls": 0, "relative_l2_mean": 0.0}
-            | dict.fromkeys((*MAXIMA, "calls", "bad_calls", "rows", "nonfinite_ours", "nonfinite_original"), 0)
+            | dict.fromkeys((*MAXIMA, "calls", "bad_calls", "rows", *LEFT_OUT), 0)
             | {"first_bad": None},
         )
         t["layers"].add(r["layer"])
         t["replayed_calls"] += r["calls"] if r["captured"] else 0
         t["relative_l2_mean"] += r["relative_l2_mean"] * r["calls"]
-        for name in ("calls", "bad_calls", "rows", "nonfinite_ours", "nonfinite_original"):
+        for name in ("calls", "bad_calls", "rows", *LEFT_OUT):
             t[name] += r[name]
         for name in MAXIMA:
             t[name] = max(t[name], r[name])
@@ -301,6 +306,8 @@ def describe(line: Mapping) -> str:
     )
     if line["nonfinite_ours"] or line["nonfinite_original"]:
         text += f", not finite: ours {line['nonfinite_ours']}, original {line['nonfinite_original']} elements"
+    if line["left_out"]:
+        text += f", {line['left_out']} results not compared: several rows of a call write there, which stays is chance"
     if line["unrecorded_calls"]:
         text += f", {line['unrecorded_calls']} captured calls not recorded (no eager call came before)"
     if line["first_bad"]:

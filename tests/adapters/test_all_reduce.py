@@ -399,6 +399,11 @@ def library(tmp_path_factory):
 SMALL = 64  # hidden
 
 
+def not_made(rank, *_, **__):
+    if rank == 0:
+        raise RuntimeError("no memory")
+
+
 def as_a_rank(rank, ranks, gather, python, library, case):
     """What a rank of SGLang does: dispatch, the object, some sums and gathers in turn, its end.
     (kind, text of the log, note, sums and what was gathered)"""
@@ -409,6 +414,8 @@ def as_a_rank(rank, ranks, gather, python, library, case):
     emulated.stand_in(library)
     for name in ("START_S", "STEP_S", "WHOLE_S"):
         setattr(probe, name, 400.0)
+    if "program" in case and rank == case["program"]:
+        python = ("/nowhere/python",)
     probe.probe.__kwdefaults__["program"] = (*python, emulated.__file__, str(library), json.dumps(case["fault"]))
     limits.LIMITS["all_reduce"]["hidden"] = limits.OneOf((SMALL,))
     models_served.announced = lambda: {"model_type": "deepseek_v4", "hidden": SMALL}
@@ -420,10 +427,17 @@ def as_a_rank(rank, ranks, gather, python, library, case):
     choices = {"all_reduce": case["chosen"]} if "chosen" in case else {}
     adapter.settings = lambda: settings.Settings(choices=choices)
     group = torch.distributed.group.WORLD
+    if case.get("not_made"):
+        adapter.op.AllReduce = not_made
     made = adapter.replace_dispatch(lambda group, device: Theirs)(group=group, device=torch.device("cpu"))(
         group=group, device=torch.device("cpu")
     )
     notes = [describe() for describe, _ in report._notes.values()]
+    state._TP = made  # a group of the same cards that comes behind
+    behind = adapter.replace_dispatch(lambda group, device: Theirs)(group=group, device=DEVICE)(
+        group=group, device=DEVICE
+    )
+    assert type(behind).__name__ == "Theirs" and behind.disabled == getattr(made, "_theirs", made).disabled
     sums = []
     if isinstance(made, adapter.Communicator):
         for turn, rows in enumerate((1, 8, 9, 512, 3)):
@@ -464,13 +478,31 @@ def test_ranks_sum_and_gather_to_the_bit_by_the_way_that_the_probe_found(ranks_o
     assert len(lines[0]) == 1 and "each other's memory" in lines[0][0] and "(probe: " in lines[0][0] and lines[1] == []
 
 
-def test_where_no_way_works_all_ranks_have_sglangs_object_and_one_line_says_why(ranks_of):
-    found = ranks_of(fault={"rank": 1, "way": "both", "what": "wrong bits"})
+@pytest.mark.parametrize("chosen", [None, "peer"])
+def test_where_no_way_works_all_ranks_have_nccls_sums_and_one_line_says_why(chosen, ranks_of):
+    """SGLang's own object goes by the peers that were seen to fail."""
+    found = ranks_of(fault={"rank": 1, "way": "both", "what": "wrong bits"}, **({"chosen": chosen} if chosen else {}))
     assert [kind for kind, *_ in found] == ["Theirs", "Theirs"]
     lines = [line for _, said, *_ in found for line in said if "all_reduce" in line]
-    assert len(lines) == 1 and "the sums between the cards stay SGLang's" in lines[0]
+    assert len(lines) == 1 and "the sums between the cards are NCCL's" in lines[0]
     assert "rank 1: 1 of 576 sums are wrong" in lines[0] and "ACS" in lines[0] and "IOMMU" in lines[0]
-    assert all(notes and "stay SGLang's" in notes[0] for _, _, notes, _ in found)
+    assert "SGLang's own kernel, which goes by peers too, sums nothing" in lines[0] and "NCCL_P2P_DISABLE=1" in lines[0]
+    for *_, (note, disabled), _ in found:
+        assert "are NCCL's" in note and disabled == "theirs is disabled"
+
+
+def test_where_peers_were_not_tried_the_choice_is_sglangs(ranks_of):
+    found = ranks_of(program=1)
+    for kind, _, notes, _ in found:
+        assert kind == "Theirs" and len(notes) == 1 and "stay SGLang's" in notes[0]
+        assert "by way of each other's memory: not tried: rank 1: its probe does not start" in notes[0]
+
+
+def test_peers_that_fail_are_left_where_ours_is_not_made_either(ranks_of):
+    found = ranks_of(fault={"rank": 1, "way": "peer", "what": "wrong bits"}, not_made=True)
+    for kind, _, (note, disabled), _ in found:
+        assert kind == "Theirs" and disabled == "theirs is disabled"
+        assert note == "all_reduce: the sums between the cards are NCCL's: rank 0: no memory"
 
 
 @pytest.mark.parametrize(("chosen", "words"), [("host", "host memory"), ("peer", "each other's memory")])
@@ -490,6 +522,7 @@ def test_by_peers_that_fail_sglangs_own_object_sums_nothing_either(ranks_of):
         assert kind == "Communicator" and len(sums) == 5 and disabled == "theirs is disabled"
         assert note.startswith("all_reduce: 2 cards sum by way of host memory: ")
         assert "rank 1: 1 of 576 sums are wrong" in note and "SGLang's own kernel, which goes by peers too" in note
+        assert "NCCL_P2P_DISABLE=1 now" in note
 
 
 def test_where_the_chosen_way_does_not_work_none_is_ours(ranks_of):

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.reference import compressor as reference
-from deepseek_v4_sm120.sglang_patches import device_gate, shadow
+from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.adapters import compressor as adapter
-from deepseek_v4_sm120.specs import bounds
-from deepseek_v4_sm120.specs.compressor import KINDS, Request, copy_of_pages, make_inputs, make_step, planned
+from deepseek_v4_sm120.specs.compressor import KINDS, Request, make_inputs, make_step, planned
 from tests.adapters.test_sparse_decode import LAYOUT
 
 
@@ -108,7 +107,7 @@ def step_of(kind, tokens=4, **options):
     """A verification, and the backend whose plans it has."""
     ratio = KINDS[kind].ratio
     requests = [Request(before, tokens) for before in (2 * ratio - 2, 0, 3 * ratio - 1, ratio + 1)]
-    inputs = make_step(kind, requests, device="cpu", padding=3, **options)
+    inputs = make_step(kind, requests, **{"device": "cpu", "padding": 3, **options})
     return inputs, Backend(CompressorPrefillPlan(ratio, inputs.plan, inputs.writes))
 
 
@@ -236,84 +235,6 @@ def test_the_layouts_of_later_releases_are_served_where_they_are_the_known_one(c
     assert calls == [5]
 
 
-@pytest.fixture
-def shadowed(monkeypatch, calls):
-    shadow.reset()
-    monkeypatch.setattr(shadow, "_start_writer", lambda: None)
-
-    def turn(mode):
-        monkeypatch.setattr(adapter, "settings", lambda: SimpleNamespace(shadow=mode))
-
-    yield turn
-    shadow.reset()
-
-
-def run_beside(inputs, backend) -> list[bool]:
-    """Of each run of the original: whether ours had left the live tensors as they were."""
-    before, seen = inputs.copy(), []
-
-    def original(self, **given):
-        state = inputs.state.view(torch.int32)
-        seen.append(torch.equal(inputs.cache, before.cache) and torch.equal(state, before.state.view(torch.int32)))
-        reference.compressor(**inputs.arguments())
-
-    adapter.replace_all_in_one(original)(backend, **given_of(inputs))
-    return seen
-
-
-@pytest.mark.parametrize("mode", ["1", "ours"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_shadow_mode_runs_ours_on_a_copy_and_the_original_on_the_live_tensors(shadowed, calls, kind, mode):
-    inputs, backend = made_for(kind)
-    expected = inputs.copy()
-    reference.compressor(**expected.arguments())
-    shadowed(mode)
-    seen = run_beside(inputs, backend)
-    assert seen == [True] and calls == [5] * (2 if mode == "ours" else 1)
-    assert torch.equal(inputs.cache, expected.cache)
-    (record,) = shadow.report()
-    assert (record["patch"], record["calls"], record["bad_calls"]) == ("compressor", 1, 0)
-    assert record["relative_l2_max"] == 0.0 and record["shape"]["rows"] == 5
-
-
-@pytest.mark.parametrize("mode", ["1", "ours"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_shadow_mode_of_a_verification(shadowed, calls, kind, mode):
-    """Ours on a copy without its writes; in both modes the live tensors are the original's, which were read before."""
-    inputs, backend = step_of(kind)
-    expected = inputs.copy()
-    reference.compressor(**expected.arguments())
-    shadowed(mode)
-    seen = run_beside(inputs, backend)
-    assert seen == [True] and calls == [19]
-    assert torch.equal(inputs.cache, expected.cache)
-    assert torch.equal(inputs.state.view(torch.int32), expected.state.view(torch.int32))
-    (record,) = shadow.report()
-    assert (record["calls"], record["bad_calls"], record["relative_l2_max"]) == (1, 0, 0.0)
-
-    def wrong(self, **given):
-        reference.compressor(**inputs.arguments())
-        entries = inputs.plan.view(torch.int32)
-        row = int(entries[entries[:, 0] != -1][0, 1]) & 0xFFFF
-        page, entry = divmod(int(inputs.out_loc[row]), inputs.page_size)
-        first = entry * (64 if kind == "index_fp4" else 128 if kind == "index" else 576)
-        inputs.cache[page, first : first + 64] ^= 0x88
-
-    inputs, backend = step_of(kind, seed=1)
-    adapter.replace_all_in_one(wrong)(backend, **given_of(inputs))
-    assert sum(record["bad_calls"] for record in shadow.report()) == 1
-
-
-def test_shadow_mode_has_nothing_to_compare_of_tokens_that_end_no_group(shadowed, calls):
-    """A prompt's plan has no lines then (seen on a card: it was an IndexError)."""
-    inputs, backend = step_of("c128")
-    backend.plan = backend.plan._replace(plan_c=inputs.plan[:0])
-    seen = []
-    shadowed("1")
-    adapter.replace_all_in_one(lambda self, **given: seen.append(given))(backend, **given_of(inputs))
-    assert len(seen) == len(calls) == 1 and shadow.report() == []
-
-
 # ---- before 0.5.18: what the plan of a verification writes
 
 
@@ -399,83 +320,3 @@ def test_plans_that_are_whole_stay_as_they_are(calls, monkeypatch):
     monkeypatch.setattr(device_gate, "serves", lambda device: False)
     replaced(4, token_to_kv_pool=Pool(16), **given)
     assert asked == [True, False, True]
-
-
-def test_shadow_mode_finds_a_wrong_entry_and_leaves_out_rows_that_end_no_group(shadowed, calls):
-    inputs, backend = made_for("c4")
-
-    def original(self, **given):
-        reference.compressor(**inputs.arguments())
-        page, entry = divmod(int(inputs.out_loc[2]), inputs.page_size)
-        inputs.cache[page, entry * 576 : entry * 576 + 64] ^= 0x80
-
-    shadowed("1")
-    adapter.replace_all_in_one(original)(backend, **given_of(inputs))
-    (record,) = shadow.report()
-    assert record["bad_calls"] == 1 and record["relative_l2_max"] > bounds.COMPRESSOR.shadow
-
-    shadow.reset()
-    inputs = make_inputs("c4", [5, 6, 7], device="cpu")
-    inputs.cache[:] = 0x7F
-    backend = Backend(CompressorDecodePlan(4, inputs.plan))
-    adapter.replace_all_in_one(lambda self, **given: reference.compressor(**inputs.arguments()))(
-        backend, **given_of(inputs)
-    )
-    (record,) = shadow.report()
-    assert (record["bad_calls"], record["nonfinite_original"]) == (0, 0)
-
-
-@pytest.mark.parametrize("make", [made_for, step_of])
-def test_shadow_mode_leaves_out_entries_that_several_rows_write(shadowed, calls, make):
-    """A capture's warm-up has all requests in one slot, and which of them writes last is chance."""
-    shadowed("1")
-    for are_one in (False, True):
-        inputs, backend = make("c4")
-        if are_one:
-            inputs.out_loc[:] = inputs.out_loc[0]
-
-        def original(self, inputs=inputs, **given):
-            reference.compressor(**inputs.arguments())
-            for slot in set(inputs.out_loc.tolist()):
-                page, entry = divmod(slot, inputs.page_size)
-                inputs.cache[page, entry * 576 : entry * 576 + 64] ^= 0x80
-
-        adapter.replace_all_in_one(original)(backend, **given_of(inputs))
-        assert sum(record["bad_calls"] for record in shadow.report()) == 1  # of the first call alone
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_shadow_mode_reads_of_a_cache_is_what_the_reference_reads(calls, kind):
-    _, head_dim, fp4 = KINDS[kind]
-    inputs, _ = made_for(kind)
-    ended, _ = reference.compressor(**inputs.arguments())
-    slots = inputs.out_loc[ended]
-    wanted = reference.read(copy_of_pages(inputs.cache), inputs.page_size, slots, head_dim, fp4)
-    found = adapter._entries(inputs.cache, inputs.page_size, slots, head_dim, fp4)
-    assert torch.equal(found.double(), wanted.float().double()) and bool((found != 0).any())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-def test_shadow_mode_in_a_graph(monkeypatch, kind):
-    """On the GPU with the operator itself in both places: a replay copies, runs, compares and counts."""
-    shadow.reset()
-    monkeypatch.setattr(device_gate, "serves", lambda device: True)
-    monkeypatch.setattr(adapter, "settings", lambda: SimpleNamespace(shadow="1"))
-    inputs = make_inputs(kind, lengths(kind))
-    backend = Backend(CompressorDecodePlan(inputs.state.shape[1], inputs.plan))
-    replaced = adapter.replace_all_in_one(lambda self, **given: adapter.op.compressor(**inputs.arguments()))
-    replaced(backend, **given_of(inputs))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replaced(backend, **given_of(inputs))
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    records = {record["captured"]: record for record in shadow.report()}
-    assert {captured: record["calls"] for captured, record in records.items()} == {False: 1, True: 3}
-    assert all(record["bad_calls"] == record["relative_l2_max"] == 0 for record in records.values())
-    expected = make_inputs(kind, lengths(kind))
-    adapter.op.compressor(**expected.arguments())
-    assert torch.equal(expected.cache, inputs.cache)
-    shadow.reset()

@@ -356,6 +356,19 @@ def test_versions_against_sglangs_own_pins(tmp_path):
     assert finding(software_checks.checks(found), "versions").state == FAIL
 
 
+def test_two_sglangs_are_told_and_neithers_pins_are_advised(tmp_path):
+    found = gathered(tmp_path)
+    found.versions, found.pins = {"sglang": "0.5.23", "torch": "2.11.0"}, {"torch": "2.14.1"}
+    found.status |= {"sglang": "0.5.17", "host_folder": "/workspace/python/sglang"}
+    (versions,) = [f for f in software_checks.checks(found) if f.check == "versions"]
+    assert versions.state == WARN and "finds the code of 0.5.17, in /workspace/python/sglang" in versions.found
+    assert "pip has installed 0.5.23" in versions.found and "torch" not in versions.found + versions.fix
+    assert "take /workspace/python off Python's path" in versions.fix
+    for same in ("0.5.23", "0.5.23+cu130", None):
+        found.status["sglang"] = same
+        assert "torch 2.11.0 (SGLang 0.5.23 pins 2.14.1)" in finding(software_checks.checks(found), "versions").found
+
+
 def test_patches_settings_processes_and_the_build(tmp_path):
     found = gathered(tmp_path)
     found.versions = {"sglang": "0.5.23"}

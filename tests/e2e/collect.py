@@ -417,7 +417,8 @@ def fault_rows(faults):
     told = f"SGLang's own entries left in /dev/shm ({', '.join(f'{kind}*' for kind in kinds) or 'none'})"
     add("all ended", told, sum(map(len, kinds.values())))
     add("all ended", "processes left", len(left["processes"]), 0)
-    add("all ended", "memory left on the cards, MiB", left["gpu_mib"], None if left["gpu_mib"] is None else 64)
+    was_looked_at = "" if left["gpu_mib"] is not None else ": not looked at, nothing here says it"
+    add("all ended", f"memory left on the cards, MiB{was_looked_at}", left["gpu_mib"], 64)
     return rows
 
 

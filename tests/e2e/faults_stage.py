@@ -17,8 +17,9 @@ memory_saver                 --enable-memory-saver, KV cache released and resume
                              torch_memory_saver is not installed
 
 Nothing is left: no process of any server, nothing new in /dev/shm but what SGLang itself leaves when it is killed, the
-cards' memory as before. OUT/stage_faults2.json is what collect.py reads; beside it are the lines of the servers' logs
-that say who ended, and the logs' ends.
+cards' memory as before (by nvidia-smi, NVML or torch; where none of them says it, that is a bar that is not met).
+OUT/stage_faults2.json is what collect.py reads; beside it are the lines of the servers' logs that say who ended, and
+the logs' ends.
 
 SGLang's wait for CUDA coredumps is off: where a scheduler is still there 5 s after another died, the main process
 sleeps for 60 s before it ends all, and that is not what is judged here.
@@ -50,6 +51,8 @@ sys.path[:0] = [str(REPO)]
 from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_errors import ServerError  # noqa: E402
 from bench.serving.server_process import ServerDied, ServerProcess  # noqa: E402
+from tests.e2e import cards_memory  # noqa: E402
+from tests.e2e.cards_memory import used_mib  # noqa: E402
 from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
 from tests.e2e.serving_stage import environment_of, flags, load_harness  # noqa: E402
 from tests.e2e.stages import EVERY_CALL, SIDE_BY_SIDE_ENVIRONMENT, eagle, sums  # noqa: E402
@@ -117,17 +120,6 @@ def processes_of(session: int, mark: str) -> dict[int, str]:
             if is_ours and state not in "ZX":
                 found[pid] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     return found
-
-
-def used_mib() -> int | None:
-    """Of all cards; None where nvidia-smi does not say."""
-    line = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(line, capture_output=True, text=True, timeout=20)
-    except OSError:
-        return None
-    numbers = said.stdout.split()
-    return sum(map(int, numbers)) if said.returncode == 0 and all(n.isdigit() for n in numbers) else None
 
 
 def who_is_named(log: str) -> dict:
@@ -363,7 +355,7 @@ class Stage:
         with contextlib.suppress(ServerError):
             asked.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
         pairs = list(zip(server.answers(), before, strict=True))
-        given_back = None if released is None else at_first - released
+        given_back = None if None in (at_first, released) else at_first - released
         return {"answers": len(pairs), "differ": sum(x != y for x, y in pairs), "given_back_mib": given_back}
 
     def cases_of(self, server: Server) -> None:
@@ -424,7 +416,9 @@ class Stage:
     def left_behind(self, before: dict) -> dict:
         """Once all has ended: a driver takes a moment to give memory back."""
         end = time.monotonic() + 10.0
-        while (used := used_mib()) is not None and used > before["mib"] + 64 and time.monotonic() < end:
+        while (used := used_mib()) is not None and before["mib"] is not None:
+            if used <= before["mib"] + 64 or time.monotonic() > end:
+                break
             time.sleep(0.5)
         ours = [server.living() for server in self.servers.values() if server.process is not None]
         new = sorted(set(os.listdir(self.arguments.shared_memory)) - before["shm"])
@@ -436,7 +430,8 @@ class Stage:
             "shm": others,
             "shm_of_sglang": by_kind,
             "processes": [line for living in ours for line in living.values()],
-            "gpu_mib": None if used is None else max(0, used - before["mib"]),
+            "gpu_mib": None if None in (used, before["mib"]) else max(0, used - before["mib"]),
+            "gpu_mib_by": cards_memory.way(),
         }
 
     def as_stage(self, left: dict) -> dict:

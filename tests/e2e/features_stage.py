@@ -112,7 +112,11 @@ ENGINES = {  # what matters most first: the limit cuts the last
     "recommended": Engine(RECOMMENDED, phases=FREE),
     # compiles for minutes: only the stage's limit stops it
     "compiled": Engine(
-        flags(enable_torch_compile=True, torch_compile_max_bs=1), phases=FREE, steps=("alone", "round"), limit_s=600
+        flags(enable_torch_compile=True, torch_compile_max_bs=1),
+        phases=FREE,
+        steps=("alone", "round"),
+        settings=f"{REPRODUCIBLE},compiled_streams=on",  # on by itself on SM120
+        limit_s=600,
     ),
     "data_parallel": Engine(DATA_PARALLEL, steps=("round", *ALONE), cards=2),
     # SGLang's own mHC kernels compile 21 times at the first weights that it loads from elsewhere; SM120 has them off

@@ -67,7 +67,7 @@ __version__ = "0.0.0.fake"
 RECORD = {"patch": "sparse_decode", "layer": 0, "captured": True, "shape": {"rows": 1}, "calls": 7, "bad_calls": 0,
           "rows": 7,
           "relative_l2_mean": 0.001, "relative_l2_max": 0.002, "row_relative_l2_max": 0.003, "absolute_error_max": 0.1,
-          "nonfinite_ours": 0, "nonfinite_original": 0, "bound": 0.004}
+          "nonfinite_ours": 0, "nonfinite_original": 0, "left_out": 0, "bound": 0.004}
 class Engine:
     traced, profiles, clock = None, 0, 0.0
     def __init__(self, name, patch, **more):

@@ -65,6 +65,8 @@ def _patch_rows(name, impl, patch, records, row):
         add(kind, "calls above the bound", sum(r["bad_calls"] for r in chosen), most_bad)
         add(kind, "non-finite elements of ours only", sum(r["nonfinite_ours"] for r in chosen), 0)
         add(kind, "non-finite elements of the original", sum(r["nonfinite_original"] for r in chosen))
+        if left_out := sum(r["left_out"] for r in chosen):
+            add(kind, "results left out, of several rows that write to one place", left_out)
     add("", "layers seen", len({r["layer"] for r in records}))
     return rows
 

@@ -62,6 +62,9 @@ if started.exists() and "no_restart" in faults:
 started.write_text("")
 if "leaves_memory" in faults:
     (folder / "shm" / f"left_{port}").write_text("")
+if "leaves_memory_of_cards" in faults:
+    (folder / "shm" / "sglang_left").write_text("")
+    (folder / "shm" / "left_on_cards").write_text("")
 (folder / "shm" / f"sgl_shm_mq_{port}").write_text("")
 titles = ("scheduler_TP0", "scheduler_TP1", "detokenizer")
 children = {t: subprocess.Popen(["sglang::" + t, "600"], executable="/bin/sleep") for t in titles}
@@ -115,14 +118,21 @@ ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
 )
 
 
+NVIDIA_SMI = """#!/bin/sh
+[ -e "$FAKE_FOLDER/shm/left_on_cards" ] && echo 700 || echo 100
+echo 500
+"""
+
+
 @pytest.fixture
 def stage(tmp_path):
     """stage(*options, faults="") -> (CompletedProcess, {(case, metric): row}, the stage file)."""
     files = {"tools/run_engine.py": HARNESS, "site/sglang/__init__.py": "", "build/sitecustomize.py": ""}
-    files["site/sglang/launch_server.py"] = LAUNCH_SERVER
+    files |= {"site/sglang/launch_server.py": LAUNCH_SERVER, "bin/nvidia-smi": NVIDIA_SMI}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+    (tmp_path / "bin/nvidia-smi").chmod(0o755)
     (tmp_path / "shm").mkdir()
     out = tmp_path / "out"
 
@@ -140,6 +150,7 @@ def stage(tmp_path):
         line += ["--given-up-s", "3", "--work", str(tmp_path / "work"), *options]
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_", "E2E_"))}
         kept |= {"PYTHONPATH": str(tmp_path / "site"), "FAKE_FAULTS": faults, "FAKE_FOLDER": str(tmp_path)}
+        kept["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{kept['PATH']}"
         done = subprocess.run(line, env=kept, capture_output=True, text=True, timeout=300)
         found = json.loads((out / "stage_faults2.json").read_text())
         table = out / "table.json"
@@ -176,6 +187,21 @@ def test_a_server_that_does_all_well(stage, tmp_path):
     assert "Subprocess detokenizer" in who and "==== first\n" in ends
     assert {row["issue"] for row in rows.values()} == {20}
     assert all(set(ways) == {"each other's memory"} for ways in found["faults"]["ways"].values())
+
+
+def test_memory_of_the_cards_that_is_left_and_that_nothing_looks_at(stage, tmp_path):
+    of_cards = "memory left on the cards, MiB"
+    done, rows, found = stage("--only", "stopped", faults="leaves_memory_of_cards")
+    assert done.returncode == 1 and (rows["all ended", of_cards]["value"], rows["all ended", of_cards]["met"]) == (
+        600,
+        False,
+    )
+    assert found["faults"]["left"]["gpu_mib_by"] == "nvidia-smi"
+    (tmp_path / "shm/left_on_cards").unlink()
+    (tmp_path / "bin/nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    done, rows, found = stage("--only", "stopped")
+    missed = ("all ended", f"{of_cards}: not looked at, nothing here says it")
+    assert done.returncode == 1 and unmet(rows) == {missed} and found["faults"]["left"]["gpu_mib_by"] is None
 
 
 WRONG = {  # fault -> what is not met

@@ -9,6 +9,7 @@ from tests.e2e import collect, shadow_rows
 
 def test_every_patch_of_a_shadow_run_is_judged_by_its_own_bound_and_issue():
     numbers = {"relative_l2_mean": 0.003, "row_relative_l2_max": 0.006, "nonfinite_ours": 0, "nonfinite_original": 0}
+    numbers["left_out"] = 0
     common = numbers | {"calls": 4, "bad_calls": 0, "captured": False, "shape": {"rows": 8}, "layer": 1}
     records = [
         common | {"patch": "sparse_decode", "bound": 0.004, "relative_l2_max": 0.005, "absolute_error_max": 0.1},
@@ -27,7 +28,7 @@ def test_every_patch_of_a_shadow_run_is_judged_by_its_own_bound_and_issue():
 def shadow_record(**changes):
     record = {"patch": "sparse_decode", "calls": 2, "bad_calls": 0, "captured": False, "layer": 0, "bound": 0.004}
     record |= {"relative_l2_max": 0.003, "relative_l2_mean": 0.002, "row_relative_l2_max": 0.9, "shape": {"rows": 1}}
-    return record | {"absolute_error_max": 0.0, "nonfinite_ours": 0, "nonfinite_original": 0} | changes
+    return record | {"absolute_error_max": 0.0, "nonfinite_ours": 0, "nonfinite_original": 0, "left_out": 0} | changes
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,14 @@ def test_one_bad_record_among_good_ones_is_a_missed_bar(changes, missed, place):
         assert [row["value"] for row in rows if row["metric"] == "layers seen"] == [2]
 
 
+def test_what_was_left_out_is_a_row_of_its_own():
+    records = [shadow_record(), shadow_record(patch="compressor", left_out=8, captured=True)]
+    rows = shadow_rows.rows("eagle314_shadow", "ours", records, collect.row)
+    found = {row["case"]: (row["value"], row["met"]) for row in rows if row["metric"].startswith("results left out")}
+    of = "eagle314_shadow, compressor, "
+    assert found == {f"{of}all calls": (8, None), f"{of}replayed in graphs": (8, None)}
+
+
 @pytest.mark.parametrize(
     ("name", "patch"),
     [("index_shadow", "index_select"), ("index2_shadow", "dealt_index"), ("sums4_shadow", "all_reduce"),
@@ -80,7 +89,7 @@ def test_records_that_only_count_have_no_verdict():
     """A share of guesses that are others: no bound could be passed, so none is said to be met."""
     record = {"calls": 2, "bad_calls": 0, "captured": False, "layer": 0, "shape": {"rows": 1}, "bound": 1.0}
     record |= {"relative_l2_max": 1.0, "relative_l2_mean": 0.5, "row_relative_l2_max": 1.0, "absolute_error_max": 1.0}
-    record |= {"nonfinite_ours": 0, "nonfinite_original": 0}
+    record |= {"nonfinite_ours": 0, "nonfinite_original": 0, "left_out": 0}
     verdicts = {}
     for patch in ("draft_head_guesses", "draft_head"):
         records = [record | {"patch": patch}, record | {"patch": "sparse_decode"}]

@@ -78,6 +78,7 @@ def test_the_faster_way_is_taken(program):
     """Peers that the driver stages through host memory are right, and slow."""
     found = agreed(2, program, {"rank": 1, "way": "peer", "what": "slow"})
     assert found.transport == "host" and found.ways["peer"].us[1] == 106.0 and probe.REMEDY not in found.describe()
+    assert not found.peers_fail and "sums nothing" not in found.describe()
 
 
 FAULTS = {  # what becomes of rank 1 -> what is said of it
@@ -94,7 +95,8 @@ FAULTS = {  # what becomes of rank 1 -> what is said of it
 def test_a_way_that_fails_on_one_rank_is_taken_on_none(what, program):
     found = agreed(2, program, {"rank": 1, "way": "peer", "what": what})
     assert found.transport == "host" and found.ways["host"].problem is None
-    assert re.search(FAULTS[what], found.ways["peer"].problem)
+    assert re.search(FAULTS[what], found.ways["peer"].problem) and found.peers_fail
+    assert "; SGLang's own kernel, which goes by peers too, sums nothing; to do: " in found.describe()
     assert (
         found.describe().startswith("2 cards sum by way of host memory: 10.0 us") and probe.REMEDY in found.describe()
     )
@@ -106,17 +108,21 @@ def test_what_host_memory_does_is_not_said_of_peers(what, program):
     found = agreed(2, program, {"rank": 1, "way": "host", "what": what})
     assert found.transport == "peer" and found.ways["peer"].us == {rows: 5.0 + rows for rows in probe.ROWS}
     assert re.search(FAULTS[what], found.ways["host"].problem) and found.ways["peer"].problem is None
+    assert not found.peers_fail
 
 
 @pytest.mark.parametrize("what", ["dies", "wrong bits"])
-def test_where_no_way_is_right_the_sums_stay_sglangs(what, program, monkeypatch):
-    """And no process is left."""
+def test_where_no_way_is_right_the_sums_are_nccls(what, program, monkeypatch):
+    """SGLang's own kernel would sum by peers, and NCCL does unless it is told not to. No process is left."""
     started, real = [], probe.subprocess.Popen
     monkeypatch.setattr(probe.subprocess, "Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
     found = agreed(2, program, {"rank": 0, "way": "both", "what": what})
     assert found.transport is None and all("rank 0: " in way.problem for way in found.ways.values())
-    assert found.describe().startswith("the sums between the cards stay SGLang's; by way of each other's memory: rank")
+    assert found.describe().startswith("the sums between the cards are NCCL's; by way of each other's memory: rank")
     assert "by way of host memory: rank 0" in found.describe() and probe.REMEDY in found.describe()
+    assert "sums nothing" in found.describe() and found.as_dict()["remedy"].startswith("NCCL_P2P_DISABLE=1 now, for")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert found.as_dict()["remedy"] == probe.REMEDY
     assert len(started) == (4 if what == "dies" else 2) and all(process.poll() is not None for process in started)
 
 
@@ -124,18 +130,22 @@ def test_a_probe_that_hangs_is_ended(program, monkeypatch):
     monkeypatch.setattr(probe, "STEP_S", 15.0)
     found = agreed(2, program, {"rank": 1, "way": "peer", "what": "hangs"})
     assert found.transport == "host" and "rank 1: its probe said nothing for 15 s" in found.ways["peer"].problem
+    assert found.peers_fail
 
 
 def test_a_probe_that_does_not_start_is_one_that_failed(program):
     found = verdicts(2, lambda rank: ("/nowhere/python",) if rank else program(GOOD))
     assert found[0] == found[1] and found[0].transport is None
     assert "rank 1: its probe does not start" in found[0].ways["host"].problem
+    assert not found[0].peers_fail and "by way of each other's memory: not tried: rank 1" in found[0].describe()
+    assert found[0].describe().startswith("the sums between the cards stay SGLang's")
 
 
 def test_ranks_at_different_places_have_no_verdict(program):
     found = verdicts(2, lambda rank: (sys.executable, "-c", SAYS_FOUND) if rank else program(GOOD))
     assert found[0].transport is found[1].transport is None
     assert found[0].ways["peer"].problem == "the ranks' probes are at different places"
+    assert not found[0].peers_fail
 
 
 # ---- making the group on all ranks or on none

@@ -244,14 +244,13 @@ class Python:
     def __init__(self, *command: str):
         self.command = command
 
-    def __call__(self, code, *, path=(), env=None, flags=(), check=True, ours=True, timeout=120):
+    def __call__(self, code, *, path=(), env=None, flags=(), check=True, ours=True, timeout=120, cwd=None):
         script = [code] if isinstance(code, Path) else ["-c", textwrap.dedent(code)]
         folders = ([str(REPO)] if ours else []) + [str(p) for p in path]
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "PYTHON"))}
         environ |= {"PYTHONPATH": os.pathsep.join(folders), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
-        done = subprocess.run(
-            [*self.command, *flags, *map(str, script)], env=environ, capture_output=True, text=True, timeout=timeout
-        )
+        options = {"capture_output": True, "text": True, "timeout": timeout, "cwd": cwd}
+        done = subprocess.run([*self.command, *flags, *map(str, script)], env=environ, **options)
         if check and done.returncode:
             raise AssertionError(f"rc {done.returncode}\n{done.stdout}\n{done.stderr}")
         return done

@@ -124,6 +124,29 @@ def test_a_server_and_its_children_warn_once(python, tree, tmp_path):
         assert done.stderr.count(words) == 1, words
 
 
+def test_a_relative_folder_for_reports_is_one_place_for_all_processes_of_a_server(python, tree, tmp_path):
+    """Wherever they work; the first one says which, once, and so do `status` and what `doctor` asks."""
+    script = tmp_path / "server.py"
+    script.write_text("import os; os.chdir('/')\n" + textwrap.dedent(CHILDREN))
+    started = {"path": [tree()], "env": {"DSV4_SM120_REPORT": "reports"}, "cwd": tmp_path}
+    done = python(script, **started)
+    assert done.stdout == "True\nTrue\n" and len(list((tmp_path / "reports").glob("*.json"))) == 3
+    words = f"DSV4_SM120_REPORT=reports is relative to {tmp_path}: here, and in what is started from here, it is"
+    assert done.stderr.count(words) == 1 and done.stderr.count(f"it is {tmp_path / 'reports'};") == 1
+    status = "from deepseek_v4_sm120.__main__ import main; main(['status'])"
+    for way in ({}, {"flags": ["-S"], "path": []}):  # -S: no sitecustomize, as where only `python -m` has our folder
+        shown = python(status, **started | way).stdout
+        assert shown.count(f"warning: {words}") == 1 and shown.count("\npid ") == 3
+    absolute = {"env": {"DSV4_SM120_REPORT": str(tmp_path / "reports")}, "path": [tree()]}
+    assert "is relative to" not in python(status, **absolute).stdout + python(script, **absolute).stderr
+
+
+def test_a_relative_profile_is_the_same_file_for_all_processes(python, tree, tmp_path):
+    script = "import os; os.chdir('/'); from deepseek_v4_sm120.settings import settings; print(settings().profile)"
+    found = python(script, path=[tree()], env={"DSV4_SM120_PROFILE": "profile.json"}, cwd=tmp_path)
+    assert found.stdout == f"{tmp_path / 'profile.json'}\n"
+
+
 @pytest.mark.parametrize("entry", [".", "", "sub/.."])
 def test_a_relative_entry_of_pythonpath_is_told(tree, tmp_path, entry):
     """The parent has us; a child that starts elsewhere would not."""

@@ -36,6 +36,19 @@ def test_defaults():
     assert environ == {"STOCK_A": "0", HANDOVER: json.dumps({"STOCK_A": "0"})} and arguments == {"steps": 8}
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_row_of_an_argument_is_for_servers_that_have_it(is_compiled):
+    row = Default(
+        name="one", why="w", source="s", sglang="a", on=True, how="h", environment={"S": "0"}, only_with="compile_it"
+    )
+    environ, arguments = {}, {"compile_it": is_compiled}
+    made = Steering((row,), Settings(), lambda versions: True)
+    assert made.outcome("one").reason == "by default, with --compile-it"
+    assert apply(made, environ, arguments) == {"one": ON if is_compiled else NOT_APPLICABLE}
+    assert environ.get("S") == ("0" if is_compiled else None) and arguments == {"compile_it": is_compiled}
+    assert made.outcome("one").reason == ("by default, with --compile-it" if is_compiled else "without --compile-it")
+
+
 def test_the_users_own_wins():
     environ, arguments = {"STOCK_A": "1"}, {"steps": 0}
     states = apply(steering(environ), environ, arguments)
@@ -118,7 +131,7 @@ def test_validation_modes_change_nothing_unasked():
 
 def test_unknown_names_are_a_problem_in_words():
     made = steering({}, sfae="on")
-    assert made.problem() == "DSV4_SM120_SET names sfae; it takes safe, risky, count, later"
+    assert made.problem() == "DSV4_SM120_SET names sfae (perhaps safe?); it takes safe, risky, count, later"
     assert steering({}, safe="on").problem() is None
 
 

@@ -121,6 +121,19 @@ def test_who_sums_what(version, disabled, ours, sglang_wheel):
 
 
 @every_release(FIRST)
+def test_where_peers_fail_and_ours_is_not_there_every_sum_is_nccls(version, ours, sglang_wheel):
+    """SGLang's own object with the one word that we set, eager and under capture."""
+    wheel = sglang_wheel(version)
+    for stock in (False, True):
+        v1 = adapter._disabled(lambda group, device: v1_of(wheel, disabled=False), None, None)  # noqa: B023
+        coordinator = coordinator_of(wheel, v1_of(wheel, disabled=False) if stock else v1)
+        expected = THEIRS if stock else NCCL
+        assert [summed(coordinator, rows) for rows in (1, 512, 1024)] == [expected] * 3
+        coordinator.ca_comm._IS_CAPTURING = True
+        assert summed(coordinator, 8) == (0.0 if stock else NCCL)  # a capture's warm-up
+
+
+@every_release(FIRST)
 def test_a_gather_is_sglangs_to_the_bit_and_ours_where_the_sums_are(version, ours, sglang_wheel, monkeypatch):
     wheel = sglang_wheel(version)
     asked = []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deepseek_v4_sm120.commands.doctor.facts import Facts, volumes
 from deepseek_v4_sm120.commands.doctor.finding import Finding, fail, not_run, ok, warn
-from deepseek_v4_sm120.patching import profile
+from deepseek_v4_sm120.patching import HOST, profile
 from deepseek_v4_sm120.patching.steering import NOT_BY_DEFAULT, ON, USER
 from deepseek_v4_sm120.settings import REPORT
 
@@ -65,7 +65,7 @@ def _sitecustomize(facts: Facts) -> Iterator[Finding]:
 
 def _surroundings(facts: Facts) -> Iterator[Finding]:
     for text in (facts.status or {}).get("surroundings", ()):
-        yield warn("our variables", text, "what it was meant for does not happen", "as the sentence says")
+        yield warn("our variables", text, "what it was meant for may not happen", "as the sentence says")
 
 
 def _build(facts: Facts) -> Iterator[Finding]:
@@ -84,6 +84,16 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     sglang = facts.versions.get("sglang")
     if sglang is None:
         yield not_run("versions", "SGLang is not installed for this Python", "run doctor inside of SGLang's image")
+        return
+    code = (facts.status or {}).get(HOST) or sglang
+    if code.partition("+")[0] != sglang.partition("+")[0]:
+        folder = facts.status["host_folder"]
+        yield warn(
+            "versions",
+            f"two SGLangs: Python finds the code of {code}, in {folder}, and pip has installed {sglang}",
+            "kernels and packages are those of the one, the code is the other's",
+            f"one of them: pip uninstall sglang, or take {Path(folder).parent} off Python's path",
+        )
         return
     wrong = [
         f"{name} {facts.versions[name] or 'is missing'} (SGLang {sglang} pins {pin})"

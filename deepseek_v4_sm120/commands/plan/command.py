@@ -23,6 +23,7 @@ DEFAULT_SGLANG = "0.5.23"
 DEFAULT_MEMORY_GB = 96
 CASE = re.compile(r"(\d+) cards, (\d+) rows")  # of specs/all_reduce.py
 SUMMED_BY = ("ours", "nccl")
+MOST_DRAFTS = 3  # that are reckoned
 DRAFTERS = {"mtp": EAGLE, "dspark": DSPARK}  # --spec, by SGLang's names
 VERSION = re.compile(r"v?\d{1,4}\.\d{1,4}\.\d{1,4}(\.?(a|b|rc|post|dev)\d{1,12})*(\+[a-z0-9._-]{1,80})?", re.ASCII)
 
@@ -173,6 +174,7 @@ def as_dict(plan: Plan) -> dict:
         "launch": launch.launch_line(plan),
         "docker": launch.docker_line(plan),
         "speed": speed_rows(plan),
+        "drafts": draft_rows(plan),
     }
 
 
@@ -195,6 +197,10 @@ def show(plan: Plan) -> None:
     sums = f"all-reduces as {r.profile} has them" if r.sums_us else "all-reduces"
     title = f"Speed without speculation (ceiling: every byte once at 1.79 TB/s, then {sums}; nobody reaches it)"
     console.print_table(title, header, speed_rows(plan))
+    if drafts := draft_rows(plan):
+        title = f"Drafts of the MTP block at {r.concurrency} stream(s), by bytes as above: from which share of right "
+        title += "guesses one more pays, and SGLang's accept len without it there (reckoned; not measured on SM120)"
+        console.print_table(title, ("drafts", "rows", "step, ms", "pays from", "accept len"), drafts)
     for note in plan.notes:
         console.say(f"\nNote: {note}.")
     docker = launch.docker_line(plan) or f"no image of SGLang {r.sglang} is known; give --sglang a release"
@@ -249,6 +255,23 @@ def speed_rows(plan: Plan) -> list[tuple[str, ...]]:
         best = roofline.PUBLISHED.get((r.gpus, streams)) if is_published else None
         cells = (f"{streams / fast:.0f} at {context // 1024}K", f"{fast * 1e3:.2f}", f"{streams / nccl:.0f}")
         rows.append((str(streams), *cells, *((f"{best[0]:.0f}", best[1]) if best else ("-", "nobody"))))
+    return rows
+
+
+def draft_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Of EAGLE with so many drafts and none: what a step takes at least, and which share of right guesses makes one
+    more pay. What DSPARK's drafter reads for a block is not known to us."""
+    r, rows = plan.request, []
+    if r.speculation is None or r.speculation.algorithm != EAGLE:
+        return rows
+    context, before = min(r.context, 8192), None
+    for drafts in range(MOST_DRAFTS + 1):
+        seconds = roofline.speculating_seconds(r.model, r.gpus, r.concurrency, context, drafts, wo_a_bf16=r.wo_a_bf16)
+        share = None if before is None else roofline.pays_from(seconds / before, drafts)
+        says = "-" if before is None else "never" if share is None else f"{share:.0%}"
+        length = "-" if share is None or drafts == 1 else f"{sum(share**i for i in range(drafts)):.2f}"
+        rows.append((str(drafts), str(r.concurrency * (drafts + 1)), f"{seconds * 1e3:.2f}", says, length))
+        before = seconds
     return rows
 
 

@@ -54,6 +54,11 @@ def expert_bytes(m: Model) -> int:
     return 3 * one(m.expert_width, m.hidden)
 
 
+def square_bytes(m: Model) -> int:
+    """Of a projection into the drafter."""
+    return _fp8(m.hidden, m.hidden)
+
+
 def expanded_wo_a_bytes(m: Model) -> int:
     return 2 * m.o_groups * m.o_lora * (m.heads * m.head_dim // m.o_groups)
 
@@ -92,7 +97,7 @@ def weight_bytes(m: Model, tp: int, *, drafts: bool, wo_a_bf16: bool) -> float:
             total = layers * size * (m.experts if part == "routed" else 1)
             divided, whole = (divided + total, whole) if is_divided else (divided, whole + total)
     inputs = 2 if m.dspark_block is None else m.dspark_stages  # projections into the drafter, [hidden, hidden] each
-    whole += inputs * _fp8(m.hidden, m.hidden) * drafts + 4 * m.vocab * m.experts_per_token * m.hash_layers
+    whole += inputs * square_bytes(m) * drafts + 4 * m.vocab * m.experts_per_token * m.hash_layers
     return (divided + 4 * m.vocab * m.hidden) / tp + whole
 
 

@@ -1,4 +1,5 @@
 """The least time of a decode step: every byte once at the card's bandwidth, all-reduces beside it. Never a promise.
+Of a speculating one the same, and how many guesses must be right for one more draft to pay.
 
 RTX PRO 6000: 1.79 TB/s, PCIe 5.0 x16. Latencies of an all-reduce are what `calibrate` measured, where a profile has
 them, else assumptions (a public one-shot kernel on PCIe cards; NCCL). Published figures are other people's, on their
@@ -38,13 +39,20 @@ def distinct_experts(m: Model, tokens: int) -> float:
     return m.experts * (1 - (1 - m.experts_per_token / m.experts) ** tokens)
 
 
-def step_bytes(m: Model, tp: int, batch: int, context: int, *, wo_a_bf16: bool) -> float:
-    """Bytes that one rank must read for a decode step of `batch` requests at `context` tokens each."""
+def layer_bytes(m: Model, tp: int, ratio: int, rows: int, wo_a_bf16: bool) -> float:
+    """Of a layer's weights, those that `rows` rows touch."""
+    return sum(
+        size * (distinct_experts(m, rows) if part == "routed" else 1) / (tp if is_divided else 1)
+        for part, (size, is_divided) in memory.layer_weights(m, ratio, wo_a_bf16).items()
+    )
+
+
+def step_bytes(m: Model, tp: int, batch: int, context: int, *, wo_a_bf16: bool, rows: int = 1) -> float:
+    """Bytes that one rank must read for a decode step of `batch` requests at `context` tokens each; for a verification
+    of `rows` rows of each, which find what they share of a cache in the L2."""
     total = 2.0 * m.vocab * m.hidden / tp
     for ratio, layers in m.kinds():
-        for part, (size, is_divided) in memory.layer_weights(m, ratio, wo_a_bf16).items():
-            count = distinct_experts(m, batch) if part == "routed" else 1
-            total += layers * size * count / (tp if is_divided else 1)
+        total += layers * layer_bytes(m, tp, ratio, batch * rows, wo_a_bf16)
         entries = min(m.window, context)
         entries += {0: 0, 4: min(m.index_topk, context // 4), 128: context // 128}[ratio]
         total += layers * batch * entries * memory.KV_TOKEN_BYTES
@@ -57,12 +65,12 @@ def step_bytes(m: Model, tp: int, batch: int, context: int, *, wo_a_bf16: bool) 
 
 
 def all_reduce_seconds(
-    m: Model, tp: int, tokens: int, fast: bool, measured: Mapping[int, float] | None = None
+    m: Model, tp: int, tokens: int, fast: bool, measured: Mapping[int, float] | None = None, layers: int | None = None
 ) -> float:
     """Of one step: two per layer and one for the embedding. measured: rows -> microseconds of one."""
     if tp == 1:
         return 0.0
-    sums = 2 * m.layers + 1
+    sums = 2 * (m.layers if layers is None else layers) + 1
     known = [us for rows, us in sorted((measured or {}).items()) if rows >= tokens]
     if known:
         return sums * known[0] * 1e-6
@@ -85,3 +93,32 @@ def step_seconds(
     """The least time of a step."""
     read = step_bytes(m, tp, batch, context, wo_a_bf16=wo_a_bf16) / BYTES_PER_S
     return read + all_reduce_seconds(m, tp, batch, fast, measured)
+
+
+def speculating_seconds(m: Model, tp: int, batch: int, context: int, drafts: int, *, wo_a_bf16: bool) -> float:
+    """The least time of a step of EAGLE: a verification of drafts + 1 rows a request, the MTP block behind it over all
+    those rows, then over one row a request for each further draft; each draft reads the head."""
+    rows = drafts + 1
+    read = step_bytes(m, tp, batch, context, wo_a_bf16=wo_a_bf16, rows=rows)
+    seconds = all_reduce_seconds(m, tp, batch * rows, True)
+    for pass_rows in [batch * rows, *[batch] * (drafts - 1)][:drafts]:
+        read += layer_bytes(m, tp, 0, pass_rows, wo_a_bf16) + 2 * memory.square_bytes(m)
+        read += 2.0 * m.vocab * m.hidden / tp + batch * min(m.window, context) * memory.KV_TOKEN_BYTES
+        seconds += all_reduce_seconds(m, tp, pass_rows, True, layers=1)
+    return read / BYTES_PER_S + seconds
+
+
+def pays_from(slower: float, drafts: int) -> float | None:
+    """The share of right guesses from which the last of so many drafts pays, where with it a step takes `slower` times
+    as long; None: never. Each guess behind right ones is right as often."""
+
+    def faster(share: float) -> float:
+        return 1 + share**drafts / sum(share**i for i in range(drafts))
+
+    low, high = 0.0, 1.0
+    if faster(high) <= slower:
+        return None
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if faster(middle) < slower else (low, middle)
+    return high

@@ -87,16 +87,20 @@ def _run(check: Check, missing: dict[str, tuple[str, str]]) -> Outcome:
     return Outcome(check.operator, check.name, result, detail, round(time.perf_counter() - start, 3))
 
 
-def _told(outcomes: Iterable[Outcome], todo: list[Check]) -> list[Outcome]:
+def _told(outcomes: Iterable[Outcome], todo: list[Check], missing: dict[str, tuple[str, str]]) -> list[Outcome]:
     """All of them, each printed as soon as it is there: on a card kernels are compiled on the way."""
     console.say(f"deepseek_v4_sm120 {__version__} self-test")
     operators, names = (max(map(len, column)) for column in zip(*((c.operator, c.name) for c in todo), strict=True))
     told = []
     for o in outcomes:
-        console.say(f"{o.operator:{operators}}  {o.check:{names}}  {o.result:{len(NOT_RUN)}}  {o.detail}")
+        is_said = o.result != PASS and any(o.detail == other.detail for other in told)
+        detail = "as above" if is_said else o.detail
+        console.say(f"{o.operator:{operators}}  {o.check:{names}}  {o.result:{len(NOT_RUN)}}  {detail}")
         told.append(o)
     counts = {result: sum(outcome.result == result for outcome in told) for result in (PASS, FAIL, NOT_RUN)}
     console.say(", ".join(f"{count} {result}" for result, count in counts.items()))
+    if "GPU" in missing:
+        console.say(f"No kernel was run: {missing['GPU'][1]}. In a container: docker run --gpus all")
     return told
 
 
@@ -119,5 +123,5 @@ def main(argv: list[str] | None = None) -> int:
         outcomes = list(outcomes)
         console.print_json({"version": __version__, "checks": [asdict(outcome) for outcome in outcomes]})
     else:
-        outcomes = _told(outcomes, todo)
+        outcomes = _told(outcomes, todo, missing)
     return int(any(outcome.result == FAIL for outcome in outcomes))

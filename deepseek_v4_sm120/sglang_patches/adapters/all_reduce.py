@@ -6,7 +6,8 @@ ours where its cards can sum by one of our ways, which a probe finds out at the 
 object that SGLang would have had, and to what comes behind that. Other groups (context, data and expert parallelism)
 keep theirs. With --disable-custom-all-reduce, and so with deterministic inference, SGLang asks for no such object.
 DSV4_SM120_SET=all_reduce=host or peer: only that way is tried. With host, and where the probe finds that peers fail,
-SGLang's object sums nothing either: its kernels go by peers.
+SGLang's object sums nothing either, whether or not ours does: its kernels go by peers. So do those of other groups of
+these cards. Where peers were not tried, the choice is SGLang's.
 
 A call is taken by its shape alone, up to MAX_ROWS rows; a server whose decode or verify steps can have more gets none
 of it, so that a row's bits never depend on the rows beside it. A reproducible server's calls are taken whatever their
@@ -43,6 +44,7 @@ PATCH = "all_reduce"
 GATHER = "all_gather"  # in shadow mode, which has a line for it
 PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
 CONTEXT, SERVER_ARGS = "sglang.srt.runtime_context", "sglang.srt.server_args"
+_without_peers: set[int] = set()  # ranks between which no object of SGLang's may sum
 
 
 class Place(NamedTuple):
@@ -60,7 +62,9 @@ def replace_dispatch(original: Callable) -> Callable:
     @functools.wraps(original)
     def dispatch_custom_allreduce(group, device):
         stock = original(group=group, device=device)
-        return functools.partial(_communicator, stock) if _is_for_us(group) else stock
+        if _is_for_us(group):
+            return functools.partial(_communicator, stock)
+        return functools.partial(_disabled, stock) if _is_without_peers(group) else stock
 
     return dispatch_custom_allreduce
 
@@ -106,6 +110,17 @@ def _is_for_us(group) -> bool:
     )
 
 
+def _is_without_peers(group) -> bool:
+    """Of a group behind the tensor-parallel one, whether it is of that one's cards and those fail."""
+    return bool(_without_peers) and _without_peers.issuperset(torch.distributed.get_process_group_ranks(group))
+
+
+def _disabled(stock: Callable, group, device):
+    theirs = stock(group=group, device=device)
+    theirs.disabled = True
+    return theirs
+
+
 def _communicator(stock: Callable, group, device):
     """SGLang's own object, or ours around it: on all ranks alike."""
     theirs = stock(group=group, device=device)
@@ -120,11 +135,18 @@ def _communicator(stock: Callable, group, device):
     if not all(place.is_served for place in places):
         return theirs
     chosen = places[0].transport
-    if chosen == "host":
+
+    def leave_peers() -> None:
         theirs.disabled = True  # it goes by peers: what ours does not take is NCCL's
+        _without_peers.update(torch.distributed.get_process_group_ranks(group))
+
+    if chosen == "host":
+        leave_peers()
     if why := _why_not(places):
         return _left(theirs, rank, f"the sums between the cards stay SGLang's: {why}")
     verdict = all_reduce_probe.probe(rank, len(places), device.index, gather, hidden=hidden, transport=chosen)
+    if verdict.peers_fail:
+        leave_peers()
     if verdict.transport is None:
         return _left(theirs, rank, verdict.describe(), verdict.as_dict)
 
@@ -133,11 +155,8 @@ def _communicator(stock: Callable, group, device):
 
     made, why = op.made_together(gather, make)
     if made is None:
-        return _left(theirs, rank, f"the sums between the cards stay SGLang's: {why}")
+        return _left(theirs, rank, f"{verdict.left()}: {why}")
     text = f"{PATCH}: {verdict.describe()}"
-    if not theirs.disabled and "peer" in verdict.ways and verdict.ways["peer"].problem is not None:
-        theirs.disabled = True
-        text += "; SGLang's own kernel, which goes by peers too, sums nothing: what ours does not take is NCCL's"
     if rank == 0:
         report.info(f"deepseek_v4_sm120: {text} (probe: {verdict.seconds} s)")
     report.add_note(PATCH, lambda: text, verdict.as_dict)

@@ -29,6 +29,7 @@ from deepseek_v4_sm120.sglang_patches import device_gate, shadow
 from deepseek_v4_sm120.specs import bounds
 
 PATCH = "compressor"
+STATE = "compressor_state"  # in shadow mode, which has a line for it
 
 NEEDED = (
     *("kv_score_buffer", "kv_score_input", "ape", "head_dim", "norm", "freqs_cis_cache", "kv_cache"),
@@ -199,29 +200,41 @@ def _all_writes(
 
 
 # ---- shadow mode: ours on a copy of what it reads and writes, before the original runs on the live tensors
+#
+# A capture's warm-up, and what pads a captured graph, has all its requests in slot 0 of requests, state and cache. What
+# several rows write at once is chance, in SGLang's kernels as in ours: it is left out and counted, by the plan's own
+# places, whatever the call is for.
 
 
 def _serve_beside(call: dict, original: Callable[[], None]) -> None:
     own, ended, row = _own_copy(call)
     op.compressor(**own)
     original()
-    rows, head_dim = call["kv_score"].shape[0], call["norm_weight"].shape[0]
-    if len(row) == 0:  # of a prompt that ends no group: the state alone
-        return
-    ours = _entries(own["cache"], call["page_size"], own["out_loc"][row], head_dim, call["fp4"])
-    slots = torch.where(ended, call["out_loc"][row], 0)
-    theirs = _entries(call["cache"], call["page_size"], slots, head_dim, call["fp4"])
-    none = torch.zeros_like(ours)
-    pairs = [(torch.where(ended[:, None], ours, none), torch.where(ended[:, None], theirs, none))]
-    shape = {"rows": rows, "ratio": call["state"].shape[1], "head_dim": head_dim}
-    shadow.record(PATCH, pairs, identity=call["cache"].data_ptr(), shape=shape, relative_l2=bounds.COMPRESSOR.shadow)
+    rows, ratio, head_dim = call["kv_score"].shape[0], call["state"].shape[1], call["norm_weight"].shape[0]
+    told = {"identity": call["cache"].data_ptr(), "shape": {"rows": rows, "ratio": ratio, "head_dim": head_dim}}
+    if len(row):  # a prompt that ends no group has no line
+        ours = _entries(own["cache"], call["page_size"], own["out_loc"][row], head_dim, call["fp4"])
+        is_chance = ended & _is_chance(call, ended, row)
+        kept = ended & ~is_chance
+        theirs = _entries(call["cache"], call["page_size"], call["out_loc"][row] * kept, head_dim, call["fp4"])
+        shadow.record(
+            PATCH, [_where(kept, ours, theirs)], relative_l2=bounds.COMPRESSOR.shadow, left_out=is_chance.sum(), **told
+        )
+    written, own_written = _written(call, rows), _written(own, rows)
+    if len(written):
+        is_written = _inside(written, call["state"].shape[0] * ratio)
+        is_chance = is_written & _is_shared(written, is_written)
+        slots, own_slots = (state.view(-1, state.shape[2]) for state in (call["state"], own["state"]))
+        kept = is_written & ~is_chance
+        pair = _where(kept, own_slots[own_written.clamp_min(0)], slots[written * kept])
+        shadow.record(STATE, [pair], relative_l2=0.0, left_out=is_chance.sum(), **told)
     if settings().shadow == "ours" and call["writes"] is None:
         op.compressor(**call)  # writes again what the original wrote to the state; of many tokens that is read before
 
 
 def _own_copy(call: dict) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """(the call on pages of its own, one or two of state for each line of the plan and an entry of cache for each row,
-    without writes of many tokens; lines that are an entry; their rows).
+    """(the call on pages of its own: one or two of state for each line of the plan, behind them a slot for each write
+    of many tokens, an entry of cache for each row; lines that are an entry; their rows).
 
     Device operations only: a captured graph repeats them.
     """
@@ -230,30 +243,68 @@ def _own_copy(call: dict) -> tuple[dict, torch.Tensor, torch.Tensor]:
     each = torch.arange(len(call["plan"]), device=state.device)
     length, write, before, page = call["plan"].view(torch.int32).long().unbind(dim=1)
     row = (write & 0xFFFF).clamp(max=rows - 1) if many else each
-
-    def inside(index, size):
-        return (index >= 0) & (index < size)
-
     own_before = torch.full_like(each, -1)
     copied = state[page.clamp(0, state.shape[0] - 1)]
     if ratio == op.SHORT:
-        own_before = torch.where(inside(before, state.shape[0]), each + len(each), -1)
+        own_before = torch.where(_inside(before, state.shape[0]), each + len(each), -1)
         copied = torch.cat([copied, state[before.clamp(0, state.shape[0] - 1)]])
-    own_page = torch.where(inside(page, state.shape[0]), each, -1)
-    own_write = torch.where(inside(write, state.shape[0] * ratio), each * ratio + write % ratio, -1)
+    own_page = torch.where(_inside(page, state.shape[0]), each, -1)
+    own_write = torch.where(_inside(write, state.shape[0] * ratio), each * ratio + write % ratio, -1)
     slot = torch.arange(rows, device=state.device)
-    own_slot = torch.where(inside(call["out_loc"], cache.shape[0] * call["page_size"]), slot, -1)
+    own_slot = torch.where(_inside(call["out_loc"], cache.shape[0] * call["page_size"]), slot, -1)
     plan = torch.stack([length, write if many else own_write, own_before, own_page], dim=1)
     plan = plan.to(torch.int32).view(torch.uint8)
     pages = -(-rows // call["page_size"])
     own_cache = torch.zeros((pages, cache.stride(0)), dtype=torch.uint8, device=cache.device)
     ended = (length > 0) & (length % ratio == 0) & (own_slot[row] >= 0) & (many | (own_page >= 0))
-    # a capture's warm-up has all requests in one slot: what of them all is written last is nobody's to compare
-    writers = call["out_loc"][row].masked_fill(~ended, -1)
-    ended &= (writers[:, None] == writers).sum(dim=1) == 1
-    writes = torch.full_like(call["writes"], 255) if many else None
+    writes = None
+    if many:
+        of, written = call["writes"].view(torch.int32).unbind(dim=1)
+        behind = torch.arange(len(of), dtype=torch.int32, device=of.device) + len(copied) * ratio
+        behind = torch.where(_inside(written, state.shape[0] * ratio), behind, -1)
+        writes = torch.stack([of, behind], dim=1).view(torch.uint8)
+        copied = torch.cat([copied, copied.new_zeros(-(-len(of) // ratio), *copied.shape[1:])])
     own = {**call, "state": copied, "plan": plan, "out_loc": own_slot, "cache": own_cache, "writes": writes}
     return own, ended, row
+
+
+def _is_chance(call: dict, ended: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """[lines]: entries whose slot of cache another line's entry takes too; and of decode, where rows put their tokens
+    into the state before they read it, those whose groups another row writes to."""
+    is_chance = _is_shared(call["out_loc"][row], ended)
+    if call["writes"] is None:
+        pages, ratio, _ = call["state"].shape
+        length, write, before, page = call["plan"].view(torch.int32).long().unbind(dim=1)
+        written = torch.where(_inside(write, pages * ratio), write // ratio, -1)
+        reads = page[:, None] == written
+        if ratio == op.SHORT:
+            reads |= (length > ratio)[:, None] & (before[:, None] == written)
+        is_chance |= reads.fill_diagonal_(False).any(dim=1)
+    return is_chance
+
+
+def _is_shared(places: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """[n]: whether a place is another's too, of those that count."""
+    places = places.masked_fill(~of, -1)
+    return (places[:, None] == places).sum(dim=1) > 1
+
+
+def _written(call: dict, rows: int) -> torch.Tensor:
+    """[rows or writes]: the slots of state that a call writes; -1 where a line of writes is none."""
+    if call["writes"] is None:
+        return call["plan"].view(torch.int32)[:, 1].long()
+    of, slot = call["writes"].view(torch.int32).long().unbind(dim=1)
+    return torch.where(_inside(of, rows), slot, -1)
+
+
+def _inside(index: torch.Tensor, size: int) -> torch.Tensor:
+    return (index >= 0) & (index < size)
+
+
+def _where(kept: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both with zeros in the lines that are not compared."""
+    none = torch.zeros_like(ours)
+    return torch.where(kept[:, None], ours, none), torch.where(kept[:, None], theirs, none)
 
 
 def _entries(cache: torch.Tensor, page_size: int, slots: torch.Tensor, head_dim: int, fp4: bool) -> torch.Tensor:
