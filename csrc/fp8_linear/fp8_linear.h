@@ -63,7 +63,7 @@ struct Tuning {
   int32_t merge;                 // kMerge..
 };
 
-constexpr int kMergeLaunch = 1, kMergeFlat = 2, kMergeTree = 3;
+constexpr int kMergeLaunch = 1, kMergeFlat = 2, kMergeTree = 3, kMergeBlind = 4, kMergeBlock = 5;
 constexpr int kMaxRows = 1 << 15;  // of a launch
 
 using LinearKernel = void (*)(Params, Plan);

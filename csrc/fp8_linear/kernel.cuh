@@ -197,7 +197,7 @@ struct Kernel {
   __device__ __forceinline__ bool merged(Vector& sums, int tile) const {
     Vector* const partial = reinterpret_cast<Vector*>(p.partial) + static_cast<int64_t>(tile) * gridDim.y * kThreads + threadIdx.x;
     Vector one[1] = {sums};
-    const bool all = Merge<Vector, 1>{p.arrived + tile * kWarps + warp, partial, kThreads, static_cast<int>(blockIdx.y)}.run(one, gridDim.y, plan.merge);
+    const bool all = Merge<Vector, 1>{p.arrived + tile * kWarps + warp, partial, kThreads, static_cast<int>(blockIdx.y)}.run(one, gridDim.y, plan.merge == kMergeBlock ? kMergeBlind : plan.merge);
     sums = one[0];
     return all;
   }

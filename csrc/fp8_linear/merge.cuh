@@ -46,8 +46,14 @@ struct Merge {
 
   // Whether this warp came last: its sums then are all splits'.
   template <int kSplits>
-  __device__ __forceinline__ bool flat(Vector (&sums)[kCount]) const {
-    if (look() != kSplits - 1) {
+  __device__ __forceinline__ bool flat(Vector (&sums)[kCount], int how) const {
+    if (how == kMergeBlock) {
+      put(sums, split);
+      __syncthreads();
+      int last = 0;
+      if (threadIdx.x == 0) last = add_acq_rel(word, 1) == kSplits - 1;
+      if (!__syncthreads_or(last)) return false;
+    } else if (how == kMergeBlind || look() != kSplits - 1) {
       put(sums, split);
       if (tell(1) != kSplits - 1) return false;
     }
@@ -106,7 +112,7 @@ struct Merge {
   }
 
   __device__ __forceinline__ bool run(Vector (&sums)[kCount], int splits, int how) const {
-    return how == kMergeFlat && splits == 4 ? flat<4>(sums) : tree(sums, splits);
+    return how != kMergeTree && splits == 4 ? flat<4>(sums, how) : tree(sums, splits);
   }
 };
 
