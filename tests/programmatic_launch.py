@@ -23,7 +23,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "fp8_linear::Params": (
         ("weight", "scale", "rotation"),
-        ("x", "out", "partial", "arrived", "positions"),
+        ("x", "out", "partial", "positions"),
     ),
     "index_select::ScoreParams": (
         (),

@@ -32,22 +32,18 @@ inline void run(Arguments& a) {
   p.out_stride_group = a["out_stride_group"];
   p.partial = a["partial"];
   const int64_t partial_bytes = a["partial_bytes"];
-  p.arrived = a["arrived"];
-  const int arrived_words = a["arrived_words"];
   p.groups = a["groups"];
   p.outputs = a["outputs"];
   p.rotation = a.get<const float*>("rotation", nullptr);
   p.positions = a.get<const void*>("positions", nullptr);
   p.position_bytes = a.get("position_bytes", 8);
-  const Tuning tuning = {a.get("warp_rows", 0), a.get("blocks", 0), a.get("row_tiles", 0), a.get("in_turn", 0), a.get("merge", 0)};
+  const Tuning tuning = {a.get("warp_rows", 0), a.get("blocks", 0), a.get("row_tiles", 0), a.get("in_turn", 0)};
   const int num_sms = a["num_sms"];
   const LaunchArguments last = a.last();
   const Plan plan = make_plan(p.rows, p.groups, p.outputs, p.inputs, num_sms, multiprocessor_shared(), tuning);
   if (partial_bytes < plan.partial_bytes)
     throw std::runtime_error("fp8_linear: scratch too small: needs " + std::to_string(plan.partial_bytes) + " bytes, got " +
                              std::to_string(partial_bytes));
-  if (arrived_words < plan.arrived_words)
-    throw std::runtime_error("fp8_linear: too few words: needs " + std::to_string(plan.arrived_words) + ", got " + std::to_string(arrived_words));
   launch(p, plan, last.pdl, last.stream);
 }
 
@@ -58,13 +54,12 @@ inline void bind(py::module_& m) {
   m.attr("FP8_LINEAR_ROTATED") = kRotated;
   m.attr("FP8_LINEAR_HEAD_INPUTS") = kHeadBlocks * kBlock;
   m.def(
-      "fp8_linear_workspace",
-      [](int rows, int groups, int outputs, int inputs, int num_sms, int warp_rows, int blocks, int row_tiles, int in_turn, int merge) {
-        const Plan plan = make_plan(rows, groups, outputs, inputs, num_sms, 0, {warp_rows, blocks, row_tiles, in_turn, merge});
-        return std::make_pair(plan.partial_bytes, plan.arrived_words);
+      "fp8_linear_scratch_bytes",
+      [](int rows, int groups, int outputs, int inputs, int num_sms, int warp_rows, int blocks, int row_tiles, int in_turn) {
+        return make_plan(rows, groups, outputs, inputs, num_sms, 0, {warp_rows, blocks, row_tiles, in_turn}).partial_bytes;
       },
       py::kw_only(), "rows"_a, "groups"_a, "outputs"_a, "inputs"_a, "num_sms"_a, "warp_rows"_a = 0, "blocks"_a = 0, "row_tiles"_a = 0,
-      "in_turn"_a = 0, "merge"_a = 0);
+      "in_turn"_a = 0);
 }
 
 }  // namespace dsv4::fp8_linear

@@ -21,8 +21,7 @@ struct Params {
   uint32_t x_stride, x_stride_group;  // elements, multiples of 8
   uint16_t* out;                 // [rows, groups, outputs] bf16
   int64_t out_stride, out_stride_group;  // elements, multiples of 4
-  float* partial;                // where the plan splits: [splits][rows][groups * outputs], or as its warps have them (merge.cuh)
-  uint32_t* arrived;             // of warps of the splits, zero before and after
+  float* partial;                // [splits][rows][groups * outputs], where the plan splits
   const float* rotation;         // [positions][32] cosine, sine: x is rotated back by its row's position first; null: it is not
   const void* positions;         // [rows]
   int32_t position_bytes;        // 4: int32, 8: int64
@@ -50,8 +49,6 @@ struct Plan {
   int64_t partial_bytes;
   int64_t stash;                 // floats of `partial` before the sums of slices that wait for their neighbours'
   int32_t shared_bytes;
-  int32_t merge;                 // where it splits: kMerge..
-  int32_t arrived_words;
   int32_t row_blocks;            // above kTileMostRows: of so many rows each, beside each other in the grid; else 0
 };
 
@@ -60,10 +57,8 @@ struct Tuning {
   int32_t warp_rows;
   int32_t blocks;                // of the kernel for few rows
   int32_t row_tiles, in_turn;    // of the tile kernels; in_turn above 0: those, for however few rows
-  int32_t merge;                 // kMerge..
 };
 
-constexpr int kMergeLaunch = 1, kMergeFlat = 2, kMergeTree = 3, kMergeBlind = 4, kMergeBlock = 5;
 constexpr int kMaxRows = 1 << 15;  // of a launch
 
 using LinearKernel = void (*)(Params, Plan);

@@ -15,7 +15,6 @@
 #include "../device/mma.cuh"
 #include "../device/numbers.cuh"
 #include "config.h"
-#include "merge.cuh"
 
 namespace dsv4::fp8_linear {
 
@@ -192,19 +191,9 @@ struct Kernel {
   __device__ __forceinline__ uint16_t* out_at(int group, int output, int row) const {
     return p.out + row * p.out_stride + group * p.out_stride_group + output;
   }
-  // Whether these sums of a lane, of a tile, are those of all splits
-  template <typename Vector>
-  __device__ __forceinline__ bool merged(Vector& sums, int tile) const {
-    Vector* const partial = reinterpret_cast<Vector*>(p.partial) + static_cast<int64_t>(tile) * gridDim.y * kThreads + threadIdx.x;
-    Vector one[1] = {sums};
-    const bool all = Merge<Vector, 1>{p.arrived + tile * kWarps + warp, partial, kThreads, static_cast<int>(blockIdx.y)}.run(one, gridDim.y, plan.merge == kMergeBlock ? kMergeBlind : plan.merge);
-    sums = one[0];
-    return all;
-  }
-  __device__ __forceinline__ bool by_launch() const { return plan.merge == kMergeLaunch; }
   // two neighbours of the output; `output` is of the group
   __device__ __forceinline__ void put(int group, int output, int row, float2 y) const {
-    if (by_launch()) {
+    if (gridDim.y > 1) {
       *reinterpret_cast<float2*>(partial_at(group, output, row)) = y;
     } else {
       *reinterpret_cast<uint32_t*>(out_at(group, output, row)) = pack_bf16x2(y.x, y.y);
@@ -212,7 +201,7 @@ struct Kernel {
   }
   __device__ __forceinline__ void put(int group, int output, int row, float y) const {
     if (row >= p.rows) return;
-    if (by_launch()) {
+    if (gridDim.y > 1) {
       *partial_at(group, output, row) = y;
     } else {
       *out_at(group, output, row) = static_cast<uint16_t>(pack_bf16x2(y, 0.f));
@@ -240,18 +229,15 @@ struct Kernel {
 #pragma unroll
         for (int s = 0; s < C::kSlices; s += 2 * width) sums[s].x += sums[s + width].x, sums[s].y += sums[s + width].y;
       }
-      if (C::kWarpRows < kWarps / 2 || plan.merge <= kMergeLaunch || merged(sums[0], tile)) put(group, first + output, row, sums[0]);
+      put(group, first + output, row, sums[0]);
     }
   }
 
   // The same where every warp has a slice's whole sum: from the registers.
   __device__ __forceinline__ void store(const float (&sum)[4], int tile, int group) const {
     const int output = (tile - group * plan.group_tiles) * C::kBlockRows + warp_row * kTileRows + lane / 4, row = lane % 4 * 2;
-    float4 y = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    if (plan.merge > kMergeLaunch && !merged(y, tile)) return;
-    const float all[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) put(group, output + i / 2 * 8, row + i % 2, all[i]);
+    for (int i = 0; i < 4; ++i) put(group, output + i / 2 * 8, row + i % 2, sum[i]);
   }
 
   __device__ __forceinline__ void run() const {

@@ -62,18 +62,14 @@ Plan sliced(int inputs) {
   return plan;
 }
 
-// `most_rows`: what the kernel has room for
-void set_merge(Plan& plan, int merge, int rows, int most_rows, int64_t weight_rows) {
-  if (plan.splits <= 1) return;
-  plan.merge = merge;
-  plan.partial_bytes = static_cast<int64_t>(plan.splits) * (merge == kMergeLaunch ? rows : most_rows) * weight_rows * 4;
-  if (merge != kMergeLaunch) plan.arrived_words = static_cast<int>(weight_rows / (kTileRows * plan.warp_rows * plan.row_tiles)) * kWarps;
+void set_partial_bytes(Plan& plan, int rows, int64_t weight_rows) {
+  if (plan.splits > 1) plan.partial_bytes = static_cast<int64_t>(plan.splits) * rows * weight_rows * 4;
 }
 
 constexpr int kMuchX = 16384;  // numbers of x, as measured: docs/notes/fp8_linear.md
 
 // For few rows: x of all inputs of a block lies in shared memory.
-Plan make_few_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int warp_rows, int blocks, int merge) {
+Plan make_few_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int warp_rows, int blocks) {
   Plan plan = sliced(inputs);
   plan.warp_rows = std::max(kWarps / plan.slices, warp_rows);
   plan.splits = plan.slices * plan.warp_rows / kWarps;
@@ -91,7 +87,7 @@ Plan make_few_plan(int rows, int groups, int outputs, int inputs, int num_sms, i
   const bool few = plan.splits == 1 && tiles <= 2 * num_sms && plan.most_blocks <= kAhead;
   plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, (few ? 1 : resident) * num_sms / plan.splits));
   plan.block_tiles = {tiles / plan.blocks, tiles % plan.blocks};
-  set_merge(plan, merge, rows, kFewRows, weight_rows);
+  set_partial_bytes(plan, rows, weight_rows);
   return plan;
 }
 
@@ -118,7 +114,7 @@ Plan make_many_plan(int rows, int groups, int outputs, int inputs, int num_sms, 
     const bool wanted = tuning.in_turn ? in_turn == tuning.in_turn : least == 0 || (cost < least && plan.blocks < 2 * num_sms);
     if (wanted) plan.in_turn = in_turn, plan.splits = splits, least = cost;
   }
-  set_merge(plan, kMergeLaunch, rows, 0, weight_rows);
+  set_partial_bytes(plan, rows, weight_rows);
   return plan;
 }
 
@@ -154,7 +150,7 @@ Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, 
   plan.shared_bytes = tile_shared_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows);
   // where there is a multiprocessor for each block, more than half of its shared memory: two must not lie on one
   if (plan.row_tiles == 2 && plan.blocks * plan.splits <= num_sms) plan.shared_bytes = std::max(plan.shared_bytes, sm_shared / 2);
-  set_merge(plan, tuning.merge ? tuning.merge : kMergeFlat, rows, plan.column_tiles * kColumns, weight_rows);
+  set_partial_bytes(plan, rows, weight_rows);
   if (plan.in_turn > 1 && stashes(plan.column_tiles, plan.row_tiles)) {
     plan.stash = plan.partial_bytes / 4;
     plan.partial_bytes += static_cast<int64_t>(plan.blocks) * plan.splits * kThreads * plan.row_tiles * plan.column_tiles * 16;
@@ -179,7 +175,7 @@ Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int s
     // the fewest warps beside each other: those have no splits to add, or few
     for (const int warp_rows : kWarpRows) {
       const int beside = tuning.warp_rows ? tuning.warp_rows : warp_rows;
-      const Plan plan = make_few_plan(rows, groups, outputs, inputs, num_sms, sm_shared, beside, tuning.blocks, tuning.merge ? tuning.merge : kMergeFlat);
+      const Plan plan = make_few_plan(rows, groups, outputs, inputs, num_sms, sm_shared, beside, tuning.blocks);
       if (tuning.warp_rows || fits(plan)) return plan;
     }
   }
@@ -197,7 +193,7 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
   const LinearKernel kernel = few ? kernel_of(index_of(plan.warp_rows), rotates) : tile_kernel_of(*tile, rotates);
   const Launcher launcher = {kName, pdl, stream};
   launcher(kernel, dim3(plan.blocks, plan.splits), kThreads, plan.shared_bytes, params, plan);
-  if (plan.merge != kMergeLaunch) return;
+  if (plan.splits == 1) return;
   const int64_t weight_rows = static_cast<int64_t>(params.groups) * params.outputs;
   const dim3 grid(static_cast<unsigned>(ceil_div(weight_rows / 4, kMergeThreads)), params.rows);
   void (*const merge)(Params) = plan.splits == 2 ? merge_kernel<2> : plan.splits == 4 ? merge_kernel<4> : merge_kernel<8>;

@@ -32,10 +32,7 @@ struct TileConfig {
   static constexpr int kCopies = kRows > kRowsTogether ? kRows / kRowsTogether : 1;
   // column tiles whose products are interleaved
   static constexpr int kTogether = kRowTiles == 2 ? (kColumnTiles == 8 ? 1 : 2) : 4 < kColumnTiles ? 4 : 2;
-  // Of the sums that two groups add, each has a half behind: a row tile, or half of the column tiles
-  static constexpr int kOutRowTiles = kGroups == 1 ? kRowTiles : 1, kOutColumnTiles = kGroups == 1 || kRowTiles == 2 ? kColumnTiles : kColumnTiles / 2;
-  static constexpr int kOutColumns = kOutRowTiles * kTileRows, kOutRows = kOutColumnTiles < 4 ? kOutColumnTiles * kColumns : 32;
-  static constexpr int kOutPitch = kOutColumns + 4;
+  static constexpr int kOutRows = kRows < 32 ? kRows : 32, kOutPitch = kWarpOutputs + 4;
   static_assert(kOutRows * kOutPitch * 4 <= kStages * kWeightBytes);
   static_assert(kGroups == 1 || kGroupThreads * kRowTiles * kColumnTiles * 16 <= kStages * kGroups * kXBytes);
   static_assert(!kMany || (kGroups == 1 && kRows == kTileMostRows && kStages > kBehind));
@@ -64,7 +61,6 @@ struct Tile {
   __device__ __forceinline__ void sync_group() const { sync_threads<C::kGroupThreads>(1 + group); }
 
   using Sums = float[C::kRowTiles][C::kColumnTiles][4];
-  using OutSums = float[C::kOutRowTiles][C::kOutColumnTiles][4];
 
   // sums += 16 kRowTiles outputs x all rows x 64 inputs; `x`, `x8`: this lane's first and second 8 inputs of the first column tile
   __device__ __forceinline__ void multiply(Sums& sums, const uint32_t (&a)[C::kRowTiles][4][4], uint32_t x, uint32_t x8, float scale) const {
@@ -143,47 +139,19 @@ struct Tile {
     }
   }
 
-  // This group's half of both groups' sums.
-  __device__ __forceinline__ void exchange(const Sums& sums, OutSums& half) const {
-    constexpr int kBeyond = C::kRowTiles == 2 ? 0 : C::kOutColumnTiles, kCount = C::kOutColumnTiles;  // column tiles
-    float4* const places = reinterpret_cast<float4*>(all_x()) + thread;
-    float4* const theirs = places + (1 - group) * kCount * C::kGroupThreads;
-    float4* const mine = places + group * kCount * C::kGroupThreads;
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      const float (&first)[4] = sums[0][n], (&second)[4] = sums[C::kRowTiles - 1][n + kBeyond];
-      float given[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) given[i] = group == 0 ? second[i] : first[i], half[0][n][i] = group == 0 ? first[i] : second[i];
-      theirs[n * C::kGroupThreads] = make_float4(given[0], given[1], given[2], given[3]);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      const float4 other = mine[n * C::kGroupThreads];
-      float (&s)[4] = half[0][n];
-      if (plan.slices > 1) {
-        s[0] += other.x, s[1] += other.y, s[2] += other.z, s[3] += other.w;
-      } else if (group == 1) {
-        s[0] = other.x, s[1] = other.y, s[2] = other.z, s[3] = other.w;
-      }
-    }
-  }
-
   // A warp's sums to where its weights were, and from there four neighbours of the output a lane.
-  __device__ __forceinline__ void store(const OutSums& sums, int which, int output0, int first_row) const {
+  __device__ __forceinline__ void store(const Sums& sums, int which, int output0) const {
     float* const here = reinterpret_cast<float*>(warp_weights());
-    constexpr int kLanes = C::kOutColumns / 4, kStep = 32 / kLanes;
+    constexpr int kLanes = C::kWarpOutputs / 4, kStep = 32 / kLanes;
     const int64_t all = static_cast<int64_t>(p.groups) * p.outputs;
 #pragma unroll
-    for (int n0 = 0; n0 < C::kOutColumnTiles; n0 += C::kOutRows / kColumns) {
-      if (first_row + n0 * kColumns >= p.rows) break;
+    for (int n0 = 0; n0 < C::kColumnTiles; n0 += C::kOutRows / kColumns) {
+      if (row0() + n0 * kColumns >= p.rows) break;
       __syncwarp();
 #pragma unroll
       for (int n = 0; n < C::kOutRows / kColumns; ++n) {
 #pragma unroll
-        for (int m = 0; m < C::kOutRowTiles; ++m) {
+        for (int m = 0; m < C::kRowTiles; ++m) {
           float* const to = here + (n * kColumns + lane % 4 * 2) * C::kOutPitch + m * kTileRows + lane / 4;
           const float (&s)[4] = sums[m][n0 + n];
           to[0] = s[0], to[C::kOutPitch] = s[1], to[8] = s[2], to[C::kOutPitch + 8] = s[3];
@@ -192,10 +160,10 @@ struct Tile {
       __syncwarp();
 #pragma unroll
       for (int r = 0; r < C::kOutRows; r += kStep) {
-        const int row = first_row + n0 * kColumns + r + lane / kLanes, output = output0 + lane % kLanes * 4;
+        const int row = row0() + n0 * kColumns + r + lane / kLanes, output = output0 + lane % kLanes * 4;
         const float4 y = *reinterpret_cast<const float4*>(here + (r + lane / kLanes) * C::kOutPitch + lane % kLanes * 4);
         if (row >= p.rows) break;
-        if (plan.merge == kMergeLaunch) {
+        if (gridDim.y > 1) {
           *reinterpret_cast<float4*>(p.partial + (static_cast<int64_t>(blockIdx.y) * p.rows + row) * all + which * p.outputs + output) = y;
         } else {
           *reinterpret_cast<uint2*>(p.out + row * p.out_stride + which * p.out_stride_group + output) =
@@ -203,26 +171,6 @@ struct Tile {
         }
       }
     }
-  }
-
-  // Whether these sums are those of all splits
-  __device__ __forceinline__ bool merged(OutSums& sums) const {
-    constexpr int kCount = C::kOutRowTiles * C::kOutColumnTiles;
-    float4* const partial = reinterpret_cast<float4*>(p.partial) + static_cast<int64_t>(tile()) * gridDim.y * kCount * kThreads + threadIdx.x;
-    float4 all[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float (&s)[4] = sums[i / C::kOutColumnTiles][i % C::kOutColumnTiles];
-      all[i] = make_float4(s[0], s[1], s[2], s[3]);
-    }
-    uint32_t* const word = p.arrived + tile() * kWarps + warp;
-    if (!Merge<float4, kCount>{word, partial, kThreads, static_cast<int>(blockIdx.y)}.run(all, gridDim.y, plan.merge)) return false;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      float (&s)[4] = sums[i / C::kOutColumnTiles][i % C::kOutColumnTiles];
-      s[0] = all[i].x, s[1] = all[i].y, s[2] = all[i].z, s[3] = all[i].w;
-    }
-    return true;
   }
 
   __device__ __forceinline__ void run() const {
@@ -377,18 +325,15 @@ struct Tile {
     } else if (!C::kMany && boundary > 0) {
       add_before(sums, before);
     }
-    const int output = weight_row - which * p.outputs;
     if constexpr (C::kGroups > 1) {
-      OutSums half;
-      exchange(sums, half);
-      if (plan.merge > kMergeLaunch && !merged(half)) return;
-      store(half, which, output + (C::kRowTiles == 2 ? group * kTileRows : 0), C::kRowTiles == 2 ? 0 : group * C::kOutColumnTiles * kColumns);
-    } else {
-      if constexpr (!C::kMany) {
-        if (plan.merge > kMergeLaunch && !merged(sums)) return;
-      }
-      store(sums, which, output, row0());
+      float4* const exchange = reinterpret_cast<float4*>(all_x()) + thread;
+      __syncthreads();
+      if (group == 1) put(sums, exchange, C::kGroupThreads);
+      __syncthreads();
+      if (group == 1) return;
+      if (plan.slices > 1) add_those(sums, exchange, C::kGroupThreads);
     }
+    store(sums, which, weight_row - which * p.outputs);
   }
 };
 

@@ -12,13 +12,11 @@ import torch
 
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, E4M3, VECTOR, Call, Question
-from deepseek_v4_sm120.ops.shared.zeroed_words import ZeroedWords
 
 LAUNCH_ROWS = 1 << 15  # of one launch at most; fp8_linear.h has it too, and a test compares
 BLOCK = 128  # inputs and outputs of one scale
 _STRIDES = 8  # that x has multiples of: 16 bytes
 _OUT_STRIDES, _OUT_ALIGN_BYTES = 4, 8
-_STREAM_WORDS, _CAPTURE_STORE_BYTES = 1 << 16, 2 << 20
 _SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.uint8)
 
 
@@ -97,16 +95,10 @@ def _follows(tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _workspace(rows: int, groups: int, outputs: int, inputs: int, num_sms: int, tuning: tuple) -> tuple[int, int]:
-    """(bytes of scratch, words)"""
-    return extension.load().fp8_linear_workspace(
+def _scratch_bytes(rows: int, groups: int, outputs: int, inputs: int, num_sms: int, tuning: tuple) -> int:
+    return extension.load().fp8_linear_scratch_bytes(
         rows=rows, groups=groups, outputs=outputs, inputs=inputs, num_sms=num_sms, **dict(tuning)
     )
-
-
-@functools.cache
-def _arrived(index: int) -> ZeroedWords:
-    return ZeroedWords(f"cuda:{index}", _STREAM_WORDS, _CAPTURE_STORE_BYTES)
 
 
 NO_ROTATION: dict[str, int] = {}
@@ -128,9 +120,8 @@ def _launch(x, weight, weight_scale, out, rotation, tuning) -> None:
     num_sms, stream = cuda_tensors.num_sms(index), cuda_tensors.current_stream(index)
     for first in range(0, x.shape[0], LAUNCH_ROWS):
         rows = min(LAUNCH_ROWS, x.shape[0] - first)
-        needed, words = _workspace(rows, groups, outputs, inputs, num_sms, tuning)
+        needed = _scratch_bytes(rows, groups, outputs, inputs, num_sms, tuning)
         partial = torch.empty(needed, dtype=torch.uint8, device=x.device) if needed else None
-        arrived = _arrived(index).take(stream, words) if words else None
         module.fp8_linear(
             x=x.data_ptr() + first * x.stride(0) * 2,
             x_stride=x.stride(0),
@@ -146,8 +137,6 @@ def _launch(x, weight, weight_scale, out, rotation, tuning) -> None:
             out_stride_group=out.stride(1),
             partial=0 if partial is None else partial.data_ptr(),
             partial_bytes=needed,
-            arrived=0 if arrived is None else arrived.data_ptr(),
-            arrived_words=words,
             rows=rows,
             groups=groups,
             outputs=outputs,
