@@ -91,11 +91,23 @@ def attention() -> Call:
     return call
 
 
-def product() -> Call:
-    """Of splits, which a kernel behind adds."""
-    weight, scale = fp8_spec.make_weight(1, 128, 4096, torch.Generator().manual_seed(2))
-    x = fp8_spec.make_x(9, 1, 4096, torch.Generator().manual_seed(3))
-    return lambda: [fp8_linear.fp8_linear(x[:, 0], weight[0], scale[0])]
+def product(rows: int, **tuning) -> Call:
+    """Of splits, which a kernel behind adds; a product of its outputs; and one of splits again."""
+    first, second = (
+        fp8_spec.make_weight(1, 128, inputs, torch.Generator().manual_seed(inputs)) for inputs in (2048, 128)
+    )
+    x = fp8_spec.make_x(rows, 1, 2048, torch.Generator().manual_seed(3))
+
+    def call():
+        def of(x, weight, scale, **tuning):
+            out = torch.empty(rows, 1, 128, dtype=torch.bfloat16)
+            fp8_linear._run(x, weight, scale, out, **tuning)
+            return out
+
+        one = of(x, *first, **tuning)
+        return [one, of(one, *second), of(x, *first, **tuning)]
+
+    return call
 
 
 def selection() -> Call:

@@ -54,7 +54,8 @@ CASES = {
     "sparse_decode, little patience": Case(
         calls.attention, 4, MERGES, lambda text: text.replace(PATIENCE, LESS_PATIENCE)
     ),
-    "fp8_linear": Case(calls.product),
+    "fp8_linear": Case(lambda: calls.product(9, row_tiles=1, warp_rows=4, in_turn=1)),
+    "fp8_linear, few rows": Case(lambda: calls.product(3, warp_rows=4)),
     "index_select": Case(calls.selection),
     **{
         f"{algorithm} by {transport}": Case(lambda t=transport, a=algorithm: calls.sums(t, a), 9)
@@ -81,7 +82,8 @@ POWER = [
     ("sparse_decode, little patience", "acquire", 30, {0: LEAVES}),
     ("gives up", "fence", 60, {1: "the words are seen while the kernel runs; the fence is for where it ends"}),
     ("gives up and ends", "fence", 20, {0: "the fence behind the last word is one for all words"}),
-    ("fp8_linear", "wait for the kernel in front", 6, {0: "the first kernel, whose inputs are there"}),
+    ("fp8_linear", "wait for the kernel in front", 6, {}),
+    ("fp8_linear, few rows", "wait for the kernel in front", 6, {1: "the first kernel, whose inputs are there"}),
     ("index_select", "wait for the kernel in front", 6, {1: "the first kernel, whose inputs are there"}),
     ("one_shot by peer", "wait for the kernel in front", 6, {}),
 ]

@@ -256,3 +256,29 @@ def test_a_chain_of_dependent_calls():
             torch.cuda.synchronize()
             waited = fp8_linear(waited, weight, scale)
         assert torch.equal(_bits(chained), _bits(waited))
+
+
+@pytest.mark.parametrize(
+    "rows, outputs, inputs", [(8, 4096, 8192), (9, 4096, 4096), (32, 4096, 2048), (64, 1536, 4096)]
+)
+def test_splits_of_calls_side_by_side(rows, outputs, inputs):
+    """Two graphs and two streams at once, over and over."""
+    x, weight, scale = _make(rows, outputs, inputs)
+    alone = torch.cat([fp8_grouped_linear(row[None], weight, scale) for row in x])
+    graphs, replayed = [], []
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            replayed += [fp8_grouped_linear(x, weight, scale) for _ in range(6)]
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        eager = []
+        for stream, graph in zip(streams[:2], graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for stream in streams[2:]:
+            with torch.cuda.stream(stream):
+                eager += [fp8_grouped_linear(x, weight, scale) for _ in range(6)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(_bits(out), _bits(alone)) for out in [*eager, *replayed])
