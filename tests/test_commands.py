@@ -166,7 +166,7 @@ def test_bad_variables_are_one_sentence(run, command):
 @pytest.mark.parametrize(
     ("choices", "sentence"),
     [
-        ("mcc=off", "names mcc; it takes"),
+        ("mcc=off", "names mcc (perhaps mhc?); it takes"),
         ("reproducible=5", "must be on or off for reproducible"),
         ("prefill_graphs=²", "(numbers have up to 6 digits)"),
         (f"prefill_graphs={'9' * 5000}", "(numbers have up to 6 digits)"),

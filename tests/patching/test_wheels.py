@@ -187,7 +187,7 @@ def test_the_sm120_call_passes_what_the_function_reads(inspect_wheel, version):
     assert calls == [set(SM120_KEYS)]
 
 
-OF_SEVERAL_CARDS = ("dealt_index", "dealt_streams", "sums_in_pieces")
+OF_SEVERAL_CARDS, OF_GRAPHS = ("dealt_index", "dealt_streams", "sums_in_pieces"), ("prefill_graphs", "compiled_streams")
 
 
 @every_release()
@@ -202,7 +202,7 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
     for row in made.steering.rows.values():
         assert [name for name in row.environment if f"    {name} = Env" not in variables] == [], row.name
         assert [name for name in row.arguments if f"    {name}: " not in fields] == [], row.name
-    others = set(made.steering.rows) - {"reproducible", "draft_head", "prefill_graphs", *OF_SEVERAL_CARDS}
+    others = set(made.steering.rows) - {"reproducible", "draft_head", *OF_GRAPHS, *OF_SEVERAL_CARDS}
     assert bool(others) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
     assert ("reproducible" in made.steering.rows) == ("draft_head" in made.steering.rows) == since(version, "0.5.14")
     assert {since(version, "0.5.13")} == {name in made.steering.rows for name in OF_SEVERAL_CARDS}
