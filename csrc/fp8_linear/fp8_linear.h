@@ -50,6 +50,8 @@ struct Plan {
   int64_t stash;                 // floats of `partial` before the sums of slices that wait for their neighbours'
   int32_t shared_bytes;
   int32_t row_blocks;            // above kTileMostRows: of so many rows each, beside each other in the grid; else 0
+  int32_t band;                  // many.cuh: blocks of rows that outputs take turns with; else 0
+  int32_t units;                 // many.cuh: of all blocks
 };
 
 // The launcher's choices, by hand (tests, bench); zero: the launcher's. None changes a bit of the result.

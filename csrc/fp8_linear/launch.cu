@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "kernel.cuh"
+#include "many.h"
 
 namespace dsv4::fp8_linear {
 
@@ -124,6 +125,9 @@ Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, 
   // of a head's outputs the splits' sums would be as many bytes as its weights
   const bool tuned = tuning.row_tiles || tuning.warp_rows || tuning.in_turn;
   const bool is_head = rows > kTileMostRows / 2 && weight_rows / kBlock > 2 * num_sms && !tuned;
+  if ((rows > kTileMostRows || is_head) && tuning.row_tiles == 0) {
+    return make_units_plan(sliced(inputs), rows, groups, outputs, inputs, num_sms, tuning.in_turn);
+  }
   if (rows > kTileMostRows || is_head) return make_many_plan(rows, groups, outputs, inputs, num_sms, tuning);
   Plan plan = sliced(inputs);
   plan.column_tiles = rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
@@ -187,12 +191,16 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
   if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
   const TileVariant* const tile = find_tile(plan);
   const bool few = plan.column_tiles == 0, rotates = params.rotation != nullptr;
-  if (few ? !fits(plan) : tile == nullptr || plan.splits == 0) {
-    throw std::runtime_error("fp8_linear: no kernel for this plan");
-  }
-  const LinearKernel kernel = few ? kernel_of(index_of(plan.warp_rows), rotates) : tile_kernel_of(*tile, rotates);
   const Launcher launcher = {kName, pdl, stream};
-  launcher(kernel, dim3(plan.blocks, plan.splits), kThreads, plan.shared_bytes, params, plan);
+  if (plan.units > 0) {
+    launch_units(params, plan, launcher);
+  } else {
+    if (few ? !fits(plan) : tile == nullptr || plan.splits == 0) {
+      throw std::runtime_error("fp8_linear: no kernel for this plan");
+    }
+    const LinearKernel kernel = few ? kernel_of(index_of(plan.warp_rows), rotates) : tile_kernel_of(*tile, rotates);
+    launcher(kernel, dim3(plan.blocks, plan.splits), kThreads, plan.shared_bytes, params, plan);
+  }
   if (plan.splits == 1) return;
   const int64_t weight_rows = static_cast<int64_t>(params.groups) * params.outputs;
   const dim3 grid(static_cast<unsigned>(ceil_div(weight_rows / 4, kMergeThreads)), params.rows);
@@ -217,6 +225,7 @@ std::vector<KernelAttributes> kernel_attributes() {
       all.push_back(attributes_of(kName, kernel, name, kThreads, tile_shared_bytes(v.column_tiles, v.row_tiles, v.warp_rows)));
     }
   }
+  for (const KernelAttributes& of_units : units_attributes()) all.push_back(of_units);
   return all;
 }
 
