@@ -21,10 +21,10 @@ const void* allowed(bool rotates) {
 
 // As many slices in turn as cost least, reckoned in stages of 64 inputs: to begin and to end takes a few, to write or read a unit's sums
 // some more, and to add splits another launch.
-Plan make_units_plan(Plan plan, int rows, int groups, int outputs, int inputs, int num_sms, int in_turn) {
+Plan make_units_plan(Plan plan, int rows, int groups, int outputs, int inputs, int num_sms, int in_turn, int band) {
   constexpr int kAround = 2, kSums = 2, kMerge = 4;
   plan.row_blocks = ceil_div(rows, kUnitRows);
-  plan.band = static_cast<int32_t>(std::max<int64_t>(1, kBandBytes / (int64_t{kUnitRows} * inputs * 2)));
+  plan.band = band ? band : static_cast<int32_t>(std::max<int64_t>(1, kBandBytes / (int64_t{kUnitRows} * inputs * 2)));
   plan.group_tiles = outputs / kUnitOutputs;
   const int tiles = plan.group_tiles * groups * plan.row_blocks;
   int64_t least = 0;
