@@ -15,11 +15,10 @@
 
 namespace dsv4::fp8_linear {
 
-constexpr int kUnitOutputs = 128, kUnitRows = 128;
+constexpr int kUnitOutputs = 128, kUnitRows = 128, kQuarterRows = 32;
 constexpr int kMathThreads = 256, kCopyThreads = 128, kUnitThreads = kMathThreads + kCopyThreads;
 constexpr int kWarpsAcross = 4, kWarpOutputs = kUnitOutputs / kWarpsAcross;
 constexpr int kUnitStages = 4;
-constexpr int kTogether = 16;                            // rows whose products are interleaved
 constexpr int kOutRows = 16, kOutPitch = kWarpOutputs + 4;  // floats, of a warp's area
 
 struct alignas(128) UnitStage {
@@ -72,36 +71,38 @@ __device__ __forceinline__ void copy_units(const Params& p, const Plan& plan, Un
   const uint32_t weight_place = shared_address(&s.stages[0].weights[weight_row][thread % 4 * 16]);
   const uint32_t x_place = shared_address(&s.stages[0].x[x_row][(chunk ^ x_row % 2) * 16]);
   const uint64_t next_weights = static_cast<uint64_t>(p.weight_stride) * kWeightRows, next_x = static_cast<uint64_t>(p.x_stride) * kXRows;
+  const auto weights_of = [&](const Unit& u) {
+    return p.weight + static_cast<uint64_t>(u.tile * kUnitOutputs + weight_row) * p.weight_stride + u.begin * kBlock + thread % 4 * 16;
+  };
+  const auto copy_weights = [&](int stage, const uint8_t* from) {
+#pragma unroll
+    for (int k = 0; k < kWeightCopies; ++k) {
+      cp_async_stream(weight_place + stage * sizeof(UnitStage) + k * kWeightRows * kStageInputs, from + k * next_weights);
+    }
+  };
+  const Unit first = unit_of(p, plan, blockIdx.x);
+  int ahead = min(kUnitStages, 2 * first.blocks);  // stages whose weights are on their way
+  const uint8_t* weights = weights_of(first);
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) copy_weights(i, weights + i * kStageInputs);
+  pdl_wait();
   StagePlace at;
-  bool first = true;
   for (unsigned i = blockIdx.x; i < static_cast<unsigned>(plan.units); i += gridDim.x) {
     const Unit u = unit_of(p, plan, i);
     const int halves = 2 * u.blocks;
-    const uint8_t* weights =
-        p.weight + static_cast<uint64_t>(u.tile * kUnitOutputs + weight_row) * p.weight_stride + u.begin * kBlock + thread % 4 * 16;
-    const auto copy_weights = [&](int stage) {
-#pragma unroll
-      for (int k = 0; k < kWeightCopies; ++k) {
-        cp_async_stream(weight_place + stage * sizeof(UnitStage) + k * kWeightRows * kStageInputs, weights + k * next_weights);
-      }
-      weights += kStageInputs;
-    };
-    int ahead = 0;  // stages whose weights are on their way
-    if (first) {
-      for (; ahead < min(kUnitStages, halves); ++ahead) copy_weights(ahead);
-      pdl_wait();
-      first = false;
-    }
-    const uint16_t* x = p.x + static_cast<uint64_t>(u.group) * p.x_stride_group + static_cast<uint64_t>(u.row0 + x_row) * p.x_stride +
-                        u.begin * kBlock + chunk * 8;
+    weights = weights_of(u);
+    const uint16_t* x =
+        p.x + static_cast<uint64_t>(u.group) * p.x_stride_group + static_cast<uint64_t>(u.row0 + x_row) * p.x_stride + u.begin * kBlock + chunk * 8;
 #pragma unroll 1
     for (int half = 0; half < halves; ++half) {
       s.empty[at.stage].wait(at.phase ^ 1);
-      if (half >= ahead) copy_weights(at.stage);
+      if (half >= ahead) copy_weights(at.stage, weights);
+      weights += kStageInputs;
       const uint32_t to = x_place + at.stage * sizeof(UnitStage);
 #pragma unroll
       for (int k = 0; k < kXCopies; ++k) {
-        cp_async_16_if(static_cast<int>(x_row + k * kXRows) < u.rows, to + k * sizeof(UnitStage::x[0]) * kXRows, reinterpret_cast<uint64_t>(x + k * next_x), true);
+        cp_async_16_if(static_cast<int>(x_row + k * kXRows) < u.rows, to + k * sizeof(UnitStage::x[0]) * kXRows,
+                       reinterpret_cast<uint64_t>(x + k * next_x), true);
       }
       x += kStageInputs;
       // the last 64 inputs of a head are one stage
@@ -121,6 +122,7 @@ __device__ __forceinline__ void copy_units(const Params& p, const Plan& plan, Un
       }
       at.advance();
     }
+    ahead = 0;
   }
 }
 
@@ -138,23 +140,9 @@ __device__ __forceinline__ void each_four(UnitSums& sums, Use use) {
   }
 }
 
-// d += a b, or a b where kFirst, here in the text: m16n8k16 as mma_bf16's
-template <bool kFirst>
-__device__ __forceinline__ void mma_here(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (kFirst) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
-  } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
-
 // sums += 32 outputs x 16 kSteps rows x 64 inputs. `weights`: this lane's 16 inputs of the warp's first output; `x`, `x8`: its first and
 // second 8 inputs of the warp's first row. Between the products of 16 rows: operands of the next, sums of those before.
-__device__ __forceinline__ void multiply_stage(UnitSums& sums, uint32_t weights, uint32_t x, uint32_t x8, float scale, int together) {
+__device__ __forceinline__ void multiply_stage(UnitSums& sums, uint32_t weights, uint32_t x, uint32_t x8, float scale, int quarters) {
   constexpr int kSteps = 4;
   constexpr int kNext = kColumns * sizeof(UnitStage::x[0]);
   uint4 b[2][2];  // of 8 rows each: [rows][half of the lane's inputs]
@@ -180,7 +168,7 @@ __device__ __forceinline__ void multiply_stage(UnitSums& sums, uint32_t weights,
   };
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    if (step == 2 && together <= 2) break;
+    if (step == 2 && quarters == 1) break;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (step == 0) {
@@ -195,12 +183,8 @@ __device__ __forceinline__ void multiply_stage(UnitSums& sums, uint32_t weights,
         if (j == 0 && step % 2 == 1) add(step - 1, n);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-          const uint32_t b0 = word_of(b[n][j / 2], j % 2 * 2), b1 = word_of(b[n][j / 2], j % 2 * 2 + 1);
-          if (j == 0) {
-            mma_here<true>(d[m][n], a[m][j], b0, b1);
-          } else {
-            mma_here<false>(d[m][n], a[m][j], b0, b1);
-          }
+          if (j == 0) d[m][n][0] = d[m][n][1] = d[m][n][2] = d[m][n][3] = 0;
+          mma_bf16(d[m][n], a[m][j], word_of(b[n][j / 2], j % 2 * 2), word_of(b[n][j / 2], j % 2 * 2 + 1));
         }
       }
       if (j % 2 == 1 && step + 1 < kSteps) load(step + 1, j / 2);
@@ -251,9 +235,7 @@ __device__ __forceinline__ void multiply_units(const Params& p, const Plan& plan
   // of two slices, then of four
   float4* const stash = reinterpret_cast<float4*>(p.partial + plan.stash) + blockIdx.x * (2 * kUnitFours * kMathThreads) + warp * 32 + lane;
   const auto put = [&](UnitSums& sums, int level) {
-    each_four(sums, [&](float (&sum)[4], int i) {
-      stash[(level * kUnitFours + i) * kMathThreads] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    });
+    each_four(sums, [&](float (&sum)[4], int i) { stash[(level * kUnitFours + i) * kMathThreads] = make_float4(sum[0], sum[1], sum[2], sum[3]); });
   };
   const auto add_to = [&](UnitSums& sums, int level) {
     each_four(sums, [&](float (&sum)[4], int i) {
@@ -264,7 +246,7 @@ __device__ __forceinline__ void multiply_units(const Params& p, const Plan& plan
   StagePlace at;
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(plan.units); index += gridDim.x) {
     const Unit u = unit_of(p, plan, index);
-    const int together = ceil_div(u.rows, 2 * kTogether), first_row = warp / kWarpsAcross * together * kTogether, halves = 2 * u.blocks;
+    const int quarters = ceil_div(u.rows, kUnitRows / 2), first_row = warp / kWarpsAcross * quarters * kQuarterRows, halves = 2 * u.blocks;
     const uint32_t warp_x = x + first_row * sizeof(UnitStage::x[0]);
     const uint8_t* const scale_at = static_cast<const uint8_t*>(p.scale) + static_cast<uint64_t>(u.tile) * p.scale_stride_output;
     const auto load_scale = [&](int block) {
@@ -285,16 +267,17 @@ __device__ __forceinline__ void multiply_units(const Params& p, const Plan& plan
         s.full[at.stage].wait(at.phase);
         const uint32_t stage = at.stage * sizeof(UnitStage);
         const uint32_t here = warp_x + stage, weights_here = weights + stage;
-        multiply_stage(sums, weights_here, here, here ^ 16, scale, together);
+        multiply_stage(sums, weights_here, here, here ^ 16, scale, quarters);
         if (++half == halves) break;  // the last stage's place is where the sums go by
         __syncwarp();
         if (lane == 0) s.empty[at.stage].arrive();
         at.advance();
         if (half == end) break;
       }
-      if (done % 2 == 1) each_four(sums, [&](float (&sum)[4], int i) {
-        for (int k = 0; k < 4; ++k) sum[k] = before[i / 8][i % 8][k] + sum[k];
-      });
+      if (done % 2 == 1)
+        each_four(sums, [&](float (&sum)[4], int i) {
+          for (int k = 0; k < 4; ++k) sum[k] = before[i / 8][i % 8][k] + sum[k];
+        });
       if (done % 4 == 3) add_to(sums, 0);
       if (done % 8 == 7) add_to(sums, 1);
       ++done;
@@ -308,7 +291,7 @@ __device__ __forceinline__ void multiply_units(const Params& p, const Plan& plan
     sync_threads<1, kMathThreads>();  // all have multiplied it
     const uint32_t area = shared_address(&s.stages[0]) + at.stage * sizeof(UnitStage) + warp * kAreaBytes;
     const int output = (u.tile - u.group * plan.group_tiles) * kUnitOutputs + across * kWarpOutputs;
-    store_unit(p, plan.splits > 1, area, sums, u, u.row0 + first_row, min(u.rows - first_row, together * kTogether), output);
+    store_unit(p, plan.splits > 1, area, sums, u, u.row0 + first_row, min(u.rows - first_row, quarters * kQuarterRows), output);
     __syncwarp();
     if (lane == 0) s.empty[at.stage].arrive();
     at.advance();
@@ -329,7 +312,8 @@ __global__ void __launch_bounds__(kUnitThreads, 1) units_kernel(const __grid_con
     set_registers<72, false>();
     copy_units<kRotates>(p, plan, s);
   } else {
-    set_registers<216, true>();  // 40 + 2 x 232 = 3 x 168, of four warps each
+    set_registers<216, true>();  // 72 + 2 x 216 = 3 x 168, of four warps each
+    pdl_wait();
     multiply_units(p, plan, s);
   }
 }
