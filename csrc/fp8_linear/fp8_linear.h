@@ -51,7 +51,7 @@ struct Plan {
   int32_t shared_bytes;
   int32_t row_blocks;            // above kTileMostRows: of so many rows each, beside each other in the grid; else 0
   int32_t band;                  // many.cuh: blocks of rows that outputs take turns with; else 0
-  int32_t units;                 // many.cuh: of all blocks
+  int32_t units, unit_rows;      // many.cuh: of all blocks; a unit's at most
 };
 
 // The launcher's choices, by hand (tests, bench); zero: the launcher's. None changes a bit of the result.

@@ -125,8 +125,8 @@ Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, 
   // of a head's outputs the splits' sums would be as many bytes as its weights
   const bool tuned = tuning.row_tiles || tuning.warp_rows || tuning.in_turn;
   const bool is_head = rows > kTileMostRows / 2 && weight_rows / kBlock > 2 * num_sms && !tuned;
-  if ((rows > kTileMostRows || is_head) && tuning.row_tiles == 0) {
-    return make_units_plan(sliced(inputs), rows, groups, outputs, inputs, num_sms, tuning.in_turn, tuning.blocks);
+  if ((rows > kTileMostRows || is_head) && tuning.row_tiles != 9) {
+    return make_units_plan(sliced(inputs), rows, groups, outputs, inputs, num_sms, tuning.in_turn, tuning.row_tiles, tuning.blocks);
   }
   if (rows > kTileMostRows || is_head) return make_many_plan(rows, groups, outputs, inputs, num_sms, tuning);
   Plan plan = sliced(inputs);

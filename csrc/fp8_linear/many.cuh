@@ -53,7 +53,7 @@ __device__ __forceinline__ Unit unit_of(const Params& p, const Plan& plan, unsig
   const unsigned here = min(plan.band, plan.row_blocks - band0);
   Unit u;
   u.tile = in_band / here, u.group = p.groups == 1 ? 0 : u.tile / plan.group_tiles;
-  u.row0 = (band0 + in_band % here) * kUnitRows, u.rows = min(kUnitRows, p.rows - u.row0);
+  u.row0 = (band0 + in_band % here) * plan.unit_rows, u.rows = min(plan.unit_rows, p.rows - u.row0);
   u.split = split, u.slice = split * plan.in_turn;
   u.begin = part_of(plan.slice_blocks, u.slice).begin;
   u.blocks = part_of(plan.slice_blocks, u.slice + plan.in_turn).begin - u.begin;
