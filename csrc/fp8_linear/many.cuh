@@ -243,16 +243,17 @@ __device__ __forceinline__ void multiply_units(const Params& p, const Plan& plan
       sum[0] = v.x + sum[0], sum[1] = v.y + sum[1], sum[2] = v.z + sum[2], sum[3] = v.w + sum[3];
     });
   };
+  const auto load_scale = [&](const Unit& u, int block) {
+    return load_stored(static_cast<const uint8_t*>(p.scale) + static_cast<uint64_t>(u.tile) * p.scale_stride_output +
+                           static_cast<uint64_t>(u.begin + min(block, u.blocks - 1)) * p.scale_stride_input,
+                       p.scale_bytes);
+  };
   StagePlace at;
+  Unit u = unit_of(p, plan, blockIdx.x);
+  uint32_t scales = load_scale(u, lane);  // of 32 blocks of inputs
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(plan.units); index += gridDim.x) {
-    const Unit u = unit_of(p, plan, index);
     const int quarters = ceil_div(u.rows, kUnitRows / 2), first_row = warp / kWarpsAcross * quarters * kQuarterRows, halves = 2 * u.blocks;
     const uint32_t warp_x = x + first_row * sizeof(UnitStage::x[0]);
-    const uint8_t* const scale_at = static_cast<const uint8_t*>(p.scale) + static_cast<uint64_t>(u.tile) * p.scale_stride_output;
-    const auto load_scale = [&](int block) {
-      return load_stored(scale_at + static_cast<uint64_t>(u.begin + min(block, u.blocks - 1)) * p.scale_stride_input, p.scale_bytes);
-    };
-    uint32_t scales = load_scale(lane);
     UnitSums sums = {}, before;
     float scale = 0;
     int half = 0;
@@ -261,7 +262,7 @@ __device__ __forceinline__ void multiply_units(const Params& p, const Plan& plan
 #pragma unroll 1
       for (;;) {
         if (half % 2 == 0) {
-          if (half >= 64 && half % 64 == 0) scales = load_scale(half / 2 + lane);
+          if (half >= 64 && half % 64 == 0) scales = load_scale(u, half / 2 + lane);
           scale = block_scale(__shfl_sync(0xffffffff, scales, half / 2 % 32), p.scale_bytes);
         }
         s.full[at.stage].wait(at.phase);
@@ -288,6 +289,8 @@ __device__ __forceinline__ void multiply_units(const Params& p, const Plan& plan
         for (int k = 0; k < 4; ++k) before[i / 8][i % 8][k] = sum[k], sum[k] = 0;
       });
     }
+    const Unit next = unit_of(p, plan, min(index + gridDim.x, static_cast<unsigned>(plan.units) - 1));
+    scales = load_scale(next, lane);
     sync_threads<1, kMathThreads>();  // all have multiplied it
     const uint32_t area = shared_address(&s.stages[0]) + at.stage * sizeof(UnitStage) + warp * kAreaBytes;
     const int output = (u.tile - u.group * plan.group_tiles) * kUnitOutputs + across * kWarpOutputs;
@@ -295,6 +298,7 @@ __device__ __forceinline__ void multiply_units(const Params& p, const Plan& plan
     __syncwarp();
     if (lane == 0) s.empty[at.stage].arrive();
     at.advance();
+    u = next;
   }
 }
 
@@ -309,10 +313,10 @@ __global__ void __launch_bounds__(kUnitThreads, 1) units_kernel(const __grid_con
   }
   __syncthreads();
   if (threadIdx.x >= kMathThreads) {
-    set_registers<72, false>();
+    set_registers<56, false>();
     copy_units<kRotates>(p, plan, s);
   } else {
-    set_registers<216, true>();  // 72 + 2 x 216 = 3 x 168, of four warps each
+    set_registers<224, true>();  // 56 + 2 x 224 = 3 x 168, of four warps each
     pdl_wait();
     multiply_units(p, plan, s);
   }
