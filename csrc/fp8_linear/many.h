@@ -6,7 +6,7 @@
 namespace dsv4::fp8_linear {
 
 // `plan` has the slices.
-Plan make_units_plan(Plan plan, int rows, int groups, int outputs, int inputs, int num_sms, int in_turn, int row_tiles, int band);
+Plan make_units_plan(Plan plan, int rows, int groups, int outputs, int inputs, int num_sms, const Tuning& tuning);
 
 void launch_units(const Params& params, const Plan& plan, const Launcher& launcher);
 
