@@ -143,7 +143,7 @@ UNITS = [{"in_turn": in_turn, "row_tiles": row_tiles} for in_turn in (1, 2, 4, 8
 
 @pytest.mark.parametrize("size", [*ODD_SIZES, (384, 2304), (128, 20480), (384, 128)], ids=str)
 def test_units_of_rows_where_they_begin_and_end(size):
-    """With NaN, infinity and a row of zeros; one slice, two, eight, of one length and of two; one unit a block, many."""
+    """With NaN, infinity and a row of zeros; one slice, two, eight, of one length and of two; a unit a block, many."""
     outputs, inputs = size
     x, weight, scale = _make(1100, outputs, inputs, ue8m0=outputs % 256 != 0)
     weight.view(torch.uint8)[0, outputs - 3, inputs - 1] = 0x7F
