@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""fp8_linear over the model's FP8 matrices at TP1, 2, 4: `python3 bench/fp8_linear.py [--quick] [--rows N] [--out FILE]`.
+"""fp8_linear over the model's FP8 matrices, TP1, 2, 4: `python3 bench/fp8_linear.py [--quick] [--rows N] [--out FILE]`.
 
 Cold weights: the calls of a graph take turns with weights that together are over twice the L2; x is warm, as its
 producer leaves it. A graph holds at least 40 calls, as an engine's step does: what lies between two graphs is not a
