@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""fp8_linear over the model's FP8 matrices at TP1, 2 and 4: `python3 bench/fp8_linear.py [--quick] [--out FILE]`.
+"""fp8_linear over the model's FP8 matrices, TP1, 2, 4: `python3 bench/fp8_linear.py [--quick] [--rows N] [--out FILE]`.
 
 Cold weights: the calls of a graph take turns with weights that together are over twice the L2; x is warm, as its
 producer leaves it. A graph holds at least 40 calls, as an engine's step does: what lies between two graphs is not a
@@ -67,6 +67,10 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.matrix.label}, {self.rows} rows"
+
+    @property
+    def is_a_prompt_of_drafts(self) -> bool:
+        return self.matrix.name == DRAFT_HEAD and self.rows > max(ROWS)
 
     @property
     def share(self) -> float | None:
@@ -217,6 +221,7 @@ def summary(report: common.Report) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROWS} rows only, no peers")
+    parser.add_argument("--rows", default="", help=f"other numbers of rows, a prompt's too, than {ROWS}: 128,8192")
     parser.add_argument("--cases", default="", help="only cases whose name contains this text")
     parser.add_argument("--commit", default=None, help="of the measured tree (default: the build's)")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/fp8_linear.json")
@@ -231,13 +236,16 @@ def main() -> int:
     report = common.Report("fp8_linear", arguments.commit or extension.build_info()["git_commit"], ceilings)
     print(torch.cuda.get_device_name(), ceilings, flush=True)
     deep_gemm = None if arguments.quick else deep_gemm_linear()
-    chosen = [c for c in cases(QUICK_ROWS if arguments.quick else ROWS) if arguments.cases in c.name]
+    rows = tuple(int(count) for count in arguments.rows.split(",") if count) or (
+        QUICK_ROWS if arguments.quick else ROWS
+    )
+    chosen = [case for case in cases(rows) if arguments.cases in case.name and not case.is_a_prompt_of_drafts]
     for matrix in dict.fromkeys(case.matrix for case in chosen):
         layers = common.layers_for_cold_caches(matrix.bytes)
         generator = torch.Generator("cuda").manual_seed(matrix.outputs)
         weights, scales = make_weight(layers * matrix.groups, matrix.outputs, matrix.inputs, generator)
         weights, scales = (t.view(layers, matrix.groups, *t.shape[1:]) for t in (weights, scales))
-        x = make_x(max(ROWS), matrix.groups, matrix.inputs, generator)
+        x = make_x(max(rows), matrix.groups, matrix.inputs, generator)
         for case in [case for case in chosen if case.matrix == matrix]:
             run_case(report, case, x[: case.rows], weights, scales)
             if not arguments.quick:

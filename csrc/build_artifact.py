@@ -55,7 +55,7 @@ IN_AN_ARTIFACT = re.compile(r"deepseek_v4_sm120(-.+\.dist-info)?|sitecustomize\.
 ARCHS = ("120f", "90a")
 OF_EACH = {
     name: {"120f": ("120a", "121a")}
-    for name in ("sparse_decode/prefill.cu", "sparse_decode/pairs.cu", "mxfp4_moe/sorted.cu")
+    for name in ("sparse_decode/prefill.cu", "sparse_decode/pairs.cu", "mxfp4_moe/sorted.cu", "fp8_linear/many.cu")
 }
 PTX = "*.compute_12*.ptx"  # beside each object, for tests/emulator
 OLDEST_CUDA = (12, 9)

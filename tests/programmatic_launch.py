@@ -133,6 +133,7 @@ KERNELS: dict[str, Kernel] = {
         r"fp8_linear::linear_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")
     ),
     "fp8_linear, tiles": Kernel(r"fp8_linear::tile_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")),
+    "fp8_linear, units": Kernel(r"fp8_linear::units_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight",)),
     "fp8_linear, splits added": Kernel(r"fp8_linear::merge_kernel<", "fp8_linear::Params", BEFORE),
     "index_select, scores": Kernel(SCORES[0], "index_select::ScoreParams", BEHIND),
     "index_select, lists": Kernel(SCORES[1], "index_select::ListParams", BEHIND),

@@ -9,10 +9,11 @@
 //
 // Shared memory: barriers | x [slices here][rows][a slice's inputs] | the sums that warps exchange
 //
-// More rows (tile.cuh): a warp multiplies 16 * row_tiles weight rows, for 8 * column_tiles rows of x, 64 inputs at a time. Above
-// kTileMostRows a block has as many rows of x and all its slices in turn.
+// 9 to 64 rows (tile.cuh): a warp multiplies 16 * row_tiles weight rows, for 8 * column_tiles rows of x, 64 inputs at a time.
 //
 // Shared memory: barriers | weights [warps][stages][16 row_tiles][64 inputs] | x [groups of warps][stages][rows][64 inputs]
+//
+// More rows: many.cuh, which has its own sizes.
 #pragma once
 
 #include <cstdint>
@@ -57,10 +58,8 @@ constexpr bool stashes(int column_tiles, int row_tiles) { return column_tiles * 
 
 struct TileVariant {
   int column_tiles, row_tiles, warp_rows;
-  bool many;  // blocks of rows
 };
-constexpr TileVariant kTileVariants[] = {{2, 1, 4, false}, {2, 2, 4, false}, {4, 1, 4, false}, {4, 2, 4, false}, {4, 2, 8, false},
-                                         {8, 1, 4, false}, {8, 2, 4, false}, {8, 2, 8, false}, {8, 1, 8, true}};
-constexpr int kTileMostRows = 8 * kColumns;  // of a block
+constexpr TileVariant kTileVariants[] = {{2, 1, 4}, {2, 2, 4}, {4, 1, 4}, {4, 2, 4}, {4, 2, 8}, {8, 1, 4}, {8, 2, 4}, {8, 2, 8}};
+constexpr int kTileMostRows = 8 * kColumns;
 
 }  // namespace dsv4::fp8_linear

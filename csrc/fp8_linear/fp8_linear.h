@@ -49,14 +49,15 @@ struct Plan {
   int64_t partial_bytes;
   int64_t stash;                 // floats of `partial` before the sums of slices that wait for their neighbours'
   int32_t shared_bytes;
-  int32_t row_blocks;            // above kTileMostRows: of so many rows each, beside each other in the grid; else 0
+  int32_t units, unit_rows;      // many.cuh: of all blocks, else 0; a unit's rows at most
+  int32_t row_blocks, band;      // blocks of as many rows; how many of them outputs take turns with
 };
 
 // The launcher's choices, by hand (tests, bench); zero: the launcher's. None changes a bit of the result.
 struct Tuning {
   int32_t warp_rows;
-  int32_t blocks;                // of the kernel for few rows
-  int32_t row_tiles, in_turn;    // of the tile kernels; in_turn above 0: those, for however few rows
+  int32_t blocks;                // of the kernels for few rows and for many
+  int32_t row_tiles, in_turn;    // of the tile kernels, and of those for many rows, where a row tile is 64; in_turn above 0: not for few rows
 };
 
 constexpr int kMaxRows = 1 << 15;  // of a launch

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "kernel.cuh"
+#include "many.h"
 
 namespace dsv4::fp8_linear {
 
@@ -40,8 +41,7 @@ LinearKernel kernel_of(int index, bool rotates) {
 
 const TileVariant* find_tile(const Plan& plan) {
   for (const TileVariant& v : kTileVariants) {
-    if (v.column_tiles == plan.column_tiles && v.row_tiles == plan.row_tiles && v.warp_rows == plan.warp_rows && v.many == (plan.row_blocks > 0))
-      return &v;
+    if (v.column_tiles == plan.column_tiles && v.row_tiles == plan.row_tiles && v.warp_rows == plan.warp_rows) return &v;
   }
   return nullptr;
 }
@@ -94,37 +94,13 @@ Plan make_few_plan(int rows, int groups, int outputs, int inputs, int num_sms, i
 // Whether there is such a kernel, and its shared memory suffices.
 bool fits(const Plan& plan) { return plan.shared_bytes <= kMaxSharedBytes && index_of(plan.warp_rows) < static_cast<int>(std::size(kWarpRows)); }
 
-// For more rows still: blocks of rows. As many slices in turn as cost least, reckoned in stages of the inputs, of which to begin and
-// to end takes a few, and to add splits some more.
-Plan make_many_plan(int rows, int groups, int outputs, int inputs, int num_sms, const Tuning& tuning) {
-  constexpr int kAround = 3, kMerge = 6;
-  Plan plan = sliced(inputs);
-  plan.column_tiles = kTileMostRows / kColumns, plan.row_tiles = 1, plan.warp_rows = kWarps;
-  plan.row_blocks = ceil_div(rows, kTileMostRows);
-  const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
-  const int tiles = static_cast<int>(weight_rows / (kTileRows * kWarps));
-  plan.group_tiles = tiles / groups;
-  plan.blocks = tiles * plan.row_blocks;
-  plan.shared_bytes = tile_shared_bytes(plan.column_tiles, plan.row_tiles, plan.warp_rows);
-  int64_t least = 0;
-  for (int in_turn = plan.slices; in_turn > 0; in_turn /= 2) {
-    const int splits = plan.slices / in_turn;
-    const int64_t waves = ceil_div(static_cast<int64_t>(plan.blocks) * splits, num_sms);
-    const int64_t cost = waves * (inputs / kStageInputs / splits + kAround) + (splits > 1 ? kMerge : 0);
-    const bool wanted = tuning.in_turn ? in_turn == tuning.in_turn : least == 0 || (cost < least && plan.blocks < 2 * num_sms);
-    if (wanted) plan.in_turn = in_turn, plan.splits = splits, least = cost;
-  }
-  set_partial_bytes(plan, rows, weight_rows);
-  return plan;
-}
-
 // For more rows: a block has a tile of the outputs and one or two slices of the inputs.
 Plan make_tile_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, const Tuning& tuning) {
   const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
   // of a head's outputs the splits' sums would be as many bytes as its weights
   const bool tuned = tuning.row_tiles || tuning.warp_rows || tuning.in_turn;
   const bool is_head = rows > kTileMostRows / 2 && weight_rows / kBlock > 2 * num_sms && !tuned;
-  if (rows > kTileMostRows || is_head) return make_many_plan(rows, groups, outputs, inputs, num_sms, tuning);
+  if (rows > kTileMostRows || is_head) return make_units_plan(sliced(inputs), rows, groups, outputs, inputs, num_sms, tuning);
   Plan plan = sliced(inputs);
   plan.column_tiles = rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
   const auto choose = [&](int row_tiles, int warp_rows, int in_turn) {
@@ -187,12 +163,16 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
   if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
   const TileVariant* const tile = find_tile(plan);
   const bool few = plan.column_tiles == 0, rotates = params.rotation != nullptr;
-  if (few ? !fits(plan) : tile == nullptr || plan.splits == 0) {
-    throw std::runtime_error("fp8_linear: no kernel for this plan");
-  }
-  const LinearKernel kernel = few ? kernel_of(index_of(plan.warp_rows), rotates) : tile_kernel_of(*tile, rotates);
   const Launcher launcher = {kName, pdl, stream};
-  launcher(kernel, dim3(plan.blocks, plan.splits), kThreads, plan.shared_bytes, params, plan);
+  if (plan.units > 0) {
+    launch_units(params, plan, launcher);
+  } else {
+    if (few ? !fits(plan) : tile == nullptr || plan.splits == 0) {
+      throw std::runtime_error("fp8_linear: no kernel for this plan");
+    }
+    const LinearKernel kernel = few ? kernel_of(index_of(plan.warp_rows), rotates) : tile_kernel_of(*tile, rotates);
+    launcher(kernel, dim3(plan.blocks, plan.splits), kThreads, plan.shared_bytes, params, plan);
+  }
   if (plan.splits == 1) return;
   const int64_t weight_rows = static_cast<int64_t>(params.groups) * params.outputs;
   const dim3 grid(static_cast<unsigned>(ceil_div(weight_rows / 4, kMergeThreads)), params.rows);
@@ -211,12 +191,13 @@ std::vector<KernelAttributes> kernel_attributes() {
   }
   for (const TileVariant& v : kTileVariants) {
     for (const bool rotates : {false, true}) {
-      const std::string name = std::string("fp8_linear_tile_") + (v.many ? "many_" : "") + (rotates ? "rotating_" : "") +
-                               std::to_string(v.column_tiles) + "_" + std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
+      const std::string name = std::string("fp8_linear_tile_") + (rotates ? "rotating_" : "") + std::to_string(v.column_tiles) + "_" +
+                               std::to_string(v.row_tiles) + "_" + std::to_string(v.warp_rows);
       const void* const kernel = reinterpret_cast<const void*>(tile_kernel_of(v, rotates));
       all.push_back(attributes_of(kName, kernel, name, kThreads, tile_shared_bytes(v.column_tiles, v.row_tiles, v.warp_rows)));
     }
   }
+  for (const KernelAttributes& of_units : units_attributes()) all.push_back(of_units);
   return all;
 }
 

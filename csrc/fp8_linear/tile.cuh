@@ -1,13 +1,10 @@
-// y = x W^T for more than 8 rows: a block has 64 to 256 outputs, so that x is read few times, and every weight is decoded once.
+// y = x W^T for 9 to 64 rows: a block has 64 to 256 outputs, so that x is read few times, and every weight is decoded once.
 //
 // Weights and x come by asynchronous copies through a ring of stages of 64 inputs, kStages of them. A thread copies those weights
 // that it multiplies, so it needs nobody's leave to overwrite them; x is every warp's.
 //
 // Operands and the order of sums are kernel.cuh's, so are the bits: mmas of 64 inputs from zero, times scale, added to the slice's
 // sum in order; slices by a binary tree. Slices of a block are its groups of warps, and in each group one after the other.
-//
-// Above 64 rows (of a head's outputs above 32) the grid has blocks of 64 rows, those of the same weights beside each other, so that the
-// memory is asked once. Such a block has up to all eight slices in turn: three sums wait in registers for their neighbours.
 #pragma once
 
 #include <iterator>
@@ -17,17 +14,16 @@
 
 namespace dsv4::fp8_linear {
 
-template <int kColumnTiles_, int kRowTiles_, int kWarpRows_, bool kMany_, bool kRotates_>
+template <int kColumnTiles_, int kRowTiles_, int kWarpRows_, bool kRotates_>
 struct TileConfig {
   static constexpr int kColumnTiles = kColumnTiles_, kRowTiles = kRowTiles_, kWarpRows = kWarpRows_;
-  static constexpr bool kMany = kMany_, kRotates = kRotates_;
+  static constexpr bool kRotates = kRotates_;
   static constexpr int kRows = kColumnTiles * kColumns, kWarpOutputs = kRowTiles * kTileRows, kOutputs = kWarpOutputs * kWarpRows;
   static constexpr int kGroups = kWarps / kWarpRows, kGroupThreads = 32 * kWarpRows;
   static constexpr int kWeightBytes = kWarpOutputs * kStageInputs, kXBytes = kRows * kStageInputs * 2;  // of a stage: a warp's, a group's
   static constexpr bool kPairs = kGroups == 1;  // of slices, one after the other; else each group has one
-  static constexpr bool kStashes = kPairs && !kMany && stashes(kColumnTiles, kRowTiles);
+  static constexpr bool kStashes = kPairs && stashes(kColumnTiles, kRowTiles);
   static constexpr int kStages = tile_stages(kColumnTiles, kRowTiles, kWarpRows);
-  static constexpr int kBehind = kMany ? 2 : 1;  // stages, after which x is asked for into a stage's place: warps may be apart so far
   static constexpr int kRowsTogether = kGroupThreads / 8;  // 8 threads copy a row of x
   static constexpr int kCopies = kRows > kRowsTogether ? kRows / kRowsTogether : 1;
   // column tiles whose products are interleaved
@@ -35,7 +31,6 @@ struct TileConfig {
   static constexpr int kOutRows = kRows < 32 ? kRows : 32, kOutPitch = kWarpOutputs + 4;
   static_assert(kOutRows * kOutPitch * 4 <= kStages * kWeightBytes);
   static_assert(kGroups == 1 || kGroupThreads * kRowTiles * kColumnTiles * 16 <= kStages * kGroups * kXBytes);
-  static_assert(!kMany || (kGroups == 1 && kRows == kTileMostRows && kStages > kBehind));
 };
 
 template <typename C>
@@ -51,8 +46,6 @@ struct Tile {
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32);
   const int group = warp / C::kWarpRows, thread = threadIdx.x % C::kGroupThreads;
 
-  __device__ __forceinline__ unsigned tile() const { return C::kMany ? blockIdx.x / plan.row_blocks : blockIdx.x; }  // of the outputs
-  __device__ __forceinline__ int row0() const { return C::kMany ? blockIdx.x % plan.row_blocks * C::kRows : 0; }
   __device__ __forceinline__ const TileBarriers<C>& barriers() const { return *reinterpret_cast<const TileBarriers<C>*>(shared); }
   __device__ __forceinline__ Barrier full(int slot) const { return barriers().full[group * C::kStages + slot]; }
   __device__ __forceinline__ Barrier empty(int slot) const { return barriers().empty[group * C::kStages + slot]; }
@@ -117,28 +110,6 @@ struct Tile {
     }
   }
 
-  static __device__ __forceinline__ void add_before(Sums& sums, const Sums& before) {
-#pragma unroll
-    for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < C::kColumnTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[m][n][i] = before[m][n][i] + sums[m][n][i];
-      }
-    }
-  }
-  // and the sums begin anew
-  static __device__ __forceinline__ void keep(Sums& kept, Sums& sums) {
-#pragma unroll
-    for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < C::kColumnTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) kept[m][n][i] = sums[m][n][i], sums[m][n][i] = 0;
-      }
-    }
-  }
-
   // A warp's sums to where its weights were, and from there four neighbours of the output a lane.
   __device__ __forceinline__ void store(const Sums& sums, int which, int output0) const {
     float* const here = reinterpret_cast<float*>(warp_weights());
@@ -146,7 +117,7 @@ struct Tile {
     const int64_t all = static_cast<int64_t>(p.groups) * p.outputs;
 #pragma unroll
     for (int n0 = 0; n0 < C::kColumnTiles; n0 += C::kOutRows / kColumns) {
-      if (row0() + n0 * kColumns >= p.rows) break;
+      if (n0 * kColumns >= p.rows) break;
       __syncwarp();
 #pragma unroll
       for (int n = 0; n < C::kOutRows / kColumns; ++n) {
@@ -160,7 +131,7 @@ struct Tile {
       __syncwarp();
 #pragma unroll
       for (int r = 0; r < C::kOutRows; r += kStep) {
-        const int row = row0() + n0 * kColumns + r + lane / kLanes, output = output0 + lane % kLanes * 4;
+        const int row = n0 * kColumns + r + lane / kLanes, output = output0 + lane % kLanes * 4;
         const float4 y = *reinterpret_cast<const float4*>(here + (r + lane / kLanes) * C::kOutPitch + lane % kLanes * 4);
         if (row >= p.rows) break;
         if (gridDim.y > 1) {
@@ -183,10 +154,9 @@ struct Tile {
     const Part part = part_of(plan.slice_blocks, slice);
     const int count = slice < plan.slices ? part.count : 0;  // none for the second group where there is one slice
     const int begin = part.begin, boundary = C::kPairs && plan.in_turn > 1 ? 2 * part.count : -1;
-    const auto more = [&](int i) { return part_of(plan.slice_blocks, slice + i); };  // of those in turn, the i-th
-    const int blocks = C::kMany ? more(plan.in_turn).begin - begin : count + (boundary > 0 ? more(1).count : 0), halves = 2 * blocks;
-    const int which = p.groups == 1 ? 0 : tile() / plan.group_tiles;
-    const uint32_t weight_row = (tile() * C::kWarpRows + warp % C::kWarpRows) * C::kWarpOutputs;
+    const int blocks = count + (boundary > 0 ? part_of(plan.slice_blocks, slice + 1).count : 0), halves = 2 * blocks;
+    const int which = p.groups == 1 ? 0 : blockIdx.x / plan.group_tiles;
+    const uint32_t weight_row = (blockIdx.x * C::kWarpRows + warp % C::kWarpRows) * C::kWarpOutputs;
 
     const uint64_t rows8 = static_cast<uint64_t>(p.weight_stride) * 8;
     const uint8_t* weights = p.weight + static_cast<uint64_t>(weight_row + lane / 4) * p.weight_stride + begin * kBlock + lane % 4 * 16;
@@ -216,7 +186,7 @@ struct Tile {
     int32_t positions[C::kRotates ? C::kCopies : 1];
 #pragma unroll
     for (int c = 0; c < C::kCopies; ++c) {
-      const int row = min(row0() + x_row + c * C::kRowsTogether, p.rows - 1);
+      const int row = min(x_row + c * C::kRowsTogether, p.rows - 1);
       x_from[c] = p.x + static_cast<uint64_t>(which) * p.x_stride_group + static_cast<uint64_t>(row) * p.x_stride + begin * kBlock + thread % 8 * 8;
     }
     unsigned char* const group_x = all_x() + group * C::kStages * C::kXBytes;
@@ -232,23 +202,22 @@ struct Tile {
       full(slot).arrive_copies();
     };
 #pragma unroll
-    for (int i = 0; i < C::kStages - C::kBehind; ++i) {
+    for (int i = 0; i < C::kStages - 1; ++i) {
       if (i < halves) load_x(i);
     }
     if constexpr (C::kRotates) {
 #pragma unroll
-      for (int c = 0; c < C::kCopies; ++c) positions[c] = load_position(p, min(row0() + x_row + c * C::kRowsTogether, p.rows - 1));
+      for (int c = 0; c < C::kCopies; ++c) positions[c] = load_position(p, min(x_row + c * C::kRowsTogether, p.rows - 1));
     }
 
-    Sums sums = {}, before, two, four;  // sums that wait: of a slice, unused where the stash is; of two and four slices
-    int done = 0;                       // slices
+    Sums sums = {}, before;  // `before` is unused where the stash is
     float4* const stash = reinterpret_cast<float4*>(p.partial + plan.stash) +
                           (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * (C::kRowTiles * C::kColumnTiles * kThreads) + threadIdx.x;
     float scale = 0;
-    int slot = 0, last = C::kStages - C::kBehind;
+    int slot = 0, last = C::kStages - 1;
     unsigned i = 0;
     uint32_t phase = 0, last_phase = 1;  // of `last` as it is used before
-    for (unsigned end = C::kMany ? 2 * part.count : boundary > 0 ? boundary : halves;; end = C::kMany ? 2 * (more(done + 1).begin - begin) : halves) {
+    for (unsigned end = boundary > 0 ? boundary : halves;; end = halves) {
 #pragma unroll 1
       for (; i < end; ++i) {
         if (i % 2 == 0) {
@@ -289,41 +258,39 @@ struct Tile {
           }
         }
         // x before weights: a stage has all its bytes when those of x have come
-        if (i + C::kStages - C::kBehind < halves) {
-          if (i >= C::kBehind) empty(last).wait(last_phase);
+        if (i + C::kStages - 1 < halves) {
+          if (i > 0) empty(last).wait(last_phase);
           load_x(last);
         }
         if (i + C::kStages < halves) load_weights(slot);
         multiply(sums, a, lane_x + slot * C::kXBytes, (lane_x ^ 16) + slot * C::kXBytes, scale);
         __syncwarp();
         if (lane == 0) empty(slot).arrive();
-        if constexpr (C::kBehind == 1) {
-          last = slot, last_phase = phase;
-        } else if (++last == C::kStages) {
-          last = 0, last_phase ^= 1;
-        }
+        last = slot, last_phase = phase;
         if (++slot == C::kStages) slot = 0, phase ^= 1;
-      }
-      if constexpr (C::kMany) {
-        if (done % 2 == 1) add_before(sums, before);
-        if (done % 4 == 3) add_before(sums, two);
-        if (done % 8 == 7) add_before(sums, four);
-        ++done;
       }
       if (i == halves) break;
       if constexpr (C::kStashes) put(sums, stash, kThreads);
-      if (!C::kMany || done % 2 == 1) {
-        keep(before, sums);
-      } else if (done % 4 == 2) {
-        keep(two, sums);
-      } else {
-        keep(four, sums);
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < C::kColumnTiles; ++n) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) before[m][n][k] = sums[m][n][k], sums[m][n][k] = 0;
+        }
       }
     }
     if constexpr (C::kStashes) {
       if (boundary > 0) add_those(sums, stash, kThreads);
-    } else if (!C::kMany && boundary > 0) {
-      add_before(sums, before);
+    } else if (boundary > 0) {
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < C::kColumnTiles; ++n) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) sums[m][n][k] = before[m][n][k] + sums[m][n][k];
+        }
+      }
     }
     if constexpr (C::kGroups > 1) {
       float4* const exchange = reinterpret_cast<float4*>(all_x()) + thread;
@@ -346,8 +313,8 @@ __global__ void __launch_bounds__(kThreads, 1) tile_kernel(const __grid_constant
 
 template <bool kRotates, size_t... kIndices>
 const LinearKernel* tile_instances(std::index_sequence<kIndices...>) {
-  static constexpr LinearKernel kKernels[] = {&tile_kernel<TileConfig<kTileVariants[kIndices].column_tiles, kTileVariants[kIndices].row_tiles,
-                                                                      kTileVariants[kIndices].warp_rows, kTileVariants[kIndices].many, kRotates>>...};
+  static constexpr LinearKernel kKernels[] = {&tile_kernel<
+      TileConfig<kTileVariants[kIndices].column_tiles, kTileVariants[kIndices].row_tiles, kTileVariants[kIndices].warp_rows, kRotates>>...};
   return kKernels;
 }
 

@@ -34,7 +34,7 @@ def fp8_linear(x, weight, weight_scale, *, out=None):
     accuracy      relative L2 0.0017 against float64 (bf16 out, nothing coarser). Weights and x enter exactly
     determinism   the same bits in every run and every batch: a row alone equals the row among others. A row's NaN or
                   infinity stays in the row
-    sizes         any number of rows; made for few: weights go through the tensor cores once for each 64 of them
+    sizes         any number of rows; made for few: weights are decoded once for each 64 of them
     raises        TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                   launch)
     cuda graphs   capture-safe: no host sync; allocates out and, for more than a few rows, scratch through torch

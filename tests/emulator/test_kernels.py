@@ -70,6 +70,21 @@ def test_fp8_linear(choices, rows, ue8m0):
 
 
 @schedules
+@pytest.mark.parametrize("in_turn", [1, 2, 4, 8])
+def test_fp8_linear_of_many_rows(choices, in_turn):
+    """Eight slices of two lengths; units of 64 and of 128 rows, some in one block; NaN where it stays."""
+    weight, scale = fp8_spec.make_weight(1, 128, 2176, generator(in_turn), ue8m0=in_turn == 2)
+    x = fp8_spec.make_x(135, 1, 2176, generator(in_turn))
+    weight.view(torch.uint8)[0, 5, 7], x[130, 0, 3] = 0x7F, torch.nan
+    with emulated(**choices):
+        few = torch.cat([fp8_linear.fp8_grouped_linear(part, weight, scale) for part in x.split(8)])
+        for row_tiles in (1, 2):
+            out = torch.empty_like(few)
+            fp8_linear._run(x, weight, scale, out, in_turn=in_turn, row_tiles=row_tiles)
+            assert same(out, few), row_tiles
+
+
+@schedules
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_wo_a_with_its_rotation(choices, rows):
     x, weight, scale, freqs, positions = wo_a_spec.make_wo_a(

@@ -138,6 +138,24 @@ def test_a_prompt_has_the_bits_of_its_rows(shape):
         assert torch.equal(_bits(together[first : first + 8]), _bits(few))
 
 
+UNITS = [{"in_turn": in_turn, "row_tiles": row_tiles} for in_turn in (1, 2, 4, 8) for row_tiles in (1, 2)]
+
+
+@pytest.mark.parametrize("size", [*ODD_SIZES, (384, 2304), (128, 20480), (384, 128)], ids=str)
+def test_units_of_rows_where_they_begin_and_end(size):
+    """With NaN, infinity and a row of zeros; one slice, two, eight, of one length and of two; a unit a block, many."""
+    outputs, inputs = size
+    x, weight, scale = _make(1100, outputs, inputs, ue8m0=outputs % 256 != 0)
+    weight.view(torch.uint8)[0, outputs - 3, inputs - 1] = 0x7F
+    x[-1, 0, 5], x[-2, 0, 7], x[-3] = torch.nan, torch.inf, 0
+    few = torch.cat([fp8_grouped_linear(part, weight, scale) for part in x.split(8)])
+    for rows in (65, 127, 128, 129, 191, 193, 256, 385, 1100):
+        for tuning in ({}, {"blocks": 3}, *UNITS):
+            out = tuned(x[-rows:], weight, scale, **tuning)
+            assert (out is None) == (tuning.get("in_turn", 1) > (8 if inputs >= 2048 else 2 if inputs >= 256 else 1))
+            assert out is None or torch.equal(_bits(out), _bits(few[-rows:])), (rows, tuning)
+
+
 def test_more_rows_than_a_launch_takes():
     x, weight, scale = _plain(LAUNCH_ROWS + 70, 128, 128)
     out = fp8_linear(x, weight, scale)

@@ -118,23 +118,26 @@ def test_a_launch_takes_as_many_rows_as_the_operator_gives_it():
 @pytest.mark.parametrize("num_sms", (1, 48, 132, 188))
 @pytest.mark.parametrize("size", ((1, 4096, 8192), (1, 1536, 4096), (8, 1024, 4096), (1, 32768, 1024), (1, 128, 128)))
 def test_splits_of_many_rows_have_room(size, num_sms):
-    """Of a plan above 64 rows: nothing, or fp32 sums of 2, 4 or 8 splits for every row; never for a prompt."""
+    """Of a plan above 64 rows: fp32 sums of 2, 4 or 8 splits for every row; two units' sums of a block, that wait."""
     groups, outputs, inputs = size
     slices = 8 if inputs >= 2048 else 2 if inputs >= 256 else 1
+    choices = [(in_turn, row_tiles) for in_turn in (1, 2, 4, 8) if in_turn <= slices for row_tiles in (1, 2)]
     for rows in (65, 128, 200, 256, 1000, 8192, op.LAUNCH_ROWS):
-        one = rows * groups * outputs * 4
-        found = scratch_bytes(rows, outputs, inputs, groups=groups, num_sms=num_sms)
-        blocks = -(-rows // 64) * groups * outputs // 128
-        assert found in {0, *(one * splits for splits in (2, 4, 8) if splits <= slices)}
-        assert blocks < 2 * num_sms or found == 0
-        for in_turn in (1, 2, 4, 8):
-            splits = slices // in_turn
-            tuned = scratch_bytes(rows, outputs, inputs, groups=groups, num_sms=num_sms, in_turn=in_turn)
-            assert tuned == (one * splits if splits > 1 else 0)
+        needed = {}
+        for in_turn, row_tiles in choices:
+            splits, units = slices // in_turn, -(-rows // (64 * row_tiles)) * groups * outputs // 128
+            sums = splits * rows * groups * outputs * 4 if splits > 1 else 0
+            waiting = min(units * splits, num_sms) * 2 * 128 * 128 * 4 if in_turn > 2 else 0
+            needed[in_turn, row_tiles] = sums + waiting
+            tuning = {"in_turn": in_turn, "row_tiles": row_tiles}
+            found = scratch_bytes(rows, outputs, inputs, groups=groups, num_sms=num_sms, **tuning)
+            assert found == needed[in_turn, row_tiles]
+        assert scratch_bytes(rows, outputs, inputs, groups=groups, num_sms=num_sms) in needed.values()
 
 
 def test_few_blocks_are_split_and_many_are_not():
     assert scratch_bytes(65, 1536, 4096) > 0 and scratch_bytes(128, 4096, 8192) > 0
-    assert scratch_bytes(256, 32768, 1024) == 0 == scratch_bytes(8192, 1536, 4096)
+    assert scratch_bytes(256, 32768, 1024) == 0 == scratch_bytes(8192, 16384, 1024)
+    assert scratch_bytes(8192, 1536, 4096) == 132 * 2 * 128 * 128 * 4
     assert scratch_bytes(op.LAUNCH_ROWS, 128, 2048, in_turn=1) == 8 * op.LAUNCH_ROWS * 128 * 4
     assert scratch_bytes(op.LAUNCH_ROWS, 1 << 16, 2048, in_turn=1) == 8 << 33  # beyond 32 bits
