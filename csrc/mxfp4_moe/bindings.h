@@ -54,7 +54,8 @@ inline void run(Arguments& a) {
 }
 
 inline void run_sorted(Arguments& a) {
-  const Params p = read_params(a);
+  Params p = read_params(a);
+  p.exact = a["exact"];
   unsigned char* const scratch = a["scratch"];
   const int num_sms = a["num_sms"];
   const LaunchArguments last = a.last();

@@ -1,6 +1,8 @@
 // Scratch and launches of the kernels for many rows with the bits of few.
-#include "sorted.cuh"
+#include "wide.cuh"
 
+#include <algorithm>
+#include <cstdlib>
 #include <stdexcept>
 
 #include "tiles.h"
@@ -11,7 +13,7 @@ namespace {
 
 constexpr char kName[] = "mxfp4_moe, sorted";
 constexpr int64_t kMostOfY = 96 << 20;  // bytes; an SM120's L2 has 128 MB
-constexpr int kSortedShared = sizeof(SortedShared);
+constexpr int kSortedShared = sizeof(SortedShared), kWideShared = sizeof(WideShared);
 
 // Where things begin in a call's scratch, in bytes.
 struct Layout {
@@ -22,7 +24,7 @@ struct Layout {
     const int64_t all = static_cast<int64_t>(rows) * topk;
     num_tiles = static_cast<int>(all / kTilePairs + experts);
     columns = hidden;
-    while (all * columns * 4 > kMostOfY && columns % (2 * kTileRows) == 0) columns /= 2;
+    while (all * columns * 4 > kMostOfY && columns % (2 * kWideRows) == 0) columns /= 2;
     size = 0;
     const auto take = [&](int64_t bytes) {
       const int64_t here = size;
@@ -43,18 +45,35 @@ struct Layout {
   }
 };
 
-template <bool kGated>
+using Kernel = void (*)(SortedParams);
+enum Form { kWide, kSorted, kTall };
+template <bool kGated, int kForm>
+Kernel kernel_of() {
+  if constexpr (kForm == kWide)
+    return &wide_kernel<kGated>;
+  else
+    return &sorted_kernel<kGated, kForm == kTall>;
+}
+
+template <bool kGated, int kForm>
 const void* allowed() {
   static uint64_t configured = 0;
-  const void* const kernel = reinterpret_cast<const void*>(&sorted_kernel<kGated>);
-  allow_shared(kName, kernel, kSortedShared, configured);
+  const void* const kernel = reinterpret_cast<const void*>(kernel_of<kGated, kForm>());
+  allow_shared(kName, kernel, kForm == kWide ? kWideShared : kSortedShared, configured);
   return kernel;
 }
 
+template <bool kGated, int kForm>
+void launch_form(const SortedParams& p, int num_sms, const Launcher& launcher) {
+  allowed<kGated, kForm>();
+  launcher(kernel_of<kGated, kForm>(), dim3(num_sms), kSortedThreads, kForm == kWide ? kWideShared : kSortedShared, p);
+}
+
 template <bool kGated>
-void launch_product(const SortedParams& p, int num_sms, const Launcher& launcher) {
-  allowed<kGated>();
-  launcher(sorted_kernel<kGated>, dim3(num_sms), kSortedThreads, kSortedShared, p);
+void launch_product(const SortedParams& p, bool exact, int num_sms, const Launcher& launcher) {
+  const bool tall = std::getenv("DSV4_SORTED") == nullptr || std::string(std::getenv("DSV4_SORTED")) != "old";
+  if (!exact) return launch_form<kGated, kWide>(p, num_sms, launcher);
+  tall ? launch_form<kGated, kTall>(p, num_sms, launcher) : launch_form<kGated, kSorted>(p, num_sms, launcher);
 }
 
 void launch_prepare(const PrepareParams& p, const Launcher& launcher) {
@@ -85,34 +104,38 @@ void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bo
   const Slices of_x = slices_of_hidden(params.hidden), of_h = slices_of_inter(params.inter);
   uint16_t *const x = reinterpret_cast<uint16_t*>(scratch + layout.x), *const h = reinterpret_cast<uint16_t*>(scratch + layout.h);
   float *const x_powers = reinterpret_cast<float*>(scratch + layout.x_powers), *const h_powers = reinterpret_cast<float*>(scratch + layout.h_powers);
-  launch_prepare({params.x, x, x_powers, params.x_stride, params.rows, of_x.slices, of_x.steps}, launcher);
+  if (params.exact) launch_prepare({params.x, x, x_powers, params.x_stride, params.rows, of_x.slices, of_x.steps}, launcher);
 
   SortedParams product = {};
   product.pairs = tiles.pairs, product.expert = tiles.expert, product.begin = tiles.begin, product.end = tiles.end;
   product.num_tiles = layout.num_tiles, product.topk = params.topk;
   product.limit = params.limit, product.gate_row = params.gate_row, product.up_row = params.up_row;
-  product.x = x, product.powers = x_powers, product.w = params.w13, product.h = h;
+  product.x = params.exact ? x : params.x, product.powers = x_powers, product.w = params.w13, product.h = h;
+  product.x_row_chunks = static_cast<uint32_t>(params.x_stride / 8);
   product.inputs = params.hidden, product.slices = of_x.slices, product.steps = of_x.steps, product.outputs = params.inter;
-  launch_product<true>(product, num_sms, launcher);
+  launch_product<true>(product, params.exact, num_sms, launcher);
 
   const int64_t all = static_cast<int64_t>(params.rows) * params.topk;
-  launch_prepare({h, h, h_powers, params.inter, all, of_h.slices, of_h.steps}, launcher);
+  if (params.exact) launch_prepare({h, h, h_powers, params.inter, all, of_h.slices, of_h.steps}, launcher);
 
+  product.x_row_chunks = static_cast<uint32_t>(params.inter / 8);
   product.x = h, product.powers = h_powers, product.w = params.w2, product.y = reinterpret_cast<float*>(scratch + layout.y);
   product.inputs = params.inter, product.slices = of_h.slices, product.steps = of_h.steps, product.outputs = layout.columns;
   Params sum = params;
   sum.y = product.y, sum.hidden = layout.columns;
   for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
-    launch_product<false>(product, num_sms, launcher);
+    launch_product<false>(product, params.exact, num_sms, launcher);
     launch_combine(sum, launcher);
   }
 }
 
 std::vector<KernelAttributes> sorted_attributes() {
-  return {attributes_of(kName, allowed<true>(), "mxfp4_moe_sorted_gate_up", kSortedThreads, kSortedShared),
-          attributes_of(kName, allowed<false>(), "mxfp4_moe_sorted_down", kSortedThreads, kSortedShared)};
+  return {attributes_of(kName, allowed<true, kTall>(), "mxfp4_moe_sorted_gate_up", kSortedThreads, kSortedShared),
+          attributes_of(kName, allowed<false, kTall>(), "mxfp4_moe_sorted_down", kSortedThreads, kSortedShared),
+          attributes_of(kName, allowed<true, kWide>(), "mxfp4_moe_wide_gate_up", kSortedThreads, kWideShared),
+          attributes_of(kName, allowed<false, kWide>(), "mxfp4_moe_wide_down", kSortedThreads, kWideShared)};
 }
 
-int sorted_shared_bytes() { return kSortedShared; }
+int sorted_shared_bytes() { return std::max(kSortedShared, kWideShared); }
 
 }  // namespace dsv4::mxfp4_moe

@@ -43,11 +43,12 @@ static_assert(sizeof(SortedShared) <= kMaxSharedBytes && sizeof(SortedStage) % 1
 static_assert(kWarpPairs * kWarpRows <= sizeof(SortedShared::out[0]), "of the gate's h: 16 bf16 for each pair");
 
 // A place in the ring of stages, and the number of its barriers' phase.
+template <int kStages>
 struct StagePlace {
   int stage = 0;
   uint32_t phase = 0;
   __device__ __forceinline__ void advance() {
-    if (++stage == kSortedStages) stage = 0, phase ^= 1;
+    if (++stage == kStages) stage = 0, phase ^= 1;
   }
 };
 
@@ -69,7 +70,7 @@ __device__ __forceinline__ void copy_units(const SortedParams& p, SortedShared& 
   const uint32_t x_place = shared_address(&s.stages[0].x[chunk / 4][x_row * 64 + chunk % 4 * 16]);
   const uint32_t code_place = shared_address(&s.stages[0].codes[row][(piece ^ (row >> 2 & 1)) * 16]);
   const int units = p.outputs / unit_outputs(kGated);
-  StagePlace at;
+  StagePlace<kSortedStages> at;
   int slot = 0;
   for (unsigned unit = blockIdx.x;; unit += gridDim.x) {
     const SortedTile tile = tile_of(p, unit / units);
@@ -176,34 +177,37 @@ __device__ __forceinline__ void multiply_stage(Sums (&sums)[2], uint32_t codes, 
   }
 }
 
-// A warp's total, of the tile's pairs from `first_pair` on; `output`: the unit's first.
-template <bool kGated>
-__device__ __forceinline__ void store_unit(const SortedParams& p, float (&area)[8][kOutPitch], const Sums& total, const SortedTile& tile,
-                                           int first_pair, int output, int pair_of_lane) {
+// A warp's total, of kTiles times 8 of the tile's pairs, from `first_pair` on; `output`: the warp's first.
+template <bool kGated, int kMmas, int kTiles>
+__device__ __forceinline__ void store_unit(const SortedParams& p, float (&area)[8][kOutPitch], const float (&total)[kMmas][kTiles][4],
+                                           const SortedTile& tile, int first_pair, int output, int pair_of_lane) {
+  static_assert(kTiles <= 4);
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   if constexpr (kGated) {
-    uint16_t* const h = reinterpret_cast<uint16_t*>(area);  // [pair][16]
+    constexpr int kOutputs = kMmas * 8;
+    uint16_t* const h = reinterpret_cast<uint16_t*>(area);  // [pair][kOutputs]
     __syncwarp();
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int m = 0; m < kMmas; ++m) {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
+      for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) h[(n * 8 + 2 * q + r) * 16 + m * 8 + g] = swiglu(total[m][n][r], total[m][n][2 + r], p.limit);
+        for (int r = 0; r < 2; ++r) h[(n * 8 + 2 * q + r) * kOutputs + m * 8 + g] = swiglu(total[m][n][r], total[m][n][2 + r], p.limit);
       }
     }
     __syncwarp();
-    if (first_pair + lane < tile.count) {
+    if (lane < kTiles * 8 && first_pair + lane < tile.count) {
       uint4* const to = reinterpret_cast<uint4*>(p.h + static_cast<int64_t>(tile.begin + first_pair + lane) * p.outputs + output);
-      const uint4* const from = reinterpret_cast<const uint4*>(h + lane * 16);
-      to[0] = from[0], to[1] = from[1];
+      const uint4* const from = reinterpret_cast<const uint4*>(h + lane * kOutputs);
+#pragma unroll
+      for (int m = 0; m < kMmas; ++m) to[m] = from[m];
     }
   } else {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    for (int n = 0; n < kTiles; ++n) {
       __syncwarp();
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
+      for (int m = 0; m < kMmas; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) area[2 * q + i % 2][m * 16 + i / 2 * 8 + g] = total[m][n][i];
       }
@@ -211,8 +215,8 @@ __device__ __forceinline__ void store_unit(const SortedParams& p, float (&area)[
       const int pair = __shfl_sync(0xffffffffu, pair_of_lane, n * 8 + g);
       if (first_pair + n * 8 + g < tile.count) {
         float* const to = p.y + static_cast<int64_t>(pair) * p.outputs + output + q * 4;
-        *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(&area[g][q * 4]);
-        *reinterpret_cast<float4*>(to + 16) = *reinterpret_cast<const float4*>(&area[g][16 + q * 4]);
+#pragma unroll
+        for (int m = 0; m < kMmas; ++m) *reinterpret_cast<float4*>(to + m * 16) = *reinterpret_cast<const float4*>(&area[g][m * 16 + q * 4]);
       }
     }
   }
@@ -227,7 +231,7 @@ __device__ __forceinline__ void multiply_units(const SortedParams& p, SortedShar
   const uint32_t codes = shared_address(&s.stages[0].codes[row][q * 4]), x = shared_address(&s.stages[0].x[0][(first_pair + g) * 64 + q * 16]);
   const uint32_t scales = shared_address(&s.slices[0].scales[row][0]), powers = shared_address(&s.slices[0].powers[first_pair + 2 * q]);
   const int units = p.outputs / unit_outputs(kGated);
-  StagePlace at;
+  StagePlace<kSortedStages> at;
   int slot = 0;
   SortedTile next = tile_of(p, blockIdx.x / units);
   for (unsigned unit = blockIdx.x; next.expert >= 0; unit += gridDim.x) {
@@ -270,7 +274,152 @@ __device__ __forceinline__ void multiply_units(const SortedParams& p, SortedShar
   }
 }
 
+// ---- the same, each warp 16 weight rows by all pairs
+
+// What a lane has of a stage's weights, as they are stored: of its two weight rows a word of each group, and two scales.
+struct StoredGroups {
+  uint32_t codes[2][2], scales[2];
+
+  template <int kSecond>
+  __device__ __forceinline__ void load(uint32_t of_codes, uint32_t of_scales) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int t = 0; t < 2; ++t) codes[r][t] = load_shared_u32((of_codes ^ t * 16) + r * kSecond * 32);
+      scales[r] = load_shared_u16(of_scales + r * kSecond * 16);
+    }
+  }
+};
+
+template <int kTiles>
+__device__ __forceinline__ void multiply_groups(float (&sums)[2][kTiles][4], const StoredGroups& stored, uint32_t x) {
+  constexpr int kTogether = kTiles % 4 == 0 ? 4 : 2;
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+    uint32_t a[2][4];
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint32_t pair[4];
+      decode(stored.codes[r][t], pair);
+      a[0][r] = pair[0], a[0][2 + r] = pair[1], a[1][r] = pair[2], a[1][2 + r] = pair[3];
+      factor[r] = __uint_as_float((t == 0 ? stored.scales[r] & 0xffu : stored.scales[r] >> 8) << 23);
+    }
+#pragma unroll
+    for (int from = 0; from < kTiles; from += kTogether) {
+      float part[kTogether][4] = {};
+      uint4 b[kTogether];
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) b[n] = load_shared(x + t * sizeof(SortedStage::x[0]) + (from + n) * 512);
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) mma_f16(part[n], a[0], b[n].x, b[n].y);
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) mma_f16(part[n], a[1], b[n].z, b[n].w);
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[t][from + n][i] = fmaf(part[n][i], factor[i / 2], sums[t][from + n][i]);
+      }
+    }
+  }
+}
+
+// Where the scales of a stage are.
+struct ScalesPlace {
+  int step = 0, pass = 0, slot = 0;
+  __device__ __forceinline__ uint32_t offset() const { return slot * sizeof(SortedSlice) + step * 4 + pass * 2; }
+  __device__ __forceinline__ void advance(int steps) {
+    if (++step < steps) return;
+    step = 0, pass ^= 1;
+    if (pass == 0 && ++slot == kSliceSlots) slot = 0;
+  }
+};
+
+template <bool kGated, int kTiles>
+__device__ __forceinline__ void multiply_tall_unit(const SortedParams& p, SortedShared& s, StagePlace<kSortedStages>& at, ScalesPlace& scales_at,
+                                                   const SortedTile& tile, int output) {
+  constexpr int kSecond = kGated ? 64 : 8, kTogether = kTiles % 4 == 0 ? 4 : 2;
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = uniform(threadIdx.x / 32), row = warp * (kGated ? 8 : 16) + g;
+  const uint32_t codes = shared_address(&s.stages[0].codes[row][(row >> 2 & 1) * 16 + q * 4]);
+  const uint32_t x = shared_address(&s.stages[0].x[0][g * 64 + q * 16]);
+  const uint32_t scales = shared_address(&s.slices[0].scales[row][0]), powers = shared_address(&s.slices[0].powers[2 * q]);
+  int left = p.slices * p.steps * 2;
+  StoredGroups next;
+  s.full[at.stage].wait(at.phase);
+  next.load<kSecond>(codes + at.stage * sizeof(SortedStage), scales + scales_at.offset());
+  float total[kTiles][4] = {}, before[kTiles][4];
+  for (int slice = 0; slice < p.slices; ++slice) {
+    const uint32_t slot = scales_at.slot * sizeof(SortedSlice);
+#pragma unroll
+    for (int pass = 0; pass < 2; ++pass) {
+      float sums[2][kTiles][4] = {};
+#pragma unroll 1
+      for (int step = 0; step < p.steps; ++step) {
+        const StoredGroups stored = next;
+        const int here = at.stage;
+        at.advance();
+        scales_at.advance(p.steps);
+        if (--left > 0) {
+          s.full[at.stage].wait(at.phase);
+          next.load<kSecond>(codes + at.stage * sizeof(SortedStage), scales + scales_at.offset());
+        }
+        multiply_groups<kTiles>(sums, stored, x + here * sizeof(SortedStage));
+        __syncwarp();
+        if (lane == 0) s.empty[here].arrive();
+      }
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        if (pass == 0) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) before[n][i] = __fadd_rn(sums[0][n][i], sums[1][n][i]);
+        } else {
+          const float2 power = load_shared_f32x2(powers + slot + n * 32);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float sum = __fadd_rn(before[n][i], __fadd_rn(sums[0][n][i], sums[1][n][i]));
+            const float value = __fmul_rn(sum, i % 2 == 0 ? power.x : power.y);
+            total[n][i] = slice == 0 ? value : __fadd_rn(total[n][i], value);
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int from = 0; from < kTiles; from += kTogether) {
+    float part[1][kTogether][4];
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) part[0][n][i] = total[from + n][i];
+    }
+    const int first_pair = from * 8, pair_of_lane = kGated ? 0 : p.pairs[tile.begin + min(first_pair + lane, tile.count - 1)];
+    store_unit<kGated>(p, s.out[warp], part, tile, first_pair, output + warp * (unit_outputs(kGated) / 8), pair_of_lane);
+  }
+}
+
 template <bool kGated>
+__device__ __forceinline__ void multiply_tall_units(const SortedParams& p, SortedShared& s) {
+  const int units = p.outputs / unit_outputs(kGated);
+  StagePlace<kSortedStages> at;
+  ScalesPlace scales_at;
+  SortedTile next = tile_of(p, blockIdx.x / units);
+  for (unsigned unit = blockIdx.x; next.expert >= 0; unit += gridDim.x) {
+    const SortedTile tile = next;
+    next = tile_of(p, (unit + gridDim.x) / units);
+    const int output = static_cast<int>(unit % units) * unit_outputs(kGated);
+    if (tile.count > 48) {
+      multiply_tall_unit<kGated, 8>(p, s, at, scales_at, tile, output);
+    } else if (tile.count > 32) {
+      multiply_tall_unit<kGated, 6>(p, s, at, scales_at, tile, output);
+    } else if (tile.count > 16) {
+      multiply_tall_unit<kGated, 4>(p, s, at, scales_at, tile, output);
+    } else {
+      multiply_tall_unit<kGated, 2>(p, s, at, scales_at, tile, output);
+    }
+  }
+}
+
+template <bool kGated, bool kTall>
 __global__ void __launch_bounds__(kSortedThreads, 1) sorted_kernel(const SortedParams p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   SortedShared& s = *reinterpret_cast<SortedShared*>(shared_memory);
@@ -286,7 +435,11 @@ __global__ void __launch_bounds__(kSortedThreads, 1) sorted_kernel(const SortedP
     copy_units<kGated>(p, s);
   } else {
     set_registers<232, true>();  // 40 + 2 x 232 = 3 x 168, of four warps each
-    multiply_units<kGated>(p, s);
+    if constexpr (kTall) {
+      multiply_tall_units<kGated>(p, s);
+    } else {
+      multiply_units<kGated>(p, s);
+    }
   }
 }
 

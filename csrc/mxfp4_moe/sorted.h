@@ -17,7 +17,7 @@ struct PrepareParams {
 
 // One of the two products of all pairs, or some of its outputs.
 struct SortedParams {
-  const uint16_t* x;       // [rows or positions, inputs] f16, prepared
+  const uint16_t* x;       // [rows or positions, inputs] f16, prepared; wide.cuh: bf16
   const float* powers;     // [the same, slices]
   Weights w;
   const int32_t* pairs;    // sorted position -> pair
@@ -30,6 +30,7 @@ struct SortedParams {
   int32_t num_tiles, topk, inputs, slices, steps;
   int32_t first, outputs;  // of the weights' rows
   int32_t gate_row, up_row;
+  uint32_t x_row_chunks;   // wide.cuh: of 8 inputs, from row to row
 };
 
 // Bytes of scratch that a call takes.

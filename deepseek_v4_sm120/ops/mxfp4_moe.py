@@ -104,7 +104,7 @@ def mxfp4_moe(
         if few:
             _few_rows(hidden, weights, routing, limit, out, exact=reproducible)
         elif reproducible:
-            _sorted_rows(hidden, weights, routing, limit, out)
+            _sorted_rows(hidden, weights, routing, limit, out, exact=True)
         else:
             _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
     return out
@@ -189,12 +189,12 @@ def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, 
     extension.load().mxfp4_moe(**given, h=h.data_ptr(), y=y.data_ptr(), exact=exact)
 
 
-def _sorted_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
-    """Any number of rows with the bits of few that are exact: pairs by expert, a weight decoded for 64 of them."""
+def _sorted_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, exact: bool) -> None:
+    """Any number of rows: pairs by expert, a weight decoded for 64 of them. exact: the bits of few that are exact."""
     given = _arguments(hidden, weights, routing, limit, out)
     sizes = _sorted_scratch_bytes(*(given[name] for name in ("rows", "topk", "experts", "hidden", "inter")))
     scratch = torch.empty(sizes, dtype=torch.uint8, device=hidden.device)
-    extension.load().mxfp4_moe_sorted(**given, scratch=scratch.data_ptr())
+    extension.load().mxfp4_moe_sorted(**given, scratch=scratch.data_ptr(), exact=exact)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,213 @@
+// Both products of the experts for many rows in bf16, without the order of few: pairs sorted by expert, 64 of one expert a tile.
+//
+// 256 weight rows x 64 pairs a unit, one unit after the other: eight warps multiply 32 weight rows by all pairs, so that each
+// weight is decoded once; four copy stages of 64 inputs ahead of them, across units. A lane's 16 inputs of a stage share a
+// scale, which goes onto the decoded weights: a sum is one chain of mmas over all inputs.
+#pragma once
+
+#include "sorted.cuh"
+
+namespace dsv4::mxfp4_moe {
+
+constexpr int kWideRows = 256, kWideStages = 5;
+constexpr int wide_outputs(bool gated) { return gated ? kWideRows / 2 : kWideRows; }
+
+struct alignas(128) WideStage {
+  unsigned char codes[kWideRows][32];
+  unsigned char x[kTilePairs][128];  // in every second row the two pieces of 16 bytes that a lane has are exchanged
+  uint8_t scales[kWideRows][4];      // of the 128 inputs that the stage is a half of
+};
+struct WideShared {
+  WideStage stages[kWideStages];
+  float out[kMathThreads / 32][8][kOutPitch];  // a warp's own
+  Barriers<kWideStages> full, empty;
+};
+static_assert(sizeof(WideShared) <= kMaxSharedBytes);
+
+constexpr int kDown = 32;  // weights are times 2^-kDown, so that the factors of scale bytes up to 160 are bf16
+
+// 2^(byte - 1 - kDown), twice
+__device__ __forceinline__ uint32_t factor_of(uint32_t byte) { return (byte + 126 - kDown) * 0x00800080u; }
+
+// 8 codes with a common scale to bf16 pairs, in the order of the inputs
+__device__ __forceinline__ void decode_bf16(uint32_t codes, uint32_t factor, uint32_t (&pair)[4]) {
+  const uint32_t odd = codes >> 4;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t two = __byte_perm(codes, odd, 0x4400 + j * 0x1111) & 0x000f000fu;
+    pair[j] = mul_bf16x2(two * 0x1040 & 0x81c081c0u, factor);  // the sign to bit 15, the rest to 8 .. 6: times 2^-126
+  }
+}
+
+template <bool kGated>
+__device__ __forceinline__ void copy_wide(const SortedParams& p, WideShared& s) {
+  const int thread = threadIdx.x - kMathThreads;
+  const int x_row = thread / 8, chunk = thread % 8, row = thread / 2, piece = thread % 2;
+  const uint32_t x_place = shared_address(&s.stages[0].x[x_row][(chunk ^ (x_row & 1)) * 16]);
+  const uint32_t code_place = shared_address(&s.stages[0].codes[row][piece * 16]);
+  const int units = p.outputs / wide_outputs(kGated);
+  StagePlace<kWideStages> at;
+  for (unsigned unit = blockIdx.x;; unit += gridDim.x) {
+    const SortedTile tile = tile_of(p, unit / units);
+    if (tile.expert < 0) break;
+    const int first = p.first + unit % units * wide_outputs(kGated);
+    // of the tile's rows r and r + 128; gate and up
+    const int row0 = kGated ? p.gate_row + first : first, to128 = kGated ? p.up_row - p.gate_row : 128;
+    // where this thread reads: 16 bytes of codes, 4 of scales, 8 inputs
+    const uint32_t codes = tile.expert * static_cast<uint32_t>(p.w.expert_bytes / 16) + (row0 + row) * (p.inputs / 32) + piece;
+    const uint32_t scales = tile.expert * static_cast<uint32_t>(p.w.expert_scale_bytes / 4) + (row0 + thread) * (p.inputs / 128);
+    uint32_t x[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int position = tile.begin + min(x_row + 16 * k, tile.count - 1);
+      x[k] = static_cast<uint32_t>(kGated ? p.pairs[position] / p.topk : position) * p.x_row_chunks + chunk;
+    }
+#pragma unroll 1
+    for (int i = 0; i < p.inputs / kPassInputs; ++i) {
+      s.empty[at.stage].wait(at.phase ^ 1);
+      const uint32_t stage = at.stage * sizeof(WideStage);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint16_t* const from = p.x + (x[k] + i * 8) * int64_t{8};
+        cp_async_16_if(x_row + 16 * k < tile.count, x_place + stage + k * 16 * 128, reinterpret_cast<uint64_t>(from), true);
+        const uint32_t of_codes = codes + (k % 2 * 64 + k / 2 * to128) * (p.inputs / 32) + i * 2;
+        cp_async_16(code_place + stage + k * 64 * 32, reinterpret_cast<uint64_t>(p.w.codes + of_codes * int64_t{16}), true);
+      }
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const uint32_t of_scales = scales + k * to128 * (p.inputs / 128) + i / 2;
+        cp_async<4>(s.stages[at.stage].scales[thread + k * 128], p.w.scales + of_scales * int64_t{4});
+      }
+      s.full[at.stage].arrive_copies();
+      at.advance();
+    }
+  }
+}
+
+// What a lane has of a stage's weights, as they are stored: of each of its four weight rows 16 codes and their scale.
+struct Stored {
+  uint2 codes[2][2];
+  uint32_t scale[2][2];
+
+  template <int kSecond, int kNext>
+  __device__ __forceinline__ void load(uint32_t of_codes, uint32_t of_scales) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        codes[m][r] = load_shared_u32x2(of_codes + (m * kNext + r * kSecond) * 32);
+        scale[m][r] = load_shared_u8(of_scales + (m * kNext + r * kSecond) * 4);
+      }
+    }
+  }
+};
+
+// sums += 32 weight rows x kTiles times 8 pairs x 64 inputs. `x` is this lane's 32 bytes of the first pair.
+template <int kTiles>
+__device__ __forceinline__ void multiply_wide(float (&sums)[2][kTiles][4], const Stored& stored, uint32_t x, int exchanged) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t a[2][2][4];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t pair[4];
+        decode_bf16(half == 0 ? stored.codes[m][r].x : stored.codes[m][r].y, factor_of(stored.scale[m][r]), pair);
+        a[m][0][r] = pair[0], a[m][0][2 + r] = pair[1], a[m][1][r] = pair[2], a[m][1][2 + r] = pair[3];
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const uint4 b = load_shared(x + (half ^ exchanged) * 16 + n * 8 * 128);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) mma_bf16(sums[m][n], a[m][0], b.x, b.y);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) mma_bf16(sums[m][n], a[m][1], b.z, b.w);
+    }
+  }
+}
+
+template <bool kGated, int kTiles>
+__device__ __forceinline__ void multiply_unit(const SortedParams& p, WideShared& s, StagePlace<kWideStages>& at, const SortedTile& tile, int output) {
+  constexpr int kSecond = kGated ? 128 : 8, kNext = kGated ? 8 : 16;  // rows of the tile: of an mma's second half, of the next mma
+  constexpr int kTogether = kTiles % 4 == 0 ? 4 : 2;
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = uniform(threadIdx.x / 32), row = warp * 2 * kNext + g;
+  const uint32_t codes = shared_address(&s.stages[0].codes[row][q * 8]), x = shared_address(&s.stages[0].x[g][q * 32]);
+  const uint32_t scales = shared_address(&s.stages[0].scales[row][q / 2]);
+  const int stages = p.inputs / kPassInputs;
+  float sums[2][kTiles][4] = {};
+  Stored next;
+  s.full[at.stage].wait(at.phase);
+  next.load<kSecond, kNext>(codes + at.stage * sizeof(WideStage), scales + at.stage * sizeof(WideStage));
+#pragma unroll 1
+  for (int i = 1; i <= stages; ++i) {
+    const Stored stored = next;
+    const int here = at.stage;
+    at.advance();
+    if (i < stages) {  // before the products, which take longer than these loads
+      s.full[at.stage].wait(at.phase);
+      next.load<kSecond, kNext>(codes + at.stage * sizeof(WideStage), scales + at.stage * sizeof(WideStage) + i % 2 * 2);
+    }
+    multiply_wide<kTiles>(sums, stored, x + here * sizeof(WideStage), g & 1);
+    __syncwarp();
+    if (lane == 0) s.empty[here].arrive();
+  }
+#pragma unroll
+  for (int from = 0; from < kTiles; from += kTogether) {
+    float total[2][kTogether][4];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) total[m][n][i] = sums[m][from + n][i] * (1ull << kDown);
+      }
+    }
+    const int first_pair = from * 8, pair_of_lane = kGated ? 0 : p.pairs[tile.begin + min(first_pair + lane, tile.count - 1)];
+    store_unit<kGated>(p, s.out[warp], total, tile, first_pair, output + warp * (wide_outputs(kGated) / 8), pair_of_lane);
+  }
+}
+
+template <bool kGated>
+__device__ __forceinline__ void multiply_wide_units(const SortedParams& p, WideShared& s) {
+  const int units = p.outputs / wide_outputs(kGated);
+  StagePlace<kWideStages> at;
+  SortedTile next = tile_of(p, blockIdx.x / units);
+  for (unsigned unit = blockIdx.x; next.expert >= 0; unit += gridDim.x) {
+    const SortedTile tile = next;
+    next = tile_of(p, (unit + gridDim.x) / units);
+    const int output = static_cast<int>(unit % units) * wide_outputs(kGated);
+    if (tile.count > 48) {
+      multiply_unit<kGated, 8>(p, s, at, tile, output);
+    } else if (tile.count > 32) {
+      multiply_unit<kGated, 6>(p, s, at, tile, output);
+    } else if (tile.count > 16) {
+      multiply_unit<kGated, 4>(p, s, at, tile, output);
+    } else {
+      multiply_unit<kGated, 2>(p, s, at, tile, output);
+    }
+  }
+}
+
+template <bool kGated>
+__global__ void __launch_bounds__(kSortedThreads, 1) wide_kernel(const SortedParams p) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  WideShared& s = *reinterpret_cast<WideShared*>(shared_memory);
+  if (threadIdx.x < kWideStages) {
+    s.full[threadIdx.x].init(kCopyThreads);
+    s.empty[threadIdx.x].init(kMathThreads / 32);
+  }
+  __syncthreads();
+  pdl_wait();
+  pdl_trigger();
+  if (threadIdx.x >= kMathThreads) {
+    set_registers<40, false>();
+    copy_wide<kGated>(p, s);
+  } else {
+    set_registers<232, true>();
+    multiply_wide_units<kGated>(p, s);
+  }
+}
+
+}  // namespace dsv4::mxfp4_moe
