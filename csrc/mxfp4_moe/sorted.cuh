@@ -74,7 +74,11 @@ __device__ __forceinline__ void copy_units(const SortedParams& p, SortedShared& 
   int slot = 0;
   for (unsigned unit = blockIdx.x;; unit += gridDim.x) {
     const SortedTile tile = tile_of(p, unit / units);
-    if (tile.expert < 0) break;
+    if (tile.expert < 0) {
+      s.empty[at.stage].wait(at.phase ^ 1);  // one more, since those who multiply load a stage ahead
+      s.full[at.stage].arrive_copies();
+      break;
+    }
     const int first = p.first + unit % units * unit_outputs(kGated);
     // of the tile's rows r and r + 64; gate and up
     const int row0 = kGated ? p.gate_row + first : first, row64 = kGated ? p.up_row + first : first + 64;
@@ -291,81 +295,88 @@ struct StoredGroups {
   }
 };
 
-template <int kTiles>
-__device__ __forceinline__ void multiply_groups(float (&sums)[2][kTiles][4], const StoredGroups& stored, uint32_t x) {
-  constexpr int kTogether = kTiles % 4 == 0 ? 4 : 2;
+using GroupOperand = uint32_t[2][4];  // of 16 weight rows and a group: [mma's inputs]
+
+__device__ __forceinline__ void decode_group(const StoredGroups& stored, int t, GroupOperand& a) {
 #pragma unroll
-  for (int t = 0; t < 2; ++t) {
-    uint32_t a[2][4];
-    float factor[2];
+  for (int r = 0; r < 2; ++r) {
+    uint32_t pair[4];
+    decode(stored.codes[r][t], pair);
+    a[0][r] = pair[0], a[0][2 + r] = pair[1], a[1][r] = pair[2], a[1][2 + r] = pair[3];
+  }
+}
+
+// kTogether times 8 pairs of x, of the group that the first of them has at `x`
+template <int kTogether>
+__device__ __forceinline__ void load_pairs(uint4 (&b)[kTogether], uint32_t x) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      uint32_t pair[4];
-      decode(stored.codes[r][t], pair);
-      a[0][r] = pair[0], a[0][2 + r] = pair[1], a[1][r] = pair[2], a[1][2 + r] = pair[3];
-      factor[r] = __uint_as_float((t == 0 ? stored.scales[r] & 0xffu : stored.scales[r] >> 8) << 23);
-    }
+  for (int n = 0; n < kTogether; ++n) b[n] = load_shared(x + n * 512);
+}
+
+// sums += 16 weight rows x kTiles times 8 pairs x a group, of the scales' byte t. `b` has the first of x already.
+template <int kTiles, int kTogether>
+__device__ __forceinline__ void multiply_group(float (&sums)[kTiles][4], const GroupOperand& a, const uint32_t (&scales)[2], int t, uint32_t x,
+                                               uint4 (&b)[kTogether]) {
+  float factor[2];
 #pragma unroll
-    for (int from = 0; from < kTiles; from += kTogether) {
-      float part[kTogether][4] = {};
-      uint4 b[kTogether];
+  for (int r = 0; r < 2; ++r) factor[r] = __uint_as_float((t == 0 ? scales[r] & 0xffu : scales[r] >> 8) << 23);
 #pragma unroll
-      for (int n = 0; n < kTogether; ++n) b[n] = load_shared(x + t * sizeof(SortedStage::x[0]) + (from + n) * 512);
+  for (int from = 0; from < kTiles; from += kTogether) {
+    float part[kTogether][4] = {};
+    if (from > 0) load_pairs(b, x + from * 512);
 #pragma unroll
-      for (int n = 0; n < kTogether; ++n) mma_f16(part[n], a[0], b[n].x, b[n].y);
+    for (int n = 0; n < kTogether; ++n) mma_f16(part[n], a[0], b[n].x, b[n].y);
 #pragma unroll
-      for (int n = 0; n < kTogether; ++n) mma_f16(part[n], a[1], b[n].z, b[n].w);
+    for (int n = 0; n < kTogether; ++n) mma_f16(part[n], a[1], b[n].z, b[n].w);
 #pragma unroll
-      for (int n = 0; n < kTogether; ++n) {
+    for (int n = 0; n < kTogether; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[t][from + n][i] = fmaf(part[n][i], factor[i / 2], sums[t][from + n][i]);
-      }
+      for (int i = 0; i < 4; ++i) sums[from + n][i] = fmaf(part[n][i], factor[i / 2], sums[from + n][i]);
     }
   }
 }
 
-// Where the scales of a stage are.
-struct ScalesPlace {
-  int step = 0, pass = 0, slot = 0;
-  __device__ __forceinline__ uint32_t offset() const { return slot * sizeof(SortedSlice) + step * 4 + pass * 2; }
-  __device__ __forceinline__ void advance(int steps) {
-    if (++step < steps) return;
-    step = 0, pass ^= 1;
-    if (pass == 0 && ++slot == kSliceSlots) slot = 0;
-  }
+// What a warp that multiplies has from unit to unit: the stage that it multiplies, the one behind it, of which the weights are loaded
+// already, and those weights, of which the first group is decoded.
+struct Ahead {
+  StagePlace<kSortedStages> here, next;
+  StoredGroups stored;
+  GroupOperand first;
+  int slot = 0;
 };
 
 template <bool kGated, int kTiles>
-__device__ __forceinline__ void multiply_tall_unit(const SortedParams& p, SortedShared& s, StagePlace<kSortedStages>& at, ScalesPlace& scales_at,
+__device__ __forceinline__ void multiply_tall_unit(const SortedParams& p, SortedShared& s, Ahead& ahead, uint32_t codes, uint32_t scales,
                                                    const SortedTile& tile, int output) {
   constexpr int kSecond = kGated ? 64 : 8, kTogether = kTiles % 4 == 0 ? 4 : 2;
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = uniform(threadIdx.x / 32), row = warp * (kGated ? 8 : 16) + g;
-  const uint32_t codes = shared_address(&s.stages[0].codes[row][(row >> 2 & 1) * 16 + q * 4]);
-  const uint32_t x = shared_address(&s.stages[0].x[0][g * 64 + q * 16]);
-  const uint32_t scales = shared_address(&s.slices[0].scales[row][0]), powers = shared_address(&s.slices[0].powers[2 * q]);
-  int left = p.slices * p.steps * 2;
-  StoredGroups next;
-  s.full[at.stage].wait(at.phase);
-  next.load<kSecond>(codes + at.stage * sizeof(SortedStage), scales + scales_at.offset());
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = uniform(threadIdx.x / 32);
+  const uint32_t x = shared_address(&s.stages[0].x[0][g * 64 + q * 16]), powers = shared_address(&s.slices[0].powers[2 * q]);
   float total[kTiles][4] = {}, before[kTiles][4];
   for (int slice = 0; slice < p.slices; ++slice) {
-    const uint32_t slot = scales_at.slot * sizeof(SortedSlice);
+    const uint32_t slot = ahead.slot * sizeof(SortedSlice);
+    if (++ahead.slot == kSliceSlots) ahead.slot = 0;
 #pragma unroll
     for (int pass = 0; pass < 2; ++pass) {
+      const uint32_t of_scales = scales + slot + pass * 2, behind = pass == 0 ? of_scales + 2 : scales + ahead.slot * sizeof(SortedSlice);
       float sums[2][kTiles][4] = {};
 #pragma unroll 1
-      for (int step = 0; step < p.steps; ++step) {
-        const StoredGroups stored = next;
-        const int here = at.stage;
-        at.advance();
-        scales_at.advance(p.steps);
-        if (--left > 0) {
-          s.full[at.stage].wait(at.phase);
-          next.load<kSecond>(codes + at.stage * sizeof(SortedStage), scales + scales_at.offset());
-        }
-        multiply_groups<kTiles>(sums, stored, x + here * sizeof(SortedStage));
+      for (int step = 1; step <= p.steps; ++step) {
+        const uint32_t here_x = x + ahead.here.stage * sizeof(SortedStage);
+        uint4 b[kTogether];
+        load_pairs(b, here_x);
+        s.full[ahead.next.stage].wait(ahead.next.phase);
+        const StoredGroups stored = ahead.stored;
+        ahead.stored.load<kSecond>(codes + ahead.next.stage * sizeof(SortedStage), step < p.steps ? of_scales + step * 4 : behind);
+        GroupOperand second;
+        decode_group(stored, 1, second);
+        multiply_group(sums[0], ahead.first, stored.scales, 0, here_x, b);
+        load_pairs(b, here_x + sizeof(SortedStage::x[0]));
+        decode_group(ahead.stored, 0, ahead.first);
+        multiply_group(sums[1], second, stored.scales, 1, here_x + sizeof(SortedStage::x[0]), b);
         __syncwarp();
-        if (lane == 0) s.empty[here].arrive();
+        if (lane == 0) s.empty[ahead.here.stage].arrive();
+        ahead.here = ahead.next;
+        ahead.next.advance();
       }
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
@@ -400,21 +411,27 @@ __device__ __forceinline__ void multiply_tall_unit(const SortedParams& p, Sorted
 template <bool kGated>
 __device__ __forceinline__ void multiply_tall_units(const SortedParams& p, SortedShared& s) {
   const int units = p.outputs / unit_outputs(kGated);
-  StagePlace<kSortedStages> at;
-  ScalesPlace scales_at;
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * (kGated ? 8 : 16) + lane / 4;
+  const uint32_t codes = shared_address(&s.stages[0].codes[row][(row >> 2 & 1) * 16 + lane % 4 * 4]);
+  const uint32_t scales = shared_address(&s.slices[0].scales[row][0]);
+  Ahead ahead;
+  ahead.next.advance();
+  s.full[0].wait(0);
+  ahead.stored.load<kGated ? 64 : 8>(codes, scales);
+  decode_group(ahead.stored, 0, ahead.first);
   SortedTile next = tile_of(p, blockIdx.x / units);
   for (unsigned unit = blockIdx.x; next.expert >= 0; unit += gridDim.x) {
     const SortedTile tile = next;
     next = tile_of(p, (unit + gridDim.x) / units);
     const int output = static_cast<int>(unit % units) * unit_outputs(kGated);
     if (tile.count > 48) {
-      multiply_tall_unit<kGated, 8>(p, s, at, scales_at, tile, output);
+      multiply_tall_unit<kGated, 8>(p, s, ahead, codes, scales, tile, output);
     } else if (tile.count > 32) {
-      multiply_tall_unit<kGated, 6>(p, s, at, scales_at, tile, output);
+      multiply_tall_unit<kGated, 6>(p, s, ahead, codes, scales, tile, output);
     } else if (tile.count > 16) {
-      multiply_tall_unit<kGated, 4>(p, s, at, scales_at, tile, output);
+      multiply_tall_unit<kGated, 4>(p, s, ahead, codes, scales, tile, output);
     } else {
-      multiply_tall_unit<kGated, 2>(p, s, at, scales_at, tile, output);
+      multiply_tall_unit<kGated, 2>(p, s, ahead, codes, scales, tile, output);
     }
   }
 }

@@ -49,7 +49,11 @@ __device__ __forceinline__ void copy_wide(const SortedParams& p, WideShared& s) 
   StagePlace<kWideStages> at;
   for (unsigned unit = blockIdx.x;; unit += gridDim.x) {
     const SortedTile tile = tile_of(p, unit / units);
-    if (tile.expert < 0) break;
+    if (tile.expert < 0) {
+      s.empty[at.stage].wait(at.phase ^ 1);  // one more, since those who multiply load a stage ahead
+      s.full[at.stage].arrive_copies();
+      break;
+    }
     const int first = p.first + unit % units * wide_outputs(kGated);
     // of the tile's rows r and r + 128; gate and up
     const int row0 = kGated ? p.gate_row + first : first, to128 = kGated ? p.up_row - p.gate_row : 128;
@@ -102,56 +106,78 @@ struct Stored {
   }
 };
 
-// sums += 32 weight rows x kTiles times 8 pairs x 64 inputs. `x` is this lane's 32 bytes of the first pair.
-template <int kTiles>
-__device__ __forceinline__ void multiply_wide(float (&sums)[2][kTiles][4], const Stored& stored, uint32_t x, int exchanged) {
+using Operand = uint32_t[2][2][4];  // of 32 weight rows and half of a lane's inputs: [mma's rows][mma's inputs]
+
+__device__ __forceinline__ void decode_half(const Stored& stored, int half, Operand& a) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t a[2][2][4];
+  for (int m = 0; m < 2; ++m) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        uint32_t pair[4];
-        decode_bf16(half == 0 ? stored.codes[m][r].x : stored.codes[m][r].y, factor_of(stored.scale[m][r]), pair);
-        a[m][0][r] = pair[0], a[m][0][2 + r] = pair[1], a[m][1][r] = pair[2], a[m][1][2 + r] = pair[3];
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const uint4 b = load_shared(x + (half ^ exchanged) * 16 + n * 8 * 128);
-#pragma unroll
-      for (int m = 0; m < 2; ++m) mma_bf16(sums[m][n], a[m][0], b.x, b.y);
-#pragma unroll
-      for (int m = 0; m < 2; ++m) mma_bf16(sums[m][n], a[m][1], b.z, b.w);
+    for (int r = 0; r < 2; ++r) {
+      uint32_t pair[4];
+      decode_bf16(half == 0 ? stored.codes[m][r].x : stored.codes[m][r].y, factor_of(stored.scale[m][r]), pair);
+      a[m][0][r] = pair[0], a[m][0][2 + r] = pair[1], a[m][1][r] = pair[2], a[m][1][2 + r] = pair[3];
     }
   }
 }
 
+// 8 pairs of x, of the half of a lane's inputs that the first of them has at `x`
+template <int kTogether>
+__device__ __forceinline__ void load_pairs_of_half(uint4 (&b)[kTogether], uint32_t x) {
+#pragma unroll
+  for (int n = 0; n < kTogether; ++n) b[n] = load_shared(x + n * 8 * 128);
+}
+
+// sums += 32 weight rows x kTiles times 8 pairs x that half. `b` has the first of x already.
+template <int kTiles, int kTogether>
+__device__ __forceinline__ void multiply_half(float (&sums)[2][kTiles][4], const Operand& a, uint32_t x, uint4 (&b)[kTogether]) {
+#pragma unroll
+  for (int from = 0; from < kTiles; from += kTogether) {
+    if (from > 0) load_pairs_of_half(b, x + from * 8 * 128);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) mma_bf16(sums[m][from + n], a[m][k], k == 0 ? b[n].x : b[n].z, k == 0 ? b[n].y : b[n].w);
+      }
+    }
+  }
+}
+
+// What a warp that multiplies has from unit to unit: the stage that it multiplies, the one behind it, of which the weights are loaded
+// already, and those weights, of which the first half is decoded.
+struct WideAhead {
+  StagePlace<kWideStages> here, next;
+  Stored stored;
+  Operand first;
+};
+
 template <bool kGated, int kTiles>
-__device__ __forceinline__ void multiply_unit(const SortedParams& p, WideShared& s, StagePlace<kWideStages>& at, const SortedTile& tile, int output) {
+__device__ __forceinline__ void multiply_unit(const SortedParams& p, WideShared& s, WideAhead& ahead, uint32_t codes, uint32_t scales,
+                                              const SortedTile& tile, int output) {
   constexpr int kSecond = kGated ? 128 : 8, kNext = kGated ? 8 : 16;  // rows of the tile: of an mma's second half, of the next mma
   constexpr int kTogether = kTiles % 4 == 0 ? 4 : 2;
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = uniform(threadIdx.x / 32), row = warp * 2 * kNext + g;
-  const uint32_t codes = shared_address(&s.stages[0].codes[row][q * 8]), x = shared_address(&s.stages[0].x[g][q * 32]);
-  const uint32_t scales = shared_address(&s.stages[0].scales[row][q / 2]);
-  const int stages = p.inputs / kPassInputs;
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = uniform(threadIdx.x / 32), stages = p.inputs / kPassInputs;
+  const uint32_t x = shared_address(&s.stages[0].x[g][q * 32 + (g & 1) * 16]);
   float sums[2][kTiles][4] = {};
-  Stored next;
-  s.full[at.stage].wait(at.phase);
-  next.load<kSecond, kNext>(codes + at.stage * sizeof(WideStage), scales + at.stage * sizeof(WideStage));
 #pragma unroll 1
   for (int i = 1; i <= stages; ++i) {
-    const Stored stored = next;
-    const int here = at.stage;
-    at.advance();
-    if (i < stages) {  // before the products, which take longer than these loads
-      s.full[at.stage].wait(at.phase);
-      next.load<kSecond, kNext>(codes + at.stage * sizeof(WideStage), scales + at.stage * sizeof(WideStage) + i % 2 * 2);
-    }
-    multiply_wide<kTiles>(sums, stored, x + here * sizeof(WideStage), g & 1);
+    const uint32_t here_x = x + ahead.here.stage * sizeof(WideStage), next = ahead.next.stage * sizeof(WideStage);
+    uint4 b[kTogether];
+    load_pairs_of_half(b, here_x);
+    s.full[ahead.next.stage].wait(ahead.next.phase);
+    const Stored stored = ahead.stored;
+    ahead.stored.load<kSecond, kNext>(codes + next, scales + next + i % 2 * 2);
+    Operand second;
+    decode_half(stored, 1, second);
+    multiply_half(sums, ahead.first, here_x, b);
+    load_pairs_of_half(b, here_x ^ 16);
+    decode_half(ahead.stored, 0, ahead.first);
+    multiply_half(sums, second, here_x ^ 16, b);
     __syncwarp();
-    if (lane == 0) s.empty[here].arrive();
+    if (lane == 0) s.empty[ahead.here.stage].arrive();
+    ahead.here = ahead.next;
+    ahead.next.advance();
   }
 #pragma unroll
   for (int from = 0; from < kTiles; from += kTogether) {
@@ -172,20 +198,26 @@ __device__ __forceinline__ void multiply_unit(const SortedParams& p, WideShared&
 template <bool kGated>
 __device__ __forceinline__ void multiply_wide_units(const SortedParams& p, WideShared& s) {
   const int units = p.outputs / wide_outputs(kGated);
-  StagePlace<kWideStages> at;
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * (kGated ? 16 : 32) + lane / 4;
+  const uint32_t codes = shared_address(&s.stages[0].codes[row][lane % 4 * 8]), scales = shared_address(&s.stages[0].scales[row][lane % 4 / 2]);
+  WideAhead ahead;
+  ahead.next.advance();
+  s.full[0].wait(0);
+  ahead.stored.load<kGated ? 128 : 8, kGated ? 8 : 16>(codes, scales);
+  decode_half(ahead.stored, 0, ahead.first);
   SortedTile next = tile_of(p, blockIdx.x / units);
   for (unsigned unit = blockIdx.x; next.expert >= 0; unit += gridDim.x) {
     const SortedTile tile = next;
     next = tile_of(p, (unit + gridDim.x) / units);
     const int output = static_cast<int>(unit % units) * wide_outputs(kGated);
     if (tile.count > 48) {
-      multiply_unit<kGated, 8>(p, s, at, tile, output);
+      multiply_unit<kGated, 8>(p, s, ahead, codes, scales, tile, output);
     } else if (tile.count > 32) {
-      multiply_unit<kGated, 6>(p, s, at, tile, output);
+      multiply_unit<kGated, 6>(p, s, ahead, codes, scales, tile, output);
     } else if (tile.count > 16) {
-      multiply_unit<kGated, 4>(p, s, at, tile, output);
+      multiply_unit<kGated, 4>(p, s, ahead, codes, scales, tile, output);
     } else {
-      multiply_unit<kGated, 2>(p, s, at, tile, output);
+      multiply_unit<kGated, 2>(p, s, ahead, codes, scales, tile, output);
     }
   }
 }
