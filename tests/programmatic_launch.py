@@ -98,7 +98,7 @@ class Kernel:
 
 
 GATE_UP = r"mxfp4_moe::experts_kernel<.*Config<\d+, \d+, \d+, true, "
-SORTED = r"mxfp4_moe::sorted_kernel<"
+SORTED = r"mxfp4_moe::(sorted|wide)_kernel<"
 SCORES = (r"index_select::score_kernel<", r"index_select::list_kernel")
 W2 = ("w2.codes", "w2.scales")
 COMPRESSOR = ("ape", "norm_weight", "freqs")
