@@ -166,7 +166,7 @@ def test_mxfp4_moe_of_few_rows(rows, ids, most_instructions, monkeypatch):
         exact = mxfp4_moe.mxfp4_moe(**given, reproducible=True)
         monkeypatch.setattr(mxfp4_moe, "DECODE_ROWS", 0)
         by_expert = mxfp4_moe.mxfp4_moe(**given, reproducible=True)
-        weights = mxfp4_moe.Weights(*(given[name] for name in ("w13", "w13_scale", "w2", "w2_scale")), given["up_first"])
+        weights = mxfp4_moe.Weights(*map(given.get, ("w13", "w13_scale", "w2", "w2_scale", "up_first")))
         routing = mxfp4_moe.Routing(given["topk_ids"], given["topk_weights"], 0, None, given["routed_scaling"])
         wide = torch.empty_like(found)
         mxfp4_moe._sorted_rows(given["hidden"], weights, routing, given["swiglu_limit"], wide, exact=False)
