@@ -96,7 +96,7 @@ inline void bind(py::module_& m) {
   define(m, "mxfp4_moe", run);
   m.def("mxfp4_moe_problem", &problem, py::kw_only(), "hidden"_a, "inter"_a, "experts"_a, "pairs"_a);
   define(m, "mxfp4_moe_sorted", run_sorted);
-  m.def("mxfp4_moe_sorted_scratch_bytes", &sorted_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a);
+  m.def("mxfp4_moe_sorted_scratch_bytes", &sorted_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a, "exact"_a);
   define(m, "mxfp4_moe_tiles", run_tiles);
   m.def("mxfp4_moe_tiles_scratch_words", &tiles_scratch_words, py::kw_only(), "pairs"_a, "experts"_a);
   define(m, "mxfp4_moe_shared", run_shared);

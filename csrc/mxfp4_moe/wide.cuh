@@ -20,7 +20,7 @@ struct alignas(128) WideStage {
 struct WideShared {
   WideStage stages[kWideStages];
   uint8_t scales[2][kWideRows][16];  // of kScaleStages stages
-  float out[kMathThreads / 32][8][kOutPitch];  // a warp's own
+  uint16_t out[kMathThreads / 32][16][36];  // a warp's own
   Barriers<kWideStages> full, empty;
 };
 static_assert(sizeof(WideShared) <= kMaxSharedBytes);
@@ -187,19 +187,42 @@ __device__ __forceinline__ void multiply_unit(const SortedParams& p, WideShared&
     ahead.here = ahead.next;
     ahead.next.advance();
   }
+  // 16 pairs at a time through shared memory: of each the warp's outputs in bf16
+  constexpr int kOutputs = wide_outputs(kGated) / 8, kPitch = kGated ? 24 : 36;
+  uint16_t (&area)[16][kPitch] = reinterpret_cast<uint16_t (&)[16][kPitch]>(s.out[warp]);
 #pragma unroll
-  for (int from = 0; from < kTiles; from += kTogether) {
-    float total[2][kTogether][4];
+  for (int from = 0; from < kTiles; from += 2) {
+    __syncwarp();
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int n = 0; n < kTogether; ++n) {
+      for (int m = 0; m < 2; ++m) {
+        float value[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) total[m][n][i] = sums[m][from + n][i] * (1ull << kDown);
+        for (int i = 0; i < 4; ++i) value[i] = sums[m][from + n][i] * (1ull << kDown);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          uint16_t* const to = &area[n * 8 + 2 * q + r][m * (kOutputs / 2) + g];
+          if constexpr (kGated) {
+            to[0] = swiglu(value[r], value[2 + r], p.limit);
+          } else {
+            const uint32_t both = pack_bf16x2(value[r], value[2 + r]);
+            to[0] = static_cast<uint16_t>(both), to[8] = static_cast<uint16_t>(both >> 16);
+          }
+        }
       }
     }
-    const int first_pair = from * 8, pair_of_lane = kGated ? 0 : p.pairs[tile.begin + min(first_pair + lane, tile.count - 1)];
-    store_unit<kGated>(p, s.out[warp], total, tile, first_pair, output + warp * (wide_outputs(kGated) / 8), pair_of_lane);
+    __syncwarp();
+    const int pair = from * 8 + lane / 2, position = tile.begin + pair;
+    if (pair < tile.count) {
+      uint16_t* const to = kGated ? p.h + static_cast<int64_t>(position) * p.outputs : p.y16 + static_cast<int64_t>(p.pairs[position]) * p.outputs;
+      const uint2* const read = reinterpret_cast<const uint2*>(&area[lane / 2][lane % 2 * (kOutputs / 2)]);
+#pragma unroll
+      for (int k = 0; k < kOutputs / 16; ++k) {
+        const uint2 low = read[2 * k], high = read[2 * k + 1];
+        *reinterpret_cast<uint4*>(to + output + warp * kOutputs + lane % 2 * (kOutputs / 2) + k * 8) = make_uint4(low.x, low.y, high.x, high.y);
+      }
+    }
   }
 }
 
@@ -248,6 +271,32 @@ __global__ void __launch_bounds__(kSortedThreads, 1) wide_kernel(const SortedPar
     set_registers<200, true>();  // 104 + 2 x 200 = 3 x 168, of four warps each
     multiply_wide_units<kGated>(p, s);
   }
+}
+
+constexpr int kWideSumThreads = 128;
+
+// out[row] = the sum of weight * y over its slots in their order, those without a local expert left out. 8 columns a thread.
+__global__ void __launch_bounds__(kWideSumThreads) wide_sum_kernel(const WideSumParams p) {
+  pdl_wait();
+  pdl_trigger();
+  const int row = blockIdx.x, column = (blockIdx.y * kWideSumThreads + threadIdx.x) * 8;
+  if (column >= p.columns) return;
+  float sum[8] = {};
+  for (int slot = 0; slot < p.topk; ++slot) {
+    const int64_t pair = static_cast<int64_t>(row) * p.topk + slot;
+    if (p.pair_expert[pair] < 0) continue;
+    const float weight = p.topk_weights[row * p.weights_stride + slot];
+    const uint4 y = *reinterpret_cast<const uint4*>(p.y + pair * p.columns + column);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum[2 * i] = fmaf(weight, bf16_low(word_of(y, i)), sum[2 * i]);
+      sum[2 * i + 1] = fmaf(weight, bf16_high(word_of(y, i)), sum[2 * i + 1]);
+    }
+  }
+  uint32_t out[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[i] = pack_bf16x2(sum[2 * i] * p.routed_scaling, sum[2 * i + 1] * p.routed_scaling);
+  *reinterpret_cast<uint4*>(p.out + row * p.out_stride + column) = make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 }  // namespace dsv4::mxfp4_moe

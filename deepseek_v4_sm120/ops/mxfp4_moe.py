@@ -192,15 +192,15 @@ def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, 
 def _sorted_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, exact: bool) -> None:
     """Any number of rows: pairs by expert, a weight decoded for 64 of them. exact: the bits of few that are exact."""
     given = _arguments(hidden, weights, routing, limit, out)
-    sizes = _sorted_scratch_bytes(*(given[name] for name in ("rows", "topk", "experts", "hidden", "inter")))
+    sizes = _sorted_scratch_bytes(*(given[name] for name in ("rows", "topk", "experts", "hidden", "inter")), exact)
     scratch = torch.empty(sizes, dtype=torch.uint8, device=hidden.device)
     extension.load().mxfp4_moe_sorted(**given, scratch=scratch.data_ptr(), exact=exact)
 
 
 @functools.lru_cache(maxsize=4096)
-def _sorted_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int) -> int:
+def _sorted_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int, exact: bool) -> int:
     return extension.load().mxfp4_moe_sorted_scratch_bytes(
-        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter
+        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter, exact=exact
     )
 
 
