@@ -25,7 +25,7 @@ struct Layout {
     const int64_t all = static_cast<int64_t>(rows) * topk;
     num_tiles = static_cast<int>(all / kTilePairs + experts);
     columns = hidden;
-    while (all * columns * y_bytes > kMostOfY && columns % (2 * kWideRows) == 0) columns /= 2;
+    while (all * columns * y_bytes > kMostOfY && columns % (2 * (exact ? kTileRows : kWideRows)) == 0) columns /= 2;
     size = 0;
     const auto take = [&](int64_t bytes) {
       const int64_t here = size;
