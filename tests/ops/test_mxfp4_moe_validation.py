@@ -62,6 +62,15 @@ BAD = {
         {"expert_map": torch.zeros(0, dtype=torch.int32)},
         r"expert_map.shape must be \[1 or more\], got \[0\]",
     ),
+    "wide": ({"wide": 2}, "wide must be one of None, False, True, got 2"),
+    "wide of few inputs": (
+        {"wide": True},
+        "wide must be False or None for hidden 256 and inter 128, which are no multiple of 256 or less than 256, ",
+    ),
+    "wide of MXFP8": (
+        {"wide": True, "activations": "mxfp8"},
+        "wide must be False or None for activations mxfp8, got True",
+    ),
     "activations": ({"activations": "fp4"}, "activations must be one of bf16, mxfp8, got 'fp4'"),
     "out shape": ({"out": torch.zeros(2, 256).bfloat16()}, r"out.shape must be \[3, 256\], got \[2, 256\]"),
 }
