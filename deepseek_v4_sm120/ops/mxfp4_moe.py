@@ -27,7 +27,7 @@ _PACKED_DTYPES = (torch.uint8, torch.int8)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 ACTIVATIONS = ("bf16", "mxfp8")
 _GROUPED_MULTIPLE = 128  # of hidden and inter, above DECODE_ROWS rows
-_WIDE_MULTIPLE, _WIDE_INTER = 256, 256  # csrc/mxfp4_moe/wide.cuh: weight rows of a unit; inputs
+_WIDE_ROWS, _WIDE_SCALES = 256, 512  # csrc/mxfp4_moe/wide.cuh: weight rows of a unit; inputs of a place for scales
 _SORTED_SCALES = 4  # bytes: csrc/mxfp4_moe/sorted.cuh counts scales in fours and codes in VECTOR, both in 32 bits
 
 
@@ -78,7 +78,7 @@ def mxfp4_moe(
                        batch: a row alone equals the row among others. There weights are exact (a scale byte of 0 counts
                        as zero, 255 as NaN); above for scale bytes 34 to 160
     sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash, Pro), 512 experts, 3072 pairs at
-                       most; others take the other regime: multiples of 128 (wide: hidden of 256, inter from 256 on),
+                       most; others take the other regime: multiples of 128 (wide: hidden of 256, inter not 128, 640),
                        at most 1024 experts
     raises             TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                        launch)
