@@ -432,10 +432,10 @@ def _wide_problem(activations: str, weights: Weights) -> str:
     hidden, inter = weights.w2.shape[1], weights.w13.shape[1] // 2
     if activations != "bf16":
         return f"activations {activations}"
-    if hidden % _WIDE_MULTIPLE or inter < _WIDE_INTER:
-        return (
-            f"hidden {hidden} and inter {inter}, which are no multiple of {_WIDE_MULTIPLE} or less than {_WIDE_INTER}"
-        )
+    if hidden % _WIDE_ROWS:
+        return f"hidden {hidden}, no multiple of {_WIDE_ROWS}"
+    if inter % _WIDE_SCALES == _GROUPED_MULTIPLE:
+        return f"inter {inter}, {_GROUPED_MULTIPLE} more than a multiple of {_WIDE_SCALES}"
     return next((f"{name} that spans {span} bytes, more than {most}" for name, span, most in _too_far(weights)), "")
 
 

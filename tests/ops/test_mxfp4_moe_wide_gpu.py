@@ -1,4 +1,4 @@
-"""mxfp4_moe for many rows by the kernels of mma.sync (csrc/mxfp4_moe/wide.cuh), by name, so that an SM90 runs them, too."""
+"""mxfp4_moe for many rows by the kernels of mma.sync (csrc/mxfp4_moe/wide.cuh), which an SM90 runs when asked to."""
 
 from __future__ import annotations
 
