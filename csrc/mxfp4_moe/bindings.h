@@ -54,7 +54,8 @@ inline void run(Arguments& a) {
 }
 
 inline void run_sorted(Arguments& a) {
-  const Params p = read_params(a);
+  Params p = read_params(a);
+  p.exact = a["exact"];
   unsigned char* const scratch = a["scratch"];
   const int num_sms = a["num_sms"];
   const LaunchArguments last = a.last();
@@ -95,7 +96,7 @@ inline void bind(py::module_& m) {
   define(m, "mxfp4_moe", run);
   m.def("mxfp4_moe_problem", &problem, py::kw_only(), "hidden"_a, "inter"_a, "experts"_a, "pairs"_a);
   define(m, "mxfp4_moe_sorted", run_sorted);
-  m.def("mxfp4_moe_sorted_scratch_bytes", &sorted_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a);
+  m.def("mxfp4_moe_sorted_scratch_bytes", &sorted_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a, "exact"_a);
   define(m, "mxfp4_moe_tiles", run_tiles);
   m.def("mxfp4_moe_tiles_scratch_words", &tiles_scratch_words, py::kw_only(), "pairs"_a, "experts"_a);
   define(m, "mxfp4_moe_shared", run_shared);

@@ -1,6 +1,7 @@
 // Scratch and launches of the kernels for many rows with the bits of few.
-#include "sorted.cuh"
+#include "wide.cuh"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "tiles.h"
@@ -11,18 +12,19 @@ namespace {
 
 constexpr char kName[] = "mxfp4_moe, sorted";
 constexpr int64_t kMostOfY = 96 << 20;  // bytes; an SM120's L2 has 128 MB
-constexpr int kSortedShared = sizeof(SortedShared);
+constexpr int kSortedShared = sizeof(SortedShared), kWideShared = sizeof(WideShared);
 
 // Where things begin in a call's scratch, in bytes.
 struct Layout {
   int64_t pairs, pair_expert, expert, begin, end, tiles_scratch, x, x_powers, h, h_powers, y, size;
   int num_tiles, columns;  // outputs of a row that y holds at a time
 
-  Layout(int rows, int topk, int experts, int hidden, int inter) {
+  Layout(int rows, int topk, int experts, int hidden, int inter, bool exact) {
+    const int y_bytes = exact ? 4 : 2;
     const int64_t all = static_cast<int64_t>(rows) * topk;
     num_tiles = static_cast<int>(all / kTilePairs + experts);
     columns = hidden;
-    while (all * columns * 4 > kMostOfY && columns % (2 * kTileRows) == 0) columns /= 2;
+    while (all * columns * y_bytes > kMostOfY && columns % (2 * (exact ? kTileRows : kWideRows)) == 0) columns /= 2;
     size = 0;
     const auto take = [&](int64_t bytes) {
       const int64_t here = size;
@@ -35,42 +37,51 @@ struct Layout {
     begin = take(num_tiles * 4ll);
     end = take(num_tiles * 4ll);
     tiles_scratch = take(tiles_scratch_words(all, experts) * 4);
-    x = take(int64_t{rows} * hidden * 2);
-    x_powers = take(int64_t{rows} * slices_of_hidden(hidden).slices * 4);
+    x = take(exact ? int64_t{rows} * hidden * 2 : 0);
+    x_powers = take(exact ? int64_t{rows} * slices_of_hidden(hidden).slices * 4 : 0);
     h = take(all * inter * 2);
-    h_powers = take(all * slices_of_inter(inter).slices * 4);
-    y = take(all * columns * 4);
+    h_powers = take(exact ? all * slices_of_inter(inter).slices * 4 : 0);
+    y = take(all * columns * y_bytes);
   }
 };
 
-template <bool kGated>
+template <bool kGated, bool kExact>
+constexpr void (*kernel_of)(SortedParams) = kExact ? sorted_kernel<kGated> : wide_kernel<kGated>;
+
+template <bool kGated, bool kExact>
 const void* allowed() {
   static uint64_t configured = 0;
-  const void* const kernel = reinterpret_cast<const void*>(&sorted_kernel<kGated>);
-  allow_shared(kName, kernel, kSortedShared, configured);
+  const void* const kernel = reinterpret_cast<const void*>(kernel_of<kGated, kExact>);
+  allow_shared(kName, kernel, kExact ? kSortedShared : kWideShared, configured);
   return kernel;
 }
 
-template <bool kGated>
+template <bool kGated, bool kExact>
 void launch_product(const SortedParams& p, int num_sms, const Launcher& launcher) {
-  allowed<kGated>();
-  launcher(sorted_kernel<kGated>, dim3(num_sms), kSortedThreads, kSortedShared, p);
+  allowed<kGated, kExact>();
+  launcher(kernel_of<kGated, kExact>, dim3(num_sms), kSortedThreads, kExact ? kSortedShared : kWideShared, p);
+}
+template <bool kGated>
+void launch_product(const SortedParams& p, bool exact, int num_sms, const Launcher& launcher) {
+  exact ? launch_product<kGated, true>(p, num_sms, launcher) : launch_product<kGated, false>(p, num_sms, launcher);
 }
 
 void launch_prepare(const PrepareParams& p, const Launcher& launcher) {
-  const int64_t blocks = ceil_div(p.rows * p.slices, int64_t{kPrepareThreads / 32});
+  const int64_t blocks = ceil_div(p.rows * p.slices, int64_t{kPrepareThreads / 32 * kPrepareItems});
   launcher(prepare_kernel, dim3(static_cast<unsigned>(blocks)), kPrepareThreads, 0, p);
 }
 
 }  // namespace
 
-int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter) { return Layout(rows, topk, experts, hidden, inter).size; }
+int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, bool exact) {
+  return Layout(rows, topk, experts, hidden, inter, exact).size;
+}
 
 void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream) {
   const std::string why_not = problem(params.hidden, params.inter, params.experts, 0);
   if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
   const Launcher launcher = {kName, pdl, stream};
-  const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter);
+  const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter, params.exact);
   const auto words = [&](int64_t at) { return reinterpret_cast<int32_t*>(scratch + at); };
 
   TilesParams tiles = {};
@@ -85,34 +96,40 @@ void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bo
   const Slices of_x = slices_of_hidden(params.hidden), of_h = slices_of_inter(params.inter);
   uint16_t *const x = reinterpret_cast<uint16_t*>(scratch + layout.x), *const h = reinterpret_cast<uint16_t*>(scratch + layout.h);
   float *const x_powers = reinterpret_cast<float*>(scratch + layout.x_powers), *const h_powers = reinterpret_cast<float*>(scratch + layout.h_powers);
-  launch_prepare({params.x, x, x_powers, params.x_stride, params.rows, of_x.slices, of_x.steps}, launcher);
+  if (params.exact) launch_prepare({params.x, x, x_powers, params.x_stride, params.rows, of_x.slices, of_x.steps}, launcher);
 
   SortedParams product = {};
   product.pairs = tiles.pairs, product.expert = tiles.expert, product.begin = tiles.begin, product.end = tiles.end;
   product.num_tiles = layout.num_tiles, product.topk = params.topk;
   product.limit = params.limit, product.gate_row = params.gate_row, product.up_row = params.up_row;
-  product.x = x, product.powers = x_powers, product.w = params.w13, product.h = h;
+  product.x = params.exact ? x : params.x, product.powers = x_powers, product.w = params.w13, product.h = h;
+  product.x_row_chunks = static_cast<uint32_t>(params.x_stride / 8);
   product.inputs = params.hidden, product.slices = of_x.slices, product.steps = of_x.steps, product.outputs = params.inter;
-  launch_product<true>(product, num_sms, launcher);
+  launch_product<true>(product, params.exact, num_sms, launcher);
 
   const int64_t all = static_cast<int64_t>(params.rows) * params.topk;
-  launch_prepare({h, h, h_powers, params.inter, all, of_h.slices, of_h.steps}, launcher);
+  if (params.exact) launch_prepare({h, h, h_powers, params.inter, all, of_h.slices, of_h.steps}, launcher);
 
+  product.x_row_chunks = static_cast<uint32_t>(params.inter / 8);
   product.x = h, product.powers = h_powers, product.w = params.w2, product.y = reinterpret_cast<float*>(scratch + layout.y);
   product.inputs = params.inter, product.slices = of_h.slices, product.steps = of_h.steps, product.outputs = layout.columns;
-  Params sum = params;
-  sum.y = product.y, sum.hidden = layout.columns;
+  product.y16 = reinterpret_cast<uint16_t*>(scratch + layout.y);
+  SumParams sum = {product.y, tiles.pair_expert, params.topk_weights, params.out, params.weights_stride, params.out_stride};
+  sum.routed_scaling = params.routed_scaling, sum.rows = params.rows, sum.topk = params.topk, sum.columns = layout.columns;
+  const int64_t blocks = ceil_div(int64_t{params.rows} * (layout.columns / 8), int64_t{kSumThreads});
   for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
-    launch_product<false>(product, num_sms, launcher);
-    launch_combine(sum, launcher);
+    launch_product<false>(product, params.exact, num_sms, launcher);
+    launcher(params.exact ? sorted_sum_kernel<float> : sorted_sum_kernel<uint16_t>, dim3(static_cast<unsigned>(blocks)), kSumThreads, 0, sum);
   }
 }
 
 std::vector<KernelAttributes> sorted_attributes() {
-  return {attributes_of(kName, allowed<true>(), "mxfp4_moe_sorted_gate_up", kSortedThreads, kSortedShared),
-          attributes_of(kName, allowed<false>(), "mxfp4_moe_sorted_down", kSortedThreads, kSortedShared)};
+  return {attributes_of(kName, allowed<true, true>(), "mxfp4_moe_sorted_gate_up", kSortedThreads, kSortedShared),
+          attributes_of(kName, allowed<false, true>(), "mxfp4_moe_sorted_down", kSortedThreads, kSortedShared),
+          attributes_of(kName, allowed<true, false>(), "mxfp4_moe_wide_gate_up", kSortedThreads, kWideShared),
+          attributes_of(kName, allowed<false, false>(), "mxfp4_moe_wide_down", kSortedThreads, kWideShared)};
 }
 
-int sorted_shared_bytes() { return kSortedShared; }
+int sorted_shared_bytes() { return std::max(kSortedShared, kWideShared); }
 
 }  // namespace dsv4::mxfp4_moe

@@ -1,5 +1,5 @@
-// csrc/mxfp4_moe/sorted.cuh on the CPU, and a warp's product of few rows (product.cuh): their own text, one host thread for each of a
-// block's, warps in step where the text says so.
+// csrc/mxfp4_moe/sorted.cuh and wide.cuh on the CPU, and a warp's product of few rows (product.cuh): their own text, one host thread for
+// each of a block's, warps in step where the text says so.
 //
 // Copies are held back until the thread says by which barrier they come, and barriers have phases as mbarriers have. An mma is
 // the sum of its products in float64, rounded: what is multiplied makes all such sums exact. SiLU's exponential is zero, so that
@@ -27,10 +27,11 @@
 using cudaStream_t = void*;
 using std::max, std::min;
 struct float2 { float x, y; };
+struct uint2 { uint32_t x, y; };
 struct float4 { float x, y, z, w; };
 struct uint4 { uint32_t x, y, z, w; };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-struct Index { unsigned x; };
+struct Index { unsigned x, y; };
 thread_local Index threadIdx;
 Index blockIdx, gridDim;
 
@@ -61,6 +62,12 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t found = 0;
+  for (int i = 0; i < 4; ++i) found |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return found;
+}
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16; }
 template <typename T>
 T __shfl_sync(unsigned, T v, int lane) {
@@ -95,8 +102,10 @@ T at_address(uint32_t address) {
   std::memcpy(&v, shared_memory + address, sizeof(T));
   return v;
 }
+inline uint32_t load_shared_u8(uint32_t address) { return at_address<uint8_t>(address); }
 inline uint32_t load_shared_u16(uint32_t address) { return at_address<uint16_t>(address); }
 inline uint32_t load_shared_u32(uint32_t address) { return at_address<uint32_t>(address); }
+inline uint2 load_shared_u32x2(uint32_t address) { return at_address<uint2>(address); }
 inline float2 load_shared_f32x2(uint32_t address) { return at_address<float2>(address); }
 inline uint4 load_shared(uint32_t address) { return at_address<uint4>(address); }
 inline uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }
@@ -152,12 +161,15 @@ inline uint32_t bf16(float f) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline uint32_t pack_bf16x2(float low, float high) { return bf16(low) | bf16(high) << 16; }
+inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return pack_bf16x2(bf16_low(a) * bf16_low(b), bf16_high(a) * bf16_high(b)); }
+inline float of_bf16(uint32_t bits) { return bf16_low(bits); }
 inline uint32_t f16(float f) { _Float16 h = static_cast<_Float16>(f); uint16_t bits; std::memcpy(&bits, &h, 2); return bits; }
 inline float of_f16(uint32_t bits) { const uint16_t low = bits; _Float16 h; std::memcpy(&h, &low, 2); return static_cast<float>(h); }
 inline uint32_t pack_f16x2(float low, float high) { return f16(low) | f16(high) << 16; }
 inline float exp2_approx(float) { return 0; }
 
-inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <float (*kNumber)(uint32_t)>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   among_lanes({a[0], a[1], a[2], a[3], b0, b1}, [&](auto& words) {
     for (int i = 0; i < 4; ++i) {  // row g + 8 (i / 2), column 2 q + i % 2
@@ -165,8 +177,8 @@ inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
       for (int k = 0; k < 4; ++k) {
         for (int half = 0; half < 2; ++half) {
           const uint32_t *const of_a = words[g * 4 + k], *const of_b = words[(2 * q + i % 2) * 4 + k];
-          sum += static_cast<double>(of_f16(of_a[i / 2] >> 16 * half)) * of_f16(of_b[4] >> 16 * half);
-          sum += static_cast<double>(of_f16(of_a[2 + i / 2] >> 16 * half)) * of_f16(of_b[5] >> 16 * half);
+          sum += static_cast<double>(kNumber(of_a[i / 2] >> 16 * half)) * kNumber(of_b[4] >> 16 * half);
+          sum += static_cast<double>(kNumber(of_a[2 + i / 2] >> 16 * half)) * kNumber(of_b[5] >> 16 * half);
         }
       }
       d[i] = static_cast<float>(sum);
@@ -174,6 +186,8 @@ inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
     return 0;
   });
 }
+inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma<of_f16>(d, a, b0, b1); }
+inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma<of_bf16>(d, a, b0, b1); }
 }  // namespace dsv4
 
 //@@ the kernels
@@ -200,11 +214,14 @@ void run_grid(unsigned blocks, int threads, Run run) {
 }
 
 extern "C" void prepare(const PrepareParams* p) {
-  const int64_t warps_of_all = p->rows * p->slices, together = kPrepareThreads / 32;
+  const int64_t warps_of_all = p->rows * p->slices, together = kPrepareThreads / 32 * kPrepareItems;
   run_grid((warps_of_all + together - 1) / together, kPrepareThreads, [&] { prepare_kernel(*p); });
 }
 extern "C" void multiply(const SortedParams* p, int blocks, bool gated) {
   run_grid(blocks, kSortedThreads, [&] { gated ? sorted_kernel<true>(*p) : sorted_kernel<false>(*p); });
+}
+extern "C" void multiply_wide(const SortedParams* p, int blocks, bool gated) {
+  run_grid(blocks, kSortedThreads, [&] { gated ? wide_kernel<true>(*p) : wide_kernel<false>(*p); });
 }
 
 // What a warp for few rows makes of 16 weight rows: partial[slice][row][weight row], each slice by itself.

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepseek_v4_sm120.reference.mxfp4_moe import decode_e2m1
 from tests.ops.mxfp4_moe_order import SLICES, STEP, prepared, product
 
 REPO = Path(__file__).resolve().parents[2]
 HEADERS = ("numbers.h", *(f"mxfp4_moe/{name}" for name in ("mxfp4_moe.h", "sorted.h", "config.h", "product.cuh")))
-HEADERS += ("mxfp4_moe/swiglu.cuh", "mxfp4_moe/sorted.cuh")
+HEADERS += ("mxfp4_moe/swiglu.cuh", "mxfp4_moe/sorted.cuh", "mxfp4_moe/wide.cuh")
 POINTER, INT64, INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 TOPK, TILE = 2, 64
 
@@ -29,11 +30,11 @@ class Prepare(ctypes.Structure):
 class Sorted(ctypes.Structure):
     _fields_ = [(name, POINTER) for name in ("x", "powers", "codes", "scales")]
     _fields_ += [("expert_bytes", INT64), ("expert_scale_bytes", INT64)]
-    _fields_ += [(name, POINTER) for name in ("pairs", "expert", "begin", "end", "h", "y")] + [
+    _fields_ += [(name, POINTER) for name in ("pairs", "expert", "begin", "end", "h", "y", "y16")] + [
         ("limit", ctypes.c_float)
     ]
     _fields_ += [(name, INT32) for name in ("num_tiles", "topk", "inputs", "slices", "steps", "first", "outputs")]
-    _fields_ += [(name, INT32) for name in ("gate_row", "up_row")]
+    _fields_ += [(name, INT32) for name in ("gate_row", "up_row", "x_row_chunks")]
 
 
 def compiled(folder: Path, *changes: tuple[str, str]) -> ctypes.CDLL:
@@ -108,6 +109,7 @@ CASES = {
     "three steps": ([12, 40], 1, 384, 128),
     "two slices": ([9, 64], 3, 1024, 128),
     "more slices than have room": ([5], 1, 2048, 128),
+    "all heights of a tile": ([16, 0, 17, 33, 49, 64], 2, 512, 128),
 }
 
 
@@ -117,13 +119,13 @@ def test_the_bits(library, name, gated):
     assert has_the_bits(library, name, gated)
 
 
-SUM = "__fadd_rn(sums[0][m][n][i], sums[1][m][n][i])"
+SUM = "__fadd_rn(sums[0][n][i], sums[1][n][i])"
 NOT_SO = {
     "one sum after the other": (
-        f"__fadd_rn(before[m][n][i], {SUM});",
-        "__fadd_rn(__fadd_rn(before[m][n][i], sums[0][m][n][i]), sums[1][m][n][i]);",
+        f"__fadd_rn(before[n][i], {SUM});",
+        "__fadd_rn(__fadd_rn(before[n][i], sums[0][n][i]), sums[1][n][i]);",
     ),
-    "the other group's scale": ("t == 0 ? stored", "t == 1 ? stored"),
+    "the other group's scale": ("t == 0 ? scales", "t == 1 ? scales"),
     "x without its grid": ("(150 + max(", "(130 + max("),
     "a copy behind the last pair's": ("x_row + 16 * k < tile.count", "x_row + 16 * k + 1 < tile.count"),
 }
@@ -136,9 +138,19 @@ def test_what_is_not_so_is_seen(what, tmp_path):
 
 def has_the_bits(library, name: str, gated: bool) -> bool:
     counts, blocks, inputs, outputs = CASES[name]
-    generator = torch.Generator().manual_seed(len(name))
-    experts, local = len(counts), sum(counts)
-    rows = -(-local // TOPK) + 2  # some pairs have no expert
+    x = numbers(rows_of(counts) if gated else sum(counts), inputs, torch.Generator().manual_seed(len(name)))
+    values, powers = prepare(library, x)
+    return all(is_right(library.multiply, counts, blocks, x, values, powers, outputs, 128, gated, product))
+
+
+def rows_of(counts: list[int]) -> int:
+    return -(-sum(counts) // TOPK) + 2  # some pairs have no expert
+
+
+def is_right(multiply, counts, blocks, x, values, powers, outputs, wide, gated, expected, scale=110) -> list[bool]:
+    """Whether a product of `values`, which stand for x, is `expected`, of each expert. Down: the last outputs."""
+    inputs, experts, local, rows = x.shape[1], len(counts), sum(counts), rows_of(counts)
+    generator = torch.Generator().manual_seed(inputs)
     pairs = torch.randperm(rows * TOPK, generator=generator)[:local].int()
     tiles = []
     for e in range(experts):
@@ -148,31 +160,59 @@ def has_the_bits(library, name: str, gated: bool) -> bool:
     expert, begin, end = torch.tensor(tiles, dtype=torch.int32).T.contiguous()
     inter = outputs // 2
     codes = torch.randint(0, 256, (experts, outputs, inputs // 2), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(110, 126, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
-    x = numbers(rows if gated else local, inputs, generator)
-    values, powers = prepare(library, x)
+    scales = torch.randint(scale, 126, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
     h = torch.full((local, inter), math.nan, dtype=torch.bfloat16)
-    first, columns = (0, inter) if gated else (outputs - 128, 128)  # down: the last 128 outputs
+    first, columns = (0, inter) if gated else (outputs - wide, wide)
     y = torch.full((rows * TOPK, columns), math.nan)
+    y16 = y.bfloat16()
     given = Sorted(
         *(tensor.data_ptr() for tensor in (values, powers, codes, scales)),
         *(codes.stride(0), scales.stride(0)),
-        *(tensor.data_ptr() for tensor in (pairs, expert, begin, end, h, y)),
-        *(math.inf, len(tiles), TOPK, inputs, SLICES[inputs], steps_of(inputs), first, columns),
-        *(0, inter),
+        *(tensor.data_ptr() for tensor in (pairs, expert, begin, end, h, y, y16)),
+        *(math.inf, len(tiles), TOPK, inputs, powers.shape[1], inputs // powers.shape[1] // STEP, first, columns),
+        *(0, inter, values.stride(0) // 8),
     )
-    library.multiply(ctypes.byref(given), blocks, gated)
+    multiply(ctypes.byref(given), blocks, gated)
+    y = y16 if wide == 256 else y
     right = []
     for e in range(experts):
         here = torch.arange(sum(counts[:e]), sum(counts[: e + 1]))
         if gated:
-            gate, up = product(x[(pairs[here] // TOPK).long()], codes[e], scales[e]).chunk(2, dim=1)
+            gate, up = expected(x[(pairs[here] // TOPK).long()], codes[e], scales[e]).chunk(2, dim=1)
             right.append(torch.equal(h[here], (gate * up).bfloat16()))
         else:
-            expected = product(x[here], codes[e], scales[e])[:, first:]
-            right.append(torch.equal(y[pairs[here].long()], expected))
+            right.append(
+                torch.equal(y[pairs[here].long()], expected(x[here], codes[e], scales[e])[:, first:].to(y.dtype))
+            )
     if not gated:
         others = torch.ones(rows * TOPK, dtype=torch.bool)
         others[pairs.long()] = False
         assert bool(y[others].isnan().all()), "a pair without an expert was written"
-    return all(right)
+    return right
+
+
+WIDE = {  # counts, blocks, inputs, outputs
+    "one pair": ([1], 1, 256, 256),
+    "all heights of a tile": ([16, 0, 17, 33, 49, 64], 2, 256, 256),
+    "tiles and a bit": ([70, 130], 3, 384, 512),
+    "more stages than have room": ([5, 40], 1, 1024, 256),
+    "places for scales that are filled in part": ([70], 1, 768, 512),
+}
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("name", WIDE)
+def test_wide(library, name, gated):
+    """Of numbers whose sums are exact in whatever order."""
+    counts, blocks, inputs, outputs = WIDE[name]
+    generator = torch.Generator().manual_seed(len(name))
+    x = torch.randint(-4, 5, (rows_of(counts) if gated else sum(counts), inputs + 8), generator=generator).bfloat16()
+    x = x[:, :inputs]
+
+    def exact(x, codes, scales):
+        weights = decode_e2m1(codes).unflatten(1, (-1, 32)) * 2.0 ** (scales.double() - 127)[:, :, None]
+        return (x.double() @ weights.flatten(1).T).float()
+
+    assert all(
+        is_right(library.multiply_wide, counts, blocks, x, x, torch.empty(0, 1), outputs, 256, gated, exact, scale=123)
+    )

@@ -46,6 +46,7 @@ from deepseek_v4_sm120.specs import bounds
 
 PATCH = "mxfp4_moe"
 WAY_MXFP8 = "ours, mxfp8"  # what `calibrate` calls it; a profile that leaves it out leaves bf16
+WAY_WIDE = "ours, wide"  # likewise; leaves Triton's kernels for prompts in bf16
 
 KEPT = "_dsv4_sm120_experts"  # attribute of a layer that we keep
 SCALE_NAMES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
@@ -63,6 +64,7 @@ class Experts:
     up_first: bool
     swiglu_limit: float | None
     activations: str
+    wide: bool | None  # the operator's
 
     @property
     def bytes(self) -> int:
@@ -128,6 +130,7 @@ def _experts(method, layer, *, mxfp8: bool) -> Experts:
         up_first=bool(getattr(method, "load_up_proj_weight_first", False)),
         swiglu_limit=layer.moe_runner_config.swiglu_limit,
         activations="mxfp8" if mxfp8 else "bf16",
+        wide=None if patching.left_out(PATCH, WAY_WIDE) is None else False,
     )
 
 
@@ -235,6 +238,7 @@ def _run(experts: Experts, hidden, topk_ids, topk_weights):
         up_first=experts.up_first,
         activations=experts.activations,
         reproducible=settings().reproducible,
+        wide=experts.wide,
     )
 
 
