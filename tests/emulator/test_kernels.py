@@ -190,6 +190,15 @@ def test_mxfp4_moe_of_few_rows(rows, ids, most_instructions, monkeypatch):
     assert same(found[:1], alone) and same(exact, by_expert) and ran("sorted_kernel") and ran("wide_kernel")
 
 
+def test_wide_kernels_take_sizes_that_few_rows_do_not():
+    shape = moe_spec.Shape(5, hidden=512, inter=896, experts=3, topk=2)
+    inputs = moe_spec.make_inputs(shape, seed=5, device="cpu")
+    given = inputs.arguments()
+    with emulated(seed=5, most_instructions=100):
+        found = mxfp4_moe.mxfp4_moe(**given, wide=True)
+    assert relative_error(found, moe_reference.mxfp4_moe(**given)) < bounds.MXFP4_MOE.truth and ran("wide_kernel")
+
+
 HIDDEN = 512
 
 
