@@ -13,6 +13,7 @@
 #include "product.cuh"
 #include "sorted.h"
 #include "swiglu.cuh"
+#include "units.cuh"
 
 namespace dsv4::mxfp4_moe {
 
@@ -41,25 +42,6 @@ struct SortedShared {
 };
 static_assert(sizeof(SortedShared) <= kMaxSharedBytes && sizeof(SortedStage) % 128 == 0);
 static_assert(kWarpPairs * kWarpRows <= sizeof(SortedShared::out[0]), "of the gate's h: 16 bf16 for each pair");
-
-// A place in the ring of stages, and the number of its barriers' phase.
-template <int kStages>
-struct StagePlace {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  }
-};
-
-struct SortedTile {
-  int expert, begin, count;  // expert -1: there is no more
-};
-__device__ __forceinline__ SortedTile tile_of(const SortedParams& p, int tile) {
-  if (tile >= p.num_tiles) return {-1, 0, 0};
-  const int begin = p.begin[tile];
-  return {p.expert[tile], begin, p.end[tile] - begin};
-}
 
 // ---- four warps that copy
 

@@ -105,6 +105,8 @@ def mxfp4_moe(
             _few_rows(hidden, weights, routing, limit, out, exact=reproducible)
         elif reproducible:
             _sorted_rows(hidden, weights, routing, limit, out, exact=True)
+        elif activations == "mxfp8" and not _scaled_problem(*sizes):
+            _scaled_rows(hidden, weights, routing, limit, out)
         else:
             _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
     return out
@@ -243,6 +245,26 @@ def _arguments(hidden, weights: Weights, routing: Routing, limit: float, out) ->
 
 
 # ---- many rows
+
+
+@functools.lru_cache(maxsize=4096)
+def _scaled_problem(hidden: int, inter: int, experts: int) -> str:
+    return extension.load().mxfp4_moe_scaled_problem(hidden=hidden, inter=inter, experts=experts)
+
+
+def _scaled_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
+    """Activations in MXFP8, by SM120's block-scaled instruction; elsewhere, for tests, bf16 products of the same values."""
+    given = _arguments(hidden, weights, routing, limit, out)
+    size = _scaled_scratch_bytes(*(given[name] for name in ("rows", "topk", "experts", "hidden", "inter")))
+    scratch = torch.empty(size, dtype=torch.uint8, device=hidden.device)
+    extension.load().mxfp4_moe_scaled(**given, scratch=scratch.data_ptr())
+
+
+@functools.lru_cache(maxsize=4096)
+def _scaled_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int) -> int:
+    return extension.load().mxfp4_moe_scaled_scratch_bytes(
+        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter
+    )
 
 
 @dataclass(frozen=True)
