@@ -14,14 +14,15 @@ constexpr int64_t kMostOfY = 96 << 20;  // bytes; an SM120's L2 has 128 MB
 
 // Where things begin in a call's scratch, in bytes.
 struct Layout {
-  int64_t pairs, pair_expert, expert, begin, end, tiles_scratch, x, x_scales, h, h_scales, y, size;
-  int num_tiles, columns;  // outputs of a row that y holds at a time
+  int64_t pairs, pair_expert, expert, begin, end, tiles_scratch, x, x_scales, h, h_scales, y, taken, size;
+  int num_tiles, columns, num_taken;  // columns: outputs of a row that y holds at a time
 
   Layout(int rows, int topk, int experts, int hidden, int inter) {
     const int64_t all = static_cast<int64_t>(rows) * topk;
     num_tiles = static_cast<int>(all / kScaledPairs + experts);
     columns = hidden;
-    while (all * columns * 4 > kMostOfY && columns % (2 * kScaledRows) == 0) columns /= 2;
+    while (all * columns * 2 > kMostOfY && columns % (2 * kScaledRows) == 0) columns /= 2;
+    num_taken = 1 + hidden / columns;
     size = 0;
     const auto take = [&](int64_t bytes) {
       const int64_t here = size;
@@ -38,7 +39,8 @@ struct Layout {
     x_scales = take(int64_t{rows} * hidden / 32);
     h = take(all * inter);
     h_scales = take(all * inter / 32);
-    y = take(all * columns * 4);
+    y = take(all * columns * 2);
+    taken = take(num_taken * 4ll);
   }
 };
 
@@ -84,7 +86,8 @@ void launch_scaled(const Params& params, unsigned char* scratch, int num_sms, bo
   launch_tiles(tiles, pdl, stream);
 
   const Mxfp8 x = {scratch + layout.x, scratch + layout.x_scales}, h = {scratch + layout.h, scratch + layout.h_scales};
-  const QuantizeParams quantize = {params.x, params.x_stride, x, params.rows, params.hidden};
+  uint32_t* const taken = reinterpret_cast<uint32_t*>(scratch + layout.taken);
+  const QuantizeParams quantize = {params.x, params.x_stride, x, params.rows, params.hidden, taken, layout.num_taken};
   const int64_t blocks = ceil_div(static_cast<int64_t>(params.rows) * params.hidden / 8, int64_t{kQuantizeThreads});
   launcher(quantize_kernel, dim3(static_cast<unsigned>(blocks)), kQuantizeThreads, 0, quantize);
 
@@ -93,16 +96,18 @@ void launch_scaled(const Params& params, unsigned char* scratch, int num_sms, bo
   product.num_tiles = layout.num_tiles, product.topk = params.topk;
   product.limit = params.limit, product.gate_row = params.gate_row, product.up_row = params.up_row;
   product.x = x, product.w = params.w13, product.h = h;
-  product.inputs = params.hidden, product.outputs = params.inter;
+  product.inputs = params.hidden, product.outputs = params.inter, product.taken = taken;
   launch_product<true>(product, num_sms, launcher);
 
-  product.x = h, product.w = params.w2, product.y = reinterpret_cast<float*>(scratch + layout.y);
+  product.x = h, product.w = params.w2, product.y = reinterpret_cast<uint16_t*>(scratch + layout.y);
   product.inputs = params.inter, product.outputs = layout.columns;
-  Params sum = params;
-  sum.y = product.y, sum.hidden = layout.columns;
+  SumParams sum = {product.y,  params.topk_weights, params.weights_stride,  tiles.pair_expert, params.out,
+                   params.out_stride, params.routed_scaling, params.topk, layout.columns};
+  const dim3 blocks_of_sum(params.rows, ceil_div(layout.columns / 8, kSumThreads));
   for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
+    ++product.taken;
     launch_product<false>(product, num_sms, launcher);
-    launch_combine(sum, launcher);
+    launcher(sum_kernel, blocks_of_sum, kSumThreads, 0, sum);
   }
 }
 

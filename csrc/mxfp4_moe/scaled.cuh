@@ -21,7 +21,7 @@
 
 namespace dsv4::mxfp4_moe {
 
-constexpr int kScaledRows = 256, kScaledPairs = 128, kScaledInputs = 64, kScaledStages = 5;
+constexpr int kScaledRows = 256, kScaledPairs = 128, kScaledInputs = 64, kScaledStages = 5, kUnitSlots = 4;
 constexpr int kScaledMath = 256, kScaledThreads = kScaledMath + 128, kWarpRows64 = 64;
 constexpr int scaled_outputs(bool gated) { return gated ? kScaledRows / 2 : kScaledRows; }
 
@@ -31,11 +31,29 @@ struct alignas(128) ScaledStage {
   uint8_t scales[kScaledRows][4];        // of the 128 inputs that the stage is a half of
   uint8_t x_scales[kScaledPairs][4];
 };
+// Of those that a block takes one after the other; of the last the expert is -1. The first is by its number, the others it asks for.
+struct alignas(16) ScaledUnit {
+  int number, expert, begin, count;
+};
 struct ScaledShared {
   ScaledStage stages[kScaledStages];
   Barriers<kScaledStages> full, empty;
+  ScaledUnit units[kUnitSlots];
+  Barriers<kUnitSlots> told;
 };
 static_assert(sizeof(ScaledShared) <= kMaxSharedBytes);
+
+template <bool kGated>
+__device__ __forceinline__ ScaledUnit scaled_unit(const ScaledParams& p, unsigned number) {
+  const SortedTile tile = tile_of(p, number / (p.outputs / scaled_outputs(kGated)));
+  return {static_cast<int>(number), tile.expert, tile.begin, tile.count};
+}
+// What is in a slot has been read by all before it is written again: four units are eight stages or more, and there are five.
+__device__ __forceinline__ ScaledUnit next_unit(ScaledShared& s, unsigned turn) {
+  s.told[turn % kUnitSlots].wait(turn / kUnitSlots % 2);
+  const uint4 words = load_shared(shared_address(&s.units[turn % kUnitSlots]));
+  return {static_cast<int>(words.x), static_cast<int>(words.y), static_cast<int>(words.z), static_cast<int>(words.w)};
+}
 
 // ---- numbers
 
@@ -99,6 +117,9 @@ constexpr int kQuantizeThreads = 256;
 __global__ void __launch_bounds__(kQuantizeThreads) quantize_kernel(const QuantizeParams p) {
   pdl_wait();
   pdl_trigger();
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < p.num_taken; i += kQuantizeThreads) p.taken[i] = 0;
+  }
   const int chunks = p.inputs / 8;
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kQuantizeThreads + threadIdx.x, row = item / chunks;
   const int chunk = static_cast<int>(item % chunks), q = chunk % 4;
@@ -124,12 +145,12 @@ __global__ void __launch_bounds__(kQuantizeThreads) quantize_kernel(const Quanti
 // ---- four warps that copy
 
 // The weight row, of those of a unit, that is the row in shared memory; a warp's 64 rows are 4 mmas of 8 rows and 8 more.
-// Gate/up: a lane has gate and up of four outputs, whose numbers in h are beside each other; down: twice four outputs.
+// Gate/up: a lane has gate and up of four outputs, whose numbers in h are beside each other; down: eight outputs beside each other.
 template <bool kGated>
 __device__ __forceinline__ int weight_row(const ScaledParams& p, int row) {
   const int warp = row / 64, m = row / 16 % 4, half = row / 8 % 2, g = row % 8;
   if constexpr (kGated) return (half == 0 ? p.gate_row : p.up_row) + warp * 32 + g % 4 * 8 + m * 2 + g / 4;
-  return warp * 64 + m / 2 * 32 + g * 4 + m % 2 * 2 + half;
+  return warp * 64 + g * 8 + m * 2 + half;
 }
 
 template <bool kGated>
@@ -142,10 +163,10 @@ __device__ __forceinline__ void copy_scaled(const ScaledParams& p, ScaledShared&
   const int code_pitch = p.inputs / 2, scale_pitch = p.inputs / 32, to_next = kGated ? 32 : 64;  // from a warp's rows to the next's
   const int units = p.outputs / scaled_outputs(kGated);
   StagePlace<kScaledStages> at;
-  for (unsigned unit = blockIdx.x;; unit += gridDim.x) {
-    const SortedTile tile = tile_of(p, unit / units);
-    if (tile.expert < 0) break;
-    const int first = p.first + unit % units * scaled_outputs(kGated);
+  unsigned turn = 0;
+  for (ScaledUnit tile = scaled_unit<kGated>(p, blockIdx.x); tile.expert >= 0; tile = next_unit(s, turn++)) {
+    const int first = p.first + tile.number % units * scaled_outputs(kGated);
+    unsigned ahead = 0;
     const uint8_t* codes = p.w.codes + tile.expert * p.w.expert_bytes + static_cast<int64_t>(first + code_row) * code_pitch + piece * 16;
     const uint8_t* const scales = p.w.scales + tile.expert * p.w.expert_scale_bytes + static_cast<int64_t>(first + scale_row) * scale_pitch;
     const auto source = [&](int r) {  // row of x that the tile's r-th pair has
@@ -159,6 +180,11 @@ __device__ __forceinline__ void copy_scaled(const ScaledParams& p, ScaledShared&
 #pragma unroll 1
     for (int i = 0; i < p.inputs / kScaledInputs; ++i) {
       s.empty[at.stage].wait(at.phase ^ 1);
+      if (thread == 0 && i == 0) ahead = gridDim.x + atomicAdd(p.taken, 1u);
+      if (thread == 0 && i == 1) {
+        s.units[turn % kUnitSlots] = scaled_unit<kGated>(p, ahead);
+        s.told[turn % kUnitSlots].arrive();
+      }
       const uint32_t stage = at.stage * sizeof(ScaledStage);
 #pragma unroll
       for (int k = 0; k < 4; ++k) cp_async_stream(code_place + stage + k * 64 * 32, codes + k * to_next * code_pitch);
@@ -233,7 +259,7 @@ __device__ __forceinline__ void multiply_group32(float (&sums)[4][kTiles][4], co
 
 // 64 weight rows' sums of gate and up to 32 numbers of h of each pair, and their scale.
 template <int kTiles>
-__device__ __forceinline__ void store_h(const ScaledParams& p, float (&sums)[4][kTiles][4], const SortedTile& tile, int first_pair, int output) {
+__device__ __forceinline__ void store_h(const ScaledParams& p, float (&sums)[4][kTiles][4], const ScaledUnit& tile, int first_pair, int output) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -260,7 +286,7 @@ __device__ __forceinline__ void store_h(const ScaledParams& p, float (&sums)[4][
 }
 
 template <int kTiles>
-__device__ __forceinline__ void store_y(const ScaledParams& p, const float (&sums)[4][kTiles][4], const SortedTile& tile, int first_pair, int output,
+__device__ __forceinline__ void store_y(const ScaledParams& p, const float (&sums)[4][kTiles][4], const ScaledUnit& tile, int first_pair, int output,
                                         const int (&pairs)[2]) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
 #pragma unroll
@@ -269,12 +295,11 @@ __device__ __forceinline__ void store_y(const ScaledParams& p, const float (&sum
     for (int r = 0; r < 2; ++r) {
       const int pair = __shfl_sync(0xffffffffu, pairs[n / 4], n % 4 * 8 + 2 * q + r);
       if (first_pair + n * 8 + 2 * q + r >= tile.count) continue;
-      float* const to = p.y + static_cast<int64_t>(pair) * p.outputs + output + g * 4;
+      uint32_t words[4];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        *reinterpret_cast<float4*>(to + j * 32) =
-            make_float4(sums[2 * j][n][r], sums[2 * j][n][2 + r], sums[2 * j + 1][n][r], sums[2 * j + 1][n][2 + r]);
-      }
+      for (int m = 0; m < 4; ++m) words[m] = pack_bf16x2(sums[m][n][r], sums[m][n][2 + r]);
+      uint16_t* const to = p.y + static_cast<int64_t>(pair) * p.outputs + output + g * 8;
+      *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }
@@ -286,7 +311,7 @@ constexpr bool kAhead = false;
 #endif
 
 template <bool kGated, int kTiles>
-__device__ __forceinline__ void multiply_scaled_unit(const ScaledParams& p, ScaledShared& s, StagePlace<kScaledStages>& at, const SortedTile& tile,
+__device__ __forceinline__ void multiply_scaled_unit(const ScaledParams& p, ScaledShared& s, StagePlace<kScaledStages>& at, const ScaledUnit& tile,
                                                      int output) {
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), across = warp % 4, first_pair = warp / 4 * (kTiles * 8);
   const uint32_t codes = shared_address(&s.stages[0].codes[across * 64 + lane][(lane >> 2 & 1) * 16]);
@@ -333,24 +358,23 @@ __device__ __forceinline__ void multiply_scaled_unit(const ScaledParams& p, Scal
   }
 }
 
+// With as many times 8 pairs for each of the two halves of the warps as the unit's pairs need.
+template <bool kGated, int kTiles = kScaledPairs / 16>
+__device__ __forceinline__ void multiply_scaled_any(const ScaledParams& p, ScaledShared& s, StagePlace<kScaledStages>& at, const ScaledUnit& unit,
+                                                    int output) {
+  if constexpr (kTiles > 1) {
+    if (unit.count <= (kTiles - 1) * 16) return multiply_scaled_any<kGated, kTiles - 1>(p, s, at, unit, output);
+  }
+  multiply_scaled_unit<kGated, kTiles>(p, s, at, unit, output);
+}
+
 template <bool kGated>
 __device__ __forceinline__ void multiply_scaled_units(const ScaledParams& p, ScaledShared& s) {
   const int units = p.outputs / scaled_outputs(kGated);
   StagePlace<kScaledStages> at;
-  SortedTile next = tile_of(p, blockIdx.x / units);
-  for (unsigned unit = blockIdx.x; next.expert >= 0; unit += gridDim.x) {
-    const SortedTile tile = next;
-    next = tile_of(p, (unit + gridDim.x) / units);
-    const int output = static_cast<int>(unit % units) * scaled_outputs(kGated);
-    if (tile.count > 96) {
-      multiply_scaled_unit<kGated, 8>(p, s, at, tile, output);
-    } else if (tile.count > 64) {
-      multiply_scaled_unit<kGated, 6>(p, s, at, tile, output);
-    } else if (tile.count > 32) {
-      multiply_scaled_unit<kGated, 4>(p, s, at, tile, output);
-    } else {
-      multiply_scaled_unit<kGated, 2>(p, s, at, tile, output);
-    }
+  unsigned turn = 0;
+  for (ScaledUnit unit = scaled_unit<kGated>(p, blockIdx.x); unit.expert >= 0; unit = next_unit(s, turn++)) {
+    multiply_scaled_any<kGated>(p, s, at, unit, unit.number % units * scaled_outputs(kGated));
   }
 }
 
@@ -362,6 +386,7 @@ __global__ void __launch_bounds__(kScaledThreads, 1) scaled_kernel(const ScaledP
     s.full[threadIdx.x].init(kScaledThreads - kScaledMath);
     s.empty[threadIdx.x].init(kScaledMath / 32);
   }
+  if (threadIdx.x < kUnitSlots) s.told[threadIdx.x].init(1);
   __syncthreads();
   pdl_wait();
   pdl_trigger();
@@ -372,6 +397,53 @@ __global__ void __launch_bounds__(kScaledThreads, 1) scaled_kernel(const ScaledP
     set_registers<232, true>();  // 40 + 2 x 232 = 3 x 168, of four warps each
     multiply_scaled_units<kGated>(p, s);
   }
+}
+
+// ---- the sum over a row's experts
+
+constexpr int kSumThreads = 128;
+
+// A thread eight columns of a row.
+__global__ void __launch_bounds__(kSumThreads) sum_kernel(const SumParams p) {
+  constexpr int kTogether = 8;
+  const int row = blockIdx.x, column = (blockIdx.y * kSumThreads + threadIdx.x) * 8;
+  bool local[kTogether];
+  float weight[kTogether];
+  const auto load_slots = [&](int begin) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const bool there = begin + i < p.topk;
+      local[i] = there && load_older(p.pair_expert + static_cast<int64_t>(row) * p.topk + begin + i) >= 0;
+      weight[i] = there ? load_older(p.topk_weights + row * p.weights_stride + begin + i) : 0.f;
+    }
+  };
+  load_slots(0);  // experts and weights are older than gate/up; y is not
+  pdl_wait();
+  pdl_trigger();
+  if (column >= p.columns) return;
+  float sum[8] = {};
+  for (int begin = 0; begin < p.topk; begin += kTogether) {
+    if (begin > 0) load_slots(begin);
+    uint4 y[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int64_t pair = static_cast<int64_t>(row) * p.topk + begin + i;
+      if (local[i]) y[i] = *reinterpret_cast<const uint4*>(p.y + pair * p.columns + column);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (!local[i]) continue;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        sum[2 * k] = fmaf(weight[i], bf16_low(word_of(y[i], k)), sum[2 * k]);
+        sum[2 * k + 1] = fmaf(weight[i], bf16_high(word_of(y[i], k)), sum[2 * k + 1]);
+      }
+    }
+  }
+  uint32_t words[4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) words[k] = pack_bf16x2(sum[2 * k] * p.routed_scaling, sum[2 * k + 1] * p.routed_scaling);
+  *reinterpret_cast<uint4*>(p.out + row * p.out_stride + column) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 }  // namespace dsv4::mxfp4_moe

@@ -16,6 +16,8 @@ struct QuantizeParams {
   int64_t from_stride;   // elements, multiple of 8
   Mxfp8 to;
   int32_t rows, inputs;
+  uint32_t* taken;       // [num_taken] of the launches behind; zeroed
+  int32_t num_taken;
 };
 
 // One of the two products of all pairs, or some of its outputs.
@@ -27,11 +29,24 @@ struct ScaledParams {
   const int32_t* begin;
   const int32_t* end;
   Mxfp8 h;                // gate/up: [positions, outputs]
-  float* y;               // down: [pairs, outputs]
+  uint16_t* y;            // down: [pairs, outputs] bf16
+  uint32_t* taken;        // units that blocks have asked for beside their first ones
   float limit;
   int32_t num_tiles, topk, inputs;
   int32_t first, outputs;  // of the weights' rows
   int32_t gate_row, up_row;
+};
+
+// The sum over a row's experts, of some of the outputs.
+struct SumParams {
+  const uint16_t* y;           // [pairs, columns] bf16
+  const float* topk_weights;   // [rows, topk]
+  int64_t weights_stride;
+  const int32_t* pair_expert;  // [pairs]; -1: none
+  uint16_t* out;               // [rows, columns] bf16
+  int64_t out_stride;          // elements, multiple of 8
+  float routed_scaling;
+  int32_t topk, columns;       // multiple of 8
 };
 
 // Why the kernels cannot take these sizes; empty: they can.
