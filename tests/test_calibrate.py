@@ -193,8 +193,9 @@ def test_the_experts_are_those_of_a_rank(monkeypatch):
     assert {c.inter for c in cases} == {1024} and [c.rows for c in cases] == [1, 8, 2048]
     assert cases[0].bytes_per_call == pytest.approx(6 * 13_369_344 / 2, rel=0.02)
     assert moe_op.DECODE_ROWS < mxfp4_moe.CHECKED_PREFILL_ROWS
-    mxfp8 = next(p for p in mxfp4_moe.providers() if p.name == mxfp4_moe.OURS_MXFP8)
-    assert [c.rows for c in cases if mxfp8.handles(c)] == [2048]
+    ways = [p for p in mxfp4_moe.providers() if p.optional]
+    assert [p.name for p in ways] == [mxfp4_moe.OURS_WIDE, mxfp4_moe.OURS_MXFP8, mxfp4_moe.OURS_MXFP8_WIDE]
+    assert all([c.rows for c in cases if way.handles(c)] == [2048] for way in ways)
 
 
 def test_the_torch_experts_are_right():

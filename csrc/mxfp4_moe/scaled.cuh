@@ -21,15 +21,20 @@
 
 namespace dsv4::mxfp4_moe {
 
-constexpr int kScaledRows = 256, kScaledPairs = 128, kScaledInputs = 64, kScaledStages = 5, kUnitSlots = 4;
-constexpr int kScaledMath = 256, kScaledThreads = kScaledMath + 128, kWarpRows64 = 64;
+constexpr int kScaledRows = 256, kScaledPairs = 128, kScaledInputs = 64, kScaledStages = 5, kSliceStages = 8, kSlices = 3, kUnitSlots = 4;
+constexpr int kScaledMath = 256, kScaledThreads = kScaledMath + 128;
+// of a tile: without the instruction a warp has no registers for all
+constexpr int tile_pairs(bool block_scaled) { return block_scaled ? kScaledPairs : kScaledPairs - 16; }
 constexpr int scaled_outputs(bool gated) { return gated ? kScaledRows / 2 : kScaledRows; }
 
 struct alignas(128) ScaledStage {
   unsigned char codes[kScaledRows][32];  // two groups; their 16 bytes exchanged in every second four rows
   unsigned char x[kScaledPairs][64];     // 16 bytes at c ^ (row / 2 % 4)
-  uint8_t scales[kScaledRows][4];        // of the 128 inputs that the stage is a half of
-  uint8_t x_scales[kScaledPairs][4];
+};
+// Of kSliceStages stages. What is in a slot has been used before it is written again: the two slices behind it are more stages than there are
+// places for, if a unit has 256 inputs.
+struct ScaledSlice {
+  uint8_t of_codes[kScaledRows][16], of_x[kScaledPairs][16];
 };
 // Of those that a block takes one after the other; of the last the expert is -1. The first is by its number, the others it asks for.
 struct alignas(16) ScaledUnit {
@@ -37,6 +42,7 @@ struct alignas(16) ScaledUnit {
 };
 struct ScaledShared {
   ScaledStage stages[kScaledStages];
+  ScaledSlice slices[kSlices];
   Barriers<kScaledStages> full, empty;
   ScaledUnit units[kUnitSlots];
   Barriers<kUnitSlots> told;
@@ -79,11 +85,16 @@ __device__ __forceinline__ uint32_t scale_f16x2_to_bf16x2(uint32_t pair, float f
   const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&pair));
   return pack_bf16x2(v.x * factor, v.y * factor);
 }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool kBlockScaled = true;
+#else
+constexpr bool kBlockScaled = false;
+#endif
 // d += a b, m16n8k32: a E2M1 in bytes, b E4M3, each row of a and column of b with a scale. Scales: byte kByte of the word; a's row g + 8 h
-// has that of lane 2 kOfA + h of its quad, b's column g that of lane kOfB.
-template <int kByte, int kOfA, int kOfB>
+// has that of lane 2 kOfA + h of its quad, b's column g that of lane kOfB. Not kBlockScaled: half of the inputs.
+template <int kByte, int kOfA, int kOfB, int kHalf>
 __device__ __forceinline__ void mma_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t a_scale, uint32_t b_scale) {
-#if __CUDA_ARCH__ >= 1200
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   asm("mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e2m1.e4m3.f32.ue8m0 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
       "{%8,%9}, {%0,%1,%2,%3}, %10, {%12,%13}, %11, {%12,%14};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -96,16 +107,14 @@ __device__ __forceinline__ void mma_scaled(float (&d)[4], const uint32_t (&a)[4]
     e4m3x4_to_f16(e4m3, pairs[0], pairs[1]);
     low = scale_f16x2_to_bf16x2(pairs[0], factor), high = scale_f16x2_to_bf16x2(pairs[1], factor);
   };
+  uint32_t of_a[4], of_b[2];
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    uint32_t of_a[4], of_b[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {  // as E4M3 a code is 2^-6 of its value
-      scaled((a[2 * k + r] & 0x1c1c1c1cu) | (a[2 * k + r] & 0x20202020u) << 2, a_scale, kOfA * 2 + r, 64.f, of_a[r], of_a[2 + r]);
-    }
-    scaled(k == 0 ? b0 : b1, b_scale, kOfB, 1.f, of_b[0], of_b[1]);
-    mma_bf16(d, of_a, of_b[0], of_b[1]);
+  for (int r = 0; r < 2; ++r) {  // as E4M3 a code is 2^-6 of its value
+    const uint32_t codes = a[2 * kHalf + r];
+    scaled((codes & 0x1c1c1c1cu) | (codes & 0x20202020u) << 2, a_scale, kOfA * 2 + r, 64.f, of_a[r], of_a[2 + r]);
   }
+  scaled(kHalf == 0 ? b0 : b1, b_scale, kOfB, 1.f, of_b[0], of_b[1]);
+  mma_bf16(d, of_a, of_b[0], of_b[1]);
 #endif
 }
 
@@ -153,6 +162,12 @@ __device__ __forceinline__ int weight_row(const ScaledParams& p, int row) {
   return warp * 64 + g * 8 + m * 2 + half;
 }
 
+// A row's scales from the group on, as many as a slice has; `all`: of the row.
+__device__ __forceinline__ void copy_scales(uint8_t* to, const uint8_t* row, int group, int all) {
+  if (all % 16 == 0) return cp_async<16>(to, row + group);
+  for (int b = 0; b < min(16, all - group); b += 4) cp_async<4>(to + b, row + group + b);
+}
+
 template <bool kGated>
 __device__ __forceinline__ void copy_scaled(const ScaledParams& p, ScaledShared& s) {
   const int thread = threadIdx.x - kScaledMath;
@@ -163,6 +178,7 @@ __device__ __forceinline__ void copy_scaled(const ScaledParams& p, ScaledShared&
   const int code_pitch = p.inputs / 2, scale_pitch = p.inputs / 32, to_next = kGated ? 32 : 64;  // from a warp's rows to the next's
   const int units = p.outputs / scaled_outputs(kGated);
   StagePlace<kScaledStages> at;
+  int slice = 0;
   unsigned turn = 0;
   for (ScaledUnit tile = scaled_unit<kGated>(p, blockIdx.x); tile.expert >= 0; tile = next_unit(s, turn++)) {
     const int first = p.first + tile.number % units * scaled_outputs(kGated);
@@ -176,7 +192,7 @@ __device__ __forceinline__ void copy_scaled(const ScaledParams& p, ScaledShared&
     uint32_t x[4];  // in 16 bytes
 #pragma unroll
     for (int k = 0; k < 4; ++k) x[k] = source(x_row + 32 * k) * (p.inputs / 16) + chunk;
-    const uint32_t x_scales = source(thread) * (p.inputs / 128);
+    const uint8_t* const x_scales = p.x.scales + static_cast<int64_t>(source(thread)) * scale_pitch;
 #pragma unroll 1
     for (int i = 0; i < p.inputs / kScaledInputs; ++i) {
       s.empty[at.stage].wait(at.phase ^ 1);
@@ -184,6 +200,13 @@ __device__ __forceinline__ void copy_scaled(const ScaledParams& p, ScaledShared&
       if (thread == 0 && i == 1) {
         s.units[turn % kUnitSlots] = scaled_unit<kGated>(p, ahead);
         s.told[turn % kUnitSlots].arrive();
+      }
+      if (i % kSliceStages == 0) {
+        ScaledSlice& here = s.slices[slice];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) copy_scales(here.of_codes[thread + k * 128], scales + k * 2 * to_next * scale_pitch, i * 2, scale_pitch);
+        if (thread < tile.count) copy_scales(here.of_x[thread], x_scales, i * 2, scale_pitch);
+        if (++slice == kSlices) slice = 0;
       }
       const uint32_t stage = at.stage * sizeof(ScaledStage);
 #pragma unroll
@@ -194,9 +217,6 @@ __device__ __forceinline__ void copy_scaled(const ScaledParams& p, ScaledShared&
         const uint8_t* const from = p.x.numbers + (x[k] + i * 4) * int64_t{16};
         cp_async_16_if(x_row + 32 * k < tile.count, x_place + stage + k * 32 * 64, reinterpret_cast<uint64_t>(from), true);
       }
-#pragma unroll
-      for (int k = 0; k < 2; ++k) cp_async<4>(s.stages[at.stage].scales[thread + k * 128], scales + k * 2 * to_next * scale_pitch + i / 2 * 4);
-      if (thread < tile.count) cp_async<4>(s.stages[at.stage].x_scales[thread], p.x.scales + (x_scales + i / 2) * int64_t{4});
       s.full[at.stage].arrive_copies();
       at.advance();
     }
@@ -218,6 +238,10 @@ struct ScaledOperands {
   }
 };
 
+struct ScaledPlace : StagePlace<kScaledStages> {
+  int slice = kSlices - 1;
+};
+
 // Of a stage: a lane's for the mmas of two times 16 weight rows, of four times 8 pairs; a byte for each of its groups.
 template <int kTiles>
 struct ScaledScales {
@@ -225,21 +249,21 @@ struct ScaledScales {
 
   __device__ __forceinline__ void load(uint32_t codes, uint32_t x) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) of_codes[j] = load_shared_u16(codes + j * 32 * 4);
+    for (int j = 0; j < 2; ++j) of_codes[j] = load_shared_u16(codes + j * 32 * 16);
 #pragma unroll
-    for (int n = 0; n < (kTiles + 3) / 4; ++n) of_x[n] = load_shared_u16(x + n * 32 * 4);
+    for (int n = 0; n < (kTiles + 3) / 4; ++n) of_x[n] = load_shared_u16(x + n * 32 * 16);
   }
 };
 
 using ScaledRows = uint32_t[4][4];  // operands of 64 weight rows
 
-template <int kGroup, int kTiles, int kN = 0, int kM = 0>
+template <int kGroup, int kTiles, int kHalf, int kM = 0, int kN = 0>
 __device__ __forceinline__ void multiply_tiles(float (&sums)[4][kTiles][4], const ScaledRows& a, const ScaledOperands<kTiles>& operands,
                                                const ScaledScales<kTiles>& scales) {
   const uint32_t* const b = &operands.x[kN / 2][kN % 2 * 2];
-  mma_scaled<kGroup, kM % 2, kN % 4>(sums[kM][kN], a[kM], b[0], b[1], scales.of_codes[kM / 2], scales.of_x[kN / 4]);
-  constexpr bool kLast = kM == 3;
-  if constexpr (!kLast || kN + 1 < kTiles) multiply_tiles<kGroup, kTiles, kLast ? kN + 1 : kN, kLast ? 0 : kM + 1>(sums, a, operands, scales);
+  mma_scaled<kGroup, kM % 2, kN % 4, kHalf>(sums[kM][kN], a[kM], b[0], b[1], scales.of_codes[kM / 2], scales.of_x[kN / 4]);
+  constexpr bool kLast = kN + 1 == kTiles;
+  if constexpr (!kLast || kM < 3) multiply_tiles<kGroup, kTiles, kHalf, kLast ? kM + 1 : kM, kLast ? 0 : kN + 1>(sums, a, operands, scales);
 }
 
 template <int kGroup, int kTiles>
@@ -254,7 +278,8 @@ __device__ __forceinline__ void multiply_group32(float (&sums)[4][kTiles][4], co
       a[m][r] = even_codes(codes), a[m][2 + r] = odd_codes(codes);
     }
   }
-  multiply_tiles<kGroup>(sums, a, operands, scales);
+  multiply_tiles<kGroup, kTiles, 0>(sums, a, operands, scales);
+  if constexpr (!kBlockScaled) multiply_tiles<kGroup, kTiles, 1>(sums, a, operands, scales);
 }
 
 // 64 weight rows' sums of gate and up to 32 numbers of h of each pair, and their scale.
@@ -304,34 +329,31 @@ __device__ __forceinline__ void store_y(const ScaledParams& p, const float (&sum
   }
 }
 
-#if __CUDA_ARCH__ >= 1200
-constexpr bool kAhead = true;
-#else
-constexpr bool kAhead = false;
-#endif
-
 template <bool kGated, int kTiles>
-__device__ __forceinline__ void multiply_scaled_unit(const ScaledParams& p, ScaledShared& s, StagePlace<kScaledStages>& at, const ScaledUnit& tile,
+__device__ __forceinline__ void multiply_scaled_unit(const ScaledParams& p, ScaledShared& s, ScaledPlace& at, const ScaledUnit& tile,
                                                      int output) {
-  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), across = warp % 4, first_pair = warp / 4 * (kTiles * 8);
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));  // addresses of this number of tiles are made here, not kept for all numbers through all units
+  const int warp = uniform(threadIdx.x / 32), across = warp % 4, first_pair = warp / 4 * (kTiles * 8);
   const uint32_t codes = shared_address(&s.stages[0].codes[across * 64 + lane][(lane >> 2 & 1) * 16]);
   const uint32_t x = shared_address(&s.stages[0].x[first_pair + lane / 16 * 8 + lane % 8][((lane >> 3 & 1) ^ (lane >> 1 & 3)) * 16]);
-  const uint32_t code_scales = shared_address(s.stages[0].scales[across * 64 + lane % 4 * 8 + lane / 4]);
-  const uint32_t x_scales = shared_address(s.stages[0].x_scales[first_pair + lane % 4 * 8 + lane / 4]);
+  const uint32_t code_scales = shared_address(s.slices[0].of_codes[across * 64 + lane % 4 * 8 + lane / 4]);
+  const uint32_t x_scales = shared_address(s.slices[0].of_x[first_pair + lane % 4 * 8 + lane / 4]);
   int pairs[2] = {};
   const auto load_pairs = [&] {
 #pragma unroll
     for (int i = 0; i < 2; ++i) pairs[i] = p.pairs[tile.begin + min(first_pair + i * 32 + lane, tile.count - 1)];
   };
-  if (kAhead && !kGated) load_pairs();
+  if (kBlockScaled && !kGated) load_pairs();
   const int stages = p.inputs / kScaledInputs;
   float sums[4][kTiles][4] = {};
   ScaledOperands<kTiles> first, second;
   ScaledScales<kTiles> scales;
   const auto load_first = [&](int i) {
+    if (i % kSliceStages == 0 && ++at.slice == kSlices) at.slice = 0;
     s.full[at.stage].wait(at.phase);
-    const uint32_t stage = at.stage * sizeof(ScaledStage);
-    scales.load(code_scales + stage + i % 2 * 2, x_scales + stage + i % 2 * 2);
+    const uint32_t stage = at.stage * sizeof(ScaledStage), slice = at.slice * sizeof(ScaledSlice) + i % kSliceStages * 2;
+    scales.load(code_scales + slice, x_scales + slice);
     first.load(codes + stage, x + stage);
   };
   load_first(0);
@@ -340,27 +362,27 @@ __device__ __forceinline__ void multiply_scaled_unit(const ScaledParams& p, Scal
     const uint32_t stage = at.stage * sizeof(ScaledStage);
     const ScaledScales<kTiles> here = scales;
     const Barrier empty = s.empty[at.stage];
-    if (kAhead) second.load((codes + stage) ^ 16, (x + stage) ^ 32);
+    if (kBlockScaled) second.load((codes + stage) ^ 16, (x + stage) ^ 32);
     multiply_group32<0>(sums, first, here);
-    if (!kAhead) second.load((codes + stage) ^ 16, (x + stage) ^ 32);
+    if (!kBlockScaled) second.load((codes + stage) ^ 16, (x + stage) ^ 32);
     at.advance();
-    if (kAhead && i < stages) load_first(i);
+    if (kBlockScaled && i < stages) load_first(i);
     multiply_group32<1>(sums, second, here);
-    if (!kAhead && i < stages) load_first(i);
+    if (!kBlockScaled && i < stages) load_first(i);
     __syncwarp();
     if (lane == 0) empty.arrive();
   }
   if constexpr (kGated) {
     store_h(p, sums, tile, first_pair, output + across * 32);
   } else {
-    if (!kAhead) load_pairs();
+    if (!kBlockScaled) load_pairs();
     store_y(p, sums, tile, first_pair, output + across * 64, pairs);
   }
 }
 
 // With as many times 8 pairs for each of the two halves of the warps as the unit's pairs need.
-template <bool kGated, int kTiles = kScaledPairs / 16>
-__device__ __forceinline__ void multiply_scaled_any(const ScaledParams& p, ScaledShared& s, StagePlace<kScaledStages>& at, const ScaledUnit& unit,
+template <bool kGated, int kTiles = tile_pairs(kBlockScaled) / 16>
+__device__ __forceinline__ void multiply_scaled_any(const ScaledParams& p, ScaledShared& s, ScaledPlace& at, const ScaledUnit& unit,
                                                     int output) {
   if constexpr (kTiles > 1) {
     if (unit.count <= (kTiles - 1) * 16) return multiply_scaled_any<kGated, kTiles - 1>(p, s, at, unit, output);
@@ -371,7 +393,7 @@ __device__ __forceinline__ void multiply_scaled_any(const ScaledParams& p, Scale
 template <bool kGated>
 __device__ __forceinline__ void multiply_scaled_units(const ScaledParams& p, ScaledShared& s) {
   const int units = p.outputs / scaled_outputs(kGated);
-  StagePlace<kScaledStages> at;
+  ScaledPlace at;
   unsigned turn = 0;
   for (ScaledUnit unit = scaled_unit<kGated>(p, blockIdx.x); unit.expert >= 0; unit = next_unit(s, turn++)) {
     multiply_scaled_any<kGated>(p, s, at, unit, unit.number % units * scaled_outputs(kGated));
@@ -397,53 +419,6 @@ __global__ void __launch_bounds__(kScaledThreads, 1) scaled_kernel(const ScaledP
     set_registers<232, true>();  // 40 + 2 x 232 = 3 x 168, of four warps each
     multiply_scaled_units<kGated>(p, s);
   }
-}
-
-// ---- the sum over a row's experts
-
-constexpr int kSumThreads = 128;
-
-// A thread eight columns of a row.
-__global__ void __launch_bounds__(kSumThreads) sum_kernel(const SumParams p) {
-  constexpr int kTogether = 8;
-  const int row = blockIdx.x, column = (blockIdx.y * kSumThreads + threadIdx.x) * 8;
-  bool local[kTogether];
-  float weight[kTogether];
-  const auto load_slots = [&](int begin) {
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const bool there = begin + i < p.topk;
-      local[i] = there && load_older(p.pair_expert + static_cast<int64_t>(row) * p.topk + begin + i) >= 0;
-      weight[i] = there ? load_older(p.topk_weights + row * p.weights_stride + begin + i) : 0.f;
-    }
-  };
-  load_slots(0);  // experts and weights are older than gate/up; y is not
-  pdl_wait();
-  pdl_trigger();
-  if (column >= p.columns) return;
-  float sum[8] = {};
-  for (int begin = 0; begin < p.topk; begin += kTogether) {
-    if (begin > 0) load_slots(begin);
-    uint4 y[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int64_t pair = static_cast<int64_t>(row) * p.topk + begin + i;
-      if (local[i]) y[i] = *reinterpret_cast<const uint4*>(p.y + pair * p.columns + column);
-    }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      if (!local[i]) continue;
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        sum[2 * k] = fmaf(weight[i], bf16_low(word_of(y[i], k)), sum[2 * k]);
-        sum[2 * k + 1] = fmaf(weight[i], bf16_high(word_of(y[i], k)), sum[2 * k + 1]);
-      }
-    }
-  }
-  uint32_t words[4];
-#pragma unroll
-  for (int k = 0; k < 4; ++k) words[k] = pack_bf16x2(sum[2 * k] * p.routed_scaling, sum[2 * k + 1] * p.routed_scaling);
-  *reinterpret_cast<uint4*>(p.out + row * p.out_stride + column) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 }  // namespace dsv4::mxfp4_moe

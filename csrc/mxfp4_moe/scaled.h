@@ -37,25 +37,12 @@ struct ScaledParams {
   int32_t gate_row, up_row;
 };
 
-// The sum over a row's experts, of some of the outputs.
-struct SumParams {
-  const uint16_t* y;           // [pairs, columns] bf16
-  const float* topk_weights;   // [rows, topk]
-  int64_t weights_stride;
-  const int32_t* pair_expert;  // [pairs]; -1: none
-  uint16_t* out;               // [rows, columns] bf16
-  int64_t out_stride;          // elements, multiple of 8
-  float routed_scaling;
-  int32_t topk, columns;       // multiple of 8
-};
-
-// Why the kernels cannot take these sizes; empty: they can.
-std::string scaled_problem(int hidden, int inter, int experts);
 // Bytes of scratch that a call takes.
-int64_t scaled_scratch_bytes(int rows, int topk, int experts, int hidden, int inter);
+int64_t scaled_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, bool block_scaled);
 
-// `params` as for few rows, but for h and y, which are in the scratch; any number of pairs.
-void launch_scaled(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream);
+// `params` as for few rows, but for h and y, which are in the scratch; any number of pairs. block_scaled: whether the card has the
+// instruction, see mma_scaled.
+void launch_scaled(const Params& params, bool block_scaled, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream);
 
 std::vector<KernelAttributes> scaled_attributes();
 int scaled_shared_bytes();

@@ -20,11 +20,12 @@ struct Layout {
   int64_t pairs, pair_expert, expert, begin, end, tiles_scratch, x, x_powers, h, h_powers, y, size;
   int num_tiles, columns;  // outputs of a row that y holds at a time
 
-  Layout(int rows, int topk, int experts, int hidden, int inter) {
+  Layout(int rows, int topk, int experts, int hidden, int inter, bool exact) {
+    const int y_bytes = exact ? 4 : 2;
     const int64_t all = static_cast<int64_t>(rows) * topk;
     num_tiles = static_cast<int>(all / kTilePairs + experts);
     columns = hidden;
-    while (all * columns * 4 > kMostOfY && columns % (2 * kWideRows) == 0) columns /= 2;
+    while (all * columns * y_bytes > kMostOfY && columns % (2 * (exact ? kTileRows : kWideRows)) == 0) columns /= 2;
     size = 0;
     const auto take = [&](int64_t bytes) {
       const int64_t here = size;
@@ -37,11 +38,11 @@ struct Layout {
     begin = take(num_tiles * 4ll);
     end = take(num_tiles * 4ll);
     tiles_scratch = take(tiles_scratch_words(all, experts) * 4);
-    x = take(int64_t{rows} * hidden * 2);
-    x_powers = take(int64_t{rows} * slices_of_hidden(hidden).slices * 4);
+    x = take(exact ? int64_t{rows} * hidden * 2 : 0);
+    x_powers = take(exact ? int64_t{rows} * slices_of_hidden(hidden).slices * 4 : 0);
     h = take(all * inter * 2);
-    h_powers = take(all * slices_of_inter(inter).slices * 4);
-    y = take(all * columns * 4);
+    h_powers = take(exact ? all * slices_of_inter(inter).slices * 4 : 0);
+    y = take(all * columns * y_bytes);
   }
 };
 
@@ -83,13 +84,15 @@ void launch_prepare(const PrepareParams& p, const Launcher& launcher) {
 
 }  // namespace
 
-int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter) { return Layout(rows, topk, experts, hidden, inter).size; }
+int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, bool exact) {
+  return Layout(rows, topk, experts, hidden, inter, exact).size;
+}
 
 void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream) {
   const std::string why_not = problem(params.hidden, params.inter, params.experts, 0);
   if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
   const Launcher launcher = {kName, pdl, stream};
-  const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter);
+  const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter, params.exact);
   const auto words = [&](int64_t at) { return reinterpret_cast<int32_t*>(scratch + at); };
 
   TilesParams tiles = {};
@@ -123,10 +126,21 @@ void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bo
   product.inputs = params.inter, product.slices = of_h.slices, product.steps = of_h.steps, product.outputs = layout.columns;
   Params sum = params;
   sum.y = product.y, sum.hidden = layout.columns;
-  for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
+  product.y16 = reinterpret_cast<uint16_t*>(scratch + layout.y);
+  WideSumParams wide_sum = {product.y16,       tiles.pair_expert,     params.topk_weights, params.out,    params.weights_stride,
+                            params.out_stride, params.routed_scaling, params.topk,         layout.columns};
+  for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns, wide_sum.out += layout.columns) {
     launch_product<false>(product, params.exact, num_sms, launcher);
-    launch_combine(sum, launcher);
+    if (params.exact) {
+      launch_combine(sum, launcher);
+    } else {
+      launch_wide_sum(wide_sum, params.rows, launcher);
+    }
   }
+}
+
+void launch_wide_sum(const WideSumParams& params, int rows, const Launcher& launcher) {
+  launcher(wide_sum_kernel, dim3(rows, ceil_div(params.columns / 8, kWideSumThreads)), kWideSumThreads, 0, params);
 }
 
 std::vector<KernelAttributes> sorted_attributes() {

@@ -330,7 +330,7 @@ struct Ahead {
 template <bool kGated, int kTiles>
 __device__ __forceinline__ void multiply_tall_unit(const SortedParams& p, SortedShared& s, Ahead& ahead, uint32_t codes, uint32_t scales,
                                                    const SortedTile& tile, int output) {
-  constexpr int kSecond = kGated ? 64 : 8, kTogether = kTiles % 4 == 0 ? 4 : 2;
+  constexpr int kSecond = kGated ? 64 : 8, kTogether = 2;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = uniform(threadIdx.x / 32);
   const uint32_t x = shared_address(&s.stages[0].x[0][g * 64 + q * 16]), powers = shared_address(&s.slices[0].powers[2 * q]);
   float total[kTiles][4] = {}, before[kTiles][4];

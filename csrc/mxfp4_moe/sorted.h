@@ -26,6 +26,7 @@ struct SortedParams {
   const int32_t* end;
   uint16_t* h;             // gate/up: [positions, outputs] bf16
   float* y;                // down: [pairs, outputs]
+  uint16_t* y16;           // wide.cuh: the same in bf16
   float limit;
   int32_t num_tiles, topk, inputs, slices, steps;
   int32_t first, outputs;  // of the weights' rows
@@ -33,11 +34,24 @@ struct SortedParams {
   uint32_t x_row_chunks;   // wide.cuh: of 8 inputs, from row to row
 };
 
+// The sum over a row's experts, where y is bf16.
+struct WideSumParams {
+  const uint16_t* y;           // [rows, topk, columns]
+  const int32_t* pair_expert;  // [rows, topk]; -1: no local expert
+  const float* topk_weights;
+  uint16_t* out;
+  int64_t weights_stride, out_stride;  // elements, of out a multiple of 8
+  float routed_scaling;
+  int32_t topk, columns;
+};
+
 // Bytes of scratch that a call takes.
-int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter);
+int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, bool exact);
 
 // `params` as for few rows, but for h and y, which are in the scratch; any number of pairs.
 void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream);
+
+void launch_wide_sum(const WideSumParams& params, int rows, const Launcher& launcher);
 
 std::vector<KernelAttributes> sorted_attributes();
 int sorted_shared_bytes();

@@ -9,17 +9,18 @@
 
 namespace dsv4::mxfp4_moe {
 
-constexpr int kWideRows = 256, kWideStages = 5;
+constexpr int kWideRows = 256, kWideStages = 5, kScaleStages = 8;
+constexpr int kWideInputs = 256;  // at least: two units of fewer stages than that could want three places for their scales
 constexpr int wide_outputs(bool gated) { return gated ? kWideRows / 2 : kWideRows; }
 
 struct alignas(128) WideStage {
   unsigned char codes[kWideRows][32];
   unsigned char x[kTilePairs][128];  // in every second row the two pieces of 16 bytes that a lane has are exchanged
-  uint8_t scales[kWideRows][4];      // of the 128 inputs that the stage is a half of
 };
 struct WideShared {
   WideStage stages[kWideStages];
-  float out[kMathThreads / 32][8][kOutPitch];  // a warp's own
+  uint8_t scales[2][kWideRows][16];  // of kScaleStages stages
+  uint16_t out[kMathThreads / 32][16][36];  // a warp's own
   Barriers<kWideStages> full, empty;
 };
 static_assert(sizeof(WideShared) <= kMaxSharedBytes);
@@ -47,6 +48,7 @@ __device__ __forceinline__ void copy_wide(const SortedParams& p, WideShared& s) 
   const uint32_t code_place = shared_address(&s.stages[0].codes[row][piece * 16]);
   const int units = p.outputs / wide_outputs(kGated);
   StagePlace<kWideStages> at;
+  int slot = 1;
   for (unsigned unit = blockIdx.x;; unit += gridDim.x) {
     const SortedTile tile = tile_of(p, unit / units);
     if (tile.expert < 0) {
@@ -57,9 +59,9 @@ __device__ __forceinline__ void copy_wide(const SortedParams& p, WideShared& s) 
     const int first = p.first + unit % units * wide_outputs(kGated);
     // of the tile's rows r and r + 128; gate and up
     const int row0 = kGated ? p.gate_row + first : first, to128 = kGated ? p.up_row - p.gate_row : 128;
-    // where this thread reads: 16 bytes of codes, 4 of scales, 8 inputs
+    // where this thread reads: 16 bytes of codes, of scales, of inputs
     const uint32_t codes = tile.expert * static_cast<uint32_t>(p.w.expert_bytes / 16) + (row0 + row) * (p.inputs / 32) + piece;
-    const uint32_t scales = tile.expert * static_cast<uint32_t>(p.w.expert_scale_bytes / 4) + (row0 + thread) * (p.inputs / 128);
+    const uint8_t* scales = p.w.scales + tile.expert * p.w.expert_scale_bytes + static_cast<int64_t>(row0 + thread) * (p.inputs / 32);
     uint32_t x[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -69,6 +71,14 @@ __device__ __forceinline__ void copy_wide(const SortedParams& p, WideShared& s) 
 #pragma unroll 1
     for (int i = 0; i < p.inputs / kPassInputs; ++i) {
       s.empty[at.stage].wait(at.phase ^ 1);
+      if (i % kScaleStages == 0) {
+        slot ^= 1;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const uint8_t* const from = scales + static_cast<int64_t>(k * to128) * (p.inputs / 32) + i * 2;
+          for (int b = 0; b < min(16, p.inputs / 32 - i * 2); b += 4) cp_async<4>(s.scales[slot][thread + k * 128] + b, from + b);
+        }
+      }
       const uint32_t stage = at.stage * sizeof(WideStage);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -76,11 +86,6 @@ __device__ __forceinline__ void copy_wide(const SortedParams& p, WideShared& s) 
         cp_async_16_if(x_row + 16 * k < tile.count, x_place + stage + k * 16 * 128, reinterpret_cast<uint64_t>(from), true);
         const uint32_t of_codes = codes + (k % 2 * 64 + k / 2 * to128) * (p.inputs / 32) + i * 2;
         cp_async_16(code_place + stage + k * 64 * 32, reinterpret_cast<uint64_t>(p.w.codes + of_codes * int64_t{16}), true);
-      }
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t of_scales = scales + k * to128 * (p.inputs / 128) + i / 2;
-        cp_async<4>(s.stages[at.stage].scales[thread + k * 128], p.w.scales + of_scales * int64_t{4});
       }
       s.full[at.stage].arrive_copies();
       at.advance();
@@ -100,7 +105,7 @@ struct Stored {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         codes[m][r] = load_shared_u32x2(of_codes + (m * kNext + r * kSecond) * 32);
-        scale[m][r] = load_shared_u8(of_scales + (m * kNext + r * kSecond) * 4);
+        scale[m][r] = load_shared_u8(of_scales + (m * kNext + r * kSecond) * 16);
       }
     }
   }
@@ -150,6 +155,7 @@ struct WideAhead {
   StagePlace<kWideStages> here, next;
   Stored stored;
   Operand first;
+  uint32_t scales = 0;  // of the stage behind, from the first on
 };
 
 template <bool kGated, int kTiles>
@@ -167,7 +173,9 @@ __device__ __forceinline__ void multiply_unit(const SortedParams& p, WideShared&
     load_pairs_of_half(b, here_x);
     s.full[ahead.next.stage].wait(ahead.next.phase);
     const Stored stored = ahead.stored;
-    ahead.stored.load<kSecond, kNext>(codes + next, scales + next + i % 2 * 2);
+    const bool new_slot = i % kScaleStages == 0 || i == stages;
+    ahead.scales = new_slot ? (ahead.scales & sizeof(s.scales[0])) ^ sizeof(s.scales[0]) : ahead.scales + 2;
+    ahead.stored.load<kSecond, kNext>(codes + next, scales + ahead.scales);
     Operand second;
     decode_half(stored, 1, second);
     multiply_half(sums, ahead.first, here_x, b);
@@ -179,19 +187,42 @@ __device__ __forceinline__ void multiply_unit(const SortedParams& p, WideShared&
     ahead.here = ahead.next;
     ahead.next.advance();
   }
+  // 16 pairs at a time through shared memory: of each the warp's outputs in bf16
+  constexpr int kOutputs = wide_outputs(kGated) / 8, kPitch = kGated ? 24 : 36;
+  uint16_t (&area)[16][kPitch] = reinterpret_cast<uint16_t (&)[16][kPitch]>(s.out[warp]);
 #pragma unroll
-  for (int from = 0; from < kTiles; from += kTogether) {
-    float total[2][kTogether][4];
+  for (int from = 0; from < kTiles; from += 2) {
+    __syncwarp();
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
-      for (int n = 0; n < kTogether; ++n) {
+      for (int m = 0; m < 2; ++m) {
+        float value[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) total[m][n][i] = sums[m][from + n][i] * (1ull << kDown);
+        for (int i = 0; i < 4; ++i) value[i] = sums[m][from + n][i] * (1ull << kDown);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          uint16_t* const to = &area[n * 8 + 2 * q + r][m * (kOutputs / 2) + g];
+          if constexpr (kGated) {
+            to[0] = swiglu(value[r], value[2 + r], p.limit);
+          } else {
+            const uint32_t both = pack_bf16x2(value[r], value[2 + r]);
+            to[0] = static_cast<uint16_t>(both), to[8] = static_cast<uint16_t>(both >> 16);
+          }
+        }
       }
     }
-    const int first_pair = from * 8, pair_of_lane = kGated ? 0 : p.pairs[tile.begin + min(first_pair + lane, tile.count - 1)];
-    store_unit<kGated>(p, s.out[warp], total, tile, first_pair, output + warp * (wide_outputs(kGated) / 8), pair_of_lane);
+    __syncwarp();
+    const int pair = from * 8 + lane / 2, position = tile.begin + pair;
+    if (pair < tile.count) {
+      uint16_t* const to = kGated ? p.h + static_cast<int64_t>(position) * p.outputs : p.y16 + static_cast<int64_t>(p.pairs[position]) * p.outputs;
+      const uint2* const read = reinterpret_cast<const uint2*>(&area[lane / 2][lane % 2 * (kOutputs / 2)]);
+#pragma unroll
+      for (int k = 0; k < kOutputs / 16; ++k) {
+        const uint2 low = read[2 * k], high = read[2 * k + 1];
+        *reinterpret_cast<uint4*>(to + output + warp * kOutputs + lane % 2 * (kOutputs / 2) + k * 8) = make_uint4(low.x, low.y, high.x, high.y);
+      }
+    }
   }
 }
 
@@ -199,7 +230,7 @@ template <bool kGated>
 __device__ __forceinline__ void multiply_wide_units(const SortedParams& p, WideShared& s) {
   const int units = p.outputs / wide_outputs(kGated);
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * (kGated ? 16 : 32) + lane / 4;
-  const uint32_t codes = shared_address(&s.stages[0].codes[row][lane % 4 * 8]), scales = shared_address(&s.stages[0].scales[row][lane % 4 / 2]);
+  const uint32_t codes = shared_address(&s.stages[0].codes[row][lane % 4 * 8]), scales = shared_address(&s.scales[0][row][lane % 4 / 2]);
   WideAhead ahead;
   ahead.next.advance();
   s.full[0].wait(0);
@@ -234,12 +265,38 @@ __global__ void __launch_bounds__(kSortedThreads, 1) wide_kernel(const SortedPar
   pdl_wait();
   pdl_trigger();
   if (threadIdx.x >= kMathThreads) {
-    set_registers<40, false>();
+    set_registers<104, false>();  // each copy's address in registers of its own: the next one waits until it has been read
     copy_wide<kGated>(p, s);
   } else {
-    set_registers<232, true>();
+    set_registers<200, true>();  // 104 + 2 x 200 = 3 x 168, of four warps each
     multiply_wide_units<kGated>(p, s);
   }
+}
+
+constexpr int kWideSumThreads = 128;
+
+// out[row] = the sum of weight * y over its slots in their order, those without a local expert left out. 8 columns a thread.
+__global__ void __launch_bounds__(kWideSumThreads) wide_sum_kernel(const WideSumParams p) {
+  pdl_wait();
+  pdl_trigger();
+  const int row = blockIdx.x, column = (blockIdx.y * kWideSumThreads + threadIdx.x) * 8;
+  if (column >= p.columns) return;
+  float sum[8] = {};
+  for (int slot = 0; slot < p.topk; ++slot) {
+    const int64_t pair = static_cast<int64_t>(row) * p.topk + slot;
+    if (p.pair_expert[pair] < 0) continue;
+    const float weight = p.topk_weights[row * p.weights_stride + slot];
+    const uint4 y = *reinterpret_cast<const uint4*>(p.y + pair * p.columns + column);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum[2 * i] = fmaf(weight, bf16_low(word_of(y, i)), sum[2 * i]);
+      sum[2 * i + 1] = fmaf(weight, bf16_high(word_of(y, i)), sum[2 * i + 1]);
+    }
+  }
+  uint32_t out[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[i] = pack_bf16x2(sum[2 * i] * p.routed_scaling, sum[2 * i + 1] * p.routed_scaling);
+  *reinterpret_cast<uint4*>(p.out + row * p.out_stride + column) = make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 }  // namespace dsv4::mxfp4_moe

@@ -1,14 +1,15 @@
 """Public MXFP4 experts: checks the arguments, chooses the regime, owns the scratch, launches.
 
-Few rows (up to DECODE_ROWS): `_C.mxfp4_moe`, which streams the touched experts' weights once. More rows:
-Triton's grouped GEMMs over the pairs sorted by expert, with block sizes from triton/mxfp4_moe_table.py; or, if the same
-bits are asked for, `_C.mxfp4_moe_sorted`.
+Few rows (up to DECODE_ROWS): `_C.mxfp4_moe`, which streams the touched experts' weights once. More rows, sorted by
+expert: `_C.mxfp4_moe_sorted`, with the bits of few rows or, `wide`, without; `_C.mxfp4_moe_scaled`, `wide` with MXFP8
+activations; or Triton's grouped GEMMs, with block sizes from triton/mxfp4_moe_table.py.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, FP32, INT32, VECTOR, 
 
 DECODE_ROWS = 256
 GROUP = 32  # inputs per scale byte
+WGMMA_MAJOR = 9  # compute capability for which Triton multiplies by wgmma; ours is mma.sync
 BLOCK_SCALED_MAJOR = 12  # compute capability with mma.sync of block-scaled FP8
 TRITON_ON_121 = (3, 8)  # the first Triton that uses it on 12.1; torch 2.13 and older bring an older one
 _STRIDES = 8  # that rows of bf16 have multiples of: 16 bytes
@@ -25,6 +27,7 @@ _PACKED_DTYPES = (torch.uint8, torch.int8)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 ACTIVATIONS = ("bf16", "mxfp8")
 _GROUPED_MULTIPLE = 128  # of hidden and inter, above DECODE_ROWS rows
+_WIDE_MULTIPLE, _WIDE_INTER = 256, 256  # csrc/mxfp4_moe/wide.cuh, scaled.cuh: weight rows of a unit; inputs
 _SORTED_SCALES = 4  # bytes: csrc/mxfp4_moe/sorted.cuh counts scales in fours and codes in VECTOR, both in 32 bits
 
 
@@ -44,6 +47,7 @@ def mxfp4_moe(
     up_first=False,
     activations="bf16",
     reproducible=False,
+    wide=None,
     out=None,
 ):
     """The routed experts of a layer on this rank: gate/up, SwiGLU with a clamp, down, weighted sum over each row's.
@@ -64,6 +68,8 @@ def mxfp4_moe(
     activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows both products read E4M3 with a UE8M0 scale per
                        32 values, by SM120's block-scaled instruction. Up to 256 rows it is always bf16
     reproducible       True: one order of exact sums at any number of rows; sizes must be those of few rows
+    wide               above 256 rows that need not be reproducible: True our kernels, False Triton's; None: ours where
+                       Triton has no wgmma and their sizes fit
     out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8, not over
                        hidden; or None
     returns            out [rows, hidden] bf16: this rank's part of the sum, without the shared expert
@@ -72,7 +78,8 @@ def mxfp4_moe(
                        batch: a row alone equals the row among others. There weights are exact (a scale byte of 0 counts
                        as zero, 255 as NaN); above for scale bytes 34 to 160
     sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash, Pro), 512 experts, 3072 pairs at
-                       most; others take the other regime: multiples of 128, at most 1024 experts
+                       most; others take the other regime: multiples of 128 (wide: hidden of 256, inter from 256 on),
+                       at most 1024 experts
     raises             TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                        launch)
     cuda graphs        capture-safe: no host sync; allocates only out and scratch, through torch
@@ -82,33 +89,27 @@ def mxfp4_moe(
     """
     check = Call("mxfp4_moe", "hidden", hidden)
     sizes = _check_experts(check, hidden, w13, w13_scale, w2, w2_scale)
+    weights = Weights(w13, w13_scale, w2, w2_scale, up_first)
     rows, topk = _check_routing(check, topk_ids, topk_weights, expert_map, hidden.shape[0])
-    check.one_of("activations", activations, ACTIVATIONS)
     if out is not None:
         check.tensor("out", out, BF16, hidden.shape, _STRIDES, VECTOR)
         check.written("hidden", hidden, ("out", out))
-    if reproducible:
-        _check_reproducible(check, sizes, w13, w13_scale, w2, w2_scale)
+    _check_ways(check, sizes, weights, activations, reproducible, wide)
     check.on_cuda()
     few = rows <= DECODE_ROWS and not _few_rows_problem(*sizes, rows * topk)
     if not few and not reproducible:
-        _check_grouped(check, *sizes, activations)
+        _check_grouped(check, *sizes, activations, wide)
     if out is None:
         out = torch.empty(hidden.shape, dtype=torch.bfloat16, device=hidden.device)
     if rows == 0:
         return out
-    weights = Weights(w13, w13_scale, w2, w2_scale, up_first)
     routing = Routing(topk_ids, topk_weights, first_expert, expert_map, routed_scaling)
     limit = math.inf if swiglu_limit is None else float(swiglu_limit)
     with cuda_tensors.on_device_of(hidden):
         if few:
             _few_rows(hidden, weights, routing, limit, out, exact=reproducible)
-        elif reproducible:
-            _sorted_rows(hidden, weights, routing, limit, out, exact=True)
-        elif activations == "mxfp8" and not _scaled_problem(*sizes):
-            _scaled_rows(hidden, weights, routing, limit, out)
         else:
-            _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
+            _many_rows(hidden, weights, routing, limit, out, activations, reproducible, wide)
     return out
 
 
@@ -191,18 +192,47 @@ def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, 
     extension.load().mxfp4_moe(**given, h=h.data_ptr(), y=y.data_ptr(), exact=exact)
 
 
+def _many_rows(hidden, weights: Weights, routing: Routing, limit: float, out, activations, reproducible, wide) -> None:
+    """Triton's kernels are the faster where they multiply by wgmma."""
+    if wide is None:
+        wgmma = torch.cuda.get_device_capability(hidden.device)[0] == WGMMA_MAJOR
+        wide = not wgmma and not _wide_problem(weights)
+    if wide and not reproducible and activations == "mxfp8":
+        _scaled_rows(hidden, weights, routing, limit, out)
+    elif wide or reproducible:
+        _sorted_rows(hidden, weights, routing, limit, out, exact=reproducible)
+    else:
+        _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
+
+
 def _sorted_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, exact: bool) -> None:
     """Any number of rows: pairs by expert, a weight decoded for 64 of them. exact: the bits of few that are exact."""
     given = _arguments(hidden, weights, routing, limit, out)
-    sizes = _sorted_scratch_bytes(*(given[name] for name in ("rows", "topk", "experts", "hidden", "inter")))
+    sizes = _sorted_scratch_bytes(*(given[name] for name in ("rows", "topk", "experts", "hidden", "inter")), exact)
     scratch = torch.empty(sizes, dtype=torch.uint8, device=hidden.device)
     extension.load().mxfp4_moe_sorted(**given, scratch=scratch.data_ptr(), exact=exact)
 
 
 @functools.lru_cache(maxsize=4096)
-def _sorted_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int) -> int:
+def _sorted_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int, exact: bool) -> int:
     return extension.load().mxfp4_moe_sorted_scratch_bytes(
-        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter
+        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter, exact=exact
+    )
+
+
+def _scaled_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
+    """Activations in MXFP8, by SM120's block-scaled instruction; elsewhere, for tests, bf16 products of the same values."""
+    given = _arguments(hidden, weights, routing, limit, out)
+    block_scaled = torch.cuda.get_device_capability(hidden.device)[0] == BLOCK_SCALED_MAJOR
+    sizes = (given[name] for name in ("rows", "topk", "experts", "hidden", "inter"))
+    scratch = torch.empty(_scaled_scratch_bytes(*sizes, block_scaled), dtype=torch.uint8, device=hidden.device)
+    extension.load().mxfp4_moe_scaled(**given, scratch=scratch.data_ptr(), block_scaled=block_scaled)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scaled_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int, block_scaled: bool) -> int:
+    return extension.load().mxfp4_moe_scaled_scratch_bytes(
+        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter, block_scaled=block_scaled
     )
 
 
@@ -245,26 +275,6 @@ def _arguments(hidden, weights: Weights, routing: Routing, limit: float, out) ->
 
 
 # ---- many rows
-
-
-@functools.lru_cache(maxsize=4096)
-def _scaled_problem(hidden: int, inter: int, experts: int) -> str:
-    return extension.load().mxfp4_moe_scaled_problem(hidden=hidden, inter=inter, experts=experts)
-
-
-def _scaled_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
-    """Activations in MXFP8, by SM120's block-scaled instruction; elsewhere, for tests, bf16 products of the same values."""
-    given = _arguments(hidden, weights, routing, limit, out)
-    size = _scaled_scratch_bytes(*(given[name] for name in ("rows", "topk", "experts", "hidden", "inter")))
-    scratch = torch.empty(size, dtype=torch.uint8, device=hidden.device)
-    extension.load().mxfp4_moe_scaled(**given, scratch=scratch.data_ptr())
-
-
-@functools.lru_cache(maxsize=4096)
-def _scaled_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int) -> int:
-    return extension.load().mxfp4_moe_scaled_scratch_bytes(
-        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter
-    )
 
 
 @dataclass(frozen=True)
@@ -408,16 +418,41 @@ def _check_experts(check: Call, hidden, w13, w13_scale, w2, w2_scale) -> tuple[i
     return width, inter, experts
 
 
-def _check_reproducible(check: Call, sizes, *weights) -> None:
+def _check_ways(check: Call, sizes, weights: Weights, activations, reproducible, wide) -> None:
+    check.one_of("activations", activations, ACTIVATIONS)
+    check.one_of("wide", wide, (None, False, True))
+    if reproducible:
+        _check_reproducible(check, sizes, weights)
+    if wide and (problem := _wide_problem(weights)):
+        check.refuse("value", "wide", f"be False or None for {problem}", True)
+
+
+def _check_reproducible(check: Call, sizes, weights: Weights) -> None:
     """Sizes of few rows, and 32 bits for the number of the last unit of each of the weights."""
     if problem := _few_rows_problem(*sizes, 0):
         check.refuse("value", "reproducible", f"be False for these sizes (few rows take {problem})", True)
-    names, units = ("w13", "w13_scale", "w2", "w2_scale"), (VECTOR, _SORTED_SCALES) * 2
-    for name, tensor, unit in zip(names, weights, units, strict=True):
+    for name, span, most in _too_far(weights):
+        check.refuse("stride", name, f"span at most {most} bytes to be reproducible", span)
+
+
+def _too_far(weights: Weights) -> Iterator[tuple[str, int, int]]:
+    """(name, bytes that it spans, most) of weights whose last unit has a number of more than 32 bits."""
+    for name, unit in dict(w13=VECTOR, w13_scale=_SORTED_SCALES, w2=VECTOR, w2_scale=_SORTED_SCALES).items():
+        tensor = getattr(weights, name)
         experts, rows, row_bytes = tensor.shape
         span, most = (experts - 1) * tensor.stride(0) + rows * row_bytes, unit << 32
         if span > most:
-            check.refuse("stride", name, f"span at most {most} bytes to be reproducible", span)
+            yield name, span, most
+
+
+def _wide_problem(weights: Weights) -> str:
+    """What our kernels for many rows do not take; empty: they take it."""
+    hidden, inter = weights.w2.shape[1], weights.w13.shape[1] // 2
+    if hidden % _WIDE_MULTIPLE or inter < _WIDE_INTER:
+        return (
+            f"hidden {hidden} and inter {inter}, which are no multiple of {_WIDE_MULTIPLE} or less than {_WIDE_INTER}"
+        )
+    return next((f"{name} that spans {span} bytes, more than {most}" for name, span, most in _too_far(weights)), "")
 
 
 def _check_routing(check: Call, topk_ids, topk_weights, expert_map, rows: int) -> tuple[int, int]:
@@ -433,11 +468,13 @@ def _check_routing(check: Call, topk_ids, topk_weights, expert_map, rows: int) -
     return shape
 
 
-def _check_grouped(check: Call, hidden: int, inter: int, experts: int, activations: str) -> None:
+def _check_grouped(check: Call, hidden: int, inter: int, experts: int, activations: str, wide) -> None:
     if experts > (most := extension.load().mxfp4_moe_max_tiled_experts):
         check.refuse("shape", "w13", f"have at most {most} experts", experts)
     check.multiple("hidden.shape[1]", hidden, _GROUPED_MULTIPLE)
     check.multiple("w13.shape[1] / 2", inter, _GROUPED_MULTIPLE)
-    if activations == "mxfp8" and (found := torch.cuda.get_device_capability(check.device))[0] != BLOCK_SCALED_MAJOR:
+    if activations != "mxfp8" or wide:
+        return
+    if (found := torch.cuda.get_device_capability(check.device))[0] != BLOCK_SCALED_MAJOR:
         needs = f'be on a GPU of capability {BLOCK_SCALED_MAJOR}.x above {DECODE_ROWS} rows for activations "mxfp8"'
         check.refuse("device", "hidden", needs, f'{found[0]}.{found[1]}; use "bf16"')

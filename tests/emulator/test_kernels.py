@@ -166,8 +166,13 @@ def test_mxfp4_moe_of_few_rows(rows, ids, most_instructions, monkeypatch):
         exact = mxfp4_moe.mxfp4_moe(**given, reproducible=True)
         monkeypatch.setattr(mxfp4_moe, "DECODE_ROWS", 0)
         by_expert = mxfp4_moe.mxfp4_moe(**given, reproducible=True)
-    assert relative_error(found, moe_reference.mxfp4_moe(**given)) < bounds.MXFP4_MOE.truth
-    assert same(found[:1], alone) and same(exact, by_expert) and ran("sorted_kernel")
+        weights = mxfp4_moe.Weights(*map(given.get, ("w13", "w13_scale", "w2", "w2_scale", "up_first")))
+        routing = mxfp4_moe.Routing(given["topk_ids"], given["topk_weights"], 0, None, given["routed_scaling"])
+        wide = torch.empty_like(found)
+        mxfp4_moe._sorted_rows(given["hidden"], weights, routing, given["swiglu_limit"], wide, exact=False)
+    expected = moe_reference.mxfp4_moe(**given)
+    assert relative_error(found, expected) < bounds.MXFP4_MOE.truth > relative_error(wide, expected)
+    assert same(found[:1], alone) and same(exact, by_expert) and ran("sorted_kernel") and ran("wide_kernel")
 
 
 HIDDEN = 512

@@ -31,7 +31,7 @@ struct uint2 { uint32_t x, y; };
 struct float4 { float x, y, z, w; };
 struct uint4 { uint32_t x, y, z, w; };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-struct Index { unsigned x; };
+struct Index { unsigned x, y; };
 thread_local Index threadIdx;
 Index blockIdx, gridDim;
 

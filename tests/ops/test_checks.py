@@ -103,7 +103,7 @@ BAD_VALUES = {
     "mhc": [*BAD_MHC, ("sinkhorn_iters", 0), BAD_SUM, ("ready", print), ("held_sms", 28)],
     "mhc_pre": [*BAD_MHC, ("sinkhorn_iters", 0), ("kernels", "many")],
     "mhc_head": [*BAD_MHC, ("kernels", "many"), BAD_SUM],
-    "mxfp4_moe": [("activations", "fp4")],
+    "mxfp4_moe": [("activations", "fp4"), ("wide", 2)],
     "index_select": [("k", 0), ("k", 1025), ("k", 1.0)],
     "topk_select": [("k", 0), ("k", 1025)],
     "dealt_slots": [("num_pages", 0), ("num_pages", 5.0)],

@@ -30,7 +30,7 @@ class Prepare(ctypes.Structure):
 class Sorted(ctypes.Structure):
     _fields_ = [(name, POINTER) for name in ("x", "powers", "codes", "scales")]
     _fields_ += [("expert_bytes", INT64), ("expert_scale_bytes", INT64)]
-    _fields_ += [(name, POINTER) for name in ("pairs", "expert", "begin", "end", "h", "y")] + [
+    _fields_ += [(name, POINTER) for name in ("pairs", "expert", "begin", "end", "h", "y", "y16")] + [
         ("limit", ctypes.c_float)
     ]
     _fields_ += [(name, INT32) for name in ("num_tiles", "topk", "inputs", "slices", "steps", "first", "outputs")]
@@ -165,14 +165,16 @@ def is_right(multiply, counts, blocks, x, values, powers, outputs, wide, gated, 
     h = torch.full((local, inter), math.nan, dtype=torch.bfloat16)
     first, columns = (0, inter) if gated else (outputs - wide, wide)
     y = torch.full((rows * TOPK, columns), math.nan)
+    y16 = y.bfloat16()
     given = Sorted(
         *(tensor.data_ptr() for tensor in (values, powers, codes, scales)),
         *(codes.stride(0), scales.stride(0)),
-        *(tensor.data_ptr() for tensor in (pairs, expert, begin, end, h, y)),
+        *(tensor.data_ptr() for tensor in (pairs, expert, begin, end, h, y, y16)),
         *(math.inf, len(tiles), TOPK, inputs, powers.shape[1], inputs // powers.shape[1] // STEP, first, columns),
         *(0, inter, values.stride(0) // 8),
     )
     multiply(ctypes.byref(given), blocks, gated)
+    y = y16 if wide == 256 else y
     right = []
     for e in range(experts):
         here = torch.arange(sum(counts[:e]), sum(counts[: e + 1]))
@@ -180,7 +182,9 @@ def is_right(multiply, counts, blocks, x, values, powers, outputs, wide, gated, 
             gate, up = expected(x[(pairs[here] // TOPK).long()], codes[e], scales[e]).chunk(2, dim=1)
             right.append(torch.equal(h[here], (gate * up).bfloat16()))
         else:
-            right.append(torch.equal(y[pairs[here].long()], expected(x[here], codes[e], scales[e])[:, first:]))
+            right.append(
+                torch.equal(y[pairs[here].long()], expected(x[here], codes[e], scales[e])[:, first:].to(y.dtype))
+            )
     if not gated:
         others = torch.ones(rows * TOPK, dtype=torch.bool)
         others[pairs.long()] = False

@@ -62,6 +62,15 @@ BAD = {
         {"expert_map": torch.zeros(0, dtype=torch.int32)},
         r"expert_map.shape must be \[1 or more\], got \[0\]",
     ),
+    "wide": ({"wide": 2}, "wide must be one of None, False, True, got 2"),
+    "wide of few inputs": (
+        {"wide": True},
+        "wide must be False or None for hidden 256 and inter 128, which are no multiple of 256 or less than 256, ",
+    ),
+    "wide of MXFP8": (
+        {"wide": True, "activations": "mxfp8"},
+        "wide must be False or None for activations mxfp8, got True",
+    ),
     "activations": ({"activations": "fp4"}, "activations must be one of bf16, mxfp8, got 'fp4'"),
     "out shape": ({"out": torch.zeros(2, 256).bfloat16()}, r"out.shape must be \[3, 256\], got \[2, 256\]"),
 }
@@ -114,6 +123,8 @@ def test_sizes_of_many_rows_alone_are_not_reproducible():
 @pytest.mark.parametrize("rows", [257, 1024, 8192, 60_000])
 def test_the_scratch_of_many_rows_that_are_reproducible(rows):
     """x and h of all pairs; y in parts that stay in the L2, however many rows there are."""
-    size = extension.load().mxfp4_moe_sorted_scratch_bytes(rows=rows, topk=6, experts=256, hidden=4096, inter=1024)
+    size = extension.load().mxfp4_moe_sorted_scratch_bytes(
+        rows=rows, topk=6, experts=256, hidden=4096, inter=1024, exact=True
+    )
     x_and_h = rows * 4096 * 2 + rows * 6 * 1024 * 2
     assert x_and_h < size < 1.04 * x_and_h + max(96 << 20, rows * 6 * 128 * 4) + (1 << 20)
