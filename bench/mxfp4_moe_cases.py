@@ -58,6 +58,11 @@ PREFILL = (
     Case(2, 512, quick=False),
     Case(2, 256),
 )
+# bench/mxfp4_moe_prompts.py: the kernels of mma.sync; a FLOP at TP4 no slower than at TP1
+PROMPTS_ISSUE = 22
+PROMPTS = tuple(
+    Case(tp, rows, tflops=300.0 if rows == 8192 else None) for tp in (1, 2, 4) for rows in (257, 1024, 8192)
+)
 # The same bits as few rows, above as many: at most so many times as long as without
 REPRODUCIBLE_ISSUE, REPRODUCIBLE = 21, 1.3
 

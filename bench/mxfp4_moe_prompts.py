@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""Prompts' experts with SM120's instructions: `python3 bench/mxfp4_moe_prompts.py [--tp 1 2 4] [--rows 257 1024 8192]`.
+"""Prompts' experts with SM120's instructions: `python3 bench/mxfp4_moe_prompts.py [--tp 1 2 4] [--rows 8192]`.
 
 On an SM90 Triton multiplies by wgmma, which an SM120 does not have. Triton's option `arch` compiles the same kernels as
-for sm_120, layouts and pipelining included, down to PTX; ptxas then makes SM90 code of it: mma.sync. So forms that
-are to be chosen for SM120 are compared on an SM90: same instructions, not the same rates. For Triton's the fastest of
-MMA_BLOCKS at the largest case, and what ops/triton/mxfp4_moe_table.py gives an SM120. Writes every number as JSON.
+for sm_120, layouts and pipelining included, down to PTX; ptxas then makes SM90 code of it: mma.sync. So what SM120 runs
+is compared on an SM90: the same instructions, not the same rates. Triton's with the blocks that
+ops/triton/mxfp4_moe_table.py gives an SM120, and with the fastest ones. Writes every number as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 import common  # noqa: E402
 import mxfp4_moe as bench  # noqa: E402
 import tune_moe  # noqa: E402
-from mxfp4_moe_cases import ISSUE, Case  # noqa: E402
+from mxfp4_moe_cases import PROMPTS, PROMPTS_ISSUE, Case  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
 from deepseek_v4_sm120.ops import mxfp4_moe as op  # noqa: E402
@@ -44,6 +43,7 @@ MMA_BLOCKS = {
     "down": ((64, 128, 64, 3, 4), (64, 256, 32, 3, 4), (128, 128, 32, 3, 4), (128, 256, 32, 3, 8)),
 }
 FASTEST = {"gate_up": Blocks(64, 64, 64, 3, 4), "down": Blocks(64, 256, 32, 3, 4)}  # what it found, H200
+SHARDED = ("TP1, 8192 rows", "TP4, 8192 rows")
 CHAINS, STEPS = 8, 4096  # of the loop that only multiplies
 
 
@@ -145,51 +145,32 @@ def mma_form(blocks: dict[str, Blocks]):
     return run
 
 
-def wide(call: dict, weights: dict) -> torch.Tensor:
-    hidden, out = call["hidden"], torch.empty_like(call["hidden"])
-    routing = op.Routing(call["topk_ids"], call["topk_weights"], 0, None, 1.0)
-    op._sorted_rows(hidden, op.Weights(**weights, up_first=False), routing, 10.0, out, exact=False)
-    return out
-
-
-def reproducible(form: str):
-    def run(call: dict, weights: dict) -> torch.Tensor:
-        os.environ["DSV4_SORTED"] = form
-        return op.mxfp4_moe(**call, **weights, reproducible=True)
-
-    return run
-
-
 def forms(best: dict[str, Blocks]) -> dict:
     return {
-        "Triton, wgmma": lambda call, weights: op.mxfp4_moe(**call, **weights),
+        "wide": lambda call, weights: op.mxfp4_moe(**call, **weights, wide=True),
+        "Triton, wgmma": lambda call, weights: op.mxfp4_moe(**call, **weights, wide=False),
         "Triton, mma, SM120's table": mma_form(table.DEFAULT),
         "Triton, mma, fastest": mma_form(best),
-        "wide": wide,
-        "reproducible, tall": reproducible("tall"),
-        "reproducible, old": reproducible("old"),
+        "reproducible": lambda call, weights: op.mxfp4_moe(**call, **weights, reproducible=True),
     }
 
 
 def run_case(report: common.Report, case: Case, layer, ways: dict) -> tuple[str, ...]:
     calls, weights = bench.calls_of(case), bench.weights_of(layer)
-    right, cells = op.mxfp4_moe(**calls[0], **weights).float(), []
-    few = bench.few_at_a_time(**calls[0], **weights)
-    for name in ("reproducible, tall", "reproducible, old"):
-        different = int((ways[name](calls[0], weights).view(torch.int16) != few.view(torch.int16)).sum())
-        common.gate(f"{case.name}, {name}", different, 0, "numbers of other bits than few rows have")
+    results, cells = {name: way(calls[0], weights) for name, way in ways.items()}, []
+    right, few = results["Triton, wgmma"].float(), bench.few_at_a_time(**calls[0], **weights)
+    different = int((results["reproducible"].view(torch.int16) != few.view(torch.int16)).sum())
+    common.gate(f"{case.name}, reproducible", different, 0, "numbers of other bits than few rows have")
     again = [ways["wide"](calls[0], weights) for _ in range(3)]
-    if not all(torch.equal(one, again[0]) for one in again):
-        raise SystemExit(f"{case.name}: wide does not repeat itself")
+    common.gate(f"{case.name}, wide", sum(not torch.equal(one, again[0]) for one in again), 0, "runs of other bits")
     for name, way in ways.items():
-        error = relative_error(way(calls[0], weights).float(), right)
+        error = relative_error(results[name].float(), right)
         common.gate(f"{case.name}, {name}", error, bounds.MXFP4_MOE.shadow, "difference to the default")
         microseconds = common.graph_microseconds([lambda one=one, way=way: way(one, weights) for one in calls])
         tflops = case.flops / microseconds / 1e6
-        report.add(
-            common.row(ISSUE, case.name, name, "us", round(microseconds, 2)),
-            common.row(ISSUE, case.name, name, "tflops", round(tflops, 1)),
-        )
+        report.add(common.row(PROMPTS_ISSUE, case.name, name, "tflops", round(tflops, 1)))
+        bar = round(case.flops / case.tflops / 1e6, 2) if case.tflops and name == "wide" else None
+        report.add(common.row(PROMPTS_ISSUE, case.name, name, "us", round(microseconds, 2), bar))
         cells.append(f"{microseconds:.0f} ({tflops:.0f})")
         print(f"{case.name}, {name}: {microseconds:.1f} us, {tflops:.0f} TFLOP/s", flush=True)
     return (case.name, *cells)
@@ -198,7 +179,7 @@ def run_case(report: common.Report, case: Case, layer, ways: dict) -> tuple[str,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rows", type=int, nargs="+", default=[257, 1024, 8192])
+    parser.add_argument("--rows", type=int, nargs="+", default=sorted({case.rows for case in PROMPTS}))
     parser.add_argument("--search", action="store_true", help="for the fastest blocks, at TP2 and 8,192 rows")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/mxfp4_moe_prompts.json")
     arguments = parser.parse_args()
@@ -211,9 +192,15 @@ def main() -> int:
     lines = []
     for tp in arguments.tp:
         layer = bench.layer_of(tp)
-        for rows in arguments.rows:
-            lines.append(run_case(report, Case(tp, rows), layer, ways))
-            report.write(arguments.out)
+        for case in PROMPTS:
+            if case.tp == tp and case.rows in arguments.rows:
+                lines.append(run_case(report, case, layer, ways))
+                report.write(arguments.out)
+    a_flop = {row.case: row.value for row in report.rows if (row.impl, row.metric) == ("wide", "tflops")}
+    if all(name in a_flop for name in SHARDED):
+        ratio = round(a_flop[SHARDED[0]] / a_flop[SHARDED[1]], 3)
+        report.add(common.row(PROMPTS_ISSUE, SHARDED[1], "wide", "ratio", ratio, 1.0, "of a FLOP's time to TP1's"))
+        report.write(arguments.out)
     print("\nus (TFLOP/s)\n" + common.table(("case", *ways), lines))
     return 0
 

@@ -62,8 +62,9 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "mxfp4_moe::SortedParams": (
         ("w.codes", "w.scales"),
-        ("x", "powers", "pairs", "expert", "begin", "end", "h", "y"),
+        ("x", "powers", "pairs", "expert", "begin", "end", "h", "y", "y16"),
     ),
+    "mxfp4_moe::SumParams": ((), ("y", "pair_expert", "topk_weights", "out")),
     "mxfp4_moe::TilesParams": (
         ("expert_map",),
         ("topk_ids", "pairs", "pair_expert", "expert", "begin", "end", "scratch"),
@@ -186,13 +187,14 @@ KERNELS: dict[str, Kernel] = {
         BEHIND,
         ahead=("expert_map",),
         older=("topk_ids", "topk_weights"),
-        first=(GATE_UP, SORTED),
+        first=(GATE_UP,),
     ),
     "mxfp4_moe, shared expert added": Kernel(r"mxfp4_moe::add_shared_kernel", "mxfp4_moe::SharedParams", BEFORE),
     "mxfp4_moe, prepared": Kernel(r"mxfp4_moe::prepare_kernel", "mxfp4_moe::PrepareParams", BEHIND),
     "mxfp4_moe, block-scaled": Kernel(r"mxfp4_moe::scaled_kernel<", "mxfp4_moe::ScaledParams", BEHIND),
     "mxfp4_moe, quantized": Kernel(r"mxfp4_moe::quantize_kernel", "mxfp4_moe::QuantizeParams", BEHIND),
     "mxfp4_moe, sorted": Kernel(SORTED, "mxfp4_moe::SortedParams", BEHIND),
+    "mxfp4_moe, sorted, sum": Kernel(r"mxfp4_moe::sorted_sum_kernel<", "mxfp4_moe::SumParams", BEHIND),
     "mxfp4_moe, tiles": Kernel(r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE),
     "sparse_decode": Kernel(
         r"sparse_decode::(pairs::sparse_decode_pairs|sparse_decode)_kernel<", "sparse_decode::Params", BEHIND

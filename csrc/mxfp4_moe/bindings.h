@@ -65,11 +65,10 @@ inline void run_sorted(Arguments& a) {
 
 inline void run_scaled(Arguments& a) {
   const Params p = read_params(a);
-  const bool block_scaled = a["block_scaled"];
   unsigned char* const scratch = a["scratch"];
   const int num_sms = a["num_sms"];
   const LaunchArguments last = a.last();
-  launch_scaled(p, block_scaled, scratch, num_sms, last.pdl, last.stream);
+  launch_scaled(p, scratch, num_sms, last.pdl, last.stream);
 }
 
 inline void run_tiles(Arguments& a) {
@@ -108,8 +107,7 @@ inline void bind(py::module_& m) {
   define(m, "mxfp4_moe_sorted", run_sorted);
   m.def("mxfp4_moe_sorted_scratch_bytes", &sorted_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a, "exact"_a);
   define(m, "mxfp4_moe_scaled", run_scaled);
-  m.def("mxfp4_moe_scaled_scratch_bytes", &scaled_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a,
-        "block_scaled"_a);
+  m.def("mxfp4_moe_scaled_scratch_bytes", &scaled_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a);
   define(m, "mxfp4_moe_tiles", run_tiles);
   m.def("mxfp4_moe_tiles_scratch_words", &tiles_scratch_words, py::kw_only(), "pairs"_a, "experts"_a);
   define(m, "mxfp4_moe_shared", run_shared);

@@ -15,9 +15,9 @@ struct Layout {
   int64_t pairs, pair_expert, expert, begin, end, tiles_scratch, x, x_scales, h, h_scales, y, taken, size;
   int num_tiles, columns, num_taken;  // columns: outputs of a row that y holds at a time
 
-  Layout(int rows, int topk, int experts, int hidden, int inter, bool block_scaled) {
+  Layout(int rows, int topk, int experts, int hidden, int inter) {
     const int64_t all = static_cast<int64_t>(rows) * topk;
-    num_tiles = static_cast<int>(all / tile_pairs(block_scaled) + experts);
+    num_tiles = static_cast<int>(all / kScaledPairs + experts);
     columns = hidden;
     while (all * columns * 2 > kMostOfY && columns % (2 * kScaledRows) == 0) columns /= 2;
     num_taken = 1 + hidden / columns;
@@ -58,20 +58,18 @@ void launch_product(const ScaledParams& p, int num_sms, const Launcher& launcher
 
 }  // namespace
 
-int64_t scaled_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, bool block_scaled) {
-  return Layout(rows, topk, experts, hidden, inter, block_scaled).size;
-}
+int64_t scaled_scratch_bytes(int rows, int topk, int experts, int hidden, int inter) { return Layout(rows, topk, experts, hidden, inter).size; }
 
-void launch_scaled(const Params& params, bool block_scaled, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream) {
+void launch_scaled(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream) {
   const Launcher launcher = {kName, pdl, stream};
-  const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter, block_scaled);
+  const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter);
   const auto words = [&](int64_t at) { return reinterpret_cast<int32_t*>(scratch + at); };
 
   TilesParams tiles = {};
   tiles.topk_ids = params.topk_ids, tiles.ids_stride = params.ids_stride;
   tiles.expert_map = params.expert_map, tiles.map_size = params.map_size, tiles.first_expert = params.first_expert;
   tiles.rows = params.rows, tiles.topk = params.topk, tiles.experts = params.experts;
-  tiles.block_m = tile_pairs(block_scaled), tiles.num_whole = layout.num_tiles, tiles.pieces = false;
+  tiles.block_m = kScaledPairs, tiles.num_whole = layout.num_tiles, tiles.pieces = false;
   tiles.pairs = words(layout.pairs), tiles.pair_expert = words(layout.pair_expert), tiles.scratch = words(layout.tiles_scratch);
   tiles.expert = words(layout.expert), tiles.begin = words(layout.begin), tiles.end = words(layout.end);
   launch_tiles(tiles, pdl, stream);
@@ -92,12 +90,12 @@ void launch_scaled(const Params& params, bool block_scaled, unsigned char* scrat
 
   product.x = h, product.w = params.w2, product.y = reinterpret_cast<uint16_t*>(scratch + layout.y);
   product.inputs = params.inter, product.outputs = layout.columns;
-  WideSumParams sum = {product.y,         tiles.pair_expert,     params.topk_weights, params.out,    params.weights_stride,
-                       params.out_stride, params.routed_scaling, params.topk,         layout.columns};
+  SumParams sum = {product.y, tiles.pair_expert, params.topk_weights, params.out, params.weights_stride, params.out_stride};
+  sum.routed_scaling = params.routed_scaling, sum.rows = params.rows, sum.topk = params.topk, sum.columns = layout.columns;
   for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
     ++product.taken;
     launch_product<false>(product, num_sms, launcher);
-    launch_wide_sum(sum, params.rows, launcher);
+    launch_sum(sum, true, launcher);
   }
 }
 

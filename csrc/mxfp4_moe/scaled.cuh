@@ -23,8 +23,6 @@ namespace dsv4::mxfp4_moe {
 
 constexpr int kScaledRows = 256, kScaledPairs = 128, kScaledInputs = 64, kScaledStages = 5, kSliceStages = 8, kSlices = 3, kUnitSlots = 4;
 constexpr int kScaledMath = 256, kScaledThreads = kScaledMath + 128;
-// of a tile: without the instruction a warp has no registers for all
-constexpr int tile_pairs(bool block_scaled) { return block_scaled ? kScaledPairs : kScaledPairs - 16; }
 constexpr int scaled_outputs(bool gated) { return gated ? kScaledRows / 2 : kScaledRows; }
 
 struct alignas(128) ScaledStage {
@@ -91,9 +89,10 @@ constexpr bool kBlockScaled = true;
 constexpr bool kBlockScaled = false;
 #endif
 // d += a b, m16n8k32: a E2M1 in bytes, b E4M3, each row of a and column of b with a scale. Scales: byte kByte of the word; a's row g + 8 h
-// has that of lane 2 kOfA + h of its quad, b's column g that of lane kOfB. Not kBlockScaled: half of the inputs.
-template <int kByte, int kOfA, int kOfB, int kHalf>
-__device__ __forceinline__ void mma_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t a_scale, uint32_t b_scale) {
+// has that of lane 2 kOfA + h of its quad, b's column g that of lane kOfB. Not kBlockScaled: of half of the inputs.
+template <int kByte, int kOfA, int kOfB>
+__device__ __forceinline__ void mma_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, uint32_t a_scale, uint32_t b_scale,
+                                           int half) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   asm("mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e2m1.e4m3.f32.ue8m0 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
       "{%8,%9}, {%0,%1,%2,%3}, %10, {%12,%13}, %11, {%12,%14};"
@@ -110,10 +109,10 @@ __device__ __forceinline__ void mma_scaled(float (&d)[4], const uint32_t (&a)[4]
   uint32_t of_a[4], of_b[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {  // as E4M3 a code is 2^-6 of its value
-    const uint32_t codes = a[2 * kHalf + r];
+    const uint32_t codes = half == 0 ? a[r] : a[2 + r];
     scaled((codes & 0x1c1c1c1cu) | (codes & 0x20202020u) << 2, a_scale, kOfA * 2 + r, 64.f, of_a[r], of_a[2 + r]);
   }
-  scaled(kHalf == 0 ? b0 : b1, b_scale, kOfB, 1.f, of_b[0], of_b[1]);
+  scaled(half == 0 ? b0 : b1, b_scale, kOfB, 1.f, of_b[0], of_b[1]);
   mma_bf16(d, of_a, of_b[0], of_b[1]);
 #endif
 }
@@ -257,13 +256,13 @@ struct ScaledScales {
 
 using ScaledRows = uint32_t[4][4];  // operands of 64 weight rows
 
-template <int kGroup, int kTiles, int kHalf, int kM = 0, int kN = 0>
+template <int kGroup, int kTiles, int kM = 0, int kN = 0>
 __device__ __forceinline__ void multiply_tiles(float (&sums)[4][kTiles][4], const ScaledRows& a, const ScaledOperands<kTiles>& operands,
-                                               const ScaledScales<kTiles>& scales) {
+                                               const ScaledScales<kTiles>& scales, int half) {
   const uint32_t* const b = &operands.x[kN / 2][kN % 2 * 2];
-  mma_scaled<kGroup, kM % 2, kN % 4, kHalf>(sums[kM][kN], a[kM], b[0], b[1], scales.of_codes[kM / 2], scales.of_x[kN / 4]);
+  mma_scaled<kGroup, kM % 2, kN % 4>(sums[kM][kN], a[kM], b[0], b[1], scales.of_codes[kM / 2], scales.of_x[kN / 4], half);
   constexpr bool kLast = kN + 1 == kTiles;
-  if constexpr (!kLast || kM < 3) multiply_tiles<kGroup, kTiles, kHalf, kLast ? kM + 1 : kM, kLast ? 0 : kN + 1>(sums, a, operands, scales);
+  if constexpr (!kLast || kM < 3) multiply_tiles<kGroup, kTiles, kLast ? kM + 1 : kM, kLast ? 0 : kN + 1>(sums, a, operands, scales, half);
 }
 
 template <int kGroup, int kTiles>
@@ -278,8 +277,8 @@ __device__ __forceinline__ void multiply_group32(float (&sums)[4][kTiles][4], co
       a[m][r] = even_codes(codes), a[m][2 + r] = odd_codes(codes);
     }
   }
-  multiply_tiles<kGroup, kTiles, 0>(sums, a, operands, scales);
-  if constexpr (!kBlockScaled) multiply_tiles<kGroup, kTiles, 1>(sums, a, operands, scales);
+#pragma unroll 1
+  for (int half = 0; half < (kBlockScaled ? 1 : 2); ++half) multiply_tiles<kGroup>(sums, a, operands, scales, half);
 }
 
 // 64 weight rows' sums of gate and up to 32 numbers of h of each pair, and their scale.
@@ -330,8 +329,7 @@ __device__ __forceinline__ void store_y(const ScaledParams& p, const float (&sum
 }
 
 template <bool kGated, int kTiles>
-__device__ __forceinline__ void multiply_scaled_unit(const ScaledParams& p, ScaledShared& s, ScaledPlace& at, const ScaledUnit& tile,
-                                                     int output) {
+__device__ __forceinline__ void multiply_scaled_unit(const ScaledParams& p, ScaledShared& s, ScaledPlace& at, const ScaledUnit& tile, int output) {
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));  // addresses of this number of tiles are made here, not kept for all numbers through all units
   const int warp = uniform(threadIdx.x / 32), across = warp % 4, first_pair = warp / 4 * (kTiles * 8);
@@ -381,9 +379,8 @@ __device__ __forceinline__ void multiply_scaled_unit(const ScaledParams& p, Scal
 }
 
 // With as many times 8 pairs for each of the two halves of the warps as the unit's pairs need.
-template <bool kGated, int kTiles = tile_pairs(kBlockScaled) / 16>
-__device__ __forceinline__ void multiply_scaled_any(const ScaledParams& p, ScaledShared& s, ScaledPlace& at, const ScaledUnit& unit,
-                                                    int output) {
+template <bool kGated, int kTiles = kScaledPairs / 16>
+__device__ __forceinline__ void multiply_scaled_any(const ScaledParams& p, ScaledShared& s, ScaledPlace& at, const ScaledUnit& unit, int output) {
   if constexpr (kTiles > 1) {
     if (unit.count <= (kTiles - 1) * 16) return multiply_scaled_any<kGated, kTiles - 1>(p, s, at, unit, output);
   }

@@ -38,11 +38,10 @@ struct ScaledParams {
 };
 
 // Bytes of scratch that a call takes.
-int64_t scaled_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, bool block_scaled);
+int64_t scaled_scratch_bytes(int rows, int topk, int experts, int hidden, int inter);
 
-// `params` as for few rows, but for h and y, which are in the scratch; any number of pairs. block_scaled: whether the card has the
-// instruction, see mma_scaled.
-void launch_scaled(const Params& params, bool block_scaled, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream);
+// `params` as for few rows, but for h and y, which are in the scratch; any number of pairs.
+void launch_scaled(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream);
 
 std::vector<KernelAttributes> scaled_attributes();
 int scaled_shared_bytes();

@@ -2,7 +2,6 @@
 #include "wide.cuh"
 
 #include <algorithm>
-#include <cstdlib>
 #include <stdexcept>
 
 #include "tiles.h"
@@ -46,39 +45,29 @@ struct Layout {
   }
 };
 
-using Kernel = void (*)(SortedParams);
-enum Form { kWide, kSorted, kTall };
-template <bool kGated, int kForm>
-Kernel kernel_of() {
-  if constexpr (kForm == kWide)
-    return &wide_kernel<kGated>;
-  else
-    return &sorted_kernel<kGated, kForm == kTall>;
-}
+template <bool kGated, bool kExact>
+constexpr void (*kernel_of)(SortedParams) = kExact ? sorted_kernel<kGated> : wide_kernel<kGated>;
 
-template <bool kGated, int kForm>
+template <bool kGated, bool kExact>
 const void* allowed() {
   static uint64_t configured = 0;
-  const void* const kernel = reinterpret_cast<const void*>(kernel_of<kGated, kForm>());
-  allow_shared(kName, kernel, kForm == kWide ? kWideShared : kSortedShared, configured);
+  const void* const kernel = reinterpret_cast<const void*>(kernel_of<kGated, kExact>);
+  allow_shared(kName, kernel, kExact ? kSortedShared : kWideShared, configured);
   return kernel;
 }
 
-template <bool kGated, int kForm>
-void launch_form(const SortedParams& p, int num_sms, const Launcher& launcher) {
-  allowed<kGated, kForm>();
-  launcher(kernel_of<kGated, kForm>(), dim3(num_sms), kSortedThreads, kForm == kWide ? kWideShared : kSortedShared, p);
+template <bool kGated, bool kExact>
+void launch_product(const SortedParams& p, int num_sms, const Launcher& launcher) {
+  allowed<kGated, kExact>();
+  launcher(kernel_of<kGated, kExact>, dim3(num_sms), kSortedThreads, kExact ? kSortedShared : kWideShared, p);
 }
-
 template <bool kGated>
 void launch_product(const SortedParams& p, bool exact, int num_sms, const Launcher& launcher) {
-  const bool tall = std::getenv("DSV4_SORTED") == nullptr || std::string(std::getenv("DSV4_SORTED")) != "old";
-  if (!exact) return launch_form<kGated, kWide>(p, num_sms, launcher);
-  tall ? launch_form<kGated, kTall>(p, num_sms, launcher) : launch_form<kGated, kSorted>(p, num_sms, launcher);
+  exact ? launch_product<kGated, true>(p, num_sms, launcher) : launch_product<kGated, false>(p, num_sms, launcher);
 }
 
 void launch_prepare(const PrepareParams& p, const Launcher& launcher) {
-  const int64_t blocks = ceil_div(p.rows * p.slices, int64_t{kPrepareThreads / 32});
+  const int64_t blocks = ceil_div(p.rows * p.slices, int64_t{kPrepareThreads / 32 * kPrepareItems});
   launcher(prepare_kernel, dim3(static_cast<unsigned>(blocks)), kPrepareThreads, 0, p);
 }
 
@@ -124,30 +113,25 @@ void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bo
   product.x_row_chunks = static_cast<uint32_t>(params.inter / 8);
   product.x = h, product.powers = h_powers, product.w = params.w2, product.y = reinterpret_cast<float*>(scratch + layout.y);
   product.inputs = params.inter, product.slices = of_h.slices, product.steps = of_h.steps, product.outputs = layout.columns;
-  Params sum = params;
-  sum.y = product.y, sum.hidden = layout.columns;
   product.y16 = reinterpret_cast<uint16_t*>(scratch + layout.y);
-  WideSumParams wide_sum = {product.y16,       tiles.pair_expert,     params.topk_weights, params.out,    params.weights_stride,
-                            params.out_stride, params.routed_scaling, params.topk,         layout.columns};
-  for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns, wide_sum.out += layout.columns) {
+  SumParams sum = {product.y, tiles.pair_expert, params.topk_weights, params.out, params.weights_stride, params.out_stride};
+  sum.routed_scaling = params.routed_scaling, sum.rows = params.rows, sum.topk = params.topk, sum.columns = layout.columns;
+  for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
     launch_product<false>(product, params.exact, num_sms, launcher);
-    if (params.exact) {
-      launch_combine(sum, launcher);
-    } else {
-      launch_wide_sum(wide_sum, params.rows, launcher);
-    }
+    launch_sum(sum, !params.exact, launcher);
   }
 }
 
-void launch_wide_sum(const WideSumParams& params, int rows, const Launcher& launcher) {
-  launcher(wide_sum_kernel, dim3(rows, ceil_div(params.columns / 8, kWideSumThreads)), kWideSumThreads, 0, params);
+void launch_sum(const SumParams& params, bool bf16, const Launcher& launcher) {
+  const int64_t blocks = ceil_div(int64_t{params.rows} * (params.columns / 8), int64_t{kSumThreads});
+  launcher(bf16 ? sorted_sum_kernel<uint16_t> : sorted_sum_kernel<float>, dim3(static_cast<unsigned>(blocks)), kSumThreads, 0, params);
 }
 
 std::vector<KernelAttributes> sorted_attributes() {
-  return {attributes_of(kName, allowed<true, kTall>(), "mxfp4_moe_sorted_gate_up", kSortedThreads, kSortedShared),
-          attributes_of(kName, allowed<false, kTall>(), "mxfp4_moe_sorted_down", kSortedThreads, kSortedShared),
-          attributes_of(kName, allowed<true, kWide>(), "mxfp4_moe_wide_gate_up", kSortedThreads, kWideShared),
-          attributes_of(kName, allowed<false, kWide>(), "mxfp4_moe_wide_down", kSortedThreads, kWideShared)};
+  return {attributes_of(kName, allowed<true, true>(), "mxfp4_moe_sorted_gate_up", kSortedThreads, kSortedShared),
+          attributes_of(kName, allowed<false, true>(), "mxfp4_moe_sorted_down", kSortedThreads, kSortedShared),
+          attributes_of(kName, allowed<true, false>(), "mxfp4_moe_wide_gate_up", kSortedThreads, kWideShared),
+          attributes_of(kName, allowed<false, false>(), "mxfp4_moe_wide_down", kSortedThreads, kWideShared)};
 }
 
 int sorted_shared_bytes() { return std::max(kSortedShared, kWideShared); }

@@ -1,8 +1,8 @@
 // Both products of the experts for many rows, to the bit as for few: pairs sorted by expert, 64 of one expert a tile.
 //
 //   prepare   x or h to the f16 that few rows multiply (product.cuh), in memory, with a power of two for each row and slice
-//   product   128 weight rows x 64 pairs a unit, one unit after the other: eight warps multiply 32 x 32 each, four copy
-//             stages of 64 inputs ahead of them, across units
+//   product   128 weight rows x 64 pairs a unit, one unit after the other: eight warps multiply 16 weight rows by all pairs,
+//             four copy stages of 64 inputs ahead of them, across units
 //
 // Sums of the 32 products with a common scale are exact, so mmas here are full where those of few rows keep four scales
 // apart. The rest has their order: a slice has four sums, of the 32-input groups 0, 4, 8 .. to 3, 7, 11 .., each a chain of
@@ -18,11 +18,10 @@
 namespace dsv4::mxfp4_moe {
 
 constexpr int kTileRows = 128, kTilePairs = 64;  // of a unit
-constexpr int kWarpRows = 32, kWarpPairs = 32, kWarpsAcross = kTileRows / kWarpRows;
 constexpr int kMathThreads = 256, kCopyThreads = 128, kSortedThreads = kMathThreads + kCopyThreads;
 constexpr int kPassInputs = 64;                                   // of a stage: two groups of 32
 constexpr int kSortedStages = 6, kSliceSlots = 3;
-constexpr int kOutPitch = 36;                                     // floats of a pair's 32 outputs
+constexpr int kOutPitch = 20;                                     // floats of a pair's 16 outputs
 
 constexpr int unit_outputs(bool gated) { return gated ? kTileRows / 2 : kTileRows; }
 
@@ -37,11 +36,10 @@ struct SortedSlice {
 struct SortedShared {
   SortedStage stages[kSortedStages];
   SortedSlice slices[kSliceSlots];
-  float out[kMathThreads / 32][8][kOutPitch];  // a warp's own
+  float out[kMathThreads / 32][8 * kOutPitch];  // a warp's own
   Barriers<kSortedStages> full, empty;
 };
 static_assert(sizeof(SortedShared) <= kMaxSharedBytes && sizeof(SortedStage) % 128 == 0);
-static_assert(kWarpPairs * kWarpRows <= sizeof(SortedShared::out[0]), "of the gate's h: 16 bf16 for each pair");
 
 // ---- four warps that copy
 
@@ -56,7 +54,7 @@ __device__ __forceinline__ void copy_units(const SortedParams& p, SortedShared& 
   int slot = 0;
   for (unsigned unit = blockIdx.x;; unit += gridDim.x) {
     const SortedTile tile = tile_of(p, unit / units);
-    if (tile.expert < 0) {
+    if (tile.count == 0) {
       s.empty[at.stage].wait(at.phase ^ 1);  // one more, since those who multiply load a stage ahead
       s.full[at.stage].arrive_copies();
       break;
@@ -108,159 +106,48 @@ __device__ __forceinline__ void copy_units(const SortedParams& p, SortedShared& 
 
 // ---- eight warps that multiply
 
-using Sums = float[2][4][4];  // of a warp: 16 weight rows, 8 pairs, of an mma
-
-template <typename Use>
-__device__ __forceinline__ void each_sum(Use use) {
+// Which pairs the tile has at the positions of this lane, and 32 behind.
+__device__ __forceinline__ void load_pairs_of(int (&pairs)[2], const SortedParams& p, const SortedTile& tile) {
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) use(m, n, i);
-    }
-  }
+  for (int k = 0; k < 2; ++k) pairs[k] = p.pairs[tile.begin + min(k * 32 + static_cast<int>(threadIdx.x % 32), tile.count - 1)];
 }
 
-// sums[t] += 32 weight rows x 32 pairs x group t of the stage. Addresses are this lane's: of its codes in the warp's first
-// row, of its 8 inputs of the first pair, of its scales. kSecond: from weight row g of an mma to row g + 8.
-template <int kSecond, int kNext>
-__device__ __forceinline__ void multiply_stage(Sums (&sums)[2], uint32_t codes, uint32_t x, uint32_t scales, int exchanged) {
-  uint32_t stored[2][2];
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) stored[m][r] = load_shared_u16(scales + (m * kNext + r * kSecond) * 16);
-  }
-#pragma unroll
-  for (int t = 0; t < 2; ++t) {
-    uint32_t a[2][2][4];
-    float factor[2][2];
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        uint32_t pair[4];
-        decode(load_shared_u32(codes + (m * kNext + r * kSecond) * 32 + (t ^ exchanged) * 16), pair);
-        a[m][0][r] = pair[0], a[m][0][2 + r] = pair[1], a[m][1][r] = pair[2], a[m][1][2 + r] = pair[3];
-        factor[m][r] = __uint_as_float((t == 0 ? stored[m][r] & 0xffu : stored[m][r] >> 8) << 23);  // 2^(byte - 127); 255 infinite
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const uint4 b = load_shared(x + t * sizeof(SortedStage::x[0]) + n * 512);
-      float part[2][4] = {};
-#pragma unroll
-      for (int m = 0; m < 2; ++m) mma_f16(part[m], a[m][0], b.x, b.y);
-#pragma unroll
-      for (int m = 0; m < 2; ++m) mma_f16(part[m], a[m][1], b.z, b.w);
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[t][m][n][i] = fmaf(part[m][i], factor[m][i / 2], sums[t][m][n][i]);
-      }
-    }
-  }
-}
-
-// A warp's total, of kTiles times 8 of the tile's pairs, from `first_pair` on; `output`: the warp's first.
-template <bool kGated, int kMmas, int kTiles>
-__device__ __forceinline__ void store_unit(const SortedParams& p, float (&area)[8][kOutPitch], const float (&total)[kMmas][kTiles][4],
-                                           const SortedTile& tile, int first_pair, int output, int pair_of_lane) {
-  static_assert(kTiles <= 4);
+// A warp's total of 16 weight rows and the tile's pairs; `output`: the warp's first.
+template <bool kGated, int kTiles>
+__device__ __forceinline__ void store_unit(const SortedParams& p, float* area, const float (&total)[kTiles][4], const SortedTile& tile, int output,
+                                           const int (&pairs)[2]) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   if constexpr (kGated) {
-    constexpr int kOutputs = kMmas * 8;
-    uint16_t* const h = reinterpret_cast<uint16_t*>(area);  // [pair][kOutputs]
-    __syncwarp();
+    uint16_t* const h = reinterpret_cast<uint16_t*>(area);  // [pair][8], of 16 pairs
 #pragma unroll
-    for (int m = 0; m < kMmas; ++m) {
+    for (int from = 0; from < kTiles; from += 2) {
+      __syncwarp();
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
+      for (int n = 0; n < 2; ++n) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) h[(n * 8 + 2 * q + r) * kOutputs + m * 8 + g] = swiglu(total[m][n][r], total[m][n][2 + r], p.limit);
+        for (int r = 0; r < 2; ++r) h[(n * 8 + 2 * q + r) * 8 + g] = swiglu(total[from + n][r], total[from + n][2 + r], p.limit);
       }
-    }
-    __syncwarp();
-    if (lane < kTiles * 8 && first_pair + lane < tile.count) {
-      uint4* const to = reinterpret_cast<uint4*>(p.h + static_cast<int64_t>(tile.begin + first_pair + lane) * p.outputs + output);
-      const uint4* const from = reinterpret_cast<const uint4*>(h + lane * kOutputs);
-#pragma unroll
-      for (int m = 0; m < kMmas; ++m) to[m] = from[m];
+      __syncwarp();
+      const int pair = from * 8 + lane;
+      if (lane < 16 && pair < tile.count) {
+        *reinterpret_cast<uint4*>(p.h + static_cast<int64_t>(tile.begin + pair) * p.outputs + output) = *reinterpret_cast<const uint4*>(h + lane * 8);
+      }
     }
   } else {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       __syncwarp();
 #pragma unroll
-      for (int m = 0; m < kMmas; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) area[2 * q + i % 2][m * 16 + i / 2 * 8 + g] = total[m][n][i];
-      }
+      for (int i = 0; i < 4; ++i) area[(2 * q + i % 2) * kOutPitch + i / 2 * 8 + g] = total[n][i];
       __syncwarp();
-      const int pair = __shfl_sync(0xffffffffu, pair_of_lane, n * 8 + g);
-      if (first_pair + n * 8 + g < tile.count) {
+      const int pair = __shfl_sync(0xffffffffu, pairs[n / 4], n % 4 * 8 + g);
+      if (n * 8 + g < tile.count) {
         float* const to = p.y + static_cast<int64_t>(pair) * p.outputs + output + q * 4;
-#pragma unroll
-        for (int m = 0; m < kMmas; ++m) *reinterpret_cast<float4*>(to + m * 16) = *reinterpret_cast<const float4*>(&area[g][m * 16 + q * 4]);
+        *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(&area[g * kOutPitch + q * 4]);
       }
     }
   }
 }
-
-template <bool kGated>
-__device__ __forceinline__ void multiply_units(const SortedParams& p, SortedShared& s) {
-  constexpr int kSecond = kGated ? 64 : 8, kNext = kGated ? 8 : 16;  // rows of the tile: of an mma's second half, of the next mma
-  constexpr int kWarpOutputs = unit_outputs(kGated) / kWarpsAcross;
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = uniform(threadIdx.x / 32);
-  const int across = warp % kWarpsAcross, first_pair = warp / kWarpsAcross * kWarpPairs, row = across * 2 * kNext + g;
-  const uint32_t codes = shared_address(&s.stages[0].codes[row][q * 4]), x = shared_address(&s.stages[0].x[0][(first_pair + g) * 64 + q * 16]);
-  const uint32_t scales = shared_address(&s.slices[0].scales[row][0]), powers = shared_address(&s.slices[0].powers[first_pair + 2 * q]);
-  const int units = p.outputs / unit_outputs(kGated);
-  StagePlace<kSortedStages> at;
-  int slot = 0;
-  SortedTile next = tile_of(p, blockIdx.x / units);
-  for (unsigned unit = blockIdx.x; next.expert >= 0; unit += gridDim.x) {
-    const SortedTile tile = next;
-    next = tile_of(p, (unit + gridDim.x) / units);
-    const bool mine = first_pair < tile.count;
-    const int pair_of_lane = kGated ? 0 : p.pairs[tile.begin + min(first_pair + lane, tile.count - 1)];
-    Sums total = {}, before;
-    for (int slice = 0; slice < p.slices; ++slice) {
-      const uint32_t slice_at = slot * sizeof(SortedSlice);
-#pragma unroll 1
-      for (int pass = 0; pass < 2; ++pass) {
-        Sums sums[2] = {};
-#pragma unroll 1
-        for (int step = 0; step < p.steps; ++step) {
-          s.full[at.stage].wait(at.phase);
-          const uint32_t stage = at.stage * sizeof(SortedStage);
-          if (mine) multiply_stage<kSecond, kNext>(sums, codes + stage, x + stage, scales + slice_at + step * 4 + pass * 2, row >> 2 & 1);
-          __syncwarp();
-          if (lane == 0) s.empty[at.stage].arrive();
-          at.advance();
-        }
-        if (pass == 0) {
-          each_sum([&](int m, int n, int i) { before[m][n][i] = __fadd_rn(sums[0][m][n][i], sums[1][m][n][i]); });
-        } else {
-          float2 power[4];
-#pragma unroll
-          for (int n = 0; n < 4; ++n) power[n] = load_shared_f32x2(powers + slice_at + n * 32);
-          each_sum([&](int m, int n, int i) {
-            const float sum = __fadd_rn(before[m][n][i], __fadd_rn(sums[0][m][n][i], sums[1][m][n][i]));
-            const float value = __fmul_rn(sum, i % 2 == 0 ? power[n].x : power[n].y);
-            total[m][n][i] = slice == 0 ? value : __fadd_rn(total[m][n][i], value);
-          });
-        }
-      }
-      if (++slot == kSliceSlots) slot = 0;
-    }
-    const int output = static_cast<int>(unit % units) * unit_outputs(kGated) + across * kWarpOutputs;
-    if (mine) store_unit<kGated>(p, s.out[warp], total, tile, first_pair, output, pair_of_lane);
-  }
-}
-
-// ---- the same, each warp 16 weight rows by all pairs
 
 // What a lane has of a stage's weights, as they are stored: of its two weight rows a word of each group, and two scales.
 struct StoredGroups {
@@ -328,12 +215,19 @@ struct Ahead {
 };
 
 template <bool kGated, int kTiles>
-__device__ __forceinline__ void multiply_tall_unit(const SortedParams& p, SortedShared& s, Ahead& ahead, uint32_t codes, uint32_t scales,
-                                                   const SortedTile& tile, int output) {
+__device__ __forceinline__ void multiply_unit(const SortedParams& p, SortedShared& s, Ahead& ahead, uint32_t codes, uint32_t scales,
+                                              const SortedTile& tile, int output) {
   constexpr int kSecond = kGated ? 64 : 8, kTogether = 2;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = uniform(threadIdx.x / 32);
   const uint32_t x = shared_address(&s.stages[0].x[0][g * 64 + q * 16]), powers = shared_address(&s.slices[0].powers[2 * q]);
-  float total[kTiles][4] = {}, before[kTiles][4];
+  int pairs[2] = {};
+  if constexpr (!kGated) load_pairs_of(pairs, p, tile);
+  float total[kTiles][4], before[kTiles][4];
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) total[n][i] = -0.f;  // the first slice is added as it is
+  }
   for (int slice = 0; slice < p.slices; ++slice) {
     const uint32_t slot = ahead.slot * sizeof(SortedSlice);
     if (++ahead.slot == kSliceSlots) ahead.slot = 0;
@@ -370,28 +264,17 @@ __device__ __forceinline__ void multiply_tall_unit(const SortedParams& p, Sorted
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float sum = __fadd_rn(before[n][i], __fadd_rn(sums[0][n][i], sums[1][n][i]));
-            const float value = __fmul_rn(sum, i % 2 == 0 ? power.x : power.y);
-            total[n][i] = slice == 0 ? value : __fadd_rn(total[n][i], value);
+            total[n][i] = __fadd_rn(total[n][i], __fmul_rn(sum, i % 2 == 0 ? power.x : power.y));
           }
         }
       }
     }
   }
-#pragma unroll
-  for (int from = 0; from < kTiles; from += kTogether) {
-    float part[1][kTogether][4];
-#pragma unroll
-    for (int n = 0; n < kTogether; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) part[0][n][i] = total[from + n][i];
-    }
-    const int first_pair = from * 8, pair_of_lane = kGated ? 0 : p.pairs[tile.begin + min(first_pair + lane, tile.count - 1)];
-    store_unit<kGated>(p, s.out[warp], part, tile, first_pair, output + warp * (unit_outputs(kGated) / 8), pair_of_lane);
-  }
+  store_unit<kGated>(p, s.out[warp], total, tile, output + warp * (unit_outputs(kGated) / 8), pairs);
 }
 
 template <bool kGated>
-__device__ __forceinline__ void multiply_tall_units(const SortedParams& p, SortedShared& s) {
+__device__ __forceinline__ void multiply_units(const SortedParams& p, SortedShared& s) {
   const int units = p.outputs / unit_outputs(kGated);
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * (kGated ? 8 : 16) + lane / 4;
   const uint32_t codes = shared_address(&s.stages[0].codes[row][(row >> 2 & 1) * 16 + lane % 4 * 4]);
@@ -402,23 +285,23 @@ __device__ __forceinline__ void multiply_tall_units(const SortedParams& p, Sorte
   ahead.stored.load<kGated ? 64 : 8>(codes, scales);
   decode_group(ahead.stored, 0, ahead.first);
   SortedTile next = tile_of(p, blockIdx.x / units);
-  for (unsigned unit = blockIdx.x; next.expert >= 0; unit += gridDim.x) {
+  for (unsigned unit = blockIdx.x; next.count > 0; unit += gridDim.x) {
     const SortedTile tile = next;
     next = tile_of(p, (unit + gridDim.x) / units);
     const int output = static_cast<int>(unit % units) * unit_outputs(kGated);
     if (tile.count > 48) {
-      multiply_tall_unit<kGated, 8>(p, s, ahead, codes, scales, tile, output);
+      multiply_unit<kGated, 8>(p, s, ahead, codes, scales, tile, output);
     } else if (tile.count > 32) {
-      multiply_tall_unit<kGated, 6>(p, s, ahead, codes, scales, tile, output);
+      multiply_unit<kGated, 6>(p, s, ahead, codes, scales, tile, output);
     } else if (tile.count > 16) {
-      multiply_tall_unit<kGated, 4>(p, s, ahead, codes, scales, tile, output);
+      multiply_unit<kGated, 4>(p, s, ahead, codes, scales, tile, output);
     } else {
-      multiply_tall_unit<kGated, 2>(p, s, ahead, codes, scales, tile, output);
+      multiply_unit<kGated, 2>(p, s, ahead, codes, scales, tile, output);
     }
   }
 }
 
-template <bool kGated, bool kTall>
+template <bool kGated>
 __global__ void __launch_bounds__(kSortedThreads, 1) sorted_kernel(const SortedParams p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   SortedShared& s = *reinterpret_cast<SortedShared*>(shared_memory);
@@ -434,39 +317,89 @@ __global__ void __launch_bounds__(kSortedThreads, 1) sorted_kernel(const SortedP
     copy_units<kGated>(p, s);
   } else {
     set_registers<232, true>();  // 40 + 2 x 232 = 3 x 168, of four warps each
-    if constexpr (kTall) {
-      multiply_tall_units<kGated>(p, s);
-    } else {
-      multiply_units<kGated>(p, s);
-    }
+    multiply_units<kGated>(p, s);
   }
 }
 
-constexpr int kPrepareThreads = 256;
+constexpr int kPrepareThreads = 256, kPrepareItems = 4;  // of a warp
 
-// A warp a row and slice; in place where `to` is `from`.
+// An item is a row's slice; in place where `to` is `from`.
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareParams p) {
   pdl_wait();
   pdl_trigger();
-  const int64_t item = static_cast<int64_t>(blockIdx.x) * (kPrepareThreads / 32) + threadIdx.x / 32;
-  const int64_t row = item / p.slices;
-  const int slice = static_cast<int>(item % p.slices), lane = threadIdx.x % 32, chunks = p.steps * 16;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * (kPrepareThreads / 32) + threadIdx.x / 32) * kPrepareItems;
+  const int lane = threadIdx.x % 32, chunks = p.steps * 16;
+  const int64_t items = p.rows * p.slices;
+  uint4 v[kPrepareItems][2];
+#pragma unroll
+  for (int k = 0; k < kPrepareItems; ++k) {
+    const int64_t item = min(first + k, items - 1);
+    const uint16_t* const from = p.from + item / p.slices * p.from_stride + item % p.slices * (chunks * 8);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int chunk = i * 32 + lane;
+      v[k][i] = chunk < chunks ? *reinterpret_cast<const uint4*>(from + chunk * 8) : make_uint4(0, 0, 0, 0);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kPrepareItems; ++k) {
+    const int64_t item = first + k;
+    if (item >= items) break;
+    const float power = prepare_slice<true>(v[k]);
+    uint16_t* const to = p.to + item * (chunks * 8);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int chunk = i * 32 + lane;
+      if (chunk < chunks) *reinterpret_cast<uint4*>(to + chunk * 8) = v[k][i];
+    }
+    if (lane == 0) p.powers[item] = power;
+  }
+}
+
+constexpr int kSumThreads = 128, kSumTogether = 6;  // slots that are loaded at once
+
+// A row: from zero, fma(weight, y, sum) over its slots in their order, those without a local expert left out; then the factor of all.
+// 8 columns a thread.
+template <typename Y>
+__global__ void __launch_bounds__(kSumThreads) sorted_sum_kernel(const SumParams p) {
+  pdl_wait();
+  pdl_trigger();
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x, row = item / (p.columns / 8);
+  const int column = static_cast<int>(item % (p.columns / 8)) * 8;
   if (row >= p.rows) return;
-  const uint16_t* const from = p.from + row * p.from_stride + slice * chunks * 8;
-  uint16_t* const to = p.to + (row * p.slices + slice) * (chunks * 8);
-  uint4 v[2];
+  float sum[8] = {};
+  for (int begin = 0; begin < p.topk; begin += kSumTogether) {
+    bool local[kSumTogether];
+    float weight[kSumTogether];
+    uint4 y[kSumTogether][sizeof(Y) / 2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int chunk = i * 32 + lane;
-    v[i] = chunk < chunks ? *reinterpret_cast<const uint4*>(from + chunk * 8) : make_uint4(0, 0, 0, 0);
-  }
-  const float power = prepare_slice<true>(v);
+    for (int k = 0; k < kSumTogether; ++k) {
+      const int slot = min(begin + k, p.topk - 1);
+      local[k] = begin + k < p.topk && p.pair_expert[row * p.topk + slot] >= 0;
+      weight[k] = p.topk_weights[row * p.weights_stride + slot];
+    }
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int chunk = i * 32 + lane;
-    if (chunk < chunks) *reinterpret_cast<uint4*>(to + chunk * 8) = v[i];
+    for (int k = 0; k < kSumTogether; ++k) {
+      if (!local[k]) continue;
+      const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const Y*>(p.y) + (row * p.topk + begin + k) * p.columns + column);
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(Y)) / 2; ++i) y[k][i] = from[i];
+    }
+#pragma unroll
+    for (int k = 0; k < kSumTogether; ++k) {
+      if (!local[k]) continue;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t word = sizeof(Y) == 4 ? word_of(y[k][i / 4], i % 4) : word_of(y[k][0], i / 2);
+        const float value = sizeof(Y) == 4 ? __uint_as_float(word) : i % 2 == 0 ? bf16_low(word) : bf16_high(word);
+        sum[i] = fmaf(weight[k], value, sum[i]);
+      }
+    }
   }
-  if (lane == 0) p.powers[item] = power;
+  uint32_t out[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[i] = pack_bf16x2(sum[2 * i] * p.routed_scaling, sum[2 * i + 1] * p.routed_scaling);
+  *reinterpret_cast<uint4*>(p.out + row * p.out_stride + column) = make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 }  // namespace dsv4::mxfp4_moe

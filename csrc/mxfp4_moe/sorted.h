@@ -34,24 +34,24 @@ struct SortedParams {
   uint32_t x_row_chunks;   // wide.cuh: of 8 inputs, from row to row
 };
 
-// The sum over a row's experts, where y is bf16.
-struct WideSumParams {
-  const uint16_t* y;           // [rows, topk, columns]
+// The sum over a row's experts.
+struct SumParams {
+  const void* y;               // [rows, topk, columns] float, or bf16
   const int32_t* pair_expert;  // [rows, topk]; -1: no local expert
   const float* topk_weights;
   uint16_t* out;
   int64_t weights_stride, out_stride;  // elements, of out a multiple of 8
   float routed_scaling;
-  int32_t topk, columns;
+  int32_t rows, topk, columns;
 };
 
-// Bytes of scratch that a call takes.
+// Bytes of scratch that a call takes. `exact` as in Params: sorted.cuh, with the bits of few rows; else wide.cuh.
 int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, bool exact);
 
 // `params` as for few rows, but for h and y, which are in the scratch; any number of pairs.
 void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream);
 
-void launch_wide_sum(const WideSumParams& params, int rows, const Launcher& launcher);
+void launch_sum(const SumParams& params, bool bf16, const Launcher& launcher);
 
 std::vector<KernelAttributes> sorted_attributes();
 int sorted_shared_bytes();

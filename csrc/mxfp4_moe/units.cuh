@@ -16,13 +16,14 @@ struct StagePlace {
 };
 
 struct SortedTile {
-  int expert, begin, count;  // expert -1: there is no more
+  int expert, begin, count;  // no pair: there is no more
 };
 template <typename Tiles>
 __device__ __forceinline__ SortedTile tile_of(const Tiles& p, int tile) {
   if (tile >= p.num_tiles) return {-1, 0, 0};
   const int begin = p.begin[tile];
-  return {p.expert[tile], begin, p.end[tile] - begin};
+  const int expert = p.expert[tile];
+  return {expert, begin, expert < 0 ? 0 : p.end[tile] - begin};
 }
 
 }  // namespace dsv4::mxfp4_moe

@@ -10,7 +10,8 @@
 namespace dsv4::mxfp4_moe {
 
 constexpr int kWideRows = 256, kWideStages = 5, kScaleStages = 8;
-constexpr int kWideInputs = 256;  // at least: two units of fewer stages than that could want three places for their scales
+// A place for scales is filled again when all but the last kWideStages stages before it have been multiplied, and those who multiply
+// are a stage ahead: so no place is of two stages alone, and inputs are no 512 n + 128.
 constexpr int wide_outputs(bool gated) { return gated ? kWideRows / 2 : kWideRows; }
 
 struct alignas(128) WideStage {
@@ -51,7 +52,7 @@ __device__ __forceinline__ void copy_wide(const SortedParams& p, WideShared& s) 
   int slot = 1;
   for (unsigned unit = blockIdx.x;; unit += gridDim.x) {
     const SortedTile tile = tile_of(p, unit / units);
-    if (tile.expert < 0) {
+    if (tile.count == 0) {
       s.empty[at.stage].wait(at.phase ^ 1);  // one more, since those who multiply load a stage ahead
       s.full[at.stage].arrive_copies();
       break;
@@ -165,6 +166,8 @@ __device__ __forceinline__ void multiply_unit(const SortedParams& p, WideShared&
   constexpr int kTogether = kTiles % 4 == 0 ? 4 : 2;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = uniform(threadIdx.x / 32), stages = p.inputs / kPassInputs;
   const uint32_t x = shared_address(&s.stages[0].x[g][q * 32 + (g & 1) * 16]);
+  int pairs[2] = {};
+  if constexpr (!kGated) load_pairs_of(pairs, p, tile);
   float sums[2][kTiles][4] = {};
 #pragma unroll 1
   for (int i = 1; i <= stages; ++i) {
@@ -213,9 +216,9 @@ __device__ __forceinline__ void multiply_unit(const SortedParams& p, WideShared&
       }
     }
     __syncwarp();
-    const int pair = from * 8 + lane / 2, position = tile.begin + pair;
-    if (pair < tile.count) {
-      uint16_t* const to = kGated ? p.h + static_cast<int64_t>(position) * p.outputs : p.y16 + static_cast<int64_t>(p.pairs[position]) * p.outputs;
+    const int place = from * 8 + lane / 2, row = kGated ? tile.begin + place : __shfl_sync(0xffffffffu, pairs[from / 4], from % 4 * 8 + lane / 2);
+    if (place < tile.count) {
+      uint16_t* const to = (kGated ? p.h : p.y16) + static_cast<int64_t>(row) * p.outputs;
       const uint2* const read = reinterpret_cast<const uint2*>(&area[lane / 2][lane % 2 * (kOutputs / 2)]);
 #pragma unroll
       for (int k = 0; k < kOutputs / 16; ++k) {
@@ -237,7 +240,7 @@ __device__ __forceinline__ void multiply_wide_units(const SortedParams& p, WideS
   ahead.stored.load<kGated ? 128 : 8, kGated ? 8 : 16>(codes, scales);
   decode_half(ahead.stored, 0, ahead.first);
   SortedTile next = tile_of(p, blockIdx.x / units);
-  for (unsigned unit = blockIdx.x; next.expert >= 0; unit += gridDim.x) {
+  for (unsigned unit = blockIdx.x; next.count > 0; unit += gridDim.x) {
     const SortedTile tile = next;
     next = tile_of(p, (unit + gridDim.x) / units);
     const int output = static_cast<int>(unit % units) * wide_outputs(kGated);
@@ -271,32 +274,6 @@ __global__ void __launch_bounds__(kSortedThreads, 1) wide_kernel(const SortedPar
     set_registers<200, true>();  // 104 + 2 x 200 = 3 x 168, of four warps each
     multiply_wide_units<kGated>(p, s);
   }
-}
-
-constexpr int kWideSumThreads = 128;
-
-// out[row] = the sum of weight * y over its slots in their order, those without a local expert left out. 8 columns a thread.
-__global__ void __launch_bounds__(kWideSumThreads) wide_sum_kernel(const WideSumParams p) {
-  pdl_wait();
-  pdl_trigger();
-  const int row = blockIdx.x, column = (blockIdx.y * kWideSumThreads + threadIdx.x) * 8;
-  if (column >= p.columns) return;
-  float sum[8] = {};
-  for (int slot = 0; slot < p.topk; ++slot) {
-    const int64_t pair = static_cast<int64_t>(row) * p.topk + slot;
-    if (p.pair_expert[pair] < 0) continue;
-    const float weight = p.topk_weights[row * p.weights_stride + slot];
-    const uint4 y = *reinterpret_cast<const uint4*>(p.y + pair * p.columns + column);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum[2 * i] = fmaf(weight, bf16_low(word_of(y, i)), sum[2 * i]);
-      sum[2 * i + 1] = fmaf(weight, bf16_high(word_of(y, i)), sum[2 * i + 1]);
-    }
-  }
-  uint32_t out[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) out[i] = pack_bf16x2(sum[2 * i] * p.routed_scaling, sum[2 * i + 1] * p.routed_scaling);
-  *reinterpret_cast<uint4*>(p.out + row * p.out_stride + column) = make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 }  // namespace dsv4::mxfp4_moe

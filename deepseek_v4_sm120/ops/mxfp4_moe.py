@@ -27,7 +27,10 @@ _PACKED_DTYPES = (torch.uint8, torch.int8)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 ACTIVATIONS = ("bf16", "mxfp8")
 _GROUPED_MULTIPLE = 128  # of hidden and inter, above DECODE_ROWS rows
-_WIDE_MULTIPLE, _WIDE_INTER = 256, 256  # csrc/mxfp4_moe/wide.cuh, scaled.cuh: weight rows of a unit; inputs
+_WIDE_ROWS, _WIDE_SCALES = (
+    256,
+    512,
+)  # csrc/mxfp4_moe/wide.cuh, scaled.cuh: weight rows of a unit; inputs of a place for scales
 _SORTED_SCALES = 4  # bytes: csrc/mxfp4_moe/sorted.cuh counts scales in fours and codes in VECTOR, both in 32 bits
 
 
@@ -78,7 +81,7 @@ def mxfp4_moe(
                        batch: a row alone equals the row among others. There weights are exact (a scale byte of 0 counts
                        as zero, 255 as NaN); above for scale bytes 34 to 160
     sizes              up to 256 rows: hidden 4096 or 7168, inter 256 to 3072 (Flash, Pro), 512 experts, 3072 pairs at
-                       most; others take the other regime: multiples of 128 (wide: hidden of 256, inter from 256 on),
+                       most; others take the other regime: multiples of 128 (wide: hidden of 256, inter not 128, 640),
                        at most 1024 experts
     raises             TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                        launch)
@@ -223,16 +226,15 @@ def _sorted_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter
 def _scaled_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
     """Activations in MXFP8, by SM120's block-scaled instruction; elsewhere, for tests, bf16 products of the same values."""
     given = _arguments(hidden, weights, routing, limit, out)
-    block_scaled = torch.cuda.get_device_capability(hidden.device)[0] == BLOCK_SCALED_MAJOR
     sizes = (given[name] for name in ("rows", "topk", "experts", "hidden", "inter"))
-    scratch = torch.empty(_scaled_scratch_bytes(*sizes, block_scaled), dtype=torch.uint8, device=hidden.device)
-    extension.load().mxfp4_moe_scaled(**given, scratch=scratch.data_ptr(), block_scaled=block_scaled)
+    scratch = torch.empty(_scaled_scratch_bytes(*sizes), dtype=torch.uint8, device=hidden.device)
+    extension.load().mxfp4_moe_scaled(**given, scratch=scratch.data_ptr())
 
 
 @functools.lru_cache(maxsize=4096)
-def _scaled_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int, block_scaled: bool) -> int:
+def _scaled_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int) -> int:
     return extension.load().mxfp4_moe_scaled_scratch_bytes(
-        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter, block_scaled=block_scaled
+        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter
     )
 
 
@@ -448,10 +450,10 @@ def _too_far(weights: Weights) -> Iterator[tuple[str, int, int]]:
 def _wide_problem(weights: Weights) -> str:
     """What our kernels for many rows do not take; empty: they take it."""
     hidden, inter = weights.w2.shape[1], weights.w13.shape[1] // 2
-    if hidden % _WIDE_MULTIPLE or inter < _WIDE_INTER:
-        return (
-            f"hidden {hidden} and inter {inter}, which are no multiple of {_WIDE_MULTIPLE} or less than {_WIDE_INTER}"
-        )
+    if hidden % _WIDE_ROWS:
+        return f"hidden {hidden}, no multiple of {_WIDE_ROWS}"
+    if inter % _WIDE_SCALES == _GROUPED_MULTIPLE:
+        return f"inter {inter}, {_GROUPED_MULTIPLE} more than a multiple of {_WIDE_SCALES}"
     return next((f"{name} that spans {span} bytes, more than {most}" for name, span, most in _too_far(weights)), "")
 
 

@@ -1,5 +1,5 @@
-"""The experts for many rows with MXFP8 activations, by SM120's block-scaled product of E2M1 and E4M3, which no card of another
-architecture has: against the reference and against Triton's form of the same."""
+"""The experts for many rows with MXFP8 activations, by SM120's block-scaled product of E2M1 and E4M3, which no card of
+another architecture has: against the reference and against Triton's form of the same."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def right(inputs):
 @schedules
 @pytest.mark.parametrize("up_first", [False, True])
 def test_against_the_reference(choices, up_first):
-    """Inter of two units and of four, and a slice of scales and half of one; tiles of all heights, two of an expert among them."""
+    """Half a slice of scales and a whole one; tiles of several heights, two of an expert among them."""
     shape = spec.Shape(120, 512, 512 if up_first else 256, experts=3, masked=0.1, topk=2, up_first=up_first)
     inputs = spec.make_inputs(shape, seed=3, device="cpu")
     inputs.topk_ids[:70, 0] = 2

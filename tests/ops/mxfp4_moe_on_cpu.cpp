@@ -214,14 +214,11 @@ void run_grid(unsigned blocks, int threads, Run run) {
 }
 
 extern "C" void prepare(const PrepareParams* p) {
-  const int64_t warps_of_all = p->rows * p->slices, together = kPrepareThreads / 32;
+  const int64_t warps_of_all = p->rows * p->slices, together = kPrepareThreads / 32 * kPrepareItems;
   run_grid((warps_of_all + together - 1) / together, kPrepareThreads, [&] { prepare_kernel(*p); });
 }
 extern "C" void multiply(const SortedParams* p, int blocks, bool gated) {
-  run_grid(blocks, kSortedThreads, [&] { gated ? sorted_kernel<true, false>(*p) : sorted_kernel<false, false>(*p); });
-}
-extern "C" void multiply_tall(const SortedParams* p, int blocks, bool gated) {
-  run_grid(blocks, kSortedThreads, [&] { gated ? sorted_kernel<true, true>(*p) : sorted_kernel<false, true>(*p); });
+  run_grid(blocks, kSortedThreads, [&] { gated ? sorted_kernel<true>(*p) : sorted_kernel<false>(*p); });
 }
 extern "C" void multiply_wide(const SortedParams* p, int blocks, bool gated) {
   run_grid(blocks, kSortedThreads, [&] { gated ? wide_kernel<true>(*p) : wide_kernel<false>(*p); });

@@ -1,5 +1,5 @@
-"""The experts for many rows with MXFP8 activations by our own kernels: SM120's block-scaled instruction, on other cards bf16 products
-of the same values."""
+"""The experts for many rows with MXFP8 activations by our own kernels: SM120's block-scaled instruction, on other cards
+bf16 products of the same values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = {
     "one expert": Shape(300, inter=256, experts=8, ids="one", first_expert=100, all_experts=256),
     "few experts": Shape(700, inter=256, experts=8, ids="few", masked=0.5, swiglu_limit=None, routed_scaling=2.5),
     "Pro, mapped": Shape(700, hidden=7168, inter=384, experts=32, all_experts=256, mapped=True, up_first=True),
-    "a slice and a quarter": Shape(400, hidden=768, inter=640, experts=16, wide_scales=True),
+    "slices and a half": Shape(400, hidden=768, inter=896, experts=16, wide_scales=True),
 }
 
 

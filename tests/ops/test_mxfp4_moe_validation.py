@@ -65,7 +65,7 @@ BAD = {
     "wide": ({"wide": 2}, "wide must be one of None, False, True, got 2"),
     "wide of few inputs": (
         {"wide": True},
-        "wide must be False or None for hidden 256 and inter 128, which are no multiple of 256 or less than 256, ",
+        "wide must be False or None for inter 128, 128 more than a multiple of 512, got True",
     ),
     "wide of MXFP8": (
         {"wide": True, "activations": "mxfp8"},
