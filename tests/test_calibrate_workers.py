@@ -83,7 +83,7 @@ def test_what_decides_is_run_first_and_by_one_process_each(workers, monkeypatch,
     told = capsys.readouterr().err
     assert "  mhc: stock: boundary, 8 rows: 44.4 us (0.0010)\n" in told
     assert "mhc: stock: 44.4 us, mean of 3 shapes, 0 s\n" in told
-    assert "8/10 mhc: torch: does not run here: too large\n" in told
+    assert "9/11 mhc: torch: does not run here: too large\n" in told
 
 
 def test_a_crash_is_a_result_and_the_others_run_in_another_process(workers, monkeypatch, capsys):

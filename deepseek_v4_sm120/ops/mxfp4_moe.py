@@ -224,7 +224,7 @@ def _sorted_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter
 
 
 def _scaled_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
-    """Activations in MXFP8, by SM120's block-scaled instruction; elsewhere, for tests, bf16 products of the same values."""
+    """Activations in MXFP8, by SM120's block-scaled instruction; elsewhere, for tests, bf16 products of the same."""
     given = _arguments(hidden, weights, routing, limit, out)
     sizes = (given[name] for name in ("rows", "topk", "experts", "hidden", "inter"))
     scratch = torch.empty(_scaled_scratch_bytes(*sizes), dtype=torch.uint8, device=hidden.device)

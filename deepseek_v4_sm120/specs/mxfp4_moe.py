@@ -5,8 +5,9 @@ scales are NaN and whoever reads them shows it.
 
 Stock follows SGLang's default on SM120: from 0.5.16 on FlashInfer's CUTLASS kernels with MXFP8 activations, before that
 Marlin with bf16. `ours, mxfp8` is what the patch runs under the former above 256 rows; where it is wrong or slower, the
-patch keeps bf16 there. `ours, wide`, CUDA kernels for prompts in bf16, is what runs on cards without wgmma; where it
-is wrong or slower, Triton's run, which are `ours` here; likewise `ours, mxfp8, wide` and `ours, mxfp8`. Their block sizes are not chosen here, see NOTE.
+patch keeps bf16 there. `ours, wide` and `ours, mxfp8, wide`, CUDA kernels for prompts in bf16 and in MXFP8, are what
+runs on cards without wgmma; where one is wrong or slower, Triton's run, which are `ours` and `ours, mxfp8` here. Their
+block sizes are not chosen here, see NOTE.
 """
 
 from __future__ import annotations
