@@ -55,7 +55,10 @@ IN_AN_ARTIFACT = re.compile(r"deepseek_v4_sm120(-.+\.dist-info)?|sitecustomize\.
 ARCHS = ("120f", "90a")
 OF_EACH = {
     name: {"120f": ("120a", "121a")}
-    for name in ("sparse_decode/prefill.cu", "sparse_decode/pairs.cu", "mxfp4_moe/sorted.cu", "fp8_linear/many.cu")
+    for name in (
+        *("sparse_decode/prefill.cu", "sparse_decode/pairs.cu", "fp8_linear/many.cu"),
+        *("mxfp4_moe/sorted.cu", "mxfp4_moe/scaled.cu"),
+    )
 }
 PTX = "*.compute_12*.ptx"  # beside each object, for tests/emulator
 OLDEST_CUDA = (12, 9)
@@ -82,7 +85,7 @@ BESIDE = ("-Wl,--disable-new-dtags", "-Wl,-rpath,$ORIGIN")
 LONGEST = (
     *("mxfp4_moe/launch.cu", "mhc/summing.cu", "bindings.cpp", "sparse_decode/prefill.cu", "fp8_linear/tile.cu"),
     *("sparse_decode/launch.cu", "bf16_linear/launch.cu", "mhc/launch.cu"),
-    *("compressor/launch.cu", "mxfp4_moe/sorted.cu", "sparse_decode/pairs.cu"),
+    *("compressor/launch.cu", "mxfp4_moe/sorted.cu", "mxfp4_moe/scaled.cu", "sparse_decode/pairs.cu"),
 )
 
 TOOL_WHEELS = ("pybind11==3.0.4",)

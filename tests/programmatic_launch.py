@@ -52,6 +52,14 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "mxfp4_moe::SharedParams": ((), ("shared", "routed")),
     "mxfp4_moe::PrepareParams": ((), ("from", "to", "powers")),
+    "mxfp4_moe::QuantizeParams": ((), ("from", "to.numbers", "to.scales", "taken")),
+    "mxfp4_moe::ScaledParams": (
+        ("w.codes", "w.scales"),
+        (
+            *("x.numbers", "x.scales", "pairs", "expert", "begin", "end"),
+            *("h.numbers", "h.scales", "y", "taken"),
+        ),
+    ),
     "mxfp4_moe::SortedParams": (
         ("w.codes", "w.scales"),
         ("x", "powers", "pairs", "expert", "begin", "end", "h", "y", "y16"),
@@ -184,6 +192,8 @@ KERNELS: dict[str, Kernel] = {
     ),
     "mxfp4_moe, shared expert added": Kernel(r"mxfp4_moe::add_shared_kernel", "mxfp4_moe::SharedParams", BEFORE),
     "mxfp4_moe, prepared": Kernel(r"mxfp4_moe::prepare_kernel", "mxfp4_moe::PrepareParams", BEHIND),
+    "mxfp4_moe, block-scaled": Kernel(r"mxfp4_moe::scaled_kernel<", "mxfp4_moe::ScaledParams", BEHIND),
+    "mxfp4_moe, quantized": Kernel(r"mxfp4_moe::quantize_kernel", "mxfp4_moe::QuantizeParams", BEHIND),
     "mxfp4_moe, sorted": Kernel(SORTED, "mxfp4_moe::SortedParams", BEHIND),
     "mxfp4_moe, sorted, sum": Kernel(r"mxfp4_moe::sorted_sum_kernel<", "mxfp4_moe::SumParams", BEHIND),
     "mxfp4_moe, tiles": Kernel(r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE),

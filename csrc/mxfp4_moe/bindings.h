@@ -3,6 +3,7 @@
 
 #include "../arguments.h"
 #include "mxfp4_moe.h"
+#include "scaled.h"
 #include "shared.h"
 #include "sorted.h"
 #include "tiles.h"
@@ -62,6 +63,14 @@ inline void run_sorted(Arguments& a) {
   launch_sorted(p, scratch, num_sms, last.pdl, last.stream);
 }
 
+inline void run_scaled(Arguments& a) {
+  const Params p = read_params(a);
+  unsigned char* const scratch = a["scratch"];
+  const int num_sms = a["num_sms"];
+  const LaunchArguments last = a.last();
+  launch_scaled(p, scratch, num_sms, last.pdl, last.stream);
+}
+
 inline void run_tiles(Arguments& a) {
   TilesParams p = {};
   read_routing(a, p);
@@ -97,6 +106,8 @@ inline void bind(py::module_& m) {
   m.def("mxfp4_moe_problem", &problem, py::kw_only(), "hidden"_a, "inter"_a, "experts"_a, "pairs"_a);
   define(m, "mxfp4_moe_sorted", run_sorted);
   m.def("mxfp4_moe_sorted_scratch_bytes", &sorted_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a, "exact"_a);
+  define(m, "mxfp4_moe_scaled", run_scaled);
+  m.def("mxfp4_moe_scaled_scratch_bytes", &scaled_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a);
   define(m, "mxfp4_moe_tiles", run_tiles);
   m.def("mxfp4_moe_tiles_scratch_words", &tiles_scratch_words, py::kw_only(), "pairs"_a, "experts"_a);
   define(m, "mxfp4_moe_shared", run_shared);

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "experts.cuh"
+#include "scaled.h"
 #include "sorted.h"
 
 namespace dsv4::mxfp4_moe {
@@ -185,13 +186,14 @@ Slices slices_of_inter(int inter) {
 }
 
 std::vector<KernelAttributes> kernel_attributes() {
-  std::vector<KernelAttributes> all = sorted_attributes();
+  std::vector<KernelAttributes> all = sorted_attributes(), scaled = scaled_attributes();
+  all.insert(all.end(), scaled.begin(), scaled.end());
   all.insert(all.begin(), {describe<GateUp4096<Many>>("mxfp4_moe_gate_up"), describe<Down2048<Many>>("mxfp4_moe_down")});
   return all;
 }
 
 int shared_bytes() {
-  size_t most = sorted_shared_bytes();
+  size_t most = std::max(sorted_shared_bytes(), scaled_shared_bytes());
   const auto note = [&](auto c) { most = std::max(most, sizeof(typename decltype(c)::Shared)); };
   for (const int hidden : {4096, 7168}) with_gate_up<Many>(hidden, note);
   for (const int inter : {256, 384, 512, 768, 1024, 1536, 2048, 3072}) with_down<Many>(inter, note);

@@ -117,11 +117,15 @@ void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bo
   product.y16 = reinterpret_cast<uint16_t*>(scratch + layout.y);
   SumParams sum = {product.y, tiles.pair_expert, params.topk_weights, params.out, params.weights_stride, params.out_stride};
   sum.routed_scaling = params.routed_scaling, sum.rows = params.rows, sum.topk = params.topk, sum.columns = layout.columns;
-  const int64_t blocks = ceil_div(int64_t{params.rows} * (layout.columns / 8), int64_t{kSumThreads});
   for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
     launch_product<false>(product, params.exact, num_sms, launcher);
-    launcher(params.exact ? sorted_sum_kernel<float> : sorted_sum_kernel<uint16_t>, dim3(static_cast<unsigned>(blocks)), kSumThreads, 0, sum);
+    launch_sum(sum, !params.exact, launcher);
   }
+}
+
+void launch_sum(const SumParams& params, bool bf16, const Launcher& launcher) {
+  const int64_t blocks = ceil_div(int64_t{params.rows} * (params.columns / 8), int64_t{kSumThreads});
+  launcher(bf16 ? sorted_sum_kernel<uint16_t> : sorted_sum_kernel<float>, dim3(static_cast<unsigned>(blocks)), kSumThreads, 0, params);
 }
 
 std::vector<KernelAttributes> sorted_attributes() {

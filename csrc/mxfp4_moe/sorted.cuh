@@ -13,6 +13,7 @@
 #include "product.cuh"
 #include "sorted.h"
 #include "swiglu.cuh"
+#include "units.cuh"
 
 namespace dsv4::mxfp4_moe {
 
@@ -39,26 +40,6 @@ struct SortedShared {
   Barriers<kSortedStages> full, empty;
 };
 static_assert(sizeof(SortedShared) <= kMaxSharedBytes && sizeof(SortedStage) % 128 == 0);
-
-// A place in the ring of stages, and the number of its barriers' phase.
-template <int kStages>
-struct StagePlace {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  }
-};
-
-struct SortedTile {
-  int expert, begin, count;  // no pair: there is no more
-};
-__device__ __forceinline__ SortedTile tile_of(const SortedParams& p, int tile) {
-  if (tile >= p.num_tiles) return {-1, 0, 0};
-  const int begin = p.begin[tile];
-  const int expert = p.expert[tile];
-  return {expert, begin, expert < 0 ? 0 : p.end[tile] - begin};
-}
 
 // ---- four warps that copy
 

@@ -51,6 +51,8 @@ int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int in
 // `params` as for few rows, but for h and y, which are in the scratch; any number of pairs.
 void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream);
 
+void launch_sum(const SumParams& params, bool bf16, const Launcher& launcher);
+
 std::vector<KernelAttributes> sorted_attributes();
 int sorted_shared_bytes();
 

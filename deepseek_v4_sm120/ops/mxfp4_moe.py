@@ -1,8 +1,8 @@
 """Public MXFP4 experts: checks the arguments, chooses the regime, owns the scratch, launches.
 
 Few rows (up to DECODE_ROWS): `_C.mxfp4_moe`, which streams the touched experts' weights once. More rows, sorted by
-expert: `_C.mxfp4_moe_sorted`, with the bits of few rows or, `wide`, without; or Triton's grouped GEMMs, with block
-sizes from triton/mxfp4_moe_table.py.
+expert: `_C.mxfp4_moe_sorted`, with the bits of few rows or, `wide`, without; `_C.mxfp4_moe_scaled`, `wide` with MXFP8
+activations; or Triton's grouped GEMMs, with block sizes from triton/mxfp4_moe_table.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _PACKED_DTYPES = (torch.uint8, torch.int8)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 ACTIVATIONS = ("bf16", "mxfp8")
 _GROUPED_MULTIPLE = 128  # of hidden and inter, above DECODE_ROWS rows
-_WIDE_ROWS, _WIDE_SCALES = 256, 512  # csrc/mxfp4_moe/wide.cuh: weight rows of a unit; inputs of a place for scales
+_WIDE_ROWS, _WIDE_SCALES = (
+    256,
+    512,
+)  # csrc/mxfp4_moe/wide.cuh, scaled.cuh: weight rows of a unit; inputs of a place for scales
 _SORTED_SCALES = 4  # bytes: csrc/mxfp4_moe/sorted.cuh counts scales in fours and codes in VECTOR, both in 32 bits
 
 
@@ -68,8 +71,8 @@ def mxfp4_moe(
     activations        "bf16" (W4A16), or "mxfp8" (W4A8): above 256 rows both products read E4M3 with a UE8M0 scale per
                        32 values, by SM120's block-scaled instruction. Up to 256 rows it is always bf16
     reproducible       True: one order of exact sums at any number of rows; sizes must be those of few rows
-    wide               above 256 rows, of bf16 activations that need not be reproducible: True our kernels, False
-                       Triton's; None: ours where Triton has no wgmma and their sizes fit
+    wide               above 256 rows that need not be reproducible: True our kernels, False Triton's; None: ours where
+                       Triton has no wgmma and their sizes fit
     out                [rows, hidden] bf16 written in place, last dim contiguous, row stride a multiple of 8, not over
                        hidden; or None
     returns            out [rows, hidden] bf16: this rank's part of the sum, without the shared expert
@@ -98,7 +101,7 @@ def mxfp4_moe(
     check.on_cuda()
     few = rows <= DECODE_ROWS and not _few_rows_problem(*sizes, rows * topk)
     if not few and not reproducible:
-        _check_grouped(check, *sizes, activations)
+        _check_grouped(check, *sizes, activations, wide)
     if out is None:
         out = torch.empty(hidden.shape, dtype=torch.bfloat16, device=hidden.device)
     if rows == 0:
@@ -196,8 +199,10 @@ def _many_rows(hidden, weights: Weights, routing: Routing, limit: float, out, ac
     """Triton's kernels are the faster where they multiply by wgmma."""
     if wide is None:
         wgmma = torch.cuda.get_device_capability(hidden.device)[0] == WGMMA_MAJOR
-        wide = not wgmma and not _wide_problem(activations, weights)
-    if wide or reproducible:
+        wide = not wgmma and not _wide_problem(weights)
+    if wide and not reproducible and activations == "mxfp8":
+        _scaled_rows(hidden, weights, routing, limit, out)
+    elif wide or reproducible:
         _sorted_rows(hidden, weights, routing, limit, out, exact=reproducible)
     else:
         _grouped(hidden, weights, routing, limit, out, mxfp8=activations == "mxfp8")
@@ -215,6 +220,21 @@ def _sorted_rows(hidden, weights: Weights, routing: Routing, limit: float, out, 
 def _sorted_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int, exact: bool) -> int:
     return extension.load().mxfp4_moe_sorted_scratch_bytes(
         rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter, exact=exact
+    )
+
+
+def _scaled_rows(hidden, weights: Weights, routing: Routing, limit: float, out) -> None:
+    """Activations in MXFP8, by SM120's block-scaled instruction; elsewhere, for tests, bf16 products of the same."""
+    given = _arguments(hidden, weights, routing, limit, out)
+    sizes = (given[name] for name in ("rows", "topk", "experts", "hidden", "inter"))
+    scratch = torch.empty(_scaled_scratch_bytes(*sizes), dtype=torch.uint8, device=hidden.device)
+    extension.load().mxfp4_moe_scaled(**given, scratch=scratch.data_ptr())
+
+
+@functools.lru_cache(maxsize=4096)
+def _scaled_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int) -> int:
+    return extension.load().mxfp4_moe_scaled_scratch_bytes(
+        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter
     )
 
 
@@ -405,7 +425,7 @@ def _check_ways(check: Call, sizes, weights: Weights, activations, reproducible,
     check.one_of("wide", wide, (None, False, True))
     if reproducible:
         _check_reproducible(check, sizes, weights)
-    if wide and (problem := _wide_problem(activations, weights)):
+    if wide and (problem := _wide_problem(weights)):
         check.refuse("value", "wide", f"be False or None for {problem}", True)
 
 
@@ -427,11 +447,9 @@ def _too_far(weights: Weights) -> Iterator[tuple[str, int, int]]:
             yield name, span, most
 
 
-def _wide_problem(activations: str, weights: Weights) -> str:
+def _wide_problem(weights: Weights) -> str:
     """What our kernels for many rows do not take; empty: they take it."""
     hidden, inter = weights.w2.shape[1], weights.w13.shape[1] // 2
-    if activations != "bf16":
-        return f"activations {activations}"
     if hidden % _WIDE_ROWS:
         return f"hidden {hidden}, no multiple of {_WIDE_ROWS}"
     if inter % _WIDE_SCALES == _GROUPED_MULTIPLE:
@@ -452,11 +470,13 @@ def _check_routing(check: Call, topk_ids, topk_weights, expert_map, rows: int) -
     return shape
 
 
-def _check_grouped(check: Call, hidden: int, inter: int, experts: int, activations: str) -> None:
+def _check_grouped(check: Call, hidden: int, inter: int, experts: int, activations: str, wide) -> None:
     if experts > (most := extension.load().mxfp4_moe_max_tiled_experts):
         check.refuse("shape", "w13", f"have at most {most} experts", experts)
     check.multiple("hidden.shape[1]", hidden, _GROUPED_MULTIPLE)
     check.multiple("w13.shape[1] / 2", inter, _GROUPED_MULTIPLE)
-    if activations == "mxfp8" and (found := torch.cuda.get_device_capability(check.device))[0] != BLOCK_SCALED_MAJOR:
+    if activations != "mxfp8" or wide:
+        return
+    if (found := torch.cuda.get_device_capability(check.device))[0] != BLOCK_SCALED_MAJOR:
         needs = f'be on a GPU of capability {BLOCK_SCALED_MAJOR}.x above {DECODE_ROWS} rows for activations "mxfp8"'
         check.refuse("device", "hidden", needs, f'{found[0]}.{found[1]}; use "bf16"')

@@ -336,8 +336,19 @@ def test_without_block_scaled_instructions_activations_stay_bf16(capability, ver
     assert set(served) == {activations}
 
 
-def test_a_profile_that_leaves_mxfp8_out_leaves_bf16(served, monkeypatch):
-    left_out = {"mxfp4_moe": {"winner": "ours", "left_out": {mxfp4_moe.OURS_MXFP8: "wrong on this card"}}}
+MXFP8_WAYS = (mxfp4_moe.OURS_MXFP8, mxfp4_moe.OURS_MXFP8_WIDE)
+
+
+@pytest.mark.parametrize(
+    ("ways", "activations", "wide"),
+    [(MXFP8_WAYS[:1], "mxfp8", None), (MXFP8_WAYS[1:], "mxfp8", False), (MXFP8_WAYS, "bf16", None)],
+)
+def test_a_profile_that_leaves_both_ways_of_mxfp8_out_leaves_bf16(ways, activations, wide, served, monkeypatch):
+    left_out = {"mxfp4_moe": {"winner": "ours", "left_out": dict.fromkeys(ways, "wrong on this card")}}
+    asked, operator = [], adapter.op.mxfp4_moe
+    monkeypatch.setattr(
+        adapter.op, "mxfp4_moe", lambda *a, wide, **k: asked.append(wide) or operator(*a, wide=wide, **k)
+    )
     engine = SimpleNamespace(profile=profile.Profile("p.json", left_out))
     monkeypatch.setattr(patching, "_engine", engine)
     inputs = engine_inputs(RECORDED[3])
@@ -345,7 +356,8 @@ def test_a_profile_that_leaves_mxfp8_out_leaves_bf16(served, monkeypatch):
     process, apply = replaced(True)
     process(Method(True), layer)
     apply(Method(True), layer, dispatched(inputs))
-    assert set(served) == {"bf16"} and mxfp4_moe.OURS_MXFP8 == adapter.WAY_MXFP8
+    assert set(served) == {activations} and set(asked) == {wide}
+    assert MXFP8_WAYS == (adapter.WAY_MXFP8, adapter.WAY_MXFP8_WIDE)
 
 
 @pytest.mark.parametrize("left_out", [{}, {mxfp4_moe.OURS_WIDE: "takes 1.20 times as long as ours"}])

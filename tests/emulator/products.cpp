@@ -20,7 +20,7 @@ struct Fragments {
   double a[kRows][kMostDepth], b[kMostDepth][kColumns];
 };
 
-template <class N, int kBits>  // a fragment's words hold 32 / kBits numbers of neighbouring depth
+template <class N, int kBits, class OfB = N>  // a fragment's words hold 32 / kBits numbers of neighbouring depth
 void read(Warp& w, const Instruction& i, int words_of_a, Fragments& f) {
   constexpr int kEach = 32 / kBits;
   for (int l = 0; l < kLanes; ++l) {
@@ -32,7 +32,7 @@ void read(Warp& w, const Instruction& i, int words_of_a, Fragments& f) {
     }
     for (int r = 0; r < words_of_a / 2; ++r) {
       const uint32_t word = w.lanes<uint32_t>(i.o[4 + words_of_a + r])[l];
-      for (int n = 0; n < kEach; ++n) f.b[r * 4 * kEach + quarter * kEach + n][group] = N::value(word >> (kBits * n) & ((1u << kBits) - 1));
+      for (int n = 0; n < kEach; ++n) f.b[r * 4 * kEach + quarter * kEach + n][group] = OfB::value(word >> (kBits * n) & ((1u << kBits) - 1));
     }
   }
 }
@@ -66,14 +66,23 @@ Step mma(Warp& w, const Instruction& i, uint32_t mask) {
 
 float power(uint32_t e8m0) { return e8m0 == 255 ? NAN : std::ldexp(1.f, static_cast<int>(e8m0) - 127); }
 
+struct E2M1InAByte {  // bits 5 to 2; the others are padding
+  static double value(uint32_t byte) {
+    constexpr double kValues[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+    if (byte & 0xc3) fail("padding of an E2M1 that is not zero");
+    return byte & 0x20 ? -kValues[byte >> 2 & 7] : kValues[byte >> 2 & 7];
+  }
+};
+
 // One scale a row and column of a depth of 32. o: d, a, b, c, a's scale, {byte, lanes}, b's scale, {byte, lane}. PTX ISA, "Block Scaling for
 // mma.sync": of .scale_vec::1X a byte of the word; a's from the lanes of a quad that thread-id-a chooses (0: the first two, of rows g and
 // g + 8; 1: the last two), b's from the lane thread-id-b of a quad, of column g.
+template <class OfA>
 Step mma_scaled(Warp& w, const Instruction& i, uint32_t mask) {
   if (!converge(w, mask, kAll)) return Step::kJumped;
   if (mask != kAll) fail("a product of a part of the warp");
   Fragments f;
-  read<E4M3, 8>(w, i, 4, f);
+  read<OfA, 8, E4M3>(w, i, 4, f);
   const auto number = [&](int o) { return w.lanes<uint32_t>(i.o[o])[0] & 0xffff; };
   const uint32_t byte_a = number(15), lanes_a = number(16), byte_b = number(18), lane_b = number(19);
   float a[kRows], b[kColumns];
@@ -89,10 +98,12 @@ Step mma_scaled(Warp& w, const Instruction& i, uint32_t mask) {
 
 Handler products(const Words& words, Instruction& i) {
   if (words[0] != "mma") return nullptr;
-  if (has(words, "block_scale"))
-    return has(words, "scale_vec::1X") && has(words, "m16n8k32") && std::count(words.begin(), words.end(), "e4m3") == 2 && i.o.size() == 20
-               ? mma_scaled
-               : nullptr;
+  if (has(words, "block_scale")) {
+    if (!has(words, "scale_vec::1X") || !has(words, "m16n8k32") || i.o.size() != 20) return nullptr;
+    if (std::count(words.begin(), words.end(), "e4m3") == 2) return mma_scaled<E4M3>;
+    const auto a = std::find(words.begin(), words.end(), "e2m1");
+    return a != words.end() && a + 1 != words.end() && std::string(a[1]) == "e4m3" ? mma_scaled<E2M1InAByte> : nullptr;
+  }
   const size_t words_of_a = (i.o.size() - 8) * 2 / 3;
   if (has(words, "bf16")) return words_of_a == 4 ? mma<BF16, 16, 4> : mma<BF16, 16, 2>;
   if (has(words, "f16") && words.back() == "f32") return words_of_a == 4 ? mma<F16, 16, 4> : mma<F16, 16, 2>;

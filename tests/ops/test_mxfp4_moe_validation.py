@@ -67,10 +67,6 @@ BAD = {
         {"wide": True},
         "wide must be False or None for inter 128, 128 more than a multiple of 512, got True",
     ),
-    "wide of MXFP8": (
-        {"wide": True, "activations": "mxfp8"},
-        "wide must be False or None for activations mxfp8, got True",
-    ),
     "activations": ({"activations": "fp4"}, "activations must be one of bf16, mxfp8, got 'fp4'"),
     "out shape": ({"out": torch.zeros(2, 256).bfloat16()}, r"out.shape must be \[3, 256\], got \[2, 256\]"),
 }

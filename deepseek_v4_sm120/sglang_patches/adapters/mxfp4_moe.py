@@ -47,6 +47,7 @@ from deepseek_v4_sm120.specs import bounds
 PATCH = "mxfp4_moe"
 WAY_MXFP8 = "ours, mxfp8"  # what `calibrate` calls it; a profile that leaves it out leaves bf16
 WAY_WIDE = "ours, wide"  # likewise; leaves Triton's kernels for prompts in bf16
+WAY_MXFP8_WIDE = "ours, mxfp8, wide"  # likewise; leaves Triton's with MXFP8, or bf16 if they are left out too
 
 KEPT = "_dsv4_sm120_experts"  # attribute of a layer that we keep
 SCALE_NAMES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
@@ -119,7 +120,7 @@ def scale_bytes(scale: torch.Tensor) -> torch.Tensor:
 
 def _experts(method, layer, *, mxfp8: bool) -> Experts:
     mxfp8 = mxfp8 and op.multiplies_block_scaled(layer.w13_weight.device)
-    mxfp8 = mxfp8 and patching.left_out(PATCH, WAY_MXFP8) is None
+    mxfp8 = mxfp8 and any(patching.left_out(PATCH, way) is None for way in (WAY_MXFP8, WAY_MXFP8_WIDE))
     ids_are_global = bool(getattr(layer.dispatcher, "skip_local_expert_mapping", False))
     return Experts(
         w13=layer.w13_weight.data,
@@ -130,7 +131,7 @@ def _experts(method, layer, *, mxfp8: bool) -> Experts:
         up_first=bool(getattr(method, "load_up_proj_weight_first", False)),
         swiglu_limit=layer.moe_runner_config.swiglu_limit,
         activations="mxfp8" if mxfp8 else "bf16",
-        wide=None if patching.left_out(PATCH, WAY_WIDE) is None else False,
+        wide=None if patching.left_out(PATCH, WAY_MXFP8_WIDE if mxfp8 else WAY_WIDE) is None else False,
     )
 
 
