@@ -369,6 +369,14 @@ def test_two_sglangs_are_told_and_neithers_pins_are_advised(tmp_path):
         assert "torch 2.11.0 (SGLang 0.5.23 pins 2.14.1)" in finding(software_checks.checks(found), "versions").found
 
 
+def test_what_all_patches_lack_is_said_once(tmp_path):
+    found = gathered(tmp_path)
+    found.versions = {"sglang": "0.5.23"}
+    row = {"state": "BROKEN", "reason": "no module: build it", "review": ""}
+    found.status["patches"] = [row | {"patch": name} for name in ("mhc", "mhc", "wo_a")]
+    assert finding(software_checks.checks(found), "patches").found == "mhc, wo_a: no module: build it"
+
+
 def test_patches_settings_processes_and_the_build(tmp_path):
     found = gathered(tmp_path)
     found.versions = {"sglang": "0.5.23"}

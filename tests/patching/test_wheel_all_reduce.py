@@ -131,6 +131,8 @@ def test_where_peers_fail_and_ours_is_not_there_every_sum_is_nccls(version, ours
         assert [summed(coordinator, rows) for rows in (1, 512, 1024)] == [expected] * 3
         coordinator.ca_comm._IS_CAPTURING = True
         assert summed(coordinator, 8) == (0.0 if stock else NCCL)  # a capture's warm-up
+    second = source(wheel, f"{COMMUNICATOR}_v2")  # which full NVLink has
+    assert "self.disabled = True" in second and "if self.disabled" in second
 
 
 @every_release(FIRST)

@@ -69,7 +69,6 @@ PREFILL = ">=0.5.13,<0.5.16"  # what paged_prefill reads
 OBJECTS = {
     "all_reduce": {
         "coordinator": ((GROUP,),),
-        "theirs": ((CUSTOM_SUM,), (f"{CUSTOM_SUM.partition(':')[0]}_v2:CustomAllReduceV2",)),
         "group": ((GROUP,),),
         "context": ((">=0.5.14", CONTEXT),),
         "context.get_schedule()": ((">=0.5.18", f"{TEXT_OF}{CONTEXT}"),),
@@ -200,7 +199,6 @@ OURS = {
         "place",
         "places[0]",
         "verdict",
-        "verdict.ways['peer']",
     },
     "argument_defaults": {"c", "found.hf_config"},
     "compressor": {"layout"},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deepseek_v4_sm120.commands.doctor.facts import Facts, volumes
 from deepseek_v4_sm120.commands.doctor.finding import Finding, fail, not_run, ok, warn
-from deepseek_v4_sm120.patching import HOST, profile
+from deepseek_v4_sm120.patching import HOST, profile, report
 from deepseek_v4_sm120.patching.steering import NOT_BY_DEFAULT, ON, USER
 from deepseek_v4_sm120.settings import REPORT
 
@@ -132,6 +132,7 @@ def _patches(facts: Facts) -> Iterator[Finding]:
         yield fail("patches", facts.status_problem or "unknown", "nothing is patched", "see the sentence itself")
         return
     broken = [f"{r['patch']}: {r['reason']}" for r in facts.status["patches"] if r["state"] == "BROKEN"]
+    broken = report.by_reason(list(dict.fromkeys(broken)))
     unsupported = [r["reason"] for r in facts.status["patches"] if r["state"] == "UNSUPPORTED"]
     unreviewed = sorted({r["patch"] for r in facts.status["patches"] if r["review"].startswith("UNREVIEWED")})
     ready = sorted({r["patch"] for r in facts.status["patches"] if r["state"] == "READY"})
