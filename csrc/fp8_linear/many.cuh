@@ -1,4 +1,4 @@
-// y = x W^T for more than 64 rows: 128 outputs x 128 rows a unit, one unit after the other.
+// y = x W^T for more than 64 rows, of a head's outputs more than 32: 128 outputs x 128 rows a unit, or 64, one after the other.
 //
 // Eight warps multiply 32 outputs x half of the unit's rows each; four copy stages of 64 inputs ahead of them, across units.
 //
