@@ -18,6 +18,14 @@ REPO = Path(__file__).resolve().parent.parent
 if importlib.util.find_spec("deepseek_v4_sm120") is None:  # `pytest` as a program does not put the checkout on the path
     sys.path.insert(0, str(REPO))
 
+# Begun first: with the others they leave no core idle, where one of them begun last would keep a single process busy.
+# Most of them wait for servers.
+LONGEST = (
+    *("quality/test_gates.py", "patching/test_start.py", "quality/test_lies.py", "e2e/test_serving_stage.py"),
+    *("ops/test_all_reduce_on_cpu.py", "e2e/test_faults_stage.py", "emulator/test_kernels.py", "e2e/test_scripts.py"),
+    *("serving/test_compare.py", "quality/test_state_gates.py", "patching/test_wheels.py"),
+)
+
 _skipped_on_gpu: list[str] = []
 _deselected_on_gpu: list[str] = []
 
@@ -32,6 +40,11 @@ def cuda_problem() -> str | None:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no CUDA device"
     return None
+
+
+def pytest_collection_modifyitems(items):
+    places = {REPO / "tests" / name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 
 
 def pytest_runtest_setup(item):

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -31,8 +32,9 @@ def say(text: str) -> None:
 
 
 def clean_environment() -> dict[str, str]:
-    """Without what would make the tests speak about another checkout, or about the caller's DSV4 switches."""
-    strangers = {"PYTHONPATH", "PYTHONHOME", "PYTEST_ADDOPTS", "VIRTUAL_ENV"}
+    """Without what would make the tests speak about another checkout, or about the caller's DSV4 switches, or each
+    process compile what it imports."""
+    strangers = {"PYTHONPATH", "PYTHONHOME", "PYTEST_ADDOPTS", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"}
     return {k: v for k, v in os.environ.items() if k not in strangers and not k.startswith("DSV4_")}
 
 
@@ -55,16 +57,32 @@ def private_python() -> Path:
             shutil.rmtree(venv, ignore_errors=True)
             subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
             pip = [str(venv / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            subprocess.run([*pip, "-r", str(REQUIREMENTS)], check=True)
+            subprocess.run([*pip, "--no-compile", "-r", str(REQUIREMENTS)], check=True)
             (venv / "complete").touch()
     return venv / "bin/python"
 
 
-def run_without_gpu(arguments: list[str]) -> int:
+def prepared(environment: dict[str, str]) -> tuple[str, subprocess.Popen]:
+    """(the private Python, the process that fetches what tests will ask for); all of it beside the build, and behind
+    it where both want a core."""
+    os.nice(10)  # this thread, and what it starts
     python = str(private_python())
+    quiet = {"env": environment, "cwd": REPO, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    fetching = subprocess.Popen([python, "-m", "tests.patching.wheels"], **quiet)  # a test says what cannot be fetched
+    if not (REPO / "tests/__pycache__").exists():  # the workers do not compile all tests each, at the same time
+        subprocess.run([python, "-m", "pytest", "--collect-only", "-q"], **quiet)
+    return python, fetching
+
+
+def run_without_gpu(arguments: list[str]) -> int:
     environment = clean_environment()
-    # The build runs on the interpreter that started us, not on the private one: it must need the standard library only.
-    if code := subprocess.run([sys.executable, *BUILD], env=environment, cwd=REPO).returncode:
+    with ThreadPoolExecutor(1) as beside:
+        preparing = beside.submit(prepared, environment)
+        # The build runs on the interpreter that started us: it must need the standard library only.
+        code = subprocess.run([sys.executable, *BUILD], env=environment, cwd=REPO).returncode
+        python, fetching = preparing.result()
+    if code:
+        fetching.kill()
         return code
     cpp = (p for folder in ("csrc", "tests/emulator") for p in sorted((REPO / folder).rglob("*")))
     sources = [p for p in cpp if p.suffix in (".cpp", ".cu", ".cuh", ".h")]
@@ -75,10 +93,12 @@ def run_without_gpu(arguments: list[str]) -> int:
     }
     faulty = [name for name, lint in checks.items() if subprocess.run(lint, env=environment, cwd=REPO).returncode]
     # A file's tests stay together: its wheels are unpacked and its interpreters started once. Two processes more than
-    # cores, for those that wait for servers; in the order of the folders, which has the long files early.
+    # cores, for those that wait for servers, and of each one thread, for threads that wait for each other take a core
+    # too; in the order of conftest.py, which has the long files early.
     spread = ["-n", str((os.cpu_count() or 1) + 2), "--dist", "loadfile", "--no-loadscope-reorder"]
     command = [python, "-m", "pytest", "-m", "not gpu", *spread, *arguments]
-    tests = subprocess.run(command, env=environment, cwd=REPO).returncode
+    tests = subprocess.run(command, env=environment | {"OMP_NUM_THREADS": "1"}, cwd=REPO).returncode
+    fetching.kill()
     if any(device.exists() for device in GPU_DEVICES):
         say("this machine has a GPU; its tests were not selected. Run them with: python3 tests/run.py --gpu")
     if faulty:

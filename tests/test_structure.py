@@ -13,6 +13,7 @@ import pytest
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.sglang_patches.table import TABLE
+from tests.conftest import LONGEST
 
 REPO = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 600
@@ -148,6 +149,10 @@ def test_files_are_short_and_say_what_they_hold():
     lengths = {str(path.relative_to(REPO)): len(path.read_text().splitlines()) for path in sources}
     assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
     assert {name for name in lengths if Path(name).stem in VAGUE} == set()
+
+
+def test_the_files_that_are_begun_first_are_there():
+    assert all((REPO / "tests" / name).is_file() for name in LONGEST)
 
 
 def test_functions_are_short():

@@ -3,7 +3,6 @@ stand-in that asks, as the real ones do, for what a process keeps (functools.cac
 
 import pytest
 import torch
-from torch._dynamo import trace_rules
 
 import deepseek_v4_sm120
 from deepseek_v4_sm120.ops import compressor
@@ -17,6 +16,8 @@ OURS = deepseek_v4_sm120.__path__[0] + "/"
 @pytest.fixture
 def traced(monkeypatch):
     """compile(function): by Dynamo, as it is; the source files of what it traced come into the list."""
+    from torch._dynamo import trace_rules  # seconds, which others that only collect these tests need not take
+
     known, files = list(trace_rules.SKIP_DIRS), []
 
     def backend(graph, _):

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture
-def machine(tmp_path):
+def machine(tmp_path, torch_python):  # which every run asks for its device
     files = {"harness/run_engine.py": HARNESS, "site/sglang/__init__.py": SGLANG, "patch/sitecustomize.py": ""}
     for name, text in files.items():
         path = tmp_path / name
@@ -51,7 +51,7 @@ def machine(tmp_path):
     (package / "__init__.py").write_text((HERE.parents[1] / "deepseek_v4_sm120/__init__.py").read_text())
 
     def run(stage, *more, **environment):
-        line = [sys.executable, str(scripts / "run_stage.py"), stage, "--harness", str(tmp_path / "harness"), *more]
+        line = [*torch_python(), str(scripts / "run_stage.py"), stage, "--harness", str(tmp_path / "harness"), *more]
         line += ["--patch", str(tmp_path / "patch"), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
         path = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "PYTHONDONTWRITEBYTECODE": "1"} | environment
         return subprocess.run(line, env=path, capture_output=True, text=True, timeout=300)

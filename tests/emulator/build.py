@@ -14,8 +14,9 @@ sys.path[:0] = [str(HERE.parent.parent / "csrc")]
 import build_artifact  # noqa: E402
 from build_results import Results, locked, run  # noqa: E402
 
-# What nvcc and this compiler round must be the same: nothing is fused that the text does not fuse, nothing folded
-FLAGS = ("-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-frounding-math", "-fPIC", "-Wall", "-Wextra")
+# What nvcc and this compiler round must be the same: nothing is fused that the text does not fuse, nothing folded.
+# -O2 is no faster where it runs, and takes half as long again to compile.
+FLAGS = ("-std=c++20", "-O1", "-march=native", "-ffp-contract=off", "-frounding-math", "-fPIC", "-Wall", "-Wextra")
 OPTIONS = argparse.Namespace(archs=list(build_artifact.ARCHS), nvcc_flags=build_artifact.NVCC_FLAGS)
 
 

@@ -259,11 +259,14 @@ Step expect_at(Warp& w, const Instruction& i, uint32_t mask) {
 }
 // o: p, parity
 Step look_at(Warp& w, const Instruction& i, uint32_t mask) {
-  uint32_t over = 0;
+  uint32_t over = 0, phase = 0;
+  uint64_t known = ~uint64_t{0};  // all lanes look at one, mostly, and again and again
   each(mask, [&](int l) {
-    const bool is_over = counter_at(*w.block, address_of(w, i.address, l)).phase() != (lane_of(w, i.o[1], l) & 1);
+    const uint64_t at = address_of(w, i.address, l);
+    if (at != known) phase = counter_at(*w.block, known = at).phase();
+    const bool is_over = phase != (lane_of(w, i.o[1], l) & 1);
     over |= uint32_t{is_over} << l;
-    if (weak.on && is_over) weak.leave(*w.block->stores, w.thread(l), w.block->stores->counters[address_of(w, i.address, l)]);
+    if (weak.on && is_over) weak.leave(*w.block->stores, w.thread(l), w.block->stores->counters[at]);
   });
   uint32_t& p = *w.lanes<uint32_t>(i.o[0]);
   p = (p & ~mask) | over;

@@ -25,10 +25,13 @@ struct BF16 {
 };
 
 struct F16 {
-  static float value(uint16_t bits) {
-    _Float16 h;
-    std::memcpy(&h, &bits, 2);
-    return static_cast<float>(h);
+  static float value(uint16_t bits) {  // compilers call a function for _Float16
+    const bool is_finite = (bits & 0x7c00) != 0x7c00;
+    const uint32_t moved = (bits & 0x7fffu) << 13 | (is_finite ? 0 : bits & 0x3ff ? 0x7fc00000u : 0x7f800000u);
+    float x;
+    std::memcpy(&x, &moved, 4);
+    if (is_finite) x *= 0x1p112f;
+    return bits & 0x8000 ? -x : x;
   }
   static uint16_t bits(float x) {
     if (std::isnan(x)) return 0x7fff;

@@ -1,20 +1,18 @@
-// csrc/mxfp4_moe/sorted.cuh and wide.cuh on the CPU, and a warp's product of few rows (product.cuh): their own text, one host thread for
-// each of a block's, warps in step where the text says so.
+// csrc/mxfp4_moe/sorted.cuh and wide.cuh on the CPU, and a warp's product of few rows (product.cuh): their own text, the threads of a
+// block in turn (turns_on_cpu.h), warps in step where the text says so. Who waits for ever is told.
 //
 // Copies are held back until the thread says by which barrier they come, and barriers have phases as mbarriers have. An mma is
 // the sum of its products in float64, rounded: what is multiplied makes all such sums exact. SiLU's exponential is zero, so that
 // h is gate times up.
 // The test that compiles this puts the texts of the headers, without their includes, in place of the marked line.
 #include <algorithm>
-#include <atomic>
-#include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <string>
-#include <thread>
 #include <vector>
+
+#include "turns_on_cpu.h"
 
 #define __device__
 #define __host__
@@ -31,20 +29,17 @@ struct uint2 { uint32_t x, y; };
 struct float4 { float x, y, z, w; };
 struct uint4 { uint32_t x, y, z, w; };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-struct Index { unsigned x, y; };
-thread_local Index threadIdx;
-Index blockIdx, gridDim;
 
 constexpr int kWarpLanes = 32, kMostWarps = 12;
 struct Warp {
-  std::barrier<> barrier{kWarpLanes};
+  turns::Meeting meeting{kWarpLanes};
   uint32_t words[kWarpLanes][8];
 };
 Warp* warps;
-std::barrier<>* block_barrier;
+turns::Meeting* of_block;
 inline Warp& my_warp() { return warps[threadIdx.x / 32]; }
-inline void __syncthreads() { block_barrier->arrive_and_wait(); }
-inline void __syncwarp() { my_warp().barrier.arrive_and_wait(); }
+inline void __syncthreads() { of_block->arrive_and_wait(); }
+inline void __syncwarp() { my_warp().meeting.arrive_and_wait(); }
 // every lane's words are there when `use` reads them, and no lane's are overwritten before all have read
 template <typename Use>
 auto among_lanes(std::initializer_list<uint32_t> mine, Use use) {
@@ -112,37 +107,36 @@ inline uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); 
 inline void load_shared_if(bool when, uint4& v, const uint4* p) { if (when) v = *p; }
 
 struct Copy { uint32_t to; const void* from; int bytes; };
-thread_local std::vector<Copy> copies;
-inline void cp_async_16(uint32_t to, uint64_t from, bool) { copies.push_back({to, reinterpret_cast<const void*>(from), 16}); }
+std::vector<Copy> copies_of[kMostWarps * kWarpLanes];
+inline void cp_async_16(uint32_t to, uint64_t from, bool) { copies_of[threadIdx.x].push_back({to, reinterpret_cast<const void*>(from), 16}); }
 inline void cp_async_16_if(bool when, uint32_t to, uint64_t from, bool valid) { if (when) cp_async_16(to, from, valid); }
 template <int kBytes>
-void cp_async(void* to, const void* from) { copies.push_back({shared_address(to), from, kBytes}); }
+void cp_async(void* to, const void* from) { copies_of[threadIdx.x].push_back({shared_address(to), from, kBytes}); }
 
 inline void cp_async_wait_all() {
+  auto& copies = copies_of[threadIdx.x];
   std::reverse(copies.begin(), copies.end());
   for (const Copy& copy : copies) std::memcpy(shared_memory + copy.to, copy.from, copy.bytes);
   copies.clear();
 }
 
-struct Phases { std::atomic<int> expected, missing; std::atomic<uint32_t> done; };
+struct Phases { int expected, missing; uint32_t done; };
 Phases phases[sizeof(shared_memory) / 8];
 struct Barrier {
   uint32_t address;
-  void init(int arrivals) const {
-    phases[address / 8].expected = arrivals, phases[address / 8].missing = arrivals, phases[address / 8].done = 0;
-  }
+  void init(int arrivals) const { phases[address / 8] = {arrivals, arrivals, 0}; }
   void arrive() const {
     Phases& p = phases[address / 8];
-    if (p.missing.fetch_sub(1) > 1) return;
-    p.missing.store(p.expected), p.done.fetch_add(1), p.done.notify_all();
+    if (--p.missing > 0) return;
+    p.missing = p.expected;
+    ++p.done;
   }
   void arrive_copies() const {
     cp_async_wait_all();
     arrive();
   }
   void wait(uint32_t phase) const {
-    Phases& p = phases[address / 8];
-    for (uint32_t done = p.done; done % 2 == phase; done = p.done) p.done.wait(done);
+    turns::wait_until([&] { return phases[address / 8].done % 2 != phase; });
   }
 };
 template <int kCount>
@@ -194,34 +188,30 @@ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
 
 using namespace dsv4::mxfp4_moe;
 
+// false: some wait for ever
 template <typename Run>
-void run_grid(unsigned blocks, int threads, Run run) {
+bool run_grid(unsigned blocks, int threads, Run run) {
   gridDim.x = blocks;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
     std::memset(shared_memory, 0xff, sizeof(shared_memory));
-    Warp of_block[kMostWarps];
-    std::barrier<> barrier(threads);
-    warps = of_block, block_barrier = &barrier;
-    std::vector<std::thread> all;
-    for (int i = 0; i < threads; ++i) {
-      all.emplace_back([&, i] {
-        threadIdx.x = i;
-        run();
-      });
-    }
-    for (auto& one : all) one.join();
+    for (auto& copies : dsv4::copies_of) copies.clear();
+    Warp all_warps[kMostWarps];
+    turns::Meeting meeting{threads};
+    warps = all_warps, of_block = &meeting;
+    if (!turns::run(threads, run)) return false;
   }
+  return true;
 }
 
-extern "C" void prepare(const PrepareParams* p) {
+extern "C" bool prepare(const PrepareParams* p) {
   const int64_t warps_of_all = p->rows * p->slices, together = kPrepareThreads / 32 * kPrepareItems;
-  run_grid((warps_of_all + together - 1) / together, kPrepareThreads, [&] { prepare_kernel(*p); });
+  return run_grid((warps_of_all + together - 1) / together, kPrepareThreads, [&] { prepare_kernel(*p); });
 }
-extern "C" void multiply(const SortedParams* p, int blocks, bool gated) {
-  run_grid(blocks, kSortedThreads, [&] { gated ? sorted_kernel<true>(*p) : sorted_kernel<false>(*p); });
+extern "C" bool multiply(const SortedParams* p, int blocks, bool gated) {
+  return run_grid(blocks, kSortedThreads, [&] { gated ? sorted_kernel<true>(*p) : sorted_kernel<false>(*p); });
 }
-extern "C" void multiply_wide(const SortedParams* p, int blocks, bool gated) {
-  run_grid(blocks, kSortedThreads, [&] { gated ? wide_kernel<true>(*p) : wide_kernel<false>(*p); });
+extern "C" bool multiply_wide(const SortedParams* p, int blocks, bool gated) {
+  return run_grid(blocks, kSortedThreads, [&] { gated ? wide_kernel<true>(*p) : wide_kernel<false>(*p); });
 }
 
 // What a warp for few rows makes of 16 weight rows: partial[slice][row][weight row], each slice by itself.
@@ -243,15 +233,15 @@ void few_rows(const uint16_t* x, const uint8_t* codes, const uint8_t* scales, fl
   }
 }
 template <int kSlices, int kSteps>
-void few_of(int passes, const uint16_t* x, const uint8_t* codes, const uint8_t* scales, float* partial) {
-  run_grid(1, 32, [&] {
+bool few_of(int passes, const uint16_t* x, const uint8_t* codes, const uint8_t* scales, float* partial) {
+  return run_grid(1, 32, [&] {
     if (passes == 1) few_rows<kSlices, kSteps, 2, 1>(x, codes, scales, partial);
     if (passes == 2) few_rows<kSlices, kSteps, 4, 2>(x, codes, scales, partial);
     if (passes == 4) few_rows<kSlices, kSteps, 8, 4>(x, codes, scales, partial);
   });
 }
-extern "C" void few(int inputs, int passes, const uint16_t* x, const uint8_t* codes, const uint8_t* scales, float* partial) {
-  if (inputs == 256) few_of<1, 2>(passes, x, codes, scales, partial);
-  if (inputs == 768) few_of<2, 3>(passes, x, codes, scales, partial);
-  if (inputs == 4096) few_of<8, 4>(passes, x, codes, scales, partial);
+extern "C" bool few(int inputs, int passes, const uint16_t* x, const uint8_t* codes, const uint8_t* scales, float* partial) {
+  if (inputs == 256) return few_of<1, 2>(passes, x, codes, scales, partial);
+  if (inputs == 768) return few_of<2, 3>(passes, x, codes, scales, partial);
+  return inputs == 4096 && few_of<8, 4>(passes, x, codes, scales, partial);
 }

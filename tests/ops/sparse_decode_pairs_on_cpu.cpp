@@ -1,20 +1,19 @@
-// csrc/sparse_decode's kernel for few rows and the one that takes them in pairs on the CPU: their own text, a context of its own for each
-// thread of a block, one after the other until it waits. Who waits for ever is told.
+// csrc/sparse_decode's kernel for few rows and the one that takes them in pairs on the CPU: their own text, the threads of a block in turn
+// (turns_on_cpu.h). Who waits for ever is told.
 //
 // Copies are carried out when the thread says by which barrier they come, or at once, whichever is asked for: too late and too early for who
 // did not wait. Barriers have phases as mbarriers have. An mma is the sum of its products in float64, rounded.
 // The test that compiles this puts the texts of the headers, without their includes, in place of the marked line.
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "turns_on_cpu.h"
 
 #define __device__
 #define __host__
@@ -33,40 +32,11 @@ struct alignas(16) float4 { float x, y, z, w; };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-struct dim3 { unsigned x, y, z; };
-dim3 threadIdx, blockIdx, gridDim;
 bool copies_at_once;
 
-constexpr int kStackBytes = 64 << 10;
 struct Copy { uint32_t to; uint64_t from; int bytes; bool valid; };
-struct Thread {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack{new char[kStackBytes]};
-  bool ended = false;
-  std::vector<Copy> copies;
-};
-std::vector<Thread> threads;
-Thread* current;
-ucontext_t scheduler;
-bool progress;  // of anybody since all had their turn
-template <typename Condition>
-void wait_until(Condition condition) {
-  while (!condition()) swapcontext(&current->context, &scheduler);
-  progress = true;
-}
-struct Meeting {
-  int expected, missing = expected;
-  uint32_t turn = 0;
-
-  void arrive_and_wait() {
-    const uint32_t mine = turn;
-    if (--missing == 0) {
-      missing = expected;
-      ++turn;
-    }
-    wait_until([&] { return turn != mine; });
-  }
-};
+std::vector<Copy> copies[1024];  // of each thread
+using turns::Meeting;
 struct Warp {
   Meeting meeting{32};
   uint32_t words[32][6];
@@ -165,13 +135,13 @@ inline void store_shared_f32x2(uint32_t address, float x, float y) {
 }
 
 inline void carry_out() {
-  for (const Copy& c : current->copies) {
+  for (const Copy& c : copies[threadIdx.x]) {
     c.valid ? std::memcpy(shared + c.to, reinterpret_cast<const void*>(c.from), c.bytes) : std::memset(shared + c.to, 0, c.bytes);
   }
-  current->copies.clear();
+  copies[threadIdx.x].clear();
 }
 inline void copy(uint32_t to, uint64_t from, int bytes, bool valid) {
-  current->copies.push_back({to, from, bytes, valid});
+  copies[threadIdx.x].push_back({to, from, bytes, valid});
   if (copies_at_once) carry_out();
 }
 inline void cp_async_16(uint32_t to, uint64_t from, bool valid) { copy(to, from, 16, valid); }
@@ -192,7 +162,7 @@ struct Barrier {
   }
   void arrive_copies() const { carry_out(), arrive(); }
   void wait(uint32_t phase) const {
-    wait_until([&] { return state().done % 2 != phase; });
+    turns::wait_until([&] { return state().done % 2 != phase; });
   }
   const Barrier* operator->() const { return this; }
 };
@@ -317,37 +287,13 @@ Params params_of(const Given& given) {
   copies_at_once = given.at_once;
   return p;
 }
-std::function<void()> kernel;
-void run_thread() {
-  kernel();
-  current->ended = progress = true;
-  swapcontext(&current->context, &scheduler);
-}
 // false: some wait for ever
 bool run_block(int count, int of_one, int of_two, std::function<void()> run) {
   std::memset(dsv4::shared, 0xff, sizeof(dsv4::shared));
   Block here = {{count}, {of_one}, {of_two}, std::vector<Warp>(count / 32)};
   block = &here;
-  kernel = run;
-  threads = std::vector<Thread>(count);
-  for (Thread& thread : threads) {
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.get();
-    thread.context.uc_stack.ss_size = kStackBytes;
-    makecontext(&thread.context, run_thread, 0);
-  }
-  for (int running = count; running > 0;) {
-    progress = false;
-    for (int i = 0; i < count; ++i) {
-      current = &threads[i];
-      if (current->ended) continue;
-      threadIdx.x = i;
-      swapcontext(&scheduler, &current->context);
-      running -= current->ended;
-    }
-    if (!progress) return false;
-  }
-  return true;
+  for (auto& one : copies) one.clear();
+  return turns::run(count, run);
 }
 
 extern "C" bool in_pairs(const Given* given) {

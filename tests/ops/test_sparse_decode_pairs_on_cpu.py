@@ -18,7 +18,8 @@ from deepseek_v4_sm120.reference.sparse_decode import sparse_decode as reference
 from deepseek_v4_sm120.specs.bounds import SPARSE_DECODE
 from deepseek_v4_sm120.specs.sparse_decode import CacheShape, Inputs, Shape, make_inputs
 
-REPO = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parents[1]
 OPERATOR = ("sparse_decode.h", "config.h", "work.cuh", "fold.cuh", "roles.cuh", "score.cuh", "softmax.cuh", "value.cuh")
 OPERATOR += ("gather.cuh", "merge.cuh", "kernel.cuh")
 HEADERS = ("numbers.h", "kv_page_layout.h", *(f"sparse_decode/{name}" for name in OPERATOR))
@@ -54,8 +55,8 @@ def compiled(folder: Path, *changes: tuple[str, str]) -> ctypes.CDLL:
     for register, name in (("ctaid", "blockIdx"), ("tid", "threadIdx")):
         text = re.sub(rf'asm volatile\("mov.u32 %0, %{register}.(.);" : "=r"\(v\)\);', rf"v = {name}.\1;", text)
     source, made = folder / "pairs.cpp", folder / "pairs.so"
-    source.write_text((REPO / "tests/ops/sparse_decode_pairs_on_cpu.cpp").read_text().replace("//@@ the kernels", text))
-    command = ["g++", "-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC"]
+    source.write_text((HERE / "sparse_decode_pairs_on_cpu.cpp").read_text().replace("//@@ the kernels", text))
+    command = ["g++", "-std=c++20", "-Og", "-w", "-ffp-contract=off", "-shared", "-fPIC", f"-I{HERE}"]
     subprocess.run([*command, source, "-o", made], check=True)
     return ctypes.CDLL(str(made))
 

@@ -277,12 +277,6 @@ def sglang_wheel():
     return wheels.fetch
 
 
-@pytest.fixture(scope="session")
-def wheel_cache():
-    """The folder that keeps what tests fetch from PyPI."""
-    return wheels.cache_folder()
-
-
 @pytest.fixture
 def host(tmp_path, monkeypatch, write_tree):
     """host(changes) writes the small package; modules, hooks and settings of it are removed afterwards"""

@@ -8,9 +8,6 @@ serves only with an operator of ours in that place.
 import json
 import os
 import shutil
-import subprocess
-import sys
-import zlib
 from pathlib import Path
 
 import pytest
@@ -20,10 +17,9 @@ import deepseek_v4_sm120
 from tests.e2e import stages
 from tests.loaded_python import Loaded
 from tests.patching.conftest import Python
-from tests.patching.wheels import every_release, since, unpacked
+from tests.patching.wheels import every_release, packages, since, unpacked
 
 HERE = Path(__file__).resolve().parent
-REQUIREMENTS = HERE.parent / "requirements-sglang.txt"
 CONFIG = json.loads((HERE.parent / "data/flash_config.json").read_text())
 
 RESOLVE = """
@@ -88,18 +84,11 @@ WORKER = """
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory, wheel_cache):
+def places(tmp_path_factory):
     """The packages that the wheels need, and a model folder with nothing but the released configuration."""
-    digest = zlib.crc32(REQUIREMENTS.read_bytes())
-    packages = wheel_cache.parent / f"sglang-packages-{sys.version_info.minor}-{digest:08x}"
-    if not (packages / "complete").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
-        done = subprocess.run([*command, "--target", packages, "-r", REQUIREMENTS], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        (packages / "complete").touch()
     model = tmp_path_factory.mktemp("model")
     (model / "config.json").write_text(json.dumps(CONFIG))
-    return {"PACKAGES": str(packages), "MODEL": str(model), "MACHINE": str(HERE)}
+    return {"PACKAGES": str(packages()), "MODEL": str(model), "MACHINE": str(HERE)}
 
 
 LOADED = (

@@ -1,13 +1,18 @@
-"""The releases that reviewed.json knows, and their wheels: fetched once from PyPI, read in place, parsed once."""
+"""The releases that reviewed.json knows, and their wheels: fetched once from PyPI, read in place, parsed once.
+
+python3 -m tests.patching.wheels        fetches all that is not in the cache
+"""
 
 import ast
 import contextlib
+import fcntl
 import functools
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -18,6 +23,8 @@ from deepseek_v4_sm120.patching.sources import Parsed, parse
 from deepseek_v4_sm120.sglang_patches.table import LEDGER
 
 RELEASES = tuple(ledger.read(LEDGER).releases)
+REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements-sglang.txt"
+PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
 def every_release(first: str = RELEASES[0]):
@@ -35,19 +42,29 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DSV4_WHEEL_CACHE") or user_cache / "deepseek-v4-sm120" / "wheels")
 
 
+@contextlib.contextmanager
+def in_turn(name: str):
+    """The folder of the cache, while no other process is at the same."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+
+
+@functools.cache
 def fetch(version: str) -> Path:
     """The wheel's file; from PyPI where the cache does not have it."""
-    folder = cache_folder()
-    if not list(folder.glob(f"sglang-{version}-*.whl")):
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--python-version", "3.12", "--dest", str(folder)]
-        for glibc in (34, 28, 17):
-            command += ["--platform", f"manylinux_2_{glibc}_x86_64"]
-        done = subprocess.run([*command, f"sglang=={version}"], capture_output=True, text=True)
-        assert done.returncode == 0, f"cannot fetch the wheel of SGLang {version}: {done.stderr}"
-    (wheel,) = folder.glob(f"sglang-{version}-*.whl")
-    return wheel
+    with in_turn(version) as folder:
+        if not list(folder.glob(f"sglang-{version}-*.whl")):
+            command = [*PIP, "download", "--no-deps", "--only-binary=:all:", "--python-version", "3.12"]
+            for glibc in (34, 28, 17):
+                command += ["--platform", f"manylinux_2_{glibc}_x86_64"]
+            words = [*command, "--dest", str(folder), f"sglang=={version}"]
+            done = subprocess.run(words, capture_output=True, text=True)
+            assert done.returncode == 0, f"cannot fetch the wheel of SGLang {version}: {done.stderr}"
+        (wheel,) = folder.glob(f"sglang-{version}-*.whl")
+        return wheel
 
 
 @functools.cache
@@ -55,12 +72,25 @@ def unpacked(version: str) -> Path:
     """The wheel's folder, for imports; kept beside the wheels with what Python compiles there."""
     wheel = fetch(version)
     folder = wheel.with_name(f"{wheel.stem}-unpacked")
-    if not folder.exists():
-        with tempfile.TemporaryDirectory(dir=wheel.parent) as fresh, zipfile.ZipFile(wheel) as opened:
-            members = [m for m in opened.namelist() if not m.startswith("sglang/multimodal_gen/")]
-            opened.extractall(f"{fresh}/whole", members)
-            with contextlib.suppress(OSError):  # another process was first
+    with in_turn(version):
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=wheel.parent) as fresh, zipfile.ZipFile(wheel) as opened:
+                members = [m for m in opened.namelist() if not m.startswith("sglang/multimodal_gen/")]
+                opened.extractall(f"{fresh}/whole", members)
                 os.rename(f"{fresh}/whole", folder)
+    return folder
+
+
+def packages() -> Path:
+    """The folder of the packages that the wheels need to be imported."""
+    digest = zlib.crc32(REQUIREMENTS.read_bytes())
+    with in_turn("packages") as wheels:
+        folder = wheels.parent / f"sglang-packages-{sys.version_info.minor}-{digest:08x}"
+        if not (folder / "complete").exists():
+            command = [*PIP, "install", "--upgrade", "--no-compile", "--target", str(folder), "-r", str(REQUIREMENTS)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            (folder / "complete").touch()
     return folder
 
 
@@ -126,3 +156,9 @@ class WheelSources:
 
     def forget(self) -> None:
         pass
+
+
+if __name__ == "__main__":
+    for release in RELEASES:
+        fetch(release)
+    packages()

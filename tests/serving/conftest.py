@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -14,6 +13,7 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO)]  # bench is no installed package
 
 from bench.serving.endpoint import Endpoint  # noqa: E402
+from tests.patching.wheels import fetch as wheel  # noqa: E402
 from tests.serving.fake_server import FakeServer  # noqa: E402
 
 THIRD_PARTY = Path(__file__).resolve().parent / "third_party"
@@ -36,20 +36,6 @@ STAND_INS = {
     "srt/utils/__init__.py": "",
     "srt/utils/network.py": "NetworkAddress = resolve_base_url = resolve_host_port = None\n",
 }
-
-
-def wheel(version: str) -> Path:
-    """The wheel of a release, fetched once into the folder that the patch's tests use. One that cannot be had fails."""
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("DSV4_WHEEL_CACHE") or user_cache / "deepseek-v4-sm120" / "wheels")
-    if not list(folder.glob(f"sglang-{version}-*.whl")):
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--python-version", "3.12", "--platform", "manylinux_2_34_x86_64", "--dest", str(folder)]
-        done = subprocess.run([*command, f"sglang=={version}"], capture_output=True, text=True)
-        assert done.returncode == 0, f"cannot fetch the wheel of SGLang {version}: {done.stderr}"
-    (found,) = folder.glob(f"sglang-{version}-*.whl")
-    return found
 
 
 def bench_serving_source(version: str) -> str:
