@@ -288,6 +288,12 @@ SECTIONS = {
         "A prompt's rows with the bits of few, beside the same rows without and by the kernels for few.",
         MICROSECONDS | {"ratio": "to ours without"},
     ),
+    "mxfp4_moe_prompts_h200": Section(
+        "mxfp4_moe, prompts",
+        "In bf16. Triton by mma.sync: compiled as for SM120, which has no wgmma, with its table's blocks and with the "
+        "fastest.",
+        MICROSECONDS | {"tflops": "TFLOP/s", "ratio": "a FLOP's time to TP1's"},
+    ),
     "fp8_linear_h200": Section(
         "fp8_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}, ("relative_error",)
     ),

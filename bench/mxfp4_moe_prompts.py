@@ -170,7 +170,17 @@ def run_case(report: common.Report, case: Case, layer, ways: dict) -> tuple[str,
         tflops = case.flops / microseconds / 1e6
         report.add(common.row(PROMPTS_ISSUE, case.name, name, "tflops", round(tflops, 1)))
         bar = round(case.flops / case.tflops / 1e6, 2) if case.tflops and name == "wide" else None
-        report.add(common.row(PROMPTS_ISSUE, case.name, name, "us", round(microseconds, 2), bar))
+        report.add(
+            common.row(
+                PROMPTS_ISSUE,
+                case.name,
+                name,
+                "us",
+                round(microseconds, 2),
+                bar,
+                f"{case.tflops:g} TFLOP/s" if bar else "",
+            )
+        )
         cells.append(f"{microseconds:.0f} ({tflops:.0f})")
         print(f"{case.name}, {name}: {microseconds:.1f} us, {tflops:.0f} TFLOP/s", flush=True)
     return (case.name, *cells)
@@ -181,7 +191,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rows", type=int, nargs="+", default=sorted({case.rows for case in PROMPTS}))
     parser.add_argument("--search", action="store_true", help="for the fastest blocks, at TP2 and 8,192 rows")
-    parser.add_argument("--out", type=Path, default=REPO / "bench/results/mxfp4_moe_prompts.json")
+    parser.add_argument("--out", type=Path, default=REPO / "bench/results/mxfp4_moe_prompts_h200.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")

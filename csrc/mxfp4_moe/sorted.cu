@@ -78,7 +78,7 @@ int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int in
 }
 
 void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream) {
-  const std::string why_not = problem(params.hidden, params.inter, params.experts, 0);
+  const std::string why_not = params.exact ? problem(params.hidden, params.inter, params.experts, 0) : "";
   if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
   const Launcher launcher = {kName, pdl, stream};
   const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter, params.exact);
@@ -93,7 +93,8 @@ void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bo
   tiles.expert = words(layout.expert), tiles.begin = words(layout.begin), tiles.end = words(layout.end);
   launch_tiles(tiles, pdl, stream);
 
-  const Slices of_x = slices_of_hidden(params.hidden), of_h = slices_of_inter(params.inter);
+  Slices of_x = {}, of_h = {};  // of few rows
+  if (params.exact) of_x = slices_of_hidden(params.hidden), of_h = slices_of_inter(params.inter);
   uint16_t *const x = reinterpret_cast<uint16_t*>(scratch + layout.x), *const h = reinterpret_cast<uint16_t*>(scratch + layout.h);
   float *const x_powers = reinterpret_cast<float*>(scratch + layout.x_powers), *const h_powers = reinterpret_cast<float*>(scratch + layout.h_powers);
   if (params.exact) launch_prepare({params.x, x, x_powers, params.x_stride, params.rows, of_x.slices, of_x.steps}, launcher);

@@ -184,6 +184,8 @@ def checks(quick: bool) -> Iterator[Check]:
     for rows in (1, 8, 64) if quick else (1, 8, 64, 256, 1000):
         run = functools.partial(_check_rows, rows, "bf16", bounds.MXFP4_MOE.truth)
         yield Check("mxfp4_moe", f"{rows} rows", run, (*ON_GPU, "triton") if rows > op.DECODE_ROWS else ON_GPU)
+    run = functools.partial(_check_rows, 1000, "bf16", bounds.MXFP4_MOE.truth, wide=True)
+    yield Check("mxfp4_moe", "1000 rows, wide", run, ON_GPU)
     if not quick:
         run = functools.partial(_check_rows, 1000, "mxfp8", bounds.MXFP4_MOE_MXFP8_ROUNDED)
         yield Check("mxfp4_moe", "1000 rows, MXFP8", run, (*ON_GPU, "triton", "block-scaled FP8"))
@@ -198,11 +200,11 @@ def _check_references() -> str:
     return within(relative_error(other, one), bounds.REFERENCES_AGREE, "relative difference")
 
 
-def _check_rows(rows: int, activations: str, allowed: float) -> str:
+def _check_rows(rows: int, activations: str, allowed: float, *, wide: bool | None = None) -> str:
     """Flash's experts on four GPUs, against float64."""
     inputs = make_inputs(Shape(rows, inter=512, experts=64, masked=0.05))
-    out, truth = (way(**inputs.arguments(), activations=activations) for way in (op.mxfp4_moe, reference.mxfp4_moe))
-    return within(relative_error(out, truth), allowed)
+    given = inputs.arguments() | {"activations": activations}
+    return within(relative_error(op.mxfp4_moe(**given, wide=wide), reference.mxfp4_moe(**given)), allowed)
 
 
 def _check_batch_invariance() -> str:
