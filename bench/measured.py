@@ -300,7 +300,7 @@ SECTIONS = {
     "fp8_linear_draft_head_h200": Section(
         "fp8_linear, a draft's head", "", MICROSECONDS | {"read_share": "share of read bandwidth"}, ("relative_error",)
     ),
-    "fp8_linear_128_rows_h200": Section("fp8_linear at 128 rows", "", MICROSECONDS, ("relative_error",)),
+    "fp8_linear_128_rows_h200": Section("fp8_linear from 65 rows on", "", MICROSECONDS, ("relative_error",)),
     "wo_a_h200": Section("wo_a", "", MICROSECONDS),
     "bf16_linear_h200": Section("bf16_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}),
     "all_reduce_h200": Section(
