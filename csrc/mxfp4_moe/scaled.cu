@@ -1,7 +1,7 @@
 // Scratch and launches of the kernels for many rows with MXFP8 activations.
 #include "scaled.cuh"
+#include "scratch.h"
 #include "sorted.h"
-#include "tiles.h"
 
 namespace dsv4::mxfp4_moe {
 
@@ -12,33 +12,22 @@ constexpr int64_t kMostOfY = 96 << 20;  // bytes; an SM120's L2 has 128 MB
 
 // Where things begin in a call's scratch, in bytes.
 struct Layout {
-  int64_t pairs, pair_expert, expert, begin, end, tiles_scratch, x, x_scales, h, h_scales, y, taken, size;
-  int num_tiles, columns, num_taken;  // columns: outputs of a row that y holds at a time
+  Scratch scratch;
+  Tiling tiling;
+  int64_t x, x_scales, h, h_scales, y, taken;
+  int columns, num_taken;  // columns: outputs of a row that y holds at a time
 
-  Layout(int rows, int topk, int experts, int hidden, int inter) {
-    const int64_t all = static_cast<int64_t>(rows) * topk;
-    num_tiles = static_cast<int>(all / kScaledPairs + experts);
+  Layout(int rows, int topk, int experts, int hidden, int inter) : tiling(scratch, int64_t{rows} * topk, experts, kScaledPairs) {
+    const int64_t all = int64_t{rows} * topk;
     columns = hidden;
     while (all * columns * 2 > kMostOfY && columns % (2 * kScaledRows) == 0) columns /= 2;
     num_taken = 1 + hidden / columns;
-    size = 0;
-    const auto take = [&](int64_t bytes) {
-      const int64_t here = size;
-      size += ceil_div(bytes, 256) * 256;
-      return here;
-    };
-    pairs = take(all * 4);
-    pair_expert = take(all * 4);
-    expert = take(num_tiles * 4ll);
-    begin = take(num_tiles * 4ll);
-    end = take(num_tiles * 4ll);
-    tiles_scratch = take(tiles_scratch_words(all, experts) * 4);
-    x = take(int64_t{rows} * hidden);
-    x_scales = take(int64_t{rows} * hidden / 32);
-    h = take(all * inter);
-    h_scales = take(all * inter / 32);
-    y = take(all * columns * 2);
-    taken = take(num_taken * 4ll);
+    x = scratch.take(int64_t{rows} * hidden);
+    x_scales = scratch.take(int64_t{rows} * hidden / 32);
+    h = scratch.take(all * inter);
+    h_scales = scratch.take(all * inter / 32);
+    y = scratch.take(all * columns * 2);
+    taken = scratch.take(num_taken * 4ll);
   }
 };
 
@@ -58,20 +47,14 @@ void launch_product(const ScaledParams& p, int num_sms, const Launcher& launcher
 
 }  // namespace
 
-int64_t scaled_scratch_bytes(int rows, int topk, int experts, int hidden, int inter) { return Layout(rows, topk, experts, hidden, inter).size; }
+int64_t scaled_scratch_bytes(int rows, int topk, int experts, int hidden, int inter) {
+  return Layout(rows, topk, experts, hidden, inter).scratch.size;
+}
 
 void launch_scaled(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream) {
   const Launcher launcher = {kName, pdl, stream};
   const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter);
-  const auto words = [&](int64_t at) { return reinterpret_cast<int32_t*>(scratch + at); };
-
-  TilesParams tiles = {};
-  tiles.topk_ids = params.topk_ids, tiles.ids_stride = params.ids_stride;
-  tiles.expert_map = params.expert_map, tiles.map_size = params.map_size, tiles.first_expert = params.first_expert;
-  tiles.rows = params.rows, tiles.topk = params.topk, tiles.experts = params.experts;
-  tiles.block_m = kScaledPairs, tiles.num_whole = layout.num_tiles, tiles.pieces = false;
-  tiles.pairs = words(layout.pairs), tiles.pair_expert = words(layout.pair_expert), tiles.scratch = words(layout.tiles_scratch);
-  tiles.expert = words(layout.expert), tiles.begin = words(layout.begin), tiles.end = words(layout.end);
+  const TilesParams tiles = layout.tiling.of(params, scratch);
   launch_tiles(tiles, pdl, stream);
 
   const Mxfp8 x = {scratch + layout.x, scratch + layout.x_scales}, h = {scratch + layout.h, scratch + layout.h_scales};
@@ -82,7 +65,7 @@ void launch_scaled(const Params& params, unsigned char* scratch, int num_sms, bo
 
   ScaledParams product = {};
   product.pairs = tiles.pairs, product.expert = tiles.expert, product.begin = tiles.begin, product.end = tiles.end;
-  product.num_tiles = layout.num_tiles, product.topk = params.topk;
+  product.num_tiles = layout.tiling.num_tiles, product.topk = params.topk;
   product.limit = params.limit, product.gate_row = params.gate_row, product.up_row = params.up_row;
   product.x = x, product.w = params.w13, product.h = h;
   product.inputs = params.hidden, product.outputs = params.inter, product.taken = taken;

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "tiles.h"
+#include "scratch.h"
 
 namespace dsv4::mxfp4_moe {
 
@@ -16,32 +16,21 @@ constexpr int kSortedShared = sizeof(SortedShared), kWideShared = sizeof(WideSha
 
 // Where things begin in a call's scratch, in bytes.
 struct Layout {
-  int64_t pairs, pair_expert, expert, begin, end, tiles_scratch, x, x_powers, h, h_powers, y, size;
-  int num_tiles, columns;  // outputs of a row that y holds at a time
+  Scratch scratch;
+  Tiling tiling;
+  int64_t x, x_powers, h, h_powers, y;
+  int columns;  // outputs of a row that y holds at a time
 
-  Layout(int rows, int topk, int experts, int hidden, int inter, bool exact) {
+  Layout(int rows, int topk, int experts, int hidden, int inter, bool exact) : tiling(scratch, int64_t{rows} * topk, experts, kTilePairs) {
     const int y_bytes = exact ? 4 : 2;
-    const int64_t all = static_cast<int64_t>(rows) * topk;
-    num_tiles = static_cast<int>(all / kTilePairs + experts);
+    const int64_t all = int64_t{rows} * topk;
     columns = hidden;
     while (all * columns * y_bytes > kMostOfY && columns % (2 * (exact ? kTileRows : kWideRows)) == 0) columns /= 2;
-    size = 0;
-    const auto take = [&](int64_t bytes) {
-      const int64_t here = size;
-      size += ceil_div(bytes, 256) * 256;
-      return here;
-    };
-    pairs = take(all * 4);
-    pair_expert = take(all * 4);
-    expert = take(num_tiles * 4ll);
-    begin = take(num_tiles * 4ll);
-    end = take(num_tiles * 4ll);
-    tiles_scratch = take(tiles_scratch_words(all, experts) * 4);
-    x = take(exact ? int64_t{rows} * hidden * 2 : 0);
-    x_powers = take(exact ? int64_t{rows} * slices_of_hidden(hidden).slices * 4 : 0);
-    h = take(all * inter * 2);
-    h_powers = take(exact ? all * slices_of_inter(inter).slices * 4 : 0);
-    y = take(all * columns * y_bytes);
+    x = scratch.take(exact ? int64_t{rows} * hidden * 2 : 0);
+    x_powers = scratch.take(exact ? int64_t{rows} * slices_of_hidden(hidden).slices * 4 : 0);
+    h = scratch.take(all * inter * 2);
+    h_powers = scratch.take(exact ? all * slices_of_inter(inter).slices * 4 : 0);
+    y = scratch.take(all * columns * y_bytes);
   }
 };
 
@@ -74,7 +63,7 @@ void launch_prepare(const PrepareParams& p, const Launcher& launcher) {
 }  // namespace
 
 int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, bool exact) {
-  return Layout(rows, topk, experts, hidden, inter, exact).size;
+  return Layout(rows, topk, experts, hidden, inter, exact).scratch.size;
 }
 
 void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream) {
@@ -82,15 +71,7 @@ void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bo
   if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
   const Launcher launcher = {kName, pdl, stream};
   const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter, params.exact);
-  const auto words = [&](int64_t at) { return reinterpret_cast<int32_t*>(scratch + at); };
-
-  TilesParams tiles = {};
-  tiles.topk_ids = params.topk_ids, tiles.ids_stride = params.ids_stride;
-  tiles.expert_map = params.expert_map, tiles.map_size = params.map_size, tiles.first_expert = params.first_expert;
-  tiles.rows = params.rows, tiles.topk = params.topk, tiles.experts = params.experts;
-  tiles.block_m = kTilePairs, tiles.num_whole = layout.num_tiles, tiles.pieces = false;
-  tiles.pairs = words(layout.pairs), tiles.pair_expert = words(layout.pair_expert), tiles.scratch = words(layout.tiles_scratch);
-  tiles.expert = words(layout.expert), tiles.begin = words(layout.begin), tiles.end = words(layout.end);
+  const TilesParams tiles = layout.tiling.of(params, scratch);
   launch_tiles(tiles, pdl, stream);
 
   Slices of_x = {}, of_h = {};  // of few rows
@@ -101,7 +82,7 @@ void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bo
 
   SortedParams product = {};
   product.pairs = tiles.pairs, product.expert = tiles.expert, product.begin = tiles.begin, product.end = tiles.end;
-  product.num_tiles = layout.num_tiles, product.topk = params.topk;
+  product.num_tiles = layout.tiling.num_tiles, product.topk = params.topk;
   product.limit = params.limit, product.gate_row = params.gate_row, product.up_row = params.up_row;
   product.x = params.exact ? x : params.x, product.powers = x_powers, product.w = params.w13, product.h = h;
   product.x_row_chunks = static_cast<uint32_t>(params.x_stride / 8);
