@@ -27,10 +27,7 @@ _PACKED_DTYPES = (torch.uint8, torch.int8)
 _SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 ACTIVATIONS = ("bf16", "mxfp8")
 _GROUPED_MULTIPLE = 128  # of hidden and inter, above DECODE_ROWS rows
-_WIDE_ROWS, _WIDE_SCALES = (
-    256,
-    512,
-)  # csrc/mxfp4_moe/wide.cuh, scaled.cuh: weight rows of a unit; inputs of a place for scales
+_WIDE_ROWS, _WIDE_SCALES = 256, 512  # of csrc/mxfp4_moe/wide.cuh, scaled.cuh: weight rows of a unit; inputs of a place
 _SORTED_SCALES = 4  # bytes: csrc/mxfp4_moe/sorted.cuh counts scales in fours and codes in VECTOR, both in 32 bits
 
 
