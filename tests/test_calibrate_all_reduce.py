@@ -130,7 +130,7 @@ def test_wrong_bits_on_one_rank_are_the_cases(cards):
         (
             "lost = dict.fromkeys(probe.TRANSPORTS, probe.Way('lost'))\n"
             "probe.probe = lambda *_, **__: probe.Verdict(2, None, lost, 1)",
-            "RuntimeError: the sums between the cards stay SGLang's; by way of each other's memory: lost",
+            "RuntimeError: the sums between the cards are NCCL's; by way of each other's memory: lost",
         ),
     ],
     ids=["a rank dies", "a rank fails", "no way works"],

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120 import OPS, __version__
 from deepseek_v4_sm120.commands import models_table, speculation
@@ -17,7 +16,6 @@ from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
-from deepseek_v4_sm120.sglang_patches.table import PREFILL_GRAPHS as GRAPHS
 
 CONFIG = Path(__file__).parent / "data/flash_config.json"
 MEMORY = int(96 * launch.REPORTED_PER_GB)
@@ -393,12 +391,6 @@ def test_prefill_graphs_are_planned_where_they_serve_and_their_memory_is_kept_fr
         assert (rows, held) == (0, None)
         assert ("prefill_graphs=on" in (said or "")) == bool(changes.get("prefill_graphs"))  # the user's word, repeated
         assert not any("prefill_graphs" in note for note in plan.notes)
-
-
-def test_prefill_graphs_are_planned_for_the_releases_that_are_patched():
-    first = {t.replacement.rpartition(":")[2]: min(s.version for s in SpecifierSet(t.sglang)) for t in GRAPHS.targets}
-    since = [".".join(map(str, version)) for version in (launch.PREFILL_GRAPHS_SINCE, launch.WITH_MTP_SINCE)]
-    assert [min(first.values()), first["replace_with_mtp"]] == since
 
 
 def test_the_memory_of_prefill_graphs_is_kept_beside_drafts():

@@ -1,12 +1,14 @@
 """plan at its borders: what fits to the last token, what is tight, which requests are taken; scratch by hand."""
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.plan import launch, memory, models, roofline
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
+from deepseek_v4_sm120.sglang_patches.table import PREFILL_GRAPHS as GRAPHS
 from tests.test_plan import MTP, request
 
 
@@ -72,6 +74,12 @@ def test_a_smaller_chunk_is_taken_where_it_buys_capacity():
 )
 def test_which_passes_of_prompts_may_be_in_graphs(changes, rows):
     assert request(**{"speculation": None} | changes).may_capture == rows
+
+
+def test_prefill_graphs_are_planned_for_the_releases_that_are_patched():
+    first = {t.replacement.rpartition(":")[2]: min(s.version for s in SpecifierSet(t.sglang)) for t in GRAPHS.targets}
+    since = [".".join(map(str, version)) for version in (launch.PREFILL_GRAPHS_SINCE, launch.WITH_MTP_SINCE)]
+    assert [min(first.values()), first["replace_with_mtp"]] == since
 
 
 @pytest.mark.parametrize(
