@@ -48,9 +48,8 @@ from deepseek_v4_sm120 import __version__  # noqa: E402
 from deepseek_v4_sm120.ops.shared.extension import LIBRARY  # noqa: E402
 
 # 120f: RTX PRO 6000 and RTX 50 (12.0), GB10 (12.1). 90a: H100 and H200, where the kernels are validated. Cubins only,
-# no PTX: what is made for an architecture has no forward compatibility to offer. Of some kernels
-# nvcc 13.0 makes other code for 120a than for its family: they are compiled for each. All others of 120a's are 120f's
-# to the byte.
+# no PTX: what is made for an architecture has no forward compatibility to offer. Of some kernels nvcc 13.0 makes other
+# code for 120a than for its family: they are compiled for each. All others of 120a's are 120f's to the byte.
 IN_AN_ARTIFACT = re.compile(r"deepseek_v4_sm120(-.+\.dist-info)?|sitecustomize\.py|__pycache__")  # build_docker.sh too
 ARCHS = ("120f", "90a")
 EACH = ("sparse_decode/prefill", "sparse_decode/pairs", "fp8_linear/many", "mxfp4_moe/sorted", "mxfp4_moe/scaled")

@@ -62,4 +62,8 @@ struct TileVariant {
 constexpr TileVariant kTileVariants[] = {{2, 1, 4}, {2, 2, 4}, {4, 1, 4}, {4, 2, 4}, {4, 2, 8}, {8, 1, 4}, {8, 2, 4}, {8, 2, 8}};
 constexpr int kTileMostRows = 8 * kColumns;
 
+inline void set_partial_bytes(Plan& plan, int rows, int64_t weight_rows) {
+  if (plan.splits > 1) plan.partial_bytes = static_cast<int64_t>(plan.splits) * rows * weight_rows * 4;
+}
+
 }  // namespace dsv4::fp8_linear

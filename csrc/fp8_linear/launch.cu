@@ -62,10 +62,6 @@ Plan sliced(int inputs) {
   return plan;
 }
 
-void set_partial_bytes(Plan& plan, int rows, int64_t weight_rows) {
-  if (plan.splits > 1) plan.partial_bytes = static_cast<int64_t>(plan.splits) * rows * weight_rows * 4;
-}
-
 constexpr int kMuchX = 16384;  // numbers of x, as measured: docs/notes/fp8_linear.md
 
 // For few rows: x of all inputs of a block lies in shared memory.

@@ -40,7 +40,7 @@ Plan make_units_plan(Plan plan, int rows, int groups, int outputs, int inputs, i
   plan.band = static_cast<int32_t>(std::max<int64_t>(1, kBandBytes / (int64_t{plan.unit_rows} * inputs * 2)));
   plan.blocks = std::min(plan.units, tuning.blocks ? tuning.blocks : num_sms);
   plan.shared_bytes = kUnitShared;
-  if (plan.splits > 1) plan.partial_bytes = int64_t{plan.splits} * rows * groups * outputs * 4;
+  set_partial_bytes(plan, rows, int64_t{groups} * outputs);
   plan.stash = plan.partial_bytes / 4;
   if (plan.in_turn > 2) plan.partial_bytes += int64_t{plan.blocks} * 2 * kUnitFours * kMathThreads * 16;
   return plan;

@@ -10,6 +10,7 @@
 // its rows.
 #pragma once
 
+#include "../device/stages.cuh"
 #include "kernel.cuh"
 #include "many.h"
 
@@ -31,15 +32,6 @@ struct UnitShared {
 };
 constexpr int kUnitShared = sizeof(UnitShared), kAreaBytes = sizeof(UnitStage) / (kMathThreads / 32);
 static_assert(kUnitShared <= kMaxSharedBytes && kOutRows * kOutPitch * 4 <= kAreaBytes);
-
-// A place in the ring of stages, and the number of its barriers' phase.
-struct StagePlace {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kUnitStages) stage = 0, phase ^= 1;
-  }
-};
 
 struct Unit {
   int tile, group;    // of the outputs; whose
@@ -86,7 +78,7 @@ __device__ __forceinline__ void copy_units(const Params& p, const Plan& plan, Un
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) copy_weights(i, weights + i * kStageInputs);
   pdl_wait();
-  StagePlace at;
+  StagePlace<kUnitStages> at;
   for (unsigned i = blockIdx.x; i < static_cast<unsigned>(plan.units); i += gridDim.x) {
     const Unit u = unit_of(p, plan, i);
     const int halves = 2 * u.blocks;
@@ -248,7 +240,7 @@ __device__ __forceinline__ void multiply_units(const Params& p, const Plan& plan
                            static_cast<uint64_t>(u.begin + min(block, u.blocks - 1)) * p.scale_stride_input,
                        p.scale_bytes);
   };
-  StagePlace at;
+  StagePlace<kUnitStages> at;
   Unit u = unit_of(p, plan, blockIdx.x);
   uint32_t scales = load_scale(u, lane);  // of 32 blocks of inputs
   for (unsigned index = blockIdx.x; index < static_cast<unsigned>(plan.units); index += gridDim.x) {

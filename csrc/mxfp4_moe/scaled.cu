@@ -1,14 +1,12 @@
 // Scratch and launches of the kernels for many rows with MXFP8 activations.
 #include "scaled.cuh"
 #include "scratch.h"
-#include "sorted.h"
 
 namespace dsv4::mxfp4_moe {
 
 namespace {
 
 constexpr char kName[] = "mxfp4_moe, block-scaled";
-constexpr int64_t kMostOfY = 96 << 20;  // bytes; an SM120's L2 has 128 MB
 
 // Where things begin in a call's scratch, in bytes.
 struct Layout {
@@ -19,8 +17,7 @@ struct Layout {
 
   Layout(int rows, int topk, int experts, int hidden, int inter) : tiling(scratch, int64_t{rows} * topk, experts, kScaledPairs) {
     const int64_t all = int64_t{rows} * topk;
-    columns = hidden;
-    while (all * columns * 2 > kMostOfY && columns % (2 * kScaledRows) == 0) columns /= 2;
+    columns = columns_of_y(all, hidden, 2, kScaledRows);
     num_taken = 1 + hidden / columns;
     x = scratch.take(int64_t{rows} * hidden);
     x_scales = scratch.take(int64_t{rows} * hidden / 32);
@@ -63,18 +60,14 @@ void launch_scaled(const Params& params, unsigned char* scratch, int num_sms, bo
   const int64_t blocks = ceil_div(static_cast<int64_t>(params.rows) * params.hidden / 8, int64_t{kQuantizeThreads});
   launcher(quantize_kernel, dim3(static_cast<unsigned>(blocks)), kQuantizeThreads, 0, quantize);
 
-  ScaledParams product = {};
-  product.pairs = tiles.pairs, product.expert = tiles.expert, product.begin = tiles.begin, product.end = tiles.end;
-  product.num_tiles = layout.tiling.num_tiles, product.topk = params.topk;
-  product.limit = params.limit, product.gate_row = params.gate_row, product.up_row = params.up_row;
+  ScaledParams product = product_of<ScaledParams>(params, tiles);
   product.x = x, product.w = params.w13, product.h = h;
   product.inputs = params.hidden, product.outputs = params.inter, product.taken = taken;
   launch_product<true>(product, num_sms, launcher);
 
   product.x = h, product.w = params.w2, product.y = reinterpret_cast<uint16_t*>(scratch + layout.y);
   product.inputs = params.inter, product.outputs = layout.columns;
-  SumParams sum = {product.y, tiles.pair_expert, params.topk_weights, params.out, params.weights_stride, params.out_stride};
-  sum.routed_scaling = params.routed_scaling, sum.rows = params.rows, sum.topk = params.topk, sum.columns = layout.columns;
+  SumParams sum = sum_of(params, tiles, product.y, layout.columns);
   for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
     ++product.taken;
     launch_product<false>(product, num_sms, launcher);

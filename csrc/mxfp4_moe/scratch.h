@@ -1,7 +1,8 @@
-// What calls of many rows share on the host: their scratch, and the tiles of pairs in it.
+// What calls of many rows share on the host: their scratch, the tiles of pairs in it, y a part of the columns at a time.
 #pragma once
 
 #include "mxfp4_moe.h"
+#include "sorted.h"
 #include "tiles.h"
 
 namespace dsv4::mxfp4_moe {
@@ -44,5 +45,31 @@ struct Tiling {
     return tiles;
   }
 };
+
+constexpr int64_t kMostOfY = 96 << 20;  // bytes; an SM120's L2 has 128 MB
+
+// Outputs of a row that y holds at a time; `unit`: of the kernel that makes them.
+inline int columns_of_y(int64_t all_pairs, int hidden, int bytes, int unit) {
+  int columns = hidden;
+  while (all_pairs * columns * bytes > kMostOfY && columns % (2 * unit) == 0) columns /= 2;
+  return columns;
+}
+
+// Of the first columns; of the others `out` is behind them.
+inline SumParams sum_of(const Params& params, const TilesParams& tiles, const void* y, int columns) {
+  SumParams sum = {y, tiles.pair_expert, params.topk_weights, params.out, params.weights_stride, params.out_stride};
+  sum.routed_scaling = params.routed_scaling, sum.rows = params.rows, sum.topk = params.topk, sum.columns = columns;
+  return sum;
+}
+
+// What both kinds of products have of a call and its tiles.
+template <typename Product>
+Product product_of(const Params& params, const TilesParams& tiles) {
+  Product product = {};
+  product.pairs = tiles.pairs, product.expert = tiles.expert, product.begin = tiles.begin, product.end = tiles.end;
+  product.num_tiles = tiles.num_whole, product.topk = params.topk;
+  product.limit = params.limit, product.gate_row = params.gate_row, product.up_row = params.up_row;
+  return product;
+}
 
 }  // namespace dsv4::mxfp4_moe

@@ -11,7 +11,6 @@ namespace dsv4::mxfp4_moe {
 namespace {
 
 constexpr char kName[] = "mxfp4_moe, sorted";
-constexpr int64_t kMostOfY = 96 << 20;  // bytes; an SM120's L2 has 128 MB
 constexpr int kSortedShared = sizeof(SortedShared), kWideShared = sizeof(WideShared);
 
 // Where things begin in a call's scratch, in bytes.
@@ -24,8 +23,7 @@ struct Layout {
   Layout(int rows, int topk, int experts, int hidden, int inter, bool exact) : tiling(scratch, int64_t{rows} * topk, experts, kTilePairs) {
     const int y_bytes = exact ? 4 : 2;
     const int64_t all = int64_t{rows} * topk;
-    columns = hidden;
-    while (all * columns * y_bytes > kMostOfY && columns % (2 * (exact ? kTileRows : kWideRows)) == 0) columns /= 2;
+    columns = columns_of_y(all, hidden, y_bytes, exact ? kTileRows : kWideRows);
     x = scratch.take(exact ? int64_t{rows} * hidden * 2 : 0);
     x_powers = scratch.take(exact ? int64_t{rows} * slices_of_hidden(hidden).slices * 4 : 0);
     h = scratch.take(all * inter * 2);
@@ -80,10 +78,7 @@ void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bo
   float *const x_powers = reinterpret_cast<float*>(scratch + layout.x_powers), *const h_powers = reinterpret_cast<float*>(scratch + layout.h_powers);
   if (params.exact) launch_prepare({params.x, x, x_powers, params.x_stride, params.rows, of_x.slices, of_x.steps}, launcher);
 
-  SortedParams product = {};
-  product.pairs = tiles.pairs, product.expert = tiles.expert, product.begin = tiles.begin, product.end = tiles.end;
-  product.num_tiles = layout.tiling.num_tiles, product.topk = params.topk;
-  product.limit = params.limit, product.gate_row = params.gate_row, product.up_row = params.up_row;
+  SortedParams product = product_of<SortedParams>(params, tiles);
   product.x = params.exact ? x : params.x, product.powers = x_powers, product.w = params.w13, product.h = h;
   product.x_row_chunks = static_cast<uint32_t>(params.x_stride / 8);
   product.inputs = params.hidden, product.slices = of_x.slices, product.steps = of_x.steps, product.outputs = params.inter;
@@ -96,8 +91,7 @@ void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bo
   product.x = h, product.powers = h_powers, product.w = params.w2, product.y = reinterpret_cast<float*>(scratch + layout.y);
   product.inputs = params.inter, product.slices = of_h.slices, product.steps = of_h.steps, product.outputs = layout.columns;
   product.y16 = reinterpret_cast<uint16_t*>(scratch + layout.y);
-  SumParams sum = {product.y, tiles.pair_expert, params.topk_weights, params.out, params.weights_stride, params.out_stride};
-  sum.routed_scaling = params.routed_scaling, sum.rows = params.rows, sum.topk = params.topk, sum.columns = layout.columns;
+  SumParams sum = sum_of(params, tiles, product.y, layout.columns);
   for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
     launch_product<false>(product, params.exact, num_sms, launcher);
     launch_sum(sum, !params.exact, launcher);

@@ -284,21 +284,9 @@ __device__ __forceinline__ void multiply_units(const SortedParams& p, SortedShar
   s.full[0].wait(0);
   ahead.stored.load<kGated ? 64 : 8>(codes, scales);
   decode_group(ahead.stored, 0, ahead.first);
-  SortedTile next = tile_of(p, blockIdx.x / units);
-  for (unsigned unit = blockIdx.x; next.count > 0; unit += gridDim.x) {
-    const SortedTile tile = next;
-    next = tile_of(p, (unit + gridDim.x) / units);
-    const int output = static_cast<int>(unit % units) * unit_outputs(kGated);
-    if (tile.count > 48) {
-      multiply_unit<kGated, 8>(p, s, ahead, codes, scales, tile, output);
-    } else if (tile.count > 32) {
-      multiply_unit<kGated, 6>(p, s, ahead, codes, scales, tile, output);
-    } else if (tile.count > 16) {
-      multiply_unit<kGated, 4>(p, s, ahead, codes, scales, tile, output);
-    } else {
-      multiply_unit<kGated, 2>(p, s, ahead, codes, scales, tile, output);
-    }
-  }
+  each_unit<unit_outputs(kGated)>(p, units, [&](const SortedTile& tile, int output, auto tiles) {
+    multiply_unit<kGated, tiles.value>(p, s, ahead, codes, scales, tile, output);
+  });
 }
 
 template <bool kGated>
