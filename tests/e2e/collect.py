@@ -57,6 +57,7 @@ RESULTS = {  # name of a result file: stages that go into it
         "prompts_eagle",
     ),
 }
+FEWER_EXPERTS = {"_alone": 16, "_without_": 16, "43_prompts": 32}  # part of a case's name -> of its 43 layers
 FEATURE = "feature: "  # how the cases of the stage `features` begin
 OF_THEIR_OWN = {"soak": soak_rows, "start": start_rows, "shortage": shortage_rows}  # stages with rows of their own
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
@@ -213,8 +214,7 @@ def timing_rows(name, batches, prefill_bars=None):
     variant = "flash43" if name.endswith("_tp4") or "_sums4" in name else "flash43e64"
     for batch, timed in batches.items():
         bars = WHOLE_BARS.get((name, batch), {}) | (prefill_bars or {}).get(batch, {})
-        experts = ", 16 experts" if "_alone" in name or "_without_" in name else ""
-        experts = ", 32 experts" if "43_prompts" in name else experts
+        experts = next((f", {count} experts" for part, count in FEWER_EXPERTS.items() if part in name), "")
         case = f"{variant}{experts}, batch {batch}, 1K context"
         for metric, key in (
             ("decode step, ms, best", "step_ms_best"),
@@ -296,6 +296,7 @@ def case_rows(name, case, prefill_bars=None):
         rows += shadow_rows.rows(name, impl, records, row)
     rows += prefill_rows(name, case["prefill"]) if "prefill" in case else []
     rows += prompts_stage.rows_of(row, name, case) if name in prompts_stage.IMPLEMENTATIONS else []
+    rows += prompts_stage.graph_rows(row, name, impl, case)
     return rows + timing_rows(name, case.get("rows", {}), prefill_bars)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e import prompts_stage
+from tests.e2e import collect, prompts_stage
 
 
 def kernel(name, ts, dur=1.0):
@@ -52,3 +52,19 @@ def test_what_the_graphs_hold_is_the_cards_that_has_most():
         "[2026-11-23 06:58:45 TP0] Capture target decode CUDA graph end. elapsed=4.5 s, mem usage=14.73 GB, avail.",
     ]
     assert prompts_stage.graphs_gib(log) == 3.36 and prompts_stage.graphs_gib(log[2:]) is None
+
+
+@pytest.mark.parametrize(
+    ("prefills", "met"), [({"true": 2, "false": 1}, True), ({"true": 0, "false": 3}, False), (None, False)]
+)
+def test_graphs_that_did_not_act_are_a_missed_bar_in_any_stage(prefills, met):
+    case = {
+        "exit": 0,
+        "patched": False,
+        "command": f"DSV4_SM120_SET=reproducible=on,{prompts_stage.PLANNED} engine_case.py",
+    }
+    case |= {} if prefills is None else {"prefills": prefills}
+    rows = {row["metric"]: row for row in collect.case_rows("text43_eagle314_graphs", case)}
+    assert rows["engines without a prefill pass in graphs"]["met"] is met
+    plain = collect.case_rows("text43_plain", case | {"command": "engine_case.py"})
+    assert not any("graphs" in row["metric"] for row in plain)
