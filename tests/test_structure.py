@@ -43,7 +43,10 @@ SHARED = {
         *("argument_defaults", "dense_rows", "kept_weights", "platform_seams", "sampling", "scheduling"),
         *("direct_updates", "prefill_graphs", "torch_compile", "waiting"),
     },
-    "bench": {"common", "features", "kernel_report", "load_time", "measured", "sparse_prefill", "timeline", "tune_moe"},
+    "bench": {
+        *("common", "features", "kernel_report", "layer", "load_time", "measured", "sparse_prefill", "timeline"),
+        "tune_moe",
+    },
 }
 # the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each
 # other; SGLang (the load generator's process) and matplotlib (the plots) are looked for when they are needed

@@ -62,7 +62,7 @@ Plan sliced(int inputs) {
   return plan;
 }
 
-constexpr int kMuchX = 16384;  // numbers of x, as measured: docs/notes/fp8_linear.md
+constexpr int kSplitWarpRows = 4;
 
 // For few rows: x of all inputs of a block lies in shared memory.
 Plan make_few_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, int warp_rows, int blocks) {
@@ -75,13 +75,9 @@ Plan make_few_plan(int rows, int groups, int outputs, int inputs, int num_sms, i
   const int64_t weight_rows = static_cast<int64_t>(groups) * outputs;
   const int tiles = static_cast<int>(weight_rows / (kTileRows * plan.warp_rows));
   plan.group_tiles = tiles / groups;
-  // blocks of a multiprocessor: by registers, and by shared memory, of which each block takes 1 KB more. Each reads x, and much
-  // of it costs more than a second block gains.
-  const bool reads_much = plan.splits == 1 && rows * inputs > kMuchX;
-  const int resident = !reads_much && sm_shared >= 2 * (plan.shared_bytes + 1024) ? 2 : 1;
-  // a second block of a multiprocessor only where the first would be busy for long: it is the next kernel's place
-  const bool few = plan.splits == 1 && tiles <= 2 * num_sms && plan.most_blocks <= kAhead;
-  plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, (few ? 1 : resident) * num_sms / plan.splits));
+  // blocks of a multiprocessor: by registers, and by shared memory, of which each block takes 1 KB more
+  const int resident = sm_shared >= 2 * (plan.shared_bytes + 1024) ? 2 : 1;
+  plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, resident * num_sms / plan.splits));
   plan.block_tiles = {tiles / plan.blocks, tiles % plan.blocks};
   set_partial_bytes(plan, rows, weight_rows);
   return plan;
@@ -144,8 +140,12 @@ std::string problem(int rows, int groups, int outputs, int inputs) {
 
 Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, const Tuning& tuning) {
   if (rows <= kFewRows && !tuning.in_turn) {
-    // the fewest warps beside each other: those have no splits to add, or few
+    // the fewest warps beside each other: those have no splits to add, or few. Not where a multiprocessor has one to four tiles
+    // of long inputs, as wo_b: split, they are faster between the kernels of a layer (docs/notes/fp8_linear.md)
+    const int tiles = groups == 1 && slices_of(inputs) == kMaxSlices ? outputs / kTileRows : 0;
+    const int least = tiles > num_sms && tiles <= 4 * num_sms ? kSplitWarpRows : 1;
     for (const int warp_rows : kWarpRows) {
+      if (warp_rows < least) continue;
       const int beside = tuning.warp_rows ? tuning.warp_rows : warp_rows;
       const Plan plan = make_few_plan(rows, groups, outputs, inputs, num_sms, sm_shared, beside, tuning.blocks);
       if (tuning.warp_rows || fits(plan)) return plan;

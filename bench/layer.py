@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""A decode layer as in an engine, and each FP8 layer in it by other launches: `python3 bench/layer.py [--out FILE]`.
+
+A launcher's choice between kernels is only right beside the kernels of a step: alone, in a chain of itself, a call of
+wo_b is the fastest by a launch that costs a layer of four rows 6 us (docs/notes/fp8_linear.md). So a graph holds whole
+C4 layers with weights of their own, together over twice the L2: boundary, wqkv_a, latent norm, wq_b, attention over
+window and 256 entries, wo_a, wo_b, boundary, router's logits, routed experts and shared expert, their sum; the
+compressor's product, the index's wq_b and the shared expert on streams of their own, as SGLang has them. Norm, SwiGLU
+and the queries' rotation are small Triton kernels; the experts' ids are drawn before, so that all graphs read the same
+weights. Missing are the router's top-k, the compressor's and the indexer's own kernels, and the sums between cards.
+
+A launch: warps beside each other (`kernel.cuh`), blocks a multiprocessor. All have the same bits, which is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "bench")]
+
+import common  # noqa: E402
+
+from deepseek_v4_sm120.commands.calibrate.timing import COLD_L2_MULTIPLE  # noqa: E402
+from deepseek_v4_sm120.ops import fp8_linear as linear  # noqa: E402
+from deepseek_v4_sm120.ops import wo_a as rotating  # noqa: E402
+from deepseek_v4_sm120.ops.bf16_linear import bf16_linear  # noqa: E402
+from deepseek_v4_sm120.ops.mhc import mhc  # noqa: E402
+from deepseek_v4_sm120.ops.mxfp4_moe import add_shared, mxfp4_moe  # noqa: E402
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension  # noqa: E402
+from deepseek_v4_sm120.ops.sparse_decode import sparse_decode  # noqa: E402
+from deepseek_v4_sm120.specs import fp8_linear as fp8_spec  # noqa: E402
+from deepseek_v4_sm120.specs import mhc as mhc_spec  # noqa: E402
+from deepseek_v4_sm120.specs import mxfp4_moe as moe_spec  # noqa: E402
+from deepseek_v4_sm120.specs import sparse_decode as attention_spec  # noqa: E402
+from deepseek_v4_sm120.specs.wo_a import make_wo_a  # noqa: E402
+
+ISSUE = 24
+TPS, ROWS = (1, 2, 4), (1, 2, 4, 8)
+EXPERTS, HIDDEN, HEADS, LATENT, QKV = 64, 4096, 64, 1024, 1536
+ENTRIES = attention_spec.CacheShape(64, 256, lengths=256)
+TUNED = ("wqkv_a", "wq_b", "index_wq_b", "wo_a", "wo_b", "shared_gate_up", "shared_down")
+AS_LAUNCHED = "as launched"
+REPLAYS, STRETCHES = 6, 11
+
+
+def launches(num_sms: int) -> dict[str, dict[str, int]]:
+    """{name: tuning} of the kernel for few rows."""
+    return {
+        "1 warp beside, 1 block": {"warp_rows": 1, "blocks": num_sms},
+        "1 warp beside, 2 blocks": {"warp_rows": 1, "blocks": 2 * num_sms},
+        "4 warps beside": {"warp_rows": 4},
+    }
+
+
+@triton.jit
+def _norm_kernel(x, y, stride, inputs: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, inputs)
+    values = tl.load(x + row * stride + at).to(tl.float32)
+    tl.store(y + row * inputs + at, (values * tl.rsqrt(tl.sum(values * values, 0) / inputs + 1e-6)).to(tl.bfloat16))
+
+
+@triton.jit
+def _scale_kernel(x, y, block: tl.constexpr):
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    tl.store(y + at, (tl.load(x + at).to(tl.float32) * 0.5).to(tl.bfloat16))
+
+
+@triton.jit
+def _swiglu_kernel(x, y, width: tl.constexpr, block: tl.constexpr):
+    row, at = tl.program_id(0), tl.program_id(1) * block + tl.arange(0, block)
+    gate = tl.load(x + row * 2 * width + at).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + at).to(tl.float32)
+    tl.store(y + row * width + at, (gate * tl.sigmoid(gate) * up).to(tl.bfloat16))
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+
+class Layer:
+    """The weights of one, and ids for the most rows."""
+
+    def __init__(self, tp: int, seed: int, most_rows: int):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        inter = 2048 // tp
+        sizes = {"wqkv_a": (1, QKV, HIDDEN), "wq_b": (1, HEADS * 512 // tp, LATENT), "index_wq_b": (1, 8192, LATENT)}
+        sizes |= {"wo_a": (8 // tp, 1024, HIDDEN), "wo_b": (1, HIDDEN, 8192 // tp)}
+        sizes |= {"shared_gate_up": (1, 2 * inter, HIDDEN), "shared_down": (1, HIDDEN, inter)}
+        self.fp8 = {name: fp8_spec.make_weight(*size, generator) for name, size in sizes.items()}
+        self.compressor, self.router = (
+            (torch.randn((outputs, HIDDEN), generator=generator, device="cuda") / 64).to(torch.bfloat16)
+            for outputs in (1024, 256)
+        )
+        self.boundaries = [mhc_spec.make_inputs(mhc_spec.Shape(1), seed=2 * seed + i) for i in range(2)]
+        given = moe_spec.make_inputs(moe_spec.Shape(most_rows, HIDDEN, inter, EXPERTS), seed=seed).arguments()
+        self.experts = {name: value for name, value in given.items() if name != "hidden"}
+
+
+def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[str, int]]):
+    """A function that runs them one behind the other and returns what the last one gives. Its inputs live with it."""
+    heads, inter = HEADS // tp, 2048 // tp
+    start = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=9)
+    attention = attention_spec.make_inputs(attention_spec.Shape(rows, heads, extra=ENTRIES)).arguments()
+    _, _, _, freqs_cis, positions = make_wo_a(rows, 8 // tp, torch.Generator("cuda").manual_seed(1))
+    rotation = rotating._rotation(freqs_cis, positions)
+    indexing, beside = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def product(layer, name, x, *outputs, **further):
+        out = empty(rows, *outputs)
+        linear._run(x.view(rows, outputs[0], -1), *layer.fp8[name], out, **further, **tuned.get(name, {}))
+        return out
+
+    def boundary(layer, which, f, streams, post, comb):
+        b = layer.boundaries[which]
+        return mhc(f, streams, post, comb, b.fn, b.scale, b.base, norm_weight=b.norm_weight)
+
+    def run():
+        main = torch.cuda.current_stream()
+        f, streams, post, comb = start.f, start.streams, start.post, start.comb
+        for layer in layers:
+            streams, post, comb, y = boundary(layer, 0, f, streams, post, comb)
+            beside.wait_stream(main)
+            qkv = product(layer, "wqkv_a", y, 1, QKV)
+            with torch.cuda.stream(beside):
+                bf16_linear(y, layer.compressor)
+            latent = empty(rows, LATENT)
+            _norm_kernel[(rows,)](qkv, latent, QKV, LATENT)
+            indexing.wait_stream(main)
+            with torch.cuda.stream(indexing):
+                product(layer, "index_wq_b", latent, 1, 8192)
+            plain, q = product(layer, "wq_b", latent, 1, heads * 512), empty(rows, 1, heads, 512)
+            _scale_kernel[(rows * heads,)](plain, q, 512)
+            main.wait_stream(beside)
+            main.wait_stream(indexing)
+            o = product(layer, "wo_a", sparse_decode(**attention | {"q": q}), 8 // tp, 1024, rotation=rotation)
+            f = product(layer, "wo_b", o, 1, HIDDEN).view(rows, HIDDEN)
+            streams, post, comb, y = boundary(layer, 1, f, streams, post, comb)
+            beside.wait_stream(main)
+            with torch.cuda.stream(beside):
+                gate_up, h = product(layer, "shared_gate_up", y, 1, 2 * inter), empty(rows, inter)
+                _swiglu_kernel[(rows, inter // 256)](gate_up, h, inter, 256)
+                shared = product(layer, "shared_down", h, 1, HIDDEN).view(rows, HIDDEN)
+            bf16_linear(y, layer.router)
+            ids = {name: layer.experts[name][:rows] for name in ("topk_ids", "topk_weights")}
+            f = mxfp4_moe(y, **layer.experts | ids)
+            main.wait_stream(beside)
+            f = add_shared(shared, f)
+        return f
+
+    return run
+
+
+def captured(run) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, out.clone()
+
+
+def layer_microseconds(graphs: dict, count: int) -> dict:
+    """Medians of a layer's time by graph, in turns."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found = {key: [] for key in graphs}
+    for _ in range(STRETCHES):
+        for key, graph in graphs.items():
+            graph.replay()
+            start.record()
+            for _ in range(REPLAYS):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            found[key].append(start.elapsed_time(end) * 1e3 / REPLAYS / count)
+    return {key: statistics.median(times) for key, times in found.items()}
+
+
+def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int) -> None:
+    name, num_sms = f"TP{tp}, {rows} rows", cuda_tensors.num_sms(torch.cuda.current_device())
+    runs = {AS_LAUNCHED: run_layers(layers, tp, rows, {})}
+    graphs, expected = {}, None
+    for op in TUNED:
+        for launch, tuning in launches(num_sms).items():
+            runs[f"{op}: {launch}"] = run_layers(layers, tp, rows, {op: tuning})
+    for impl, run in runs.items():
+        try:
+            graphs[impl], out = captured(run)
+        except RuntimeError as error:
+            if "no kernel for this plan" not in str(error):
+                raise
+            torch.cuda.synchronize()
+            continue
+        expected = out if expected is None else expected
+        if not torch.equal(out.view(torch.int16), expected.view(torch.int16)):
+            raise SystemExit(f"{name}, {impl}: other bits than {AS_LAUNCHED}")
+    for impl, found in layer_microseconds(graphs, len(layers)).items():
+        report.add(common.row(ISSUE, name, impl, "us", round(found, 2)))
+
+
+def summary(report: common.Report) -> str:
+    """What each other launch takes less than those that are: positive is faster."""
+    values = {(row.case, row.impl): row.value for row in report.rows}
+    lines = []
+    for case in dict.fromkeys(row.case for row in report.rows):
+        lines.append((case, AS_LAUNCHED, f"{values[case, AS_LAUNCHED]:.2f}", ""))
+        for op in TUNED:
+            cells = [(impl, us) for (of, impl), us in values.items() if of == case and impl.startswith(f"{op}: ")]
+            lines += [("", impl, f"{us:.2f}", f"{values[case, AS_LAUNCHED] - us:+.2f}") for impl, us in cells]
+    return common.table(("case", "launch", "us a layer", "less by"), lines)
+
+
+def layers_for(tp: int, l2_bytes: int) -> int:
+    """So many that their dense FP8 weights are over twice the L2, experts not counted; at least 3."""
+    dense = QKV * HIDDEN + 8192 * LATENT + (HEADS * 512 * LATENT + 2 * 8192 * HIDDEN + 3 * 2048 * HIDDEN) // tp
+    return max(3, math.ceil(COLD_L2_MULTIPLE * l2_bytes / dense))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, nargs="+", default=TPS)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--commit", default=None, help="of the measured tree (default: the build's)")
+    parser.add_argument("--out", type=Path, default=REPO / "bench/results/layer.json")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
+    report = common.Report("layer", arguments.commit or extension.build_info()["git_commit"], common.ceilings())
+    print(torch.cuda.get_device_name(), report.ceilings, flush=True)
+    l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    for tp in arguments.tp:
+        layers = [Layer(tp, seed, max(arguments.rows)) for seed in range(layers_for(tp, l2))]
+        for rows in arguments.rows:
+            run_case(report, layers, tp, rows)
+            report.write(arguments.out)
+        del layers
+        torch.cuda.empty_cache()
+    print(summary(report), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
