@@ -15,6 +15,7 @@ A launch: warps beside each other (`kernel.cuh`), blocks a multiprocessor. All h
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 import sys
@@ -86,6 +87,12 @@ def empty(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
 
 
+@functools.cache
+def side_streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """For all graphs the same: torch has 32, and deals the one that it captures on again in its turn."""
+    return torch.cuda.Stream(), torch.cuda.Stream()
+
+
 class Layer:
     """The weights of one, and ids for the most rows."""
 
@@ -111,8 +118,7 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
     start = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=9)
     attention = attention_spec.make_inputs(attention_spec.Shape(rows, heads, extra=ENTRIES)).arguments()
     _, _, _, freqs_cis, positions = make_wo_a(rows, 8 // tp, torch.Generator("cuda").manual_seed(1))
-    rotation = rotating._rotation(freqs_cis, positions)
-    indexing, beside = torch.cuda.Stream(), torch.cuda.Stream()
+    indexing, beside = side_streams()
 
     def product(layer, name, x, *outputs, **further):
         out = empty(rows, *outputs)
@@ -124,6 +130,7 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
         return mhc(f, streams, post, comb, b.fn, b.scale, b.base, norm_weight=b.norm_weight)
 
     def run():
+        rotation = rotating._rotation(freqs_cis, positions)
         main = torch.cuda.current_stream()
         f, streams, post, comb = start.f, start.streams, start.post, start.comb
         for layer in layers:
