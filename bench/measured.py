@@ -295,12 +295,22 @@ SECTIONS = {
         MICROSECONDS | {"tflops": "TFLOP/s", "ratio": "a FLOP's time to TP1's"},
     ),
     "fp8_linear_h200": Section(
-        "fp8_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}, ("relative_error",)
+        "fp8_linear",
+        "In chains of the same call. Up to 8 rows, outputs of 4096 and more than 1,024 inputs (wo_b among them) are "
+        "split since, which is slower in such a chain and faster in a layer.",
+        MICROSECONDS | {"read_share": "share of read bandwidth"},
+        ("relative_error",),
     ),
     "fp8_linear_draft_head_h200": Section(
         "fp8_linear, a draft's head", "", MICROSECONDS | {"read_share": "share of read bandwidth"}, ("relative_error",)
     ),
     "fp8_linear_128_rows_h200": Section("fp8_linear from 65 rows on", "", MICROSECONDS, ("relative_error",)),
+    "layer_h200": Section(
+        "A layer, by launches",
+        "A C4 layer's kernels as in an engine, without the router's top-k and the sums between cards, and one FP8 "
+        "layer of it launched otherwise. The lower, the better; differences below 0.5 are none.",
+        {"us": "us a layer"},
+    ),
     "wo_a_h200": Section("wo_a", "", MICROSECONDS),
     "bf16_linear_h200": Section("bf16_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}),
     "all_reduce_h200": Section(

@@ -77,7 +77,9 @@ Plan make_few_plan(int rows, int groups, int outputs, int inputs, int num_sms, i
   plan.group_tiles = tiles / groups;
   // blocks of a multiprocessor: by registers, and by shared memory, of which each block takes 1 KB more
   const int resident = sm_shared >= 2 * (plan.shared_bytes + 1024) ? 2 : 1;
-  plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, resident * num_sms / plan.splits));
+  // a second block of a multiprocessor only where the first would be busy for long: it is the next kernel's place
+  const bool few = plan.splits == 1 && tiles <= 2 * num_sms && plan.most_blocks <= kAhead;
+  plan.blocks = std::min(tiles, blocks ? blocks : std::max(1, (few ? 1 : resident) * num_sms / plan.splits));
   plan.block_tiles = {tiles / plan.blocks, tiles % plan.blocks};
   set_partial_bytes(plan, rows, weight_rows);
   return plan;
