@@ -64,7 +64,7 @@ def scaled():
 
     wide()
     op.BLOCK_SCALED_MAJOR = HOPPER
-    op.multiplies_block_scaled = lambda device=None: True
+    op.multiplies_block_scaled = lambda device=None, *, by_triton=True: True
     adapter.replace_marlin_process = adapter.replace_cutlass_process
     adapter.replace_marlin_apply = adapter.replace_cutlass_apply
 
