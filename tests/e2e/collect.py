@@ -51,7 +51,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
     "e2e_reproducible43": ("reproducible43", "reproducible43_cost"),
     "e2e_features": ("features",),
-    "e2e_experts": ("experts", "experts_same", "experts_router"),
+    "e2e_experts": ("experts", "experts_same", "experts_router", "experts_seams"),
     "e2e_pieces": ("pieces2_same", "pieces2_43"),
     "e2e_streams": ("streams2_same", "streams2_43"),
     "e2e_prompts": (

@@ -25,7 +25,8 @@ SHADOWS = BESIDE | BY_ROUTER
 SAME = {
     f"same_experts_{kernel}{again}": (kernel, "fp8_index") for kernel in ("wide", "scaled") for again in ("", "_again")
 }
-ENGINES = ANSWERS | SHADOWS | SAME
+ALL = "same_experts_seams"  # SGLang's SM120 branches, too
+ENGINES = ANSWERS | SHADOWS | SAME | {ALL: ("scaled", "fp8_index")}
 CALLS = 32  # of 42 to 54: reports are written at powers of two
 PROMPTS = ["--prompts", "5,300,1024,8200", "--batches", "8", "--graph-bs", "1", "8", "--batch-prompts", ""]
 PROMPTS += ["--new", "32", "--repeat", "2", "--max-total-tokens", "100000"]
@@ -38,6 +39,7 @@ IMPLEMENTATIONS = {
         name: f"ours, {KERNELS[kernel]}{MORE[more]}{', another process' if name.endswith('_again') else ''}"
         for name, (kernel, more) in SAME.items()
     },
+    ALL: f"ours, {KERNELS['scaled']}{MORE['fp8_index']}, SM120 branches",
 }
 DIFFERENCES = [
     *((f"64 experts, {KERNELS[kernel]}, against stock", name, STOCK) for name, (kernel, _) in ANSWERS.items()),
@@ -52,10 +54,12 @@ SAMES = [
         (f"{KERNELS[kernel]}, once more", f"same_experts_{kernel}", f"same_experts_{kernel}"),
     )
 ]
+SAMES += [("SM120 branches, scaled experts, once more", ALL, ALL)]
 
 
-def stages(make, few_experts, ours, stock, shadow):
-    """few_experts: options of a model with fewer; ours, stock: environments of patched engines and of the other."""
+def stages(make, few_experts, ours, stock, shadow, seams):
+    """few_experts: options of a model with fewer; ours, stock: environments of patched engines and of the other; seams:
+    of one that takes SGLang's SM120 branches."""
     by_hash = ["--variant", "flash6h", *few_experts, *PROMPTS, "--mem", "0.97", "--phases", "answer"]
     by_router = ["--variant", "flash6", *PROMPTS, "--mem", "0.95", "--phases"]
 
@@ -63,16 +67,17 @@ def stages(make, few_experts, ours, stock, shadow):
         kernel, more = ENGINES[name]
         own = MXFP8 if kernel == "scaled" and name not in SHADOWS else []
         asked = {VARIABLE: ",".join(filter(None, (kernel, more)))}
-        return make(name, [*options, *own], environment=ours | environment | asked)
+        return make(name, [*options, *own], environment=environment | asked)
 
     return {
         "experts": [
             make(STOCK, by_hash, patched=False, environment=stock),
-            *(engine(name, by_hash, {}) for name in ANSWERS),
-            *(engine(name, by_hash, shadow) for name in BESIDE),
+            *(engine(name, by_hash, ours) for name in ANSWERS),
+            *(engine(name, by_hash, ours | shadow) for name in BESIDE),
         ],
-        "experts_same": [engine(name, [*by_router, "same"], {}) for name in SAME],
-        "experts_router": [engine(name, [*by_router, "answer"], shadow) for name in BY_ROUTER],
+        "experts_same": [engine(name, [*by_router, "same"], ours) for name in SAME],
+        "experts_router": [engine(name, [*by_router, "answer"], ours | shadow) for name in BY_ROUTER],
+        "experts_seams": [engine(ALL, [*by_router, "same"], seams)],
     }
 
 

@@ -328,6 +328,7 @@ STAGES = {
         ours=EVERY_CALL,
         stock=PAGED_EXTEND | PAGED_INDEX,
         shadow=SHADOW,
+        seams=SEAMS,
     ),
     # a prompt's sums, NCCL's, in pieces and whole: to the last bit beside ours of few rows; timed by NCCL alone
     **pieces_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),

@@ -63,6 +63,17 @@ def test_routers_beside_the_originals(machine):  # noqa: F811
     assert all("DSV4_SM120_SHADOW=1" in case["command"] for case in cases.values())
 
 
+def test_sglangs_own_branches_with_ours(machine):  # noqa: F811
+    assert machine("experts_seams").returncode == 0
+    path = machine.out / "stage_experts_seams.json"
+    stage = json.loads(path.read_text())
+    [command] = [case["command"] for case in stage["cases"].values()]
+    assert "DSV4_SM120_FORCE=seams" in command and "E2E_AS_SM120=scaled,fp8_index" in command
+    assert "--moe flashinfer_mxfp4" in command and "FLASHMLA_SPARSE_PREFILL" not in command
+    assert [(s["answers"], s["differ"]) for s in stage["sames"]] == [(16, 0)]
+    assert all(r["met"] for r in rows_of(path) if r["bar"] is not None)
+
+
 def test_an_engine_that_ran_another_kernel_has_failed(machine):  # noqa: F811
     machine("experts", "--only", "experts_wide", FAKE_KERNEL="triton")
     rows = {r["metric"]: r for r in rows_of(machine.out / "stage_experts.json") if r["case"] == "experts_wide"}
