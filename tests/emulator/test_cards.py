@@ -128,7 +128,7 @@ def test_every_launch_is_one_that_the_card_takes(operator):
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_every_sum_is_one_that_the_card_takes(ranks, transport):
     one = mhc_spec.make_inputs(mhc_spec.Shape(1), device="cpu")
-    for sms in CARDS:
+    for sms in CARDS[::3]:
         with emulated(multiprocessors=sms):
             cards = group(ranks, transport=transport, hidden=4096, max_rows=512)
             for rows in (1, 4, 8, 16, 17, 31, 64, 512):
@@ -174,7 +174,7 @@ def projection():
 
 def experts(rows, hidden=4096, **options):
     """Of other widths by the kernels for many rows."""
-    shape = moe_spec.Shape(rows, hidden=hidden, inter=256, experts=4, ids="uniform", topk=2)
+    shape = moe_spec.Shape(rows, hidden=hidden, inter=256, experts=2, ids="uniform", topk=2)
     given = moe_spec.make_inputs(shape, device="cpu").arguments()
     return functools.partial(mxfp4_moe.mxfp4_moe, **given, **options)
 
@@ -189,8 +189,8 @@ BITS = {
     **{f"linear layer, {rows} rows": functools.partial(linear, rows) for rows in (8, 40, 70)},
     "projection": projection,
     "experts of few rows": functools.partial(experts, 5),
-    "experts of many rows": functools.partial(experts, 20, 512),
-    "experts of many rows, MXFP8": functools.partial(experts, 20, 512, activations="mxfp8"),
+    "experts of many rows": functools.partial(experts, 12, 512),
+    "experts of many rows, MXFP8": functools.partial(experts, 12, 512, activations="mxfp8"),
     "boundary": functools.partial(boundary, 33),
 }
 
@@ -199,7 +199,7 @@ BITS = {
 def test_no_bit_depends_on_the_card(operator):
     """On cards of which at least two are given other launches."""
     call, results, launches = BITS[operator](), [], set()
-    for sms in (16, 48, 84, 188):
+    for sms in (16, 84, 188):
         with emulated(multiprocessors=sms, most_instructions=2000):
             call()
             launches.add(tuple((one.kernel, one.blocks) for one in taken()))
