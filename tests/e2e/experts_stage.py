@@ -8,6 +8,7 @@ PLUGIN = Path(__file__).resolve().parent / "sm120_plugin"
 VARIABLE, FOUND = "E2E_AS_SM120", "experts_above_256_rows"  # the plugin's
 ISSUE = 6
 STOCK = "experts_stock"
+EXPERTS = 16  # of what answers by hash routing: seven engines side by side
 KERNELS = {
     "triton": "Triton's experts for prompts",
     "wide": "wide experts for prompts (W4A16)",
@@ -29,7 +30,7 @@ ALL = "same_experts_seams"  # SGLang's SM120 branches, too
 ENGINES = ANSWERS | SHADOWS | SAME | {ALL: ("scaled", "fp8_index")}
 CALLS = 32  # of 42 to 54: reports are written at powers of two
 PROMPTS = ["--prompts", "5,300,1024,8200", "--batches", "8", "--graph-bs", "1", "8", "--batch-prompts", ""]
-PROMPTS += ["--new", "32", "--repeat", "2", "--max-total-tokens", "100000"]
+PROMPTS += ["--new", "32", "--repeat", "2", "--max-total-tokens", "200000"]
 MXFP8 = ["--moe", "flashinfer_mxfp4"]
 IMPLEMENTATIONS = {
     STOCK: "SGLang stock, Marlin's experts",
@@ -42,9 +43,9 @@ IMPLEMENTATIONS = {
     ALL: f"ours, {KERNELS['scaled']}{MORE['fp8_index']}, SM120 branches",
 }
 DIFFERENCES = [
-    *((f"64 experts, {KERNELS[kernel]}, against stock", name, STOCK) for name, (kernel, _) in ANSWERS.items()),
-    ("64 experts, wide against Triton's", "experts_wide", "experts_triton"),
-    ("64 experts, MXFP8 against bf16", "experts_scaled", "experts_wide"),
+    *((f"{EXPERTS} experts, {KERNELS[kernel]}, against stock", name, STOCK) for name, (kernel, _) in ANSWERS.items()),
+    (f"{EXPERTS} experts, wide against Triton's", "experts_wide", "experts_triton"),
+    (f"{EXPERTS} experts, MXFP8 against bf16", "experts_scaled", "experts_wide"),
 ]
 SAMES = [
     row

@@ -324,7 +324,7 @@ STAGES = {
     # prompts' experts as on SM120, where a Hopper engine takes Triton's
     **experts_stage.stages(
         Case,
-        sets(json_model_override_args=json.dumps(FEW_EXPERTS)),
+        sets(json_model_override_args=json.dumps({"n_routed_experts": experts_stage.EXPERTS})),
         ours=EVERY_CALL,
         stock=PAGED_EXTEND | PAGED_INDEX,
         shadow=SHADOW,
