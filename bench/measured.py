@@ -236,6 +236,21 @@ SECTIONS = {
         (),
         True,
     ),
+    "e2e_experts_sglang": Section(
+        "Prompts' experts as on SM120",
+        "Kernels that a 12.x card takes and a Hopper engine does not, in such an engine: `wide` (W4A16), and `scaled` "
+        "(W4A8), which multiplies in bf16 there.",
+        SHADOW
+        | {
+            "calls above 256 rows by its kernel": "its calls above 256 rows",
+            "calls above 256 rows by another kernel": "others' calls",
+            "answers that differ": "answers that differ",
+            "log-probability difference, mean": "log-probability difference, mean",
+            "share of positions with the same greatest token": "same greatest token",
+        },
+        (),
+        True,
+    ),
     "e2e_operators_sglang": Section(
         "Every call beside the original", "Shadow mode on the engine's live inputs.", SHADOW, (), True, "shadow"
     ),

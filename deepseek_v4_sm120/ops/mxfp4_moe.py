@@ -165,10 +165,11 @@ class Routing:
     scaling: float
 
 
-def multiplies_block_scaled(device=None) -> bool:
-    """Whether "mxfp8" is worth it: products by the block-scaled instruction, else bf16 products of the same values."""
+def multiplies_block_scaled(device=None, *, by_triton: bool = True) -> bool:
+    """Whether "mxfp8" is worth it: products by the block-scaled instruction, else bf16 products of the same values.
+    by_triton: by its kernels, not ours."""
     capability = torch.cuda.get_device_capability(device)
-    if capability[0] != BLOCK_SCALED_MAJOR or capability == (12, 0):
+    if capability[0] != BLOCK_SCALED_MAJOR or not by_triton or capability == (12, 0):
         return capability[0] == BLOCK_SCALED_MAJOR
     import triton
 

@@ -315,20 +315,22 @@ def error(provider: str, result, inputs) -> float:
 def providers() -> tuple[Provider, ...]:
     mxfp8, wide = functools.partial(_ours, activations="mxfp8"), functools.partial(_ours, wide=True)
     mxfp8_wide = functools.partial(_ours, activations="mxfp8", wide=True)
+    mxfp8_wide_problem = functools.partial(_mxfp8_problem, by_triton=False)
     return (
         Provider(OURS, our_problem, _ours, packages=("triton",)),
         Provider(OURS_WIDE, our_problem, wide, _is_prefill, optional=True),
         Provider(OURS_MXFP8, _mxfp8_problem, mxfp8, _is_prefill, ("triton",), optional=True),
-        Provider(OURS_MXFP8_WIDE, _mxfp8_problem, mxfp8_wide, _is_prefill, optional=True),
+        Provider(OURS_MXFP8_WIDE, mxfp8_wide_problem, mxfp8_wide, _is_prefill, optional=True),
         Provider(STOCK, _stock_problem, _stock, packages=("sglang",)),
         Provider("marlin", _other_marlin_problem, Marlin, packages=("sglang",)),
         Provider("torch", lambda: None, _torch, lambda case: case.rows <= TORCH_ROWS),
     )
 
 
-def _mxfp8_problem() -> str | None:
-    if not op.multiplies_block_scaled():
-        return "this GPU has no block-scaled instructions, or Triton does not use them on it"
+def _mxfp8_problem(by_triton: bool = True) -> str | None:
+    if not op.multiplies_block_scaled(by_triton=by_triton):
+        unused = ", or Triton does not use them on it" if by_triton else ""
+        return f"this GPU has no block-scaled instructions{unused}"
     return our_problem()
 
 

@@ -321,12 +321,26 @@ def test_another_gpu_is_left_to_the_original(served, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "version", "activations"),
-    [((9, 0), "3.8.0", "bf16"), ((12, 1), "3.7.1", "bf16"), ((12, 1), "3.8.0", "mxfp8"), ((12, 0), "3.6.0", "mxfp8")],
+    ("capability", "version", "ours", "activations"),
+    [
+        ((9, 0), "3.8.0", True, "bf16"),
+        ((12, 1), "3.7.1", True, "mxfp8"),  # by our kernels, whatever Triton does there
+        ((12, 1), "3.7.1", False, "bf16"),
+        ((12, 1), "3.8.0", False, "mxfp8"),
+        ((12, 0), "3.6.0", False, "mxfp8"),
+    ],
 )
-def test_without_block_scaled_instructions_activations_stay_bf16(capability, version, activations, served, monkeypatch):
+def test_without_block_scaled_instructions_activations_stay_bf16(
+    capability, version, ours, activations, served, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr("triton.__version__", version)
+    found = {"mxfp4_moe": {"winner": "ours", "left_out": {} if ours else {mxfp4_moe.OURS_MXFP8_WIDE: "wrong here"}}}
+    monkeypatch.setattr(patching, "_engine", SimpleNamespace(profile=profile.Profile("p.json", found)))
+    problems = {one.name: one.problem() for one in mxfp4_moe.providers() if one.name in MXFP8_WAYS}
+    has_it, tritons = capability[0] == 12, capability == (12, 0) or version == "3.8.0"
+    for name, is_there in ((mxfp4_moe.OURS_MXFP8_WIDE, has_it), (mxfp4_moe.OURS_MXFP8, has_it and tritons)):
+        assert ("block-scaled" in (problems[name] or "")) is not is_there
     recorded = RECORDED[3]
     inputs = engine_inputs(recorded)
     layer = engine_layer(recorded, inputs)

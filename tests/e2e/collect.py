@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
+import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
 import pieces_stage  # noqa: E402
 import prompts_stage  # noqa: E402
@@ -50,6 +51,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
     "e2e_reproducible43": ("reproducible43", "reproducible43_cost"),
     "e2e_features": ("features",),
+    "e2e_experts": ("experts", "experts_same", "experts_router", "experts_seams"),
     "e2e_pieces": ("pieces2_same", "pieces2_43"),
     "e2e_streams": ("streams2_same", "streams2_43"),
     "e2e_prompts": (
@@ -171,6 +173,7 @@ IMPLEMENTATIONS = {
         features_stage.PREFIX + name: "SGLang stock" if engine.stock_of else "ours, reproducible"
         for name, engine in features_stage.ENGINES.items()
     },
+    **experts_stage.IMPLEMENTATIONS,
     **pieces_stage.IMPLEMENTATIONS,
     **streams_stage.IMPLEMENTATIONS,
     **prompts_stage.IMPLEMENTATIONS,
@@ -327,7 +330,8 @@ def difference_rows(difference):
         rows.append(row(case, impl, "log-probability difference, greatest", found["greatest"], *same))
         rows.append(row(case, impl, "share of positions with the same greatest token", found["same_greatest"]))
         for run, own in zip((difference["run"], difference["against"]), found["repeated"], strict=False):
-            rows.append(row(case, answered[run], "the run against its own repetition", own["greatest"], *same))
+            twice = (0, experts_stage.ISSUE) if run in experts_stage.ANSWERS else same
+            rows.append(row(case, answered[run], "the run against its own repetition", own["greatest"], *twice))
     return rows
 
 
@@ -460,7 +464,9 @@ def collect(stages, commit):
         rows += fault_rows(stage["faults"]) if "faults" in stage else []
         for name, case in stage["cases"].items() if "features" not in stage else ():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
-        rows += pieces_stage.rows(stage["cases"], row) + streams_stage.rows(stage["cases"], row) + cost_rows(stage)
+        for of_stage in (pieces_stage, streams_stage, experts_stage):
+            rows += of_stage.rows(stage["cases"], row)
+        rows += cost_rows(stage)
         for difference in stage["differences"]:  # a later call's file repeats what its work folder still holds
             differences[difference["what"]] = difference
         texts |= {(found["run"], found["at_once"], found.get("beside")): found for found in stage.get("texts", [])}

@@ -25,6 +25,7 @@ REPO = HERE.parent.parent
 sys.path[:0] = [str(REPO), str(HERE)]
 
 import accepted_stage  # noqa: E402
+import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 from stages import DIFFERENCES, SAMES, SIDE_BY_SIDE_ENVIRONMENT, STAGES, TEXTS  # noqa: E402
@@ -41,7 +42,7 @@ def environment(case, arguments):
     kept = SIDE_BY_SIDE_ENVIRONMENT | {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
     reports = {"DSV4_SM120_REPORT": str(arguments.work / f"{case.name}_reports")} if case.patched else {}
     own = accepted_stage.environment(case, arguments.work) | features_stage.environment(case, arguments)
-    return kept | case.environment | reports | own
+    return kept | case.environment | reports | own | experts_stage.environment(case)
 
 
 def command(case, arguments, number):

@@ -1,5 +1,7 @@
 """collect.py's rows of shadow records: what ours computed beside the original's, call by call."""
 
+import experts_stage  # collect.py's folder
+
 ISSUE = 2  # of the runs themselves
 # which issue a patch's shadow records answer; a record says its own bound
 ISSUES = {"sparse_decode": 2, "index_select": 5, "index_select_within_tolerance": 5, "mxfp4_moe": 6, "dealt_index": 22}
@@ -10,6 +12,7 @@ OF_ITS_OWN = {  # and these of what they are for
     "index2_shadow": "dealt_index",
     **dict.fromkeys(("sums2_shadow", "sums4_shadow"), "all_reduce"),
     **dict.fromkeys(("eagle314_shadow", "dspark3_shadow"), "draft_head"),
+    **dict.fromkeys(experts_stage.SHADOWS, "mxfp4_moe"),
 }
 INDEX_PATCHES = {  # their records count entries
     "index_select": "beyond the tolerance",

@@ -12,6 +12,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import accepted_stage  # noqa: E402
+import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
 import pieces_stage  # noqa: E402
 import prompts_stage  # noqa: E402
@@ -320,6 +321,15 @@ STAGES = {
         Case("ops43_launches", PROFILED, environment=OPS),
         Case("seams43_launches", PROFILED, environment=SEAMS),
     ],
+    # prompts' experts as on SM120, where a Hopper engine takes Triton's
+    **experts_stage.stages(
+        Case,
+        sets(json_model_override_args=json.dumps({"n_routed_experts": experts_stage.EXPERTS})),
+        ours=EVERY_CALL,
+        stock=PAGED_EXTEND | PAGED_INDEX,
+        shadow=SHADOW,
+        seams=SEAMS,
+    ),
     # a prompt's sums, NCCL's, in pieces and whole: to the last bit beside ours of few rows; timed by NCCL alone
     **pieces_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     # a prompt's streams, dealt to the cards and whole, likewise
@@ -348,6 +358,7 @@ DIFFERENCES = [
     ("ours against stock, four cards", "ops_tp4", "ops_tp4_shadow"),
     ("ours against stock Triton, SM120 branches", "seams", "seams_shadow"),
     ("yardstick: stock's SM120 branches against stock's Hopper path", "seams_shadow", "stock"),
+    *experts_stage.DIFFERENCES,
 ]
 # (what, the run that speculates, the one that does not): greedy text
 TEXTS = [
@@ -375,6 +386,7 @@ SAMES = [
     ("SM120 branches, chunks of 512, prefix cache", "same_seams_512", "same_seams_8192"),
     ("43 layers, chunks of 512, prefix cache", "same43_512", "same43_8192"),
     ("two cards, chunks of 512, prefix cache", "same_tp2_512", "same_tp2_8192"),
+    *experts_stage.SAMES,
     *pieces_stage.SAMES,
     *streams_stage.SAMES,
     *prompts_stage.SAMES,

@@ -37,6 +37,7 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
         "run_stage",
         "stages",
         "accepted_stage",
+        "experts_stage",
         "features_stage",
         "pieces_stage",
         "prompts_stage",
@@ -45,7 +46,8 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
         "collect",
     ):
         (scripts / f"{name}.py").write_text((HERE / f"{name}.py").read_text())
-    (scripts / "drafts_plugin").symlink_to(HERE / "drafts_plugin")
+    for plugin in ("drafts_plugin", "sm120_plugin"):
+        (scripts / plugin).symlink_to(HERE / plugin)
     package = tmp_path / "repo/deepseek_v4_sm120"
     package.mkdir()
     (package / "__init__.py").write_text((HERE.parents[1] / "deepseek_v4_sm120/__init__.py").read_text())

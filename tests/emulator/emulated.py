@@ -14,6 +14,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -57,7 +58,7 @@ def library() -> ctypes.PyDLL:
     lib = ctypes.PyDLL(str(module))  # holds the GIL: the emulator is one, ranks are threads of this process
     for name in ("emulator_launches", "emulator_instructions"):
         getattr(lib, name).restype = ctypes.c_uint64
-    lib.emulator_error.restype = ctypes.c_char_p
+    lib.emulator_error.restype = lib.emulator_take.restype = ctypes.c_char_p
     lib.emulator_launch.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
     for name in ("emulator_allow", "emulator_choose"):
         getattr(lib, name).argtypes = {"emulator_allow": [ctypes.c_uint64] * 2}.get(name) or [
@@ -157,6 +158,28 @@ def choose(
     _words_of.clear()
     for cached in _caches():
         cached.cache_clear()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """resident: blocks of it that a multiprocessor holds, by threads and shared memory"""
+
+    kernel: str
+    blocks: tuple[int, int, int]
+    threads: int
+    shared: int
+    is_cooperative: bool
+    resident: int
+
+
+def taken() -> list[Launch]:
+    """What was launched and has not run, which it never will."""
+    found = []
+    for line in library().emulator_take().decode().splitlines():
+        kernel, *numbers = line.split()
+        x, y, z, threads, shared, is_cooperative, resident = map(int, numbers)
+        found.append(Launch(kernel, (x, y, z), threads, shared, bool(is_cooperative), resident))
+    return found
 
 
 def ran(part: str) -> int:

@@ -111,6 +111,13 @@ void Machine::clear() {
   weak.clear();
 }
 
+std::vector<const Grid*> Machine::waiting() const {
+  std::vector<const Grid*> found;
+  for (const Card& card : cards_)
+    for (const auto& grid : card.stream) found.push_back(grid.get());
+  return found;
+}
+
 void Machine::check(uint64_t at, uint32_t bytes, bool writes) {
   if (!choices_.checks_memory || allowed_.empty()) return;
   if (at >= last_.first && at + bytes <= last_.second) return;

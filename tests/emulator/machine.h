@@ -195,6 +195,7 @@ class Machine {
   void launch(int card, std::unique_ptr<Grid> grid);
   void run();    // until all launches of all cards are over
   void clear();  // forgets what was launched
+  std::vector<const Grid*> waiting() const;  // launches of all cards that are not over
   int blocks_that_fit(uint32_t threads, uint32_t shared) const;
 
   void allow(uint64_t at, uint64_t bytes) { allowed_[at] = std::max(allowed_[at], bytes); }

@@ -135,8 +135,11 @@ cudaError_t CUDARTAPI cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks,
 }
 cudaError_t CUDARTAPI cudaGetDevice(int* device) { return *device = current_card, cudaSuccess; }
 cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? machine.choices().multiprocessors : 0;
-  return cudaSuccess;
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount: return *value = machine.choices().multiprocessors, cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return *value = kSharedOfMultiprocessor, cudaSuccess;
+    default: return cudaErrorNotSupported;
+  }
 }
 cudaError_t CUDARTAPI cudaDeviceSynchronize() {
   return guarded([] { machine.run(); });
@@ -212,6 +215,21 @@ OURS void emulator_allow(uint64_t at, uint64_t bytes) { machine.allow(at, bytes)
 OURS void emulator_forbid_all() { machine.forbid_all(); }
 OURS void emulator_forget_launches() { machine.ran.clear(); }
 OURS uint64_t emulator_launches(const char* name) { return machine.ran[name]; }
+// What was launched and did not run, a line each, and forgets it: kernel, blocks, threads, shared memory, is it cooperative, how many
+// blocks a multiprocessor holds.
+OURS const char* emulator_take() {
+  static std::string lines;
+  lines.clear();
+  for (const Grid* grid : machine.waiting()) {
+    const uint32_t threads = grid->threads * grid->threads_y * grid->threads_z, shared = grid->kernel->static_shared + grid->shared;
+    lines += grid->kernel->name;
+    for (const uint32_t number : {grid->blocks[0], grid->blocks[1], grid->blocks[2], threads, shared, uint32_t{grid->cooperative}})
+      lines += ' ' + std::to_string(number);
+    lines += ' ' + std::to_string(machine.blocks_that_fit((threads + 31) / 32 * 32, shared)) + '\n';
+  }
+  machine.clear();
+  return lines.c_str();
+}
 OURS uint64_t emulator_instructions() { return machine.clock(); }
 OURS int emulator_launch(const char* name, const uint32_t* sizes, const void* parameters, uint64_t bytes) {  // sizes: blocks, threads, shared
   return guarded([&] {

@@ -115,7 +115,7 @@ def test_a_launch_takes_as_many_rows_as_the_operator_gives_it():
     assert extension.load().FP8_LINEAR_MAX_ROWS == op.LAUNCH_ROWS
 
 
-@pytest.mark.parametrize("num_sms", (1, 48, 132, 188))
+@pytest.mark.parametrize("num_sms", (1, 16, 48, 84, 120, 132, 170, 188, 256))
 @pytest.mark.parametrize("size", ((1, 4096, 8192), (1, 1536, 4096), (8, 1024, 4096), (1, 32768, 1024), (1, 128, 128)))
 def test_splits_of_many_rows_have_room(size, num_sms):
     """Of a plan above 64 rows: fp32 sums of 2, 4 or 8 splits for every row; two units' sums of a block, that wait."""

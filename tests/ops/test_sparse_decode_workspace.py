@@ -12,7 +12,7 @@ MIB = 1 << 20
 ROWS = (1, 2, 7, 16, 63, 64, 100, 256, 1000, 8192)
 HEADS = (1, 5, 8, 16, 24, 32, 64, 128)
 EXTRA_WIDTHS = (0, 64, 512, 1024, 4096, 8192)
-NUM_SMS = (70, 132, 188)
+NUM_SMS = (1, *range(16, 257, 4))
 
 
 @pytest.fixture(scope="module")

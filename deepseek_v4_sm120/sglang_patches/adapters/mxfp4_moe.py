@@ -10,8 +10,9 @@ bytes, repack them for their kernels, and multiply. Two methods of each are repl
 Bytes for one layout can be of the other's size and type, so load_format="direct" is refused for a layer that we keep.
 
 The user's flag keeps its meaning for prefill: above 256 rows `marlin` is W4A16 with us too, and `flashinfer_mxfp4` is
-W4A8 where the GPU has block-scaled instructions (of a GB10: from SGLang 0.5.22 on, whose Triton uses them there) and
-the profile does not leave that out. Up to 256 rows it is W4A16, and at all rows where the server is reproducible.
+W4A8 where the GPU has block-scaled instructions and the profile does not leave that out (on a GB10 Triton's kernels,
+where it leaves out ours, use them from SGLang 0.5.22 on). Up to 256 rows it is W4A16, and at all rows where the server
+is reproducible.
 
 Who applies the routed scaling (1.5): never these methods. Up to 0.5.18 the model does, behind the experts, for exactly
 these classes; from 0.5.19 on the router's weights contain it. So `routed_scaling` is 1.0 in the call.
@@ -119,7 +120,8 @@ def scale_bytes(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _experts(method, layer, *, mxfp8: bool) -> Experts:
-    mxfp8 = mxfp8 and op.multiplies_block_scaled(layer.w13_weight.device)
+    by_triton = patching.left_out(PATCH, WAY_MXFP8_WIDE) is not None
+    mxfp8 = mxfp8 and op.multiplies_block_scaled(layer.w13_weight.device, by_triton=by_triton)
     mxfp8 = mxfp8 and any(patching.left_out(PATCH, way) is None for way in (WAY_MXFP8, WAY_MXFP8_WIDE))
     ids_are_global = bool(getattr(layer.dispatcher, "skip_local_expert_mapping", False))
     return Experts(
