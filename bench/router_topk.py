@@ -93,9 +93,9 @@ def layer(generator: torch.Generator, seed: int) -> dict:
     }
 
 
-def chain(layers: list[dict], rows: int, choose: Choice | None, given, side: torch.cuda.Stream):
-    """The layers one behind the other; `given`: experts and weights of each, where nobody chooses."""
-    start, main, chosen = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=9), torch.cuda.current_stream(), []
+def chain(layers: list[dict], start: mhc_spec.Inputs, choose: Choice | None, given, side: torch.cuda.Stream):
+    """The layers one behind the other; `given`: weights and experts of each, where nobody chooses."""
+    main, chosen = torch.cuda.current_stream(), []
     f, streams, post, comb = start.f, start.streams, start.post, start.comb
     for number, one in enumerate(layers):
         b = one["boundary"]
@@ -126,10 +126,10 @@ def captured(run: Callable) -> tuple[torch.cuda.CUDAGraph, object]:
 
 def chains(layers: list[dict], rows: int, named: dict[str, Choice]) -> dict[str, float]:
     """Microseconds a layer, in turns; all have the same experts."""
-    side = torch.cuda.Stream()
-    graphs = {name: captured(lambda c=c: chain(layers, rows, c, None, side)) for name, c in named.items()}
+    side, start = torch.cuda.Stream(), mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=9)
+    graphs = {name: captured(lambda c=c: chain(layers, start, c, None, side)) for name, c in named.items()}
     given = [tuple(one.clone() for one in pair) for pair in graphs[OURS][1][1]]
-    graphs[GIVEN] = captured(lambda: chain(layers, rows, None, given, side))
+    graphs[GIVEN] = captured(lambda: chain(layers, start, None, given, side))
     times: dict[str, list[float]] = {name: [] for name in graphs}
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(TURNS):
