@@ -26,9 +26,10 @@ namespace {
 
 py::list kernel_attributes() {
   py::list all;
-  for (const auto& kernels : {all_reduce::kernel_attributes(), sparse_decode::kernel_attributes(), index_select::kernel_attributes(),
-                              mxfp4_moe::kernel_attributes(), bf16_linear::kernel_attributes(), mhc::kernel_attributes(),
-                              fp8_linear::kernel_attributes(), wo_a::kernel_attributes(), compressor::kernel_attributes(), router_topk::kernel_attributes()}) {
+  for (const auto& kernels :
+       {all_reduce::kernel_attributes(), sparse_decode::kernel_attributes(), index_select::kernel_attributes(), mxfp4_moe::kernel_attributes(),
+        bf16_linear::kernel_attributes(), mhc::kernel_attributes(), fp8_linear::kernel_attributes(), wo_a::kernel_attributes(),
+        compressor::kernel_attributes(), router_topk::kernel_attributes()}) {
     for (const KernelAttributes& a : kernels) {
       py::dict d;
       d["name"] = a.name;
