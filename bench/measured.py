@@ -328,6 +328,12 @@ SECTIONS = {
     ),
     "wo_a_h200": Section("wo_a", "", MICROSECONDS),
     "bf16_linear_h200": Section("bf16_linear", "", MICROSECONDS | {"read_share": "share of read bandwidth"}),
+    "router_topk_h200": Section(
+        "router_topk",
+        "By itself, with logits in the L2; then a chain at TP2: boundary, router's logits, choice, experts, and on a "
+        "second stream the shared expert, microseconds a layer.",
+        MICROSECONDS,
+    ),
     "all_reduce_h200": Section(
         "all_reduce",
         "The slowest rank's time of a sum in a graph, NCCL in the same run; NVLink between the cards, and host memory "

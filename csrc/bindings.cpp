@@ -15,6 +15,7 @@
 #include "kv_page_layout.h"
 #include "mhc/bindings.h"
 #include "mxfp4_moe/bindings.h"
+#include "router_topk/bindings.h"
 #include "sparse_decode/bindings.h"
 #include "stream.h"
 #include "wo_a/bindings.h"
@@ -25,9 +26,10 @@ namespace {
 
 py::list kernel_attributes() {
   py::list all;
-  for (const auto& kernels : {all_reduce::kernel_attributes(), sparse_decode::kernel_attributes(), index_select::kernel_attributes(),
-                              mxfp4_moe::kernel_attributes(), bf16_linear::kernel_attributes(), mhc::kernel_attributes(),
-                              fp8_linear::kernel_attributes(), wo_a::kernel_attributes(), compressor::kernel_attributes()}) {
+  for (const auto& kernels :
+       {all_reduce::kernel_attributes(), sparse_decode::kernel_attributes(), index_select::kernel_attributes(), mxfp4_moe::kernel_attributes(),
+        bf16_linear::kernel_attributes(), mhc::kernel_attributes(), fp8_linear::kernel_attributes(), wo_a::kernel_attributes(),
+        compressor::kernel_attributes(), router_topk::kernel_attributes()}) {
     for (const KernelAttributes& a : kernels) {
       py::dict d;
       d["name"] = a.name;
@@ -77,6 +79,7 @@ PYBIND11_MODULE(_C, m) {
   fp8_linear::bind(m);
   wo_a::bind(m);
   compressor::bind(m);
+  router_topk::bind(m);
   card::bind(m);
   m.def("build_info", &describe_build);
   m.def("kernel_attributes", &kernel_attributes);

@@ -8,6 +8,7 @@ OPS = (
     "index_select",
     "mxfp4_moe",
     "bf16_linear",
+    "router_topk",
     "fp8_linear",
     "wo_a",
     "mhc",

@@ -69,6 +69,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("expert_map",),
         ("topk_ids", "pairs", "pair_expert", "expert", "begin", "end", "scratch"),
     ),
+    "router_topk::Params": ((), ("logits", "bias", "weights", "ids", "real_rows")),
     "sparse_decode::Params": (
         ("attn_sink",),
         (
@@ -81,6 +82,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 BEHIND, BEFORE, NEVER = "behind the wait", "before the wait", "never"
+EITHER = "before the wait where it has one row, else behind it"
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,7 @@ KERNELS: dict[str, Kernel] = {
     "mxfp4_moe, sorted": Kernel(SORTED, "mxfp4_moe::SortedParams", BEHIND),
     "mxfp4_moe, sorted, sum": Kernel(r"mxfp4_moe::sorted_sum_kernel<", "mxfp4_moe::SumParams", BEHIND),
     "mxfp4_moe, tiles": Kernel(r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE),
+    "router_topk": Kernel(r"router_topk::router_topk_kernel<", "router_topk::Params", EITHER),
     "sparse_decode": Kernel(
         r"sparse_decode::(pairs::sparse_decode_pairs|sparse_decode)_kernel<", "sparse_decode::Params", BEHIND
     ),

@@ -137,6 +137,34 @@ BF16_LINEAR = Patch(
     retire="when the stock projections are as fast on SM120 (bench/bf16_linear.py)",
 )
 
+CHOICE = Parameters(
+    (
+        *("hidden_states", "gating_output", "correction_bias", "topk", "renormalize", 'scoring_func="sigmoid"'),
+        *("num_fused_shared_experts=0", "routed_scaling_factor=None", "num_token_non_padded=None"),
+        *("expert_location_dispatch_info=None", "apply_routed_scaling_factor_on_output=False"),
+    ),
+    further="any",
+)
+
+
+def _choice(name: str, sglang: str) -> Target:
+    return targets_of("router_topk")("sglang.srt.layers.moe.topk:biased_topk_jit_kernel_impl", name, CHOICE, sglang)
+
+
+ROUTER_TOPK = Patch(
+    name="router_topk",
+    why="the choice of a row's experts, behind the router's logits and in front of everything of the experts: stock's "
+    "Triton kernel takes 2.9 us of a layer at one row and lets the experts in at its end; bench/router_topk.py",
+    targets=(
+        _choice("log", ">=0.5.15,<0.5.20"),
+        _choice("log1p", ">=0.5.20,<0.5.21"),
+        _choice("masked", ">=0.5.21,<0.6"),
+    ),
+    needs=(EXTENSION,),
+    absent="up to 0.5.14 another kernel, whose ties go by its threads",
+    retire="when the stock kernel is as fast (bench/router_topk.py)",
+)
+
 REPRODUCIBLE_ARGUMENTS = Patch(
     name="reproducible_arguments",
     why="--enable-deterministic-inference, with which each request has a seed, refuses this model's attention and puts "
@@ -476,7 +504,18 @@ TABLE = Table(
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
         *(REPRODUCIBLE_HEAD, REPRODUCIBLE_SAMPLING, REPRODUCIBLE_ARGUMENTS),
-        *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, FP8_LINEAR, DRAFT_HEAD, WO_A, MHC, SUMS_IN_PIECES),
+        *(
+            INDEX_SELECT,
+            DEALT_INDEX,
+            MXFP4_MOE,
+            BF16_LINEAR,
+            ROUTER_TOPK,
+            FP8_LINEAR,
+            DRAFT_HEAD,
+            WO_A,
+            MHC,
+            SUMS_IN_PIECES,
+        ),
         *(DEALT_STREAMS, COMPRESSOR, ALL_REDUCE),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),

@@ -66,6 +66,10 @@ MXFP4_MOE = Bound(truth=0.004, shadow=0.008, others=0.08)
 MXFP4_MOE_MXFP8 = Bound(truth=0.06, shadow=0.08, others=0.08)  # ours with MXFP8 activations, and against stock's
 MXFP4_MOE_MXFP8_ROUNDED = 0.01  # the same against float64 of activations rounded to MXFP8
 
+# Of the weights. Truth: approximate exp2, square root and division give 2e-7; the sum before 0.5.20, log(1 + exp(x)),
+# more where logits are below -5. Shadow: the same bits, or a last one where Triton adds up in another order.
+ROUTER_TOPK = Bound(truth=1e-5, shadow=1e-6, others=1e-3)
+
 # Bf16 output and bf16 softmax weights, nothing coarser: 0.0018 of few rows, 0.0023 of prompts. Shadow: two roundings of
 # each explain about 0.0015. Others: stock rounds Q and P to FP8 by default, a few percent.
 SPARSE_DECODE = Bound(truth=0.003, shadow=0.004, others=0.08)

@@ -247,6 +247,10 @@ float f_min(float a, float b, float) { return std::fmin(a, b) == 0 && a == b ? (
 float f_max(float a, float b, float) { return std::fmax(a, b) == 0 && a == b ? (std::signbit(a) ? b : a) : std::fmax(a, b); }
 float f_max_nan(float a, float b, float) { return std::isnan(a) || std::isnan(b) ? NAN : f_max(a, b, 0); }
 float f_min_nan(float a, float b, float) { return std::isnan(a) || std::isnan(b) ? NAN : f_min(a, b, 0); }
+float f_max3(float a, float b, float c) { return f_max(f_max(a, b, 0), c, 0); }
+float f_min3(float a, float b, float c) { return f_min(f_min(a, b, 0), c, 0); }
+float f_max3_nan(float a, float b, float c) { return f_max_nan(f_max_nan(a, b, 0), c, 0); }
+float f_min3_nan(float a, float b, float c) { return f_min_nan(f_min_nan(a, b, 0), c, 0); }
 float f_neg(float a, float, float) { return -a; }
 float f_abs(float a, float, float) { return std::fabs(a); }
 float f_rcp(float a, float, float) { return 1.f / hidden(a); }
@@ -281,6 +285,8 @@ Handler floats_by_mode(const Words& words) {
   if (op == "fma" || op == "mad") return in_mode<f_fma>(mode, modes);
   if (op == "min") return nan ? in_mode<f_min_nan>(mode, modes) : in_mode<f_min>(mode, modes);
   if (op == "max") return nan ? in_mode<f_max_nan>(mode, modes) : in_mode<f_max>(mode, modes);
+  if (op == "min3") return nan ? in_mode<f_min3_nan>(mode, modes) : in_mode<f_min3>(mode, modes);
+  if (op == "max3") return nan ? in_mode<f_max3_nan>(mode, modes) : in_mode<f_max3>(mode, modes);
   if (op == "neg") return in_mode<f_neg>(mode, modes);
   if (op == "abs") return in_mode<f_abs>(mode, modes);
   if (op == "rcp") return in_mode<f_rcp>(mode, modes);
@@ -541,6 +547,11 @@ Handler arithmetic(const Words& words, Instruction& i) {
     if (op == "or") return predicates<[](uint32_t a, uint32_t b) { return a | b; }>;
     if (op == "xor") return predicates<[](uint32_t a, uint32_t b) { return a ^ b; }>;
     return op == "not" ? Handler(predicates<[](uint32_t a, uint32_t) { return ~a; }>) : nullptr;
+  }
+  if (type == "f32" && (op == "min" || op == "max") && i.o.size() == 4) {  // of three
+    Words of_three = words;
+    of_three[0] += "3";
+    return floats_by_mode(of_three);
   }
   if (type == "f32") return floats_by_mode(words);
   if (type == "f32x2") return pairs_handler(op);

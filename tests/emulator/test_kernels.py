@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops import all_reduce as all_reduce_op
-from deepseek_v4_sm120.ops import bf16_linear, fp8_linear, mhc, mxfp4_moe, sparse_decode, wo_a
+from deepseek_v4_sm120.ops import bf16_linear, fp8_linear, mhc, mxfp4_moe, router_topk, sparse_decode, wo_a
 from deepseek_v4_sm120.reference import all_reduce as all_reduce_reference
 from deepseek_v4_sm120.reference import fp8_linear as fp8_reference
 from deepseek_v4_sm120.reference import mxfp4_moe as moe_reference
+from deepseek_v4_sm120.reference import router_topk as router_reference
 from deepseek_v4_sm120.reference import sparse_decode as sparse_reference
 from deepseek_v4_sm120.reference import wo_a as wo_a_reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
@@ -55,6 +56,21 @@ def test_bf16_linear(choices, rows, outputs):
         alone = bf16_linear.bf16_linear(x[-1:], weight)
     assert relative_error(found, x.double() @ weight.double().T) < 1e-6
     assert same(found[-1:], alone) and ran("bf16_linear")
+
+
+@schedules
+@pytest.mark.parametrize("rows", [1, 5])
+def test_router_topk(choices, rows):
+    """Logits that a kernel in front may still be writing; what SGLang's own kernel gives is in test_router_topk.py."""
+    x, weight = (torch.randn(n, 512, generator=generator(n)).bfloat16() for n in (rows, 256))
+    bias = torch.randn(256, generator=generator(7)) * 0.1
+    with emulated(**choices):
+        logits = bf16_linear.bf16_linear(x, weight)
+        weights, ids = router_topk.router_topk(logits, bias, 6)
+        again = router_topk.router_topk(logits[-1:], bias, 6)
+    expected = router_reference.router_topk(logits, bias, 6)
+    assert torch.equal(ids.long(), expected[1]) and relative_error(weights, expected[0]) < bounds.ROUTER_TOPK.truth
+    assert same(weights[-1:], again[0]) and same(ids[-1:], again[1]) and ran("router_topk")
 
 
 @schedules

@@ -33,6 +33,8 @@ class OnEmulator:
         values = dict(zip(names, given, strict=False)) | {n: v for n, v in named.items() if n in names}
         options = {n: v for n, v in named.items() if n not in names}
         constants = {p.name: values[p.name] for p in self.function.params if p.is_constexpr}
+        # an integer that is 1 is compiled as such
+        constants |= {name: 1 for name in names if type(values[name]) is int and values[name] == 1}
         passed = {name: values[name] for name in names if name not in constants}
         types = {name: _type(value) for name, value in passed.items()}
         entry, made = self._loaded(types, constants, passed, options)

@@ -69,6 +69,10 @@ def _calls() -> dict[str, tuple[str, dict]]:
         "all_reduce": ("all_reduce", {"x": bf16(ROWS, 4096), "group": group, "out": bf16(ROWS, 4096)}),
         "all_gather": ("all_reduce", {"x": bf16(ROWS, 4096), "group": group, "out": bf16(ROWS, 8192)}),
         "bf16_linear": ("bf16_linear", {"x": bf16(2, 512), "weight": bf16(8, 512), "out": torch.zeros(2, 8)}),
+        "router_topk": (
+            "router_topk",
+            {"router_logits": bf16(ROWS, 16), "bias": bf16(16), "topk": 6, "real_rows": int32(1)},
+        ),
         "compressor": ("compressor", given(compressor.make_inputs("c4", [4, 5, 8], device="cpu"))),
         "compressor, many": ("compressor", given(compressor.make_step("c4", [compressor.Request(5, 4)], device="cpu"))),
         "fp8_linear": ("fp8_linear", {**product, "out": bf16(ROWS, 256)}),
@@ -100,6 +104,7 @@ BAD_VALUES = {
     "all_reduce": [("algorithm", "three_shot")],
     "compressor": [("norm_eps", 0.0), ("norm_eps", math.nan), ("page_size", 48), ("page_size", 0), ("fp4", True)],
     "bf16_linear": [("out_dtype", torch.float16)],
+    "router_topk": [("topk", 0), ("topk", 9), ("topk", 1.5)],
     "mhc": [*BAD_MHC, ("sinkhorn_iters", 0), BAD_SUM, ("ready", print), ("held_sms", 28)],
     "mhc_pre": [*BAD_MHC, ("sinkhorn_iters", 0), ("kernels", "many")],
     "mhc_head": [*BAD_MHC, ("kernels", "many"), BAD_SUM],
@@ -111,6 +116,7 @@ BAD_VALUES = {
 # what has no wrong value, or none that is looked at: hints, factors, positions of a rank's experts; a group of ranks,
 # which test_all_reduce_validation.py has
 UNCHECKED = {
+    "router_topk": {"log1p", "renormalize", "scale"},
     "wo_a": {"reproducible"},
     "all_reduce": {"group", "tag"},
     "all_gather": {"group", "tag"},

@@ -180,6 +180,14 @@ MHC_HEAD = "def fused_hc_head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps):\n 
 SHARED_ADD = (
     "def maybe_fuse_routed_scale_and_shared_add(experts, routed, shared, routed_scaling_factor):\n    return routed\n"
 )
+CHOICE = """
+def biased_topk_jit_kernel_impl(
+    hidden_states, gating_output, correction_bias, topk, renormalize, scoring_func="sigmoid",
+    num_fused_shared_experts=0, routed_scaling_factor=None, num_token_non_padded=None,
+    expert_location_dispatch_info=None, apply_routed_scaling_factor_on_output=False,
+):
+    return gating_output, topk
+"""
 DIRECT = "def _model_load_weights_direct(model, named_tensors):\n    return model\n"
 
 TREE_0_5_17 = {
@@ -202,6 +210,7 @@ TREE_0_5_17 = {
     "sglang/srt/models/deepseek_v4_nextn.py": MTP_MODEL,
     "sglang/srt/models/deepseek_v4_dspark.py": DSPARK_MODEL,
     "sglang/srt/layers/logits_processor.py": LOGITS_PROCESSOR,
+    "sglang/srt/layers/moe/topk.py": CHOICE,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,
     "sglang/kernels/ops/layernorm/mhc_head.py": MHC_HEAD,
     "sglang/kernels/ops/attention/flash_mla_sm120.py": SM120_FUNCTION,

@@ -73,7 +73,7 @@ def expected(version: str) -> dict[str, str]:
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
     if since(version, "0.5.16"):
         found["mhc"] = DSPARK.partition(":")[0]
-    return found
+    return found | ({"router_topk": "sglang.srt.layers.moe.topk"} if since(version, "0.5.15") else {})
 
 
 def index_names(version: str) -> tuple[int, int, int]:

@@ -52,6 +52,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "experts_per_token": MultipleOf(1, 12),
     },
     "bf16_linear": {"hidden": MultipleOf(512), "experts": MultipleOf(4)},
+    "router_topk": {"experts": MultipleOf(1, 512), "experts_per_token": MultipleOf(1, 8)},
     "fp8_linear": {"block": OneOf(((128, 128),))},
     "wo_a": {
         "block": OneOf(((128, 128),)),

@@ -1,0 +1,34 @@
+// The Python function of the router's top-k: raw pointers and sizes, keyword-only; ops/ validates them.
+#pragma once
+
+#include "../arguments.h"
+#include "router_topk.h"
+
+namespace dsv4::router_topk {
+
+inline void run(Arguments& a) {
+  Params p = {};
+  p.logits = a["logits"];
+  p.logits_stride = a["logits_stride"];
+  p.logits_bf16 = a["logits_bf16"];
+  p.bias = a["bias"];
+  p.bias_bf16 = a["bias_bf16"];
+  p.weights = a["weights"];
+  p.ids = a["ids"];
+  p.real_rows = a["real_rows"];
+  p.scale = a["scale"];
+  p.log1p = a["log1p"];
+  p.renormalize = a["renormalize"];
+  p.rows = a["rows"];
+  p.experts = a["experts"];
+  p.topk = a["topk"];
+  const LaunchArguments last = a.last();
+  launch(p, last.pdl, last.stream);
+}
+
+inline void bind(py::module_& m) {
+  define(m, "router_topk", run);
+  m.attr("router_topk_limits") = py::make_tuple(kMaxExperts, kMaxTopk);
+}
+
+}  // namespace dsv4::router_topk

@@ -1,0 +1,87 @@
+"""Public router top-k: checks the arguments, launches. One kernel, no scratch."""
+
+from __future__ import annotations
+
+import torch
+
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared.checks import INT32, Call, Question
+
+MAX_EXPERTS = 512  # csrc/router_topk/router_topk.h has both; a test compares
+MAX_TOPK = 8
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def router_topk(router_logits, bias, topk, *, log1p=True, renormalize=True, scale=1.0, real_rows=None):
+    """A row's experts: those with the greatest sqrt(softplus(logit)) + bias, and their weights, without the bias.
+
+    router_logits
+                 [rows, experts] float32 or bf16, 1 to 512 experts, last dim contiguous
+    bias         [experts] float32 or bf16, contiguous
+    topk         1 to 8, at most as many as there are experts
+    log1p        softplus(x) = max(x, 0) + log1p(exp(-|x|)); False: log(1 + exp(x)), which is 0 below -16.6, and x
+                 above 20. What SGLang computes from 0.5.20 on, and before
+    renormalize  weights of a row are divided by their sum, if it is positive
+    scale        factor of the weights behind that
+    real_rows    [1] int32: rows from there on have ids -1 and weights 0; or None
+    returns      (weights [rows, topk] float32, ids [rows, topk] int32), greatest first; of equal ones the lowest id.
+                 NaN ranks as -1e30
+    accuracy     ids and weights are those of SGLang's Triton kernel to the bit, with the order in which Triton 3.6 and
+                 3.7 add up a row's weights for a GPU of their own; weights below 1e-5 of float64's, relative L2
+    determinism  the same bits in every run and every batch
+    raises       TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
+                 launch)
+    cuda graphs  capture-safe: no host sync, no scratch; allocates the results through torch
+    source       SGLang's moe_fused_gate with scoring_func "sqrtsoftplus"
+    """
+    check = Call("router_topk", "router_logits", router_logits)
+    rows, experts = check.tensor("router_logits", router_logits, _DTYPES, "rows, experts", 1)
+    check.tensor("bias", bias, _DTYPES, (experts,))
+    if not 1 <= experts <= MAX_EXPERTS:
+        check.refuse("shape", "router_logits", f"have 1 to {MAX_EXPERTS} experts", experts)
+    if topk not in range(1, min(MAX_TOPK, experts) + 1):
+        check.refuse("value", "topk", f"be 1 to {min(MAX_TOPK, experts)}", topk)
+    if real_rows is not None:
+        check.tensor("real_rows", real_rows, INT32, (1,))
+    check.on_cuda()
+    weights = torch.empty((rows, topk), dtype=torch.float32, device=router_logits.device)
+    ids = torch.empty((rows, topk), dtype=torch.int32, device=router_logits.device)
+    if rows:
+        with cuda_tensors.on_device_of(router_logits):
+            _launch(router_logits, bias, weights, ids, log1p, renormalize, scale, real_rows)
+    return weights, ids
+
+
+def takes(router_logits, bias, topk, real_rows) -> bool:
+    """True where router_topk computes this; an adapter asks before it replaces a call."""
+    if router_logits.ndim != 2 or not 1 <= router_logits.shape[1] <= MAX_EXPERTS:
+        return False
+    shape, ask = router_logits.shape, Question("router_topk", "router_logits", router_logits)
+    return bool(
+        1 <= topk <= min(MAX_TOPK, shape[1])
+        and ask.tensor("router_logits", router_logits, _DTYPES, shape, 1)
+        and ask.tensor("bias", bias, _DTYPES, shape[1:])
+        and (real_rows is None or ask.tensor("real_rows", real_rows, INT32, (1,)))
+    )
+
+
+def _launch(logits, bias, weights, ids, log1p, renormalize, scale, real_rows) -> None:
+    """Checked arguments to raw pointers; logits' device is current."""
+    extension.load().router_topk(
+        logits=logits.data_ptr(),
+        logits_stride=logits.stride(0),
+        logits_bf16=logits.dtype == torch.bfloat16,
+        bias=bias.data_ptr(),
+        bias_bf16=bias.dtype == torch.bfloat16,
+        weights=weights.data_ptr(),
+        ids=ids.data_ptr(),
+        real_rows=0 if real_rows is None else real_rows.data_ptr(),
+        scale=float(scale),
+        log1p=bool(log1p),
+        renormalize=bool(renormalize),
+        rows=logits.shape[0],
+        experts=logits.shape[1],
+        topk=ids.shape[1],
+        pdl=True,
+        stream=cuda_tensors.current_stream(logits.device.index),
+    )

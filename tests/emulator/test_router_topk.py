@@ -1,0 +1,86 @@
+"""router_topk against SGLang's own Triton kernel of each release, both as PTX for SM120: the same ids and bits."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+
+from deepseek_v4_sm120.ops.router_topk import router_topk
+from deepseek_v4_sm120.reference import router_topk as reference
+from deepseek_v4_sm120.sglang_patches.table import ROUTER_TOPK
+from deepseek_v4_sm120.specs.router_topk import KINDS, TOPK, make_inputs
+from tests.emulator.emulated import emulated, ran
+from tests.emulator.triton_kernels import on_emulator
+from tests.patching import triton_router
+from tests.patching.wheels import every_release, fetch
+
+CHOICES = {"seed": 1, "most_instructions": 100, "multiprocessors": 4}
+EXPERTS = (256, 384, 64)  # the model's, Pro's, a small engine's
+
+
+def bits(weights: torch.Tensor) -> torch.Tensor:
+    """Of a NaN a processor chooses the sign."""
+    return weights.nan_to_num(nan=-1.0, posinf=torch.inf).view(torch.int32)
+
+
+@functools.cache
+def hostile(experts: int):
+    """[30, experts] logits of all kinds, and a bias of which half the values are few."""
+    parts = [
+        make_inputs(5, torch.Generator().manual_seed(n), experts=experts, kind=kind) for n, kind in enumerate(KINDS)
+    ]
+    bias = torch.cat([parts[0].bias[: experts // 2], parts[1].bias[experts // 2 :]])
+    return torch.cat([part.logits for part in parts]), bias
+
+
+@functools.cache
+def found(experts: int, log1p: bool, padded: bool):
+    logits, bias = hostile(experts)
+    real = torch.tensor([13], dtype=torch.int32) if padded else None
+    with emulated(**CHOICES):
+        weights, ids = router_topk(logits, bias, TOPK, log1p=log1p, scale=1.5, real_rows=real)
+        alone = router_topk(logits[7:8], bias, TOPK, log1p=log1p, scale=1.5)
+        assert torch.equal(alone[0][0], weights[7]) and torch.equal(alone[1][0], ids[7]) and ran("router_topk_kernel")
+    return weights, ids
+
+
+@functools.cache
+def theirs(source: str, experts: int, padded: bool, folder):
+    logits, bias = hostile(experts)
+    module = triton_router.load(source, folder / f"router_{abs(hash(source))}.py")
+    real = torch.tensor([13], dtype=torch.int32) if padded else None
+    with emulated(**CHOICES), on_emulator(module):
+        weights, ids = triton_router.moe_fused_gate(module, logits, bias, TOPK, scale=1.5, real_rows=real)
+        return weights.clone(), ids.clone()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("router")
+
+
+@every_release("0.5.15")
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_each_releases_kernel(version, experts, folder):
+    """By the row that is for the release: which softplus, and whether padding is its own."""
+    (row,) = [t for t in ROUTER_TOPK.targets if SpecifierSet(t.sglang).contains(version, prereleases=True)]
+    kind, source = row.replacement.rpartition("_")[2], triton_router.source_in(fetch(version))
+    assert ("HAS_PADDING" in source) == (kind == "masked")
+    for padded in (False, True)[: 1 + (kind == "masked")]:
+        weights, ids = found(experts, kind != "log", padded)
+        their_weights, their_ids = theirs(source, experts, padded, folder)
+        assert torch.equal(ids, their_ids)
+        assert torch.equal(bits(weights), bits(their_weights))
+        assert not padded or bool((ids[13:] == -1).all())
+
+
+@pytest.mark.parametrize("experts", [8, 33, 100, 160, 512])
+def test_other_numbers_of_experts(experts):
+    logits, bias = hostile(experts)
+    expected = reference.router_topk(logits, bias, TOPK, scale=1.5)
+    weights, ids = found(experts, True, False)
+    assert torch.equal(ids.long(), expected[1])
+    torch.testing.assert_close(weights.double(), expected[0], rtol=1e-6, atol=1e-12, equal_nan=True)
