@@ -306,7 +306,7 @@ SECTIONS = {
     "mxfp4_moe_prompts_h200": Section(
         "mxfp4_moe, prompts",
         "In bf16. Triton by mma.sync: compiled as for SM120, which has no wgmma, with its table's blocks and with the "
-        "fastest.",
+        "fastest. W4A8: the kernel that SM120 runs by an instruction of its own, here with two products for one.",
         MICROSECONDS | {"tflops": "TFLOP/s", "ratio": "a FLOP's time to TP1's"},
     ),
     "fp8_linear_h200": Section(

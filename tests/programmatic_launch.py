@@ -52,7 +52,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "mxfp4_moe::SharedParams": ((), ("shared", "routed")),
     "mxfp4_moe::PrepareParams": ((), ("from", "to", "powers")),
-    "mxfp4_moe::QuantizeParams": ((), ("from", "to.numbers", "to.scales", "taken")),
+    "mxfp4_moe::QuantizeParams": ((), ("from", "to.numbers", "to.scales")),
     "mxfp4_moe::ScaledParams": (
         ("w.codes", "w.scales"),
         (
@@ -62,12 +62,12 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "mxfp4_moe::SortedParams": (
         ("w.codes", "w.scales"),
-        ("x", "powers", "pairs", "expert", "begin", "end", "h", "y", "y16"),
+        ("x", "powers", "pairs", "expert", "begin", "end", "h", "y", "y16", "taken"),
     ),
     "mxfp4_moe::SumParams": ((), ("y", "pair_expert", "topk_weights", "out")),
     "mxfp4_moe::TilesParams": (
         ("expert_map",),
-        ("topk_ids", "pairs", "pair_expert", "expert", "begin", "end", "scratch"),
+        ("topk_ids", "pairs", "pair_expert", "expert", "begin", "end", "scratch", "taken"),
     ),
     "router_topk::Params": ((), ("logits", "bias", "weights", "ids", "real_rows")),
     "sparse_decode::Params": (

@@ -64,6 +64,11 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
   asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
+__device__ __forceinline__ uint4 load_stream_16(const void* p) {  // and nothing beside them
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
 __device__ __forceinline__ uint2 load_stream_8(const void* p) {
   uint2 v;
   asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
@@ -84,6 +89,13 @@ __device__ __forceinline__ uint4 load_once(const uint16_t* p) {
   uint4 v;
   asm volatile("ld.global.cs.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
+}
+// where `writes`; no branch
+__device__ __forceinline__ void store_where(bool writes, uint64_t to, uint32_t v) {
+  asm volatile("{.reg .pred q; setp.ne.s32 q, %0, 0; @q st.global.u32 [%1], %2;}" ::"r"(int{writes}), "l"(to), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_where(bool writes, uint64_t to, const uint2& v) {
+  asm volatile("{.reg .pred q; setp.ne.s32 q, %0, 0; @q st.global.v2.u32 [%1], {%2,%3};}" ::"r"(int{writes}), "l"(to), "r"(v.x), "r"(v.y) : "memory");
 }
 // To the L2, ahead of a wait even: what is written there meanwhile is in the L2 as well.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }

@@ -22,6 +22,13 @@ __device__ __forceinline__ uint32_t choose_bits(uint32_t value, uint32_t other) 
   asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(d) : "r"(value), "r"(other), "n"(kMask));
   return d;
 }
+// Four of the eight bytes of `low` and `high`, by the nibbles of kBytes; of 8 and more its sign, eight times.
+template <uint32_t kBytes>
+__device__ __forceinline__ uint32_t choose_bytes(uint32_t low, uint32_t high) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "n"(kBytes));
+  return d;
+}
 __device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));

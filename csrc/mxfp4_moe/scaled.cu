@@ -11,20 +11,19 @@ constexpr char kName[] = "mxfp4_moe, block-scaled";
 // Where things begin in a call's scratch, in bytes.
 struct Layout {
   Scratch scratch;
+  int columns;  // outputs of a row that y holds at a time
   Tiling tiling;
-  int64_t x, x_scales, h, h_scales, y, taken;
-  int columns, num_taken;  // columns: outputs of a row that y holds at a time
+  int64_t x, x_scales, h, h_scales, y;
 
-  Layout(int rows, int topk, int experts, int hidden, int inter) : tiling(scratch, int64_t{rows} * topk, experts, kScaledPairs) {
+  Layout(int rows, int topk, int experts, int hidden, int inter)
+      : columns(columns_of_y(int64_t{rows} * topk, hidden, 2, kScaledRows)),
+        tiling(scratch, int64_t{rows} * topk, experts, kScaledPairs, launches_of(hidden, columns)) {
     const int64_t all = int64_t{rows} * topk;
-    columns = columns_of_y(all, hidden, 2, kScaledRows);
-    num_taken = 1 + hidden / columns;
     x = scratch.take(int64_t{rows} * hidden);
     x_scales = scratch.take(int64_t{rows} * hidden / 32);
     h = scratch.take(all * inter);
     h_scales = scratch.take(all * inter / 32);
     y = scratch.take(all * columns * 2);
-    taken = scratch.take(num_taken * 4ll);
   }
 };
 
@@ -55,14 +54,13 @@ void launch_scaled(const Params& params, unsigned char* scratch, int num_sms, bo
   launch_tiles(tiles, pdl, stream);
 
   const Mxfp8 x = {scratch + layout.x, scratch + layout.x_scales}, h = {scratch + layout.h, scratch + layout.h_scales};
-  uint32_t* const taken = reinterpret_cast<uint32_t*>(scratch + layout.taken);
-  const QuantizeParams quantize = {params.x, params.x_stride, x, params.rows, params.hidden, taken, layout.num_taken};
+  const QuantizeParams quantize = {params.x, params.x_stride, x, params.rows, params.hidden};
   const int64_t blocks = ceil_div(static_cast<int64_t>(params.rows) * params.hidden / 8, int64_t{kQuantizeThreads});
   launcher(quantize_kernel, dim3(static_cast<unsigned>(blocks)), kQuantizeThreads, 0, quantize);
 
   ScaledParams product = product_of<ScaledParams>(params, tiles);
   product.x = x, product.w = params.w13, product.h = h;
-  product.inputs = params.hidden, product.outputs = params.inter, product.taken = taken;
+  product.inputs = params.hidden, product.outputs = params.inter;
   launch_product<true>(product, num_sms, launcher);
 
   product.x = h, product.w = params.w2, product.y = reinterpret_cast<uint16_t*>(scratch + layout.y);

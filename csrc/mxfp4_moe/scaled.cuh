@@ -21,7 +21,7 @@
 
 namespace dsv4::mxfp4_moe {
 
-constexpr int kScaledRows = 256, kScaledPairs = 128, kScaledInputs = 64, kScaledStages = 5, kSliceStages = 8, kSlices = 3, kUnitSlots = 4;
+constexpr int kScaledRows = 256, kScaledPairs = 128, kScaledInputs = 64, kScaledStages = 5, kSliceStages = 8, kSlices = 3;
 constexpr int kScaledMath = 256, kScaledThreads = kScaledMath + 128;
 constexpr int scaled_outputs(bool gated) { return gated ? kScaledRows / 2 : kScaledRows; }
 
@@ -34,30 +34,13 @@ struct alignas(128) ScaledStage {
 struct ScaledSlice {
   uint8_t of_codes[kScaledRows][16], of_x[kScaledPairs][16];
 };
-// Of those that a block takes one after the other; of the last the expert is -1. The first is by its number, the others it asks for.
-struct alignas(16) ScaledUnit {
-  int number, expert, begin, count;
-};
 struct ScaledShared {
   ScaledStage stages[kScaledStages];
   ScaledSlice slices[kSlices];
   Barriers<kScaledStages> full, empty;
-  ScaledUnit units[kUnitSlots];
-  Barriers<kUnitSlots> told;
+  DealtUnits dealt;  // what is in a slot has been read by all before it is written again: four units are eight stages or more, and there are five
 };
 static_assert(sizeof(ScaledShared) <= kMaxSharedBytes);
-
-template <bool kGated>
-__device__ __forceinline__ ScaledUnit scaled_unit(const ScaledParams& p, unsigned number) {
-  const SortedTile tile = tile_of(p, number / (p.outputs / scaled_outputs(kGated)));
-  return {static_cast<int>(number), tile.expert, tile.begin, tile.count};
-}
-// What is in a slot has been read by all before it is written again: four units are eight stages or more, and there are five.
-__device__ __forceinline__ ScaledUnit next_unit(ScaledShared& s, unsigned turn) {
-  s.told[turn % kUnitSlots].wait(turn / kUnitSlots % 2);
-  const uint4 words = load_shared(shared_address(&s.units[turn % kUnitSlots]));
-  return {static_cast<int>(words.x), static_cast<int>(words.y), static_cast<int>(words.z), static_cast<int>(words.w)};
-}
 
 // ---- numbers
 
@@ -125,9 +108,6 @@ constexpr int kQuantizeThreads = 256;
 __global__ void __launch_bounds__(kQuantizeThreads) quantize_kernel(const QuantizeParams p) {
   pdl_wait();
   pdl_trigger();
-  if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < p.num_taken; i += kQuantizeThreads) p.taken[i] = 0;
-  }
   const int chunks = p.inputs / 8;
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kQuantizeThreads + threadIdx.x, row = item / chunks;
   const int chunk = static_cast<int>(item % chunks), q = chunk % 4;
@@ -161,12 +141,6 @@ __device__ __forceinline__ int weight_row(const ScaledParams& p, int row) {
   return warp * 64 + g * 8 + m * 2 + half;
 }
 
-// A row's scales from the group on, as many as a slice has; `all`: of the row.
-__device__ __forceinline__ void copy_scales(uint8_t* to, const uint8_t* row, int group, int all) {
-  if (all % 16 == 0) return cp_async<16>(to, row + group);
-  for (int b = 0; b < min(16, all - group); b += 4) cp_async<4>(to + b, row + group + b);
-}
-
 template <bool kGated>
 __device__ __forceinline__ void copy_scaled(const ScaledParams& p, ScaledShared& s) {
   const int thread = threadIdx.x - kScaledMath;
@@ -175,11 +149,13 @@ __device__ __forceinline__ void copy_scaled(const ScaledParams& p, ScaledShared&
   const uint32_t x_place = shared_address(&s.stages[0].x[x_row][(chunk ^ (x_row >> 1 & 3)) * 16]);
   const int code_row = weight_row<kGated>(p, row), scale_row = weight_row<kGated>(p, thread);
   const int code_pitch = p.inputs / 2, scale_pitch = p.inputs / 32, to_next = kGated ? 32 : 64;  // from a warp's rows to the next's
-  const int units = p.outputs / scaled_outputs(kGated);
+  const unsigned units = p.outputs / scaled_outputs(kGated);
   StagePlace<kScaledStages> at;
   int slice = 0;
   unsigned turn = 0;
-  for (ScaledUnit tile = scaled_unit<kGated>(p, blockIdx.x); tile.expert >= 0; tile = next_unit(s, turn++)) {
+  if (thread == 0) s.dealt.tell(p, 0, blockIdx.x, units);
+  for (DealtUnit tile = s.dealt.ask(turn); tile.expert >= 0; tile = s.dealt.ask(turn)) {
+    ++turn;
     const int first = p.first + tile.number % units * scaled_outputs(kGated);
     unsigned ahead = 0;
     const uint8_t* codes = p.w.codes + tile.expert * p.w.expert_bytes + static_cast<int64_t>(first + code_row) * code_pitch + piece * 16;
@@ -196,10 +172,7 @@ __device__ __forceinline__ void copy_scaled(const ScaledParams& p, ScaledShared&
     for (int i = 0; i < p.inputs / kScaledInputs; ++i) {
       s.empty[at.stage].wait(at.phase ^ 1);
       if (thread == 0 && i == 0) ahead = gridDim.x + atomicAdd(p.taken, 1u);
-      if (thread == 0 && i == 1) {
-        s.units[turn % kUnitSlots] = scaled_unit<kGated>(p, ahead);
-        s.told[turn % kUnitSlots].arrive();
-      }
+      if (thread == 0 && i == 1) s.dealt.tell(p, turn, ahead, units);
       if (i % kSliceStages == 0) {
         ScaledSlice& here = s.slices[slice];
 #pragma unroll
@@ -283,7 +256,7 @@ __device__ __forceinline__ void multiply_group32(float (&sums)[4][kTiles][4], co
 
 // 64 weight rows' sums of gate and up to 32 numbers of h of each pair, and their scale.
 template <int kTiles>
-__device__ __forceinline__ void store_h(const ScaledParams& p, float (&sums)[4][kTiles][4], const ScaledUnit& tile, int first_pair, int output) {
+__device__ __forceinline__ void store_h(const ScaledParams& p, float (&sums)[4][kTiles][4], const DealtUnit& tile, int first_pair, int output) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -310,7 +283,7 @@ __device__ __forceinline__ void store_h(const ScaledParams& p, float (&sums)[4][
 }
 
 template <int kTiles>
-__device__ __forceinline__ void store_y(const ScaledParams& p, const float (&sums)[4][kTiles][4], const ScaledUnit& tile, int first_pair, int output,
+__device__ __forceinline__ void store_y(const ScaledParams& p, const float (&sums)[4][kTiles][4], const DealtUnit& tile, int first_pair, int output,
                                         const int (&pairs)[2]) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
 #pragma unroll
@@ -329,7 +302,7 @@ __device__ __forceinline__ void store_y(const ScaledParams& p, const float (&sum
 }
 
 template <bool kGated, int kTiles>
-__device__ __forceinline__ void multiply_scaled_unit(const ScaledParams& p, ScaledShared& s, ScaledPlace& at, const ScaledUnit& tile, int output) {
+__device__ __forceinline__ void multiply_scaled_unit(const ScaledParams& p, ScaledShared& s, ScaledPlace& at, const DealtUnit& tile, int output) {
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));  // addresses of this number of tiles are made here, not kept for all numbers through all units
   const int warp = uniform(threadIdx.x / 32), across = warp % 4, first_pair = warp / 4 * (kTiles * 8);
@@ -380,7 +353,7 @@ __device__ __forceinline__ void multiply_scaled_unit(const ScaledParams& p, Scal
 
 // With as many times 8 pairs for each of the two halves of the warps as the unit's pairs need.
 template <bool kGated, int kTiles = kScaledPairs / 16>
-__device__ __forceinline__ void multiply_scaled_any(const ScaledParams& p, ScaledShared& s, ScaledPlace& at, const ScaledUnit& unit, int output) {
+__device__ __forceinline__ void multiply_scaled_any(const ScaledParams& p, ScaledShared& s, ScaledPlace& at, const DealtUnit& unit, int output) {
   if constexpr (kTiles > 1) {
     if (unit.count <= (kTiles - 1) * 16) return multiply_scaled_any<kGated, kTiles - 1>(p, s, at, unit, output);
   }
@@ -389,10 +362,10 @@ __device__ __forceinline__ void multiply_scaled_any(const ScaledParams& p, Scale
 
 template <bool kGated>
 __device__ __forceinline__ void multiply_scaled_units(const ScaledParams& p, ScaledShared& s) {
-  const int units = p.outputs / scaled_outputs(kGated);
+  const unsigned units = p.outputs / scaled_outputs(kGated);
   ScaledPlace at;
   unsigned turn = 0;
-  for (ScaledUnit unit = scaled_unit<kGated>(p, blockIdx.x); unit.expert >= 0; unit = next_unit(s, turn++)) {
+  for (DealtUnit unit = s.dealt.ask(turn); unit.expert >= 0; unit = s.dealt.ask(++turn)) {
     multiply_scaled_any<kGated>(p, s, at, unit, unit.number % units * scaled_outputs(kGated));
   }
 }
@@ -405,7 +378,7 @@ __global__ void __launch_bounds__(kScaledThreads, 1) scaled_kernel(const ScaledP
     s.full[threadIdx.x].init(kScaledThreads - kScaledMath);
     s.empty[threadIdx.x].init(kScaledMath / 32);
   }
-  if (threadIdx.x < kUnitSlots) s.told[threadIdx.x].init(1);
+  if (threadIdx.x < kUnitSlots) s.dealt.told[threadIdx.x].init(1);
   __syncthreads();
   pdl_wait();
   pdl_trigger();

@@ -16,8 +16,6 @@ struct QuantizeParams {
   int64_t from_stride;   // elements, multiple of 8
   Mxfp8 to;
   int32_t rows, inputs;
-  uint32_t* taken;       // [num_taken] of the launches behind; zeroed
-  int32_t num_taken;
 };
 
 // One of the two products of all pairs, or some of its outputs.

@@ -20,10 +20,11 @@ struct Scratch {
 
 // Where the sorted pairs and whole tiles of one expert's pairs lie.
 struct Tiling {
-  int64_t pairs, pair_expert, expert, begin, end, words;
-  int num_tiles, tile_pairs;
+  int64_t pairs, pair_expert, expert, begin, end, words, taken;
+  int num_tiles, tile_pairs, launches;
 
-  Tiling(Scratch& scratch, int64_t all_pairs, int experts, int tile_pairs_) : tile_pairs(tile_pairs_) {
+  // `launches`: of products whose blocks ask for their units
+  Tiling(Scratch& scratch, int64_t all_pairs, int experts, int tile_pairs_, int launches_) : tile_pairs(tile_pairs_), launches(launches_) {
     num_tiles = static_cast<int>(all_pairs / tile_pairs + experts);
     pairs = scratch.take(all_pairs * 4);
     pair_expert = scratch.take(all_pairs * 4);
@@ -31,6 +32,7 @@ struct Tiling {
     begin = scratch.take(num_tiles * 4ll);
     end = scratch.take(num_tiles * 4ll);
     words = scratch.take(tiles_scratch_words(all_pairs, experts) * 4);
+    taken = scratch.take(launches * 4ll);
   }
 
   TilesParams of(const Params& params, unsigned char* scratch) const {
@@ -41,6 +43,7 @@ struct Tiling {
     tiles.rows = params.rows, tiles.topk = params.topk, tiles.experts = params.experts;
     tiles.block_m = tile_pairs, tiles.num_whole = num_tiles, tiles.pieces = false;
     tiles.pairs = at(pairs), tiles.pair_expert = at(pair_expert), tiles.scratch = at(words);
+    tiles.taken = reinterpret_cast<uint32_t*>(scratch + taken), tiles.num_taken = launches;
     tiles.expert = at(expert), tiles.begin = at(begin), tiles.end = at(end);
     return tiles;
   }
@@ -55,6 +58,9 @@ inline int columns_of_y(int64_t all_pairs, int hidden, int bytes, int unit) {
   return columns;
 }
 
+// Products that a call launches: gate/up, and down once for each part of y.
+inline int launches_of(int hidden, int columns) { return 1 + hidden / columns; }
+
 // Of the first columns; of the others `out` is behind them.
 inline SumParams sum_of(const Params& params, const TilesParams& tiles, const void* y, int columns) {
   SumParams sum = {y, tiles.pair_expert, params.topk_weights, params.out, params.weights_stride, params.out_stride};
@@ -67,7 +73,7 @@ template <typename Product>
 Product product_of(const Params& params, const TilesParams& tiles) {
   Product product = {};
   product.pairs = tiles.pairs, product.expert = tiles.expert, product.begin = tiles.begin, product.end = tiles.end;
-  product.num_tiles = tiles.num_whole, product.topk = params.topk;
+  product.taken = tiles.taken, product.num_tiles = tiles.num_whole, product.topk = params.topk;
   product.limit = params.limit, product.gate_row = params.gate_row, product.up_row = params.up_row;
   return product;
 }

@@ -16,14 +16,14 @@ constexpr int kSortedShared = sizeof(SortedShared), kWideShared = sizeof(WideSha
 // Where things begin in a call's scratch, in bytes.
 struct Layout {
   Scratch scratch;
+  int y_bytes, columns;  // columns: outputs of a row that y holds at a time
   Tiling tiling;
   int64_t x, x_powers, h, h_powers, y;
-  int columns;  // outputs of a row that y holds at a time
 
-  Layout(int rows, int topk, int experts, int hidden, int inter, bool exact) : tiling(scratch, int64_t{rows} * topk, experts, kTilePairs) {
-    const int y_bytes = exact ? 4 : 2;
+  Layout(int rows, int topk, int experts, int hidden, int inter, bool exact)
+      : y_bytes(exact ? 4 : 2), columns(columns_of_y(int64_t{rows} * topk, hidden, y_bytes, exact ? kTileRows : kWideRows)),
+        tiling(scratch, int64_t{rows} * topk, experts, exact ? kTilePairs : kWidePairs, exact ? 0 : launches_of(hidden, columns)) {
     const int64_t all = int64_t{rows} * topk;
-    columns = columns_of_y(all, hidden, y_bytes, exact ? kTileRows : kWideRows);
     x = scratch.take(exact ? int64_t{rows} * hidden * 2 : 0);
     x_powers = scratch.take(exact ? int64_t{rows} * slices_of_hidden(hidden).slices * 4 : 0);
     h = scratch.take(all * inter * 2);
@@ -93,6 +93,7 @@ void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bo
   product.y16 = reinterpret_cast<uint16_t*>(scratch + layout.y);
   SumParams sum = sum_of(params, tiles, product.y, layout.columns);
   for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
+    ++product.taken;
     launch_product<false>(product, params.exact, num_sms, launcher);
     launch_sum(sum, !params.exact, launcher);
   }

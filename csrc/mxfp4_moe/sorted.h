@@ -32,6 +32,7 @@ struct SortedParams {
   int32_t first, outputs;  // of the weights' rows
   int32_t gate_row, up_row;
   uint32_t x_row_chunks;   // wide.cuh: of 8 inputs, from row to row
+  uint32_t* taken;         // wide.cuh: units that blocks have asked for beside their first ones
 };
 
 // The sum over a row's experts.

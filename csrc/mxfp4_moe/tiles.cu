@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(kCutThreads) cut_kernel(const TilesParams p, i
   __shared__ int2 warps[kCutThreads / 32];
   pdl_trigger();
   pdl_wait();
+  if (threadIdx.x < p.num_taken) p.taken[threadIdx.x] = 0;
   const int half = p.block_m / 2, quarter = p.block_m / 4, first = threadIdx.x * kExpertsPerThread;
   int count[kExpertsPerThread] = {}, whole[kExpertsPerThread];
 #pragma unroll
@@ -89,10 +90,11 @@ __global__ void __launch_bounds__(kCutThreads) cut_kernel(const TilesParams p, i
     if (e >= p.experts) break;
     p.scratch[static_cast<int64_t>(chunks) * p.experts + e] = begin;
     const int end = begin + count[i], rest = count[i] % p.block_m, behind_whole = end - rest;
+    const int height = p.pieces || whole[i] == 0 ? p.block_m : ceil_div(ceil_div(count[i], whole[i]), 16) * 16;
     for (int t = 0; t < whole[i]; ++t, ++tile) {
       p.expert[tile] = e;
-      p.begin[tile] = begin + t * p.block_m;
-      p.end[tile] = min(begin + (t + 1) * p.block_m, end);
+      p.begin[tile] = begin + t * height;
+      p.end[tile] = min(begin + (t + 1) * height, end);
     }
     begin = end;
     if (!p.pieces) continue;

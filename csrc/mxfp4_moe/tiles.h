@@ -11,7 +11,7 @@ constexpr int kMaxTiledExperts = 1024;
 
 // Three lists of tiles, one behind the other: whole ones in the order of their experts, then an entry for each expert of
 // half a tile, and one of a quarter. A tile is the sorted positions [begin, end) of one expert's pairs. Without pieces there is
-// the first list alone, and what is left over of an expert is a tile of it.
+// the first list alone, and an expert's tiles are as even as multiples of 16 can be.
 struct TilesParams {
   const int32_t* topk_ids;    // [rows, topk]
   int64_t ids_stride;
@@ -27,6 +27,8 @@ struct TilesParams {
   int32_t* begin;             // the same
   int32_t* end;               // the same
   int32_t* scratch;           // tiles_scratch_words
+  uint32_t* taken;            // [num_taken] of launches behind, whose blocks ask for their units; zeroed
+  int32_t num_taken;
 };
 
 int64_t tiles_scratch_words(int64_t pairs, int experts);

@@ -1,7 +1,8 @@
-// Both products of the experts for many rows in bf16, without the order of few: pairs sorted by expert, 64 of one expert a tile.
+// Both products of the experts for many rows in bf16, without the order of few: pairs sorted by expert, up to 112 of one expert a tile.
 //
-// 256 weight rows x 64 pairs a unit, one unit after the other: eight warps multiply 32 weight rows by all pairs, so that each
-// weight is decoded once; four copy stages of 64 inputs ahead of them, across units. A lane's 16 inputs of a stage share a
+// 256 weight rows x 112 pairs a unit, one unit after the other: eight warps multiply 32 weight rows by all pairs, so that each
+// weight is decoded once; so a warp loads its codes into registers, a stage of 128 inputs ahead. Four warps copy stages of x, and
+// scales, and ask the L2 for the codes of the stages behind. All of that goes on across units. A lane's 32 inputs of a stage share a
 // scale, which goes onto the decoded weights: a sum is one chain of mmas over all inputs.
 #pragma once
 
@@ -9,19 +10,25 @@
 
 namespace dsv4::mxfp4_moe {
 
-constexpr int kWideRows = 256, kWideStages = 5, kScaleStages = 8;
-// A place for scales is filled again when all but the last kWideStages stages before it have been multiplied, and those who multiply
-// are a stage ahead: so no place is of two stages alone, and inputs are no 512 n + 128.
+constexpr int kWideRows = 256, kWidePairs = 112, kWideInputs = 128, kWideStages = 3;
+constexpr int kScaleStages = 4, kScaleSlots = 3;  // three, as the two behind one may have one stage each
 constexpr int wide_outputs(bool gated) { return gated ? kWideRows / 2 : kWideRows; }
 
-struct alignas(128) WideStage {
-  unsigned char codes[kWideRows][32];
-  unsigned char x[kTilePairs][128];  // in every second row the two pieces of 16 bytes that a lane has are exchanged
+// A lane q of a quad has 32 inputs, four pieces of 16 bytes. Quads read piece j of each, of two rows at a time, and copies write eight
+// pieces of two lanes: both meet all banks.
+struct alignas(256) WideStage {
+  unsigned char x[kWidePairs][kWideInputs * 2];
 };
+__device__ __forceinline__ int wide_place(int row, int q, int j) { return (j >> 1) * 8 + ((j ^ row) & 1) * 4 + (q ^ (j & 2)); }
+__device__ __forceinline__ uint32_t to_piece(uint32_t x, int j) { return x ^ ((j >> 1) * 128 + (j & 1) * 64 + (j & 2) * 16); }
+
+// What is in a slot of pairs or units has been used by all before it is written again: four units are eight stages or more, and there are
+// three.
 struct WideShared {
   WideStage stages[kWideStages];
-  uint8_t scales[2][kWideRows][16];  // of kScaleStages stages
-  uint16_t out[kMathThreads / 32][16][36];  // a warp's own
+  uint8_t scales[kScaleSlots][kWideRows][16];  // of kScaleStages stages
+  int pairs[kUnitSlots][kWidePairs];           // down
+  DealtUnits dealt;
   Barriers<kWideStages> full, empty;
 };
 static_assert(sizeof(WideShared) <= kMaxSharedBytes);
@@ -33,112 +40,111 @@ __device__ __forceinline__ uint32_t factor_of(uint32_t byte) { return (byte + 12
 
 // 8 codes with a common scale to bf16 pairs, in the order of the inputs
 __device__ __forceinline__ void decode_bf16(uint32_t codes, uint32_t factor, uint32_t (&pair)[4]) {
-  const uint32_t odd = codes >> 4;
+  const uint32_t even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
+  // each in its half of a word, the bytes between them of a sign that is none
+  const uint32_t two[4] = {choose_bytes<0xc480>(even, odd), choose_bytes<0xd591>(even, odd), choose_bytes<0xe6a2>(even, odd),
+                           choose_bytes<0xf7b3>(even, odd)};
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const uint32_t two = __byte_perm(codes, odd, 0x4400 + j * 0x1111) & 0x000f000fu;
-    pair[j] = mul_bf16x2(two * 0x1040 & 0x81c081c0u, factor);  // the sign to bit 15, the rest to 8 .. 6: times 2^-126
+    pair[j] = mul_bf16x2(two[j] * 0x1040 & 0x81c081c0u, factor);  // the sign to bit 15, the rest to 8 .. 6: times 2^-126
   }
+}
+
+// The weight row, of those of a unit, whose scales are the row in shared memory: of a warp's lanes 0, 4, 8 .. those of the mma m and its
+// half r. A lane has gate and up of two outputs beside each other, or four outputs.
+template <bool kGated>
+__device__ __forceinline__ int wide_row(const SortedParams& p, int warp, int g, int m, int r) {
+  if constexpr (kGated) return (r == 0 ? p.gate_row : p.up_row) + warp * 16 + g * 2 + m;
+  return warp * 32 + g * 4 + m * 2 + r;
 }
 
 template <bool kGated>
 __device__ __forceinline__ void copy_wide(const SortedParams& p, WideShared& s) {
-  const int thread = threadIdx.x - kMathThreads;
-  const int x_row = thread / 8, chunk = thread % 8, row = thread / 2, piece = thread % 2;
-  const uint32_t x_place = shared_address(&s.stages[0].x[x_row][(chunk ^ (x_row & 1)) * 16]);
-  const uint32_t code_place = shared_address(&s.stages[0].codes[row][piece * 16]);
-  const int units = p.outputs / wide_outputs(kGated);
+  const int thread = threadIdx.x - kMathThreads, x_row = thread / 8, chunk = thread % 8;
+  const uint32_t place = shared_address(&s.stages[0].x[x_row][wide_place(x_row, chunk / 4, chunk % 4) * 16]);
+  const unsigned units = p.outputs / wide_outputs(kGated);
+  const int scale_pitch = p.inputs / 32, code_pitch = p.inputs / 2, to_fifth = wide_outputs(kGated) / 2;  // rows, from warp 0's to warp 4's
+  const int scale_row = wide_row<kGated>(p, thread / 32, thread % 8, thread / 16 % 2, thread / 8 % 2);
   StagePlace<kWideStages> at;
-  int slot = 1;
-  for (unsigned unit = blockIdx.x;; unit += gridDim.x) {
-    const SortedTile tile = tile_of(p, unit / units);
-    if (tile.count == 0) {
-      s.empty[at.stage].wait(at.phase ^ 1);  // one more, since those who multiply load a stage ahead
-      s.full[at.stage].arrive_copies();
-      break;
-    }
-    const int first = p.first + unit % units * wide_outputs(kGated);
-    // of the tile's rows r and r + 128; gate and up
-    const int row0 = kGated ? p.gate_row + first : first, to128 = kGated ? p.up_row - p.gate_row : 128;
-    // where this thread reads: 16 bytes of codes, of scales, of inputs
-    const uint32_t codes = tile.expert * static_cast<uint32_t>(p.w.expert_bytes / 16) + (row0 + row) * (p.inputs / 32) + piece;
-    const uint8_t* scales = p.w.scales + tile.expert * p.w.expert_scale_bytes + static_cast<int64_t>(row0 + thread) * (p.inputs / 32);
-    uint32_t x[4];
+  int slot = 0;
+  unsigned turn = 0;
+  if (thread == 0) s.dealt.tell(p, 0, blockIdx.x, units);
+  for (DealtUnit unit = s.dealt.ask(turn); unit.expert >= 0; unit = s.dealt.ask(++turn)) {
+    unsigned ahead = 0;
+    const int64_t row = p.first + unit.number % units * wide_outputs(kGated) + scale_row;
+    const uint8_t* const scales = p.w.scales + unit.expert * p.w.expert_scale_bytes + row * scale_pitch;
+    const uint8_t* const codes = p.w.codes + unit.expert * p.w.expert_bytes + row * code_pitch;
+    uint32_t x[kWidePairs / 16];  // in 16 bytes
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int position = tile.begin + min(x_row + 16 * k, tile.count - 1);
+    for (int k = 0; k < kWidePairs / 16; ++k) {
+      const int position = unit.begin + min(x_row + 16 * k, unit.count - 1);
       x[k] = static_cast<uint32_t>(kGated ? p.pairs[position] / p.topk : position) * p.x_row_chunks + chunk;
     }
 #pragma unroll 1
-    for (int i = 0; i < p.inputs / kPassInputs; ++i) {
+    for (int i = 0; i < p.inputs / kWideInputs; ++i) {
       s.empty[at.stage].wait(at.phase ^ 1);
+      if (thread == 0 && i == 0) ahead = gridDim.x + atomicAdd(p.taken, 1u);
+      if (thread == 0 && i == 1) s.dealt.tell(p, turn + 1, ahead, units);
       if (i % kScaleStages == 0) {
-        slot ^= 1;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) copy_scales(s.scales[slot][thread + k * 128], scales + k * to_fifth * scale_pitch, i * 4, scale_pitch);
+        if (++slot == kScaleSlots) slot = 0;
+      }
+      if (i % 2 == 0) {  // a line of codes is two stages
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          const uint8_t* const from = scales + static_cast<int64_t>(k * to128) * (p.inputs / 32) + i * 2;
-          for (int b = 0; b < min(16, p.inputs / 32 - i * 2); b += 4) cp_async<4>(s.scales[slot][thread + k * 128] + b, from + b);
+          const uint8_t* const here = codes + k * to_fifth * code_pitch + i * (kWideInputs / 2);
+          if (i == 0) prefetch(here);
+          if (i + 2 < p.inputs / kWideInputs) prefetch(here + kWideInputs);
         }
       }
-      const uint32_t stage = at.stage * sizeof(WideStage);
+      if (!kGated && i == 0 && thread < kWidePairs)
+        cp_async<4>(&s.pairs[turn % kUnitSlots][thread], p.pairs + unit.begin + min(thread, unit.count - 1));
+      const uint32_t to = place + at.stage * sizeof(WideStage);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const uint16_t* const from = p.x + (x[k] + i * 8) * int64_t{8};
-        cp_async_16_if(x_row + 16 * k < tile.count, x_place + stage + k * 16 * 128, reinterpret_cast<uint64_t>(from), true);
-        const uint32_t of_codes = codes + (k % 2 * 64 + k / 2 * to128) * (p.inputs / 32) + i * 2;
-        cp_async_16(code_place + stage + k * 64 * 32, reinterpret_cast<uint64_t>(p.w.codes + of_codes * int64_t{16}), true);
+      for (int k = 0; k < kWidePairs / 16; ++k) {
+        const uint16_t* const from = p.x + (x[k] + i * 16) * int64_t{8};
+        const bool valid = x_row + 16 * k < unit.count;
+        cp_async_16_if(valid, to + k * 16 * 256, reinterpret_cast<uint64_t>(from), true);
+        cp_async_16_if(valid, (to ^ 32) + k * 16 * 256, reinterpret_cast<uint64_t>(from + 64), true);
       }
       s.full[at.stage].arrive_copies();
       at.advance();
     }
   }
+  s.empty[at.stage].wait(at.phase ^ 1);  // one more, since those who multiply load scales a stage ahead
+  s.full[at.stage].arrive_copies();
 }
 
-// What a lane has of a stage's weights, as they are stored: of each of its four weight rows 16 codes and their scale.
-struct Stored {
-  uint2 codes[2][2];
+// What a lane has of a stage's weights: of each of its four weight rows 32 codes and their scale.
+struct WideCodes {
+  uint4 codes[2][2];
   uint32_t scale[2][2];
-
-  template <int kSecond, int kNext>
-  __device__ __forceinline__ void load(uint32_t of_codes, uint32_t of_scales) {
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        codes[m][r] = load_shared_u32x2(of_codes + (m * kNext + r * kSecond) * 32);
-        scale[m][r] = load_shared_u8(of_scales + (m * kNext + r * kSecond) * 16);
-      }
-    }
-  }
 };
 
-using Operand = uint32_t[2][2][4];  // of 32 weight rows and half of a lane's inputs: [mma's rows][mma's inputs]
+using Operand = uint32_t[2][2][4];  // of 32 weight rows and a quarter of a lane's inputs: [mma's rows][mma's inputs]
 
-__device__ __forceinline__ void decode_half(const Stored& stored, int half, Operand& a) {
+__device__ __forceinline__ void decode_quarter(const WideCodes& w, int j, Operand& a) {
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       uint32_t pair[4];
-      decode_bf16(half == 0 ? stored.codes[m][r].x : stored.codes[m][r].y, factor_of(stored.scale[m][r]), pair);
+      decode_bf16(word_of(w.codes[m][r], j), factor_of(w.scale[m][r]), pair);
       a[m][0][r] = pair[0], a[m][0][2 + r] = pair[1], a[m][1][r] = pair[2], a[m][1][2 + r] = pair[3];
     }
   }
 }
 
-// 8 pairs of x, of the half of a lane's inputs that the first of them has at `x`
-template <int kTogether>
-__device__ __forceinline__ void load_pairs_of_half(uint4 (&b)[kTogether], uint32_t x) {
-#pragma unroll
-  for (int n = 0; n < kTogether; ++n) b[n] = load_shared(x + n * 8 * 128);
-}
-
-// sums += 32 weight rows x kTiles times 8 pairs x that half. `b` has the first of x already.
-template <int kTiles, int kTogether>
-__device__ __forceinline__ void multiply_half(float (&sums)[2][kTiles][4], const Operand& a, uint32_t x, uint4 (&b)[kTogether]) {
+// sums += 32 weight rows x kTiles times 8 pairs x a quarter, that of the first pair at `x`.
+template <int kTiles>
+__device__ __forceinline__ void multiply_quarter(float (&sums)[2][kTiles][4], const Operand& a, uint32_t x) {
+  constexpr int kTogether = kTiles % 4 == 0 ? 4 : 2;
 #pragma unroll
   for (int from = 0; from < kTiles; from += kTogether) {
-    if (from > 0) load_pairs_of_half(b, x + from * 8 * 128);
+    uint4 b[kTogether];
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) b[n] = load_shared(x + (from + n) * 8 * (kWideInputs * 2));
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
 #pragma unroll
@@ -150,116 +156,153 @@ __device__ __forceinline__ void multiply_half(float (&sums)[2][kTiles][4], const
   }
 }
 
-// What a warp that multiplies has from unit to unit: the stage that it multiplies, the one behind it, of which the weights are loaded
-// already, and those weights, of which the first half is decoded.
+// What a warp that multiplies has from unit to unit: its stage of x, and the weights behind the ones that it multiplies, of which the
+// first quarter is decoded.
 struct WideAhead {
-  StagePlace<kWideStages> here, next;
-  Stored stored;
+  StagePlace<kWideStages> at;
+  const uint8_t* codes;  // of this lane's first row
+  WideCodes next;
+  int slot = kScaleSlots - 1;
   Operand first;
-  uint32_t scales = 0;  // of the stage behind, from the first on
 };
 
+template <bool kGated>
+__device__ __forceinline__ void go_to_unit(const SortedParams& p, WideAhead& ahead, const DealtUnit& unit, unsigned units) {
+  const int lane = threadIdx.x % 32;
+  const int row = p.first + unit.number % units * wide_outputs(kGated) + wide_row<kGated>(p, threadIdx.x / 32, lane / 4, 0, 0);
+  ahead.codes = p.w.codes + unit.expert * p.w.expert_bytes + static_cast<int64_t>(row) * (p.inputs / 2) + lane % 4 * 16;
+}
+template <bool kGated>
+__device__ __forceinline__ void load_codes(const SortedParams& p, WideAhead& ahead) {
+  const int64_t to_half = static_cast<int64_t>(kGated ? p.up_row - p.gate_row : 1) * (p.inputs / 2), to_next = (kGated ? 1 : 2) * (p.inputs / 2);
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) ahead.next.codes[m][r] = load_stream_16(ahead.codes + m * to_next + r * to_half);
+  }
+}
+// of the unit's stage
+__device__ __forceinline__ void load_scales(WideAhead& ahead, uint32_t scales, int stage) {
+  if (stage % kScaleStages == 0 && ++ahead.slot == kScaleSlots) ahead.slot = 0;
+  const uint32_t from = scales + ahead.slot * (kWideRows * 16) + stage % kScaleStages * 4;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) ahead.next.scale[m][r] = load_shared_u8(from + (m * 2 + r) * 8 * 16);
+  }
+}
+
 template <bool kGated, int kTiles>
-__device__ __forceinline__ void multiply_unit(const SortedParams& p, WideShared& s, WideAhead& ahead, uint32_t codes, uint32_t scales,
-                                              const SortedTile& tile, int output) {
-  constexpr int kSecond = kGated ? 128 : 8, kNext = kGated ? 8 : 16;  // rows of the tile: of an mma's second half, of the next mma
-  constexpr int kTogether = kTiles % 4 == 0 ? 4 : 2;
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4, warp = uniform(threadIdx.x / 32), stages = p.inputs / kPassInputs;
-  const uint32_t x = shared_address(&s.stages[0].x[g][q * 32 + (g & 1) * 16]);
-  int pairs[2] = {};
-  if constexpr (!kGated) load_pairs_of(pairs, p, tile);
+__device__ __forceinline__ void multiply_unit(const SortedParams& p, WideShared& s, WideAhead& ahead, uint32_t scales, unsigned turn,
+                                              unsigned units) {
+  int lane = threadIdx.x % 32;
+  asm volatile("" : "+r"(lane));  // addresses of this number of tiles are made here, not kept for all numbers through all units
+  const int g = lane / 4, q = lane % 4, stages = p.inputs / kWideInputs;
+  const uint32_t x = shared_address(&s.stages[0].x[g][wide_place(g, q, 0) * 16]);
   float sums[2][kTiles][4] = {};
 #pragma unroll 1
   for (int i = 1; i <= stages; ++i) {
-    const uint32_t here_x = x + ahead.here.stage * sizeof(WideStage), next = ahead.next.stage * sizeof(WideStage);
-    uint4 b[kTogether];
-    load_pairs_of_half(b, here_x);
-    s.full[ahead.next.stage].wait(ahead.next.phase);
-    const Stored stored = ahead.stored;
-    const bool new_slot = i % kScaleStages == 0 || i == stages;
-    ahead.scales = new_slot ? (ahead.scales & sizeof(s.scales[0])) ^ sizeof(s.scales[0]) : ahead.scales + 2;
-    ahead.stored.load<kSecond, kNext>(codes + next, scales + ahead.scales);
+    const bool last = i == stages;
+    const int behind = last ? 0 : i;
+    const WideCodes here = ahead.next;
+    if (last) {
+      const DealtUnit next = s.dealt.ask(turn + 1);
+      if (next.expert >= 0) go_to_unit<kGated>(p, ahead, next, units);
+    } else {
+      ahead.codes += kWideInputs / 2;
+    }
+    load_codes<kGated>(p, ahead);
+    const uint32_t here_x = x + ahead.at.stage * sizeof(WideStage);
+    const Barrier empty = s.empty[ahead.at.stage];
     Operand second;
-    decode_half(stored, 1, second);
-    multiply_half(sums, ahead.first, here_x, b);
-    load_pairs_of_half(b, here_x ^ 16);
-    decode_half(ahead.stored, 0, ahead.first);
-    multiply_half(sums, second, here_x ^ 16, b);
+    decode_quarter(here, 1, second);
+    multiply_quarter(sums, ahead.first, here_x);
+    decode_quarter(here, 2, ahead.first);
+    multiply_quarter(sums, second, to_piece(here_x, 1));
+    decode_quarter(here, 3, second);
+    multiply_quarter(sums, ahead.first, to_piece(here_x, 2));
+    ahead.at.advance();
+    s.full[ahead.at.stage].wait(ahead.at.phase);
+    load_scales(ahead, scales, behind);
+    decode_quarter(ahead.next, 0, ahead.first);
+    multiply_quarter(sums, second, to_piece(here_x, 3));
     __syncwarp();
-    if (lane == 0) s.empty[ahead.here.stage].arrive();
-    ahead.here = ahead.next;
-    ahead.next.advance();
+    if (lane == 0) empty.arrive();
   }
-  // 16 pairs at a time through shared memory: of each the warp's outputs in bf16
-  constexpr int kOutputs = wide_outputs(kGated) / 8, kPitch = kGated ? 24 : 36;
-  uint16_t (&area)[16][kPitch] = reinterpret_cast<uint16_t (&)[16][kPitch]>(s.out[warp]);
+  const DealtUnit unit = s.dealt.look(turn);
+  const int warp = uniform(threadIdx.x / 32);
+  const int output = unit.number % units * wide_outputs(kGated) + warp * (wide_outputs(kGated) / 8) + g * (kGated ? 2 : 4);
+  const auto value = [&](int n, int r, int m, int half) { return sums[m][n][half * 2 + r] * (1ull << kDown); };
+  if constexpr (kGated) {
+    const uint64_t to = reinterpret_cast<uint64_t>(p.h + (unit.begin + 2 * q) * static_cast<int64_t>(p.outputs) + output);
 #pragma unroll
-  for (int from = 0; from < kTiles; from += 2) {
-    __syncwarp();
+    for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        float value[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) value[i] = sums[m][from + n][i] * (1ull << kDown);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          uint16_t* const to = &area[n * 8 + 2 * q + r][m * (kOutputs / 2) + g];
-          if constexpr (kGated) {
-            to[0] = swiglu(value[r], value[2 + r], p.limit);
-          } else {
-            const uint32_t both = pack_bf16x2(value[r], value[2 + r]);
-            to[0] = static_cast<uint16_t>(both), to[8] = static_cast<uint16_t>(both >> 16);
-          }
-        }
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t low = swiglu(value(n, r, 0, 0), value(n, r, 0, 1), p.limit), high = swiglu(value(n, r, 1, 0), value(n, r, 1, 1), p.limit);
+        store_where(n * 8 + 2 * q + r < unit.count, to + static_cast<uint64_t>(n * 8 + r) * (p.outputs * 2), low | high << 16);
       }
     }
-    __syncwarp();
-    const int place = from * 8 + lane / 2, row = kGated ? tile.begin + place : __shfl_sync(0xffffffffu, pairs[from / 4], from % 4 * 8 + lane / 2);
-    if (place < tile.count) {
-      uint16_t* const to = (kGated ? p.h : p.y16) + static_cast<int64_t>(row) * p.outputs;
-      const uint2* const read = reinterpret_cast<const uint2*>(&area[lane / 2][lane % 2 * (kOutputs / 2)]);
+  } else {
+    const uint64_t to = reinterpret_cast<uint64_t>(p.y16 + output);
+    const uint32_t pairs = shared_address(&s.pairs[turn % kUnitSlots][2 * q]);
+    uint2 rows[kTiles];
 #pragma unroll
-      for (int k = 0; k < kOutputs / 16; ++k) {
-        const uint2 low = read[2 * k], high = read[2 * k + 1];
-        *reinterpret_cast<uint4*>(to + output + warp * kOutputs + lane % 2 * (kOutputs / 2) + k * 8) = make_uint4(low.x, low.y, high.x, high.y);
+    for (int n = 0; n < kTiles; ++n) rows[n] = load_shared_u32x2(pairs + n * 8 * 4);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint2 words;
+        words.x = pack_bf16x2(value(n, r, 0, 0), value(n, r, 0, 1)), words.y = pack_bf16x2(value(n, r, 1, 0), value(n, r, 1, 1));
+        store_where(n * 8 + 2 * q + r < unit.count, to + static_cast<uint64_t>(r == 0 ? rows[n].x : rows[n].y) * (p.outputs * 2), words);
       }
     }
   }
+}
+
+// With as many times 16 pairs as the unit's `count` needs.
+template <bool kGated, int kTiles = kWidePairs / 8>
+__device__ __forceinline__ void multiply_any(const SortedParams& p, WideShared& s, WideAhead& ahead, uint32_t scales, int count, unsigned turn,
+                                             unsigned units) {
+  if constexpr (kTiles > 2) {
+    if (count <= (kTiles - 2) * 8) return multiply_any<kGated, kTiles - 2>(p, s, ahead, scales, count, turn, units);
+  }
+  multiply_unit<kGated, kTiles>(p, s, ahead, scales, turn, units);
 }
 
 template <bool kGated>
 __device__ __forceinline__ void multiply_wide_units(const SortedParams& p, WideShared& s) {
-  const int units = p.outputs / wide_outputs(kGated);
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * (kGated ? 16 : 32) + lane / 4;
-  const uint32_t codes = shared_address(&s.stages[0].codes[row][lane % 4 * 8]), scales = shared_address(&s.scales[0][row][lane % 4 / 2]);
+  const unsigned units = p.outputs / wide_outputs(kGated);
+  const uint32_t scales = shared_address(&s.scales[0][threadIdx.x / 32 * 32 + threadIdx.x % 32 / 4][threadIdx.x % 4]);
+  DealtUnit unit = s.dealt.ask(0);
+  if (unit.expert < 0) return;
   WideAhead ahead;
-  ahead.next.advance();
+  go_to_unit<kGated>(p, ahead, unit, units);
+  load_codes<kGated>(p, ahead);
   s.full[0].wait(0);
-  ahead.stored.load<kGated ? 128 : 8, kGated ? 8 : 16>(codes, scales);
-  decode_half(ahead.stored, 0, ahead.first);
-  each_unit<wide_outputs(kGated)>(p, units, [&](const SortedTile& tile, int output, auto tiles) {
-    multiply_unit<kGated, tiles.value>(p, s, ahead, codes, scales, tile, output);
-  });
+  load_scales(ahead, scales, 0);
+  decode_quarter(ahead.next, 0, ahead.first);
+  for (unsigned turn = 0; unit.expert >= 0; unit = s.dealt.ask(++turn)) multiply_any<kGated>(p, s, ahead, scales, unit.count, turn, units);
 }
 
 template <bool kGated>
 __global__ void __launch_bounds__(kSortedThreads, 1) wide_kernel(const SortedParams p) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
+  extern __shared__ __align__(256) unsigned char shared_memory[];
   WideShared& s = *reinterpret_cast<WideShared*>(shared_memory);
   if (threadIdx.x < kWideStages) {
     s.full[threadIdx.x].init(kCopyThreads);
     s.empty[threadIdx.x].init(kMathThreads / 32);
   }
+  if (threadIdx.x < kUnitSlots) s.dealt.told[threadIdx.x].init(1);
   __syncthreads();
   pdl_wait();
   pdl_trigger();
   if (threadIdx.x >= kMathThreads) {
-    set_registers<104, false>();  // each copy's address in registers of its own: the next one waits until it has been read
+    set_registers<40, false>();
     copy_wide<kGated>(p, s);
   } else {
-    set_registers<200, true>();  // 104 + 2 x 200 = 3 x 168, of four warps each
+    set_registers<232, true>();  // 40 + 2 x 232 = 3 x 168, of four warps each
     multiply_wide_units<kGated>(p, s);
   }
 }

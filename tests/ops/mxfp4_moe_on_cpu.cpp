@@ -57,12 +57,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
-inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
-  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
-  uint32_t found = 0;
-  for (int i = 0; i < 4; ++i) found |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-  return found;
-}
+inline uint32_t atomicAdd(uint32_t* p, uint32_t v) { return *p += v, *p - v; }
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16; }
 template <typename T>
 T __shfl_sync(unsigned, T v, int lane) {
@@ -79,7 +74,7 @@ inline uint32_t __reduce_max_sync(unsigned, uint32_t v) {
 }
 
 namespace dsv4::mxfp4_moe {
-alignas(128) unsigned char shared_memory[101376];
+alignas(256) unsigned char shared_memory[101376];
 }
 namespace dsv4 {
 struct KernelAttributes {};
@@ -104,6 +99,10 @@ inline uint2 load_shared_u32x2(uint32_t address) { return at_address<uint2>(addr
 inline float2 load_shared_f32x2(uint32_t address) { return at_address<float2>(address); }
 inline uint4 load_shared(uint32_t address) { return at_address<uint4>(address); }
 inline uint4 load_stream(const void* p) { return *static_cast<const uint4*>(p); }
+inline uint4 load_stream_16(const void* p) { return *static_cast<const uint4*>(p); }
+inline void prefetch(const void*) {}
+template <typename T>
+void store_where(bool writes, uint64_t to, const T& v) { if (writes) std::memcpy(reinterpret_cast<void*>(to), &v, sizeof(T)); }
 inline void load_shared_if(bool when, uint4& v, const uint4* p) { if (when) v = *p; }
 
 struct Copy { uint32_t to; const void* from; int bytes; };
@@ -146,6 +145,16 @@ struct Barriers {
 };
 
 inline uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+template <uint32_t kBytes>
+uint32_t choose_bytes(uint32_t low, uint32_t high) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t found = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t which = kBytes >> 4 * i & 15, byte = bytes >> 8 * (which & 7) & 0xff;
+    found |= (which < 8 ? byte : byte & 0x80 ? 0xff : 0) << 8 * i;
+  }
+  return found;
+}
 template <uint32_t kMask>
 uint32_t choose_bits(uint32_t value, uint32_t other) { return (value & kMask) | (other & ~kMask); }
 inline float bf16_low(uint32_t pair) { return as_float(pair << 16); }

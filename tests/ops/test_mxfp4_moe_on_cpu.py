@@ -21,7 +21,8 @@ HEADERS = ("numbers.h", "device/stages.cuh")
 HEADERS += tuple(f"mxfp4_moe/{name}" for name in ("mxfp4_moe.h", "sorted.h", "config.h", "product.cuh"))
 HEADERS += ("mxfp4_moe/swiglu.cuh", "mxfp4_moe/units.cuh", "mxfp4_moe/sorted.cuh", "mxfp4_moe/wide.cuh")
 POINTER, INT64, INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-TOPK, TILE = 2, 64
+TOPK = 2
+TILE, WIDE_TILE = 64, 112  # pairs
 
 
 class Prepare(ctypes.Structure):
@@ -36,7 +37,7 @@ class Sorted(ctypes.Structure):
         ("limit", ctypes.c_float)
     ]
     _fields_ += [(name, INT32) for name in ("num_tiles", "topk", "inputs", "slices", "steps", "first", "outputs")]
-    _fields_ += [(name, INT32) for name in ("gate_row", "up_row", "x_row_chunks")]
+    _fields_ += [(name, INT32) for name in ("gate_row", "up_row", "x_row_chunks")] + [("taken", POINTER)]
 
 
 def compiled(folder: Path, *changes: tuple[str, str]) -> ctypes.CDLL:
@@ -153,7 +154,9 @@ def rows_of(counts: list[int]) -> int:
     return -(-sum(counts) // TOPK) + 2  # some pairs have no expert
 
 
-def is_right(multiply, counts, blocks, x, values, powers, outputs, wide, gated, expected, scale=110) -> list[bool]:
+def is_right(
+    multiply, counts, blocks, x, values, powers, outputs, wide, gated, expected, scale=110, tile=TILE
+) -> list[bool]:
     """Whether a product of `values`, which stand for x, is `expected`, of each expert. Down: the last outputs."""
     inputs, experts, local, rows = x.shape[1], len(counts), sum(counts), rows_of(counts)
     generator = torch.Generator().manual_seed(inputs)
@@ -161,7 +164,7 @@ def is_right(multiply, counts, blocks, x, values, powers, outputs, wide, gated, 
     tiles = []
     for e in range(experts):
         first, end = sum(counts[:e]), sum(counts[: e + 1])
-        tiles += [(e, begin, min(begin + TILE, end)) for begin in range(first, end, TILE)]
+        tiles += [(e, begin, min(begin + tile, end)) for begin in range(first, end, tile)]
     tiles.append((-1, 0, 0))
     expert, begin, end = torch.tensor(tiles, dtype=torch.int32).T.contiguous()
     inter = outputs // 2
@@ -171,12 +174,13 @@ def is_right(multiply, counts, blocks, x, values, powers, outputs, wide, gated, 
     first, columns = (0, inter) if gated else (outputs - wide, wide)
     y = torch.full((rows * TOPK, columns), math.nan)
     y16 = y.bfloat16()
+    taken = torch.zeros(1, dtype=torch.int32)
     given = Sorted(
         *(tensor.data_ptr() for tensor in (values, powers, codes, scales)),
         *(codes.stride(0), scales.stride(0)),
         *(tensor.data_ptr() for tensor in (pairs, expert, begin, end, h, y, y16)),
         *(math.inf, len(tiles), TOPK, inputs, powers.shape[1], inputs // powers.shape[1] // STEP, first, columns),
-        *(0, inter, values.stride(0) // 8),
+        *(0, inter, values.stride(0) // 8, taken.data_ptr()),
     )
     if not multiply(ctypes.byref(given), blocks, gated):
         return False  # threads wait for ever
@@ -200,8 +204,8 @@ def is_right(multiply, counts, blocks, x, values, powers, outputs, wide, gated, 
 
 WIDE = {  # counts, blocks, inputs, outputs
     "one pair": ([1], 1, 256, 256),
-    "all heights of a tile": ([16, 0, 17, 33, 49, 64], 2, 256, 256),
-    "tiles and a bit": ([70, 130], 3, 384, 512),
+    "all heights of a tile": ([16, 0, 17, 33, 49, 65, 81, 112], 2, 256, 256),
+    "tiles and a bit": ([120, 230], 3, 384, 512),
     "more stages than have room": ([5, 40], 1, 1024, 256),
     "places for scales that are filled in part": ([70], 1, 768, 512),
 }
@@ -220,6 +224,5 @@ def test_wide(library, name, gated):
         weights = decode_e2m1(codes).unflatten(1, (-1, 32)) * 2.0 ** (scales.double() - 127)[:, :, None]
         return (x.double() @ weights.flatten(1).T).float()
 
-    assert all(
-        is_right(library.multiply_wide, counts, blocks, x, x, torch.empty(0, 1), outputs, 256, gated, exact, scale=123)
-    )
+    given = (library.multiply_wide, counts, blocks, x, x, torch.empty(0, 1), outputs, 256, gated, exact)
+    assert all(is_right(*given, scale=123, tile=WIDE_TILE))
