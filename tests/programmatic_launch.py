@@ -198,7 +198,7 @@ KERNELS: dict[str, Kernel] = {
     "mxfp4_moe, sorted, sum": Kernel(r"mxfp4_moe::sorted_sum_kernel<", "mxfp4_moe::SumParams", BEHIND),
     "mxfp4_moe, tiles": Kernel(r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE),
     "sparse_decode": Kernel(
-        r"sparse_decode::(pairs::sparse_decode_pairs|sparse_decode)_kernel<", "sparse_decode::Params", BEHIND
+        r"sparse_decode::(pairs::sparse_decode_(pairs|wide)|sparse_decode)_kernel\b", "sparse_decode::Params", BEHIND
     ),
     "sparse_prefill": Kernel(
         r"sparse_decode::prefill::sparse_prefill(_stacked)?_kernel<", "sparse_decode::Params", BEHIND
