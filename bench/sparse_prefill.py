@@ -79,7 +79,7 @@ def _cases() -> list[Case]:
         for heads in (64, 32, 16, 8)
         for rows in (2048, 8192)
     ]
-    cases += [Case(8192, 32, 1024, 64, bars[32], issue=PAIRS_ISSUE)]
+    cases += [Case(8192, 32, 1024, 64, issue=PAIRS_ISSUE)]
     cases += [Case(rows, 64, 1024, 2, 270) for rows in (2048, 8192)]
     return [*cases, Case(2048, 128, 1024, 64), Case(2048, 64, 4096, 2)]
 
