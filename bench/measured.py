@@ -281,8 +281,12 @@ SECTIONS = {
     "sparse_prefill_h200": Section("sparse_decode, prompts", "", {"tflops": "TFLOP/s"}),
     "sparse_prefill_pairs_h200": Section(
         "sparse_decode, prompts: the kernel for few rows in pairs",
-        "Its bits are those of the kernel for few rows. From 16 to 512 rows: where it begins to pay.",
+        "Its bits are those of the kernel for few rows. From 16 to 512 rows: where it begins to pay. With 32 and 64 "
+        "heads as it was before the next section.",
         {"tflops": "TFLOP/s"} | MICROSECONDS,
+    ),
+    "sparse_prefill_wide_h200": Section(
+        "sparse_decode, prompts: 32 heads at once", "The same bits again.", {"tflops": "TFLOP/s"} | MICROSECONDS
     ),
     "sparse_prefill_structure_h200": Section(
         "sparse_decode, prompts as they are", "Consecutive rows of one prompt.", {"tflops": "TFLOP/s"}

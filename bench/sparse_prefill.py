@@ -6,8 +6,8 @@ their C4 picks are drawn from the same context, their C128 lists are all entries
 C128 lists grow with the row, and C4 picks are drawn anew for each row or, where the name says so, kept from the row
 before but for a tenth: a guess at what neighbours share, not measured on a model. TFLOP/s count 2 x 1024 x heads x
 valid candidates a row. All kernels are timed for every case (`prefill` and `pairs` forced; pairs where no row is too
-long for them); `ours` is the one that a call without them takes. --pairs: the shapes that may go in pairs, and from how
-many rows on they would pay.
+long for them, above 16 heads 32 at once); `ours` is the one that a call without them takes. --pairs: the shapes that
+may go so, and from how many rows on they would pay.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from deepseek_v4_sm120.specs.sparse_decode import SWA_WIDTH, Inputs, rms_rows  #
 DEVICE = "cuda"
 HISTORY = 32768  # tokens before the first row
 LEAF, PAIR_LEAVES = 32, 40  # candidates; of a row that may go in pairs (csrc/sparse_decode/config.h)
+BLOCK_HEADS = 16  # that go in pairs; more at 32 at once
 SAMPLED_ROWS = 48  # compared with the reference
 ISSUE, PAIRS_ISSUE = 4, 22
 FLASHMLA = "459-590 from a dequantised flat cache, 281-359 paged; Triton 0.9 (H200, November 2026)"
@@ -78,6 +79,7 @@ def _cases() -> list[Case]:
         for heads in (64, 32, 16, 8)
         for rows in (2048, 8192)
     ]
+    cases += [Case(8192, 32, 1024, 64, issue=PAIRS_ISSUE)]
     cases += [Case(rows, 64, 1024, 2, 270) for rows in (2048, 8192)]
     return [*cases, Case(2048, 128, 1024, 64), Case(2048, 64, 4096, 2)]
 
@@ -156,10 +158,12 @@ def sample(inputs: Inputs, out: torch.Tensor) -> float:
 
 
 PREFILL, DECODE, PAIRS = "ours, prefill kernel", "ours, decode kernel", "ours, decode kernel in pairs"
+WIDE = "ours, decode kernel, 32 heads at once"
 FORCED = {
     PREFILL: {"prefill": True},
     DECODE: {"prefill": False, "pairs": False},
     PAIRS: {"prefill": False, "pairs": True},
+    WIDE: {"prefill": False, "pairs": True},
 }
 
 
@@ -167,13 +171,14 @@ def chosen(case: Case) -> str:
     """What a call takes by itself."""
     if op.takes_prefill(case.rows, case.heads, case.page_size if case.width else 1, False):
         return PREFILL
-    return PAIRS if case.rows >= op.PAIR_ROWS and PAIRS in kernels(case) else DECODE
+    return kernels(case)[-1] if case.rows >= op.PAIR_ROWS else DECODE
 
 
 def kernels(case: Case) -> list[str]:
     """Those that there are for it."""
     leaves = -(-SWA_WIDTH // LEAF) + -(-case.width // LEAF)
-    return [PREFILL, DECODE, *([PAIRS] if leaves <= PAIR_LEAVES else [])]
+    in_pairs = WIDE if case.heads > BLOCK_HEADS else PAIRS
+    return [PREFILL, DECODE, *([in_pairs] if leaves <= PAIR_LEAVES else [])]
 
 
 def time_case(inputs: Inputs, impl: str, calls: int) -> float:
@@ -222,18 +227,19 @@ def run_meeting(report: common.Report, generator) -> list[str]:
     return lines
 
 
-def run_pairs(report: common.Report, generator, quick: bool) -> None:
+def run_pairs(report: common.Report, generator, quick: bool, of_heads: list[int]) -> None:
     """C4's cases by all kernels; then fewer rows, in pairs and not, which must have the same bits."""
     for case in CASES:
-        if case.page_size == 64 and case.width == 512 and not (quick and case.rows > 2048):
+        if case.page_size == 64 and case.heads in of_heads and not (quick and case.rows > 2048):
             print(run_case(report, case, generator), flush=True)
-    for heads, rows in itertools.product((64, 32, 16, 8), PAIR_MEETING_ROWS):
+    for heads, rows in itertools.product(of_heads, PAIR_MEETING_ROWS):
         case = Case(rows, heads, 512, 64)
         inputs = make_inputs(case, generator)
-        both = [op.sparse_decode(**inputs.arguments(), **FORCED[impl]) for impl in (DECODE, PAIRS)]
+        impls = kernels(case)[1:]
+        both = [op.sparse_decode(**inputs.arguments(), **FORCED[impl]) for impl in impls]
         if not torch.equal(*both):
             raise SystemExit(f"{case.name}: other bits in pairs")
-        found = {impl: time_case(inputs, impl, 8) for impl in (DECODE, PAIRS)}
+        found = {impl: time_case(inputs, impl, 8) for impl in impls}
         for impl, microseconds in found.items():
             report.add(common.row(ISSUE, case.name, impl, "us", round(microseconds, 1)))
         print(f"{case.name}: {'; '.join(f'{impl} {us:.1f} us' for impl, us in found.items())}", flush=True)
@@ -322,7 +328,7 @@ def plot(report: common.Report, path: Path) -> None:
     rows = [row for row in report.rows if row.metric == "tflops" and row.impl in FORCED]
     names = list(dict.fromkeys(row.case for row in rows))
     figure, axis = pyplot.subplots(figsize=(11, 5))
-    for offset, impl in ((-0.27, PREFILL), (0, DECODE), (0.27, PAIRS)):
+    for offset, impl in ((-0.27, PREFILL), (0, DECODE), (0.27, PAIRS), (0.27, WIDE)):
         values = {row.case: row.value for row in rows if row.impl == impl}
         places = [(index + offset, values[name]) for index, name in enumerate(names) if name in values]
         axis.barh(*zip(*places, strict=True), 0.27, label=impl)
@@ -343,6 +349,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="2,048 rows only")
     parser.add_argument("--page-tables", action="store_true", help="C128 by list and by page table alone")
     parser.add_argument("--pairs", action="store_true", help="the kernel for few rows in pairs alone")
+    parser.add_argument("--heads", type=int, nargs="+", default=[64, 32, 16, 8], help="of --pairs")
     parser.add_argument("--structure", action="store_true", help="rows as a prompt has them alone")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/sparse_prefill.json")
     arguments = parser.parse_args()
@@ -356,7 +363,7 @@ def main() -> int:
         if arguments.page_tables:
             run_page_tables(report, generator)
         else:
-            run_pairs(report, generator, arguments.quick)
+            run_pairs(report, generator, arguments.quick, arguments.heads)
         report.write(arguments.out)
         return 0
     for case in [] if arguments.structure else CASES:

@@ -201,7 +201,7 @@ KERNELS: dict[str, Kernel] = {
     "mxfp4_moe, tiles": Kernel(r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE),
     "router_topk": Kernel(r"router_topk::router_topk_kernel<", "router_topk::Params", EITHER),
     "sparse_decode": Kernel(
-        r"sparse_decode::(pairs::sparse_decode_pairs|sparse_decode)_kernel<", "sparse_decode::Params", BEHIND
+        r"sparse_decode::(pairs::sparse_decode_(pairs|wide)|sparse_decode)_kernel\b", "sparse_decode::Params", BEHIND
     ),
     "sparse_prefill": Kernel(
         r"sparse_decode::prefill::sparse_prefill(_stacked)?_kernel<", "sparse_decode::Params", BEHIND

@@ -2,7 +2,7 @@
 // straight into the row (at most kShortLeaves of them). For prompts of rows that have picks of their own.
 //
 // A block is two groups of four warps. A group has 16 heads of a row and everything that belongs to them, so that one group multiplies while
-// the other waits. Above 16 heads both have the same row and share what is gathered; else each has a row of its own.
+// the other waits. Above 16 heads wide.cuh has both tiles of heads in each warp.
 //
 // A warp has 128 of the 512 dimensions, for both products, q and the accumulator in registers. Of a leaf it multiplies all candidates by its
 // dimensions (eight independent sums), takes the values into registers, frees the stage, weighs four heads, and multiplies again. Two warps
@@ -21,9 +21,9 @@ constexpr int kGroupThreads = 32 * kGroupWarps;
 constexpr int kMathThreads = kGroups * kGroupThreads;
 constexpr int kThreads = kMathThreads + kGroups * 32 * kGatherWarps;
 constexpr int kWarpTiles = kTiles / kGroupWarps;            // of 64 dimensions
-constexpr int kStages = 2;                                  // of gathered rows, of a group
+constexpr int kStages = 2, kWideStages = 3;                 // of gathered rows, of a group; of a block (wide.cuh)
 constexpr int kHeadLanes = kGroupThreads / kBlockHeads;     // that weigh a head, four candidates each
-static_assert(kGroups == 2 && kStages == 2 && kWarpTiles == 2, "bits of a leaf's number");
+static_assert(kGroups == 2 && kWarpTiles == 2, "two pairs of gathering warps; the rotary tile is a warp's second");
 static_assert(4 * kHeadLanes == kLeaf, "a lane's candidates");
 static_assert(32 * kGatherWarps * kGroups == 128, "registers are set for four warps at a time");
 
@@ -53,38 +53,39 @@ __device__ __forceinline__ uint32_t kept(uint32_t v) {
 
 __device__ __forceinline__ void group_sync() { sync_threads<kGroupThreads>(1 + threadIdx.x / kGroupThreads); }
 
-// What a group has to do, one after the other: item i is heads (i % head_blocks) of row i / head_blocks. kOneRow: both groups of a block have
-// the same item, of 32 heads.
+// What a group has to do, one after the other: item i is heads (i % head_blocks) of row i / head_blocks. kWide: what a block has (wide.cuh).
 __device__ __forceinline__ int num_items(const Params& p) { return p.rows * p.head_blocks; }
-template <bool kOneRow>
+template <bool kWide>
 __device__ __forceinline__ int first_item(int group) {
-  return kOneRow ? blockIdx.x : blockIdx.x * kGroups + group;
+  return kWide ? blockIdx.x : blockIdx.x * kGroups + group;
 }
-template <bool kOneRow>
+template <bool kWide>
 __device__ __forceinline__ int item_stride() {
-  return kOneRow ? gridDim.x : gridDim.x * kGroups;
+  return kWide ? gridDim.x : gridDim.x * kGroups;
 }
 
-// Where leaf n of a group is: of those of a pair the stages of each group hold every second one.
-template <bool kOneRow>
+// Where leaf n of a group is, or of a block.
+template <bool kWide>
 struct LeafPlace {
-  int set, stage;
+  static constexpr int kCount = kWide ? kWideStages : kStages;
+  int stage, offset;
   uint32_t phase;
 
-  __device__ __forceinline__ LeafPlace(int group, uint32_t n)
-      : set(kOneRow ? n & 1 : group), stage((kOneRow ? n >> 1 : n) & 1), phase((kOneRow ? n >> 2 : n >> 1) & 1) {}
+  __device__ __forceinline__ explicit LeafPlace(uint32_t n)
+      : stage(n % kCount), offset(stage * static_cast<int>(sizeof(Stage))), phase(n / kCount & 1) {}
 };
+__device__ __forceinline__ GroupMemory& ring_of(Memory& sm, int group) { return sm.groups[group]; }
 
-// The gathering warps, two for the stages of a group: 16 candidates each. A lane finds the address of a candidate, eight copy it. Slots are
-// loaded a leaf ahead, lengths a row ahead.
-template <bool kOneRow, bool kTable>
-__device__ __forceinline__ void run_gathering(const Params& p, Memory& sm) {
+// The gathering warps, two for a group, or for every second leaf of a block: 16 candidates each. A lane finds the address of a candidate, eight
+// copy it. Slots are loaded a leaf ahead, lengths a row ahead.
+template <bool kWide, bool kTable, typename SharedMemory>
+__device__ __forceinline__ void run_gathering(const Params& p, SharedMemory& sm) {
   const int warp = (threadIdx.x - kMathThreads) / 32, lane = threadIdx.x & 31, piece = lane & 7;
   const int set = warp / kGatherWarps, half = warp % kGatherWarps, first_row = half * kGatherRows, lane_row = first_row + lane % kGatherRows;
-  GroupMemory& group = sm.groups[set];
-  const uint32_t rows = shared_address(&group.stages[0].rows[first_row + (lane >> 3)][piece * 16]);
-  const uint32_t scales = shared_address(&group.stages[0].scales[lane_row][0]);
-  int item = first_item<kOneRow>(set), leaf = kOneRow ? set : 0, next_main = 0, next_extra = 0;
+  auto& ring = ring_of(sm, set);
+  const uint32_t rows = shared_address(&ring.stages[0].rows[first_row + (lane >> 3)][piece * 16]);
+  const uint32_t scales = shared_address(&ring.stages[0].scales[lane_row][0]);
+  int item = first_item<kWide>(set), leaf = kWide ? set : 0, next_main = 0, next_extra = 0;
   Work w;
   const int32_t* table = nullptr;
   const auto load_lengths = [&](int of) {
@@ -98,13 +99,13 @@ __device__ __forceinline__ void run_gathering(const Params& p, Memory& sm) {
     w.extra_length = next_extra;
     count_leaves(w);
     table = table_of<kTable>(p.extra_table, w.row);
-    load_lengths(item + item_stride<kOneRow>());
+    load_lengths(item + item_stride<kWide>());
   };
   // on to the row that has the leaf; false: there is none
   const auto settle = [&] {
     while (leaf >= w.leaves) {
       leaf -= w.leaves;
-      item += item_stride<kOneRow>();
+      item += item_stride<kWide>();
       if (item >= num_items(p)) return false;
       start_row();
     }
@@ -115,7 +116,7 @@ __device__ __forceinline__ void run_gathering(const Params& p, Memory& sm) {
   start_row();
   if (!settle()) return;
   int loaded = load_candidate<kTable>(p, w, table, leaf, lane_row);
-  for (uint32_t n = 0;; ++n) {
+  for (uint32_t n = kWide ? set : 0;; n += kWide ? kGroups : 1) {
     const Cache& c = leaf < w.main_leaves ? p.main : p.extra;
     const auto [valid, page, entry] = locate<kTable>(p, w, loaded, leaf, lane_row);
     const uint64_t start = reinterpret_cast<uint64_t>(c.pages) + static_cast<uint64_t>(page) * c.page_bytes;
@@ -123,28 +124,28 @@ __device__ __forceinline__ void run_gathering(const Params& p, Memory& sm) {
     const uint64_t row_scales = start + static_cast<uint64_t>(c.page_size.divisor) * kDataBytes + entry * kScaleBytes;
     const uint32_t mask = __ballot_sync(0xffffffffu, valid);
     const bool last = leaf + 1 == w.leaves;
-    leaf += kOneRow ? kGroups : 1;
+    leaf += kWide ? kGroups : 1;
     const bool more = settle();
     if (more) loaded = load_candidate<kTable>(p, w, table, leaf, lane_row);
-    const int stage = n & 1, offset = stage * static_cast<int>(sizeof(Stage));
-    group.free[stage].wait((n >> 1 & 1) ^ 1);
+    const LeafPlace<kWide> at(n);
+    ring.free[at.stage].wait(at.phase ^ 1);
     if (lane == 0) {
-      group.valid[stage][half] = static_cast<uint16_t>(mask);
-      if (half == 0) group.last[stage] = last;
+      ring.valid[at.stage][half] = static_cast<uint16_t>(mask);
+      if (half == 0) ring.last[at.stage] = last;
     }
-    cp_async_8_if(lane < kGatherRows, scales + offset, row_scales, valid);
+    cp_async_8_if(lane < kGatherRows, scales + at.offset, row_scales, valid);
 #pragma unroll
     for (int k = 0; k < kGatherRows / 4; ++k) {  // rows 4k .. 4k + 3
       const uint64_t from = __shfl_sync(0xffffffffu, row, 4 * k + (lane >> 3));
       const bool live = (from & 1) == 0;
       const uint64_t src = (from & ~uint64_t{1}) + piece * 16;
-      const uint32_t dst = rows + offset + k * 4 * kRowPitch;
+      const uint32_t dst = rows + at.offset + k * 4 * kRowPitch;
 #pragma unroll
       for (int i = 0; i < 4; ++i) cp_async_16(dst + i * 128, src + i * 128, live);
       cp_async_16_if(piece < 4, dst + 512, src + 512, live);
     }
-    group.full[stage].arrive_copies();
-    if (lane == 0) group.full[stage].arrive();
+    ring.full[at.stage].arrive_copies();
+    if (lane == 0) ring.full[at.stage].arrive();
     if (!more) return;
   }
 }
@@ -309,14 +310,14 @@ __device__ __forceinline__ void load_query_words(const Params& p, int row, int g
 }
 
 // This warp's share of an item: its row, its 16 heads, its dimensions.
-template <bool kOneRow, bool kRotary>
+template <bool kRotary>
 struct Share {
   const Params& p;
   GroupMemory& m;
-  const int group, tile;
+  const int tile;
 
   __device__ __forceinline__ int row(int item) const { return item / p.head_blocks; }
-  __device__ __forceinline__ int heads(int item) const { return item % p.head_blocks * (kOneRow ? kGroups : 1) + (kOneRow ? group : 0); }
+  __device__ __forceinline__ int heads(int item) const { return item % p.head_blocks; }
   __device__ __forceinline__ void load(int item, QueryTile (&q)[kWarpTiles]) const {
     load_query_words<false>(p, row(item), heads(item), tile, q[0]);
     load_query_words<kRotary>(p, row(item), heads(item), tile + 1, q[1]);
@@ -345,19 +346,19 @@ struct Share {
   }
 };
 
-template <bool kOneRow, bool kRotary>
+template <bool kRotary>
 __device__ __forceinline__ void run_mathematics(const Params& p, Memory& sm) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3, warp = threadIdx.x >> 5 & (kGroupWarps - 1);
   const int group = threadIdx.x / kGroupThreads, tile = warp * kWarpTiles;
   GroupMemory& m = sm.groups[group];
-  const Share<kOneRow, kRotary> share = {p, m, group, tile};
+  const Share<kRotary> share = {p, m, tile};
   const Stage& stage0 = sm.groups[0].stages[0];
   const uint32_t keys = kept(shared_address(&stage0.rows[lane & 7][tile * kTileDim + (lane >> 3) * 16]));
   const uint32_t key_scales = kept(shared_address(&stage0.scales[2 * j][tile]));
   const uint32_t values = kept(shared_address(&stage0.rows[lane & 15][tile * kTileDim + (lane >> 4) * 16]));
   const uint32_t value_scales = kept(shared_address(&stage0.scales[lane][tile]));
   const uint32_t scores = kept(shared_address(&m.scores[warp][g][(2 * j) ^ ((g & 3) << 3)]));
-  int item = first_item<kOneRow>(group);
+  int item = first_item<false>(group);
   if (item >= num_items(p)) return;
   QueryTile q[kWarpTiles];
   share.load(item, q);
@@ -365,25 +366,24 @@ __device__ __forceinline__ void run_mathematics(const Params& p, Memory& sm) {
   group_sync();  // the greatest magnitudes of q are there
   for (uint32_t n = 0;;) {
     const float logit_scale = share.scale(q);
-    const int next = item + item_stride<kOneRow>();
+    const int next = item + item_stride<false>();
     Accumulator acc[kWarpTiles] = {};
     Fold fold = {kEmpty, 0.f};
     bool last;
 #pragma unroll 1
     do {
-      const LeafPlace<kOneRow> at(group, n);
-      GroupMemory& from = sm.groups[at.set];
-      const int offset = at.set * static_cast<int>(sizeof(GroupMemory)) + at.stage * static_cast<int>(sizeof(Stage));
-      from.full[at.stage].wait(at.phase);
+      const LeafPlace<false> at(n);
+      const int offset = group * static_cast<int>(sizeof(GroupMemory)) + at.offset;
+      m.full[at.stage].wait(at.phase);
       multiply_tiles<kRotary>(keys + offset, key_scales + offset, scores, q);
       __syncwarp();
       if (elect_one()) m.scored->arrive();
       LeafValues<kRotary> leaf;
       leaf.load(values + offset, value_scales + offset);
-      const uint32_t mask = *reinterpret_cast<const uint32_t*>(from.valid[at.stage]);
-      last = from.last[at.stage] != 0;
+      const uint32_t mask = *reinterpret_cast<const uint32_t*>(m.valid[at.stage]);
+      last = m.last[at.stage] != 0;
       __syncwarp();
-      if (elect_one()) from.free[at.stage].arrive();  // the leaf is in registers
+      if (elect_one()) m.free[at.stage].arrive();  // the leaf is in registers
       if (last && next < num_items(p)) share.load(next, q);
       m.scored->wait(n & 1);
       const LeafSum sum = weigh_leaf(m, mask, logit_scale, fold);
@@ -401,9 +401,8 @@ __device__ __forceinline__ void run_mathematics(const Params& p, Memory& sm) {
   }
 }
 
-// kOneRow: the two groups of a block have the heads of one row; kTable: the extra cache's candidates come from a page table, not a list. Not both:
-// nothing is known to need it, and ptxas spills.
-template <bool kOneRow, bool kTable>
+// kTable: the extra cache's candidates come from a page table, not a list.
+template <bool kTable>
 __global__ void __launch_bounds__(kThreads, 1) sparse_decode_pairs_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& sm = *reinterpret_cast<Memory*>(shared);
@@ -411,7 +410,7 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_decode_pairs_kernel(const 
     GroupMemory& m = sm.groups[threadIdx.x];
     for (int stage = 0; stage < kStages; ++stage) {
       m.full[stage].init((32 + 1) * kGatherWarps);  // the copies of each gathering lane, and the mask
-      m.free[stage].init((kOneRow ? kGroups : 1) * kGroupWarps);
+      m.free[stage].init(kGroupWarps);
     }
     m.scored->init(kGroupWarps);
   }
@@ -420,13 +419,13 @@ __global__ void __launch_bounds__(kThreads, 1) sparse_decode_pairs_kernel(const 
   pdl_trigger();
   if (threadIdx.x >= kMathThreads) {
     set_registers<40, false>();
-    run_gathering<kOneRow, kTable>(p, sm);
+    run_gathering<false, kTable>(p, sm);
   } else {
     set_registers<232, true>();  // 40 + 2 x 232 = 3 x 168, of four warps each
     if ((threadIdx.x >> 5 & (kGroupWarps - 1)) == kGroupWarps - 1) {
-      run_mathematics<kOneRow, true>(p, sm);
+      run_mathematics<true>(p, sm);
     } else {
-      run_mathematics<kOneRow, false>(p, sm);
+      run_mathematics<false>(p, sm);
     }
   }
 }

@@ -37,29 +37,46 @@ struct Values {
 #pragma unroll
     for (int step = 0; step < 2; ++step) ldmatrix_x4_trans(r[i][step], rows + step * 16 * kRowPitch + i * 32);
   }
+  // a segment's two tiles as operands of a k step: for E4M3 (candidate, candidate + 1) of the even and of the odd dimensions
+  __device__ __forceinline__ void operands(int segment, int step, uint32_t (&b)[2][2]) const {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      if (kRotary) {
+        b[0][k] = r[segment][step][k];
+        b[1][k] = r[segment][step][2 + k];
+      } else {
+        e4m3x4_to_f16(__byte_perm(r[segment >> 1][step][2 * (segment & 1) + k], 0, 0x3120), b[0][k], b[1][k]);
+      }
+    }
+  }
+  static __device__ __forceinline__ void multiply(float (&x)[2][4], const uint32_t (&a)[4], const uint32_t (&b)[2][2]) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      if (kRotary) {
+        mma_bf16(x[t], a, b[t][0], b[t][1]);
+      } else {
+        mma_f16(x[t], a, b[t][0], b[t][1]);
+      }
+    }
+  }
   // acc of a segment += (weights * values) * b
   __device__ __forceinline__ void accumulate(int segment, const uint32_t (&a)[2][4], float b0, float b1, Accumulator& acc) const {
     float x[2][4] = {};  // [tile of the segment]
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-      if (kRotary) {
-        const uint32_t (&v)[4] = r[segment][step];
-        mma_bf16(x[0], a[step], v[0], v[1]);
-        mma_bf16(x[1], a[step], v[2], v[3]);
-      } else {
-        uint32_t even[2], odd[2];  // (candidate, candidate + 1) of the even and of the odd dimensions
-#pragma unroll
-        for (int k = 0; k < 2; ++k) e4m3x4_to_f16(__byte_perm(r[segment >> 1][step][2 * (segment & 1) + k], 0, 0x3120), even[k], odd[k]);
-        mma_f16(x[0], a[step], even[0], even[1]);
-        mma_f16(x[1], a[step], odd[0], odd[1]);
-      }
+      uint32_t b[2][2];
+      operands(segment, step, b);
+      multiply(x, a[step], b);
     }
+    add_segment(x, b0, b1, acc[segment]);
+  }
+  static __device__ __forceinline__ void add_segment(const float (&x)[2][4], float b0, float b1, float (&acc)[2][4]) {
 #pragma unroll
     for (int t = 0; t < 2; ++t)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        acc[segment][0][2 * t + c] = fmaf(x[t][c], b0, acc[segment][0][2 * t + c]);
-        acc[segment][1][2 * t + c] = fmaf(x[t][2 + c], b1, acc[segment][1][2 * t + c]);
+        acc[0][2 * t + c] = fmaf(x[t][c], b0, acc[0][2 * t + c]);
+        acc[1][2 * t + c] = fmaf(x[t][2 + c], b1, acc[1][2 * t + c]);
       }
   }
 };

@@ -137,7 +137,7 @@ EXTRAS = {
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize(
     "heads, kernel",
-    [(16, {}), (64, {}), (16, {"pairs": True}), (8, {"prefill": True}), (64, {"prefill": True})],
+    [(16, {}), (64, {}), (16, {"pairs": True}), (24, {"pairs": True}), (8, {"prefill": True}), (64, {"prefill": True})],
     ids=str,
 )
 def test_sparse_decode(choices, extra, heads, kernel):
@@ -154,7 +154,15 @@ def test_sparse_decode(choices, extra, heads, kernel):
     assert relative_error(out, truth) < bounds.SPARSE_DECODE.truth
     assert relative_error(lse, true_lse) < bounds.SPARSE_DECODE_LSE
     assert same(out, few)
-    name = "pairs" if "pairs" in kernel else "prefill" if kernel else "sparse_decode_kernel"
+    name = (
+        "prefill"
+        if "prefill" in kernel
+        else "sparse_decode_kernel"
+        if not kernel
+        else "wide"
+        if heads > 16
+        else "pairs"
+    )
     assert ran(name)
 
 

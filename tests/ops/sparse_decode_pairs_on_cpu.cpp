@@ -1,5 +1,5 @@
-// csrc/sparse_decode's kernel for few rows and the one that takes them in pairs on the CPU: their own text, the threads of a block in turn
-// (turns_on_cpu.h). Who waits for ever is told.
+// csrc/sparse_decode's kernel for few rows, and those that take them in pairs and 32 heads at once, on the CPU: their own text, the threads of a
+// block in turn (turns_on_cpu.h). Who waits for ever is told.
 //
 // Copies are carried out when the thread says by which barrier they come, or at once, whichever is asked for: too late and too early for who
 // did not wait. Barriers have phases as mbarriers have. An mma is the sum of its products in float64, rounded.
@@ -129,6 +129,7 @@ inline bool elect_one() { return threadIdx.x % 32 == 0; }
 inline uint32_t shared_address(const void* p) { return static_cast<const uint8_t*>(p) - shared; }
 inline uint32_t load_shared_u8(uint32_t address) { return shared[address]; }
 inline uint32_t word_at(uint32_t address) { uint32_t v; std::memcpy(&v, shared + address, 4); return v; }
+inline float4 load_shared_f32x4(uint32_t address) { float4 v; std::memcpy(&v, shared + address, 16); return v; }
 inline void store_shared_f32x2(uint32_t address, float x, float y) {
   std::memcpy(shared + address, &x, 4);
   std::memcpy(shared + address + 4, &y, 4);
@@ -267,7 +268,7 @@ struct Given {
   uint16_t* out;
   float* lse;
   const float* sink;
-  int64_t rows, heads, blocks, pair, at_once;
+  int64_t rows, heads, blocks, wide, at_once;
   float scale_log2;
   GivenCache main, extra;
   const int32_t* table;
@@ -298,17 +299,17 @@ bool run_block(int count, int of_one, int of_two, std::function<void()> run) {
 
 extern "C" bool in_pairs(const Given* given) {
   Params p = params_of(*given);
-  p.head_blocks = dsv4::ceil_div(p.heads, given->pair ? 2 * kBlockHeads : kBlockHeads);
+  p.head_blocks = dsv4::ceil_div(p.heads, given->wide ? pairs::kWideHeads : kBlockHeads);
   gridDim = {static_cast<unsigned>(given->blocks), 1, 1};
   bool ends = true;
   for (blockIdx = {}; ends && blockIdx.x < gridDim.x; ++blockIdx.x) {
-    ends = run_block(pairs::kThreads, pairs::kGroupThreads, pairs::kGroupThreads, [&] {
+    ends = run_block(pairs::kThreads, given->wide ? pairs::kMathThreads : pairs::kGroupThreads, pairs::kGroupThreads, [&] {
       if (given->table != nullptr) {
-        pairs::sparse_decode_pairs_kernel<false, true>(p);
-      } else if (given->pair) {
-        pairs::sparse_decode_pairs_kernel<true, false>(p);
+        pairs::sparse_decode_pairs_kernel<true>(p);
+      } else if (given->wide) {
+        pairs::sparse_decode_wide_kernel(p);
       } else {
-        pairs::sparse_decode_pairs_kernel<false, false>(p);
+        pairs::sparse_decode_pairs_kernel<false>(p);
       }
     });
   }

@@ -1,10 +1,12 @@
-"""The kernel for few rows in pairs: its own text, compiled for a CPU (sparse_decode_pairs_on_cpu.cpp), against the
-reference, and to the bit against the text of the kernel for few rows. No GPU."""
+"""The kernels for few rows in pairs and for 32 heads: their own text, compiled for a CPU
+(sparse_decode_pairs_on_cpu.cpp), against the reference, and to the bit against the text of the kernel for few rows. No
+GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import math
 import re
 import subprocess
@@ -34,14 +36,14 @@ class GivenCache(ctypes.Structure):
 
 class Given(ctypes.Structure):
     _fields_ = [(name, POINTER) for name in ("q", "out", "lse", "sink")]
-    _fields_ += [(name, INT64) for name in ("rows", "heads", "blocks", "pair", "at_once")]
+    _fields_ += [(name, INT64) for name in ("rows", "heads", "blocks", "wide", "at_once")]
     _fields_ += [("scale_log2", ctypes.c_float), ("main", GivenCache), ("extra", GivenCache), ("table", POINTER)]
     _fields_ += [("table_stride", INT64), ("num_tables", INT64), ("table_of_row", POINTER)]
 
 
 def compiled(folder: Path, *changes: tuple[str, str]) -> ctypes.CDLL:
     """The kernel, each change made in its text, which must have it."""
-    kernel = (REPO / "csrc/sparse_decode/pairs.cuh").read_text()
+    kernel = "".join((REPO / f"csrc/sparse_decode/{name}.cuh").read_text() for name in ("pairs", "wide"))
     for old, new in changes:
         assert old in kernel, old
         kernel = kernel.replace(old, new)
@@ -77,7 +79,7 @@ def cache_of(pages, indices, lengths) -> GivenCache:
     return GivenCache(pointer(pages), pages.stride(0), pages.shape[1], pages.shape[0], *listed, pointer(lengths))
 
 
-def given(inputs: Inputs, blocks: int, one_row: bool | None, at_once: bool, by_table: bool):
+def given(inputs: Inputs, blocks: int, wide: bool | None, at_once: bool, by_table: bool):
     """(the call, what it writes)"""
     i, (rows, _, heads, _) = inputs, inputs.q.shape
     out, lse = torch.full_like(i.q, math.nan), torch.full((rows, heads, 1), math.nan)
@@ -87,15 +89,15 @@ def given(inputs: Inputs, blocks: int, one_row: bool | None, at_once: bool, by_t
     if by_table:
         extra.width = i.page_table.shape[1] * i.extra_kv_pages.shape[1]
         table = (pointer(i.page_table), i.page_table.stride(0), i.page_table.shape[0], pointer(i.page_table_rows))
-    one_row = (heads > 16 if one_row is None else one_row) and not by_table
-    of_call = (rows, heads, blocks, one_row, at_once, 512**-0.5 * math.log2(math.e))
+    wide = (heads > 16 if wide is None else wide) and not by_table
+    of_call = (rows, heads, blocks, wide, at_once, 512**-0.5 * math.log2(math.e))
     tensors = (i.q, out, lse, i.attn_sink)
     return Given(*(pointer(tensor) for tensor in tensors), *of_call, main, extra, *table), (out, lse)
 
 
-def run(library, inputs: Inputs, *, blocks=1, one_row=None, at_once=False, by_table=False):
-    """(out, lse) of all rows; one_row: both groups of a block have the same one, None: as launched."""
-    call, result = given(inputs, blocks, one_row, at_once, by_table)
+def run(library, inputs: Inputs, *, blocks=1, wide=None, at_once=False, by_table=False):
+    """(out, lse) of all rows; wide: by the kernel for 32 heads, None: as launched."""
+    call, result = given(inputs, blocks, wide, at_once, by_table)
     library.in_pairs.restype = ctypes.c_bool
     assert library.in_pairs(ctypes.byref(call)), "threads wait for ever"
     return result
@@ -159,7 +161,7 @@ def test_blocks_head_groups_and_neighbours_do_not_count(library):
     inputs = inputs_of(34, rows=3, main=CacheShape(64, 40, lengths=(40, 0, 7)))
     whole = run(library, inputs)
     assert right(inputs, whole)
-    assert same(run(library, inputs, one_row=False), whole)
+    assert same(run(library, inputs, wide=False), whole)
     assert same(run(library, inputs, blocks=3), whole)
     order = torch.tensor([2, 0])
     assert same(run(library, rows_of(inputs, order), blocks=2), [part[order] for part in whole])
@@ -181,13 +183,17 @@ def test_a_page_table_gives_the_bits_of_its_list(library):
 # what the text says, made otherwise: each must be seen
 CHANGES = {
     "the accumulator is not rescaled": ("acc[t][s][0][k] *= f0.x", "acc[t][s][0][k] *= 1"),
-    "both halves of a leaf have one mask": ("group.valid[stage][half] =", "group.valid[stage][0] ="),
-    "a pair's stages are taken for a group's own": ("set(kOneRow ? n & 1 : group)", "set(group)"),
-    "who fills a stage does not wait": ("group.free[stage].wait((n >> 1 & 1) ^ 1);", ""),
+    "both halves of a leaf have one mask": ("ring.valid[at.stage][half] =", "ring.valid[at.stage][0] ="),
+    "all who gather fill the same stages": ("n = kWide ? set : 0", "n = 0"),
+    "who fills a stage does not wait": ("ring.free[at.stage].wait(at.phase ^ 1);", ""),
     "the last leaf is the last but one": ("leaf + 1 == w.leaves", "leaf + 2 >= w.leaves"),
     "tiles are added in another order": (
         "add(add(parts[0], parts[1]), parts[2])",
         "add(parts[0], add(parts[1], parts[2]))",
+    ),
+    "tiles of 32 heads are not added by pairs": (
+        "add(sums, add(parts[t], parts[t + 1]))",
+        "add(add(sums, parts[t]), parts[t + 1])",
     ),
     "values have the other tile's exponents": (
         "accumulate_tile(second, scales[1]",
@@ -198,7 +204,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def moving(library):
-    """References that move within a row, two heads of a pair; and what few rows make of it."""
+    """References that move within a row, heads of two tiles; and what few rows make of it."""
     inputs = inputs_of(17, rows=2, query_scale=60.0)
     return inputs, few(library, inputs)
 
@@ -208,5 +214,5 @@ def test_what_is_otherwise_is_seen(moving, change, tmp_path):
     inputs, expected = moving
     changed = compiled(tmp_path, CHANGES[change])
     with pytest.raises(AssertionError, match="other bits|wait for ever"):
-        for at_once in (False, True):
-            assert same(run(changed, inputs, at_once=at_once), expected), "other bits"
+        for at_once, wide in itertools.product((False, True), repeat=2):
+            assert same(run(changed, inputs, at_once=at_once, wide=wide), expected), "other bits"
