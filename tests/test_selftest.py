@@ -12,6 +12,7 @@ from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands import selftest
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import kv_pages
+from deepseek_v4_sm120.specs import mxfp4_moe
 from deepseek_v4_sm120.specs.check import ON_GPU, Check, Failure, same, within
 
 
@@ -125,6 +126,19 @@ def test_a_gpu_that_is_required_and_not_there_is_a_failure(capsys, monkeypatch):
     assert status == 0 and on_gpu and {found[name]["result"] for name in on_gpu} == {"NOT RUN"}
     status, found = outcomes(capsys, "--require-gpu")
     assert status == 1 and {name for name, check in found.items() if check["result"] == "FAIL"} == on_gpu
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_what_an_sm120_card_takes_for_prompts_is_checked(quick):
+    """Wide experts, by MXFP8 too, which is SGLang's default there; Triton's only where all is looked at."""
+    asked = {}
+    for check in mxfp4_moe.checks(quick):
+        keywords = getattr(check.run, "keywords", {})
+        if "wide" in keywords:
+            asked[keywords["wide"], check.run.args[1]] = check.needs
+    assert set(asked) == {(wide, kind) for wide in (True, *(() if quick else (False,))) for kind in ("bf16", "mxfp8")}
+    assert all("triton" in needs or wide for (wide, _), needs in asked.items())
+    assert not any("block-scaled FP8" in needs for (wide, _), needs in asked.items() if wide)
 
 
 @pytest.mark.gpu

@@ -61,6 +61,25 @@ def test_against_triton():
     assert 0.01 < relative_error(found, reference.mxfp4_moe(**inputs.arguments())) < 0.06
 
 
+@pytest.mark.parametrize("activations", ["bf16", "mxfp8"])
+def test_rows_behind_the_real_ones_change_no_bit(activations):
+    """Of a pass that is padded to a graph's rows: ids of no expert, and rows that are no numbers, at experts that real
+    rows are at; and a row alone, which is in another tile."""
+    real, inputs = 23, spec.make_inputs(spec.Shape(40, 512, 256, experts=3, topk=2), seed=9, device="cpu")
+    given, found = inputs.arguments(), []
+    wild = {name: given[name].clone() for name in ("hidden", "topk_ids", "topk_weights")}
+    wild["hidden"][real:, 0::3], wild["hidden"][real:, 1::3] = math.nan, math.inf
+    wild["topk_ids"][real:] = torch.tensor([-1, 2**31 - 1, -(2**31), 7, 0]).repeat(7)[: 2 * (40 - real)].view(-1, 2)
+    wild["topk_weights"][real:] = math.nan
+    alone = {name: given[name][11:12] for name in wild}
+    for changed in ({}, wild, alone):
+        with emulated(seed=9, most_instructions=800, multiprocessors=5):
+            found.append(mxfp4_moe.mxfp4_moe(**given | changed, activations=activations))
+    assert ran("scaled_kernel" if activations == "mxfp8" else "wide_kernel")
+    assert torch.equal(found[0][:real], found[1][:real]) and torch.equal(found[0][11:12], found[2])
+    assert bool(found[0].isfinite().all())
+
+
 def test_what_is_not_local_adds_nothing_and_is_not_read():
     """Ids of no expert here, an expert with one pair and one with none; rows that nobody reads are NaN."""
     inputs = spec.make_inputs(spec.Shape(40, 256, 256, experts=4, topk=2), seed=7, device="cpu")

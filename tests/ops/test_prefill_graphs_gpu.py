@@ -103,11 +103,13 @@ def test_wo_a(real, rows, reproducible):
 
 
 @every_pass
-@pytest.mark.parametrize("reproducible", [False, True])
-def test_experts(real, rows, reproducible):
+@pytest.mark.parametrize(
+    "way", [{}, {"reproducible": True}, {"wide": True}, {"wide": True, "activations": "mxfp8"}], ids=str
+)
+def test_experts(real, rows, way):
     """Ids of no expert, and rows of numbers that are none at experts that real rows are at."""
     inputs = make_experts(Experts(rows, inter=512, experts=32), seed=4)
-    given = inputs.arguments() | {"reproducible": reproducible}
+    given = inputs.arguments() | way
     names = ("hidden", "topk_ids", "topk_weights")
     check(lambda **changed: (mxfp4_moe(**(given | changed)),), real, **{name: given[name] for name in names})
 
