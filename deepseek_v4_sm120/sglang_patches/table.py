@@ -161,6 +161,7 @@ ROUTER_TOPK = Patch(
         _choice("masked", ">=0.5.21,<0.6"),
     ),
     needs=(EXTENSION,),
+    default="router_topk",
     absent="up to 0.5.14 another kernel, whose ties go by its threads",
     retire="when the stock kernel is as fast (bench/router_topk.py)",
 )

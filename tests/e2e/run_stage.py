@@ -14,6 +14,7 @@ import concurrent.futures
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ SUFFIXES = ("", "_bench", "_text", "_same", "_features")  # of what an engine wr
 PARTS = ("single", "batch")
 STOPPED = "stopped at the limit"
 FIRST_PORT, PORTS = 10000, 22000  # below those that Linux gives to whoever asks for any
+SHELF = "E2E_JIT_SHELF"
 NCCL_PORT = 100  # behind an engine's port: SGLang would ask Linux for one, and others may have it by then
 
 
@@ -42,7 +44,17 @@ def environment(case, arguments):
     kept = SIDE_BY_SIDE_ENVIRONMENT | {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
     reports = {"DSV4_SM120_REPORT": str(arguments.work / f"{case.name}_reports")} if case.patched else {}
     own = accepted_stage.environment(case, arguments.work) | features_stage.environment(case, arguments)
-    return kept | case.environment | reports | own | experts_stage.environment(case)
+    return kept | case.environment | reports | own | experts_stage.environment(case) | shelf(case, arguments)
+
+
+def shelf(case, arguments):
+    """The harness's folder of compiled modules, a copy for each engine: two that add the same module would collide."""
+    full = os.environ.get(SHELF)
+    if not full or not Path(full).is_dir():
+        return {}
+    own = arguments.work / f"{case.name}_shelf"
+    shutil.copytree(full, own, dirs_exist_ok=True)
+    return {SHELF: str(own)}
 
 
 def command(case, arguments, number):

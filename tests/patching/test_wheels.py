@@ -73,7 +73,7 @@ def expected(version: str) -> dict[str, str]:
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
     if since(version, "0.5.16"):
         found["mhc"] = DSPARK.partition(":")[0]
-    return found | ({"router_topk": "sglang.srt.layers.moe.topk"} if since(version, "0.5.15") else {})
+    return found
 
 
 def index_names(version: str) -> tuple[int, int, int]:
@@ -202,9 +202,10 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
     for row in made.steering.rows.values():
         assert [name for name in row.environment if f"    {name} = Env" not in variables] == [], row.name
         assert [name for name in row.arguments if f"    {name}: " not in fields] == [], row.name
-    others = set(made.steering.rows) - {"reproducible", "draft_head", *OF_GRAPHS, *OF_SEVERAL_CARDS}
+    others = set(made.steering.rows) - {"reproducible", "draft_head", "router_topk", *OF_GRAPHS, *OF_SEVERAL_CARDS}
     assert bool(others) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
     assert ("reproducible" in made.steering.rows) == ("draft_head" in made.steering.rows) == since(version, "0.5.14")
+    assert ("router_topk" in made.steering.rows) == since(version, "0.5.15")
     assert {since(version, "0.5.13")} == {name in made.steering.rows for name in OF_SEVERAL_CARDS}
     assert ("prefill_graphs" in made.steering.rows) == since(version, "0.5.17")
 
