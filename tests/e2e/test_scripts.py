@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -394,6 +395,22 @@ def test_one_long_prefill_does_not_make_a_step_short():
     row = case.bench(1)
     assert (row["step_ms_best"], row["step_ms_worst"]) == (pytest.approx(100.0), pytest.approx(140.0))
     assert row["prefill_ms"] == 1000.0
+
+
+def test_every_engine_has_the_compiled_modules_of_the_harness_for_itself(tmp_path, monkeypatch):
+    stage = script("run_stage")
+    case, arguments = SimpleNamespace(name="ops"), SimpleNamespace(work=tmp_path / "work")
+    monkeypatch.delenv(stage.SHELF, raising=False)
+    assert stage.shelf(case, arguments) == {}
+    monkeypatch.setenv(stage.SHELF, str(tmp_path / "none"))
+    assert stage.shelf(case, arguments) == {}
+    module = tmp_path / "shelf/norm-1f/norm.so"
+    module.parent.mkdir(parents=True)
+    module.write_text("code")
+    monkeypatch.setenv(stage.SHELF, str(tmp_path / "shelf"))
+    for _ in range(2):  # a second run of the stage finds the copy
+        own = Path(stage.shelf(case, arguments)[stage.SHELF])
+        assert own.parent == arguments.work and (own / "norm-1f/norm.so").read_text() == "code"
 
 
 def test_a_turn_waits_for_all_to_start_and_for_the_one_before(tmp_path):
