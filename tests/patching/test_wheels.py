@@ -187,7 +187,13 @@ def test_the_sm120_call_passes_what_the_function_reads(inspect_wheel, version):
     assert calls == [set(SM120_KEYS)]
 
 
-OF_SEVERAL_CARDS, OF_GRAPHS = ("dealt_index", "dealt_streams", "sums_in_pieces"), ("prefill_graphs", "compiled_streams")
+OF_SEVERAL_CARDS, CHOICES = {
+    "reproducible": "0.5.14",
+    "draft_head": "0.5.14",
+    "router_topk": "0.5.15",
+    "prefill_graphs": "0.5.17",
+}
+OF_GRAPHS = ("dealt_index", "dealt_streams", "sums_in_pieces"), ("prefill_graphs", "compiled_streams")
 
 
 @every_release()
@@ -202,14 +208,10 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
     for row in made.steering.rows.values():
         assert [name for name in row.environment if f"    {name} = Env" not in variables] == [], row.name
         assert [name for name in row.arguments if f"    {name}: " not in fields] == [], row.name
-    others = set(made.steering.rows) - {"reproducible", "draft_head", "router_topk", *OF_GRAPHS, *OF_SEVERAL_CARDS}
+    others = set(made.steering.rows) - {*CHOICES, *OF_GRAPHS, *OF_SEVERAL_CARDS}
     assert bool(others) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
     assert {since(version, "0.5.13")} == {name in made.steering.rows for name in OF_SEVERAL_CARDS}
-    choices = dict.fromkeys(("reproducible", "draft_head"), "0.5.14") | {
-        "router_topk": "0.5.15",
-        "prefill_graphs": "0.5.17",
-    }
-    assert {name for name in choices if since(version, choices[name])} == set(choices) & set(made.steering.rows)
+    assert {name for name in CHOICES if since(version, CHOICES[name])} == set(CHOICES) & set(made.steering.rows)
 
 
 @every_release("0.5.13")
