@@ -187,13 +187,8 @@ def test_the_sm120_call_passes_what_the_function_reads(inspect_wheel, version):
     assert calls == [set(SM120_KEYS)]
 
 
-OF_SEVERAL_CARDS, CHOICES = {
-    "reproducible": "0.5.14",
-    "draft_head": "0.5.14",
-    "router_topk": "0.5.15",
-    "prefill_graphs": "0.5.17",
-}
-OF_GRAPHS = ("dealt_index", "dealt_streams", "sums_in_pieces"), ("prefill_graphs", "compiled_streams")
+CHOICES = dict(reproducible="0.5.14", draft_head="0.5.14", router_topk="0.5.15", prefill_graphs="0.5.17")
+OF_SEVERAL_CARDS, OF_GRAPHS = ("dealt_index", "dealt_streams", "sums_in_pieces"), ("prefill_graphs", "compiled_streams")
 
 
 @every_release()
