@@ -73,7 +73,7 @@ def library() -> ctypes.PyDLL:
 @functools.cache
 def module() -> types.ModuleType:
     """_C of the emulator."""
-    spec = importlib.util.spec_from_file_location("deepseek_v4_sm120._C", built()[0])
+    spec = importlib.util.spec_from_file_location(f"{__name__}._C", built()[0])  # pybind11 keeps modules by their names
     made = importlib.util.module_from_spec(spec)
     library()
     spec.loader.exec_module(made)

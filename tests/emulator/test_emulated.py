@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,8 @@ from deepseek_v4_sm120.ops.shared import cuda_tensors
 from tests.emulator import communicating as calls
 from tests.emulator.emulated import EmulatorError, card, choose, emulated, library, ptx
 from tests.emulator.test_weak_memory import same
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 def test_a_thread_has_its_own_card():
@@ -49,3 +54,12 @@ def test_a_failed_call_leaves_no_words():
             library().emulator_ptx(ptx()[name].encode())
         choose(multiprocessors=40, weak=True)
         assert same(call(), good)
+
+
+def test_the_emulator_and_the_build_are_two_modules_in_either_order():
+    """A process that has one must not be given it for the other: pybind11 keeps a module by its name."""
+    loads = ["one = emulated.module()", "other = extension.load()"]
+    for order in (loads, loads[::-1]):
+        code = "from deepseek_v4_sm120.ops.shared import extension; from tests.emulator import emulated; "
+        code += "; ".join(order) + "; assert one is not other and one.__file__ != other.__file__, one.__file__"
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
