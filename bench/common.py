@@ -67,6 +67,34 @@ class Report:
         path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 
+def captured(run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
+    """A graph of what `run` launches, replayed once, and what it gives. Inputs that `run` holds must outlive it."""
+    run()  # compiles, tunes and loads
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, out
+
+
+def microseconds_in_turns(graphs: dict[str, torch.cuda.CUDAGraph], *, turns: int, replays: int) -> dict[str, float]:
+    """Median microseconds of a replay by graph, which take turns: what the machine does meanwhile is shared by all."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(turns):
+        for name, graph in graphs.items():
+            graph.replay()
+            start.record()
+            for _ in range(replays):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            found[name].append(start.elapsed_time(end) * 1e3 / replays)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
 def gate(case: str, error: float, allowed: float, what: str = "relative error") -> float:
     """The error; a wrong result ends the benchmark."""
     if not error <= allowed:

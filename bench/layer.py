@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import statistics
 import sys
 from pathlib import Path
 
@@ -50,7 +49,7 @@ EXPERTS, HIDDEN, HEADS, LATENT, QKV = 64, 4096, 64, 1024, 1536
 ENTRIES = attention_spec.CacheShape(64, 256, lengths=256)
 TUNED = ("wqkv_a", "wq_b", "index_wq_b", "wo_a", "wo_b", "shared_gate_up", "shared_down")
 AS_LAUNCHED = "as launched"
-REPLAYS, STRETCHES = 6, 11
+REPLAYS, TURNS = 6, 11
 
 
 def launches(num_sms: int) -> dict[str, dict[str, int]]:
@@ -166,33 +165,6 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
     return run
 
 
-def captured(run) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph, out.clone()
-
-
-def layer_microseconds(graphs: dict, count: int) -> dict:
-    """Medians of a layer's time by graph, in turns."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    found = {key: [] for key in graphs}
-    for _ in range(STRETCHES):
-        for key, graph in graphs.items():
-            graph.replay()
-            start.record()
-            for _ in range(REPLAYS):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            found[key].append(start.elapsed_time(end) * 1e3 / REPLAYS / count)
-    return {key: statistics.median(times) for key, times in found.items()}
-
-
 def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int) -> None:
     name, num_sms = f"TP{tp}, {rows} rows", cuda_tensors.num_sms(torch.cuda.current_device())
     runs = {AS_LAUNCHED: run_layers(layers, tp, rows, {})}
@@ -202,17 +174,17 @@ def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int) -> 
             runs[f"{op}: {launch}"] = run_layers(layers, tp, rows, {op: tuning})
     for impl, run in runs.items():
         try:
-            graphs[impl], out = captured(run)
+            graphs[impl], out = common.captured(run)
         except RuntimeError as error:
             if "no kernel for this plan" not in str(error):
                 raise
             torch.cuda.synchronize()
             continue
-        expected = out if expected is None else expected
+        expected = out.clone() if expected is None else expected
         if not torch.equal(out.view(torch.int16), expected.view(torch.int16)):
             raise SystemExit(f"{name}, {impl}: other bits than {AS_LAUNCHED}")
-    for impl, found in layer_microseconds(graphs, len(layers)).items():
-        report.add(common.row(ISSUE, name, impl, "us", round(found, 2)))
+    for impl, found in common.microseconds_in_turns(graphs, turns=TURNS, replays=REPLAYS).items():
+        report.add(common.row(ISSUE, name, impl, "us", round(found / len(layers), 2)))
 
 
 def summary(report: common.Report) -> str:

@@ -9,7 +9,6 @@ expert, at TP2 and with cold weights, in one graph; microseconds a layer, and of
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -113,35 +112,15 @@ def chain(layers: list[dict], start: mhc_spec.Inputs, choose: Choice | None, giv
     return f, chosen
 
 
-def captured(run: Callable) -> tuple[torch.cuda.CUDAGraph, object]:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = run()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph, kept
-
-
 def chains(layers: list[dict], rows: int, named: dict[str, Choice]) -> dict[str, float]:
     """Microseconds a layer, in turns; all have the same experts."""
     side, start = torch.cuda.Stream(), mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=9)
-    graphs = {name: captured(lambda c=c: chain(layers, start, c, None, side)) for name, c in named.items()}
+    graphs = {name: common.captured(lambda c=c: chain(layers, start, c, None, side)) for name, c in named.items()}
     given = [tuple(one.clone() for one in pair) for pair in graphs[OURS][1][1]]
-    graphs[GIVEN] = captured(lambda: chain(layers, start, None, given, side))
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(TURNS):
-        for name, (graph, _) in graphs.items():
-            graph.replay()
-            begin.record()
-            for _ in range(max(2, 8 // rows)):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) * 1e3 / max(2, 8 // rows) / len(layers))
-    return {name: statistics.median(found) for name, found in times.items()}
+    graphs[GIVEN] = common.captured(lambda: chain(layers, start, None, given, side))
+    replayed = {name: graph for name, (graph, _) in graphs.items()}
+    found = common.microseconds_in_turns(replayed, turns=TURNS, replays=max(2, 8 // rows))
+    return {name: us / len(layers) for name, us in found.items()}
 
 
 def main() -> None:

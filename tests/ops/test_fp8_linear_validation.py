@@ -135,6 +135,18 @@ def test_splits_of_many_rows_have_room(size, num_sms):
         assert scratch_bytes(rows, outputs, inputs, groups=groups, num_sms=num_sms) in needed.values()
 
 
+@pytest.mark.parametrize("num_sms", (84, 132, 188))
+def test_wo_bs_inputs_are_split_for_few_rows(num_sms):
+    """Four splits where a multiprocessor has one to four tiles of 16 outputs and long inputs; not of its peers."""
+    for inputs in (8192, 4096, 2048):
+        for rows in (1, 4, 8):
+            assert scratch_bytes(rows, 4096, inputs, num_sms=num_sms) == 4 * rows * 4096 * 4
+    assert scratch_bytes(4, 4096, 1024, num_sms=num_sms) == 0  # short
+    assert scratch_bytes(4, 1280, 4096, num_sms=num_sms) == 0  # fewer tiles than multiprocessors
+    assert scratch_bytes(4, 64 * num_sms // 128 * 128 + 128, 4096, num_sms=num_sms) == 0  # more than four for each
+    assert scratch_bytes(4, 512, 4096, groups=8, num_sms=num_sms) == 0  # wo_a
+
+
 def test_few_blocks_are_split_and_many_are_not():
     assert scratch_bytes(65, 1536, 4096) > 0 and scratch_bytes(128, 4096, 8192) > 0
     assert scratch_bytes(256, 32768, 1024) == 0 == scratch_bytes(8192, 16384, 1024)
