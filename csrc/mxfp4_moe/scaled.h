@@ -23,7 +23,7 @@ struct ScaledParams {
   Mxfp8 x;                // of rows; down: of positions
   Weights w;
   const int32_t* pairs;   // sorted position -> pair
-  const int32_t* expert;  // [num_tiles], with begin and end: tiles of up to 128 positions, then -1
+  const int32_t* expert;  // [num_tiles], with begin and end: tiles of kScaledPairs positions at most, then -1
   const int32_t* begin;
   const int32_t* end;
   Mxfp8 h;                // gate/up: [positions, outputs]

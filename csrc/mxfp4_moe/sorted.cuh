@@ -10,6 +10,8 @@
 // for groups 0 and 1 of each 128 inputs and then for 2 and 3, so that two sums are in registers beside the slice's and the total.
 #pragma once
 
+#include <type_traits>
+
 #include "product.cuh"
 #include "sorted.h"
 #include "swiglu.cuh"
@@ -271,6 +273,26 @@ __device__ __forceinline__ void multiply_unit(const SortedParams& p, SortedShare
     }
   }
   store_unit<kGated>(p, s.out[warp], total, tile, output + warp * (unit_outputs(kGated) / 8), pairs);
+}
+
+// A block's units one after the other: multiply(tile, the unit's first output, as many times 8 pairs as the tile needs, a constant).
+template <int kOutputs, typename Multiply>
+__device__ __forceinline__ void each_unit(const SortedParams& p, int units, Multiply multiply) {
+  SortedTile next = tile_of(p, blockIdx.x / units);
+  for (unsigned unit = blockIdx.x; next.count > 0; unit += gridDim.x) {
+    const SortedTile tile = next;
+    next = tile_of(p, (unit + gridDim.x) / units);
+    const int output = static_cast<int>(unit % units) * kOutputs;
+    if (tile.count > 48) {
+      multiply(tile, output, std::integral_constant<int, 8>());
+    } else if (tile.count > 32) {
+      multiply(tile, output, std::integral_constant<int, 6>());
+    } else if (tile.count > 16) {
+      multiply(tile, output, std::integral_constant<int, 4>());
+    } else {
+      multiply(tile, output, std::integral_constant<int, 2>());
+    }
+  }
 }
 
 template <bool kGated>

@@ -21,7 +21,7 @@ struct SortedParams {
   const float* powers;     // [the same, slices]
   Weights w;
   const int32_t* pairs;    // sorted position -> pair
-  const int32_t* expert;   // [num_tiles], with begin and end: tiles of up to 64 positions, then -1
+  const int32_t* expert;   // [num_tiles], with begin and end: tiles of kTilePairs positions at most, wide.cuh's of kWidePairs, then -1
   const int32_t* begin;
   const int32_t* end;
   uint16_t* h;             // gate/up: [positions, outputs] bf16

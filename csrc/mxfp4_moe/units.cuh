@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "../device/barriers.cuh"
 #include "../device/copies.cuh"
@@ -19,27 +18,6 @@ __device__ __forceinline__ SortedTile tile_of(const Tiles& p, int tile) {
   const int begin = p.begin[tile];
   const int expert = p.expert[tile];
   return {expert, begin, expert < 0 ? 0 : p.end[tile] - begin};
-}
-
-// A block's units one after the other, of a tile of up to 64 pairs and kOutputs outputs: multiply(tile, the unit's first output, as many
-// times 8 pairs, a constant).
-template <int kOutputs, typename Params, typename Multiply>
-__device__ __forceinline__ void each_unit(const Params& p, int units, Multiply multiply) {
-  SortedTile next = tile_of(p, blockIdx.x / units);
-  for (unsigned unit = blockIdx.x; next.count > 0; unit += gridDim.x) {
-    const SortedTile tile = next;
-    next = tile_of(p, (unit + gridDim.x) / units);
-    const int output = static_cast<int>(unit % units) * kOutputs;
-    if (tile.count > 48) {
-      multiply(tile, output, std::integral_constant<int, 8>());
-    } else if (tile.count > 32) {
-      multiply(tile, output, std::integral_constant<int, 6>());
-    } else if (tile.count > 16) {
-      multiply(tile, output, std::integral_constant<int, 4>());
-    } else {
-      multiply(tile, output, std::integral_constant<int, 2>());
-    }
-  }
 }
 
 // A weight row's scales from the group on, as many as a place for 16 has; `all`: of the row.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../device/barriers.cuh"
+#include "../device/numbers.cuh"
 #include "router_topk.h"
 
 namespace dsv4::router_topk {
@@ -63,7 +64,7 @@ __device__ __forceinline__ float load_number(const void* p, int64_t at, bool bf1
   if (bf16) {
     uint16_t v;
     asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(static_cast<const uint16_t*>(p) + at));
-    return __uint_as_float(static_cast<uint32_t>(v) << 16);
+    return bf16_low(v);
   }
   return load_now(static_cast<const float*>(p) + at);
 }

@@ -1,5 +1,7 @@
 // Choice and launch of the router's top-k.
 #include <stdexcept>
+#include <string>
+#include <type_traits>
 
 #include "kernel.cuh"
 
@@ -24,7 +26,8 @@ void with_each(int experts, Use use) {
 
 void launch(const Params& params, bool pdl, cudaStream_t stream) {
   if (params.rows < 1 || params.experts < 1 || params.experts > kMaxExperts || params.topk < 1 || params.topk > kMaxTopk)
-    throw std::runtime_error("router_topk: takes 1 row and more, 1 to 512 experts, topk 1 to 8");
+    throw std::runtime_error("router_topk: takes 1 row and more, 1 to " + std::to_string(kMaxExperts) + " experts, topk 1 to " +
+                             std::to_string(kMaxTopk));
   const Launcher launcher = {kName, pdl, stream};
   with_each(params.experts, [&](auto each) {
     const auto kernel = params.log1p ? &router_topk_kernel<each(), true> : &router_topk_kernel<each(), false>;

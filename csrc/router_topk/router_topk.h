@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "../launch_kernel.h"

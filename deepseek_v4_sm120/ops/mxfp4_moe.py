@@ -207,7 +207,7 @@ def _many_rows(hidden, weights: Weights, routing: Routing, limit: float, out, ac
 
 
 def _sorted_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, exact: bool) -> None:
-    """Any number of rows: pairs by expert, a weight decoded for 64 of them. exact: the bits of few that are exact."""
+    """Any number of rows: pairs by expert, a weight decoded for a tile. exact: the bits of few that are exact."""
     given = _arguments(hidden, weights, routing, limit, out)
     sizes = _sorted_scratch_bytes(*(given[name] for name in ("rows", "topk", "experts", "hidden", "inter")), exact)
     scratch = torch.empty(sizes, dtype=torch.uint8, device=hidden.device)

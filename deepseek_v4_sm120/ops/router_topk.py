@@ -6,9 +6,9 @@ import torch
 
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.ops.shared.checks import INT32, Call, Question
+from deepseek_v4_sm120.ops.shared.limits import LIMITS
 
-MAX_EXPERTS = 512  # csrc/router_topk/router_topk.h has both; a test compares
-MAX_TOPK = 8
+MAX_EXPERTS, MAX_TOPK = (LIMITS["router_topk"][name].most for name in ("experts", "experts_per_token"))
 _DTYPES = (torch.float32, torch.bfloat16)
 
 

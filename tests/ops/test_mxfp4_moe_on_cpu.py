@@ -214,6 +214,27 @@ WIDE = {  # counts, blocks, inputs, outputs
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("name", WIDE)
 def test_wide(library, name, gated):
+    assert is_right_wide(library, name, gated)
+
+
+WIDE_NOT_SO = {
+    "pairs of another tile": ("p.pairs + unit.begin + min(thread", "p.pairs + min(thread"),
+    "the last pair is not copied": ("x_row + 16 * k < unit.count", "x_row + 16 * k + 1 < unit.count"),
+    "scales of the stage that is multiplied": (
+        "const int behind = last ? 0 : i;",
+        "const int behind = last ? 0 : i - 1;",
+    ),
+    "x of another piece": ("(j & 1) * 64 + (j & 2) * 16", "(j & 1) * 64"),
+    "a unit that nobody takes": ("tell(p, turn + 1, ahead, units)", "tell(p, turn + 1, ahead + 1, units)"),
+}
+
+
+@pytest.mark.parametrize("what", WIDE_NOT_SO)
+def test_what_is_not_so_of_wide_is_seen(what, tmp_path):
+    assert not is_right_wide(compiled(tmp_path, WIDE_NOT_SO[what]), "tiles and a bit", False)
+
+
+def is_right_wide(library, name: str, gated: bool) -> bool:
     """Of numbers whose sums are exact in whatever order."""
     counts, blocks, inputs, outputs = WIDE[name]
     generator = torch.Generator().manual_seed(len(name))
@@ -225,4 +246,4 @@ def test_wide(library, name, gated):
         return (x.double() @ weights.flatten(1).T).float()
 
     given = (library.multiply_wide, counts, blocks, x, x, torch.empty(0, 1), outputs, 256, gated, exact)
-    assert all(is_right(*given, scale=123, tile=WIDE_TILE))
+    return all(is_right(*given, scale=123, tile=WIDE_TILE))

@@ -167,6 +167,9 @@ def test_the_tables_sizes_are_the_binarys():
     assert module.mxfp4_moe_problem(hidden=4096, inter=2048, experts=8, pairs=256 * (topk + 1))
     assert LIMITS["index_select"]["index_topk"].most == module.INDEX_MAX_K
     assert LIMITS["index_select"]["index_heads"].values == (module.INDEX_HEADS,)
+    assert module.router_topk_limits == tuple(
+        LIMITS["router_topk"][name].most for name in ("experts", "experts_per_token")
+    )
 
 
 @pytest.mark.parametrize("name", ["flash", "pro"])
