@@ -34,7 +34,7 @@ from deepseek_v4_sm120 import OPS as OPERATORS  # noqa: E402
 ISSUE = 2  # of the runs themselves
 RESULTS = {  # name of a result file: stages that go into it
     "e2e": ("ops", "prompt32k", "seams", "shadow43", "ops43", "seams43", "launches43"),
-    "e2e_operators": ("index",),
+    "e2e_operators": ("index", "router"),
     "e2e_index_seams": ("index_seams",),
     "e2e_dealt_index": ("index2", "index2_43"),
     "e2e_whole_step": ("whole43", "without43"),
@@ -59,7 +59,7 @@ RESULTS = {  # name of a result file: stages that go into it
         "prompts_eagle",
     ),
 }
-FEWER_EXPERTS = {"_alone": 16, "_without_": 16, "43_prompts": 32}  # part of a case's name -> of its 43 layers
+FEWER_EXPERTS = {"_alone": 16, "_without_": 16, "_with_": 16, "43_prompts": 32}  # part of a name -> of its layers
 FEATURE = "feature: "  # how the cases of the stage `features` begin
 OF_THEIR_OWN = {"soak": soak_rows, "start": start_rows, "shortage": shortage_rows}  # stages with rows of their own
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
@@ -87,6 +87,7 @@ IMPLEMENTATIONS = {
     "seams43_shadow": "ours beside SGLang's Triton kernel",
     "index_shadow": "ours beside DeepGEMM's logits and SGLang's top-k",
     "index_seams_shadow": "ours beside TileLang's logits and SGLang's top-k",
+    "router_shadow": "ours beside SGLang's, the router's choice among it",
     "index_a": "ours, DSV4_SM120_FORCE=ops, every call ours",
     "index_b": "ours, DSV4_SM120_FORCE=ops, every call ours",
     "index2_shadow": "ours beside TileLang's logits and SGLang's top-k, index rows dealt to two cards",
@@ -155,6 +156,7 @@ IMPLEMENTATIONS = {
             ("same", "retracted", "chunks of 2,048, prefix cache, requests retracted"),
             ("same", "router_8192", "chunks of 8,192, routers that choose"),
             ("same", "router_512", "chunks of 512, prefix cache, routers that choose"),
+            ("same", "router_topk", "chunks of 8,192, the router's choice ours"),
             ("same", "flag", "chunks of 512, prefix cache, --enable-deterministic-inference"),
             ("same", "seams_8192", "chunks of 8,192, SM120 branches"),
             ("same", "seams_512", "chunks of 512, prefix cache, SM120 branches"),
@@ -168,7 +170,7 @@ IMPLEMENTATIONS = {
     },
     "stock43_alone": "SGLang stock (Hopper kernels)",
     "ops43_alone": "ours, every operator on",
-    **{f"ops43_without_{name}": f"ours, without {name}" for name in OPERATORS},
+    **{f"ops43_{kind}_{name}": f"ours, {kind} {name}" for kind in ("with", "without") for name in OPERATORS},
     **{
         features_stage.PREFIX + name: "SGLang stock" if engine.stock_of else "ours, reproducible"
         for name, engine in features_stage.ENGINES.items()
@@ -211,7 +213,7 @@ def row(case, impl, metric, value, bar=None, issue=ISSUE):
 
 def timing_rows(name, batches, prefill_bars=None):
     impl, rows = IMPLEMENTATIONS[name], []
-    is_whole = name.endswith(("_whole", "43_alone", "43_tp2", "43_tp4")) or "_without_" in name
+    is_whole = name.endswith(("_whole", "43_alone", "43_tp2", "43_tp4")) or "_with_" in name or "_without_" in name
     issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith(SPECULATION_RUNS) else ISSUE
     issue = SUMS_ISSUE if "43_sums" in name else issue
     variant = "flash43" if name.endswith("_tp4") or "_sums4" in name else "flash43e64"

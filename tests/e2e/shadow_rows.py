@@ -5,11 +5,12 @@ import experts_stage  # collect.py's folder
 ISSUE = 2  # of the runs themselves
 # which issue a patch's shadow records answer; a record says its own bound
 ISSUES = {"sparse_decode": 2, "index_select": 5, "index_select_within_tolerance": 5, "mxfp4_moe": 6, "dealt_index": 22}
-ISSUES |= {"draft_head": 21, "draft_head_guesses": 21}
+ISSUES |= {"draft_head": 21, "draft_head_guesses": 21, "router_topk": 24}
 FIRST_PATCH = "sparse_decode"  # every shadow run must have records of it
 OF_ITS_OWN = {  # and these of what they are for
     **dict.fromkeys(("index_shadow", "index_seams_shadow"), "index_select"),
     "index2_shadow": "dealt_index",
+    "router_shadow": "router_topk",
     **dict.fromkeys(("sums2_shadow", "sums4_shadow"), "all_reduce"),
     **dict.fromkeys(("eagle314_shadow", "dspark3_shadow"), "draft_head"),
     **dict.fromkeys(experts_stage.SHADOWS, "mxfp4_moe"),

@@ -30,7 +30,8 @@ PAGED_INDEX = {"SGLANG_OPT_DSV4_NONPAGED_INDEXER": "0"}
 # Marlin's (the harness's default); dense GEMMs stay on the backend that SGLang picks for the machine
 SEAMS = {"DSV4_SM120_FORCE": "seams", "SGLANG_SM120_FLASHMLA_BACKEND": "triton"}
 SHADOW = {"DSV4_SM120_SHADOW": "1"}
-WITHOUT = "ops43_without_"
+BY_CHOICE = ("router_topk",)  # operators that are off by default
+ROUTER_TOPK = "router_topk=on"
 
 ANSWER = ["--phases", "answer", "--batches", "8", "32", "--graph-bs", "1", "8", "32", "--batch-prompts", ""]
 SIX_LAYERS = ["--variant", "flash6h", "--prompts", "5,130,700,2100,8200", "--repeat", "2", "--new", "48"]
@@ -183,13 +184,15 @@ STAGES = {
         Case("stock43_whole", WHOLE, patched=False, takes_turns=True),
         Case("ops43_whole", WHOLE, environment=EVERY_CALL, takes_turns=True),
     ],
-    # what each operator contributes to a step at batch 1: all but one on. Six engines fit the GPU: --only, in two calls
+    # what each operator contributes to a step at batch 1: all but one on, or one by choice as well. Six engines fit the
+    # GPU: --only, in two calls
     "without43": [
         Case("stock43_alone", ONE_ROW, patched=False, takes_turns=True),
         Case("ops43_alone", ONE_ROW, environment=OPS, takes_turns=True),
         *(
-            Case(f"{WITHOUT}{name}", ONE_ROW, environment=OPS | {"DSV4_SM120_SET": f"{name}=off"}, takes_turns=True)
+            Case(f"ops43_{kind}_{name}", ONE_ROW, environment=OPS | {"DSV4_SM120_SET": setting}, takes_turns=True)
             for name in OPERATORS
+            for kind, setting in [("with", f"{name}=on") if name in BY_CHOICE else ("without", f"{name}=off")]
         ),
     ],
     # tensor parallelism over two cards: 32 heads a card, so prompts take the attention's stacked rows
@@ -279,6 +282,11 @@ STAGES = {
         Case("same_retracted", chunks(2048), environment=EVERY_CALL | REPRODUCIBLE | RETRACTING),
         Case("same_router_8192", chunks(8192, *BY_ROUTER, radix=False), environment=EVERY_CALL | REPRODUCIBLE),
         Case("same_router_512", chunks(512, *BY_ROUTER), environment=EVERY_CALL | REPRODUCIBLE),
+        Case(
+            "same_router_topk",
+            chunks(8192, *BY_ROUTER, radix=False),
+            environment=EVERY_CALL | {"DSV4_SM120_SET": f"{REPRODUCIBLE['DSV4_SM120_SET']},{ROUTER_TOPK}"},
+        ),
         # SGLang's flag beside it: other kernels, so it is compared with itself
         Case("same_flag", chunks(512, *BY_FLAG), environment=EVERY_CALL | REPRODUCIBLE),
         Case("unlike_8192", chunks(8192, radix=False), environment=EVERY_CALL),
@@ -330,6 +338,14 @@ STAGES = {
         shadow=SHADOW,
         seams=SEAMS,
     ),
+    # the router's choice, which is ours by choice
+    "router": [
+        Case(
+            "router_shadow",
+            [*BY_ROUTER, *experts_stage.PROMPTS, "--mem", "0.95", "--phases", "answer"],
+            environment=EVERY_CALL | SHADOW | {"DSV4_SM120_SET": ROUTER_TOPK},
+        ),
+    ],
     # a prompt's sums, NCCL's, in pieces and whole: to the last bit beside ours of few rows; timed by NCCL alone
     **pieces_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     # a prompt's streams, dealt to the cards and whole, likewise
@@ -382,6 +398,7 @@ SAMES = [
     ("prefix cache", "same_8192_radix", "same_8192"),
     ("retracted, chunks of 2,048, prefix cache", "same_retracted", "same_8192"),
     ("routers that choose, chunks of 512, prefix cache", "same_router_512", "same_router_8192"),
+    ("the router's choice, ours and SGLang's", "same_router_topk", "same_router_8192"),
     (f"SGLang's flag, {WITHIN}", "same_flag", "same_flag"),
     ("SM120 branches, chunks of 512, prefix cache", "same_seams_512", "same_seams_8192"),
     ("43 layers, chunks of 512, prefix cache", "same43_512", "same43_8192"),

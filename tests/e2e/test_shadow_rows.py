@@ -72,7 +72,7 @@ def test_what_was_left_out_is_a_row_of_its_own():
 @pytest.mark.parametrize(
     ("name", "patch"),
     [("index_shadow", "index_select"), ("index2_shadow", "dealt_index"), ("sums4_shadow", "all_reduce"),
-     ("eagle314_shadow", "draft_head"), ("ops_shadow", "sparse_decode")],
+     ("router_shadow", "router_topk"), ("eagle314_shadow", "draft_head"), ("ops_shadow", "sparse_decode")],
 )  # fmt: skip
 def test_a_shadow_run_without_a_record_of_what_it_is_for_has_shown_nothing(name, patch):
     def unmet(*records):
