@@ -75,16 +75,20 @@ def test_a_verdict_weighs_what_a_step_calls_often():
 
 
 @pytest.mark.parametrize(
-    ("stock", "verdict"),
+    ("stock", "verdict", "by_choice"),
     [
-        (times(a=13), "ours is used; stock takes 1.30 times ours"),
-        (times(a=8), "stock is used; stock takes 0.80 times ours"),
-        (WRONG, "ours is used"),
-        ({"problem": "not installed"}, "ours is used"),
+        (times(a=13), "ours is used; stock takes 1.30 times ours", "ours is used{}; stock takes 1.30 times ours"),
+        (times(a=8), "stock is used; stock takes 0.80 times ours", "stock is used; stock takes 0.80 times ours"),
+        (WRONG, "ours is used", "ours is used{}"),
+        ({"problem": "not installed"}, "ours is used", "ours is used{}"),
     ],
 )
-def test_the_verdict_in_words(stock, verdict):
-    assert command._verdict(command.decide("fp8_linear", {OURS: times(a=10), STOCK: stock})) == verdict
+def test_the_verdict_in_words(stock, verdict, by_choice):
+    """Of an operator that is off by default as well."""
+    results = {OURS: times(a=10), STOCK: stock}
+    assert command._verdict("fp8_linear", command.decide("fp8_linear", results)) == verdict
+    said = command._verdict("router_topk", command.decide("router_topk", results))
+    assert said == by_choice.format(" with DSV4_SM120_SET=router_topk=on")
 
 
 @pytest.mark.parametrize(

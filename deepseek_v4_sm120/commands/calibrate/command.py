@@ -29,6 +29,7 @@ from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.patching.sources import Sources, package_version
+from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
 from deepseek_v4_sm120.specs.provider import OURS, STOCK
 
 WORKER_SECONDS = 600  # of one provider of one operator
@@ -414,7 +415,7 @@ def show(found: dict, out: Path) -> None:
             console.say(f"not reached  {p}: {missing}")
         for p, why in measured["left_out"].items():
             console.say(f"left out  {p}: {why}")
-        console.say(f"{name}: {_verdict(measured)}")
+        console.say(f"{name}: {_verdict(name, measured)}")
     for name in found["not_reached"]:
         console.say(f"{name}: not reached, so the shipped default holds")
     for name, why in found["not_here"].items():
@@ -424,10 +425,12 @@ def show(found: dict, out: Path) -> None:
     console.say(f"\nWritten to {out}. The server reads it with DSV4_SM120_PROFILE={out.resolve()}")
 
 
-def _verdict(measured: dict) -> str:
+def _verdict(name: str, measured: dict) -> str:
     ratio = measured["stock_over_ours"]
+    is_off = measured["winner"] == OURS and any(row.name == name and not row.on for row in DEFAULTS)
+    by_choice = f" with DSV4_SM120_SET={name}=on" if is_off else ""
     beside = f"; stock takes {ratio:.2f} times ours" if ratio else ""
-    return f"{measured['winner']} is used{beside}"
+    return f"{measured['winner']} is used{by_choice}{beside}"
 
 
 def _cell(cases: list[dict], case: str) -> str:
