@@ -10,13 +10,22 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.ops import all_reduce as all_reduce_op
-from deepseek_v4_sm120.ops import bf16_linear, fp8_linear, index_select, mhc, mxfp4_moe, sparse_decode, wo_a
+from deepseek_v4_sm120.ops import (
+    bf16_linear,
+    fp8_linear,
+    index_select,
+    mhc,
+    mxfp4_moe,
+    router_topk,
+    sparse_decode,
+    wo_a,
+)
 from deepseek_v4_sm120.specs import fp8_linear as fp8_spec
 from deepseek_v4_sm120.specs import index_select as index_spec
 from deepseek_v4_sm120.specs import mhc as mhc_spec
 from deepseek_v4_sm120.specs import mxfp4_moe as moe_spec
 from deepseek_v4_sm120.specs import sparse_decode as sparse_spec
-from tests.emulator.emulated import emulated, group, on_cards, taken
+from tests.emulator.emulated import emulated, group, on_cards, ptx, taken
 
 CARDS = (16, 20, 24, 31, 32, 36, 46, 48, 50, 60, 63, 70, 82, 84, 96, 110, 120, 128, 132, 142, 160, 170, 188, 192, 256)
 MOST_SHARED, MOST_THREADS, MOST_BLOCKS = 101376, 1024, (2**31 - 1, 65535, 65535)
@@ -58,6 +67,9 @@ def linear_calls():
         yield rows, functools.partial(wo_a.wo_a, empty(rows, groups, 4096), *weight, **rotation)
     for outputs, rows in itertools.product((4, 64, 256, 1024, 129280), ROWS):
         yield rows, functools.partial(bf16_linear.bf16_linear, empty(rows, 4096), empty(outputs, 4096))
+    for experts, rows in itertools.product((256, 384), ROWS):
+        logits, bias = empty(rows, experts, dtype=FP32), empty(experts, dtype=FP32)
+        yield rows, functools.partial(router_topk.router_topk, logits, bias, 6)
 
 
 def attention_calls():
@@ -92,11 +104,19 @@ def boundary_calls():
 
 CALLS = {
     "experts": experts_calls,
-    "linear layers": linear_calls,
+    "linear layers and the router": linear_calls,
     "attention": attention_calls,
     "index": index_calls,
     "boundaries": boundary_calls,
 }
+
+
+FOR_BLOCKS, FOR_CARDS = "mhc12fused_kernel", "mhc14summing_kernel"  # what they wait for
+
+
+def test_kernels_that_wait_have_these_names():
+    for name in (FOR_BLOCKS, FOR_CARDS):
+        assert any(name in kernel for kernel in ptx()), name
 
 
 def check(launches, rows: int, sms: int) -> None:
@@ -106,9 +126,9 @@ def check(launches, rows: int, sms: int) -> None:
         assert all(1 <= n <= most for n, most in zip(one.blocks, MOST_BLOCKS, strict=True)), told
         assert one.threads <= MOST_THREADS and one.shared <= MOST_SHARED and one.resident >= 1, told
         places = one.resident * sms
-        if "fused_kernel" in one.kernel:  # a row's block waits, the others need a place beside them
+        if FOR_BLOCKS in one.kernel:  # a row's block waits, the others need a place beside them
             assert rows < places, told
-        if "summing_kernel" in one.kernel:  # all wait, for the other cards
+        if FOR_CARDS in one.kernel:  # all wait, for the other cards
             assert one.blocks[0] <= places, told
         if one.is_cooperative:
             assert one.blocks[0] <= places and one.blocks[0] % 32 == 0, told
