@@ -10,7 +10,7 @@ from deepseek_v4_sm120.ops import compressor as compressor_op
 from deepseek_v4_sm120.ops import fp8_linear as fp8_op
 from deepseek_v4_sm120.ops import mhc as mhc_op
 from deepseek_v4_sm120.ops import wo_a as wo_a_op
-from deepseek_v4_sm120.specs import bf16_linear, bounds, compressor, fp8_linear, mhc, provider, wo_a
+from deepseek_v4_sm120.specs import bf16_linear, bounds, compressor, fp8_linear, mhc, provider, router_topk, wo_a
 from deepseek_v4_sm120.specs.provider import OURS, STOCK
 
 SHAPES = {"tp": 2, "context": 131_072, "concurrency": 8, "quick": True}
@@ -79,6 +79,23 @@ def test_a_bf16_layer_is_judged_by_what_it_returns():
         assert (bf16_linear.error(OURS, product.bfloat16(), one) < allowed) == case.matrix.bf16_out
         assert bf16_linear.error(OURS, product, other) > 0.5
     assert len(bf16_linear.TimingInputs("cpu").calls(case, 3)) == 3
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_a_choice_of_experts_is_judged_by_the_experts_and_by_their_weights(rows):
+    case = router_topk.Case(rows)
+    allowed = max(router_topk.max_error(name, case) for name in (OURS, STOCK))
+    for inputs in router_topk.correctness_inputs(case, "cpu"):
+        weights, ids = torch_provider(router_topk)(inputs)
+        assert router_topk.error(OURS, (weights, ids), inputs) < router_topk.max_error(OURS, case)
+        others = (weights, (ids + 1) % inputs.bias.numel())
+        repeated = (weights, ids[:, [0, 0, *range(2, ids.shape[1])]])
+        lighter = (weights * torch.tensor([0.99, *[1.0] * (ids.shape[1] - 1)]), ids)
+        fewer = (weights[:, 1:] / weights[:, 1:].sum(dim=1, keepdim=True), ids[:, 1:])
+        last_left_out = tuple(part[:, :-1] for part in (weights / weights[:, :-1].sum(dim=1, keepdim=True), ids))
+        for wrong in (others, repeated, lighter, (weights * torch.nan, ids), fewer, last_left_out):
+            assert router_topk.error(STOCK, wrong, inputs) > allowed
+        assert router_topk.error(STOCK, (weights[:0], ids[:0]), inputs) > allowed
 
 
 def test_stock_takes_its_own_kernel_for_the_router(monkeypatch):

@@ -161,6 +161,8 @@ class TimingInputs:
 def error(provider: str, result, inputs: Inputs) -> float:
     """The greater of both; finite logits. Which of two is chosen that are next to equal, nobody promises."""
     weights, ids = result
+    if ids.shape != (len(inputs.logits), TOPK):
+        return float("inf")
     scores, by = reference.ranked(inputs.logits, inputs.bias)
     last = by.sort(dim=1, descending=True).values[:, TOPK - 1 : TOPK]
     below = (last - by.gather(1, ids.long())).clamp_min(0).max().item()
