@@ -42,27 +42,15 @@ def replace_masked(original: Callable) -> Callable:
 def _replaced(original: Callable, *, log1p: bool, masks: bool) -> Callable:
     """For biased_topk_jit_kernel_impl(..) -> (weights [rows, topk] float32, ids [rows, topk] int32)."""
 
-    def serve(
-        hidden_states,
-        gating_output,
-        correction_bias,
-        topk,
-        renormalize,
-        scoring_func="sigmoid",
-        num_fused_shared_experts=0,
-        routed_scaling_factor=None,
-        num_token_non_padded=None,
-        expert_location_dispatch_info=None,
-        apply_routed_scaling_factor_on_output=False,
-    ):
+    def serve(_hidden_states, logits, bias, topk, renormalize, _scoring, _shared, factor, count, _physical, is_scaled):
         return op.router_topk(
-            gating_output,
-            correction_bias,
+            logits,
+            bias,
             topk,
             log1p=log1p,
             renormalize=renormalize,
-            scale=(routed_scaling_factor or 1.0) if apply_routed_scaling_factor_on_output else 1.0,
-            real_rows=_count(num_token_non_padded) if masks else None,
+            scale=(factor or 1.0) if is_scaled else 1.0,
+            real_rows=_count(count) if masks else None,
         )
 
     comparison = shadow.Comparison(
