@@ -32,6 +32,8 @@ def test_every_engine_and_its_rows(machine):  # noqa: F811
     assert set(cases) == {"experts_stock", *experts_stage.ANSWERS, *experts_stage.BESIDE}
     assert {name for name, case in cases.items() if "--moe flashinfer_mxfp4" in case["command"]} == {"experts_scaled"}
     assert "E2E_AS_SM120" not in cases["experts_stock"]["command"]
+    assert {name for name, case in cases.items() if "_SHADOW=1" in case["command"]} == set(experts_stage.BESIDE)
+    assert {name for name, case in cases.items() if "_FORCE=ops" not in case["command"]} == {"experts_stock"}
     compared = {(d["run"], d["against"]) for d in stage["differences"]}
     assert ("experts_wide", "experts_stock") in compared and ("experts_wide", "experts_triton") in compared
     rows = rows_of(path)
@@ -46,7 +48,7 @@ def test_bits_of_two_processes_and_once_more(machine):  # noqa: F811
     ended = machine("experts_same", "--jobs", "4", FAKE_UNLIKE="same_experts_wide_again")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     stage = json.loads((machine.out / "stage_experts_same.json").read_text())
-    assert all("fp8_index" in case["command"] for case in stage["cases"].values())
+    assert all("fp8_index" in case["command"] and "_FORCE=ops" in case["command"] for case in stage["cases"].values())
     assert {(s["run"], s["against"]): (s["answers"], s["differ"]) for s in stage["sames"]} == {
         ("same_experts_wide_again", "same_experts_wide"): (16, 8),
         ("same_experts_wide", "same_experts_wide"): (16, 0),
@@ -182,7 +184,7 @@ def test_register_takes_all_that_is_named(monkeypatch, plugin):
     monkeypatch.setenv("E2E_AS_SM120", "wide,fp8_index,sms=48")
     plugin.register()
     assert op.WGMMA_MAJOR is None and index_select.has_fp8_mma(0) and cuda_tensors.num_sms(0) == 48
-    assert [hook[0] for hook in hooks] == [plugin.DUMMY_WEIGHTS]
+    assert hooks == [(plugin.DUMMY_WEIGHTS, plugin.swapped, "after")] and experts_stage.FOUND in report._notes
 
 
 def test_the_weights_of_every_method_compute_the_same(plugin):
@@ -194,7 +196,7 @@ def test_the_weights_of_every_method_compute_the_same(plugin):
     layers = [layer(True), layer(False), SimpleNamespace()]
     plugin.swapped(None, SimpleNamespace(modules=lambda: layers))
     plain = torch.arange(48, dtype=torch.uint8).view(2, 8, 3)
-    for name in plugin.W13:
+    for name in ("w13_weight", "w13_weight_scale_inv"):
         assert torch.equal(getattr(layers[1], name).view(torch.uint8), plain)
         swapped = getattr(layers[0], name).view(torch.uint8)
         assert torch.equal(swapped[:, :4], plain[:, 4:]) and torch.equal(swapped[:, 4:], plain[:, :4])
