@@ -45,7 +45,7 @@ class Request:
     concurrency: int
     speculation: Speculation | None
     sglang: str
-    replaced: tuple[str, ...] = OPS  # the operators that will be ours
+    replaced: tuple[str, ...] = OPS  # the operators that nothing leaves out
     profile: str | None = None  # the file that says so
     profile_unused: str | None = None  # why a server makes nothing of the file that was given
     switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
