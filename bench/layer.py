@@ -9,7 +9,8 @@ compressor's product, the index's wq_b and the shared expert on streams of their
 and the queries' rotation are small Triton kernels; the experts' ids are drawn before, so that all graphs read the same
 weights. Missing are the router's top-k, the compressor's and the indexer's own kernels, and the sums between cards.
 
-A launch: warps beside each other (`kernel.cuh`), blocks a multiprocessor. All have the same bits, which is checked.
+A launch: warps beside each other (`kernel.cuh`), blocks a multiprocessor. None changes a bit of what the layers give,
+which is checked; of single calls that is test_fp8_linear_gpu.py's business.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 import common  # noqa: E402
 
 from deepseek_v4_sm120.commands.calibrate.timing import COLD_L2_MULTIPLE  # noqa: E402
+from deepseek_v4_sm120.commands.plan.models import FLASH  # noqa: E402
 from deepseek_v4_sm120.ops import fp8_linear as linear  # noqa: E402
 from deepseek_v4_sm120.ops import wo_a as rotating  # noqa: E402
 from deepseek_v4_sm120.ops.bf16_linear import bf16_linear  # noqa: E402
@@ -45,9 +47,10 @@ from deepseek_v4_sm120.specs.wo_a import make_wo_a  # noqa: E402
 
 ISSUE = 24
 TPS, ROWS = (1, 2, 4), (1, 2, 4, 8)
-EXPERTS, HIDDEN, HEADS, LATENT, QKV = 64, 4096, 64, 1024, 1536
+EXPERTS = 64
+HIDDEN, HEADS, LATENT, INTER = FLASH.hidden, FLASH.heads, FLASH.q_lora, FLASH.expert_width
 ENTRIES = attention_spec.CacheShape(64, 256, lengths=256)
-TUNED = ("wqkv_a", "wq_b", "index_wq_b", "wo_a", "wo_b", "shared_gate_up", "shared_down")
+TUNED = tuple(matrix.name for matrix in fp8_spec.matrices(1))
 AS_LAUNCHED = "as launched"
 REPLAYS, TURNS = 6, 11
 
@@ -97,31 +100,32 @@ class Layer:
 
     def __init__(self, tp: int, seed: int, most_rows: int):
         generator = torch.Generator("cuda").manual_seed(seed)
-        inter = 2048 // tp
-        sizes = {"wqkv_a": (1, QKV, HIDDEN), "wq_b": (1, HEADS * 512 // tp, LATENT), "index_wq_b": (1, 8192, LATENT)}
-        sizes |= {"wo_a": (8 // tp, 1024, HIDDEN), "wo_b": (1, HIDDEN, 8192 // tp)}
-        sizes |= {"shared_gate_up": (1, 2 * inter, HIDDEN), "shared_down": (1, HIDDEN, inter)}
-        self.fp8 = {name: fp8_spec.make_weight(*size, generator) for name, size in sizes.items()}
+        self.fp8 = {
+            m.name: fp8_spec.make_weight(m.groups, m.outputs, m.inputs, generator) for m in fp8_spec.matrices(tp)
+        }
         self.compressor, self.router = (
             (torch.randn((outputs, HIDDEN), generator=generator, device="cuda") / 64).to(torch.bfloat16)
             for outputs in (1024, 256)
         )
         self.boundaries = [mhc_spec.make_inputs(mhc_spec.Shape(1), seed=2 * seed + i) for i in range(2)]
-        given = moe_spec.make_inputs(moe_spec.Shape(most_rows, HIDDEN, inter, EXPERTS), seed=seed).arguments()
+        experts = moe_spec.Shape(most_rows, HIDDEN, INTER // tp, EXPERTS)
+        given = moe_spec.make_inputs(experts, seed=seed).arguments()
         self.experts = {name: value for name, value in given.items() if name != "hidden"}
 
 
 def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[str, int]]):
-    """A function that runs them one behind the other and returns what the last one gives. Its inputs live with it."""
-    heads, inter = HEADS // tp, 2048 // tp
+    """A function that runs them one behind the other and returns the last one's (output, index queries), which nobody
+    else reads. Its inputs live with it."""
+    heads, inter = HEADS // tp, INTER // tp
     start = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=9)
     attention = attention_spec.make_inputs(attention_spec.Shape(rows, heads, extra=ENTRIES)).arguments()
-    _, _, _, freqs_cis, positions = make_wo_a(rows, 8 // tp, torch.Generator("cuda").manual_seed(1))
+    _, _, _, freqs_cis, positions = make_wo_a(rows, FLASH.o_groups // tp, torch.Generator("cuda").manual_seed(1))
     indexing, beside = side_streams()
 
-    def product(layer, name, x, *outputs, **further):
-        out = empty(rows, *outputs)
-        linear._run(x.view(rows, outputs[0], -1), *layer.fp8[name], out, **further, **tuned.get(name, {}))
+    def product(layer, name, x, **further):
+        groups, outputs, inputs = layer.fp8[name][0].shape
+        out = empty(rows, groups, outputs)
+        linear._run(x.view(rows, groups, inputs), *layer.fp8[name], out, **further, **tuned.get(name, {}))
         return out
 
     def boundary(layer, which, f, streams, post, comb):
@@ -135,34 +139,42 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
         for layer in layers:
             streams, post, comb, y = boundary(layer, 0, f, streams, post, comb)
             beside.wait_stream(main)
-            qkv = product(layer, "wqkv_a", y, 1, QKV)
+            qkv = product(layer, "wqkv_a", y)
             with torch.cuda.stream(beside):
                 bf16_linear(y, layer.compressor)
             latent = empty(rows, LATENT)
-            _norm_kernel[(rows,)](qkv, latent, QKV, LATENT)
+            _norm_kernel[(rows,)](qkv, latent, qkv.stride(0), LATENT)
             indexing.wait_stream(main)
             with torch.cuda.stream(indexing):
-                product(layer, "index_wq_b", latent, 1, 8192)
-            plain, q = product(layer, "wq_b", latent, 1, heads * 512), empty(rows, 1, heads, 512)
+                queries = product(layer, "index_wq_b", latent)
+            plain, q = product(layer, "wq_b", latent), empty(rows, 1, heads, 512)
             _scale_kernel[(rows * heads,)](plain, q, 512)
             main.wait_stream(beside)
             main.wait_stream(indexing)
-            o = product(layer, "wo_a", sparse_decode(**attention | {"q": q}), 8 // tp, 1024, rotation=rotation)
-            f = product(layer, "wo_b", o, 1, HIDDEN).view(rows, HIDDEN)
+            o = product(layer, "wo_a", sparse_decode(**attention | {"q": q}), rotation=rotation)
+            f = product(layer, "wo_b", o).view(rows, HIDDEN)
             streams, post, comb, y = boundary(layer, 1, f, streams, post, comb)
             beside.wait_stream(main)
             with torch.cuda.stream(beside):
-                gate_up, h = product(layer, "shared_gate_up", y, 1, 2 * inter), empty(rows, inter)
+                gate_up, h = product(layer, "shared_gate_up", y), empty(rows, inter)
                 _swiglu_kernel[(rows, inter // 256)](gate_up, h, inter, 256)
-                shared = product(layer, "shared_down", h, 1, HIDDEN).view(rows, HIDDEN)
+                shared = product(layer, "shared_down", h).view(rows, HIDDEN)
             bf16_linear(y, layer.router)
             ids = {name: layer.experts[name][:rows] for name in ("topk_ids", "topk_weights")}
             f = mxfp4_moe(y, **layer.experts | ids)
             main.wait_stream(beside)
             f = add_shared(shared, f)
-        return f
+        return f, queries
 
     return run
+
+
+def wrong(found, expected) -> str:
+    """Of the results of a launch; empty: nothing. NaN everywhere would have the same bits."""
+    if not all(one.isfinite().all() for one in found):
+        return "results that are not finite"
+    same = (torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(found, expected, strict=True))
+    return "" if all(same) else f"other bits than {AS_LAUNCHED}"
 
 
 def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int) -> None:
@@ -174,17 +186,17 @@ def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int) -> 
             runs[f"{op}: {launch}"] = run_layers(layers, tp, rows, {op: tuning})
     for impl, run in runs.items():
         try:
-            graphs[impl], out = common.captured(run)
+            graphs[impl], found = common.captured(run)
         except RuntimeError as error:
             if "no kernel for this plan" not in str(error):
                 raise
             torch.cuda.synchronize()
             continue
-        expected = out.clone() if expected is None else expected
-        if not torch.equal(out.view(torch.int16), expected.view(torch.int16)):
-            raise SystemExit(f"{name}, {impl}: other bits than {AS_LAUNCHED}")
-    for impl, found in common.microseconds_in_turns(graphs, turns=TURNS, replays=REPLAYS).items():
-        report.add(common.row(ISSUE, name, impl, "us", round(found / len(layers), 2)))
+        expected = expected or [one.clone() for one in found]
+        if problem := wrong(found, expected):
+            raise SystemExit(f"{name}, {impl}: {problem}")
+    for impl, us in common.microseconds_in_turns(graphs, turns=TURNS, replays=REPLAYS).items():
+        report.add(common.row(ISSUE, name, impl, "us", round(us / len(layers), 2)))
 
 
 def summary(report: common.Report) -> str:
@@ -201,7 +213,7 @@ def summary(report: common.Report) -> str:
 
 def layers_for(tp: int, l2_bytes: int) -> int:
     """So many that their dense FP8 weights are over twice the L2, experts not counted; at least 3."""
-    dense = QKV * HIDDEN + 8192 * LATENT + (HEADS * 512 * LATENT + 2 * 8192 * HIDDEN + 3 * 2048 * HIDDEN) // tp
+    dense = sum(matrix.bytes for matrix in fp8_spec.matrices(tp))
     return max(3, math.ceil(COLD_L2_MULTIPLE * l2_bytes / dense))
 
 
