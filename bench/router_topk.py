@@ -26,7 +26,7 @@ from deepseek_v4_sm120.ops.bf16_linear import bf16_linear  # noqa: E402
 from deepseek_v4_sm120.ops.fp8_linear import fp8_linear  # noqa: E402
 from deepseek_v4_sm120.ops.mhc import mhc  # noqa: E402
 from deepseek_v4_sm120.ops.mxfp4_moe import add_shared, mxfp4_moe  # noqa: E402
-from deepseek_v4_sm120.ops.router_topk import router_topk  # noqa: E402
+from deepseek_v4_sm120.ops.router_topk import router_topk, triton_adds_in_pairs  # noqa: E402
 from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.specs import bf16_linear as linear_spec  # noqa: E402
 from deepseek_v4_sm120.specs import fp8_linear as fp8_spec  # noqa: E402
@@ -47,7 +47,7 @@ Choice = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor
 
 def choices(files: list[Path], folder: Path) -> dict[str, Choice]:
     """By name; ours as the newest releases compute softplus."""
-    found: dict[str, Choice] = {OURS: lambda logits, bias: router_topk(logits, bias, TOPK)}
+    found: dict[str, Choice] = {OURS: lambda logits, bias: router_topk(logits, bias, TOPK, in_pairs=triton_adds_in_pairs())}
     for number, file in enumerate(files):
         module = triton_router.load(triton_router.source_of(file.read_text()), folder / f"router_{number}.py")
         found[f"SGLang's of {file.stem}"] = lambda logits, bias, m=module: triton_router.moe_fused_gate(
@@ -59,14 +59,14 @@ def choices(files: list[Path], folder: Path) -> dict[str, Choice]:
 def check(stock: Choice) -> tuple[str, float]:
     """(which softplus this one computes, our error); other ids or bits end the benchmark."""
     generator = torch.Generator("cuda").manual_seed(1)
-    low = make_inputs(256, generator, kind="low")
-    log1p = torch.equal(stock(low.logits, low.bias)[0], router_topk(low.logits, low.bias, TOPK)[0])
+    low, in_pairs = make_inputs(256, generator, kind="low"), triton_adds_in_pairs()
+    log1p = torch.equal(stock(low.logits, low.bias)[0], router_topk(low.logits, low.bias, TOPK, in_pairs=in_pairs)[0])
     for kind in KINDS:
         inputs = make_inputs(4096, generator, kind=kind)
         theirs = stock(inputs.logits, inputs.bias)
         for rows in (1, 4096):
             given = (inputs.logits[:rows], inputs.bias, TOPK)
-            weights, ids = router_topk(*given, log1p=log1p)
+            weights, ids = router_topk(*given, log1p=log1p, in_pairs=in_pairs)
             same = torch.equal(ids, theirs[1][:rows]) and torch.equal(
                 weights.view(torch.int32), theirs[0][:rows].view(torch.int32)
             )

@@ -19,6 +19,7 @@ inline void run(Arguments& a) {
   p.scale = a["scale"];
   p.log1p = a["log1p"];
   p.renormalize = a["renormalize"];
+  p.in_pairs = a["in_pairs"];
   p.rows = a["rows"];
   p.experts = a["experts"];
   p.topk = a["topk"];

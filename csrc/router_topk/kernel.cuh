@@ -120,11 +120,12 @@ __device__ __forceinline__ void choose(Shared<kEach>& s, int topk) {
 }
 
 // Lane k has the score of the k-th chosen, or 0. The sum is in the order of the Triton kernel's two lanes of four.
-__device__ __forceinline__ float renormalized(float score) {
+__device__ __forceinline__ float renormalized(float score, bool in_pairs) {
   float v[kMaxTopk];
 #pragma unroll
   for (int k = 0; k < kMaxTopk; ++k) v[k] = __shfl_sync(0xffffffffu, score, k);
-  const float sum = (v[0] + v[1] + v[2] + v[3]) + (v[4] + v[5] + v[6] + v[7]);
+  const float pairs = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+  const float sum = in_pairs ? pairs : (v[0] + v[1] + v[2] + v[3]) + (v[4] + v[5] + v[6] + v[7]);
   return divide_approx(score, sum > 0.f ? sum : 1.f);
 }
 
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(32 * kEach) router_topk_kernel(const Params p)
     if (expert < 32) {
       choose(s, p.topk);
       weight = expert < p.topk ? s.scores[s.chosen[expert]] : 0.f;
-      if (p.renormalize) weight = renormalized(weight);
+      if (p.renormalize) weight = renormalized(weight, p.in_pairs);
     }
     if (is_real) break;
     __syncthreads();

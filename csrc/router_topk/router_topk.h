@@ -24,6 +24,7 @@ struct Params {
   bool logits_bf16, bias_bf16;
   bool log1p;                // softplus as SGLang has it since 0.5.20
   bool renormalize;
+  bool in_pairs;  // how a row's weights are added up: as Triton has it since 3.8
 };
 
 void launch(const Params& params, bool pdl, cudaStream_t stream);

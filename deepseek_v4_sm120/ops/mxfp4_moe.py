@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension, triton_version
 from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, FP32, INT32, VECTOR, Call
 
 DECODE_ROWS = 256
@@ -171,9 +171,7 @@ def multiplies_block_scaled(device=None, *, by_triton: bool = True) -> bool:
     capability = torch.cuda.get_device_capability(device)
     if capability[0] != BLOCK_SCALED_MAJOR or not by_triton or capability == (12, 0):
         return capability[0] == BLOCK_SCALED_MAJOR
-    import triton
-
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= TRITON_ON_121
+    return triton_version.is_at_least(*TRITON_ON_121)
 
 
 # ---- few rows

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
+from deepseek_v4_sm120.ops.shared import cuda_tensors, extension, triton_version
 from deepseek_v4_sm120.ops.shared.checks import INT32, Call, Question
 from deepseek_v4_sm120.ops.shared.limits import LIMITS
 
 MAX_EXPERTS, MAX_TOPK = (LIMITS["router_topk"][name].most for name in ("experts", "experts_per_token"))
+IN_PAIRS_SINCE = (3, 8)  # the first Triton that adds up a lane's numbers so
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def router_topk(router_logits, bias, topk, *, log1p=True, renormalize=True, scale=1.0, real_rows=None):
+def router_topk(router_logits, bias, topk, *, log1p=True, renormalize=True, scale=1.0, real_rows=None, in_pairs=True):
     """A row's experts: those with the greatest sqrt(softplus(logit)) + bias, and their weights, without the bias.
 
     router_logits
@@ -24,10 +25,13 @@ def router_topk(router_logits, bias, topk, *, log1p=True, renormalize=True, scal
     renormalize  weights of a row are divided by their sum, if it is positive
     scale        factor of the weights behind that
     real_rows    [1] int32: rows from there on have ids -1 and weights 0; or None
+    in_pairs     a row's weights are added up as ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), as by Triton 3.8 and later;
+                 False: (((0 + 1) + 2) + 3) + (((4 + 5) + 6) + 7), as before. Where there are no more, 0
     returns      (weights [rows, topk] float32, ids [rows, topk] int32), greatest first; of equal ones the lowest id.
                  NaN ranks as -1e30
-    accuracy     ids and weights are those of SGLang's Triton kernel to the bit, with the order in which Triton 3.6 and
-                 3.7 add up a row's weights for a GPU of their own; weights below 1e-5 of float64's, relative L2
+    accuracy     ids and weights are those of SGLang's Triton kernel to the bit, with the order in which its Triton adds
+                 up a row's weights for logits that are float32, aligned and 64 or more; weights below 1e-5 of
+                 float64's, relative L2
     determinism  the same bits in every run and every batch
     raises       TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                  launch)
@@ -48,8 +52,13 @@ def router_topk(router_logits, bias, topk, *, log1p=True, renormalize=True, scal
     ids = torch.empty((rows, topk), dtype=torch.int32, device=router_logits.device)
     if rows:
         with cuda_tensors.on_device_of(router_logits):
-            _launch(router_logits, bias, weights, ids, log1p, renormalize, scale, real_rows)
+            _launch(router_logits, bias, weights, ids, log1p, renormalize, scale, real_rows, in_pairs)
     return weights, ids
+
+
+def triton_adds_in_pairs() -> bool:
+    """What `in_pairs` is for the bits of the Triton that is here."""
+    return triton_version.is_at_least(*IN_PAIRS_SINCE)
 
 
 def takes(router_logits, bias, topk, real_rows) -> bool:
@@ -65,7 +74,7 @@ def takes(router_logits, bias, topk, real_rows) -> bool:
     )
 
 
-def _launch(logits, bias, weights, ids, log1p, renormalize, scale, real_rows) -> None:
+def _launch(logits, bias, weights, ids, log1p, renormalize, scale, real_rows, in_pairs) -> None:
     """Checked arguments to raw pointers; logits' device is current."""
     extension.load().router_topk(
         logits=logits.data_ptr(),
@@ -79,6 +88,7 @@ def _launch(logits, bias, weights, ids, log1p, renormalize, scale, real_rows) ->
         scale=float(scale),
         log1p=bool(log1p),
         renormalize=bool(renormalize),
+        in_pairs=bool(in_pairs),
         rows=logits.shape[0],
         experts=logits.shape[1],
         topk=ids.shape[1],

@@ -18,7 +18,7 @@ def served(monkeypatch):
     """The gate open, the reference in the operator's place; what it was called with."""
     calls = []
 
-    def op(router_logits, bias, topk, *, log1p, renormalize, scale, real_rows):
+    def op(router_logits, bias, topk, *, log1p, renormalize, scale, real_rows, in_pairs):
         calls.append({"log1p": log1p, "scale": scale, "real_rows": real_rows})
         found = reference(router_logits, bias, topk, renormalize=renormalize, scale=scale, real_rows=real_rows)
         return found[0].float(), found[1].int()

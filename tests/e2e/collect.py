@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
+import chain_stage  # noqa: E402
 import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
 import pieces_stage  # noqa: E402
@@ -37,12 +38,12 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_operators": ("index", "router"),
     "e2e_index_seams": ("index_seams",),
     "e2e_dealt_index": ("index2", "index2_43"),
-    "e2e_whole_step": ("whole43", "without43"),
+    "e2e_whole_step": ("whole43", "without43", "chain43"),
     "e2e_two_cards": ("tp2", "tp2_43"),
     "e2e_four_cards": ("tp4", "tp4_43"),
     "e2e_sums": ("sums2", "sums4"),
     "e2e_sums_step": ("sums2_43", "sums4_43"),
-    "e2e_speculation": ("speculation", "speculation43"),
+    "e2e_speculation": ("speculation", "speculation43", "dspark43"),
     "e2e_faults": ("faults2",),  # of faults_stage.py
     "e2e_soak": ("soak",),  # of soak_stage.py
     "e2e_start": ("start",),  # of start_stage.py
@@ -145,6 +146,8 @@ IMPLEMENTATIONS = {
     "cost43_reproducible": "ours, reproducible",
     "stock43_eagle314": "SGLang stock (Hopper kernels), EAGLE 3/1/4",
     "ops43_eagle314": "ours, every operator on, EAGLE 3/1/4",
+    "stock43_dspark3": "SGLang stock (Hopper kernels), DSPARK, a block of 3",
+    "ops43_dspark3": "ours, every operator on, DSPARK, a block of 3",
     "ops43_e4m3_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the head in E4M3",
     **{
         f"{kind}_{name}": f"ours, {'not reproducible' if kind == 'unlike' else 'reproducible'}, {text}"
@@ -175,6 +178,7 @@ IMPLEMENTATIONS = {
         features_stage.PREFIX + name: "SGLang stock" if engine.stock_of else "ours, reproducible"
         for name, engine in features_stage.ENGINES.items()
     },
+    **chain_stage.IMPLEMENTATIONS,
     **experts_stage.IMPLEMENTATIONS,
     **pieces_stage.IMPLEMENTATIONS,
     **streams_stage.IMPLEMENTATIONS,
@@ -198,11 +202,12 @@ WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
     ("ops43_sums4", "1"): {"decode step, ms, worst": 3.4},
     ("ops43_sums4", "8"): {"decode step, ms, worst": 6.2},
     ("ops43_sums4_host", "1"): {"decode step, ms, worst": 3.9},
+    **chain_stage.BARS,
 }
 COST_BAR = 1.1  # times the prompt's time without one order of sums
 MOST_OFF = 1  # verifications of an answer: SGLang counts the one that is under way when it ends, or does not
 WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE, SUMS_ISSUE, FEATURES_ISSUE = 7, 4, 21, 20, 23
-SPECULATION_RUNS = ("_eagle314", "_e4m3_drafts", "cost43_without", "cost43_reproducible")
+SPECULATION_RUNS = ("_eagle314", "_dspark3", "_e4m3_drafts", "cost43_without", "cost43_reproducible")
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
 
 
@@ -215,7 +220,7 @@ def timing_rows(name, batches, prefill_bars=None):
     impl, rows = IMPLEMENTATIONS[name], []
     is_whole = name.endswith(("_whole", "43_alone", "43_tp2", "43_tp4")) or "_with_" in name or "_without_" in name
     issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith(SPECULATION_RUNS) else ISSUE
-    issue = SUMS_ISSUE if "43_sums" in name else issue
+    issue = SUMS_ISSUE if "43_sums" in name else chain_stage.ISSUE if name in chain_stage.IMPLEMENTATIONS else issue
     variant = "flash43" if name.endswith("_tp4") or "_sums4" in name else "flash43e64"
     for batch, timed in batches.items():
         bars = WHOLE_BARS.get((name, batch), {}) | (prefill_bars or {}).get(batch, {})
@@ -466,7 +471,7 @@ def collect(stages, commit):
         rows += fault_rows(stage["faults"]) if "faults" in stage else []
         for name, case in stage["cases"].items() if "features" not in stage else ():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
-        for of_stage in (pieces_stage, streams_stage, experts_stage):
+        for of_stage in (chain_stage, pieces_stage, streams_stage, experts_stage):
             rows += of_stage.rows(stage["cases"], row)
         rows += cost_rows(stage)
         for difference in stage["differences"]:  # a later call's file repeats what its work folder still holds

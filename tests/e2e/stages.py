@@ -12,6 +12,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import accepted_stage  # noqa: E402
+import chain_stage  # noqa: E402
 import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
 import pieces_stage  # noqa: E402
@@ -94,6 +95,8 @@ def dspark(**model):
 
 
 DSPARK = dspark()
+# behind all layers, of which the drafter's stages are more
+DSPARK43 = dspark(dspark_target_layer_ids=[40, 41, 42], compress_ratios=[0, 0, *[4, 128] * 20, 4, 0, 0, 0])
 # several engines side by side: what the others hold must not count as a reserve
 TEXT = ["--variant", "flash6h", "--prompts", "5,130,700,1500", "--new", "96", "--phases", "text"]
 TEXT += ["--batches", "8", "32", "--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
@@ -231,6 +234,11 @@ STAGES = {
         EVERY_CALL | REPRODUCIBLE,
         {"eagle314": eagle(3), "dspark3": dspark(**FEW_EXPERTS), "eagle516": eagle(5)},
     ),
+    # the same step by DSPARK, beside stock's
+    "dspark43": [
+        Case("stock43_dspark3", SPECULATION_TIMED + DSPARK43, patched=False, takes_turns=True),
+        Case("ops43_dspark3", SPECULATION_TIMED + DSPARK43, environment=EVERY_CALL, takes_turns=True),
+    ],
     "speculation43": [
         Case("stock43_eagle314", SPECULATION_TIMED + eagle(3), patched=False, takes_turns=True),
         Case("ops43_eagle314", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL, takes_turns=True),
@@ -346,6 +354,7 @@ STAGES = {
             environment=EVERY_CALL | SHADOW | {"DSV4_SM120_SET": ROUTER_TOPK},
         ),
     ],
+    **chain_stage.stages(Case, TIMED_IN_TURN, EVERY_CALL),
     # a prompt's sums, NCCL's, in pieces and whole: to the last bit beside ours of few rows; timed by NCCL alone
     **pieces_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     # a prompt's streams, dealt to the cards and whole, likewise

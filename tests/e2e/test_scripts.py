@@ -37,6 +37,7 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
         "run_stage",
         "stages",
         "accepted_stage",
+        "chain_stage",
         "experts_stage",
         "features_stage",
         "pieces_stage",

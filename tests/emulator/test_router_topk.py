@@ -8,7 +8,7 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from deepseek_v4_sm120.ops.router_topk import router_topk
+from deepseek_v4_sm120.ops.router_topk import router_topk, triton_adds_in_pairs
 from deepseek_v4_sm120.reference import router_topk as reference
 from deepseek_v4_sm120.sglang_patches.table import ROUTER_TOPK
 from deepseek_v4_sm120.specs.router_topk import KINDS, TOPK, make_inputs
@@ -40,9 +40,10 @@ def hostile(experts: int):
 def found(experts: int, log1p: bool, padded: bool):
     logits, bias = hostile(experts)
     real = torch.tensor([13], dtype=torch.int32) if padded else None
+    release = {"log1p": log1p, "in_pairs": triton_adds_in_pairs(), "scale": 1.5}
     with emulated(**CHOICES):
-        weights, ids = router_topk(logits, bias, TOPK, log1p=log1p, scale=1.5, real_rows=real)
-        alone = router_topk(logits[7:8], bias, TOPK, log1p=log1p, scale=1.5)
+        weights, ids = router_topk(logits, bias, TOPK, real_rows=real, **release)
+        alone = router_topk(logits[7:8], bias, TOPK, **release)
         assert torch.equal(alone[0][0], weights[7]) and torch.equal(alone[1][0], ids[7]) and ran("router_topk_kernel")
     return weights, ids
 
@@ -84,3 +85,19 @@ def test_other_numbers_of_experts(experts):
     weights, ids = found(experts, True, False)
     assert torch.equal(ids.long(), expected[1])
     torch.testing.assert_close(weights.double(), expected[0], rtol=1e-6, atol=1e-12, equal_nan=True)
+
+
+def test_the_order_in_which_a_rows_weights_are_added_up():
+    """Both, from the scores: the Triton that is here has one of them, engines the other."""
+    logits, bias = (part[:10] if part.ndim == 2 else part for part in hostile(256))
+    with emulated(**CHOICES):
+        scores, _ = router_topk(logits, bias, 8, renormalize=False)
+        found = {in_pairs: router_topk(logits, bias, 8, in_pairs=in_pairs)[0] for in_pairs in (True, False)}
+    v = scores.T
+    sums = {
+        True: ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])),
+        False: (v[0] + v[1] + v[2] + v[3]) + (v[4] + v[5] + v[6] + v[7]),
+    }
+    assert not torch.equal(sums[True], sums[False])
+    for in_pairs, weights in found.items():
+        assert torch.equal(bits(weights), bits(scores / sums[in_pairs][:, None]))

@@ -41,6 +41,7 @@ def replace_masked(original: Callable) -> Callable:
 
 def _replaced(original: Callable, *, log1p: bool, masks: bool) -> Callable:
     """For biased_topk_jit_kernel_impl(..) -> (weights [rows, topk] float32, ids [rows, topk] int32)."""
+    in_pairs = op.triton_adds_in_pairs()
 
     def serve(_hidden_states, logits, bias, topk, renormalize, _scoring, _shared, factor, count, _physical, is_scaled):
         return op.router_topk(
@@ -51,6 +52,7 @@ def _replaced(original: Callable, *, log1p: bool, masks: bool) -> Callable:
             renormalize=renormalize,
             scale=(factor or 1.0) if is_scaled else 1.0,
             real_rows=_count(count) if masks else None,
+            in_pairs=in_pairs,
         )
 
     comparison = shadow.Comparison(
