@@ -47,7 +47,8 @@ Choice = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor
 
 def choices(files: list[Path], folder: Path) -> dict[str, Choice]:
     """By name; ours as the newest releases compute softplus."""
-    found: dict[str, Choice] = {OURS: lambda logits, bias: router_topk(logits, bias, TOPK, in_pairs=triton_adds_in_pairs())}
+    in_pairs = triton_adds_in_pairs()
+    found: dict[str, Choice] = {OURS: lambda logits, bias: router_topk(logits, bias, TOPK, in_pairs=in_pairs)}
     for number, file in enumerate(files):
         module = triton_router.load(triton_router.source_of(file.read_text()), folder / f"router_{number}.py")
         found[f"SGLang's of {file.stem}"] = lambda logits, bias, m=module: triton_router.moe_fused_gate(
