@@ -53,8 +53,8 @@ SIDE_BY_SIDE += ["--reps", "3"]
 WHOLE = [*SIDE_BY_SIDE, "--phases", "bench", "profile", "prefill"]
 # Six engines side by side. At batch 1 six experts are read, however many there are; 16 of them are all that is loaded
 ONE_ROW = [*ALL_LAYERS, "--set", 'json_model_override_args="{\\"n_routed_experts\\": 16}"', "--in-len", "1024"]
-ONE_ROW += ["--max-total-tokens", "20000", "--mem", "0.95", "--phases", "bench", "--bs", "1", "--out-len", "64"]
-ONE_ROW += ["--reps", "4"]
+ONE_ROW += ["--max-total-tokens", "20000", "--mem", "0.95", "--bs", "1", "--out-len", "64"]
+ONE_ROW += ["--phases", "bench", "profile", "--reps", "4", "--rounds", "4"]
 EVERY_CALL = OPS | PAGED_EXTEND | PAGED_INDEX
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """From a server's start to its first token, and what compiles behind it: stock and ours, cold and warm, 6 layers.
 
-usage: start_stage.py [--harness DIR] [--patch build] [--out $OUT] [--cards 1] [--limit-s 190]
+usage: start_stage.py [--harness DIR] [--patch build] [--out $OUT] [--cards 1] [--one-card] [--limit-s 190]
 
 --cards 1   three waves of two servers, stock on one card and ours on the other. In the first ours has none of its own
             kernels in Triton's folder (a copy of it, without them), and stock's is only there to make both waves after
             it warm; in the third they change cards
+--one-card  the first two of these waves, both servers on one card
 --cards 2   TP2, one server after the other: stock, ours without its own kernels, ours, stock
 
 Of each: seconds from the process's start to the first token, and what its log says of the parts. Then it is asked for
@@ -42,6 +43,7 @@ STAGE = "start"
 # waves of (server, the cards that it sees); a wave's servers start side by side
 WAVES = {
     1: (((FIRST, "0"), (COLD, "1")), ((STOCK, "0"), (OURS, "1")), ((OURS, "0"), (STOCK, "1"))),
+    "one": (((FIRST, "0"), (COLD, "0")), ((STOCK, "0"), (OURS, "0"))),
     2: (((FIRST, "0,1"),), ((COLD, "0,1"),), ((OURS, "0,1"),), ((STOCK, "0,1"),)),
 }
 MODEL = {"json_model_override_args": json.dumps(FEW_EXPERTS), "swa_full_tokens_ratio": 0.5}
@@ -195,7 +197,7 @@ class Stage:
         left = copy_without(folder_of("TRITON_CACHE_DIR"), self.own, our_kernels(self.arguments.patch))
         say(f"ours has a copy of Triton's folder without {left} kernels of its own")
         number = 0
-        for wave in WAVES[self.arguments.cards]:
+        for wave in WAVES["one" if self.arguments.one_card else self.arguments.cards]:
             starts = [Start(kind, cards, number + i, self) for i, (kind, cards) in enumerate(wave)]
             number += len(wave)
             before = files(self.own)
@@ -211,7 +213,7 @@ class Stage:
 
     @property
     def command(self) -> str:
-        return f"--cards {self.arguments.cards}"
+        return f"--cards {self.arguments.cards}" + (" --one-card" if self.arguments.one_card else "")
 
     def found(self) -> dict:
         return {"cards": self.arguments.cards, "starts": self.starts, "files": self.files}
@@ -219,9 +221,13 @@ class Stage:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = served.parser(STAGE, __doc__.splitlines()[0], port=15000)
-    parser.add_argument("--cards", type=int, choices=tuple(WAVES), default=1, help="of a server; the stage needs two")
+    parser.add_argument("--cards", type=int, choices=(1, 2), default=1, help="of a server; the stage needs two")
+    parser.add_argument("--one-card", action="store_true", help="all servers share the first card")
     parser.add_argument("--rest-s", type=float, default=1.5)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.one_card and arguments.cards > 1:
+        parser.error("--one-card: servers of --cards 2 need two")
+    return arguments
 
 
 def clear(work: Path) -> None:

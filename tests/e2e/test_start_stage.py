@@ -124,6 +124,15 @@ def test_three_waves_and_what_compiles_behind_the_first_token(started):
     assert {row["issue"] for of in rows.values() for row in of} == {23}
 
 
+def test_where_there_is_one_card_both_servers_of_a_wave_share_it(capsys):
+    told = [(kind, cards) for wave in start_stage.WAVES["one"] for kind, cards in wave]
+    assert told == [("stock_first", "0"), ("ours_cold", "0"), ("stock", "0"), ("ours", "0")]
+    assert start_stage.parse(["--one-card"]).one_card and not start_stage.parse([]).one_card
+    with pytest.raises(SystemExit):
+        start_stage.parse(["--one-card", "--cards", "2"])
+    assert "--one-card: servers of --cards 2 need two" in capsys.readouterr().err
+
+
 def made(ours=30.0, cold=33.0, stock=28.0, compiles=(), problem=None):
     def start(kind, seconds):
         served = {shape: [0.2, 0.2, 0.2] for shape in start_stage.SHAPES}
