@@ -21,6 +21,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("ape", "norm_weight", "freqs"),
         ("kv_score", "state", "plan", "out_loc", "cache", "pooled", "arrived", "writes"),
     ),
+    "compressor::DraftsParams": ((), ("requests", "lengths", "accepted", "states")),
     "fp8_linear::Params": (
         ("weight", "scale", "rotation"),
         ("x", "out", "partial", "positions"),
@@ -140,6 +141,7 @@ KERNELS: dict[str, Kernel] = {
     "compressor, many tokens, groups of 128": Kernel(
         r"compressor::long_many_kernel", "compressor::Params", BEHIND, hints=("plan",)
     ),
+    "compressor, drafts cleared": Kernel(r"compressor::clear_drafts_kernel", "compressor::DraftsParams", BEFORE),
     "fp8_linear, few rows": Kernel(
         r"fp8_linear::linear_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")
     ),

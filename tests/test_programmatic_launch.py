@@ -91,7 +91,7 @@ def offsets(folder: Path) -> dict[str, dict[int, str]]:
     """Of every pointer of the table, by struct, as the compiler has them."""
     lines = ["#include <cstddef>", "#include <cstdio>"]
     headers = sorted({f"{struct_.partition('::')[0]}" for struct_ in POINTERS})
-    parts = ["mxfp4_moe/shared", "mxfp4_moe/scaled", "mxfp4_moe/sorted", "mxfp4_moe/tiles"]
+    parts = ["compressor/drafts", "mxfp4_moe/shared", "mxfp4_moe/scaled", "mxfp4_moe/sorted", "mxfp4_moe/tiles"]
     lines += [f'#include "{name}.h"' for name in (*(f"{name}/{name}" for name in headers), *parts)] + ["int main() {"]
     for struct_, (constant, produced) in POINTERS.items():
         for name in (*constant, *produced):

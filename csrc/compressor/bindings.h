@@ -1,8 +1,12 @@
-// The Python function of a compressor's step: raw pointers and sizes, keyword-only; ops/ validates them.
+// The Python functions of the compressors: raw pointers and sizes, keyword-only; ops/ validates them.
 #pragma once
+
+#include <algorithm>
+#include <stdexcept>
 
 #include "../arguments.h"
 #include "compressor.h"
+#include "drafts.h"
 
 namespace dsv4::compressor {
 
@@ -38,6 +42,27 @@ inline void run(Arguments& a) {
   launch(p, ratio, !index ? Entry::kKv : fp4 ? Entry::kIndexFp4 : Entry::kIndexFp8, many, last.pdl, last.stream);
 }
 
-inline void bind(py::module_& m) { define(m, "compressor", run); }
+inline void clear_drafts(Arguments& a) {
+  DraftsParams p = {};
+  p.requests = a["requests"];
+  p.lengths = a["lengths"];
+  p.accepted = a["accepted"];
+  float* const* const states = a["states"];  // on the host
+  p.num_states = a["num_states"];
+  p.state_slots = a["state_slots"];
+  p.num_requests = a["num_requests"];
+  p.tokens = a["tokens"];
+  p.ring = a["ring"];
+  const LaunchArguments last = a.last();
+  if (p.num_states > kMostStates) throw std::runtime_error("clear_drafts: takes at most " + std::to_string(kMostStates) + " states");
+  std::copy_n(states, p.num_states, p.states);
+  launch_clear_drafts(p, last.pdl, last.stream);
+}
+
+inline void bind(py::module_& m) {
+  m.attr("CLEAR_DRAFTS_STATES") = kMostStates;
+  define(m, "compressor", run);
+  define(m, "clear_drafts", clear_drafts);
+}
 
 }  // namespace dsv4::compressor

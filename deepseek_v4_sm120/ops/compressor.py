@@ -1,13 +1,15 @@
-"""Public compressor: a step of DeepSeek-V4's KV compressors. Checks the arguments, launches `_C.compressor`."""
+"""Public compressor: a step of DeepSeek-V4's KV compressors, and what rejected drafts left in their state. Checks the
+arguments, launches `_C.compressor` and `_C.clear_drafts`."""
 
 from __future__ import annotations
 
 import functools
+from array import array
 
 import torch
 
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
-from deepseek_v4_sm120.ops.shared.checks import COMPLEX, CONTIGUOUS, FP32, INT64, ROTATED, UINT8, VECTOR, Call
+from deepseek_v4_sm120.ops.shared.checks import COMPLEX, CONTIGUOUS, FP32, INT32, INT64, ROTATED, UINT8, VECTOR, Call
 from deepseek_v4_sm120.ops.shared.kv_page_layout import kv_page_layout
 from deepseek_v4_sm120.ops.shared.zeroed_words import ZeroedWords
 
@@ -134,6 +136,56 @@ def _launch(kv_score, state, ape, plan, norm_weight, norm_eps, freqs_cis, out_lo
         pdl=True,
         stream=stream,
     )
+
+
+def clear_drafts(requests, lengths, accepted, *, states, ring, tokens):
+    """Empties the slots of groups of 128 that tokens of a verification have who were not accepted, of all layers.
+
+    requests   [requests] int64, contiguous: whose ring of slots, the r-th begins at slot r * ring
+    lengths    [requests] int64, contiguous: in front of the step, 0 or more: token i has slot (length + i) % ring
+    accepted   [requests] int32, contiguous: how many of the tokens stay, the first ones; all do where it is beyond them
+    states     1 to 64 tensors [slots, 1024] float32, contiguous, of one shape: values, then scores; written in place
+    ring       slots of a request
+    tokens     of each request in the step
+    returns    None; values are 0 and scores -inf in the slots of the other tokens, all else is as it was
+    outside    a slot that is not in a state: nothing is written there
+    accuracy   the bits of SGLang's clear_unaccepted_c128_draft_states, a launch for each layer
+    raises     TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device, launch)
+    cuda graphs  capture-safe: no host sync, no allocation; a graph has the addresses of the states
+    streams    the current stream of requests' device
+    source     SGLang 0.5.23, dsv4_c128_cleanup.py and its caller in deepseek_v4_memory_pool.py
+    """
+    check = Call("clear_drafts", "requests", requests)
+    (count,) = check.tensor("requests", requests, INT64, ("requests",))
+    check.tensor("lengths", lengths, INT64, (count,))
+    check.tensor("accepted", accepted, INT32, (count,))
+    most = extension.load().CLEAR_DRAFTS_STATES
+    if not 0 < len(states) <= most:
+        check.refuse("value", "states", f"be 1 to {most} tensors", len(states))
+    slots = "slots"
+    for i, state in enumerate(states):
+        slots, _ = check.tensor(f"states[{i}]", state, FP32, (slots, width(LONG, KV_DIM)), CONTIGUOUS, VECTOR)
+    for name, size in (("ring", ring), ("tokens", tokens)):
+        if size < 1:
+            check.refuse("value", name, "be 1 or more", size)
+    check.on_cuda()
+    if not count:
+        return
+    addresses = array("Q", [state.data_ptr() for state in states])
+    with cuda_tensors.on_device_of(requests):
+        extension.load().clear_drafts(
+            requests=requests.data_ptr(),
+            lengths=lengths.data_ptr(),
+            accepted=accepted.data_ptr(),
+            states=addresses.buffer_info()[0],
+            num_states=len(states),
+            state_slots=slots,
+            num_requests=count,
+            tokens=tokens,
+            ring=ring,
+            pdl=True,
+            stream=cuda_tensors.current_stream(requests.device.index),
+        )
 
 
 @functools.cache

@@ -80,6 +80,16 @@ def _many_tokens(kv_score, state, layer, plan, writes, out_loc, cache, page_size
     return row, entries
 
 
+def clear_drafts(requests, lengths, accepted, *, states, ring, tokens) -> None:
+    """Writes 0 and -inf, values and scores, to the slots of tokens that were not accepted, in every layer's state."""
+    behind = torch.arange(tokens, device=requests.device)
+    slots = requests[:, None] * ring + (lengths[:, None] + behind) % ring
+    rejected = slots[(behind >= accepted[:, None]) & _inside(slots, states[0].shape[0])]
+    for state in states:
+        values, scores = state.chunk(2, dim=1)
+        values[rejected], scores[rejected] = 0.0, -torch.inf
+
+
 def _inside(index: torch.Tensor, size: int) -> torch.Tensor:
     return (index >= 0) & (index < size)
 

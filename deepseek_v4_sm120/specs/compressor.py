@@ -236,6 +236,47 @@ def make_step(kind: str, requests, *, ring=None, padding=0, seed=0, device="cuda
     )
 
 
+@dataclass
+class Drafts:
+    """The arguments of ops.compressor.clear_drafts and of the reference."""
+
+    requests: torch.Tensor
+    lengths: torch.Tensor
+    accepted: torch.Tensor
+    states: list[torch.Tensor]
+    ring: int
+    tokens: int
+
+    def arguments(self) -> dict:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def copy(self) -> Drafts:
+        """With states of its own."""
+        return replace(self, states=[state.clone() for state in self.states])
+
+
+def make_drafts(requests: int, tokens: int, layers: int, *, ring=256, seed=0, device="cuda") -> Drafts:
+    """Requests in no order, lengths that wrap around the ring, 0 to all tokens accepted; states of any bits."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    given = {"generator": generator, "device": device}
+    lengths = torch.randint(0, 4 * ring, (requests,), **given)
+    lengths[0] = 2 * ring - 1
+    slots = -(-(requests + 2) * ring // 128) * 128
+    least, most = -(1 << 31), (1 << 31) - 1
+    states = [
+        torch.randint(least, most, (slots, KINDS["c128"].width), **given).to(torch.int32).view(torch.float32)
+        for _ in range(layers)
+    ]
+    return Drafts(
+        requests=1 + torch.randperm(requests, **given),
+        lengths=lengths,
+        accepted=torch.randint(0, tokens + 1, (requests,), **given).to(torch.int32),
+        states=states,
+        ring=ring,
+        tokens=tokens,
+    )
+
+
 # ---- self-test
 
 
@@ -244,6 +285,7 @@ def checks(quick: bool) -> Iterator[Check]:
     for kind in LAYERS if quick else KINDS:
         yield Check("compressor", kind, functools.partial(_check_kind, kind), ON_GPU)
         yield Check("compressor", f"{kind}, verification", functools.partial(_check_many, kind), ON_GPU)
+    yield Check("compressor", "rejected drafts", _check_drafts, ON_GPU)
 
 
 def _check_references() -> str:
@@ -286,6 +328,17 @@ def _check_many(kind: str) -> str:
         ours, theirs = (getattr(inputs, name).view(torch.uint8) for inputs in (at_once, step_by_step))
         same(ours, theirs, f"{name} of four tokens at once and one by one")
     return "four tokens of a request at once are the same bits as one by one"
+
+
+def _check_drafts() -> str:
+    """Five requests of four tokens in three layers, and all else of their states, against the reference."""
+    ours = make_drafts(5, 4, 3)
+    truth = ours.copy()
+    op.clear_drafts(**ours.arguments())
+    reference.clear_drafts(**truth.arguments())
+    for layer, (mine, theirs) in enumerate(zip(ours.states, truth.states, strict=True)):
+        same(mine.view(torch.int32), theirs.view(torch.int32), f"layer {layer}")
+    return "the bits of the reference in every slot of three layers"
 
 
 def decoded(inputs: Inputs, requests) -> Iterator[Inputs]:

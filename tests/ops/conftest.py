@@ -30,6 +30,7 @@ class FakeExtension(types.SimpleNamespace):
             INDEX_DIM=128,
             INDEX_PAGE=64,
             INDEX_MAX_K=1024,
+            CLEAR_DRAFTS_STATES=64,
             kv_page_bytes=kv_pages.page_bytes,
             index_select_scratch_bytes=lambda **sizes: 4096,
             sparse_decode_max_control_words=1024,

@@ -75,6 +75,7 @@ def _calls() -> dict[str, tuple[str, dict]]:
         ),
         "compressor": ("compressor", given(compressor.make_inputs("c4", [4, 5, 8], device="cpu"))),
         "compressor, many": ("compressor", given(compressor.make_step("c4", [compressor.Request(5, 4)], device="cpu"))),
+        "clear_drafts": ("compressor", compressor.make_drafts(ROWS, 4, 2, ring=128, device="cpu").arguments()),
         "fp8_linear": ("fp8_linear", {**product, "out": bf16(ROWS, 256)}),
         "fp8_grouped_linear": ("fp8_linear", {**groups, "out": bf16(ROWS, 2, 256)}),
         "wo_a": ("wo_a", rotated),
@@ -103,6 +104,7 @@ BAD_SUM = ("sum_over", "tp")
 BAD_VALUES = {
     "all_reduce": [("algorithm", "three_shot")],
     "compressor": [("norm_eps", 0.0), ("norm_eps", math.nan), ("page_size", 48), ("page_size", 0), ("fp4", True)],
+    "clear_drafts": [("states", []), ("states", [None] * 65), ("ring", 0), ("tokens", 0)],
     "bf16_linear": [("out_dtype", torch.float16)],
     "router_topk": [("topk", 0), ("topk", 9), ("topk", 1.5)],
     "mhc": [*BAD_MHC, ("sinkhorn_iters", 0), BAD_SUM, ("ready", print), ("held_sms", 28)],

@@ -9,7 +9,7 @@ from deepseek_v4_sm120.ops import compressor as op
 from deepseek_v4_sm120.ops.compressor import compressor
 from deepseek_v4_sm120.reference import compressor as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.specs.compressor import KINDS, Request, decoded, make_inputs, make_step, planned
+from deepseek_v4_sm120.specs.compressor import KINDS, Request, decoded, make_drafts, make_inputs, make_step, planned
 
 pytestmark = pytest.mark.gpu
 
@@ -408,3 +408,19 @@ def test_a_plan_that_the_launch_in_front_writes(kind, rows):
     one_by_one, state = run(torch.cuda.synchronize)
     cache, state_at_once = run(lambda: None)
     assert torch.equal(cache, one_by_one) and _same_state(state_at_once, state)
+
+
+@pytest.mark.parametrize("requests, tokens, layers", [(1, 4, 20), (33, 2, 64), (200, 8, 3)])
+def test_rejected_drafts_of_all_layers(requests, tokens, layers):
+    """Eagerly and in a graph that is replayed with other numbers: every bit of every state."""
+    made = make_drafts(requests, tokens, layers, ring=128)
+    graph, again = torch.cuda.CUDAGraph(), made.copy()
+    with torch.cuda.graph(graph):
+        op.clear_drafts(**again.arguments())
+    for ours, run in ((made, lambda: op.clear_drafts(**made.arguments())), (again, graph.replay)):
+        truth = ours.copy()
+        run()
+        reference.clear_drafts(**truth.arguments())
+        assert all(_same_state(mine, theirs) for mine, theirs in zip(ours.states, truth.states, strict=True))
+        made.accepted.random_(0, tokens + 1)
+        made.lengths.random_(0, 1000)

@@ -161,6 +161,11 @@ def create_paged_compressor_data(compress_ratio, *, is_prefill, token_to_kv_pool
                                  use_prefill_cuda_graph=False, num_q_tokens=None, online_state_slot_offset=0):
     return "original plan"
 """
+STATE_POOL = """
+class DeepSeekV4TokenToKVPool:
+    def clear_unaccepted_c128_draft_states(self, req_pool_indices, seq_lens, accept_lens, num_draft_tokens):
+        return "original states"
+"""
 GATE = """
 class MoEGate:
     def forward(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
@@ -204,6 +209,7 @@ TREE_0_5_17 = {
     "sglang/kernels/ops/attention/dsa/tilelang_kernel.py": TILELANG,
     "sglang/srt/layers/attention/dsv4/compressor.py": "def linear_bf16_fp32(x, y):\n    return x\n",
     "sglang/srt/layers/attention/dsv4/compressor_v2.py": COMPRESSOR,
+    "sglang/srt/mem_cache/deepseek_v4_memory_pool.py": STATE_POOL,
     "sglang/srt/model_executor/model_runner_components/weight_updater.py": DIRECT,
     "sglang/srt/models/deepseek_v2.py": SHARED_ADD + GATE,
     "sglang/srt/models/deepseek_v4.py": MODEL,
