@@ -291,10 +291,9 @@ def test_every_sm120_question_is_told_or_left_on_purpose(inspect_wheel, version)
 
 
 def test_a_wheel_newer_than_the_table_is_unreviewed_in_words(inspect_wheel):
-    """Simulated: 0.5.23's wheel that calls itself 0.5.24. Who reads what dspark_lengths gives is no part of what it
-    replaces, so that ends with the last release that was run."""
-    made = inspect_wheel("0.5.23", called="0.5.24")
-    found = found_in(made)
+    """Simulated: 0.5.23's wheel that calls itself 0.5.24. dspark_lengths ends with the last release that was run: who
+    reads what it gives is no part of what it replaces."""
+    found = found_in(inspect_wheel("0.5.23", called="0.5.24"))
     assert {r.patch.name for r in found} == set(expected("0.5.23")) - {"dspark_lengths"}
     for record in found:
         assert record.state == READY
