@@ -7,6 +7,7 @@ from deepseek_v4_sm120.patching.spec import Target
 
 MODEL = "sglang.srt.models.deepseek_v4"
 ATTENTION = f"{MODEL}:MQALayer"
+BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 DSPARK = "sglang.srt.models.deepseek_v4_dspark:DeepseekV4ForCausalLMDSpark"
 MODEL_RUNNER, LOAD_DIRECT = "sglang.srt.model_executor.model_runner", "_model_load_weights_direct"
 EVERY, DSPARK_SINCE = ">=0.5.12,<0.6", ">=0.5.16,<0.6"

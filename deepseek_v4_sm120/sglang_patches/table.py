@@ -13,14 +13,14 @@ from deepseek_v4_sm120.patching import ledger
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
 from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
 from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
-from deepseek_v4_sm120.sglang_patches.names import ATTENTION, EXTENSION, MODEL, direct_updates, targets_of
+from deepseek_v4_sm120.sglang_patches.names import ATTENTION, BACKEND, EXTENSION, MODEL, direct_updates, targets_of
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
+from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
 from deepseek_v4_sm120.sglang_patches.rows.mhc import DEALT_STREAMS, FUSION_MODULE, MHC, SUMS_IN_PIECES
 from deepseek_v4_sm120.sglang_patches.rows.sampling import REPRODUCIBLE_SAMPLING
 from deepseek_v4_sm120.sglang_patches.rows.wo_a import INIT_PARAMETERS, WO_A
 
-BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
 METADATA = "sglang.srt.layers.attention.dsv4.metadata"
 SM120_ATTENTION_0_5_14 = "sglang.srt.layers.attention.flash_mla_sm120"  # 0.5.13 to 0.5.15
@@ -517,7 +517,7 @@ TABLE = Table(
             MHC,
             SUMS_IN_PIECES,
         ),
-        *(DEALT_STREAMS, COMPRESSOR, ALL_REDUCE),
+        *(DEALT_STREAMS, COMPRESSOR, ALL_REDUCE, DSPARK_LENGTHS),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

@@ -35,6 +35,11 @@ class DeepseekV4AttnBackend:
     def forward(self, q, k, v, layer, forward_batch, compress_ratio, save_kv_cache=True, attn_sink=None, **_):
         from sglang.kernels.ops.attention.flash_mla_sm120 import flash_mla_with_kvcache_sm120
         return flash_mla_with_kvcache_sm120(q=q, k_cache=k, head_dim_v=512, indices=v)
+
+    def init_forward_metadata_dspark_draft_block(
+        self, max_seq_len, req_pool_indices, seq_lens, seq_lens_cpu, out_cache_loc, block_size
+    ):
+        return seq_lens_cpu
 """
 
 EXPERTS = """
