@@ -96,12 +96,14 @@ def dspark(**model):
 
 DSPARK = dspark()
 # behind all layers, of which the drafter's stages are more
-DSPARK43 = dspark(dspark_target_layer_ids=[40, 41, 42], compress_ratios=[0, 0, *[4, 128] * 20, 4, 0, 0, 0])
+STAGES43 = {"dspark_target_layer_ids": [40, 41, 42], "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0, 0, 0]}
+DSPARK43 = dspark(**STAGES43)
 # several engines side by side: what the others hold must not count as a reserve
 TEXT = ["--variant", "flash6h", "--prompts", "5,130,700,1500", "--new", "96", "--phases", "text"]
 TEXT += ["--batches", "8", "32", "--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
 E4M3_DRAFTS = {"DSV4_SM120_SET": "draft_head=on"}
 SPECULATION_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", "profile"]
+LENGTHS_TIMED = ["--max-total-tokens", "20000", "--mem", "0.95", "--bs", "1", "--phases", "bench", "--rounds", "8"]
 
 
 def sums(cards, *options):
@@ -238,6 +240,16 @@ STAGES = {
     "dspark43": [
         Case("stock43_dspark3", SPECULATION_TIMED + DSPARK43, patched=False, takes_turns=True),
         Case("ops43_dspark3", SPECULATION_TIMED + DSPARK43, environment=EVERY_CALL, takes_turns=True),
+    ],
+    # and with and without the lengths that its draft is told, for which the host waited
+    "dspark_lengths43": [
+        Case(
+            f"{name}43_dspark3",
+            [*SPECULATION_TIMED, *dspark(**STAGES43, n_routed_experts=16), *LENGTHS_TIMED],
+            environment=EVERY_CALL | more,
+            takes_turns=True,
+        )
+        for name, more in (("told", {}), ("waiting", {"DSV4_SM120_SET": "dspark_lengths=off"}))
     ],
     "speculation43": [
         Case("stock43_eagle314", SPECULATION_TIMED + eagle(3), patched=False, takes_turns=True),
