@@ -60,14 +60,8 @@ RESULTS = {  # name of a result file: stages that go into it
         "prompts_eagle",
     ),
 }
-FEWER_EXPERTS = {
-    "told43": 16,
-    "waiting43": 16,
-    "_alone": 16,
-    "_without_": 16,
-    "_with_": 16,
-    "43_prompts": 32,
-}  # part of a name -> of its layers
+# part of a name -> of its layers
+FEWER_EXPERTS = {"lengths_": 16, "_alone": 16, "_without_": 16, "_with_": 16, "43_prompts": 32}
 FEATURE = "feature: "  # how the cases of the stage `features` begin
 OF_THEIR_OWN = {"soak": soak_rows, "start": start_rows, "shortage": shortage_rows}  # stages with rows of their own
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
@@ -155,8 +149,8 @@ IMPLEMENTATIONS = {
     "ops43_eagle314": "ours, every operator on, EAGLE 3/1/4",
     "stock43_dspark3": "SGLang stock (Hopper kernels), DSPARK, a block of 3",
     "ops43_dspark3": "ours, every operator on, DSPARK, a block of 3",
-    "told43_dspark3": "ours, DSPARK, a block of 3",
-    "waiting43_dspark3": "ours, DSPARK, a block of 3, its draft's lengths asked of the GPU",
+    "lengths_told_dspark3": "ours, DSPARK, a block of 3",
+    "lengths_asked_dspark3": "ours, DSPARK, a block of 3, its draft's lengths asked of the GPU",
     "ops43_e4m3_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the head in E4M3",
     **{
         f"{kind}_{name}": f"ours, {'not reproducible' if kind == 'unlike' else 'reproducible'}, {text}"

@@ -244,12 +244,12 @@ STAGES = {
     # and with and without the lengths that its draft is told, for which the host waited
     "dspark_lengths43": [
         Case(
-            f"{name}43_dspark3",
+            f"lengths_{name}_dspark3",
             [*SPECULATION_TIMED, *dspark(**STAGES43, n_routed_experts=16), *LENGTHS_TIMED],
             environment=EVERY_CALL | more,
             takes_turns=True,
         )
-        for name, more in (("told", {}), ("waiting", {"DSV4_SM120_SET": "dspark_lengths=off"}))
+        for name, more in (("told", {}), ("asked", {"DSV4_SM120_SET": "dspark_lengths=off"}))
     ],
     "speculation43": [
         Case("stock43_eagle314", SPECULATION_TIMED + eagle(3), patched=False, takes_turns=True),

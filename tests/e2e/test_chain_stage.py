@@ -1,4 +1,4 @@
-"""The stages `chain43` and `dspark43` without a card: a stand-in for the engine, the real control flow."""
+"""The stages `chain43`, `dspark43` and `dspark_lengths43` without a card: a stand-in for the engine, the real flow."""
 
 import json
 
@@ -56,3 +56,15 @@ def test_dsparks_step_is_of_all_layers_and_three_more(machine):  # noqa: F811
         (21, "SGLang stock (Hopper kernels), DSPARK, a block of 3"),
         (21, "ours, every operator on, DSPARK, a block of 3"),
     }
+
+
+def test_dspark_with_and_without_its_drafts_lengths(machine):  # noqa: F811
+    machine("dspark_lengths43")
+    path = machine.out / "stage_dspark_lengths43.json"
+    commands = {name: case["command"] for name, case in json.loads(path.read_text())["cases"].items()}
+    assert {name: "dspark_lengths=off" in command for name, command in commands.items()} == {
+        "lengths_told_dspark3": False,
+        "lengths_asked_dspark3": True,
+    }
+    rows = [r for r in rows_of(path) if r["metric"] == "decode step, ms, median of rounds in turn"]
+    assert [(r["issue"], "16 experts" in r["case"]) for r in rows] == [(21, True)] * 2
