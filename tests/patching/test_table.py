@@ -57,7 +57,7 @@ DEALT = ",dealt_index=on"
         ),
         *(("sums_in_pieces=8", ()), ("dealt_streams=on", ()), ("router_topk=on", ())),
         *(("draft_head=on", ()), ("fp8_linear=off,draft_head=on", ["fp8_linear", "draft_head"])),
-        ("wo_a=off", ["wo_a"]),
+        *(("wo_a=off", ["wo_a"]), ("dspark_lengths=off", ["dspark_lengths"])),
         *(("dealt_index=on", ()), ("dealt_index=off", ["dealt_index"])),
         *((f"index_select=off{more}", ["index_select", "dealt_index", "prefill_graphs"]) for more in ("", DEALT)),
         *(("prefill_graphs=on", ()), ("prefill_graphs=2048", ())),
