@@ -6,12 +6,14 @@ twice the L2. "none": no row ends a group, which is most steps of one stream; "a
 are at all places of a group, as many streams are. Verification: streams with 2 to 8 rows each, at all places. Beside
 SGLang's pair of launches, of a verification three, where SGLang is installed; of those the bytes of state and cache
 that are others than ours are counted, whose bar is none for a verification (0.5.20 and later; before, C128 is merged in
-another order).
+another order). --drafts: only what clears the slots of rejected drafts behind a verification, all layers of Flash a
+call, of which SGLang launches a kernel each.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -25,19 +27,36 @@ sys.path[:0] = [str(REPO), str(REPO / "bench")]
 
 import common  # noqa: E402
 
-from deepseek_v4_sm120.ops.compressor import MAX_ROWS, compressor  # noqa: E402
+from deepseek_v4_sm120.ops.compressor import MAX_ROWS, clear_drafts, compressor  # noqa: E402
 from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference import compressor as reference  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
-from deepseek_v4_sm120.specs.compressor import KINDS, Inputs, Request, make_inputs, make_step, stock_launches  # noqa: E402
-from deepseek_v4_sm120.specs.provider import sglang_version  # noqa: E402
+from deepseek_v4_sm120.specs.compressor import (  # noqa: E402
+    KINDS,
+    LAYERS,
+    Drafts,
+    Inputs,
+    Request,
+    make_drafts,
+    make_inputs,
+    make_step,
+    stock_launches,
+)
+from deepseek_v4_sm120.specs.provider import first_installed, sglang_version  # noqa: E402
 
-ISSUE, VERIFY_ISSUE = 7, 21
+ISSUE, VERIFY_ISSUE, DRAFTS_ISSUE = 7, 21, 24
 ROWS = (1, 8, 32, 128, 512)
 QUICK_ROWS = (1, 32)
 ENDS = ("none", "mixed", "all")
 STOCK = "SGLang's own"
 VERIFIED = ((1, 2), (1, 4), (1, 6), (1, 8), (8, 4), (32, 4), (32, 6), (64, 4))  # streams, rows of each
+DRAFTS = ((1, 4), (8, 4), (32, 4), (1, 8))  # streams, rows of each
+CLEANUPS = (  # newest first
+    *("sglang.kernels.ops.kvcache.dsv4_c128_cleanup", "sglang.kernels.ops.attention.dsv4.c128_cleanup"),
+    "sglang.jit_kernel.dsv4.c128_cleanup",
+)
+CLEANUP = "clear_unaccepted_c128_draft_states"
+DRAFTS_CALLS = 20
 SAME_ORDER = (0, 5, 20)  # from then on SGLang merges the tokens of C128 in our order
 LEAST_CALLS, MOST_CALLS = 20, 200
 
@@ -163,6 +182,43 @@ def run_case(report: common.Report, case: Case | VerifyCase) -> None:
         report.add(common.row(case.issue, case.name, STOCK, "bytes_apart", bytes_apart(made), bar))
 
 
+def drafts_implementations() -> dict[str, Callable[[Drafts], None]]:
+    found = {"ours": lambda made: clear_drafts(**made.arguments())}
+    home = first_installed(CLEANUPS)
+    if home is not None:
+        clear = getattr(importlib.import_module(home), CLEANUP)
+        found[STOCK] = lambda made: [
+            clear(
+                *(state, made.requests, made.lengths, made.accepted), ring_size=made.ring, num_draft_tokens=made.tokens
+            )
+            for state in made.states
+        ]
+    return found
+
+
+def run_drafts(report: common.Report, streams: int, tokens: int) -> None:
+    """Nothing is accepted but the first row of each stream; the states of all calls are over twice the L2."""
+    case, layers = f"rejected drafts, {streams} x {tokens} rows, {LAYERS['c128']} layers", LAYERS["c128"]
+    copies = [make_drafts(streams, tokens, layers, seed=seed) for seed in range(DRAFTS_CALLS)]
+    for made in copies:
+        made.accepted.fill_(1)
+    impls = drafts_implementations()
+    for name, clear in impls.items():
+        result, truth = copies[0].copy(), copies[0].copy()
+        clear(result)
+        reference.clear_drafts(**truth.arguments())
+        pairs = zip(result.states, truth.states, strict=True)
+        apart = sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
+        report.add(common.row(DRAFTS_ISSUE, case, name, "bytes_apart", apart, 0))
+    found = {
+        name: round(common.graph_microseconds([lambda clear=clear, made=made: clear(made) for made in copies]), 2)
+        for name, clear in impls.items()
+    }
+    for name, us in found.items():
+        bar = round(found[STOCK] / 4, 2) if STOCK in found and name == "ours" else None
+        report.add(common.row(DRAFTS_ISSUE, case, name, "us", us, bar))
+
+
 def summary(report: common.Report) -> str:
     values = {(row.case, row.impl, row.metric): row.value for row in report.rows}
     impls = [impl for impl in dict.fromkeys(row.impl for row in report.rows)]
@@ -176,6 +232,7 @@ def summary(report: common.Report) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROWS} rows only")
+    parser.add_argument("--drafts", action="store_true", help="only what clears rejected drafts")
     parser.add_argument("--commit", default=None, help="of the measured tree (default: the build's)")
     parser.add_argument("--out", type=Path, default=REPO / "bench/results/compressor.json")
     return parser.parse_args()
@@ -187,7 +244,9 @@ def main() -> int:
         raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device")
     report = common.Report("compressor", arguments.commit or extension.build_info()["git_commit"], common.ceilings())
     print(torch.cuda.get_device_name(), report.ceilings, flush=True)
-    for case in [*cases(QUICK_ROWS if arguments.quick else ROWS), *verify_cases()]:
+    for shape in DRAFTS if arguments.drafts else ():
+        run_drafts(report, *shape)
+    for case in [] if arguments.drafts else [*cases(QUICK_ROWS if arguments.quick else ROWS), *verify_cases()]:
         run_case(report, case)
     report.write(arguments.out)
     print(summary(report), flush=True)

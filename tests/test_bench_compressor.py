@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from deepseek_v4_sm120.ops.compressor import MAX_ROWS
 
 
@@ -28,6 +30,20 @@ def test_verifications_have_the_bar_of_the_issue(bench):
         assert [r.tokens for r in requests] == [case.tokens] * case.streams and case.streams * case.tokens <= MAX_ROWS
         assert any((r.before + r.tokens) // ratio > r.before // ratio for r in requests) == case.ends
     assert bench.VerifyCase("c128", 1, 4).read_bytes() == 132 * 4096
+
+
+def test_stock_clears_rejected_drafts_layer_by_layer(bench, monkeypatch):
+    """Found at one of its homes, called as the wheels' pool calls it."""
+    calls = []
+
+    def clear(state, requests, lengths, accepted, *, ring_size, num_draft_tokens):
+        calls.append((state.shape[1], len(requests), ring_size, num_draft_tokens))
+
+    monkeypatch.setattr(bench, "first_installed", lambda homes: homes[0])
+    monkeypatch.setattr(bench.importlib, "import_module", lambda home: SimpleNamespace(**{bench.CLEANUP: clear}))
+    made = bench.make_drafts(2, 4, 3, ring=128, device="cpu")
+    bench.drafts_implementations()[bench.STOCK](made)
+    assert calls == [(1024, 2, 128, 4)] * 3 and bench.LAYERS["c128"] == 20
 
 
 def test_the_summary_has_a_line_for_each_case(bench):
