@@ -159,7 +159,7 @@ def clear_drafts(requests, lengths, accepted, *, states, ring, tokens):
     (count,) = check.tensor("requests", requests, INT64, ("requests",))
     check.tensor("lengths", lengths, INT64, (count,))
     check.tensor("accepted", accepted, INT32, (count,))
-    most = extension.load().CLEAR_DRAFTS_STATES
+    most = most_states()
     if not 0 < len(states) <= most:
         check.refuse("value", "states", f"be 1 to {most} tensors", len(states))
     slots = "slots"
@@ -191,6 +191,11 @@ def clear_drafts(requests, lengths, accepted, *, states, ring, tokens):
 @functools.cache
 def _arrivals(index: int) -> ZeroedWords:
     return ZeroedWords(f"cuda:{index}", stream_words=MAX_ROWS, store_bytes=_CAPTURE_STORE_BYTES)
+
+
+def most_states() -> int:
+    """Of a call of clear_drafts."""
+    return extension.load().CLEAR_DRAFTS_STATES
 
 
 def width(ratio: int, head_dim: int) -> int:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.reference import compressor as reference
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
 from deepseek_v4_sm120.sglang_patches.adapters import compressor_drafts as adapter
@@ -28,7 +27,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(adapter.op, "clear_drafts", clear_drafts)
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
-    monkeypatch.setattr(extension, "load", lambda: SimpleNamespace(CLEAR_DRAFTS_STATES=LAYERS))
+    monkeypatch.setattr(adapter.op, "most_states", lambda: LAYERS)
     return found
 
 

@@ -118,7 +118,7 @@ BAD_VALUES = {
 # what has no wrong value, or none that is looked at: hints, factors, positions of a rank's experts; a group of ranks,
 # which test_all_reduce_validation.py has
 UNCHECKED = {
-    "router_topk": {"log1p", "renormalize", "scale"},
+    "router_topk": {"in_pairs", "log1p", "renormalize", "scale"},
     "wo_a": {"reproducible"},
     "all_reduce": {"group", "tag"},
     "all_gather": {"group", "tag"},
@@ -134,9 +134,10 @@ UNCHECKED = {
 }
 # of the public functions of ops: sizes and predicates, and parts of mxfp4_moe behind its checks, for tests and benches
 NO_CHECKS = {
-    *("takes", "takes_sum", "summing_rows", "takes_prefill", "has_fp8_mma", "width", "entry_page_bytes"),
+    *("takes", "takes_sum", "summing_rows", "takes_prefill", "has_fp8_mma", "width", "entry_page_bytes", "most_states"),
     *("check_product", "check_weight", "num_whole_tiles", "cut", "make_tiles", "run_grouped"),
     *("algorithm_for", "describe_fault", "is_exiting", "made_together", "is_narrow", "multiplies_block_scaled"),
+    "triton_adds_in_pairs",
 }
 ANY_STRIDES = {"weight_scale", "kv_pages", "extra_kv_pages", "k_pages"}
 ALIGNED = {

@@ -53,6 +53,7 @@ EXPERTS = (
 )
 DISPATCHER = f"{MOE}.token_dispatcher.standard"
 POOL = f"{SRT}.mem_cache.deepseek_v4_memory_pool"
+STATES = f"{SRT}.mem_cache.deepseek_v4_compress_state"
 PLANS = tuple(
     (f"{place}.dsv4.compress:CompressorPrefillPlan",) for place in ("sglang.jit_kernel", "sglang.kernels.ops.attention")
 )
@@ -98,6 +99,10 @@ OBJECTS = {
         "given['norm']": ((NORM,),),
         **{f"{function}:plan": PLANS for function in ("arguments", "replace_create_data")},
         "token_to_kv_pool": ((f"{POOL}:DeepSeekV4TokenToKVPool",),),
+    },
+    "compressor_drafts": {
+        "pool": ((f"{STATES}:CompressStatePool",),),
+        "pool.kv_score_buffer": ((f"{STATES}:KVAndScore",),),
     },
     "fp8_linear": {"layer": (FP8_WEIGHT,), "method": ((FP8_METHOD,),)},
     "fp8_linear_draft_head": {

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from deepseek_v4_sm120.ops import compressor as op
-from deepseek_v4_sm120.ops.shared import extension
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
 
@@ -49,7 +48,7 @@ def arguments(pools: Sequence, given: tuple, tokens: int) -> dict | None:
         and requests.shape == lengths.shape == accepted.shape
         and (requests.dtype, lengths.dtype, accepted.dtype) == (torch.int64, torch.int64, torch.int32)
         and len(rings) == 1
-        and len(states) <= extension.load().CLEAR_DRAFTS_STATES
+        and len(states) <= op.most_states()
         and {(state.dtype, state.shape) for state in states} == {(torch.float32, states[0].shape)}
         and states[0].shape[1:] == (op.width(op.LONG, op.KV_DIM),)  # running sums have another
         and all(t.is_contiguous() and t.device == requests.device for t in (*states, *given))
