@@ -55,7 +55,7 @@ def test_missing_module_says_where_it_looked_and_how_to_build(package):
 def test_module_for_another_python_is_named(package):
     (package / "_C.cpython-39-x86_64-linux-gnu.so").touch()
     said = ask(package, "extension.load()")
-    assert "_C.cpython-39-x86_64-linux-gnu.so" in said and "--python" in said
+    assert "_C.cpython-39-x86_64-linux-gnu.so" in said and "SGLang's images run 3.12" in said and "--python" in said
 
 
 def test_stale_module_is_refused(package):
@@ -134,6 +134,18 @@ def test_the_recorded_module_is_loaded(package):
     record(package)
     assert ask(package, "extension.explain()").strip() == "None"
     assert "does not load: " in ask(package, "extension.load()"), "the loader was asked"
+
+
+def test_a_folder_that_lacks_a_file_of_the_build_is_told(package):
+    """As a copy that was cut off does; what pip compiled, which has no digest, may be gone."""
+    put(package)
+    written = record(package, *FILES, "ops/mhc.py")
+    with open(written, "a") as rows:
+        rows.write("deepseek_v4_sm120/__pycache__/settings.cpython-312.pyc,,\n")
+    for said in (ask(package, "extension.load()"), ask(package, "extension.describe()['problem']")):
+        assert f"{package.parent} lacks deepseek_v4_sm120/ops/mhc.py of {written}: copy the folder" in said
+    (package / "ops/mhc.py").touch()
+    assert ask(package, "extension.explain()").strip() == "None"
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -52,7 +52,7 @@ def explain() -> str | None:
     if path is not None:
         try:
             built = _describe_file(path).get("version")
-            fault = _fault(path) or _fault(path.with_name(LIBRARY))
+            fault = _fault(path) or _fault(path.with_name(LIBRARY)) or _absent(path.parent.parent)
         except (OSError, ValueError) as error:
             return f"deepseek_v4_sm120: {path} and the files beside it cannot be read: {error}"
         if built is None or built == deepseek_v4_sm120.__version__:
@@ -66,7 +66,10 @@ def explain() -> str | None:
     others = sorted(p.name for folder in folders() for p in folder.glob("_C*.so"))
     if others:
         found = f"found {', '.join(others)}, which are for other Pythons"
-        remedy = f"rebuild with: python3 csrc/build_artifact.py --python {sys.executable}"
+        remedy = (
+            "SGLang's images run 3.12, for which ./build_docker.sh builds in Docker; for another one that has its "
+            "headers: python3 csrc/build_artifact.py --python PATH"
+        )
     else:
         found = "found no _C*.so at all"
         remedy = (
@@ -88,7 +91,7 @@ def _fault(path: Path) -> str | None:
 @functools.lru_cache(maxsize=8)
 def _damage(path: Path, size: int, *_changes: int) -> str | None:
     """What of a file is not as it was built, and what to do; once per process and state of the file."""
-    record = path.parent.parent / f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info" / "RECORD"
+    record = _record(path.parent.parent)
     if not record.is_file():
         return _incomplete(path, size)
     name = f"{path.parent.name}/{path.name}"
@@ -104,6 +107,22 @@ def _damage(path: Path, size: int, *_changes: int) -> str | None:
     if found != row[1]:
         return f"is {found}, {record} says {row[1]}: it is damaged, or of another build; {_REMEDY}"
     return None
+
+
+def _absent(folder: Path) -> str | None:
+    """Which files of the build the folder lacks, and what to do."""
+    record = _record(folder)
+    if not record.is_file():
+        return None
+    with open(record, newline="") as lines:  # those without a digest are pip's
+        names = [name for name, *about in csv.reader(lines) if any(about)]
+    if not (gone := [name for name in names if not (folder / name).is_file()]):
+        return None
+    return f"{folder} lacks {', '.join(gone[:3])}{', ...' if gone[3:] else ''} of {record}: {_REMEDY}"
+
+
+def _record(folder: Path) -> Path:
+    return folder / f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info" / "RECORD"
 
 
 def _incomplete(path: Path, size: int) -> str | None:
