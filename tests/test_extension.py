@@ -137,11 +137,12 @@ def test_the_recorded_module_is_loaded(package):
 
 
 def test_a_folder_that_lacks_a_file_of_the_build_is_told(package):
-    """As a copy that was cut off does; what pip compiled, which has no digest, may be gone."""
+    """As a copy that was cut off does; what pip compiled, which has no digest, may be gone, and what nothing runs."""
     put(package)
     written = record(package, *FILES, "ops/mhc.py")
     with open(written, "a") as rows:
         rows.write("deepseek_v4_sm120/__pycache__/settings.cpython-312.pyc,,\n")
+        rows.write(f"{written.parent.name}/licenses/LICENSE,sha256=x,1\n")
     for said in (ask(package, "extension.load()"), ask(package, "extension.describe()['problem']")):
         assert f"{package.parent} lacks deepseek_v4_sm120/ops/mhc.py of {written}: copy the folder" in said
     (package / "ops/mhc.py").touch()

@@ -114,8 +114,8 @@ def _absent(folder: Path) -> str | None:
     record = _record(folder)
     if not record.is_file():
         return None
-    with open(record, newline="") as lines:  # those without a digest are pip's
-        names = [name for name, *about in csv.reader(lines) if any(about)]
+    with open(record, newline="") as lines:  # what runs; without a digest are pip's
+        names = [name for name, *about in csv.reader(lines) if any(about) and not name.startswith(record.parent.name)]
     if not (gone := [name for name in names if not (folder / name).is_file()]):
         return None
     return f"{folder} lacks {', '.join(gone[:3])}{', ...' if gone[3:] else ''} of {record}: {_REMEDY}"
