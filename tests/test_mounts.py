@@ -88,6 +88,14 @@ def test_a_plan_repeats_all_that_is_set(monkeypatch, given, wanted):
     assert f" -e DSV4_SM120_SET={wanted} " in launch.docker_line(plan)
 
 
+@pytest.mark.parametrize("mode", ["1", "ours"])
+def test_a_plan_reckons_with_shadow_mode(monkeypatch, mode):
+    monkeypatch.setattr(command, "settings", lambda: replace(SETTINGS, shadow=mode))
+    assert command.request_of(arguments()).shadow == mode
+    monkeypatch.setattr(command, "settings", lambda: replace(SETTINGS, shadow=mode, off=True))
+    assert command.request_of(arguments()).shadow is None
+
+
 def test_the_users_own_interval_is_not_overruled(monkeypatch):
     monkeypatch.setattr(command, "settings", lambda: replace(SETTINGS, choices={"prefill_decode_interval": "off"}))
     plan = launch.make(command.request_of(arguments(sglang="0.5.23")))

@@ -87,6 +87,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         load=arguments.load,
         insist=arguments.insist,
         off=settings().off,
+        shadow=None if settings().off else settings().shadow,
     )
     return replace(request, speculation=_speculation(request, arguments.spec, arguments.block))
 
@@ -225,7 +226,8 @@ def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     r = plan.request
     pools, static = plan.pools, plan.static_bytes
     wo_a = "wo_a in bf16 as SGLang holds it on SM120" if r.wo_a_bf16 else "wo_a in FP8 as it is stored"
-    rows = [("weights", plan.weights, f"the checkpoint's shapes, {wo_a}")]
+    twice = "; what is compared twice" if r.shadow else ""
+    rows = [("weights", plan.weights, f"the checkpoint's shapes, {wo_a}{twice}")]
     rows += [("C128 states", pools.states, f"{r.concurrency} request slots")] if pools.states else []
     if pools.window_tokens is not None:
         rows.append(("sliding windows", pools.window_bytes, f"{pools.window_tokens:,} slots, by requests and chunk"))

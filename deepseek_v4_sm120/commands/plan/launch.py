@@ -32,6 +32,7 @@ MOUNT = "/opt/deepseek_v4_sm120"
 BUILT = '"$PWD/build/deepseek_v4_sm120/.."'  # of another folder than build/ Docker says that it does not exist
 PROFILE_MOUNT = "/opt/dsv4-profile.json"
 HOME = Path("/root")  # in the image
+EXPERTS = "mxfp4_moe"
 DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
 PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE = prefill_graphs.DEFAULT, (0, 5, 17), (0, 5, 23)
 INTERVAL, INTERVAL_0_5_17 = "prefill_decode_interval", "prefill_decode_interval_0_5_17"
@@ -58,6 +59,7 @@ class Request:
     load: str = TEXT  # what is written: speculation.TEXT or STRUCTURE
     insist: bool = False  # take a speculation that is known to answer wrongly
     off: bool = False  # DSV4_SM120=off: nothing is replaced
+    shadow: str | None = None  # DSV4_SM120_SHADOW: SGLang's own run beside ours, and hold their weights
 
     @property
     def version(self) -> memory.Version:
@@ -233,11 +235,14 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
         replaced=request.replaced,
         drafts=request.has_draft_head,
         captured=prefill_graphs.captured_rows(captured) if captured else (),
+        shadow=request.shadow is not None,
     )
     outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves)
     fraction = math.floor((1 - outside / total) / STEP) * STEP
     fraction = round(max(0.0, min(memory.MOST_FRACTION, fraction)), 2)  # as it is given to the server
     weights = memory.weight_bytes(m, tp, drafts=request.rows > 0, wo_a_bf16=request.wo_a_bf16)
+    if request.shadow is not None:
+        weights += memory.shadow_bytes(m, tp, drafts=request.rows > 0, replaced=request.replaced)
     pools = memory.pools(m, version, requests=request.concurrency, chunk=chunk, drafts=request.rows)
     return Plan(request, chunk, fraction, weights, reserves, pools, pools.tokens(fraction * total - weights), captured)
 
@@ -295,6 +300,8 @@ def _flags(plan: Plan) -> None:
     elif settings := _settings(plan):
         values, reasons = zip(*settings, strict=True)
         env(Flag("DSV4_SM120_SET", ",".join(values), "; ".join(dict.fromkeys(reasons))))
+    if r.shadow is not None:
+        env(Flag("DSV4_SM120_SHADOW", r.shadow, "as in your environment: SGLang's own beside ours, to compare them"))
     if r.profile is not None:
         env(Flag("DSV4_SM120_PROFILE", PROFILE_MOUNT, f"what calibrate found: {r.profile}"))
     if m.expert_format == FP8:
@@ -484,6 +491,11 @@ def remedies(request: Request) -> list[str]:
     streams = next((n for n in fewer if make(Request(**vars(request) | {"concurrency": n})).fits), None)
     if streams:
         found.append(f"--concurrency {streams}")
+    if request.shadow and EXPERTS in request.replaced:
+        others = tuple(op for op in request.replaced if op != EXPERTS)
+        without = {"replaced": others, "switched_off": (*request.switched_off, EXPERTS)}
+        if make(Request(**vars(request) | without)).fits:
+            found.append(f"DSV4_SM120_SET={EXPERTS}=off, to compare all but the experts")
     if request.model.expert_format == FP8:
         found.append("the FP4 checkpoint (deepseek-ai/DeepSeek-V4-Flash)")
     return found
