@@ -36,6 +36,7 @@ def test_all_that_is_printed_mounts_the_folder_so_that_another_is_refused(tmp_pa
     """Docker asks whether the source exists, and a path that leads through what is missing does not."""
     readme = (REPO / "README.md").read_text()
     assert readme.count(f"  {OURS} \\\n") == 2 == readme.count("--mount type=bind")
+    assert f" {facts.volumes(facts.cache_folders({}, launch.HOME))} \\\n" in readme  # a second start compiles nothing
     for name, exists in (("build/deepseek_v4_sm120", True), ("empty/build", False), ("missing", False)):
         folder = tmp_path / name.partition("/")[0] if not exists else tmp_path
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
