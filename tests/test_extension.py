@@ -78,6 +78,8 @@ def test_module_that_does_not_load_is_named_with_the_loader_s_words(package):
     put(package)
     said = ask(package, "extension.load()")
     assert said.startswith("ImportError: deepseek_v4_sm120: ") and MODULE in said and "does not load: " in said
+    assert ask(package, "extension.problem()").strip() == said.removeprefix("ImportError: ")
+    assert ask(package, "extension.explain()").strip() == "None"
 
 
 @pytest.mark.parametrize("file", FILES)

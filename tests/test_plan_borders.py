@@ -119,7 +119,7 @@ def test_scratch_by_hand(monkeypatch):
     words = 505 * 128
     for rows, sums in ((8, 8), (100, 32)):
         assert memory.draft_head_bytes(m, 2, rows) == words * 4096 + 4 * 505 * 32 + 16 * sums * words
-    monkeypatch.setattr(extension, "explain", lambda: "not built")
+    monkeypatch.setattr(extension, "problem", lambda: "does not load")
     found = memory.attention_workspace(8, 32, 393_216)
     assert (found.bytes, found.off_by) == (8 * 32 * (2 + 48) * 512 * 2, 8 * 32 * (2 + 48) * 512)
     assert memory.sums_between_cards(m, 2).bytes == 48 << 20

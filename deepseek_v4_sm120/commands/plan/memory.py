@@ -227,13 +227,13 @@ def attention_workspace(rows: int, heads: int, context: int, num_sms: int = 188)
     from deepseek_v4_sm120.ops.shared import extension
 
     width = math.ceil(context / 128 / 64) * 64
-    if extension.explain() is None:
+    if extension.problem() is None:
         partials, words = extension.load().sparse_decode_workspace(
             rows=rows, heads=heads, indices_width=128, extra_indices_width=width, num_sms=num_sms
         )
         return Reserve("attention workspace", partials + 4 * words, "sparse_decode's own bound")
     size = rows * heads * (2 + width // 64) * 512 * 2
-    basis = "estimate: FlashInfer's scratch; our module is not built here"
+    basis = "estimate: FlashInfer's scratch; our module does not load here"
     return Reserve("attention workspace", size, basis, size * ESTIMATE_OFF_BY)
 
 
@@ -243,9 +243,9 @@ def sums_between_cards(m: Model, tp: int) -> Reserve:
     from deepseek_v4_sm120.ops.shared import extension
 
     what = "sums between the cards"
-    if extension.explain() is None:
+    if extension.problem() is None:
         return Reserve(what, all_reduce_sizes.places_bytes(tp, "peer", m.hidden), "all_reduce's own")
-    return Reserve(what, (48 << 20) * m.hidden / 4096, "at most, as with 8 cards; our module is not built here")
+    return Reserve(what, (48 << 20) * m.hidden / 4096, "at most, as with 8 cards; our module does not load here")
 
 
 def draft_head_bytes(m: Model, tp: int, rows: int) -> float:

@@ -1,9 +1,10 @@
 """Finds, explains and loads _C, the compiled module, and with it the kernels' library beside it, which it needs.
 Standard library only; nothing happens at import.
 
-find(), explain() and describe() read files; only load() and build_info() open the two. Before that their sizes and
-digests are compared with RECORD, which the build writes: a library that is cut off or another one does not fail to
-load, it kills the process (SIGBUS). What somebody put into a folder without RECORD is checked for being complete.
+find(), explain() and describe() read files; only load(), problem() and build_info() open the two. Before that their
+sizes and digests are compared with RECORD, which the build writes: a library that is cut off or another one does not
+fail to load, it kills the process (SIGBUS). What somebody put into a folder without RECORD is checked for being
+complete.
 """
 
 import base64
@@ -168,6 +169,17 @@ def load() -> ModuleType:
             )
         sys.modules[_NAME] = deepseek_v4_sm120._C = module
         return module
+
+
+def problem() -> str | None:
+    """Why load() fails, the loader's words too; None where it does not."""
+    if (found := explain()) is not None:
+        return found
+    try:
+        load()
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def build_info() -> dict:
