@@ -16,14 +16,35 @@ done
 out=$(realpath -m "$out")
 cd "$checkout"
 
-if ! command -v docker >/dev/null || ! docker info >/dev/null 2>&1; then
-  echo "build_docker.sh: no Docker engine answers (docker info): building with this machine's toolchain"
+export DOCKER_BUILDKIT=1 # the only builder from Docker 23 on; 20.10 has it, too
+
+made() {
+  echo "build_docker.sh: made $out, for"
+  echo "  docker run --mount type=bind,source=\"$out/deepseek_v4_sm120/..\",target=/opt/deepseek_v4_sm120,readonly" \
+    "-e PYTHONPATH=/opt/deepseek_v4_sm120 ...   # README.md, The first token"
+}
+
+# why no engine builds here; nothing where one does
+without_engine() {
+  command -v docker >/dev/null || { echo "there is no docker"; return; }
+  docker info >/dev/null 2>&1 || { (docker version 2>&1 >/dev/null || :) | tail -n 1; return; }
+  docker build --help 2>/dev/null | grep -e --output >/dev/null ||
+    echo "docker build needs docker-buildx-plugin; Debian and Ubuntu call it docker-buildx"
+}
+
+why=$(without_engine)
+if [[ -n $why ]]; then
+  echo "build_docker.sh: not in Docker ($why): building with this machine's toolchain"
   for python in python3 python3.14 python3.13 python3.12 python3.11; do
     if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-      exec "$python" csrc/build_artifact.py --out "$out"
+      "$python" csrc/build_artifact.py --out "$out"
+      compgen -G "$out/deepseek_v4_sm120/_C.cpython-312-*" >/dev/null ||
+        echo "build_docker.sh: WARNING: not for Python 3.12, which SGLang's images run: here is none with headers" >&2
+      made
+      exit
     fi
   done
-  echo "build_docker.sh: needs a Docker engine, or Python 3.11 or newer" >&2
+  echo "build_docker.sh: needs Docker, or Python 3.11 or newer" >&2
   exit 1
 fi
 
@@ -43,4 +64,4 @@ docker build --progress plain --target artifact --build-arg "GIT_COMMIT=$commit"
 chmod 755 "$fresh" # mktemp made it 700; the container may run as another user
 rm -rf "$out"
 mv "$fresh" "$out"
-echo "build_docker.sh: made $out"
+made

@@ -30,7 +30,7 @@ _ACCEPTED = {
     "DSV4_SM120_ON_BROKEN": ("raise", "warn"),
     "DSV4_SM120_UNREVIEWED": ("warn", "refuse"),
 }
-PREFIX = "DSV4_SM120"
+PREFIX, LIKE_OURS = "DSV4_SM120", 0.85  # of difflib's ratio, for what begins otherwise
 WORDS = {"all_reduce": ("host", "peer")}  # that a name of DSV4_SM120_SET takes besides
 MOST_DIGITS = 6  # of a number there
 KNOWN = (*_ACCEPTED, REPORT, "DSV4_SM120_SET", PROFILE)
@@ -96,15 +96,16 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """A sentence for each variable that looks like one of ours and is none, with the nearest that is."""
-    strangers = sorted(name for name in environ if name.startswith(PREFIX) and name not in KNOWN)
+    strangers = sorted(n for n in environ if n not in KNOWN and ("SM1" in n or n.startswith("DSV4")))
     if not strangers:
         return []
     from difflib import get_close_matches
 
+    nearest = {n: get_close_matches(n, KNOWN, n=1, cutoff=0 if n.startswith(PREFIX) else LIKE_OURS) for n in strangers}
     return [
-        f"the variable {name} is none of ours and changes nothing; the nearest is "
-        f"{get_close_matches(name, KNOWN, n=1, cutoff=0)[0]}"
-        for name in strangers
+        f"the variable {name} is none of ours and changes nothing; the nearest is {near[0]}"
+        for name, near in nearest.items()
+        if near
     ]
 
 

@@ -183,12 +183,18 @@ def test_failing_build_leaves_the_earlier_folder(tmp_path):
     assert [p.name for p in out.iterdir()] == ["whole"]
 
 
+# a docker whose builds make one file
+ENGINE = """#!/bin/sh
+for last; do case $last in *dest=*) touch "${last##*dest=}/made";; --help) echo --output;; esac; done
+"""
+
+
 @pytest.mark.parametrize("builder", ["toolchain", "docker"])
 def test_a_folder_with_anything_else_in_it_is_not_replaced(tmp_path, builder):
     """A checkout and a site-packages have deepseek_v4_sm120/ as well; what `docker build` writes is a stand-in's."""
     engine = tmp_path / "bin/docker"
     engine.parent.mkdir()
-    engine.write_text('#!/bin/sh\nfor last; do case $last in *dest=*) touch "${last##*dest=}/made";; esac; done\n')
+    engine.write_text(ENGINE)
     engine.chmod(0o755)
 
     def build(out):

@@ -55,7 +55,7 @@ def test_missing_module_says_where_it_looked_and_how_to_build(package):
 def test_module_for_another_python_is_named(package):
     (package / "_C.cpython-39-x86_64-linux-gnu.so").touch()
     said = ask(package, "extension.load()")
-    assert "_C.cpython-39-x86_64-linux-gnu.so" in said and "--python" in said
+    assert "_C.cpython-39-x86_64-linux-gnu.so" in said and "SGLang's images run 3.12" in said and "--python" in said
 
 
 def test_stale_module_is_refused(package):
@@ -78,6 +78,8 @@ def test_module_that_does_not_load_is_named_with_the_loader_s_words(package):
     put(package)
     said = ask(package, "extension.load()")
     assert said.startswith("ImportError: deepseek_v4_sm120: ") and MODULE in said and "does not load: " in said
+    assert ask(package, "extension.problem()").strip() == said.removeprefix("ImportError: ")
+    assert ask(package, "extension.explain()").strip() == "None"
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -134,6 +136,19 @@ def test_the_recorded_module_is_loaded(package):
     record(package)
     assert ask(package, "extension.explain()").strip() == "None"
     assert "does not load: " in ask(package, "extension.load()"), "the loader was asked"
+
+
+def test_a_folder_that_lacks_a_file_of_the_build_is_told(package):
+    """As a copy that was cut off does; what pip compiled, which has no digest, may be gone, and what nothing runs."""
+    put(package)
+    written = record(package, *FILES, "ops/mhc.py")
+    with open(written, "a") as rows:
+        rows.write("deepseek_v4_sm120/__pycache__/settings.cpython-312.pyc,,\n")
+        rows.write(f"{written.parent.name}/licenses/LICENSE,sha256=x,1\n")
+    for said in (ask(package, "extension.load()"), ask(package, "extension.describe()['problem']")):
+        assert f"{package.parent} lacks deepseek_v4_sm120/ops/mhc.py of {written}: copy the folder" in said
+    (package / "ops/mhc.py").touch()
+    assert ask(package, "extension.explain()").strip() == "None"
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -138,7 +138,7 @@ def test_a_profile_that_leaves_an_operator_out(tmp_path):
     plan = launch.make(asked)
     assert any("leaves out index_select" in note for note in plan.notes)
     assert f"DSV4_SM120_PROFILE={path} " in launch.launch_line(plan)
-    assert f"-v {path}:{launch.PROFILE_MOUNT}:ro" in launch.docker_line(plan)
+    assert launch.mount(str(path), launch.PROFILE_MOUNT) in launch.docker_line(plan)
     assert f"-e DSV4_SM120_PROFILE={launch.PROFILE_MOUNT}" in launch.docker_line(plan)
 
 

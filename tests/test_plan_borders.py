@@ -119,7 +119,7 @@ def test_scratch_by_hand(monkeypatch):
     words = 505 * 128
     for rows, sums in ((8, 8), (100, 32)):
         assert memory.draft_head_bytes(m, 2, rows) == words * 4096 + 4 * 505 * 32 + 16 * sums * words
-    monkeypatch.setattr(extension, "explain", lambda: "not built")
+    monkeypatch.setattr(extension, "problem", lambda: "does not load")
     found = memory.attention_workspace(8, 32, 393_216)
     assert (found.bytes, found.off_by) == (8 * 32 * (2 + 48) * 512 * 2, 8 * 32 * (2 + 48) * 512)
     assert memory.sums_between_cards(m, 2).bytes == 48 << 20
@@ -138,3 +138,20 @@ def test_decode_keeps_its_share_with_as_few_steps_as_do(gpus, streams, steps):
     (reason,) = (flag.reason for flag in plan.flags if flag.name == "--prefill-decode-interval")
     assert f"decode keeps about {share[1]:.0%} of the time" in reason
     assert launch._interval(request(concurrency=1), 4096) == 0
+
+
+def test_shadow_mode_holds_twice_what_it_compares():
+    """Two cards of 96 GB have no room for the experts of SGLang beside ours, and are told what they can compare."""
+    without, with_it = (launch.make(request(gpus=4, shadow=shadow)) for shadow in (None, "1"))
+    expert = 3 * 4096 * 2048 * (1 / 2 + 1 / 32)
+    wo_a = 8 * 1024 * (64 * 512 // 8) * 2
+    assert with_it.weights - without.weights == pytest.approx(44 * (256 * expert + wo_a) / 4)
+    assert [r.what for r in without.reserves if "index" in r.what and r not in with_it.reserves] == []
+    assert [r.what for r in with_it.reserves if r.what.startswith("index logits")]
+    assert with_it.fits and not launch.make(request(gpus=2, shadow="1")).fits
+    told = launch.remedies(request(gpus=2, shadow="1"))
+    assert told == ["4 cards", "DSV4_SM120_SET=mxfp4_moe=off, to compare all but the experts"]
+    others = tuple(op for op in OPS if op != "mxfp4_moe")
+    assert launch.make(request(gpus=2, shadow="1", replaced=others)).fits
+    assert " -e DSV4_SM120_SHADOW=1 " in launch.docker_line(with_it)
+    assert "SHADOW" not in launch.docker_line(without)

@@ -66,7 +66,7 @@ def our_problem() -> str | None:
     """Why none of ours can run here, None if they can."""
     from deepseek_v4_sm120.ops.shared import extension
 
-    return extension.explain()
+    return extension.problem()
 
 
 def rows_of(concurrency: int, quick: bool, most: int) -> list[int]:

@@ -57,6 +57,10 @@ def test_malformed_choices_are_told_with_the_others():
         ("DSV4_SM120_UNREVIEW", "DSV4_SM120_UNREVIEWED"),
         ("DSV4_SM120S", "DSV4_SM120"),
         ("DSV4_SM120_XYZZY_QUUX", "DSV4_SM120"),
+        ("DSV4SM120_SET", "DSV4_SM120_SET"),
+        ("DSV4_SM_120_REPORT", "DSV4_SM120_REPORT"),
+        ("DS4_SM120_PROFILE", "DSV4_SM120_PROFILE"),
+        ("DSV4_SM12_SET", "DSV4_SM120_SET"),
     ],
 )
 def test_a_variable_that_is_none_of_ours_is_named_with_the_nearest(name, nearest):
@@ -65,7 +69,7 @@ def test_a_variable_that_is_none_of_ours_is_named_with_the_nearest(name, nearest
 
 
 def test_every_variable_of_ours_is_known():
-    assert unknown_variables(dict.fromkeys(KNOWN, "")) == []
+    assert unknown_variables(dict.fromkeys((*KNOWN, "SGLANG_DSV4_FP4_EXPERTS", "DSV4_CACHE", "SM120"), "")) == []
 
 
 @pytest.mark.parametrize(

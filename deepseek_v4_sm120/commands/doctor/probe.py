@@ -77,7 +77,7 @@ def sums(torch) -> dict | None:
     from deepseek_v4_sm120.specs.all_reduce import Meeting
 
     ranks = max((count for count in all_reduce_sizes.RANKS if count <= torch.cuda.device_count()), default=0)
-    if not ranks or extension.explain() is not None:
+    if not ranks or extension.problem() is not None:
         return None
     meeting = Meeting(ranks, timeout=all_reduce_probe.WHOLE_S)
     with ThreadPoolExecutor(ranks) as pool:

@@ -63,7 +63,9 @@ def request_of(arguments: argparse.Namespace) -> Request:
     if not arguments.model:
         raise CommandError(f"--model must be {models.KNOWN}, got nothing")
     gpus, memory_mib = _machine(arguments)
-    switched_off = tuple(op for op in OPS if settings().choices.get(op) == "off")
+    choices = settings().choices
+    switched_off = tuple(op for op in OPS if choices.get(op) == "off")
+    switched_on = tuple(name for name in (DRAFT_HEAD,) if choices.get(name) == "on")
     measured = _profile(settings().profile if arguments.profile is None else arguments.profile, sglang)
     replaced = [op for op in OPS if op not in switched_off and measured.against(op) is None]
     request = Request(
@@ -78,12 +80,14 @@ def request_of(arguments: argparse.Namespace) -> Request:
         profile=None if measured.warnings else measured.path,
         profile_unused=measured.warnings[0] if measured.warnings else None,
         switched_off=switched_off,
-        switched_on=tuple(name for name in (DRAFT_HEAD,) if settings().choices.get(name) == "on"),
-        prefill_graphs=_rows_of(settings().choices.get(PREFILL_GRAPHS)),
+        switched_on=switched_on,
+        also_set={k: v for k, v in choices.items() if k not in (*switched_off, *switched_on, PREFILL_GRAPHS)},
+        prefill_graphs=_rows_of(choices.get(PREFILL_GRAPHS)),
         sums_us=_sums(measured, gpus),
         load=arguments.load,
         insist=arguments.insist,
         off=settings().off,
+        shadow=None if settings().off else settings().shadow,
     )
     return replace(request, speculation=_speculation(request, arguments.spec, arguments.block))
 
@@ -222,7 +226,8 @@ def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     r = plan.request
     pools, static = plan.pools, plan.static_bytes
     wo_a = "wo_a in bf16 as SGLang holds it on SM120" if r.wo_a_bf16 else "wo_a in FP8 as it is stored"
-    rows = [("weights", plan.weights, f"the checkpoint's shapes, {wo_a}")]
+    twice = "; what is compared twice" if r.shadow else ""
+    rows = [("weights", plan.weights, f"the checkpoint's shapes, {wo_a}{twice}")]
     rows += [("C128 states", pools.states, f"{r.concurrency} request slots")] if pools.states else []
     if pools.window_tokens is not None:
         rows.append(("sliding windows", pools.window_bytes, f"{pools.window_tokens:,} slots, by requests and chunk"))

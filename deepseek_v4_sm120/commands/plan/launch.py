@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -28,11 +29,13 @@ MOST_STREAMS = 4096
 LEAST_MEMORY_GB, MOST_MEMORY_GB = 8, 1024
 IMAGE = "lmsysorg/sglang:v{version}"
 MOUNT = "/opt/deepseek_v4_sm120"
+BUILT = '"$PWD/build/deepseek_v4_sm120/.."'  # of another folder than build/ Docker says that it does not exist
 PROFILE_MOUNT = "/opt/dsv4-profile.json"
 HOME = Path("/root")  # in the image
+EXPERTS = "mxfp4_moe"
 DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
 PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE = prefill_graphs.DEFAULT, (0, 5, 17), (0, 5, 23)
-INTERVAL_0_5_17 = "prefill_decode_interval_0_5_17"
+INTERVAL, INTERVAL_0_5_17 = "prefill_decode_interval", "prefill_decode_interval_0_5_17"
 NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
 
 
@@ -50,11 +53,13 @@ class Request:
     profile_unused: str | None = None  # why a server makes nothing of the file that was given
     switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
     switched_on: tuple[str, ...] = ()  # DRAFT_HEAD, likewise
+    also_set: Mapping[str, str] = field(default_factory=dict)  # what else it says, which no size here hangs on
     prefill_graphs: int | None = None  # rows of a pass in graphs, at most, likewise; None: where there is room
     sums_us: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # by provider: rows -> us, by the profile
     load: str = TEXT  # what is written: speculation.TEXT or STRUCTURE
     insist: bool = False  # take a speculation that is known to answer wrongly
     off: bool = False  # DSV4_SM120=off: nothing is replaced
+    shadow: str | None = None  # DSV4_SM120_SHADOW: SGLang's own run beside ours, and hold their weights
 
     @property
     def version(self) -> memory.Version:
@@ -206,7 +211,7 @@ def make(request: Request) -> Plan:
     plan = _best([_sized(request, chunk, rows, with_errors=True) for chunk in chunks for rows in may_capture])
     if not plan.fits:  # with what the estimates may be short by kept free; without, it may
         plan = _best([_sized(request, chunk, may_capture[-1], with_errors=False) for chunk in chunks])
-    plan.interval = _interval(request, plan.chunk)
+    plan.interval = 0 if INTERVAL in request.also_set else _interval(request, plan.chunk)
     _flags(plan)
     return plan
 
@@ -230,11 +235,14 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
         replaced=request.replaced,
         drafts=request.has_draft_head,
         captured=prefill_graphs.captured_rows(captured) if captured else (),
+        shadow=request.shadow is not None,
     )
     outside = sum(r.bytes + (r.off_by if with_errors else 0.0) for r in reserves)
     fraction = math.floor((1 - outside / total) / STEP) * STEP
     fraction = round(max(0.0, min(memory.MOST_FRACTION, fraction)), 2)  # as it is given to the server
     weights = memory.weight_bytes(m, tp, drafts=request.rows > 0, wo_a_bf16=request.wo_a_bf16)
+    if request.shadow is not None:
+        weights += memory.shadow_bytes(m, tp, drafts=request.rows > 0, replaced=request.replaced)
     pools = memory.pools(m, version, requests=request.concurrency, chunk=chunk, drafts=request.rows)
     return Plan(request, chunk, fraction, weights, reserves, pools, pools.tokens(fraction * total - weights), captured)
 
@@ -292,6 +300,8 @@ def _flags(plan: Plan) -> None:
     elif settings := _settings(plan):
         values, reasons = zip(*settings, strict=True)
         env(Flag("DSV4_SM120_SET", ",".join(values), "; ".join(dict.fromkeys(reasons))))
+    if r.shadow is not None:
+        env(Flag("DSV4_SM120_SHADOW", r.shadow, "as in your environment: SGLang's own beside ours, to compare them"))
     if r.profile is not None:
         env(Flag("DSV4_SM120_PROFILE", PROFILE_MOUNT, f"what calibrate found: {r.profile}"))
     if m.expert_format == FP8:
@@ -303,7 +313,8 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
     """Of DSV4_SM120_SET: what is set, and why."""
     r, yours = plan.request, "as in your environment"
     found = [(f"{name}=off", yours) for name in r.switched_off] + [(f"{name}=on", yours) for name in r.switched_on]
-    if plan.interval and r.version == (0, 5, 17):
+    found += [(f"{name}={value}", yours) for name, value in r.also_set.items()]
+    if plan.interval and r.version == (0, 5, 17) and INTERVAL_0_5_17 not in r.also_set:
         found.append((f"{INTERVAL_0_5_17}={plan.interval}", _interval_reason(plan)))
     if r.prefill_graphs is not None:
         value = "off" if not r.prefill_graphs else "on" if r.prefill_graphs == CAPTURED_ROWS else r.prefill_graphs
@@ -368,7 +379,9 @@ def _notes(plan: Plan) -> None:
     if r.profile_unused:
         plan.notes.append(r.profile_unused)
     if r.profile is not None and facts.is_container(Path("/")):
-        plan.notes.append(f"{r.profile} lies in this container: the docker line's -v wants its path on the host")
+        plan.notes.append(f"{r.profile} lies in this container: the docker line's --mount wants its path on the host")
+    if (model := local_model(plan)) is not None and facts.is_container(Path("/")):
+        plan.notes.append(f"{model} lies in this container: the docker line's --mount wants its path on the host")
     if r.version > NEWEST_READ:
         newest = ".".join(map(str, NEWEST_READ))
         plan.notes.append(f"nobody has read SGLang {r.sglang} for this; sizes are those of {newest}")
@@ -426,14 +439,35 @@ def docker_line(plan: Plan, port: int = 30000) -> str | None:
     if plan.request.image is None:
         return None
     env = " ".join(f"-e {flag.name}={shlex.quote(flag.value)}" for flag in plan.environment)
-    profile = plan.request.profile
-    mount = "" if profile is None else f"-v {shlex.quote(str(Path(profile).resolve()))}:{PROFILE_MOUNT}:ro "
-    words = ["python3", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", str(port), *server_arguments(plan)]
+    mounts, arguments = [mount(BUILT, MOUNT)], server_arguments(plan)
+    if (profile := plan.request.profile) is not None:
+        mounts.append(mount(shlex.quote(str(Path(profile).resolve())), PROFILE_MOUNT))
+    if (model := local_model(plan)) is not None:
+        folder = shlex.quote(str(_with_its_links(model)))
+        mounts.append(mount(folder, folder))
+        arguments = [str(model) if word == plan.request.model.path else word for word in arguments]
+    words = ["python3", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", str(port), *arguments]
     return (
         f"docker run --rm --gpus all --ipc=host -p {port}:{port} --ulimit memlock=-1 "
         f"-v ~/.cache/huggingface:/root/.cache/huggingface {facts.volumes(facts.cache_folders({}, HOME))} "
-        f'-v "$PWD/build:{MOUNT}:ro" {mount}{env} {plan.request.image} {shlex.join(words)}'
+        f"{' '.join(mounts)} {env} {plan.request.image} {shlex.join(words)}"
     )
+
+
+def mount(source: str, target: str) -> str:
+    """What must be there: of a source that is missing `docker run -v` makes an empty folder."""
+    return f"--mount type=bind,source={source},target={target},readonly"
+
+
+def local_model(plan: Plan) -> Path | None:
+    """The folder of weights on this machine that the plan is for; None: SGLang fetches them by their name."""
+    path = plan.request.model.path
+    return Path(path).resolve() if path and Path(path).is_dir() else None
+
+
+def _with_its_links(model: Path) -> Path:
+    """The folder to mount: a download's files may be links to files beside it."""
+    return Path(os.path.commonpath((model, (model / "config.json").resolve())))
 
 
 def remedies(request: Request) -> list[str]:
@@ -457,6 +491,11 @@ def remedies(request: Request) -> list[str]:
     streams = next((n for n in fewer if make(Request(**vars(request) | {"concurrency": n})).fits), None)
     if streams:
         found.append(f"--concurrency {streams}")
+    if request.shadow and EXPERTS in request.replaced:
+        others = tuple(op for op in request.replaced if op != EXPERTS)
+        without = {"replaced": others, "switched_off": (*request.switched_off, EXPERTS)}
+        if make(Request(**vars(request) | without)).fits:
+            found.append(f"DSV4_SM120_SET={EXPERTS}=off, to compare all but the experts")
     if request.model.expert_format == FP8:
         found.append("the FP4 checkpoint (deepseek-ai/DeepSeek-V4-Flash)")
     return found

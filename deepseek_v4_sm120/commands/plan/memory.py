@@ -101,6 +101,13 @@ def weight_bytes(m: Model, tp: int, *, drafts: bool, wo_a_bf16: bool) -> float:
     return (divided + 4 * m.vocab * m.hidden) / tp + whole
 
 
+def shadow_bytes(m: Model, tp: int, *, drafts: bool, replaced: Collection[str]) -> float:
+    """What one rank holds a second time in shadow mode: SGLang's own experts, and its wo_a in bf16."""
+    has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
+    layer = m.experts * expert_bytes(m) * has_experts + expanded_wo_a_bytes(m) * ("wo_a" in replaced)
+    return (m.layers + m.draft_layers * drafts) * layer / tp
+
+
 # ---- pools
 
 
@@ -220,13 +227,13 @@ def attention_workspace(rows: int, heads: int, context: int, num_sms: int = 188)
     from deepseek_v4_sm120.ops.shared import extension
 
     width = math.ceil(context / 128 / 64) * 64
-    if extension.explain() is None:
+    if extension.problem() is None:
         partials, words = extension.load().sparse_decode_workspace(
             rows=rows, heads=heads, indices_width=128, extra_indices_width=width, num_sms=num_sms
         )
         return Reserve("attention workspace", partials + 4 * words, "sparse_decode's own bound")
     size = rows * heads * (2 + width // 64) * 512 * 2
-    basis = "estimate: FlashInfer's scratch; our module is not built here"
+    basis = "estimate: FlashInfer's scratch; our module does not load here"
     return Reserve("attention workspace", size, basis, size * ESTIMATE_OFF_BY)
 
 
@@ -236,9 +243,9 @@ def sums_between_cards(m: Model, tp: int) -> Reserve:
     from deepseek_v4_sm120.ops.shared import extension
 
     what = "sums between the cards"
-    if extension.explain() is None:
+    if extension.problem() is None:
         return Reserve(what, all_reduce_sizes.places_bytes(tp, "peer", m.hidden), "all_reduce's own")
-    return Reserve(what, (48 << 20) * m.hidden / 4096, "at most, as with 8 cards; our module is not built here")
+    return Reserve(what, (48 << 20) * m.hidden / 4096, "at most, as with 8 cards; our module does not load here")
 
 
 def draft_head_bytes(m: Model, tp: int, rows: int) -> float:
@@ -285,24 +292,25 @@ def reserves(
     replaced: Collection[str] = OPS,
     drafts: bool = False,
     captured: Sequence[int] = (),
+    shadow: bool = False,
 ) -> list[Reserve]:
     """What must stay free beside weights and pools. rows: of the largest captured decode or verify batch; replaced:
     the operators that are ours; drafts: whether a draft's head is kept in E4M3; captured: rows of the passes of prompts
-    that are captured."""
+    that are captured; shadow: whether SGLang's own run beside ours."""
     heads = m.heads // tp
     has_experts = "mxfp4_moe" in replaced and m.expert_format == FP4
     experts = experts_bytes(m, tp, chunk, has_experts)
     graphs = (0.5 + 0.02 * rows) * GIB
     of_prompts = prefill_graphs_bytes(m, tp, captured, context, has_experts) if captured else 0.0
+    selection = []
     if "index_select" in replaced:
-        selection = Reserve(
-            "index selection, chunk and graphs",
-            INDEX_SELECT_PREFILL_BYTES + INDEX_SELECT_DECODE_BYTES,
-            "index_select's own bounds, at any context",
-        )
-    else:
+        own = INDEX_SELECT_PREFILL_BYTES + INDEX_SELECT_DECODE_BYTES
+        basis = "index_select's own bounds, at any context"
+        selection.append(Reserve("index selection, chunk and graphs", own, basis))
+    if shadow or "index_select" not in replaced:
         logits = index_logits_bytes(chunk, context) + index_logits_bytes(rows, context)
-        selection = Reserve("index logits, chunk and graphs", logits, "[rows, context / 4] fp32 of the stock indexer")
+        basis = "[rows, context / 4] fp32 of the stock indexer"
+        selection.append(Reserve("index logits, chunk and graphs", logits, basis))
     return [
         Reserve("CUDA context, libraries, NCCL", 1.5 * GIB, "estimate", 1.5 * GIB * ESTIMATE_OFF_BY),
         Reserve("decode graphs", graphs, "estimate", graphs * ESTIMATE_OFF_BY),
@@ -318,7 +326,7 @@ def reserves(
             else []
         ),
         Reserve("experts of a prefill chunk", experts, "mxfp4_moe's scratch" if has_experts else "arithmetic"),
-        selection,
+        *selection,
         Reserve("C128 index lists of a prefill chunk", c128_list_bytes(chunk, context), "[chunk, context / 128] int32"),
         attention_workspace(rows, heads, context),
         *([sums_between_cards(m, tp)] if tp > 1 and "all_reduce" in replaced else []),

@@ -45,7 +45,7 @@ def _missing(require_gpu: bool) -> dict[str, tuple[str, str]]:
     """What the checks need and this machine lacks: name -> (result, reason)."""
     without_gpu = FAIL if require_gpu else NOT_RUN
     missing = {}
-    if (problem := extension.explain()) is not None:
+    if (problem := extension.problem()) is not None:
         missing["module"] = (FAIL, problem)
     import torch
 

@@ -1,9 +1,10 @@
 """Finds, explains and loads _C, the compiled module, and with it the kernels' library beside it, which it needs.
 Standard library only; nothing happens at import.
 
-find(), explain() and describe() read files; only load() and build_info() open the two. Before that their sizes and
-digests are compared with RECORD, which the build writes: a library that is cut off or another one does not fail to
-load, it kills the process (SIGBUS). What somebody put into a folder without RECORD is checked for being complete.
+find(), explain() and describe() read files; only load(), problem() and build_info() open the two. Before that their
+sizes and digests are compared with RECORD, which the build writes: a library that is cut off or another one does not
+fail to load, it kills the process (SIGBUS). What somebody put into a folder without RECORD is checked for being
+complete.
 """
 
 import base64
@@ -52,7 +53,7 @@ def explain() -> str | None:
     if path is not None:
         try:
             built = _describe_file(path).get("version")
-            fault = _fault(path) or _fault(path.with_name(LIBRARY))
+            fault = _fault(path) or _fault(path.with_name(LIBRARY)) or _absent(path.parent.parent)
         except (OSError, ValueError) as error:
             return f"deepseek_v4_sm120: {path} and the files beside it cannot be read: {error}"
         if built is None or built == deepseek_v4_sm120.__version__:
@@ -66,7 +67,10 @@ def explain() -> str | None:
     others = sorted(p.name for folder in folders() for p in folder.glob("_C*.so"))
     if others:
         found = f"found {', '.join(others)}, which are for other Pythons"
-        remedy = f"rebuild with: python3 csrc/build_artifact.py --python {sys.executable}"
+        remedy = (
+            "SGLang's images run 3.12, for which ./build_docker.sh builds in Docker; for another one that has its "
+            "headers: python3 csrc/build_artifact.py --python PATH"
+        )
     else:
         found = "found no _C*.so at all"
         remedy = (
@@ -88,7 +92,7 @@ def _fault(path: Path) -> str | None:
 @functools.lru_cache(maxsize=8)
 def _damage(path: Path, size: int, *_changes: int) -> str | None:
     """What of a file is not as it was built, and what to do; once per process and state of the file."""
-    record = path.parent.parent / f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info" / "RECORD"
+    record = _record(path.parent.parent)
     if not record.is_file():
         return _incomplete(path, size)
     name = f"{path.parent.name}/{path.name}"
@@ -104,6 +108,22 @@ def _damage(path: Path, size: int, *_changes: int) -> str | None:
     if found != row[1]:
         return f"is {found}, {record} says {row[1]}: it is damaged, or of another build; {_REMEDY}"
     return None
+
+
+def _absent(folder: Path) -> str | None:
+    """Which files of the build the folder lacks, and what to do."""
+    record = _record(folder)
+    if not record.is_file():
+        return None
+    with open(record, newline="") as lines:  # what runs; without a digest are pip's
+        names = [name for name, *about in csv.reader(lines) if any(about) and not name.startswith(record.parent.name)]
+    if not (gone := [name for name in names if not (folder / name).is_file()]):
+        return None
+    return f"{folder} lacks {', '.join(gone[:3])}{', ...' if gone[3:] else ''} of {record}: {_REMEDY}"
+
+
+def _record(folder: Path) -> Path:
+    return folder / f"deepseek_v4_sm120-{deepseek_v4_sm120.__version__}.dist-info" / "RECORD"
 
 
 def _incomplete(path: Path, size: int) -> str | None:
@@ -149,6 +169,17 @@ def load() -> ModuleType:
             )
         sys.modules[_NAME] = deepseek_v4_sm120._C = module
         return module
+
+
+def problem() -> str | None:
+    """Why load() fails, the loader's words too; None where it does not."""
+    if (found := explain()) is not None:
+        return found
+    try:
+        load()
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def build_info() -> dict:
