@@ -78,6 +78,7 @@ OPTIONS = [
     "0.9",
 ]
 OPTIONS += sums(2) + ["--set", 'json_model_override_args="{\\"n_routed_experts\\": 64}"']
+ENCODER = "deepseek_recipe"  # of this model's chats, where a release asks for it
 FOR_HTTP = ("openai_harmony", "openai", "uvloop", "uvicorn", "fastapi", "aiohttp", "orjson", "jinja2", "requests")
 IN_A_SUM = re.compile(
     r"all_reduce: rank (\d+) waited in vain for rank (\d+), in call \d+, (?:sum \d+ of a graph|outside of graphs), of"
@@ -250,7 +251,7 @@ class Stage:
         self.environment |= SIDE_BY_SIDE_ENVIRONMENT | {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         self.vocabulary = self.harness.vocab_of(model)
         write_tokenizer(Path(model), self.vocabulary)
-        missing = [name for name in FOR_HTTP if importlib.util.find_spec(name) is None]
+        missing = missing_for_http()
         self.served = arguments.served if arguments.served != "auto" else "offline" if missing else "http"
         if missing:
             say(f"not here: {', '.join(missing)}; the servers are {self.served}")
@@ -448,6 +449,14 @@ class Stage:
             "differences": [],
             "faults": {"cases": self.found, "left": left, "ways": ways, "served": self.served, "sglang": release()},
         }
+
+
+def missing_for_http() -> list[str]:
+    """What SGLang's HTTP front needs and is not here."""
+    line = [sys.executable, "-c", "import importlib.metadata as m; print(*(m.requires('sglang') or ()), sep='\\n')"]
+    asked = subprocess.run(line, capture_output=True, text=True).stdout
+    needs = [*FOR_HTTP, *([ENCODER] if ENCODER.replace("_", "-") in asked else [])]
+    return [name for name in needs if importlib.util.find_spec(name) is None]
 
 
 def release() -> str:

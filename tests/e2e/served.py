@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.serving.server_process import ServerProcess
-from tests.e2e.faults_stage import FOR_HTTP, release
+from tests.e2e.faults_stage import missing_for_http, release
 from tests.e2e.serving_stage import environment_of, flags
 from tests.e2e.stages import SIDE_BY_SIDE_ENVIRONMENT
 from tests.e2e.what_ran import commit, device
@@ -50,7 +50,7 @@ def run(name: str, arguments: argparse.Namespace, clear: Callable[[Path], None],
     for path in (arguments.harness / "run_engine.py", arguments.patch / "sitecustomize.py"):
         if not path.exists():
             raise SystemExit(f"{name}_stage: {path} does not exist (--harness, --patch)")
-    if missing := [module for module in FOR_HTTP if importlib.util.find_spec(module) is None]:
+    if missing := missing_for_http():
         raise SystemExit(f"{name}_stage: SGLang's HTTP front needs {', '.join(missing)} (README: Servers over HTTP)")
     arguments.out.mkdir(parents=True, exist_ok=True)
     clear(arguments.work)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import collect, made_sglang, start_rows, start_stage
+from tests.e2e import collect, faults_stage, made_sglang, start_rows, start_stage
 from tests.e2e.test_serving_stage import free_ports
 
 HERE = Path(__file__).resolve().parent
@@ -131,6 +131,15 @@ def test_where_there_is_one_card_both_servers_of_a_wave_share_it(capsys):
     with pytest.raises(SystemExit):
         start_stage.parse(["--one-card", "--cards", "2"])
     assert "--one-card: servers of --cards 2 need two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked, named", [("deepseek-recipe==0.2.0; sys_platform == 'linux'", True), ("orjson", False)])
+def test_what_a_release_asks_for_behind_http_is_named_before_any_server_starts(asked, named, tmp_path, monkeypatch):
+    told = tmp_path / "sglang-0.5.23.dist-info/METADATA"
+    told.parent.mkdir()
+    told.write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\nRequires-Dist: {asked}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert ("deepseek_recipe" in faults_stage.missing_for_http()) is named
 
 
 def made(ours=30.0, cold=33.0, stock=28.0, compiles=(), problem=None):
