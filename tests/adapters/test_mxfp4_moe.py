@@ -408,7 +408,10 @@ def test_shadow_keeps_a_copy_and_compares(served, monkeypatch, keep):
     inputs = engine_inputs(RECORDED[1])
     layer = engine_layer(RECORDED[1], inputs)
     process, apply = replaced(False)
+    said = []
+    monkeypatch.setattr(adapter.report, "warn_once", said.append)
     process(Method(False), layer)
+    assert len(said) == 1 and "DSV4_SM120_SET=mxfp4_moe=off" in said[0], "before the memory is taken"
     assert layer.log == ["repacked"] and adapter.kept.shadow_copy_bytes > 0
     out = apply(Method(False), layer, dispatched(inputs)).hidden_states
     assert layer.log == ["repacked", "applied"]

@@ -50,6 +50,10 @@ WAY_MXFP8 = "ours, mxfp8"  # what `calibrate` calls it; a profile that leaves it
 WAY_WIDE = "ours, wide"  # likewise; leaves Triton's kernels for prompts in bf16
 WAY_MXFP8_WIDE = "ours, mxfp8, wide"  # likewise; leaves Triton's with MXFP8, or bf16 if they are left out too
 
+TWICE = (
+    f"{PATCH}: shadow mode holds the experts twice, for which two cards of 96 GB have no room: "
+    f"DSV4_SM120_SET={PATCH}=off compares all the others"
+)
 KEPT = "_dsv4_sm120_experts"  # attribute of a layer that we keep
 SCALE_NAMES = ("w13_weight_scale_inv", "w2_weight_scale_inv")
 
@@ -187,6 +191,7 @@ def _replace_process(original: Callable, *, mxfp8: bool) -> Callable:
         if not keeps(self, layer):
             return original(self, layer)
         if settings().shadow:  # the original repacks, perhaps in place: ours get copies
+            report.warn_once(TWICE)
             experts = _experts(self, layer, mxfp8=mxfp8)
             names = ("w13", "w13_scale", "w2", "w2_scale")
             copies = {name: getattr(experts, name).clone() for name in names}
