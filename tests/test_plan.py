@@ -14,8 +14,6 @@ from deepseek_v4_sm120.commands.doctor import facts
 from deepseek_v4_sm120.commands.plan import command, launch, memory, models, roofline
 from deepseek_v4_sm120.patching import profile
 from deepseek_v4_sm120.settings import Settings
-from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
-from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 
 CONFIG = Path(__file__).parent / "data/flash_config.json"
 MEMORY = int(96 * launch.REPORTED_PER_GB)
@@ -351,86 +349,6 @@ def test_what_hangs_on_estimates_is_not_said_to_fit(capsys):
 def test_scratch_that_does_not_fit_is_not_the_weights():
     plan = launch.make(request(concurrency=1000))
     assert not plan.fits and "for 1000 streams beside them" in command.why_not(plan)
-
-
-def planned_graphs(**changes):
-    """(plan, rows in graphs at most, their bytes, what DSV4_SM120_SET says)"""
-    plan = launch.make(request(**({"speculation": None} | changes)))
-    reserved = {r.what: r.bytes for r in plan.reserves}.get("prefill graphs")
-    return plan, plan.captured, reserved, {f.name: f.value for f in plan.environment}.get("DSV4_SM120_SET")
-
-
-def test_what_prefill_graphs_hold_is_what_sglang_said_that_it_captured():
-    """Two H200, 0.5.17, TP2, 43 layers, context 32,768: 3.31 and 3.36 GiB, and 10 to 20 MiB from a size to the next."""
-    several, one = (128, 256, 512, 1024, 8192), (8192,)
-    sizes = [memory.prefill_graphs_bytes(models.FLASH, 2, captured, 32_768, True) for captured in (several, one)]
-    assert sizes[0] / memory.GIB == pytest.approx(3.335, rel=0.05)
-    assert 4 * (10 << 20) < sizes[0] - sizes[1] < 4 * (24 << 20)
-    usual = prefill_graphs.captured_rows(CAPTURED_ROWS)
-    by_context = [memory.prefill_graphs_bytes(models.FLASH, 2, usual, 1 << n, True) for n in (15, 20)]
-    rows, widths = sum(usual), [(1 << n) * 4 * (1 / 256 + 1 / 128) for n in (15, 20)]
-    assert by_context[1] - by_context[0] == pytest.approx(rows * (widths[1] - widths[0]), rel=0.01)
-
-
-def test_prefill_graphs_are_planned_where_they_serve_and_their_memory_is_kept_free():
-    plan, rows, held, said = planned_graphs()
-    assert (rows, said) == (1024, "prefill_graphs=on") and 0.9e9 < held < 1.3e9
-    assert plan.fits and not plan.is_tight and plan.left_free > plan.off_by > held * memory.ESTIMATE_OFF_BY
-    assert any("99 ms for 147" in flag.reason for flag in plan.environment)
-    plan, rows, held, said = planned_graphs(speculation=MTP)
-    assert (rows, said) == (1024, "prefill_graphs=on") and 0.9e9 < held < 1.3e9 and plan.fits and not plan.is_tight
-    assert any("107 ms for 206" in flag.reason for flag in plan.environment)
-    for changes in (
-        {"speculation": MTP, "sglang": "0.5.22"},
-        {"speculation": MTP, "prefill_graphs": 1024, "sglang": "0.5.22"},
-        {"replaced": ("sparse_decode",), "context": 8192},
-        {"sglang": "0.5.16"},
-        {"prefill_graphs": 0},
-    ):
-        plan, rows, held, said = planned_graphs(**changes)
-        assert (rows, held) == (0, None)
-        assert ("prefill_graphs=on" in (said or "")) == bool(changes.get("prefill_graphs"))  # the user's word, repeated
-        assert not any("prefill_graphs" in note for note in plan.notes)
-
-
-def test_the_memory_of_prefill_graphs_is_kept_beside_drafts():
-    """0.5.23 captures them beside the model's own drafts, so their memory must be free."""
-    tight = {"speculation": MTP, "context": 131_072, "concurrency": 64, "sglang": "0.5.23"}
-    plans = [planned_graphs(**tight, prefill_graphs=rows) for rows in (0, 1024)]
-    assert [rows for _, rows, _, _ in plans] == [0, 1024] and plans[1][3] == "prefill_graphs=on"
-    assert plans[1][2] > 0.9e9 and plans[1][0].tokens < plans[0][0].tokens
-    assert plans[1][0].left_free > 0
-    dspark = {"speculation": speculation.Speculation(speculation.DSPARK, 4), "model": models.FLASH_0731}
-    assert planned_graphs(**tight | dspark, prefill_graphs=1024)[1] == 0
-
-
-def test_prefill_graphs_cost_no_fraction_where_there_is_room_and_no_plan():
-    """On the README's cards; a card on which only a plan without them fits gets that, and a note."""
-    for gpus, model in ((2, models.FLASH), (4, models.FLASH), (4, models.find("flash", "fp8"))):
-        with_graphs, without = (planned_graphs(gpus=gpus, model=model, prefill_graphs=rows)[0] for rows in (None, 0))
-        assert with_graphs.captured == 1024 and with_graphs.fraction == without.fraction == memory.MOST_FRACTION
-    seen = set()
-    for tenths in range(880, 960):
-        plan, rows, _, _ = planned_graphs(memory_mib=int(tenths / 10 * launch.REPORTED_PER_GB), concurrency=1)
-        left_out = planned_graphs(memory_mib=plan.request.memory_mib, concurrency=1, prefill_graphs=0)[0]
-        assert plan.fits == left_out.fits and plan.tokens >= 0.9 * left_out.tokens
-        assert any("has no room" in note for note in plan.notes) is not bool(rows)
-        seen.add(bool(rows))
-    assert seen == {True, False}
-
-
-def test_the_users_own_word_on_prefill_graphs_stands(monkeypatch):
-    def asked(choice, **given):
-        monkeypatch.setattr(command, "settings", lambda: Settings(choices=choice))
-        found = command.request_of(arguments(sglang="0.5.17", spec="none", **given))
-        plan = launch.make(found)
-        return plan.captured, {f.name: f.value for f in plan.environment}["DSV4_SM120_SET"]
-
-    interval = next(word for word in asked({})[1].split(",") if word.startswith("prefill_decode"))
-    assert asked({}) == (1024, f"{interval},prefill_graphs=on")
-    assert asked({"prefill_graphs": "off"}) == (0, f"{interval},prefill_graphs=off")
-    assert asked({"prefill_graphs": "2048"}) == (2048, f"{interval},prefill_graphs=2048")
-    assert asked({"prefill_graphs": "on", "mhc": "off"}) == (1024, f"mhc=off,{interval},prefill_graphs=on")
 
 
 def test_one_stream_needs_no_fairness():

@@ -25,6 +25,7 @@ REPORTED_PER_GB = 97887 / 96  # MiB that the driver reports per GB of the label,
 CHUNK_WITH_OTHERS = 4096  # about half a second of prefill on 2 or 4 cards by published rates
 DECODE_SHARE, MOST_INTERVAL = 0.3, 32  # of the time while a long prompt is read; steps for it
 STEP = 0.01  # of --mem-fraction-static
+ENOUGH = 2  # times the tokens of all streams at full length: more capacity is worth less than a chunk or prefill graphs
 MOST_STREAMS = 4096
 LEAST_MEMORY_GB, MOST_MEMORY_GB = 8, 1024
 IMAGE = "lmsysorg/sglang:v{version}"
@@ -217,9 +218,11 @@ def make(request: Request) -> Plan:
 
 
 def _best(plans: list[Plan]) -> Plan:
-    """The first, the largest chunk, that costs hardly any capacity; where none fits, the most capacity."""
-    most = max(plan.tokens for plan in plans)
-    return next((p for p in plans if p.fits and p.tokens >= 0.9 * most), max(plans, key=lambda p: p.tokens))
+    """The first, the largest chunk with graphs, that costs hardly any capacity or none that is missed: twice what all
+    streams at full length hold is enough, half of it for the prefix cache. Where none fits, the most capacity."""
+    request, most = plans[0].request, max(plan.tokens for plan in plans)
+    enough = min(0.9 * most, ENOUGH * request.concurrency * request.context)
+    return next((p for p in plans if p.fits and p.tokens >= enough), max(plans, key=lambda p: p.tokens))
 
 
 def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Plan:
