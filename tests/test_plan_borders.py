@@ -97,6 +97,21 @@ def test_who_has_a_draft_head(changes, has):
     assert request(**{"switched_on": (launch.DRAFT_HEAD,)} | changes).has_draft_head is has
 
 
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({}, True),
+        ({"switched_on": (launch.DRAFT_HEAD,)}, False),
+        ({"also_set": {launch.DRAFT_HEAD: "off"}}, False),
+        ({"speculation": None}, False),
+        ({"replaced": ("mhc",)}, False),
+    ],
+)
+def test_whoever_could_have_one_is_told(changes, told):
+    notes = [note for note in launch.make(request(**changes)).notes if "draft_head=on" in note]
+    assert len(notes) == told and all("0.28 GB a card" in note for note in notes)
+
+
 def test_the_bounds_of_a_request_are_taken():
     most = models.FLASH.max_context
     for changes in ({"context": 1024}, {"context": most}, {"concurrency": 1}, {"concurrency": launch.MOST_STREAMS}):

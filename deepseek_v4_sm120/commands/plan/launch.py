@@ -81,14 +81,13 @@ class Request:
         return 0 if self.speculation is None else self.speculation.rows
 
     @property
+    def could_have_draft_head(self) -> bool:
+        return "fp8_linear" in self.replaced and self.rows > 0 and self.version >= DRAFT_HEAD_SINCE
+
+    @property
     def has_draft_head(self) -> bool:
         """Whether drafts guess with a copy of the head in E4M3."""
-        return (
-            DRAFT_HEAD in self.switched_on
-            and "fp8_linear" in self.replaced
-            and self.rows > 0
-            and self.version >= DRAFT_HEAD_SINCE
-        )
+        return DRAFT_HEAD in self.switched_on and self.could_have_draft_head
 
     @property
     def may_capture(self) -> tuple[int, ...]:
@@ -398,6 +397,12 @@ def _notes(plan: Plan) -> None:
         plan.notes.append(
             "prompts of a thousand tokens and fewer wait for their launches; DSV4_SM120_SET=prefill_graphs=on puts "
             "them into graphs, for whose memory this plan has no room without less context or fewer streams"
+        )
+    if r.could_have_draft_head and not (r.has_draft_head or DRAFT_HEAD in r.also_set):
+        held = memory.draft_head_bytes(r.model, r.gpus, r.concurrency * r.rows) / 1e9
+        plan.notes.append(
+            f"each guess reads the whole head in bf16; DSV4_SM120_SET={DRAFT_HEAD}=on gives drafts a copy of half the "
+            f"bytes ({held:.2f} GB a card) and the same text; compare SGLang's accept len with and without"
         )
     if r.gpus > 2 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
         plan.notes.append(
