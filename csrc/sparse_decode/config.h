@@ -134,8 +134,8 @@ __host__ __device__ constexpr int unit_leaves_log2(int leaves) {
   return log2;
 }
 
-// Whether blocks share a row: four leaves are done before a merge would be, and two blocks for a short row spend on its partials, one a
+// Whether blocks share a row: five leaves are done before a merge would be, and two blocks for a short row spend on its partials, one a
 // leaf, what they save.
-__host__ __device__ constexpr bool worth_splitting(int leaves, int splits) { return leaves > 4 && splits > (leaves <= kShortLeaves ? 2 : 1); }
+__host__ __device__ constexpr bool worth_splitting(int leaves, int splits) { return leaves > 5 && splits > (leaves <= kShortLeaves ? 2 : 1); }
 
 }  // namespace dsv4::sparse_decode
