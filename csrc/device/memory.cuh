@@ -50,6 +50,9 @@ __device__ __forceinline__ uint4 load_16_now(const void* p) {
   return v;
 }
 // where `reads`; what was in `v` stays elsewhere. No branch: loads behind one would wait for it
+__device__ __forceinline__ void load_where(bool reads, uint32_t& v, const void* p) {
+  asm volatile("{.reg .pred q; setp.ne.s32 q, %1, 0; @q ld.global.u32 %0, [%2];}" : "+r"(v) : "r"(int{reads}), "l"(p));
+}
 __device__ __forceinline__ void load_where(bool reads, float2& v, const float* p) {
   asm volatile("{.reg .pred q; setp.ne.s32 q, %2, 0; @q ld.global.v2.f32 {%0,%1}, [%3];}" : "+f"(v.x), "+f"(v.y) : "r"(int{reads}), "l"(p));
 }

@@ -10,6 +10,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "../device/barriers.cuh"
@@ -36,6 +37,7 @@ constexpr int kRegisters = 96;                        // a thread: 65536 / kThre
 constexpr int kScoreRegisters = 88;                   // a thread of the score team leaves some
 constexpr int kValueRegisters = 104;                  // to one of the value team, which holds a leaf's values besides the accumulator
 
+constexpr int kWholeLeaves = 5;                       // leaves up to which a row is one block's: it is done before a merge would be
 constexpr int kShortLeaves = 40;                      // leaves up to which a unit is one leaf
 constexpr int kMaxUnitsLong = 20;
 constexpr int kMaxUnits = kShortLeaves;
@@ -91,10 +93,16 @@ struct Work {
   __device__ __forceinline__ bool whole_row() const {
     return !kSplit || fold_leaves == 0;
   }
+  __device__ __forceinline__ bool is_empty() const { return first_leaf >= end_leaf; }
   __device__ __forceinline__ int unit_end(int leaf) const { return fold_leaves == 0 ? end_leaf : min(leaf + fold_leaves, end_leaf); }
   __device__ __forceinline__ int unit_before(int leaf) const { return (leaf - 1) >> (31 - __clz(fold_leaves)); }
   // where the factors of the unit before `leaf` are
   __device__ __forceinline__ int unit_buffer(int leaf) const { return unit_before(leaf) & (kUnitBuffers - 1); }
+};
+
+// Of a row that blocks share: its merge's vectors by four dimensions that a block has, and the units that it has room for at once.
+struct Shares {
+  uint16_t vectors, units_at_once;
 };
 
 struct TeamBarriers {
@@ -122,9 +130,22 @@ struct SharedMemoryPlan {
   TeamBarriers barriers;                                             //    112
   alignas(4) uint16_t valid[kMasks][kGatherWarps];                   //     32  a bit a candidate
   Work work;                                                         //     40
-  uint32_t outcome, abandoned;                                       //      8
+  Shares shares;                                                     //      4
+  uint32_t told;                                                     //      4  by who arrived: the outcome, later what others left
 };
 static_assert(sizeof(SharedMemoryPlan) <= kMaxSharedBytes);
+
+// What a merge has over the gathered rows and the scores, which nobody needs any more: the units' fold factors, lse, vectors of partials.
+using MergeFactors = float2[kMaxUnits][kBlockHeads];
+using MergeLse = float[kBlockHeads];
+constexpr int kMergeBytes = sizeof(SharedMemoryPlan::stages) + sizeof(SharedMemoryPlan::scores);
+constexpr int kMergeVectors = (kMergeBytes - sizeof(MergeFactors) - sizeof(MergeLse)) / sizeof(float4);
+struct MergeMemory {
+  float4 vectors[kMergeVectors];  // of units in turn, each thread's where it stands among those of a share
+  MergeFactors factors;
+  MergeLse lse;
+};
+static_assert(offsetof(SharedMemoryPlan, stages) == 0 && offsetof(SharedMemoryPlan, weights_f16) >= sizeof(MergeMemory), "merge memory");
 
 // log2 of the leaves per unit of a row
 __host__ __device__ constexpr int unit_leaves_log2(int leaves) {
@@ -134,8 +155,9 @@ __host__ __device__ constexpr int unit_leaves_log2(int leaves) {
   return log2;
 }
 
-// Whether blocks share a row: four leaves are done before a merge would be, and two blocks for a short row spend on its partials, one a
-// leaf, what they save.
-__host__ __device__ constexpr bool worth_splitting(int leaves, int splits) { return leaves > 4 && splits > (leaves <= kShortLeaves ? 2 : 1); }
+// Whether blocks share a row: two for a short one spend on its partials, one a leaf, what they save.
+__host__ __device__ constexpr bool worth_splitting(int leaves, int splits) {
+  return leaves > kWholeLeaves && splits > (leaves <= kShortLeaves ? 2 : 1);
+}
 
 }  // namespace dsv4::sparse_decode

@@ -14,12 +14,15 @@ __device__ __forceinline__ float2 fold_factors(float old_reference, float new_re
   return make_float2(pow2_exact(old_reference - reference), pow2_exact(new_reference - reference));
 }
 
+__device__ __forceinline__ float load_sink(const Params& p, int head) {
+  return p.attn_sink != nullptr ? p.attn_sink[head] : -__int_as_float(0x7f800000);
+}
 // The output factor 1 / (sum + 2^(sink - reference)); 0 where nothing is valid or the sink is +inf.
-__device__ __forceinline__ float output_factor(const Params& p, int head, const Fold& fold) {
-  float total = fold.sum;
-  if (p.attn_sink != nullptr) total += exp2_approx(p.attn_sink[head] * kLog2e<float> - fold.reference);
+__device__ __forceinline__ float output_factor(float sink, const Fold& fold) {
+  const float total = fold.sum + exp2_approx(sink * kLog2e<float> - fold.reference);
   return fold.sum > 0.f ? reciprocal(total) : 0.f;
 }
+__device__ __forceinline__ float output_factor(const Params& p, int head, const Fold& fold) { return output_factor(load_sink(p, head), fold); }
 __device__ __forceinline__ float lse_of(const Fold& fold) {
   return fold.sum > 0.f ? (fold.reference + log2f(fold.sum)) * 0.6931471805599453f : __int_as_float(0x7f800000);
 }
@@ -53,6 +56,8 @@ __device__ __forceinline__ int block_row() {
   return v;
 }
 __device__ __forceinline__ int item_slot() { return block_row() * gridDim.x + block_group(); }
+
+__device__ __forceinline__ uint32_t* control_of(const Params& p) { return p.control + static_cast<int64_t>(item_slot()) * kControlWords; }
 
 // Partials: [slot][unit][float4 of (warp, segment, head half, lane) in dimension order, then (reference, sum) per head].
 __device__ __forceinline__ float* partial_of(const Params& p, int slot, int unit) {

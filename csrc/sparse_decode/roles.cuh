@@ -7,6 +7,8 @@
 
 namespace dsv4::sparse_decode {
 
+// all warps, once: each has asked for what it begins with, and the barriers are there
+__device__ __forceinline__ void block_sync() { sync_threads<0, kThreads>(); }
 // all but the gathering warps
 __device__ __forceinline__ void math_sync() { sync_threads<1, kMathThreads>(); }
 // softmax and value team, at the end of a unit of a long row

@@ -12,22 +12,18 @@ using QueryTile = uint32_t[4][4];
 
 __device__ __forceinline__ void load_query(const Params& p, int row, int group, int tile, bool rotary, QueryTile& q) {
   const int lane = threadIdx.x & 31, g = lane >> 2, j = lane & 3;
+  // the dimensions in order, or for E4M3 in the order in which ldmatrix hands out pairs of bytes
+  const int first = tile * kTileDim + (rotary ? 2 : 4) * j, second = first + (rotary ? 8 : 2);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int head = group * kBlockHeads + g + 8 * half;
-    const uint16_t* src = p.q + row * p.q_stride_row + head * p.q_stride_head + tile * kTileDim;
+    const uint16_t* src = p.q + row * p.q_stride_row + head * p.q_stride_head;
     const bool live = head < p.heads;
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-      uint2 v = make_uint2(0, 0);
-      if (live && rotary) {  // the dimensions in order
-        v.x = *reinterpret_cast<const uint32_t*>(src + 16 * s + 2 * j);
-        v.y = *reinterpret_cast<const uint32_t*>(src + 16 * s + 8 + 2 * j);
-      } else if (live) {     // in the order in which ldmatrix hands out pairs of bytes
-        v = *reinterpret_cast<const uint2*>(src + 16 * s + 4 * j);
-      }
-      q[s][half] = v.x;
-      q[s][2 + half] = v.y;
+      q[s][half] = q[s][2 + half] = 0;
+      load_where(live, q[s][half], src + first + 16 * s);
+      load_where(live, q[s][2 + half], src + second + 16 * s);
     }
   }
 }
@@ -117,9 +113,11 @@ __device__ __forceinline__ void run_score_team(const Params& p, SharedMemoryPlan
   const bool rotary = tile == kNumNopeTiles;
   QueryTile q;
   load_query(p, block_row(), block_group(), tile, rotary, q);
+  block_sync();
   publish_query_amax(sm.q_amax, tile, q);
   math_sync();  // the greatest magnitudes of q and the work are there
   const Work& w = sm.work;
+  if (w.is_empty()) return;
   scale_query(sm.q_amax, rotary, q);
   const Stage& stage0 = sm.stages[0];
   const uint32_t rows = shared_address(&stage0.rows[lane & 7][tile * kTileDim + (lane >> 3) * 16]);

@@ -115,6 +115,7 @@ __device__ __forceinline__ void run_softmax_team(const Params& p, SharedMemoryPl
   const int lane = threadIdx.x & 31, head = softmax_head(threadIdx.x - 32 * (kValueWarps + kScoreWarps));
   math_sync();  // the greatest magnitudes of q and the work are there
   const Work w = sm.work;
+  if (w.is_empty()) return;
   const float logit_scale = p.scale_log2 * __int_as_float((127 - query_exponent(sm.q_amax, head)) << 23);
   const TeamBarriers& barriers = sm.barriers;
   Fold fold = {kEmpty, 0.f};

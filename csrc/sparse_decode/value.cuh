@@ -149,6 +149,7 @@ __device__ __forceinline__ void run_value_team(const Params& p, SharedMemoryPlan
   Accumulator acc = {};
   math_sync();  // the work is there
   const Work& w = sm.work;
+  if (w.is_empty()) return;
   Ring ring;
   for (;;) {
     for (const int end = w.unit_end(w.first_leaf + ring.i) - w.first_leaf; ring.i < end;) {

@@ -56,6 +56,12 @@ __device__ __forceinline__ const int32_t* table_of(const PageTable& t, int row) 
   return static_cast<uint32_t>(table) < static_cast<uint32_t>(t.num_tables) ? t.pages + table * t.stride : nullptr;
 }
 
+// whether there is a candidate `lane_row` of a leaf
+__device__ __forceinline__ bool within(const Work& w, int leaf, int lane_row) {
+  const bool in_main = leaf < w.main_leaves;
+  return (in_main ? leaf : leaf - w.main_leaves) * kLeaf + lane_row < (in_main ? w.main_length : w.extra_length);
+}
+
 // What there is in memory about candidate `lane_row` of a leaf: its slot, or with kTable and in the extra cache its page; -1 where there is
 // none. Loaded ahead of its use by locate().
 template <bool kTable>

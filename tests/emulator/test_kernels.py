@@ -166,6 +166,25 @@ def test_sparse_decode(choices, extra, heads, kernel):
     assert ran(name)
 
 
+@pytest.mark.parametrize("leaves", [5, 8, 20, 36, 48])
+def test_sparse_decode_over_blocks(leaves):
+    """A row's bits do not know by how many blocks it is computed: of two and more, a merge has room for all units at
+    once or not, and a block one round of vectors or two."""
+    entries = 32 * (leaves - 4)
+    extra = sparse_spec.CacheShape(2, entries, lengths=(entries - 1, entries - 40), ascending=True)
+    inputs = sparse_spec.make_inputs(sparse_spec.Shape(2, 16, sparse_spec.WINDOW, extra), seed=leaves, device="cpu")
+
+    def call(multiprocessors: int, **kernel):
+        with emulated(seed=leaves, multiprocessors=multiprocessors):
+            return sparse_decode.sparse_decode(**inputs.arguments(), prefill=False, return_lse=True, **kernel)
+
+    whole = call(1, pairs=leaves <= 40)
+    assert ran("pairs" if leaves <= 40 else "sparse_decode_kernel")
+    for blocks in (1, 2, 3, 5, 7, 8, 20, 32):
+        assert all(same(*both) for both in zip(call(2 * blocks, pairs=False), whole, strict=True)), blocks
+        assert ran("sparse_decode_kernel")
+
+
 @schedules
 @pytest.mark.parametrize("rows, kernels", [(1, "fused"), (3, "split"), (17, "fused"), (40, "many")])
 def test_mhc(choices, rows, kernels):

@@ -84,6 +84,9 @@ inline uint64_t __shfl_sync(unsigned, uint64_t v, int lane) {
                      [&](auto& words) { return static_cast<uint64_t>(words[lane][1]) << 32 | words[lane][0]; });
 }
 inline uint32_t __shfl_sync(unsigned, uint32_t v, int lane) { return shuffled(v, lane); }
+inline int __shfl_sync(unsigned, int v, int lane) { return static_cast<int>(shuffled(static_cast<uint32_t>(v), lane)); }
+inline float __shfl_sync(unsigned, float v, int lane) { return __uint_as_float(shuffled(__float_as_uint(v), lane)); }
+inline float __shfl_up_sync(unsigned, float v, int by) { return __uint_as_float(shuffled(__float_as_uint(v), max<int>(static_cast<int>(threadIdx.x % 32) - by, 0))); }
 inline uint32_t __shfl_down_sync(unsigned, uint32_t v, int by) { return shuffled(v, min<int>(threadIdx.x % 32 + by, 31)); }
 inline float __shfl_xor_sync(unsigned, float v, int lanes) { return __uint_as_float(shuffled(__float_as_uint(v), threadIdx.x % 32 ^ lanes)); }
 inline uint32_t __ballot_sync(unsigned, bool v) {
@@ -117,11 +120,14 @@ alignas(128) uint8_t shared[101376];
 struct KernelAttributes {};
 struct Launcher {};
 inline void pdl_wait() {}
+inline void prefetch(const void*) {}
+inline void load_where(bool reads, uint32_t& v, const void* p) { if (reads) std::memcpy(&v, p, 4); }
+inline void store_where(bool writes, uint64_t to, uint32_t v) { if (writes) std::memcpy(reinterpret_cast<void*>(to), &v, 4); }
 inline void pdl_trigger() {}
 template <int, bool>
 void set_registers() {}
 template <int threads>
-void sync_threads(int id) { (id == 1 ? block->one : block->two).arrive_and_wait(); }
+void sync_threads(int id) { (id == 0 ? block->all : id == 1 ? block->one : block->two).arrive_and_wait(); }
 template <int id, int threads>
 void sync_threads() { sync_threads<threads>(id); }
 inline int uniform(int v) { return v; }
@@ -146,6 +152,7 @@ inline void copy(uint32_t to, uint64_t from, int bytes, bool valid) {
   if (copies_at_once) carry_out();
 }
 inline void cp_async_16(uint32_t to, uint64_t from, bool valid) { copy(to, from, 16, valid); }
+inline void cp_async_wait_all() { carry_out(); }
 inline void cp_async_16_if(bool when, uint32_t to, uint64_t from, bool valid) { if (when) copy(to, from, 16, valid); }
 inline void cp_async_8_if(bool when, uint32_t to, uint64_t from, bool valid) { if (when) copy(to, from, 8, valid); }
 
@@ -316,7 +323,8 @@ extern "C" bool in_pairs(const Given* given) {
   return ends;
 }
 extern "C" bool few(const Given* given) {
-  const Params p = params_of(*given);
+  Params p = params_of(*given);
+  p.guess_main_leaves = dsv4::ceil_div(p.main.width, kLeaf);
   gridDim = {static_cast<unsigned>(dsv4::ceil_div(p.heads, kBlockHeads)), 1, static_cast<unsigned>(p.rows)};
   bool ends = true;
   for (blockIdx = {}; blockIdx.z < gridDim.z; ++blockIdx.z)
