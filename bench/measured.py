@@ -277,7 +277,13 @@ SECTIONS = {
         (),
     ),
     "interleaving_h200": Section("A long prompt among streams", "Nothing of ours but the interval.", {}, ()),
-    "sparse_decode_h200": Section("sparse_decode", "Cold caches, graph replay.", MICROSECONDS),
+    "sparse_decode_h200": Section(
+        "sparse_decode",
+        "Cold caches, graph replay. Since then a row of up to 5 leaves (C128 at 1K) is one block's, and merges are "
+        "shorter: 2 us less there, 0.4 to 1.6 at C4 "
+        "([notes](notes/sparse_decode.md#few-rows-what-a-call-at-1k-context-is-made-of)).",
+        MICROSECONDS,
+    ),
     "sparse_prefill_h200": Section("sparse_decode, prompts", "", {"tflops": "TFLOP/s"}),
     "sparse_prefill_pairs_h200": Section(
         "sparse_decode, prompts: the kernel for few rows in pairs",
