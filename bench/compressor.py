@@ -13,7 +13,6 @@ call, of which SGLang launches a kernel each.
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -32,6 +31,8 @@ from deepseek_v4_sm120.ops.shared import extension  # noqa: E402
 from deepseek_v4_sm120.reference import compressor as reference  # noqa: E402
 from deepseek_v4_sm120.reference.accuracy import relative_error  # noqa: E402
 from deepseek_v4_sm120.specs.compressor import (  # noqa: E402
+    CLEANUP,
+    CLEANUP_HOMES,
     KINDS,
     LAYERS,
     Drafts,
@@ -42,7 +43,7 @@ from deepseek_v4_sm120.specs.compressor import (  # noqa: E402
     make_step,
     stock_launches,
 )
-from deepseek_v4_sm120.specs.provider import first_installed, sglang_version  # noqa: E402
+from deepseek_v4_sm120.specs.provider import first_installed, sglang_version, unpatched  # noqa: E402
 
 ISSUE, VERIFY_ISSUE, DRAFTS_ISSUE = 7, 21, 24
 ROWS = (1, 8, 32, 128, 512)
@@ -51,11 +52,6 @@ ENDS = ("none", "mixed", "all")
 STOCK = "SGLang's own"
 VERIFIED = ((1, 2), (1, 4), (1, 6), (1, 8), (8, 4), (32, 4), (32, 6), (64, 4))  # streams, rows of each
 DRAFTS = ((1, 4), (8, 4), (32, 4), (1, 8))  # streams, rows of each
-CLEANUPS = (  # newest first
-    *("sglang.kernels.ops.kvcache.dsv4_c128_cleanup", "sglang.kernels.ops.attention.dsv4.c128_cleanup"),
-    "sglang.jit_kernel.dsv4.c128_cleanup",
-)
-CLEANUP = "clear_unaccepted_c128_draft_states"
 DRAFTS_CALLS = 20
 SAME_ORDER = (0, 5, 20)  # from then on SGLang merges the tokens of C128 in our order
 LEAST_CALLS, MOST_CALLS = 20, 200
@@ -184,9 +180,9 @@ def run_case(report: common.Report, case: Case | VerifyCase) -> None:
 
 def drafts_implementations() -> dict[str, Callable[[Drafts], None]]:
     found = {"ours": lambda made: clear_drafts(**made.arguments())}
-    home = first_installed(CLEANUPS)
+    home = first_installed(CLEANUP_HOMES)
     if home is not None:
-        clear = getattr(importlib.import_module(home), CLEANUP)
+        clear = unpatched(home, CLEANUP)
         found[STOCK] = lambda made: [
             clear(
                 *(state, made.requests, made.lengths, made.accepted), ring_size=made.ring, num_draft_tokens=made.tokens

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from deepseek_v4_sm120.ops.compressor import MAX_ROWS
 
 
@@ -40,7 +38,7 @@ def test_stock_clears_rejected_drafts_layer_by_layer(bench, monkeypatch):
         calls.append((state.shape[1], len(requests), ring_size, num_draft_tokens))
 
     monkeypatch.setattr(bench, "first_installed", lambda homes: homes[0])
-    monkeypatch.setattr(bench.importlib, "import_module", lambda home: SimpleNamespace(**{bench.CLEANUP: clear}))
+    monkeypatch.setattr(bench, "unpatched", lambda home, name: {bench.CLEANUP: clear}[name])
     made = bench.make_drafts(2, 4, 3, ring=128, device="cpu")
     bench.drafts_implementations()[bench.STOCK](made)
     assert calls == [(1024, 2, 128, 4)] * 3 and bench.LAYERS["c128"] == 20

@@ -40,6 +40,11 @@ ERROR = "greatest relative error of the entries against float64, the cache's rou
 MOST_ROWS = 64  # of a decode step
 SINCE = (0, 5, 14)
 HOMES = ("sglang.kernels.ops.attention.dsv4", "sglang.jit_kernel.dsv4")  # newest first
+CLEANUP = "clear_unaccepted_c128_draft_states"
+CLEANUP_HOMES = (  # newest first
+    *("sglang.kernels.ops.kvcache.dsv4_c128_cleanup", "sglang.kernels.ops.attention.dsv4.c128_cleanup"),
+    "sglang.jit_kernel.dsv4.c128_cleanup",
+)
 POSITIONS = 4096
 PAGE_SIZES = {(4, 512): 64, (128, 512): 2, (4, 128): 64}  # of the cache, by (ratio, head_dim)
 

@@ -451,17 +451,21 @@ class Stage:
         }
 
 
+def told_of_sglang(expression: str) -> str:
+    """A Python expression over importlib.metadata as `m`, in a process of its own; empty where SGLang is not here."""
+    line = [sys.executable, "-c", f"import importlib.metadata as m; print({expression})"]
+    return subprocess.run(line, capture_output=True, text=True).stdout.strip()
+
+
 def missing_for_http() -> list[str]:
     """What SGLang's HTTP front needs and is not here."""
-    line = [sys.executable, "-c", "import importlib.metadata as m; print(*(m.requires('sglang') or ()), sep='\\n')"]
-    asked = subprocess.run(line, capture_output=True, text=True).stdout
+    asked = told_of_sglang("*(m.requires('sglang') or ()), sep='\\n'")
     needs = [*FOR_HTTP, *([ENCODER] if ENCODER.replace("_", "-") in asked else [])]
     return [name for name in needs if importlib.util.find_spec(name) is None]
 
 
 def release() -> str:
-    line = [sys.executable, "-c", "import importlib.metadata as m; print(m.version('sglang'))"]
-    return subprocess.run(line, capture_output=True, text=True).stdout.strip() or "unknown"
+    return told_of_sglang("m.version('sglang')") or "unknown"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

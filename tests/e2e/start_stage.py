@@ -43,9 +43,9 @@ STAGE = "start"
 # waves of (server, the cards that it sees); a wave's servers start side by side
 WAVES = {
     1: (((FIRST, "0"), (COLD, "1")), ((STOCK, "0"), (OURS, "1")), ((OURS, "0"), (STOCK, "1"))),
-    "one": (((FIRST, "0"), (COLD, "0")), ((STOCK, "0"), (OURS, "0"))),
     2: (((FIRST, "0,1"),), ((COLD, "0,1"),), ((OURS, "0,1"),), ((STOCK, "0,1"),)),
 }
+ON_ONE_CARD = tuple(tuple((kind, "0") for kind, _ in wave) for wave in WAVES[1][:2])  # of --one-card
 MODEL = {"json_model_override_args": json.dumps(FEW_EXPERTS), "swa_full_tokens_ratio": 0.5}
 OPTIONS = ["--variant", "flash6h", "--radix", "--mem", "0.9", "--context", "24000", "--max-total-tokens", "200000"]
 OPTIONS += ["--graph-bs", "1", "2", "4", "8", "16", "32", *sets(**MODEL)]
@@ -197,7 +197,7 @@ class Stage:
         left = copy_without(folder_of("TRITON_CACHE_DIR"), self.own, our_kernels(self.arguments.patch))
         say(f"ours has a copy of Triton's folder without {left} kernels of its own")
         number = 0
-        for wave in WAVES["one" if self.arguments.one_card else self.arguments.cards]:
+        for wave in ON_ONE_CARD if self.arguments.one_card else WAVES[self.arguments.cards]:
             starts = [Start(kind, cards, number + i, self) for i, (kind, cards) in enumerate(wave)]
             number += len(wave)
             before = files(self.own)
@@ -221,7 +221,7 @@ class Stage:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = served.parser(STAGE, __doc__.splitlines()[0], port=15000)
-    parser.add_argument("--cards", type=int, choices=(1, 2), default=1, help="of a server; the stage needs two")
+    parser.add_argument("--cards", type=int, choices=tuple(WAVES), default=1, help="of a server; the stage needs two")
     parser.add_argument("--one-card", action="store_true", help="all servers share the first card")
     parser.add_argument("--rest-s", type=float, default=1.5)
     arguments = parser.parse_args(argv)

@@ -125,7 +125,7 @@ def test_three_waves_and_what_compiles_behind_the_first_token(started):
 
 
 def test_where_there_is_one_card_both_servers_of_a_wave_share_it(capsys):
-    told = [(kind, cards) for wave in start_stage.WAVES["one"] for kind, cards in wave]
+    told = [(kind, cards) for wave in start_stage.ON_ONE_CARD for kind, cards in wave]
     assert told == [("stock_first", "0"), ("ours_cold", "0"), ("stock", "0"), ("ours", "0")]
     assert start_stage.parse(["--one-card"]).one_card and not start_stage.parse([]).one_card
     with pytest.raises(SystemExit):

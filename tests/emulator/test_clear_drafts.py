@@ -15,16 +15,12 @@ from deepseek_v4_sm120.patching.contract import find_definition
 from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.adapters import compressor_drafts as adapter
 from deepseek_v4_sm120.sglang_patches.rows.compressor import CLEAR_DRAFTS
-from deepseek_v4_sm120.specs.compressor import make_drafts
+from deepseek_v4_sm120.specs.compressor import CLEANUP, CLEANUP_HOMES, make_drafts
 from tests.emulator.emulated import emulated, ran
 from tests.emulator.triton_kernels import on_emulator
 from tests.patching.wheels import content, every_release, fetch, members, tree
 
 SERVED = "0.5.15"  # and later
-HOMES = (
-    *("kernels/ops/kvcache/dsv4_c128_cleanup", "kernels/ops/attention/dsv4/c128_cleanup"),
-    "jit_kernel/dsv4/c128_cleanup",
-)
 MODULE, METHOD = CLEAR_DRAFTS.split(":")
 CHOICES = {"seed": 3, "most_instructions": 100, "multiprocessors": 4}
 LAYERS = 3
@@ -46,7 +42,8 @@ def folder(tmp_path_factory):
 
 def kernels(version: str, folder):
     """The wheel's module with the kernel and the function that launches it."""
-    (home,) = [f"sglang/{home}.py" for home in HOMES if f"sglang/{home}.py" in members(fetch(version))]
+    files = [f"{home.replace('.', '/')}.py" for home in CLEANUP_HOMES]
+    (home,) = members(fetch(version)).intersection(files)
     file = folder / f"cleanup_{version.replace('.', '_')}.py"
     file.write_text(content(fetch(version), home))
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -60,7 +57,7 @@ def method(version: str, module, online=False):
     node = copy.deepcopy(find_definition(tree(fetch(version), MODULE), METHOD))
     names = {"torch": torch, "ONLINE_C128": online}
     exec(compile(ast.fix_missing_locations(ast.Module([node], [])), "wheel", "exec"), names)
-    found, names[node.name] = names[node.name], getattr(module, node.name)  # both have one name
+    found, names[node.name] = names[node.name], getattr(module, CLEANUP)  # both have one name
     return found
 
 
