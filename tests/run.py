@@ -2,7 +2,8 @@
 """The test command: builds the artifact, then ruff, clang-format and pytest.
 
     python3 tests/run.py [pytest arguments]          what needs no GPU, in an environment of its own (requirements.txt)
-    python3 tests/run.py --gpu [pytest arguments]    the tests marked gpu, with this interpreter's own torch and pytest
+    python3 tests/run.py --gpu [pytest arguments]    the tests marked gpu, with this interpreter's own torch and pytest,
+                                                     and several processes where it has pytest-xdist
 
 The environment is kept under XDG_CACHE_HOME (default ~/.cache) and made anew when tests/requirements.txt changes.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -25,6 +27,8 @@ REPO = Path(__file__).resolve().parent.parent
 REQUIREMENTS = REPO / "tests/requirements.txt"
 BUILD = [str(REPO / "csrc/build_artifact.py")]
 GPU_DEVICES = (Path("/dev/nvidia0"), Path("/dev/dxg"))
+GPU_PROCESSES = 6  # that share a card; each test has a few GB at most
+NO_TESTS = 5  # pytest's exit code where nothing was selected
 
 
 def say(text: str) -> None:
@@ -127,16 +131,35 @@ def run_on_gpu(arguments: list[str]) -> int:
         if code := subprocess.run(build, env=environment, cwd=REPO).returncode:
             return code
     selection = "gpu" if capability.startswith("12.") else "gpu and not sm120"
+    codes, skipped = [], []
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "pytest.xml")
-        command = [sys.executable, "-m", "pytest", "-m", selection, f"--junitxml={log}", *arguments]
-        code = subprocess.run(command, env=environment, cwd=REPO).returncode
-        if not log.exists():
-            return code or 1
-        skipped = [c.get("name") for c in ElementTree.parse(log).iter("testcase") if c.find("skipped") is not None]
+        for number, words in enumerate(gpu_passes(selection, importlib.util.find_spec("xdist") is not None, arguments)):
+            log = Path(folder, f"pytest{number}.xml")
+            command = [sys.executable, "-m", "pytest", f"--junitxml={log}", *words]
+            code = subprocess.run(command, env=environment, cwd=REPO).returncode
+            codes.append(code if log.exists() else code or 1)
+            cases = ElementTree.parse(log).iter("testcase") if log.exists() else ()
+            skipped += [case.get("name") for case in cases if case.find("skipped") is not None]
     if skipped:
         say(f"FAILED: {len(skipped)} GPU tests were skipped: {', '.join(skipped[:8])}")
-    return code or bool(skipped)
+    return outcome(codes) or bool(skipped)
+
+
+def outcome(codes: list[int]) -> int:
+    """Of passes, of which one may have none of the tests that were asked for, but not all."""
+    ran = [code for code in codes if code != NO_TESTS]
+    return next((code for code in ran if code), 0) if ran else NO_TESTS
+
+
+def gpu_passes(selection: str, has_xdist: bool, arguments: list[str]) -> list[list[str]]:
+    """pytest's words for each pass: with pytest-xdist what can share the card side by side, then what cannot."""
+    if not has_xdist or any(word.startswith(("-n", "--numprocesses")) for word in arguments):
+        return [["-m", selection, *arguments]]
+    spread = ["-n", str(GPU_PROCESSES), "--dist", "worksteal"]
+    return [
+        ["-m", f"{selection} and not alone", *spread, *arguments],
+        ["-m", f"{selection} and alone", *arguments],
+    ]
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.pa
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_ours_and_torch_are_right_on_every_shape_of_a_plan(tmp_path):
     words = ["--gpus", "4", "--context", "16384", "--concurrency", "3", "--quick", "--out", "profile.json"]
     words = [sys.executable, "-m", "deepseek_v4_sm120", "calibrate", *words]
@@ -35,6 +36,7 @@ def test_ours_and_torch_are_right_on_every_shape_of_a_plan(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_limit_leaves_a_profile_of_what_was_reached(tmp_path):
     words = ["--gpus", "1", "--context", "131072", "--limit-s", "7", "--out", "profile.json"]
     words = [sys.executable, "-m", "deepseek_v4_sm120", "calibrate", *words]

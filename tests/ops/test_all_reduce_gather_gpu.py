@@ -18,7 +18,7 @@ from deepseek_v4_sm120.specs.all_reduce import (
 from tests.ops.all_reduce_groups import in_processes
 from tests.ops.test_all_reduce_gpu import EVERY_WAY, ROUNDS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 VOCABULARY = 129_280
 

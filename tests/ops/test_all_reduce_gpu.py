@@ -25,7 +25,7 @@ from deepseek_v4_sm120.specs.all_reduce import differing, in_threads, summed
 from tests.ops.all_reduce_groups import in_processes
 from tests.ops.all_reduce_terms import Terms
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 HIDDEN = 4096
 REPO = Path(__file__).resolve().parents[2]

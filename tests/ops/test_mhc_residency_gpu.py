@@ -14,7 +14,7 @@ from deepseek_v4_sm120.ops.mhc import mhc
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 SCRIPT = Path(__file__).with_name("mhc_side_by_side.py")
 FEW_SMS = (1, 2, 7, 31, 48)

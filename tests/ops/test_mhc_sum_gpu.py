@@ -23,7 +23,7 @@ from deepseek_v4_sm120.specs.mhc import Shape, errors, make_inputs, make_terms
 from tests.ops.all_reduce_groups import in_processes
 from tests.ops.test_mhc_gpu import equal
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 TOGETHER = (1, 2, 3, 4, 5, 8, 9, 15, 16)  # rows of which two calls are resident at once on 132 multiprocessors
 ALONE = (1, 4, 5, 16, 17, 31, 33, 48, 64, 65, 200)
