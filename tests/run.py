@@ -4,6 +4,7 @@
     python3 tests/run.py [pytest arguments]          what needs no GPU, in an environment of its own (requirements.txt)
     python3 tests/run.py --gpu [pytest arguments]    the tests marked gpu, with this interpreter's own torch and pytest,
                                                      and several processes where it has pytest-xdist
+    python3 tests/run.py --sanitize [tools]          every operator under compute-sanitizer, likewise (tests/sanitizer)
 
 The environment is kept under XDG_CACHE_HOME (default ~/.cache) and made anew when tests/requirements.txt changes.
 """
@@ -110,17 +111,16 @@ def run_without_gpu(arguments: list[str]) -> int:
     return tests or len(faulty)
 
 
-def run_on_gpu(arguments: list[str]) -> int:
-    """The gpu tests. Here a skipped test is a failed one: whoever asked for the GPU wants to know what ran on it."""
-    probe = "import pytest, torch; print('%d.%d' % torch.cuda.get_device_capability(), torch.cuda.get_device_name())"
+def prepared_gpu(environment: dict[str, str], *needed: str) -> str | None:
+    """The card's capability, once there is a build for this interpreter; None: why not is said."""
+    modules = ", ".join([*needed, "torch"])
+    probe = f"import {modules}; print('%d.%d' % torch.cuda.get_device_capability(), torch.cuda.get_device_name())"
     found = subprocess.run([sys.executable, "-c", probe], text=True, capture_output=True)
     if found.returncode != 0:
-        say(f"{sys.executable} needs pytest and a torch that sees a GPU:\n{found.stderr.strip()}")
-        return 1
+        say(f"{sys.executable} needs {' and '.join([*needed, 'a torch'])} that sees a GPU:\n{found.stderr.strip()}")
+        return None
     capability, name = found.stdout.strip().split(" ", 1)
     say(f"GPU {name}, capability {capability}")
-    # simulated ranks wait for each other on one card: with fewer connections some would share a queue, in order
-    environment = clean_environment() | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     present = [
         sys.executable,
         "-c",
@@ -128,8 +128,25 @@ def run_on_gpu(arguments: list[str]) -> int:
     ]
     if subprocess.run(present, env=environment, cwd=REPO).returncode != 0:
         build = [sys.executable, *BUILD, "--python", sys.executable]
-        if code := subprocess.run(build, env=environment, cwd=REPO).returncode:
-            return code
+        if subprocess.run(build, env=environment, cwd=REPO).returncode:
+            return None
+    return capability
+
+
+def run_sanitized(arguments: list[str]) -> int:
+    environment = clean_environment()
+    if (capability := prepared_gpu(environment)) is None:
+        return 1
+    command = [sys.executable, "-m", "tests.sanitizer", "--capability", capability, *arguments]
+    return subprocess.run(command, env=environment, cwd=REPO).returncode
+
+
+def run_on_gpu(arguments: list[str]) -> int:
+    """The gpu tests. Here a skipped test is a failed one: whoever asked for the GPU wants to know what ran on it."""
+    # simulated ranks wait for each other on one card: with fewer connections some would share a queue, in order
+    environment = clean_environment() | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    if (capability := prepared_gpu(environment, "pytest")) is None:
+        return 1
     selection = "gpu" if capability.startswith("12.") else "gpu and not sm120"
     codes, skipped = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +182,10 @@ def gpu_passes(selection: str, has_xdist: bool, arguments: list[str]) -> list[li
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="run the tests marked gpu with this interpreter")
+    parser.add_argument("--sanitize", action="store_true", help="run every operator under compute-sanitizer's tools")
     options, arguments = parser.parse_known_args()
+    if options.sanitize:
+        return run_sanitized(arguments)
     return run_on_gpu(arguments) if options.gpu else run_without_gpu(arguments)
 
 

@@ -1,0 +1,359 @@
+"""Every operator under NVIDIA's compute-sanitizer: python3 tests/run.py --sanitize [TOOL ...].
+
+    memcheck   reads and writes out of bounds        racecheck  races in shared memory
+    synccheck  misuse of barriers                    initcheck  reads of what nobody has written
+
+First the controls: small kernels with a planted fault, which a tool must report, and without one, which it must not.
+Beside them all calls without a tool, judged by the references: they must reach every kernel of this card. Then the same
+calls under each tool, a process for each operator; each must make all of its calls, and none may be reported. An
+operator's call with a fault that is planted in its arguments must be.
+
+all_reduce, and mhc with a sum inside, need several cards and are left out. Logs are kept where something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.sanitizer import sanitizer_tools as tools
+
+REPO = Path(__file__).resolve().parent.parent.parent
+OPERATORS = (  # longest first
+    *("sparse_decode", "mxfp4_moe", "index_select", "compressor", "mhc", "fp8_linear", "wo_a", "bf16_linear"),
+    "router_topk",
+)
+PLANTED = {"memcheck": "short", "initcheck": "unwritten"}
+PLANTED_IN = {"bf16_linear": ("dsv4::bf16_linear",), "mxfp4_moe": tools.TRITON}  # operator: kernels that must be named
+ARCHS = {9: "90a", 12: "120f"}  # by the card's major capability
+# kernels that no call here reaches: those for several cards, the self-test's probes
+LEFT_OUT = ("dsv4::all_reduce::", "dsv4::card::", "dsv4::mhc::summing_kernel")
+CONTROL_LIMIT_S, CALLS_LIMIT_S = 90, 300  # of a process
+FIRST_PORT, PORTS = 49_200, 10
+
+
+def say(text: str) -> None:
+    print(f"sanitize: {text}", flush=True)
+
+
+class Problem(Exception):
+    """Why nothing could be checked."""
+
+
+@dataclass
+class Finished:
+    """A process that has ended: exit status (None: it ran past its limit), what it printed, and how long it took."""
+
+    status: int | None
+    printed: str
+    seconds: float
+
+
+@dataclass
+class Runner:
+    """Starts processes, each with ports and a log of its own."""
+
+    sanitizer: Path
+    logs: Path
+    environment: dict[str, str]
+    limit_s: float = CALLS_LIMIT_S  # of an operator's calls
+    ports: Iterator[int] = field(default_factory=lambda: itertools.count(FIRST_PORT, PORTS))
+
+    def run(self, command: Sequence[str | Path], limit_s: float) -> Finished:
+        begin, words = time.monotonic(), [str(word) for word in command]
+        options = {"cwd": REPO, "env": self.environment, "text": True, "start_new_session": True}
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+        try:
+            printed, status = process.communicate(timeout=limit_s)[0], process.returncode
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            printed, status = process.communicate()[0], None
+        return Finished(status, printed, time.monotonic() - begin)
+
+    def under(self, tool: str, name: str, program: Sequence[str], limit_s: float) -> tuple[Finished, tools.Report]:
+        log = self.logs / f"{tool}.{name}.log"
+        ended = self.run(tools.command(self.sanitizer, tool, log, program, port=next(self.ports)), limit_s)
+        log.with_suffix(".out").write_text(ended.printed)
+        return ended, tools.read(log.read_text(errors="replace") if log.exists() else "")
+
+
+def calls(operator: str, *options: str | Path) -> list[str]:
+    return [sys.executable, "-m", "tests.sanitizer.cases", operator, *map(str, options)]
+
+
+# ---- judgements, apart from what runs
+
+
+def judge_control(control: tools.Control, fault: bool, ended: Finished, report: tools.Report) -> tuple[str, str]:
+    """("ok", "blind" or "failed", in words)"""
+    if ended.status is None or not report.finished:
+        return "failed", f"did not end under the tool: {_tail(ended.printed)}"
+    if fault:
+        if report.total:
+            return "ok", "reported"
+        return ("failed" if control.required else "blind"), f"does not report {control.what}"
+    if report.total or report.others:
+        return "failed", f"reports a kernel that is right ({control.name}): {_told(report)}"
+    if ended.status != 0:
+        return "failed", f"a kernel that is right fails under it ({control.name}): {_tail(ended.printed)}"
+    return "ok", "not reported"
+
+
+def judge_calls(tool: str, expected: list[str], ended: Finished, report: tools.Report, found: dict | None) -> list[str]:
+    """What is wrong with an operator's run; `found`: what the process wrote of itself."""
+    wrong = []
+    if report.total:
+        wrong.append(_told(report))
+    if report.others and tool != "initcheck":
+        wrong.append(f"of no kernel of ours: {_told(tools.Report(report.others, report.others, True))}")
+    if report.total + sum(report.others.values()) >= tools.PRINT_LIMIT:
+        wrong.append(f"{tools.PRINT_LIMIT} reports, the most that are written: more may be missing")
+    if ended.status is None:
+        wrong.append(f"ran past its limit, {ended.seconds:.0f} s (--limit)")
+    elif found is None:
+        wrong.append(f"wrote no result, exit {ended.status}: {_tail(ended.printed)}")
+    else:
+        wrong += [f"{name}: {text}" for name, text in found["failures"].items()]
+        if found["done"] != expected and not found["failures"]:
+            wrong.append(f"made {len(found['done'])} of {len(expected)} calls")
+        if ended.status != 0 and not found["failures"]:
+            wrong.append(f"exit {ended.status}: {_tail(ended.printed)}")
+    if not expected:
+        wrong.append("no calls at all")
+    if not report.finished:
+        wrong.append("the tool wrote no summary")
+    return wrong
+
+
+def judge_planted(operator: str, ended: Finished, report: tools.Report) -> list[str]:
+    if any(name in kernel for _, kernel in report.faults for name in PLANTED_IN[operator]):
+        return []
+    return [f"does not report a fault planted in {operator}'s arguments: {_told(report) or _tail(ended.printed)}"]
+
+
+def unreached(built: list[str], launched: dict[str, int]) -> list[str]:
+    """Kernels of the module, without their template arguments, of which no instance was launched."""
+    bases = {name.split("<")[0] for name in built if not name.startswith(LEFT_OUT)}
+    reached = {_plain(name).split("<")[0] for name in launched}
+    return sorted(bases - reached)
+
+
+def instances(built: list[str], launched: dict[str, int]) -> tuple[list[str], list[str]]:
+    """(launched, not launched) of the module's kernels with their template arguments."""
+    squeezed = {_squeezed(_plain(name)) for name in launched}
+    wanted = [name for name in built if not name.startswith(LEFT_OUT)]
+    return [n for n in wanted if _squeezed(n) in squeezed], [n for n in wanted if _squeezed(n) not in squeezed]
+
+
+def _plain(name: str) -> str:
+    """Without return type and parameters."""
+    name = name.removeprefix("void ").replace("(anonymous namespace)", "@")
+    depth = 0
+    for at, letter in enumerate(name):
+        depth += {"<": 1, ">": -1}.get(letter, 0)
+        if letter == "(" and depth == 0:
+            name = name[:at]
+            break
+    return name.replace("@", "(anonymous namespace)")
+
+
+def _squeezed(name: str) -> str:
+    """As both ways to write a template's arguments: `(int)4`, `4`, `(bool)1`, `true`."""
+    for word in ("(int)", "(bool)", "(unsigned int)", " "):
+        name = name.replace(word, "")
+    return name.replace("true", "1").replace("false", "0")
+
+
+def _told(report: tools.Report) -> str:
+    most = report.faults.most_common(4)
+    return "; ".join(f"{count} x {what}, {kernel or 'no kernel'}" for (what, kernel), count in most)
+
+
+def _tail(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " | ".join(lines[-3:])[-400:] or "nothing printed"
+
+
+# ---- the check
+
+
+def compile_controls(folder: Path, capability: str) -> Path:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    nvcc = next(filter(None, map(shutil.which, (f"{home}/bin/nvcc", "nvcc", "/usr/local/cuda/bin/nvcc"))), None)
+    if nvcc is None:
+        raise Problem("no nvcc in CUDA_HOME, PATH or /usr/local/cuda: the controls are compiled on the spot")
+    arch = ARCHS[int(capability.split(".")[0])]
+    program = folder / "controls"
+    command = [nvcc, "-std=c++17", "-I.", "-gencode", f"arch=compute_{arch},code=sm_{arch}", "-o", str(program)]
+    made = subprocess.run([*command, "tests/sanitizer/controls.cu"], cwd=REPO, text=True, capture_output=True)
+    if made.returncode != 0:
+        raise Problem(f"the controls do not compile: {made.stdout}{made.stderr}")
+    return program
+
+
+def run_controls(pool: ThreadPoolExecutor, runner: Runner, program: Path, chosen: Sequence[str]) -> list[str]:
+    todo = [(tool, control, fault) for tool in chosen for control in tools.CONTROLS[tool] for fault in (True, False)]
+    todo = [(tool, control, fault) for tool, control, fault in todo if not (fault and control.what == tools.NO_FAULT)]
+
+    def one(tool: str, control: tools.Control, fault: bool) -> tuple[str, str]:
+        name = f"control.{control.name}.{'fault' if fault else 'right'}"
+        words = [str(program), control.name, *(["fault"] if fault else [])]
+        return judge_control(control, fault, *runner.under(tool, name, words, CONTROL_LIMIT_S))
+
+    wrong, seen = [], dict.fromkeys(chosen, 0)
+    for (tool, _, fault), (verdict, text) in zip(todo, pool.map(lambda one_of: one(*one_of), todo), strict=True):
+        if verdict == "ok":
+            seen[tool] += fault
+        elif verdict == "blind":
+            say(f"{tool}: {text}; the check is blind to it here")
+        else:
+            wrong.append(f"{tool}: {text}")
+            say(f"FAILED {wrong[-1]}")
+    for tool, count in seen.items():
+        say(f"{tool}: {count} of {sum(c.what != tools.NO_FAULT for c in tools.CONTROLS[tool])} planted faults reported")
+    return wrong
+
+
+def run_plainly(pool: ThreadPoolExecutor, runner: Runner, chosen: Sequence[str]) -> tuple[dict, dict, list[str]]:
+    """All calls without a tool: (operator -> names of its calls, kernel -> launches, what is wrong)."""
+
+    def one(operator: str) -> tuple[Finished, dict | None]:
+        out = runner.logs / f"plain.{operator}.json"
+        ended = runner.run(calls(operator, "--kernels", "--out", out), runner.limit_s)
+        return ended, json.loads(out.read_text()) if out.exists() else None
+
+    expected, launched, wrong = {}, {}, []
+    for operator, (ended, found) in zip(chosen, pool.map(one, chosen), strict=True):
+        failures = found["failures"] if found else {}
+        if found is None or failures or ended.status != 0:
+            why = "; ".join(f"{name}: {text}" for name, text in failures.items()) or _tail(ended.printed)
+            wrong.append(f"{operator} without a tool: {why}")
+            say(f"FAILED {wrong[-1]}")
+        found = found or {"done": [], "kernels": {}}
+        expected[operator] = found["done"]
+        ours = {name: count for name, count in found["kernels"].items() if tools.is_ours(name)}
+        launched = {name: launched.get(name, 0) + ours.get(name, 0) for name in {**launched, **ours}}
+        launches = f"{len(expected[operator])} calls, {sum(ours.values())} launches"
+        say(f"{operator}: {launches}, {ended.seconds:.0f} s without a tool")
+    return expected, launched, wrong
+
+
+def check_reach(launched: dict[str, int], capability: str, all_operators: bool) -> list[str]:
+    from deepseek_v4_sm120.ops.shared import extension
+
+    arch = ARCHS[int(capability.split(".")[0])]
+    built = [kernel["kernel"] for kernel in extension.build_info()["kernels"] if kernel["arch"] == arch]
+    there, missing = instances(built, launched)
+    say(f"{len(there)} of {len(there) + len(missing)} compiled instances of kernels are called")
+    for name in missing:
+        say(f"  not called: {name}")
+    if not all_operators:
+        return []
+    wrong = [f"no call reaches {name}" for name in unreached(built, launched)]
+    if not any(name in kernel for name in tools.TRITON for kernel in launched):
+        wrong.append("no call reaches a Triton kernel")
+    return wrong
+
+
+def run_tool(pool: ThreadPoolExecutor, runner: Runner, tool: str, expected: dict[str, list[str]]) -> list[str]:
+    def one(operator: str) -> tuple[str, Finished, tools.Report, list[str]]:
+        out = runner.logs / f"{tool}.{operator}.json"
+        unjudged = ["--unjudged"] if tool == "initcheck" else []
+        ended, report = runner.under(tool, operator, calls(operator, "--out", out, *unjudged), runner.limit_s)
+        found = json.loads(out.read_text()) if out.exists() else None
+        return operator, ended, report, judge_calls(tool, expected[operator], ended, report, found)
+
+    def plant(operator: str) -> tuple[str, Finished, tools.Report, list[str]]:
+        program = calls(operator, "--plant", PLANTED[tool])
+        ended, report = runner.under(tool, f"{operator}.planted", program, runner.limit_s)
+        return f"{operator}, planted fault", ended, report, judge_planted(operator, ended, report)
+
+    pending = [pool.submit(one, operator) for operator in expected]
+    pending += [pool.submit(plant, operator) for operator in expected if tool in PLANTED and operator in PLANTED_IN]
+    wrong = []
+    for future in pending:
+        name, ended, report, found = future.result()
+        others = f", {sum(report.others.values())} of other kernels" if report.others else ""
+        say(f"{'FAILED ' if found else ''}{tool} {name}: {report.total} reported{others}, {ended.seconds:.0f} s")
+        for text in found:
+            say(f"    {text}")
+        wrong += [f"{tool} {name}: {text}" for text in found]
+    return wrong
+
+
+def check(options, runner: Runner) -> list[str]:
+    begin, chosen = time.monotonic(), options.operators or OPERATORS
+    program = compile_controls(runner.logs, options.capability)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        wrong = run_controls(pool, runner, program, options.tools)
+        expected, launched, faults = run_plainly(pool, runner, chosen)
+        wrong += faults + check_reach(launched, options.capability, not options.operators)
+        say(f"controls and calls without a tool: {time.monotonic() - begin:.0f} s")
+        for tool in options.tools:
+            begin = time.monotonic()
+            wrong += run_tool(pool, runner, tool, expected)
+            say(f"{tool}: {time.monotonic() - begin:.0f} s")
+    return wrong
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tests/run.py --sanitize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(tools.TOOLS)} (default: all)")
+    parser.add_argument("--operators", nargs="+", choices=OPERATORS, help="these alone (default: all)")
+    parser.add_argument(
+        "--jobs", type=int, default=min(6, os.cpu_count() or 1), help="processes at a time (%(default)s)"
+    )
+    parser.add_argument("--limit", type=float, default=CALLS_LIMIT_S, help="seconds of an operator (%(default)s)")
+    parser.add_argument("--logs", type=Path, help="keep the tools' logs in this folder")
+    parser.add_argument("--capability", default="9.0", help="of the card; tests/run.py says it")
+    options = parser.parse_args(argv)
+    if unknown := [name for name in options.tools if name not in tools.TOOLS]:
+        parser.error(f"no tool {', '.join(unknown)}; there are {', '.join(tools.TOOLS)}")
+    options.tools = options.tools or list(tools.TOOLS)
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    sanitizer = tools.find()
+    if sanitizer is None:
+        say("no compute-sanitizer in CUDA_HOME, PATH or /usr/local/cuda; CUDA's toolkit has it")
+        return 1
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="sanitize-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    # each tensor a cudaMalloc of its own, so that the tools know where it ends and what of it was written
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        wrong = check(options, Runner(sanitizer, logs, environment, options.limit))
+    except Problem as problem:
+        say(f"FAILED {problem}")
+        return 1
+    for text in wrong:
+        say(f"FAILED {text}")
+    if wrong:
+        say(f"{len(wrong)} faults; logs are in {logs}")
+    else:
+        say(f"passed: {', '.join(options.tools)}")
+        if not options.logs:
+            shutil.rmtree(logs)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

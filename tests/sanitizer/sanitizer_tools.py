@@ -1,0 +1,153 @@
+"""compute-sanitizer's tools: their command lines, their reports, and by which controls each shows what it sees.
+
+Standard library only. What each can see, by NVIDIA's manual and by controls.cu, which is run first:
+
+memcheck   out of bounds and misaligned accesses, asynchronous and bulk copies among them. Every tensor is a cudaMalloc
+           of its own with PADDING bytes behind it that nobody may touch
+racecheck  hazards in shared memory between threads of a block. Nothing in global memory, nothing between blocks
+synccheck  barriers to which not all come, mbarriers that are not initialised
+initcheck  reads of global memory that nobody has written. All kernels run under it, as it has to see who writes; only
+           ours are judged
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+OURS = "4dsv4"  # in the mangled names of all CUDA kernels of ours: their namespace
+TRITON = ("_gate_up_kernel", "_down_kernel", "_combine_kernel", "_quantize_kernel")
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+PADDING = 4096
+PREFIX = "========="
+PRINT_LIMIT = 5_000
+
+OPTIONS = {
+    "memcheck": ("--padding", str(PADDING), "--report-api-errors", "no"),  # torch asks for what is not there
+    "racecheck": ("--racecheck-report", "analysis"),
+    "synccheck": (),
+    "initcheck": (),
+}
+
+
+NO_FAULT = "no fault of this tool's"  # asked only whether it is reported where it is right
+
+
+@dataclass(frozen=True)
+class Control:
+    """A kernel of controls.cu. `required`: a tool that does not report its fault checks nothing. Of the others the
+    check says so: hazards of that kind are not seen."""
+
+    name: str
+    what: str
+    required: bool = False
+
+
+CONTROLS = {
+    "memcheck": (
+        Control("past_global", "a load of 4 bytes past an allocation", True),
+        Control("past_cp_async", "cp.async past an allocation", True),
+        Control("past_shared", "a store past dynamic shared memory", True),
+        Control("past_bulk", "cp.async.bulk past an allocation"),
+    ),
+    "racecheck": (
+        Control("all_threads", "a missing __syncthreads", True),
+        Control("named_barrier", "a read across the halves that bar.sync has apart"),
+        Control("cp_async_waited", "a missing cp.async.wait_all"),
+        Control("cp_async_barrier", "a missing wait for cp.async.mbarrier.arrive"),
+        Control("bulk_copy", "a missing wait for cp.async.bulk's mbarrier"),
+        Control("ring", "a stage filled before it was emptied, by mbarriers"),
+        Control("ring_of_registers", "the same behind setmaxnreg"),
+    ),
+    "synccheck": (
+        Control("divergent", "half a warp at a barrier", True),
+        Control("barrier_init", "an mbarrier that is not initialised"),
+        Control("named_barrier", NO_FAULT),
+        Control("ring", NO_FAULT),
+        Control("cp_async_barrier", NO_FAULT),
+        Control("bulk_copy", NO_FAULT),
+        Control("ring_of_registers", NO_FAULT),
+    ),
+    "initcheck": (
+        Control("unwritten", "a load of what nobody has written", True),
+        Control("unwritten_cp_async", "cp.async of it"),
+        Control("unwritten_bulk", "cp.async.bulk of it"),
+    ),
+}
+
+
+def find() -> Path | None:
+    """compute-sanitizer of CUDA_HOME, PATH, or where toolkits are installed."""
+    folders = [Path(os.environ["CUDA_HOME"])] if os.environ.get("CUDA_HOME") else []
+    folders += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
+    found = [folder / "bin/compute-sanitizer" for folder in folders]
+    if on_path := shutil.which("compute-sanitizer"):
+        found.insert(len(folders) and bool(os.environ.get("CUDA_HOME")), Path(on_path))
+    return next((path for path in found if os.access(path, os.X_OK)), None)
+
+
+def command(sanitizer: Path, tool: str, log: Path, program: Sequence[str], *, port: int) -> list[str]:
+    """The program under a tool. `port`: the first of ten by which the tool talks to it; each run has its own."""
+    kernels = () if tool == "initcheck" else (OURS, *TRITON)
+    filters = [word for name in kernels for word in ("--kernel-name", f"kernel_substring={name}")]
+    always = ["--tool", tool, "--log-file", str(log), "--print-limit", str(PRINT_LIMIT), "--show-backtrace", "device"]
+    places = ["--port", str(port), "--launch-timeout", "120", "--target-processes", "application-only"]
+    return [str(sanitizer), *always, *places, *OPTIONS[tool], *filters, *program]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a tool wrote. `faults`: (what, kernel) -> how often; `others`: of kernels that are not ours, or of none."""
+
+    faults: Counter
+    others: Counter
+    finished: bool
+
+    @property
+    def total(self) -> int:
+        return sum(self.faults.values())
+
+
+SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (\d+)")
+# what is no record: what a tool says of itself and of the program
+TELLING = re.compile(r"COMPUTE-SANITIZER|SUMMARY|Target application returned an error|^Saved|Copyright|Version")
+PLACE = re.compile(r"\s(?:at|in|and \w+ access at)\s+(.*?)(?:\+0x[0-9a-f]+)?(?: in \S+:\d+)?\s*$")
+NUMBERS = re.compile(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)")
+
+
+def is_ours(place: str) -> bool:
+    return "dsv4::" in place or OURS in place or any(re.search(rf"\b{name}\b", place) for name in TRITON)
+
+
+def _records(text: str) -> Iterator[list[str]]:
+    """The lines of each record, without the prefix: those that are indented follow one that is not."""
+    record: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith(PREFIX):
+            continue
+        told = line[len(PREFIX) :]
+        if told.startswith("     ") and record:
+            record.append(told)
+            continue
+        if record:
+            yield record
+        record = [told.strip()] if told.strip() and not TELLING.search(told) else []
+    if record:
+        yield record
+
+
+def read(text: str) -> Report:
+    faults, others = Counter(), Counter()
+    for first, *rest in _records(text):
+        places = [found[1] for line in (f" {first}", *rest) if (found := PLACE.search(line))]
+        what = NUMBERS.sub("*", first.split(" at ")[0]).strip()
+        kernel = next((place for place in places if is_ours(place)), None)
+        if kernel is None and any(is_ours(line) for line in rest):
+            kernel = next(line.strip() for line in rest if is_ours(line))
+        (others if kernel is None else faults)[what, (kernel or next(iter(places), "")).split("(")[0]] += 1
+    return Report(faults, others, bool(SUMMARY.search(text)))

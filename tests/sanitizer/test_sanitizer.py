@@ -1,0 +1,268 @@
+"""The sanitizer's check without a GPU: what a tool's report says, what fails, what calls and controls there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deepseek_v4_sm120 import OPS
+from tests.emulator.emulated import emulated
+from tests.sanitizer import __main__ as check
+from tests.sanitizer import cases
+from tests.sanitizer import sanitizer_tools as tools
+
+CLEAN = {
+    "memcheck": "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n",
+    "racecheck": "========= COMPUTE-SANITIZER\n========= RACECHECK SUMMARY: 0 hazards displayed\n",
+}
+INVALID = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 16 bytes
+=========     at void dsv4::bf16_linear::bf16_linear_kernel<dsv4::bf16_linear::Config<(int)4, (int)1>>(T1)+0x1f0
+=========     by thread (3,0,0) in block (12,0,0)
+=========     Access to 0x7f3c2de01000 is out of bounds
+=========     and is 1 bytes after the nearest allocation at 0x7f3c2de00000 of size 4096 bytes
+=========
+========= Invalid __global__ read of size 16 bytes
+=========     at void dsv4::bf16_linear::bf16_linear_kernel<dsv4::bf16_linear::Config<(int)4, (int)1>>(T1)+0x1f0
+=========     by thread (4,0,0) in block (12,0,0)
+=========     Access to 0x7f3c2de01010 is out of bounds
+=========
+========= Target application returned an error
+========= ERROR SUMMARY: 2 errors
+"""
+RACE = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at void dsv4::mhc::many_kernel(const dsv4::mhc::Params)+0x60
+=========     and Read access at void dsv4::mhc::many_kernel(const dsv4::mhc::Params)+0xf0 [32 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+UNWRITTEN = """========= COMPUTE-SANITIZER
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void at::native::vectorized_elementwise_kernel<(int)4>(int, T1, T2)+0xa0
+=========     by thread (1,0,0) in block (0,0,0)
+=========
+========= Uninitialized __global__ memory read of size 2 bytes
+=========     at _down_kernel+0x610 in mxfp4_moe.py:190
+=========     by thread (1,0,0) in block (0,0,0)
+=========
+========= ERROR SUMMARY: 2 errors
+"""
+
+
+def ended(status: int | None = 0, printed: str = "") -> check.Finished:
+    return check.Finished(status, printed, 1.0)
+
+
+def found(done=("one", "two"), failures=None) -> dict:
+    return {"done": list(done), "failures": failures or {}, "kernels": None}
+
+
+def judged(
+    report: str, tool="memcheck", status: int | None = 0, result="as asked", expected=("one", "two")
+) -> list[str]:
+    result = found() if result == "as asked" else result
+    return check.judge_calls(tool, list(expected), ended(status), tools.read(report), result)
+
+
+def test_reports_are_counted_by_kernel():
+    report = tools.read(INVALID)
+    ((what, kernel),) = report.faults
+    assert report.total == 2 and report.finished and not report.others
+    assert what == "Invalid __global__ read of size 16 bytes" and "bf16_linear_kernel" in kernel
+    report = tools.read(RACE)
+    ((what, kernel),) = report.faults
+    assert what.startswith("Error: Race reported between Write access") and "many_kernel" in kernel
+    report = tools.read(UNWRITTEN)
+    assert [kernel for _, kernel in report.faults] == ["_down_kernel"] and sum(report.others.values()) == 1
+    assert tools.read("").finished is False and tools.read(CLEAN["racecheck"]).finished
+
+
+@pytest.mark.parametrize("tool", CLEAN)
+def test_clean_reports_of_all_calls_pass(tool):
+    assert judged(CLEAN[tool], tool) == []
+
+
+@pytest.mark.parametrize(
+    "text, given",
+    [
+        ("bf16_linear_kernel", {"report": INVALID}),
+        ("many_kernel", {"report": RACE, "tool": "racecheck"}),
+        ("_down_kernel", {"report": UNWRITTEN, "tool": "initcheck"}),
+        ("no kernel of ours", {"report": CLEAN["memcheck"] + "========= Internal Sanitizer Error: out of memory\n"}),
+        ("no summary", {"report": ""}),
+        ("made 1 of 2 calls", {"report": CLEAN["memcheck"], "result": found(["one"])}),
+        ("no calls at all", {"report": CLEAN["memcheck"], "result": found([]), "expected": ()}),
+        ("relative error 1", {"report": CLEAN["memcheck"], "result": found(["one"], {"two": "relative error 1"})}),
+        ("wrote no result, exit 1", {"report": CLEAN["memcheck"], "result": None, "status": 1}),
+        ("past its limit", {"report": CLEAN["memcheck"], "result": None, "status": None}),
+        ("exit 7", {"report": CLEAN["memcheck"], "status": 7}),
+    ],
+)
+def test_everything_else_fails(text, given):
+    assert text in "; ".join(judged(**given))
+
+
+def test_other_kernels_count_only_where_a_tool_sees_all():
+    others = UNWRITTEN.replace("_down_kernel", "at::native::sum")
+    assert judged(others, "initcheck") == [] and judged(others, "memcheck")
+
+
+def test_a_full_report_fails(monkeypatch):
+    monkeypatch.setattr(tools, "PRINT_LIMIT", 2)
+    assert "more may be missing" in judged(UNWRITTEN.replace("_down_kernel", "at::native::sum"), "initcheck")[0]
+
+
+REQUIRED, OTHER = tools.Control("past_global", "a load", True), tools.Control("ring", "a stage")
+
+
+@pytest.mark.parametrize(
+    "verdict, control, fault, report, status",
+    [
+        ("ok", REQUIRED, True, INVALID, 0),
+        ("failed", REQUIRED, True, CLEAN["memcheck"], 0),
+        ("blind", OTHER, True, CLEAN["memcheck"], 0),
+        ("failed", OTHER, True, "", None),
+        ("ok", OTHER, False, CLEAN["memcheck"], 0),
+        ("failed", OTHER, False, RACE, 0),
+        ("failed", OTHER, False, CLEAN["memcheck"], 4),
+    ],
+)
+def test_controls(verdict, control, fault, report, status):
+    assert check.judge_control(control, fault, ended(status), tools.read(report))[0] == verdict
+
+
+def test_a_planted_fault_must_be_the_operators():
+    assert check.judge_planted("bf16_linear", ended(1), tools.read(INVALID)) == []
+    assert check.judge_planted("mxfp4_moe", ended(1), tools.read(INVALID))
+    assert check.judge_planted("mxfp4_moe", ended(1), tools.read(UNWRITTEN)) == []
+    assert check.judge_planted("bf16_linear", ended(1), tools.read(CLEAN["memcheck"]))
+
+
+def test_kernels_that_no_call_reaches_are_named():
+    built = [
+        "dsv4::mhc::fused_kernel<false, true>",
+        "dsv4::mhc::post_kernel",
+        "dsv4::a::(anonymous namespace)::count_kernel",
+        "dsv4::all_reduce::gather_kernel<2, false>",
+    ]
+    launched = {
+        "void dsv4::mhc::fused_kernel<false, true>(dsv4::mhc::Params)": 1,
+        "void dsv4::a::(anonymous namespace)::count_kernel(dsv4::a::Params)": 2,
+    }
+    assert check.unreached(built, launched) == ["dsv4::mhc::post_kernel"]
+    assert check.instances(built, launched) == ([built[0], built[2]], [built[1]])
+    assert check.instances(["dsv4::b<2, true>"], {"void dsv4::b<(int)2, (bool)1>(int)": 1})[1] == []
+
+
+def test_command_lines_take_our_kernels_alone(tmp_path):
+    for tool in tools.TOOLS:
+        words = tools.command(tmp_path / "sanitizer", tool, tmp_path / "log", ["program", "argument"], port=1)
+        names = [word for word in words if word.startswith("kernel_substring=")]
+        assert words[-2:] == ["program", "argument"] and words[words.index("--tool") + 1] == tool
+        assert (len(names) > 1) == (tool != "initcheck")  # which has to see who writes
+    sources = "".join(path.read_text() for path in (check.REPO / "deepseek_v4_sm120/ops/triton").glob("*.py"))
+    assert set(re.findall(r"@triton\.jit\s+def (\w+_kernel)\(", sources)) == set(tools.TRITON)
+
+
+def test_controls_are_those_that_are_compiled():
+    source = (check.REPO / "tests/sanitizer/controls.cu").read_text()
+    compiled = set(re.findall(r"CONTROL\((\w+)\)[,}]", source))
+    assert compiled == {control.name for controls in tools.CONTROLS.values() for control in controls}
+    assert all(any(control.required for control in tools.CONTROLS[tool]) for tool in tools.TOOLS)
+
+
+def test_operators_are_all_but_those_of_several_cards():
+    assert set(check.OPERATORS) == set(cases.OPERATORS) == set(OPS) - {"all_reduce"}
+    assert set(check.PLANTED_IN) == set(cases.PLANTED)
+    for operator, made in cases.OPERATORS.items():
+        names = [case.name for case in made()]
+        assert names and len(names) == len(set(names)), operator
+
+
+@pytest.mark.parametrize("operator", [name for name in cases.OPERATORS if name != "compressor"])
+def test_a_call_of_each_operator_on_the_emulator(operator):
+    """The compressor's are the self-test's, which run there too (tests/emulator/test_kernels.py)."""
+    case = next(cases.OPERATORS[operator]())
+    with emulated(seed=1, most_instructions=200, multiprocessors=case.multiprocessors or 40):
+        cases.run(case, "cpu")
+
+
+def test_a_wrong_result_is_a_failure():
+    case = cases.Case("wrong", lambda device: lambda: cases.same(torch.zeros(1), torch.ones(1), "two"))
+    cases.run(case, "cpu", judged=False)
+    with pytest.raises(cases.Failure):
+        cases.run(case, "cpu")
+
+
+def test_multiprocessors_are_told_while_a_case_runs():
+    known = cases.cuda_tensors.num_sms
+    case = cases.Case(
+        "few", lambda device: lambda: cases.same(torch.tensor(cases.cuda_tensors.num_sms(0)), torch.tensor(3), ""), 3
+    )
+    cases.run(case, "cpu")
+    assert cases.cuda_tensors.num_sms is known
+
+
+SANITIZER = """#!{python}
+import json, pathlib, sys
+words = sys.argv[1:]
+log, tool = pathlib.Path(words[words.index("--log-file") + 1]), words[words.index("--tool") + 1]
+faulty = "fault" in words or "--plant" in words
+place = "_down_kernel" if "mxfp4_moe" in words else "void dsv4::bf16_linear::kernel(int)"
+record = f"========= Invalid __global__ read of size 4 bytes\\n=========     at {{place}}+0x10\\n" * faulty
+log.write_text("========= COMPUTE-SANITIZER\\n" + record + f"========= ERROR SUMMARY: {{int(faulty)}} errors\\n")
+if "--out" in words:
+    told = {{"done": {done!r}, "failures": {{}}, "kernels": None}}
+    pathlib.Path(words[words.index("--out") + 1]).write_text(json.dumps(told))
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """The whole check with a stand-in for compute-sanitizer, and none for nvcc and the card."""
+
+    def run(done: list[str], *arguments: str) -> int:
+        home = tmp_path / "cuda"
+        (home / "bin").mkdir(parents=True, exist_ok=True)
+        program = home / "bin/compute-sanitizer"
+        program.write_text(SANITIZER.format(python=sys.executable, done=done))
+        program.chmod(0o755)
+        monkeypatch.setenv("CUDA_HOME", str(home))
+        monkeypatch.setattr(check, "compile_controls", lambda folder, capability: folder / "controls")
+        monkeypatch.setattr(check, "run_plainly", lambda *given: ({name: ["one"] for name in given[2]}, {}, []))
+        monkeypatch.setattr(check, "check_reach", lambda *given: [])
+        return check.main([*arguments, "--logs", str(tmp_path / "logs")])
+
+    return run
+
+
+def test_the_whole_check(stand_in, capsys):
+    assert stand_in(["one"], "memcheck", "--operators", "bf16_linear", "mxfp4_moe") == 0
+    said = capsys.readouterr().out
+    assert "4 of 4 planted faults reported" in said and "memcheck bf16_linear, planted fault: 1 reported" in said
+    assert stand_in([], "memcheck", "--operators", "mhc") == 1
+    assert "made 0 of 1 calls" in capsys.readouterr().out
+
+
+def test_requests_that_make_no_sense_are_refused(capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        check.parse(["leakcheck"])
+    assert "no tool leakcheck" in capsys.readouterr().err
+    monkeypatch.setattr(tools, "find", lambda: None)
+    assert check.main(["memcheck"]) == 1 and "no compute-sanitizer" in capsys.readouterr().out
+
+
+def test_a_process_says_what_it_ran_and_what_was_wrong(tmp_path):
+    """Here no card is seen, so each call fails, and the process with them."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "tests.sanitizer.cases", "router_topk", "--out", str(out)]
+    hidden = {**check.os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=check.REPO, env=hidden, capture_output=True, text=True)
+    assert done.returncode == 1 and len(json.loads(out.read_text())["failures"]) == len(
+        list(cases.OPERATORS["router_topk"]())
+    )
