@@ -73,6 +73,10 @@ class Rounds:
     def do_long(self):
         return self.answers("long", self.ask(self.prompts(), LONG_NEW))
 
+    def do_full(self):
+        """The same by requests that do not ignore an end, of which there is none: SGLang admits more than will fit."""
+        return self.answers("long", self.ask(self.prompts(), LONG_NEW, ignore_eos=False))
+
     def do_grammar(self):
         """Requests with a grammar among others, twice: a grammar of two words, as many as there are new tokens."""
         plain, prompts = self.prompts(), self.prompts(GRAMMAR_LENGTHS, 5)
