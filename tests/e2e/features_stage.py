@@ -126,7 +126,7 @@ ENGINES = {  # what matters most first: the limit cuts the last
         steps=("round", "settle", "weights:tensors", "settle", "weights:disk"),  # SGLang asserts that nothing runs
         needs=("safetensors",),
         environment={"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0"},
-        limit_s=200,
+        limit_s=260,
     ),
     "hicache": Engine(HOST, steps=("round", "settle", "fill", "settle", "restored"), tokens=8192, limit_s=HOST_POOLS_S),
     "chunks": Engine(CHUNKS),
