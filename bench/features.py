@@ -39,6 +39,7 @@ all at once. A feature counts only where its log and its answers say that it act
 | refused | SGLang or we say no, in words that are quoted |
 | turned off by SGLang | the server starts without it, and says so |
 | fails in stock too | SGLang alone fails with it as well; its words are quoted |
+| did not act in stock either | nothing says that it acted, and of SGLang alone nothing does either |
 | differs, fails, did not act | **a defect**, until somebody shows whose |
 | not run | and why |
 """

@@ -152,6 +152,7 @@ IMPLEMENTATIONS = {
     "lengths_told_dspark3": "ours, DSPARK, a block of 3",
     "lengths_asked_dspark3": "ours, DSPARK, a block of 3, its draft's lengths asked of the GPU",
     "ops43_e4m3_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the head in E4M3",
+    "ops43_router_e4m3_drafts": "ours, every operator on, EAGLE 3/1/4, drafts with the head in E4M3, with router_topk",
     **{
         f"{kind}_{name}": f"ours, {'not reproducible' if kind == 'unlike' else 'reproducible'}, {text}"
         for kind, name, text in (

@@ -10,7 +10,7 @@ from pathlib import Path
 LENGTHS = (5, 9, 64, 130, 300, 700, 1000, 2100)
 LONG_NEW = 500  # tokens of a long answer: several pages of 256, so a full pool retracts
 FILL = (2500, 2501, 2502)  # other prompts, which push a small pool's entries out
-BUSY_S, PAUSE_S, SETTLE_S = 0.25, 1.0, 3.0
+BUSY_S, PAUSE_S, SETTLE_S, REST_S = 0.25, 1.0, 3.0, 0.3
 FLUSHED_S = 5.0  # within which the cache must be flushed
 GRAMMAR_LENGTHS = (7, 140)
 WORDS = (7, 8)  # tokens that the grammar allows
@@ -72,6 +72,10 @@ class Rounds:
 
     def do_long(self):
         return self.answers("long", self.ask(self.prompts(), LONG_NEW))
+
+    def do_full(self):
+        """The same by requests that do not ignore an end, of which there is none: SGLang admits more than will fit."""
+        return self.answers("long", self.ask(self.prompts(), LONG_NEW, ignore_eos=False))
 
     def do_grammar(self):
         """Requests with a grammar among others, twice: a grammar of two words, as many as there are new tokens."""
@@ -161,7 +165,9 @@ class Rounds:
         return {"checks": getattr(self, f"weights_from_{way}")()}
 
     def digests(self):
-        return [self.exact(answer)["digest"] for answer in self.ask(self.prompts((130, 700)), 8)]
+        answers = self.ask(self.prompts((130, 700)), 8)
+        time.sleep(REST_S)  # the scheduler sees its last batch's end behind the answers, and weights want it idle
+        return [self.exact(answer)["digest"] for answer in answers]
 
     def experts(self):
         return json.loads(self.found["asked"]["json_model_override_args"])["n_routed_experts"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a server does where a disk or its card's memory has run out: stock SGLang's processes, 6 layers, one card.
 
-usage: shortage_stage.py [--harness DIR] [--patch build] [--out $OUT] [--limit-s 190]
+usage: shortage_stage.py [--harness DIR] [--patch build] [--out $OUT] [--limit-s 190] [--one-card]
 
 full_reports     DSV4_SM120_REPORT on a full disk: the server starts, says so once, and answers with the same bits
 full_cache       Triton's folder of compiled kernels on a full disk: it starts, or ends with a message that says so
@@ -10,6 +10,8 @@ oom_at_start     somebody else's process holds the card but for --leave-start-mi
                  says so, and leaves nothing; a start without that process works
 oom_under_load   the rest of the card is taken while it serves, then long prompts come: each is answered rightly or
                  refused, none hangs; once the memory is back it answers with the same bits, if need be after a restart
+
+--one-card: what the first card's servers are asked, and once they have ended, what the second's are.
 
 A full disk is a tmpfs of 64 KiB, filled; where it cannot be mounted, /dev/full stands for the reports' folder, and a
 folder below /dev/null for Triton's. OUT/stage_shortage.json is what collect.py reads, beside it the logs' ends.
@@ -205,23 +207,24 @@ class Stage:
 
     def on_second_card(self) -> None:
         arguments = self.arguments
-        starved = Server("starved", "1", self)
-        with eaten(arguments.eater, "1", arguments.leave_start_mib):
+        card = "0" if arguments.one_card else "1"
+        starved = Server("starved", card, self)
+        with eaten(arguments.eater, card, arguments.leave_start_mib):
             starved.process.start()
             at_start = self.outcome(starved, NO_MEMORY)
         if at_start["started"]:
             at_start["problem"] = "it started: --leave-start-mib is too much"
         starved.process.stop()
-        fed = Server("fed", "1", self)
+        fed = Server("fed", card, self)
         at_start["restart_s"] = fed.come_up()
         self.is_right.result(self.left_s())  # what the other card's server answers
         self.told["oom_at_start"] = at_start | self.compared(fed.answers())
-        with eaten(arguments.eater, "1", arguments.leave_load_mib):
+        with eaten(arguments.eater, card, arguments.leave_load_mib):
             under, said = self.under_load(fed)
         if under["ended"]:
             under |= fed.end(NO_MEMORY)
             fed.process.stop()
-            fed = Server("fed_again", "1", self)
+            fed = Server("fed_again", card, self)
             under["restart_s"] = fed.come_up()
         under["other_long"] = sum(fed.ask(length) != answer for length, answer in said.items())
         self.told["oom_under_load"] = under | self.compared(fed.answers())
@@ -246,14 +249,20 @@ class Stage:
         return {**ends, "ended": has_ended, "no_shortage": int(not is_short)}, said
 
     def run(self) -> None:
+        parts = [lambda: self.guarded(self.on_first_card), lambda: self.guarded(self.on_second_card)]
+        if self.arguments.one_card:
+            first, second = parts
+            parts = [lambda: (first(), self.stop(), second())]
         try:
-            with concurrent.futures.ThreadPoolExecutor(2) as pool:
-                cards = [pool.submit(self.guarded, part) for part in (self.on_first_card, self.on_second_card)]
-                for card in cards:
-                    card.result()
+            with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+                for done in [pool.submit(part) for part in parts]:
+                    done.result()
         finally:
-            with concurrent.futures.ThreadPoolExecutor(len(self.servers)) as pool:
-                list(pool.map(lambda server: server.process.stop(), self.servers))
+            self.stop()
+
+    def stop(self) -> None:
+        with concurrent.futures.ThreadPoolExecutor(len(self.servers)) as pool:
+            list(pool.map(lambda server: server.process.stop(), self.servers))
 
     def guarded(self, part) -> None:
         """A part that breaks is one that failed: its cases that are not done say so."""
@@ -265,7 +274,9 @@ class Stage:
             if not self.is_right.done():
                 self.is_right.set_result(None)
 
-    command = ""  # it has no options that change what is asked
+    @property
+    def command(self) -> str:
+        return "--one-card" if self.arguments.one_card else ""
 
     def found(self) -> dict:
         cases = {case: self.told.pop(case, {"problem": "it was not reached"}) for case in CASES}
@@ -278,6 +289,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ask-s", type=float, default=60.0, help="that an answer may take")
     parser.add_argument("--rest-s", type=float, default=5.0, help="from the last answer of a server that may end")
     parser.add_argument("--given-up-s", type=float, default=GIVEN_UP_S)
+    parser.add_argument("--one-card", action="store_true", help="all servers share the first card")
     parser.add_argument("--leave-start-mib", type=int, default=3000, help="of the card, less than the weights")
     parser.add_argument("--leave-load-mib", type=int, default=200)
     eater = [sys.executable, str(Path(__file__).with_name("eater.py"))]

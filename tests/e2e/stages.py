@@ -255,6 +255,12 @@ STAGES = {
         Case("stock43_eagle314", SPECULATION_TIMED + eagle(3), patched=False, takes_turns=True),
         Case("ops43_eagle314", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL, takes_turns=True),
         Case("ops43_e4m3_drafts", SPECULATION_TIMED + eagle(3), environment=EVERY_CALL | E4M3_DRAFTS, takes_turns=True),
+        Case(
+            "ops43_router_e4m3_drafts",
+            SPECULATION_TIMED + eagle(3),
+            environment=EVERY_CALL | {"DSV4_SM120_SET": f"{E4M3_DRAFTS['DSV4_SM120_SET']},{ROUTER_TOPK}"},
+            takes_turns=True,
+        ),
     ],
     # the sums between the cards: every one beside SGLang's own; two engines, and one prompt sent twice, to the bit;
     # then what they are worth in a step, against NCCL; both without peers; and all of SGLang's own. Three fit at once

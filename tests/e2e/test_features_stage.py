@@ -99,6 +99,20 @@ def test_what_did_not_act_is_no_success(change, log, missing):
     assert missing is None or missing in said["detail"]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "state"),
+    [
+        ((None, ""), "did not act"),
+        ((found(BASE["steps"][0], ended=False), ""), "did not act"),
+        ((found(step(x=answer("c", cached=256))), ""), "did not act"),
+        ((found(step(x=answer("c", cached=0))), ""), "did not act in stock either"),
+    ],
+)
+def test_where_stock_lacks_the_same_it_is_not_ours(theirs, state):
+    said = judge(replace(FEATURE, counts=("cached",)), BASE, stock=theirs)
+    assert (said["state"], said["detail"]) == (state, "no answer counts cached")
+
+
 def test_counts_are_of_all_answers():
     mine = found(step(x=answer("a", cached=0), y=answer("b", cached=256)))
     assert judge(replace(FEATURE, counts=("cached",)), mine)["state"] == "same bits"
@@ -214,8 +228,10 @@ def test_cards_are_taken_in_turn_and_what_is_missing_is_said(monkeypatch, tmp_pa
     assert "2 cards" in stage.why_not(cases["two"], arguments)
     assert "no harness" in stage.why_not(cases["disaggregated"], SimpleNamespace(cards=2, work=tmp_path))
     assert stage.why_not(cases["lora_stock"], arguments) is None
-    (tmp_path / "features_lora_features.json").write_text('{"ended": true}')
+    (tmp_path / "features_lora_features.json").write_text('{"ended": true, "steps": []}')
     assert stage.why_not(cases["lora_stock"], arguments) == "ours did not fail"
+    (tmp_path / "features_hicache_features.json").write_text('{"ended": true, "steps": []}')
+    assert stage.why_not(cases["hicache_stock"], arguments) is None  # no answer of ours counts what it must
     assert "SET" not in " ".join(cases["lora_stock"].environment) and not cases["lora_stock"].patched
 
 
@@ -256,7 +272,22 @@ def test_tensors_are_given_in_a_session_where_sglang_has_them(has_sessions):
             rounds.weights_from_tensors()
 
 
+@pytest.mark.parametrize("name", ["retracted", "eagle_retracted"])
+def test_a_full_pool_is_asked_by_requests_that_do_not_ignore_an_end_which_there_is_not(name):
+    """From 0.5.22 on SGLang admits no more of those that ignore it than will fit."""
+    engine, asked, rounds = stage.ENGINES[name], [], object.__new__(Rounds)
+    assert engine.steps == ("full",) and engine.config["eos_token_id"] > 129280
+    rounds.case = SimpleNamespace(options=SimpleNamespace(forced=False), vocabulary=9)
+    rounds.case.harness = SimpleNamespace(ids=lambda n, vocabulary, seed: [1] * n)
+    rounds.engine = SimpleNamespace(generate=lambda **given: asked.append(given) or [ANSWERED] * len(LENGTHS))
+    assert rounds.do_full()["kind"] == rounds.do_long()["kind"] == "long"
+    full, long = (given["sampling_params"] for given in asked)
+    assert full == long | {"ignore_eos": False} and asked[0]["input_ids"] == asked[1]["input_ids"]
+
+
 # ---- the scripts around an engine that stands in
+
+ANSWERED = {"output_ids": [1], "meta_info": {}}
 
 HARNESS = test_scripts.HARNESS.replace(
     '    p.add_argument("--set", action="append")\n',

@@ -85,11 +85,11 @@ def stage(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
-    def run(faults: str = ""):
+    def run(faults: str = "", *more: str):
         line = [sys.executable, str(HERE / "shortage_stage.py"), "--harness", str(tmp_path / "tools")]
         line += ["--patch", str(tmp_path / "build"), "--models", str(tmp_path / "m"), "--work", str(tmp_path / "work")]
         line += ["--out", str(tmp_path / "out"), "--port", str(free_ports(1)[0] // 4), "--rest-s", "0.2"]
-        line += ["--ask-s", "2", "--given-up-s", "1", "--eater", sys.executable, str(tmp_path / "eater.py")]
+        line += ["--ask-s", "2", "--given-up-s", "1", *more, "--eater", sys.executable, str(tmp_path / "eater.py")]
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_", "E2E_"))}
         kept |= {"PYTHONPATH": str(tmp_path / "site"), "FAKE_FAULTS": faults, "FAKE_FOLDER": str(tmp_path)}
         kept |= {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
@@ -121,6 +121,15 @@ def test_a_server_that_says_what_ran_out(stage, tmp_path):
     }
     assert not (tmp_path / "work/reports").is_mount() and not (tmp_path / "work/kernels").is_mount()
     assert {row["issue"] for row in rows.values()} == {23}
+
+
+def test_on_one_card_the_second_part_begins_when_the_first_has_ended(stage):
+    """The eater leaves nothing for a server that is still there: the plain one would say so."""
+    done, rows, found = stage("", "--one-card")
+    assert done.returncode == 0 and unmet(rows) == set(), done.stdout + done.stderr
+    assert found["command"].endswith("shortage_stage.py --one-card") and not found["shortage"]["broke"]
+    assert found["shortage"]["cases"]["oom_at_start"]["started"] is False
+    assert {rows[case, "answers"]["value"] for case in ("second_engine", "oom_under_load")} == {8, 4}
 
 
 def test_what_a_server_does_wrong_is_a_bar_that_is_not_met(stage):

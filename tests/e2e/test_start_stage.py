@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import collect, faults_stage, made_sglang, start_rows, start_stage
+from tests.e2e import collect, faults_stage, made_sglang, made_tokenizer, start_rows, start_stage
 from tests.e2e.test_serving_stage import free_ports
 
 HERE = Path(__file__).resolve().parent
@@ -131,6 +131,17 @@ def test_where_there_is_one_card_both_servers_of_a_wave_share_it(capsys):
     with pytest.raises(SystemExit):
         start_stage.parse(["--one-card", "--cards", "2"])
     assert "--one-card: servers of --cards 2 need two" in capsys.readouterr().err
+
+
+def test_the_made_tokenizer_has_what_a_chat_is_made_of(tmp_path):
+    """0.5.23's front encodes a conversation when it starts, and ends where a token of its frame is not an added one."""
+    made_tokenizer.write_tokenizer(tmp_path, 2048)
+    made = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary, added = made["model"]["vocab"], {one["content"]: one["id"] for one in made["added_tokens"]}
+    assert sorted(vocabulary.values()) == list(range(2048)) and vocabulary["w7"] == 7
+    frame = {"<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"}
+    assert frame <= set(added)
+    assert all(vocabulary[text] == number for text, number in added.items())
 
 
 @pytest.mark.parametrize("asked, named", [("deepseek-recipe==0.2.0; sys_platform == 'linux'", True), ("orjson", False)])
