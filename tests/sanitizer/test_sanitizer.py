@@ -126,7 +126,9 @@ REQUIRED, OTHER = tools.Control("past_global", "a load", True), tools.Control("r
         ("ok", REQUIRED, True, INVALID, 0),
         ("failed", REQUIRED, True, CLEAN["memcheck"], 0),
         ("blind", OTHER, True, CLEAN["memcheck"], 0),
-        ("failed", OTHER, True, "", None),
+        ("blind", OTHER, True, "", None),  # a fault that makes it hang is seen in no operator
+        ("failed", REQUIRED, True, "", None),
+        ("failed", OTHER, False, "", None),
         ("ok", OTHER, False, CLEAN["memcheck"], 0),
         ("failed", OTHER, False, RACE, 0),
         ("failed", OTHER, False, CLEAN["memcheck"], 4),
