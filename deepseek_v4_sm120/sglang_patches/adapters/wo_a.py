@@ -12,7 +12,8 @@ kernel that takes the rotary embedding of the attention's output back. Here:
     fused_rope_inplace             inside that forward, for a step's rows: puts the rotation off to the product
 
 What SGLang makes E4M3 itself (SGLANG_OPT_FP8_WO_A_GEMM where it can be had), DSpark's own attention and DeepSeek-V4.1
-are not touched. Decided once per layer, when it is made (`keeps`).
+are not touched, nor are weights that SGLang hands over or moves about (handed_over.py). Decided once per layer, when it
+is made (`keeps`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from deepseek_v4_sm120.ops import wo_a as op
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
-from deepseek_v4_sm120.sglang_patches.adapters import dense_rows, direct_updates
+from deepseek_v4_sm120.sglang_patches.adapters import dense_rows, direct_updates, handed_over
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting, way_out
 from deepseek_v4_sm120.specs import bounds
@@ -76,6 +77,7 @@ def keeps(attention, quant_config, prefix: str) -> bool:
             o_lora=attention.o_lora_rank,
             group_inputs=weight.shape[1],
         )
+        and not handed_over.are_sglangs(PATCH)
     )
 
 
