@@ -15,30 +15,13 @@ from deepseek_v4_sm120.commands.doctor import model_checks
 from deepseek_v4_sm120.commands.plan import launch, models
 from deepseek_v4_sm120.patching.json_file import JsonFileError
 from deepseek_v4_sm120.sglang_patches import models_served, stored_experts
+from tests.patching.stored_folder import CONFIG, stored_folder
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import fetch
 from tests.test_plan import request
 
-CONFIG = json.loads((Path(__file__).parent / "data/flash_config.json").read_text())
 FP8 = CONFIG["quantization_config"]
 NVFP4 = {**FP8, "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16, "ignore": ["mtp.*"]}
-EXPERT = "layers.3.ffn.experts.0.w1."
-
-
-def folder(place, dtype=None, *more, config=CONFIG):
-    """A checkpoint's config.json, index and the header of its only shard."""
-    (place / "config.json").write_text(json.dumps(config))
-    if dtype is not None:
-        header = {"__metadata__": {"format": "pt"}} | {
-            name: {"dtype": kind, "shape": [2048, 2048], "data_offsets": [0, 0]}
-            for name, kind in (("mtp.0.ffn.experts.0.w1.weight", "I8"), (f"{EXPERT}weight", dtype))
-        }
-        names = [*(name for name in header if name != "__metadata__"), *(EXPERT + name for name in more)]
-        index = {"weight_map": dict.fromkeys(names, "model-00001.safetensors")}
-        (place / stored_experts.INDEX).write_text(json.dumps(index))
-        text = json.dumps(header).encode()
-        (place / "model-00001.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    return place
 
 
 @pytest.mark.parametrize(
@@ -52,7 +35,7 @@ def folder(place, dtype=None, *more, config=CONFIG):
     ],
 )
 def test_weights_tell_it_whatever_the_configuration_says(tmp_path, dtype, more, found):
-    assert stored_experts.stored(folder(tmp_path, dtype, *more)) == found
+    assert stored_experts.stored(stored_folder(tmp_path, dtype, *more)) == found
     read = models_served.read_config(tmp_path)[1]
     assert models_served.expert_format(read) == (found or "fp4")
 
@@ -63,10 +46,7 @@ def test_it_is_what_sglang_finds(tmp_path, version, dtype, found):
     given = {"os": os, "json": json, "struct": struct, "Path": Path, "re": re}
     for name in ("_ROUTED_EXPERT_KEY_RE", "probe_routed_expert_weight_dtype"):
         probe = take(fetch(version), given, name, "sglang.srt.model_loader.weight_utils")
-    place = folder(tmp_path, dtype, "scale")
-    index = json.loads((place / stored_experts.INDEX).read_text())
-    del index["weight_map"]["mtp.0.ffn.experts.0.w1.weight"]
-    (place / stored_experts.INDEX).write_text(json.dumps(index))
+    place = stored_folder(tmp_path, dtype, "scale")
     assert probe(str(place)) == dtype and stored_experts.stored(place) == found
 
 
@@ -88,7 +68,7 @@ def test_what_a_configuration_alone_tells(config, found):
 
 
 def test_a_folder_of_nvfp4_is_told_and_not_planned(tmp_path):
-    place = folder(tmp_path, "U8", "weight_scale_2", config={**CONFIG, "quantization_config": NVFP4})
+    place = stored_folder(tmp_path, "U8", "weight_scale_2", config={**CONFIG, "quantization_config": NVFP4})
     rows = {row["operator"]: row for row in models_table.of_model(str(place), 2)["operators"]}
     assert not rows["mxfp4_moe"]["served"] and "nvfp4" in rows["mxfp4_moe"]["why"]
     assert rows["wo_a"]["served"] and rows["fp8_linear"]["served"]
@@ -101,7 +81,7 @@ def test_a_folder_of_nvfp4_is_told_and_not_planned(tmp_path):
 def test_a_folder_of_fp8_conversions_is_planned_as_one(tmp_path):
     """Their config.json has no expert_dtype, so those of FP4 were reckoned, on two cards that do not hold FP8."""
     config = {key: value for key, value in CONFIG.items() if key != "expert_dtype"}
-    model = models.find(str(folder(tmp_path, "F8_E4M3", "scale", config=config)), None)
+    model = models.find(str(stored_folder(tmp_path, "F8_E4M3", "scale", config=config)), None)
     assert model.expert_format == models.FP8
     plan = launch.make(request(model=model, gpus=2))
     assert not plan.fits and plan.weights > 130e9
@@ -112,14 +92,14 @@ def test_a_folder_of_fp8_conversions_is_planned_as_one(tmp_path):
 
 @pytest.mark.parametrize("damaged", [stored_experts.INDEX, "model-00001.safetensors"])
 def test_what_is_no_index_and_no_shard_is_one_sentence(tmp_path, damaged):
-    folder(tmp_path, "I8", "scale")
+    stored_folder(tmp_path, "I8", "scale")
     (tmp_path / damaged).write_bytes(b"\xff" * 20)
     with pytest.raises(JsonFileError, match=damaged):
         models_served.read_config(tmp_path)
 
 
 def test_a_checkpoint_that_sees_images_is_told_to_be_served_without(tmp_path):
-    place = folder(tmp_path, config={**CONFIG, "vision_n_layers": 32, "vision_dim": 1024})
+    place = stored_folder(tmp_path, config={**CONFIG, "vision_n_layers": 32, "vision_dim": 1024})
     assert "images are not read" in models_table.of_model(str(place), 2)["note"]
     found = list(model_checks.findings(str(place), None, 2))
     assert [finding.state for finding in found] == ["WARN", "OK"] and "images are not read" in found[0].found
