@@ -155,7 +155,13 @@ def test_experts_that_sglang_finds_to_be_fp8_are_not_given_to_marlin(run, tmp_pa
     assert found["arguments"]["moe_runner_backend"] == "auto"
     assert found["states"]["fp4_experts_marlin"] == ["NOT APPLICABLE", "SGLANG_DSV4_FP4_EXPERTS=0"]
     assert "SGLANG_DSV4_FP4_EXPERTS" not in found["environment"]
+    set_on = {"DSV4_SM120_SET": "reproducible=on", "version": "0.5.23"}
+    code = RESOLVE.replace("MODEL", repr(str(model))).replace('"states": ', '"notes": NOTES, "states": ')
+    notes = "[say() for say, _ in sys.modules['deepseek_v4_sm120.patching.report']._notes.values()]"
+    code = code.replace("NOTES", notes)
+    assert "NOT REPRODUCIBLE" in run(code, **set_on)["notes"][0]
     stored_folder(tmp_path, "I8", "scale", config=config)
+    assert run(code, **set_on)["notes"] == []
     assert run(RESOLVE.replace("MODEL", repr(str(model))))["arguments"]["moe_runner_backend"] == "marlin"
 
 

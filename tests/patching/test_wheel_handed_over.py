@@ -123,6 +123,10 @@ def test_experts_on_the_host_are_not_held_on_the_card_as_well(served, monkeypatc
     assert mxfp4_moe.keeps(Method(False), layer) and report._notes == {}
     module.get_offloader = type("OffloaderV1", (), {})
     assert not mxfp4_moe.keeps(Method(False), layer)
+    assert "NOT REPRODUCIBLE" not in report._notes["mxfp4_moe_handed_over"][0]()
+    monkeypatch.setattr(handed_over, "settings", lambda: SimpleNamespace(reproducible=True))
+    assert not mxfp4_moe.keeps(Method(False), layer)
+    assert "NOT REPRODUCIBLE" in report._notes["mxfp4_moe_handed_over"][0]()
 
 
 # ---- what SGLang's layers have made of a checkpoint, saved and loaded

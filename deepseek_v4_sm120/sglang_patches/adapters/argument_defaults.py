@@ -18,12 +18,14 @@ from importlib.util import find_spec
 
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import torch_compile
 
 MODEL_CONFIG = "sglang.srt.arg_groups.model_override_base"  # 0.5.19 and later
 SERVER_ARGS, OVERRIDES = "sglang.srt.server_args", "sglang.srt.arg_groups.overrides"
 FP4_EXPERTS = "is_fp4_experts", "SGLANG_DSV4_FP4_EXPERTS"  # of the model, as the user says it
+OTHER_EXPERTS = "experts: SGLang's own, as they are not FP4. NOT REPRODUCIBLE: their sums' order depends on the rows"
 ATTENTION_BACKEND = "dsv4"  # what all releases resolve for this model
 
 
@@ -58,6 +60,12 @@ def config_of(server_args) -> dict | None:
     return None if found is None else found.hf_config.to_dict()
 
 
+def _has_fp4_experts(server_args) -> bool:
+    """False where SGLang has found by the checkpoint that the experts are FP8, or NVFP4."""
+    found = _model_config(server_args)
+    return getattr(found, FP4_EXPERTS[0], True) and getattr(found, "nvfp4_moe_meta", None) is None
+
+
 def _surroundings(server_args) -> MutableMapping[str, str]:
     """The environment; where SGLang has found by a checkpoint's weights that its experts are FP8, it says so, too."""
     found = {} if getattr(_model_config(server_args), FP4_EXPERTS[0], True) else {FP4_EXPERTS[1]: "0"}
@@ -87,6 +95,9 @@ def replace_apply_defaults(original: Callable) -> Callable:
             applied = [f"{c.default}: {', '.join(c.applied)}" for c in engine.steering.outcomes if c.applied]
             if applied:
                 report.info(f"deepseek_v4_sm120: defaults for this GPU: {'; '.join(applied)}")
+            if settings().reproducible and not _has_fp4_experts(server_args):
+                report.add_note("experts", lambda: OTHER_EXPERTS)
+                report.warn(f"deepseek_v4_sm120: {OTHER_EXPERTS}")
             report.write(engine)
         return original(server_args, model_arch)
 

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable
 
 from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope
 
 OFFLOADER = "sglang.srt.utils.offloader"
@@ -80,6 +81,7 @@ def are_sglangs(operator: str) -> bool:
     if reason is None:
         return False
     text = f"{operator}: SGLang's own, as {reason}"
+    text += ". NOT REPRODUCIBLE: its sums' order depends on the rows" if settings().reproducible else ""
     report.warn_once(text)
     report.add_note(f"{operator}_handed_over", lambda: text)
     return True
