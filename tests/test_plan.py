@@ -485,7 +485,7 @@ def test_output_for_people_and_programs(capsys):
     ("changes", "words"),
     [
         ({"num_hash_layers": "x"}, "num_hash_layers must be"),
-        ({"expert_dtype": 7}, "expert_dtype 7 is not"),
+        ({"expert_dtype": 7}, "experts in 7 are not"),
         ({"compress_ratios": [[]] * 99}, "compress_ratios with"),
         ({"num_hidden_layers": -3}, "num_hidden_layers must be"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be"),

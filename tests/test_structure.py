@@ -41,7 +41,7 @@ SHARED = {
     "deepseek_v4_sm120/specs": {"bounds", "check", "provider"},
     "deepseek_v4_sm120/sglang_patches/adapters": {
         *("argument_defaults", "dense_rows", "kept_weights", "platform_seams", "sampling", "scheduling"),
-        *("direct_updates", "dspark_lengths", "prefill_graphs", "torch_compile", "waiting"),
+        *("direct_updates", "handed_over", "dspark_lengths", "prefill_graphs", "torch_compile", "waiting"),
     },
     "bench": {
         *("common", "features", "kernel_report", "layer", "load_time", "measured", "sparse_prefill", "timeline"),

@@ -49,6 +49,8 @@ def of_model(text: str, tp: int) -> dict:
         raise CommandError(f"--tp must be 1 or more and divide the model's {heads} heads, got {tp}")
     other = models_served.other_model(config["model_type"])
     note = f"nothing of it is touched: {other}" if other else NEVER_RUN.get(_name_of(config), "")
+    if models_served.sees_images(config):
+        note = "; ".join(filter(None, (note, models_served.SEES_IMAGES)))
     return {"model": f"{name}, TP{tp}", "note": note, "operators": as_rows(models_served.verdicts(config, tp))}
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from deepseek_v4_sm120.ops.shared.limits import LIMITS
 from deepseek_v4_sm120.patching import json_file
+from deepseek_v4_sm120.sglang_patches import stored_experts
 
 # model_type of config.json -> its name. The operators were built for these and run with Flash's shapes.
 MODEL_TYPES = {"deepseek_v4": "DeepSeek-V4"}
@@ -31,6 +32,13 @@ OTHER_MODEL_TYPES = {
         "1 and 2) are others",
     ),
 }
+
+
+EXPERTS = "_dsv4_sm120_experts"  # of a configuration that was read: the format of the weights beside it
+SEES_IMAGES = (
+    "SGLang serves the text of this checkpoint alone, from 0.5.21 on: images are not read, and before, its loading "
+    "ends with the names of the vision tower's weights"
+)
 
 
 # ---- a whole model
@@ -56,7 +64,7 @@ def sizes(config: Mapping, tp: int = 1) -> dict[str, object]:
         "index_heads": text.get("index_n_heads"),
         "index_dim": text.get("index_head_dim"),
         "index_topk": text.get("index_topk"),
-        "expert_format": quantized.get("expert_dtype") or text.get("expert_dtype"),
+        "expert_format": expert_format(config),
         "hidden": text.get("hidden_size"),
         "inter": _share(text.get("moe_intermediate_size"), tp),
         "experts": text.get("n_routed_experts"),
@@ -69,6 +77,16 @@ def sizes(config: Mapping, tp: int = 1) -> dict[str, object]:
     if all(text.get(name) for name in ("num_attention_heads", "head_dim", "o_groups")):
         found["group_inputs"] = text["num_attention_heads"] * text["head_dim"] // text["o_groups"]
     return {name: value for name, value in found.items() if value is not None}
+
+
+def expert_format(config: Mapping) -> str | None:
+    """fp4, fp8, nvfp4, or the name of another method; None where nothing tells."""
+    return config.get(EXPERTS) or stored_experts.told(config)
+
+
+def sees_images(config: Mapping) -> bool:
+    """DeepSeek-V4-Flash-Vision-Exp, which has Flash's type and architecture; DeepSeek-V4.1 is another model."""
+    return config.get("model_type") in MODEL_TYPES and bool(config.get("vision_n_layers"))
 
 
 def _share(count, tp: int):
@@ -102,7 +120,8 @@ def verdicts(config: Mapping, tp: int = 1) -> list[Verdict]:
 
 
 def read_config(path: str | Path) -> tuple[Path, dict]:
-    """(its path, the config.json) of a model's folder, or of that file; JsonFileError, a sentence, for what is none."""
+    """(its path, the config.json) of a model's folder, or of that file; JsonFileError, a sentence, for what is none.
+    Of a DeepSeek-V4 whose weights are beside it, with the format of its experts (EXPERTS)."""
     place = Path(path).expanduser()
     place = place / "config.json" if place.is_dir() else place
     try:
@@ -111,6 +130,8 @@ def read_config(path: str | Path) -> tuple[Path, dict]:
         raise json_file.JsonFileError(f"{place} {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise json_file.JsonFileError(f"{place} is no config.json of a model: it has no model_type")
+    if found["model_type"] in MODEL_TYPES and (format_ := stored_experts.stored(place.parent)) is not None:
+        found[EXPERTS] = format_
     return place, found
 
 

@@ -12,6 +12,7 @@ DSPARK = "sglang.srt.models.deepseek_v4_dspark:DeepseekV4ForCausalLMDSpark"
 MODEL_RUNNER, LOAD_DIRECT = "sglang.srt.model_executor.model_runner", "_model_load_weights_direct"
 EVERY, DSPARK_SINCE = ">=0.5.12,<0.6", ">=0.5.16,<0.6"
 EXTENSION = "deepseek_v4_sm120.ops.shared.extension:load"
+LOADER = "sglang.srt.model_loader.loader"
 
 
 def targets_of(adapter: str) -> Callable[..., Target]:
@@ -30,4 +31,21 @@ def direct_updates(target: Callable[..., Target], name: str, since: str = "0.5.1
     return (
         target(f"{MODEL_RUNNER}:{LOAD_DIRECT}", name, given, f">={since},<0.5.16"),
         target(f"{MODEL_RUNNER}_components.weight_updater:{LOAD_DIRECT}", name, given, ">=0.5.16,<0.6"),
+    )
+
+
+def handed_over() -> tuple[Target, ...]:
+    """Where weights are loaded, or held, as SGLang's own layers have made them: adapters/handed_over.py."""
+    target = targets_of("handed_over")
+    of_load = Parameters(("self", "*", "model_config", "device_config"))
+    loaders = {"ShardedStateLoader": EVERY, "RemoteModelLoader": EVERY, "RemoteInstanceModelLoader": EVERY}
+    loaders |= {"PreshardedModelLoader": ">=0.5.17,<0.6"}
+    return (
+        *(target(f"{LOADER}:{name}.load_model", "load_model", of_load, sglang) for name, sglang in loaders.items()),
+        target(
+            "sglang.srt.weight_cache.protocol:check_ipc_quant_support",
+            "quant_support",
+            Parameters(("quant_method", "quant_config", "*", "where")),
+            ">=0.5.17,<0.6",
+        ),
     )

@@ -13,7 +13,15 @@ from deepseek_v4_sm120.patching import ledger
 from deepseek_v4_sm120.patching.contract import Bound, ConsumedKeys, Parameters
 from deepseek_v4_sm120.patching.spec import Patch, StandIn, Table, Target
 from deepseek_v4_sm120.sglang_patches.defaults import DEFAULTS
-from deepseek_v4_sm120.sglang_patches.names import ATTENTION, BACKEND, EXTENSION, MODEL, direct_updates, targets_of
+from deepseek_v4_sm120.sglang_patches.names import (
+    ATTENTION,
+    BACKEND,
+    EXTENSION,
+    MODEL,
+    direct_updates,
+    handed_over,
+    targets_of,
+)
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
@@ -102,6 +110,7 @@ MXFP4_MOE = Patch(
     "--moe-runner-backend marlin, or six kernels with MXFP8 activations (0.5.16 and later); bench/mxfp4_moe.py",
     targets=(
         *direct_updates(_experts, "direct"),
+        *handed_over(),
         _experts(f"{MARLIN_EXPERTS}.process_weights_after_loading", "marlin_process", EXPERTS),
         _experts(f"{MARLIN_EXPERTS}.apply", "marlin_apply", EXPERTS_APPLY),
         _experts(f"{CUTLASS_EXPERTS}.process_weights_after_loading", "cutlass_process", EXPERTS, ">=0.5.16,<0.6"),

@@ -216,6 +216,16 @@ def test_a_bf16_weight_in_an_fp8_checkpoint_is_told(model):
         weight.weight_loader(weight, torch.zeros(GROUPS * OUTPUTS, INPUTS, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_scales_of_another_type_are_told_and_not_written(model, dtype):
+    """SGLang's expansion takes float32 and E8M0; an exponent's byte would be stored as its number, 127 for 1."""
+    scale = attention(model).wo_a.weight.scale
+    scale.data.fill_(3.0)
+    with pytest.raises(ValueError, match=r"scales must be torch.float32 or torch.float8_e8m0fnu, got torch."):
+        scale.weight_loader(scale, torch.full(scale.shape, 127).to(dtype))
+    assert (scale == 3.0).all()
+
+
 UNKNOWN = {
     "bmm": (TypeError, "SGLang calls bmm with the FP8 weights"),
     "transposed": (TypeError, "SGLang calls einsum with the FP8 weights"),

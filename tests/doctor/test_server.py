@@ -155,6 +155,14 @@ def test_each_rule(change, check, state):
     assert found(PLANNED | change)[check].state == state
 
 
+@pytest.mark.parametrize("backend", ["auto", "triton", "deep_gemm"])
+def test_experts_of_an_fp8_checkpoint_are_not_called_fp4(backend):
+    info = PLANNED | {"version": "0.5.12", "moe_runner_backend": backend}
+    assert "experts" in found(info) and "experts" not in found(
+        info | {"model_path": "sgl-project/DeepSeek-V4-Flash-FP8"}
+    )
+
+
 SHORT = {
     "token_usage": 0.3,
     "num_requests_total": 10.0,

@@ -198,6 +198,11 @@ def biased_topk_jit_kernel_impl(
 ):
     return gating_output, topk
 """
+LOADER = "".join(
+    f"class {name}:\n    def load_model(self, *, model_config, device_config):\n        return model_config\n"
+    for name in ("ShardedStateLoader", "PreshardedModelLoader", "RemoteModelLoader", "RemoteInstanceModelLoader")
+)
+HOLDER = "def check_ipc_quant_support(quant_method, quant_config, *, where):\n    pass\n"
 DIRECT = "def _model_load_weights_direct(model, named_tensors):\n    return model\n"
 
 TREE_0_5_17 = {
@@ -216,6 +221,8 @@ TREE_0_5_17 = {
     "sglang/srt/layers/attention/dsv4/compressor_v2.py": COMPRESSOR,
     "sglang/srt/mem_cache/deepseek_v4_memory_pool.py": STATE_POOL,
     "sglang/srt/model_executor/model_runner_components/weight_updater.py": DIRECT,
+    "sglang/srt/model_loader/loader.py": LOADER,
+    "sglang/srt/weight_cache/protocol.py": HOLDER,
     "sglang/srt/models/deepseek_v2.py": SHARED_ADD + GATE,
     "sglang/srt/models/deepseek_v4.py": MODEL,
     "sglang/srt/models/deepseek_v4_nextn.py": MTP_MODEL,

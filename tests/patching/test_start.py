@@ -17,6 +17,7 @@ import deepseek_v4_sm120
 from tests.e2e import stages
 from tests.loaded_python import Loaded
 from tests.patching.conftest import Python
+from tests.patching.stored_folder import stored_folder
 from tests.patching.wheels import every_release, packages, since, unpacked
 
 HERE = Path(__file__).resolve().parent
@@ -144,6 +145,24 @@ def test_what_the_user_set_stays(run):
     assert found["environment"]["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] == "1"
     assert found["states"]["custom_all_reduce_v1"] == ["USER'S OWN", "kept SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2=1"]
     assert found["states"]["fp4_experts_marlin"] == ["NOT APPLICABLE", "SGLANG_DSV4_FP4_EXPERTS=0"]
+
+
+def test_experts_that_sglang_finds_to_be_fp8_are_not_given_to_marlin(run, tmp_path):
+    """Marlin's backend has no runner for them: the first forward ends with an AttributeError. Nobody has to say it."""
+    config = {name: value for name, value in CONFIG.items() if name != "expert_dtype"}
+    model = stored_folder(tmp_path, "F8_E4M3", "scale", config=config)
+    found = run(RESOLVE.replace("MODEL", repr(str(model))))
+    assert found["arguments"]["moe_runner_backend"] == "auto"
+    assert found["states"]["fp4_experts_marlin"] == ["NOT APPLICABLE", "SGLANG_DSV4_FP4_EXPERTS=0"]
+    assert "SGLANG_DSV4_FP4_EXPERTS" not in found["environment"]
+    set_on = {"DSV4_SM120_SET": "reproducible=on", "version": "0.5.23"}
+    code = RESOLVE.replace("MODEL", repr(str(model))).replace('"states": ', '"notes": NOTES, "states": ')
+    notes = "[say() for say, _ in sys.modules['deepseek_v4_sm120.patching.report']._notes.values()]"
+    code = code.replace("NOTES", notes)
+    assert "NOT REPRODUCIBLE" in run(code, **set_on)["notes"][0]
+    stored_folder(tmp_path, "I8", "scale", config=config)
+    assert run(code, **set_on)["notes"] == []
+    assert run(RESOLVE.replace("MODEL", repr(str(model))))["arguments"]["moe_runner_backend"] == "marlin"
 
 
 def test_without_us_it_stays_at_what_cannot_start(run):

@@ -528,10 +528,10 @@ def test_mhc_layers_have_what_the_adapter_reads(inspect_wheel, version):
 
 @every_release()
 def test_wo_a_rows(inspect_wheel, version):
-    """What is replaced of it, each once; the expansion is a function of its own from 0.5.17 on."""
+    """What is replaced of it, each once; from 0.5.17 on the expansion is a function, and more hands weights over."""
     kinds = [r.target.replacement.rpartition(":replace_")[2] for r in found_in(inspect_wheel(version), patch="wo_a")]
-    streamed = ["expansion"] if since(version, "0.5.17") else []
-    assert sorted(kinds) == sorted(["init", "load_weights", "direct", "rope", "forward", *streamed])
+    later = ["expansion", "load_model", "quant_support"] if since(version, "0.5.17") else []
+    assert sorted(kinds) == sorted(["init", "load_weights", "direct", "rope", "forward", *["load_model"] * 3, *later])
 
 
 @every_release()

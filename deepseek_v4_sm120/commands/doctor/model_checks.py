@@ -28,6 +28,8 @@ def findings(model_path: str | None, model_type: str | None, tp: int | None) -> 
         cost = "SGLang's own code serves it as it would without us"
         yield warn(CHECK, f"none of the operators is for this model: {other}", cost, "")
         return
+    if models_served.sees_images(config):
+        yield warn(CHECK, models_served.SEES_IMAGES, "who sends images gets answers about the text", "")
     verdicts = models_served.verdicts(config, tp or 1)
     without = [f"{verdict.operator} ({verdict.why})" for verdict in verdicts if not verdict.served]
     if without:

@@ -17,6 +17,7 @@ from deepseek_v4_sm120.commands.plan import memory, roofline
 from deepseek_v4_sm120.commands.plan.models import FP8, Model
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, TEXT, Speculation, advise, refuse_if_unsafe
 from deepseek_v4_sm120.ops import all_reduce_sizes
+from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 
@@ -378,6 +379,8 @@ def _notes(plan: Plan) -> None:
             "with our operators DSPARK has run in engines with random weights alone (docs/features.md): let the gate "
             "speculation-equality judge it first"
         )
+    if r.model.sees_images:
+        plan.notes.append(models_served.SEES_IMAGES)
     if r.profile_unused:
         plan.notes.append(r.profile_unused)
     if r.profile is not None and facts.is_container(Path("/")):

@@ -8,7 +8,7 @@ from pathlib import Path
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE
 from deepseek_v4_sm120.patching import json_file
-from deepseek_v4_sm120.sglang_patches.models_served import read_config
+from deepseek_v4_sm120.sglang_patches import models_served
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 FP4, FP8 = "fp4", "fp8"
@@ -50,6 +50,7 @@ class Model:
     path: str | None = None  # what --model-path gets
     dspark_block: int | None = None  # of a checkpoint with DSPARK's drafter, which has no MTP block
     dspark_stages: int = 0  # layers of that drafter
+    sees_images: bool = False  # its checkpoint, of which SGLang serves the text alone
 
     @property
     def drafter(self) -> str:
@@ -120,7 +121,7 @@ def named(text: str) -> tuple[str | None, str | None]:
 def read(text: str | Path) -> tuple[Path, dict]:
     """models_served.read_config of what --model names; CommandError for what is none."""
     try:
-        return read_config(text)
+        return models_served.read_config(text)
     except json_file.JsonFileError as error:
         raise CommandError(f"--model must be {KNOWN}: {error}") from error
 
@@ -135,7 +136,7 @@ def from_config(text: str | Path, experts: str | None) -> Model:
     if missing:
         raise CommandError(f"{path} lacks {', '.join(missing)}")
     ratios, layers = found["compress_ratios"], found["num_hidden_layers"]
-    hash_layers, dtype = found.get("num_hash_layers", 3), experts or found.get("expert_dtype", FP4)
+    hash_layers, dtype = found.get("num_hash_layers", 3), experts or models_served.expert_format(found) or FP4
     wrong = [key for key in (*FIELDS.values(), "num_hidden_layers") if not _is_whole(found[key], 1)]
     wrong += [] if _is_whole(hash_layers, 0) else ["num_hash_layers"]
     if wrong or not isinstance(ratios, list) or len(ratios) < layers:
@@ -148,7 +149,7 @@ def from_config(text: str | Path, experts: str | None) -> Model:
     if block is not None and not (_is_whole(block, 1) and isinstance(stages, list) and stages):
         raise CommandError(f"{path}: dspark_block_size must be a whole number, with a list dspark_target_layer_ids")
     if dtype not in (FP4, FP8):
-        raise CommandError(f"{path}: expert_dtype {dtype!r:.40} is not {FP4} or {FP8}; --experts says which it is")
+        raise CommandError(f"{path}: experts in {dtype!r:.40} are not {FP4} or {FP8}, whose sizes are known here")
     values = {name: found[key] for name, key in FIELDS.items()}
     return Model(
         name=path.parent.name or "model",
@@ -161,6 +162,7 @@ def from_config(text: str | Path, experts: str | None) -> Model:
         path=str(path.parent),
         dspark_block=block,
         dspark_stages=0 if block is None else len(stages),
+        sees_images=models_served.sees_images(found),
     )
 
 

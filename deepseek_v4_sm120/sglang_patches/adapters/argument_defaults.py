@@ -12,16 +12,20 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, MutableMapping
 from importlib.util import find_spec
 
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import torch_compile
 
 MODEL_CONFIG = "sglang.srt.arg_groups.model_override_base"  # 0.5.19 and later
 SERVER_ARGS, OVERRIDES = "sglang.srt.server_args", "sglang.srt.arg_groups.overrides"
+FP4_EXPERTS = "is_fp4_experts", "SGLANG_DSV4_FP4_EXPERTS"  # of the model, as the user says it
+OTHER_EXPERTS = "experts: SGLang's own, as they are not FP4. NOT REPRODUCIBLE: their sums' order depends on the rows"
 ATTENTION_BACKEND = "dsv4"  # what all releases resolve for this model
 
 
@@ -41,16 +45,31 @@ def _has_decisions(server_args) -> bool:
     return hasattr(server_args, "_input_frozen") or hasattr(sys.modules.get(OVERRIDES), "declare_resolution")
 
 
-def config_of(server_args) -> dict | None:
-    """The model's config.json as SGLang read it, which has done so by now. From 0.5.19 on a function has it; None in a
-    release that has neither: then nobody is told a model, and the shapes of its calls decide."""
+def _model_config(server_args):
+    """What SGLang has read of the model by now; from 0.5.19 on a function has it. None: a release that has neither."""
     if hasattr(server_args, "get_model_config"):
-        found = server_args.get_model_config()
-    elif MODEL_CONFIG in sys.modules or find_spec(MODEL_CONFIG) is not None:
-        found = importlib.import_module(MODEL_CONFIG).model_config_of(server_args)
-    else:
-        return None
-    return found.hf_config.to_dict()
+        return server_args.get_model_config()
+    if MODEL_CONFIG in sys.modules or find_spec(MODEL_CONFIG) is not None:
+        return importlib.import_module(MODEL_CONFIG).model_config_of(server_args)
+    return None
+
+
+def config_of(server_args) -> dict | None:
+    """The model's config.json as SGLang read it; None: nobody is told a model, and the shapes of its calls decide."""
+    found = _model_config(server_args)
+    return None if found is None else found.hf_config.to_dict()
+
+
+def _has_fp4_experts(server_args) -> bool:
+    """False where SGLang has found by the checkpoint that the experts are FP8, or NVFP4."""
+    found = _model_config(server_args)
+    return getattr(found, FP4_EXPERTS[0], True) and getattr(found, "nvfp4_moe_meta", None) is None
+
+
+def _surroundings(server_args) -> MutableMapping[str, str]:
+    """The environment; where SGLang has found by a checkpoint's weights that its experts are FP8, it says so, too."""
+    found = {} if getattr(_model_config(server_args), FP4_EXPERTS[0], True) else {FP4_EXPERTS[1]: "0"}
+    return ChainMap(os.environ, found)
 
 
 def replace_apply_defaults(original: Callable) -> Callable:
@@ -72,10 +91,13 @@ def replace_apply_defaults(original: Callable) -> Callable:
             engine.steering.set_aside(other)
             report.write(engine)
         if engine is not None and device_gate.serves_current_device():
-            engine.steering.apply(os.environ, read, write)
+            engine.steering.apply(_surroundings(server_args), read, write)
             applied = [f"{c.default}: {', '.join(c.applied)}" for c in engine.steering.outcomes if c.applied]
             if applied:
                 report.info(f"deepseek_v4_sm120: defaults for this GPU: {'; '.join(applied)}")
+            if settings().reproducible and not _has_fp4_experts(server_args):
+                report.add_note("experts", lambda: OTHER_EXPERTS)
+                report.warn(f"deepseek_v4_sm120: {OTHER_EXPERTS}")
             report.write(engine)
         return original(server_args, model_arch)
 

@@ -22,7 +22,8 @@ Expert parallelism: the dispatcher has made the ids local, with -1 for other ran
 global, and then the rank's first expert is subtracted.
 
 Decided once per layer, when its weights have been loaded (`keeps`): a layer that we do not keep is repacked and run
-by the original. Checkpoints with FP8 experts use other classes and are not touched.
+by the original, and so is one whose weights SGLang hands over or moves about (handed_over.py). Checkpoints with FP8 or
+NVFP4 experts use other classes and are not touched.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from deepseek_v4_sm120.ops.triton.compiles import Compiles
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
-from deepseek_v4_sm120.sglang_patches.adapters import direct_updates
+from deepseek_v4_sm120.sglang_patches.adapters import direct_updates, handed_over
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.specs import bounds
 
@@ -106,6 +107,7 @@ def keeps(method, layer) -> bool:
         and getattr(layer, "w13_weight_bias", None) is None
         and getattr(layer, "w2_weight_bias", None) is None
         and type(layer.dispatcher).__name__ == "StandardDispatcher"
+        and not handed_over.are_sglangs(PATCH)
     )
 
 

@@ -12,7 +12,8 @@ kernel that takes the rotary embedding of the attention's output back. Here:
     fused_rope_inplace             inside that forward, for a step's rows: puts the rotation off to the product
 
 What SGLang makes E4M3 itself (SGLANG_OPT_FP8_WO_A_GEMM where it can be had), DSpark's own attention and DeepSeek-V4.1
-are not touched. Decided once per layer, when it is made (`keeps`).
+are not touched, nor are weights that SGLang hands over or moves about (handed_over.py). Decided once per layer, when it
+is made (`keeps`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from deepseek_v4_sm120.ops import wo_a as op
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
-from deepseek_v4_sm120.sglang_patches.adapters import dense_rows, direct_updates
+from deepseek_v4_sm120.sglang_patches.adapters import dense_rows, direct_updates, handed_over
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting, way_out
 from deepseek_v4_sm120.specs import bounds
@@ -38,6 +39,8 @@ PATCH = "wo_a"
 
 WEIGHT, SCALE, PARAMETER = ".wo_a.weight", ".wo_a.scale", ".wo_a.weight_scale_inv"
 (BLOCKS,) = limits.LIMITS[PATCH]["block"].values
+SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+SCALE_WORDS = " or ".join(map(str, SCALE_DTYPES))
 
 
 kept = KeptWeights(PATCH, "in FP8")
@@ -76,6 +79,7 @@ def keeps(attention, quant_config, prefix: str) -> bool:
             o_lora=attention.o_lora_rank,
             group_inputs=weight.shape[1],
         )
+        and not handed_over.are_sglangs(PATCH)
     )
 
 
@@ -99,6 +103,7 @@ def store(layer, expand: Callable) -> None:
         setattr(weight, name, value)
         setattr(weight.scale, name, value)
     weight.weight_loader = _checked(expanded.weight_loader)
+    weight.scale.weight_loader = _checked_scale(expanded.weight_loader)
     layer.weight, layer.weight_scale_inv = weight, weight.scale
     if settings().shadow:
         layer.quant_method = _ExpandedForShadow(layer.quant_method, expand)
@@ -114,6 +119,18 @@ def _checked(load: Callable) -> Callable:
         return load(param, loaded_weight, *args, **kwargs)
 
     weight_loader.checks_dtype = True
+    return weight_loader
+
+
+def _checked_scale(load: Callable) -> Callable:
+    """As SGLang's expansion, which takes these two: bytes would be copied as the numbers that they are not."""
+
+    @functools.wraps(load)
+    def weight_loader(param, loaded_weight, *args, **kwargs):
+        if loaded_weight.dtype not in SCALE_DTYPES:
+            raise ValueError(f"{PATCH}: the checkpoint's scales must be {SCALE_WORDS}, got {loaded_weight.dtype}")
+        return load(param, loaded_weight, *args, **kwargs)
+
     return weight_loader
 
 
@@ -205,8 +222,8 @@ def _expected_of_direct(layer, name: str, tensor: torch.Tensor) -> str | None:
         return None
     if name == "weight" and tensor.dtype != torch.float8_e4m3fn:
         return "torch.float8_e4m3fn, with the scales as weight_scale_inv"
-    if name == "weight_scale_inv" and tensor.dtype not in (torch.float32, torch.float8_e8m0fnu):
-        return "torch.float32 or torch.float8_e8m0fnu"
+    if name == "weight_scale_inv" and tensor.dtype not in SCALE_DTYPES:
+        return SCALE_WORDS
     return None
 
 

@@ -15,7 +15,7 @@ What each version has, and what is left to it:
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import ATTENTION, EXTENSION, MODEL, direct_updates, targets_of
+from deepseek_v4_sm120.sglang_patches.names import ATTENTION, EXTENSION, MODEL, direct_updates, handed_over, targets_of
 
 LOAD_WEIGHTS = f"{MODEL}:DeepseekV4ForCausalLM.load_weights"
 EXPANSION = f"{MODEL}:_dequant_fp8_wo_a_streaming"
@@ -34,6 +34,7 @@ WO_A = Patch(
     "a step and card on 2 cards, behind a launch that rotates its input; bench/wo_a.py",
     targets=(
         *direct_updates(_target, "direct"),
+        *handed_over(),
         _target(f"{ATTENTION}.__init__", "init", INIT_PARAMETERS),
         _target(LOAD_WEIGHTS, "load_weights", Parameters(("self", "weights", "is_nextn=..."))),
         _target(EXPANSION, "expansion", Parameters(("weights",), is_generator=True), ">=0.5.17,<0.6"),
