@@ -197,11 +197,12 @@ KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answe
     "sums4_shadow": "SGLang stock, four cards, its own sums",
     "seams_shadow": "SGLang stock (Triton, SM120 branches)",
 }
+EAGLE = ("ops43_eagle314", "ops43_e4m3_drafts", "ops43_router_e4m3_drafts")  # 3/1/4
 WHOLE_BARS = {  # of the whole step with everything on: batch -> metric -> bar
     ("ops43_whole", "1"): {"decode step, ms, worst": 5.5, "launches per step": 950},
     ("ops43_whole", "8"): {"decode step, ms, worst": 11.5},
-    ("ops43_eagle314", "1"): {"decode step, ms, worst": 7.8, "launches per step": 1150},
-    ("ops43_eagle314", "8"): {"decode step, ms, worst": 18.2},
+    **{(name, "1"): {"decode step, ms, worst": 7.8, "launches per step": 1150} for name in EAGLE},
+    **{(name, "8"): {"decode step, ms, worst": 18.2} for name in EAGLE},
     ("ops43_sums2", "1"): {"decode step, ms, worst": 3.9},
     ("ops43_sums4", "1"): {"decode step, ms, worst": 3.4},
     ("ops43_sums4", "8"): {"decode step, ms, worst": 6.2},
