@@ -213,6 +213,7 @@ COST_BAR = 1.1  # times the prompt's time without one order of sums
 MOST_OFF = 1  # verifications of an answer: SGLang counts the one that is under way when it ends, or does not
 WHOLE_ISSUE, PREFILL_ISSUE, SPECULATION_ISSUE, SUMS_ISSUE, FEATURES_ISSUE = 7, 4, 21, 20, 23
 SPECULATION_RUNS = ("_eagle314", "_dspark3", "_e4m3_drafts", "cost43_without", "cost43_reproducible")
+# and what norms, rotates and stores K: fused_k_norm_rope_flashmla
 ATTENTION_KERNELS = re.compile(r"sparse_decode|flash_fwd|mla|sparse_attn|sparse_fwd", re.IGNORECASE)
 
 
@@ -248,13 +249,13 @@ def timing_rows(name, batches, prefill_bars=None):
             rows.append(row(case, impl, "launches that are not a whole number per step", timed["uneven_launches"]))
         attention = [k for k in timed.get("kernels", []) if ATTENTION_KERNELS.search(k[0])]
         if attention:
-            rows.append(row(case, impl, "sparse attention launches per step", sum(k[1] for k in attention)))
-            rows.append(row(case, impl, "sparse attention per step, us", sum(k[2] for k in attention)))
+            rows.append(row(case, impl, "attention and K's store, launches per step", sum(k[1] for k in attention)))
+            rows.append(row(case, impl, "attention and K's store per step, us", sum(k[2] for k in attention)))
     return rows
 
 
 def prefill_rows(name, prefill):
-    """Attention's share of a long prompt's kernel time."""
+    """The share that attention and storing K have of a long prompt's kernel time."""
     total = sum(us for _, _, us in prefill["kernels"])
     attention = sum(us for kernel, _, us in prefill["kernels"] if ATTENTION_KERNELS.search(kernel))
     case = f"flash43e64, prefill of {prefill['prompt']} tokens"
@@ -263,8 +264,8 @@ def prefill_rows(name, prefill):
         for metric, value in (
             ("time to the first token, ms, best", prefill["first_token_ms"]),
             ("kernel time, ms", total / 1e3),
-            ("sparse attention, ms", attention / 1e3),
-            ("sparse attention, share of kernel time", attention / total),
+            ("attention and K's store, ms", attention / 1e3),
+            ("attention and K's store, share of kernel time", attention / total),
         )
     ]
 

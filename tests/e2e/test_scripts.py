@@ -117,8 +117,8 @@ def test_launches_of_a_step_without_its_prefill(machine):
                 "launches per step": 3,
                 "kernel time per step, us": 8,
                 "launches that are not a whole number per step": 0,
-                "sparse attention launches per step": 2,
-                "sparse attention per step, us": 4,
+                "attention and K's store, launches per step": 2,
+                "attention and K's store per step, us": 4,
             }
 
 
@@ -138,7 +138,7 @@ def test_the_whole_step_of_two_engines_that_take_turns(machine):
     }
     prefill = {(r["impl"][:4], r["metric"]): r["value"] for r in rows if "prefill of" in r["case"]}
     assert prefill["SGLa", "kernel time, ms"] == pytest.approx((5 * 100 + 3 * 4) / 1e3)
-    assert prefill["ours", "sparse attention, share of kernel time"] == 0
+    assert prefill["ours", "attention and K's store, share of kernel time"] == 0
 
 
 def test_each_operator_is_switched_off_alone(machine):
