@@ -2,6 +2,8 @@
 
 __version__ = "0.1.0"
 
+REPORT, PROFILE = "DSV4_SM120_REPORT", "DSV4_SM120_PROFILE"  # settings.py says what they are
+
 # The operators; each name is the same in csrc/, ops/, reference/, specs/, sglang_patches/adapters/, tests/ and bench/.
 OPS = (
     "sparse_decode",

@@ -21,7 +21,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deepseek_v4_sm120.patching import PROFILE, REPORT
+from deepseek_v4_sm120 import PROFILE, REPORT
 
 _ACCEPTED = {
     "DSV4_SM120": ("on", "off"),

@@ -11,9 +11,9 @@ report_files  the files of these reports
 
 import os
 
+from deepseek_v4_sm120 import PROFILE, REPORT
 from deepseek_v4_sm120.patching import import_hook
 
-REPORT, PROFILE = "DSV4_SM120_REPORT", "DSV4_SM120_PROFILE"  # settings.py says what they are
 HOST = "sglang"  # the package whose first import starts us; every other name of it is in sglang_patches/
 
 _installed = False

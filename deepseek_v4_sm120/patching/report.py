@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import deepseek_v4_sm120
-from deepseek_v4_sm120 import patching
-from deepseek_v4_sm120.patching import REPORT, report_files
+from deepseek_v4_sm120 import REPORT, patching
+from deepseek_v4_sm120.patching import report_files
 from deepseek_v4_sm120.settings import unknown_variables
 from deepseek_v4_sm120.sglang_patches import device_gate
 
