@@ -21,7 +21,7 @@ STATIC, COMPACT = "static", "compact"
 MODE_VARIABLE, PLAN_VARIABLE = "SGLANG_RAGGED_VERIFY_MODE", "SGLANG_PREP_IN_CUDA_GRAPH"
 NO = ("0", "false", "no", "n", "f")  # values of SGLang's switches
 EAGLE_STEPS, DSPARK_BLOCK = 3, 7  # SGLang's own, where nothing is said
-DSPARK_SINCE = (0, 5, 16)
+DSPARK_SINCE, DSPARK_SYNCED_SINCE = (0, 5, 16), (0, 5, 19)
 # the rows of which the compressors' state survives whatever is accepted: a constant, then what C4's ring of 16 holds
 KEPT_ROWS, KEPT_BY_THE_RING, RING_SINCE = 4, 10, (0, 5, 18)
 PLANNED_SINCE = (0, 5, 14)  # `compressor` writes the state of all rows
@@ -36,13 +36,14 @@ Version = tuple[int, ...]
 @dataclass(frozen=True)
 class Speculation:
     """What a server speculates with. mode: of SGLANG_RAGGED_VERIFY_MODE, None where nobody tells; host_plan:
-    SGLANG_PREP_IN_CUDA_GRAPH is off; symmetric: --enable-symm-mem."""
+    SGLANG_PREP_IN_CUDA_GRAPH is off; symmetric: --enable-symm-mem; cards: of tensor parallelism."""
 
     algorithm: str
     rows: int
     mode: str | None = STATIC
     host_plan: bool = False
     symmetric: bool = False
+    cards: int = 1
 
     @property
     def block(self) -> int:
@@ -141,6 +142,18 @@ HAZARDS = (
         before=(0, 5, 19),
         applies=lambda s: s.algorithm == DSPARK,
         unless="sparse_decode",
+    ),
+    Hazard(
+        DOUBT,
+        "requests that sample, on several cards",
+        "each card draws for itself what it accepts, from probabilities that FlashInfer renormalises with other last "
+        "bits from call to call, and no decision is sent round: sooner or later two cards part, and wait for each "
+        "other for ever",
+        "SGLang 0.5.19 or newer (SGLANG_SPEC_TP_SYNC=all, its default), or EAGLE, or greedy requests alone",
+        "dflash_utils.py; sglang #33289, #38565; #33614 mended it",
+        since=DSPARK_SINCE,
+        before=DSPARK_SYNCED_SINCE,
+        applies=lambda s: s.algorithm == DSPARK and s.cards > 1,
     ),
     Hazard(
         WRONG,
@@ -278,6 +291,7 @@ def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_bloc
     for name in ("num-steps", "num-draft-tokens", "dspark-block-size"):
         parser.add_argument(f"--speculative-{name}", type=int)
     parser.add_argument("--enable-symm-mem", action="store_true")
+    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1, dest="cards")
     found, _ = parser.parse_known_args(words)
     if found.speculative_algorithm is None:
         return None
@@ -288,7 +302,8 @@ def of_command(words: Sequence[str], environ: Mapping[str, str], checkpoint_bloc
         block = found.speculative_dspark_block_size or (rows - 1 if rows else None) or checkpoint_block or DSPARK_BLOCK
     else:
         block = EAGLE_STEPS if steps is None else steps
-    return Speculation(algorithm, block + 1, symmetric=found.enable_symm_mem, **of_variables(environ))
+    symmetric, cards = found.enable_symm_mem, found.cards
+    return Speculation(algorithm, block + 1, symmetric=symmetric, cards=cards, **of_variables(environ))
 
 
 def of_variables(environ: Mapping[str, str]) -> dict:

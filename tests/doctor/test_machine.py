@@ -356,6 +356,24 @@ def test_versions_against_sglangs_own_pins(tmp_path):
     assert finding(software_checks.checks(found), "versions").state == FAIL
 
 
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("0.6.12", "wait for ever"),
+        ("0.6.14", "count too few"),
+        ("0.6.18.post1", "count too few"),
+        ("0.7.1", None),
+        ("0.7.2", None),
+        (None, None),
+    ],
+)
+def test_a_flashinfer_whose_top_k_hangs_or_races(tmp_path, version, words):
+    found = gathered(tmp_path)
+    found.versions = {"sglang": "0.5.23", "flashinfer-python": version}
+    told = [f for f in software_checks.checks(found) if f.check == "sampling"]
+    assert [(f.state, words in f.cost) for f in told] == ([(WARN, True)] if words else [])
+
+
 def test_two_sglangs_are_told_and_neithers_pins_are_advised(tmp_path):
     found = gathered(tmp_path)
     found.versions, found.pins = {"sglang": "0.5.23", "torch": "2.11.0"}, {"torch": "2.14.1"}

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from deepseek_v4_sm120.commands import speculation
+from deepseek_v4_sm120.commands.doctor import software_checks
 from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, Speculation
 from tests.patching.wheels import archive, content, every_release, members, tree
 
@@ -184,10 +185,41 @@ def test_what_eagle_does_unasked(version, wheel):
     assert "speculative_num_draft_tokens is adjusted to speculative_num_steps + 1" in text
 
 
+def pinned_flashinfer(wheel) -> tuple[int, ...]:
+    (metadata,) = [m for m in members(wheel) if re.fullmatch(r"sglang-[^/]+\.dist-info/METADATA", m)]
+    pinned = re.search(r"Requires-Dist: flashinfer[_-]python(?:\[\w+\])?==([0-9.]+)", content(wheel, metadata))[1]
+    return tuple(map(int, pinned.strip(".").split(".")[:3]))
+
+
+@every_release(first="0.5.16")
+def test_who_sends_dsparks_decisions_round(version, wheel):
+    """The acceptance of requests that sample, in dflash_utils.py: by spec_tp_sync.py, or nobody."""
+    names = members(wheel)
+    sync = [m for m in names if m.endswith("srt/speculative/spec_tp_sync.py")]
+    deciding = [m for m in names if re.search(r"srt/speculative/(dflash_utils|dspark_components/dspark_\w+)\.py$", m)]
+    sends = {m.rpartition("/")[2] for m in deciding if re.search(r"\.broadcast\(|\.sync\(", content(wheel, m))}
+    if sync:
+        assert "DSPARK_ACCEPT_SAMPLE" in content(wheel, sync[0]) and "dspark_verify.py" in sends
+        assert re.search(r'SGLANG_SPEC_TP_SYNC = EnvStr\("all"\)', source_of(wheel, "srt/environ.py"))
+    else:
+        assert sends == {"dspark_planner.py"}  # how many drafts a request has, not which are accepted
+    parting = "requests that sample, on several cards"
+    told = (speculation.DOUBT, parting) in kinds(version, Speculation(DSPARK, 4, cards=2), ours=("sparse_decode",))
+    assert told == (not sync)
+    alone = kinds(version, Speculation(DSPARK, 4)) | kinds(version, Speculation(EAGLE, 4, cards=2))
+    assert parting not in {what for _, what in alone}
+
+
+@every_release()
+def test_the_flashinfer_whose_top_k_is_mended(version, wheel):
+    """What doctor says of FlashInfer's renormalisation, and from which release on it names the mended ones."""
+    pinned = pinned_flashinfer(wheel)
+    assert (pinned >= software_checks.RENORM_HANGS_BELOW) == (number(version) >= (0, 5, 16))
+    assert (pinned >= software_checks.RENORM_RACES_BELOW) == (number(version) >= (0, 5, 22))
+
+
 @every_release(first="0.5.16")
 def test_the_flashinfer_that_lacks_the_drafts_width(version, wheel):
     """0.6.18 is the first with flashinfer #4380; what is pinned before cannot start DSPARK on SM120 by itself."""
-    (metadata,) = [m for m in members(wheel) if re.fullmatch(r"sglang-[^/]+\.dist-info/METADATA", m)]
-    pinned = re.search(r"Requires-Dist: flashinfer[_-]python(?:\[\w+\])?==([0-9.]+)", content(wheel, metadata))[1]
-    lacks = tuple(map(int, pinned.strip(".").split(".")[:3])) < (0, 6, 18)
+    lacks = pinned_flashinfer(wheel) < (0, 6, 18)
     assert lacks == ((speculation.STOPS, "DSPARK on SGLang's attention") in kinds(version, Speculation(DSPARK, 4)))

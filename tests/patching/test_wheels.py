@@ -52,7 +52,7 @@ EVERYWHERE = {
     "bf16_linear": INDEXER,
     "fp8_linear": FP8_METHOD.partition(":")[0],
     "mhc": MTP_MODEL.partition(":")[0],
-    "wo_a": MODEL,
+    **{"wo_a": MODEL, "min_p_tokens": "sglang.srt.layers.sampler"},
 }
 
 

@@ -294,7 +294,8 @@ def _unsafe_speculation(a: Answers) -> Iterator[Finding]:
         return
     algorithm = ALIASES.get(algorithm.upper(), algorithm.upper())
     told = {"mode": None} if a.variables is None else of_variables(a.variables)
-    found = Speculation(algorithm, rows, symmetric=bool(a.get("enable_symm_mem")), **told)
+    symmetric, cards = bool(a.get("enable_symm_mem")), a.get("tp_size") or 1
+    found = Speculation(algorithm, rows, symmetric=symmetric, cards=cards, **told)
     for kind, hazard in hazards(a.version, found, a.applied):
         cost = f"{kind}: {hazard.does} ({hazard.source})"
         yield (fail if kind == WRONG else warn)("speculation", f"{found.drafts}: {hazard.what}", cost, hazard.fix)

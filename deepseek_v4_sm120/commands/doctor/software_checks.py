@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,9 @@ REPRODUCIBLE = (
     *("reproducible_head", "reproducible_sampling"),
 )
 NOT_REPRODUCIBLE = "NOT REPRODUCIBLE"  # in a note of sglang_patches/adapters/all_reduce.py
+# FlashInfer's top-k in blocks that wait for each other: until when it could wait for ever, and until when a barrier was
+# missing in front of the wait; read in the wheels of 0.6.11.post1 to 0.7.2
+RENORM_HANGS_BELOW, RENORM_RACES_BELOW = (0, 6, 14), (0, 7, 1)
 FLASHINFER_WITHOUT_KERNEL = "0.5.15"  # its pin lacks the attention kernel that its default imports
 
 
@@ -26,6 +30,7 @@ def checks(facts: Facts) -> Iterator[Finding]:
     yield from _surroundings(facts)
     yield from _build(facts)
     yield from _versions(facts)
+    yield from _renorm(facts)
     yield from _patches(facts)
     yield from _defaults(facts)
     yield from _reproducible(facts)
@@ -125,6 +130,22 @@ def _versions(facts: Facts) -> Iterator[Finding]:
             "SGLang compiles kernels at its start and stops where it cannot",
             "an image with the CUDA toolkit (lmsysorg/sglang has it), or set CUDA_HOME",
         )
+
+
+def _renorm(facts: Facts) -> Iterator[Finding]:
+    """FlashInfer's top_k_renorm_probs, by which SGLang samples for min_p and verifies drafts of requests with top_k."""
+    told = facts.versions.get("flashinfer-python")
+    version = tuple(map(int, re.findall(r"\d+", told)[:3])) if told else ()
+    if len(version) < 3 or version >= RENORM_RACES_BELOW:
+        return
+    if version < RENORM_HANGS_BELOW:
+        cost = "can wait for ever on these cards (flashinfer #3610): the server stands still with the GPU at 100%"
+        fix = "SGLang 0.5.16 or newer"
+    else:
+        cost = "may now and then count too few (flashinfer #5251): tokens outside of the top k, or too few of it"
+        fix = "SGLang 0.5.22 or newer"
+    found = f"FlashInfer {told}: what samples for requests with min_p, and verifies drafts of those with top_k,"
+    yield warn("sampling", found, cost, f"{fix}, whose FlashInfer is mended; or no min_p, no top_k with speculation")
 
 
 def _patches(facts: Facts) -> Iterator[Finding]:

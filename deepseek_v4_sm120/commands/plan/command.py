@@ -104,7 +104,7 @@ def _speculation(request: Request, spec: str | None, block: int | None) -> Specu
         return None
     algorithm = request.model.drafter if spec is None else DRAFTERS[spec]
     advised = advise(request.version, algorithm, request.concurrency, request.load).block
-    return Speculation(algorithm, 1 + (advised if block is None else block))
+    return Speculation(algorithm, 1 + (advised if block is None else block), cards=request.gpus)
 
 
 def _sums(measured: profile.Profile, gpus: int) -> dict[str, dict[int, float]]:

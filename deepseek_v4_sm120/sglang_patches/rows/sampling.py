@@ -1,4 +1,4 @@
-"""The row of table.py that is the sampling's, of a reproducible server."""
+"""The rows of table.py that are the sampling's: of a reproducible server, and of requests with min_p."""
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
@@ -34,4 +34,19 @@ REPRODUCIBLE_SAMPLING = Patch(
     default="reproducible",
     absent="0.5.12 and 0.5.13 were not looked at",
     retire="when SGLang takes a greedy request's argmax in every batch",
+)
+
+MIN_P_TOKENS = Patch(
+    name="min_p_tokens",
+    why="for a request with min_p each card draws from probabilities whose last bits differ from card to card: once in "
+    "100,000 to 10 million tokens two draw different ones, compute on with them, and hang where one ends "
+    "(sglang #38565). A broadcast in the steps of such requests alone",
+    targets=(
+        targets_of("min_p_tokens")(
+            f"{SAMPLER}._sync_token_ids_across_tp",
+            "sync_token_ids",
+            Parameters(("self", "batch_next_token_ids", "sampling_info")),
+        ),
+    ),
+    retire="when FlashInfer's renormalisation has one order of sums wherever SGLang calls it (flashinfer #4831)",
 )
