@@ -166,6 +166,11 @@ def test_shadow_mode_and_compilation_put_nothing_off(group, monkeypatch):
     assert isinstance(asked_in_a_layer(x_of(1)), torch.Tensor)
 
 
+def test_where_functions_of_the_users_look_sums_are_tensors(group, monkeypatch):
+    monkeypatch.setattr(models_served, "_announced", {"model_type": "deepseek_v4", "is_looked_into": True})
+    assert isinstance(asked_in_a_layer(x_of(1)), torch.Tensor) and group.sums == 1
+
+
 # ---- who looks at it
 
 
