@@ -103,6 +103,8 @@ CHANGES = {
     "PD multiplexing": lambda group: setattr(sys.modules[adapter.PARALLEL_STATE], "_PDMUX_PREFILL_TP_GROUP", object()),
     "data-parallel attention": lambda group: setattr(sys.modules[adapter.PARALLEL_STATE], "_ATTN_TP", Coordinator()),
     "NCCL's symmetric memory is in front": lambda group: setattr(group, "symmetric", True),
+    "--enable-mscclpp is in front": lambda group: setattr(group, "pymscclpp_comm", SimpleNamespace(disabled=False)),
+    "FlashInfer's is in front": lambda group: setattr(group, "_can_use_flashinfer_allreduce", lambda x: True),
     "SGLang turned it off": lambda group: setattr(group.ca_comm, "disabled", True),
     "the object is SGLang's": lambda group: setattr(group, "ca_comm", SimpleNamespace(disabled=False)),
     "there is none": lambda group: setattr(group, "ca_comm", None),

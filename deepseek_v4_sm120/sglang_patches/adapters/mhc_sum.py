@@ -103,12 +103,15 @@ def _put_off_sums_of(coordinator) -> None:
 
 
 def _who_can_wait(coordinator, x) -> Communicator | None:
-    """What would make the sum, where a boundary can make it instead."""
-    ours = all_reduce_of(coordinator)
+    """What would make the sum, where a boundary can make it instead; not where the user has chosen one in front."""
+    ours, mscclpp = all_reduce_of(coordinator), getattr(coordinator, "pymscclpp_comm", None)
+    by_flashinfer = getattr(coordinator, "_can_use_flashinfer_allreduce", None)  # 0.5.18 and later
     can_wait = (
         ours is not None
         and ours.sums.takes(x)
         and op.takes_sum(*x.shape, ours.sums)
         and not coordinator.is_symmetric_memory_enabled()  # NCCL's are in front then, up to 0.5.17
+        and (mscclpp is None or mscclpp.disabled)
+        and not (by_flashinfer is not None and by_flashinfer(x))
     )
     return ours if can_wait else None
