@@ -205,6 +205,7 @@ def _replace_process(original: Callable, *, mxfp8: bool) -> Callable:
             self._fp8.process_weights_after_loading(layer)  # as the original does first
             experts = _experts(self, layer, mxfp8=mxfp8)
             _replace_scales(layer, experts)
+            handed_over.keep_here(layer, PATCH)
         if getattr(layer, KEPT, None) is None:
             kept.add(experts.bytes)
         setattr(layer, KEPT, experts)

@@ -109,6 +109,7 @@ def store(layer, expand: Callable) -> None:
     if settings().shadow:
         layer.quant_method = _ExpandedForShadow(layer.quant_method, expand)
     kept.add(weight.numel() + 4 * weight.scale.numel())
+    handed_over.keep_here(layer, PATCH)
 
 
 def _checked(load: Callable) -> Callable:
