@@ -94,6 +94,7 @@ class Default:
     forced       the host overwrites the variables after us in the parent; the children then get them back
     unless       variable and its values with which the row makes no sense
     only_with    server argument without which the row makes no sense
+    only_where   server argument and its value elsewhere than at which the row is for those alone who ask for it
     moot_with    the patch with which it changes nothing, where it is in place
     how          what a user does to get the same, or to prevent it, without us
     """
@@ -110,6 +111,7 @@ class Default:
     forced: bool = False
     unless: tuple[str, tuple[str, ...]] | None = None
     only_with: str | None = None
+    only_where: tuple[str, object] | None = None
     moot_with: str | None = None
 
 

@@ -115,6 +115,11 @@ class Steering:
             if row.only_with and not argument(row.only_with, None):
                 outcome.state, outcome.reason = NOT_APPLICABLE, f"without {flag(row.only_with)}"
                 continue
+            if row.only_where and outcome.reason.startswith(BY_DEFAULT):
+                name, value = row.only_where
+                if (found := argument(name, value)) != value:
+                    outcome.state, outcome.reason = OFF, f"not by default with {flag(name)} {found}"
+                    continue
             self._apply_row(row, outcome, environ, handover, argument, set_argument)
         if handover:
             environ[HANDOVER] = json.dumps(handover)

@@ -158,6 +158,7 @@ DEFAULTS = (
         how="--prefill-decode-interval N (0: SGLang's own order)",
         arguments={"prefill_decode_interval": VALUE},
         value=DECODE_STEPS_BETWEEN_CHUNKS,
+        only_where=("nnodes", 1),  # each rank schedules by its own host's arguments: another host may be without us
     ),
     Default(
         name="prefill_decode_interval_0_5_17",

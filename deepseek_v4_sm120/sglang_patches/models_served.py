@@ -143,17 +143,18 @@ _UNASKED: dict = {}
 _announced: dict | None = _UNASKED  # None: nobody told
 
 
-def announce(config: Mapping, environ: MutableMapping[str, str] = os.environ, *, torch_compile: bool = False) -> None:
-    """The parent, before there are children: their model, and ours from now on; and whether torch compiles it."""
+def announce(config: Mapping, environ: MutableMapping[str, str] = os.environ, **asked) -> None:
+    """The parent, before there are children: their model, and ours from now on; and what the server was asked for that
+    adapters go by (`torch_compile`, `is_looked_into`, `several_hosts`, `ranks_come_and_go`)."""
     global _announced
     named = {name for limits in LIMITS.values() for name in limits}
     given = {name: value for name, value in sizes(config).items() if name in named}
-    _announced = {"model_type": config.get("model_type"), "torch_compile": torch_compile, **given}
+    _announced = {"model_type": config.get("model_type"), **asked, **given}
     environ[VARIABLE] = json.dumps(_announced)
 
 
 def announced(environ: Mapping[str, str] = os.environ) -> dict | None:
-    """model_type and sizes (of TP1) of the model that this process serves, and torch_compile; None: nobody told."""
+    """model_type and sizes (of TP1) of the model that this process serves, and what was asked; None: nobody told."""
     global _announced
     if _announced is _UNASKED:
         _announced = json.loads(environ[VARIABLE]) if VARIABLE in environ else None
@@ -166,7 +167,26 @@ def serves_this_process() -> bool:
     return told is None or told["model_type"] in MODEL_TYPES
 
 
+def _is_asked(name: str) -> bool:
+    told = announced()
+    return told is not None and bool(told.get(name))
+
+
 def is_compiled() -> bool:
     """Whether torch.compile is to look through this model's forward (--enable-torch-compile)."""
-    told = announced()
-    return told is not None and bool(told.get("torch_compile"))
+    return _is_asked("torch_compile")
+
+
+def is_looked_into() -> bool:
+    """Whether functions of the user's, or SGLang's dump, are given what each layer's modules return."""
+    return _is_asked("is_looked_into")
+
+
+def has_several_hosts() -> bool:
+    """--nnodes: ranks are on other hosts too, where nobody knows whether they have us."""
+    return _is_asked("several_hosts")
+
+
+def has_ranks_that_come_and_go() -> bool:
+    """Elastic expert parallelism: a rank may end and another take its place while the others go on."""
+    return _is_asked("ranks_come_and_go")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from deepseek_v4_sm120.patching.contract import Contract, Parameters
+from deepseek_v4_sm120.patching.contract import Bound, Contract, Parameters
 from deepseek_v4_sm120.patching.spec import Target
 
 MODEL = "sglang.srt.models.deepseek_v4"
@@ -10,6 +10,7 @@ ATTENTION = f"{MODEL}:MQALayer"
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 DSPARK = "sglang.srt.models.deepseek_v4_dspark:DeepseekV4ForCausalLMDSpark"
 MODEL_RUNNER, LOAD_DIRECT = "sglang.srt.model_executor.model_runner", "_model_load_weights_direct"
+FIND_LOADER = "dynamic_import"  # "module.function" -> the function, where a --custom-weight-loader is asked for
 EVERY, DSPARK_SINCE = ">=0.5.12,<0.6", ">=0.5.16,<0.6"
 EXTENSION = "deepseek_v4_sm120.ops.shared.extension:load"
 LOADER = "sglang.srt.model_loader.loader"
@@ -26,11 +27,14 @@ def targets_of(adapter: str) -> Callable[..., Target]:
 
 
 def direct_updates(target: Callable[..., Target], name: str, since: str = "0.5.12") -> tuple[Target, ...]:
-    """What update_weights_from_tensor(load_format="direct") writes with, past load_weights."""
+    """What update_weights_from_tensor writes with past load_weights: by load_format="direct", and by a loader of the
+    user's own, for which `<name>_custom` stands where it is looked up."""
     given = Parameters(("model", "named_tensors"))
-    return (
-        target(f"{MODEL_RUNNER}:{LOAD_DIRECT}", name, given, f">={since},<0.5.16"),
-        target(f"{MODEL_RUNNER}_components.weight_updater:{LOAD_DIRECT}", name, given, ">=0.5.16,<0.6"),
+    places = ((MODEL_RUNNER, f">={since},<0.5.16"), (f"{MODEL_RUNNER}_components.weight_updater", ">=0.5.16,<0.6"))
+    return tuple(
+        target(f"{module}:{function}", named, contract, releases)
+        for module, releases in places
+        for function, named, contract in ((LOAD_DIRECT, name, given), (FIND_LOADER, f"{name}_custom", Bound()))
     )
 
 

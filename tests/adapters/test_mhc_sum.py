@@ -103,6 +103,8 @@ CHANGES = {
     "PD multiplexing": lambda group: setattr(sys.modules[adapter.PARALLEL_STATE], "_PDMUX_PREFILL_TP_GROUP", object()),
     "data-parallel attention": lambda group: setattr(sys.modules[adapter.PARALLEL_STATE], "_ATTN_TP", Coordinator()),
     "NCCL's symmetric memory is in front": lambda group: setattr(group, "symmetric", True),
+    "--enable-mscclpp is in front": lambda group: setattr(group, "pymscclpp_comm", SimpleNamespace(disabled=False)),
+    "FlashInfer's is in front": lambda group: setattr(group, "_can_use_flashinfer_allreduce", lambda x: True),
     "SGLang turned it off": lambda group: setattr(group.ca_comm, "disabled", True),
     "the object is SGLang's": lambda group: setattr(group, "ca_comm", SimpleNamespace(disabled=False)),
     "there is none": lambda group: setattr(group, "ca_comm", None),
@@ -164,6 +166,11 @@ def test_shadow_mode_and_compilation_put_nothing_off(group, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     monkeypatch.setattr(models_served, "_announced", {"model_type": "deepseek_v4", "torch_compile": True})
     assert isinstance(asked_in_a_layer(x_of(1)), torch.Tensor)
+
+
+def test_where_functions_of_the_users_look_sums_are_tensors(group, monkeypatch):
+    monkeypatch.setattr(models_served, "_announced", {"model_type": "deepseek_v4", "is_looked_into": True})
+    assert isinstance(asked_in_a_layer(x_of(1)), torch.Tensor) and group.sums == 1
 
 
 # ---- who looks at it

@@ -11,7 +11,7 @@ import torch
 
 from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.patching import report
-from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as adapter
@@ -192,6 +192,8 @@ def changes():
         "not asked for": in_adapter("_most_pieces", lambda: 0),
         "one piece": in_adapter("_most_pieces", lambda: 1),
         "reproducible": in_adapter("settings", lambda: said),
+        "several hosts": lambda monkeypatch: monkeypatch.setattr(models_served, "_announced", {"several_hosts": True}),
+        "looked into": lambda monkeypatch: monkeypatch.setattr(models_served, "_announced", {"is_looked_into": True}),
         "shadow": lambda monkeypatch: monkeypatch.setattr(mhc_sum, "settings", lambda: settings.Settings(shadow="1")),
         "compiled": lambda monkeypatch: monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True),
         "captured": lambda monkeypatch: monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True),
@@ -203,7 +205,7 @@ def changes():
 CHANGES = [
     *(f"{name} sums" for name in adapter._OTHERS),
     *("SGLang's own kernel takes it", "symmetric memory", "FlashInfer's", "not asked for", "one piece", "reproducible"),
-    *("shadow", "compiled", "captured", "data-parallel attention", "PD multiplexing"),
+    *("several hosts", "looked into", "shadow", "compiled", "captured", "data-parallel attention", "PD multiplexing"),
 ]
 
 

@@ -204,6 +204,7 @@ LOADER = "".join(
 )
 HOLDER = "def check_ipc_quant_support(quant_method, quant_config, *, where):\n    pass\n"
 DIRECT = "def _model_load_weights_direct(model, named_tensors):\n    return model\n"
+DIRECT += "def dynamic_import(func_path):\n    return lambda model, named_tensors: model\n"
 
 TREE_0_5_17 = {
     "sglang/__init__.py": "",

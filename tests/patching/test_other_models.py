@@ -7,6 +7,7 @@ Configurations: V4.1-Flash's and Pro's as published (data/*_config.json), as far
 import json
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -137,11 +138,39 @@ def test_the_hook_finds_the_model_in_every_kind_of_arguments(monkeypatch, sealed
     module = ModuleType("overrides")
     module.model_config_of = lambda arguments: config
     monkeypatch.setitem(argument_defaults.importlib.sys.modules, argument_defaults.MODEL_CONFIG, module)
-    told, seen, given = [], [], {"enable_torch_compile": True}
+    told, seen, given = [], [], {"enable_torch_compile": True, "nnodes": 1, "forward_hooks": [{}]}
     monkeypatch.setattr(models_served, "announce", lambda found, **more: told.append((found["model_type"], more)))
     arguments = SimpleNamespace(**given) if sealed else SimpleNamespace(get_model_config=lambda: config, **given)
     argument_defaults.replace_apply_defaults(lambda *given: seen.append(given))(arguments, "DeepseekV4ForCausalLM")
-    assert told == [("deepseek_v41", {"torch_compile": True})] and seen == [(arguments, "DeepseekV4ForCausalLM")]
+    asked = {"torch_compile": True, "is_looked_into": True, "several_hosts": False, "ranks_come_and_go": False}
+    assert told == [("deepseek_v41", asked)] and seen == [(arguments, "DeepseekV4ForCausalLM")]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, None),
+        ({"nnodes": 2}, "several_hosts"),
+        ({"elastic_ep_backend": "mooncake"}, "ranks_come_and_go"),
+        ({"debug_tensor_dump_output_folder": "/a/folder"}, "is_looked_into"),
+        ({"forward_hooks": []}, None),
+    ],
+    ids=str,
+)
+def test_what_a_server_was_asked_for(given, found):
+    """With what a release lacks, and what it has without a value."""
+    from types import SimpleNamespace
+
+    for others in ({}, {"forward_hooks": None, "elastic_ep_backend": None, "nnodes": 1}):
+        asked = argument_defaults._asked(partial(getattr, SimpleNamespace(**{**others, **given})))
+        assert [name for name, is_so in asked.items() if is_so] == ([found] if found else [])
+
+
+def test_sglangs_dumper_looks_too(monkeypatch):
+    asked = partial(argument_defaults._asked, lambda name, default: default)
+    assert not asked()["is_looked_into"]
+    monkeypatch.setenv("DUMPER_ENABLE", "1")
+    assert asked()["is_looked_into"]
 
 
 # ---- the table

@@ -49,6 +49,18 @@ def test_a_row_of_an_argument_is_for_servers_that_have_it(is_compiled):
     assert made.outcome("one").reason == ("by default, with --compile-it" if is_compiled else "without --compile-it")
 
 
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("hosts", [None, 1, 2])
+def test_a_row_for_one_host_is_for_several_where_it_is_asked_for(hosts, asked):
+    given = {"arguments": {"steps": VALUE}, "value": 8, "only_where": ("hosts", 1)}
+    row = Default(name="one", why="w", source="s", sglang="a", on=True, how="h", **given)
+    made = Steering((row,), Settings(choices={"one": "on"} if asked else {}), lambda versions: True)
+    arguments = {"steps": None} | ({} if hosts is None else {"hosts": hosts})
+    is_on = asked or hosts != 2
+    assert apply(made, {}, arguments) == {"one": ON if is_on else OFF} and arguments["steps"] == (8 if is_on else None)
+    assert is_on or made.outcome("one").reason == "not by default with --hosts 2"
+
+
 def test_the_users_own_wins():
     environ, arguments = {"STOCK_A": "1"}, {"steps": 0}
     states = apply(steering(environ), environ, arguments)

@@ -144,7 +144,12 @@ OBJECTS = {
         "forward_batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
         "mode": ((f"{BATCH}:CaptureHiddenMode",),),
     },
-    "mhc_sum": {"coordinator": ((GROUP,),), "state": ((STATE,),)},
+    "handed_over": {"offloader": ((f"{SRT}.utils.offloader",),)},
+    "mhc_sum": {
+        "coordinator": ((GROUP,),),
+        "mscclpp": ((f"{SRT}.distributed.device_communicators.pymscclpp:PyMscclppCommunicator",),),
+        "state": ((STATE,),),
+    },
     "mhc_sum_in_pieces": {
         "coordinator": ((GROUP,),),
         "custom": ((CUSTOM_SUM,),),
@@ -209,6 +214,7 @@ OURS = {
     "compressor": {"layout"},
     "fp8_linear": {"process"},
     "fp8_linear_draft_head": {"DraftHead", "found", "getattr(self, COPY)", "head"},
+    "handed_over": {"_loading", "process"},
     "index_select": {"_forward", "deferred", "scores"},
     "index_select_dealt": {"_prompt"},
     "mhc": {"x"},

@@ -1,5 +1,6 @@
-"""update_weights_from_tensor(load_format="direct") of each release, taken out of the wheels and run on the CPU with
-ours in it: what would be stored as something else is refused whole, all else is written as SGLang writes it."""
+"""update_weights_from_tensor of each release, with load_format="direct" and with the name of a --custom-weight-loader
+that writes by the parameters' names, taken out of the wheels and run on the CPU with ours in it: what would be stored
+as something else is refused whole, all else is written as SGLang writes it."""
 
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from deepseek_v4_sm120.ops import fp8_linear_weights
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear_draft_head, mxfp4_moe, wo_a
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
-from deepseek_v4_sm120.sglang_patches.names import LOAD_DIRECT, MODEL_RUNNER
+from deepseek_v4_sm120.sglang_patches.names import FIND_LOADER, LOAD_DIRECT, MODEL_RUNNER
 from deepseek_v4_sm120.specs.fp8_linear import make_weight
 from tests.adapters.wo_a_layer import Expansion, Linear
 from tests.patching.conftest import DIRECT
@@ -20,6 +21,8 @@ from tests.patching.wheels import every_release, fetch, since
 UPDATER, LOADER = f"{MODEL_RUNNER}_components.weight_updater", "sglang.srt.model_loader.weight_utils"
 WO_A, EXPERTS = "layers.0.wo_a", "layers.0.experts"
 ROWS, INPUTS = 256, 512
+CUSTOM = "of_the_user.loads"  # module.function
+every_way = pytest.mark.parametrize("way", ["direct", CUSTOM])
 
 
 class Layer(torch.nn.Module):
@@ -59,24 +62,30 @@ def gate(monkeypatch):
         monkeypatch.setattr(adapter, "kept", KeptWeights(adapter.PATCH, "in FP8"))
 
 
-def update(version, model, named_tensors):
-    """The release's own method, with the function that it writes with as our rows replace it."""
+def update(version, model, named_tensors, way="direct"):
+    """The release's own method, with the functions that it writes with as our rows replace them."""
     wheel = fetch(version)
     of, module = ("WeightUpdater", UPDATER) if since(version, "0.5.16") else ("ModelRunner", MODEL_RUNNER)
     loader = take(wheel, {}, "default_weight_loader", LOADER)
-    replaced = take(wheel, {"default_weight_loader": loader}, LOAD_DIRECT, module)
-    for replace in (fp8_linear_draft_head.replace_loading, mxfp4_moe.replace_direct, wo_a.replace_direct):
-        replaced = replace(replaced)
+    direct = take(wheel, {"default_weight_loader": loader}, LOAD_DIRECT, module)
+    found = {CUSTOM: lambda model, named: direct(model, iter(named))}.__getitem__
+    writes = direct
+    for adapter, name in ((fp8_linear_draft_head, "loading"), (mxfp4_moe, "direct"), (wo_a, "direct")):
+        writes = getattr(adapter, f"replace_{name}")(writes)
+        found = getattr(adapter, f"replace_{name}_custom")(found)
     device_module = SimpleNamespace(current_device=lambda: "cpu")
     names = {
-        LOAD_DIRECT: replaced,
+        LOAD_DIRECT: writes,
+        FIND_LOADER: found,
         "torch": SimpleNamespace(get_device_module=lambda device: device_module),
         "_unwrap_tensor": lambda tensor, tp_rank, device: tensor.to(device),
         "_unsupported_derived_weight_cache_error": lambda *model: None,
     }
     runner = SimpleNamespace(model=model, get_model=lambda: model, device="cpu", tp_rank=0)
+    runner.server_args = SimpleNamespace(custom_weight_loader=[CUSTOM])  # up to 0.5.15
+    runner.custom_weight_loaders = {CUSTOM: None}
     runner._assert_weight_cache_inactive = lambda name: None
-    return take(wheel, names, f"{of}.update_weights_from_tensor", module)(runner, named_tensors, load_format="direct")
+    return take(wheel, names, f"{of}.update_weights_from_tensor", module)(runner, named_tensors, load_format=way)
 
 
 def bytes_of(model):
@@ -104,30 +113,32 @@ REFUSED = {
 
 
 @every_release()
+@every_way
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_would_be_stored_as_something_else_is_refused_before_anything_is_written(version, what):
+def test_what_would_be_stored_as_something_else_is_refused_before_anything_is_written(version, what, way):
     model, (given, words) = Model(), REFUSED[what]
     before = bytes_of(model)
     with pytest.raises(ValueError) as raised:
-        update(version, model, [NORM, given])
-    for word in (given[0], "load_format", "nothing was written", *words):
+        update(version, model, [NORM, given], way)
+    for word in (given[0], f"load_format={way!r}", "nothing was written", *words):
         assert word in str(raised.value)
     assert all(map(torch.equal, bytes_of(model), before))
     stock = Model(kept=False)
     if "scales" not in what:  # SGLang has no such parameter
-        assert update(version, stock, [NORM, given]) == (True, "Success")
+        assert update(version, stock, [NORM, given], way) == (True, "Success")
         found = dict(stock.named_parameters())
         assert torch.equal(found[given[0]], given[1]) and torch.equal(found[NORM[0]], NORM[1])
 
 
 @every_release()
+@every_way
 @pytest.mark.parametrize("scales", [torch.float32, torch.float8_e8m0fnu])
-def test_what_we_keep_can_be_given(version, scales):
+def test_what_we_keep_can_be_given(version, scales, way):
     model = Model()
     weight, scale = make_weight(1, ROWS, INPUTS, torch.Generator().manual_seed(1), ue8m0=True)
     scale = scale[0].view(torch.float8_e8m0fnu)
     given = [NORM, (f"{WO_A}.weight", weight[0]), (f"{WO_A}.weight_scale_inv", scale.to(scales))]
-    assert update(version, model, given) == (True, "Success")
+    assert update(version, model, given, way) == (True, "Success")
     layer = model.layers[0]
     assert torch.equal(layer.wo_a.weight.data.view(torch.uint8), weight[0].view(torch.uint8))
     assert torch.equal(layer.wo_a.weight_scale_inv.data, torch.exp2(scale.view(torch.uint8).float() - 127))
@@ -135,15 +146,24 @@ def test_what_we_keep_can_be_given(version, scales):
 
 
 @every_release("0.5.14")
-def test_the_drafts_copy_of_the_head_is_made_again(version):
+@every_way
+def test_the_drafts_copy_of_the_head_is_made_again(version, way):
     model = Model()
     fp8_linear_draft_head.keep(model.logits_processor, model.lm_head.weight)
     (head,) = fp8_linear_draft_head.heads
     new = torch.randn(128, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
-    update(version, model, [("lm_head.weight", new)])
+    update(version, model, [("lm_head.weight", new)], way)
     codes, scale = fp8_linear_weights.empty(new)
     fp8_linear_weights.quantize(new, codes, scale)
     assert torch.equal(head.codes.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(head.scale, scale)
+
+
+@every_release()
+def test_a_checkpoints_names_are_the_users_loaders_own(version):
+    """They go through load_weights, which looks at them itself."""
+    given = [("layers.0.attn.wo_a.weight", torch.ones(1)), ("layers.0.ffn.experts.0.w1.weight", torch.ones(1))]
+    with pytest.raises(KeyError, match="attn.wo_a"):  # of the function that stands for the user's
+        update(version, Model(), given, CUSTOM)
 
 
 @every_release()
@@ -154,7 +174,7 @@ def test_a_name_that_is_no_parameter_is_sglangs_error(version):
 
 RUN = """
     import torch
-    from MODULE import _model_load_weights_direct as load
+    from MODULE import _model_load_weights_direct, dynamic_import
     from types import SimpleNamespace
     from deepseek_v4_sm120.sglang_patches.adapters import fp8_linear_draft_head, mxfp4_moe, wo_a
     model = torch.nn.Module()
@@ -163,11 +183,12 @@ RUN = """
     fp8_linear_draft_head.heads.append(head)
     model.wo_a.weight = wo_a.StoredWeight(torch.zeros(2, 2).to(torch.float8_e4m3fn), requires_grad=False)
     setattr(model.experts, mxfp4_moe.KEPT, "kept")
-    for name in ("wo_a.weight", "experts.w2_weight", "norm.weight"):
-        try:
-            print("written" if load(model, [(name, torch.zeros(2))]) is model else "lost")
-        except ValueError as error:
-            print(str(error).partition(":")[0])
+    for load in (_model_load_weights_direct, dynamic_import("of_the_user.loads")):
+        for name in ("wo_a.weight", "experts.w2_weight", "norm.weight"):
+            try:
+                print("written" if load(model, [(name, torch.zeros(2))]) is model else "lost")
+            except ValueError as error:
+                print(str(error).partition(":")[0])
 """
 
 
@@ -186,4 +207,4 @@ def test_the_table_puts_it_there(python_with_torch, tree, version, module, chose
         changes |= {f"{MODEL_RUNNER.replace('.', '/')}.py": DIRECT, f"{UPDATER.replace('.', '/')}.py": None}
     more = {"DSV4_SM120_SET": chosen} if chosen else {}
     done = python_with_torch(RUN.replace("MODULE", module), path=[tree(changes)], env=more)
-    assert done.stdout.split() == said, done.stderr
+    assert done.stdout.split() == said + said, done.stderr  # SGLang's function, then the user's

@@ -317,3 +317,29 @@ def test_who_holds_weights_for_others_has_sglangs(version, served):  # noqa: F81
     for module in ("daemon", "ipc_loader"):  # by keyword, in front of the loading
         asked = source(fetch(version), f"sglang.srt.weight_cache.{module}").partition("check_ipc_quant_support(quant")
         assert "where=" in asked[2].partition(")")[0] and ".load_model(" not in asked[0]
+
+
+EXPORTER = "sglang.srt.model_executor.model_runner_components.weight_exporter"
+
+
+def test_weights_of_ours_are_neither_saved_nor_sent(served):  # noqa: F811
+    """By 0.5.23's own look at all layers, in front of all that saves or sends; what is SGLang's is let through."""
+    wheel, model = fetch("0.5.23"), torch.nn.Module()
+    look = take(wheel, {}, "WeightExporter._weight_export_unsupported_reason", EXPORTER)
+    exporter = SimpleNamespace(get_model=lambda: model)
+    model.norm = torch.nn.Module()
+    assert look(exporter) is None
+    model.wo_a = Linear(outputs=256, inputs=512)
+    wo_a.store(model.wo_a, Expansion())
+    assert look(exporter).startswith("wo_a: ") and "DSV4_SM120_SET=wo_a=off" in look(exporter)
+    model.wo_a = torch.nn.Module()
+    process = mxfp4_moe.replace_marlin_process(lambda method, layer: None)
+    layer = engine_layer(RECORDED[0], engine_inputs(RECORDED[0]))
+    process(Method(RECORDED[0].cutlass), layer)
+    model.experts = torch.nn.Module()
+    vars(model.experts).update({name: value for name, value in vars(layer).items() if name == handed_over.NOT_EXPORTED})
+    assert look(exporter).startswith("mxfp4_moe: ")
+    text = source(wheel, EXPORTER)
+    for name in ("save_remote_model", "save_sharded_model", "send_weights_to_remote_instance"):
+        body = text.partition(f"def {name}(")[2].partition("\n    def ")[0]
+        assert "_weight_export_" in body.partition("RemoteModelLoader")[0]

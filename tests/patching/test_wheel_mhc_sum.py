@@ -4,13 +4,14 @@ the attention, the experts, the boundaries between them and the post behind the 
 
 import ast
 import contextlib
+import fnmatch
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum as adapter
 from tests.adapters.test_mhc_sum import HIDDEN, RANKS, Coordinator
@@ -23,6 +24,7 @@ LINEAR = "sglang.srt.layers.linear"
 FUSED_MODULE = "sglang.srt.models.deepseek_common.amd.deepseek_v4_fused_mhc"
 PREPARE = "sglang.srt.layers.layer_boundary.prepare"
 OUTPUT = "sglang.srt.layers.layer_boundary.output"
+HOOKS = "sglang.srt.model_executor.hook_manager"
 HC_BOUNDARY = "sglang.srt.models.deepseek_v4_boundary"
 DP_ATTENTION = "sglang.srt.layers.dp_attention"
 MOE_TRANSPORT = "sglang.srt.models.deepseek_common.moe_transport"
@@ -349,3 +351,45 @@ def test_every_rank_makes_the_sum_that_is_scattered(version, local_rows, group, 
     partial = streams_of(3)[:, 0].contiguous()
     local = adapter.replace_layer_forward(forward)(object(), partial)
     assert group.sums == 1 and torch.equal(local, RANKS * partial[:local_rows])
+
+
+class Summing(torch.nn.Module):
+    """A layer's part that gives a sum of its group's."""
+
+    def forward(self, x):
+        return sys.modules[adapter.PARALLEL_STATE]._TP.all_reduce(x * 0.5)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = Summing()
+
+    def forward(self, x):
+        return self.mlp(x)
+
+
+@every_release(FIRST)
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_function_of_the_users_gets_tensors(version, announced, group, sglang_wheel, monkeypatch):
+    """--forward-hooks, by the release's own function. Not announced it gets what stands for a sum, or this would show
+    nothing."""
+    seen, model = [], torch.nn.Module()
+    model.layers = torch.nn.ModuleList([Layer(), Layer()])
+
+    def hook(module, given, returned):
+        seen.append([isinstance(x, torch.Tensor) for x in (*given, returned)])
+
+    register = take(
+        sglang_wheel(version),
+        {"resolve_callable": lambda path: lambda config: hook, "fnmatch": fnmatch, "logger": QUIET},
+        "register_forward_hooks",
+        HOOKS,
+    )
+    register(model, [{"name": "seen", "target_modules": ["layers.*"], "hook_factory": "of_the_user.looks"}])
+    monkeypatch.setattr(models_served, "_announced", {"model_type": "deepseek_v4", "is_looked_into": announced})
+    monkeypatch.setattr(Layer, "forward", adapter.replace_layer_forward(Layer.forward))
+    x = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
+    for one in model.layers:
+        x = one(x)
+    assert len(seen) == 4 and all(map(all, seen)) is announced

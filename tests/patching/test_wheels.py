@@ -530,8 +530,8 @@ def test_mhc_layers_have_what_the_adapter_reads(inspect_wheel, version):
 def test_wo_a_rows(inspect_wheel, version):
     """What is replaced of it, each once; from 0.5.17 on the expansion is a function, and more hands weights over."""
     kinds = [r.target.replacement.rpartition(":replace_")[2] for r in found_in(inspect_wheel(version), patch="wo_a")]
-    later = ["expansion", "load_model", "quant_support"] if since(version, "0.5.17") else []
-    assert sorted(kinds) == sorted(["init", "load_weights", "direct", "rope", "forward", *["load_model"] * 3, *later])
+    named = ["init", "load_weights", "direct", "direct_custom", "rope", "forward", *["load_model"] * 3]
+    assert sorted(kinds) == sorted(named + ["expansion", "load_model", "quant_support"] * since(version, "0.5.17"))
 
 
 @every_release()

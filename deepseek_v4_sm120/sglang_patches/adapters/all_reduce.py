@@ -124,6 +124,9 @@ def _disabled(stock: Callable, group, device):
 def _communicator(stock: Callable, group, device):
     """SGLang's own object, or ours around it: on all ranks alike."""
     theirs = stock(group=group, device=device)
+    if why := _why_not_ask():
+        told = f"the sums between the cards stay SGLang's: {why}"
+        return _left(theirs, torch.distributed.get_rank(group), told)
 
     def gather(value) -> list:
         told = [None] * torch.distributed.get_world_size(group)
@@ -179,6 +182,15 @@ def _left(theirs, rank: int, why: str, found: Callable[[], dict] = dict):
 def _is_served(device) -> bool:
     """device_gate's rule alone: its `serves` is for calls, and looks at all modules when it is first asked."""
     return device_gate.serves_capability(torch.cuda.get_device_capability(device), settings().force)
+
+
+def _why_not_ask() -> str | None:
+    """What keeps the ranks from asking each other at all: one that does not answer would be waited for."""
+    if models_served.has_several_hosts():
+        return "the server has several hosts (--nnodes), and only those of one host are known to have this patch"
+    if models_served.has_ranks_that_come_and_go():
+        return "ranks may end and come back while the others go on (--elastic-ep-backend)"
+    return None
 
 
 def _why_not(places: list[Place]) -> str | None:

@@ -26,6 +26,7 @@ MODEL_CONFIG = "sglang.srt.arg_groups.model_override_base"  # 0.5.19 and later
 SERVER_ARGS, OVERRIDES = "sglang.srt.server_args", "sglang.srt.arg_groups.overrides"
 FP4_EXPERTS = "is_fp4_experts", "SGLANG_DSV4_FP4_EXPERTS"  # of the model, as the user says it
 OTHER_EXPERTS = "experts: SGLang's own, as they are not FP4. NOT REPRODUCIBLE: their sums' order depends on the rows"
+DUMPER = "DUMPER_"  # variables of SGLang's dumper of what modules return
 ATTENTION_BACKEND = "dsv4"  # what all releases resolve for this model
 
 
@@ -72,6 +73,18 @@ def _surroundings(server_args) -> MutableMapping[str, str]:
     return ChainMap(os.environ, found)
 
 
+def _asked(read: Callable) -> dict[str, bool]:
+    """What of the server's arguments adapters go by in all of its processes (models_served.py)."""
+    looks = [read(name, None) for name in ("forward_hooks", "debug_tensor_dump_output_folder")]
+    looks += [name for name in os.environ if name.startswith(DUMPER)]
+    return {
+        "torch_compile": bool(read("enable_torch_compile", False)),
+        "is_looked_into": any(map(bool, looks)),
+        "several_hosts": read("nnodes", 1) > 1,
+        "ranks_come_and_go": read("elastic_ep_backend", None) is not None,
+    }
+
+
 def replace_apply_defaults(original: Callable) -> Callable:
     """For apply_deepseek_v4_defaults: ours first, so that SGLang's own checks see the values; then the original."""
 
@@ -81,7 +94,7 @@ def replace_apply_defaults(original: Callable) -> Callable:
         config, (read, write) = config_of(server_args), accessors(server_args)
         model_type = None
         if config is not None:
-            models_served.announce(config, torch_compile=bool(read("enable_torch_compile", False)))
+            models_served.announce(config, **_asked(read))
             torch_compile.keep_out()
             model_type = config.get("model_type")
         other = models_served.other_model(model_type)

@@ -7,7 +7,7 @@ over, before anything is captured; loading weights again makes it again, in plac
     DeepseekV4ForCausalLM.set_embed_and_head      the MTP draft gets the target's head
     DeepseekV4ForCausalLMDSpark.attach_shared_modules   DSPARK's draft does, or keeps its own
     LogitsProcessor._compute_lm_head, DeepseekV4ForCausalLMDSpark._logits_from_x_post_hc   a draft's logits
-    post_load_weights, _model_load_weights_direct weights were loaded
+    post_load_weights, _model_load_weights_direct, dynamic_import   weights were loaded
 
 The copy hangs on what only the draft has, its logits processor or its model: the head itself is the target's, too. A
 step's rows (STEP_ROWS) are ours; more, and heads that are not plain bf16, are the original's.
@@ -140,6 +140,16 @@ def replace_loading(original: Callable) -> Callable:
         return result
 
     return load
+
+
+def replace_loading_custom(original: Callable) -> Callable:
+    """For dynamic_import, where a --custom-weight-loader is looked up: it writes as `replace_loading`'s do."""
+
+    @functools.wraps(original)
+    def dynamic_import(func_path):
+        return replace_loading(original(func_path))
+
+    return dynamic_import
 
 
 def _beside(serve: Callable, original: Callable, weight_of: Callable) -> Callable:

@@ -11,7 +11,8 @@ place of parameters for the time of a forward. In both `are_sglangs` says no to 
     SGLang's offloader                --cpu-offload-gb, --offload-group-size: a layer's weights lie on the host
 
 Asked when a layer is made and when its weights are there, before anything of it is changed. A server that loads a
-checkpoint itself has ours, and what others copy of it then is of that layout: docs/operating.md.
+checkpoint itself has ours, and what others copy of it then is of that layout (docs/operating.md). From 0.5.23 on a
+layer can say that it is not to be saved or sent, and ours do (`keep_here`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from collections.abc import Callable
 
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
-from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope
+from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, way_out
 
 OFFLOADER = "sglang.srt.utils.offloader"
 NO_OFFLOADER = "NoopOffloader"
+NOT_EXPORTED = "_weight_export_error"  # of a layer: why its weights are for this process alone (0.5.23 and later)
 HOLDER = "daemon"  # what check_ipc_quant_support is told by who loads for others
 
 _loading = Scope()  # load_model of a loader whose weights are SGLang's own; its layer is that loader
@@ -85,3 +87,8 @@ def are_sglangs(operator: str) -> bool:
     report.warn_once(text)
     report.add_note(f"{operator}_handed_over", lambda: text)
     return True
+
+
+def keep_here(layer, operator: str) -> None:
+    """For a layer that is ours."""
+    setattr(layer, NOT_EXPORTED, way_out(operator, "its weights' layout is none that SGLang's own layers would load"))

@@ -191,6 +191,7 @@ def _why_not_here(state, tp, model) -> str | None:
             "the sums are under way in pieces (sums_in_pieces)": pieces.are_asked_for(),
             "shadow mode compares whole boundaries": bool(settings().shadow),
             "torch compiles the model": models_served.is_compiled(),
+            "what modules return is looked at (--forward-hooks)": models_served.is_looked_into(),
             "pipeline parallelism": model.pp_group.world_size > 1,
             "data or context parallel attention": state._ATTN_TP is not tp,
             "PD multiplexing": state._PDMUX_PREFILL_TP_GROUP is not None,

@@ -11,12 +11,13 @@ at `all_reduce` of the group's coordinator, which in our model's processes is ou
 
 A sum is put off where it would be ours (adapters/all_reduce.py) and has so few rows that a boundary makes it inside
 (ops.mhc.takes_sum): by the rows alone, so all ranks do the same. Never in shadow mode, where SGLang's own sum is looked
-at, never under torch.compile, and not with PD multiplexing, whose streams have too few multiprocessors for a kernel
-that other cards wait for. Nor where attention has a group of its own (data or context parallelism): there the experts'
-sum is scattered in front of the boundary, and a rank that gets no rows of it does not look at it at all, for which the
-others would wait. Nothing waits for a boundary that does not come: whoever else looks at an `OwedSum`, whatever that
-is, gets the finished sum, made where it looks. Sums of many rows may be under way in pieces of rows instead, by the
-same seam and under the same conditions: mhc_sum_in_pieces.py.
+at, never under torch.compile, nor where functions of the user's are given what modules return (--forward-hooks; or
+SGLang's dumps), which know tensors alone, and not with PD multiplexing, whose streams have too few multiprocessors for
+a kernel that other cards wait for. Nor where attention has a group of its own (data or context parallelism): there the
+experts' sum is scattered in front of the boundary, and a rank that gets no rows of it does not look at it at all, for
+which the others would wait. Nothing waits for a boundary that does not come: whoever else looks at an `OwedSum`,
+whatever that is, gets the finished sum, made where it looks. Sums of many rows may be under way in pieces of rows
+instead, by the same seam and under the same conditions: mhc_sum_in_pieces.py.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def replace_layer_forward(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or models_served.is_compiled() or settings().shadow:
+        is_seen = models_served.is_compiled() or models_served.is_looked_into() or settings().shadow
+        if torch.compiler.is_compiling() or is_seen:
             return original(self, *args, **kwargs)
         state = importlib.import_module(PARALLEL_STATE)
         coordinator = state._TP
@@ -101,12 +103,15 @@ def _put_off_sums_of(coordinator) -> None:
 
 
 def _who_can_wait(coordinator, x) -> Communicator | None:
-    """What would make the sum, where a boundary can make it instead."""
-    ours = all_reduce_of(coordinator)
+    """What would make the sum, where a boundary can make it instead; not where the user has chosen one in front."""
+    ours, mscclpp = all_reduce_of(coordinator), getattr(coordinator, "pymscclpp_comm", None)
+    by_flashinfer = getattr(coordinator, "_can_use_flashinfer_allreduce", None)  # 0.5.18 and later
     can_wait = (
         ours is not None
         and ours.sums.takes(x)
         and op.takes_sum(*x.shape, ours.sums)
         and not coordinator.is_symmetric_memory_enabled()  # NCCL's are in front then, up to 0.5.17
+        and (mscclpp is None or mscclpp.disabled)
+        and not (by_flashinfer is not None and by_flashinfer(x))
     )
     return ours if can_wait else None

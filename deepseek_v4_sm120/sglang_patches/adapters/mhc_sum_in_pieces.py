@@ -27,6 +27,7 @@ from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import PATCH, OwedSum, layers
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import way_out
 
@@ -42,7 +43,8 @@ _seen: collections.Counter = collections.Counter()  # "products" and "sums" in p
 
 
 def are_asked_for() -> bool:
-    return not settings().reproducible and _most_pieces() > 1
+    """Not on several hosts, whose other ranks may sum the whole at once."""
+    return not settings().reproducible and not models_served.has_several_hosts() and _most_pieces() > 1
 
 
 def _most_pieces() -> int:

@@ -7,7 +7,8 @@ bytes, repack them for their kernels, and multiply. Two methods of each are repl
     process_weights_after_loading   leaves the checkpoint's bytes where they are: no repacking, no second copy
     apply                           one call of ops.mxfp4_moe
 
-Bytes for one layout can be of the other's size and type, so load_format="direct" is refused for a layer that we keep.
+Bytes for one layout can be of the other's size and type, so what writes a kept layer's by their own names is refused
+(load_format="direct", a --custom-weight-loader).
 
 The user's flag keeps its meaning for prefill: above 256 rows `marlin` is W4A16 with us too, and `flashinfer_mxfp4` is
 W4A8 where the GPU has block-scaled instructions and the profile does not leave that out (on a GB10 Triton's kernels,
@@ -204,6 +205,7 @@ def _replace_process(original: Callable, *, mxfp8: bool) -> Callable:
             self._fp8.process_weights_after_loading(layer)  # as the original does first
             experts = _experts(self, layer, mxfp8=mxfp8)
             _replace_scales(layer, experts)
+            handed_over.keep_here(layer, PATCH)
         if getattr(layer, KEPT, None) is None:
             kept.add(experts.bytes)
         setattr(layer, KEPT, experts)
@@ -226,6 +228,11 @@ def replace_cutlass_process(original: Callable) -> Callable:
 def replace_direct(original: Callable) -> Callable:
     """For _model_load_weights_direct."""
     return direct_updates.refusing(original, PATCH, _expected_of_direct)
+
+
+def replace_direct_custom(original: Callable) -> Callable:
+    """For dynamic_import, where a --custom-weight-loader is looked up."""
+    return direct_updates.refusing_custom(original, PATCH, _expected_of_direct)
 
 
 def _expected_of_direct(layer, name: str, _tensor) -> str | None:

@@ -24,7 +24,7 @@ MTP = ("EAGLE", "NEXTN")  # --speculative-algorithm: the model's own draft layer
 PLAIN = {
     **{"cuda_graph_backend_prefill": None, "cuda_graph_bs_prefill": None, "cuda_graph_max_bs_prefill": None},
     **{"cuda_graph_config": None, "disable_prefill_cuda_graph": False, "disable_cuda_graph": False},
-    **{"pp_size": 1, "dp_size": 1, "dcp_size": 1, "enable_prefill_cp": False, "moe_a2a_backend": "none"},
+    **{"nnodes": 1, "pp_size": 1, "dp_size": 1, "dcp_size": 1, "enable_prefill_cp": False, "moe_a2a_backend": "none"},
     **{"enable_two_batch_overlap": False, "disaggregation_mode": "null", "enable_memory_saver": False},
     **{"enable_lora": False, "speculative_algorithm": None},
 }

@@ -6,7 +6,8 @@ kernel that takes the rotary embedding of the attention's output back. Here:
     MQALayer.__init__              makes it an E4M3 layer with its scales (`store`)
     DeepseekV4ForCausalLM.load_weights, _dequant_fp8_wo_a_streaming
                                    hand the checkpoint's tensors through as they are (`AsStored`)
-    _model_load_weights_direct     refuses SGLang's bf16, which would be cast without scales
+    _model_load_weights_direct, dynamic_import
+                                   refuse SGLang's bf16, which would be cast without scales
     MQALayer.forward               is SGLang's, with a scope around it. Its `self.wo_a.weight.view(groups, outputs, -1)`
                                    gives `Groups`, whose einsum is our product
     fused_rope_inplace             inside that forward, for a step's rows: puts the rotation off to the product
@@ -108,6 +109,7 @@ def store(layer, expand: Callable) -> None:
     if settings().shadow:
         layer.quant_method = _ExpandedForShadow(layer.quant_method, expand)
     kept.add(weight.numel() + 4 * weight.scale.numel())
+    handed_over.keep_here(layer, PATCH)
 
 
 def _checked(load: Callable) -> Callable:
@@ -215,6 +217,11 @@ def replace_expansion(original: Callable) -> Callable:
 def replace_direct(original: Callable) -> Callable:
     """For _model_load_weights_direct."""
     return direct_updates.refusing(original, PATCH, _expected_of_direct)
+
+
+def replace_direct_custom(original: Callable) -> Callable:
+    """For dynamic_import, where a --custom-weight-loader is looked up."""
+    return direct_updates.refusing_custom(original, PATCH, _expected_of_direct)
 
 
 def _expected_of_direct(layer, name: str, tensor: torch.Tensor) -> str | None:
