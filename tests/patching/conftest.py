@@ -129,6 +129,11 @@ class DeepseekV4DecoderLayer:
     def forward(self, positions, hidden_states, input_ids, forward_batch, input_ids_global):
         return hidden_states
 """
+SAMPLER = """
+class Sampler:
+    def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info):
+        pass
+"""
 MTP_MODEL = """
 class DeepseekV4ModelNextN:
     def hc_head(self, x, hc_fn, hc_scale, hc_base):
@@ -229,6 +234,7 @@ TREE_0_5_17 = {
     "sglang/srt/models/deepseek_v4_nextn.py": MTP_MODEL,
     "sglang/srt/models/deepseek_v4_dspark.py": DSPARK_MODEL,
     "sglang/srt/layers/logits_processor.py": LOGITS_PROCESSOR,
+    "sglang/srt/layers/sampler.py": SAMPLER,
     "sglang/srt/layers/moe/topk.py": CHOICE,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,
     "sglang/kernels/ops/layernorm/mhc_head.py": MHC_HEAD,

@@ -158,6 +158,7 @@ OBJECTS = {
         "layers.layer": ANY_LAYER,
         "getattr(layers.layer, 'self_attn', None)": ((ATTENTION,),),
     },
+    "min_p_tokens": {"sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),)},
     "mxfp4_moe": {
         "layer": (EXPERTS,),
         "layer.dispatcher": ((f"{DISPATCHER}:StandardDispatcher",),),
