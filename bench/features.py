@@ -23,6 +23,12 @@ from tests.e2e import features_stage  # noqa: E402
 RESULTS, PAGE = REPO / "bench/results", REPO / "docs/features.md"
 PREFIX, COMMAND = "e2e_features_sglang_", "python3 bench/features.py"
 
+WITHOUT = {  # what engines of other weights are held against
+    "loaded": "the checkpoint's, loaded as ever, wo_a and mxfp4_moe off",
+    "loaded_stock": "the checkpoint's, loaded by SGLang alone",
+    "sharded_off": "the same, wo_a and mxfp4_moe off",
+}
+
 HEAD = f"""# Features together
 
 Made by `{COMMAND}` from `bench/results/{PREFIX}*.json`; a test says when it is stale. Do not edit it.
@@ -39,6 +45,7 @@ all at once. A feature counts only where its log and its answers say that it act
 | refused | SGLang or we say no, in words that are quoted |
 | turned off by SGLang | the server starts without it, and says so |
 | fails in stock too | SGLang alone fails with it as well; its words are quoted |
+| differs in stock too | SGLang alone gives other answers with it as well |
 | did not act in stock either | nothing says that it acted, and of SGLang alone nothing does either |
 | differs, fails, did not act | **a defect**, until somebody shows whose |
 | not run | and why |
@@ -50,8 +57,11 @@ def cell(text: object) -> str:
 
 
 def beside(line: dict) -> str:
-    own = line["against"] == line["engine"]
-    return "itself: each prompt alone, all at once" if own else f"{line['same']} of the same without"
+    if line["against"] == line["engine"]:
+        at_once = "round" in features_stage.ENGINES[line["engine"]].steps
+        return f"itself: each prompt alone, {'all at once' if at_once else 'and once more'}"
+    usual = line["against"] in (features_stage.BASE, features_stage.TEXT_BASE)
+    return f"{line['same']} of {'the same without' if usual else WITHOUT[line['against']]}"
 
 
 def seen(line: dict) -> str:

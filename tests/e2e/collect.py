@@ -179,7 +179,7 @@ IMPLEMENTATIONS = {
     "ops43_alone": "ours, every operator on",
     **{f"ops43_{kind}_{name}": f"ours, {kind} {name}" for kind in ("with", "without") for name in OPERATORS},
     **{
-        features_stage.PREFIX + name: "SGLang stock" if engine.stock_of else "ours, reproducible"
+        features_stage.PREFIX + name: "SGLang stock" if engine.stock_of or engine.is_stock else "ours, reproducible"
         for name, engine in features_stage.ENGINES.items()
     },
     **chain_stage.IMPLEMENTATIONS,
@@ -452,7 +452,8 @@ def feature_rows(lines):
         rows.append(row(case, impl, f"{line['state']}{told}", None, issue=FEATURES_ISSUE))
         if line.get("answers") and "differ" in line:  # not of a line whose answers were asked for what it is not
             rows.append(row(case, impl, "answers", line["answers"], issue=FEATURES_ISSUE))
-            rows.append(row(case, impl, "answers that differ", line["differ"], 0, FEATURES_ISSUE))
+            bar = None if line["state"] == features_stage.STOCK_DIFFERS else 0
+            rows.append(row(case, impl, "answers that differ", line["differ"], bar, FEATURES_ISSUE))
     return rows
 
 

@@ -4,6 +4,8 @@ the stage's steps name is done to it. What it answered is written after every st
 import asyncio
 import json
 import math
+import os
+import shutil
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ LONG_NEW = 500  # tokens of a long answer: several pages of 256, so a full pool 
 FILL = (2500, 2501, 2502)  # other prompts, which push a small pool's entries out
 BUSY_S, PAUSE_S, SETTLE_S, REST_S = 0.25, 1.0, 3.0, 0.3
 FLUSHED_S = 5.0  # within which the cache must be flushed
+SAVED_BYTES = 5 << 30  # of a file
 GRAMMAR_LENGTHS = (7, 140)
 WORDS = (7, 8)  # tokens that the grammar allows
 COUNTS = {"cached": "cached_tokens", "retracted": "num_retractions", "verified": "spec_verify_ct"}
@@ -69,6 +72,8 @@ class Rounds:
 
     def do_alone(self):
         return self.answers("round", [self.ask([prompt], self.new)[0] for prompt in self.prompts()])
+
+    do_alone_again = do_alone
 
     def do_long(self):
         return self.answers("long", self.ask(self.prompts(), LONG_NEW))
@@ -205,6 +210,20 @@ class Rounds:
             {"what": "other weights, other answers", "ok": others != again},
             {"what": "the bits of the same weights as tensors", "ok": again == self.by_tensors},
         ]
+
+    def do_save(self):
+        """The state of its layers as SGLang saves it, and behind it what else a folder needs to be loaded from."""
+        folder = Path(self.case.options.out) / f"{self.case.options.name}_saved"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.engine.save_sharded_model(path=str(folder), pattern=None, max_size=SAVED_BYTES)
+        parts = sorted(path.name for path in folder.glob("model-rank-0-part-*.safetensors"))
+        shutil.copy(Path(self.found["asked"]["model_path"]) / "config.json", folder)
+        return {"checks": [{"what": f"SGLang saved {parts}", "ok": bool(parts)}]}
+
+    def do_reload(self):
+        """The checkpoint's weights once more, into the layers that have them."""
+        self.expect(self.engine.update_weights_from_disk(os.environ["E2E_CHECKPOINT"], load_format="auto"))
+        return self.do_alone()
 
     @staticmethod
     def expect(said):

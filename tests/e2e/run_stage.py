@@ -61,13 +61,21 @@ def command(case, arguments, number):
     line = [sys.executable, str(HERE / "engine_case.py"), "--harness", str(arguments.harness), *case.options]
     port = arguments.first_port + arguments.port_step * number
     line += ["--name", case.name, "--out", str(arguments.work), "--set", f"port={port}"]
-    line += ["--set", f"nccl_port={port + NCCL_PORT}"]
+    line += ["--set", f"nccl_port={port + NCCL_PORT}", *features_stage.options(case, arguments)]
     line += ["--turns", str(arguments.turns), "--engines", str(arguments.engines)] if case.takes_turns else []
     return [*line, "--patch", str(arguments.patch)] if case.patched else line
 
 
 def run_case(case, arguments, number, deadline):
-    """Run one engine to its end or to the deadline; returns what is known about it."""
+    """What is known about an engine that has ended; others may wait for that."""
+    try:
+        return run_engine(case, arguments, number, deadline)
+    finally:
+        arguments.ended[case.name].set()
+
+
+def run_engine(case, arguments, number, deadline):
+    """Run one to its end or to the deadline."""
     for old in arguments.work.glob(f"{case.name}_reports/*.json"):
         old.unlink()
     if why := features_stage.why_not(case, arguments):
@@ -242,7 +250,7 @@ def parse(argv):
 
 def main():
     arguments = parse(sys.argv[1:])
-    deadline = time.monotonic() + arguments.limit_s
+    deadline = arguments.deadline = time.monotonic() + arguments.limit_s
     for name in ("harness", "patch", "work", "out"):
         setattr(arguments, name, getattr(arguments, name).resolve())
     for path in (arguments.harness / "run_engine.py", arguments.patch / "sitecustomize.py"):

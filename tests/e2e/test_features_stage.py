@@ -199,9 +199,10 @@ def test_an_engine_that_ended_later_has_what_it_had_done():
 
 
 def test_every_feature_has_its_engine_and_every_engine_a_feature():
-    assert {feature.engine for feature in stage.FEATURES} == {
+    beside = {name for feature in stage.FEATURES for name in (feature.against, *feature.stock)}
+    assert {feature.engine for feature in stage.FEATURES} | beside == {
         name for name, engine in stage.ENGINES.items() if not engine.stock_of
-    } - {stage.BASE, stage.TEXT_BASE}
+    }
     assert len({feature.what for feature in stage.FEATURES}) == len(stage.FEATURES)
     for feature in stage.FEATURES:
         engine = stage.ENGINES[feature.engine]
@@ -210,7 +211,7 @@ def test_every_feature_has_its_engine_and_every_engine_a_feature():
         assert (engine.phases == against.phases) and (feature.same == "text") == (engine.phases == stage.FREE)
     sets = {word.partition("=")[0] for engine in stage.ENGINES.values() for word in engine.options}
     asked = {name for feature in stage.FEATURES for name in feature.as_asked}
-    assert asked <= sets | {"chunked_prefill_size"}
+    assert asked <= sets | {"chunked_prefill_size", "load_format"}
 
 
 def test_cards_are_taken_in_turn_and_what_is_missing_is_said(monkeypatch, tmp_path):
@@ -293,6 +294,7 @@ HARNESS = test_scripts.HARNESS.replace(
     '    p.add_argument("--set", action="append")\n',
     '    p.add_argument("--set", action="append", default=[])\n'
     '    p.add_argument("--eager", action="store_true")\n'
+    '    p.add_argument("--load-format", default="dummy")\n'
     '    p.add_argument("--models", default=os.environ["MODELS"])\n'
     '    for name in ("max-running", "context"):\n'
     '        p.add_argument("--" + name, type=int)\n',
@@ -303,7 +305,9 @@ HARNESS = test_scripts.HARNESS.replace(
     "    given = {name: json.loads(value) for name, value in given.items()}\n"
     "    model = os.path.join(a.models, a.variant)\n"
     "    os.makedirs(model, exist_ok=True)\n"
-    "    return {'name': a.name, 'patch': a.patch, 'radix': a.radix, **given}, model\n",
+    "    open(os.path.join(model, 'config.json'), 'w').write('{}')\n"
+    "    given = {'name': a.name, 'patch': a.patch, 'radix': a.radix, 'load_format': a.load_format, **given}\n"
+    "    return given, model\n",
 )
 
 SGLANG = """
@@ -323,6 +327,7 @@ class Manager:
 class Engine:
     def __init__(self, name, patch, radix, **more):
         self.name, self.given, self.radix = name, more, radix
+        self.turned = more.get("load_format") == "sharded_state"
         if more.get("enable_lora"):
             print("Traceback (most recent call last):\\nAssertionError: Marlin MoE backend requires a quant method exposing get_marlin_quant_info, got X", flush=True)
             os._exit(7)
@@ -331,6 +336,10 @@ class Engine:
             os._exit(7)
         self.loop, self.tokenizer_manager, self.seen = asyncio.new_event_loop(), Manager(), set()
         print("Capture target decode CUDA graph begin")
+        if patch and more.get("load_format") == "sharded_state":
+            assert len(os.listdir(more["model_path"])) == 2
+            for name in ("wo_a", "mxfp4_moe"):
+                print(f"{name}: SGLang's own, as ShardedStateLoader loads weights as SGLang's own layers have made them")
     def get_server_info(self):
         return {**self.given, "enable_mixed_chunk": False}
     async def async_generate(self, input_ids, sampling_params, **more):
@@ -347,12 +356,17 @@ class Engine:
             meta = {"finish_reason": {"type": "abort" if aborted else "length"}, "cached_tokens": cached}
             meta |= {"num_retractions": 0, "spec_verify_ct": n if "speculative_algorithm" in self.given else None}
             if more.get("return_logprob"):
-                off = self.name == "features_eager" and len(prompt) == 9
+                off = (self.name == "features_eager" or self.turned) and len(prompt) == 9
                 meta["output_token_logprobs"] = [[-1.0 - off, i, None] for i in ids]
             found.append({"output_ids": ids, "meta_info": meta})
         return found
     def generate(self, **asked):
         return self.loop.run_until_complete(self.async_generate(**asked))
+    def save_sharded_model(self, path, pattern, max_size):
+        open(path + "/model-rank-0-part-0.safetensors", "w").close()
+    def update_weights_from_disk(self, path, load_format):
+        assert os.path.exists(path + "/model.safetensors.index.json")
+        return True, ""
     def flush_cache(self):
         self.seen.clear()
         return types.SimpleNamespace(success=True)
@@ -372,13 +386,17 @@ def test_the_stage(machine, tmp_path):  # noqa: F811
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+    maker = "import sys; open(sys.argv[1] + '/model.safetensors.index.json', 'x')"
+    (tmp_path / "harness/make_weights.py").write_text(maker)
     for name in ("features_engine.py", "made_tokenizer.py"):
         shutil.copy(HERE / name, tmp_path / "repo/tests/e2e" / name)
     names = ["base", "text", "radix", "eager", "mixed", "eagle", "lora", "multiplexed", "multiplexed_stock", "two"]
+    names += ["loaded", "loaded_stock", "sharded", "sharded_off", "sharded_stock", "presharded_ours_by_ours"]
     only = ["--only", *(stage.PREFIX + name for name in [*names, "lora_stock"])]
     ended = machine("features", "--jobs", "4", *only, MODELS=str(tmp_path / "models"))
-    assert ended.returncode == 1, ended.stdout + ended.stderr  # two defects
+    assert ended.returncode == 1, ended.stdout + ended.stderr  # three defects
     path = machine.out / "stage_features.json"
+    assert path.exists(), ended.stdout + ended.stderr
     told = json.loads(path.read_text())
     lines = {line["feature"]: line for line in told["features"]}
     states = {name: line["state"] for name, line in lines.items()}
@@ -392,6 +410,12 @@ def test_the_stage(machine, tmp_path):  # noqa: F811
         "CUDA graphs off": "differs",
         "EAGLE 3/1/4": "same text",
         "TP2, each prompt alone and all at once": "not run",
+        "wo_a=off,mxfp4_moe=off, asked twice (the next lines' yardstick)": "same bits",
+        "SGLang alone, asked twice (a yardstick, too)": "same bits",
+        "--load-format sharded_state, beside the same with wo_a=off,mxfp4_moe=off": "same bits",
+        "--load-format sharded_state, beside the checkpoint that it was saved from": "differs in stock too",
+        "the same, then update_weights_from_disk": "differs",
+        "presharded, mended: ours loads what ours wrote": "not run",
         "LoRA of the experts": "refused",
         "--enable-pdmux": "fails in stock too",
     }, ended.stdout
@@ -400,8 +424,8 @@ def test_the_stage(machine, tmp_path):  # noqa: F811
     assert "reproducible=on" in told["cases"]["features_radix"]["command"]
     assert (tmp_path / "models/flash6h/tokenizer.json").exists()
     table = script("collect").results([told], "c0ffee")["e2e_features_sglang_0.0.0.fake.json"]
-    unmet = {row["case"] for row in table["rows"] if row["met"] is False}
-    assert unmet == {"feature: CUDA graphs off", "feature: pause with retraction and resume"}
+    unmet = {row["case"].removeprefix("feature: ") for row in table["rows"] if row["met"] is False}
+    assert unmet == {name for name, state in states.items() if stage.STATES[state]} and len(unmet) == 3
     shown = page.page({"e2e_features_sglang_0.0.0.fake": table | {"device": "an H200"}})
     assert "## SGLang 0.0.0.fake" in shown and "| **differs** |" in shown
     assert re.search(
@@ -416,6 +440,18 @@ def test_calls_are_put_together(tmp_path):
     lines = [line, line | {"state": "not run", "detail": "its engine was not asked for"}]
     for order in (lines, lines[::-1]):
         assert script("collect").merged_features(order) == [line]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "state"),
+    [(found(step(x=answer("s"), y=answer("t"))), "differs in stock too"), (BASE, "differs"), (None, "differs")],
+)
+def test_where_stock_differs_as_well_it_is_not_ours(theirs, state):
+    feature = replace(FEATURE, stock=("it_stock", stage.BASE))
+    mine = found(step(x=answer("a"), y=answer("c")))
+    assert judge(feature, mine, stock=(theirs, ""))["state"] == state
+    mine["steps"][0]["checks"] = [{"what": "a file", "ok": False}]
+    assert judge(feature, mine, stock=(theirs, ""))["state"] == "differs"
 
 
 def test_what_is_a_defect_is_a_missed_bar():

@@ -39,6 +39,7 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
         "accepted_stage",
         "chain_stage",
         "experts_stage",
+        "features_asked",
         "features_stage",
         "pieces_stage",
         "prompts_stage",
@@ -47,7 +48,7 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
         "collect",
     ):
         (scripts / f"{name}.py").write_text((HERE / f"{name}.py").read_text())
-    for plugin in ("drafts_plugin", "sm120_plugin"):
+    for plugin in ("drafts_plugin", "presharded_plugin", "sm120_plugin"):
         (scripts / plugin).symlink_to(HERE / plugin)
     package = tmp_path / "repo/deepseek_v4_sm120"
     package.mkdir()
