@@ -44,7 +44,8 @@ sys.path.insert(0, {repo!r})
 from tests.serving.fake_server import FakeServer
 def value(name):
     return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else None
-assert json.load(open(value("--model-path") + "/tokenizer.json"))["model"]["vocab"]["w49"] == 49
+vocab = json.load(open(value("--model-path") + "/tokenizer.json"))["model"]["vocab"]
+assert sorted(vocab.values()) == list(range(50)) and vocab["w0"] == 0 and "<think>" in vocab
 print("GPU", os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"), flush=True)
 mode = os.environ.get("DSV4_SM120_FORCE")
 fault = os.environ.get("FAKE_FAULT_" + ("SPECULATING" if "--speculative-algorithm" in sys.argv else str(mode).upper()))
