@@ -8,6 +8,11 @@ racecheck  hazards in shared memory between threads of a block. Nothing in globa
 synccheck  barriers to which not all come, mbarriers that are not initialised
 initcheck  reads of global memory that nobody has written. All kernels run under it, as it has to see who writes; only
            ours are judged
+
+Seen so far (2026-11-24, one H200, CUDA 13.0's tools): of the planted faults memcheck reported 4 of 4, synccheck 2 of 2,
+racecheck 5 of 7: it does not see that a named barrier is missing, and hangs where a ring's stage is filled too early;
+none reported a kernel that is right. Without a tool all 186 calls are right and launch 141 of the 143 compiled kernels.
+The tools have not yet run over the operators.
 """
 
 from __future__ import annotations
