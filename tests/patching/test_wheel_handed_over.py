@@ -2,6 +2,7 @@
 wheels and run on the CPU with ours in them: SGLang's own layers stay, and what is saved, held and computed is SGLang's.
 """
 
+import ast
 import collections
 import concurrent.futures
 import contextlib
@@ -39,7 +40,7 @@ from tests.patching.test_wheel_wo_a import (
     truth,
 )
 from tests.patching.test_wheel_wo_a import Model as TwoAttentions
-from tests.patching.wheels import fetch
+from tests.patching.wheels import WheelSources, fetch
 
 OFFLOADER = handed_over.OFFLOADER
 PROTOCOL = "sglang.srt.weight_cache.protocol"
@@ -343,3 +344,33 @@ def test_weights_of_ours_are_neither_saved_nor_sent(served):  # noqa: F811
     for name in ("save_remote_model", "save_sharded_model", "send_weights_to_remote_instance"):
         body = text.partition(f"def {name}(")[2].partition("\n    def ")[0]
         assert "_weight_export_" in body.partition("RemoteModelLoader")[0]
+
+
+@pytest.mark.parametrize("name", [*handed_over.TWICE_REORDERED, "PreshardedModelLoader"])
+@pytest.mark.parametrize("of_ours", [True, False])
+def test_loaders_that_reorder_twice_are_told(name, of_ours, monkeypatch):
+    said = []
+    monkeypatch.setattr(handed_over, "is_ours", lambda: of_ours)
+    monkeypatch.setattr(report, "warn_once", said.append)
+    loader = type(name, (), {"load_model": handed_over.replace_load_model(lambda self, **given: given)})()
+    assert loader.load_model(model_config=1, device_config=2) == {"model_config": 1, "device_config": 2}
+    assert [text.startswith(f"{name}: answers will be wrong") for text in said] == (
+        [True] if of_ours and name in handed_over.TWICE_REORDERED else []
+    )
+
+
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.14", "0.5.17", "0.5.20", "0.5.23"])
+@pytest.mark.parametrize("name", handed_over.TWICE_REORDERED)
+def test_what_is_loaded_as_it_was_saved_is_reordered_again(name, version):
+    """The loader calls post_load_weights behind the state, and that reorders where no loader of `ape`'s own has."""
+    module = WheelSources(fetch(version)).read(LOADER)
+    found = [c for c in ast.parse(module).body if isinstance(c, ast.ClassDef) and c.name == name]
+    if not found:
+        return
+    assert "post_load_weights(" in ast.unparse(found[0])
+    model = WheelSources(fetch(version)).read("sglang.srt.models.deepseek_v4")
+    (post,) = [
+        f for c in ast.parse(model).body if isinstance(c, ast.ClassDef) and c.name == "DeepseekV4ForCausalLM"
+        for f in c.body if isinstance(f, ast.FunctionDef) and f.name == "post_load_weights"
+    ]  # fmt: skip
+    assert "ape_converted" in ast.unparse(post) and "apply_ape_hotfix()" in ast.unparse(post)

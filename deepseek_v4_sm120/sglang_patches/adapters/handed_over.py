@@ -23,11 +23,18 @@ from collections.abc import Callable
 
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches.adapters.sampling import is_ours
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, way_out
 
 OFFLOADER = "sglang.srt.utils.offloader"
 NO_OFFLOADER = "NoopOffloader"
 NOT_EXPORTED = "_weight_export_error"  # of a layer: why its weights are for this process alone (0.5.23 and later)
+# loaders of what SGLang has saved or sends, which reorder the C4 compressors' `ape` of that once more; as SGLang alone
+TWICE_REORDERED = ("ShardedStateLoader", "RemoteModelLoader", "RemoteInstanceModelLoader")
+WRONG_ANSWERS = (
+    "answers will be wrong, with SGLang alone, too: this load format reorders the C4 compressors' position biases "
+    "(ape), which were saved reordered, once more. Load the checkpoint itself"
+)
 HOLDER = "daemon"  # what check_ipc_quant_support is told by who loads for others
 
 _loading = Scope()  # load_model of a loader whose weights are SGLang's own; its layer is that loader
@@ -47,6 +54,8 @@ def replace_load_model(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def load_model(self, **given):
+        if type(self).__name__ in TWICE_REORDERED and is_ours():
+            report.warn_once(f"{type(self).__name__}: {WRONG_ANSWERS}")
         with _loading.enter(self):
             return original(self, **given)
 
