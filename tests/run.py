@@ -169,8 +169,9 @@ def outcome(codes: list[int]) -> int:
 
 
 def gpu_passes(selection: str, has_xdist: bool, arguments: list[str]) -> list[list[str]]:
-    """pytest's words for each pass: with pytest-xdist what can share the card side by side, then what cannot."""
-    if not has_xdist or any(word.startswith(("-n", "--numprocesses")) for word in arguments):
+    """pytest's words for each pass: with pytest-xdist what can share the card side by side, then what cannot. One where
+    the caller has a number of processes, or a selection, which would stand in the place of both passes' own."""
+    if not has_xdist or any(word.startswith(("-n", "--numprocesses", "-m")) for word in arguments):
         return [["-m", selection, *arguments]]
     spread = ["-n", str(GPU_PROCESSES), "--dist", "worksteal"]
     return [

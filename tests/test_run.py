@@ -16,7 +16,9 @@ def test_what_waits_or_is_timed_has_the_card_for_itself():
     assert "-n" not in alone and all(words[-2:] == ["-x", "tests/ops"] for words in (beside, alone))
 
 
-@pytest.mark.parametrize("has_xdist, arguments", [(False, []), (True, ["-n0"]), (True, ["-n", "3"])])
+@pytest.mark.parametrize(
+    "has_xdist, arguments", [(False, []), (True, ["-n0"]), (True, ["-n", "3"]), (True, ["-m", "gpu"])]
+)
 def test_one_pass_where_processes_are_none_or_the_callers(has_xdist, arguments):
     assert run.gpu_passes("gpu", has_xdist, arguments) == [["-m", "gpu", *arguments]]
 

@@ -308,9 +308,11 @@ def verdict(feature: Feature, outcome: dict | None, read) -> dict:
 
 
 def stock_differs(feature: Feature, read) -> bool:
-    found, against = (read(name)[0] for name in feature.stock or (feature.engine,) * 2)
-    answered = found and against and feature.stock
-    return bool(answered) and compare(found, against, feature.steps)["other_bits"] > 0
+    """Whether SGLang alone has other bits with it than without, too."""
+    if not feature.stock:
+        return False
+    found, against = (read(name)[0] for name in feature.stock)
+    return bool(found and against) and compare(found, against, feature.steps)["other_bits"] > 0
 
 
 def _failed(feature: Feature, outcome: dict, log: str, read) -> dict:

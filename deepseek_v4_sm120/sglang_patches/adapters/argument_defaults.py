@@ -24,7 +24,7 @@ from deepseek_v4_sm120.sglang_patches.adapters import torch_compile
 
 MODEL_CONFIG = "sglang.srt.arg_groups.model_override_base"  # 0.5.19 and later
 SERVER_ARGS, OVERRIDES = "sglang.srt.server_args", "sglang.srt.arg_groups.overrides"
-FP4_EXPERTS = "is_fp4_experts", "SGLANG_DSV4_FP4_EXPERTS"  # of the model, as the user says it
+SAYS_FP4 = "SGLANG_DSV4_FP4_EXPERTS"  # how the user says what SGLang finds by itself
 OTHER_EXPERTS = "experts: SGLang's own, as they are not FP4. NOT REPRODUCIBLE: their sums' order depends on the rows"
 DUMPER = "DUMPER_"  # variables of SGLang's dumper of what modules return
 ATTENTION_BACKEND = "dsv4"  # what all releases resolve for this model
@@ -61,16 +61,19 @@ def config_of(server_args) -> dict | None:
     return None if found is None else found.hf_config.to_dict()
 
 
+def _are_4_bits(server_args) -> bool:
+    """False where SGLang has found by the checkpoint's weights that the experts are FP8."""
+    return getattr(_model_config(server_args), "is_fp4_experts", True)
+
+
 def _has_fp4_experts(server_args) -> bool:
-    """False where SGLang has found by the checkpoint that the experts are FP8, or NVFP4."""
-    found = _model_config(server_args)
-    return getattr(found, FP4_EXPERTS[0], True) and getattr(found, "nvfp4_moe_meta", None) is None
+    """DeepSeek's, that is: not NVFP4 either."""
+    return _are_4_bits(server_args) and getattr(_model_config(server_args), "nvfp4_moe_meta", None) is None
 
 
 def _surroundings(server_args) -> MutableMapping[str, str]:
-    """The environment; where SGLang has found by a checkpoint's weights that its experts are FP8, it says so, too."""
-    found = {} if getattr(_model_config(server_args), FP4_EXPERTS[0], True) else {FP4_EXPERTS[1]: "0"}
-    return ChainMap(os.environ, found)
+    """The environment; where SGLang has found experts in FP8, it says so, too."""
+    return ChainMap(os.environ, {} if _are_4_bits(server_args) else {SAYS_FP4: "0"})
 
 
 def _asked(read: Callable) -> dict[str, bool]:
