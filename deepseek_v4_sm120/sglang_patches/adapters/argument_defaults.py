@@ -63,12 +63,14 @@ def config_of(server_args) -> dict | None:
 
 def _are_4_bits(server_args) -> bool:
     """False where SGLang has found by the checkpoint's weights that the experts are FP8."""
-    return getattr(_model_config(server_args), "is_fp4_experts", True)
+    found = _model_config(server_args)
+    return getattr(found, "is_fp4_experts", True)
 
 
 def _has_fp4_experts(server_args) -> bool:
     """DeepSeek's, that is: not NVFP4 either."""
-    return _are_4_bits(server_args) and getattr(_model_config(server_args), "nvfp4_moe_meta", None) is None
+    found = _model_config(server_args)
+    return _are_4_bits(server_args) and getattr(found, "nvfp4_moe_meta", None) is None
 
 
 def _surroundings(server_args) -> MutableMapping[str, str]:
