@@ -20,7 +20,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import chain_stage  # noqa: E402
+import drawn_stage  # noqa: E402
 import experts_stage  # noqa: E402
+import fault_rows  # noqa: E402
 import features_stage  # noqa: E402
 import pieces_stage  # noqa: E402
 import prompts_stage  # noqa: E402
@@ -41,7 +43,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_whole_step": ("whole43", "without43", "chain43"),
     "e2e_two_cards": ("tp2", "tp2_43"),
     "e2e_four_cards": ("tp4", "tp4_43"),
-    "e2e_sums": ("sums2", "sums4"),
+    "e2e_sums": ("sums2", "sums4", "drawn2"),
     "e2e_sums_step": ("sums2_43", "sums4_43"),
     "e2e_speculation": ("speculation", "speculation43", "dspark43", "dspark_lengths43"),
     "e2e_faults": ("faults2",),  # of faults_stage.py
@@ -63,7 +65,10 @@ RESULTS = {  # name of a result file: stages that go into it
 # part of a name -> of its layers
 FEWER_EXPERTS = {"lengths_": 16, "_alone": 16, "_without_": 16, "_with_": 16, "43_prompts": 32}
 FEATURE = "feature: "  # how the cases of the stage `features` begin
-OF_THEIR_OWN = {"soak": soak_rows, "start": start_rows, "shortage": shortage_rows}  # stages with rows of their own
+OF_THEIR_OWN = {  # stages with rows of their own
+    **{"faults": fault_rows, "soak": soak_rows},
+    **{"start": start_rows, "shortage": shortage_rows},
+}
 # runs whose every bit is that of the one they are compared with, and both have their own again; the issue that asks
 SAME_BITS = {"index_b": 5, "sums2_b": 20, "sums4_b": 20, "index2_dealt": 22}
 FINITE_BAR = 0
@@ -183,6 +188,7 @@ IMPLEMENTATIONS = {
         for name, engine in features_stage.ENGINES.items()
     },
     **chain_stage.IMPLEMENTATIONS,
+    **drawn_stage.IMPLEMENTATIONS,
     **experts_stage.IMPLEMENTATIONS,
     **pieces_stage.IMPLEMENTATIONS,
     **streams_stage.IMPLEMENTATIONS,
@@ -391,55 +397,6 @@ def same_rows(found):
     ]
 
 
-END_BARS = {"stopped": 10.0}  # seconds until all of a server has ended; of the others 15
-
-
-def fault_rows(faults):
-    """What became of servers that something was done to, and what they left."""
-
-    def add(case, metric, value, bar=None):
-        rows.append(row(f"faults, two cards, {case}", "ours, every operator on", metric, value, bar, SUMS_ISSUE))
-
-    rows = []
-    for case, seen in faults["cases"].items():
-        if "not_shown" in seen:
-            add(case, f"not shown: {seen['not_shown']}", None)
-            continue
-        add(case, "broke", int(bool(seen.get("problem"))), 0)
-        for name, metric, bar in (
-            ("seconds_to_the_end", "seconds until all its processes have ended", END_BARS.get(case, 15.0)),
-            ("answers", "answers", None),
-            ("differ", "answers that differ", 0),
-            ("differ_in_a_bit", "answers with another bit", None),
-            ("differ_from_the_prefix_cache", "answers from the prefix cache with another text", None),
-            ("client_s", "seconds until its client knew", None),
-            ("stalled_s", "seconds that rank 1 stood still", None),
-            ("startup_s", "seconds to start again", None),
-            ("given_back_mib", "memory given back, MiB", None),
-        ):
-            if name in seen:
-                compared = name != "differ" or seen["answers"] > 0  # of none, none differs
-                add(case, metric, seen[name] if compared else None, bar)
-        if "processes_left" in seen:
-            add(case, "processes left", len(seen["processes_left"]), 0)
-        if seen.get("is_named") is not None:
-            add(case, "messages that lack who ended", int(not seen["is_named"]), 0)
-        if seen.get("is_named_in_a_sum") is not None:
-            missing = int(not seen["is_named_in_a_sum"])
-            # nothing is demanded: whoever outlives a rank may be waiting for it in SGLang's own broadcast of requests
-            add(case, "messages that lack rank, call and sum", missing)
-    add("all servers", "servers whose sums were not ours", sum(not ways for ways in faults["ways"].values()), 0)
-    left = faults["left"]
-    add("all ended", "entries left in /dev/shm, but for SGLang's own", len(left["shm"]), 0)
-    kinds = left["shm_of_sglang"]
-    told = f"SGLang's own entries left in /dev/shm ({', '.join(f'{kind}*' for kind in kinds) or 'none'})"
-    add("all ended", told, sum(map(len, kinds.values())))
-    add("all ended", "processes left", len(left["processes"]), 0)
-    was_looked_at = "" if left["gpu_mib"] is not None else ": not looked at, nothing here says it"
-    add("all ended", f"memory left on the cards, MiB{was_looked_at}", left["gpu_mib"], 64)
-    return rows
-
-
 def feature_rows(lines):
     """Of each feature whether it is a defect; of those that were compared the answers."""
     rows = []
@@ -475,10 +432,9 @@ def commit_of(stage, commit):
 def collect(stages, commit):
     rows, differences, texts, sames = [], {}, {}, {}
     for stage in stages:
-        rows += fault_rows(stage["faults"]) if "faults" in stage else []
         for name, case in stage["cases"].items() if "features" not in stage else ():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
-        for of_stage in (chain_stage, pieces_stage, streams_stage, experts_stage):
+        for of_stage in (chain_stage, drawn_stage, pieces_stage, streams_stage, experts_stage):
             rows += of_stage.rows(stage["cases"], row)
         rows += cost_rows(stage)
         for difference in stage["differences"]:  # a later call's file repeats what its work folder still holds
@@ -555,7 +511,7 @@ def results(stages, commit):
 
 
 def releases(stage):
-    ran = [*stage["cases"].values(), *(stage.get(name, {}) for name in ("faults", *OF_THEIR_OWN))]
+    ran = [*stage["cases"].values(), *(stage.get(name, {}) for name in OF_THEIR_OWN)]
     return sorted({case["sglang"] for case in ran if "sglang" in case})
 
 

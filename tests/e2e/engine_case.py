@@ -12,8 +12,9 @@ log-probability, of prompts asked whole and half from the prefix cache, and of o
 (prompts_stage.py) write OUT/NAME_bench.json. The patch and its switches come from --patch and the environment. With
 --turns FILE --engines N engines start side by side; when all N are up, they take turns for what is timed: who holds
 the file's lock has the GPU to itself. `features` and `features_text` write OUT/NAME_features.json
-(features_engine.py). --rounds N times `bench` and `prompts` N times, each in a
-turn of its own: an engine's step varies by some per cent from minute to minute, so engines are compared round by round.
+(features_engine.py), `drawn` OUT/NAME_drawn.json (drawn_stage.py). --rounds N times `bench` and `prompts` N times, each
+in a turn of its own: an engine's step varies by some per cent from minute to minute, so engines are compared round by
+round.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import hashlib
 import json
 import math
 import os
+import pathlib
 import re
 import shutil
 import statistics
@@ -33,6 +35,7 @@ import sys
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import drawn_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 
 PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
@@ -40,7 +43,7 @@ SETTLE_S = 3.0  # shadow mode's writer runs twice a second, and shutting the eng
 PARTS = ("single", "batch")
 FORCED = ("answer", "same", "features")
 REPEATED = ("bench", "prompts")  # phases of every round
-ALONE = (*FORCED, "text", "features_text")  # an engine's only one: what is timed neither is forced nor gives logprobs
+ALONE = (*FORCED, "text", "features_text", drawn_stage.PHASE)  # an engine's only one: nothing is timed beside it
 FEATURES = ("features", "features_text")  # features_engine.py
 EXACT = ("output_token_logprobs", "output_top_logprobs", "input_top_logprobs")  # of an answer's meta_info, unrounded
 LONG_PROMPT = 32_000  # tokens of the profiled prefill
@@ -237,6 +240,17 @@ class Case:
             print(f"[{self.options.name}] text of {BESIDE}", flush=True)
         self.write("_text", result)
 
+    def drawn(self):
+        """Requests that sample, and what the ranks drew and went on with."""
+        prompts = [self.harness.ids(9 + i, self.vocabulary, 8) for i in range(drawn_stage.PROMPTS)]
+        each = [drawn_stage.SAMPLING[i % len(drawn_stage.SAMPLING)] for i in range(len(prompts))]
+        once = {"max_new_tokens": self.options.new, "ignore_eos": True}
+        for number in range(drawn_stage.ROUNDS):
+            self.engine.generate(input_ids=prompts, sampling_params=[once | one for one in each])
+            print(f"[{self.options.name}] round {number + 1} of {drawn_stage.ROUNDS}", flush=True)
+        folder = pathlib.Path(os.environ[drawn_stage.FOLDER])
+        self.write("_drawn", {**self.result, drawn_stage.PHASE: drawn_stage.counted(folder)})
+
     def generate(self, batch, length, new, seed):
         prompts = [self.harness.ids(length, self.vocabulary, seed + i) for i in range(batch)]
         started = time.perf_counter()
@@ -417,6 +431,8 @@ def main():
         case.same(own.batches)
     elif own.phases == ["text"]:
         case.text(own.batches)
+    elif own.phases == [drawn_stage.PHASE]:
+        case.drawn()
     elif own.phases[0] in FEATURES:
         from features_engine import Rounds
 

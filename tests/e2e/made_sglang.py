@@ -25,6 +25,7 @@ def parse(argv):
     for name, default in (("repeat", 2), ("new", 4), ("top", 2), ("prompt-positions", 3), ("out-len", 4), ("reps", 1)):
         p.add_argument("--" + name, type=int, default=default)
     p.add_argument("--max-total-tokens", type=int)
+    p.add_argument("--max-running", type=int)
     p.add_argument("--chunk", type=int)
     p.add_argument("--radix", action="store_true")
     p.add_argument("--mem", type=float)
@@ -68,6 +69,9 @@ RECORD = {"patch": "sparse_decode", "layer": 0, "captured": True, "shape": {"row
           "rows": 7,
           "relative_l2_mean": 0.001, "relative_l2_max": 0.002, "row_relative_l2_max": 0.003, "absolute_error_max": 0.1,
           "nonfinite_ours": 0, "nonfinite_original": 0, "left_out": 0, "bound": 0.004}
+class Tokens(list):
+    def tolist(self):
+        return list(self)
 class Engine:
     traced, profiles, clock = None, 0, 0.0
     def __init__(self, name, patch, **more):
@@ -112,6 +116,14 @@ class Engine:
             assert forced_drafts.texts()[len(input_ids[0])] == ids, "what the plain run said"
             kind = os.environ.get("FAKE_ACCEPTED") or os.environ["E2E_DRAFTS"]
             verified = forced_drafts.verifications(kind, n, 5 if "steps=5" in self.set else 3)
+        if "E2E_DRAWN" in os.environ:
+            import drawn_tokens, pathlib  # the plugin is on this process's path
+            assert len({one.get("min_p") for one in asked}) > 2
+            folder, other = pathlib.Path(os.environ["E2E_DRAWN"]), os.environ.get("FAKE_PARTED") == self.name
+            folder.mkdir(exist_ok=True)
+            for rank in range(1 if os.environ.get("FAKE_ONE_RANK") == self.name else 2):
+                steps = [([1, 2 + rank], [1, 2 + rank * other])] * 3
+                drawn_tokens.write(folder / f"{rank}.jsonl", [[Tokens(each) for each in step] for step in steps])
         if len(input_ids) > 1 and self.name in os.environ.get("FAKE_OTHER_TEXT", "").split():
             ids[2] = 7
         drawn = mixed and self.name in os.environ.get("FAKE_DRAWN", "").split()

@@ -26,13 +26,14 @@ REPO = HERE.parent.parent
 sys.path[:0] = [str(REPO), str(HERE)]
 
 import accepted_stage  # noqa: E402
+import drawn_stage  # noqa: E402
 import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 from stages import DIFFERENCES, SAMES, SIDE_BY_SIDE_ENVIRONMENT, STAGES, TEXTS  # noqa: E402
 from what_ran import commit, device, read_json  # noqa: E402
 
-SUFFIXES = ("", "_bench", "_text", "_same", "_features")  # of what an engine writes
+SUFFIXES = ("", "_bench", "_text", "_same", "_features", "_drawn")  # of what an engine writes
 PARTS = ("single", "batch")
 STOPPED = "stopped at the limit"
 FIRST_PORT, PORTS = 10000, 22000  # below those that Linux gives to whoever asks for any
@@ -44,6 +45,7 @@ def environment(case, arguments):
     kept = SIDE_BY_SIDE_ENVIRONMENT | {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_SM120", "E2E_"))}
     reports = {"DSV4_SM120_REPORT": str(arguments.work / f"{case.name}_reports")} if case.patched else {}
     own = accepted_stage.environment(case, arguments.work) | features_stage.environment(case, arguments)
+    own |= drawn_stage.environment(case, arguments.work)
     return kept | case.environment | reports | own | experts_stage.environment(case) | shelf(case, arguments)
 
 
@@ -219,12 +221,14 @@ def result(cases, outcomes, arguments):
     found = {}
     for case in cases:
         files = (read_json(arguments.work / f"{case.name}{suffix}.json") for suffix in SUFFIXES)
-        answers, timings, text, same, features = files
+        answers, timings, text, same, features, drawn = files
         entry = dict(outcomes[case.name], reports=reports(case, arguments.work))
-        if wrote := text or same or features:
+        if wrote := text or same or features or drawn:
             entry |= {k: wrote[k] for k in ("sglang", "startup_s")}
         if text:
             entry["verified"] = [answer["verified"] for part in PARTS for answer in text[part].values()]
+        if drawn:
+            entry[drawn_stage.PHASE] = drawn[drawn_stage.PHASE]
         if answers and not case.is_timed:
             entry |= {k: answers[k] for k in ("sglang", "startup_s", "logprobs", "bad_logprobs")}
         if timings and case.is_timed:

@@ -13,6 +13,7 @@ sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import accepted_stage  # noqa: E402
 import chain_stage  # noqa: E402
+import drawn_stage  # noqa: E402
 import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
 import pieces_stage  # noqa: E402
@@ -103,6 +104,7 @@ TEXT = ["--variant", "flash6h", "--prompts", "5,130,700,1500", "--new", "96", "-
 TEXT += ["--batches", "8", "32", "--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
 E4M3_DRAFTS = {"DSV4_SM120_SET": "draft_head=on"}
 SPECULATION_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", "profile"]
+DRAWN = ["--variant", "flash6h", "--new", "600", "--graph-bs", "1", "8", "32", "64", "--max-running", "64"]
 LENGTHS_TIMED = ["--max-total-tokens", "20000", "--mem", "0.95", "--bs", "1", "--phases", "bench", "--rounds", "8"]
 
 
@@ -286,6 +288,8 @@ STAGES = {
         ]
         for n, timed in ((2, TIMED_IN_TURN), (4, [*TIMED_IN_TURN, "--variant", "flash43"]))
     },
+    # what the ranks draw, and go on with
+    "drawn2": drawn_stage.cases(Case, sums(2, *SMALL_MODEL, *DRAWN, *sets(sampling_backend="flashinfer")), EVERY_CALL),
     # a prompt's index rows dealt to two cards: beside the whole lists and stock's, then against an engine that deals
     # none, to the last bit; then the time of a prompt of 32,000 tokens with and without, over NVLink and host memory
     "index2": [

@@ -296,7 +296,7 @@ HARNESS = test_scripts.HARNESS.replace(
     '    p.add_argument("--eager", action="store_true")\n'
     '    p.add_argument("--load-format", default="dummy")\n'
     '    p.add_argument("--models", default=os.environ["MODELS"])\n'
-    '    for name in ("max-running", "context"):\n'
+    '    for name in ("context",):\n'
     '        p.add_argument("--" + name, type=int)\n',
 ).replace(
     '    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, "model"\n',

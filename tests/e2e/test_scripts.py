@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.e2e import faults_stage, shortage_stage, soak_stage, start_stage
+from tests.e2e import fault_rows, faults_stage, shortage_stage, soak_stage, start_stage
 from tests.e2e.made_sglang import HARNESS, SGLANG
 from tests.patching import wheels
 
@@ -38,7 +38,9 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
         "stages",
         "accepted_stage",
         "chain_stage",
+        "drawn_stage",
         "experts_stage",
+        "fault_rows",
         "features_asked",
         "features_stage",
         "pieces_stage",
@@ -48,7 +50,7 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
         "collect",
     ):
         (scripts / f"{name}.py").write_text((HERE / f"{name}.py").read_text())
-    for plugin in ("drafts_plugin", "presharded_plugin", "sm120_plugin"):
+    for plugin in ("drafts_plugin", "drawn_plugin", "presharded_plugin", "sm120_plugin"):
         (scripts / plugin).symlink_to(HERE / plugin)
     package = tmp_path / "repo/deepseek_v4_sm120"
     package.mkdir()
@@ -557,7 +559,7 @@ def test_no_such_case_and_no_such_folder(machine):
 def test_of_no_answers_none_is_the_same(answers, differ, met):
     seen = {"answers": answers, "differ": differ}
     left = {"shm": [], "shm_of_sglang": {}, "processes": [], "gpu_mib": 0}
-    rows = script("collect").fault_rows({"cases": {"two_engines": seen}, "left": left, "ways": {}})
+    rows = fault_rows.rows(script("collect").row, [{"cases": {"two_engines": seen}, "left": left, "ways": {}}])
     assert [row["met"] for row in rows if row["metric"] == "answers that differ"] == [met]
 
 
