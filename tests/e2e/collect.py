@@ -40,7 +40,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_operators": ("index", "router"),
     "e2e_index_seams": ("index_seams",),
     "e2e_dealt_index": ("index2", "index2_43"),
-    "e2e_whole_step": ("whole43", "without43", "chain43"),
+    "e2e_whole_step": ("whole43", "without43", "chain43", "chain2_43"),
     "e2e_two_cards": ("tp2", "tp2_43"),
     "e2e_four_cards": ("tp4", "tp4_43"),
     "e2e_sums": ("sums2", "sums4", "drawn2"),

@@ -41,6 +41,21 @@ def test_a_step_is_compared_with_stocks_of_the_same_run():
     assert chain_stage.rows({chain_stage.STOCK: stock}, row) == []
 
 
+def test_two_cards_have_their_own_bar_and_traces(machine):  # noqa: F811
+    machine("chain2_43")
+    path = machine.out / "stage_chain2_43.json"
+    cases = json.loads(path.read_text())["cases"]
+    assert {name: list(case["rows"]) for name, case in cases.items()} == {
+        chain_stage.STOCK2: ["1", "8"],
+        chain_stage.OURS2: ["1", "8", "32", "64"],
+    }
+    assert all("tp_size=2" in case["command"] for case in cases.values())
+    assert all(timed["launches_per_step"] for timed in cases[chain_stage.OURS2]["rows"].values())
+    rows = [row for row in rows_of(path) if row["issue"] == 24]
+    assert [(r["metric"], r["bar"]) for r in rows if r["bar"] is not None] == [(STEP, 3.0)]
+    assert sum(r["metric"] == SHARE and r["value"] is not None for r in rows) == 2
+
+
 def test_dsparks_step_is_of_all_layers_and_three_more(machine):  # noqa: F811
     machine("dspark43")
     path = machine.out / "stage_dspark43.json"
