@@ -85,20 +85,22 @@ def stages(make, few_experts, ours, stock, shadow, seams):
 def environment(case):
     """What the plugin needs."""
     paths = filter(None, (str(PLUGIN), os.environ.get("PYTHONPATH")))
-    return {"PYTHONPATH": os.pathsep.join(paths)} if case.name in ENGINES else {}
+    return {"PYTHONPATH": os.pathsep.join(paths)} if VARIABLE in case.environment else {}
 
 
 def rows(cases, row):
     """collect.py's rows of the cases of a stage: that each ran the kernel that it is for. row: its maker of rows."""
-    found = []
-    for name in (name for name in cases if name in ENGINES):
-        kernel, impl = ENGINES[name][0], IMPLEMENTATIONS[name]
-        counted = [report["found"].get(FOUND, {}) for report in cases[name]["reports"]]
-        calls = sum(counts.get(kernel, 0) for counts in counted)
-        others = sum(sum(counts.values()) for counts in counted) - calls
-        found += [
-            row(name, impl, "calls above 256 rows by its kernel", calls, None, ISSUE),
-            row(name, impl, f"calls above 256 rows by its kernel, missing to {CALLS}", max(0, CALLS - calls), 0, ISSUE),
-            row(name, impl, "calls above 256 rows by another kernel", others, 0, ISSUE),
-        ]
-    return found
+    named = [(name, ENGINES[name][0]) for name in cases if name in ENGINES]
+    return [one for name, kernel in named for one in ran(name, IMPLEMENTATIONS[name], kernel, cases[name], row, ISSUE)]
+
+
+def ran(name, impl, kernel, case, row, issue):
+    """Rows that say whether an engine took this kernel above 256 rows, and no other."""
+    counted = [report["found"].get(FOUND, {}) for report in case["reports"]]
+    calls = sum(counts.get(kernel, 0) for counts in counted)
+    others = sum(sum(counts.values()) for counts in counted) - calls
+    return [
+        row(name, impl, "calls above 256 rows by its kernel", calls, None, issue),
+        row(name, impl, f"calls above 256 rows by its kernel, missing to {CALLS}", max(0, CALLS - calls), 0, issue),
+        row(name, impl, "calls above 256 rows by another kernel", others, 0, issue),
+    ]

@@ -1,7 +1,8 @@
 """The stages `streams2_same` and `streams2_43` of run_stage.py: a prompt's residual streams dealt to two cards, and all
 on both. To the last bit, at six layers; and the time to the first token, over NVLink and through host memory, over
-NVLink beside stock's."""
+NVLink beside stock's; there, too, with prompts' experts as an SM120 engine has them."""
 
+import experts_stage
 import pieces_stage
 
 ISSUE = 22
@@ -15,7 +16,7 @@ SAMES = [
     ("yardstick: two cards, streams kept whole, two processes", AGAIN, KEPT),
 ]
 TIMED = {f"{how}_streams2_43{peers}": (how, peers) for peers in pieces_stage.PEERS for how in WORDS}
-STOCK = "stock_streams2_43"
+STOCK, WIDE = "stock_streams2_43", "wide_streams2_43"
 SHAPES = (*pieces_stage.SHAPES, "32x1024")
 MOST = 1.0  # of the whole's time to the first token of 8,192 and more: reckoned 0.97 by NVLink, 0.98 through the host
 MOST_OF_STOCK = dict.fromkeys(("1x32000", "8x1024", "32x1024"), 0.8)  # slower of each, over NVLink
@@ -26,6 +27,7 @@ IMPLEMENTATIONS = {
     KEPT: "ours, two cards, streams kept whole",
     AGAIN: "ours, two cards, streams kept whole, another process",
     **{name: f"ours, two cards, {pieces_stage.PEERS[peers]}, {WORDS[how]}" for name, (how, peers) in TIMED.items()},
+    WIDE: f"ours, two cards, {pieces_stage.PEERS['']}, {experts_stage.KERNELS['wide']}",
     STOCK: f"SGLang stock (Hopper kernels), two cards, {pieces_stage.PEERS['']}",
 }
 
@@ -52,6 +54,7 @@ def stages(make, timed, same, sets, ours, no_peers):
                 )
                 for name, (how, peers) in TIMED.items()
             ),
+            make(WIDE, timed, environment=ours | {experts_stage.VARIABLE: "wide"}, takes_turns=True),
             make(STOCK, timed, patched=False, takes_turns=True),
         ],
     }
@@ -61,8 +64,10 @@ def rows(cases, row):
     """collect.py's rows of the cases of a stage. row: its maker of rows."""
     ours = [name for name in cases if name in IMPLEMENTATIONS and name != STOCK]
     found = [_passes(name, cases[name]["reports"], row) for name in ours]
+    if WIDE in cases:
+        found += experts_stage.ran(WIDE, IMPLEMENTATIONS[WIDE], "wide", cases[WIDE], row, ISSUE)
     stock = cases.get(STOCK, {}).get("prompts", {})
-    for name, (how, peers) in (TIMED | {STOCK: ("stock", "")}).items():
+    for name, (how, peers) in (TIMED | {WIDE: ("wide", ""), STOCK: ("stock", "")}).items():
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         kept = cases.get(f"kept_streams2_43{peers}", {}).get("prompts", {})
         for at in SHAPES if name in cases else ():
@@ -73,7 +78,7 @@ def rows(cases, row):
                 for metric, key in pieces_stage.METRICS.items()
                 if key in seen
             ]
-            if how == "kept" and not peers and at in MOST_OF_STOCK:
+            if how in ("kept", "wide") and not peers and at in MOST_OF_STOCK:
                 share = pieces_stage.share_of(times, stock, at, "first_token_ms_worst")
                 metric = "time to all first tokens, slower of each, of stock's"
                 found.append(row(what, impl, metric, share, MOST_OF_STOCK[at], ISSUE))

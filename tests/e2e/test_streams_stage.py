@@ -47,7 +47,7 @@ def test_times_of_dealt_streams(machine):  # noqa: F811
     cases = json.loads(path.read_text())["cases"]
     assert tuple(cases) == (
         *("dealt_streams2_43", "kept_streams2_43", "dealt_streams2_43_no_peers", "kept_streams2_43_no_peers"),
-        "stock_streams2_43",
+        *("wide_streams2_43", "stock_streams2_43"),
     )
     for name, case in cases.items():
         assert ("NCCL_P2P_DISABLE=1" in case["command"]) is name.endswith("_no_peers")
@@ -60,7 +60,10 @@ def test_times_of_dealt_streams(machine):  # noqa: F811
     by_nvlink = impl.replace("through host memory", "by NVLink")
     assert found["dealt_streams2_43", "passes dealt on each card, missing to 4", by_nvlink]["met"]
     of_stock = {k: r for k, r in found.items() if k[1].endswith("of stock's")}
-    assert {k[2] for k in of_stock} == {"ours, two cards, NCCL by NVLink, streams kept whole"}
+    wide = "ours, two cards, NCCL by NVLink, wide experts for prompts (W4A16)"
+    assert {k[2] for k in of_stock} == {"ours, two cards, NCCL by NVLink, streams kept whole", wide}
+    assert found["wide_streams2_43", "calls above 256 rows by its kernel, missing to 32", wide]["met"]
+    assert "E2E_AS_SM120=wide" in cases["wide_streams2_43"]["command"]
     assert {k[0].partition("experts, ")[2] for k in of_stock} == {
         *("a prompt of 32,000 tokens", "8 prompts of 1,024 tokens", "32 prompts of 1,024 tokens"),
     }
@@ -79,7 +82,9 @@ def test_an_engine_that_was_cut_has_missed_its_bars(machine):  # noqa: F811
         stage["cases"][name]["prompts"] = {"1x8192": stage["cases"][name]["prompts"]["1x8192"]}
     path.write_text(json.dumps(stage))
     by_nvlink = [
-        row for row in rows_of(path) if "of stock's" in row["metric"] or "NVLink, streams dealt" in row["impl"]
+        row
+        for row in rows_of(path)
+        if ("of stock's" in row["metric"] and "kept" in row["impl"]) or "NVLink, streams dealt" in row["impl"]
     ]
     cut = [row["case"].partition("experts, ")[2] for row in by_nvlink if row["value"] is None and row["met"] is False]
     long = "a prompt of 32,000 tokens"
