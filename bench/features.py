@@ -26,6 +26,7 @@ PREFIX, COMMAND = "e2e_features_sglang_", "python3 bench/features.py"
 WITHOUT = {  # what engines of other weights are held against
     "loaded": "the checkpoint's, loaded as ever, wo_a and mxfp4_moe off",
     "loaded_stock": "the checkpoint's, loaded by SGLang alone",
+    "alone_stock": "SGLang alone, in one process",
     "sharded_off": "the same, wo_a and mxfp4_moe off",
 }
 

@@ -36,6 +36,7 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import drawn_stage  # noqa: E402
+import prefill_beside  # noqa: E402
 import prompts_stage  # noqa: E402
 
 PROFILED_STEPS = (8, 40)  # decode steps of the two profiled runs
@@ -61,6 +62,10 @@ def parse(argv):
         "--phases", nargs="+", choices=[*ALONE, "bench", "profile", "prefill", "prompts"], default=["answer"]
     )
     parser.add_argument("--steps", nargs="+", default=[], help="of the phases features and features_text")
+    parser.add_argument(
+        "--prefill", nargs="*", default=[], metavar="NAME=JSON", help="of the engine beside: it prefills"
+    )
+    parser.add_argument("--answers-to", type=int, help="the pipe of an engine that prefills (prefill_beside.py)")
     parser.add_argument("--batches", nargs="*", type=int, default=[])
     parser.add_argument("--turns")
     parser.add_argument("--engines", type=int, default=1)
@@ -424,8 +429,15 @@ def main():
     harness.__file__ = os.path.abspath(__file__)  # what its reexec starts again, with the engine's PYTHONPATH
     harness.reexec(options)
     options.graph_bs = options.graph_bs or sorted(set(options.bs))
+    beside = None
+    if own.prefill:
+        beside = prefill_beside.Prefill(
+            own.prefill, sys.argv[1:], options.name, harness.engine_args(options)[0]["port"]
+        )
     case = Case(harness, options)
-    if own.phases == ["answer"]:
+    if own.answers_to is not None:
+        prefill_beside.serve(case.engine, own.answers_to)
+    elif own.phases == ["answer"]:
         case.answer(own.batches)
     elif own.phases == ["same"]:
         case.same(own.batches)
@@ -436,7 +448,7 @@ def main():
     elif own.phases[0] in FEATURES:
         from features_engine import Rounds
 
-        Rounds(case, exact).run(own.steps)
+        Rounds(case, exact, beside).run(own.steps)
     else:
         rows = None
         for number in range(own.rounds):
@@ -445,6 +457,8 @@ def main():
                 rows = case.timed(phases, rows, own.shapes)
     time.sleep(SETTLE_S)
     case.engine.shutdown()
+    if beside is not None:
+        beside.end()  # SGLang has ended all that this process had started
 
 
 if __name__ == "__main__":

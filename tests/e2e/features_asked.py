@@ -51,6 +51,10 @@ RECOMMENDED = (*RADIX, *CHUNKS, *EAGLE)  # README's, with its speculation
 UNCOMPILED = {"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0"}
 NORMALLY, OF_SHARDS, FROM_SHARDS = (("--load-format", name) for name in ("auto", "presharded", "sharded_state"))
 WRITES, READS = "No presharded checkpoint at .*; doing first-time load", "Loading from presharded checkpoint at"
+# both processes see both cards: a card's memory is opened by the other process's context of that card
+DECODES = flags(disaggregation_mode="decode", disaggregation_transfer_backend="nixl", base_gpu_id=1)
+DECODES += flags(decode_log_interval=1)
+PREFILLS = {"disaggregation_mode": "prefill", "base_gpu_id": 0}
 PREFILL_GRAPHS = flags(cuda_graph_backend_prefill="breakable", cuda_graph_bs_prefill=[256, 1024, 2304])
 
 
@@ -73,6 +77,7 @@ class Engine:
     loads: str = ""  # weights from a folder: CHECKPOINT, SAVED or PRESHARDED; none: the harness's
     after: str = ""  # the engine that has to have ended before: it wrote what this one loads
     plugin: Path | None = None  # of SGLang's
+    prefill: dict = field(default_factory=dict)  # arguments of a second process that prefills (prefill_beside.py)
 
 
 @dataclass(frozen=True)
@@ -207,14 +212,30 @@ ENGINES = {  # what matters most first: the limit cuts the last
         ("--chunk", "-1", *flags(enable_pdmux=True, disable_overlap_schedule=True)), steps=("round",)
     ),
     "mixed_eagle": Engine((*CHUNKS, *EAGLE, *flags(enable_mixed_chunk=True)), phases=FREE, steps=("round",)),
-    "disaggregated": Engine(steps=(), needs=("mooncake", "nixl", "nixl_cu12", "nixl_cu13"), cards=2),
+    # UCX says which transport it takes
+    "disaggregated": Engine(
+        DECODES,
+        steps=(*ROUND, *ALONE, *LONG),
+        environment={"UCX_LOG_LEVEL": "info"},
+        needs=("nixl",),
+        cards=2,
+        limit_s=220,
+        prefill=PREFILLS,
+    ),
+    "alone_stock": Engine(steps=TWICE, settings="", is_stock=True),
 }
+ENGINES["disaggregated_eagle"] = replace(ENGINES["disaggregated"], options=(*DECODES, *EAGLE), phases=FREE)
+ENGINES["disaggregated_stock"] = replace(ENGINES["disaggregated"], steps=TWICE, settings="", is_stock=True)
 STOCK = ("multiplexed", "compiled", "two_batches", "prefill_graphs", "hicache", "hicache_disk", "data_parallel")
 STOCK += ("data_parallel_eagle", "expert_parallel", "mixed", "weights", "lora")
-STOCK += ("offloaded", "presharded", "held")
+STOCK += ("offloaded", "presharded", "held", "disaggregated_eagle")
 ENGINES |= {name: replace(engine, environment=UNCOMPILED) for name, engine in ENGINES.items() if engine.loads}
 ENGINES |= {f"{name}_stock": replace(ENGINES[name], settings="", stock_of=name) for name in STOCK}
 ENGINES["held_stock"] = replace(ENGINES["held_stock"], after="held")  # the place of a card's weights is the same
+
+# prompts in the one process, answers in the other, and never the other way
+TRANSFERRED = (r"\[prefill\] .*Prefill batch.*#inflight-req: ", r"Decode batch.*#transfer-req: ")
+AT_HOME = (r"(?m)^(?!\[prefill\] ).*Prefill batch", r"\[prefill\] .*Decode batch")
 
 FEATURES = (
     Feature("prefix cache (the default)", "radix", steps=ROUND, counts=("cached",)),
@@ -330,7 +351,18 @@ FEATURES = (
     ),
     Feature("LoRA of the experts", "lora", refusal="Marlin MoE backend requires a quant method exposing"),
     Feature("--enable-pdmux", "multiplexed"),
-    Feature("PD disaggregation, two cards of one host", "disaggregated"),
+    Feature(
+        "PD disaggregation, two cards of one host", "disaggregated", acts=TRANSFERRED, lacks=AT_HOME,
+        as_asked=("disaggregation_mode",), stock=("disaggregated_stock", "alone_stock"),
+    ),
+    Feature(
+        "PD disaggregation + EAGLE, in both", "disaggregated_eagle", TEXT_BASE, same="text", counts=("verified",),
+        acts=TRANSFERRED, lacks=AT_HOME, as_asked=("disaggregation_mode",),
+    ),
+    Feature(
+        "PD disaggregation, SGLang alone (a yardstick)", "disaggregated_stock", "alone_stock", acts=TRANSFERRED,
+        lacks=AT_HOME, as_asked=("disaggregation_mode",),
+    ),
 )  # fmt: skip
 
 

@@ -22,21 +22,29 @@ SOURCES = ("host", "storage")
 
 
 class Rounds:
-    """case: engine_case.Case."""
+    """case: engine_case.Case; beside: prefill_beside.Prefill, where another process prefills."""
 
-    def __init__(self, case, exact):
-        self.case, self.engine, self.exact = case, case.engine, exact
+    beside = None
+
+    def __init__(self, case, exact, beside=None):
+        self.case, self.engine, self.exact, self.beside = case, case.engine, exact, beside
         arguments = case.result["args"]
         resolved = self.engine.get_server_info()
         self.found = {name: case.result[name] for name in ("name", "sglang", "startup_s")}
         self.found |= {"asked": arguments, "resolved": {name: resolved.get(name) for name in arguments}, "steps": []}
         self.new, self.weights, self.by_tensors = case.options.new, None, None
+        self.ends = []  # what the process that prefills said of the prompts of a step
+        if beside is not None:
+            beside.receive()  # it is up
 
     def run(self, steps):
         for step in steps:
             name, _, what = step.partition(":")
             started = time.perf_counter()
+            self.ends = []
             did = getattr(self, f"do_{name}")(*([what] if what else []))
+            if self.beside is not None:
+                did["checks"] = [*did.get("checks", ()), *self.were_prefilled(len(did.get("answers", ())))]
             self.found["steps"].append({"step": step, "seconds": round(time.perf_counter() - started, 2), **did})
             self.found["ended"] = step == steps[-1] and len(self.found["steps"]) == len(steps)
             self.case.write("_features", self.found)
@@ -53,7 +61,16 @@ class Rounds:
         return {"input_ids": prompts, "sampling_params": asked, **more}
 
     def ask(self, prompts, new, **sampling):
-        return self.engine.generate(**self.arguments(prompts, new, **sampling))
+        asked = self.arguments(prompts, new, **sampling)
+        if self.beside is None:
+            return self.engine.generate(**asked)
+        answers, ends = self.beside.generate(self.engine, asked)
+        self.ends += ends
+        return answers
+
+    def were_prefilled(self, count):
+        is_all = len(self.ends) == count and set(self.ends) == {"length"}
+        return [{"what": f"of {count} prompts the process that prefills says {self.ends}", "ok": is_all}]
 
     def kept(self, answer):
         meta = answer["meta_info"]

@@ -77,12 +77,17 @@ def cases(make, environment):
     for name, engine in ENGINES.items():
         options = [*SMALL, *engine.options, *override(**engine.config), "--max-total-tokens", str(engine.tokens)]
         options += ["--new", "32", "--top", "8", *engine.phases, "--steps", *engine.steps]
+        options += ["--prefill", *words(engine.prefill)] if engine.prefill else []
         is_stock = engine.is_stock or bool(engine.stock_of)
         settings = {} if is_stock else {SET: engine.settings}
         own = environment(is_stock) | settings | engine.environment
         own |= {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
         found.append(make(PREFIX + name, options, patched=not is_stock, environment=own, limit_s=engine.limit_s))
     return found
+
+
+def words(arguments: dict) -> list[str]:
+    return [f"{name}={json.dumps(value)}" for name, value in arguments.items()]
 
 
 def engine_of(case) -> Engine | None:
@@ -139,8 +144,6 @@ def why_not(case, arguments) -> str | None:
         return f"the harness lacks {' or '.join(engine.needs)}"
     if engine.cards > arguments.cards:
         return f"it needs {engine.cards} cards, here are {arguments.cards}"
-    if not engine.steps:
-        return "not written: no harness with a transfer backend was at hand"
     if engine.stock_of:
         ours, log = reader(arguments.work)(engine.stock_of)
         features = [feature for feature in FEATURES if feature.engine == engine.stock_of]
@@ -354,6 +357,8 @@ def matrix(outcomes: dict, work: Path) -> list[dict]:
         line = {"feature": feature.what, "engine": feature.engine, "against": feature.against, "same": feature.same}
         kept = verdict(feature, outcome, read)
         kept.pop("of", None)
-        flags_of = [*ENGINES[feature.engine].options]
-        lines.append(line | {"flags": " ".join(word for word in flags_of if word != "--set")} | kept)
+        engine = ENGINES[feature.engine]
+        flags_of = [word for word in engine.options if word != "--set"]
+        flags_of += ["; the other process:", *words(engine.prefill)] if engine.prefill else []
+        lines.append(line | {"flags": " ".join(flags_of)} | kept)
     return lines

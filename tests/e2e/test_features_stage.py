@@ -227,7 +227,10 @@ def test_cards_are_taken_in_turn_and_what_is_missing_is_said(monkeypatch, tmp_pa
     assert "xgrammar" in stage.why_not(cases["grammar"], arguments)
     arguments.cards = 1
     assert "2 cards" in stage.why_not(cases["two"], arguments)
-    assert "no harness" in stage.why_not(cases["disaggregated"], SimpleNamespace(cards=2, work=tmp_path))
+    arguments.cards = 2
+    assert stage.why_not(cases["disaggregated"], arguments) is None
+    monkeypatch.setattr(stage.importlib.util, "find_spec", lambda name: None)
+    assert stage.why_not(cases["disaggregated"], arguments) == "the harness lacks nixl"
     assert stage.why_not(cases["lora_stock"], arguments) is None
     (tmp_path / "features_lora_features.json").write_text('{"ended": true, "steps": []}')
     assert stage.why_not(cases["lora_stock"], arguments) == "ours did not fail"
@@ -311,7 +314,7 @@ HARNESS = test_scripts.HARNESS.replace(
 )
 
 SGLANG = """
-import asyncio, os, types
+import asyncio, os, time, types
 __version__ = "0.0.0.fake"
 class Manager:
     def __init__(self):
@@ -331,6 +334,9 @@ class Engine:
         if more.get("enable_lora"):
             print("Traceback (most recent call last):\\nAssertionError: Marlin MoE backend requires a quant method exposing get_marlin_quant_info, got X", flush=True)
             os._exit(7)
+        if more.get("disaggregation_mode") == "prefill" and os.environ.get("PREFILL") == "fails":
+            print("Traceback (most recent call last):\\nValueError: no NIXL here", flush=True)
+            os._exit(7)
         if more.get("enable_pdmux"):
             print("Traceback (most recent call last):\\nAttributeError: no attribute 'forward_split_prefill'", flush=True)
             os._exit(7)
@@ -348,6 +354,10 @@ class Engine:
             await asyncio.sleep(0.5)
             await self.tokenizer_manager.paused.wait()
         aborted, self.tokenizer_manager.aborted = self.tokenizer_manager.aborted, False
+        mode, rooms = self.given.get("disaggregation_mode"), more.get("bootstrap_room")
+        aborted |= mode == "prefill" and os.environ["PREFILL"] == "aborts"
+        if mode is not None:
+            n = self.disaggregated(mode, n, input_ids, rooms, more["bootstrap_port"])
         for prompt in input_ids:
             key = (len(prompt), prompt[0])
             cached = 256 if self.radix and key in self.seen else 0
@@ -360,6 +370,30 @@ class Engine:
                 meta["output_token_logprobs"] = [[-1.0 - off, i, None] for i in ids]
             found.append({"output_ids": ids, "meta_info": meta})
         return found
+    def disaggregated(self, mode, n, input_ids, rooms, port):
+        # what the prefill process puts under a room, the other takes away
+        places = [f"{os.environ['ROOMS']}/{port}_{room}" for room in rooms]
+        assert len(set(rooms)) == len(input_ids) and not self.seen & set(rooms)
+        self.seen |= set(rooms)
+        if mode == "prefill":
+            assert self.given["disaggregation_bootstrap_port"] == port and self.given["base_gpu_id"] == 0
+            print(f"[2026] Prefill batch, #new-seq: {len(rooms)}, #inflight-req: 0, ")
+            for place, prompt in zip(places, input_ids):
+                with open(place + ".part", "w") as file:
+                    file.write(str(len(prompt)))
+                os.replace(place + ".part", place)
+            return 1
+        assert self.given["base_gpu_id"] == 1
+        if os.environ.get("PREFILL") == "here":
+            print("[2026] Prefill batch, #new-seq: 1, ")
+        for place, prompt in zip(places, input_ids):
+            until = time.monotonic() + 30
+            while not os.path.exists(place) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert open(place).read() == str(len(prompt))
+            os.remove(place)
+        print("[2026] Decode batch, #running-req: 1, #transfer-req: 0, ")
+        return n
     def generate(self, **asked):
         return self.loop.run_until_complete(self.async_generate(**asked))
     def save_sharded_model(self, path, pattern, max_size):
@@ -379,7 +413,7 @@ PauseGenerationReqInput = ContinueGenerationReqInput = lambda **given: types.Sim
 """
 
 
-def test_the_stage(machine, tmp_path):  # noqa: F811
+def put(tmp_path):
     files = {"harness/run_engine.py": HARNESS, "site/sglang/__init__.py": SGLANG, "site/torch_memory_saver.py": ""}
     files |= {f"site/sglang/srt/{name}__init__.py": "" for name in ("", "managers/")}
     files["site/sglang/srt/managers/io_struct.py"] = IO_STRUCT
@@ -390,6 +424,10 @@ def test_the_stage(machine, tmp_path):  # noqa: F811
     (tmp_path / "harness/make_weights.py").write_text(maker)
     for name in ("features_engine.py", "made_tokenizer.py"):
         shutil.copy(HERE / name, tmp_path / "repo/tests/e2e" / name)
+
+
+def test_the_stage(machine, tmp_path):  # noqa: F811
+    put(tmp_path)
     names = ["base", "text", "radix", "eager", "mixed", "eagle", "lora", "multiplexed", "multiplexed_stock", "two"]
     names += ["loaded", "loaded_stock", "sharded", "sharded_off", "sharded_stock", "presharded_ours_by_ours"]
     only = ["--only", *(stage.PREFIX + name for name in [*names, "lora_stock"])]
@@ -432,6 +470,45 @@ def test_the_stage(machine, tmp_path):  # noqa: F811
         r"\| LoRA of the experts \| `enable_lora=true .*` \| .* \| refused \| SGLang: AssertionError", shown
     )
     assert "commit" in shown and "No release has run" not in shown
+
+
+@pytest.mark.parametrize(
+    ("prefill", "state", "why"),
+    [
+        ("there", "same bits", ""),
+        ("here", "did not act", "Prefill batch"),
+        ("aborts", "differs", "'abort'"),
+        ("fails", "fails", "ValueError: no NIXL here"),
+    ],
+)
+def test_prefill_in_a_process_of_its_own(machine, tmp_path, prefill, state, why):  # noqa: F811
+    put(tmp_path)
+    (tmp_path / "site/nixl.py").write_text("")
+    (tmp_path / "rooms").mkdir()
+    cards = tmp_path / "repo/tests/e2e/features_stage.py"
+    cards.write_text(cards.read_text().replace("max(1, torch.cuda.device_count())", "2"))
+    names = ["--only", *(stage.PREFIX + name for name in ("base", "text", "disaggregated", "disaggregated_eagle"))]
+    more = {"MODELS": str(tmp_path / "models"), "ROOMS": str(tmp_path / "rooms"), "PREFILL": prefill}
+    ended = machine("features", "--jobs", "4", *names, **more)
+    path = machine.out / "stage_features.json"
+    assert path.exists(), ended.stdout + ended.stderr
+    lines = {line["engine"]: line for line in json.loads(path.read_text())["features"]}
+    alone, eagle = lines["disaggregated"], lines["disaggregated_eagle"]
+    assert alone["state"] == state and why in alone.get("detail", ""), ended.stdout
+    assert eagle["state"] == state.replace("bits", "text"), ended.stdout
+    assert alone["flags"].endswith('; the other process: disaggregation_mode="prefill" base_gpu_id=0')
+    assert not os.listdir(tmp_path / "rooms")
+    log = (tmp_path / "work/features_disaggregated.log").read_text()
+    assert log.count("[prefill] ") > (3 if state == "same bits" else 0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "ok"), [(["length", "length"], True), (["length"], False), ([], False), (["length", "abort"], False)]
+)
+def test_every_prompt_was_prefilled_by_the_other_process(ends, ok):
+    rounds = object.__new__(Rounds)
+    rounds.ends = ends
+    assert [check["ok"] for check in rounds.were_prefilled(2)] == [ok]
 
 
 def test_calls_are_put_together(tmp_path):

@@ -44,6 +44,7 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
         "features_asked",
         "features_stage",
         "pieces_stage",
+        "prefill_beside",
         "prompts_stage",
         "streams_stage",
         "what_ran",
