@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from deepseek_v4_sm120 import settings
 from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
+from deepseek_v4_sm120.sglang_patches.adapters import handed_over
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as adapter
 from deepseek_v4_sm120.specs import bounds
 from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
@@ -236,6 +238,17 @@ def test_the_fused_boundary_is_on_for_a_model_whose_boundaries_we_serve(served, 
     monkeypatch.setattr(models_served, "_announced", told)
     assert adapter.replace_fusion_enabled(lambda: False)() is fused
     assert adapter.replace_fusion_enabled(lambda: True)() is True
+
+
+@pytest.mark.parametrize(
+    ("offloader", "fused"), [("NoopOffloader", True), ("OffloaderV1", False), ("OffloaderV2", True)]
+)
+def test_the_fused_boundary_is_off_where_layers_lie_on_the_host(served, monkeypatch, offloader, fused):
+    """Of the second offloader's, which moves experts alone, the norms stay on the card."""
+    module = ModuleType(handed_over.OFFLOADER)
+    module.get_offloader = type(offloader, (), {})
+    monkeypatch.setitem(sys.modules, handed_over.OFFLOADER, module)
+    assert adapter.replace_fusion_enabled(lambda: True)() is fused
 
 
 @pytest.fixture

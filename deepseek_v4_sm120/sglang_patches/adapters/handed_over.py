@@ -27,7 +27,7 @@ from deepseek_v4_sm120.sglang_patches.adapters.sampling import is_ours
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, way_out
 
 OFFLOADER = "sglang.srt.utils.offloader"
-NO_OFFLOADER = "NoopOffloader"
+NO_OFFLOADER, OF_LAYERS = "NoopOffloader", "OffloaderV1"  # the second: --cpu-offload-gb, whole layers
 NOT_EXPORTED = "_weight_export_error"  # of a layer: why its weights are for this process alone (0.5.23 and later)
 # loaders of what SGLang has saved or sends, which reorder the C4 compressors' `ape` of that once more; as SGLang alone
 TWICE_REORDERED = ("ShardedStateLoader", "RemoteModelLoader", "RemoteInstanceModelLoader")
@@ -74,14 +74,25 @@ def replace_quant_support(original: Callable) -> Callable:
     return check_ipc_quant_support
 
 
+def _offloader() -> str:
+    """The class of SGLang's offloader."""
+    offloader = sys.modules.get(OFFLOADER)
+    return NO_OFFLOADER if offloader is None else type(offloader.get_offloader()).__name__
+
+
+def layers_lie_on_the_host() -> bool:
+    """Whether a layer's weights are on the card for the time of its forward only, under their names as parameters: what
+    was kept of one beside (the norms' weights for the fused boundary of mHC) stays on the host."""
+    return _offloader() == OF_LAYERS
+
+
 def why() -> str | None:
     """What SGLang does with the weights that are loaded now, in words; None: it reads a checkpoint, and they stay."""
     if _loading.layer is not None:
         return f"{type(_loading.layer).__name__} loads weights as SGLang's own layers have made them"
     if process.holds_for_others:
         return "this process holds the weights for others (--weight-cache-mode)"
-    offloader = sys.modules.get(OFFLOADER)
-    if offloader is not None and type(offloader.get_offloader()).__name__ != NO_OFFLOADER:
+    if _offloader() != NO_OFFLOADER:
         return "layers' weights lie on the host (--cpu-offload-gb, --offload-group-size)"
     return None
 

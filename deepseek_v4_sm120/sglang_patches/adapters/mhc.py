@@ -1,7 +1,8 @@
 """SGLang's hyper-connection calls -> `ops.mhc`.
 
     replace_fused_post_pre   mhc_fused_post_pre of SGLang's mHC kernels: a whole boundary is one call of ours
-    replace_fusion_enabled   the question whether a layer leaves its last post to the next layer's boundary: yes
+    replace_fusion_enabled   the question whether a layer leaves its last post to the next layer's boundary: yes, but
+                             where layers' weights lie on the host
     replace_hc_pre           DeepseekV4DecoderLayer.hc_pre: the first layer, the MTP block, split batches (two-batch
                              overlap), and every pre where SGLang has no fused boundary
     replace_hc_post          DeepseekV4DecoderLayer.hc_post: behind the last layer, and likewise
@@ -29,6 +30,7 @@ from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
+from deepseek_v4_sm120.sglang_patches.adapters.handed_over import layers_lie_on_the_host
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import OwedSum, finished
 from deepseek_v4_sm120.specs import bounds
 
@@ -164,12 +166,15 @@ def replace_fusion_enabled(original: Callable) -> Callable:
 
     Asked when the model is built and, from 0.5.19 on, at every boundary. SGLang's own answer depends on which of its
     TileLang kernels run on this GPU; ours needs none of them, and what we do not take is still theirs. So the answer
-    is ours only for a model whose boundaries are: others have layers that ask too (GLM-5.3's).
+    is ours only for a model whose boundaries are: others have layers that ask too (GLM-5.3's). It is no with
+    --cpu-offload-gb: a boundary reads norm weights that the layer keeps beside its parameters, on the host.
     """
 
     @functools.wraps(original)
     def _is_fused_mhc_post_pre_enabled():
-        return (_serves_the_model() and device_gate.serves_current_device()) or original()
+        if not (_serves_the_model() and device_gate.serves_current_device()):
+            return original()
+        return not layers_lie_on_the_host()
 
     return _is_fused_mhc_post_pre_enabled
 
