@@ -34,11 +34,12 @@ HEAD = f"""# Features together
 
 Made by `{COMMAND}` from `bench/results/{PREFIX}*.json`; a test says when it is stale. Do not edit it.
 
-Each feature runs in an engine of six layers with random weights, on H200s with our operators in SGLang's place
-(`DSV4_SM120_FORCE=ops`), beside the same engine without it. `reproducible=on` gives all sums one order, so what keeps
-the arithmetic must give the same bits of all log-probabilities; engines that speculate, or have a grammar, the same
-greedy text; and where the cards share the work in another way an engine is compared with itself, each prompt alone and
-all at once. A feature counts only where its log and its answers say that it acted. No line here is of an SM120 card.
+Each feature runs in an engine of six layers with random weights, on an H200 or H100 with our operators in SGLang's
+place (`DSV4_SM120_FORCE=ops`), beside the same engine without it. `reproducible=on` gives all sums one order, so what
+keeps the arithmetic must give the same bits of all log-probabilities; engines that speculate, or have a grammar, the
+same greedy text; and where the cards share the work in another way an engine is compared with itself, each prompt
+alone and all at once. A feature counts only where its log and its answers say that it acted. No line here is of an
+SM120 card.
 
 | state | meaning |
 |---|---|
@@ -47,6 +48,7 @@ all at once. A feature counts only where its log and its answers say that it act
 | turned off by SGLang | the server starts without it, and says so |
 | fails in stock too | SGLang alone fails with it as well; its words are quoted |
 | differs in stock too | SGLang alone gives other answers with it as well |
+| differs from run to run | SGLang's own layers, asked twice: what differs there is asked for no bits below it |
 | did not act in stock either | nothing says that it acted, and of SGLang alone nothing does either |
 | differs, fails, did not act | **a defect**, until somebody shows whose |
 | not run | and why |

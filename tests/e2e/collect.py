@@ -409,7 +409,7 @@ def feature_rows(lines):
         rows.append(row(case, impl, f"{line['state']}{told}", None, issue=FEATURES_ISSUE))
         if line.get("answers") and "differ" in line:  # not of a line whose answers were asked for what it is not
             rows.append(row(case, impl, "answers", line["answers"], issue=FEATURES_ISSUE))
-            bar = None if line["state"] == features_stage.STOCK_DIFFERS else 0
+            bar = None if line["state"] in (features_stage.STOCK_DIFFERS, features_stage.BY_ITSELF) else 0
             rows.append(row(case, impl, "answers that differ", line["differ"], bar, FEATURES_ISSUE))
     return rows
 

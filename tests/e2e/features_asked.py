@@ -13,6 +13,7 @@ TWICE = ("alone", "alone_again")
 EXPERTS = {"n_routed_experts": 16}  # small engines: many fit a card
 NO_END = {"eos_token_id": 1 << 20}  # no token of the vocabulary: answers are of the length that was asked for
 HOST_POOLS_S = 300.0  # limit of an engine whose pools in host memory are page-locked at its start, 9 s each
+FOLDERS_S = 260.0  # of one that loads from a folder, twelve side by side
 DISK = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 CHECKPOINT, SAVED, PRESHARDED = "checkpoint", "saved", "presharded"
 WRITTEN = (SAVED, PRESHARDED)  # by another engine
@@ -98,6 +99,8 @@ class Feature:
     as_asked: tuple = ()
     refusal: str = ""
     lacks: tuple = ()  # lines that its log must not have
+    yardstick: bool = False  # SGLang's own layers, asked twice: what they do is no defect of ours
+    steady_in: str = ""  # such a one's engine: what differs there from run to run is asked for no bits
     stock: tuple = ()  # engines of SGLang alone: where these differ as well, in the same way of loading, it is SGLang's
     off: str = ""  # what SGLang says where it turns it off by itself; of a draft model too, so `acts` outweighs it
 
@@ -229,7 +232,9 @@ ENGINES["disaggregated_stock"] = replace(ENGINES["disaggregated"], steps=TWICE, 
 STOCK = ("multiplexed", "compiled", "two_batches", "prefill_graphs", "hicache", "hicache_disk", "data_parallel")
 STOCK += ("data_parallel_eagle", "expert_parallel", "mixed", "weights", "lora")
 STOCK += ("offloaded", "presharded", "held", "disaggregated_eagle")
-ENGINES |= {name: replace(engine, environment=UNCOMPILED) for name, engine in ENGINES.items() if engine.loads}
+ENGINES |= {
+    name: replace(engine, environment=UNCOMPILED, limit_s=FOLDERS_S) for name, engine in ENGINES.items() if engine.loads
+}
 ENGINES |= {f"{name}_stock": replace(ENGINES[name], settings="", stock_of=name) for name in STOCK}
 ENGINES["held_stock"] = replace(ENGINES["held_stock"], after="held")  # the place of a card's weights is the same
 
@@ -309,45 +314,50 @@ FEATURES = (
         "--enable-two-batch-overlap (with DP attention)", "two_batches", "two_batches",
         as_asked=("enable_two_batch_overlap",),
     ),
-    Feature("wo_a=off,mxfp4_moe=off, asked twice (the next lines' yardstick)", "loaded", "loaded"),
-    Feature("SGLang alone, asked twice (a yardstick, too)", "loaded_stock", "loaded_stock"),
+    Feature("wo_a=off,mxfp4_moe=off, asked twice (the next lines' yardstick)", "loaded", "loaded", yardstick=True),
+    Feature("SGLang alone, asked twice (a yardstick, too)", "loaded_stock", "loaded_stock", yardstick=True),
     Feature(
         "--load-format sharded_state, beside the same with wo_a=off,mxfp4_moe=off", "sharded", "sharded_off",
-        steps=TWICE, acts=handed_over("ShardedStateLoader"), as_asked=("load_format",),
+        steps=TWICE, acts=handed_over("ShardedStateLoader"), as_asked=("load_format",), steady_in="loaded",
     ),
     # SGLang turns the compressors' `ape` over once more when it has loaded what it saved
     Feature(
         "--load-format sharded_state, beside the checkpoint that it was saved from", "sharded", "loaded", steps=TWICE,
-        stock=("sharded_stock", "loaded_stock"),
+        stock=("sharded_stock", "loaded_stock"), steady_in="loaded",
     ),
-    Feature("the same, then update_weights_from_disk", "sharded", "loaded", steps=("reload",)),
+    Feature("the same, then update_weights_from_disk", "sharded", "loaded", steps=("reload",), steady_in="loaded"),
     Feature(
-        "--cpu-offload-gb 1", "offloaded", "loaded", acts=handed_over("--cpu-offload-gb"), as_asked=("cpu_offload_gb",)
+        "--cpu-offload-gb 1", "offloaded", "loaded", acts=handed_over("--cpu-offload-gb"), as_asked=("cpu_offload_gb",),
+        steady_in="loaded",
     ),
     Feature(
         "--load-format presharded", "presharded", "loaded", acts=(WRITES, *handed_over("PreshardedModelLoader")),
-        as_asked=("load_format",),
+        as_asked=("load_format",), steady_in="loaded",
     ),
     # presharded_plugin: SGLang alone does not start
     Feature(
         "presharded, mended: ours writes", "presharded_ours", "loaded",
-        acts=(WRITES, *handed_over("PreshardedModelLoader")),
+        acts=(WRITES, *handed_over("PreshardedModelLoader")), steady_in="loaded",
     ),
     Feature(
         "presharded, mended: ours loads what ours wrote", "presharded_ours_by_ours", "loaded",
-        acts=(READS, *handed_over("PreshardedModelLoader")),
+        acts=(READS, *handed_over("PreshardedModelLoader")), steady_in="loaded",
     ),
     Feature(
-        "presharded, mended: SGLang loads what ours wrote", "presharded_ours_by_sglang", "loaded_stock", acts=(READS,)
+        "presharded, mended: SGLang loads what ours wrote", "presharded_ours_by_sglang", "loaded_stock",
+        acts=(READS,), steady_in="loaded_stock",
     ),
-    Feature("presharded, mended: SGLang writes", "presharded_sglangs", "loaded_stock", acts=(WRITES,)),
+    Feature(
+        "presharded, mended: SGLang writes", "presharded_sglangs", "loaded_stock", acts=(WRITES,),
+        steady_in="loaded_stock",
+    ),
     Feature(
         "presharded, mended: ours loads what SGLang wrote", "presharded_sglangs_by_ours", "loaded",
-        acts=(READS, *handed_over("PreshardedModelLoader")),
+        acts=(READS, *handed_over("PreshardedModelLoader")), steady_in="loaded",
     ),
     Feature(
         "--weight-cache-mode daemon", "held", "loaded", acts=handed_over("--weight-cache-mode"),
-        as_asked=("weight_cache_mode",),
+        as_asked=("weight_cache_mode",), steady_in="loaded",
     ),
     Feature("LoRA of the experts", "lora", refusal="Marlin MoE backend requires a quant method exposing"),
     Feature("--enable-pdmux", "multiplexed"),
@@ -361,7 +371,7 @@ FEATURES = (
     ),
     Feature(
         "PD disaggregation, SGLang alone (a yardstick)", "disaggregated_stock", "alone_stock", acts=TRANSFERRED,
-        lacks=AT_HOME, as_asked=("disaggregation_mode",),
+        lacks=AT_HOME, as_asked=("disaggregation_mode",), yardstick=True,
     ),
 )  # fmt: skip
 

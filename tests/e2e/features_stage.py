@@ -14,6 +14,7 @@ prompt is asked alone. An engine that loads what another has written waits for i
 
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -52,6 +53,8 @@ ERROR = re.compile(r"^(?:\[[^\]]*\] )?\s*((?:\w+\.)*\w*(?:Error|Exception): .+)$
 PLACE = re.compile(r"/[\w./-]*/(?=sglang/)")  # where SGLang happened to be installed
 TRACEBACK = "Traceback (most recent call last)"
 STOCK_DIFFERS = "differs in stock too"
+BY_ITSELF = "differs from run to run"
+FURTHER = 3.0  # times as far as SGLang's own layers are from themselves, an answer may be where these are not steady
 # what became of a feature -> is it a defect of ours, or may be
 STATES = {
     "same bits": False,
@@ -60,6 +63,7 @@ STATES = {
     "turned off by SGLang": False,
     "fails in stock too": False,  # with the same words
     STOCK_DIFFERS: False,  # SGLang alone, with and without it
+    BY_ITSELF: False,  # SGLang's own layers, asked twice
     "did not act in stock either": False,  # it lacks the same
     "not run": False,
     "did not act": True,
@@ -211,25 +215,34 @@ def answers_of(found: dict, steps: tuple) -> list[tuple[str, str, dict]]:
     ]
 
 
-def compare(found: dict, against: dict, steps: tuple) -> dict:
-    """All answers beside the other engine's first of what was asked alike (its own first: skipped)."""
+def compare(found: dict, against: dict, steps: tuple, unsteady=frozenset()) -> dict:
+    """All answers beside the other engine's first of what was asked alike (its own first: skipped). unsteady: (kind,
+    prompt) of those that are asked for no bits; how far they are is kept apart."""
     first = {}
     for _, kind, answers in answers_of(against, ()):
         first.setdefault(kind, answers)
-    row = {"answers": 0, "other_bits": 0, "other_text": 0, "greatest": 0.0, "of": []}
+    row = {"answers": 0, "other_bits": 0, "other_text": 0, "greatest": 0.0, "of": [], "unsteady": 0, "furthest": 0.0}
+    row["pairs"] = set()
     for step, kind, answers in answers_of(found, steps):
         reference = first.get(kind)
         if reference is None or answers is reference:
             continue
         for name, one in answers.items():
             other = reference[name]
+            pairs = zip(one.get("logprobs", ()), other.get("logprobs", ()), strict=False)
+            apart = [abs(a - b) for a, b in pairs]
+            far = math.inf if any(map(math.isnan, apart)) else max(apart, default=0.0)
             row["answers"] += 1
             row["other_text"] += one["ids"] != other["ids"]
+            if (kind, name) in unsteady:
+                row["unsteady"] += 1
+                row["furthest"] = max(row["furthest"], far)
+                continue
             is_other = one["ids"] != other["ids"] or one.get("digest") != other.get("digest")
             row["other_bits"] += is_other
             row["of"] += [f"{step} {name}"] if is_other else []
-            pairs = zip(one.get("logprobs", ()), other.get("logprobs", ()), strict=False)
-            row["greatest"] = max([row["greatest"], *(abs(a - b) for a, b in pairs)])
+            row["pairs"] |= {(kind, name)} if is_other else set()
+            row["greatest"] = max(row["greatest"], far)
     return row
 
 
@@ -288,34 +301,50 @@ def verdict(feature: Feature, outcome: dict | None, read) -> dict:
     against = found if feature.against == feature.engine else read(feature.against)[0]
     if against is None:
         return {"state": "not run", "detail": f"there is no {feature.against} to compare with"}
-    row = compare(found, against, feature.steps)
+    steady = read(feature.steady_in)[0] if feature.steady_in else None
+    if feature.steady_in and steady is None:
+        return {"state": "not run", "detail": f"there is no {feature.steady_in} to say what differs from run to run"}
+    by_itself = compare(steady, steady, ()) if steady else {"pairs": frozenset(), "greatest": 0.0}
+    row = compare(found, against, feature.steps, by_itself["pairs"])
+    row.pop("pairs")
     checks = sum(len(step.get("checks", ())) for step in found["steps"])
     if feature.same == "text":
         differ, state = row["other_text"], "same text"
     else:
         differ, state = row["other_bits"], "same bits"
-    row |= {"differ": differ, "checks": checks, "detail": "; ".join(bad)}
-    if differ or bad:
+    told = bad.copy()
+    if row["unsteady"]:
+        told.append(
+            f"{row['unsteady']} of {row['answers']} answers are up to {row['furthest']:.3g} off, {feature.steady_in}, "
+            f"asked twice, {by_itself['greatest']:.3g} off itself there"
+        )
+    is_far = not row["furthest"] <= FURTHER * by_itself["greatest"]
+    if differ:
         named = ", ".join(row["of"][:4])
-        state = STOCK_DIFFERS if not bad and stock_differs(feature, read) else "differs"
-        more = f"{differ} of {row['answers']} answers ({named}), greatest difference {row['greatest']:.3g}"
-        return row | {"state": state, "detail": "; ".join(filter(None, [row["detail"], more if differ else ""]))}
+        told.append(f"{differ} of {row['answers']} answers ({named}), greatest difference {row['greatest']:.3g}")
+    row |= {"differ": differ, "checks": checks, "detail": "; ".join(told)}
+    if differ or bad or is_far:
+        is_theirs = not bad and stock_differs(feature, read)
+        of_itself = feature.yardstick and not bad
+        return row | {"state": BY_ITSELF if of_itself else STOCK_DIFFERS if is_theirs else "differs"}
     if missing := acted(feature, found, log):
         stock, stock_log = read(f"{feature.engine}_stock")
         is_stocks = stock is not None and stock.get("ended") and acted(feature, stock, stock_log) == missing
         state = "did not act in stock either" if is_stocks else "did not act"
         return row | {"state": state, "detail": "; ".join(missing)}
-    if not row["answers"] and not checks:
-        return row | {"state": "did not act", "detail": "nothing was compared"}
+    if row["unsteady"] == row["answers"] and not checks:
+        return row | {"state": "did not act", "detail": "; ".join(["nothing was compared to the bit", *told])}
     return row | {"state": state}
 
 
 def stock_differs(feature: Feature, read) -> bool:
-    """Whether SGLang alone has other bits with it than without, too."""
+    """Whether SGLang alone has other bits with it than without, too, where without it asked twice has the same."""
     if not feature.stock:
         return False
     found, against = (read(name)[0] for name in feature.stock)
-    return bool(found and against) and compare(found, against, feature.steps)["other_bits"] > 0
+    if not (found and against):
+        return False
+    return compare(found, against, feature.steps, compare(against, against, ())["pairs"])["other_bits"] > 0
 
 
 def _failed(feature: Feature, outcome: dict, log: str, read) -> dict:

@@ -3,12 +3,15 @@ the plugin without which SGLang does not start with what is presharded."""
 
 import ast
 import concurrent.futures
+import copy
 import importlib.util
 import json
+import math
 import re
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -18,6 +21,7 @@ from bench import features as page
 from deepseek_v4_sm120.sglang_patches.adapters import handed_over
 from tests.e2e import features_stage as stage
 from tests.e2e.features_engine import Rounds
+from tests.e2e.test_features_stage import BASE, FEATURE, answer, found, judge, step
 from tests.patching.test_wheel_wo_a import definition, source
 from tests.patching.wheels import fetch
 
@@ -134,6 +138,53 @@ def test_what_ours_say_is_what_the_stage_looks_for(monkeypatch):
     assert re.search(stage.handed_over("--cpu-offload-gb")[1], told[1])
     monkeypatch.setattr(handed_over.process, "holds_for_others", True)
     assert handed_over.are_sglangs("wo_a") and re.search(stage.handed_over("--weight-cache-mode")[0], told[2])
+
+
+# ---- what differs from run to run
+
+
+ONCE_MORE = found(
+    step(x=answer("a"), y=answer("b", logprob=-1.0)),
+    step("again", x=answer("a"), y=answer("z", logprob=-1.125)),
+)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "state", "why"),
+    [
+        (answer("a"), answer("v", logprob=-1.25), "same bits", "1 of 2 answers are up to 0.25 off, it_stock"),
+        (answer("a"), answer("v", logprob=-1.5), "differs", "asked twice, 0.125 off itself there"),
+        (answer("a"), answer("v", logprob=math.nan), "differs", "inf"),
+        (answer("w"), answer("b"), "differs", "1 of 2 answers (round x)"),
+    ],
+)
+def test_what_differs_from_run_to_run_is_asked_for_no_bits(x, y, state, why):
+    feature = replace(FEATURE, steady_in="it_stock")
+    told = judge(feature, found(step(x=x, y=y)), base=ONCE_MORE, stock=(ONCE_MORE, ""))
+    assert told["state"] == state and why in told["detail"], told
+    assert judge(feature, BASE)["state"] == "not run", "nothing says what differs from run to run"
+    y_alone = found(step(y=answer("v")))
+    assert judge(feature, y_alone, base=ONCE_MORE, stock=(ONCE_MORE, ""))["state"] == "did not act"
+
+
+def test_a_yardstick_is_no_defect_of_ours():
+    feature = replace(FEATURE, against="it", yardstick=True)
+    told = judge(feature, ONCE_MORE)
+    assert told["state"] == stage.BY_ITSELF and not stage.STATES[told["state"]] and "0.125" in told["detail"]
+    broken = copy.deepcopy(ONCE_MORE)
+    broken["steps"][0]["checks"] = [{"what": "a file", "ok": False}]
+    assert judge(feature, broken)["state"] == "differs"
+
+
+def test_stock_that_is_not_steady_says_nothing_of_a_difference():
+    feature = replace(FEATURE, stock=("it_stock", stage.BASE))
+    mine = found(step(x=answer("a"), y=answer("c")))
+    assert (
+        judge(feature, mine, base=ONCE_MORE, stock=(found(step(x=answer("a"), y=answer("s"))), ""))["state"]
+        == "differs"
+    )
+    turned = found(step(x=answer("s"), y=answer("s")))
+    assert judge(feature, mine, base=ONCE_MORE, stock=(turned, ""))["state"] == "differs in stock too"
 
 
 # ---- the plugin that lets SGLang load what is presharded
