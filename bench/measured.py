@@ -23,7 +23,7 @@ sys.path[:0] = [str(REPO)]
 from bench.serving import report  # noqa: E402
 
 RESULTS, PAGE = REPO / "bench/results", REPO / "docs/measured.md"
-RELEASE = re.compile(r"_sglang_[0-9.]+(post[0-9]+)?$")
+RELEASE = re.compile(r"_sglang_(?P<release>[0-9.]+(post[0-9]+)?)(_(?P<device>[a-z0-9]+))?$")
 CITED = "0.5.17"  # the release whose end-to-end sections other pages link to, by titles without a release
 COMMAND = "python3 bench/measured.py"
 
@@ -72,6 +72,14 @@ SECTIONS = {
     ),
     "e2e_whole_step_sglang": Section(
         "The decode step and a long prompt", "The real engine.", STEP, (), True, "flash43"
+    ),
+    "e2e_chain2_sglang": Section(
+        "The decode step over two cards",
+        "Each with the sums that it has there, over NVLink.",
+        STEP,
+        (),
+        True,
+        "flash43",
     ),
     "e2e_two_cards_sglang": Section(
         "Two cards",
@@ -509,15 +517,19 @@ def kind(stem: str) -> str:
 
 def age(stem: str) -> list[int]:
     """Sorts the files of a kind, the newest release first."""
-    return [-int(number) for number in re.findall(r"\d+", stem.partition("_sglang_")[2])]
+    found = RELEASE.search(stem)
+    return [-int(number) for number in re.findall(r"\d+", found["release"])] if found else []
 
 
 def title(stem: str) -> str:
-    """That of its section; files of other releases than the one that the project's pages cite say theirs."""
+    """That of its section; files of other releases than the one that the project's pages cite say theirs, and those of
+    another device than the H200."""
     if kind(stem) not in SECTIONS:
         return stem
-    release = stem.partition("_sglang_")[2]
-    return SECTIONS[kind(stem)].title + (f", SGLang {release}" if release not in ("", CITED) else "")
+    found = RELEASE.search(stem)
+    release = f", SGLang {found['release']}" if found and found["release"] != CITED else ""
+    device = f", {found['device'].upper()}" if found and found["device"] else ""
+    return SECTIONS[kind(stem)].title + release + device
 
 
 def link(heading: str) -> str:

@@ -40,7 +40,8 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_operators": ("index", "router"),
     "e2e_index_seams": ("index_seams",),
     "e2e_dealt_index": ("index2", "index2_43"),
-    "e2e_whole_step": ("whole43", "without43", "chain43", "chain2_43"),
+    "e2e_whole_step": ("whole43", "without43", "chain43"),
+    "e2e_chain2": ("chain2_43",),
     "e2e_two_cards": ("tp2", "tp2_43"),
     "e2e_four_cards": ("tp4", "tp4_43"),
     "e2e_sums": ("sums2", "sums4", "drawn2"),
@@ -62,6 +63,7 @@ RESULTS = {  # name of a result file: stages that go into it
         "prompts_eagle",
     ),
 }
+TIMELESS = ("e2e_features", "e2e_sums")  # of any device, since no row is a time
 # part of a name -> of its layers
 FEWER_EXPERTS = {"lengths_": 16, "_alone": 16, "_without_": 16, "_with_": 16, "43_prompts": 32}
 FEATURE = "feature: "  # how the cases of the stage `features` begin
@@ -468,12 +470,10 @@ def collect(stages, commit):
     }
 
 
-def added(old, new):
+def added(old, new, is_timed=True):
     """A result file with what later calls of the same release and device have; of what both have, theirs."""
-    for name, one, other in (
-        ("device", old["device"]["name"], new["device"]["name"]),
-        ("release", old["sglang"], new["sglang"]),
-    ):
+    names = [old["device"]["name"], new["device"]["name"]]
+    for name, one, other in (("release", old["sglang"], new["sglang"]), *([("device", *names)] if is_timed else [])):
         if one != other:
             raise SystemExit(f"collect: --add needs the same {name}: the file is of {one}, the stages are of {other}")
     features = merged_features([*old.get("features", []), *new.get("features", [])])
@@ -483,6 +483,7 @@ def added(old, new):
     return {
         **old,
         **({"features": features} if features else {}),
+        "device": old["device"] | {"name": ", ".join(dict.fromkeys(", ".join(names).split(", ")))},
         "date": max(old["date"], new["date"]),
         "commit": ", ".join(dict.fromkeys(f"{old['commit']}, {new['commit']}".split(", "))),
         "command": list(dict.fromkeys([*old["command"], *new["command"]])),
@@ -504,10 +505,17 @@ def results(stages, commit):
     for release in sorted({release for stage in stages for release in releases(stage)}):
         for name, of in RESULTS.items():
             if chosen := [s for s in stages if s["stage"] in of and releases(s) == [release]]:
-                found[f"{name}_sglang_{release}.json"] = collect(chosen, commit)
+                table = collect(chosen, commit)
+                found[f"{name}_sglang_{release}{suffix(name, table['device']['name'])}.json"] = table
     if mixed := [stage["stage"] for stage in stages if len(releases(stage)) != 1]:
         raise SystemExit(f"collect: each stage must be of one release of SGLang; not so: {', '.join(mixed)}")
     return found
+
+
+def suffix(name, device):
+    """Of a result file's name: times are of one device, and those of another than the H200 have files of their own."""
+    model = device.split()[1].lower() if device.startswith("NVIDIA ") else ""
+    return "" if name in TIMELESS or model in ("", "h200") else f"_{model}"
 
 
 def releases(stage):
@@ -545,7 +553,9 @@ def main():
     if arguments.results:
         for name, one in results(stages, commit).items():
             path = arguments.results / name
-            write(path, added(json.loads(path.read_text()), one) if arguments.add and path.exists() else one)
+            if arguments.add and path.exists():
+                one = added(json.loads(path.read_text()), one, not name.startswith(TIMELESS))
+            write(path, one)
     unmet = [r for r in table["rows"] if r["met"] is False]
     print(f"{len(unmet)} of {sum(r['met'] is not None for r in table['rows'])} bars not met")
     sys.exit(1 if unmet else 0)

@@ -343,6 +343,12 @@ def test_a_later_call_is_added_to_the_file_of_an_earlier_one(tmp_path):
     assert collect.added(found, new) == found
     with pytest.raises(SystemExit, match="the same device: the file is of H, the stages are of G"):
         collect.added(old, new | {"device": {"name": "G"}})
+    both = collect.added(old, new | {"device": {"name": "G"}}, is_timed=False)
+    assert both["device"]["name"] == "H, G"
+    assert collect.added(both, new, is_timed=False)["device"]["name"] == "H, G"
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert [collect.suffix("e2e_soak", name) for name in ("NVIDIA H200", h100, "none")] == ["", "_h100", ""]
+    assert collect.suffix("e2e_features", h100) == ""
     with pytest.raises(SystemExit, match="the same release"):
         collect.added(old, new | {"sglang": ["2"]})
 
