@@ -74,12 +74,7 @@ SECTIONS = {
         "The decode step and a long prompt", "The real engine.", STEP, (), True, "flash43"
     ),
     "e2e_chain2_sglang": Section(
-        "The decode step over two cards",
-        "Each with the sums that it has there, over NVLink.",
-        STEP,
-        (),
-        True,
-        "flash43",
+        "The decode step over two cards", "Each with the sums that it has there, over NVLink.", STEP, (), True
     ),
     "e2e_two_cards_sglang": Section(
         "Two cards",
