@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 from deepseek_v4_sm120.sglang_patches import adapters
 from deepseek_v4_sm120.sglang_patches.names import ATTENTION, DSPARK, DSPARK_SINCE, EVERY, MODEL
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
+from deepseek_v4_sm120.sglang_patches.rows.tool_calls import PARSE
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
@@ -188,6 +189,7 @@ OBJECTS = {
         "pool": ((PREFILL, f"{POOL}:DeepSeekV4TokenToKVPool"),),
         "pool.swa_kv_pool": ((PREFILL, f"{POOL}:DeepSeekV4SingleKVPool"),),
     },
+    "tool_strings": {"detector": ((f"{PARSE.partition(':')[0]}:DeepSeekV32Detector",),)},
     "wo_a": {
         "attention": ((ATTENTION,),),
         "FORWARD.layer": ((ATTENTION,),),
@@ -225,6 +227,7 @@ OURS = {
     "mhc_sum_in_pieces": {"SumInPieces", "one"},
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
+    "tool_strings": {"parameter"},
     "waiting": {"kind", "w", "waiting"},
     "wo_a": {
         *("FORWARD", "expanded", "given", "groups", "groups.stored", "load", "parameter", "rotation", "signature"),

@@ -19,6 +19,7 @@ from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.names import DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
+from deepseek_v4_sm120.sglang_patches.rows.tool_calls import PARSE
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
@@ -51,8 +52,7 @@ EVERYWHERE = {
     "index_select": INDEXER,
     "bf16_linear": INDEXER,
     "fp8_linear": FP8_METHOD.partition(":")[0],
-    "mhc": MTP_MODEL.partition(":")[0],
-    **{"wo_a": MODEL, "min_p_tokens": "sglang.srt.layers.sampler"},
+    **{"wo_a": MODEL, "min_p_tokens": "sglang.srt.layers.sampler", "mhc": MTP_MODEL.partition(":")[0]},
 }
 
 
@@ -65,9 +65,9 @@ def expected(version: str) -> dict[str, str]:
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
     else:
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
-    found["mxfp4_moe"] = MARLIN
+    found |= {} if since(version, "0.5.23") else {"tool_strings": PARSE.partition(":")[0]}
+    found["mxfp4_moe"] = (SHARED_ADD if since(version, "0.5.13") else MARLIN).partition(":")[0]
     if since(version, "0.5.13"):
-        found["mxfp4_moe"] = SHARED_ADD.partition(":")[0]
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
