@@ -27,6 +27,10 @@ STOCK = {
     "max_running_requests": 256,
     "speculative_algorithm": None,
     "speculative_num_draft_tokens": None,
+    "disable_radix_cache": False,
+    "swa_prefix_tails": None,
+    "swa_full_tokens_ratio": 0.1,
+    "stream_interval": 1,
     "tool_call_parser": None,
     "reasoning_parser": None,
     "internal_states": [{}],
@@ -36,6 +40,7 @@ PLANNED = STOCK | {
     "chunked_prefill_size": 4096,
     "prefill_decode_interval": 8,
     "max_running_requests": 8,
+    "swa_prefix_tails": 256,
     "tool_call_parser": "deepseekv4",
     "reasoning_parser": "deepseek-v4",
 }
@@ -98,6 +103,39 @@ def test_an_unplanned_server_is_named_setting_by_setting(serve):
 def test_a_planned_server_is_fine(serve):
     checks = found(PLANNED, {"token_usage": 0.3})
     assert {f.state for f in checks.values()} == {OK}
+
+
+def test_few_windows_for_cached_prefixes_are_told():
+    """In cap mode alone: 0.5.21 and later, the ratio not set, a prefix cache."""
+    by_default = PLANNED | {"swa_prefix_tails": None}
+    told = found(by_default)["prefix cache"]
+    assert told.state == WARN and "32 prefixes, which prompts of 98,304 tokens fill" in told.found
+    assert "--swa-prefix-tails 256 " in told.fix
+    assert "prefix cache" not in found(PLANNED) and "prefix cache" not in found(STOCK)
+    for other in (
+        {"swa_full_tokens_ratio": 0.3},
+        {"_swa_full_tokens_ratio_explicitly_set": True},
+        {"disable_radix_cache": True},
+        {"chunked_prefill_size": -1},
+    ):
+        assert "prefix cache" not in found(by_default | other)
+    older = {name: value for name, value in by_default.items() if name != "swa_prefix_tails"}
+    assert "prefix cache" not in found(older | {"version": "0.5.20"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ({"version": "0.5.17", "speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 2}, True),
+        ({"version": "0.5.17", "stream_interval": 4}, True),
+        ({"version": "0.5.17"}, False),
+        ({"version": "0.5.17", "stream_interval": 4, "tool_call_parser": "other"}, False),
+        ({"version": "0.5.18", "stream_interval": 4}, False),
+    ],
+)
+def test_words_that_streams_of_tool_calls_lose_are_told(changes, is_told):
+    told = found(PLANNED | changes).get("parsers")
+    assert (told is not None) is is_told and (told is None or "#34458" in told.cost)
 
 
 def test_nobody_is_sent_to_another_all_reduce_while_ours_may_be_in_place():
