@@ -9,6 +9,8 @@ import pytest
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import server
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
+from tests.patching.test_wheel_speculation import number
+from tests.patching.wheels import content, every_release, fetch
 
 # the fields that SGLang 0.5.17 and 0.5.23 answer with, at the values that an unplanned start has on 2 cards
 STOCK = {
@@ -121,6 +123,32 @@ def test_few_windows_for_cached_prefixes_are_told():
         assert "prefix cache" not in found(by_default | other)
     older = {name: value for name, value in by_default.items() if name != "swa_prefix_tails"}
     assert "prefix cache" not in found(older | {"version": "0.5.20"})
+
+
+@pytest.mark.parametrize(
+    ("version", "cards", "variables", "is_told"),
+    [
+        ("0.5.19", 2, {"SGLANG_REQ_WAITING_TIMEOUT": "45"}, True),
+        ("0.5.12.post1", 4, {"SGLANG_REQ_RUNNING_TIMEOUT": "0.5"}, True),
+        ("0.5.20", 2, {"SGLANG_REQ_WAITING_TIMEOUT": "45"}, False),
+        ("0.5.19", 1, {"SGLANG_REQ_WAITING_TIMEOUT": "45"}, False),
+        *(("0.5.19", 2, {"SGLANG_REQ_WAITING_TIMEOUT": off}, False) for off in ("-1", "0", "", "soon")),
+        ("0.5.19", 2, None, False),
+    ],
+)
+def test_requests_that_each_card_ends_by_its_own_clock_are_told(version, cards, variables, is_told):
+    info = PLANNED | {"version": version, "tp_size": cards}
+    answers = server.Answers(info, None, model_type="deepseek_v4", variables=variables)
+    told = {f.check: f for f in server.checks(answers)}.get("request timeouts")
+    assert (told is not None) is is_told and (told is None or "#27221" in told.cost)
+
+
+@every_release()
+def test_since_when_one_rank_ends_them_for_all(version):
+    scheduler = content(fetch(version), "sglang/srt/managers/scheduler.py")
+    by_each = "def _abort_on_waiting_timeout(" in scheduler and "def _abort_on_running_timeout(" in scheduler
+    by_one = "every rank must drop the same requests" in scheduler
+    assert by_each is not by_one is (number(version) >= server.TIMEOUTS_OF_ONE_RANK_SINCE)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that
 HIGH_FRACTION = 0.95
 FULL_POOL = 0.95
 DEEP_DRAFTS = 5
+REQUEST_TIMEOUTS = ("SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_REQ_RUNNING_TIMEOUT")  # in seconds, off by default
+TIMEOUTS_OF_ONE_RANK_SINCE = (0, 5, 20)
 WORDS_KEPT_SINCE = (0, 5, 18)  # in front of a tool call that is streamed
 OTHER_EXPERTS = ("humming", "deep_gemm")  # backends for FP4 experts that we do not replace
 GREATEST = 1e12  # of any number that an argument or a metric can be
@@ -291,6 +293,19 @@ def _memory(a: Answers) -> Iterator[Finding]:
         yield warn("request slots", f"max_running_requests={running}", cost, "--max-running-requests <your streams>")
 
 
+def _timeouts(a: Answers) -> Iterator[Finding]:
+    given = a.variables or {}
+    set_ = [f"{name}={given[name]}" for name in REQUEST_TIMEOUTS if _is_positive(given.get(name))]
+    if set_ and (a.get("tp_size") or 1) > 1 and a.version < TIMEOUTS_OF_ONE_RANK_SINCE:
+        cost = "each card ends requests by its own clock: at the limit two part, and the server hangs (sglang #27221)"
+        fix = "unset, or SGLang 0.5.20 or newer (#37143 mended it)"
+        yield warn("request timeouts", ", ".join(set_), cost, fix)
+
+
+def _is_positive(value: str | None) -> bool:
+    return re.fullmatch(r"\s*\+?0*(\d+\.?\d*|\.\d+)\s*", value or "") is not None and float(value) > 0
+
+
 def _prefixes(a: Answers) -> Iterator[Finding]:
     """Where the sliding windows' pool has as many slots as the requests need, and those of a number of prefixes."""
     running, chunk, context = (
@@ -355,7 +370,18 @@ def _parsers(a: Answers) -> Iterator[Finding]:
 
 
 RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
-    *(_graphs, _experts, _all_reduce, _prefill, _fairness, _memory, _prefixes, _unsafe_speculation, _speculation),
+    *(
+        _graphs,
+        _experts,
+        _all_reduce,
+        _prefill,
+        _fairness,
+        _memory,
+        _timeouts,
+        _prefixes,
+        _unsafe_speculation,
+        _speculation,
+    ),
     _parsers,
 )
 
