@@ -12,8 +12,8 @@ from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120.sglang_patches import adapters
 from deepseek_v4_sm120.sglang_patches.names import ATTENTION, DSPARK, DSPARK_SINCE, EVERY, MODEL
+from deepseek_v4_sm120.sglang_patches.rows.http_server import PARSE, TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
-from deepseek_v4_sm120.sglang_patches.rows.tool_calls import PARSE
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
@@ -144,6 +144,11 @@ OBJECTS = {
         "forward_batch": ((f"{BATCH}:ForwardBatch",),),
         "forward_batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
         "mode": ((f"{BATCH}:CaptureHiddenMode",),),
+    },
+    "disconnects": {
+        "obj": ((f"{SRT}.managers.io_struct:BaseReq",),),
+        "state": ((f"{TOKENIZER_MANAGER.partition(':')[0]}:ReqState",),),
+        "state.time_stats": ((f"{SRT}.observability.req_time_stats:APIServerReqTimeStats",),),
     },
     "handed_over": {"offloader": ((f"{SRT}.utils.offloader",),)},
     "mhc_sum": {
