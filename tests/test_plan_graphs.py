@@ -79,11 +79,11 @@ def test_prefill_graphs_cost_no_fraction_where_there_is_room_and_no_plan():
 
 
 def test_one_stream_gives_spare_capacity_for_prefill_graphs():
-    """A request of 131,072 tokens, on two cards that hold 27 of them: the graphs, and 25."""
+    """A request of 131,072 tokens, on two cards that hold 17 of them with their windows: the graphs, and 15."""
     given = {"speculation": MTP, "context": 131_072, "concurrency": 1, "sglang": "0.5.23"}
     (plan, rows, _, said), (left_out, *_) = (planned_graphs(**given, prefill_graphs=word) for word in (None, 0))
     assert (rows, said) == (1024, "prefill_graphs=on")
-    assert 20 * 131_072 < plan.tokens < left_out.tokens
+    assert 15 * 131_072 < plan.tokens < left_out.tokens
     assert plan.left_free > plan.off_by and not any("has no room" in note for note in plan.notes)
 
 

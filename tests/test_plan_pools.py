@@ -40,6 +40,7 @@ def case(plan: launch.Plan) -> dict:
         "available_bytes": int(plan.static_bytes - plan.weights),
         "max_running_requests": plan.request.concurrency,
         "chunked_prefill_size": plan.chunk,
+        "prefix_tails": plan.prefix_tails,
         "algorithm": plan.request.speculation and plan.request.speculation.algorithm,
         "rows": plan.request.rows,
     }

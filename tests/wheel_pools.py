@@ -2,8 +2,8 @@
 
     python3 wheel_pools.py < {"wheels": {version: file}, "compress_ratios": [...], "cases": {version: [...]}}
 
-(JSON.) A case has available_bytes, max_running_requests, chunked_prefill_size, algorithm and rows of its speculation
-(null and 0 without); the answers are printed in their order, {version: [...]}.
+(JSON.) A case has available_bytes, max_running_requests, chunked_prefill_size, prefix_tails (null: not said),
+algorithm and rows of its speculation (null and 0 without); the answers are printed in their order, {version: [...]}.
 Of SGLang the modules of REAL run as the wheel has them; a server's state is what `Server` says, strictly: what a
 release reads of it and is not there is an error, so that a new input of the sizes cannot be missed.
 """
@@ -85,21 +85,21 @@ class Stub(types.ModuleType):
 
 
 class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The modules of REAL from one wheel; every other one of SGLang's is a stub."""
+    """The modules `real` from one wheel; every other one of SGLang's is a stub."""
 
-    def __init__(self, file):
-        self.archive = zipfile.ZipFile(file)
+    def __init__(self, file, real=REAL):
+        self.archive, self.real = zipfile.ZipFile(file), real
 
     def find_spec(self, name, path=None, target=None):
         mine = name.partition(".")[0] in ("sglang", "triton", "tvm_ffi", "sgl_kernel")
-        return importlib.machinery.ModuleSpec(name, self, is_package=name not in REAL) if mine else None
+        return importlib.machinery.ModuleSpec(name, self, is_package=name not in self.real) if mine else None
 
     def create_module(self, spec):
-        return None if spec.name in REAL else Stub(spec.name)
+        return None if spec.name in self.real else Stub(spec.name)
 
     def exec_module(self, module):
         name = module.__name__
-        if name in REAL:
+        if name in self.real:
             source = self.archive.read(name.replace(".", "/") + ".py")
             exec(compile(source, name, "exec"), module.__dict__)
 
@@ -114,7 +114,7 @@ class Server:
             chunked_prefill_size=case["chunked_prefill_size"],
             swa_full_tokens_ratio=0.1,
             _swa_full_tokens_ratio_explicitly_set=False,
-            swa_prefix_tails=None,
+            swa_prefix_tails=case["prefix_tails"],
             disable_overlap_schedule=False,
             page_size=PAGE,
         )

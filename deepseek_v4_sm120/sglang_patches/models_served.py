@@ -153,6 +153,15 @@ def announce(config: Mapping, environ: MutableMapping[str, str] = os.environ, **
     environ[VARIABLE] = json.dumps(_announced)
 
 
+def announce_served_card(environ: MutableMapping[str, str] = os.environ) -> None:
+    """The parent, once it has found that the cards are ours: for processes that answer without one."""
+    global _announced
+    told = announced(environ)
+    if told is not None:
+        _announced = {**told, "on_served_card": True}
+        environ[VARIABLE] = json.dumps(_announced)
+
+
 def announced(environ: Mapping[str, str] = os.environ) -> dict | None:
     """model_type and sizes (of TP1) of the model that this process serves, and what was asked; None: nobody told."""
     global _announced
@@ -190,3 +199,8 @@ def has_several_hosts() -> bool:
 def has_ranks_that_come_and_go() -> bool:
     """Elastic expert parallelism: a rank may end and another take its place while the others go on."""
     return _is_asked("ranks_come_and_go")
+
+
+def has_served_card() -> bool:
+    """Whether this server has a model and cards of ours, as far as its parent told; asks no GPU."""
+    return serves_this_process() and _is_asked("on_served_card")

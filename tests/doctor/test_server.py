@@ -9,6 +9,8 @@ import pytest
 from deepseek_v4_sm120.commands.console import CommandError
 from deepseek_v4_sm120.commands.doctor import server
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, NOT_RUN, OK, WARN
+from tests.patching.test_wheel_speculation import number
+from tests.patching.wheels import content, every_release, fetch
 
 # the fields that SGLang 0.5.17 and 0.5.23 answer with, at the values that an unplanned start has on 2 cards
 STOCK = {
@@ -27,6 +29,10 @@ STOCK = {
     "max_running_requests": 256,
     "speculative_algorithm": None,
     "speculative_num_draft_tokens": None,
+    "disable_radix_cache": False,
+    "swa_prefix_tails": None,
+    "swa_full_tokens_ratio": 0.1,
+    "stream_interval": 1,
     "tool_call_parser": None,
     "reasoning_parser": None,
     "internal_states": [{}],
@@ -36,6 +42,7 @@ PLANNED = STOCK | {
     "chunked_prefill_size": 4096,
     "prefill_decode_interval": 8,
     "max_running_requests": 8,
+    "swa_prefix_tails": 256,
     "tool_call_parser": "deepseekv4",
     "reasoning_parser": "deepseek-v4",
 }
@@ -98,6 +105,65 @@ def test_an_unplanned_server_is_named_setting_by_setting(serve):
 def test_a_planned_server_is_fine(serve):
     checks = found(PLANNED, {"token_usage": 0.3})
     assert {f.state for f in checks.values()} == {OK}
+
+
+def test_few_windows_for_cached_prefixes_are_told():
+    """In cap mode alone: 0.5.21 and later, the ratio not set, a prefix cache."""
+    by_default = PLANNED | {"swa_prefix_tails": None}
+    told = found(by_default)["prefix cache"]
+    assert told.state == WARN and "32 prefixes, which prompts of 98,304 tokens fill" in told.found
+    assert "--swa-prefix-tails 256 " in told.fix
+    assert "prefix cache" not in found(PLANNED) and "prefix cache" not in found(STOCK)
+    for other in (
+        {"swa_full_tokens_ratio": 0.3},
+        {"_swa_full_tokens_ratio_explicitly_set": True},
+        {"disable_radix_cache": True},
+        {"chunked_prefill_size": -1},
+    ):
+        assert "prefix cache" not in found(by_default | other)
+    older = {name: value for name, value in by_default.items() if name != "swa_prefix_tails"}
+    assert "prefix cache" not in found(older | {"version": "0.5.20"})
+
+
+@pytest.mark.parametrize(
+    ("version", "cards", "variables", "is_told"),
+    [
+        ("0.5.19", 2, {"SGLANG_REQ_WAITING_TIMEOUT": "45"}, True),
+        ("0.5.12.post1", 4, {"SGLANG_REQ_RUNNING_TIMEOUT": "0.5"}, True),
+        ("0.5.20", 2, {"SGLANG_REQ_WAITING_TIMEOUT": "45"}, False),
+        ("0.5.19", 1, {"SGLANG_REQ_WAITING_TIMEOUT": "45"}, False),
+        *(("0.5.19", 2, {"SGLANG_REQ_WAITING_TIMEOUT": off}, False) for off in ("-1", "0", "", "soon")),
+        ("0.5.19", 2, None, False),
+    ],
+)
+def test_requests_that_each_card_ends_by_its_own_clock_are_told(version, cards, variables, is_told):
+    info = PLANNED | {"version": version, "tp_size": cards}
+    answers = server.Answers(info, None, model_type="deepseek_v4", variables=variables)
+    told = {f.check: f for f in server.checks(answers)}.get("request timeouts")
+    assert (told is not None) is is_told and (told is None or "#27221" in told.cost)
+
+
+@every_release()
+def test_since_when_one_rank_ends_them_for_all(version):
+    scheduler = content(fetch(version), "sglang/srt/managers/scheduler.py")
+    by_each = "def _abort_on_waiting_timeout(" in scheduler and "def _abort_on_running_timeout(" in scheduler
+    by_one = "every rank must drop the same requests" in scheduler
+    assert by_each is not by_one is (number(version) >= server.TIMEOUTS_OF_ONE_RANK_SINCE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ({"version": "0.5.17", "speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 2}, True),
+        ({"version": "0.5.17", "stream_interval": 4}, True),
+        ({"version": "0.5.17"}, False),
+        ({"version": "0.5.17", "stream_interval": 4, "tool_call_parser": "other"}, False),
+        ({"version": "0.5.18", "stream_interval": 4}, False),
+    ],
+)
+def test_words_that_streams_of_tool_calls_lose_are_told(changes, is_told):
+    told = found(PLANNED | changes).get("parsers")
+    assert (told is not None) is is_told and (told is None or "#34458" in told.cost)
 
 
 def test_nobody_is_sent_to_another_all_reduce_while_ours_may_be_in_place():

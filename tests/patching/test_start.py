@@ -190,7 +190,8 @@ def test_later_releases_resolve_with_our_settings(run, version):
 
 
 EVERYTHING = """
-    import importlib, json, pkgutil, sys
+    import asyncio, importlib, json, pkgutil, sys
+    asyncio.set_event_loop_policy = lambda policy: None  # of uvloop, which is stood in
     sys.path[1:1] = [MACHINE]
     import sm120_machine
     sys.path += [WHEEL, PACKAGES]

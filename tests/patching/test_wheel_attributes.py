@@ -12,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120.sglang_patches import adapters
 from deepseek_v4_sm120.sglang_patches.names import ATTENTION, DSPARK, DSPARK_SINCE, EVERY, MODEL
+from deepseek_v4_sm120.sglang_patches.rows.http_server import PARSE, TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
@@ -144,6 +145,11 @@ OBJECTS = {
         "forward_batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
         "mode": ((f"{BATCH}:CaptureHiddenMode",),),
     },
+    "disconnects": {
+        "obj": ((f"{SRT}.managers.io_struct:BaseReq",),),
+        "state": ((f"{TOKENIZER_MANAGER.partition(':')[0]}:ReqState",),),
+        "state.time_stats": ((f"{SRT}.observability.req_time_stats:APIServerReqTimeStats",),),
+    },
     "handed_over": {"offloader": ((f"{SRT}.utils.offloader",),)},
     "mhc_sum": {
         "coordinator": ((GROUP,),),
@@ -188,6 +194,7 @@ OBJECTS = {
         "pool": ((PREFILL, f"{POOL}:DeepSeekV4TokenToKVPool"),),
         "pool.swa_kv_pool": ((PREFILL, f"{POOL}:DeepSeekV4SingleKVPool"),),
     },
+    "tool_strings": {"detector": ((f"{PARSE.partition(':')[0]}:DeepSeekV32Detector",),)},
     "wo_a": {
         "attention": ((ATTENTION,),),
         "FORWARD.layer": ((ATTENTION,),),
@@ -225,6 +232,7 @@ OURS = {
     "mhc_sum_in_pieces": {"SumInPieces", "one"},
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
+    "tool_strings": {"parameter"},
     "waiting": {"kind", "w", "waiting"},
     "wo_a": {
         *("FORWARD", "expanded", "given", "groups", "groups.stored", "load", "parameter", "rotation", "signature"),

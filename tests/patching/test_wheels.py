@@ -18,6 +18,7 @@ from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.names import DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
+from deepseek_v4_sm120.sglang_patches.rows.http_server import PARSE, TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
@@ -50,9 +51,8 @@ EVERYWHERE = {
     "argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook",
     "index_select": INDEXER,
     "bf16_linear": INDEXER,
-    "fp8_linear": FP8_METHOD.partition(":")[0],
-    "mhc": MTP_MODEL.partition(":")[0],
-    **{"wo_a": MODEL, "min_p_tokens": "sglang.srt.layers.sampler"},
+    **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0]},
+    **{"wo_a": MODEL, "min_p_tokens": "sglang.srt.layers.sampler", "mhc": MTP_MODEL.partition(":")[0]},
 }
 
 
@@ -60,14 +60,14 @@ def expected(version: str) -> dict[str, str]:
     """What the normal mode finds in a release: patch -> module of its last target."""
     found = dict(EVERYWHERE)
     if not since(version, "0.5.13"):
-        found |= {"sparse_decode": "flash_mla", "sched_meta": "flash_mla", "marlin_on_sm120": MARLIN}
+        found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
     else:
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
-    found["mxfp4_moe"] = MARLIN
+    found |= {} if since(version, "0.5.23") else {"tool_strings": PARSE.partition(":")[0]}
+    found |= {"disconnects": TOKENIZER_MANAGER.partition(":")[0]} if version in ("0.5.18", "0.5.19") else {}
     if since(version, "0.5.13"):
-        found["mxfp4_moe"] = SHARED_ADD.partition(":")[0]
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}

@@ -33,6 +33,9 @@ PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that
 HIGH_FRACTION = 0.95
 FULL_POOL = 0.95
 DEEP_DRAFTS = 5
+REQUEST_TIMEOUTS = ("SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_REQ_RUNNING_TIMEOUT")  # in seconds, off by default
+TIMEOUTS_OF_ONE_RANK_SINCE = (0, 5, 20)
+WORDS_KEPT_SINCE = (0, 5, 18)  # in front of a tool call that is streamed
 OTHER_EXPERTS = ("humming", "deep_gemm")  # backends for FP4 experts that we do not replace
 GREATEST = 1e12  # of any number that an argument or a metric can be
 # what the checks look at: the kind of value, and whether they cannot do without
@@ -54,6 +57,11 @@ FIELDS = {
     "speculative_algorithm": (WORDS, False),
     "speculative_num_draft_tokens": (WHOLE, False),
     "enable_symm_mem": (SWITCH, False),
+    "disable_radix_cache": (SWITCH, False),
+    "swa_prefix_tails": (WHOLE, False),  # 0.5.21 and later
+    "swa_full_tokens_ratio": (SHARE, False),
+    "_swa_full_tokens_ratio_explicitly_set": (SWITCH, False),
+    "stream_interval": (WHOLE, False),
     "tool_call_parser": (WORDS, False),
     "reasoning_parser": (WORDS, False),
 }
@@ -285,6 +293,42 @@ def _memory(a: Answers) -> Iterator[Finding]:
         yield warn("request slots", f"max_running_requests={running}", cost, "--max-running-requests <your streams>")
 
 
+def _timeouts(a: Answers) -> Iterator[Finding]:
+    given = a.variables or {}
+    set_ = [f"{name}={given[name]}" for name in REQUEST_TIMEOUTS if _is_positive(given.get(name))]
+    if set_ and (a.get("tp_size") or 1) > 1 and a.version < TIMEOUTS_OF_ONE_RANK_SINCE:
+        cost = "each card ends requests by its own clock: at the limit two part, and the server hangs (sglang #27221)"
+        fix = "unset, or SGLang 0.5.20 or newer (#37143 mended it)"
+        yield warn("request timeouts", ", ".join(set_), cost, fix)
+
+
+def _is_positive(value: str | None) -> bool:
+    return re.fullmatch(r"\s*\+?0*(\d+\.?\d*|\.\d+)\s*", value or "") is not None and float(value) > 0
+
+
+def _prefixes(a: Answers) -> Iterator[Finding]:
+    """Where the sliding windows' pool has as many slots as the requests need, and those of a number of prefixes."""
+    running, chunk, context = (
+        a.get(name) for name in ("max_running_requests", "chunked_prefill_size", "context_length")
+    )
+    sized_by_ratio = (
+        a.get("_swa_full_tokens_ratio_explicitly_set") or a.get("swa_full_tokens_ratio") != memory.SWA_RATIO
+    )
+    if "swa_prefix_tails" not in a.info or sized_by_ratio or a.get("disable_radix_cache") or not a.is_v4:
+        return
+    if not running or not chunk or chunk < 0 or not context:
+        return
+    told = a.get("swa_prefix_tails")
+    tails = memory.CACHED_PREFIXES * running if told is None else told
+    kept = memory.kept_prefix_tokens(models.FLASH, tails, chunk)
+    if kept < context:
+        found = f"windows of {tails} prefixes, which prompts of {kept:,} tokens fill"
+        cost = "a longer prompt drops the cached prefixes of all other conversations, whatever room the KV cache has"
+        wanted = memory.prefix_tails_for(models.FLASH, 2 * context, chunk)
+        fix = f"--swa-prefix-tails {wanted} for two of full length; `plan` says what fits (InferenceX #3346)"
+        yield warn("prefix cache", found, cost, fix)
+
+
 def _unsafe_speculation(a: Answers) -> Iterator[Finding]:
     algorithm, rows = a.get("speculative_algorithm"), a.get("speculative_num_draft_tokens")
     if algorithm is None or not a.is_v4:
@@ -318,10 +362,27 @@ def _parsers(a: Answers) -> Iterator[Finding]:
         if name in a.info and not a.get(name):
             cost = "tool calls or thoughts arrive as raw markup in the text"
             yield warn("parsers", f"no {name}", cost, f"--{name.replace('_', '-')} {value}")
+    many = "speculation" if a.get("speculative_algorithm") else f"--stream-interval {a.get('stream_interval')}"
+    is_many = a.get("speculative_algorithm") or (a.get("stream_interval") or 1) > 1
+    if a.get("tool_call_parser") == "deepseekv4" and is_many and a.version < WORDS_KEPT_SINCE:
+        cost = "in streams, words in front of a tool call are lost where a step brings several tokens (sglang #34458)"
+        yield warn("parsers", f"{many}, tool calls", cost, "SGLang 0.5.18 or newer, or no streaming")
 
 
 RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
-    *(_graphs, _experts, _all_reduce, _prefill, _fairness, _memory, _unsafe_speculation, _speculation, _parsers),
+    *(
+        _graphs,
+        _experts,
+        _all_reduce,
+        _prefill,
+        _fairness,
+        _memory,
+        _timeouts,
+        _prefixes,
+        _unsafe_speculation,
+        _speculation,
+    ),
+    _parsers,
 )
 
 

@@ -230,7 +230,9 @@ def memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     rows = [("weights", plan.weights, f"the checkpoint's shapes, {wo_a}{twice}")]
     rows += [("C128 states", pools.states, f"{r.concurrency} request slots")] if pools.states else []
     if pools.window_tokens is not None:
-        rows.append(("sliding windows", pools.window_bytes, f"{pools.window_tokens:,} slots, by requests and chunk"))
+        rows.append(
+            ("sliding windows", pools.window_bytes, f"{pools.window_tokens:,} slots, by requests, chunk and prefixes")
+        )
     rows.append(("KV cache", max(0.0, static - plan.weights - pools.fixed_bytes), f"{plan.tokens:,} tokens"))
     rows += [(x.what, x.bytes, x.basis) for x in plan.reserves]
     off_by = f"the estimates may be short by {plan.off_by / 1e9:.1f}"

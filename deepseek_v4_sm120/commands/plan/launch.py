@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -91,6 +92,12 @@ class Request:
         return DRAFT_HEAD in self.switched_on and self.could_have_draft_head
 
     @property
+    def may_keep_prefixes(self) -> bool:
+        """Whether more sliding windows may be held for cached prefixes: not where SGLang's own attention holds a copy
+        of that pool."""
+        return "sparse_decode" in self.replaced and self.shadow is None
+
+    @property
     def may_capture(self) -> tuple[int, ...]:
         """Rows of a prompt's pass in graphs at most, the wish first; 0: none. Of speculation beside the model's own
         drafts alone, which are in no graph then."""
@@ -118,6 +125,7 @@ class Plan:
     pools: memory.Pools
     tokens: int
     captured: int = 0  # rows of a prompt's pass in graphs, at most
+    prefix_tails: int | None = None  # windows of cached prefixes; None: SGLang's own number
     flags: list[Flag] = field(default_factory=list)
     environment: list[Flag] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -246,8 +254,14 @@ def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Pl
     weights = memory.weight_bytes(m, tp, drafts=request.rows > 0, wo_a_bf16=request.wo_a_bf16)
     if request.shadow is not None:
         weights += memory.shadow_bytes(m, tp, drafts=request.rows > 0, replaced=request.replaced)
-    pools = memory.pools(m, version, requests=request.concurrency, chunk=chunk, drafts=request.rows)
-    return Plan(request, chunk, fraction, weights, reserves, pools, pools.tokens(fraction * total - weights), captured)
+    sized = functools.partial(memory.pools, m, version, requests=request.concurrency, chunk=chunk, drafts=request.rows)
+    pools, room, tails = sized(), fraction * total - weights, None
+    if request.may_keep_prefixes:
+        streams = request.concurrency * request.context
+        tails = memory.wanted_prefix_tails(m, pools, chunk=chunk, room=room, tokens=streams)
+        pools = pools if tails is None else sized(prefix_tails=tails)
+    tokens = pools.tokens(room)
+    return Plan(request, chunk, fraction, weights, reserves, pools, tokens, captured, prefix_tails=tails)
 
 
 def _prefill_rate(gpus: int) -> float:
@@ -288,6 +302,8 @@ def _flags(plan: Plan) -> None:
     reserve = sum(x.bytes for x in plan.reserves) / memory.GIB
     add(Flag("--mem-fraction-static", f"{plan.fraction:.2f}", f"leaves {reserve:.1f} GiB of scratch, itemised above"))
     add(Flag("--chunked-prefill-size", str(plan.chunk), _chunk_reason(plan)))
+    if plan.prefix_tails is not None:
+        add(Flag("--swa-prefix-tails", str(plan.prefix_tails), _prefixes_reason(plan)))
     _speculation(plan)
     if r.version < (0, 5, 13) and m.expert_format != FP8:
         add(Flag("--moe-runner-backend", "marlin", "0.5.12's default asserts on FP4 experts"))
@@ -351,6 +367,13 @@ def _chunk_reason(plan: Plan) -> str:
         return "one stream: nobody waits for a chunk"
     seconds = plan.chunk / _prefill_rate(plan.request.gpus)
     return f"about {seconds:.1f} s at published rates: the longest that other streams wait"
+
+
+def _prefixes_reason(plan: Plan) -> str:
+    m, default = plan.request.model, memory.CACHED_PREFIXES * plan.request.concurrency
+    ours, stock = (memory.kept_prefix_tokens(m, tails, plan.chunk) for tails in (plan.prefix_tails, default))
+    kept = min(ours, plan.tokens)
+    return f"conversations of {kept:,} tokens stay cached beside each other; by default, {default}, of {stock:,}"
 
 
 def _interval_reason(plan: Plan) -> str:

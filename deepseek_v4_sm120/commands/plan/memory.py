@@ -22,6 +22,7 @@ INDEX_KEY_BYTES = 132  # FP8, with its fp32 scale
 SWA_RATIO = 0.1  # SGLang's for this model
 EVICTION_INTERVAL = 128  # SGLANG_SWA_EVICTION_INTERVAL's default
 CACHED_PREFIXES = 4  # that keep their window, for each request: --swa-prefix-tails' default
+CACHED_CHUNK_TOKENS = 2 * PAGE_TOKENS  # window slots that stay of each chunk of a prompt in the prefix cache
 REQUEST_STATES_SINCE = (0, 5, 15)  # the C128 states belong to the request slots; before, to the window's
 PADDED_SINCE = (0, 5, 21)  # entries are priced with their page's padding, the window's slots by the requests
 STATE_BYTES = 4  # fp32
@@ -122,12 +123,14 @@ class Pools:
     window_tokens     slots of the sliding-window pool; None: SWA_RATIO of the tokens
     window_bytes      the bytes of that pool where its slots are fixed, else 0
     token_bytes       bytes per token of capacity
+    prefix_tails      windows of cached prefixes among those slots; None: no such number
     """
 
     states: int
     window_tokens: int | None
     window_bytes: float
     token_bytes: float
+    prefix_tails: int | None = None
 
     @property
     def fixed_bytes(self) -> float:
@@ -146,8 +149,11 @@ class Pools:
         return int(tokens * SWA_RATIO) // PAGE_TOKENS * PAGE_TOKENS
 
 
-def pools(m: Model, version: Version, *, requests: int, chunk: int, drafts: int) -> Pools:
-    """`drafts` are SGLang's draft tokens, the verified one among them; 0 without speculation."""
+def pools(
+    m: Model, version: Version, *, requests: int, chunk: int, drafts: int, prefix_tails: int | None = None
+) -> Pools:
+    """`drafts` are SGLang's draft tokens, the verified one among them; 0 without speculation. `prefix_tails` of
+    --swa-prefix-tails; None: not said."""
     speculative = drafts > 0
     padded = version >= PADDED_SINCE
     window_page = PAGE_TOKENS if padded else m.window
@@ -162,8 +168,36 @@ def pools(m: Model, version: Version, *, requests: int, chunk: int, drafts: int)
     draft_layer = (m.layers + 1) / m.layers if speculative else 1.0
     if version < PADDED_SINCE:
         return Pools(states, None, 0.0, (compressed + SWA_RATIO * slot) * draft_layer)
-    slots = _window_slots(m, requests, chunk, drafts)
-    return Pools(states, slots, slots * slot * draft_layer, compressed * draft_layer)
+    tails = CACHED_PREFIXES * requests if prefix_tails is None else prefix_tails
+    slots = _window_slots(m, requests, chunk, drafts, tails)
+    return Pools(states, slots, slots * slot * draft_layer, compressed * draft_layer, tails)
+
+
+def kept_prefix_tokens(m: Model, prefix_tails: int, chunk: int) -> int:
+    """Of how many tokens of prompts the prefix cache keeps the windows, read in chunks of `chunk`. A prefix whose
+    window is gone is read anew, although its entries may be there; a prompt that is longer drops all others'."""
+    return prefix_tails * (m.window + PAGE_TOKENS) // CACHED_CHUNK_TOKENS * chunk
+
+
+def prefix_tails_for(m: Model, tokens: int, chunk: int) -> int:
+    """So many that the windows of prompts of so many tokens are kept."""
+    return math.ceil(math.ceil(tokens / chunk) * CACHED_CHUNK_TOKENS / (m.window + PAGE_TOKENS))
+
+
+def wanted_prefix_tails(m: Model, sized: Pools, *, chunk: int, room: float, tokens: int) -> int | None:
+    """So many that the windows of all that the KV cache holds are kept, as far as `tokens` of capacity remain in `room`
+    bytes. None: `sized`, by SGLang's own number, has no fewer, or the release has no such number."""
+    if sized.prefix_tails is None or sized.window_tokens is None:
+        return None
+    tail = m.window + PAGE_TOKENS
+    slot = sized.window_bytes / sized.window_tokens
+    live = sized.window_bytes - sized.prefix_tails * tail * slot
+    free = room - sized.states - live
+    balanced = free / (sized.token_bytes + CACHED_CHUNK_TOKENS / chunk * slot)
+    capacity = math.ceil(max(balanced, tokens) / PAGE_TOKENS) * PAGE_TOKENS
+    pages = (free - capacity * sized.token_bytes) // (PAGE_TOKENS * slot) - 1  # one, to which slots are rounded up
+    tails = int(pages * PAGE_TOKENS // tail)
+    return tails if tails > sized.prefix_tails else None
 
 
 def has_request_states(version: Version) -> bool:
@@ -179,12 +213,12 @@ def _entry_bytes(ratio: int, padded: bool) -> float:
     return math.ceil(entries * KV_TOKEN_BYTES / PAGE_ALIGN) * PAGE_ALIGN / entries
 
 
-def _window_slots(m: Model, requests: int, chunk: int, drafts: int) -> int:
+def _window_slots(m: Model, requests: int, chunk: int, drafts: int, prefix_tails: int) -> int:
     """What the scheduler can hold live (window, eviction interval, page, one step's tokens a request; two chunks in
-    flight), and the windows of CACHED_PREFIXES prefixes a request."""
+    flight), and the windows of `prefix_tails` prefixes."""
     step = 2 * drafts if drafts else PAGE_TOKENS
     live = requests * (m.window + EVICTION_INTERVAL * max(1, drafts) + PAGE_TOKENS + step) + 2 * chunk + PAGE_TOKENS
-    cached = CACHED_PREFIXES * requests * (m.window + PAGE_TOKENS)
+    cached = prefix_tails * (m.window + PAGE_TOKENS)
     return math.ceil((live + cached) / PAGE_TOKENS) * PAGE_TOKENS
 
 

@@ -109,6 +109,7 @@ def replace_apply_defaults(original: Callable) -> Callable:
             engine.steering.set_aside(other)
             report.write(engine)
         if engine is not None and device_gate.serves_current_device():
+            models_served.announce_served_card()
             engine.steering.apply(_surroundings(server_args), read, write)
             applied = [f"{c.default}: {', '.join(c.applied)}" for c in engine.steering.outcomes if c.applied]
             if applied:

@@ -1,0 +1,107 @@
+"""Tool calls, read by the parsers of every release that the row is for, whole and in pieces of any number of tokens."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.adapters import tool_strings
+from tests.patching.tool_calls_read import CASES, IN_FRONT
+from tests.patching.wheels import RELEASES, content, fetch, members, since
+
+REPO = Path(__file__).resolve().parents[2]
+OWN_PARSER_SINCE, WORDS_KEPT_SINCE = "0.5.23", "0.5.18"
+JSON_CALL = ["run", {"command": " as JSON "}]
+read_by = pytest.mark.parametrize("version", [r for r in RELEASES if not since(r, OWN_PARSER_SINCE)], scope="module")
+
+
+@functools.cache
+def read(version: str) -> dict:
+    command = [sys.executable, "-m", "tests.patching.tool_calls_read", version]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@read_by
+def test_strings_arrive_as_they_were_written(version):
+    for case, ways in read(version)["ours"].items():
+        for way, (_, *calls) in ways.items():
+            assert calls == [["run", CASES[case]], JSON_CALL], (case, way)
+
+
+@read_by
+def test_sglang_strips_them(version):
+    """So the row is needed; and what is whole apart from that is as it was."""
+    found = read(version)
+    for case, arguments in CASES.items():
+        stripped = {name: v.strip() if isinstance(v, str) else v for name, v in arguments.items()}
+        for way, (in_front, *calls) in found["stock"][case].items():
+            assert calls == [["run", stripped], JSON_CALL], (case, way)
+            if way == "0":
+                assert in_front == found["ours"][case][way][0] == IN_FRONT
+
+
+@read_by
+def test_other_models_and_cards_keep_sglangs(version):
+    found = read(version)
+    assert found["v3.2 beside ours"] == found["v3.2"] and found["elsewhere"] == found["stock"]
+
+
+@read_by
+def test_words_in_front_of_a_call_are_lost_by_several_tokens_a_step_before_they_were_mended(version):
+    """What doctor and docs/operating.md say of streams; sglang #34458."""
+    streamed = [
+        in_front.strip()
+        for ways in read(version)["stock"].values()
+        for way, (in_front, *_) in ways.items()
+        if way not in ("0", "1")
+    ]
+    assert all(words == IN_FRONT for words in streamed) == since(version, WORDS_KEPT_SINCE)
+    assert {ways["1"][0].strip() for ways in read(version)["stock"].values()} == {IN_FRONT}
+
+
+@read_by
+def test_deepseeks_prompt_says_as_is(version):
+    (encoder,) = [m for m in members(fetch(version)) if m.endswith("/openai/encoding_dsv4.py")]
+    assert 'String parameters should be specified as is and set `string="true"`' in content(fetch(version), encoder)
+
+
+def test_from_then_on_deepseeks_own_parser_reads_the_answers():
+    wheel = fetch(OWN_PARSER_SINCE)
+    assert not [m for m in members(wheel) if m.endswith("/openai/encoding_dsv4.py")]
+    assert '"dsv4": {"builtin": _build_deepseek_recipe}' in content(
+        wheel, "sglang/srt/entrypoints/openai/chat_encoding_adapters.py"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "card", "ours"),
+    [("deepseek_v4", True, True), ("deepseek_v4", False, False), ("deepseek_v41", True, False), (None, True, False)],
+)
+def test_it_is_ours_where_the_parent_told_so(model, card, ours, monkeypatch):
+    """In the parent, and in a process that it starts, which asks no GPU."""
+    environment = {}
+    monkeypatch.setattr(models_served, "_announced", None)
+    if model:
+        models_served.announce({"model_type": model}, environment)
+    if card:
+        models_served.announce_served_card(environment)
+    assert models_served.has_served_card() is ours
+    monkeypatch.setattr(models_served, "_announced", models_served._UNASKED)
+    models_served.announced(environment)
+    assert models_served.has_served_card() is ours
+
+
+def test_without_our_card_the_original_is_asked_alone(monkeypatch):
+    monkeypatch.setattr(models_served, "_announced", None)
+
+    class Detector:
+        bot_token = tool_strings.CALLS
+        parse = tool_strings.replace_parse_parameters(lambda self, text: text)
+
+    assert Detector().parse("anything") == "anything"

@@ -1,0 +1,108 @@
+"""Answers with tool calls, read by a release's own parsers, without and with ours around them.
+
+A program of its own, because it imports SGLang's modules from a wheel:
+
+    python3 -m tests.patching.tool_calls_read 0.5.22        JSON: what each case became, by way
+"""
+
+import importlib
+import inspect
+import json
+import logging
+import random
+import re
+import sys
+from types import SimpleNamespace
+
+from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.adapters import tool_strings
+from tests.patching.wheels import fetch, packages
+from tests.wheel_pools import Wheel
+
+HOME = "sglang.srt.function_call"
+REAL = tuple(
+    f"{HOME}.{name}"
+    for name in ("base_format_detector", "core_types", "utils", "deepseekv32_detector", "deepseekv4_detector")
+)
+MARK = "｜DSML｜"
+IN_FRONT = "Let me look."
+CASES = {
+    "indented": {"command": "    return x\n"},
+    "blanks alone": {"command": "  \n", "o": "\t"},
+    "inner blanks": {"command": "\n\n  if x:\n\n\n  y  ", "n": 3},
+    "nothing": {"command": ""},
+    "SGLang's own marks": {"command": " find /tmp/parameter invoke </p> \n", "o": {"a": [1, " b "]}},
+    "quotes": {"command": ' a\\n"b"\\ \n'},
+    "JSON in it": {"command": ' {"a": " b "} \n'},
+    "no string": {"n": 12, "o": [True, None, 1.5]},
+}
+WAYS = (0, 1, 2, 3, 5, 10_000)  # tokens of a piece; 0: the answer as a whole
+IN_TURNS = 40  # ways whose pieces have other numbers of tokens
+
+
+def written(block: str, arguments: dict) -> str:
+    """As the model writes a call: two of them, the second with its arguments as JSON."""
+    parameters = "".join(
+        f'<{MARK}parameter name="{name}" string="{str(isinstance(value, str)).lower()}">'
+        f"{value if isinstance(value, str) else json.dumps(value)}</{MARK}parameter>\n"
+        for name, value in arguments.items()
+    )
+    first = f'<{MARK}invoke name="run">\n{parameters}</{MARK}invoke>\n'
+    second = f'<{MARK}invoke name="run">\n{{"command": " as JSON "}}\n</{MARK}invoke>\n'
+    return f"{IN_FRONT}\n\n<{MARK}{block}>\n{first}{second}</{MARK}{block}>"
+
+
+def pieces(text: str, way) -> list[str]:
+    """DeepSeek's mark is one token, as in its vocabulary; for the rest words, blanks and signs do."""
+    tokens, found, at = re.findall(rf"{MARK}| ?[A-Za-z]+|\n+|\s|\d+|[^\w\s]|_", text), [], 0
+    assert "".join(tokens) == text
+    chance = random.Random(str(way))
+    while at < len(tokens):
+        many = way if isinstance(way, int) else chance.randint(1, 5)
+        found.append("".join(tokens[at : at + many]))
+        at += many
+    return found
+
+
+def read(detector, text: str, way, tools) -> list:
+    """[the words in front, [name, arguments] of each call]"""
+    if way == 0:
+        found = detector.detect_and_parse(text, tools)
+        return [found.normal_text, *([call.name, json.loads(call.parameters)] for call in found.calls)]
+    told = [detector.parse_streaming_increment(piece, tools) for piece in pieces(text, way)]
+    if "tools" in inspect.signature(getattr(detector, "finish", main)).parameters:
+        told.append(detector.finish(tools))
+    calls = {}
+    for call in (call for one in told for call in one.calls):
+        name, arguments = calls.get(call.tool_index, ("", ""))
+        calls[call.tool_index] = (name + (call.name or ""), arguments + (call.parameters or ""))
+    return ["".join(one.normal_text or "" for one in told), *([n, json.loads(a)] for n, a in calls.values())]
+
+
+def main(version: str) -> dict:
+    logging.disable(logging.CRITICAL)
+    sys.path.append(str(packages()))
+    sys.meta_path.insert(0, Wheel(fetch(version), REAL))
+    v32 = importlib.import_module(f"{HOME}.deepseekv32_detector").DeepSeekV32Detector
+    v4 = importlib.import_module(f"{HOME}.deepseekv4_detector").DeepSeekV4Detector
+    parameters = {"type": "object", "properties": {name: {} for name in ("command", "n", "o")}}
+    tools = [SimpleNamespace(function=SimpleNamespace(name="run", parameters=parameters))]
+    ways = [*WAYS, *(f"turns {i}" for i in range(IN_TURNS))]
+    stock = v32._parse_parameters_from_xml
+    is_partial = "allow_partial" in inspect.signature(stock).parameters
+    replace = tool_strings.replace_parse_partial_parameters if is_partial else tool_strings.replace_parse_parameters
+
+    def all_ways(of, block: str) -> dict:
+        texts = {case: written(block, arguments) for case, arguments in CASES.items()}
+        return {case: {str(way): read(of(), text, way, tools) for way in ways} for case, text in texts.items()}
+
+    found = {"stock": all_ways(v4, "tool_calls"), "v3.2": all_ways(v32, "function_calls")}
+    v32._parse_parameters_from_xml = replace(stock)
+    found["elsewhere"] = all_ways(v4, "tool_calls")
+    models_served.announce({"model_type": "deepseek_v4"}, {})
+    models_served.announce_served_card({})
+    return found | {"ours": all_ways(v4, "tool_calls"), "v3.2 beside ours": all_ways(v32, "function_calls")}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))
