@@ -164,6 +164,8 @@ class Engine:
         with gzip.open(self.folder + "/t.json.gz", "wt") as f:
             json.dump({"traceEvents": self.traced}, f)
         self.traced = None
+    def freeze_gc(self):
+        pass
     def shutdown(self):
         pass
 """

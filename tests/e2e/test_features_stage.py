@@ -404,6 +404,8 @@ class Engine:
     def flush_cache(self):
         self.seen.clear()
         return types.SimpleNamespace(success=True)
+    def freeze_gc(self):
+        pass
     def shutdown(self):
         pass
 """  # noqa: E501
