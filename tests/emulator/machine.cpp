@@ -88,6 +88,7 @@ void Machine::choose(const Choices& choices) {
   random_.seed(choices.seed);
   rest_ = 0, rests_one_in_ = choices.is_weak ? kRestsOneIn[random(3)] : 0;
   weak.choose(choices.is_weak, choices.seed);
+  watch.choose(choices.is_watched);
 }
 
 int Machine::blocks_that_fit(uint32_t threads, uint32_t shared) const {
@@ -152,6 +153,7 @@ bool Machine::place(int number_of_card, Grid& grid) {
     block->grid = &grid, block->multiprocessor = static_cast<int>(which);
     block->x = number % grid.blocks[0], block->y = number / grid.blocks[0] % grid.blocks[1], block->z = number / grid.blocks[0] / grid.blocks[1];
     block->shared_bytes = shared - kReservedShared;
+    if (watch.on) block->ordering = watch.begin(padded, block->shared_bytes);
     block->memory = std::make_unique<uint8_t[]>(block->shared_bytes + 1024);
     block->shared = block->memory.get() + (1024 - reinterpret_cast<uintptr_t>(block->memory.get()) % 1024);
     std::memset(block->shared, 0xff, block->shared_bytes);  // NaN as bf16, f32 and E4M3
