@@ -94,7 +94,7 @@ Step barrier(Warp& w, const Instruction& i, uint32_t mask) {
   b.arrived += 32;
   if (weak.on) each(mask, [&](int l) { weak.arrive(*w.block->stores, w.thread(l), b.seen); });
   if (watch.on) each(mask, [&](int l) { watch.tells(w, l, b.known); });
-  if (watch.on && expected == 0 && static_cast<size_t>(w.block->alive) < w.block->warps.size()) watch.left_alone(*w.block, i);
+  if (watch.on && expected == 0 && (mask != w.begun || static_cast<size_t>(w.block->alive) < w.block->warps.size())) watch.left_alone(*w.block, i);
   const bool stays = i.kind != kArrive;
   if (stays) w.park(Wait::kBarrier, static_cast<int>(which));
   release_barriers(*w.block);

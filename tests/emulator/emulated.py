@@ -66,6 +66,7 @@ def library() -> ctypes.PyDLL:
     lib.emulator_launch.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
     for name in ("emulator_allow", "emulator_unwritten", "emulator_written"):
         getattr(lib, name).argtypes = [ctypes.c_uint64] * 2
+    lib.emulator_limit.argtypes = [ctypes.c_uint64]
     lib.emulator_choose.argtypes = [ctypes.c_uint64, *[ctypes.c_int] * 5]
     for text in texts:
         lib.emulator_ptx(text.read_bytes())

@@ -10,7 +10,6 @@ Machine machine;
 
 namespace {
 
-constexpr uint64_t kMostInstructions = 150'000'000;  // of one run: a wait for what never comes is ended
 constexpr uint32_t kRestsOneIn[] = {16, 512, 1 << 20};  // looks, by the seed
 constexpr uint32_t kLongestRest = 4096;                  // turns
 constexpr int kOthersTurn = 4;                         // a group that waits in a loop leaves to another one, once in so many looks
@@ -198,7 +197,7 @@ bool Machine::place(int number_of_card, Grid& grid) {
         }
       }
       const uint32_t lanes = std::min(32u, threads - w * 32);
-      warp->alive = lanes == 32 ? kAll : (1u << lanes) - 1;
+      warp->alive = warp->begun = lanes == 32 ? kAll : (1u << lanes) - 1;
       warp->now = {0, warp->alive};
       block->warps.push_back(std::move(warp));
     }
@@ -386,7 +385,7 @@ void Machine::run() {
         idle = 0;
       }
       if (idle > 16 * resident_.size() + 64 && !begin_any() && !any_runs()) fail("all wait:" + where_all_wait());
-      if (instructions_ - begin > kMostInstructions) fail("it does not end:" + where_all_wait());
+      if (instructions_ - begin > most_instructions) fail("it does not end:" + where_all_wait());
     }
   } catch (...) {
     clear();

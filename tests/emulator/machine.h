@@ -113,7 +113,7 @@ struct Warp {
   int index = 0;
   std::array<uint8_t*, 2> bases{};
   std::vector<uint8_t> frame;
-  uint32_t alive = 0;
+  uint32_t alive = 0, begun = 0;  // lanes
   Group now;                  // mask 0: nothing runs
   std::vector<Group> others;  // at other instructions
   std::vector<Parked> parked;
@@ -214,6 +214,7 @@ class Machine {
   bool begins_rest(const Block& block, bool behind_fence);
   uint64_t clock() const { return instructions_; }
 
+  uint64_t most_instructions = 150'000'000;  // of one run: a wait for what never comes is ended
   std::map<std::string, uint64_t> ran;  // launches by kernel
 
  private:

@@ -55,7 +55,7 @@ Step load(Warp& w, const Instruction& i, uint32_t mask) {
     const uint8_t* from = kSpace == kShared      ? shared_at(w, at, bytes, i)
                           : kSpace == kParameter ? reinterpret_cast<uint8_t*>(at)
                                                  : global_at(at, bytes, false);
-    if (kSpace == kShared && watch.on) watch.accesses(w, l, i, at, bytes, false, i.order & kCoherent);
+    const bool has_value = kSpace != kShared || !watch.on || watch.accesses(w, l, i, at, bytes, i.order & kCoherent ? kAtomic : kReads);
     if (kSpace == kGlobal && watch.on) watch.reads(*w.block, &i, at, bytes);
     T values[4];
     if (kSpace == kGlobal && weak.on) {
@@ -63,6 +63,7 @@ Step load(Warp& w, const Instruction& i, uint32_t mask) {
     } else {
       std::memcpy(values, from, bytes);
     }
+    if (!has_value) std::memset(values, 0xff, bytes);
     for (size_t n = 0; n < count; ++n)
       set_lane(w, i.o[n], l, std::is_signed_v<T> ? static_cast<uint64_t>(static_cast<int64_t>(values[n])) : static_cast<uint64_t>(values[n]));
   });
@@ -80,7 +81,8 @@ Step store(Warp& w, const Instruction& i, uint32_t mask) {
     T values[4];
     for (size_t n = 0; n < count; ++n) values[n] = static_cast<T>(lane_of(w, i.o[n], l));
     uint8_t* const to = kSpace == kShared ? shared_at(w, at, bytes, i) : global_at(at, bytes, true);
-    if (kSpace == kShared && watch.on) watch.accesses(w, l, i, at, bytes, true, i.order & kCoherent);
+    if (kSpace == kShared && watch.on)
+      watch.accesses(w, l, i, at, bytes, kWrites | (i.order & kCoherent ? kAtomic : 0) | (std::memcmp(to, values, bytes) ? 0 : kKeeps));
     if (kSpace == kGlobal && watch.on) watch.written(at, bytes);
     if (kSpace == kGlobal && weak.on) return write_weakly(w, i, l, at, bytes, sizeof(T), values);
     std::memcpy(to, values, bytes);
@@ -135,7 +137,7 @@ Step atomic(Warp& w, const Instruction& i, uint32_t mask) {
   each(mask, [&](int l) {
     const uint64_t at = address_of(w, i.address, l);
     T* place = reinterpret_cast<T*>(kIsShared ? shared_at(w, at, sizeof(T), i) : global_at(at, sizeof(T), true));
-    if (kIsShared && watch.on) watch.accesses(w, l, i, at, sizeof(T), true, true);
+    if (kIsShared && watch.on) watch.accesses(w, l, i, at, sizeof(T), kWrites | kAtomic);
     if (!kIsShared && watch.on) watch.reads(*w.block, &i, at, sizeof(T)), watch.written(at, sizeof(T));
     const bool is_weak = !kIsShared && weak.on;
     if (is_weak && i.order & kReleases) weak.release(*w.block->stores, w.thread(l));
@@ -182,11 +184,12 @@ Step matrices(Warp& w, const Instruction& i, uint32_t mask) {
   for (size_t m = 0; m < count; ++m) {
     uint16_t values[8][8];
     uint8_t* rows[8];
+    bool has_value[8] = {};
     for (int r = 0; r < 8; ++r) {
       const int lane = static_cast<int>(m) * 8 + r;
       const uint64_t at = address_of(w, i.address, lane);
       rows[r] = shared_at(w, at, 16, i);
-      if (watch.on) watch.accesses(w, lane, i, at, 16, kStores, false);
+      has_value[r] = !watch.on || watch.accesses(w, lane, i, at, 16, kStores ? kWrites : kReads);
     }
     uint32_t* lanes = w.lanes<uint32_t>(i.o[m]);
     if (kStores) {
@@ -195,7 +198,7 @@ Step matrices(Warp& w, const Instruction& i, uint32_t mask) {
           (kTransposed ? values[l % 4 * 2 + h][l / 4] : values[l / 4][l % 4 * 2 + h]) = static_cast<uint16_t>(lanes[l] >> (16 * h));
       for (int r = 0; r < 8; ++r) std::memcpy(rows[r], values[r], 16);
     } else {
-      for (int r = 0; r < 8; ++r) std::memcpy(values[r], rows[r], 16);
+      for (int r = 0; r < 8; ++r) has_value[r] ? std::memcpy(values[r], rows[r], 16) : std::memset(values[r], 0xff, 16);
       for (int l = 0; l < kLanes; ++l) {
         const auto half = [&](int h) -> uint32_t { return kTransposed ? values[l % 4 * 2 + h][l / 4] : values[l / 4][l % 4 * 2 + h]; };
         lanes[l] = half(0) | half(1) << 16;
@@ -246,7 +249,7 @@ Step init_counter(Warp& w, const Instruction& i, uint32_t mask) {
     if (count == 0 || count > 0xfffff) fail("an mbarrier of " + std::to_string(count));
     const uint64_t at = address_of(w, i.address, l);
     counter_at(*w.block, at).set(0, count, count, 0);
-    if (watch.on) watch.accesses(w, l, i, at, 8, true, false), watch.init_phases(w, l, at);
+    if (watch.on) watch.accesses(w, l, i, at, 8, kWrites), watch.init_phases(w, l, at);
   });
   return Step::kNext;
 }

@@ -214,6 +214,7 @@ OURS void emulator_choose(uint64_t seed, int multiprocessors, int most_instructi
   machine.clear();
   machine.choose({seed, multiprocessors, most_instructions, checks_memory != 0, is_weak != 0, is_watched != 0});
 }
+OURS void emulator_limit(uint64_t most_instructions) { machine.most_instructions = most_instructions; }
 OURS void emulator_card(int card) { current_card = card; }
 OURS void emulator_allow(uint64_t at, uint64_t bytes) { machine.allow(at, bytes); }
 OURS void emulator_unwritten(uint64_t at, uint64_t bytes) { watch.unwritten(at, bytes); }

@@ -66,32 +66,38 @@ std::shared_ptr<Ordering> Watch::begin(uint32_t threads, uint32_t bytes) {
   return o;
 }
 
-void Watch::access(Ordering& o, const Block& block, const Clock& known, uint32_t writer, uint32_t clock, uint64_t at, uint32_t bytes, bool writes,
-                   bool is_atomic, const Instruction& by) {
+bool Watch::access(Ordering& o, const Block& block, const Clock& known, uint32_t writer, uint32_t clock, uint64_t at, uint32_t bytes, int how,
+                   const Instruction& by) {
+  const bool writes = how & kWrites;
+  bool has_value = true;
   for (uint64_t word = at / 4; word * 4 < at + bytes; ++word) {
     uint8_t mask = 0xf;
     if (word * 4 < at) mask &= 0xf << (at - word * 4);
     if (word * 4 + 4 > at + bytes) mask &= 0xf >> (word * 4 + 4 - at - bytes);
     auto& all = o.words[word];
     const auto is_past = [&](const Ordering::Access& e) {
-      const bool is_ordered = e.clock <= known.at(e.writer);
-      if (!is_ordered && e.mask & mask && (writes || e.writes) && !(is_atomic && e.is_atomic))
-        report(block, std::string("race: ") + (e.writes ? "writes, " : "reads, ") + told(e.by) + (writes ? "; writes, " : "; reads, ") + told(&by));
-      return is_ordered && !(e.mask & ~mask) && (writes || !e.writes);
+      const bool is_ordered = e.clock <= known.at(e.writer), wrote = e.how & kWrites;
+      const bool may_meet = e.how & how & kAtomic || !(writes || wrote) || (wrote && how & kKeeps);
+      if (!is_ordered && e.mask & mask && !may_meet) {
+        has_value = false;
+        report(block, std::string("race: ") + (wrote ? "writes, " : "reads, ") + told(e.by) + (writes ? "; writes, " : "; reads, ") + told(&by));
+      }
+      return is_ordered && !(e.mask & ~mask) && (writes || !wrote);
     };
     all.erase(std::remove_if(all.begin(), all.end(), is_past), all.end());
-    all.push_back({writer, clock, mask, writes, is_atomic, &by});
+    all.push_back({writer, clock, mask, static_cast<uint8_t>(how), &by});
   }
+  return has_value;
 }
-void Watch::accesses(Warp& w, int lane, const Instruction& i, uint64_t at, uint32_t bytes, bool writes, bool is_atomic) {
+bool Watch::accesses(Warp& w, int lane, const Instruction& i, uint64_t at, uint32_t bytes, int how) {
   Ordering& o = *w.block->ordering;
   const uint32_t t = w.thread(lane);
-  access(o, *w.block, o.clocks[t], t, o.clocks[t].at(t), at, bytes, writes, is_atomic, i);
+  return access(o, *w.block, o.clocks[t], t, o.clocks[t].at(t), at, bytes, how, i);
 }
 void Watch::copies(Warp& w, int lane, const Instruction& i, uint64_t at, uint32_t bytes) {
   Ordering& o = *w.block->ordering;
   const uint32_t t = w.thread(lane);
-  access(o, *w.block, o.clocks[t], o.threads + t, ++o.copies[t], at, bytes, true, false, i);
+  access(o, *w.block, o.clocks[t], o.threads + t, ++o.copies[t], at, bytes, kWrites, i);
 }
 void Watch::closes(Warp& w, int lane) {
   Ordering& o = *w.block->ordering;
@@ -113,7 +119,7 @@ Knowledge Watch::copies_bulk(Warp& w, int lane, const Instruction& i, uint64_t a
   const uint32_t t = w.thread(lane);
   auto& [writer, count] = o.bulk.try_emplace({t, barrier}, o.writers, 0).first->second;
   if (writer == o.writers) ++o.writers;
-  access(o, *w.block, o.clocks[t], writer, ++count, at, bytes, true, false, i);
+  access(o, *w.block, o.clocks[t], writer, ++count, at, bytes, kWrites, i);
   auto end = std::make_shared<Clock>(o.clocks[t]);
   (*end)[writer] = count;
   return end;
@@ -158,8 +164,6 @@ void Watch::has_phase(Block& block, uint64_t at, uint32_t phase) {
   phases.arrived = {};
 }
 void Watch::sees_end(Warp& w, int lane, uint64_t at) { w.block->ordering->clocks[w.thread(lane)].join(w.block->ordering->phases[at].over); }
-void Watch::left_alone(const Block& block, const Instruction& i) {
-  report(block, "a barrier of all threads where some have ended: " + told(&i));
-}
+void Watch::left_alone(const Block& block, const Instruction& i) { report(block, "a barrier of all threads where some have ended: " + told(&i)); }
 
 }  // namespace emulator

@@ -3,7 +3,8 @@
 // Each thread of a block has a clock of all threads' numbers (vector clocks). A barrier, of the block (bar, any id and count), of a warp
 // (bar.warp.sync) or of phases (mbarrier), tells those who leave it what those who arrived knew. A copy is a writer of its own, which knows
 // what its thread knew when it asked for it: of cp.async the thread knows the end by cp.async.wait, whoever waits for an mbarrier by
-// cp.async.mbarrier.arrive, of cp.async.bulk by complete_tx alone. Shuffles, votes and products tell nobody anything.
+// cp.async.mbarrier.arrive, of cp.async.bulk by complete_tx alone. Shuffles, votes and products tell nobody anything. A read that races
+// with what was done before it gives all bits set, so that results say whether anybody asks for it.
 #pragma once
 
 #include <cstdint>
@@ -27,11 +28,14 @@ struct Clock {
   void join(const Clock& other);
 };
 
+// kKeeps: a store of what is there already, which may be beside another store: all of them write the same
+enum How : int { kReads = 0, kWrites = 1, kAtomic = 2, kKeeps = 4 };
+
 struct Ordering {  // of a block
   struct Access {
     uint32_t writer, clock;
     uint8_t mask;  // bytes of the word
-    bool writes, is_atomic;
+    uint8_t how;
     const Instruction* by;
   };
   struct Phases {  // of an mbarrier
@@ -63,7 +67,8 @@ class Watch {
 
   // shared memory
   std::shared_ptr<Ordering> begin(uint32_t threads, uint32_t bytes);
-  void accesses(Warp& w, int lane, const Instruction& i, uint64_t at, uint32_t bytes, bool writes, bool is_atomic);
+  // `how`: of Access. False: a read that may have any value
+  bool accesses(Warp& w, int lane, const Instruction& i, uint64_t at, uint32_t bytes, int how);
   void copies(Warp& w, int lane, const Instruction& i, uint64_t at, uint32_t bytes);
   void closes(Warp& w, int lane);
   void waits_for_copies(Warp& w, int lane, size_t groups_left);  // -1 as many as there are: all copies
@@ -81,8 +86,8 @@ class Watch {
   void left_alone(const Block& block, const Instruction& i);  // a barrier of all threads, of which some have ended
 
  private:
-  void access(Ordering& o, const Block& block, const Clock& known, uint32_t writer, uint32_t clock, uint64_t at, uint32_t bytes, bool writes,
-              bool is_atomic, const Instruction& by);
+  bool access(Ordering& o, const Block& block, const Clock& known, uint32_t writer, uint32_t clock, uint64_t at, uint32_t bytes, int how,
+              const Instruction& by);
   void report(const Block& block, const std::string& what);
 
   std::map<uint64_t, std::vector<bool>> memory_;  // by where it begins: what of it is written

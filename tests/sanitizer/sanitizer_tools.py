@@ -46,11 +46,13 @@ NO_FAULT = "no fault of this tool's"  # asked only whether it is reported where 
 @dataclass(frozen=True)
 class Control:
     """A kernel of controls.cu. `required`: a tool that does not report its fault checks nothing. Of the others the
-    check says so: hazards of that kind are not seen."""
+    check says so: hazards of that kind are not seen. `idiom`: the right one may be reported, and if so, reports of
+    kernels that do the same are worth nothing (IDIOMS)."""
 
     name: str
     what: str
     required: bool = False
+    idiom: bool = False
 
 
 CONTROLS = {
@@ -68,6 +70,8 @@ CONTROLS = {
         Control("bulk_copy", "a missing wait for cp.async.bulk's mbarrier"),
         Control("ring", "a stage filled before it was emptied, by mbarriers"),
         Control("ring_of_registers", "the same behind setmaxnreg"),
+        Control("ring_of_leaders", "the same where a warp's leader tells for all", idiom=True),
+        Control("ring_of_copies", "the same of copies", idiom=True),
     ),
     "synccheck": (
         Control("divergent", "half a warp at a barrier", True),
@@ -77,6 +81,9 @@ CONTROLS = {
         Control("cp_async_barrier", NO_FAULT),
         Control("bulk_copy", NO_FAULT),
         Control("ring_of_registers", NO_FAULT),
+        Control("ring_of_leaders", NO_FAULT),
+        Control("ring_of_copies", NO_FAULT),
+        Control("barrier_of_roles", NO_FAULT, idiom=True),
     ),
     "initcheck": (
         Control("unwritten", "a load of what nobody has written", True),
