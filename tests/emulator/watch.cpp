@@ -148,11 +148,12 @@ void Watch::init_phases(Warp& w, int lane, uint64_t at) {
   Ordering& o = *w.block->ordering;
   const uint32_t t = w.thread(lane);
   o.phases[at] = {};
-  o.phases[at].owner = t, o.phases[at].since = o.clocks[t].at(t);
+  o.phases[at].is_there = true, o.phases[at].owner = t, o.phases[at].since = o.clocks[t].at(t);
 }
 void Watch::uses_phases(Warp& w, int lane, const Instruction& i, uint64_t at) {
   Ordering& o = *w.block->ordering;
   const auto& phases = o.phases[at];
+  if (!phases.is_there) report(*w.block, "an mbarrier that nobody has initialised: " + told(&i));
   if (o.clocks[w.thread(lane)].at(phases.owner) < phases.since) report(*w.block, "race: with the mbarrier's initialisation, " + told(&i));
 }
 void Watch::arrives(Block& block, uint64_t at, const Knowledge& who) { block.ordering->phases[at].arrived.join(*who); }

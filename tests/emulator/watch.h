@@ -41,6 +41,7 @@ struct Ordering {  // of a block
   struct Phases {  // of an mbarrier
     Clock arrived, over;  // of the phase that runs; of those that have ended
     uint32_t phase = 0, owner = 0, since = 0;  // who initialised it
+    bool is_there = false;
   };
   uint32_t threads = 0, writers = 0;
   std::vector<Clock> clocks;
