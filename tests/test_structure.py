@@ -41,7 +41,7 @@ SHARED = {
     "deepseek_v4_sm120/specs": {"bounds", "check", "provider"},
     "deepseek_v4_sm120/sglang_patches/adapters": {
         *("argument_defaults", "dense_rows", "direct_updates", "disconnects", "dspark_lengths", "handed_over"),
-        *("kept_weights", "min_p_tokens", "platform_seams", "prefill_graphs", "sampling", "scheduling"),
+        *("kept_weights", "min_p_tokens", "penalties", "platform_seams", "prefill_graphs", "sampling", "scheduling"),
         *("tool_strings", "torch_compile", "waiting"),
     },
     "bench": {

@@ -63,6 +63,10 @@ STAGES = tuple(f"{DSPARK.partition(':')[0]}:{name}" for name in ("DSparkV4Stage"
 ANY_LAYER = ((LAYER,), (CUDA_LAYER,), (STAGES[0],), (STAGES[1],))
 LAST_STAGE = tuple((DSPARK_SINCE, stage) for stage in STAGES)
 VERIFIED = ("eagle_info:Eagle", "ngram_info:Ngram", "frozen_kv_mtp_info:FrozenKVMTP")
+PENALIZERS = tuple(
+    f"{module}:Batched{module.title().replace('_', '')}"
+    for module in ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
+)
 PREFILL = ">=0.5.13,<0.5.16"  # what paged_prefill reads
 
 # adapter -> what an object is called there -> the kinds of objects that it may be, each the places that give it its
@@ -176,6 +180,15 @@ OBJECTS = {
         "original": ((f"{DISPATCHER}:StandardCombineInput",),),
         "sys.modules[type(dispatch_output).__module__]": ((DISPATCHER,),),
         "_serve:routed": ((f"{MOE}.topk:StandardTopKOutput",),),
+    },
+    "penalties": {
+        "request": ((f"{SRT}.managers.schedule_batch:Req",),),
+        "params": ((f"{SRT}.sampling.sampling_params:SamplingParams",),),
+        "penalizer": tuple((f"{SRT}.sampling.penaltylib.{kind}Penalizer",) for kind in PENALIZERS),
+        "self.sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
+        "self.sampling_info.penalizer_orchestrator": (
+            (f"{SRT}.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator",),
+        ),
     },
     "sampling": {
         "verify_input": tuple((f"{SRT}.speculative.{kind}VerifyInput",) for kind in VERIFIED),

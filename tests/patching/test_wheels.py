@@ -49,8 +49,7 @@ HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
 EVERYWHERE = {
     "argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook",
-    "index_select": INDEXER,
-    "bf16_linear": INDEXER,
+    **dict.fromkeys(("index_select", "bf16_linear"), INDEXER),
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0]},
     **{"wo_a": MODEL, "min_p_tokens": "sglang.srt.layers.sampler", "mhc": MTP_MODEL.partition(":")[0]},
 }
@@ -70,7 +69,8 @@ def expected(version: str) -> dict[str, str]:
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
-        found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
+        found |= dict(compressor=COMPRESSOR_MODULE, penalties="sglang.srt.managers.schedule_batch")
+        found["unpadded_heads"] = MODEL if since(version, "0.5.20") else BACKEND
     if since(version, "0.5.16"):
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND}
     return found

@@ -1,4 +1,4 @@
-"""The rows of table.py that are the sampling's: of a reproducible server, and of requests with min_p."""
+"""The rows of table.py that are the sampling's: of a reproducible server, of requests with min_p or penalties."""
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
@@ -49,4 +49,21 @@ MIN_P_TOKENS = Patch(
         ),
     ),
     retire="when FlashInfer's renormalisation has one order of sums wherever SGLang calls it (flashinfer #4831)",
+)
+
+PENALTIES = Patch(
+    name="penalties",
+    why="with speculation one token of a step is counted for a request's penalties and min_tokens, of the several that "
+    "it brings: penalties are weaker, answers that should end do not; and none of what was answered before a request "
+    "was retracted (sglang #33643, open)",
+    targets=(
+        targets_of("penalties")(
+            "sglang.srt.managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens",
+            "cumulate",
+            Parameters(("self",)),
+            ">=0.5.14,<0.6",
+        ),
+    ),
+    absent="0.5.12 and 0.5.13 count at several places",
+    retire="when SGLang counts what a step has brought",
 )
