@@ -169,6 +169,11 @@ OBJECTS = {
         "getattr(layers.layer, 'self_attn', None)": ((ATTENTION,),),
     },
     "min_p_tokens": {"sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),)},
+    "min_p_verify": {
+        "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
+        "batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
+        "info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
+    },
     "mxfp4_moe": {
         "layer": (EXPERTS,),
         "layer.dispatcher": ((f"{DISPATCHER}:StandardDispatcher",),),
@@ -243,7 +248,9 @@ OURS = {
     "mhc_owed_sum": {"x"},
     "mhc_sum": {"ours", "ours.sums"},
     "mhc_sum_in_pieces": {"SumInPieces", "one"},
+    "min_p_verify": {"_verified"},
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
+    "sampling": {"inspect.unwrap(original)"},
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
     "tool_strings": {"parameter"},
     "waiting": {"kind", "w", "waiting"},

@@ -213,3 +213,26 @@ def test_when_sglang_counts(version):
         assert first < then
     retracted = batch.partition("    def reset_for_retract(")[2].partition("\n    def ")[0]
     assert "self.decode_batch_idx = 0" in retracted
+
+
+@every_release("0.5.16")
+def test_dspark_asks_for_penalties_by_a_name_that_nothing_has(version):
+    """And nobody counts for it: docs/operating.md. Its batches go there without penalizers."""
+    wheel = fetch(version)
+    text = {
+        name: content(wheel, f"sglang/srt/{name}.py")
+        for name in ("speculative/dflash_utils", "speculative/dflash_info_v2", "sampling/sampling_batch_info")
+    }
+    asked = text["speculative/dflash_utils"].partition("def apply_dflash_verify_logits_adjustments(")[2]
+    assert 'getattr(sampling_info, "acc_linear_penalties", None)' in asked.partition("\ndef ")[0]
+    info = text["sampling/sampling_batch_info"]
+    assert "acc_linear_penalties" not in info and "acc_additive_penalties: " in info
+    copied = info.partition("def copy_for_forward(")[2].partition("\n    def ")[0]
+    assert "penalizer_orchestrator=None" in copied
+    assert "cumulate" not in text["speculative/dflash_info_v2"]
+
+
+@every_release(FIRST)
+def test_eagle_calls_no_custom_logit_processor(version):
+    text = content(fetch(version), "sglang/srt/speculative/eagle_utils.py")
+    assert "custom_logit_processor" not in text.partition("def eagle_sample(")[2].partition("\ndef ")[0]
