@@ -43,7 +43,8 @@ def replace_cumulate(original: Callable) -> Callable:
         left_out = list(tokens_left_out(self.reqs))
         if left_out:
             pinned = torch.device(self.device).type == "cuda"
-            rows, tokens = torch.tensor(left_out, pin_memory=pinned).to(self.device, non_blocking=True).unbind(1)
+            told = torch.tensor(list(zip(*left_out, strict=True)), pin_memory=pinned)
+            rows, tokens = told.to(self.device, non_blocking=True)
             for penalizer in self.sampling_info.penalizer_orchestrator.penalizers.values():
                 if penalizer.is_prepared():
                     count(penalizer, rows, tokens)
