@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import re
 
@@ -15,23 +16,28 @@ LENGTHS = (4096, 32768, 131072)
 DEPTHS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 NAMES = ("Arbuckle", "Birtwhistle", "Cavendish", "Drummond", "Ellsworth", "Fairweather", "Greenhalgh", "Hathersage")
 WORDS_A_TOKEN = 0.7  # of English prose; the real number of tokens is in the figures
+IN_FRONT = ("", "\n", "one\n", "one two\n")  # 0 to 3 tokens: the compressors pool four
 MIN_LENGTH_SHARE = 0.5  # a server that counts fewer tokens of a document has not read all of it
 
 
-def question(length: int, depth: float, seed: int) -> tuple[str, str]:
-    """(prompt, the number to be found): about `length` tokens of prose with one fact at `depth` (0 start, 1 end)."""
+def question(length: int, depth: float, seed: int, shift=0) -> tuple[str, str]:
+    """(prompt, the number to be found): about `length` tokens of prose with one fact at `depth` (0 start, 1 end).
+
+    shift: so many tokens stand in front, so the fact lies elsewhere in its groups of four.
+    """
     source = random.Random(f"needle {length} {depth} {seed}")
     name, number = source.choice(NAMES), str(source.randrange(10_000, 100_000))
     sentences = re.findall(r"[^.]+\.", prose(int(length * WORDS_A_TOKEN), seed * 31 + int(depth * 100)))
     sentences.insert(round(depth * len(sentences)), f" The secret number of {name} is {number}.")
     asked = f"\n\nWhat is the secret number of {name}? Answer with the number alone."
-    return BEGIN + USER + "".join(sentences) + asked + ASSISTANT, number
+    return BEGIN + USER + IN_FRONT[shift] + "".join(sentences) + asked + ASSISTANT, number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="about this many tokens")
     parser.add_argument("--depths", type=float, nargs="+", default=list(DEPTHS), help="0 start, 1 end")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--every-place", action="store_true", help="each four times, at all places of a group of four")
     parser.add_argument("--min-score", type=float, default=1.0)
 
 
@@ -43,10 +49,11 @@ def run(options: argparse.Namespace) -> Verdict:
     if bad:
         raise ValueError(f"needle: --depths must lie between 0 and 1, got {bad}")
     findings, asked, found, grid, tokens = [], 0, 0, {}, 0
+    places, by_length = len(IN_FRONT) if options.every_place else 1, {}
     for length in options.lengths:
         for depth in options.depths:
-            for repeat in range(options.repeats):
-                prompt, number = question(length, depth, options.seed + repeat)
+            for repeat, shift in itertools.product(range(options.repeats), range(places)):
+                prompt, number = question(length, depth, options.seed + repeat, shift)
                 answer = endpoint.generate(prompt, 24)
                 where = f"{length} tokens, depth {depth:g}"
                 whole.demand_end(answer, where)
@@ -54,12 +61,14 @@ def run(options: argparse.Namespace) -> Verdict:
                     raise whole.NotWhole(f"{where}: the server counts {answer.prompt_tokens} prompt tokens")
                 right = set(re.findall(r"\d+", answer.text)) == {number}  # the number, and no other one beside it
                 asked, found, tokens = asked + 1, found + right, max(tokens, answer.prompt_tokens)
-                cell = grid.setdefault(f"{length} at {depth:g}", [0, 0])
-                cell[0], cell[1] = cell[0] + right, cell[1] + 1
+                for table, key in ((grid, f"{length} at {depth:g}"), (by_length, answer.prompt_tokens % 4)):
+                    cell = table.setdefault(key, [0, 0])
+                    cell[0], cell[1] = cell[0] + right, cell[1] + 1
                 if not right:
                     place = f"{answer.prompt_tokens} tokens, depth {depth:g}"
                     findings.append(f"{place}: expected {number}, got {answer.text.strip()[:60]!r}")
     score = found / asked
     summary = f"{found} of {asked} found (bar {options.min_score:.0%})"
     figures = {"score": score, "longest_prompt_tokens": tokens}
-    return Verdict(NAME, score >= options.min_score, summary, findings, figures, details={"found_of_asked": grid})
+    details = {"found_of_asked": grid, "found_of_asked_by_tokens_modulo_4": by_length}
+    return Verdict(NAME, score >= options.min_score, summary, findings, figures, details=details)

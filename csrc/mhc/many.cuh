@@ -229,7 +229,8 @@ __device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int r
   const int lane = lane_now();
   const auto octet = [&](int i) { return i * kFinishers + finisher; };
   const auto real = [&](int i) { return i < kOctets / kFinishers || octet(i) < kOctets; };
-  float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>)+lane;
+  // words behind a row's sums nobody has written: lanes there have the last sum's
+  float* const partial = p.partials + static_cast<int64_t>(row) * (kColumnBlocks * kWidth<false>)+min(lane, kSumWords - 1);
   const uint16_t* const streams = p.streams + static_cast<int64_t>(row) * (kStreams * kHidden) + finisher * kOctetColumns + lane * kLaneColumns;
   Gates<false> gates;
   gates.load(p, lane);
@@ -260,7 +261,7 @@ __device__ __forceinline__ void finish_row(const Params& p, ManyShared& s, int r
     fetch(i + kAhead);
   }
   sync_threads<1, 32 * kFinishers>();
-  if (finisher == 0) partial[0] = z;  // all have read it
+  if (finisher == 0 && lane < kMixes) partial[0] = z;  // all have read it
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < kOctets; ++i) squares += s.squares[turn % 2][i];

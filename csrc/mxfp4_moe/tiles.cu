@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kCutThreads) cut_kernel(const TilesParams p, i
     p.begin[in_quarter] = has_half ? behind_whole + half : behind_whole;
     p.end[in_quarter] = end;
   }
-  for (int t = all.y + threadIdx.x; t < p.num_whole; t += kCutThreads) p.expert[t] = -1;
+  for (int t = all.y + threadIdx.x; t < p.num_whole; t += kCutThreads) p.expert[t] = -1, p.begin[t] = 0;  // tile_of reads both at once
 }
 
 __global__ void __launch_bounds__(32 * kWarps) place_kernel(const TilesParams p, int chunks) {

@@ -265,6 +265,7 @@ __device__ __forceinline__ void weigh_leaf(TeamMemory& team, int head, uint32_t 
   softmax.weigh(reference);
   const float total = softmax.total();
   softmax.store_bf16(team.weights, head);
+  __syncwarp();  // all four have read the fold
   if ((thread & 3) == 0) {
     team.factors[head] = factor;
     team.folds[head] = {reference, fmaf(fold.sum, factor, total)};

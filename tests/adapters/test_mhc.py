@@ -245,6 +245,8 @@ def test_the_fused_boundary_is_on_for_a_model_whose_boundaries_we_serve(served, 
 )
 def test_the_fused_boundary_is_off_where_layers_lie_on_the_host(served, monkeypatch, offloader, fused):
     """Of the second offloader's, which moves experts alone, the norms stay on the card."""
+    told = {"model_type": "deepseek_v4", "hidden": 4096, "streams": 4, "pre_of_sublayer_before": False}
+    monkeypatch.setattr(models_served, "_announced", told)
     module = ModuleType(handed_over.OFFLOADER)
     module.get_offloader = type(offloader, (), {})
     monkeypatch.setitem(sys.modules, handed_over.OFFLOADER, module)

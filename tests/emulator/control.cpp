@@ -46,6 +46,11 @@ Step fence(Warp& w, const Instruction&, uint32_t mask) {
 }
 // Lanes have met: each knows what the others did before.
 void meet(Warp& w, uint32_t mask) {
+  if (watch.on) {
+    Knowledge known;
+    each(mask, [&](int l) { watch.tells(w, l, known); });
+    each(mask, [&](int l) { watch.knows(w, l, known); });
+  }
   if (!weak.on) return;
   uint64_t seen = 0;
   each(mask, [&](int l) { weak.arrive(*w.block->stores, w.thread(l), seen); });
@@ -88,6 +93,8 @@ Step barrier(Warp& w, const Instruction& i, uint32_t mask) {
   }
   b.arrived += 32;
   if (weak.on) each(mask, [&](int l) { weak.arrive(*w.block->stores, w.thread(l), b.seen); });
+  if (watch.on) each(mask, [&](int l) { watch.tells(w, l, b.known); });
+  if (watch.on && expected == 0 && (mask != w.begun || static_cast<size_t>(w.block->alive) < w.block->warps.size())) watch.left_alone(*w.block, i);
   const bool stays = i.kind != kArrive;
   if (stays) w.park(Wait::kBarrier, static_cast<int>(which));
   release_barriers(*w.block);
@@ -241,6 +248,7 @@ void release_barriers(Block& block) {
     if (b.arrived == 0 || b.arrived < expected) continue;
     const bool any = b.any, all = b.all;
     const uint64_t seen = b.seen;
+    const Knowledge known = std::move(b.known);
     b = {};
     for (auto& warp : block.warps) {
       for (size_t p = 0; p < warp->parked.size();) {
@@ -255,6 +263,7 @@ void release_barriers(Block& block) {
           d = (d & ~parked.group.mask) | ((i.kind == kAny ? any : all) ? parked.group.mask : 0);
         }
         if (weak.on) each(parked.group.mask, [&](int l) { weak.leave(*block.stores, warp->thread(l), seen); });
+        if (watch.on) each(parked.group.mask, [&](int l) { watch.knows(*warp, l, known); });
         warp->parked.erase(warp->parked.begin() + p);
         warp->others.push_back({parked.group.pc + 1, parked.group.mask});
         warp->settle();

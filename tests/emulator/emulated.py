@@ -48,6 +48,9 @@ BLIND = {
 }
 
 
+MADE_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty")
+
+
 class EmulatorError(RuntimeError):
     """A kernel did what it must not, or does not end."""
 
@@ -58,13 +61,13 @@ def library() -> ctypes.PyDLL:
     lib = ctypes.PyDLL(str(module))  # holds the GIL: the emulator is one, ranks are threads of this process
     for name in ("emulator_launches", "emulator_instructions"):
         getattr(lib, name).restype = ctypes.c_uint64
-    lib.emulator_error.restype = lib.emulator_take.restype = ctypes.c_char_p
+    for name in ("emulator_error", "emulator_take", "emulator_reports"):
+        getattr(lib, name).restype = ctypes.c_char_p
     lib.emulator_launch.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
-    for name in ("emulator_allow", "emulator_choose"):
-        getattr(lib, name).argtypes = {"emulator_allow": [ctypes.c_uint64] * 2}.get(name) or [
-            ctypes.c_uint64,
-            *[ctypes.c_int] * 4,
-        ]
+    for name in ("emulator_allow", "emulator_unwritten", "emulator_written"):
+        getattr(lib, name).argtypes = [ctypes.c_uint64] * 2
+    lib.emulator_limit.argtypes = [ctypes.c_uint64]
+    lib.emulator_choose.argtypes = [ctypes.c_uint64, *[ctypes.c_int] * 5]
     for text in texts:
         lib.emulator_ptx(text.read_bytes())
     return lib
@@ -123,6 +126,12 @@ class _Tensors(TorchFunctionMode):
         result = function(*args, **kwargs)
         self.see(args)
         self.see(result)
+        if _chosen.poison is not None and name in MADE_EMPTY:
+            fill_empty(result, _chosen.poison)
+        if name in MADE_EMPTY:
+            library().emulator_unwritten(result.data_ptr(), result.untyped_storage().nbytes())
+        elif name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
+            written(args[0])
         return result
 
     def see(self, found) -> None:
@@ -138,6 +147,24 @@ class _Tensors(TorchFunctionMode):
         called(library().emulator_run())
 
 
+def fill_empty(tensor: torch.Tensor, byte: int) -> None:
+    """What an allocator leaves in memory that nobody has written."""
+    ctypes.memset(tensor.data_ptr(), byte, tensor.untyped_storage().nbytes())
+
+
+def written(tensor: torch.Tensor) -> None:
+    """By the host: from the first of its numbers to the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel():
+        library().emulator_written(tensor.data_ptr(), (last + 1) * tensor.element_size())
+
+
+def reports() -> list[str]:
+    """Of what ran while it was watched: how often, kernel and PTX line of accesses to shared memory that nothing puts
+    in order, of reads of global memory that nobody has written, of barriers of all threads without all."""
+    return library().emulator_reports().decode().splitlines()
+
+
 def run() -> None:
     """All that was launched."""
     called(library().emulator_run())
@@ -149,11 +176,15 @@ def choose(
     most_instructions: int = 200,
     checks_memory: bool = True,
     weak: bool = False,
+    watched: bool = False,
+    poison: int | None = None,
 ) -> None:
     """Whose turn it is, by a seed; of how many multiprocessors a card is; how long a warp's turn is at most; whether
-    global memory is weak (weak.h). Begins anew: what was launched is forgotten, and operators' words are zero, for a
+    global memory is weak (weak.h); whether accesses are watched (watch.h); with which bytes memory begins that nobody
+    has written. Begins anew: what was launched is forgotten, and operators' words are zero, for a
     launch that has failed leaves them as they were then."""
-    library().emulator_choose(seed, multiprocessors, most_instructions, checks_memory, weak)
+    library().emulator_choose(seed, multiprocessors, most_instructions, checks_memory, weak, watched)
+    _chosen.poison = poison
     _chosen.multiprocessors = multiprocessors
     _words_of.clear()
     for cached in _caches():
@@ -194,7 +225,7 @@ def _caches() -> list:
 
 
 _generator = torch.Generator
-_chosen = types.SimpleNamespace(multiprocessors=4)
+_chosen = types.SimpleNamespace(multiprocessors=4, poison=None)
 _words_of: dict[tuple[int, int], torch.Tensor] = {}  # (operator's words, stream) -> buffer
 
 

@@ -10,7 +10,6 @@ Machine machine;
 
 namespace {
 
-constexpr uint64_t kMostInstructions = 150'000'000;  // of one run: a wait for what never comes is ended
 constexpr uint32_t kRestsOneIn[] = {16, 512, 1 << 20};  // looks, by the seed
 constexpr uint32_t kLongestRest = 4096;                  // turns
 constexpr int kOthersTurn = 4;                         // a group that waits in a loop leaves to another one, once in so many looks
@@ -88,6 +87,7 @@ void Machine::choose(const Choices& choices) {
   random_.seed(choices.seed);
   rest_ = 0, rests_one_in_ = choices.is_weak ? kRestsOneIn[random(3)] : 0;
   weak.choose(choices.is_weak, choices.seed);
+  watch.choose(choices.is_watched);
 }
 
 int Machine::blocks_that_fit(uint32_t threads, uint32_t shared) const {
@@ -152,6 +152,7 @@ bool Machine::place(int number_of_card, Grid& grid) {
     block->grid = &grid, block->multiprocessor = static_cast<int>(which);
     block->x = number % grid.blocks[0], block->y = number / grid.blocks[0] % grid.blocks[1], block->z = number / grid.blocks[0] / grid.blocks[1];
     block->shared_bytes = shared - kReservedShared;
+    if (watch.on) block->ordering = watch.begin(padded, block->shared_bytes);
     block->memory = std::make_unique<uint8_t[]>(block->shared_bytes + 1024);
     block->shared = block->memory.get() + (1024 - reinterpret_cast<uintptr_t>(block->memory.get()) % 1024);
     std::memset(block->shared, 0xff, block->shared_bytes);  // NaN as bf16, f32 and E4M3
@@ -196,7 +197,7 @@ bool Machine::place(int number_of_card, Grid& grid) {
         }
       }
       const uint32_t lanes = std::min(32u, threads - w * 32);
-      warp->alive = lanes == 32 ? kAll : (1u << lanes) - 1;
+      warp->alive = warp->begun = lanes == 32 ? kAll : (1u << lanes) - 1;
       warp->now = {0, warp->alive};
       block->warps.push_back(std::move(warp));
     }
@@ -384,7 +385,7 @@ void Machine::run() {
         idle = 0;
       }
       if (idle > 16 * resident_.size() + 64 && !begin_any() && !any_runs()) fail("all wait:" + where_all_wait());
-      if (instructions_ - begin > kMostInstructions) fail("it does not end:" + where_all_wait());
+      if (instructions_ - begin > most_instructions) fail("it does not end:" + where_all_wait());
     }
   } catch (...) {
     clear();

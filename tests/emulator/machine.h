@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "watch.h"
 #include "weak.h"
 
 namespace emulator {
@@ -104,6 +105,7 @@ struct Copy {  // of cp.async, in order within a lane's warp; the last of a grou
   uint32_t to = 0;
   uint64_t from = 0, floor = 0;
   const Instruction* instruction = nullptr;
+  Knowledge end;  // of kArrive
 };
 
 struct Warp {
@@ -111,7 +113,7 @@ struct Warp {
   int index = 0;
   std::array<uint8_t*, 2> bases{};
   std::vector<uint8_t> frame;
-  uint32_t alive = 0;
+  uint32_t alive = 0, begun = 0;  // lanes
   Group now;                  // mask 0: nothing runs
   std::vector<Group> others;  // at other instructions
   std::vector<Parked> parked;
@@ -134,11 +136,13 @@ struct Barrier {
   uint32_t arrived = 0, expected = 0;
   bool any = false, all = true;
   uint64_t seen = 0;  // by those who have arrived
+  Knowledge known;
 };
 
 struct BulkCopy {
   uint32_t to, bytes, barrier, thread;
   uint64_t from, floor;
+  Knowledge end;
 };
 
 struct Block {
@@ -153,7 +157,8 @@ struct Block {
   bool has_let_in = false;
   std::array<Barrier, 16> barriers;
   std::vector<BulkCopy> bulk;
-  std::shared_ptr<Stores> stores;  // where memory is weak
+  std::shared_ptr<Stores> stores;      // where memory is weak
+  std::shared_ptr<Ordering> ordering;  // where it is watched
 };
 
 struct Grid {
@@ -183,6 +188,7 @@ struct Choices {
   int most_instructions = 200;  // of a warp's turn
   bool checks_memory = true;
   bool is_weak = false;  // global memory: weak.h
+  bool is_watched = false;  // watch.h
 };
 
 // Of SM120
@@ -208,6 +214,7 @@ class Machine {
   bool begins_rest(const Block& block, bool behind_fence);
   uint64_t clock() const { return instructions_; }
 
+  uint64_t most_instructions = 150'000'000;  // of one run: a wait for what never comes is ended
   std::map<std::string, uint64_t> ran;  // launches by kernel
 
  private:

@@ -55,12 +55,15 @@ Step load(Warp& w, const Instruction& i, uint32_t mask) {
     const uint8_t* from = kSpace == kShared      ? shared_at(w, at, bytes, i)
                           : kSpace == kParameter ? reinterpret_cast<uint8_t*>(at)
                                                  : global_at(at, bytes, false);
+    const bool has_value = kSpace != kShared || !watch.on || watch.accesses(w, l, i, at, bytes, i.order & kCoherent ? kAtomic : kReads);
+    if (kSpace == kGlobal && watch.on) watch.reads(*w.block, &i, at, bytes);
     T values[4];
     if (kSpace == kGlobal && weak.on) {
       read_weakly(w, i, l, at, bytes, sizeof(T), values);
     } else {
       std::memcpy(values, from, bytes);
     }
+    if (!has_value) std::memset(values, 0xff, bytes);
     for (size_t n = 0; n < count; ++n)
       set_lane(w, i.o[n], l, std::is_signed_v<T> ? static_cast<uint64_t>(static_cast<int64_t>(values[n])) : static_cast<uint64_t>(values[n]));
   });
@@ -78,6 +81,9 @@ Step store(Warp& w, const Instruction& i, uint32_t mask) {
     T values[4];
     for (size_t n = 0; n < count; ++n) values[n] = static_cast<T>(lane_of(w, i.o[n], l));
     uint8_t* const to = kSpace == kShared ? shared_at(w, at, bytes, i) : global_at(at, bytes, true);
+    if (kSpace == kShared && watch.on)
+      watch.accesses(w, l, i, at, bytes, kWrites | (i.order & kCoherent ? kAtomic : 0) | (std::memcmp(to, values, bytes) ? 0 : kKeeps));
+    if (kSpace == kGlobal && watch.on) watch.written(at, bytes);
     if (kSpace == kGlobal && weak.on) return write_weakly(w, i, l, at, bytes, sizeof(T), values);
     std::memcpy(to, values, bytes);
   });
@@ -131,6 +137,8 @@ Step atomic(Warp& w, const Instruction& i, uint32_t mask) {
   each(mask, [&](int l) {
     const uint64_t at = address_of(w, i.address, l);
     T* place = reinterpret_cast<T*>(kIsShared ? shared_at(w, at, sizeof(T), i) : global_at(at, sizeof(T), true));
+    if (kIsShared && watch.on) watch.accesses(w, l, i, at, sizeof(T), kWrites | kAtomic);
+    if (!kIsShared && watch.on) watch.reads(*w.block, &i, at, sizeof(T)), watch.written(at, sizeof(T));
     const bool is_weak = !kIsShared && weak.on;
     if (is_weak && i.order & kReleases) weak.release(*w.block->stores, w.thread(l));
     if (is_weak) weak.before_atomic(*w.block->stores, w.thread(l), at, sizeof(T));
@@ -176,7 +184,13 @@ Step matrices(Warp& w, const Instruction& i, uint32_t mask) {
   for (size_t m = 0; m < count; ++m) {
     uint16_t values[8][8];
     uint8_t* rows[8];
-    for (int r = 0; r < 8; ++r) rows[r] = shared_at(w, address_of(w, i.address, static_cast<int>(m) * 8 + r), 16, i);
+    bool has_value[8] = {};
+    for (int r = 0; r < 8; ++r) {
+      const int lane = static_cast<int>(m) * 8 + r;
+      const uint64_t at = address_of(w, i.address, lane);
+      rows[r] = shared_at(w, at, 16, i);
+      has_value[r] = !watch.on || watch.accesses(w, lane, i, at, 16, kStores ? kWrites : kReads);
+    }
     uint32_t* lanes = w.lanes<uint32_t>(i.o[m]);
     if (kStores) {
       for (int l = 0; l < kLanes; ++l)
@@ -184,7 +198,7 @@ Step matrices(Warp& w, const Instruction& i, uint32_t mask) {
           (kTransposed ? values[l % 4 * 2 + h][l / 4] : values[l / 4][l % 4 * 2 + h]) = static_cast<uint16_t>(lanes[l] >> (16 * h));
       for (int r = 0; r < 8; ++r) std::memcpy(rows[r], values[r], 16);
     } else {
-      for (int r = 0; r < 8; ++r) std::memcpy(values[r], rows[r], 16);
+      for (int r = 0; r < 8; ++r) has_value[r] ? std::memcpy(values[r], rows[r], 16) : std::memset(values[r], 0xff, 16);
       for (int l = 0; l < kLanes; ++l) {
         const auto half = [&](int h) -> uint32_t { return kTransposed ? values[l % 4 * 2 + h][l / 4] : values[l / 4][l % 4 * 2 + h]; };
         lanes[l] = half(0) | half(1) << 16;
@@ -219,19 +233,23 @@ void expect_bytes(Block& block, uint64_t at, int32_t bytes) {
   Counter& c = counter_at(block, at);
   c.set(c.phase(), c.missing(), c.count(), c.bytes() + bytes);
   c.advance();
+  if (watch.on) watch.has_phase(block, at, c.phase());
 }
 void arrive(Block& block, uint64_t at, uint32_t count) {
   Counter& c = counter_at(block, at);
   if (c.missing() < count) fail("more arrivals than an mbarrier expects");
   c.set(c.phase(), c.missing() - count, c.count(), c.bytes());
   c.advance();
+  if (watch.on) watch.has_phase(block, at, c.phase());
 }
 
 Step init_counter(Warp& w, const Instruction& i, uint32_t mask) {
   each(mask, [&](int l) {
     const uint32_t count = static_cast<uint32_t>(lane_of(w, i.o[0], l));
     if (count == 0 || count > 0xfffff) fail("an mbarrier of " + std::to_string(count));
-    counter_at(*w.block, address_of(w, i.address, l)).set(0, count, count, 0);
+    const uint64_t at = address_of(w, i.address, l);
+    counter_at(*w.block, at).set(0, count, count, 0);
+    if (watch.on) watch.accesses(w, l, i, at, 8, kWrites), watch.init_phases(w, l, at);
   });
   return Step::kNext;
 }
@@ -245,6 +263,12 @@ Step arrive_at(Warp& w, const Instruction& i, uint32_t mask) {
     const uint32_t said = counts ? static_cast<uint32_t>(lane_of(w, i.o[first], l)) : 1;
     if (i.kind) set_lane(w, i.o[0], l, counter_at(*w.block, at).word);
     if (weak.on) weak.arrive(*w.block->stores, w.thread(l), w.block->stores->counters[at]);
+    if (watch.on) {
+      Knowledge known;
+      watch.uses_phases(w, l, i, at);
+      watch.tells(w, l, known);
+      watch.arrives(*w.block, at, known);
+    }
     if (kExpects) {
       Counter& c = counter_at(*w.block, at);
       c.set(c.phase(), c.missing(), c.count(), c.bytes() + static_cast<int32_t>(said));
@@ -266,6 +290,8 @@ Step look_at(Warp& w, const Instruction& i, uint32_t mask) {
     if (at != known) phase = counter_at(*w.block, known = at).phase();
     const bool is_over = phase != (lane_of(w, i.o[1], l) & 1);
     over |= uint32_t{is_over} << l;
+    if (watch.on) watch.uses_phases(w, l, i, at);
+    if (watch.on && is_over) watch.sees_end(w, l, at);
     if (weak.on && is_over) weak.leave(*w.block->stores, w.thread(l), w.block->stores->counters[at]);
   });
   uint32_t& p = *w.lanes<uint32_t>(i.o[0]);
@@ -302,6 +328,8 @@ Step copy_async(Warp& w, const Instruction& i, uint32_t mask) {
     copy.from = address_of(w, i.from, l);
     if (weak.on) copy.floor = weak.floor(*w.block->stores, w.thread(l), i.order);
     copy.instruction = &i;
+    if (watch.on && copy.read) watch.reads(*w.block, &i, copy.from, copy.read);
+    if (watch.on) watch.copies(w, l, i, copy.to, copy.bytes);
     w.copies.push_back(copy);
   });
   return Step::kNext;
@@ -309,14 +337,17 @@ Step copy_async(Warp& w, const Instruction& i, uint32_t mask) {
 Step close_group(Warp& w, const Instruction&, uint32_t mask) {
   Copy copy{};
   copy.kind = Copy::kClose, copy.lanes = mask;
+  if (watch.on) each(mask, [&](int l) { watch.closes(w, l); });
   w.copies.push_back(copy);
   return Step::kNext;
 }
-Step wait_group(Warp& w, const Instruction& i, uint32_t) {
+Step wait_group(Warp& w, const Instruction& i, uint32_t mask) {
+  if (watch.on) each(mask, [&](int l) { watch.waits_for_copies(w, l, lane_of(w, i.o[0], 0)); });
   copy_until(w, lane_of(w, i.o[0], 0));
   return Step::kNext;
 }
-Step wait_all(Warp& w, const Instruction&, uint32_t) {
+Step wait_all(Warp& w, const Instruction&, uint32_t mask) {
+  if (watch.on) each(mask, [&](int l) { watch.waits_for_copies(w, l, -1); });
   while (!w.copies.empty()) copy_one(w);
   return Step::kNext;
 }
@@ -325,6 +356,7 @@ Step arrive_after_copies(Warp& w, const Instruction& i, uint32_t mask) {
     Copy copy{};
     copy.kind = Copy::kArrive, copy.lanes = 1u << l, copy.instruction = &i;
     copy.to = static_cast<uint32_t>(address_of(w, i.address, l));
+    if (watch.on) watch.uses_phases(w, l, i, copy.to), copy.end = watch.after_copies(w, l);
     w.copies.push_back(copy);
   });
   return Step::kNext;
@@ -337,7 +369,14 @@ Step copy_in_bulk(Warp& w, const Instruction& i, uint32_t mask) {
     if (bytes % 16 || from % 16 || to % 16) fail("a bulk copy that is not aligned to 16 bytes");
     if (to + bytes > w.block->shared_bytes) fail("a bulk copy beyond shared memory");
     const uint64_t floor = weak.on ? weak.floor(*w.block->stores, w.thread(l), kFromL2) : 0;
-    w.block->bulk.push_back({static_cast<uint32_t>(to), bytes, static_cast<uint32_t>(address_of(w, i.third, l)), w.thread(l), from, floor});
+    const uint32_t barrier = static_cast<uint32_t>(address_of(w, i.third, l));
+    Knowledge end;
+    if (watch.on) {
+      watch.reads(*w.block, &i, from, bytes);
+      watch.uses_phases(w, l, i, barrier);
+      end = watch.copies_bulk(w, l, i, to, bytes, barrier);
+    }
+    w.block->bulk.push_back({static_cast<uint32_t>(to), bytes, barrier, w.thread(l), from, floor, end});
   });
   return Step::kNext;
 }
@@ -358,6 +397,7 @@ Handler copies(const Words& words) {
 void copy_one(Warp& w) {
   const Copy copy = w.copies.front();
   w.copies.pop_front();
+  if (copy.kind == Copy::kArrive && watch.on) watch.arrives(*w.block, copy.to, copy.end);
   if (copy.kind == Copy::kArrive) return arrive(*w.block, copy.to, 1);
   if (copy.kind == Copy::kClose) return;
   uint8_t* to = shared_at(w, copy.to, copy.bytes, *copy.instruction);
@@ -389,6 +429,7 @@ void copy_bulk(Block& block, size_t which) {
   } else {
     std::memcpy(block.shared + copy.to, reinterpret_cast<const uint8_t*>(copy.from), copy.bytes);
   }
+  if (watch.on) watch.arrives(block, copy.barrier, copy.end);
   expect_bytes(block, copy.barrier, -static_cast<int32_t>(copy.bytes));
 }
 

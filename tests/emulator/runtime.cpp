@@ -159,10 +159,14 @@ cudaError_t CUDARTAPI cudaGetDriverEntryPointByVersion(const char*, void** funct
 cudaError_t CUDARTAPI cudaMalloc(void** memory, size_t bytes) {
   *memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
   machine.own(reinterpret_cast<uint64_t>(*memory), bytes);
+  watch.unwritten(reinterpret_cast<uint64_t>(*memory), bytes);
   return cudaSuccess;
 }
 cudaError_t CUDARTAPI cudaFree(void* memory) { return machine.disown(reinterpret_cast<uint64_t>(memory)), std::free(memory), cudaSuccess; }
-cudaError_t CUDARTAPI cudaMemset(void* memory, int value, size_t bytes) { return std::memset(memory, value, bytes), cudaSuccess; }
+cudaError_t CUDARTAPI cudaMemset(void* memory, int value, size_t bytes) {
+  watch.written(reinterpret_cast<uint64_t>(memory), bytes);
+  return std::memset(memory, value, bytes), cudaSuccess;
+}
 cudaError_t CUDARTAPI cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
   return std::memcpy(handle, &memory, sizeof(memory)), cudaSuccess;
 }
@@ -206,12 +210,16 @@ OURS int emulator_parse(const char* name) {
 OURS int emulator_run() {
   return guarded([] { machine.run(); }) != cudaSuccess;
 }
-OURS void emulator_choose(uint64_t seed, int multiprocessors, int most_instructions, int checks_memory, int is_weak) {
+OURS void emulator_choose(uint64_t seed, int multiprocessors, int most_instructions, int checks_memory, int is_weak, int is_watched) {
   machine.clear();
-  machine.choose({seed, multiprocessors, most_instructions, checks_memory != 0, is_weak != 0});
+  machine.choose({seed, multiprocessors, most_instructions, checks_memory != 0, is_weak != 0, is_watched != 0});
 }
+OURS void emulator_limit(uint64_t most_instructions) { machine.most_instructions = most_instructions; }
 OURS void emulator_card(int card) { current_card = card; }
 OURS void emulator_allow(uint64_t at, uint64_t bytes) { machine.allow(at, bytes); }
+OURS void emulator_unwritten(uint64_t at, uint64_t bytes) { watch.unwritten(at, bytes); }
+OURS void emulator_written(uint64_t at, uint64_t bytes) { watch.written(at, bytes); }
+OURS const char* emulator_reports() { return watch.reports().c_str(); }
 OURS void emulator_forbid_all() { machine.forbid_all(); }
 OURS void emulator_forget_launches() { machine.ran.clear(); }
 OURS uint64_t emulator_launches(const char* name) { return machine.ran[name]; }

@@ -94,6 +94,12 @@ def test_a_needle_stands_where_it_is_said():
         told = prompt.index(f"is {number}.") / len(prompt)
         assert told == pytest.approx(depth, abs=0.05)
         assert prompt.count(number) == 1
+        shifted = [needle.question(3000, depth, 1, shift) for shift in range(4)]
+        begins = needle.BEGIN + needle.USER
+        assert [p.removeprefix(begins) for p, _ in shifted] == [
+            front + prompt.removeprefix(begins) for front in ("", "\n", "one\n", "one two\n")
+        ]
+        assert {n for _, n in shifted} == {number}
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,13 @@ def test_batch_invariance_beside_greedy_requests_alone(run, serve):
     assert run("batch-invariance", server, "--sampled", "1")[0] == gates.FAILED
 
 
+def test_a_needle_at_every_place_of_a_group(run, serve):
+    code, found = run("needle", serve(), "--every-place", "--repeats", "2")
+    assert code == gates.PASSED and set(map(tuple, found["details"]["found_of_asked"].values())) == {(8, 8)}
+    by_length = found["details"]["found_of_asked_by_tokens_modulo_4"]
+    assert sum(asked for _, asked in by_length.values()) == 64 and len(by_length) > 1
+
+
 def test_random_weights_have_no_quality_verdict(run, serve):
     code, found = run("needle", serve("forgets"), "--random-weights")
     assert code == gates.NO_VERDICT and "no quality can be measured" in found["notes"][-1]

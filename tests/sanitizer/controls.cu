@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "csrc/device/copies.cuh"
+#include "csrc/device/stages.cuh"
 
 namespace dsv4::control {
 
@@ -141,6 +142,72 @@ __global__ void __launch_bounds__(kThreads, 4) ring_of_registers(const uint32_t*
   ring_of_stages<kFault, true>(in, out);
 }
 
+// The same, but a warp's first lane tells for all of it that they have read: bar.warp.sync has told it. Of copies, who fills asks for them
+// alone, and the copies tell when they are done. Most kernels of ours that take turns do it so.
+template <bool kFault, bool kCopies>
+__device__ __forceinline__ void ring_told_by_leaders(const uint32_t* in, uint32_t* out) {
+  constexpr int kStages = 3;
+  __shared__ alignas(16) uint32_t words[kStages][kHalf];
+  __shared__ Barriers<kStages> full, empty;
+  const int turns = 8 * gridDim.x, lane = threadIdx.x % kHalf;
+  if (threadIdx.x < kStages) {
+    full[threadIdx.x].init(kCopies ? kHalf : kHalf / 32);
+    empty[threadIdx.x].init(kHalf / 32);
+  }
+  __syncthreads();
+  const auto told_by_leader = [](const Barrier& barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier.arrive();
+  };
+  StagePlace<kStages> at;
+  uint32_t sum = 0;
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn, at.advance()) {
+    if (threadIdx.x < kHalf) {
+      if (!kFault) empty[at.stage].wait(at.phase ^ 1);
+      if constexpr (kCopies) {
+        cp_async<4>(&words[at.stage][lane], in + (lane + turn) % kHalf);
+        full[at.stage].arrive_copies();
+      } else {
+        words[at.stage][lane] = in[(lane + turn) % kHalf];
+        told_by_leader(full[at.stage]);
+      }
+    } else {
+      full[at.stage].wait(at.phase);
+      sum += words[at.stage][kHalf - 1 - lane];
+      told_by_leader(empty[at.stage]);
+    }
+  }
+  if (threadIdx.x >= kHalf) out[lane] = sum;
+}
+template <bool kFault>
+__global__ void ring_of_leaders(const uint32_t* in, uint32_t* out) {
+  ring_told_by_leaders<kFault, false>(in, out);
+}
+template <bool kFault>
+__global__ void ring_of_copies(const uint32_t* in, uint32_t* out) {
+  ring_told_by_leaders<kFault, true>(in, out);
+}
+
+// One barrier, to which warps of two jobs come at two places of the code: PTX asks for one place of a warp's threads alone.
+template <bool kFault>
+__global__ void barrier_of_roles(const uint32_t* in, uint32_t* out) {
+  __shared__ uint32_t words[kThreads];
+  if (threadIdx.x < kHalf) {
+    uint32_t sum = 0;
+#pragma unroll 1
+    for (int i = 0; i < static_cast<int>(gridDim.x); ++i) sum += in[(threadIdx.x + i) % kThreads];
+    words[threadIdx.x] = sum;
+    sync_threads<1, kThreads>();
+    out[threadIdx.x] = words[kThreads - 1 - threadIdx.x];
+  } else {
+    words[threadIdx.x] = in[threadIdx.x] + 1;
+    if (!kFault) sync_threads<1, kThreads>();
+    out[threadIdx.x] = words[kThreads - 1 - threadIdx.x] * 3;
+    if (kFault) sync_threads<1, kThreads>();
+  }
+}
+
 // synccheck: a barrier to which a part of a warp does not come; an mbarrier that nobody has initialised
 template <bool kFault>
 __global__ void divergent(const uint32_t* in, uint32_t* out) {
@@ -179,11 +246,13 @@ struct Control {
   Kernel right, faulty;
 };
 #define CONTROL(name) {#name, name<false>, name<true>}
-constexpr Control kControls[] = {
-    CONTROL(past_global),   CONTROL(past_cp_async), CONTROL(past_shared),       CONTROL(past_bulk), CONTROL(all_threads),
-    CONTROL(named_barrier), CONTROL(bulk_copy),     CONTROL(cp_async_waited),   CONTROL(ring),      CONTROL(cp_async_barrier),
-    CONTROL(divergent),     CONTROL(barrier_init),  CONTROL(ring_of_registers), CONTROL(unwritten), CONTROL(unwritten_cp_async),
-    CONTROL(unwritten_bulk)};
+constexpr Control kControls[] = {CONTROL(past_global),       CONTROL(past_cp_async),   CONTROL(past_shared),
+                                 CONTROL(past_bulk),         CONTROL(all_threads),     CONTROL(named_barrier),
+                                 CONTROL(bulk_copy),         CONTROL(cp_async_waited), CONTROL(ring),
+                                 CONTROL(cp_async_barrier),  CONTROL(divergent),       CONTROL(barrier_init),
+                                 CONTROL(ring_of_registers), CONTROL(unwritten),       CONTROL(unwritten_cp_async),
+                                 CONTROL(unwritten_bulk),    CONTROL(ring_of_leaders), CONTROL(ring_of_copies),
+                                 CONTROL(barrier_of_roles)};
 
 int run(const char* name, bool fault) {
   for (const Control& control : kControls) {

@@ -138,6 +138,66 @@ def test_controls(verdict, control, fault, report, status):
     assert check.judge_control(control, fault, ended(status), tools.read(report))[0] == verdict
 
 
+MISREAD = tools.Control("ring_of_leaders", "a stage", idiom=True)
+
+
+@pytest.mark.parametrize(
+    "verdict, fault, report, status",
+    [
+        ("misunderstood", False, RACE, 0),
+        ("misunderstood", False, RACE, 4),  # synccheck ends what it reports
+        ("ok", False, CLEAN["racecheck"], 0),
+        ("failed", False, CLEAN["racecheck"], 4),
+        ("failed", False, "", None),
+        ("blind", True, CLEAN["racecheck"], 0),
+        ("ok", True, RACE, 0),
+    ],
+)
+def test_right_controls_that_a_tool_misunderstands(verdict, fault, report, status):
+    assert check.judge_control(MISREAD, fault, ended(status), tools.read(report))[0] == verdict
+
+
+def test_reports_are_set_aside_where_a_right_kernel_is_reported():
+    assert [one.controls for one in tools.idioms("racecheck", [])] == []
+    assert [one.controls for one in tools.idioms("racecheck", ["ring"])] == []
+    assert tools.idioms("synccheck", ["ring_of_leaders"]) == []
+    (races,) = tools.idioms("racecheck", ["ring_of_copies"])
+    rest, aside = tools.read(RACE).without([races])
+    assert rest.total == 0 and sum(aside.values()) == 1 and rest.finished
+    for other in (
+        RACE.replace("many_kernel", "fused_kernel"),  # another kernel
+        RACE.replace("mhc::many_kernel", "mhc::many_kernels"),
+        RACE.replace("Race reported", "Barrier initialisation raced"),  # another report
+    ):
+        rest, aside = tools.read(other).without([races])
+        assert rest.total == 1 and not aside
+    assert tools.read(RACE).without([])[0].total == 1
+
+
+def test_idioms_have_controls_and_proofs():
+    for one in tools.IDIOMS:
+        assert {c.name for c in tools.CONTROLS[one.tool] if c.idiom} >= set(one.controls)
+        assert one.controls or one.tool == "initcheck"  # where the tool is right
+        path, name = one.proof.split("::")
+        assert f"def {name}(" in (check.REPO / path).read_text()
+        for kernel in one.kernels:
+            folder, name = kernel.split("::")[1:]
+            sources = "".join(p.read_text() for p in (check.REPO / "csrc" / folder).glob("*.cu*"))
+            assert re.search(rf"__global__ .*\b{name}\(", sources), kernel
+    known = [control for one in tools.IDIOMS for control in one.controls]
+    assert {c.name for tool in tools.TOOLS for c in tools.CONTROLS[tool] if c.idiom} == set(known)
+
+
+def test_the_others_of_an_operators_kernels():
+    (races,) = tools.idioms("racecheck", ["ring_of_copies"])
+    launched = {
+        "void dsv4::fp8_linear::units_kernel<(int)4, (bool)1>(dsv4::fp8_linear::Params)": 1,
+        "void dsv4::a::(anonymous namespace)::count_kernel(dsv4::a::Params)": 2,
+        "_down_kernel": 1,
+    }
+    assert check.others_than([races], launched) == ["12count_kernel", "_down_kernel"]
+
+
 def test_a_planted_fault_must_be_the_operators():
     assert check.judge_planted("bf16_linear", ended(1), tools.read(INVALID)) == []
     assert check.judge_planted("mxfp4_moe", ended(1), tools.read(INVALID))
@@ -217,6 +277,12 @@ log, tool = pathlib.Path(words[words.index("--log-file") + 1]), words[words.inde
 faulty = "fault" in words or "--plant" in words
 place = "_down_kernel" if "mxfp4_moe" in words else "void dsv4::bf16_linear::kernel(int)"
 record = f"========= Invalid __global__ read of size 4 bytes\\n=========     at {{place}}+0x10\\n" * faulty
+everything = "kernel_substring=4dsv4" in words
+if tool == "synccheck" and everything and ("barrier_of_roles" in words and {misreads} or "sparse_decode" in words):
+    record = "========= Barrier error detected. Divergent thread(s) in block.\\n"
+    record += "=========     at void dsv4::sparse_decode::sparse_decode_kernel<(bool)1>(int)+0x10\\n"
+    log.write_text("========= COMPUTE-SANITIZER\\n" + record + "========= ERROR SUMMARY: 1 error\\n")
+    sys.exit(6)
 log.write_text("========= COMPUTE-SANITIZER\\n" + record + f"========= ERROR SUMMARY: {{int(faulty)}} errors\\n")
 if "--out" in words:
     told = {{"done": {done!r}, "failures": {{}}, "kernels": None}}
@@ -228,15 +294,17 @@ if "--out" in words:
 def stand_in(tmp_path, monkeypatch):
     """The whole check with a stand-in for compute-sanitizer, and none for nvcc and the card."""
 
-    def run(done: list[str], *arguments: str) -> int:
+    def run(done: list[str], *arguments: str, misreads: bool = True, launched=("void dsv4::a::b_kernel(int)",)) -> int:
         home = tmp_path / "cuda"
         (home / "bin").mkdir(parents=True, exist_ok=True)
         program = home / "bin/compute-sanitizer"
-        program.write_text(SANITIZER.format(python=sys.executable, done=done))
+        program.write_text(SANITIZER.format(python=sys.executable, done=done, misreads=misreads))
         program.chmod(0o755)
         monkeypatch.setenv("CUDA_HOME", str(home))
         monkeypatch.setattr(check, "compile_controls", lambda folder, capability: folder / "controls")
-        monkeypatch.setattr(check, "run_plainly", lambda *given: ({name: ["one"] for name in given[2]}, {}, []))
+        kernels = dict.fromkeys(launched, 1)
+        plain = lambda pool, runner, chosen: ({n: ["one"] for n in chosen}, dict.fromkeys(chosen, kernels), [])  # noqa: E731
+        monkeypatch.setattr(check, "run_plainly", plain)
         monkeypatch.setattr(check, "check_reach", lambda *given: [])
         return check.main([*arguments, "--logs", str(tmp_path / "logs")])
 
@@ -249,6 +317,25 @@ def test_the_whole_check(stand_in, capsys):
     assert "4 of 4 planted faults reported" in said and "memcheck bf16_linear, planted fault: 1 reported" in said
     assert stand_in([], "memcheck", "--operators", "mhc") == 1
     assert "made 0 of 1 calls" in capsys.readouterr().out
+
+
+def test_what_a_tool_misunderstands_is_run_again_without_its_kernels(stand_in, capsys):
+    kernel = "void dsv4::sparse_decode::sparse_decode_kernel<(bool)1>(int)"
+    given = ["synccheck", "--operators", "sparse_decode"]
+    assert stand_in(["one"], *given, launched=(kernel, "void dsv4::a::b_kernel(int)")) == 0
+    said = capsys.readouterr().out
+    assert "reports a kernel that is right (barrier_of_roles)" in said
+    assert "synccheck sparse_decode: set aside: 1 x Barrier error detected. Divergent thread(s) in block" in said
+    assert "again without these kernels, since: wrote no result, exit 6" in said
+    assert "synccheck sparse_decode, the other kernels: 0 reported" in said
+    assert stand_in(["one"], *given, launched=(kernel,)) == 0
+    assert "has no other kernels" in capsys.readouterr().out
+
+
+def test_nothing_is_set_aside_where_the_tool_understands(stand_in, capsys):
+    assert stand_in(["one"], "synccheck", "--operators", "sparse_decode", misreads=False) == 1
+    said = capsys.readouterr().out
+    assert "set aside" not in said and "FAILED synccheck sparse_decode: 1 x Barrier error" in said
 
 
 def test_requests_that_make_no_sense_are_refused(capsys, monkeypatch):
