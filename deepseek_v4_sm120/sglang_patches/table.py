@@ -27,7 +27,12 @@ from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS
 from deepseek_v4_sm120.sglang_patches.rows.http_server import DISCONNECTS, TOOL_STRINGS
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
 from deepseek_v4_sm120.sglang_patches.rows.mhc import DEALT_STREAMS, FUSION_MODULE, MHC, SUMS_IN_PIECES
-from deepseek_v4_sm120.sglang_patches.rows.sampling import MIN_P_TOKENS, REPRODUCIBLE_SAMPLING
+from deepseek_v4_sm120.sglang_patches.rows.sampling import (
+    MIN_P_TOKENS,
+    MIN_P_VERIFY,
+    PENALTIES,
+    REPRODUCIBLE_SAMPLING,
+)
 from deepseek_v4_sm120.sglang_patches.rows.wo_a import INIT_PARAMETERS, WO_A
 
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
@@ -527,7 +532,8 @@ TABLE = Table(
             MHC,
             SUMS_IN_PIECES,
         ),
-        *(DEALT_STREAMS, COMPRESSOR, ALL_REDUCE, DSPARK_LENGTHS, MIN_P_TOKENS, TOOL_STRINGS, DISCONNECTS),
+        *(DEALT_STREAMS, COMPRESSOR, ALL_REDUCE, DSPARK_LENGTHS, MIN_P_TOKENS, MIN_P_VERIFY, PENALTIES),
+        *(TOOL_STRINGS, DISCONNECTS),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

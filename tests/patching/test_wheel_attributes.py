@@ -63,6 +63,10 @@ STAGES = tuple(f"{DSPARK.partition(':')[0]}:{name}" for name in ("DSparkV4Stage"
 ANY_LAYER = ((LAYER,), (CUDA_LAYER,), (STAGES[0],), (STAGES[1],))
 LAST_STAGE = tuple((DSPARK_SINCE, stage) for stage in STAGES)
 VERIFIED = ("eagle_info:Eagle", "ngram_info:Ngram", "frozen_kv_mtp_info:FrozenKVMTP")
+PENALIZERS = tuple(
+    f"{module}:Batched{module.title().replace('_', '')}"
+    for module in ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
+)
 PREFILL = ">=0.5.13,<0.5.16"  # what paged_prefill reads
 
 # adapter -> what an object is called there -> the kinds of objects that it may be, each the places that give it its
@@ -165,6 +169,11 @@ OBJECTS = {
         "getattr(layers.layer, 'self_attn', None)": ((ATTENTION,),),
     },
     "min_p_tokens": {"sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),)},
+    "min_p_verify": {
+        "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
+        "batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
+        "info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
+    },
     "mxfp4_moe": {
         "layer": (EXPERTS,),
         "layer.dispatcher": ((f"{DISPATCHER}:StandardDispatcher",),),
@@ -176,6 +185,15 @@ OBJECTS = {
         "original": ((f"{DISPATCHER}:StandardCombineInput",),),
         "sys.modules[type(dispatch_output).__module__]": ((DISPATCHER,),),
         "_serve:routed": ((f"{MOE}.topk:StandardTopKOutput",),),
+    },
+    "penalties": {
+        "request": ((f"{SRT}.managers.schedule_batch:Req",),),
+        "params": ((f"{SRT}.sampling.sampling_params:SamplingParams",),),
+        "penalizer": tuple((f"{SRT}.sampling.penaltylib.{kind}Penalizer",) for kind in PENALIZERS),
+        "self.sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
+        "self.sampling_info.penalizer_orchestrator": (
+            (f"{SRT}.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator",),
+        ),
     },
     "sampling": {
         "verify_input": tuple((f"{SRT}.speculative.{kind}VerifyInput",) for kind in VERIFIED),
@@ -230,7 +248,9 @@ OURS = {
     "mhc_owed_sum": {"x"},
     "mhc_sum": {"ours", "ours.sums"},
     "mhc_sum_in_pieces": {"SumInPieces", "one"},
+    "min_p_verify": {"_verified"},
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
+    "sampling": {"inspect.unwrap(original)"},
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
     "tool_strings": {"parameter"},
     "waiting": {"kind", "w", "waiting"},

@@ -188,7 +188,7 @@ def keep_top_k(probs, top_ks):
     return kept / kept.sum(-1, keepdim=True)
 
 
-def eagle_sample_of(version, patched):
+def eagle_sample_of(version, patched, draws=draw):
     one_card = SimpleNamespace(world_size=1)
     parallel = SimpleNamespace(attn_tp_group=one_card, tp_group=one_card)
     settings = SimpleNamespace(
@@ -205,7 +205,7 @@ def eagle_sample_of(version, patched):
         **dict.fromkeys(("get_global_server_args", "get_server_args", "get_spec"), lambda: settings),
         **dict.fromkeys(("top_k_renorm_prob", "top_k_renorm_probs"), keep_top_k),
         **dict.fromkeys(("top_p_renorm_prob", "top_p_renorm_probs"), lambda probs, top_ps: probs),
-        "tree_speculative_sampling_target_only": draw,
+        "tree_speculative_sampling_target_only": draws,
         "borrow_graph_pool": lambda user: contextlib.nullcontext(),
     }
     names = {
@@ -233,8 +233,9 @@ class Mask:
     apply_vocab_mask = apply
 
 
-def verified(version, patched, top_ks, drafts, mask=None, is_idle=False, **asked):
-    """(tokens, how many, places) of requests with those drafts behind their last token. asked: of the requests."""
+def verified(version, patched, top_ks, drafts, mask=None, is_idle=False, sample=None, **asked):
+    """(tokens, how many, places) of requests with those drafts behind their last token, by `sample` or the release's
+    own. asked: of the requests."""
     logits = tied(len(top_ks) * WIDTH)
     width = {"draft_token_num": WIDTH, "max_tree_depth": WIDTH, "tree_topk": 1, "grammar": Mask()}
     retrieved = dict.fromkeys(("retrieve_index", "retrieve_next_token", "retrieve_next_sibling"))
@@ -245,7 +246,8 @@ def verified(version, patched, top_ks, drafts, mask=None, is_idle=False, **asked
     )  # fmt: skip
     vars(batch.sampling_info).update(asked)
     output = SimpleNamespace(next_token_logits=logits)
-    predict, lengths, accepted = eagle_sample_of(version, patched)(verify_input, batch, output, mask)
+    sample = sample or eagle_sample_of(version, patched)
+    predict, lengths, accepted = sample(verify_input, batch, output, mask)
     assert (predict.dtype, lengths.dtype, accepted.dtype) == (torch.int32,) * 3
     if is_idle:
         return [predict.numel(), lengths.numel(), accepted.numel()]

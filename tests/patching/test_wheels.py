@@ -20,6 +20,7 @@ from deepseek_v4_sm120.sglang_patches.names import DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches.rows.http_server import PARSE, TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
+from deepseek_v4_sm120.sglang_patches.rows.sampling import EAGLE
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
@@ -48,9 +49,7 @@ HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"
 
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
 EVERYWHERE = {
-    "argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook",
-    "index_select": INDEXER,
-    "bf16_linear": INDEXER,
+    **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0]},
     **{"wo_a": MODEL, "min_p_tokens": "sglang.srt.layers.sampler", "mhc": MTP_MODEL.partition(":")[0]},
 }
@@ -65,12 +64,13 @@ def expected(version: str) -> dict[str, str]:
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
     else:
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
-    found |= {} if since(version, "0.5.23") else {"tool_strings": PARSE.partition(":")[0]}
+    found |= {"min_p_verify": EAGLE} if since(version, "0.5.23") else {"tool_strings": PARSE.partition(":")[0]}
     found |= {"disconnects": TOKENIZER_MANAGER.partition(":")[0]} if version in ("0.5.18", "0.5.19") else {}
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
+        found["penalties"] = "sglang.srt.managers.schedule_batch"
     if since(version, "0.5.16"):
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND}
     return found

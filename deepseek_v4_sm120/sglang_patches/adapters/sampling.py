@@ -17,6 +17,7 @@ beside one that samples have other bits.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -71,7 +72,7 @@ def replace_eagle_sample(original: Callable) -> Callable:
             return original(*asked, **kwargs)
         predict, lengths, accepted = original(*asked, **kwargs)
         width, requests = verify_input.draft_token_num, len(batch.seq_lens)
-        own_predict, own_accepted, own_drafts = original.__globals__["verify_tree_greedy_func"](
+        own_predict, own_accepted, own_drafts = inspect.unwrap(original).__globals__["verify_tree_greedy_func"](
             predicts=torch.zeros_like(predict),
             accept_index=torch.full_like(accepted, -1),
             accept_token_num=torch.empty_like(lengths),

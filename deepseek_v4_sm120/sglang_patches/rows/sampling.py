@@ -1,6 +1,6 @@
-"""The rows of table.py that are the sampling's: of a reproducible server, and of requests with min_p."""
+"""The rows of table.py that are the sampling's: of a reproducible server, of requests with min_p or penalties."""
 
-from deepseek_v4_sm120.patching.contract import Parameters
+from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
 from deepseek_v4_sm120.sglang_patches.names import targets_of
 
@@ -9,9 +9,11 @@ PROBS = Parameters(("self", "probs", "sampling_info", "positions", "simple_sampl
 VERIFY = ("verify_input", "batch", "logits_output")
 MASK, GRAMMAR_MASK, UNO = "vocab_mask=None", "grammar_mask=None", "uno_target_max_top_k=None"
 WATERMARK = ("*", "watermark_state=None", "watermark_full_mask=True")
-EAGLE_SAMPLE = "sglang.srt.speculative.eagle_utils:eagle_sample"
+SINCE = ">=0.5.23,<0.6"  # verification's kernels are names of the module
+EAGLE = "sglang.srt.speculative.eagle_utils"
+EAGLE_SAMPLE = f"{EAGLE}:eagle_sample"
 
-_sampling = targets_of("sampling")
+_sampling, _min_p_verify = map(targets_of, ("sampling", "min_p_verify"))
 
 
 def _eagle(more: tuple[str, ...], sglang: str):
@@ -49,4 +51,36 @@ MIN_P_TOKENS = Patch(
         ),
     ),
     retire="when FlashInfer's renormalisation has one order of sums wherever SGLang calls it (flashinfer #4831)",
+)
+
+MIN_P_VERIFY = Patch(
+    name="min_p_verify",
+    why="a request's min_p is ignored where its drafts are verified: tokens are drawn that it forbids, without a word "
+    "(sglang #10617, open)",
+    targets=(
+        _min_p_verify(EAGLE_SAMPLE, "eagle_sample", Parameters((*VERIFY, GRAMMAR_MASK, UNO, *WATERMARK)), SINCE),
+        *(
+            _min_p_verify(f"{EAGLE}:{kernel}", "verify", Bound(), SINCE)
+            for kernel in ("tree_speculative_sampling_target_only", "chain_speculative_sampling_triton")
+        ),
+    ),
+    absent="up to 0.5.22 the module has no name for the function that draws",
+    retire="when SGLang's verification knows min_p",
+)
+
+PENALTIES = Patch(
+    name="penalties",
+    why="with speculation one token of a step is counted for a request's penalties and min_tokens, of the several that "
+    "it brings: penalties are weaker, answers that should end do not; and none of what was answered before a request "
+    "was retracted (sglang #33643, open)",
+    targets=(
+        targets_of("penalties")(
+            "sglang.srt.managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens",
+            "cumulate",
+            Parameters(("self",)),
+            ">=0.5.14,<0.6",
+        ),
+    ),
+    absent="0.5.12 and 0.5.13 count at several places",
+    retire="when SGLang counts what a step has brought",
 )
