@@ -134,6 +134,11 @@ class Sampler:
     def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info):
         pass
 """
+SCHEDULE_BATCH = """
+class ScheduleBatch:
+    def cumulate_penalty_output_tokens(self):
+        pass
+"""
 TOOL_CALLS = """
 class DeepSeekV32Detector:
     def _parse_parameters_from_xml(self, invoke_content, allow_partial=False):
@@ -240,6 +245,7 @@ TREE_0_5_17 = {
     "sglang/srt/models/deepseek_v4_dspark.py": DSPARK_MODEL,
     "sglang/srt/layers/logits_processor.py": LOGITS_PROCESSOR,
     "sglang/srt/layers/sampler.py": SAMPLER,
+    "sglang/srt/managers/schedule_batch.py": SCHEDULE_BATCH,
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
     "sglang/srt/layers/moe/topk.py": CHOICE,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,
