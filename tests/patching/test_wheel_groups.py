@@ -196,7 +196,7 @@ def demand_the_definition(library, length: int, ends: list[int], prefix: int, se
 
 
 @pytest.mark.parametrize("prefix", (0, PAGE))
-@every_release("0.5.14")
+@every_release("0.5.20")  # seen from 0.5.14 on, whose text does not change any more
 def test_every_length_and_place(sglang_wheel, folder, version, prefix):
     library = compiled(texts(sglang_wheel(version)), folder)
     for length in (n for n in LENGTHS if n > prefix):
@@ -236,7 +236,7 @@ VISIBLE = """
 """
 
 
-@every_release("0.5.14")
+@every_release("0.5.20")  # seen from 0.5.14 on, whose text does not change any more
 def test_a_query_sees_the_group_that_it_ends_and_all_before(sglang_wheel, tmp_path, python, version):
     """DeepSeek's: entry j for the query at position p where j < (p + 1) // ratio. In Triton's interpreter."""
     wheel = sglang_wheel(version)
