@@ -358,3 +358,21 @@ def gpu(monkeypatch):
     """gpu(True): from here on the current GPU is one that we serve."""
 
     return lambda is_served: monkeypatch.setattr(device_gate, "serves_current_device", lambda: is_served)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """opened(model_type, by the card): the gate, behind its own question for the model."""
+    import torch
+
+    from deepseek_v4_sm120.sglang_patches import device_gate, models_served
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def opened(model, card=True):
+        monkeypatch.setattr(models_served, "announced", lambda: {"model_type": model} if model else None)
+        monkeypatch.setattr(device_gate, "_ask", lambda index: card)
+
+    opened("deepseek_v4")
+    return opened

@@ -4,7 +4,6 @@ with ours in it and without; and what stays without us in the other releases."""
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import sampling
 from deepseek_v4_sm120.sglang_patches.adapters.min_p_verify import replace_eagle_sample, replace_verify
 from tests.patching.test_wheel_sampling import DRAFTS, EAGLE, GREEDY, SAMPLES, WIDTH, eagle_sample_of, verified, walk
@@ -14,19 +13,7 @@ VERSION = "0.5.23"
 MIN_PS = (0.3, 0.0, 0.05)
 TREE, CHAIN = "tree_speculative_sampling_target_only", "chain_speculative_sampling_triton"
 
-
-@pytest.fixture(autouse=True)
-def opened(monkeypatch):
-    """opened(model_type, by the card): the gate, behind its own question for the model."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-
-    def opened(model, card=True):
-        monkeypatch.setattr(models_served, "announced", lambda: {"model_type": model} if model else None)
-        monkeypatch.setattr(device_gate, "_ask", lambda index: card)
-
-    opened("deepseek_v4")
-    return opened
+pytestmark = pytest.mark.usefixtures("opened")
 
 
 def least_likely(probs):

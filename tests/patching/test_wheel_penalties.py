@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters.penalties import COUNTED, replace_cumulate
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch, since
@@ -28,19 +27,7 @@ ONE_BY_ONE = ([[3], [4], [3], [5], [3], [3]], [[7], [8], [7], [9], [7], [8]], [[
 # the prompts' own tokens, then what each step brings
 SEVERAL = ([[3], [4, 3], [5, 5, 3], [3], [6, 3]], [[7], [9, 8], [8], [9, 7, 7], [8]], [[1], [2, 2], [2], [1], [2]])
 
-
-@pytest.fixture(autouse=True)
-def opened(monkeypatch):
-    """opened(model_type, by the card): the gate, behind its own question for the model."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-
-    def opened(model, card=True):
-        monkeypatch.setattr(models_served, "announced", lambda: {"model_type": model} if model else None)
-        monkeypatch.setattr(device_gate, "_ask", lambda index: card)
-
-    opened("deepseek_v4")
-    return opened
+pytestmark = pytest.mark.usefixtures("opened")
 
 
 def request(**params):
