@@ -326,11 +326,10 @@ def run_tool(
         if not wrong or tool == "initcheck":
             return operator, ended, report, wrong
         # The tool may have ended the process, or lost what was behind these reports: again, without their kernels.
-        faults = [_told(report)] if report.total else []
         others = others_than(set_aside, launched[operator])
         if not others:
-            say(f"{tool} {operator}: has no other kernels; it ended with: {'; '.join(wrong)}")
-            return operator, ended, report, faults
+            return operator, ended, report, [*wrong, "it has no other kernels, so nothing of it was checked"]
+        faults = [_told(report)] if report.total else []
         say(f"{tool} {operator}: again without these kernels, since: {'; '.join(wrong)}")
         ended, rest, _, wrong = calls_under(operator, f"{operator}.others", kernels=others)
         return f"{operator}, the other kernels", ended, rest, faults + wrong
