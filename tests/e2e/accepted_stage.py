@@ -1,5 +1,6 @@
 """The stage `accepted` of run_stage.py: drafts that are another run's text, or are not (drafts_plugin), so that none,
-half and all of them are accepted; and what their verifications must come to."""
+half and all of them are accepted; what their verifications must come to; and answers that end by a token which
+min_tokens forbids for long, so that an end shows whether all tokens of a step are counted."""
 
 import os
 import sys
@@ -16,6 +17,10 @@ FORCED = {
     for name, drafter in DRAFTERS.items()
     for kind in forced_drafts.KINDS
 }
+ENDED = "ended"  # a text run's part: answers that were asked to end
+# They end by a token that is new there, behind EARLIEST others, and is forbidden for LESS fewer: more than steps under
+# way bring. Where a step counts as one token, it is still forbidden when its turn comes.
+EARLIEST, LESS = 48, 16
 TEXTS = [(f"{what}, {drafts} drafts, {kind} right", run, PLAIN) for run, (_, kind, what, drafts) in FORCED.items()]
 
 
@@ -55,3 +60,31 @@ def acceptance(run, answers):
     tokens = sum(len(answer["ids"]) - 1 for answer in answers)
     off = [abs(a["verified"] - forced_drafts.verifications(kind, len(a["ids"]), drafts)) for a in answers]
     return {"tokens_a_verification": tokens / sum(a["verified"] for a in answers), "off": max(off)}
+
+
+def end_of(text):
+    """Where an answer of that text is to end; None: no token of it is new there."""
+    return next((i for i in range(EARLIEST, len(text)) if text[i] not in text[:i]), None)
+
+
+def ending(text):
+    """Sampling parameters by which it does; None: no token can end it."""
+    end = end_of(text)
+    return None if end is None else {"ignore_eos": False, "stop_token_ids": [text[end]], "min_new_tokens": end - LESS}
+
+
+def ended(answers, plain):
+    """Answers that were asked to end, against the plain run's text up to there."""
+    firsts = []
+    for n, one in answers.items():
+        text = plain[n]["ids"]
+        end = end_of(text)
+        if end is None or one["finish"] != "stop" or one["ids"] not in (text[:end], text[: end + 1]):
+            firsts.append(first_difference(one["ids"], text))
+    counts = dict.fromkeys(("at_once", ENDED, "answers"), len(answers))
+    return counts | {"differ": len(firsts) if answers else None, "first": min(firsts, default=None)}
+
+
+def first_difference(one, other):
+    """The index of the first token that differs, of answers that do."""
+    return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))

@@ -361,6 +361,7 @@ def text_rows(found):
     at_once = found["at_once"]
     together = "one prompt at a time" if at_once == 1 else f"{at_once} prompts at once"
     together += f" beside {found['beside']} that sample" if found.get("beside") else ""
+    together += " that end behind min_tokens" if "ended" in found else ""
     model = "flash43, 16 experts" if found["run"].startswith("text43") else "flash6h"
     case = f"{model}, {together}: {found['what']}, greedy text with and without"
     is_forced = found["run"].startswith("accepted")
@@ -375,7 +376,7 @@ def text_rows(found):
             if found["differ"]
             else []
         ),
-        *(acceptance_rows(case, impl, found) if is_forced and not found.get("beside") else []),
+        *(acceptance_rows(case, impl, found) if is_forced and set(found).isdisjoint(("beside", "ended")) else []),
     ]
 
 
@@ -441,7 +442,10 @@ def collect(stages, commit):
         rows += cost_rows(stage)
         for difference in stage["differences"]:  # a later call's file repeats what its work folder still holds
             differences[difference["what"]] = difference
-        texts |= {(found["run"], found["at_once"], found.get("beside")): found for found in stage.get("texts", [])}
+        texts |= {
+            (*(found.get(key) for key in ("run", "at_once", "beside", "ended")),): found
+            for found in stage.get("texts", [])
+        }
         sames |= {(found["what"], found["run"]): found for found in stage.get("sames", [])}
     for difference in differences.values():
         rows += difference_rows(difference)

@@ -35,6 +35,7 @@ import sys
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import accepted_stage  # noqa: E402
 import drawn_stage  # noqa: E402
 import prefill_beside  # noqa: E402
 import prompts_stage  # noqa: E402
@@ -244,7 +245,23 @@ class Case:
                 f"{COMPANY}x{n}": {"ids": answer["output_ids"]} for n, answer in zip(lengths, answers, strict=True)
             }
             print(f"[{self.options.name}] text of {BESIDE}", flush=True)
+            result[accepted_stage.ENDED] = self.ended(lengths, result["batch"])
         self.write("_text", result)
+
+    def ended(self, lengths, texts):
+        """Prompts whose text is known, once more, to end by one of its tokens that min_tokens forbids before."""
+        asked = {f"{COMPANY}x{n}": self.harness.ids(n, self.vocabulary, 3) for n in lengths}
+        sampling = {name: accepted_stage.ending(texts[name]["ids"]) for name in asked if name in texts}
+        sampling = {name: self.sampling([False])[0] | how for name, how in sampling.items() if how}
+        if not sampling:
+            return {}
+        prompts = [asked[name] for name in sampling]
+        answers = self.engine.generate(input_ids=prompts, sampling_params=list(sampling.values()))
+        print(f"[{self.options.name}] text of {len(answers)} that end", flush=True)
+        return {
+            name: {"ids": answer["output_ids"], "finish": answer["meta_info"]["finish_reason"]["type"]}
+            for name, answer in zip(sampling, answers, strict=True)
+        }
 
     def drawn(self):
         """Requests that sample, and what the ranks drew and went on with."""

@@ -109,7 +109,7 @@ class Engine:
         if self.traced is not None:
             self.trace(len(input_ids), n - 1)
         top = [[[off, 1]]] * n
-        ids = [1] * n
+        ids = list(range(1, n + 1))
         verified = n
         if "E2E_DRAFTS" in os.environ:
             import forced_drafts  # the plugin is on this process's path
@@ -129,7 +129,11 @@ class Engine:
         drawn = mixed and self.name in os.environ.get("FAKE_DRAWN", "").split()
         if drawn:
             ids[3] = 8
-        meta = {"spec_verify_ct": verified if "speculative_algorithm=" in self.set else None}
+        finish = {"type": "length"}
+        if (ends := asked[0].get("stop_token_ids")) and self.name not in os.environ.get("FAKE_ENDLESS", "").split():
+            assert not asked[0]["ignore_eos"] and 0 < asked[0]["min_new_tokens"] < ids.index(ends[0])
+            ids, finish = ids[: ids.index(ends[0]) + 1], {"type": "stop"}
+        meta = {"finish_reason": finish, "spec_verify_ct": verified if "speculative_algorithm=" in self.set else None}
         unlike = len(input_ids) > 1 and self.name in os.environ.get("FAKE_UNLIKE", "").split()
         bad = self.name == os.environ.get("FAKE_NAN")
         meta["output_token_logprobs"] = [[float("nan") if bad else off + 1e-7 * (unlike or drawn), 1, None]] * n

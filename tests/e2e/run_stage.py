@@ -168,7 +168,7 @@ def differences(arguments):
 
 def texts(arguments):
     """By part: answers, those that differ, and the first token that does."""
-    found, beside = [], {}
+    found, others = [], {}
     for what, speculating, plain in of_stage(TEXTS, arguments):
         a, b = (read_json(arguments.work / f"{name}_text.json") for name in (speculating, plain))
         if not (a and b):
@@ -177,20 +177,22 @@ def texts(arguments):
             pairs = [
                 (a[part][n]["ids"], b[part][n]["ids"]) for part in PARTS for n in b[part] if n.split("x")[0] == size
             ]
-            firsts = [first_difference(x, y) for x, y in pairs if x != y]
+            firsts = [accepted_stage.first_difference(x, y) for x, y in pairs if x != y]
             row = {"what": what, "run": speculating, "at_once": int(size), "answers": len(pairs), "differ": len(firsts)}
             answers = [a[part][n] for part in PARTS for n in b[part] if n.split("x")[0] == size]
             found.append(row | {"first": min(firsts, default=None)} | accepted_stage.acceptance(speculating, answers))
         for run, said, mine in ((speculating, what, a), (plain, "no speculation", b)):
             if "beside" in mine:
-                beside[run] = {"what": said, "run": run} | beside_sampled(mine["beside"], b["batch"])
-    return found + list(beside.values())
+                others[run, "beside"] = {"what": said, "run": run} | beside_sampled(mine["beside"], b["batch"])
+            if accepted_stage.ENDED in mine:
+                others[run, "ended"] = {"what": said, "run": run} | accepted_stage.ended(mine["ended"], b["batch"])
+    return found + list(others.values())
 
 
 def beside_sampled(answers, plain):
     """Answers beside requests that sample, against those of as many prompts of the plain run without such."""
     pairs = [(one["ids"], plain[n]["ids"]) for n, one in answers.items()]
-    firsts = [first_difference(x, y) for x, y in pairs if x != y]
+    firsts = [accepted_stage.first_difference(x, y) for x, y in pairs if x != y]
     counts = dict.fromkeys(("at_once", "beside", "answers"), len(pairs))
     return counts | {"differ": len(firsts), "first": min(firsts, default=None)}
 
@@ -210,11 +212,6 @@ def sames(arguments):
         row = {"what": what, "run": run, "against": against, "answers": len(pairs), "differ": len(others)}
         found.append(row | {"which": others, "greatest": max(abs(p - q) for p, q in steps)})
     return found
-
-
-def first_difference(one, other):
-    """The index of the first token that differs, of answers that do."""
-    return next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
 
 
 def result(cases, outcomes, arguments):
