@@ -107,7 +107,7 @@ class Feature:
 
 ENGINES = {  # what matters most first: the limit cuts the last
     BASE: Engine(steps=(*ROUND, *ALONE, *LONG)),
-    TEXT_BASE: Engine(phases=FREE, steps=(*ROUND, *ALONE, *LONG)),
+    TEXT_BASE: Engine(phases=FREE, steps=(*ROUND, *ALONE, *LONG, "min_p")),
     "radix": Engine(
         RADIX, steps=(*ROUND, "flush_cache", "flushed", *LONG, "pause:in_place", "pause:retract", "abort_all", "after")
     ),
@@ -141,6 +141,7 @@ ENGINES = {  # what matters most first: the limit cuts the last
     # where a request ignores its end SGLang admits no more than fits: from 0.5.22 on always, before without the cache
     "retracted": Engine((*RADIX, *flags(schedule_conservativeness=0.05)), steps=FULL, tokens=5632, config=NO_END),
     "eagle": Engine(EAGLE, phases=FREE, steps=(*ROUND, *ALONE)),
+    "eagle_min_p": Engine(EAGLE, phases=FREE, steps=("min_p",)),
     "dspark": Engine(
         speculative("DSPARK", speculative_dspark_block_size=3),
         phases=FREE,
@@ -271,7 +272,11 @@ FEATURES = (
     Feature("update_weights_from_tensor", "weights", steps=("round", "weights:tensors")),
     Feature("update_weights_from_disk", "weights", steps=("round", "weights:disk")),
     Feature("--enable-memory-saver, release and resume", "saver"),
+    Feature("others that sample with min_p", TEXT_BASE, TEXT_BASE, ("min_p",), same="text"),
     Feature("EAGLE 3/1/4", "eagle", TEXT_BASE, same="text", counts=("verified",)),
+    Feature(
+        "EAGLE + others that sample with min_p", "eagle_min_p", TEXT_BASE, same="text", counts=("verified",)
+    ),
     Feature("DSPARK, a block of 3", "dspark", TEXT_BASE, same="text", counts=("verified",)),
     Feature("xgrammar", "grammar", TEXT_BASE, same="text"),
     Feature(

@@ -16,6 +16,8 @@ BUSY_S, PAUSE_S, SETTLE_S, REST_S = 0.25, 1.0, 3.0, 0.3
 FLUSHED_S = 5.0  # within which the cache must be flushed
 SAVED_BYTES = 5 << 30  # of a file
 GRAMMAR_LENGTHS = (7, 140)
+MIN_P_LENGTHS, MIN_P = (6, 120, 800, 1400), 0.01  # of the most likely token's probability, at temperature 1
+ROUNDED = 0.05  # of a logarithm: log-probabilities and the kernels' probabilities are of other sums
 WORDS = (7, 8)  # tokens that the grammar allows
 COUNTS = {"cached": "cached_tokens", "retracted": "num_retractions", "verified": "spec_verify_ct"}
 SOURCES = ("host", "storage")
@@ -101,13 +103,8 @@ class Rounds:
 
     def do_grammar(self):
         """Requests with a grammar among others, twice: a grammar of two words, as many as there are new tokens."""
-        plain, prompts = self.prompts(), self.prompts(GRAMMAR_LENGTHS, 5)
-        free, bound = self.arguments(plain, self.new), self.arguments(prompts, self.new, regex=self.regex())
-
-        async def both():
-            return await asyncio.gather(self.engine.async_generate(**free), self.engine.async_generate(**bound))
-
-        did = [self.engine.loop.run_until_complete(both()) for _ in range(2)]
+        bound = self.arguments(self.prompts(GRAMMAR_LENGTHS, 5), self.new, regex=self.regex())
+        did = [self.at_once(self.arguments(self.prompts(), self.new), bound) for _ in range(2)]
         checks = [
             {"what": f"prompt {n}: its tokens are the grammar's", "ok": set(answer["output_ids"]) <= set(WORDS)}
             for _, answers in did
@@ -116,6 +113,29 @@ class Rounds:
         ids = [[answer["output_ids"] for answer in answers] for _, answers in did]
         checks.append({"what": "the same tokens twice", "ok": ids[0] == ids[1] and len(ids[0][0]) == self.new})
         return self.answers("round", did[1][0]) | {"checks": checks}
+
+    def do_min_p(self):
+        """Requests that sample with min_p among others: no token is drawn that it leaves out, and not only one."""
+        sampled = self.arguments(self.prompts(MIN_P_LENGTHS, 7), self.new, temperature=1.0, min_p=MIN_P)
+        sampled |= {"return_logprob": True, "top_logprobs_num": 1}
+        plain, drawn = self.at_once(self.arguments(self.prompts(), self.new), sampled)
+        behind = [below_the_likeliest(answer["meta_info"]) for answer in drawn]
+        checks = [
+            {"what": f"prompt {n}: no token below min_p, the farthest {max(each):.3g}", "ok": self.in_min_p(each)}
+            for n, each in zip(MIN_P_LENGTHS, behind, strict=True)
+        ]
+        others = sum(each > 0 for one in behind for each in one)
+        checks.append({"what": f"{others} tokens are not the most likely", "ok": others > 0})
+        return self.answers("round", plain) | {"checks": checks}
+
+    def in_min_p(self, behind):
+        return len(behind) == self.new and max(behind) <= -math.log(MIN_P) + ROUNDED
+
+    def at_once(self, *asked):
+        async def together():
+            return await asyncio.gather(*(self.engine.async_generate(**each) for each in asked))
+
+        return self.engine.loop.run_until_complete(together())
 
     def regex(self):
         return f"({'|'.join(f'w{i}' for i in WORDS)}){{{self.new}}}"
@@ -246,6 +266,12 @@ class Rounds:
     def expect(said):
         if not said[0]:
             raise RuntimeError(f"update_weights: {said[1]}")
+
+
+def below_the_likeliest(meta):
+    """How far each token's log-probability is below the greatest."""
+    own = [step[0] for step in meta["output_token_logprobs"]]
+    return [max(step)[0] - logprob for step, logprob in zip(meta["output_top_logprobs"], own, strict=True)]
 
 
 class Weights:

@@ -34,6 +34,7 @@ SEEN = (1, 3, 9, 21)  # tokens after which it is
 EARLY_S = (0.0, 0.02, 0.1, 0.3)
 DOCUMENTS, DOCUMENT, TAIL = 4, 5800, 60  # shared prefixes: how many, their tokens, and a request's own
 LEAST_LONGEST = 6000  # tokens of the longest prompt: documents and markers fit
+SAMPLED = ({}, {"min_p": 0.01}, {"frequency_penalty": 0.3, "repetition_penalty": 1.1, "min_new_tokens": 8})
 SEVERAL = 3
 MARKERS, MARKER_NEW = (9, 420, 1900, 5200), 24
 GRAMMAR_WORDS = (7, 8)  # tokens of the made tokenizer
@@ -155,8 +156,8 @@ class Load:
         return self.asked(self.prompt(number), new_tokens(number), where)
 
     def sampled(self, number: int, where: str):
-        """Every other one with min_p, which goes by other kernels."""
-        more = {"min_p": 0.01} if number // len(KINDS) % 2 else {}
+        """In turn plainly, with min_p, which goes by other kernels, and with penalties, which count tokens."""
+        more = SAMPLED[number // len(KINDS) % len(SAMPLED)]
         return self.asked(self.prompt(number), new_tokens(number), where, temperature=0.8, top_p=0.95, **more)
 
     def prefix(self, number: int, where: str):

@@ -368,6 +368,10 @@ class Engine:
             if more.get("return_logprob"):
                 off = (self.name == "features_eager" or self.turned) and len(prompt) == 9
                 meta["output_token_logprobs"] = [[-1.0 - off, i, None] for i in ids]
+            if "min_p" in sampling_params:
+                left_out = 9.0 if self.name == "features_eagle_min_p" and len(prompt) == 120 else 1.0
+                meta["output_top_logprobs"] = [[[-1.0, i, None]] for i in ids]
+                meta["output_token_logprobs"][1][0] -= left_out
             found.append({"output_ids": ids, "meta_info": meta})
         return found
     def disaggregated(self, mode, n, input_ids, rooms, port):
@@ -430,11 +434,23 @@ def put(tmp_path):
 
 def test_the_stage(machine, tmp_path):  # noqa: F811
     put(tmp_path)
-    names = ["base", "text", "radix", "eager", "mixed", "eagle", "lora", "multiplexed", "multiplexed_stock", "two"]
+    names = [
+        "base",
+        "text",
+        "radix",
+        "eager",
+        "mixed",
+        "eagle",
+        "eagle_min_p",
+        "lora",
+        "multiplexed",
+        "multiplexed_stock",
+        "two",
+    ]
     names += ["loaded", "loaded_stock", "sharded", "sharded_off", "sharded_stock", "presharded_ours_by_ours"]
     only = ["--only", *(stage.PREFIX + name for name in [*names, "lora_stock"])]
     ended = machine("features", "--jobs", "4", *only, MODELS=str(tmp_path / "models"))
-    assert ended.returncode == 1, ended.stdout + ended.stderr  # three defects
+    assert ended.returncode == 1, ended.stdout + ended.stderr  # four defects
     path = machine.out / "stage_features.json"
     assert path.exists(), ended.stdout + ended.stderr
     told = json.loads(path.read_text())
@@ -448,7 +464,9 @@ def test_the_stage(machine, tmp_path):  # noqa: F811
         "abort of all": "same bits",
         "mixed chunks": "turned off by SGLang",
         "CUDA graphs off": "differs",
+        "others that sample with min_p": "same text",
         "EAGLE 3/1/4": "same text",
+        "EAGLE + others that sample with min_p": "differs",
         "TP2, each prompt alone and all at once": "not run",
         "wo_a=off,mxfp4_moe=off, asked twice (the next lines' yardstick)": "same bits",
         "SGLang alone, asked twice (a yardstick, too)": "same bits",
@@ -461,11 +479,13 @@ def test_the_stage(machine, tmp_path):  # noqa: F811
     }, ended.stdout
     assert lines["flush_cache"]["answers"] == len(LENGTHS) and "round 9" in lines["CUDA graphs off"]["detail"]
     assert "forward_split_prefill" in lines["--enable-pdmux"]["detail"]
+    (said,) = lines["EAGLE + others that sample with min_p"]["detail"].split("; ")
+    assert said == "min_p: prompt 120: no token below min_p, the farthest 9"
     assert "reproducible=on" in told["cases"]["features_radix"]["command"]
     assert (tmp_path / "models/flash6h/tokenizer.json").exists()
     table = script("collect").results([told], "c0ffee")["e2e_features_sglang_0.0.0.fake.json"]
     unmet = {row["case"].removeprefix("feature: ") for row in table["rows"] if row["met"] is False}
-    assert unmet == {name for name, state in states.items() if stage.STATES[state]} and len(unmet) == 3
+    assert unmet == {name for name, state in states.items() if stage.STATES[state]} and len(unmet) == 4
     shown = page.page({"e2e_features_sglang_0.0.0.fake": table | {"device": "an H200"}})
     assert "## SGLang 0.0.0.fake" in shown and "| **differs** |" in shown
     assert re.search(
