@@ -1,24 +1,41 @@
-"""The stages `chain43` and `chain2_43` (two cards) of run_stage.py: a step of one to 64 streams, and of stock's in the
-same run."""
+"""The stages `chain43`, `chain2_43` (two cards) and `chain4_43` (four, all experts) of run_stage.py: a step of one to
+64 streams, and of stock's in the same run; over four cards prompts, too, by NVLink and through host memory."""
+
+import pieces_stage
+import streams_stage
 
 ISSUE = 24
 OURS, STOCK = "ops43_chain", "stock43_chain"
 OURS2, STOCK2 = "ops43_chain2", "stock43_chain2"  # two cards, with the sums that each has there
+# four cards, which have room for one engine of all experts
+OURS4, STOCK4, HOST4 = "ops43_chain_tp4", "stock43_chain_tp4", "host43_chain_tp4"
 STREAMS, STOCKS_STREAMS = ("1", "8", "32", "64"), ("1", "8")
 IMPLEMENTATIONS = {
     **{STOCK: "SGLang stock (Hopper kernels), beside ours", OURS: "ours, every operator on, beside stock"},
     STOCK2: "SGLang stock (Hopper kernels, its own sums), two cards, beside ours",
     OURS2: "ours, every operator on, two cards, beside stock",
+    STOCK4: "SGLang stock (Hopper kernels, its own sums), four cards, before or behind ours",
+    OURS4: "ours, every operator on, four cards",
+    HOST4: "ours, every operator on, four cards, NCCL through host memory",
 }
 BARS = {  # ms; at 32 streams 0.85 of the 17.90 of the day that it was asked
     (name, streams): {"decode step, ms, worst": bar}
-    for name, streams, bar in ((OURS, "1", 4.2), (OURS, "8", 8.8), (OURS, "32", 15.2), (OURS2, "1", 3.0))
+    for name, steps in (
+        (OURS, {"1": 4.2, "8": 8.8, "32": 15.2}),
+        (OURS2, {"1": 3.0}),
+        (OURS4, {"1": 2.6, "8": 5.0, "32": 9.5, "64": 11.0}),
+    )
+    for streams, bar in steps.items()
 }
-OF_STOCK = {OURS: 0.6, OURS2: None}  # the bar of ours
+OF_STOCK = {OURS: 0.6, OURS2: None, OURS4: None}  # the bar of ours
+SHAPES, HOSTS_SHAPE, HOSTS_MS = tuple(streams_stage.MOST_OF_STOCK), "8x1024", 420.0  # of prompts over four cards
 
 
-def stages(make, timed, sums, ours):
-    """sums: (2, *options) -> options of two cards."""
+def stages(make, timed, sums, ours, no_peers):
+    """timed: options, the phase `bench` last; sums: (cards, *options) -> options of several."""
+    four = sums(4, *timed, "prompts", "--shapes", *SHAPES, "--variant", "flash43", "--bs", *STREAMS, "--mem", "0.97")
+    four += ["--max-total-tokens", "100000"]
+    host = [*four, "--phases", "prompts", "--shapes", HOSTS_SHAPE]
     return {
         "chain43": [
             make(STOCK, [*timed, "--bs", *STOCKS_STREAMS], patched=False, takes_turns=True),
@@ -28,18 +45,45 @@ def stages(make, timed, sums, ours):
             make(STOCK2, sums(2, *timed, "--bs", *STOCKS_STREAMS), patched=False, takes_turns=True),
             make(OURS2, sums(2, *timed, "profile", "--bs", *STREAMS), environment=ours, takes_turns=True),
         ],
+        "chain4_43": [
+            make(OURS4, four, environment=ours),
+            make(STOCK4, four, patched=False),
+            make(HOST4, host, environment=ours | no_peers),
+        ],
     }
 
 
 def rows(cases, row):
-    """collect.py's rows of the cases of a stage: the slower steps of ours in stock's. row: its maker of rows."""
+    """collect.py's rows of the cases of a stage: the slower steps of ours in stock's, and prompts over four cards. row:
+    its maker of rows."""
     found = []
-    for name, stocks in ((OURS, STOCK), (OURS2, STOCK2)):
+    for name, stocks in ((OURS, STOCK), (OURS2, STOCK2), (OURS4, STOCK4)):
         for streams in STOCKS_STREAMS if name in cases else ():
             ours, stock = (
                 cases.get(case, {}).get("rows", {}).get(streams, {}).get("step_ms_worst") for case in (name, stocks)
             )
             value = ours / stock if ours and stock else None  # a bar without what it is of is missed
-            case, metric = f"flash43e64, batch {streams}, 1K context", "decode step, worst, of stock's worst"
+            case = f"{'flash43' if name == OURS4 else 'flash43e64'}, batch {streams}, 1K context"
+            metric = "decode step, worst, of stock's worst"
             found.append(row(case, IMPLEMENTATIONS[name], metric, value, OF_STOCK[name], ISSUE))
+    for name in (OURS4, STOCK4, HOST4):
+        found += _prompts(name, cases, row) if name in cases else []
+    return found
+
+
+def _prompts(name, cases, row):
+    """Times to the first token, by which another issue asks."""
+    impl, issue = IMPLEMENTATIONS[name], streams_stage.ISSUE
+    times, stock = (cases.get(case, {}).get("prompts", {}) for case in (name, STOCK4))
+    worst, found = "first_token_ms_worst", []
+    for at in (HOSTS_SHAPE,) if name == HOST4 else SHAPES:
+        what, seen = f"flash43, {pieces_stage.prompts_of(at)}", times.get(at, {})
+        bar = HOSTS_MS if name == HOST4 else None
+        for metric, key in pieces_stage.METRICS.items():
+            if key in seen or (bar and key == worst):
+                found.append(row(what, impl, metric, seen.get(key), bar if key == worst else None, issue))
+        if name == OURS4:
+            share = pieces_stage.share_of(times, stock, at, worst)
+            metric = "time to all first tokens, slower of each, of stock's"
+            found.append(row(what, impl, metric, share, streams_stage.MOST_OF_STOCK[at], issue))
     return found

@@ -42,6 +42,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_dealt_index": ("index2", "index2_43"),
     "e2e_whole_step": ("whole43", "without43", "chain43"),
     "e2e_chain2": ("chain2_43",),
+    "e2e_chain4": ("chain4_43",),
     "e2e_two_cards": ("tp2", "tp2_43"),
     "e2e_four_cards": ("tp4", "tp4_43"),
     "e2e_sums": ("sums2", "sums4", "drawn2"),
@@ -52,7 +53,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_start": ("start",),  # of start_stage.py
     "e2e_shortage": ("shortage",),  # of shortage_stage.py
     "e2e_accepted": ("accepted",),
-    "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2"),
+    "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2", "reproducible4"),
     "e2e_reproducible43": ("reproducible43", "reproducible43_cost"),
     "e2e_features": ("features",),
     "e2e_experts": ("experts", "experts_same", "experts_router", "experts_seams"),
@@ -148,8 +149,11 @@ IMPLEMENTATIONS = {
     "text43_plain": "ours, reproducible, without speculation",
     "text43_eagle314": "ours, reproducible, EAGLE 3/1/4",
     "text43_eagle314_graphs": "ours, reproducible, EAGLE 3/1/4, prefill graphs as planned",
-    "text_tp2_plain": "ours, reproducible, two cards, without speculation",
-    "text_tp2_eagle314": "ours, reproducible, two cards, EAGLE 3/1/4",
+    **{
+        f"text_tp{n}_{run}": f"ours, reproducible, {cards} cards, {how}"
+        for n, cards in ((2, "two"), (4, "four"))
+        for run, how in (("plain", "without speculation"), ("eagle314", "EAGLE 3/1/4"))
+    },
     "cost43_without": "ours, not reproducible",
     "cost43_reproducible": "ours, reproducible",
     "stock43_eagle314": "SGLang stock (Hopper kernels), EAGLE 3/1/4",
@@ -176,6 +180,8 @@ IMPLEMENTATIONS = {
             ("same", "seams_512", "chunks of 512, prefix cache, SM120 branches"),
             ("same", "tp2_8192", "chunks of 8,192, two cards"),
             ("same", "tp2_512", "chunks of 512, prefix cache, two cards"),
+            ("same", "tp4_8192", "chunks of 8,192, four cards"),
+            ("same", "tp4_512", "chunks of 512, prefix cache, four cards"),
             ("same43", "8192", "chunks of 8,192, 43 layers"),
             ("same43", "512", "chunks of 512, prefix cache, 43 layers"),
             ("unlike", "8192", "chunks of 8,192"),

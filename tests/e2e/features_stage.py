@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import accepted_stage  # noqa: E402
 from features_asked import (  # noqa: E402
     BASE,
     DISK,
@@ -165,7 +166,7 @@ def prepare(stage_cases, arguments):
     """The model's folder with a tokenizer before engines start side by side, its weights where an engine loads them,
     and how many cards there are."""
     arguments.cards, arguments.ended = 1, {case.name: threading.Event() for case in stage_cases}
-    if not any(engine_of(case) for case in stage_cases):
+    if not any(engine_of(case) or accepted_stage.TOKENIZER[-1] in case.options for case in stage_cases):
         return
     import torch
     from made_tokenizer import write_tokenizer
@@ -176,7 +177,7 @@ def prepare(stage_cases, arguments):
     arguments.cards = max(1, torch.cuda.device_count())
     _, model = harness.engine_args(harness.parse(["run", *SMALL]))
     write_tokenizer(Path(model), harness.vocab_of(model))
-    if any(engine_of(case).loads for case in stage_cases):
+    if any(engine_of(case) and engine_of(case).loads for case in stage_cases):
         write_checkpoint(Path(model), arguments)
     for case in stage_cases:  # what an earlier call left must not be taken for this one's
         for what in WRITTEN:

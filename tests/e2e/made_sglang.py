@@ -29,12 +29,14 @@ def parse(argv):
     p.add_argument("--chunk", type=int)
     p.add_argument("--radix", action="store_true")
     p.add_argument("--mem", type=float)
+    p.add_argument("--context", type=int)
     for name in ("bs", "graph-bs", "in-len"):
         p.add_argument("--" + name, type=int, nargs="+", default=[1])
-    p.add_argument("--set", action="append")
+    p.add_argument("--set", action="append", default=[])
     return p.parse_args(argv)
 def engine_args(a):
-    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, "model"
+    os.makedirs(os.environ["MODELS"], exist_ok=True)
+    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, os.environ["MODELS"]
 def slim(o):
     return o
 def compare(p, q):

@@ -86,9 +86,13 @@ def share_of(times, others, at, key="first_token_ms"):
 
 
 def case_of(at):
+    return f"flash43, 16 experts, {prompts_of(at)}"
+
+
+def prompts_of(at):
     """at: one of SHAPES, or of another stage's of the same form."""
     count, length = map(int, at.split("x"))
-    return f"flash43, 16 experts, {'a prompt' if count == 1 else f'{count} prompts'} of {length:,} tokens"
+    return f"{'a prompt' if count == 1 else f'{count} prompts'} of {length:,} tokens"
 
 
 def _in_pieces(name, reports, row):

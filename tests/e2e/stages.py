@@ -154,6 +154,17 @@ class Case:
         return bool({"bench", "profile", "prompts"} & set(self.options))
 
 
+def of_several_cards(cards):
+    """Chunks, and the text of a server that speculates; in the names tp2 or tp4."""
+    ours = EVERY_CALL | REPRODUCIBLE
+    return [
+        Case(f"same_tp{cards}_8192", sums(cards, *chunks(8192, *SMALL_MODEL, radix=False)), environment=ours),
+        Case(f"same_tp{cards}_512", sums(cards, *chunks(512, *SMALL_MODEL)), environment=ours),
+        Case(f"text_tp{cards}_plain", sums(cards, *TEXT, *SMALL_MODEL), environment=ours),
+        Case(f"text_tp{cards}_eagle314", sums(cards, *TEXT, *SMALL_MODEL, *eagle(3)), environment=ours),
+    ]
+
+
 STAGES = {
     # six layers, all hash-routed: the variant whose answers can be compared
     "ops": [
@@ -339,12 +350,7 @@ STAGES = {
             environment=EVERY_CALL | {"DSV4_SM120_SET": f"{REPRODUCIBLE['DSV4_SM120_SET']},{prompts_stage.PLANNED}"},
         ),
     ],
-    "reproducible2": [
-        Case("same_tp2_8192", sums(2, *chunks(8192, *SMALL_MODEL, radix=False)), environment=EVERY_CALL | REPRODUCIBLE),
-        Case("same_tp2_512", sums(2, *chunks(512, *SMALL_MODEL)), environment=EVERY_CALL | REPRODUCIBLE),
-        Case("text_tp2_plain", sums(2, *TEXT, *SMALL_MODEL), environment=EVERY_CALL | REPRODUCIBLE),
-        Case("text_tp2_eagle314", sums(2, *TEXT, *SMALL_MODEL, *eagle(3)), environment=EVERY_CALL | REPRODUCIBLE),
-    ],
+    **{f"reproducible{cards}": of_several_cards(cards) for cards in (2, 4)},
     # what one order of sums costs
     "reproducible43_cost": [
         Case("cost43_without", COST, environment=EVERY_CALL, takes_turns=True),
@@ -376,7 +382,7 @@ STAGES = {
             environment=EVERY_CALL | SHADOW | {"DSV4_SM120_SET": ROUTER_TOPK},
         ),
     ],
-    **chain_stage.stages(Case, TIMED_IN_TURN, sums, EVERY_CALL),
+    **chain_stage.stages(Case, TIMED_IN_TURN, sums, EVERY_CALL, NO_PEERS),
     # a prompt's sums, NCCL's, in pieces and whole: to the last bit beside ours of few rows; timed by NCCL alone
     **pieces_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     # a prompt's streams, dealt to the cards and whole, likewise
@@ -416,6 +422,7 @@ TEXTS = [
     ("EAGLE, 3 drafts, 43 layers", "text43_eagle314", "text43_plain"),
     ("EAGLE, 3 drafts, 43 layers, prefill graphs", "text43_eagle314_graphs", "text43_plain"),
     ("EAGLE, 3 drafts, two cards", "text_tp2_eagle314", "text_tp2_plain"),
+    ("EAGLE, 3 drafts, four cards", "text_tp4_eagle314", "text_tp4_plain"),
     ("yardstick: stock, EAGLE, 3 drafts", "stock_eagle314", "stock_plain"),
 ]
 
@@ -434,13 +441,21 @@ SAMES = [
     ("SM120 branches, chunks of 512, prefix cache", "same_seams_512", "same_seams_8192"),
     ("43 layers, chunks of 512, prefix cache", "same43_512", "same43_8192"),
     ("two cards, chunks of 512, prefix cache", "same_tp2_512", "same_tp2_8192"),
+    ("four cards, chunks of 512, prefix cache", "same_tp4_512", "same_tp4_8192"),
     *experts_stage.SAMES,
     *pieces_stage.SAMES,
     *streams_stage.SAMES,
     *prompts_stage.SAMES,
     *(
         (WITHIN, name, name)
-        for name in ("same_8192", "same_router_8192", "same43_8192", "same_seams_8192", "same_tp2_8192")
+        for name in (
+            "same_8192",
+            "same_router_8192",
+            "same43_8192",
+            "same_seams_8192",
+            "same_tp2_8192",
+            "same_tp4_8192",
+        )
     ),
     ("yardstick, without the setting: chunks of 512, prefix cache", "unlike_512", "unlike_8192"),
     (f"yardstick, without the setting: {WITHIN}", "unlike_8192", "unlike_8192"),

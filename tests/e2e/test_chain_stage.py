@@ -2,9 +2,9 @@
 
 import json
 
-from tests.e2e import chain_stage
 from tests.e2e.test_scripts import machine, rows_of, script  # noqa: F401
 
+chain_stage = script("chain_stage")
 STEP, SHARE = "decode step, ms, worst", "decode step, worst, of stock's worst"
 
 
@@ -54,6 +54,36 @@ def test_two_cards_have_their_own_bar_and_traces(machine):  # noqa: F811
     rows = [row for row in rows_of(path) if row["issue"] == 24]
     assert [(r["metric"], r["bar"]) for r in rows if r["bar"] is not None] == [(STEP, 3.0)]
     assert sum(r["metric"] == SHARE and r["value"] is not None for r in rows) == 2
+
+
+def test_four_cards_hold_one_engine_of_all_experts(machine):  # noqa: F811
+    machine("chain4_43")
+    path = machine.out / "stage_chain4_43.json"
+    cases = json.loads(path.read_text())["cases"]
+    names = (chain_stage.OURS4, chain_stage.STOCK4, chain_stage.HOST4)
+    assert tuple(cases) == names
+    assert all("tp_size=4" in case["command"] and "--turns" not in case["command"] for case in cases.values())
+    assert [list(cases[name]["prompts"]) for name in names] == [list(chain_stage.SHAPES)] * 2 + [["8x1024"]]
+    assert "NCCL_P2P_DISABLE=1" in cases[chain_stage.HOST4]["command"]
+    rows = rows_of(path)
+    assert {row["case"].split(",")[0] for row in rows if row["issue"] in (22, 24)} == {"flash43"}
+    asked = [(row["issue"], row["case"].removeprefix("flash43, "), row["bar"]) for row in rows if row["bar"]]
+    assert sorted(asked) == [
+        (22, "32 prompts of 1,024 tokens", 0.8),
+        (22, "8 prompts of 1,024 tokens", 0.8),
+        (22, "8 prompts of 1,024 tokens", 420.0),
+        (22, "a prompt of 32,000 tokens", 0.8),
+        *((24, f"batch {n}, 1K context", bar) for n, bar in (("1", 2.6), ("32", 9.5), ("64", 11.0), ("8", 5.0))),
+    ]
+    assert sum(row["metric"] == SHARE and row["value"] is not None for row in rows) == 2
+
+
+def test_what_four_cards_did_not_reach_is_missed():
+    def kept(case, impl, metric, value, bar, issue):
+        return value, bar
+
+    none = chain_stage.rows({name: {} for name in (chain_stage.OURS4, chain_stage.STOCK4, chain_stage.HOST4)}, kept)
+    assert sorted(bar for value, bar in none if bar and value is None) == [0.8, 0.8, 0.8, 420.0]
 
 
 def test_dsparks_step_is_of_all_layers_and_three_more(machine):  # noqa: F811

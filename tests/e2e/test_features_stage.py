@@ -294,15 +294,13 @@ def test_a_full_pool_is_asked_by_requests_that_do_not_ignore_an_end_which_there_
 ANSWERED = {"output_ids": [1], "meta_info": {}}
 
 HARNESS = test_scripts.HARNESS.replace(
-    '    p.add_argument("--set", action="append")\n',
-    '    p.add_argument("--set", action="append", default=[])\n'
+    '    p.add_argument("--radix", action="store_true")\n',
+    '    p.add_argument("--radix", action="store_true")\n'
     '    p.add_argument("--eager", action="store_true")\n'
     '    p.add_argument("--load-format", default="dummy")\n'
-    '    p.add_argument("--models", default=os.environ["MODELS"])\n'
-    '    for name in ("context",):\n'
-    '        p.add_argument("--" + name, type=int)\n',
+    '    p.add_argument("--models", default=os.environ["MODELS"])\n',
 ).replace(
-    '    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, "model"\n',
+    '    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, os.environ["MODELS"]\n',
     "    import json\n"
     "    given = dict(word.split('=', 1) for word in a.set)\n"
     "    given = {name: json.loads(value) for name, value in given.items()}\n"
@@ -428,8 +426,7 @@ def put(tmp_path):
         (tmp_path / name).write_text(text)
     maker = "import sys; open(sys.argv[1] + '/model.safetensors.index.json', 'x')"
     (tmp_path / "harness/make_weights.py").write_text(maker)
-    for name in ("features_engine.py", "made_tokenizer.py"):
-        shutil.copy(HERE / name, tmp_path / "repo/tests/e2e" / name)
+    shutil.copy(HERE / "features_engine.py", tmp_path / "repo/tests/e2e/features_engine.py")
 
 
 def test_the_stage(machine, tmp_path):  # noqa: F811

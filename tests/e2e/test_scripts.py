@@ -43,6 +43,7 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
         "fault_rows",
         "features_asked",
         "features_stage",
+        "made_tokenizer",
         "pieces_stage",
         "prefill_beside",
         "prompts_stage",
@@ -60,7 +61,8 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
     def run(stage, *more, **environment):
         line = [*torch_python(), str(scripts / "run_stage.py"), stage, "--harness", str(tmp_path / "harness"), *more]
         line += ["--patch", str(tmp_path / "patch"), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-        path = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "PYTHONDONTWRITEBYTECODE": "1"} | environment
+        path = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "PYTHONDONTWRITEBYTECODE": "1"}
+        path |= {"MODELS": str(tmp_path / "models")} | environment
         return subprocess.run(line, env=path, capture_output=True, text=True, timeout=300)
 
     run.out = tmp_path / "out"
@@ -171,7 +173,7 @@ def test_the_text_of_a_server_that_speculates(machine):
     assert bars["ours, EAGLE 3/1/4", "flash6h, one prompt at a time"] == (0, 0, True)
     assert bars["ours, EAGLE 3/1/4", "flash6h, 8 prompts at once"] == (8, None, None)
     assert bars["SGLang stock, EAGLE 3/1/4", "flash6h, one prompt at a time"][1] is None
-    assert script("run_stage").first_difference([1, 2], [1, 2, 3]) == 2
+    assert script("accepted_stage").first_difference([1, 2], [1, 2, 3]) == 2
 
 
 def test_an_answer_that_is_drawn_beside_others_is_seen(machine):
