@@ -9,6 +9,7 @@ Waits on the card have an end (PATIENCE_S) and leave the context as it was; what
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -24,7 +25,9 @@ from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 CHECKED_ROWS = (1, 8, 9, 64, 65, op.MAX_ROWS, *range(1, 8))  # each generation of places, behind many rows and few
 GATHERS = 12  # every third has all that the places hold: so has each of the four generations, once
 PATIENCE_S = 3.0
-CHAIN, REPLAYS = 40, 5  # calls in a graph, each of the last one's result
+# A graph of CHAIN calls, each of the last one's result, is replayed until idle cards have their clocks, and timed in
+# TURNS of several replays behind each other: the first of a turn waits for the rank that comes last to it.
+CHAIN, UNTIMED, TURNS, REPLAYS = 40, 60, 5, 8
 PINGS, WARM_UPS = 25, 5
 VECTOR_BYTES = 16
 
@@ -108,8 +111,8 @@ def terms_of(ranks: int, rows: int, hidden: int, seed: int, device) -> list[torc
 def microseconds(
     call: Callable, x: torch.Tensor, gather: op.Gather, capture=contextlib.nullcontext, pick=statistics.median
 ) -> float:
-    """Time of call(x) in a graph of CHAIN, each of the last one's result, `pick`ed of a few replays; `capture()` is
-    around its capture."""
+    """Time of call(x) in a graph, `pick`ed of all replays but the first of each turn; `capture()` is around its
+    capture. All ranks make the same calls, which wait for each other."""
     call(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -117,15 +120,20 @@ def microseconds(
         y = x
         for _ in range(CHAIN):
             y = call(y)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(REPLAYS):
-        gather(None)
-        start.record()
+    gather(None)
+    for _ in range(UNTIMED):
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CHAIN)
+    times = []
+    for _ in range(TURNS):
+        gather(None)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        events[-1].synchronize()
+        took = [begin.elapsed_time(end) * 1e3 / CHAIN for begin, end in itertools.pairwise(events)]
+        times += took[1:]
     return pick(times)
 
 
