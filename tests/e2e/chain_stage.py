@@ -34,7 +34,6 @@ SHAPES, HOSTS_SHAPE, HOSTS_MS = tuple(streams_stage.MOST_OF_STOCK), "8x1024", 42
 def stages(make, timed, sums, ours, no_peers):
     """timed: options, the phase `bench` last; sums: (cards, *options) -> options of several."""
     four = sums(4, *timed, "prompts", "--shapes", *SHAPES, "--variant", "flash43", "--bs", *STREAMS, "--mem", "0.97")
-    four += ["--max-total-tokens", "100000"]
     host = [*four, "--phases", "prompts", "--shapes", HOSTS_SHAPE]
     return {
         "chain43": [

@@ -277,10 +277,13 @@ class Case:
     def generate(self, batch, length, new, seed):
         prompts = [self.harness.ids(length, self.vocabulary, seed + i) for i in range(batch)]
         started = time.perf_counter()
-        self.engine.generate(
+        answers = self.engine.generate(
             input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
         )
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        if retracted := sum(answer["meta_info"].get("num_retractions") or 0 for answer in answers):
+            raise RuntimeError(f"{retracted} of {batch} requests were retracted: the pool is too small to time a step")
+        return seconds
 
     def first_tokens(self, batch, length, seed):
         """(seconds, answers) of prompts sent at once, a token each."""

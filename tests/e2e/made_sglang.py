@@ -135,7 +135,8 @@ class Engine:
         if (ends := asked[0].get("stop_token_ids")) and self.name not in os.environ.get("FAKE_ENDLESS", "").split():
             assert not asked[0]["ignore_eos"] and 0 < asked[0]["min_new_tokens"] < ids.index(ends[0])
             ids, finish = ids[: ids.index(ends[0]) + 1], {"type": "stop"}
-        meta = {"finish_reason": finish, "spec_verify_ct": verified if "speculative_algorithm=" in self.set else None}
+        meta = {"finish_reason": finish, "num_retractions": int(self.name == os.environ.get("FAKE_RETRACTED"))}
+        meta |= {"spec_verify_ct": verified if "speculative_algorithm=" in self.set else None}
         unlike = len(input_ids) > 1 and self.name in os.environ.get("FAKE_UNLIKE", "").split()
         bad = self.name == os.environ.get("FAKE_NAN")
         meta["output_token_logprobs"] = [[float("nan") if bad else off + 1e-7 * (unlike or drawn), 1, None]] * n

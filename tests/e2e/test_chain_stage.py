@@ -27,6 +27,15 @@ def test_a_step_of_one_to_64_streams_beside_stocks(machine):  # noqa: F811
     ]
 
 
+def test_a_step_is_not_timed_where_requests_are_retracted(machine):  # noqa: F811
+    machine("chain43", FAKE_RETRACTED=chain_stage.OURS)
+    rows = rows_of(machine.out / "stage_chain43.json")
+    missed = [row["metric"] for row in rows if row["met"] is False]
+    assert "exit code of the engine run" in missed and missed.count(SHARE) == 2
+    timed = {row["impl"] for row in rows if row["metric"] == STEP and row["value"] is not None}
+    assert timed == {chain_stage.IMPLEMENTATIONS[chain_stage.STOCK]}
+
+
 def row(case, impl, metric, value, bar, issue):
     return case.split(",")[1].strip(), value, value is not None and value <= bar
 
