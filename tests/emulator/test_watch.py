@@ -20,7 +20,7 @@ from deepseek_v4_sm120.ops import mxfp4_moe, sparse_decode
 from deepseek_v4_sm120.specs import mxfp4_moe as moe_spec
 from deepseek_v4_sm120.specs import sparse_decode as sparse_spec
 from tests.emulator.build import HERE, build_artifact
-from tests.emulator.emulated import EmulatorError, called, choose, emulated, library, reports, run, taken
+from tests.emulator.emulated import EmulatorError, called, choose, emulated, library, ptx, reports, run, taken
 from tests.sanitizer import cases
 from tests.sanitizer import sanitizer_tools as tools
 
@@ -176,18 +176,20 @@ def unexpected(found: list[str]) -> list[str]:
 
 
 def small(operator: str) -> list[cases.Case]:
-    """The sanitizer's calls, but for those that take minutes here."""
+    """The sanitizer's calls, but for those that take minutes here; sorted_kernel has a smaller one."""
     made = list(cases.OPERATORS[operator]())
     if operator == "mxfp4_moe":
         names = ("3 rows, inter 256", "3 rows, inter 256, exact", "40 rows, wide", "40 rows, wide, MXFP8")
-        return [case for case in made if case.name in names]
+        few = moe_spec.Shape(17, inter=256, experts=2, topk=2, masked=0.1)
+        by_expert = functools.partial(cases._moe, few, {"reproducible": True}, 0)
+        return [*(case for case in made if case.name in names), cases.Case("17 rows, as a prompt's, exact", by_expert)]
     long = ("long C128", "135 rows, in_turn 1", "table of pages of 64")
     return [case for case in made if not any(part in case.name for part in long)]
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_operators_have_their_accesses_in_order(operator):
-    """Each kernel in the first of the calls that has it."""
+    """Each kernel in the first of the calls that has it; and all of the operator's that the sanitizer's idioms name."""
     wrong, seen = {}, set()
     for case in small(operator):
         choices = {"seed": 1, "multiprocessors": 40, "most_instructions": 60}
@@ -203,6 +205,19 @@ def test_operators_have_their_accesses_in_order(operator):
             if found := unexpected(reports()):
                 wrong[case.name] = found[:4]
     assert wrong == {}
+    named = {kernel for one in tools.IDIOMS if one.proof == tools.OPERATORS_IN_ORDER for kernel in one.kernels}
+    names = [kernel.split("::")[-1] for kernel in named if kernel.startswith(f"dsv4::{operator}::")]
+    assert [name for name in names if not any(f"{len(name)}{name}" in kernel for kernel in seen)] == []
+
+
+def test_kernels_in_which_racecheck_has_nothing_to_see():
+    """Nothing of shared memory is in their text; of those that have some, something is."""
+    texts = {name: text.split(".entry", 1)[1] for name, text in ptx().items()}
+    for kernel in tools.nothing_to_see("racecheck"):
+        mangled = "".join(f"{len(part)}{part}" for part in kernel.split("::"))
+        found = [text for name, text in texts.items() if f"_ZN{mangled}" in name]
+        assert found and not any("shared" in text for text in found), kernel
+    assert all("shared" in text for name, text in texts.items() if "13scaled_kernel" in name)
 
 
 def of_masked_pairs(**choices):

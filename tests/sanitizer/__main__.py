@@ -8,7 +8,9 @@ Beside them all calls without a tool, judged by the references: they must reach 
 calls under each tool, a process for each operator; each must make all of its calls, and none may be reported. An
 operator's call with a fault that is planted in its arguments must be.
 Some controls are right and known to be reported: where a tool does so, its reports of the kernels that do the same are
-set aside, counted, and the other kernels run again by themselves (sanitizer_tools.IDIOMS).
+set aside, counted, and the other kernels run again by themselves (sanitizer_tools.IDIOMS). Where a tool ends by a fault
+of its own, the other calls run again by themselves, and the call that it lost once more with no kernel to look at. What
+it then has not looked at is a fault, but for kernels in which there is nothing to see (NOTHING_TO_SEE).
 
 all_reduce, and mhc with a sum inside, need several cards and are left out. Logs are kept where something failed.
 """
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +124,45 @@ def judge_control(control: tools.Control, fault: bool, ended: Finished, report: 
     return "ok", "not reported"
 
 
+def under_way(found: dict | None) -> str | None:
+    """The call in which a process ended; one that ended well was in none."""
+    return found.get("under_way") if found else None
+
+
+def lost_call(report: tools.Report, found: dict | None) -> str | None:
+    """The call in which the tool ended by a fault of its own: the process with it, or all calls from there on."""
+    if not report.lost or found is None:
+        return None
+    of_the_card = (name for name, text in found["failures"].items() if "CUDA error" in text)
+    return next(of_the_card, under_way(found))
+
+
+def judge_lost(
+    tool: str, calls_lost: dict[str, dict[str, int]], by_itself: dict[str, bool], launched: dict[str, int]
+) -> tuple[list[str], list[str]]:
+    """(what is wrong, what is said) of calls that a tool has lost. `calls_lost`: call -> kernel -> launches of it;
+    `by_itself`: whether the tool loses it where it looks at no kernel, too; `launched`: by all calls."""
+    wrong, said = [], []
+    nothing, sums = tools.nothing_to_see(tool), summed(calls_lost)
+    for call, kernels in calls_lost.items():
+        nowhere_else = {name for name in kernels if launched.get(name, 0) <= sums[name]}
+        where = "at no kernel" if by_itself[call] else f"at {_names(kernels)}"
+        text = f"it loses a call, {call}, where it looks {where}"
+        if not kernels:
+            wrong.append(f"{text}, and without a tool that launches nothing of ours")
+            continue
+        unseen = nowhere_else if by_itself[call] else set(kernels)
+        if unknown := {name for name in unseen if tools.base_name(name) not in nothing}:
+            wrong.append(f"{text}, and so has not looked at {_names(unknown)}")
+        else:
+            said.append(f"{text}; not looked at: {_names(nowhere_else) or 'nothing that other calls do not have'}")
+    return wrong, said
+
+
+def _names(kernels: Iterable[str]) -> str:
+    return ", ".join(sorted({tools.base_name(name) for name in kernels}))
+
+
 def judge_calls(tool: str, expected: list[str], ended: Finished, report: tools.Report, found: dict | None) -> list[str]:
     """What is wrong with an operator's run; `found`: what the process wrote of itself."""
     wrong = []
@@ -137,6 +178,8 @@ def judge_calls(tool: str, expected: list[str], ended: Finished, report: tools.R
         wrong.append(f"wrote no result, exit {ended.status}: {_tail(ended.printed)}")
     else:
         wrong += [f"{name}: {text}" for name, text in found["failures"].items()]
+        if under_way(found):
+            wrong.append(f"ended in a call, {under_way(found)}")
         if found["done"] != expected and not found["failures"]:
             wrong.append(f"made {len(found['done'])} of {len(expected)} calls")
         if ended.status != 0 and not found["failures"]:
@@ -157,7 +200,7 @@ def judge_planted(operator: str, ended: Finished, report: tools.Report) -> list[
 def unreached(built: list[str], launched: dict[str, int]) -> list[str]:
     """Kernels of the module, without their template arguments, of which no instance was launched."""
     bases = {name.split("<")[0] for name in built if not name.startswith(LEFT_OUT)}
-    reached = {_plain(name).split("<")[0] for name in launched}
+    reached = {tools.base_name(name) for name in launched}
     return sorted(bases - reached)
 
 
@@ -243,6 +286,20 @@ def run_controls(
     return wrong, misunderstood
 
 
+def kernels_of(found: dict | None) -> dict[str, int]:
+    """Of ours, that a process launched: name -> launches."""
+    kernels = (found or {}).get("kernels") or {}
+    return {name: count for name, count in kernels.items() if tools.is_ours(name)}
+
+
+def kernels_of_call(runner: Runner, operator: str, call: str) -> dict[str, int]:
+    """Without a tool."""
+    out = runner.logs / f"plain.{operator}.call.json"
+    out.unlink(missing_ok=True)
+    runner.run(calls(operator, "--kernels", "--out", out, "--only", call), runner.limit_s)
+    return kernels_of(json.loads(out.read_text()) if out.exists() else None)
+
+
 def run_plainly(pool: ThreadPoolExecutor, runner: Runner, chosen: Sequence[str]) -> tuple[dict, dict, list[str]]:
     """All calls without a tool: (operator -> names of its calls, operator -> kernel -> launches, what is wrong)."""
 
@@ -258,10 +315,8 @@ def run_plainly(pool: ThreadPoolExecutor, runner: Runner, chosen: Sequence[str])
             why = "; ".join(f"{name}: {text}" for name, text in failures.items()) or _tail(ended.printed)
             wrong.append(f"{operator} without a tool: {why}")
             say(f"FAILED {wrong[-1]}")
-        found = found or {"done": [], "kernels": {}}
-        expected[operator] = found["done"]
-        ours = {name: count for name, count in found["kernels"].items() if tools.is_ours(name)}
-        launched[operator] = ours
+        expected[operator] = found["done"] if found else []
+        launched[operator] = ours = kernels_of(found)
         launches = f"{len(expected[operator])} calls, {sum(ours.values())} launches"
         say(f"{operator}: {launches}, {ended.seconds:.0f} s without a tool")
     return expected, launched, wrong
@@ -289,12 +344,23 @@ def check_reach(launched: dict[str, int], capability: str, all_operators: bool) 
     return wrong
 
 
-def others_than(set_aside: Sequence[tools.Idiom], launched: dict[str, int]) -> list[str]:
-    """What stands in the mangled names of the kernels that were launched, but for those that are set aside."""
-    aside = {kernel for one in set_aside for kernel in one.kernels}
-    bases = {_plain(name).split("<")[0] for name in launched} - aside
+def others_than(left_out: Iterable[str], launched: dict[str, int]) -> list[str]:
+    """What stands in the mangled names of the kernels that were launched, but for those (their base names)."""
+    bases = {tools.base_name(name) for name in launched} - set(left_out)
     names = {base.rsplit("::", 1)[-1] for base in bases}
     return sorted(name if name in tools.TRITON else f"{len(name)}{name}" for name in names)
+
+
+@dataclass
+class Run:
+    """A process of an operator's calls under a tool, judged. aside: reports that say nothing; lost: the call in which
+    the tool ended by a fault of its own."""
+
+    ended: Finished
+    report: tools.Report
+    aside: Counter
+    wrong: list[str]
+    lost: str | None
 
 
 def run_tool(
@@ -305,34 +371,66 @@ def run_tool(
     launched: dict[str, dict[str, int]],
     set_aside: Sequence[tools.Idiom],
 ) -> list[str]:
-    def calls_under(operator: str, name: str, **given) -> tuple[Finished, tools.Report, Counter, list[str]]:
+    def calls_under(operator: str, name: str, chosen: list[str], kernels: Sequence[str] | None = None) -> Run:
         out = runner.logs / f"{tool}.{name}.json"
+        out.unlink(missing_ok=True)
         unjudged = ["--unjudged"] if tool == "initcheck" else []
-        command = calls(operator, "--out", out, *unjudged)
+        only = ["--only", *chosen] if chosen != expected[operator] else []
+        given = {} if kernels is None else {"kernels": kernels}
+        command = calls(operator, "--out", out, *unjudged, *only)
         ended, report = runner.under(tool, name, command, runner.limit_s, **given)
         full = report.total + sum(report.others.values()) >= tools.PRINT_LIMIT
         report, aside = report.without(set_aside)
         found = json.loads(out.read_text()) if out.exists() else None
-        wrong = judge_calls(tool, expected[operator], ended, report, found)
+        wrong = judge_calls(tool, chosen, ended, report, found)
         if full and aside:
             wrong.append(f"{tools.PRINT_LIMIT} reports, the most that are written: more may be missing")
-        return ended, report, aside, wrong
+        return Run(ended, report, aside, wrong, lost_call(report, found))
 
     def one(operator: str) -> tuple[str, Finished, tools.Report, list[str]]:
-        ended, report, aside, wrong = calls_under(operator, operator)
-        if not aside:
-            return operator, ended, report, wrong
-        say(f"{tool} {operator}: set aside: {_told(tools.Report(aside, Counter(), True))}")
-        if not wrong or tool == "initcheck":
-            return operator, ended, report, wrong
-        # The tool may have ended the process, or lost what was behind these reports: again, without their kernels.
-        others = others_than(set_aside, launched[operator])
-        if not others:
-            return operator, ended, report, [*wrong, "it has no other kernels, so nothing of it was checked"]
-        faults = [_told(report)] if report.total else []
-        say(f"{tool} {operator}: again without these kernels, since: {'; '.join(wrong)}")
-        ended, rest, _, wrong = calls_under(operator, f"{operator}.others", kernels=others)
-        return f"{operator}, the other kernels", ended, rest, faults + wrong
+        """Again and again: without a call that the tool loses, without kernels whose reports are set aside where it may
+        have ended the process by them or lost what is behind them."""
+        left_out, lost, faults, number = set(), [], [], 0
+        while True:
+            chosen = [call for call in expected[operator] if call not in lost]
+            kernels = others_than(left_out, launched[operator]) if left_out else None
+            run = calls_under(operator, f"{operator}.{number}" if number else operator, chosen, kernels)
+            number += 1
+            if run.aside:
+                say(f"{tool} {operator}: set aside: {_told(tools.Report(run.aside, Counter(), True))}")
+            misread = {tools.base_name(kernel) for _, kernel in run.aside} - left_out
+            why = "; ".join(run.wrong)
+            if run.lost in chosen:
+                lost.append(run.lost)
+                say(f"{tool} {operator}: again without a call, {run.lost}, since: {why}")
+                if len(chosen) == 1:
+                    run.wrong.append("it loses all calls, so nothing was checked")
+                    break
+            elif misread and run.wrong and tool != "initcheck":
+                left_out |= misread
+                if not others_than(left_out, launched[operator]):
+                    run.wrong.append("it has no other kernels, so nothing of it was checked")
+                    break
+                say(f"{tool} {operator}: again without {', '.join(sorted(misread))}, since: {why}")
+            else:
+                break
+            faults += [_told(run.report)] if run.report.total else []
+        name = operator + ", the other kernels" * bool(left_out) + ", the other calls" * bool(lost)
+        return name, run.ended, run.report, faults + run.wrong + once_more(operator, lost)
+
+    def once_more(operator: str, lost: list[str]) -> list[str]:
+        """What is wrong of the calls that the tool has lost."""
+        of_call = {call: kernels_of_call(runner, operator, call) for call in lost}
+        # initcheck always looks at all
+        by_itself = {
+            call: tool != "initcheck"
+            and calls_under(operator, f"{operator}.none", [call], [tools.NO_KERNEL]).lost == call
+            for call in lost
+        }
+        wrong, said = judge_lost(tool, of_call, by_itself, launched[operator])
+        for text in said:
+            say(f"{tool} {operator}: {text}")
+        return wrong
 
     def plant(operator: str) -> tuple[str, Finished, tools.Report, list[str]]:
         program = calls(operator, "--plant", PLANTED[tool])

@@ -480,7 +480,10 @@ def _launched(run_all: Callable[[], None]) -> dict[str, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operator", choices=OPERATORS)
-    parser.add_argument("--out", type=Path, help="a file for what ran: cases, failures, and kernels with --kernels")
+    parser.add_argument(
+        "--out", type=Path, help="a file for what ran: cases, failures, which is under way, and kernels with --kernels"
+    )
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="these alone, by their names (default: all)")
     parser.add_argument("--kernels", action="store_true", help="list launched kernels; without a tool only")
     parser.add_argument("--unjudged", action="store_true", help="without the references")
     parser.add_argument("--plant", choices=("short", "unwritten"), help="one call with this fault instead")
@@ -488,10 +491,24 @@ def main() -> int:
     if options.plant:
         _plant(options.operator, options.plant)
         return 0
+    made = list(OPERATORS[options.operator]())
+    if unknown := set(options.only or ()) - {case.name for case in made}:
+        parser.error(f"{options.operator} has no {', '.join(sorted(unknown))}")
     done, failures = [], {}
 
+    def tell(under_way: str | None, kernels: dict[str, int] | None = None) -> None:
+        """Before each call, as what ends a process may leave it no time for another word."""
+        if options.out:
+            told = {"done": done, "failures": failures, "under_way": under_way, "kernels": kernels}
+            part = options.out.with_suffix(".part")
+            part.write_text(json.dumps(told))
+            part.replace(options.out)
+
     def run_all():
-        for case in OPERATORS[options.operator]():
+        for case in made:
+            if options.only and case.name not in options.only:
+                continue
+            tell(case.name)
             try:
                 run(case, "cuda", judged=not options.unjudged)
                 done.append(case.name)
@@ -500,10 +517,7 @@ def main() -> int:
             except Exception as error:  # the others still run, unless the device is lost
                 failures[case.name] = f"{type(error).__name__}: {error}".splitlines()[0]
 
-    kernels = _launched(run_all) if options.kernels else run_all()
-    found = {"done": done, "failures": failures, "kernels": kernels}
-    if options.out:
-        options.out.write_text(json.dumps(found))
+    tell(None, _launched(run_all) if options.kernels else run_all())
     for name, text in failures.items():
         print(f"{options.operator}, {name}: {text}", file=sys.stderr)
     return int(bool(failures))

@@ -9,26 +9,34 @@ synccheck  barriers to which not all come, mbarriers that are not initialised
 initcheck  reads of global memory that nobody has written. All kernels run under it, as it has to see who writes; only
            ours are judged
 
-Seen so far (2026-11-24, an H200 and an H100, CUDA 13.0's tools): of the planted faults memcheck reported 4 of 4,
-synccheck 2 of 2, initcheck 3 of 3, racecheck 5 or 6 of 7: it does not see that a named barrier is missing, and once
-hung where a ring's stage is filled too early. Without a tool all 186 calls are right and launch 141 of the 143 compiled
-kernels. Over the operators (the H100, once) memcheck has reported nothing. What the others did has been judged by the
-emulator, which knows the order of any two accesses (tests/emulator/watch.h), and by NVIDIA's manual:
+Seen on 2026-11-27, an H100 with CUDA 13.0's tools, the first run with the controls of IDIOMS: of the planted faults
+memcheck reported 4 of 4, synccheck 2 of 2, initcheck 3 of 3, racecheck 6 of 9. It does not see that a named barrier is
+missing, and ring and ring_of_registers hang under it where a stage is filled too early. Of the right controls racecheck
+reported ring_of_leaders and ring_of_copies, synccheck barrier_of_roles, and no other was. Without a tool all 186 calls
+are right and launch 141 of the 143 compiled kernels, which took 90 s with the controls; memcheck took 13 s, racecheck
+161, synccheck 12, initcheck 22. memcheck reported nothing. What the others did has been judged by the emulator, which
+knows the order of any two accesses (tests/emulator/watch.h), and by NVIDIA's manual:
 
 initcheck  right: mhc's many_kernel loaded the padding behind a row's sums, sorted_kernel and wide_kernel where a tile
-           begins that is none. No result knew of it; both are mended. Behind these 5,000 reports, not seen by the
-           tool yet, prepare_kernel reads rows without a local expert, which no result knows of either
-synccheck  wrong of sparse_decode_kernel, whose warps come to a barrier from several places of the code: PTX asks for
-           one place of a warp's threads alone. It ends the process at the first such report. And it counts too few
-           mbarriers in dynamic shared memory, warns, and ends the process: --num-cuda-barriers tells it
-racecheck  wrong of the seven kernels that hand stages over by mbarriers where a leader, or copies, arrive. Before
-           2025.4 it takes cp.async.mbarrier.arrive for an arrival of the thread; later notes mend more of mbarriers.
-           Of one process it lost hazards behind the most that it keeps, of another a hardware exception: so the rest
-           runs again
+           begins that is none. No result knew of it; both are mended, and are reported no more. prepare_kernel reads
+           rows without a local expert (2,336 reports), which no result knows of either
+synccheck  wrong of sparse_decode_kernel and sparse_decode_pairs_kernel, whose warps come to a barrier from several
+           places of the code: PTX asks for one place of a warp's threads alone. All of the latter's reports were of the
+           warp of its group that has the rotary dimensions, at that warp's place. It ends the process at the first such
+           report, so it has not come to sparse_decode_wide_kernel and both prefill kernels, which do the same. And it
+           counts too few mbarriers in dynamic shared memory, warns, and ends the process: --num-cuda-barriers tells it
+racecheck  wrong of the eight kernels that hand stages over by mbarriers where a leader, or copies, arrive. Of the last
+           that it came to, scaled_kernel, each report is of cp.async into a stage and ldmatrix from one; as this card
+           has it, without block-scaled products, its PTX was on the emulator once, by hand. Before 2025.4 the tool
+           takes cp.async.mbarrier.arrive for an arrival of the thread; later notes mend more of mbarriers. Of one
+           process it lost hazards behind the most that it keeps: so the rest runs again
+racecheck  lost wo_a's process, both times: "failed to handle a hardware exception". It was behind the reports of all of
+           units_kernel's calls, so in one of the last two: "8 rows, two slices", whose kernels it has run elsewhere, or
+           "257 rows, weights expanded", which is expand_kernel and cuBLAS's product. It is not known yet whether it is
+           lost where it looks at no kernel, too. From now on the check finds that out (LOST, NOTHING_TO_SEE)
 
 The emulator saw one order missing that racecheck has not: prefill's warps read a fold and wrote it with shuffles
 between, which carry no order of memory. What was written depended on what was read, so nothing could go wrong; mended.
-The controls of IDIOMS, and the runs without these kernels, have not yet been on a card.
 """
 
 from __future__ import annotations
@@ -115,9 +123,9 @@ CONTROLS = {
 @dataclass(frozen=True)
 class Idiom:
     """Reports that say nothing: of `kernels`, by `tool`, in words that match `what`, in a run in which the tool has
-    reported one of `controls`, kernels that do the same and are right. Such a run is made again without these kernels:
-    what the tool may have lost by them it sees then. `proof`: the test by which they are right on the emulator, which
-    knows what the tool does not."""
+    reported one of `controls`, kernels that do the same and are right. Such a run is made again without those of them
+    that were reported: what the tool may have lost by them it sees then. `proof`: the test by which they are right on
+    the emulator, which knows what the tool does not."""
 
     tool: str
     kernels: tuple[str, ...]
@@ -135,6 +143,7 @@ IDIOMS = (
             "dsv4::sparse_decode::sparse_decode_kernel",
             "dsv4::mxfp4_moe::sorted_kernel",
             "dsv4::mxfp4_moe::wide_kernel",
+            "dsv4::mxfp4_moe::scaled_kernel",
             "dsv4::mhc::many_kernel",
             "dsv4::fp8_linear::units_kernel",
             "dsv4::fp8_linear::tile_kernel",
@@ -147,7 +156,13 @@ IDIOMS = (
     ),
     Idiom(
         "synccheck",
-        ("dsv4::sparse_decode::sparse_decode_kernel",),
+        (
+            "dsv4::sparse_decode::sparse_decode_kernel",
+            "dsv4::sparse_decode::pairs::sparse_decode_pairs_kernel",
+            "dsv4::sparse_decode::pairs::sparse_decode_wide_kernel",
+            "dsv4::sparse_decode::prefill::sparse_prefill_kernel",
+            "dsv4::sparse_decode::prefill::sparse_prefill_stacked_kernel",
+        ),
         r"Divergent thread\(s\) in block",
         ("barrier_of_roles",),
         "warps of several jobs come to a barrier at several places of the code, which PTX allows",
@@ -162,6 +177,39 @@ IDIOMS = (
         "tests/emulator/test_watch.py::test_rows_of_no_expert_reach_no_result",
     ),
 )
+
+
+@dataclass(frozen=True)
+class NothingToSee:
+    """Kernels that have nothing in them which `tool` looks at, so that nothing is missed where it loses their process.
+    `proof`: the test that asks for it."""
+
+    tool: str
+    kernels: tuple[str, ...]
+    why: str
+    proof: str
+
+
+NOTHING_TO_SEE = (
+    NothingToSee(
+        "racecheck",
+        ("dsv4::wo_a::expand_kernel",),
+        "no shared memory",
+        "tests/emulator/test_watch.py::test_kernels_in_which_racecheck_has_nothing_to_see",
+    ),
+)
+LOST = "Internal Sanitizer Error"  # of a record by which a tool says that it is at its end, not the program
+NO_KERNEL = "no_kernel_has_this_in_its_name"
+
+
+def nothing_to_see(tool: str) -> set[str]:
+    return {kernel for one in NOTHING_TO_SEE if one.tool == tool for kernel in one.kernels}
+
+
+def base_name(kernel: str) -> str:
+    """Without return type, template arguments and parameters."""
+    name = kernel.removeprefix("void ").replace("(anonymous namespace)", "@")
+    return re.split(r"[<(]", name)[0].replace("@", "(anonymous namespace)")
 
 
 def idioms(tool: str, misunderstood: Iterable[str]) -> list[Idiom]:
@@ -207,6 +255,11 @@ class Report:
     finished: bool
 
     @property
+    def lost(self) -> bool:
+        """The tool ended by a fault of its own."""
+        return any(LOST in what for what, _ in self.others)
+
+    @property
     def total(self) -> int:
         return sum(self.faults.values())
 
@@ -214,8 +267,7 @@ class Report:
         """The rest, and what these are about."""
         aside = Counter()
         for (what, kernel), count in self.faults.items():
-            base = kernel.removeprefix("void ").split("<")[0].split("(")[0]
-            if any(base in one.kernels and re.search(one.what, what) for one in set_aside):
+            if any(base_name(kernel) in one.kernels and re.search(one.what, what) for one in set_aside):
                 aside[what, kernel] = count
         return Report(self.faults - aside, self.others, self.finished), aside
 

@@ -178,10 +178,11 @@ def test_idioms_have_controls_and_proofs():
     for one in tools.IDIOMS:
         assert {c.name for c in tools.CONTROLS[one.tool] if c.idiom} >= set(one.controls)
         assert one.controls or one.tool == "initcheck"  # where the tool is right
+    for one in (*tools.IDIOMS, *tools.NOTHING_TO_SEE):
         path, name = one.proof.split("::")
         assert f"def {name}(" in (check.REPO / path).read_text()
         for kernel in one.kernels:
-            folder, name = kernel.split("::")[1:]
+            _, folder, *_, name = kernel.split("::")
             sources = "".join(p.read_text() for p in (check.REPO / "csrc" / folder).glob("*.cu*"))
             assert re.search(rf"__global__ .*\b{name}\(", sources), kernel
     known = [control for one in tools.IDIOMS for control in one.controls]
@@ -195,7 +196,8 @@ def test_the_others_of_an_operators_kernels():
         "void dsv4::a::(anonymous namespace)::count_kernel(dsv4::a::Params)": 2,
         "_down_kernel": 1,
     }
-    assert check.others_than([races], launched) == ["12count_kernel", "_down_kernel"]
+    assert check.others_than(races.kernels, launched) == ["12count_kernel", "_down_kernel"]
+    assert check.others_than([], launched) == ["12count_kernel", "12units_kernel", "_down_kernel"]
 
 
 def test_a_planted_fault_must_be_the_operators():
@@ -270,6 +272,8 @@ def test_multiprocessors_are_told_while_a_case_runs():
     assert cases.cuda_tensors.num_sms is known
 
 
+A, B, EXPAND = "void dsv4::a::a_kernel(int)", "void dsv4::a::b_kernel(int)", "void dsv4::wo_a::expand_kernel(int)"
+# what each tool is told to look at is written to a file beside its log
 SANITIZER = """#!{python}
 import json, pathlib, sys
 words = sys.argv[1:]
@@ -277,34 +281,55 @@ log, tool = pathlib.Path(words[words.index("--log-file") + 1]), words[words.inde
 faulty = "fault" in words or "--plant" in words
 place = "_down_kernel" if "mxfp4_moe" in words else "void dsv4::bf16_linear::kernel(int)"
 record = f"========= Invalid __global__ read of size 4 bytes\\n=========     at {{place}}+0x10\\n" * faulty
-everything = "kernel_substring=4dsv4" in words
-if tool == "synccheck" and everything and ("barrier_of_roles" in words and {misreads} or "sparse_decode" in words):
-    record = "========= Barrier error detected. Divergent thread(s) in block.\\n"
-    record += "=========     at void dsv4::sparse_decode::sparse_decode_kernel<(bool)1>(int)+0x10\\n"
-    log.write_text("========= COMPUTE-SANITIZER\\n" + record + "========= ERROR SUMMARY: 1 error\\n")
-    sys.exit(6)
-log.write_text("========= COMPUTE-SANITIZER\\n" + record + f"========= ERROR SUMMARY: {{int(faulty)}} errors\\n")
-if "--out" in words:
-    told = {{"done": {done!r}, "failures": {{}}, "kernels": None}}
-    pathlib.Path(words[words.index("--out") + 1]).write_text(json.dumps(told))
+looked_at = [word.removeprefix("kernel_substring=") for word in words if word.startswith("kernel_substring=")]
+log.with_suffix(".kernels").write_text(" ".join(looked_at))
+looks_at = lambda name: "4dsv4" in looked_at or name in looked_at
+done = words[words.index("--only") + 1 :] if "--only" in words else {done!r}
+out = pathlib.Path(words[words.index("--out") + 1]) if "--out" in words else None
+
+def end(told, under_way, record, status, errors):
+    log.write_text(f"========= COMPUTE-SANITIZER\\n{{record}}========= ERROR SUMMARY: {{errors}} errors\\n")
+    if out:
+        out.write_text(json.dumps({{"done": told, "failures": {{}}, "kernels": None, "under_way": under_way}}))
+    sys.exit(status)
+
+if tool == "synccheck" and ("barrier_of_roles" in words and {misreads} or "sparse_decode" in words):
+    for name in ("sparse_decode_kernel", "pairs::sparse_decode_pairs_kernel"):
+        if looks_at(str(len(name.split("::")[-1])) + name.split("::")[-1]):
+            record = "========= Barrier error detected. Divergent thread(s) in block.\\n"
+            record += f"=========     at void dsv4::sparse_decode::{{name}}<(bool)1>(int)+0x10\\n"
+            end([], "one", record, 6, 1)
+if tool == "racecheck" and {loses!r} is not None and "wo_a" in words:
+    call, name, races = {loses!r}
+    if call in done and (name is None or looks_at(name)):
+        record = "========= Internal Sanitizer Error: The Sanitizer failed to handle a hardware exception.\\n"
+        record += "========= \\n========= Error: process didn't terminate successfully\\n"
+        if races:
+            record += "========= Error: Race reported between Write access at void dsv4::a::c_kernel(int)+0x60\\n"
+        end(done[: done.index(call)], call, record, 6, 1)
+end(done, None, record, 0, int(faulty))
 """
 
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """The whole check with a stand-in for compute-sanitizer, and none for nvcc and the card."""
+    """The whole check with a stand-in for compute-sanitizer, and none for nvcc and the card. loses: a call in which
+    racecheck ends by a fault of its own, what it must look at for that (None: nothing), whether it reports a race."""
 
-    def run(done: list[str], *arguments: str, misreads: bool = True, launched=("void dsv4::a::b_kernel(int)",)) -> int:
+    def run(
+        done: list[str], *arguments: str, misreads=True, launched=(B,), loses=None, expected=("one",), of_call=None
+    ) -> int:
         home = tmp_path / "cuda"
         (home / "bin").mkdir(parents=True, exist_ok=True)
         program = home / "bin/compute-sanitizer"
-        program.write_text(SANITIZER.format(python=sys.executable, done=done, misreads=misreads))
+        program.write_text(SANITIZER.format(python=sys.executable, done=done, misreads=misreads, loses=loses))
         program.chmod(0o755)
         monkeypatch.setenv("CUDA_HOME", str(home))
         monkeypatch.setattr(check, "compile_controls", lambda folder, capability: folder / "controls")
-        kernels = dict.fromkeys(launched, 1)
-        plain = lambda pool, runner, chosen: ({n: ["one"] for n in chosen}, dict.fromkeys(chosen, kernels), [])  # noqa: E731
+        kernels = launched if isinstance(launched, dict) else dict.fromkeys(launched, 1)
+        plain = lambda pool, runner, chosen: (dict.fromkeys(chosen, list(expected)), dict.fromkeys(chosen, kernels), [])  # noqa: E731
         monkeypatch.setattr(check, "run_plainly", plain)
+        monkeypatch.setattr(check, "kernels_of_call", lambda runner, operator, call: of_call)
         monkeypatch.setattr(check, "check_reach", lambda *given: [])
         return check.main([*arguments, "--logs", str(tmp_path / "logs")])
 
@@ -319,23 +344,92 @@ def test_the_whole_check(stand_in, capsys):
     assert "made 0 of 1 calls" in capsys.readouterr().out
 
 
-def test_what_a_tool_misunderstands_is_run_again_without_its_kernels(stand_in, capsys):
-    kernel = "void dsv4::sparse_decode::sparse_decode_kernel<(bool)1>(int)"
+SHORT, PAIRS, WIDE = (
+    f"void dsv4::sparse_decode::{name}<(bool)1>(int)"
+    for name in ("sparse_decode_kernel", "pairs::sparse_decode_pairs_kernel", "pairs::sparse_decode_wide_kernel")
+)
+
+
+def test_what_a_tool_misunderstands_is_run_again_without_its_kernels(stand_in, capsys, tmp_path):
+    """It ends at the first, then at the second. The third could be set aside, but is looked at: it is not reported."""
     given = ["synccheck", "--operators", "sparse_decode"]
-    assert stand_in(["one"], *given, launched=(kernel, "void dsv4::a::b_kernel(int)")) == 0
+    assert stand_in(["one"], *given, launched=(SHORT, PAIRS, WIDE, B)) == 0
     said = capsys.readouterr().out
     assert "reports a kernel that is right (barrier_of_roles)" in said
     assert "synccheck sparse_decode: set aside: 1 x Barrier error detected. Divergent thread(s) in block" in said
-    assert "again without these kernels, since: wrote no result, exit 6" in said
+    assert "again without dsv4::sparse_decode::sparse_decode_kernel, since: ended in a call, one" in said
+    assert "again without dsv4::sparse_decode::pairs::sparse_decode_pairs_kernel, since: " in said
     assert "synccheck sparse_decode, the other kernels: 0 reported" in said
-    assert stand_in(["one"], *given, launched=(kernel,)) == 1
-    assert "it has no other kernels, so nothing of it was checked" in capsys.readouterr().out
+    looked_at = [
+        (tmp_path / f"logs/synccheck.sparse_decode{again}.kernels").read_text().split() for again in ("", ".1", ".2")
+    ]
+    assert "4dsv4" in looked_at[0] and "26sparse_decode_pairs_kernel" in looked_at[1]
+    assert looked_at[2] == ["25sparse_decode_wide_kernel", "8b_kernel"]
+
+
+def test_kernels_that_are_all_misunderstood_are_not_checked(stand_in, capsys):
+    for kernels in ((SHORT,), (SHORT, PAIRS)):
+        assert stand_in(["one"], "synccheck", "--operators", "sparse_decode", launched=kernels) == 1
+        assert "it has no other kernels, so nothing of it was checked" in capsys.readouterr().out
 
 
 def test_nothing_is_set_aside_where_the_tool_understands(stand_in, capsys):
     assert stand_in(["one"], "synccheck", "--operators", "sparse_decode", misreads=False) == 1
     said = capsys.readouterr().out
     assert "set aside" not in said and "FAILED synccheck sparse_decode: 1 x Barrier error" in said
+
+
+LAST = ("two", None, False)  # by itself
+LOOKS = "it loses a call, two, where it looks at"
+
+
+@pytest.mark.parametrize(
+    "status, text, loses, of_call, launched",
+    [
+        (0, f"{LOOKS} no kernel; not looked at: dsv4::wo_a::expand_kernel", LAST, {EXPAND: 1}, {B: 1, EXPAND: 1}),
+        (0, f"{LOOKS} no kernel; not looked at: nothing that other calls", LAST, {B: 1}, {B: 2}),
+        (1, f"{LOOKS} no kernel, and so has not looked at dsv4::a::a_kernel", LAST, {A: 1, B: 1}, {A: 1, B: 2}),
+        (1, f"{LOOKS} no kernel, and without a tool that launches nothing", LAST, {}, {B: 1}),
+        (0, f"{LOOKS} dsv4::wo_a::expand_kernel; ", ("two", "13expand_kernel", False), {EXPAND: 1}, {B: 1, EXPAND: 1}),
+        # of another call it was looked at, but here it may be at fault
+        (
+            1,
+            "so has not looked at dsv4::a::b_kernel",
+            ("two", "8b_kernel", False),
+            {B: 1, EXPAND: 1},
+            {B: 2, EXPAND: 1},
+        ),
+        (
+            1,
+            "Race reported between Write access, void dsv4::a::c_kernel",
+            ("two", None, True),
+            {EXPAND: 1},
+            {EXPAND: 1},
+        ),
+    ],
+)
+def test_a_call_that_a_tool_loses(stand_in, capsys, status, text, loses, of_call, launched):
+    calls = ["one", "two", "three"]
+    given = {"loses": loses, "expected": calls, "of_call": of_call, "launched": launched}
+    assert stand_in(calls, "racecheck", "--operators", "wo_a", **given) == status
+    said = capsys.readouterr().out
+    assert "racecheck wo_a: again without a call, two, since: " in said and "failed to handle a hardware" in said
+    assert "racecheck wo_a, the other calls: " in said and text in said
+
+
+def test_a_tool_that_loses_all_calls_has_checked_nothing(stand_in, capsys):
+    given = {"loses": ("one", None, False), "of_call": {EXPAND: 1}, "launched": (EXPAND,)}
+    assert stand_in(["one"], "racecheck", "--operators", "wo_a", **given) == 1
+    assert "it loses all calls, so nothing was checked" in capsys.readouterr().out
+
+
+def test_what_is_lost_is_a_call_of_the_tools_own_fault():
+    lost = tools.read("========= Internal Sanitizer Error: The Sanitizer failed\n")
+    of_the_card = {"one": "relative error 1", "two": "AcceleratorError: CUDA error: an illegal", "three": "CUDA error"}
+    assert check.lost_call(lost, {**found(), "under_way": "two"}) == "two"
+    assert check.lost_call(lost, found(["one"], of_the_card)) == "two"
+    assert check.lost_call(lost, found()) is None and check.lost_call(lost, None) is None
+    assert check.lost_call(tools.read(INVALID), {**found(), "under_way": "two"}) is None
 
 
 def test_requests_that_make_no_sense_are_refused(capsys, monkeypatch):
@@ -352,6 +446,21 @@ def test_a_process_says_what_it_ran_and_what_was_wrong(tmp_path):
     command = [sys.executable, "-m", "tests.sanitizer.cases", "router_topk", "--out", str(out)]
     hidden = {**check.os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=check.REPO, env=hidden, capture_output=True, text=True)
-    assert done.returncode == 1 and len(json.loads(out.read_text())["failures"]) == len(
-        list(cases.OPERATORS["router_topk"]())
+    names, told = [case.name for case in cases.OPERATORS["router_topk"]()], json.loads(out.read_text())
+    assert done.returncode == 1 and list(told["failures"]) == names and told["under_way"] is None
+    done = subprocess.run([*command, "--only", *names[1:3]], cwd=check.REPO, env=hidden, capture_output=True, text=True)
+    assert done.returncode == 1 and list(json.loads(out.read_text())["failures"]) == names[1:3]
+    done = subprocess.run([*command, "--only", "another"], cwd=check.REPO, env=hidden, capture_output=True, text=True)
+    assert done.returncode == 2 and "router_topk has no another" in done.stderr
+
+
+def test_a_process_says_which_call_it_ended_in(tmp_path):
+    out = tmp_path / "out.json"
+    program = (
+        "import os, sys, torch; from tests.sanitizer import cases; torch.cuda.synchronize = lambda: None;"
+        "one, two = cases.Case('one', lambda d: None), cases.Case('two', lambda d: os._exit(6));"
+        "cases.OPERATORS['mhc'] = lambda: [one, two]; sys.exit(cases.main())"
     )
+    ended_in = subprocess.run([sys.executable, "-c", program, "mhc", "--out", str(out)], cwd=check.REPO)
+    assert ended_in.returncode == 6
+    assert json.loads(out.read_text()) == {"done": ["one"], "failures": {}, "under_way": "two", "kernels": None}
