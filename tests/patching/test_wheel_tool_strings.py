@@ -10,7 +10,7 @@ import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import tool_strings
-from tests.patching.tool_calls_read import CASES, IN_FRONT
+from tests.patching.tool_calls_read import ANSWER, CASES, IN_FRONT, THOUGHT
 from tests.patching.wheels import RELEASES, content, fetch, members, since
 
 REPO = Path(__file__).resolve().parents[2]
@@ -63,6 +63,14 @@ def test_words_in_front_of_a_call_are_lost_by_several_tokens_a_step_before_they_
     ]
     assert all(words == IN_FRONT for words in streamed) == since(version, WORDS_KEPT_SINCE)
     assert {ways["1"][0].strip() for ways in read(version)["stock"].values()} == {IN_FRONT}
+
+
+@read_by
+def test_thoughts_that_the_reader_is_not_told_of_arrive_as_text(version):
+    """So default_thinking is needed (test_wheel_chat_requests.py)."""
+    whole, streamed, default = read(version)["thoughts"]["False"]
+    assert whole == streamed == ["", f"{THOUGHT}</think>{ANSWER}"] and default == "explicit_thinking"
+    assert read(version)["thoughts"]["True"][:2] == [[THOUGHT, ANSWER]] * 2
 
 
 @read_by

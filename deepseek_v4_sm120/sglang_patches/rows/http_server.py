@@ -1,4 +1,4 @@
-"""The rows of table.py that are the process's that answers over HTTP: tool calls, and clients that go away."""
+"""The rows of table.py that are the process's that answers over HTTP: prompts, tool calls, and clients that go away."""
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
@@ -6,10 +6,14 @@ from deepseek_v4_sm120.sglang_patches.names import targets_of
 
 PARSE = "sglang.srt.function_call.deepseekv32_detector:DeepSeekV32Detector._parse_parameters_from_xml"
 WHOLE = ("self", "invoke_content")
+SINCE_RECIPE = ">=0.5.23,<0.6"
 
+OPENAI = "sglang.srt.entrypoints.openai"
+CHAT = f"{OPENAI}.serving_chat:OpenAIServingChat"
+RECIPE = f"{OPENAI}.serving_deepseek_recipe:DeepSeekRecipeChatEncodingAdapter"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 
-_tool_strings = targets_of("tool_strings")
+_tool_strings, _effort_levels = map(targets_of, ("tool_strings", "effort_levels"))
 
 TOOL_STRINGS = Patch(
     name="tool_strings",
@@ -38,4 +42,53 @@ DISCONNECTS = Patch(
     ),
     absent="SGLang ends them itself",
     retire="with SGLang 0.5.19",
+)
+
+DEFAULT_THINKING = Patch(
+    name="default_thinking",
+    why="with SGLANG_DEFAULT_THINKING=1 prompts open the thoughts, and what reads the answers does not know of it: up "
+    "to 0.5.22 thoughts arrive as text, and in all releases response_format and a required tool call hold the thoughts "
+    "to their grammar, so that the answer stays empty",
+    targets=(
+        targets_of("default_thinking")(
+            f"{CHAT}._get_reasoning_from_request", "reasoning_of_request", Parameters(("self", "request"))
+        ),
+    ),
+    retire="when SGLang decides at one place whether an answer begins with thoughts",
+)
+
+UNCHOSEN_TOOLS = Patch(
+    name="unchosen_tools",
+    why='tools are in the prompt though tool_choice is "none", where nobody reads calls: the markup of a call is the '
+    "text of the answer (sglang #35736)",
+    targets=(
+        targets_of("unchosen_tools")(
+            f"{CHAT}._apply_jinja_template",
+            "apply_template",
+            Parameters(("self", "request", "tools", "is_multimodal")),
+            "<0.5.22",
+        ),
+    ),
+    absent="SGLang leaves them out itself",
+    retire="with SGLang 0.5.21",
+)
+
+EFFORT_LEVELS = Patch(
+    name="effort_levels",
+    why="reasoning_effort has the levels of the checkpoints from 0731 on for all: the first ones think with their "
+    "greatest effort where nothing is asked for, and read at max a text that they have never seen (0.5.18 to 0.5.22 "
+    "tell the two apart, sglang #33140)",
+    targets=(
+        _effort_levels(
+            f"{OPENAI}.chat_encoding_adapters:build_chat_encoding_adapter", "build", Parameters(("ctx",)), SINCE_RECIPE
+        ),
+        _effort_levels(
+            f"{RECIPE}._encode",
+            "encode",
+            Parameters(("self", "body", "*", "effort", "task=None", "image_urls=None")),
+            SINCE_RECIPE,
+        ),
+    ),
+    absent="up to 0.5.17 all have the first levels, which are wrong for 0731; 0.5.18 to 0.5.22 ask the checkpoint",
+    retire="when SGLang asks the checkpoint again which levels it knows",
 )
