@@ -249,7 +249,7 @@ OURS = {
     },
     "argument_defaults": {"c", "found.hf_config"},
     "compressor": {"layout"},
-    "effort_levels": {"encoder", "folder"},
+    "effort_levels": {"file", "importlib.import_module('huggingface_hub')"},
     "fp8_linear": {"process"},
     "fp8_linear_draft_head": {"DraftHead", "found", "getattr(self, COPY)", "head"},
     "handed_over": {"_loading", "process"},

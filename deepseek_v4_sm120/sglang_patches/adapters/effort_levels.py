@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters.default_thinking import ENCODING
@@ -64,15 +64,16 @@ def has_first_levels(model_path: str, revision: str | None = None) -> bool:
     encoder = _encoder(model_path, revision)
     if encoder is None:
         return model_path in FIRST
-    text = encoder.read_text(errors="replace")
+    with open(encoder, encoding="utf-8", errors="replace") as file:
+        text = file.read()
     return bool(re.search(ONE_TEXT, text, re.MULTILINE)) and not re.search(SEVERAL, text, re.MULTILINE)
 
 
-def _encoder(model_path: str, revision: str | None) -> Path | None:
-    folder = Path(model_path)
-    if folder.is_dir():
-        return folder / ENCODER if (folder / ENCODER).is_file() else None
+def _encoder(model_path: str, revision: str | None) -> str | None:
+    if os.path.isdir(model_path):
+        beside = os.path.join(model_path, ENCODER)
+        return beside if os.path.isfile(beside) else None
     if not re.fullmatch(NAME, model_path):
         return None
     found = importlib.import_module("huggingface_hub").try_to_load_from_cache(model_path, ENCODER, revision=revision)
-    return Path(found) if isinstance(found, str) else None
+    return found if isinstance(found, str) else None
