@@ -42,6 +42,7 @@ CASES = {
     "quotes": {"command": ' a\\n"b"\\ \n'},
     "JSON in it": {"command": ' {"a": " b "} \n'},
     "no string": {"n": 12, "o": [True, None, 1.5]},
+    "below zero": {"n": -7, "o": [-1, {"a": -0.5}], "command": "-"},
 }
 WAYS = (0, 1, 2, 3, 5, 10_000)  # tokens of a piece; 0: the answer as a whole
 IN_TURNS = 40  # ways whose pieces have other numbers of tokens
