@@ -161,6 +161,11 @@ OBJECTS = {
         "state": ((f"{TOKENIZER_MANAGER.partition(':')[0]}:ReqState",),),
         "state.time_stats": ((f"{SRT}.observability.req_time_stats:APIServerReqTimeStats",),),
     },
+    "json_answers": {
+        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+        "response_format": ((f"{OPENAI}.protocol:ResponseFormat",),),
+        "asked": ((f"{OPENAI}.protocol:JsonSchemaResponseFormat",),),
+    },
     "handed_over": {"offloader": ((f"{SRT}.utils.offloader",),)},
     "mhc_sum": {
         "coordinator": ((GROUP,),),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import default_thinking, effort_levels, unchosen_tools
+from deepseek_v4_sm120.sglang_patches.adapters import default_thinking, effort_levels, json_answers, unchosen_tools
 from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, RECIPE
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import RELEASES, content, every_release, fetch, members, since
@@ -188,10 +188,15 @@ def test_which_levels_a_release_has(version):
     assert ("Beyond maximum" in text) is ("reasoning_effort_profile" in text) is both
 
 
+def of_adapter(name, names):
+    module, _, its_class = RECIPE.partition(":")
+    return take(fetch(RECIPE_SINCE), names, f"{its_class}.{name}", module)
+
+
 def recipe(*, default=None, levels_of=None, spec="dsv4"):
     """0.5.23's adapter as a server makes it for the checkpoint `levels_of`: effort -> what recipe is given."""
     names = {"isinstance": isinstance, "_numeric_effort": lambda effort: effort}
-    method = take(fetch(RECIPE_SINCE), names, f"{RECIPE.partition(':')[2]}._encode", RECIPE.partition(":")[0])
+    method = of_adapter("_encode", names)
     made = type("Adapter", (), {"_encode": effort_levels.replace_encode(method)})()
     made._default_effort, made._spec = default, spec
     made.deepseek_recipe = SimpleNamespace(encode=lambda body, **more: body.get("reasoning_effort"))
@@ -252,6 +257,45 @@ def test_a_checkpoint_is_told_by_its_encoder(text, is_first, tmp_path, in_cache)
     assert effort_levels.has_first_levels("someone/else") is False
     (tmp_path / "empty").mkdir()
     assert effort_levels.has_first_levels(str(tmp_path / "empty")) is False
+
+
+OBJECT, LIST, WORDS = {"type": "object"}, {"type": "array"}, {"enum": ["yes", "no"]}
+
+
+def reads_json(schema=None, kind="json_schema", *, ours, spec="dsv4") -> bool:
+    """Whether 0.5.23 has recipe look for the JSON in an answer."""
+    names = {"JSON_RESPONSE_FORMATS": ("json_object", "json_schema"), "_stop_strings": lambda stop: []}
+    names["DeepSeekRecipeOutputParser"] = lambda recipe, **given: given["parse_json_output"]
+    method = of_adapter("_new_output_parser", names)
+    kept = json_answers.replace_new_output_parser(method) if ours else method
+    made = type("Adapter", (), {"_new_output_parser": kept, "_spec": spec, "_separate_reasoning": True})()
+    made.deepseek_recipe = SimpleNamespace(parse_start=lambda **given: None)
+    made._hooks = SimpleNamespace(
+        thinking_requested=lambda request: False, tool_call_parsing_active=lambda request: False
+    )
+    asks = Record(type=kind, json_schema=None if schema is None else Record(schema_=schema))
+    request = asked(response_format=None if kind is None else asks, separate_reasoning=True, stream_reasoning=True)
+    before = copy.deepcopy(request)
+    found = made._new_output_parser(request)
+    assert request == before
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind", "stock", "ours"),
+    [
+        *((schema, "json_schema", True, True) for schema in (OBJECT, LIST)),
+        *((schema, "json_schema", True, False) for schema in (WORDS, {"type": "string"}, {"type": ["object", "null"]})),
+        *(({"anyOf": [OBJECT, {"type": "null"}]}, "json_schema", True, False), (None, "json_schema", True, False)),
+        *((None, "json_object", True, True), (None, "text", False, False), (None, None, False, False)),
+    ],
+)
+def test_an_answer_in_json_is_looked_for_where_it_is_in_brackets(schema, kind, stock, ours, monkeypatch):
+    assert reads_json(schema, kind, ours=False) is stock
+    assert reads_json(schema, kind, ours=True) is ours
+    assert reads_json(schema, kind, ours=True, spec="dsv41") is stock
+    monkeypatch.setattr(models_served, "has_served_card", lambda: False)
+    assert reads_json(schema, kind, ours=True) is stock
 
 
 @every_release(RECIPE_SINCE)

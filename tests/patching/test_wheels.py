@@ -65,7 +65,7 @@ def expected(version: str) -> dict[str, str]:
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
     else:
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
-    of_recipe = {"min_p_verify": EAGLE, "effort_levels": RECIPE.partition(":")[0]}
+    of_recipe = {"min_p_verify": EAGLE, **dict.fromkeys(("effort_levels", "json_answers"), RECIPE.partition(":")[0])}
     found |= of_recipe if since(version, "0.5.23") else {"tool_strings": PARSE.partition(":")[0]}
     found |= {} if since(version, "0.5.22") else {"unchosen_tools": CHAT.partition(":")[0]}
     found |= {"disconnects": TOKENIZER_MANAGER.partition(":")[0]} if version in ("0.5.18", "0.5.19") else {}

@@ -92,3 +92,16 @@ EFFORT_LEVELS = Patch(
     absent="up to 0.5.17 all have the first levels, which are wrong for 0731; 0.5.18 to 0.5.22 ask the checkpoint",
     retire="when SGLang asks the checkpoint again which levels it knows",
 )
+
+JSON_ANSWERS = Patch(
+    name="json_answers",
+    why="an answer to response_format whose schema is for a string, a number, or true and false arrives as blanks: "
+    "deepseek-recipe keeps of it what is in braces or brackets",
+    targets=(
+        targets_of("json_answers")(
+            f"{RECIPE}._new_output_parser", "new_output_parser", Parameters(("self", "request")), SINCE_RECIPE
+        ),
+    ),
+    absent="up to 0.5.22 nothing is taken out of JSON",
+    retire="when deepseek-recipe keeps such answers",
+)
