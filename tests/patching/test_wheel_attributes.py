@@ -155,6 +155,10 @@ OBJECTS = {
         "importlib.import_module(ENVIRON)": ((f"{SRT}.environ",),),
         "importlib.import_module(ENVIRON).envs": ((f"{SRT}.environ:Envs",),),
     },
+    "developer_messages": {
+        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+        "message": tuple((f"{OPENAI}.protocol:ChatCompletionMessage{kind}Param",) for kind in ("Generic", "User")),
+    },
     "effort_levels": {"ctx": ((f"{OPENAI}.chat_encoding_adapters:ChatEncodingAdapterContext",),)},
     "disconnects": {
         "obj": ((f"{SRT}.managers.io_struct:BaseReq",),),

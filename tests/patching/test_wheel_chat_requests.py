@@ -8,7 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import default_thinking, effort_levels, json_answers, unchosen_tools
+from deepseek_v4_sm120.sglang_patches.adapters import (
+    default_thinking,
+    developer_messages,
+    effort_levels,
+    json_answers,
+    unchosen_tools,
+)
 from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, RECIPE
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import RELEASES, content, every_release, fetch, members, since
@@ -34,10 +40,10 @@ def plain(value):
     return value.model_dump() if isinstance(value, Record) else value
 
 
-def asked(kwargs=None, tools=None, choice="auto", in_system=None, **more):
+def asked(kwargs=None, tools=None, choice="auto", in_system=None, role="system", **more):
     """A request of a conversation whose system message may bring tools."""
     messages = [
-        Record(role="system", content="Be brief.", tools=in_system),
+        Record(role=role, content="Be brief.", tools=in_system),
         Record(role="user", content="What time is it?", tools=None),
     ]
     given = {"reasoning_effort": None, "task": None, "continue_final_message": False, "stop": None, **more}
@@ -95,7 +101,8 @@ def serving(version, *, ours, spec="dsv4", parser="deepseek-v4"):
         reads = default_thinking.replace_reasoning_of_request(methods["_get_reasoning_from_request"])
         methods["_get_reasoning_from_request"] = reads
     if ours and has_encoder:
-        methods["_apply_jinja_template"] = unchosen_tools.replace_apply_template(methods["_apply_jinja_template"])
+        for of in (unchosen_tools, developer_messages):
+            methods["_apply_jinja_template"] = of.replace_apply_template(methods["_apply_jinja_template"])
     chat = type("OpenAIServingChat", (), methods)()
     chat.chat_encoding_spec, chat.reasoning_parser, chat._dsv4_reasoning_effort_profile = spec, parser, "preview"
     chat.template_manager = SimpleNamespace(jinja_template_content_format="string", reasoning_config=None)
@@ -106,7 +113,8 @@ def serving(version, *, ours, spec="dsv4", parser="deepseek-v4"):
 
 
 def prompt(chat, request) -> str:
-    return chat._apply_jinja_template(request, None, False).prompt_ids
+    given = [tool.model_dump() for tool in request.tools or []] if request.tool_choice != "none" else []
+    return chat._apply_jinja_template(request, given or None, False).prompt_ids
 
 
 def opens_thoughts(version, chat, request) -> bool:
@@ -174,10 +182,24 @@ def test_tools_that_are_not_to_be_called_are_not_in_the_prompt(version, thinks_b
             assert "clock" in prompt(ours, chosen) and prompt(ours, chosen) == prompt(stock, chosen)
 
 
-def test_tools_stay_in_the_prompts_of_others(thinks_by_default, monkeypatch):
-    request = asked(tools=[TOOL], choice="none")
+@before_recipe
+def test_what_a_developer_says_is_in_the_prompt_as_the_systems(version, thinks_by_default):
+    stock, ours = serving(version, ours=False), serving(version, ours=True)
+    for tools in (None, [TOOL]):
+        for thinking in (False, True):
+            of_system = asked({"thinking": thinking}, tools)
+            of_developer = asked({"thinking": thinking}, tools, role="developer")
+            before = copy.deepcopy(of_developer)
+            assert prompt(ours, of_developer) == prompt(ours, of_system) == prompt(stock, of_system)
+            assert of_developer == before
+            assert ("Be brief." in prompt(stock, of_developer)) is not (thinking and tools is None)
+            assert "Be brief." in prompt(ours, of_developer) != prompt(stock, of_developer)
+
+
+def test_the_prompts_of_others_stay_sglangs(thinks_by_default, monkeypatch):
     monkeypatch.setattr(models_served, "has_served_card", lambda: False)
-    assert prompt(serving("0.5.17", ours=True), request) == prompt(serving("0.5.17", ours=False), request)
+    for request in (asked(tools=[TOOL], choice="none"), asked(role="developer")):
+        assert prompt(serving("0.5.17", ours=True), request) == prompt(serving("0.5.17", ours=False), request)
 
 
 @before_recipe

@@ -66,7 +66,8 @@ def expected(version: str) -> dict[str, str]:
     else:
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
     of_recipe = {"min_p_verify": EAGLE, **dict.fromkeys(("effort_levels", "json_answers"), RECIPE.partition(":")[0])}
-    found |= of_recipe if since(version, "0.5.23") else {"tool_strings": PARSE.partition(":")[0]}
+    before = {"tool_strings": PARSE.partition(":")[0], "developer_messages": CHAT.partition(":")[0]}
+    found |= of_recipe if since(version, "0.5.23") else before
     found |= {} if since(version, "0.5.22") else {"unchosen_tools": CHAT.partition(":")[0]}
     found |= {"disconnects": TOKENIZER_MANAGER.partition(":")[0]} if version in ("0.5.18", "0.5.19") else {}
     if since(version, "0.5.13"):
@@ -98,8 +99,7 @@ def inspect_wheel(monkeypatch, sglang_wheel):
     """inspect_wheel(version, mode) -> the engine after looking at that wheel, shared by tests unless it is to be
     `fresh`. called: the version it shall claim."""
     monkeypatch.setitem(sys.modules, "deepseek_v4_sm120.ops.shared.extension", type(sys)("extension"))
-    # whether _C loads is test_extension.py's business
-    sys.modules["deepseek_v4_sm120.ops.shared.extension"].load = lambda: None
+    sys.modules["deepseek_v4_sm120.ops.shared.extension"].load = lambda: None  # _C is test_extension.py's business
 
     def make(version, mode="sm120", called=None, fresh=False):
         if not fresh and (version, mode, called) in SURVEYED:

@@ -10,6 +10,7 @@ SINCE_RECIPE = ">=0.5.23,<0.6"
 
 OPENAI = "sglang.srt.entrypoints.openai"
 CHAT = f"{OPENAI}.serving_chat:OpenAIServingChat"
+OF_PROMPT = Parameters(("self", "request", "tools", "is_multimodal"))
 RECIPE = f"{OPENAI}.serving_deepseek_recipe:DeepSeekRecipeChatEncodingAdapter"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 
@@ -57,18 +58,22 @@ DEFAULT_THINKING = Patch(
     retire="when SGLang decides at one place whether an answer begins with thoughts",
 )
 
+DEVELOPER_MESSAGES = Patch(
+    name="developer_messages",
+    why="messages of the role developer, in which OpenAI's newer clients give their instructions, are left out of "
+    "prompts with thoughts and without tools, and are the user's in all others",
+    targets=(
+        targets_of("developer_messages")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.23"),
+    ),
+    absent="SGLang takes them for the system's",
+    retire="with SGLang 0.5.22",
+)
+
 UNCHOSEN_TOOLS = Patch(
     name="unchosen_tools",
     why='tools are in the prompt though tool_choice is "none", where nobody reads calls: the markup of a call is the '
     "text of the answer (sglang #35736)",
-    targets=(
-        targets_of("unchosen_tools")(
-            f"{CHAT}._apply_jinja_template",
-            "apply_template",
-            Parameters(("self", "request", "tools", "is_multimodal")),
-            "<0.5.22",
-        ),
-    ),
+    targets=(targets_of("unchosen_tools")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.22"),),
     absent="SGLang leaves them out itself",
     retire="with SGLang 0.5.21",
 )
