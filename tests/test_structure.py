@@ -43,7 +43,7 @@ SHARED = {
         *("argument_defaults", "default_thinking", "dense_rows", "developer_messages", "direct_updates"),
         *("disconnects", "dspark_lengths", "effort_levels", "handed_over", "json_answers", "kept_weights"),
         *("min_p_tokens", "min_p_verify", "penalties", "platform_seams", "prefill_graphs", "sampling"),
-        *("scheduling", "tool_strings", "torch_compile", "unchosen_tools", "waiting"),
+        *("scheduling", "thought_history", "tool_strings", "torch_compile", "unchosen_tools", "waiting"),
     },
     "bench": {
         *("common", "features", "kernel_report", "layer", "load_time", "measured", "sparse_prefill", "timeline"),

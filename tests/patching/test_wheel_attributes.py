@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120.sglang_patches import adapters
 from deepseek_v4_sm120.sglang_patches.names import ATTENTION, DSPARK, DSPARK_SINCE, EVERY, MODEL
-from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, OPENAI, PARSE, TOKENIZER_MANAGER
+from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, OPENAI, PARSE, TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
@@ -231,6 +231,13 @@ OBJECTS = {
     "unchosen_tools": {
         "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
         "made": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+    },
+    "thought_history": {
+        "anthropic_request": ((f"{MESSAGES.partition('.serving')[0]}.protocol:AnthropicMessagesRequest",),),
+        "turn": ((f"{MESSAGES.partition('.serving')[0]}.protocol:AnthropicMessage",),),
+        "block": ((f"{MESSAGES.partition('.serving')[0]}.protocol:ThinkingBlock",),),
+        "made": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+        "message": ((f"{OPENAI}.protocol:ChatCompletionMessageGenericParam",),),
     },
     "tool_strings": {"detector": ((f"{PARSE.partition(':')[0]}:DeepSeekV32Detector",),)},
     "wo_a": {

@@ -1,6 +1,7 @@
 """Requests over the chat API: each release's own way to the prompt, and what it takes the answer for, beside ours."""
 
 import copy
+import json
 import sys
 import types
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ from deepseek_v4_sm120.sglang_patches.adapters import (
     developer_messages,
     effort_levels,
     json_answers,
+    thought_history,
     unchosen_tools,
 )
-from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, RECIPE
+from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, RECIPE
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import RELEASES, content, every_release, fetch, members, since
 
@@ -38,6 +40,12 @@ def plain(value):
     if isinstance(value, list):
         return [plain(one) for one in value]
     return value.model_dump() if isinstance(value, Record) else value
+
+
+def flat(message: dict):
+    """The text of a message's parts, as SGLang hands it to the encoder."""
+    parts = message["content"]
+    return " ".join(part["text"] for part in parts) if isinstance(parts, list) else parts
 
 
 def asked(kwargs=None, tools=None, choice="auto", in_system=None, role="system", **more):
@@ -89,7 +97,7 @@ def serving(version, *, ours, spec="dsv4", parser="deepseek-v4"):
         **{"copy": copy, "envs": sys.modules[default_thinking.ENVIRON].envs},
         "MessageProcessingResult": SimpleNamespace,
         "ThinkingMode": SimpleNamespace(THINKING="thinking", CHAT="chat"),
-        "process_content_for_template_format": lambda message, *args, **more: message,
+        "process_content_for_template_format": lambda message, *args, **more: {**message, "content": flat(message)},
         "normalize_assistant_tool_call_arguments": lambda message, **more: None,
         "encoding_dsv4": types.ModuleType("encoding_dsv4"),
     }
@@ -194,6 +202,107 @@ def test_what_a_developer_says_is_in_the_prompt_as_the_systems(version, thinks_b
             assert of_developer == before
             assert ("Be brief." in prompt(stock, of_developer)) is not (thinking and tools is None)
             assert "Be brief." in prompt(ours, of_developer) != prompt(stock, of_developer)
+
+
+HISTORY_OF_ITS_OWN_SINCE, THOUGHTS_SINCE = "0.5.19", "0.5.14"
+with_marks = pytest.mark.parametrize(
+    "version", [v for v in BEFORE_RECIPE if since(v, THOUGHTS_SINCE) and not since(v, HISTORY_OF_ITS_OWN_SINCE)]
+)
+MARKS = "<think>{}\n</think>"
+
+
+def block(kind, **more):
+    return Record(type=kind, **{"text": None, "source": None, "id": None, **more})
+
+
+def conversation(thinks=True):
+    """Over /v1/messages: a turn with thoughts and a call, one with thoughts and text, one without."""
+    of_turns = (("I look.",), ("It is late.", "Very."))
+    thoughts = [[block("thinking", thinking=text) for text in texts if thinks] for texts in of_turns]
+    call = block("tool_use", name="clock", input={"zone": 1})
+    call.id = "call_1"
+    turns = [
+        ("user", "What time is it?"),
+        ("assistant", [*thoughts[0], block("text", text="Let me see."), call]),
+        ("user", [block("tool_result", tool_use_id="call_1", content="23:59")]),
+        ("assistant", [*thoughts[1], block("text", text="Nearly midnight.")]),
+        *(("user", "Thanks."), ("assistant", "You're welcome."), ("user", "And now?")),
+    ]
+    rest = dict.fromkeys(
+        ("system", "temperature", "top_p", "top_k", "stop_sequences", "thinking", "output_config", "betas", "tools")
+    )
+    messages = [Record(role=role, content=content) for role, content in turns]
+    more = {"tool_choice": None, "pd_routing_kwargs": dict}
+    return Record(messages=messages, model="m", max_tokens=9, stream=False, **rest, **more)
+
+
+def over_messages(version, request, *, ours, spec="dsv4"):
+    """The chat API's messages of a request, by the release's own conversion."""
+    names = {"json": json, "ChatCompletionRequest": lambda **given: Record(**given), "ValueError": ValueError}
+    module, _, its_class = MESSAGES.partition(":")
+    method = take(fetch(version), names, f"{its_class}._convert_to_chat_completion_request", module)
+    convert = thought_history.replace_convert(method) if ours else method
+    names["ChatCompletionRequest"] = lambda messages, **given: Record(
+        messages=[Record(**{"content": None, "tool_calls": None, **one}) for one in messages], tools=None, **given
+    )
+    made = type("AnthropicServing", (), {"_convert_to_chat_completion_request": convert})()
+    made._merge_inline_system = True
+    made.openai_serving_chat = SimpleNamespace(chat_encoding_spec=spec, wrap_reasoning_history=MARKS.format)
+    before = copy.deepcopy(request)
+    found = made._convert_to_chat_completion_request(request).messages
+    assert request == before
+    return found
+
+
+@with_marks
+def test_thoughts_that_come_back_are_the_turns_own(version, thinks_by_default, monkeypatch):
+    plain = over_messages(version, conversation(thinks=False), ours=True)
+    stock, found = (over_messages(version, conversation(), ours=ours) for ours in (False, True))
+    of_turns = [flat(vars(message)) for message in stock if message.role == "assistant"]
+    assert of_turns[0] == f"{MARKS.format('I look.')} Let me see." and "<think>" in of_turns[1]
+    given = [getattr(message, "reasoning_content", None) for message in found if message.role == "assistant"]
+    assert given == ["I look.", "It is late.\nVery.", None]
+    for message in found:
+        vars(message).pop("reasoning_content", None)
+    assert found == plain and not any("think>" in flat(vars(message)) for message in plain if message.content)
+    assert over_messages(version, conversation(), ours=True, spec="other") == stock
+    monkeypatch.setattr(models_served, "has_served_card", lambda: False)
+    assert over_messages(version, conversation(), ours=True) == stock
+
+
+def test_a_conversion_that_makes_other_turns_is_sglangs():
+    handed = []
+
+    def original(self, request):
+        handed.append(request)
+        return Record(messages=[Record(role="assistant")])
+
+    serves = SimpleNamespace(openai_serving_chat=SimpleNamespace(chat_encoding_spec="dsv4"))
+    request = conversation()
+    made = thought_history.replace_convert(original)(serves, request)
+    assert handed[-1] is request and made == original(serves, request)
+
+
+@with_marks
+def test_the_prompt_is_the_chat_apis(version, thinks_by_default):
+    """With tools, where thoughts of all turns are in it."""
+    chat, thinking = serving(version, ours=True), {"thinking": True}
+
+    def of(messages):
+        request = asked(thinking, [TOOL])
+        request.messages = [Record(role="system", content="", tools=None), *messages]
+        return prompt(chat, request)
+
+    stock, found = (of(over_messages(version, conversation(), ours=ours)) for ours in (False, True))
+    assert "<｜Assistant｜><think></think><think>I look.\n</think>" in stock
+    assert "<｜Assistant｜><think>I look.</think>Let me see." in found and "</think><think>" not in found
+
+
+@every_release()
+def test_which_releases_write_thoughts_into_the_text(version):
+    text = content(fetch(version), f"{MESSAGES.partition(':')[0].replace('.', '/')}.py")
+    assert ("_convert_assistant_thinking_blocks" in text) is since(version, THOUGHTS_SINCE)
+    assert ("supports_native_reasoning_history()" in text) is since(version, HISTORY_OF_ITS_OWN_SINCE)
 
 
 def test_the_prompts_of_others_stay_sglangs(thinks_by_default, monkeypatch):

@@ -18,7 +18,7 @@ from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.names import DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
-from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, PARSE, RECIPE, TOKENIZER_MANAGER
+from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, PARSE, RECIPE, TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.sampling import EAGLE
 from deepseek_v4_sm120.sglang_patches.table import (
@@ -44,8 +44,7 @@ from deepseek_v4_sm120.specs import bf16_linear, fp8_linear, index_select, mhc, 
 from tests.patching import review
 from tests.patching.wheels import RELEASES, WheelSources, content, every_release, since
 
-# In the wheel of sglang-kernel; that of 0.5.17's pin was read
-HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"
+HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's wheel; that of 0.5.17's pin was read
 
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
 EVERYWHERE = {
@@ -75,6 +74,7 @@ def expected(version: str) -> dict[str, str]:
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
         found["penalties"] = "sglang.srt.managers.schedule_batch"
+        found |= {} if since(version, "0.5.19") else {"thought_history": MESSAGES.partition(":")[0]}
     if since(version, "0.5.16"):
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND}
     return found

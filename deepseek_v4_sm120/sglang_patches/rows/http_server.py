@@ -10,6 +10,7 @@ SINCE_RECIPE = ">=0.5.23,<0.6"
 
 OPENAI = "sglang.srt.entrypoints.openai"
 CHAT = f"{OPENAI}.serving_chat:OpenAIServingChat"
+MESSAGES = "sglang.srt.entrypoints.anthropic.serving:AnthropicServing"
 OF_PROMPT = Parameters(("self", "request", "tools", "is_multimodal"))
 RECIPE = f"{OPENAI}.serving_deepseek_recipe:DeepSeekRecipeChatEncodingAdapter"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
@@ -109,4 +110,20 @@ JSON_ANSWERS = Patch(
     ),
     absent="up to 0.5.22 nothing is taken out of JSON",
     retire="when deepseek-recipe keeps such answers",
+)
+
+THOUGHT_HISTORY = Patch(
+    name="thought_history",
+    why="thoughts of earlier turns that come over /v1/messages are written into the turns' text, behind thoughts that "
+    "are closed already, so that the model reads marks where it has never seen them (sglang #35480 mended it)",
+    targets=(
+        targets_of("thought_history")(
+            f"{MESSAGES}._convert_to_chat_completion_request",
+            "convert",
+            Parameters(("self", "anthropic_request")),
+            ">=0.5.14,<0.5.19",
+        ),
+    ),
+    absent="before 0.5.14 there are no thoughts over /v1/messages, from 0.5.19 on they are the turns' own",
+    retire="with SGLang 0.5.18",
 )
