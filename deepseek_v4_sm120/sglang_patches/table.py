@@ -24,7 +24,16 @@ from deepseek_v4_sm120.sglang_patches.names import (
 )
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS
-from deepseek_v4_sm120.sglang_patches.rows.http_server import DISCONNECTS, TOOL_STRINGS
+from deepseek_v4_sm120.sglang_patches.rows.http_server import (
+    DEFAULT_THINKING,
+    DEVELOPER_MESSAGES,
+    DISCONNECTS,
+    EFFORT_LEVELS,
+    JSON_ANSWERS,
+    THOUGHT_HISTORY,
+    TOOL_STRINGS,
+    UNCHOSEN_TOOLS,
+)
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
 from deepseek_v4_sm120.sglang_patches.rows.mhc import DEALT_STREAMS, FUSION_MODULE, MHC, SUMS_IN_PIECES
 from deepseek_v4_sm120.sglang_patches.rows.sampling import (
@@ -533,7 +542,8 @@ TABLE = Table(
             SUMS_IN_PIECES,
         ),
         *(DEALT_STREAMS, COMPRESSOR, ALL_REDUCE, DSPARK_LENGTHS, MIN_P_TOKENS, MIN_P_VERIFY, PENALTIES),
-        *(TOOL_STRINGS, DISCONNECTS),
+        *(TOOL_STRINGS, DISCONNECTS, DEFAULT_THINKING, THOUGHT_HISTORY, DEVELOPER_MESSAGES, UNCHOSEN_TOOLS),
+        *(EFFORT_LEVELS, JSON_ANSWERS),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

@@ -166,6 +166,22 @@ def test_words_that_streams_of_tool_calls_lose_are_told(changes, is_told):
     assert (told is not None) is is_told and (told is None or "#34458" in told.cost)
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ({"version": "0.5.17", "model_path": "deepseek-ai/DeepSeek-V4-Flash-0731"}, True),
+        ({"version": "0.5.18", "model_path": "deepseek-ai/DeepSeek-V4-Flash-0731"}, False),
+        ({"version": "0.5.17", "model_path": "deepseek-ai/DeepSeek-V4-Flash"}, False),
+    ],
+)
+def test_levels_of_effort_that_the_checkpoint_does_not_have_are_told(changes, is_told):
+    """Which release has which: test_wheel_chat_requests.py."""
+    told = found(PLANNED | changes).get("reasoning effort")
+    assert (told is not None) is is_told and (told is None or "#33185" in told.cost)
+    other = server.Answers(PLANNED | changes, None, model_type="llama")
+    assert "reasoning effort" not in {finding.check for finding in server.checks(other)}
+
+
 def test_nobody_is_sent_to_another_all_reduce_while_ours_may_be_in_place():
     def told(*applied, version="0.5.23"):
         answers = server.Answers(PLANNED | {"tp_size": 4, "version": version}, None, applied[0] if applied else None)

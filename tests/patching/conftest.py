@@ -144,6 +144,19 @@ class DeepSeekV32Detector:
     def _parse_parameters_from_xml(self, invoke_content, allow_partial=False):
         return "{}"
 """
+CHAT = """
+class OpenAIServingChat:
+    def _get_reasoning_from_request(self, request):
+        return False
+
+    def _apply_jinja_template(self, request, tools, is_multimodal):
+        return request
+"""
+MESSAGES = """
+class AnthropicServing:
+    def _convert_to_chat_completion_request(self, anthropic_request):
+        return anthropic_request
+"""
 MTP_MODEL = """
 class DeepseekV4ModelNextN:
     def hc_head(self, x, hc_fn, hc_scale, hc_base):
@@ -247,6 +260,8 @@ TREE_0_5_17 = {
     "sglang/srt/layers/sampler.py": SAMPLER,
     "sglang/srt/managers/schedule_batch.py": SCHEDULE_BATCH,
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
+    "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
+    "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,
     "sglang/srt/layers/moe/topk.py": CHOICE,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,
     "sglang/kernels/ops/layernorm/mhc_head.py": MHC_HEAD,

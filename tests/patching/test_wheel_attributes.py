@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120.sglang_patches import adapters
 from deepseek_v4_sm120.sglang_patches.names import ATTENTION, DSPARK, DSPARK_SINCE, EVERY, MODEL
-from deepseek_v4_sm120.sglang_patches.rows.http_server import PARSE, TOKENIZER_MANAGER
+from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, OPENAI, PARSE, TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
@@ -149,10 +149,26 @@ OBJECTS = {
         "forward_batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
         "mode": ((f"{BATCH}:CaptureHiddenMode",),),
     },
+    "default_thinking": {
+        "serving": ((CHAT,),),
+        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+        "importlib.import_module(ENVIRON)": ((f"{SRT}.environ",),),
+        "importlib.import_module(ENVIRON).envs": ((f"{SRT}.environ:Envs",),),
+    },
+    "developer_messages": {
+        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+        "message": tuple((f"{OPENAI}.protocol:ChatCompletionMessage{kind}Param",) for kind in ("Generic", "User")),
+    },
+    "effort_levels": {"ctx": ((f"{OPENAI}.chat_encoding_adapters:ChatEncodingAdapterContext",),)},
     "disconnects": {
         "obj": ((f"{SRT}.managers.io_struct:BaseReq",),),
         "state": ((f"{TOKENIZER_MANAGER.partition(':')[0]}:ReqState",),),
         "state.time_stats": ((f"{SRT}.observability.req_time_stats:APIServerReqTimeStats",),),
+    },
+    "json_answers": {
+        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+        "response_format": ((f"{OPENAI}.protocol:ResponseFormat",),),
+        "asked": ((f"{OPENAI}.protocol:JsonSchemaResponseFormat",),),
     },
     "handed_over": {"offloader": ((f"{SRT}.utils.offloader",),)},
     "mhc_sum": {
@@ -212,6 +228,17 @@ OBJECTS = {
         "pool": ((PREFILL, f"{POOL}:DeepSeekV4TokenToKVPool"),),
         "pool.swa_kv_pool": ((PREFILL, f"{POOL}:DeepSeekV4SingleKVPool"),),
     },
+    "unchosen_tools": {
+        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+        "made": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+    },
+    "thought_history": {
+        "anthropic_request": ((f"{MESSAGES.partition('.serving')[0]}.protocol:AnthropicMessagesRequest",),),
+        "turn": ((f"{MESSAGES.partition('.serving')[0]}.protocol:AnthropicMessage",),),
+        "block": ((f"{MESSAGES.partition('.serving')[0]}.protocol:ThinkingBlock",),),
+        "made": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+        "message": ((f"{OPENAI}.protocol:ChatCompletionMessageGenericParam",),),
+    },
     "tool_strings": {"detector": ((f"{PARSE.partition(':')[0]}:DeepSeekV32Detector",),)},
     "wo_a": {
         "attention": ((ATTENTION,),),
@@ -238,6 +265,7 @@ OURS = {
     },
     "argument_defaults": {"c", "found.hf_config"},
     "compressor": {"layout"},
+    "effort_levels": {"file", "importlib.import_module('huggingface_hub')"},
     "fp8_linear": {"process"},
     "fp8_linear_draft_head": {"DraftHead", "found", "getattr(self, COPY)", "head"},
     "handed_over": {"_loading", "process"},

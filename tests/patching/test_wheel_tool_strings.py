@@ -10,11 +10,11 @@ import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import tool_strings
-from tests.patching.tool_calls_read import CASES, IN_FRONT
+from tests.patching.tool_calls_read import ANSWER, CASES, IN_FRONT, MARK, THOUGHT
 from tests.patching.wheels import RELEASES, content, fetch, members, since
 
 REPO = Path(__file__).resolve().parents[2]
-OWN_PARSER_SINCE, WORDS_KEPT_SINCE = "0.5.23", "0.5.18"
+OWN_PARSER_SINCE, WORDS_KEPT_SINCE, BELOW_ZERO = "0.5.23", "0.5.18", "below zero"
 JSON_CALL = ["run", {"command": " as JSON "}]
 read_by = pytest.mark.parametrize("version", [r for r in RELEASES if not since(r, OWN_PARSER_SINCE)], scope="module")
 
@@ -62,7 +62,25 @@ def test_words_in_front_of_a_call_are_lost_by_several_tokens_a_step_before_they_
         if way not in ("0", "1")
     ]
     assert all(words == IN_FRONT for words in streamed) == since(version, WORDS_KEPT_SINCE)
-    assert {ways["1"][0].strip() for ways in read(version)["stock"].values()} == {IN_FRONT}
+    assert {ways["1"][0].strip() for case, ways in read(version)["stock"].items() if case != BELOW_ZERO} == {IN_FRONT}
+
+
+@read_by
+def test_a_number_whose_digits_are_to_come_does_not_make_text_of_the_call(version):
+    """In streams up to 0.5.17, whose parser fails at a minus sign."""
+    found = read(version)
+    in_text = {case for case, ways in found["stock"].items() if any(MARK in in_front for in_front, *_ in ways.values())}
+    assert in_text == (set() if since(version, WORDS_KEPT_SINCE) else {BELOW_ZERO})
+    assert (MARK in found["stock"][BELOW_ZERO]["1"][0]) is not since(version, WORDS_KEPT_SINCE)
+    assert not any(MARK in in_front for ways in found["ours"].values() for in_front, *_ in ways.values())
+
+
+@read_by
+def test_thoughts_that_the_reader_is_not_told_of_arrive_as_text(version):
+    """So default_thinking is needed (test_wheel_chat_requests.py)."""
+    whole, streamed, default = read(version)["thoughts"]["False"]
+    assert whole == streamed == ["", f"{THOUGHT}</think>{ANSWER}"] and default == "explicit_thinking"
+    assert read(version)["thoughts"]["True"][:2] == [[THOUGHT, ANSWER]] * 2
 
 
 @read_by

@@ -18,7 +18,7 @@ from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.names import DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
-from deepseek_v4_sm120.sglang_patches.rows.http_server import PARSE, TOKENIZER_MANAGER
+from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, PARSE, RECIPE, TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.sampling import EAGLE
 from deepseek_v4_sm120.sglang_patches.table import (
@@ -44,14 +44,14 @@ from deepseek_v4_sm120.specs import bf16_linear, fp8_linear, index_select, mhc, 
 from tests.patching import review
 from tests.patching.wheels import RELEASES, WheelSources, content, every_release, since
 
-# In the wheel of sglang-kernel; that of 0.5.17's pin was read
-HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"
+HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's wheel; that of 0.5.17's pin was read
 
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
 EVERYWHERE = {
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0]},
-    **{"wo_a": MODEL, "min_p_tokens": "sglang.srt.layers.sampler", "mhc": MTP_MODEL.partition(":")[0]},
+    **{"wo_a": MODEL, "mhc": MTP_MODEL.partition(":")[0], "default_thinking": CHAT.partition(":")[0]},
+    "min_p_tokens": "sglang.srt.layers.sampler",
 }
 
 
@@ -64,13 +64,17 @@ def expected(version: str) -> dict[str, str]:
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
     else:
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
-    found |= {"min_p_verify": EAGLE} if since(version, "0.5.23") else {"tool_strings": PARSE.partition(":")[0]}
+    of_recipe = {"min_p_verify": EAGLE, **dict.fromkeys(("effort_levels", "json_answers"), RECIPE.partition(":")[0])}
+    before = {"tool_strings": PARSE.partition(":")[0], "developer_messages": CHAT.partition(":")[0]}
+    found |= of_recipe if since(version, "0.5.23") else before
+    found |= {} if since(version, "0.5.22") else {"unchosen_tools": CHAT.partition(":")[0]}
     found |= {"disconnects": TOKENIZER_MANAGER.partition(":")[0]} if version in ("0.5.18", "0.5.19") else {}
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
         found["penalties"] = "sglang.srt.managers.schedule_batch"
+        found |= {} if since(version, "0.5.19") else {"thought_history": MESSAGES.partition(":")[0]}
     if since(version, "0.5.16"):
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND}
     return found
@@ -95,9 +99,7 @@ def inspect_wheel(monkeypatch, sglang_wheel):
     """inspect_wheel(version, mode) -> the engine after looking at that wheel, shared by tests unless it is to be
     `fresh`. called: the version it shall claim."""
     monkeypatch.setitem(sys.modules, "deepseek_v4_sm120.ops.shared.extension", type(sys)("extension"))
-    sys.modules["deepseek_v4_sm120.ops.shared.extension"].load = lambda: (
-        None
-    )  # whether _C loads is test_extension.py's business
+    sys.modules["deepseek_v4_sm120.ops.shared.extension"].load = lambda: None  # _C is test_extension.py's business
 
     def make(version, mode="sm120", called=None, fresh=False):
         if not fresh and (version, mode, called) in SURVEYED:
@@ -356,9 +358,8 @@ def test_experts_what_the_adapter_takes_from_the_methods_is_there(inspect_wheel,
         assert "self._fp8.process_weights_after_loading(layer)" in process
         module = where.partition(":")[0]
         tree = made.sources.parse(module).tree
-        assert (contract.find_definition(tree, f"{where.partition(':')[2]}.load_up_proj_weight_first") is not None) == (
-            where == CUTLASS_EXPERTS
-        )
+        up_first = contract.find_definition(tree, f"{where.partition(':')[2]}.load_up_proj_weight_first")
+        assert (up_first is not None) == (where == CUTLASS_EXPERTS)
         in_topk = contract.find_definition(tree, f"{where.partition(':')[2]}.fuse_routed_scaling_factor_in_topk")
         assert (in_topk is not None) == since(version, "0.5.19"), where
         twice = where == MARLIN_EXPERTS and Version(version).release == (0, 5, 13)  # stock's own SM120 branch there
@@ -593,8 +594,7 @@ def test_calibrate_calls_the_boundary_that_sglang_runs(inspect_wheel, version, m
     assert all(f"{name} = EnvBool(True)" in environment for name in mhc.ON_SM120)
     asked = re.findall(r"\b(get_\w+group|is_allocation_\w+|use_symm\w+|is_\w+_round_robin_split|get_parallel)\(", text)
     assert set(asked) <= set(mhc.WITHOUT_SERVER)
-    set_on_sm120 = "".join(
-        sources.read(module) or "" for module in ("sglang.srt.server_args", "sglang.srt.arg_groups.model_hook")
-    )
+    places = ("sglang.srt.server_args", "sglang.srt.arg_groups.model_hook")
+    set_on_sm120 = "".join(sources.read(module) or "" for module in places)
     if numbers >= (0, 5, 13):  # 0.5.12 leaves it to us: sglang_patches/defaults.py
         assert all(f"envs.{name}.set(False)" in set_on_sm120 for name in mhc.ON_SM120)

@@ -1,4 +1,5 @@
-"""Answers with tool calls, read by a release's own parsers, without and with ours around them.
+"""Answers with tool calls, read by a release's own parsers, without and with ours around them; and thoughts, read where
+the reader is told of them and where not.
 
 A program of its own, because it imports SGLang's modules from a wheel:
 
@@ -17,13 +18,19 @@ from types import SimpleNamespace
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import tool_strings
 from tests.patching.wheels import fetch, packages
-from tests.wheel_pools import Wheel
+from tests.wheel_pools import Stub, Wheel
 
 HOME = "sglang.srt.function_call"
 REAL = tuple(
     f"{HOME}.{name}"
     for name in ("base_format_detector", "core_types", "utils", "deepseekv32_detector", "deepseekv4_detector")
 )
+PARSER, OPENAI = "sglang.srt.parser", "sglang.srt.entrypoints.openai"
+OF_THOUGHTS = (
+    *(f"{PARSER}.reasoning_parser", f"{PARSER}.inkling_tokenizer", f"{OPENAI}.encoding_dsv4"),
+    *(f"{HOME}.{name}" for name in ("kimik3_format", "muse_glimmer_format")),
+)
+THOUGHT, ANSWER = "First a thought.", "Then the answer."
 MARK = "｜DSML｜"
 IN_FRONT = "Let me look."
 CASES = {
@@ -35,6 +42,7 @@ CASES = {
     "quotes": {"command": ' a\\n"b"\\ \n'},
     "JSON in it": {"command": ' {"a": " b "} \n'},
     "no string": {"n": 12, "o": [True, None, 1.5]},
+    "below zero": {"n": -7, "o": [-1, {"a": -0.5}], "command": "-"},
 }
 WAYS = (0, 1, 2, 3, 5, 10_000)  # tokens of a piece; 0: the answer as a whole
 IN_TURNS = 40  # ways whose pieces have other numbers of tokens
@@ -79,10 +87,21 @@ def read(detector, text: str, way, tools) -> list:
     return ["".join(one.normal_text or "" for one in told), *([n, json.loads(a)] for n, a in calls.values())]
 
 
+def thoughts(is_told: bool) -> list:
+    """[thoughts, text] of an answer behind a prompt that thinks, as a whole and in pieces; what is read by default."""
+    module = importlib.import_module(f"{PARSER}.reasoning_parser")
+    made = [module.ReasoningParser("deepseek-v4", stream_reasoning=True, force_reasoning=is_told) for _ in range(2)]
+    whole = made[0].parse_non_stream(f"{THOUGHT}</think>{ANSWER}")
+    told = [made[1].parse_stream_chunk(piece) for piece in (THOUGHT, "</think>", ANSWER)]
+    streamed = ["".join(one[i] or "" for one in told) for i in range(2)]
+    return [[whole[0] or "", whole[1]], streamed, made[0].detector.reasoning_default]
+
+
 def main(version: str) -> dict:
     logging.disable(logging.CRITICAL)
     sys.path.append(str(packages()))
-    sys.meta_path.insert(0, Wheel(fetch(version), REAL))
+    sys.meta_path.insert(0, Wheel(fetch(version), (*REAL, *OF_THOUGHTS)))
+    sys.modules["transformers"] = Stub("transformers")  # of which the parsers take a name
     v32 = importlib.import_module(f"{HOME}.deepseekv32_detector").DeepSeekV32Detector
     v4 = importlib.import_module(f"{HOME}.deepseekv4_detector").DeepSeekV4Detector
     parameters = {"type": "object", "properties": {name: {} for name in ("command", "n", "o")}}
@@ -101,6 +120,7 @@ def main(version: str) -> dict:
     found["elsewhere"] = all_ways(v4, "tool_calls")
     models_served.announce({"model_type": "deepseek_v4"}, {})
     models_served.announce_served_card({})
+    found |= {"thoughts": {str(is_told): thoughts(is_told) for is_told in (False, True)}}
     return found | {"ours": all_ways(v4, "tool_calls"), "v3.2 beside ours": all_ways(v32, "function_calls")}
 
 

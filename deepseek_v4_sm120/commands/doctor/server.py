@@ -36,6 +36,8 @@ DEEP_DRAFTS = 5
 REQUEST_TIMEOUTS = ("SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_REQ_RUNNING_TIMEOUT")  # in seconds, off by default
 TIMEOUTS_OF_ONE_RANK_SINCE = (0, 5, 20)
 WORDS_KEPT_SINCE = (0, 5, 18)  # in front of a tool call that is streamed
+LATER_LEVELS = "0731"  # in the names of checkpoints whose levels of effort are not the first ones'
+LATER_LEVELS_SINCE = (0, 5, 18)
 OTHER_EXPERTS = ("humming", "deep_gemm")  # backends for FP4 experts that we do not replace
 GREATEST = 1e12  # of any number that an argument or a metric can be
 # what the checks look at: the kind of value, and whether they cannot do without
@@ -369,6 +371,12 @@ def _parsers(a: Answers) -> Iterator[Finding]:
         yield warn("parsers", f"{many}, tool calls", cost, "SGLang 0.5.18 or newer, or no streaming")
 
 
+def _effort(a: Answers) -> Iterator[Finding]:
+    if LATER_LEVELS in str(a.get("model_path")) and a.is_v4 and a.version < LATER_LEVELS_SINCE:
+        cost = 'reasoning_effort "high" adds nothing, "max" is the checkpoint\'s "high" (sglang #33185)'
+        yield warn("reasoning effort", "levels of the first checkpoints", cost, "SGLang 0.5.18 or newer (#33140)")
+
+
 RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
     *(
         _graphs,
@@ -382,7 +390,7 @@ RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
         _unsafe_speculation,
         _speculation,
     ),
-    _parsers,
+    *(_parsers, _effort),
 )
 
 

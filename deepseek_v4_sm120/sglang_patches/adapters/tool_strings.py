@@ -5,6 +5,9 @@ takes it so). SGLang's parser strips what is a string: indentation in front, lin
 without its last line end, and an editor that looks for `old_string` finds another place or none: in all releases, with
 and without streaming. vLLM's parser and SGLang's of DeepSeek-V4.1 keep them.
 
+Up to 0.5.17, where a call is told while it is written, a minus sign alone is no number that the parser can end, and it
+fails: the markup of the call so far is told as text (the call itself follows). Such a number waits for its digits here.
+
 This runs in the process that answers over HTTP, where no GPU is asked: whether the server's cards are ours is what
 models_served.py was told when SGLang resolved its arguments.
 """
@@ -19,6 +22,7 @@ from collections.abc import Callable
 from deepseek_v4_sm120.sglang_patches import models_served
 
 CALLS = "<｜DSML｜tool_calls>"  # opens a call of DeepSeek-V4's; V3.2 and V4.1, of the same class, have others
+SIGN = r'<｜DSML｜parameter\s+name="[^"]+"\s+string="false"\s*>\s*-\s*$'  # of a number whose digits are to come
 
 
 def _is_ours(detector) -> bool:
@@ -43,10 +47,11 @@ def replace_parse_partial_parameters(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _parse_parameters_from_xml(self, invoke_content, allow_partial=False):
-        told = original(self, invoke_content, allow_partial)
         if not _is_ours(self):
-            return told
-        told, end = _as_written(self, invoke_content, told)
+            return original(self, invoke_content, allow_partial)
+        if allow_partial:
+            invoke_content = re.sub(SIGN, "", invoke_content)
+        told, end = _as_written(self, invoke_content, original(self, invoke_content, allow_partial))
         if end is None or not allow_partial:
             return told
         last = re.search(self.partial_parameter_regex, invoke_content[end:], re.DOTALL)

@@ -1,4 +1,4 @@
-"""The rows of table.py that are the process's that answers over HTTP: tool calls, and clients that go away."""
+"""The rows of table.py that are the process's that answers over HTTP: prompts, tool calls, and clients that go away."""
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
@@ -6,10 +6,16 @@ from deepseek_v4_sm120.sglang_patches.names import targets_of
 
 PARSE = "sglang.srt.function_call.deepseekv32_detector:DeepSeekV32Detector._parse_parameters_from_xml"
 WHOLE = ("self", "invoke_content")
+SINCE_RECIPE = ">=0.5.23,<0.6"
 
+OPENAI = "sglang.srt.entrypoints.openai"
+CHAT = f"{OPENAI}.serving_chat:OpenAIServingChat"
+MESSAGES = "sglang.srt.entrypoints.anthropic.serving:AnthropicServing"
+OF_PROMPT = Parameters(("self", "request", "tools", "is_multimodal"))
+RECIPE = f"{OPENAI}.serving_deepseek_recipe:DeepSeekRecipeChatEncodingAdapter"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 
-_tool_strings = targets_of("tool_strings")
+_tool_strings, _effort_levels = map(targets_of, ("tool_strings", "effort_levels"))
 
 TOOL_STRINGS = Patch(
     name="tool_strings",
@@ -38,4 +44,86 @@ DISCONNECTS = Patch(
     ),
     absent="SGLang ends them itself",
     retire="with SGLang 0.5.19",
+)
+
+DEFAULT_THINKING = Patch(
+    name="default_thinking",
+    why="with SGLANG_DEFAULT_THINKING=1 prompts open the thoughts, and what reads the answers does not know of it: up "
+    "to 0.5.22 thoughts arrive as text, and in all releases response_format and a required tool call hold the thoughts "
+    "to their grammar, so that the answer stays empty",
+    targets=(
+        targets_of("default_thinking")(
+            f"{CHAT}._get_reasoning_from_request", "reasoning_of_request", Parameters(("self", "request"))
+        ),
+    ),
+    retire="when SGLang decides at one place whether an answer begins with thoughts",
+)
+
+DEVELOPER_MESSAGES = Patch(
+    name="developer_messages",
+    why="messages of the role developer, in which OpenAI's newer clients give their instructions, are left out of "
+    "prompts with thoughts and without tools, and are the user's in all others",
+    targets=(
+        targets_of("developer_messages")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.23"),
+    ),
+    absent="SGLang takes them for the system's",
+    retire="with SGLang 0.5.22",
+)
+
+UNCHOSEN_TOOLS = Patch(
+    name="unchosen_tools",
+    why='tools are in the prompt though tool_choice is "none", where nobody reads calls: the markup of a call is the '
+    "text of the answer (sglang #35736)",
+    targets=(targets_of("unchosen_tools")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.22"),),
+    absent="SGLang leaves them out itself",
+    retire="with SGLang 0.5.21",
+)
+
+EFFORT_LEVELS = Patch(
+    name="effort_levels",
+    why="reasoning_effort has the levels of the checkpoints from 0731 on for all: the first ones think with their "
+    "greatest effort where nothing is asked for, and read at max a text that they have never seen (0.5.18 to 0.5.22 "
+    "tell the two apart, sglang #33140)",
+    targets=(
+        _effort_levels(
+            f"{OPENAI}.chat_encoding_adapters:build_chat_encoding_adapter", "build", Parameters(("ctx",)), SINCE_RECIPE
+        ),
+        _effort_levels(
+            f"{RECIPE}._encode",
+            "encode",
+            Parameters(("self", "body", "*", "effort", "task=None", "image_urls=None")),
+            SINCE_RECIPE,
+        ),
+    ),
+    absent="up to 0.5.17 all have the first levels, which are wrong for 0731; 0.5.18 to 0.5.22 ask the checkpoint",
+    retire="when SGLang asks the checkpoint again which levels it knows",
+)
+
+JSON_ANSWERS = Patch(
+    name="json_answers",
+    why="an answer to response_format whose schema is for a string, a number, or true and false arrives as blanks: "
+    "deepseek-recipe keeps of it what is in braces or brackets",
+    targets=(
+        targets_of("json_answers")(
+            f"{RECIPE}._new_output_parser", "new_output_parser", Parameters(("self", "request")), SINCE_RECIPE
+        ),
+    ),
+    absent="up to 0.5.22 nothing is taken out of JSON",
+    retire="when deepseek-recipe keeps such answers",
+)
+
+THOUGHT_HISTORY = Patch(
+    name="thought_history",
+    why="thoughts of earlier turns that come over /v1/messages are written into the turns' text, behind thoughts that "
+    "are closed already, so that the model reads marks where it has never seen them (sglang #35480 mended it)",
+    targets=(
+        targets_of("thought_history")(
+            f"{MESSAGES}._convert_to_chat_completion_request",
+            "convert",
+            Parameters(("self", "anthropic_request")),
+            ">=0.5.14,<0.5.19",
+        ),
+    ),
+    absent="before 0.5.14 there are no thoughts over /v1/messages, from 0.5.19 on they are the turns' own",
+    retire="with SGLang 0.5.18",
 )

@@ -1,0 +1,40 @@
+"""A server that thinks by default knows so when it reads the answers, too, and when it holds them to a grammar.
+
+With SGLANG_DEFAULT_THINKING=1 SGLang opens the thoughts in the prompt (`<think>`) of every request that does not say
+otherwise. Whether there are thoughts in front of the answer it decides at another place, which looks at the request
+alone: there are none. So up to 0.5.22 the thoughts arrive as text, `</think>` among it; and in all releases a grammar
+(`response_format`, `tool_choice` required or named, strict tools) holds from the first thought on: the JSON is written
+in the thoughts' place, and the text is empty.
+
+Here that place answers as the prompt was made. A request with a `task` has no thoughts in front. This runs in the
+process that answers over HTTP, where no GPU is asked.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+
+from deepseek_v4_sm120.sglang_patches import models_served
+
+ENVIRON = "sglang.srt.environ"
+ENCODING = "dsv4"  # DeepSeek-V4's prompts; V4.1 and V3.2 have others
+
+
+def is_ours(serving) -> bool:
+    return serving.chat_encoding_spec == ENCODING and models_served.has_served_card()
+
+
+def replace_reasoning_of_request(original: Callable) -> Callable:
+    """For OpenAIServingChat._get_reasoning_from_request(self, request) -> whether the answer begins with thoughts."""
+
+    @functools.wraps(original)
+    def _get_reasoning_from_request(self, request):
+        told = original(self, request)
+        if told or not self.reasoning_parser or not is_ours(self) or getattr(request, "task", None) is not None:
+            return told
+        asked = request.chat_template_kwargs or {}
+        return bool(asked.get("thinking", importlib.import_module(ENVIRON).envs.SGLANG_DEFAULT_THINKING.get()))
+
+    return _get_reasoning_from_request

@@ -1,0 +1,40 @@
+"""What a message of the role `developer` says is in the prompt, as a system message's is.
+
+OpenAI's newer clients give their instructions this role. DeepSeek-V4's encoder has another use for it (of a search of
+DeepSeek's own): with thoughts and without tools it leaves out such messages in front of the last question, so up to
+0.5.22 the instructions are gone without a word; else they are a question of the user's. DeepSeek's API does not take
+the role; SGLang makes it `system` from 0.5.23 on. This runs in the process that
+answers over HTTP, where no GPU is asked.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+
+from deepseek_v4_sm120.sglang_patches.adapters.default_thinking import is_ours
+
+ROLE = "developer"
+
+
+def replace_apply_template(original: Callable) -> Callable:
+    """For OpenAIServingChat._apply_jinja_template(self, request, tools, is_multimodal), which makes the prompt of a
+    request and leaves it as it is."""
+
+    @functools.wraps(original)
+    def _apply_jinja_template(self, request, tools, is_multimodal):
+        if is_ours(self) and any(message.role == ROLE for message in request.messages):
+            request = copy.copy(request)
+            request.messages = [_of_the_system(message) for message in request.messages]
+        return original(self, request, tools, is_multimodal)
+
+    return _apply_jinja_template
+
+
+def _of_the_system(message):
+    if message.role != ROLE:
+        return message
+    made = copy.copy(message)
+    made.role = "system"
+    return made
