@@ -76,6 +76,14 @@ SECTIONS = {
     "e2e_chain2_sglang": Section(
         "The decode step over two cards", "Each with the sums that it has there, over NVLink.", STEP, (), True
     ),
+    "e2e_chain4_sglang": Section(
+        "The decode step over four cards, all 256 experts",
+        "Each with the sums that it has there, over NVLink.",
+        STEP,
+        (),
+        True,
+        "flash43",
+    ),
     "e2e_two_cards_sglang": Section(
         "Two cards",
         "Tensor parallelism over NCCL with NVLink, without SGLang's own all-reduce.",

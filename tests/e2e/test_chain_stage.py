@@ -31,7 +31,7 @@ def test_a_step_is_not_timed_where_requests_are_retracted(machine):  # noqa: F81
     machine("chain43", FAKE_RETRACTED=chain_stage.OURS)
     rows = rows_of(machine.out / "stage_chain43.json")
     missed = [row["metric"] for row in rows if row["met"] is False]
-    assert "exit code of the engine run" in missed and missed.count(SHARE) == 2
+    assert "exit code of the engine run" in missed and missed.count(SHARE) == 2 and missed.count(STEP) == 3
     timed = {row["impl"] for row in rows if row["metric"] == STEP and row["value"] is not None}
     assert timed == {chain_stage.IMPLEMENTATIONS[chain_stage.STOCK]}
 
@@ -44,9 +44,11 @@ def test_a_step_is_compared_with_stocks_of_the_same_run():
     stock = {"rows": {"1": {"step_ms_worst": 8.0}, "8": {"step_ms_worst": 15.0}}}
     ours = {"rows": {"1": {"step_ms_worst": 4.0}, "8": {"step_ms_worst": 9.9}}}
     both = chain_stage.rows({chain_stage.STOCK: stock, chain_stage.OURS: ours}, row)
-    assert both == [("batch 1", 0.5, True), ("batch 8", 0.66, False)]
+    unreached = ("batch 32", None, False)
+    assert both == [("batch 1", 0.5, True), ("batch 8", 0.66, False), unreached]
     alone = chain_stage.rows({chain_stage.OURS: ours}, row)
-    assert alone == [("batch 1", None, False), ("batch 8", None, False)], "a bar without what it is of is missed"
+    shares = [("batch 1", None, False), ("batch 8", None, False)]
+    assert alone == [*shares, unreached], "a bar without what it is of is missed"
     assert chain_stage.rows({chain_stage.STOCK: stock}, row) == []
 
 
@@ -92,7 +94,7 @@ def test_what_four_cards_did_not_reach_is_missed():
         return value, bar
 
     none = chain_stage.rows({name: {} for name in (chain_stage.OURS4, chain_stage.STOCK4, chain_stage.HOST4)}, kept)
-    assert sorted(bar for value, bar in none if bar and value is None) == [0.8, 0.8, 0.8, 420.0]
+    assert sorted(bar for value, bar in none if bar and value is None) == [0.8, 0.8, 0.8, 2.6, 5.0, 9.5, 11.0, 420.0]
 
 
 def test_dsparks_step_is_of_all_layers_and_three_more(machine):  # noqa: F811
