@@ -9,6 +9,7 @@ OURS, STOCK = "ops43_chain", "stock43_chain"
 OURS2, STOCK2 = "ops43_chain2", "stock43_chain2"  # two cards, with the sums that each has there
 # four cards, which have room for one engine of all experts
 OURS4, STOCK4, HOST4 = "ops43_chain_tp4", "stock43_chain_tp4", "host43_chain_tp4"
+GRAPHS4 = "graphs43_chain_tp4"
 STREAMS, STOCKS_STREAMS = ("1", "8", "32", "64"), ("1", "8")
 IMPLEMENTATIONS = {
     **{STOCK: "SGLang stock (Hopper kernels), beside ours", OURS: "ours, every operator on, beside stock"},
@@ -16,6 +17,7 @@ IMPLEMENTATIONS = {
     OURS2: "ours, every operator on, two cards, beside stock",
     STOCK4: "SGLang stock (Hopper kernels, its own sums), four cards, before or behind ours",
     OURS4: "ours, every operator on, four cards",
+    GRAPHS4: "ours, every operator on, four cards, prefill graphs",
     HOST4: "ours, every operator on, four cards, NCCL through host memory",
 }
 BARS = {  # ms; at 32 streams 0.85 of the 17.90 of the day that it was asked
@@ -28,11 +30,12 @@ BARS = {  # ms; at 32 streams 0.85 of the 17.90 of the day that it was asked
     for streams, bar in steps.items()
 }
 OF_STOCK = {OURS: 0.6, OURS2: None, OURS4: None}  # the bar of ours
-SHAPES, HOSTS_SHAPE, HOSTS_MS = tuple(streams_stage.MOST_OF_STOCK), "8x1024", 420.0  # of prompts over four cards
+SHAPES = ("1x1024", *streams_stage.MOST_OF_STOCK)  # of prompts over four cards
+HOSTS_SHAPE, HOSTS_MS = "8x1024", 420.0
 
 
-def stages(make, timed, sums, ours, no_peers):
-    """timed: options, the phase `bench` last; sums: (cards, *options) -> options of several."""
+def stages(make, timed, sums, ours, no_peers, graphs):
+    """timed: options, the phase `bench` last; sums: (cards, *options) -> options of several; graphs: prefill's."""
     four = sums(4, *timed, "prompts", "--shapes", *SHAPES, "--variant", "flash43", "--bs", *STREAMS, "--mem", "0.97")
     host = [*four, "--phases", "prompts", "--shapes", HOSTS_SHAPE]
     return {
@@ -47,6 +50,7 @@ def stages(make, timed, sums, ours, no_peers):
         "chain4_43": [
             make(OURS4, four, environment=ours),
             make(STOCK4, four, patched=False),
+            make(GRAPHS4, [*four, *graphs, "--phases", "prompts"], environment=ours),
             make(HOST4, host, environment=ours | no_peers),
         ],
     }
@@ -69,7 +73,7 @@ def rows(cases, row):
         if name in cases and streams not in cases[name].get("rows", {}):  # not reached
             case = f"{variant(name)}, batch {streams}, 1K context"
             found += [row(case, IMPLEMENTATIONS[name], metric, None, bar, ISSUE) for metric, bar in bars.items()]
-    for name in (OURS4, STOCK4, HOST4):
+    for name in (OURS4, STOCK4, GRAPHS4, HOST4):
         found += _prompts(name, cases, row) if name in cases else []
     return found
 
@@ -89,8 +93,9 @@ def _prompts(name, cases, row):
         for metric, key in pieces_stage.METRICS.items():
             if key in seen or (bar and key == worst):
                 found.append(row(what, impl, metric, seen.get(key), bar if key == worst else None, issue))
-        if name == OURS4:
+        if name in (OURS4, GRAPHS4):
             share = pieces_stage.share_of(times, stock, at, worst)
             metric = "time to all first tokens, slower of each, of stock's"
-            found.append(row(what, impl, metric, share, streams_stage.MOST_OF_STOCK[at], issue))
+            bar = streams_stage.MOST_OF_STOCK.get(at) if name == OURS4 else None
+            found.append(row(what, impl, metric, share, bar, issue))
     return found

@@ -43,10 +43,14 @@ IMPLEMENTATIONS = {
 }
 
 
+def graph_options(sets):
+    return sets(**{FLAG: "breakable", "cuda_graph_bs_prefill": TIMED_ROWS})
+
+
 def stages(make, timed, same, sets, sums, eagle, ours, reproducible):
     """timed, same: options of the two kinds of engines; sums(cards, *options): of several cards; eagle: EAGLE's."""
 
-    graphs = sets(**{FLAG: "breakable", "cuda_graph_bs_prefill": TIMED_ROWS})
+    graphs = graph_options(sets)
 
     def in_turn(suffix, options):
         kinds = (("stock", [], False, {}), ("ops", [], True, ours), ("graphs", graphs, True, ours))
