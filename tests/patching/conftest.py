@@ -139,6 +139,11 @@ class ScheduleBatch:
     def cumulate_penalty_output_tokens(self):
         pass
 """
+WORKER = """
+class TpModelWorker:
+    def get_worker_info(self):
+        return 4096, 16384, 8, None, 4095, 4090, 0, "cuda"
+"""
 TOOL_CALLS = """
 class DeepSeekV32Detector:
     def _parse_parameters_from_xml(self, invoke_content, allow_partial=False):
@@ -246,6 +251,7 @@ TREE_0_5_17 = {
     "sglang/srt/layers/logits_processor.py": LOGITS_PROCESSOR,
     "sglang/srt/layers/sampler.py": SAMPLER,
     "sglang/srt/managers/schedule_batch.py": SCHEDULE_BATCH,
+    "sglang/srt/managers/tp_worker.py": WORKER,
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
     "sglang/srt/layers/moe/topk.py": CHOICE,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,

@@ -57,7 +57,7 @@ EVERYWHERE = {
 
 def expected(version: str) -> dict[str, str]:
     """What the normal mode finds in a release: patch -> module of its last target."""
-    found = dict(EVERYWHERE)
+    found = {**EVERYWHERE, "longest_prompt": "sglang.srt.managers.tp_worker"}
     if not since(version, "0.5.13"):
         found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
     elif not since(version, "0.5.16"):
