@@ -40,9 +40,9 @@ SHARED = {
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
     "deepseek_v4_sm120/specs": {"bounds", "check", "provider"},
     "deepseek_v4_sm120/sglang_patches/adapters": {
-        *("argument_defaults", "dense_rows", "direct_updates", "disconnects", "dspark_lengths", "handed_over"),
-        *("kept_weights", "longest_prompt", "min_p_tokens", "min_p_verify", "penalties", "platform_seams"),
-        *("prefill_graphs", "sampling", "scheduling", "tool_strings", "torch_compile", "waiting"),
+        *("argument_defaults", "dense_rows", "direct_updates", "disconnects", "dspark_lengths", "grammars"),
+        *("handed_over", "kept_weights", "longest_prompt", "min_p_tokens", "min_p_verify", "penalties"),
+        *("platform_seams", "prefill_graphs", "sampling", "scheduling", "tool_strings", "torch_compile", "waiting"),
     },
     "bench": {
         *("common", "features", "kernel_report", "layer", "load_time", "measured", "sparse_prefill", "timeline"),

@@ -33,7 +33,7 @@ from deepseek_v4_sm120.sglang_patches.rows.sampling import (
     PENALTIES,
     REPRODUCIBLE_SAMPLING,
 )
-from deepseek_v4_sm120.sglang_patches.rows.scheduler import LONGEST_PROMPT
+from deepseek_v4_sm120.sglang_patches.rows.scheduler import GRAMMARS, LONGEST_PROMPT
 from deepseek_v4_sm120.sglang_patches.rows.wo_a import INIT_PARAMETERS, WO_A
 
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
@@ -534,7 +534,7 @@ TABLE = Table(
             SUMS_IN_PIECES,
         ),
         *(DEALT_STREAMS, COMPRESSOR, ALL_REDUCE, DSPARK_LENGTHS, MIN_P_TOKENS, MIN_P_VERIFY, PENALTIES),
-        *(LONGEST_PROMPT, TOOL_STRINGS, DISCONNECTS),
+        *(LONGEST_PROMPT, GRAMMARS, TOOL_STRINGS, DISCONNECTS),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

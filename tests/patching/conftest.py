@@ -144,6 +144,12 @@ class TpModelWorker:
     def get_worker_info(self):
         return 4096, 16384, 8, None, 4095, 4090, 0, "cuda"
 """
+GRAMMARS = """
+class BaseGrammarBackend:
+    def set_cache(self, key, value):
+        self.cache[key] = value
+"""
+XGRAMMAR = "from sglang.srt.constrained.xgrammar import GrammarCompiler\n"
 TOOL_CALLS = """
 class DeepSeekV32Detector:
     def _parse_parameters_from_xml(self, invoke_content, allow_partial=False):
@@ -252,6 +258,9 @@ TREE_0_5_17 = {
     "sglang/srt/layers/sampler.py": SAMPLER,
     "sglang/srt/managers/schedule_batch.py": SCHEDULE_BATCH,
     "sglang/srt/managers/tp_worker.py": WORKER,
+    "sglang/srt/constrained/base_grammar_backend.py": GRAMMARS,
+    "sglang/srt/constrained/xgrammar.py": "class GrammarCompiler:\n    pass\n",
+    "sglang/srt/constrained/xgrammar_backend.py": XGRAMMAR,
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
     "sglang/srt/layers/moe/topk.py": CHOICE,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,
