@@ -139,6 +139,17 @@ class ScheduleBatch:
     def cumulate_penalty_output_tokens(self):
         pass
 """
+WORKER = """
+class TpModelWorker:
+    def get_worker_info(self):
+        return 4096, 16384, 8, None, 4095, 4090, 0, "cuda"
+"""
+GRAMMARS = """
+class BaseGrammarBackend:
+    def set_cache(self, key, value):
+        self.cache[key] = value
+"""
+XGRAMMAR = "from sglang.srt.constrained.xgrammar import GrammarCompiler\n"
 TOOL_CALLS = """
 class DeepSeekV32Detector:
     def _parse_parameters_from_xml(self, invoke_content, allow_partial=False):
@@ -259,6 +270,10 @@ TREE_0_5_17 = {
     "sglang/srt/layers/logits_processor.py": LOGITS_PROCESSOR,
     "sglang/srt/layers/sampler.py": SAMPLER,
     "sglang/srt/managers/schedule_batch.py": SCHEDULE_BATCH,
+    "sglang/srt/managers/tp_worker.py": WORKER,
+    "sglang/srt/constrained/base_grammar_backend.py": GRAMMARS,
+    "sglang/srt/constrained/xgrammar.py": "class GrammarCompiler:\n    pass\n",
+    "sglang/srt/constrained/xgrammar_backend.py": XGRAMMAR,
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
     "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,

@@ -55,6 +55,9 @@ EXPERTS = (
 DISPATCHER = f"{MOE}.token_dispatcher.standard"
 POOL = f"{SRT}.mem_cache.deepseek_v4_memory_pool"
 STATES = f"{SRT}.mem_cache.deepseek_v4_compress_state"
+ALLOCATORS = tuple(
+    (f"{SRT}.mem_cache.{module}:SWATokenToKVPoolAllocator",) for module in ("swa_memory_pool", "allocator.swa")
+)
 PLANS = tuple(
     (f"{place}.dsv4.compress:CompressorPrefillPlan",) for place in ("sglang.jit_kernel", "sglang.kernels.ops.attention")
 )
@@ -183,6 +186,10 @@ OBJECTS = {
         "linear": ((f"{LINEAR}:RowParallelLinear",),),
         "layers.layer": ANY_LAYER,
         "getattr(layers.layer, 'self_attn', None)": ((ATTENTION,),),
+    },
+    "longest_prompt": {
+        "self.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
+        "self.model_runner.token_to_kv_pool_allocator": ALLOCATORS,
     },
     "min_p_tokens": {"sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),)},
     "min_p_verify": {

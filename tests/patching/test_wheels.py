@@ -49,15 +49,15 @@ HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's whe
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
 EVERYWHERE = {
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
-    **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0]},
-    **{"wo_a": MODEL, "mhc": MTP_MODEL.partition(":")[0], "default_thinking": CHAT.partition(":")[0]},
-    "min_p_tokens": "sglang.srt.layers.sampler",
+    **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0], "wo_a": MODEL},
+    **{"min_p_tokens": "sglang.srt.layers.sampler", "longest_prompt": "sglang.srt.managers.tp_worker"},
+    "default_thinking": CHAT.partition(":")[0],
 }
 
 
 def expected(version: str) -> dict[str, str]:
     """What the normal mode finds in a release: patch -> module of its last target."""
-    found = dict(EVERYWHERE)
+    found = {**EVERYWHERE, "grammars": "sglang.srt.constrained.xgrammar_backend", "mhc": MTP_MODEL.partition(":")[0]}
     if not since(version, "0.5.13"):
         found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
     elif not since(version, "0.5.16"):

@@ -10,7 +10,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from deepseek_v4_sm120.commands import console
-from deepseek_v4_sm120.commands.doctor import facts, gpu_checks, host_checks, probe, server, software_checks
+from deepseek_v4_sm120.commands.doctor import (
+    facts,
+    gpu_checks,
+    gpu_health,
+    host_checks,
+    probe,
+    server,
+    software_checks,
+)
 from deepseek_v4_sm120.commands.doctor.finding import FAIL, Finding
 
 PROBE_SECONDS = 150.0
@@ -55,7 +63,7 @@ def applied(found: facts.Facts) -> frozenset[str] | None:
 
 def examine(found: facts.Facts) -> list[Finding]:
     """All findings about this machine."""
-    return [f for module in (gpu_checks, host_checks, software_checks) for f in module.checks(found)]
+    return [f for module in (gpu_checks, gpu_health, host_checks, software_checks) for f in module.checks(found)]
 
 
 def show(findings: list[Finding]) -> None:

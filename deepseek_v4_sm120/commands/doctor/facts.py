@@ -43,6 +43,7 @@ class Facts:
     smi: nvidia_smi.Smi
     pci: list[pci.PciPath] = field(default_factory=list)
     iommu_groups: int = 0
+    xids: dict[str, tuple[int, ...]] | None = None  # of the kernel's log; None: not readable
     environ: Mapping[str, str] = field(default_factory=dict)
     server_environ: dict[int, dict[str, str]] = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -71,7 +72,7 @@ def run_command(command: list[str], timeout_s: float = 20) -> str | None:
 
 
 def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_command) -> Facts:
-    """root: "/" in real life. Reads only; starts nothing but nvidia-smi."""
+    """root: "/" in real life. Reads only; starts nothing but nvidia-smi and dmesg."""
     smi = nvidia_smi.read(run)
     home = Path(environ.get("HOME", "/root"))
     in_container = is_container(root)
@@ -79,6 +80,7 @@ def gather(root: Path, environ: Mapping[str, str], run: nvidia_smi.Run = run_com
         smi=smi,
         pci=[pci.read_path(root / "sys", gpu.bus_id) for gpu in smi.gpus],
         iommu_groups=pci.iommu_groups(root / "sys"),
+        xids=nvidia_smi.read_xids(run(["dmesg"])) if smi.gpus else None,
         environ=dict(environ),
         shm_bytes=_size(root / "dev/shm"),
         is_container=in_container,

@@ -28,6 +28,9 @@ class Gpu:
     clock_max: int | None
     slowdowns: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
+    recovery: str | None = None  # what the driver asks for: Reset, Reboot, ..
+    memory_faults: tuple[str, ...] = ()
+    replays: int | None = None  # packets that the link sent again, since the last reset
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,13 @@ class Smi:
     problem: str | None = None  # why there are no GPUs
 
 
+# of memory: errors that could not be corrected since the driver was loaded, and flags
+UNCORRECTED = ("sram_uncorrectable_parity", "sram_uncorrectable_secded", "sram_uncorrectable", "dram_uncorrectable")
+MEMORY_FLAGS = {
+    "remapped_rows/remapped_row_pending": "rows wait for a reset to be replaced",
+    "remapped_rows/remapped_row_failure": "rows could not be replaced",
+    "ecc_errors/unrepairable_memory": "memory that cannot be repaired",
+}
 NOT_A_SLOWDOWN = ("gpu_idle", "applications_clocks_setting", "sw_power_cap", "display_clocks_setting", "sync_boost")
 
 
@@ -94,7 +104,33 @@ def _gpu(index: int, node: ElementTree.Element, capability: tuple[int, int] | No
         clock_max=_number(node, "max_clocks/sm_clock"),
         slowdowns=tuple(name for name in slow if name not in NOT_A_SLOWDOWN),
         capability=capability,
+        recovery=_flag(node, "gpu_recovery_action", "None"),
+        memory_faults=_memory_faults(node),
+        replays=_number(node, "pci/replay_counter"),
     )
+
+
+def _flag(node: ElementTree.Element, path: str, fine: str) -> str | None:
+    """What it says, None where it is fine or not there."""
+    text = _text(node, path)
+    return None if text == fine else text
+
+
+def _memory_faults(node: ElementTree.Element) -> tuple[str, ...]:
+    errors = sum(_number(node, f"ecc_errors/volatile/{name}") or 0 for name in UNCORRECTED)
+    told = [f"{errors} memory errors that were not corrected"] if errors else []
+    return (*told, *(words for path, words in MEMORY_FLAGS.items() if _flag(node, path, "No")))
+
+
+def read_xids(log: str | None) -> dict[str, tuple[int, ...]] | None:
+    """The kernel's log: PCI place (0000:01:00) -> the driver's numbered complaints, each once; None: no log."""
+    if log is None:
+        return None
+    found: dict[str, tuple[int, ...]] = {}
+    for place, code in re.findall(r"NVRM: Xid \(PCI:([0-9a-fA-F:]+)\): (\d+)", log):
+        known = found.setdefault(place.lower(), ())
+        found[place.lower()] = known if int(code) in known else (*known, int(code))
+    return found
 
 
 def _capabilities(text: str | None) -> list[tuple[int, int] | None]:

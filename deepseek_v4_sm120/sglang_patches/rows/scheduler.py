@@ -1,0 +1,32 @@
+"""The rows of table.py that are the scheduler's: which prompts are accepted, and which grammars are kept."""
+
+from deepseek_v4_sm120.patching.contract import Bound, Parameters
+from deepseek_v4_sm120.patching.spec import Patch
+from deepseek_v4_sm120.sglang_patches.names import targets_of
+
+WORKER = "sglang.srt.managers.tp_worker:TpModelWorker"
+GRAMMAR_BACKEND = "sglang.srt.constrained.base_grammar_backend:BaseGrammarBackend"
+XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
+
+_grammars = targets_of("grammars")
+
+LONGEST_PROMPT = Patch(
+    name="longest_prompt",
+    why="prompts of the last 250 tokens that the KV cache holds are accepted and never let in: they and all requests "
+    "behind them wait until their client gives up; with --allow-auto-truncate every prompt that is too long "
+    "(sglang #29249, open)",
+    targets=(targets_of("longest_prompt")(f"{WORKER}.get_worker_info", "worker_info", Parameters(("self",))),),
+    retire="when SGLang refuses what it can never let in",
+)
+
+GRAMMARS = Patch(
+    name="grammars",
+    why="each schema, regular expression or strict set of tools that a request asks for is compiled and kept for ever, "
+    "twice, by each card's process: 0.9 MB for one of 12 fields. Schemas with something of the request in them fill "
+    "the host's memory in days (sglang #22196, closed without)",
+    targets=(
+        _grammars(f"{GRAMMAR_BACKEND}.set_cache", "set_cache", Parameters(("self", "key", "value"))),
+        _grammars(f"{XGRAMMAR}:GrammarCompiler", "compiler", Bound()),
+    ),
+    retire="when SGLang bounds what it keeps",
+)
