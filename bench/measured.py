@@ -82,7 +82,6 @@ SECTIONS = {
         STEP,
         (),
         True,
-        "flash43",
     ),
     "e2e_two_cards_sglang": Section(
         "Two cards",

@@ -363,91 +363,98 @@ class Run:
     lost: str | None
 
 
-def run_tool(
-    pool: ThreadPoolExecutor,
-    runner: Runner,
-    tool: str,
-    expected: dict[str, list[str]],
-    launched: dict[str, dict[str, int]],
-    set_aside: Sequence[tools.Idiom],
-) -> list[str]:
-    def calls_under(operator: str, name: str, chosen: list[str], kernels: Sequence[str] | None = None) -> Run:
-        out = runner.logs / f"{tool}.{name}.json"
+@dataclass
+class ToolRun:
+    """All operators under a tool. expected: operator -> names of its calls; launched: operator -> kernel -> launches,
+    without a tool; set_aside: what the tool is known to misread."""
+
+    runner: Runner
+    tool: str
+    expected: dict[str, list[str]]
+    launched: dict[str, dict[str, int]]
+    set_aside: Sequence[tools.Idiom]
+
+    def calls_under(self, operator: str, name: str, chosen: list[str], kernels: Sequence[str] | None = None) -> Run:
+        out = self.runner.logs / f"{self.tool}.{name}.json"
         out.unlink(missing_ok=True)
-        unjudged = ["--unjudged"] if tool == "initcheck" else []
-        only = ["--only", *chosen] if chosen != expected[operator] else []
+        unjudged = ["--unjudged"] if self.tool == "initcheck" else []
+        only = ["--only", *chosen] if chosen != self.expected[operator] else []
         given = {} if kernels is None else {"kernels": kernels}
         command = calls(operator, "--out", out, *unjudged, *only)
-        ended, report = runner.under(tool, name, command, runner.limit_s, **given)
+        ended, report = self.runner.under(self.tool, name, command, self.runner.limit_s, **given)
         full = report.total + sum(report.others.values()) >= tools.PRINT_LIMIT
-        report, aside = report.without(set_aside)
+        report, aside = report.without(self.set_aside)
         found = json.loads(out.read_text()) if out.exists() else None
-        wrong = judge_calls(tool, chosen, ended, report, found)
+        wrong = judge_calls(self.tool, chosen, ended, report, found)
         if full and aside:
             wrong.append(f"{tools.PRINT_LIMIT} reports, the most that are written: more may be missing")
         return Run(ended, report, aside, wrong, lost_call(report, found))
 
-    def one(operator: str) -> tuple[str, Finished, tools.Report, list[str]]:
+    def one(self, operator: str) -> tuple[str, Finished, tools.Report, list[str]]:
         """Again and again: without a call that the tool loses, without kernels whose reports are set aside where it may
         have ended the process by them or lost what is behind them."""
         left_out, lost, faults, number = set(), [], [], 0
         while True:
-            chosen = [call for call in expected[operator] if call not in lost]
-            kernels = others_than(left_out, launched[operator]) if left_out else None
-            run = calls_under(operator, f"{operator}.{number}" if number else operator, chosen, kernels)
+            chosen = [call for call in self.expected[operator] if call not in lost]
+            kernels = others_than(left_out, self.launched[operator]) if left_out else None
+            run = self.calls_under(operator, f"{operator}.{number}" if number else operator, chosen, kernels)
             number += 1
             if run.aside:
-                say(f"{tool} {operator}: set aside: {_told(tools.Report(run.aside, Counter(), True))}")
+                say(f"{self.tool} {operator}: set aside: {_told(tools.Report(run.aside, Counter(), True))}")
             misread = {tools.base_name(kernel) for _, kernel in run.aside} - left_out
             why = "; ".join(run.wrong)
             if run.lost in chosen:
                 lost.append(run.lost)
-                say(f"{tool} {operator}: again without a call, {run.lost}, since: {why}")
+                say(f"{self.tool} {operator}: again without a call, {run.lost}, since: {why}")
                 if len(chosen) == 1:
                     run.wrong.append("it loses all calls, so nothing was checked")
                     break
-            elif misread and run.wrong and tool != "initcheck":
+            elif misread and run.wrong and self.tool != "initcheck":
                 left_out |= misread
-                if not others_than(left_out, launched[operator]):
+                if not others_than(left_out, self.launched[operator]):
                     run.wrong.append("it has no other kernels, so nothing of it was checked")
                     break
-                say(f"{tool} {operator}: again without {', '.join(sorted(misread))}, since: {why}")
+                say(f"{self.tool} {operator}: again without {', '.join(sorted(misread))}, since: {why}")
             else:
                 break
             faults += [_told(run.report)] if run.report.total else []
         name = operator + ", the other kernels" * bool(left_out) + ", the other calls" * bool(lost)
-        return name, run.ended, run.report, faults + run.wrong + once_more(operator, lost)
+        return name, run.ended, run.report, faults + run.wrong + self.once_more(operator, lost)
 
-    def once_more(operator: str, lost: list[str]) -> list[str]:
+    def once_more(self, operator: str, lost: list[str]) -> list[str]:
         """What is wrong of the calls that the tool has lost."""
-        of_call = {call: kernels_of_call(runner, operator, call) for call in lost}
+        of_call = {call: kernels_of_call(self.runner, operator, call) for call in lost}
         # initcheck always looks at all
         by_itself = {
-            call: tool != "initcheck"
-            and calls_under(operator, f"{operator}.none", [call], [tools.NO_KERNEL]).lost == call
+            call: self.tool != "initcheck"
+            and self.calls_under(operator, f"{operator}.none", [call], [tools.NO_KERNEL]).lost == call
             for call in lost
         }
-        wrong, said = judge_lost(tool, of_call, by_itself, launched[operator])
+        wrong, said = judge_lost(self.tool, of_call, by_itself, self.launched[operator])
         for text in said:
-            say(f"{tool} {operator}: {text}")
+            say(f"{self.tool} {operator}: {text}")
         return wrong
 
-    def plant(operator: str) -> tuple[str, Finished, tools.Report, list[str]]:
-        program = calls(operator, "--plant", PLANTED[tool])
-        ended, report = runner.under(tool, f"{operator}.planted", program, runner.limit_s)
+    def plant(self, operator: str) -> tuple[str, Finished, tools.Report, list[str]]:
+        program = calls(operator, "--plant", PLANTED[self.tool])
+        ended, report = self.runner.under(self.tool, f"{operator}.planted", program, self.runner.limit_s)
         return f"{operator}, planted fault", ended, report, judge_planted(operator, ended, report)
 
-    pending = [pool.submit(one, operator) for operator in expected]
-    pending += [pool.submit(plant, operator) for operator in expected if tool in PLANTED and operator in PLANTED_IN]
-    wrong = []
-    for future in pending:
-        name, ended, report, found = future.result()
-        others = f", {sum(report.others.values())} of other kernels" if report.others else ""
-        say(f"{'FAILED ' if found else ''}{tool} {name}: {report.total} reported{others}, {ended.seconds:.0f} s")
-        for text in found:
-            say(f"    {text}")
-        wrong += [f"{tool} {name}: {text}" for text in found]
-    return wrong
+    def all(self, pool: ThreadPoolExecutor) -> list[str]:
+        """What is wrong."""
+        planted = PLANTED_IN if self.tool in PLANTED else ()
+        pending = [pool.submit(self.one, operator) for operator in self.expected]
+        pending += [pool.submit(self.plant, operator) for operator in self.expected if operator in planted]
+        wrong = []
+        for future in pending:
+            name, ended, report, found = future.result()
+            others = f", {sum(report.others.values())} of other kernels" if report.others else ""
+            told = f"{'FAILED ' if found else ''}{self.tool} {name}: {report.total} reported{others}"
+            say(f"{told}, {ended.seconds:.0f} s")
+            for text in found:
+                say(f"    {text}")
+            wrong += [f"{self.tool} {name}: {text}" for text in found]
+        return wrong
 
 
 def check(options, runner: Runner) -> list[str]:
@@ -461,7 +468,7 @@ def check(options, runner: Runner) -> list[str]:
         for tool in options.tools:
             begin = time.monotonic()
             set_aside = tools.idioms(tool, misunderstood[tool])
-            wrong += run_tool(pool, runner, tool, expected, launched, set_aside)
+            wrong += ToolRun(runner, tool, expected, launched, set_aside).all(pool)
             say(f"{tool}: {time.monotonic() - begin:.0f} s")
     return wrong
 
