@@ -39,7 +39,7 @@ void Watch::report(const Block& block, const std::string& what) { ++found_[block
 // ---- global memory
 
 void Watch::unwritten(uint64_t at, uint64_t bytes) {
-  if (bytes) memory_[at].assign(bytes, false);
+  if (on && bytes) memory_[at].assign(bytes, false);
 }
 void Watch::written(uint64_t at, uint64_t bytes) {
   auto found = memory_.upper_bound(at);
