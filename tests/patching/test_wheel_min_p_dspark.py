@@ -156,3 +156,36 @@ def test_batches_that_ask_for_none_are_verified_as_without_us(version):
         assert accept.others == theirs.others and (found[0] is None) == (found[1] is None)
         assert found[0] is None or torch.equal(*found)
         assert accept.is_noop(asked)
+
+
+def test_the_next_batch_knows_nothing_of_this_one():
+    def breaks(*, target_probs, **_):
+        raise OSError("no kernel")
+
+    kernel, probs = adapter.replace_verify(breaks), torch.eye(VOCABULARY).repeat(3, 1, 1) + 0.1
+    accept = adapter.replace_accept(lambda **_: kernel(target_probs=probs.clone()))
+    before = probs.clone()
+    for call in (lambda: accept(**OF_A_BATCH, sampling_info=info()), lambda: kernel(target_probs=probs)):
+        with pytest.raises(OSError, match="no kernel"):
+            call()
+    assert torch.equal(probs, before)
+
+
+OF_A_BATCH = dict.fromkeys(("candidates", "target_logits", "draft_block"))
+
+
+def test_what_a_graph_is_captured_with_has_no_min_p():
+    captured = info()
+    del captured.need_min_p_sampling
+    asked = Acceptance("0.5.23", ours=True)
+    asked(captured)
+    assert asked.others == ["block"]
+
+
+@pytest.mark.parametrize(("model", "card"), [("deepseek_v4", False), ("llama", True), (None, True)])
+def test_elsewhere_it_stays_sglangs(model, card, opened):
+    opened(model, card)
+    accept = Acceptance("0.5.23", ours=True)
+    torch.testing.assert_close(accept(info(**ASKED["top_k"])), alone(ASKED["top_k"]))
+    accept(info())
+    assert accept.others == ["block"] and accept.is_noop(info())

@@ -29,16 +29,18 @@ _verified = _Verified()
 
 
 def replace_accept(original: Callable) -> Callable:
-    """For accept_draft_tokens(*, .., sampling_info, .., rejection_noise), which asks the function below once or not."""
+    """For accept_draft_tokens(*, candidates, target_logits, draft_block, sampling_info, .., rejection_noise), which
+    asks the function below at most once."""
 
     @functools.wraps(original)
-    def accept_draft_tokens(*, sampling_info, **asked):
+    def accept_draft_tokens(*, candidates, target_logits, draft_block, sampling_info, **asked):
         asks = asks_min_p(sampling_info) and is_ours()
         _verified.min_ps = sampling_info.min_ps if asks else None
         if asks and NOISE in asked:
             asked[NOISE] = None
+        verified = dict(candidates=candidates, target_logits=target_logits, draft_block=draft_block)
         try:
-            return original(sampling_info=sampling_info, **asked)
+            return original(**verified, sampling_info=sampling_info, **asked)
         finally:
             _verified.min_ps = None
 

@@ -8,7 +8,7 @@ from deepseek_v4_sm120.sglang_patches.names import BACKEND, DSPARK_INPUT, DSPARK
 PREPARE = f"{DSPARK_INPUT}:DFlashDraftInputV2.prepare_for_decode"
 PREPARE_PARAMETERS = Parameters(("self", "batch"))
 ACCEPT, ARE_NOOP = f"{DSPARK_VERIFY}:accept_draft_tokens", f"{DSPARK_VERIFY}:verify_logits_adjustments_are_noop"
-ACCEPTED = ("candidates", "target_logits", "draft_block", "sampling_info", "draft_input", "gamma")
+ACCEPTED = ("*", "candidates", "target_logits", "draft_block", "sampling_info")
 KERNELS = "sglang.kernels.ops.speculative.dspark.dspark_accept"
 KERNELS_0_5_16 = "sglang.srt.speculative.dspark_components.kernels.dspark_accept"
 CHAIN = "chain_speculative_sampling_triton"
@@ -46,12 +46,7 @@ MIN_P_DSPARK = Patch(
     why="a request's min_p is ignored where DSPARK verifies its drafts: tokens are drawn that it forbids, without a "
     "word (sglang #10617, open)",
     targets=(
-        _min_p(
-            ACCEPT,
-            "accept",
-            Parameters(("*", *ACCEPTED, "verify_num_draft_tokens"), further="keyword-only"),
-            DSPARK_SINCE,
-        ),
+        _min_p(ACCEPT, "accept", Parameters(ACCEPTED, further="keyword-only"), DSPARK_SINCE),
         _min_p(f"{KERNELS_0_5_16}:{CHAIN}", "verify", Bound(), ">=0.5.16,<0.5.17"),
         _min_p(f"{KERNELS}:{CHAIN}", "verify", Bound(), ">=0.5.17,<0.6"),
         _min_p(ARE_NOOP, "are_noop", Parameters(("sampling_info",)), DSPARK_SINCE),
