@@ -9,6 +9,8 @@ MODEL = "sglang.srt.models.deepseek_v4"
 ATTENTION = f"{MODEL}:MQALayer"
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 DSPARK = "sglang.srt.models.deepseek_v4_dspark:DeepseekV4ForCausalLMDSpark"
+DSPARK_INPUT = "sglang.srt.speculative.dflash_info_v2"
+DSPARK_VERIFY = "sglang.srt.speculative.dspark_components.dspark_verify"
 MODEL_RUNNER, LOAD_DIRECT = "sglang.srt.model_executor.model_runner", "_model_load_weights_direct"
 FIND_LOADER = "dynamic_import"  # "module.function" -> the function, where a --custom-weight-loader is asked for
 EVERY, DSPARK_SINCE = ">=0.5.12,<0.6", ">=0.5.16,<0.6"

@@ -23,7 +23,7 @@ from deepseek_v4_sm120.sglang_patches.names import (
     targets_of,
 )
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
-from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS
+from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     DEFAULT_THINKING,
     DEVELOPER_MESSAGES,
@@ -543,6 +543,7 @@ TABLE = Table(
             SUMS_IN_PIECES,
         ),
         *(DEALT_STREAMS, COMPRESSOR, ALL_REDUCE, DSPARK_LENGTHS, MIN_P_TOKENS, MIN_P_VERIFY, PENALTIES),
+        *(DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK),
         *(LONGEST_PROMPT, GRAMMARS, TOOL_STRINGS, DISCONNECTS, DEFAULT_THINKING, THOUGHT_HISTORY, DEVELOPER_MESSAGES),
         *(UNCHOSEN_TOOLS, EFFORT_LEVELS, JSON_ANSWERS),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),

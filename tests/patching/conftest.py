@@ -139,6 +139,21 @@ class ScheduleBatch:
     def cumulate_penalty_output_tokens(self):
         pass
 """
+DRAFT_INPUT = """
+class DFlashDraftInputV2:
+    def prepare_for_decode(self, batch):
+        pass
+"""
+ACCEPTANCE = """
+def accept_draft_tokens(
+    *, candidates, target_logits, draft_block, sampling_info, draft_input, gamma, verify_num_draft_tokens
+):
+    return candidates
+
+def verify_logits_adjustments_are_noop(sampling_info):
+    return True
+"""
+CHAIN = "from sglang.kernels.ops.speculative.reject_sampling import chain_speculative_sampling_triton\n"
 WORKER = """
 class TpModelWorker:
     def get_worker_info(self):
@@ -270,6 +285,10 @@ TREE_0_5_17 = {
     "sglang/srt/layers/logits_processor.py": LOGITS_PROCESSOR,
     "sglang/srt/layers/sampler.py": SAMPLER,
     "sglang/srt/managers/schedule_batch.py": SCHEDULE_BATCH,
+    "sglang/srt/speculative/dflash_info_v2.py": DRAFT_INPUT,
+    "sglang/srt/speculative/dspark_components/dspark_verify.py": ACCEPTANCE,
+    "sglang/kernels/ops/speculative/reject_sampling.py": "def chain_speculative_sampling_triton(*args):\n    pass\n",
+    "sglang/kernels/ops/speculative/dspark/dspark_accept.py": CHAIN,
     "sglang/srt/managers/tp_worker.py": WORKER,
     "sglang/srt/constrained/base_grammar_backend.py": GRAMMARS,
     "sglang/srt/constrained/xgrammar.py": "class GrammarCompiler:\n    pass\n",

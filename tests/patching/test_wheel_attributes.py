@@ -209,6 +209,16 @@ OBJECTS = {
         "sys.modules[type(dispatch_output).__module__]": ((DISPATCHER,),),
         "_serve:routed": ((f"{MOE}.topk:StandardTopKOutput",),),
     },
+    "dspark_windows": {"batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),)},
+    "min_p_dspark": {"sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),)},
+    "dspark_penalties": {
+        "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
+        "batch.sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
+        "batch.sampling_info.penalizer_orchestrator": (
+            (f"{SRT}.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator",),
+        ),
+        "sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
+    },
     "penalties": {
         "request": ((f"{SRT}.managers.schedule_batch:Req",),),
         "params": ((f"{SRT}.sampling.sampling_params:SamplingParams",),),
@@ -283,7 +293,7 @@ OURS = {
     "mhc_owed_sum": {"x"},
     "mhc_sum": {"ours", "ours.sums"},
     "mhc_sum_in_pieces": {"SumInPieces", "one"},
-    "min_p_verify": {"_verified"},
+    **dict.fromkeys(("min_p_dspark", "min_p_verify"), {"_verified"}),
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
     "sampling": {"inspect.unwrap(original)"},
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},

@@ -16,7 +16,7 @@ from deepseek_v4_sm120.patching.engine import BROKEN, NOT_APPLICABLE, READY, Eng
 from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
-from deepseek_v4_sm120.sglang_patches.names import DSPARK
+from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_VERIFY
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, PARSE, RECIPE, TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
@@ -51,19 +51,17 @@ EVERYWHERE = {
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0], "wo_a": MODEL},
     **{"min_p_tokens": "sglang.srt.layers.sampler", "longest_prompt": "sglang.srt.managers.tp_worker"},
-    "default_thinking": CHAT.partition(":")[0],
+    **{"default_thinking": CHAT.partition(":")[0], "grammars": "sglang.srt.constrained.xgrammar_backend"},
 }
 
 
 def expected(version: str) -> dict[str, str]:
     """What the normal mode finds in a release: patch -> module of its last target."""
-    found = {**EVERYWHERE, "grammars": "sglang.srt.constrained.xgrammar_backend", "mhc": MTP_MODEL.partition(":")[0]}
+    found = {**EVERYWHERE, "mhc": MTP_MODEL.partition(":")[0]}
     if not since(version, "0.5.13"):
         found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
-    else:
-        found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120"}
     of_recipe = {"min_p_verify": EAGLE, **dict.fromkeys(("effort_levels", "json_answers"), RECIPE.partition(":")[0])}
     before = {"tool_strings": PARSE.partition(":")[0], "developer_messages": CHAT.partition(":")[0]}
     found |= of_recipe if since(version, "0.5.23") else before
@@ -72,11 +70,13 @@ def expected(version: str) -> dict[str, str]:
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
-        found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
-        found["penalties"] = "sglang.srt.managers.schedule_batch"
+        found |= {"compressor": COMPRESSOR_MODULE, "penalties": "sglang.srt.managers.schedule_batch"}
+        found |= {"unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
         found |= {} if since(version, "0.5.19") else {"thought_history": MESSAGES.partition(":")[0]}
     if since(version, "0.5.16"):
-        found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND}
+        found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
+        of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
+        found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", **of_steps}
     return found
 
 

@@ -1,8 +1,20 @@
-"""The row of table.py that is the waiting of DSPARK's draft."""
+"""The rows of table.py that are DSPARK's: the waiting of its draft, the windows that its answers keep, and what
+requests ask of sampling."""
 
-from deepseek_v4_sm120.patching.contract import Parameters
+from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import BACKEND, targets_of
+from deepseek_v4_sm120.sglang_patches.names import BACKEND, DSPARK_INPUT, DSPARK_SINCE, DSPARK_VERIFY, targets_of
+
+PREPARE = f"{DSPARK_INPUT}:DFlashDraftInputV2.prepare_for_decode"
+PREPARE_PARAMETERS = Parameters(("self", "batch"))
+ACCEPT, ARE_NOOP = f"{DSPARK_VERIFY}:accept_draft_tokens", f"{DSPARK_VERIFY}:verify_logits_adjustments_are_noop"
+ACCEPTED = ("*", "candidates", "target_logits", "draft_block", "sampling_info")
+KERNELS = "sglang.kernels.ops.speculative.dspark.dspark_accept"
+KERNELS_0_5_16 = "sglang.srt.speculative.dspark_components.kernels.dspark_accept"
+CHAIN = "chain_speculative_sampling_triton"
+COUNTED = ">=0.5.18,<0.6"  # a request's steps are counted
+
+_min_p, _penalties = map(targets_of, ("min_p_dspark", "dspark_penalties"))
 
 DSPARK_LENGTHS = Patch(
     name="dspark_lengths",
@@ -18,4 +30,45 @@ DSPARK_LENGTHS = Patch(
     ),
     absent="before 0.5.16 there is no DSPARK",
     retire="when SGLang does not ask for them",
+)
+
+DSPARK_WINDOWS = Patch(
+    name="dspark_windows",
+    why="with DSPARK no token of an answer gives its slot of the sliding windows back: where all answers together have "
+    "a tenth of what the KV cache holds, requests are retracted, and a single one ends with an error (sglang #33805)",
+    targets=(targets_of("dspark_windows")(PREPARE, "prepare_for_decode", PREPARE_PARAMETERS, ">=0.5.16,<0.5.18"),),
+    absent="before 0.5.16 there is no DSPARK, from 0.5.18 on SGLang frees them itself",
+    retire="with SGLang 0.5.17",
+)
+
+MIN_P_DSPARK = Patch(
+    name="min_p_dspark",
+    why="a request's min_p is ignored where DSPARK verifies its drafts: tokens are drawn that it forbids, without a "
+    "word (sglang #10617, open)",
+    targets=(
+        _min_p(ACCEPT, "accept", Parameters(ACCEPTED, further="keyword-only"), DSPARK_SINCE),
+        _min_p(f"{KERNELS_0_5_16}:{CHAIN}", "verify", Bound(), ">=0.5.16,<0.5.17"),
+        _min_p(f"{KERNELS}:{CHAIN}", "verify", Bound(), ">=0.5.17,<0.6"),
+        _min_p(ARE_NOOP, "are_noop", Parameters(("sampling_info",)), DSPARK_SINCE),
+    ),
+    absent="before 0.5.16 there is no DSPARK",
+    retire="when DSPARK's verification knows min_p",
+)
+
+DSPARK_PENALTIES = Patch(
+    name="dspark_penalties",
+    why="with DSPARK a request's penalties and min_tokens are left out from the second token on, without a word: no "
+    "token is counted, and verification asks for the sums by a name that nothing has (sglang #33493, #28242, open)",
+    targets=(
+        _penalties(
+            "sglang.srt.speculative.dflash_utils:apply_dflash_verify_logits_adjustments",
+            "adjustments",
+            Parameters(("*", "next_token_logits", "sampling_info", "draft_token_num")),
+            COUNTED,
+        ),
+        _penalties(PREPARE, "prepare_for_decode", PREPARE_PARAMETERS, COUNTED),
+        _penalties(ARE_NOOP, "are_noop", Parameters(("sampling_info",)), COUNTED),
+    ),
+    absent="up to 0.5.17 DSPARK does not count a request's steps, by which a new state of its penalties is known",
+    retire="when SGLang counts and penalises with DSPARK",
 )

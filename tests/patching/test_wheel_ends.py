@@ -1,0 +1,51 @@
+"""What docs/operating.md says of speculation's ends and seeds: each release's own code on the CPU."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.patching.test_wheel_wo_a import take
+from tests.patching.wheels import content, every_release, fetch, members, since
+
+BATCH = "sglang.srt.managers.schedule_batch"
+END, METHODS = 7, ("_check_token_based_finish", "_check_vocab_boundary_finish", "_cap_finished_len_at_max_new_tokens")
+
+
+def ended(version, answer, *, accepted, max_tokens):
+    """(how many tokens of the answer are told, the kind of its reason), by the release's own Req."""
+    name = "update_finish_state" if since(version, "0.5.13") else "check_finished"
+    kinds = {kind: type(kind, (SimpleNamespace,), {}) for kind in ("FINISH_LENGTH", "FINISH_MATCHED_TOKEN")}
+    taken = {m: take(fetch(version), dict(kinds), f"Req.{m}", BATCH) for m in (name, *METHODS)}
+    found = type("Req", (), {m: method for m, method in taken.items() if method is not None})()
+    found.finished, found.to_finish, found.grammar, found.vocab_size = (lambda: False), None, None, 100
+    found._check_str_based_finish = lambda *_: False
+    found.sampling_params = SimpleNamespace(max_new_tokens=max_tokens, ignore_eos=False, stop_token_ids=None)
+    found.output_ids, found.eos_token_ids, found.tokenizer = answer, {END}, None
+    found.finished_len = found.finished_reason = None
+    getattr(found, name)(accepted)
+    return found.finished_len, type(found.finished_reason).__name__
+
+
+@every_release()
+def test_an_end_in_the_step_that_reaches_max_tokens(version):
+    """Of 3, 4, the end and 5 all in one step, 5 is behind the end."""
+    of_the_end, of_the_length = (3, "FINISH_MATCHED_TOKEN"), (4, "FINISH_LENGTH")
+    found = ended(version, [3, 4, END, 5], accepted=4, max_tokens=4)
+    assert found == (of_the_end if since(version, "0.5.18") else of_the_length)
+    assert ended(version, [3, 4, END, 5], accepted=4, max_tokens=9) == of_the_end
+    assert ended(version, [3, 4, 5, 6, END], accepted=5, max_tokens=4) == of_the_length
+
+
+@pytest.mark.parametrize("folder", ["speculative/dspark", "kernels/ops/speculative/dspark"])
+@every_release("0.5.16")
+def test_dspark_knows_no_seeds(version, folder):
+    wheel = fetch(version)
+    files = [m for m in members(wheel) if folder in m and m.endswith(".py")]
+    assert files or not since(version, "0.5.17")
+    assert not [m for m in files if "sampling_seed" in content(wheel, m)]
+
+
+@every_release("0.5.14")
+def test_since_when_eagle_knows_them(version):
+    text = content(fetch(version), "sglang/srt/speculative/eagle_utils.py")
+    assert ("_seeded_verify_coins(" in text) == since(version, "0.5.17")
