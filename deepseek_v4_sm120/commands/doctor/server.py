@@ -353,6 +353,8 @@ def _small_windows(a: Answers) -> Iterator[Finding]:
     is_cached = not a.get("disable_radix_cache") and asked < windows <= asked + LOCKED_PAGES * page
     if a.version < CHUNK_CUT_SINCE and windows <= asked:
         which, source = "a prompt that fills a chunk", "sglang #31205"
+    elif is_cached and "cached_beginning" in (a.applied or ()):
+        return
     elif is_cached and not CHUNK_CUT_SINCE <= a.version < CACHED_UNCUT_SINCE:
         which, source = "a prompt that goes on from a cached one by a chunk or more", "since sglang #32700"
     else:
