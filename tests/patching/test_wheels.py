@@ -45,7 +45,7 @@ from tests.patching import review
 from tests.patching.wheels import RELEASES, WheelSources, content, every_release, since
 
 HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's wheel; that of 0.5.17's pin was read
-
+CUT_IN = {"0.5.18": "sglang.srt.managers.schedule_policy", "0.5.21": "sglang.srt.mem_cache.prefill_budget"}  # and later
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
 EVERYWHERE = {
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
@@ -77,7 +77,7 @@ def expected(version: str) -> dict[str, str]:
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
         of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
         found |= {"sparse_decode": "sglang.kernels.ops.attention.flash_mla_sm120", **of_steps}
-    return found
+    return found | dict(("cached_beginning", module) for first, module in CUT_IN.items() if since(version, first))
 
 
 def index_names(version: str) -> tuple[int, int, int]:

@@ -36,6 +36,9 @@ DEEP_DRAFTS = 5
 REQUEST_TIMEOUTS = ("SGLANG_REQ_WAITING_TIMEOUT", "SGLANG_REQ_RUNNING_TIMEOUT")  # in seconds, off by default
 TIMEOUTS_OF_ONE_RANK_SINCE = (0, 5, 20)
 WORDS_KEPT_SINCE = (0, 5, 18)  # in front of a tool call that is streamed
+CHUNK_CUT_SINCE = (0, 5, 16)  # where the sliding windows have no room for a chunk (sglang #31681)
+CACHED_UNCUT_SINCE = (0, 5, 18)  # but not where it is the prompt's own cached beginning that takes the room (#32700)
+LOCKED_PAGES = 2  # of sliding windows, by that beginning
 LATER_LEVELS = "0731"  # in the names of checkpoints whose levels of effort are not the first ones'
 LATER_LEVELS_SINCE = (0, 5, 18)
 OTHER_EXPERTS = ("humming", "deep_gemm")  # backends for FP4 experts that we do not replace
@@ -47,6 +50,7 @@ FIELDS = {
     "model_path": (WORDS, True),
     "tp_size": (WHOLE, True),
     "chunked_prefill_size": (WHOLE, True),
+    "max_total_num_tokens": (WHOLE, False),  # of the KV cache
     "context_length": (WHOLE, True),
     "max_running_requests": (WHOLE, True),
     "mem_fraction_static": (SHARE, True),
@@ -331,6 +335,35 @@ def _prefixes(a: Answers) -> Iterator[Finding]:
         yield warn("prefix cache", found, cost, fix)
 
 
+def _small_windows(a: Answers) -> Iterator[Finding]:
+    """Where the sliding windows' pool is a share of the tokens: prompts that an idle server never lets in."""
+    chunk, tokens, ratio = (
+        a.get(name) for name in ("chunked_prefill_size", "max_total_num_tokens", "swa_full_tokens_ratio")
+    )
+    is_share = (
+        a.version < memory.PADDED_SINCE
+        or a.get("_swa_full_tokens_ratio_explicitly_set")
+        or (ratio or memory.SWA_RATIO) != memory.SWA_RATIO
+        or not a.get("max_running_requests")
+    )
+    if not chunk or chunk < 0 or not tokens or len(a.version) < 3 or not is_share or not a.is_v4:
+        return
+    page = memory.PAGE_TOKENS
+    windows, asked = int(tokens * (ratio or memory.SWA_RATIO)) // page * page, chunk + page
+    is_cached = not a.get("disable_radix_cache") and asked < windows <= asked + LOCKED_PAGES * page
+    if a.version < CHUNK_CUT_SINCE and windows <= asked:
+        which, source = "a prompt that fills a chunk", "sglang #31205"
+    elif is_cached and "cached_beginning" in (a.applied or ()):
+        return
+    elif is_cached and not CHUNK_CUT_SINCE <= a.version < CACHED_UNCUT_SINCE:
+        which, source = "a prompt that goes on from a cached one by a chunk or more", "since sglang #32700"
+    else:
+        return
+    cost = f"{which} is never let in, on an idle server, too: it and all behind it wait ({source})"
+    found = f"{windows:,} slots in chunks of {chunk:,} tokens"
+    yield warn("sliding windows", found, cost, f"--chunked-prefill-size {max(page, chunk // 2 // page * page)}")
+
+
 def _unsafe_speculation(a: Answers) -> Iterator[Finding]:
     algorithm, rows = a.get("speculative_algorithm"), a.get("speculative_num_draft_tokens")
     if algorithm is None or not a.is_v4:
@@ -387,6 +420,7 @@ RULES: tuple[Callable[[Answers], Iterator[Finding]], ...] = (
         _memory,
         _timeouts,
         _prefixes,
+        _small_windows,
         _unsafe_speculation,
         _speculation,
     ),

@@ -6,9 +6,12 @@ from deepseek_v4_sm120.sglang_patches.names import targets_of
 
 WORKER = "sglang.srt.managers.tp_worker:TpModelWorker"
 GRAMMAR_BACKEND = "sglang.srt.constrained.base_grammar_backend:BaseGrammarBackend"
+ADDER = "sglang.srt.managers.schedule_policy:PrefillAdder"
+SWA_BUDGET = "sglang.srt.mem_cache.prefill_budget:SWAPrefillBudget"
 XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 
 _grammars = targets_of("grammars")
+_beginning = targets_of("cached_beginning")
 
 LONGEST_PROMPT = Patch(
     name="longest_prompt",
@@ -17,6 +20,29 @@ LONGEST_PROMPT = Patch(
     "(sglang #29249, open)",
     targets=(targets_of("longest_prompt")(f"{WORKER}.get_worker_info", "worker_info", Parameters(("self",))),),
     retire="when SGLang refuses what it can never let in",
+)
+
+CACHED_BEGINNING = Patch(
+    name="cached_beginning",
+    why="where the sliding windows hold hardly more than a chunk, a prompt that goes on from a cached one is never let "
+    "in if its own cached beginning takes the room: it and all requests behind it wait, on an idle server, too (since "
+    "sglang #32700)",
+    targets=(
+        _beginning(
+            f"{ADDER}._swa_req_never_fits",
+            "adder_never_fits",
+            Parameters(("self", "extend_input_len", "max_new_tokens", "swa_host_hit_length=0")),
+            ">=0.5.18,<0.5.21",
+        ),
+        _beginning(
+            f"{SWA_BUDGET}.swa_never_fits",
+            "budget_never_fits",
+            Parameters(("self", "extend_input_len", "max_new_tokens", "**kwargs")),
+            ">=0.5.21,<0.6",
+        ),
+    ),
+    retire="when SGLang cuts a chunk that waits for what its own prompt holds",
+    absent="up to 0.5.15 no chunk is cut, in 0.5.16 and 0.5.17 each that has no room",
 )
 
 GRAMMARS = Patch(
