@@ -293,7 +293,7 @@ OURS = {
     "mhc_owed_sum": {"x"},
     "mhc_sum": {"ours", "ours.sums"},
     "mhc_sum_in_pieces": {"SumInPieces", "one"},
-    **dict.fromkeys(("min_p_dspark", "min_p_verify"), {"_verified"}),
+    "min_p_verify": {"of_batch"},
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
     "sampling": {"inspect.unwrap(original)"},
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},

@@ -11,21 +11,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import torch
-
-from deepseek_v4_sm120.sglang_patches.adapters.min_p_verify import keep_min_p
+from deepseek_v4_sm120.sglang_patches.adapters.min_p_verify import of_batch, replace_verify
 from deepseek_v4_sm120.sglang_patches.adapters.sampling import is_ours
 
+__all__ = ["replace_accept", "replace_are_noop", "replace_verify"]
 NOISE = "rejection_noise"  # what 0.5.23's kernel of its own draws by; None: it is not taken
-
-
-class _Verified:
-    """The batch that is being verified, as far as it has min_p: [requests], or None."""
-
-    min_ps: torch.Tensor | None = None
-
-
-_verified = _Verified()
 
 
 def replace_accept(original: Callable) -> Callable:
@@ -35,28 +25,16 @@ def replace_accept(original: Callable) -> Callable:
     @functools.wraps(original)
     def accept_draft_tokens(*, candidates, target_logits, draft_block, sampling_info, **asked):
         asks = asks_min_p(sampling_info) and is_ours()
-        _verified.min_ps = sampling_info.min_ps if asks else None
+        of_batch.min_ps = sampling_info.min_ps if asks else None
         if asks and NOISE in asked:
             asked[NOISE] = None
         verified = dict(candidates=candidates, target_logits=target_logits, draft_block=draft_block)
         try:
             return original(**verified, sampling_info=sampling_info, **asked)
         finally:
-            _verified.min_ps = None
+            of_batch.min_ps = None
 
     return accept_draft_tokens
-
-
-def replace_verify(original: Callable) -> Callable:
-    """For chain_speculative_sampling_triton(.., target_probs [requests, width, vocabulary] float32, ..)."""
-
-    @functools.wraps(original)
-    def verify(*args, target_probs, **kwargs):
-        if _verified.min_ps is not None:
-            keep_min_p(target_probs, _verified.min_ps)
-        return original(*args, target_probs=target_probs, **kwargs)
-
-    return verify
 
 
 def replace_are_noop(original: Callable) -> Callable:

@@ -18,13 +18,13 @@ import torch
 from deepseek_v4_sm120.sglang_patches.adapters.sampling import is_ours
 
 
-class _Verified:
+class OfBatch:
     """The batch that is being verified, as far as it has min_p: [requests], or None."""
 
     min_ps: torch.Tensor | None = None
 
 
-_verified = _Verified()
+of_batch = OfBatch()
 
 
 def replace_eagle_sample(original: Callable) -> Callable:
@@ -34,11 +34,11 @@ def replace_eagle_sample(original: Callable) -> Callable:
     def eagle_sample(verify_input, batch, *args, **kwargs):
         info = batch.sampling_info
         asks = not batch.forward_mode.is_idle() and info.need_min_p_sampling and not info.is_all_greedy
-        _verified.min_ps = info.min_ps if asks and is_ours() else None
+        of_batch.min_ps = info.min_ps if asks and is_ours() else None
         try:
             return original(verify_input, batch, *args, **kwargs)
         finally:
-            _verified.min_ps = None
+            of_batch.min_ps = None
 
     return eagle_sample
 
@@ -51,8 +51,8 @@ def replace_verify(original: Callable | None) -> Callable | None:
 
     @functools.wraps(original)
     def verify(*args, target_probs, **kwargs):
-        if _verified.min_ps is not None:
-            keep_min_p(target_probs, _verified.min_ps)
+        if of_batch.min_ps is not None:
+            keep_min_p(target_probs, of_batch.min_ps)
         return original(*args, target_probs=target_probs, **kwargs)
 
     return verify
