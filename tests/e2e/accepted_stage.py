@@ -20,7 +20,8 @@ FORCED = {
 ENDED = "ended"  # a text run's part: answers that were asked to end
 TOKENIZER = ("--set", "skip_tokenizer_init=false")  # where there is none SGLang refuses min_tokens
 # They end by a token that is new there, behind EARLIEST others, and is forbidden for LESS fewer: more than steps under
-# way bring. Where a step counts as one token, it is still forbidden when its turn comes.
+# way bring. Where a step counts as one token, it is still forbidden when its turn comes; whether it was forbidden
+# before, this does not show.
 EARLIEST, LESS = 48, 16
 TEXTS = [(f"{what}, {drafts} drafts, {kind} right", run, PLAIN) for run, (_, kind, what, drafts) in FORCED.items()]
 

@@ -66,20 +66,12 @@ def rows(cases, row):
                 cases.get(case, {}).get("rows", {}).get(streams, {}).get("step_ms_worst") for case in (name, stocks)
             )
             value = ours / stock if ours and stock else None  # a bar without what it is of is missed
-            case = f"{variant(name)}, batch {streams}, 1K context"
+            case = f"{'flash43' if name == OURS4 else 'flash43e64'}, batch {streams}, 1K context"
             metric = "decode step, worst, of stock's worst"
             found.append(row(case, IMPLEMENTATIONS[name], metric, value, OF_STOCK[name], ISSUE))
-    for (name, streams), bars in BARS.items():
-        if name in cases and streams not in cases[name].get("rows", {}):  # not reached
-            case = f"{variant(name)}, batch {streams}, 1K context"
-            found += [row(case, IMPLEMENTATIONS[name], metric, None, bar, ISSUE) for metric, bar in bars.items()]
     for name in (OURS4, STOCK4, GRAPHS4, HOST4):
         found += _prompts(name, cases, row) if name in cases else []
     return found
-
-
-def variant(name):
-    return "flash43" if name == OURS4 else "flash43e64"
 
 
 def _prompts(name, cases, row):

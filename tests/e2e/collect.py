@@ -327,7 +327,10 @@ def case_rows(name, case, prefill_bars=None):
     rows += prefill_rows(name, case["prefill"]) if "prefill" in case else []
     rows += prompts_stage.rows_of(row, name, case) if name in prompts_stage.IMPLEMENTATIONS else []
     rows += prompts_stage.graph_rows(row, name, impl, case)
-    return rows + timing_rows(name, case.get("rows", {}), prefill_bars)
+    batches = dict(case.get("rows", {}))
+    for batch in (batch for of, batch in WHOLE_BARS if of == name):
+        batches.setdefault(batch, {})  # one that the run did not reach has missed its bars
+    return rows + timing_rows(name, batches, prefill_bars)
 
 
 def merged(found):

@@ -129,7 +129,8 @@ class Rounds:
         return self.answers("round", plain) | {"checks": checks}
 
     def in_min_p(self, behind):
-        return len(behind) == self.new and max(behind) <= -math.log(MIN_P) + ROUNDED
+        """NaN is none."""
+        return len(behind) == self.new and all(each <= -math.log(MIN_P) + ROUNDED for each in behind)
 
     def at_once(self, *asked):
         async def together():
