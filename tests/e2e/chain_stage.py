@@ -30,13 +30,15 @@ BARS = {  # ms; at 32 streams 0.85 of the 17.90 of the day that it was asked
     for streams, bar in steps.items()
 }
 OF_STOCK = {OURS: 0.6, OURS2: None, OURS4: None}  # the bar of ours
+PROFILED = ("1", "8")  # of four cards: streams of which there is a trace
 SHAPES = ("1x1024", *streams_stage.MOST_OF_STOCK)  # of prompts over four cards
 HOSTS_SHAPE, HOSTS_MS = "8x1024", 420.0
 
 
 def stages(make, timed, sums, ours, no_peers, graphs):
     """timed: options, the phase `bench` last; sums: (cards, *options) -> options of several; graphs: prefill's."""
-    four = sums(4, *timed, "prompts", "--shapes", *SHAPES, "--variant", "flash43", "--bs", *STREAMS, "--mem", "0.97")
+    of_four = ["--shapes", *SHAPES, "--profiled", *PROFILED, "--variant", "flash43", "--bs", *STREAMS, "--mem", "0.97"]
+    four = sums(4, *timed, "prompts", *of_four)
     host = [*four, "--phases", "prompts", "--shapes", HOSTS_SHAPE]
     return {
         "chain43": [
@@ -48,7 +50,7 @@ def stages(make, timed, sums, ours, no_peers, graphs):
             make(OURS2, sums(2, *timed, "profile", "--bs", *STREAMS), environment=ours, takes_turns=True),
         ],
         "chain4_43": [
-            make(OURS4, four, environment=ours),
+            make(OURS4, sums(4, *timed, "profile", "prompts", *of_four), environment=ours),
             make(STOCK4, four, patched=False),
             make(GRAPHS4, [*four, *graphs, "--phases", "prompts"], environment=ours),
             make(HOST4, host, environment=ours | no_peers),

@@ -10,8 +10,9 @@ batches, because a speculating one cannot be forced; `same` writes OUT/NAME_same
 log-probability, of prompts asked whole and half from the prefix cache, and of others in groups of several sizes;
 `bench` (step times), `profile` (kernels of a decode step), `prefill` (kernels of a long prompt's prefill) and `prompts`
 (prompts_stage.py) write OUT/NAME_bench.json. The patch and its switches come from --patch and the environment. With
---turns FILE --engines N engines start side by side; when all N are up, they take turns for what is timed: who holds
-the file's lock has the GPU to itself. `features` and `features_text` write OUT/NAME_features.json
+--turns FILE --engines N engines start side by side; when all N are up, they take turns for what is timed, or asked of
+several cards, where kernels of two engines that wait for each other's ranks get in each other's way: who holds the
+file's lock has the cards to itself. `features` and `features_text` write OUT/NAME_features.json
 (features_engine.py), `drawn` OUT/NAME_drawn.json (drawn_stage.py). --rounds N times `bench` and `prompts` N times, each
 in a turn of its own: an engine's step varies by some per cent from minute to minute, so engines are compared round by
 round.
@@ -71,6 +72,7 @@ def parse(argv):
     parser.add_argument("--turns")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--profiled", nargs="+", type=int, help="batches of the phase profile; all, as it comes")
     parser.add_argument("--shapes", nargs="+", help="of the phase prompts: how many at once x tokens of each")
     return parser.parse_known_args(argv)
 
@@ -356,14 +358,14 @@ class Case:
         print(f"[{self.options.name}] prompt of {LONG_PROMPT}: {seconds:.3f} s to its first token", flush=True)
         return row
 
-    def timed(self, phases, earlier=None, shapes=None):
+    def timed(self, phases, earlier, own):
         """The timed phases in their order; what is done is kept if a later one fails. earlier: the rows of the rounds
-        before. shapes: of `prompts`, None: its own."""
+        before, None in the first. own: the options that are not the harness's."""
         result, rows = {**self.result, "rows": {}}, {}
         for batch in self.options.bs:
             rows[batch] = {}
             for phase in phases:
-                if phase in ("bench", "profile"):
+                if phase == "bench" or (phase == "profile" and batch in (own.profiled or self.options.bs)):
                     rows[batch].update(getattr(self, phase)(batch))
                 if phase == "bench" and earlier:
                     rows[batch] = over_rounds(earlier[batch], rows[batch])
@@ -371,7 +373,7 @@ class Case:
         if "prefill" in phases:
             self.write("_bench", {**result, "rows": rows, "prefill": self.prefill()})
         if "prompts" in phases:
-            self.prompts = prompts_stage.measure(self, shapes, self.prompts)
+            self.prompts = prompts_stage.measure(self, own.shapes, self.prompts)
             self.write("_bench", {**result, "rows": rows, "prompts": self.prompts})
         return rows
 
@@ -436,6 +438,19 @@ def wait_until(is_so, seconds):
         time.sleep(0.1)
 
 
+def ask(case, own, beside):
+    """The only phase of an engine that has one. beside: the engine that prefills for it, if any."""
+    (phase,) = own.phases
+    if phase in FEATURES:
+        from features_engine import Rounds
+
+        Rounds(case, exact, beside).run(own.steps)
+    elif phase == drawn_stage.PHASE:
+        case.drawn()
+    else:
+        {"answer": case.answer, "same": case.same, "text": case.text}[phase](own.batches)
+
+
 def main():
     own, rest = parse(sys.argv[1:])
     sys.path.insert(0, os.path.abspath(own.harness))
@@ -458,24 +473,15 @@ def main():
     case = Case(harness, options)
     if own.answers_to is not None:
         prefill_beside.serve(case.engine, own.answers_to)
-    elif own.phases == ["answer"]:
-        case.answer(own.batches)
-    elif own.phases == ["same"]:
-        case.same(own.batches)
-    elif own.phases == ["text"]:
-        case.text(own.batches)
-    elif own.phases == [drawn_stage.PHASE]:
-        case.drawn()
-    elif own.phases[0] in FEATURES:
-        from features_engine import Rounds
-
-        Rounds(case, exact, beside).run(own.steps)
+    elif own.phases[0] in ALONE:
+        with turn(own.turns, own.engines):
+            ask(case, own, beside)
     else:
         rows = None
         for number in range(own.rounds):
             with turn(own.turns, own.engines, number):
                 phases = [phase for phase in own.phases if number == 0 or phase in REPEATED]
-                rows = case.timed(phases, rows, own.shapes)
+                rows = case.timed(phases, rows, own)
     time.sleep(SETTLE_S)
     case.engine.shutdown()
     if beside is not None:

@@ -155,14 +155,16 @@ class Case:
 
 
 def of_several_cards(cards):
-    """Chunks, and the text of a server that speculates; in the names tp2 or tp4."""
+    """Chunks, and the text of a server that speculates; in the names tp2 or tp4. In turn: cards that two engines share
+    at once answer many times as slowly (seen at TP4), as a rank's kernels wait for those of others."""
     ours = EVERY_CALL | REPRODUCIBLE
-    return [
-        Case(f"same_tp{cards}_8192", sums(cards, *chunks(8192, *SMALL_MODEL, radix=False)), environment=ours),
-        Case(f"same_tp{cards}_512", sums(cards, *chunks(512, *SMALL_MODEL)), environment=ours),
-        Case(f"text_tp{cards}_plain", sums(cards, *TEXT, *SMALL_MODEL), environment=ours),
-        Case(f"text_tp{cards}_eagle314", sums(cards, *TEXT, *SMALL_MODEL, *eagle(3)), environment=ours),
-    ]
+    each = {
+        f"same_tp{cards}_8192": chunks(8192, *SMALL_MODEL, radix=False),
+        f"same_tp{cards}_512": chunks(512, *SMALL_MODEL),
+        f"text_tp{cards}_plain": [*TEXT, *SMALL_MODEL],
+        f"text_tp{cards}_eagle314": [*TEXT, *SMALL_MODEL, *eagle(3)],
+    }
+    return [Case(name, sums(cards, *options), environment=ours, takes_turns=True) for name, options in each.items()]
 
 
 STAGES = {
@@ -279,7 +281,7 @@ STAGES = {
     # then what they are worth in a step, against NCCL; both without peers; and all of SGLang's own. Three fit at once
     **{
         f"sums{n}": [
-            Case(f"sums{n}_{name}", sums(n, *SUMS_ANSWER), environment=EVERY_CALL | more)
+            Case(f"sums{n}_{name}", sums(n, *SUMS_ANSWER), environment=EVERY_CALL | more, takes_turns=True)
             for name, more in (("shadow", SHADOW), ("a", {}), ("b", {}))
         ]
         for n in (2, 4)
