@@ -87,7 +87,11 @@ def eaten(command: list[str], card: str, leave_mib: int):
     """While it is entered, somebody else's process holds the card's memory but for `leave_mib`."""
     line = [*command, str(leave_mib)]
     eater = subprocess.Popen(
-        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": card}
+        line,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": served.of_callers(card)},
     )
     try:
         said = eater.stdout.readline()
@@ -106,7 +110,8 @@ class Server:
         stage.servers.append(self)
         where = ["--models", str(stage.arguments.models), "--patch", str(stage.arguments.patch)]
         options = stage.harness.parse(["run", *OPTIONS, *where])
-        of = EVERY_CALL | REPRODUCIBLE | {MARK: self.mark, "CUDA_VISIBLE_DEVICES": card} | environment
+        seen = {MARK: self.mark, "CUDA_VISIBLE_DEVICES": served.of_callers(card)}
+        of = EVERY_CALL | REPRODUCIBLE | seen | environment
         work, port = stage.arguments.work, stage.arguments.port + 1500 * number
         self.process = served.server(name, stage.harness, options, port, work, of, watch=work / f"{name}_watch")
         ask_s = stage.arguments.ask_s

@@ -133,7 +133,7 @@ class Start:
         self.name, self.is_ours = f"{number}_{kind}", kind in (OURS, COLD)
         where = ["--models", str(arguments.models)] + (["--patch", str(arguments.patch)] if self.is_ours else [])
         environment = EVERY_CALL | {"TRITON_CACHE_DIR": str(stage.own)} if self.is_ours else PAGED_EXTEND | PAGED_INDEX
-        environment = environment | {"CUDA_VISIBLE_DEVICES": cards}
+        environment = environment | {"CUDA_VISIBLE_DEVICES": served.of_callers(cards)}
         options = stage.harness.parse(["run", *OPTIONS, *(sums(2) if "," in cards else []), *where])
         self.watch = arguments.work / f"{self.name}_watch"
         port = arguments.port + 1500 * number

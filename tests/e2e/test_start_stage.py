@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import collect, faults_stage, made_sglang, made_tokenizer, start_rows, start_stage
+from tests.e2e import collect, faults_stage, made_sglang, made_tokenizer, served, start_rows, start_stage
 from tests.e2e.test_serving_stage import free_ports
 
 HERE = Path(__file__).resolve().parent
@@ -215,3 +215,10 @@ def test_where_stock_did_not_start_nothing_is_compared_with_it():
     found["start"]["starts"][0]["problem"] = "it died"
     stock, beyond = start_rows.IMPLEMENTATIONS["stock"], "longest pause of a shape's first time beyond stock's, s"
     assert unmet(found) == {(stock, "starts that broke"), *((of, m) for of in (OURS, COLD) for m in (BEYOND, beyond))}
+
+
+def test_a_stages_cards_are_of_those_that_the_caller_sees(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert served.of_callers("0") == "0" and served.of_callers("0,1") == "0,1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8a5c")
+    assert served.of_callers("0") == "3" and served.of_callers("0,1") == "3,GPU-8a5c"
