@@ -18,7 +18,7 @@ FORCED = {
     for kind in forced_drafts.KINDS
 }
 ENDED = "ended"  # a text run's part: answers that were asked to end
-TOKENIZER = ("--set", "skip_tokenizer_init=false")  # where there is none SGLang refuses min_tokens
+TOKENIZER = ("--set", "skip_tokenizer_init=false")  # of every text run: without one SGLang refuses min_tokens
 # They end by a token that is new there, behind EARLIEST others, and is forbidden for LESS fewer: more than steps under
 # way bring. Where a step counts as one token, it is still forbidden when its turn comes; whether it was forbidden
 # before, this does not show.
@@ -28,7 +28,6 @@ TEXTS = [(f"{what}, {drafts} drafts, {kind} right", run, PLAIN) for run, (_, kin
 
 def cases(make, options, environment, drafters):
     """The plain run, then those that speculate: every batch to the token, as the environment gives sums one order."""
-    options = [*options, *TOKENIZER]
     forced = [
         make(run, options + drafters[name], environment=environment | {"E2E_DRAFTS": kind})
         for run, (name, kind, *_) in FORCED.items()

@@ -90,6 +90,6 @@ def _prompts(name, cases, row):
         if name in (OURS4, GRAPHS4):
             share = pieces_stage.share_of(times, stock, at, worst)
             metric = "time to all first tokens, slower of each, of stock's"
-            bar = streams_stage.MOST_OF_STOCK.get(at) if name == OURS4 else None
+            bar = streams_stage.MOST_OF_STOCK.get(at)
             found += [row(what, impl, metric, share, bar, issue)] if share or bar else []
     return found

@@ -441,14 +441,25 @@ def commit_of(stage, commit):
     return commit if stage["commit"] in (None, "HEAD") else stage["commit"]
 
 
+def of_calls(stages):
+    """Each stage once, with the engines of all its calls, which are compared with each other; one that was asked again
+    is as it was the last time."""
+    found = {}
+    for stage in stages:
+        cases = found.get(stage["stage"], stage)["cases"] | stage["cases"]
+        found[stage["stage"]] = found.get(stage["stage"], {}) | stage | {"cases": cases}
+    return list(found.values())
+
+
 def collect(stages, commit):
     rows, differences, texts, sames = [], {}, {}, {}
-    for stage in stages:
+    for stage in of_calls(stages):
         for name, case in stage["cases"].items() if "features" not in stage else ():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
         for of_stage in (chain_stage, drawn_stage, pieces_stage, streams_stage, experts_stage):
             rows += of_stage.rows(stage["cases"], row)
         rows += cost_rows(stage)
+    for stage in stages:
         for difference in stage["differences"]:  # a later call's file repeats what its work folder still holds
             differences[difference["what"]] = difference
         texts |= {

@@ -102,6 +102,7 @@ DSPARK43 = dspark(**STAGES43)
 # several engines side by side: what the others hold must not count as a reserve
 TEXT = ["--variant", "flash6h", "--prompts", "5,130,700,1500", "--new", "96", "--phases", "text"]
 TEXT += ["--batches", "8", "32", "--graph-bs", "1", "8", "32", "--max-total-tokens", "40000", "--mem", "0.9"]
+TEXT += accepted_stage.TOKENIZER
 E4M3_DRAFTS = {"DSV4_SM120_SET": "draft_head=on"}
 SPECULATION_TIMED = [*SIDE_BY_SIDE, "--phases", "bench", "profile"]
 DRAWN = ["--variant", "flash6h", "--new", "600", "--graph-bs", "1", "8", "32", "64", "--max-running", "64"]

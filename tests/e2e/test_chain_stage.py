@@ -78,13 +78,28 @@ def test_four_cards_hold_one_engine_of_all_experts(machine):  # noqa: F811
     assert {row["case"].split(",")[0] for row in rows if row["issue"] in (22, 24)} == {"flash43", chain_stage.GRAPHS4}
     asked = [(row["issue"], row["case"].removeprefix("flash43, "), row["bar"]) for row in rows if row["bar"]]
     assert sorted(asked) == [
-        (22, "32 prompts of 1,024 tokens", 0.8),
-        (22, "8 prompts of 1,024 tokens", 0.8),
+        *[(22, "32 prompts of 1,024 tokens", 0.8)] * 2,  # without and with prefill graphs
+        *[(22, "8 prompts of 1,024 tokens", 0.8)] * 2,
         (22, "8 prompts of 1,024 tokens", 420.0),
-        (22, "a prompt of 32,000 tokens", 0.8),
+        *[(22, "a prompt of 32,000 tokens", 0.8)] * 2,
         *((24, f"batch {n}, 1K context", bar) for n, bar in (("1", 2.6), ("32", 9.5), ("64", 11.0), ("8", 5.0))),
     ]
     assert sum(row["metric"] == SHARE and row["value"] is not None for row in rows) == 2
+
+
+def test_engines_of_two_calls_are_compared(machine):  # noqa: F811
+    machine("chain4_43")
+    whole = machine.out / "stage_chain4_43.json"
+    stage = json.loads(whole.read_text())
+    halves = [dict(list(stage["cases"].items())[part]) for part in (slice(0, 1), slice(1, None))]
+    calls = []
+    for number, cases in enumerate(halves):
+        calls.append(machine.out / f"{number}.json")
+        calls[-1].write_text(json.dumps(stage | {"cases": cases}))
+    again = halves[0] | {chain_stage.OURS4: halves[0][chain_stage.OURS4] | {"exit": 1, "rows": {}}}
+    assert rows_of(*calls) == rows_of(whole)
+    calls[0].write_text(json.dumps(stage | {"cases": again}))
+    assert rows_of(*calls) != rows_of(whole) and rows_of(calls[0], *calls[1:], whole) == rows_of(whole)
 
 
 def test_what_four_cards_did_not_reach_is_missed():
