@@ -57,13 +57,15 @@ def test_a_smaller_chunk_is_taken_where_it_buys_capacity():
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [
-        ({}, (CAPTURED_ROWS, 0)),
+        ({}, (2 * CAPTURED_ROWS, CAPTURED_ROWS, 0)),  # two cards
+        ({"gpus": 1}, (CAPTURED_ROWS, 0)),
+        ({"gpus": 4}, (4 * CAPTURED_ROWS, CAPTURED_ROWS, 0)),
         ({"prefill_graphs": 512}, (512,)),
         ({"prefill_graphs": 0}, (0,)),
         ({"replaced": tuple(op for op in OPS if op != "index_select"), "prefill_graphs": 512}, (0,)),
         ({"sglang": "0.5.16", "prefill_graphs": 512}, (0,)),
         ({"sglang": "0.5.17", "prefill_graphs": 512}, (512,)),
-        ({"speculation": MTP}, (CAPTURED_ROWS, 0)),
+        ({"speculation": MTP}, (2 * CAPTURED_ROWS, CAPTURED_ROWS, 0)),
         ({"speculation": MTP, "sglang": "0.5.22"}, (0,)),
         ({"speculation": MTP, "prefill_graphs": 512}, (512,)),
         ({"speculation": MTP, "prefill_graphs": 0}, (0,)),

@@ -276,6 +276,17 @@ def test_short_prompts_that_wait_for_the_host_are_told(info, metrics, applied, i
         assert "prefill_graphs=on" in told.fix and told.cost
 
 
+@pytest.mark.parametrize(("cards", "cached", "choice"), [(2, 2000, "on"), (2, 1000, "=2048"), (4, 0, "=4096")])
+def test_cards_that_share_a_pass_wait_for_the_host_up_to_more_rows(cards, cached, choice):
+    """3,000 tokens a prompt, of which so many are in the prefix cache."""
+    read = {"cached_tokens_total": cached * SHORT["num_requests_total"]}
+    answers = server.Answers(
+        NO_PREFILL_GRAPHS | {"tp_size": cards}, SHORT | read, frozenset(["index_select"]), model_type="deepseek_v4"
+    )
+    told = {f.check: f for f in server.checks(answers)}.get("short prompts")
+    assert told.state == WARN and choice in told.fix
+
+
 def test_where_our_sums_are_in_place_the_probe_tells_and_not_the_flags():
     def told(**changes):
         answers = server.Answers(PLANNED | {"tp_size": 4} | changes, None, frozenset({"all_reduce"}))

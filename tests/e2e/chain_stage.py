@@ -20,8 +20,11 @@ IMPLEMENTATIONS = {
     GRAPHS4: "ours, every operator on, four cards, prefill graphs",
     HOST4: "ours, every operator on, four cards, NCCL through host memory",
 }
+# A step by the difference of two runs, and within one: the former has what two prefills differ by, at four cards and 32
+# streams 300 ms of 64 steps
+WORST = "decode step within a run, ms, worst"
 BARS = {  # ms; at 32 streams 0.85 of the 17.90 of the day that it was asked
-    (name, streams): {"decode step, ms, worst": bar}
+    (name, streams): {WORST: bar}
     for name, steps in (
         (OURS, {"1": 4.2, "8": 8.8, "32": 15.2}),
         (OURS2, {"1": 3.0}),
@@ -30,6 +33,7 @@ BARS = {  # ms; at 32 streams 0.85 of the 17.90 of the day that it was asked
     for streams, bar in steps.items()
 }
 OF_STOCK = {OURS: 0.6, OURS2: None, OURS4: None}  # the bar of ours
+MOST_RUNNING = "65"  # the streams that are timed, and the prompt that says when they begin
 PROFILED = ("1", "8")  # of four cards: streams of which there is a trace
 SHAPES = ("1x1024", *streams_stage.MOST_OF_STOCK)  # of prompts over four cards
 HOSTS_SHAPE, HOSTS_MS = "8x1024", 420.0
@@ -37,6 +41,7 @@ HOSTS_SHAPE, HOSTS_MS = "8x1024", 420.0
 
 def stages(make, timed, sums, ours, no_peers, graphs):
     """timed: options, the phase `bench` last; sums: (cards, *options) -> options of several; graphs: prefill's."""
+    timed = ["--max-running", MOST_RUNNING, *timed]
     of_four = ["--shapes", *SHAPES, "--profiled", *PROFILED, "--variant", "flash43", "--bs", *STREAMS, "--mem", "0.97"]
     four = sums(4, *timed, "prompts", *of_four)
     host = [*four, "--phases", "prompts", "--shapes", HOSTS_SHAPE]
@@ -65,11 +70,11 @@ def rows(cases, row):
     for name, stocks in ((OURS, STOCK), (OURS2, STOCK2), (OURS4, STOCK4)):
         for streams in STOCKS_STREAMS if name in cases else ():
             ours, stock = (
-                cases.get(case, {}).get("rows", {}).get(streams, {}).get("step_ms_worst") for case in (name, stocks)
+                cases.get(case, {}).get("rows", {}).get(streams, {}).get("within_ms_worst") for case in (name, stocks)
             )
             value = ours / stock if ours and stock else None  # a bar without what it is of is missed
             case = f"{'flash43' if name == OURS4 else 'flash43e64'}, batch {streams}, 1K context"
-            metric = "decode step, worst, of stock's worst"
+            metric = "decode step within a run, worst, of stock's worst"
             found.append(row(case, IMPLEMENTATIONS[name], metric, value, OF_STOCK[name], ISSUE))
     for name in (OURS4, STOCK4, GRAPHS4, HOST4):
         found += _prompts(name, cases, row) if name in cases else []

@@ -251,6 +251,8 @@ def timing_rows(name, batches, prefill_bars=None):
             ("decode step, ms, worst", "step_ms_worst"),
             ("decode step, ms, median of rounds in turn", "step_ms_middle_round"),
             ("decode step, ms, worst", "step_ms_median"),  # older files' name for the slower of two
+            ("decode step within a run, ms, best", "within_ms_best"),
+            ("decode step within a run, ms, worst", "within_ms_worst"),
             ("prefill, ms, best", "prefill_ms"),
             ("launches per step", "launches_per_step"),
             ("kernel time per step, us", "busy_us_per_step"),

@@ -50,6 +50,7 @@ ALONE = (*FORCED, "text", "features_text", drawn_stage.PHASE)  # an engine's onl
 FEATURES = ("features", "features_text")  # features_engine.py
 EXACT = ("output_token_logprobs", "output_top_logprobs", "input_top_logprobs")  # of an answer's meta_info, unrounded
 LONG_PROMPT = 32_000  # tokens of the profiled prefill
+LAST_PROMPT = 8  # tokens of the prompt that enters with the last of those that are timed
 COMPANY = 8  # greedy prompts at once, beside as many that sample
 BESIDE = f"{COMPANY} beside {COMPANY} that sample"
 TEXT_S = 300.0  # how long for the text of the run beside it that drafts are taken from
@@ -295,6 +296,18 @@ class Case:
         answers = self.engine.generate(input_ids=prompts, sampling_params=once)
         return time.perf_counter() - started, answers
 
+    def within_a_run(self, batch, length, new, seed):
+        """Milliseconds of a decode step, from the streams' first tokens to their last: one prompt more, of a few tokens
+        and asked for one, enters the last pass of theirs and ends with it. None where it did not come before them, or
+        nobody says when."""
+        prompts = [self.harness.ids(length, self.vocabulary, seed + i) for i in range(batch)]
+        prompts.append(self.harness.ids(LAST_PROMPT, self.vocabulary, seed + batch))
+        once = {"temperature": 0, "ignore_eos": True}
+        asked = [once | {"max_new_tokens": 1 + new}] * batch + [once | {"max_new_tokens": 1}]
+        answers = self.engine.generate(input_ids=prompts, sampling_params=asked)
+        *ends, began = [answer["meta_info"].get("e2e_latency") or 0.0 for answer in answers]
+        return 1e3 * (max(ends) - began) / new if 0.0 < began < min(ends) else None
+
     def bench(self, batch):
         length, new = self.options.in_len[0], self.options.out_len
         self.generate(batch, length, 8, 1)
@@ -311,6 +324,9 @@ class Case:
             "step_ms_best": 1e3 * (min(longs) - min(shorts)) / new,
             "step_ms_worst": 1e3 * (max(longs) - min(shorts)) / new,
         }
+        within = [self.within_a_run(batch, length, new, 100 + i) for i in range(self.options.reps)]
+        if all(within):
+            row |= {"within_ms_best": min(within), "within_ms_worst": max(within)}
         print(f"[{self.options.name}] batch {batch}: step {row['step_ms_best']:.3f} ms best", flush=True)
         return row
 
@@ -381,8 +397,11 @@ class Case:
 def over_rounds(before, row):
     """The least and the greatest of all rounds, and each round's best."""
     rounds = [*before.get("step_ms_rounds", [before["step_ms_best"]]), row["step_ms_best"]]
-    extremes = {k: min(before[k], row[k]) for k in ("prefill_ms", "step_ms_best")}
-    extremes["step_ms_worst"] = max(before["step_ms_worst"], row["step_ms_worst"])
+    least, most = ("prefill_ms", "step_ms_best", "within_ms_best"), ("step_ms_worst", "within_ms_worst")
+    both = before.keys() & row.keys()  # what every round could tell
+    before = {k: value for k, value in before.items() if k in both or not k.startswith("within_")}
+    extremes = {k: min(before[k], row[k]) for k in least if k in both}
+    extremes |= {k: max(before[k], row[k]) for k in most if k in both}
     middle = statistics.median(rounds)
     return {**before, **extremes, "step_ms_rounds": rounds, "step_ms_middle_round": middle}
 

@@ -145,7 +145,9 @@ class Engine:
         if by_graph:
             print("[x] Capture target prefill CUDA graph end. elapsed=4.1 s, mem usage=1.12 GB, avail mem=9 GB.")
         print(f"[x] Prefill batch, #new-seq: 1, cuda graph: {by_graph}, input throughput (token/s): 1.0", flush=True)
-        latencies = [0.1 * (1 + i // 8) for i in range(len(input_ids))]  # eight prompts a pass
+        passes = [0.1 * (1 + i // 8) for i in range(len(input_ids))]  # eight prompts each; then steps
+        tokens = [one["max_new_tokens"] for one in asked]
+        latencies = [at if new == 1 else passes[-1] + 0.002 * (new - 1) for at, new in zip(passes, tokens)]
         return [
             {"logprobs": [off] * n, "top": top, "prompt_top": top, "output_ids": ids, "meta_info": {**meta, **of_own}}
             for of_own in ({"e2e_latency": latency} for latency in latencies)

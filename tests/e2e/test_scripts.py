@@ -370,10 +370,26 @@ def test_one_long_prefill_does_not_make_a_step_short():
     case = object.__new__(script("engine_case").Case)
     case.options = SimpleNamespace(name="x", in_len=[8], out_len=10, reps=3)
     seconds = iter([0.0, 1.0, 2.0, 5.0, 2.0, 1.0, 2.4])  # a first call; then each prefill and the same with ten steps
-    case.generate = lambda *_: next(seconds)
+    case.generate, case.within_a_run = lambda *_: next(seconds), lambda *_: None
     row = case.bench(1)
+    assert "within_ms_best" not in row
     assert (row["step_ms_best"], row["step_ms_worst"]) == (pytest.approx(100.0), pytest.approx(140.0))
     assert row["prefill_ms"] == 1000.0
+
+
+@pytest.mark.parametrize(("began", "step"), [(1.0, 100.0), (0.0, None), (2.1, None)])
+def test_a_step_within_a_run_begins_when_the_last_prompt_has_its_token(began, step):
+    case = object.__new__(script("engine_case").Case)
+    case.harness = SimpleNamespace(ids=lambda length, vocabulary, seed: [seed] * length)
+    case.vocabulary = 500
+
+    def generate(input_ids, sampling_params):
+        assert list(map(len, input_ids)) == [1024, 1024, 8]
+        assert [one["max_new_tokens"] for one in sampling_params] == [11, 11, 1]
+        return [{"meta_info": {"e2e_latency": seconds}} for seconds in (1.9, 2.0, began)]
+
+    case.engine = SimpleNamespace(generate=generate)
+    assert case.within_a_run(2, 1024, 10, 100) == (step and pytest.approx(step))
 
 
 def test_every_engine_has_the_compiled_modules_of_the_harness_for_itself(tmp_path, monkeypatch):
@@ -461,6 +477,11 @@ def test_rounds_have_their_least_their_greatest_and_a_middle():
     found = over_rounds(over_rounds(rows[0], rows[1]), rows[2])
     assert found["step_ms_rounds"] == [4.0, 3.0, 3.5] and found["step_ms_middle_round"] == 3.5
     assert (found["step_ms_best"], found["step_ms_worst"], found["prefill_ms"]) == (3.0, 5.0, 80.0)
+    assert "within_ms_best" not in found
+    told = [row | {"within_ms_best": best, "within_ms_worst": best + 0.5} for row, best in zip(rows, (3, 2, 4), strict=True)]
+    found = over_rounds(over_rounds(told[0], told[1]), told[2])
+    assert (found["within_ms_best"], found["within_ms_worst"]) == (2, 4.5)
+    assert not any(name.startswith("within") for name in over_rounds(told[0], rows[1]))
 
 
 def test_a_profile_without_decode_kernels_fails(machine):

@@ -27,6 +27,7 @@ from deepseek_v4_sm120.commands.speculation import (
     of_variables,
 )
 from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 
 PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that has no SM120 code
@@ -437,9 +438,11 @@ def _short_prompts(a: Answers) -> Iterator[Finding]:
     if not is_off or not asked or read is None or a.version < PREFILL_GRAPHS_SINCE or a.get("speculative_algorithm"):
         return
     tokens = (read - a.metrics.get("cached_tokens_total", 0)) / asked
-    if 0 < tokens <= CAPTURED_ROWS and "index_select" in (a.applied or ()):
+    rows = prefill_graphs.worth_capturing(a.get("tp_size") or 1)
+    if 0 < tokens <= rows and "index_select" in (a.applied or ()):
         cost = "they wait for their launches: 1,024 tokens took 147 ms to the first one, in graphs 99 (H200)"
-        fix = f"DSV4_SM120_SET={PREFILL_GRAPHS}=on, and the memory that `plan` counts for it"
+        choice = "on" if tokens <= CAPTURED_ROWS else rows
+        fix = f"DSV4_SM120_SET={PREFILL_GRAPHS}={choice}, and the memory that `plan` counts for it"
         yield warn("short prompts", f"{tokens:,.0f} new tokens a prompt, prefill not in graphs", cost, fix)
 
 

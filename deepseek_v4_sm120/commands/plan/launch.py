@@ -105,7 +105,9 @@ class Request:
         has_others = self.speculation is not None and self.speculation.algorithm != EAGLE
         if self.version < since or has_others or "index_select" not in self.replaced:
             return (0,)
-        return (CAPTURED_ROWS, 0) if self.prefill_graphs is None else (self.prefill_graphs,)
+        if self.prefill_graphs is not None:
+            return (self.prefill_graphs,)
+        return (*dict.fromkeys((prefill_graphs.worth_capturing(self.gpus), CAPTURED_ROWS)), 0)
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,8 @@ def make(request: Request) -> Plan:
     check(request)
     wanted = memory.CHUNKS[0] if request.concurrency == 1 else CHUNK_WITH_OTHERS
     chunks, may_capture = [chunk for chunk in memory.CHUNKS if chunk <= wanted], request.may_capture
-    plan = _best([_sized(request, chunk, rows, with_errors=True) for chunk in chunks for rows in may_capture])
+    wishes = [(chunk, min(rows, chunk)) for chunk in chunks for rows in may_capture]
+    plan = _best([_sized(request, chunk, rows, with_errors=True) for chunk, rows in wishes])
     if not plan.fits:  # with what the estimates may be short by kept free; without, it may
         plan = _best([_sized(request, chunk, may_capture[-1], with_errors=False) for chunk in chunks])
     plan.interval = 0 if INTERVAL in request.also_set else _interval(request, plan.chunk)
@@ -227,10 +230,12 @@ def make(request: Request) -> Plan:
 
 def _best(plans: list[Plan]) -> Plan:
     """The first, the largest chunk with graphs, that costs hardly any capacity or none that is missed: twice what all
-    streams at full length hold is enough, half of it for the prefix cache. Where none fits, the most capacity."""
+    streams at full length hold is enough, half of it for the prefix cache. Graphs of more than the usual rows are worth
+    only what nobody misses. Where none fits, the most capacity."""
     request, most = plans[0].request, max(plan.tokens for plan in plans)
-    enough = min(0.9 * most, ENOUGH * request.concurrency * request.context)
-    return next((p for p in plans if p.fits and p.tokens >= enough), max(plans, key=lambda p: p.tokens))
+    enough = ENOUGH * request.concurrency * request.context
+    least = {p.captured: enough if p.captured > CAPTURED_ROWS else min(0.9 * most, enough) for p in plans}
+    return next((p for p in plans if p.fits and p.tokens >= least[p.captured]), max(plans, key=lambda p: p.tokens))
 
 
 def _sized(request: Request, chunk: int, captured: int, with_errors: bool) -> Plan:
@@ -336,13 +341,22 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
     if plan.interval and r.version == (0, 5, 17) and INTERVAL_0_5_17 not in r.also_set:
         found.append((f"{INTERVAL_0_5_17}={plan.interval}", _interval_reason(plan)))
     if r.prefill_graphs is not None:
-        value = "off" if not r.prefill_graphs else "on" if r.prefill_graphs == CAPTURED_ROWS else r.prefill_graphs
-        found.append((f"{PREFILL_GRAPHS}={value}", yours))
+        found.append((f"{PREFILL_GRAPHS}={_captured(r.prefill_graphs)}", yours))
     elif plan.captured:
-        seen = "99 ms for 147" if r.speculation is None else "107 ms for 206, beside EAGLE,"
-        reason = f"prompts of up to {plan.captured:,} new tokens wait for their launches: {seen} on an H200"
-        found.append((f"{PREFILL_GRAPHS}=on", reason))
+        reason = f"prompts of up to {plan.captured:,} new tokens wait for their launches: {_graphs_seen(r)}"
+        found.append((f"{PREFILL_GRAPHS}={_captured(plan.captured)}", reason))
     return found
+
+
+def _captured(rows: int) -> str:
+    return {0: "off", CAPTURED_ROWS: "on"}.get(rows, str(rows))
+
+
+def _graphs_seen(r: Request) -> str:
+    """What graphs made of 1,024 tokens where it was measured, of the kind of server that is nearest."""
+    if r.speculation is not None:
+        return "107 ms for 206, beside EAGLE, on an H200"
+    return {1: "99 ms for 147 on an H200", 2: "68 ms for 173 on two H200"}.get(r.gpus, "75 ms for 356 on four H100")
 
 
 def _speculation(plan: Plan) -> None:

@@ -15,6 +15,7 @@ from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters.argument_defaults import accessors, config_of
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 
 DEFAULT = "prefill_graphs"
 # none more than twice the one before, else what lies between has no graph; closer where a padded row costs most
@@ -33,6 +34,12 @@ PLAIN = {
 def captured_rows(most: int) -> list[int]:
     """Those of the passes that are captured, at most so many."""
     return [*(rows for rows in ROWS if rows < most), most]
+
+
+def worth_capturing(cards: int) -> int:
+    """Rows of a pass up to which the hosts take longer than so many cards: launches cost the same for any number of
+    rows, whose work the cards share."""
+    return CAPTURED_ROWS * cards
 
 
 def _asked() -> int:
