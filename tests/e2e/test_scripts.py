@@ -478,7 +478,9 @@ def test_rounds_have_their_least_their_greatest_and_a_middle():
     assert found["step_ms_rounds"] == [4.0, 3.0, 3.5] and found["step_ms_middle_round"] == 3.5
     assert (found["step_ms_best"], found["step_ms_worst"], found["prefill_ms"]) == (3.0, 5.0, 80.0)
     assert "within_ms_best" not in found
-    told = [row | {"within_ms_best": best, "within_ms_worst": best + 0.5} for row, best in zip(rows, (3, 2, 4), strict=True)]
+    told = [
+        row | {"within_ms_best": best, "within_ms_worst": best + 0.5} for row, best in zip(rows, (3, 2, 4), strict=True)
+    ]
     found = over_rounds(over_rounds(told[0], told[1]), told[2])
     assert (found["within_ms_best"], found["within_ms_worst"]) == (2, 4.5)
     assert not any(name.startswith("within") for name in over_rounds(told[0], rows[1]))
