@@ -9,7 +9,7 @@ OURS, STOCK = "ops43_chain", "stock43_chain"
 OURS2, STOCK2 = "ops43_chain2", "stock43_chain2"  # two cards, with the sums that each has there
 # four cards, which have room for one engine of all experts
 OURS4, STOCK4, HOST4 = "ops43_chain_tp4", "stock43_chain_tp4", "host43_chain_tp4"
-GRAPHS4 = "graphs43_chain_tp4"
+GRAPHS4, HOST_GRAPHS4 = "graphs43_chain_tp4", "host_graphs43_chain_tp4"
 STREAMS, STOCKS_STREAMS = ("1", "8", "32", "64"), ("1", "8")
 IMPLEMENTATIONS = {
     **{STOCK: "SGLang stock (Hopper kernels), beside ours", OURS: "ours, every operator on, beside stock"},
@@ -19,6 +19,7 @@ IMPLEMENTATIONS = {
     OURS4: "ours, every operator on, four cards",
     GRAPHS4: "ours, every operator on, four cards, prefill graphs",
     HOST4: "ours, every operator on, four cards, NCCL through host memory",
+    HOST_GRAPHS4: "ours, every operator on, four cards, NCCL through host memory, prefill graphs",
 }
 # A step by the difference of two runs, and within one: the former has what two prefills differ by, at four cards and 32
 # streams 300 ms of 64 steps
@@ -59,6 +60,7 @@ def stages(make, timed, sums, ours, no_peers, graphs):
             make(STOCK4, four, patched=False),
             make(GRAPHS4, [*four, *graphs, "--phases", "prompts"], environment=ours),
             make(HOST4, host, environment=ours | no_peers),
+            make(HOST_GRAPHS4, [*host, *graphs], environment=ours | no_peers),
         ],
     }
 
@@ -76,7 +78,7 @@ def rows(cases, row):
             case = f"{'flash43' if name == OURS4 else 'flash43e64'}, batch {streams}, 1K context"
             metric = "decode step within a run, worst, of stock's worst"
             found.append(row(case, IMPLEMENTATIONS[name], metric, value, OF_STOCK[name], ISSUE))
-    for name in (OURS4, STOCK4, GRAPHS4, HOST4):
+    for name in (OURS4, STOCK4, GRAPHS4, HOST4, HOST_GRAPHS4):
         found += _prompts(name, cases, row) if name in cases else []
     return found
 
@@ -86,9 +88,10 @@ def _prompts(name, cases, row):
     impl, issue = IMPLEMENTATIONS[name], streams_stage.ISSUE
     times, stock = (cases.get(case, {}).get("prompts", {}) for case in (name, STOCK4))
     worst, found = "first_token_ms_worst", []
-    for at in (HOSTS_SHAPE,) if name == HOST4 else SHAPES:
+    is_by_host = name in (HOST4, HOST_GRAPHS4)
+    for at in (HOSTS_SHAPE,) if is_by_host else SHAPES:
         what, seen = f"flash43, {pieces_stage.prompts_of(at)}", times.get(at, {})
-        bar = HOSTS_MS if name == HOST4 else None
+        bar = HOSTS_MS if is_by_host else None
         for metric, key in pieces_stage.METRICS.items():
             if key in seen or (bar and key == worst):
                 found.append(row(what, impl, metric, seen.get(key), bar if key == worst else None, issue))

@@ -56,6 +56,11 @@ WRITES, READS = "No presharded checkpoint at .*; doing first-time load", "Loadin
 DECODES = flags(disaggregation_mode="decode", disaggregation_transfer_backend="nixl", base_gpu_id=1)
 DECODES += flags(decode_log_interval=1)
 PREFILLS = {"disaggregation_mode": "prefill", "base_gpu_id": 0}
+DSPARK = speculative("DSPARK", speculative_dspark_block_size=3)
+DRAFTER = {
+    **{"dspark_block_size": 3, "dspark_markov_rank": 256, "dspark_noise_token_id": 2},
+    **{"dspark_target_layer_ids": [1, 3, 5], "compress_ratios": [0, 0, 4, 128, 4, 128, 0, 0, 0]},
+}
 PREFILL_GRAPHS = flags(cuda_graph_backend_prefill="breakable", cuda_graph_bs_prefill=[256, 1024, 2304])
 
 
@@ -142,13 +147,9 @@ ENGINES = {  # what matters most first: the limit cuts the last
     "retracted": Engine((*RADIX, *flags(schedule_conservativeness=0.05)), steps=FULL, tokens=5632, config=NO_END),
     "eagle": Engine(EAGLE, phases=FREE, steps=(*ROUND, *ALONE)),
     "eagle_min_p": Engine(EAGLE, phases=FREE, steps=("min_p",)),
-    "dspark": Engine(
-        speculative("DSPARK", speculative_dspark_block_size=3),
-        phases=FREE,
-        config={
-            **{"dspark_block_size": 3, "dspark_markov_rank": 256, "dspark_noise_token_id": 2},
-            **{"dspark_target_layer_ids": [1, 3, 5], "compress_ratios": [0, 0, 4, 128, 4, 128, 0, 0, 0]},
-        },
+    "dspark": Engine(DSPARK, phases=FREE, config=DRAFTER),
+    "dspark_graphs": Engine(
+        ("--chunk", "2048", *DSPARK, *PREFILL_GRAPHS), phases=FREE, steps=(*ROUND, *ALONE), config=DRAFTER
     ),
     "grammar": Engine(GRAMMAR, phases=FREE, steps=("grammar",), needs=("xgrammar",)),
     "recommended_grammar": Engine((*RECOMMENDED, *GRAMMAR), phases=FREE, steps=("grammar",), needs=("xgrammar",)),
@@ -278,6 +279,11 @@ FEATURES = (
         "EAGLE + others that sample with min_p", "eagle_min_p", TEXT_BASE, same="text", counts=("verified",)
     ),
     Feature("DSPARK, a block of 3", "dspark", TEXT_BASE, same="text", counts=("verified",)),
+    Feature(
+        "DSPARK + prefill graphs (breakable)", "dspark_graphs", TEXT_BASE, same="text", counts=("verified",),
+        acts=("Capture target prefill CUDA graph end",),
+        off="Breakable CUDA graph is incompatible with|Disable prefill CUDA graph because",
+    ),
     Feature("xgrammar", "grammar", TEXT_BASE, same="text"),
     Feature(
         "prefix cache + chunks + EAGLE + overlap + graphs", "recommended", TEXT_BASE, same="text",
