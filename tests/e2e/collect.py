@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
+import cards_stage  # noqa: E402
 import chain_stage  # noqa: E402
 import drawn_stage  # noqa: E402
 import experts_stage  # noqa: E402
@@ -54,7 +55,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_shortage": ("shortage",),  # of shortage_stage.py
     "e2e_accepted": ("accepted",),
     "e2e_reproducible": ("reproducible", "reproducible_seams", "reproducible2", "reproducible4"),
-    "e2e_reproducible43": ("reproducible43", "reproducible43_cost"),
+    "e2e_reproducible43": ("reproducible43", "reproducible43_2", "reproducible43_4", "reproducible43_cost"),
     "e2e_features": ("features",),
     "e2e_experts": ("experts", "experts_same", "experts_router", "experts_seams"),
     "e2e_pieces": ("pieces2_same", "pieces2_43"),
@@ -149,11 +150,7 @@ IMPLEMENTATIONS = {
     "text43_plain": "ours, reproducible, without speculation",
     "text43_eagle314": "ours, reproducible, EAGLE 3/1/4",
     "text43_eagle314_graphs": "ours, reproducible, EAGLE 3/1/4, prefill graphs as planned",
-    **{
-        f"text_tp{n}_{run}": f"ours, reproducible, {cards} cards, {how}"
-        for n, cards in ((2, "two"), (4, "four"))
-        for run, how in (("plain", "without speculation"), ("eagle314", "EAGLE 3/1/4"))
-    },
+    **cards_stage.IMPLEMENTATIONS,
     "cost43_without": "ours, not reproducible",
     "cost43_reproducible": "ours, reproducible",
     "stock43_eagle314": "SGLang stock (Hopper kernels), EAGLE 3/1/4",
@@ -178,10 +175,6 @@ IMPLEMENTATIONS = {
             ("same", "flag", "chunks of 512, prefix cache, --enable-deterministic-inference"),
             ("same", "seams_8192", "chunks of 8,192, SM120 branches"),
             ("same", "seams_512", "chunks of 512, prefix cache, SM120 branches"),
-            ("same", "tp2_8192", "chunks of 8,192, two cards"),
-            ("same", "tp2_512", "chunks of 512, prefix cache, two cards"),
-            ("same", "tp4_8192", "chunks of 8,192, four cards"),
-            ("same", "tp4_512", "chunks of 512, prefix cache, four cards"),
             ("same43", "8192", "chunks of 8,192, 43 layers"),
             ("same43", "512", "chunks of 512, prefix cache, 43 layers"),
             ("unlike", "8192", "chunks of 8,192"),

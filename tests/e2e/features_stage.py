@@ -163,10 +163,11 @@ def why_not(case, arguments) -> str | None:
 
 
 def prepare(stage_cases, arguments):
-    """The model's folder with a tokenizer before engines start side by side, its weights where an engine loads them,
-    and how many cards there are."""
+    """The models' folders with a tokenizer before engines start side by side, weights where an engine loads them, and
+    how many cards there are."""
     arguments.cards, arguments.ended = 1, {case.name: threading.Event() for case in stage_cases}
-    if not any(engine_of(case) or accepted_stage.TOKENIZER[-1] in case.options for case in stage_cases):
+    speaking = [case for case in stage_cases if engine_of(case) or accepted_stage.TOKENIZER[-1] in case.options]
+    if not speaking:
         return
     import torch
     from made_tokenizer import write_tokenizer
@@ -175,13 +176,21 @@ def prepare(stage_cases, arguments):
     import run_engine as harness
 
     arguments.cards = max(1, torch.cuda.device_count())
-    _, model = harness.engine_args(harness.parse(["run", *SMALL]))
-    write_tokenizer(Path(model), harness.vocab_of(model))
-    if any(engine_of(case) and engine_of(case).loads for case in stage_cases):
-        write_checkpoint(Path(model), arguments)
+    models = {}
+    for variant in dict.fromkeys(variant_of(case.options) for case in speaking):
+        _, models[variant] = harness.engine_args(harness.parse(["run", *SMALL, *variant]))
+        write_tokenizer(Path(models[variant]), harness.vocab_of(models[variant]))
+    if loading := [case for case in speaking if engine_of(case) and engine_of(case).loads]:
+        write_checkpoint(Path(models[variant_of(loading[0].options)]), arguments)
     for case in stage_cases:  # what an earlier call left must not be taken for this one's
         for what in WRITTEN:
             shutil.rmtree(arguments.work / f"{case.name}_{what}", ignore_errors=True)
+
+
+def variant_of(options) -> tuple[str, ...]:
+    """The words by which an engine's model is chosen; the last count."""
+    places = [place for place, word in enumerate(options) if word == "--variant"]
+    return tuple(options[places[-1] :][:2]) if places else ()
 
 
 def write_checkpoint(model: Path, arguments) -> None:

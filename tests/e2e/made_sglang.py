@@ -35,8 +35,9 @@ def parse(argv):
     p.add_argument("--set", action="append", default=[])
     return p.parse_args(argv)
 def engine_args(a):
-    os.makedirs(os.environ["MODELS"], exist_ok=True)
-    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, os.environ["MODELS"]
+    model = os.path.join(os.environ["MODELS"], a.variant or "flash6h")
+    os.makedirs(model, exist_ok=True)
+    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, model
 def slim(o):
     return o
 def compare(p, q):

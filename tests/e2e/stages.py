@@ -12,6 +12,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 import accepted_stage  # noqa: E402
+import cards_stage  # noqa: E402
 import chain_stage  # noqa: E402
 import drawn_stage  # noqa: E402
 import experts_stage  # noqa: E402
@@ -155,17 +156,12 @@ class Case:
         return bool({"bench", "profile", "prompts"} & set(self.options))
 
 
-def of_several_cards(cards):
-    """Chunks, and the text of a server that speculates; in the names tp2 or tp4. In turn: cards that two engines share
-    at once answer many times as slowly (seen at TP4), as a rank's kernels wait for those of others."""
-    ours = EVERY_CALL | REPRODUCIBLE
-    each = {
-        f"same_tp{cards}_8192": chunks(8192, *SMALL_MODEL, radix=False),
-        f"same_tp{cards}_512": chunks(512, *SMALL_MODEL),
-        f"text_tp{cards}_plain": [*TEXT, *SMALL_MODEL],
-        f"text_tp{cards}_eagle314": [*TEXT, *SMALL_MODEL, *eagle(3)],
+def of_cards(*model):
+    """What is asked of several cards: chunks, and the text of a server that speculates."""
+    return {
+        **{"8192": chunks(8192, *model, radix=False), "512": chunks(512, *model)},
+        **{"plain": [*TEXT, *model], "eagle314": [*TEXT, *model, *eagle(3)]},
     }
-    return [Case(name, sums(cards, *options), environment=ours, takes_turns=True) for name, options in each.items()]
 
 
 STAGES = {
@@ -353,7 +349,9 @@ STAGES = {
             environment=EVERY_CALL | {"DSV4_SM120_SET": f"{REPRODUCIBLE['DSV4_SM120_SET']},{prompts_stage.PLANNED}"},
         ),
     ],
-    **{f"reproducible{cards}": of_several_cards(cards) for cards in (2, 4)},
+    **cards_stage.stages(
+        Case, sums, {"": of_cards(*SMALL_MODEL), "43": of_cards(*ALL_LAYERS_SMALL)}, EVERY_CALL | REPRODUCIBLE
+    ),
     # what one order of sums costs
     "reproducible43_cost": [
         Case("cost43_without", COST, environment=EVERY_CALL, takes_turns=True),
@@ -424,8 +422,7 @@ TEXTS = [
     ("DSPARK, a block of 3", "dspark3", "plain"),
     ("EAGLE, 3 drafts, 43 layers", "text43_eagle314", "text43_plain"),
     ("EAGLE, 3 drafts, 43 layers, prefill graphs", "text43_eagle314_graphs", "text43_plain"),
-    ("EAGLE, 3 drafts, two cards", "text_tp2_eagle314", "text_tp2_plain"),
-    ("EAGLE, 3 drafts, four cards", "text_tp4_eagle314", "text_tp4_plain"),
+    *cards_stage.TEXTS,
     ("yardstick: stock, EAGLE, 3 drafts", "stock_eagle314", "stock_plain"),
 ]
 
@@ -443,8 +440,7 @@ SAMES = [
     (f"SGLang's flag, {WITHIN}", "same_flag", "same_flag"),
     ("SM120 branches, chunks of 512, prefix cache", "same_seams_512", "same_seams_8192"),
     ("43 layers, chunks of 512, prefix cache", "same43_512", "same43_8192"),
-    ("two cards, chunks of 512, prefix cache", "same_tp2_512", "same_tp2_8192"),
-    ("four cards, chunks of 512, prefix cache", "same_tp4_512", "same_tp4_8192"),
+    *cards_stage.SAMES,
     *experts_stage.SAMES,
     *pieces_stage.SAMES,
     *streams_stage.SAMES,
@@ -456,8 +452,7 @@ SAMES = [
             "same_router_8192",
             "same43_8192",
             "same_seams_8192",
-            "same_tp2_8192",
-            "same_tp4_8192",
+            *cards_stage.WITHIN,
         )
     ),
     ("yardstick, without the setting: chunks of 512, prefix cache", "unlike_512", "unlike_8192"),

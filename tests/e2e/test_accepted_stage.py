@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.e2e import features_stage
 from tests.e2e.test_scripts import machine, rows_of, script  # noqa: F401
 
 
@@ -52,3 +53,13 @@ def test_drafts_need_the_text_of_a_run(machine):  # noqa: F811
     assert ended.returncode == 1 and "drafts are the text of accepted_plain: run it with them" in ended.stderr
     assert machine("accepted", "--only", "accepted_plain").returncode == 0
     assert machine("accepted", "--only", "accepted_eagle314_all").returncode == 0
+
+
+def test_each_model_whose_answers_end_has_a_tokenizer(machine, tmp_path):  # noqa: F811
+    """SGLang refuses min_tokens without one: seen at TP4, where only the other stage's model had it."""
+    stages = script("stages").STAGES
+    asked = {word for case in stages["reproducible43_4"] for word in features_stage.variant_of(case.options)}
+    assert asked == {"--variant", "flash43e64"}
+    assert {features_stage.variant_of(case.options) for case in stages["reproducible4"]} == {("--variant", "flash6h")}
+    assert machine("reproducible43_4").returncode == 0
+    assert {path.parent.name for path in tmp_path.rglob("tokenizer.json")} >= {"flash43e64"}

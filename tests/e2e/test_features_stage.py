@@ -300,7 +300,7 @@ HARNESS = test_scripts.HARNESS.replace(
     '    p.add_argument("--load-format", default="dummy")\n'
     '    p.add_argument("--models", default=os.environ["MODELS"])\n',
 ).replace(
-    '    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, os.environ["MODELS"]\n',
+    '    return {"name": a.name, "patch": a.patch, "set": " ".join(a.set)}, model\n',
     "    import json\n"
     "    given = dict(word.split('=', 1) for word in a.set)\n"
     "    given = {name: json.loads(value) for name, value in given.items()}\n"
