@@ -1,15 +1,18 @@
 """The stages `chain43`, `chain2_43` (two cards) and `chain4_43` (four, all experts) of run_stage.py: a step of one to
-64 streams, and of stock's in the same run; over four cards prompts, too, by NVLink and through host memory."""
+64 streams, and of stock's in the same run; over four cards prompts, too, by NVLink and through host memory. And
+`speculation4_43`: a step of EAGLE's over four cards beside plain decode of as many rows."""
 
 import pieces_stage
 import streams_stage
 
-ISSUE = 24
+ISSUE, SPECULATION_ISSUE = 24, 21
 OURS, STOCK = "ops43_chain", "stock43_chain"
 OURS2, STOCK2 = "ops43_chain2", "stock43_chain2"  # two cards, with the sums that each has there
 # four cards, which have room for one engine of all experts
 OURS4, STOCK4, HOST4 = "ops43_chain_tp4", "stock43_chain_tp4", "host43_chain_tp4"
 GRAPHS4, HOST_GRAPHS4 = "graphs43_chain_tp4", "host_graphs43_chain_tp4"
+ROWS4, EAGLE4 = "rows43_chain_tp4", "eagle43_chain_tp4"
+DRAFTED = {"1": "4", "8": "32"}  # streams of EAGLE 3/1/4: rows that it verifies, of plain decode
 STREAMS, STOCKS_STREAMS = ("1", "8", "32", "64"), ("1", "8")
 IMPLEMENTATIONS = {
     **{STOCK: "SGLang stock (Hopper kernels), beside ours", OURS: "ours, every operator on, beside stock"},
@@ -20,7 +23,11 @@ IMPLEMENTATIONS = {
     GRAPHS4: "ours, every operator on, four cards, prefill graphs",
     HOST4: "ours, every operator on, four cards, NCCL through host memory",
     HOST_GRAPHS4: "ours, every operator on, four cards, NCCL through host memory, prefill graphs",
+    ROWS4: "ours, every operator on, four cards, plain decode of as many rows",
+    EAGLE4: "ours, every operator on, four cards, EAGLE 3/1/4, drafts with the head in E4M3",
 }
+ISSUES = dict.fromkeys(IMPLEMENTATIONS, ISSUE) | dict.fromkeys((ROWS4, EAGLE4), SPECULATION_ISSUE)
+MOST_BEYOND_MS = 0.5  # a step of EAGLE's beyond plain decode
 # A step by the difference of two runs, and within one: the former has what two prefills differ by, at four cards and 32
 # streams 300 ms of 64 steps
 WORST = "decode step within a run, ms, worst"
@@ -40,12 +47,15 @@ SHAPES = ("1x1024", *streams_stage.MOST_OF_STOCK)  # of prompts over four cards
 HOSTS_SHAPE, HOSTS_MS = "8x1024", 420.0
 
 
-def stages(make, timed, sums, ours, no_peers, graphs):
-    """timed: options, the phase `bench` last; sums: (cards, *options) -> options of several; graphs: prefill's."""
+def stages(make, timed, sums, ours, no_peers, graphs, drafts):
+    """timed: options, the phase `bench` last; sums: (cards, *options) -> options of several; graphs: prefill's; drafts:
+    EAGLE's options and environment."""
     timed = ["--max-running", MOST_RUNNING, *timed]
     of_four = ["--shapes", *SHAPES, "--profiled", *PROFILED, "--variant", "flash43", "--bs", *STREAMS, "--mem", "0.97"]
     four = sums(4, *timed, "prompts", *of_four)
     host = [*four, "--phases", "prompts", "--shapes", HOSTS_SHAPE]
+    alone = sums(4, *timed, "--variant", "flash43", "--mem", "0.97")
+    speculating, drafts_environment = drafts
     return {
         "chain43": [
             make(STOCK, [*timed, "--bs", *STOCKS_STREAMS], patched=False, takes_turns=True),
@@ -61,6 +71,10 @@ def stages(make, timed, sums, ours, no_peers, graphs):
             make(GRAPHS4, [*four, *graphs, "--phases", "prompts"], environment=ours),
             make(HOST4, host, environment=ours | no_peers),
             make(HOST_GRAPHS4, [*host, *graphs], environment=ours | no_peers),
+        ],
+        "speculation4_43": [
+            make(ROWS4, [*alone, "--bs", *DRAFTED.values()], environment=ours),
+            make(EAGLE4, [*alone, *speculating, "--bs", *DRAFTED], environment=ours | drafts_environment),
         ],
     }
 
@@ -78,6 +92,15 @@ def rows(cases, row):
             case = f"{'flash43' if name == OURS4 else 'flash43e64'}, batch {streams}, 1K context"
             metric = "decode step within a run, worst, of stock's worst"
             found.append(row(case, IMPLEMENTATIONS[name], metric, value, OF_STOCK[name], ISSUE))
+    for streams, rows_of_it in DRAFTED.items() if EAGLE4 in cases else ():
+        eagle, plain = (
+            cases.get(case, {}).get("rows", {}).get(batch, {}).get("within_ms_worst")
+            for case, batch in ((EAGLE4, streams), (ROWS4, rows_of_it))
+        )
+        value = eagle - plain if eagle and plain else None
+        case = f"flash43, {streams} of EAGLE's streams, {rows_of_it} rows, 1K context"
+        metric = "step within a run, worst, beyond plain decode's, ms"
+        found.append(row(case, IMPLEMENTATIONS[EAGLE4], metric, value, MOST_BEYOND_MS, SPECULATION_ISSUE))
     for name in (OURS4, STOCK4, GRAPHS4, HOST4, HOST_GRAPHS4):
         found += _prompts(name, cases, row) if name in cases else []
     return found

@@ -43,7 +43,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_dealt_index": ("index2", "index2_43"),
     "e2e_whole_step": ("whole43", "without43", "chain43"),
     "e2e_chain2": ("chain2_43",),
-    "e2e_chain4": ("chain4_43",),
+    "e2e_chain4": ("chain4_43", "speculation4_43"),
     "e2e_two_cards": ("tp2", "tp2_43"),
     "e2e_four_cards": ("tp4", "tp4_43"),
     "e2e_sums": ("sums2", "sums4", "drawn2"),
@@ -233,7 +233,7 @@ def timing_rows(name, batches, prefill_bars=None):
     impl, rows = IMPLEMENTATIONS[name], []
     is_whole = name.endswith(("_whole", "43_alone", "43_tp2", "43_tp4")) or "_with_" in name or "_without_" in name
     issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith(SPECULATION_RUNS) else ISSUE
-    issue = SUMS_ISSUE if "43_sums" in name else chain_stage.ISSUE if name in chain_stage.IMPLEMENTATIONS else issue
+    issue = SUMS_ISSUE if "43_sums" in name else chain_stage.ISSUES.get(name, issue)
     variant = "flash43" if name.endswith("_tp4") or "_sums4" in name else "flash43e64"
     for batch, timed in batches.items():
         bars = WHOLE_BARS.get((name, batch), {}) | (prefill_bars or {}).get(batch, {})

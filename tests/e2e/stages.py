@@ -383,7 +383,10 @@ STAGES = {
             environment=EVERY_CALL | SHADOW | {"DSV4_SM120_SET": ROUTER_TOPK},
         ),
     ],
-    **chain_stage.stages(Case, TIMED_IN_TURN, sums, EVERY_CALL, NO_PEERS, prompts_stage.graph_options(sets)),
+    **chain_stage.stages(
+        *(Case, TIMED_IN_TURN, sums, EVERY_CALL, NO_PEERS, prompts_stage.graph_options(sets)),
+        drafts=(eagle(3), E4M3_DRAFTS),
+    ),
     # a prompt's sums, NCCL's, in pieces and whole: to the last bit beside ours of few rows; timed by NCCL alone
     **pieces_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     # a prompt's streams, dealt to the cards and whole, likewise

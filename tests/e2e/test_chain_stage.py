@@ -107,6 +107,24 @@ def test_engines_of_two_calls_are_compared(machine):  # noqa: F811
     assert rows_of(*calls) != rows_of(whole) and rows_of(calls[0], *calls[1:], whole) == rows_of(whole)
 
 
+def test_a_step_of_eagles_is_held_against_plain_decode_of_as_many_rows(machine):  # noqa: F811
+    machine("speculation4_43")
+    path = machine.out / "stage_speculation4_43.json"
+    stage = json.loads(path.read_text())
+    assert list(stage["cases"]) == [chain_stage.ROWS4, chain_stage.EAGLE4]
+    assert [list(case["rows"]) for case in stage["cases"].values()] == [["4", "32"], ["1", "8"]]
+    assert "draft_head=on" in stage["cases"][chain_stage.EAGLE4]["command"]
+    for case, times in zip(stage["cases"].values(), ((4.0, 12.0), (4.5, 12.6)), strict=True):
+        for timed, ms in zip(case["rows"].values(), times, strict=True):
+            timed["within_ms_worst"] = ms
+    path.write_text(json.dumps(stage))
+    barred = [row for row in rows_of(path) if row["bar"] == chain_stage.MOST_BEYOND_MS]
+    assert [(row["issue"], round(row["value"], 6), row["met"]) for row in barred] == [(21, 0.5, True), (21, 0.6, False)]
+    del stage["cases"][chain_stage.ROWS4]
+    path.write_text(json.dumps(stage))
+    assert [row["met"] for row in rows_of(path) if row["bar"] == chain_stage.MOST_BEYOND_MS] == [False, False]
+
+
 def test_what_four_cards_did_not_reach_is_missed():
     collect = script("collect")
     failed = {"exit": 1, "patched": True, "reports": [], "command": "engine_case.py"}
