@@ -66,7 +66,9 @@ def replace_function(original: Callable, speculation: tuple[str, ...] = ()) -> C
             rows = captured_rows(most)
             write("cuda_graph_backend_prefill", "breakable")
             write("cuda_graph_bs_prefill", rows)
-            report.info(f"deepseek_v4_sm120: prefill passes of {rows[0] // 2} to {most} rows are captured in graphs")
+            asked = f"as DSV4_SM120_SET={DEFAULT} asks"
+            passes = f"prefill passes of {rows[0] // 2} to {most} rows"
+            report.info(f"deepseek_v4_sm120: {passes} are captured in graphs, {asked}")
 
     return apply_inkling_prefill_cuda_graph_default
 
