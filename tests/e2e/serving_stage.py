@@ -171,7 +171,8 @@ class Stage:
         words += ["--rounds", str(arguments.rounds), "--cell-timeout", "60", "--out", str(arguments.out)]
         words += ["--title", title + (f", {arguments.cards} cards" if arguments.cards > 1 else "")]
         words += ["--limit-s", str(max(20.0, limit_s))]
-        words += ["--commit", arguments.commit] if arguments.commit else []
+        known = arguments.commit or commit(arguments.patch)  # a checkout that was carried here has an older one's git
+        words += ["--commit", known] if known else []
         return words + [word for note in NOTES for word in ("--note", note)]
 
     def compare(self) -> None:

@@ -133,11 +133,14 @@ def test_both_servers_are_compared_and_pass_the_gates(stage):
     assert (out / "stock.log").exists()
 
 
-def test_speculation_is_compared_by_commands(stage):
-    """--spec as a user has it, over two cards; the fake server tells two tokens a step."""
-    done, out = stage("--spec", "--cards", "2", "--cells", "single", "--spec-start-s", "5", "--commit", "abc123")
+def test_speculation_is_compared_by_commands(stage, tmp_path):
+    """--spec as a user has it, over two cards; the fake server tells two tokens a step. The commit is the patch's."""
+    (tmp_path / "build/deepseek_v4_sm120").mkdir()
+    (tmp_path / "build/deepseek_v4_sm120/build_info.json").write_text('{"git_commit": "abc123"}')
+    done, out = stage("--spec", "--cards", "2", "--cells", "single", "--spec-start-s", "5")
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((out / "result.json").read_text())
+    assert result["machine"]["commit"] == "abc123"
     assert [variant["refused"] + variant["incomplete"] for variant in result["variants"]] == [[], []]
     assert [variant["name"].split(":")[0] for variant in result["variants"]] == [
         "without speculation",
