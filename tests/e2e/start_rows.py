@@ -12,6 +12,9 @@ IMPLEMENTATIONS = {
     COLD: "ours, none of our kernels in Triton's folder",
 }
 ISSUE = 23
+# cards of a server: whom one without our kernels is held against, the call's first where they start side by side, since
+# both lack SGLang's own then
+COLDS_PEER = {1: FIRST, 2: STOCK}
 MORE_S = 5.0  # the bar: seconds from the process's start to the first token beyond stock's
 PAUSE_S = 0.5  # the bar: what a shape's first time may take beyond its next ones, above what stock's does
 TOLD_S = 0.3  # pauses from which on a shape is named
@@ -46,18 +49,24 @@ def stage_rows(row, stage: dict) -> list:
                 add(kind, f"of these, {what}, s", seconds)
         for start in of:
             compile_rows(add, kind, start)
-    stock = [start["first_token_s"] for start in well[STOCK]]
-    for kind in (OURS, COLD):
-        ours = [start["first_token_s"] for start in well[kind]]
-        more = statistics.fmean(ours) - statistics.fmean(stock) if ours and stock else None
-        add(kind, "seconds to the first token beyond warm stock's, mean", more, MORE_S)
-        most = {k: max((p for s in well[k] for p in pauses(s).values()), default=None) for k in (kind, STOCK)}
-        add(kind, "longest pause of a shape's first time, s", most[kind])
-        beyond = None if None in most.values() else max(0.0, most[kind] - most[STOCK])
+    for kind, peer in ((OURS, STOCK), (COLD, COLDS_PEER[stage["cards"]])):
+        words = "stock's beside it" if peer == FIRST else "warm stock's"
+        more = _mean_first_token(well[kind], well[peer])
+        add(kind, f"seconds to the first token beyond {words}, mean", more, MORE_S)
+        most = {k: max((p for s in well[k] for p in pauses(s).values()), default=None) for k in (kind, peer)}
+        for which in (kind, peer):
+            add(which, "longest pause of a shape's first time, s", most[which])
+        beyond = None if None in most.values() else max(0.0, most[kind] - most[peer])
         add(kind, "longest pause of a shape's first time beyond stock's, s", beyond, PAUSE_S)
-    add(STOCK, "longest pause of a shape's first time, s", most[STOCK])
+    if COLDS_PEER[stage["cards"]] != STOCK:
+        add(COLD, "seconds to the first token beyond warm stock's, mean", _mean_first_token(well[COLD], well[STOCK]))
     add(OURS, "files that compilers wrote while servers were asked", stage["files"])
     return found
+
+
+def _mean_first_token(of: list, beyond: list) -> float | None:
+    ours, others = ([start["first_token_s"] for start in starts] for starts in (of, beyond))
+    return statistics.fmean(ours) - statistics.fmean(others) if ours and others else None
 
 
 def compile_rows(add, kind: str, start: dict) -> None:

@@ -153,7 +153,7 @@ def test_what_a_release_asks_for_behind_http_is_named_before_any_server_starts(a
     assert ("deepseek_recipe" in faults_stage.missing_for_http()) is named
 
 
-def made(ours=30.0, cold=33.0, stock=28.0, compiles=(), problem=None):
+def made(ours=30.0, cold=33.0, stock=28.0, compiles=(), problem=None, cards=1):
     def start(kind, seconds):
         served = {shape: [0.2, 0.2, 0.2] for shape in start_stage.SHAPES}
         heard = [list(one) for one in compiles] if kind == "ours" else []
@@ -161,7 +161,7 @@ def made(ours=30.0, cold=33.0, stock=28.0, compiles=(), problem=None):
                 "parts": {}, "served": served, "compiles": heard}  # fmt: skip
 
     starts = [start("stock", stock), start("ours", ours), start("ours_cold", cold), start("stock_first", 60.0)]
-    of = {"sglang": "0.5.23", "cards": 1, "starts": starts, "files": 0}
+    of = {"sglang": "0.5.23", "cards": cards, "starts": starts, "files": 0}
     return {
         "stage": "start",
         "device": {},
@@ -179,6 +179,7 @@ def unmet(found):
 
 OURS, COLD = (start_rows.IMPLEMENTATIONS[kind] for kind in ("ours", "ours_cold"))
 BEYOND = "seconds to the first token beyond warm stock's, mean"
+BESIDE = "seconds to the first token beyond stock's beside it, mean"
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,9 @@ BEYOND = "seconds to the first token beyond warm stock's, mean"
     [
         (made(), set()),
         (made(ours=33.5), {(OURS, BEYOND)}),
-        (made(cold=33.5), {(COLD, BEYOND)}),
+        (made(cold=65.5), {(COLD, BESIDE)}),  # where it lacks ours, and both SGLang's
+        (made(cold=64.5), set()),
+        (made(cards=2, cold=33.5), {(COLD, BEYOND)}),  # behind the call's first
         (made(compiles=[(3.0, "_down_kernel", True, True, 1.0)]), set()),  # at the start
         (made(compiles=[(40.0, "_down_kernel", True, False, 0.1)]), set()),  # from Triton's folder
         (made(compiles=[(40.0, "theirs", False, True, 2.4)]), set()),
@@ -214,7 +217,9 @@ def test_where_stock_did_not_start_nothing_is_compared_with_it():
     found = made()
     found["start"]["starts"][0]["problem"] = "it died"
     stock, beyond = start_rows.IMPLEMENTATIONS["stock"], "longest pause of a shape's first time beyond stock's, s"
-    assert unmet(found) == {(stock, "starts that broke"), *((of, m) for of in (OURS, COLD) for m in (BEYOND, beyond))}
+    assert unmet(found) == {(stock, "starts that broke"), *((OURS, metric) for metric in (BEYOND, beyond))}
+    found["start"]["cards"] = 2
+    assert unmet(found) >= {(COLD, metric) for metric in (BEYOND, beyond)}
 
 
 def test_a_stages_cards_are_of_those_that_the_caller_sees(monkeypatch):
