@@ -10,6 +10,7 @@ TRACED = ((1, 1024), (32, 1024), (1, 8192))
 # kernels of NCCL's, a sum in two where streams are dealt; their time is the wait for the other cards, too
 SUMS = re.compile(r"nccl\w*(AllReduce|ReduceScatter|AllGather)")
 REPEATS = 3
+KERNELS, KERNEL_NAME = 24, 120  # of a pass that are told, those that took most; characters of a name
 CHUNK = 8192  # rows of a pass at most
 ISSUE = 22
 FIRST_TOKEN_BARS = {(f"{kind}43_prompts", "1x1024"): 100.0 for kind in ("graphs", "planned")}  # ms
@@ -108,7 +109,8 @@ def passes_of(answers, length):
 
 def of_passes(events, passes):
     """What the card did in each pass, by a trace of kernels: milliseconds from its first to the next one's, those in
-    which no kernel ran, launches. A pass begins with the kernel that runs most often, as often in each."""
+    which no kernel ran, launches, and where most of the time went. A pass begins with the kernel that runs most often,
+    as often in each."""
     kernels = sorted((e["ts"], e["dur"], e["name"]) for e in events if e.get("cat") == "kernel" and "dur" in e)
     if not kernels:
         raise RuntimeError("prompts: the trace has no kernels")
@@ -122,13 +124,17 @@ def of_passes(events, passes):
     ends = [*begins[1:], max(ts + us for ts, us, _ in kernels)]
     found = []
     for begin, end in zip(begins, ends, strict=True):
-        busy, until, launches = 0.0, begin, 0
-        for ts, us, _ in kernels:
+        busy, until, each = 0.0, begin, collections.defaultdict(lambda: [0, 0.0])
+        for ts, us, name in kernels:
             if begin <= ts < end:
-                launches += 1
+                each[name][0] += 1
+                each[name][1] += us
                 busy += max(0.0, min(ts + us, end) - max(ts, until))
                 until = max(until, ts + us)
-        found.append({"ms": (end - begin) / 1e3, "idle_ms": (end - begin - busy) / 1e3, "launches": launches})
+        launches = sum(count for count, _ in each.values())
+        told = {"ms": (end - begin) / 1e3, "idle_ms": (end - begin - busy) / 1e3, "launches": launches}
+        table = sorted(([name[:KERNEL_NAME], *times] for name, times in each.items()), key=lambda one: -one[2])
+        found.append(told | {"kernels": table[:KERNELS]})
     return found
 
 

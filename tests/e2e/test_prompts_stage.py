@@ -15,6 +15,11 @@ def test_a_pass_lasts_until_the_next_begins_and_waits_where_no_kernel_runs():
     events = [kernel(name, start + ts, dur) for start in (150.0, 100.0) for name, ts, dur in one]
     events += [kernel("once", 99.0), {"cat": "gpu_memcpy", "name": "copy", "ts": 0.0, "dur": 9.0}]
     first, second = prompts_stage.of_passes(events, 2)
+    tables = [one.pop("kernels") for one in (first, second)]
+    assert tables == [
+        [["layer", 2, 15.0], ["beside", 1, 10.0], ["once", 1, 1.0]],
+        [["layer", 2, 15.0], ["beside", 1, 10.0]],
+    ]
     assert first == {"ms": pytest.approx(0.051), "idle_ms": pytest.approx(0.030), "launches": 4}
     assert second == {"ms": pytest.approx(0.025), "idle_ms": pytest.approx(0.005), "launches": 3}
 
