@@ -21,6 +21,7 @@ FLAG, SETTING, PLANNED = "cuda_graph_backend_prefill", "prefill_graphs=2048", "p
 SAMES = [
     ("prefill graphs against none", "same_graphs", "same_no_graphs"),
     ("prefill graphs, in batches, behind its first half, and once more", "same_graphs", "same_graphs"),
+    ("prefill graphs of chunks behind longer and longer prefixes against none", "same_chunks_graphs", "same_no_graphs"),
     ("two cards, prefill graphs against none", "same_tp2_graphs", "same_tp2_no_graphs"),
 ]
 IMPLEMENTATIONS = {
@@ -39,7 +40,11 @@ IMPLEMENTATIONS = {
     **{
         f"same_{cards}{kind}": f"ours, reproducible, {words}{on}"
         for cards, on in (("", ""), ("tp2_", ", two cards"))
-        for kind, words in (("no_graphs", "no prefill graphs"), ("graphs", "prefill graphs"))
+        for kind, words in (
+            ("no_graphs", "no prefill graphs"),
+            ("graphs", "prefill graphs"),
+            ("chunks_graphs", "prefill graphs, chunks of 2,048"),
+        )
     },
 }
 
@@ -65,13 +70,17 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible):
         environment = ours | {variable: PLANNED}
         return [make(f"planned43_prompts{suffix}", options, environment=environment, takes_turns=takes_turns)]
 
+    (variable,) = reproducible
+    captured = ours | {variable: f"{reproducible[variable]},{SETTING}"}
+
     def pair(cards, options):
-        (variable,) = reproducible
-        both = ours | {variable: f"{reproducible[variable]},{SETTING}"}
         return [
             make(f"same_{cards}no_graphs", options, environment=ours | reproducible),
-            make(f"same_{cards}graphs", options, environment=both),
+            make(f"same_{cards}graphs", options, environment=captured),
         ]
+
+    # a graph is captured without a prefix: what it kept of that would choose other entries behind 8,192 tokens
+    in_chunks = make("same_chunks_graphs", [*same, "--chunk", "2048"], environment=captured)
 
     # of 32 experts, so that three engines fit a card; a prompt's products are as large as with 64
     timed = [*timed, *sets(json_model_override_args='{"n_routed_experts": 32}'), "--mem", "0.97"]
@@ -88,7 +97,7 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible):
             make("ops43_prompts_eagle", [*timed, *step, *eagle], environment=ours, takes_turns=True),
             *planned("_eagle", [*timed, *step, *eagle], takes_turns=True),
         ],
-        "prompts_same": pair("", same),
+        "prompts_same": [*pair("", same), in_chunks],
         "prompts_same2": pair("tp2_", sums(2, *same)),
     }
 

@@ -262,7 +262,8 @@ def test_prefill_graphs_have_the_bits_of_none(machine):
     graphs = json.loads(path.read_text())["cases"]["same_graphs"]
     assert "DSV4_SM120_SET=reproducible=on,prefill_graphs=2048" in graphs["command"] and graphs["prefills"]["true"]
     rows = [r for r in rows_of(path) if r["metric"] == "answers that differ"]
-    assert [(r["value"], r["bar"], r["met"]) for r in rows] == [(96, 0, False), (96, 0, False)]
+    assert [(r["value"], r["bar"], r["met"]) for r in rows] == [(96, 0, False), (96, 0, False), (0, 0, True)]
+    assert "--chunk 2048" in json.loads(path.read_text())["cases"]["same_chunks_graphs"]["command"]
 
 
 def test_results_go_under_their_release_and_name(machine, tmp_path):
