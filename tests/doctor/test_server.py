@@ -295,6 +295,21 @@ def test_where_our_sums_are_in_place_the_probe_tells_and_not_the_flags():
     assert told() is None and told(disable_custom_all_reduce=True) == WARN
 
 
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"enable_dp_attention": True, "dp_size": 4, "chunked_prefill_size": 1024}, "--chunked-prefill-size 16384"),
+        ({"enable_dp_attention": True, "dp_size": 4, "chunked_prefill_size": 4096}, None),
+        ({"enable_dp_attention": True, "dp_size": 1, "chunked_prefill_size": 1024}, None),
+        ({"enable_dp_attention": False, "dp_size": 4, "chunked_prefill_size": 1024}, None),
+        ({"chunked_prefill_size": 1024}, None),
+    ],
+)
+def test_a_chunk_that_was_divided_among_ranks_is_told(changes, fix):
+    told = {f.check: f for f in server.checks(server.Answers(PLANNED | changes, None))}.get("prefill chunk")
+    assert (told and told.fix) == fix and (told is None or told.state == WARN)
+
+
 def test_a_release_without_the_interval():
     info = {k: v for k, v in PLANNED.items() if k != "prefill_decode_interval"} | {"version": "0.5.17"}
     assert "prefill_decode_interval_0_5_17" in found(info)["prefill and decode"].fix

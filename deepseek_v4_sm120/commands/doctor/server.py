@@ -31,6 +31,7 @@ from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 
 PREFILL_ROW_LIMIT = 11_673  # 0.5.14: an extend of more rows takes a kernel that has no SM120 code
+LEAST_CHUNK = 4096  # rows, of a rank
 HIGH_FRACTION = 0.95
 FULL_POOL = 0.95
 DEEP_DRAFTS = 5
@@ -65,6 +66,8 @@ FIELDS = {
     "speculative_num_draft_tokens": (WHOLE, False),
     "enable_symm_mem": (SWITCH, False),
     "disable_radix_cache": (SWITCH, False),
+    "enable_dp_attention": (SWITCH, False),
+    "dp_size": (WHOLE, False),
     "swa_prefix_tails": (WHOLE, False),  # 0.5.21 and later
     "swa_full_tokens_ratio": (SHARE, False),
     "_swa_full_tokens_ratio_explicitly_set": (SWITCH, False),
@@ -257,6 +260,12 @@ def _prefill(a: Answers) -> Iterator[Finding]:
     elif a.version[:3] == (0, 5, 14) and chunk > PREFILL_ROW_LIMIT:
         cost = f"0.5.14 crashes above {PREFILL_ROW_LIMIT} rows in one extend"
         yield fail("prefill chunk", str(chunk), cost, "--chunked-prefill-size 8192")
+    elif a.get("enable_dp_attention") and (a.get("dp_size") or 1) > 1 and chunk < LEAST_CHUNK:
+        found = f"{chunk} rows a rank: SGLang divides --chunked-prefill-size by --dp-size"
+        cost = (
+            "a long prompt is read in as many more passes, each of which reads all experts and waits for its launches"
+        )
+        yield warn("prefill chunk", found, cost, f"--chunked-prefill-size {LEAST_CHUNK * a.get('dp_size')}")
     context = a.get("context_length")
     if context is not None and chunk > 0:
         scratch = memory.index_logits_bytes(chunk, context)
