@@ -7,6 +7,7 @@ import streams_stage
 
 ISSUE, SPECULATION_ISSUE = 24, 21
 OURS, STOCK = "ops43_chain", "stock43_chain"
+DEEP, DEEP_TOKENS, MOST_OF_1K = "deep43_chain", 131_072, 1.08  # behind 128K of context, of the time behind 1K
 OURS2, STOCK2 = "ops43_chain2", "stock43_chain2"  # two cards, with the sums that each has there
 # four cards, which have room for one engine of all experts
 OURS4, STOCK4, HOST4 = "ops43_chain_tp4", "stock43_chain_tp4", "host43_chain_tp4"
@@ -16,6 +17,7 @@ DRAFTED = {"1": "4", "8": "32"}  # streams of EAGLE 3/1/4: rows that it verifies
 STREAMS, STOCKS_STREAMS = ("1", "8", "32", "64"), ("1", "8")
 IMPLEMENTATIONS = {
     **{STOCK: "SGLang stock (Hopper kernels), beside ours", OURS: "ours, every operator on, beside stock"},
+    DEEP: "ours, every operator on, beside stock, long context",
     STOCK2: "SGLang stock (Hopper kernels, its own sums), two cards, beside ours",
     OURS2: "ours, every operator on, two cards, beside stock",
     STOCK4: "SGLang stock (Hopper kernels, its own sums), four cards, before or behind ours",
@@ -55,11 +57,13 @@ def stages(make, timed, sums, ours, no_peers, graphs, drafts):
     four = sums(4, *timed, "prompts", *of_four)
     host = [*four, "--phases", "prompts", "--shapes", HOSTS_SHAPE]
     alone = sums(4, *timed, "--variant", "flash43", "--mem", "0.97")
+    deep = ["--bs", "1", "--reps", "1", "--in-len", str(DEEP_TOKENS), "--context", str(DEEP_TOKENS + 4096)]
     speculating, drafts_environment = drafts
     return {
         "chain43": [
             make(STOCK, [*timed, "--bs", *STOCKS_STREAMS], patched=False, takes_turns=True),
             make(OURS, [*timed, "--bs", *STREAMS], environment=ours, takes_turns=True),
+            make(DEEP, [*timed, *deep], environment=ours, takes_turns=True),
         ],
         "chain2_43": [
             make(STOCK2, sums(2, *timed, "--bs", *STOCKS_STREAMS), patched=False, takes_turns=True),
@@ -92,6 +96,11 @@ def rows(cases, row):
             case = f"{'flash43' if name == OURS4 else 'flash43e64'}, batch {streams}, 1K context"
             metric = "decode step within a run, worst, of stock's worst"
             found.append(row(case, IMPLEMENTATIONS[name], metric, value, OF_STOCK[name], ISSUE))
+    if DEEP in cases:
+        deep, short = (cases.get(case, {}).get("rows", {}).get("1", {}).get("within_ms_worst") for case in (DEEP, OURS))
+        metric, value = "decode step within a run, worst, of that behind 1K", deep / short if deep and short else None
+        case = f"flash43e64, batch 1, {DEEP_TOKENS >> 10}K context"
+        found.append(row(case, IMPLEMENTATIONS[DEEP], metric, value, MOST_OF_1K, ISSUE))
     for streams, rows_of_it in DRAFTED.items() if EAGLE4 in cases else ():
         eagle, plain = (
             cases.get(case, {}).get("rows", {}).get(batch, {}).get("within_ms_worst")

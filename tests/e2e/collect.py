@@ -238,7 +238,7 @@ def timing_rows(name, batches, prefill_bars=None):
     for batch, timed in batches.items():
         bars = WHOLE_BARS.get((name, batch), {}) | (prefill_bars or {}).get(batch, {})
         experts = next((f", {count} experts" for part, count in FEWER_EXPERTS.items() if part in name), "")
-        case = f"{variant}{experts}, batch {batch}, 1K context"
+        case = f"{variant}{experts}, batch {batch}, {timed.get('in_len', 1024) >> 10}K context"
         for metric, key in (
             ("decode step, ms, best", "step_ms_best"),
             ("decode step, ms, worst", "step_ms_worst"),

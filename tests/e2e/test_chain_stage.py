@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.e2e.test_scripts import machine, rows_of, script  # noqa: F401
 
 chain_stage = script("chain_stage")
@@ -15,12 +17,15 @@ def test_a_step_of_one_to_64_streams_beside_stocks(machine):  # noqa: F811
     assert {name: list(case["rows"]) for name, case in cases.items()} == {
         chain_stage.STOCK: ["1", "8"],
         chain_stage.OURS: ["1", "8", "32", "64"],
+        chain_stage.DEEP: ["1"],
     }
+    assert "--in-len 131072" in cases[chain_stage.DEEP]["command"]
     asked = [row for row in rows_of(path) if row["issue"] == 24 and row["bar"] is not None]
     streams = [(row["case"].split(",")[1], row["metric"], row["bar"]) for row in asked]
     assert sorted(streams) == [
         (" batch 1", STEP, 4.2),
         (" batch 1", SHARE, 0.6),
+        (" batch 1", "decode step within a run, worst, of that behind 1K", 1.08),
         (" batch 32", STEP, 15.2),
         (" batch 8", STEP, 8.8),
         (" batch 8", SHARE, 0.6),
@@ -33,7 +38,7 @@ def test_a_step_is_not_timed_where_requests_are_retracted(machine):  # noqa: F81
     missed = [row["metric"] for row in rows if row["met"] is False]
     assert "exit code of the engine run" in missed and missed.count(SHARE) == 2 and missed.count(STEP) == 3
     timed = {row["impl"] for row in rows if row["metric"] == STEP and row["value"] is not None}
-    assert timed == {chain_stage.IMPLEMENTATIONS[chain_stage.STOCK]}
+    assert timed == {chain_stage.IMPLEMENTATIONS[name] for name in (chain_stage.STOCK, chain_stage.DEEP)}
 
 
 def row(case, impl, metric, value, bar, issue):
@@ -48,6 +53,10 @@ def test_a_step_is_compared_with_stocks_of_the_same_run():
     alone = chain_stage.rows({chain_stage.OURS: ours}, row)
     assert alone == [("batch 1", None, False), ("batch 8", None, False)], "a bar without what it is of is missed"
     assert chain_stage.rows({chain_stage.STOCK: stock}, row) == []
+    deep = {"rows": {"1": {"within_ms_worst": 4.4}}}
+    of_1k = chain_stage.rows({chain_stage.OURS: ours, chain_stage.DEEP: deep}, row)[-1]
+    assert of_1k == ("batch 1", pytest.approx(1.1), False)
+    assert chain_stage.rows({chain_stage.DEEP: deep}, row) == [("batch 1", None, False)]
 
 
 def test_two_cards_have_their_own_bar_and_traces(machine):  # noqa: F811
