@@ -22,6 +22,8 @@ def test_what_prefill_graphs_hold_is_what_sglang_said_that_it_captured():
     several, one = (128, 256, 512, 1024, 8192), (8192,)
     sizes = [memory.prefill_graphs_bytes(models.FLASH, 2, captured, 32_768, True) for captured in (several, one)]
     assert sizes[0] / memory.GIB == pytest.approx(3.335, rel=0.05)
+    four = memory.prefill_graphs_bytes(models.FLASH, 4, several, 32_768, True)
+    assert four / memory.GIB == pytest.approx(2.91, rel=0.05)  # four H100, 0.5.23, TP4
     assert 4 * (10 << 20) < sizes[0] - sizes[1] < 4 * (24 << 20)
     usual = prefill_graphs.captured_rows(CAPTURED_ROWS)
     by_context = [memory.prefill_graphs_bytes(models.FLASH, 2, usual, 1 << n, True) for n in (15, 20)]

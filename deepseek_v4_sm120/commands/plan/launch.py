@@ -219,7 +219,8 @@ def make(request: Request) -> Plan:
     check(request)
     wanted = memory.CHUNKS[0] if request.concurrency == 1 else CHUNK_WITH_OTHERS
     chunks, may_capture = [chunk for chunk in memory.CHUNKS if chunk <= wanted], request.may_capture
-    wishes = [(chunk, min(rows, chunk)) for chunk in chunks for rows in may_capture]
+    is_said = request.prefill_graphs is not None  # by the user: SGLang captures as much, whatever the chunk
+    wishes = [(chunk, rows if is_said else min(rows, chunk)) for chunk in chunks for rows in may_capture]
     plan = _best([_sized(request, chunk, rows, with_errors=True) for chunk, rows in wishes])
     if not plan.fits:  # with what the estimates may be short by kept free; without, it may
         plan = _best([_sized(request, chunk, may_capture[-1], with_errors=False) for chunk in chunks])
@@ -234,7 +235,8 @@ def _best(plans: list[Plan]) -> Plan:
     only what nobody misses. Where none fits, the most capacity."""
     request, most = plans[0].request, max(plan.tokens for plan in plans)
     enough = ENOUGH * request.concurrency * request.context
-    least = {p.captured: enough if p.captured > CAPTURED_ROWS else min(0.9 * most, enough) for p in plans}
+    usual = CAPTURED_ROWS if request.prefill_graphs is None else request.prefill_graphs
+    least = {p.captured: enough if p.captured > usual else min(0.9 * most, enough) for p in plans}
     return next((p for p in plans if p.fits and p.tokens >= least[p.captured]), max(plans, key=lambda p: p.tokens))
 
 

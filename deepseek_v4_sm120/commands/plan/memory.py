@@ -33,7 +33,7 @@ INDEX_SELECT_PREFILL_BYTES, INDEX_SELECT_DECODE_BYTES = 256 << 20, 64 << 20
 ESTIMATE_OFF_BY, WEIGHTS_OFF_BY = 0.5, 0.002
 CHUNKS = (8192, 4096, 2048, 1024)
 # Prefill graphs: what SGLang says that it captured (3.31 and 3.36 GiB on two H200, 0.5.17, five sizes up to 8,192 rows,
-# context 32,768), over what is reckoned without it; and how much each further size took there
+# context 32,768; 2.91 on four H100, 0.5.23), over what is reckoned without it; and how much each further size took
 GRAPHS_OVER_ARITHMETIC, GRAPHS_OF_A_SIZE = 1.4, 20 << 20
 
 Version = tuple[int, ...]
@@ -349,7 +349,7 @@ def reserves(
         Reserve("CUDA context, libraries, NCCL", 1.5 * GIB, "estimate", 1.5 * GIB * ESTIMATE_OFF_BY),
         Reserve("decode graphs", graphs, "estimate", graphs * ESTIMATE_OFF_BY),
         *(
-            [Reserve("prefill graphs", of_prompts, "estimate, by two H200", of_prompts * ESTIMATE_OFF_BY)]
+            [Reserve("prefill graphs", of_prompts, "estimate, by two H200 and four H100", of_prompts * ESTIMATE_OFF_BY)]
             if captured
             else []
         ),
