@@ -170,8 +170,19 @@ class DeepSeekV32Detector:
     def _parse_parameters_from_xml(self, invoke_content, allow_partial=False):
         return "{}"
 """
+READER = """
+class ReasoningParser:
+    def parse_non_stream(self, full_text):
+        return "", full_text
+
+    def parse_stream_chunk(self, chunk_text):
+        return "", chunk_text
+"""
 CHAT = """
 class OpenAIServingChat:
+    def _check_for_unstreamed_tool_args(self, parser, content, request, index):
+        return None
+
     def _get_reasoning_from_request(self, request):
         return False
 
@@ -295,6 +306,7 @@ TREE_0_5_17 = {
     "sglang/srt/constrained/xgrammar_backend.py": XGRAMMAR,
     "sglang/srt/function_call/deepseekv32_detector.py": TOOL_CALLS,
     "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
+    "sglang/srt/parser/reasoning_parser.py": READER,
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,
     "sglang/srt/layers/moe/topk.py": CHOICE,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,

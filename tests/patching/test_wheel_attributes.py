@@ -12,7 +12,15 @@ from packaging.specifiers import SpecifierSet
 
 from deepseek_v4_sm120.sglang_patches import adapters
 from deepseek_v4_sm120.sglang_patches.names import ATTENTION, DSPARK, DSPARK_SINCE, EVERY, MODEL
-from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, OPENAI, PARSE, TOKENIZER_MANAGER
+from deepseek_v4_sm120.sglang_patches.rows.http_server import (
+    CHAT,
+    MESSAGES,
+    OPENAI,
+    PARSE,
+    READER,
+    RECIPE_READER,
+    TOKENIZER_MANAGER,
+)
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
@@ -28,6 +36,7 @@ from tests.patching.attributes import Read, Release
 from tests.patching.wheels import RELEASES, every_release, fetch
 
 SRT = "sglang.srt"
+READS_THOUGHTS = f"{READER.partition(':')[0]}:BaseReasoningFormatDetector"
 TEXT_OF = "text of "
 STATE = f"{SRT}.distributed.parallel_state"
 GROUP = f"{STATE}:GroupCoordinator"
@@ -256,7 +265,12 @@ OBJECTS = {
         "made": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
         "message": ((f"{OPENAI}.protocol:ChatCompletionMessageGenericParam",),),
     },
-    "tool_strings": {"detector": ((f"{PARSE.partition(':')[0]}:DeepSeekV32Detector",),)},
+    "tool_strings": {
+        "detector": ((f"{PARSE.partition(':')[0]}:DeepSeekV32Detector",),),
+        "parser": ((f"{SRT}.function_call.function_call_parser:FunctionCallParser",),),
+    },
+    "think_marks": dict.fromkeys(("detector", "self.detector"), ((READS_THOUGHTS,),)),
+    "cut_characters": {"told": ((f"{RECIPE_READER.partition(':')[0]}:RecipeOutputDelta",),)},
     "wo_a": {
         "attention": ((ATTENTION,),),
         "FORWARD.layer": ((ATTENTION,),),
@@ -297,6 +311,7 @@ OURS = {
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
     "sampling": {"inspect.unwrap(original)"},
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
+    "cut_characters": {"tokenizer"},
     "tool_strings": {"parameter"},
     "waiting": {"kind", "w", "waiting"},
     "wo_a": {

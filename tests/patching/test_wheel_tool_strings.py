@@ -10,11 +10,12 @@ import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import tool_strings
-from tests.patching.tool_calls_read import ANSWER, CASES, IN_FRONT, MARK, THOUGHT
+from tests.patching.tool_calls_read import ANSWER, CASES, IN_FRONT, MARK, MARKED, THOUGHT
 from tests.patching.wheels import RELEASES, content, fetch, members, since
 
 REPO = Path(__file__).resolve().parents[2]
-OWN_PARSER_SINCE, WORDS_KEPT_SINCE, BELOW_ZERO = "0.5.23", "0.5.18", "below zero"
+OWN_PARSER_SINCE, WHOLE_CALLS_SINCE, WORDS_KEPT_SINCE, CALLS_ENDED_SINCE = "0.5.23", "0.5.21", "0.5.18", "0.5.16"
+BEFORE_WHOLE_CALLS, BELOW_ZERO = [r for r in RELEASES if not since(r, WHOLE_CALLS_SINCE)], "below zero"
 JSON_CALL = ["run", {"command": " as JSON "}]
 read_by = pytest.mark.parametrize("version", [r for r in RELEASES if not since(r, OWN_PARSER_SINCE)], scope="module")
 
@@ -81,6 +82,42 @@ def test_thoughts_that_the_reader_is_not_told_of_arrive_as_text(version):
     whole, streamed, default = read(version)["thoughts"]["False"]
     assert whole == streamed == ["", f"{THOUGHT}</think>{ANSWER}"] and default == "explicit_thinking"
     assert read(version)["thoughts"]["True"][:2] == [[THOUGHT, ANSWER]] * 2
+
+
+@read_by
+def test_a_mark_in_the_answer_opens_no_thoughts(version):
+    """adapters/think_marks.py: without thoughts, and behind them."""
+    for is_told, thoughts in (("False", ""), ("True", THOUGHT)):
+        found = read(version)["marks of ours"][is_told]
+        assert len(found) == 8
+        for case, told in found.items():
+            assert told == [thoughts, MARKED[case.partition(",")[0]]], case
+
+
+@read_by
+def test_sglang_takes_it_for_their_beginning(version):
+    """So the row is needed; from 0.5.13 on it reads what is whole right behind thoughts that it knows of."""
+    for is_told, thoughts in (("False", ""), ("True", THOUGHT)):
+        found = read(version)["marks"][is_told]
+        assert found == read(version)["marks elsewhere"][is_told]
+        wrong = {case for case, told in found.items() if told != [thoughts, MARKED[case.partition(",")[0]]]}
+        assert {"text, marks", "call, marks"} <= wrong
+        assert ("text, 0" in wrong) is ("call, 0" in wrong) is (is_told == "False" or version.startswith("0.5.12"))
+
+
+@pytest.mark.parametrize("version", BEFORE_WHOLE_CALLS, scope="module")
+def test_which_releases_tell_a_call_that_is_cut_off_as_a_whole_one(version):
+    assert bool(read(version)["cut"][1]) is since(version, CALLS_ENDED_SINCE)
+
+
+@pytest.mark.parametrize("version", [r for r in BEFORE_WHOLE_CALLS if since(r, CALLS_ENDED_SINCE)], scope="module")
+def test_a_call_that_is_cut_off_is_not_told_as_a_whole_one(version):
+    """By max_tokens; one that the model itself leaves without its end stays SGLang's."""
+    sent, at_the_end = read(version)["cut"]
+    assert json.loads(sent + at_the_end) == {"command": "rm -rf /srv"}  # of /srv/a/b
+    assert read(version)["cut, ours"] == [[sent, ""], [sent, at_the_end]]
+    with pytest.raises(ValueError, match="Unterminated string"):
+        json.loads(sent)
 
 
 @read_by

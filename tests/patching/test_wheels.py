@@ -17,8 +17,8 @@ from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_VERIFY
+from deepseek_v4_sm120.sglang_patches.rows import http_server as http
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
-from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, PARSE, RECIPE, TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.sampling import EAGLE
 from deepseek_v4_sm120.sglang_patches.table import (
@@ -51,7 +51,7 @@ EVERYWHERE = {
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0], "wo_a": MODEL},
     **{"min_p_tokens": "sglang.srt.layers.sampler", "longest_prompt": "sglang.srt.managers.tp_worker"},
-    **{"default_thinking": CHAT.partition(":")[0], "grammars": "sglang.srt.constrained.xgrammar_backend"},
+    **{"default_thinking": http.CHAT.partition(":")[0], "grammars": "sglang.srt.constrained.xgrammar_backend"},
 }
 
 
@@ -62,17 +62,18 @@ def expected(version: str) -> dict[str, str]:
         found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
-    of_recipe = {"min_p_verify": EAGLE, **dict.fromkeys(("effort_levels", "json_answers"), RECIPE.partition(":")[0])}
-    before = {"tool_strings": PARSE.partition(":")[0], "developer_messages": CHAT.partition(":")[0]}
-    found |= of_recipe if since(version, "0.5.23") else before
-    found |= {} if since(version, "0.5.22") else {"unchosen_tools": CHAT.partition(":")[0]}
-    found |= {"disconnects": TOKENIZER_MANAGER.partition(":")[0]} if version in ("0.5.18", "0.5.19") else {}
+    ours = dict(tool_strings=http.PARSE, developer_messages=http.CHAT, think_marks=http.READER)
+    of_recipe = dict.fromkeys(("effort_levels", "json_answers"), http.RECIPE) | {"min_p_verify": EAGLE}
+    ours = {**of_recipe, "cut_characters": http.RECIPE_READER} if since(version, "0.5.23") else ours
+    ours |= {} if since(version, "0.5.22") else {"unchosen_tools": http.CHAT}
+    ours |= {"disconnects": http.TOKENIZER_MANAGER} if version in ("0.5.18", "0.5.19") else {}
+    found |= {name: where.partition(":")[0] for name, where in ours.items()}
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
         found |= {"compressor": COMPRESSOR_MODULE, "penalties": "sglang.srt.managers.schedule_batch"}
         found |= {"unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
-        found |= {} if since(version, "0.5.19") else {"thought_history": MESSAGES.partition(":")[0]}
+        found |= {} if since(version, "0.5.19") else {"thought_history": http.MESSAGES.partition(":")[0]}
     if since(version, "0.5.16"):
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
         of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}
@@ -86,9 +87,8 @@ def index_names(version: str) -> tuple[int, int, int]:
 
 
 def num_seams(version: str) -> int:
-    if since(version, "0.5.19"):
-        return 5 + since(version, "0.5.20") + since(version, "0.5.21")
-    return 0 if not since(version, "0.5.13") else 3 + since(version, "0.5.17")
+    more = ("0.5.17", "0.5.19", "0.5.20", "0.5.21")
+    return 3 * since(version, "0.5.13") + sum(since(version, first) for first in more)
 
 
 SURVEYED: dict[tuple, Engine] = {}  # what several tests look at

@@ -16,7 +16,9 @@ import sys
 from types import SimpleNamespace
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import tool_strings
+from deepseek_v4_sm120.sglang_patches.adapters import think_marks, tool_strings
+from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT
+from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import fetch, packages
 from tests.wheel_pools import Stub, Wheel
 
@@ -31,8 +33,10 @@ OF_THOUGHTS = (
     *(f"{HOME}.{name}" for name in ("kimik3_format", "muse_glimmer_format")),
 )
 THOUGHT, ANSWER = "First a thought.", "Then the answer."
+CHAT_MODULE, _, CHAT_CLASS = CHAT.partition(":")
 MARK = "｜DSML｜"
 IN_FRONT = "Let me look."
+MARKED = {"text": "Use <think> and </think>, each once.", "call": f"{IN_FRONT} <{MARK}x>echo '<think>'</{MARK}x>"}
 CASES = {
     "indented": {"command": "    return x\n"},
     "blanks alone": {"command": "  \n", "o": "\t"},
@@ -97,6 +101,52 @@ def thoughts(is_told: bool) -> list:
     return [[whole[0] or "", whole[1]], streamed, made[0].detector.reasoning_default]
 
 
+def marked(is_told: bool) -> dict:
+    """[thoughts, text] of an answer in whose text, or in whose call, a mark stands, by the case and way."""
+    module, found = importlib.import_module(f"{PARSER}.reasoning_parser"), {}
+    for case, answer in MARKED.items():
+        text = f"{THOUGHT}</think>{answer}" if is_told else answer
+        for way in (0, 1, 3, "marks"):
+            parser = module.ReasoningParser("deepseek-v4", stream_reasoning=True, force_reasoning=is_told)
+            if way == 0:
+                told = [parser.parse_non_stream(text)]
+            else:
+                cut = re.split("(</?think>)", answer) if way == "marks" else pieces(answer, way)
+                cut = [THOUGHT, "</think>", *cut] if is_told else cut
+                told = [parser.parse_stream_chunk(piece) for piece in cut]
+            found[f"{case}, {way}"] = ["".join(one[i] or "" for one in told) for i in range(2)]
+    return found
+
+
+def cut_off(tools, replace, reason: str) -> list[str]:
+    """[the arguments of a call that ends within its string, what is told of them at the stream's end]"""
+    detector = importlib.import_module(f"{HOME}.deepseekv4_detector").DeepSeekV4Detector()
+    answer = written("tool_calls", {"command": "rm -rf /srv/a/b"}).partition("/a/b")[0]
+    told = [call for piece in pieces(answer, 1) for call in detector.parse_streaming_increment(piece, tools).calls]
+    sent = []
+
+    def made(**given):
+        sent.append(given.get("arguments"))
+        return SimpleNamespace(model_dump_json=lambda: "")
+
+    kinds = ("ToolCall", "FunctionResponse", "ChatCompletionResponseStreamChoice", "DeltaMessage")
+    names = {kind: made for kind in (*kinds, "ChatCompletionStreamResponse")}
+    clock = SimpleNamespace(time=lambda: 0)
+    names |= {
+        "json": json,
+        "hasattr": hasattr,
+        "isinstance": isinstance,
+        "len": len,
+        "str": str,
+        "time": clock,
+        "int": int,
+    }
+    last = replace(take(fetch(sys.argv[1]), names, f"{CHAT_CLASS}._check_for_unstreamed_tool_args", CHAT_MODULE))
+    content = {"meta_info": {"id": "", "finish_reason": {"type": reason}}}
+    last(None, SimpleNamespace(detector=detector), content, SimpleNamespace(model=""), 0)
+    return ["".join(call.parameters for call in told), "".join(filter(None, sent))]
+
+
 def main(version: str) -> dict:
     logging.disable(logging.CRITICAL)
     sys.path.append(str(packages()))
@@ -115,11 +165,22 @@ def main(version: str) -> dict:
         texts = {case: written(block, arguments) for case, arguments in CASES.items()}
         return {case: {str(way): read(of(), text, way, tools) for way in ways} for case, text in texts.items()}
 
-    found = {"stock": all_ways(v4, "tool_calls"), "v3.2": all_ways(v32, "function_calls")}
+    readers = importlib.import_module(f"{PARSER}.reasoning_parser").ReasoningParser
+    found = {"marks": {str(is_told): marked(is_told) for is_told in (False, True)}}
+    for name in ("parse_non_stream", "parse_stream_chunk"):
+        setattr(readers, name, getattr(think_marks, f"replace_{name}")(getattr(readers, name)))
+    found["marks elsewhere"] = {str(is_told): marked(is_told) for is_told in (False, True)}
+    if is_partial:
+        found["cut"] = cut_off(tools, lambda original: original, "length")
+    found |= {"stock": all_ways(v4, "tool_calls"), "v3.2": all_ways(v32, "function_calls")}
     v32._parse_parameters_from_xml = replace(stock)
     found["elsewhere"] = all_ways(v4, "tool_calls")
     models_served.announce({"model_type": "deepseek_v4"}, {})
     models_served.announce_served_card({})
+    found["marks of ours"] = {str(is_told): marked(is_told) for is_told in (False, True)}
+    if is_partial:
+        ways_to_end = ("length", "stop")
+        found["cut, ours"] = [cut_off(tools, tool_strings.replace_check_unstreamed, reason) for reason in ways_to_end]
     found |= {"thoughts": {str(is_told): thoughts(is_told) for is_told in (False, True)}}
     return found | {"ours": all_ways(v4, "tool_calls"), "v3.2 beside ours": all_ways(v32, "function_calls")}
 

@@ -8,6 +8,10 @@ and without streaming. vLLM's parser and SGLang's of DeepSeek-V4.1 keep them.
 Up to 0.5.17, where a call is told while it is written, a minus sign alone is no number that the parser can end, and it
 fails: the markup of the call so far is told as text (the call itself follows). Such a number waits for its digits here.
 
+From 0.5.16 to 0.5.20 a stream that ends within a call, by `max_tokens` for one, tells it as a whole one: its string so
+far is closed, and half of a file is written, or a shorter command run. Here such arguments stay without their end, and
+are no JSON, as with OpenAI's API and 0.5.23.
+
 This runs in the process that answers over HTTP, where no GPU is asked: whether the server's cards are ours is what
 models_served.py was told when SGLang resolved its arguments.
 """
@@ -26,7 +30,7 @@ SIGN = r'<｜DSML｜parameter\s+name="[^"]+"\s+string="false"\s*>\s*-\s*$'  # of
 
 
 def _is_ours(detector) -> bool:
-    return detector.bot_token == CALLS and models_served.has_served_card()
+    return getattr(detector, "bot_token", None) == CALLS and models_served.has_served_card()
 
 
 def replace_parse_parameters(original: Callable) -> Callable:
@@ -62,6 +66,21 @@ def replace_parse_partial_parameters(original: Callable) -> Callable:
         return _dumped({**arguments, last[1]: last[3][:in_front] + arguments[last[1]]})
 
     return _parse_parameters_from_xml
+
+
+def replace_check_unstreamed(original: Callable) -> Callable:
+    """For OpenAIServingChat._check_for_unstreamed_tool_args(self, parser, content, request, index) -> what is told of
+    the last call at a stream's end. Of a call that is whole all was told with its last piece; one that the model itself
+    leaves without its end stays SGLang's."""
+
+    @functools.wraps(original)
+    def _check_for_unstreamed_tool_args(self, parser, content, request, index):
+        is_cut = content["meta_info"]["finish_reason"]["type"] != "stop"
+        if is_cut and _is_ours(getattr(parser, "detector", parser)):
+            return None
+        return original(self, parser, content, request, index)
+
+    return _check_for_unstreamed_tool_args
 
 
 def _as_written(detector, invoke_content: str, told: str) -> tuple[str, int | None]:

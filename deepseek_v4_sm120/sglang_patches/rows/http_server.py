@@ -13,16 +13,27 @@ CHAT = f"{OPENAI}.serving_chat:OpenAIServingChat"
 MESSAGES = "sglang.srt.entrypoints.anthropic.serving:AnthropicServing"
 OF_PROMPT = Parameters(("self", "request", "tools", "is_multimodal"))
 RECIPE = f"{OPENAI}.serving_deepseek_recipe:DeepSeekRecipeChatEncodingAdapter"
+READER = "sglang.srt.parser.reasoning_parser:ReasoningParser"
+RECIPE_READER = "sglang.srt.parser.deepseek_recipe_output:DeepSeekRecipeOutputParser"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 
-_tool_strings, _effort_levels = map(targets_of, ("tool_strings", "effort_levels"))
+_tool_strings, _effort_levels, _think_marks, _cut_characters = map(
+    targets_of, ("tool_strings", "effort_levels", "think_marks", "cut_characters")
+)
 
 TOOL_STRINGS = Patch(
     name="tool_strings",
     why="the parser of tool calls strips the strings of their arguments: indentation in front and line ends behind are "
     "lost, so that an editor does not find what it is to replace, and files end without a line end. DeepSeek's own "
-    "parser and prompt take them as is, as do vLLM and SGLang's parser of DeepSeek-V4.1 (frontend-crates #247)",
+    "parser and prompt take them as is, as do vLLM and SGLang's parser of DeepSeek-V4.1 (frontend-crates #247); and a "
+    "stream that max_tokens ends within a call tells the call as a whole one",
     targets=(
+        _tool_strings(
+            f"{CHAT}._check_for_unstreamed_tool_args",
+            "check_unstreamed",
+            Parameters(("self", "parser", "content", "request", "index")),
+            ">=0.5.16,<0.5.21",
+        ),
         _tool_strings(PARSE, "parse_partial_parameters", Parameters((*WHOLE, "allow_partial=False")), "<0.5.21"),
         _tool_strings(PARSE, "parse_parameters", Parameters(WHOLE), ">=0.5.21,<0.5.23"),
     ),
@@ -126,4 +137,35 @@ THOUGHT_HISTORY = Patch(
     ),
     absent="before 0.5.14 there are no thoughts over /v1/messages, from 0.5.19 on they are the turns' own",
     retire="with SGLang 0.5.18",
+)
+
+THINK_MARKS = Patch(
+    name="think_marks",
+    why="a <think> in the text, or in the arguments of a call, is taken for the beginning of thoughts: what follows is "
+    "among the thoughts, and the call is lost, or a part of it is told as a whole",
+    targets=(
+        _think_marks(f"{READER}.parse_non_stream", "parse_non_stream", Parameters(("self", "full_text")), "<0.5.23"),
+        _think_marks(
+            f"{READER}.parse_stream_chunk", "parse_stream_chunk", Parameters(("self", "chunk_text")), "<0.5.23"
+        ),
+    ),
+    absent="from 0.5.23 on DeepSeek's own parser reads the answers (deepseek-recipe)",
+    retire="with SGLang 0.5.22",
+)
+
+CUT_CHARACTERS = Patch(
+    name="cut_characters",
+    why="an answer that max_tokens ends within a character of several tokens arrives empty where it is not streamed, "
+    "and without its last step where it is: deepseek-recipe waits for the rest of the character with all of the text",
+    targets=(
+        _cut_characters(f"{RECIPE_READER}.feed", "feed", Parameters(("self", "token_ids")), SINCE_RECIPE),
+        _cut_characters(
+            f"{RECIPE_READER}.finish",
+            "finish",
+            Parameters(("self", "token_ids", "finish_reason", "*", "keep_matched_stop=False")),
+            SINCE_RECIPE,
+        ),
+    ),
+    absent="up to 0.5.22 the text itself is read",
+    retire="when deepseek-recipe tells what is in front of such a character",
 )

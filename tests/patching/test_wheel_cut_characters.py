@@ -1,0 +1,53 @@
+"""Answers that end within a character, read by the reader of each release that has deepseek-recipe."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.patching.recipe_answers_read import CASES, SMILE, TEXT
+from tests.patching.wheels import every_release
+
+REPO = Path(__file__).resolve().parents[2]
+with_recipe = every_release("0.5.23")
+CUT = {"cut", "cut after a byte", "cut in thoughts", "cut, with a stop", "aborted"}
+OTHERS = {"cut behind a character": TEXT + SMILE, "whole": f"{TEXT}{SMILE}!", "stopped": TEXT + SMILE}
+
+
+@functools.cache
+def read(version: str) -> dict:
+    command = [sys.executable, "-m", "tests.patching.recipe_answers_read", version]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@with_recipe
+def test_what_is_in_front_of_the_character_arrives(version):
+    for case in CUT:
+        told = [TEXT, ""] if "thoughts" in case else ["", TEXT]
+        assert all(found == told for found in read(version)["ours"][case].values()), case
+
+
+@with_recipe
+def test_sglang_tells_nothing_where_it_is_not_streamed(version):
+    """So the row is needed; in streams the last step is missing, up to the character before the last step's."""
+    for case in CUT:
+        found = {way: "".join(told) for way, told in read(version)["stock"][case].items()}
+        assert found["0"] == "", case
+        assert all(TEXT.startswith(text) for text in found.values())
+        assert any(text != TEXT for way, text in found.items() if way != "0")
+
+
+@with_recipe
+def test_what_ends_with_a_character_is_as_it_was(version):
+    found = read(version)
+    for case in CASES.keys() - CUT:
+        assert found["ours"][case] == found["stock"][case]
+        assert all(told == ["", OTHERS.get(case, "")] for told in found["ours"][case].values()), case
+
+
+@with_recipe
+def test_other_models_and_cards_keep_sglangs(version):
+    assert read(version)["elsewhere"] == read(version)["stock"]
