@@ -25,6 +25,7 @@ from deepseek_v4_sm120.sglang_patches.names import (
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.http_server import (
+    CALL_ORDER,
     DEFAULT_THINKING,
     DEVELOPER_MESSAGES,
     DISCONNECTS,
@@ -32,6 +33,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     JSON_ANSWERS,
     THOUGHT_HISTORY,
     TOOL_STRINGS,
+    TURN_PHASES,
     UNCHOSEN_TOOLS,
 )
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
@@ -545,7 +547,7 @@ TABLE = Table(
         *(DEALT_STREAMS, COMPRESSOR, ALL_REDUCE, DSPARK_LENGTHS, MIN_P_TOKENS, MIN_P_VERIFY, PENALTIES),
         *(DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK, LONGEST_PROMPT, CACHED_BEGINNING, GRAMMARS, TOOL_STRINGS),
         *(DISCONNECTS, DEFAULT_THINKING, THOUGHT_HISTORY, DEVELOPER_MESSAGES, UNCHOSEN_TOOLS, EFFORT_LEVELS),
-        JSON_ANSWERS,
+        *(JSON_ANSWERS, CALL_ORDER, TURN_PHASES),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

@@ -1,7 +1,6 @@
 """The table against the real wheels of SGLang, by `ast`: nothing of them is imported or installed.
 
-Each wheel is fetched from PyPI once and kept in $DSV4_WHEEL_CACHE, by default <user cache>/deepseek-v4-sm120/wheels. A
-wheel that cannot be fetched is a failure.
+Kept in $DSV4_WHEEL_CACHE, by default <user cache>/deepseek-v4-sm120/wheels; what PyPI does not give is a failure.
 """
 
 import ast
@@ -18,7 +17,7 @@ from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_VERIFY
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
-from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, PARSE, RECIPE, TOKENIZER_MANAGER
+from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT, MESSAGES, OPENAI, PARSE, RECIPE, TOKENIZER_MANAGER
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.sampling import EAGLE
 from deepseek_v4_sm120.sglang_patches.table import (
@@ -62,10 +61,11 @@ def expected(version: str) -> dict[str, str]:
         found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
-    of_recipe = {"min_p_verify": EAGLE, **dict.fromkeys(("effort_levels", "json_answers"), RECIPE.partition(":")[0])}
-    before = {"tool_strings": PARSE.partition(":")[0], "developer_messages": CHAT.partition(":")[0]}
-    found |= of_recipe if since(version, "0.5.23") else before
-    found |= {} if since(version, "0.5.22") else {"unchosen_tools": CHAT.partition(":")[0]}
+    recipe, chat, parser = (where.partition(":")[0] for where in (RECIPE, CHAT, PARSE))
+    of_recipe = {"min_p_verify": EAGLE, "effort_levels": recipe, "json_answers": recipe, "call_order": recipe}
+    found |= of_recipe if since(version, "0.5.23") else {"tool_strings": parser, "developer_messages": chat}
+    found |= {"turn_phases": f"{OPENAI}.serving_responses"} if since(version, "0.5.20") else {}
+    found |= {} if since(version, "0.5.22") else {"unchosen_tools": chat}
     found |= {"disconnects": TOKENIZER_MANAGER.partition(":")[0]} if version in ("0.5.18", "0.5.19") else {}
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}

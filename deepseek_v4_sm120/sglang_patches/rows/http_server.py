@@ -13,9 +13,12 @@ CHAT = f"{OPENAI}.serving_chat:OpenAIServingChat"
 MESSAGES = "sglang.srt.entrypoints.anthropic.serving:AnthropicServing"
 OF_PROMPT = Parameters(("self", "request", "tools", "is_multimodal"))
 RECIPE = f"{OPENAI}.serving_deepseek_recipe:DeepSeekRecipeChatEncodingAdapter"
+RESPONSES = f"{OPENAI}.serving_responses:OpenAIServingResponses"
+OF_ENCODE = Parameters(("self", "body", "*", "effort", "task=None", "image_urls=None"))
+OF_INPUT, OF_TRANSLATED = ("self", "request", "prev_response=None"), ("*", "tool_adapter=None")
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 
-_tool_strings, _effort_levels = map(targets_of, ("tool_strings", "effort_levels"))
+_tool_strings, _effort_levels, _turn_phases = map(targets_of, ("tool_strings", "effort_levels", "turn_phases"))
 
 TOOL_STRINGS = Patch(
     name="tool_strings",
@@ -88,12 +91,7 @@ EFFORT_LEVELS = Patch(
         _effort_levels(
             f"{OPENAI}.chat_encoding_adapters:build_chat_encoding_adapter", "build", Parameters(("ctx",)), SINCE_RECIPE
         ),
-        _effort_levels(
-            f"{RECIPE}._encode",
-            "encode",
-            Parameters(("self", "body", "*", "effort", "task=None", "image_urls=None")),
-            SINCE_RECIPE,
-        ),
+        _effort_levels(f"{RECIPE}._encode", "encode", OF_ENCODE, SINCE_RECIPE),
     ),
     absent="up to 0.5.17 all have the first levels, which are wrong for 0731; 0.5.18 to 0.5.22 ask the checkpoint",
     retire="when SGLang asks the checkpoint again which levels it knows",
@@ -126,4 +124,28 @@ THOUGHT_HISTORY = Patch(
     ),
     absent="before 0.5.14 there are no thoughts over /v1/messages, from 0.5.19 on they are the turns' own",
     retire="with SGLang 0.5.18",
+)
+
+CALL_ORDER = Patch(
+    name="call_order",
+    why="deepseek-recipe sorts the tool calls of a turn and their results by their ids, which are random: every second "
+    "pair of calls is in the next prompt the other way round, so that the model reads what it did not do, and the "
+    "prefix cache ends there",
+    targets=(targets_of("call_order")(f"{RECIPE}._encode", "encode", OF_ENCODE, SINCE_RECIPE),),
+    absent="up to 0.5.22 calls stay as they stand, and results are sorted by them",
+    retire="when deepseek-recipe sorts by the calls' places, or SGLang's ids begin with them",
+)
+
+TURN_PHASES = Patch(
+    name="turn_phases",
+    why="a turn that comes back over /v1/responses with the phase that SGLang gave its words is taken apart: thoughts, "
+    "words and calls are turns of their own, each with its end and closed thoughts in front",
+    targets=(
+        _turn_phases(f"{RESPONSES}._construct_input_messages", "construct", Parameters(OF_INPUT), ">=0.5.20,<0.5.23"),
+        _turn_phases(
+            f"{RESPONSES}._construct_input_messages", "construct", Parameters((*OF_INPUT, *OF_TRANSLATED)), SINCE_RECIPE
+        ),
+    ),
+    absent="up to 0.5.19 there are no phases",
+    retire="when SGLang puts together a turn whatever its phases",
 )
