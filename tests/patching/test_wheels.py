@@ -1,7 +1,5 @@
 """The table against the real wheels of SGLang, by `ast`: nothing of them is imported or installed.
-
-Kept in $DSV4_WHEEL_CACHE, by default <user cache>/deepseek-v4-sm120/wheels; what PyPI does not give is a failure.
-"""
+Kept in $DSV4_WHEEL_CACHE, by default <user cache>/deepseek-v4-sm120/wheels; what PyPI does not give is a failure."""
 
 import ast
 import re
@@ -45,6 +43,7 @@ from tests.patching.wheels import RELEASES, WheelSources, content, every_release
 
 HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's wheel; that of 0.5.17's pin was read
 CUT_IN = {"0.5.18": "sglang.srt.managers.schedule_policy", "0.5.21": "sglang.srt.mem_cache.prefill_budget"}  # and later
+UNTIL = {"unchosen_tools": "0.5.22", "blanks_before_calls": "0.5.21"}
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
 EVERYWHERE = {
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
@@ -65,7 +64,7 @@ def expected(version: str) -> dict[str, str]:
     of_recipe = {"min_p_verify": EAGLE, "effort_levels": recipe, "json_answers": recipe, "call_order": recipe}
     found |= of_recipe if since(version, "0.5.23") else {"tool_strings": parser, "developer_messages": chat}
     found |= {"turn_phases": f"{OPENAI}.serving_responses"} if since(version, "0.5.20") else {}
-    found |= {} if since(version, "0.5.22") else {"unchosen_tools": chat}
+    found |= {name: chat for name, end in UNTIL.items() if not since(version, end)}
     found |= {"disconnects": TOKENIZER_MANAGER.partition(":")[0]} if version in ("0.5.18", "0.5.19") else {}
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}

@@ -126,6 +126,18 @@ THOUGHT_HISTORY = Patch(
     retire="with SGLang 0.5.18",
 )
 
+BLANKS_BEFORE_CALLS = Patch(
+    name="blanks_before_calls",
+    why="the empty line in front of a turn's calls is told in streams as the end of its words, and written once more "
+    "by the encoder when the turn comes back: the prefix cache ends in front of each turn's calls, and the model reads "
+    "lines that it never wrote",
+    targets=(
+        targets_of("blanks_before_calls")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.21"),
+    ),
+    absent="from 0.5.21 on SGLang tells the words without it",
+    retire="with SGLang 0.5.20",
+)
+
 CALL_ORDER = Patch(
     name="call_order",
     why="deepseek-recipe sorts the tool calls of a turn and their results by their ids, which are random: every second "
