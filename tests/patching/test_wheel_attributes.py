@@ -167,6 +167,12 @@ OBJECTS = {
         "importlib.import_module(ENVIRON)": ((f"{SRT}.environ",),),
         "importlib.import_module(ENVIRON).envs": ((f"{SRT}.environ:Envs",),),
     },
+    "blanks_before_calls": {
+        "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
+        "message": ((f"{OPENAI}.protocol:ChatCompletionMessageGenericParam",),),
+        "(last := parts[-1])": ((f"{OPENAI}.protocol:ChatCompletionMessageContentTextPart",),),
+        "last": ((f"{OPENAI}.protocol:ChatCompletionMessageContentTextPart",),),
+    },
     "developer_messages": {
         "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
         "message": tuple((f"{OPENAI}.protocol:ChatCompletionMessage{kind}Param",) for kind in ("Generic", "User")),

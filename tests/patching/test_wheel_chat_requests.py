@@ -10,6 +10,7 @@ import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import (
+    blanks_before_calls,
     default_thinking,
     developer_messages,
     effort_levels,
@@ -22,6 +23,7 @@ from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import RELEASES, content, every_release, fetch, members, since
 
 MODULE, _, CLASS = CHAT.partition(":")
+BLANKS_LEFT_OUT_SINCE = "0.5.21"
 TOOLS_LEFT_OUT_SINCE, LEVELS_OF_THE_CHECKPOINT_SINCE, RECIPE_SINCE = "0.5.22", "0.5.18", "0.5.23"
 METHODS = ("_get_reasoning_from_request", "_apply_jinja_template", "_handle_last_assistant_message")
 OF_RECIPE = ("_get_reasoning_from_request", "_thinking_requested")
@@ -109,7 +111,7 @@ def serving(version, *, ours, spec="dsv4", parser="deepseek-v4"):
         reads = default_thinking.replace_reasoning_of_request(methods["_get_reasoning_from_request"])
         methods["_get_reasoning_from_request"] = reads
     if ours and has_encoder:
-        for of in (unchosen_tools, developer_messages):
+        for of in (unchosen_tools, developer_messages, blanks_before_calls):
             methods["_apply_jinja_template"] = of.replace_apply_template(methods["_apply_jinja_template"])
     chat = type("OpenAIServingChat", (), methods)()
     chat.chat_encoding_spec, chat.reasoning_parser, chat._dsv4_reasoning_effort_profile = spec, parser, "preview"
@@ -204,6 +206,49 @@ def test_what_a_developer_says_is_in_the_prompt_as_the_systems(version, thinks_b
             assert "Be brief." in prompt(ours, of_developer) != prompt(stock, of_developer)
 
 
+def called(content, calls=True):
+    """A turn of `content` and a call of the clock, answered."""
+    call = Record(id="c", type="function", function=Record(name="clock", arguments='{"zone": 1}'))
+    rest = {"tools": None, "reasoning_content": None, "tool_call_id": None}
+    turn = Record(role="assistant", content=content, tool_calls=[call] if calls else None, **rest)
+    result = Record(role="tool", content="23:59", **{**rest, "tool_call_id": "c"})
+    request = asked(tools=[TOOL])
+    request.messages += [turn, result] if calls else [turn, Record(role="user", content="And now?", tools=None)]
+    return request
+
+
+def parts(*texts):
+    return [Record(type="text", text=text) for text in texts]
+
+
+BLANKS = ("Look.\n\n", "Look.\n\n\n\n", parts("Look.\n\n"), parts("Look.", "\n\n\n"), parts("Look. ", "\n", ""))
+blanks_told = pytest.mark.parametrize("version", [v for v in RELEASES if not since(v, BLANKS_LEFT_OUT_SINCE)])
+
+
+@blanks_told
+def test_words_in_front_of_calls_end_without_blanks(version, thinks_by_default):
+    """As a stream has told them: once more than the encoder writes them; test_wheel_tool_strings.py has the streams."""
+    stock, ours = serving(version, ours=False), serving(version, ours=True)
+    wanted = prompt(stock, called("Look."))
+    assert "Look.\n\n<｜DSML｜tool_calls>" in wanted
+    for content_ in BLANKS:
+        before = copy.deepcopy(request := called(content_))
+        assert prompt(ours, request) == wanted != prompt(stock, request)
+        assert request == before
+    for content_ in ("\n\n", parts("\n", "\n"), None, ""):
+        assert prompt(ours, called(content_)) == prompt(stock, called(""))
+
+
+@blanks_told
+def test_all_other_words_keep_their_blanks(version, thinks_by_default, monkeypatch):
+    stock, ours = serving(version, ours=False), serving(version, ours=True)
+    for request in (called("Look.\n\n", calls=False), called(parts("\n a", "b")), called("\n  Look.")):
+        assert prompt(ours, request) == prompt(stock, request)
+    monkeypatch.setattr(models_served, "has_served_card", lambda: False)
+    for content_ in BLANKS:
+        assert prompt(ours, called(content_)) == prompt(stock, called(content_))
+
+
 HISTORY_OF_ITS_OWN_SINCE, THOUGHTS_SINCE = "0.5.19", "0.5.14"
 with_marks = pytest.mark.parametrize(
     "version", [v for v in BEFORE_RECIPE if since(v, THOUGHTS_SINCE) and not since(v, HISTORY_OF_ITS_OWN_SINCE)]
@@ -290,7 +335,10 @@ def test_the_prompt_is_the_chat_apis(version, thinks_by_default):
 
     def of(messages):
         request = asked(thinking, [TOOL])
-        request.messages = [Record(role="system", content="", tools=None), *messages]
+        request.messages = [Record(role="system", content="", tools=None), *copy.deepcopy(messages)]
+        for message in request.messages:
+            if isinstance(message.content, list):
+                message.content = [Record(**part) for part in message.content]
         return prompt(chat, request)
 
     stock, found = (of(over_messages(version, conversation(), ours=ours)) for ours in (False, True))

@@ -67,6 +67,14 @@ def test_words_in_front_of_a_call_are_lost_by_several_tokens_a_step_before_they_
 
 
 @read_by
+def test_the_empty_line_in_front_of_a_call_is_told_in_streams_before_0_5_21(version):
+    """So blanks_before_calls is needed (test_wheel_chat_requests.py)."""
+    by_way = {way: {ways[way][0] for ways in read(version)["ours"].values()} for way in ("0", "1")}
+    assert by_way["0"] == {IN_FRONT}
+    assert by_way["1"] == {IN_FRONT if since(version, "0.5.21") else f"{IN_FRONT}\n\n\n\n"}
+
+
+@read_by
 def test_a_number_whose_digits_are_to_come_does_not_make_text_of_the_call(version):
     """In streams up to 0.5.17, whose parser fails at a minus sign."""
     found = read(version)

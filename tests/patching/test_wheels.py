@@ -1,8 +1,5 @@
 """The table against the real wheels of SGLang, by `ast`: nothing of them is imported or installed.
-
-Each wheel is fetched from PyPI once and kept in $DSV4_WHEEL_CACHE, by default <user cache>/deepseek-v4-sm120/wheels. A
-wheel that cannot be fetched is a failure.
-"""
+Kept in $DSV4_WHEEL_CACHE, by default <user cache>/deepseek-v4-sm120/wheels; what PyPI does not give is a failure."""
 
 import ast
 import re
@@ -46,6 +43,7 @@ from tests.patching.wheels import RELEASES, WheelSources, content, every_release
 
 HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's wheel; that of 0.5.17's pin was read
 CUT_IN = {"0.5.18": "sglang.srt.managers.schedule_policy", "0.5.21": "sglang.srt.mem_cache.prefill_budget"}  # and later
+UNTIL = {"unchosen_tools": "0.5.22", "blanks_before_calls": "0.5.21"}
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
 EVERYWHERE = {
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
@@ -63,9 +61,10 @@ def expected(version: str) -> dict[str, str]:
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
     ours = dict(tool_strings=http.PARSE, developer_messages=http.CHAT, think_marks=http.READER)
-    of_recipe = dict.fromkeys(("effort_levels", "json_answers"), http.RECIPE) | {"min_p_verify": EAGLE}
+    of_recipe = dict.fromkeys(("effort_levels", "json_answers", "call_order"), http.RECIPE) | {"min_p_verify": EAGLE}
     ours = {**of_recipe, "cut_characters": http.RECIPE_READER} if since(version, "0.5.23") else ours
-    ours |= {} if since(version, "0.5.22") else {"unchosen_tools": http.CHAT}
+    ours |= {"turn_phases": http.RESPONSES} if since(version, "0.5.20") else {}
+    ours |= {name: http.CHAT for name, end in UNTIL.items() if not since(version, end)}
     ours |= {"disconnects": http.TOKENIZER_MANAGER} if version in ("0.5.18", "0.5.19") else {}
     found |= {name: where.partition(":")[0] for name, where in ours.items()}
     if since(version, "0.5.13"):

@@ -15,10 +15,13 @@ OF_PROMPT = Parameters(("self", "request", "tools", "is_multimodal"))
 RECIPE = f"{OPENAI}.serving_deepseek_recipe:DeepSeekRecipeChatEncodingAdapter"
 READER = "sglang.srt.parser.reasoning_parser:ReasoningParser"
 RECIPE_READER = "sglang.srt.parser.deepseek_recipe_output:DeepSeekRecipeOutputParser"
+RESPONSES = f"{OPENAI}.serving_responses:OpenAIServingResponses"
+OF_ENCODE = Parameters(("self", "body", "*", "effort", "task=None", "image_urls=None"))
+OF_INPUT, OF_TRANSLATED = ("self", "request", "prev_response=None"), ("*", "tool_adapter=None")
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 
-_tool_strings, _effort_levels, _think_marks, _cut_characters = map(
-    targets_of, ("tool_strings", "effort_levels", "think_marks", "cut_characters")
+_tool_strings, _effort_levels, _think_marks, _cut_characters, _turn_phases = map(
+    targets_of, ("tool_strings", "effort_levels", "think_marks", "cut_characters", "turn_phases")
 )
 
 TOOL_STRINGS = Patch(
@@ -99,12 +102,7 @@ EFFORT_LEVELS = Patch(
         _effort_levels(
             f"{OPENAI}.chat_encoding_adapters:build_chat_encoding_adapter", "build", Parameters(("ctx",)), SINCE_RECIPE
         ),
-        _effort_levels(
-            f"{RECIPE}._encode",
-            "encode",
-            Parameters(("self", "body", "*", "effort", "task=None", "image_urls=None")),
-            SINCE_RECIPE,
-        ),
+        _effort_levels(f"{RECIPE}._encode", "encode", OF_ENCODE, SINCE_RECIPE),
     ),
     absent="up to 0.5.17 all have the first levels, which are wrong for 0731; 0.5.18 to 0.5.22 ask the checkpoint",
     retire="when SGLang asks the checkpoint again which levels it knows",
@@ -168,4 +166,40 @@ CUT_CHARACTERS = Patch(
     ),
     absent="up to 0.5.22 the text itself is read",
     retire="when deepseek-recipe tells what is in front of such a character",
+)
+
+BLANKS_BEFORE_CALLS = Patch(
+    name="blanks_before_calls",
+    why="the empty line in front of a turn's calls is told in streams as the end of its words, and written once more "
+    "by the encoder when the turn comes back: the prefix cache ends in front of each turn's calls, and the model reads "
+    "lines that it never wrote",
+    targets=(
+        targets_of("blanks_before_calls")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.21"),
+    ),
+    absent="from 0.5.21 on SGLang tells the words without it",
+    retire="with SGLang 0.5.20",
+)
+
+CALL_ORDER = Patch(
+    name="call_order",
+    why="deepseek-recipe sorts the tool calls of a turn and their results by their ids, which are random: every second "
+    "pair of calls is in the next prompt the other way round, so that the model reads what it did not do, and the "
+    "prefix cache ends there",
+    targets=(targets_of("call_order")(f"{RECIPE}._encode", "encode", OF_ENCODE, SINCE_RECIPE),),
+    absent="up to 0.5.22 calls stay as they stand, and results are sorted by them",
+    retire="when deepseek-recipe sorts by the calls' places, or SGLang's ids begin with them",
+)
+
+TURN_PHASES = Patch(
+    name="turn_phases",
+    why="a turn that comes back over /v1/responses with the phase that SGLang gave its words is taken apart: thoughts, "
+    "words and calls are turns of their own, each with its end and closed thoughts in front",
+    targets=(
+        _turn_phases(f"{RESPONSES}._construct_input_messages", "construct", Parameters(OF_INPUT), ">=0.5.20,<0.5.23"),
+        _turn_phases(
+            f"{RESPONSES}._construct_input_messages", "construct", Parameters((*OF_INPUT, *OF_TRANSLATED)), SINCE_RECIPE
+        ),
+    ),
+    absent="up to 0.5.19 there are no phases",
+    retire="when SGLang puts together a turn whatever its phases",
 )
