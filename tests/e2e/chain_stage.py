@@ -43,7 +43,7 @@ BARS = {  # ms; at 32 streams 0.85 of the 17.90 of the day that it was asked
     for streams, bar in steps.items()
 }
 OF_STOCK = {OURS: 0.6, OURS2: None, OURS4: None}  # the bar of ours
-MOST_RUNNING = "65"  # the streams that are timed, and the prompt that says when they begin
+MOST_RUNNING = str(1 + max(map(int, STREAMS)))  # the streams that are timed, and the prompt that says when they begin
 PROFILED = ("1", "8")  # of four cards: streams of which there is a trace
 SHAPES = ("1x1024", *streams_stage.MOST_OF_STOCK)  # of prompts over four cards
 HOSTS_SHAPE, HOSTS_MS = "8x1024", 420.0

@@ -220,7 +220,7 @@ def make(request: Request) -> Plan:
     wanted = memory.CHUNKS[0] if request.concurrency == 1 else CHUNK_WITH_OTHERS
     chunks, may_capture = [chunk for chunk in memory.CHUNKS if chunk <= wanted], request.may_capture
     is_said = request.prefill_graphs is not None  # by the user: SGLang captures as much, whatever the chunk
-    wishes = [(chunk, rows if is_said else min(rows, chunk)) for chunk in chunks for rows in may_capture]
+    wishes = dict.fromkeys((chunk, rows if is_said else min(rows, chunk)) for chunk in chunks for rows in may_capture)
     plan = _best([_sized(request, chunk, rows, with_errors=True) for chunk, rows in wishes])
     if not plan.fits:  # with what the estimates may be short by kept free; without, it may
         plan = _best([_sized(request, chunk, may_capture[-1], with_errors=False) for chunk in chunks])
