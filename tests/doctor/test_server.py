@@ -276,7 +276,7 @@ def test_short_prompts_that_wait_for_the_host_are_told(info, metrics, applied, i
         assert "prefill_graphs=on" in told.fix and told.cost
 
 
-@pytest.mark.parametrize(("cards", "cached", "choice"), [(2, 2000, "on"), (2, 1000, "=2048"), (4, 0, "=4096")])
+@pytest.mark.parametrize(("cards", "cached", "choice"), [(2, 2000, "=on,"), (2, 1000, "=2048,"), (4, 0, "=4096,")])
 def test_cards_that_share_a_pass_wait_for_the_host_up_to_more_rows(cards, cached, choice):
     """3,000 tokens a prompt, of which so many are in the prefix cache."""
     read = {"cached_tokens_total": cached * SHORT["num_requests_total"]}

@@ -3,18 +3,22 @@ choose, `reproducible43_2` and `reproducible43_4`: with DSV4_SM120_SET=reproduci
 bit by chunks and with the prefix cache, and the same text with EAGLE as without."""
 
 WORDS = {2: "two cards", 4: "four cards"}
-# (part of the runs' names, cards, of which layers): words
-KINDS = {("_tp", cards, ""): words for cards, words in WORDS.items()}
-KINDS |= {("43_tp", cards, "43"): f"{words}, 43 layers" for cards, words in WORDS.items()}
+# (layers, as the runs' names have them, cards): words
+KINDS = {("", cards): words for cards, words in WORDS.items()}
+KINDS |= {("43", cards): f"{words}, 43 layers" for cards, words in WORDS.items()}
 RUNS = {
     "same": {"8192": "chunks of 8,192", "512": "chunks of 512, prefix cache"},
     "text": {"plain": "without speculation", "eagle314": "EAGLE 3/1/4"},
 }
 
 
+def _name(phase, layers, cards, run):
+    return f"{phase}{layers}_tp{cards}_{run}"
+
+
 def _names(phase, run):
     """{what of the cards: the run's name}"""
-    return {words: f"{phase}{part}{cards}_{run}" for (part, cards, _), words in KINDS.items()}
+    return {words: _name(phase, *kind, run) for kind, words in KINDS.items()}
 
 
 IMPLEMENTATIONS = {
@@ -40,7 +44,7 @@ def stages(make, sums, options, environment):
     return {
         f"reproducible{f'{layers}_' if layers else ''}{cards}": [
             make(
-                f"{phase}{part}{cards}_{run}",
+                _name(phase, layers, cards, run),
                 sums(cards, *options[layers][run]),
                 environment=environment,
                 takes_turns=True,
@@ -48,5 +52,5 @@ def stages(make, sums, options, environment):
             for phase, runs in RUNS.items()
             for run in runs
         ]
-        for part, cards, layers in KINDS
+        for layers, cards in KINDS
     }

@@ -89,23 +89,18 @@ def rows(cases, row):
     found = []
     for name, stocks in ((OURS, STOCK), (OURS2, STOCK2), (OURS4, STOCK4)):
         for streams in STOCKS_STREAMS if name in cases else ():
-            ours, stock = (
-                cases.get(case, {}).get("rows", {}).get(streams, {}).get("within_ms_worst") for case in (name, stocks)
-            )
+            ours, stock = (_worst(cases, case, streams) for case in (name, stocks))
             value = ours / stock if ours and stock else None  # a bar without what it is of is missed
             case = f"{'flash43' if name == OURS4 else 'flash43e64'}, batch {streams}, 1K context"
             metric = "decode step within a run, worst, of stock's worst"
             found.append(row(case, IMPLEMENTATIONS[name], metric, value, OF_STOCK[name], ISSUE))
     if DEEP in cases:
-        deep, short = (cases.get(case, {}).get("rows", {}).get("1", {}).get("within_ms_worst") for case in (DEEP, OURS))
+        deep, short = (_worst(cases, case, "1") for case in (DEEP, OURS))
         metric, value = "decode step within a run, worst, of that behind 1K", deep / short if deep and short else None
         case = f"flash43e64, batch 1, {DEEP_TOKENS >> 10}K context"
         found.append(row(case, IMPLEMENTATIONS[DEEP], metric, value, MOST_OF_1K, ISSUE))
     for streams, rows_of_it in DRAFTED.items() if EAGLE4 in cases else ():
-        eagle, plain = (
-            cases.get(case, {}).get("rows", {}).get(batch, {}).get("within_ms_worst")
-            for case, batch in ((EAGLE4, streams), (ROWS4, rows_of_it))
-        )
+        eagle, plain = _worst(cases, EAGLE4, streams), _worst(cases, ROWS4, rows_of_it)
         value = eagle - plain if eagle and plain else None
         case = f"flash43, {streams} of EAGLE's streams, {rows_of_it} rows, 1K context"
         metric = "step within a run, worst, beyond plain decode's, ms"
@@ -113,6 +108,11 @@ def rows(cases, row):
     for name in (OURS4, STOCK4, GRAPHS4, HOST4, HOST_GRAPHS4):
         found += _prompts(name, cases, row) if name in cases else []
     return found
+
+
+def _worst(cases, case, batch):
+    """Milliseconds of the slower step within a run; None where it was not reached."""
+    return cases.get(case, {}).get("rows", {}).get(batch, {}).get("within_ms_worst")
 
 
 def _prompts(name, cases, row):

@@ -132,6 +132,12 @@ def per_step(short, long, steps):
     }
 
 
+def must_not_be_retracted(answers):
+    if retracted := sum(answer["meta_info"].get("num_retractions") or 0 for answer in answers):
+        of = f"{retracted} of {len(answers)} requests were retracted"
+        raise RuntimeError(f"{of}: the pool is too small to time a step")
+
+
 class Case:
     def __init__(self, harness, options):
         import sglang
@@ -284,8 +290,7 @@ class Case:
             input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
         )
         seconds = time.perf_counter() - started
-        if retracted := sum(answer["meta_info"].get("num_retractions") or 0 for answer in answers):
-            raise RuntimeError(f"{retracted} of {batch} requests were retracted: the pool is too small to time a step")
+        must_not_be_retracted(answers)
         return seconds
 
     def first_tokens(self, batch, length, seed):
@@ -305,6 +310,7 @@ class Case:
         once = {"temperature": 0, "ignore_eos": True}
         asked = [once | {"max_new_tokens": 1 + new}] * batch + [once | {"max_new_tokens": 1}]
         answers = self.engine.generate(input_ids=prompts, sampling_params=asked)
+        must_not_be_retracted(answers)
         *ends, began = [answer["meta_info"].get("e2e_latency") or 0.0 for answer in answers]
         return 1e3 * (max(ends) - began) / new if 0.0 < began < min(ends) else None
 

@@ -57,6 +57,7 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible):
     """timed, same: options of the two kinds of engines; sums(cards, *options): of several cards; eagle: EAGLE's."""
 
     graphs = graph_options(sets)
+    (variable,) = reproducible
 
     def in_turn(suffix, options):
         kinds = (("stock", [], False, {}), ("ops", [], True, ours), ("graphs", graphs, True, ours))
@@ -66,11 +67,9 @@ def stages(make, timed, same, sets, sums, eagle, ours, reproducible):
         ]
 
     def planned(suffix, options, takes_turns=False):
-        (variable,) = reproducible
         environment = ours | {variable: PLANNED}
         return [make(f"planned43_prompts{suffix}", options, environment=environment, takes_turns=takes_turns)]
 
-    (variable,) = reproducible
     captured = ours | {variable: f"{reproducible[variable]},{SETTING}"}
 
     def pair(cards, options):

@@ -384,7 +384,12 @@ STAGES = {
         ),
     ],
     **chain_stage.stages(
-        *(Case, TIMED_IN_TURN, sums, EVERY_CALL, NO_PEERS, prompts_stage.graph_options(sets)),
+        Case,
+        TIMED_IN_TURN,
+        sums,
+        EVERY_CALL,
+        NO_PEERS,
+        graphs=prompts_stage.graph_options(sets),
         drafts=(eagle(3), E4M3_DRAFTS),
     ),
     # a prompt's sums, NCCL's, in pieces and whole: to the last bit beside ours of few rows; timed by NCCL alone

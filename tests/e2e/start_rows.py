@@ -53,15 +53,20 @@ def stage_rows(row, stage: dict) -> list:
         words = "stock's beside it" if peer == FIRST else "warm stock's"
         more = _mean_first_token(well[kind], well[peer])
         add(kind, f"seconds to the first token beyond {words}, mean", more, MORE_S)
-        most = {k: max((p for s in well[k] for p in pauses(s).values()), default=None) for k in (kind, peer)}
-        for which in (kind, peer):
-            add(which, "longest pause of a shape's first time, s", most[which])
+        most = {k: _longest_pause(well[k]) for k in (kind, peer)}
+        add(kind, "longest pause of a shape's first time, s", most[kind])
         beyond = None if None in most.values() else max(0.0, most[kind] - most[peer])
         add(kind, "longest pause of a shape's first time beyond stock's, s", beyond, PAUSE_S)
+    for peer in dict.fromkeys((STOCK, COLDS_PEER[stage["cards"]])):
+        add(peer, "longest pause of a shape's first time, s", _longest_pause(well[peer]))
     if COLDS_PEER[stage["cards"]] != STOCK:
         add(COLD, "seconds to the first token beyond warm stock's, mean", _mean_first_token(well[COLD], well[STOCK]))
     add(OURS, "files that compilers wrote while servers were asked", stage["files"])
     return found
+
+
+def _longest_pause(starts: list) -> float | None:
+    return max((pause for start in starts for pause in pauses(start).values()), default=None)
 
 
 def _mean_first_token(of: list, beyond: list) -> float | None:

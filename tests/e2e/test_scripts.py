@@ -394,6 +394,15 @@ def test_a_step_within_a_run_begins_when_the_last_prompt_has_its_token(began, st
     assert case.within_a_run(2, 1024, 10, 100) == (step and pytest.approx(step))
 
 
+def test_a_step_within_a_run_is_not_timed_where_requests_are_retracted():
+    case = object.__new__(script("engine_case").Case)
+    case.harness, case.vocabulary = SimpleNamespace(ids=lambda length, vocabulary, seed: [seed] * length), 500
+    meta = [{"e2e_latency": 1.9, "num_retractions": 1}, {"e2e_latency": 1.0}]
+    case.engine = SimpleNamespace(generate=lambda **_: [{"meta_info": one} for one in meta])
+    with pytest.raises(RuntimeError, match="1 of 2 requests were retracted"):
+        case.within_a_run(1, 1024, 10, 100)
+
+
 def test_every_engine_has_the_compiled_modules_of_the_harness_for_itself(tmp_path, monkeypatch):
     stage = script("run_stage")
     case, arguments = SimpleNamespace(name="ops"), SimpleNamespace(work=tmp_path / "work")

@@ -222,6 +222,16 @@ def test_where_stock_did_not_start_nothing_is_compared_with_it():
     assert unmet(found) >= {(COLD, metric) for metric in (BEYOND, beyond)}
 
 
+@pytest.mark.parametrize("cards", [1, 2])
+def test_a_longest_pause_is_told_once_of_each_kind(cards):
+    rows = rows_of(made(cards=cards))
+    told = {
+        impl: len(of) for (impl, metric), of in rows.items() if metric == "longest pause of a shape's first time, s"
+    }
+    peers = {start_rows.STOCK, start_rows.COLDS_PEER[cards]}
+    assert told == {start_rows.IMPLEMENTATIONS[kind]: 1 for kind in (*peers, "ours", "ours_cold")}
+
+
 def test_a_stages_cards_are_of_those_that_the_caller_sees(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert served.of_callers("0") == "0" and served.of_callers("0,1") == "0,1"

@@ -24,7 +24,9 @@ def replace_feed(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def feed(self, token_ids):
-        whole = num_whole(self._hf_tokenizer, token_ids) if models_served.has_served_card() else len(token_ids)
+        if len(token_ids) < 2 or not models_served.has_served_card():  # one token goes on as it is, whatever it is of
+            return original(self, token_ids)
+        whole = num_whole(self._hf_tokenizer, token_ids)
         if whole in (0, len(token_ids)):
             return original(self, token_ids)
         told = original(self, token_ids[:whole])
