@@ -45,7 +45,11 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mhc::Params": _MHC,
     "mhc::SummingParams": (
         tuple(f"boundary.{name}" for name in _MHC[0]),
-        (*(f"boundary.{name}" for name in _MHC[1]), *(f"sum.{name}" for name in _ALL_REDUCE)),
+        (
+            *(f"boundary.{name}" for name in _MHC[1]),
+            *(f"sum.{name}" for name in _ALL_REDUCE),
+            *("term.routed", "term.partial"),
+        ),
     ),
     "mxfp4_moe::Params": (
         ("expert_map", "w13.codes", "w13.scales", "w2.codes", "w2.scales"),

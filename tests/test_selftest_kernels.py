@@ -149,7 +149,7 @@ def test_the_parts_of_a_boundary(wrong, small, monkeypatch):
 @pytest.mark.parametrize("wrong", [None, "bits", "fault", "small card"])
 def test_a_boundary_with_a_sum(wrong, small, monkeypatch):
     told = "rank 1 waited in vain" if wrong == "fault" else None
-    closed, terms_of = [], {}
+    closed, terms_of, forms = [], {}, []
     rank = SimpleNamespace(fault=lambda: told, close=lambda: closed.append(1))
     module = SimpleNamespace(mhc_fits_summing=lambda rows, num_sms: rows < 16 and wrong != "small card")
     monkeypatch.setattr(extension, "load", lambda: module)
@@ -157,10 +157,16 @@ def test_a_boundary_with_a_sum(wrong, small, monkeypatch):
     monkeypatch.setattr(all_reduce, "in_threads", lambda ranks, transport: [rank] * ranks)
 
     def summed(group, terms, streams, *, call):
-        terms_of["now"] = terms
+        terms_of["now"] = [added(*term) for term in terms]
         return [call(term, one) for term, one in zip(terms, group, strict=True)]
 
-    def with_sum(*, f, sum_over=None, **given):
+    def added(f, left):
+        if f.ndim == 3:
+            return ((f[0] + f[1]) + (f[2] + f[3])).bfloat16()
+        return f.add(left["routed"], alpha=left["scaling"]) if left else f
+
+    def with_sum(*, f, sum_over=None, routed=None, scaling=1.0, **given):
+        forms.append((f.ndim, routed is not None))
         if sum_over is None:
             return boundary(f, **given)
         found = boundary(mhc.sum_of_ranks(terms_of["now"]), **given)
@@ -170,8 +176,13 @@ def test_a_boundary_with_a_sum(wrong, small, monkeypatch):
     monkeypatch.setattr(mhc.op, "mhc", with_sum)
     if wrong is None:
         assert mhc._check_sum("peer").startswith("rows [1, 8]") and len(closed) == 2
+        assert set(forms) == {(2, False), (2, True), (3, False)}  # whole, and without its last addition
     else:
         raised = NotRun if wrong == "small card" else Failure
-        words = {"bits": "1 rows: a boundary with a sum", "fault": told, "small card": "too few multiprocessors"}[wrong]
+        words = {
+            "bits": "1 rows, terms whole: a boundary with a sum",
+            "fault": told,
+            "small card": "too few multiprocessors",
+        }[wrong]
         with pytest.raises(raised, match=words):
             mhc._check_sum("peer")

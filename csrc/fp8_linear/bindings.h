@@ -39,20 +39,42 @@ inline void run(Arguments& a) {
   p.position_bytes = a.get("position_bytes", 8);
   const Tuning tuning = {a.get("warp_rows", 0), a.get("blocks", 0), a.get("row_tiles", 0), a.get("in_turn", 0)};
   const int num_sms = a["num_sms"];
+  const bool merges = a.get("merges", true);
   const LaunchArguments last = a.last();
   const Plan plan = make_plan(p.rows, p.groups, p.outputs, p.inputs, num_sms, multiprocessor_shared(), tuning);
   if (partial_bytes < plan.partial_bytes)
     throw std::runtime_error("fp8_linear: scratch too small: needs " + std::to_string(plan.partial_bytes) + " bytes, got " +
                              std::to_string(partial_bytes));
-  launch(p, plan, last.pdl, last.stream);
+  launch(p, plan, merges, last.pdl, last.stream);
+}
+
+inline void run_merge(Arguments& a) {
+  Params p = {};
+  p.partial = a["partial"];
+  p.out = a["out"];
+  p.out_stride = a["out_stride"];
+  p.rows = a["rows"];
+  p.outputs = a["outputs"];
+  p.groups = 1;
+  const int splits = a["splits"];
+  const LaunchArguments last = a.last();
+  launch_merge(p, splits, last.pdl, last.stream);
 }
 
 inline void bind(py::module_& m) {
   using namespace py::literals;
   m.attr("FP8_LINEAR_MAX_ROWS") = kMaxRows;
   define(m, "fp8_linear", run);
+  define(m, "fp8_linear_merge", run_merge);
   m.attr("FP8_LINEAR_ROTATED") = kRotated;
   m.attr("FP8_LINEAR_HEAD_INPUTS") = kHeadBlocks * kBlock;
+  m.def(
+      "fp8_linear_splits",
+      [](int rows, int outputs, int inputs, int num_sms) {
+        const Plan plan = make_plan(rows, 1, outputs, inputs, num_sms, 0, {});
+        return plan.stash == 0 && plan.units == 0 ? plan.splits : 1;  // else `partial` has more than the sums
+      },
+      py::kw_only(), "rows"_a, "outputs"_a, "inputs"_a, "num_sms"_a);
   m.def(
       "fp8_linear_scratch_bytes",
       [](int rows, int groups, int outputs, int inputs, int num_sms, int warp_rows, int blocks, int row_tiles, int in_turn) {

@@ -76,8 +76,10 @@ int multiprocessor_shared();
 
 Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int sm_shared, const Tuning& tuning);
 
-// One kernel, or two where the plan splits.
-void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream);
+// One kernel, and where the plan splits launch_merge's; merges: else the splits' sums stay in `partial`, and there is no out.
+void launch(const Params& params, const Plan& plan, bool merges, bool pdl, cudaStream_t stream);
+// The splits' sums to out: of 2, 4 or 8.
+void launch_merge(const Params& params, int splits, bool pdl, cudaStream_t stream);
 
 std::vector<KernelAttributes> kernel_attributes();
 int shared_bytes();  // of the kernel that takes the most

@@ -14,6 +14,7 @@
 #include "../device/copies.cuh"
 #include "../device/mma.cuh"
 #include "../device/numbers.cuh"
+#include "../device/terms.cuh"
 #include "config.h"
 
 namespace dsv4::fp8_linear {
@@ -325,14 +326,8 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
   for (int s = 0; s < kSplits; ++s) {
     sum[s] = __ldcg(reinterpret_cast<const float4*>(p.partial + (static_cast<int64_t>(s) * p.rows + row) * all_rows + weight));
   }
-#pragma unroll
-  for (int width = 1; width < kSplits; width *= 2) {
-#pragma unroll
-    for (int s = 0; s < kSplits; s += 2 * width) sum[s] = add(sum[s], sum[s + width]);
-  }
   const int64_t group = weight / p.outputs, output = weight - group * p.outputs;
-  *reinterpret_cast<uint2*>(p.out + row * p.out_stride + group * p.out_stride_group + output) =
-      make_uint2(pack_bf16x2(sum[0].x, sum[0].y), pack_bf16x2(sum[0].z, sum[0].w));
+  *reinterpret_cast<uint2*>(p.out + row * p.out_stride + group * p.out_stride_group + output) = rounded(merged(sum));
 }
 
 }  // namespace dsv4::fp8_linear

@@ -156,7 +156,7 @@ Plan make_plan(int rows, int groups, int outputs, int inputs, int num_sms, int s
   return make_tile_plan(rows, groups, outputs, inputs, num_sms, sm_shared, tuning);
 }
 
-void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t stream) {
+void launch(const Params& params, const Plan& plan, bool merges, bool pdl, cudaStream_t stream) {
   const std::string why_not = problem(params.rows, params.groups, params.outputs, params.inputs);
   if (!why_not.empty()) throw std::runtime_error("fp8_linear: takes " + why_not);
   const TileVariant* const tile = find_tile(plan);
@@ -171,11 +171,14 @@ void launch(const Params& params, const Plan& plan, bool pdl, cudaStream_t strea
     const LinearKernel kernel = few ? kernel_of(index_of(plan.warp_rows), rotates) : tile_kernel_of(*tile, rotates);
     launcher(kernel, dim3(plan.blocks, plan.splits), kThreads, plan.shared_bytes, params, plan);
   }
-  if (plan.splits == 1) return;
+  if (plan.splits > 1 && merges) launch_merge(params, plan.splits, pdl, stream);
+}
+
+void launch_merge(const Params& params, int splits, bool pdl, cudaStream_t stream) {
   const int64_t weight_rows = static_cast<int64_t>(params.groups) * params.outputs;
   const dim3 grid(static_cast<unsigned>(ceil_div(weight_rows / 4, kMergeThreads)), params.rows);
-  void (*const merge)(Params) = plan.splits == 2 ? merge_kernel<2> : plan.splits == 4 ? merge_kernel<4> : merge_kernel<8>;
-  launcher(merge, grid, kMergeThreads, 0, params);
+  void (*const merge)(Params) = splits == 2 ? merge_kernel<2> : splits == 4 ? merge_kernel<4> : merge_kernel<8>;
+  Launcher{kName, pdl, stream}(merge, grid, kMergeThreads, 0, params);
 }
 
 std::vector<KernelAttributes> kernel_attributes() {

@@ -10,7 +10,7 @@
 
 namespace dsv4::mhc {
 
-// With `transport` and what else a group has, f is the sum of its ranks' terms.
+// With `sums` and what else a group has, f is the sum of its ranks' terms: of f, of f and `routed`, or of `partial`.
 inline void run(Arguments& a) {
   SummingParams both = {};
   Params& p = both.boundary;
@@ -51,6 +51,9 @@ inline void run(Arguments& a) {
     ranks = all_reduce::read_group(a, both.sum);
     transport = all_reduce::transport_of(a["transport"].text());
     both.sum.x = p.f;
+    both.term.routed = a.get<const uint16_t*>("routed", nullptr);
+    both.term.partial = a.get<const float*>("partial", nullptr);
+    both.term.scaling = a.get("scaling", 1.f);
     both.sum.rows = p.rows;
     both.sum.vectors = static_cast<int64_t>(p.rows) * p.hidden * 2 / all_reduce::kVectorBytes;
   }
@@ -76,6 +79,7 @@ inline void bind(py::module_& m) {
   using namespace py::literals;
   define(m, "mhc", run);
   m.attr("mhc_fused_rows") = fused_rows();
+  m.attr("mhc_term_splits") = kTermSplits;
   m.def(
       "mhc_fits", [](const std::string& kernels, int rows, int num_sms) { return fits(kernels_of(kernels), rows, num_sms); }, py::kw_only(),
       "kernels"_a, "rows"_a, "num_sms"_a);

@@ -54,10 +54,11 @@ template <int kRanks, bool kHost>
 struct SumOfRanks {
   static constexpr bool kSums = true;
   const all_reduce::Params& p;
+  const Term& term;
   uint4* sums;  // [rows, kRowSums], behind the exchange
 
   struct Slice : SliceSum<kRanks, kHost> {
-    __device__ __forceinline__ Slice(const SumOfRanks& sum, int slice, int tile) : SliceSum<kRanks, kHost>(sum.p, slice, tile) {}
+    __device__ __forceinline__ Slice(const SumOfRanks& sum, int slice, int tile) : SliceSum<kRanks, kHost>(sum.p, sum.term, slice, tile) {}
     __device__ __forceinline__ ~Slice() { this->end(); }  // behind all that others wait for
   };
 };
@@ -295,11 +296,11 @@ __global__ void __launch_bounds__(kFusedThreads, 2) fused_kernel(const Params p)
   take_part<kPost, kHead>(p, NoSum{});
 }
 
-// f is the sum of p.sum.x over the ranks.
+// f is the sum of p.sum.x, or of what p.term makes of it, over the ranks.
 template <bool kHead, int kRanks, bool kHost>
 __global__ void __launch_bounds__(kFusedThreads, 2) summing_kernel(const __grid_constant__ SummingParams p) {
   uint4* const sums = reinterpret_cast<uint4*>(p.boundary.exchange + static_cast<int64_t>(p.boundary.rows) * kSlices * kWidth<kHead>);
-  take_part<true, kHead>(p.boundary, SumOfRanks<kRanks, kHost>{p.sum, sums});
+  take_part<true, kHead>(p.boundary, SumOfRanks<kRanks, kHost>{p.sum, p.term, sums});
 }
 
 }  // namespace dsv4::mhc

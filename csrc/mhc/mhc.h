@@ -10,6 +10,7 @@
 
 #include "../all_reduce/all_reduce.h"
 #include "../launch_kernel.h"
+#include "term.h"
 
 namespace dsv4::mhc {
 
@@ -42,10 +43,12 @@ struct Params {
   uint32_t* counters;          // many: a sector per 16 rows, zero before
 };
 
-// f is a sum between cards: `sum.x` has this one's terms, [rows, hidden] bf16, contiguous; sum.out is not written.
+// f is a sum between cards: `sum.x` has this one's terms, [rows, hidden] bf16, contiguous, or `term` says what they are; sum.out is not
+// written.
 struct SummingParams {
   Params boundary;
   all_reduce::Params sum;
+  Term term;
 };
 
 // Why the kernels cannot take this width; empty: they can.

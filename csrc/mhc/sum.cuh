@@ -11,6 +11,7 @@
 
 #include "../all_reduce/turn.cuh"
 #include "config.h"
+#include "term.cuh"
 
 namespace dsv4::mhc {
 
@@ -35,7 +36,7 @@ struct SliceVector {
   uint4 term;          // this card's
 
   // Behind the wait for the kernels in front.
-  __device__ __forceinline__ SliceVector(const all_reduce::Params& p, int slice, int tile) {
+  __device__ __forceinline__ SliceVector(const all_reduce::Params& p, const Term& of, int slice, int tile) {
     const int thread = threadIdx.x % kMixThreads, first_row = tile * kTileRows;
     const int left = static_cast<int>(p.rows) - first_row, rows = left < kTileRows ? left : kTileRows;
     row = first_row + thread / kRowVectors;
@@ -44,7 +45,7 @@ struct SliceVector {
     part = tile * kSlices + slice;
     is_one = thread < rows * kRowVectors;
     term = make_uint4(0, 0, 0, 0);
-    if (is_one) term = reinterpret_cast<const uint4*>(p.x)[row * kRowSums + vector];
+    if (is_one) term = load_term(p.x, of, row * kRowSums + vector, p.rows);
   }
 };
 
@@ -53,7 +54,7 @@ struct SliceSum {
   SliceVector mine;  // first: its load does not wait for the turn's
   all_reduce::Turn<kRanks, kHost> turn;
 
-  __device__ __forceinline__ SliceSum(const all_reduce::Params& p, int slice, int tile) : mine(p, slice, tile), turn(p) {}
+  __device__ __forceinline__ SliceSum(const all_reduce::Params& p, const Term& of, int slice, int tile) : mine(p, of, slice, tile), turn(p) {}
 
   __device__ __forceinline__ void send() const {
     if (mine.is_one) turn.send(mine.place, all_reduce::sendable(mine.term));

@@ -48,7 +48,7 @@ bool fits_summing(int rows, int num_sms) { return num_blocks(rows) <= fewest_blo
 
 void launch(const SummingParams& params, int ranks, Transport transport, int num_sms, bool pdl, cudaStream_t stream) {
   const Params& p = params.boundary;
-  if (p.hidden != kFlashHidden || p.f == nullptr || p.fn == nullptr || p.rows < 1 || p.rows > kFusedRows)
+  if (p.hidden != kFlashHidden || (p.f == nullptr && params.term.partial == nullptr) || p.fn == nullptr || p.rows < 1 || p.rows > kFusedRows)
     throw std::runtime_error("mhc: these kernels do not take this form, width or number of rows");
   if (params.sum.vectors > params.sum.sizes.one_shot_vectors)
     throw std::runtime_error("mhc: the sum's places take " + std::to_string(params.sum.sizes.one_shot_vectors) + " vectors of 8, got " +

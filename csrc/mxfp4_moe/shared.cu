@@ -3,7 +3,7 @@
 // As torch's own kernel it is a microsecond; but that one lets nothing in early. This one's first instruction lets the boundary behind it
 // start, which then has its weights when the sum is there.
 #include "../device/barriers.cuh"
-#include "../device/numbers.cuh"
+#include "../device/terms.cuh"
 #include "../launch_kernel.h"
 #include "shared.h"
 
@@ -14,10 +14,6 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kVector = 8;  // values of a thread
 
-__device__ __forceinline__ uint32_t added(uint32_t shared, uint32_t routed, float scaling) {
-  return pack_bf16x2(fmaf(scaling, bf16_low(routed), bf16_low(shared)), fmaf(scaling, bf16_high(routed), bf16_high(shared)));
-}
-
 __global__ void __launch_bounds__(kThreads) add_shared_kernel(const __grid_constant__ SharedParams p) {
   pdl_trigger();
   pdl_wait();
@@ -26,7 +22,7 @@ __global__ void __launch_bounds__(kThreads) add_shared_kernel(const __grid_const
   const int64_t row = blockIdx.x;
   uint4* shared = reinterpret_cast<uint4*>(p.shared + row * p.shared_stride + column);
   const uint4 a = *shared, b = *reinterpret_cast<const uint4*>(p.routed + row * p.routed_stride + column);
-  *shared = make_uint4(added(a.x, b.x, p.scaling), added(a.y, b.y, p.scaling), added(a.z, b.z, p.scaling), added(a.w, b.w, p.scaling));
+  *shared = with_routed(a, b, p.scaling);
 }
 
 }  // namespace

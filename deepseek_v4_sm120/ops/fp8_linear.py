@@ -11,10 +11,11 @@ import functools
 import torch
 
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
-from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, E4M3, VECTOR, Call, Question
+from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, CONTIGUOUS, E4M3, FP32, VECTOR, Call, Question
 
 LAUNCH_ROWS = 1 << 15  # of one launch at most; fp8_linear.h has it too, and a test compares
 BLOCK = 128  # inputs and outputs of one scale
+SPLITS = (2, 4, 8)  # parts of the inputs, where there are several
 _STRIDES = 8  # that x has multiples of: 16 bytes
 _OUT_STRIDES, _OUT_ALIGN_BYTES = 4, 8
 _SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.uint8)
@@ -50,6 +51,63 @@ def fp8_linear(x, weight, weight_scale, *, out=None):
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
     _run(x.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), out.unsqueeze(1))
     return out
+
+
+def fp8_linear_unmerged(x, weight, weight_scale):
+    """`fp8_linear` without its last addition: the sums of each part of the inputs, for who adds them where it reads.
+
+    returns       [splits, rows, outputs] float32, contiguous; `merge` makes fp8_linear's bits of it. Only where
+                  `splits_of` says that there are several parts
+
+    Arguments, sizes (up to LAUNCH_ROWS rows), errors, graphs and streams as fp8_linear's.
+    """
+    check = check_product("fp8_linear_unmerged", x, "rows, inputs", weight, weight_scale)
+    rows, outputs = x.shape[0], weight.shape[0]
+    check.on_cuda()
+    splits = splits_of(rows, *weight.shape, x.device.index)
+    if splits == 1:
+        check.refuse("shape", "x", "have rows whose product is made in several parts (splits_of)", list(x.shape))
+    partial = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
+    with cuda_tensors.on_device_of(x):
+        _launch(x.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0), None, NO_ROTATION, (), partial)
+    return partial
+
+
+def merge(partial):
+    """[rows, outputs] bf16 of what `fp8_linear_unmerged` gives: float32, parts added in pairs, rounded once.
+
+    Raises TypeError (dtype), ValueError (shape, stride, alignment), RuntimeError (device, launch).
+    """
+    check = Call("merge", "partial", partial)
+    splits, rows, outputs = check.tensor("partial", partial, FP32, "splits, rows, outputs", CONTIGUOUS, VECTOR)
+    if splits not in SPLITS:
+        check.refuse("shape", "partial.shape[0]", f"be {', '.join(map(str, SPLITS))} (splits)", splits)
+    check.multiple("partial.shape[2]", outputs, BLOCK)
+    check.on_cuda()
+    out = torch.empty((rows, outputs), dtype=torch.bfloat16, device=partial.device)
+    if rows:
+        with cuda_tensors.on_device_of(partial):
+            extension.load().fp8_linear_merge(
+                partial=partial.data_ptr(),
+                out=out.data_ptr(),
+                out_stride=outputs,
+                rows=rows,
+                outputs=outputs,
+                splits=splits,
+                pdl=True,
+                stream=cuda_tensors.current_stream(partial.device.index),
+            )
+    return out
+
+
+def splits_of(rows: int, outputs: int, inputs: int, index: int) -> int:
+    """Parts of the inputs in which a product of so many rows is made on this device; 1: as a whole. By sizes alone."""
+    return _splits(rows, outputs, inputs, cuda_tensors.num_sms(index)) if 0 < rows <= LAUNCH_ROWS else 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _splits(rows: int, outputs: int, inputs: int, num_sms: int) -> int:
+    return extension.load().fp8_linear_splits(rows=rows, outputs=outputs, inputs=inputs, num_sms=num_sms)
 
 
 def fp8_grouped_linear(x, weight, weight_scale, *, out=None):
@@ -114,14 +172,15 @@ def _run(x, weight, weight_scale, out, *, rotation=NO_ROTATION, **tuning) -> Non
             _launch(x, weight, weight_scale, out, rotation, tuple(tuning.items()))
 
 
-def _launch(x, weight, weight_scale, out, rotation, tuning) -> None:
+def _launch(x, weight, weight_scale, out, rotation, tuning, unmerged=None) -> None:
+    """unmerged: the result in place of `out`"""
     module, index = extension.load(), x.device.index
     groups, outputs, inputs = weight.shape
     num_sms, stream = cuda_tensors.num_sms(index), cuda_tensors.current_stream(index)
     for first in range(0, x.shape[0], LAUNCH_ROWS):
         rows = min(LAUNCH_ROWS, x.shape[0] - first)
         needed = _scratch_bytes(rows, groups, outputs, inputs, num_sms, tuning)
-        partial = torch.empty(needed, dtype=torch.uint8, device=x.device) if needed else None
+        partial = torch.empty(needed, dtype=torch.uint8, device=x.device) if needed and unmerged is None else unmerged
         module.fp8_linear(
             x=x.data_ptr() + first * x.stride(0) * 2,
             x_stride=x.stride(0),
@@ -132,11 +191,10 @@ def _launch(x, weight, weight_scale, out, rotation, tuning) -> None:
             scale_stride_output=weight_scale.stride(1),
             scale_stride_input=weight_scale.stride(2),
             scale_bytes=weight_scale.element_size(),
-            out=out.data_ptr() + first * out.stride(0) * 2,
-            out_stride=out.stride(0),
-            out_stride_group=out.stride(1),
+            **_written(out, first),
             partial=0 if partial is None else partial.data_ptr(),
-            partial_bytes=needed,
+            partial_bytes=0 if partial is None else partial.nbytes,
+            merges=unmerged is None,
             rows=rows,
             groups=groups,
             outputs=outputs,
@@ -147,6 +205,16 @@ def _launch(x, weight, weight_scale, out, rotation, tuning) -> None:
             **rotation,
             **dict(tuning),
         )
+
+
+def _written(out, first: int) -> dict[str, int]:
+    if out is None:
+        return {"out": 0, "out_stride": 0, "out_stride_group": 0}
+    return {
+        "out": out.data_ptr() + first * out.stride(0) * 2,
+        "out_stride": out.stride(0),
+        "out_stride_group": out.stride(1),
+    }
 
 
 # ---- checks

@@ -46,6 +46,7 @@ SUMMING_ROWS = {2: 64, 4: 16, 8: 4}  # by ranks: above, two hops of a sum alone 
 # 24 KB a row of calls that sum, 7 MiB.
 _CAPTURE_STORE_BYTES = 28 << 20
 _MAX_ROWS = 1 << 26
+TERM_SPLITS = 4  # parts of a term that comes unmerged; term.h has it too, and a test compares
 _STRIDES = 8  # that rows have multiples of: 16 bytes
 
 
@@ -65,6 +66,8 @@ def mhc(
     post_scale=2.0,
     sinkhorn_iters=20,
     sum_over=None,
+    routed=None,
+    scaling=1.0,
     tag=0,
     ready=None,
     held_sms=0,
@@ -73,7 +76,8 @@ def mhc(
     """A boundary between two sublayers: the new streams, their coefficients, and the next sublayer's normed input.
 
     f              [rows, hidden] bf16, the sublayer's output; last dim contiguous, row stride a multiple of 8. Or a
-                   tuple of such tensors, its rows in pieces
+                   tuple of such tensors, its rows in pieces. With sum_over also [4, rows, hidden] float32, contiguous:
+                   what ops.fp8_linear_unmerged gives, and so this card's term is `merge` of it
     streams        [rows, 4, hidden] bf16, the old streams; a row contiguous, row stride a multiple of 8
     post           [rows, 4] or [rows, 4, 1] float32, contiguous: how much of f each stream gets
     comb           [rows, 4, 4] float32, contiguous: first index the old stream, second the new one
@@ -85,6 +89,8 @@ def mhc(
     sinkhorn_iters 1 and more; the first is the softmax and one division by the column sums
     sum_over       the `AllReduce` of the cards whose f are to be added, in fp32 in the order of ranks, rounded to bf16
                    once; f contiguous, at most its max_rows. All ranks make the same call. None: f is complete
+    routed         [rows, hidden] bf16, contiguous: this card's term is f + scaling * routed, as ops.add_shared has it;
+                   f is not written. Such terms only where `takes_terms`
     tag            of a sum, as AllReduce has it
     ready          of pieces: called with a piece's number before its launch, to make the current stream wait for it
     held_sms       of pieces: multiprocessors that other streams' kernels hold for long. Blocks that must all be
@@ -110,15 +116,15 @@ def mhc(
     in_pieces = isinstance(f, tuple)
     _check_pieces(check, f if in_pieces else None, ready, held_sms, sum_over, rows, hidden)
     post = _check_sublayer(check, f, post, comb, rows, hidden, sum_over, in_pieces)
+    term = _check_term(check, f, routed, scaling, sum_over, rows, hidden)
     _check_mixes(check, fn, scale, base, norm_weight, MIXES, 3, hidden)
     _check_numbers(check, norm_eps, rms_eps, hc_eps, sinkhorn_iters)
     _check_kernels(check, kernels, hidden, KERNELS)
     check.on_cuda()
-    device = streams.device
-    new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=device)
-    y, new_post, new_comb = _results(rows, hidden, device)
+    new = torch.empty((rows, STREAMS, hidden), dtype=torch.bfloat16, device=streams.device)
+    y, new_post, new_comb = _results(rows, hidden, streams.device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
-    options |= {"sum_over": sum_over, "tag": tag, "kernels": kernels}
+    options |= {"sum_over": sum_over, "tag": tag, "kernels": kernels, "term": term}
     if in_pieces:
         _launch_pieces(streams, f, post, comb, new, y, new_post, new_comb, ready, held_sms, options)
     else:
@@ -230,6 +236,10 @@ def _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale
     }
 
 
+_WHOLE: dict[str, int | float] = {}  # a term without an addition that is left
+_NOT_INSIDE = (
+    "mhc: f float32 or with `routed` needs a boundary that makes its sum inside (takes_terms), got {} rows, kernels {}"
+)
 _NO_NUMBERS = {"norm_eps": 0.0, "rms_eps": 0.0, "hc_eps": 0.0, "post_scale": 0.0, "sinkhorn_iters": 1}
 
 
@@ -268,6 +278,7 @@ def _launch_here(
     sum_over=None,
     tag=0,
     kernels=None,
+    term=_WHOLE,
     held_sms=0,
 ) -> None:
     """Checked arguments to raw pointers; streams' device is current."""
@@ -281,23 +292,23 @@ def _launch_here(
     num_sms = max(0, num_sms - held_sms)
     sums = {}
     if sum_over is not None:
-        if not _sums_inside(kernels, rows, hidden, sum_over, index):
+        if _sums_inside(kernels, rows, hidden, sum_over, index):
+            # a stream of fewer multiprocessors than that takes is an error: the other cards wait for this kernel
+            kernels, num_sms = "fused", min(num_sms, sum_over.num_sms)
+            sums = {"sums": True, **term, **sum_over.arguments(tag)}
+        elif term:
+            raise ValueError(_NOT_INSIDE.format(rows, kernels))
+        else:
             f = sum_over(f, tag=tag)
-        else:  # a stream of fewer multiprocessors than that takes is an error: the other cards wait for this kernel
-            kernels, num_sms, sums = "fused", min(num_sms, sum_over.num_sms), {"sums": True, **sum_over.arguments(tag)}
     if kernels is None:
         kernels = _kernels_of(rows, hidden, f is not None and not head, num_sms, index)
     if fn is not None:
         exchange_words, partials_bytes, counter_words = _workspace(rows, hidden, head, kernels, bool(sums))
-        if exchange_words:
-            exchange = _exchange(index).take(stream, exchange_words)
-        if partials_bytes:
-            partials = torch.empty((partials_bytes,), dtype=torch.uint8, device=device)
-        if counter_words:
-            counters = torch.zeros((counter_words,), dtype=torch.int32, device=device)
+        exchange = _exchange(index).take(stream, exchange_words) if exchange_words else None
+        partials = torch.empty((partials_bytes,), dtype=torch.uint8, device=device) if partials_bytes else None
+        counters = torch.zeros((counter_words,), dtype=torch.int32, device=device) if counter_words else None
     extension.load().mhc(
-        f=_address(f),
-        f_stride=0 if f is None else f.stride(0),
+        **_sublayer(f, term),
         post=_address(post),
         comb=_address(comb),
         streams=_address(new),
@@ -328,6 +339,12 @@ def _launch_here(
     )
 
 
+def _sublayer(f, term) -> dict[str, int]:
+    if f is None or "partial" in term:
+        return {"f": 0, "f_stride": 0}
+    return {"f": f.data_ptr(), "f_stride": f.stride(0)}
+
+
 def _address(tensor) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -351,6 +368,11 @@ def summing_rows(group: AllReduce) -> int:
 def takes_sum(rows: int, hidden: int, group: AllReduce) -> bool:
     """Whether a boundary of so many rows can have its sum inside: where all its blocks are resident, it has."""
     return hidden == group.hidden and 1 <= rows <= summing_rows(group)
+
+
+def takes_terms(rows: int, hidden: int, group: AllReduce) -> bool:
+    """Whether a card's term may come to a boundary without its last addition: wherever its sum is made inside."""
+    return takes_sum(rows, hidden, group) and _fits_summing(rows, group.num_sms, group.device.index)
 
 
 def _sums_inside(kernels, rows: int, hidden: int, group: AllReduce, index: int) -> bool:
@@ -415,7 +437,7 @@ def _check_pieces(check: Call, pieces, ready, held_sms, sum_over, rows, hidden) 
 
 def _check_sublayer(check: Call, f, post, comb, rows, hidden, sum_over=None, in_pieces=False):
     """post as the kernels read it, [rows, 4]"""
-    if not in_pieces:
+    if not in_pieces and not _is_unmerged(f):
         check.tensor("f", f, BF16, (rows, hidden), _STRIDES if sum_over is None else CONTIGUOUS, VECTOR)
     if sum_over is not None:
         _check_group(check, sum_over, rows, hidden)
@@ -425,6 +447,23 @@ def _check_sublayer(check: Call, f, post, comb, rows, hidden, sum_over=None, in_
     check.tensor("post", post, FP32, (rows, STREAMS))
     check.tensor("comb", comb, FP32, (rows, STREAMS, STREAMS))
     return post
+
+
+def _is_unmerged(f) -> bool:
+    return isinstance(f, torch.Tensor) and f.dtype == torch.float32
+
+
+def _check_term(check: Call, f, routed, scaling, sum_over, rows, hidden) -> dict[str, int | float]:
+    """What the kernel has to add first, of this card's own."""
+    if not _is_unmerged(f) and routed is None:
+        return _WHOLE
+    if sum_over is None:
+        check.refuse("value", "sum_over", "be an AllReduce where f is float32 or has `routed`", None)
+    if routed is not None:
+        check.tensor("routed", routed, BF16, (rows, hidden), CONTIGUOUS, VECTOR)
+        return {"routed": routed.data_ptr(), "scaling": float(scaling)}
+    check.tensor("f", f, FP32, (TERM_SPLITS, rows, hidden), CONTIGUOUS, VECTOR)
+    return {"partial": f.data_ptr()}
 
 
 def _check_group(check: Call, group: AllReduce, rows, hidden) -> None:

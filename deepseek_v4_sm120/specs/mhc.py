@@ -137,6 +137,22 @@ def make_terms(inputs: Inputs, ranks: int, seed: int = 0) -> list[torch.Tensor]:
     return [(torch.randn(shape, generator=generator, device=device) * scale).bfloat16() for _ in range(ranks)]
 
 
+FORMS = ("routed", "unmerged")  # of terms whose last addition is left to the boundary
+
+
+def leave_additions(form: str, terms: list[torch.Tensor], seed: int = 0) -> tuple[list[tuple], list[torch.Tensor]]:
+    """([(f, options of ops.mhc)], what they are when added: bf16, by torch), one of each a card."""
+    generator = torch.Generator(terms[0].device).manual_seed(seed)
+    shape, device = (op.TERM_SPLITS, *terms[0].shape), terms[0].device
+    others = [torch.randn(shape, generator=generator, device=device) for _ in terms]
+    if form == "unmerged":
+        parts = [other * term.float() for other, term in zip(others, terms, strict=True)]
+        return [(one, {}) for one in parts], [((a + b) + (c + d)).bfloat16() for a, b, c, d in parts]
+    routed, scaling = [other[0].bfloat16() for other in others], 1.5
+    given = [(term, {"routed": one, "scaling": scaling}) for term, one in zip(terms, routed, strict=True)]
+    return given, [term.add(one, alpha=scaling) for term, one in zip(terms, routed, strict=True)]
+
+
 # ---- self-test
 
 
@@ -196,8 +212,9 @@ def _check_parts() -> str:
     return f"parts equal the whole, bit by bit; head: {error}"
 
 
-def _boundary(inputs: Inputs, f, sum_over, *, kernels: str):
-    return op.mhc(**{**inputs.boundary(), "f": f}, sum_over=sum_over, kernels=kernels)
+def _boundary(inputs: Inputs, term: tuple, sum_over, *, kernels: str):
+    f, left = term
+    return op.mhc(**{**inputs.boundary(), "f": f}, sum_over=sum_over, kernels=kernels, **left)
 
 
 def _check_sum(transport: str) -> str:
@@ -211,16 +228,18 @@ def _check_sum(transport: str) -> str:
     for rows in all_rows:
         inputs = make_inputs(Shape(rows))
         terms = make_terms(inputs, 2)
-        expected = _boundary(inputs, sum_of_ranks(terms), None, kernels="split")
         call = functools.partial(_boundary, inputs, kernels="fused")
-        for _ in range(3):
-            found = all_reduce.summed(group, terms, streams, call=call)
-            pairs = [pair for of_rank in found for pair in zip(of_rank, expected, strict=True)]
-            equal = all(torch.equal(*pair) for pair in pairs)  # waits
-            if fault := next(filter(None, (one.fault() for one in group)), None):
-                raise Failure(fault)
-            for pair in () if equal else pairs:
-                same(*pair, f"{rows} rows: a boundary with a sum, and one behind it,")
+        whole = "whole", ([(term, {}) for term in terms], terms)
+        for form, (given, added) in (whole, *((form, leave_additions(form, terms)) for form in FORMS)):
+            expected = _boundary(inputs, (sum_of_ranks(added), {}), None, kernels="split")
+            for _ in range(3):
+                found = all_reduce.summed(group, given, streams, call=call)
+                pairs = [pair for of_rank in found for pair in zip(of_rank, expected, strict=True)]
+                equal = all(torch.equal(*pair) for pair in pairs)  # waits
+                if fault := next(filter(None, (one.fault() for one in group)), None):
+                    raise Failure(fault)
+                for pair in () if equal else pairs:
+                    same(*pair, f"{rows} rows, terms {form}: a boundary with a sum, and one behind it,")
     for one in group:
         one.close()
     return f"rows {all_rows}: equal, bit by bit"

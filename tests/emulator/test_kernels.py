@@ -86,6 +86,17 @@ def test_fp8_linear(choices, rows, ue8m0):
 
 
 @schedules
+@pytest.mark.parametrize("rows", [2, 12])
+def test_fp8_linear_unmerged(choices, rows):
+    weight, scale = fp8_spec.make_weight(1, 256, 2048, generator(rows), ue8m0=True)
+    x = fp8_spec.make_x(rows, 1, 2048, generator(rows))[:, 0]
+    with emulated(**choices | {"multiprocessors": 8}):
+        partial = fp8_linear.fp8_linear_unmerged(x, weight[0], scale[0])
+        assert len(partial) == fp8_linear.splits_of(rows, 256, 2048, 0) > 1 and not ran("merge_kernel")
+        assert same(fp8_linear.merge(partial), fp8_linear.fp8_linear(x, weight[0], scale[0])) and ran("merge_kernel")
+
+
+@schedules
 @pytest.mark.parametrize("in_turn", [1, 2, 4, 8])
 def test_fp8_linear_of_many_rows(choices, in_turn):
     """Eight slices of two lengths; units of 64 and of 128 rows, some in one block; NaN where it stays."""
@@ -268,8 +279,8 @@ def test_sums_between_cards(choices, ranks, transport):
             one.close()
 
 
-def _behind_a_sum(boundary: dict, f, one):
-    return mhc.mhc(**{**boundary, "f": f}, sum_over=one, kernels="fused")
+def _behind_a_sum(boundary: dict, f, one, **left):
+    return mhc.mhc(**{**boundary, "f": f}, sum_over=one, kernels="fused", **left)
 
 
 @pytest.mark.parametrize("ranks, most_instructions", [(2, 12), (2, 800), (4, 100)])
@@ -284,6 +295,17 @@ def test_mhc_behind_a_sum(ranks, most_instructions):
             call = functools.partial(_behind_a_sum, inputs.boundary())
             found = on_cards(call, terms, cards)
             assert all(same(a, b) for of_rank in found for a, b in zip(of_rank, expected, strict=True))
+        # terms without their last addition, the same on all cards
+        routed, partial = terms[1], torch.stack([*terms, *terms][: mhc.TERM_SPLITS]).float() * 1.37
+        added = mxfp4_moe.add_shared(terms[0].clone(), routed, scaling=1.5)
+        for f, left, whole in (
+            (terms[0], {"routed": routed, "scaling": 1.5}, added),
+            (partial, {}, fp8_linear.merge(partial)),
+        ):
+            summed = all_reduce_reference.all_reduce([whole] * ranks)
+            expected = mhc.mhc(**{**inputs.boundary(), "f": summed}, kernels="split")
+            found = on_cards(functools.partial(_behind_a_sum, inputs.boundary(), **left), [f] * ranks, cards)
+            assert all(same(a, b) for of_rank in found for a, b in zip(of_rank, expected, strict=True))
         for one in cards:
             one.close()
-    assert ran("summing_kernel")
+    assert ran("summing_kernel") and ran("merge_kernel") and ran("add_shared_kernel")

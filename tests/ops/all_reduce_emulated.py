@@ -34,7 +34,10 @@ from deepseek_v4_sm120.ops.shared.checks import Call  # noqa: E402
 
 LIBRARY = ("-O1", "-DLIBRARY", "-shared", "-fPIC")
 HARNESS = Path(__file__).with_name("all_reduce_on_cpu.cpp")
-SOURCES = ("all_reduce.h", "turn.cuh", "kernel.cuh", "gather.cuh", "ping.cuh", "../mhc/config.h", "../mhc/sum.cuh")
+SOURCES = (
+    *("all_reduce.h", "turn.cuh", "kernel.cuh", "gather.cuh", "ping.cuh", "../device/terms.cuh"),
+    *("../mhc/config.h", "../mhc/term.h", "../mhc/term.cuh", "../mhc/sum.cuh"),
+)
 SMALL = (  # two slices of two rows, two threads without a vector; rows of eight vectors, two for each of four threads
     ("constexpr int kThreads = 128;", "constexpr int kThreads = 3;"),
     ("constexpr int kPingThreads = 512;", "constexpr int kPingThreads = 3;"),

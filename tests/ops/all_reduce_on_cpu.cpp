@@ -30,6 +30,9 @@
 
 using cudaStream_t = void*;
 struct uint4 { uint32_t x, y, z, w; };
+struct uint2 { uint32_t x, y; };
+struct float4 { float x, y, z, w; };
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 struct Index { int x; };
 thread_local Index threadIdx, blockIdx, gridDim;
@@ -90,6 +93,9 @@ inline uint32_t bf16(float f) {  // to nearest, ties to even, one NaN
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline uint32_t pack_bf16x2(float low, float high) { return bf16(low) | bf16(high) << 16; }
+inline float4 add(const float4& a, const float4& b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+inline uint4 load_from_l2(const uint16_t* p) { return *reinterpret_cast<const uint4*>(p); }
+inline float4 load_from_l2(const float4* p) { return *p; }
 inline void store_held_back(uint32_t* p, uint32_t v) {
   pending.push_back({p, v});
   if (!holds_back || rolls(4)) carry_out(!holds_back);
@@ -127,7 +133,7 @@ void boundary_block(const Params& p, int block, uint32_t patience, uint4* sums, 
   using namespace dsv4::mhc;
   const int slices = SliceSum<kRanks, kHost>::parts_of(p.rows);
   if (block < slices) {
-    const SliceSum<kRanks, kHost> slice(p, block % kSlices, block / kSlices);
+    const SliceSum<kRanks, kHost> slice(p, Term{}, block % kSlices, block / kSlices);
     slice.send();
     slice.add(shared, sums);
     carry_out(true);  // the barrier waits for other cards: no store takes as long

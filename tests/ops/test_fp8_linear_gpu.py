@@ -46,6 +46,21 @@ def tuned(x, weight, scale, **tuning):
     return out
 
 
+@pytest.mark.parametrize("inputs", [2048, 4096])
+def test_what_merges_has_the_bits_of_a_merged_product(inputs, device):
+    """wo_b at four and at two cards."""
+    x, weight, scale = _plain(64, 4096, inputs)
+    seen = set()
+    for rows in (1, 2, 8, 9, 16, 31, 64):
+        if (splits := op.splits_of(rows, 4096, inputs, device.index or 0)) == 1:
+            continue
+        partial = op.fp8_linear_unmerged(x[:rows], weight, scale)
+        assert partial.shape == (splits, rows, 4096) and partial.is_contiguous()
+        assert torch.equal(_bits(op.merge(partial)), _bits(fp8_linear(x[:rows], weight, scale)))
+        seen.add(splits)
+    assert seen
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_matrix_of_the_model(shape):
     groups, outputs, inputs = shape

@@ -54,6 +54,34 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize(
+    ("partial", "raised", "words"),
+    [
+        (
+            torch.zeros(4, 3, 256, dtype=torch.bfloat16),
+            TypeError,
+            "partial.dtype must be torch.float32, got torch.bfloat16",
+        ),
+        (torch.zeros(3, 3, 256), ValueError, r"partial.shape\[0\] must be 2, 4, 8 \(splits\), got 3"),
+        (torch.zeros(4, 3, 200), ValueError, r"partial.shape\[2\] must be a positive multiple of 128, got 200"),
+        (torch.zeros(4, 256, 3).mT, ValueError, "partial must be contiguous"),
+    ],
+)
+def test_what_cannot_be_merged(partial, raised, words):
+    with pytest.raises(raised, match=f"^merge: {words}"):
+        op.merge(partial)
+
+
+def test_parts_of_a_product_are_of_its_sizes(monkeypatch):
+    monkeypatch.setattr(op.cuda_tensors, "num_sms", lambda index: 188)
+    for inputs, splits in ((1024, 1), (2048, 4), (4096, 4), (8192, 4)):
+        assert {op.splits_of(rows, 4096, inputs, 0) for rows in (1, 8, 9, 64)} == {splits}
+    assert op.splits_of(0, 4096, 2048, 0) == op.splits_of(op.LAUNCH_ROWS + 1, 4096, 2048, 0) == 1
+    monkeypatch.setattr(op.Call, "on_cuda", lambda self: None)
+    with pytest.raises(ValueError, match="have rows whose product is made in several parts"):
+        op.fp8_linear_unmerged(**arguments())
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments(name):
     changes, words = BAD[name]

@@ -19,7 +19,7 @@ from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.all_reduce import all_reduce as sum_of
 from deepseek_v4_sm120.specs.all_reduce import in_threads
 from deepseek_v4_sm120.specs.bounds import MHC
-from deepseek_v4_sm120.specs.mhc import Shape, errors, make_inputs, make_terms
+from deepseek_v4_sm120.specs.mhc import FORMS, Shape, errors, leave_additions, make_inputs, make_terms
 from tests.ops.all_reduce_groups import in_processes
 from tests.ops.test_mhc_gpu import equal
 
@@ -104,6 +104,28 @@ def test_all_words_of_nan_zeros_and_infinities(pair, device):
     assert not any(bool(buffer.any()) for buffer in (words._store, *words._by_stream.values()))
 
 
+def boundary_of(inputs, term, **way):
+    f, options = term
+    return boundary(inputs, f, **options, **way)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pair", all_reduce.TRANSPORTS, indirect=True)
+def test_terms_without_their_last_addition(pair, form, device):
+    streams = [torch.cuda.Stream(device) for _ in pair]
+    for rows in TOGETHER:
+        inputs = make_inputs(Shape(rows), seed=rows, device=device)
+        given, finished = leave_additions(form, make_terms(inputs, 2, rows), rows)
+        expected = boundary(inputs, sum_of(finished), kernels="split")
+        found = on_streams(pair, streams, given, partial(boundary_of, inputs))
+        assert all(equal(one, expected) for one in found), rows
+    f, options = given[0]
+    with pytest.raises(ValueError, match="needs a boundary that makes its sum inside .*, got 16 rows, kernels split"):
+        boundary(inputs, f, sum_over=pair[0], kernels="split", **options)
+    if form == "routed":  # not written
+        assert torch.equal(f, make_terms(inputs, 2, rows)[0])
+
+
 @pytest.mark.parametrize("pair", all_reduce.TRANSPORTS, indirect=True)
 def test_sums_of_all_kinds_follow_each_other(pair, device):
     """Alone in one hop and two, inside of boundaries, in front of them: the same places, the same turns."""
@@ -176,6 +198,11 @@ def between_processes(rank, ranks, device, gather, transport):
         for kernels in ("fused", None, "split") if fused else (None, "split"):
             found = boundary(inputs, terms[rank], sum_over=group, kernels=kernels)
             assert equal(found, expected), (rows, kernels)
+        for form in FORMS if op.takes_terms(rows, group.hidden, group) else ():
+            given, finished = leave_additions(form, terms, turn)
+            f, options = given[rank]
+            found = boundary(inputs, f, sum_over=group, **options)
+            assert equal(found, boundary(inputs, sum_of(finished), kernels="split")), (rows, form)
     truth = reference.mhc_post(**{**inputs.post_only(), "f": reference.summed(terms)})
     assert relative_error(found[0], truth) < MHC.truth
     torch.cuda.synchronize()

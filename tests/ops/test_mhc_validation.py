@@ -157,6 +157,49 @@ def test_who_adds_is_decided_by_what_all_ranks_have(monkeypatch, rows, hidden, c
     op._fits_summing.cache_clear()
 
 
+PIECES = make_inputs(Shape(9), device="cpu")
+TERMS = torch.zeros(op.TERM_SPLITS, 9, 4096)
+BAD_TERMS = {
+    "parts without a sum": (
+        {"f": TERMS},
+        ValueError,
+        "sum_over must be an AllReduce where f is float32 or has `routed`",
+    ),
+    "routed without a sum": (
+        {"routed": PIECES.f},
+        ValueError,
+        "sum_over must be an AllReduce where f is float32 or has",
+    ),
+    "three parts": (
+        {"f": TERMS[:3], "sum_over": group()},
+        ValueError,
+        r"f.shape must be \[4, 9, 4096\], got \[3, 9, 4096\]",
+    ),
+    "a row short": (
+        {"f": TERMS[:, :8], "sum_over": group()},
+        ValueError,
+        r"f.shape must be \[4, 9, 4096\], got \[4, 8,",
+    ),
+    "routed's shape": (
+        {"routed": PIECES.f[:8], "sum_over": group()},
+        ValueError,
+        r"routed.shape must be \[9, 4096\], got",
+    ),
+    "routed's type": ({"routed": TERMS[0], "sum_over": group()}, TypeError, "routed.dtype must be torch.bfloat16, got"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TERMS)
+def test_terms_that_cannot_be(name):
+    changes, raised, words = BAD_TERMS[name]
+    with pytest.raises(raised, match=f"^mhc: {words}"):
+        mhc(**{**PIECES.boundary(), **changes})
+
+
+def test_the_parts_of_a_term_are_the_kernels():
+    assert extension.load().mhc_term_splits == op.TERM_SPLITS
+
+
 @pytest.mark.parametrize("kernels", ["fused", "many"])
 def test_some_kernels_need_flashs_width(kernels):
     wide = make_inputs(Shape(1, hidden=7168), device="cpu")
@@ -193,7 +236,6 @@ def test_the_kernels_that_take_a_call_fit_the_streams_multiprocessors(
     assert asked == [(rows, 24)]
 
 
-PIECES = make_inputs(Shape(9), device="cpu")
 CUT = PIECES.f.split([2, 3, 4])
 BAD_PIECES = {
     "a row short": ({"f": CUT[:2]}, ValueError, "f must have 9 rows in its pieces, got 5"),

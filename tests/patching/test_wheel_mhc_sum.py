@@ -13,6 +13,7 @@ import torch
 
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
+from deepseek_v4_sm120.sglang_patches.adapters import mhc_owed_terms as terms
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum as adapter
 from tests.adapters.test_mhc_sum import HIDDEN, RANKS, Coordinator
 from tests.patching.test_wheel_wo_a import QUIET, Quiet, definition, take
@@ -61,14 +62,27 @@ def post_of(f, streams, post, comb):
     return (streams.float() * 0.5 + f.float()[:, None] * 0.25).to(torch.bfloat16)
 
 
-def mhc(f, streams, post, comb, *weights, sum_over=None, tag=0, **options):
+def mhc(f, streams, post, comb, *weights, sum_over=None, tag=0, routed=None, scaling=1.0, **options):
     """ops.mhc: the ranks' terms are alike."""
     sums.append(None if sum_over is None else tag)
+    forms.append("unmerged" if f.ndim == 3 else "whole" if routed is None else "unadded")
+    f = merge(f) if f.ndim == 3 else f if routed is None else f + scaling * routed
     new = post_of(f if sum_over is None else RANKS * f, streams, post, comb)
     return new, post.view(-1, 4), comb, new.float().mean(1).to(torch.bfloat16)
 
 
+def merge(partial):
+    return partial.sum(0).to(torch.bfloat16)
+
+
+def add_shared(shared, routed, *, scaling):
+    finished.append("added")
+    return shared.add_(routed, alpha=scaling)
+
+
 sums: list[int | None] = []  # of every boundary: the tag, None: f was complete
+forms: list[str] = []  # of the terms that came to it
+finished: list[str] = []  # terms that somebody else looked at
 
 
 @pytest.fixture
@@ -81,11 +95,30 @@ def group(monkeypatch):
     monkeypatch.setattr(boundary.op, "mhc_post", lambda f, streams, post, comb: post_of(f, streams, post, comb))
     monkeypatch.setattr(device_gate, "serves", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    sums.clear()
+    monkeypatch.setattr(terms.op, "takes_terms", terms.op.takes_sum)  # whose blocks are all resident
+    monkeypatch.setattr(terms.experts_op, "add_shared", add_shared)
+    monkeypatch.setattr(terms.linear_op, "merge", lambda partial: finished.append("merged") or merge(partial))
+    monkeypatch.setattr(terms.linear_op, "splits_of", lambda *sizes: terms.op.TERM_SPLITS)
+    monkeypatch.setattr(terms.linear_op, "fp8_linear_unmerged", lambda x, *_: (x * 0.5).float() * SHARES)
+    for seen in (sums, forms, finished):
+        seen.clear()
     return module._TP
 
 
+SHARES = torch.tensor([0.5, 0.25, 0.125, 0.125]).view(-1, 1, 1)  # of the parts of wo_b's inputs
 FUSED = boundary.replace_fused_post_pre(None)
+
+
+def product(layer, x, bias=None):
+    """Of wo_b, as fp8_linear.py has it; inputs are halved."""
+    found = terms.of_product(layer, x, None)
+    return x * 0.5 if found is None else found
+
+
+def shared_add(experts, x, shared, scale):
+    """As mxfp4_moe.py has it."""
+    found = terms.of_experts(shared, x, 1.0)
+    return x + shared if found is None else found
 
 
 def names_of(wheel, group) -> dict:
@@ -103,7 +136,7 @@ def names_of(wheel, group) -> dict:
         "get_parallel": lambda: parallel,
         "get_forward": QuietContext,
         "get_moe_a2a_backend": lambda: no_backend,
-        "maybe_fuse_routed_scale_and_shared_add": lambda experts, x, shared, scale: x + shared,
+        "maybe_fuse_routed_scale_and_shared_add": shared_add,
         "KTEPWrapperMethod": int,
         "mhc_fused_post_pre": FUSED,
         "_get_mhc_ops": lambda: SimpleNamespace(mhc_fused_post_pre=FUSED),
@@ -129,9 +162,9 @@ def names_of(wheel, group) -> dict:
 def row_parallel(wheel, names):
     """wo_b, of inputs that are halved; its forward is the wheel's."""
     forward = take(wheel, dict(names), "RowParallelLinear.forward", LINEAR)
-    method = SimpleNamespace(apply=lambda layer, x, bias=None: x * 0.5)
     return type("RowParallelLinear", (Part,), {"forward": forward})(
-        **{"quant_method": method, "bias": None, "skip_bias_add": False, "input_is_parallel": True},
+        **{"quant_method": SimpleNamespace(apply=product), "weight": torch.empty(HIDDEN, HIDDEN), "bias": None},
+        **{"skip_bias_add": False, "input_is_parallel": True},
         **{"reduce_results": True, "tp_size": RANKS, "tp_rank": 0, "use_dp_attention_reduce": False},
         **{"use_decode_attn_tp": False, "parallel_group": "tp"},
     )
@@ -325,12 +358,16 @@ def ways(wheel, version, group, rows, *, patched):
 def test_the_sums_of_two_layers(version, rows, group, sglang_wheel):
     wheel = sglang_wheel(version)
     expected, made = ways(wheel, version, group, rows, patched=False)
-    assert made == 4 and sums == [None] * 3
-    sums.clear()
+    assert made == 4 and sums == [None] * 3 and forms == ["whole"] * 3 and not finished
+    sums.clear(), forms.clear()
     found, made = ways(wheel, version, group, rows, patched=True)
     # wo_b's, the experts' and wo_b's again inside; the last one in front of the post
     assert (made, sums) == ((1, [1, 2, 3]) if rows <= 64 else (4, [None] * 3))
     assert torch.equal(found, expected) and found.float().std() > 0
+    # their last additions, too; the experts' in front of the post is made there
+    assert (forms, finished) == (
+        (["unmerged", "unadded", "unmerged"], ["added"]) if rows <= 64 else (["whole"] * 3, [])
+    )
 
 
 @every_release(FIRST)

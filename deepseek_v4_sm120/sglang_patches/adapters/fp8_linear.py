@@ -9,6 +9,8 @@ number of rows, and on what is fixed for a layer, never on contents. All else is
 already quantised (a tuple); a bias; MXFP8 and Marlin layers; weights or scales in a layout that the operator does not
 read (DeepGEMM's packed scales, blocks other than 128 x 128).
 
+Of few rows of wo_b the last addition is left to the boundary that makes the sum between the cards: mhc_owed_terms.py.
+
 wo_a, grouped and applied by the model itself, is an operator of its own: wo_a.py beside this file.
 """
 
@@ -22,7 +24,7 @@ import torch
 
 from deepseek_v4_sm120.ops import fp8_linear as op
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
-from deepseek_v4_sm120.sglang_patches.adapters import dense_rows
+from deepseek_v4_sm120.sglang_patches.adapters import dense_rows, mhc_owed_terms
 from deepseek_v4_sm120.specs import bounds
 
 PATCH = "fp8_linear"
@@ -66,6 +68,8 @@ def keeps(method, layer) -> bool:
 
 
 def _serve(_method, layer, x, _bias=None):
+    if x.dim() == 2 and (term := mhc_owed_terms.of_product(layer, as_rows(x), layer.weight_scale_inv)) is not None:
+        return term
     out = op.fp8_linear(as_rows(x), layer.weight, layer.weight_scale_inv)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 

@@ -34,23 +34,26 @@ from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as pieces
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE, Communicator, all_reduce_of
-from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import PATCH, OwedSum, layers
+from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import PATCH, OwedSum, finished, layers
+from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_terms import OwedTerm, form_of
 
 
 class SumOfFewRows(OwedSum):
-    """Terms that the boundary's kernel adds up; for all others SGLang's own call does."""
+    """Terms that the boundary's kernel adds up; for all others SGLang's own call does. term: this card's, whose last
+    addition may be left as well (mhc_owed_terms.py)."""
 
-    def __init__(self, term: torch.Tensor, ours: Communicator, original: Callable):
+    def __init__(self, term: torch.Tensor | OwedSum, ours: Communicator, original: Callable):
         self._term, self._ours, self._original = term, ours, original
 
     def finish(self) -> torch.Tensor:
-        return self._original(self._term)
+        return self._original(finished(self._term))
 
     def unfinished(self) -> tuple[torch.Tensor, dict]:
-        return self._term, {"sum_over": self._ours.sums, "tag": self._ours.next_tag()}
+        term, left = self._term.for_boundary() if isinstance(self._term, OwedSum) else (self._term, {})
+        return term, {"sum_over": self._ours.sums, "tag": self._ours.next_tag(), **left}
 
     def alike(self, name: str):
-        return getattr(self._term, name)
+        return getattr(form_of(self._term), name)
 
 
 def replace_layer_forward(original: Callable) -> Callable:
@@ -67,7 +70,7 @@ def replace_layer_forward(original: Callable) -> Callable:
         if not is_wanted or not _comes_to_a_boundary(state):
             return original(self, *args, **kwargs)
         _put_off_sums_of(coordinator)
-        with layers.enter(self, coordinator=coordinator):
+        with layers.enter(self, coordinator=coordinator, leaves=functools.partial(_leaves, coordinator)):
             return original(self, *args, **kwargs)
 
     return forward
@@ -87,10 +90,11 @@ def _put_off_sums_of(coordinator) -> None:
     @functools.wraps(original)
     def all_reduce(input_):
         if layers.layer is None:
-            return original(input_)
-        ours = _who_can_wait(coordinator, input_)
+            return original(finished(input_))
+        ours = _who_can_wait(coordinator, form_of(input_))
         if ours is not None:
             return SumOfFewRows(input_, ours, original)
+        input_ = input_.run() if isinstance(input_, OwedTerm) else input_
         return original(input_) if (owed := pieces.owed(coordinator, input_)) is None else owed
 
     all_reduce.puts_off = True
@@ -100,6 +104,12 @@ def _put_off_sums_of(coordinator) -> None:
         text = f"{PATCH}: sums between the cards of up to {rows} rows are made inside of the boundaries behind them"
         report.add_note(PATCH, lambda: text, lambda: {"sums_up_to_rows": rows})
         report.write()
+
+
+def _leaves(coordinator, term: torch.Tensor) -> bool:
+    """Whether the last addition of such a term may be left to the boundary that makes the sum."""
+    ours = _who_can_wait(coordinator, term)
+    return ours is not None and op.takes_terms(*term.shape, ours.sums)
 
 
 def _who_can_wait(coordinator, x) -> Communicator | None:

@@ -43,7 +43,7 @@ from deepseek_v4_sm120.ops.triton.compiles import Compiles
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
-from deepseek_v4_sm120.sglang_patches.adapters import direct_updates, handed_over
+from deepseek_v4_sm120.sglang_patches.adapters import direct_updates, handed_over, mhc_owed_terms
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.specs import bounds
 
@@ -319,7 +319,9 @@ class _Shared:
         return self.add(self.tensor, routed, alpha)
 
 
-def _add(shared: torch.Tensor, routed: torch.Tensor, alpha: float) -> torch.Tensor:
+def _add(shared: torch.Tensor, routed: torch.Tensor, alpha: float) -> torch.Tensor | mhc_owed_terms.OwedTerm:
+    if (term := mhc_owed_terms.of_experts(shared, routed, alpha)) is not None:
+        return term
     shared = shared.clone() if settings().shadow else shared  # the original adds to it, too
     return op.add_shared(shared, routed, scaling=alpha)
 

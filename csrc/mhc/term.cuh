@@ -1,0 +1,27 @@
+// A vector of this card's term: as it is, or with the addition that was left to the boundary.
+#pragma once
+
+#include "../device/memory.cuh"
+#include "../device/terms.cuh"
+#include "config.h"
+#include "term.h"
+
+namespace dsv4::mhc {
+
+// Vector `at` of x [rows, hidden], of so many rows.
+__device__ __forceinline__ uint4 load_term(const uint16_t* x, const Term& term, int64_t at, int64_t rows) {
+  if (term.partial != nullptr) {
+    float4 low[kTermSplits], high[kTermSplits];
+#pragma unroll
+    for (int s = 0; s < kTermSplits; ++s) {
+      const float4* const from = reinterpret_cast<const float4*>(term.partial + s * rows * kFlashHidden + at * kLaneColumns);
+      low[s] = load_from_l2(from), high[s] = load_from_l2(from + 1);
+    }
+    const uint2 four = rounded(merged(low)), more = rounded(merged(high));
+    return make_uint4(four.x, four.y, more.x, more.y);
+  }
+  const uint4 own = load_from_l2(x + at * kLaneColumns);
+  return term.routed == nullptr ? own : with_routed(own, load_from_l2(term.routed + at * kLaneColumns), term.scaling);
+}
+
+}  // namespace dsv4::mhc
