@@ -5,12 +5,14 @@ A launcher's choice between kernels is only right beside the kernels of a step: 
 wo_b is the fastest by a launch that costs a layer of four rows 6 us (docs/notes/fp8_linear.md). So a graph holds whole
 C4 layers with weights of their own, together over twice the L2: boundary, wqkv_a, latent norm, wq_b, attention over
 window and 256 entries, wo_a, wo_b, boundary, router's logits, routed experts and shared expert, their sum; the
-compressor's product, the index's wq_b and the shared expert on streams of their own, as SGLang has them. Norm, SwiGLU
+compressors' products, the index's wq_b and head weights and the shared expert on streams of their own, as SGLang has
+them. Norm, SwiGLU
 and the queries' rotation are small Triton kernels; the experts' ids are drawn before, so that all graphs read the same
 weights. Missing are the router's top-k, the compressor's and the indexer's own kernels, and the sums between cards.
 
-A launch: warps beside each other (`kernel.cuh`), blocks a multiprocessor. None changes a bit of what the layers give,
-which is checked; of single calls that is test_fp8_linear_gpu.py's business.
+A launch: warps beside each other (`kernel.cuh`), blocks a multiprocessor; of the bf16 products beside the queries',
+warps of a block. None changes a bit of what the layers give, which is checked; of single calls that is the GPU tests'
+business.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ import common  # noqa: E402
 
 from deepseek_v4_sm120.commands.calibrate.timing import COLD_L2_MULTIPLE  # noqa: E402
 from deepseek_v4_sm120.commands.plan.models import FLASH  # noqa: E402
+from deepseek_v4_sm120.ops import bf16_linear as bf16  # noqa: E402
 from deepseek_v4_sm120.ops import fp8_linear as linear  # noqa: E402
 from deepseek_v4_sm120.ops import wo_a as rotating  # noqa: E402
-from deepseek_v4_sm120.ops.bf16_linear import bf16_linear  # noqa: E402
 from deepseek_v4_sm120.ops.mhc import mhc  # noqa: E402
 from deepseek_v4_sm120.ops.mxfp4_moe import add_shared, mxfp4_moe  # noqa: E402
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension  # noqa: E402
@@ -50,6 +52,7 @@ TPS, ROWS = (1, 2, 4), (1, 2, 4, 8)
 EXPERTS = 64
 HIDDEN, HEADS, LATENT, INTER = FLASH.hidden, FLASH.heads, FLASH.q_lora, FLASH.expert_width
 ENTRIES = attention_spec.CacheShape(64, 256, lengths=256)
+PROJECTIONS = "compressors and head weights"
 TUNED = tuple(matrix.name for matrix in fp8_spec.matrices(1))
 AS_LAUNCHED = "as launched"
 REPLAYS, TURNS = 6, 11
@@ -90,9 +93,9 @@ def empty(*shape: int) -> torch.Tensor:
 
 
 @functools.cache
-def side_streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def side_streams() -> tuple[torch.cuda.Stream, ...]:
     """For all graphs the same: torch has 32, and deals the one that it captures on again in its turn."""
-    return torch.cuda.Stream(), torch.cuda.Stream()
+    return tuple(torch.cuda.Stream() for _ in range(4))
 
 
 class Layer:
@@ -103,9 +106,9 @@ class Layer:
         self.fp8 = {
             m.name: fp8_spec.make_weight(m.groups, m.outputs, m.inputs, generator) for m in fp8_spec.matrices(tp)
         }
-        self.compressor, self.router = (
+        self.compressor, self.index_compressor, self.head_weights, self.router = (
             (torch.randn((outputs, HIDDEN), generator=generator, device="cuda") / 64).to(torch.bfloat16)
-            for outputs in (1024, 256)
+            for outputs in (2048, 512, 64, 256)
         )
         self.boundaries = [mhc_spec.make_inputs(mhc_spec.Shape(1), seed=2 * seed + i) for i in range(2)]
         experts = moe_spec.Shape(most_rows, HIDDEN, INTER // tp, EXPERTS)
@@ -120,13 +123,17 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
     start = mhc_spec.make_inputs(mhc_spec.Shape(rows), seed=9)
     attention = attention_spec.make_inputs(attention_spec.Shape(rows, heads, extra=ENTRIES)).arguments()
     _, _, _, freqs_cis, positions = make_wo_a(rows, FLASH.o_groups // tp, torch.Generator("cuda").manual_seed(1))
-    indexing, beside = side_streams()
+    indexing, beside, *compressing = side_streams()
 
     def product(layer, name, x, **further):
         groups, outputs, inputs = layer.fp8[name][0].shape
         out = empty(rows, groups, outputs)
         linear._run(x.view(rows, groups, inputs), *layer.fp8[name], out, **further, **tuned.get(name, {}))
         return out
+
+    def project(y, weight):
+        out = torch.empty((rows, len(weight)), device="cuda")
+        bf16._launch(y, weight, out, **tuned.get(PROJECTIONS, {}))
 
     def boundary(layer, which, f, streams, post, comb):
         b = layer.boundaries[which]
@@ -138,10 +145,14 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
         f, streams, post, comb = start.f, start.streams, start.post, start.comb
         for layer in layers:
             streams, post, comb, y = boundary(layer, 0, f, streams, post, comb)
-            beside.wait_stream(main)
+            for stream in (beside, *compressing):
+                stream.wait_stream(main)
             qkv = product(layer, "wqkv_a", y)
+            for stream, weight in zip(compressing, (layer.index_compressor, layer.head_weights), strict=True):
+                with torch.cuda.stream(stream):
+                    project(y, weight)
             with torch.cuda.stream(beside):
-                bf16_linear(y, layer.compressor)
+                project(y, layer.compressor)
             latent = empty(rows, LATENT)
             _norm_kernel[(rows,)](qkv, latent, qkv.stride(0), LATENT)
             indexing.wait_stream(main)
@@ -149,8 +160,8 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
                 queries = product(layer, "index_wq_b", latent)
             plain, q = product(layer, "wq_b", latent), empty(rows, 1, heads, 512)
             _scale_kernel[(rows * heads,)](plain, q, 512)
-            main.wait_stream(beside)
-            main.wait_stream(indexing)
+            for stream in (beside, indexing, *compressing):
+                main.wait_stream(stream)
             o = product(layer, "wo_a", sparse_decode(**attention | {"q": q}), rotation=rotation)
             f = product(layer, "wo_b", o).view(rows, HIDDEN)
             streams, post, comb, y = boundary(layer, 1, f, streams, post, comb)
@@ -159,7 +170,7 @@ def run_layers(layers: list[Layer], tp: int, rows: int, tuned: dict[str, dict[st
                 gate_up, h = product(layer, "shared_gate_up", y), empty(rows, inter)
                 _swiglu_kernel[(rows, inter // 256)](gate_up, h, inter, 256)
                 shared = product(layer, "shared_down", h).view(rows, HIDDEN)
-            bf16_linear(y, layer.router)
+            bf16.bf16_linear(y, layer.router)
             ids = {name: layer.experts[name][:rows] for name in ("topk_ids", "topk_weights")}
             f = mxfp4_moe(y, **layer.experts | ids)
             main.wait_stream(beside)
@@ -184,6 +195,8 @@ def run_case(report: common.Report, layers: list[Layer], tp: int, rows: int) -> 
     for op in TUNED:
         for launch, tuning in launches(num_sms).items():
             runs[f"{op}: {launch}"] = run_layers(layers, tp, rows, {op: tuning})
+    for warps in (8, 16):
+        runs[f"{PROJECTIONS}: blocks of {warps} warps"] = run_layers(layers, tp, rows, {PROJECTIONS: {"warps": warps}})
     for impl, run in runs.items():
         try:
             graphs[impl], found = common.captured(run)
@@ -205,7 +218,7 @@ def summary(report: common.Report) -> str:
     lines = []
     for case in dict.fromkeys(row.case for row in report.rows):
         lines.append((case, AS_LAUNCHED, f"{values[case, AS_LAUNCHED]:.2f}", ""))
-        for op in TUNED:
+        for op in (*TUNED, PROJECTIONS):
             cells = [(impl, us) for (of, impl), us in values.items() if of == case and impl.startswith(f"{op}: ")]
             lines += [("", impl, f"{us:.2f}", f"{values[case, AS_LAUNCHED] - us:+.2f}") for impl, us in cells]
     return common.table(("case", "launch", "us a layer", "less by"), lines)

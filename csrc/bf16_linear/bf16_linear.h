@@ -15,6 +15,7 @@ constexpr int kMaxRows = 1 << 20;
 constexpr int kBlockRows = 32;  // of a block, where a block has all inputs
 constexpr int kInputsMultiple = 512;  // 16 warps of 32 inputs
 constexpr int kOutputsMultiple = 4;
+constexpr int kFewWarpsOutputs = 512;  // from so many on a block has half as many warps
 
 struct Params {
   const uint16_t* x;       // [rows, inputs] bf16
@@ -27,7 +28,8 @@ struct Params {
   bool bf16_out;
 };
 
-void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream);
+// warps: of a block, 8 or 16; 0: by the outputs (tests and bench choose). It changes no bit, and nothing from kBlockRows + 1 rows on.
+void launch(const Params& params, int num_sms, int warps, bool pdl, cudaStream_t stream);
 
 std::vector<KernelAttributes> kernel_attributes();
 int shared_bytes();  // of the kernel that takes the most

@@ -18,9 +18,9 @@ inline void run(Arguments& a) {
   p.rows = a["rows"];
   p.inputs = a["inputs"];
   p.outputs = a["outputs"];
-  const int num_sms = a["num_sms"];
+  const int num_sms = a["num_sms"], warps = a.get("warps", 0);
   const LaunchArguments last = a.last();
-  launch(p, num_sms, last.pdl, last.stream);
+  launch(p, num_sms, warps, last.pdl, last.stream);
 }
 
 inline void bind(py::module_& m) {

@@ -10,13 +10,24 @@ namespace {
 
 constexpr char kName[] = "bf16_linear";
 
-template <int kOutputs, typename Use>
+constexpr int kFewWarps = kShares / 2;
+
+template <int kOutputs, int kWarps, typename Use>
 void with_tiles(int rows, Use use) {
-  if (rows <= 8) return use(Config<kOutputs, 1>{});
-  if (rows <= 16) return use(Config<kOutputs, 2>{});
-  if (rows <= kBlockRows) return use(Config<kOutputs, 4>{});
-  return use(Config<kOutputs, 4, true>{});
+  if (rows <= 8) return use(Config<kOutputs, 1, kWarps>{});
+  if (rows <= 16 && kWarps == kShares) return use(Config<kOutputs, 2, kShares>{});  // of few warps it would spill
+  use(Config<kOutputs, 4, kWarps>{});
 }
+template <int kOutputs, typename Use>
+void with_warps(int rows, int warps, Use use) {
+  if (rows > kBlockRows) return use(Config<kOutputs, 4, kShares, true>{});
+  if (warps == kFewWarps) return with_tiles<kOutputs, kFewWarps>(rows, use);
+  with_tiles<kOutputs, kShares>(rows, use);
+}
+
+// Few for the compressors' products, which nothing waits for before the queries' products beside them are done; all for the router's and
+// the index's head weights, which have few blocks.
+int warps_of(int outputs) { return outputs >= kFewWarpsOutputs ? kFewWarps : kShares; }
 
 // The most weights a block that still leave most multiprocessors one; sums do not depend on it.
 int outputs_of_a_block(int rows, int outputs, int num_sms) {
@@ -27,10 +38,10 @@ int outputs_of_a_block(int rows, int outputs, int num_sms) {
 }
 
 template <typename Use>
-void with_config(int rows, int outputs_a_block, Use use) {
-  if (outputs_a_block == 16) return with_tiles<16>(rows, use);
-  if (outputs_a_block == 8) return with_tiles<8>(rows, use);
-  return with_tiles<4>(rows, use);
+void with_config(int rows, int outputs_a_block, int warps, Use use) {
+  if (outputs_a_block == 16) return with_warps<16>(rows, warps, use);
+  if (outputs_a_block == 8) return with_warps<8>(rows, warps, use);
+  return with_warps<4>(rows, warps, use);
 }
 
 template <typename C>
@@ -43,7 +54,7 @@ const void* allowed_kernel() {
 
 template <typename C>
 KernelAttributes describe(const char* name) {
-  return attributes_of(kName, allowed_kernel<C>(), name, kThreads, sizeof(typename C::Shared));
+  return attributes_of(kName, allowed_kernel<C>(), name, C::kThreads, sizeof(typename C::Shared));
 }
 
 template <typename C>
@@ -75,19 +86,21 @@ using Small = TileConfig<64, 64>;
 
 }  // namespace
 
-void launch(const Params& params, int num_sms, bool pdl, cudaStream_t stream) {
+void launch(const Params& params, int num_sms, int warps, bool pdl, cudaStream_t stream) {
   if (params.rows < 1 || params.rows > kMaxRows || params.inputs % kInputsMultiple || params.outputs % kOutputsMultiple)
     throw std::runtime_error("bf16_linear: takes 1 to 1048576 rows, inputs in multiples of 512, outputs of 4");
   const Launcher launcher = {kName, pdl, stream};
   // many rows: the larger tile where most multiprocessors get one, the smaller for a quarter of them; no choice changes a bit
   if (params.rows > kBlockRows && tiles_of<Large>(params) * 4 >= num_sms * 3) return launch_tiles<Large>(params, launcher);
   if (params.rows > kBlockRows && tiles_of<Small>(params) * 4 >= num_sms) return launch_tiles<Small>(params, launcher);
-  with_config(params.rows, outputs_of_a_block(params.rows, params.outputs, num_sms), [&](auto c) {
+  if (warps != 0 && warps != kFewWarps && warps != kShares) throw std::runtime_error("bf16_linear: no kernel of so many warps");
+  const int outputs_a_block = outputs_of_a_block(params.rows, params.outputs, num_sms);
+  with_config(params.rows, outputs_a_block, warps != 0 ? warps : warps_of(params.outputs), [&](auto c) {
     using C = decltype(c);
     allowed_kernel<C>();
     const unsigned blocks = params.outputs / C::kOutputs;
     const dim3 grid = C::kMany ? dim3(ceil_div(params.rows, C::kColumns), blocks) : dim3(blocks);
-    launcher(&bf16_linear_kernel<C>, grid, kThreads, sizeof(typename C::Shared), params);
+    launcher(&bf16_linear_kernel<C>, grid, C::kThreads, sizeof(typename C::Shared), params);
   });
 }
 
@@ -96,7 +109,11 @@ std::vector<KernelAttributes> kernel_attributes() {
           describe<Config<8, 1>>("bf16_linear_8x8"),
           describe<Config<4, 1>>("bf16_linear_4x8"),
           describe<Config<16, 4>>("bf16_linear_16x32"),
-          describe<Config<16, 4, true>>("bf16_linear_many_16x32"),
+          describe<Config<16, 1, kFewWarps>>("bf16_linear_few_warps_16x8"),
+          describe<Config<8, 1, kFewWarps>>("bf16_linear_few_warps_8x8"),
+          describe<Config<4, 1, kFewWarps>>("bf16_linear_few_warps_4x8"),
+          describe<Config<16, 4, kFewWarps>>("bf16_linear_few_warps_16x32"),
+          describe<Config<16, 4, kShares, true>>("bf16_linear_many_16x32"),
           describe_tile<Small>("bf16_linear_64x64"),
           describe_tile<Large>("bf16_linear_128x128")};
 }

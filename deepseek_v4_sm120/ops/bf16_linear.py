@@ -65,8 +65,8 @@ def takes(x, weight) -> bool:
     )
 
 
-def _launch(x, weight, out) -> None:
-    """Checked arguments to raw pointers; x's device is current."""
+def _launch(x, weight, out, **tuning) -> None:
+    """Checked arguments to raw pointers; x's device is current. `tuning`: warps (tests and bench only)."""
     index = x.device.index
     extension.load().bf16_linear(
         x=x.data_ptr(),
@@ -82,4 +82,5 @@ def _launch(x, weight, out) -> None:
         num_sms=cuda_tensors.num_sms(index),
         pdl=True,
         stream=cuda_tensors.current_stream(index),
+        **tuning,
     )

@@ -54,6 +54,9 @@ def test_bf16_linear(choices, rows, outputs):
     with emulated(**choices):
         found = bf16_linear.bf16_linear(x, weight)
         alone = bf16_linear.bf16_linear(x[-1:], weight)
+        for warps in (8, 16):
+            bf16_linear._launch(x, weight, other := torch.full_like(found, torch.nan), warps=warps)
+            assert same(other, found)
     assert relative_error(found, x.double() @ weight.double().T) < 1e-6
     assert same(found[-1:], alone) and ran("bf16_linear")
 

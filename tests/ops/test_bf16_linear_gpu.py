@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepseek_v4_sm120.ops import bf16_linear as op
 from deepseek_v4_sm120.ops.bf16_linear import bf16_linear
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.reference.accuracy import relative_error
@@ -52,6 +53,16 @@ def test_a_row_alone_and_among_others(inputs, outputs, device):
     for rows in (*range(2, 70), 96, 97, 127, 128, 129, 192, 193, 255, 256):
         assert torch.equal(bf16_linear(x[:rows], weight), together[:rows]), rows
     assert torch.equal(bf16_linear(x[-100:], weight), together[-100:])
+
+
+@pytest.mark.parametrize("inputs, outputs", SHAPES)
+@pytest.mark.parametrize("rows", [1, 8, 9, 17, 32, 33])
+def test_the_warps_of_a_block_change_no_bit(rows, inputs, outputs, device):
+    x, weight = make(rows, inputs, outputs, device)
+    expected = bf16_linear(x, weight)
+    for warps in (8, 16):
+        op._launch(x, weight, out := torch.full_like(expected, torch.nan), warps=warps)
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("inputs, outputs", SHAPES)
