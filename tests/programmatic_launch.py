@@ -22,6 +22,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("kv_score", "state", "plan", "out_loc", "cache", "pooled", "arrived", "writes"),
     ),
     "compressor::DraftsParams": ((), ("requests", "lengths", "accepted", "states")),
+    "fp8_linear::NormParams": (("weight",), ("x", "out")),
     "fp8_linear::Params": (
         ("weight", "scale", "rotation"),
         ("x", "out", "partial", "positions"),
@@ -87,7 +88,6 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 BEHIND, BEFORE, NEVER = "behind the wait", "before the wait", "never"
-EITHER = "before the wait where it has one row, else behind it"
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,9 @@ KERNELS: dict[str, Kernel] = {
     ),
     "fp8_linear, tiles": Kernel(r"fp8_linear::tile_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight", "scale")),
     "fp8_linear, units": Kernel(r"fp8_linear::units_kernel<", "fp8_linear::Params", BEFORE, ahead=("weight",)),
+    "fp8_linear, the latent's norm": Kernel(
+        r"fp8_linear::.*norm_kernel", "fp8_linear::NormParams", BEHIND, ahead=("weight",)
+    ),
     "fp8_linear, splits added": Kernel(r"fp8_linear::merge_kernel<", "fp8_linear::Params", BEFORE),
     "index_select, scores": Kernel(SCORES[0], "index_select::ScoreParams", BEHIND),
     "index_select, lists": Kernel(SCORES[1], "index_select::ListParams", BEHIND),
@@ -205,7 +208,7 @@ KERNELS: dict[str, Kernel] = {
     "mxfp4_moe, sorted": Kernel(SORTED, "mxfp4_moe::SortedParams", BEHIND),
     "mxfp4_moe, sorted, sum": Kernel(r"mxfp4_moe::sorted_sum_kernel<", "mxfp4_moe::SumParams", BEHIND),
     "mxfp4_moe, tiles": Kernel(r"mxfp4_moe::(count|cut|place)_kernel", "mxfp4_moe::TilesParams", BEFORE),
-    "router_topk": Kernel(r"router_topk::router_topk_kernel<", "router_topk::Params", EITHER),
+    "router_topk": Kernel(r"router_topk::router_topk_kernel<", "router_topk::Params", BEHIND),
     "sparse_decode": Kernel(
         r"sparse_decode::(pairs::sparse_decode_(pairs|wide)|sparse_decode)_kernel\b", "sparse_decode::Params", BEHIND
     ),

@@ -6,6 +6,7 @@
 
 #include "../arguments.h"
 #include "config.h"
+#include "norm.h"
 
 namespace dsv4::fp8_linear {
 
@@ -61,11 +62,25 @@ inline void run_merge(Arguments& a) {
   launch_merge(p, splits, last.pdl, last.stream);
 }
 
+inline void run_norm(Arguments& a) {
+  NormParams p = {};
+  p.x = a["x"];
+  p.x_stride = a["x_stride"];
+  p.weight = a["weight"];
+  p.out = a["out"];
+  p.eps = a["eps"];
+  const int rows = a["rows"];
+  const LaunchArguments last = a.last();
+  launch_norm(p, rows, last.pdl, last.stream);
+}
+
 inline void bind(py::module_& m) {
   using namespace py::literals;
   m.attr("FP8_LINEAR_MAX_ROWS") = kMaxRows;
   define(m, "fp8_linear", run);
   define(m, "fp8_linear_merge", run_merge);
+  define(m, "fp8_linear_norm", run_norm);
+  m.attr("FP8_LINEAR_NORM_INPUTS") = kNormInputs;
   m.attr("FP8_LINEAR_ROTATED") = kRotated;
   m.attr("FP8_LINEAR_HEAD_INPUTS") = kHeadBlocks * kBlock;
   m.def(

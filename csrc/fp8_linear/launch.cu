@@ -4,6 +4,7 @@
 
 #include "kernel.cuh"
 #include "many.h"
+#include "norm.h"
 
 namespace dsv4::fp8_linear {
 
@@ -199,6 +200,7 @@ std::vector<KernelAttributes> kernel_attributes() {
     }
   }
   for (const KernelAttributes& of_units : units_attributes()) all.push_back(of_units);
+  for (const KernelAttributes& of_norm : norm_attributes()) all.push_back(of_norm);
   return all;
 }
 

@@ -15,6 +15,7 @@ from deepseek_v4_sm120.ops.shared.checks import ANY, BF16, CONTIGUOUS, E4M3, FP3
 
 LAUNCH_ROWS = 1 << 15  # of one launch at most; fp8_linear.h has it too, and a test compares
 BLOCK = 128  # inputs and outputs of one scale
+NORM_INPUTS = 1024  # of latent_norm: Flash; norm.h has it too, and a test compares
 SPLITS = (2, 4, 8)  # parts of the inputs, where there are several
 _STRIDES = 8  # that x has multiples of: 16 bytes
 _OUT_STRIDES, _OUT_ALIGN_BYTES = 4, 8
@@ -98,6 +99,48 @@ def merge(partial):
                 stream=cuda_tensors.current_stream(partial.device.index),
             )
     return out
+
+
+def latent_norm(x, weight, eps):
+    """x * rsqrt(mean(x^2) + eps) * weight: RMSNorm of the queries' latent, in front of `fp8_linear` of wq_b.
+
+    x         [rows, 1024] bf16, last dim contiguous, row stride a multiple of 8
+    weight    [1024] bf16, contiguous
+    returns   [rows, 1024] bf16, contiguous
+    accuracy  float32, rounded once; the bits of FlashInfer's CUDA kernel, which SGLang runs
+    raises    TypeError (dtype), ValueError (shape, stride, alignment), RuntimeError (device, launch)
+
+    Graphs and streams as fp8_linear's; the weight is read ahead of the end of the kernel before.
+    Source: SGLang's RMSNorm; a kernel of its own because that one lets nothing in before its end.
+    """
+    check = Call("latent_norm", "x", x)
+    rows, _ = check.tensor("x", x, BF16, ("rows", NORM_INPUTS), _STRIDES, VECTOR)
+    check.tensor("weight", weight, BF16, (NORM_INPUTS,), CONTIGUOUS, VECTOR)
+    check.on_cuda()
+    out = torch.empty((rows, NORM_INPUTS), dtype=torch.bfloat16, device=x.device)
+    if rows:
+        with cuda_tensors.on_device_of(x):
+            extension.load().fp8_linear_norm(
+                x=x.data_ptr(),
+                x_stride=x.stride(0),
+                weight=weight.data_ptr(),
+                out=out.data_ptr(),
+                eps=float(eps),
+                rows=rows,
+                pdl=True,
+                stream=cuda_tensors.current_stream(x.device.index),
+            )
+    return out
+
+
+def takes_latent(x, weight) -> bool:
+    """True where latent_norm takes these; an adapter asks before it replaces a call."""
+    ask = Question("latent_norm", "x", x)
+    return bool(
+        x.ndim == 2
+        and ask.tensor("x", x, BF16, (x.shape[0], NORM_INPUTS), _STRIDES, VECTOR)
+        and ask.tensor("weight", weight, BF16, (NORM_INPUTS,), CONTIGUOUS, VECTOR)
+    )
 
 
 def splits_of(rows: int, outputs: int, inputs: int, index: int) -> int:

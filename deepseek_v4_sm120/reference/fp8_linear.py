@@ -67,3 +67,9 @@ def quantized_activations(x: torch.Tensor, *, power_of_two: bool = False) -> tor
     if power_of_two:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
     return ((blocks / scale).float().to(torch.float8_e4m3fn).double() * scale).view(rows, inputs)
+
+
+def latent_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """[rows, inputs] float64: RMSNorm of the queries' latent. Source: DeepSeek's inference/model.py (RMSNorm)."""
+    x = x.double()
+    return x / (x.square().mean(1, keepdim=True) + eps).sqrt() * weight.double()

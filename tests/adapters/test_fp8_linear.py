@@ -94,6 +94,66 @@ def test_an_attention_is_made_as_ever_and_only_ours_says_whose_the_process_is(is
     assert (layer.args, layer.kwargs) == ((1,), {"name": "a"}) and adapter.process.has_our_model is not is_dsv41
 
 
+class Norm:
+    """SGLang's, as MQALayer makes q_norm."""
+
+    def __init__(self, **attributes):
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(1024, dtype=torch.bfloat16)), 1e-6
+        vars(self).update(attributes)
+
+    def forward(self, x, *further):
+        return "original"
+
+
+def attention_with(norm, **attributes):
+    made = adapter.replace_attention_init(lambda self: vars(self).update(q_norm=norm, **attributes))
+    made(layer := SimpleNamespace())
+    return layer.q_norm.forward
+
+
+@pytest.fixture
+def normed(served, monkeypatch):
+    seen = []
+    monkeypatch.setattr(adapter.op, "latent_norm", lambda x, weight, eps: seen.append((tuple(x.shape), eps)) or x * 2)
+    return seen
+
+
+def latent(rows, dtype=torch.bfloat16):
+    return torch.ones(rows, 1536, dtype=dtype)[:, :1024]
+
+
+def test_the_latents_norm_is_ours_for_a_steps_rows(normed):
+    forward = attention_with(Norm())
+    for rows in (1, 64, 256):
+        assert torch.equal(forward(latent(rows)), 2 * latent(rows))
+    assert normed == [((rows, 1024), 1e-6) for rows in (1, 64, 256)]
+
+
+@pytest.mark.parametrize("x", [latent(257), latent(0), latent(3, torch.float32), latent(3)[:, :512], latent(4)[None]])
+def test_other_latents_are_the_originals(normed, x):
+    assert attention_with(Norm())(x) == "original" and not normed
+
+
+@pytest.mark.parametrize(
+    "norm, attributes",
+    [
+        (Norm(variance_size_override=512), {}),
+        (Norm(cast_x_before_out_mul=True), {}),
+        (Norm(), {"is_dsv41": True}),
+        (Norm(weight=torch.ones(1024)), {}),
+    ],
+)
+def test_other_norms_are_the_originals(normed, norm, attributes):
+    assert attention_with(norm, **attributes)(latent(3)) == "original" and not normed
+
+
+def test_a_norm_that_is_given_more_is_the_originals(normed, monkeypatch):
+    forward = attention_with(Norm())
+    assert forward(latent(3), latent(3)) == "original" and not normed
+    monkeypatch.setattr(device_gate, "serves", lambda device: False)
+    assert forward(latent(3)) == "original" and not normed
+
+
 def change(**changes):
     return lambda method, layer: [setattr(method if hasattr(method, n) else layer, n, v) for n, v in changes.items()]
 

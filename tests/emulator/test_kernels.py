@@ -100,6 +100,22 @@ def test_fp8_linear_unmerged(choices, rows):
 
 
 @schedules
+def test_latent_norm(choices):
+    """Of a latent that lies in a wider row, which a kernel in front may still be writing."""
+    x = torch.randn(5, 1536, generator=generator(1)).bfloat16()
+    w = torch.randn(1024, generator=generator(2)).bfloat16()
+    weight, scale = fp8_spec.make_weight(1, 1536, 512, generator(3), ue8m0=True)
+    with emulated(**choices):
+        found, alone = fp8_linear.latent_norm(x[:, :1024], w, 1e-6), fp8_linear.latent_norm(x[3:4, :1024], w, 1e-6)
+        latent = fp8_linear.fp8_linear(x[:, :512], weight[0], scale[0])
+        behind = fp8_linear.latent_norm(latent[:, :1024], w, 1e-6)
+    for one, source in ((found, x), (behind, latent)):
+        truth = fp8_reference.latent_norm(source[:, :1024], w, 1e-6)
+        assert relative_error(one, truth) < bounds.LATENT_NORM.truth
+    assert same(found[3:4], alone) and ran("norm_kernel")
+
+
+@schedules
 @pytest.mark.parametrize("in_turn", [1, 2, 4, 8])
 def test_fp8_linear_of_many_rows(choices, in_turn):
     """Eight slices of two lengths; units of 64 and of 128 rows, some in one block; NaN where it stays."""

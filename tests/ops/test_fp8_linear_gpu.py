@@ -10,7 +10,7 @@ from deepseek_v4_sm120.ops.fp8_linear import LAUNCH_ROWS, fp8_grouped_linear, fp
 from deepseek_v4_sm120.ops.shared.limits import STEP_ROWS
 from deepseek_v4_sm120.reference import fp8_linear as reference
 from deepseek_v4_sm120.reference.accuracy import relative_error
-from deepseek_v4_sm120.specs.bounds import FP8_LINEAR
+from deepseek_v4_sm120.specs.bounds import FP8_LINEAR, LATENT_NORM
 from deepseek_v4_sm120.specs.fp8_linear import make_weight, make_x, matrices
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +44,21 @@ def tuned(x, weight, scale, **tuning):
         assert "no kernel for this plan" in str(error)
         return None
     return out
+
+
+def test_the_latents_norm(device):
+    """Against float64; a row's bits among others; NaN and infinity stay in their row."""
+    x = make_x(300, 1, 1536, torch.Generator(device).manual_seed(4))[:, 0, :1024]
+    weight = torch.randn(1024, device=device).bfloat16()
+    x[7, 3], x[9, 1000], x[11] = torch.nan, torch.inf, 0
+    found, truth = op.latent_norm(x, weight, 1e-6), reference.latent_norm(x, weight, 1e-6)
+    kept = [row for row in range(300) if row not in (7, 9)]
+    assert relative_error(found[kept], truth[kept]) < LATENT_NORM.truth and not found[11].any()
+    assert found[7].isnan().all() and found[9].isnan().sum() == 1
+    for row in (0, 7, 12, 299):
+        assert torch.equal(_bits(op.latent_norm(x[row : row + 1], weight, 1e-6)[0]), _bits(found[row]))
+    theirs = pytest.importorskip("flashinfer.norm", reason="FlashInfer is not installed")
+    assert torch.equal(_bits(theirs.rmsnorm(x[20:40].contiguous(), weight, 1e-6)), _bits(found[20:40]))
 
 
 @pytest.mark.parametrize("inputs", [2048, 4096])

@@ -72,6 +72,23 @@ def test_what_cannot_be_merged(partial, raised, words):
         op.merge(partial)
 
 
+@pytest.mark.parametrize(
+    ("x", "weight", "raised", "words"),
+    [
+        (out(3, 512), out(1024), ValueError, r"x.shape must be \[rows, 1024\], got \[3, 512\]"),
+        (torch.zeros(3, 1024), out(1024), TypeError, "x.dtype must be torch.bfloat16, got torch.float32"),
+        (out(3, 1028)[:, :1024], out(1024), ValueError, "x must have strides"),
+        (out(3, 1024), out(512), ValueError, r"weight.shape must be \[1024\], got \[512\]"),
+        (out(3, 1024), out(2048)[::2], ValueError, "weight must be contiguous"),
+    ],
+)
+def test_what_is_no_latent(x, weight, raised, words):
+    assert not op.takes_latent(x, weight) and op.takes_latent(out(3, 1536)[:, :1024], out(1024))
+    with pytest.raises(raised, match=f"^latent_norm: {words}"):
+        op.latent_norm(x, weight, 1e-6)
+    assert extension.load().FP8_LINEAR_NORM_INPUTS == op.NORM_INPUTS
+
+
 def test_parts_of_a_product_are_of_its_sizes(monkeypatch):
     monkeypatch.setattr(op.cuda_tensors, "num_sms", lambda index: 188)
     for inputs, splits in ((1024, 1), (2048, 4), (4096, 4), (8192, 4)):

@@ -121,7 +121,7 @@ OBJECTS = {
         "pool": ((f"{STATES}:CompressStatePool",),),
         "pool.kv_score_buffer": ((f"{STATES}:KVAndScore",),),
     },
-    "fp8_linear": {"layer": (FP8_WEIGHT,), "method": ((FP8_METHOD,),)},
+    "fp8_linear": {"layer": (FP8_WEIGHT,), "method": ((FP8_METHOD,),), "norm": ((NORM,),)},
     "fp8_linear_draft_head": {
         "lm_head": (LM_HEAD,),
         "args[0]": ((f"{MODEL}:DeepseekV4ForCausalLM",), (DSPARK,)),
@@ -193,6 +193,11 @@ OBJECTS = {
         "coordinator": ((GROUP,),),
         "mscclpp": ((f"{SRT}.distributed.device_communicators.pymscclpp:PyMscclppCommunicator",),),
         "state": ((STATE,),),
+    },
+    "mhc_owed_terms": {
+        "linear": (FP8_WEIGHT,),
+        "layers.layer": ANY_LAYER,
+        "getattr(layers.layer, 'self_attn', None)": ((ATTENTION,),),
     },
     "mhc_sum_in_pieces": {
         "coordinator": ((GROUP,),),
@@ -311,7 +316,8 @@ OURS = {
     "mhc": {"x"},
     "mhc_dealt_streams": {"_pass", "_pass.layer", "f", "shares"},
     "mhc_owed_sum": {"x"},
-    "mhc_sum": {"ours", "ours.sums"},
+    "mhc_owed_terms": {"x"},
+    "mhc_sum": {"input_", "ours", "ours.sums"},
     "mhc_sum_in_pieces": {"SumInPieces", "one"},
     "min_p_verify": {"of_batch"},
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
@@ -336,6 +342,8 @@ GUARDED = {
 # asked for with a default, of an object that may be another than the one above: its wrapper
 OF_WRAPPERS = {("bf16_linear", "head", "set_lora"): f"{SRT}.lora.layers:ParallelLMHeadWithLoRA"}
 
+SERVES = {"mhc_owed_terms": "mhc_sum"}  # adapters without rows of their own -> in whose releases they read
+
 release = functools.cache(lambda version: Release(fetch(version)))
 specifier = functools.cache(SpecifierSet)
 TARGETS = [target for patch in TABLE.patches for target in patch.targets]
@@ -343,7 +351,7 @@ FILES = attributes.adapter_files()
 
 
 def has_rows(adapter: str, version: str) -> bool:
-    prefix = f"{adapters.__name__}.{adapter}:"
+    prefix = f"{adapters.__name__}.{SERVES.get(adapter, adapter)}:"
     return any(version in specifier(t.sglang) for t in TARGETS if t.replacement.startswith(prefix))
 
 

@@ -103,12 +103,44 @@ def replace_apply(original: Callable) -> Callable:
     return apply
 
 
+def _latent_norm(norm, original: Callable) -> Callable:
+    """For the forward of MQALayer's q_norm, whose result wq_b and the indexer's multiply: of a step's rows ours."""
+
+    def serve(x):
+        return op.latent_norm(x, norm.weight.data, norm.variance_epsilon)
+
+    comparison = shadow.Comparison(
+        tensors=lambda ours, theirs, x: [(ours, theirs)],
+        identity=lambda x: norm.weight.data_ptr(),
+        shape=lambda x: {"rows": x.shape[0], "inputs": x.shape[1]},
+        relative_l2=bounds.LATENT_NORM.shadow,
+    )
+    serve = shadow.shadowed(PATCH, serve, original, comparison)
+
+    @functools.wraps(original)
+    def forward(x, *args, **kwargs):
+        is_ours = not args and not kwargs and has_few_rows(x) and not torch.compiler.is_compiling()
+        if not is_ours or not op.takes_latent(x, norm.weight.data) or not device_gate.serves(x.device):
+            return original(x, *args, **kwargs)
+        return serve(x)
+
+    return forward
+
+
+def _is_plain(norm) -> bool:
+    """True for an RMSNorm over all inputs that rounds once."""
+    return getattr(norm, "variance_size_override", None) is None and not getattr(norm, "cast_x_before_out_mul", False)
+
+
 def replace_attention_init(original: Callable) -> Callable:
-    """For MQALayer.__init__: from here on the process has our model."""
+    """For MQALayer.__init__: from here on the process has our model, and the attention's latent norm is ours."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        process.has_our_model |= not getattr(self, "is_dsv41", False)
+        is_ours, norm = not getattr(self, "is_dsv41", False), getattr(self, "q_norm", None)
+        process.has_our_model |= is_ours
+        if is_ours and norm is not None and _is_plain(norm):
+            norm.forward = _latent_norm(norm, norm.forward)
 
     return __init__
