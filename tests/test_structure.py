@@ -40,7 +40,8 @@ SHARED = {
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
     "deepseek_v4_sm120/specs": {"bounds", "check", "provider"},
     "deepseek_v4_sm120/sglang_patches/adapters": {
-        *("argument_defaults", "blanks_before_calls", "cached_beginning", "call_order", "cut_characters"),
+        *("argument_defaults", "billing_lines", "blanks_before_calls", "cached_beginning", "call_order"),
+        *("cut_characters", "stop_sequences", "thought_counts", "unknown_tokens", "whole_characters"),
         *("default_thinking", "dense_rows", "developer_messages", "turn_phases"),
         *("direct_updates", "disconnects", "dspark_lengths", "dspark_penalties", "dspark_windows", "effort_levels"),
         *("grammars", "handed_over", "json_answers", "kept_weights", "longest_prompt", "min_p_dspark"),

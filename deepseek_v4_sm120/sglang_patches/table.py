@@ -25,6 +25,7 @@ from deepseek_v4_sm120.sglang_patches.names import (
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.http_server import (
+    BILLING_LINES,
     BLANKS_BEFORE_CALLS,
     CALL_ORDER,
     CUT_CHARACTERS,
@@ -33,11 +34,15 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     DISCONNECTS,
     EFFORT_LEVELS,
     JSON_ANSWERS,
+    STOP_SEQUENCES,
     THINK_MARKS,
+    THOUGHT_COUNTS,
     THOUGHT_HISTORY,
     TOOL_STRINGS,
     TURN_PHASES,
     UNCHOSEN_TOOLS,
+    UNKNOWN_TOKENS,
+    WHOLE_CHARACTERS,
 )
 from deepseek_v4_sm120.sglang_patches.rows.lm_head import DRAFT_HEAD, REPRODUCIBLE_HEAD
 from deepseek_v4_sm120.sglang_patches.rows.mhc import DEALT_STREAMS, FUSION_MODULE, MHC, SUMS_IN_PIECES
@@ -551,6 +556,7 @@ TABLE = Table(
         *(DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK, LONGEST_PROMPT, CACHED_BEGINNING, GRAMMARS, TOOL_STRINGS),
         *(DISCONNECTS, DEFAULT_THINKING, THOUGHT_HISTORY, DEVELOPER_MESSAGES, UNCHOSEN_TOOLS, EFFORT_LEVELS),
         *(JSON_ANSWERS, THINK_MARKS, CUT_CHARACTERS, CALL_ORDER, TURN_PHASES, BLANKS_BEFORE_CALLS),
+        *(BILLING_LINES, STOP_SEQUENCES, WHOLE_CHARACTERS, THOUGHT_COUNTS, UNKNOWN_TOKENS),
         *(ARGUMENT_DEFAULTS, PREFILL_GRAPHS, MARLIN_ON_SM120, PREFILL_INTERVAL, SM120_SEAMS),
     ),
     defaults=DEFAULTS,

@@ -23,6 +23,7 @@ CASES = {  # text, tokens of it left out at the end, why it ended, stops, whethe
     "cut after a byte": (TEXT + SMILE, 3, LENGTH, (), False),
     "cut in thoughts": (TEXT + SMILE, 2, LENGTH, (), True),
     "cut, with a stop": (TEXT + SMILE, 2, LENGTH, ("a stop",), False),
+    "cut behind another, with a stop": (TEXT + SMILE * 2, 2, LENGTH, ("a stop",), False),
     "aborted": (TEXT + SMILE, 2, ABORT, (), False),
     "cut behind a character": (TEXT + SMILE, 0, LENGTH, (), False),
     "whole": (TEXT + SMILE + "!", 0, END, (), False),
