@@ -330,7 +330,7 @@ OURS = {
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
     "sampling": {"inspect.unwrap(original)"},
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
-    "cut_characters": {"tokenizer"},
+    "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
     "stop_sequences": {"listening"},
     "tool_strings": {"parameter"},
     "waiting": {"kind", "w", "waiting"},

@@ -1,4 +1,4 @@
-"""Answers that end within a character, read by the reader of each release that has deepseek-recipe."""
+"""Answers that end within a character or behind one, read by the reader of each release that has deepseek-recipe."""
 
 import functools
 import json
@@ -13,6 +13,7 @@ REPO = Path(__file__).resolve().parents[2]
 with_recipe = every_release("0.5.23")
 CUT = {case: TEXT for case in ("cut", "cut after a byte", "cut in thoughts", "cut, with a stop", "aborted")}
 CUT |= {"cut behind another, with a stop": TEXT + SMILE}
+STOPPED = {"stopped by a token": TEXT + SMILE, "stopped by rare characters": TEXT}
 OTHERS = {"cut behind a character": TEXT + SMILE, "whole": f"{TEXT}{SMILE}!", "stopped": TEXT + SMILE}
 
 
@@ -42,9 +43,18 @@ def test_sglang_tells_nothing_where_it_is_not_streamed(version):
 
 
 @with_recipe
+def test_a_stop_behind_a_character(version):
+    """What is in front of it arrives; of SGLang's nothing, or the stop's beginning, too."""
+    for case, text in STOPPED.items():
+        assert all(found == ["", text] for found in read(version)["ours"][case].values()), case
+        assert any(found != ["", text] for found in read(version)["stock"][case].values()), case
+    assert read(version)["stock"]["stopped by a token"]["0"] == ["", ""]
+
+
+@with_recipe
 def test_what_ends_with_a_character_is_as_it_was(version):
     found = read(version)
-    for case in CASES.keys() - CUT.keys():
+    for case in CASES.keys() - CUT.keys() - STOPPED.keys():
         assert found["ours"][case] == found["stock"][case]
         assert all(told == ["", OTHERS.get(case, "")] for told in found["ours"][case].values()), case
 

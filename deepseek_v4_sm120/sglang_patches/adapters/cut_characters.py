@@ -1,11 +1,14 @@
-"""An answer that `max_tokens` ends within a character arrives up to that character.
+"""An answer that `max_tokens` ends within a character, or a stop behind one, arrives up to there.
 
 A character that is rare, as most emoji are, is several tokens. 0.5.23 hands the tokens of a step, or of a whole answer
 that is not streamed, to deepseek-recipe (0.2.0) at once. Where they end within a character recipe waits for the rest of
 it with all of their text, and where none comes the text is lost: an answer that is not streamed is empty.
 
-Here the tokens of a character that is not at its end are handed over by themselves. This runs in the process that
-answers over HTTP, where no GPU is asked.
+And where a stop of two or more characters ends an answer behind an emoji, SGLang takes what is in front of the stop as
+text, begins within the emoji, and hands that text over: the emoji is lost, and all of an answer that is not streamed.
+
+Here the tokens of a character that is not at its end are handed over by themselves, and those in front of a stop as
+they are. This runs in the process that answers over HTTP, where no GPU is asked.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from deepseek_v4_sm120.sglang_patches import models_served
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer says for bytes that are no character
 MOST = 4  # bytes of a character, and so tokens
-FED = "_dsv4_sm120_fed"  # of a parser: the last tokens that it was given
+# of a parser: its last tokens, and those in front of its last step
+FED, BEFORE = "_dsv4_sm120_fed", "_dsv4_sm120_before"
 
 
 def replace_feed(original: Callable) -> Callable:
@@ -40,6 +44,29 @@ def replace_feed(original: Callable) -> Callable:
     return feed
 
 
+def replace_release(original: Callable) -> Callable:
+    """For DeepSeekRecipeOutputParser._release_pending_ids(self) -> the tokens in front of all that a stop may begin
+    with. A part of a character is none: its bytes would be counted as one each."""
+
+    @functools.wraps(original)
+    def _release_pending_ids(self):
+        if not models_served.has_served_card():
+            return original(self)
+        ids = self._pending_ids
+        held = len(ids)
+        while held and self._stop_hold_chars > num_characters(self._hf_tokenizer, ids[held:]):
+            held -= 1
+        self._pending_ids = ids[held:]
+        return ids[:held]
+
+    return _release_pending_ids
+
+
+def num_characters(tokenizer, token_ids) -> int:
+    text = tokenizer.decode(token_ids, skip_special_tokens=False)
+    return len(text) - text.count(UNKNOWN)
+
+
 def replace_finish(original: Callable) -> Callable:
     """For DeepSeekRecipeOutputParser.finish(self, token_ids, finish_reason, *, keep_matched_stop) -> what was read of
     the last step, or of a whole answer. What matched a stop is to be cut from the tokens as they are."""
@@ -49,6 +76,7 @@ def replace_finish(original: Callable) -> Callable:
         ids = [*self._pending_ids, *token_ids]  # what a stop may begin with is pending
         is_cut = finish_reason.get("matched") is None and models_served.has_served_card()
         before = _before(self, len(self._pending_ids))
+        setattr(self, BEFORE, before)
         whole = num_whole(self._hf_tokenizer, ids, before) if is_cut else len(ids)
         if whole == len(ids):
             return original(self, token_ids, finish_reason, keep_matched_stop=keep_matched_stop)
@@ -60,6 +88,36 @@ def replace_finish(original: Callable) -> Callable:
         return told.merge(rest)
 
     return finish
+
+
+def replace_cut(original: Callable) -> Callable:
+    """For DeepSeekRecipeOutputParser._cut_at_stop_string(self, token_ids, stop, *, keep_stop) -> the tokens in front of
+    a stop that the last one of them completes, or with it."""
+
+    @functools.wraps(original)
+    def _cut_at_stop_string(self, token_ids, stop, *, keep_stop):
+        if not models_served.has_served_card():
+            return original(self, token_ids, stop, keep_stop=keep_stop)
+        decode = functools.partial(self._hf_tokenizer.decode, skip_special_tokens=False)
+        before = getattr(self, BEFORE, [])
+        ids = [*before, *token_ids]
+        start = len(ids) - 1
+        text = last = decode(ids[start:])
+        while start and (stop not in text or len(text) - len(last) < len(stop) - 1 or text.startswith(UNKNOWN)):
+            start -= 1
+            text = decode(ids[start:])
+        cut = text.find(stop)
+        if cut == -1:
+            return token_ids
+        cut += len(stop) if keep_stop else 0
+        end, head = len(ids), text
+        while end > start and (len(head) > cut or head != text[: len(head)]):
+            end -= 1
+            head = decode(ids[start:end])
+        encoded = self._hf_tokenizer.encode(text[len(head) : cut], add_special_tokens=False)
+        return [*ids[len(before) : max(end, len(before))], *encoded.ids]
+
+    return _cut_at_stop_string
 
 
 def _before(parser, pending: int) -> list[int]:

@@ -156,7 +156,8 @@ THINK_MARKS = Patch(
 CUT_CHARACTERS = Patch(
     name="cut_characters",
     why="an answer that max_tokens ends within a character of several tokens arrives empty where it is not streamed, "
-    "and without its last step where it is: deepseek-recipe waits for the rest of the character with all of the text",
+    "and without its last step where it is: deepseek-recipe waits for the rest of the character with all of the text; "
+    "so does one that a stop ends behind such a character",
     targets=(
         _cut_characters(f"{RECIPE_READER}.feed", "feed", Parameters(("self", "token_ids")), SINCE_RECIPE),
         _cut_characters(
@@ -165,6 +166,13 @@ CUT_CHARACTERS = Patch(
             Parameters(("self", "token_ids", "finish_reason", "*", "keep_matched_stop=False")),
             SINCE_RECIPE,
         ),
+        _cut_characters(
+            f"{RECIPE_READER}._cut_at_stop_string",
+            "cut",
+            Parameters(("self", "token_ids", "stop", "*", "keep_stop")),
+            SINCE_RECIPE,
+        ),
+        _cut_characters(f"{RECIPE_READER}._release_pending_ids", "release", Parameters(("self",)), SINCE_RECIPE),
     ),
     absent="up to 0.5.22 the text itself is read",
     retire="when deepseek-recipe tells what is in front of such a character",
