@@ -200,6 +200,11 @@ class AnthropicServing:
     def _convert_response(self, response):
         return response
 """
+RESPONSES_REQUEST = """
+class ResponsesRequest:
+    def to_sampling_params(self, default_max_tokens=None, default_params=None):
+        return {}
+"""
 ANSWERS = """
 def find_printable_text(text):
     return text
@@ -326,6 +331,7 @@ TREE_0_5_17 = {
     "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
     "sglang/srt/parser/reasoning_parser.py": READER,
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,
+    "sglang/srt/entrypoints/openai/protocol.py": RESPONSES_REQUEST,
     **dict.fromkeys((f"sglang/srt/managers/{name}_manager.py" for name in ("detokenizer", "tokenizer")), ANSWERS),
     "sglang/srt/layers/moe/topk.py": CHOICE,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,

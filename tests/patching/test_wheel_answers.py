@@ -14,12 +14,18 @@ import torch
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import (
     billing_lines,
+    max_output_tokens,
     stop_sequences,
     thought_counts,
     unknown_tokens,
     whole_characters,
 )
-from deepseek_v4_sm120.sglang_patches.rows.http_server import FIND_PRINTABLE, MESSAGES, TOKENIZER_MANAGER
+from deepseek_v4_sm120.sglang_patches.rows.http_server import (
+    FIND_PRINTABLE,
+    MESSAGES,
+    RESPONSES_REQUEST,
+    TOKENIZER_MANAGER,
+)
 from tests.patching.test_wheel_ends import BATCH, ended
 from tests.patching.test_wheel_wo_a import QUIET, take
 from tests.patching.wheels import every_release, fetch, since
@@ -304,12 +310,38 @@ class Ends:
         return int(token == self.ids[0])
 
 
+# ---- max_output_tokens
+
+
+def most(version, asked, room, *, ours):
+    module, _, its_class = RESPONSES_REQUEST.partition(":")
+    method = take(fetch(version), {}, f"{its_class}.to_sampling_params", module)
+    method = max_output_tokens.replace_to_sampling_params(method) if ours else method
+    request = Record(max_output_tokens=asked, _DEFAULT_SAMPLING_PARAMS=collections.defaultdict(int))
+    request._json_schema_from_text_format = lambda text: None
+    return method(request, room)["max_new_tokens"]
+
+
+@every_release()
+def test_as_many_tokens_as_were_asked_for(version):
+    for asked, room, stock, ours in ((1, 900, -1, 1), (16, 900, 14, 16), (1000, 900, 898, 898), (None, 900, 898, 898)):
+        assert most(version, asked, room, ours=False) == stock  # so the row is needed
+        assert most(version, asked, room, ours=True) == ours
+    if since(version, "0.5.22"):
+        assert [most(version, asked, None, ours=True) for asked in (None, 7)] == [None, 7]
+
+
+@every_release("0.5.23")
+def test_elsewhere_two_are_taken_away(version, elsewhere):
+    assert most(version, 16, 900, ours=True) == 14
+
+
 # ---- unknown_tokens
 
 VOCABULARY = 12
 
 
-def validates(version, ids, *, ours):
+def validates(version, ids, *, ours, **asked):
     module = TOKENIZER_MANAGER.partition(":")[0]
     names = {"isinstance": lambda one, kind: False}
     method = take(fetch(version), names, "TokenizerManager._validate_one_request", module)
@@ -317,7 +349,7 @@ def validates(version, ids, *, ours):
     manager = SimpleNamespace(context_len=100, num_reserved_tokens=0, validate_total_tokens=True)
     manager.model_config = SimpleNamespace(vocab_size=VOCABULARY)
     manager._validate_joint_schema_request = manager._validate_mm_limits = lambda *_: None
-    return method(manager, SimpleNamespace(sampling_params={"max_new_tokens": 5}), ids)
+    return method(manager, SimpleNamespace(sampling_params={"max_new_tokens": 5, **asked}), ids)
 
 
 @every_release()
@@ -331,9 +363,28 @@ def test_tokens_that_the_model_does_not_have_are_refused(version):
 
 
 @every_release()
+def test_what_min_tokens_looks_up(version):
+    for asked in (
+        {"stop_token_ids": [VOCABULARY]},
+        {"stop_token_ids": [3], "min_new_tokens": 2},
+        {"min_new_tokens": 2},
+    ):
+        assert validates(version, [1], ours=True, **asked) is None
+    asked = {"stop_token_ids": [3, VOCABULARY], "min_new_tokens": 2}
+    assert validates(version, [1], ours=False, **asked) is None  # so the row is needed
+    with pytest.raises(ValueError, match="stop_token_ids has token 12;"):
+        validates(version, [1], ours=True, **asked)
+
+
+@every_release()
 def test_what_they_would_do(version):
     """The table by which the first layers choose experts has a row for each token, and no more."""
-    forward = take(fetch(version), {"torch": torch}, "HashTopK._forward_torch", "sglang.srt.layers.moe.hash_topk")
+    forward = take(
+        fetch(version),
+        {"torch": torch, "_RENORMALIZE_SUM_EPSILON": 0.0},
+        "HashTopK._forward_torch",
+        "sglang.srt.layers.moe.hash_topk",
+    )
     layer = SimpleNamespace(topk=2, score_func="sqrtsoftplus", num_shared_topk_slots=0, num_fused_shared_experts=0)
     layer.tid2eid = torch.arange(2 * VOCABULARY).reshape(VOCABULARY, 2) % 4
     forward(layer, torch.zeros(1, 4), torch.tensor([VOCABULARY - 1]))

@@ -185,7 +185,10 @@ OBJECTS = {
         "made": ((f"{ANTHROPIC}:AnthropicMessagesResponse",),),
     },
     "thought_counts": {"recv_obj": ((f"{SRT}.managers.io_struct:BatchStrOutput",),)},
-    "unknown_tokens": {"self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),)},
+    "unknown_tokens": {
+        "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
+        "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
+    },
     "developer_messages": {
         "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
         "message": tuple((f"{OPENAI}.protocol:ChatCompletionMessage{kind}Param",) for kind in ("Generic", "User")),
@@ -332,6 +335,7 @@ OURS = {
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
     "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
     "stop_sequences": {"listening"},
+    "unknown_tokens": {"asked"},
     "tool_strings": {"parameter"},
     "waiting": {"kind", "w", "waiting"},
     "wo_a": {

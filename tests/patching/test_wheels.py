@@ -51,7 +51,8 @@ EVERYWHERE = {
     **{"min_p_tokens": "sglang.srt.layers.sampler", "longest_prompt": "sglang.srt.managers.tp_worker"},
 }
 HTTP = {**dict.fromkeys(("billing_lines", "stop_sequences"), http.MESSAGES), "whole_characters": http.FIND_PRINTABLE}
-HTTP |= {"default_thinking": http.CHAT, **dict.fromkeys(("thought_counts", "unknown_tokens"), http.TOKENIZER_MANAGER)}
+HTTP |= {"default_thinking": http.CHAT, "max_output_tokens": http.RESPONSES_REQUEST}
+HTTP |= dict.fromkeys(("thought_counts", "unknown_tokens"), http.TOKENIZER_MANAGER)
 
 
 def expected(version: str) -> dict[str, str]:
@@ -87,8 +88,7 @@ def index_names(version: str) -> tuple[int, int, int]:
 
 
 def num_seams(version: str) -> int:
-    more = ("0.5.17", "0.5.19", "0.5.20", "0.5.21")
-    return 3 * since(version, "0.5.13") + sum(since(version, first) for first in more)
+    return 3 * since(version, "0.5.13") + sum(since(version, v) for v in ("0.5.17", "0.5.19", "0.5.20", "0.5.21"))
 
 
 SURVEYED: dict[tuple, Engine] = {}  # what several tests look at

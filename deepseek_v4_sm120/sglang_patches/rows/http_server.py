@@ -16,6 +16,7 @@ RECIPE = f"{OPENAI}.serving_deepseek_recipe:DeepSeekRecipeChatEncodingAdapter"
 READER = "sglang.srt.parser.reasoning_parser:ReasoningParser"
 RECIPE_READER = "sglang.srt.parser.deepseek_recipe_output:DeepSeekRecipeOutputParser"
 RESPONSES = f"{OPENAI}.serving_responses:OpenAIServingResponses"
+RESPONSES_REQUEST = f"{OPENAI}.protocol:ResponsesRequest"
 OF_ENCODE = Parameters(("self", "body", "*", "effort", "task=None", "image_urls=None"))
 OF_INPUT, OF_TRANSLATED = ("self", "request", "prev_response=None"), ("*", "tool_adapter=None")
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
@@ -263,6 +264,20 @@ THOUGHT_COUNTS = Patch(
         ),
     ),
     retire="when SGLang counts what is answered",
+)
+
+MAX_OUTPUT_TOKENS = Patch(
+    name="max_output_tokens",
+    why="/v1/responses takes two tokens away from max_output_tokens: answers end early, and a request for one is "
+    "refused",
+    targets=(
+        targets_of("max_output_tokens")(
+            f"{RESPONSES_REQUEST}.to_sampling_params",
+            "to_sampling_params",
+            Parameters(("self", "default_max_tokens=...", "default_params=None"), further="any"),
+        ),
+    ),
+    retire="when SGLang takes the number as it is",
 )
 
 UNKNOWN_TOKENS = Patch(
