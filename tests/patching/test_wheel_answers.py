@@ -16,7 +16,6 @@ from deepseek_v4_sm120.sglang_patches.adapters import (
     billing_lines,
     max_output_tokens,
     stop_sequences,
-    thought_counts,
     unknown_tokens,
     whole_characters,
 )
@@ -26,7 +25,6 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     RESPONSES_REQUEST,
     TOKENIZER_MANAGER,
 )
-from tests.patching.test_wheel_ends import BATCH, ended
 from tests.patching.test_wheel_wo_a import QUIET, take
 from tests.patching.wheels import every_release, fetch, since
 
@@ -264,50 +262,6 @@ def test_which_sequence_ended_an_answer(version):
 @every_release("0.5.23")
 def test_elsewhere_it_is_sglangs(version, elsewhere):
     assert streamed(version, "stop", "STOP", ["STOP"], ours=True)[:2] == ("end_turn", None)
-
-
-# ---- thought_counts
-
-
-@every_release()
-def test_no_more_thoughts_than_tokens(version):
-    """A step of four tokens, all thoughts, of which max_tokens leaves two."""
-    count = take(
-        fetch(version), {"TokenSequenceMatcher": Ends, "isinstance": isinstance}, "Req.update_reasoning_tokens", BATCH
-    )
-    request = SimpleNamespace(reasoning_tokens=0, _is_reasoning_over=False, _think_end_matcher=None)
-    request._think_end_match_len = 0
-    count(request, [1, 2, 3, 4], 9 if not since(version, "0.5.17") else [9])
-    answered, _ = ended(version, [1, 2, 3, 4], accepted=4, max_tokens=2)
-    assert (answered, request.reasoning_tokens) == (2, 4)  # so the row is needed
-
-    async def hand_on(manager, batch):
-        return batch.reasoning_tokens
-
-    batch = SimpleNamespace(reasoning_tokens=[request.reasoning_tokens, 3], completion_tokens=[answered, 8])
-    assert asyncio.run(thought_counts.replace_handle(hand_on)(None, batch)) == [2, 3]
-
-
-def test_what_has_no_thoughts_is_handed_on():
-    async def hand_on(manager, batch):
-        return batch
-
-    for batch in (SimpleNamespace(embeddings=[1]), SimpleNamespace(reasoning_tokens=[], completion_tokens=[])):
-        before = copy.deepcopy(batch)
-        assert asyncio.run(thought_counts.replace_handle(hand_on)(None, batch)) == before
-
-
-class Ends:
-    """What of a sequence of one token was met."""
-
-    def __init__(self, ids):
-        self.ids = ids
-
-    def __len__(self):
-        return len(self.ids)
-
-    def advance(self, matched, token):
-        return int(token == self.ids[0])
 
 
 # ---- max_output_tokens
