@@ -16,6 +16,7 @@ from tests.wheel_pools import Wheel
 
 HOME = "sglang.srt.parser.deepseek_recipe_"
 MARKS = ("<think>", "</think>", "｜DSML｜", "<｜Assistant｜>", "<｜User｜>", "<｜image｜>", "STOP")
+STOP = 256 + MARKS.index("STOP")  # its token
 TEXT, SMILE = "A long answer, with é and 日本. ", "😀"
 LENGTH, ABORT, END = {"type": "length", "length": 1}, {"type": "abort"}, {"type": "stop", "matched": None}
 CASES = {  # text, tokens of it left out at the end, why it ended, stops, whether it is thoughts
@@ -30,6 +31,8 @@ CASES = {  # text, tokens of it left out at the end, why it ended, stops, whethe
     "stopped": (TEXT + SMILE + "a stop", 0, {"type": "stop", "matched": "a stop"}, ("a stop",), False),
     "stopped by a token": (TEXT + SMILE + "STOP", 0, {"type": "stop", "matched": "STOP"}, ("STOP",), False),
     "stopped by rare characters": (TEXT + SMILE * 2, 0, {"type": "stop", "matched": SMILE * 2}, (SMILE * 2,), False),
+    "ended by a token": (TEXT + "\N{REPLACEMENT CHARACTER}STOP", 0, {"type": "stop", "matched": STOP}, (), False),
+    "ended within a character": (TEXT + SMILE, 2, END, (), False),
     "nothing": ("", 0, LENGTH, (), False),
     "a part of a character alone": (SMILE, 1, LENGTH, (), False),
 }

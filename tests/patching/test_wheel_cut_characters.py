@@ -13,6 +13,7 @@ REPO = Path(__file__).resolve().parents[2]
 with_recipe = every_release("0.5.23")
 CUT = {case: TEXT for case in ("cut", "cut after a byte", "cut in thoughts", "cut, with a stop", "aborted")}
 CUT |= {"cut behind another, with a stop": TEXT + SMILE}
+CUT |= {"ended by a token": TEXT, "ended within a character": TEXT}
 STOPPED = {"stopped by a token": TEXT + SMILE, "stopped by rare characters": TEXT}
 OTHERS = {"cut behind a character": TEXT + SMILE, "whole": f"{TEXT}{SMILE}!", "stopped": TEXT + SMILE}
 

@@ -7,6 +7,8 @@ it with all of their text, and where none comes the text is lost: an answer that
 And where a stop of two or more characters ends an answer behind an emoji, SGLang takes what is in front of the stop as
 text, begins within the emoji, and hands that text over: the emoji is lost, and all of an answer that is not streamed.
 
+So is an answer whose last character is U+FFFD itself, which looks the same; here it loses that one.
+
 Here the tokens of a character that is not at its end are handed over by themselves, and those in front of a stop as
 they are. This runs in the process that answers over HTTP, where no GPU is asked.
 """
@@ -69,23 +71,29 @@ def num_characters(tokenizer, token_ids) -> int:
 
 def replace_finish(original: Callable) -> Callable:
     """For DeepSeekRecipeOutputParser.finish(self, token_ids, finish_reason, *, keep_matched_stop) -> what was read of
-    the last step, or of a whole answer. What matched a stop is to be cut from the tokens as they are."""
+    the last step, or of a whole answer."""
 
     @functools.wraps(original)
     def finish(self, token_ids, finish_reason, *, keep_matched_stop=False):
+        if not models_served.has_served_card():
+            return original(self, token_ids, finish_reason, keep_matched_stop=keep_matched_stop)
         ids = [*self._pending_ids, *token_ids]  # what a stop may begin with is pending
-        is_cut = finish_reason.get("matched") is None and models_served.has_served_card()
-        before = _before(self, len(self._pending_ids))
+        before, matched = _before(self, len(self._pending_ids)), finish_reason.get("matched")
         setattr(self, BEFORE, before)
-        whole = num_whole(self._hf_tokenizer, ids, before) if is_cut else len(ids)
+        if isinstance(matched, str):
+            ids = self._cut_at_stop_string(ids, matched, keep_stop=keep_matched_stop)
+        elif matched is not None and not keep_matched_stop and ids[-1:] == [matched]:
+            ids = ids[:-1]
+        whole = num_whole(self._hf_tokenizer, ids, before)
         if whole == len(ids):
             return original(self, token_ids, finish_reason, keep_matched_stop=keep_matched_stop)
-        self.num_consumed_tokens -= len(self._pending_ids)
+        consumed = self.num_consumed_tokens + len(token_ids)
         self._pending_ids, self._stop_hold_chars = [], 0
         setattr(self, FED, before)
         told = self.feed(ids[:whole])
-        rest = original(self, ids[whole:], finish_reason, keep_matched_stop=keep_matched_stop)
-        return told.merge(rest)
+        told = told.merge(original(self, ids[whole:], {**finish_reason, "matched": None}))
+        self.num_consumed_tokens = consumed
+        return told
 
     return finish
 
