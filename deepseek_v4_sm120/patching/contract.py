@@ -20,6 +20,13 @@ _MAX_REEXPORTS = 5
 # Decorators that leave alone what a function is called with and what it gives, by their last name
 _TRANSPARENT = ("disable", "inference_mode", "no_grad", "override")
 HANDED_THROUGH = "..."  # as a default in Parameters
+# (is async, yields) -> what it is
+_CALLED = {
+    (False, False): "a plain function",
+    (False, True): "a generator",
+    (True, False): "an async function",
+    (True, True): "an async generator",
+}
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,13 @@ class Parameters:
     "*", "/"      what follows is keyword-only, what precedes positional-only; "*name" and "**name" the variadic ones
 
     further: which parameters may follow, all handed through: None, "any" or "keyword-only".
-    is_generator: the function is a generator, and what stands for it gives something to iterate over.
+    is_generator, is_async: the function is one that yields, that is awaited, or both; so is what stands for it.
     """
 
     signature: tuple[str, ...]
     further: Literal["any", "keyword-only"] | None = None
     is_generator: bool = False
+    is_async: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,7 +78,7 @@ class Parameters:
         rest = found[len(expected) :] if self.further else ()
         found = found[: len(found) - len(rest)]
         return (
-            _how_it_is_called(node, self.is_generator)
+            _how_it_is_called(node, (self.is_async, self.is_generator))
             or _order_violation(tuple(p.name for p in expected), tuple(p.name for p in found))
             or next(filter(None, map(Parameter.violation, expected, found)), None)
             or (_no_positional(rest) if self.further == "keyword-only" else None)
@@ -263,15 +271,14 @@ def _passes_by_position(tree: ast.AST, qualname: str) -> bool:
     return any(_called_name(call.func) == qualname.rpartition(".")[2] for call in calls)
 
 
-def _how_it_is_called(function: Function, is_generator: bool = False) -> str | None:
+def _how_it_is_called(function: Function, expected: tuple[bool, bool] = (False, False)) -> str | None:
     """What makes a call of the function another one than expected: async, a generator or none, a decorator."""
-    expected = "a generator" if is_generator else "a plain function"
     yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in _own_nodes(function))
-    if isinstance(function, ast.AsyncFunctionDef) or yields != is_generator:
-        kind = "an async function" if isinstance(function, ast.AsyncFunctionDef) else "a generator"
-        return f"expected {expected}, found {kind if kind != expected else 'a plain function'}"
+    found = (isinstance(function, ast.AsyncFunctionDef), yields)
+    if found != expected:
+        return f"expected {_CALLED[expected]}, found {_CALLED[found]}"
     decorators = [ast.unparse(node) for node in function.decorator_list if _last_name(node) not in _TRANSPARENT]
-    return f"expected {expected}, found it decorated with @{', @'.join(decorators)}" if decorators else None
+    return f"expected {_CALLED[expected]}, found it decorated with @{', @'.join(decorators)}" if decorators else None
 
 
 def _own_nodes(function: Function):

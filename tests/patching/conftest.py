@@ -193,6 +193,29 @@ MESSAGES = """
 class AnthropicServing:
     def _convert_to_chat_completion_request(self, anthropic_request):
         return anthropic_request
+
+    async def _generate_anthropic_stream(self, adapted_request, processed_request, anthropic_request, raw_request):
+        yield adapted_request
+
+    def _convert_response(self, response):
+        return response
+"""
+RESPONSES_REQUEST = """
+class ResponsesRequest:
+    def to_sampling_params(self, default_max_tokens=None, default_params=None):
+        return {}
+"""
+ANSWERS = """
+def find_printable_text(text):
+    return text
+
+
+class TokenizerManager:
+    async def _handle_batch_output(self, recv_obj):
+        return recv_obj
+
+    def _validate_one_request(self, obj, input_ids):
+        return obj
 """
 MTP_MODEL = """
 class DeepseekV4ModelNextN:
@@ -308,6 +331,8 @@ TREE_0_5_17 = {
     "sglang/srt/entrypoints/openai/serving_chat.py": CHAT,
     "sglang/srt/parser/reasoning_parser.py": READER,
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,
+    "sglang/srt/entrypoints/openai/protocol.py": RESPONSES_REQUEST,
+    **dict.fromkeys((f"sglang/srt/managers/{name}_manager.py" for name in ("detokenizer", "tokenizer")), ANSWERS),
     "sglang/srt/layers/moe/topk.py": CHOICE,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,
     "sglang/kernels/ops/layernorm/mhc_head.py": MHC_HEAD,

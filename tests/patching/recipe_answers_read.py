@@ -15,7 +15,8 @@ from tests.patching.wheels import fetch, packages
 from tests.wheel_pools import Wheel
 
 HOME = "sglang.srt.parser.deepseek_recipe_"
-MARKS = ("<think>", "</think>", "｜DSML｜", "<｜Assistant｜>", "<｜User｜>", "<｜image｜>")
+MARKS = ("<think>", "</think>", "｜DSML｜", "<｜Assistant｜>", "<｜User｜>", "<｜image｜>", "STOP")
+STOP = 256 + MARKS.index("STOP")  # its token
 TEXT, SMILE = "A long answer, with é and 日本. ", "😀"
 LENGTH, ABORT, END = {"type": "length", "length": 1}, {"type": "abort"}, {"type": "stop", "matched": None}
 CASES = {  # text, tokens of it left out at the end, why it ended, stops, whether it is thoughts
@@ -23,18 +24,24 @@ CASES = {  # text, tokens of it left out at the end, why it ended, stops, whethe
     "cut after a byte": (TEXT + SMILE, 3, LENGTH, (), False),
     "cut in thoughts": (TEXT + SMILE, 2, LENGTH, (), True),
     "cut, with a stop": (TEXT + SMILE, 2, LENGTH, ("a stop",), False),
+    "cut behind another, with a stop": (TEXT + SMILE * 2, 2, LENGTH, ("a stop",), False),
     "aborted": (TEXT + SMILE, 2, ABORT, (), False),
     "cut behind a character": (TEXT + SMILE, 0, LENGTH, (), False),
     "whole": (TEXT + SMILE + "!", 0, END, (), False),
     "stopped": (TEXT + SMILE + "a stop", 0, {"type": "stop", "matched": "a stop"}, ("a stop",), False),
+    "stopped by a token": (TEXT + SMILE + "STOP", 0, {"type": "stop", "matched": "STOP"}, ("STOP",), False),
+    "stopped by rare characters": (TEXT + SMILE * 2, 0, {"type": "stop", "matched": SMILE * 2}, (SMILE * 2,), False),
+    "ended by a token": (TEXT + "\N{REPLACEMENT CHARACTER}STOP", 0, {"type": "stop", "matched": STOP}, (), False),
+    "ended within a character": (TEXT + SMILE, 2, END, (), False),
     "nothing": ("", 0, LENGTH, (), False),
     "a part of a character alone": (SMILE, 1, LENGTH, (), False),
 }
+REPLACED = {"feed": "feed", "finish": "finish", "_cut_at_stop_string": "cut", "_release_pending_ids": "release"}
 WAYS = (0, 1, 2, 3, 5, 6)  # tokens of a step; 0: the answer as a whole
 
 
 def tokenizer():
-    """A token for each byte, and DeepSeek's marks."""
+    """A token for each byte, DeepSeek's marks, and one for a whole stop."""
     tokenizers = importlib.import_module("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -73,8 +80,8 @@ def main(version: str) -> dict:
         return {case: {str(way): read(reader, recipe, case, way) for way in WAYS} for case in CASES}
 
     found = {"stock": all_ways()}
-    for name in ("feed", "finish"):
-        setattr(reader, name, getattr(cut_characters, f"replace_{name}")(getattr(reader, name)))
+    for name, ours in REPLACED.items():
+        setattr(reader, name, getattr(cut_characters, f"replace_{ours}")(getattr(reader, name)))
     found["elsewhere"] = all_ways()
     models_served.announce({"model_type": "deepseek_v4"}, {})
     models_served.announce_served_card({})

@@ -99,6 +99,17 @@ def test_a_generator_is_expected_where_the_contract_says_so():
     assert plain == "expected a generator, found a plain function"
 
 
+def test_what_is_awaited_is_expected_where_the_contract_says_so():
+    awaited, iterated = (Parameters(("x",), is_async=True, is_generator=yields) for yields in (False, True))
+    plain, yielding = "async def f(x): pass", "async def f(x): yield x"
+    assert contract.check("m:f", awaited, None, reader(m=plain)).problem is None
+    assert contract.check("m:f", iterated, None, reader(m=yielding)).problem is None
+    found = contract.check("m:f", awaited, None, reader(m=yielding)).problem
+    assert found == "expected an async function, found an async generator"
+    found = contract.check("m:f", awaited, None, reader(m=plain.removeprefix("async "))).problem
+    assert found == "expected an async function, found a plain function"
+
+
 @pytest.mark.parametrize(
     ("further", "source", "problem"),
     [

@@ -84,6 +84,7 @@ PREFILL = ">=0.5.13,<0.5.16"  # what paged_prefill reads
 # adapter -> what an object is called there -> the kinds of objects that it may be, each the places that give it its
 # attributes (attributes.Release.defines); a kind is there where its first place is. In front of a kind, the releases
 # whose objects come there. TEXT_OF a module: of objects that SGLang makes of its settings, what that module reads
+ANTHROPIC = f"{MESSAGES.partition('.serving')[0]}.protocol"
 OBJECTS = {
     "all_reduce": {
         "coordinator": ((GROUP,),),
@@ -172,6 +173,21 @@ OBJECTS = {
         "message": ((f"{OPENAI}.protocol:ChatCompletionMessageGenericParam",),),
         "(last := parts[-1])": ((f"{OPENAI}.protocol:ChatCompletionMessageContentTextPart",),),
         "last": ((f"{OPENAI}.protocol:ChatCompletionMessageContentTextPart",),),
+    },
+    "billing_lines": {
+        "anthropic_request": ((f"{ANTHROPIC}:AnthropicMessagesRequest",),),
+        "block": (("<0.5.14", f"{ANTHROPIC}:AnthropicContentBlock"), (">=0.5.14", f"{ANTHROPIC}:TextBlock")),
+    },
+    "stop_sequences": {
+        "anthropic_request": ((f"{ANTHROPIC}:AnthropicMessagesRequest",),),
+        "response": ((f"{OPENAI}.protocol:ChatCompletionResponse",),),
+        "choice": ((f"{OPENAI}.protocol:ChatCompletionResponseChoice",),),
+        "made": ((f"{ANTHROPIC}:AnthropicMessagesResponse",),),
+    },
+    "thought_counts": {"recv_obj": ((f"{SRT}.managers.io_struct:BatchStrOutput",),)},
+    "unknown_tokens": {
+        "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
+        "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
     },
     "developer_messages": {
         "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
@@ -270,9 +286,9 @@ OBJECTS = {
         "made": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
     },
     "thought_history": {
-        "anthropic_request": ((f"{MESSAGES.partition('.serving')[0]}.protocol:AnthropicMessagesRequest",),),
-        "turn": ((f"{MESSAGES.partition('.serving')[0]}.protocol:AnthropicMessage",),),
-        "block": ((f"{MESSAGES.partition('.serving')[0]}.protocol:ThinkingBlock",),),
+        "anthropic_request": ((f"{ANTHROPIC}:AnthropicMessagesRequest",),),
+        "turn": ((f"{ANTHROPIC}:AnthropicMessage",),),
+        "block": ((f"{ANTHROPIC}:ThinkingBlock",),),
         "made": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
         "message": ((f"{OPENAI}.protocol:ChatCompletionMessageGenericParam",),),
     },
@@ -323,7 +339,9 @@ OURS = {
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
     "sampling": {"inspect.unwrap(original)"},
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
-    "cut_characters": {"tokenizer"},
+    "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
+    "stop_sequences": {"listening"},
+    "unknown_tokens": {"asked"},
     "tool_strings": {"parameter"},
     "waiting": {"kind", "w", "waiting"},
     "wo_a": {

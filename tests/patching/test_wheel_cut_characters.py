@@ -1,4 +1,4 @@
-"""Answers that end within a character, read by the reader of each release that has deepseek-recipe."""
+"""Answers that end within a character or behind one, read by the reader of each release that has deepseek-recipe."""
 
 import functools
 import json
@@ -11,7 +11,10 @@ from tests.patching.wheels import every_release
 
 REPO = Path(__file__).resolve().parents[2]
 with_recipe = every_release("0.5.23")
-CUT = {"cut", "cut after a byte", "cut in thoughts", "cut, with a stop", "aborted"}
+CUT = {case: TEXT for case in ("cut", "cut after a byte", "cut in thoughts", "cut, with a stop", "aborted")}
+CUT |= {"cut behind another, with a stop": TEXT + SMILE}
+CUT |= {"ended by a token": TEXT, "ended within a character": TEXT}
+STOPPED = {"stopped by a token": TEXT + SMILE, "stopped by rare characters": TEXT}
 OTHERS = {"cut behind a character": TEXT + SMILE, "whole": f"{TEXT}{SMILE}!", "stopped": TEXT + SMILE}
 
 
@@ -25,25 +28,34 @@ def read(version: str) -> dict:
 
 @with_recipe
 def test_what_is_in_front_of_the_character_arrives(version):
-    for case in CUT:
-        told = [TEXT, ""] if "thoughts" in case else ["", TEXT]
+    for case, text in CUT.items():
+        told = [text, ""] if "thoughts" in case else ["", text]
         assert all(found == told for found in read(version)["ours"][case].values()), case
 
 
 @with_recipe
 def test_sglang_tells_nothing_where_it_is_not_streamed(version):
     """So the row is needed; in streams the last step is missing, up to the character before the last step's."""
-    for case in CUT:
+    for case, whole in CUT.items():
         found = {way: "".join(told) for way, told in read(version)["stock"][case].items()}
         assert found["0"] == "", case
-        assert all(TEXT.startswith(text) for text in found.values())
-        assert any(text != TEXT for way, text in found.items() if way != "0")
+        assert all(whole.startswith(text) for text in found.values())
+        assert any(text != whole for way, text in found.items() if way != "0")
+
+
+@with_recipe
+def test_a_stop_behind_a_character(version):
+    """What is in front of it arrives; of SGLang's nothing, or the stop's beginning, too."""
+    for case, text in STOPPED.items():
+        assert all(found == ["", text] for found in read(version)["ours"][case].values()), case
+        assert any(found != ["", text] for found in read(version)["stock"][case].values()), case
+    assert read(version)["stock"]["stopped by a token"]["0"] == ["", ""]
 
 
 @with_recipe
 def test_what_ends_with_a_character_is_as_it_was(version):
     found = read(version)
-    for case in CASES.keys() - CUT:
+    for case in CASES.keys() - CUT.keys() - STOPPED.keys():
         assert found["ours"][case] == found["stock"][case]
         assert all(told == ["", OTHERS.get(case, "")] for told in found["ours"][case].values()), case
 

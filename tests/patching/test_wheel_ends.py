@@ -1,9 +1,13 @@
-"""What docs/operating.md says of speculation's ends and seeds: each release's own code on the CPU."""
+"""What docs/operating.md says of speculation's ends, counts and seeds: each release's own code on the CPU."""
 
+import asyncio
+import copy
 from types import SimpleNamespace
 
 import pytest
 
+from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.adapters import thought_counts
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch, members, since
 
@@ -34,6 +38,50 @@ def test_an_end_in_the_step_that_reaches_max_tokens(version):
     assert found == (of_the_end if since(version, "0.5.18") else of_the_length)
     assert ended(version, [3, 4, END, 5], accepted=4, max_tokens=9) == of_the_end
     assert ended(version, [3, 4, 5, 6, END], accepted=5, max_tokens=4) == of_the_length
+
+
+class Ends:
+    """What of a sequence of one token was met."""
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def __len__(self):
+        return len(self.ids)
+
+    def advance(self, matched, token):
+        return int(token == self.ids[0])
+
+
+@every_release()
+def test_no_more_thoughts_than_tokens(version, monkeypatch):
+    """A step of four tokens, all thoughts, of which max_tokens leaves two."""
+    monkeypatch.setattr(models_served, "has_served_card", lambda: True)
+    count = take(
+        fetch(version), {"TokenSequenceMatcher": Ends, "isinstance": isinstance}, "Req.update_reasoning_tokens", BATCH
+    )
+    request = SimpleNamespace(reasoning_tokens=0, _is_reasoning_over=False, _think_end_matcher=None)
+    request._think_end_match_len = 0
+    count(request, [1, 2, 3, 4], 9 if not since(version, "0.5.17") else [9])
+    answered, _ = ended(version, [1, 2, 3, 4], accepted=4, max_tokens=2)
+    assert (answered, request.reasoning_tokens) == (2, 4)  # so the row is needed
+
+    async def hand_on(manager, batch):
+        return batch.reasoning_tokens
+
+    batch = SimpleNamespace(reasoning_tokens=[request.reasoning_tokens, 3], completion_tokens=[answered, 8])
+    assert asyncio.run(thought_counts.replace_handle(hand_on)(None, batch)) == [2, 3]
+
+
+def test_what_has_no_thoughts_is_handed_on(monkeypatch):
+    monkeypatch.setattr(models_served, "has_served_card", lambda: True)
+
+    async def hand_on(manager, batch):
+        return batch
+
+    for batch in (SimpleNamespace(embeddings=[1]), SimpleNamespace(reasoning_tokens=[], completion_tokens=[])):
+        before = copy.deepcopy(batch)
+        assert asyncio.run(thought_counts.replace_handle(hand_on)(None, batch)) == before
 
 
 @pytest.mark.parametrize("folder", ["speculative/dspark", "kernels/ops/speculative/dspark"])

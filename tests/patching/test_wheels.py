@@ -49,13 +49,15 @@ EVERYWHERE = {
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0], "wo_a": MODEL},
     **{"min_p_tokens": "sglang.srt.layers.sampler", "longest_prompt": "sglang.srt.managers.tp_worker"},
-    **{"default_thinking": http.CHAT.partition(":")[0], "grammars": "sglang.srt.constrained.xgrammar_backend"},
 }
+HTTP = {**dict.fromkeys(("billing_lines", "stop_sequences"), http.MESSAGES), "whole_characters": http.FIND_PRINTABLE}
+HTTP |= {"default_thinking": http.CHAT, "max_output_tokens": http.RESPONSES_REQUEST}
+HTTP |= dict.fromkeys(("thought_counts", "unknown_tokens"), http.TOKENIZER_MANAGER)
 
 
 def expected(version: str) -> dict[str, str]:
     """What the normal mode finds in a release: patch -> module of its last target."""
-    found = {**EVERYWHERE, "mhc": MTP_MODEL.partition(":")[0]}
+    found = {**EVERYWHERE, "mhc": MTP_MODEL.partition(":")[0], "grammars": "sglang.srt.constrained.xgrammar_backend"}
     if not since(version, "0.5.13"):
         found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
     elif not since(version, "0.5.16"):
@@ -63,7 +65,7 @@ def expected(version: str) -> dict[str, str]:
     ours = dict(tool_strings=http.PARSE, developer_messages=http.CHAT, think_marks=http.READER)
     of_recipe = dict.fromkeys(("effort_levels", "json_answers", "call_order"), http.RECIPE) | {"min_p_verify": EAGLE}
     ours = {**of_recipe, "cut_characters": http.RECIPE_READER} if since(version, "0.5.23") else ours
-    ours |= {"turn_phases": http.RESPONSES} if since(version, "0.5.20") else {}
+    ours |= HTTP | ({"turn_phases": http.RESPONSES} if since(version, "0.5.20") else {})
     ours |= {name: http.CHAT for name, end in UNTIL.items() if not since(version, end)}
     ours |= {"disconnects": http.TOKENIZER_MANAGER} if version in ("0.5.18", "0.5.19") else {}
     found |= {name: where.partition(":")[0] for name, where in ours.items()}
@@ -86,8 +88,7 @@ def index_names(version: str) -> tuple[int, int, int]:
 
 
 def num_seams(version: str) -> int:
-    more = ("0.5.17", "0.5.19", "0.5.20", "0.5.21")
-    return 3 * since(version, "0.5.13") + sum(since(version, first) for first in more)
+    return 3 * since(version, "0.5.13") + sum(since(version, v) for v in ("0.5.17", "0.5.19", "0.5.20", "0.5.21"))
 
 
 SURVEYED: dict[tuple, Engine] = {}  # what several tests look at

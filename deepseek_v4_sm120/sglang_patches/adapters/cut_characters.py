@@ -1,11 +1,16 @@
-"""An answer that `max_tokens` ends within a character arrives up to that character.
+"""An answer that `max_tokens` ends within a character, or a stop behind one, arrives up to there.
 
 A character that is rare, as most emoji are, is several tokens. 0.5.23 hands the tokens of a step, or of a whole answer
 that is not streamed, to deepseek-recipe (0.2.0) at once. Where they end within a character recipe waits for the rest of
 it with all of their text, and where none comes the text is lost: an answer that is not streamed is empty.
 
-Here the tokens of a character that is not at its end are handed over by themselves. This runs in the process that
-answers over HTTP, where no GPU is asked.
+And where a stop of two or more characters ends an answer behind an emoji, SGLang takes what is in front of the stop as
+text, begins within the emoji, and hands that text over: the emoji is lost, and all of an answer that is not streamed.
+
+So is an answer whose last character is U+FFFD itself, which looks the same; here it loses that one.
+
+Here the tokens of a character that is not at its end are handed over by themselves, and those in front of a stop as
+they are. This runs in the process that answers over HTTP, where no GPU is asked.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ from deepseek_v4_sm120.sglang_patches import models_served
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer says for bytes that are no character
 MOST = 4  # bytes of a character, and so tokens
+# of a parser: its last tokens, and those in front of its last step
+FED, BEFORE = "_dsv4_sm120_fed", "_dsv4_sm120_before"
 
 
 def replace_feed(original: Callable) -> Callable:
@@ -24,40 +31,115 @@ def replace_feed(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def feed(self, token_ids):
-        if len(token_ids) < 2 or not models_served.has_served_card():  # one token goes on as it is, whatever it is of
+        if not models_served.has_served_card():
             return original(self, token_ids)
-        whole = num_whole(self._hf_tokenizer, token_ids)
+        before = _before(self, 0)
+        whole = num_whole(self._hf_tokenizer, token_ids, before) if len(token_ids) > 1 else 0  # one goes on as it is
         if whole in (0, len(token_ids)):
-            return original(self, token_ids)
-        told = original(self, token_ids[:whole])
-        return told.merge(original(self, token_ids[whole:]))
+            told = original(self, token_ids)
+        else:
+            told = original(self, token_ids[:whole])
+            told = told.merge(original(self, token_ids[whole:]))
+        setattr(self, FED, [*getattr(self, FED, ()), *token_ids][-MOST - len(self._pending_ids) :])
+        return told
 
     return feed
 
 
+def replace_release(original: Callable) -> Callable:
+    """For DeepSeekRecipeOutputParser._release_pending_ids(self) -> the tokens in front of all that a stop may begin
+    with. A part of a character is none: its bytes would be counted as one each."""
+
+    @functools.wraps(original)
+    def _release_pending_ids(self):
+        if not models_served.has_served_card():
+            return original(self)
+        ids = self._pending_ids
+        held = len(ids)
+        while held and self._stop_hold_chars > num_characters(self._hf_tokenizer, ids[held:]):
+            held -= 1
+        self._pending_ids = ids[held:]
+        return ids[:held]
+
+    return _release_pending_ids
+
+
+def num_characters(tokenizer, token_ids) -> int:
+    text = tokenizer.decode(token_ids, skip_special_tokens=False)
+    return len(text) - text.count(UNKNOWN)
+
+
 def replace_finish(original: Callable) -> Callable:
     """For DeepSeekRecipeOutputParser.finish(self, token_ids, finish_reason, *, keep_matched_stop) -> what was read of
-    the last step, or of a whole answer. What matched a stop is to be cut from the tokens as they are."""
+    the last step, or of a whole answer."""
 
     @functools.wraps(original)
     def finish(self, token_ids, finish_reason, *, keep_matched_stop=False):
+        if not models_served.has_served_card():
+            return original(self, token_ids, finish_reason, keep_matched_stop=keep_matched_stop)
         ids = [*self._pending_ids, *token_ids]  # what a stop may begin with is pending
-        is_cut = finish_reason.get("matched") is None and models_served.has_served_card()
-        whole = num_whole(self._hf_tokenizer, ids) if is_cut else len(ids)
+        before, matched = _before(self, len(self._pending_ids)), finish_reason.get("matched")
+        setattr(self, BEFORE, before)
+        if isinstance(matched, str):
+            ids = self._cut_at_stop_string(ids, matched, keep_stop=keep_matched_stop)
+        elif matched is not None and not keep_matched_stop and ids[-1:] == [matched]:
+            ids = ids[:-1]
+        whole = num_whole(self._hf_tokenizer, ids, before)
         if whole == len(ids):
             return original(self, token_ids, finish_reason, keep_matched_stop=keep_matched_stop)
-        self.num_consumed_tokens -= len(self._pending_ids)
+        consumed = self.num_consumed_tokens + len(token_ids)
         self._pending_ids, self._stop_hold_chars = [], 0
+        setattr(self, FED, before)
         told = self.feed(ids[:whole])
-        rest = original(self, ids[whole:], finish_reason, keep_matched_stop=keep_matched_stop)
-        return told.merge(rest)
+        told = told.merge(original(self, ids[whole:], {**finish_reason, "matched": None}))
+        self.num_consumed_tokens = consumed
+        return told
 
     return finish
 
 
-def num_whole(tokenizer, token_ids) -> int:
-    """How many of the tokens are in front of a character that is not at its end."""
-    end = len(token_ids)
-    while end and tokenizer.decode(token_ids[max(end - MOST, 0) : end], skip_special_tokens=False).endswith(UNKNOWN):
+def replace_cut(original: Callable) -> Callable:
+    """For DeepSeekRecipeOutputParser._cut_at_stop_string(self, token_ids, stop, *, keep_stop) -> the tokens in front of
+    a stop that the last one of them completes, or with it."""
+
+    @functools.wraps(original)
+    def _cut_at_stop_string(self, token_ids, stop, *, keep_stop):
+        if not models_served.has_served_card():
+            return original(self, token_ids, stop, keep_stop=keep_stop)
+        decode = functools.partial(self._hf_tokenizer.decode, skip_special_tokens=False)
+        before = getattr(self, BEFORE, [])
+        ids = [*before, *token_ids]
+        start = len(ids) - 1
+        text = last = decode(ids[start:])
+        while start and (stop not in text or len(text) - len(last) < len(stop) - 1 or text.startswith(UNKNOWN)):
+            start -= 1
+            text = decode(ids[start:])
+        cut = text.find(stop)
+        if cut == -1:
+            return token_ids
+        cut += len(stop) if keep_stop else 0
+        end, head = len(ids), text
+        while end > start and (len(head) > cut or head != text[: len(head)]):
+            end -= 1
+            head = decode(ids[start:end])
+        encoded = self._hf_tokenizer.encode(text[len(head) : cut], add_special_tokens=False)
+        return [*ids[len(before) : max(end, len(before))], *encoded.ids]
+
+    return _cut_at_stop_string
+
+
+def _before(parser, pending: int) -> list[int]:
+    """The last tokens that were handed over before the last `pending` ones: a character may begin among them."""
+    fed = getattr(parser, FED, [])
+    return fed[: len(fed) - pending][1 - MOST :]
+
+
+def num_whole(tokenizer, token_ids, before=()) -> int:
+    """How many of the tokens are in front of a character that is not at its end; it may begin among those before."""
+    end, all_ids = len(token_ids), [*before, *token_ids]
+    while end:
+        behind = len(before) + end
+        if not tokenizer.decode(all_ids[max(behind - MOST, 0) : behind], skip_special_tokens=False).endswith(UNKNOWN):
+            break
         end -= 1
     return end

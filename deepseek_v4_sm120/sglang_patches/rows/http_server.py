@@ -1,4 +1,4 @@
-"""The rows of table.py that are the process's that answers over HTTP: prompts, tool calls, and clients that go away."""
+"""The rows of table.py that are the processes' that answer over HTTP: prompts, answers, and clients that go away."""
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
@@ -16,12 +16,15 @@ RECIPE = f"{OPENAI}.serving_deepseek_recipe:DeepSeekRecipeChatEncodingAdapter"
 READER = "sglang.srt.parser.reasoning_parser:ReasoningParser"
 RECIPE_READER = "sglang.srt.parser.deepseek_recipe_output:DeepSeekRecipeOutputParser"
 RESPONSES = f"{OPENAI}.serving_responses:OpenAIServingResponses"
+RESPONSES_REQUEST = f"{OPENAI}.protocol:ResponsesRequest"
 OF_ENCODE = Parameters(("self", "body", "*", "effort", "task=None", "image_urls=None"))
 OF_INPUT, OF_TRANSLATED = ("self", "request", "prev_response=None"), ("*", "tool_adapter=None")
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 
-_tool_strings, _effort_levels, _think_marks, _cut_characters, _turn_phases = map(
-    targets_of, ("tool_strings", "effort_levels", "think_marks", "cut_characters", "turn_phases")
+FIND_PRINTABLE = "sglang.srt.managers.detokenizer_manager:find_printable_text"
+
+_tool_strings, _effort_levels, _think_marks, _cut_characters, _turn_phases, _stop_sequences = map(
+    targets_of, ("tool_strings", "effort_levels", "think_marks", "cut_characters", "turn_phases", "stop_sequences")
 )
 
 TOOL_STRINGS = Patch(
@@ -154,7 +157,8 @@ THINK_MARKS = Patch(
 CUT_CHARACTERS = Patch(
     name="cut_characters",
     why="an answer that max_tokens ends within a character of several tokens arrives empty where it is not streamed, "
-    "and without its last step where it is: deepseek-recipe waits for the rest of the character with all of the text",
+    "and without its last step where it is: deepseek-recipe waits for the rest of the character with all of the text; "
+    "so does one that a stop ends behind such a character",
     targets=(
         _cut_characters(f"{RECIPE_READER}.feed", "feed", Parameters(("self", "token_ids")), SINCE_RECIPE),
         _cut_characters(
@@ -163,6 +167,13 @@ CUT_CHARACTERS = Patch(
             Parameters(("self", "token_ids", "finish_reason", "*", "keep_matched_stop=False")),
             SINCE_RECIPE,
         ),
+        _cut_characters(
+            f"{RECIPE_READER}._cut_at_stop_string",
+            "cut",
+            Parameters(("self", "token_ids", "stop", "*", "keep_stop")),
+            SINCE_RECIPE,
+        ),
+        _cut_characters(f"{RECIPE_READER}._release_pending_ids", "release", Parameters(("self",)), SINCE_RECIPE),
     ),
     absent="up to 0.5.22 the text itself is read",
     retire="when deepseek-recipe tells what is in front of such a character",
@@ -202,4 +213,81 @@ TURN_PHASES = Patch(
     ),
     absent="up to 0.5.19 there are no phases",
     retire="when SGLang puts together a turn whatever its phases",
+)
+
+BILLING_LINES = Patch(
+    name="billing_lines",
+    why="the line that Claude Code puts at the head of its system prompt for Anthropic's books is another one in each "
+    "request: the prefix cache ends there, and each turn's whole conversation is read anew (sglang #21064)",
+    targets=(
+        targets_of("billing_lines")(
+            f"{MESSAGES}._convert_to_chat_completion_request", "convert", Parameters(("self", "anthropic_request"))
+        ),
+    ),
+    retire="when SGLang leaves that line out itself",
+)
+
+STOP_SEQUENCES = Patch(
+    name="stop_sequences",
+    why="an answer over /v1/messages that one of the request's stop_sequences ended is told as one that the model "
+    "ended itself: end_turn, and no sequence (sglang #33153, open)",
+    targets=(
+        _stop_sequences(
+            f"{MESSAGES}._generate_anthropic_stream",
+            "generate",
+            Parameters(
+                ("self", "adapted_request", "processed_request", "anthropic_request", "raw_request"),
+                is_generator=True,
+                is_async=True,
+            ),
+        ),
+        _stop_sequences(f"{MESSAGES}._convert_response", "convert", Parameters(("self", "response"))),
+    ),
+    retire="when SGLang tells the sequence",
+)
+
+WHOLE_CHARACTERS = Patch(
+    name="whole_characters",
+    why="where a step of several tokens ends within a character, less is counted as told than was told: text of an "
+    "answer is told twice, Chinese with emoji above all",
+    targets=(targets_of("whole_characters")(FIND_PRINTABLE, "printable", Parameters(("text",))),),
+    retire="when SGLang never counts less as told than it has told",
+)
+
+THOUGHT_COUNTS = Patch(
+    name="thought_counts",
+    why="with speculation the thoughts behind an answer's end stay counted: reasoning_tokens is more than "
+    "completion_tokens",
+    targets=(
+        targets_of("thought_counts")(
+            f"{TOKENIZER_MANAGER}._handle_batch_output", "handle", Parameters(("self", "recv_obj"), is_async=True)
+        ),
+    ),
+    retire="when SGLang counts what is answered",
+)
+
+MAX_OUTPUT_TOKENS = Patch(
+    name="max_output_tokens",
+    why="/v1/responses takes two tokens away from max_output_tokens: answers end early, and a request for one is "
+    "refused",
+    targets=(
+        targets_of("max_output_tokens")(
+            f"{RESPONSES_REQUEST}.to_sampling_params",
+            "to_sampling_params",
+            Parameters(("self", "default_max_tokens=...", "default_params=None"), further="any"),
+        ),
+    ),
+    retire="when SGLang takes the number as it is",
+)
+
+UNKNOWN_TOKENS = Patch(
+    name="unknown_tokens",
+    why="prompts of tokens are taken as they are: one that is not in the vocabulary is read beyond the end of the "
+    "table by which this model's first layers choose experts, which may end the server",
+    targets=(
+        targets_of("unknown_tokens")(
+            f"{TOKENIZER_MANAGER}._validate_one_request", "validate", Parameters(("self", "obj", "input_ids"))
+        ),
+    ),
+    retire="when SGLang refuses such prompts",
 )
