@@ -172,7 +172,9 @@ def load() -> ModuleType:
 
 
 def problem() -> str | None:
-    """Why load() fails, the loader's words too; None where it does not."""
+    """Why load() fails, the loader's words too; None where it does not, as behind a load that did not."""
+    if _NAME in sys.modules:  # a plan asks a hundred times
+        return None
     if (found := explain()) is not None:
         return found
     try:
