@@ -172,9 +172,7 @@ def load() -> ModuleType:
 
 
 def problem() -> str | None:
-    """Why load() fails, the loader's words too; None where it does not, as behind a load that did not."""
-    if _NAME in sys.modules:  # a plan asks a hundred times
-        return None
+    """Why load() fails, the loader's words too; None where it does not."""
     if (found := explain()) is not None:
         return found
     try:
