@@ -1,5 +1,6 @@
 """The plan's pools against SGLang's own configurator, executed from the wheel of every release that we know."""
 
+import functools
 import json
 import re
 import subprocess
@@ -28,6 +29,7 @@ PLANS = [
 ]
 
 
+@functools.cache  # what all tests here begin with
 def plans_of(release: str) -> list[launch.Plan]:
     """Without prefill graphs, whose memory would be another difference between releases."""
     requests = [launch.Request(memory_mib=MEMORY, sglang=release, prefill_graphs=0, **wanted) for wanted in PLANS]

@@ -79,6 +79,10 @@ inline uint32_t load_relaxed(const uint32_t* p) { return std::atomic_ref<uint32_
 inline uint4 load_relaxed(const uint4* p) {
   carry_out(rolls(8));
   if (rolls(4)) std::this_thread::yield();  // fewer cores than threads
+#ifdef LIBRARY
+  static thread_local int looks = 0;  // of processes that others want cores beside, and the one that is waited for
+  if (++looks % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+#endif
   const uint32_t* const w = &p->x;
   return {load_relaxed(w), load_relaxed(w + 1), load_relaxed(w + 2), load_relaxed(w + 3)};
 }

@@ -3,7 +3,6 @@
 import functools
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,23 +19,32 @@ JSON_CALL = ["run", {"command": " as JSON "}]
 read_by = pytest.mark.parametrize("version", [r for r in RELEASES if not since(r, OWN_PARSER_SINCE)], scope="module")
 
 
-@functools.cache
-def read(version: str) -> dict:
-    command = [sys.executable, "-m", "tests.patching.tool_calls_read", version]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+READER = "import runpy; runpy.run_module('tests.patching.tool_calls_read', run_name='__main__')"
+
+
+@pytest.fixture(scope="module")
+def read(torch_python):
+    """read(version): what the program has printed."""
+
+    @functools.cache
+    def of(version: str) -> dict:
+        command = [*torch_python(), "-c", READER, version]
+        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return of
 
 
 @read_by
-def test_strings_arrive_as_they_were_written(version):
+def test_strings_arrive_as_they_were_written(read, version):
     for case, ways in read(version)["ours"].items():
         for way, (_, *calls) in ways.items():
             assert calls == [["run", CASES[case]], JSON_CALL], (case, way)
 
 
 @read_by
-def test_sglang_strips_them(version):
+def test_sglang_strips_them(read, version):
     """So the row is needed; and what is whole apart from that is as it was."""
     found = read(version)
     for case, arguments in CASES.items():
@@ -48,13 +56,13 @@ def test_sglang_strips_them(version):
 
 
 @read_by
-def test_other_models_and_cards_keep_sglangs(version):
+def test_other_models_and_cards_keep_sglangs(read, version):
     found = read(version)
     assert found["v3.2 beside ours"] == found["v3.2"] and found["elsewhere"] == found["stock"]
 
 
 @read_by
-def test_words_in_front_of_a_call_are_lost_by_several_tokens_a_step_before_they_were_mended(version):
+def test_words_in_front_of_a_call_are_lost_by_several_tokens_a_step_before_they_were_mended(read, version):
     """What doctor and docs/operating.md say of streams; sglang #34458."""
     streamed = [
         in_front.strip()
@@ -67,7 +75,7 @@ def test_words_in_front_of_a_call_are_lost_by_several_tokens_a_step_before_they_
 
 
 @read_by
-def test_the_empty_line_in_front_of_a_call_is_told_in_streams_before_0_5_21(version):
+def test_the_empty_line_in_front_of_a_call_is_told_in_streams_before_0_5_21(read, version):
     """So blanks_before_calls is needed (test_wheel_chat_requests.py)."""
     by_way = {way: {ways[way][0] for ways in read(version)["ours"].values()} for way in ("0", "1")}
     assert by_way["0"] == {IN_FRONT}
@@ -75,7 +83,7 @@ def test_the_empty_line_in_front_of_a_call_is_told_in_streams_before_0_5_21(vers
 
 
 @read_by
-def test_a_number_whose_digits_are_to_come_does_not_make_text_of_the_call(version):
+def test_a_number_whose_digits_are_to_come_does_not_make_text_of_the_call(read, version):
     """In streams up to 0.5.17, whose parser fails at a minus sign."""
     found = read(version)
     in_text = {case for case, ways in found["stock"].items() if any(MARK in in_front for in_front, *_ in ways.values())}
@@ -85,7 +93,7 @@ def test_a_number_whose_digits_are_to_come_does_not_make_text_of_the_call(versio
 
 
 @read_by
-def test_thoughts_that_the_reader_is_not_told_of_arrive_as_text(version):
+def test_thoughts_that_the_reader_is_not_told_of_arrive_as_text(read, version):
     """So default_thinking is needed (test_wheel_chat_requests.py)."""
     whole, streamed, default = read(version)["thoughts"]["False"]
     assert whole == streamed == ["", f"{THOUGHT}</think>{ANSWER}"] and default == "explicit_thinking"
@@ -93,7 +101,7 @@ def test_thoughts_that_the_reader_is_not_told_of_arrive_as_text(version):
 
 
 @read_by
-def test_a_mark_in_the_answer_opens_no_thoughts(version):
+def test_a_mark_in_the_answer_opens_no_thoughts(read, version):
     """adapters/think_marks.py: without thoughts, and behind them."""
     for is_told, thoughts in (("False", ""), ("True", THOUGHT)):
         found = read(version)["marks of ours"][is_told]
@@ -103,7 +111,7 @@ def test_a_mark_in_the_answer_opens_no_thoughts(version):
 
 
 @read_by
-def test_sglang_takes_it_for_their_beginning(version):
+def test_sglang_takes_it_for_their_beginning(read, version):
     """So the row is needed; from 0.5.13 on it reads what is whole right behind thoughts that it knows of."""
     for is_told, thoughts in (("False", ""), ("True", THOUGHT)):
         found = read(version)["marks"][is_told]
@@ -114,12 +122,12 @@ def test_sglang_takes_it_for_their_beginning(version):
 
 
 @pytest.mark.parametrize("version", BEFORE_WHOLE_CALLS, scope="module")
-def test_which_releases_tell_a_call_that_is_cut_off_as_a_whole_one(version):
+def test_which_releases_tell_a_call_that_is_cut_off_as_a_whole_one(read, version):
     assert bool(read(version)["cut"][1]) is since(version, CALLS_ENDED_SINCE)
 
 
 @pytest.mark.parametrize("version", [r for r in BEFORE_WHOLE_CALLS if since(r, CALLS_ENDED_SINCE)], scope="module")
-def test_a_call_that_is_cut_off_is_not_told_as_a_whole_one(version):
+def test_a_call_that_is_cut_off_is_not_told_as_a_whole_one(read, version):
     """By max_tokens; one that the model itself leaves without its end stays SGLang's."""
     sent, at_the_end = read(version)["cut"]
     assert json.loads(sent + at_the_end) == {"command": "rm -rf /srv"}  # of /srv/a/b

@@ -7,6 +7,7 @@ beside them. What is an estimate says so in `reserves`, and by how much it may b
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -256,12 +257,19 @@ def chunk_for(context: int, budget: int) -> int:
     return next((chunk for chunk in CHUNKS if index_logits_bytes(chunk, context) <= budget), CHUNKS[-1])
 
 
+@functools.cache  # a plan asks a hundred times, and the answer is read from the build's files
+def has_our_module() -> bool:
+    from deepseek_v4_sm120.ops.shared import extension
+
+    return extension.problem() is None
+
+
 def attention_workspace(rows: int, heads: int, context: int, num_sms: int = 188) -> Reserve:
     """Split results of one attention call of ours at the captured width: the compiled module's own bound."""
     from deepseek_v4_sm120.ops.shared import extension
 
     width = math.ceil(context / 128 / 64) * 64
-    if extension.problem() is None:
+    if has_our_module():
         partials, words = extension.load().sparse_decode_workspace(
             rows=rows, heads=heads, indices_width=128, extra_indices_width=width, num_sms=num_sms
         )
@@ -274,10 +282,9 @@ def attention_workspace(rows: int, heads: int, context: int, num_sms: int = 188)
 def sums_between_cards(m: Model, tp: int) -> Reserve:
     """The places in which the cards find each other's terms."""
     from deepseek_v4_sm120.ops import all_reduce_sizes
-    from deepseek_v4_sm120.ops.shared import extension
 
     what = "sums between the cards"
-    if extension.problem() is None:
+    if has_our_module():
         return Reserve(what, all_reduce_sizes.places_bytes(tp, "peer", m.hidden), "all_reduce's own")
     return Reserve(what, (48 << 20) * m.hidden / 4096, "at most, as with 8 cards; our module does not load here")
 
