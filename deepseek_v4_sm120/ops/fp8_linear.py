@@ -77,7 +77,7 @@ def fp8_linear_unmerged(x, weight, weight_scale):
 def merge(partial):
     """[rows, outputs] bf16 of what `fp8_linear_unmerged` gives: float32, parts added in pairs, rounded once.
 
-    Raises TypeError (dtype), ValueError (shape, stride, alignment), RuntimeError (device, launch).
+    Sizes, errors, graphs and streams as fp8_linear's.
     """
     check = Call("merge", "partial", partial)
     splits, rows, outputs = check.tensor("partial", partial, FP32, "splits, rows, outputs", CONTIGUOUS, VECTOR)
@@ -108,14 +108,15 @@ def latent_norm(x, weight, eps):
     weight    [1024] bf16, contiguous
     returns   [rows, 1024] bf16, contiguous
     accuracy  float32, rounded once; the bits of FlashInfer's CUDA kernel, which SGLang runs
-    raises    TypeError (dtype), ValueError (shape, stride, alignment), RuntimeError (device, launch)
 
-    Graphs and streams as fp8_linear's; the weight is read ahead of the end of the kernel before.
+    Sizes, errors, graphs and streams as fp8_linear's; the weight is read ahead of the end of the kernel before.
     Source: SGLang's RMSNorm; a kernel of its own because that one lets nothing in before its end.
     """
     check = Call("latent_norm", "x", x)
     rows, _ = check.tensor("x", x, BF16, ("rows", NORM_INPUTS), _STRIDES, VECTOR)
     check.tensor("weight", weight, BF16, (NORM_INPUTS,), CONTIGUOUS, VECTOR)
+    if not eps >= 0:
+        check.refuse("value", "eps", "be 0 or more", eps)
     check.on_cuda()
     out = torch.empty((rows, NORM_INPUTS), dtype=torch.bfloat16, device=x.device)
     if rows:

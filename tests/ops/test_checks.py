@@ -77,6 +77,9 @@ def _calls() -> dict[str, tuple[str, dict]]:
         "compressor, many": ("compressor", given(compressor.make_step("c4", [compressor.Request(5, 4)], device="cpu"))),
         "clear_drafts": ("compressor", compressor.make_drafts(ROWS, 4, 2, ring=128, device="cpu").arguments()),
         "fp8_linear": ("fp8_linear", {**product, "out": bf16(ROWS, 256)}),
+        "fp8_linear_unmerged": ("fp8_linear", product),
+        "merge": ("fp8_linear", {"partial": torch.zeros(4, ROWS, 256)}),
+        "latent_norm": ("fp8_linear", {"x": bf16(ROWS, 1024), "weight": bf16(1024), "eps": 1e-6}),
         "fp8_grouped_linear": ("fp8_linear", {**groups, "out": bf16(ROWS, 2, 256)}),
         "wo_a": ("wo_a", rotated),
         "multiply_expanded": ("wo_a", {**groups, "out": bf16(ROWS, 2, 256)}),
@@ -106,6 +109,7 @@ BAD_VALUES = {
     "compressor": [("norm_eps", 0.0), ("norm_eps", math.nan), ("page_size", 48), ("page_size", 0), ("fp4", True)],
     "clear_drafts": [("states", []), ("states", [None] * 65), ("ring", 0), ("tokens", 0)],
     "bf16_linear": [("out_dtype", torch.float16)],
+    "latent_norm": [("eps", -1e-6), ("eps", math.nan)],
     "router_topk": [("topk", 0), ("topk", 9), ("topk", 1.5)],
     "mhc": [*BAD_MHC, ("sinkhorn_iters", 0), BAD_SUM, ("ready", print), ("held_sms", 28)],
     "mhc_pre": [*BAD_MHC, ("sinkhorn_iters", 0), ("kernels", "many")],
@@ -122,7 +126,7 @@ UNCHECKED = {
     "wo_a": {"reproducible"},
     "all_reduce": {"group", "tag"},
     "all_gather": {"group", "tag"},
-    "mhc": {"post_scale", "tag"},
+    "mhc": {"post_scale", "tag", "routed", "scaling"},  # of a sum: test_mhc_validation.py
     "mhc_pre": {"post_scale"},
     "mhc_head": {"tag"},
     "mxfp4_moe": {"routed_scaling", "swiglu_limit", "first_expert", "up_first", "reproducible"},
@@ -135,6 +139,7 @@ UNCHECKED = {
 # of the public functions of ops: sizes and predicates, and parts of mxfp4_moe behind its checks, for tests and benches
 NO_CHECKS = {
     *("takes", "takes_sum", "summing_rows", "takes_prefill", "has_fp8_mma", "width", "entry_page_bytes", "most_states"),
+    *("splits_of", "takes_latent", "takes_terms"),
     *("check_product", "check_weight", "num_whole_tiles", "cut", "make_tiles", "run_grouped"),
     *("algorithm_for", "describe_fault", "is_exiting", "made_together", "is_narrow", "multiplies_block_scaled"),
     "triton_adds_in_pairs",
@@ -143,7 +148,7 @@ ANY_STRIDES = {"weight_scale", "kv_pages", "extra_kv_pages", "k_pages"}
 ALIGNED = {
     *("x", "weight", "norm_weight", "streams", "f", "fn", "hidden", "w13", "w13_scale", "w2", "w2_scale", "q"),
     *("k_pages", "kv_pages", "extra_kv_pages", "freqs_cis", "state", "kv_score", "ape", "plan", "cache"),
-    *("writes", "shared", "routed"),
+    *("writes", "shared", "routed", "partial"),
 }
 ALIGNED_OUT = {"all_gather", "all_reduce", "fp8_linear", "fp8_grouped_linear", "mxfp4_moe", "sparse_decode"}
 WRONG_DTYPES = {torch.int32: torch.int64, torch.bfloat16: torch.float16, torch.float32: torch.bfloat16}
