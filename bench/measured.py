@@ -62,6 +62,8 @@ SHADOW = {
 STEP = {
     "decode step, ms, worst": "decode step, ms, slower of three",
     "decode step, ms, best": "best",
+    "decode step within a run, ms, worst": "within a run, slower of three",
+    "decode step within a run, ms, best": "within, best",
     "prefill, ms, best": "prefill, ms",
     "launches per step": "launches a step",
     "kernel time per step, us": "kernel time a step, us",
