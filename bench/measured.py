@@ -320,6 +320,11 @@ SECTIONS = {
         "Of one layer, weights cold.",
         MICROSECONDS | {"read_share": "share of read bandwidth", "tflops": "TFLOP/s"},
     ),
+    "mxfp4_moe_tp4_h100": Section(
+        "mxfp4_moe at four cards, H100",
+        "A rank's share of one layer, weights cold.",
+        MICROSECONDS | {"read_share": "share of read bandwidth", "ratio": "to ours without"},
+    ),
     "mxfp4_moe_reproducible_h200": Section(
         "mxfp4_moe, reproducible",
         "A prompt's rows with the bits of few, beside the same rows without and by the kernels for few.",
