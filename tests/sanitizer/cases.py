@@ -170,8 +170,18 @@ def _draft_head(rows: int, device: str):
     return lambda: within(relative_error(out, fp8_reference.fp8_linear(x, codes, scale)), bounds.DRAFT_HEAD.truth)
 
 
+def _latent_norm(rows: int, device: str):
+    """Of latents in wider rows."""
+    x = torch.randn(rows, 1536, generator=_generator(device, rows), device=device).bfloat16()[:, :1024]
+    weight = torch.randn(1024, generator=_generator(device, 1), device=device).bfloat16()
+    out = fp8_linear.latent_norm(x, weight, 1e-6)
+    truth = fp8_reference.latent_norm(x, weight, 1e-6)
+    return lambda: within(relative_error(out, truth), bounds.LATENT_NORM.truth)
+
+
 def _fp8_cases() -> Iterator[Case]:
     yield from _fp8_of(False)
+    yield Case("latent norm, 5 rows", functools.partial(_latent_norm, 5))
     for rows, count in ((1, None), (40, 1)):
         yield Case(f"draft head, {rows} rows", functools.partial(_draft_head, rows), count)
 
