@@ -314,17 +314,19 @@ def test_mhc_behind_a_sum(ranks, most_instructions):
             call = functools.partial(_behind_a_sum, inputs.boundary())
             found = on_cards(call, terms, cards)
             assert all(same(a, b) for of_rank in found for a, b in zip(of_rank, expected, strict=True))
-        # terms without their last addition, the same on all cards
-        routed, partial = terms[1], torch.stack([*terms, *terms][: mhc.TERM_SPLITS]).float() * 1.37
-        added = mxfp4_moe.add_shared(terms[0].clone(), routed, scaling=1.5)
-        for f, left, whole in (
-            (terms[0], {"routed": routed, "scaling": 1.5}, added),
-            (partial, {}, fp8_linear.merge(partial)),
-        ):
-            summed = all_reduce_reference.all_reduce([whole] * ranks)
-            expected = mhc.mhc(**{**inputs.boundary(), "f": summed}, kernels="split")
-            found = on_cards(functools.partial(_behind_a_sum, inputs.boundary(), **left), [f] * ranks, cards)
-            assert all(same(a, b) for of_rank in found for a, b in zip(of_rank, expected, strict=True))
+        if most_instructions == 800:
+            # terms without their last addition, the same on all cards
+            routed, partial = terms[1], torch.stack([*terms, *terms][: mhc.TERM_SPLITS]).float() * 1.37
+            added = mxfp4_moe.add_shared(terms[0].clone(), routed, scaling=1.5)
+            for f, left, whole in (
+                (terms[0], {"routed": routed, "scaling": 1.5}, added),
+                (partial, {}, fp8_linear.merge(partial)),
+            ):
+                summed = all_reduce_reference.all_reduce([whole] * ranks)
+                expected = mhc.mhc(**{**inputs.boundary(), "f": summed}, kernels="split")
+                found = on_cards(functools.partial(_behind_a_sum, inputs.boundary(), **left), [f] * ranks, cards)
+                assert all(same(a, b) for of_rank in found for a, b in zip(of_rank, expected, strict=True))
         for one in cards:
             one.close()
-    assert ran("summing_kernel") and ran("merge_kernel") and ran("add_shared_kernel")
+    assert ran("summing_kernel")
+    assert all(ran(name) == (most_instructions == 800) for name in ("merge_kernel", "add_shared_kernel"))

@@ -232,7 +232,7 @@ int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns) {
               if (rolls(16)) std::this_thread::sleep_for(std::chrono::microseconds(dice() % 300));
               const auto vectors = [](std::vector<uint32_t>& words) { return reinterpret_cast<uint4*>(words.data()); };
               if (is_boundary) {
-                const uint32_t looks = 3 * (patience_ns / 1000);  // a look is a third of a microsecond, and more
+                const uint32_t looks = patience_ns / 1000;  // a look is a microsecond here, and more
                 boundary_block<kRanks, kHost>(p, b, looks, sums[r].data(), vectors(out[i][r]), vectors(rows_out[i][r]), shared[b].data());
               } else if (order[i].kind == kGathering) {
                 gather_kernel<kRanks, kHost>(p);
