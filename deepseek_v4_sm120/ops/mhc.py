@@ -372,7 +372,7 @@ def takes_sum(rows: int, hidden: int, group: AllReduce) -> bool:
 
 def takes_terms(rows: int, hidden: int, group: AllReduce) -> bool:
     """Whether a card's term may come to a boundary without its last addition: wherever its sum is made inside."""
-    return takes_sum(rows, hidden, group) and _fits_summing(rows, group.num_sms, group.device.index)
+    return _sums_inside(None, rows, hidden, group, group.device.index)
 
 
 def _sums_inside(kernels, rows: int, hidden: int, group: AllReduce, index: int) -> bool:

@@ -68,9 +68,10 @@ def keeps(method, layer) -> bool:
 
 
 def _serve(_method, layer, x, _bias=None):
-    if x.dim() == 2 and (term := mhc_owed_terms.of_product(layer, as_rows(x), layer.weight_scale_inv)) is not None:
+    rows, scale = as_rows(x), layer.weight_scale_inv
+    if x.dim() == 2 and (term := mhc_owed_terms.of_product(layer, rows, scale)) is not None:
         return term
-    out = op.fp8_linear(as_rows(x), layer.weight, layer.weight_scale_inv)
+    out = op.fp8_linear(rows, layer.weight, scale)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 

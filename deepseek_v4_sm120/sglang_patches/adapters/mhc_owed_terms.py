@@ -52,10 +52,10 @@ def of_product(linear, x: torch.Tensor, scale: torch.Tensor) -> Unmerged | None:
     """Of rows x, where `linear` is the running layer's wo_b; None: its product is made whole."""
     if layers.layer is None or linear is not getattr(getattr(layers.layer, "self_attn", None), "wo_b", None):
         return None
-    like = x.new_empty((x.shape[0], linear.weight.shape[0]))
-    if not _is_left(like) or linear_op.splits_of(*like.shape, x.shape[1], x.device.index) != op.TERM_SPLITS:
+    if linear_op.splits_of(x.shape[0], *linear.weight.shape, x.device.index) != op.TERM_SPLITS:
         return None
-    return Unmerged(linear_op.fp8_linear_unmerged(x, linear.weight, scale), like)
+    like = x.new_empty((x.shape[0], linear.weight.shape[0]))
+    return Unmerged(linear_op.fp8_linear_unmerged(x, linear.weight, scale), like) if _is_left(like) else None
 
 
 def of_experts(shared: torch.Tensor, routed: torch.Tensor, scaling: float) -> Unadded | None:
