@@ -40,22 +40,19 @@ SHARED = {
     "deepseek_v4_sm120/reference": {"accuracy", "kv_pages"},
     "deepseek_v4_sm120/specs": {"bounds", "check", "provider"},
     "deepseek_v4_sm120/sglang_patches/adapters": {
-        *("argument_defaults", "billing_lines", "blanks_before_calls", "cached_beginning", "call_order"),
-        *("cut_characters", "stop_sequences", "thought_counts", "unknown_tokens", "whole_characters"),
-        *("default_thinking", "dense_rows", "developer_messages", "turn_phases"),
-        *("direct_updates", "disconnects", "dspark_lengths", "dspark_penalties", "dspark_windows", "effort_levels"),
-        *("grammars", "handed_over", "json_answers", "kept_weights", "longest_prompt", "max_output_tokens"),
         *(
-            "min_p_dspark",
-            "min_p_tokens",
-            "min_p_verify",
-            "penalties",
+            "argument_defaults",
+            "dense_rows",
+            "direct_updates",
+            "handed_over",
+            "kept_weights",
             "platform_seams",
             "prefill_graphs",
             "sampling",
             "scheduling",
+            "torch_compile",
+            "waiting",
         ),
-        *("think_marks", "thought_history", "tool_strings", "torch_compile", "unchosen_tools", "waiting"),
     },
     "bench": {
         *("common", "features", "kernel_report", "layer", "load_time", "measured", "sparse_prefill", "timeline"),
@@ -118,8 +115,8 @@ SERVING = """
 import importlib, pkgutil, sys
 import deepseek_v4_sm120
 from deepseek_v4_sm120 import ops, patching, sglang_patches
-from deepseek_v4_sm120.sglang_patches import adapters
-for package in (deepseek_v4_sm120, ops, patching, sglang_patches, adapters):
+from deepseek_v4_sm120.sglang_patches import adapters, fixes
+for package in (deepseek_v4_sm120, ops, patching, sglang_patches, adapters, fixes):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         if not (module.ispkg or module.name.endswith("__main__") or module.name.rpartition(".")[2].startswith("_C")):
             importlib.import_module(module.name)

@@ -18,14 +18,19 @@ EXTENSION = "deepseek_v4_sm120.ops.shared.extension:load"
 LOADER = "sglang.srt.model_loader.loader"
 
 
-def targets_of(adapter: str) -> Callable[..., Target]:
+def targets_of(module: str, folder: str = "adapters") -> Callable[..., Target]:
     """target(where, name, contract, sglang, caller): replaced by `replace_<name>` of this module of adapters/."""
 
     def target(where: str, name: str, contract: Contract, sglang: str = EVERY, caller: str | None = None) -> Target:
-        replacement = f"deepseek_v4_sm120.sglang_patches.adapters.{adapter}:replace_{name}"
+        replacement = f"deepseek_v4_sm120.sglang_patches.{folder}.{module}:replace_{name}"
         return Target(where=where, sglang=sglang, contract=contract, replacement=replacement, caller=caller)
 
     return target
+
+
+def targets_of_fix(module: str) -> Callable[..., Target]:
+    """The same for a module of fixes/."""
+    return targets_of(module, "fixes")
 
 
 def direct_updates(target: Callable[..., Target], name: str, since: str = "0.5.12") -> tuple[Target, ...]:

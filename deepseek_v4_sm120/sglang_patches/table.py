@@ -2,8 +2,9 @@
 but for its other parts, the files of rows/, names.py and defaults.py, SGLang's own defaults that
 we change.
 
-Adding an operator: a Patch row here, an adapter in adapters/, an op in ops/. Reviewing a release: read what
-`python3 tests/patching/review.py RELEASE` shows, mend rows and adapters, then record it: reviewed.json.
+Adding an operator: a Patch row here, an adapter in adapters/, an op in ops/; a fault of SGLang's, a module in fixes/.
+Reviewing a release: read what `python3 tests/patching/review.py RELEASE` shows, mend rows, adapters and fixes, then
+record it: reviewed.json.
 """
 
 import functools

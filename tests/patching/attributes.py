@@ -1,6 +1,6 @@
 """What our adapters read of SGLang's objects, by `ast`, and what a release's classes define. Nothing is imported.
 
-reads(adapter)      every attribute that a file of adapters/ reads of something, by the words it is written with
+reads(adapter)      every attribute that one of FILES reads, by the words it is written with
 Release.defines     the names that a class (with its bases), a function's parameter or a module has in a wheel
 """
 
@@ -13,11 +13,17 @@ from pathlib import Path
 
 import torch
 
-from deepseek_v4_sm120.sglang_patches import adapters
+from deepseek_v4_sm120 import sglang_patches
+from deepseek_v4_sm120.sglang_patches import adapters, fixes
 from deepseek_v4_sm120.sglang_patches.table import TABLE
 from tests.patching.wheels import WheelSources
 
-FOLDER = Path(adapters.__file__).parent
+PLACES = ((adapters, "[!_]*.py"), (fixes, "[!_]*.py"), (sglang_patches, "scope.py"))
+FILES = {  # a module's name -> (its package, its file)
+    path.stem: (package.__name__, path)
+    for package, pattern in PLACES
+    for path in Path(package.__file__).parent.glob(pattern)
+}
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 # what a class has of a base that is not SGLang's
 OF_BASES = {"Module": frozenset(dir(torch.nn.Module())), "NamedTuple": frozenset(dir(tuple)) | {"_replace"}}
@@ -34,13 +40,9 @@ class Read:
     line: int
 
 
-def adapter_files() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
-
-
 @functools.cache
 def tree_of(adapter: str) -> ast.Module:
-    return ast.parse((FOLDER / f"{adapter}.py").read_text())
+    return ast.parse(FILES[adapter][1].read_text())
 
 
 @functools.cache
@@ -87,7 +89,7 @@ def classes_of_self(adapter: str, function: str) -> list[tuple[str, str]]:
         if isinstance(node, ast.FunctionDef)
         and any(isinstance(inner, ast.Name) and inner.id == function for inner in ast.walk(node))
     }
-    names = {f"{adapters.__name__}.{adapter}:{name}" for name in {*callers, function}}
+    names = {f"{FILES[adapter][0]}.{adapter}:{name}" for name in {*callers, function}}
     targets = [target for patch in TABLE.patches for target in patch.targets if target.replacement in names]
     return [(t.sglang, f"{t.module}:{t.qualname.rpartition('.')[0]}") for t in targets if "." in t.qualname]
 

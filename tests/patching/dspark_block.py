@@ -20,7 +20,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 from deepseek_v4_sm120.sglang_patches import device_gate
-from deepseek_v4_sm120.sglang_patches.adapters.dspark_lengths import replace_draft_block
+from deepseek_v4_sm120.sglang_patches.fixes.dspark_lengths import replace_draft_block
 from deepseek_v4_sm120.sglang_patches.table import BACKEND
 from tests.patching.test_wheel_wo_a import definition, take
 from tests.patching.wheels import content, fetch, members, packages, since

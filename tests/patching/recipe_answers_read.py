@@ -10,7 +10,7 @@ import json
 import sys
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import cut_characters
+from deepseek_v4_sm120.sglang_patches.fixes import cut_characters
 from tests.patching.wheels import fetch, packages
 from tests.wheel_pools import Wheel
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import (
+from deepseek_v4_sm120.sglang_patches.fixes import (
     billing_lines,
     max_output_tokens,
     stop_sequences,

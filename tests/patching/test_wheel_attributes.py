@@ -10,7 +10,6 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from deepseek_v4_sm120.sglang_patches import adapters
 from deepseek_v4_sm120.sglang_patches.names import ATTENTION, DSPARK, DSPARK_SINCE, EVERY, MODEL
 from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     CHAT,
@@ -162,8 +161,8 @@ OBJECTS = {
         "forward_batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
         "mode": ((f"{BATCH}:CaptureHiddenMode",),),
     },
+    "scope": {"serving": ((CHAT,),)},
     "default_thinking": {
-        "serving": ((CHAT,),),
         "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
         "importlib.import_module(ENVIRON)": ((f"{SRT}.environ",),),
         "importlib.import_module(ENVIRON).envs": ((f"{SRT}.environ:Envs",),),
@@ -360,16 +359,20 @@ GUARDED = {
 # asked for with a default, of an object that may be another than the one above: its wrapper
 OF_WRAPPERS = {("bf16_linear", "head", "set_lora"): f"{SRT}.lora.layers:ParallelLMHeadWithLoRA"}
 
-SERVES = {"mhc_owed_terms": "mhc_sum"}  # adapters without rows of their own -> in whose releases they read
+SERVES = {
+    "mhc_owed_terms": "mhc_sum",
+    "scope": "default_thinking",
+}  # modules without rows of their own -> in whose releases they read
 
 release = functools.cache(lambda version: Release(fetch(version)))
 specifier = functools.cache(SpecifierSet)
 TARGETS = [target for patch in TABLE.patches for target in patch.targets]
-FILES = attributes.adapter_files()
+FILES = sorted(attributes.FILES)
 
 
 def has_rows(adapter: str, version: str) -> bool:
-    prefix = f"{adapters.__name__}.{SERVES.get(adapter, adapter)}:"
+    name = SERVES.get(adapter, adapter)
+    prefix = f"{attributes.FILES[name][0]}.{name}:"
     return any(version in specifier(t.sglang) for t in TARGETS if t.replacement.startswith(prefix))
 
 

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from deepseek_v4_sm120.sglang_patches.adapters import cached_beginning
+from deepseek_v4_sm120.sglang_patches.fixes import cached_beginning
 from tests.patching.test_wheel_longest_prompt import ADMISSION, BUDGET, IN, NEVER, POLICY, Ample, made, none
 from tests.patching.test_wheel_longest_prompt import AddReqResult as Result
 from tests.patching.test_wheel_wo_a import take

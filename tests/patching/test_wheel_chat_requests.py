@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import (
+from deepseek_v4_sm120.sglang_patches.fixes import (
     blanks_before_calls,
     default_thinking,
     developer_messages,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters.disconnects import replace_discard
+from deepseek_v4_sm120.sglang_patches.fixes.disconnects import replace_discard
 from deepseek_v4_sm120.sglang_patches.rows.http_server import TOKENIZER_MANAGER
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch, since

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.sglang_patches import device_gate
-from deepseek_v4_sm120.sglang_patches.adapters.dspark_lengths import replace_draft_block
+from deepseek_v4_sm120.sglang_patches.fixes.dspark_lengths import replace_draft_block
 from deepseek_v4_sm120.sglang_patches.table import BACKEND
 from tests.patching.dspark_block import FIRST, LENGTHS
 from tests.patching.wheels import WheelSources, every_release, fetch, since

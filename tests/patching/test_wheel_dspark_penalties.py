@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches.adapters import dspark_penalties as adapter
+from deepseek_v4_sm120.sglang_patches.fixes import dspark_penalties as adapter
 from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_PENALTIES
 from tests.patching.test_wheel_penalties import END, SEVERAL, VOCABULARY, Batch, expected, request, three
 from tests.patching.test_wheel_wo_a import QUIET, take

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches.adapters.dspark_windows import replace_prepare_for_decode
+from deepseek_v4_sm120.sglang_patches.fixes.dspark_windows import replace_prepare_for_decode
 from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_WINDOWS
 from tests.patching.test_wheel_dspark_penalties import DRAFT, taken
 from tests.patching.test_wheel_wo_a import QUIET

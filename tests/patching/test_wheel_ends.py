@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import thought_counts
+from deepseek_v4_sm120.sglang_patches.fixes import thought_counts
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch, members, since
 

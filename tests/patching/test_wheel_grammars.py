@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from deepseek_v4_sm120.sglang_patches.adapters import grammars
+from deepseek_v4_sm120.sglang_patches.fixes import grammars
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import GRAMMAR_BACKEND, XGRAMMAR
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch

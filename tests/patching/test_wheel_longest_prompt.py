@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepseek_v4_sm120.sglang_patches.adapters import longest_prompt
+from deepseek_v4_sm120.sglang_patches.fixes import longest_prompt
 from deepseek_v4_sm120.sglang_patches.rows.scheduler import WORKER
 from tests.patching.test_wheel_wo_a import QUIET, take
 from tests.patching.wheels import WheelSources, every_release, fetch

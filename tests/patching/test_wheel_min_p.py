@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served
-from deepseek_v4_sm120.sglang_patches.adapters.min_p_tokens import replace_sync_token_ids
+from deepseek_v4_sm120.sglang_patches.fixes.min_p_tokens import replace_sync_token_ids
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches.adapters import min_p_dspark as adapter
+from deepseek_v4_sm120.sglang_patches.fixes import min_p_dspark as adapter
 from deepseek_v4_sm120.sglang_patches.rows.dspark import ACCEPT, ARE_NOOP, CHAIN, KERNELS, KERNELS_0_5_16
 from tests.patching.test_wheel_dspark_penalties import taken
 from tests.patching.wheels import every_release, since

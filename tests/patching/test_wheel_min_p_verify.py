@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.sglang_patches.adapters import sampling
-from deepseek_v4_sm120.sglang_patches.adapters.min_p_verify import replace_eagle_sample, replace_verify
+from deepseek_v4_sm120.sglang_patches.fixes.min_p_verify import replace_eagle_sample, replace_verify
 from tests.patching.test_wheel_sampling import DRAFTS, EAGLE, GREEDY, SAMPLES, WIDTH, eagle_sample_of, verified, walk
 from tests.patching.wheels import content, every_release, fetch, since
 

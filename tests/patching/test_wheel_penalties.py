@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches.adapters.penalties import COUNTED, replace_cumulate
+from deepseek_v4_sm120.sglang_patches.fixes.penalties import COUNTED, replace_cumulate
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch, since
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import tool_strings
+from deepseek_v4_sm120.sglang_patches.fixes import tool_strings
 from tests.patching.tool_calls_read import ANSWER, CASES, IN_FRONT, MARK, MARKED, THOUGHT
 from tests.patching.wheels import RELEASES, content, fetch, members, since
 
@@ -102,7 +102,7 @@ def test_thoughts_that_the_reader_is_not_told_of_arrive_as_text(read, version):
 
 @read_by
 def test_a_mark_in_the_answer_opens_no_thoughts(read, version):
-    """adapters/think_marks.py: without thoughts, and behind them."""
+    """fixes/think_marks.py: without thoughts, and behind them."""
     for is_told, thoughts in (("False", ""), ("True", THOUGHT)):
         found = read(version)["marks of ours"][is_told]
         assert len(found) == 8

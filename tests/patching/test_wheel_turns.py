@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import call_order, turn_phases
+from deepseek_v4_sm120.sglang_patches.fixes import call_order, turn_phases
 from deepseek_v4_sm120.sglang_patches.rows.http_server import RECIPE, RESPONSES
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import RELEASES, content, every_release, fetch, packages, since

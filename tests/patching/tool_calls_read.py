@@ -16,7 +16,7 @@ import sys
 from types import SimpleNamespace
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import think_marks, tool_strings
+from deepseek_v4_sm120.sglang_patches.fixes import think_marks, tool_strings
 from deepseek_v4_sm120.sglang_patches.rows.http_server import CHAT
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import fetch, packages

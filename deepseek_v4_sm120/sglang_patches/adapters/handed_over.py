@@ -23,8 +23,8 @@ from collections.abc import Callable
 
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
-from deepseek_v4_sm120.sglang_patches.adapters.sampling import is_ours
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, way_out
+from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 OFFLOADER = "sglang.srt.utils.offloader"
 NO_OFFLOADER, OF_LAYERS = "NoopOffloader", "OffloaderV1"  # the second: --cpu-offload-gb, whole layers

@@ -22,12 +22,7 @@ from collections.abc import Callable
 
 import torch
 
-from deepseek_v4_sm120.sglang_patches import device_gate, models_served
-
-
-def is_ours() -> bool:
-    """Our own model on a card that we serve; any other samples as without us."""
-    return models_served.announced() is not None and device_gate.serves_current_device()
+from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 
 def replace_sampler_init(original: Callable) -> Callable:

@@ -3,7 +3,7 @@ requests ask of sampling."""
 
 from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import BACKEND, DSPARK_INPUT, DSPARK_SINCE, DSPARK_VERIFY, targets_of
+from deepseek_v4_sm120.sglang_patches.names import BACKEND, DSPARK_INPUT, DSPARK_SINCE, DSPARK_VERIFY, targets_of_fix
 
 PREPARE = f"{DSPARK_INPUT}:DFlashDraftInputV2.prepare_for_decode"
 PREPARE_PARAMETERS = Parameters(("self", "batch"))
@@ -14,14 +14,14 @@ KERNELS_0_5_16 = "sglang.srt.speculative.dspark_components.kernels.dspark_accept
 CHAIN = "chain_speculative_sampling_triton"
 COUNTED = ">=0.5.18,<0.6"  # a request's steps are counted
 
-_min_p, _penalties = map(targets_of, ("min_p_dspark", "dspark_penalties"))
+_min_p, _penalties = map(targets_of_fix, ("min_p_dspark", "dspark_penalties"))
 
 DSPARK_LENGTHS = Patch(
     name="dspark_lengths",
     why="DSPARK's draft fetches the requests' lengths from the GPU in every step, so the host waits for the "
     "verification and the GPU for the host: 0.3 ms of an H200's step of 7.8. Nobody reads them there",
     targets=(
-        targets_of("dspark_lengths")(
+        targets_of_fix("dspark_lengths")(
             f"{BACKEND}:DeepseekV4AttnBackend.init_forward_metadata_dspark_draft_block",
             "draft_block",
             Parameters(("self", "max_seq_len", "req_pool_indices", "seq_lens", "seq_lens_cpu"), further="any"),
@@ -36,7 +36,7 @@ DSPARK_WINDOWS = Patch(
     name="dspark_windows",
     why="with DSPARK no token of an answer gives its slot of the sliding windows back: where all answers together have "
     "a tenth of what the KV cache holds, requests are retracted, and a single one ends with an error (sglang #33805)",
-    targets=(targets_of("dspark_windows")(PREPARE, "prepare_for_decode", PREPARE_PARAMETERS, ">=0.5.16,<0.5.18"),),
+    targets=(targets_of_fix("dspark_windows")(PREPARE, "prepare_for_decode", PREPARE_PARAMETERS, ">=0.5.16,<0.5.18"),),
     absent="before 0.5.16 there is no DSPARK, from 0.5.18 on SGLang frees them itself",
     retire="with SGLang 0.5.17",
 )

@@ -2,7 +2,7 @@
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import targets_of
+from deepseek_v4_sm120.sglang_patches.names import targets_of_fix
 
 PARSE = "sglang.srt.function_call.deepseekv32_detector:DeepSeekV32Detector._parse_parameters_from_xml"
 WHOLE = ("self", "invoke_content")
@@ -24,7 +24,7 @@ TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
 FIND_PRINTABLE = "sglang.srt.managers.detokenizer_manager:find_printable_text"
 
 _tool_strings, _effort_levels, _think_marks, _cut_characters, _turn_phases, _stop_sequences = map(
-    targets_of, ("tool_strings", "effort_levels", "think_marks", "cut_characters", "turn_phases", "stop_sequences")
+    targets_of_fix, ("tool_strings", "effort_levels", "think_marks", "cut_characters", "turn_phases", "stop_sequences")
 )
 
 TOOL_STRINGS = Patch(
@@ -52,7 +52,7 @@ DISCONNECTS = Patch(
     why="a request whose client leaves the stream is generated to its max_tokens, and holds a request slot until then: "
     "its state is dropped before the abort, which then finds none (sglang #36333, #37833; #35255 mended it)",
     targets=(
-        targets_of("disconnects")(
+        targets_of_fix("disconnects")(
             f"{TOKENIZER_MANAGER}._discard_pending_req_states",
             "discard",
             Parameters(("self", "obj")),
@@ -69,7 +69,7 @@ DEFAULT_THINKING = Patch(
     "to 0.5.22 thoughts arrive as text, and in all releases response_format and a required tool call hold the thoughts "
     "to their grammar, so that the answer stays empty",
     targets=(
-        targets_of("default_thinking")(
+        targets_of_fix("default_thinking")(
             f"{CHAT}._get_reasoning_from_request", "reasoning_of_request", Parameters(("self", "request"))
         ),
     ),
@@ -81,7 +81,7 @@ DEVELOPER_MESSAGES = Patch(
     why="messages of the role developer, in which OpenAI's newer clients give their instructions, are left out of "
     "prompts with thoughts and without tools, and are the user's in all others",
     targets=(
-        targets_of("developer_messages")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.23"),
+        targets_of_fix("developer_messages")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.23"),
     ),
     absent="SGLang takes them for the system's",
     retire="with SGLang 0.5.22",
@@ -91,7 +91,9 @@ UNCHOSEN_TOOLS = Patch(
     name="unchosen_tools",
     why='tools are in the prompt though tool_choice is "none", where nobody reads calls: the markup of a call is the '
     "text of the answer (sglang #35736)",
-    targets=(targets_of("unchosen_tools")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.22"),),
+    targets=(
+        targets_of_fix("unchosen_tools")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.22"),
+    ),
     absent="SGLang leaves them out itself",
     retire="with SGLang 0.5.21",
 )
@@ -116,7 +118,7 @@ JSON_ANSWERS = Patch(
     why="an answer to response_format whose schema is for a string, a number, or true and false arrives as blanks: "
     "deepseek-recipe keeps of it what is in braces or brackets",
     targets=(
-        targets_of("json_answers")(
+        targets_of_fix("json_answers")(
             f"{RECIPE}._new_output_parser", "new_output_parser", Parameters(("self", "request")), SINCE_RECIPE
         ),
     ),
@@ -129,7 +131,7 @@ THOUGHT_HISTORY = Patch(
     why="thoughts of earlier turns that come over /v1/messages are written into the turns' text, behind thoughts that "
     "are closed already, so that the model reads marks where it has never seen them (sglang #35480 mended it)",
     targets=(
-        targets_of("thought_history")(
+        targets_of_fix("thought_history")(
             f"{MESSAGES}._convert_to_chat_completion_request",
             "convert",
             Parameters(("self", "anthropic_request")),
@@ -185,7 +187,7 @@ BLANKS_BEFORE_CALLS = Patch(
     "by the encoder when the turn comes back: the prefix cache ends in front of each turn's calls, and the model reads "
     "lines that it never wrote",
     targets=(
-        targets_of("blanks_before_calls")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.21"),
+        targets_of_fix("blanks_before_calls")(f"{CHAT}._apply_jinja_template", "apply_template", OF_PROMPT, "<0.5.21"),
     ),
     absent="from 0.5.21 on SGLang tells the words without it",
     retire="with SGLang 0.5.20",
@@ -196,7 +198,7 @@ CALL_ORDER = Patch(
     why="deepseek-recipe sorts the tool calls of a turn and their results by their ids, which are random: every second "
     "pair of calls is in the next prompt the other way round, so that the model reads what it did not do, and the "
     "prefix cache ends there",
-    targets=(targets_of("call_order")(f"{RECIPE}._encode", "encode", OF_ENCODE, SINCE_RECIPE),),
+    targets=(targets_of_fix("call_order")(f"{RECIPE}._encode", "encode", OF_ENCODE, SINCE_RECIPE),),
     absent="up to 0.5.22 calls stay as they stand, and results are sorted by them",
     retire="when deepseek-recipe sorts by the calls' places, or SGLang's ids begin with them",
 )
@@ -220,7 +222,7 @@ BILLING_LINES = Patch(
     why="the line that Claude Code puts at the head of its system prompt for Anthropic's books is another one in each "
     "request: the prefix cache ends there, and each turn's whole conversation is read anew (sglang #21064)",
     targets=(
-        targets_of("billing_lines")(
+        targets_of_fix("billing_lines")(
             f"{MESSAGES}._convert_to_chat_completion_request", "convert", Parameters(("self", "anthropic_request"))
         ),
     ),
@@ -250,7 +252,7 @@ WHOLE_CHARACTERS = Patch(
     name="whole_characters",
     why="where a step of several tokens ends within a character, less is counted as told than was told: text of an "
     "answer is told twice, Chinese with emoji above all",
-    targets=(targets_of("whole_characters")(FIND_PRINTABLE, "printable", Parameters(("text",))),),
+    targets=(targets_of_fix("whole_characters")(FIND_PRINTABLE, "printable", Parameters(("text",))),),
     retire="when SGLang never counts less as told than it has told",
 )
 
@@ -259,7 +261,7 @@ THOUGHT_COUNTS = Patch(
     why="with speculation the thoughts behind an answer's end stay counted: reasoning_tokens is more than "
     "completion_tokens",
     targets=(
-        targets_of("thought_counts")(
+        targets_of_fix("thought_counts")(
             f"{TOKENIZER_MANAGER}._handle_batch_output", "handle", Parameters(("self", "recv_obj"), is_async=True)
         ),
     ),
@@ -271,7 +273,7 @@ MAX_OUTPUT_TOKENS = Patch(
     why="/v1/responses takes two tokens away from max_output_tokens: answers end early, and a request for one is "
     "refused",
     targets=(
-        targets_of("max_output_tokens")(
+        targets_of_fix("max_output_tokens")(
             f"{RESPONSES_REQUEST}.to_sampling_params",
             "to_sampling_params",
             Parameters(("self", "default_max_tokens=...", "default_params=None"), further="any"),
@@ -285,7 +287,7 @@ UNKNOWN_TOKENS = Patch(
     why="prompts of tokens are taken as they are: one that is not in the vocabulary is read beyond the end of the "
     "table by which this model's first layers choose experts, which may end the server",
     targets=(
-        targets_of("unknown_tokens")(
+        targets_of_fix("unknown_tokens")(
             f"{TOKENIZER_MANAGER}._validate_one_request", "validate", Parameters(("self", "obj", "input_ids"))
         ),
     ),

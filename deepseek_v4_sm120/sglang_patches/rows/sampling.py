@@ -2,7 +2,7 @@
 
 from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import targets_of
+from deepseek_v4_sm120.sglang_patches.names import targets_of, targets_of_fix
 
 SAMPLER = "sglang.srt.layers.sampler:Sampler"
 PROBS = Parameters(("self", "probs", "sampling_info", "positions", "simple_sampling_case"))
@@ -13,7 +13,7 @@ SINCE = ">=0.5.23,<0.6"  # verification's kernels are names of the module
 EAGLE = "sglang.srt.speculative.eagle_utils"
 EAGLE_SAMPLE = f"{EAGLE}:eagle_sample"
 
-_sampling, _min_p_verify = map(targets_of, ("sampling", "min_p_verify"))
+_sampling, _min_p_verify = targets_of("sampling"), targets_of_fix("min_p_verify")
 
 
 def _eagle(more: tuple[str, ...], sglang: str):
@@ -44,7 +44,7 @@ MIN_P_TOKENS = Patch(
     "100,000 to 10 million tokens two draw different ones, compute on with them, and hang where one ends "
     "(sglang #38565). A broadcast in the steps of such requests alone",
     targets=(
-        targets_of("min_p_tokens")(
+        targets_of_fix("min_p_tokens")(
             f"{SAMPLER}._sync_token_ids_across_tp",
             "sync_token_ids",
             Parameters(("self", "batch_next_token_ids", "sampling_info")),
@@ -74,7 +74,7 @@ PENALTIES = Patch(
     "it brings: penalties are weaker, answers that should end do not; and none of what was answered before a request "
     "was retracted (sglang #33643, open)",
     targets=(
-        targets_of("penalties")(
+        targets_of_fix("penalties")(
             "sglang.srt.managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens",
             "cumulate",
             Parameters(("self",)),

@@ -2,7 +2,7 @@
 
 from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import targets_of
+from deepseek_v4_sm120.sglang_patches.names import targets_of_fix
 
 WORKER = "sglang.srt.managers.tp_worker:TpModelWorker"
 GRAMMAR_BACKEND = "sglang.srt.constrained.base_grammar_backend:BaseGrammarBackend"
@@ -10,15 +10,15 @@ ADDER = "sglang.srt.managers.schedule_policy:PrefillAdder"
 SWA_BUDGET = "sglang.srt.mem_cache.prefill_budget:SWAPrefillBudget"
 XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 
-_grammars = targets_of("grammars")
-_beginning = targets_of("cached_beginning")
+_grammars = targets_of_fix("grammars")
+_beginning = targets_of_fix("cached_beginning")
 
 LONGEST_PROMPT = Patch(
     name="longest_prompt",
     why="prompts of the last 250 tokens that the KV cache holds are accepted and never let in: they and all requests "
     "behind them wait until their client gives up; with --allow-auto-truncate every prompt that is too long "
     "(sglang #29249, open)",
-    targets=(targets_of("longest_prompt")(f"{WORKER}.get_worker_info", "worker_info", Parameters(("self",))),),
+    targets=(targets_of_fix("longest_prompt")(f"{WORKER}.get_worker_info", "worker_info", Parameters(("self",))),),
     retire="when SGLang refuses what it can never let in",
 )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.adapters.sampling import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 
 def replace_prepare_for_decode(original: Callable) -> Callable:

@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.adapters.default_thinking import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
 
 
 def replace_apply_template(original: Callable) -> Callable:
@@ -20,7 +20,7 @@ def replace_apply_template(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _apply_jinja_template(self, request, tools, is_multimodal):
-        if request.tool_choice == "none" and is_ours(self):
+        if request.tool_choice == "none" and answers_for_ours(self):
             request = _without_tools(request)
             request.messages = [_without_tools(message) for message in request.messages]
         return original(self, request, tools, is_multimodal)

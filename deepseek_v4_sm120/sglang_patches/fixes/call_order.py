@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters.default_thinking import ENCODING
+from deepseek_v4_sm120.sglang_patches.scope import ENCODING
 
 CALLS, ID, RESULT_OF = "tool_calls", "id", "tool_call_id"
 

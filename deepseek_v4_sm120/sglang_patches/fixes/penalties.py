@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from deepseek_v4_sm120.sglang_patches.adapters.sampling import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 COUNTED = "_dsv4_sm120_counted"  # of a request: the tokens of its answer that are counted
 

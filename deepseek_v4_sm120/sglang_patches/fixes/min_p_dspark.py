@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.adapters.min_p_verify import of_batch, replace_verify
-from deepseek_v4_sm120.sglang_patches.adapters.sampling import is_ours
+from deepseek_v4_sm120.sglang_patches.fixes.min_p_verify import of_batch, replace_verify
+from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 __all__ = ["replace_accept", "replace_are_noop", "replace_verify"]
 NOISE = "rejection_noise"  # what 0.5.23's kernel of its own draws by; None: it is not taken

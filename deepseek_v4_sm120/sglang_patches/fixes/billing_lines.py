@@ -15,7 +15,7 @@ import copy
 import functools
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.adapters.default_thinking import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
 
 LINE = "x-anthropic-billing-header:"
 
@@ -26,7 +26,7 @@ def replace_convert(original: Callable) -> Callable:
     @functools.wraps(original)
     def _convert_to_chat_completion_request(self, anthropic_request):
         system = without_line(anthropic_request.system)
-        if system is not anthropic_request.system and is_ours(self.openai_serving_chat):
+        if system is not anthropic_request.system and answers_for_ours(self.openai_serving_chat):
             anthropic_request = copy.copy(anthropic_request)
             anthropic_request.system = system
         return original(self, anthropic_request)

@@ -16,7 +16,7 @@ import functools
 import json
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.adapters.default_thinking import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
 
 DATA, LAST = "data: ", "event: message_delta\n"
 STOP, END, TOLD = "stop", "end_turn", "stop_sequence"
@@ -30,7 +30,7 @@ def replace_convert(original: Callable) -> Callable:
     def _convert_response(self, response):
         made = original(self, response)
         matched = _matched(response.choices[0]) if response.choices else None
-        if matched and made.stop_reason == END and is_ours(self.openai_serving_chat):
+        if matched and made.stop_reason == END and answers_for_ours(self.openai_serving_chat):
             made.stop_reason, made.stop_sequence = TOLD, matched
         return made
 
@@ -44,7 +44,7 @@ def replace_generate(original: Callable) -> Callable:
     @functools.wraps(original)
     async def _generate_anthropic_stream(self, adapted_request, processed_request, anthropic_request, raw_request):
         listening = None
-        if anthropic_request.stop_sequences and is_ours(self.openai_serving_chat):
+        if anthropic_request.stop_sequences and answers_for_ours(self.openai_serving_chat):
             listening = Listening(self.openai_serving_chat)
             self = copy.copy(self)
             self.openai_serving_chat = listening

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters.cut_characters import UNKNOWN
+from deepseek_v4_sm120.sglang_patches.fixes.cut_characters import UNKNOWN
 
 
 def replace_printable(original: Callable) -> Callable:

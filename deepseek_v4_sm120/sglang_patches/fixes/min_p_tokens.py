@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import torch.distributed
 
-from deepseek_v4_sm120.sglang_patches.adapters.sampling import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 
 def replace_sync_token_ids(original: Callable) -> Callable:

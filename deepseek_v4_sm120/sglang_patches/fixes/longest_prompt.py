@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.adapters.sampling import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import is_ours
 
 HELD, LONGEST = 0, 5  # of what is told: the tokens that the KV cache holds, and from how many on a prompt is refused
 

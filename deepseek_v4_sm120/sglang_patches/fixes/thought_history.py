@@ -16,7 +16,7 @@ import copy
 import functools
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.adapters.default_thinking import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
 
 KIND, ROLE = "thinking", "assistant"
 
@@ -28,7 +28,7 @@ def replace_convert(original: Callable) -> Callable:
     @functools.wraps(original)
     def _convert_to_chat_completion_request(self, anthropic_request):
         of_turns = [_thoughts(turn) for turn in anthropic_request.messages if turn.role == ROLE]
-        if not any(of_turns) or not is_ours(self.openai_serving_chat):
+        if not any(of_turns) or not answers_for_ours(self.openai_serving_chat):
             return original(self, anthropic_request)
         without = copy.copy(anthropic_request)
         without.messages = [_without_thoughts(turn) for turn in anthropic_request.messages]

@@ -15,7 +15,7 @@ import copy
 import functools
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.adapters.default_thinking import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
 
 ROLE, TEXT = "assistant", "text"
 
@@ -26,7 +26,7 @@ def replace_apply_template(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _apply_jinja_template(self, request, tools, is_multimodal):
-        if is_ours(self):
+        if answers_for_ours(self):
             request = copy.copy(request)
             request.messages = [_without_blanks(message) for message in request.messages]
         return original(self, request, tools, is_multimodal)

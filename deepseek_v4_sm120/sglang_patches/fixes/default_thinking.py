@@ -16,14 +16,9 @@ import functools
 import importlib
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
 
 ENVIRON = "sglang.srt.environ"
-ENCODING = "dsv4"  # DeepSeek-V4's prompts; V4.1 and V3.2 have others
-
-
-def is_ours(serving) -> bool:
-    return serving.chat_encoding_spec == ENCODING and models_served.has_served_card()
 
 
 def replace_reasoning_of_request(original: Callable) -> Callable:
@@ -32,7 +27,12 @@ def replace_reasoning_of_request(original: Callable) -> Callable:
     @functools.wraps(original)
     def _get_reasoning_from_request(self, request):
         told = original(self, request)
-        if told or not self.reasoning_parser or not is_ours(self) or getattr(request, "task", None) is not None:
+        if (
+            told
+            or not self.reasoning_parser
+            or not answers_for_ours(self)
+            or getattr(request, "task", None) is not None
+        ):
             return told
         asked = request.chat_template_kwargs or {}
         return bool(asked.get("thinking", importlib.import_module(ENVIRON).envs.SGLANG_DEFAULT_THINKING.get()))

@@ -13,7 +13,7 @@ import copy
 import functools
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.adapters.default_thinking import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
 
 ROLE = "developer"
 
@@ -24,7 +24,7 @@ def replace_apply_template(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _apply_jinja_template(self, request, tools, is_multimodal):
-        if is_ours(self) and any(message.role == ROLE for message in request.messages):
+        if answers_for_ours(self) and any(message.role == ROLE for message in request.messages):
             request = copy.copy(request)
             request.messages = [_of_the_system(message) for message in request.messages]
         return original(self, request, tools, is_multimodal)

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters.default_thinking import ENCODING
+from deepseek_v4_sm120.sglang_patches.scope import ENCODING
 
 ENCODER = "encoding/encoding_dsv4.py"
 ONE_TEXT, SEVERAL = r"^REASONING_EFFORT_MAX\b", r"^REASONING_EFFORT_PROMPTS\b"  # what the encoders define

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters.default_thinking import ENCODING
+from deepseek_v4_sm120.sglang_patches.scope import ENCODING
 
 IN_BRACKETS = ("object", "array")
 

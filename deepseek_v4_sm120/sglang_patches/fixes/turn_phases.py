@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches.adapters.default_thinking import is_ours
+from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
 
 PHASE = "phase"
 
@@ -27,7 +27,7 @@ def replace_construct(original: Callable) -> Callable:
     @functools.wraps(original)
     def _construct_input_messages(self, request, prev_response=None, **more):
         made = original(self, request, prev_response, **more)
-        if not is_ours(self) or not any(PHASE in message for message in made):
+        if not answers_for_ours(self) or not any(PHASE in message for message in made):
             return made
         without = [{name: value for name, value in message.items() if name != PHASE} for message in made]
         return self._merge_consecutive_assistant_messages(without)

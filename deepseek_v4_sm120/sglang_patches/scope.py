@@ -1,0 +1,16 @@
+"""Whether what a fix touches is our model's on our cards: asked by processes that have a card, and by those that answer
+over HTTP, where no GPU is asked."""
+
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served
+
+ENCODING = "dsv4"  # DeepSeek-V4's prompts; V4.1 and V3.2 have others
+
+
+def is_ours() -> bool:
+    """In a process that has a card: our own model on one that we serve."""
+    return models_served.announced() is not None and device_gate.serves_current_device()
+
+
+def answers_for_ours(serving) -> bool:
+    """Of an OpenAIServingChat: our own model's prompts, and cards that we serve."""
+    return serving.chat_encoding_spec == ENCODING and models_served.has_served_card()
