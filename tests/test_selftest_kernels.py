@@ -11,10 +11,11 @@ import torch
 
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 from deepseek_v4_sm120.reference import bf16_linear as bf16_reference
+from deepseek_v4_sm120.reference import fp8_linear as fp8_reference
 from deepseek_v4_sm120.reference import mhc as mhc_reference
 from deepseek_v4_sm120.reference import mxfp4_moe as moe_reference
 from deepseek_v4_sm120.reference import sparse_decode as attention_reference
-from deepseek_v4_sm120.specs import all_reduce, bf16_linear, mhc, mxfp4_moe, sparse_decode
+from deepseek_v4_sm120.specs import all_reduce, bf16_linear, fp8_linear, mhc, mxfp4_moe, sparse_decode
 from deepseek_v4_sm120.specs.check import Failure, NotRun
 
 
@@ -80,6 +81,71 @@ def test_reproducible_experts(wrong, words, small, monkeypatch):
     else:
         with pytest.raises(Failure, match=words):
             mxfp4_moe._check_reproducible()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_experts_in_parts_of_columns(wrong, small, monkeypatch):
+    def experts(*, wide, **given):
+        assert wide
+        return moe_reference.mxfp4_moe(**given).bfloat16()
+
+    def in_parts(*, parts, shared, scaling, held_sms, **given):
+        out = shared.clone().add_(experts(wide=True, **given), alpha=scaling)
+        out = out.view(len(out), parts, -1).transpose(0, 1).contiguous()
+        return spoiled(out) if wrong else out
+
+    monkeypatch.setattr(mxfp4_moe.op, "mxfp4_moe", experts)
+    monkeypatch.setattr(mxfp4_moe.op, "mxfp4_moe_in_parts", in_parts)
+    if wrong:
+        with pytest.raises(Failure, match="in parts and whole differ in 1 of"):
+            mxfp4_moe._check_parts()
+    else:
+        assert mxfp4_moe._check_parts() == "equal, bit by bit"
+
+
+# ---- fp8_linear
+
+
+@pytest.fixture
+def few_outputs(monkeypatch):
+    """wo_b and the norm on the CPU, wo_b of fewer outputs."""
+    real, weight = torch.Generator, fp8_linear.make_weight
+    monkeypatch.setattr(torch, "Generator", lambda device: real())
+    monkeypatch.setattr(fp8_linear, "make_weight", lambda groups, outputs, *more: weight(groups, 128, *more))
+    monkeypatch.setattr(torch, "randn", lambda *sizes, device, **more: RANDN(*sizes, **more))
+
+
+RANDN = torch.randn
+
+
+@pytest.mark.parametrize("wrong", [None, "merge", "norm", "norm alone"])
+def test_the_merge_and_the_latents_norm(wrong, few_outputs, monkeypatch):
+    def unmerged(x, weight, scale):
+        whole = fp8_reference.fp8_linear(x, weight, scale).bfloat16().float()
+        return torch.stack([whole * share for share in (0.5, 0.25, 0.125, 0.125)])
+
+    def merge(partial):
+        made = partial.sum(0).bfloat16()
+        return spoiled(made) if wrong == "merge" else made
+
+    def norm(x, weight, eps):
+        made = fp8_reference.latent_norm(x, weight, eps).bfloat16()
+        return spoiled(made) if wrong == "norm" or (wrong == "norm alone" and len(x) == 1) else made
+
+    op = fp8_linear.op
+    monkeypatch.setattr(op, "splits_of", lambda rows, outputs, inputs, index: 4 if rows < 64 else 1)
+    monkeypatch.setattr(op, "fp8_linear", lambda *given: fp8_reference.fp8_linear(*given).bfloat16())
+    for name, made in (("fp8_linear_unmerged", unmerged), ("merge", merge), ("latent_norm", norm)):
+        monkeypatch.setattr(op, name, made)
+    if wrong is None:
+        assert fp8_linear._check_unmerged() == "in 4 parts as the whole"
+        assert "relative error" in fp8_linear._check_latent_norm()
+        monkeypatch.setattr(op, "splits_of", lambda *sizes: 1)
+        assert fp8_linear._check_unmerged() == "this card cuts none"
+        return
+    words = {"merge": "1 rows of 4096 inputs in 4 parts and whole", "norm": "error", "norm alone": "a row alone"}[wrong]
+    with pytest.raises(Failure, match=words):
+        fp8_linear._check_unmerged() if wrong == "merge" else fp8_linear._check_latent_norm()
 
 
 # ---- bf16_linear

@@ -47,6 +47,7 @@ SUMMING_ROWS = {2: 64, 4: 16, 8: 4}  # by ranks: above, two hops of a sum alone 
 _CAPTURE_STORE_BYTES = 28 << 20
 _MAX_ROWS = 1 << 26
 TERM_SPLITS = 4  # parts of a term that comes unmerged; term.h has it too, and a test compares
+_PART_COLUMNS = 128  # of `many`'s blocks: a part has a multiple of them
 _STRIDES = 8  # that rows have multiples of: 16 bytes
 
 
@@ -76,8 +77,9 @@ def mhc(
     """A boundary between two sublayers: the new streams, their coefficients, and the next sublayer's normed input.
 
     f              [rows, hidden] bf16, the sublayer's output; last dim contiguous, row stride a multiple of 8. Or a
-                   tuple of such tensors, its rows in pieces. With sum_over also [4, rows, hidden] float32, contiguous:
-                   what ops.fp8_linear_unmerged gives, and so this card's term is `merge` of it
+                   tuple of such tensors, its rows in pieces, any of them also [parts, rows, hidden / parts], which
+                   are 2, 4, 8, 16 or 32. With sum_over also [4, rows, hidden] float32, contiguous: what
+                   ops.fp8_linear_unmerged gives, and so this card's term is `merge` of it
     streams        [rows, 4, hidden] bf16, the old streams; a row contiguous, row stride a multiple of 8
     post           [rows, 4] or [rows, 4, 1] float32, contiguous: how much of f each stream gets
     comb           [rows, 4, 4] float32, contiguous: first index the old stream, second the new one
@@ -93,8 +95,7 @@ def mhc(
                    f is not written. Such terms only where `takes_terms`
     tag            of a sum, as AllReduce has it
     ready          of pieces: called with a piece's number before its launch, to make the current stream wait for it
-    held_sms       of pieces: multiprocessors that other streams' kernels hold for long. Blocks that must all be
-                   resident count on the rest, and need not wait for those kernels' end
+    held_sms       of pieces: multiprocessors that other streams' kernels hold; blocks that must be resident need others
     kernels        "fused", "split" or "many", for tests and benchmarks; None: by rows and hidden
     returns        (streams [rows, 4, hidden] bf16, post [rows, 4] float32, comb [rows, 4, 4] float32, y [rows, hidden]
                    bf16), all new tensors
@@ -102,11 +103,11 @@ def mhc(
     accuracy       fn is used exactly (three bf16 parts), sums in fp32. Against float64, relative L2: post and comb
                    below 5e-6, streams and y below 0.0025, which is their rounding to bf16. y: sum of squares of
                    the unrounded sum, whose bf16 rounding the norm multiplies, as SGLang's fused kernel does
-    determinism    the same bits in every run and in every batch; for NaN and infinity, too: a row keeps its own
+    determinism    the same bits in every run and in every batch, of NaN and infinity, too: a row keeps its own
     raises         TypeError (dtype), ValueError (shape, stride, alignment, overlap, value), RuntimeError (device,
                    launch)
-    cuda graphs    capture-safe: no host sync; allocates only results and scratch, through torch. The first call of a
-                   process on a device, if it is not captured, synchronises its stream once
+    cuda graphs    capture-safe: no host sync; allocates results and scratch through torch. A process's first call on a
+                   device, if it is not captured, synchronises its stream once
     streams (CUDA) the current stream of f's device; calls on several are independent, and graphs replayed side by side.
                    fn, scale, base and norm_weight may be read while the kernel before still runs: do not write them
                    in the same stream right before without a synchronisation
@@ -248,7 +249,7 @@ def _launch_pieces(streams, pieces, post, comb, new, y, new_post, new_comb, read
     for number, piece in enumerate(pieces):
         if ready is not None:
             ready(number)
-        at = slice(end, end := end + piece.shape[0])
+        at = slice(end, end := end + piece.shape[-2])
         outs = {"y": y[at], "post_out": new_post[at], "comb_out": new_comb[at]}
         _launch(streams[at], piece, post[at], comb[at], new[at], held_sms=held_sms, **outs, **options)
 
@@ -302,6 +303,8 @@ def _launch_here(
             f = sum_over(f, tag=tag)
     if kernels is None:
         kernels = _kernels_of(rows, hidden, f is not None and not head, num_sms, index)
+    if f is not None and f.dim() == 3 and "partial" not in term and kernels != "many":
+        f = joined(f)
     if fn is not None:
         exchange_words, partials_bytes, counter_words = _workspace(rows, hidden, head, kernels, bool(sums))
         exchange = _exchange(index).take(stream, exchange_words) if exchange_words else None
@@ -342,7 +345,16 @@ def _launch_here(
 def _sublayer(f, term) -> dict[str, int]:
     if f is None or "partial" in term:
         return {"f": 0, "f_stride": 0}
-    return {"f": f.data_ptr(), "f_stride": f.stride(0)}
+    found = {"f": f.data_ptr(), "f_stride": f.stride(-2)}
+    if f.dim() == 3:
+        columns = f.shape[2]
+        found |= {"f_gap": f.stride(0) - columns, "f_part_shift": columns.bit_length() - 1}
+    return found
+
+
+def joined(parts: torch.Tensor) -> torch.Tensor:
+    """[parts, rows, columns] -> [rows, parts * columns]: a copy."""
+    return parts.transpose(0, 1).flatten(1)
 
 
 def _address(tensor) -> int:
@@ -426,13 +438,24 @@ def _check_pieces(check: Call, pieces, ready, held_sms, sum_over, rows, hidden) 
                 check.refuse("value", name, f"be {nothing} where f is one tensor", value)
         return
     for number, piece in enumerate(pieces):
-        check.tensor(f"f[{number}]", piece, BF16, ("rows", hidden), _STRIDES, VECTOR)
-    if (found := sum(piece.shape[0] for piece in pieces)) != rows:
+        _check_piece(check, f"f[{number}]", piece, hidden)
+    if (found := sum(piece.shape[-2] for piece in pieces)) != rows:
         check.refuse("shape", "f", f"have {rows} rows in its pieces", found)
     if sum_over is not None:
         check.refuse("value", "sum_over", "be None where f is in pieces", sum_over)
     if held_sms < 0:
         check.refuse("value", "held_sms", "be 0 or more", held_sms)
+
+
+def _check_piece(check: Call, name: str, piece, hidden: int) -> None:
+    check.given(name, piece)
+    if piece.dim() != 3:
+        check.tensor(name, piece, BF16, ("rows", hidden), _STRIDES, VECTOR)
+        return
+    parts, _, columns = check.tensor(name, piece, BF16, "parts, rows, columns", _STRIDES, VECTOR)
+    if parts * columns != hidden or parts & (parts - 1) or columns % _PART_COLUMNS:
+        expected = f"be [parts, rows, {hidden} / parts], a power of two of them, columns multiples of {_PART_COLUMNS}"
+        check.refuse("shape", f"{name}.shape", expected, list(piece.shape))
 
 
 def _check_sublayer(check: Call, f, post, comb, rows, hidden, sum_over=None, in_pieces=False):

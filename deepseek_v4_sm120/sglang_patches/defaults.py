@@ -40,9 +40,11 @@ DEFAULTS = (
         name="sums_in_pieces",
         why="the card idles while a prompt's rows are summed, twice a layer: 146 of a chunk's 577 ms over PCIe at two "
         "cards, by arithmetic. In so many pieces of rows NCCL sums one while wo_b's product and the boundary of others "
-        "run: a tenth of the chunk less. Above two cards the order of NCCL's additions may change",
+        "run, and in parts of columns the experts': a tenth of the chunk less, or more. Above two cards the order of "
+        "NCCL's additions may change",
         source="[R] all releases' coordinators, layers and products; times by arithmetic; [M] by us, on two "
-        "H200: a chunk 536 ms for 551 through host memory, in one run; over NVLink 399 for 366",
+        "H200, the experts' product whole: a chunk 536 ms for 551 through host memory, in one run; over NVLink 399 for "
+        "366",
         sglang=">=0.5.13,<0.6",
         on=False,
         how="no way without us",

@@ -139,6 +139,8 @@ def checks(quick: bool) -> Iterator[Check]:
     yield Check("fp8_linear", "two references", _check_references)
     for size in ((1, 8192, 1024), (1, 4096, 2048), (2, 1024, 4096))[: 2 if quick else 3]:
         yield Check("fp8_linear", "{} x [{}, {}]".format(*size), functools.partial(_check_size, *size), ON_GPU)
+    yield Check("fp8_linear", "sums of parts of the inputs", _check_unmerged, ON_GPU)
+    yield Check("fp8_linear", "the latent's norm", _check_latent_norm, ON_GPU)
 
 
 def _check_references() -> str:
@@ -160,6 +162,32 @@ def _check_size(groups: int, outputs: int, inputs: int) -> str:
     for rows in (1, 8, 16, 32, 64):
         same(op.fp8_grouped_linear(x[:rows], weight, scale), together[:rows], f"{rows} rows alone and among {most}")
     return f"{error}; rows alone equal the rows among others"
+
+
+def _check_unmerged() -> str:
+    """wo_b at two and four cards as a boundary gets it: the merged product's bits."""
+    seen = set()
+    for inputs in (4096, 2048):
+        generator = torch.Generator("cuda").manual_seed(inputs)
+        x, (weight, scale) = make_x(STEP_ROWS, 1, inputs, generator)[:, 0], make_weight(1, 4096, inputs, generator)
+        for rows in (1, 8, STEP_ROWS):
+            if (splits := op.splits_of(rows, 4096, inputs, x.device.index)) == 1:
+                continue
+            seen.add(splits)
+            apart = op.fp8_linear_unmerged(x[:rows], weight[0], scale[0])
+            whole = op.fp8_linear(x[:rows], weight[0], scale[0])
+            same(op.merge(apart), whole, f"{rows} rows of {inputs} inputs in {splits} parts and whole")
+    return f"in {' and '.join(map(str, sorted(seen)))} parts as the whole" if seen else "this card cuts none"
+
+
+def _check_latent_norm() -> str:
+    generator = torch.Generator("cuda").manual_seed(3)
+    x = make_x(STEP_ROWS, 1, op.NORM_INPUTS, generator)[:, 0]
+    weight = torch.randn(op.NORM_INPUTS, generator=generator, device="cuda").bfloat16()
+    together = op.latent_norm(x, weight, 1e-6)
+    error = within(relative_error(together, reference.latent_norm(x, weight, 1e-6)), bounds.LATENT_NORM.truth)
+    same(op.latent_norm(x[5:6], weight, 1e-6), together[5:6], f"a row alone and among {STEP_ROWS}")
+    return error
 
 
 # ---- calibrate: the shapes of a plan

@@ -69,7 +69,7 @@ def works(monkeypatch) -> list[Work]:
 def settle(monkeypatch, most=2):
     monkeypatch.setattr(adapter, "ROWS", ROWS)
     monkeypatch.setattr(adapter, "TILE_ROWS", TILE)
-    monkeypatch.setattr(adapter, "_most_pieces", lambda: most)
+    monkeypatch.setattr(adapter, "most_pieces", lambda: most)
     monkeypatch.setattr(adapter, "_seen", type(adapter._seen)())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -139,13 +139,13 @@ def product(rows=9, **options):
     ],
 )
 def test_pieces_are_of_whole_tiles_and_not_small(most, rows, expected, monkeypatch):
-    monkeypatch.setattr(adapter, "_most_pieces", lambda: most)
+    monkeypatch.setattr(adapter, "most_pieces", lambda: most)
     assert adapter.sizes_of(rows) == expected and sum(expected) == rows
 
 
 @pytest.mark.parametrize("most", [2, 3, 4, 7])
 def test_every_cut(most, monkeypatch):
-    monkeypatch.setattr(adapter, "_most_pieces", lambda: most)
+    monkeypatch.setattr(adapter, "most_pieces", lambda: most)
     for rows in range(1, 20_000, 37):
         sizes = adapter.sizes_of(rows)
         assert sum(sizes) == rows and len(sizes) <= most
@@ -189,8 +189,8 @@ def changes():
         "SGLang's own kernel takes it": on("ca_comm"),
         "symmetric memory": on("is_symmetric_memory_enabled", lambda: True),
         "FlashInfer's": on("_can_use_flashinfer_allreduce", lambda x: True),
-        "not asked for": in_adapter("_most_pieces", lambda: 0),
-        "one piece": in_adapter("_most_pieces", lambda: 1),
+        "not asked for": in_adapter("most_pieces", lambda: 0),
+        "one piece": in_adapter("most_pieces", lambda: 1),
         "reproducible": in_adapter("settings", lambda: said),
         "several hosts": lambda monkeypatch: monkeypatch.setattr(models_served, "_announced", {"several_hosts": True}),
         "looked into": lambda monkeypatch: monkeypatch.setattr(models_served, "_announced", {"is_looked_into": True}),

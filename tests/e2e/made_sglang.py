@@ -90,13 +90,13 @@ class Engine:
             patch = {"patch": "sparse_decode", "target": "a:b", "state": "APPLIED", "review": "reviewed"}
             asked = os.environ.get("DSV4_SM120_SET", "").partition("=")[0]
             products, passes = (int(os.environ.get(f"FAKE_{name}", "300")) for name in ("PRODUCTS", "PASSES"))
-            counted = {"sums_in_pieces": {"products": products, "sums": 300, "pieces": 2400}}
+            counted = {"sums_in_pieces": {"products": products, "sums": 0, "pieces": 2400, "experts": 300}}
             counted["dealt_streams"] = {"ranks": 2, "passes": passes, "rows": 8192 * passes, "not_dealt": {}}
             found = {asked: counted[asked]} if asked in counted else {}
             if as_sm120 := os.environ.get("E2E_AS_SM120"):  # by the plugin, which is on this process's path
                 kernel = os.environ.get("FAKE_KERNEL") or as_sm120.partition(",")[0]
                 assert any(path.endswith("sm120_plugin") for path in sys.path), sys.path
-                found = {"experts_above_256_rows": {kernel: 32}}
+                found |= {"experts_above_256_rows": {kernel: 32}}
             for rank in range(2 if asked in counted else 1):
                 with open(f"{folder}/{os.getpid()}_{rank}.json", "w") as f:
                     json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow, "found": found}, f)

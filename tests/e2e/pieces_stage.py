@@ -1,13 +1,18 @@
-"""The stages `pieces2_same` and `pieces2_43` of run_stage.py: a prompt's sums over two cards in pieces of rows, and
-whole. To the last bit, at six layers; and the time to the first token, over NVLink and through host memory."""
+"""The stages `pieces2_same` and `pieces2_43` of run_stage.py: a prompt's sums over two cards in pieces of rows, the
+experts' in parts of columns, and whole. To the last bit, at six layers; and the time to the first token, over NVLink
+and through host memory. Prompts' experts are by the kernels of an SM120 (sm120_plugin), which alone make parts."""
+
+import experts_stage
 
 ISSUE = 22
 SETTING = "sums_in_pieces"
 WORDS = {"pieces": "sums in pieces", "pieces8": "sums in 8 pieces", "whole": "sums whole"}
+EXPERTS = experts_stage.KERNELS["wide"]
+CUT = {"products": "products in pieces", "experts": "products of experts in parts"}
 PIECES, WHOLE, AGAIN = "same_pieces2", "same_whole2", "same_again2"
 # NCCL adds two terms, so a sum's pieces have the whole's bits; so has wo_b's product, if no row's sum depends on the
-# rows beside it: DeepGEMM's does not, as it was read. Nothing else is in pieces. Compared like with like: prompts alone
-# with prompts alone, 8 at once with 8 at once
+# rows beside it: DeepGEMM's does not, as it was read. Nothing else is cut but the experts' columns. Compared like with
+# like: prompts alone with prompts alone, 8 at once with 8 at once
 SAMES = [
     ("two cards, sums in pieces against whole ones", PIECES, WHOLE),
     ("two cards, sums in pieces, once more", PIECES, PIECES),
@@ -27,18 +32,19 @@ METRICS = {
     "time to all first tokens, ms, worst": "first_token_ms_worst",
     "NCCL's sums on a card, ms": "sums_ms",
 }
-# each layer of a pass makes a product in pieces; reports are written at powers of two
+# each layer of a pass makes a product in pieces, and one of experts in parts; reports are written at powers of two
 PRODUCTS = {PIECES: 64, **{name: 256 for name, (how, _) in TIMED.items() if how != "whole"}}
 IMPLEMENTATIONS = {
-    PIECES: "ours, two cards, sums in pieces",
-    WHOLE: "ours, two cards, sums whole",
-    AGAIN: "ours, two cards, sums whole, another process",
-    **{name: f"ours, two cards, {PEERS[peers]}, {WORDS[how]}" for name, (how, peers) in TIMED.items()},
+    PIECES: f"ours, two cards, {EXPERTS}, sums in pieces",
+    WHOLE: f"ours, two cards, {EXPERTS}, sums whole",
+    AGAIN: f"ours, two cards, {EXPERTS}, sums whole, another process",
+    **{name: f"ours, two cards, {EXPERTS}, {PEERS[peers]}, {WORDS[how]}" for name, (how, peers) in TIMED.items()},
 }
 
 
 def stages(make, timed, same, sets, ours, no_peers):
     """timed, same: options of the two kinds of engines, over two cards."""
+    ours = ours | {experts_stage.VARIABLE: "wide"}
     on, eight = ({"DSV4_SM120_SET": f"{SETTING}={word}"} for word in ("on", "8"))
     choices = {"pieces": on, "pieces8": eight, "whole": {}}
     # of 16 experts, so that five engines fit
@@ -65,7 +71,11 @@ def stages(make, timed, same, sets, ours, no_peers):
 
 def rows(cases, row):
     """collect.py's rows of the cases of a stage. row: its maker of rows."""
-    found = [_in_pieces(name, case["reports"], row) for name, case in cases.items() if name in IMPLEMENTATIONS]
+    found = [
+        _in_pieces(name, case["reports"], what, row)
+        for name, case in cases.items()
+        for what in (CUT if name in IMPLEMENTATIONS else ())
+    ]
     for name, (how, peers) in TIMED.items():
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         whole = cases.get(f"whole2_43{peers}", {}).get("prompts", {})
@@ -95,12 +105,12 @@ def prompts_of(at):
     return f"{'a prompt' if count == 1 else f'{count} prompts'} of {length:,} tokens"
 
 
-def _in_pieces(name, reports, row):
+def _in_pieces(name, reports, what, row):
     """Each card's report counts."""
     told = [report["found"][SETTING] for report in reports if SETTING in report["found"]]
-    products = [found.get("products", 0) for found in told]
+    products = [found.get(what, 0) for found in told]
     if name not in PRODUCTS:
-        return row(name, IMPLEMENTATIONS[name], "products in pieces where none was asked for", sum(products), 0, ISSUE)
+        return row(name, IMPLEMENTATIONS[name], f"{CUT[what]} where none was asked for", sum(products), 0, ISSUE)
     least = min(products) if len(products) == 2 else 0  # of two cards
-    metric = f"products in pieces on each card, missing to {PRODUCTS[name]}"
+    metric = f"{CUT[what]} on each card, missing to {PRODUCTS[name]}"
     return row(name, IMPLEMENTATIONS[name], metric, max(0, PRODUCTS[name] - least), 0, ISSUE)

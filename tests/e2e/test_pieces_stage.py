@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.e2e import pieces_stage
+from tests.e2e.collect import pieces_stage
 from tests.e2e.test_scripts import machine, rows_of  # noqa: F401
 
 
@@ -24,13 +24,14 @@ def test_bits_in_pieces_and_whole(machine):  # noqa: F811
         ("same_again2", "same_whole2"): (of_four, 0),
     }
     rows = [row for row in rows_of(path) if row["bar"] is not None and "products" in row["metric"]]
-    assert sorted((row["value"], row["met"]) for row in rows) == [(0, True)] * 3
+    assert sorted((row["value"], row["met"]) for row in rows) == [(0, True)] * 6
+    assert all("E2E_AS_SM120=wide" in case["command"] for case in stage["cases"].values())
 
 
 def test_an_engine_whose_products_were_whole_has_shown_nothing(machine):  # noqa: F811
     machine("pieces2_same", "--only", "same_pieces2", FAKE_PRODUCTS="3")
-    [row] = [row for row in rows_of(machine.out / "stage_pieces2_same.json") if "products" in row["metric"]]
-    assert (row["value"], row["bar"], row["met"]) == (61, 0, False)
+    rows = [row for row in rows_of(machine.out / "stage_pieces2_same.json") if "products" in row["metric"]]
+    assert [(row["value"], row["bar"], row["met"]) for row in rows] == [(61, 0, False), (0, 0, True)]
 
 
 def test_times_in_turn_and_in_rounds(machine):  # noqa: F811
@@ -49,7 +50,7 @@ def test_times_in_turn_and_in_rounds(machine):  # noqa: F811
         said = [line for line in case["log"] if "1 x 8192" in line]
         assert len(said) == 2, "two rounds"
     found = {(r["case"], r["metric"], r["impl"]): r for r in rows_of(path)}
-    impl = "ours, two cards, NCCL through host memory, sums in pieces"
+    impl = "ours, two cards, wide experts for prompts (W4A16), NCCL through host memory, sums in pieces"
     share = found["flash43, 16 experts, a prompt of 32,000 tokens", "time to all first tokens, of the whole's", impl]
     assert share["bar"] == 0.97 and 0.2 < share["value"] < 5
     assert found[
@@ -76,6 +77,8 @@ def test_pieces_that_gain_nothing_do_not_meet_their_bar():
     assert found["time to all first tokens, of the whole's"] == (1.0, 0.97)
     assert found["products in pieces on each card, missing to 256"] == (256, 0)
     assert found["products in pieces where none was asked for"] == (0, 0)
+    assert found["products of experts in parts on each card, missing to 256"] == (256, 0)
+    assert found["products of experts in parts where none was asked for"] == (0, 0)
     # of a prompt that was not reached
     assert told(cases, "1x32000")["time to all first tokens, of the whole's"] == (None, 0.97)
     del cases["whole2_43_no_peers"]

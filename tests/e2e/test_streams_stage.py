@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.e2e import pieces_stage
+from tests.e2e.collect import pieces_stage
 from tests.e2e.test_scripts import machine, rows_of  # noqa: F401
 
 

@@ -45,6 +45,22 @@ def test_pieces_have_the_wholes_bits(sizes, device):
     assert same(whole, mhc(**{**inputs.boundary(), "f": apart}))
 
 
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize(
+    "sizes", [(1024, 1076), (1, 299), (128, 129), (5,)], ids=lambda sizes: "+".join(map(str, sizes))
+)
+def test_pieces_of_a_buffer_of_parts_have_the_wholes_bits(sizes, parts, device):
+    """By the kernel that reads the columns where they lie, and by those that need a copy."""
+    rows = sum(sizes)
+    inputs = make_inputs(Shape(rows), seed=rows, device=device)
+    whole = mhc(**inputs.boundary())
+    buffer = inputs.f.view(rows, parts, -1).transpose(0, 1).contiguous()
+    sms = cuda_tensors.num_sms(device.index or 0)
+    for held in (0, adapter.SUM_SMS, sms - 40, sms):
+        poison(device)
+        assert same(whole, mhc(**{**inputs.boundary(), "f": buffer.split(sizes, dim=1)}, held_sms=held)), held
+
+
 class Work:
     """A piece's sum on a stream beside the current one, as torch's: it begins behind what the current stream has, adds
     the other rank's rows late, and who waits makes the current stream wait."""

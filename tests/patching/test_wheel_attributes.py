@@ -214,6 +214,7 @@ OBJECTS = {
         "layers.layer": ANY_LAYER,
         "getattr(layers.layer, 'self_attn', None)": ((ATTENTION,),),
     },
+    "mhc_sum_in_parts": {"coordinator": ((GROUP,),)},
     "mhc_sum_in_pieces": {
         "coordinator": ((GROUP,),),
         "custom": ((CUSTOM_SUM,),),
@@ -333,9 +334,10 @@ OURS = {
     "mhc_owed_sum": {"x"},
     "mhc_owed_terms": {"x"},
     "mhc_sum": {"input_", "ours", "ours.sums"},
+    "mhc_sum_in_parts": {"experts", "pieces", "work", "x"},
     "mhc_sum_in_pieces": {"SumInPieces", "one"},
     "min_p_verify": {"of_batch"},
-    "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
+    "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours", "routed"},
     "sampling": {"inspect.unwrap(original)"},
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
     "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
@@ -360,6 +362,7 @@ GUARDED = {
 OF_WRAPPERS = {("bf16_linear", "head", "set_lora"): f"{SRT}.lora.layers:ParallelLMHeadWithLoRA"}
 
 SERVES = {
+    "mhc_sum_in_parts": "mhc_sum",
     "mhc_owed_terms": "mhc_sum",
     "scope": "default_thinking",
 }  # modules without rows of their own -> in whose releases they read

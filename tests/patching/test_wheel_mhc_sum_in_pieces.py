@@ -2,6 +2,8 @@
 release, and its coordinator, which says who would sum. What the adapter relies on of wo_b is read."""
 
 import ast
+import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum
+from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_parts as by_columns
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as adapter
 from deepseek_v4_sm120.sglang_patches.names import MODEL
 from tests.adapters.test_mhc_sum import HIDDEN
@@ -20,7 +23,12 @@ from tests.patching.test_wheel_wo_a import definition
 from tests.patching.wheels import every_release, since, tree
 
 FIRST, BY_BOUNDARIES, ROWS = "0.5.13", "0.5.23", 9
-LINEAR = "sglang.srt.layers.linear"
+LINEAR, MOE_LAYER = "sglang.srt.layers.linear", "sglang.srt.layers.moe.fused_moe_triton.layer"
+QUIET = layers.QUIET
+MOE = {
+    "use_symmetric_memory": lambda *_, **__: contextlib.nullcontext(),
+    **dict.fromkeys(("get_tp_group", "is_allocation_symmetric"), lambda: None),
+}
 
 
 def mhc(f, streams, post, comb, *weights, ready=None, held_sms=0, **options):
@@ -29,7 +37,8 @@ def mhc(f, streams, post, comb, *weights, ready=None, held_sms=0, **options):
     seen.append(len(parts))
     for number, _ in enumerate(parts if ready is not None else ()):
         ready(number)
-    return layers.mhc(torch.cat(parts), streams, post, comb)
+    rows = [boundary.op.joined(part) if part.ndim == 3 else part for part in parts]
+    return layers.mhc(torch.cat(rows), streams, post, comb)
 
 
 seen: list[int] = []  # pieces of what each boundary was given
@@ -72,6 +81,48 @@ def test_two_layers_in_pieces(version, group, works, cut, sglang_wheel):  # noqa
     assert made == group.sums - sums == int(last_outside) and len(works) == 2 * (4 - last_outside)
     assert all(work.waited == 1 for work in works) and seen[-3:] == [2, 2, 2]
     assert [len(work.piece) for work in works[:2]] == [4, 5]
+
+
+class Experts:
+    """Of a factor, made whole or by columns; beside the wheel's FusedMoE.forward_impl, which hands their output on."""
+
+    def __init__(self):
+        self.made = []
+
+    def in_parts(self, x, *, parts, behind, held_sms, shared, scaling):
+        self.made.append(parts)
+        out = shared + scaling * (x * 0.75)
+        out = out.view(len(out), parts, -1).transpose(0, 1).contiguous()
+        for part in out:
+            behind(part)
+        return out
+
+    def routed_of(self, wheel, names, x):
+        make, in_parts = lambda: self.made.append("whole") or x * 0.75, partial(self.in_parts, x)
+        routed = by_columns.of_experts(x, QUIET, QUIET, wide=True, make=make, in_parts=in_parts)
+        forward = layers.take(wheel, dict(names) | MOE, "FusedMoE.forward_impl", MOE_LAYER)
+        members = {"forward": forward, "run_moe_core": lambda self, dispatch_output: dispatch_output}
+        return type("FusedMoE", (layers.Part,), members)(
+            **{"quant_method": QUIET, "_dwdp_bound": False, "reduce_results": False, "moe_tp_size": 2},
+            **{"_dispatch_with_pre_quant": lambda *_: routed, "moe_ep_size": 1},
+            dispatcher=SimpleNamespace(dispatch=lambda **_: routed, combine=lambda combine_input: combine_input),
+        )(x, QUIET)
+
+
+@every_release(FIRST)
+def test_two_layers_with_experts_by_columns(version, group, works, cut, monkeypatch, sglang_wheel):  # noqa: F811
+    """Handed on by SGLang's own experts, MoE block and boundaries; the numbers are those of the whole."""
+    wheel, experts = sglang_wheel(version), Experts()
+    expected, _ = layers.ways(wheel, version, group, ROWS, patched=False)
+    monkeypatch.setattr(by_columns.mxfp4_moe, "makes_parts", lambda w13, w2, parts: parts == 2)
+    monkeypatch.setattr(layers, "routed_of", experts.routed_of)
+    monkeypatch.setattr(layers, "shared_add", lambda experts, routed, shared, scale: routed.with_shared(shared, 1.0))
+    found, _ = layers.ways(wheel, version, group, ROWS, patched=True)
+    assert torch.equal(found, expected) and experts.made[0] == 2 and len(experts.made) == 2
+    # from 0.5.23 on the last sum is asked for behind the layers: of the whole
+    assert experts.made[1] == ("whole" if since(version, BY_BOUNDARIES) else 2)
+    columns = [work for work in works if work.piece.shape[1] < HIDDEN]
+    assert len(columns) == 3 * experts.made.count(2) and all(work.waited == 1 for work in works)
 
 
 # ---- who would sum

@@ -17,7 +17,7 @@ a kernel that other cards wait for. Nor where attention has a group of its own (
 experts' sum is scattered in front of the boundary, and a rank that gets no rows of it does not look at it at all, for
 which the others would wait. Nothing waits for a boundary that does not come: whoever else looks at an `OwedSum`,
 whatever that is, gets the finished sum, made where it looks. Sums of many rows may be under way in pieces of rows
-instead, by the same seam and under the same conditions: mhc_sum_in_pieces.py.
+instead, by the same seam and under the same conditions: mhc_sum_in_pieces.py, mhc_sum_in_parts.py.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_parts as parts
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as pieces
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE, Communicator, all_reduce_of
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import PATCH, OwedSum, finished, layers
@@ -94,6 +95,8 @@ def _put_off_sums_of(coordinator) -> None:
         ours = _who_can_wait(coordinator, form_of(input_))
         if ours is not None:
             return SumOfFewRows(input_, ours, original)
+        if (owed := parts.owed(coordinator, input_)) is not None:
+            return owed
         input_ = input_.run() if isinstance(input_, OwedTerm) else input_
         return original(input_) if (owed := pieces.owed(coordinator, input_)) is None else owed
 

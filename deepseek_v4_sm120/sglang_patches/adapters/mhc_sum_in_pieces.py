@@ -5,10 +5,11 @@
     owed                           for mhc_sum.py: what a layer gets instead of a sum of many rows, a `SumInPieces`: the
                                    boundary behind it (ops.mhc) runs piece by piece, each behind its own sum
 
-The experts' product is left whole, its sum is not. A piece's sum is torch's own, asynchronous: on the process group's
-stream, behind what the current stream has when it starts; who wants it makes the current stream wait. torch keeps the
-memory until then. So sums have one stream and the order in which they are started, which all ranks have alike: pieces
-are cut by rows, and whether at all by what all ranks know (settings, rows, the coordinator's ways to sum).
+The experts' product is left whole, its sum is not; or both go in parts of their columns (mhc_sum_in_parts.py). A
+piece's sum is torch's own, asynchronous: on the process group's stream, behind what the current stream has when it
+starts; who wants it makes the current stream wait. torch keeps the memory until then. So sums have one stream and the
+order in which they are started, which all ranks have alike: pieces are cut by rows, and whether at all by what all
+ranks know (settings, rows, the coordinator's ways to sum).
 
 Only where DSV4_SM120_SET=sums_in_pieces asks for it and SGLang would give the whole sum to torch's NCCL, in place: not
 what SGLang's custom kernels, ours or symmetric memory take, nor where every sum has one order (reproducible=on). Not
@@ -39,22 +40,22 @@ TILE_ROWS = 128  # that pieces have multiples of, as the products' tiles have
 SUM_SMS = 28
 # what else a coordinator may sum with
 _OTHERS = ("pynccl_comm", "qr_comm", "pymscclpp_comm", "torch_symm_mem_comm", "pcie_ipc_comm")
-_seen: collections.Counter = collections.Counter()  # "products" and "sums" in pieces, "pieces" of sums
+_seen: collections.Counter = collections.Counter()  # see count
 
 
 def are_asked_for() -> bool:
     """Not on several hosts, whose other ranks may sum the whole at once."""
-    return not settings().reproducible and not models_served.has_several_hosts() and _most_pieces() > 1
+    return not settings().reproducible and not models_served.has_several_hosts() and most_pieces() > 1
 
 
-def _most_pieces() -> int:
+def most_pieces() -> int:
     engine = patching.active_engine()
     return 0 if engine is None else engine.steering.value(DEFAULT)
 
 
 def sizes_of(rows: int) -> list[int]:
     """Rows of each piece: as many pieces as were asked for, of ROWS and more each."""
-    count = max(1, min(_most_pieces(), rows // ROWS))
+    count = max(1, min(most_pieces(), rows // ROWS))
     each = rows // count // TILE_ROWS * TILE_ROWS if count > 1 else rows
     return [*[each] * (count - 1), rows - each * (count - 1)]
 
@@ -92,7 +93,10 @@ class SumInPieces(OwedSum):
         self._must_be_asked()
         for number in range(len(self.pieces)):
             self.wait_for(number)
-        return torch.cat(self.pieces) if self._whole is None else self._whole
+        return self.joined_up() if self._whole is None else self._whole
+
+    def joined_up(self) -> torch.Tensor:
+        return torch.cat(self.pieces)
 
     def unfinished(self) -> tuple[tuple, dict]:
         self._must_be_asked()
@@ -119,15 +123,15 @@ def owed(coordinator, x) -> SumInPieces | None:
         return x
     if layers.known.get("is_piece"):
         return SumInPieces(coordinator, (x,))
-    if not _takes(coordinator, x):
+    if not takes(coordinator, x):
         return None
     sizes = sizes_of(len(x))
-    _count("sums", len(sizes))
+    count("sums", len(sizes))
     return SumInPieces(coordinator, x.split(sizes), x)
 
 
-def _takes(coordinator, x: torch.Tensor) -> bool:
-    """By what all ranks have alike: rows, and who would sum them."""
+def takes(coordinator, x: torch.Tensor) -> bool:
+    """Whether the sum of such rows may go in pieces, by what all ranks have alike: rows, and who would sum them."""
     return (
         are_asked_for()
         and x.ndim == 2
@@ -167,7 +171,7 @@ def replace_row_parallel_forward(original: Callable) -> Callable:
             if not isinstance(found, SumInPieces):  # the sum is asked for later
                 found, is_asked = SumInPieces(coordinator, (found,)), False
             started.append(found)
-        _count("products", len(sizes))
+        count("products", len(sizes))
         whole = SumInPieces.joined(started)
         if not is_asked:
             whole.is_asked = False
@@ -186,12 +190,13 @@ def _cuts(linear, x, args, kwargs) -> bool:
         and not args
         and set(kwargs) <= {"skip_all_reduce"}
         and len(x) >= 2 * ROWS
-        and _takes(layers.known["coordinator"], x.new_empty((len(x), linear.output_size)))
+        and takes(layers.known["coordinator"], x.new_empty((len(x), linear.output_size)))
     )
 
 
-def _count(what: str, pieces: int) -> None:
-    """The report is written anew at powers of two."""
+def count(what: str, pieces: int = 0) -> None:
+    """One more of "products" and "sums" in so many pieces, or "experts" (products with their sums, in parts of the
+    columns). The report is written anew at powers of two."""
     _seen[what] += 1
     _seen["pieces"] += pieces
     if not _seen[what] & (_seen[what] - 1):
@@ -202,5 +207,5 @@ def _count(what: str, pieces: int) -> None:
 def _describe() -> str:
     return (
         f"{DEFAULT}: {_seen['products']} products with their sums and {_seen['sums']} sums of {2 * ROWS} rows and more "
-        f"in {_seen['pieces']} pieces"
+        f"in {_seen['pieces']} pieces; {_seen['experts']} products of experts with their sums in parts of the columns"
     )

@@ -78,7 +78,8 @@ MHC = Patch(
 SUMS_IN_PIECES = Patch(
     name="sums_in_pieces",
     why="a layer's two sums of a prompt's rows run while the card waits: over PCIe or host memory a quarter of the "
-    "time of a chunk and more. In pieces of rows wo_b's product and the boundaries run beside them",
+    "time of a chunk and more. In pieces of rows wo_b's product and the boundaries run beside them, in parts of "
+    "columns the experts'",
     targets=(
         targets_of("mhc_sum_in_pieces")(
             ROW_PARALLEL, "row_parallel_forward", Parameters(("self", "input_"), further="any"), ">=0.5.13,<0.6"
