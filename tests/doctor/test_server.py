@@ -276,12 +276,21 @@ def test_short_prompts_that_wait_for_the_host_are_told(info, metrics, applied, i
         assert "prefill_graphs=on" in told.fix and told.cost
 
 
-@pytest.mark.parametrize(("cards", "cached", "choice"), [(2, 2000, "=on,"), (2, 1000, "=2048,"), (4, 0, "=4096,")])
-def test_cards_that_share_a_pass_wait_for_the_host_up_to_more_rows(cards, cached, choice):
-    """3,000 tokens a prompt, of which so many are in the prefix cache."""
+@pytest.mark.parametrize(
+    ("cards", "cached", "chunk", "choice"),
+    [
+        *((2, 2000, 8192, "=on,"), (2, 1000, 8192, "=2048,"), (4, 0, 8192, "=4096,"), (4, 0, -1, "=4096,")),
+        *((4, 0, 2048, "=2048,"), (2, 1500, 512, "=512,")),
+    ],
+)
+def test_cards_that_share_a_pass_wait_for_the_host_up_to_more_rows(cards, cached, chunk, choice):
+    """3,000 tokens a prompt, of which so many are in the prefix cache; no more rows than a chunk has."""
     read = {"cached_tokens_total": cached * SHORT["num_requests_total"]}
     answers = server.Answers(
-        NO_PREFILL_GRAPHS | {"tp_size": cards}, SHORT | read, frozenset(["index_select"]), model_type="deepseek_v4"
+        NO_PREFILL_GRAPHS | {"tp_size": cards, "chunked_prefill_size": chunk},
+        SHORT | read,
+        frozenset(["index_select"]),
+        model_type="deepseek_v4",
     )
     told = {f.check: f for f in server.checks(answers)}.get("short prompts")
     assert told.state == WARN and choice in told.fix

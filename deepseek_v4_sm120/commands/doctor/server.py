@@ -450,7 +450,8 @@ def _short_prompts(a: Answers) -> Iterator[Finding]:
     rows = prefill_graphs.worth_capturing(a.get("tp_size") or 1)
     if 0 < tokens <= rows and "index_select" in (a.applied or ()):
         cost = "they wait for their launches: 1,024 tokens took 147 ms to the first one, in graphs 99 (H200)"
-        choice = "on" if tokens <= CAPTURED_ROWS else rows
+        chunk = a.get("chunked_prefill_size") or 0
+        choice = "on" if tokens <= CAPTURED_ROWS else min(rows, chunk) if chunk > 0 else rows  # no pass has more rows
         fix = f"DSV4_SM120_SET={PREFILL_GRAPHS}={choice}, and the memory that `plan` counts for it"
         yield warn("short prompts", f"{tokens:,.0f} new tokens a prompt, prefill not in graphs", cost, fix)
 
