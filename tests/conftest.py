@@ -28,8 +28,8 @@ LONGEST = (
     *("emulator/test_watch.py", "emulator/test_cards.py"),
 )
 
-# Syntax trees, and what torch and pytest hold, are millions of objects that live long: at the usual threshold, 700, most
-# of the time in which a wheel is parsed goes to looking through them again and again.
+# Syntax trees, and what torch and pytest hold, are millions of objects that live long: at the usual threshold, 700,
+# most of the time in which a wheel is parsed goes to looking through them again and again.
 gc.set_threshold(200_000, 20, 20)
 
 _skipped_on_gpu: list[str] = []

@@ -13,6 +13,7 @@ namespace {
 constexpr uint32_t kRestsOneIn[] = {16, 512, 1 << 20};  // looks, by the seed
 constexpr uint32_t kLongestRest = 4096;                  // turns
 constexpr uint64_t kLongestSleep = 5000;               // instructions by which time goes on while all sleep
+constexpr size_t kMostSpare = 64 << 20;                // bytes
 constexpr int kOthersTurn = 4;                         // a group that waits in a loop leaves to another one, once in so many looks
 
 }  // namespace
@@ -109,6 +110,7 @@ void Machine::launch(int card, std::unique_ptr<Grid> grid) {
 void Machine::clear() {
   cards_.clear();
   resident_.clear();
+  spare_.clear(), spare_bytes_ = 0;
   weak.clear();
 }
 
@@ -136,6 +138,23 @@ void Machine::check(uint64_t at, uint32_t bytes, bool writes) {
   fail(out.str());
 }
 
+// All bits set: NaN as bf16, f32 and E4M3.
+std::vector<uint8_t> Machine::memory(size_t bytes) {
+  auto& spare = spare_[bytes];
+  if (spare.empty()) return std::vector<uint8_t>(bytes, 0xff);
+  std::vector<uint8_t> found = std::move(spare.back());
+  spare.pop_back();
+  spare_bytes_ -= bytes;
+  std::memset(found.data(), 0xff, bytes);
+  return found;
+}
+
+void Machine::give_back(std::vector<uint8_t> memory) {
+  if (spare_bytes_ + memory.size() > kMostSpare) return;
+  spare_bytes_ += memory.size();
+  spare_[memory.size()].push_back(std::move(memory));
+}
+
 bool Machine::place(int number_of_card, Grid& grid) {
   Card& card = cards_[number_of_card];
   const uint32_t threads = grid.threads * grid.threads_y * grid.threads_z, padded = (threads + 31) / 32 * 32;
@@ -154,14 +173,13 @@ bool Machine::place(int number_of_card, Grid& grid) {
     block->x = number % grid.blocks[0], block->y = number / grid.blocks[0] % grid.blocks[1], block->z = number / grid.blocks[0] / grid.blocks[1];
     block->shared_bytes = shared - kReservedShared;
     if (watch.on) block->ordering = watch.begin(padded, block->shared_bytes);
-    block->memory = std::make_unique<uint8_t[]>(block->shared_bytes + 1024);
-    block->shared = block->memory.get() + (1024 - reinterpret_cast<uintptr_t>(block->memory.get()) % 1024);
-    std::memset(block->shared, 0xff, block->shared_bytes);  // NaN as bf16, f32 and E4M3
+    block->memory = memory(block->shared_bytes + 1024);
+    block->shared = block->memory.data() + (1024 - reinterpret_cast<uintptr_t>(block->memory.data()) % 1024);
     const Kernel& kernel = *grid.kernel;
     for (uint32_t w = 0; w < padded / 32; ++w) {
       auto warp = std::make_unique<Warp>();
       warp->block = block.get(), warp->index = static_cast<int>(w);
-      warp->frame.assign(kernel.frame_bytes, 0xff);
+      warp->frame = memory(kernel.frame_bytes);
       warp->bases = {warp->frame.data(), const_cast<uint8_t*>(kernel.constants.data())};
       for (const auto& [what, at] : kernel.specials) {
         for (int l = 0; l < kLanes; ++l) {
@@ -247,6 +265,8 @@ void Machine::end(Card& card, size_t resident) {
   m.shared -= block.shared_bytes + kReservedShared, m.threads -= padded, m.blocks -= 1;
   if (!block.has_let_in) ++grid.let_in;
   ++grid.ended;
+  give_back(std::move(block.memory));
+  for (auto& warp : block.warps) give_back(std::move(warp->frame));
   std::swap(resident_[resident], resident_.back());
   resident_.pop_back();
   if (grid.is_over()) {

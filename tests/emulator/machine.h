@@ -162,7 +162,7 @@ struct Block {
   uint32_t x = 0, y = 0, z = 0;
   int multiprocessor = 0;
   std::vector<std::unique_ptr<Warp>> warps;
-  std::unique_ptr<uint8_t[]> memory;
+  std::vector<uint8_t> memory;
   uint8_t* shared = nullptr;
   uint32_t shared_bytes = 0;
   int alive = 0;  // warps
@@ -236,6 +236,8 @@ class Machine {
   bool any_runs() const;
   bool wake();
   bool turn(Block& block);
+  std::vector<uint8_t> memory(size_t bytes);
+  void give_back(std::vector<uint8_t> memory);
   void end(Card& card, size_t resident);
   std::string where_all_wait() const;
 
@@ -243,6 +245,8 @@ class Machine {
   std::mt19937_64 random_;
   std::deque<Card> cards_;
   std::vector<std::pair<int, std::unique_ptr<Block>>> resident_;
+  std::map<size_t, std::vector<std::vector<uint8_t>>> spare_;  // of blocks that are over, by size
+  size_t spare_bytes_ = 0;
   uint64_t instructions_ = 0;
   uint32_t resting_ = 0, rest_ = 0, rests_one_in_ = 0;  // which block, for how many turns of all; how often
   std::map<uint64_t, uint64_t> allowed_, own_;
