@@ -7,6 +7,7 @@ test that skips itself fails the run, and deselected ones are counted in the sum
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import random
 import sys
@@ -27,6 +28,10 @@ LONGEST = (
     *("emulator/test_watch.py", "emulator/test_cards.py"),
 )
 
+# Syntax trees, and what torch and pytest hold, are millions of objects that live long: at the usual threshold, 700,
+# most of the time in which a wheel is parsed goes to looking through them again and again.
+gc.set_threshold(200_000, 20, 20)
+
 _skipped_on_gpu: list[str] = []
 _deselected_on_gpu: list[str] = []
 
@@ -46,6 +51,10 @@ def cuda_problem() -> str | None:
 def pytest_collection_modifyitems(items):
     places = {REPO / "tests" / name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
+
+def pytest_collection_finish(session):
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

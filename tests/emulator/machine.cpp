@@ -12,6 +12,8 @@ namespace {
 
 constexpr uint32_t kRestsOneIn[] = {16, 512, 1 << 20};  // looks, by the seed
 constexpr uint32_t kLongestRest = 4096;                  // turns
+constexpr uint64_t kLongestSleep = 5000;               // instructions by which time goes on while all sleep
+constexpr size_t kMostSpare = 64 << 20;                // bytes
 constexpr int kOthersTurn = 4;                         // a group that waits in a loop leaves to another one, once in so many looks
 
 }  // namespace
@@ -108,6 +110,7 @@ void Machine::launch(int card, std::unique_ptr<Grid> grid) {
 void Machine::clear() {
   cards_.clear();
   resident_.clear();
+  spare_.clear(), spare_bytes_ = 0;
   weak.clear();
 }
 
@@ -135,6 +138,23 @@ void Machine::check(uint64_t at, uint32_t bytes, bool writes) {
   fail(out.str());
 }
 
+// All bits set: NaN as bf16, f32 and E4M3.
+std::vector<uint8_t> Machine::memory(size_t bytes) {
+  auto& spare = spare_[bytes];
+  if (spare.empty()) return std::vector<uint8_t>(bytes, 0xff);
+  std::vector<uint8_t> found = std::move(spare.back());
+  spare.pop_back();
+  spare_bytes_ -= bytes;
+  std::memset(found.data(), 0xff, bytes);
+  return found;
+}
+
+void Machine::give_back(std::vector<uint8_t> memory) {
+  if (spare_bytes_ + memory.size() > kMostSpare) return;
+  spare_bytes_ += memory.size();
+  spare_[memory.size()].push_back(std::move(memory));
+}
+
 bool Machine::place(int number_of_card, Grid& grid) {
   Card& card = cards_[number_of_card];
   const uint32_t threads = grid.threads * grid.threads_y * grid.threads_z, padded = (threads + 31) / 32 * 32;
@@ -153,14 +173,13 @@ bool Machine::place(int number_of_card, Grid& grid) {
     block->x = number % grid.blocks[0], block->y = number / grid.blocks[0] % grid.blocks[1], block->z = number / grid.blocks[0] / grid.blocks[1];
     block->shared_bytes = shared - kReservedShared;
     if (watch.on) block->ordering = watch.begin(padded, block->shared_bytes);
-    block->memory = std::make_unique<uint8_t[]>(block->shared_bytes + 1024);
-    block->shared = block->memory.get() + (1024 - reinterpret_cast<uintptr_t>(block->memory.get()) % 1024);
-    std::memset(block->shared, 0xff, block->shared_bytes);  // NaN as bf16, f32 and E4M3
+    block->memory = memory(block->shared_bytes + 1024);
+    block->shared = block->memory.data() + (1024 - reinterpret_cast<uintptr_t>(block->memory.data()) % 1024);
     const Kernel& kernel = *grid.kernel;
     for (uint32_t w = 0; w < padded / 32; ++w) {
       auto warp = std::make_unique<Warp>();
       warp->block = block.get(), warp->index = static_cast<int>(w);
-      warp->frame.assign(kernel.frame_bytes, 0xff);
+      warp->frame = memory(kernel.frame_bytes);
       warp->bases = {warp->frame.data(), const_cast<uint8_t*>(kernel.constants.data())};
       for (const auto& [what, at] : kernel.specials) {
         for (int l = 0; l < kLanes; ++l) {
@@ -246,6 +265,8 @@ void Machine::end(Card& card, size_t resident) {
   m.shared -= block.shared_bytes + kReservedShared, m.threads -= padded, m.blocks -= 1;
   if (!block.has_let_in) ++grid.let_in;
   ++grid.ended;
+  give_back(std::move(block.memory));
+  for (auto& warp : block.warps) give_back(std::move(warp->frame));
   std::swap(resident_[resident], resident_.back());
   resident_.pop_back();
   if (grid.is_over()) {
@@ -281,10 +302,11 @@ bool Machine::turn(Block& block) {
   for (size_t i = 0; i < count && !chosen; ++i) {
     Warp& warp = *block.warps[(first + i) % count];
     if (!warp.copies.empty() && (random(8) == 0 || !warp.runs())) copy_one(warp), copied = true;
-    if (warp.runs()) chosen = &warp;
+    if (warp.is_awake()) chosen = &warp;
   }
   if (!chosen) return copied;
   Warp& warp = *chosen;
+  warp.sleep = {};
   const Instruction* code = block.grid->kernel->code.data();
   int budget = 1 + random(choices_.most_instructions);
   const int begin = budget;
@@ -343,9 +365,18 @@ bool Machine::any_runs() const {
   for (const auto& one : resident_) {
     if (!one.second->bulk.empty() || one.second->alive == 0) return true;
     for (const auto& warp : one.second->warps)
-      if (warp->runs() || !warp->copies.empty()) return true;
+      if (warp->is_awake() || !warp->copies.empty()) return true;
   }
   return false;
+}
+
+// try_wait suspends its thread for a limited time: who sleeps looks again. False: nobody sleeps.
+bool Machine::wake() {
+  bool any = false;
+  for (auto& one : resident_)
+    for (auto& warp : one.second->warps) any = any || warp->sleep.counter, warp->sleep = {};
+  instructions_ += any ? kLongestSleep : 0;
+  return any;
 }
 
 // Now and then a block that has looked for others stands still, so that they are far ahead of what it has seen.
@@ -384,7 +415,7 @@ void Machine::run() {
         copy_bulk(block, 0);
         idle = 0;
       }
-      if (idle > 16 * resident_.size() + 64 && !begin_any() && !any_runs()) fail("all wait:" + where_all_wait());
+      if (idle > 16 * resident_.size() + 64 && !begin_any() && !any_runs() && !wake()) fail("all wait:" + where_all_wait());
       if (instructions_ - begin > most_instructions) fail("it does not end:" + where_all_wait());
     }
   } catch (...) {

@@ -98,6 +98,13 @@ struct Parked {
   int barrier = 0;
 };
 
+// Of a group that has looked at an mbarrier in vain (try_wait): until the phase is over it has no turn.
+struct Sleep {
+  Group group;
+  const uint64_t* counter = nullptr;  // its first bit: the phase
+  uint64_t phase = 0;
+};
+
 struct Copy {  // of cp.async, in order within a lane's warp; the last of a group closes it
   enum Kind : uint8_t { kBytes, kClose, kArrive } kind;
   uint8_t bytes = 0, read = 0;
@@ -117,6 +124,7 @@ struct Warp {
   Group now;                  // mask 0: nothing runs
   std::vector<Group> others;  // at other instructions
   std::vector<Parked> parked;
+  Sleep sleep;
   std::deque<Copy> copies;
 
   template <class T>
@@ -126,6 +134,10 @@ struct Warp {
   uint32_t thread(int lane) const { return static_cast<uint32_t>(index * kLanes + lane); }
   uint32_t predicate(const Operand& o) { return *lanes<uint32_t>(o) ^ (o.negated ? kAll : 0); }
   bool runs() const { return now.mask != 0; }
+  bool is_awake() const {
+    const bool sleeps = sleep.counter && (*sleep.counter & 1) == sleep.phase && others.empty();
+    return runs() && !(sleeps && sleep.group.pc == now.pc && sleep.group.mask == now.mask);
+  }
   void settle();                        // after a change of `now`: the group that is to run, with all that are where it is
   void next();                          // the group steps to the next instruction
   void park(Wait why, int barrier = 0); // the group, at its instruction; another one runs
@@ -150,7 +162,7 @@ struct Block {
   uint32_t x = 0, y = 0, z = 0;
   int multiprocessor = 0;
   std::vector<std::unique_ptr<Warp>> warps;
-  std::unique_ptr<uint8_t[]> memory;
+  std::vector<uint8_t> memory;
   uint8_t* shared = nullptr;
   uint32_t shared_bytes = 0;
   int alive = 0;  // warps
@@ -222,7 +234,10 @@ class Machine {
   bool place(int card, Grid& grid);
   bool begin_any();
   bool any_runs() const;
+  bool wake();
   bool turn(Block& block);
+  std::vector<uint8_t> memory(size_t bytes);
+  void give_back(std::vector<uint8_t> memory);
   void end(Card& card, size_t resident);
   std::string where_all_wait() const;
 
@@ -230,6 +245,8 @@ class Machine {
   std::mt19937_64 random_;
   std::deque<Card> cards_;
   std::vector<std::pair<int, std::unique_ptr<Block>>> resident_;
+  std::map<size_t, std::vector<std::vector<uint8_t>>> spare_;  // of blocks that are over, by size
+  size_t spare_bytes_ = 0;
   uint64_t instructions_ = 0;
   uint32_t resting_ = 0, rest_ = 0, rests_one_in_ = 0;  // which block, for how many turns of all; how often
   std::map<uint64_t, uint64_t> allowed_, own_;

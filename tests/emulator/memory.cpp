@@ -282,12 +282,17 @@ Step expect_at(Warp& w, const Instruction& i, uint32_t mask) {
   return Step::kNext;
 }
 // o: p, parity
+template <bool kSleeps>
 Step look_at(Warp& w, const Instruction& i, uint32_t mask) {
   uint32_t over = 0, phase = 0;
-  uint64_t known = ~uint64_t{0};  // all lanes look at one, mostly, and again and again
+  uint64_t known = ~uint64_t{0};  // all lanes look at one, mostly
+  bool is_one = true;
   each(mask, [&](int l) {
     const uint64_t at = address_of(w, i.address, l);
-    if (at != known) phase = counter_at(*w.block, known = at).phase();
+    if (at != known) {
+      is_one = known == ~uint64_t{0};
+      phase = counter_at(*w.block, known = at).phase();
+    }
     const bool is_over = phase != (lane_of(w, i.o[1], l) & 1);
     over |= uint32_t{is_over} << l;
     if (watch.on) watch.uses_phases(w, l, i, at);
@@ -297,7 +302,9 @@ Step look_at(Warp& w, const Instruction& i, uint32_t mask) {
   uint32_t& p = *w.lanes<uint32_t>(i.o[0]);
   p = (p & ~mask) | over;
   w.next();
-  return over == mask ? Step::kJumped : Step::kYield;
+  if (over == mask) return Step::kJumped;
+  if (kSleeps && is_one && over == 0) w.sleep = {w.now, &counter_at(*w.block, known).word, phase};
+  return Step::kYield;
 }
 
 Handler counters(const Words& words, Instruction& i) {
@@ -305,7 +312,8 @@ Handler counters(const Words& words, Instruction& i) {
   if (second == "init") return init_counter;
   if (second == "inval") return [](Warp&, const Instruction&, uint32_t) { return Step::kNext; };
   if (second == "expect_tx") return expect_at;
-  if (second == "try_wait" || second == "test_wait") return has(words, "parity") ? look_at : nullptr;
+  if (second == "try_wait") return has(words, "parity") ? look_at<true> : nullptr;
+  if (second == "test_wait") return has(words, "parity") ? look_at<false> : nullptr;
   if (second != "arrive") return nullptr;
   const std::string text = i.text.substr(i.text.find("mbarrier"));
   const size_t space = text.find_first_of(" \t"), word = text.find_first_not_of(" \t", space);

@@ -27,10 +27,10 @@ struct BF16 {
 struct F16 {
   static float value(uint16_t bits) {  // compilers call a function for _Float16
     const bool is_finite = (bits & 0x7c00) != 0x7c00;
-    const uint32_t moved = (bits & 0x7fffu) << 13 | (is_finite ? 0 : bits & 0x3ff ? 0x7fc00000u : 0x7f800000u);
+    const uint32_t moved = is_finite ? (bits & 0x7fffu) << 13 : bits & 0x3ff ? 0x7fc00000u : 0x7f800000u;
     float x;
     std::memcpy(&x, &moved, 4);
-    if (is_finite) x *= 0x1p112f;
+    x *= 0x1p112f;
     return bits & 0x8000 ? -x : x;
   }
   static uint16_t bits(float x) {
@@ -43,14 +43,7 @@ struct F16 {
 };
 
 struct E4M3 {  // satfinite
-  static float value(uint32_t bits) {
-    static const std::array<float, 256> all = [] {
-      std::array<float, 256> made;
-      for (uint32_t one = 0; one < 256; ++one) made[one] = computed(one);
-      return made;
-    }();
-    return all[bits & 0xff];
-  }
+  static float value(uint32_t bits);
   static float computed(uint32_t bits) {
     const int exponent = bits >> 3 & 15, mantissa = bits & 7;
     const float sign = bits & 0x80 ? -1.f : 1.f;
@@ -70,6 +63,13 @@ struct E4M3 {  // satfinite
     return sign | static_cast<uint8_t>((exponent + 7) << 3 | (static_cast<int>(steps) - 8));
   }
 };
+
+inline const std::array<float, 256> kE4M3 = [] {
+  std::array<float, 256> made;
+  for (uint32_t one = 0; one < 256; ++one) made[one] = E4M3::computed(one);
+  return made;
+}();
+inline float E4M3::value(uint32_t bits) { return kE4M3[bits & 0xff]; }
 
 struct E2M1 {
   static float value(uint32_t bits) {

@@ -4,8 +4,6 @@
 #include "machine.h"
 #include "numbers.h"
 
-#pragma GCC optimize("O3")
-
 namespace emulator {
 
 namespace {

@@ -15,13 +15,16 @@ uint32_t& Clock::operator[](uint32_t writer) {
 }
 void Clock::join(const Clock& other) {
   if (other.of.size() > of.size()) of.resize(other.of.size());
-  for (size_t i = 0; i < other.of.size(); ++i) of[i] = std::max(of[i], other.of[i]);
+  uint32_t* mine = of.data();
+  const uint32_t* its = other.of.data();
+  for (size_t i = 0, count = other.of.size(); i < count; ++i) mine[i] = mine[i] < its[i] ? its[i] : mine[i];
 }
 
 void Watch::choose(bool is_on) {
   on = is_on;
   memory_.clear();
   found_.clear();
+  all_.clear();
 }
 
 const std::string& Watch::reports() {
@@ -59,11 +62,19 @@ void Watch::reads(const Block& block, const Instruction* by, uint64_t at, uint32
 // ---- shared memory
 
 std::shared_ptr<Ordering> Watch::begin(uint32_t threads, uint32_t bytes) {
-  auto o = std::make_shared<Ordering>();
-  o->threads = threads, o->writers = 2 * threads;
-  o->clocks.resize(threads), o->copies.resize(threads), o->closed.resize(threads), o->words.resize((bytes + 3) / 4);
-  for (uint32_t t = 0; t < threads; ++t) o->clocks[t][t] = 1;
-  return o;
+  auto found = std::find_if(all_.begin(), all_.end(), [](const auto& one) { return one.use_count() == 1; });  // of a block that is over
+  if (found == all_.end()) found = all_.insert(all_.end(), std::make_shared<Ordering>());
+  Ordering& o = **found;
+  o.threads = threads, o.writers = 2 * threads;
+  const auto emptied = [](auto& all, size_t count) {  // their memory stays
+    for (auto& one : all) one.clear();
+    all.resize(count);
+  };
+  emptied(o.clocks, threads), emptied(o.closed, threads);
+  o.words.assign((bytes + 3) / 4, 0), o.accesses.resize(1), o.free = 0;
+  o.copies.assign(threads, 0), o.phases.clear(), o.bulk.clear();
+  for (uint32_t t = 0; t < threads; ++t) o.clocks[t][t] = 1;
+  return *found;
 }
 
 bool Watch::access(Ordering& o, const Block& block, const Clock& known, uint32_t writer, uint32_t clock, uint64_t at, uint32_t bytes, int how,
@@ -74,18 +85,29 @@ bool Watch::access(Ordering& o, const Block& block, const Clock& known, uint32_t
     uint8_t mask = 0xf;
     if (word * 4 < at) mask &= 0xf << (at - word * 4);
     if (word * 4 + 4 > at + bytes) mask &= 0xf >> (word * 4 + 4 - at - bytes);
-    auto& all = o.words[word];
-    const auto is_past = [&](const Ordering::Access& e) {
+    for (uint32_t* link = &o.words[word]; *link;) {
+      Ordering::Access& e = o.accesses[*link];
       const bool is_ordered = e.clock <= known.at(e.writer), wrote = e.how & kWrites;
       const bool may_meet = e.how & how & kAtomic || !(writes || wrote) || (wrote && how & kKeeps);
       if (!is_ordered && e.mask & mask && !may_meet) {
         has_value = false;
         report(block, std::string("race: ") + (wrote ? "writes, " : "reads, ") + told(e.by) + (writes ? "; writes, " : "; reads, ") + told(&by));
       }
-      return is_ordered && !(e.mask & ~mask) && (writes || !wrote);
-    };
-    all.erase(std::remove_if(all.begin(), all.end(), is_past), all.end());
-    all.push_back({writer, clock, mask, static_cast<uint8_t>(how), &by});
+      if (is_ordered && !(e.mask & ~mask) && (writes || !wrote)) {  // this one is behind it
+        const uint32_t freed = *link;
+        *link = e.next, e.next = o.free, o.free = freed;
+      } else {
+        link = &e.next;
+      }
+    }
+    const uint32_t made = o.free ? o.free : static_cast<uint32_t>(o.accesses.size());
+    if (o.free) {
+      o.free = o.accesses[made].next;
+    } else {
+      o.accesses.emplace_back();
+    }
+    o.accesses[made] = {writer, clock, mask, static_cast<uint8_t>(how), o.words[word], &by};
+    o.words[word] = made;
   }
   return has_value;
 }

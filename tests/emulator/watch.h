@@ -26,6 +26,7 @@ struct Clock {
   uint32_t at(uint32_t writer) const { return writer < of.size() ? of[writer] : 0; }
   uint32_t& operator[](uint32_t writer);
   void join(const Clock& other);
+  void clear() { of.clear(); }
 };
 
 // kKeeps: a store of what is there already, which may be beside another store: all of them write the same
@@ -36,6 +37,7 @@ struct Ordering {  // of a block
     uint32_t writer, clock;
     uint8_t mask;  // bytes of the word
     uint8_t how;
+    uint32_t next;  // of the word's, or of those that are free; 0: none
     const Instruction* by;
   };
   struct Phases {  // of an mbarrier
@@ -47,7 +49,9 @@ struct Ordering {  // of a block
   std::vector<Clock> clocks;
   std::vector<uint32_t> copies;                 // that a thread has asked for
   std::vector<std::vector<uint32_t>> closed;    // their numbers at the ends of groups
-  std::vector<std::vector<Access>> words;       // of shared memory: accesses that nothing ordered is behind
+  std::vector<Access> accesses = {{}};          // of all words
+  uint32_t free = 0;                            // the first of them that no word has
+  std::vector<uint32_t> words;                  // of shared memory: the first access that nothing ordered is behind
   std::unordered_map<uint64_t, Phases> phases;  // by address
   std::map<std::pair<uint32_t, uint64_t>, std::pair<uint32_t, uint32_t>> bulk;  // by thread and mbarrier: writer, copies
 };
@@ -93,6 +97,7 @@ class Watch {
 
   std::map<uint64_t, std::vector<bool>> memory_;  // by where it begins: what of it is written
   std::map<std::string, uint64_t> found_;
+  std::vector<std::shared_ptr<Ordering>> all_;
   std::string told_;
 };
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from deepseek_v4_sm120.patching import ledger
+from deepseek_v4_sm120.patching import contract, ledger
 from deepseek_v4_sm120.patching.sources import Parsed, parse
 from deepseek_v4_sm120.sglang_patches.table import LEDGER
 
@@ -156,6 +156,22 @@ class WheelSources:
 
     def forget(self) -> None:
         pass
+
+
+_check = contract.check
+
+
+def check_once(where, expected, caller, parse):
+    """contract.check, which asks nothing but the text: of a wheel each question once, whichever engine asks."""
+    if getattr(parse, "__func__", None) is not WheelSources.parse:
+        return _check(where, expected, caller, parse)
+    sources = parse.__self__
+    return _checked(sources.wheel, tuple(sorted(sources.stand_ins.items())), where, expected, caller)
+
+
+@functools.cache
+def _checked(wheel: Path, stand_ins: tuple, where: str, expected: contract.Contract, caller: str | None):
+    return _check(where, expected, caller, WheelSources(wheel, dict(stand_ins)).parse)
 
 
 if __name__ == "__main__":
