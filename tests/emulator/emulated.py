@@ -46,8 +46,12 @@ BLIND = {
     *("zeros", "ones", "full", "zeros_like", "tensor", "arange", "new_zeros", "new_full"),
     *("is_pinned", "__len__", "nelement", "ndimension", "get_device"),
 }
-
-
+# that tell of a tensor what is neither its address nor another tensor: most of what is called, by the operators' checks
+PLAIN = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")),
+    *(getattr(torch.Tensor, name) for name in ("stride", "size", "dim", "numel", "element_size", "is_contiguous")),
+}
+PLACES = (torch.device, str)
 MADE_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty")
 
 
@@ -106,9 +110,11 @@ class _Tensors(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.held = []
+        self.held = {}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in PLAIN:
+            return function(*args, **kwargs or {})
         kwargs = dict(kwargs or {})
         name = getattr(function, "__name__", "")
         if name == "__get__":
@@ -122,7 +128,7 @@ class _Tensors(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        args = tuple("cpu" if isinstance(a, torch.device | str) and str(a).startswith("cuda") else a for a in args)
+        args = tuple("cpu" if isinstance(a, PLACES) and str(a).startswith("cuda") else a for a in args)
         result = function(*args, **kwargs)
         self.see(args)
         self.see(result)
@@ -137,8 +143,10 @@ class _Tensors(TorchFunctionMode):
     def see(self, found) -> None:
         if isinstance(found, torch.Tensor):
             storage = found.untyped_storage()
-            library().emulator_allow(storage.data_ptr(), storage.nbytes())
-            self.held.append(found)
+            place = storage.data_ptr(), storage.nbytes()
+            if place not in self.held:
+                library().emulator_allow(*place)
+                self.held[place] = storage
         elif isinstance(found, tuple | list):
             for one in found:
                 self.see(one)

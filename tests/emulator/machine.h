@@ -55,6 +55,8 @@ struct Instruction {
   int brackets = 0;              // how many of them there are
   int32_t target = -1;     // of a jump
   int32_t count = 0;       // operands of which the text's first one consists
+  int32_t written = 0;     // operands, the first ones, that it is certain to write
+  bool ends = false;       // a lane does not go on behind it
   int32_t kind = 0;        // an operation's own
   uint8_t order = 0;       // of global memory: Order
   int32_t line = 0;
@@ -79,6 +81,8 @@ struct Kernel {
   };
   std::vector<Special> specials;  // registers that a warp begins with
   uint32_t max_threads = 1024, min_blocks = 1;
+
+  uint32_t place(Operand::Kind kind);  // of a new register
 };
 
 // ---- a running grid
@@ -258,6 +262,7 @@ extern Machine machine;
 // ---- what the files give each other
 
 std::vector<std::unique_ptr<Kernel>> parse(const std::string& ptx);
+void pack_registers(Kernel& kernel);
 
 // An opcode's handler, or null; `words`: its name's parts
 using Words = std::vector<std::string>;

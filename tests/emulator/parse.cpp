@@ -159,8 +159,9 @@ class Parser {
     }
     Instruction end;
     Words ret = {"ret"};
-    end.run = control(ret, end), end.text = "ret";
+    end.run = control(ret, end), end.text = "ret", end.ends = true;
     kernel->code.push_back(end);
+    pack_registers(*kernel);
     return kernel;
   }
 
@@ -227,10 +228,7 @@ class Parser {
   Operand place(Operand::Kind kind) {
     Operand o;
     o.kind = kind;
-    const uint32_t bytes = kind == Operand::k64 ? 256 : kind == Operand::k32 ? 128 : 4;
-    kernel_->frame_bytes = (kernel_->frame_bytes + bytes - 1) / bytes * bytes;
-    o.at = kernel_->frame_bytes;
-    kernel_->frame_bytes += bytes;
+    o.at = kernel_->place(kind);
     return o;
   }
 
@@ -378,6 +376,8 @@ class Parser {
     if (!made.run) made.run = arithmetic(words, made);
     if (!made.run) fail("line " + std::to_string(line) + ": an instruction that is not known: " + text);
     check_widths(made, words);
+    made.ends = words[0] == "ret" || words[0] == "exit";
+    if (always_writes(words)) made.written = made.count;
     kernel_->code.push_back(std::move(made));
   }
 
@@ -398,6 +398,16 @@ class Parser {
       made.o.push_back(operand(text, is_wide && !is_shift && !is_narrow && !(is_count && place_of_it > 0), is_float));
     }
     if (place_of_it == 0) made.count = static_cast<int32_t>(made.o.size() - before);
+  }
+
+  // Whether its first operand is written in every lane that comes to it; of what is not known here that is not assumed.
+  static bool always_writes(const Words& words) {
+    static const std::set<std::string> kThese = {"mov", "ld",   "ldmatrix", "cvt",  "cvta",  "add",   "sub",   "mul",   "mad",        "fma",
+                                                 "min", "max",  "and",      "or",   "xor",   "not",   "neg",   "abs",   "shl",        "shr",
+                                                 "shf", "prmt", "lop3",     "bfe",  "bfi",   "clz",   "brev",  "popc",  "setp",       "selp",
+                                                 "div", "rem",  "bfind",    "rcp",  "ex2",   "lg2",   "rsqrt", "sqrt",  "mma",        "sin",
+                                                 "cos", "tanh", "shfl",     "vote", "match", "redux", "atom",  "clock", "activemask", "elect"};
+    return kThese.count(words[0]) || (words[0] == "mbarrier" && (words[1] == "try_wait" || words[1] == "test_wait"));
   }
   // Lanes are read by the width of a type, so a register of another width would be read wrongly.
   void check_widths(const Instruction& made, const Words& words) {

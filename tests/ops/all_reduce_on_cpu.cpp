@@ -42,6 +42,7 @@ thread_local std::mt19937 dice;
 struct Pending { uint32_t* word; uint32_t value; };
 thread_local std::vector<Pending> pending;  // words on their way
 bool holds_back = true;
+constexpr int kBusyLooks = 512, kLookUs = 100;
 
 inline bool rolls(int of) { return dice() % of == 0; }
 inline void carry_out(bool all) {
@@ -84,7 +85,15 @@ inline uint4 load_relaxed(const uint4* p) {
   if (++looks % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
 #endif
   const uint32_t* const w = &p->x;
-  return {load_relaxed(w), load_relaxed(w + 1), load_relaxed(w + 2), load_relaxed(w + 3)};
+  const uint4 found = {load_relaxed(w), load_relaxed(w + 1), load_relaxed(w + 2), load_relaxed(w + 3)};
+#ifndef LIBRARY
+  static thread_local int in_vain = 0;  // in a row
+  const auto is_nothing = [](uint32_t word) { return word == 0 || word == ~0u; };
+  const bool waits = is_nothing(found.x) || is_nothing(found.y) || is_nothing(found.z) || is_nothing(found.w);
+  in_vain = waits ? in_vain + 1 : 0;
+  if (in_vain > kBusyLooks) std::this_thread::sleep_for(std::chrono::microseconds(kLookUs));  // it waits for long: others may have its core
+#endif
+  return found;
 }
 inline uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 inline float as_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
@@ -232,7 +241,7 @@ int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns) {
               if (rolls(16)) std::this_thread::sleep_for(std::chrono::microseconds(dice() % 300));
               const auto vectors = [](std::vector<uint32_t>& words) { return reinterpret_cast<uint4*>(words.data()); };
               if (is_boundary) {
-                const uint32_t looks = patience_ns / 1000;  // a look is a microsecond here, and more
+                const uint32_t looks = kBusyLooks + patience_ns / (1000 * kLookUs);
                 boundary_block<kRanks, kHost>(p, b, looks, sums[r].data(), vectors(out[i][r]), vectors(rows_out[i][r]), shared[b].data());
               } else if (order[i].kind == kGathering) {
                 gather_kernel<kRanks, kHost>(p);
