@@ -263,6 +263,14 @@ OBJECTS = {
             (f"{SRT}.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator",),
         ),
     },
+    "prompt_logprobs": {
+        "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
+        "result": ((f"{SRT}.managers.utils:GenerationBatchResult",),),
+        "request": ((f"{SRT}.managers.schedule_batch:Req",),),
+        "processor": (
+            (f"{SRT}.managers.scheduler_components.logprob_result_processor:SchedulerLogprobResultProcessor",),
+        ),
+    },
     "sampling": {
         "verify_input": tuple((f"{SRT}.speculative.{kind}VerifyInput",) for kind in VERIFIED),
         "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
@@ -339,6 +347,8 @@ OURS = {
     "sampling": {"inspect.unwrap(original)"},
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
     "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
+    "penalties": {"changes", "kind", "told"},
+    "prompt_logprobs": {"of_pass"},
     "stop_sequences": {"listening"},
     "unknown_tokens": {"asked"},
     "tool_strings": {"parameter"},

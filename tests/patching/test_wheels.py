@@ -17,7 +17,7 @@ from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_
 from deepseek_v4_sm120.sglang_patches.rows import http_server as http
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
-from deepseek_v4_sm120.sglang_patches.rows.sampling import EAGLE
+from deepseek_v4_sm120.sglang_patches.rows.sampling import EAGLE, PENALTY_LIBRARY, RESULTS
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
@@ -72,8 +72,8 @@ def expected(version: str) -> dict[str, str]:
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
-        found |= {"compressor": COMPRESSOR_MODULE, "penalties": "sglang.srt.managers.schedule_batch"}
-        found |= {"unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
+        found |= {"penalties": PENALTY_LIBRARY, "prompt_logprobs": RESULTS.partition(":")[0]}
+        found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
         found |= {} if since(version, "0.5.19") else {"thought_history": http.MESSAGES.partition(":")[0]}
     if since(version, "0.5.16"):
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
