@@ -188,6 +188,10 @@ OBJECTS = {
         "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
         "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
     },
+    "fatal_values": {
+        "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
+        "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
+    },
     "developer_messages": {
         "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
         "message": tuple((f"{OPENAI}.protocol:ChatCompletionMessage{kind}Param",) for kind in ("Generic", "User")),

@@ -52,7 +52,7 @@ EVERYWHERE = {
 }
 HTTP = {**dict.fromkeys(("billing_lines", "stop_sequences"), http.MESSAGES), "whole_characters": http.FIND_PRINTABLE}
 HTTP |= {"default_thinking": http.CHAT, "max_output_tokens": http.RESPONSES_REQUEST}
-HTTP |= dict.fromkeys(("thought_counts", "unknown_tokens"), http.TOKENIZER_MANAGER)
+HTTP |= dict.fromkeys(("thought_counts", "unknown_tokens", "fatal_values"), http.TOKENIZER_MANAGER)
 
 
 def expected(version: str) -> dict[str, str]:
