@@ -130,6 +130,11 @@ class DeepseekV4DecoderLayer:
         return hidden_states
 """
 SAMPLER = """
+def top_k_top_p_min_p_sampling_from_probs_torch(
+    probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions
+):
+    pass
+
 class Sampler:
     def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info):
         pass

@@ -348,7 +348,7 @@ OURS = {
     "mhc_sum_in_pieces": {"SumInPieces", "one"},
     "min_p_verify": {"of_batch"},
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours"},
-    "sampling": {"inspect.unwrap(original)"},
+    **dict.fromkeys(("sampling", "seeded_draws"), {"inspect.unwrap(original)"}),
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
     "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
     "penalties": {"changes", "kind", "told"},

@@ -11,6 +11,9 @@ MASK, GRAMMAR_MASK, UNO = "vocab_mask=None", "grammar_mask=None", "uno_target_ma
 WATERMARK = ("*", "watermark_state=None", "watermark_full_mask=True")
 COUNTING = ">=0.5.14,<0.6"
 SINCE = ">=0.5.23,<0.6"  # verification's kernels are names of the module
+DRAW = "sglang.srt.layers.sampler:top_k_top_p_min_p_sampling_from_probs_torch"
+OF_DRAW = ("probs", "top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions")
+FILTERED, MOST = "return_filtered_probs=False", "max_top_k=None"
 EAGLE = "sglang.srt.speculative.eagle_utils"
 EAGLE_SAMPLE = f"{EAGLE}:eagle_sample"
 PENALTY_LIBRARY = "sglang.srt.sampling.penaltylib.orchestrator"
@@ -19,6 +22,7 @@ OF_RESULT = ("req", "i", "logits_output", "extend_input_len_per_req", "extend_lo
 
 _sampling, _min_p_verify = targets_of("sampling"), targets_of_fix("min_p_verify")
 _penalties, _prompt_logprobs = targets_of_fix("penalties"), targets_of_fix("prompt_logprobs")
+_seeded_draws = targets_of_fix("seeded_draws")
 
 
 def _eagle(more: tuple[str, ...], sglang: str):
@@ -128,4 +132,18 @@ PROMPT_LOGPROBS = Patch(
     ),
     absent="0.5.12 and 0.5.13 were not looked at",
     retire="when SGLang counts those that it passes over",
+)
+
+SEEDED_DRAWS = Patch(
+    name="seeded_draws",
+    why="with --enable-deterministic-inference a request with a seed draws another token where one beside it is greedy "
+    "or has a top_k, top_p or min_p: its noise is that of a token's place in an order then (sglang #35697, open); and "
+    "one with min_p ends the server (#33695, open)",
+    targets=(
+        _seeded_draws(DRAW, "sampling", Parameters(OF_DRAW), ">=0.5.14,<0.5.20"),
+        _seeded_draws(DRAW, "sampling", Parameters((*OF_DRAW, "*", FILTERED)), ">=0.5.20,<0.5.22"),
+        _seeded_draws(DRAW, "sampling", Parameters((*OF_DRAW, "*", FILTERED, MOST)), ">=0.5.22,<0.6"),
+    ),
+    absent="0.5.12 and 0.5.13 were not looked at",
+    retire="when SGLang draws by tokens in every batch, with min_p, too",
 )
