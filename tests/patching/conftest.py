@@ -130,6 +130,11 @@ class DeepseekV4DecoderLayer:
         return hidden_states
 """
 SAMPLER = """
+def top_k_top_p_min_p_sampling_from_probs_torch(
+    probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions
+):
+    pass
+
 class Sampler:
     def _sync_token_ids_across_tp(self, batch_next_token_ids, sampling_info):
         pass
@@ -138,6 +143,41 @@ SCHEDULE_BATCH = """
 class ScheduleBatch:
     def cumulate_penalty_output_tokens(self):
         pass
+"""
+PENALTY_LIBRARY = """
+class BatchedPenalizerOrchestrator:
+    def apply(self, logits, repeat=None):
+        pass
+"""
+RESULTS = """
+class SchedulerBatchResultProcessor:
+    def process_batch_result_prefill(self, batch, result):
+        pass
+
+    def _apply_prefill_logprobs(
+        self,
+        *,
+        req,
+        i,
+        logits_output,
+        extend_input_len_per_req,
+        extend_logprob_start_len_per_req,
+        next_token_ids,
+        logprob_pt,
+    ):
+        return logprob_pt
+
+    def _apply_chunked_prefill_logprobs(
+        self,
+        *,
+        req,
+        i,
+        logits_output,
+        extend_input_len_per_req,
+        extend_logprob_start_len_per_req,
+        logprob_pt,
+    ):
+        return logprob_pt
 """
 DRAFT_INPUT = """
 class DFlashDraftInputV2:
@@ -319,6 +359,8 @@ TREE_0_5_17 = {
     "sglang/srt/layers/logits_processor.py": LOGITS_PROCESSOR,
     "sglang/srt/layers/sampler.py": SAMPLER,
     "sglang/srt/managers/schedule_batch.py": SCHEDULE_BATCH,
+    "sglang/srt/managers/scheduler_components/batch_result_processor.py": RESULTS,
+    "sglang/srt/sampling/penaltylib/orchestrator.py": PENALTY_LIBRARY,
     "sglang/srt/speculative/dflash_info_v2.py": DRAFT_INPUT,
     "sglang/srt/speculative/dspark_components/dspark_verify.py": ACCEPTANCE,
     "sglang/kernels/ops/speculative/reject_sampling.py": "def chain_speculative_sampling_triton(*args):\n    pass\n",

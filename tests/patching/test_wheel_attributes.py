@@ -188,6 +188,10 @@ OBJECTS = {
         "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
         "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
     },
+    "fatal_values": {
+        "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
+        "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
+    },
     "developer_messages": {
         "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
         "message": tuple((f"{OPENAI}.protocol:ChatCompletionMessage{kind}Param",) for kind in ("Generic", "User")),
@@ -264,6 +268,14 @@ OBJECTS = {
             (f"{SRT}.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator",),
         ),
     },
+    "prompt_logprobs": {
+        "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
+        "result": ((f"{SRT}.managers.utils:GenerationBatchResult",),),
+        "request": ((f"{SRT}.managers.schedule_batch:Req",),),
+        "processor": (
+            (f"{SRT}.managers.scheduler_components.logprob_result_processor:SchedulerLogprobResultProcessor",),
+        ),
+    },
     "sampling": {
         "verify_input": tuple((f"{SRT}.speculative.{kind}VerifyInput",) for kind in VERIFIED),
         "batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
@@ -338,9 +350,11 @@ OURS = {
     "mhc_sum_in_pieces": {"SumInPieces", "one"},
     "min_p_verify": {"of_batch"},
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours", "routed"},
-    "sampling": {"inspect.unwrap(original)"},
+    **dict.fromkeys(("sampling", "seeded_draws"), {"inspect.unwrap(original)"}),
     "sparse_decode": {"_backend", "call", "kv_page_layout()"},
     "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
+    "penalties": {"changes", "kind", "told"},
+    "prompt_logprobs": {"of_pass"},
     "stop_sequences": {"listening"},
     "unknown_tokens": {"asked"},
     "tool_strings": {"parameter"},

@@ -103,11 +103,9 @@ def run(batch):
 def penalised(requests):
     """The logits of all rows as every token of the answers, once, leaves them."""
     rows = []
-    for one, (frequency, presence, repetition, (length,)) in zip(
-        requests, expected(requests, overlap=True), strict=True
-    ):
+    for one, (frequency, presence, repetition) in zip(requests, expected(requests), strict=True):
         logits, scale = SAID - torch.tensor(frequency) - torch.tensor(presence), torch.tensor(repetition)
-        if length < one.sampling_params.min_new_tokens:
+        if len(one.output_ids) < one.sampling_params.min_new_tokens:
             logits[END] = -torch.inf
         rows += [torch.where(logits < 0, logits * scale, logits / scale)] * WIDTH
     return torch.stack(rows)

@@ -40,6 +40,16 @@ def test_an_end_in_the_step_that_reaches_max_tokens(version):
     assert ended(version, [3, 4, 5, 6, END], accepted=5, max_tokens=4) == of_the_length
 
 
+@every_release()
+def test_a_length_that_is_no_whole_number(version):
+    """Is the answer's, whose tokens are then asked for up to it: fatal_values refuses it."""
+    length, _ = ended(version, [3] * 6, accepted=1, max_tokens=5.5)
+    text = content(fetch(version), f"{BATCH.replace('.', '/')}.py")
+    assert length == 5.5 and "return self.output_ids[: self.finished_len]" in text
+    with pytest.raises(TypeError):
+        [3][:length]
+
+
 class Ends:
     """What of a sequence of one token was met."""
 

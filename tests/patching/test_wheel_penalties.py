@@ -1,7 +1,8 @@
-"""Penalties and min_tokens of requests whose steps bring several tokens: each release's own count and penalizers on
-the CPU, with ours behind it and without."""
+"""Penalties and min_tokens of requests whose steps bring several tokens, or whose steps a prompt is read between: each
+release's own count and penalizers on the CPU, with ours behind it and without."""
 
 import abc
+import itertools
 import weakref
 from array import array
 from collections import Counter
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches.fixes.penalties import COUNTED, replace_cumulate
+from deepseek_v4_sm120.sglang_patches.fixes.penalties import COUNTED, replace_apply, replace_cumulate
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch, since
 
@@ -25,6 +26,9 @@ PENALIZERS = {
 VOCABULARY, PROMPT, END = 16, 15, 0
 ONE_BY_ONE = ([[3], [4], [3], [5], [3], [3]], [[7], [8], [7], [9], [7], [8]], [[1], [2], [1], [2], [1], [2]])
 # the prompts' own tokens, then what each step brings
+# The orders of what is prepared (P) and what arrives (A): without overlap; with it, where a step is prepared before the
+# last one's tokens are known; and with it where a prompt is read before the fourth step, whose end all is known at.
+ORDERS = {"in turn": "AP", "overlap": "PA", "a prompt between": "PAPAAP"}
 SEVERAL = ([[3], [4, 3], [5, 5, 3], [3], [6, 3]], [[7], [9, 8], [8], [9, 7, 7], [8]], [[1], [2, 2], [2], [1], [2]])
 
 pytestmark = pytest.mark.usefixtures("opened")
@@ -49,22 +53,26 @@ def three():
     ]
 
 
+def scale(logits, penalties):
+    """SGLang's, which is compiled there."""
+    logits[:] = torch.where(logits < 0, logits * penalties, logits / penalties)
+
+
 class Batch:
     """A release's own count of a batch's tokens over its own penalizers."""
 
-    def __init__(self, version, requests, *, ours):
+    def __init__(self, version, requests, *, ours, order=tuple(PENALIZERS)):
         wheel, names = fetch(version), {"torch": torch, "abc": abc, "weakref": weakref}
         names |= {"is_pin_memory_available": lambda *_: False, **{"hasattr": hasattr, "getattr": getattr}}
         for kind in ("_BatchedPenalizer", "BatchedPenalizerOrchestrator"):
             take(wheel, names, kind, f"{LIBRARY}.orchestrator")
-        kinds = [
-            take(wheel, names, kind, f"{LIBRARY}.{name}") for name, kind in PENALIZERS.items() if "min" not in name
-        ]
-        kinds.append(take(wheel, names, PENALIZERS["min_new_tokens"], f"{LIBRARY}.min_new_tokens"))
+        names["apply_scaling_penalties"] = scale
+        kinds = [take(wheel, names, PENALIZERS[name], f"{LIBRARY}.{name}") for name in order]
         count = take(wheel, names, "ScheduleBatch.cumulate_penalty_output_tokens", BATCH)
         self.count = replace_cumulate(count) if ours else count
         self.reqs, self.device = requests, "cpu"
         made = names["BatchedPenalizerOrchestrator"](VOCABULARY, self, kinds)
+        self.apply = (replace_apply if ours else lambda apply: apply)(type(made).apply)
         self.sampling_info = SimpleNamespace(penalizer_orchestrator=made)
 
     def prepare(self):
@@ -90,63 +98,70 @@ class Batch:
         return [tuple(x[row].tolist() for x in tensors) for row in range(len(self.reqs))]
 
 
-def answer(batch, brought, *, overlap):
-    """The prompts are read, then the steps run; with overlap one is prepared before the last one's tokens are known."""
-    for step in range(len(brought[0])):
-        if overlap:
+def answer(batch, brought, order):
+    """What arrives is what each step brings, the prompts' own first; behind the last one a step is prepared."""
+    steps = len(brought[0])
+    events = ORDERS[order] + (ORDERS["overlap"] if "PA" in ORDERS[order] else ORDERS[order]) * steps
+    step = 0
+    for event in events:
+        if event == "P":
             batch.prepare()
-        for one, steps in zip(batch.reqs, brought, strict=True):
-            one.output_ids.extend(steps[step])
-        if not overlap:
-            batch.prepare()
-    if overlap:
-        batch.prepare()
-    return batch.told()
+            if step == steps:
+                return batch.told()
+        elif step < steps:
+            for one, of_steps in zip(batch.reqs, brought, strict=True):
+                one.output_ids.extend(of_steps[step])
+            step += 1
+    raise AssertionError("no step behind the last")
 
 
-def expected(requests, *, overlap):
-    """What every token once gives, and the prompt's last, which SGLang takes for the first token where it does not know
-    that yet."""
+def expected(requests):
+    """What every token once gives."""
     found = []
     for one in requests:
         params, counts = one.sampling_params, Counter(one.output_ids)
-        counts[PROMPT] += overlap
         there = [counts[token] > 0 for token in range(VOCABULARY)]
         found.append(
             (
                 [params.frequency_penalty * counts[token] for token in range(VOCABULARY)],
                 [params.presence_penalty * one for one in there],
                 [params.repetition_penalty if one else 1.0 for one in there],
-                [counts.total()],
             )
         )
     return found
 
 
-def without_count(told):
-    """min_tokens' count says something of those alone that ask for it."""
-    return [(*row[:3], row[3] if number == 1 else None) for number, row in enumerate(told)]
+def sums(told):
+    return [row[:3] for row in told]
 
 
 @every_release(FIRST)
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
-def test_every_token_counts_once(version, overlap):
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_token_counts_once(version, order):
     batch = Batch(version, three(), ours=True)
-    assert without_count(answer(batch, SEVERAL, overlap=overlap)) == without_count(
-        expected(batch.reqs, overlap=overlap)
-    )
+    told = answer(batch, SEVERAL, order)
+    assert sums(told) == sums(expected(batch.reqs))
+    ((length,), known) = told[1][3], len(batch.reqs[1].output_ids)
+    assert known <= length <= known + (order != "in turn")
     stock = Batch(version, three(), ours=False)
-    alone = answer(stock, SEVERAL, overlap=overlap)
-    frequency, presence, repetition, length = (alone[row][kind] for row, kind in ((0, 0), (0, 1), (1, 2), (1, 3)))
-    assert frequency[5] == presence[5] == 0.0 and repetition[9] == 1.0  # that were said, and are not penalised
-    assert length == [5 + overlap] and len(stock.reqs[1].output_ids) == 8  # of which min_tokens knows one a step
+    alone = answer(stock, SEVERAL, order)
+    frequency, presence, length = (alone[row][kind] for row, kind in ((0, 0), (0, 1), (1, 3)))
+    assert frequency[5] == presence[5] == 0.0  # that was said, and is not penalised
+    assert length[0] < known == 8  # of which min_tokens knows one a step
 
 
 @every_release(FIRST)
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
-def test_without_speculation_it_is_sglangs(version, overlap):
-    told = [answer(Batch(version, three(), ours=ours), ONE_BY_ONE, overlap=overlap) for ours in (False, True)]
-    assert told[0] == told[1]
+@pytest.mark.parametrize("order", ORDERS)
+def test_without_speculation(version, order):
+    batch = Batch(version, three(), ours=True)
+    told, stock = answer(batch, ONE_BY_ONE, order), answer(Batch(version, three(), ours=False), ONE_BY_ONE, order)
+    assert sums(told) == sums(expected(batch.reqs))
+    assert told[1][3] == stock[1][3] == [6 + (order != "in turn")]  # min_tokens knows of the step in flight
+    assert (sums(told) == sums(stock)) == (order == "in turn")
+    if order != "in turn":  # so the row is needed: the prompt's last token is penalised
+        assert stock[0][0][PROMPT] == 0.5 and stock[0][1][PROMPT] == 0.25 and stock[1][2][PROMPT] == 1.5
+    if order == "a prompt between":  # and of 3, 4, 3, 5, 3, 3 the second is not, and a 3 one time too often
+        assert stock[0][0][4] == 0.0 and stock[0][0][3] == 0.5 * 5 and told[0][0][3] == 0.5 * 4
 
 
 @every_release(FIRST)
@@ -154,35 +169,51 @@ def test_what_was_answered_before_a_request_was_retracted_counts(version):
     """It comes back in a batch of its own, with a new state, and with its answer so far as a part of its prompt."""
     for ours in (True, False):
         requests = three()
-        answer(Batch(version, requests, ours=ours), SEVERAL, overlap=True)
+        answer(Batch(version, requests, ours=ours), SEVERAL, "overlap")
         for one in requests:
             one.decode_batch_idx = 0
         again = Batch(version, requests, ours=ours)
         again.prepare()
-        assert (without_count(again.told()) == without_count(expected(requests, overlap=False))) == ours
+        assert (sums(again.told()) == sums(expected(requests))) == ours
+        assert again.told()[1][3] == [8 if ours else 1]
 
 
 @every_release(FIRST)
 def test_requests_that_leave_the_batch_take_nothing_along(version):
     batch = Batch(version, [request(), *three()], ours=True)
-    answer(batch, ([[1]] * len(SEVERAL[0]), *SEVERAL), overlap=False)
+    answer(batch, ([[1]] * len(SEVERAL[0]), *SEVERAL), "in turn")
     batch.filter([1, 2])
-    left = [[[6, 4], [3]], [[9], [8, 8, 8]]]
-    answer(batch, left, overlap=False)
-    assert without_count(batch.told()) == without_count(expected(batch.reqs, overlap=False))
+    answer(batch, [[[6, 4], [3]], [[9], [8, 8, 8]]], "in turn")
+    assert sums(batch.told()) == sums(expected(batch.reqs))
+
+
+@every_release(FIRST)
+def test_each_card_applies_them_in_the_same_order(version):
+    """SGLang's is that of a set of classes, which each process has its own of."""
+    seen = {True: set(), False: set()}
+    for ours, order in itertools.product(seen, (tuple(PENALIZERS), tuple(reversed(PENALIZERS)))):
+        both = [request(frequency_penalty=0.3, presence_penalty=0.7, repetition_penalty=1.5), request(min_new_tokens=9)]
+        batch = Batch(version, both, ours=ours, order=order)
+        answer(batch, ONE_BY_ONE[:2], "in turn")
+        logits = torch.linspace(-1, 2, 2 * VOCABULARY).reshape(2, -1)
+        for _ in range(2):
+            batch.apply(batch.sampling_info.penalizer_orchestrator, logits)
+        seen[ours].add(tuple(logits.flatten().tolist()))
+    assert (len(seen[True]), len(seen[False])) == (1, 2)
+    assert len(seen[True] & seen[False]) == 1  # which is that of an overlap: the repetition's last
 
 
 @every_release(FIRST)
 @pytest.mark.parametrize(("model", "card"), [("deepseek_v4", False), ("llama", True), (None, True)])
 def test_elsewhere_it_stays_sglangs(version, model, card, opened):
     opened(model, card)
-    told = [answer(Batch(version, three(), ours=ours), SEVERAL, overlap=True) for ours in (False, True)]
+    told = [answer(Batch(version, three(), ours=ours), SEVERAL, "overlap") for ours in (False, True)]
     assert told[0] == told[1]
 
 
 def test_requests_without_a_penalty_are_not_counted():
     requests = three()
-    answer(Batch("0.5.23", requests, ours=True), SEVERAL, overlap=True)
+    answer(Batch("0.5.23", requests, ours=True), SEVERAL, "overlap")
     assert [hasattr(one, COUNTED) for one in requests] == [True, True, False]
 
 

@@ -17,7 +17,7 @@ from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_
 from deepseek_v4_sm120.sglang_patches.rows import http_server as http
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
-from deepseek_v4_sm120.sglang_patches.rows.sampling import EAGLE
+from deepseek_v4_sm120.sglang_patches.rows.sampling import DRAW, EAGLE, PENALTY_LIBRARY, RESULTS
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
@@ -43,16 +43,16 @@ from tests.patching.wheels import RELEASES, WheelSources, check_once, content, e
 
 HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's wheel; that of 0.5.17's pin was read
 CUT_IN = {"0.5.18": "sglang.srt.managers.schedule_policy", "0.5.21": "sglang.srt.mem_cache.prefill_budget"}  # and later
-UNTIL = {"unchosen_tools": "0.5.22", "blanks_before_calls": "0.5.21"}
+SAMPLER, UNTIL = DRAW.partition(":")[0], {"unchosen_tools": "0.5.22", "blanks_before_calls": "0.5.21"}
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
 EVERYWHERE = {
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0], "wo_a": MODEL},
-    **{"min_p_tokens": "sglang.srt.layers.sampler", "longest_prompt": "sglang.srt.managers.tp_worker"},
+    **{"min_p_tokens": SAMPLER, "longest_prompt": "sglang.srt.managers.tp_worker"},
 }
 HTTP = {**dict.fromkeys(("billing_lines", "stop_sequences"), http.MESSAGES), "whole_characters": http.FIND_PRINTABLE}
 HTTP |= {"default_thinking": http.CHAT, "max_output_tokens": http.RESPONSES_REQUEST}
-HTTP |= dict.fromkeys(("thought_counts", "unknown_tokens"), http.TOKENIZER_MANAGER)
+HTTP |= dict.fromkeys(("thought_counts", "unknown_tokens", "fatal_values"), http.TOKENIZER_MANAGER)
 
 
 def expected(version: str) -> dict[str, str]:
@@ -72,8 +72,8 @@ def expected(version: str) -> dict[str, str]:
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
-        found |= {"compressor": COMPRESSOR_MODULE, "penalties": "sglang.srt.managers.schedule_batch"}
-        found |= {"unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
+        found |= {"penalties": PENALTY_LIBRARY, "prompt_logprobs": RESULTS.partition(":")[0], "seeded_draws": SAMPLER}
+        found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
         found |= {} if since(version, "0.5.19") else {"thought_history": http.MESSAGES.partition(":")[0]}
     if since(version, "0.5.16"):
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}

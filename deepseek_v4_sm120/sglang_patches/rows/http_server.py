@@ -293,3 +293,16 @@ UNKNOWN_TOKENS = Patch(
     ),
     retire="when SGLang refuses such prompts",
 )
+
+FATAL_VALUES = Patch(
+    name="fatal_values",
+    why="values of a request that nobody asks for their bounds end the scheduler, and with it the server for all: a "
+    "top_k of 2**31 and more (sglang #17646), more top_logprobs than the vocabulary has (#40076, open); over /generate "
+    "a negative logprob_start_len, and what is no number where one is needed",
+    targets=(
+        targets_of_fix("fatal_values")(
+            f"{TOKENIZER_MANAGER}._validate_one_request", "validate", Parameters(("self", "obj", "input_ids"))
+        ),
+    ),
+    retire="when SGLang refuses such values",
+)

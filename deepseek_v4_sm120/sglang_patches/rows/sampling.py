@@ -9,11 +9,20 @@ PROBS = Parameters(("self", "probs", "sampling_info", "positions", "simple_sampl
 VERIFY = ("verify_input", "batch", "logits_output")
 MASK, GRAMMAR_MASK, UNO = "vocab_mask=None", "grammar_mask=None", "uno_target_max_top_k=None"
 WATERMARK = ("*", "watermark_state=None", "watermark_full_mask=True")
+COUNTING = ">=0.5.14,<0.6"
 SINCE = ">=0.5.23,<0.6"  # verification's kernels are names of the module
+DRAW = "sglang.srt.layers.sampler:top_k_top_p_min_p_sampling_from_probs_torch"
+OF_DRAW = ("probs", "top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions")
+FILTERED, MOST = "return_filtered_probs=False", "max_top_k=None"
 EAGLE = "sglang.srt.speculative.eagle_utils"
 EAGLE_SAMPLE = f"{EAGLE}:eagle_sample"
+PENALTY_LIBRARY = "sglang.srt.sampling.penaltylib.orchestrator"
+RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
+OF_RESULT = ("req", "i", "logits_output", "extend_input_len_per_req", "extend_logprob_start_len_per_req")
 
 _sampling, _min_p_verify = targets_of("sampling"), targets_of_fix("min_p_verify")
+_penalties, _prompt_logprobs = targets_of_fix("penalties"), targets_of_fix("prompt_logprobs")
+_seeded_draws = targets_of_fix("seeded_draws")
 
 
 def _eagle(more: tuple[str, ...], sglang: str):
@@ -72,15 +81,69 @@ PENALTIES = Patch(
     name="penalties",
     why="with speculation one token of a step is counted for a request's penalties and min_tokens, of the several that "
     "it brings: penalties are weaker, answers that should end do not; and none of what was answered before a request "
-    "was retracted (sglang #33643, open)",
+    "was retracted (sglang #33643, open). Each prompt that is read meanwhile lets one token be left out and another be "
+    "counted twice. Without the overlap of steps the order of penalties is another one on each card: two may part, and "
+    "hang",
     targets=(
-        targets_of_fix("penalties")(
+        _penalties(
             "sglang.srt.managers.schedule_batch:ScheduleBatch.cumulate_penalty_output_tokens",
             "cumulate",
             Parameters(("self",)),
-            ">=0.5.14,<0.6",
+            COUNTING,
+        ),
+        _penalties(
+            f"{PENALTY_LIBRARY}:BatchedPenalizerOrchestrator.apply",
+            "apply",
+            Parameters(("self", "logits", "repeat=None")),
+            COUNTING,
         ),
     ),
     absent="0.5.12 and 0.5.13 count at several places",
-    retire="when SGLang counts what a step has brought",
+    retire="when SGLang counts each token once, and applies penalties in one order",
+)
+
+PROMPT_LOGPROBS = Patch(
+    name="prompt_logprobs",
+    why="log-probabilities of prompts are dealt out by counting, and a request that was retracted meanwhile is not "
+    "counted: those behind it in the same pass are told the numbers of other requests' tokens (sglang #36938, open). "
+    "Up to 0.5.18 the retracted one is told all of its own one token too late (#26510 mended it)",
+    targets=(
+        _prompt_logprobs(
+            f"{RESULTS}.process_batch_result_prefill", "process", Parameters(("self", "batch", "result")), COUNTING
+        ),
+        _prompt_logprobs(
+            f"{RESULTS}._apply_prefill_logprobs",
+            "apply",
+            Parameters(("self", "*", *OF_RESULT, "next_token_ids", "logprob_pt")),
+            ">=0.5.14,<0.5.20",
+        ),
+        _prompt_logprobs(
+            f"{RESULTS}._apply_prefill_logprobs",
+            "apply",
+            Parameters(("self", "*", *OF_RESULT, "next_token_ids", "logprob_pt", "store=True")),
+            ">=0.5.20,<0.6",
+        ),
+        _prompt_logprobs(
+            f"{RESULTS}._apply_chunked_prefill_logprobs",
+            "apply",
+            Parameters(("self", "*", *OF_RESULT, "logprob_pt")),
+            COUNTING,
+        ),
+    ),
+    absent="0.5.12 and 0.5.13 were not looked at",
+    retire="when SGLang counts those that it passes over",
+)
+
+SEEDED_DRAWS = Patch(
+    name="seeded_draws",
+    why="with --enable-deterministic-inference a request with a seed draws another token where one beside it is greedy "
+    "or has a top_k, top_p or min_p: its noise is that of a token's place in an order then (sglang #35697, open); and "
+    "one with min_p ends the server (#33695, open)",
+    targets=(
+        _seeded_draws(DRAW, "sampling", Parameters(OF_DRAW), ">=0.5.14,<0.5.20"),
+        _seeded_draws(DRAW, "sampling", Parameters((*OF_DRAW, "*", FILTERED)), ">=0.5.20,<0.5.22"),
+        _seeded_draws(DRAW, "sampling", Parameters((*OF_DRAW, "*", FILTERED, MOST)), ">=0.5.22,<0.6"),
+    ),
+    absent="0.5.12 and 0.5.13 were not looked at",
+    retire="when SGLang draws by tokens in every batch, with min_p, too",
 )

@@ -1,0 +1,179 @@
+"""Values of one request's that end the server: what each release's own front takes, what its scheduler's own code does
+with them on the CPU, and what ours answers."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.fixes import fatal_values
+from deepseek_v4_sm120.sglang_patches.rows.http_server import TOKENIZER_MANAGER
+from tests.patching.test_wheel_wo_a import QUIET, take
+from tests.patching.wheels import content, every_release, fetch, since
+
+SIZE, MODULE = 12, TOKENIZER_MANAGER.partition(":")[0]
+PARAMS, INFO = "sglang.srt.sampling.sampling_params", "sglang.srt.sampling.sampling_batch_info"
+GENERATE = {"return_logprob": True, "top_logprobs_num": 0, "logprob_start_len": -1, "token_ids_logprob": None}
+PLAIN = dict(temperature=1.0, top_p=1.0, top_k=5, min_p=0.0, sampling_seed=None, logit_bias=None, stream_interval=None)
+PLAIN |= dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_new_tokens=0, max_new_tokens=5)
+PLAIN |= dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "beam_width", "custom_params"))
+FATAL = [{"top_k": 2**31}, {"top_k": 10**12}, {"logit_bias": {"3": "x"}}, {"logit_bias": {"3": None}}]
+FATAL += [{"logit_bias": [3]}, {"max_new_tokens": 5.5}, {"max_new_tokens": 5.0}, {"stream_interval": "2"}]
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch):
+    monkeypatch.setattr(models_served, "has_served_card", lambda: True)
+
+
+def asks(version, params=None, *, ours, **asked):
+    """The request's params behind the release's own front; it raises ValueError where it is refused."""
+    names = {"isinstance": lambda one, kind: not (kind is QUIET or isinstance(kind, tuple)) and isinstance(one, kind)}
+    method = take(fetch(version), names, "TokenizerManager._validate_one_request", MODULE)
+    method = fatal_values.replace_validate(method) if ours else method
+    manager = SimpleNamespace(context_len=100, num_reserved_tokens=0, validate_total_tokens=False)
+    manager.model_config = SimpleNamespace(vocab_size=SIZE)
+    manager._validate_joint_schema_request = manager._validate_mm_limits = lambda *_: None
+    params = {"temperature": 0.5} if params is None else params
+    method(manager, SimpleNamespace(sampling_params=params, **GENERATE | asked), [1, 2, 3])
+    return params
+
+
+def verified(version, params):
+    """By the release's own SamplingParams.verify."""
+    verify = take(fetch(version), {"math": math}, "SamplingParams.verify", PARAMS)
+    verify(SimpleNamespace(**PLAIN | params), SIZE)
+
+
+def batch_of(version, params):
+    """The release's own SamplingBatchInfo of such a request."""
+    names = {"torch": torch, "is_pin_memory_available": lambda *_: False, "TOP_K_ALL": 1 << 30}
+    names["isinstance"] = lambda one, kind: kind is not QUIET and isinstance(one, kind)
+    names["_rows_to_device_indices"] = lambda rows, *_: torch.tensor(rows)
+    make = take(fetch(version), names, "SamplingBatchInfo.from_schedule_batch", INFO).__func__
+    request = SimpleNamespace(sampling_params=SimpleNamespace(**PLAIN | params), custom_logit_processor=None)
+    request.return_sampling_mask, request.sampling_logprobs_mode = False, "selected"
+    kind = type("Info", (SimpleNamespace,), {"adjusted_from_schedule_batch": lambda *_: None})
+    kind._make_sampling_mask_batch_indices = kind._make_sampling_support_logprobs_capture_indices = lambda *_: None
+    return make(kind, SimpleNamespace(reqs=[request], device="cpu"), SIZE)
+
+
+@every_release()
+@pytest.mark.parametrize("params", FATAL[:5], ids=str)
+def test_what_ends_the_scheduler_at_a_batch(version, params):
+    asks(version, dict(params), ours=False)
+    verified(version, params)
+    with pytest.raises((RuntimeError, TypeError, ValueError, AttributeError)):  # so the row is needed
+        batch_of(version, params)
+    if "top_k" in params:
+        batch_of(version, asks(version, dict(params), ours=True))
+    else:
+        with pytest.raises(ValueError, match="logit_bias is a "):
+            asks(version, dict(params), ours=True)
+
+
+@every_release()
+def test_what_ends_it_at_an_answer(version):
+    """A length of 5.5 tokens, and the tokens up to it (test_wheel_ends.py); an interval that numbers are compared
+    with."""
+    for params in FATAL[5:]:
+        asks(version, dict(params), ours=False)
+        verified(version, params)  # so the row is needed
+        with pytest.raises(ValueError, match=r"is a whole number, not '?[25]"):
+            asks(version, dict(params), ours=True)
+
+
+@every_release()
+def test_more_log_probabilities_than_tokens(version):
+    new = since(version, "0.5.16")
+    module = "sglang.srt.layers.logprob_processor" if new else "sglang.srt.layers.utils.logprob"
+    names = {"LogprobStage": SimpleNamespace(DECODE=1, PREFILL=2)}
+    top = take(fetch(version), names, "get_top_logprobs_raw", module)
+    top(torch.zeros(1, SIZE), [SIZE], stage=1)
+    with pytest.raises(RuntimeError, match="out of range"):  # so the row is needed
+        top(torch.zeros(1, SIZE), [SIZE + 1], stage=1)
+    for number in (None, 0, 5, SIZE):
+        asks(version, ours=True, top_logprobs_num=number)
+    asks(version, ours=False, top_logprobs_num=10**6)
+    with pytest.raises(ValueError, match="Of 13 top log-probabilities the vocabulary has 12"):
+        asks(version, ours=True, top_logprobs_num=SIZE + 1)
+    asks(version, ours=True, top_logprobs_num=SIZE + 1, return_logprob=False)  # that nobody computes
+
+
+def dealt_out(version, start):
+    """By the release's own code: a prompt of four tokens, all of which were computed, from `start` on."""
+    module, kind = "scheduler_components.logprob_result_processor", "SchedulerLogprobResultProcessor"
+    if not since(version, "0.5.13"):
+        module, kind = "scheduler_output_processor_mixin", "SchedulerOutputProcessorMixin"
+    methods = {
+        name: take(fetch(version), {"isinstance": isinstance}, f"{kind}.{name}", f"sglang.srt.managers.{module}")
+        for name in (
+            *("add_input_logprob_return_values", "_calculate_relevant_tokens_len", "_process_input_token_logprobs"),
+            *("_process_input_top_logprobs", "_process_input_token_ids_logprobs", "_is_multi_item_scoring"),
+            *("_scoring_positions", "_uses_scoring_positions"),
+        )
+    }
+    made = type(kind, (), {name: method for name, method in methods.items() if method})()
+    made.model_config, made.server_args = SimpleNamespace(vocab_size=SIZE), QUIET
+    request = Request(origin_input_ids=[1, 2, 3, 4], logprob_start_len=start, return_logprob=True)
+    request.logprob = request  # where up to 0.5.13 all is
+    request.top_logprobs_num, request.is_prefill_only, request.return_flat_raw_top_logprobs = 0, False, False
+    output = SimpleNamespace(input_token_logprobs=(0.0, 1.0, 2.0, 3.0))
+    made.add_input_logprob_return_values(0, request, output, 0, 4, last_prefill_chunk=True)
+    return request.input_token_logprobs_val
+
+
+class Request(SimpleNamespace):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@every_release()
+def test_places_in_front_of_the_prompt(version):
+    assert dealt_out(version, 0) == [None, 0.0, 1.0, 2.0]
+    with pytest.raises(AssertionError):  # so the row is needed: of two tokens there are four
+        dealt_out(version, -2)
+    for place in (None, -1, 0, 3):
+        asks(version, ours=True, logprob_start_len=place)
+    asks(version, ours=False, logprob_start_len=-2)
+    with pytest.raises(ValueError, match="or -1, not -2"):
+        asks(version, ours=True, logprob_start_len=-2)
+
+
+@every_release()
+def test_tokens_whose_log_probabilities_are_asked_for(version):
+    asks(version, ours=True, token_ids_logprob=[0, SIZE - 1])
+    text = content(fetch(version), f"{MODULE.replace('.', '/')}.py")
+    assert ("self._validate_token_ids_logprob(obj)" in text) == since(version, "0.5.14")
+    with pytest.raises(ValueError, match="token_ids_logprob has token 12"):
+        asks(version, ours=True, token_ids_logprob=[0, SIZE])
+
+
+@every_release()
+def test_what_is_in_order_stays_as_it_is(version):
+    for params in (
+        {},
+        {"top_k": -1},
+        {"top_k": 2**31 - 1},
+        {"top_k": None, "max_new_tokens": None},
+        {"stream_interval": 2},
+    ):
+        assert asks(version, dict(params), ours=True) == params
+    bias = {"logit_bias": {"3": -100, 4: 1.5, "5": -math.inf}}
+    assert asks(version, dict(bias), ours=True) == bias
+    batch_of(version, bias)
+
+
+@every_release()
+def test_the_request_is_made_of_what_was_looked_at(version):
+    text = content(fetch(version), f"{MODULE.replace('.', '/')}.py")
+    one = text.partition("async def _tokenize_one_request(")[2].partition("\n    def ")[0]
+    assert 0 < one.index("self._validate_one_request(obj, input_ids)") < one.index("self._create_tokenized_object(")
+
+
+def test_elsewhere_it_stays_sglangs(monkeypatch):
+    monkeypatch.setattr(models_served, "has_served_card", lambda: False)
+    assert asks("0.5.23", {"top_k": 2**31}, ours=True, logprob_start_len=-2) == {"top_k": 2**31}
