@@ -42,7 +42,7 @@ thread_local std::mt19937 dice;
 struct Pending { uint32_t* word; uint32_t value; };
 thread_local std::vector<Pending> pending;  // words on their way
 bool holds_back = true;
-constexpr int kBusyLooks = 512, kLookUs = 100;
+constexpr int kBusyLooks = 512, kLookUs = 500;
 
 inline bool rolls(int of) { return dice() % of == 0; }
 inline void carry_out(bool all) {
