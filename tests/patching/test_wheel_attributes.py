@@ -188,6 +188,19 @@ OBJECTS = {
         "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
         "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
     },
+    "fatal_requests": {
+        "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
+        "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
+    },
+    "echoed_items": {"request": ((f"{OPENAI}.protocol:ResponsesRequest",),)},
+    "sampled_states": {"obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),)},
+    "token_logprobs": {
+        "serving": ((CHAT,),),
+        "serving.tokenizer_manager": ((TOKENIZER_MANAGER,),),
+        "importlib.import_module(PROTOCOL)": ((f"{OPENAI}.protocol",),),
+        "told": ((f"{OPENAI}.protocol:ChoiceLogprobs",),),
+        "one": ((f"{OPENAI}.protocol:ChatCompletionTokenLogprob",),),
+    },
     "developer_messages": {
         "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
         "message": tuple((f"{OPENAI}.protocol:ChatCompletionMessage{kind}Param",) for kind in ("Generic", "User")),
@@ -341,6 +354,9 @@ OURS = {
     "cut_characters": {"encoded", "self._hf_tokenizer", "tokenizer"},
     "stop_sequences": {"listening"},
     "unknown_tokens": {"asked"},
+    "echoed_items": {"raw_request"},
+    "response_errors": {"error"},
+    "token_logprobs": {"tokenizer"},
     "tool_strings": {"parameter"},
     "waiting": {"kind", "w", "waiting"},
     "wo_a": {
