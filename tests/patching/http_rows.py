@@ -23,7 +23,7 @@ BETWEEN = {  # where, from a release on, before another
     "disconnects": (http.TOKENIZER_MANAGER, "0.5.18", "0.5.20"),
     "sampled_states": (http.TOKENIZER_MANAGER, "0.5.18", "0.5.22"),
     "turn_phases": (http.RESPONSES, "0.5.20", "0.6"),
-    **dict.fromkeys(("effort_levels", "json_answers", "call_order"), (http.RECIPE, "0.5.23", "0.6")),
+    **dict.fromkeys(("effort_levels", "json_answers", "call_order", "strict_schemas"), (http.RECIPE, "0.5.23", "0.6")),
     "cut_characters": (http.RECIPE_READER, "0.5.23", "0.6"),
 }
 

@@ -18,17 +18,19 @@ from deepseek_v4_sm120.sglang_patches.fixes import (
     fatal_requests,
     response_errors,
     sampled_states,
+    strict_schemas,
     token_logprobs,
 )
 from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     CHAT,
     OPENAI,
+    RECIPE,
     RESPONSES,
     RESPONSES_REQUEST,
     TOKENIZER_MANAGER,
 )
 from tests.patching.test_wheel_answers import Record
-from tests.patching.test_wheel_turns import handler
+from tests.patching.test_wheel_turns import RENDERER, handler, recipe  # noqa: F401
 from tests.patching.test_wheel_wo_a import take
 from tests.patching.wheels import content, every_release, fetch, members, since
 
@@ -440,3 +442,67 @@ def test_which_releases_leave_them(version):
     text = content(fetch(version), f"{MANAGER.replace('.', '/')}.py")
     drops_one = "del self.rid_to_state[objs[i].rid]" in text
     assert drops_one is (since(version, "0.5.18") and not since(version, "0.5.22"))
+
+
+# ---- strict_schemas
+
+WHOLE = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+REFUSED = {
+    "optional": {**WHOLE, "required": []},
+    "map": {**WHOLE, "properties": {"a": {"type": "object", "additionalProperties": {"type": "integer"}}}},
+    "constant": {**WHOLE, "properties": {"a": {"const": "x"}}},
+    "date": {**WHOLE, "properties": {"a": {"type": "string", "format": "date-time"}}},
+    "nothing": {"type": "object"},
+}
+
+
+def asked_with(schema, *, tool, strict):
+    of = {"name": "f", **({"strict": True} if strict else {})}
+    if tool:
+        return {"tools": [{"type": "function", "function": {**of, "description": "", "parameters": schema}}]}
+    return {"response_format": {"type": "json_schema", "json_schema": {**of, "schema": schema}}}
+
+
+def prompted(version, recipe, given, *, ours, spec="dsv4"):  # noqa: F811
+    """The prompt, by the release's adapter and renderer, and by recipe."""
+    renderer = ModuleType("renderer")
+    exec(content(fetch(version), RENDERER), vars(renderer))
+
+    def render(body, **more):
+        try:
+            made = recipe.ChatCompletionRequest({**renderer.pre_normalize(body), "model": renderer.MODEL_NAMES["dsv4"]})
+            made = made.convert(recipe.ConversionOptions()).conversation
+            return recipe.DeepseekV4Encoding().render_conversation(made).prompt
+        except recipe.ConversionError as error:
+            raise ValueError(error.body) from error
+
+    module, _, its_class = RECIPE.partition(":")
+    names = {"isinstance": isinstance, "_numeric_effort": lambda effort: effort}
+    method = take(fetch(version), names, f"{its_class}._encode", module)
+    made = SimpleNamespace(_spec=spec, _default_effort=None, deepseek_recipe=SimpleNamespace(encode=render))
+    body = {"messages": [{"role": "user", "content": "U"}], "thinking": True, **given}
+    before = copy.deepcopy(body)
+    try:
+        return (strict_schemas.replace_encode(method) if ours else method)(made, body, effort=None)
+    finally:
+        assert body == before
+
+
+@every_release("0.5.23")
+def test_a_strict_schema_may_be_any(version, recipe):  # noqa: F811
+    for tool in (False, True):
+        for schema in REFUSED.values():
+            strict, loose = (asked_with(schema, tool=tool, strict=of) for of in (True, False))
+            if tool and schema == REFUSED["nothing"]:
+                continue  # taken
+            with pytest.raises(ValueError, match="invalid_request_error"):
+                prompted(version, recipe, strict, ours=False)  # so the row is needed
+            assert prompted(version, recipe, strict, ours=True) == prompted(version, recipe, loose, ours=False)
+            with pytest.raises(ValueError, match="invalid_request_error"):
+                prompted(version, recipe, strict, ours=True, spec="dsv41")
+        fine = asked_with(WHOLE, tool=tool, strict=True)
+        assert prompted(version, recipe, fine, ours=True) == prompted(version, recipe, fine, ours=False)
+    wrong = asked_with({"type": "array"}, tool=True, strict=False)
+    for of in (False, True):
+        with pytest.raises(ValueError, match="must be a JSON Schema of"):
+            prompted(version, recipe, wrong, ours=of)

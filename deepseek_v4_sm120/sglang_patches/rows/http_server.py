@@ -376,3 +376,12 @@ SAMPLED_STATES = Patch(
     absent="SGLang drops them itself",
     retire="with SGLang 0.5.21",
 )
+
+STRICT_SCHEMAS = Patch(
+    name="strict_schemas",
+    why="deepseek-recipe refuses strict schemas that DeepSeek's own service cannot hold, of answers and of tools: "
+    "optional properties, maps, constants, dates. SGLang's grammar holds answers to them, and 0.5.22 takes them",
+    targets=(targets_of_fix("strict_schemas")(f"{RECIPE}._encode", "encode", OF_ENCODE, SINCE_RECIPE),),
+    absent="up to 0.5.22 schemas are not looked at for a prompt",
+    retire="when recipe is given schemas without that word",
+)
