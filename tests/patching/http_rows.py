@@ -22,6 +22,7 @@ BETWEEN = {  # where, from a release on, before another
     "thought_history": (http.MESSAGES, "0.5.14", "0.5.19"),
     "disconnects": (http.TOKENIZER_MANAGER, "0.5.18", "0.5.20"),
     "sampled_states": (http.TOKENIZER_MANAGER, "0.5.18", "0.5.22"),
+    "prompts_aside": (http.MESSAGES, "0.5.22", "0.6"),
     "turn_phases": (http.RESPONSES, "0.5.20", "0.6"),
     **dict.fromkeys(("effort_levels", "json_answers", "call_order", "strict_schemas"), (http.RECIPE, "0.5.23", "0.6")),
     "cut_characters": (http.RECIPE_READER, "0.5.23", "0.6"),

@@ -193,6 +193,7 @@ OBJECTS = {
         "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
     },
     "echoed_items": {"request": ((f"{OPENAI}.protocol:ResponsesRequest",),)},
+    "prompts_aside": {"chat": ((CHAT,),)},
     "sampled_states": {"obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),)},
     "token_logprobs": {
         "serving": ((CHAT,),),
@@ -355,6 +356,7 @@ OURS = {
     "stop_sequences": {"listening"},
     "unknown_tokens": {"asked"},
     "echoed_items": {"raw_request"},
+    "prompts_aside": {"loop"},
     "response_errors": {"error"},
     "token_logprobs": {"tokenizer"},
     "tool_strings": {"parameter"},

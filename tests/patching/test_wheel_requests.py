@@ -5,6 +5,7 @@ import asyncio
 import copy
 import random
 import sys
+import threading
 import time
 from types import ModuleType, SimpleNamespace
 
@@ -16,6 +17,7 @@ from deepseek_v4_sm120.sglang_patches.fixes import (
     echoed_items,
     empty_stops,
     fatal_requests,
+    prompts_aside,
     response_errors,
     sampled_states,
     strict_schemas,
@@ -23,6 +25,7 @@ from deepseek_v4_sm120.sglang_patches.fixes import (
 )
 from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     CHAT,
+    MESSAGES,
     OPENAI,
     RECIPE,
     RESPONSES,
@@ -506,3 +509,64 @@ def test_a_strict_schema_may_be_any(version, recipe):  # noqa: F811
     for of in (False, True):
         with pytest.raises(ValueError, match="must be a JSON Schema of"):
             prompted(version, recipe, wrong, ours=of)
+
+
+# ---- prompts_aside
+
+
+def messages_handled(version, convert, *, ours, streamed, refused=None, spec="dsv4"):
+    """What the release's handler of /v1/messages answers, where its prompt is made by `convert`."""
+    module, _, its_class = MESSAGES.partition(":")
+    names = {"StreamingResponse": lambda *_, **__: "events", "asyncio": asyncio, "HTTPException": Failed}
+    names |= {"ChatCompletionResponse": str, "JSONResponse": lambda content: content, "isinstance": isinstance}
+    which = "_handle_streaming" if streamed else "_handle_non_streaming"
+    method = take(fetch(version), names, f"{its_class}.{which}", module)
+    chat = SimpleNamespace(chat_encoding_spec=spec, _validate_request=lambda _: refused)
+    chat._convert_to_internal_request = convert
+    chat.tokenizer_manager = SimpleNamespace(create_abort_task=lambda _: None)
+
+    async def answer(*_):
+        return "answer"
+
+    chat._handle_non_streaming_request = answer
+    made = SimpleNamespace(openai_serving_chat=chat, _generate_anthropic_stream=lambda *_: None)
+    made._error_response = lambda **of: of["status_code"]
+    made._convert_response = lambda _: SimpleNamespace(model_dump=lambda **_: "message")
+    method = prompts_aside.replace_handle(method) if ours else method
+    return asyncio.run(method(made, "chat", "messages", "raw"))
+
+
+@every_release("0.5.22")
+def test_prompts_of_messages_are_made_beside_the_loop(version):
+    threads = []
+
+    def convert(*request):
+        threads.append(threading.get_ident())
+        assert request == ("chat", "raw")
+        return SimpleNamespace(), "chat"
+
+    def fails(*_):
+        raise ValueError("no prompt")
+
+    def breaks(*_):
+        raise RuntimeError("x")
+
+    for streamed in (True, False):
+        for of in (False, True):
+            threads.clear()
+            wanted = "events" if streamed else "message"
+            assert messages_handled(version, convert, ours=of, streamed=streamed) == wanted
+            assert (threads != [threading.get_ident()]) is of and len(threads) == 1  # so the row is needed
+            status = 400 if since(version, "0.5.23") else 500
+            assert messages_handled(version, fails, ours=of, streamed=streamed) == status
+            assert messages_handled(version, breaks, ours=of, streamed=streamed) == 500
+            assert messages_handled(version, breaks, ours=of, streamed=streamed, refused="empty") == 400
+        threads.clear()
+        messages_handled(version, convert, ours=True, streamed=streamed, spec="dsv41")
+        assert threads == [threading.get_ident()]
+
+
+@every_release()
+def test_where_the_chat_apis_are_made_beside_it(version):
+    text = content(fetch(version), f"{OPENAI.replace('.', '/')}/serving_base.py")
+    assert ("run_in_executor(" in text) is since(version, "0.5.22")

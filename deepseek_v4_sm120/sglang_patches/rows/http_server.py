@@ -26,7 +26,7 @@ FIND_PRINTABLE = "sglang.srt.managers.detokenizer_manager:find_printable_text"
 _tool_strings, _effort_levels, _think_marks, _cut_characters, _turn_phases, _stop_sequences = map(
     targets_of_fix, ("tool_strings", "effort_levels", "think_marks", "cut_characters", "turn_phases", "stop_sequences")
 )
-_token_logprobs = targets_of_fix("token_logprobs")
+_token_logprobs, _prompts_aside = map(targets_of_fix, ("token_logprobs", "prompts_aside"))
 
 TOOL_STRINGS = Patch(
     name="tool_strings",
@@ -384,4 +384,17 @@ STRICT_SCHEMAS = Patch(
     targets=(targets_of_fix("strict_schemas")(f"{RECIPE}._encode", "encode", OF_ENCODE, SINCE_RECIPE),),
     absent="up to 0.5.22 schemas are not looked at for a prompt",
     retire="when recipe is given schemas without that word",
+)
+
+OF_MESSAGES = Parameters(("self", "chat_request", "anthropic_request", "raw_request"), is_async=True)
+PROMPTS_ASIDE = Patch(
+    name="prompts_aside",
+    why="while a long prompt of /v1/messages is made tokens, all streams of the server stand still; the chat API's are "
+    "made in a thread",
+    targets=(
+        _prompts_aside(f"{MESSAGES}._handle_streaming", "handle", OF_MESSAGES, ">=0.5.22,<0.6"),
+        _prompts_aside(f"{MESSAGES}._handle_non_streaming", "handle", OF_MESSAGES, ">=0.5.22,<0.6"),
+    ),
+    absent="up to 0.5.21 the chat API's stop them, too",
+    retire="when SGLang makes these in a thread",
 )
