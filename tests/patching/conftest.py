@@ -228,6 +228,25 @@ class OpenAIServingChat:
 
     def _apply_jinja_template(self, request, tools, is_multimodal):
         return request
+
+    def _process_response_logprobs(self, ret_item):
+        return ret_item
+
+    def _process_streaming_logprobs(self, content, n_prev_token, total_output_logprobs):
+        return content
+"""
+RESPONSES = """
+class OpenAIServingResponses:
+    async def create_responses(self, request, raw_request=None):
+        return request
+
+    async def responses_full_generator(self, request, sampling_params, result_generator, context):
+        return request
+"""
+SAMPLING_PARAMS = """
+class SamplingParams:
+    def normalize(self, tokenizer):
+        pass
 """
 MESSAGES = """
 class AnthropicServing:
@@ -374,6 +393,8 @@ TREE_0_5_17 = {
     "sglang/srt/parser/reasoning_parser.py": READER,
     "sglang/srt/entrypoints/anthropic/serving.py": MESSAGES,
     "sglang/srt/entrypoints/openai/protocol.py": RESPONSES_REQUEST,
+    "sglang/srt/entrypoints/openai/serving_responses.py": RESPONSES,
+    "sglang/srt/sampling/sampling_params.py": SAMPLING_PARAMS,
     **dict.fromkeys((f"sglang/srt/managers/{name}_manager.py" for name in ("detokenizer", "tokenizer")), ANSWERS),
     "sglang/srt/layers/moe/topk.py": CHOICE,
     "sglang/kernels/ops/layernorm/mhc.py": MHC_KERNELS,

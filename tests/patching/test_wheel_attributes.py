@@ -188,9 +188,19 @@ OBJECTS = {
         "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
         "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
     },
-    "fatal_values": {
+    "fatal_requests": {
         "obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),),
         "self.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
+    },
+    "echoed_items": {"request": ((f"{OPENAI}.protocol:ResponsesRequest",),)},
+    "prompts_aside": {"chat": ((CHAT,),)},
+    "sampled_states": {"obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),)},
+    "token_logprobs": {
+        "serving": ((CHAT,),),
+        "serving.tokenizer_manager": ((TOKENIZER_MANAGER,),),
+        "importlib.import_module(PROTOCOL)": ((f"{OPENAI}.protocol",),),
+        "told": ((f"{OPENAI}.protocol:ChoiceLogprobs",),),
+        "one": ((f"{OPENAI}.protocol:ChatCompletionTokenLogprob",),),
     },
     "developer_messages": {
         "request": ((f"{OPENAI}.protocol:ChatCompletionRequest",),),
@@ -357,6 +367,10 @@ OURS = {
     "prompt_logprobs": {"of_pass"},
     "stop_sequences": {"listening"},
     "unknown_tokens": {"asked"},
+    "echoed_items": {"raw_request"},
+    "prompts_aside": {"loop"},
+    "response_errors": {"error"},
+    "token_logprobs": {"tokenizer"},
     "tool_strings": {"parameter"},
     "waiting": {"kind", "w", "waiting"},
     "wo_a": {

@@ -42,7 +42,7 @@ def test_an_end_in_the_step_that_reaches_max_tokens(version):
 
 @every_release()
 def test_a_length_that_is_no_whole_number(version):
-    """Is the answer's, whose tokens are then asked for up to it: fatal_values refuses it."""
+    """Is the answer's, whose tokens are then asked for up to it: fatal_requests refuses it."""
     length, _ = ended(version, [3] * 6, accepted=1, max_tokens=5.5)
     text = content(fetch(version), f"{BATCH.replace('.', '/')}.py")
     assert length == 5.5 and "return self.output_ids[: self.finished_len]" in text

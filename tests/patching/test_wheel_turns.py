@@ -149,8 +149,8 @@ def test_before_recipe_calls_stay_as_they_stand(version):
     assert numbers(found) == ([0, 1], [0, 1])
 
 
-def responses(version, *, ours, spec="dsv4"):
-    """The handler of /v1/responses as far as it makes the chat API's messages: the release's own methods."""
+def handler(version, spec="dsv4"):
+    """Of /v1/responses as far as it makes the chat API's messages: the release's own methods."""
     module, _, its_class = RESPONSES.partition(":")
     tree = ast.parse(content(fetch(version), f"{module.replace('.', '/')}.py"))
     (whole,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == its_class]
@@ -164,6 +164,12 @@ def responses(version, *, ours, spec="dsv4"):
     exec(compile(ast.fix_missing_locations(ast.Module([future, only], [])), version, "exec"), names)
     made = names[its_class]()
     made.chat_encoding_spec, made.supports_inline_system, made.tool_call_parser = spec, False, "deepseekv4"
+    return made
+
+
+def responses(version, *, ours, spec="dsv4"):
+    """items -> the chat API's messages."""
+    made = handler(version, spec)
     if ours:
         replaced = turn_phases.replace_construct(type(made)._construct_input_messages)
         type(made)._construct_input_messages = replaced

@@ -14,7 +14,6 @@ from deepseek_v4_sm120.patching.sources import parse
 from deepseek_v4_sm120.patching.spec import MODES
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_VERIFY
-from deepseek_v4_sm120.sglang_patches.rows import http_server as http
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.sampling import DRAW, EAGLE, PENALTY_LIBRARY, RESULTS
@@ -38,21 +37,18 @@ from deepseek_v4_sm120.sglang_patches.table import (
     TABLE,
 )
 from deepseek_v4_sm120.specs import bf16_linear, fp8_linear, index_select, mhc, mxfp4_moe, provider
-from tests.patching import review
+from tests.patching import http_rows, review
 from tests.patching.wheels import RELEASES, WheelSources, check_once, content, every_release, since
 
 HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's wheel; that of 0.5.17's pin was read
 CUT_IN = {"0.5.18": "sglang.srt.managers.schedule_policy", "0.5.21": "sglang.srt.mem_cache.prefill_budget"}  # and later
-SAMPLER, UNTIL = DRAW.partition(":")[0], {"unchosen_tools": "0.5.22", "blanks_before_calls": "0.5.21"}
+SAMPLER = DRAW.partition(":")[0]
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
 EVERYWHERE = {
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0], "wo_a": MODEL},
     **{"min_p_tokens": SAMPLER, "longest_prompt": "sglang.srt.managers.tp_worker"},
 }
-HTTP = {**dict.fromkeys(("billing_lines", "stop_sequences"), http.MESSAGES), "whole_characters": http.FIND_PRINTABLE}
-HTTP |= {"default_thinking": http.CHAT, "max_output_tokens": http.RESPONSES_REQUEST}
-HTTP |= dict.fromkeys(("thought_counts", "unknown_tokens", "fatal_values"), http.TOKENIZER_MANAGER)
 
 
 def expected(version: str) -> dict[str, str]:
@@ -62,19 +58,13 @@ def expected(version: str) -> dict[str, str]:
         found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
-    ours = dict(tool_strings=http.PARSE, developer_messages=http.CHAT, think_marks=http.READER)
-    of_recipe = dict.fromkeys(("effort_levels", "json_answers", "call_order"), http.RECIPE) | {"min_p_verify": EAGLE}
-    ours = {**of_recipe, "cut_characters": http.RECIPE_READER} if since(version, "0.5.23") else ours
-    ours |= HTTP | ({"turn_phases": http.RESPONSES} if since(version, "0.5.20") else {})
-    ours |= {name: http.CHAT for name, end in UNTIL.items() if not since(version, end)}
-    ours |= {"disconnects": http.TOKENIZER_MANAGER} if version in ("0.5.18", "0.5.19") else {}
+    ours = http_rows.expected(version) | ({"min_p_verify": EAGLE} if since(version, "0.5.23") else {})
     found |= {name: where.partition(":")[0] for name, where in ours.items()}
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
     if since(version, "0.5.14"):
         found |= {"penalties": PENALTY_LIBRARY, "prompt_logprobs": RESULTS.partition(":")[0], "seeded_draws": SAMPLER}
         found |= {"compressor": COMPRESSOR_MODULE, "unpadded_heads": MODEL if since(version, "0.5.20") else BACKEND}
-        found |= {} if since(version, "0.5.19") else {"thought_history": http.MESSAGES.partition(":")[0]}
     if since(version, "0.5.16"):
         found |= {"mhc": DSPARK.partition(":")[0], "dspark_lengths": BACKEND, "min_p_dspark": DSPARK_VERIFY}
         of_steps = {"dspark_penalties": DSPARK_VERIFY} if since(version, "0.5.18") else {"dspark_windows": DSPARK_INPUT}

@@ -20,12 +20,13 @@ RESPONSES_REQUEST = f"{OPENAI}.protocol:ResponsesRequest"
 OF_ENCODE = Parameters(("self", "body", "*", "effort", "task=None", "image_urls=None"))
 OF_INPUT, OF_TRANSLATED = ("self", "request", "prev_response=None"), ("*", "tool_adapter=None")
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
-
+SAMPLING = "sglang.srt.sampling.sampling_params:SamplingParams"
 FIND_PRINTABLE = "sglang.srt.managers.detokenizer_manager:find_printable_text"
 
 _tool_strings, _effort_levels, _think_marks, _cut_characters, _turn_phases, _stop_sequences = map(
     targets_of_fix, ("tool_strings", "effort_levels", "think_marks", "cut_characters", "turn_phases", "stop_sequences")
 )
+_token_logprobs, _prompts_aside = map(targets_of_fix, ("token_logprobs", "prompts_aside"))
 
 TOOL_STRINGS = Patch(
     name="tool_strings",
@@ -294,15 +295,107 @@ UNKNOWN_TOKENS = Patch(
     retire="when SGLang refuses such prompts",
 )
 
-FATAL_VALUES = Patch(
-    name="fatal_values",
-    why="values of a request that nobody asks for their bounds end the scheduler, and with it the server for all: a "
-    "top_k of 2**31 and more (sglang #17646), more top_logprobs than the vocabulary has (#40076, open); over /generate "
-    "a negative logprob_start_len, and what is no number where one is needed",
+FATAL_REQUESTS = Patch(
+    name="fatal_requests",
+    why="numbers and kinds that fit no answer are handed to the scheduler as they are, and an error there ends the "
+    "server for all: a top_k of 2**31 and more (sglang #17646), more log-probabilities than the vocabulary has tokens "
+    "(#40076, open), logprob_start_len below -1, no prompt at all, a max_new_tokens that is no whole number, and up to "
+    "0.5.21 over /generate a schema that is no text or a stop token that is null",
     targets=(
-        targets_of_fix("fatal_values")(
+        targets_of_fix("fatal_requests")(
             f"{TOKENIZER_MANAGER}._validate_one_request", "validate", Parameters(("self", "obj", "input_ids"))
         ),
     ),
-    retire="when SGLang refuses such values",
+    retire="when SGLang refuses such requests",
+)
+
+EMPTY_STOPS = Patch(
+    name="empty_stops",
+    why="an empty string among the stops is in every text: the answer is empty, and over after one token (sglang "
+    "#38712, open)",
+    targets=(targets_of_fix("empty_stops")(f"{SAMPLING}.normalize", "normalize", Parameters(("self", "tokenizer"))),),
+    retire="when SGLang leaves them out, or refuses them",
+)
+
+ECHOED_ITEMS = Patch(
+    name="echoed_items",
+    why="a message that comes back over /v1/responses with its id, as a response's output has it, is refused with 400: "
+    "the second turn of each conversation of clients that append the output to their input",
+    targets=(
+        targets_of_fix("echoed_items")(
+            f"{RESPONSES}.create_responses",
+            "create",
+            Parameters(("self", "request", "raw_request=None"), is_async=True),
+            ">=0.5.14,<0.5.18",
+        ),
+    ),
+    absent="up to 0.5.13 no conversation is put together from items, from 0.5.18 on they are taken",
+    retire="with SGLang 0.5.17",
+)
+
+RESPONSE_ERRORS = Patch(
+    name="response_errors",
+    why="what the scheduler ends with 503 or 500, a full queue for one, is answered over /v1/responses by 400 where it "
+    "is not streamed, so that clients do not try again",
+    targets=(
+        targets_of_fix("response_errors")(
+            f"{RESPONSES}.responses_full_generator",
+            "full",
+            Parameters(("self", "request", "sampling_params", "result_generator"), further="any", is_async=True),
+        ),
+    ),
+    retire="when SGLang answers by the error's own status",
+)
+
+TOKEN_LOGPROBS = Patch(
+    name="token_logprobs",
+    why="the bytes of a token that is a piece of a character are told as U+FFFD's in the log-probabilities of chat "
+    "answers, and up to 0.5.20 a stream's step of several tokens has the first one's alternatives for all of them",
+    targets=(
+        _token_logprobs(f"{CHAT}._process_response_logprobs", "response", Parameters(("self", "ret_item"))),
+        _token_logprobs(
+            f"{CHAT}._process_streaming_logprobs",
+            "streaming",
+            Parameters(("self", "content", "n_prev_token", "total_output_logprobs")),
+        ),
+    ),
+    retire="when SGLang tells the bytes of DeepSeek's tokens",
+)
+
+SAMPLED_STATES = Patch(
+    name="sampled_states",
+    why="a stream of several answers to one prompt leaves all but one of its first notes of them, each with the "
+    "prompt, for as long as the server runs, and a server that is asked to stop waits for them",
+    targets=(
+        targets_of_fix("sampled_states")(
+            f"{TOKENIZER_MANAGER}._handle_batch_request",
+            "batch",
+            Parameters(("self", "obj"), further="any", is_generator=True, is_async=True),
+            ">=0.5.18,<0.5.22",
+        ),
+    ),
+    absent="SGLang drops them itself",
+    retire="with SGLang 0.5.21",
+)
+
+STRICT_SCHEMAS = Patch(
+    name="strict_schemas",
+    why="deepseek-recipe refuses strict schemas that DeepSeek's own service cannot hold, of answers and of tools: "
+    "optional properties, maps, constants, dates. SGLang's grammar holds answers to them, and 0.5.22 takes them",
+    targets=(targets_of_fix("strict_schemas")(f"{RECIPE}._encode", "encode", OF_ENCODE, SINCE_RECIPE),),
+    absent="up to 0.5.22 schemas are not looked at for a prompt",
+    retire="when recipe is given schemas without that word",
+)
+
+OF_MESSAGES = Parameters(("self", "chat_request", "anthropic_request", "raw_request"), is_async=True)
+PROMPTS_ASIDE = Patch(
+    name="prompts_aside",
+    why="while a long prompt of /v1/messages is made tokens, all streams of the server stand still; the chat API's are "
+    "made in a thread",
+    targets=(
+        _prompts_aside(f"{MESSAGES}._handle_streaming", "handle", OF_MESSAGES, ">=0.5.22,<0.6"),
+        _prompts_aside(f"{MESSAGES}._handle_non_streaming", "handle", OF_MESSAGES, ">=0.5.22,<0.6"),
+    ),
+    absent="up to 0.5.21 the chat API's stop them, too",
+    retire="when SGLang makes these in a thread",
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.fixes import fatal_values
+from deepseek_v4_sm120.sglang_patches.fixes import fatal_requests
 from deepseek_v4_sm120.sglang_patches.rows.http_server import TOKENIZER_MANAGER
 from tests.patching.test_wheel_wo_a import QUIET, take
 from tests.patching.wheels import content, every_release, fetch, since
@@ -32,7 +32,7 @@ def asks(version, params=None, *, ours, **asked):
     """The request's params behind the release's own front; it raises ValueError where it is refused."""
     names = {"isinstance": lambda one, kind: not (kind is QUIET or isinstance(kind, tuple)) and isinstance(one, kind)}
     method = take(fetch(version), names, "TokenizerManager._validate_one_request", MODULE)
-    method = fatal_values.replace_validate(method) if ours else method
+    method = fatal_requests.replace_validate(method) if ours else method
     manager = SimpleNamespace(context_len=100, num_reserved_tokens=0, validate_total_tokens=False)
     manager.model_config = SimpleNamespace(vocab_size=SIZE)
     manager._validate_joint_schema_request = manager._validate_mm_limits = lambda *_: None
@@ -70,7 +70,7 @@ def test_what_ends_the_scheduler_at_a_batch(version, params):
     if "top_k" in params:
         batch_of(version, asks(version, dict(params), ours=True))
     else:
-        with pytest.raises(ValueError, match="logit_bias is a "):
+        with pytest.raises(ValueError, match="logit_bias has to be"):
             asks(version, dict(params), ours=True)
 
 
@@ -81,7 +81,7 @@ def test_what_ends_it_at_an_answer(version):
     for params in FATAL[5:]:
         asks(version, dict(params), ours=False)
         verified(version, params)  # so the row is needed
-        with pytest.raises(ValueError, match=r"is a whole number, not '?[25]"):
+        with pytest.raises(ValueError, match="has to be a whole number"):
             asks(version, dict(params), ours=True)
 
 
@@ -97,9 +97,8 @@ def test_more_log_probabilities_than_tokens(version):
     for number in (None, 0, 5, SIZE):
         asks(version, ours=True, top_logprobs_num=number)
     asks(version, ours=False, top_logprobs_num=10**6)
-    with pytest.raises(ValueError, match="Of 13 top log-probabilities the vocabulary has 12"):
+    with pytest.raises(ValueError, match="13 log-probabilities for a token"):
         asks(version, ours=True, top_logprobs_num=SIZE + 1)
-    asks(version, ours=True, top_logprobs_num=SIZE + 1, return_logprob=False)  # that nobody computes
 
 
 def dealt_out(version, start):
@@ -139,7 +138,7 @@ def test_places_in_front_of_the_prompt(version):
     for place in (None, -1, 0, 3):
         asks(version, ours=True, logprob_start_len=place)
     asks(version, ours=False, logprob_start_len=-2)
-    with pytest.raises(ValueError, match="or -1, not -2"):
+    with pytest.raises(ValueError, match="logprob_start_len is -2"):
         asks(version, ours=True, logprob_start_len=-2)
 
 

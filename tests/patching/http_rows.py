@@ -1,0 +1,34 @@
+"""Where each release has what the rows of the processes that answer over HTTP replace: patch -> its last target."""
+
+from deepseek_v4_sm120.sglang_patches.rows import http_server as http
+from tests.patching.wheels import since
+
+EVERYWHERE = {
+    **dict.fromkeys(("billing_lines", "stop_sequences"), http.MESSAGES),
+    **dict.fromkeys(("default_thinking", "token_logprobs"), http.CHAT),
+    **dict.fromkeys(("thought_counts", "unknown_tokens", "fatal_requests"), http.TOKENIZER_MANAGER),
+    "whole_characters": http.FIND_PRINTABLE,
+    "max_output_tokens": http.RESPONSES_REQUEST,
+    "response_errors": http.RESPONSES,
+    "empty_stops": http.SAMPLING,
+}
+BETWEEN = {  # where, from a release on, before another
+    "tool_strings": (http.PARSE, "0.5.12", "0.5.23"),
+    "think_marks": (http.READER, "0.5.12", "0.5.23"),
+    "developer_messages": (http.CHAT, "0.5.12", "0.5.23"),
+    "unchosen_tools": (http.CHAT, "0.5.12", "0.5.22"),
+    "blanks_before_calls": (http.CHAT, "0.5.12", "0.5.21"),
+    "echoed_items": (http.RESPONSES, "0.5.14", "0.5.18"),
+    "thought_history": (http.MESSAGES, "0.5.14", "0.5.19"),
+    "disconnects": (http.TOKENIZER_MANAGER, "0.5.18", "0.5.20"),
+    "sampled_states": (http.TOKENIZER_MANAGER, "0.5.18", "0.5.22"),
+    "prompts_aside": (http.MESSAGES, "0.5.22", "0.6"),
+    "turn_phases": (http.RESPONSES, "0.5.20", "0.6"),
+    **dict.fromkeys(("effort_levels", "json_answers", "call_order", "strict_schemas"), (http.RECIPE, "0.5.23", "0.6")),
+    "cut_characters": (http.RECIPE_READER, "0.5.23", "0.6"),
+}
+
+
+def expected(version: str) -> dict[str, str]:
+    there = {name: where for name, (where, *ends) in BETWEEN.items() if [since(version, end) for end in ends] == [1, 0]}
+    return EVERYWHERE | there
