@@ -236,7 +236,7 @@ EVERYTHING = """
     parallel_state._TP = SimpleNamespace(world_size=2, rank_in_group=0)
     device_gate.serves = lambda device: True
     experts = []
-    def operator(hidden, ids, weights, w13, w13_scale, w2, w2_scale, **more):
+    def operator(hidden, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, **more):
         named = {name: more[name] for name in ("swiglu_limit", "up_first", "activations")}
         experts.append([hidden.shape[0], str(w13_scale.dtype), list(w13_scale.shape), named])
         return torch.zeros_like(hidden)
