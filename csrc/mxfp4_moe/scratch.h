@@ -55,13 +55,13 @@ struct Tiling {
 
 constexpr int64_t kMostOfY = 96 << 20;  // bytes; an SM120's L2 has 128 MB
 
-// Outputs of a row that y holds at a time; `unit`: of the kernel that makes them; `asked`: so many, or 0.
+// Outputs of a row that y holds at a time: as many as were asked for, or, of 0, what the L2 holds. `unit`: of the kernel that makes them.
 inline int columns_of_y(int64_t all_pairs, int hidden, int bytes, int unit, int asked) {
-  if (asked > 0 && (asked % unit != 0 || hidden % asked != 0))
+  if (asked % unit != 0 || (asked > 0 && hidden % asked != 0))
     throw std::runtime_error("mxfp4_moe: parts of " + std::to_string(asked) + " columns: they divide " + std::to_string(hidden) +
                              " and are multiples of " + std::to_string(unit));
-  int columns = hidden;
   if (asked > 0) return asked;
+  int columns = hidden;
   while (all_pairs * columns * bytes > kMostOfY && columns % (2 * unit) == 0) columns /= 2;
   return columns;
 }
