@@ -20,7 +20,7 @@ PLAIN = dict(temperature=1.0, top_p=1.0, top_k=5, min_p=0.0, sampling_seed=None,
 PLAIN |= dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_new_tokens=0, max_new_tokens=5)
 PLAIN |= dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "beam_width", "custom_params"))
 FATAL = [{"top_k": 2**31}, {"top_k": 10**12}, {"logit_bias": {"3": "x"}}, {"logit_bias": {"3": None}}]
-FATAL += [{"logit_bias": [3]}, {"max_new_tokens": 5.5}, {"max_new_tokens": 5.0}, {"stream_interval": "2"}]
+FATAL += [{"logit_bias": [3]}, {"max_new_tokens": 5.5}, {"stream_interval": "2"}]
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +83,23 @@ def test_what_ends_it_at_an_answer(version):
         verified(version, params)  # so the row is needed
         with pytest.raises(ValueError, match="has to be a whole number"):
             asks(version, dict(params), ours=True)
+
+
+@every_release()
+def test_whole_numbers_with_a_point_are_whole_numbers_and_1_is_true(version):
+    """Where the answer's tokens are asked for up to them, 5.0 ends it as 5.5 does."""
+    given = {"max_new_tokens": 5.0, "top_k": 50.0, "min_new_tokens": 2, "stream_interval": None}
+    taken = asks(version, dict(given), ours=True)
+    assert taken == {"max_new_tokens": 5, "top_k": 50, "min_new_tokens": 2, "stream_interval": None}
+    assert [type(taken[name]) for name in ("max_new_tokens", "top_k")] == [int, int]
+    assert asks(version, {"top_k": 2.0**40}, ours=True) == {"top_k": -1}
+    given = {"ignore_eos": 1, "skip_special_tokens": 0, "no_stop_trim": None}
+    taken = asks(version, given, ours=True)
+    assert (taken["ignore_eos"], taken["skip_special_tokens"], taken["no_stop_trim"]) == (True, False, None)
+    assert type(taken["ignore_eos"]) is type(taken["skip_special_tokens"]) is bool
+    for number in (math.inf, math.nan, 0.5):
+        with pytest.raises(ValueError, match="top_k has to be a whole number"):
+            asks(version, {"top_k": number}, ours=True)
 
 
 @every_release()

@@ -80,7 +80,7 @@ FATAL = {
     "token_ids_logprob has token 12": {"token_ids_logprob": [3, VOCABULARY]},
     "more than 64 bits": {"asked": {"sampling_seed": 2**63}},
     "json_schema has to be a string": {"asked": {"json_schema": {"type": "object"}}},
-    "skip_special_tokens has to be true or false": {"asked": {"skip_special_tokens": 1}},
+    "skip_special_tokens has to be true or false": {"asked": {"skip_special_tokens": "no"}},
     "max_new_tokens has to be a whole number": {"asked": {"max_new_tokens": 1.5}},
     "stream_interval has to be a whole number": {"asked": {"stream_interval": "2"}},
     "custom_params has to be an object": {"asked": {"custom_params": "x"}},

@@ -11,16 +11,15 @@ error there ends the server:
   "skip_special_tokens": 1, "stop_token_ids": [null] (#22144)
 - a `max_new_tokens` of half a token, a `logit_bias` that is no table of numbers, in all releases
 
-Here such a `top_k` is what it means, the whole vocabulary, and each of the others is answered by an error that says
-which one. This runs in the process that answers over HTTP, where
-no GPU is asked.
+Here such a `top_k` is what it means, the whole vocabulary, 5.0 is 5, and 1 is true; each of the others is answered
+by an error that says which one. This runs in the process that answers over HTTP, where no GPU is asked.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from numbers import Integral, Real
 
 from deepseek_v4_sm120.sglang_patches import models_served
@@ -28,12 +27,11 @@ from deepseek_v4_sm120.sglang_patches.fixes.unknown_tokens import refuse_unknown
 
 SEEDS = range(-(2**63), 2**63)
 GREATEST, ALL = 2**31 - 1, -1  # that SGLang's tensor of top_k holds; what it reads as the whole vocabulary
+SWITCHES = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "ignore_eos")
+WHOLE = ("max_new_tokens", "min_new_tokens", "top_k", "n", "stream_interval", "sampling_seed")
 KINDS = {
-    "true or false": (bool, ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "ignore_eos")),
-    "a whole number": (
-        Integral,
-        ("max_new_tokens", "min_new_tokens", "top_k", "n", "stream_interval", "sampling_seed"),
-    ),
+    "true or false": (bool, SWITCHES),
+    "a whole number": (Integral, WHOLE),
     "a string": (str, ("json_schema", "regex", "ebnf", "structural_tag")),
     "an object": (Mapping, ("custom_params", "logit_bias")),
 }
@@ -54,9 +52,8 @@ def replace_validate(original: Callable) -> Callable:
 def refuse(obj, input_ids, size: int) -> None:
     """Of a request for text; one for embeddings asks for none of these."""
     if isinstance(obj.sampling_params, dict):
+        mean(obj.sampling_params)
         refuse_kinds(obj.sampling_params)
-        if (obj.sampling_params.get("top_k") or 0) > GREATEST:
-            obj.sampling_params["top_k"] = ALL  # in place: of a batch the request is made of another object
     if input_ids is not None and not len(input_ids) and not getattr(obj, "session_params", None):
         raise ValueError("The prompt has no tokens.")
     if not getattr(obj, "return_logprob", False) and not getattr(obj, "top_logprobs_num", 0):
@@ -67,6 +64,18 @@ def refuse(obj, input_ids, size: int) -> None:
     if first is not None and first < -1:
         raise ValueError(f"logprob_start_len is {first}; it is a place in the prompt, from 0 on, or -1 for none of it.")
     refuse_unknown("token_ids_logprob has", obj.token_ids_logprob, size)
+
+
+def mean(asked: MutableMapping) -> None:
+    """In place: of a batch the request is made of another object, which has the same sampling_params."""
+    for name in WHOLE:
+        if isinstance(asked.get(name), float) and asked[name] % 1 == 0:
+            asked[name] = int(asked[name])
+    for name in SWITCHES:
+        if asked.get(name) in (0, 1):
+            asked[name] = bool(asked[name])
+    if isinstance(asked.get("top_k"), int) and asked["top_k"] > GREATEST:
+        asked["top_k"] = ALL
 
 
 def refuse_kinds(asked: Mapping) -> None:
