@@ -11,6 +11,11 @@ def is_ours() -> bool:
     return models_served.announced() is not None and device_gate.serves_current_device()
 
 
+def is_our_encoding(spec: str | None) -> bool:
+    """In a process that answers over HTTP: our own model's prompts, and cards that we serve."""
+    return spec == ENCODING and models_served.has_served_card()
+
+
 def answers_for_ours(serving) -> bool:
-    """Of an OpenAIServingChat: our own model's prompts, and cards that we serve."""
-    return serving.chat_encoding_spec == ENCODING and models_served.has_served_card()
+    """The same of an OpenAIServingChat, and of what else knows its chat_encoding_spec."""
+    return is_our_encoding(serving.chat_encoding_spec)

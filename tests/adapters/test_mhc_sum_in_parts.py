@@ -55,8 +55,10 @@ WEIGHTS = torch.empty(3, 8, 4), torch.empty(3, WIDTH, 4)
 
 
 def experts(hidden, *, wide=None):
+    """(Made, what the experts' adapter hands on; None: it makes them)"""
     made = Made(hidden)
-    return made, adapter.of_experts(hidden, *WEIGHTS, wide=wide, make=made.whole, in_parts=made.parts)
+    waits = adapter.may_wait(hidden, *WEIGHTS, wide)
+    return made, UnmadeExperts(made.whole, made.parts, hidden) if waits else None
 
 
 def layer_of(coordinator, rows=ROWS, *, shared=None, scaling=1.5):

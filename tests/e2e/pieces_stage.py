@@ -76,6 +76,8 @@ def rows(cases, row):
         for name, case in cases.items()
         for what in (CUT if name in IMPLEMENTATIONS else ())
     ]
+    for name in (name for name in cases if name in IMPLEMENTATIONS and name not in PRODUCTS):
+        found += experts_stage.ran(name, IMPLEMENTATIONS[name], "wide", cases[name], row, ISSUE)
     for name, (how, peers) in TIMED.items():
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         whole = cases.get(f"whole2_43{peers}", {}).get("prompts", {})

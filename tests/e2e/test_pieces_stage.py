@@ -34,6 +34,13 @@ def test_an_engine_whose_products_were_whole_has_shown_nothing(machine):  # noqa
     assert [(row["value"], row["bar"], row["met"]) for row in rows] == [(61, 0, False), (0, 0, True)]
 
 
+def test_a_whole_beside_other_experts_has_shown_nothing(machine):  # noqa: F811
+    machine("pieces2_same", "--only", "same_whole2", FAKE_KERNEL="triton")
+    rows = {row["metric"]: row for row in rows_of(machine.out / "stage_pieces2_same.json")}
+    missing = rows["calls above 256 rows by its kernel, missing to 32"]
+    assert (missing["value"], missing["met"]) == (32, False)
+
+
 def test_times_in_turn_and_in_rounds(machine):  # noqa: F811
     ended = machine("pieces2_43")
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_v4_sm120.patching import import_hook, report, verdict
-from deepseek_v4_sm120.sglang_patches import device_gate
+from deepseek_v4_sm120.sglang_patches import device_gate, models_served
 from tests.patching import wheels
 from tests.patching.small_host import HOST
 
@@ -525,3 +525,14 @@ def opened(monkeypatch):
 
     opened("deepseek_v4")
     return opened
+
+
+@pytest.fixture
+def served_card(monkeypatch):
+    """In a process that answers over HTTP: its parent has told of our model and card."""
+    monkeypatch.setattr(models_served, "has_served_card", lambda: True)
+
+
+@pytest.fixture
+def elsewhere(served_card, monkeypatch):
+    monkeypatch.setattr(models_served, "has_served_card", lambda: False)

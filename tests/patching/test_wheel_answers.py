@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.fixes import (
     billing_lines,
     max_output_tokens,
@@ -28,15 +27,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
 from tests.patching.test_wheel_wo_a import QUIET, take
 from tests.patching.wheels import every_release, fetch, since
 
-
-@pytest.fixture(autouse=True)
-def card(monkeypatch):
-    monkeypatch.setattr(models_served, "has_served_card", lambda: True)
-
-
-@pytest.fixture
-def elsewhere(monkeypatch):
-    monkeypatch.setattr(models_served, "has_served_card", lambda: False)
+pytestmark = pytest.mark.usefixtures("served_card")
 
 
 class Record(SimpleNamespace):

@@ -64,9 +64,7 @@ TOOL = Record(type="function", function=Record(name="clock", description="", par
 OTHER = Record(type="function", function=Record(name="calendar", description="", parameters={"type": "object"}))
 
 
-@pytest.fixture(autouse=True)
-def card(monkeypatch):
-    monkeypatch.setattr(models_served, "has_served_card", lambda: True)
+pytestmark = pytest.mark.usefixtures("served_card")
 
 
 @pytest.fixture(autouse=True)

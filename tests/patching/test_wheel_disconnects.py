@@ -57,9 +57,7 @@ def leave(made, rid):
     return made.sent
 
 
-@pytest.fixture(autouse=True)
-def card(monkeypatch):
-    monkeypatch.setattr(models_served, "has_served_card", lambda: True)
+pytestmark = pytest.mark.usefixtures("served_card")
 
 
 @pytest.mark.parametrize("version", AFFECTED)

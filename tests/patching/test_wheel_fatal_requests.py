@@ -11,11 +11,12 @@ from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.fixes import fatal_requests
 from deepseek_v4_sm120.sglang_patches.rows.http_server import TOKENIZER_MANAGER
 from tests.patching.test_wheel_wo_a import QUIET, take
-from tests.patching.wheels import content, every_release, fetch, since
+from tests.patching.wheels import content, every_release, fetch, members, since
 
 SIZE, MODULE = 12, TOKENIZER_MANAGER.partition(":")[0]
 PARAMS, INFO = "sglang.srt.sampling.sampling_params", "sglang.srt.sampling.sampling_batch_info"
 GENERATE = {"return_logprob": True, "top_logprobs_num": 0, "logprob_start_len": -1, "token_ids_logprob": None}
+GENERATE |= {"session_params": None}
 PLAIN = dict(temperature=1.0, top_p=1.0, top_k=5, min_p=0.0, sampling_seed=None, logit_bias=None, stream_interval=None)
 PLAIN |= dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_new_tokens=0, max_new_tokens=5)
 PLAIN |= dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "beam_width", "custom_params"))
@@ -23,12 +24,10 @@ FATAL = [{"top_k": 2**31}, {"top_k": 10**12}, {"logit_bias": {"3": "x"}}, {"logi
 FATAL += [{"logit_bias": [3]}, {"max_new_tokens": 5.5}, {"stream_interval": "2"}]
 
 
-@pytest.fixture(autouse=True)
-def card(monkeypatch):
-    monkeypatch.setattr(models_served, "has_served_card", lambda: True)
+pytestmark = pytest.mark.usefixtures("served_card")
 
 
-def asks(version, params=None, *, ours, **asked):
+def asks(version, params=None, *, ours, ids=(1, 2, 3), **asked):
     """The request's params behind the release's own front; it raises ValueError where it is refused."""
     names = {"isinstance": lambda one, kind: not (kind is QUIET or isinstance(kind, tuple)) and isinstance(one, kind)}
     method = take(fetch(version), names, "TokenizerManager._validate_one_request", MODULE)
@@ -36,8 +35,8 @@ def asks(version, params=None, *, ours, **asked):
     manager = SimpleNamespace(context_len=100, num_reserved_tokens=0, validate_total_tokens=False)
     manager.model_config = SimpleNamespace(vocab_size=SIZE)
     manager._validate_joint_schema_request = manager._validate_mm_limits = lambda *_: None
-    params = {"temperature": 0.5} if params is None else params
-    method(manager, SimpleNamespace(sampling_params=params, **GENERATE | asked), [1, 2, 3])
+    params = {} if params is None else params
+    method(manager, SimpleNamespace(sampling_params=params, **GENERATE | asked), ids)
     return params
 
 
@@ -193,3 +192,85 @@ def test_the_request_is_made_of_what_was_looked_at(version):
 def test_elsewhere_it_stays_sglangs(monkeypatch):
     monkeypatch.setattr(models_served, "has_served_card", lambda: False)
     assert asks("0.5.23", {"top_k": 2**31}, ours=True, logprob_start_len=-2) == {"top_k": 2**31}
+
+
+# ---- what is refused, and what is not
+
+REFUSED = {
+    "13 log-probabilities": {"top_logprobs_num": SIZE + 1},
+    "-1 log-probabilities": {"top_logprobs_num": -1},
+    "20 log-probabilities": {"top_logprobs_num": 20, "return_logprob": False},  # looked up with others' of the batch
+    "logprob_start_len is -2": {"logprob_start_len": -2},
+    "no tokens": {"ids": ()},
+    "token_ids_logprob has token 12": {"token_ids_logprob": [3, SIZE]},
+    "more than 64 bits": {"params": {"sampling_seed": 2**63}},
+    "json_schema has to be a string": {"params": {"json_schema": {"type": "object"}}},
+    "skip_special_tokens has to be true or false": {"params": {"skip_special_tokens": "no"}},
+    "max_new_tokens has to be a whole number": {"params": {"max_new_tokens": 1.5}},
+    "stream_interval has to be a whole number": {"params": {"stream_interval": "2"}},
+    "custom_params has to be an object": {"params": {"custom_params": "x"}},
+    "stop_token_ids have to be": {"params": {"stop_token_ids": [None]}},
+    "logit_bias has to be": {"params": {"logit_bias": {"1": None}}},
+}
+FINE = (
+    {"top_logprobs_num": SIZE},
+    {"top_logprobs_num": None, "logprob_start_len": None, "return_logprob": False},
+    {"logprob_start_len": 0, "token_ids_logprob": [0, SIZE - 1]},
+    {"ids": None},  # embeddings in place of tokens
+    {"ids": (), "session_params": {"id": "s"}},  # the session has them
+    {"params": {"sampling_seed": -(2**63), "max_new_tokens": 5, "top_k": None, "skip_special_tokens": False}},
+    {"params": {"json_schema": "{}", "stop_token_ids": [3], "logit_bias": {"1": 2, "3": -0.5}, "custom_params": {}}},
+)
+
+
+@every_release()
+def test_requests_that_fit_no_answer_are_refused(version):
+    for words, request in REFUSED.items():
+        assert asks(version, ours=False, **request) == request.get("params", {})  # so the row is needed
+        with pytest.raises(ValueError, match=words):
+            asks(version, ours=True, **request)
+    for request in FINE:
+        assert asks(version, ours=True, **request) == request.get("params", {})
+
+
+def test_other_models_and_cards_take_them(elsewhere):
+    for request in REFUSED.values():
+        assert asks("0.5.23", ours=True, **request) == request.get("params", {})
+
+
+def first_there(version, *modules):
+    """The one of the modules that the release has."""
+    return next(m for m in modules if f"{m.replace('.', '/')}.py" in members(fetch(version)))
+
+
+@every_release()
+def test_what_they_would_do(version):
+    """In the scheduler, and in what makes text of tokens: an error, which nobody there catches."""
+    wheel, dsv = fetch(version), "sglang.srt"
+    names = {"torch": torch, "LogprobStage": SimpleNamespace(DECODE=0)}
+    module = first_there(version, f"{dsv}.layers.logprob_processor", f"{dsv}.layers.utils.logprob")
+    alternatives = take(wheel, names, "get_top_logprobs_raw", module)
+    assert len(alternatives(torch.zeros(1, SIZE), [SIZE], 0)[1][0]) == SIZE
+    with pytest.raises(RuntimeError, match="out of range"):
+        alternatives(torch.zeros(1, SIZE), [SIZE + 1], 0)
+
+    found = take(wheel, {}, "BaseGrammarBackend.get_cached_or_future_value", f"{dsv}.constrained.base_grammar_backend")
+    with pytest.raises(TypeError, match="unhashable"):
+        found(SimpleNamespace(cache={}), ("json", {"type": "object"}), False)
+
+    places = (
+        f"{dsv}.managers.scheduler_components.logprob_result_processor",
+        (f"{dsv}.managers.scheduler_components.batch_result_processor"),
+    )
+    module = first_there(version, *places, f"{dsv}.managers.scheduler_output_processor_mixin")
+    texts = content(wheel, f"{module.replace('.', '/')}.py")
+    owner = texts[: texts.index("def _process_input_token_logprobs")].rpartition("\nclass ")[2].partition(":")[0]
+    told = take(wheel, {}, f"{owner.partition('(')[0]}._process_input_token_logprobs", module)
+    for start, comes_out in ((0, True), (-2, False)):
+        kept = SimpleNamespace()
+        req = SimpleNamespace(logprob=kept, origin_input_ids=[1, 2, 3, 4], logprob_start_len=start)
+        made = SimpleNamespace(model_config=SimpleNamespace(vocab_size=SIZE))
+        made._uses_scoring_positions = made._is_multi_item_scoring = lambda _: False
+        told(made, req, [0.1, 0.2, 0.3, 0.4])
+        kept = kept if vars(kept) else req
+        assert (len(kept.input_token_logprobs_val) == len(kept.input_token_logprobs_idx)) is comes_out

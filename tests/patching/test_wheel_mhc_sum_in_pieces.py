@@ -99,7 +99,8 @@ class Experts:
 
     def routed_of(self, wheel, names, x):
         make, in_parts = lambda: self.made.append("whole") or x * 0.75, partial(self.in_parts, x)
-        routed = by_columns.of_experts(x, QUIET, QUIET, wide=True, make=make, in_parts=in_parts)
+        assert by_columns.may_wait(x, QUIET, QUIET, True)
+        routed = by_columns.UnmadeExperts(make, in_parts, x)
         forward = layers.take(wheel, dict(names) | MOE, "FusedMoE.forward_impl", MOE_LAYER)
         members = {"forward": forward, "run_moe_core": lambda self, dispatch_output: dispatch_output}
         return type("FusedMoE", (layers.Part,), members)(

@@ -1,5 +1,5 @@
-"""Requests that no answer fits, and what of an answer's numbers is told: each release's own code on the CPU, beside
-ours."""
+"""Requests that are refused or ended at the wrong place, and what of an answer's numbers is told: each release's own
+code on the CPU, beside ours."""
 
 import asyncio
 import copy
@@ -10,13 +10,10 @@ import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 
-from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.fixes import (
     echoed_items,
     empty_stops,
-    fatal_requests,
     prompts_aside,
     response_errors,
     sampled_states,
@@ -35,115 +32,11 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
 from tests.patching.test_wheel_answers import Record
 from tests.patching.test_wheel_turns import RENDERER, handler, recipe  # noqa: F401
 from tests.patching.test_wheel_wo_a import take
-from tests.patching.wheels import content, every_release, fetch, members, since
+from tests.patching.wheels import content, every_release, fetch, since
 
+pytestmark = pytest.mark.usefixtures("served_card")
 
-@pytest.fixture(autouse=True)
-def card(monkeypatch):
-    monkeypatch.setattr(models_served, "has_served_card", lambda: True)
-
-
-@pytest.fixture
-def elsewhere(monkeypatch):
-    monkeypatch.setattr(models_served, "has_served_card", lambda: False)
-
-
-def first_there(version, *modules):
-    """The one of the modules that the release has."""
-    return next(m for m in modules if f"{m.replace('.', '/')}.py" in members(fetch(version)))
-
-
-# ---- fatal_requests
-
-VOCABULARY = 12
 MANAGER = TOKENIZER_MANAGER.partition(":")[0]
-
-
-def validates(version, ids=(3,), *, ours=True, asked=None, **more):
-    """Whether a request is taken: None, or it is refused with ValueError."""
-    names = {"isinstance": lambda one, kind: False}
-    method = take(fetch(version), names, "TokenizerManager._validate_one_request", MANAGER)
-    method = fatal_requests.replace_validate(method) if ours else method
-    manager = SimpleNamespace(context_len=100, num_reserved_tokens=0, validate_total_tokens=False)
-    manager.model_config = SimpleNamespace(vocab_size=VOCABULARY)
-    manager._validate_joint_schema_request = manager._validate_mm_limits = lambda *_: None
-    given = {"sampling_params": asked or {}, "return_logprob": True, "top_logprobs_num": 0, "logprob_start_len": -1}
-    return method(manager, SimpleNamespace(**given | {"token_ids_logprob": None, "session_params": None} | more), ids)
-
-
-FATAL = {
-    "13 log-probabilities": {"top_logprobs_num": VOCABULARY + 1},
-    "-1 log-probabilities": {"top_logprobs_num": -1},
-    "20 log-probabilities": {"top_logprobs_num": 20, "return_logprob": False},  # looked up with others' of the batch
-    "logprob_start_len is -2": {"logprob_start_len": -2},
-    "no tokens": {"ids": ()},
-    "token_ids_logprob has token 12": {"token_ids_logprob": [3, VOCABULARY]},
-    "more than 64 bits": {"asked": {"sampling_seed": 2**63}},
-    "json_schema has to be a string": {"asked": {"json_schema": {"type": "object"}}},
-    "skip_special_tokens has to be true or false": {"asked": {"skip_special_tokens": "no"}},
-    "max_new_tokens has to be a whole number": {"asked": {"max_new_tokens": 1.5}},
-    "stream_interval has to be a whole number": {"asked": {"stream_interval": "2"}},
-    "custom_params has to be an object": {"asked": {"custom_params": "x"}},
-    "stop_token_ids have to be": {"asked": {"stop_token_ids": [None]}},
-    "logit_bias has to be": {"asked": {"logit_bias": {"1": None}}},
-}
-FINE = (
-    {"top_logprobs_num": VOCABULARY},
-    {"top_logprobs_num": None, "logprob_start_len": None, "return_logprob": False},
-    {"logprob_start_len": 0, "token_ids_logprob": [0, VOCABULARY - 1]},
-    {"ids": None},  # embeddings in place of tokens
-    {"ids": (), "session_params": {"id": "s"}},  # the session has them
-    {"asked": {"sampling_seed": -(2**63), "max_new_tokens": 5, "top_k": None, "skip_special_tokens": False}},
-    {"asked": {"json_schema": "{}", "stop_token_ids": [3], "logit_bias": {"1": 2, "3": -0.5}, "custom_params": {}}},
-)
-
-
-@every_release()
-def test_requests_that_fit_no_answer_are_refused(version):
-    for words, request in FATAL.items():
-        assert validates(version, ours=False, **request) is None  # so the row is needed
-        with pytest.raises(ValueError, match=words):
-            validates(version, **request)
-    for request in FINE:
-        assert validates(version, **request) is None
-
-
-def test_other_models_and_cards_take_them(elsewhere):
-    for request in FATAL.values():
-        assert validates("0.5.23", **request) is None
-
-
-@every_release()
-def test_what_they_would_do(version):
-    """In the scheduler, and in what makes text of tokens: an error, which nobody there catches."""
-    wheel, dsv = fetch(version), "sglang.srt"
-    names = {"torch": torch, "LogprobStage": SimpleNamespace(DECODE=0)}
-    module = first_there(version, f"{dsv}.layers.logprob_processor", f"{dsv}.layers.utils.logprob")
-    alternatives = take(wheel, names, "get_top_logprobs_raw", module)
-    assert len(alternatives(torch.zeros(1, VOCABULARY), [VOCABULARY], 0)[1][0]) == VOCABULARY
-    with pytest.raises(RuntimeError, match="out of range"):
-        alternatives(torch.zeros(1, VOCABULARY), [VOCABULARY + 1], 0)
-
-    found = take(wheel, {}, "BaseGrammarBackend.get_cached_or_future_value", f"{dsv}.constrained.base_grammar_backend")
-    with pytest.raises(TypeError, match="unhashable"):
-        found(SimpleNamespace(cache={}), ("json", {"type": "object"}), False)
-
-    places = (
-        f"{dsv}.managers.scheduler_components.logprob_result_processor",
-        (f"{dsv}.managers.scheduler_components.batch_result_processor"),
-    )
-    module = first_there(version, *places, f"{dsv}.managers.scheduler_output_processor_mixin")
-    texts = content(wheel, f"{module.replace('.', '/')}.py")
-    owner = texts[: texts.index("def _process_input_token_logprobs")].rpartition("\nclass ")[2].partition(":")[0]
-    told = take(wheel, {}, f"{owner.partition('(')[0]}._process_input_token_logprobs", module)
-    for start, comes_out in ((0, True), (-2, False)):
-        kept = SimpleNamespace()
-        req = SimpleNamespace(logprob=kept, origin_input_ids=[1, 2, 3, 4], logprob_start_len=start)
-        made = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCABULARY))
-        made._uses_scoring_positions = made._is_multi_item_scoring = lambda _: False
-        told(made, req, [0.1, 0.2, 0.3, 0.4])
-        kept = kept if vars(kept) else req
-        assert (len(kept.input_token_logprobs_val) == len(kept.input_token_logprobs_idx)) is comes_out
 
 
 # ---- empty_stops

@@ -23,9 +23,7 @@ RENDERER = "sglang/srt/parser/deepseek_recipe_renderer.py"
 TOOL = {"type": "function", "function": {"name": "run", "description": "", "parameters": {"type": "object"}}}
 
 
-@pytest.fixture(autouse=True)
-def card(monkeypatch):
-    monkeypatch.setattr(models_served, "has_served_card", lambda: True)
+pytestmark = pytest.mark.usefixtures("served_card")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The experts' sum between the cards in parts of their columns: NCCL sums one part while down makes the next.
 
-    of_experts   for mxfp4_moe.py: the experts' output that is not made yet (`UnmadeExperts`), where its sum may go in
-                 parts. The shared expert's is added to it where SGLang adds them
+    may_wait     for mxfp4_moe.py: whether the experts' output may be an `UnmadeExperts`, to which the shared expert's
+                 is added where SGLang adds them
     owed         for mhc_sum.py: what a layer gets instead of the sum of it, a `SumInParts`: the products are launched
                  here, part by part, and each part's sum behind it
 
@@ -93,14 +93,16 @@ class SumInParts(pieces.SumInPieces):
         return getattr(self._like, name)
 
 
-def of_experts(hidden: torch.Tensor, w13, w2, *, wide: bool | None, make: Callable, in_parts: Callable):
-    """What stands for the output of rows `hidden`; None: it is to be made now."""
-    is_here = layers.layer is not None and "coordinator" in layers.known
-    if not is_here or wide is False or not mxfp4_moe.makes_parts(w13, w2, parts_of()):
-        return None
-    if not pieces.takes(layers.known["coordinator"], hidden) or not (wide or mxfp4_moe.prefers_wide(hidden.device)):
-        return None
-    return UnmadeExperts(make, in_parts, hidden)
+def may_wait(hidden: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, wide: bool | None) -> bool:
+    """Whether the output of rows `hidden` may be made where its sum is asked for."""
+    coordinator = layers.known.get("coordinator") if layers.layer is not None else None
+    return (
+        coordinator is not None
+        and wide is not False
+        and pieces.takes(coordinator, hidden)
+        and (wide or mxfp4_moe.prefers_wide(hidden.device))
+        and mxfp4_moe.makes_parts(w13, w2, parts_of())
+    )
 
 
 def parts_of() -> int:

@@ -263,13 +263,10 @@ def _run(experts: Experts, hidden, topk_ids, topk_weights):
 def _output(experts: Experts, hidden, topk_ids, topk_weights) -> torch.Tensor | mhc_sum_in_parts.UnmadeExperts:
     """Made, or to be made where the sum between the cards is asked for."""
     here = experts, hidden, topk_ids, topk_weights
-    owed = mhc_sum_in_parts.of_experts(
-        *(hidden, experts.w13, experts.w2),
-        wide=experts.wide,
-        make=functools.partial(_run, *here),
-        in_parts=functools.partial(op.mxfp4_moe_in_parts, **_given(*here)),
-    )
-    return _run(*here) if owed is None else owed
+    if not mhc_sum_in_parts.may_wait(hidden, experts.w13, experts.w2, experts.wide):
+        return _run(*here)
+    in_parts = functools.partial(op.mxfp4_moe_in_parts, **_given(*here))
+    return mhc_sum_in_parts.UnmadeExperts(functools.partial(_run, *here), in_parts, hidden)
 
 
 def _serve(method, layer, dispatch_output):

@@ -15,8 +15,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.scope import ENCODING
+from deepseek_v4_sm120.sglang_patches.scope import is_our_encoding
 
 CALLS, ID, RESULT_OF = "tool_calls", "id", "tool_call_id"
 
@@ -26,7 +25,7 @@ def replace_encode(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _encode(self, body, **more):
-        if self._spec == ENCODING and models_served.has_served_card():
+        if is_our_encoding(self._spec):
             body = {**body, "messages": in_order(body["messages"])}
         return original(self, body, **more)
 

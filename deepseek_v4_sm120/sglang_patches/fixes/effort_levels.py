@@ -19,8 +19,7 @@ import os
 import re
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.scope import ENCODING
+from deepseek_v4_sm120.sglang_patches.scope import answers_for_ours
 
 ENCODER = "encoding/encoding_dsv4.py"
 ONE_TEXT, SEVERAL = r"^REASONING_EFFORT_MAX\b", r"^REASONING_EFFORT_PROMPTS\b"  # what the encoders define
@@ -38,7 +37,7 @@ def replace_build(original: Callable) -> Callable:
     @functools.wraps(original)
     def build_chat_encoding_adapter(ctx):
         made = original(ctx)
-        if made is not None and ctx.chat_encoding_spec == ENCODING and models_served.has_served_card():
+        if made is not None and answers_for_ours(ctx):
             setattr(made, MARK, has_first_levels(ctx.model_path, ctx.revision))
         return made
 

@@ -14,8 +14,7 @@ import copy
 import functools
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.scope import ENCODING
+from deepseek_v4_sm120.sglang_patches.scope import is_our_encoding
 
 IN_BRACKETS = ("object", "array")
 
@@ -26,7 +25,7 @@ def replace_new_output_parser(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _new_output_parser(self, request):
-        if self._spec == ENCODING and models_served.has_served_card() and may_be_no_container(request.response_format):
+        if is_our_encoding(self._spec) and may_be_no_container(request.response_format):
             request = copy.copy(request)
             request.response_format = None
         return original(self, request)

@@ -15,8 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.scope import ENCODING
+from deepseek_v4_sm120.sglang_patches.scope import is_our_encoding
 
 STRICT, FORMAT, TOOLS = "strict", "response_format", "tools"
 SCHEMA_IN = {FORMAT: "json_schema", TOOLS: "function"}
@@ -31,7 +30,7 @@ def replace_encode(original: Callable) -> Callable:
             return original(self, body, **more)
         except ValueError:
             loose = without_strict(body)
-            if loose == body or self._spec != ENCODING or not models_served.has_served_card():
+            if loose == body or not is_our_encoding(self._spec):
                 raise
         return original(self, loose, **more)
 
