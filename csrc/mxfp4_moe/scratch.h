@@ -77,16 +77,18 @@ inline SumParams sum_of(const Params& params, const TilesParams& tiles, const vo
 }
 
 // Down and the sum of each of the parts that are asked for: launch(product of it), launch_sum. `product` is gate/up's, but for what both
-// downs differ in.
+// downs differ in. The sum of a part by itself is a plain launch: programmatic, its blocks would wait for the product in the very
+// multiprocessors that are left to who sums the part before over the cards.
 template <typename Product, typename Launch>
 void each_part(const Params& params, const Parts& parts, Product product, SumParams sum, bool bf16, const Launcher& launcher, Launch launch) {
   const int all = params.hidden / sum.columns, begin = std::max(parts.only, 0), end = parts.only < 0 ? all : begin + 1;
+  const Launcher of_sum = {launcher.name, launcher.pdl && parts.only < 0, launcher.stream};
   product.outputs = sum.columns;
   for (int part = begin; part < end; ++part) {
     Product down = product;
     down.first = part * sum.columns, down.taken += 1 + part;
     launch(down);
-    launch_sum(sum, bf16, launcher);
+    launch_sum(sum, bf16, of_sum);
     sum.out += sum.columns;
     if (sum.shared != nullptr) sum.shared += sum.columns;
   }
