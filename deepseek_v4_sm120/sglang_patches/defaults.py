@@ -11,6 +11,7 @@ from deepseek_v4_sm120.patching.spec import VALUE, Default
 DECODE_STEPS_BETWEEN_CHUNKS = 8
 CAPTURED_ROWS = 1024  # of a prefill pass in graphs, at most; on one card
 PIECES = 4  # of a sum of many rows
+TRIED = 0  # no number: it is tried out
 
 DEFAULTS = (
     Default(
@@ -49,6 +50,19 @@ DEFAULTS = (
         on=False,
         how="no way without us",
         value=PIECES,
+    ),
+    Default(
+        name="prompts_in_halves",
+        why="the card idles while a prompt's rows are summed, twice a layer: 146 of a chunk's 577 ms over PCIe at two "
+        "cards, by arithmetic. In two halves that take turns the sums of one run beside the products of the other, and "
+        "the host launches twice as much: tried out by the server's first passes, unless a number says how many rows "
+        "a half has at least",
+        source="[R] all releases' batches, models and attention backends; [M] by us, on two H200 through host memory, "
+        "whose host takes as long for a pass as the card: a chunk of 8,192 rows 649 ms for 538",
+        sglang=">=0.5.14,<0.6",
+        on=False,
+        how="no way without us",
+        value=TRIED,
     ),
     Default(
         name="dealt_streams",

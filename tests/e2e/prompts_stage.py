@@ -148,7 +148,7 @@ def of_passes(events, passes):
 
 def measure(case, shapes=None, earlier=None):
     """Of a Case of engine_case.py: time to the first tokens of each of `shapes` (PROMPTS), and what the card did in
-    TRACED. earlier: what the rounds before found."""
+    TRACED; of a single shape its sums. earlier: what the rounds before found."""
     rows = {}
     for count, length in PROMPTS if shapes is None else [tuple(map(int, shape.split("x"))) for shape in shapes]:
         before = (earlier or {}).get(f"{count}x{length}")
@@ -165,9 +165,10 @@ def measure(case, shapes=None, earlier=None):
             worst = max(row["first_token_ms_worst"], before["first_token_ms_worst"])
             best = min(before, row, key=lambda one: one["first_token_ms"])
             row = before | {name: best[name] for name in row} | {"first_token_ms_worst": worst}
-        elif (count, length) in TRACED:
+        elif (count, length) in TRACED or len(shapes or ()) == 1:
             events = case.events(count, 0, length)
-            row["card"] = of_passes(events, -(-count * length // CHUNK))
+            if (count, length) in TRACED:
+                row["card"] = of_passes(events, -(-count * length // CHUNK))
             sums = [e["dur"] for e in events if e.get("cat") == "kernel" and SUMS.match(e["name"])]
             row |= {"sums_ms": sum(sums) / 1e3} if sums else {}
         rows[f"{count}x{length}"] = row

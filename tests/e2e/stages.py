@@ -17,6 +17,7 @@ import chain_stage  # noqa: E402
 import drawn_stage  # noqa: E402
 import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
+import halves_stage  # noqa: E402
 import pieces_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 import streams_stage  # noqa: E402
@@ -394,6 +395,8 @@ STAGES = {
     ),
     # a prompt's sums, NCCL's, in pieces and whole: to the last bit beside ours of few rows; timed by NCCL alone
     **pieces_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
+    # prompts in halves that take turns, and whole, likewise
+    **halves_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     # a prompt's streams, dealt to the cards and whole, likewise
     **streams_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     **prompts_stage.stages(
@@ -451,6 +454,7 @@ SAMES = [
     *cards_stage.SAMES,
     *experts_stage.SAMES,
     *pieces_stage.SAMES,
+    *halves_stage.SAMES,
     *streams_stage.SAMES,
     *prompts_stage.SAMES,
     *(

@@ -48,6 +48,7 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
         "pieces_stage",
         "prefill_beside",
         "prompts_stage",
+        "halves_stage",
         "streams_stage",
         "what_ran",
         "collect",

@@ -69,6 +69,11 @@ ALLOCATORS = tuple(
 PLANS = tuple(
     (f"{place}.dsv4.compress:CompressorPrefillPlan",) for place in ("sglang.jit_kernel", "sglang.kernels.ops.attention")
 )
+ONLINE = tuple(
+    (f"{place}.dsv4.online_c128_mtp:OnlineC128MTPController",)
+    for place in ("sglang.jit_kernel", "sglang.kernels.ops.attention", f"{SRT}.layers.attention")
+)
+HALF = tuple(f"{function}:half" for function in ("_half", "_first_half", "_second_half"))
 NORM = f"{SRT}.layers.layernorm:RMSNorm"
 STAGES = tuple(f"{DSPARK.partition(':')[0]}:{name}" for name in ("DSparkV4Stage", "DSparkV4CudaStage"))
 ANY_LAYER = ((LAYER,), (CUDA_LAYER,), (STAGES[0],), (STAGES[1],))
@@ -160,6 +165,17 @@ OBJECTS = {
         "forward_batch": ((f"{BATCH}:ForwardBatch",),),
         "forward_batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
         "mode": ((f"{BATCH}:CaptureHiddenMode",),),
+    },
+    "prompts_in_halves": {
+        "state": ((STATE,),),
+        **{name: ((GROUP,),) for name in ("coordinator", "decode_context", "tp", "state.get_moe_ep_group()")},
+        **{name: ((GROUP,),) for name in ("state._PP",)},
+        **{name: ((f"{BATCH}:ForwardBatch",),) for name in ("batch", *HALF)},
+        "backend": ((f"{BACKEND}:DeepseekV4AttnBackend",),),
+        "backend.token_to_kv_pool": ((f"{POOL}:DeepSeekV4TokenToKVPool",),),
+        "backend.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
+        "backend.model_runner.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
+        "backend.online_c128_mtp": ONLINE,
     },
     "scope": {"serving": ((CHAT,),)},
     "default_thinking": {
@@ -372,6 +388,20 @@ OURS = {
     "response_errors": {"error"},
     "token_logprobs": {"tokenizer"},
     "tool_strings": {"parameter"},
+    "halves_trial": {"end", "found", "found[-1][2]", "rows", "start", "torch.cuda.Event(enable_timing=True)", "trial"},
+    "prompts_in_halves": {
+        "_running",
+        "_trials",
+        "batch.forward_mode",
+        "cut",
+        "made",
+        "half",
+        "made.halves",
+        "rows",
+        "tried",
+        "work",
+    },
+    "turns": {"_kept", "_worker()", "behind", "contextvars.copy_context()", "place", "stack"},
     "waiting": {"kind", "w", "waiting"},
     "wo_a": {
         *("FORWARD", "expanded", "given", "groups", "groups.stored", "load", "parameter", "rotation", "signature"),
@@ -390,6 +420,7 @@ GUARDED = {
 OF_WRAPPERS = {("bf16_linear", "head", "set_lora"): f"{SRT}.lora.layers:ParallelLMHeadWithLoRA"}
 
 SERVES = {
+    **dict.fromkeys(("halves_trial", "turns"), "prompts_in_halves"),
     "mhc_sum_in_parts": "mhc_sum",
     "mhc_owed_terms": "mhc_sum",
     "scope": "default_thinking",

@@ -180,7 +180,8 @@ def test_the_sm120_call_passes_what_the_function_reads(inspect_wheel, version):
     assert calls == [set(SM120_KEYS)]
 
 
-CHOICES = dict(reproducible="0.5.14", draft_head="0.5.14", router_topk="0.5.15", prefill_graphs="0.5.17")
+CHOICES = dict.fromkeys(("reproducible", "draft_head", "prompts_in_halves"), "0.5.14")
+CHOICES |= dict(router_topk="0.5.15", prefill_graphs="0.5.17")
 OF_SEVERAL_CARDS, OF_GRAPHS = ("dealt_index", "dealt_streams", "sums_in_pieces"), ("prefill_graphs", "compiled_streams")
 
 
@@ -224,6 +225,16 @@ def test_the_places_of_dealt_streams_fit(inspect_wheel, version):
     ]
     for record in found[2:]:
         assert ours.index((record.where, "mhc")) < ours.index((record.where, "dealt_streams"))
+
+
+@every_release("0.5.14")
+def test_the_places_of_prompts_in_halves_fit(inspect_wheel, version):
+    for chosen, rows in (("on", 0), ("2048", 2048)):
+        inspect_wheel(version, fresh=True)
+        made = Engine(TABLE, host="sglang", settings=Settings(choices={"prompts_in_halves": chosen}))
+        made.survey()
+        found = [(record.state, record.review) for record in found_in(made, patch="prompts_in_halves")]
+        assert found == [(READY, "reviewed")] * 2 and made.steering.value("prompts_in_halves") == rows
 
 
 @every_release("0.5.14")

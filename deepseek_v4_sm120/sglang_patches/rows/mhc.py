@@ -17,7 +17,7 @@ themselves; what they ask for is summed there.
 
 from deepseek_v4_sm120.patching.contract import Parameters
 from deepseek_v4_sm120.patching.spec import Patch
-from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_SINCE, EXTENSION, MODEL, targets_of
+from deepseek_v4_sm120.sglang_patches.names import BACKEND, DSPARK, DSPARK_SINCE, EXTENSION, MODEL, targets_of
 
 LAYER = f"{MODEL}:DeepseekV4DecoderLayer"
 LAYER_BASE = f"{MODEL}:DeepseekV4DecoderLayerBase"
@@ -113,4 +113,22 @@ DEALT_STREAMS = Patch(
     serves="mhc",
     absent="0.5.12 has no fused boundary",
     retire="when SGLang deals the rows between sublayers itself",
+)
+
+PROMPTS_IN_HALVES = Patch(
+    name="prompts_in_halves",
+    why="a layer's two sums of a prompt's rows run while the card waits: over PCIe or host memory a quarter of the "
+    "time of a chunk and more. In two halves that take turns, one's sums run beside the other's products",
+    targets=(
+        targets_of("prompts_in_halves")(
+            f"{BACKEND}:DeepseekV4AttnBackend.init_forward_metadata",
+            "init_forward_metadata",
+            Parameters(("self", "forward_batch")),
+            ">=0.5.14,<0.6",
+        ),
+        targets_of("prompts_in_halves")(MODEL_FORWARD, "model_forward", MODEL_FORWARD_PARAMETERS, ">=0.5.14,<0.6"),
+    ),
+    default="prompts_in_halves",
+    absent="0.5.12 and 0.5.13 were not read for it",
+    retire="when SGLang's two-batch overlap serves plain tensor parallelism",
 )

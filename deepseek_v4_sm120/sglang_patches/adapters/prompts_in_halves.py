@@ -1,0 +1,366 @@
+"""A prompt's rows in two halves that take turns: while NCCL sums one half's rows, the card works on the other's.
+
+    replace_init_forward_metadata   the attention backend's: of a batch that goes in halves their metadata, too, in
+                                    front of the whole's, for what it reads may be written again behind it
+    replace_model_forward           the target model's forward: once for each half, in threads that take turns
+
+Under tensor parallelism a layer sums its rows over the cards twice, and waits. Here the tensor-parallel group's
+all_reduce starts a half's sum on NCCL's own stream and gives the other half its turn; both launch on SGLang's stream,
+so that has one half's attention behind the other's, then the experts of both, and each waits for a sum that ran beside
+the other's products. The first half never reads what the second writes: it has the earlier rows of each prompt, and its
+layer's keys and states are written before the second half's turn. A half is a batch as SGLang would make one of these
+rows: whole prompts, and one that is cut, as in chunks, at a multiple of a page.
+
+Whether a batch is cut, and where, all ranks must decide alike: by its rows, mode, settings and groups (`_why_not`).
+Their sums then start in one order. `status` says how many passes went in halves, and why others did not.
+
+Behind the layers both halves' rows are put together: the head, the log-probabilities and what a draft reads are of the
+whole batch, as ever.
+
+DSV4_SM120_SET=prompts_in_halves=on tries out whether a server's passes gain by it (halves_trial.py); a number: every
+pass of as many rows for each half goes so.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import importlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deepseek_v4_sm120 import patching
+from deepseek_v4_sm120.ops.shared import cuda_tensors
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.adapters import halves_trial as trial
+from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as pieces
+from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE
+from deepseek_v4_sm120.sglang_patches.adapters.index_select_dealt import see_the_same_cards
+from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import finished
+from deepseek_v4_sm120.sglang_patches.adapters.turns import Turns
+from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope
+
+PATCH = "prompts_in_halves"
+ROWS = 2048  # of a half at least, more or less, where it is tried out: fewer are soon bound by the host
+PAGE = 256  # a prompt is cut at a multiple of it: no group of a compressor is in both halves
+# Multiprocessors that kernels leave to the sums beside them, whose blocks NCCL has one of for each channel: 4 through
+# host memory (seen on two H200)
+SUM_SMS = 8
+_PASS = "_dsv4_sm120_pass"  # of a batch: its _Pass
+_running = Scope()  # its layer: the _Half whose turn it is
+_seen: collections.Counter = collections.Counter()  # "passes" in halves, "rows" of them, "sums" that had turns
+_left: collections.Counter = collections.Counter()  # why -> passes of as many rows that were not
+_trials = trial.Trials()
+
+
+class Cut:
+    """Where a batch of prompts with `lengths` rows behind `before` tokens is cut: between two prompts near the middle,
+    or within one at a multiple of a page. rows: of the first half; request: whose rows it ends with; offset: how many
+    of them it has; is_within: whether the second half has others of them; least: rows of the smaller half."""
+
+    def __init__(self, lengths: list[int], before: list[int]):
+        ends = list(itertools.accumulate(lengths))
+        self.whole = ends[-1]
+        middle = self.whole // 2
+        self.request = next(number for number, end in enumerate(ends) if end >= middle)
+        start, end = ends[self.request] - lengths[self.request], ends[self.request]
+        edge = min((start, end), key=lambda edge: abs(edge - middle))
+        page = (before[self.request] + middle - start + PAGE // 2) // PAGE * PAGE - before[self.request] + start
+        self.is_within = start < page < end and abs(edge - middle) > self.whole // 16
+        self.rows = page if self.is_within else edge
+        if self.rows == start:
+            self.request -= 1
+        self.offset = self.rows - start if self.is_within else lengths[self.request]
+        self.least = min(self.rows, self.whole - self.rows)
+
+
+@dataclass
+class _Half:
+    number: int
+    batch: object
+    at: slice
+    metadata: object = None
+    halves: Halves | None = None
+
+    def sums(self, x) -> bool:
+        return x.ndim == 2 and len(x) == self.at.stop - self.at.start and x.is_contiguous()
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """x, the sum over the cards in place, in front of which the other half has had its turn."""
+        work = torch.distributed.all_reduce(x, group=self.halves.coordinator.device_group, async_op=True)
+        _seen["sums"] += 1
+        self.halves.turns.next(self.number)
+        self.begin()
+        work.wait()  # makes the stream wait
+        return x
+
+    def begin(self) -> None:
+        self.halves.backend.forward_metadata = self.metadata
+
+
+class Halves:
+    def __init__(self, backend, coordinator, batch, cut: Cut):
+        self.backend, self.coordinator, self.rows = backend, coordinator, cut.whole
+        self.turns = Turns()
+        self._both = [
+            _Half(0, _first_half(batch, cut), slice(0, cut.rows)),
+            _Half(1, _second_half(batch, cut), slice(cut.rows, cut.whole)),
+        ]
+        for half in self._both:
+            half.halves = self
+
+    def prepare(self, init_forward_metadata: Callable) -> None:
+        for half in self._both:
+            init_forward_metadata(self.backend, half.batch)
+            half.metadata = self.backend.forward_metadata
+
+    def run(self, model: Callable):
+        """What model(batch, rows) returns, of both halves' rows."""
+        whole = self.backend.forward_metadata
+        _give_turns_at_sums_of(self.coordinator)
+
+        def turn(half: _Half):
+            half.begin()
+            with _running.enter(half):
+                return model(half.batch, half.at)
+
+        try:
+            with cuda_tensors.held(SUM_SMS):
+                return _together(self.turns.run(*(functools.partial(turn, half) for half in self._both)))
+        finally:
+            self.backend.forward_metadata = whole
+
+
+@dataclass
+class _Pass:
+    """How a batch's rows go through the model. tried: the trial that times it."""
+
+    rows: int
+    halves: Halves | None
+    tried: trial.Trial | None
+
+    def run(self, model: Callable, whole: Callable):
+        start = trial.event() if self.tried else None
+        found = whole() if self.halves is None else self.halves.run(model)
+        if self.tried:
+            way = trial.WHOLE if self.halves is None else trial.HALVES
+            self.tried.add(way, self.rows, start, trial.event())
+        return found
+
+
+def _together(parts):
+    """Of tensors [rows, ...], or of tuples and lists of them, one."""
+    one = parts[0]
+    if isinstance(one, torch.Tensor):
+        return torch.cat(parts)
+    return None if one is None else type(one)(map(_together, zip(*parts, strict=True)))
+
+
+# ---- a half's batch
+
+
+_ROWS = ("input_ids", "positions", "out_cache_loc")
+_REQUESTS = ("req_pool_indices", "req_pool_indices_cpu", "orig_seq_lens", "rids", "lora_ids")
+_REQUESTS += ("extend_logprob_start_lens_cpu", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_seq_lens_cpu")
+_REQUESTS += ("extend_prefix_lens", "extend_prefix_lens_cpu", "extend_start_loc")
+# a batch that has any of these has rows or requests that nobody cuts
+_NOT_CUT = ("input_embeds", "replace_embeds", "tbo_children", "attn_cp_metadata", "attn_dcp_metadata")
+_NOT_CUT += ("out_cache_loc_virtual", "out_cache_loc_dsv4", "global_num_tokens_cpu", "mm_input_embeds")
+_NOT_CUT += ("encoder_swa_replay", "encoder_swa_row_floor", "encoder_swa_compress_rows", "token_type_ids")
+
+
+def _half(batch, rows: slice, requests: slice):
+    half = copy.copy(batch)
+    for name in _ROWS:
+        setattr(half, name, getattr(batch, name)[rows])
+    for name in _REQUESTS:
+        found = getattr(batch, name, None)
+        if found is not None:
+            part = found[requests]
+            setattr(half, name, part.clone() if isinstance(part, torch.Tensor) else list(part))
+    half.batch_size = len(half.req_pool_indices)
+    half.extend_num_tokens = rows.stop - rows.start
+    for name in ("num_token_non_padded", "global_num_token_non_padded"):
+        if getattr(batch, name, None) is not None:
+            setattr(half, name, torch.full_like(getattr(batch, name), half.extend_num_tokens))
+    for name in ("num_token_non_padded_cpu", "global_num_token_non_padded_cpu"):
+        if getattr(batch, name, None) is not None:
+            setattr(half, name, half.extend_num_tokens)
+    return half
+
+
+def _first_half(batch, cut: Cut):
+    half = _half(batch, slice(0, cut.rows), slice(0, cut.request + 1))
+    if cut.is_within:
+        missing = batch.extend_seq_lens_cpu[cut.request] - cut.offset
+        for name in ("seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_seq_lens_cpu"):
+            getattr(half, name)[-1] -= missing
+    half.seq_lens_sum = int(half.seq_lens_cpu.sum())
+    return half
+
+
+def _second_half(batch, cut: Cut):
+    first = cut.request if cut.is_within else cut.request + 1
+    half = _half(batch, slice(cut.rows, cut.whole), slice(first, batch.batch_size))
+    half.extend_start_loc = (half.extend_start_loc - cut.rows).clamp_(min=0)
+    if cut.is_within:
+        for name in ("extend_prefix_lens", "extend_prefix_lens_cpu"):
+            getattr(half, name)[0] += cut.offset
+        for name in ("extend_seq_lens", "extend_seq_lens_cpu"):
+            getattr(half, name)[0] -= cut.offset
+    half.seq_lens_sum = int(half.seq_lens_cpu.sum())
+    return half
+
+
+# ---- which batches
+
+
+def replace_init_forward_metadata(original: Callable) -> Callable:
+    """For DeepseekV4AttnBackend.init_forward_metadata(self, forward_batch)."""
+
+    @functools.wraps(original)
+    def init_forward_metadata(self, forward_batch):
+        made = None if torch.compiler.is_compiling() else _pass_of(self, forward_batch)
+        if made is not None:
+            if made.halves is not None:
+                made.halves.prepare(original)
+            setattr(forward_batch, _PASS, made)
+        return original(self, forward_batch)
+
+    return init_forward_metadata
+
+
+def replace_model_forward(original: Callable) -> Callable:
+    """For DeepseekV4Model.forward(self, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors=None)."""
+
+    @functools.wraps(original)
+    def forward(self, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors=None):
+        made = None if torch.compiler.is_compiling() else vars(forward_batch).pop(_PASS, None)
+        whole = functools.partial(
+            original, self, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors=pp_proxy_tensors
+        )
+        if made is None or len(input_ids) != made.rows or input_embeds is not None:
+            return whole()
+        return made.run(lambda batch, rows: original(self, input_ids[rows], positions[rows], batch, None), whole)
+
+    return forward
+
+
+def _least_rows() -> int:
+    """Of a half, of each pass; 0: it is tried out."""
+    engine = patching.active_engine()
+    return 0 if engine is None else engine.steering.value(PATCH)
+
+
+def _pass_of(backend, batch) -> _Pass | None:
+    """None: nothing is asked about such a batch, or it goes whole for a reason."""
+    if batch.forward_mode.name != "EXTEND" or backend.model_runner.is_draft_worker:
+        return None
+    lengths, before = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
+    each = _least_rows() or ROWS
+    if not lengths or before is None or len(batch.input_ids) < 2 * each:
+        return None
+    state = importlib.import_module(PARALLEL_STATE)
+    tp, cut = state._TP, Cut([int(n) for n in lengths], [int(n) for n in before])
+    why = _why_not_here(state) or _why_not(tp, backend, batch, cut, each)
+    if why is not None:
+        _count(why, cut.whole)
+        return None
+    tried = None if _least_rows() else _trials.of(cut.whole)
+    if tried is not None and tried.next_way(tp.cpu_group) == trial.WHOLE:
+        _count("by its time, or to find that out", cut.whole)
+        return _Pass(cut.whole, None, tried) if tried.is_timed() else None
+    _count(None, cut.whole)
+    return _Pass(cut.whole, Halves(backend, tp, batch, cut), tried if tried and tried.is_timed() else None)
+
+
+def _first(reasons: dict[str, bool]) -> str | None:
+    return next((why for why, holds in reasons.items() if holds), None)
+
+
+def _why_not_here(state) -> str | None:
+    """What keeps all of a server's passes whole."""
+    tp, decode_context = state._TP, getattr(state, "_DCP", None)  # 0.5.15 and later
+    return _first(
+        {
+            "one card has all rows": tp.world_size == 1,
+            "every sum has one order (reproducible=on)": settings().reproducible,
+            "shadow mode compares whole batches": bool(settings().shadow),
+            "torch compiles the model": models_served.is_compiled(),
+            "what modules return is looked at (--forward-hooks)": models_served.is_looked_into(),
+            "pipeline parallelism": state._PP.world_size > 1,
+            "data or context parallel attention": state._ATTN_TP is not tp,
+            "PD multiplexing": state._PDMUX_PREFILL_TP_GROUP is not None,
+            "expert parallelism": state.get_moe_ep_group().world_size > 1,
+            "decode context parallelism": decode_context is not None and decode_context.world_size > 1,
+        }
+    ) or (None if see_the_same_cards(tp.world_size) else "not all cards of one host are served and seen by all ranks")
+
+
+def _why_not(tp, backend, batch, cut: Cut, each: int) -> str | None:
+    """What keeps this pass whole."""
+    if torch.cuda.is_current_stream_capturing():
+        return "under capture"
+    rows = batch.input_ids.new_empty(cut.least, backend.model_runner.model_config.hidden_size, dtype=torch.bfloat16)
+    given = [name for name in _NOT_CUT if getattr(batch, name, None)]
+    return _first(
+        {
+            "rows behind those of its prompts": len(batch.input_ids) != cut.whole,
+            f"no place to cut it into halves of {each} rows": cut.least < each * 3 // 4,
+            f"a batch with {', '.join(given)}": bool(given),
+            "images": any(one is not None for one in batch.mm_inputs or ()),
+            "adapters (LoRA)": any(one is not None for one in batch.lora_ids or ()),
+            "what DeepSeek-V4.1 keeps beside its metadata": _has_v41s(backend),
+            "a cache that is sparse on the host (HiSparse)": backend.hisparse_coordinator is not None,
+            "compressors with states of their own": backend.online_c128_mtp.enabled(),
+            "others than NCCL sum": not pieces.is_for_nccl(tp, rows),
+        }
+    )
+
+
+def _has_v41s(backend) -> bool:
+    """Whether a pass leaves states in the backend or its pool that a half would find (0.5.21 and later)."""
+    replays = getattr(backend, "low_ratios", ()) or getattr(backend, "enable_decoder_swa_bounded_replay", False)
+    return bool(replays) or getattr(backend.token_to_kv_pool, "request_window", None) is not None
+
+
+def _give_turns_at_sums_of(coordinator) -> None:
+    """Of this one object; see mhc_sum.py, which may wrap it as well."""
+    original = coordinator.all_reduce
+    if getattr(original, "gives_turns", False):
+        return
+
+    @functools.wraps(original)
+    def all_reduce(input_):
+        half = _running.layer
+        if half is None:
+            return original(input_)
+        term = finished(input_)
+        return half.summed(term) if half.sums(term) else original(term)
+
+    all_reduce.gives_turns = True
+    coordinator.all_reduce = all_reduce
+
+
+def _count(why: str | None, rows: int) -> None:
+    """The report is written anew at powers of two, and at a new reason."""
+    if why is None:
+        _seen["passes"] += 1
+        _seen["rows"] += rows
+    else:
+        _left[why] += 1
+    number = _seen["passes"] if why is None else _left[why]
+    if not number & (number - 1):
+        report.add_note(PATCH, _describe, lambda: {**_seen, "whole": dict(_left)})
+        report.write()
+
+
+def _describe() -> str:
+    text = f"{PATCH}: {_seen['passes']} passes of {2 * (_least_rows() or ROWS)} rows and more in halves that take turns"
+    return "; ".join([text, *(f"{count} whole: {why}" for why, count in _left.items()), *_trials.told()])

@@ -1,0 +1,471 @@
+"""Prompts in halves that take turns: where a batch is cut, what the halves are, and that a model whose rows read what
+earlier rows of their prompt have written gives the whole's numbers, by ranks that are threads."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.ops.shared import cuda_tensors
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.adapters import halves_trial as trial
+from deepseek_v4_sm120.sglang_patches.adapters import prompts_in_halves as adapter
+from deepseek_v4_sm120.sglang_patches.adapters.prompts_in_halves import Cut
+from tests.adapters.dealt_streams_model import Failed, Ranks, State, _this
+
+ROWS, PAGE, HIDDEN, LAYERS, CONTEXT = 32, 8, 4, 3, 256
+
+
+@pytest.fixture(autouse=True)
+def state(monkeypatch):
+    found = State(adapter.PARALLEL_STATE)
+    found._PP = SimpleNamespace(world_size=1)
+    monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, found)
+    monkeypatch.setattr(adapter, "ROWS", ROWS)
+    monkeypatch.setattr(adapter, "PAGE", PAGE)
+    monkeypatch.setattr(adapter, "_least_rows", lambda: ROWS)
+    monkeypatch.setattr(adapter, "see_the_same_cards", lambda ranks: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    for name in ("_seen", "_left"):
+        monkeypatch.setattr(adapter, name, type(adapter._seen)())
+    monkeypatch.setattr(report, "_notes", {})
+    return found
+
+
+class Work:
+    """A sum that is under way: x has it from `wait` on."""
+
+    def __init__(self, x, terms):
+        self._x, self._terms = x, terms
+        x.fill_(-1)
+
+    def wait(self):
+        self._x.copy_(sum(self._terms))
+
+
+def all_reduce(x, group, async_op):
+    assert async_op and x.is_contiguous()
+    return Work(x, group.meet("sum", x))
+
+
+# ---- where
+
+
+@pytest.mark.parametrize(
+    ("lengths", "before", "rows", "request_", "offset", "is_within"),
+    [
+        ([8192], [0], 4096, 0, 4096, True),
+        ([8192], [100], 3996, 0, 3996, True),  # at a multiple of a page of the prompt
+        ([1024] * 8, [0] * 8, 4096, 3, 1024, False),
+        ([100, 8092], [5, 7], 4189, 1, 4089, True),
+        ([2, 8190], [0, 256], 4098, 1, 4096, True),
+        ([4000, 200, 3992], [0, 0, 0], 4000, 0, 4000, False),  # near enough to the middle
+        ([3000, 1000, 1000, 3192], [0] * 4, 4000, 1, 1000, False),
+        ([200, 200], [0, 0], 200, 0, 200, False),
+        ([20, 90, 10], [0, 250, 0], 26, 1, 6, True),
+    ],
+)
+def test_where_a_batch_is_cut(monkeypatch, lengths, before, rows, request_, offset, is_within):
+    monkeypatch.setattr(adapter, "PAGE", 256)
+    cut = Cut(lengths, before)
+    assert (cut.rows, cut.request, cut.offset, cut.is_within) == (rows, request_, offset, is_within)
+    assert cut.whole == sum(lengths) and cut.least == min(rows, sum(lengths) - rows)
+
+
+def test_a_cut_is_near_the_middle_and_at_a_page_or_between_prompts():
+    draw = torch.Generator().manual_seed(3)
+    cuts = 0
+    for _ in range(2000):
+        count = int(torch.randint(1, 6, (1,), generator=draw))
+        lengths = torch.randint(1, 300, (count,), generator=draw).tolist()
+        before = torch.randint(0, 300, (count,), generator=draw).tolist()
+        cut = Cut(lengths, before)
+        if cut.least == 0:  # a single prompt that is shorter than a page or so
+            continue
+        cuts += 1
+        inside = sum(lengths[: cut.request])
+        assert cut.rows == inside + cut.offset and 0 < cut.offset <= lengths[cut.request]
+        assert cut.is_within is (cut.offset < lengths[cut.request])
+        if cut.is_within:
+            assert (before[cut.request] + cut.offset) % PAGE == 0
+            assert abs(cut.rows - cut.whole / 2) <= PAGE
+    assert cuts > 1900
+
+
+# ---- a model whose rows read earlier ones
+
+
+class Backend:
+    """Metadata: of each row the slots of its prompt up to itself, as the batch's lengths say."""
+
+    hisparse_coordinator = None
+
+    def __init__(self, pool):
+        self.pool, self.made = pool, 0
+        self.model_runner = SimpleNamespace(
+            is_draft_worker=False, model_config=SimpleNamespace(hidden_size=HIDDEN), attn_backend=self
+        )
+        self.online_c128_mtp = SimpleNamespace(enabled=lambda: False)
+        self.forward_metadata = None
+        self.token_to_kv_pool = SimpleNamespace()
+
+    def init(self, batch):
+        self.made += 1
+        rows = []
+        for index, length, extend, prefix, cpu in zip(
+            batch.req_pool_indices.tolist(),
+            batch.seq_lens.tolist(),
+            batch.extend_seq_lens.tolist(),
+            batch.extend_prefix_lens_cpu,
+            batch.seq_lens_cpu.tolist(),
+            strict=True,
+        ):
+            assert length == cpu == prefix + extend
+            rows += [self.pool[index, : prefix + row + 1] for row in range(extend)]
+        starts = torch.tensor([0, *batch.extend_seq_lens.tolist()]).cumsum(0)[:-1]
+        assert torch.equal(batch.extend_start_loc, starts) and batch.batch_size == len(starts)
+        assert len(rows) == len(batch.input_ids) == batch.extend_num_tokens == int(batch.num_token_non_padded)
+        assert batch.seq_lens_sum == int(batch.seq_lens.sum()) and len(batch.rids) == len(starts)
+        self.forward_metadata = rows
+
+
+class Model:
+    def __init__(self, backend, cache, coordinator, ends_at=None):
+        self.backend, self.cache, self.coordinator, self.ends_at = backend, cache, coordinator, ends_at
+
+    def forward(self, input_ids, positions, batch, input_embeds, pp_proxy_tensors=None):
+        rank, kept = self.coordinator.rank_in_group, []
+        x = self.coordinator.all_reduce(input_ids[:, None].repeat(1, HIDDEN) * (rank + 1))
+        for layer in range(LAYERS):
+            assert torch.equal(batch.positions, positions) and torch.equal(batch.input_ids, input_ids)
+            if self.ends_at == (layer, len(input_ids)):
+                raise Failed
+            self.cache[layer][batch.out_cache_loc] = x
+            seen = torch.stack([self.cache[layer][slots].sum(0) for slots in self.backend.forward_metadata])
+            x = self.coordinator.all_reduce(seen.remainder(97) * (rank + 1)).remainder(89)
+            kept.append(x)
+            x = self.coordinator.all_reduce(x * positions[:, None] * (rank + 2)).remainder(83)
+        return (x * 3, None), kept
+
+
+Model.forward_in_halves = adapter.replace_model_forward(Model.forward)
+Backend.init_in_halves = adapter.replace_init_forward_metadata(Backend.init)
+
+
+def batch_of(lengths, before, pool, mode="EXTEND", **further):
+    rows = sum(lengths)
+    requests = [5 - number for number in range(len(lengths))]
+    spans = [(index, first, first + n) for index, n, first in zip(requests, lengths, before, strict=True)]
+    whole = [n + first for n, first in zip(lengths, before, strict=True)]
+    return SimpleNamespace(
+        forward_mode=SimpleNamespace(name=mode),
+        input_ids=torch.arange(rows).remainder(61),
+        positions=torch.cat([torch.arange(first, end) for _, first, end in spans]),
+        out_cache_loc=torch.cat([pool[index, first:end] for index, first, end in spans]),
+        batch_size=len(lengths),
+        req_pool_indices=torch.tensor(requests),
+        seq_lens=torch.tensor(whole),
+        seq_lens_cpu=torch.tensor(whole),
+        seq_lens_sum=sum(whole),
+        orig_seq_lens=torch.tensor(whole),
+        extend_num_tokens=rows,
+        extend_seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        extend_seq_lens_cpu=list(lengths),
+        extend_prefix_lens=torch.tensor(before, dtype=torch.int32),
+        extend_prefix_lens_cpu=list(before),
+        extend_start_loc=torch.tensor([0, *lengths]).cumsum(0)[:-1].int(),
+        extend_logprob_start_lens_cpu=[0] * len(lengths),
+        num_token_non_padded=torch.tensor(rows),
+        rids=[str(index) for index in requests],
+        lora_ids=None,
+        mm_inputs=None,
+        **further,
+    )
+
+
+POOL = torch.randperm(6 * CONTEXT, generator=torch.Generator().manual_seed(1)).view(6, CONTEXT)
+
+
+def passes(coordinator, batches, in_halves, ends_at=None):
+    """What the model gives for batches behind each other, and the rows of each sum."""
+    backend = Backend(POOL)
+    cache = torch.zeros(LAYERS, 6 * CONTEXT, HIDDEN, dtype=torch.long)
+    model = Model(backend, cache, coordinator, ends_at)
+    init = backend.init_in_halves if in_halves else backend.init
+    forward = model.forward_in_halves if in_halves else model.forward
+    found = []
+    for lengths, before in batches:
+        batch = batch_of(lengths, before, POOL)
+        kept = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(batch).items()
+        }
+        init(batch)
+        whole = backend.forward_metadata
+        (x, none), layers = forward(batch.input_ids, batch.positions, batch, None)
+        assert none is None and backend.forward_metadata is whole
+        assert all(torch.equal(value, kept[n]) for n, value in vars(batch).items() if isinstance(value, torch.Tensor))
+        found += [x, *layers, cache.clone()]
+    return found, coordinator.calls
+
+
+def of_this_rank(coordinator, *given, **further):
+    """Threads of a rank's own know whose they are."""
+
+    def all_reduce_of_the_rank(x):
+        _this.coordinator = coordinator
+        return type(coordinator).all_reduce(coordinator, x)
+
+    coordinator.all_reduce = all_reduce_of_the_rank
+    return passes(coordinator, *given, **further)
+
+
+BATCHES = {
+    "one prompt": [([100], [0])],
+    "chunks of one": [([100], [0]), ([90], [100]), ([7], [190])],
+    "prompts beside each other": [([20] * 4, [0] * 4), ([30, 30, 20], [20, 20, 20])],
+    "one that is cut": [([20, 90, 10], [3, 0, 1])],
+    "behind a prefix": [([10, 80], [0, 64]), ([70, 5], [10, 144])],
+}
+
+
+@pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
+def test_a_pass_in_halves_has_the_numbers_of_the_whole(batches):
+    def body(coordinator):
+        whole, _ = of_this_rank(coordinator, batches, False)
+        coordinator.calls.clear()
+        found, calls = of_this_rank(coordinator, batches, True)
+        return all(map(torch.equal, whole, found)) and len(whole) == len(found), list(calls)
+
+    for same, calls in Ranks(2).each(body):
+        assert same
+        expected = []
+        for lengths, before in batches:
+            cut = Cut(lengths, before)
+            halves = [cut.rows, cut.whole - cut.rows] if cut.whole >= 2 * ROWS else [cut.whole]
+            expected += [("sum", rows) for _ in range(1 + 2 * LAYERS) for rows in halves]
+        assert calls == expected, "the halves' sums are in turns"
+    big = [sum(lengths) for lengths, _ in batches if sum(lengths) >= 2 * ROWS]
+    assert adapter._seen["passes"] == 2 * len(big) and adapter._seen["rows"] == 2 * sum(big) and not adapter._left
+    assert adapter._seen["sums"] == 2 * len(big) * 2 * (1 + 2 * LAYERS)
+
+
+@pytest.mark.parametrize("ends_at", [(0, 48), (1, 52), (2, 48)])
+def test_what_a_half_raises_is_raised_and_the_next_pass_is_right(ends_at):
+    batches = [([100], [0])]
+
+    def body(coordinator):
+        whole, _ = of_this_rank(coordinator, batches, False)
+        with pytest.raises(Failed):
+            of_this_rank(coordinator, batches, True, ends_at=ends_at)
+        assert adapter._running.layer is None
+        return all(map(torch.equal, whole, of_this_rank(coordinator, batches, True)[0]))
+
+    assert Ranks(2).each(body) == [True, True] and cuda_tensors._held == 0
+
+
+# ---- whether
+
+
+class One:
+    """A coordinator of two ranks."""
+
+    world_size, ca_comm, device_group = 2, None, None
+    all_reduce = staticmethod(lambda x: x)
+
+    def is_symmetric_memory_enabled(self):
+        return False
+
+
+def why(*, lengths=(100,), before=None, mode="EXTEND", backend=None, **further):
+    _this.coordinator = further.pop("coordinator", One())
+    backend = backend or Backend(POOL)
+    batch = batch_of(list(lengths), list(before or [0] * len(lengths)), POOL, mode)
+    vars(batch).update(further)
+    vars(backend)["init"] = lambda batch: None
+    adapter.replace_init_forward_metadata(lambda self, batch: None)(backend, batch)
+    return (*adapter._left, *(["in halves"] if hasattr(batch, adapter._PASS) else []))
+
+
+def test_an_ordinary_batch_goes_in_halves():
+    assert why() == ("in halves",)
+    assert why(lora_ids=[None], mm_inputs=[None]) == ("in halves",)
+
+
+@pytest.mark.parametrize("mode", ["MIXED", "DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "SPLIT_PREFILL", "IDLE"])
+def test_other_modes_are_not_looked_at(mode):
+    assert why(mode=mode) == ()
+
+
+def test_few_rows_and_drafts_are_not_looked_at():
+    assert why(lengths=(2 * ROWS - 1,)) == ()
+    draft = Backend(POOL)
+    draft.model_runner.is_draft_worker = True
+    assert why(backend=draft) == ()
+
+
+OF_A_BATCH = {
+    "rows behind those of its prompts": {"input_ids": torch.zeros(101, dtype=torch.long)},
+    "a batch with input_embeds": {"input_embeds": [1]},
+    "a batch with tbo_children, out_cache_loc_virtual": {"tbo_children": [1], "out_cache_loc_virtual": [2]},
+    "images": {"mm_inputs": [None, object()]},
+    "adapters (LoRA)": {"lora_ids": ["one"]},
+}
+
+
+@pytest.mark.parametrize(("reason", "given"), OF_A_BATCH.items(), ids=OF_A_BATCH)
+def test_what_keeps_a_pass_whole(reason, given):
+    assert why(**given) == (reason,)
+
+
+def test_a_batch_that_cannot_be_cut_near_its_middle(monkeypatch):
+    monkeypatch.setattr(adapter, "PAGE", 256)
+    assert why(lengths=(20, 60, 20)) == (f"no place to cut it into halves of {ROWS} rows",)
+
+
+def test_what_keeps_a_servers_passes_whole(state, monkeypatch):
+    backend = Backend(POOL)
+    backend.hisparse_coordinator = object()
+    online = Backend(POOL)
+    online.online_c128_mtp = SimpleNamespace(enabled=lambda: True)
+    assert why(backend=backend) == ("a cache that is sparse on the host (HiSparse)",)
+    adapter._left.clear()
+    assert why(backend=online) == ("compressors with states of their own",)
+    adapter._left.clear()
+    for part, name, value in (("pool", "request_window", object()), ("", "low_ratios", (1, 2))):
+        newer = Backend(POOL)
+        setattr(newer.token_to_kv_pool if part else newer, name, value)
+        assert why(backend=newer) == ("what DeepSeek-V4.1 keeps beside its metadata",)
+        adapter._left.clear()
+    alone = One()
+    alone.world_size = 1
+    assert why(coordinator=alone) == ("one card has all rows",)
+    adapter._left.clear()
+    state.experts = 2
+    assert why() == ("expert parallelism",)
+    state.experts = 1
+    adapter._left.clear()
+    monkeypatch.setattr(models_served, "is_looked_into", lambda: True)
+    assert why() == ("what modules return is looked at (--forward-hooks)",)
+    adapter._left.clear()
+    monkeypatch.setattr(adapter, "settings", lambda: SimpleNamespace(reproducible=True, shadow=0))
+    assert why() == ("every sum has one order (reproducible=on)",)
+
+
+def test_the_report_says_how_many_and_why_not():
+    why()
+    why(lora_ids=["one"])
+    describe, found = report._notes[adapter.PATCH]
+    assert describe() == (
+        f"prompts_in_halves: 1 passes of {2 * ROWS} rows and more in halves that take turns; 1 whole: adapters (LoRA)"
+    )
+    assert found() == {"passes": 1, "rows": 100, "whole": {"adapters (LoRA)": 1}}
+
+
+def test_kernels_leave_multiprocessors_to_the_sums(monkeypatch):
+    monkeypatch.setattr(cuda_tensors, "_all_sms", lambda index: 132)
+    with cuda_tensors.held(adapter.SUM_SMS):
+        assert cuda_tensors.num_sms(0) == 132 - adapter.SUM_SMS
+        with cuda_tensors.held(200):
+            assert cuda_tensors.num_sms(0) == 1
+    assert cuda_tensors.num_sms(0) == 132
+
+
+# ---- tried out
+
+
+class Clock:
+    """Events of a device on which each half-pass and each pass take as long as they are said to."""
+
+    def __init__(self, took):
+        self.took, self.now, self.synchronized = took, 0.0, 0
+
+    def event(self):
+        clock, at = self, self.now
+
+        class Event:
+            def __init__(self):
+                self.at = at
+
+            def synchronize(self):
+                clock.synchronized += 1
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        return Event()
+
+
+class Tried(One):
+    """A rank whose CPUs hear of another that took `other` ms for a row, whole and in halves."""
+
+    cpu_group = "cpus"
+
+
+def tried_passes(monkeypatch, took, other, count):
+    """The ways of so many passes of 100 rows. took: ms of this rank's, whole and in halves."""
+    clock, ways, exchanged = Clock(took), [], []
+
+    def agree(each, op, group):
+        assert group == "cpus" and op == torch.distributed.ReduceOp.MAX
+        exchanged.append(each.tolist())
+        each.copy_(torch.maximum(each, torch.tensor(other, dtype=each.dtype)))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", agree)
+    monkeypatch.setattr(adapter, "_least_rows", lambda: 0)
+    monkeypatch.setattr(adapter, "_trials", trial.Trials())
+    monkeypatch.setattr(trial, "event", clock.event)
+    _this.coordinator = Tried()
+    backend = Backend(POOL)
+
+    class Passed:
+        def forward(self, input_ids, positions, batch, input_embeds, pp_proxy_tensors=None):
+            clock.now += took[0] if len(input_ids) == 100 else took[1] / 2
+            seen.append(len(input_ids))
+            return input_ids
+
+    forward = adapter.replace_model_forward(Passed.forward)
+    init = adapter.replace_init_forward_metadata(lambda self, batch: None)
+    for _ in range(count):
+        batch, seen = batch_of([100], [0], POOL), []
+        init(backend, batch)
+        assert len(forward(Passed(), batch.input_ids, batch.positions, batch, None)) == 100
+        ways.append(trial.WHOLE if seen == [100] else trial.HALVES)
+    return ways, exchanged, clock
+
+
+@pytest.mark.parametrize(
+    ("took", "other", "chosen"),
+    [
+        ((10.0, 7.0), (0.0, 0.0), trial.HALVES),
+        ((10.0, 12.0), (0.0, 0.0), trial.WHOLE),
+        ((10.0, 9.8), (0.0, 0.0), trial.WHOLE),  # not worth it
+        ((10.0, 7.0), (0.1, 0.11), trial.WHOLE),  # another rank's host is slower
+    ],
+)
+def test_the_faster_way_stays(monkeypatch, took, other, chosen):
+    ways, exchanged, clock = tried_passes(monkeypatch, took, other, 20)
+    order = list(trial.ORDER) * (trial.WARM + trial.COUNTED)
+    assert ways == order + [chosen] * (20 - len(order))
+    assert len(exchanged) == 1 and exchanged[0] == pytest.approx([took[0] / 100, took[1] / 100])
+    assert clock.synchronized == 2, "the host waits once for each way"
+    ratio = max(took[1] / 100, other[1]) / max(took[0] / 100, other[0])
+    assert adapter._describe().endswith(f"; {chosen} from 64 rows on: {ratio:.2f} of the whole's time in halves")
+
+
+def test_sizes_have_trials_of_their_own():
+    trials = trial.Trials()
+    assert trials.of(4096) is trials.of(8191) is not trials.of(8192)
+    assert (trials.of(4096).rows, trials.of(8192).rows, trials.told()) == (4096, 8192, [])
+
+
+def test_passes_that_never_ended_decide_nothing(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda each, **_: None)
+    one = trial.Trial(64)
+    for _ in range(len(trial.ORDER) * (trial.WARM + trial.COUNTED)):
+        one.next_way(None)
+    assert one.next_way(None) == one.decided == trial.WHOLE

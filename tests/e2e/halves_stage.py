@@ -1,0 +1,104 @@
+"""The stages `halves2_same` and `halves2_43` of run_stage.py: prompts over two cards in halves that take turns, and
+whole. To the last bit, at six layers; and the time to the first token through host memory, in passes of 8,192 rows and
+of 32,000, for which the host's launches are no more. Experts are by the kernels of an SM120 (sm120_plugin)."""
+
+import experts_stage
+import pieces_stage
+
+ISSUE = 22
+SETTING = "prompts_in_halves"
+EXPERTS = experts_stage.KERNELS["wide"]
+HALVED, WHOLE, AGAIN = "same_halves2", "same_unhalved2", "same_unhalved_again2"
+# NCCL adds two terms; a half's products have other numbers of rows than the whole's, for which cuBLAS and DeepGEMM may
+# choose another kernel: where they do not, the bits are the whole's
+SAMES = [
+    ("two cards, prompts in halves against whole ones", HALVED, WHOLE),
+    ("two cards, prompts in halves, once more", HALVED, HALVED),
+    ("yardstick: two cards, whole prompts, two processes", AGAIN, WHOLE),
+]
+WORDS = {"halves": "prompts in halves", "unhalved": "prompts whole"}
+CHUNKS = {"": "chunks of 8,192", "_32k": "chunks of 32,768"}
+TIMED = {f"{how}2_43{chunk}": (how, chunk) for chunk in CHUNKS for how in WORDS}
+SHAPES = {"": pieces_stage.SHAPES, "_32k": ("1x32000",)}
+MOST_SEEN = 0.3  # of the sums' time, in passes of 8,192 rows and more: what is not hidden
+# prompts alone, twice, and 8 at once; two rounds. Reports are written at powers of two
+PASSES = {HALVED: 8, **{name: 2 for name, (how, _) in TIMED.items() if how == "halves"}}
+IMPLEMENTATIONS = {
+    HALVED: f"ours, two cards, {EXPERTS}, prompts in halves",
+    WHOLE: f"ours, two cards, {EXPERTS}, prompts whole",
+    AGAIN: f"ours, two cards, {EXPERTS}, prompts whole, another process",
+    **{
+        name: f"ours, two cards, {EXPERTS}, {pieces_stage.PEERS['_no_peers']}, {CHUNKS[chunk]}, {WORDS[how]}"
+        for name, (how, chunk) in TIMED.items()
+    },
+}
+
+
+def stages(make, timed, same, sets, ours, no_peers):
+    """timed, same: options of the two kinds of engines, over two cards."""
+    ours = ours | {experts_stage.VARIABLE: "wide"}
+    each = {"DSV4_SM120_SET": f"{SETTING}=1024"}  # all passes of twice as many rows, without a trial
+    few_experts = sets(json_model_override_args='{"n_routed_experts": 16}')
+    timed = [*timed, *few_experts, "--mem", "0.9", "--rounds", "2", "--phases", "prompts"]
+    timed += ["--max-total-tokens", "100000"]
+    same = [*same, *pieces_stage.PROMPTS]
+    options = {chunk: [*timed, "--shapes", *SHAPES[chunk]] for chunk in CHUNKS}
+    options["_32k"] += sets(chunked_prefill_size=32768)
+    return {
+        "halves2_same": [
+            make(HALVED, same, environment=ours | each),
+            make(WHOLE, same, environment=ours),
+            make(AGAIN, same, environment=ours),
+        ],
+        "halves2_43": [
+            make(
+                name,
+                options[chunk],
+                environment=ours | no_peers | (each if how == "halves" else {}),
+                takes_turns=True,
+            )
+            for name, (how, chunk) in TIMED.items()
+        ],
+    }
+
+
+def rows(cases, row):
+    """collect.py's rows of the cases of a stage. row: its maker of rows."""
+    found = [_passes(name, cases[name]["reports"], row) for name in cases if name in IMPLEMENTATIONS]
+    for name in (name for name in cases if name in IMPLEMENTATIONS):
+        found += experts_stage.ran(name, IMPLEMENTATIONS[name], "wide", cases[name], row, ISSUE)
+    for name, (how, chunk) in TIMED.items():
+        times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
+        whole = cases.get(f"unhalved2_43{chunk}", {}).get("prompts", {})
+        for at in SHAPES[chunk] if name in cases else ():
+            seen, what = times.get(at, {}), pieces_stage.case_of(at)
+            found += [
+                row(what, impl, metric, seen[key], None, ISSUE)
+                for metric, key in pieces_stage.METRICS.items()
+                if key in seen
+            ]
+            if how == "halves":
+                share = pieces_stage.share_of(times, whole, at)
+                found.append(row(what, impl, "time to all first tokens, of the whole's", share, None, ISSUE))
+            if how == "halves" and at == SHAPES[chunk][0]:  # whose sums were traced
+                metric = "the sums' time that is not hidden, share of the whole's sums"
+                found.append(row(what, impl, metric, not_hidden(times, whole, at), MOST_SEEN, ISSUE))
+    return found
+
+
+def not_hidden(times, whole, at):
+    """Of the sums' time in whole passes the share that halves still take; None where a time was not reached."""
+    if at not in times or "sums_ms" not in whole.get(at, {}):
+        return None
+    saved = whole[at]["first_token_ms"] - times[at]["first_token_ms"]
+    return 1 - saved / whole[at]["sums_ms"]
+
+
+def _passes(name, reports, row):
+    """Each card's report counts."""
+    told = [report["found"][SETTING].get("passes", 0) for report in reports if SETTING in report["found"]]
+    if name not in PASSES:
+        return row(name, IMPLEMENTATIONS[name], "passes in halves where none was asked for", sum(told), 0, ISSUE)
+    least = min(told) if len(told) == 2 else 0  # of two cards
+    metric = f"passes in halves on each card, missing to {PASSES[name]}"
+    return row(name, IMPLEMENTATIONS[name], metric, max(0, PASSES[name] - least), 0, ISSUE)

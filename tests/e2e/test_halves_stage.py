@@ -1,0 +1,69 @@
+"""The stages of prompts in halves without a card: a stand-in for the engine, the real control flow; and what rows make
+of bits that differ, times, and passes that went whole."""
+
+import json
+
+import pytest
+
+from tests.e2e.collect import halves_stage, pieces_stage
+from tests.e2e.test_scripts import machine, rows_of  # noqa: F401
+
+
+def test_bits_of_prompts_in_halves(machine):  # noqa: F811
+    ended = machine("halves2_same", "--jobs", "3", FAKE_UNLIKE="same_halves2")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    path = machine.out / "stage_halves2_same.json"
+    stage = json.loads(path.read_text())
+    assert "DSV4_SM120_SET=prompts_in_halves=1024" in stage["cases"]["same_halves2"]["command"]
+    assert "DSV4_SM120_SET" not in stage["cases"]["same_unhalved2"]["command"]
+    told = {(s["run"], s["against"]): (s["answers"], s["differ"]) for s in stage["sames"]}
+    of_four = 4 * 2 + 8  # prompts alone, twice; 8 at once
+    assert told == {
+        ("same_halves2", "same_unhalved2"): (of_four, 8),
+        ("same_halves2", "same_halves2"): (of_four, 0),
+        ("same_unhalved_again2", "same_unhalved2"): (of_four, 0),
+    }
+    rows = [row for row in rows_of(path) if "passes in halves" in row["metric"]]
+    assert sorted((row["value"], row["met"]) for row in rows) == [(0, True)] * 3
+    assert all("E2E_AS_SM120=wide" in case["command"] for case in stage["cases"].values())
+
+
+@pytest.mark.parametrize(("passes", "missing"), [("3", 5), ("0", 8), ("8", 0)])
+def test_an_engine_whose_passes_were_whole_has_shown_nothing(machine, passes, missing):  # noqa: F811
+    machine("halves2_same", "--only", "same_halves2", FAKE_PASSES=passes)
+    [row] = [row for row in rows_of(machine.out / "stage_halves2_same.json") if "passes in" in row["metric"]]
+    assert (row["value"], row["bar"], row["met"]) == (missing, 0, missing == 0)
+
+
+def test_times_of_prompts_in_halves(machine):  # noqa: F811
+    ended = machine("halves2_43")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    path = machine.out / "stage_halves2_43.json"
+    cases = json.loads(path.read_text())["cases"]
+    assert tuple(cases) == ("halves2_43", "unhalved2_43", "halves2_43_32k", "unhalved2_43_32k")
+    for name, case in cases.items():
+        assert "NCCL_P2P_DISABLE=1" in case["command"] and "E2E_AS_SM120=wide" in case["command"]
+        assert ("prompts_in_halves=1024" in case["command"]) is name.startswith("halves")
+        assert ("32768" in case["command"]) is name.endswith("_32k")
+        assert set(case["prompts"]) == set(halves_stage.SHAPES["_32k" if name.endswith("_32k") else ""])
+    rows = [r for r in rows_of(path) if r["metric"].startswith("the sums' time that is not hidden")]
+    where = sorted((r["case"].rpartition("prompt of ")[2], "32,768" in r["impl"]) for r in rows)
+    assert where == [("32,000 tokens", True), ("8,192 tokens", False)]
+    assert [(r["bar"], r["value"] is None, r["met"] is (r["value"] <= 0.3)) for r in rows] == [(0.3, False, True)] * 2
+
+
+def test_what_is_not_hidden():
+    whole = {"1x8192": {"first_token_ms": 500.0, "sums_ms": 200.0}}
+    for time, share in ((500, 1.0), (300, 0.0), (360, 0.3), (600, 1.5)):
+        found = halves_stage.not_hidden({"1x8192": {"first_token_ms": float(time)}}, whole, "1x8192")
+        assert found == pytest.approx(share)
+    assert halves_stage.not_hidden({}, whole, "1x8192") is None
+    assert halves_stage.not_hidden(whole, {"1x8192": {"first_token_ms": 1.0}}, "1x8192") is None
+    assert halves_stage.not_hidden(whole, {}, "1x8192") is None
+
+
+def test_without_the_whole_the_bars_are_missed(machine):  # noqa: F811
+    machine("halves2_43", "--only", "halves2_43")
+    rows = [row for row in rows_of(machine.out / "stage_halves2_43.json") if row["bar"] == halves_stage.MOST_SEEN]
+    assert [(row["value"], row["met"]) for row in rows] == [(None, False)]
+    assert halves_stage.SHAPES[""] == pieces_stage.SHAPES
