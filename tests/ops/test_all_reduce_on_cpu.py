@@ -3,6 +3,7 @@ on a memory that holds stores back, tears them and mixes their order (all_reduce
 must not be, is seen to fail.
 """
 
+import itertools
 import subprocess
 
 import pytest
@@ -143,15 +144,32 @@ def quickly(tmp_path_factory):
     return precompiled(tmp_path_factory.mktemp("included"), "-O0")
 
 
+@pytest.fixture
+def broken(quickly, tmp_path):
+    """broken(name) -> (what runs it, what is due)"""
+
+    def make(name):
+        transport, due, *changes = NOT_SO[name]
+        only = f"-DONLY=4,{str(transport == 'host').lower()}"
+        program = compiled(tmp_path, *changes, flags=(*quickly, "-Wno-unused-function", only))
+        return lambda calls, seed: run(program, 4, transport, calls, seed, patience_ms=1000), due
+
+    return make
+
+
 @pytest.mark.parametrize("name", NOT_SO)
-def test_what_would_be_wrong_is_seen(quickly, tmp_path, name):
-    transport, due, *changes = NOT_SO[name]
-    only = f"-DONLY=4,{str(transport == 'host').lower()}"
-    program = compiled(tmp_path, *changes, flags=(*quickly, "-Wno-unused-function", only))
-    runs = [(calls, seed) for calls in (FEW, MANY) for seed in range(3)]
+def test_what_would_be_wrong_is_seen(broken, name):
+    run_it, due = broken(name)
     said = []
-    for one in runs:
-        said.append(run(program, 4, transport, *one, patience_ms=1000))
+    for calls, seed in itertools.product((FEW, MANY), range(3)):
+        said.append(run_it(calls, seed))
         if is_seen(said[-1], due):
             return
     pytest.fail(f"{due} is due: {said}")
+
+
+def test_every_plan_has_a_sum_that_is_zero(broken):
+    """Which is nothing, where sums come as they are."""
+    run_it, due = broken("sums come to the rows as they are")
+    for seed in range(3):
+        assert is_seen(said := run_it(FEW, seed), due), said
