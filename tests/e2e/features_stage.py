@@ -26,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import accepted_stage  # noqa: E402
+from callers_cards import of_callers  # noqa: E402
 from features_asked import (  # noqa: E402
     BASE,
     DISK,
@@ -111,7 +112,8 @@ def environment(case, arguments):
         own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(engine.plugin), os.environ.get("PYTHONPATH"))))
     if engine.cards == 1:
         singles = [name for name, other in ENGINES.items() if other.cards == 1]
-        own["CUDA_VISIBLE_DEVICES"] = str(singles.index(case.name.removeprefix(PREFIX)) % arguments.cards)
+        turn = singles.index(case.name.removeprefix(PREFIX)) % arguments.cards
+        own["CUDA_VISIBLE_DEVICES"] = of_callers(str(turn))
     return own
 
 

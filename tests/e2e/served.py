@@ -27,12 +27,6 @@ _catching = threading.Lock()  # environment_of takes the process's own exec for 
 WATCH = Path(__file__).resolve().parent / "watch_plugin"
 
 
-def of_callers(cards: str) -> str:
-    """A stage's cards, numbered from 0, as CUDA_VISIBLE_DEVICES names them: of those that the caller's own leaves."""
-    seen = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
-    return ",".join(seen[int(card)] for card in cards.split(",")) if seen else cards
-
-
 def parser(stage: str, about: str, port: int) -> argparse.ArgumentParser:
     """With what each stage takes. port: of its first server."""
     found = argparse.ArgumentParser(description=about)

@@ -38,6 +38,7 @@ from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_errors import ServerError, ServerTimeout  # noqa: E402
 from bench.serving.server_process import ServerDied  # noqa: E402
 from tests.e2e import served  # noqa: E402
+from tests.e2e.callers_cards import of_callers  # noqa: E402
 from tests.e2e.faults_stage import MARK, processes_of  # noqa: E402
 from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
 from tests.e2e.serving_stage import load_harness  # noqa: E402
@@ -91,7 +92,7 @@ def eaten(command: list[str], card: str, leave_mib: int):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": served.of_callers(card)},
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": of_callers(card)},
     )
     try:
         said = eater.stdout.readline()
@@ -110,7 +111,7 @@ class Server:
         stage.servers.append(self)
         where = ["--models", str(stage.arguments.models), "--patch", str(stage.arguments.patch)]
         options = stage.harness.parse(["run", *OPTIONS, *where])
-        seen = {MARK: self.mark, "CUDA_VISIBLE_DEVICES": served.of_callers(card)}
+        seen = {MARK: self.mark, "CUDA_VISIBLE_DEVICES": of_callers(card)}
         of = EVERY_CALL | REPRODUCIBLE | seen | environment
         work, port = stage.arguments.work, stage.arguments.port + 1500 * number
         self.process = served.server(name, stage.harness, options, port, work, of, watch=work / f"{name}_watch")

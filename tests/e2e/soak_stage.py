@@ -41,6 +41,7 @@ sys.path[:0] = [str(REPO)]
 from bench.serving.server_errors import ServerError  # noqa: E402
 from bench.serving.server_process import ServerDied  # noqa: E402
 from tests.e2e import served, soak_load  # noqa: E402
+from tests.e2e.callers_cards import of_callers, stages_number  # noqa: E402
 from tests.e2e.faults_stage import MARK, processes_of  # noqa: E402
 from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
 from tests.e2e.serving_stage import load_harness  # noqa: E402
@@ -77,7 +78,8 @@ class Kind:
     under_load: bool = True
 
     def sees(self, one_card: bool) -> str:
-        return "0" if one_card else self.cards
+        """As CUDA_VISIBLE_DEVICES names them."""
+        return of_callers("0" if one_card else self.cards)
 
 
 SERVERS = {
@@ -138,11 +140,12 @@ def buckets(answers: list, begin: float, end: float) -> list:
 
 
 class Cards(threading.Thread):
-    """nvidia-smi's own loop; `points`: {card: [(time, MiB)]}, none where it is missing."""
+    """nvidia-smi's own loop; `points`: {card: [(time, MiB)]}, none where it is missing. Of the
+    caller's cards, numbered as the stage does."""
 
     def __init__(self):
         super().__init__(daemon=True)
-        line = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits", "-lms", "1000"]
+        line = ["nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits", "-lms", "1000"]
         self.points: dict[str, list] = {}
         try:
             self.process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -152,8 +155,9 @@ class Cards(threading.Thread):
 
     def run(self) -> None:
         for line in self.process.stdout if self.process else ():
-            card, _, used = line.strip().partition(", ")
-            if used.isdigit():
+            index, uuid, used = (line.strip().split(", ") + ["", ""])[:3]
+            card = stages_number(index, uuid)
+            if card is not None and used.isdigit():
                 self.points.setdefault(card, []).append((time.monotonic(), int(used)))
 
     def stop(self) -> None:

@@ -34,6 +34,7 @@ from bench.serving.endpoint import Endpoint  # noqa: E402
 from bench.serving.server_errors import ServerError  # noqa: E402
 from bench.serving.server_process import ServerDied  # noqa: E402
 from tests.e2e import served  # noqa: E402
+from tests.e2e.callers_cards import of_callers  # noqa: E402
 from tests.e2e.made_tokenizer import write_tokenizer  # noqa: E402
 from tests.e2e.serving_stage import load_harness  # noqa: E402
 from tests.e2e.stages import EVERY_CALL, FEW_EXPERTS, PAGED_EXTEND, PAGED_INDEX, sets, sums  # noqa: E402
@@ -133,7 +134,7 @@ class Start:
         self.name, self.is_ours = f"{number}_{kind}", kind in (OURS, COLD)
         where = ["--models", str(arguments.models)] + (["--patch", str(arguments.patch)] if self.is_ours else [])
         environment = EVERY_CALL | {"TRITON_CACHE_DIR": str(stage.own)} if self.is_ours else PAGED_EXTEND | PAGED_INDEX
-        environment = environment | {"CUDA_VISIBLE_DEVICES": served.of_callers(cards)}
+        environment = environment | {"CUDA_VISIBLE_DEVICES": of_callers(cards)}
         options = stage.harness.parse(["run", *OPTIONS, *(sums(2) if "," in cards else []), *where])
         self.watch = arguments.work / f"{self.name}_watch"
         port = arguments.port + 1500 * number

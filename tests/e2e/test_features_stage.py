@@ -218,10 +218,14 @@ def test_cards_are_taken_in_turn_and_what_is_missing_is_said(monkeypatch, tmp_pa
     make = lambda name, options, **more: SimpleNamespace(name=name, options=options, **more)  # noqa: E731
     cases = {case.name.removeprefix(stage.PREFIX): case for case in stage.cases(make, lambda is_stock: {})}
     arguments = SimpleNamespace(cards=2, work=tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-8a5c")
+    named = [stage.environment(case, arguments).get("CUDA_VISIBLE_DEVICES") for case in cases.values()]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     cards = [stage.environment(case, arguments).get("CUDA_VISIBLE_DEVICES") for case in cases.values()]
     assert abs(cards.count("0") - cards.count("1")) <= 1 and cards.count(None) == sum(
         engine.cards == 2 for engine in stage.ENGINES.values()
     )
+    assert named == [{"0": "5", "1": "GPU-8a5c"}.get(card) for card in cards]
     monkeypatch.setattr(stage.importlib.util, "find_spec", lambda name: None if name == "xgrammar" else object())
     assert stage.why_not(cases["radix"], arguments) is None and stage.why_not(cases["two"], arguments) is None
     assert "xgrammar" in stage.why_not(cases["grammar"], arguments)

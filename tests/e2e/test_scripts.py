@@ -37,6 +37,7 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
         "run_stage",
         "stages",
         "accepted_stage",
+        "callers_cards",
         "cards_stage",
         "chain_stage",
         "drawn_stage",

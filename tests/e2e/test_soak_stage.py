@@ -58,7 +58,7 @@ reproducible = "reproducible=on" in os.environ.get("DSV4_SM120_SET", "")
 name = "tp2" if value("--tp-size") == "2" else "eagle314" if value("--speculative-num-steps") == "3" else "plain"
 name = "reproducible" if reproducible and name == "plain" else name
 name = name if "DSV4_SM120_FORCE" in os.environ else "stock"
-cards = {{"plain": "0", "eagle314": "1", "tp2": "0,1"}}.get(name, "0")
+cards = {{"plain": "3", "eagle314": "GPU-8a", "tp2": "3,GPU-8a"}}.get(name, "3")  # of the caller's
 assert os.environ["CUDA_VISIBLE_DEVICES"] == cards and ("build" in os.environ["PYTHONPATH"]) == (name != "stock")
 vices = {{"eagle314": ["batch_variant"], "tp2": ["die_mid_stream"]}}.get(name, [])
 server = FakeServer(vices, int(value("--port")), flags={{"context_length": int(value("--context-length"))}},
@@ -103,7 +103,7 @@ import time
 used = 1000
 while True:
     used += 20
-    print(f"0, {{used}}\\n1, 500", flush=True)
+    print(f"0, GPU-11, {{3 * used}}\\n1, GPU-8a5c, 500\\n3, GPU-33, {{used}}", flush=True)  # 0: not the caller's
     time.sleep(0.05)
 """
 TIMED = ("an hour", "tokens/s")  # of a busy machine; judged below, by made series
@@ -135,6 +135,7 @@ def soaked(tmp_path_factory):
     line += ["--block-s", "0.1", "--period-s", "0.1", "--commit", "abc"]
     line += ["--only", "plain", "reproducible", "eagle314", "tp2", "stock"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("DSV4_", "E2E_"))}
+    kept["CUDA_VISIBLE_DEVICES"] = "3,GPU-8a"
     kept |= {"PYTHONPATH": str(folder / "site"), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(line, env=kept, capture_output=True, text=True, timeout=300)
     found = json.loads((folder / "out/stage_soak.json").read_text())
@@ -188,12 +189,14 @@ def test_a_server_that_dies_is_found_and_the_others_go_on(soaked):
 
 
 def test_a_card_that_fills_is_found(soaked):
-    _, rows, _ = soaked
+    _, rows, found = soaked
+    assert found["soak"]["cards"].keys() == {"0", "1"}
     assert rows["card 0", "memory of the card, MiB an hour of which one is sure"]["met"] is False
     assert rows["card 1", "memory of the card, MiB an hour of which one is sure"]["met"] is True
 
 
-def test_servers_of_one_card_share_it(capsys):
+def test_servers_of_one_card_share_it(capsys, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     arguments = soak_stage.parse(["--one-card", "--only", "reproducible", "eagle314"])
     assert {soak_stage.SERVERS[name].sees(arguments.one_card) for name in arguments.only} == {"0"}
     assert soak_stage.SERVERS["eagle314"].sees(soak_stage.parse([]).one_card) == "1"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import collect, faults_stage, made_sglang, made_tokenizer, served, start_rows, start_stage
+from tests.e2e import collect, faults_stage, made_sglang, made_tokenizer, start_rows, start_stage
 from tests.e2e.test_serving_stage import free_ports
 
 HERE = Path(__file__).resolve().parent
@@ -230,10 +230,3 @@ def test_a_longest_pause_is_told_once_of_each_kind(cards):
     }
     peers = {start_rows.STOCK, start_rows.COLDS_PEER[cards]}
     assert told == {start_rows.IMPLEMENTATIONS[kind]: 1 for kind in (*peers, "ours", "ours_cold")}
-
-
-def test_a_stages_cards_are_of_those_that_the_caller_sees(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert served.of_callers("0") == "0" and served.of_callers("0,1") == "0,1"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8a5c")
-    assert served.of_callers("0") == "3" and served.of_callers("0,1") == "3,GPU-8a5c"

@@ -75,7 +75,14 @@ namespace dsv4 {
 struct KernelAttributes {};
 inline void pdl_wait() {}
 inline void pdl_trigger() {}
-inline void give_up() { std::fprintf(stderr, "gave up\n"), std::_Exit(3); }
+struct GaveUp {};
+inline void give_up() {
+#ifdef LIBRARY
+  std::fprintf(stderr, "gave up\n"), std::_Exit(3);
+#else
+  throw GaveUp();  // a row of a boundary; the text of all others returns
+#endif
+}
 inline uint32_t load_relaxed(const uint32_t* p) { return std::atomic_ref<uint32_t>(*const_cast<uint32_t*>(p)).load(std::memory_order_relaxed); }
 inline uint4 load_relaxed(const uint4* p) {
   carry_out(rolls(8));
@@ -131,10 +138,10 @@ inline uint4 load_system(const uint4* p) { return load_relaxed(p); }
 using namespace dsv4;
 using namespace dsv4::all_reduce;
 
-// Any bf16, and often what is hard: NaNs with all bits, zeros of both signs, infinities.
+// Any bf16, and often what is hard: NaNs with all bits, zeros of both signs, infinities, and 2^24, of which the order of a sum can be told.
 uint32_t a_word(std::mt19937& g) {
-  static const uint32_t hard[] = {0xffffffffu, 0x80008000u, 0x0000ffffu, 0x7f80ff80u, 0xffff0000u, 0u, 0x7fff7fffu};
-  if (g() % 4 == 0) return hard[g() % 7];
+  static const uint32_t hard[] = {0xffffffffu, 0x80008000u, 0x0000ffffu, 0x7f80ff80u, 0xffff0000u, 0u, 0x7fff7fffu, 0x4b80cb80u, 0xcb804b80u};
+  if (g() % 4 == 0) return hard[g() % 9];
   return bf16(static_cast<float>(static_cast<int>(g() % 2001) - 1000) / 64) | bf16(static_cast<float>(g() % 777) / 16) << 16;
 }
 constexpr bool is_nan(uint32_t half) { return (half & 0x7fff) > 0x7f80; }
@@ -169,134 +176,209 @@ int64_t gathered_word(int64_t w, int ranks, int from, int64_t row_vectors) {
   return (row * ranks + from) * 4 * row_vectors + column;
 }
 
+// Calls of all ranks, and the verdict on them, by its first word: `wrong` bits; who `waits` for what never comes; who was `late` only, so
+// that others were out of patience and nothing is known; `arrivals` and words of sums that are `left` behind. Or: so many calls, all right.
 template <int kRanks, bool kHost>
-int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns) {
-  const Places sizes = {12 * kRanks, 24 * kRanks, kRanks};
-  const int64_t words = kGenerations * sizes.generation(kHost) * 4;
-  std::vector<std::unique_ptr<uint4[]>> memory;
-  for (int i = 0; i < (kHost ? 1 : kRanks); ++i) {
-    memory.emplace_back(new uint4[words / 4]);
-    std::memset(memory.back().get(), 0xff, words * 4);
-  }
-  std::mt19937 plan(seed);
+struct Run {
   struct Call { int64_t vectors; Kind kind; int blocks, row_vectors = 0; };
+  using Words = std::vector<std::vector<std::vector<uint32_t>>>;  // of each call and rank
+  const int calls;
+  const unsigned seed;
+  uint64_t patience_ns;
+  const Places sizes = {12 * kRanks, 24 * kRanks, kRanks};
+  std::vector<std::unique_ptr<uint4[]>> memory;
   std::vector<Call> order;
-  for (int i = 0; i < calls; ++i) {
+  Words x, out, rows_out;
+  std::vector<std::vector<uint4>> sums;  // by which a rank's blocks find each other
+  std::vector<State> states, before;     // before: a rank's last call
+  std::vector<Fault> faults;
+  std::vector<int> done;                    // calls of each rank
+  std::vector<std::atomic<bool>> in_vain;  // a row of its waited for a sum
+
+  Run(int calls, unsigned seed, uint64_t patience_ns)
+      : calls(calls), seed(seed), patience_ns(patience_ns), x(calls), out(calls), rows_out(calls), sums(kRanks), states(kRanks), before(kRanks),
+        faults(kRanks), done(kRanks), in_vain(kRanks) {
+    const int64_t words = kGenerations * sizes.generation(kHost) * 4;
+    for (int i = 0; i < (kHost ? 1 : kRanks); ++i) {
+      memory.emplace_back(new uint4[words / 4]);
+      std::memset(memory.back().get(), 0xff, words * 4);
+    }
+    for (auto& s : sums) s.resize(sizes.one_shot_vectors);
+    std::mt19937 plan(seed);
+    for (int i = 0; i < calls; ++i) order.push_back(a_call(plan));
+    for (int i = 0; i < calls; ++i)
+      for (int r = 0; r < kRanks; ++r) {
+        const int times = order[i].kind == kGathering ? kRanks : 1;
+        x[i].emplace_back(order[i].vectors * 4), out[i].emplace_back(times * order[i].vectors * 4), rows_out[i].emplace_back(order[i].vectors * 4);
+        for (auto& w : x[i][r]) w = a_word(plan);
+        if (order[i].kind == kBoundary) x[i][r][i % x[i][r].size()] = 0;  // a sum that is zero
+      }
+  }
+
+  Call a_call(std::mt19937& plan) const {
     const Kind kind = static_cast<Kind>(plan() % 4);
     if (kind == kBoundary) {
       const int rows = 1 + plan() % (sizes.one_shot_vectors / mhc::kRowSums);
-      order.push_back({rows * mhc::kRowSums, kind, mhc::SliceSum<kRanks, kHost>::parts_of(rows) + rows});
-      continue;
+      return {rows * mhc::kRowSums, kind, mhc::SliceSum<kRanks, kHost>::parts_of(rows) + rows};
     }
     if (kind == kGathering) {
       const int rows = 1 + plan() % 5, row_vectors = 1 + plan() % (sizes.slot(kHost) / rows);
-      order.push_back({rows * row_vectors, kind, static_cast<int>(1 + plan() % 3), row_vectors});
-      continue;
+      return {rows * row_vectors, kind, static_cast<int>(1 + plan() % 3), row_vectors};
     }
     const bool one_shot = kind == kOneHop;
     const int64_t vectors = one_shot ? 1 + plan() % sizes.one_shot_vectors : kRanks * (1 + plan() % (sizes.two_shot_vectors / kRanks));
-    order.push_back({vectors, kind, static_cast<int>(1 + plan() % 3)});
+    return {vectors, kind, static_cast<int>(1 + plan() % 3)};
   }
-  std::vector<std::vector<std::vector<uint32_t>>> x(calls), out(calls), rows_out(calls);
-  std::vector<std::vector<uint4>> sums(kRanks, std::vector<uint4>(sizes.one_shot_vectors));  // by which blocks find each other
-  for (int i = 0; i < calls; ++i)
-    for (int r = 0; r < kRanks; ++r) {
-      const int times = order[i].kind == kGathering ? kRanks : 1;
-      x[i].emplace_back(order[i].vectors * 4), out[i].emplace_back(times * order[i].vectors * 4), rows_out[i].emplace_back(order[i].vectors * 4);
-      for (auto& w : x[i][r]) w = a_word(plan);
-    }
-  std::vector<State> states(kRanks);
-  std::vector<Fault> faults(kRanks);
-  for (auto& s : states) s = {};
-  for (auto& f : faults) f = {};
-  std::vector<std::thread> ranks;
-  for (int r = 0; r < kRanks; ++r)
-    ranks.emplace_back([&, r] {
-      for (int i = 0; i < calls; ++i) {
-        if (r == faulty_rank && i == calls / 2) return;  // it dies
-        Params p = {};
-        p.x = reinterpret_cast<const uint16_t*>(x[i][r].data());
-        const bool is_boundary = order[i].kind == kBoundary, in_place = order[i].kind <= kTwoHops && i % 3 == 0;
-        std::vector<uint32_t> copy = x[i][r];
-        if (in_place) p.x = reinterpret_cast<const uint16_t*>(copy.data());
-        p.out = in_place ? reinterpret_cast<uint16_t*>(copy.data()) : reinterpret_cast<uint16_t*>(out[i][r].data());
-        p.vectors = order[i].vectors, p.row_vectors = order[i].row_vectors;
-        for (int to = 0; to < kRanks; ++to) p.places[to] = memory[kHost ? 0 : to].get();
-        p.state = &states[r], p.fault = &faults[r], p.sizes = sizes, p.rank = r, p.tag = i;
-        p.rows = is_boundary ? order[i].vectors / mhc::kRowSums : 1;
-        p.patience_ns = patience_ns;
-        std::vector<std::thread> threads;
-        std::vector<std::unique_ptr<std::barrier<>>> barriers;
-        const auto num_threads = [&](int b) {
-          if (!is_boundary) return kThreads;
-          return b < order[i].blocks - static_cast<int>(p.rows) ? mhc::kMixThreads : mhc::kFusedThreads;
-        };
-        for (int b = 0; b < order[i].blocks; ++b) barriers.emplace_back(new std::barrier<>(num_threads(b)));
-        std::vector<std::vector<uint4>> shared(order[i].blocks, std::vector<uint4>(mhc::kSliceVectors));
-        for (int b = 0; b < order[i].blocks; ++b)
-          for (int t = 0; t < num_threads(b); ++t)
-            threads.emplace_back([&, b, t] {
-              threadIdx.x = t, blockIdx.x = b, gridDim.x = order[i].blocks, block_barrier = barriers[b].get();
-              dice.seed(seed * 7919 + ((i * 64 + r) * 64 + b) * 16 + t);
-              if (rolls(16)) std::this_thread::sleep_for(std::chrono::microseconds(dice() % 300));
-              const auto vectors = [](std::vector<uint32_t>& words) { return reinterpret_cast<uint4*>(words.data()); };
-              if (is_boundary) {
-                const uint32_t looks = kBusyLooks + patience_ns / (1000 * kLookUs);
-                boundary_block<kRanks, kHost>(p, b, looks, sums[r].data(), vectors(out[i][r]), vectors(rows_out[i][r]), shared[b].data());
-              } else if (order[i].kind == kGathering) {
-                gather_kernel<kRanks, kHost>(p);
-              } else {
-                order[i].kind == kOneHop ? one_shot_kernel<kRanks, kHost>(p) : two_shot_kernel<kRanks, kHost>(p);
-              }
-              carry_out(true);
-            });
-        for (auto& t : threads) t.join();
-        if (faults[r].told) return;
-        if (in_place) out[i][r] = copy;
+
+  Params params(int r, int i) {
+    Params p = {};
+    p.x = reinterpret_cast<const uint16_t*>(x[i][r].data()), p.out = reinterpret_cast<uint16_t*>(out[i][r].data());
+    p.vectors = order[i].vectors, p.row_vectors = order[i].row_vectors;
+    for (int to = 0; to < kRanks; ++to) p.places[to] = memory[kHost ? 0 : to].get();
+    p.state = &states[r], p.fault = &faults[r], p.sizes = sizes, p.rank = r, p.tag = i;
+    p.rows = order[i].kind == kBoundary ? order[i].vectors / mhc::kRowSums : 1;
+    p.patience_ns = patience_ns;
+    return p;
+  }
+
+  // A thread of a call.
+  void in_thread(const Params& p, int b, uint4* shared) {
+    const int i = p.tag, r = p.rank;
+    const auto vectors = [](std::vector<uint32_t>& words) { return reinterpret_cast<uint4*>(words.data()); };
+    if (order[i].kind == kBoundary) {
+      const uint32_t looks = kBusyLooks + patience_ns / (1000 * kLookUs);
+      try {
+        boundary_block<kRanks, kHost>(p, b, looks, sums[r].data(), vectors(out[i][r]), vectors(rows_out[i][r]), shared);
+      } catch (const GaveUp&) {
+        in_vain[r] = true;
       }
-    });
-  for (auto& r : ranks) r.join();
-  if (faulty_rank >= 0) {
+    } else if (order[i].kind == kGathering) {
+      gather_kernel<kRanks, kHost>(p);
+    } else {
+      order[i].kind == kOneHop ? one_shot_kernel<kRanks, kHost>(p) : two_shot_kernel<kRanks, kHost>(p);
+    }
+    carry_out(true);
+  }
+
+  bool has_given_up(int r) const { return faults[r].told || in_vain[r]; }
+
+  // Call i of rank r, until it is made or given up.
+  void make(int r, int i) {
+    before[r] = states[r];
+    Params p = params(r, i);
+    const bool in_place = order[i].kind <= kTwoHops && i % 3 == 0;
+    std::vector<uint32_t> copy = x[i][r];
+    if (in_place) p.x = p.out = reinterpret_cast<uint16_t*>(copy.data());
+    std::vector<std::thread> threads;
+    std::vector<std::unique_ptr<std::barrier<>>> barriers;
+    const auto num_threads = [&](int b) {
+      if (order[i].kind != kBoundary) return kThreads;
+      return b < order[i].blocks - static_cast<int>(p.rows) ? mhc::kMixThreads : mhc::kFusedThreads;
+    };
+    for (int b = 0; b < order[i].blocks; ++b) barriers.emplace_back(new std::barrier<>(num_threads(b)));
+    std::vector<std::vector<uint4>> shared(order[i].blocks, std::vector<uint4>(mhc::kSliceVectors));
+    for (int b = 0; b < order[i].blocks; ++b)
+      for (int t = 0; t < num_threads(b); ++t)
+        threads.emplace_back([&, b, t] {
+          threadIdx.x = t, blockIdx.x = b, gridDim.x = order[i].blocks, block_barrier = barriers[b].get();
+          dice.seed(seed * 7919 + ((i * 64 + r) * 64 + b) * 16 + t);
+          if (rolls(16)) std::this_thread::sleep_for(std::chrono::microseconds(dice() % 300));
+          in_thread(p, b, shared[b].data());
+        });
+    for (auto& t : threads) t.join();
+    if (in_place) out[i][r] = copy;
+  }
+
+  // faulty_rank dies in the middle; slow_rank comes there when the others are long out of patience. -1: none.
+  void make_all(int faulty_rank, int slow_rank) {
+    std::vector<std::thread> ranks;
+    for (int r = 0; r < kRanks; ++r)
+      ranks.emplace_back([=, this] {
+        for (int i = 0; i < calls; ++i) {
+          if (i == calls / 2 && r == faulty_rank) return;
+          if (i == calls / 2 && r == slow_rank) std::this_thread::sleep_for(std::chrono::nanoseconds(3 * patience_ns));
+          make(r, i);
+          if (has_given_up(r)) return;
+          done[r] = i + 1;
+        }
+      });
+    for (auto& r : ranks) r.join();
+  }
+
+  // Who gave up call i makes it again, now that all that was sent has come: does anybody still wait?
+  bool waits_again(int i) {
+    std::vector<std::thread> again;
+    patience_ns /= 4;
+    for (int r = 0; r < kRanks; ++r) {
+      if (done[r] != i) continue;
+      states[r] = before[r], faults[r] = {}, in_vain[r] = false;
+      again.emplace_back([=, this] { make(r, i); });
+    }
+    for (auto& r : again) r.join();
+    return std::any_of(done.begin(), done.end(), [&, r = 0](int made) mutable { return has_given_up(r++) && made == i; });
+  }
+
+  int told(int faulty_rank) const {
     int told = 0;
     for (int r = 0; r < kRanks; ++r) told += r != faulty_rank && faults[r].told == 1 && faults[r].waited_for != static_cast<uint32_t>(r) &&
         faults[r].call == faults[r].tag && faults[r].call + 1 >= static_cast<uint32_t>(calls / 2);
     std::printf("told %d of %d\n", told, kRanks - 1);
     return told == kRanks - 1 ? 0 : 1;
   }
-  for (int i = 0; i < calls; ++i)
-    for (int64_t w = 0; w < order[i].vectors * 4; ++w) {
-      if (order[i].kind == kGathering) {
-        for (int r = 0; r < kRanks; ++r)
-          for (int from = 0; from < kRanks; ++from) {
-            const int64_t at = gathered_word(w, kRanks, from, order[i].row_vectors);
-            const uint32_t sent = x[i][from][w], wanted = sent == 0xffffffffu ? 0x7fff7fffu : sent, found = out[i][r][at];
-            if (found == wanted) continue;
-            std::printf("call %d (gather) rank %d word %lld: %08x, wanted %08x\n", i, r, static_cast<long long>(at), found, wanted);
-            return 1;
-          }
-        continue;
-      }
-      uint32_t wanted = 0;
-      for (int half = 0; half < 2; ++half) {
-        float sum = as_float((x[i][0][w] >> 16 * half) << 16);
-        for (int r = 1; r < kRanks; ++r) sum += as_float((x[i][r][w] >> 16 * half) << 16);
-        wanted |= bf16(sum) << 16 * half;
-      }
+
+  bool differ(int i, int r, int64_t word, uint32_t found, uint32_t wanted) const {
+    if (i >= done[r] || found == wanted) return false;
+    std::printf("wrong: call %d (%s, %lld vectors) rank %d word %lld: %08x, wanted %08x\n", i, kNames[order[i].kind],
+                static_cast<long long>(order[i].vectors), r, static_cast<long long>(word), found, wanted);
+    return true;
+  }
+
+  bool is_wrong(int i, int64_t w) const {
+    if (order[i].kind == kGathering) {
       for (int r = 0; r < kRanks; ++r)
-        for (const auto& found : {out[i][r][w], order[i].kind == kBoundary ? rows_out[i][r][w] : wanted})
-          if (found != wanted) {
-            std::printf("call %d (%s, %lld vectors) rank %d word %lld: %08x, wanted %08x\n", i, kNames[order[i].kind],
-                        static_cast<long long>(order[i].vectors), r, static_cast<long long>(w), found, wanted);
-            return 1;
-          }
+        for (int from = 0; from < kRanks; ++from) {
+          const int64_t at = gathered_word(w, kRanks, from, order[i].row_vectors);
+          const uint32_t sent = x[i][from][w];
+          if (differ(i, r, at, out[i][r][at], sent == 0xffffffffu ? 0x7fff7fffu : sent)) return true;
+        }
+      return false;
     }
-  for (auto& s : states)
-    if (s.arrivals != static_cast<uint32_t>(calls) * kArrivals) return std::printf("arrivals %u\n", s.arrivals), 1;
-  for (const auto& words : sums)
-    for (const uint4& v : words)
-      if (v.x || v.y || v.z || v.w) return std::printf("words that are not zero\n"), 1;
-  std::printf("%d calls\n", calls);
-  return 0;
+    uint32_t wanted = 0;
+    for (int half = 0; half < 2; ++half) {
+      float sum = as_float((x[i][0][w] >> 16 * half) << 16);
+      for (int r = 1; r < kRanks; ++r) sum += as_float((x[i][r][w] >> 16 * half) << 16);
+      wanted |= bf16(sum) << 16 * half;
+    }
+    for (int r = 0; r < kRanks; ++r)
+      if (differ(i, r, w, out[i][r][w], wanted) || (order[i].kind == kBoundary && differ(i, r, w, rows_out[i][r][w], wanted))) return true;
+    return false;
+  }
+
+  int verdict() {
+    for (int i = 0; i < calls; ++i)
+      for (int64_t w = 0; w < order[i].vectors * 4; ++w)
+        if (is_wrong(i, w)) return 1;
+    const int r = std::min_element(done.begin(), done.end()) - done.begin(), first = done[r];
+    if (first < calls) {
+      const char* const what = faults[r].told ? "a term" : "a row's sums";
+      std::printf("%s: call %d (%s) rank %d for %s\n", waits_again(first) ? "waits" : "late", first, kNames[order[first].kind], r, what);
+      return 1;
+    }
+    for (auto& s : states)
+      if (s.arrivals != static_cast<uint32_t>(calls) * kArrivals) return std::printf("arrivals: %u\n", s.arrivals), 1;
+    for (const auto& words : sums)
+      for (const uint4& v : words)
+        if (v.x || v.y || v.z || v.w) return std::printf("left: words that are not zero\n"), 1;
+    std::printf("%d calls\n", calls);
+    return 0;
+  }
+};
+
+template <int kRanks, bool kHost>
+int run(int calls, unsigned seed, int faulty_rank, uint64_t patience_ns, int slow_rank) {
+  Run<kRanks, kHost> all(calls, seed, patience_ns);
+  all.make_all(faulty_rank, slow_rank);
+  return faulty_rank >= 0 ? all.told(faulty_rank) : all.verdict();
 }
 
 // A pair: the first sends, the second answers, unless it is the faulty one.
@@ -382,18 +464,18 @@ extern "C" void emulated_ping(uint4* there, const uint4* here, int64_t vectors, 
 
 #else
 int main(int argc, char** argv) {
-  if (argc != 7) return 2;
-  const int calls = std::atoi(argv[3]), faulty = std::atoi(argv[5]);
+  if (argc != 8) return 2;
+  const int calls = std::atoi(argv[3]), faulty = std::atoi(argv[5]), slow = std::atoi(argv[7]);
   const unsigned seed = std::atoi(argv[4]);
   const uint64_t patience = std::atoll(argv[6]) * 1'000'000;
 #ifdef ONLY  // these ranks and this way: less to compile
-  return run<ONLY>(calls, seed, faulty, patience);
+  return run<ONLY>(calls, seed, faulty, patience, slow);
 #else
   const int ranks = std::atoi(argv[1]);
   const bool host = std::string(argv[2]) == "host";
   if (ranks == 1) return run_ping(calls, host, faulty);
-  if (ranks == 2) return host ? run<2, true>(calls, seed, faulty, patience) : run<2, false>(calls, seed, faulty, patience);
-  if (ranks == 4) return host ? run<4, true>(calls, seed, faulty, patience) : run<4, false>(calls, seed, faulty, patience);
+  if (ranks == 2) return host ? run<2, true>(calls, seed, faulty, patience, slow) : run<2, false>(calls, seed, faulty, patience, slow);
+  if (ranks == 4) return host ? run<4, true>(calls, seed, faulty, patience, slow) : run<4, false>(calls, seed, faulty, patience, slow);
   return 2;
 #endif
 }

@@ -275,6 +275,9 @@ class TokenizerManager:
 
     def _validate_one_request(self, obj, input_ids):
         return obj
+
+    def _send_one_request(self, tokenized_obj):
+        return tokenized_obj
 """
 MTP_MODEL = """
 class DeepseekV4ModelNextN:

@@ -210,6 +210,12 @@ OBJECTS = {
     },
     "echoed_items": {"request": ((f"{OPENAI}.protocol:ResponsesRequest",),)},
     "prompts_aside": {"chat": ((CHAT,),)},
+    "sample_seeds": {
+        "tokenized_obj": ((f"{SRT}.managers.io_struct:TokenizedGenerateReqInput",),),
+        **dict.fromkeys(
+            ("shared", "tokenized_obj.sampling_params"), ((f"{SRT}.sampling.sampling_params:SamplingParams",),)
+        ),
+    },
     "sampled_states": {"obj": ((f"{SRT}.managers.io_struct:GenerateReqInput",),)},
     "token_logprobs": {
         "serving": ((CHAT,),),

@@ -398,6 +398,8 @@ def test_a_strict_schema_may_be_any(version, recipe):  # noqa: F811
                 prompted(version, recipe, strict, ours=True, spec="dsv41")
         fine = asked_with(WHOLE, tool=tool, strict=True)
         assert prompted(version, recipe, fine, ours=True) == prompted(version, recipe, fine, ours=False)
+        loose = asked_with(WHOLE, tool=tool, strict=False)  # a tool's schema is written anew, so recipe must be asked
+        assert (prompted(version, recipe, fine, ours=True) != prompted(version, recipe, loose, ours=True)) == tool
     wrong = asked_with({"type": "array"}, tool=True, strict=False)
     for of in (False, True):
         with pytest.raises(ValueError, match="must be a JSON Schema of"):

@@ -6,8 +6,10 @@ an optional property, an object without properties, a `const`, a date or a map a
 over /v1/messages every schema of `output_config` is one of these. What holds answers to a schema here is SGLang's
 grammar, as in 0.5.22, and it is made of the request itself.
 
-Here recipe is asked once more without that word, where it refuses. Prompts that it makes stay as they are. This runs in
-the process that answers over HTTP, where no GPU is asked.
+Here recipe is asked once more without that word, where it refuses. Prompts that it makes stay as they are: it writes a
+strict tool's schema anew, in an order of its own and without what it does not know, so the word cannot always be left
+out. What it refuses it says by an error alone, whose rules (of every keyword, of tools beside each other) are its
+own and may change with it. This runs in the process that answers over HTTP, where no GPU is asked.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ FIND_PRINTABLE = "sglang.srt.managers.detokenizer_manager:find_printable_text"
 _tool_strings, _effort_levels, _think_marks, _cut_characters, _turn_phases, _stop_sequences = map(
     targets_of_fix, ("tool_strings", "effort_levels", "think_marks", "cut_characters", "turn_phases", "stop_sequences")
 )
-_token_logprobs, _prompts_aside = map(targets_of_fix, ("token_logprobs", "prompts_aside"))
+_token_logprobs, _prompts_aside, _sample_seeds = map(
+    targets_of_fix, ("token_logprobs", "prompts_aside", "sample_seeds")
+)
 
 TOOL_STRINGS = Patch(
     name="tool_strings",
@@ -376,6 +378,20 @@ SAMPLED_STATES = Patch(
     ),
     absent="SGLang drops them itself",
     retire="with SGLang 0.5.21",
+)
+
+OF_SEND = ("self", "tokenized_obj")
+SAMPLE_SEEDS = Patch(
+    name="sample_seeds",
+    why="a request for several answers gives all of them its seed, so that with --enable-deterministic-inference they "
+    "are the same (sglang #28805, open)",
+    targets=(
+        _sample_seeds(f"{TOKENIZER_MANAGER}._send_one_request", "send", Parameters(OF_SEND), "<0.5.20"),
+        _sample_seeds(
+            f"{TOKENIZER_MANAGER}._send_one_request", "send", Parameters(OF_SEND, is_async=True), ">=0.5.20,<0.6"
+        ),
+    ),
+    retire="when SGLang gives each a seed of its own",
 )
 
 STRICT_SCHEMAS = Patch(
