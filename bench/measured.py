@@ -192,6 +192,20 @@ SECTIONS = {
         True,
         "flash43",
     ),
+    "e2e_halves_sglang": Section(
+        "Prompts in halves",
+        "43 layers with 16 experts over two cards, NCCL through host memory, engines in turn.",
+        {
+            "time to all first tokens, ms, best": "time to all first tokens, ms",
+            "time to all first tokens, ms, worst": "worst",
+            "time to all first tokens, of the whole's": "of the whole's",
+            "NCCL's sums on a card, ms": "NCCL's sums, ms",
+            "the sums' time that is not hidden, share of the whole's sums": "sums not hidden",
+        },
+        (),
+        True,
+        "flash43",
+    ),
     "e2e_streams_sglang": Section(
         "A prompt's streams, dealt to two cards",
         "43 layers with 16 experts over two cards, engines in turn.",
