@@ -352,8 +352,27 @@ def test_what_keeps_a_servers_passes_whole(state, monkeypatch):
     monkeypatch.setattr(models_served, "is_looked_into", lambda: True)
     assert why() == ("what modules return is looked at (--forward-hooks)",)
     adapter._left.clear()
-    monkeypatch.setattr(adapter, "settings", lambda: SimpleNamespace(reproducible=True, shadow=0))
+    monkeypatch.setattr(adapter, "settings", lambda: SimpleNamespace(reproducible=True, shadow=0, choices={}))
     assert why() == ("every sum has one order (reproducible=on)",)
+
+
+@pytest.mark.parametrize("name", ["sums_in_pieces", "dealt_streams"])
+def test_sums_are_one_mechanisms(monkeypatch, name):
+    monkeypatch.setattr(
+        adapter, "settings", lambda: SimpleNamespace(reproducible=False, shadow=0, choices={name: "on"})
+    )
+    assert why() == ("what has the same sums (sums_in_pieces, dealt_streams)",)
+    monkeypatch.setattr(
+        adapter, "settings", lambda: SimpleNamespace(reproducible=False, shadow=0, choices={name: "off"})
+    )
+    adapter._left.clear()
+    assert why() == ("in halves",)
+
+
+@pytest.mark.parametrize("found", ["text", {"a": 1}, 3])
+def test_what_is_no_tensor_is_not_put_together(found):
+    with pytest.raises(TypeError, match=f"returned a {type(found).__name__}, .*prompts_in_halves=off"):
+        adapter._together([(torch.zeros(1), found), (torch.zeros(1), found)])
 
 
 def test_the_report_says_how_many_and_why_not():

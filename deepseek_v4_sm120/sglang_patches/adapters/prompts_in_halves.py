@@ -44,7 +44,7 @@ from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE
 from deepseek_v4_sm120.sglang_patches.adapters.index_select_dealt import see_the_same_cards
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import finished
 from deepseek_v4_sm120.sglang_patches.adapters.turns import Turns
-from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope
+from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, way_out
 
 PATCH = "prompts_in_halves"
 ROWS = 2048  # of a half at least, more or less, where it is tried out: fewer are soon bound by the host
@@ -52,6 +52,7 @@ PAGE = 256  # a prompt is cut at a multiple of it: no group of a compressor is i
 # Multiprocessors that kernels leave to the sums beside them, whose blocks NCCL has one of for each channel: 4 through
 # host memory (seen on two H200)
 SUM_SMS = 8
+_OTHERS = ("sums_in_pieces", "dealt_streams")  # off unless somebody asks for them
 _PASS = "_dsv4_sm120_pass"  # of a batch: its _Pass
 _running = Scope()  # its layer: the _Half whose turn it is
 _seen: collections.Counter = collections.Counter()  # "passes" in halves, "rows" of them, "sums" that had turns
@@ -155,11 +156,15 @@ class _Pass:
 
 
 def _together(parts):
-    """Of tensors [rows, ...], or of tuples and lists of them, one."""
+    """Of tensors [rows, ...], or of tuples and lists of them, one. Raises TypeError for others."""
     one = parts[0]
     if isinstance(one, torch.Tensor):
         return torch.cat(parts)
-    return None if one is None else type(one)(map(_together, zip(*parts, strict=True)))
+    if type(one) in (tuple, list):
+        return type(one)(map(_together, zip(*parts, strict=True)))
+    if one is None:
+        return None
+    raise TypeError(way_out(PATCH, f"the model's forward returned a {type(one).__name__}, whose rows nobody knows"))
 
 
 # ---- a half's batch
@@ -291,6 +296,7 @@ def _why_not_here(state) -> str | None:
         {
             "one card has all rows": tp.world_size == 1,
             "every sum has one order (reproducible=on)": settings().reproducible,
+            f"what has the same sums ({', '.join(_OTHERS)})": any(map(_is_asked_for, _OTHERS)),
             "shadow mode compares whole batches": bool(settings().shadow),
             "torch compiles the model": models_served.is_compiled(),
             "what modules return is looked at (--forward-hooks)": models_served.is_looked_into(),
@@ -301,6 +307,10 @@ def _why_not_here(state) -> str | None:
             "decode context parallelism": decode_context is not None and decode_context.world_size > 1,
         }
     ) or (None if see_the_same_cards(tp.world_size) else "not all cards of one host are served and seen by all ranks")
+
+
+def _is_asked_for(default: str) -> bool:
+    return settings().choices.get(default, "off") not in ("off", "0")
 
 
 def _why_not(tp, backend, batch, cut: Cut, each: int) -> str | None:
