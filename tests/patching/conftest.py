@@ -140,6 +140,10 @@ class Sampler:
         pass
 """
 SCHEDULE_BATCH = """
+class Req:
+    def effective_kv_committed_len(self):
+        return 0
+
 class ScheduleBatch:
     def cumulate_penalty_output_tokens(self):
         pass

@@ -21,6 +21,7 @@ from deepseek_v4_sm120.sglang_patches.rows.http_server import (
     TOKENIZER_MANAGER,
 )
 from deepseek_v4_sm120.sglang_patches.rows.mhc import CUDA_LAYER, LAYER, MTP_MODEL
+from deepseek_v4_sm120.sglang_patches.rows.scheduler import SWA_CACHE
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
@@ -316,7 +317,21 @@ OBJECTS = {
         "sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
         "logits_output": ((f"{SRT}.layers.logits_processor:LogitsProcessorOutput",),),
     },
+    "shared_beginnings": {
+        "cache": ((SWA_CACHE,),),
+        "cache.swa_lru_list": ((f"{SWA_CACHE.partition(':')[0]}:LRUList",),),
+        "cache.token_to_kv_pool_allocator": ALLOCATORS,
+        "node": ((f"{SWA_CACHE.partition(':')[0]}:TreeNode",),),
+        **dict.fromkeys(("key", "node.key"), ((f"{SRT}.mem_cache.radix_cache:RadixKey",),)),
+    },
     "scheduling": {"running_batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),)},
+    "stripped_thoughts": {
+        "request": ((">=0.5.19", f"{SRT}.managers.schedule_batch:Req"),),
+        "record": (
+            ("<0.5.19", f"{SRT}.managers.schedule_batch:Req"),
+            (">=0.5.19", f"{SRT}.managers.schedule_batch:ReqKvInfo"),
+        ),
+    },
     "sparse_decode": {
         "_backend.layer": ((f"{SRT}.layers.radix_attention:RadixAttention",),),
         "backend": ((BACKEND + ":DeepseekV4AttnBackend",),),

@@ -9,16 +9,20 @@ import pytest
 import torch
 
 from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.patching.engine import READY, Engine
+from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches import device_gate
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import prompts_in_halves as adapter
 from deepseek_v4_sm120.sglang_patches.names import BACKEND
+from deepseek_v4_sm120.sglang_patches.table import TABLE
 from tests.adapters.dealt_streams_model import Ranks, State, _this, tokens
 from tests.adapters.test_mhc_sum import HIDDEN
 from tests.adapters.test_prompts_in_halves import all_reduce
 from tests.patching import test_wheel_mhc_dealt_streams as models
 from tests.patching import test_wheel_mhc_sum as layers
 from tests.patching.test_wheel_wo_a import definition
+from tests.patching.test_wheels import found_in, inspect_wheel  # noqa: F401
 from tests.patching.wheels import WheelSources, every_release, since
 
 FIRST, RANKS, ROWS, PAGE = "0.5.14", 2, 16, 4
@@ -116,6 +120,16 @@ def test_the_wheels_model_has_the_bits_of_the_whole(version, lengths, before, sg
         assert same and before_ == [("sum", cut.whole)] * models.SUMS
         assert calls == halves * models.SUMS, "the embedding's and each sublayer's, by turns"
     assert adapter._seen["passes"] == RANKS and not adapter._left
+
+
+@every_release(FIRST)
+def test_the_places_fit(inspect_wheel, version):  # noqa: F811
+    for chosen, rows in (("on", 0), ("2048", 2048)):
+        inspect_wheel(version, fresh=True)
+        made = Engine(TABLE, host="sglang", settings=Settings(choices={adapter.PATCH: chosen}))
+        made.survey()
+        found = [(record.state, record.review) for record in found_in(made, patch=adapter.PATCH)]
+        assert found == [(READY, "reviewed")] * 2 and made.steering.value(adapter.PATCH) == rows
 
 
 # ---- batches

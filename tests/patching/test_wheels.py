@@ -17,6 +17,7 @@ from deepseek_v4_sm120.sglang_patches.names import DSPARK, DSPARK_INPUT, DSPARK_
 from deepseek_v4_sm120.sglang_patches.rows.compressor import MODULE as COMPRESSOR_MODULE
 from deepseek_v4_sm120.sglang_patches.rows.mhc import FUSED, MTP_MODEL
 from deepseek_v4_sm120.sglang_patches.rows.sampling import DRAW, EAGLE, PENALTY_LIBRARY, RESULTS
+from deepseek_v4_sm120.sglang_patches.rows.scheduler import REQUEST, SWA_CACHE
 from deepseek_v4_sm120.sglang_patches.table import (
     BACKEND,
     CUTLASS_EXPERTS,
@@ -45,6 +46,7 @@ CUT_IN = {"0.5.18": "sglang.srt.managers.schedule_policy", "0.5.21": "sglang.srt
 SAMPLER = DRAW.partition(":")[0]
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
 EVERYWHERE = {
+    "stripped_thoughts": REQUEST.partition(":")[0],
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0], "wo_a": MODEL},
     **{"min_p_tokens": SAMPLER, "longest_prompt": "sglang.srt.managers.tp_worker"},
@@ -58,6 +60,7 @@ def expected(version: str) -> dict[str, str]:
         found |= dict(sparse_decode="flash_mla", sched_meta="flash_mla", mxfp4_moe=MARLIN, marlin_on_sm120=MARLIN)
     elif not since(version, "0.5.16"):
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
+    found |= {} if since(version, "0.5.15") else {"shared_beginnings": SWA_CACHE.partition(":")[0]}
     ours = http_rows.expected(version) | ({"min_p_verify": EAGLE} if since(version, "0.5.23") else {})
     found |= {name: where.partition(":")[0] for name, where in ours.items()}
     if since(version, "0.5.13"):
@@ -225,16 +228,6 @@ def test_the_places_of_dealt_streams_fit(inspect_wheel, version):
     ]
     for record in found[2:]:
         assert ours.index((record.where, "mhc")) < ours.index((record.where, "dealt_streams"))
-
-
-@every_release("0.5.14")
-def test_the_places_of_prompts_in_halves_fit(inspect_wheel, version):
-    for chosen, rows in (("on", 0), ("2048", 2048)):
-        inspect_wheel(version, fresh=True)
-        made = Engine(TABLE, host="sglang", settings=Settings(choices={"prompts_in_halves": chosen}))
-        made.survey()
-        found = [(record.state, record.review) for record in found_in(made, patch="prompts_in_halves")]
-        assert found == [(READY, "reviewed")] * 2 and made.steering.value("prompts_in_halves") == rows
 
 
 @every_release("0.5.14")

@@ -1,4 +1,5 @@
-"""The rows of table.py that are the scheduler's: which prompts are accepted, and which grammars are kept."""
+"""The rows of table.py that are the scheduler's: which prompts are accepted, what of the cache and which grammars are
+kept."""
 
 from deepseek_v4_sm120.patching.contract import Bound, Parameters
 from deepseek_v4_sm120.patching.spec import Patch
@@ -8,10 +9,12 @@ WORKER = "sglang.srt.managers.tp_worker:TpModelWorker"
 GRAMMAR_BACKEND = "sglang.srt.constrained.base_grammar_backend:BaseGrammarBackend"
 ADDER = "sglang.srt.managers.schedule_policy:PrefillAdder"
 SWA_BUDGET = "sglang.srt.mem_cache.prefill_budget:SWAPrefillBudget"
+SWA_CACHE = "sglang.srt.mem_cache.swa_radix_cache:SWARadixCache"
+REQUEST = "sglang.srt.managers.schedule_batch:Req"
 XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 
 _grammars = targets_of_fix("grammars")
-_beginning = targets_of_fix("cached_beginning")
+_beginning, _thoughts = targets_of_fix("cached_beginning"), targets_of_fix("stripped_thoughts")
 
 LONGEST_PROMPT = Patch(
     name="longest_prompt",
@@ -43,6 +46,37 @@ CACHED_BEGINNING = Patch(
     ),
     retire="when SGLang cuts a chunk that waits for what its own prompt holds",
     absent="up to 0.5.15 no chunk is cut, in 0.5.16 and 0.5.17 each that has no room",
+)
+
+SHARED_BEGINNINGS = Patch(
+    name="shared_beginnings",
+    why="where the sliding windows' slots of a beginning are given to others while a request that began with it runs, "
+    "the next prompt that begins so frees what that request reads: its answer goes on from other prompts' text, and "
+    "nothing says so (sglang #29352 mended it in 0.5.15)",
+    targets=(
+        targets_of_fix("shared_beginnings")(
+            f"{SWA_CACHE}._insert_helper",
+            "insert",
+            Parameters(("self", "node", "key", "value", "update_kv_after_len", "swa_evicted_seqlen=0")),
+            ">=0.5.12,<0.5.15",
+        ),
+    ),
+    retire="with SGLang 0.5.14",
+    absent="from 0.5.15 on SGLang keeps what is read",
+)
+
+STRIPPED_THOUGHTS = Patch(
+    name="stripped_thoughts",
+    why="with --strip-thinking-cache a request that was retracted in its thoughts, or behind them, frees at its end "
+    "what the prefix cache holds: an assertion ends the server, or slots have two owners and answers go on from "
+    "others' text",
+    targets=(
+        _thoughts(f"{REQUEST}._cache_commit_len", "request_length", Parameters(("self",)), ">=0.5.12,<0.5.16"),
+        _thoughts(f"{REQUEST}.effective_kv_committed_len", "request_length", Parameters(("self",)), ">=0.5.16,<0.5.19"),
+        _thoughts(f"{REQUEST}.effective_kv_committed_len", "record_length", Parameters(("self",)), ">=0.5.19,<0.5.21"),
+        _thoughts(f"{REQUEST}.owned_kv_len", "record_length", Parameters(("self",)), ">=0.5.21,<0.6"),
+    ),
+    retire="when SGLang frees nothing there that its prefix cache holds",
 )
 
 GRAMMARS = Patch(
