@@ -73,24 +73,24 @@ CASES = {
 
 # (case, of WITHOUT, schedules)
 POWER = [
-    ("compressor", "release of both", 6),
-    ("compressor", "acquire of both", 6),
-    ("compressor, many tokens", "release of both", 6),
-    ("compressor, many tokens", "acquire of both", 6),
-    ("mhc, many rows", "release", 3),
-    ("mhc, many rows", "acquire", 3),
-    ("sparse_decode", "release of both", 6),
-    ("sparse_decode", "acquire of both", 6),
-    ("sparse_decode", "acquire", 6),
-    ("sparse_decode", "acquiring load", 6),
+    ("compressor", "release of both", 30),
+    ("compressor", "acquire of both", 30),
+    ("compressor, many tokens", "release of both", 30),
+    ("compressor, many tokens", "acquire of both", 30),
+    ("mhc, many rows", "release", 30),
+    ("mhc, many rows", "acquire", 30),
+    ("sparse_decode", "release of both", 30),
+    ("sparse_decode", "acquire of both", 30),
+    ("sparse_decode", "acquire", 30),
+    ("sparse_decode", "acquiring load", 30),
     ("sparse_decode, little patience", "fence", 30),
     ("sparse_decode, little patience", "acquire", 30),
     ("gives up", "fence", 60),
     ("gives up and ends", "fence", 20),
-    ("fp8_linear", "wait for the kernel in front", 6),
-    ("fp8_linear, few rows", "wait for the kernel in front", 6),
-    ("index_select", "wait for the kernel in front", 6),
-    ("one_shot by peer", "wait for the kernel in front", 6),
+    ("fp8_linear", "wait for the kernel in front", 30),
+    ("fp8_linear, few rows", "wait for the kernel in front", 30),
+    ("index_select", "wait for the kernel in front", 30),
+    ("one_shot by peer", "wait for the kernel in front", 30),
 ]
 
 

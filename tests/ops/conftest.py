@@ -46,7 +46,7 @@ def fake(monkeypatch):
     """`_C` without a compiler or a GPU; the caches that hold its answers are emptied before and after."""
     stand_in = FakeExtension()
     monkeypatch.setattr(extension, "load", lambda: stand_in)
-    caches = (kv_page_layout, cuda_tensors.num_sms, index_select._scratch_bytes, sparse_decode._workspace)
+    caches = (kv_page_layout, cuda_tensors._all_sms, index_select._scratch_bytes, sparse_decode._workspace)
     for cached in caches:
         cached.cache_clear()
     yield stand_in
