@@ -148,6 +148,18 @@ class ScheduleBatch:
     def cumulate_penalty_output_tokens(self):
         pass
 """
+SCHEDULER = """
+started = True
+
+class Scheduler:
+    def _get_new_batch_prefill_raw(self, prefill_delayer_single_pass, running_batch):
+        return None, running_batch
+"""
+SCHEDULE_POLICY = """
+class PrefillAdder:
+    def preempt_to_schedule(self, req, server_args):
+        return False
+"""
 PENALTY_LIBRARY = """
 class BatchedPenalizerOrchestrator:
     def apply(self, logits, repeat=None):
@@ -363,7 +375,8 @@ DIRECT += "def dynamic_import(func_path):\n    return lambda model, named_tensor
 TREE_0_5_17 = {
     "sglang/__init__.py": "",
     "sglang/_version.py": "__version__ = version = '0.5.17'\n",
-    "sglang/srt/managers/scheduler.py": "started = True\n",
+    "sglang/srt/managers/scheduler.py": SCHEDULER,
+    "sglang/srt/managers/schedule_policy.py": SCHEDULE_POLICY,
     "sglang/srt/arg_groups/deepseek_v4_hook.py": "def apply_deepseek_v4_defaults(server_args, model_arch):\n    pass\n",
     "sglang/srt/utils/common.py": "def is_sm120_supported():\n    return False\n",
     "sglang/srt/server_args.py": "from sglang.srt.utils.common import is_sm120_supported\n",

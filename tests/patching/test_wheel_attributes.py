@@ -317,6 +317,10 @@ OBJECTS = {
         "sampling_info": ((f"{SRT}.sampling.sampling_batch_info:SamplingBatchInfo",),),
         "logits_output": ((f"{SRT}.layers.logits_processor:LogitsProcessorOutput",),),
     },
+    "preempted_requests": {
+        "adder": ((f"{SRT}.managers.schedule_policy:PrefillAdder",),),
+        "self.running_batch": ((f"{SRT}.managers.schedule_batch:ScheduleBatch",),),
+    },
     "shared_beginnings": {
         "cache": ((SWA_CACHE,),),
         "cache.swa_lru_list": ((f"{SWA_CACHE.partition(':')[0]}:LRUList",),),

@@ -7,6 +7,7 @@ from deepseek_v4_sm120.sglang_patches.names import targets_of_fix
 
 WORKER = "sglang.srt.managers.tp_worker:TpModelWorker"
 GRAMMAR_BACKEND = "sglang.srt.constrained.base_grammar_backend:BaseGrammarBackend"
+SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 ADDER = "sglang.srt.managers.schedule_policy:PrefillAdder"
 SWA_BUDGET = "sglang.srt.mem_cache.prefill_budget:SWAPrefillBudget"
 SWA_CACHE = "sglang.srt.mem_cache.swa_radix_cache:SWARadixCache"
@@ -15,6 +16,7 @@ XGRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 
 _grammars = targets_of_fix("grammars")
 _beginning, _thoughts = targets_of_fix("cached_beginning"), targets_of_fix("stripped_thoughts")
+_preempted = targets_of_fix("preempted_requests")
 
 LONGEST_PROMPT = Patch(
     name="longest_prompt",
@@ -89,4 +91,20 @@ GRAMMARS = Patch(
         _grammars(f"{XGRAMMAR}:GrammarCompiler", "compiler", Bound()),
     ),
     retire="when SGLang bounds what it keeps",
+)
+
+PREEMPTED_REQUESTS = Patch(
+    name="preempted_requests",
+    why="with --enable-priority-scheduling requests that give way are put back in the order of a set, another on each "
+    "card, whose schedulers may then wait for each other; up to 0.5.21 they are lost where nobody is let in after all",
+    targets=(
+        _preempted(f"{ADDER}.preempt_to_schedule", "preempt", Parameters(("self", "req"), further="any")),
+        _preempted(
+            f"{SCHEDULER}._get_new_batch_prefill_raw",
+            "next_prompts",
+            Parameters(("self", "prefill_delayer_single_pass"), further="any"),
+            ">=0.5.12,<0.5.22",
+        ),
+    ),
+    retire="when SGLang keeps who gave way in a list",
 )
