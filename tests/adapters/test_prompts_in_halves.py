@@ -310,7 +310,8 @@ def test_few_rows_and_drafts_are_not_looked_at():
 
 OF_A_BATCH = {
     "rows behind those of its prompts": {"input_ids": torch.zeros(101, dtype=torch.long)},
-    "a batch with input_embeds": {"input_embeds": [1]},
+    "a batch with input_embeds": {"input_embeds": torch.zeros(100, HIDDEN)},
+    "a batch with encoder_swa_row_floor": {"encoder_swa_row_floor": torch.zeros(1), "encoder_swa_replay": False},
     "a batch with tbo_children, out_cache_loc_virtual": {"tbo_children": [1], "out_cache_loc_virtual": [2]},
     "images": {"mm_inputs": [None, object()]},
     "adapters (LoRA)": {"lora_ids": ["one"]},

@@ -318,7 +318,7 @@ def _why_not(tp, backend, batch, cut: Cut, each: int) -> str | None:
     if torch.cuda.is_current_stream_capturing():
         return "under capture"
     rows = batch.input_ids.new_empty(cut.least, backend.model_runner.model_config.hidden_size, dtype=torch.bfloat16)
-    given = [name for name in _NOT_CUT if getattr(batch, name, None)]
+    given = [name for name in _NOT_CUT if _says_something(getattr(batch, name, None))]
     return _first(
         {
             "rows behind those of its prompts": len(batch.input_ids) != cut.whole,
@@ -332,6 +332,10 @@ def _why_not(tp, backend, batch, cut: Cut, each: int) -> str | None:
             "others than NCCL sum": not pieces.is_for_nccl(tp, rows),
         }
     )
+
+
+def _says_something(value) -> bool:
+    return isinstance(value, torch.Tensor) or bool(value)
 
 
 def _has_v41s(backend) -> bool:
