@@ -49,6 +49,7 @@ SHARED = {
             "kept_weights",
             "platform_seams",
             "prefill_graphs",
+            "prompt_passes",
             "prompts_in_halves",
             "sampling",
             "scheduling",

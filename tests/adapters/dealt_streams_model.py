@@ -109,14 +109,19 @@ def all_gather_into_tensor(out, x, group):
 
 def settle(monkeypatch):
     """The adapter as in a server that asked for it, with the sizes of this test."""
-    state = State(adapter.PARALLEL_STATE)
-    monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, state)
-    monkeypatch.setattr(adapter, "ROWS", ROWS)
-    monkeypatch.setattr(adapter, "see_the_same_cards", lambda ranks: True)
     monkeypatch.setattr(adapter.limits, "takes", lambda patch, hidden: hidden == HIDDEN)
+    return among_cards(monkeypatch, adapter, ROWS)
+
+
+def among_cards(monkeypatch, of, rows):
+    """An adapter of passes that no card or group keeps whole, from so many rows on; nothing is counted. The groups."""
+    state = State(of.PARALLEL_STATE)
+    monkeypatch.setitem(sys.modules, of.PARALLEL_STATE, state)
+    monkeypatch.setattr(of, "ROWS", rows)
+    monkeypatch.setattr(of, "see_the_same_cards", lambda ranks: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for name in ("_seen", "_left"):
-        monkeypatch.setattr(adapter, name, type(adapter._seen)())
+        monkeypatch.setattr(of, name, type(of._seen)())
     monkeypatch.setattr(report, "_notes", {})
     return state
 

@@ -14,7 +14,7 @@ from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_dealt_streams as adapter
-from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum
+from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum, prompt_passes
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as pieces
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_dealt_streams import Shares, SumOfShares
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import finished
@@ -307,7 +307,7 @@ def changes(state, module):
     asked = {name: settings.Settings(**more) for name, more in said.items()}
     group = SimpleNamespace(world_size=2)
     return {
-        **{name: on(module, "settings", lambda one=one: one) for name, one in asked.items()},
+        **{name: on(prompt_passes, "settings", lambda one=one: one) for name, one in asked.items()},
         "sums_in_pieces": on(pieces, "are_asked_for", lambda: True),
         "torch compiles": on(models_served, "is_compiled", lambda: True),
         "pipeline": on(Model, "pp_group", group),

@@ -3,7 +3,6 @@ earlier rows of their prompt have written gives the whole's numbers, by ranks th
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,27 +12,26 @@ from deepseek_v4_sm120.ops.shared import cuda_tensors
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import halves_trial as trial
+from deepseek_v4_sm120.sglang_patches.adapters import prompt_passes
 from deepseek_v4_sm120.sglang_patches.adapters import prompts_in_halves as adapter
 from deepseek_v4_sm120.sglang_patches.adapters.prompts_in_halves import Cut
-from tests.adapters.dealt_streams_model import Failed, Ranks, State, _this
+from tests.adapters.dealt_streams_model import Failed, Ranks, _this, among_cards
 
 ROWS, PAGE, HIDDEN, LAYERS, CONTEXT = 32, 8, 4, 3, 256
 
 
 @pytest.fixture(autouse=True)
 def state(monkeypatch):
-    found = State(adapter.PARALLEL_STATE)
+    return in_halves(monkeypatch, ROWS, PAGE)
+
+
+def in_halves(monkeypatch, rows, page):
+    """The adapter as in a server whose passes all go in halves of so many rows."""
+    found = among_cards(monkeypatch, adapter, rows)
     found._PP = SimpleNamespace(world_size=1)
-    monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, found)
-    monkeypatch.setattr(adapter, "ROWS", ROWS)
-    monkeypatch.setattr(adapter, "PAGE", PAGE)
-    monkeypatch.setattr(adapter, "_least_rows", lambda: ROWS)
-    monkeypatch.setattr(adapter, "see_the_same_cards", lambda ranks: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(adapter, "PAGE", page)
+    monkeypatch.setattr(adapter, "_least_rows", lambda: rows)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    for name in ("_seen", "_left"):
-        monkeypatch.setattr(adapter, name, type(adapter._seen)())
-    monkeypatch.setattr(report, "_notes", {})
     return found
 
 
@@ -106,16 +104,13 @@ class Backend:
     hisparse_coordinator = None
 
     def __init__(self, pool):
-        self.pool, self.made = pool, 0
-        self.model_runner = SimpleNamespace(
-            is_draft_worker=False, model_config=SimpleNamespace(hidden_size=HIDDEN), attn_backend=self
-        )
+        self.pool = pool
+        self.model_runner = SimpleNamespace(is_draft_worker=False, model_config=SimpleNamespace(hidden_size=HIDDEN))
         self.online_c128_mtp = SimpleNamespace(enabled=lambda: False)
         self.forward_metadata = None
         self.token_to_kv_pool = SimpleNamespace()
 
     def init(self, batch):
-        self.made += 1
         rows = []
         for index, length, extend, prefix, cpu in zip(
             batch.req_pool_indices.tolist(),
@@ -328,6 +323,12 @@ def test_a_batch_that_cannot_be_cut_near_its_middle(monkeypatch):
     assert why(lengths=(20, 60, 20)) == (f"no place to cut it into halves of {ROWS} rows",)
 
 
+def set_to(monkeypatch, **asked):
+    made = SimpleNamespace(**{"reproducible": False, "shadow": 0, "choices": {}} | asked)
+    for module in (adapter, prompt_passes):
+        monkeypatch.setattr(module, "settings", lambda: made)
+
+
 def test_what_keeps_a_servers_passes_whole(state, monkeypatch):
     backend = Backend(POOL)
     backend.hisparse_coordinator = object()
@@ -353,19 +354,15 @@ def test_what_keeps_a_servers_passes_whole(state, monkeypatch):
     monkeypatch.setattr(models_served, "is_looked_into", lambda: True)
     assert why() == ("what modules return is looked at (--forward-hooks)",)
     adapter._left.clear()
-    monkeypatch.setattr(adapter, "settings", lambda: SimpleNamespace(reproducible=True, shadow=0, choices={}))
+    set_to(monkeypatch, reproducible=True)
     assert why() == ("every sum has one order (reproducible=on)",)
 
 
 @pytest.mark.parametrize("name", ["sums_in_pieces", "dealt_streams"])
 def test_sums_are_one_mechanisms(monkeypatch, name):
-    monkeypatch.setattr(
-        adapter, "settings", lambda: SimpleNamespace(reproducible=False, shadow=0, choices={name: "on"})
-    )
+    set_to(monkeypatch, choices={name: "on"})
     assert why() == ("what has the same sums (sums_in_pieces, dealt_streams)",)
-    monkeypatch.setattr(
-        adapter, "settings", lambda: SimpleNamespace(reproducible=False, shadow=0, choices={name: "off"})
-    )
+    set_to(monkeypatch, choices={name: "off"})
     adapter._left.clear()
     assert why() == ("in halves",)
 

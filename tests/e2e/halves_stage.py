@@ -64,19 +64,18 @@ def stages(make, timed, same, sets, ours, no_peers):
 
 def rows(cases, row):
     """collect.py's rows of the cases of a stage. row: its maker of rows."""
-    found = [_passes(name, cases[name]["reports"], row) for name in cases if name in IMPLEMENTATIONS]
+    found = []
     for name in (name for name in cases if name in IMPLEMENTATIONS):
-        found += experts_stage.ran(name, IMPLEMENTATIONS[name], "wide", cases[name], row, ISSUE)
+        impl, reports = IMPLEMENTATIONS[name], cases[name]["reports"]
+        least = PASSES.get(name)
+        found.append(pieces_stage.counted(name, reports, SETTING, "passes", "passes in halves", impl, least, row))
+        found += experts_stage.ran(name, impl, "wide", cases[name], row, ISSUE)
     for name, (how, chunk) in TIMED.items():
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         whole = cases.get(f"unhalved2_43{chunk}", {}).get("prompts", {})
         for at in SHAPES[chunk] if name in cases else ():
-            seen, what = times.get(at, {}), pieces_stage.case_of(at)
-            found += [
-                row(what, impl, metric, seen[key], None, ISSUE)
-                for metric, key in pieces_stage.METRICS.items()
-                if key in seen
-            ]
+            what = pieces_stage.case_of(at)
+            found += pieces_stage.times_of(times.get(at, {}), what, impl, row)
             if how == "halves":
                 share = pieces_stage.share_of(times, whole, at)
                 found.append(row(what, impl, "time to all first tokens, of the whole's", share, None, ISSUE))
@@ -92,13 +91,3 @@ def not_hidden(times, whole, at):
         return None
     saved = whole[at]["first_token_ms"] - times[at]["first_token_ms"]
     return 1 - saved / whole[at]["sums_ms"]
-
-
-def _passes(name, reports, row):
-    """Each card's report counts."""
-    told = [report["found"][SETTING].get("passes", 0) for report in reports if SETTING in report["found"]]
-    if name not in PASSES:
-        return row(name, IMPLEMENTATIONS[name], "passes in halves where none was asked for", sum(told), 0, ISSUE)
-    least = min(told) if len(told) == 2 else 0  # of two cards
-    metric = f"passes in halves on each card, missing to {PASSES[name]}"
-    return row(name, IMPLEMENTATIONS[name], metric, max(0, PASSES[name] - least), 0, ISSUE)

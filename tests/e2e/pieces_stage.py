@@ -72,7 +72,7 @@ def stages(make, timed, same, sets, ours, no_peers):
 def rows(cases, row):
     """collect.py's rows of the cases of a stage. row: its maker of rows."""
     found = [
-        _in_pieces(name, case["reports"], what, row)
+        counted(name, case["reports"], SETTING, what, CUT[what], IMPLEMENTATIONS[name], PRODUCTS.get(name), row)
         for name, case in cases.items()
         for what in (CUT if name in IMPLEMENTATIONS else ())
     ]
@@ -82,14 +82,27 @@ def rows(cases, row):
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         whole = cases.get(f"whole2_43{peers}", {}).get("prompts", {})
         for at in SHAPES if name in cases else ():
-            seen = times.get(at, {})
-            for metric, key in METRICS.items():
-                found += [row(case_of(at), impl, metric, seen[key], None, ISSUE)] if key in seen else []
+            found += times_of(times.get(at, {}), case_of(at), impl, row)
             if how != "whole":
                 share, bar = share_of(times, whole, at), MOST[how, peers]
                 metric = "time to all first tokens, of the whole's"
                 found.append(row(case_of(at), impl, metric, share, bar if at != "8x1024" else None, ISSUE))
     return found
+
+
+def times_of(seen, case, impl, row):
+    """Rows of what was measured of one of SHAPES."""
+    return [row(case, impl, metric, seen[key], None, ISSUE) for metric, key in METRICS.items() if key in seen]
+
+
+def counted(name, reports, setting, key, what, impl, least, row):
+    """Each card's report counts `key` of a setting. what: is counted; least: of that on each of two cards; None: of an
+    engine that was not asked for any."""
+    told = [report["found"][setting].get(key, 0) for report in reports if setting in report["found"]]
+    if least is None:
+        return row(name, impl, f"{what} where none was asked for", sum(told), 0, ISSUE)
+    found = min(told) if len(told) == 2 else 0
+    return row(name, impl, f"{what} on each card, missing to {least}", max(0, least - found), 0, ISSUE)
 
 
 def share_of(times, others, at, key="first_token_ms"):
@@ -105,14 +118,3 @@ def prompts_of(at):
     """at: one of SHAPES, or of another stage's of the same form."""
     count, length = map(int, at.split("x"))
     return f"{'a prompt' if count == 1 else f'{count} prompts'} of {length:,} tokens"
-
-
-def _in_pieces(name, reports, what, row):
-    """Each card's report counts."""
-    told = [report["found"][SETTING] for report in reports if SETTING in report["found"]]
-    products = [found.get(what, 0) for found in told]
-    if name not in PRODUCTS:
-        return row(name, IMPLEMENTATIONS[name], f"{CUT[what]} where none was asked for", sum(products), 0, ISSUE)
-    least = min(products) if len(products) == 2 else 0  # of two cards
-    metric = f"{CUT[what]} on each card, missing to {PRODUCTS[name]}"
-    return row(name, IMPLEMENTATIONS[name], metric, max(0, PRODUCTS[name] - least), 0, ISSUE)

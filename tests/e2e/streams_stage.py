@@ -63,7 +63,13 @@ def stages(make, timed, same, sets, ours, no_peers):
 def rows(cases, row):
     """collect.py's rows of the cases of a stage. row: its maker of rows."""
     ours = [name for name in cases if name in IMPLEMENTATIONS and name != STOCK]
-    found = [_passes(name, cases[name]["reports"], row) for name in ours]
+    found = [
+        pieces_stage.counted(
+            *(name, cases[name]["reports"], SETTING, "passes", "passes dealt"),
+            *(IMPLEMENTATIONS[name], PASSES.get(name), row),
+        )
+        for name in ours
+    ]
     if WIDE in cases:
         found += experts_stage.ran(WIDE, IMPLEMENTATIONS[WIDE], "wide", cases[WIDE], row, ISSUE)
     stock = cases.get(STOCK, {}).get("prompts", {})
@@ -71,13 +77,8 @@ def rows(cases, row):
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         kept = cases.get(f"kept_streams2_43{peers}", {}).get("prompts", {})
         for at in SHAPES if name in cases else ():
-            seen = times.get(at, {})
             what = pieces_stage.case_of(at)
-            found += [
-                row(what, impl, metric, seen[key], None, ISSUE)
-                for metric, key in pieces_stage.METRICS.items()
-                if key in seen
-            ]
+            found += pieces_stage.times_of(times.get(at, {}), what, impl, row)
             if how in ("kept", "wide") and not peers and at in MOST_OF_STOCK:
                 share = pieces_stage.share_of(times, stock, at, "first_token_ms_worst")
                 metric = "time to all first tokens, slower of each, of stock's"
@@ -87,13 +88,3 @@ def rows(cases, row):
                 bar = MOST if at.startswith("1x") else None
                 found.append(row(what, impl, "time to all first tokens, of the whole's", share, bar, ISSUE))
     return found
-
-
-def _passes(name, reports, row):
-    """Each card's report counts."""
-    told = [report["found"][SETTING].get("passes", 0) for report in reports if SETTING in report["found"]]
-    if name not in PASSES:
-        return row(name, IMPLEMENTATIONS[name], "passes dealt where none was asked for", sum(told), 0, ISSUE)
-    least = min(told) if len(told) == 2 else 0  # of two cards
-    metric = f"passes dealt on each card, missing to {PASSES[name]}"
-    return row(name, IMPLEMENTATIONS[name], metric, max(0, PASSES[name] - least), 0, ISSUE)

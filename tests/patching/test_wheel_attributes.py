@@ -160,17 +160,20 @@ OBJECTS = {
     },
     "mhc_dealt_streams": {
         "state": ((STATE,),),
-        **{name: ((GROUP,),) for name in ("coordinator", "decode_context", "tp", "state.get_moe_ep_group()")},
+        "tp": ((GROUP,),),
         "model": ((f"{MODEL}:DeepseekV4Model",),),
-        "model.pp_group": ((GROUP,),),
         "forward_batch": ((f"{BATCH}:ForwardBatch",),),
         "forward_batch.forward_mode": ((f"{BATCH}:ForwardMode",),),
         "mode": ((f"{BATCH}:CaptureHiddenMode",),),
     },
-    "prompts_in_halves": {
+    "prompt_passes": {
         "state": ((STATE,),),
         **{name: ((GROUP,),) for name in ("coordinator", "decode_context", "tp", "state.get_moe_ep_group()")},
-        **{name: ((GROUP,),) for name in ("state._PP",)},
+        "pipeline": ((GROUP,),),
+    },
+    "prompts_in_halves": {
+        "state": ((STATE,),),
+        "tp": ((GROUP,),),
         **{name: ((f"{BATCH}:ForwardBatch",),) for name in ("batch", *HALF)},
         "backend": ((f"{BACKEND}:DeepseekV4AttnBackend",),),
         "backend.token_to_kv_pool": ((f"{POOL}:DeepSeekV4TokenToKVPool",),),
@@ -446,6 +449,7 @@ OF_WRAPPERS = {("bf16_linear", "head", "set_lora"): f"{SRT}.lora.layers:Parallel
 
 SERVES = {
     **dict.fromkeys(("halves_trial", "turns"), "prompts_in_halves"),
+    "prompt_passes": "mhc_dealt_streams",
     "mhc_sum_in_parts": "mhc_sum",
     "mhc_owed_terms": "mhc_sum",
     "scope": "default_thinking",

@@ -2,13 +2,11 @@
 threads: each release's model, embedding and two layers; its batches; and what its backend keeps of a batch."""
 
 import ast
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.patching.engine import READY, Engine
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches import device_gate
@@ -16,9 +14,9 @@ from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import prompts_in_halves as adapter
 from deepseek_v4_sm120.sglang_patches.names import BACKEND
 from deepseek_v4_sm120.sglang_patches.table import TABLE
-from tests.adapters.dealt_streams_model import Ranks, State, _this, tokens
+from tests.adapters.dealt_streams_model import Ranks, _this, tokens
 from tests.adapters.test_mhc_sum import HIDDEN
-from tests.adapters.test_prompts_in_halves import all_reduce
+from tests.adapters.test_prompts_in_halves import in_halves
 from tests.patching import test_wheel_mhc_dealt_streams as models
 from tests.patching import test_wheel_mhc_sum as layers
 from tests.patching.test_wheel_wo_a import definition
@@ -31,17 +29,7 @@ BATCH, RUNNERS = models.BATCH, "sglang.srt.model_executor"
 
 @pytest.fixture(autouse=True)
 def state(monkeypatch):
-    found = State(adapter.PARALLEL_STATE)
-    found._PP = SimpleNamespace(world_size=1)
-    monkeypatch.setitem(sys.modules, adapter.PARALLEL_STATE, found)
-    for name, value in (("ROWS", ROWS), ("PAGE", PAGE), ("_least_rows", lambda: ROWS)):
-        monkeypatch.setattr(adapter, name, value)
-    monkeypatch.setattr(adapter, "see_the_same_cards", lambda ranks: True)
-    for name in ("_seen", "_left"):
-        monkeypatch.setattr(adapter, name, type(adapter._seen)())
-    monkeypatch.setattr(report, "_notes", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    found = in_halves(monkeypatch, ROWS, PAGE)
     monkeypatch.setattr(boundary.op, "mhc", models.mhc)
     monkeypatch.setattr(boundary.op, "mhc_post", layers.post_of)
     monkeypatch.setattr(device_gate, "serves", lambda device: True)

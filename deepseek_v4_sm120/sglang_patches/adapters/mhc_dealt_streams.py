@@ -33,10 +33,8 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_v4_sm120.ops.shared import limits
-from deepseek_v4_sm120.patching import report
-from deepseek_v4_sm120.settings import settings
-from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as pieces
+from deepseek_v4_sm120.sglang_patches.adapters import prompt_passes
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE
 from deepseek_v4_sm120.sglang_patches.adapters.index_select_dealt import see_the_same_cards
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import PATCH as BOUNDARY
@@ -177,30 +175,17 @@ def _shares(model, input_ids: torch.Tensor, forward_batch, *others) -> Shares | 
     return Shares(tp, rows, model.hidden_size) if why is None else None
 
 
-def _first(reasons: dict[str, bool]) -> str | None:
-    return next((why for why, holds in reasons.items() if holds), None)
-
-
 def _why_not_here(state, tp, model) -> str | None:
     """What keeps all of a server's passes whole."""
-    decode_context = getattr(state, "_DCP", None)  # 0.5.15 and later
-    return _first(
-        {
-            "one card has all rows": tp.world_size == 1,
-            "every sum has one order (reproducible=on)": settings().reproducible,
-            "the sums are under way in pieces (sums_in_pieces)": pieces.are_asked_for(),
-            "shadow mode compares whole boundaries": bool(settings().shadow),
-            "torch compiles the model": models_served.is_compiled(),
-            "what modules return is looked at (--forward-hooks)": models_served.is_looked_into(),
-            "pipeline parallelism": model.pp_group.world_size > 1,
-            "data or context parallel attention": state._ATTN_TP is not tp,
-            "PD multiplexing": state._PDMUX_PREFILL_TP_GROUP is not None,
-            "expert parallelism": state.get_moe_ep_group().world_size > 1,
-            "decode context parallelism": decode_context is not None and decode_context.world_size > 1,
+    return prompt_passes.first(
+        prompt_passes.of_sums(tp)
+        | {"the sums are under way in pieces (sums_in_pieces)": pieces.are_asked_for()}
+        | prompt_passes.of_server(state, tp, model.pp_group, "boundaries")
+        | {
             "DSPARK's draft reads streams of layers": getattr(model, "dspark_layers_to_capture", None) is not None,
             "a hidden size that mhc is not made for": not limits.takes(BOUNDARY, hidden=model.hidden_size),
         }
-    ) or (None if see_the_same_cards(tp.world_size) else "not all cards of one host are served and seen by all ranks")
+    ) or (None if see_the_same_cards(tp.world_size) else prompt_passes.OTHER_CARDS)
 
 
 def _why_not(tp, model, input_ids, forward_batch, others: tuple) -> str | None:
@@ -208,7 +193,7 @@ def _why_not(tp, model, input_ids, forward_batch, others: tuple) -> str | None:
     if torch.cuda.is_current_stream_capturing():
         return "under capture"
     one = torch.empty(len(input_ids), model.hidden_size, dtype=torch.bfloat16, device=input_ids.device)
-    return _first(
+    return prompt_passes.first(
         {
             "given embeddings": any(other is not None for other in others),
             "batches that take turns": bool(forward_batch.tbo_children),
@@ -218,33 +203,24 @@ def _why_not(tp, model, input_ids, forward_batch, others: tuple) -> str | None:
 
 
 def _deal_sums_of(coordinator) -> None:
-    """Of this one object, where a pass is dealt; see mhc_sum.py, which may wrap it as well."""
-    original = coordinator.all_reduce
-    if getattr(original, "deals", False):
-        return
+    prompt_passes.wrap_sums_of(coordinator, "deals", _dealt_sum)
 
-    @functools.wraps(original)
-    def all_reduce(input_):
-        shares = _pass.layer
-        is_dealt = shares is not None and shares.takes(input_)
-        return SumOfShares(input_, shares, original) if is_dealt else original(input_)
 
-    all_reduce.deals = True
-    coordinator.all_reduce = all_reduce
+def _dealt_sum(original: Callable, input_):
+    shares = _pass.layer
+    is_dealt = shares is not None and shares.takes(input_)
+    return SumOfShares(input_, shares, original) if is_dealt else original(input_)
 
 
 def _count(why: str | None, tp, rows: int) -> None:
-    """The report is written anew at powers of two, and at a new reason."""
-    if why is None:
-        _seen["passes"] += 1
-        _seen["rows"] += rows
-    else:
-        _left[why] += 1
-    number = _seen["passes"] if why is None else _left[why]
-    if not number & (number - 1):
-        ranks = tp.world_size
-        report.add_note(PATCH, lambda: _describe(ranks), lambda: {"ranks": ranks, **_seen, "not_dealt": dict(_left)})
-        report.write()
+    ranks = tp.world_size
+
+    def found() -> dict:
+        return {"ranks": ranks, **_seen, "not_dealt": dict(_left)}
+
+    prompt_passes.count(
+        PATCH, why, rows, seen=_seen, left=_left, describe=functools.partial(_describe, ranks), found=found
+    )
 
 
 def _describe(ranks: int) -> str:

@@ -34,6 +34,7 @@ from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_parts as parts
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as pieces
+from deepseek_v4_sm120.sglang_patches.adapters import prompt_passes
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE, Communicator, all_reduce_of
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import PATCH, OwedSum, finished, layers
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_terms import OwedTerm, form_of
@@ -83,30 +84,26 @@ def _comes_to_a_boundary(state) -> bool:
 
 
 def _put_off_sums_of(coordinator) -> None:
-    """Of this one object: other groups, and other models' processes, keep what they have."""
-    original = coordinator.all_reduce
-    if getattr(original, "puts_off", False):
+    """Other groups, and other models' processes, keep what they have."""
+    if not prompt_passes.wrap_sums_of(coordinator, "puts_off", functools.partial(_owed_sum, coordinator)):
         return
-
-    @functools.wraps(original)
-    def all_reduce(input_):
-        if layers.layer is None:
-            return original(finished(input_))
-        ours = _who_can_wait(coordinator, form_of(input_))
-        if ours is not None:
-            return SumOfFewRows(input_, ours, original)
-        if (owed := parts.owed(coordinator, input_)) is not None:
-            return owed
-        input_ = input_.run() if isinstance(input_, OwedTerm) else input_
-        return original(input_) if (owed := pieces.owed(coordinator, input_)) is None else owed
-
-    all_reduce.puts_off = True
-    coordinator.all_reduce = all_reduce
     if (ours := all_reduce_of(coordinator)) is not None:
         rows = op.summing_rows(ours.sums)
         text = f"{PATCH}: sums between the cards of up to {rows} rows are made inside of the boundaries behind them"
         report.add_note(PATCH, lambda: text, lambda: {"sums_up_to_rows": rows})
         report.write()
+
+
+def _owed_sum(coordinator, original: Callable, input_):
+    if layers.layer is None:
+        return original(finished(input_))
+    ours = _who_can_wait(coordinator, form_of(input_))
+    if ours is not None:
+        return SumOfFewRows(input_, ours, original)
+    if (owed := parts.owed(coordinator, input_)) is not None:
+        return owed
+    input_ = input_.run() if isinstance(input_, OwedTerm) else input_
+    return original(input_) if (owed := pieces.owed(coordinator, input_)) is None else owed
 
 
 def _leaves(coordinator, term: torch.Tensor) -> bool:

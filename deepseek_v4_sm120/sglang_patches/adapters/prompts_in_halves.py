@@ -35,11 +35,10 @@ import torch
 
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.ops.shared import cuda_tensors
-from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
-from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import halves_trial as trial
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as pieces
+from deepseek_v4_sm120.sglang_patches.adapters import prompt_passes
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE
 from deepseek_v4_sm120.sglang_patches.adapters.index_select_dealt import see_the_same_cards
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import finished
@@ -107,7 +106,7 @@ class _Half:
 
 class Halves:
     def __init__(self, backend, coordinator, batch, cut: Cut):
-        self.backend, self.coordinator, self.rows = backend, coordinator, cut.whole
+        self.backend, self.coordinator = backend, coordinator
         self.turns = Turns()
         self._both = [
             _Half(0, _first_half(batch, cut), slice(0, cut.rows)),
@@ -124,7 +123,7 @@ class Halves:
     def run(self, model: Callable):
         """What model(batch, rows) returns, of both halves' rows."""
         whole = self.backend.forward_metadata
-        _give_turns_at_sums_of(self.coordinator)
+        prompt_passes.wrap_sums_of(self.coordinator, "gives_turns", _sum_in_turn)
 
         def turn(half: _Half):
             half.begin()
@@ -268,7 +267,8 @@ def _pass_of(backend, batch) -> _Pass | None:
     if batch.forward_mode.name != "EXTEND" or backend.model_runner.is_draft_worker:
         return None
     lengths, before = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
-    each = _least_rows() or ROWS
+    asked = _least_rows()
+    each = asked or ROWS
     if not lengths or before is None or len(batch.input_ids) < 2 * each:
         return None
     state = importlib.import_module(PARALLEL_STATE)
@@ -277,7 +277,7 @@ def _pass_of(backend, batch) -> _Pass | None:
     if why is not None:
         _count(why, cut.whole)
         return None
-    tried = None if _least_rows() else _trials.of(cut.whole)
+    tried = None if asked else _trials.of(cut.whole)
     if tried is not None and tried.next_way(tp.cpu_group) == trial.WHOLE:
         _count("by its time, or to find that out", cut.whole)
         return _Pass(cut.whole, None, tried) if tried.is_timed() else None
@@ -285,28 +285,14 @@ def _pass_of(backend, batch) -> _Pass | None:
     return _Pass(cut.whole, Halves(backend, tp, batch, cut), tried if tried and tried.is_timed() else None)
 
 
-def _first(reasons: dict[str, bool]) -> str | None:
-    return next((why for why, holds in reasons.items() if holds), None)
-
-
 def _why_not_here(state) -> str | None:
     """What keeps all of a server's passes whole."""
-    tp, decode_context = state._TP, getattr(state, "_DCP", None)  # 0.5.15 and later
-    return _first(
-        {
-            "one card has all rows": tp.world_size == 1,
-            "every sum has one order (reproducible=on)": settings().reproducible,
-            f"what has the same sums ({', '.join(_OTHERS)})": any(map(_is_asked_for, _OTHERS)),
-            "shadow mode compares whole batches": bool(settings().shadow),
-            "torch compiles the model": models_served.is_compiled(),
-            "what modules return is looked at (--forward-hooks)": models_served.is_looked_into(),
-            "pipeline parallelism": state._PP.world_size > 1,
-            "data or context parallel attention": state._ATTN_TP is not tp,
-            "PD multiplexing": state._PDMUX_PREFILL_TP_GROUP is not None,
-            "expert parallelism": state.get_moe_ep_group().world_size > 1,
-            "decode context parallelism": decode_context is not None and decode_context.world_size > 1,
-        }
-    ) or (None if see_the_same_cards(tp.world_size) else "not all cards of one host are served and seen by all ranks")
+    tp = state._TP
+    return prompt_passes.first(
+        prompt_passes.of_sums(tp)
+        | {f"what has the same sums ({', '.join(_OTHERS)})": any(map(_is_asked_for, _OTHERS))}
+        | prompt_passes.of_server(state, tp, state._PP, "batches")
+    ) or (None if see_the_same_cards(tp.world_size) else prompt_passes.OTHER_CARDS)
 
 
 def _is_asked_for(default: str) -> bool:
@@ -319,7 +305,7 @@ def _why_not(tp, backend, batch, cut: Cut, each: int) -> str | None:
         return "under capture"
     rows = batch.input_ids.new_empty(cut.least, backend.model_runner.model_config.hidden_size, dtype=torch.bfloat16)
     given = [name for name in _NOT_CUT if _says_something(getattr(batch, name, None))]
-    return _first(
+    return prompt_passes.first(
         {
             "rows behind those of its prompts": len(batch.input_ids) != cut.whole,
             f"no place to cut it into halves of {each} rows": cut.least < each * 3 // 4,
@@ -344,35 +330,19 @@ def _has_v41s(backend) -> bool:
     return bool(replays) or getattr(backend.token_to_kv_pool, "request_window", None) is not None
 
 
-def _give_turns_at_sums_of(coordinator) -> None:
-    """Of this one object; see mhc_sum.py, which may wrap it as well."""
-    original = coordinator.all_reduce
-    if getattr(original, "gives_turns", False):
-        return
-
-    @functools.wraps(original)
-    def all_reduce(input_):
-        half = _running.layer
-        if half is None:
-            return original(input_)
-        term = finished(input_)
-        return half.summed(term) if half.sums(term) else original(term)
-
-    all_reduce.gives_turns = True
-    coordinator.all_reduce = all_reduce
+def _sum_in_turn(original: Callable, input_):
+    half = _running.layer
+    if half is None:
+        return original(input_)
+    term = finished(input_)
+    return half.summed(term) if half.sums(term) else original(term)
 
 
 def _count(why: str | None, rows: int) -> None:
-    """The report is written anew at powers of two, and at a new reason."""
-    if why is None:
-        _seen["passes"] += 1
-        _seen["rows"] += rows
-    else:
-        _left[why] += 1
-    number = _seen["passes"] if why is None else _left[why]
-    if not number & (number - 1):
-        report.add_note(PATCH, _describe, lambda: {**_seen, "whole": dict(_left)})
-        report.write()
+    def found() -> dict:
+        return {**_seen, "whole": dict(_left)}
+
+    prompt_passes.count(PATCH, why, rows, seen=_seen, left=_left, describe=_describe, found=found)
 
 
 def _describe() -> str:

@@ -1,0 +1,84 @@
+"""Passes of prompts' rows that may go another way than whole: what keeps all of a server's whole, and how many went.
+
+What is asked here all ranks of a tensor-parallel group have alike, for they must decide alike.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable
+
+from deepseek_v4_sm120.patching import report
+from deepseek_v4_sm120.settings import settings
+from deepseek_v4_sm120.sglang_patches import models_served
+
+
+def first(reasons: dict[str, bool]) -> str | None:
+    """The first that holds."""
+    return next((why for why, holds in reasons.items() if holds), None)
+
+
+def of_sums(tp) -> dict[str, bool]:
+    """Reasons against another way that are the sums' of a group."""
+    return {
+        "one card has all rows": tp.world_size == 1,
+        "every sum has one order (reproducible=on)": settings().reproducible,
+    }
+
+
+def of_server(state, tp, pipeline, compared: str) -> dict[str, bool]:
+    """Those that are the server's. state: SGLang's module of groups; compared: what shadow mode does."""
+    decode_context = getattr(state, "_DCP", None)  # 0.5.15 and later
+    return {
+        f"shadow mode compares whole {compared}": bool(settings().shadow),
+        "torch compiles the model": models_served.is_compiled(),
+        "what modules return is looked at (--forward-hooks)": models_served.is_looked_into(),
+        "pipeline parallelism": pipeline.world_size > 1,
+        "data or context parallel attention": state._ATTN_TP is not tp,
+        "PD multiplexing": state._PDMUX_PREFILL_TP_GROUP is not None,
+        "expert parallelism": state.get_moe_ep_group().world_size > 1,
+        "decode context parallelism": decode_context is not None and decode_context.world_size > 1,
+    }
+
+
+OTHER_CARDS = "not all cards of one host are served and seen by all ranks"
+
+
+def count(
+    patch: str,
+    why: str | None,
+    rows: int,
+    *,
+    seen: collections.Counter,
+    left: collections.Counter,
+    describe: Callable[[], str],
+    found: Callable[[], dict],
+) -> None:
+    """One more pass in `seen`, or in `left` by why it went whole. The note of the report (describe, found) is written
+    anew at powers of two, and at a new reason."""
+    if why is None:
+        seen["passes"] += 1
+        seen["rows"] += rows
+    else:
+        left[why] += 1
+    number = seen["passes"] if why is None else left[why]
+    if not number & (number - 1):
+        report.add_note(patch, describe, found)
+        report.write()
+
+
+def wrap_sums_of(coordinator, mark: str, sum_of: Callable) -> bool:
+    """Makes the all_reduce of this one object sum_of(what it was, input); False: it is so already. Others may wrap it
+    as well, and keep the mark."""
+    original = coordinator.all_reduce
+    if getattr(original, mark, False):
+        return False
+
+    @functools.wraps(original)
+    def all_reduce(input_):
+        return sum_of(original, input_)
+
+    setattr(all_reduce, mark, True)
+    coordinator.all_reduce = all_reduce
+    return True
