@@ -1,5 +1,5 @@
-"""The stages `halves2_same` and `halves2_43` of run_stage.py: prompts over two cards in halves that take turns, and
-whole. To the last bit, at six layers; and the time to the first token through host memory, in passes of 8,192 rows and
+"""The stages `halves2_same` and `halves2_43` of run_stage.py: prompts over two cards in halves that take turns, as
+chunks of a half, and whole. To the last bit, at six layers; and the time to the first token through host memory, in passes of 8,192 rows and
 of 32,000, for which the host's launches are no more. Experts are by the kernels of an SM120 (sm120_plugin)."""
 
 import experts_stage
@@ -8,10 +8,15 @@ import pieces_stage
 ISSUE = 22
 SETTING = "prompts_in_halves"
 EXPERTS = experts_stage.KERNELS["wide"]
-HALVED, WHOLE, AGAIN = "same_halves2", "same_unhalved2", "same_unhalved_again2"
-# NCCL adds two terms; a half's products have other numbers of rows than the whole's, for which cuBLAS and DeepGEMM may
-# choose another kernel: where they do not, the bits are the whole's
+HALVED, CHUNKED = "same_halves2", "same_chunks_of_a_half2"
+WHOLE, AGAIN = "same_unhalved2", "same_unhalved_again2"
+# NCCL adds two terms. A half's products have the rows of a chunk of as many, so every bit is the chunk's; those of the
+# whole may be by another kernel of cuBLAS or DeepGEMM, and have its bits where they are not
+ROWS = 8192  # of a pass: sums of fewer than half of them may be SGLang's own
+PROMPTS = ["--prompts", ",".join(str(count * ROWS) for count in (1, 2, 3)), "--batches", "8", "--graph-bs", "1", "8"]
+ALONE = "two cards, prompts in halves against chunks of a half"
 SAMES = [
+    (ALONE, HALVED, CHUNKED),
     ("two cards, prompts in halves against whole ones", HALVED, WHOLE),
     ("two cards, prompts in halves, once more", HALVED, HALVED),
     ("yardstick: two cards, whole prompts, two processes", AGAIN, WHOLE),
@@ -21,10 +26,11 @@ CHUNKS = {"": "chunks of 8,192", "_32k": "chunks of 32,768"}
 TIMED = {f"{how}2_43{chunk}": (how, chunk) for chunk in CHUNKS for how in WORDS}
 SHAPES = {"": pieces_stage.SHAPES, "_32k": ("1x32000",)}
 MOST_SEEN = 0.3  # of the sums' time, in passes of 8,192 rows and more: what is not hidden
-# prompts alone, twice, and 8 at once; two rounds. Reports are written at powers of two
+# prompts alone, twice and by their first half; two rounds. Reports are written at powers of two
 PASSES = {HALVED: 8, **{name: 2 for name, (how, _) in TIMED.items() if how == "halves"}}
 IMPLEMENTATIONS = {
     HALVED: f"ours, two cards, {EXPERTS}, prompts in halves",
+    CHUNKED: f"ours, two cards, {EXPERTS}, chunks of a half",
     WHOLE: f"ours, two cards, {EXPERTS}, prompts whole",
     AGAIN: f"ours, two cards, {EXPERTS}, prompts whole, another process",
     **{
@@ -41,14 +47,16 @@ def stages(make, timed, same, sets, ours, no_peers):
     few_experts = sets(json_model_override_args='{"n_routed_experts": 16}')
     timed = [*timed, *few_experts, "--mem", "0.9", "--rounds", "2", "--phases", "prompts"]
     timed += ["--max-total-tokens", "100000"]
-    same = [*same, *pieces_stage.PROMPTS]
+    same = [*same, *PROMPTS, "--chunk"]
+    summed = ours | no_peers
     options = {chunk: [*timed, "--shapes", *SHAPES[chunk]] for chunk in CHUNKS}
     options["_32k"] += sets(chunked_prefill_size=32768)
     return {
         "halves2_same": [
-            make(HALVED, same, environment=ours | each),
-            make(WHOLE, same, environment=ours),
-            make(AGAIN, same, environment=ours),
+            make(HALVED, [*same, str(ROWS)], environment=summed | each),
+            make(CHUNKED, [*same, str(ROWS // 2)], environment=summed),
+            make(WHOLE, [*same, str(ROWS)], environment=summed),
+            make(AGAIN, [*same, str(ROWS)], environment=summed),
         ],
         "halves2_43": [
             make(

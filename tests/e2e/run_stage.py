@@ -29,6 +29,7 @@ import accepted_stage  # noqa: E402
 import drawn_stage  # noqa: E402
 import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
+import halves_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 from stages import DIFFERENCES, SAMES, SIDE_BY_SIDE_ENVIRONMENT, STAGES, TEXTS  # noqa: E402
 from what_ran import commit, device, read_json  # noqa: E402
@@ -206,7 +207,8 @@ def sames(arguments):
             continue
         one_at_a_time = next(iter(b["groups"].values()))
         pairs = [(f"{n} #{i}", x, b["alone"][n][0]) for n, asked in a["alone"].items() for i, x in enumerate(asked)]
-        pairs += [(f"{n} of {g}", x, one_at_a_time[n]) for g, group in a["groups"].items() for n, x in group.items()]
+        groups = {} if what == halves_stage.ALONE else a["groups"]
+        pairs += [(f"{n} of {g}", x, one_at_a_time[n]) for g, group in groups.items() for n, x in group.items()]
         steps = [(p, q) for _, x, y in pairs for p, q in zip(x["logprobs"], y["logprobs"], strict=True)]
         others = [name for name, x, y in pairs if x["digest"] != y["digest"]]
         row = {"what": what, "run": run, "against": against, "answers": len(pairs), "differ": len(others)}

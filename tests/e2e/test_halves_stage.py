@@ -10,21 +10,22 @@ from tests.e2e.test_scripts import machine, rows_of  # noqa: F401
 
 
 def test_bits_of_prompts_in_halves(machine):  # noqa: F811
-    ended = machine("halves2_same", "--jobs", "3", FAKE_UNLIKE="same_halves2")
+    ended = machine("halves2_same", "--jobs", "4", FAKE_UNLIKE="same_halves2")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     path = machine.out / "stage_halves2_same.json"
     stage = json.loads(path.read_text())
     assert "DSV4_SM120_SET=prompts_in_halves=1024" in stage["cases"]["same_halves2"]["command"]
     assert "DSV4_SM120_SET" not in stage["cases"]["same_unhalved2"]["command"]
     told = {(s["run"], s["against"]): (s["answers"], s["differ"]) for s in stage["sames"]}
-    of_four = 4 * 2 + 8  # prompts alone, twice; 8 at once
+    of_three = 3 * 2 + 8  # prompts alone, twice; 8 at once
     assert told == {
-        ("same_halves2", "same_unhalved2"): (of_four, 8),
-        ("same_halves2", "same_halves2"): (of_four, 0),
-        ("same_unhalved_again2", "same_unhalved2"): (of_four, 0),
+        ("same_halves2", "same_chunks_of_a_half2"): (3 * 2, 0),
+        ("same_halves2", "same_unhalved2"): (of_three, 8),
+        ("same_halves2", "same_halves2"): (of_three, 0),
+        ("same_unhalved_again2", "same_unhalved2"): (of_three, 0),
     }
     rows = [row for row in rows_of(path) if "passes in halves" in row["metric"]]
-    assert sorted((row["value"], row["met"]) for row in rows) == [(0, True)] * 3
+    assert sorted((row["value"], row["met"]) for row in rows) == [(0, True)] * 4
     assert all("E2E_AS_SM120=wide" in case["command"] for case in stage["cases"].values())
 
 
