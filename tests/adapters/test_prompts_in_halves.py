@@ -30,7 +30,7 @@ def in_halves(monkeypatch, rows, page):
     found = among_cards(monkeypatch, adapter, rows)
     found._PP = SimpleNamespace(world_size=1)
     monkeypatch.setattr(adapter, "PAGE", page)
-    monkeypatch.setattr(adapter, "_least_rows", lambda: rows)
+    monkeypatch.setattr(adapter, "least_rows", lambda: rows)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     return found
 
@@ -283,7 +283,7 @@ def why(*, lengths=(100,), before=None, mode="EXTEND", backend=None, **further):
     vars(batch).update(further)
     vars(backend)["init"] = lambda batch: None
     adapter.replace_init_forward_metadata(lambda self, batch: None)(backend, batch)
-    return (*adapter._left, *(["in halves"] if hasattr(batch, adapter._PASS) else []))
+    return (*adapter._left, *(["in halves"] if hasattr(batch, adapter.PASS) else []))
 
 
 def test_an_ordinary_batch_goes_in_halves():
@@ -370,7 +370,7 @@ def test_sums_are_one_mechanisms(monkeypatch, name):
 @pytest.mark.parametrize("found", ["text", {"a": 1}, 3])
 def test_what_is_no_tensor_is_not_put_together(found):
     with pytest.raises(TypeError, match=f"returned a {type(found).__name__}, .*prompts_in_halves=off"):
-        adapter._together([(torch.zeros(1), found), (torch.zeros(1), found)])
+        adapter.together([(torch.zeros(1), found), (torch.zeros(1), found)])
 
 
 def test_the_report_says_how_many_and_why_not():
@@ -433,7 +433,7 @@ def tried_passes(monkeypatch, took, other, count):
         each.copy_(torch.maximum(each, torch.tensor(other, dtype=each.dtype)))
 
     monkeypatch.setattr(torch.distributed, "all_reduce", agree)
-    monkeypatch.setattr(adapter, "_least_rows", lambda: 0)
+    monkeypatch.setattr(adapter, "least_rows", lambda: 0)
     monkeypatch.setattr(adapter, "_trials", trial.Trials())
     monkeypatch.setattr(trial, "event", clock.event)
     _this.coordinator = Tried()

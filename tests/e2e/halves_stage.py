@@ -1,36 +1,45 @@
 """The stages `halves2_same` and `halves2_43` of run_stage.py: prompts over two cards in halves that take turns, as
-chunks of a half, and whole. To the last bit, at six layers; and the time to the first token through host memory, in passes of 8,192 rows and
-of 32,000, for which the host's launches are no more. Experts are by the kernels of an SM120 (sm120_plugin)."""
+chunks of a half, and whole; launched one by one, and in SGLang's prefill graphs. To the last bit, at six layers; and
+the time to the first token through host memory, in passes of 8,192 rows and of 32,000, for which the host's launches
+are no more. Experts are by the kernels of an SM120 (sm120_plugin)."""
 
 import experts_stage
 import pieces_stage
+import prompts_stage
 
 ISSUE = 22
 SETTING = "prompts_in_halves"
 EXPERTS = experts_stage.KERNELS["wide"]
 HALVED, CHUNKED = "same_halves2", "same_chunks_of_a_half2"
+HALVED_GRAPHS, CHUNKED_GRAPHS = "same_halves_graphs2", "same_chunks_graphs_of_a_half2"
 WHOLE, AGAIN = "same_unhalved2", "same_unhalved_again2"
 # NCCL adds two terms. A half's products have the rows of a chunk of as many, so every bit is the chunk's; those of the
 # whole may be by another kernel of cuBLAS or DeepGEMM, and have its bits where they are not
 ROWS = 8192  # of a pass: sums of fewer than half of them may be SGLang's own
-PROMPTS = ["--prompts", ",".join(str(count * ROWS) for count in (1, 2, 3)), "--batches", "8", "--graph-bs", "1", "8"]
-ALONE = "two cards, prompts in halves against chunks of a half"
+PROMPTS = ["--batches", "8", "--graph-bs", "1", "8", "--prompts", ",".join(str(count * ROWS) for count in (1, 2, 3))]
+PADDED = 15001  # in graphs alone, whose middle stays where it is
+ALONE = ("two cards, prompts in halves against chunks of a half", "two cards, the same in prefill graphs")
 SAMES = [
-    (ALONE, HALVED, CHUNKED),
+    (ALONE[0], HALVED, CHUNKED),
+    (ALONE[1], HALVED_GRAPHS, CHUNKED_GRAPHS),
     ("two cards, prompts in halves against whole ones", HALVED, WHOLE),
     ("two cards, prompts in halves, once more", HALVED, HALVED),
+    ("two cards, prompts in halves in prefill graphs, once more", HALVED_GRAPHS, HALVED_GRAPHS),
     ("yardstick: two cards, whole prompts, two processes", AGAIN, WHOLE),
 ]
 WORDS = {"halves": "prompts in halves", "unhalved": "prompts whole"}
-CHUNKS = {"": "chunks of 8,192", "_32k": "chunks of 32,768"}
+GRAPHS = "_graphs"
+CHUNKS = {"": "chunks of 8,192", GRAPHS: "chunks of 8,192 in prefill graphs", "_32k": "chunks of 32,768"}
 TIMED = {f"{how}2_43{chunk}": (how, chunk) for chunk in CHUNKS for how in WORDS}
-SHAPES = {"": pieces_stage.SHAPES, "_32k": ("1x32000",)}
+SHAPES = {"": pieces_stage.SHAPES, GRAPHS: pieces_stage.SHAPES, "_32k": ("1x32000",)}
 MOST_SEEN = 0.3  # of the sums' time, in passes of 8,192 rows and more: what is not hidden
 # prompts alone, twice and by their first half; two rounds. Reports are written at powers of two
-PASSES = {HALVED: 8, **{name: 2 for name, (how, _) in TIMED.items() if how == "halves"}}
+PASSES = {HALVED: 8, HALVED_GRAPHS: 8, **{name: 2 for name, (how, _) in TIMED.items() if how == "halves"}}
 IMPLEMENTATIONS = {
     HALVED: f"ours, two cards, {EXPERTS}, prompts in halves",
     CHUNKED: f"ours, two cards, {EXPERTS}, chunks of a half",
+    HALVED_GRAPHS: f"ours, two cards, {EXPERTS}, prompts in halves, prefill graphs",
+    CHUNKED_GRAPHS: f"ours, two cards, {EXPERTS}, chunks of a half, prefill graphs",
     WHOLE: f"ours, two cards, {EXPERTS}, prompts whole",
     AGAIN: f"ours, two cards, {EXPERTS}, prompts whole, another process",
     **{
@@ -47,14 +56,21 @@ def stages(make, timed, same, sets, ours, no_peers):
     few_experts = sets(json_model_override_args='{"n_routed_experts": 16}')
     timed = [*timed, *few_experts, "--mem", "0.9", "--rounds", "2", "--phases", "prompts"]
     timed += ["--max-total-tokens", "100000"]
-    same = [*same, *PROMPTS, "--chunk"]
+    same = [*same, *PROMPTS, "--max-total-tokens", "400000", "--chunk"]  # a window for whole chunks
     summed = ours | no_peers
     options = {chunk: [*timed, "--shapes", *SHAPES[chunk]] for chunk in CHUNKS}
     options["_32k"] += sets(chunked_prefill_size=32768)
+    options[GRAPHS] += captured(sets, ROWS)
+
+    def in_graphs(rows):
+        return [*same, str(rows), "--prompts", f"{PROMPTS[-1]},{PADDED}", *captured(sets, rows)]
+
     return {
         "halves2_same": [
             make(HALVED, [*same, str(ROWS)], environment=summed | each),
             make(CHUNKED, [*same, str(ROWS // 2)], environment=summed),
+            make(HALVED_GRAPHS, in_graphs(ROWS), environment=summed | each),
+            make(CHUNKED_GRAPHS, in_graphs(ROWS // 2), environment=summed),
             make(WHOLE, [*same, str(ROWS)], environment=summed),
             make(AGAIN, [*same, str(ROWS)], environment=summed),
         ],
@@ -70,6 +86,10 @@ def stages(make, timed, same, sets, ours, no_peers):
     }
 
 
+def captured(sets, rows):
+    return sets(**{prompts_stage.FLAG: "breakable", "cuda_graph_bs_prefill": [rows]})
+
+
 def rows(cases, row):
     """collect.py's rows of the cases of a stage. row: its maker of rows."""
     found = []
@@ -78,6 +98,9 @@ def rows(cases, row):
         least = PASSES.get(name)
         found.append(pieces_stage.counted(name, reports, SETTING, "passes", "passes in halves", impl, least, row))
         found += experts_stage.ran(name, impl, "wide", cases[name], row, ISSUE)
+        if "graphs" in name:
+            by_graphs = cases[name]["prefills"].get("true", 0)
+            found.append(row(name, impl, "passes by prefill graphs, missing to 4", max(0, 4 - by_graphs), 0, ISSUE))
     for name, (how, chunk) in TIMED.items():
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         whole = cases.get(f"unhalved2_43{chunk}", {}).get("prompts", {})

@@ -20,12 +20,14 @@ def test_bits_of_prompts_in_halves(machine):  # noqa: F811
     of_three = 3 * 2 + 8  # prompts alone, twice; 8 at once
     assert told == {
         ("same_halves2", "same_chunks_of_a_half2"): (3 * 2, 0),
+        ("same_halves_graphs2", "same_chunks_graphs_of_a_half2"): (4 * 2, 0),
+        ("same_halves_graphs2", "same_halves_graphs2"): (4 * 2 + 8, 0),
         ("same_halves2", "same_unhalved2"): (of_three, 8),
         ("same_halves2", "same_halves2"): (of_three, 0),
         ("same_unhalved_again2", "same_unhalved2"): (of_three, 0),
     }
     rows = [row for row in rows_of(path) if "passes in halves" in row["metric"]]
-    assert sorted((row["value"], row["met"]) for row in rows) == [(0, True)] * 4
+    assert sorted((row["value"], row["met"]) for row in rows) == [(0, True)] * 6
     assert all("E2E_AS_SM120=wide" in case["command"] for case in stage["cases"].values())
 
 
@@ -41,16 +43,18 @@ def test_times_of_prompts_in_halves(machine):  # noqa: F811
     assert ended.returncode == 0, ended.stdout + ended.stderr
     path = machine.out / "stage_halves2_43.json"
     cases = json.loads(path.read_text())["cases"]
-    assert tuple(cases) == ("halves2_43", "unhalved2_43", "halves2_43_32k", "unhalved2_43_32k")
+    names = [f"{how}2_43{chunk}" for chunk in ("", "_graphs", "_32k") for how in ("halves", "unhalved")]
+    assert list(cases) == names
     for name, case in cases.items():
         assert "NCCL_P2P_DISABLE=1" in case["command"] and "E2E_AS_SM120=wide" in case["command"]
         assert ("prompts_in_halves=1024" in case["command"]) is name.startswith("halves")
         assert ("32768" in case["command"]) is name.endswith("_32k")
+        assert ("breakable" in case["command"]) is name.endswith("_graphs")
         assert set(case["prompts"]) == set(halves_stage.SHAPES["_32k" if name.endswith("_32k") else ""])
     rows = [r for r in rows_of(path) if r["metric"].startswith("the sums' time that is not hidden")]
     where = sorted((r["case"].rpartition("prompt of ")[2], "32,768" in r["impl"]) for r in rows)
-    assert where == [("32,000 tokens", True), ("8,192 tokens", False)]
-    assert [(r["bar"], r["value"] is None, r["met"] is (r["value"] <= 0.3)) for r in rows] == [(0.3, False, True)] * 2
+    assert where == [("32,000 tokens", True), *[("8,192 tokens", False)] * 2]
+    assert [(r["bar"], r["value"] is None, r["met"] is (r["value"] <= 0.3)) for r in rows] == [(0.3, False, True)] * 3
 
 
 def test_what_is_not_hidden():

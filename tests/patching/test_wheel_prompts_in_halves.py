@@ -158,10 +158,10 @@ IN_GRAPHS = ("can_run_", "forward_metadata_", "max_seq_len_")
 def test_every_field_of_a_batch_is_known(version, sglang_wheel):
     """A field that a new release has is looked at before a half may have the whole's."""
     own = {"batch_size", "seq_lens_sum", "extend_num_tokens", "num_token_non_padded", "num_token_non_padded_cpu"}
-    known = own | ALIKE | OF_THE_HEAD | OF_OTHERS | {*adapter._ROWS, *adapter._REQUESTS, *adapter._NOT_CUT}
+    known = own | ALIKE | OF_THE_HEAD | OF_OTHERS | {*adapter.ROW_FIELDS, *adapter.REQUESTS, *adapter._NOT_CUT}
     left = {name for name in fields(sglang_wheel(version)) if name not in known and not name.startswith(OF_PARALLELISM)}
     assert {name for name in left if not name.startswith(IN_GRAPHS)} == set()
-    assert {*adapter._ROWS, "seq_lens", "extend_start_loc"} <= set(fields(sglang_wheel(version)))
+    assert {*adapter.ROW_FIELDS, "seq_lens", "extend_start_loc"} <= set(fields(sglang_wheel(version)))
 
 
 @every_release(FIRST)

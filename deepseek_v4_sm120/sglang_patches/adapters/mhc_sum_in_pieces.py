@@ -143,9 +143,9 @@ def takes(coordinator, x: torch.Tensor) -> bool:
     )
 
 
-def is_for_nccl(coordinator, x: torch.Tensor) -> bool:
-    """Whether SGLang's all_reduce would end at torch.distributed's, in place."""
-    others = [getattr(coordinator, name, None) for name in _OTHERS]
+def is_for_nccl(coordinator, x: torch.Tensor, but: tuple[str, ...] = ()) -> bool:
+    """Whether SGLang's all_reduce would end at torch.distributed's, in place. but: of _OTHERS, not asked for."""
+    others = [getattr(coordinator, name, None) for name in _OTHERS if name not in but]
     custom = coordinator.ca_comm
     by_flashinfer = getattr(coordinator, "_can_use_flashinfer_allreduce", None)  # 0.5.18 and later
     return (

@@ -11,7 +11,7 @@ the other's products. The first half never reads what the second writes: it has 
 layer's keys and states are written before the second half's turn. A half is a batch as SGLang would make one of these
 rows: whole prompts, and one that is cut, as in chunks, at a multiple of a page.
 
-Whether a batch is cut, and where, all ranks must decide alike: by its rows, mode, settings and groups (`_why_not`).
+Whether a batch is cut, and where, all ranks must decide alike: by its rows, mode, settings and groups (`why_not`).
 Their sums then start in one order. `status` says how many passes went in halves, and why others did not.
 
 Behind the layers both halves' rows are put together: the head, the log-probabilities and what a draft reads are of the
@@ -52,8 +52,8 @@ PAGE = 256  # a prompt is cut at a multiple of it: no group of a compressor is i
 # host memory (seen on two H200)
 SUM_SMS = 8
 _OTHERS = ("sums_in_pieces", "dealt_streams")  # off unless somebody asks for them
-_PASS = "_dsv4_sm120_pass"  # of a batch: its _Pass
-_running = Scope()  # its layer: the _Half whose turn it is
+PASS = "_dsv4_sm120_pass"  # of a batch: its Pass
+_running = Scope()  # its layer: the Half whose turn it is
 _seen: collections.Counter = collections.Counter()  # "passes" in halves, "rows" of them, "sums" that had turns
 _left: collections.Counter = collections.Counter()  # why -> passes of as many rows that were not
 _trials = trial.Trials()
@@ -61,18 +61,20 @@ _trials = trial.Trials()
 
 class Cut:
     """Where a batch of prompts with `lengths` rows behind `before` tokens is cut: between two prompts near the middle,
-    or within one at a multiple of a page. rows: of the first half; request: whose rows it ends with; offset: how many
-    of them it has; is_within: whether the second half has others of them; least: rows of the smaller half."""
+    or within one at a multiple of a page; or as near to row `at` as may be. rows: of the first half; request: whose
+    rows it ends with; offset: how many of them it has; is_within: whether the second half has others of them; least:
+    rows of the smaller half."""
 
-    def __init__(self, lengths: list[int], before: list[int]):
+    def __init__(self, lengths: list[int], before: list[int], at: int | None = None):
         ends = list(itertools.accumulate(lengths))
         self.whole = ends[-1]
-        middle = self.whole // 2
+        middle = self.whole // 2 if at is None else min(at, self.whole)
         self.request = next(number for number, end in enumerate(ends) if end >= middle)
         start, end = ends[self.request] - lengths[self.request], ends[self.request]
         edge = min((start, end), key=lambda edge: abs(edge - middle))
         page = (before[self.request] + middle - start + PAGE // 2) // PAGE * PAGE - before[self.request] + start
-        self.is_within = start < page < end and abs(edge - middle) > self.whole // 16
+        slack = self.whole // 16 if at is None else 0
+        self.is_within = start < page < end and abs(edge - middle) > slack
         self.rows = page if self.is_within else edge
         if self.rows == start:
             self.request -= 1
@@ -81,7 +83,7 @@ class Cut:
 
 
 @dataclass
-class _Half:
+class Half:
     number: int
     batch: object
     at: slice
@@ -91,32 +93,23 @@ class _Half:
     def sums(self, x) -> bool:
         return x.ndim == 2 and len(x) == self.at.stop - self.at.start and x.is_contiguous()
 
-    def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """x, the sum over the cards in place, in front of which the other half has had its turn."""
-        work = torch.distributed.all_reduce(x, group=self.halves.coordinator.device_group, async_op=True)
-        _seen["sums"] += 1
-        self.halves.turns.next(self.number)
-        self.begin()
-        work.wait()  # makes the stream wait
-        return x
-
-    def begin(self) -> None:
-        self.halves.backend.forward_metadata = self.metadata
-
 
 class Halves:
+    """turns: of the pass that runs."""
+
+    turns: Turns
+
     def __init__(self, backend, coordinator, batch, cut: Cut):
         self.backend, self.coordinator = backend, coordinator
-        self.turns = Turns()
-        self._both = [
-            _Half(0, _first_half(batch, cut), slice(0, cut.rows)),
-            _Half(1, _second_half(batch, cut), slice(cut.rows, cut.whole)),
+        self.both = [
+            Half(0, first_half(batch, cut), slice(0, cut.rows)),
+            Half(1, second_half(batch, cut), slice(cut.rows, cut.whole)),
         ]
-        for half in self._both:
+        for half in self.both:
             half.halves = self
 
     def prepare(self, init_forward_metadata: Callable) -> None:
-        for half in self._both:
+        for half in self.both:
             init_forward_metadata(self.backend, half.batch)
             half.metadata = self.backend.forward_metadata
 
@@ -124,26 +117,47 @@ class Halves:
         """What model(batch, rows) returns, of both halves' rows."""
         whole = self.backend.forward_metadata
         prompt_passes.wrap_sums_of(self.coordinator, "gives_turns", _sum_in_turn)
-
-        def turn(half: _Half):
-            half.begin()
-            with _running.enter(half):
-                return model(half.batch, half.at)
-
+        self.turns = Turns()
         try:
             with cuda_tensors.held(SUM_SMS):
-                return _together(self.turns.run(*(functools.partial(turn, half) for half in self._both)))
+                return self.together(self.turns.run(*(functools.partial(self.turn, half, model) for half in self.both)))
         finally:
             self.backend.forward_metadata = whole
 
+    def together(self, parts):
+        return together(parts)
+
+    def turn(self, half: Half, model: Callable):
+        self.begin(half)
+        with _running.enter(half):
+            return model(half.batch, half.at)
+
+    def begin(self, half: Half) -> None:
+        """What a half finds in its turn."""
+        self.backend.forward_metadata = half.metadata
+
+    def start_sum(self, x: torch.Tensor):
+        """Over the cards, in place. Its `wait` makes the stream wait."""
+        _seen["sums"] += 1
+        return torch.distributed.all_reduce(x, group=self.coordinator.device_group, async_op=True)
+
+    def summed(self, half: Half, x: torch.Tensor) -> torch.Tensor:
+        """x, the sum over the cards in place, in front of which the other half has had its turn."""
+        work = self.start_sum(x)
+        self.turns.next(half.number)
+        self.begin(half)
+        work.wait()
+        return x
+
 
 @dataclass
-class _Pass:
-    """How a batch's rows go through the model. tried: the trial that times it."""
+class Pass:
+    """How a batch's rows go through the model. tried: the trial that times it; is_kept: it is run more than once."""
 
     rows: int
     halves: Halves | None
-    tried: trial.Trial | None
+    tried: trial.Trial | None = None
+    is_kept: bool = False
 
     def run(self, model: Callable, whole: Callable):
         start = trial.event() if self.tried else None
@@ -154,13 +168,13 @@ class _Pass:
         return found
 
 
-def _together(parts):
+def together(parts):
     """Of tensors [rows, ...], or of tuples and lists of them, one. Raises TypeError for others."""
     one = parts[0]
     if isinstance(one, torch.Tensor):
         return torch.cat(parts)
     if type(one) in (tuple, list):
-        return type(one)(map(_together, zip(*parts, strict=True)))
+        return type(one)(map(together, zip(*parts, strict=True)))
     if one is None:
         return None
     raise TypeError(way_out(PATCH, f"the model's forward returned a {type(one).__name__}, whose rows nobody knows"))
@@ -169,10 +183,10 @@ def _together(parts):
 # ---- a half's batch
 
 
-_ROWS = ("input_ids", "positions", "out_cache_loc")
-_REQUESTS = ("req_pool_indices", "req_pool_indices_cpu", "orig_seq_lens", "rids", "lora_ids")
-_REQUESTS += ("extend_logprob_start_lens_cpu", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_seq_lens_cpu")
-_REQUESTS += ("extend_prefix_lens", "extend_prefix_lens_cpu", "extend_start_loc")
+ROW_FIELDS = ("input_ids", "positions", "out_cache_loc")
+REQUESTS = ("req_pool_indices", "req_pool_indices_cpu", "orig_seq_lens", "rids", "lora_ids")
+REQUESTS += ("extend_logprob_start_lens_cpu", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_seq_lens_cpu")
+REQUESTS += ("extend_prefix_lens", "extend_prefix_lens_cpu", "extend_start_loc")
 # a batch that has any of these has rows or requests that nobody cuts
 _NOT_CUT = ("input_embeds", "replace_embeds", "tbo_children", "attn_cp_metadata", "attn_dcp_metadata")
 _NOT_CUT += ("out_cache_loc_virtual", "out_cache_loc_dsv4", "global_num_tokens_cpu", "mm_input_embeds")
@@ -181,9 +195,9 @@ _NOT_CUT += ("encoder_swa_replay", "encoder_swa_row_floor", "encoder_swa_compres
 
 def _half(batch, rows: slice, requests: slice):
     half = copy.copy(batch)
-    for name in _ROWS:
+    for name in ROW_FIELDS:
         setattr(half, name, getattr(batch, name)[rows])
-    for name in _REQUESTS:
+    for name in REQUESTS:
         found = getattr(batch, name, None)
         if found is not None:
             part = found[requests]
@@ -199,7 +213,7 @@ def _half(batch, rows: slice, requests: slice):
     return half
 
 
-def _first_half(batch, cut: Cut):
+def first_half(batch, cut: Cut):
     half = _half(batch, slice(0, cut.rows), slice(0, cut.request + 1))
     if cut.is_within:
         missing = batch.extend_seq_lens_cpu[cut.request] - cut.offset
@@ -209,7 +223,7 @@ def _first_half(batch, cut: Cut):
     return half
 
 
-def _second_half(batch, cut: Cut):
+def second_half(batch, cut: Cut):
     first = cut.request if cut.is_within else cut.request + 1
     half = _half(batch, slice(cut.rows, cut.whole), slice(first, batch.batch_size))
     half.extend_start_loc = (half.extend_start_loc - cut.rows).clamp_(min=0)
@@ -234,7 +248,7 @@ def replace_init_forward_metadata(original: Callable) -> Callable:
         if made is not None:
             if made.halves is not None:
                 made.halves.prepare(original)
-            setattr(forward_batch, _PASS, made)
+            setattr(forward_batch, PASS, made)
         return original(self, forward_batch)
 
     return init_forward_metadata
@@ -245,7 +259,9 @@ def replace_model_forward(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors=None):
-        made = None if torch.compiler.is_compiling() else vars(forward_batch).pop(_PASS, None)
+        made = None if torch.compiler.is_compiling() else vars(forward_batch).get(PASS)
+        if made is not None and not made.is_kept:
+            delattr(forward_batch, PASS)
         whole = functools.partial(
             original, self, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors=pp_proxy_tensors
         )
@@ -256,36 +272,36 @@ def replace_model_forward(original: Callable) -> Callable:
     return forward
 
 
-def _least_rows() -> int:
+def least_rows() -> int:
     """Of a half, of each pass; 0: it is tried out."""
     engine = patching.active_engine()
     return 0 if engine is None else engine.steering.value(PATCH)
 
 
-def _pass_of(backend, batch) -> _Pass | None:
+def _pass_of(backend, batch) -> Pass | None:
     """None: nothing is asked about such a batch, or it goes whole for a reason."""
     if batch.forward_mode.name != "EXTEND" or backend.model_runner.is_draft_worker:
         return None
     lengths, before = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
-    asked = _least_rows()
+    asked = least_rows()
     each = asked or ROWS
     if not lengths or before is None or len(batch.input_ids) < 2 * each:
         return None
     state = importlib.import_module(PARALLEL_STATE)
     tp, cut = state._TP, Cut([int(n) for n in lengths], [int(n) for n in before])
-    why = _why_not_here(state) or _why_not(tp, backend, batch, cut, each)
+    why = why_not_here(state) or why_not(backend, batch, cut, each) or why_not_sums(tp, backend, batch, cut)
     if why is not None:
-        _count(why, cut.whole)
+        count(why, cut.whole)
         return None
     tried = None if asked else _trials.of(cut.whole)
     if tried is not None and tried.next_way(tp.cpu_group) == trial.WHOLE:
-        _count("by its time, or to find that out", cut.whole)
-        return _Pass(cut.whole, None, tried) if tried.is_timed() else None
-    _count(None, cut.whole)
-    return _Pass(cut.whole, Halves(backend, tp, batch, cut), tried if tried and tried.is_timed() else None)
+        count("by its time, or to find that out", cut.whole)
+        return Pass(cut.whole, None, tried) if tried.is_timed() else None
+    count(None, cut.whole)
+    return Pass(cut.whole, Halves(backend, tp, batch, cut), tried if tried and tried.is_timed() else None)
 
 
-def _why_not_here(state) -> str | None:
+def why_not_here(state) -> str | None:
     """What keeps all of a server's passes whole."""
     tp = state._TP
     return prompt_passes.first(
@@ -299,11 +315,10 @@ def _is_asked_for(default: str) -> bool:
     return settings().choices.get(default, "off") not in ("off", "0")
 
 
-def _why_not(tp, backend, batch, cut: Cut, each: int) -> str | None:
+def why_not(backend, batch, cut: Cut, each: int) -> str | None:
     """What keeps this pass whole."""
     if torch.cuda.is_current_stream_capturing():
         return "under capture"
-    rows = batch.input_ids.new_empty(cut.least, backend.model_runner.model_config.hidden_size, dtype=torch.bfloat16)
     given = [name for name in _NOT_CUT if _says_something(getattr(batch, name, None))]
     return prompt_passes.first(
         {
@@ -315,9 +330,14 @@ def _why_not(tp, backend, batch, cut: Cut, each: int) -> str | None:
             "what DeepSeek-V4.1 keeps beside its metadata": _has_v41s(backend),
             "a cache that is sparse on the host (HiSparse)": backend.hisparse_coordinator is not None,
             "compressors with states of their own": backend.online_c128_mtp.enabled(),
-            "others than NCCL sum": not pieces.is_for_nccl(tp, rows),
         }
     )
+
+
+def why_not_sums(tp, backend, batch, cut: Cut, but: tuple[str, ...] = ()) -> str | None:
+    """but: ways to sum of SGLang's that are not asked for."""
+    rows = batch.input_ids.new_empty(cut.least, backend.model_runner.model_config.hidden_size, dtype=torch.bfloat16)
+    return None if pieces.is_for_nccl(tp, rows, but) else "others than NCCL sum"
 
 
 def _says_something(value) -> bool:
@@ -335,10 +355,10 @@ def _sum_in_turn(original: Callable, input_):
     if half is None:
         return original(input_)
     term = finished(input_)
-    return half.summed(term) if half.sums(term) else original(term)
+    return half.halves.summed(half, term) if half.sums(term) else original(term)
 
 
-def _count(why: str | None, rows: int) -> None:
+def count(why: str | None, rows: int) -> None:
     def found() -> dict:
         return {**_seen, "whole": dict(_left)}
 
@@ -346,5 +366,5 @@ def _count(why: str | None, rows: int) -> None:
 
 
 def _describe() -> str:
-    text = f"{PATCH}: {_seen['passes']} passes of {2 * (_least_rows() or ROWS)} rows and more in halves that take turns"
+    text = f"{PATCH}: {_seen['passes']} passes of {2 * (least_rows() or ROWS)} rows and more in halves that take turns"
     return "; ".join([text, *(f"{count} whole: {why}" for why, count in _left.items()), *_trials.told()])

@@ -41,9 +41,13 @@ class Turns:
             raise
         return found, behind.result()
 
+    def is_over(self, number: int) -> bool:
+        """Whether function `number` has ended."""
+        return self._is_over[number]
+
     def next(self, number: int) -> None:
         """Called by function `number`: the other's turn, until that says so or has returned."""
-        if not self._is_over[1 - number]:
+        if not self.is_over(1 - number):
             self._may_go[1 - number].release()
             self._may_go[number].acquire()
         if self._error is not None:

@@ -42,6 +42,7 @@ MODEL_HEAD_PARAMETERS = Parameters(("self", "x", "hc_fn", "hc_scale", "hc_base")
 
 
 _target, _sum = targets_of("mhc"), targets_of("mhc_sum")
+_in_graphs = targets_of("halves_in_graphs")
 LAYER_FORWARD = Parameters(("self",), further="any")
 ROW_PARALLEL = "sglang.srt.layers.linear:RowParallelLinear.forward"
 MODEL_FORWARD = f"{MODEL}:DeepseekV4Model.forward"
@@ -127,6 +128,24 @@ PROMPTS_IN_HALVES = Patch(
             ">=0.5.14,<0.6",
         ),
         targets_of("prompts_in_halves")(MODEL_FORWARD, "model_forward", MODEL_FORWARD_PARAMETERS, ">=0.5.14,<0.6"),
+        _in_graphs(
+            f"{BACKEND}:DeepseekV4AttnBackend.init_forward_metadata_for_breakable_cuda_graph_capture",
+            "init_for_capture",
+            Parameters(("self", "forward_batch")),
+            ">=0.5.23,<0.6",
+        ),
+        _in_graphs(
+            f"{BACKEND}:DeepseekV4AttnBackend.prepare_forward_metadata_for_breakable_cuda_graph_replay",
+            "init_for_replay",
+            Parameters(("self", "capture_metadata", "forward_batch", "*", "static_forward_batch=None")),
+            ">=0.5.23,<0.6",
+        ),
+        _in_graphs(
+            "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:PrefillCudaGraphRunner.can_run_graph",
+            "can_run_graph",
+            Parameters(("self", "forward_batch")),
+            ">=0.5.23,<0.6",
+        ),
     ),
     default="prompts_in_halves",
     absent="0.5.12 and 0.5.13 were not read for it",
