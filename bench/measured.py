@@ -180,18 +180,6 @@ SECTIONS = {
         (),
         True,
     ),
-    "e2e_pieces_sglang": Section(
-        "A prompt's sums in pieces",
-        "43 layers with 16 experts over two cards, engines in turn.",
-        {
-            "time to all first tokens, ms, best": "time to all first tokens, ms",
-            "time to all first tokens, of the whole's": "of the whole's",
-            "NCCL's sums on a card, ms": "NCCL's sums, ms",
-        },
-        (),
-        True,
-        "flash43",
-    ),
     "e2e_halves_sglang": Section(
         "Prompts in halves",
         "43 layers with 16 experts over two cards, NCCL through host memory, engines in turn.",

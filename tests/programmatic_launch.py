@@ -70,7 +70,7 @@ POINTERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("w.codes", "w.scales"),
         ("x", "powers", "pairs", "expert", "begin", "end", "h", "y", "y16", "taken"),
     ),
-    "mxfp4_moe::SumParams": ((), ("y", "pair_expert", "topk_weights", "shared", "out")),
+    "mxfp4_moe::SumParams": ((), ("y", "pair_expert", "topk_weights", "out")),
     "mxfp4_moe::TilesParams": (
         ("expert_map",),
         ("topk_ids", "pairs", "pair_expert", "expert", "begin", "end", "scratch", "taken"),

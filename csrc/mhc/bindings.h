@@ -16,8 +16,6 @@ inline void run(Arguments& a) {
   Params& p = both.boundary;
   p.f = a["f"];
   p.f_stride = a["f_stride"];
-  p.f_gap = a.get("f_gap", int64_t{0});
-  p.f_part_shift = a.get("f_part_shift", int32_t{0});
   p.post = a["post"];
   p.comb = a["comb"];
   p.streams = a["streams"];

@@ -119,8 +119,6 @@ void launch(const Params& params, Kernels kernels, int num_sms, bool pdl, cudaSt
     launch_post(params, launcher);
   } else if (!can_take(kernels, params)) {
     throw std::runtime_error("mhc: these kernels do not take this form, width or number of rows");
-  } else if (params.f_gap != 0 && kernels != Kernels::kMany) {
-    throw std::runtime_error("mhc: these kernels take f whole");
   } else if (!fits(kernels, params.rows, num_sms)) {
     throw std::runtime_error("mhc: blocks of these kernels wait for each other and cannot all be resident: " + std::to_string(params.rows) +
                              " rows on " + std::to_string(num_sms) + " multiprocessors; the split kernels take any number");

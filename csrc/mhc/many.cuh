@@ -110,10 +110,8 @@ __device__ __forceinline__ void fetch_streams(const Params& p, ManyShared& s, co
   }
 }
 __device__ __forceinline__ void fetch_output(const Params& p, const Place& at, int tile, uint4 (&f)[2]) {
-  const int part = blockIdx.x % kColumnBlocks * kManyColumns >> p.f_part_shift;  // a block's columns are of one
-  const uint16_t* const from = p.f + part * p.f_gap + at.column;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) f[r] = load_once(from + row_of(p, at, tile, r) * p.f_stride);
+  for (int r = 0; r < 2; ++r) f[r] = load_once(p.f + row_of(p, at, tile, r) * p.f_stride + at.column);
 }
 
 // Sums of one stream. `nothing`: 0, which the compiler does not know. As operands of the tensor cores the words lie

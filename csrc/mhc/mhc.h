@@ -39,9 +39,6 @@ struct Params {
   bool head;                   // four mixes (pre) and no more
   uint32_t patience;           // looks for another block's sums before the process is stopped: kPatienceLooks
 
-  int64_t f_gap;               // many: a row of f lies in parts of 1 << f_part_shift columns, each so many elements behind the end of
-  int32_t f_part_shift;        // the one before it; 0 where it is whole
-
   float* partials;             // split: [rows, hidden / 32, 32 or 8]; many: [rows, hidden / 128, 32]
   uint32_t* counters;          // many: a sector per 16 rows, zero before
 };

@@ -44,14 +44,6 @@ inline Params read_params(Arguments& a) {
   return p;
 }
 
-// What calls of many rows have beside.
-inline Parts read_parts(Arguments& a, Params& p) {
-  p.shared = a.get<const uint16_t*>("shared", nullptr);
-  p.shared_stride = a.get("shared_stride", int64_t{0});
-  p.shared_scaling = a.get("shared_scaling", 1.f);
-  return {a.get("columns", int32_t{0}), a.get("part", int32_t{-1})};
-}
-
 inline void run(Arguments& a) {
   Params p = read_params(a);
   p.h = a["h"];
@@ -65,20 +57,18 @@ inline void run(Arguments& a) {
 inline void run_sorted(Arguments& a) {
   Params p = read_params(a);
   p.exact = a["exact"];
-  const Parts parts = read_parts(a, p);
   unsigned char* const scratch = a["scratch"];
   const int num_sms = a["num_sms"];
   const LaunchArguments last = a.last();
-  launch_sorted(p, parts, scratch, num_sms, last.pdl, last.stream);
+  launch_sorted(p, scratch, num_sms, last.pdl, last.stream);
 }
 
 inline void run_scaled(Arguments& a) {
-  Params p = read_params(a);
-  const Parts parts = read_parts(a, p);
+  const Params p = read_params(a);
   unsigned char* const scratch = a["scratch"];
   const int num_sms = a["num_sms"];
   const LaunchArguments last = a.last();
-  launch_scaled(p, parts, scratch, num_sms, last.pdl, last.stream);
+  launch_scaled(p, scratch, num_sms, last.pdl, last.stream);
 }
 
 inline void run_tiles(Arguments& a) {
@@ -115,11 +105,9 @@ inline void bind(py::module_& m) {
   define(m, "mxfp4_moe", run);
   m.def("mxfp4_moe_problem", &problem, py::kw_only(), "hidden"_a, "inter"_a, "experts"_a, "pairs"_a);
   define(m, "mxfp4_moe_sorted", run_sorted);
-  m.def("mxfp4_moe_sorted_scratch_bytes", &sorted_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a, "exact"_a,
-        "columns"_a = 0);
+  m.def("mxfp4_moe_sorted_scratch_bytes", &sorted_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a, "exact"_a);
   define(m, "mxfp4_moe_scaled", run_scaled);
-  m.def("mxfp4_moe_scaled_scratch_bytes", &scaled_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a,
-        "columns"_a = 0);
+  m.def("mxfp4_moe_scaled_scratch_bytes", &scaled_scratch_bytes, py::kw_only(), "rows"_a, "topk"_a, "experts"_a, "hidden"_a, "inter"_a);
   define(m, "mxfp4_moe_tiles", run_tiles);
   m.def("mxfp4_moe_tiles_scratch_words", &tiles_scratch_words, py::kw_only(), "pairs"_a, "experts"_a);
   define(m, "mxfp4_moe_shared", run_shared);

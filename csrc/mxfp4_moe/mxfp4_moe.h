@@ -38,15 +38,6 @@ struct Params {
   int32_t rows, topk, experts, hidden, inter;
   bool exact;                    // x and h on a grid, so that sums of 32 products have no rounding: as sorted.cuh has them
   int32_t gate_row, up_row;      // where gate and up begin in w13: 0 and inter, or the other way round
-  const uint16_t* shared;        // many rows: [rows, hidden] bf16, to which the sum is added; nullptr: out is the sum
-  int64_t shared_stride;         // elements, multiple of 8
-  float shared_scaling;          // factor of the sum there
-};
-
-// Many rows: the outputs of a row that down and the sum over its experts make at a time, one such part behind the other.
-struct Parts {
-  int columns = 0;  // of a part; 0: by the L2
-  int only = -1;    // this part alone, of which `out` and `shared` are, behind a launch of those before it; -1: all
 };
 
 constexpr int kMaxPairs = 3072;

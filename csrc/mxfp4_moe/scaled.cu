@@ -15,8 +15,8 @@ struct Layout {
   Tiling tiling;
   int64_t x, x_scales, h, h_scales, y;
 
-  Layout(int rows, int topk, int experts, int hidden, int inter, int asked)
-      : columns(columns_of_y(int64_t{rows} * topk, hidden, 2, kScaledRows, asked)),
+  Layout(int rows, int topk, int experts, int hidden, int inter)
+      : columns(columns_of_y(int64_t{rows} * topk, hidden, 2, kScaledRows)),
         tiling(scratch, int64_t{rows} * topk, experts, kScaledPairs, launches_of(hidden, columns)) {
     const int64_t all = int64_t{rows} * topk;
     x = scratch.take(int64_t{rows} * hidden);
@@ -43,31 +43,34 @@ void launch_product(const ScaledParams& p, int num_sms, const Launcher& launcher
 
 }  // namespace
 
-int64_t scaled_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, int columns) {
-  return Layout(rows, topk, experts, hidden, inter, columns).scratch.size;
+int64_t scaled_scratch_bytes(int rows, int topk, int experts, int hidden, int inter) {
+  return Layout(rows, topk, experts, hidden, inter).scratch.size;
 }
 
-void launch_scaled(const Params& params, const Parts& parts, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream) {
+void launch_scaled(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream) {
   const Launcher launcher = {kName, pdl, stream};
-  const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter, parts.columns);
+  const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter);
   const TilesParams tiles = layout.tiling.of(params, scratch);
-  const bool begins = parts.only <= 0;
-  if (begins) launch_tiles(tiles, pdl, stream);
+  launch_tiles(tiles, pdl, stream);
 
   const Mxfp8 x = {scratch + layout.x, scratch + layout.x_scales}, h = {scratch + layout.h, scratch + layout.h_scales};
   const QuantizeParams quantize = {params.x, params.x_stride, x, params.rows, params.hidden};
   const int64_t blocks = ceil_div(static_cast<int64_t>(params.rows) * params.hidden / 8, int64_t{kQuantizeThreads});
-  if (begins) launcher(quantize_kernel, dim3(static_cast<unsigned>(blocks)), kQuantizeThreads, 0, quantize);
+  launcher(quantize_kernel, dim3(static_cast<unsigned>(blocks)), kQuantizeThreads, 0, quantize);
 
   ScaledParams product = product_of<ScaledParams>(params, tiles);
   product.x = x, product.w = params.w13, product.h = h;
   product.inputs = params.hidden, product.outputs = params.inter;
-  if (begins) launch_product<true>(product, num_sms, launcher);
+  launch_product<true>(product, num_sms, launcher);
 
   product.x = h, product.w = params.w2, product.y = reinterpret_cast<uint16_t*>(scratch + layout.y);
-  product.inputs = params.inter;
-  each_part(params, parts, product, sum_of(params, tiles, product.y, layout.columns), true, launcher,
-            [&](const ScaledParams& down) { launch_product<false>(down, num_sms, launcher); });
+  product.inputs = params.inter, product.outputs = layout.columns;
+  SumParams sum = sum_of(params, tiles, product.y, layout.columns);
+  for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
+    ++product.taken;
+    launch_product<false>(product, num_sms, launcher);
+    launch_sum(sum, true, launcher);
+  }
 }
 
 std::vector<KernelAttributes> scaled_attributes() {

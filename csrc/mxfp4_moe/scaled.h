@@ -36,10 +36,10 @@ struct ScaledParams {
 };
 
 // Bytes of scratch that a call takes.
-int64_t scaled_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, int columns);
+int64_t scaled_scratch_bytes(int rows, int topk, int experts, int hidden, int inter);
 
 // `params` as for few rows, but for h and y, which are in the scratch; any number of pairs.
-void launch_scaled(const Params& params, const Parts& parts, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream);
+void launch_scaled(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream);
 
 std::vector<KernelAttributes> scaled_attributes();
 int scaled_shared_bytes();

@@ -1,10 +1,6 @@
 // What calls of many rows share on the host: their scratch, the tiles of pairs in it, y a part of the columns at a time.
 #pragma once
 
-#include <algorithm>
-#include <stdexcept>
-#include <string>
-
 #include "mxfp4_moe.h"
 #include "sorted.h"
 #include "tiles.h"
@@ -55,12 +51,8 @@ struct Tiling {
 
 constexpr int64_t kMostOfY = 96 << 20;  // bytes; an SM120's L2 has 128 MB
 
-// Outputs of a row that y holds at a time: as many as were asked for, or, of 0, what the L2 holds. `unit`: of the kernel that makes them.
-inline int columns_of_y(int64_t all_pairs, int hidden, int bytes, int unit, int asked) {
-  if (asked % unit != 0 || (asked > 0 && hidden % asked != 0))
-    throw std::runtime_error("mxfp4_moe: parts of " + std::to_string(asked) + " columns: they divide " + std::to_string(hidden) +
-                             " and are multiples of " + std::to_string(unit));
-  if (asked > 0) return asked;
+// Outputs of a row that y holds at a time; `unit`: of the kernel that makes them.
+inline int columns_of_y(int64_t all_pairs, int hidden, int bytes, int unit) {
   int columns = hidden;
   while (all_pairs * columns * bytes > kMostOfY && columns % (2 * unit) == 0) columns /= 2;
   return columns;
@@ -69,29 +61,11 @@ inline int columns_of_y(int64_t all_pairs, int hidden, int bytes, int unit, int 
 // Products that a call launches: gate/up, and down once for each part of y.
 inline int launches_of(int hidden, int columns) { return 1 + hidden / columns; }
 
+// Of the first columns; of the others `out` is behind them.
 inline SumParams sum_of(const Params& params, const TilesParams& tiles, const void* y, int columns) {
   SumParams sum = {y, tiles.pair_expert, params.topk_weights, params.out, params.weights_stride, params.out_stride};
   sum.routed_scaling = params.routed_scaling, sum.rows = params.rows, sum.topk = params.topk, sum.columns = columns;
-  sum.shared = params.shared, sum.shared_stride = params.shared_stride, sum.shared_scaling = params.shared_scaling;
   return sum;
-}
-
-// Down and the sum of each of the parts that are asked for: launch(product of it), launch_sum. `product` is gate/up's, but for what both
-// downs differ in. The sum of a part by itself is a plain launch: programmatic, its blocks would wait for the product in the very
-// multiprocessors that are left to who sums the part before over the cards.
-template <typename Product, typename Launch>
-void each_part(const Params& params, const Parts& parts, Product product, SumParams sum, bool bf16, const Launcher& launcher, Launch launch) {
-  const int all = params.hidden / sum.columns, begin = std::max(parts.only, 0), end = parts.only < 0 ? all : begin + 1;
-  const Launcher of_sum = {launcher.name, launcher.pdl && parts.only < 0, launcher.stream};
-  product.outputs = sum.columns;
-  for (int part = begin; part < end; ++part) {
-    Product down = product;
-    down.first = part * sum.columns, down.taken += 1 + part;
-    launch(down);
-    launch_sum(sum, bf16, of_sum);
-    sum.out += sum.columns;
-    if (sum.shared != nullptr) sum.shared += sum.columns;
-  }
 }
 
 // What both kinds of products have of a call and its tiles.

@@ -20,8 +20,8 @@ struct Layout {
   Tiling tiling;
   int64_t x, x_powers, h, h_powers, y;
 
-  Layout(int rows, int topk, int experts, int hidden, int inter, bool exact, int asked)
-      : y_bytes(exact ? 4 : 2), columns(columns_of_y(int64_t{rows} * topk, hidden, y_bytes, exact ? kTileRows : kWideRows, asked)),
+  Layout(int rows, int topk, int experts, int hidden, int inter, bool exact)
+      : y_bytes(exact ? 4 : 2), columns(columns_of_y(int64_t{rows} * topk, hidden, y_bytes, exact ? kTileRows : kWideRows)),
         tiling(scratch, int64_t{rows} * topk, experts, exact ? kTilePairs : kWidePairs, exact ? 0 : launches_of(hidden, columns)) {
     const int64_t all = int64_t{rows} * topk;
     x = scratch.take(exact ? int64_t{rows} * hidden * 2 : 0);
@@ -60,40 +60,43 @@ void launch_prepare(const PrepareParams& p, const Launcher& launcher) {
 
 }  // namespace
 
-int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, bool exact, int columns) {
-  return Layout(rows, topk, experts, hidden, inter, exact, columns).scratch.size;
+int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, bool exact) {
+  return Layout(rows, topk, experts, hidden, inter, exact).scratch.size;
 }
 
-void launch_sorted(const Params& params, const Parts& parts, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream) {
+void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream) {
   const std::string why_not = params.exact ? problem(params.hidden, params.inter, params.experts, 0) : "";
   if (!why_not.empty()) throw std::runtime_error("mxfp4_moe: takes " + why_not);
   const Launcher launcher = {kName, pdl, stream};
-  const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter, params.exact, parts.columns);
+  const Layout layout(params.rows, params.topk, params.experts, params.hidden, params.inter, params.exact);
   const TilesParams tiles = layout.tiling.of(params, scratch);
-  const bool begins = parts.only <= 0;
-  if (begins) launch_tiles(tiles, pdl, stream);
+  launch_tiles(tiles, pdl, stream);
 
   Slices of_x = {}, of_h = {};  // of few rows
   if (params.exact) of_x = slices_of_hidden(params.hidden), of_h = slices_of_inter(params.inter);
   uint16_t *const x = reinterpret_cast<uint16_t*>(scratch + layout.x), *const h = reinterpret_cast<uint16_t*>(scratch + layout.h);
   float *const x_powers = reinterpret_cast<float*>(scratch + layout.x_powers), *const h_powers = reinterpret_cast<float*>(scratch + layout.h_powers);
-  if (params.exact && begins) launch_prepare({params.x, x, x_powers, params.x_stride, params.rows, of_x.slices, of_x.steps}, launcher);
+  if (params.exact) launch_prepare({params.x, x, x_powers, params.x_stride, params.rows, of_x.slices, of_x.steps}, launcher);
 
   SortedParams product = product_of<SortedParams>(params, tiles);
   product.x = params.exact ? x : params.x, product.powers = x_powers, product.w = params.w13, product.h = h;
   product.x_row_chunks = static_cast<uint32_t>(params.x_stride / 8);
   product.inputs = params.hidden, product.slices = of_x.slices, product.steps = of_x.steps, product.outputs = params.inter;
-  if (begins) launch_product<true>(product, params.exact, num_sms, launcher);
+  launch_product<true>(product, params.exact, num_sms, launcher);
 
   const int64_t all = static_cast<int64_t>(params.rows) * params.topk;
-  if (params.exact && begins) launch_prepare({h, h, h_powers, params.inter, all, of_h.slices, of_h.steps}, launcher);
+  if (params.exact) launch_prepare({h, h, h_powers, params.inter, all, of_h.slices, of_h.steps}, launcher);
 
   product.x_row_chunks = static_cast<uint32_t>(params.inter / 8);
   product.x = h, product.powers = h_powers, product.w = params.w2, product.y = reinterpret_cast<float*>(scratch + layout.y);
-  product.inputs = params.inter, product.slices = of_h.slices, product.steps = of_h.steps;
+  product.inputs = params.inter, product.slices = of_h.slices, product.steps = of_h.steps, product.outputs = layout.columns;
   product.y16 = reinterpret_cast<uint16_t*>(scratch + layout.y);
-  each_part(params, parts, product, sum_of(params, tiles, product.y, layout.columns), !params.exact, launcher,
-            [&](const SortedParams& down) { launch_product<false>(down, params.exact, num_sms, launcher); });
+  SumParams sum = sum_of(params, tiles, product.y, layout.columns);
+  for (; product.first < params.hidden; product.first += layout.columns, sum.out += layout.columns) {
+    ++product.taken;
+    launch_product<false>(product, params.exact, num_sms, launcher);
+    launch_sum(sum, !params.exact, launcher);
+  }
 }
 
 void launch_sum(const SumParams& params, bool bf16, const Launcher& launcher) {

@@ -12,7 +12,6 @@
 
 #include <type_traits>
 
-#include "../device/terms.cuh"
 #include "product.cuh"
 #include "sorted.h"
 #include "swiglu.cuh"
@@ -369,8 +368,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const PrepareP
 
 constexpr int kSumThreads = 128, kSumTogether = 6;  // slots that are loaded at once
 
-// A row: from zero, fma(weight, y, sum) over its slots in their order, those without a local expert left out; then the factor of all,
-// rounded; then the shared expert's output, if it is there. 8 columns a thread.
+// A row: from zero, fma(weight, y, sum) over its slots in their order, those without a local expert left out; then the factor of all.
+// 8 columns a thread.
 template <typename Y>
 __global__ void __launch_bounds__(kSumThreads) sorted_sum_kernel(const SumParams p) {
   pdl_wait();
@@ -378,8 +377,6 @@ __global__ void __launch_bounds__(kSumThreads) sorted_sum_kernel(const SumParams
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x, row = item / (p.columns / 8);
   const int column = static_cast<int>(item % (p.columns / 8)) * 8;
   if (row >= p.rows) return;
-  uint4 shared = {};
-  if (p.shared != nullptr) shared = *reinterpret_cast<const uint4*>(p.shared + row * p.shared_stride + column);
   float sum[8] = {};
   for (int begin = 0; begin < p.topk; begin += kSumTogether) {
     bool local[kSumTogether];
@@ -412,9 +409,7 @@ __global__ void __launch_bounds__(kSumThreads) sorted_sum_kernel(const SumParams
   uint32_t out[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) out[i] = pack_bf16x2(sum[2 * i] * p.routed_scaling, sum[2 * i + 1] * p.routed_scaling);
-  uint4 all = make_uint4(out[0], out[1], out[2], out[3]);
-  if (p.shared != nullptr) all = with_routed(shared, all, p.shared_scaling);
-  *reinterpret_cast<uint4*>(p.out + row * p.out_stride + column) = all;
+  *reinterpret_cast<uint4*>(p.out + row * p.out_stride + column) = make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 }  // namespace dsv4::mxfp4_moe

@@ -44,16 +44,13 @@ struct SumParams {
   int64_t weights_stride, out_stride;  // elements, of out a multiple of 8
   float routed_scaling;
   int32_t rows, topk, columns;
-  const uint16_t* shared;              // as in Params
-  int64_t shared_stride;
-  float shared_scaling;
 };
 
 // Bytes of scratch that a call takes. `exact` as in Params: sorted.cuh, with the bits of few rows; else wide.cuh.
-int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, bool exact, int columns);
+int64_t sorted_scratch_bytes(int rows, int topk, int experts, int hidden, int inter, bool exact);
 
 // `params` as for few rows, but for h and y, which are in the scratch; any number of pairs.
-void launch_sorted(const Params& params, const Parts& parts, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream);
+void launch_sorted(const Params& params, unsigned char* scratch, int num_sms, bool pdl, cudaStream_t stream);
 
 void launch_sum(const SumParams& params, bool bf16, const Launcher& launcher);
 

@@ -47,7 +47,6 @@ SUMMING_ROWS = {2: 64, 4: 16, 8: 4}  # by ranks: above, two hops of a sum alone 
 _CAPTURE_STORE_BYTES = 28 << 20
 _MAX_ROWS = 1 << 26
 TERM_SPLITS = 4  # parts of a term that comes unmerged; term.h has it too, and a test compares
-_PART_COLUMNS = 128  # of `many`'s blocks: a part has a multiple of them
 _STRIDES = 8  # that rows have multiples of: 16 bytes
 
 
@@ -70,16 +69,13 @@ def mhc(
     routed=None,
     scaling=1.0,
     tag=0,
-    ready=None,
-    held_sms=0,
     kernels=None,
 ):
     """A boundary between two sublayers: the new streams, their coefficients, and the next sublayer's normed input.
 
-    f              [rows, hidden] bf16, the sublayer's output; last dim contiguous, row stride a multiple of 8. Or a
-                   tuple of such tensors, its rows in pieces, any of them also [parts, rows, hidden / parts], which
-                   are 2, 4, 8, 16 or 32. With sum_over also [4, rows, hidden] float32, contiguous: what
-                   ops.fp8_linear_unmerged gives, and so this card's term is `merge` of it
+    f              [rows, hidden] bf16, the sublayer's output; last dim contiguous, row stride a multiple of 8. With
+                   sum_over also [4, rows, hidden] float32, contiguous: what ops.fp8_linear_unmerged gives, and so this
+                   card's term is `merge` of it
     streams        [rows, 4, hidden] bf16, the old streams; a row contiguous, row stride a multiple of 8
     post           [rows, 4] or [rows, 4, 1] float32, contiguous: how much of f each stream gets
     comb           [rows, 4, 4] float32, contiguous: first index the old stream, second the new one
@@ -94,8 +90,6 @@ def mhc(
     routed         [rows, hidden] bf16, contiguous: this card's term is f + scaling * routed, as ops.add_shared has it;
                    f is not written. Such terms only where `takes_terms`
     tag            of a sum, as AllReduce has it
-    ready          of pieces: called with a piece's number before its launch, to make the current stream wait for it
-    held_sms       of pieces: multiprocessors that other streams' kernels hold; blocks that must be resident need others
     kernels        "fused", "split" or "many", for tests and benchmarks; None: by rows and hidden
     returns        (streams [rows, 4, hidden] bf16, post [rows, 4] float32, comb [rows, 4, 4] float32, y [rows, hidden]
                    bf16), all new tensors
@@ -114,9 +108,7 @@ def mhc(
     source         DeepSeek's inference/model.py (hc_post, hc_pre); specification in reference/mhc.py
     """
     check, rows, hidden = _check_streams("mhc", streams)
-    in_pieces = isinstance(f, tuple)
-    _check_pieces(check, f if in_pieces else None, ready, held_sms, sum_over, rows, hidden)
-    post = _check_sublayer(check, f, post, comb, rows, hidden, sum_over, in_pieces)
+    post = _check_sublayer(check, f, post, comb, rows, hidden, sum_over)
     term = _check_term(check, f, routed, scaling, sum_over, rows, hidden)
     _check_mixes(check, fn, scale, base, norm_weight, MIXES, 3, hidden)
     _check_numbers(check, norm_eps, rms_eps, hc_eps, sinkhorn_iters)
@@ -126,10 +118,7 @@ def mhc(
     y, new_post, new_comb = _results(rows, hidden, streams.device)
     options = _options(fn, scale, base, norm_weight, norm_eps, rms_eps, hc_eps, post_scale, sinkhorn_iters)
     options |= {"sum_over": sum_over, "tag": tag, "kernels": kernels, "term": term}
-    if in_pieces:
-        _launch_pieces(streams, f, post, comb, new, y, new_post, new_comb, ready, held_sms, options)
-    else:
-        _launch(streams, f, post, comb, new, y=y, post_out=new_post, comb_out=new_comb, **options)
+    _launch(streams, f, post, comb, new, y=y, post_out=new_post, comb_out=new_comb, **options)
     return new, new_post, new_comb, y
 
 
@@ -244,16 +233,6 @@ _NOT_INSIDE = (
 _NO_NUMBERS = {"norm_eps": 0.0, "rms_eps": 0.0, "hc_eps": 0.0, "post_scale": 0.0, "sinkhorn_iters": 1}
 
 
-def _launch_pieces(streams, pieces, post, comb, new, y, new_post, new_comb, ready, held_sms, options) -> None:
-    end = 0
-    for number, piece in enumerate(pieces):
-        if ready is not None:
-            ready(number)
-        at = slice(end, end := end + piece.shape[-2])
-        outs = {"y": y[at], "post_out": new_post[at], "comb_out": new_comb[at]}
-        _launch(streams[at], piece, post[at], comb[at], new[at], held_sms=held_sms, **outs, **options)
-
-
 def _launch(streams, *arguments, **options) -> None:
     if streams.shape[0]:
         with cuda_tensors.on_device_of(streams):
@@ -280,7 +259,6 @@ def _launch_here(
     tag=0,
     kernels=None,
     term=_WHOLE,
-    held_sms=0,
 ) -> None:
     """Checked arguments to raw pointers; streams' device is current."""
     rows, _, hidden = streams.shape
@@ -290,7 +268,6 @@ def _launch_here(
     exchange = partials = counters = None
     asks = rows > 1 or sum_over is not None
     num_sms = cuda_tensors.stream_sms(index, stream) if asks else cuda_tensors.num_sms(index)
-    num_sms = max(0, num_sms - held_sms)
     sums = {}
     if sum_over is not None:
         if _sums_inside(kernels, rows, hidden, sum_over, index):
@@ -303,8 +280,6 @@ def _launch_here(
             f = sum_over(f, tag=tag)
     if kernels is None:
         kernels = _kernels_of(rows, hidden, f is not None and not head, num_sms, index)
-    if f is not None and f.dim() == 3 and "partial" not in term and kernels != "many":
-        f = joined(f)
     if fn is not None:
         exchange_words, partials_bytes, counter_words = _workspace(rows, hidden, head, kernels, bool(sums))
         exchange = _exchange(index).take(stream, exchange_words) if exchange_words else None
@@ -345,16 +320,7 @@ def _launch_here(
 def _sublayer(f, term) -> dict[str, int]:
     if f is None or "partial" in term:
         return {"f": 0, "f_stride": 0}
-    found = {"f": f.data_ptr(), "f_stride": f.stride(-2)}
-    if f.dim() == 3:
-        columns = f.shape[2]
-        found |= {"f_gap": f.stride(0) - columns, "f_part_shift": columns.bit_length() - 1}
-    return found
-
-
-def joined(parts: torch.Tensor) -> torch.Tensor:
-    """[parts, rows, columns] -> [rows, parts * columns]: a copy."""
-    return parts.transpose(0, 1).flatten(1)
+    return {"f": f.data_ptr(), "f_stride": f.stride(0)}
 
 
 def _address(tensor) -> int:
@@ -430,37 +396,9 @@ def _check_streams(op: str, streams) -> tuple[Call, int, int]:
     return check, rows, hidden
 
 
-def _check_pieces(check: Call, pieces, ready, held_sms, sum_over, rows, hidden) -> None:
-    """pieces: None where f is one tensor"""
-    if pieces is None:
-        for name, value, nothing in (("ready", ready, None), ("held_sms", held_sms, 0)):
-            if value != nothing:
-                check.refuse("value", name, f"be {nothing} where f is one tensor", value)
-        return
-    for number, piece in enumerate(pieces):
-        _check_piece(check, f"f[{number}]", piece, hidden)
-    if (found := sum(piece.shape[-2] for piece in pieces)) != rows:
-        check.refuse("shape", "f", f"have {rows} rows in its pieces", found)
-    if sum_over is not None:
-        check.refuse("value", "sum_over", "be None where f is in pieces", sum_over)
-    if held_sms < 0:
-        check.refuse("value", "held_sms", "be 0 or more", held_sms)
-
-
-def _check_piece(check: Call, name: str, piece, hidden: int) -> None:
-    check.given(name, piece)
-    if piece.dim() != 3:
-        check.tensor(name, piece, BF16, ("rows", hidden), _STRIDES, VECTOR)
-        return
-    parts, _, columns = check.tensor(name, piece, BF16, "parts, rows, columns", _STRIDES, VECTOR)
-    if parts * columns != hidden or parts & (parts - 1) or columns % _PART_COLUMNS:
-        expected = f"be [parts, rows, {hidden} / parts], a power of two of them, columns multiples of {_PART_COLUMNS}"
-        check.refuse("shape", f"{name}.shape", expected, list(piece.shape))
-
-
-def _check_sublayer(check: Call, f, post, comb, rows, hidden, sum_over=None, in_pieces=False):
+def _check_sublayer(check: Call, f, post, comb, rows, hidden, sum_over=None):
     """post as the kernels read it, [rows, 4]"""
-    if not in_pieces and not _is_unmerged(f):
+    if not _is_unmerged(f):
         check.tensor("f", f, BF16, (rows, hidden), _STRIDES if sum_over is None else CONTIGUOUS, VECTOR)
     if sum_over is not None:
         _check_group(check, sum_over, rows, hidden)

@@ -147,73 +147,6 @@ def add_shared(shared, routed, *, scaling=1.0):
     return shared
 
 
-def mxfp4_moe_in_parts(
-    hidden,
-    topk_ids,
-    topk_weights,
-    w13,
-    w13_scale,
-    w2,
-    w2_scale,
-    *,
-    parts,
-    shared=None,
-    scaling=1.0,
-    behind=None,
-    held_sms=0,
-    routed_scaling=1.0,
-    swiglu_limit=10.0,
-    first_expert=0,
-    expert_map=None,
-    up_first=False,
-    activations="bf16",
-):
-    """`mxfp4_moe` of `wide` in parts of its output's columns, each whole before the next is begun: a sum of one between
-    the cards can run beside the products of the next.
-
-    parts      so many: hidden / parts columns each, a multiple of 256
-    shared     [rows, hidden] bf16, hidden and row stride multiples of 8, last dim contiguous: the shared expert's
-               output, to which the routed experts' times `scaling` is added as `add_shared` does; None: left out
-    behind     called with each part's [rows, hidden / parts] behind its launches, in their order
-    held_sms   multiprocessors that others hold during all parts but the first; these parts' blocks count on the rest
-    returns    [parts, rows, hidden / parts] bf16, contiguous: [p, r] has the columns p * hidden / parts and on of row r
-    accuracy   to the bit what mxfp4_moe(..., wide=True) gives for the same rows above DECODE_ROWS, and add_shared of it
-    The other arguments, errors, graphs and streams as mxfp4_moe's; sizes, at any number of rows, as `wide` has them.
-    """
-    check = Call("mxfp4_moe_in_parts", "hidden", hidden)
-    sizes = _check_experts(check, hidden, w13, w13_scale, w2, w2_scale)
-    weights = Weights(w13, w13_scale, w2, w2_scale, up_first)
-    rows, _ = _check_routing(check, topk_ids, topk_weights, expert_map, hidden.shape[0])
-    _check_ways(check, sizes, weights, activations, False, True)
-    if parts < 1 or sizes[0] % (parts * _WIDE_ROWS):
-        check.refuse("value", "parts", f"make multiples of {_WIDE_ROWS} columns of hidden {sizes[0]}", parts)
-    if held_sms < 0:
-        check.refuse("value", "held_sms", "be 0 or more", held_sms)
-    if shared is not None:
-        check.tensor("shared", shared, BF16, hidden.shape, _STRIDES, VECTOR)
-    check.on_cuda()
-    _check_grouped(check, *sizes, activations, True)
-    columns = sizes[0] // parts
-    out = torch.empty((parts, rows, columns), dtype=torch.bfloat16, device=hidden.device)
-    if rows == 0:
-        return out
-    routing = Routing(topk_ids, topk_weights, first_expert, expert_map, routed_scaling)
-    limit = math.inf if swiglu_limit is None else float(swiglu_limit)
-    with cuda_tensors.on_device_of(hidden):
-        _in_parts(hidden, weights, routing, limit, out, activations, shared, scaling, behind, held_sms)
-    return out
-
-
-def makes_parts(w13, w2, parts: int) -> bool:
-    """Whether mxfp4_moe_in_parts takes these weights and parts; of their sizes and strides alone."""
-    return parts > 1 and w2.shape[1] % (parts * _WIDE_ROWS) == 0 and not _wide_problem(Weights(w13, w13, w2, w2, False))
-
-
-def prefers_wide(device) -> bool:
-    """Whether `wide` is ours of its own accord: where Triton has no wgmma."""
-    return torch.cuda.get_device_capability(device)[0] != WGMMA_MAJOR
-
-
 @dataclass(frozen=True)
 class Weights:
     w13: torch.Tensor
@@ -261,7 +194,8 @@ def _few_rows(hidden, weights: Weights, routing: Routing, limit: float, out, *, 
 def _many_rows(hidden, weights: Weights, routing: Routing, limit: float, out, activations, reproducible, wide) -> None:
     """Triton's kernels are the faster where they multiply by wgmma."""
     if wide is None:
-        wide = prefers_wide(hidden.device) and not _wide_problem(weights)
+        wgmma = torch.cuda.get_device_capability(hidden.device)[0] == WGMMA_MAJOR
+        wide = not wgmma and not _wide_problem(weights)
     if wide and not reproducible and activations == "mxfp8":
         _scaled_rows(hidden, weights, routing, limit, out)
     elif wide or reproducible:
@@ -279,9 +213,9 @@ def _sorted_rows(hidden, weights: Weights, routing: Routing, limit: float, out, 
 
 
 @functools.lru_cache(maxsize=4096)
-def _sorted_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int, exact: bool, columns=0) -> int:
+def _sorted_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int, exact: bool) -> int:
     return extension.load().mxfp4_moe_sorted_scratch_bytes(
-        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter, exact=exact, columns=columns
+        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter, exact=exact
     )
 
 
@@ -294,37 +228,10 @@ def _scaled_rows(hidden, weights: Weights, routing: Routing, limit: float, out) 
 
 
 @functools.lru_cache(maxsize=4096)
-def _scaled_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int, columns=0) -> int:
+def _scaled_scratch_bytes(rows: int, topk: int, experts: int, hidden: int, inter: int) -> int:
     return extension.load().mxfp4_moe_scaled_scratch_bytes(
-        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter, columns=columns
+        rows=rows, topk=topk, experts=experts, hidden=hidden, inter=inter
     )
-
-
-def _in_parts(
-    hidden, weights: Weights, routing: Routing, limit: float, out, activations, shared, scaling, behind, held_sms
-) -> None:
-    """Part by part by the kernels of _sorted_rows or _scaled_rows, of one scratch; hidden's device is current."""
-    parts, _, columns = out.shape
-    given = _arguments(hidden, weights, routing, limit, out) | {"out_stride": columns, "columns": columns}
-    sizes = [given[name] for name in ("rows", "topk", "experts", "hidden", "inter")]
-    module = extension.load()
-    if activations == "mxfp8":
-        launch, size = module.mxfp4_moe_scaled, _scaled_scratch_bytes(*sizes, columns)
-    else:
-        launch, size = module.mxfp4_moe_sorted, _sorted_scratch_bytes(*sizes, False, columns)
-        given["exact"] = False
-    if shared is not None:
-        given |= {"shared_stride": shared.stride(0), "shared_scaling": float(scaling)}
-    scratch = torch.empty(size, dtype=torch.uint8, device=hidden.device)
-    for part in range(parts):
-        given |= {"part": part, "out": out[part].data_ptr()}
-        if shared is not None:
-            given["shared"] = shared.data_ptr() + part * columns * shared.element_size()
-        launch(**given, scratch=scratch.data_ptr())
-        if behind is not None:
-            behind(out[part])
-        if part == 0:
-            given["num_sms"] = max(1, given["num_sms"] - held_sms)
 
 
 def _arguments(hidden, weights: Weights, routing: Routing, limit: float, out) -> dict:

@@ -10,7 +10,6 @@ from deepseek_v4_sm120.patching.spec import VALUE, Default
 
 DECODE_STEPS_BETWEEN_CHUNKS = 8
 CAPTURED_ROWS = 1024  # of a prefill pass in graphs, at most; on one card
-PIECES = 4  # of a sum of many rows
 TRIED = 0  # no number: it is tried out
 
 DEFAULTS = (
@@ -36,20 +35,6 @@ DEFAULTS = (
         sglang=">=0.5.13,<0.6",
         on=True,
         how="no way without us",
-    ),
-    Default(
-        name="sums_in_pieces",
-        why="the card idles while a prompt's rows are summed, twice a layer: 146 of a chunk's 577 ms over PCIe at two "
-        "cards, by arithmetic. In so many pieces of rows NCCL sums one while wo_b's product and the boundary of others "
-        "run, and in parts of columns the experts': a tenth of the chunk less, or more. Above two cards the order of "
-        "NCCL's additions may change",
-        source="[R] all releases' coordinators, layers and products; times by arithmetic; [M] by us, on two "
-        "H200, the experts' product whole: a chunk 536 ms for 551 through host memory, in one run; over NVLink 399 for "
-        "366",
-        sglang=">=0.5.13,<0.6",
-        on=False,
-        how="no way without us",
-        value=PIECES,
     ),
     Default(
         name="prompts_in_halves",

@@ -15,7 +15,6 @@ from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import mhc as boundary
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_dealt_streams as adapter
 from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum, prompt_passes
-from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as pieces
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_dealt_streams import Shares, SumOfShares
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import finished
 from tests.adapters.dealt_streams_model import (
@@ -308,7 +307,6 @@ def changes(state, module):
     group = SimpleNamespace(world_size=2)
     return {
         **{name: on(prompt_passes, "settings", lambda one=one: one) for name, one in asked.items()},
-        "sums_in_pieces": on(pieces, "are_asked_for", lambda: True),
         "torch compiles": on(models_served, "is_compiled", lambda: True),
         "pipeline": on(Model, "pp_group", group),
         "data or context parallel": on(type(state), "_ATTN_TP", property(lambda self: "a part")),
@@ -324,7 +322,7 @@ def changes(state, module):
 
 
 REASONS = [
-    *("reproducible", "shadow mode", "sums_in_pieces", "torch compiles", "pipeline", "data or context parallel"),
+    *("reproducible", "shadow mode", "torch compiles", "pipeline", "data or context parallel"),
     *("PD multiplexing", "expert", "decode context", "DSPARK", "hidden size", "not all cards", "under capture"),
     "others than NCCL",
 ]

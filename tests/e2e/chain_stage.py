@@ -2,7 +2,7 @@
 64 streams, and of stock's in the same run; over four cards prompts, too, by NVLink and through host memory. And
 `speculation4_43`: a step of EAGLE's over four cards beside plain decode of as many rows."""
 
-import pieces_stage
+import prompt_times
 import streams_stage
 
 ISSUE, SPECULATION_ISSUE = 24, 21
@@ -122,13 +122,13 @@ def _prompts(name, cases, row):
     worst, found = "first_token_ms_worst", []
     is_by_host = name in (HOST4, HOST_GRAPHS4)
     for at in (HOSTS_SHAPE,) if is_by_host else SHAPES:
-        what, seen = f"flash43, {pieces_stage.prompts_of(at)}", times.get(at, {})
+        what, seen = f"flash43, {prompt_times.prompts_of(at)}", times.get(at, {})
         bar = HOSTS_MS if is_by_host else None
-        for metric, key in pieces_stage.METRICS.items():
+        for metric, key in prompt_times.METRICS.items():
             if key in seen or (bar and key == worst):
                 found.append(row(what, impl, metric, seen.get(key), bar if key == worst else None, issue))
         if name in (OURS4, GRAPHS4):
-            share = pieces_stage.share_of(times, stock, at, worst)
+            share = prompt_times.share_of(times, stock, at, worst)
             metric = "time to all first tokens, slower of each, of stock's"
             bar = streams_stage.MOST_OF_STOCK.get(at)
             found += [row(what, impl, metric, share, bar, issue)] if share or bar else []

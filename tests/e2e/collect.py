@@ -26,7 +26,6 @@ import experts_stage  # noqa: E402
 import fault_rows  # noqa: E402
 import features_stage  # noqa: E402
 import halves_stage  # noqa: E402
-import pieces_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 import shadow_rows  # noqa: E402
 import shortage_rows  # noqa: E402
@@ -59,7 +58,6 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_reproducible43": ("reproducible43", "reproducible43_2", "reproducible43_4", "reproducible43_cost"),
     "e2e_features": ("features",),
     "e2e_experts": ("experts", "experts_same", "experts_router", "experts_seams"),
-    "e2e_pieces": ("pieces2_same", "pieces2_43"),
     "e2e_halves": ("halves2_same", "halves2_43"),
     "e2e_streams": ("streams2_same", "streams2_43"),
     "e2e_prompts": (
@@ -194,7 +192,6 @@ IMPLEMENTATIONS = {
     **drawn_stage.IMPLEMENTATIONS,
     **experts_stage.IMPLEMENTATIONS,
     **halves_stage.IMPLEMENTATIONS,
-    **pieces_stage.IMPLEMENTATIONS,
     **streams_stage.IMPLEMENTATIONS,
     **prompts_stage.IMPLEMENTATIONS,
 }
@@ -454,7 +451,7 @@ def collect(stages, commit):
     for stage in of_calls(stages):
         for name, case in stage["cases"].items() if "features" not in stage else ():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
-        for of_stage in (chain_stage, drawn_stage, halves_stage, pieces_stage, streams_stage, experts_stage):
+        for of_stage in (chain_stage, drawn_stage, halves_stage, streams_stage, experts_stage):
             rows += of_stage.rows(stage["cases"], row)
         rows += cost_rows(stage)
     for stage in stages:

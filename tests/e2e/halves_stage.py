@@ -4,7 +4,7 @@ the time to the first token through host memory, in passes of 8,192 rows and of 
 are no more. Experts are by the kernels of an SM120 (sm120_plugin)."""
 
 import experts_stage
-import pieces_stage
+import prompt_times
 import prompts_stage
 
 ISSUE = 22
@@ -31,7 +31,7 @@ WORDS = {"halves": "prompts in halves", "unhalved": "prompts whole"}
 GRAPHS = "_graphs"
 CHUNKS = {"": "chunks of 8,192", GRAPHS: "chunks of 8,192 in prefill graphs", "_32k": "chunks of 32,768"}
 TIMED = {f"{how}2_43{chunk}": (how, chunk) for chunk in CHUNKS for how in WORDS}
-SHAPES = {"": pieces_stage.SHAPES, GRAPHS: pieces_stage.SHAPES, "_32k": ("1x32000",)}
+SHAPES = {"": prompt_times.SHAPES, GRAPHS: prompt_times.SHAPES, "_32k": ("1x32000",)}
 MOST_SEEN = 0.3  # of the sums' time, in passes of 8,192 rows and more: what is not hidden
 # prompts alone, twice and by their first half; two rounds. Reports are written at powers of two
 PASSES = {HALVED: 8, HALVED_GRAPHS: 8, **{name: 2 for name, (how, _) in TIMED.items() if how == "halves"}}
@@ -43,7 +43,7 @@ IMPLEMENTATIONS = {
     WHOLE: f"ours, two cards, {EXPERTS}, prompts whole",
     AGAIN: f"ours, two cards, {EXPERTS}, prompts whole, another process",
     **{
-        name: f"ours, two cards, {EXPERTS}, {pieces_stage.PEERS['_no_peers']}, {CHUNKS[chunk]}, {WORDS[how]}"
+        name: f"ours, two cards, {EXPERTS}, {prompt_times.PEERS['_no_peers']}, {CHUNKS[chunk]}, {WORDS[how]}"
         for name, (how, chunk) in TIMED.items()
     },
 }
@@ -96,7 +96,7 @@ def rows(cases, row):
     for name in (name for name in cases if name in IMPLEMENTATIONS):
         impl, reports = IMPLEMENTATIONS[name], cases[name]["reports"]
         least = PASSES.get(name)
-        found.append(pieces_stage.counted(name, reports, SETTING, "passes", "passes in halves", impl, least, row))
+        found.append(prompt_times.counted(name, reports, SETTING, "passes", "passes in halves", impl, least, row))
         found += experts_stage.ran(name, impl, "wide", cases[name], row, ISSUE)
         if "graphs" in name:
             by_graphs = cases[name]["prefills"].get("true", 0)
@@ -105,10 +105,10 @@ def rows(cases, row):
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         whole = cases.get(f"unhalved2_43{chunk}", {}).get("prompts", {})
         for at in SHAPES[chunk] if name in cases else ():
-            what = pieces_stage.case_of(at)
-            found += pieces_stage.times_of(times.get(at, {}), what, impl, row)
+            what = prompt_times.case_of(at)
+            found += prompt_times.times_of(times.get(at, {}), what, impl, row)
             if how == "halves":
-                share = pieces_stage.share_of(times, whole, at)
+                share = prompt_times.share_of(times, whole, at)
                 found.append(row(what, impl, "time to all first tokens, of the whole's", share, None, ISSUE))
             if how == "halves" and at == SHAPES[chunk][0]:  # whose sums were traced
                 metric = "the sums' time that is not hidden, share of the whole's sums"

@@ -89,9 +89,8 @@ class Engine:
             shadow = [RECORD] if os.environ.get("DSV4_SM120_SHADOW") else []
             patch = {"patch": "sparse_decode", "target": "a:b", "state": "APPLIED", "review": "reviewed"}
             asked = os.environ.get("DSV4_SM120_SET", "").partition("=")[0]
-            products, passes = (int(os.environ.get(f"FAKE_{name}", "300")) for name in ("PRODUCTS", "PASSES"))
-            counted = {"sums_in_pieces": {"products": products, "sums": 0, "pieces": 2400, "experts": 300}}
-            counted["dealt_streams"] = {"ranks": 2, "passes": passes, "rows": 8192 * passes, "not_dealt": {}}
+            passes = int(os.environ.get("FAKE_PASSES", "300"))
+            counted = {"dealt_streams": {"ranks": 2, "passes": passes, "rows": 8192 * passes, "not_dealt": {}}}
             counted["prompts_in_halves"] = {"passes": passes, "rows": 8192 * passes, "sums": 0, "whole": {}}
             found = {asked: counted[asked]} if asked in counted else {}
             if as_sm120 := os.environ.get("E2E_AS_SM120"):  # by the plugin, which is on this process's path

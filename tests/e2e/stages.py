@@ -18,7 +18,6 @@ import drawn_stage  # noqa: E402
 import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
 import halves_stage  # noqa: E402
-import pieces_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 import streams_stage  # noqa: E402
 
@@ -393,9 +392,7 @@ STAGES = {
         graphs=prompts_stage.graph_options(sets),
         drafts=(eagle(3), E4M3_DRAFTS),
     ),
-    # a prompt's sums, NCCL's, in pieces and whole: to the last bit beside ours of few rows; timed by NCCL alone
-    **pieces_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
-    # prompts in halves that take turns, and whole, likewise
+    # prompts in halves that take turns, and whole: to the last bit beside our sums of few rows; timed by NCCL alone
     **halves_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     # a prompt's streams, dealt to the cards and whole, likewise
     **streams_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
@@ -453,7 +450,6 @@ SAMES = [
     ("43 layers, chunks of 512, prefix cache", "same43_512", "same43_8192"),
     *cards_stage.SAMES,
     *experts_stage.SAMES,
-    *pieces_stage.SAMES,
     *halves_stage.SAMES,
     *streams_stage.SAMES,
     *prompts_stage.SAMES,

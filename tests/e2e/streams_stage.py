@@ -3,7 +3,7 @@ on both. To the last bit, at six layers; and the time to the first token, over N
 NVLink beside stock's; there, too, with prompts' experts as an SM120 engine has them."""
 
 import experts_stage
-import pieces_stage
+import prompt_times
 
 ISSUE = 22
 SETTING = "dealt_streams"
@@ -15,9 +15,11 @@ SAMES = [
     ("two cards, streams dealt, once more", DEALT, DEALT),
     ("yardstick: two cards, streams kept whole, two processes", AGAIN, KEPT),
 ]
-TIMED = {f"{how}_streams2_43{peers}": (how, peers) for peers in pieces_stage.PEERS for how in WORDS}
+TIMED = {f"{how}_streams2_43{peers}": (how, peers) for peers in prompt_times.PEERS for how in WORDS}
 STOCK, WIDE = "stock_streams2_43", "wide_streams2_43"
-SHAPES = (*pieces_stage.SHAPES, "32x1024")
+# compared like with like: prompts alone with prompts alone, 8 at once with 8 at once
+PROMPTS = ["--prompts", "2100,4100,8200,20001", "--batches", "8", "--graph-bs", "1", "8"]
+SHAPES = (*prompt_times.SHAPES, "32x1024")
 MOST = 1.0  # of the whole's time to the first token of 8,192 and more: reckoned 0.97 by NVLink, 0.98 through the host
 MOST_OF_STOCK = dict.fromkeys(("1x32000", "8x1024", "32x1024"), 0.8)  # slower of each, over NVLink
 # prompts alone, twice, and 8 at once; two rounds of 1, 4 and 1 passes. Reports are written at powers of two
@@ -26,9 +28,9 @@ IMPLEMENTATIONS = {
     DEALT: "ours, two cards, streams dealt",
     KEPT: "ours, two cards, streams kept whole",
     AGAIN: "ours, two cards, streams kept whole, another process",
-    **{name: f"ours, two cards, {pieces_stage.PEERS[peers]}, {WORDS[how]}" for name, (how, peers) in TIMED.items()},
-    WIDE: f"ours, two cards, {pieces_stage.PEERS['']}, {experts_stage.KERNELS['wide']}",
-    STOCK: f"SGLang stock (Hopper kernels), two cards, {pieces_stage.PEERS['']}",
+    **{name: f"ours, two cards, {prompt_times.PEERS[peers]}, {WORDS[how]}" for name, (how, peers) in TIMED.items()},
+    WIDE: f"ours, two cards, {prompt_times.PEERS['']}, {experts_stage.KERNELS['wide']}",
+    STOCK: f"SGLang stock (Hopper kernels), two cards, {prompt_times.PEERS['']}",
 }
 
 
@@ -37,7 +39,7 @@ def stages(make, timed, same, sets, ours, no_peers):
     on = {"DSV4_SM120_SET": f"{SETTING}=on"}
     timed = [*timed, *sets(json_model_override_args='{"n_routed_experts": 16}'), "--mem", "0.97", "--rounds", "2"]
     timed += ["--phases", "prompts", "--shapes", *SHAPES, "--max-total-tokens", "100000"]
-    same = [*same, *pieces_stage.PROMPTS]
+    same = [*same, *PROMPTS]
     return {
         "streams2_same": [
             make(DEALT, same, environment=ours | on),
@@ -64,7 +66,7 @@ def rows(cases, row):
     """collect.py's rows of the cases of a stage. row: its maker of rows."""
     ours = [name for name in cases if name in IMPLEMENTATIONS and name != STOCK]
     found = [
-        pieces_stage.counted(
+        prompt_times.counted(
             *(name, cases[name]["reports"], SETTING, "passes", "passes dealt"),
             *(IMPLEMENTATIONS[name], PASSES.get(name), row),
         )
@@ -77,14 +79,14 @@ def rows(cases, row):
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         kept = cases.get(f"kept_streams2_43{peers}", {}).get("prompts", {})
         for at in SHAPES if name in cases else ():
-            what = pieces_stage.case_of(at)
-            found += pieces_stage.times_of(times.get(at, {}), what, impl, row)
+            what = prompt_times.case_of(at)
+            found += prompt_times.times_of(times.get(at, {}), what, impl, row)
             if how in ("kept", "wide") and not peers and at in MOST_OF_STOCK:
-                share = pieces_stage.share_of(times, stock, at, "first_token_ms_worst")
+                share = prompt_times.share_of(times, stock, at, "first_token_ms_worst")
                 metric = "time to all first tokens, slower of each, of stock's"
                 found.append(row(what, impl, metric, share, MOST_OF_STOCK[at], ISSUE))
             if how == "dealt":
-                share = pieces_stage.share_of(times, kept, at)
+                share = prompt_times.share_of(times, kept, at)
                 bar = MOST if at.startswith("1x") else None
                 found.append(row(what, impl, "time to all first tokens, of the whole's", share, bar, ISSUE))
     return found

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.e2e.collect import halves_stage, pieces_stage
+from tests.e2e.collect import halves_stage
 from tests.e2e.test_scripts import machine, rows_of  # noqa: F401
 
 
@@ -36,6 +36,13 @@ def test_an_engine_whose_passes_were_whole_has_shown_nothing(machine, passes, mi
     machine("halves2_same", "--only", "same_halves2", FAKE_PASSES=passes)
     [row] = [row for row in rows_of(machine.out / "stage_halves2_same.json") if "passes in" in row["metric"]]
     assert (row["value"], row["bar"], row["met"]) == (missing, 0, missing == 0)
+
+
+def test_a_whole_beside_other_experts_has_shown_nothing(machine):  # noqa: F811
+    machine("halves2_same", "--only", "same_unhalved2", FAKE_KERNEL="triton")
+    rows = {row["metric"]: row for row in rows_of(machine.out / "stage_halves2_same.json")}
+    missing = rows["calls above 256 rows by its kernel, missing to 32"]
+    assert (missing["value"], missing["met"]) == (32, False)
 
 
 def test_times_of_prompts_in_halves(machine):  # noqa: F811
@@ -71,4 +78,3 @@ def test_without_the_whole_the_bars_are_missed(machine):  # noqa: F811
     machine("halves2_43", "--only", "halves2_43")
     rows = [row for row in rows_of(machine.out / "stage_halves2_43.json") if row["bar"] == halves_stage.MOST_SEEN]
     assert [(row["value"], row["met"]) for row in rows] == [(None, False)]
-    assert halves_stage.SHAPES[""] == pieces_stage.SHAPES

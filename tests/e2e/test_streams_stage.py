@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from tests.e2e.collect import pieces_stage
 from tests.e2e.test_scripts import machine, rows_of  # noqa: F401
 
 
@@ -29,8 +28,8 @@ def test_bits_of_dealt_streams(machine):  # noqa: F811
 
 def test_a_stage_does_not_tell_of_another_ones_answers(machine):  # noqa: F811
     machine("streams2_same", "--jobs", "3")
-    machine("pieces2_same", "--only", "same_whole2")
-    assert json.loads((machine.out / "stage_pieces2_same.json").read_text())["sames"] == []
+    machine("halves2_same", "--only", "same_unhalved2")
+    assert json.loads((machine.out / "stage_halves2_same.json").read_text())["sames"] == []
     assert json.loads((machine.out / "stage_streams2_same.json").read_text())["sames"] != []
 
 
@@ -52,7 +51,9 @@ def test_times_of_dealt_streams(machine):  # noqa: F811
     for name, case in cases.items():
         assert ("NCCL_P2P_DISABLE=1" in case["command"]) is name.endswith("_no_peers")
         assert ("dealt_streams=on" in case["command"]) is name.startswith("dealt")
-        assert set(case["prompts"]) == {*pieces_stage.SHAPES, "32x1024"}
+        assert set(case["prompts"]) == {"1x8192", "1x32000", "8x1024", "32x1024"}
+        assert case["prompts"]["1x8192"]["sums_ms"] == pytest.approx(0.006) and "card" in case["prompts"]["1x8192"]
+        assert len([line for line in case["log"] if "1 x 8192" in line]) == 2, "two rounds"
     found = {(r["case"], r["metric"], r["impl"]): r for r in rows_of(path)}
     impl = "ours, two cards, NCCL through host memory, streams dealt"
     share = found["flash43, 16 experts, a prompt of 32,000 tokens", "time to all first tokens, of the whole's", impl]

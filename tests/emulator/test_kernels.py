@@ -231,32 +231,6 @@ def test_mhc(choices, rows, kernels):
     assert ran({"fused": "fused_kernel", "split": "finish_kernel", "many": "many_kernel"}[kernels])
 
 
-def test_mhc_in_pieces_has_the_wholes_bits():
-    sizes = (5, 3, 0, 9)
-    inputs = mhc_spec.make_inputs(mhc_spec.Shape(sum(sizes)), seed=3, device="cpu")
-    asked = []
-    with emulated(seed=3, multiprocessors=40):
-        whole = mhc.mhc(**inputs.boundary())
-        boundary = inputs.boundary() | {"f": inputs.f.split(sizes)}
-        pieces = mhc.mhc(**boundary, ready=asked.append)
-    assert all(map(same, whole, pieces)) and asked == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("parts", [2, 8])
-@pytest.mark.parametrize("kernels", [None, "many"])
-def test_mhc_in_pieces_and_parts_of_columns_has_the_wholes_bits(parts, kernels):
-    """Pieces of rows of one buffer of parts, by the kernel that reads them where they lie and by those that need a
-    copy; the last piece is whole."""
-    sizes = (18, 3, 9)
-    inputs = mhc_spec.make_inputs(mhc_spec.Shape(sum(sizes)), seed=4, device="cpu")
-    buffer = inputs.f.view(sum(sizes), parts, -1).transpose(0, 1).contiguous()
-    pieces = (buffer[:, :18], buffer[:, 18:21], inputs.f[21:])
-    with emulated(seed=3, multiprocessors=40):
-        whole = mhc.mhc(**inputs.boundary())
-        found = mhc.mhc(**inputs.boundary() | {"f": pieces}, kernels=kernels)
-    assert all(map(same, whole, found)) and bool(ran("many_kernel")) == (kernels == "many")
-
-
 @pytest.mark.parametrize("rows, ids, most_instructions", [(1, "uniform", 12), (1, "one", 800), (9, "few", 100)])
 def test_mxfp4_moe_of_few_rows(rows, ids, most_instructions, monkeypatch):
     """And, reproducible, by the kernel that sorts a prompt's pairs by their expert."""

@@ -145,24 +145,3 @@ def test_rows_that_are_no_numbers_and_rows_of_zeros():
 def test_one_schedule_is_as_good_as_another():
     inputs = spec.make_inputs(spec.Shape(150, 256, 256, experts=2, topk=2), seed=6, device="cpu")
     assert torch.equal(*(experts(inputs, choices) for choices in SCHEDULES.values()))
-
-
-@pytest.mark.parametrize("activations", ["bf16", "mxfp8"])
-@pytest.mark.parametrize("with_shared", [True, False])
-def test_in_parts_of_columns_it_has_the_wholes_bits(activations, with_shared):
-    """Each part is whole when it is told of; the shared expert's rows lie in wider ones, and are not written."""
-    inputs = spec.make_inputs(spec.Shape(21, 768, 256, experts=3, masked=0.1, topk=2), seed=4, device="cpu")
-    given, told = inputs.arguments() | {"activations": activations}, []
-    wider = torch.randn(21, 800, generator=torch.Generator().manual_seed(1)).bfloat16()
-    shared, before = (wider[:, 8:776] if with_shared else None), wider.clone()
-
-    def behind(part):
-        told.append((part.shape, ran("scaled_kernel" if activations == "mxfp8" else "wide_kernel")))
-
-    with emulated(seed=4, most_instructions=800, multiprocessors=5):
-        whole = mxfp4_moe.mxfp4_moe(**given, wide=True)
-        parts = mxfp4_moe.mxfp4_moe_in_parts(**given, parts=3, shared=shared, scaling=1.5, behind=behind, held_sms=3)
-    expected = whole if shared is None else shared.clone().add_(whole, alpha=1.5)
-    assert parts.shape == (3, 21, 256) and torch.equal(parts.transpose(0, 1).reshape(21, 768), expected)
-    assert told == [((21, 256), launches) for launches in (4, 5, 6)]  # two more were the whole's
-    assert torch.equal(wider, before)

@@ -50,9 +50,6 @@ def _calls() -> dict[str, tuple[str, dict]]:
     mhc = mhc_spec.make_inputs(mhc_spec.Shape(ROWS), device="cpu")
     moe_shape = mxfp4_moe.Shape(ROWS, hidden=256, inter=128, experts=4, topk=2)
     moe = mxfp4_moe.make_inputs(moe_shape, device="cpu").arguments()
-    wide_shape = mxfp4_moe.Shape(ROWS, hidden=512, inter=256, experts=4, topk=2)
-    in_parts = mxfp4_moe.make_inputs(wide_shape, device="cpu").arguments()
-    in_parts |= {"expert_map": int32(9), "parts": 2, "shared": bf16(ROWS, 512)}
     chosen = {"out": int32(ROWS, 512), "entries": int32(ROWS, 512), "logits": torch.zeros(ROWS, 512)}
     dealt = {"dealt": int32(2, -(-ROWS // 2), 512), "out": chosen["out"], "entries": chosen["entries"]}
     table = {"lengths": int32(ROWS), "page_table": int32(ROWS, 10)}
@@ -93,7 +90,6 @@ def _calls() -> dict[str, tuple[str, dict]]:
         "mhc_head": ("mhc", {**mhc.head(), **mhc.post_only(), "norm_weight": mhc.norm_weight}),
         "add_shared": ("mxfp4_moe", {"shared": bf16(ROWS, 256), "routed": bf16(ROWS, 256)}),
         "mxfp4_moe": ("mxfp4_moe", {**moe, "expert_map": int32(9), "out": bf16(ROWS, 256)}),
-        "mxfp4_moe_in_parts": ("mxfp4_moe", in_parts),
         "index_select": ("index_select", {"q": e4m3(ROWS, 1, 64, 128), **keys, **chosen}),
         "index_select, fp4": ("index_select", {"q": torch.zeros(ROWS, 1, 64, 64).char(), **fp4_keys, **chosen}),
         "mqa_logits": ("index_select", {"q": e4m3(ROWS, 1, 64, 128), **keys, "out": torch.zeros(ROWS, 640)}),
@@ -115,11 +111,10 @@ BAD_VALUES = {
     "bf16_linear": [("out_dtype", torch.float16)],
     "latent_norm": [("eps", -1e-6), ("eps", math.nan)],
     "router_topk": [("topk", 0), ("topk", 9), ("topk", 1.5)],
-    "mhc": [*BAD_MHC, ("sinkhorn_iters", 0), BAD_SUM, ("ready", print), ("held_sms", 28)],
+    "mhc": [*BAD_MHC, ("sinkhorn_iters", 0), BAD_SUM],
     "mhc_pre": [*BAD_MHC, ("sinkhorn_iters", 0), ("kernels", "many")],
     "mhc_head": [*BAD_MHC, ("kernels", "many"), BAD_SUM],
     "mxfp4_moe": [("activations", "fp4"), ("wide", 2)],
-    "mxfp4_moe_in_parts": [("activations", "fp4"), ("parts", 0), ("parts", 4), ("held_sms", -1)],
     "index_select": [("k", 0), ("k", 1025), ("k", 1.0)],
     "topk_select": [("k", 0), ("k", 1025)],
     "dealt_slots": [("num_pages", 0), ("num_pages", 5.0)],
@@ -135,7 +130,6 @@ UNCHECKED = {
     "mhc_pre": {"post_scale"},
     "mhc_head": {"tag"},
     "mxfp4_moe": {"routed_scaling", "swiglu_limit", "first_expert", "up_first", "reproducible"},
-    "mxfp4_moe_in_parts": {"routed_scaling", "swiglu_limit", "first_expert", "up_first", "scaling", "behind"},
     "add_shared": {"scaling"},
     "index_select": {"rows_per_request"},
     "mqa_logits": {"rows_per_request"},
@@ -145,7 +139,7 @@ UNCHECKED = {
 # of the public functions of ops: sizes and predicates, and parts of mxfp4_moe behind its checks, for tests and benches
 NO_CHECKS = {
     *("takes", "takes_sum", "summing_rows", "takes_prefill", "has_fp8_mma", "width", "entry_page_bytes", "most_states"),
-    *("splits_of", "takes_latent", "takes_terms", "makes_parts", "prefers_wide", "joined"),
+    *("splits_of", "takes_latent", "takes_terms"),
     *("check_product", "check_weight", "num_whole_tiles", "cut", "make_tiles", "run_grouped"),
     *("algorithm_for", "describe_fault", "is_exiting", "made_together", "is_narrow", "multiplies_block_scaled"),
     "triton_adds_in_pairs",

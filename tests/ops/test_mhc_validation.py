@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import types
 
 import pytest
@@ -12,7 +11,6 @@ from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.ops.all_reduce import AllReduce
 from deepseek_v4_sm120.ops.mhc import MANY_ROWS, mhc, mhc_head, mhc_post, mhc_pre
 from deepseek_v4_sm120.ops.shared import extension
-from deepseek_v4_sm120.reference import mhc as reference
 from deepseek_v4_sm120.specs.mhc import Shape, make_inputs
 
 GOOD = make_inputs(Shape(3), device="cpu")
@@ -157,7 +155,7 @@ def test_who_adds_is_decided_by_what_all_ranks_have(monkeypatch, rows, hidden, c
     op._fits_summing.cache_clear()
 
 
-PIECES = make_inputs(Shape(9), device="cpu")
+GIVEN = make_inputs(Shape(9), device="cpu")
 TERMS = torch.zeros(op.TERM_SPLITS, 9, 4096)
 BAD_TERMS = {
     "parts without a sum": (
@@ -166,7 +164,7 @@ BAD_TERMS = {
         "sum_over must be an AllReduce where f is float32 or has `routed`",
     ),
     "routed without a sum": (
-        {"routed": PIECES.f},
+        {"routed": GIVEN.f},
         ValueError,
         "sum_over must be an AllReduce where f is float32 or has",
     ),
@@ -181,7 +179,7 @@ BAD_TERMS = {
         r"f.shape must be \[4, 9, 4096\], got \[4, 8,",
     ),
     "routed's shape": (
-        {"routed": PIECES.f[:8], "sum_over": group()},
+        {"routed": GIVEN.f[:8], "sum_over": group()},
         ValueError,
         r"routed.shape must be \[9, 4096\], got",
     ),
@@ -193,7 +191,7 @@ BAD_TERMS = {
 def test_terms_that_cannot_be(name):
     changes, raised, words = BAD_TERMS[name]
     with pytest.raises(raised, match=f"^mhc: {words}"):
-        mhc(**{**PIECES.boundary(), **changes})
+        mhc(**{**GIVEN.boundary(), **changes})
 
 
 def test_the_parts_of_a_term_are_the_kernels():
@@ -234,50 +232,3 @@ def test_the_kernels_that_take_a_call_fit_the_streams_multiprocessors(
     monkeypatch.setattr(extension, "load", lambda: module)
     assert op._kernels_of.__wrapped__(rows, hidden, is_boundary, 24, 0) == expected
     assert asked == [(rows, 24)]
-
-
-CUT = PIECES.f.split([2, 3, 4])
-BAD_PIECES = {
-    "a row short": ({"f": CUT[:2]}, ValueError, "f must have 9 rows in its pieces, got 5"),
-    "a width": ({"f": (*CUT[:2], CUT[2][:, :8])}, ValueError, r"f\[2\].shape must be \[rows, 4096\], got \[4, 8\]"),
-    "a type": ({"f": (*CUT[:2], CUT[2].float())}, TypeError, r"f\[2\].dtype must be torch.bfloat16, got torch.float32"),
-    "no tensor": ({"f": (*CUT[:2], None)}, TypeError, r"f\[2\] must be a tensor, got None"),
-    "a sum": ({"f": CUT, "sum_over": group()}, ValueError, "sum_over must be None where f is in pieces, got"),
-    "fewer than none": ({"f": CUT, "held_sms": -1}, ValueError, "held_sms must be 0 or more, got -1"),
-    "one tensor": ({"held_sms": 1}, ValueError, "held_sms must be 0 where f is one tensor, got 1"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_PIECES)
-def test_pieces_that_cannot_be(name):
-    changes, raised, words = BAD_PIECES[name]
-    with pytest.raises(raised, match=f"^mhc: {words}"):
-        mhc(**{**PIECES.boundary(), **changes})
-
-
-def test_pieces_are_launched_each_behind_its_wait_and_write_all_rows(monkeypatch):
-    """With the reference as the kernels: what they are given are the whole's rows, and none is written twice."""
-    events = []
-
-    as_called = inspect.signature(op._launch_here)
-
-    def launch(*arguments, **options):
-        call = as_called.bind(*arguments, **options).arguments
-        events.append((len(call["streams"]), call.get("held_sms", 0)))
-        made = reference.mhc_post(call["f"], call["streams"], call["post"], call["comb"])
-        more = {name: call[name] for name in ("fn", "scale", "base", "norm_weight")}
-        true_y, true_post, true_comb = reference.mhc_pre(made, **more)
-        values = {"new": made, "y": true_y, "post_out": true_post, "comb_out": true_comb}
-        for name, value in values.items():
-            call[name] += value.view_as(call[name]).to(call[name].dtype)
-
-    monkeypatch.setattr(op, "_launch", launch)
-    monkeypatch.setattr(op.Call, "on_cuda", lambda self: None)
-    monkeypatch.setattr(torch, "empty", torch.zeros)
-    given = PIECES.boundary() | {"post": PIECES.post.unsqueeze(-1)}
-    whole = mhc(**given)
-    assert events.pop() == (9, 0)
-    found = mhc(**{**given, "f": CUT}, ready=events.append, held_sms=28)
-    assert events == [0, (2, 28), 1, (3, 28), 2, (4, 28)]
-    assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))
-    assert all(bool(part.flatten(1).any(1).all()) for part in found)

@@ -17,7 +17,7 @@ from tests.ops.mxfp4_moe_order import SLICES, STEP, prepared, product
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
-HEADERS = ("numbers.h", "device/stages.cuh", "device/terms.cuh")
+HEADERS = ("numbers.h", "device/stages.cuh")
 HEADERS += tuple(f"mxfp4_moe/{name}" for name in ("mxfp4_moe.h", "sorted.h", "config.h", "product.cuh"))
 HEADERS += ("mxfp4_moe/swiglu.cuh", "mxfp4_moe/units.cuh", "mxfp4_moe/sorted.cuh", "mxfp4_moe/wide.cuh")
 POINTER, INT64, INT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32

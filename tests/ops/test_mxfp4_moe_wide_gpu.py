@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from deepseek_v4_sm120.ops.mxfp4_moe import mxfp4_moe, mxfp4_moe_in_parts
+from deepseek_v4_sm120.ops.mxfp4_moe import mxfp4_moe
 from deepseek_v4_sm120.reference.accuracy import relative_error
 from deepseek_v4_sm120.reference.mxfp4_moe import mxfp4_moe as reference
 from deepseek_v4_sm120.specs import bounds
@@ -56,33 +56,6 @@ def test_scales_far_from_one(byte, device):
     out, truth = wide(inputs), reference(**inputs.arguments())
     if bool(torch.isfinite(truth.to(torch.bfloat16)).all()) and float(truth.abs().max()) > 1e-30:
         assert relative_error(out, truth) < bounds.MXFP4_MOE.truth
-
-
-@pytest.mark.parametrize("parts", [2, 4, 8])
-@pytest.mark.parametrize("rows", [1, 300, 9000])
-def test_in_parts_of_columns_each_whole_when_it_is_told_of(rows, parts, device):
-    """To the bit the whole, with the shared expert's output added; copied on a stream beside, behind each part."""
-    inputs = make_inputs(dataclasses.replace(BASE, rows=rows, experts=16), seed=rows, device=device)
-    shared = torch.randn(rows, 4096, device=device).bfloat16()
-    expected = shared.clone().add_(wide(inputs), alpha=1.5) if rows > 256 else None  # few rows have other kernels
-    side, copies = torch.cuda.Stream(device), []
-
-    def behind(part):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            copies.append(part.clone())
-
-    for held in (0, 28, 10_000):
-        copies.clear()
-        found = mxfp4_moe_in_parts(
-            **inputs.arguments(), parts=parts, shared=shared, scaling=1.5, behind=behind, held_sms=held
-        )
-        torch.cuda.synchronize()
-        assert found.shape == (parts, rows, 4096 // parts) and torch.equal(torch.stack(copies), found)
-        found = found.transpose(0, 1).reshape(rows, 4096)
-        truth = reference(**inputs.arguments()) * 1.5 + shared
-        assert relative_error(found, truth) < bounds.MXFP4_MOE.truth
-        assert expected is None or torch.equal(found, expected)
 
 
 def test_no_expert_at_all(device):

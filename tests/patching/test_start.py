@@ -297,7 +297,7 @@ def test_all_that_we_replace_is_replaced_in_the_real_modules_and_nothing_keeps_t
     if since(version, "0.5.16"):
         config = json.dumps({**stages.DSPARK_CONFIG, "num_hidden_layers": 6})
         asked.append(({"speculative_algorithm": "DSPARK", "json_model_override_args": config}, 4))
-    everything = ("reproducible", "draft_head", "router_topk", "sums_in_pieces", "dealt_streams", "prefill_graphs")
+    everything = ("reproducible", "draft_head", "router_topk", "dealt_streams", "prefill_graphs")
     everything += ("prefill_decode_interval_0_5_17", "prompts_in_halves")
     choices = ",".join(f"{name}=on" for name in everything)
     backends = ["marlin", "flashinfer_mxfp4"][: 2 if since(version, "0.5.16") else 1]
@@ -375,7 +375,7 @@ MHC_BOUNDARY = """
     from deepseek_v4_sm120.sglang_patches import models_served
     models_served.announce({"model_type": "deepseek_v4", "hidden_size": 4096, "hc_mult": 4})  # as resolved arguments do
 
-    NAMES = ("mhc", "draft_head", "sums_in_pieces", "dealt_streams")
+    NAMES = ("mhc", "draft_head", "dealt_streams")
     fn, scale, base = torch.zeros(24, 16384), torch.zeros(3), torch.zeros(24)
     fused = importlib.import_module("sglang.srt.models.deepseek_common.amd.deepseek_v4_fused_mhc")
     switch = getattr(model, "_is_fused_mhc_post_pre_enabled", None) or fused._is_fused_mhc_post_pre_enabled
@@ -417,13 +417,13 @@ MHC_BOUNDARY = """
 @pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
 def test_mhc_calls_of_the_real_model_reach_ours(run, version):
     """SGLang's own layer, boundary and heads, imported from the wheel, with stand-ins for our four operators. With them
-    all that the drafts' head, sums in pieces and dealt streams replace is imported, too."""
-    found = run(MHC_BOUNDARY, version=version, DSV4_SM120_SET="draft_head=on,sums_in_pieces=on,dealt_streams=on")
+    all that the drafts' head and dealt streams replace is imported, too."""
+    found = run(MHC_BOUNDARY, version=version, DSV4_SM120_SET="draft_head=on,dealt_streams=on")
     fused = ["mhc"] * (2 if version == "0.5.23" else 1)
     assert found["calls"] == [*fused, "mhc_pre", "mhc_post", *["mhc_head"] * 3]
     assert found["switch"] is True and found["post"] == [3, 4, 1] and found["normed"] is True
     assert found["shapes"] == [[3, 4096], [3, 4], [3, 4, 4], [3, 4, 4096], [3, 4096]]
-    assert found["records"] == [[name, "APPLIED"] for name in ("dealt_streams", "draft_head", "mhc", "sums_in_pieces")]
+    assert found["records"] == [[name, "APPLIED"] for name in ("dealt_streams", "draft_head", "mhc")]
 
 
 STOPS = """

@@ -53,9 +53,9 @@ DEALT = ",dealt_index=on"
             (None, ()),
             ("fp8_linear=on", ()),
             ("fp8_linear=off", ["fp8_linear", "draft_head"]),
-            ("mhc=off", ["mhc", "sums_in_pieces", "dealt_streams"]),
+            ("mhc=off", ["mhc", "dealt_streams"]),
         ),
-        *(("sums_in_pieces=8", ()), ("dealt_streams=on", ()), ("router_topk=on", ())),
+        *(("dealt_streams=on", ()), ("router_topk=on", ())),
         *(("prompts_in_halves=on", ()), ("prompts_in_halves=4096", ())),
         *(("draft_head=on", ()), ("fp8_linear=off,draft_head=on", ["fp8_linear", "draft_head"])),
         *(("wo_a=off", ["wo_a"]), ("dspark_lengths=off", ["dspark_lengths"])),
@@ -82,7 +82,6 @@ def test_a_patch_is_switched_by_its_name_and_with_the_operator_that_it_serves(py
     assert ("draft_head" in ready) is ((chosen or "") == "draft_head=on"), "only where asked for"
     assert ("dealt_index" in ready) is ("dealt_index" not in off), "unless told otherwise"
     assert ("prefill_graphs" in ready) is ("prefill_graphs=" in (chosen or ""))
-    assert ("sums_in_pieces" in ready) is ((chosen or "") == "sums_in_pieces=8")
     assert ("dealt_streams" in ready) is ((chosen or "") == "dealt_streams=on")
     assert ("prompts_in_halves" in ready) is ("prompts_in_halves=" in (chosen or ""))
     assert ("router_topk" in ready) is ((chosen or "") == "router_topk=on")

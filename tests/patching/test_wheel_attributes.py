@@ -170,6 +170,8 @@ OBJECTS = {
         "state": ((STATE,),),
         **{name: ((GROUP,),) for name in ("coordinator", "decode_context", "tp", "state.get_moe_ep_group()")},
         "pipeline": ((GROUP,),),
+        "custom": ((CUSTOM_SUM,),),
+        "other": ((f"{SRT}.distributed.device_communicators.pynccl:PyNcclCommunicator",),),
     },
     "prompts_in_halves": {
         "state": ((STATE,),),
@@ -251,15 +253,6 @@ OBJECTS = {
     },
     "mhc_owed_terms": {
         "linear": (FP8_WEIGHT,),
-        "layers.layer": ANY_LAYER,
-        "getattr(layers.layer, 'self_attn', None)": ((ATTENTION,),),
-    },
-    "mhc_sum_in_parts": {"coordinator": ((GROUP,),)},
-    "mhc_sum_in_pieces": {
-        "coordinator": ((GROUP,),),
-        "custom": ((CUSTOM_SUM,),),
-        "other": ((f"{SRT}.distributed.device_communicators.pynccl:PyNcclCommunicator",),),
-        "linear": ((f"{LINEAR}:RowParallelLinear",),),
         "layers.layer": ANY_LAYER,
         "getattr(layers.layer, 'self_attn', None)": ((ATTENTION,),),
     },
@@ -399,9 +392,7 @@ OURS = {
     "mhc_dealt_streams": {"_pass", "_pass.layer", "f", "shares"},
     "mhc_owed_sum": {"x"},
     "mhc_owed_terms": {"x"},
-    "mhc_sum": {"input_", "ours", "ours.sums"},
-    "mhc_sum_in_parts": {"experts", "pieces", "work", "x"},
-    "mhc_sum_in_pieces": {"SumInPieces", "one"},
+    "mhc_sum": {"ours", "ours.sums"},
     "min_p_verify": {"of_batch"},
     "mxfp4_moe": {"compiles", "experts", "getattr(layer, KEPT)", "ours", "routed"},
     **dict.fromkeys(("sampling", "seeded_draws"), {"inspect.unwrap(original)"}),
@@ -450,7 +441,6 @@ OF_WRAPPERS = {("bf16_linear", "head", "set_lora"): f"{SRT}.lora.layers:Parallel
 SERVES = {
     **dict.fromkeys(("halves_trial", "turns"), "prompts_in_halves"),
     "prompt_passes": "mhc_dealt_streams",
-    "mhc_sum_in_parts": "mhc_sum",
     "mhc_owed_terms": "mhc_sum",
     "scope": "default_thinking",
 }  # modules without rows of their own -> in whose releases they read

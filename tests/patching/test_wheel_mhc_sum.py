@@ -121,10 +121,6 @@ def shared_add(experts, x, shared, scale):
     return x + shared if found is None else found
 
 
-def routed_of(wheel, names, x):
-    return x * 0.75
-
-
 def names_of(wheel, group) -> dict:
     """What SGLang's code calls; sums by the coordinator, as its functions do."""
     sized = {"tp_size": RANKS, "attn_tp_size": RANKS, "moe_tp_size": RANKS, "moe_ep_size": 1, "attn_dp_size": 1}
@@ -183,7 +179,7 @@ def experts(wheel, names):
 
     class Experts(Part):
         def forward(self, x, topk_output, **_):
-            return routed_of(wheel, names, x)
+            return x * 0.75
 
     def _forward_shared_experts(self, x, *args, **_):
         return x * 0.125

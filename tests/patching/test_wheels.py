@@ -186,7 +186,7 @@ def test_the_sm120_call_passes_what_the_function_reads(inspect_wheel, version):
 
 CHOICES = dict.fromkeys(("reproducible", "draft_head", "prompts_in_halves"), "0.5.14")
 CHOICES |= dict(router_topk="0.5.15", prefill_graphs="0.5.17")
-OF_SEVERAL_CARDS, OF_GRAPHS = ("dealt_index", "dealt_streams", "sums_in_pieces"), ("prefill_graphs", "compiled_streams")
+OF_SEVERAL_CARDS, OF_GRAPHS = ("dealt_index", "dealt_streams"), ("prefill_graphs", "compiled_streams")
 
 
 @every_release()
@@ -205,16 +205,6 @@ def test_settings_name_variables_and_arguments_that_this_version_reads(inspect_w
     assert bool(others) == (version == "0.5.17" or not since(version, "0.5.13") or since(version, "0.5.20"))
     assert {since(version, "0.5.13")} == {name in made.steering.rows for name in OF_SEVERAL_CARDS}
     assert {name for name in CHOICES if since(version, CHOICES[name])} == set(CHOICES) & set(made.steering.rows)
-
-
-@every_release("0.5.13")
-def test_the_place_of_a_product_in_pieces_fits(inspect_wheel, version):
-    inspect_wheel(version, fresh=True)
-    made = Engine(TABLE, host="sglang", settings=Settings(choices={"sums_in_pieces": "on"}))
-    made.survey()
-    (record,) = found_in(made, patch="sums_in_pieces")
-    assert (record.state, record.review) == (READY, "reviewed"), record.reason
-    assert made.steering.value(record.patch.default) == 4
 
 
 @every_release("0.5.13")

@@ -378,20 +378,6 @@ def _moe(shape: moe_spec.Shape, given: dict, most_few: int | None, device: str):
     return judge
 
 
-def _moe_in_parts(device: str):
-    """With the shared expert's output, which parts of the columns are added to."""
-    shape = moe_spec.Shape(40, hidden=768, inter=896, experts=4, topk=2, masked=0.1)
-    inputs = moe_spec.make_inputs(shape, seed=1, device=device)
-    shared = torch.randn(40, 768, generator=_generator(device, 1), device=device).bfloat16()
-    out = mxfp4_moe.mxfp4_moe_in_parts(**inputs.arguments(), parts=3, shared=shared, scaling=1.5)
-
-    def judge():
-        truth = moe_reference.mxfp4_moe(**inputs.arguments()) * 1.5 + shared
-        within(relative_error(out.transpose(0, 1).reshape(40, 768), truth), bounds.MXFP4_MOE.truth)
-
-    return judge
-
-
 def _add_shared(device: str):
     shared, routed = (torch.randn(3, 4096, generator=_generator(device, n), device=device).bfloat16() for n in (1, 2))
     expected = shared.clone().add_(routed, alpha=1.5)
@@ -426,7 +412,6 @@ def _moe_calls() -> Iterator[tuple[str, moe_spec.Shape, dict, int | None]]:
 def _moe_cases() -> Iterator[Case]:
     for name, shape, given, most_few in _moe_calls():
         yield Case(name, functools.partial(_moe, shape, given, most_few))
-    yield Case("40 rows, wide, in parts of columns", _moe_in_parts)
     yield Case("shared expert added", _add_shared)
 
 

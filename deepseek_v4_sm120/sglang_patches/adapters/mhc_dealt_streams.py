@@ -33,7 +33,6 @@ from dataclasses import dataclass
 import torch
 
 from deepseek_v4_sm120.ops.shared import limits
-from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as pieces
 from deepseek_v4_sm120.sglang_patches.adapters import prompt_passes
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE
 from deepseek_v4_sm120.sglang_patches.adapters.index_select_dealt import see_the_same_cards
@@ -179,7 +178,6 @@ def _why_not_here(state, tp, model) -> str | None:
     """What keeps all of a server's passes whole."""
     return prompt_passes.first(
         prompt_passes.of_sums(tp)
-        | {"the sums are under way in pieces (sums_in_pieces)": pieces.are_asked_for()}
         | prompt_passes.of_server(state, tp, model.pp_group, "boundaries")
         | {
             "DSPARK's draft reads streams of layers": getattr(model, "dspark_layers_to_capture", None) is not None,
@@ -197,7 +195,7 @@ def _why_not(tp, model, input_ids, forward_batch, others: tuple) -> str | None:
         {
             "given embeddings": any(other is not None for other in others),
             "batches that take turns": bool(forward_batch.tbo_children),
-            "others than NCCL sum": not pieces.is_for_nccl(tp, one),
+            "others than NCCL sum": not prompt_passes.is_for_nccl(tp, one),
         }
     )
 

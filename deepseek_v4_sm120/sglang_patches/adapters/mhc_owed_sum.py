@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, Waiting
 
 PATCH = "mhc"
-layers = Scope()  # known: `coordinator`, of the layer's sums
+layers = Scope()  # known: `leaves`, whether a term may come to the next boundary without its last addition
 # what a sum and its terms have in common: answered without a sum
 _ALIKE = frozenset(("shape", "dtype", "device", "layout", "ndim", "dim", "size", "numel", "is_cuda", "is_contiguous"))
 _ALIKE |= frozenset(("stride", "element_size", "requires_grad", "is_cpu"))
@@ -38,14 +38,14 @@ class OwedSum(Waiting):
             self._sum = self.finish()
         return self._sum
 
-    def for_boundary(self) -> tuple[torch.Tensor | tuple, dict]:
+    def for_boundary(self) -> tuple[torch.Tensor, dict]:
         """(f, what ops.mhc takes beside it)"""
         return (self._sum, {}) if self._sum is not None else self.unfinished()
 
     def finish(self) -> torch.Tensor:
         raise NotImplementedError
 
-    def unfinished(self) -> tuple[torch.Tensor | tuple, dict]:
+    def unfinished(self) -> tuple[torch.Tensor, dict]:
         raise NotImplementedError
 
     def alike(self, name: str):

@@ -16,8 +16,7 @@ SGLang's dumps), which know tensors alone, and not with PD multiplexing, whose s
 a kernel that other cards wait for. Nor where attention has a group of its own (data or context parallelism): there the
 experts' sum is scattered in front of the boundary, and a rank that gets no rows of it does not look at it at all, for
 which the others would wait. Nothing waits for a boundary that does not come: whoever else looks at an `OwedSum`,
-whatever that is, gets the finished sum, made where it looks. Sums of many rows may be under way in pieces of rows
-instead, by the same seam and under the same conditions: mhc_sum_in_pieces.py, mhc_sum_in_parts.py.
+whatever that is, gets the finished sum, made where it looks.
 """
 
 from __future__ import annotations
@@ -32,12 +31,10 @@ from deepseek_v4_sm120.ops import mhc as op
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import models_served
-from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_parts as parts
-from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as pieces
 from deepseek_v4_sm120.sglang_patches.adapters import prompt_passes
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE, Communicator, all_reduce_of
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import PATCH, OwedSum, finished, layers
-from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_terms import OwedTerm, form_of
+from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_terms import form_of
 
 
 class SumOfFewRows(OwedSum):
@@ -68,11 +65,10 @@ def replace_layer_forward(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         state = importlib.import_module(PARALLEL_STATE)
         coordinator = state._TP
-        is_wanted = all_reduce_of(coordinator) is not None or pieces.are_asked_for()
-        if not is_wanted or not _comes_to_a_boundary(state):
+        if all_reduce_of(coordinator) is None or not _comes_to_a_boundary(state):
             return original(self, *args, **kwargs)
         _put_off_sums_of(coordinator)
-        with layers.enter(self, coordinator=coordinator, leaves=functools.partial(_leaves, coordinator)):
+        with layers.enter(self, leaves=functools.partial(_leaves, coordinator)):
             return original(self, *args, **kwargs)
 
     return forward
@@ -87,23 +83,16 @@ def _put_off_sums_of(coordinator) -> None:
     """Other groups, and other models' processes, keep what they have."""
     if not prompt_passes.wrap_sums_of(coordinator, "puts_off", functools.partial(_owed_sum, coordinator)):
         return
-    if (ours := all_reduce_of(coordinator)) is not None:
-        rows = op.summing_rows(ours.sums)
-        text = f"{PATCH}: sums between the cards of up to {rows} rows are made inside of the boundaries behind them"
-        report.add_note(PATCH, lambda: text, lambda: {"sums_up_to_rows": rows})
-        report.write()
+    ours = all_reduce_of(coordinator)
+    rows = op.summing_rows(ours.sums)
+    text = f"{PATCH}: sums between the cards of up to {rows} rows are made inside of the boundaries behind them"
+    report.add_note(PATCH, lambda: text, lambda: {"sums_up_to_rows": rows})
+    report.write()
 
 
 def _owed_sum(coordinator, original: Callable, input_):
-    if layers.layer is None:
-        return original(finished(input_))
-    ours = _who_can_wait(coordinator, form_of(input_))
-    if ours is not None:
-        return SumOfFewRows(input_, ours, original)
-    if (owed := parts.owed(coordinator, input_)) is not None:
-        return owed
-    input_ = input_.run() if isinstance(input_, OwedTerm) else input_
-    return original(input_) if (owed := pieces.owed(coordinator, input_)) is None else owed
+    ours = _who_can_wait(coordinator, form_of(input_)) if layers.layer is not None else None
+    return original(finished(input_)) if ours is None else SumOfFewRows(input_, ours, original)
 
 
 def _leaves(coordinator, term: torch.Tensor) -> bool:

@@ -43,12 +43,7 @@ from deepseek_v4_sm120.ops.triton.compiles import Compiles
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import device_gate, shadow
-from deepseek_v4_sm120.sglang_patches.adapters import (
-    direct_updates,
-    handed_over,
-    mhc_owed_terms,
-    mhc_sum_in_parts,
-)
+from deepseek_v4_sm120.sglang_patches.adapters import direct_updates, handed_over, mhc_owed_terms
 from deepseek_v4_sm120.sglang_patches.adapters.kept_weights import KeptWeights
 from deepseek_v4_sm120.specs import bounds
 
@@ -246,27 +241,22 @@ def _expected_of_direct(layer, name: str, _tensor) -> str | None:
     return "the checkpoint's, expert by expert" if kept_here else None
 
 
-def _given(experts: Experts, hidden, topk_ids, topk_weights) -> dict:
-    return {
-        **{"hidden": hidden, "topk_ids": topk_ids, "topk_weights": topk_weights},
-        **{"w13": experts.w13, "w13_scale": experts.w13_scale, "w2": experts.w2, "w2_scale": experts.w2_scale},
-        **{"swiglu_limit": experts.swiglu_limit, "first_expert": experts.first_expert, "up_first": experts.up_first},
-        "activations": experts.activations,
-    }
-
-
 def _run(experts: Experts, hidden, topk_ids, topk_weights):
-    given = _given(experts, hidden, topk_ids, topk_weights)
-    return op.mxfp4_moe(**given, reproducible=settings().reproducible, wide=experts.wide)
-
-
-def _output(experts: Experts, hidden, topk_ids, topk_weights) -> torch.Tensor | mhc_sum_in_parts.UnmadeExperts:
-    """Made, or to be made where the sum between the cards is asked for."""
-    here = experts, hidden, topk_ids, topk_weights
-    if not mhc_sum_in_parts.may_wait(hidden, experts.w13, experts.w2, experts.wide):
-        return _run(*here)
-    in_parts = functools.partial(op.mxfp4_moe_in_parts, **_given(*here))
-    return mhc_sum_in_parts.UnmadeExperts(functools.partial(_run, *here), in_parts, hidden)
+    return op.mxfp4_moe(
+        hidden,
+        topk_ids,
+        topk_weights,
+        experts.w13,
+        experts.w13_scale,
+        experts.w2,
+        experts.w2_scale,
+        swiglu_limit=experts.swiglu_limit,
+        first_expert=experts.first_expert,
+        up_first=experts.up_first,
+        activations=experts.activations,
+        reproducible=settings().reproducible,
+        wide=experts.wide,
+    )
 
 
 def _serve(method, layer, dispatch_output):
@@ -279,7 +269,7 @@ def _serve(method, layer, dispatch_output):
             "run without SGLANG_OPT_USE_FUSED_GATE_TOPK, or with DSV4_SM120=off"
         )
     topk_ids, topk_weights = routed.topk_ids.to(torch.int32), routed.topk_weights.to(torch.float32)
-    out = _output(experts, dispatch_output.hidden_states, topk_ids, topk_weights)
+    out = _run(experts, dispatch_output.hidden_states, topk_ids, topk_weights)
     # the module that defines what came in defines what goes out
     return sys.modules[type(dispatch_output).__module__].StandardCombineInput(hidden_states=out)
 
@@ -330,8 +320,6 @@ class _Shared:
 
 
 def _add(shared: torch.Tensor, routed: torch.Tensor, alpha: float) -> torch.Tensor | mhc_owed_terms.OwedTerm:
-    if isinstance(routed, mhc_sum_in_parts.UnmadeExperts):
-        return routed.with_shared(shared, alpha)
     if (term := mhc_owed_terms.of_experts(shared, routed, alpha)) is not None:
         return term
     shared = shared.clone() if settings().shadow else shared  # the original adds to it, too
@@ -347,8 +335,7 @@ SHARED_COMPARISON = shadow.Comparison(
 
 
 def replace_shared_add(original: Callable) -> Callable:
-    """For maybe_fuse_routed_scale_and_shared_add: of the rows of decode and verify, where the boundary waits for it,
-    and of experts that are not made yet."""
+    """For maybe_fuse_routed_scale_and_shared_add: of the rows of decode and verify, where the boundary waits for it."""
 
     add = shadow.shadowed(
         PATCH, _add, lambda shared, routed, alpha: shared.add_(routed, alpha=alpha), SHARED_COMPARISON
@@ -365,8 +352,6 @@ def replace_shared_add(original: Callable) -> Callable:
 
 def _takes_shared(experts, routed, shared) -> bool:
     """Experts that we keep: SGLang adds theirs by `shared.add_`."""
-    if isinstance(routed, mhc_sum_in_parts.UnmadeExperts):
-        return routed.takes_shared(shared)
     return (
         getattr(experts, KEPT, None) is not None
         and 0 < routed.shape[0] <= op.DECODE_ROWS

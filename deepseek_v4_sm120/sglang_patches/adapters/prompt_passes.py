@@ -9,6 +9,8 @@ import collections
 import functools
 from collections.abc import Callable
 
+import torch
+
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import models_served
@@ -43,6 +45,21 @@ def of_server(state, tp, pipeline, compared: str) -> dict[str, bool]:
 
 
 OTHER_CARDS = "not all cards of one host are served and seen by all ranks"
+# what a coordinator may sum with beside its custom kernels and NCCL
+_OTHERS = ("pynccl_comm", "qr_comm", "pymscclpp_comm", "torch_symm_mem_comm", "pcie_ipc_comm")
+
+
+def is_for_nccl(coordinator, x: torch.Tensor, but: tuple[str, ...] = ()) -> bool:
+    """Whether SGLang's all_reduce would end at torch.distributed's, in place. but: of _OTHERS, not asked for."""
+    others = [getattr(coordinator, name, None) for name in _OTHERS if name not in but]
+    custom = coordinator.ca_comm
+    by_flashinfer = getattr(coordinator, "_can_use_flashinfer_allreduce", None)  # 0.5.18 and later
+    return (
+        all(other is None or other.disabled for other in others)
+        and not (custom is not None and not custom.disabled and custom.should_custom_ar(x))
+        and not coordinator.is_symmetric_memory_enabled()
+        and not (by_flashinfer is not None and by_flashinfer(x))
+    )
 
 
 def count(

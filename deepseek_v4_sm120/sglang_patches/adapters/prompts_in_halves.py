@@ -37,7 +37,6 @@ from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.ops.shared import cuda_tensors
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches.adapters import halves_trial as trial
-from deepseek_v4_sm120.sglang_patches.adapters import mhc_sum_in_pieces as pieces
 from deepseek_v4_sm120.sglang_patches.adapters import prompt_passes
 from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import PARALLEL_STATE
 from deepseek_v4_sm120.sglang_patches.adapters.index_select_dealt import see_the_same_cards
@@ -51,7 +50,7 @@ PAGE = 256  # a prompt is cut at a multiple of it: no group of a compressor is i
 # Multiprocessors that kernels leave to the sums beside them, whose blocks NCCL has one of for each channel: 4 through
 # host memory (seen on two H200)
 SUM_SMS = 8
-_OTHERS = ("sums_in_pieces", "dealt_streams")  # off unless somebody asks for them
+_OTHER = "dealt_streams"  # off unless somebody asks for it
 PASS = "_dsv4_sm120_pass"  # of a batch: its Pass
 _running = Scope()  # its layer: the Half whose turn it is
 _seen: collections.Counter = collections.Counter()  # "passes" in halves, "rows" of them, "sums" that had turns
@@ -306,13 +305,9 @@ def why_not_here(state) -> str | None:
     tp = state._TP
     return prompt_passes.first(
         prompt_passes.of_sums(tp)
-        | {f"what has the same sums ({', '.join(_OTHERS)})": any(map(_is_asked_for, _OTHERS))}
+        | {f"what has the same sums ({_OTHER})": settings().choices.get(_OTHER, "off") not in ("off", "0")}
         | prompt_passes.of_server(state, tp, state._PP, "batches")
     ) or (None if see_the_same_cards(tp.world_size) else prompt_passes.OTHER_CARDS)
-
-
-def _is_asked_for(default: str) -> bool:
-    return settings().choices.get(default, "off") not in ("off", "0")
 
 
 def why_not(backend, batch, cut: Cut, each: int) -> str | None:
@@ -337,7 +332,7 @@ def why_not(backend, batch, cut: Cut, each: int) -> str | None:
 def why_not_sums(tp, backend, batch, cut: Cut, but: tuple[str, ...] = ()) -> str | None:
     """but: ways to sum of SGLang's that are not asked for."""
     rows = batch.input_ids.new_empty(cut.least, backend.model_runner.model_config.hidden_size, dtype=torch.bfloat16)
-    return None if pieces.is_for_nccl(tp, rows, but) else "others than NCCL sum"
+    return None if prompt_passes.is_for_nccl(tp, rows, but) else "others than NCCL sum"
 
 
 def _says_something(value) -> bool:

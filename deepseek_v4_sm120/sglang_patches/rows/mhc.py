@@ -44,7 +44,6 @@ MODEL_HEAD_PARAMETERS = Parameters(("self", "x", "hc_fn", "hc_scale", "hc_base")
 _target, _sum = targets_of("mhc"), targets_of("mhc_sum")
 _in_graphs = targets_of("halves_in_graphs")
 LAYER_FORWARD = Parameters(("self",), further="any")
-ROW_PARALLEL = "sglang.srt.layers.linear:RowParallelLinear.forward"
 MODEL_FORWARD = f"{MODEL}:DeepseekV4Model.forward"
 MODEL_FORWARD_PARAMETERS = Parameters(
     ("self", "input_ids", "positions", "forward_batch", "input_embeds", "pp_proxy_tensors=None")
@@ -74,22 +73,6 @@ MHC = Patch(
     ),
     needs=(EXTENSION,),
     retire="when stock's boundary is one operator on SM120, and faster (bench/mhc.py)",
-)
-
-SUMS_IN_PIECES = Patch(
-    name="sums_in_pieces",
-    why="a layer's two sums of a prompt's rows run while the card waits: over PCIe or host memory a quarter of the "
-    "time of a chunk and more. In pieces of rows wo_b's product and the boundaries run beside them, in parts of "
-    "columns the experts'",
-    targets=(
-        targets_of("mhc_sum_in_pieces")(
-            ROW_PARALLEL, "row_parallel_forward", Parameters(("self", "input_"), further="any"), ">=0.5.13,<0.6"
-        ),
-    ),
-    default="sums_in_pieces",
-    serves="mhc",
-    absent="0.5.12 has no fused boundary",
-    retire="when SGLang's sums of many rows run beside other work",
 )
 
 _dealt = targets_of("mhc_dealt_streams")

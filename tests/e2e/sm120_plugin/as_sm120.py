@@ -17,12 +17,7 @@ import functools
 import os
 
 VARIABLE, FOUND = "E2E_AS_SM120", "experts_above_256_rows"
-KERNELS = {
-    "_grouped": "triton",
-    "_sorted_rows": "wide",
-    "_scaled_rows": "scaled",
-    "_in_parts": "in parts",
-}  # of ops.mxfp4_moe
+KERNELS = {"_grouped": "triton", "_sorted_rows": "wide", "_scaled_rows": "scaled"}  # of ops.mxfp4_moe
 DUMMY_WEIGHTS = "sglang.srt.model_loader.weight_utils.initialize_dummy_weights"
 W13 = ("w13_weight", "w13_weight_scale_inv")
 HOPPER = 9

@@ -1,0 +1,55 @@
+"""Whose a sum of a prompt's rows would be: NCCL's alone, or another's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepseek_v4_sm120.sglang_patches.adapters import prompt_passes
+
+
+class Coordinator:
+    """A group that has nothing but torch's sums."""
+
+    ca_comm, pynccl_comm = None, SimpleNamespace(disabled=True)
+
+    def is_symmetric_memory_enabled(self):
+        return False
+
+
+def takes(rows):
+    return SimpleNamespace(disabled=False, should_custom_ar=lambda x: len(x) < rows)
+
+
+def is_for_nccl(**changes) -> bool:
+    coordinator = Coordinator()
+    vars(coordinator).update(changes)
+    return prompt_passes.is_for_nccl(coordinator, torch.empty(9, 2))
+
+
+OTHERS = {
+    **{name: SimpleNamespace(disabled=False) for name in prompt_passes._OTHERS},
+    "ca_comm": takes(10),
+    "is_symmetric_memory_enabled": lambda: True,
+    "_can_use_flashinfer_allreduce": lambda x: len(x) == 9,
+}
+NONE_OF_THEM = {
+    **{name: SimpleNamespace(disabled=True) for name in OTHERS if name.endswith("_comm")},
+    "_can_use_flashinfer_allreduce": lambda x: len(x) < 9,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_takes_it(name):
+    assert is_for_nccl() and not is_for_nccl(**{name: OTHERS[name]})
+
+
+@pytest.mark.parametrize("name", NONE_OF_THEM)
+def test_others_that_are_off_or_do_not_take_it_leave_it(name):
+    assert is_for_nccl(**{name: NONE_OF_THEM[name]})
+
+
+def test_where_sglangs_kernel_takes_fewer_rows_nccl_has_the_rest():
+    assert is_for_nccl(ca_comm=takes(9))
