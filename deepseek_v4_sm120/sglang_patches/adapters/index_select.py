@@ -156,22 +156,26 @@ def _raw_indices(rest: tuple, kwargs: dict, out: torch.Tensor) -> torch.Tensor |
     return last if isinstance(last, torch.Tensor) and last.shape == out.shape else None
 
 
+ALL = slice(None)
+
+
 def _select(deferred: Deferred, seq_lens, page_tables, rows: slice, out, entries) -> None:
+    given = (deferred.q, deferred.weights, seq_lens.reshape(-1), page_tables, deferred.q_scales)
+    if rows is not ALL:
+        given = (tensor if tensor is None else tensor[rows] for tensor in given)
+    q, weights, lengths, page_table, q_scales = given
     index_select(
-        deferred.q[rows],
+        q,
         deferred.k_pages,
-        deferred.weights[rows],
-        seq_lens.reshape(-1)[rows].contiguous(),
-        page_tables[rows],
+        weights,
+        lengths.contiguous(),
+        page_table,
         k=out.shape[1],
-        q_scales=None if deferred.q_scales is None else deferred.q_scales[rows],
+        q_scales=q_scales,
         rows_per_request=deferred.rows_per_request,
         out=out,
         entries=entries,
     )
-
-
-ALL = slice(None)
 
 
 def _who_deals(deferred, page_tables, out):
