@@ -160,18 +160,17 @@ ALL = slice(None)
 
 
 def _select(deferred: Deferred, seq_lens, page_tables, rows: slice, out, entries) -> None:
-    given = (deferred.q, deferred.weights, seq_lens.reshape(-1), page_tables, deferred.q_scales)
-    if rows is not ALL:
-        given = (tensor if tensor is None else tensor[rows] for tensor in given)
-    q, weights, lengths, page_table, q_scales = given
+    def of_rows(tensor):
+        return tensor if tensor is None or rows is ALL else tensor[rows]
+
     index_select(
-        q,
+        of_rows(deferred.q),
         deferred.k_pages,
-        weights,
-        lengths.contiguous(),
-        page_table,
+        of_rows(deferred.weights),
+        of_rows(seq_lens.reshape(-1)).contiguous(),
+        of_rows(page_tables),
         k=out.shape[1],
-        q_scales=q_scales,
+        q_scales=of_rows(deferred.q_scales),
         rows_per_request=deferred.rows_per_request,
         out=out,
         entries=entries,
