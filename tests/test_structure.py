@@ -59,8 +59,8 @@ SHARED = {
         ),
     },
     "bench": {
-        *("common", "features", "kernel_report", "layer", "load_time", "measured", "sparse_prefill", "timeline"),
-        "tune_moe",
+        *("common", "features", "host_time", "kernel_report", "layer", "load_time", "measured", "sparse_prefill"),
+        *("timeline", "tune_moe"),
     },
 }
 # the end-to-end client: it must run wherever Python does, so these import nothing but the standard library and each

@@ -37,7 +37,8 @@ def serves_current_device() -> bool:
         return False
     import torch
 
-    return torch.cuda.is_available() and _ask(torch.cuda.current_device())
+    # where a device has answered, there is one
+    return (bool(_answers) or torch.cuda.is_available()) and _ask(torch.cuda.current_device())
 
 
 def on_first_served(callback: Callable[[], None]) -> None:

@@ -159,7 +159,7 @@ def test_deterministic_inference_keeps_the_originals_router(served, version):
 @pytest.mark.parametrize("rows, is_v4", [(257, True), (2, False)], ids=["257 rows", "another model"])
 def test_routers_that_are_not_ours(served, rows, is_v4):
     x, weight = tensors(rows=rows, outputs=256)
-    found = gate_with(MODULES["0.5.17"](False))(MoEGate(weight, is_v4), x)
+    found = gate_with({})(MoEGate(weight, is_v4), x)  # whether inference is deterministic is not asked
     assert found == ("original", None, None) and served == []
 
 

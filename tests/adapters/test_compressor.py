@@ -213,6 +213,7 @@ def test_other_plans_other_rows_and_a_closed_gate_are_the_originals(calls, monke
     prompt = make_step("index", [Request(0, 513)], device="cpu")
     plans = CompressorPrefillPlan(4, prompt.plan, prompt.writes)
     assert replaced(Backend(plans), **given_of(prompt)) == "original"
+    assert replaced(None, **given_of(prompt)) == "original"  # the backend is not asked for a plan
     step, _ = step_of("c4")
     few_slots = {**given_of(step), "out_loc": step.out_loc[:-1]}
     assert replaced(Backend(CompressorPrefillPlan(4, step.plan, step.writes)), **few_slots) == "original"

@@ -217,7 +217,7 @@ def test_the_compressors_of_earlier_releases_are_their_own(on, monkeypatch):
     monkeypatch.setattr(compressor, "arguments", lambda plan, given: {"asked": True})
     monkeypatch.setattr(compressor.op, "compressor", lambda **call: "ours")
     backend = SimpleNamespace(_get_paged_compress_metadata=lambda ratio: None)
-    given = {"compress_ratio": 128}
+    given = {"compress_ratio": 128, "kv_score_input": torch.zeros(1, 1)}
     earlier = compressor.replace_all_in_one_0_5_14(lambda self, **given: "original")
     assert earlier(backend, **given) == ("original" if on else "ours")
     assert compressor.replace_all_in_one(lambda self, **given: "original")(backend, **given) == "ours"

@@ -30,11 +30,12 @@ SAMES = [
 WORDS = {"halves": "prompts in halves", "unhalved": "prompts whole"}
 GRAPHS = "_graphs"
 CHUNKS = {"": "chunks of 8,192", GRAPHS: "chunks of 8,192 in prefill graphs", "_32k": "chunks of 32,768"}
+TRIED = "tried2_43"  # a server that finds out by itself, in passes that its host is slow for
 TIMED = {f"{how}2_43{chunk}": (how, chunk) for chunk in CHUNKS for how in WORDS}
 SHAPES = {"": prompt_times.SHAPES, GRAPHS: prompt_times.SHAPES, "_32k": ("1x32000",)}
 MOST_SEEN = 0.3  # of the sums' time, in passes of 8,192 rows and more: what is not hidden
 # prompts alone, twice and by their first half; two rounds. Reports are written at powers of two
-PASSES = {HALVED: 8, HALVED_GRAPHS: 8, **{name: 2 for name, (how, _) in TIMED.items() if how == "halves"}}
+PASSES = {HALVED: 8, HALVED_GRAPHS: 8, TRIED: 4, **{name: 2 for name, (how, _) in TIMED.items() if how == "halves"}}
 IMPLEMENTATIONS = {
     HALVED: f"ours, two cards, {EXPERTS}, prompts in halves",
     CHUNKED: f"ours, two cards, {EXPERTS}, chunks of a half",
@@ -42,6 +43,7 @@ IMPLEMENTATIONS = {
     CHUNKED_GRAPHS: f"ours, two cards, {EXPERTS}, chunks of a half, prefill graphs",
     WHOLE: f"ours, two cards, {EXPERTS}, prompts whole",
     AGAIN: f"ours, two cards, {EXPERTS}, prompts whole, another process",
+    TRIED: f"ours, two cards, {EXPERTS}, {prompt_times.PEERS['_no_peers']}, {CHUNKS['']}, as the server finds",
     **{
         name: f"ours, two cards, {EXPERTS}, {prompt_times.PEERS['_no_peers']}, {CHUNKS[chunk]}, {WORDS[how]}"
         for name, (how, chunk) in TIMED.items()
@@ -52,6 +54,7 @@ IMPLEMENTATIONS = {
 def stages(make, timed, same, sets, ours, no_peers):
     """timed, same: options of the two kinds of engines, over two cards."""
     ours = ours | {experts_stage.VARIABLE: "wide"}
+    tried = {"DSV4_SM120_SET": f"{SETTING}=on"}
     each = {"DSV4_SM120_SET": f"{SETTING}=1024"}  # all passes of twice as many rows, without a trial
     few_experts = sets(json_model_override_args='{"n_routed_experts": 16}')
     timed = [*timed, *few_experts, "--mem", "0.9", "--rounds", "2", "--phases", "prompts"]
@@ -82,7 +85,8 @@ def stages(make, timed, same, sets, ours, no_peers):
                 takes_turns=True,
             )
             for name, (how, chunk) in TIMED.items()
-        ],
+        ]
+        + [make(TRIED, options[""], environment=ours | no_peers | tried, takes_turns=True)],
     }
 
 
@@ -101,6 +105,7 @@ def rows(cases, row):
         if "graphs" in name:
             by_graphs = cases[name]["prefills"].get("true", 0)
             found.append(row(name, impl, "passes by prefill graphs, missing to 4", max(0, 4 - by_graphs), 0, ISSUE))
+    found += found_out(cases, row) if TRIED in cases else []
     for name, (how, chunk) in TIMED.items():
         times, impl = cases.get(name, {}).get("prompts", {}), IMPLEMENTATIONS[name]
         whole = cases.get(f"unhalved2_43{chunk}", {}).get("prompts", {})
@@ -113,6 +118,21 @@ def rows(cases, row):
             if how == "halves" and at == SHAPES[chunk][0]:  # whose sums were traced
                 metric = "the sums' time that is not hidden, share of the whole's sums"
                 found.append(row(what, impl, metric, not_hidden(times, whole, at), MOST_SEEN, ISSUE))
+    return found
+
+
+def found_out(cases, row):
+    """What the server found, which two cards have alike, and what its prompts took of the whole's."""
+    impl, reports = IMPLEMENTATIONS[TRIED], cases[TRIED]["reports"]
+    ways = [report["found"][SETTING]["found"] for report in reports if SETTING in report["found"]]
+    is_alike = len(ways) == 2 and ways[0] == ways[1] and len(ways[0]) > 0
+    found = [row(TRIED, impl, "cards that found nothing or something else", 0 if is_alike else 1, 0, ISSUE)]
+    for rows_, way in ways[0].items() if is_alike else ():
+        found.append(row(f"{TRIED}, passes of {int(rows_):,} rows and more", impl, way, None, None, ISSUE))
+    times, whole = (cases.get(name, {}).get("prompts", {}) for name in (TRIED, "unhalved2_43"))
+    for at in SHAPES[""]:
+        share = prompt_times.share_of(times, whole, at)
+        found.append(row(prompt_times.case_of(at), impl, "time to all first tokens, of the whole's", share, None, ISSUE))
     return found
 
 

@@ -117,6 +117,7 @@ def test_asks_each_device_once(gpus):
     answers = [device_gate.serves(device("cuda", i)) for i in (0, 1, 0, 1, None)]
     assert answers == [True, False, True, False, False] and gpus == [0, 1]
     assert device_gate.answers() == {0: True, 1: False}
+    del sys.modules["torch"].cuda.is_available  # there is one: nobody asks again
     assert device_gate.serves_current_device() is False
 
 

@@ -29,8 +29,9 @@ def takes(x, weight) -> bool:
     return (
         isinstance(x, torch.Tensor)
         and isinstance(weight, torch.Tensor)
-        and op.takes(x, weight)
+        and x.ndim == 2
         and dense_rows.are_ours(x.shape[0])
+        and op.takes(x, weight)
         and device_gate.serves(x.device)
     )
 
@@ -84,8 +85,7 @@ def replace_gate(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def forward(self, hidden_states, gemm_output_zero_allocator=None, forward_batch=None):
-        one_kernel = reproducible or not is_deterministic()
-        ours = _is_v4_gate(self) and takes(hidden_states, self.weight) and one_kernel
+        ours = _is_v4_gate(self) and takes(hidden_states, self.weight) and (reproducible or not is_deterministic())
         return (serve if ours else original)(self, hidden_states, gemm_output_zero_allocator, forward_batch)
 
     return forward

@@ -68,6 +68,10 @@ class Trials:
         least = 1 << (rows.bit_length() - 1)
         return self._of.setdefault(least, Trial(least))
 
+    def decided(self) -> dict[str, str]:
+        """Least rows -> the way."""
+        return {str(rows): trial.decided for rows, trial in sorted(self._of.items()) if trial.decided}
+
     def told(self) -> list[str]:
         return [trial.told for _, trial in sorted(self._of.items()) if trial.told]
 

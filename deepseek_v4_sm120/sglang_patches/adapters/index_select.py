@@ -156,22 +156,25 @@ def _raw_indices(rest: tuple, kwargs: dict, out: torch.Tensor) -> torch.Tensor |
     return last if isinstance(last, torch.Tensor) and last.shape == out.shape else None
 
 
+ALL = slice(None)
+
+
 def _select(deferred: Deferred, seq_lens, page_tables, rows: slice, out, entries) -> None:
+    def of_rows(tensor):
+        return tensor if tensor is None or rows is ALL else tensor[rows]
+
     index_select(
-        deferred.q[rows],
+        of_rows(deferred.q),
         deferred.k_pages,
-        deferred.weights[rows],
-        seq_lens.reshape(-1)[rows].contiguous(),
-        page_tables[rows],
+        of_rows(deferred.weights),
+        of_rows(seq_lens.reshape(-1)).contiguous(),
+        of_rows(page_tables),
         k=out.shape[1],
-        q_scales=None if deferred.q_scales is None else deferred.q_scales[rows],
+        q_scales=of_rows(deferred.q_scales),
         rows_per_request=deferred.rows_per_request,
         out=out,
         entries=entries,
     )
-
-
-ALL = slice(None)
 
 
 def _who_deals(deferred, page_tables, out):

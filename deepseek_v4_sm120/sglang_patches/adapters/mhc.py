@@ -181,8 +181,7 @@ def replace_fusion_enabled(original: Callable) -> Callable:
 
 def _serves_the_model() -> bool:
     told = models_served.announced()
-    sizes = limits.LIMITS[PATCH]
-    return told is not None and limits.takes(PATCH, **{name: told[name] for name in sizes if name in told})
+    return told is not None and all(told[name] in limit for name, limit in limits.LIMITS[PATCH].items() if name in told)
 
 
 # ---- pre and post by themselves

@@ -259,6 +259,10 @@ def _run(experts: Experts, hidden, topk_ids, topk_weights):
     )
 
 
+def _as(dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)  # a `to` that does nothing takes longer than a check
+
+
 def _serve(method, layer, dispatch_output):
     experts: Experts = getattr(layer, KEPT)
     routed = dispatch_output.topk_output
@@ -268,7 +272,7 @@ def _serve(method, layer, dispatch_output):
             f"{type(routed).__name__}: "
             "run without SGLANG_OPT_USE_FUSED_GATE_TOPK, or with DSV4_SM120=off"
         )
-    topk_ids, topk_weights = routed.topk_ids.to(torch.int32), routed.topk_weights.to(torch.float32)
+    topk_ids, topk_weights = _as(torch.int32, routed.topk_ids), _as(torch.float32, routed.topk_weights)
     out = _run(experts, dispatch_output.hidden_states, topk_ids, topk_weights)
     # the module that defines what came in defines what goes out
     return sys.modules[type(dispatch_output).__module__].StandardCombineInput(hidden_states=out)

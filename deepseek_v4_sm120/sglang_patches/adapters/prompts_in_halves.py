@@ -355,7 +355,7 @@ def _sum_in_turn(original: Callable, input_):
 
 def count(why: str | None, rows: int) -> None:
     def found() -> dict:
-        return {**_seen, "whole": dict(_left)}
+        return {**_seen, "whole": dict(_left), "found": _trials.decided()}
 
     prompt_passes.count(PATCH, why, rows, seen=_seen, left=_left, describe=_describe, found=found)
 

@@ -84,6 +84,7 @@ def _replaced(original: Callable, *, log1p: bool, masks: bool) -> Callable:
             and not num_fused_shared_experts
             and not further
             and not any(map(_is_given, named.values()))
+            and has_few_rows(gating_output)
             and takes(gating_output, correction_bias, topk, _count(num_token_non_padded) if masks else None)
         )
         given = (hidden_states, gating_output, correction_bias, topk, renormalize, scoring_func)
@@ -94,13 +95,15 @@ def _replaced(original: Callable, *, log1p: bool, masks: bool) -> Callable:
     return biased_topk_jit_kernel_impl
 
 
+def has_few_rows(logits) -> bool:
+    """True for a step's rows."""
+    return isinstance(logits, torch.Tensor) and logits.ndim == 2 and dense_rows.are_ours(logits.shape[0])
+
+
 def takes(logits, bias, topk, real_rows) -> bool:
+    """Of a step's rows."""
     return (
-        isinstance(logits, torch.Tensor)
-        and isinstance(bias, torch.Tensor)
-        and op.takes(logits, bias, topk, real_rows)
-        and dense_rows.are_ours(logits.shape[0])
-        and device_gate.serves(logits.device)
+        isinstance(bias, torch.Tensor) and op.takes(logits, bias, topk, real_rows) and device_gate.serves(logits.device)
     )
 
 
