@@ -50,6 +50,7 @@ SHARED = {
             "platform_seams",
             "prefill_graphs",
             "prompt_passes",
+            "halves_in_graphs",
             "prompts_in_halves",
             "sampling",
             "scheduling",

@@ -379,7 +379,7 @@ def test_the_report_says_how_many_and_why_not():
     assert describe() == (
         f"prompts_in_halves: 1 passes of {2 * ROWS} rows and more in halves that take turns; 1 whole: adapters (LoRA)"
     )
-    assert found() == {"passes": 1, "rows": 100, "whole": {"adapters (LoRA)": 1}}
+    assert found() == {"passes": 1, "rows": 100, "whole": {"adapters (LoRA)": 1}, "found": {}}
 
 
 def test_kernels_leave_multiprocessors_to_the_sums(monkeypatch):
@@ -470,6 +470,7 @@ def test_the_faster_way_stays(monkeypatch, took, other, chosen):
     assert len(exchanged) == 1 and exchanged[0] == pytest.approx([took[0] / 100, took[1] / 100])
     assert clock.synchronized == 2, "the host waits once for each way"
     ratio = max(took[1] / 100, other[1]) / max(took[0] / 100, other[0])
+    assert adapter._trials.decided() == {"64": chosen}
     assert adapter._describe().endswith(f"; {chosen} from 64 rows on: {ratio:.2f} of the whole's time in halves")
 
 

@@ -132,7 +132,9 @@ def found_out(cases, row):
     times, whole = (cases.get(name, {}).get("prompts", {}) for name in (TRIED, "unhalved2_43"))
     for at in SHAPES[""]:
         share = prompt_times.share_of(times, whole, at)
-        found.append(row(prompt_times.case_of(at), impl, "time to all first tokens, of the whole's", share, None, ISSUE))
+        found.append(
+            row(prompt_times.case_of(at), impl, "time to all first tokens, of the whole's", share, None, ISSUE)
+        )
     return found
 
 

@@ -91,7 +91,8 @@ class Engine:
             asked = os.environ.get("DSV4_SM120_SET", "").partition("=")[0]
             passes = int(os.environ.get("FAKE_PASSES", "300"))
             counted = {"dealt_streams": {"ranks": 2, "passes": passes, "rows": 8192 * passes, "not_dealt": {}}}
-            counted["prompts_in_halves"] = {"passes": passes, "rows": 8192 * passes, "sums": 0, "whole": {}}
+            ways = {rows: "whole" for rows in os.environ.get("FAKE_FOUND", "8192").split()}
+            counted["prompts_in_halves"] = {"passes": passes, "rows": 8192 * passes, "whole": {}, "found": ways}
             found = {asked: counted[asked]} if asked in counted else {}
             if as_sm120 := os.environ.get("E2E_AS_SM120"):  # by the plugin, which is on this process's path
                 kernel = os.environ.get("FAKE_KERNEL") or as_sm120.partition(",")[0]

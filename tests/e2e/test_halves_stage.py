@@ -51,7 +51,8 @@ def test_times_of_prompts_in_halves(machine):  # noqa: F811
     path = machine.out / "stage_halves2_43.json"
     cases = json.loads(path.read_text())["cases"]
     names = [f"{how}2_43{chunk}" for chunk in ("", "_graphs", "_32k") for how in ("halves", "unhalved")]
-    assert list(cases) == names
+    assert list(cases) == [*names, "tried2_43"]
+    assert "prompts_in_halves=on" in cases.pop("tried2_43")["command"]
     for name, case in cases.items():
         assert "NCCL_P2P_DISABLE=1" in case["command"] and "E2E_AS_SM120=wide" in case["command"]
         assert ("prompts_in_halves=1024" in case["command"]) is name.startswith("halves")
@@ -78,3 +79,14 @@ def test_without_the_whole_the_bars_are_missed(machine):  # noqa: F811
     machine("halves2_43", "--only", "halves2_43")
     rows = [row for row in rows_of(machine.out / "stage_halves2_43.json") if row["bar"] == halves_stage.MOST_SEEN]
     assert [(row["value"], row["met"]) for row in rows] == [(None, False)]
+
+
+@pytest.mark.parametrize(("found", "missed"), [("8192", 0), ("", 1)])
+def test_a_server_that_finds_out(machine, found, missed):  # noqa: F811
+    machine("halves2_43", "--only", "tried2_43", "unhalved2_43", FAKE_FOUND=found)
+    rows = [row for row in rows_of(machine.out / "stage_halves2_43.json") if "as the server finds" in row["impl"]]
+    [agreed] = [row for row in rows if row["metric"] == "cards that found nothing or something else"]
+    assert (agreed["value"], agreed["bar"], agreed["met"]) == (missed, 0, not missed)
+    assert [row["metric"] for row in rows if row["case"].endswith("rows and more")] == ["whole"] * (1 - missed)
+    shares = [row["value"] for row in rows if row["metric"] == "time to all first tokens, of the whole's"]
+    assert len(shares) == 3 and all(share > 0 for share in shares)

@@ -74,7 +74,9 @@ ONLINE = tuple(
     (f"{place}.dsv4.online_c128_mtp:OnlineC128MTPController",)
     for place in ("sglang.jit_kernel", "sglang.kernels.ops.attention", f"{SRT}.layers.attention")
 )
-HALF = tuple(f"{function}:half" for function in ("_half", "_first_half", "_second_half"))
+HALF = tuple(f"{function}:half" for function in ("_half", "first_half", "second_half"))
+BREAKS = f"{SRT}.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
+PREFILL_GRAPHS = f"{SRT}.model_executor.runner.prefill_cuda_graph_runner:PrefillCudaGraphRunner"
 NORM = f"{SRT}.layers.layernorm:RMSNorm"
 STAGES = tuple(f"{DSPARK.partition(':')[0]}:{name}" for name in ("DSparkV4Stage", "DSparkV4CudaStage"))
 ANY_LAYER = ((LAYER,), (CUDA_LAYER,), (STAGES[0],), (STAGES[1],))
@@ -182,6 +184,30 @@ OBJECTS = {
         "backend.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
         "backend.model_runner.model_config": ((f"{SRT}.configs.model_config:ModelConfig",),),
         "backend.online_c128_mtp": ONLINE,
+    },
+    "halves_in_graphs": {
+        "batch": ((f"{BATCH}:ForwardBatch",),),
+        "made": ((f"{BATCH}:ForwardBatch",),),
+        "forward_batch": ((f"{BATCH}:ForwardBatch",),),
+        "backend": ((f"{BACKEND}:DeepseekV4AttnBackend",),),
+        "backend.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
+        "state": ((STATE,),),
+        "runner": ((PREFILL_GRAPHS,),),
+        "runner.model_runner": ((f"{SRT}.model_executor.model_runner:ModelRunner",),),
+        "capture": ((f"{BREAKS}:BreakableCUDAGraphCapture",),),
+        "capture.cuda_graph": ((f"{BREAKS}:BreakableCUDAGraph",),),
+        "importlib.import_module(BREAKABLE)": ((BREAKS,),),
+        "importlib.import_module(WEAK)": ((f"{SRT}.model_executor.runner_backend_utils.weak_ref_tensor",),),
+        "importlib.import_module(CONTEXT)": (
+            (f"{SRT}.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.context_manager",),
+        ),
+        "_context()": (
+            (
+                f"{SRT}.model_executor.runner_backend_utils.tc_piecewise_cuda_graph.context_manager:"
+                "TcPiecewiseForwardContext",
+            ),
+        ),
+        "key": ((f"{SRT}.model_executor.runner.shape_key:ShapeKey",),),
     },
     "scope": {"serving": ((CHAT,),)},
     "default_thinking": {
@@ -415,10 +441,14 @@ OURS = {
         "cut",
         "made",
         "half",
+        "half.halves",
         "made.halves",
         "rows",
         "tried",
         "work",
+    },
+    "halves_in_graphs": {
+        *("batch.forward_mode", "cut", "half", "halves", "other", "work", "eager", "captured", "super()"),
     },
     "turns": {"_kept", "_worker()", "behind", "contextvars.copy_context()", "place", "stack"},
     "waiting": {"kind", "w", "waiting"},

@@ -118,7 +118,10 @@ def test_the_places_fit(inspect_wheel, version):  # noqa: F811
         made = Engine(TABLE, host="sglang", settings=Settings(choices={adapter.PATCH: chosen}))
         made.survey()
         found = [(record.state, record.review) for record in found_in(made, patch=adapter.PATCH)]
-        assert found == [(READY, "reviewed")] * (5 if since(version, GRAPHS_SINCE) else 2) and made.steering.value(adapter.PATCH) == rows
+        assert (
+            found == [(READY, "reviewed")] * (5 if since(version, GRAPHS_SINCE) else 2)
+            and made.steering.value(adapter.PATCH) == rows
+        )
 
 
 # ---- batches

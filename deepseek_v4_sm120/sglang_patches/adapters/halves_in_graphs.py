@@ -101,9 +101,9 @@ class CapturedHalves(Halves):
     # ---- the course of a pass
 
     def run(self, model: Callable):
-        self._capture = importlib.import_module(BREAKABLE)._current_capture_var.get()
+        capture = self._capture = importlib.import_module(BREAKABLE)._current_capture_var.get()
         self.enter()
-        if self._capture is None:  # before it is captured, for what is compiled at first
+        if capture is None:  # before it is captured, for what is compiled at first
             try:
                 return super().run(model)
             finally:
@@ -112,7 +112,7 @@ class CapturedHalves(Halves):
         try:
             return super().run(model)
         except BaseException:
-            if self._capture._current_graph is None:  # SGLang ends one on its way out
+            if capture._current_graph is None:  # SGLang ends one on its way out
                 self._begin_graph()
             raise
         finally:
@@ -147,12 +147,14 @@ class CapturedHalves(Halves):
         return x
 
     def _begin_graph(self) -> None:
-        self._capture._begin_new_segment()
+        capture = self._capture
+        capture._begin_new_segment()
 
     def _end_graph(self, behind: Callable[[], None]) -> None:
         """behind: run at each replay, in front of the next graph."""
-        self._capture._end_current_segment()
-        self._capture.cuda_graph._break_fns.append(behind)
+        capture = self._capture
+        capture._end_current_segment()
+        capture.cuda_graph._break_fns.append(behind)
 
 
 def cut_of(batch, rows: int) -> Cut:
