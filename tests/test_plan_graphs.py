@@ -81,11 +81,15 @@ def test_prefill_graphs_cost_no_fraction_where_there_is_room_and_no_plan():
 
 
 def test_one_stream_gives_spare_capacity_for_prefill_graphs():
-    """A request of 131,072 tokens, on two cards that hold 17 of them with their windows: the graphs, and 15."""
+    """A request of 131,072 tokens, on two cards that hold 17 of them with their windows: the graphs of whole chunks in
+    halves, and what is left; or those that are usual, where the user says that nothing goes in halves."""
     given = {"speculation": MTP, "context": 131_072, "concurrency": 1, "sglang": "0.5.23"}
     (plan, rows, _, said), (left_out, *_) = (planned_graphs(**given, prefill_graphs=word) for word in (None, 0))
-    assert (rows, said) == (2048, "prefill_graphs=2048")
-    assert 15 * 131_072 < plan.tokens < left_out.tokens
+    assert (rows, said) == (8192, "prefill_graphs=8192,prompts_in_halves=2048") and plan.chunk == 8192
+    assert 2 * 131_072 <= plan.tokens < left_out.tokens
+    whole, rows, _, said = planned_graphs(**given, also_set={"prompts_in_halves": "off"})
+    assert (rows, said) == (2048, "prompts_in_halves=off,prefill_graphs=2048")
+    assert max(15 * 131_072, plan.tokens) < whole.tokens < left_out.tokens
     assert plan.left_free > plan.off_by and not any("has no room" in note for note in plan.notes)
 
 
@@ -96,7 +100,10 @@ def test_cards_that_share_a_pass_capture_more_rows_of_it_where_nobody_misses_the
     """The host takes as long for a pass on one card as on four, which have a quarter of its work each."""
     few = {"gpus": gpus, "context": 131_072, "concurrency": 2, "sglang": "0.5.23"}
     plan, captured, held, said = planned_graphs(**few)
-    assert (captured, said) == (rows, f"prefill_graphs={rows}") and captured <= plan.chunk
+    halves = ",prompts_in_halves=2048" if rows >= 4096 else ""
+    assert (captured, said) == (rows, f"prefill_graphs={rows}{halves}") and captured <= plan.chunk
+    older, captured, _, said = planned_graphs(**few | {"sglang": "0.5.22"})
+    assert (captured, said) == (rows, f"prefill_graphs={rows}"), "in graphs from 0.5.23 on"
     assert held > planned_graphs(**few, prefill_graphs=1024)[2] and plan.tokens >= 2 * 2 * 131_072
     assert any(seen in flag.reason for flag in plan.environment)
     many = few | {"concurrency": 64, "context": 1 << 20}

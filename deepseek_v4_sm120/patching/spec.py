@@ -88,6 +88,7 @@ class Default:
     source       where that is known from: read in the code [R], measured by others [M], inferred [I]
     sglang       versions, as in Target
     on           whether it is applied when nobody asks; off wherever it was never seen to work on SM120
+    on_in        versions, as in Target, in which `on` holds; in the others it is off
     environment  variable -> value, for variables that the user has not set
     arguments    server argument -> value, where the host still has None or "auto"; VALUE stands for `value`
     value        the number behind VALUE, which DSV4_SM120_SET=name=N changes
@@ -105,6 +106,7 @@ class Default:
     sglang: str
     on: bool
     how: str
+    on_in: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: Mapping[str, str | int] = field(default_factory=dict)
     value: int | None = None

@@ -46,26 +46,27 @@ class Steering:
         self.unknown = sorted(set(settings.choices) - set(self.known))
         by_number = {row.name for row in rows if row.value is not None}
         self.numbered = [n for n in self.known if n not in by_number and settings.choices.get(n, "off").isdigit()]
-        self.outcomes = [self._decide(row, row.name in self.rows, settings) for row in rows]
+        self.outcomes = [self._decide(row, in_range, settings) for row in rows]
         self.is_child = False
         self._aside: list[tuple[Outcome, str, str]] = []  # what `set_aside` has changed, and what it was
         self._ours: set[str] = set()  # variables that we set; all others that are set are the user's
 
-    def _decide(self, row: Default, is_in_range: bool, settings: Settings) -> Outcome:
+    def _decide(self, row: Default, in_range: Callable[[str], bool], settings: Settings) -> Outcome:
         asked = settings.choices.get(row.name)
         if settings.off:
             return Outcome(row.name, NOT_APPLICABLE, "DSV4_SM120=off")
-        if not is_in_range:
+        if row.name not in self.rows:
             return Outcome(row.name, NOT_APPLICABLE, f"for SGLang {row.sglang}")
         if asked == "off" or asked == "0":
             return Outcome(row.name, OFF, "DSV4_SM120_SET")
         value = int(asked) if asked and asked.isdigit() else row.value
         if asked:
             return Outcome(row.name, ON, "DSV4_SM120_SET", value)
-        if row.on and settings.mode != "sm120":
+        is_on = row.on and (row.on_in is None or in_range(row.on_in))
+        if is_on and settings.mode != "sm120":
             return Outcome(row.name, OFF, "validation mode: only what DSV4_SM120_SET asks for")
         with_it = f", with {flag(row.only_with)}" if row.only_with else ""
-        return Outcome(row.name, ON if row.on else OFF, BY_DEFAULT + with_it if row.on else NOT_BY_DEFAULT, value)
+        return Outcome(row.name, ON if is_on else OFF, BY_DEFAULT + with_it if is_on else NOT_BY_DEFAULT, value)
 
     def problem(self) -> str | None:
         """A name in DSV4_SM120_SET that no default and no operator has, or a number for what has none."""

@@ -10,6 +10,7 @@ from deepseek_v4_sm120.patching.spec import VALUE, Default
 
 DECODE_STEPS_BETWEEN_CHUNKS = 8
 CAPTURED_ROWS = 1024  # of a prefill pass in graphs, at most; on one card
+HALF_ROWS = 2048  # of a prompt's half at least: fewer are soon bound by the host
 TRIED = 0  # no number: it is tried out
 
 DEFAULTS = (
@@ -41,11 +42,13 @@ DEFAULTS = (
         why="the card idles while a prompt's rows are summed, twice a layer: 146 of a chunk's 577 ms over PCIe at two "
         "cards, by arithmetic. In two halves that take turns the sums of one run beside the products of the other, and "
         "the host launches twice as much: tried out by the server's first passes, unless a number says how many rows "
-        "a half has at least",
+        "a half has at least. With a number passes in prefill graphs go so, too (0.5.23)",
         source="[R] all releases' batches, models and attention backends; [M] by us, on two H200 through host memory, "
-        "whose host takes as long for a pass as the card: a chunk of 8,192 rows 649 ms for 538",
+        "0.5.23, the bits of whole passes: in graphs a chunk of 8,192 rows 397 ms for 550; without, whose host takes "
+        "as long as the cards, 573 for 531, and passes of 32,000 rows 1,544 for 2,101",
         sglang=">=0.5.14,<0.6",
-        on=False,
+        on=True,
+        on_in=">=0.5.23,<0.6",  # where cards have run it
         how="no way without us",
         value=TRIED,
     ),

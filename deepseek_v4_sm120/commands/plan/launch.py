@@ -20,7 +20,7 @@ from deepseek_v4_sm120.commands.speculation import DSPARK, EAGLE, TEXT, Speculat
 from deepseek_v4_sm120.ops import all_reduce_sizes
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import prefill_graphs
-from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
+from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS, HALF_ROWS
 
 TPS = (1, 2, 4, 8)
 REPORTED_PER_GB = 97887 / 96  # MiB that the driver reports per GB of the label, RTX PRO 6000
@@ -38,6 +38,7 @@ HOME = Path("/root")  # in the image
 EXPERTS = "mxfp4_moe"
 DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
 PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE = prefill_graphs.DEFAULT, (0, 5, 17), (0, 5, 23)
+HALVES, IN_GRAPHS_SINCE = "prompts_in_halves", (0, 5, 23)
 INTERVAL, INTERVAL_0_5_17 = "prefill_decode_interval", "prefill_decode_interval_0_5_17"
 NEWEST_READ = (0, 5, 23)  # every release from 0.5.12 to this one: tests/test_plan_pools.py
 
@@ -109,6 +110,12 @@ class Request:
             return (self.prefill_graphs,)
         return (*dict.fromkeys((prefill_graphs.worth_capturing(self.gpus), CAPTURED_ROWS)), 0)
 
+    @property
+    def may_halve(self) -> bool:
+        """Whether passes of a prompt's rows in graphs may go in halves: not where the user has said how they go."""
+        is_said = HALVES in self.also_set or self.prefill_graphs is not None
+        return self.gpus > 1 and self.version >= IN_GRAPHS_SINCE and not is_said and self.may_capture[0] > 0
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -132,6 +139,11 @@ class Plan:
     environment: list[Flag] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     interval: int = 0
+
+    @property
+    def halves(self) -> bool:
+        """Whether its greatest passes in graphs go in halves."""
+        return self.captured >= 2 * HALF_ROWS and self.request.may_halve
 
     @property
     def static_bytes(self) -> float:
@@ -220,7 +232,10 @@ def make(request: Request) -> Plan:
     wanted = memory.CHUNKS[0] if request.concurrency == 1 else CHUNK_WITH_OTHERS
     chunks, may_capture = [chunk for chunk in memory.CHUNKS if chunk <= wanted], request.may_capture
     is_said = request.prefill_graphs is not None  # by the user: SGLang captures as much, whatever the chunk
-    wishes = dict.fromkeys((chunk, rows if is_said else min(rows, chunk)) for chunk in chunks for rows in may_capture)
+    wishes = [(chunk, rows if is_said else min(rows, chunk)) for chunk in chunks for rows in may_capture]
+    # whole chunks in halves, of which SGLang's own kernel between two cards does not take the sums
+    halved = [(chunks[0], chunks[0])] if request.may_halve and chunks[0] == memory.CHUNKS[0] else []
+    wishes = dict.fromkeys(halved + wishes)
     plan = _best([_sized(request, chunk, rows, with_errors=True) for chunk, rows in wishes])
     if not plan.fits:  # with what the estimates may be short by kept free; without, it may
         plan = _best([_sized(request, chunk, may_capture[-1], with_errors=False) for chunk in chunks])
@@ -347,6 +362,11 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
     elif plan.captured:
         reason = f"prompts of up to {plan.captured:,} new tokens wait for their launches: {_graphs_seen(r)}"
         found.append((f"{PREFILL_GRAPHS}={_captured(plan.captured)}", reason))
+    if plan.halves:
+        seen = "a chunk 397 ms for 550 on two H200 through host memory"
+        found.append(
+            (f"{HALVES}={HALF_ROWS}", f"chunks in halves, the sums of one beside the other's products: {seen}")
+        )
     return found
 
 

@@ -43,9 +43,10 @@ from deepseek_v4_sm120.sglang_patches.adapters.index_select_dealt import see_the
 from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import finished
 from deepseek_v4_sm120.sglang_patches.adapters.turns import Turns
 from deepseek_v4_sm120.sglang_patches.adapters.waiting import Scope, way_out
+from deepseek_v4_sm120.sglang_patches.defaults import HALF_ROWS
 
 PATCH = "prompts_in_halves"
-ROWS = 2048  # of a half at least, more or less, where it is tried out: fewer are soon bound by the host
+ROWS = HALF_ROWS  # of a half at least, more or less, where it is tried out
 PAGE = 256  # a prompt is cut at a multiple of it: no group of a compressor is in both halves
 # Multiprocessors that kernels leave to the sums beside them, whose blocks NCCL has one of for each channel: 4 through
 # host memory (seen on two H200)
@@ -288,6 +289,8 @@ def _pass_of(backend, batch) -> Pass | None:
         return None
     state = importlib.import_module(PARALLEL_STATE)
     tp, cut = state._TP, Cut([int(n) for n in lengths], [int(n) for n in before])
+    if tp.world_size == 1:
+        return None
     why = why_not_here(state) or why_not(backend, batch, cut, each) or why_not_sums(tp, backend, batch, cut)
     if why is not None:
         count(why, cut.whole)
