@@ -186,7 +186,8 @@ def test_later_releases_resolve_with_our_settings(run, version):
     assert found["arguments"].get("prefill_decode_interval", 8) == 8
     assert not [name for name, (state, _) in found["states"].items() if state == "USER'S OWN"]
     on = {name for name, (state, _) in found["states"].items() if state == "ON"}
-    assert on == {"dealt_index"} | ({"prefill_decode_interval"} if version in ("0.5.20", "0.5.23") else set())
+    later = {"prefill_decode_interval"} if version in ("0.5.20", "0.5.23") else set()
+    assert on == {"dealt_index"} | later | ({"prompts_in_halves"} if version == "0.5.23" else set())
 
 
 EVERYTHING = """

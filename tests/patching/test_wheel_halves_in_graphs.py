@@ -335,9 +335,10 @@ def test_what_a_batch_has_keeps_it_from_its_graphs(sglang, version):
         runner.capture()
         odd = pass_of([GRAPH], [0])
         odd.mm_inputs = [object()]
-        return runner.can_run_graph_in_halves(pass_of([GRAPH], [0])), runner.can_run_graph_in_halves(odd)
+        mixed = batch_of([GRAPH], [0], POOL, "MIXED", global_num_token_non_padded_cpu=GRAPH)
+        return [runner.can_run_graph_in_halves(batch) for batch in (pass_of([GRAPH], [0]), odd, mixed)]
 
-    assert Ranks(2).each(body) == [(True, False)] * 2
+    assert Ranks(2).each(body) == [[True, False, False]] * 2
 
 
 @every_release(FIRST)

@@ -45,12 +45,14 @@ HOPPER = "sgl_kernel.flash_mla:flash_mla_with_kvcache"  # in sglang-kernel's whe
 CUT_IN = {"0.5.18": "sglang.srt.managers.schedule_policy", "0.5.21": "sglang.srt.mem_cache.prefill_budget"}  # and later
 SAMPLER = DRAW.partition(":")[0]
 MARLIN = MARLIN_EXPERTS.partition(":")[0]
+PREFILL_RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
 EVERYWHERE = {
     "stripped_thoughts": REQUEST.partition(":")[0],
     **{"argument_defaults": "sglang.srt.arg_groups.deepseek_v4_hook", "index_select": INDEXER, "bf16_linear": INDEXER},
     **{"fp8_linear": FP8_METHOD.partition(":")[0], "mxfp4_moe": SHARED_ADD.partition(":")[0], "wo_a": MODEL},
     **{"min_p_tokens": SAMPLER, "longest_prompt": "sglang.srt.managers.tp_worker"},
 }
+SINCE_0_5_23 = {"min_p_verify": EAGLE, "prompts_in_halves": PREFILL_RUNNER}
 
 
 def expected(version: str) -> dict[str, str]:
@@ -62,7 +64,7 @@ def expected(version: str) -> dict[str, str]:
         found |= {"sparse_decode": SM120_ATTENTION_0_5_14, "paged_prefill": BACKEND}
     found["preempted_requests"] = (ADDER if since(version, "0.5.22") else SCHEDULER).partition(":")[0]
     found |= {} if since(version, "0.5.15") else {"shared_beginnings": SWA_CACHE.partition(":")[0]}
-    ours = http_rows.expected(version) | ({"min_p_verify": EAGLE} if since(version, "0.5.23") else {})
+    ours = http_rows.expected(version) | (SINCE_0_5_23 if since(version, "0.5.23") else {})
     found |= {name: where.partition(":")[0] for name, where in ours.items()}
     if since(version, "0.5.13"):
         found |= {"all_reduce": "sglang.srt.distributed.parallel_state", "dealt_index": INDEXER}
@@ -148,7 +150,7 @@ def test_seams_mode(inspect_wheel, version):
     assert len(found) == num_seams(version)
     for record in found:
         assert (record.state, record.review) == (READY, "reviewed"), f"{record.where}: {record.reason}; {record.review}"
-    asked_for = {"marlin_on_sm120", "dealt_index"}  # by nobody
+    asked_for = {"marlin_on_sm120", "dealt_index", "prompts_in_halves"}  # by nobody
     assert {r.patch.name for r in found_in(made)} >= set(expected(version)) - asked_for
 
 

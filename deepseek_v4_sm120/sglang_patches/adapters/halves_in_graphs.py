@@ -92,6 +92,7 @@ class CapturedHalves(Halves):
 
     def enter_replay(self) -> None:
         self.enter()
+        self._holding.close()  # of a replay that has failed
         self._holding.enter_context(cuda_tensors.held(eager.SUM_SMS))  # of the breaks' kernels: graphs have theirs
 
     def leave_replay(self) -> None:
@@ -215,7 +216,8 @@ def _fits(runner, batch) -> bool:
         return True
     cut = cut_of(batch, halves.rows)
     backend = runner.model_runner.attn_backend
-    return cut.rows == halves.rows < cut.whole and eager.why_not(backend, batch, cut, 0) is None
+    is_cut = batch.forward_mode.name == "EXTEND" and cut.rows == halves.rows < cut.whole
+    return is_cut and eager.why_not(backend, batch, cut, 0) is None
 
 
 def _captured_halves(backend, batch) -> CapturedHalves | None:
