@@ -1,8 +1,8 @@
 """The table's second half: SGLang's defaults that are slow or wrong on SM120 where the fix lies outside our kernels.
 
 A row is on only where the stock default cannot start, or where it can change no number and its harm is on record; what
-nobody has seen run on SM120 is off. One is on where a server tries it out: prompts_in_halves, by which numbers change as
-by another chunk size. DSV4_SM120_SET turns each on or off; what the user sets himself, as a variable or as a server
+nobody has seen run on SM120 is off. One is on where a server tries it out: prompts_in_halves, by which numbers change
+as by another chunk size. DSV4_SM120_SET turns each on or off; what the user sets himself, as a variable or as a server
 argument, always stays. Sources: [R] read in SGLang's code, [M] measured by the named party, [I] inferred. None of it
 was run on an SM120 card by us.
 """
