@@ -2,6 +2,7 @@
 64 streams, and of stock's in the same run; over four cards prompts, too, by NVLink and through host memory. And
 `speculation4_43`: a step of EAGLE's over four cards beside plain decode of as many rows."""
 
+import halves_stage
 import prompt_times
 import streams_stage
 
@@ -12,6 +13,8 @@ OURS2, STOCK2 = "ops43_chain2", "stock43_chain2"  # two cards, with the sums tha
 # four cards, which have room for one engine of all experts
 OURS4, STOCK4, HOST4 = "ops43_chain_tp4", "stock43_chain_tp4", "host43_chain_tp4"
 GRAPHS4, HOST_GRAPHS4 = "graphs43_chain_tp4", "host_graphs43_chain_tp4"
+HOST_HALVES4 = "host_halves43_chain_tp4"  # its chunks in halves
+BY_HOST = (HOST4, HOST_GRAPHS4, HOST_HALVES4)
 ROWS4, EAGLE4 = "rows43_chain_tp4", "eagle43_chain_tp4"
 DRAFTED = {"1": "4", "8": "32"}  # streams of EAGLE 3/1/4: rows that it verifies, of plain decode
 STREAMS, STOCKS_STREAMS = ("1", "8", "32", "64"), ("1", "8")
@@ -25,6 +28,7 @@ IMPLEMENTATIONS = {
     GRAPHS4: "ours, every operator on, four cards, prefill graphs",
     HOST4: "ours, every operator on, four cards, NCCL through host memory",
     HOST_GRAPHS4: "ours, every operator on, four cards, NCCL through host memory, prefill graphs",
+    HOST_HALVES4: "ours, every operator on, four cards, NCCL through host memory, prefill graphs in halves",
     ROWS4: "ours, every operator on, four cards, plain decode of as many rows",
     EAGLE4: "ours, every operator on, four cards, EAGLE 3/1/4, drafts with the head in E4M3",
 }
@@ -75,6 +79,7 @@ def stages(make, timed, sums, ours, no_peers, graphs, drafts):
             make(GRAPHS4, [*four, *graphs, "--phases", "prompts"], environment=ours),
             make(HOST4, host, environment=ours | no_peers),
             make(HOST_GRAPHS4, [*host, *graphs], environment=ours | no_peers),
+            make(HOST_HALVES4, [*host, *graphs], environment=ours | no_peers | halves_stage.HALVED_PASSES),
         ],
         "speculation4_43": [
             make(ROWS4, [*alone, "--bs", *DRAFTED.values()], environment=ours),
@@ -105,7 +110,7 @@ def rows(cases, row):
         case = f"flash43, {streams} of EAGLE's streams, {rows_of_it} rows, 1K context"
         metric = "step within a run, worst, beyond plain decode's, ms"
         found.append(row(case, IMPLEMENTATIONS[EAGLE4], metric, value, MOST_BEYOND_MS, SPECULATION_ISSUE))
-    for name in (OURS4, STOCK4, GRAPHS4, HOST4, HOST_GRAPHS4):
+    for name in (OURS4, STOCK4, GRAPHS4, *BY_HOST):
         found += _prompts(name, cases, row) if name in cases else []
     return found
 
@@ -120,7 +125,7 @@ def _prompts(name, cases, row):
     impl, issue = IMPLEMENTATIONS[name], streams_stage.ISSUE
     times, stock = (cases.get(case, {}).get("prompts", {}) for case in (name, STOCK4))
     worst, found = "first_token_ms_worst", []
-    is_by_host = name in (HOST4, HOST_GRAPHS4)
+    is_by_host = name in BY_HOST
     for at in (HOSTS_SHAPE,) if is_by_host else SHAPES:
         what, seen = f"flash43, {prompt_times.prompts_of(at)}", times.get(at, {})
         bar = HOSTS_MS if is_by_host else None

@@ -13,6 +13,7 @@ EXPERTS = experts_stage.KERNELS["wide"]
 HALVED, CHUNKED = "same_halves2", "same_chunks_of_a_half2"
 HALVED_GRAPHS, CHUNKED_GRAPHS = "same_halves_graphs2", "same_chunks_graphs_of_a_half2"
 WHOLE, AGAIN = "same_unhalved2", "same_unhalved_again2"
+HALVED_PASSES = {"DSV4_SM120_SET": f"{SETTING}=1024"}  # all of twice as many rows, without a trial
 # NCCL adds two terms. A half's products have the rows of a chunk of as many, so every bit is the chunk's; those of the
 # whole may be by another kernel of cuBLAS or DeepGEMM, and have its bits where they are not
 ROWS = 8192  # of a pass: sums of fewer than half of them may be SGLang's own
@@ -55,7 +56,7 @@ def stages(make, timed, same, sets, ours, no_peers):
     """timed, same: options of the two kinds of engines, over two cards."""
     ours = ours | {experts_stage.VARIABLE: "wide"}
     tried = {"DSV4_SM120_SET": f"{SETTING}=on"}
-    each = {"DSV4_SM120_SET": f"{SETTING}=1024"}  # all passes of twice as many rows, without a trial
+    each = HALVED_PASSES
     few_experts = sets(json_model_override_args='{"n_routed_experts": 16}')
     timed = [*timed, *few_experts, "--mem", "0.9", "--rounds", "2", "--phases", "prompts"]
     timed += ["--max-total-tokens", "100000"]

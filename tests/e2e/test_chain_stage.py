@@ -79,22 +79,23 @@ def test_four_cards_hold_one_engine_of_all_experts(machine):  # noqa: F811
     path = machine.out / "stage_chain4_43.json"
     cases = json.loads(path.read_text())["cases"]
     names = (chain_stage.OURS4, chain_stage.STOCK4, chain_stage.GRAPHS4, chain_stage.HOST4)
-    names = (*names, chain_stage.HOST_GRAPHS4)
+    names = (*names, chain_stage.HOST_GRAPHS4, chain_stage.HOST_HALVES4)
     assert tuple(cases) == names
     assert all("tp_size=4" in case["command"] and "--turns" not in case["command"] for case in cases.values())
-    assert [list(cases[name]["prompts"]) for name in names] == [list(chain_stage.SHAPES)] * 3 + [["8x1024"]] * 2
+    assert [list(cases[name]["prompts"]) for name in names] == [list(chain_stage.SHAPES)] * 3 + [["8x1024"]] * 3
     assert "NCCL_P2P_DISABLE=1" in cases[chain_stage.HOST4]["command"]
     rows = rows_of(path)
     assert {row["case"].split(",")[0] for row in rows if row["issue"] in (22, 24)} == {
         "flash43",
         chain_stage.GRAPHS4,
         chain_stage.HOST_GRAPHS4,
+        chain_stage.HOST_HALVES4,
     }
     asked = [(row["issue"], row["case"].removeprefix("flash43, "), row["bar"]) for row in rows if row["bar"]]
     assert sorted(asked) == [
         *[(22, "32 prompts of 1,024 tokens", 0.8)] * 2,  # without and with prefill graphs
         *[(22, "8 prompts of 1,024 tokens", 0.8)] * 2,
-        *[(22, "8 prompts of 1,024 tokens", 420.0)] * 2,
+        *[(22, "8 prompts of 1,024 tokens", 420.0)] * 3,
         *[(22, "a prompt of 32,000 tokens", 0.8)] * 2,
         *((24, f"batch {n}, 1K context", bar) for n, bar in (("1", 2.6), ("32", 9.5), ("64", 11.0), ("8", 5.0))),
     ]
