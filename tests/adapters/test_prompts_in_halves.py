@@ -3,6 +3,9 @@ earlier rows of their prompt have written gives the whole's numbers, by ranks th
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -316,6 +319,51 @@ OF_A_BATCH = {
 @pytest.mark.parametrize(("reason", "given"), OF_A_BATCH.items(), ids=OF_A_BATCH)
 def test_what_keeps_a_pass_whole(reason, given):
     assert why(**given) == (reason,)
+
+
+class Recorder:
+    """SGLang's of the use of experts, one of which records."""
+
+
+class Recording(Recorder):
+    pass
+
+
+@pytest.mark.parametrize("recorder", [Recorder(), Recording(), None])
+@pytest.mark.parametrize("capturer", [None, object()])
+def test_what_looks_at_experts_keeps_passes_whole(monkeypatch, capturer, recorder):
+    """One takes rows for the first of a pass, the other a layer for one that runs once."""
+    capturers = SimpleNamespace(get_global_experts_capturer=lambda: capturer)
+    recorders = SimpleNamespace(
+        get_global_expert_distribution_recorder=lambda: recorder, _ExpertDistributionRecorderReal=Recording
+    )
+    monkeypatch.setitem(sys.modules, adapter.CAPTURERS, capturers)
+    monkeypatch.setitem(sys.modules, adapter.RECORDERS, recorders)
+    returned = ("the experts of rows are returned (--enable-return-routed-experts)",)
+    recorded = ("the use of experts is recorded (--expert-distribution-recorder-mode)",)
+    others = recorded if isinstance(recorder, Recording) else ("in halves",)
+    assert why() == (returned if capturer else others)
+
+
+def test_nothing_of_a_pass_is_kept_by_a_cycle(state):
+    """Metadata of halves are as large as the whole's: gone with the pass, whenever Python looks for cycles."""
+    _this.coordinator = One()
+    backend = Backend(POOL)
+    vars(backend)["init"] = lambda batch: None
+
+    def init(self, batch):
+        self.forward_metadata = Recorder()
+
+    batch = batch_of([100], [0], POOL)
+    gc.disable()
+    try:
+        adapter.replace_init_forward_metadata(init)(backend, batch)
+        alive = [weakref.ref(half.metadata) for half in getattr(batch, adapter.PASS).halves.both]
+        assert all(one() is not None for one in alive)
+        delattr(batch, adapter.PASS)
+        assert [one() for one in alive] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_batch_that_cannot_be_cut_near_its_middle(monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -97,3 +99,27 @@ def test_threads_do_not_share_a_second():
     for thread in threads:
         thread.join()
     assert sorted(found) == [0, 1]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("counts", [(2, 4), (4, 2), (0, 0)])
+def test_nothing_of_a_failed_run_is_kept(counts, failing):
+    """An error has the frames of what raised it, and those the tensors of a pass."""
+    turns, holding = Turns(), [Held()]
+    alive = weakref.ref(holding[0])
+
+    def fails():
+        mine = holding.pop()
+        raise ValueError(mine is None)
+
+    ends = [steps(turns, number, counts[number], []) for number in (0, 1)]
+    ends[failing] = fails
+    with pytest.raises(ValueError):
+        turns.run(*ends)
+    assert turns._error is None
+    gc.collect()
+    assert alive() is None
+
+
+class Held:
+    """What a frame holds."""

@@ -177,6 +177,8 @@ OBJECTS = {
     },
     "prompts_in_halves": {
         "state": ((STATE,),),
+        "capturers": ((f"{SRT}.state_capturer.routed_experts",),),
+        "recorders": ((f"{SRT}.eplb.expert_distribution",),),
         "tp": ((GROUP,),),
         **{name: ((f"{BATCH}:ForwardBatch",),) for name in ("batch", *HALF)},
         "backend": ((f"{BACKEND}:DeepseekV4AttnBackend",),),

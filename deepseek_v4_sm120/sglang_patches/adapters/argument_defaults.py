@@ -80,7 +80,8 @@ def _surroundings(server_args) -> MutableMapping[str, str]:
 
 def _asked(read: Callable) -> dict[str, bool]:
     """What of the server's arguments adapters go by in all of its processes (models_served.py)."""
-    looks = [read(name, None) for name in ("forward_hooks", "debug_tensor_dump_output_folder")]
+    names = ("forward_hooks", "debug_tensor_dump_output_folder", "msprobe_dump_config")
+    looks = [read(name, None) for name in names]
     looks += [name for name in os.environ if name.startswith(DUMPER)]
     return {
         "torch_compile": bool(read("enable_torch_compile", False)),

@@ -89,6 +89,7 @@ class CapturedHalves(Halves):
 
     def leave(self) -> None:
         self.backend.forward_metadata, _context().forward_batch = self._whole
+        self._whole = ()
 
     def enter_replay(self) -> None:
         self.enter()

@@ -28,6 +28,8 @@ import copy
 import functools
 import importlib
 import itertools
+import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,6 +53,7 @@ PAGE = 256  # a prompt is cut at a multiple of it: no group of a compressor is i
 # Multiprocessors that kernels leave to the sums beside them, whose blocks NCCL has one of for each channel: 4 through
 # host memory (seen on two H200)
 SUM_SMS = 8
+CAPTURERS, RECORDERS = "sglang.srt.state_capturer.routed_experts", "sglang.srt.eplb.expert_distribution"
 _OTHER = "dealt_streams"  # off unless somebody asks for it
 PASS = "_dsv4_sm120_pass"  # of a batch: its Pass
 _running = Scope()  # its layer: the Half whose turn it is
@@ -105,8 +108,8 @@ class Halves:
             Half(0, first_half(batch, cut), slice(0, cut.rows)),
             Half(1, second_half(batch, cut), slice(cut.rows, cut.whole)),
         ]
-        for half in self.both:
-            half.halves = self
+        for half in self.both:  # metadata and batches go with the pass, not when somebody looks for cycles
+            half.halves = weakref.proxy(self)
 
     def prepare(self, init_forward_metadata: Callable) -> None:
         for half in self.both:
@@ -310,7 +313,20 @@ def why_not_here(state) -> str | None:
         prompt_passes.of_sums(tp)
         | {f"what has the same sums ({_OTHER})": settings().choices.get(_OTHER, "off") not in ("off", "0")}
         | prompt_passes.of_server(state, tp, state._PP, "batches")
+        | _of_experts()
     ) or (None if see_the_same_cards(tp.world_size) else prompt_passes.OTHER_CARDS)
+
+
+def _of_experts() -> dict[str, bool]:
+    """What looks at a layer's experts, and takes rows for the first of a pass, or a layer for one that is run once."""
+    capturers, recorders = sys.modules.get(CAPTURERS), sys.modules.get(RECORDERS)
+    recorder = recorders and recorders.get_global_expert_distribution_recorder()
+    return {
+        "the experts of rows are returned (--enable-return-routed-experts)": capturers is not None
+        and capturers.get_global_experts_capturer() is not None,
+        "the use of experts is recorded (--expert-distribution-recorder-mode)": recorders is not None
+        and isinstance(recorder, recorders._ExpertDistributionRecorderReal),
+    }
 
 
 def why_not(backend, batch, cut: Cut, each: int) -> str | None:

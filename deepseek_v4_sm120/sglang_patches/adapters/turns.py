@@ -30,6 +30,12 @@ class Turns:
 
     def run(self, first: Callable, second: Callable) -> tuple:
         """What both return. Raises what one of them raises, when both have ended."""
+        try:
+            return self._run_both(first, second)
+        finally:
+            self._error = None  # which has the frames of both
+
+    def _run_both(self, first: Callable, second: Callable) -> tuple:
         inside = functools.partial(self._in_worker, second, _Place())
         behind = _worker().submit(contextvars.copy_context().run, inside)
         try:
