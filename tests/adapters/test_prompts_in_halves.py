@@ -534,3 +534,4 @@ def test_passes_that_never_ended_decide_nothing(monkeypatch):
     for _ in range(len(trial.ORDER) * (trial.WARM + trial.COUNTED)):
         one.next_way(None)
     assert one.next_way(None) == one.decided == trial.WHOLE
+    assert one.told == "whole from 64 rows on: no pass came to its end"

@@ -153,6 +153,7 @@ def test_the_hook_finds_the_model_in_every_kind_of_arguments(monkeypatch, sealed
         ({"nnodes": 2}, "several_hosts"),
         ({"elastic_ep_backend": "mooncake"}, "ranks_come_and_go"),
         ({"debug_tensor_dump_output_folder": "/a/folder"}, "is_looked_into"),
+        ({"msprobe_dump_config": "/a/config.json"}, "is_looked_into"),
         ({"forward_hooks": []}, None),
     ],
     ids=str,

@@ -48,7 +48,9 @@ class Trial:
         torch.distributed.all_reduce(each, op=torch.distributed.ReduceOp.MAX, group=group)
         whole, halves = each.tolist()
         self.decided = HALVES if halves < (1 - LEAST_GAIN) * whole else WHOLE
-        self.told = f"{self.decided} from {self.rows:,} rows on: {halves / whole:.2f} of the whole's time in halves"
+        is_known = math.isfinite(halves) and math.isfinite(whole)
+        found = f"{halves / whole:.2f} of the whole's time in halves" if is_known else "no pass came to its end"
+        self.told = f"{self.decided} from {self.rows:,} rows on: {found}"
         self._times.clear()
 
     def _ms_of_a_row(self, way: str) -> float:

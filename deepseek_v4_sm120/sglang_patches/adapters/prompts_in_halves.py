@@ -17,6 +17,8 @@ Their sums then start in one order. `status` says how many passes went in halves
 Behind the layers both halves' rows are put together: the head, the log-probabilities and what a draft reads are of the
 whole batch, as ever.
 
+Passes in SGLang's prefill graphs: halves_in_graphs.py.
+
 DSV4_SM120_SET=prompts_in_halves=on tries out whether a server's passes gain by it (halves_trial.py); a number: every
 pass of as many rows for each half goes so.
 """
