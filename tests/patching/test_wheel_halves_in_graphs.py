@@ -130,7 +130,7 @@ class Model:
     """Whose attention is a break, as SGLang's. counts: of each layer the batch's rows that are no padding."""
 
     def __init__(self, sglang, backend, coordinator):
-        self.backend, self.coordinator, self.held = backend, coordinator, set()
+        self.backend, self.coordinator, self.held, self.counted = backend, coordinator, set(), []
         self.cache = torch.zeros(LAYERS, NOWHERE + 1, HIDDEN, dtype=torch.long)
         self.attention = sglang.eager_on_graph(True)(self.attend)
 
@@ -144,6 +144,7 @@ class Model:
 
     def forward(self, input_ids, positions, batch, input_embeds, pp_proxy_tensors=None):
         rank, kept = self.coordinator.rank_in_group, []
+        self.counted.append(batch.num_token_non_padded + 0)  # by a graph, at each replay anew
         x = self.coordinator.all_reduce(input_ids[:, None].repeat(1, HIDDEN) * (rank + 1))
         for layer in range(LAYERS):
             self.cache[layer][batch.out_cache_loc] = x
@@ -152,7 +153,7 @@ class Model:
             x = self.coordinator.all_reduce(out * (rank + 1)).remainder(89)
             kept.append(x)
             x = self.coordinator.all_reduce(x * positions[:, None] * (rank + 2)).remainder(83)
-        return (x * 3 + batch.num_token_non_padded * 0, None), kept
+        return (x * 3, None), kept
 
 
 Model.forward_in_halves = eager.replace_model_forward(Model.forward)
@@ -272,6 +273,7 @@ def test_graphs_in_halves_have_the_numbers_of_the_whole(sglang, version, batches
         for lengths, before in batches:
             assert runner.can_run_graph_in_halves(pass_of(lengths, before))
             found = runner.replay(pass_of(lengths, before))
+            assert [int(count) for count in model.counted[-2:]] == [GRAPH // 2, sum(lengths) - GRAPH // 2]
             calls = list(coordinator.calls)
             expected = whole_of(other, other.backend, pass_of(lengths, before))
             coordinator.calls.clear()

@@ -55,7 +55,7 @@ class CapturedHalves(Halves):
 
     def load(self, prepare: Callable, batch, static) -> None:
         """A replay's batch. static: its padded one; prepare: SGLang's, of metadata."""
-        cut = cut_of(batch, self.rows)
+        cut = eager.cut_of(batch, self.rows)
         for half, made in zip(self.both, (eager.first_half(batch, cut), eager.second_half(batch, cut)), strict=True):
             padded = copy.copy(static)
             for name in eager.ROW_FIELDS:
@@ -159,10 +159,6 @@ class CapturedHalves(Halves):
         capture.cuda_graph._break_fns.append(behind)
 
 
-def cut_of(batch, rows: int) -> Cut:
-    return Cut(list(batch.extend_seq_lens_cpu), list(batch.extend_prefix_lens_cpu), at=rows)
-
-
 def replace_init_for_capture(original: Callable) -> Callable:
     """For DeepseekV4AttnBackend.init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch)."""
 
@@ -215,7 +211,7 @@ def _fits(runner, batch) -> bool:
     halves = next((getattr(found, _HALVES, None) for key, found in captured.items() if key.size == rows), None)
     if halves is None:
         return True
-    cut = cut_of(batch, halves.rows)
+    cut = eager.cut_of(batch, halves.rows)
     backend = runner.model_runner.attn_backend
     is_cut = batch.forward_mode.name == "EXTEND" and cut.rows == halves.rows < cut.whole
     return is_cut and eager.why_not(backend, batch, cut, 0) is None
@@ -228,14 +224,13 @@ def _captured_halves(backend, batch) -> CapturedHalves | None:
     if rows < 2 * each or rows % (2 * eager.PAGE):
         return None
     state = importlib.import_module(PARALLEL_STATE)
-    tp, cut = state._TP, cut_of(batch, rows // 2)
-    why = eager.why_not_here(state) or eager.why_not(backend, batch, cut, each)
+    cut = eager.cut_of(batch, rows // 2)
     # while graphs are captured SGLang has its own NCCL switched on, which would sum within them
-    why = why or eager.why_not_sums(tp, backend, batch, cut, but=("pynccl_comm",))
+    why = eager.why_whole(state, backend, batch, cut, each, but=("pynccl_comm",))
     if why is not None:
         eager.count(f"captured: {why}", rows)
         return None
-    return CapturedHalves(backend, tp, batch, cut)
+    return CapturedHalves(backend, state._TP, batch, cut)
 
 
 def _context():

@@ -287,16 +287,16 @@ def _pass_of(backend, batch) -> Pass | None:
     """None: nothing is asked about such a batch, or it goes whole for a reason."""
     if batch.forward_mode.name != "EXTEND" or backend.model_runner.is_draft_worker:
         return None
-    lengths, before = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
     asked = least_rows()
     each = asked or ROWS
-    if not lengths or before is None or len(batch.input_ids) < 2 * each:
+    if not batch.extend_seq_lens_cpu or batch.extend_prefix_lens_cpu is None or len(batch.input_ids) < 2 * each:
         return None
     state = importlib.import_module(PARALLEL_STATE)
-    tp, cut = state._TP, Cut([int(n) for n in lengths], [int(n) for n in before])
+    tp = state._TP
     if tp.world_size == 1:
         return None
-    why = why_not_here(state) or why_not(backend, batch, cut, each) or why_not_sums(tp, backend, batch, cut)
+    cut = cut_of(batch)
+    why = why_whole(state, backend, batch, cut, each)
     if why is not None:
         count(why, cut.whole)
         return None
@@ -306,6 +306,17 @@ def _pass_of(backend, batch) -> Pass | None:
         return Pass(cut.whole, None, tried) if tried.is_timed() else None
     count(None, cut.whole)
     return Pass(cut.whole, Halves(backend, tp, batch, cut), tried if tried and tried.is_timed() else None)
+
+
+def cut_of(batch, at: int | None = None) -> Cut:
+    return Cut([int(n) for n in batch.extend_seq_lens_cpu], [int(n) for n in batch.extend_prefix_lens_cpu], at)
+
+
+def why_whole(state, backend, batch, cut: Cut, each: int, but: tuple[str, ...] = ()) -> str | None:
+    """but: ways to sum of SGLang's that are not asked for."""
+    return (
+        why_not_here(state) or why_not(backend, batch, cut, each) or _why_not_sums(state._TP, backend, batch, cut, but)
+    )
 
 
 def why_not_here(state) -> str | None:
@@ -350,8 +361,7 @@ def why_not(backend, batch, cut: Cut, each: int) -> str | None:
     )
 
 
-def why_not_sums(tp, backend, batch, cut: Cut, but: tuple[str, ...] = ()) -> str | None:
-    """but: ways to sum of SGLang's that are not asked for."""
+def _why_not_sums(tp, backend, batch, cut: Cut, but: tuple[str, ...]) -> str | None:
     rows = batch.input_ids.new_empty(cut.least, backend.model_runner.model_config.hidden_size, dtype=torch.bfloat16)
     return None if prompt_passes.is_for_nccl(tp, rows, but) else "others than NCCL sum"
 
