@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepseek_v4_sm120.sglang_patches.adapters import prompt_passes
+from deepseek_v4_sm120 import settings
+from deepseek_v4_sm120.sglang_patches.adapters import all_reduce, prompt_passes
 
 
 class Coordinator:
@@ -49,6 +50,23 @@ def test_another_takes_it(name):
 @pytest.mark.parametrize("name", NONE_OF_THEM)
 def test_others_that_are_off_or_do_not_take_it_leave_it(name):
     assert is_for_nccl(**{name: NONE_OF_THEM[name]})
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("rows", [8, 9])
+def test_where_ours_takes_all_rows_nccl_has_those_of_prompts_over_two_cards(ranks, reproducible, rows, monkeypatch):
+    """Ours takes 8 rows at once, and 9 of a reproducible server, in pieces."""
+    choices = {"reproducible": "on"} if reproducible else {}
+    monkeypatch.setattr(all_reduce, "settings", lambda: settings.Settings(choices=choices))
+    monkeypatch.setattr(all_reduce.op, "MAX_ROWS", 8)
+    theirs = SimpleNamespace(disabled=False, should_custom_ar=lambda x: False)
+    ours = all_reduce.Communicator(theirs, SimpleNamespace(ranks=ranks, takes=lambda x: len(x) <= 8))
+    coordinator = Coordinator()
+    coordinator.ca_comm = ours
+    assert ours.should_custom_ar(torch.empty(rows, 2)) is (reproducible or rows == 8)
+    is_for_nccl = prompt_passes.is_for_nccl(coordinator, torch.empty(rows, 2))
+    assert is_for_nccl is (rows == 9 and (ranks == 2 or not reproducible))
 
 
 def test_where_sglangs_kernel_takes_fewer_rows_nccl_has_the_rest():

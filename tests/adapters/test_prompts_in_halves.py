@@ -399,11 +399,14 @@ def test_what_keeps_a_servers_passes_whole(state, monkeypatch):
     assert why() == ("expert parallelism",)
     state.experts = 1
     adapter._left.clear()
+    set_to(monkeypatch, reproducible=True)
+    assert why() == ("in halves",), "of two terms NCCL has the same order"
+    four = One()
+    four.world_size = 4
+    assert why(coordinator=four) == (prompt_passes.ONE_ORDER,)
+    adapter._left.clear()
     monkeypatch.setattr(models_served, "is_looked_into", lambda: True)
     assert why() == ("what modules return is looked at (--forward-hooks)",)
-    adapter._left.clear()
-    set_to(monkeypatch, reproducible=True)
-    assert why() == ("every sum has one order (reproducible=on)",)
 
 
 def test_sums_are_one_mechanisms(monkeypatch):

@@ -1,7 +1,8 @@
-"""The stages `halves2_same` and `halves2_43` of run_stage.py: prompts over two cards in halves that take turns, as
-chunks of a half, and whole; launched one by one, and in SGLang's prefill graphs. To the last bit, at six layers; and
-the time to the first token through host memory, in passes of 8,192 rows and of 32,000, for which the host's launches
-are no more. Experts are by the kernels of an SM120 (sm120_plugin)."""
+"""The stages `halves2_same`, `halves2_combined` and `halves2_43` of run_stage.py: prompts over two cards in halves that
+take turns, as chunks of a half, and whole; launched one by one, and in SGLang's prefill graphs. To the last bit, at six
+layers; where every sum has one order behind the prefix cache, of many prompts in a pass, and the text with EAGLE, too;
+and the time to the first token through host memory, in passes of 8,192 rows and of 32,000, for which the host's
+launches are no more. Experts are by the kernels of an SM120 (sm120_plugin), but for `halves2_combined`."""
 
 import experts_stage
 import prompt_times
@@ -13,20 +14,41 @@ EXPERTS = experts_stage.KERNELS["wide"]
 HALVED, CHUNKED = "same_halves2", "same_chunks_of_a_half2"
 HALVED_GRAPHS, CHUNKED_GRAPHS = "same_halves_graphs2", "same_chunks_graphs_of_a_half2"
 WHOLE, AGAIN = "same_unhalved2", "same_unhalved_again2"
-HALVED_PASSES = {"DSV4_SM120_SET": f"{SETTING}=1024"}  # all of twice as many rows, without a trial
+VARIABLE = "DSV4_SM120_SET"
+HALVED_PASSES = {VARIABLE: f"{SETTING}=1024"}  # all of twice as many rows, without a trial
+WHOLE_PASSES = {VARIABLE: f"{SETTING}=off"}  # by default passes are tried out
 # NCCL adds two terms. A half's products have the rows of a chunk of as many, so every bit is the chunk's; those of the
 # whole may be by another kernel of cuBLAS or DeepGEMM, and have its bits where they are not
 ROWS = 8192  # of a pass: sums of fewer than half of them may be SGLang's own
 PROMPTS = ["--batches", "8", "--graph-bs", "1", "8", "--prompts", ",".join(str(count * ROWS) for count in (1, 2, 3))]
 PADDED = 15001  # in graphs alone, whose middle stays where it is
-ALONE = ("two cards, prompts in halves against chunks of a half", "two cards, the same in prefill graphs")
+ALONE = ((HALVED, CHUNKED), (HALVED_GRAPHS, CHUNKED_GRAPHS))  # of which prompts at once are not compared
 SAMES = [
-    (ALONE[0], HALVED, CHUNKED),
-    (ALONE[1], HALVED_GRAPHS, CHUNKED_GRAPHS),
+    ("two cards, prompts in halves against chunks of a half", HALVED, CHUNKED),
+    ("two cards, the same in prefill graphs", HALVED_GRAPHS, CHUNKED_GRAPHS),
     ("two cards, prompts in halves against whole ones", HALVED, WHOLE),
     ("two cards, prompts in halves, once more", HALVED, HALVED),
     ("two cards, prompts in halves in prefill graphs, once more", HALVED_GRAPHS, HALVED_GRAPHS),
     ("yardstick: two cards, whole prompts, two processes", AGAIN, WHOLE),
+]
+# With one order of sums any cut has the bits of the whole: behind a prefix, with rows of many prompts, with drafts
+COMBINED = {  # name -> what it is
+    (TOGETHER := "same_halves_together2"): "prompts in halves, prefix cache",
+    (TOGETHER_GRAPHS := "same_halves_together_graphs2"): "prompts in halves, prefill graphs, prefix cache",
+    (TOGETHER_WHOLE := "same_unhalved_together2"): "prompts whole, prefix cache",
+    (EAGLE := "text_halves2_eagle314"): "prompts in halves, EAGLE 3/1/4",
+    (EAGLE_GRAPHS := "text_halves_graphs2_eagle314"): "prompts in halves, prefill graphs, EAGLE 3/1/4",
+    (PLAIN := "text_unhalved2_plain"): "prompts whole, without speculation",
+}
+COMBINED_PROMPTS = "5,130,2100,8200,12000,20001"
+SAMES += [
+    ("two cards, prompts in halves, prefix cache and batches, against whole ones", TOGETHER, TOGETHER_WHOLE),
+    ("two cards, prompts in halves in prefill graphs, prefix cache and batches", TOGETHER_GRAPHS, TOGETHER_WHOLE),
+    ("two cards, whole prompts, in batches, behind their first half, and once more", TOGETHER_WHOLE, TOGETHER_WHOLE),
+]
+TEXTS = [
+    ("EAGLE, 3 drafts, two cards, prompts in halves", EAGLE, PLAIN),
+    ("EAGLE, 3 drafts, two cards, prompts in halves in prefill graphs", EAGLE_GRAPHS, PLAIN),
 ]
 WORDS = {"halves": "prompts in halves", "unhalved": "prompts whole"}
 GRAPHS = "_graphs"
@@ -37,6 +59,7 @@ SHAPES = {"": prompt_times.SHAPES, GRAPHS: prompt_times.SHAPES, "_32k": ("1x3200
 MOST_SEEN = 0.3  # of the sums' time, in passes of 8,192 rows and more: what is not hidden
 # prompts alone, twice and by their first half; two rounds. Reports are written at powers of two
 PASSES = {HALVED: 8, HALVED_GRAPHS: 8, TRIED: 4, **{name: 2 for name, (how, _) in TIMED.items() if how == "halves"}}
+PASSES |= {name: 8 if name in (TOGETHER, TOGETHER_GRAPHS) else 4 for name in COMBINED if "unhalved" not in name}
 IMPLEMENTATIONS = {
     HALVED: f"ours, two cards, {EXPERTS}, prompts in halves",
     CHUNKED: f"ours, two cards, {EXPERTS}, chunks of a half",
@@ -45,6 +68,7 @@ IMPLEMENTATIONS = {
     WHOLE: f"ours, two cards, {EXPERTS}, prompts whole",
     AGAIN: f"ours, two cards, {EXPERTS}, prompts whole, another process",
     TRIED: f"ours, two cards, {EXPERTS}, {prompt_times.PEERS['_no_peers']}, {CHUNKS['']}, as the server finds",
+    **{name: f"ours, reproducible, two cards, {how}" for name, how in COMBINED.items()},
     **{
         name: f"ours, two cards, {EXPERTS}, {prompt_times.PEERS['_no_peers']}, {CHUNKS[chunk]}, {WORDS[how]}"
         for name, (how, chunk) in TIMED.items()
@@ -52,11 +76,12 @@ IMPLEMENTATIONS = {
 }
 
 
-def stages(make, timed, same, sets, ours, no_peers):
-    """timed, same: options of the two kinds of engines, over two cards."""
+def stages(make, timed, same, text, sets, eagle, ours, no_peers, reproducible):
+    """timed, same, text: options of the kinds of engines, over two cards; eagle: EAGLE's."""
+    combined = _combined(make, same, text, sets, eagle, ours | no_peers, reproducible)
     ours = ours | {experts_stage.VARIABLE: "wide"}
-    tried = {"DSV4_SM120_SET": f"{SETTING}=on"}
-    each = HALVED_PASSES
+    tried = {VARIABLE: f"{SETTING}=on"}
+    each, never = HALVED_PASSES, WHOLE_PASSES
     few_experts = sets(json_model_override_args='{"n_routed_experts": 16}')
     timed = [*timed, *few_experts, "--mem", "0.9", "--rounds", "2", "--phases", "prompts"]
     timed += ["--max-total-tokens", "100000"]
@@ -72,23 +97,37 @@ def stages(make, timed, same, sets, ours, no_peers):
     return {
         "halves2_same": [
             make(HALVED, [*same, str(ROWS)], environment=summed | each),
-            make(CHUNKED, [*same, str(ROWS // 2)], environment=summed),
+            make(CHUNKED, [*same, str(ROWS // 2)], environment=summed | never),
             make(HALVED_GRAPHS, in_graphs(ROWS), environment=summed | each),
-            make(CHUNKED_GRAPHS, in_graphs(ROWS // 2), environment=summed),
-            make(WHOLE, [*same, str(ROWS)], environment=summed),
-            make(AGAIN, [*same, str(ROWS)], environment=summed),
+            make(CHUNKED_GRAPHS, in_graphs(ROWS // 2), environment=summed | never),
+            make(WHOLE, [*same, str(ROWS)], environment=summed | never),
+            make(AGAIN, [*same, str(ROWS)], environment=summed | never),
         ],
+        "halves2_combined": combined,
         "halves2_43": [
             make(
                 name,
                 options[chunk],
-                environment=ours | no_peers | (each if how == "halves" else {}),
+                environment=ours | no_peers | (each if how == "halves" else never),
                 takes_turns=True,
             )
             for name, (how, chunk) in TIMED.items()
         ]
         + [make(TRIED, options[""], environment=ours | no_peers | tried, takes_turns=True)],
     }
+
+
+def _combined(make, same, text, sets, eagle, environment, reproducible):
+    """In turn, as all that is asked of several cards."""
+    (one_order,) = reproducible.values()
+    cases, graphs = [], captured(sets, ROWS)
+    for name in COMBINED:
+        options = [*same, "--radix"] if name.startswith("same") else [*text, *(() if name == PLAIN else eagle)]
+        options = [*options, "--prompts", COMBINED_PROMPTS, "--chunk", str(ROWS), "--max-total-tokens", "400000"]
+        how = (WHOLE_PASSES if "unhalved" in name else HALVED_PASSES)[VARIABLE]
+        options += graphs if GRAPHS in name else []
+        cases.append(make(name, options, environment=environment | {VARIABLE: f"{one_order},{how}"}, takes_turns=True))
+    return cases
 
 
 def captured(sets, rows):
@@ -102,7 +141,7 @@ def rows(cases, row):
         impl, reports = IMPLEMENTATIONS[name], cases[name]["reports"]
         least = PASSES.get(name)
         found.append(prompt_times.counted(name, reports, SETTING, "passes", "passes in halves", impl, least, row))
-        found += experts_stage.ran(name, impl, "wide", cases[name], row, ISSUE)
+        found += [] if name in COMBINED else experts_stage.ran(name, impl, "wide", cases[name], row, ISSUE)
         if "graphs" in name:
             by_graphs = cases[name]["prefills"].get("true", 0)
             found.append(row(name, impl, "passes by prefill graphs, missing to 4", max(0, 4 - by_graphs), 0, ISSUE))

@@ -207,7 +207,7 @@ def sames(arguments):
             continue
         one_at_a_time = next(iter(b["groups"].values()))
         pairs = [(f"{n} #{i}", x, b["alone"][n][0]) for n, asked in a["alone"].items() for i, x in enumerate(asked)]
-        groups = {} if what in halves_stage.ALONE else a["groups"]
+        groups = {} if (run, against) in halves_stage.ALONE else a["groups"]
         pairs += [(f"{n} of {g}", x, one_at_a_time[n]) for g, group in groups.items() for n, x in group.items()]
         steps = [(p, q) for _, x, y in pairs for p, q in zip(x["logprobs"], y["logprobs"], strict=True)]
         others = [name for name, x, y in pairs if x["digest"] != y["digest"]]

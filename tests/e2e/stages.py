@@ -393,7 +393,17 @@ STAGES = {
         drafts=(eagle(3), E4M3_DRAFTS),
     ),
     # prompts in halves that take turns, and whole: to the last bit beside our sums of few rows; timed by NCCL alone
-    **halves_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
+    **halves_stage.stages(
+        Case,
+        [*SIDE_BY_SIDE, *TWO_CARDS],
+        sums(2, *SAME, *SMALL_MODEL),
+        sums(2, *TEXT, *SMALL_MODEL),
+        sets,
+        eagle(3),
+        EVERY_CALL,
+        NO_PEERS,
+        REPRODUCIBLE,
+    ),
     # a prompt's streams, dealt to the cards and whole, likewise
     **streams_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     **prompts_stage.stages(
@@ -431,6 +441,7 @@ TEXTS = [
     ("EAGLE, 3 drafts, 43 layers", "text43_eagle314", "text43_plain"),
     ("EAGLE, 3 drafts, 43 layers, prefill graphs", "text43_eagle314_graphs", "text43_plain"),
     *cards_stage.TEXTS,
+    *halves_stage.TEXTS,
     ("yardstick: stock, EAGLE, 3 drafts", "stock_eagle314", "stock_plain"),
 ]
 

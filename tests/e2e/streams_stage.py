@@ -3,6 +3,7 @@ on both. To the last bit, at six layers; and the time to the first token, over N
 NVLink beside stock's; there, too, with prompts' experts as an SM120 engine has them."""
 
 import experts_stage
+import halves_stage
 import prompt_times
 
 ISSUE = 22
@@ -36,27 +37,27 @@ IMPLEMENTATIONS = {
 
 def stages(make, timed, same, sets, ours, no_peers):
     """timed, same: options of the two kinds of engines, over two cards."""
-    on = {"DSV4_SM120_SET": f"{SETTING}=on"}
+    on, whole = {"DSV4_SM120_SET": f"{SETTING}=on"}, halves_stage.WHOLE_PASSES
     timed = [*timed, *sets(json_model_override_args='{"n_routed_experts": 16}'), "--mem", "0.97", "--rounds", "2"]
     timed += ["--phases", "prompts", "--shapes", *SHAPES, "--max-total-tokens", "100000"]
     same = [*same, *PROMPTS]
     return {
         "streams2_same": [
             make(DEALT, same, environment=ours | on),
-            make(KEPT, same, environment=ours),
-            make(AGAIN, same, environment=ours),
+            make(KEPT, same, environment=ours | whole),
+            make(AGAIN, same, environment=ours | whole),
         ],
         "streams2_43": [
             *(
                 make(
                     name,
                     timed,
-                    environment=ours | (on if how == "dealt" else {}) | (no_peers if peers else {}),
+                    environment=ours | (on if how == "dealt" else whole) | (no_peers if peers else {}),
                     takes_turns=True,
                 )
                 for name, (how, peers) in TIMED.items()
             ),
-            make(WIDE, timed, environment=ours | {experts_stage.VARIABLE: "wide"}, takes_turns=True),
+            make(WIDE, timed, environment=ours | whole | {experts_stage.VARIABLE: "wide"}, takes_turns=True),
             make(STOCK, timed, patched=False, takes_turns=True),
         ],
     }

@@ -15,7 +15,8 @@ def test_bits_of_prompts_in_halves(machine):  # noqa: F811
     path = machine.out / "stage_halves2_same.json"
     stage = json.loads(path.read_text())
     assert "DSV4_SM120_SET=prompts_in_halves=1024" in stage["cases"]["same_halves2"]["command"]
-    assert "DSV4_SM120_SET" not in stage["cases"]["same_unhalved2"]["command"]
+    whole = ("same_unhalved2", "same_unhalved_again2", "same_chunks_of_a_half2", "same_chunks_graphs_of_a_half2")
+    assert all("prompts_in_halves=off" in stage["cases"][name]["command"] for name in whole), "by default it is tried"
     told = {(s["run"], s["against"]): (s["answers"], s["differ"]) for s in stage["sames"]}
     of_three = 3 * 2 + 8  # prompts alone, twice; 8 at once
     assert told == {
@@ -29,6 +30,32 @@ def test_bits_of_prompts_in_halves(machine):  # noqa: F811
     rows = [row for row in rows_of(path) if "passes in halves" in row["metric"]]
     assert sorted((row["value"], row["met"]) for row in rows) == [(0, True)] * 6
     assert all("E2E_AS_SM120=wide" in case["command"] for case in stage["cases"].values())
+
+
+@pytest.mark.parametrize("unlike", ["same_halves_together_graphs2", "text_halves2_eagle314"])
+def test_bits_and_text_of_prompts_in_halves_beside_other_features(machine, unlike):  # noqa: F811
+    ended = machine("halves2_combined", FAKE_UNLIKE=unlike, FAKE_OTHER_TEXT=unlike)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    path = machine.out / "stage_halves2_combined.json"
+    cases, rows = json.loads(path.read_text())["cases"], rows_of(path)
+    assert list(cases) == list(halves_stage.COMBINED)
+    for name, case in cases.items():
+        way = "off" if "unhalved" in name else "1024"
+        assert f"DSV4_SM120_SET=reproducible=on,prompts_in_halves={way}" in case["command"]
+        assert ("breakable" in case["command"]) is ("graphs" in name)
+        assert ("EAGLE" in case["command"]) is ("eagle314" in name)
+    unmet = {row["impl"] for row in rows if row["metric"] == "answers that differ" and not row["met"]}
+    assert unmet == {halves_stage.IMPLEMENTATIONS[unlike]}
+    assert sum(row["metric"] == "answers that differ" and row["bar"] == 0 for row in rows) >= 3 + 2 * 3
+    passes = [(row["case"], row["metric"], row["value"]) for row in rows if "passes in halves" in row["metric"]]
+    assert len(passes) == 6 and all(value == 0 for *_, value in passes)
+    assert {case for case, metric, _ in passes if "none was asked" in metric} == {n for n in cases if "unhalved" in n}
+
+
+def test_combined_engines_whose_passes_were_whole_have_shown_nothing(machine):  # noqa: F811
+    machine("halves2_combined", FAKE_PASSES="0")
+    rows = [row for row in rows_of(machine.out / "stage_halves2_combined.json") if "passes in" in row["metric"]]
+    assert sorted(row["value"] for row in rows if row["met"] is False) == [4, 4, 8, 8]
 
 
 @pytest.mark.parametrize(("passes", "missing"), [("3", 5), ("0", 8), ("8", 0)])

@@ -276,6 +276,10 @@ class Communicator:
     def _in_pieces(self, x: torch.Tensor) -> bool:
         return self._takes_all_rows and x.ndim == 2 and x.shape[0] > op.MAX_ROWS
 
+    def may_be_nccls(self, x: torch.Tensor) -> bool:
+        """Whether NCCL may sum in place of ours: prompts' rows over two cards, as two terms have one order."""
+        return self._in_pieces(x) and self.sums.ranks == 2
+
     def _ours(self, x: torch.Tensor) -> torch.Tensor:
         if not self._in_pieces(x):
             return op.all_reduce(x, self.sums, tag=self.next_tag())

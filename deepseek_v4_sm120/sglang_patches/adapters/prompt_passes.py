@@ -14,6 +14,9 @@ import torch
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
 from deepseek_v4_sm120.sglang_patches import models_served
+from deepseek_v4_sm120.sglang_patches.adapters.all_reduce import Communicator
+
+ONE_ORDER = "every sum has one order (reproducible=on)"
 
 
 def first(reasons: dict[str, bool]) -> str | None:
@@ -21,11 +24,12 @@ def first(reasons: dict[str, bool]) -> str | None:
     return next((why for why, holds in reasons.items() if holds), None)
 
 
-def of_sums(tp) -> dict[str, bool]:
-    """Reasons against another way that are the sums' of a group."""
+def of_sums(tp, ranks: int = 0) -> dict[str, bool]:
+    """Reasons against another way that are the sums' of a group. ranks: of how many at most a reproducible server's
+    sums may be NCCL's."""
     return {
         "one card has all rows": tp.world_size == 1,
-        "every sum has one order (reproducible=on)": settings().reproducible,
+        ONE_ORDER: settings().reproducible and tp.world_size > ranks,
     }
 
 
@@ -50,16 +54,22 @@ _OTHERS = ("pynccl_comm", "qr_comm", "pymscclpp_comm", "torch_symm_mem_comm", "p
 
 
 def is_for_nccl(coordinator, x: torch.Tensor, but: tuple[str, ...] = ()) -> bool:
-    """Whether SGLang's all_reduce would end at torch.distributed's, in place. but: of _OTHERS, not asked for."""
+    """Whether SGLang's all_reduce would end at torch.distributed's, in place, or at ours with the same bits. but: of
+    _OTHERS, not asked for."""
     others = [getattr(coordinator, name, None) for name in _OTHERS if name not in but]
-    custom = coordinator.ca_comm
     by_flashinfer = getattr(coordinator, "_can_use_flashinfer_allreduce", None)  # 0.5.18 and later
     return (
         all(other is None or other.disabled for other in others)
-        and not (custom is not None and not custom.disabled and custom.should_custom_ar(x))
+        and not _is_for_custom(coordinator.ca_comm, x)
         and not coordinator.is_symmetric_memory_enabled()
         and not (by_flashinfer is not None and by_flashinfer(x))
     )
+
+
+def _is_for_custom(custom, x: torch.Tensor) -> bool:
+    if custom is None or custom.disabled or not custom.should_custom_ar(x):
+        return False
+    return not (isinstance(custom, Communicator) and custom.may_be_nccls(x))
 
 
 def count(

@@ -323,7 +323,7 @@ def why_not_here(state) -> str | None:
     """What keeps all of a server's passes whole."""
     tp = state._TP
     return prompt_passes.first(
-        prompt_passes.of_sums(tp)
+        prompt_passes.of_sums(tp, ranks=2)  # two terms have one order
         | {f"what has the same sums ({_OTHER})": settings().choices.get(_OTHER, "off") not in ("off", "0")}
         | prompt_passes.of_server(state, tp, state._PP, "batches")
         | _of_experts()
