@@ -58,7 +58,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_reproducible43": ("reproducible43", "reproducible43_2", "reproducible43_4", "reproducible43_cost"),
     "e2e_features": ("features",),
     "e2e_experts": ("experts", "experts_same", "experts_router", "experts_seams"),
-    "e2e_halves": ("halves2_same", "halves2_combined", "halves2_43"),
+    "e2e_halves": ("halves2_same", "halves4_same", "halves2_combined", "halves2_43"),
     "e2e_streams": ("streams2_same", "streams2_43"),
     "e2e_prompts": (
         *("prompts", "prompts2", "prompts_planned", "prompts_planned2", "prompts_same", "prompts_same2"),

@@ -1,8 +1,9 @@
-"""The stages `halves2_same`, `halves2_combined` and `halves2_43` of run_stage.py: prompts over two cards in halves that
-take turns, as chunks of a half, and whole; launched one by one, and in SGLang's prefill graphs. To the last bit, at six
-layers; where every sum has one order behind the prefix cache, of many prompts in a pass, and the text with EAGLE, too;
-and the time to the first token through host memory, in passes of 8,192 rows and of 32,000, for which the host's
-launches are no more. Experts are by the kernels of an SM120 (sm120_plugin), but for `halves2_combined`."""
+"""The stages `halves2_same`, `halves4_same` (four cards), `halves2_combined` and `halves2_43` of run_stage.py: prompts
+over cards in halves that take turns, as chunks of a half, and whole; launched one by one, and in SGLang's prefill
+graphs. To the last bit, at six layers; where every sum has one order behind the prefix cache, of many prompts in a
+pass, and the text with EAGLE, too; and the time to the first token through host memory, in passes of 8,192 rows and of
+32,000, for which the host's launches are no more. Experts are by the kernels of an SM120 (sm120_plugin), but for
+`halves2_combined`."""
 
 import experts_stage
 import prompt_times
@@ -13,6 +14,10 @@ SETTING = "prompts_in_halves"
 EXPERTS = experts_stage.KERNELS["wide"]
 HALVED, CHUNKED = "same_halves2", "same_chunks_of_a_half2"
 HALVED_GRAPHS, CHUNKED_GRAPHS = "same_halves_graphs2", "same_chunks_graphs_of_a_half2"
+# over four cards, where NCCL's order of terms may hang on the bytes: halves and chunks of one sum the same
+HALVED4, CHUNKED4 = "same_halves4", "same_chunks_of_a_half4"
+HALVED_GRAPHS4, CHUNKED_GRAPHS4 = "same_halves_graphs4", "same_chunks_graphs_of_a_half4"
+FOUR = (HALVED4, CHUNKED4, HALVED_GRAPHS4, CHUNKED_GRAPHS4)
 WHOLE, AGAIN = "same_unhalved2", "same_unhalved_again2"
 VARIABLE = "DSV4_SM120_SET"
 HALVED_PASSES = {VARIABLE: f"{SETTING}=1024"}  # all of twice as many rows, without a trial
@@ -22,10 +27,13 @@ WHOLE_PASSES = {VARIABLE: f"{SETTING}=off"}  # by default passes are tried out
 ROWS = 8192  # of a pass: sums of fewer than half of them may be SGLang's own
 PROMPTS = ["--batches", "8", "--graph-bs", "1", "8", "--prompts", ",".join(str(count * ROWS) for count in (1, 2, 3))]
 PADDED = 15001  # in graphs alone, whose middle stays where it is
-ALONE = ((HALVED, CHUNKED), (HALVED_GRAPHS, CHUNKED_GRAPHS))  # of which prompts at once are not compared
+# of which prompts at once are not compared
+ALONE = ((HALVED, CHUNKED), (HALVED_GRAPHS, CHUNKED_GRAPHS), (HALVED4, CHUNKED4), (HALVED_GRAPHS4, CHUNKED_GRAPHS4))
 SAMES = [
     ("two cards, prompts in halves against chunks of a half", HALVED, CHUNKED),
     ("two cards, the same in prefill graphs", HALVED_GRAPHS, CHUNKED_GRAPHS),
+    ("four cards, prompts in halves against chunks of a half", HALVED4, CHUNKED4),
+    ("four cards, the same in prefill graphs", HALVED_GRAPHS4, CHUNKED_GRAPHS4),
     ("two cards, prompts in halves against whole ones", HALVED, WHOLE),
     ("two cards, prompts in halves, once more", HALVED, HALVED),
     ("two cards, prompts in halves in prefill graphs, once more", HALVED_GRAPHS, HALVED_GRAPHS),
@@ -59,12 +67,17 @@ SHAPES = {"": prompt_times.SHAPES, GRAPHS: prompt_times.SHAPES, "_32k": ("1x3200
 MOST_SEEN = 0.3  # of the sums' time, in passes of 8,192 rows and more: what is not hidden
 # prompts alone, twice and by their first half; two rounds. Reports are written at powers of two
 PASSES = {HALVED: 8, HALVED_GRAPHS: 8, TRIED: 4, **{name: 2 for name, (how, _) in TIMED.items() if how == "halves"}}
+PASSES |= {HALVED4: 8, HALVED_GRAPHS4: 8}
 PASSES |= {name: 8 if name in (TOGETHER, TOGETHER_GRAPHS) else 4 for name in COMBINED if "unhalved" not in name}
 IMPLEMENTATIONS = {
     HALVED: f"ours, two cards, {EXPERTS}, prompts in halves",
     CHUNKED: f"ours, two cards, {EXPERTS}, chunks of a half",
     HALVED_GRAPHS: f"ours, two cards, {EXPERTS}, prompts in halves, prefill graphs",
     CHUNKED_GRAPHS: f"ours, two cards, {EXPERTS}, chunks of a half, prefill graphs",
+    HALVED4: f"ours, four cards, {EXPERTS}, prompts in halves",
+    CHUNKED4: f"ours, four cards, {EXPERTS}, chunks of a half",
+    HALVED_GRAPHS4: f"ours, four cards, {EXPERTS}, prompts in halves, prefill graphs",
+    CHUNKED_GRAPHS4: f"ours, four cards, {EXPERTS}, chunks of a half, prefill graphs",
     WHOLE: f"ours, two cards, {EXPERTS}, prompts whole",
     AGAIN: f"ours, two cards, {EXPERTS}, prompts whole, another process",
     TRIED: f"ours, two cards, {EXPERTS}, {prompt_times.PEERS['_no_peers']}, {CHUNKS['']}, as the server finds",
@@ -76,8 +89,8 @@ IMPLEMENTATIONS = {
 }
 
 
-def stages(make, timed, same, text, sets, eagle, ours, no_peers, reproducible):
-    """timed, same, text: options of the kinds of engines, over two cards; eagle: EAGLE's."""
+def stages(make, timed, same, same4, text, sets, eagle, ours, no_peers, reproducible):
+    """timed, same, text: options of the kinds of engines, over two cards, same4 over four; eagle: EAGLE's."""
     combined = _combined(make, same, text, sets, eagle, ours | no_peers, reproducible)
     ours = ours | {experts_stage.VARIABLE: "wide"}
     tried = {VARIABLE: f"{SETTING}=on"}
@@ -85,13 +98,13 @@ def stages(make, timed, same, text, sets, eagle, ours, no_peers, reproducible):
     few_experts = sets(json_model_override_args='{"n_routed_experts": 16}')
     timed = [*timed, *few_experts, "--mem", "0.9", "--rounds", "2", "--phases", "prompts"]
     timed += ["--max-total-tokens", "100000"]
-    same = [*same, *PROMPTS, "--max-total-tokens", "400000", "--chunk"]  # a window for whole chunks
+    same, same4 = ([*one, *PROMPTS, "--max-total-tokens", "400000", "--chunk"] for one in (same, same4))  # windows
     summed = ours | no_peers
     options = {chunk: [*timed, "--shapes", *SHAPES[chunk]] for chunk in CHUNKS}
     options["_32k"] += sets(chunked_prefill_size=32768)
     options[GRAPHS] += captured(sets, ROWS)
 
-    def in_graphs(rows):
+    def in_graphs(rows, same=same):
         return [*same, str(rows), "--prompts", f"{PROMPTS[-1]},{PADDED}", *captured(sets, rows)]
 
     return {
@@ -102,6 +115,12 @@ def stages(make, timed, same, text, sets, eagle, ours, no_peers, reproducible):
             make(CHUNKED_GRAPHS, in_graphs(ROWS // 2), environment=summed | never),
             make(WHOLE, [*same, str(ROWS)], environment=summed | never),
             make(AGAIN, [*same, str(ROWS)], environment=summed | never),
+        ],
+        "halves4_same": [
+            make(HALVED4, [*same4, str(ROWS)], environment=summed | each, takes_turns=True),
+            make(CHUNKED4, [*same4, str(ROWS // 2)], environment=summed | never, takes_turns=True),
+            make(HALVED_GRAPHS4, in_graphs(ROWS, same4), environment=summed | each, takes_turns=True),
+            make(CHUNKED_GRAPHS4, in_graphs(ROWS // 2, same4), environment=summed | never, takes_turns=True),
         ],
         "halves2_combined": combined,
         "halves2_43": [
@@ -140,7 +159,10 @@ def rows(cases, row):
     for name in (name for name in cases if name in IMPLEMENTATIONS):
         impl, reports = IMPLEMENTATIONS[name], cases[name]["reports"]
         least = PASSES.get(name)
-        found.append(prompt_times.counted(name, reports, SETTING, "passes", "passes in halves", impl, least, row))
+        cards = 4 if name in FOUR else 2
+        found.append(
+            prompt_times.counted(name, reports, SETTING, "passes", "passes in halves", impl, least, row, cards)
+        )
         found += [] if name in COMBINED else experts_stage.ran(name, impl, "wide", cases[name], row, ISSUE)
         if "graphs" in name:
             by_graphs = cases[name]["prefills"].get("true", 0)

@@ -99,7 +99,7 @@ class Engine:
                 kernel = os.environ.get("FAKE_KERNEL") or as_sm120.partition(",")[0]
                 assert any(path.endswith("sm120_plugin") for path in sys.path), sys.path
                 found |= {"experts_above_256_rows": {kernel: 32}}
-            for rank in range(2 if found else 1):
+            for rank in range(int(os.environ.get("FAKE_CARDS", 2)) if found else 1):
                 with open(f"{folder}/{os.getpid()}_{rank}.json", "w") as f:
                     json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow, "found": found}, f)
     def generate(self, input_ids, sampling_params, **more):

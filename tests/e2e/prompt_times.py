@@ -16,13 +16,13 @@ def times_of(seen, case, impl, row):
     return [row(case, impl, metric, seen[key], None, ISSUE) for metric, key in METRICS.items() if key in seen]
 
 
-def counted(name, reports, setting, key, what, impl, least, row):
-    """Each card's report counts `key` of a setting. what: is counted; least: of that on each of two cards; None: of an
+def counted(name, reports, setting, key, what, impl, least, row, cards=2):
+    """Each card's report counts `key` of a setting. what: is counted; least: of that on each of the cards; None: of an
     engine that was not asked for any."""
     told = [report["found"][setting].get(key, 0) for report in reports if setting in report["found"]]
     if least is None:
         return row(name, impl, f"{what} where none was asked for", sum(told), 0, ISSUE)
-    found = min(told) if len(told) == 2 else 0
+    found = min(told) if len(told) == cards else 0
     return row(name, impl, f"{what} on each card, missing to {least}", max(0, least - found), 0, ISSUE)
 
 

@@ -397,6 +397,7 @@ STAGES = {
         Case,
         [*SIDE_BY_SIDE, *TWO_CARDS],
         sums(2, *SAME, *SMALL_MODEL),
+        sums(4, *SAME, *SMALL_MODEL),
         sums(2, *TEXT, *SMALL_MODEL),
         sets,
         eagle(3),

@@ -32,6 +32,20 @@ def test_bits_of_prompts_in_halves(machine):  # noqa: F811
     assert all("E2E_AS_SM120=wide" in case["command"] for case in stage["cases"].values())
 
 
+@pytest.mark.parametrize("cards", ["2", "4"])
+def test_bits_of_prompts_in_halves_over_four_cards(machine, cards):  # noqa: F811
+    ended = machine("halves4_same", FAKE_CARDS=cards)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    path = machine.out / "stage_halves4_same.json"
+    assert {(s["run"], s["differ"]) for s in json.loads(path.read_text())["sames"]} == {
+        ("same_halves4", 0),
+        ("same_halves_graphs4", 0),
+    }
+    rows = [(row["case"], row["value"]) for row in rows_of(path) if "passes in halves on each" in row["metric"]]
+    missing = 0 if cards == "4" else 8  # a card that says nothing has shown nothing
+    assert sorted(rows) == [("same_halves4", missing), ("same_halves_graphs4", missing)]
+
+
 @pytest.mark.parametrize("unlike", ["same_halves_together_graphs2", "text_halves2_eagle314"])
 def test_bits_and_text_of_prompts_in_halves_beside_other_features(machine, unlike):  # noqa: F811
     ended = machine("halves2_combined", FAKE_UNLIKE=unlike, FAKE_OTHER_TEXT=unlike)
