@@ -29,7 +29,7 @@ LOSS_BAR = 2.0  # per cent of throughput
 MORE_BARS = {"file handles": 8, "threads": 8, "processes": 0, "entries in /dev/shm": 0, "KV tokens in use": 0}
 MORE_BARS |= {"streams with words": 0, "words given to captures": 0, "entries of caches without limit": 0}
 MORE_BARS |= {"entries of our modules' lists, sets, dicts": 0, "memory of torch's allocator, MiB": 64}
-REPORTED = ("host memory, MiB", "entries of caches with a limit")
+REPORTED = ("host memory, MiB", "entries of caches with a limit", "passes in halves")
 FIRST_FAULTS = 5
 
 

@@ -60,6 +60,8 @@ STAGE = "soak"
 RESERVE_S = 30.0  # of the limit: the last requests, the second look, the servers' end
 LOOK_S = 5.0  # from one search for a server's processes to the next
 STALE_S = 5.0  # what the plugin wrote before says nothing
+# torch's, 32 for each scheduler, 12 GB that end once they had nothing to do for a while: a leak could hide beside it
+COMPILER = "compile_worker"
 MODEL = {"json_model_override_args": json.dumps(FEW_EXPERTS), "swa_full_tokens_ratio": 0.5}
 GRAPHS = ("1", "2", "4", "8", "16", "32", "64")
 MOST_FAULT_TEXTS = 30
@@ -209,7 +211,8 @@ class Server:
         return self.pool.submit(soak_load.told, what, self.spec, *arguments).result()
 
     def living(self) -> dict[int, str]:
-        return processes_of(self.process.process.pid, self.mark)
+        every = processes_of(self.process.process.pid, self.mark)
+        return {pid: command for pid, command in every.items() if COMPILER not in command}
 
     def sample(self) -> None:
         """Looks for new processes now and then: that takes as long as the machine has any."""
@@ -258,6 +261,7 @@ class Server:
             "entries of our modules' lists, sets, dicts": sum(sum(one["contained"].values()) for one in found),
             "memory of torch's allocator, MiB": sum(one["allocated"] for one in found) / 2**20,
             "contained": [one["contained"] for one in found],
+            "passes in halves": sum(one["halves"] for one in found),
         }
 
     def first_look(self) -> None:

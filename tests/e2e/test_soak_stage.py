@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,7 +78,8 @@ def tell():
         grown = len(held)
         words = {{"streams": 2 + grown, "captures": 3, "given": 640 + 32 * grown}}
         state = {{"at": time.monotonic(), "allocated": (1 + 10 * grown) << 20, "words": words, "cached": 9,
-                 "cached_without_limit": 4 + grown, "contained": {{"ops.mhc._known": 1 + grown}}}}
+                 "cached_without_limit": 4 + grown, "contained": {{"ops.mhc._known": 1 + grown}},
+                 "halves": int(100 * time.monotonic())}}
         draft = watch / "1.part"
         draft.write_text(json.dumps(state))
         draft.replace(watch / "1.json")
@@ -277,6 +279,20 @@ def test_what_a_process_holds(tmp_path):
     assert soak_stage.of_processes([os.getpid(), ended.pid])["processes"] == 1
 
 
+def test_what_torchs_compilers_hold_is_not_the_servers(monkeypatch):
+    commands = {
+        1: "sglang::scheduler_TP0",
+        2: "/usr/bin/python /x/torch/_inductor/compile_worker/__main__.py --kind=fork",
+    }
+    monkeypatch.setattr(soak_stage, "processes_of", lambda session, mark: commands)
+    process = SimpleNamespace(process=SimpleNamespace(pid=7))
+    assert list(soak_stage.Server.living(SimpleNamespace(process=process, mark="a"))) == [1]
+
+
+def test_passes_in_halves_are_told(soaked):
+    assert soaked[1]["plain", "passes in halves, after less before"]["value"] > 0
+
+
 def test_calls_of_one_server_are_summed(soaked):
     _, rows, found = soaked
     other = json.loads(json.dumps(found))
@@ -409,8 +425,10 @@ def test_the_plugin_sees_our_words_caches_and_lists(tmp_path, monkeypatch):
     words._by_stream[1], words._given = "a buffer", 64
     from deepseek_v4_sm120.patching import report
 
-    monkeypatch.setitem(report._notes, "one", (str, dict))
+    assert before["halves"] == 0
+    monkeypatch.setitem(report._notes, "prompts_in_halves", (str, lambda: {"passes": 5}))
     after = engine_watch.state()
+    assert after["halves"] == 5
     assert after["words"] == {"streams": 1, "captures": 0, "given": 64} and before["words"]["streams"] == 0
     assert sum(after["contained"].values()) == sum(before["contained"].values()) + 1
     assert after["contained"]["patching.report._notes"] >= 1 and time.monotonic() - after["at"] < 60

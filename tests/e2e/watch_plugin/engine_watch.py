@@ -1,6 +1,6 @@
 """SGLang plugin (entry point group sglang.srt.plugins): what a scheduler's process holds, once a second in
 $E2E_WATCH/<pid>.json: memory of torch's allocator, and of our package the words (ZeroedWords), entries of bounded and
-unbounded caches, and what stands in lists, sets and dicts of its modules.
+unbounded caches, what stands in lists, sets and dicts of its modules, and how many passes of prompts went in halves.
 
 $E2E_WATCH/<pid>.compiles has a line a kernel that Triton compiled or took from its folder of compiled ones:
 [time.monotonic() at its end, name, is it ours, did it compile, seconds].
@@ -57,6 +57,13 @@ def held_words(stores):
     }
 
 
+def passes_in_halves():
+    """By the note of our report; 0 of a server that has none."""
+    report = sys.modules.get(f"{OURS}.patching.report")
+    _, found = getattr(report, "_notes", {}).get("prompts_in_halves", (None, dict))
+    return found().get("passes", 0)
+
+
 def state():
     import torch
 
@@ -71,6 +78,7 @@ def state():
         "cached": limited,
         "cached_without_limit": unlimited,
         "contained": contained(modules),
+        "halves": passes_in_halves(),
     }
 
 
