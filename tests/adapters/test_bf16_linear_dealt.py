@@ -11,7 +11,7 @@ import torch
 
 from deepseek_v4_sm120.ops import all_reduce as gathers
 from deepseek_v4_sm120.ops import all_reduce_sizes
-from deepseek_v4_sm120.ops.all_reduce_sizes import DEALT_PLACES, DEALT_ROWS
+from deepseek_v4_sm120.ops.all_reduce_sizes import DEALT_ROWS
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import Settings
 from deepseek_v4_sm120.sglang_patches import device_gate, models_served, shadow
@@ -314,11 +314,13 @@ def library(tmp_path_factory):
 
 def test_the_places_hold_the_most_rows_in_one_launch(library):
     """Of the C4 compressor, 2,048 float32 sums a row, for every number of ranks and both ways."""
-    places, kernels = all_reduce_sizes.vectors(DEALT_PLACES, 4096), emulated.Emulated(library)
+    places, kernels = all_reduce_sizes.vectors(DEALT_ROWS, 4096), emulated.Emulated(library)
     for ranks in gathers.RANKS:
         sent = DEALT_ROWS * 2048 // ranks * 4 // 16
         slots = [kernels.all_reduce_slot_vectors(ranks=ranks, transport=way, **places) for way in gathers.TRANSPORTS]
         assert min(slots) >= sent, ranks
+        held = [kernels.all_reduce_places_bytes(ranks=ranks, transport=way, **places) for way in gathers.TRANSPORTS]
+        assert 4 << 20 <= min(held) <= max(held) < 18 << 20 and held[0] % (2 << 20) == 0, "of a card"
     assert DEALT_ROWS <= all_reduce_sizes.GATHERED_ROWS
 
 
@@ -335,7 +337,7 @@ def as_a_rank(rank, ranks, gather, library, transport):
                 rank, ranks, torch.device("cpu"), together, transport=transport, patience_s=60.0, **more
             ),
         )[0]
-        for more in ({"hidden": 64}, {"max_rows": DEALT_PLACES, "name": "dealt_products"})
+        for more in ({"hidden": 64}, {"max_rows": DEALT_ROWS, "name": "dealt_products"})
     ]
     state = State(Coordinator(ranks, sums_adapter.Communicator(Theirs(), *made)))
     sys.modules[adapter.PARALLEL_STATE] = state

@@ -18,6 +18,7 @@ import drawn_stage  # noqa: E402
 import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
 import halves_stage  # noqa: E402
+import products_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 import streams_stage  # noqa: E402
 
@@ -396,6 +397,16 @@ STAGES = {
     **halves_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
     # a prompt's streams, dealt to the cards and whole, likewise
     **streams_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
+    # the compressors' products dealt to the cards, and whole, with our sums
+    **products_stage.stages(
+        Case,
+        sums(2, *SIDE_BY_SIDE),
+        sums(2, *SAME, *SMALL_MODEL),
+        sums(2, *TEXT, *SMALL_MODEL, *eagle(3)),
+        sets,
+        EVERY_CALL,
+        NO_PEERS,
+    ),
     **prompts_stage.stages(
         Case, SIDE_BY_SIDE, chunks(8192, radix=False), sets, sums, eagle(3), EVERY_CALL, REPRODUCIBLE
     ),
@@ -431,6 +442,7 @@ TEXTS = [
     ("EAGLE, 3 drafts, 43 layers", "text43_eagle314", "text43_plain"),
     ("EAGLE, 3 drafts, 43 layers, prefill graphs", "text43_eagle314_graphs", "text43_plain"),
     *cards_stage.TEXTS,
+    *products_stage.TEXTS,
     ("yardstick: stock, EAGLE, 3 drafts", "stock_eagle314", "stock_plain"),
 ]
 
@@ -452,6 +464,7 @@ SAMES = [
     *experts_stage.SAMES,
     *halves_stage.SAMES,
     *streams_stage.SAMES,
+    *products_stage.SAMES,
     *prompts_stage.SAMES,
     *(
         (WITHIN, name, name)

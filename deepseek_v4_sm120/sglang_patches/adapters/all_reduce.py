@@ -38,7 +38,7 @@ import torch
 from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.ops import all_reduce as op
 from deepseek_v4_sm120.ops import all_reduce_probe
-from deepseek_v4_sm120.ops.all_reduce_sizes import DEALT_PLACES
+from deepseek_v4_sm120.ops.all_reduce_sizes import DEALT_ROWS
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
@@ -168,7 +168,7 @@ def _communicator(stock: Callable, group, device):
         return _left(theirs, rank, f"{verdict.left()}: {why}")
     products, why_whole = None, "not every rank deals"
     if all(place.deals for place in places):
-        of_products = functools.partial(make, max_rows=DEALT_PLACES, name=DEALT)
+        of_products = functools.partial(make, max_rows=DEALT_ROWS, name=DEALT)
         products, why_whole = op.made_together(gather, of_products)
     text = f"{PATCH}: {verdict.describe()}"
     if rank == 0:
