@@ -206,6 +206,18 @@ SECTIONS = {
         True,
         "flash43",
     ),
+    "e2e_products_sglang": Section(
+        "The compressors' products, dealt to two cards",
+        "43 layers with 32 experts over two cards, our sums, engines in turn, three rounds.",
+        {
+            "decode step, ms, median of rounds in turn": "decode step, ms, median of rounds",
+            "decode step within a run, ms, best": "within a run, ms, best",
+            "decode step, median of rounds in turn, of the whole's": "of the whole's",
+        },
+        (),
+        True,
+        "flash43",
+    ),
     "e2e_dealt_index_sglang": Section(
         "A prompt's index rows, dealt to two cards",
         "43 layers, engines in turn.",

@@ -56,6 +56,7 @@ class AllReduce:
     patience_s    how long a call waits for another rank's terms before it ends this process's CUDA work
     traps         False: a call out of patience leaves with wrong sums and `fault()` says so, for a probe; its memory
                   is of no use then
+    name          whose calls they are, for messages
     raises        ValueError (argument), RuntimeError, OSError (no such way between these cards: says the reason)
 
     All ranks make the same calls, with the same sizes, in the same order, one at a time: they are in one stream, or
@@ -79,12 +80,13 @@ class AllReduce:
         transport: str = "peer",
         patience_s: float = PATIENCE_S,
         traps: bool = True,
+        name: str = "all_reduce",
     ):
         _check_group(rank, ranks, max_rows, hidden, transport)
         self.rank, self.ranks, self.device, self.transport = rank, ranks, device, transport
         self.max_rows, self.hidden = max_rows, hidden
         self.one_shot_rows = min(ONE_SHOT_ROWS, max_rows)
-        self._patience_s, self._traps = patience_s, traps
+        self._patience_s, self._traps, self._name = patience_s, traps, name
         self._sizes = vectors(max_rows, hidden)
         _C = extension.load()
         self.bytes = places_bytes(ranks, transport, hidden, max_rows)
@@ -97,7 +99,7 @@ class AllReduce:
         torch.cuda.synchronize(device)  # the state is zero before a call on any stream
         # of the smallest card: what all ranks must decide alike is decided by it
         self.num_sms = min(gather(cuda_tensors.num_sms(device.index)))  # and nobody sends before all have opened all
-        self._watch = _Watch(rank, self._fault, gather(os.getpid()))
+        self._watch = _Watch(rank, self._fault, gather(os.getpid()), name)
 
     def __call__(self, x: torch.Tensor, **options) -> torch.Tensor:
         return all_reduce(x, self, **options)
@@ -136,7 +138,7 @@ class AllReduce:
 
     def fault(self) -> str | None:
         """What the kernel said before it gave up, or None."""
-        return describe_fault(self.rank, self._fault)
+        return describe_fault(self.rank, self._fault, self._name)
 
     def close(self) -> None:
         """Gives the memory back. This rank's calls are over then, so nobody writes into its memory any more; it makes
@@ -244,7 +246,7 @@ def algorithm_for(rows: int, ranks: int) -> str:
     return "one_shot" if rows <= (ONE_SHOT_ROWS if ranks == 2 else 8) else "two_shot"
 
 
-def describe_fault(rank: int, fault) -> str | None:
+def describe_fault(rank: int, fault, name: str = "all_reduce") -> str | None:
     told, waited_for, call, tag, rows, _ = fault.tolist()
     if not told:
         return None
@@ -253,7 +255,7 @@ def describe_fault(rank: int, fault) -> str | None:
     if is_gather and not tag:
         where = f"a gather {where}"
     return (
-        f"all_reduce: rank {rank} waited in vain for rank {waited_for}, in call {call}, {where}, of {rows} rows: "
+        f"{name}: rank {rank} waited in vain for rank {waited_for}, in call {call}, {where}, of {rows} rows: "
         "that rank has ended, hangs, or made other calls"
     )
 
@@ -334,8 +336,8 @@ class _Watch:
     SGLang waits in such a socket, this process ends, too, so what its end does (atexit) is the last look.
     """
 
-    def __init__(self, rank, fault, pids):
-        self._rank, self._fault, self._lock = rank, fault, threading.Lock()
+    def __init__(self, rank, fault, pids, name="all_reduce"):
+        self._rank, self._fault, self._name, self._lock = rank, fault, name, threading.Lock()
         self._others = [_Process(r, pid) for r, pid in enumerate(pids) if r != rank]
         self._is_told, self._end = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="all_reduce watch", daemon=True)
@@ -353,8 +355,8 @@ class _Watch:
                 self._fault[5] = 1
                 self._others.remove(other)
                 other.close()
-                self._say(f"all_reduce: rank {self._rank}: rank {other.rank} (process {other.pid}) has ended")
-            text = None if self._is_told else describe_fault(self._rank, self._fault)
+                self._say(f"{self._name}: rank {self._rank}: rank {other.rank} (process {other.pid}) has ended")
+            text = None if self._is_told else describe_fault(self._rank, self._fault, self._name)
             if text is not None:
                 self._is_told = True
                 self._say(text)

@@ -9,6 +9,11 @@ MAX_ROWS = 512  # that a server's sums take; its decode and verify steps must al
 ONE_SHOT_ROWS = 64  # the most that everybody sends to everybody; more go by way of their owner
 VALUES = 8  # bf16 that a thread moves
 GATHERED_ROWS = 64  # of a call that a server's gathers take: a decode or verify step's logits
+# Of a compressor's product that is dealt to the cards. Up to so many its kernel reads the weights once, and at two
+# cards the 4 KB a row that come over PCIe (50 GB/s) take 2.6 us for the 5 that half of the weights take less. Places of
+# as many rows of sums hold them in one launch, and are 4 MiB and more: what cudaMalloc makes below 2 may lie in a block
+# with others, and another process opens the block
+DEALT_ROWS = 32
 
 
 def vectors(max_rows: int, hidden: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ from deepseek_v4_sm120.patching.spec import Target
 
 MODEL = "sglang.srt.models.deepseek_v4"
 ATTENTION = f"{MODEL}:MQALayer"
+INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 DSPARK = "sglang.srt.models.deepseek_v4_dspark:DeepseekV4ForCausalLMDSpark"
 DSPARK_INPUT = "sglang.srt.speculative.dflash_info_v2"

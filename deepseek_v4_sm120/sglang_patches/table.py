@@ -18,11 +18,13 @@ from deepseek_v4_sm120.sglang_patches.names import (
     ATTENTION,
     BACKEND,
     EXTENSION,
+    INDEXER,
     MODEL,
     direct_updates,
     handed_over,
     targets_of,
 )
+from deepseek_v4_sm120.sglang_patches.rows.bf16_linear import BF16_LINEAR, DEALT_PRODUCTS
 from deepseek_v4_sm120.sglang_patches.rows.compressor import COMPRESSOR
 from deepseek_v4_sm120.sglang_patches.rows.dspark import DSPARK_LENGTHS, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK
 from deepseek_v4_sm120.sglang_patches.rows.http_server import (
@@ -80,7 +82,6 @@ from deepseek_v4_sm120.sglang_patches.rows.scheduler import (
 )
 from deepseek_v4_sm120.sglang_patches.rows.wo_a import INIT_PARAMETERS, WO_A
 
-INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
 METADATA = "sglang.srt.layers.attention.dsv4.metadata"
 SM120_ATTENTION_0_5_14 = "sglang.srt.layers.attention.flash_mla_sm120"  # 0.5.13 to 0.5.15
 SM120_ATTENTION = "sglang.kernels.ops.attention.flash_mla_sm120"
@@ -114,7 +115,7 @@ SM120 = ConsumedKeys(SM120_KEYS)
 SGL_KERNEL = Parameters((*FLASH_MLA_PARAMETERS[:9], "descale_q=None", "descale_k=None", *FLASH_MLA_PARAMETERS[9:]))
 FLASH_MLA_INTERFACE = Parameters((*SGL_KERNEL.signature, "kv_format=None", "*", "use_legacy=True"))
 
-_attention, _experts, _projection = map(targets_of, ("sparse_decode", "mxfp4_moe", "bf16_linear"))
+_attention, _experts = map(targets_of, ("sparse_decode", "mxfp4_moe"))
 _index, _linear = map(targets_of, ("index_select", "fp8_linear"))
 
 SPARSE_DECODE = Patch(
@@ -171,30 +172,6 @@ MXFP4_MOE = Patch(
     ),
     needs=(EXTENSION,),
     retire="when the stock experts are faster on SM120 (bench/mxfp4_moe.py)",
-)
-
-BF16_LINEAR = Patch(
-    name="bf16_linear",
-    why="the bf16 projections of compressors, router and indexer for up to 256 rows: cuBLAS takes two launches "
-    "(split-K and its reduction) and a multiple of the time that the bytes need (256 experts and up to 16 rows: "
-    "SGLang's own router, one launch, not compared), and a row's bits change with their number; bench/bf16_linear.py",
-    targets=(
-        _projection(
-            "sglang.srt.layers.attention.dsv4.compressor:linear_bf16_fp32",
-            "linear_bf16_fp32",
-            Parameters(("x", "y"), further="any"),
-        ),
-        _projection(
-            "sglang.srt.models.deepseek_v2:MoEGate.forward",
-            "gate",
-            Parameters(("self", "hidden_states", "gemm_output_zero_allocator=None", "forward_batch=None")),
-        ),
-        _projection(
-            f"{INDEXER}:C4Indexer.compute_weights", "compute_weights", Parameters(("self", "x", "skip_scale=False"))
-        ),
-    ),
-    needs=(EXTENSION,),
-    retire="when the stock projections are as fast on SM120 (bench/bf16_linear.py)",
 )
 
 CHOICE = Parameters(
@@ -565,8 +542,8 @@ TABLE = Table(
     patches=(
         *(SPARSE_DECODE, SPARSE_DECODE_HOPPER, UNPADDED_HEADS, PAGED_PREFILL, SCHED_META),
         *(REPRODUCIBLE_HEAD, REPRODUCIBLE_SAMPLING, REPRODUCIBLE_ARGUMENTS),
-        *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, ROUTER_TOPK, FP8_LINEAR, DRAFT_HEAD, WO_A, MHC),
-        *(DEALT_STREAMS, PROMPTS_IN_HALVES, COMPRESSOR, ALL_REDUCE, DSPARK_LENGTHS),
+        *(INDEX_SELECT, DEALT_INDEX, MXFP4_MOE, BF16_LINEAR, DEALT_PRODUCTS, ROUTER_TOPK, FP8_LINEAR, DRAFT_HEAD, WO_A),
+        *(MHC, DEALT_STREAMS, PROMPTS_IN_HALVES, COMPRESSOR, ALL_REDUCE, DSPARK_LENGTHS),
         *(MIN_P_TOKENS, MIN_P_VERIFY, PENALTIES, DSPARK_PENALTIES, DSPARK_WINDOWS, MIN_P_DSPARK),
         *(LONGEST_PROMPT, CACHED_BEGINNING, GRAMMARS, TOOL_STRINGS, DISCONNECTS, DEFAULT_THINKING),
         *(THOUGHT_HISTORY, DEVELOPER_MESSAGES, UNCHOSEN_TOOLS, EFFORT_LEVELS, JSON_ANSWERS, THINK_MARKS),

@@ -428,6 +428,10 @@ def not_made(rank, *_, **__):
         raise RuntimeError("no memory")
 
 
+def without_memory_for_products(make, rank):
+    return lambda *given, **named: not_made(1 - rank) if "name" in named else make(*given, **named)
+
+
 def as_a_rank(rank, ranks, gather, python, library, case):
     """What a rank of SGLang does: dispatch, the object, some sums and gathers in turn, its end.
     (kind, text of the log, note, sums and what was gathered)"""
@@ -446,6 +450,7 @@ def as_a_rank(rank, ranks, gather, python, library, case):
     capability = (9, 0) if rank in case.get("not_served", ()) else (12, 0)
     torch.cuda.get_device_capability = lambda device: capability
     adapter._most_rows = lambda: case.get("rows", 64)
+    adapter._deals = lambda: rank in case.get("deals", ())
     state = sys.modules[adapter.PARALLEL_STATE] = ModuleType(adapter.PARALLEL_STATE)
     state._TP = None
     choices = {"all_reduce": case["chosen"]} if "chosen" in case else {}
@@ -453,6 +458,8 @@ def as_a_rank(rank, ranks, gather, python, library, case):
     group = torch.distributed.group.WORLD
     if case.get("not_made"):
         adapter.op.AllReduce = not_made
+    if case.get("no_products"):
+        adapter.op.AllReduce = without_memory_for_products(adapter.op.AllReduce, rank)
     made = adapter.replace_dispatch(lambda group, device: Theirs)(group=group, device=torch.device("cpu"))(
         group=group, device=torch.device("cpu")
     )
@@ -463,6 +470,8 @@ def as_a_rank(rank, ranks, gather, python, library, case):
     )
     assert type(behind).__name__ == "Theirs" and behind.disabled == getattr(made, "_theirs", made).disabled
     sums = []
+    if "deals" in case:
+        notes = [made.why_whole if made.products is None else made.products.bytes]
     if isinstance(made, adapter.Communicator):
         for turn, rows in enumerate((1, 8, 9, 512, 3)):
             x = emulated.child.terms_of(ranks, rows, SMALL, turn, DEVICE)[rank]
@@ -566,3 +575,17 @@ def test_what_all_ranks_must_have_is_asked_of_all(case, line, ranks_of):
     lines = [text for _, said, *_ in found for text in said if "all_reduce" in text]
     assert (len(lines) == 1 and line in lines[0]) if line else lines == []
     assert all(notes and line in notes[0] if line else notes == [] for *_, notes, _ in found)
+
+
+def test_dealt_products_have_a_group_of_their_own_where_all_ranks_deal(ranks_of):
+    for kind, _, (held,), sums in ranks_of(deals=(0, 1)):
+        assert kind == "Communicator" and len(sums) == 5 and 0 < held < 100_000
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [({"deals": (0,)}, "not every rank deals"), ({"deals": (0, 1), "no_products": True}, "rank 1: no memory")],
+)
+def test_products_are_whole_on_all_ranks_alike_and_the_sums_are_ours(case, why, ranks_of):
+    for kind, _, notes, sums in ranks_of(**case):
+        assert kind == "Communicator" and len(sums) == 5 and notes == [why]

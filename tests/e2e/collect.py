@@ -26,6 +26,7 @@ import experts_stage  # noqa: E402
 import fault_rows  # noqa: E402
 import features_stage  # noqa: E402
 import halves_stage  # noqa: E402
+import products_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 import shadow_rows  # noqa: E402
 import shortage_rows  # noqa: E402
@@ -60,6 +61,7 @@ RESULTS = {  # name of a result file: stages that go into it
     "e2e_experts": ("experts", "experts_same", "experts_router", "experts_seams"),
     "e2e_halves": ("halves2_same", "halves4_same", "halves2_combined", "halves2_43"),
     "e2e_streams": ("streams2_same", "streams2_43"),
+    "e2e_products": ("products2_same", "products2_43"),
     "e2e_prompts": (
         *("prompts", "prompts2", "prompts_planned", "prompts_planned2", "prompts_same", "prompts_same2"),
         "prompts_eagle",
@@ -68,6 +70,7 @@ RESULTS = {  # name of a result file: stages that go into it
 TIMELESS = ("e2e_features", "e2e_sums")  # of any device, since no row is a time
 # part of a name -> of its layers
 FEWER_EXPERTS = {"lengths_": 16, "_alone": 16, "_without_": 16, "_with_": 16, "43_prompts": 32}
+FEWER_EXPERTS["_products2_43"] = products_stage.EXPERTS
 FEATURE = "feature: "  # how the cases of the stage `features` begin
 OF_THEIR_OWN = {  # stages with rows of their own
     **{"faults": fault_rows, "soak": soak_rows},
@@ -193,6 +196,7 @@ IMPLEMENTATIONS = {
     **experts_stage.IMPLEMENTATIONS,
     **halves_stage.IMPLEMENTATIONS,
     **streams_stage.IMPLEMENTATIONS,
+    **products_stage.IMPLEMENTATIONS,
     **prompts_stage.IMPLEMENTATIONS,
 }
 KEPT_ANSWERS = {  # shadow mode keeps the original's result, so these runs answer as stock does
@@ -234,6 +238,7 @@ def timing_rows(name, batches, prefill_bars=None):
     is_whole = name.endswith(("_whole", "43_alone", "43_tp2", "43_tp4")) or "_with_" in name or "_without_" in name
     issue = WHOLE_ISSUE if is_whole else SPECULATION_ISSUE if name.endswith(SPECULATION_RUNS) else ISSUE
     issue = SUMS_ISSUE if "43_sums" in name else chain_stage.ISSUES.get(name, issue)
+    issue = products_stage.ISSUE if name in products_stage.TIMED else issue
     variant = "flash43" if name.endswith("_tp4") or "_sums4" in name else "flash43e64"
     for batch, timed in batches.items():
         bars = WHOLE_BARS.get((name, batch), {}) | (prefill_bars or {}).get(batch, {})
@@ -451,7 +456,7 @@ def collect(stages, commit):
     for stage in of_calls(stages):
         for name, case in stage["cases"].items() if "features" not in stage else ():
             rows += case_rows(name, case, stocks_prefill(stage) if name == "ops43_whole" else None)
-        for of_stage in (chain_stage, drawn_stage, halves_stage, streams_stage, experts_stage):
+        for of_stage in (chain_stage, drawn_stage, halves_stage, streams_stage, products_stage, experts_stage):
             rows += of_stage.rows(stage["cases"], row)
         rows += cost_rows(stage)
     for stage in stages:

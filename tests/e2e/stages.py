@@ -18,6 +18,7 @@ import drawn_stage  # noqa: E402
 import experts_stage  # noqa: E402
 import features_stage  # noqa: E402
 import halves_stage  # noqa: E402
+import products_stage  # noqa: E402
 import prompts_stage  # noqa: E402
 import streams_stage  # noqa: E402
 
@@ -407,6 +408,16 @@ STAGES = {
     ),
     # a prompt's streams, dealt to the cards and whole, likewise
     **streams_stage.stages(Case, [*SIDE_BY_SIDE, *TWO_CARDS], sums(2, *SAME, *SMALL_MODEL), sets, EVERY_CALL, NO_PEERS),
+    # the compressors' products dealt to the cards, and whole, with our sums
+    **products_stage.stages(
+        Case,
+        sums(2, *SIDE_BY_SIDE),
+        sums(2, *SAME, *SMALL_MODEL),
+        sums(2, *TEXT, *SMALL_MODEL, *eagle(3)),
+        sets,
+        EVERY_CALL,
+        NO_PEERS,
+    ),
     **prompts_stage.stages(
         Case, SIDE_BY_SIDE, chunks(8192, radix=False), sets, sums, eagle(3), EVERY_CALL, REPRODUCIBLE
     ),
@@ -443,6 +454,7 @@ TEXTS = [
     ("EAGLE, 3 drafts, 43 layers, prefill graphs", "text43_eagle314_graphs", "text43_plain"),
     *cards_stage.TEXTS,
     *halves_stage.TEXTS,
+    *products_stage.TEXTS,
     ("yardstick: stock, EAGLE, 3 drafts", "stock_eagle314", "stock_plain"),
 ]
 
@@ -464,6 +476,7 @@ SAMES = [
     *experts_stage.SAMES,
     *halves_stage.SAMES,
     *streams_stage.SAMES,
+    *products_stage.SAMES,
     *prompts_stage.SAMES,
     *(
         (WITHIN, name, name)

@@ -51,6 +51,7 @@ def machine(tmp_path, torch_python):  # which every run asks for its device
         "prompts_stage",
         "halves_stage",
         "streams_stage",
+        "products_stage",
         "what_ran",
         "collect",
     ):

@@ -62,6 +62,25 @@ def test_bf16_linear(choices, rows, outputs):
 
 
 @schedules
+@pytest.mark.parametrize("ranks, transport", [(2, "peer"), (2, "host"), (4, "peer")])
+def test_a_product_dealt_to_cards_is_the_whole_to_the_bit(choices, ranks, transport):
+    """Each multiplies its outputs, behind it the gather of a group beside that of the sums, which come in between."""
+
+    def step(dealt, sums, x, own, term):
+        return all_reduce_op.all_gather(bf16_linear.bf16_linear(x, own), dealt), sums(term)
+
+    with emulated(**choices):
+        dealt, sums = group(ranks, max_rows=1, hidden=512, transport=transport), group(ranks, max_rows=16, hidden=512)
+        for turn, rows in enumerate((1, 9, 1, 33)):
+            x, weight = (torch.randn(n, 512, generator=generator(n + turn)).bfloat16() for n in (rows, 64))
+            terms = [term.clone() for term in x[:8].expand(ranks, -1, -1)]
+            whole = bf16_linear.bf16_linear(x, weight)
+            for gathered, _ in on_cards(step, dealt, sums, [x] * ranks, weight.chunk(ranks), terms):
+                assert same(gathered, whole), (turn, rows)
+    assert ran("bf16_linear") and ran("all_reduce")
+
+
+@schedules
 @pytest.mark.parametrize("rows", [1, 5])
 def test_router_topk(choices, rows):
     """Logits that a kernel in front may still be writing; what SGLang's own kernel gives is in test_router_topk.py."""

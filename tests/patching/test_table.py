@@ -56,6 +56,8 @@ DEALT = ",dealt_index=on"
             ("mhc=off", ["mhc", "dealt_streams"]),
         ),
         *(("dealt_streams=on", ()), ("router_topk=on", ())),
+        ("dealt_products=on", ()),
+        ("bf16_linear=off,dealt_products=on", ["bf16_linear", "dealt_products", "reproducible_head"]),
         *(("prompts_in_halves=on", ()), ("prompts_in_halves=4096", ())),
         *(("draft_head=on", ()), ("fp8_linear=off,draft_head=on", ["fp8_linear", "draft_head"])),
         *(("wo_a=off", ["wo_a"]), ("dspark_lengths=off", ["dspark_lengths"])),
@@ -83,6 +85,7 @@ def test_a_patch_is_switched_by_its_name_and_with_the_operator_that_it_serves(py
     assert ("dealt_index" in ready) is ("dealt_index" not in off), "unless told otherwise"
     assert ("prefill_graphs" in ready) is ("prefill_graphs=" in (chosen or ""))
     assert ("dealt_streams" in ready) is ((chosen or "") == "dealt_streams=on")
+    assert ("dealt_products" in ready) is ((chosen or "") == "dealt_products=on")
     assert ("prompts_in_halves" in ready) is ("prompts_in_halves=" in (chosen or ""))
     assert ("router_topk" in ready) is ((chosen or "") == "router_topk=on")
     assert {"index_select", "fp8_linear", "mhc", "wo_a", "sparse_decode"} <= {*ready, *off}

@@ -129,6 +129,7 @@ OBJECTS = {
         "pool": ((f"{STATES}:CompressStatePool",),),
         "pool.kv_score_buffer": ((f"{STATES}:KVAndScore",),),
     },
+    "bf16_linear_dealt": {"state": ((STATE,),), "tp": ((GROUP,),)},
     "fp8_linear": {"layer": (FP8_WEIGHT,), "method": ((FP8_METHOD,),), "norm": ((NORM,),)},
     "fp8_linear_draft_head": {
         "lm_head": (LM_HEAD,),
@@ -409,6 +410,7 @@ OURS = {
         "verdict",
     },
     "argument_defaults": {"c", "found.hf_config"},
+    "bf16_linear_dealt": {"communicator", "communicator.product_tags", "group"},
     "compressor": {"layout"},
     "effort_levels": {"file", "importlib.import_module('huggingface_hub')"},
     "fp8_linear": {"process"},

@@ -186,7 +186,7 @@ def test_the_sm120_call_passes_what_the_function_reads(inspect_wheel, version):
     assert calls == [set(SM120_KEYS)]
 
 
-CHOICES = dict.fromkeys(("reproducible", "draft_head", "prompts_in_halves"), "0.5.14")
+CHOICES = dict.fromkeys(("reproducible", "draft_head", "prompts_in_halves", "dealt_products"), "0.5.14")
 CHOICES |= dict(router_topk="0.5.15", prefill_graphs="0.5.17")
 OF_SEVERAL_CARDS, OF_GRAPHS = ("dealt_index", "dealt_streams"), ("prefill_graphs", "compiled_streams")
 
@@ -221,6 +221,16 @@ def test_the_places_of_dealt_streams_fit(inspect_wheel, version):
     ]
     for record in found[2:]:
         assert ours.index((record.where, "mhc")) < ours.index((record.where, "dealt_streams"))
+
+
+@every_release("0.5.14")
+def test_the_place_of_dealt_products_fits_behind_that_of_the_whole(inspect_wheel, version):
+    inspect_wheel(version, fresh=True)
+    made = Engine(TABLE, host="sglang", settings=Settings(choices={"dealt_products": "on"}))
+    made.survey()
+    [record] = found_in(made, patch="dealt_products")
+    assert (record.state, record.review) == (READY, "reviewed") and "dealt_products" in made.in_place()
+    assert [one.patch.name for one in made.records if one.where == record.where] == ["bf16_linear", "dealt_products"]
 
 
 @every_release("0.5.14")

@@ -18,6 +18,9 @@ call of NCCL, which lays the ranks' tensors one behind the other, and from two r
 side. Where the group's sums are ours, so is the gather of up to GATHERED_ROWS rows in one launch; what it moves is the
 same whoever moves it, so nothing hangs on the border. Behind SGLang's own gather by multicast (0.5.15 and later, NVLink
 with NVSwitch), and with --enable-symm-mem, nobody asks ours.
+
+Where the compressors' products are dealt to the cards (bf16_linear_dealt.py), they have a group of their own, made and
+closed with that of the sums, by the way that the probe found.
 """
 
 from __future__ import annotations
@@ -32,8 +35,10 @@ from typing import NamedTuple
 
 import torch
 
+from deepseek_v4_sm120 import patching
 from deepseek_v4_sm120.ops import all_reduce as op
 from deepseek_v4_sm120.ops import all_reduce_probe
+from deepseek_v4_sm120.ops.all_reduce_sizes import DEALT_ROWS
 from deepseek_v4_sm120.ops.shared import limits
 from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.settings import settings
@@ -42,6 +47,7 @@ from deepseek_v4_sm120.specs import bounds
 
 PATCH = "all_reduce"
 GATHER = "all_gather"  # in shadow mode, which has a line for it
+DEALT = "dealt_products"
 PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
 CONTEXT, SERVER_ARGS = "sglang.srt.runtime_context", "sglang.srt.server_args"
 _without_peers: set[int] = set()  # ranks between which no object of SGLang's may sum
@@ -54,6 +60,7 @@ class Place(NamedTuple):
     host: str  # where processes can see each other
     most_rows: int  # of a decode or verify step
     transport: str | None = None  # the one to try; rank 0's counts
+    deals: bool = False  # the compressors' products
 
 
 def replace_dispatch(original: Callable) -> Callable:
@@ -134,7 +141,7 @@ def _communicator(stock: Callable, group, device):
         return told
 
     rank, hidden = torch.distributed.get_rank(group), models_served.announced()["hidden"]
-    places = gather(Place(_is_served(device), _host(), _most_rows(), settings().transport))
+    places = gather(Place(_is_served(device), _host(), _most_rows(), settings().transport, _deals()))
     if not all(place.is_served for place in places):
         return theirs
     chosen = places[0].transport
@@ -153,18 +160,22 @@ def _communicator(stock: Callable, group, device):
     if verdict.transport is None:
         return _left(theirs, rank, verdict.describe(), verdict.as_dict)
 
-    def make(together):
-        return op.AllReduce(rank, len(places), device, together, hidden=hidden, transport=verdict.transport)
+    def make(together, **options):
+        return op.AllReduce(rank, len(places), device, together, hidden=hidden, transport=verdict.transport, **options)
 
     made, why = op.made_together(gather, make)
     if made is None:
         return _left(theirs, rank, f"{verdict.left()}: {why}")
+    products, why_whole = None, "not every rank deals"
+    if all(place.deals for place in places):
+        of_products = functools.partial(make, max_rows=DEALT_ROWS, name=DEALT)
+        products, why_whole = op.made_together(gather, of_products)
     text = f"{PATCH}: {verdict.describe()}"
     if rank == 0:
         report.info(f"deepseek_v4_sm120: {text} (probe: {verdict.seconds} s)")
     report.add_note(PATCH, lambda: text, verdict.as_dict)
     report.write()
-    return Communicator(theirs, made)
+    return Communicator(theirs, made, products, why_whole)
 
 
 def _left(theirs, rank: int, why: str, found: Callable[[], dict] = dict):
@@ -177,6 +188,11 @@ def _left(theirs, rank: int, why: str, found: Callable[[], dict] = dict):
     report.add_note(PATCH, lambda: f"{PATCH}: {why}", found)
     report.write()
     return theirs
+
+
+def _deals() -> bool:
+    engine = patching.active_engine()
+    return engine is not None and DEALT in engine.in_place()
 
 
 def _is_served(device) -> bool:
@@ -226,16 +242,29 @@ def all_reduce_of(coordinator) -> Communicator | None:
     return asked if isinstance(asked, Communicator) and not asked.disabled else None
 
 
+class Tags:
+    """The numbers of one group's calls: of a call in the graph under capture its place there; 0 outside of graphs."""
+
+    def __init__(self):
+        self._captured = 0
+
+    def next(self) -> int:
+        self._captured = self._captured + 1 if torch.cuda.is_current_stream_capturing() else 0
+        return self._captured
+
+
 class Communicator:
-    """What a group's coordinator asks, ours around SGLang's own object `theirs`.
+    """What a group's coordinator asks, ours around SGLang's own object `theirs`. products: the group by which dealt
+    products are gathered; None, with the reason `why_whole`: none are dealt.
 
     SGLang's v1 gives zeros in the warm-up of a capture; ours sums there as everywhere, on all ranks, and so does NCCL.
     """
 
-    def __init__(self, theirs, sums: op.AllReduce):
+    def __init__(self, theirs, sums: op.AllReduce, products: op.AllReduce | None = None, why_whole: str | None = None):
         self.disabled = False  # SGLang may set it
         self._theirs, self.sums = theirs, sums
-        self._captured = 0  # sums of the graph under capture so far
+        self.products, self.why_whole = products, why_whole
+        self._tags, self.product_tags = Tags(), Tags()
         self._is_aside, self._is_in_capture = False, False
         self._takes_all_rows = settings().reproducible
         self._sum = shadow.shadowed(PATCH, self._ours, self._stock, COMPARISON)
@@ -253,9 +282,8 @@ class Communicator:
         return (self._ours if is_warm_up else self._sum)(input)  # theirs has no sum to compare with there
 
     def next_tag(self) -> int:
-        """Of a sum that is launched now: its number in the graph under capture; 0 outside of graphs."""
-        self._captured = self._captured + 1 if torch.cuda.is_current_stream_capturing() else 0
-        return self._captured
+        """Of a sum that is launched now."""
+        return self._tags.next()
 
     @contextmanager
     def capture(self):
@@ -268,6 +296,8 @@ class Communicator:
 
     def close(self) -> None:
         self._theirs.close()
+        if self.products is not None:
+            self.products.close()
         self.sums.close()
 
     def _takes(self, x: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from deepseek_v4_sm120.specs import bounds
 
 PATCH = "compressor"
 STATE = "compressor_state"  # in shadow mode, which has a line for it
+_in_place: set[Callable] = set()  # SGLang's functions that call ours
 
 NEEDED = (
     *("kv_score_buffer", "kv_score_input", "ape", "head_dim", "norm", "freqs_cis_cache", "kv_cache"),
@@ -96,6 +97,11 @@ def arguments(plan, given: Mapping) -> dict | None:
     }
 
 
+def is_in_place() -> bool:
+    """Whether what comes behind a product of few rows in this process is ours, as far as layouts are ones it takes."""
+    return bool(_in_place)
+
+
 def _has_few_rows(given: Mapping) -> bool:
     """Asked first: a long prompt's calls are the original's, whatever else they have."""
     token = given.get("kv_score_input")
@@ -132,6 +138,7 @@ def _as_it_was(original: Callable) -> Callable:
 def replace_all_in_one(original: Callable) -> Callable:
     """For CompressorBackendMixin._forward_compress_all_in_one(self, *, ...) -> None."""
     beside = settings().shadow
+    _in_place.add(original)
 
     @functools.wraps(original)
     def _forward_compress_all_in_one(self, **given):

@@ -35,11 +35,18 @@ def of_sums(tp, ranks: int = 0) -> dict[str, bool]:
 
 def of_server(state, tp, pipeline, compared: str) -> dict[str, bool]:
     """Those that are the server's. state: SGLang's module of groups; compared: what shadow mode does."""
-    decode_context = getattr(state, "_DCP", None)  # 0.5.15 and later
     return {
         f"shadow mode compares whole {compared}": bool(settings().shadow),
-        "torch compiles the model": models_served.is_compiled(),
+        COMPILED: models_served.is_compiled(),
         "what modules return is looked at (--forward-hooks)": models_served.is_looked_into(),
+        **of_groups(state, tp, pipeline),
+    }
+
+
+def of_groups(state, tp, pipeline) -> dict[str, bool]:
+    """Those by which ranks have other rows, or other exchanges run beside the group's."""
+    decode_context = getattr(state, "_DCP", None)  # 0.5.15 and later
+    return {
         "pipeline parallelism": pipeline.world_size > 1,
         "data or context parallel attention": state._ATTN_TP is not tp,
         "PD multiplexing": state._PDMUX_PREFILL_TP_GROUP is not None,
@@ -48,6 +55,7 @@ def of_server(state, tp, pipeline, compared: str) -> dict[str, bool]:
     }
 
 
+COMPILED = "torch compiles the model"
 OTHER_CARDS = "not all cards of one host are served and seen by all ranks"
 # what a coordinator may sum with beside its custom kernels and NCCL
 _OTHERS = ("pynccl_comm", "qr_comm", "pymscclpp_comm", "torch_symm_mem_comm", "pcie_ipc_comm")
