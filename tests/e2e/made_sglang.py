@@ -88,30 +88,19 @@ class Engine:
             os.makedirs(folder, exist_ok=True)
             shadow = [RECORD] if os.environ.get("DSV4_SM120_SHADOW") else []
             patch = {"patch": "sparse_decode", "target": "a:b", "state": "APPLIED", "review": "reviewed"}
-<<<<<<< HEAD
             chosen = [one.partition("=") for one in os.environ.get("DSV4_SM120_SET", "").split(",")]
             asked = [name for name, _, value in chosen if value != "off"]
-=======
-            asked = [one.partition("=")[0] for one in os.environ.get("DSV4_SM120_SET", "").split(",")]
->>>>>>> h1
             passes = int(os.environ.get("FAKE_PASSES", "300"))
             counted = {"dealt_streams": {"ranks": 2, "passes": passes, "rows": 8192 * passes, "not_dealt": {}}}
             ways = {rows: "whole" for rows in os.environ.get("FAKE_FOUND", "8192").split()}
             counted["prompts_in_halves"] = {"passes": passes, "rows": 8192 * passes, "whole": {}, "found": ways}
-<<<<<<< HEAD
-=======
             counted["dealt_products"] = {"ranks": 2, "products": passes, "rows": 8 * passes}
->>>>>>> h1
             found = {name: counted[name] for name in asked if name in counted}
             if as_sm120 := os.environ.get("E2E_AS_SM120"):  # by the plugin, which is on this process's path
                 kernel = os.environ.get("FAKE_KERNEL") or as_sm120.partition(",")[0]
                 assert any(path.endswith("sm120_plugin") for path in sys.path), sys.path
                 found |= {"experts_above_256_rows": {kernel: 32}}
-<<<<<<< HEAD
             for rank in range(int(os.environ.get("FAKE_CARDS", 2)) if found else 1):
-=======
-            for rank in range(2 if counted.keys() & set(asked) else 1):
->>>>>>> h1
                 with open(f"{folder}/{os.getpid()}_{rank}.json", "w") as f:
                     json.dump({"pid": os.getpid(), "patches": [patch], "shadow": shadow, "found": found}, f)
     def generate(self, input_ids, sampling_params, **more):
