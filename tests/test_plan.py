@@ -94,20 +94,19 @@ def test_wo_a_stays_fp8_where_it_is_ours():
 def test_the_drafts_head_is_counted_once_a_server_drafts(monkeypatch):
     def reserve(**changes):
         sizes = {
-            x.what: x.bytes
-            for x in launch.make(request(concurrency=4, **({"switched_on": ("draft_head",)} | changes))).reserves
+            x.what: x.bytes for x in launch.make(request(concurrency=4, **({"draft_head": True} | changes))).reserves
         }
         return sizes.get("drafts' head in E4M3")
 
     vocabulary, scales, sums = 129_280, 4 / 128**2, 16 * 8
     assert reserve(gpus=2) == vocabulary / 2 * (4096 * (1 + scales) + sums)
     assert reserve(gpus=4) == 253 * 128 * (4096 * (1 + scales) + sums)  # whole blocks of 128
-    for changes in ({"speculation": None}, {"replaced": ("mhc",)}, {"switched_on": ()}):
+    for changes in ({"speculation": None}, {"replaced": ("mhc",)}, {"draft_head": False}, {"draft_head": None}):
         assert reserve(**changes) is None
     assert reserve(sglang="0.5.13", insist=True) is None
     monkeypatch.setattr(command, "settings", lambda: Settings(choices={"draft_head": "on"}))
     asked = command.request_of(arguments(sglang="0.5.23"))
-    assert asked.switched_on == ("draft_head",) and asked.replaced == OPS
+    assert asked.draft_head is True and asked.replaced == OPS
     assert {f.name: f.value for f in launch.make(asked).environment}[
         "DSV4_SM120_SET"
     ] == "draft_head=on,prefill_graphs=on"

@@ -6,7 +6,7 @@ from packaging.specifiers import SpecifierSet
 from deepseek_v4_sm120 import OPS
 from deepseek_v4_sm120.commands import speculation
 from deepseek_v4_sm120.commands.console import CommandError
-from deepseek_v4_sm120.commands.plan import launch, memory, models, roofline
+from deepseek_v4_sm120.commands.plan import command, launch, memory, models, roofline
 from deepseek_v4_sm120.sglang_patches.defaults import CAPTURED_ROWS
 from deepseek_v4_sm120.sglang_patches.table import PREFILL_GRAPHS as GRAPHS
 from tests.test_plan import MTP, request
@@ -88,23 +88,41 @@ def test_prefill_graphs_are_planned_for_the_releases_that_are_patched():
     ("changes", "has"),
     [
         ({}, True),
-        ({"switched_on": ()}, False),
+        ({"draft_head": False}, False),
+        ({"draft_head": False, "concurrency": 1}, False),
         ({"speculation": None}, False),
         ({"replaced": tuple(op for op in OPS if op != "fp8_linear")}, False),
         ({"sglang": "0.5.13"}, False),
         ({"sglang": "0.5.14"}, True),
+        ({"draft_head": None}, False),  # eight streams read half of the experts in a step
+        ({"draft_head": None, "concurrency": 1}, True),
+        ({"draft_head": None, "concurrency": 1, "sglang": "0.5.13"}, False),
+        ({"draft_head": None, "concurrency": 1, "speculation": None}, False),
+        ({"draft_head": None, "concurrency": 1, "speculation": speculation.Speculation(speculation.DSPARK, 3)}, False),
+        ({"draft_head": None, "concurrency": 1, "gpus": 8}, False),  # an eighth of the head
     ],
 )
 def test_who_has_a_draft_head(changes, has):
-    assert request(**{"switched_on": (launch.DRAFT_HEAD,)} | changes).has_draft_head is has
+    assert request(**{"draft_head": True} | changes).has_draft_head is has
+
+
+def test_a_draft_head_that_nobody_asked_for_is_told():
+    plan = launch.make(request(concurrency=1))
+    (note,) = [note for note in plan.notes if "copy of the head in E4M3" in note]
+    assert "with DSV4_SM120_SET=draft_head=off" in note
+    steps = [
+        float(command.draft_rows(launch.make(request(concurrency=1, draft_head=one)))[3][2]) for one in (None, False)
+    ]
+    read = 3 * 129_280 * 4096 / 2 / roofline.BYTES_PER_S * 1e3
+    assert steps[1] - steps[0] == pytest.approx(read, abs=0.011)
 
 
 @pytest.mark.parametrize(
     "changes, told",
     [
         ({}, True),
-        ({"switched_on": (launch.DRAFT_HEAD,)}, False),
-        ({"also_set": {launch.DRAFT_HEAD: "off"}}, False),
+        ({"draft_head": True}, False),
+        ({"draft_head": False}, False),
         ({"speculation": None}, False),
         ({"replaced": ("mhc",)}, False),
     ],

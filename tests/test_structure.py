@@ -60,7 +60,17 @@ SHARED = {
         ),
     },
     "bench": {
-        *("common", "features", "host_time", "kernel_report", "layer", "load_time", "measured", "sparse_prefill"),
+        *(
+            "common",
+            "features",
+            "host_time",
+            "kernel_report",
+            "layer",
+            "load_time",
+            "measured",
+            "prompt_sums",
+            "sparse_prefill",
+        ),
         *("timeline", "tune_moe"),
     },
 }

@@ -65,7 +65,6 @@ def request_of(arguments: argparse.Namespace) -> Request:
     gpus, memory_mib = _machine(arguments)
     choices = settings().choices
     switched_off = tuple(op for op in OPS if choices.get(op) == "off")
-    switched_on = tuple(name for name in (DRAFT_HEAD,) if choices.get(name) == "on")
     measured = _profile(settings().profile if arguments.profile is None else arguments.profile, sglang)
     replaced = [op for op in OPS if op not in switched_off and measured.against(op) is None]
     request = Request(
@@ -80,8 +79,8 @@ def request_of(arguments: argparse.Namespace) -> Request:
         profile=None if measured.warnings else measured.path,
         profile_unused=measured.warnings[0] if measured.warnings else None,
         switched_off=switched_off,
-        switched_on=switched_on,
-        also_set={k: v for k, v in choices.items() if k not in (*switched_off, *switched_on, PREFILL_GRAPHS)},
+        draft_head=choices[DRAFT_HEAD] == "on" if DRAFT_HEAD in choices else None,
+        also_set={k: v for k, v in choices.items() if k not in (*switched_off, DRAFT_HEAD, PREFILL_GRAPHS)},
         prefill_graphs=_rows_of(choices.get(PREFILL_GRAPHS)),
         sums_us=_sums(measured, gpus),
         load=arguments.load,
@@ -272,8 +271,11 @@ def draft_rows(plan: Plan) -> list[tuple[str, ...]]:
     if r.speculation is None or r.speculation.algorithm != EAGLE:
         return rows
     context, before = min(r.context, 8192), None
+    head_bytes = 1.0 if r.has_draft_head else 2.0
     for drafts in range(MOST_DRAFTS + 1):
-        seconds = roofline.speculating_seconds(r.model, r.gpus, r.concurrency, context, drafts, wo_a_bf16=r.wo_a_bf16)
+        seconds = roofline.speculating_seconds(
+            r.model, r.gpus, r.concurrency, context, drafts, wo_a_bf16=r.wo_a_bf16, head_bytes=head_bytes
+        )
         share = None if before is None else roofline.pays_from(seconds / before, drafts)
         says = "-" if before is None else "never" if share is None else f"{share:.0%}"
         length = "-" if share is None or drafts == 1 else f"{sum(share**i for i in range(drafts)):.2f}"

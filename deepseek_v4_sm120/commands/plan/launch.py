@@ -37,6 +37,7 @@ PROFILE_MOUNT = "/opt/dsv4-profile.json"
 HOME = Path("/root")  # in the image
 EXPERTS = "mxfp4_moe"
 DRAFT_HEAD, DRAFT_HEAD_SINCE = "draft_head", (0, 5, 14)
+NOTICEABLE = 0.02  # of a step: less is not worth its copy's memory
 PREFILL_GRAPHS, PREFILL_GRAPHS_SINCE, WITH_MTP_SINCE = prefill_graphs.DEFAULT, (0, 5, 17), (0, 5, 23)
 HALVES, IN_GRAPHS_SINCE = "prompts_in_halves", (0, 5, 23)
 INTERVAL, INTERVAL_0_5_17 = "prefill_decode_interval", "prefill_decode_interval_0_5_17"
@@ -56,7 +57,7 @@ class Request:
     profile: str | None = None  # the file that says so
     profile_unused: str | None = None  # why a server makes nothing of the file that was given
     switched_off: tuple[str, ...] = ()  # operators, by DSV4_SM120_SET
-    switched_on: tuple[str, ...] = ()  # DRAFT_HEAD, likewise
+    draft_head: bool | None = None  # drafts guess with a copy of the head in E4M3, likewise; None: where it pays
     also_set: Mapping[str, str] = field(default_factory=dict)  # what else it says, which no size here hangs on
     prefill_graphs: int | None = None  # rows of a pass in graphs, at most, likewise; None: where there is room
     sums_us: Mapping[str, Mapping[int, float]] = field(default_factory=dict)  # by provider: rows -> us, by the profile
@@ -89,8 +90,16 @@ class Request:
 
     @property
     def has_draft_head(self) -> bool:
-        """Whether drafts guess with a copy of the head in E4M3."""
-        return DRAFT_HEAD in self.switched_on and self.could_have_draft_head
+        """Whether drafts guess with a copy of the head in E4M3: as the user says; else the model's own drafts, where a
+        step reads noticeably less."""
+        if self.draft_head is not None or not self.could_have_draft_head or self.speculation.algorithm != EAGLE:
+            return bool(self.draft_head) and self.could_have_draft_head
+        step = functools.partial(
+            roofline.speculating_seconds,
+            *(self.model, self.gpus, self.concurrency, min(self.context, 8192), self.speculation.rows - 1),
+            wo_a_bf16=self.wo_a_bf16,
+        )
+        return step(head_bytes=1.0) <= (1 - NOTICEABLE) * step(head_bytes=2.0)
 
     @property
     def may_keep_prefixes(self) -> bool:
@@ -353,7 +362,11 @@ def _flags(plan: Plan) -> None:
 def _settings(plan: Plan) -> list[tuple[str, str]]:
     """Of DSV4_SM120_SET: what is set, and why."""
     r, yours = plan.request, "as in your environment"
-    found = [(f"{name}=off", yours) for name in r.switched_off] + [(f"{name}=on", yours) for name in r.switched_on]
+    found = [(f"{name}=off", yours) for name in r.switched_off]
+    if r.draft_head is not None:
+        found.append((f"{DRAFT_HEAD}={'on' if r.draft_head else 'off'}", yours))
+    elif r.has_draft_head:
+        found.append((f"{DRAFT_HEAD}=on", "a guess reads half of the head's bytes; the text is the model's own"))
     found += [(f"{name}={value}", yours) for name, value in r.also_set.items()]
     if plan.interval and r.version == (0, 5, 17) and INTERVAL_0_5_17 not in r.also_set:
         found.append((f"{INTERVAL_0_5_17}={plan.interval}", _interval_reason(plan)))
@@ -460,11 +473,13 @@ def _notes(plan: Plan) -> None:
             "prompts of a thousand tokens and fewer wait for their launches; DSV4_SM120_SET=prefill_graphs=on puts "
             "them into graphs, for whose memory this plan has no room without less context or fewer streams"
         )
-    if r.could_have_draft_head and not (r.has_draft_head or DRAFT_HEAD in r.also_set):
+    if r.could_have_draft_head and r.draft_head is None:
         held = memory.draft_head_bytes(r.model, r.gpus, r.concurrency * r.rows) / 1e9
+        copy = f"a copy of the head in E4M3, {held:.2f} GB a card: no checkpoint's acceptance was looked at"
         plan.notes.append(
-            f"each guess reads the whole head in bf16; DSV4_SM120_SET={DRAFT_HEAD}=on gives drafts a copy of half the "
-            f"bytes ({held:.2f} GB a card) and the same text; compare SGLang's accept len with and without"
+            f"drafts guess with {copy}; compare SGLang's accept len with DSV4_SM120_SET={DRAFT_HEAD}=off"
+            if r.has_draft_head
+            else f"each guess reads the whole head in bf16; DSV4_SM120_SET={DRAFT_HEAD}=on gives drafts {copy}"
         )
     if r.gpus > 2 and r.version >= (0, 5, 22) and "all_reduce" not in r.replaced:
         plan.notes.append(

@@ -95,15 +95,17 @@ def step_seconds(
     return read + all_reduce_seconds(m, tp, batch, fast, measured)
 
 
-def speculating_seconds(m: Model, tp: int, batch: int, context: int, drafts: int, *, wo_a_bf16: bool) -> float:
+def speculating_seconds(
+    m: Model, tp: int, batch: int, context: int, drafts: int, *, wo_a_bf16: bool, head_bytes: float = 2.0
+) -> float:
     """The least time of a step of EAGLE: a verification of drafts + 1 rows a request, the MTP block behind it over all
-    those rows, then over one row a request for each further draft; each draft reads the head."""
+    those rows, then over one row a request for each further draft; each draft reads the head, of head_bytes a value."""
     rows = drafts + 1
     read = step_bytes(m, tp, batch, context, wo_a_bf16=wo_a_bf16, rows=rows)
     seconds = all_reduce_seconds(m, tp, batch * rows, True)
     for pass_rows in [batch * rows, *[batch] * (drafts - 1)][:drafts]:
         read += layer_bytes(m, tp, 0, pass_rows, wo_a_bf16) + 2 * memory.square_bytes(m)
-        read += 2.0 * m.vocab * m.hidden / tp + batch * min(m.window, context) * memory.KV_TOKEN_BYTES
+        read += head_bytes * m.vocab * m.hidden / tp + batch * min(m.window, context) * memory.KV_TOKEN_BYTES
         seconds += all_reduce_seconds(m, tp, pass_rows, True, layers=1)
     return read / BYTES_PER_S + seconds
 
