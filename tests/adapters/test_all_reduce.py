@@ -349,9 +349,10 @@ def test_other_groups_are_untouched(our_model):
         ("ranks_come_and_go", "the sums between the cards stay SGLang's: ranks may end and come back"),
     ],
 )
-@pytest.mark.parametrize("reproducible", [False, True])
-def test_ranks_that_may_not_answer_are_not_asked(asked, words, reproducible, our_model, monkeypatch):
-    """Those of another host may be without us, and of elastic parallelism a new one comes alone."""
+@pytest.mark.parametrize(("reproducible", "ranks"), [(False, 4), (True, 4), (True, 2)])
+def test_ranks_that_may_not_answer_are_not_asked(asked, words, reproducible, ranks, our_model, monkeypatch):
+    """Those of another host may be without us, and of elastic parallelism a new one comes alone. NCCL's sums of two
+    cards have one order."""
     told = {"model_type": "deepseek_v4", "hidden": HIDDEN, asked: True}
     monkeypatch.setattr(models_served, "announced", lambda: told)
     monkeypatch.setattr(report, "_notes", {})
@@ -359,11 +360,12 @@ def test_ranks_that_may_not_answer_are_not_asked(asked, words, reproducible, our
         adapter, "settings", lambda: settings.Settings(choices={"reproducible": "on"} if reproducible else {})
     )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ranks)
     monkeypatch.setattr(torch.distributed, "all_gather_object", lambda *_, **__: pytest.fail("the others are asked"))
     made = dispatched()(group="group", device=DEVICE)
     assert type(made) is Theirs and made.disabled is reproducible
     described = report._notes["all_reduce"][0]()
-    assert words in described and ("NOT REPRODUCIBLE" in described) is reproducible
+    assert words in described and ("NOT REPRODUCIBLE" in described) is (reproducible and ranks > 2)
 
 
 def modules_with(monkeypatch, context=None, arguments=None):

@@ -258,13 +258,17 @@ def test_steps_of_many_rows_keep_our_sums(on):
     assert (all_reduce._why_not(places) is None) is on
 
 
-def test_a_server_whose_sums_are_not_ours_is_told(on, monkeypatch):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_server_whose_sums_are_not_ours_is_told(on, ranks, monkeypatch):
+    """Of two cards they have one order, whoever adds."""
     told = []
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ranks)
     monkeypatch.setattr(all_reduce.report, "warn", told.append)
     monkeypatch.setattr(all_reduce.report, "add_note", lambda *given: None)
     monkeypatch.setattr(all_reduce.report, "write", lambda: None)
-    left = all_reduce._left(Theirs(), 0, "no way")
-    assert left.disabled is on and ("NOT REPRODUCIBLE" in told[0]) is on
+    left = all_reduce._left(Theirs(), "group", "no way")
+    assert left.disabled is on and ("NOT REPRODUCIBLE" in told[0]) is (on and ranks > 2)
 
 
 # ---- --enable-deterministic-inference

@@ -132,8 +132,7 @@ def _communicator(stock: Callable, group, device):
     """SGLang's own object, or ours around it: on all ranks alike."""
     theirs = stock(group=group, device=device)
     if why := _why_not_ask():
-        told = f"the sums between the cards stay SGLang's: {why}"
-        return _left(theirs, torch.distributed.get_rank(group), told)
+        return _left(theirs, group, f"the sums between the cards stay SGLang's: {why}")
 
     def gather(value) -> list:
         told = [None] * torch.distributed.get_world_size(group)
@@ -153,19 +152,19 @@ def _communicator(stock: Callable, group, device):
     if chosen == "host":
         leave_peers()
     if why := _why_not(places):
-        return _left(theirs, rank, f"the sums between the cards stay SGLang's: {why}")
+        return _left(theirs, group, f"the sums between the cards stay SGLang's: {why}")
     verdict = all_reduce_probe.probe(rank, len(places), device.index, gather, hidden=hidden, transport=chosen)
     if verdict.peers_fail:
         leave_peers()
     if verdict.transport is None:
-        return _left(theirs, rank, verdict.describe(), verdict.as_dict)
+        return _left(theirs, group, verdict.describe(), verdict.as_dict)
 
     def make(together, **options):
         return op.AllReduce(rank, len(places), device, together, hidden=hidden, transport=verdict.transport, **options)
 
     made, why = op.made_together(gather, make)
     if made is None:
-        return _left(theirs, rank, f"{verdict.left()}: {why}")
+        return _left(theirs, group, f"{verdict.left()}: {why}")
     products, why_whole = None, "not every rank deals"
     if all(place.deals for place in places):
         of_products = functools.partial(make, max_rows=DEALT_ROWS, name=DEALT)
@@ -178,12 +177,13 @@ def _communicator(stock: Callable, group, device):
     return Communicator(theirs, made, products, why_whole)
 
 
-def _left(theirs, rank: int, why: str, found: Callable[[], dict] = dict):
+def _left(theirs, group, why: str, found: Callable[[], dict] = dict):
     """SGLang's own object, and one line."""
     if settings().reproducible:
         theirs.disabled = True  # with --enable-deterministic-inference it would be, and NCCL adds by a tree
-        why += ". NOT REPRODUCIBLE: NCCL's order depends on the number of rows"
-    if rank == 0:
+        if torch.distributed.get_world_size(group) > 2:  # two terms have one order
+            why += ". NOT REPRODUCIBLE: NCCL's order depends on the number of rows"
+    if torch.distributed.get_rank(group) == 0:
         report.warn(f"deepseek_v4_sm120: {PATCH}: {why}")
     report.add_note(PATCH, lambda: f"{PATCH}: {why}", found)
     report.write()
