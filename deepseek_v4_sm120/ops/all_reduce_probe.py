@@ -2,6 +2,7 @@
 
 Drivers report peers that move nothing, copies that work where a kernel's stores do not, and some boards hang. So each
 rank starts a process of its own (all_reduce_probe_child.py): what goes wrong there costs no server its CUDA context.
+Most of its time is the import of torch, so who knows early that there will be a probe starts it ahead.
 The ranks pass on what their processes say to each other, and agree: a way is taken where it was right on all ranks, the
 faster of two; where none was, the sums stay SGLang's. Where peers were tried and failed, nothing of SGLang's own may
 sum by them either. No wait is without an end.
@@ -26,6 +27,7 @@ from deepseek_v4_sm120.ops.all_reduce import TRANSPORTS, Gather
 ROWS = (1, 8, 64)  # of the calls that are timed, each of which counts as much as the others
 PROGRAM = (sys.executable, "-m", "deepseek_v4_sm120.ops.all_reduce_probe_child")
 START_S, STEP_S, WHOLE_S, END_S = 60.0, 20.0, 120.0, 5.0
+ASKED_S = 120.0  # that a process which was started ahead waits to be asked
 WORDS = {"peer": "each other's memory", "host": "host memory"}
 CHOSEN = "chosen by the user, the only one tried"
 REMEDY = (
@@ -107,7 +109,8 @@ def _times(way: Way) -> str:
 
 
 class Child:
-    """A process of the probe, and what it says. Whatever becomes of it is said by `next`: the other ranks wait."""
+    """A process of the probe, and what it says. Whatever becomes of it is said by `next`: the other ranks wait. One
+    whose words do not say what is asked waits for that (`answer`)."""
 
     def __init__(self, words: Sequence[str]):
         package = str(Path(__file__).resolve().parents[2])
@@ -139,6 +142,9 @@ class Child:
             return FAILED, f"its probe ended: {self._last_words()}"
         return FAILED, f"its probe said nothing for {seconds:.0f} s"
 
+    def is_there(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def answer(self, value) -> None:
         with contextlib.suppress(ConnectionError):  # it has ended, and `next` says so
             self.connection.send(value)
@@ -158,6 +164,26 @@ class Child:
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").strip().splitlines()
         return f"exit status {status}" + (f", {lines[-1][:200]}" if lines else "")
+
+
+_ahead: list[Child] = []  # at most one
+
+
+def start_ahead(program: Sequence[str] = PROGRAM) -> None:
+    """This rank's process of the next probe, which imports what it needs. Unasked it ends by itself, after ASKED_S or
+    with this process."""
+    if not _ahead:
+        _ahead.append(Child(program))
+
+
+def _child(program: Sequence[str], asked: dict) -> Child:
+    child = _ahead.pop() if _ahead else None
+    if child is not None and child.is_there():
+        child.answer(asked)
+        return child
+    if child is not None:
+        child.end()
+    return Child([*program, json.dumps(asked)])
 
 
 def relay(child: Child, gather: Gather) -> tuple[Way, bool]:
@@ -192,8 +218,7 @@ def probe(
     started = time.monotonic()
     ways: dict[str, Way] = {}
     while left := [name for name in tried if name not in ways]:
-        words = json.dumps({"rank": rank, "ranks": ranks, "device": device, "hidden": hidden, "ways": left})
-        child = Child([*program, words])
+        child = _child(program, {"rank": rank, "ranks": ranks, "device": device, "hidden": hidden, "ways": left})
         try:
             for name in left:
                 ways[name], are_there = relay(child, gather)

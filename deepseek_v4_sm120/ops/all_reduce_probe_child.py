@@ -1,7 +1,8 @@
 """The probe's process of one rank (all_reduce_probe.py): is a way right, and how fast is it, by the kernels themselves.
 
-    python3 -m deepseek_v4_sm120.ops.all_reduce_probe_child JSON DESCRIPTOR
+    python3 -m deepseek_v4_sm120.ops.all_reduce_probe_child [JSON] DESCRIPTOR
 
+Without JSON it was started ahead, and is told on the connection what it is asked.
 Says (kind, value) on a connection: GATHER for what it wants from all ranks, what it FOUND of each way, why it FAILED.
 Waits on the card have an end (PATIENCE_S) and leave the context as it was; what does not ends with this process.
 """
@@ -19,7 +20,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from deepseek_v4_sm120.ops import all_reduce as op
-from deepseek_v4_sm120.ops.all_reduce_probe import FAILED, FOUND, GATHER, ROWS
+from deepseek_v4_sm120.ops.all_reduce_probe import ASKED_S, FAILED, FOUND, GATHER, ROWS
 from deepseek_v4_sm120.ops.shared import cuda_tensors, extension
 
 CHECKED_ROWS = (1, 8, 9, 64, 65, op.MAX_ROWS, *range(1, 8))  # each generation of places, behind many rows and few
@@ -179,9 +180,24 @@ def card(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def main(argv: list[str]) -> int:
-    asked, connection = json.loads(argv[0]), Connection(int(argv[1]))
+def told(argv: list[str]) -> tuple[dict | None, Connection]:
+    """(what is asked, None: nothing came; the connection)"""
+    *words, descriptor = argv
+    connection = Connection(int(descriptor))
+    if words:
+        return json.loads(words[0]), connection
+    try:
+        return connection.recv() if connection.poll(ASKED_S) else None, connection
+    except EOFError:  # who might have asked has ended
+        return None, connection
 
+
+def main(argv: list[str]) -> int:
+    asked, connection = told(argv)
+    return 0 if asked is None else answer(asked, connection)
+
+
+def answer(asked: dict, connection: Connection) -> int:
     def gather(value):
         connection.send((GATHER, value))
         return connection.recv()

@@ -258,6 +258,12 @@ ALL_REDUCE = Patch(
             Parameters(("self", "input_", "dim=-1", "output_tensor_list=None")),
             ">=0.5.13,<0.6",
         ),
+        targets_of("all_reduce")(  # and the probe's processes, ahead of it
+            "sglang.srt.distributed.parallel_state:GroupCoordinator.__init__",
+            "coordinator_init",
+            Parameters(("self", "group_ranks"), further="any"),
+            ">=0.5.13,<0.6",
+        ),
     ),
     needs=(EXTENSION,),
     absent="0.5.12 asks for a class before there is a group",

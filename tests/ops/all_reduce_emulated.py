@@ -2,7 +2,7 @@
 the operator, its probe and its adapter run between processes of a machine without a card. Their text, memory that
 processes share, and no CUDA: what stands for CUDA's calls is here, with the faults that tests ask for.
 
-    python3 all_reduce_emulated.py LIBRARY FAULT JSON DESCRIPTOR        a process of the probe
+    python3 all_reduce_emulated.py LIBRARY FAULT [JSON] DESCRIPTOR        a process of the probe
 """
 
 from __future__ import annotations
@@ -245,8 +245,11 @@ def as_rank(folder: str, number: str) -> None:
 
 def main(library: str, fault: str, *words: str) -> int:
     torch.set_num_threads(1)
-    stand_in(Path(library), json.loads(fault), json.loads(words[0])["rank"])
-    return child.main(list(words))
+    asked, connection = child.told(list(words))
+    if asked is None:
+        return 0
+    stand_in(Path(library), json.loads(fault), asked["rank"])
+    return child.answer(asked, connection)
 
 
 if __name__ == "__main__":

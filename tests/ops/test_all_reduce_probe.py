@@ -126,6 +126,64 @@ def test_where_no_way_is_right_the_sums_are_nccls(what, program, monkeypatch):
     assert len(started) == (4 if what == "dies" else 2) and all(process.poll() is not None for process in started)
 
 
+# ---- a process that was started ahead
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The probe's processes that are started."""
+    found, real = [], probe.subprocess.Popen
+
+    def popen(words, **options):
+        made = real(words, **options)
+        found.extend([made] if emulated.__file__ in words else [])
+        return made
+
+    monkeypatch.setattr(probe.subprocess, "Popen", popen)
+    monkeypatch.setattr(probe, "_ahead", [])
+    yield found
+    for process in found:
+        process.kill()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_process_that_was_started_ahead_is_the_first_that_is_asked(has_ended, program, started):
+    """One that has ended by then is none."""
+    probe.start_ahead(program(GOOD))
+    probe.start_ahead(program(GOOD))
+    (ahead,) = started
+    assert json.dumps(GOOD) in ahead.args and not any("ranks" in word for word in ahead.args)
+    if has_ended:
+        ahead.kill()
+        ahead.wait()
+    found = agreed(2, program, GOOD)
+    assert found.transport == "peer" and found.ways["host"].problem is None
+    assert len(started) == (3 if has_ended else 2) and all(one.poll() is not None for one in started)
+    assert probe._ahead == []
+
+
+def test_where_the_process_ahead_is_lost_another_one_asks_for_what_is_left(program, started):
+    """Of two ranks, threads here, one has it."""
+    fault = {"rank": -1, "way": "peer", "what": "dies"}
+    probe.start_ahead(program(fault))
+    found = agreed(2, program, fault)
+    assert found.transport == "host" and "its probe ended: exit status 7" in found.ways["peer"].problem
+    assert len(started) == 4
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_process_that_nobody_asks_ends(closes, program, started):
+    """With who started it, or in time."""
+    *python, file, library, fault = program(GOOD)
+    short = "import runpy, sys; from deepseek_v4_sm120.ops import all_reduce_probe as probe; probe.ASKED_S = 0.5; "
+    short += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    probe.start_ahead((*python, *(() if closes else ("-c", short)), file, library, fault))
+    (child,) = probe._ahead
+    if closes:
+        child.connection.close()
+    assert started[0].wait(120) == 0 and not child.is_there()
+
+
 def test_a_probe_that_hangs_is_ended(program, monkeypatch):
     monkeypatch.setattr(probe, "STEP_S", 15.0)
     found = agreed(2, program, {"rank": 1, "way": "peer", "what": "hangs"})

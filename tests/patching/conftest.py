@@ -344,10 +344,13 @@ class MoEGate:
 """
 COMMUNICATOR = "def dispatch_custom_allreduce(group, device):\n    return 'original communicator'\n"
 PARALLEL_STATE = """
+_WORLD = None
+
+
 class GroupCoordinator:
-    def __init__(self, group, device):
+    def __init__(self, group_ranks, device):
         from sglang.srt.distributed.device_communicators.custom_all_reduce import dispatch_custom_allreduce
-        self.ca_comm = dispatch_custom_allreduce(group=group, device=device)
+        self.ca_comm = dispatch_custom_allreduce(group=group_ranks, device=device)
 
     def all_gather(self, input_, dim=-1, output_tensor_list=None):
         return input_

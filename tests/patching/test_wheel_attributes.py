@@ -411,6 +411,7 @@ OURS = {
     },
     "argument_defaults": {"c", "found.hf_config"},
     "bf16_linear_dealt": {"communicator", "communicator.product_tags", "group"},
+    "prompt_passes": {"communicator"},
     "compressor": {"layout"},
     "effort_levels": {"file", "importlib.import_module('huggingface_hub')"},
     "fp8_linear": {"process"},

@@ -76,6 +76,32 @@ def replace_dispatch(original: Callable) -> Callable:
     return dispatch_custom_allreduce
 
 
+def replace_coordinator_init(original: Callable) -> Callable:
+    """For GroupCoordinator.__init__(self, group_ranks, ...): in front of the first, the world's, the probe's process is
+    started ahead, beside what NCCL and the other groups take."""
+
+    @functools.wraps(original)
+    def __init__(self, group_ranks, *args, **kwargs):
+        if _will_probe():
+            all_reduce_probe.start_ahead()
+        original(self, group_ranks, *args, **kwargs)
+
+    return __init__
+
+
+def _will_probe() -> bool:
+    """Of this process's first group, as far as is known before there are groups; asks no GPU."""
+    told = models_served.announced()
+    return (
+        told is not None
+        and models_served.has_served_card()
+        and limits.takes(PATCH, **{name: told.get(name) for name in limits.LIMITS[PATCH]})
+        and _why_not_ask() is None
+        and importlib.import_module(PARALLEL_STATE)._WORLD is None
+        and torch.distributed.get_world_size() in op.RANKS
+    )
+
+
 def replace_all_gather(original: Callable) -> Callable:
     """For GroupCoordinator.all_gather(self, input_, dim=-1, output_tensor_list=None)."""
 

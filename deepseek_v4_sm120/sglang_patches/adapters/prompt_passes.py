@@ -77,7 +77,8 @@ def is_for_nccl(coordinator, x: torch.Tensor, but: tuple[str, ...] = ()) -> bool
 def _is_for_custom(custom, x: torch.Tensor) -> bool:
     if custom is None or custom.disabled or not custom.should_custom_ar(x):
         return False
-    return not (isinstance(custom, Communicator) and custom.may_be_nccls(x))
+    communicator = custom if isinstance(custom, Communicator) else None
+    return communicator is None or not communicator.may_be_nccls(x)
 
 
 def count(
