@@ -94,6 +94,25 @@ def test_one_stream_gives_spare_capacity_for_prefill_graphs():
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"also_set": {"reproducible": "on"}},
+        {"also_set": {"dealt_streams": "on"}},
+        {"also_set": {"dealt_streams": "4096"}},
+        {"shadow": "1"},
+    ],
+    ids=str,
+)
+def test_nothing_is_given_for_halves_where_passes_go_whole(changes):
+    """What keeps all of a server's passes whole (prompts_in_halves.why_not_here): graphs of whole chunks would take
+    their memory, and gain nothing."""
+    given = {"gpus": 4, "context": 32_768, "concurrency": 1, "sglang": "0.5.23"}
+    assert planned_graphs(**given)[0].halves and planned_graphs(**given, also_set={"dealt_streams": "off"})[0].halves
+    plan, rows, _, said = planned_graphs(**given | changes)
+    assert plan.fits and not plan.halves and rows == 4096 and "prompts_in_halves" not in said
+
+
+@pytest.mark.parametrize(
     ("gpus", "rows", "seen"), [(2, 2048, "two H200"), (4, 4096, "four H100"), (8, 4096, "four H100")]
 )
 def test_cards_that_share_a_pass_capture_more_rows_of_it_where_nobody_misses_the_room(gpus, rows, seen):
