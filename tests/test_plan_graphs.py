@@ -107,9 +107,25 @@ def test_nothing_is_given_for_halves_where_passes_go_whole(changes):
     """What keeps all of a server's passes whole (prompts_in_halves.why_not_here): graphs of whole chunks would take
     their memory, and gain nothing."""
     given = {"gpus": 4, "context": 32_768, "concurrency": 1, "sglang": "0.5.23"}
-    assert planned_graphs(**given)[0].halves and planned_graphs(**given, also_set={"dealt_streams": "off"})[0].halves
+    for off in ({}, {"dealt_streams": "off"}, {"dealt_streams": "0"}):
+        assert planned_graphs(**given, also_set=off)[0].halves
     plan, rows, _, said = planned_graphs(**given | changes)
     assert plan.fits and not plan.halves and rows == 4096 and "prompts_in_halves" not in said
+
+
+def test_nothing_goes_in_halves_without_sums_graphs_or_where_the_user_has_said_how_it_goes():
+    """Which would be reckoned with graphs of whole chunks."""
+    given = {"gpus": 4, "context": 32_768, "concurrency": 1, "sglang": "0.5.23"}
+    dspark = {"speculation": speculation.Speculation(speculation.DSPARK, 4), "model": models.FLASH_0731}
+    for changes, expected in (
+        ({}, (8192, True)),
+        ({"gpus": 1, "memory_mib": 500_000}, (1024, False)),
+        (dspark, (0, False)),
+        ({"prefill_graphs": 8192}, (8192, False)),
+        ({"also_set": {"prompts_in_halves": "on"}}, (4096, False)),
+    ):
+        plan, rows, *_ = planned_graphs(**given | changes)
+        assert plan.fits and (rows, plan.halves) == expected
 
 
 @pytest.mark.parametrize(
