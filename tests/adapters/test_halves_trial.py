@@ -136,3 +136,4 @@ def test_halves_have_as_many_rows_as_are_asked_for_or_as_is_usual(monkeypatch, a
     monkeypatch.setattr(adapter, "least_rows", lambda: asked)
     monkeypatch.setattr(adapter, "ROWS", usual)
     assert list(why()) == found
+    assert f" passes of {2 * (asked or usual)} rows and more in halves" in adapter._describe()

@@ -17,6 +17,7 @@ from deepseek_v4_sm120.patching import report
 from deepseek_v4_sm120.sglang_patches import models_served
 from deepseek_v4_sm120.sglang_patches.adapters import prompt_passes
 from deepseek_v4_sm120.sglang_patches.adapters import prompts_in_halves as adapter
+from deepseek_v4_sm120.sglang_patches.adapters.mhc_owed_sum import OwedSum
 from deepseek_v4_sm120.sglang_patches.adapters.prompts_in_halves import Cut
 from tests.adapters.dealt_streams_model import Failed, Ranks, _this, among_cards
 
@@ -441,6 +442,13 @@ def set_to(monkeypatch, **asked):
         monkeypatch.setattr(module, "settings", lambda: made)
 
 
+V41S = (
+    ("pool", "request_window", object()),
+    ("", "low_ratios", (1, 2)),
+    ("", "enable_decoder_swa_bounded_replay", True),
+)
+
+
 def test_what_keeps_a_servers_passes_whole(state, monkeypatch):
     backend = Backend(POOL)
     backend.hisparse_coordinator = object()
@@ -450,7 +458,7 @@ def test_what_keeps_a_servers_passes_whole(state, monkeypatch):
     adapter._left.clear()
     assert why(backend=online) == ("compressors with states of their own",)
     adapter._left.clear()
-    for part, name, value in (("pool", "request_window", object()), ("", "low_ratios", (1, 2))):
+    for part, name, value in V41S:
         newer = Backend(POOL)
         setattr(newer.token_to_kv_pool if part else newer, name, value)
         assert why(backend=newer) == ("what DeepSeek-V4.1 keeps beside its metadata",)
@@ -504,11 +512,19 @@ def test_what_is_summed_in_turns_are_a_halfs_rows():
 
 def test_other_sums_in_a_half_are_as_ever():
     coordinator, half = One(), adapter.Half(0, None, slice(0, 4))
+    half.halves = SimpleNamespace(summed=lambda half, x: (half, x))
+    coordinator.all_reduce = lambda x: ("as ever", x)
     prompt_passes.wrap_sums_of(coordinator, "gives_turns", adapter._sum_in_turn)
-    other = torch.ones(5, 2)
+    other, rows = torch.ones(5, 2), torch.ones(4, 2)
+
+    class Owed(OwedSum):
+        def finish(self):
+            return rows
+
     with adapter._running.enter(half):
-        assert coordinator.all_reduce(other) is other
-    assert coordinator.all_reduce(other) is other and adapter._seen["sums"] == 0
+        assert coordinator.all_reduce(other) == ("as ever", other)
+        assert coordinator.all_reduce(Owed()) == (half, rows), "what a layer owes is put together in front of its sum"
+    assert coordinator.all_reduce(rows) == ("as ever", rows)
 
 
 @pytest.mark.parametrize("found", ["text", {"a": 1}, 3])
