@@ -26,7 +26,7 @@ class Clock:
     """Events of a device on which each half-pass and each pass take as long as they are said to."""
 
     def __init__(self, took):
-        self.took, self.now, self.synchronized = took, 0.0, 0
+        self.took, self.now, self.synchronized, self.known = took, 0.0, 0, 0.0
 
     def event(self):
         clock, at = self, self.now
@@ -37,8 +37,10 @@ class Clock:
 
             def synchronize(self):
                 clock.synchronized += 1
+                clock.known = max(clock.known, self.at)
 
             def elapsed_time(self, end):
+                assert end.at <= clock.known, "nobody has waited for it"
                 return end.at - self.at
 
         return Event()
@@ -109,15 +111,44 @@ def test_sizes_have_trials_of_their_own():
     trials = trial.Trials()
     assert trials.of(4096) is trials.of(8191) is not trials.of(8192)
     assert (trials.of(4096).rows, trials.of(8192).rows, trials.told()) == (4096, 8192, [])
+    assert trials.decided() == {}
+    trials.of(2048)
+    for rows in (8192, 4096):
+        trials.of(rows).decided, trials.of(rows).told = trial.WHOLE, f"of {rows}"
+    assert list(trials.decided().items()) == [("4096", trial.WHOLE), ("8192", trial.WHOLE)]
+    assert trials.told() == ["of 4096", "of 8192"]
 
 
-def test_passes_that_never_ended_decide_nothing(monkeypatch):
+def test_the_first_twelve_passes_are_a_trials():
+    """As docs/operating.md has it: four that nothing is made of, and both ways in turns that a longer prefix evens."""
+    assert (len(trial.ORDER) * trial.WARM, len(trial.ORDER) * (trial.WARM + trial.COUNTED)) == (4, 12)
+    assert trial.ORDER == (trial.WHOLE, trial.HALVES, trial.HALVES, trial.WHOLE)
+
+
+def test_an_event_has_a_time_and_is_on_the_stream(monkeypatch):
+    made = []
+
+    class Event:
+        def __init__(self, enable_timing=False):
+            made.append(("timed", enable_timing))
+
+        def record(self):
+            made.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert trial.event() is made[1] and made == [("timed", True), made[1]]
+
+
+@pytest.mark.parametrize(("ended", "chosen"), [(None, trial.WHOLE), (trial.WHOLE,) * 2, (trial.HALVES,) * 2])
+def test_of_passes_that_never_ended_no_time_is_told(monkeypatch, ended, chosen):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda each, **_: None)
-    one = trial.Trial(64)
+    one, clock = trial.Trial(64), Clock((0, 0))
+    if ended:
+        one.add(ended, 64, clock.event(), clock.event())
     for _ in range(len(trial.ORDER) * (trial.WARM + trial.COUNTED)):
         one.next_way(None)
-    assert one.next_way(None) == one.decided == trial.WHOLE
-    assert one.told == "whole from 64 rows on: no pass came to its end"
+    assert one.next_way(None) == one.decided == chosen
+    assert one.told == f"{chosen} from 64 rows on: no pass came to its end"
 
 
 # ---- what is asked for
