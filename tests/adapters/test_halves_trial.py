@@ -112,6 +112,7 @@ def test_sizes_have_trials_of_their_own():
     assert trials.of(4096) is trials.of(8191) is not trials.of(8192)
     assert (trials.of(4096).rows, trials.of(8192).rows, trials.told()) == (4096, 8192, [])
     assert trials.decided() == {}
+    trials = trial.Trials()
     trials.of(2048)
     for rows in (8192, 4096):
         trials.of(rows).decided, trials.of(rows).told = trial.WHOLE, f"of {rows}"
