@@ -156,4 +156,6 @@ def test_the_users_own_word_on_prefill_graphs_stands(monkeypatch):
     assert asked({}) == (1024, f"{interval},prefill_graphs=on")
     assert asked({"prefill_graphs": "off"}) == (0, f"{interval},prefill_graphs=off")
     assert asked({"prefill_graphs": "2048"}) == (2048, f"{interval},prefill_graphs=2048")
+    larger = planned_graphs(prefill_graphs=8192, concurrency=8)
+    assert larger[0].chunk <= 4096 and larger[1] == 8192, "SGLang captures as much, whatever the chunk"
     assert asked({"prefill_graphs": "on", "mhc": "off"}) == (1024, f"mhc=off,{interval},prefill_graphs=on")
