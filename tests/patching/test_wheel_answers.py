@@ -178,7 +178,7 @@ ENDS = {  # why it ended, and by what -> what Anthropic's API says of it
     ("length", None): ("max_tokens", None),
     ("tool_calls", "STOP"): ("tool_use", None),
 }
-ADAPTED, PROCESSED = Record(), Record()
+ADAPTED, PROCESSED = Record(of="adapted"), Record(of="processed")
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
